@@ -1,0 +1,21 @@
+"""FP8 transformers in JAX and Flax on NVIDIA GPUs; the same code in plain JAX everywhere else."""
+
+from importlib import metadata
+
+from te_jax import recipe as recipe
+from te_jax.fp8 import FP8_COLLECTION as FP8_COLLECTION
+from te_jax.fp8 import autocast as autocast
+from te_jax.fp8 import convert_fp8_metas as convert_fp8_metas
+from te_jax.fp8 import fp8_autocast as fp8_autocast
+from te_jax.fp8 import get_delayed_scaling as get_delayed_scaling
+from te_jax.fp8 import update_collections as update_collections
+from te_jax.fp8 import update_fp8_metas as update_fp8_metas
+from te_jax.sharding import MeshResource as MeshResource
+from te_jax.sharding import ShardingResource as ShardingResource
+
+NVTE_FP8_COLLECTION_NAME = FP8_COLLECTION  # the name that users of TransformerEngine know
+
+try:
+    __version__ = metadata.version("te_jax")
+except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0.0.0"

@@ -1,0 +1,180 @@
+"""The CUDA extension `te_jax._cuda`: loaded, checked and registered at the first CUDA lowering."""
+
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import pathlib
+import threading
+from types import ModuleType
+
+import jax
+
+CUDA_MAJOR = 13  # the extension is built for it and looks up lib*.so.13
+CUDNN_MINIMUM = 90500  # 9.5.0: the first with every attention graph that te_jax builds
+
+# Library: the packages of NVIDIA's wheels whose lib/ may hold it, newest layout first.
+_LIBRARY_PACKAGES = {
+    "libcublasLt.so.13": ("nvidia.cu13", "nvidia.cublas"),
+    "libnvrtc.so.13": ("nvidia.cu13", "nvidia.cuda_nvrtc"),
+    "libcudnn.so.9": ("nvidia.cudnn",),
+}
+_REBUILD = "Install it where nvcc 13 is found, or with TE_JAX_BUILD_CUDA=1 to fetch nvcc from PyPI."
+_lock = threading.RLock()
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """What the CUDA extension can do here. CUDA versions are 1000 * major + 10 * minor; None if not known."""
+
+    built: bool  # te_jax was installed with it
+    loads: bool  # `load()` succeeds
+    reason: str  # why not, and what to do; "" if it loads
+    cuda: int | None = None  # built with
+    driver: int | None = None  # the newest CUDA the driver supports
+    cublaslt: int | None = None  # cublasLtGetVersion()
+    cudnn: int | None = None  # cudnnGetVersion()
+    attention: str = ""  # why fused attention is not available; "" if it is
+
+
+def load() -> ModuleType:
+    """The extension, ready to use. RuntimeError that says why it cannot be used, and the way out."""
+    with _lock:
+        return _checked_module()
+
+
+def status() -> Status:
+    """Never raises."""
+    with _lock:
+        try:
+            module = _import()
+        except RuntimeError as error:
+            return Status(_built(), False, str(error), attention=str(error))
+        versions = module.versions()
+        reason = _unusable(versions)
+        return Status(
+            built=True,
+            loads=not reason,
+            reason=reason,
+            cuda=versions["cudart"],
+            driver=versions["driver"] or None,
+            cublaslt=versions["cublaslt"],
+            cudnn=versions["cudnn"],
+            attention=reason or _attention_unusable(versions),
+        )
+
+
+def require_for_lowering() -> ModuleType | None:
+    """The extension with all its FFI targets registered, where this process has a CUDA device.
+
+    Without one (cross-lowering, export) None: XLA looks targets up when it compiles, not when jax lowers.
+    Raises RuntimeError, as `load()`, if there is a device but the extension cannot be used.
+    """
+    if not has_cuda_device():
+        return None
+    with _lock:
+        return _registered_module()
+
+
+def has_cuda_device() -> bool:
+    try:
+        return bool(jax.devices("cuda"))
+    except RuntimeError:  # jax has no such backend, or was told not to use it
+        return False
+
+
+def _built() -> bool:
+    return importlib.util.find_spec("te_jax._cuda") is not None
+
+
+@functools.cache
+def _import() -> ModuleType:
+    if not _built():
+        raise RuntimeError(f"te_jax was installed without its CUDA extension. {_REBUILD}")
+    try:
+        module = importlib.import_module("te_jax._cuda")
+    except ImportError as error:
+        reason = f"te_jax: the CUDA extension cannot be imported ({error}). Re-install te_jax."
+        raise RuntimeError(reason) from error
+    for soname, packages in _LIBRARY_PACKAGES.items():
+        if path := _wheel_library(soname, packages):
+            module.set_library_path(soname, path)
+    return module
+
+
+@functools.cache
+def _checked_module() -> ModuleType:
+    module = _import()
+    if reason := _unusable(module.versions()):
+        raise RuntimeError(reason)
+    return module
+
+
+@functools.cache
+def _registered_module() -> ModuleType:
+    # Only once the extension is known to be usable: XLA keeps what is registered for the life of the process.
+    module = _checked_module()
+    for name, stages in module.registrations().items():
+        jax.ffi.register_ffi_target(name, stages, platform="CUDA")
+    return module
+
+
+def _wheel_library(soname: str, packages: tuple[str, ...]) -> str | None:
+    for package in packages:
+        try:
+            spec = importlib.util.find_spec(package)
+        except ImportError:
+            continue
+        for folder in (spec and spec.submodule_search_locations) or ():
+            path = pathlib.Path(folder) / "lib" / soname
+            if path.is_file():
+                return str(path)
+    return None
+
+
+def jax_cuda_plugin() -> tuple[int, str] | None:
+    """(CUDA major, version) of the installed jax CUDA plugin; the one of CUDA 13 if there are more."""
+    for major in (CUDA_MAJOR, CUDA_MAJOR + 1, CUDA_MAJOR - 1):
+        try:
+            return major, importlib.metadata.version(f"jax-cuda{major}-plugin")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _unusable(versions: dict) -> str:
+    built = versions["cudart"] // 1000
+    plugin = jax_cuda_plugin()
+    if plugin and plugin[0] != built:
+        return (
+            f"te_jax: the CUDA extension is built for CUDA {built}, but the installed "
+            f"jax-cuda{plugin[0]}-plugin {plugin[1]} is for CUDA {plugin[0]}. Install jax[cuda{built}]."
+        )
+    if 0 < versions["driver"] < built * 1000:
+        return (
+            f"te_jax: the CUDA extension is built for CUDA {built}, but the NVIDIA driver supports only "
+            f"CUDA {cuda_text(versions['driver'])}. Update the driver (580 or newer for CUDA 13)."
+        )
+    if versions["cublaslt"] is None:
+        return f"te_jax: {versions['cublaslt_error']}"
+    return ""
+
+
+def _attention_unusable(versions: dict) -> str:
+    if versions["cudnn"] is None:
+        return f"te_jax: {versions['cudnn_error']}"
+    if versions["cudnn"] < CUDNN_MINIMUM:
+        found, minimum = library_text(versions["cudnn"]), library_text(CUDNN_MINIMUM)
+        return f"te_jax: cuDNN is {found}, fused attention needs {minimum}: pip install -U nvidia-cudnn-cu13"
+    return ""
+
+
+def cuda_text(version: int) -> str:
+    """13000 -> "13.0"."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def library_text(version: int) -> str:
+    """90501 -> "9.5.1": cuDNN 9 and cuBLASLt 13 count 10000 * major + 100 * minor + patch."""
+    return f"{version // 10000}.{version % 10000 // 100}.{version % 100}"

@@ -1,0 +1,322 @@
+"""A kernel and everything jax needs to know of it, declared once.
+
+An `Op` is one jax primitive. On CUDA it lowers to the FFI target of the same name, elsewhere to `reference`. From
+the axis rule follow the shape checks, the result shapes, the vmap rule, the Shardy rule, the per-device call with its
+psum or pmax, and the explicit-sharding types. This is the one file that knows jax's machinery.
+"""
+
+from functools import lru_cache, partial
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import ShapedArray
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, AxisType, ManualAxisType, NamedSharding, PartitionSpec
+
+from te_jax import _lib
+from te_jax._rule import Rule, is_group
+
+_NO_MESH = AbstractMesh((), ())
+_ACROSS_DEVICES = {"sum": lax.psum, "max": lax.pmax}
+_OF_PARTIALS = {"sum": jnp.sum, "max": jnp.max}
+
+ops: dict[str, "Op"] = {}  # every declared op by name: what the generated tests walk over
+
+
+class Op:
+    """One kernel.
+
+    name:       jax primitive, FFI target, HLO op and profiler name in one.
+    rule:       the axes, see `_rule.py`.
+    dtypes:     (operand dtypes (None if absent), **attrs) -> the dtypes of all results.
+    reference:  plain jax, (operands (None if absent), **attrs) -> all results: the meaning, and the lowering off CUDA.
+    replicated: axes that stay on one device. Space-separated names; a group is named like `m...`.
+    combine:    {result: "sum" | "max"}: how shards of an axis that the result lacks add up.
+    once:       operands that enter such a sum once, not once per shard (a bias).
+    ranks:      {group: attr}: the attribute that holds the group's number of axes.
+    partials:   {result: (operand shapes, **attrs) -> leading shape}: the CUDA kernel returns f32 partial results with
+                these leading axes; XLA finishes them by `combine`. No atomics, nothing to zero.
+    workspace:  (operand shapes and dtypes, **attrs) -> bytes of a last uint8 result that the CUDA call alone has.
+    cuda:       (call, *operands, **attrs) -> results: wraps the CUDA call in plain jax, to pad or to reshape.
+    """
+
+    def __init__(
+        self,
+        name,
+        rule,
+        *,
+        dtypes,
+        reference,
+        replicated="",
+        combine=None,
+        once=(),
+        ranks=None,
+        partials=None,
+        workspace=None,
+        cuda=None,
+    ):
+        self.name, self.rule, self.dtypes, self.reference = name, Rule.parse(rule), dtypes, reference
+        self.replicated, self.combine, self.once = frozenset(replicated.split()), combine or {}, frozenset(once)
+        self.rank_attrs, self.partials, self.workspace, self.cuda = ranks or {}, partials or {}, workspace, cuda
+        self._check_declaration()
+        self.primitive = Primitive(name)
+        self.primitive.multiple_results = True
+        self.primitive.def_abstract_eval(self._abstract_eval)
+        mlir.register_lowering(self.primitive, partial(self._lower, self._run_reference))
+        mlir.register_lowering(self.primitive, self._lower_cuda, platform="cuda")
+        ops[name] = self
+
+    def _check_declaration(self):
+        factors = lambda o: {f for a in o.axes for f in (a if isinstance(a, tuple) else (a,))}
+        free = set().union(*map(factors, self.rule.inputs)) - self.replicated
+        for out in self.rule.outputs:
+            if (lost := free - factors(out)) and out.name not in self.combine:
+                raise ValueError(
+                    f"{self.name}: {out} drops {sorted(lost)}; say how shards combine "
+                    f"(combine={{'{out.name}': 'sum'}}) or list them in `replicated`."
+                )
+
+    def __call__(self, *args, outputs=None, **attrs):
+        """Operands by position (None where absent) -> the tuple of the results named in `outputs` (default: all)."""
+        present = tuple(o.name for o, a in zip(self.rule.inputs, args, strict=True) if a is not None)
+        for o in self.rule.inputs:
+            if o.name not in present and not o.optional:
+                raise ValueError(f"{self.name}: operand {o} is None; pass an array.")
+        names = tuple(o.name for o in self.rule.outputs if outputs is None or o.name in outputs)
+        params = dict(attrs, inputs=present, outputs=names)
+        return self._staged(tuple(sorted(params.items())))(*(a for a in args if a is not None))
+
+    # -- one device ---------------------------------------------------------------------------------------------
+
+    def _solve(self, shapes, inputs, outputs, **attrs):
+        """-> the rule of this call, its group ranks, its axis sizes."""
+        rule = self.rule.select(inputs, outputs)
+        ranks = rule.ranks(self.name, map(len, shapes), {g: attrs[a] for g, a in self.rank_attrs.items()})
+        return rule, ranks, rule.sizes(self.name, shapes, ranks)
+
+    def _fill(self, args, inputs):
+        """One entry per declared operand, None where absent."""
+        rest = iter(args)
+        return [next(rest) if o.name in inputs else None for o in self.rule.inputs]
+
+    def _results(self, shapes, dtypes, inputs, outputs, **attrs):
+        """-> ShapeDtypeStructs of the chosen results."""
+        rule, ranks, sizes = self._solve(shapes, inputs, outputs, **attrs)
+        types = dict(zip((o.name for o in self.rule.outputs), self.dtypes(*self._fill(dtypes, inputs), **attrs)))
+        return [jax.ShapeDtypeStruct(rule.shape(o, ranks, sizes), types[o.name]) for o in rule.outputs]
+
+    def _abstract_eval(self, *args, **params):
+        mesh, varying = args[0].sharding.mesh, ManualAxisType(varying=_varying(args))
+
+        def aval(out):
+            replicated = NamedSharding(mesh, PartitionSpec(*[None] * len(out.shape)))
+            return ShapedArray(out.shape, out.dtype, sharding=replicated, manual_axis_type=varying)
+
+        return [aval(out) for out in self._results([a.shape for a in args], [a.dtype for a in args], **params)]
+
+    def _run_reference(self, *args, inputs, outputs, **attrs):
+        results = self.reference(*self._fill(args, inputs), **attrs)
+        return [r for o, r in zip(self.rule.outputs, results, strict=True) if o.name in outputs]
+
+    def _run_cuda(self, *args, inputs, outputs, **attrs):
+        call = partial(self._custom_call, outputs=outputs)
+        args = self._fill(args, inputs)
+        return self.cuda(call, *args, **attrs) if self.cuda else call(*args, **attrs)
+
+    def _custom_call(self, *args, outputs, **attrs):
+        """The FFI call itself: absent operands and results are buffers of no element, partial results are finished."""
+        inputs = tuple(o.name for o, a in zip(self.rule.inputs, args) if a is not None)
+        given = [a for a in args if a is not None]
+        shapes, dtypes = [a.shape for a in given], [a.dtype for a in given]
+        results = dict(zip(outputs, self._results(shapes, dtypes, inputs, outputs, **attrs), strict=True))
+        absent = jax.ShapeDtypeStruct((0,), jnp.uint8)
+        raw = dict.fromkeys((o.name for o in self.rule.outputs), absent) | results
+        for name in self.partials.keys() & results.keys():
+            parts = self.partials[name](*self._fill(shapes, inputs), **attrs)
+            raw[name] = jax.ShapeDtypeStruct((*parts, *results[name].shape), jnp.float32)
+        if self.workspace:
+            size = self.workspace(*self._fill([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in given], inputs), **attrs)
+            raw["workspace"] = jax.ShapeDtypeStruct((size,), jnp.uint8)
+        operands = [jnp.zeros((0,), jnp.float32) if a is None else a for a in args]
+        attrs = {k: v for k, v in attrs.items() if not isinstance(v, jnp.dtype)}  # the handler reads types off the results
+        got = dict(zip(raw, jax.ffi.ffi_call(self.name, tuple(raw.values()))(*operands, **attrs), strict=True))
+        return [self._finish(name, got[name], result) for name, result in results.items()]
+
+    def _finish(self, name, raw, result):
+        if name not in self.partials:
+            return raw
+        lead = tuple(range(raw.ndim - len(result.shape)))
+        return _OF_PARTIALS[self.combine[name]](raw, lead).astype(result.dtype)
+
+    def _lower(self, run, ctx, *operands, **params):
+        plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+        with jax.sharding.use_abstract_mesh(_NO_MESH):
+            lower = mlir.lower_fun(partial(run, **params), multiple_results=True)
+            return lower(ctx.replace(avals_in=plain), *operands)
+
+    def _lower_cuda(self, ctx, *operands, **params):
+        _lib.require_for_lowering()
+        return self._lower(self._run_cuda, ctx, *operands, **params)
+
+    # -- vmap ---------------------------------------------------------------------------------------------------
+
+    @lru_cache(maxsize=None)  # noqa: B019  (ops live as long as the process)
+    def _staged(self, items):
+        params = dict(items)
+
+        def call(*args):
+            return self._distributed(params, *args)
+
+        call.__name__ = self.name
+        mapped = custom_vmap(call)
+
+        @mapped.def_vmap
+        def rule(size, batched, *args):
+            group = self._absorbing_group(batched, args, params)
+            outs = (
+                self._map(params, batched, args)
+                if group is None
+                else self._absorb(group, size, params, batched, args)
+            )
+            return tuple(outs), (True,) * len(outs)
+
+        return jax.jit(mapped)
+
+    def _absorbing_group(self, batched, args, params):
+        """The axis group that a mapped axis can join, or None: all mapped operands and all results must have it."""
+        rule = self.rule.select(params["inputs"], params["outputs"])
+        for group in rule.groups:
+            takers = [o for o, b in zip(rule.inputs, batched) if b]
+            if group not in self.replicated and all(group in o.axes for o in (*takers, *rule.outputs)):
+                return group
+        return None
+
+    def _absorb(self, group, size, params, batched, args):
+        """One call, in which the mapped axis (axis 0 of every mapped operand) is one more of `group`."""
+        shapes = [a.shape[1:] if b else a.shape for a, b in zip(args, batched)]
+        rule, ranks, _ = self._solve(shapes, **params)
+
+        def position(o):
+            before = o.axes[: o.axes.index(group)]
+            return sum(ranks[a] if is_group(a) else 1 for a in before)
+
+        def join(o, a, is_mapped):
+            if group not in o.axes:
+                return a
+            at = position(o)
+            if is_mapped:
+                return jnp.moveaxis(a, 0, at)
+            return jnp.broadcast_to(jnp.expand_dims(a, at), (*a.shape[:at], size, *a.shape[at:]))
+
+        joined = [join(*o) for o in zip(rule.inputs, args, batched)]
+        if attr := self.rank_attrs.get(group):
+            params = {**params, attr: params[attr] + 1}
+        outs = self._staged(tuple(sorted(params.items())))(*joined)
+        return [jnp.moveaxis(out, position(o), 0) for o, out in zip(rule.outputs, outs)]
+
+    def _map(self, params, batched, args):
+        """One call per example."""
+        op = self._staged(tuple(sorted(params.items())))
+
+        def one(mapped):
+            mapped = iter(mapped)
+            return op(*(next(mapped) if b else a for b, a in zip(batched, args)))
+
+        return lax.map(one, [a for b, a in zip(batched, args) if b])
+
+    # -- many devices -------------------------------------------------------------------------------------------
+
+    def _distributed(self, params, *args):
+        bind = lambda *args: tuple(self.primitive.bind(*align(*args), **params))
+        rule, ranks, sizes = self._solve([a.shape for a in args], **params)
+        mesh = jax.typeof(args[0]).sharding.mesh
+        explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit}
+        if explicit:
+            ins, res, run = self._shards(rule, ranks, [jax.typeof(a).sharding.spec for a in args], None, bind)
+            args = [jax.sharding.reshard(a, s) for a, s in zip(args, ins)]
+            return jax.shard_map(run, in_specs=tuple(ins), out_specs=tuple(res), axis_names=explicit)(*args)
+        if AxisType.Manual in mesh.axis_types:  # in a partly manual region custom_partitioning knows no mesh
+            return bind(*args)
+
+        def partition(mesh, arg_infos, out_infos):
+            specs = [[i.sharding.spec for i in infos] for infos in (arg_infos, out_infos)]
+            ins, res, run = self._shards(rule, ranks, *specs, bind)
+            named = lambda specs: tuple(NamedSharding(mesh, s) for s in specs)
+
+            def local(*args):  # an Explicit mesh in context would leak into the shard
+                with jax.sharding.use_abstract_mesh(_NO_MESH):
+                    return run(*args)
+
+            return mesh, local, named(res), named(ins)
+
+        text, inner, names = rule.shardy(ranks)
+        fixed = rule.in_order(ranks, rule.matches(self.replicated, ranks))  # Shardy wants them in order of appearance
+        call = custom_partitioning(bind)
+        call.def_partition(
+            partition=partition,
+            sharding_rule=text,
+            need_replication_factors=tuple(names[f] for f in fixed),
+            **{names[f]: sizes[f] for f in inner},
+        )
+        return call(*args)
+
+    def _shards(self, rule, ranks, in_specs, out_specs, bind):
+        """Specs of all operands and results, and the per-shard function, from the specs that are known."""
+        ins = [rule.leading(o, ranks) for o in rule.inputs]
+        res = [rule.leading(o, ranks) for o in rule.outputs]
+        fixed, axes, used = rule.matches(self.replicated, ranks), {}, set()
+        known = [*zip(res, out_specs or ()), *zip(ins, in_specs)]  # results choose first, then the left operand
+        for factors, spec in known:
+            for factor, names in zip(factors, spec):
+                names = () if names is None else names if isinstance(names, tuple) else (names,)
+                if names and factor not in fixed and factor not in axes and not used & set(names):
+                    axes[factor] = names
+                    used |= set(names)
+        spec_of = lambda factors: PartitionSpec(*(axes.get(f) for f in factors))
+        mesh_axes = lambda factors: tuple(n for f, names in axes.items() if f not in factors for n in names)
+
+        def run(*args):
+            args = [self._count_once(o, a, rule, res, mesh_axes) for o, a in zip(rule.inputs, args)]
+            outs = zip(rule.outputs, res, bind(*args))
+            return tuple(self._across(o, out, mesh_axes(factors)) for o, factors, out in outs)
+
+        return [spec_of(f) for f in ins], [spec_of(f) for f in res], run
+
+    def _across(self, operand, out, names):
+        return _ACROSS_DEVICES[self.combine[operand.name]](out, names) if names else out
+
+    def _count_once(self, operand, arg, rule, res, mesh_axes):
+        if operand.name not in self.once:
+            return arg
+        names = {n for o, factors in zip(rule.outputs, res) if o.name in self.combine for n in mesh_axes(factors)}
+        first = [lax.axis_index(n) == 0 for n in sorted(names)]
+        return jnp.where(jnp.all(jnp.stack(first)), arg, 0).astype(arg.dtype) if first else arg
+
+
+def align(*args):
+    """Makes all operands vary over the same manual mesh axes, so that cotangents are summed over them.
+
+    Call it before a `custom_vjp`: the transpose of `pcast` is the psum that replicated parameters need.
+    None stays None.
+    """
+    union = _varying(jax.typeof(a) for a in args if a is not None)
+
+    def cast(a):
+        lacks = tuple(sorted(union - jax.typeof(a).manual_axis_type.varying))
+        return lax.pcast(a, lacks, to="varying") if lacks else a
+
+    return [a if a is None else cast(a) for a in args]
+
+
+def varying(x) -> frozenset[str]:
+    """The manual mesh axes over which `x` varies inside `shard_map`."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def _varying(types):
+    return frozenset().union(*(t.manual_axis_type.varying for t in types))

@@ -1,0 +1,177 @@
+"""Axis rules: one line that says what every axis of a kernel is.
+
+    "x: m... n..., scale: -> data: m... n..., data_t?: n... m..., amax:"
+
+Names left of `:` are operands, then come their axes. `h` is one axis, `m...` any number of axes (a group; plain
+`...` is one too), `(g r)` one axis made of two (r is the inner one). `name?` may be absent in a call. From this one
+line follow the checks, the result shapes, the vmap rule and the shardings.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+Axis = str | tuple[str, ...]  # "h", "m..." or ("g", "r")
+
+
+def is_group(axis: Axis) -> bool:
+    """Whether `axis` stands for any number of axes."""
+    return isinstance(axis, str) and axis.endswith("...")
+
+
+def group_of(factor: str) -> str:
+    """`"m...1"` -> `"m..."`."""
+    return factor.partition("...")[0] + "..."
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One operand or result: its name, its axes, and whether a call may leave it out."""
+
+    name: str
+    axes: tuple[Axis, ...]
+    optional: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> "Operand":
+        """`"data_t?: n... m..."` -> Operand."""
+        name, axes = text.split(":")
+        out: list[Axis] = []
+        group: list[str] | None = None
+        for word in axes.replace("(", " ( ").replace(")", " ) ").split():
+            if word == "(":
+                group = []
+            elif word == ")":
+                out.append(tuple(group))
+                group = None
+            else:
+                (out if group is None else group).append(word)
+        name = name.strip()
+        return cls(name.rstrip("?"), tuple(out), name.endswith("?"))
+
+    def __str__(self):
+        words = (a if isinstance(a, str) else "(" + " ".join(a) + ")" for a in self.axes)
+        return f"{self.name}[{' '.join(words)}]"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The operands and results of an op, and what follows from their axes."""
+
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Rule":
+        """`"x: m k, w: n k -> y: m n"` -> Rule."""
+        lhs, rhs = text.split("->")
+        return cls(*(tuple(map(Operand.parse, side.split(","))) for side in (lhs, rhs)))
+
+    def select(self, inputs, outputs) -> "Rule":
+        """The rule of a call with just these operands and results (by name)."""
+        return Rule(
+            tuple(o for o in self.inputs if o.name in inputs), tuple(o for o in self.outputs if o.name in outputs)
+        )
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """Inputs, then outputs."""
+        return (*self.inputs, *self.outputs)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Names of the axis groups, in order of appearance."""
+        return tuple(dict.fromkeys(a for o in self.operands for a in o.axes if is_group(a)))
+
+    def ranks(self, op: str, ndims, known) -> dict[str, int]:
+        """Solves every group for its number of axes, from the operands' ranks and the `known` groups.
+
+        Raises ValueError where an operand has too few or too many axes.
+        """
+        ranks, pending = dict(known), list(zip(self.inputs, ndims, strict=True))
+        while pending:
+            later = []
+            for operand, ndim in pending:
+                unknown = [a for a in operand.axes if is_group(a) and a not in ranks]
+                if len(unknown) > 1:
+                    later.append((operand, ndim))
+                    continue
+                fixed = sum(ranks.get(a, 0) if is_group(a) else 1 for a in operand.axes)
+                if ndim < fixed or (ndim > fixed and not unknown):
+                    least = "at least " if unknown else ""
+                    raise ValueError(f"{op}: {operand} has {ndim} axes, needs {least}{fixed}.")
+                if unknown:
+                    ranks[unknown[0]] = ndim - fixed
+            if len(later) == len(pending):
+                raise ValueError(f"{op}: {later[0][0]} leaves the rank of its axis groups open; pass one of them.")
+            pending = later
+        return ranks
+
+    def expand(self, operand: Operand, ranks) -> tuple[Axis, ...]:
+        """The axes of `operand`, one entry per array axis: `m...` becomes `m...0 m...1`."""
+        out: list[Axis] = []
+        for axis in operand.axes:
+            out += [f"{axis}{i}" for i in range(ranks[axis])] if is_group(axis) else [axis]
+        return tuple(out)
+
+    def sizes(self, op: str, shapes, ranks, **known: int) -> dict[str, int]:
+        """Solves every axis name for its size. Raises ValueError naming both operands on a clash."""
+        sizes, seen = dict(known), dict.fromkeys(known, "the op")
+
+        def bind(factor, size, operand):
+            if sizes.setdefault(factor, size) != size:
+                where = f"axis `{factor}` is {size} in {operand}, but {sizes[factor]} in {seen[factor]}"
+                raise ValueError(f"{op}: {where}; make both equal.")
+            seen.setdefault(factor, str(operand))
+
+        splits = []
+        for operand, shape in zip(self.inputs, shapes, strict=True):
+            for axis, size in zip(self.expand(operand, ranks), shape, strict=True):
+                if isinstance(axis, tuple):
+                    splits.append((axis, size, operand))
+                else:
+                    bind(axis, size, operand)
+        for axis, size, operand in splits:
+            unknown = [f for f in axis if f not in sizes]
+            rest = prod(sizes[f] for f in axis if f in sizes)
+            if len(unknown) > 1 or (size % rest if rest else size):
+                known_sizes = ", ".join(f"{f} = {sizes[f]}" for f in axis if f in sizes)
+                raise ValueError(f"{op}: {operand} has an axis of {size}, which {known_sizes} does not divide.")
+            for f in unknown:
+                bind(f, size // rest if rest else 0, operand)
+            if prod(sizes[f] for f in axis) != size:
+                raise ValueError(f"{op}: {operand} has an axis of {size}, but {axis} is {[sizes[f] for f in axis]}.")
+        return sizes
+
+    def shape(self, operand: Operand, ranks, sizes) -> tuple[int, ...]:
+        """The shape of `operand` under solved ranks and sizes."""
+        axes = self.expand(operand, ranks)
+        return tuple(prod(sizes[f] for f in a) if isinstance(a, tuple) else sizes[a] for a in axes)
+
+    def leading(self, operand: Operand, ranks) -> tuple[str, ...]:
+        """One factor per array axis; a split axis counts as its outer factor (the one that can be sharded)."""
+        return tuple(a[0] if isinstance(a, tuple) else a for a in self.expand(operand, ranks))
+
+    def in_order(self, ranks, factors=None) -> tuple[str, ...]:
+        """All factors (or those among `factors`) in order of first appearance."""
+        axes = (a for o in self.operands for a in self.expand(o, ranks))
+        flat = dict.fromkeys(f for a in axes for f in (a if isinstance(a, tuple) else (a,)))
+        return tuple(f for f in flat if factors is None or f in factors)
+
+    def matches(self, names, ranks) -> frozenset[str]:
+        """The factors that `names` (axes or groups of the rule) stand for."""
+        return frozenset(f for f in self.in_order(ranks) if f in names or ("..." in f and group_of(f) in names))
+
+    def shardy(self, ranks) -> tuple[str, tuple[str, ...], dict[str, str]]:
+        """The rule as Shardy reads it, the factors only found inside split axes, and Shardy's name of each factor."""
+        names = {f: f"f{i}" for i, f in enumerate(self.in_order(ranks))}
+
+        def text(operand):
+            words = (
+                "(" + " ".join(names[f] for f in a) + ")" if isinstance(a, tuple) else names[a]
+                for a in self.expand(operand, ranks)
+            )
+            return " ".join(words)
+
+        whole = {a for o in self.operands for a in self.expand(o, ranks) if isinstance(a, str)}
+        rule = " -> ".join(", ".join(map(text, side)) for side in (self.inputs, self.outputs))
+        return rule, tuple(f for f in names if f not in whole), names

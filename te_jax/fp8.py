@@ -1,0 +1,247 @@
+"""FP8 state: the recipe in force, the scale of a tensor, and how a training step turns amaxes into new scales.
+
+State is the collection `fp8_metas`: f32 leaves `{x,kernel,grad}{p}_scale` [1] and `{x,kernel,grad}{p}_amax_history`
+[L], possibly with leading axes from `nn.scan` or `nn.vmap`. The cotangent of the collection is the new state, so
+`jax.grad` with respect to it is the update, and a forward pass alone changes nothing.
+"""
+
+import contextlib
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from te_jax import sharding
+from te_jax._op import varying
+from te_jax.recipe import CONVERTER, DelayedScaling
+
+FP8_COLLECTION = "fp8_metas"
+_SCALE, _HISTORY = "_scale", "_amax_history"
+
+_recipe = jax.make_user_context(None)  # part of the jit cache key, so another recipe retraces
+
+
+# -- the recipe in force ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def autocast(enabled: bool = False, recipe: DelayedScaling | None = None, mesh_resource=None):
+    """Modules and layers called inside run their GEMMs in FP8.
+
+    enabled:       False switches FP8 off, also inside an outer autocast.
+    recipe:        a recipe instance; None means `recipe.DelayedScaling()`.
+    mesh_resource: a `te_jax.MeshResource`; None keeps the outer one.
+
+    Raises TypeError if `recipe` is not a recipe instance, ValueError if a mesh axis of `mesh_resource` is not in the
+    mesh.
+    """
+    recipe = DelayedScaling() if recipe is None else recipe
+    if not isinstance(recipe, DelayedScaling):
+        hint = f"pass an instance: {recipe.__name__}()" if isinstance(recipe, type) else "pass te_jax.recipe.DelayedScaling()"
+        raise TypeError(f"autocast: recipe is {recipe!r}; {hint}.")
+    keep = contextlib.nullcontext() if mesh_resource is None else sharding.global_shard_guard(mesh_resource)
+    with keep, _recipe(recipe if enabled else None):
+        yield
+
+
+def fp8_autocast(enabled: bool = False, fp8_recipe=None, mesh_resource=None, *, sharding_resource=None):
+    """The first name of `autocast`: the same with the recipe as `fp8_recipe`."""
+    return autocast(enabled, fp8_recipe, sharding_resource if mesh_resource is None else mesh_resource)
+
+
+def current_recipe() -> DelayedScaling | None:
+    """The recipe in force, None outside of `autocast` or where it is disabled."""
+    return _recipe.value
+
+
+def get_delayed_scaling() -> DelayedScaling:
+    """The recipe in force, or the default one outside of `autocast`."""
+    return _recipe.value or DelayedScaling()
+
+
+# -- the state of one tensor ------------------------------------------------------------------------------------
+
+
+class TensorMeta(NamedTuple):
+    """What a layer needs to quantize one tensor, and where it leaves what it saw."""
+
+    scale: jax.Array  # f32[], the tensor is multiplied by it
+    amax: jax.Array  # f32[], a token: its cotangent is the tensor's amax in this step, 0 if it was not quantized
+
+
+class DenseMetas(NamedTuple):
+    """The three tensors of one dense layer."""
+
+    x: TensorMeta
+    kernel: TensorMeta
+    grad: TensorMeta  # of the layer's output
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def observe(scale: jax.Array, amax_history: jax.Array, recipe: DelayedScaling, direction: str) -> TensorMeta:
+    """State of a tensor -> what a layer consumes. Backward, the recorded amax becomes the new state.
+
+    scale: f32[1], amax_history: f32[L], direction: "fwd" (activations, weights) or "bwd" (gradients).
+    """
+    return TensorMeta(scale[0], scale[0])  # the token's value is not read, but it is mapped or varies as the state does
+
+
+def _observe_fwd(scale, amax_history, recipe, direction):
+    return TensorMeta(scale[0], scale[0]), (scale, amax_history)
+
+
+def _observe_bwd(recipe, direction, state, cotangent):
+    return recipe.new_state(*state, cotangent.amax, recipe.fp8_format.max(direction))
+
+
+observe.defvjp(_observe_fwd, _observe_bwd)
+
+
+@jax.custom_vjp
+def fork(meta: TensorMeta) -> tuple[TensorMeta, TensorMeta]:
+    """Two uses of one state, as where a module is applied twice: their amaxes combine by max, not by autodiff's sum."""
+    return meta, meta
+
+
+fork.defvjp(
+    lambda meta: ((meta, meta), None),
+    lambda _, uses: (TensorMeta(jnp.zeros_like(uses[0].scale), jnp.maximum(uses[0].amax, uses[1].amax)),),
+)
+
+
+def cotangent(meta: TensorMeta, amax: jax.Array | None, recipe: DelayedScaling) -> TensorMeta:
+    """The cotangent that a layer returns for `meta`: it saw `amax` (f32[], or None if it quantized nothing).
+
+    Inside `shard_map` the amax is reduced over the devices that share the state. Raises ValueError where
+    `recipe.reduce_amax` forbids that but the state is shared.
+    """
+    if amax is None:
+        return TensorMeta(jnp.zeros_like(meta.scale), jnp.zeros_like(meta.amax))
+    shared = varying(amax) - varying(meta.amax)
+    if shared and not recipe.reduce_amax:
+        raise ValueError(
+            f"DelayedScaling(reduce_amax=False): fp8_metas do not vary over mesh axis {sorted(shared)}, but the "
+            "tensor does; pass fp8_metas sharded over that axis, or use reduce_amax=True."
+        )
+    if recipe.reduce_amax and (reduced := varying(amax) - sharding.stage_axes()):
+        amax = lax.pmax(amax, tuple(sorted(reduced)))
+    lacks = tuple(sorted(varying(meta.amax) - varying(amax)))
+    amax = lax.pcast(amax, lacks, to="varying") if lacks else amax
+    return TensorMeta(jnp.zeros_like(meta.scale), _per_state(amax, meta.amax))
+
+
+@custom_vmap
+def _per_state(amax, token):
+    """amax, but one for all examples of a vmapped axis over which the state (`token`) is shared: their max."""
+    return amax
+
+
+@_per_state.def_vmap
+def _per_state_vmap(size, batched, amax, token):
+    amax_batched, token_batched = batched
+    if amax_batched and not token_batched:
+        return _per_state(jnp.max(amax, 0), token), False
+    amax = amax if amax_batched else jnp.broadcast_to(amax, (size, *amax.shape))
+    return _per_state(amax, token), True
+
+
+# -- the state of a model ---------------------------------------------------------------------------------------
+
+
+def update_collections(new, original):
+    """`original` (dict or FrozenDict) with the top-level collections of `new` in their place, in `original`'s type."""
+    return type(original)({**original, **new})
+
+
+def update_fp8_metas(collections):
+    """Checks and repairs the FP8 state among `collections`; all other collections pass through.
+
+    collections: gradients with respect to the non-parameter collections, or the collections themselves; a dict or
+                 FrozenDict. Without `fp8_metas` it is returned as it is.
+
+    Pure and idempotent: the gradient already is the new state. What is not finite or out of range is mended (an
+    amax becomes 0, a scale follows its history), and under the recipe in force no scale is larger than its history
+    allows, as after gradients that were summed over microbatches. One fused computation for all tensors.
+
+    Raises ValueError for a scale without its history, or a history of another length than the recipe in force has.
+    """
+    if FP8_COLLECTION not in collections:
+        return collections
+    recipe = current_recipe()
+    return update_collections({FP8_COLLECTION: _repair(collections[FP8_COLLECTION], recipe)}, collections)
+
+
+@partial(jax.jit, static_argnums=1)
+def _repair(metas, recipe):
+    paths, treedef = jax.tree_util.tree_flatten_with_path(metas)
+    leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in paths}
+    tensors = [name.removesuffix(_SCALE) for name in leaves if name.endswith(_SCALE)]
+    for name in leaves:
+        if name.removesuffix(_HISTORY) not in tensors and name.removesuffix(_SCALE) not in tensors:
+            raise ValueError(f"update_fp8_metas: fp8_metas leaf {name} has no scale beside it; restore both.")
+    by_length = {}
+    for name in tensors:
+        if name + _HISTORY not in leaves:
+            raise ValueError(f"update_fp8_metas: fp8_metas leaf {name + _SCALE} has no history beside it; restore both.")
+        length = leaves[name + _HISTORY].shape[-1]
+        check_history_length(f"update_fp8_metas: {name + _HISTORY}", length, recipe)
+        by_length.setdefault(length, []).append(name)
+    for length, names in by_length.items():
+        histories = [leaves[n + _HISTORY].reshape(-1, length) for n in names]
+        scales = [leaves[n + _SCALE].reshape(-1) for n in names]
+        bwd = jnp.concatenate([jnp.full(s.shape, n.rsplit("/", 1)[-1].startswith("grad")) for n, s in zip(names, scales)])
+        fixed = _repair_all(jnp.concatenate(scales), jnp.concatenate(histories), bwd, recipe)
+        at = 0
+        for n, s in zip(names, scales):
+            for suffix, values in zip((_SCALE, _HISTORY), fixed):
+                leaves[n + suffix] = values[at : at + s.size].reshape(leaves[n + suffix].shape)
+            at += s.size
+    return jax.tree_util.tree_unflatten(treedef, leaves.values())
+
+
+def _repair_all(scales, histories, bwd, recipe):
+    """scales f32[n], histories f32[n, L], bwd bool[n] -> mended scales and histories."""
+    recipe, in_force = recipe or DelayedScaling(), recipe
+    slot0 = jnp.where((histories[:, :1] <= 0) & (histories[:, :1] > -recipe.interval), histories[:, :1], 0.0)
+    newer = jnp.where(jnp.isfinite(histories[:, 1:]) & (histories[:, 1:] > 0), histories[:, 1:], 0.0)
+    fp8_max = jnp.where(bwd, recipe.fp8_format.max("bwd"), recipe.fp8_format.max("fwd"))
+    allowed = fp8_max / jnp.max(newer, 1, initial=0.0) / 2.0**recipe.margin  # inf where nothing is recorded
+    allowed = jnp.minimum(allowed, jnp.finfo(jnp.float32).max)
+    empty = jnp.max(newer, 1, initial=0.0) == 0
+    broken = ~(scales > 0)  # NaN too
+    scales = jnp.where(broken, jnp.where(empty, 1.0, allowed), jnp.minimum(scales, jnp.finfo(jnp.float32).max))
+    by_max = in_force and recipe.amax_compute_algo == "max" and not recipe.scaling_factor_compute_algo
+    if by_max and recipe.interval == 1:  # else a scale may rightly be older than its history
+        scales = jnp.where(empty, scales, jnp.minimum(scales, allowed))
+    return scales, jnp.concatenate([slot0, newer], 1)
+
+
+def check_history_length(what: str, length: int, recipe: DelayedScaling | None):
+    """Raises ValueError if a stored history of `length` does not fit the recipe (None fits all)."""
+    if recipe is not None and length != recipe.amax_history_len:
+        raise ValueError(
+            f"{what} has length {length}, but the recipe in force has amax_history_len={recipe.amax_history_len}; "
+            f"convert the state with {CONVERTER}(collections, recipe), or use amax_history_len={length}."
+        )
+
+
+def convert_fp8_metas(collections, recipe: DelayedScaling):
+    """`collections` with histories of `recipe.amax_history_len`: the newest amaxes are kept, scales stay as they are.
+
+    collections: as in `update_fp8_metas`. The scales follow the new recipe from the next step on.
+    """
+    if FP8_COLLECTION not in collections:
+        return collections
+
+    def convert(path, leaf):
+        if not jax.tree_util.keystr(path, simple=True, separator="/").endswith(_HISTORY):
+            return leaf
+        newest = leaf[..., 1:][..., -(recipe.amax_history_len - 1) :] if recipe.amax_history_len > 1 else leaf[..., :0]
+        missing = recipe.amax_history_len - newest.shape[-1]
+        return jnp.pad(newest, [(0, 0)] * (leaf.ndim - 1) + [(missing, 0)])
+
+    metas = jax.tree_util.tree_map_with_path(convert, collections[FP8_COLLECTION])
+    return update_collections({FP8_COLLECTION: metas}, collections)

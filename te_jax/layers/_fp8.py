@@ -1,0 +1,138 @@
+"""The three FP8 GEMMs of a dense layer, and the two tensors that all of them share.
+
+fprop  y  = x  w      lhs x   [*B, *C], rhs w_t  [*F, *C]
+dgrad  dx = dy w^T    lhs dy  [*B, *F], rhs w    [*C, *F]
+wgrad  dw = x^T dy    lhs x_t [*C, *B], rhs dy_t [*F, *B]
+
+So each tensor is wanted in two layouts, and both come from one reading of it. A GEMM that the recipe's
+`override_linear_precision` takes out of FP8 uses the unquantized operands instead.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from te_jax.fp8 import DenseMetas, cotangent
+from te_jax.ops.gemm import gemm
+from te_jax.ops.quantize import quantize
+from te_jax.recipe import DelayedScaling
+
+
+class Fp8Tensor(NamedTuple):
+    """A tensor as its GEMMs read it; what no GEMM reads is None. x ~= data * scale_inv."""
+
+    data: jax.Array | None  # FP8 [*m, *n]
+    data_t: jax.Array | None  # FP8 [*n, *m]
+    wide: jax.Array | None  # [*m, *n], unquantized, for a GEMM out of FP8
+    scale_inv: jax.Array  # f32[]
+    amax: jax.Array | None  # f32[], None if nothing was quantized
+
+
+class Config(NamedTuple):
+    """What is static of one FP8 dense layer."""
+
+    recipe: DelayedScaling
+    contract: int  # axes in C
+    features: int  # axes in F
+    x_dtype: jnp.dtype  # of x, y and their gradients
+    kernel_dtype: jnp.dtype
+    bias_dtype: jnp.dtype | None
+    checkpoint: str | None  # name of the saved tensors, for jax.checkpoint policies
+
+    @classmethod
+    def of(cls, x, kernel, bias, contract, recipe, checkpoint) -> "Config":
+        """The config of a layer with these operands."""
+        bias_dtype = None if bias is None else bias.dtype
+        return cls(recipe, contract, kernel.ndim - contract, x.dtype, kernel.dtype, bias_dtype, checkpoint)
+
+
+class Uses(NamedTuple):
+    """Which of the two layouts a GEMM reads, and whether one reads the unquantized tensor."""
+
+    data: bool
+    data_t: bool
+    wide: bool
+
+
+def uses(recipe: DelayedScaling, train: bool) -> dict[str, Uses]:
+    """What the GEMMs of one layer read of x, kernel and grad; without `train` there is only fprop."""
+    fprop, dgrad, wgrad = (not high for high in recipe.override_linear_precision)
+    return {
+        "x": Uses(fprop, train and wgrad, not fprop or (train and not wgrad)),
+        "kernel": Uses(train and dgrad, fprop, not fprop or (train and not dgrad)),
+        "grad": Uses(dgrad, wgrad, not dgrad or not wgrad),
+    }
+
+
+def quantize_tensor(x, scale, split, dtype, use: Uses, with_dbias=False) -> tuple[Fp8Tensor, jax.Array | None]:
+    """-> the tensor as its GEMMs read it, and its column sums f32[*n] if asked for."""
+    layouts = [name for name in ("data", "data_t") if getattr(use, name)]
+    got = {}
+    if layouts:
+        outputs = (*layouts, "amax", *(["dbias"] if with_dbias else []))
+        got = dict(zip(outputs, quantize(x, scale, outputs=outputs, split=split, dtype=dtype)))
+    elif with_dbias:
+        got["dbias"] = jnp.sum(x.astype(jnp.float32), tuple(range(split)))
+    wide = x if use.wide else None
+    tensor = Fp8Tensor(got.get("data"), got.get("data_t"), wide, 1.0 / scale, got.get("amax"))
+    return tensor, got.get("dbias")
+
+
+def _wide(lhs, lhs_axes, rhs, rhs_axes, out_dtype):
+    dimensions = ((tuple(lhs_axes), tuple(rhs_axes)), ((), ()))
+    return lax.dot_general(lhs, rhs.astype(lhs.dtype), dimensions, preferred_element_type=out_dtype)
+
+
+def fprop(x: Fp8Tensor, w: Fp8Tensor, bias, config: Config) -> jax.Array:
+    """x [*B, *C], w [*C, *F] -> [*B, *F], plus bias [*F]."""
+    recipe, contract, dtype = config.recipe, config.contract, config.x_dtype
+    if recipe.override_linear_precision[0]:
+        lead = x.wide.ndim - contract
+        y = _wide(x.wide, range(lead, lead + contract), w.wide, range(contract), dtype)
+        return y if bias is None else y + bias.astype(dtype)
+    fast = not recipe.split_accumulator[0]
+    return gemm(x.data, w.data_t, x.scale_inv, w.scale_inv, bias, contract=contract, out_dtype=dtype, fast_accum=fast)
+
+
+def _dgrad(dy: Fp8Tensor, w: Fp8Tensor, config: Config) -> jax.Array:
+    """dy [*B, *F], w [*C, *F] -> dx [*B, *C]."""
+    recipe, features, dtype = config.recipe, config.features, config.x_dtype
+    if recipe.override_linear_precision[1]:
+        lead, contract = dy.wide.ndim - features, config.contract
+        return _wide(dy.wide, range(lead, lead + features), w.wide, range(contract, contract + features), dtype)
+    fast = not recipe.split_accumulator[1]
+    return gemm(dy.data, w.data, dy.scale_inv, w.scale_inv, contract=features, out_dtype=dtype, fast_accum=fast)
+
+
+def _wgrad(x: Fp8Tensor, dy: Fp8Tensor, lead: int, config: Config) -> jax.Array:
+    """x [*B, *C] and dy [*B, *F] with `lead` axes in B -> dw [*C, *F]."""
+    recipe, dtype = config.recipe, config.kernel_dtype
+    if recipe.override_linear_precision[2]:
+        return _wide(x.wide, range(lead), dy.wide, range(lead), dtype)
+    fast = not recipe.split_accumulator[2]
+    return gemm(x.data_t, dy.data_t, x.scale_inv, dy.scale_inv, contract=lead, out_dtype=dtype, fast_accum=fast)
+
+
+def saved(x: Fp8Tensor, w: Fp8Tensor, config: Config) -> tuple[Fp8Tensor, Fp8Tensor]:
+    """What is left of x and w for the backward pass: only what dgrad and wgrad read."""
+    _, dgrad_wide, wgrad_wide = config.recipe.override_linear_precision
+    kept = (
+        x._replace(data=None, wide=x.wide if wgrad_wide else None),
+        w._replace(data_t=None, wide=w.wide if dgrad_wide else None),
+    )
+    return jax.tree.map(lambda a: checkpoint_name(a, config.checkpoint), kept) if config.checkpoint else kept
+
+
+def backward(x: Fp8Tensor, w: Fp8Tensor, metas: DenseMetas, dy, config: Config):
+    """dy [*B, *F] -> dx, dkernel, dbias (None without bias), and the cotangent of the metas."""
+    lead = dy.ndim - config.features
+    use, dtype = uses(config.recipe, train=True)["grad"], config.recipe.fp8_format.dtype("bwd")
+    has_bias = config.bias_dtype is not None
+    grad, dbias = quantize_tensor(dy, metas.grad.scale, lead, dtype, use, with_dbias=has_bias)
+    dx, dw = _dgrad(grad, w, config), _wgrad(x, grad, lead, config)
+    amaxes = (x.amax, w.amax, grad.amax)
+    dmetas = DenseMetas(*(cotangent(m, amax, config.recipe) for m, amax in zip(metas, amaxes)))
+    return dx, dw, dbias.astype(config.bias_dtype) if has_bias else None, dmetas

@@ -1,0 +1,87 @@
+"""y = x . kernel + bias, in FP8 where a recipe is given."""
+
+from functools import partial
+
+import jax
+from jax import lax
+
+from te_jax import fp8
+from te_jax._op import align
+from te_jax.layers import _fp8
+from te_jax.layers._fp8 import Config
+from te_jax.ops.quantize import FLOATS
+
+
+def dense(
+    x,
+    kernel,
+    bias=None,
+    *,
+    contract: int = 1,
+    recipe=None,
+    metas: fp8.DenseMetas | None = None,
+    checkpoint=None,
+    name: str = "te_jax.layers.dense",
+) -> jax.Array:
+    """y[*B, *F] = x[*B, *C] . kernel[*C, *F] + bias[*F].
+
+    x:          f32, bf16 or f16; its last `contract` axes are C.
+    kernel:     any float type. Quantized from its own type; without a recipe cast to x's.
+    recipe:     None for a plain dot in x's type (f32 accumulation), else a recipe, and then `metas`.
+    metas:      `fp8.DenseMetas`; their cotangent is the amax of x, kernel and the gradient of y in this step.
+    checkpoint: name under which the quantized residuals are tagged for `jax.checkpoint` policies.
+    name:       what errors call this layer.
+
+    Returns y of x's type. Raises ValueError for sizes that do not match, TypeError for operands that are not float.
+    """
+    check_dense(name, x, kernel, bias, contract, recipe, metas)
+    if recipe is None:
+        return _plain(x, kernel, bias, contract)
+    return _dense(*align(x, kernel, bias), metas, Config.of(x, kernel, bias, contract, recipe, checkpoint))
+
+
+def check_dense(name, x, kernel, bias, contract, recipe, metas):
+    """Raises ValueError or TypeError, naming the layer, for operands that make no dense layer."""
+    for what, a in (("x", x), ("kernel", kernel), ("bias", bias)):
+        if a is not None and a.dtype not in FLOATS:
+            raise TypeError(f"{name}: {what} is {a.dtype}; use float32, bfloat16 or float16.")
+    if not 1 <= contract <= min(x.ndim, kernel.ndim):
+        raise ValueError(f"{name}: contract is {contract}; x has {x.ndim} axes, kernel {kernel.ndim}: use fewer.")
+    inner, outer = x.shape[x.ndim - contract :], kernel.shape[:contract]
+    if inner != outer:
+        raise ValueError(f"{name}: the last axes of x are {inner}, but the first of kernel are {outer}; make both equal.")
+    if bias is not None and bias.shape != kernel.shape[contract:]:
+        raise ValueError(f"{name}: bias is {bias.shape}, but kernel's features are {kernel.shape[contract:]}.")
+    if recipe is not None and metas is None:
+        raise ValueError(f"{name}: metas is None under {type(recipe).__name__}; pass fp8.DenseMetas.")
+
+
+def _plain(x, kernel, bias, contract):
+    axes = (tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract)))
+    y = lax.dot_general(x, kernel.astype(x.dtype), (axes, ((), ())))
+    return y if bias is None else y + bias.astype(x.dtype)
+
+
+def _quantize(x, kernel, metas, config, train):
+    use, dtype = _fp8.uses(config.recipe, train), config.recipe.fp8_format.dtype("fwd")
+    q, _ = _fp8.quantize_tensor(x, metas.x.scale, x.ndim - config.contract, dtype, use["x"])
+    w, _ = _fp8.quantize_tensor(kernel, metas.kernel.scale, config.contract, dtype, use["kernel"])
+    return q, w
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _dense(x, kernel, bias, metas, config):
+    q, w = _quantize(x, kernel, metas, config, train=False)
+    return _fp8.fprop(q, w, bias, config)
+
+
+def _dense_fwd(x, kernel, bias, metas, config):
+    q, w = _quantize(x, kernel, metas, config, train=True)
+    return _fp8.fprop(q, w, bias, config), (*_fp8.saved(q, w, config), metas)
+
+
+def _dense_bwd(config, residuals, dy):
+    return _fp8.backward(*residuals, dy, config)
+
+
+_dense.defvjp(_dense_fwd, _dense_bwd)

@@ -1,0 +1,132 @@
+"""GEMM through cuBLASLt, FP8 or not. Both operands are K-major: the layout that FP8 needs on Hopper."""
+
+from functools import partial
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from te_jax._op import Op, align
+from te_jax.ops.quantize import FLOATS
+
+FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+_ALIGNED = 16  # cuBLASLt's FP8 kernels take N and K in multiples of 16 elements
+_WORKSPACE = 32 << 20  # bytes; what NVIDIA recommends for Hopper's cuBLASLt kernels
+
+
+def _dtypes(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, *, contract, out_dtype, **_):
+    is_fp8 = [any(d == f for f in FP8) for d in (lhs, rhs)]
+    if not all(is_fp8) and (lhs != rhs or all(lhs != f for f in FLOATS)):
+        raise TypeError(
+            f"te_gemm: lhs is {lhs}, rhs is {rhs}; pass two FP8 operands, or two of one type among f32, bf16, f16."
+        )
+    if all(is_fp8) and lhs == rhs == jnp.float8_e5m2:
+        raise TypeError("te_gemm: lhs and rhs are both float8_e5m2, which tensor cores do not multiply; use E4M3 for one.")
+    if all(is_fp8) != (lhs_scale_inv is not None and rhs_scale_inv is not None):
+        raise TypeError("te_gemm: lhs_scale_inv and rhs_scale_inv go with FP8 operands, both of them, and with no others.")
+    return (out_dtype,)
+
+
+def _reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, *, contract, out_dtype, **_):
+    wide = [a.astype(jnp.float32) if a.dtype in FP8 else a for a in (lhs, rhs)]
+    axes = [tuple(range(a.ndim - contract, a.ndim)) for a in wide]
+    out = lax.dot_general(
+        *wide, (axes, ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+    if lhs_scale_inv is not None:
+        out = out * (lhs_scale_inv * rhs_scale_inv)
+    if bias is not None:
+        out = out + bias.astype(out_dtype).astype(jnp.float32)  # as in the epilogue, bias comes in the result's type
+    return (out.astype(out_dtype),)
+
+
+def _pad_to(x, axis, size):
+    return jnp.pad(x, [(0, size - x.shape[i] if i == axis else 0) for i in range(x.ndim)])
+
+
+def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, *, contract, out_dtype, **attrs):
+    """Flattens to two axes; FP8 sizes that cuBLASLt does not take are padded with zeros and sliced off again."""
+    m_axes, n_axes = lhs.shape[: lhs.ndim - contract], rhs.shape[: rhs.ndim - contract]
+    m, n, k = prod(m_axes), prod(n_axes), prod(lhs.shape[lhs.ndim - contract :])
+    shape = (*m_axes, *n_axes)
+    if 0 in (m, n, k):  # nothing to multiply
+        zero = jnp.zeros(shape, out_dtype)
+        return (zero if bias is None else zero + bias.astype(out_dtype),)
+    lhs, rhs = lhs.reshape(m, k), rhs.reshape(n, k)
+    bias = None if bias is None else bias.reshape(n).astype(out_dtype)
+    after = bias if out_dtype == jnp.float32 else None  # the epilogue would round an f32 bias to bf16
+    bias = None if after is not None else bias
+    is_fp8 = lhs.dtype in FP8
+    n_up, k_up = (-(-size // _ALIGNED) * _ALIGNED if is_fp8 else size for size in (n, k))
+    if k_up != k:
+        lhs, rhs = _pad_to(lhs, 1, k_up), _pad_to(rhs, 1, k_up)
+    if n_up != n:
+        rhs, bias = _pad_to(rhs, 0, n_up), None if bias is None else _pad_to(bias, 0, n_up)
+    (out,) = call(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, contract=1, out_dtype=out_dtype, **attrs)
+    out = out[:, :n] if after is None else out[:, :n] + after
+    return (out.reshape(shape),)
+
+
+gemm_op = Op(
+    "te_gemm",
+    "lhs: m... k..., rhs: n... k..., lhs_scale_inv?:, rhs_scale_inv?:, bias?: n... -> out: m... n...",
+    combine={"out": "sum"},
+    once=("bias",),
+    ranks={"k...": "contract"},
+    dtypes=_dtypes,
+    reference=_reference,
+    workspace=lambda *args, **attrs: _WORKSPACE,
+    cuda=_cuda,
+)
+
+
+def gemm(
+    lhs,
+    rhs,
+    lhs_scale_inv=None,
+    rhs_scale_inv=None,
+    bias=None,
+    *,
+    contract: int = 1,
+    out_dtype=None,
+    fast_accum: bool = False,
+    tune: bool = True,
+) -> jax.Array:
+    """lhs @ rhs^T, both K-major, accumulated in f32: out[*m, *n] = sum_k lhs[*m, *k] rhs[*n, *k].
+
+    lhs, rhs:    FP8 (E4M3 x E4M3, or E4M3 with E5M2), or both f32, bf16 or f16. The last `contract` axes are k.
+                 Any sizes: FP8 sizes that are no multiple of 16 are padded inside.
+    *_scale_inv: f32[], with FP8 operands: what they are multiplied by.
+    bias:        [*n], added in the epilogue.
+    out_dtype:   f32, bf16 or f16; default bf16 for FP8 operands, else theirs.
+    fast_accum:  FP8 partial sums stay in the tensor core's reduced precision: faster, some 1e-3 less exact.
+    tune:        times cuBLASLt's candidates once per shape at first use, and remembers the fastest.
+
+    Differentiable unless the operands are FP8. Raises ValueError for sizes that do not match, TypeError for other types.
+    """
+    is_fp8 = lhs.dtype in FP8
+    out_dtype = jnp.dtype(out_dtype or (jnp.bfloat16 if is_fp8 else lhs.dtype))
+    attrs = dict(contract=contract, out_dtype=out_dtype, fast_accum=bool(fast_accum), tune=bool(tune))
+    if is_fp8:
+        return gemm_op(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, **attrs)[0]
+    return _gemm(*align(lhs, rhs, bias), tuple(attrs.items()))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _gemm(lhs, rhs, bias, attrs):
+    return gemm_op(lhs, rhs, None, None, bias, **dict(attrs))[0]
+
+
+def _gemm_bwd(attrs, residuals, dout):
+    lhs, rhs, bias = residuals
+    contract = dict(attrs)["contract"]
+    m, n = lhs.ndim - contract, rhs.ndim - contract
+    dot = partial(lax.dot_general, preferred_element_type=jnp.float32)
+    dlhs = dot(dout, rhs, (((*range(m, m + n),), (*range(n),)), ((), ())))
+    drhs = dot(dout, lhs, (((*range(m),), (*range(m),)), ((), ())))
+    dbias = None if bias is None else jnp.sum(dout.astype(jnp.float32), tuple(range(m))).astype(bias.dtype)
+    return dlhs.astype(lhs.dtype), drhs.astype(rhs.dtype), dbias
+
+
+_gemm.defvjp(lambda lhs, rhs, bias, attrs: (_gemm(lhs, rhs, bias, attrs), (lhs, rhs, bias)), _gemm_bwd)

@@ -1,0 +1,125 @@
+"""LayerNorm (Ba et al. 2016, https://arxiv.org/abs/1607.06450) and RMSNorm (Zhang & Sennrich 2019,
+https://arxiv.org/abs/1910.07467), forward, backward, and straight to FP8 in both layouts."""
+
+from functools import partial
+from math import ceil, prod
+
+import jax
+import jax.numpy as jnp
+
+from te_jax._op import Op, align
+from te_jax.ops.quantize import FLOATS, saturate
+
+KINDS = ("layernorm", "rmsnorm")
+_ROWS = 32  # rows per partial amax in csrc/norm_fwd.cu
+_MOST_PARTIALS = 512  # partial dgamma rows: enough CTAs to fill the GPU, few enough bytes not to count
+
+
+def _fwd_reference(x, gamma, beta, scale, *, eps, rms, zero_centered, dtype):
+    x32, g = x.astype(jnp.float32), gamma.astype(jnp.float32) + (1.0 if zero_centered else 0.0)
+    mean = jnp.zeros(x.shape[:-1]) if rms else jnp.mean(x32, -1)
+    centered = x32 - mean[..., None]
+    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(centered), -1) + eps)
+    y = centered * rstd[..., None] * g
+    y = y if beta is None else y + beta.astype(jnp.float32)
+    if scale is None:
+        return y.astype(x.dtype), None, None, mean, rstd, None
+    data = saturate(y * scale, dtype)
+    return y.astype(x.dtype), data, jnp.moveaxis(data, -1, 0), mean, rstd, jnp.max(jnp.abs(y), initial=0.0)
+
+
+norm_fwd = Op(
+    "te_norm_fwd",
+    "x: ... h, gamma: h, beta?: h, scale?: "
+    "-> y?: ... h, data?: ... h, data_t?: h ..., mean?: ..., rstd: ..., amax?:",
+    replicated="h",
+    combine={"amax": "max"},
+    dtypes=lambda x, gamma, beta, scale, *, dtype, **_: (x, dtype, dtype, jnp.float32, jnp.float32, jnp.float32),
+    partials={"amax": lambda x, *args, **attrs: (max(1, ceil(prod(x[:-1]) / _ROWS)),)},
+    reference=_fwd_reference,
+)
+"""x f32|bf16|f16 [..., h], gamma and beta f32|bf16|f16 [h], scale f32[] (with FP8 results) -> as chosen by `outputs`:
+
+y      [..., h] of x's type: (x - mean) * rstd * gamma + beta
+data   FP8 [..., h], data_t FP8 [h, ...]: the f32 y, times scale, saturated
+mean   f32[...] (LayerNorm), rstd f32[...]: 1 / sqrt(var + eps)
+amax   f32[]: max |y|
+
+eps: float. rms: RMSNorm. zero_centered: gamma + 1 is applied. dtype: the FP8 type, a jnp.dtype.
+"""
+
+
+def _bwd_reference(dy, x, mean, rstd, gamma, *, rms, zero_centered):
+    dy32, g = dy.astype(jnp.float32), gamma.astype(jnp.float32) + (1.0 if zero_centered else 0.0)
+    centered = x.astype(jnp.float32) - (0.0 if rms else mean[..., None])
+    xhat = centered * rstd[..., None]
+    dxhat = dy32 * g
+    dx = dxhat - xhat * jnp.mean(dxhat * xhat, -1, keepdims=True)
+    dx = dx if rms else dx - jnp.mean(dxhat, -1, keepdims=True)
+    rows = tuple(range(x.ndim - 1))
+    dx = (rstd[..., None] * dx).astype(x.dtype)
+    return dx, jnp.sum(dy32 * xhat, rows).astype(gamma.dtype), jnp.sum(dy32, rows).astype(gamma.dtype)
+
+
+def _row_groups(dy, *args, **attrs):
+    return (max(1, min(prod(dy[:-1]), _MOST_PARTIALS)),)
+
+
+norm_bwd = Op(
+    "te_norm_bwd",
+    "dy: ... h, x: ... h, mean?: ..., rstd: ..., gamma: h -> dx: ... h, dgamma: h, dbeta?: h",
+    replicated="h",
+    combine={"dgamma": "sum", "dbeta": "sum"},
+    dtypes=lambda dy, x, mean, rstd, gamma, **_: (x, gamma, gamma),
+    partials={"dgamma": _row_groups, "dbeta": _row_groups},
+    reference=_bwd_reference,
+)
+"""The backward pass of te_norm_fwd: dx of x's type, dgamma and dbeta of gamma's type, summed in f32 over all rows."""
+
+
+def check(op: str, x, gamma, beta, kind: str):
+    """Raises ValueError or TypeError, naming `op`, where the arguments make no norm."""
+    if kind not in KINDS:
+        raise ValueError(f"{op}: norm is {kind!r}; use one of {', '.join(KINDS)}.")
+    if kind == "rmsnorm" and beta is not None:
+        raise ValueError(f"{op}: RMSNorm has no beta; pass beta=None or norm='layernorm'.")
+    for name, a in (("x", x), ("gamma", gamma), ("beta", beta)):
+        if a is not None and a.dtype not in FLOATS:
+            raise TypeError(f"{op}: {name} is {a.dtype}; use float32, bfloat16 or float16.")
+
+
+def norm(x, gamma, beta=None, *, kind="layernorm", zero_centered=False, eps=1e-6) -> jax.Array:
+    """LayerNorm or RMSNorm over the last axis, statistics in f32.
+
+    x [..., h], gamma [h], beta [h] or None -> [..., h] of x's type. zero_centered: gamma + 1 is applied.
+    kind: "layernorm" or "rmsnorm" (without beta). Differentiable in x, gamma and beta. Raises ValueError for an
+    unknown kind or sizes that do not match, TypeError for operands that are not floating point.
+    """
+    check("te_norm_fwd", x, gamma, beta, kind)
+    return _norm(*align(x, gamma, beta), kind == "rmsnorm", bool(zero_centered), float(eps))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _norm(x, gamma, beta, rms, zero_centered, eps):
+    return _norm_fwd(x, gamma, beta, rms, zero_centered, eps)[0]
+
+
+def _norm_fwd(x, gamma, beta, rms, zero_centered, eps):
+    stats = ("rstd",) if rms else ("mean", "rstd")
+    attrs = dict(eps=eps, rms=rms, zero_centered=zero_centered, dtype=jnp.dtype(jnp.float8_e4m3fn))
+    y, *mean, rstd = norm_fwd(x, gamma, beta, None, outputs=("y", *stats), **attrs)
+    return y, (x, mean[0] if mean else None, rstd, gamma, beta)
+
+
+def backward(dy, x, mean, rstd, gamma, beta, *, rms, zero_centered):
+    """-> dx, dgamma, dbeta (None without beta), of the types of x, gamma and beta."""
+    outputs = ("dx", "dgamma") if beta is None else ("dx", "dgamma", "dbeta")
+    dx, dgamma, *dbeta = norm_bwd(dy, x, mean, rstd, gamma, outputs=outputs, rms=rms, zero_centered=zero_centered)
+    return dx, dgamma, dbeta[0].astype(beta.dtype) if dbeta else None
+
+
+def _norm_bwd(rms, zero_centered, eps, residuals, dy):
+    return backward(dy, *residuals, rms=rms, zero_centered=zero_centered)
+
+
+_norm.defvjp(_norm_fwd, _norm_bwd)

@@ -1,0 +1,210 @@
+"""Names for mesh axes: which mesh axis plays which part, and the logical axis names of the Flax modules.
+
+Nothing here is needed to run sharded: the ops follow the shardings of their operands. A `MeshResource` serves those who
+shard by Flax's logical names; `extend_logical_axis_rules` turns it into rules.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
+# Logical axes of activations ...
+BATCH_AXES = "nvte_batch"
+SEQLEN_AXES = "nvte_seqlen"
+SEQLEN_TP_AXES = "nvte_seqlen_tp"
+SEQLEN_CP_AXES = "nvte_seqlen_cp"
+HEAD_AXES = "nvte_head"
+HIDDEN_AXES = "nvte_hidden"
+HIDDEN_TP_AXES = "nvte_hidden_tp"
+JOINED_AXES = "nvte_joined"
+# ... and of weights. Joined: the axis that stacks q, k, v or the parts of a gated activation.
+W_NO_SHARD_AXES = "nvte_w_no_shard"
+W_FSDP_AXES = "nvte_w_fsdp"
+W_TP_AXES = "nvte_w_tp"
+W_JOINED_AXES = "nvte_w_joined"
+
+
+@dataclass(frozen=True)
+class MeshResource:
+    """The mesh axis behind each kind of parallelism; None where there is none.
+
+    dp_resource:   data parallel: the batch.
+    tp_resource:   tensor parallel: heads, hidden width.
+    tpsp_resource: tensor and sequence parallel in one: as tp, and the sequence outside the GEMMs. tp and tpsp may not
+                   both have more than one device.
+    fsdp_resource: fully sharded data parallel: the batch, and the weights.
+    pp_resource, cp_resource, ep_resource: pipeline, context (sequence in attention), expert parallel.
+    """
+
+    dp_resource: str | None = None
+    tp_resource: str | None = None
+    tpsp_resource: str | None = None
+    fsdp_resource: str | None = None
+    pp_resource: str | None = None
+    cp_resource: str | None = None
+    ep_resource: str | None = None
+
+    def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not isinstance(value, str):
+                raise TypeError(f"MeshResource: {field.name} is {value!r}; pass the name of a mesh axis, or None.")
+
+
+ShardingResource = MeshResource  # its name in older code, with the first two fields
+
+# Part of the jit cache key and local to the thread: a function traced under another MeshResource is traced again.
+_mesh_resource = jax.make_user_context(default_value=None)
+
+
+def current_mesh_resource() -> MeshResource | None:
+    """The MeshResource in force, None if there is none."""
+    return _mesh_resource.value
+
+
+@contextlib.contextmanager
+def global_shard_guard(resource: MeshResource | None) -> Iterator[None]:
+    """Puts `resource` in force within a `with` block; None leaves the outer one in force.
+
+    Raises TypeError for anything else, ValueError if a mesh is in force and lacks one of the axes.
+    """
+    if resource is None:
+        yield
+        return
+    if not isinstance(resource, MeshResource):
+        raise TypeError(f"global_shard_guard: resource is {resource!r}; pass a te_jax.MeshResource.")
+    check_mesh_resource(resource)
+    with _mesh_resource(resource):
+        yield
+
+
+def stage_axes() -> frozenset[str]:
+    """The mesh axes whose devices hold different layers (pp_resource): tensors there share no statistics."""
+    resource = current_mesh_resource()
+    return frozenset(() if resource is None or resource.pp_resource is None else (resource.pp_resource,))
+
+
+def _axis_sizes() -> dict[str, int]:
+    return dict(jax.sharding.get_abstract_mesh().shape)
+
+
+def check_mesh_resource(resource: MeshResource) -> None:
+    """ValueError if an axis of `resource` is not in the mesh in force, or tp and tpsp contradict; no mesh, no check."""
+    sizes = _axis_sizes()
+    if not sizes:
+        return
+    for field in fields(resource):
+        axis = getattr(resource, field.name)
+        if axis is not None and axis not in sizes:
+            raise ValueError(
+                f"MeshResource: {field.name} is {axis!r}, but the mesh in force has the axes {tuple(sizes)}; "
+                "name one of them, or None."
+            )
+    tp, tpsp = resource.tp_resource, resource.tpsp_resource
+    if sizes.get(tp, 1) > 1 and sizes.get(tpsp, 1) > 1:
+        raise ValueError(
+            f"MeshResource: tp_resource {tp!r} has {sizes[tp]} devices and tpsp_resource {tpsp!r} has {sizes[tpsp]}; "
+            "only one of the two may have more than one."
+        )
+
+
+def logical_axis_map(resource: MeshResource) -> dict[str, str | None]:
+    """Logical axis name -> mesh axis (None: replicated), for `resource` on the mesh in force."""
+    check_mesh_resource(resource)
+    sizes = _axis_sizes()
+    batch = resource.fsdp_resource if sizes.get(resource.fsdp_resource, 1) > 1 else resource.dp_resource
+    tensor = resource.tpsp_resource if sizes.get(resource.tpsp_resource, 1) > 1 else resource.tp_resource
+    return {
+        BATCH_AXES: batch,
+        SEQLEN_AXES: None,
+        SEQLEN_TP_AXES: resource.tpsp_resource,
+        SEQLEN_CP_AXES: resource.cp_resource,
+        HEAD_AXES: tensor,
+        HIDDEN_AXES: None,
+        HIDDEN_TP_AXES: tensor,
+        JOINED_AXES: None,
+        W_NO_SHARD_AXES: None,
+        W_FSDP_AXES: resource.fsdp_resource,
+        W_TP_AXES: tensor,
+        W_JOINED_AXES: None,
+        "heads": tensor,  # the two axes of RelativePositionBiases' table
+        "relpos_buckets": None,
+    }
+
+
+def extend_logical_axis_rules(rules: Sequence[tuple]) -> Sequence[tuple]:
+    """`rules` and, behind them, one rule for each logical axis of te_jax, by the MeshResource in force.
+
+    rules: pairs (logical name, mesh axis | tuple of mesh axes | None), as `flax.linen.logical_axis_rules` takes them.
+    Without a mesh in force (`jax.set_mesh`) `rules` come back as they are.
+    Raises ValueError for a malformed rule, for a te_jax name with another value than the MeshResource gives it, and
+    for a mesh without a MeshResource.
+    """
+    for rule in rules:
+        _check_rule(rule)
+    if not _axis_sizes():
+        return rules
+    resource = current_mesh_resource()
+    if resource is None:
+        raise ValueError(
+            "extend_logical_axis_rules: a mesh is in force, but no MeshResource; enter "
+            "`te_jax.sharding.global_shard_guard(MeshResource(...))` or give one to `te_jax.autocast`."
+        )
+    extended = list(rules)
+    for name, axis in logical_axis_map(resource).items():
+        given = [_one(value) for key, value in rules if key == name]
+        if any(value != axis for value in given):
+            raise ValueError(
+                f"extend_logical_axis_rules: {name!r} is given as {given}, but the MeshResource in force makes it "
+                f"{axis!r}; leave the rule out, or change the MeshResource."
+            )
+        if not given:
+            extended.append((name, axis))
+    return tuple(extended)
+
+
+def _one(value):
+    return value[0] if isinstance(value, tuple) and len(value) == 1 else value
+
+
+def _check_rule(rule) -> None:
+    if isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str):
+        axes = rule[1] if isinstance(rule[1], tuple | list) else (rule[1],)
+        if rule[1] is None or all(isinstance(axis, str) for axis in axes):
+            return
+    raise ValueError(
+        f"extend_logical_axis_rules: the rule {rule!r} is not a pair (logical name, mesh axis, tuple of them or None)."
+    )
+
+
+def with_sharding_constraint_by_logical_axes(x: jax.Array, axes: Sequence[str | None] | None) -> jax.Array:
+    """x, constrained to the sharding that Flax's logical axis rules in force give `axes` (one name per dimension).
+
+    Does nothing where there is nothing to say: axes None, no rules, no mesh; nor under Explicit or Manual mesh axes,
+    where the array's type says it already.
+    Raises ValueError if `axes` has another length than x, or a rule names an axis that the mesh lacks.
+    """
+    from flax import linen as nn  # late: the ops do not need Flax
+
+    rules = nn.get_logical_axis_rules()
+    if axes is None or not rules:
+        return x
+    if len(axes) != x.ndim:
+        raise ValueError(
+            f"with_sharding_constraint: {len(axes)} logical axes {tuple(axes)} for an array of shape {x.shape}; "
+            "give one name (or None) per dimension."
+        )
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
+        return x
+    spec = nn.logical_to_mesh_axes(tuple(axes), rules)
+    named = {name for entry in spec if entry for name in ((entry,) if isinstance(entry, str) else entry)}
+    for name in sorted(named - set(mesh.axis_names)):
+        raise ValueError(
+            f"with_sharding_constraint: the logical axis rules map {tuple(axes)} to mesh axis {name!r}, but the mesh "
+            f"in force has the axes {mesh.axis_names}."
+        )
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))

@@ -1,0 +1,202 @@
+"""On the GPU: every CUDA op against its plain-JAX reference or a float64 meaning, at odd and large sizes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from te_jax.ops.gemm import gemm, gemm_op
+from te_jax.ops.norm import norm_bwd, norm_fwd
+from te_jax.ops.quantize import quantize
+
+pytestmark = pytest.mark.gpu
+E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
+OUT = ("data", "data_t", "amax", "dbias")
+
+
+def bits_equal(got, want):
+    """Bit for bit; a NaN equals any NaN."""
+    got, want = np.asarray(got), np.asarray(want)
+    nan = np.isnan(want.astype(np.float32))
+    assert (np.isnan(got.astype(np.float32)) == nan).all()
+    differ = (got.view(np.uint8) != want.view(np.uint8)) & ~nan
+    assert not differ.any(), f"{differ.sum()} of {differ.size} differ, first at {np.argwhere(differ)[:3].tolist()}"
+
+
+def odd_values(rng, shape, dtype):
+    """Normal data over many binades, with zeros, an inf and a NaN where there is room."""
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-12, 12, shape))
+    x[rng.random(shape) < 0.05] = 0.0
+    return jnp.asarray(x, f32).astype(dtype)
+
+
+SHAPES = [(1, 1), (1, 1001), (1001, 1), (16, 16), (64, 64), (65, 63), (199, 1001), (1000, 72), (8192, 4096), (7, 65536),
+          (65536, 40), (4096, 12288)]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [bf16, f16, f32], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
+def test_quantize(shape, dtype, fp8, rng):
+    x, scale = odd_values(rng, shape, dtype), jnp.float32(rng.uniform(0.1, 300))
+    got = jax.jit(lambda *a: quantize(*a, outputs=OUT, split=1, dtype=fp8))(x, scale)
+    data, data_t, amax, dbias = quantize.reference(x, scale, split=1, dtype=fp8)
+    bits_equal(got[0], data)
+    bits_equal(got[1], data_t)
+    assert float(got[2]) == float(amax)
+    bound = np.abs(np.asarray(x, np.float64)).sum(0) * shape[0] * 2.0**-24  # f32 sums in another order
+    exact = np.asarray(x, np.float64).sum(0)
+    assert (np.abs(np.asarray(got[3], np.float64) - exact) <= bound + 1e-30).all()
+
+
+@pytest.mark.parametrize("outputs", [("data", "amax"), ("data_t", "amax"), ("data", "data_t", "amax")], ids="-".join)
+@pytest.mark.parametrize("shape", [(199, 1001), (512, 1024)], ids=str)
+def test_quantize_chosen_layouts(outputs, shape, rng):
+    x, scale = odd_values(rng, shape, bf16), jnp.float32(3.0)
+    got = jax.jit(lambda *a: quantize(*a, outputs=outputs, split=1, dtype=E4M3))(x, scale)
+    want = dict(zip(OUT, quantize.reference(x, scale, split=1, dtype=E4M3)))
+    for name, g in zip(outputs, got):
+        bits_equal(g, want[name]) if name != "amax" else np.testing.assert_equal(float(g), float(want[name]))
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_quantize_not_finite(bad, rng):
+    x = np.asarray(odd_values(rng, (130, 200), f32))
+    x[77, 133] = bad
+    x = jnp.asarray(x, bf16)
+    data, data_t, amax = jax.jit(lambda x: quantize(x, jnp.float32(2.0), outputs=OUT[:3], split=1, dtype=E4M3))(x)
+    want = quantize.reference(x, jnp.float32(2.0), split=1, dtype=E4M3)
+    bits_equal(data, want[0])
+    bits_equal(data_t, want[1])
+    assert not np.isfinite(float(amax))
+
+
+def test_quantize_empty():
+    for shape in ((0, 64), (64, 0)):
+        out = jax.jit(lambda x: quantize(x, jnp.float32(1), outputs=OUT, split=1, dtype=E4M3))(jnp.ones(shape, bf16))
+        assert float(out[2]) == 0.0 and out[0].shape == shape and not np.asarray(out[3]).any()
+
+
+def rel(got, want):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+def fp8_operand(rng, shape, dtype):
+    return jnp.asarray(rng.standard_normal(shape), f32).astype(dtype)
+
+
+MNK = [(16, 16, 16), (1, 16, 32), (199, 1001, 333), (512, 256, 1024), (8192, 4096, 4096), (1000, 50257, 128), (17, 48, 16)]
+
+
+@pytest.mark.parametrize("mnk", MNK, ids=str)
+@pytest.mark.parametrize("types", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=str)
+@pytest.mark.parametrize("out", [f32, bf16, f16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("fast", [False, True], ids=["split", "fast"])
+def test_gemm_fp8(mnk, types, out, fast, rng):
+    m, n, k = mnk
+    lhs, rhs = fp8_operand(rng, (m, k), types[0]), fp8_operand(rng, (n, k), types[1])
+    scales = jnp.float32(0.25 / k**0.5), jnp.float32(1.7)
+    bias = jnp.asarray(rng.standard_normal(n), f32)
+    got = jax.jit(lambda *a: gemm(*a, out_dtype=out, fast_accum=fast))(lhs, rhs, *scales, bias)
+    want = np.asarray(lhs, np.float32) @ np.asarray(rhs, np.float32).T * np.float32(scales[0] * scales[1])
+    want = want + np.asarray(bias.astype(out), np.float32)
+    # bf16 rounds by 2**-9 at most, 1.1e-3 in the root mean square; Hopper adds FP8 products with 14 bits at least.
+    assert rel(got, want) < 2e-3
+
+
+@pytest.mark.parametrize("dtype,bound", [(f32, 1e-5), (bf16, 2e-3), (f16, 5e-4)], ids=["f32", "bf16", "f16"])
+@pytest.mark.parametrize("mnk", [(199, 1001, 333), (512, 256, 1024)], ids=str)
+def test_gemm_wide(dtype, bound, mnk, rng):
+    m, n, k = mnk
+    lhs, rhs = (jnp.asarray(rng.standard_normal(s), f32).astype(dtype) for s in ((m, k), (n, k)))
+    bias = jnp.asarray(rng.standard_normal(n), dtype)
+    got = jax.jit(lambda *a: gemm(a[0], a[1], bias=a[2]))(lhs, rhs, bias)
+    want = np.asarray(lhs, np.float64) @ np.asarray(rhs, np.float64).T + np.asarray(bias, np.float64)
+    assert rel(got, want) < bound
+
+
+def test_gemm_many_axes(rng):
+    lhs, rhs = fp8_operand(rng, (3, 8, 5, 16), E4M3), fp8_operand(rng, (2, 24, 5, 16), E4M3)
+    one = jnp.float32(1.0)
+    attrs = dict(contract=2, out_dtype=jnp.dtype(f32), fast_accum=False, tune=True)
+    got = jax.jit(lambda *a: gemm_op(*a, None, **attrs))(lhs, rhs, one, one)[0]
+    assert rel(got, gemm_op.reference(lhs, rhs, one, one, None, **attrs)[0]) < 1e-3
+
+
+NORM_SHAPES = [(1, 1), (3, 7), (199, 1001), (1024, 4096), (33, 8192), (5, 65536), (2, 65535), (257, 768), (4097, 128)]
+
+
+def norm_case(shape, dtype, rms, rng):
+    x = jnp.asarray(rng.standard_normal(shape) * 3 + 5 * rng.standard_normal((shape[0], 1)), f32).astype(dtype)
+    gamma, beta = (jnp.asarray(rng.standard_normal(shape[1]), f32) for _ in range(2))
+    return x, gamma, None if rms else beta
+
+
+def norm64(x, gamma, beta, rms, zero_centered, eps):
+    x, g = np.asarray(x, np.float64), np.asarray(gamma, np.float64) + zero_centered
+    mean = 0 * x[:, :1] if rms else x.mean(1, keepdims=True)
+    rstd = 1 / np.sqrt(((x - mean) ** 2).mean(1, keepdims=True) + eps)
+    xhat = (x - mean) * rstd
+    return xhat, rstd, g, xhat * g + (0 if rms else np.asarray(beta, np.float64))
+
+
+def within_ulp(got, want, scale, dtype, ulps):
+    """|got - want| in ulps of `dtype` at the size of the largest term that was added."""
+    ulp = np.exp2(np.floor(np.log2(np.maximum(np.abs(scale), 1e-30)))) * float(jnp.finfo(dtype).eps)
+    worst = np.max(np.abs(np.asarray(got, np.float64) - want) / ulp, initial=0)
+    assert worst <= ulps, f"{worst:.2f} ulp"
+
+
+@pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [bf16, f16, f32], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("rms", [False, True], ids=["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_norm_fwd(shape, dtype, rms, zero_centered, rng):
+    x, gamma, beta = norm_case(shape, dtype, rms, rng)
+    outputs = ("y", "data", "data_t", *(() if rms else ("mean",)), "rstd", "amax")
+    attrs = dict(eps=1e-5, rms=rms, zero_centered=zero_centered, dtype=E4M3)
+    scale = jnp.float32(40.0)
+    got = dict(zip(outputs, jax.jit(lambda *a: norm_fwd(*a, outputs=outputs, **attrs))(x, gamma, beta, scale)))
+    xhat, rstd, g, y = norm64(x, gamma, beta, rms, zero_centered, 1e-5)
+    terms = np.abs(xhat * g) + (0 if rms else np.abs(np.asarray(beta, np.float64)))
+    # One rounding to the output type. In f32 also: mean and sum (log2(h) partial sums), rsqrt (2 ulp), two products.
+    within_ulp(got["y"], y, terms, dtype, 1.0 if dtype != f32 else 12.0)
+    np.testing.assert_allclose(got["rstd"], rstd[:, 0], rtol=2e-6)
+    assert float(got["amax"]) == pytest.approx(np.abs(y).max(), rel=2e-6)
+    q = np.asarray(got["data"], np.float64)
+    step = np.maximum(np.abs(q) * 2.0**-3, 2.0**-9)  # a half step of E4M3, and f32 noise around the boundary
+    assert (np.abs(q - np.clip(y * 40.0, -448, 448)) <= 0.51 * step + 1e-4 * terms * 40).all()
+    bits_equal(got["data_t"], np.asarray(got["data"]).T)
+    plain = jax.jit(lambda *a: norm_fwd(*a, outputs=("y", "rstd"), **attrs))(x, gamma, beta, None)
+    within_ulp(plain[0], y, terms, dtype, 1.0 if dtype != f32 else 12.0)
+
+
+@pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [bf16, f32], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("rms", [False, True], ids=["layernorm", "rmsnorm"])
+def test_norm_bwd(shape, dtype, rms, rng):
+    x, gamma, beta = norm_case(shape, dtype, rms, rng)
+    dy = jnp.asarray(rng.standard_normal(shape), f32).astype(dtype)
+    xhat, rstd, g, _ = norm64(x, gamma, beta, rms, 1.0, 1e-5)
+    mean = None if rms else jnp.asarray(np.asarray(x, np.float64).mean(1), f32)
+    outputs = ("dx", "dgamma") if rms else ("dx", "dgamma", "dbeta")
+    run = jax.jit(lambda *a: norm_bwd(*a, outputs=outputs, rms=rms, zero_centered=True))
+    got = run(dy, x, mean, jnp.asarray(rstd[:, 0], f32), gamma)
+    dy64 = np.asarray(dy, np.float64)
+    dxhat = dy64 * g
+    means = (dxhat * xhat).mean(1, keepdims=True) * xhat + (0 if rms else dxhat.mean(1, keepdims=True))
+    terms = rstd * (np.abs(dxhat) + np.abs(xhat) * np.abs(dxhat * xhat).mean(1, keepdims=True) + np.abs(dxhat).mean())
+    within_ulp(got[0], rstd * (dxhat - means), terms, dtype, 1.0 if dtype != f32 else 16.0)
+    for out, each in zip(got[1:], (dy64 * xhat, dy64)):
+        bound = np.abs(each).sum(0) * 2.0**-20  # f32 sums of up to 2**12 rows; xhat itself has some ulp
+        assert (np.abs(np.asarray(out, np.float64) - each.sum(0)) <= bound + 1e-6).all()
+
+
+def test_rows_without_variance():
+    """A constant row has xhat 0, also where its mean is large: no cancellation."""
+    x = jnp.full((64, 4096), 1000.0, f32)
+    y = jax.jit(lambda x: norm_fwd(x, jnp.ones(4096), jnp.zeros(4096), None, outputs=("y", "rstd"), eps=1e-6, rms=False,
+                                   zero_centered=False, dtype=E4M3))(x)[0]  # fmt: skip
+    np.testing.assert_array_equal(y, 0.0)  # 4096 * 1000 is exact in f32, and so is the mean
