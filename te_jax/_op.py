@@ -23,7 +23,7 @@ from te_jax._rule import Rule, is_group
 
 _NO_MESH = AbstractMesh((), ())
 _ACROSS_DEVICES = {"sum": lax.psum, "max": lax.pmax}
-_OF_PARTIALS = {"sum": jnp.sum, "max": jnp.max}
+_OF_PARTIALS = {"sum": jnp.sum, "max": partial(jnp.max, initial=0.0)}  # the maxima are amaxes, never negative
 
 ops: dict[str, "Op"] = {}  # every declared op by name: what the generated tests walk over
 
@@ -311,6 +311,15 @@ def align(*args):
         return lax.pcast(a, lacks, to="varying") if lacks else a
 
     return [a if a is None else cast(a) for a in args]
+
+
+def like(cotangent, primal):
+    """`cotangent` as autodiff wants it for `primal` (an array or its type): in its dtype, and on an Explicit mesh in its
+    sharding, where the op left it in another one."""
+    primal = primal if isinstance(primal, ShapedArray) else jax.typeof(primal)
+    cotangent = cotangent.astype(primal.dtype)
+    explicit = AxisType.Explicit in primal.sharding.mesh.axis_types
+    return jax.sharding.reshard(cotangent, primal.sharding.spec) if explicit else cotangent
 
 
 def varying(x) -> frozenset[str]:

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import ShapedArray
 
+from te_jax._op import like
 from te_jax.fp8 import DenseMetas, cotangent
 from te_jax.ops.gemm import gemm
 from te_jax.ops.quantize import quantize
@@ -37,16 +39,16 @@ class Config(NamedTuple):
     recipe: DelayedScaling
     contract: int  # axes in C
     features: int  # axes in F
-    x_dtype: jnp.dtype  # of x, y and their gradients
-    kernel_dtype: jnp.dtype
-    bias_dtype: jnp.dtype | None
+    x: ShapedArray  # the types of the operands: their gradients have the same
+    kernel: ShapedArray
+    bias: ShapedArray | None
     checkpoint: str | None  # name of the saved tensors, for jax.checkpoint policies
 
     @classmethod
     def of(cls, x, kernel, bias, contract, recipe, checkpoint) -> "Config":
         """The config of a layer with these operands."""
-        bias_dtype = None if bias is None else bias.dtype
-        return cls(recipe, contract, kernel.ndim - contract, x.dtype, kernel.dtype, bias_dtype, checkpoint)
+        types = (a if a is None else jax.typeof(a) for a in (x, kernel, bias))
+        return cls(recipe, contract, kernel.ndim - contract, *types, checkpoint)
 
 
 class Uses(NamedTuple):
@@ -88,7 +90,7 @@ def _wide(lhs, lhs_axes, rhs, rhs_axes, out_dtype):
 
 def fprop(x: Fp8Tensor, w: Fp8Tensor, bias, config: Config) -> jax.Array:
     """x [*B, *C], w [*C, *F] -> [*B, *F], plus bias [*F]."""
-    recipe, contract, dtype = config.recipe, config.contract, config.x_dtype
+    recipe, contract, dtype = config.recipe, config.contract, config.x.dtype
     if recipe.override_linear_precision[0]:
         lead = x.wide.ndim - contract
         y = _wide(x.wide, range(lead, lead + contract), w.wide, range(contract), dtype)
@@ -99,7 +101,7 @@ def fprop(x: Fp8Tensor, w: Fp8Tensor, bias, config: Config) -> jax.Array:
 
 def _dgrad(dy: Fp8Tensor, w: Fp8Tensor, config: Config) -> jax.Array:
     """dy [*B, *F], w [*C, *F] -> dx [*B, *C]."""
-    recipe, features, dtype = config.recipe, config.features, config.x_dtype
+    recipe, features, dtype = config.recipe, config.features, config.x.dtype
     if recipe.override_linear_precision[1]:
         lead, contract = dy.wide.ndim - features, config.contract
         return _wide(dy.wide, range(lead, lead + features), w.wide, range(contract, contract + features), dtype)
@@ -109,7 +111,7 @@ def _dgrad(dy: Fp8Tensor, w: Fp8Tensor, config: Config) -> jax.Array:
 
 def _wgrad(x: Fp8Tensor, dy: Fp8Tensor, lead: int, config: Config) -> jax.Array:
     """x [*B, *C] and dy [*B, *F] with `lead` axes in B -> dw [*C, *F]."""
-    recipe, dtype = config.recipe, config.kernel_dtype
+    recipe, dtype = config.recipe, config.kernel.dtype
     if recipe.override_linear_precision[2]:
         return _wide(x.wide, range(lead), dy.wide, range(lead), dtype)
     fast = not recipe.split_accumulator[2]
@@ -130,9 +132,9 @@ def backward(x: Fp8Tensor, w: Fp8Tensor, metas: DenseMetas, dy, config: Config):
     """dy [*B, *F] -> dx, dkernel, dbias (None without bias), and the cotangent of the metas."""
     lead = dy.ndim - config.features
     use, dtype = uses(config.recipe, train=True)["grad"], config.recipe.fp8_format.dtype("bwd")
-    has_bias = config.bias_dtype is not None
+    has_bias = config.bias is not None
     grad, dbias = quantize_tensor(dy, metas.grad.scale, lead, dtype, use, with_dbias=has_bias)
     dx, dw = _dgrad(grad, w, config), _wgrad(x, grad, lead, config)
     amaxes = (x.amax, w.amax, grad.amax)
     dmetas = DenseMetas(*(cotangent(m, amax, config.recipe) for m, amax in zip(metas, amaxes)))
-    return dx, dw, dbias.astype(config.bias_dtype) if has_bias else None, dmetas
+    return like(dx, config.x), like(dw, config.kernel), like(dbias, config.bias) if has_bias else None, dmetas

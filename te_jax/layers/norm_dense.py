@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from te_jax import fp8
-from te_jax._op import align
+from te_jax._op import align, like
 from te_jax.layers import _fp8
 from te_jax.layers._fp8 import Config, Fp8Tensor
 from te_jax.layers.dense import check_dense, dense
@@ -86,7 +86,7 @@ def _norm_dense_bwd(config, attrs, with_ln_out, residuals, cotangents):
     dy, dln_out = cotangents
     dnorm, dkernel, dbias, dmetas = _fp8.backward(q, w, metas, dy, config)
     if with_ln_out:
-        dnorm = (dnorm.astype(jnp.float32) + dln_out.astype(jnp.float32)).astype(x.dtype)
+        dnorm = like(dnorm.astype(jnp.float32) + dln_out.astype(jnp.float32), x)
     attrs = dict(attrs)
     kind = dict(rms=attrs["rms"], zero_centered=attrs["zero_centered"])
     dx, dgamma, dbeta = norm_op.backward(dnorm, x, mean, rstd, gamma, beta, **kind)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from te_jax._op import Op, align
+from te_jax._op import Op, align, like
 from te_jax.ops.quantize import FLOATS
 
 FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -125,8 +125,8 @@ def _gemm_bwd(attrs, residuals, dout):
     dot = partial(lax.dot_general, preferred_element_type=jnp.float32)
     dlhs = dot(dout, rhs, (((*range(m, m + n),), (*range(n),)), ((), ())))
     drhs = dot(dout, lhs, (((*range(m),), (*range(m),)), ((), ())))
-    dbias = None if bias is None else jnp.sum(dout.astype(jnp.float32), tuple(range(m))).astype(bias.dtype)
-    return dlhs.astype(lhs.dtype), drhs.astype(rhs.dtype), dbias
+    dbias = None if bias is None else like(jnp.sum(dout.astype(jnp.float32), tuple(range(m))), bias)
+    return like(dlhs, lhs), like(drhs, rhs), dbias
 
 
 _gemm.defvjp(lambda lhs, rhs, bias, attrs: (_gemm(lhs, rhs, bias, attrs), (lhs, rhs, bias)), _gemm_bwd)

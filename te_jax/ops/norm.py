@@ -7,11 +7,11 @@ from math import ceil, prod
 import jax
 import jax.numpy as jnp
 
-from te_jax._op import Op, align
+from te_jax._op import Op, align, like
 from te_jax.ops.quantize import FLOATS, saturate
 
 KINDS = ("layernorm", "rmsnorm")
-_ROWS = 32  # rows per partial amax in csrc/norm_fwd.cu
+_ROWS, _CLUSTER = 32, 8  # csrc/norm_fwd.cu: up to 8 CTAs share 32 rows, each leaves a partial amax
 _MOST_PARTIALS = 512  # partial dgamma rows: enough CTAs to fill the GPU, few enough bytes not to count
 
 
@@ -35,7 +35,7 @@ norm_fwd = Op(
     replicated="h",
     combine={"amax": "max"},
     dtypes=lambda x, gamma, beta, scale, *, dtype, **_: (x, dtype, dtype, jnp.float32, jnp.float32, jnp.float32),
-    partials={"amax": lambda x, *args, **attrs: (max(1, ceil(prod(x[:-1]) / _ROWS)),)},
+    partials={"amax": lambda x, *args, **attrs: (ceil(prod(x[:-1]) / _ROWS), _CLUSTER)},
     reference=_fwd_reference,
 )
 """x f32|bf16|f16 [..., h], gamma and beta f32|bf16|f16 [h], scale f32[] (with FP8 results) -> as chosen by `outputs`:
@@ -115,7 +115,7 @@ def backward(dy, x, mean, rstd, gamma, beta, *, rms, zero_centered):
     """-> dx, dgamma, dbeta (None without beta), of the types of x, gamma and beta."""
     outputs = ("dx", "dgamma") if beta is None else ("dx", "dgamma", "dbeta")
     dx, dgamma, *dbeta = norm_bwd(dy, x, mean, rstd, gamma, outputs=outputs, rms=rms, zero_centered=zero_centered)
-    return dx, dgamma, dbeta[0].astype(beta.dtype) if dbeta else None
+    return like(dx, x), like(dgamma, gamma), like(dbeta[0], beta) if dbeta else None
 
 
 def _norm_bwd(rms, zero_centered, eps, residuals, dy):

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from te_jax._op import Op
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
-_TILE = 64  # rows and columns of a tile in csrc/quantize.cu
-_CTAS = 1056  # enough tiles in flight to fill 132 multiprocessors 8 times
+_TILE = 128  # rows and columns of a tile in csrc/quantize.cu
 
 
 def saturate(x, dtype):
@@ -31,11 +30,9 @@ def _reference(x, scale, *, split, dtype):
     return data, transpose(data, split), jnp.max(jnp.abs(x), initial=0.0), jnp.sum(x, tuple(range(split)))
 
 
-def _grid(x, scale, *, split, dtype):
-    """Row chunks and column strips of tiles: one partial amax for each."""
-    rows, columns = prod(x[:split]), prod(x[split:])
-    strips = max(1, ceil(columns / _TILE))
-    return max(1, min(ceil(rows / _TILE), ceil(_CTAS / strips))), strips
+def _tiles(x, scale, *, split, dtype):
+    """Rows and columns of tiles: one partial amax for each, one partial column sum for each row of them."""
+    return ceil(prod(x[:split]) / _TILE), ceil(prod(x[split:]) / _TILE)
 
 
 quantize = Op(
@@ -44,7 +41,7 @@ quantize = Op(
     combine={"amax": "max", "dbias": "sum"},
     ranks={"m...": "split"},
     dtypes=lambda x, scale, *, split, dtype: (dtype, dtype, jnp.float32, jnp.float32),
-    partials={"amax": _grid, "dbias": lambda *args, **attrs: _grid(*args, **attrs)[:1]},
+    partials={"amax": _tiles, "dbias": lambda *args, **attrs: _tiles(*args, **attrs)[:1]},
     reference=_reference,
 )
 """x f32|bf16|f16 [*m, *n], scale f32[] -> results in this order, as chosen by `outputs`:

@@ -1,0 +1,169 @@
+"""The arguments of `dot_product_attention`, checked and put into their plain forms."""
+
+import math
+import numbers
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from te_jax.ops.attention_mask import MASK_TYPES, Band, SequenceDescriptor
+
+BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias")
+SOFTMAX_TYPES = ("vanilla", "off_by_one", "learnable")  # off-by-one is the same as off_by_one
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """All arguments but q, k, v, the key and the implementation."""
+
+    bias: jax.Array | None
+    pre_scale: bool
+    mask: jax.Array | None
+    attn_mask_type: str
+    band: Band
+    window_size: tuple[int, int] | None
+    softmax_type: str
+    softmax_offset: jax.Array | None
+    scale: float
+    dropout_rate: float
+    sequence_descriptor: SequenceDescriptor | None
+    return_max_logit: bool
+
+    def offset(self, q) -> jax.Array | None:
+        """What joins the softmax, as a logit: [h, 1, 1], or a number; None: nothing."""
+        wide = jnp.promote_types(q.dtype, jnp.float32)
+        if self.softmax_type == "learnable":
+            return self.softmax_offset.astype(wide).reshape(-1, 1, 1)
+        return jnp.zeros((1, 1, 1), wide) if self.softmax_type == "off_by_one" else None
+
+
+def check_options(
+    op, q, k, v, *, bias=None, mask=None, attn_mask_type="no_mask", attn_bias_type=None, softmax_type="vanilla",
+    softmax_offset=None, scale=None, window_size=None, dropout_rate=0.0, dropout_rng=None, sequence_descriptor=None,
+    deterministic=False, return_max_logit=False, context_checkpoint_name=None, needs_rng=True,
+) -> Options:  # fmt: skip
+    """Raises ValueError or TypeError that names `op`, the argument, its value and the way out."""
+    _check_operands(op, q, k, v)
+    batch, s, h, t = q.shape[:-3], q.shape[-3], q.shape[-2], k.shape[-3]
+    if attn_mask_type not in MASK_TYPES:
+        raise ValueError(f"{op}: attn_mask_type is {attn_mask_type!r}; pass one of {', '.join(MASK_TYPES)}.")
+    _check_broadcast(op, "bias", bias, (*batch, h, s, t), "a floating", jnp.floating)
+    _check_broadcast(op, "mask", mask, (*batch, h, s, t), "a bool or integer", jnp.bool_, jnp.integer)
+    _check_bias_type(op, attn_bias_type, bias)
+    if sequence_descriptor is not None:
+        if not isinstance(sequence_descriptor, SequenceDescriptor):
+            kind = type(sequence_descriptor).__name__
+            raise TypeError(f"{op}: sequence_descriptor is a {kind}; pass a SequenceDescriptor, or use `mask`.")
+        sequence_descriptor.check(op, batch, s, t)
+    for name, flag in (("deterministic", deterministic), ("return_max_logit", return_max_logit)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{op}: {name} is {flag!r}; pass True or False.")
+    if not isinstance(context_checkpoint_name, (str, type(None))):
+        raise TypeError(f"{op}: context_checkpoint_name is {context_checkpoint_name!r}; pass a string or None.")
+    window = _window(op, window_size)
+    return Options(
+        bias=bias,
+        pre_scale=attn_bias_type == "pre_scale_bias",
+        mask=mask,
+        attn_mask_type=attn_mask_type,
+        band=Band.of(MASK_TYPES[attn_mask_type], window),
+        window_size=window,
+        softmax_type=_softmax_type(op, softmax_type, softmax_offset, h),
+        softmax_offset=softmax_offset,
+        scale=_scale(op, scale, q.shape[-1]),
+        dropout_rate=_dropout_rate(op, dropout_rate, dropout_rng, needs_rng),
+        sequence_descriptor=sequence_descriptor,
+        return_max_logit=return_max_logit,
+    )
+
+
+def _check_operands(op, q, k, v):
+    shapes = f"q[b..., s, h, d] is {tuple(q.shape)}, k[b..., t, g, d] {tuple(k.shape)}, v[b..., t, g, e] {tuple(v.shape)}"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
+            raise TypeError(f"{op}: {name} is {x.dtype}; pass bfloat16, float16 or float32.")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{op}: {name} is {x.dtype}, but q is {q.dtype}; cast them to one type.")
+        if x.ndim < 3 or x.ndim != q.ndim:
+            raise ValueError(f"{op}: {shapes}; pass the same number of axes, at least 3.")
+    for axis, ours, theirs in (
+        ("b...", q.shape[:-3], k.shape[:-3]),
+        ("b...", q.shape[:-3], v.shape[:-3]),
+        ("d", q.shape[-1], k.shape[-1]),
+        ("t", k.shape[-3], v.shape[-3]),
+        ("g", k.shape[-2], v.shape[-2]),
+    ):
+        if ours != theirs:
+            raise ValueError(f"{op}: axis `{axis}` is {ours} here and {theirs} there: {shapes}; make both equal.")
+    h, g = q.shape[-2], k.shape[-2]
+    if g == 0 or h % g:
+        raise ValueError(f"{op}: {h} query heads do not split into {g} groups: {shapes}; h must be a multiple of g.")
+
+
+def _check_broadcast(op, name, x, shape, kind, *dtypes):
+    """x is None, or of one of `dtypes`, and broadcasts to `shape` (from the last two axes alone, or from all)."""
+    if x is None:
+        return
+    if not hasattr(x, "dtype") or not any(jnp.issubdtype(x.dtype, d) for d in dtypes):
+        got = getattr(x, "dtype", type(x).__name__)
+        other = "bias" if name == "mask" else "mask"
+        raise TypeError(f"{op}: {name} is {got}; pass {kind} array (the other kind goes into `{other}`).")
+    want = f"[s, t] or [b..., h, s, t] = {list(shape)} with 1 where it broadcasts"
+    if x.ndim not in (2, len(shape)):
+        raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}; pass {want}. Axes are not guessed.")
+    if any(got not in (1, size) for got, size in zip(x.shape, shape[-x.ndim :])):
+        raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, which does not broadcast; pass {want}.")
+
+
+def _check_bias_type(op, kind, bias):
+    if kind is not None and kind not in BIAS_TYPES:
+        raise ValueError(f"{op}: attn_bias_type is {kind!r}; pass None or one of {', '.join(BIAS_TYPES)}.")
+    if kind == "no_bias" and bias is not None:
+        raise ValueError(f"{op}: attn_bias_type is 'no_bias', but bias has shape {tuple(bias.shape)}; leave one out.")
+    if kind not in (None, "no_bias") and bias is None:
+        raise ValueError(f"{op}: attn_bias_type is {kind!r}, but bias is None; pass a bias, or leave the type None.")
+
+
+def _softmax_type(op, kind, offset, h) -> str:
+    name = kind.replace("-", "_") if isinstance(kind, str) else kind
+    if name not in SOFTMAX_TYPES:
+        raise ValueError(f"{op}: softmax_type is {kind!r}; pass one of {', '.join(SOFTMAX_TYPES)}.")
+    if (name == "learnable") != (offset is not None):
+        given = "None" if offset is None else f"given, of shape {tuple(offset.shape)}"
+        raise ValueError(f"{op}: softmax_type is {kind!r}, but softmax_offset is {given}; 'learnable' takes it, others not.")
+    if offset is None:
+        return name
+    if not jnp.issubdtype(offset.dtype, jnp.floating):
+        raise TypeError(f"{op}: softmax_offset is {offset.dtype}; pass a floating array.")
+    if tuple(offset.shape) not in ((h,), (h, 1, 1), (1, h, 1, 1)):
+        raise ValueError(f"{op}: softmax_offset has shape {tuple(offset.shape)}; pass [h] or [1, h, 1, 1], h = {h}.")
+    return name
+
+
+def _window(op, window) -> tuple[int, int] | None:
+    if window is None:
+        return None
+    if not isinstance(window, (tuple, list)) or len(window) != 2 or not all(_is_int(size) for size in window):
+        raise ValueError(f"{op}: window_size is {window!r}; pass None or (left, right), two ints, negative for open.")
+    return int(window[0]), int(window[1])
+
+
+def _is_int(x) -> bool:
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
+def _scale(op, scale, d) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(d) if d else 1.0
+    if not isinstance(scale, numbers.Real) or not math.isfinite(scale):
+        raise TypeError(f"{op}: scale is {scale!r}; pass a finite Python number (scale q for one that is traced).")
+    return float(scale)
+
+
+def _dropout_rate(op, rate, rng, needs_rng) -> float:
+    if not isinstance(rate, numbers.Real) or not 0 <= rate < 1:
+        raise ValueError(f"{op}: dropout_rate is {rate!r}; pass a number in [0, 1).")
+    if rate > 0 and rng is None and needs_rng:
+        raise ValueError(f"{op}: dropout_rate is {rate}, but dropout_rng is None; pass a jax.random key.")
+    return float(rate)

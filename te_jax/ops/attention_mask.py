@@ -1,0 +1,188 @@
+"""Which keys a query sees: mask types, windows, and the segments of packed or padded rows."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+class MaskType(NamedTuple):
+    """What a name of `attn_mask_type` means. Padding itself comes from the mask or the SequenceDescriptor."""
+
+    padding: bool
+    causal: bool
+    bottom_right: bool = False  # the last query sees the last key; else the first query sees the first key
+
+
+MASK_TYPES = {
+    "no_mask": MaskType(False, False),
+    "padding": MaskType(True, False),
+    "causal": MaskType(False, True),
+    "causal_bottom_right": MaskType(False, True, True),
+    "bottom_right_causal": MaskType(False, True, True),
+    "padding_causal": MaskType(True, True),
+    "causal_padding": MaskType(True, True),
+    "padding_causal_bottom_right": MaskType(True, True, True),
+    "causal_padding_bottom_right": MaskType(True, True, True),
+    "bottom_right_causal_padding": MaskType(True, True, True),
+    "bottom_right_padding_causal": MaskType(True, True, True),
+}
+
+
+class Band(NamedTuple):
+    """A query sees the keys from `left` before its own position to `right` after it, ends included; None is open.
+
+    The position of query i is i, or i + t - s with `bottom_right`.
+    """
+
+    left: int | None
+    right: int | None
+    bottom_right: bool
+
+    @classmethod
+    def of(cls, mask_type: MaskType, window: tuple[int, int] | None) -> "Band":
+        """What type and window leave visible. A negative side of the window is open."""
+        left, right = (None if size < 0 else size for size in window or (-1, -1))
+        return cls(left, 0 if mask_type.causal else right, mask_type.bottom_right)
+
+    def shift(self, s: int, t: int) -> int:
+        """The position of query 0 among the keys."""
+        return t - s if self.bottom_right else 0
+
+    def trimmed(self, s: int, t: int) -> "Band":
+        """The same on s queries and t keys, with the sides that cut nothing open."""
+        left, right, shift = self.left, self.right, self.shift(s, t)
+        if left is not None and left >= s - 1 + shift:  # the last query still sees key 0
+            left = None
+        if right is not None and right >= t - 1 - shift:  # the first query still sees the last key
+            right = None
+        return self._replace(left=left, right=right)
+
+    def hides(self, distance: jax.Array) -> jax.Array | None:
+        """`distance` is key position - query position. True where it is outside; None: nowhere."""
+        below = None if self.left is None else distance < -self.left
+        return either(below, None if self.right is None else distance > self.right)
+
+    def hides_of(self, s: int, t: int) -> jax.Array | None:
+        """bool[s, t] for rows of one segment."""
+        return self.hides(jnp.arange(t) - jnp.arange(s)[:, None] - self.shift(s, t))
+
+
+def either(*masks: jax.Array | None) -> jax.Array | None:
+    """True where one of the masks is; None is a mask that is False everywhere."""
+    given = [m for m in masks if m is not None]
+    return None if not given else given[0] if len(given) == 1 else jnp.logical_or(given[0], either(*given[1:]))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class SequenceDescriptor:
+    """The segments of each row of a batch: tokens attend within their segment alone, and padding sees nothing.
+
+    Make it with one of the `from_` functions. A pytree; every field is None or a pair (of queries, of keys).
+    """
+
+    seqlens: tuple[jax.Array, jax.Array] | None = None  # i32[b] (one segment) or i32[b, n], tokens
+    seq_offsets: tuple[jax.Array, jax.Array] | None = None  # i32[b, n + 1], first token of each segment; -1: unused
+    segment_ids: tuple[jax.Array, jax.Array] | None = None  # i32[b, s], i32[b, t], from 1; 0: padding
+    segment_pos: tuple[jax.Array, jax.Array] | None = None  # i32[b, s], i32[b, t], position in the segment
+
+    @classmethod
+    def from_seqlens(cls, seqlens) -> "SequenceDescriptor":
+        """One segment per row, then padding. seqlens: i32[b], or a pair of them (queries, keys)."""
+        return cls(seqlens=_pair("seqlens", seqlens))
+
+    @classmethod
+    def from_seqlens_and_offsets(cls, seqlens, seq_offsets) -> "SequenceDescriptor":
+        """Segment j of a row is tokens offsets[j] .. offsets[j] + seqlens[j] - 1.
+
+        seqlens: i32[b, n], seq_offsets: i32[b, n + 1] (i32[b, n] will do), or pairs of them; -1 where unused.
+        """
+        lens, offsets = _pair("seqlens", seqlens), _pair("seq_offsets", seq_offsets)
+        for length, offset in zip(lens, offsets):
+            if length.ndim < 1 or offset.ndim != length.ndim or offset.shape[-1] - length.shape[-1] not in (0, 1):
+                raise ValueError(
+                    f"SequenceDescriptor: seqlens has shape {length.shape}, seq_offsets {offset.shape}; pass [b, n] and "
+                    "[b, n + 1]."
+                )
+        return cls(seqlens=lens, seq_offsets=offsets)
+
+    @classmethod
+    def from_segment_ids_and_pos(cls, segment_ids, segment_pos=None) -> "SequenceDescriptor":
+        """segment_ids: i32[b, s], from 1, 0 is padding, or a pair of them. segment_pos: the same shapes; None counts
+        from the start of each run of equal ids."""
+        ids = _pair("segment_ids", segment_ids)
+        pos = tuple(map(_positions, ids)) if segment_pos is None else _pair("segment_pos", segment_pos)
+        for i, p in zip(ids, pos):
+            if i.shape != p.shape:
+                raise ValueError(f"SequenceDescriptor: segment_ids has shape {i.shape}, segment_pos {p.shape}.")
+        return cls(segment_ids=ids, segment_pos=pos)
+
+    def tokens(self, s: int, t: int):
+        """-> ((ids, pos) of the queries, (ids, pos) of the keys), i32[b, s] and i32[b, t]."""
+        return tuple(self._tokens(side, size) for side, size in enumerate((s, t)))
+
+    def _tokens(self, side: int, size: int):
+        if self.segment_ids is not None:
+            return self.segment_ids[side], self.segment_pos[side]
+        index = jnp.arange(size)
+        if self.seq_offsets is None:
+            lens = self.seqlens[side][..., None]
+            return (index < lens).astype(jnp.int32), jnp.broadcast_to(index, (*lens.shape[:-1], size))
+        lens = self.seqlens[side][..., None]  # [b, n, 1]
+        starts = self.seq_offsets[side][..., : lens.shape[-2], None]
+        inside = (index >= starts) & (index < starts + lens) & (starts >= 0) & (lens > 0)  # [b, n, size]
+        number = jnp.arange(1, lens.shape[-2] + 1)[:, None]
+        pick = lambda values: jnp.max(jnp.where(inside, values, 0), axis=-2, initial=0)
+        return pick(number), pick(index - starts)
+
+    def check(self, op: str, batch: tuple[int, ...], s: int, t: int):
+        """ValueError unless the arrays fit `s` queries and `t` keys in rows of shape `batch`."""
+        arrays = self.seqlens if self.segment_ids is None else self.segment_ids
+        for name, array, size in zip(("queries", "keys"), arrays, (s, t)):
+            packed = self.seq_offsets is not None
+            want = (*batch, size) if self.segment_ids is not None else batch
+            lead = array.shape[:-1] if packed else array.shape
+            if lead != want:
+                field = "seqlens" if self.segment_ids is None else "segment_ids"
+                raise ValueError(
+                    f"{op}: sequence_descriptor.{field} of the {name} has shape {array.shape}, needs "
+                    f"{(*want, 'n') if packed else want}; pass a pair where queries and keys differ."
+                )
+
+    def hides(self, band: Band, s: int, t: int) -> jax.Array:
+        """bool[b, s, t]: keys of other segments, padding, and what is outside of `band`.
+
+        Positions count within the segment; a bottom-right band ends where the segment's queries and keys end.
+        """
+        (q_ids, q_pos), (k_ids, k_pos) = self.tokens(s, t)
+        same = (q_ids[..., :, None] == k_ids[..., None, :]) & (q_ids != 0)[..., None]
+        distance = k_pos[..., None, :] - q_pos[..., :, None]
+        return either(~same, band.hides(distance - self._shift(band, q_ids, same)))
+
+    @staticmethod
+    def _shift(band: Band, q_ids, same):
+        if not band.bottom_right:
+            return 0
+        queries = jnp.sum(q_ids[..., :, None] == q_ids[..., None, :], -1)
+        return (jnp.sum(same, -1) - queries)[..., None]
+
+
+def _pair(name: str, value) -> tuple[jax.Array, jax.Array]:
+    pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+    if len(pair) != 2:
+        raise ValueError(f"SequenceDescriptor: {name} has {len(pair)} parts; pass one array, or (queries, keys).")
+    for array in pair:
+        if not hasattr(array, "dtype") or not jnp.issubdtype(array.dtype, jnp.integer):
+            raise TypeError(f"SequenceDescriptor: {name} must be an integer array, got {array!r}.")
+    return pair
+
+
+def _positions(ids: jax.Array) -> jax.Array:
+    """Distance from the first token of each run of equal ids."""
+    index = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
+    before = jnp.concatenate([ids[..., :1] - 1, ids[..., :-1]], axis=-1)
+    starts = jnp.where(ids != before, index, 0)
+    return index - lax.cummax(starts, axis=ids.ndim - 1)

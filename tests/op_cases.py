@@ -1,0 +1,94 @@
+"""One small call of every op: the case list that the generated tests walk over."""
+
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+import numpy as np
+
+from te_jax._op import Op, ops
+from te_jax.ops import attention, gemm, norm, quantize  # noqa: F401  (declares the ops)
+
+E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call: sizes of the rule's axes, types of the operands, attributes, chosen results."""
+
+    name: str
+    op: str
+    sizes: dict
+    dtypes: tuple
+    attrs: dict = field(default_factory=dict)
+    outputs: tuple | None = None
+    ranks: dict = field(default_factory=dict)
+
+    @property
+    def declared(self) -> Op:
+        return ops[self.op]
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        ranks = {g: self.ranks.get(g, 2) for g in self.declared.rule.groups}
+        size = lambda a: np.prod([self.sizes[f] for f in a], dtype=int) if isinstance(a, tuple) else self.sizes[a]
+        return [tuple(size(a) for a in self.declared.rule.expand(o, ranks)) for o in self.declared.rule.inputs]
+
+    def args(self, rng: np.random.Generator) -> list:
+        """Fresh random operands; None where absent. lse and the like are made consistent by `prepare`."""
+        args = []
+        for operand, shape, dtype in zip(self.declared.rule.inputs, self.shapes(), self.dtypes, strict=True):
+            values = rng.uniform(0.5, 2.0, shape) if "scale" in operand.name else rng.standard_normal(shape)
+            args.append(None if dtype is None else jnp.asarray(values, jnp.float32).astype(dtype))
+        return args
+
+    def __call__(self, *args):
+        return self.declared(*args, outputs=self.outputs, **self.attrs)
+
+    def __str__(self):
+        return self.name
+
+
+def _groups(*names, first=8, second=8):
+    return {f"{n}...{i}": (first, second)[i] for n in names for i in range(2)}
+
+
+f32, bf16 = jnp.float32, jnp.bfloat16
+_norm_sizes = {"...0": 8, "...1": 8, "h": 24}
+_attention_sizes = {"b...0": 8, "s": 8, "t": 8, "g": 8, "r": 2, "d": 16, "e": 8}
+_attention_ranks = {"b...": 1}
+
+CASES = [
+    Case("quantize", "te_quantize", _groups("m", "n"), (bf16, f32), dict(split=2, dtype=E4M3)),
+    Case(
+        "quantize_row", "te_quantize", _groups("m", "n"), (f32, f32), dict(split=1, dtype=E5M2), ("data", "amax"),
+        {"m...": 1, "n...": 2},
+    ),
+    Case(
+        "gemm_fp8", "te_gemm", _groups("m", "n", "k"), (E4M3, E5M2, f32, f32, None),
+        dict(contract=2, out_dtype=jnp.dtype(f32), fast_accum=True, tune=False),
+    ),
+    Case(
+        "gemm_bias", "te_gemm", _groups("m", "n", "k"), (f32, f32, None, None, f32),
+        dict(contract=1, out_dtype=jnp.dtype(f32), fast_accum=False, tune=False), None, {"n...": 1, "k...": 1},
+    ),
+    Case(
+        "layernorm_fp8", "te_norm_fwd", _norm_sizes, (f32, f32, f32, f32),
+        dict(eps=1e-6, rms=False, zero_centered=True, dtype=E4M3),
+    ),
+    Case(
+        "rmsnorm", "te_norm_fwd", _norm_sizes, (f32, f32, None, None),
+        dict(eps=1e-6, rms=True, zero_centered=False, dtype=E4M3), ("y", "rstd"),
+    ),
+    Case("layernorm_bwd", "te_norm_bwd", _norm_sizes, (f32,) * 5, dict(rms=False, zero_centered=True)),
+    Case(
+        "rmsnorm_bwd", "te_norm_bwd", _norm_sizes, (f32, f32, None, f32, f32),
+        dict(rms=True, zero_centered=False), ("dx", "dgamma"),
+    ),
+    Case(
+        "attention_fwd", "te_attention_fwd", _attention_sizes, (f32,) * 3, dict(causal=True, scale=0.25), None,
+        _attention_ranks,
+    ),
+    Case(
+        "attention_bwd", "te_attention_bwd", _attention_sizes, (f32,) * 6,
+        dict(causal=True, scale=0.25, deterministic=False), None, _attention_ranks,
+    ),
+]  # fmt: skip

@@ -1,0 +1,74 @@
+"""The CUDA lowering of every op against what its C++ handler declares: target, operands, results, attributes, layouts."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from op_cases import CASES
+from te_jax.ops import attention
+
+CSRC = Path(__file__).parents[1] / "csrc"
+MLIR_TYPE = {"int64_t": "i64", "double": "f64", "bool": "i1"}
+
+
+def declared_handlers():
+    """name -> (number of operands, number of results, {attribute: type}), read off the TE_HANDLER lines in csrc/."""
+    handlers = {}
+    for path in [*CSRC.glob("*.cu"), *CSRC.glob("*.cc")]:
+        for match in re.finditer(r"^TE_HANDLER(?:_INIT)?\((.*?)\);$", path.read_text(), re.S | re.M):
+            text = match[1]
+            attrs = dict((name, t) for t, name in re.findall(r"\.Attr<([\w:]+)>\(\"(\w+)\"\)", text))
+            counts = (len(re.findall(r"\.Arg<", text)), len(re.findall(r"\.Ret<", text)))
+            handlers[text.split(",")[0].strip()] = (*counts, attrs)
+    return handlers
+
+
+def cuda_call(case, rng):
+    """The custom call in the op's CUDA lowering, made here without any CUDA."""
+    args = case.args(rng)
+    if case.op.startswith("te_attention"):  # cuDNN takes 16-bit types
+        half = lambda a: a.astype(jnp.bfloat16) if a.ndim == 4 else a
+        args = [half(a) for a in args]
+    given = [a for a in args if a is not None]
+
+    def fn(*given):
+        given = iter(given)
+        return case(*(None if a is None else next(given) for a in args))
+
+    text = jax.jit(fn).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if f"custom_call @{case.op}(" in line]
+    assert len(calls) == 1, text
+    return calls[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_lowering_matches_the_handler(case, rng):
+    call = cuda_call(case, rng)
+    operands, results, attrs = declared_handlers()[case.op]
+    got_operands, got_results = call.rsplit(" : ", 1)[1].split(" -> ")
+    assert got_operands.count("tensor<") == operands
+    assert got_results.count("tensor<") == results
+    config = re.search(r"mhlo\.backend_config = \{(.*?)\}", call)[1]
+    got = dict(re.findall(r"(\w+) = (.+?)(?:, |$)", config))
+    assert got.keys() == attrs.keys()
+    for name, value in got.items():
+        kind = "i1" if value in ("true", "false") else value.rsplit(" : ", 1)[1]
+        assert kind == MLIR_TYPE[attrs[name]], name
+    for layout, shape in zip(re.findall(r"dense<(.*?)> : tensor<\d+xindex>", call), re.findall(r"tensor<([^<>]*)>(?=[,)]|$)", got_operands)):  # fmt: skip
+        rank = shape.count("x")
+        row_major = ", ".join(map(str, reversed(range(rank))))
+        assert layout.strip("[]") == row_major
+
+
+def test_every_handler_has_an_op():
+    assert declared_handlers().keys() == {case.op for case in CASES}
+
+
+def test_attention_op_is_exact_where_cudnn_is_not_used():
+    """f32 attention has no cuDNN kernel: the op's CUDA lowering is then its reference."""
+    q = jnp.ones((1, 8, 2, 16))
+    text = jax.jit(lambda q: attention.attention_fwd(q, q, q, causal=True, scale=0.25)).trace(q)
+    assert "custom_call @te_attention" not in text.lower(lowering_platforms=("cuda",)).as_text()

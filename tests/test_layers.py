@@ -1,0 +1,299 @@
+"""Functional layers against the same mathematics written out: quantize, multiply, dequantize; and under transforms."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from te_jax import fp8
+from te_jax.layers import dense, layernorm, layernorm_dense
+from te_jax.recipe import DelayedScaling, Format
+
+TENSORS = ("x", "kernel", "grad")
+RECIPE = DelayedScaling(amax_history_len=4)
+
+
+def fresh_state(length=4):
+    return {t: (jnp.ones(1), jnp.zeros(length)) for t in TENSORS}
+
+
+def observed(state, recipe):
+    return fp8.DenseMetas(*(fp8.observe(*state[t], recipe, "bwd" if t == "grad" else "fwd") for t in TENSORS))
+
+
+def qdq(x, scale, dtype):
+    """What FP8 makes of x."""
+    top = float(jnp.finfo(dtype).max)
+    return jnp.clip(x.astype(jnp.float32) * scale, -top, top).astype(dtype).astype(jnp.float32) / scale
+
+
+def emulated(x, w, dy, scales, recipe, contract=1):
+    """y, dx, dw of one dense layer in f32, on operands that went through FP8 where the recipe says so."""
+    fwd, bwd = recipe.fp8_format.dtype("fwd"), recipe.fp8_format.dtype("bwd")
+    q = dict(x=qdq(x, scales["x"], fwd), kernel=qdq(w, scales["kernel"], fwd), grad=qdq(dy, scales["grad"], bwd))
+    wide = dict(x=x.astype(jnp.float32), kernel=w.astype(jnp.float32), grad=dy.astype(jnp.float32))
+    fprop, dgrad, wgrad = (wide if high else q for high in recipe.override_linear_precision)
+    lead, features = x.ndim - contract, w.ndim - contract
+    y = jnp.tensordot(fprop["x"], fprop["kernel"], contract)
+    axes = tuple(range(dy.ndim - features, dy.ndim)), tuple(range(contract, w.ndim))
+    dx = jnp.tensordot(dgrad["grad"], dgrad["kernel"], axes)
+    dw = jnp.tensordot(wgrad["x"], wgrad["grad"], (tuple(range(lead)),) * 2)
+    return y, dx, dw
+
+
+def close(got, want, dtype=jnp.float32):
+    """f32: sums of at most 2**7 terms in another order, 2**-17 of the largest. bf16: one rounding, 2**-8."""
+    got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+    tolerance = 2.0**-16 if dtype == jnp.float32 else 2.0**-8
+    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * np.abs(want).max(initial=1e-6))
+
+
+def data(rng, *shapes, dtype=jnp.float32):
+    return [jnp.asarray(rng.standard_normal(s), jnp.float32).astype(dtype) for s in shapes]
+
+
+OVERRIDES = list(itertools.product([False, True], repeat=3))
+
+
+@pytest.mark.parametrize("override", OVERRIDES, ids=str)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+def test_dense_equals_emulation(override, dtype, rng):
+    recipe = DelayedScaling(amax_history_len=4, override_linear_precision=override)
+    x, dy = data(rng, (3, 5, 48), (3, 5, 2, 20), dtype=dtype)
+    w, bias = data(rng, (48, 2, 20), (2, 20))
+    scales = dict(x=100.0, kernel=90.0, grad=3000.0)
+    state = {t: (jnp.full(1, s), jnp.zeros(4)) for t, s in scales.items()}
+    fn = lambda x, w, bias, state: dense(x, w, bias, recipe=recipe, metas=observed(state, recipe))
+    y, vjp = jax.vjp(fn, x, w, bias, state)
+    dx, dw, dbias, new = vjp(dy)
+    want = emulated(x, w, dy, scales, recipe)
+    close(y, want[0] + bias, dtype)
+    close(dx, want[1], dtype)
+    close(dw, want[2], dtype if override[2] else jnp.float32)
+    close(dbias, dy.astype(jnp.float32).sum((0, 1)))
+    fprop, dgrad, wgrad = (not o for o in override)
+    for t, a, used in (("x", x, fprop or wgrad), ("kernel", w, fprop or dgrad), ("grad", dy, dgrad or wgrad)):
+        seen = float(jnp.max(jnp.abs(a.astype(jnp.float32)))) if used else 0.0
+        np.testing.assert_array_equal(new[t][1], np.float32([0, 0, 0, seen]))
+        assert float(new[t][0][0]) == pytest.approx((57344 if t == "grad" else 448) / seen if used else scales[t], rel=1e-6)
+
+
+def test_dense_contracts_several_axes(rng):
+    x, w = data(rng, (4, 6, 8), (6, 8, 10))
+    fn = lambda x, w, s: dense(x, w, contract=2, recipe=RECIPE, metas=observed(s, RECIPE))
+    y, vjp = jax.vjp(fn, x, w, fresh_state())
+    (dy,) = data(rng, y.shape)
+    dx, dw, _ = vjp(dy)
+    for got, want in zip((y, dx, dw), emulated(x, w, dy, dict.fromkeys(TENSORS, 1.0), RECIPE, contract=2)):
+        close(got, want)
+    close(dense(x, w, contract=2), jnp.tensordot(x, w, 2))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 199, 33), (0, 16, 16), (3, 16, 1)], ids=str)
+def test_any_size(shape, rng):
+    m, k, n = shape
+    x, w, dy = data(rng, (m, k), (k, n), (m, n))
+    y, vjp = jax.vjp(lambda x, w: dense(x, w, recipe=RECIPE, metas=observed(fresh_state(), RECIPE)), x, w)
+    for got, want in zip((y, *vjp(dy)), emulated(x, w, dy, dict.fromkeys(TENSORS, 1.0), RECIPE)):
+        close(got, want)
+
+
+def reference_norm(x, gamma, beta, norm, zero_centered, eps=1e-6):
+    mean = 0.0 if norm == "rmsnorm" else x.mean(-1, keepdims=True)
+    y = (x - mean) / jnp.sqrt(((x - mean) ** 2).mean(-1, keepdims=True) + eps) * (gamma + zero_centered)
+    return y if beta is None else y + beta
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_layernorm_gradients(norm, zero_centered, rng):
+    x, gamma, beta, dy = data(rng, (4, 5, 24), (24,), (24,), (4, 5, 24))
+    beta = None if norm == "rmsnorm" else beta
+    ours = lambda *a: layernorm(*a, norm=norm, zero_centered_gamma=zero_centered)
+    theirs = lambda *a: reference_norm(*a, norm, zero_centered)
+    (y, vjp), (want, want_vjp) = jax.vjp(ours, x, gamma, beta), jax.vjp(theirs, x, gamma, beta)
+    close(y, want)
+    jax.tree.map(close, vjp(dy), want_vjp(dy))
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("with_ln_out", [False, True])
+@pytest.mark.parametrize("override", [(False,) * 3, (True, False, False), (False, False, True), (True,) * 3], ids=str)
+def test_layernorm_dense_equals_emulation(norm, with_ln_out, override, rng):
+    recipe = DelayedScaling(amax_history_len=4, override_linear_precision=override)
+    x, w, gamma, beta, bias = data(rng, (3, 5, 24), (24, 2, 8), (24,), (24,), (2, 8))
+    beta = None if norm == "rmsnorm" else beta
+    scales = dict(x=120.0, kernel=90.0, grad=3000.0)
+    state = {t: (jnp.full(1, s), jnp.zeros(4)) for t, s in scales.items()}
+
+    def ours(x, w, gamma, beta, bias, state):
+        metas = observed(state, recipe)
+        return layernorm_dense(
+            x, w, gamma, beta, bias, norm=norm, return_layernorm_output=with_ln_out, recipe=recipe, metas=metas
+        )
+
+    (y, ln_out), vjp = jax.vjp(ours, x, w, gamma, beta, bias, state)
+    dy, dln = data(rng, y.shape, x.shape)
+    dx, dw, dgamma, dbeta, dbias, new = vjp((dy, dln if with_ln_out else None))
+    want_ln, norm_vjp = jax.vjp(lambda *a: reference_norm(*a, norm, False), x, gamma, beta)
+    want_y, dnorm, want_dw = emulated(want_ln, w, dy, scales, recipe)
+    close(y, want_y + bias)
+    close(dw, want_dw)
+    close(dbias, dy.sum((0, 1)))
+    want_dx, want_dgamma, want_dbeta = norm_vjp(dnorm + dln if with_ln_out else dnorm)
+    close(dx, want_dx)
+    close(dgamma, want_dgamma)
+    if beta is not None:
+        close(dbeta, want_dbeta)
+    assert (ln_out is None) != with_ln_out
+    if with_ln_out:
+        close(ln_out, want_ln)
+    seen = 0.0 if override == (True,) * 3 else float(jnp.abs(want_ln).max())
+    assert float(new["x"][1][-1]) == pytest.approx(seen, rel=1e-6)
+
+
+def mlp(params, state, x, recipe=RECIPE):
+    metas = [None if recipe is None else observed(s, recipe) for s in state]
+    h, _ = layernorm_dense(x, params["wi"], params["gamma"], params["beta"], params["bi"], recipe=recipe, metas=metas[0])
+    return dense(jax.nn.gelu(h), params["wo"], params["bo"], recipe=recipe, metas=metas[1])
+
+
+def mlp_case(rng, batch=8, seq=8):
+    wi, wo, gamma, beta, bi, bo, x, t = data(
+        rng, (16, 32), (32, 16), (16,), (16,), (32,), (16,), (batch, seq, 16), (batch, seq, 16)
+    )
+    params = dict(wi=wi, wo=wo, gamma=gamma, beta=beta, bi=bi, bo=bo)
+    return params, [fresh_state(), fresh_state()], x, t
+
+
+def mlp_step(params, state, x, t):
+    """Two steps' worth of gradients: the second runs on the scales that the first one set."""
+    loss = lambda params, state, x: jnp.mean((mlp(params, state, x) - t) ** 2)
+    _, state = jax.grad(loss, (0, 1))(params, state, x)
+    return jax.value_and_grad(loss, (0, 1, 2))(params, state, x)
+
+
+def state_close(got, want):
+    """FP8 steps double a relative difference of 2**-24 into 2**-3 of one element: sums over many stay near."""
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=2e-3, atol=2e-3 * np.abs(w).max(initial=1e-6))
+
+
+PLACEMENTS = {
+    "dp": (dict(), P("a")),
+    "dp2": (dict(), P(("a", "b"))),
+    "fsdp": (dict(wi=P("a"), wo=P("a")), P("a")),
+    "tp": (dict(wi=P(None, "b"), wo=P("b"), bi=P("b")), P("a")),
+    "sp": (dict(), P("a", "b")),
+}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_sharded_step_equals_one_device(placement, kind, rng):
+    params, state, x, t = mlp_case(rng)
+    want = mlp_step(params, state, x, t)
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind, kind))
+    weights, batch = PLACEMENTS[placement]
+    with jax.set_mesh(mesh):
+        put = lambda a, s: jax.device_put(a, NamedSharding(mesh, s))
+        params = {n: put(a, weights.get(n, P())) for n, a in params.items()}
+        got = jax.jit(mlp_step)(params, jax.device_put(state, NamedSharding(mesh, P())), put(x, batch), put(t, batch))
+    state_close(got, want)
+
+
+def test_shard_map_step_equals_one_device(rng):
+    """check_vma=True: gradients of replicated parameters are summed, amaxes maximised, without a word from the user."""
+    params, state, x, t = mlp_case(rng)
+    want = mlp_step(params, state, x, t)
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+
+    def step(params, state, x, t):
+        loss = lambda params, state, x: lax.pmean(jnp.mean((mlp(params, state, x) - t) ** 2), "a")
+        _, state = jax.grad(loss, (0, 1))(params, state, x)
+        return jax.value_and_grad(loss, (0, 1, 2))(params, state, x)
+
+    specs = dict(in_specs=(P(), P(), P("a"), P("a")), out_specs=(P(), (P(), P(), P("a"))))
+    state_close(jax.jit(jax.shard_map(step, mesh=mesh, **specs))(params, state, x, t), want)
+
+
+def test_scan_and_remat_equal_the_loop(rng):
+    """Stacked layers, each with its own state, scanned with and without remat."""
+    cases = [mlp_case(rng) for _ in range(3)]
+    x, t = cases[0][2:]
+    stack = lambda trees: jax.tree.map(lambda *a: jnp.stack(a), *trees)
+    params, state = stack([c[0] for c in cases]), stack([c[1] for c in cases])
+
+    def loop(params, state, x):
+        for i in range(3):
+            x = x + mlp(*jax.tree.map(lambda a: a[i], (params, state)), x)
+        return jnp.mean((x - t) ** 2)
+
+    def scanned(body):
+        return lambda params, state, x: jnp.mean((lax.scan(body, x, (params, state))[0] - t) ** 2)
+
+    body = lambda x, layer: (x + mlp(*layer, x), None)
+    want = jax.jit(jax.grad(loop, (0, 1, 2)))(params, state, x)
+    for fn in (scanned(body), scanned(jax.checkpoint(body))):
+        state_close(jax.jit(jax.grad(fn, (0, 1, 2)))(params, state, x), want)
+
+
+def test_vmap_over_layers(rng):
+    """Parameters, state and data mapped: as many layers side by side."""
+    cases = [mlp_case(rng, 2, 4) for _ in range(3)]
+    params, state, x, t = jax.tree.map(lambda *a: jnp.stack(a), *cases)
+    got = jax.jit(jax.vmap(mlp_step))(params, state, x, t)
+    for i, case in enumerate(cases):
+        state_close(jax.tree.map(lambda a: a[i], got), jax.jit(mlp_step)(*case))
+
+
+def test_checkpoint_name_saves_the_quantized_tensors(rng):
+    params, _, x, _ = mlp_case(rng)
+
+    def loss(w, x):
+        return dense(x, w, recipe=RECIPE, metas=observed(fresh_state(), RECIPE), checkpoint="fp8").sum()
+
+    policy = jax.checkpoint_policies.save_only_these_names("fp8")
+    text = str(jax.make_jaxpr(jax.grad(jax.checkpoint(loss, policy=policy)))(params["wi"], x))
+    assert text.count("name=fp8") >= 2
+    plain = str(jax.make_jaxpr(jax.grad(jax.checkpoint(loss)))(params["wi"], x))
+    assert text.count("te_quantize") < plain.count("te_quantize")  # x and w are not quantized again
+
+
+def test_inference_quantizes_one_layout(rng):
+    """Without gradients only what fprop reads is written: x as it is, w transposed."""
+    x, w = data(rng, (4, 16), (16, 32))
+    fn = lambda x, w: dense(x, w, recipe=RECIPE, metas=observed(fresh_state(), RECIPE))
+    text = str(jax.make_jaxpr(fn)(x, w))
+    assert "outputs=('data', 'amax')" in text and "outputs=('data_t', 'amax')" in text and "'data', 'data_t'" not in text
+
+
+@pytest.mark.parametrize("fp8_format", [Format.HYBRID, Format.E4M3])
+def test_formats(fp8_format, rng):
+    recipe = DelayedScaling(fp8_format=fp8_format, amax_history_len=4)
+    x, w = data(rng, (4, 16), (16, 32))
+    loss = lambda x, w: dense(x, w, recipe=recipe, metas=observed(fresh_state(), recipe)).sum()
+    assert ("f8_e5m2" in str(jax.make_jaxpr(jax.grad(loss))(x, w))) == (fp8_format is Format.HYBRID)
+
+
+@pytest.mark.parametrize(
+    "error,text,call",
+    [
+        (ValueError, r"last axes of x are \(8,\), but the first of kernel are \(9,\)", lambda o: dense(o(4, 8), o(9, 3))),
+        (TypeError, "x is int32", lambda o: dense(o(4, 8).astype(int), o(8, 3))),
+        (ValueError, r"bias is \(4,\), but kernel's features are \(3,\)", lambda o: dense(o(4, 8), o(8, 3), o(4))),
+        (ValueError, "metas is None under DelayedScaling", lambda o: dense(o(4, 8), o(8, 3), recipe=RECIPE)),
+        (ValueError, "contract is 3", lambda o: dense(o(4, 8), o(8, 3), contract=3)),
+        (ValueError, "norm is 'batchnorm'", lambda o: layernorm(o(4, 8), o(8), norm="batchnorm")),
+        (ValueError, "RMSNorm has no beta", lambda o: layernorm(o(4, 8), o(8), o(8), norm="rmsnorm")),
+        (ValueError, "axis `h` is 7 in gamma", lambda o: layernorm(o(4, 8), o(7), o(8))),
+    ],
+)
+def test_refused(error, text, call):
+    with pytest.raises(error, match=text):
+        call(lambda *shape: jnp.ones(shape))

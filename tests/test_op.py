@@ -1,0 +1,230 @@
+"""Tests that follow from each op's rule: every factor on every mesh axis, every vmap pattern, every kind of mesh."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from op_cases import CASES, Case
+from te_jax._op import Op, ops
+from te_jax._rule import Rule
+
+AXES = ("a", "b")  # mesh axes of 4 and 2 devices
+KINDS = {
+    "auto": (AxisType.Auto, AxisType.Auto),
+    "explicit": (AxisType.Explicit, AxisType.Explicit),
+    "mixed": (AxisType.Explicit, AxisType.Auto),
+}
+all_cases = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def close(got, want):
+    """Equal but for the order of f32 sums: their error grows with the number of terms, at most 1024 here. FP8 results
+    may then fall on the other side of a rounding boundary: one step of the type, 2**-3 (E4M3) or 2**-2 (E5M2)."""
+    got, want = jax.tree.leaves(got), jax.tree.leaves(want)
+    assert len(got) == len(want)
+    for g, w in zip(got, want):
+        assert g.shape == w.shape and g.dtype == w.dtype
+        step = jnp.finfo(g.dtype).eps if jnp.finfo(g.dtype).bits < 32 else 1024 * 2.0**-24
+        g, w = np.asarray(g, np.float32), np.asarray(w, np.float32)
+        np.testing.assert_allclose(g, w, rtol=step, atol=step * (np.abs(w).max(initial=0) if step < 1e-3 else 1e-6))
+
+
+def solve(case, args):
+    op = case.declared
+    names = [o.name for o, a in zip(op.rule.inputs, args) if a is not None]
+    rule = op.rule.select(names, case.outputs or [o.name for o in op.rule.outputs])
+    given = [a for a in args if a is not None]
+    known = {g: case.attrs[a] for g, a in op.rank_attrs.items()}
+    return rule, rule.ranks(op.name, [a.ndim for a in given], known), given
+
+
+def placements(case, args):
+    """Every factor on each of the two mesh axes, alone and beside another factor on the other -> specs of the operands."""
+    rule, ranks, _ = solve(case, args)
+    factors = list(dict.fromkeys(f for o in rule.operands for f in rule.leading(o, ranks)))
+    pairs = [(f, factors[i - 1 - i % 2]) for i, f in enumerate(factors) if len(factors) > 1]
+    for chosen in [(None, None), *((f, None) for f in factors), *((None, f) for f in factors), *pairs]:
+        axis_of = {f: axis for f, axis in zip(chosen, AXES) if f is not None}
+        yield axis_of, [P(*(axis_of.get(f) for f in rule.leading(o, ranks))) for o in rule.inputs]
+
+
+def call(case, args):
+    """The case as a function of its present operands."""
+    present = [a is not None for a in args]
+
+    def fn(*given):
+        given = iter(given)
+        return case(*(next(given) if p else None for p in present))
+
+    return fn
+
+
+@all_cases
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharded(case: Case, kind, rng):
+    args = case.args(rng)
+    want, (_, _, given), fn = case(*args), solve(case, args), call(case, args)
+    mesh = jax.make_mesh((4, 2), AXES, axis_types=KINDS[kind])
+    for axis_of, specs in placements(case, args):
+        if kind == "mixed":  # only the Explicit axis may be in types
+            specs = [P(*(n if n == "a" else None for n in s)) for s in specs]
+            if "b" in axis_of.values():
+                continue
+        with jax.set_mesh(mesh):
+            placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(given, specs)]
+            close(jax.jit(fn)(*placed), want)
+
+
+@all_cases
+@pytest.mark.parametrize("manual", [("a", "b"), ("a",)], ids=["all", "part"])
+def test_shard_map(case: Case, manual, rng):
+    """Manual axes, check_vma=True: the op sees one shard; results that lack a sharded axis are combined by the caller."""
+    args = case.args(rng)
+    want, (rule, ranks, given), fn = case(*args), solve(case, args), call(case, args)
+    mesh = jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Auto,) * 2)
+    op = case.declared
+    fixed = rule.matches(op.replicated, ranks)
+    collective = {"sum": lax.psum, "max": lax.pmax}
+    for axis_of, specs in placements(case, args):
+        once = any(o.name in op.once for o in rule.inputs) and any(f.startswith("k...") for f in axis_of)
+        if fixed & axis_of.keys() or not set(axis_of.values()) <= set(manual) or once:
+            continue
+
+        def shard(*local):
+            outs = []
+            for o, out in zip(rule.outputs, fn(*local)):
+                dropped = tuple(n for f, n in axis_of.items() if f not in rule.leading(o, ranks))
+                outs.append(collective[op.combine[o.name]](out, dropped) if dropped else out)
+            return tuple(outs)
+
+        out_specs = tuple(P(*(axis_of.get(f) for f in rule.leading(o, ranks))) for o in rule.outputs)
+        mapped = jax.shard_map(shard, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, axis_names=set(manual))
+        close(jax.jit(mapped)(*given), want)
+
+
+@all_cases
+def test_vmap(case: Case, rng):
+    """Each operand mapped over its first axis, its last axis, or not at all: equal to a loop over examples."""
+    args = case.args(rng)
+    fn = jax.jit(call(case, args))
+    examples = [[a for a in case.args(rng) if a is not None] for _ in range(3)]
+    patterns = list(itertools.product([None, 0, -1], repeat=len(examples[0])))[1:]
+    patterns = patterns if len(patterns) < 30 else patterns[:: len(patterns) // 25]
+    for axes in patterns:
+        stacked = [xs[0] if ax is None else jnp.stack(xs, ax) for ax, xs in zip(axes, zip(*examples))]
+        got = jax.jit(jax.vmap(fn, axes))(*stacked)
+        for i, example in enumerate(examples):
+            one = [examples[0][j] if ax is None else example[j] for j, ax in enumerate(axes)]
+            close([g[i] for g in got], fn(*one))
+
+
+@all_cases
+def test_eager_jit_scan_remat(case: Case, rng):
+    args = case.args(rng)
+    _, _, given = solve(case, args)
+    fn = call(case, args)
+    want = fn(*given)
+    close(jax.jit(fn)(*given), want)
+    _, scanned = jax.jit(lambda *g: lax.scan(lambda c, _: (c, fn(*g)), 0, None, length=2))(*given)
+    close([s[1] for s in scanned], want)
+    close(jax.jit(jax.checkpoint(fn))(*given), want)
+
+
+def test_every_op_has_a_case():
+    assert {case.op for case in CASES} == set(ops)
+
+
+@all_cases
+def test_vmap_joins_a_group(case: Case, rng):
+    """A mapped axis that the kernel can take as one more of its own axes does not become a loop."""
+    if case.name not in ("gemm_fp8", "rmsnorm", "attention_fwd"):
+        pytest.skip("some result has no axis group")
+    args = case.args(rng)
+    given = solve(case, args)[2]
+    axes = [0] + [None] * (len(given) - 1) if case.name != "attention_fwd" else [0] * len(given)
+    stacked = [jnp.stack([a, a]) if ax == 0 else a for a, ax in zip(given, axes)]
+    jaxpr = jax.make_jaxpr(jax.vmap(call(case, args), axes))(*stacked)
+    assert "scan" not in str(jaxpr)
+
+
+class TestRule:
+    def test_sizes_clash(self):
+        rule = Rule.parse("lhs: m... k, rhs: n k -> out: m... n")
+        with pytest.raises(ValueError, match=r"te_x: axis `k` is 1000 in rhs\[n k\], but 1024 in lhs\[m\.\.\. k\]"):
+            rule.sizes("te_x", [(8, 4, 1024), (7, 1000)], {"m...": 2})
+
+    def test_rank(self):
+        rule = Rule.parse("lhs: m k, rhs: n k -> out: m n")
+        with pytest.raises(ValueError, match=r"te_x: lhs\[m k\] has 3 axes, needs 2"):
+            rule.ranks("te_x", [3, 2], {})
+
+    def test_open_group(self):
+        rule = Rule.parse("x: m... n... -> y: n... m...")
+        with pytest.raises(ValueError, match="leaves the rank of its axis groups open"):
+            rule.ranks("te_x", [3], {})
+        assert rule.ranks("te_x", [3], {"m...": 1}) == {"m...": 1, "n...": 2}
+
+    def test_split_axis(self):
+        rule = Rule.parse("q: s (g r), k: t g -> o: s (g r)")
+        assert rule.sizes("te_x", [(3, 8), (5, 2)], {}) == {"s": 3, "t": 5, "g": 2, "r": 4}
+        with pytest.raises(ValueError, match=r"q\[s \(g r\)\] has an axis of 8, which g = 3 does not divide"):
+            rule.sizes("te_x", [(3, 8), (5, 3)], {})
+
+
+def test_lost_axis_is_refused():
+    with pytest.raises(ValueError, match=r"te_bad: amax\[\] drops \['\.\.\.', 'h'\]"):
+        Op("te_bad", "x: ... h -> y: ... h, amax:", dtypes=None, reference=None)
+
+
+def test_missing_operand_is_refused():
+    with pytest.raises(ValueError, match=r"te_gemm: operand rhs\[n\.\.\. k\.\.\.\] is None"):
+        ops["te_gemm"](jnp.ones((2, 2)), None, None, None, None, contract=1)
+
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+def collectives(fn, *args):
+    text = jax.jit(fn).lower(*args).compile().as_text()
+    return {c: n for c in COLLECTIVES if (n := text.count(f" {c}(") + text.count(f" {c}-start("))}
+
+
+@pytest.mark.parametrize(
+    "lhs,rhs,want",
+    [
+        (P("a"), P(), {}),  # data parallel
+        (P("a"), P("b"), {}),  # tensor parallel, columns
+        (P("a", None, "b"), P(None, "b"), {"all-reduce": 1}),  # tensor parallel, rows
+        (P("a"), P(None, "a"), {"all-gather": 1}),  # FSDP: the weight is gathered, not the batch
+    ],
+    ids=["dp", "tp-column", "tp-row", "fsdp"],
+)
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_gemm_collectives(lhs, rhs, want, kind, rng):
+    """Each placement costs the collectives that it must, and no other."""
+    mesh = jax.make_mesh((4, 2), AXES, axis_types=KINDS[kind])
+    one = jnp.float32(1.0)
+    with jax.set_mesh(mesh):
+        put = lambda shape, spec: jax.device_put(
+            jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(jnp.float8_e4m3fn), NamedSharding(mesh, spec)
+        )
+        attrs = dict(contract=1, out_dtype=jnp.dtype(jnp.float32), fast_accum=False, tune=False)
+        fn = lambda x, w: ops["te_gemm"](x, w, one, one, None, **attrs)[0]
+        assert collectives(fn, put((8, 16, 64), lhs), put((32, 64), rhs)) == want
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_quantize_collectives(kind):
+    """A sharded tensor is quantized where it lies; one scalar crosses devices."""
+    mesh = jax.make_mesh((4, 2), AXES, axis_types=KINDS[kind])
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((8, 16, 64)), NamedSharding(mesh, P("a", None, "b")))
+        fn = lambda x: ops["te_quantize"](x, jnp.float32(1), outputs=("data", "data_t", "amax"), split=2,
+                                          dtype=jnp.dtype(jnp.float8_e4m3fn))  # fmt: skip
+        assert collectives(fn, x) == {"all-reduce": 1}
