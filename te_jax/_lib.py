@@ -12,7 +12,7 @@ from types import ModuleType
 import jax
 
 CUDA_MAJOR = 13  # the extension is built for it and looks up lib*.so.13
-CUDNN_MINIMUM = 90500  # 9.5.0: the first with every attention graph that te_jax builds
+CUDNN_MINIMUM = 91200  # 9.12.0: the first built for CUDA 13
 
 # Library: the packages of NVIDIA's wheels whose lib/ may hold it, newest layout first.
 _LIBRARY_PACKAGES = {

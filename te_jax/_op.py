@@ -237,7 +237,7 @@ class Op:
         mesh = jax.typeof(args[0]).sharding.mesh
         explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit}
         if explicit:
-            ins, res, run = self._shards(rule, ranks, [jax.typeof(a).sharding.spec for a in args], None, bind)
+            ins, res, run = self._shards(rule, ranks, sizes, mesh, [jax.typeof(a).sharding.spec for a in args], None, bind)
             args = [jax.sharding.reshard(a, s) for a, s in zip(args, ins)]
             return jax.shard_map(run, in_specs=tuple(ins), out_specs=tuple(res), axis_names=explicit)(*args)
         if AxisType.Manual in mesh.axis_types:  # in a partly manual region custom_partitioning knows no mesh
@@ -245,7 +245,7 @@ class Op:
 
         def partition(mesh, arg_infos, out_infos):
             specs = [[i.sharding.spec for i in infos] for infos in (arg_infos, out_infos)]
-            ins, res, run = self._shards(rule, ranks, *specs, bind)
+            ins, res, run = self._shards(rule, ranks, sizes, mesh, *specs, bind)
             named = lambda specs: tuple(NamedSharding(mesh, s) for s in specs)
 
             def local(*args):  # an Explicit mesh in context would leak into the shard
@@ -254,18 +254,18 @@ class Op:
 
             return mesh, local, named(res), named(ins)
 
-        text, inner, names = rule.shardy(ranks)
+        text, inner, names = rule.shardy(ranks, sizes)
         fixed = rule.in_order(ranks, rule.matches(self.replicated, ranks))  # Shardy wants them in order of appearance
         call = custom_partitioning(bind)
         call.def_partition(
             partition=partition,
             sharding_rule=text,
-            need_replication_factors=tuple(names[f] for f in fixed),
+            need_replication_factors=tuple(names[f] for f in fixed if f in names),
             **{names[f]: sizes[f] for f in inner},
         )
         return call(*args)
 
-    def _shards(self, rule, ranks, in_specs, out_specs, bind):
+    def _shards(self, rule, ranks, sizes, mesh, in_specs, out_specs, bind):
         """Specs of all operands and results, and the per-shard function, from the specs that are known."""
         ins = [rule.leading(o, ranks) for o in rule.inputs]
         res = [rule.leading(o, ranks) for o in rule.outputs]
@@ -274,7 +274,8 @@ class Op:
         for factors, spec in known:
             for factor, names in zip(factors, spec):
                 names = () if names is None else names if isinstance(names, tuple) else (names,)
-                if names and factor not in fixed and factor not in axes and not used & set(names):
+                even = sizes[factor] % prod(mesh.shape[n] for n in names) == 0  # 2 groups do not go on 4 devices
+                if names and even and factor not in fixed and factor not in axes and not used & set(names):
                     axes[factor] = names
                     used |= set(names)
         spec_of = lambda factors: PartitionSpec(*(axes.get(f) for f in factors))

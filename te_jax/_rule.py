@@ -161,17 +161,24 @@ class Rule:
         """The factors that `names` (axes or groups of the rule) stand for."""
         return frozenset(f for f in self.in_order(ranks) if f in names or ("..." in f and group_of(f) in names))
 
-    def shardy(self, ranks) -> tuple[str, tuple[str, ...], dict[str, str]]:
+    def shardy(self, ranks, sizes) -> tuple[str, tuple[str, ...], dict[str, str]]:
         """The rule as Shardy reads it, the factors only found inside split axes, and Shardy's name of each factor."""
-        names = {f: f"f{i}" for i, f in enumerate(self.in_order(ranks))}
+
+        def part(axis):  # Shardy refuses a factor of size 1 beside others in one axis
+            kept = tuple(f for f in axis if sizes[f] != 1) or axis[:1] if isinstance(axis, tuple) else axis
+            return kept[0] if isinstance(kept, tuple) and len(kept) == 1 else kept
+
+        axes = [part(a) for o in self.operands for a in self.expand(o, ranks)]
+        used = {f for a in axes for f in (a if isinstance(a, tuple) else (a,))}
+        names = {f: f"f{i}" for i, f in enumerate(self.in_order(ranks, used))}
 
         def text(operand):
             words = (
                 "(" + " ".join(names[f] for f in a) + ")" if isinstance(a, tuple) else names[a]
-                for a in self.expand(operand, ranks)
+                for a in map(part, self.expand(operand, ranks))
             )
             return " ".join(words)
 
-        whole = {a for o in self.operands for a in self.expand(o, ranks) if isinstance(a, str)}
+        whole = {a for a in axes if isinstance(a, str)}
         rule = " -> ".join(", ".join(map(text, side)) for side in (self.inputs, self.outputs))
         return rule, tuple(f for f in names if f not in whole), names

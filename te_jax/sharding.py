@@ -1,7 +1,7 @@
 """Names for mesh axes: which mesh axis plays which part, and the logical axis names of the Flax modules.
 
-Nothing here is needed to run sharded: the ops follow the shardings of their operands. A `MeshResource` serves those who
-shard by Flax's logical names; `extend_logical_axis_rules` turns it into rules.
+Nothing here is needed to run sharded: the ops follow the shardings of their operands. A `MeshResource` serves
+those who shard by Flax's logical names; `extend_logical_axis_rules` turns it into rules.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ class MeshResource:
 
     dp_resource:   data parallel: the batch.
     tp_resource:   tensor parallel: heads, hidden width.
-    tpsp_resource: tensor and sequence parallel in one: as tp, and the sequence outside the GEMMs. tp and tpsp may not
-                   both have more than one device.
+    tpsp_resource: tensor and sequence parallel in one: as tp, and the sequence outside the GEMMs. tp and tpsp
+                   may not both have more than one device.
     fsdp_resource: fully sharded data parallel: the batch, and the weights.
     pp_resource, cp_resource, ep_resource: pipeline, context (sequence in attention), expert parallel.
     """
@@ -51,12 +51,15 @@ class MeshResource:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and not isinstance(value, str):
-                raise TypeError(f"MeshResource: {field.name} is {value!r}; pass the name of a mesh axis, or None.")
+                raise TypeError(
+                    f"MeshResource: {field.name} is {value!r}; pass the name of a mesh axis, or None."
+                )
 
 
 ShardingResource = MeshResource  # its name in older code, with the first two fields
 
-# Part of the jit cache key and local to the thread: a function traced under another MeshResource is traced again.
+# Part of the jit cache key and local to the thread: a function traced under another MeshResource is traced
+# again.
 _mesh_resource = jax.make_user_context(default_value=None)
 
 
@@ -92,7 +95,7 @@ def _axis_sizes() -> dict[str, int]:
 
 
 def check_mesh_resource(resource: MeshResource) -> None:
-    """ValueError if an axis of `resource` is not in the mesh in force, or tp and tpsp contradict; no mesh, no check."""
+    """ValueError if an axis of `resource` is not in the mesh in force, or tp and tpsp contradict."""
     sizes = _axis_sizes()
     if not sizes:
         return
@@ -106,8 +109,8 @@ def check_mesh_resource(resource: MeshResource) -> None:
     tp, tpsp = resource.tp_resource, resource.tpsp_resource
     if sizes.get(tp, 1) > 1 and sizes.get(tpsp, 1) > 1:
         raise ValueError(
-            f"MeshResource: tp_resource {tp!r} has {sizes[tp]} devices and tpsp_resource {tpsp!r} has {sizes[tpsp]}; "
-            "only one of the two may have more than one."
+            f"MeshResource: tp_resource {tp!r} has {sizes[tp]} devices and tpsp_resource {tpsp!r} has "
+            f"{sizes[tpsp]}; only one of the two may have more than one."
         )
 
 
@@ -138,10 +141,11 @@ def logical_axis_map(resource: MeshResource) -> dict[str, str | None]:
 def extend_logical_axis_rules(rules: Sequence[tuple]) -> Sequence[tuple]:
     """`rules` and, behind them, one rule for each logical axis of te_jax, by the MeshResource in force.
 
-    rules: pairs (logical name, mesh axis | tuple of mesh axes | None), as `flax.linen.logical_axis_rules` takes them.
+    rules: pairs (logical name, mesh axis | tuple of mesh axes | None), as `flax.linen.logical_axis_rules`
+           takes them.
     Without a mesh in force (`jax.set_mesh`) `rules` come back as they are.
-    Raises ValueError for a malformed rule, for a te_jax name with another value than the MeshResource gives it, and
-    for a mesh without a MeshResource.
+    Raises ValueError for a malformed rule, for a te_jax name with another value than the MeshResource gives
+    it, and for a mesh without a MeshResource.
     """
     for rule in rules:
         _check_rule(rule)
@@ -158,8 +162,8 @@ def extend_logical_axis_rules(rules: Sequence[tuple]) -> Sequence[tuple]:
         given = [_one(value) for key, value in rules if key == name]
         if any(value != axis for value in given):
             raise ValueError(
-                f"extend_logical_axis_rules: {name!r} is given as {given}, but the MeshResource in force makes it "
-                f"{axis!r}; leave the rule out, or change the MeshResource."
+                f"extend_logical_axis_rules: {name!r} is given as {given}, but the MeshResource in force "
+                f"makes it {axis!r}; leave the rule out, or change the MeshResource."
             )
         if not given:
             extended.append((name, axis))
@@ -176,15 +180,17 @@ def _check_rule(rule) -> None:
         if rule[1] is None or all(isinstance(axis, str) for axis in axes):
             return
     raise ValueError(
-        f"extend_logical_axis_rules: the rule {rule!r} is not a pair (logical name, mesh axis, tuple of them or None)."
+        f"extend_logical_axis_rules: the rule {rule!r} is not a pair (logical name, mesh axis, tuple of them "
+        "or None)."
     )
 
 
 def with_sharding_constraint_by_logical_axes(x: jax.Array, axes: Sequence[str | None] | None) -> jax.Array:
-    """x, constrained to the sharding that Flax's logical axis rules in force give `axes` (one name per dimension).
+    """x, constrained to what Flax's logical axis rules in force make of `axes` (one name per dimension).
 
-    Does nothing where there is nothing to say: axes None, no rules, no mesh; nor under Explicit or Manual mesh axes,
-    where the array's type says it already.
+    Does nothing where there is nothing to say: axes None, no rules, no mesh; nor under Explicit or Manual
+        mesh
+    axes, where the array's type says it already.
     Raises ValueError if `axes` has another length than x, or a rule names an axis that the mesh lacks.
     """
     from flax import linen as nn  # late: the ops do not need Flax
@@ -194,8 +200,8 @@ def with_sharding_constraint_by_logical_axes(x: jax.Array, axes: Sequence[str | 
         return x
     if len(axes) != x.ndim:
         raise ValueError(
-            f"with_sharding_constraint: {len(axes)} logical axes {tuple(axes)} for an array of shape {x.shape}; "
-            "give one name (or None) per dimension."
+            f"with_sharding_constraint: {len(axes)} logical axes {tuple(axes)} for an array of shape "
+            f"{x.shape}; give one name (or None) per dimension."
         )
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
@@ -204,7 +210,7 @@ def with_sharding_constraint_by_logical_axes(x: jax.Array, axes: Sequence[str | 
     named = {name for entry in spec if entry for name in ((entry,) if isinstance(entry, str) else entry)}
     for name in sorted(named - set(mesh.axis_names)):
         raise ValueError(
-            f"with_sharding_constraint: the logical axis rules map {tuple(axes)} to mesh axis {name!r}, but the mesh "
-            f"in force has the axes {mesh.axis_names}."
+            f"with_sharding_constraint: the logical axis rules map {tuple(axes)} to mesh axis {name!r}, but "
+            f"the mesh in force has the axes {mesh.axis_names}."
         )
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))

@@ -21,8 +21,12 @@ _ACTIVATIONS = {
     "gelu": lambda x, p: jax.nn.gelu(x, approximate=True),
     "silu": lambda x, p: jax.nn.silu(x),
     "relu": lambda x, p: jax.nn.relu(x),
-    "quick_gelu": lambda x, p: x * jax.nn.sigmoid(1.702 * x),  # Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415
-    "squared_relu": lambda x, p: jnp.square(jax.nn.relu(x)),  # So et al. 2021, https://arxiv.org/abs/2109.08668
+    "quick_gelu": lambda x, p: (
+        x * jax.nn.sigmoid(1.702 * x)
+    ),  # Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415
+    "squared_relu": lambda x, p: jnp.square(
+        jax.nn.relu(x)
+    ),  # So et al. 2021, https://arxiv.org/abs/2109.08668
     "linear": lambda x, p: x,
     "clamped_silu": _clamped_silu,
     "clamped_linear": lambda x, p: jnp.clip(x, -p["limit"], p["limit"]) + p["glu_linear_offset"],
@@ -30,21 +34,23 @@ _ACTIVATIONS = {
 
 # What `jax.nn` offers on top, by its own name; functions of one array.
 _FROM_JAX_NN = (
-    "celu elu hard_sigmoid hard_silu hard_swish hard_tanh leaky_relu log_sigmoid log_softmax mish relu6 selu sigmoid "
-    "soft_sign softmax softplus sparse_plus squareplus standardize swish tanh"
+    "celu elu hard_sigmoid hard_silu hard_swish hard_tanh leaky_relu log_sigmoid log_softmax mish relu6 selu "
+    "sigmoid soft_sign softmax softplus sparse_plus squareplus standardize swish tanh"
 ).split()
 
 
 def slots(names: Sequence[str | Callable]) -> tuple[str | Callable, ...]:
     """The activation of each slot of the A axis.
 
-    As named, in lower case; but reversed if the first is "linear" or "clamped_linear", so that ("linear", "silu") and
-    ("silu", "linear") are one and the same, and so are their weights.
+    As named, in lower case; but reversed if the first is "linear" or "clamped_linear", so that ("linear",
+    "silu") and ("silu", "linear") are one and the same, and so are their weights.
 
     Raises ValueError for an unknown name, TypeError for what is neither a name nor a function.
     """
     if isinstance(names, str) or not names:
-        raise ValueError(f'activation: names is {names!r}; pass a tuple such as ("gelu",) or ("silu", "linear").')
+        raise ValueError(
+            f'activation: names is {names!r}; pass a tuple such as ("gelu",) or ("silu", "linear").'
+        )
     lower = tuple(name.lower() if isinstance(name, str) else name for name in names)
     for name in lower:
         if not isinstance(name, str) and not callable(name):
@@ -78,7 +84,8 @@ def activation(x: jax.Array, names: Sequence[str | Callable], params: Mapping | 
     params: `limit`, `alpha`, `glu_linear_offset` of clamped_silu and clamped_linear
 
     Returns [..., F] of x.dtype; computed in float32. The gradient keeps x alone and computes the rest again.
-    Raises ValueError for unknown names or params and for a wrong A, TypeError for a dtype that is not floating.
+    Raises ValueError for unknown names or params and for a wrong A, TypeError for a dtype that is not
+    floating.
     """
     order = slots(names)
     values = _parameters(order, params)

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, through cuDNN (FlashAttention, https://arxiv.org/abs/2205.14135) or in plain JAX."""
+"""Scaled dot-product attention: cuDNN (FlashAttention, https://arxiv.org/abs/2205.14135) or plain JAX."""
 
 import warnings
 from functools import cache, partial
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, PartitionSpec
 
 from te_jax import _lib
 from te_jax._op import Op, align
@@ -20,7 +21,7 @@ from te_jax.ops.attention_mask import SequenceDescriptor as SequenceDescriptor
 _OP = "dot_product_attention"
 _LONG = 4096  # from here on the s x t logits in memory deserve a warning
 
-# ---- the meaning, in plain JAX -------------------------------------------------------------------------------
+# ---- the meaning, in plain JAX -------------------------------------------------------------------
 
 
 def _wide(x):
@@ -30,7 +31,7 @@ def _wide(x):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _einsum(spec, x, y):
-    """einsum of two arrays of one type, in f32. The cotangent is rounded to that type: tensor cores take no mixture."""
+    """einsum of two arrays of one type, in f32. Rounds the cotangent to that type: tensor cores take one."""
     return jnp.einsum(spec, x, y, preferred_element_type=_wide(x), precision=lax.Precision.HIGHEST)
 
 
@@ -69,7 +70,7 @@ def _mix(probs, v):
 
 
 def _finite_top(top):
-    """The maximum that a softmax subtracts: 0 where a row sees no key, so that exp(-inf - top) is 0 and not NaN."""
+    """The maximum that a softmax subtracts; 0 where a row sees no key: exp(-inf - top) is 0, not NaN."""
     return lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
 
 
@@ -107,8 +108,8 @@ def _bwd_reference(dout, q, k, v, out, lse, *, causal, scale, deterministic):
 def _plain(q, k, v, bias, hidden, kept, offset, options: Options):
     """All that `dot_product_attention` can do -> its out, and max_logit [h].
 
-    hidden, kept: bool, broadcastable to [b..., h, s, t]: keys not seen, probabilities not dropped. offset: [h, 1, 1].
-    None where there is none.
+    hidden, kept: bool, broadcastable to [b..., h, s, t]: keys not seen, probabilities not dropped.
+    offset: [h, 1, 1]. None where there is none.
     """
     logits = _scores(q, k)
     if bias is None:
@@ -131,7 +132,7 @@ def _plain(q, k, v, bias, hidden, kept, offset, options: Options):
     return _mix(probs.astype(v.dtype), v).astype(q.dtype), lax.stop_gradient(max_logit)
 
 
-# ---- the ops -------------------------------------------------------------------------------------------------
+# ---- the ops -------------------------------------------------------------------------------------
 
 
 def _cudnn_refuses(q, k, v) -> str:
@@ -210,8 +211,9 @@ attention_fwd = Op(
 )
 """softmax(scale * q k^T) v per head; query head i reads key head i // r.
 
-q, k, v: bf16 or f16 through cuDNN, any floating type elsewhere. causal: query i sees keys 0 .. i. scale: float.
-out has q's type. lse: f32, natural log of the sum of exp(scale * q k^T) over the keys seen, -inf where there is none.
+q, k, v: bf16 or f16 through cuDNN, any floating type elsewhere. scale: float.
+causal: query i sees keys 0 .. i.
+out: of q's type. lse: f32, natural log of the sum of exp(scale * q k^T) over the keys seen; -inf if none is.
 """
 
 attention_bwd = Op(
@@ -242,12 +244,19 @@ def _attention_fwd(q, k, v, attrs, name):
 
 def _attention_bwd(attrs, name, residuals, dout):
     causal, scale, deterministic = attrs
-    return attention_bwd(dout, *residuals, causal=causal, scale=scale, deterministic=deterministic)
+    grads = attention_bwd(dout, *residuals, causal=causal, scale=scale, deterministic=deterministic)
+    return tuple(_sharded_like(grad, x) for grad, x in zip(grads, residuals[:3], strict=True))
+
+
+def _sharded_like(grad, x):
+    """On an Explicit mesh the op shards all operands alike, which their gradients must not show."""
+    sharding = jax.typeof(x).sharding
+    return jax.sharding.reshard(grad, sharding) if AxisType.Explicit in sharding.mesh.axis_types else grad
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
-# ---- the choice ----------------------------------------------------------------------------------------------
+# ---- the choice ----------------------------------------------------------------------------------
 
 
 class AttentionChoice(NamedTuple):
@@ -330,27 +339,30 @@ def dot_product_attention(
 ):
     """softmax(scale * q k^T + bias, masked) v per head, with logits, softmax and sums in f32.
 
-    q [b..., s, h, d], k [b..., t, g, d], v [b..., t, g, e], one floating dtype; query head i reads key head i // (h / g).
+    q [b..., s, h, d], k [b..., t, g, d], v [b..., t, g, e] of one floating dtype. Query head i reads key head
+    i // (h / g).
 
-    attn_mask_type: a name of `MASK_TYPES`. Causal: query i sees keys 0 .. i; bottom right: 0 .. i + t - s.
-    mask:           bool or integer [s, t] or [b..., h, s, t], with 1 where it broadcasts. True or 1 hides a key.
-    window_size:    (l, r): query i sees keys i - l .. i + r (from i + t - s for bottom-right types). Negative: open.
-    sequence_descriptor: lengths or segments of the rows; causality, window and bottom right count within a segment.
-        Type, mask, window and descriptor each hide keys. A query that sees none gets zeros and gives no gradient.
+    attn_mask_type: a name of MASK_TYPES. Causal: query i sees keys 0 .. i; bottom right: 0 .. i + t - s.
+    mask:           bool or integer, [s, t] or [b..., h, s, t] with 1 where it broadcasts; True, 1 hide a key.
+    window_size:    (l, r): query i sees keys i - l .. i + r (i + t - s in place of i for bottom-right types).
+                    A negative side is open.
+    sequence_descriptor: lengths or segments of the rows; type and window count within a segment.
+        Type, mask, window and descriptor each hide keys. A query that sees none gets zeros, and no gradient.
     bias:           floating [s, t] or [b..., h, s, t], with 1 where it broadcasts; differentiable.
     attn_bias_type: None or "post_scale_bias"; "pre_scale_bias": softmax(scale * (q k^T + bias)); "no_bias".
-    softmax_type:   "vanilla"; "off_by_one": 1 joins the sum of exponentials; "learnable": exp(softmax_offset) does.
+    softmax_type:   "vanilla"; what joins the sum of exponentials: "off_by_one": 1; "learnable":
+                    exp(softmax_offset).
     softmax_offset: [h] or [1, h, 1, 1], compared with the scaled logits; differentiable.
     scale:          float; None is 1 / sqrt(d).
     dropout_rate:   in [0, 1), on the probabilities, from the key `dropout_rng` (typed or raw).
     deterministic:  bitwise repeatable gradients.
-    implementation: None: cuDNN where it serves the call (bf16 and f16, full or causal), else plain JAX, whose memory
-                    grows with s * t; "cudnn" or "xla" force one. `explain_attention` tells which, and why.
+    implementation: None: cuDNN where it serves the call (bf16 and f16, full or causal), else plain JAX, whose
+                    memory grows with s * t; "cudnn" or "xla" force one. See `explain_attention`.
     return_max_logit: also return the largest logit of each head, f32[h], not differentiable.
     context_checkpoint_name: names the output, and lse with it, for `jax.checkpoint` policies.
 
     Returns [b..., s, h, e] of q's dtype, or (that, max_logit).
-    Raises ValueError or TypeError for arguments that do not fit, ValueError where a forced cuDNN cannot serve.
+    Raises ValueError or TypeError for arguments that do not fit, and where a forced cuDNN cannot serve.
     """
     q, k, v = map(jnp.asarray, (q, k, v))
     options = check_options(
@@ -362,15 +374,28 @@ def dot_product_attention(
     )  # fmt: skip
     choice = _choose(q, k, v, options, implementation)
     s, t = q.shape[-3], k.shape[-3]
+    q, restore = _undivided_groups(q, k.shape[-2])
     if choice.implementation == "cudnn":
         causal = options.band.trimmed(s, t).right is not None
-        return _attention(*align(q, k, v), (causal, options.scale, deterministic), context_checkpoint_name)
+        attrs = (causal, options.scale, deterministic)
+        return restore(_attention(*align(q, k, v), attrs, context_checkpoint_name))
     if max(s, t) > _LONG and implementation is None:
         _warn_long(choice.refused["cudnn"])
     arrays = (bias, _hidden(options, s, t), _kept(q, t, options, dropout_rng), options.offset(q))
     out, max_logit = _plain(*align(q, k, v, *arrays), options)
+    out = restore(out)
     out = checkpoint_name(out, context_checkpoint_name) if context_checkpoint_name else out
     return (out, max_logit.astype(jnp.float32)) if return_max_logit else out
+
+
+def _undivided_groups(q, g: int):
+    """-> q, its heads gathered if an Explicit mesh cuts through groups, and what shards out as q was."""
+    spec, mesh = jax.typeof(q).sharding.spec, jax.typeof(q).sharding.mesh
+    names = spec[-2] if isinstance(spec[-2], tuple) else (spec[-2],)
+    if g % prod(mesh.shape[name] for name in names if name is not None) == 0:
+        return q, lambda out: out
+    gathered = jax.sharding.reshard(q, PartitionSpec(*spec[:-2], None, spec[-1]))
+    return gathered, lambda out: jax.sharding.reshard(out, PartitionSpec(*spec[:-1], None))
 
 
 def _hidden(options: Options, s: int, t: int) -> jax.Array | None:

@@ -39,8 +39,9 @@ class Options:
 
 
 def check_options(
-    op, q, k, v, *, bias=None, mask=None, attn_mask_type="no_mask", attn_bias_type=None, softmax_type="vanilla",
-    softmax_offset=None, scale=None, window_size=None, dropout_rate=0.0, dropout_rng=None, sequence_descriptor=None,
+    op, q, k, v, *, bias=None, mask=None, attn_mask_type="no_mask", attn_bias_type=None,
+    softmax_type="vanilla", softmax_offset=None, scale=None, window_size=None, dropout_rate=0.0,
+    dropout_rng=None, sequence_descriptor=None,
     deterministic=False, return_max_logit=False, context_checkpoint_name=None, needs_rng=True,
 ) -> Options:  # fmt: skip
     """Raises ValueError or TypeError that names `op`, the argument, its value and the way out."""
@@ -54,13 +55,17 @@ def check_options(
     if sequence_descriptor is not None:
         if not isinstance(sequence_descriptor, SequenceDescriptor):
             kind = type(sequence_descriptor).__name__
-            raise TypeError(f"{op}: sequence_descriptor is a {kind}; pass a SequenceDescriptor, or use `mask`.")
+            raise TypeError(
+                f"{op}: sequence_descriptor is a {kind}; pass a SequenceDescriptor, or use `mask`."
+            )
         sequence_descriptor.check(op, batch, s, t)
     for name, flag in (("deterministic", deterministic), ("return_max_logit", return_max_logit)):
         if not isinstance(flag, bool):
             raise TypeError(f"{op}: {name} is {flag!r}; pass True or False.")
     if not isinstance(context_checkpoint_name, (str, type(None))):
-        raise TypeError(f"{op}: context_checkpoint_name is {context_checkpoint_name!r}; pass a string or None.")
+        raise TypeError(
+            f"{op}: context_checkpoint_name is {context_checkpoint_name!r}; pass a string or None."
+        )
     window = _window(op, window_size)
     return Options(
         bias=bias,
@@ -79,7 +84,10 @@ def check_options(
 
 
 def _check_operands(op, q, k, v):
-    shapes = f"q[b..., s, h, d] is {tuple(q.shape)}, k[b..., t, g, d] {tuple(k.shape)}, v[b..., t, g, e] {tuple(v.shape)}"
+    shapes = (
+        f"q[b..., s, h, d] is {tuple(q.shape)}, k[b..., t, g, d] {tuple(k.shape)}, "
+        f"v[b..., t, g, e] {tuple(v.shape)}"
+    )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
             raise TypeError(f"{op}: {name} is {x.dtype}; pass bfloat16, float16 or float32.")
@@ -95,14 +103,18 @@ def _check_operands(op, q, k, v):
         ("g", k.shape[-2], v.shape[-2]),
     ):
         if ours != theirs:
-            raise ValueError(f"{op}: axis `{axis}` is {ours} here and {theirs} there: {shapes}; make both equal.")
+            raise ValueError(
+                f"{op}: axis `{axis}` is {ours} here and {theirs} there: {shapes}; make both equal."
+            )
     h, g = q.shape[-2], k.shape[-2]
     if g == 0 or h % g:
-        raise ValueError(f"{op}: {h} query heads do not split into {g} groups: {shapes}; h must be a multiple of g.")
+        raise ValueError(
+            f"{op}: {h} query heads do not split into {g} groups: {shapes}; h must be a multiple of g."
+        )
 
 
 def _check_broadcast(op, name, x, shape, kind, *dtypes):
-    """x is None, or of one of `dtypes`, and broadcasts to `shape` (from the last two axes alone, or from all)."""
+    """x is None, or has one of `dtypes` and broadcasts to `shape` (the last two axes of it, or all)."""
     if x is None:
         return
     if not hasattr(x, "dtype") or not any(jnp.issubdtype(x.dtype, d) for d in dtypes):
@@ -120,9 +132,13 @@ def _check_bias_type(op, kind, bias):
     if kind is not None and kind not in BIAS_TYPES:
         raise ValueError(f"{op}: attn_bias_type is {kind!r}; pass None or one of {', '.join(BIAS_TYPES)}.")
     if kind == "no_bias" and bias is not None:
-        raise ValueError(f"{op}: attn_bias_type is 'no_bias', but bias has shape {tuple(bias.shape)}; leave one out.")
+        raise ValueError(
+            f"{op}: attn_bias_type is 'no_bias', but bias has shape {tuple(bias.shape)}; leave one out."
+        )
     if kind not in (None, "no_bias") and bias is None:
-        raise ValueError(f"{op}: attn_bias_type is {kind!r}, but bias is None; pass a bias, or leave the type None.")
+        raise ValueError(
+            f"{op}: attn_bias_type is {kind!r}, but bias is None; pass a bias, or leave the type None."
+        )
 
 
 def _softmax_type(op, kind, offset, h) -> str:
@@ -131,13 +147,17 @@ def _softmax_type(op, kind, offset, h) -> str:
         raise ValueError(f"{op}: softmax_type is {kind!r}; pass one of {', '.join(SOFTMAX_TYPES)}.")
     if (name == "learnable") != (offset is not None):
         given = "None" if offset is None else f"given, of shape {tuple(offset.shape)}"
-        raise ValueError(f"{op}: softmax_type is {kind!r}, but softmax_offset is {given}; 'learnable' takes it, others not.")
+        raise ValueError(
+            f"{op}: softmax_type is {kind!r}, but softmax_offset is {given}; 'learnable' alone takes it."
+        )
     if offset is None:
         return name
     if not jnp.issubdtype(offset.dtype, jnp.floating):
         raise TypeError(f"{op}: softmax_offset is {offset.dtype}; pass a floating array.")
     if tuple(offset.shape) not in ((h,), (h, 1, 1), (1, h, 1, 1)):
-        raise ValueError(f"{op}: softmax_offset has shape {tuple(offset.shape)}; pass [h] or [1, h, 1, 1], h = {h}.")
+        raise ValueError(
+            f"{op}: softmax_offset has shape {tuple(offset.shape)}; pass [h] or [1, h, 1, 1], h = {h}."
+        )
     return name
 
 
@@ -145,7 +165,9 @@ def _window(op, window) -> tuple[int, int] | None:
     if window is None:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2 or not all(_is_int(size) for size in window):
-        raise ValueError(f"{op}: window_size is {window!r}; pass None or (left, right), two ints, negative for open.")
+        raise ValueError(
+            f"{op}: window_size is {window!r}; pass None or (left, right), two ints, negative for open."
+        )
     return int(window[0]), int(window[1])
 
 
@@ -157,7 +179,9 @@ def _scale(op, scale, d) -> float:
     if scale is None:
         return 1.0 / math.sqrt(d) if d else 1.0
     if not isinstance(scale, numbers.Real) or not math.isfinite(scale):
-        raise TypeError(f"{op}: scale is {scale!r}; pass a finite Python number (scale q for one that is traced).")
+        raise TypeError(
+            f"{op}: scale is {scale!r}; pass a finite Python number (scale q for one that is traced)."
+        )
     return float(scale)
 
 

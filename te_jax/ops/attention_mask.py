@@ -32,7 +32,7 @@ MASK_TYPES = {
 
 
 class Band(NamedTuple):
-    """A query sees the keys from `left` before its own position to `right` after it, ends included; None is open.
+    """A query sees the keys from `left` before its position to `right` after it, ends included; None is open.
 
     The position of query i is i, or i + t - s with `bottom_right`.
     """
@@ -73,19 +73,23 @@ class Band(NamedTuple):
 def either(*masks: jax.Array | None) -> jax.Array | None:
     """True where one of the masks is; None is a mask that is False everywhere."""
     given = [m for m in masks if m is not None]
-    return None if not given else given[0] if len(given) == 1 else jnp.logical_or(given[0], either(*given[1:]))
+    return (
+        None if not given else given[0] if len(given) == 1 else jnp.logical_or(given[0], either(*given[1:]))
+    )
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class SequenceDescriptor:
-    """The segments of each row of a batch: tokens attend within their segment alone, and padding sees nothing.
+    """The segments of each row of a batch: tokens attend within their segment, padding sees nothing.
 
     Make it with one of the `from_` functions. A pytree; every field is None or a pair (of queries, of keys).
     """
 
     seqlens: tuple[jax.Array, jax.Array] | None = None  # i32[b] (one segment) or i32[b, n], tokens
-    seq_offsets: tuple[jax.Array, jax.Array] | None = None  # i32[b, n + 1], first token of each segment; -1: unused
+    seq_offsets: tuple[jax.Array, jax.Array] | None = (
+        None  # i32[b, n + 1], first token of each segment; -1: unused
+    )
     segment_ids: tuple[jax.Array, jax.Array] | None = None  # i32[b, s], i32[b, t], from 1; 0: padding
     segment_pos: tuple[jax.Array, jax.Array] | None = None  # i32[b, s], i32[b, t], position in the segment
 
@@ -102,22 +106,30 @@ class SequenceDescriptor:
         """
         lens, offsets = _pair("seqlens", seqlens), _pair("seq_offsets", seq_offsets)
         for length, offset in zip(lens, offsets):
-            if length.ndim < 1 or offset.ndim != length.ndim or offset.shape[-1] - length.shape[-1] not in (0, 1):
+            if (
+                length.ndim < 1
+                or offset.ndim != length.ndim
+                or offset.shape[-1] - length.shape[-1] not in (0, 1)
+            ):
                 raise ValueError(
-                    f"SequenceDescriptor: seqlens has shape {length.shape}, seq_offsets {offset.shape}; pass [b, n] and "
-                    "[b, n + 1]."
+                    f"SequenceDescriptor: seqlens has shape {length.shape}, seq_offsets {offset.shape}; "
+                    "pass [b, n] and [b, n + 1]."
                 )
         return cls(seqlens=lens, seq_offsets=offsets)
 
     @classmethod
     def from_segment_ids_and_pos(cls, segment_ids, segment_pos=None) -> "SequenceDescriptor":
-        """segment_ids: i32[b, s], from 1, 0 is padding, or a pair of them. segment_pos: the same shapes; None counts
-        from the start of each run of equal ids."""
+        """segment_ids: i32[b, s], from 1, 0 is padding, or a pair of them.
+
+        segment_pos: the same shapes; None counts from the start of each run of equal ids.
+        """
         ids = _pair("segment_ids", segment_ids)
         pos = tuple(map(_positions, ids)) if segment_pos is None else _pair("segment_pos", segment_pos)
         for i, p in zip(ids, pos):
             if i.shape != p.shape:
-                raise ValueError(f"SequenceDescriptor: segment_ids has shape {i.shape}, segment_pos {p.shape}.")
+                raise ValueError(
+                    f"SequenceDescriptor: segment_ids has shape {i.shape}, segment_pos {p.shape}."
+                )
         return cls(segment_ids=ids, segment_pos=pos)
 
     def tokens(self, s: int, t: int):
@@ -173,7 +185,9 @@ class SequenceDescriptor:
 def _pair(name: str, value) -> tuple[jax.Array, jax.Array]:
     pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
     if len(pair) != 2:
-        raise ValueError(f"SequenceDescriptor: {name} has {len(pair)} parts; pass one array, or (queries, keys).")
+        raise ValueError(
+            f"SequenceDescriptor: {name} has {len(pair)} parts; pass one array, or (queries, keys)."
+        )
     for array in pair:
         if not hasattr(array, "dtype") or not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(f"SequenceDescriptor: {name} must be an integer array, got {array!r}.")

@@ -55,17 +55,19 @@ def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, *, contract, out_d
         return (zero if bias is None else zero + bias.astype(out_dtype),)
     lhs, rhs = lhs.reshape(m, k), rhs.reshape(n, k)
     bias = None if bias is None else bias.reshape(n).astype(out_dtype)
-    after = bias if out_dtype == jnp.float32 else None  # the epilogue would round an f32 bias to bf16
-    bias = None if after is not None else bias
     is_fp8 = lhs.dtype in FP8
+    taken = is_fp8 or out_dtype in (lhs.dtype, jnp.float32)  # cuBLASLt has no bf16 x bf16 -> f16
+    call_dtype = out_dtype if taken else jnp.dtype(jnp.float32)
+    after = bias if call_dtype == jnp.float32 else None  # the epilogue would round an f32 bias to bf16
+    bias = None if after is not None else bias
     n_up, k_up = (-(-size // _ALIGNED) * _ALIGNED if is_fp8 else size for size in (n, k))
     if k_up != k:
         lhs, rhs = _pad_to(lhs, 1, k_up), _pad_to(rhs, 1, k_up)
     if n_up != n:
         rhs, bias = _pad_to(rhs, 0, n_up), None if bias is None else _pad_to(bias, 0, n_up)
-    (out,) = call(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, contract=1, out_dtype=out_dtype, **attrs)
+    (out,) = call(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, contract=1, out_dtype=call_dtype, **attrs)
     out = out[:, :n] if after is None else out[:, :n] + after
-    return (out.reshape(shape),)
+    return (out.reshape(shape).astype(out_dtype),)
 
 
 gemm_op = Op(

@@ -1,0 +1,1 @@
+"""Benchmarks of te_jax: `python benchmarks/run.py --help`."""

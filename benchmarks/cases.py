@@ -1,0 +1,51 @@
+"""What is measured: a case is one computation by one implementation."""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from timing import Call
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    name:    the computation and its sizes; rows of one name do the same work and compare.
+    impl:    who does it.
+    build:   () -> the compiled call and its data.
+    flops, bytes: what the computation needs at least: each input read once, each result written once.
+    measure: (calls, repeat) -> ms per call, in place of `build` where another process measures.
+    suite:   "ops" or "layers".
+    """
+
+    name: str
+    impl: str
+    build: Callable[[], Call] | None = None
+    flops: float = 0.0
+    bytes: float = 0.0
+    measure: Callable[[int, int], list[float]] | None = None
+    suite: str = "ops"
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} | {self.impl}"
+
+
+def select(cases: Iterable[Case], pattern: str | None) -> list[Case]:
+    """The cases whose `name | impl` matches the regular expression, all if None."""
+    return [case for case in cases if not pattern or re.search(pattern, case.label)]
+
+
+def rate(case: Case, ms: float) -> tuple[float | None, float | None]:
+    """TFLOP/s and TB/s; None where the case does not count them."""
+    per_second = lambda amount: amount / (ms * 1e-3) / 1e12 if amount else None
+    return per_second(case.flops), per_second(case.bytes)
+
+
+def peer_ms(case: Case, value: float, unit: str) -> float:
+    """A published figure as ms; `unit` is "ms", "TFLOP/s" or "TB/s"."""
+    if unit == "ms":
+        return value
+    amount = case.flops if unit == "TFLOP/s" else case.bytes
+    return amount / (value * 1e12) * 1e3

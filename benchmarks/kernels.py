@@ -1,0 +1,89 @@
+"""Kernels and launches of a call, from jax.profiler's trace."""
+
+import collections
+import pathlib
+import re
+import tempfile
+
+import jax
+from timing import Call
+
+# The driver's calls that start work, by the names that CUPTI gives them: "cuLaunchKernelEx", "cuGraphLaunch".
+_GRAPH_LAUNCH = re.compile(r"^cu(da)?GraphLaunch")
+_KERNEL_LAUNCH = re.compile(r"^cu(da)?Launch(Cooperative)?Kernel")
+_CUDA_CALL = re.compile(r"^cu(da)?[A-Z]")
+_COPIES = re.compile(r"^(mem(cpy|set)|cuMem(cpy|set))", re.IGNORECASE)
+
+
+def profile(call: Call, steps: int = 10) -> dict:
+    """Runs `steps` calls under the profiler -> `summary` of them."""
+    jax.block_until_ready(call.issue(2))
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # the tracer of Python calls would slow the host down
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            jax.block_until_ready(call.issue(steps))
+        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")  # one per host
+        return summary(jax.profiler.ProfileData.from_file(str(path)), steps)
+
+
+def summary(data: jax.profiler.ProfileData, steps: int) -> dict:
+    """Per step of `steps`: kernels by name, launches, and the ms in which the GPU worked or stood still.
+
+    Zeros where the trace has no GPU.
+    """
+    events = list(_device_events(data))
+    kernels = [event for event in events if not _COPIES.match(event[0])]
+    by_name = collections.defaultdict(lambda: [0, 0.0])
+    for name, start, end in events:
+        by_name[name][0] += 1
+        by_name[name][1] += (end - start) / 1e6
+    top = sorted(by_name.items(), key=lambda item: -item[1][1])
+    busy = _union([event[1:] for event in events])
+    span = max((e[2] for e in events), default=0) - min((e[1] for e in events), default=0)
+    graphs, launches, calls = _host_launches(data)
+    return {
+        "steps": steps,
+        "kernels_per_step": len(kernels) / steps,
+        "copies_per_step": (len(events) - len(kernels)) / steps,
+        "kernel_ms": sum(end - start for _, start, end in events) / 1e6 / steps,
+        "busy_ms": busy / 1e6 / steps,
+        "span_ms": span / 1e6 / steps,
+        "graph_launches_per_step": graphs / steps,
+        "kernel_launches_per_step": launches / steps,
+        "host_calls_per_step": {name: count / steps for name, count in calls.most_common()},
+        "top": [{"name": n, "count": c / steps, "ms": ms / steps} for n, (c, ms) in top],
+    }
+
+
+def _device_events(data):
+    """(name, start, end) in ns of what ran on the GPUs' streams."""
+    for plane in data.planes:
+        if not plane.name.startswith("/device:GPU"):
+            continue
+        lines = list(plane.lines)
+        streams = [line for line in lines if line.name.startswith("Stream")]
+        for line in streams or lines:  # the others repeat the same time by HLO op and module
+            for event in line.events:
+                yield event.name, event.start_ns, event.start_ns + event.duration_ns
+
+
+def _host_launches(data):
+    """Graph launches, kernel launches, and all CUDA calls by name."""
+    calls = collections.Counter()
+    for plane in data.planes:
+        if plane.name.startswith("/host"):
+            events = (event for line in plane.lines for event in line.events)
+            calls.update(event.name for event in events if _CUDA_CALL.match(event.name))
+    count = lambda pattern: sum(number for name, number in calls.items() if pattern.match(name))
+    return count(_GRAPH_LAUNCH), count(_KERNEL_LAUNCH), calls
+
+
+def _union(intervals) -> float:
+    """The length that the intervals cover together."""
+    covered, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        if end > reached:
+            covered += end - max(start, reached)
+            reached = end
+    return covered

@@ -1,0 +1,253 @@
+"""Cases of whole layers: te_jax in bf16 and FP8, beside plain Flax in bf16 and with Flax's own FP8 dot."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial
+
+import flax_layer
+import jax
+import jax.numpy as jnp
+from cases import Case
+from flax import linen as nn
+from ops import attention_flops
+from timing import Call, compiled, normal
+
+import te_jax as te
+import te_jax.flax as te_flax
+from te_jax import recipe as te_recipe
+
+_SETTLE = 4  # steps; the scales of delayed scaling stand still on repeated data after the second
+FAST = (False, False, False)  # fast accumulation in fprop, dgrad and wgrad
+RECIPES = {
+    "te_jax bf16": None,
+    "te_jax fp8": te_recipe.DelayedScaling(),  # split accumulation in dgrad and wgrad
+    "te_jax fp8 fast": te_recipe.DelayedScaling(split_accumulator=FAST),
+}
+FLAX_DOTS = {"flax bf16": None, "flax fp8 direct": nn.fp8_ops.Fp8DirectDotGeneralOp}
+IMPLS = (*RECIPES, *FLAX_DOTS)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Sizes of a transformer layer."""
+
+    name: str
+    batch: int
+    seq: int
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    llama: bool = False  # RMSNorm, SwiGLU, RoPE, no biases; else LayerNorm, gelu, biases
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+
+    @property
+    def shape(self):
+        return (self.batch, self.seq, self.hidden)
+
+    def te(self) -> nn.Module:
+        return te_flax.TransformerLayer(
+            hidden_size=self.hidden,
+            mlp_hidden_size=self.ffn,
+            num_attention_heads=self.heads,
+            num_gqa_groups=self.groups,
+            layernorm_type="rmsnorm" if self.llama else "layernorm",
+            hidden_dropout=self.hidden_dropout,
+            attention_dropout=self.attention_dropout,
+            mlp_activations=("silu", "linear") if self.llama else ("gelu",),
+            use_bias=not self.llama,
+            self_attn_mask_type="causal",
+            enable_rotary_pos_emb=self.llama,
+            rotary_pos_emb_group_method="alternate",
+            dtype=jnp.bfloat16,
+        )
+
+    def flax(self, dot) -> nn.Module | None:
+        if self.attention_dropout:
+            return None  # jax.nn has none
+        return flax_layer.Layer(self.ffn, self.heads, self.groups, self.llama, self.hidden_dropout, dot)
+
+    def flops(self, backward: bool) -> float:
+        dim, tokens = self.hidden // self.heads, self.batch * self.seq
+        attention = self.hidden * (2 * self.hidden + 2 * self.groups * dim)
+        gemms = 2 * tokens * (attention + self.hidden * self.ffn * (3 if self.llama else 2))
+        forward = attention_flops(self.batch, self.seq, self.heads, dim, backward)
+        return gemms * (3 if backward else 1) + forward
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """Sizes of a LayerNormMLP."""
+
+    tokens: int
+    hidden: int
+    ffn: int
+    use_bias: bool
+
+    @property
+    def name(self):
+        biases = ", biases" if self.use_bias else ""
+        return f"LayerNormMLP {self.tokens} tokens {self.hidden}-{self.ffn}-{self.hidden}{biases}"
+
+    @property
+    def shape(self):
+        return (self.tokens, self.hidden)
+
+    def te(self):
+        return te_flax.LayerNormMLP(intermediate_dim=self.ffn, use_bias=self.use_bias, dtype=jnp.bfloat16)
+
+    def flax(self, dot):
+        return flax_layer.Mlp(self.ffn, use_bias=self.use_bias, dot=dot)
+
+    def flops(self, backward):
+        return 4 * self.tokens * self.hidden * self.ffn * (3 if backward else 1)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Sizes of a dense layer, named m x n x k."""
+
+    m: int
+    n: int
+    k: int
+
+    @property
+    def name(self):
+        return f"dense {self.m}x{self.n}x{self.k}"
+
+    @property
+    def shape(self):
+        return (self.m, self.k)
+
+    def te(self):
+        return te_flax.DenseGeneral(features=self.n, use_bias=False, dtype=jnp.bfloat16)
+
+    def flax(self, dot):
+        return flax_layer.Dense(self.n, dot=dot)
+
+    def flops(self, backward):
+        return 2 * self.m * self.n * self.k * (3 if backward else 1)
+
+
+def models(tiny: bool) -> list:
+    if tiny:
+        gpt, llama = ("gpt layer", 2, 32, 64, 128, 4, 4), ("llama layer", 1, 64, 64, 96, 4, 2)
+        mlp, dense = (64, 32, 64), [(64, 32, 48)]
+    else:
+        gpt, llama = ("gpt layer", 4, 2048, 4096, 16384, 32, 32), ("llama layer", 1, 8192, 4096, 14336, 32, 8)
+        mlp, dense = (8192, 4096, 16384), [(8192, 4096, 16384), (8192, 16384, 4096)]
+    sizes = gpt[1:]
+    return [
+        Layer(*gpt),
+        Layer("gpt layer, dropout 0.1", *sizes, hidden_dropout=0.1, attention_dropout=0.1),
+        Layer("gpt layer, hidden dropout 0.1", *sizes, hidden_dropout=0.1),
+        Layer(*llama, llama=True),
+        Mlp(*mlp, use_bias=True),
+        Mlp(*mlp, use_bias=False),
+        *(Dense(*each) for each in dense),
+    ]
+
+
+@dataclass
+class Trainee:
+    """One model by one implementation: parameters, settled FP8 state, compiled passes."""
+
+    model: Layer | Mlp | Dense
+    impl: str
+    module: nn.Module = field(init=False)
+
+    def __post_init__(self):
+        is_te = self.impl in RECIPES
+        self.recipe = RECIPES.get(self.impl)
+        self.module = self.model.te() if is_te else self.model.flax(FLAX_DOTS[self.impl])
+        self.options = {}
+        if isinstance(self.model, Layer):
+            self.options["deterministic"] = not self.model.hidden_dropout
+        self.x, self.dy = normal(1, self.model.shape), normal(2, self.model.shape[:-1] + self._width())
+        self.key = jax.random.PRNGKey(3)  # raw: typed keys take a slower path into compiled functions
+        self.params, self.fresh = self._init()
+
+    def _width(self):
+        return (self.model.n,) if isinstance(self.model, Dense) else self.model.shape[-1:]
+
+    def _scope(self):
+        return te.autocast(enabled=True, recipe=self.recipe) if self.recipe else contextlib.nullcontext()
+
+    def _init(self):
+        """Parameters, all of them with normal noise on top, and the FP8 state."""
+
+        def init(key, x):
+            variables = nn.unbox(self.module.init({"params": key, "dropout": key}, x, **self.options))
+            leaves, tree = jax.tree.flatten(variables.pop("params"))
+            keys = jax.random.split(key, len(leaves))
+            noisy = [p + 0.02 * jax.random.normal(k, p.shape, p.dtype) for k, p in zip(keys, leaves)]
+            return jax.tree.unflatten(tree, noisy), variables
+
+        with self._scope():
+            return jax.jit(init)(jax.random.key(0), self.x)
+
+    def forward(self, params, state, x, key):
+        rngs = {} if self.options.get("deterministic", True) else {"dropout": key}
+        y = self.module.apply({"params": params, **state}, x, rngs=rngs, **self.options)
+        return y[0] if isinstance(y, tuple) else y
+
+    def step(self, params, state, x, dy, key):
+        """y, dparams, the new FP8 state, dx."""
+        y, vjp = jax.vjp(lambda *args: self.forward(*args, key), params, state, x)
+        return y, *vjp(dy)
+
+    def train_inputs(self, state) -> tuple:
+        return self.params, state, self.x, self.dy, self.key
+
+    def compile(self, **options) -> Call:
+        """The training pass, on fresh FP8 state. options: XLA's compiler options."""
+        with self._scope():
+            return compiled(self.step, [self.train_inputs(self.fresh)], **options)
+
+    def lower_for_cuda(self) -> jax.stages.Lowered:
+        """The training pass, on any machine."""
+        with self._scope():
+            return (
+                jax.jit(self.step).trace(*self.train_inputs(self.fresh)).lower(lowering_platforms=("cuda",))
+            )
+
+    @cached_property
+    def train_call(self) -> Call:
+        return self.compile()
+
+    @cached_property
+    def state(self):
+        state = self.fresh
+        for _ in range(_SETTLE if jax.tree.leaves(state) else 0):
+            state = self.train_call.run(*self.train_inputs(state))[2]
+        return state
+
+    def build(self, backward: bool) -> Call:
+        state = self.state
+        if backward:
+            return self.train_call._replace(inputs=[self.train_inputs(state)])
+        with self._scope():
+            return compiled(self.forward, [(self.params, state, self.x, self.key)])
+
+
+@lru_cache(maxsize=1)  # forward and training of one model follow each other; two models need not fit
+def trainee(model, impl: str) -> Trainee:
+    return Trainee(model, impl)
+
+
+def _build(model, impl, backward):
+    return trainee(model, impl).build(backward)
+
+
+def cases(tiny: bool) -> Iterator[Case]:
+    for model in models(tiny):
+        for impl in IMPLS:
+            if impl in FLAX_DOTS and model.flax(None) is None:
+                continue
+            for suffix, backward in (("fwd", False), ("fwd+bwd", True)):
+                if impl == "te_jax fp8 fast" and not backward:
+                    continue  # forward, both recipes are the same
+                build = partial(_build, model, impl, backward)
+                yield Case(f"{model.name} {suffix}", impl, build, model.flops(backward), suite="layers")

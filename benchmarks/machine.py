@@ -1,0 +1,60 @@
+"""What a result was measured on: devices, driver, versions, command line, date."""
+
+import datetime
+import importlib.metadata
+import platform
+import shlex
+import subprocess
+import sys
+
+import jax
+
+import te_jax
+from te_jax import _lib
+
+_PACKAGES = "jax jaxlib flax jax-cuda13-plugin nvidia-cublas nvidia-cudnn-cu13 nvidia-cuda-runtime torch"
+
+
+def describe() -> dict:
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "devices": jax.device_count(),
+        "compute_capability": getattr(device, "compute_capability", None),
+        "driver": _driver(),
+        "te_jax": {"version": te_jax.__version__, **_extension()},
+        "packages": {name: version for name in _PACKAGES.split() if (version := _version(name))},
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", *sys.argv]),
+    }
+
+
+def line(found: dict) -> str:
+    """The description in one line."""
+    packages = ", ".join(f"{name} {version}" for name, version in found["packages"].items())
+    where = f"{found['devices']}x {found['device']}, driver {found['driver']}"
+    return f"{where}, te_jax {found['te_jax']['version']}, {packages}"
+
+
+def _extension() -> dict:
+    status = _lib.status()
+    versions = {"cuda": status.cuda, "cublaslt": status.cublaslt, "cudnn": status.cudnn}
+    return {"extension": status.loads, "reason": status.reason, **versions}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.split(
+            "\n"
+        )[0]
+    except (OSError, subprocess.SubprocessError):
+        return None

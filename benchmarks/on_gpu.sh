@@ -1,0 +1,177 @@
+#!/usr/bin/env bash
+# Builds te_jax on a machine with an NVIDIA GPU and nvcc 13, installs it beside the source tree, and runs stages:
+#
+#   benchmarks/on_gpu.sh [build] [tests] [sanitize] [bench] [hlo] [train]     (no stage: all; build is always done)
+#
+# Needs nothing from the network: jax[cuda13], flax, nanobind, scikit-build-core, cmake, ninja and pytest are there.
+# All stages run, also after one that failed; the summary comes last, and the exit status says whether all passed.
+#
+# Variables (the ..._ARGS are words as a shell reads them: BENCH_ARGS="--only 'gpt layer'"):
+#
+# OUT_DIR                 log.txt, tests.xml, bench.json, hlo.json, train/ [default: runs/on_gpu]
+# PREFIX                  where te_jax is installed [default: a temporary folder]
+# BUILD                   0: use what an earlier run installed into PREFIX
+# PYTHON                  [default: python3]
+# CUDNN_FRONTEND_INCLUDE  cudnn_frontend.h's folder, if it is not where cmake/locate.py looks
+# TE_JAX_CUDA_ARCHS       [default: 90a-real]
+# TESTS, TEST_ARGS        files and arguments of pytest [default: tests, -n 8]
+# BENCH_ARGS              of benchmarks/run.py
+# HLO_ARGS                of benchmarks/inspect_hlo.py
+# SANITIZE_TIMEOUT        seconds for each of the three sanitizer runs [default: 300]
+# TRAIN_ARGS              of examples/train_gpt.py [default: --preset medium --compare --check-gap 0.01 --no-checkpoint]
+set -uo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+PYTHON=${PYTHON:-python3}
+OUT_DIR=${OUT_DIR:-$ROOT/runs/on_gpu}
+mkdir -p "$OUT_DIR"
+OUT_DIR=$(cd "$OUT_DIR" && pwd)
+SCRATCH=$(mktemp -d)
+trap 'rm -rf "$SCRATCH"' EXIT
+# The stages run in another folder.
+absolute() { [[ $1 == /* ]] && echo "$1" || echo "$PWD/$1"; }
+[[ $PYTHON == */* ]] && PYTHON=$(absolute "$PYTHON")
+PREFIX=$(absolute "${PREFIX:-$SCRATCH/site}")
+[[ -n ${CUDNN_FRONTEND_INCLUDE-} ]] && CUDNN_FRONTEND_INCLUDE=$(absolute "$CUDNN_FRONTEND_INCLUDE") && export CUDNN_FRONTEND_INCLUDE
+export PYTHONUNBUFFERED=1
+export PYTHONPATH=$PREFIX${PYTHONPATH:+:$PYTHONPATH}
+export TE_JAX_CUDA_ARCHS=${TE_JAX_CUDA_ARCHS:-90a-real}
+export TE_JAX_BUILD_CUDA=${TE_JAX_BUILD_CUDA:-1}
+
+stages=("$@")
+((${#stages[@]})) || stages=(tests sanitize bench hlo train)
+summary=()
+failed=0
+
+# stage NAME COMMAND...: its output goes to the screen and to $OUT_DIR/log.txt, its end to the summary.
+stage() {
+  local name=$1 began=$SECONDS status
+  shift
+  echo "==== $name" | tee -a "$OUT_DIR/log.txt"
+  (cd "$SCRATCH" && "$@") 2>&1 | tee "$SCRATCH/$name.log" | tee -a "$OUT_DIR/log.txt"
+  status=${PIPESTATUS[0]}
+  ((status)) && failed=1
+  summary+=("$(printf '%-10s %-9s %4d s' "$name" "$( ((status)) && echo "FAILED($status)" || echo passed)" $((SECONDS - began)))")
+  return "$status"
+}
+
+build() {
+  if [[ ${BUILD:-1} != 0 ]]; then
+    "$PYTHON" -m pip install --no-build-isolation --no-deps --no-index --no-cache-dir --quiet --upgrade \
+      --target "$PREFIX" "$ROOT" || return
+  fi
+  # From here on the source tree, whose te_jax has no extension, must not be what is imported.
+  "$PYTHON" - "$PREFIX" <<'PY' && "$PYTHON" -m te_jax
+import os, sys
+import te_jax
+prefix, found = os.path.realpath(sys.argv[1]), os.path.realpath(te_jax.__file__)
+sys.exit(None if found.startswith(prefix + os.sep) else f"te_jax is imported from {found}, not from {prefix}")
+PY
+}
+
+# run_pytest [LAUNCHER...] -- ARGS...: on $TESTS, whose paths are relative to the source tree. The working folder is
+# not in it, so that the installed te_jax is what is tested.
+run_pytest() {
+  local launcher=() paths=() path
+  while [[ $1 != -- ]]; do
+    launcher+=("$1")
+    shift
+  done
+  shift
+  for path in $TESTS; do
+    paths+=("$ROOT/$path")
+  done
+  "${launcher[@]}" "$PYTHON" -m pytest -c "$ROOT/pyproject.toml" --rootdir "$ROOT" -p no:cacheprovider -q \
+    "$@" "${paths[@]}"
+}
+
+tests() {
+  local args
+  eval "args=(${TEST_ARGS--n 8})"
+  # Workers share one GPU: none may take most of its memory for itself.
+  XLA_PYTHON_CLIENT_PREALLOCATE=false TESTS=${TESTS:-tests} run_pytest -- -m "gpu or not gpu" "${args[@]}" \
+    --junitxml "$OUT_DIR/tests.xml"
+}
+
+# Odd sizes of each op, in few types: the sanitizers are slow.
+SMALL='(test_quantize and 199) or test_quantize_not_finite or (test_gemm_fp8 and 333 and bfloat16) or
+  (test_norm and 199 and (bfloat16 or float32)) or (test_norm and 257 and bfloat16)'
+SMALL_ATTENTION='test_cudnn and bfloat16 and (odd or gqa)'
+
+# sanitize TOOL KERNELS FILE SELECTION: KERNELS is a part of their mangled names, or empty for all.
+sanitize() {
+  local options=(--tool "$1" --error-exitcode 99 --target-processes all --report-api-errors no)
+  [[ -n $2 ]] && options+=(--kernel-name "kns=$2")
+  echo "-- $1 $3"
+  # One cudaMalloc per buffer: inside XLA's own pool no access would be out of bounds.
+  XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_PYTHON_CLIENT_PREALLOCATE=false TESTS=$3 \
+    run_pytest timeout "${SANITIZE_TIMEOUT:-300}" compute-sanitizer "${options[@]}" -- \
+    -m gpu -p no:xdist --timeout 0 -k "${4//$'\n'/ }"
+}
+
+sanitize_all() {
+  command -v compute-sanitizer >/dev/null || {
+    echo "compute-sanitizer is not in PATH"
+    return 1
+  }
+  # memcheck watches all kernels: cuDNN's and cuBLASLt's too, which get their workspace from us. racecheck is slow
+  # and knows ours by their namespace.
+  local status=0
+  sanitize memcheck "" tests/test_cuda_ops.py "$SMALL" || status=1
+  sanitize memcheck "" tests/test_attention_cudnn.py "$SMALL_ATTENTION" || status=1
+  sanitize racecheck _ZN2te tests/test_cuda_ops.py "$SMALL" || status=1
+  return $status
+}
+
+bench() {
+  local args
+  eval "args=(${BENCH_ARGS-})"
+  "$PYTHON" "$ROOT/benchmarks/run.py" --out "$OUT_DIR/bench.json" "${args[@]}"
+}
+
+hlo() {
+  local args
+  eval "args=(${HLO_ARGS-})"
+  "$PYTHON" "$ROOT/benchmarks/inspect_hlo.py" --out "$OUT_DIR/hlo.json" "${args[@]}"
+}
+
+train() {
+  local args
+  eval "args=(${TRAIN_ARGS---preset medium --compare --check-gap 0.01 --no-checkpoint})"
+  "$PYTHON" "$ROOT/examples/train_gpt.py" --out "$OUT_DIR/train" "${args[@]}"
+}
+
+# of NAME FILTER...: what the filter leaves of the stage's output.
+of() {
+  local log=$SCRATCH/$1.log
+  shift
+  [[ ! -f $log ]] || tr '\r' '\n' <"$log" | "$@" | cut -c 1-160
+}
+
+summarize() {
+  echo
+  echo "==== summary"
+  of tests grep -E '^(FAILED|ERROR) |[0-9]+ (passed|failed).* in ' | tail -25
+  of sanitize grep -E '^-- |ERROR SUMMARY|RACECHECK SUMMARY|[0-9]+ (passed|failed)'
+  of bench sed -n '/^case  /,$p'
+  of hlo head -16
+  of train grep -vE '%\||^ *$' | tail -8
+  printf '%s\n' "${summary[@]}"
+}
+
+: >"$OUT_DIR/log.txt"
+if stage build build; then
+  for name in "${stages[@]}"; do
+    case $name in
+      build) ;;
+      sanitize) stage sanitize sanitize_all ;;
+      tests | bench | hlo | train) stage "$name" "$name" ;;
+      *)
+        summary+=("$name: no such stage; tests, sanitize, bench, hlo and train are")
+        failed=1
+        ;;
+    esac
+  done
+fi
+summarize | tee -a "$OUT_DIR/log.txt"
+exit $failed

@@ -1,0 +1,82 @@
+"""Random data, compiled calls, and the wall time of calls that are issued back to back."""
+
+import time
+from collections.abc import Callable, Sequence
+from math import ceil, prod
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+CALLS = 30  # issued back to back
+_WARM_UP = 5  # plans, tuned algorithms and CUDA graphs are made by then
+_BEYOND_L2 = 256 << 20  # bytes; several times the L2 cache of an H200
+
+
+class Call(NamedTuple):
+    """A compiled function and what to call it with."""
+
+    run: Callable
+    inputs: Sequence[tuple]  # argument sets, taken in turn
+    trace_s: float = 0.0  # tracing and lowering
+    compile_s: float = 0.0
+    peak_bytes: int | None = None  # arguments, results and temporaries; None if the backend does not tell
+
+    def issue(self, calls: int):
+        """Issues `calls` calls and returns the results of the last."""
+        for i in range(calls):
+            out = self.run(*self.inputs[i % len(self.inputs)])
+        return out
+
+
+def normal(seed: int, shape: Sequence[int], dtype=jnp.bfloat16, scale: float = 1.0) -> jax.Array:
+    """Standard normal data times `scale`: zeros and constants make GPUs faster than real data does."""
+    draw = lambda key: (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+    return jax.jit(draw)(jax.random.key(seed))
+
+
+def sets(make: Callable[[int], tuple], limit: int = 8) -> list[tuple]:
+    """make(seed) -> one argument set; so many of them that none is still in the L2 cache at its turn."""
+    first = make(0)
+    size = sum(prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(first))
+    more = min(limit, ceil(_BEYOND_L2 / max(size, 1))) - 1 if on_gpu() else 0
+    return [first, *(make(seed) for seed in range(1, more + 1))]
+
+
+def compiled(fn: Callable, inputs: Sequence[tuple], **options) -> Call:
+    """`fn`, ahead of time. options: XLA's compiler options."""
+    began = time.perf_counter()
+    lowered = jax.jit(fn).lower(*inputs[0])
+    lower_end = time.perf_counter()
+    run = lowered.compile(compiler_options=options or None)
+    end = time.perf_counter()
+    return Call(run, inputs, lower_end - began, end - lower_end, _peak_bytes(run))
+
+
+def queued(call: Call, calls: int = CALLS, repeat: int = 3) -> list[float]:
+    """ms per call: wall time of `calls` calls issued back to back and waited for together, over their number.
+
+    One entry per repeat, warm-up left out. Results are kept until those of the next call are made.
+    """
+    jax.block_until_ready(call.issue(min(_WARM_UP, calls)))
+    times = []
+    for _ in range(repeat):
+        began = time.perf_counter()
+        jax.block_until_ready(call.issue(calls))
+        times.append((time.perf_counter() - began) / calls * 1e3)
+    return times
+
+
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def _peak_bytes(executable) -> int | None:
+    try:
+        memory = executable.memory_analysis()
+    except (NotImplementedError, RuntimeError):
+        return None
+    if memory is None:
+        return None
+    sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
+    return int(sum(sizes) - memory.alias_size_in_bytes)

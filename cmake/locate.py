@@ -1,0 +1,126 @@
+"""Find nvcc 13 and the CUDA headers: in the system, else in NVIDIA's Python wheels.
+
+CMakeLists.txt reads the printed KEY=VALUE lines; the build backend and the Makefile ask for the wheels that
+are missing (`--requires`). Only the standard library: it runs before anything is installed.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+CUDA_MAJOR = 13  # the libraries are looked up as lib*.so.13 at run time
+
+# CUDA 13.0 compiles for every architecture of te_jax and runs on every driver of CUDA 13.
+NVCC_WHEELS = [
+    f"nvidia-{part}==13.0.*" for part in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-runtime", "cuda-cccl")
+]
+# Key: (header, folders in site-packages, wheel). 1.18.0 is the last cudnn-frontend that needs no nvrtc.h.
+HEADERS = {
+    "CUBLAS_INCLUDE": ("cublasLt.h", ["nvidia/cu13/include"], "nvidia-cublas>=13.0,<14"),
+    "CUDNN_INCLUDE": ("cudnn.h", ["nvidia/cudnn/include"], "nvidia-cudnn-cu13>=9.12,<10"),
+    "CUDNN_FRONTEND_INCLUDE": ("cudnn_frontend.h", ["include"], "nvidia-cudnn-frontend==1.18.0"),
+}
+
+
+def build_mode() -> str:
+    """TE_JAX_BUILD_CUDA: "1" build the extension, "0" do not, "auto" (default) if nvcc is found."""
+    mode = os.environ.get("TE_JAX_BUILD_CUDA") or "auto"
+    if mode not in ("auto", "0", "1"):
+        raise SystemExit(f"te_jax: TE_JAX_BUILD_CUDA is {mode!r}; it can be auto, 1 or 0")
+    return mode
+
+
+def builds_extension() -> bool:
+    mode = build_mode()
+    return mode == "1" or (mode == "auto" and find_nvcc() is not None)
+
+
+def site_folders() -> list[Path]:
+    # Under pip's build isolation sys.path is the build environment, while sysconfig still names the
+    # environment that is installed into: the nvidia wheels that jax brought there are found, too.
+    folders = [*sys.path, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    return [Path(folder) for folder in dict.fromkeys(folders) if folder and os.path.isdir(folder)]
+
+
+def nvcc_version(nvcc: str) -> tuple[int, int] | None:
+    try:
+        text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    match = re.search(r"release (\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def find_nvcc() -> str | None:
+    """The first nvcc of CUDA 13: CUDACXX, CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda, the wheels."""
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    candidates = [
+        os.environ.get("CUDACXX"),
+        *(f"{home}/bin/nvcc" for home in homes),
+        shutil.which("nvcc"),
+        "/usr/local/cuda/bin/nvcc",
+    ]
+    for site in site_folders():
+        root = site / "nvidia" / "cu13"
+        parts = ("nvvm/bin/cicc", "include/crt/host_config.h", "lib/libcudart_static.a")  # one wheel each
+        if all((root / part).is_file() for part in parts):
+            candidates.append(str(root / "bin" / "nvcc"))
+    for nvcc in candidates:
+        if nvcc and os.path.isfile(nvcc) and (nvcc_version(nvcc) or (0, 0))[0] == CUDA_MAJOR:
+            return nvcc
+    return None
+
+
+def toolkit_root(nvcc: str) -> Path:
+    # The nvcc in PATH may be a link or a wrapper script: ask it where its toolkit is.
+    command = [nvcc, "--dryrun", "-x", "cu", "/dev/null", "-c", "-o", "/dev/null"]
+    text = subprocess.run(command, capture_output=True, text=True).stderr
+    match = re.search(r"^#\$ TOP=(.*)$", text, re.MULTILINE)
+    return Path(match[1] if match else Path(nvcc).resolve().parent.parent).resolve()
+
+
+def find_folder(name: str, folders) -> str:
+    return next((str(folder) for folder in folders if (Path(folder) / name).is_file()), "")
+
+
+def locate() -> dict[str, str]:
+    """Paths by key, "" for what is missing; {} without nvcc."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        return {}
+    root = toolkit_root(nvcc)
+    # Wheels have lib/, toolkits lib64/ or targets/<platform>/lib.
+    libs = [root / "lib64", root / "lib", *root.glob("targets/*/lib")]
+    system = [root / "include", *root.glob("targets/*/include")]
+    system += [Path("/usr/include"), *Path("/usr/include").glob("*-linux-gnu")]
+    found = {
+        "NVCC": nvcc,
+        "CUDART_LIB": find_folder("libcudart_static.a", libs),
+        "CUDART_INCLUDE": find_folder("cuda_runtime.h", system),
+    }
+    for key, (header, folders, _) in HEADERS.items():
+        given = [os.environ[key]] if os.environ.get(key) else []
+        wheels = [site / folder for site in site_folders() for folder in folders]
+        found[key] = find_folder(header, [*given, *system, *wheels])
+    return found
+
+
+def requirements() -> list[str]:
+    """The wheels to install before the extension can be built; [] if it is not to be built."""
+    if not builds_extension():
+        return []
+    found = locate()
+    wheels = [] if found else list(NVCC_WHEELS)
+    return wheels + [wheel for key, (_, _, wheel) in HEADERS.items() if not found.get(key)]
+
+
+if __name__ == "__main__":
+    if "--requires" in sys.argv:
+        print(*requirements(), sep="\n")
+    else:
+        for key, value in locate().items():
+            print(f"{key}={value}")

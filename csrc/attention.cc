@@ -1,0 +1,208 @@
+// te_attention_fwd, te_attention_bwd: softmax(scale * q k^T) v in bf16 or f16 through cuDNN (FlashAttention,
+// arXiv:2205.14135). The plans are built in the initialize stage; execution only looks them up.
+#include <cmath>
+#include <stdexcept>
+#include <thread>
+
+#include "attention_plan.h"
+#include "common.h"
+#include "module.h"
+
+namespace te {
+namespace {
+
+// Checks q [b, s, h, d], k [b, t, g, d], v [b, t, g, e] and fills `key`.
+ffi::Error MakeKey(const char* op, const Arg& q, const Arg& k, const Arg& v, bool causal, double scale,
+                   AttentionKey* key) {
+  const auto qd = q.dimensions(), kd = k.dimensions(), vd = v.dimensions();
+  TE_CHECK(qd.size() == 4 && kd.size() == 4 && vd.size() == 4, "%s: q%s, k%s, v%s must have 4 axes", op,
+           Shape(q).c_str(), Shape(k).c_str(), Shape(v).c_str());
+  TE_CHECK(kd[0] == qd[0] && vd[0] == qd[0] && kd[3] == qd[3] && vd[1] == kd[1] && vd[2] == kd[2],
+           "%s: q%s, k%s, v%s do not match", op, Shape(q).c_str(), Shape(k).c_str(), Shape(v).c_str());
+  TE_CHECK(kd[2] > 0 && qd[2] % kd[2] == 0, "%s: %ld query heads are no multiple of %ld key heads", op,
+           long(qd[2]), long(kd[2]));
+  const ffi::DataType dtype = q.element_type();
+  TE_CHECK(
+      (dtype == ffi::BF16 || dtype == ffi::F16) && k.element_type() == dtype && v.element_type() == dtype,
+      "%s: q, k and v must all be bf16, or all f16", op);
+  TE_CHECK(std::isfinite(scale), "%s: scale is %g", op, scale);
+  key->bf16 = dtype == ffi::BF16;
+  key->b = qd[0], key->s = qd[1], key->t = kd[1], key->h = qd[2], key->g = kd[2], key->d = qd[3],
+  key->e = vd[3];
+  key->causal = causal;
+  key->scale = float(scale);
+  return ffi::Error::Success();
+}
+
+bool IsShape(Ret& ret, std::initializer_list<int64_t> dims) {
+  const auto got = ret->dimensions();
+  return std::equal(got.begin(), got.end(), dims.begin(), dims.end());
+}
+
+ffi::Error ForwardKey(const Arg& q, const Arg& k, const Arg& v, Ret& out, Ret& lse, bool causal, double scale,
+                      AttentionKey* key) {
+  TE_TRY(MakeKey("te_attention_fwd", q, k, v, causal, scale, key));
+  TE_CHECK(IsShape(out, {key->b, key->s, key->h, key->e}) && out->element_type() == q.element_type(),
+           "te_attention_fwd: out must be [%ld, %ld, %ld, %ld] of q's type", long(key->b), long(key->s),
+           long(key->h), long(key->e));
+  TE_CHECK(IsShape(lse, {key->b, key->h, key->s}) && lse->element_type() == ffi::F32,
+           "te_attention_fwd: lse must be f32 [%ld, %ld, %ld]", long(key->b), long(key->h), long(key->s));
+  TE_CHECK(key->t > 0 || !Present(lse), "te_attention_fwd: no key to attend to: k%s", Shape(k).c_str());
+  return ffi::Error::Success();
+}
+
+ffi::Error BackwardKey(const Arg& dout, const Arg& q, const Arg& k, const Arg& v, const Arg& out,
+                       const Arg& lse, Ret& dq, Ret& dk, Ret& dv, bool causal, double scale,
+                       bool deterministic, AttentionKey* key) {
+  TE_TRY(MakeKey("te_attention_bwd", q, k, v, causal, scale, key));
+  key->backward = true;
+  key->deterministic = deterministic;
+  const size_t elements = size_t(key->b * key->s * key->h * key->e);
+  for (const Arg* a : {&dout, &out})
+    TE_CHECK(a->element_count() == elements && a->element_type() == q.element_type(),
+             "te_attention_bwd: out and dout must be [%ld, %ld, %ld, %ld] of q's type, one is %s",
+             long(key->b), long(key->s), long(key->h), long(key->e), Shape(*a).c_str());
+  TE_CHECK(lse.element_count() == size_t(key->b * key->h * key->s) && lse.element_type() == ffi::F32,
+           "te_attention_bwd: lse%s must be f32 [%ld, %ld, %ld]", Shape(lse).c_str(), long(key->b),
+           long(key->h), long(key->s));
+  TE_CHECK(dq->size_bytes() == q.size_bytes() && dk->size_bytes() == k.size_bytes() &&
+               dv->size_bytes() == v.size_bytes(),
+           "te_attention_bwd: dq, dk, dv must have the shapes of q%s, k%s, v%s", Shape(q).c_str(),
+           Shape(k).c_str(), Shape(v).c_str());
+  return ffi::Error::Success();
+}
+
+ffi::Error Zero(cudaStream_t stream, std::initializer_list<Ret*> results) {
+  for (Ret* result : results)
+    if (Present(*result))
+      TE_CUDA(cudaMemsetAsync((*result)->untyped_data(), 0, (*result)->size_bytes(), stream));
+  return ffi::Error::Success();
+}
+
+ffi::Error InitializeForward(cudaStream_t stream, Arg q, Arg k, Arg v, Ret out, Ret lse, Ret workspace,
+                             bool causal, double scale) {
+  AttentionKey key;
+  TE_TRY(ForwardKey(q, k, v, out, lse, causal, scale, &key));
+  int64_t bytes = 0;
+  return key.empty() ? ffi::Error::Success() : FindAttention(stream, key, &bytes);
+}
+
+ffi::Error ExecuteForward(cudaStream_t stream, Arg q, Arg k, Arg v, Ret out, Ret lse, Ret workspace,
+                          bool causal, double scale) {
+  AttentionKey key;
+  TE_TRY(ForwardKey(q, k, v, out, lse, causal, scale, &key));
+  if (key.empty()) return Zero(stream, {&out, &lse});
+  return RunAttention(stream, key,
+                      {{kQ, q.untyped_data()},
+                       {kK, k.untyped_data()},
+                       {kV, v.untyped_data()},
+                       {kOut, out->untyped_data()},
+                       {kLse, lse->untyped_data()}},
+                      workspace->untyped_data(), int64_t(workspace->size_bytes()));
+}
+
+ffi::Error InitializeBackward(cudaStream_t stream, Arg dout, Arg q, Arg k, Arg v, Arg out, Arg lse, Ret dq,
+                              Ret dk, Ret dv, Ret workspace, bool causal, double scale, bool deterministic) {
+  AttentionKey key;
+  TE_TRY(BackwardKey(dout, q, k, v, out, lse, dq, dk, dv, causal, scale, deterministic, &key));
+  int64_t bytes = 0;
+  return key.empty() ? ffi::Error::Success() : FindAttention(stream, key, &bytes);
+}
+
+ffi::Error ExecuteBackward(cudaStream_t stream, Arg dout, Arg q, Arg k, Arg v, Arg out, Arg lse, Ret dq,
+                           Ret dk, Ret dv, Ret workspace, bool causal, double scale, bool deterministic) {
+  AttentionKey key;
+  TE_TRY(BackwardKey(dout, q, k, v, out, lse, dq, dk, dv, causal, scale, deterministic, &key));
+  if (key.empty()) return Zero(stream, {&dq, &dk, &dv});
+  return RunAttention(stream, key,
+                      {{kDOut, dout.untyped_data()},
+                       {kQ, q.untyped_data()},
+                       {kK, k.untyped_data()},
+                       {kV, v.untyped_data()},
+                       {kOut, out.untyped_data()},
+                       {kLse, lse.untyped_data()},
+                       {kDQ, dq->untyped_data()},
+                       {kDK, dk->untyped_data()},
+                       {kDV, dv->untyped_data()}},
+                      workspace->untyped_data(), int64_t(workspace->size_bytes()));
+}
+
+// The device that answers a host query: the current one, or else the first that this process already uses. A
+// process that drives GPU 3 alone must not open a context, and hundreds of MB, on GPU 0.
+int QueryDevice() {
+  int current = 0, count = 0;
+  if (cudaGetDevice(&current) != cudaSuccess || cudaGetDeviceCount(&count) != cudaSuccess) return current;
+  using GetState = int (*)(int device, unsigned* flags, int* active);  // cuDevicePrimaryCtxGetState
+  void* symbol = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  if (cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &symbol, 12000, cudaEnableDefault,
+                                       &found) != cudaSuccess ||
+      !symbol)
+    return current;
+  const auto is_active = [&](int device) {
+    unsigned flags = 0;
+    int active = 0;
+    return reinterpret_cast<GetState>(symbol)(device, &flags, &active) == 0 && active;
+  };
+  for (int device = 0; device < count && !is_active(current); ++device)
+    if (is_active(device)) return device;
+  return current;
+}
+
+}  // namespace
+
+int64_t AttentionWorkspace(const std::string& kind, const std::string& dtype, int64_t b, int64_t s, int64_t t,
+                           int64_t h, int64_t g, int64_t d, int64_t e, bool causal, double scale,
+                           bool deterministic) {
+  if ((kind != "fwd" && kind != "bwd") || (dtype != "bf16" && dtype != "f16"))
+    throw std::runtime_error("attention_workspace: kind must be fwd or bwd, dtype bf16 or f16, got " + kind +
+                             ", " + dtype);
+  AttentionKey key;
+  key.backward = kind == "bwd";
+  key.bf16 = dtype == "bf16";
+  key.b = b, key.s = s, key.t = t, key.h = h, key.g = g, key.d = d, key.e = e;
+  key.causal = causal;
+  key.scale = float(scale);
+  key.deterministic = key.backward && deterministic;
+  if (key.empty()) return 0;
+  int64_t workspace = 0;
+  ffi::Error error = ffi::Error::Success();
+  // A thread of its own has a current device of its own.
+  std::thread([&, device = QueryDevice()] {
+    if (const cudaError_t status = cudaSetDevice(device); status != cudaSuccess)
+      error = ffi::Error::Internal(std::string("cudaSetDevice: ") + cudaGetErrorString(status));
+    else
+      error = FindAttention(nullptr, key, &workspace);
+  }).join();
+  if (error.failure()) throw std::runtime_error(error.message());
+  return workspace;
+}
+
+TE_HANDLER_INIT(te_attention_fwd, ExecuteForward, InitializeForward,
+                .Ctx<Stream>()
+                    .Arg<Arg>()  // q [b, s, h, d]
+                    .Arg<Arg>()  // k [b, t, g, d]
+                    .Arg<Arg>()  // v [b, t, g, e]
+                    .Ret<Arg>()  // out [b, s, h, e]
+                    .Ret<Arg>()  // lse f32 [b, h, s], natural log
+                    .Ret<Arg>()  // workspace, uint8
+                    .Attr<bool>("causal")
+                    .Attr<double>("scale"));
+
+TE_HANDLER_INIT(te_attention_bwd, ExecuteBackward, InitializeBackward,
+                .Ctx<Stream>()
+                    .Arg<Arg>()  // dout [b, s, h, e]
+                    .Arg<Arg>()  // q
+                    .Arg<Arg>()  // k
+                    .Arg<Arg>()  // v
+                    .Arg<Arg>()  // out
+                    .Arg<Arg>()  // lse
+                    .Ret<Arg>()  // dq [b, s, h, d]
+                    .Ret<Arg>()  // dk [b, t, g, d]
+                    .Ret<Arg>()  // dv [b, t, g, e]
+                    .Ret<Arg>()  // workspace, uint8
+                    .Attr<bool>("causal")
+                    .Attr<double>("scale")
+                    .Attr<bool>("deterministic"));
+
+}  // namespace te

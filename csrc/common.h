@@ -1,0 +1,113 @@
+// Shared by every op: operands, error returns, dtype dispatch, registration. Host code that loads a CUDA
+// library or shows a function to Python declares it in module.h.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <string>
+
+#include "registry.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace te {
+
+namespace ffi = xla::ffi;
+using Stream = ffi::PlatformStream<cudaStream_t>;
+using Arg = ffi::AnyBuffer;               // operand
+using Ret = ffi::Result<ffi::AnyBuffer>;  // result; bound as .Ret<Arg>()
+
+// An optional operand or result that is absent arrives with 0 elements.
+inline bool Present(const Arg& a) { return a.element_count() != 0; }
+inline bool Present(Ret& r) { return r->element_count() != 0; }
+
+// The pointer as T, nullptr where absent. (typed_data<__nv_bfloat16>() does not compile: XLA knows no CUDA
+// types.)
+template <typename T>
+T* Data(const Arg& a) {
+  return Present(a) ? static_cast<T*>(a.untyped_data()) : nullptr;
+}
+template <typename T>
+T* Data(Ret& r) {
+  return Present(r) ? static_cast<T*>(r->untyped_data()) : nullptr;
+}
+
+// printf into a string; the compiler checks the arguments.
+__attribute__((format(printf, 1, 2))) inline std::string Format(const char* format, ...) {
+  char text[512];
+  va_list args;
+  va_start(args, format);
+  std::vsnprintf(text, sizeof(text), format, args);
+  va_end(args);
+  return text;
+}
+
+// "[4, 2048, 4096]", for error messages.
+inline std::string Shape(const Arg& a) {
+  std::string text = "[";
+  for (int64_t dim : a.dimensions()) text += (text.size() > 1 ? ", " : "") + std::to_string(dim);
+  return text + "]";
+}
+
+// Returns InvalidArgument from the handler:
+//   TE_CHECK(k % 16 == 0, "te_gemm: k is %ld, FP8 needs a multiple of 16", k);
+#define TE_CHECK(cond, ...)                                                            \
+  do {                                                                                 \
+    if (!(cond)) return ::xla::ffi::Error::InvalidArgument(::te::Format(__VA_ARGS__)); \
+  } while (0)
+
+// Returns the error of an expression of type ffi::Error, if it is one.
+#define TE_TRY(expr)                                            \
+  do {                                                          \
+    if (::xla::ffi::Error e_ = (expr); e_.failure()) return e_; \
+  } while (0)
+
+// Returns Internal if a CUDA runtime call fails.
+#define TE_CUDA(expr)                                                                        \
+  do {                                                                                       \
+    if (cudaError_t e_ = (expr); e_ != cudaSuccess)                                          \
+      return ::xla::ffi::Error::Internal(                                                    \
+          ::te::Format("%s:%d: %s: %s", __FILE__, __LINE__, #expr, cudaGetErrorString(e_))); \
+  } while (0)
+
+// Ends a launcher: returns Success, or the error of its last kernel launch and where it happened.
+#define TE_LAUNCHED()                    \
+  do {                                   \
+    TE_CUDA(cudaGetLastError());         \
+    return ::xla::ffi::Error::Success(); \
+  } while (0)
+
+// Runs `fn.operator()<T>()` with the CUDA type of `dtype`: float, __nv_bfloat16 or __half.
+template <typename Fn>
+ffi::Error DispatchFloat(ffi::DataType dtype, Fn&& fn) {
+  switch (dtype) {
+    case ffi::F32:
+      return fn.template operator()<float>();
+    case ffi::BF16:
+      return fn.template operator()<__nv_bfloat16>();
+    case ffi::F16:
+      return fn.template operator()<__half>();
+    default:
+      return ffi::Error::InvalidArgument(Format("expected f32, bf16 or f16, got dtype %d", int(dtype)));
+  }
+}
+
+// The same for FP8: __nv_fp8_e4m3 (E4M3FN) or __nv_fp8_e5m2.
+template <typename Fn>
+ffi::Error DispatchFp8(ffi::DataType dtype, Fn&& fn) {
+  switch (dtype) {
+    case ffi::F8E4M3FN:
+      return fn.template operator()<__nv_fp8_e4m3>();
+    case ffi::F8E5M2:
+      return fn.template operator()<__nv_fp8_e5m2>();
+    default:
+      return ffi::Error::InvalidArgument(Format("expected f8e4m3fn or f8e5m2, got dtype %d", int(dtype)));
+  }
+}
+
+}  // namespace te

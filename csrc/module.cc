@@ -1,0 +1,93 @@
+// te_jax._cuda: hands every registered FFI handler to Python as a capsule, and answers what this machine has.
+// Importing it needs no driver, no GPU and no CUDA library.
+
+#include "module.h"
+
+#include <cublasLt.h>
+#include <cuda_runtime.h>
+#include <cudnn.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include "registry.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace te {
+namespace {
+
+nb::capsule Capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); }
+
+// {target name: {stage: capsule}}, the form that jax.ffi.register_ffi_target takes.
+nb::dict Registrations() {
+  nb::dict targets;
+  for (const Handler& handler : Registry()) {
+    nb::dict stages;
+    stages["execute"] = Capsule(handler.execute);
+    if (handler.initialize) stages["initialize"] = Capsule(handler.initialize);
+    targets[handler.name] = stages;
+  }
+  return targets;
+}
+
+// Library versions as these libraries number them; None with a reason in "<name>_error" where one cannot be
+// loaded.
+nb::dict Versions() {
+  nb::dict versions;
+  versions["cudart"] = CUDART_VERSION;  // linked in
+  int driver = 0;                       // the newest CUDA version the driver supports; 0: no driver
+  if (cudaDriverGetVersion(&driver) != cudaSuccess) driver = 0;
+  versions["driver"] = driver;
+  const auto add = [&](const char* name, const dl::Library& library, const char* symbol) {
+    auto* version = library.Symbol<size_t()>(symbol);
+    versions[name] = version ? nb::object(nb::int_(version())) : nb::object(nb::none());
+    versions[(std::string(name) + "_error").c_str()] =
+        library.handle && !version ? std::string("no symbol ") + symbol : library.error;
+  };
+  add("cublaslt", CublasLt(), "cublasLtGetVersion");
+  add("cudnn", Cudnn(), "cudnnGetVersion");
+  return versions;
+}
+
+int DeviceCount() {
+  int count = 0;
+  return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
+}
+
+nb::tuple ComputeCapability(int device) {
+  int major = 0, minor = 0;
+  cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
+  return nb::make_tuple(major, minor);
+}
+
+nb::list GemmPlanDicts() {
+  nb::list plans;
+  for (const GemmPlan& plan : GemmPlans()) {
+    nb::dict d;
+    d["key"] = plan.key;
+    d["algos"] = plan.algos;
+    d["chosen"] = plan.chosen;
+    d["ms"] = plan.ms;
+    plans.append(d);
+  }
+  return plans;
+}
+
+}  // namespace
+}  // namespace te
+
+NB_MODULE(_cuda, m) {
+  m.def("registrations", &te::Registrations);
+  m.def("ffi_api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
+  m.def("set_library_path", &te::dl::SetLibraryPath, "soname"_a, "path"_a);
+  m.def("versions", &te::Versions);
+  m.def("device_count", &te::DeviceCount);
+  m.def("compute_capability", &te::ComputeCapability, "device"_a);
+  m.def("gemm_plans", &te::GemmPlanDicts);
+  m.def("attention_workspace", &te::AttentionWorkspace, "kind"_a, "dtype"_a, "b"_a, "s"_a, "t"_a, "h"_a,
+        "g"_a, "d"_a, "e"_a, "causal"_a, "scale"_a, "deterministic"_a);
+}

@@ -1,0 +1,107 @@
+// What the norm kernels share: gamma and beta of any type, the arguments of te_norm_fwd and its two families
+// of kernels.
+#pragma once
+
+#include "fp8.cuh"
+
+namespace te {
+
+// gamma or beta [h], of its own type. data is nullptr where it is absent.
+struct Weights {
+  const char* data;
+  int bytes;  // of an element
+  bool half;  // f16, not bf16
+};
+
+inline Weights WeightsOf(const Arg& a) {
+  return {Data<char>(a), a.element_type() == ffi::F32 ? 4 : 2, a.element_type() == ffi::F16};
+}
+
+// N neighbours from column c on, in f32. All threads take the same branch.
+template <int N>
+__device__ __forceinline__ void LoadWeights(const Weights& w, int64_t c, float (&out)[N]) {
+  const char* p = w.data + c * w.bytes;
+  const auto load = [&]<typename T>(const T* p) {
+    const Vec<T, N> v = Load<N>(p);
+#pragma unroll
+    for (int i = 0; i < N; ++i) out[i] = v[i];
+  };
+  if (w.bytes == 4)
+    load(reinterpret_cast<const float*>(p));
+  else if (w.half)
+    load(reinterpret_cast<const __half*>(p));
+  else
+    load(reinterpret_cast<const __nv_bfloat16*>(p));
+}
+
+// gamma, +1 where it is stored zero-centered.
+template <int N>
+__device__ __forceinline__ void LoadGamma(const Weights& gamma, bool zero_centered, int64_t c,
+                                          float (&out)[N]) {
+  LoadWeights(gamma, c, out);
+#pragma unroll
+  for (int i = 0; i < N; ++i) out[i] += zero_centered ? 1.f : 0.f;
+}
+
+struct NormFwdArgs {
+  const void* x;        // [rows, h]
+  Weights gamma, beta;  // [h]
+  const float* scale;   // [] or nullptr
+  void* y;              // [rows, h] of x's type, or nullptr
+  uint8_t* data;        // [rows, h] or nullptr
+  uint8_t* data_t;      // [h, rows] or nullptr
+  float* mean;          // [rows] or nullptr
+  float* rstd;          // [rows]
+  float* amax;  // [ceil(rows / 32), 8]: one for 4 rows, or where CTAs share 32 rows, for a slice of columns
+  int64_t rows, h;
+  float eps;
+  bool rms, zero_centered;
+};
+
+constexpr int kAmaxRows = 4, kAmaxesPerBlock = 8;  // 32 rows have 8 partial amaxes
+
+// gamma and beta of N neighbours.
+template <int N>
+struct Affine {
+  float gamma[N], beta[N];
+};
+
+template <int N>
+__device__ __forceinline__ Affine<N> LoadAffine(const NormFwdArgs& a, int64_t c) {
+  Affine<N> out{};
+  LoadGamma(a.gamma, a.zero_centered, c, out.gamma);
+  if (a.beta.data) LoadWeights(a.beta, c, out.beta);
+  return out;
+}
+
+// y in f32 of N neighbours of a row, and the bits of their amax.
+template <typename T, int N>
+__device__ __forceinline__ unsigned Normalize(const Vec<T, N>& x, float mean, float rstd,
+                                              const Affine<N>& affine, float (&y)[N]) {
+  unsigned amax = 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    y[i] = (x[i] - mean) * rstd * affine.gamma[i] + affine.beta[i];
+    amax = max(amax, AbsBits(y[i]));
+  }
+  return amax;
+}
+
+// Writes y and data at `offset` of [rows, h], where they are wanted. N: 8 or 1.
+template <typename T, typename Q, int N>
+__device__ __forceinline__ void StoreRow(const NormFwdArgs& a, float (&y)[N], float scale, int64_t offset) {
+  if (a.y) Store(static_cast<T*>(a.y) + offset, Round<T>(y));
+  if (!a.data) return;
+  if constexpr (N == 8)
+    *reinterpret_cast<uint2*>(a.data + offset) =
+        make_uint2(Saturate4<Q>(y[0] * scale, y[1] * scale, y[2] * scale, y[3] * scale),
+                   Saturate4<Q>(y[4] * scale, y[5] * scale, y[6] * scale, y[7] * scale));
+  else
+    a.data[offset] = Saturate<Q>(y[0] * scale);
+}
+
+// norm_fwd_t.cu: with data_t, 32 rows at a time. `type` is the FP8 type.
+ffi::Error LaunchNormFwdTransposed(cudaStream_t stream, const NormFwdArgs& args, ffi::DataType x_type,
+                                   ffi::DataType type);
+
+}  // namespace te

@@ -1,0 +1,342 @@
+// LayerNorm and RMSNorm, backward. With xhat = (x - mean) * rstd and dxhat = dy * gamma:
+//   dx = rstd * (dxhat - mean(dxhat) - xhat * mean(dxhat * xhat)), for RMSNorm without the first mean
+//   dgamma = sum over rows of dy * xhat, dbeta = sum over rows of dy
+// dgamma and dbeta leave as partial sums, one per CTA, in a fixed order: no atomics, the same bits every
+// time. Bytes per element of bf16: 4 read, 2 written; a CTA's partial sums add 4 or 8 per column.
+
+#include "norm.cuh"
+#include "reduce.cuh"
+
+namespace te {
+namespace {
+
+constexpr int kThreads = 256;  // of a CTA, unless one row needs more
+constexpr int kMostThreads = 512;
+
+struct NormBwdArgs {
+  const void* dy;     // [rows, h]
+  const void* x;      // [rows, h] of dy's type
+  const float* mean;  // [rows] or nullptr (RMSNorm)
+  const float* rstd;  // [rows]
+  Weights gamma;      // [h]
+  void* dx;           // [rows, h] of dy's type
+  float* dgamma;      // [gridDim.x, h]
+  float* dbeta;       // [gridDim.x, h] or nullptr
+  int64_t rows, h;
+  bool zero_centered;
+};
+
+// What a row's dx needs.
+struct RowStats {
+  float mean, rstd, mean_dxhat, mean_dxhat_xhat;
+};
+
+template <bool kRms>
+__device__ __forceinline__ float InputGradient(float dxhat, float xhat, const RowStats& s) {
+  return s.rstd * ((kRms ? dxhat : dxhat - s.mean_dxhat) - xhat * s.mean_dxhat_xhat);
+}
+
+// Adds up what the blockDim.y rows in work at once had in `sums`, and writes it to partial [h]. scratch:
+// [blockDim.y, kVecs, 8, blockDim.x] where blockDim.y > 1.
+template <int kVecs>
+__device__ void StoreColumnSums(float (&sums)[kVecs][8], float* scratch, float* partial, int h) {
+  const int c = threadIdx.x * 8, stride = blockDim.x * 8, width = stride * kVecs;
+  if (blockDim.y > 1) {
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k)
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        scratch[threadIdx.y * width + k * stride + i * blockDim.x + threadIdx.x] = sums[k][i];
+    __syncthreads();
+    if (threadIdx.y > 0) return;
+    for (int y = 1; y < blockDim.y; ++y)
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k)
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+          sums[k][i] += scratch[y * width + k * stride + i * blockDim.x + threadIdx.x];
+  }
+#pragma unroll
+  for (int k = 0; k < kVecs; ++k)
+    if (c + k * stride < h) Store(partial + c + k * stride, Round<float>(sums[k]));
+}
+
+// Sums of the 8 * kVecs columns of a thread: in registers, or in its own places of shared memory, [kVecs, 8,
+// blockDim.x].
+template <int kVecs, bool kShared>
+struct ColumnSums {
+  float registers[kVecs][8];
+  float* shared;
+
+  __device__ __forceinline__ explicit ColumnSums(float* shared) : registers{}, shared(shared) {
+    if constexpr (kShared)
+      for (int i = 0; i < kVecs * 8; ++i) shared[i * blockDim.x + threadIdx.x] = 0.f;
+  }
+  __device__ __forceinline__ void Add(int k, int i, float v) {
+    if constexpr (kShared)
+      shared[(k * 8 + i) * blockDim.x + threadIdx.x] += v;
+    else
+      registers[k][i] += v;
+  }
+  __device__ __forceinline__ float (&Get()) [kVecs][8] {
+    if constexpr (kShared) {
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) registers[k][i] = shared[(k * 8 + i) * blockDim.x + threadIdx.x];
+    }
+    return registers;
+  }
+};
+
+// blockDim.x threads have a row of x and dy in registers, 8 * kVecs columns each, if they can while their
+// next row is on its way, and the sums of their columns over all rows of the CTA; blockDim.y rows are in work
+// at once.
+template <typename T, int kVecs, bool kRms>
+__global__ void __launch_bounds__(kMostThreads) NormBwdRows(const NormBwdArgs a) {
+  constexpr bool kPrefetch =
+      kVecs == 1 || (kVecs == 2 && (sizeof(T) == 2 || kRms));  // where registers suffice
+  constexpr bool kShared = kVecs == 4;  // registers suffice for the rows or for the sums
+  extern __shared__ float columns[];
+  __shared__ float2 scratch[2][kMostWarps];
+  const float inv_h = 1.f / a.h;
+  const int h = a.h, c = threadIdx.x * 8, stride = blockDim.x * 8;
+  const int64_t step = int64_t{gridDim.x} * blockDim.y;
+
+  Vec<T, 8> x[kVecs], dy[kVecs], next_x[kVecs], next_dy[kVecs];
+  float2 stats, next_stats;  // mean, rstd
+  const auto fetch = [&](int64_t row) {
+    const bool inside = row < a.rows;
+    next_stats = make_float2(!kRms && inside ? a.mean[row] : 0.f, inside ? a.rstd[row] : 0.f);
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      const int64_t offset = row * h + c + k * stride;
+      next_x[k] = LoadOnce<8>(static_cast<const T*>(a.x) + offset, inside && c + k * stride < h);
+      next_dy[k] = LoadOnce<8>(static_cast<const T*>(a.dy) + offset, inside && c + k * stride < h);
+    }
+  };
+
+  ColumnSums<kVecs, kShared> dgamma(columns),
+      dbeta(columns + (kShared && !kRms ? blockDim.x * kVecs * 8 : 0));
+  int turn = 0;
+  int64_t row0 = int64_t{blockIdx.x} * blockDim.y;  // all threads go round: RowSum has barriers
+  if (kPrefetch) fetch(row0 + threadIdx.y);
+  for (; row0 < a.rows; row0 += step) {
+    const int64_t row = row0 + threadIdx.y;
+    if (!kPrefetch) fetch(row);
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) x[k] = next_x[k], dy[k] = next_dy[k];
+    stats = next_stats;
+    if (kPrefetch) fetch(row + step);
+
+    RowStats s{stats.x, stats.y, 0.f, 0.f};
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      float gamma[8] = {};
+      if (c + k * stride < h) LoadGamma(a.gamma, a.zero_centered, c + k * stride, gamma);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {  // dy is zero beyond h and beyond the last row
+        const float g = dy[k][i], xhat = (x[k][i] - s.mean) * s.rstd;
+        const float dxhat = g * gamma[i];
+        if (!kRms) s.mean_dxhat += dxhat, dbeta.Add(k, i, g);
+        s.mean_dxhat_xhat += dxhat * xhat;
+        dgamma.Add(k, i, g * xhat);
+      }
+    }
+    if constexpr (kRms) {
+      s.mean_dxhat_xhat = RowSum(s.mean_dxhat_xhat, scratch[turn ^= 1]) * inv_h;
+    } else {
+      const float2 sums = RowSum(s.mean_dxhat, s.mean_dxhat_xhat, scratch[turn ^= 1]);
+      s.mean_dxhat = sums.x * inv_h, s.mean_dxhat_xhat = sums.y * inv_h;
+    }
+    if (row >= a.rows) continue;
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      const int column = c + k * stride;
+      if (column >= h) continue;
+      float gamma[8], dx[8];
+      LoadGamma(a.gamma, a.zero_centered, column, gamma);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float xhat = (x[k][i] - s.mean) * s.rstd;
+        dx[i] = InputGradient<kRms>(dy[k][i] * gamma[i], xhat, s);
+      }
+      Store(static_cast<T*>(a.dx) + row * h + column, Round<T>(dx));
+    }
+  }
+  StoreColumnSums(dgamma.Get(), columns, a.dgamma + int64_t{blockIdx.x} * h, h);
+  if (!kRms && a.dbeta) StoreColumnSums(dbeta.Get(), columns, a.dbeta + int64_t{blockIdx.x} * h, h);
+}
+
+// Rows too long for registers (N = 8), or of a length that is no multiple of 8 (N = 1). A CTA takes its rows
+// by kLongRows: each row's means first, then columns by columns dx and the sums, added to the CTA's partial
+// sums in memory. x and dy are read twice, the second time from L2 as far as it holds them.
+constexpr int kLongRows = 8;
+
+template <int N>
+__device__ __forceinline__ void AddTo(float (&sums)[N], const Vec<float, N>& v) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) sums[i] += v[i];
+}
+
+template <typename T, bool kRms, int N>
+__device__ RowStats LongRowStats(const NormBwdArgs& a, int64_t row, float2 (&scratch)[2][kMostWarps],
+                                 int* turn) {
+  RowStats s{kRms ? 0.f : a.mean[row], a.rstd[row], 0.f, 0.f};
+  for (int64_t c = threadIdx.x * N; c < a.h; c += kMostThreads * N) {
+    const Vec<T, N> x = Load<N>(static_cast<const T*>(a.x) + row * a.h + c);
+    const Vec<T, N> dy = Load<N>(static_cast<const T*>(a.dy) + row * a.h + c);
+    float gamma[N];
+    LoadGamma(a.gamma, a.zero_centered, c, gamma);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float dxhat = dy[i] * gamma[i];
+      s.mean_dxhat += dxhat, s.mean_dxhat_xhat += dxhat * ((x[i] - s.mean) * s.rstd);
+    }
+  }
+  const float2 sums = RowSum(s.mean_dxhat, s.mean_dxhat_xhat, scratch[*turn ^= 1]);
+  s.mean_dxhat = sums.x / a.h, s.mean_dxhat_xhat = sums.y / a.h;
+  return s;
+}
+
+template <typename T, bool kRms, int N>
+__global__ void __launch_bounds__(kMostThreads) NormBwdLongRows(const NormBwdArgs a) {
+  __shared__ float2 scratch[2][kMostWarps];
+  __shared__ RowStats stats[kLongRows];
+  float* partial_dgamma = a.dgamma + blockIdx.x * a.h;
+  float* partial_dbeta = kRms || !a.dbeta ? nullptr : a.dbeta + blockIdx.x * a.h;
+  int turn = 0;
+  bool first = true;
+  for (int64_t row0 = int64_t{blockIdx.x} * kLongRows; row0 < a.rows || first;
+       row0 += int64_t{gridDim.x} * kLongRows) {
+    const int rows = max(min(a.rows - row0, int64_t{kLongRows}), int64_t{0});
+    __syncthreads();  // stats is free
+    for (int r = 0; r < rows; ++r) {
+      const RowStats s = LongRowStats<T, kRms, N>(a, row0 + r, scratch, &turn);
+      if (threadIdx.x == 0) stats[r] = s;
+    }
+    __syncthreads();
+    for (int64_t c = threadIdx.x * N; c < a.h; c += kMostThreads * N) {
+      float gamma[N], dgamma[N] = {}, dbeta[N] = {};
+      if (!first) AddTo(dgamma, Load<N>(partial_dgamma + c));
+      if (!first && partial_dbeta) AddTo(dbeta, Load<N>(partial_dbeta + c));
+      LoadGamma(a.gamma, a.zero_centered, c, gamma);
+      for (int r = 0; r < rows; ++r) {
+        const int64_t offset = (row0 + r) * a.h + c;
+        const Vec<T, N> x = LoadOnce<N>(static_cast<const T*>(a.x) + offset);
+        const Vec<T, N> dy = LoadOnce<N>(static_cast<const T*>(a.dy) + offset);
+        const RowStats s = stats[r];
+        float dx[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          const float g = dy[i], xhat = (x[i] - s.mean) * s.rstd;
+          dx[i] = InputGradient<kRms>(g * gamma[i], xhat, s);
+          dgamma[i] += g * xhat, dbeta[i] += g;
+        }
+        Store(static_cast<T*>(a.dx) + offset, Round<T>(dx));
+      }
+      Store(partial_dgamma + c, Round<float>(dgamma));
+      if (partial_dbeta) Store(partial_dbeta + c, Round<float>(dbeta));
+    }
+    first = false;
+  }
+}
+
+// Whole warps for a row of 8 * vecs columns.
+int ThreadsOfRow(int64_t vecs, int vecs_of_thread) {
+  return (vecs + vecs_of_thread * 32 - 1) / (vecs_of_thread * 32) * 32;
+}
+
+// Bytes of the sums that NormBwdRows<T, 4, kRms> has in shared memory.
+size_t SharedSums(int64_t vecs, bool rms) {
+  return sizeof(float) * ThreadsOfRow(vecs, 4) * 4 * 8 * (rms ? 1 : 2);
+}
+
+template <typename T, bool kRms>
+ffi::Error LaunchRows(cudaStream_t stream, const NormBwdArgs& a, int64_t ctas) {
+  const bool vectors = a.h % 8 == 0 && Aligned(a.x) && Aligned(a.dy) && Aligned(a.dx) &&
+                       Aligned(a.gamma.data) && Aligned(a.dgamma) && Aligned(a.dbeta);
+  const int64_t vecs = a.h / 8;
+  int device, most_bytes;
+  TE_CUDA(cudaGetDevice(&device));
+  TE_CUDA(cudaDeviceGetAttribute(&most_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  const auto launch = [&](auto kernel, int vecs_of_thread) -> ffi::Error {
+    const int x = ThreadsOfRow(vecs, vecs_of_thread);
+    int y = 1;  // rows at once
+    while (x * y * 2 <= kThreads) y *= 2;
+    const size_t bytes = vecs_of_thread > 2 ? SharedSums(vecs, kRms)
+                         : y > 1            ? sizeof(float) * x * y * vecs_of_thread * 8
+                                            : 0;
+    TE_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)));
+    kernel<<<ctas, dim3(x, y), bytes, stream>>>(a);
+    TE_LAUNCHED();
+  };
+  if (vectors && vecs <= 32) return launch(NormBwdRows<T, 1, kRms>, 1);
+  if (vectors && vecs <= kMostThreads * 2) return launch(NormBwdRows<T, 2, kRms>, 2);
+  if constexpr (sizeof(T) == 2) {  // f32 needs more registers than there are
+    if (vectors && vecs <= kMostThreads * 4 && SharedSums(vecs, kRms) + 1024 <= size_t(most_bytes))
+      return launch(NormBwdRows<T, 4, kRms>, 4);
+  }
+  const auto kernel = vectors ? NormBwdLongRows<T, kRms, 8> : NormBwdLongRows<T, kRms, 1>;
+  kernel<<<ctas, kMostThreads, 0, stream>>>(a);
+  TE_LAUNCHED();
+}
+
+ffi::Error LaunchNormBwd(cudaStream_t stream, Arg dy, Arg x, Arg mean, Arg rstd, Arg gamma, Ret dx,
+                         Ret dgamma, Ret dbeta, bool rms, bool zero_centered) {
+  TE_CHECK(x.dimensions().size() >= 1, "te_norm_bwd: x is a scalar, expected [..., h]");
+  const int64_t h = x.dimensions().back(), rows = h ? x.element_count() / h : 0;
+  if (rows == 0) {  // the partial sums are there nevertheless
+    if (Present(dgamma)) TE_CUDA(cudaMemsetAsync(dgamma->untyped_data(), 0, dgamma->size_bytes(), stream));
+    if (Present(dbeta)) TE_CUDA(cudaMemsetAsync(dbeta->untyped_data(), 0, dbeta->size_bytes(), stream));
+    return ffi::Error::Success();
+  }
+  TE_CHECK(dy.element_type() == x.element_type() && dy.element_count() == x.element_count() &&
+               dx->element_type() == x.element_type() && dx->element_count() == x.element_count(),
+           "te_norm_bwd: dy is %s, x %s, dx %s: they must agree in shape and type", Shape(dy).c_str(),
+           Shape(x).c_str(), Shape(*dx).c_str());
+  TE_CHECK(int64_t(rstd.element_count()) == rows && int64_t(mean.element_count()) == (rms ? 0 : rows),
+           "te_norm_bwd: mean is %s, rstd %s, x %s; RMSNorm has no mean", Shape(mean).c_str(),
+           Shape(rstd).c_str(), Shape(x).c_str());
+  TE_CHECK(int64_t(gamma.element_count()) == h, "te_norm_bwd: gamma is %s, x is %s", Shape(gamma).c_str(),
+           Shape(x).c_str());
+  TE_CHECK(Present(dgamma) && dgamma->element_count() % h == 0,
+           "te_norm_bwd: partial dgamma is %s, expected [p, %ld]", Shape(*dgamma).c_str(), long(h));
+  TE_CHECK(!Present(dbeta) || (!rms && dbeta->element_count() == dgamma->element_count()),
+           "te_norm_bwd: partial dbeta is %s, dgamma %s; RMSNorm has no beta", Shape(*dbeta).c_str(),
+           Shape(*dgamma).c_str());
+  const int64_t ctas = dgamma->element_count() / h;
+  const NormBwdArgs args{Data<void>(dy),
+                         Data<void>(x),
+                         Data<float>(mean),
+                         Data<float>(rstd),
+                         WeightsOf(gamma),
+                         Data<void>(dx),
+                         Data<float>(dgamma),
+                         Data<float>(dbeta),
+                         rows,
+                         h,
+                         zero_centered};
+  return DispatchFloat(x.element_type(), [&]<typename T>() -> ffi::Error {
+    return rms ? LaunchRows<T, true>(stream, args, ctas) : LaunchRows<T, false>(stream, args, ctas);
+  });
+}
+
+}  // namespace
+
+TE_HANDLER(te_norm_bwd, LaunchNormBwd,
+           Bind()
+               .Ctx<Stream>()
+               .Arg<Arg>()  // dy: ... h
+               .Arg<Arg>()  // x: ... h
+               .Arg<Arg>()  // mean?: ...
+               .Arg<Arg>()  // rstd: ...
+               .Arg<Arg>()  // gamma: h
+               .Ret<Arg>()  // dx: ... h
+               .Ret<Arg>()  // dgamma: partial [p, h]
+               .Ret<Arg>()  // dbeta?: partial [p, h]
+               .Attr<bool>("rms")
+               .Attr<bool>("zero_centered"));
+
+}  // namespace te

@@ -1,0 +1,1 @@
+"""The pieces of examples/train_gpt.py, one job each."""

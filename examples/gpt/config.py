@@ -1,0 +1,145 @@
+"""Presets and the command line."""
+
+import argparse
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Sizes of the transformer; everything that decides the parameter tree."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    gqa_groups: int | None = None  # None: as many as heads
+    norm: str = "layernorm"
+    activations: tuple[str, ...] = ("gelu",)
+    use_bias: bool = True
+    rope: bool = False  # False: learned positions
+    tie_embeddings: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """A model with a training recipe that suits it."""
+
+    model: Model
+    lr: float  # the peak of the schedule
+    batch_size: int = 16  # sequences per step
+    seq_len: int = 1024  # bytes per sequence
+    steps: int = 1000
+    warmup: int = 100  # steps
+    eval_every: int = 200  # steps
+    eval_batches: int = 8
+    amax_history_len: int = 1024
+
+
+TINY = Model(layers=2, hidden=128, ffn=512, heads=4)
+SMALL = Model(layers=18, hidden=768, ffn=3072, heads=12)  # 128M: a vocabulary of 256 costs nothing
+MEDIUM = Model(layers=28, hidden=1024, ffn=4096, heads=16)  # 354M
+LLAMA_8B_WIDTHS = Model(
+    layers=2,
+    hidden=4096,
+    ffn=14336,
+    heads=32,
+    gqa_groups=8,
+    norm="rmsnorm",
+    activations=("silu", "linear"),
+    use_bias=False,
+    rope=True,
+    tie_embeddings=False,
+)
+
+PRESETS = {
+    "tiny": Preset(
+        TINY, lr=3e-3, seq_len=128, steps=300, warmup=100, eval_every=100, eval_batches=4, amax_history_len=64
+    ),
+    "small": Preset(SMALL, lr=6e-4, warmup=200),
+    "medium": Preset(MEDIUM, lr=3e-4, warmup=200),
+    "8b-layer": Preset(
+        LLAMA_8B_WIDTHS,
+        lr=1e-4,
+        batch_size=1,
+        seq_len=8192,
+        steps=50,
+        warmup=10,
+        eval_every=0,
+        eval_batches=0,
+    ),
+}
+
+PRESET_FIELDS = [f.name for f in dataclasses.fields(Preset) if f.name != "model"]
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        description="Train a byte-level GPT in FP8 (delayed scaling), and with --compare in bf16 beside it.",
+    )
+
+    def add(group, name, help, **options):
+        group.add_argument(name, help=help, **options)
+
+    add(p, "--preset", "model size [default: medium on a GPU, tiny without]", choices=PRESETS)
+    add(p, "--precision", "of the GEMMs [default: fp8]", choices=("fp8", "bf16"), default="fp8")
+    add(p, "--compare", "train in both, from one seed and on the same batches", action="store_true")
+    add(p, "--data", "your own text [default: Python's library source]", nargs="+", metavar="FILE")
+    add(
+        p,
+        "--out",
+        "checkpoints, loss.png and results.json go here [default: runs/gpt]",
+        default="runs/gpt",
+        metavar="DIR",
+    )
+    add(p, "--seed", "of parameters, batches and dropout [default: 0]", type=int, default=0)
+    add(p, "--resume", "continue from the last checkpoint in --out, if any", action="store_true")
+    add(p, "--checkpoint-every", "steps; 0: at the end alone", type=int, default=0, metavar="N")
+    add(p, "--no-checkpoint", "save none (one holds 12 bytes a parameter)", action="store_true")
+    add(p, "--stop-at", "save and leave here, to --resume later", type=int, metavar="STEP")
+    add(p, "--check-gap", "exit 1 if the mean |FP8 - bf16| over the last tenth of the steps exceeds X nats "
+        "(needs --compare)", type=float, metavar="X")  # fmt: skip
+    add(p, "--remat", "recompute each layer in the backward pass", action="store_true")
+    add(p, "--dropout", "rate on the residual branches [default: 0]", type=float, default=0.0)
+    override = p.add_argument_group("overrides of the preset")
+    add(override, "--layers", "of the transformer", type=int)
+    add(override, "--batch-size", "sequences per step", type=int)
+    add(override, "--seq-len", "bytes per sequence", type=int)
+    add(override, "--steps", "to train for; the schedule ends there", type=int)
+    add(override, "--lr", "peak learning rate", type=float)
+    add(override, "--warmup", "steps of linear warm-up", type=int)
+    add(override, "--eval-every", "held-out loss every N steps; 0: never", type=int, metavar="N")
+    add(override, "--eval-batches", "held-out batches", type=int, metavar="N")
+    add(override, "--amax-history-len", "steps that an FP8 scale looks back", type=int, metavar="N")
+    return p
+
+
+def parse(argv: list[str] | None, default_preset: str) -> argparse.Namespace:
+    """The arguments, with the preset filled in where nothing was given; `args.model` is a `Model`.
+
+    Exits with a message (argparse) on a value that makes no sense.
+    """
+    p = parser()
+    args = p.parse_args(argv)
+    args.preset = args.preset or default_preset
+    preset = PRESETS[args.preset]
+    for field in PRESET_FIELDS:
+        if getattr(args, field) is None:
+            setattr(args, field, getattr(preset, field))
+    args.model = dataclasses.replace(preset.model, layers=args.layers or preset.model.layers)
+    args.warmup = min(args.warmup, args.steps // 2)  # a short run still reaches its peak
+
+    for field in ("batch_size", "seq_len", "steps", "amax_history_len"):
+        if getattr(args, field) < 1:
+            p.error(f"--{field.replace('_', '-')} is {getattr(args, field)}: give 1 or more")
+    if args.check_gap is not None and not args.compare:
+        p.error("--check-gap needs --compare: a gap is between two runs")
+    if args.no_checkpoint and (args.resume or args.stop_at is not None):
+        p.error("--no-checkpoint contradicts --resume and --stop-at: they live of checkpoints")
+    return args
+
+
+def resume_key(args: argparse.Namespace, text_bytes: int) -> dict:
+    """What must be equal for a resumed run to be the same run; JSON types."""
+    fields = ("seed", "batch_size", "seq_len", "steps", "lr", "warmup", "amax_history_len", "dropout", "data")
+    model = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(args.model).items()}
+    return {**{f: getattr(args, f) for f in fields}, **model, "text_bytes": text_bytes}

@@ -1,0 +1,38 @@
+"""How much arithmetic a step holds, and how much the GPU could do."""
+
+from .config import Model
+from .model import VOCAB
+
+# Dense peak in TFLOP/s, (FP8, bf16), from NVIDIA's data sheets (half of the figures "with sparsity").
+# The first name found in the device's own is taken.
+PEAKS = (
+    ("H100 PCIe", 1513, 756),
+    ("H200", 1979, 989),
+    ("H100", 1979, 989),
+    ("B200", 4500, 2250),
+    ("L40S", 733, 362),
+    ("A100", None, 312),
+)
+
+
+def per_token(c: Model, seq_len: int) -> float:
+    """FLOPs of the model for one token, forward and backward (three times forward).
+
+    Matrix products alone, two per weight; causal attention is counted as the half that is not masked.
+    Recomputation (--remat) is not counted: this is what the model needs, not what the program does.
+    """
+    kv_width = c.hidden * (c.gqa_groups or c.heads) // c.heads
+    attention_weights = 2 * c.hidden * c.hidden + 2 * c.hidden * kv_width  # query, out; key, value
+    mlp_weights = (len(c.activations) + 1) * c.hidden * c.ffn
+    scores_and_values = 2 * c.hidden * seq_len / 2
+    layer = attention_weights + mlp_weights + scores_and_values
+    return 3 * 2 * (c.layers * layer + c.hidden * VOCAB)
+
+
+def peak(device_kind: str, precision: str) -> float | None:
+    """FLOP/s of a device in "fp8" or "bf16"; None for a CPU and for a GPU that the table lacks."""
+    for part, fp8, bf16 in PEAKS:
+        if part in device_kind:
+            tflops = fp8 if precision == "fp8" else bf16
+            return tflops and tflops * 1e12
+    return None

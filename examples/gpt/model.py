@@ -1,0 +1,76 @@
+"""A byte-level GPT of te_flax modules. Parameters are f32, activations bf16; logits and loss are f32."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+import te_jax.flax as te_flax
+
+from .config import Model
+
+VOCAB = 256  # a token is a byte
+
+
+class Block(nn.Module):
+    """One transformer layer, in the shape that `nn.scan` wants: (carry, x) -> (carry, y)."""
+
+    config: Model
+    dropout: float
+
+    @nn.compact
+    def __call__(self, x, _):
+        c = self.config
+        layer = te_flax.TransformerLayer(
+            hidden_size=c.hidden,
+            mlp_hidden_size=c.ffn,
+            num_attention_heads=c.heads,
+            num_gqa_groups=c.gqa_groups,
+            layernorm_type=c.norm,
+            mlp_activations=c.activations,
+            use_bias=c.use_bias,
+            self_attn_mask_type="causal",
+            enable_rotary_pos_emb=c.rope,
+            rotary_pos_emb_group_method="alternate",
+            fuse_qkv_params=True,
+            hidden_dropout=self.dropout,
+            attention_dropout=0.0,
+        )
+        return layer(x, deterministic=self.dropout == 0), None
+
+
+class GPT(nn.Module):
+    """tokens int[b, s] -> logits f32[b, s, 256]."""
+
+    config: Model
+    max_len: int  # learned positions
+    dropout: float = 0.0
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        c = self.config
+        embedding = self.param("embedding", nn.initializers.normal(0.02), (VOCAB, c.hidden), jnp.float32)
+        x = embedding[tokens]
+        if not c.rope:
+            positions = self.param(
+                "positions", nn.initializers.normal(0.02), (self.max_len, c.hidden), jnp.float32
+            )
+            x = x + positions[: tokens.shape[1]]
+        x = x.astype(jnp.bfloat16)
+
+        # One layer is traced and compiled, whatever their number. The FP8 state gets a leading layer axis, as
+        # the parameters do. With `remat` a layer keeps its input alone, and runs again in the backward pass.
+        layers = nn.scan(
+            nn.remat(Block, prevent_cse=False) if self.remat else Block,
+            variable_axes={"params": 0, "fp8_metas": 0},
+            split_rngs={"params": True, "dropout": True},
+            length=c.layers,
+            metadata_params={nn.PARTITION_NAME: None},
+        )
+        x, _ = layers(c, self.dropout, name="layers")(x, None)
+        x = te_flax.LayerNorm(layernorm_type=c.norm, name="final_norm")(x)
+
+        head = embedding
+        if not c.tie_embeddings:
+            head = self.param("head", nn.initializers.normal(0.02), (VOCAB, c.hidden), jnp.float32)
+        return jnp.einsum("bsh,vh->bsv", x, head.astype(x.dtype), preferred_element_type=jnp.float32)

@@ -1,0 +1,62 @@
+"""The progress bar, and the step times behind its figures."""
+
+import math
+import statistics
+import sys
+import time
+
+import tqdm
+
+WINDOW = 20  # steps that the bar's rate looks back
+
+
+class Progress:
+    """Takes losses as they arrive. `tokens` and `flops` are one step's, `peak` is in FLOP/s or None."""
+
+    def __init__(self, name: str, start: int, total: int, tokens: int, flops: float, peak: float | None):
+        self.tokens, self.flops, self.peak = tokens, flops, peak
+        self.seconds: list[float] = []  # from one step's end to the next one's
+        self.last: float | None = None
+        # Into a file the bar writes a line now and then, on a terminal it moves.
+        slow = 0.2 if sys.stderr.isatty() else 15.0
+        self.bar = tqdm.tqdm(
+            total=total, initial=start, desc=name, unit="step", mininterval=slow, dynamic_ncols=True
+        )
+
+    def add(self, loss: float) -> None:
+        """FloatingPointError if the loss is not finite: nothing good comes after it."""
+        now = time.perf_counter()
+        if self.last is not None:
+            self.seconds.append(now - self.last)
+        self.last = now
+        self.bar.set_postfix_str(
+            f"loss {loss:.3f}" + "".join(f", {part}" for part in self.rates(WINDOW)), False
+        )
+        self.bar.update()
+        if not math.isfinite(loss):
+            self.bar.close()
+            raise FloatingPointError(f"the loss is {loss} at step {self.bar.n}: try a smaller --lr")
+
+    def pause(self) -> None:
+        """What happens between now and the next step's end is not a step's time."""
+        self.last = None
+
+    def note(self, text: str) -> None:
+        self.bar.write(text, file=sys.stderr)
+
+    def step_seconds(self, window: int = 0) -> float | None:
+        """Median of the last `window` steps (0: of all)."""
+        return statistics.median(self.seconds[-window:]) if self.seconds else None
+
+    def tokens_per_second(self, window: int = 0) -> float | None:
+        seconds = self.step_seconds(window)
+        return seconds and self.tokens / seconds
+
+    def utilisation(self, window: int = 0) -> float | None:
+        """The model's FLOP/s over the GPU's peak in this run's precision; None where no peak is known."""
+        seconds = self.step_seconds(window)
+        return self.flops / seconds / self.peak if seconds and self.peak else None
+
+    def rates(self, window: int = 0) -> list[str]:
+        rate, used = self.tokens_per_second(window), self.utilisation(window)
+        return ([f"{rate:,.0f} tokens/s"] if rate else []) + ([f"MFU {used:.1%}"] if used else [])

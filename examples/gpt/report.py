@@ -1,0 +1,82 @@
+"""What a run leaves behind: results.json, and the gap between two runs."""
+
+import datetime
+import importlib.metadata
+import json
+import pathlib
+import platform
+import shlex
+import sys
+
+import jax
+import numpy as np
+
+POINTS = 500  # of a loss curve in results.json
+
+
+def gap(losses: list[float], reference: list[float]) -> dict:
+    """FP8 minus bf16, step by step, over the last tenth of the steps, in nats: mean, and mean size.
+
+    The two runs see the same batches, so the batches' own noise is not in it.
+    """
+    difference = np.subtract(losses, reference)
+    last = difference[-max(1, len(difference) // 10) :]
+    return {"steps": len(last), "mean": float(last.mean()), "mean_abs": float(np.abs(last).mean())}
+
+
+def within(gap: dict, limit: float) -> bool:
+    return gap["mean_abs"] <= limit  # so that NaN fails
+
+
+def thin(losses: list[float]) -> list[list[float]]:
+    """[[step, mean loss up to this step from the one before it], ...], at most `POINTS` of them."""
+    blocks = np.array_split(np.asarray(losses), min(POINTS, len(losses)))
+    ends = np.cumsum([len(b) for b in blocks])
+    return [[int(end), float(block.mean())] for end, block in zip(ends, blocks, strict=True)]
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("te_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "run from its source folder"
+    return found
+
+
+def write(path: pathlib.Path, args: dict, text: str, runs: dict[str, dict], gap: dict | None) -> None:
+    """`runs`: by precision, each with its whole `losses`."""
+    device = jax.devices()[0]
+    results = {
+        "command": shlex.join([pathlib.Path(sys.executable).name, *sys.argv]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
+        "versions": versions(),
+        "text": text,
+        "args": args,
+        "runs": {name: {**run, "losses": thin(run["losses"])} for name, run in runs.items()},
+        "gap_last_tenth": gap,
+    }
+    path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def lines(runs: dict[str, dict], gap: dict | None) -> list[str]:
+    """The same in words."""
+    said = []
+    for name, run in runs.items():
+        last = np.mean(run["losses"][-max(1, len(run["losses"]) // 10) :])
+        parts = [f"{name}: loss {last:.4f} nats over the last tenth of {len(run['losses'])} steps"]
+        if run["held_out"]:
+            parts.append(f"held-out {run['held_out'][-1][1]:.4f}")
+        if run["step_ms"]:
+            parts.append(f"{run['step_ms']:.1f} ms a step, {run['tokens_per_s']:,.0f} tokens/s")
+        if run["mfu"]:
+            parts.append(f"MFU {run['mfu']:.1%}")
+        said.append("; ".join(parts))
+    if gap:
+        said.append(
+            f"gap (FP8 - bf16) over the last {gap['steps']} steps: mean {gap['mean']:+.4f} nats, "
+            f"mean size {gap['mean_abs']:.4f}"
+        )
+    return said

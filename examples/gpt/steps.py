@@ -1,0 +1,97 @@
+"""State, optimizer, and the two jitted functions: train step and held-out loss."""
+
+from typing import Any, NamedTuple
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+import te_jax as te
+from te_jax import recipe as te_recipe
+
+from .model import GPT
+
+
+class TrainState(NamedTuple):
+    """All that a step reads and writes. The data position is `step`: batches are a function of it."""
+
+    step: jax.Array  # i32[]
+    params: Any  # f32
+    opt_state: Any
+    fp8: dict  # {"fp8_metas": scales and amax histories, f32}; {} in bf16
+    rng: jax.Array  # u32[2], constant; folded with the step it gives the step's dropout key
+
+
+def make_optimizer(lr: float, warmup: int, steps: int) -> optax.GradientTransformation:
+    """AdamW with linear warm-up and cosine decay to a tenth, after clipping the global norm at 1.
+
+    Only parameters go through it. FP8 scales are no parameters: clipped or decayed they would be wrong.
+    """
+    schedule = optax.warmup_cosine_decay_schedule(0.0, lr, warmup, steps, end_value=0.1 * lr)
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=decayed),
+    )
+
+
+def decayed(params) -> Any:
+    """True for matrices. By name, since a bias of scanned layers has two axes too."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key.endswith("kernel"), params)
+
+
+def autocast(recipe: te_recipe.DelayedScaling | None):
+    return te.autocast(enabled=recipe is not None, recipe=recipe)
+
+
+def init_state(model: GPT, optimizer, recipe, seed: int) -> TrainState:
+    @jax.jit
+    def init(rng):
+        # The modules that need FP8 state make it, so `init` runs under the same autocast as `apply`.
+        with autocast(recipe):
+            variables = model.init(rng, jnp.zeros((1, model.max_len), jnp.int32))
+        fp8, params = flax.core.pop(nn.meta.unbox(variables), "params")
+        return TrainState(jnp.int32(0), params, optimizer.init(params), fp8, jax.random.fold_in(rng, 1))
+
+    return init(jax.random.PRNGKey(seed))
+
+
+def next_byte_loss(model: GPT, params, fp8, windows: jax.Array, dropout_key=None) -> jax.Array:
+    """Mean cross-entropy in nats of each byte of `windows` u8[b, s + 1] given those before it."""
+    windows = windows.astype(jnp.int32)
+    rngs = {} if dropout_key is None else {"dropout": dropout_key}
+    logits = model.apply({"params": params, **fp8}, windows[:, :-1], rngs=rngs)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
+
+
+def make_train_step(model: GPT, optimizer, recipe):
+    """jitted (state, u8[b, s + 1]) -> (state, loss); the old state's memory is reused for the new."""
+
+    def train_step(state: TrainState, windows: jax.Array) -> tuple[TrainState, jax.Array]:
+        key = jax.random.fold_in(state.rng, state.step) if model.dropout else None
+
+        def loss_fn(params, fp8):
+            return next_byte_loss(model, params, fp8, windows, key)
+
+        with autocast(recipe):
+            loss, (grads, fp8) = jax.value_and_grad(loss_fn, argnums=(0, 1))(state.params, state.fp8)
+            # The "gradient" of the FP8 state is its next value: amaxes recorded, scales following.
+            fp8 = te.update_fp8_metas(fp8)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(state.step + 1, params, opt_state, fp8, state.rng), loss
+
+    return jax.jit(train_step, donate_argnums=0)
+
+
+def make_eval_loss(model: GPT, recipe):
+    """jitted (params, fp8, u8[b, s + 1]) -> loss, in the precision of training and without dropout."""
+    model = model.clone(dropout=0.0)
+
+    @jax.jit
+    def eval_loss(params, fp8, windows):
+        with autocast(recipe):
+            return next_byte_loss(model, params, fp8, windows)
+
+    return eval_loss

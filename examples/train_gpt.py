@@ -1,0 +1,157 @@
+"""Train a byte-level GPT in FP8 with delayed scaling, and with --compare in bf16 beside it.
+
+    python examples/train_gpt.py --compare
+
+Without a GPU this trains the `tiny` preset in a few minutes. It writes loss.png, results.json and checkpoints
+to --out. See examples/README.md; `--help` lists the options.
+"""
+
+import collections
+import itertools
+import pathlib
+import sys
+import time
+
+import jax
+from gpt import checkpoint, config, data, flops, plot, report, steps
+from gpt.model import GPT
+from gpt.progress import Progress
+
+from te_jax import recipe as te_recipe
+
+LATE = 3  # steps that a loss is read after its step was issued, so that the device never waits for the host
+
+
+def fp8_recipe(args) -> te_recipe.DelayedScaling:
+    return te_recipe.DelayedScaling(
+        fp8_format=te_recipe.Format.HYBRID,  # E4M3 forward, E5M2 for gradients
+        amax_history_len=args.amax_history_len,
+        amax_compute_algo="max",
+    )
+
+
+def held_out_loss(eval_loss, state: steps.TrainState, batches) -> float:
+    losses = [eval_loss(state.params, state.fp8, windows) for windows in batches]
+    return float(sum(losses) / len(losses))
+
+
+def train(args, precision: str, corpus: data.Corpus, out: pathlib.Path) -> dict:
+    """One run from its start, or from its last checkpoint, to --steps or --stop-at; see `summary`."""
+    recipe = fp8_recipe(args) if precision == "fp8" else None
+    model = GPT(args.model, max_len=args.seq_len, dropout=args.dropout, remat=args.remat)
+    optimizer = steps.make_optimizer(args.lr, args.warmup, args.steps)
+    state = steps.init_state(model, optimizer, recipe, args.seed)
+    parameters = sum(p.size for p in jax.tree.leaves(state.params))
+
+    run = {"key": config.resume_key(args, len(corpus.train)), "losses": [], "held_out": []}
+    checkpoints = None if args.no_checkpoint else checkpoint.Checkpoints(out / precision)
+    if checkpoints and args.resume and (found := checkpoints.restore(state, run["key"])):
+        state, run = found
+    start, stop = int(state.step), min(args.steps, args.stop_at or args.steps)
+    print(
+        f"{precision}: {parameters / 1e6:.1f}M parameters, steps {start} to {stop} of {args.steps}",
+        flush=True,
+    )
+
+    def batch(step):
+        return data.batch(corpus.train, args.batch_size, args.seq_len, args.seed, step)
+
+    train_step, compile_seconds = None, None
+    if start < stop:  # else the checkpoint is of a finished run
+        began = time.perf_counter()
+        train_step = steps.make_train_step(model, optimizer, recipe).lower(state, batch(0)).compile()
+        compile_seconds = time.perf_counter() - began
+        print(f"{precision}: compiled in {compile_seconds:.1f} s", flush=True)
+    eval_loss = steps.make_eval_loss(model, recipe)
+    eval_data = data.held_out_batches(corpus.held_out, args.batch_size, args.seq_len, args.eval_batches)
+
+    tokens = args.batch_size * args.seq_len
+    peak = flops.peak(jax.devices()[0].device_kind, precision)
+    step_flops = tokens * flops.per_token(args.model, args.seq_len)
+    progress = Progress(precision, start, args.steps, tokens, step_flops, peak)
+    pending = collections.deque()
+
+    def read_losses(left: int):
+        while len(pending) > left:
+            run["losses"].append(float(pending.popleft()))
+            progress.add(run["losses"][-1])
+
+    for step in range(start + 1, stop + 1):
+        state, loss = train_step(state, batch(step - 1))
+        pending.append(loss)
+        evaluate = args.eval_every and eval_data and (step % args.eval_every == 0 or step == args.steps)
+        save = checkpoints and ((args.checkpoint_every and step % args.checkpoint_every == 0) or step == stop)
+        pause = evaluate or save or step == stop
+        read_losses(0 if pause else LATE)
+        if evaluate:
+            run["held_out"].append([step, held_out_loss(eval_loss, state, eval_data)])
+            progress.note(f"{precision}: held-out loss {run['held_out'][-1][1]:.4f} at step {step}")
+        if save:
+            checkpoints.save(state, run)
+        if pause:
+            progress.pause()
+    progress.bar.close()
+    if checkpoints:
+        checkpoints.close()
+    return {"parameters": parameters, "compile_s": compile_seconds, **summary(run, progress)}
+
+
+def summary(run: dict, progress: Progress) -> dict:
+    """A run as results.json has it. `losses`: one per step; `held_out`: [[step, loss], ...]. Figures of speed
+    are the median step's, and None where no step was timed."""
+    seconds = progress.step_seconds()
+    return {
+        "model_tflop_per_step": progress.flops / 1e12,
+        "step_ms": seconds and seconds * 1e3,
+        "tokens_per_s": progress.tokens_per_second(),
+        "mfu": progress.utilisation(),
+        "held_out": run["held_out"],
+        "losses": run["losses"],
+    }
+
+
+def keep_earlier(out: pathlib.Path) -> None:
+    """A new run must not overwrite the checkpoints of another: they move to `earlier-N` beside it."""
+    found = [out / name for name in ("fp8", "bf16", "results.json", "loss.png") if (out / name).exists()]
+    if not found:
+        return
+    earlier = next(p for n in itertools.count(1) if not (p := out / f"earlier-{n}").exists())
+    earlier.mkdir()
+    for path in found:
+        path.rename(earlier / path.name)
+    print(f"note: {out} held a run; it is in {earlier} now (--resume would have continued it)")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = config.parse(argv, default_preset="medium" if jax.default_backend() == "gpu" else "tiny")
+    out = pathlib.Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    if not args.resume:
+        keep_earlier(out)
+    try:
+        corpus = data.load(args.data)
+        data.check_length(corpus, args.seq_len)
+        print(
+            f"device: {jax.devices()[0].device_kind}; preset: {args.preset}; text: {corpus.source}",
+            flush=True,
+        )
+        precisions = ("fp8", "bf16") if args.compare else (args.precision,)
+        runs = {precision: train(args, precision, corpus, out) for precision in precisions}
+    except (OSError, ValueError, FloatingPointError) as error:
+        print(f"train_gpt: {error}", file=sys.stderr)
+        return 2
+
+    gap = report.gap(runs["fp8"]["losses"], runs["bf16"]["losses"]) if args.compare else None
+    settings = {**vars(args), **config.resume_key(args, len(corpus.train))}
+    settings.pop("model")
+    report.write(out / "results.json", settings, corpus.source, runs, gap)
+    plot.save(out / "loss.png", runs, gap, f"byte-level GPT, {args.preset}, {jax.devices()[0].device_kind}")
+    print(*report.lines(runs, gap), f"wrote {out / 'loss.png'} and {out / 'results.json'}", sep="\n")
+    if args.check_gap is not None and not report.within(gap, args.check_gap):
+        print(f"train_gpt: the mean size of the gap exceeds {args.check_gap}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""`python -m te_jax [--json]`: what te_jax can do on this machine; where it cannot, why and what to do."""
+
+import argparse
+import importlib.metadata
+import json
+import pathlib
+import platform
+import re
+
+import jax
+
+from te_jax import _lib
+
+FP8_CAPABILITY = (8, 9)  # Ada; the first tensor cores with FP8
+ATTENTION_CAPABILITY = (8, 0)
+LATER_RECIPES = ("Float8CurrentScaling", "Float8BlockScaling")
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def driver_version() -> str | None:
+    try:
+        text = pathlib.Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    match = re.search(r"\d+\.\d+(\.\d+)?", text)
+    return match[0] if match else None
+
+
+def devices() -> dict:
+    """The devices of jax's default backend."""
+    try:
+        found = jax.devices()
+    except RuntimeError as error:
+        return {"platform": None, "count": 0, "kind": None, "capability": None, "error": str(error)}
+    capability = getattr(found[0], "compute_capability", None)
+    kind = found[0].device_kind
+    return {"platform": found[0].platform, "count": len(found), "kind": kind, "capability": capability}
+
+
+def feature(reason: str, how: str) -> dict:
+    return {"available": not reason, "detail": reason or how}
+
+
+def capability_reason(what: str, capability: str | None, minimum: tuple[int, int], way_out: str) -> str:
+    have = tuple(int(part) for part in (capability or "0.0").split("."))
+    if have >= minimum:
+        return ""
+    needed = ".".join(map(str, minimum))
+    return f"{what} needs compute capability {needed} or newer, this GPU has {capability}: {way_out}"
+
+
+def features(device: dict, cuda: bool, status: _lib.Status, driver: str | None) -> dict:
+    later = {name: feature("not in this version: use DelayedScaling", "") for name in LATER_RECIPES}
+    if not cuda:
+        install = "pip install -U 'jax[cuda13]'" if driver else "needs an NVIDIA GPU and jax[cuda13]"
+        return {
+            "DelayedScaling": feature("", f"as plain JAX, right but not fast; FP8 kernels: {install}"),
+            **later,
+            "fused attention": feature(f"no CUDA device in jax, attention is plain JAX: {install}", ""),
+        }
+    capability = device["capability"]
+    fp8 = status.reason or capability_reason("FP8", capability, FP8_CAPABILITY, "train without autocast")
+    attention = status.attention or capability_reason(
+        "fused attention", capability, ATTENTION_CAPABILITY, "use the plain-JAX implementation"
+    )
+    return {
+        "DelayedScaling": feature(fp8, "CUDA kernels and cuBLASLt"),
+        **later,
+        "fused attention": feature(attention, "cuDNN, bf16 and f16"),
+    }
+
+
+def report() -> dict:
+    device, driver, status = devices(), driver_version(), _lib.status()
+    cuda = _lib.has_cuda_device()
+    plugin = _lib.jax_cuda_plugin()
+    versions = {name: version(name) for name in ("te_jax", "jax", "jaxlib", "flax")}
+    versions["CUDA plugin"] = f"{plugin[1]} (CUDA {plugin[0]})" if plugin else "not installed"
+    versions["python"] = platform.python_version()
+    return {
+        "versions": versions,
+        "device": device,
+        "driver": driver,
+        "lowering": "CUDA kernels" if cuda else "plain JAX",
+        "extension": {
+            "built": status.built,
+            "loads": status.loads,
+            "reason": status.reason,
+            "cuda": status.cuda and _lib.cuda_text(status.cuda),
+            "driver_cuda": status.driver and _lib.cuda_text(status.driver),
+            "cublaslt": status.cublaslt and _lib.library_text(status.cublaslt),
+            "cudnn": status.cudnn and _lib.library_text(status.cudnn),
+        },
+        "features": features(device, cuda, status, driver),
+    }
+
+
+def rows(found: dict):
+    """(label, text) lines of the report."""
+    device, extension = found["device"], found["extension"]
+    yield from found["versions"].items()
+    if device["count"]:
+        capability = f", compute capability {device['capability']}" if device["capability"] else ""
+        yield "device", f"{device['count']} x {device['kind']} ({device['platform']}{capability})"
+    else:
+        yield "device", f"none: {device['error']}"
+    driver_cuda = f", CUDA up to {extension['driver_cuda']}" if extension["driver_cuda"] else ""
+    yield "NVIDIA driver", f"{found['driver']}{driver_cuda}" if found["driver"] else "none"
+    yield "lowering", f"ops lower to {found['lowering']}"
+    built = f"built for CUDA {extension['cuda']}" if extension["cuda"] else "built" * extension["built"]
+    loads = "loads" if extension["loads"] else "does not load"
+    yield "extension", f"{built}, {loads}" if built else "not built"
+    if extension["reason"]:
+        yield "", extension["reason"]
+    yield "cuBLASLt", extension["cublaslt"] or "not found"
+    yield "cuDNN", extension["cudnn"] or "not found"
+    yield "", ""
+    for name, item in found["features"].items():
+        yield name, f"{'yes' if item['available'] else 'no '}  {item['detail']}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m te_jax", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    as_json = parser.parse_args().json
+    found = report()
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    for label, text in rows(found):
+        print(f"{label:<22}{text}".rstrip())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,12 @@
+"""Flax (Linen) modules: parameters, names and FP8 state around the functional layers."""
+
+from te_jax.flax.attention import DotProductAttention as DotProductAttention
+from te_jax.flax.dense import DenseGeneral as DenseGeneral
+from te_jax.flax.dense import LayerNormDenseGeneral as LayerNormDenseGeneral
+from te_jax.flax.mha import MultiHeadAttention as MultiHeadAttention
+from te_jax.flax.mlp import LayerNormMLP as LayerNormMLP
+from te_jax.flax.norm import LayerNorm as LayerNorm
+from te_jax.flax.relpos import RelativePositionBiases as RelativePositionBiases
+from te_jax.flax.transformer import TransformerLayer as TransformerLayer
+from te_jax.flax.transformer import TransformerLayerType as TransformerLayerType
+from te_jax.sharding import extend_logical_axis_rules as extend_logical_axis_rules

@@ -1,0 +1,100 @@
+"""What the modules share: parameters in boxes, default initialisers, checks, low-rank adaptation."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import lax
+
+from te_jax.flax._state import describe
+
+Initializer = Callable  # (key, shape, dtype) -> array
+Axes = tuple[str | None, ...]
+
+LORA_SCOPES = {  # scope -> (qkv projections, output projection, MLP)
+    "none": (False, False, False),
+    "all": (True, True, True),
+    "qkv_proj": (True, False, False),
+    "output_proj": (False, True, False),
+    "mlp": (False, False, True),
+    "exclude_qkv_proj": (False, True, True),
+    "exclude_output_proj": (True, False, True),
+    "exclude_mlp": (True, True, False),
+}
+
+
+def parameter(module: nn.Module, name: str, init: Initializer, axes: Axes, shape: Sequence[int]) -> jax.Array:
+    """One parameter of `module.dtype`, boxed with its logical axes."""
+    return module.param(name, nn.with_logical_partitioning(init, tuple(axes)), tuple(shape), module.dtype)
+
+
+def kernel_initializer(
+    init: Initializer | None, contracted: int = 1, distribution="truncated_normal"
+) -> Initializer:
+    """`init`, or scaling by fan-in, which is the product of the first `contracted` axes alone."""
+    if init is not None:
+        return init
+
+    def default(key, shape, dtype):
+        inputs, outputs = tuple(range(contracted)), tuple(range(contracted, len(shape)))
+        scaling = nn.initializers.variance_scaling(
+            1.0, "fan_in", distribution, in_axis=inputs, out_axis=outputs
+        )
+        return scaling(key, shape, dtype)
+
+    return default
+
+
+def check_floating(module: nn.Module, **arrays):
+    """TypeError naming the first argument that is not a floating-point array."""
+    for name, x in arrays.items():
+        if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
+            kind = getattr(x, "dtype", type(x).__name__)
+            raise TypeError(f"{describe(module)}: {name} is {kind}; pass an array of a floating dtype.")
+
+
+def later(module: nn.Module, field: str, value):
+    """The error for a field whose work is not in this version."""
+    return ValueError(
+        f"{describe(module)}: {field}={value!r} is not in this version of te_jax; leave it out."
+    )
+
+
+def lora(module: nn.Module, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    """x.A.B * (alpha / r): low-rank adaptation (Hu et al. 2021, https://arxiv.org/abs/2106.09685).
+
+    x [..., *C], a [*C, *G, r], b [*G, r, f] -> [..., *G, f] in x.dtype; alpha None means a factor of 1.
+    """
+    group, rank = b.shape[:-2], b.shape[-2]
+    contracted = a.ndim - len(group) - 1
+    dims = tuple(range(x.ndim - contracted, x.ndim)), tuple(range(contracted))
+    down = lax.dot_general(x, a.astype(x.dtype), (dims, ((), ())))
+    down = down.reshape(*x.shape[: x.ndim - contracted], math.prod(group), rank)
+    up = jnp.einsum("...gr,grf->...gf", down, b.astype(x.dtype).reshape(-1, *b.shape[-2:]))
+    alpha = module.low_rank_adaptation_alpha
+    factor = 1.0 if alpha is None else alpha / rank
+    return (up * factor).reshape(*x.shape[: x.ndim - contracted], *group, b.shape[-1]).astype(x.dtype)
+
+
+def lora_parameters(
+    module: nn.Module, init: Initializer, contracted: Sequence[int], features: Sequence[int], prefix=""
+):
+    """(A, B) of `lora`: A is drawn as the kernel is, B starts at 0."""
+    rank = module.low_rank_adaptation_dim
+    if rank < 1:
+        raise ValueError(f"{describe(module)}: low_rank_adaptation_dim is {rank}; pass at least 1.")
+    a_shape, b_shape = (*contracted, *features[:-1], rank), (*features[:-1], rank, features[-1])
+    a = parameter(module, f"{prefix}lora_a_kernel", init, (None,) * len(a_shape), a_shape)
+    b = parameter(module, f"{prefix}lora_b_kernel", nn.initializers.zeros, (None,) * len(b_shape), b_shape)
+    return a, b
+
+
+def lora_scope(module: nn.Module) -> tuple[bool, bool, bool]:
+    """`low_rank_adaptation_scope` -> whether (qkv projections, output projection, MLP) are adapted."""
+    scope = module.low_rank_adaptation_scope
+    if scope not in LORA_SCOPES:
+        known = ", ".join(LORA_SCOPES)
+        raise ValueError(f"{describe(module)}: low_rank_adaptation_scope is {scope!r}; pass one of {known}.")
+    return LORA_SCOPES[scope]

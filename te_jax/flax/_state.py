@@ -1,0 +1,117 @@
+"""Where a module finds its FP8 state: variables of collection `fp8_metas`, created, checked, handed out."""
+
+import warnings
+import weakref
+
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.core import tracers
+
+from te_jax import fp8
+from te_jax.fp8 import FP8_COLLECTION, DenseMetas, TensorMeta
+from te_jax.recipe import DelayedScaling
+
+# (tensor, direction): gradients have their own FP8 format.
+_TENSORS = (("x", "fwd"), ("kernel", "fwd"), ("grad", "bwd"))
+
+# Attribute of a bound module, {tensor: (recipe, trace, meta)}: what is left of a state that it already used
+# in this pass. Each `apply` and each lifted transform binds modules of its own, so the tracers go when the
+# pass ends. (Scopes would not do as keys: Flax gives a module a new one after each call.)
+_LEFT = "_fp8_left"
+_warned: weakref.WeakSet = weakref.WeakSet()  # root scopes that got the note about missing state
+
+
+def describe(module: nn.Module) -> str:
+    """The module's class and path, for error messages."""
+    path = "/".join(module.path) if module.scope is not None else ""
+    return type(module).__name__ + (f" `{path}`" if path else "")
+
+
+def dense_metas(module: nn.Module, postfix: str = "") -> DenseMetas | None:
+    """The FP8 state of one dense layer of `module`, None outside of autocast.
+
+    Variables `{x,kernel,grad}{postfix}_scale` f32[1] and `..._amax_history` f32[amax_history_len] of
+    `fp8_metas`. A second call in one pass hands out the other branch of a fork, so that two uses combine by
+    the larger amax. This does not reach through a lifted transform: a module that two calls of `nn.remat`
+    share, or all steps of an `nn.scan` by variable_broadcast, gets the sum of their states from autodiff.
+    Then `update_fp8_metas` must follow each step; it brings the scales back under what the histories allow.
+
+    Missing variables are created where the collection is mutable; else the call starts from fresh constants.
+    Both are told by a warning, save in `init`.
+
+    Raises ValueError for a stored history of another length than the recipe's, for other wrong shapes, and
+    for two recipes in one pass; TypeError for leaves that are not float32.
+    """
+    recipe = fp8.current_recipe()
+    if recipe is None:
+        return None
+    return DenseMetas(
+        *(_tensor_meta(module, name + postfix, direction, recipe) for name, direction in _TENSORS)
+    )
+
+
+def _tensor_meta(module: nn.Module, tensor: str, direction: str, recipe: DelayedScaling) -> TensorMeta:
+    left = vars(module).get(_LEFT)
+    if left is None:
+        object.__setattr__(module, _LEFT, left := {})  # Flax refuses plain assignment outside of setup
+    trace = tracers.current_trace()
+    before = left.get(tensor)
+    if before is not None and before[1] == trace:
+        if before[0] != recipe:
+            raise ValueError(
+                f"{describe(module)}: applied twice in one pass, under {before[0]} and under {recipe}; its "
+                "FP8 state follows one recipe: apply it under one, or use two modules."
+            )
+        meta = before[2]
+    else:  # also in an inner trace, whose tracers must not stay behind
+        meta = fp8.observe(*_stored(module, tensor, recipe), recipe, direction)
+    meta, rest = fp8.fork(meta)
+    left[tensor] = (recipe, trace, rest)
+    return meta
+
+
+def _stored(module: nn.Module, tensor: str, recipe: DelayedScaling):
+    """(scale f32[1], amax_history f32[L]) of a tensor, from the collection or fresh."""
+    fresh = {
+        f"{tensor}_scale": lambda: jnp.ones((1,), jnp.float32),
+        f"{tensor}_amax_history": lambda: jnp.zeros((recipe.amax_history_len,), jnp.float32),
+    }
+    return tuple(_leaf(module, name, init, recipe) for name, init in fresh.items())
+
+
+def _leaf(module: nn.Module, name: str, init, recipe: DelayedScaling):
+    mutable = module.is_mutable_collection(FP8_COLLECTION)
+    if not module.has_variable(FP8_COLLECTION, name):
+        if not module.is_initializing():
+            _note(module, name, mutable)
+        if not mutable:
+            return init()
+    value = module.variable(FP8_COLLECTION, name, init).value
+    what = f"{describe(module)}: {FP8_COLLECTION} leaf {name}"
+    if value.dtype != jnp.float32:
+        raise TypeError(
+            f"{what} is {value.dtype}; FP8 state is float32: leave it out when casting parameters."
+        )
+    if value.ndim != 1 or (name.endswith("_scale") and value.shape != (1,)):
+        raise ValueError(
+            f"{what} has shape {value.shape}, but a module of its own has a 1-d leaf here; state stacked by "
+            '`nn.scan` or `nn.vmap` needs variable_axes={"fp8_metas": 0}.'
+        )
+    if name.endswith("_amax_history"):
+        fp8.check_history_length(what, value.shape[0], recipe)
+    return value
+
+
+def _note(module: nn.Module, name: str, mutable: bool):
+    if module.scope.root in _warned:
+        return
+    _warned.add(module.scope.root)
+    if mutable:
+        then = "it is restored as fresh state (scale 1, empty history)"
+    else:
+        then = (
+            "this call uses fresh state (scale 1, empty history) and keeps none. Initialise under the same "
+            f"autocast, or apply once with mutable=[{FP8_COLLECTION!r}] and keep the collection that comes "
+            "back"
+        )
+    warnings.warn(f"{describe(module)}: {FP8_COLLECTION} lacks {name}: {then}.", stacklevel=2)

@@ -1,0 +1,214 @@
+"""DotProductAttention: layouts, the softmax offset's parameter, dropout keys, one call."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from te_jax.flax._common import check_floating, later
+from te_jax.flax._state import describe
+from te_jax.ops.attention import dot_product_attention
+from te_jax.sharding import HEAD_AXES
+
+LAYOUTS = ("bs3hd", "bshd_bs2hd", "bshd_bshd_bshd", "t3hd", "thd_t2hd", "thd_thd_thd")
+CONTEXT_PARALLEL_STRATEGIES = ("DEFAULT", "ALL_GATHER", "ALLGATHER", "RING")
+# Where checkpoints hold the learnable softmax's offset; new ones get the first.
+_OFFSET_SCOPES = ("_FusedDotProductAttention_0", "_UnfusedDotProductAttention_0")
+
+
+class _SoftmaxOffset(nn.Module):
+    num_attention_heads: int
+
+    @nn.compact
+    def __call__(self) -> jax.Array:  # f32[1, h, 1, 1]
+        init = nn.with_logical_partitioning(nn.initializers.zeros, (None, HEAD_AXES, None, None))
+        return self.param("softmax_offset", init, (1, self.num_attention_heads, 1, 1), jnp.float32)
+
+
+class DotProductAttention(nn.Module):
+    """softmax(scale * q.k + bias, masked) . v, with logits in float32.
+
+    head_dim, num_attention_heads, num_gqa_groups: d, h, g (None: h).
+    attention_dropout:    rate of dropout on the probabilities, unless `deterministic`.
+    attn_mask_type:       no_mask, padding, causal, causal_bottom_right, padding_causal,
+                          padding_causal_bottom_right, in all spellings of `te_jax.ops.attention`.
+    attn_bias_type:       None ("post_scale_bias" where a bias is given), "no_bias", "pre_scale_bias",
+                          "post_scale_bias".
+    dtype:                deprecated; None, or the query's.
+    float32_logits:       accepted; logits are float32 always.
+    qkv_layout:           bshd_bshd_bshd; bs3hd (all in `query` [b, s, 3, h, d]);
+                          bshd_bs2hd (`key` [b, t, 2, g, d]); t3hd, thd_t2hd, thd_thd_thd: the same shapes,
+                          several segments per row.
+    scale_factor:         None is 1 / sqrt(head_dim).
+    transpose_batch_sequence: arrays are [s, b, ...].
+    window_size:          (l, r): query i sees keys i - l .. i + r; negative is open; None is all.
+    max_segments_per_seq: accepted; the number of segments is not limited.
+    context_parallel_*:   not in this version.
+    context_checkpoint_name: name of the output for `jax.checkpoint` policies.
+    softmax_type:         "vanilla", "off_by_one" (1 joins the denominator), "learnable" (exp of a parameter
+                          per head).
+    score_mod, score_mod_bprop: not in this version.
+    return_max_logit:     also return the largest logit of each head, f32[h].
+
+    Parameter, of the learnable softmax alone: `_FusedDotProductAttention_0/softmax_offset` f32[1, h, 1, 1];
+    parameters that hold it under `_UnfusedDotProductAttention_0` are read there.
+    """
+
+    head_dim: int
+    num_attention_heads: int
+    num_gqa_groups: int | None = None
+    attention_dropout: float = 0.0
+    attn_mask_type: str = "causal"
+    attn_bias_type: str | None = None
+    dtype: jnp.dtype | None = None
+    dropout_rng_name: str = "dropout"
+    float32_logits: bool = False
+    qkv_layout: str = "bshd_bshd_bshd"
+    scale_factor: float | None = None
+    transpose_batch_sequence: bool = False
+    window_size: tuple[int, int] | None = None
+    max_segments_per_seq: int = 1
+    context_parallel_causal_load_balanced: bool = False
+    context_parallel_axis: str = ""
+    context_parallel_strategy: str = "DEFAULT"
+    context_checkpoint_name: str = "context"
+    softmax_type: str = "vanilla"
+    score_mod: Callable | None = None
+    score_mod_bprop: Callable | None = None
+    return_max_logit: bool = False
+
+    @nn.compact
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array | None = None,
+        value: jax.Array | None = None,
+        sequence_descriptor=None,
+        bias: jax.Array | None = None,
+        *,
+        deterministic: bool = False,
+        mask: jax.Array | None = None,
+        score_mod_tensors=None,
+        score_mod_bprop_tensors=None,
+    ):
+        """query [b, s, h, d], key [b, t, g, d], value [b, t, g, dv] (see `qkv_layout`) -> [b, s, h, dv].
+
+        sequence_descriptor: lengths or segments of the rows, instead of `mask`.
+        bias: broadcastable to [b, h, s, t].
+        mask: broadcastable to [b, 1, s, t], True (or 1) where a key is masked out.
+
+        Returns the output, or (output, max_logit f32[h]) with `return_max_logit`.
+        Raises ValueError (TypeError for dtypes) for shapes that contradict the fields and for unknown field
+        values.
+        """
+        self._refuse(score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
+        query, key, value = self._unpack(query, key, value)
+        self._check(query, key, value, sequence_descriptor)
+        dropping = self.attention_dropout > 0 and not deterministic
+        result = dot_product_attention(
+            query,
+            key,
+            value,
+            bias=bias,
+            mask=mask,
+            attn_mask_type=self.attn_mask_type,
+            attn_bias_type=self.attn_bias_type,
+            softmax_type=self.softmax_type,
+            softmax_offset=self._softmax_offset(),
+            scale=self.scale_factor,
+            window_size=self.window_size,
+            dropout_rate=self.attention_dropout if dropping else 0.0,
+            dropout_rng=self.make_rng(self.dropout_rng_name) if dropping else None,
+            sequence_descriptor=sequence_descriptor,
+            return_max_logit=self.return_max_logit,
+            context_checkpoint_name=self.context_checkpoint_name,
+        )
+        out, max_logit = result if self.return_max_logit else (result, None)
+        if self.transpose_batch_sequence:
+            out = jnp.swapaxes(out, 0, 1)
+        return (out, max_logit) if self.return_max_logit else out
+
+    def _softmax_offset(self) -> jax.Array | None:
+        if self.softmax_type != "learnable":
+            return None
+        new, other = _OFFSET_SCOPES
+        held = other if self.has_variable("params", other) and not self.has_variable("params", new) else new
+        return _SoftmaxOffset(self.num_attention_heads, name=held)()
+
+    def _unpack(self, query, key, value):
+        """The three arrays of `qkv_layout`, batch first."""
+        layout = self.qkv_layout.lower()
+        if layout not in LAYOUTS:
+            raise ValueError(f"{describe(self)}: qkv_layout is {self.qkv_layout!r}; pass one of {LAYOUTS}.")
+        separate = layout.count("_") + 1  # how many arrays the layout has
+        arrays = (("query", query, 1), ("key", key, 2), ("value", value, 3))
+        for name, x, _ in arrays[separate:]:
+            if x is not None:
+                raise ValueError(f"{describe(self)}: {name} must be None with qkv_layout {layout!r}.")
+        for name, x, at in arrays[:separate]:
+            check_floating(self, **{name: x})
+            slots = 4 - separate if at == separate else 1  # k, v share the last array
+            shape = "[b, s, heads, d]" if slots == 1 else f"[b, s, {slots}, heads, d]"
+            if x.ndim != (4 if slots == 1 else 5) or (slots > 1 and x.shape[2] != slots):
+                raise ValueError(
+                    f"{describe(self)}: {name} has shape {x.shape}; qkv_layout {layout!r} takes {shape}."
+                )
+        if separate == 1:
+            query, key, value = (query[:, :, i] for i in range(3))
+        elif separate == 2:
+            key, value = key[:, :, 0], key[:, :, 1]
+        if self.transpose_batch_sequence:
+            query, key, value = (jnp.swapaxes(x, 0, 1) for x in (query, key, value))
+        return query, key, value
+
+    def _check(self, query, key, value, sequence_descriptor):
+        groups = self.num_gqa_groups or self.num_attention_heads
+        check_heads(self, self.num_attention_heads, groups)
+        for name, x, heads, width in (
+            ("query", query, self.num_attention_heads, self.head_dim),
+            ("key", key, groups, self.head_dim),
+            ("value", value, groups, value.shape[-1]),
+        ):
+            if x.shape[-2:] != (heads, width):
+                raise ValueError(
+                    f"{describe(self)}: {name} has shape {x.shape}, but the fields say {heads} heads of "
+                    f"width {width} in its last two axes: num_attention_heads, num_gqa_groups, head_dim."
+                )
+        if self.dtype is not None and jnp.dtype(self.dtype) != query.dtype:
+            raise ValueError(
+                f"{describe(self)}: dtype is {jnp.dtype(self.dtype)}, query is {query.dtype}; leave it None."
+            )
+        if self.qkv_layout.lower().startswith("t") and sequence_descriptor is None:
+            raise ValueError(
+                f"{describe(self)}: qkv_layout {self.qkv_layout!r} has several segments per row; pass a "
+                "sequence_descriptor that tells where they are."
+            )
+
+    def _refuse(self, **tensors):
+        """ValueError for the fields whose work is not in this version."""
+        fields = {name: getattr(self, name) for name in ("score_mod", "score_mod_bprop")} | tensors
+        for name, value in fields.items():
+            if value is not None:
+                raise later(self, name, value)
+        if self.context_parallel_causal_load_balanced or self.context_parallel_axis:
+            name = (
+                "context_parallel_axis"
+                if self.context_parallel_axis
+                else "context_parallel_causal_load_balanced"
+            )
+            raise later(self, name, getattr(self, name))
+        if self.context_parallel_strategy.upper() not in CONTEXT_PARALLEL_STRATEGIES:
+            raise ValueError(
+                f"{describe(self)}: context_parallel_strategy is {self.context_parallel_strategy!r}; pass "
+                f"one of {CONTEXT_PARALLEL_STRATEGIES}."
+            )
+
+
+def check_heads(module: nn.Module, heads: int, groups: int):
+    """ValueError unless the query heads split evenly into groups."""
+    if heads < 1 or groups < 1 or heads % groups:
+        raise ValueError(
+            f"{describe(module)}: num_attention_heads={heads} does not split into num_gqa_groups={groups}; "
+            "pass a divisor of it."
+        )

@@ -1,0 +1,202 @@
+"""DenseGeneral and LayerNormDenseGeneral: parameters, FP8 state, one call."""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from te_jax import fp8
+from te_jax.flax._common import (
+    Axes,
+    Initializer,
+    check_floating,
+    kernel_initializer,
+    lora,
+    lora_parameters,
+    parameter,
+)
+from te_jax.flax._state import dense_metas, describe
+from te_jax.flax.norm import norm_kind, norm_parameters
+from te_jax.layers import dense, layernorm_dense
+from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
+
+
+def as_tuple(value) -> tuple[int, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def check_features(module: nn.Module, name: str, features: tuple[int, ...]):
+    if not features or any(not isinstance(n, int) or n < 1 for n in features):
+        raise ValueError(f"{describe(module)}: {name} is {features}; pass positive ints.")
+
+
+def trailing_axes(module: nn.Module, ndim: int) -> int:
+    """How many trailing axes `module.axis` names. ValueError if it names others."""
+    axes = tuple(axis % ndim if -ndim <= axis < ndim else axis for axis in as_tuple(module.axis))
+    if axes != tuple(range(ndim - len(axes), ndim)) or not axes:
+        raise ValueError(
+            f"{describe(module)}: axis is {module.axis!r} for an input of {ndim} axes; the contracted axes "
+            f"must be the trailing ones in order, such as {tuple(range(-max(len(axes), 1), 0))}: transpose "
+            "the input."
+        )
+    return len(axes)
+
+
+class DenseGeneral(nn.Module):
+    """y = x . kernel + bias over the trailing axes of x; in FP8 under `te_jax.autocast`.
+
+    features:  width(s) of the output.
+    use_bias:  True here, unlike in the other modules.
+    axis:      the contracted axes of the input, the trailing ones.
+    dtype:     of the parameters; the output has the input's dtype.
+    enable_low_rank_adaptation, low_rank_adaptation_dim, low_rank_adaptation_alpha:
+               adds x.A.B * (alpha / dim), with alpha None a factor of 1.
+    input_axes: logical axes that the input is constrained to, by the logical axis rules in force.
+    quantization_checkpoint_name: name of the quantized tensors kept for the backward pass, for
+               `jax.checkpoint` policies (see `jax.ad_checkpoint.checkpoint_name`).
+
+    Parameters: `kernel` [*contracted, *features]; `bias` [*features];
+    `lora_a_kernel` [*contracted, *features[:-1], r], `lora_b_kernel` [*features[:-1], r, features[-1]].
+    """
+
+    features: int | tuple[int, ...]
+    kernel_init: Initializer | None = None
+    kernel_axes: Axes = ()
+    use_bias: bool = True
+    bias_init: Initializer = nn.initializers.zeros
+    bias_axes: Axes = ()
+    enable_low_rank_adaptation: bool = False
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
+    axis: int | tuple[int, ...] = -1
+    dtype: jnp.dtype = jnp.float32
+    input_axes: Axes = ()
+    transpose_batch_sequence: bool = False
+    quantization_checkpoint_name: str | None = None
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """inputs [..., *contracted] -> [..., *features] of the same dtype.
+
+        Raises TypeError for inputs that are not floating, ValueError for axes that are not trailing.
+        """
+        check_floating(self, inputs=inputs)
+        features, contract = as_tuple(self.features), trailing_axes(self, inputs.ndim)
+        check_features(self, "features", features)
+        inputs = constrain(inputs, self.input_axes or None)
+        contracted = inputs.shape[inputs.ndim - contract :]
+        init = kernel_initializer(self.kernel_init, contract)
+        kernel = parameter(self, "kernel", init, self.kernel_axes, (*contracted, *features))
+        bias = parameter(self, "bias", self.bias_init, self.bias_axes, features) if self.use_bias else None
+        y = dense(inputs, kernel, bias, contract=contract, **precision(self))
+        if self.enable_low_rank_adaptation:
+            y = y + lora(self, inputs, *lora_parameters(self, init, contracted, features))
+        return y
+
+
+class LayerNormDenseGeneral(nn.Module):
+    """LayerNorm or RMSNorm, then a dense layer; under `te_jax.autocast` the norm writes FP8 directly.
+
+    Fields of the norm as in `LayerNorm`, of the dense layer as in `DenseGeneral`; `axis` must be -1.
+
+    return_layernorm_output: the second result is the norm's output (the input itself without a norm).
+    depth_scaling:           divides the output, after the bias.
+    layernorm_input_axes, dot_input_axes: logical axes that the norm's input and the GEMM's input are
+        constrained to.
+
+    Parameters: `scale`, `ln_bias` [H]; `kernel` [H, *features]; `bias` [*features]; LoRA as in
+    `DenseGeneral`.
+    """
+
+    features: int | tuple[int, ...]
+    enable_layernorm: bool = True
+    layernorm_type: str = "layernorm"
+    epsilon: float = 1e-6
+    zero_centered_gamma: bool = False
+    scale_init: Initializer | None = None
+    scale_axes: Axes = ("embed",)
+    ln_bias_init: Initializer = nn.initializers.zeros
+    ln_bias_axes: Axes = ("embed",)
+    kernel_init: Initializer | None = None
+    kernel_axes: Axes = ()
+    use_bias: bool = False
+    bias_init: Initializer = nn.initializers.zeros
+    bias_axes: Axes = ()
+    return_layernorm_output: bool = False
+    enable_low_rank_adaptation: bool = False
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
+    axis: int | tuple[int, ...] = -1
+    dtype: jnp.dtype = jnp.float32
+    layernorm_input_axes: Axes | None = None
+    dot_input_axes: Axes | None = None
+    depth_scaling: float | None = None
+    transpose_batch_sequence: bool = False
+    quantization_checkpoint_name: str | None = None
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """inputs [..., H] -> ([..., *features], norm output [..., H] or None), of the same dtype.
+
+        Raises TypeError for inputs that are not floating, ValueError for an axis other than the last.
+        """
+        check_floating(self, inputs=inputs)
+        features = as_tuple(self.features)
+        check_features(self, "features", features)
+        if trailing_axes(self, inputs.ndim) != 1:
+            raise ValueError(
+                f"{describe(self)}: axis is {self.axis!r}; this module contracts the last axis alone."
+            )
+        inputs = constrain(inputs, self.layernorm_input_axes)
+        width = inputs.shape[-1]
+        norm = (
+            norm_parameters(self, width, self.ln_bias_init, self.ln_bias_axes)
+            if self.enable_layernorm
+            else None
+        )
+        init = kernel_initializer(self.kernel_init)
+        kernel = parameter(self, "kernel", init, self.kernel_axes, (width, *features))
+        adapt = lora_parameters(self, init, (width,), features) if self.enable_low_rank_adaptation else None
+        bias = parameter(self, "bias", self.bias_init, self.bias_axes, features) if self.use_bias else None
+        want_norm = bool(adapt) or self.return_layernorm_output
+        y, normed = norm_dense(
+            self, inputs, kernel, norm, bias, want_norm=want_norm, axes=self.dot_input_axes
+        )
+        if adapt:
+            y = y + lora(self, normed, *adapt)
+        if self.depth_scaling is not None:
+            y = y / self.depth_scaling
+        return y, (normed if self.return_layernorm_output else None)
+
+
+def precision(module: nn.Module, postfix: str = "") -> dict:
+    """What the layers want to know about one GEMM of `module`: recipe, FP8 state, names."""
+    return dict(
+        recipe=fp8.current_recipe(),
+        metas=dense_metas(module, postfix),
+        checkpoint=module.quantization_checkpoint_name,
+        name=describe(module),
+    )
+
+
+def norm_dense(module, inputs, kernel, norm, bias, *, want_norm: bool, axes: Axes | None, postfix: str = ""):
+    """(y, norm output or None): the first GEMM of `module`, after the norm if `norm` = (gamma, beta).
+
+    axes: what the GEMM's input is constrained to where it exists as an array, that is without a norm or with
+    `want_norm`.
+    """
+    call = precision(module, postfix)
+    if norm is None:
+        inputs = constrain(inputs, axes)
+        return dense(inputs, kernel, bias, **call), (inputs if want_norm else None)
+    y, normed = layernorm_dense(
+        inputs,
+        kernel,
+        *norm,
+        bias,
+        norm=norm_kind(module),
+        zero_centered_gamma=module.zero_centered_gamma,
+        epsilon=module.epsilon,
+        return_layernorm_output=want_norm,
+        **call,
+    )
+    return y, (constrain(normed, axes) if want_norm else None)

@@ -1,0 +1,343 @@
+"""MultiHeadAttention: projections, rotary positions, attention, output projection."""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+
+from te_jax.flax._common import Initializer, check_floating, kernel_initializer, later, lora_scope
+from te_jax.flax._state import describe
+from te_jax.flax.attention import DotProductAttention, check_heads
+from te_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral
+from te_jax.ops.attention import SequenceDescriptor
+from te_jax.ops.rope import rope
+from te_jax.sharding import (
+    BATCH_AXES,
+    HEAD_AXES,
+    HIDDEN_AXES,
+    HIDDEN_TP_AXES,
+    JOINED_AXES,
+    SEQLEN_AXES,
+    SEQLEN_TP_AXES,
+    W_FSDP_AXES,
+    W_JOINED_AXES,
+    W_NO_SHARD_AXES,
+    W_TP_AXES,
+)
+from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
+
+_DEPRECATED = {  # old field -> what to use instead
+    "num_heads": "num_attention_heads",
+    "dropout_rate": "attention_dropout",
+    "output_layernorm": "input_layernorm",
+    "apply_residual_connection_post_layernorm": "return_layernorm_output",
+    "fuse_qkv": "fuse_qkv_params",
+}
+_QKV, _QUERY_KV, _QUERY_KEY_VALUE = ("qkv",), ("query", "kv"), ("query", "key", "value")
+
+
+def activation_axes(module: nn.Module, *names: str | None) -> tuple[str | None, ...]:
+    """(batch, sequence, ...) in the order of the module's arrays."""
+    return (names[1], names[0], *names[2:]) if module.transpose_batch_sequence else names
+
+
+class MultiHeadAttention(nn.Module):
+    """Multi-head attention (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762), with norm, GQA and RoPE.
+
+    Self-attention where `inputs_kv` is None, or is `inputs_q` itself, or where the parameters hold `qkv`
+    (under `jax.jit` and `nn.remat` two arguments are never the same object: pass None).
+
+    head_dim, num_attention_heads, num_gqa_groups: d, h, g (None: h).
+    input_layernorm:       a norm on inputs_q; keys and values see it in self-attention alone.
+    return_layernorm_output: the second result is the norm's output.
+    enable_rotary_pos_emb, rotary_pos_emb_windows, rotary_pos_emb_group_method: see `te_jax.ops.rope`.
+    low_rank_adaptation_scope: none, all, qkv_proj, output_proj, mlp, exclude_qkv_proj, exclude_output_proj,
+                               exclude_mlp.
+    fuse_qkv_params:       one kernel for q, k, v (self-attention, g == h), or for k, v (else); False: three
+                           kernels.
+    enable_sequence_parallel: the sequence axis is constrained to nvte_seqlen_tp outside the GEMMs.
+    scale_attn_logits:     divide logits by sqrt(d).
+    scaled_query_init:     draw the query kernel divided by sqrt(d). Weights that TransformerEngine trained
+                           with its defaults need False for the first, True for the second.
+    Others as in `DotProductAttention`. score_mod and score_mod_bprop are not in this version; the last five
+    fields are older names, and refused with the newer one.
+
+    Parameters, H and Hk the widths of inputs_q and inputs_kv:
+    `qkv/{scale, ln_bias}` [H], `qkv/kernel` [H, 3, h*d]; or
+    `query/{scale, ln_bias}` [H], `query/kernel` [H, h*d], `kv/kernel` [Hk, 2, g*d]; or
+    `query/...`, `key/kernel`, `value/kernel` [Hk, g*d]; and always `out/kernel` [h*d, H].
+    With use_bias each has a `bias` of the kernel's shape without its first axis.
+    """
+
+    head_dim: int = None  # required; the default lets the error for an old field name come first
+    num_attention_heads: int = None  # required
+    num_gqa_groups: int | None = None
+    attention_dropout: float = 0.0
+    dropout_rng_name: str = "dropout"
+    input_layernorm: bool = True
+    layernorm_type: str = "layernorm"
+    layernorm_epsilon: float = 1e-6
+    return_layernorm_output: bool = False
+    zero_centered_gamma: bool = False
+    kernel_init: Initializer | None = None
+    use_bias: bool = False
+    bias_init: Initializer = nn.initializers.zeros
+    attn_mask_type: str = "causal"
+    attn_bias_type: str | None = None
+    enable_rotary_pos_emb: bool = False
+    rotary_pos_emb_windows: tuple[float, float] = (1, 10000)
+    rotary_pos_emb_group_method: str = "consecutive"
+    low_rank_adaptation_scope: str = "none"
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
+    dtype: jnp.dtype = jnp.float32
+    fuse_qkv_params: bool = True
+    transpose_batch_sequence: bool = False
+    enable_sequence_parallel: bool = False
+    scale_attn_logits: bool = True
+    scaled_query_init: bool = False
+    float32_logits: bool = False
+    window_size: tuple[int, int] | None = None
+    softmax_type: str = "vanilla"
+    score_mod: Callable | None = None
+    score_mod_bprop: Callable | None = None
+    num_heads: int | None = None
+    dropout_rate: float | None = None
+    output_layernorm: bool | None = None
+    apply_residual_connection_post_layernorm: bool | None = None
+    fuse_qkv: bool | None = None
+
+    def __post_init__(self):
+        for old, new in _DEPRECATED.items():
+            if getattr(self, old) is not None:
+                raise ValueError(f"MultiHeadAttention: {old} is an older name; use {new}.")
+        for name in ("head_dim", "num_attention_heads"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(
+                    f"MultiHeadAttention: {name} is {getattr(self, name)!r}; pass a positive int."
+                )
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs_q: jax.Array,
+        inputs_kv: jax.Array | None = None,
+        mask=None,
+        bias: jax.Array | None = None,
+        *,
+        decode: bool = False,
+        deterministic: bool = False,
+        score_mod_tensors=None,
+        score_mod_bprop_tensors=None,
+        positions: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """inputs_q [b, s, H], inputs_kv [b, t, Hk] -> ([b, s, H], norm output [b, s, H] or None).
+
+        With transpose_batch_sequence all of them are [s, b, ...].
+
+        mask: a `SequenceDescriptor`, or an array broadcastable to [b, 1, s, t], True (or 1) = masked out.
+        bias: broadcastable to [b, h, s, t].
+        positions: [b, s] or [s] for RoPE in self-attention; None is 0 .. s-1, or the descriptor's positions.
+
+        The norm's output is also returned by self-attention with GQA or separate kernels, where keys and
+        values read it. Raises ValueError for parameters of another configuration, naming both.
+        """
+        if decode:
+            raise later(self, "decode", decode)
+        check_floating(self, inputs_q=inputs_q)
+        self_attention = inputs_kv is None or inputs_kv is inputs_q
+        if not self_attention:
+            check_floating(self, inputs_kv=inputs_kv)
+        for name, x in (("inputs_q", inputs_q), ("inputs_kv", inputs_q if self_attention else inputs_kv)):
+            if x.ndim != 3:
+                raise ValueError(
+                    f"{describe(self)}: {name} has shape {x.shape}; pass [batch, sequence, width]."
+                )
+        check_heads(self, self.num_attention_heads, self._groups())
+        names = self._projections(inputs_q, inputs_kv, self_attention)
+        self_attention = self_attention or names == _QKV
+        query, key, value, normed = self._project(inputs_q, None if self_attention else inputs_kv, names)
+        if self.enable_rotary_pos_emb:
+            at_q, at_kv = self._positions(positions, mask, inputs_q, None if self_attention else inputs_kv)
+            query, key = self._rotate(query, at_q), self._rotate(key, at_kv)
+        elif positions is not None:
+            raise ValueError(
+                f"{describe(self)}: positions are for RoPE; set enable_rotary_pos_emb, or leave them out."
+            )
+        tensors = dict(score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
+        context = self._attend(query, key, value, mask, bias, deterministic, tensors)
+        context = context.reshape(*context.shape[:2], -1)
+        context = constrain(context, activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_TP_AXES))
+        out = DenseGeneral(
+            features=inputs_q.shape[-1],
+            kernel_init=kernel_initializer(self.kernel_init, distribution="normal"),
+            kernel_axes=(W_TP_AXES, W_FSDP_AXES),
+            bias_axes=(W_NO_SHARD_AXES,),
+            name="out",
+            **self._dense_fields(adapt=lora_scope(self)[1]),
+        )(context)
+        return checkpoint_name(out, "out_proj"), normed
+
+    def _groups(self) -> int:
+        return self.num_gqa_groups or self.num_attention_heads
+
+    def _projections(self, inputs_q, inputs_kv, self_attention: bool) -> tuple[str, ...]:
+        """The names of the projections, by the configuration, and by the parameters where there are some."""
+        fusable = self.fuse_qkv_params and self._groups() == self.num_attention_heads
+        due = (
+            _QUERY_KEY_VALUE
+            if not self.fuse_qkv_params
+            else _QKV
+            if self_attention and fusable
+            else _QUERY_KV
+        )
+        held = tuple(name for name in ("qkv", *_QUERY_KEY_VALUE, "kv") if self.has_variable("params", name))
+        if self.is_initializing() or not held or set(held) == set(due):
+            return due
+        if held == _QKV and fusable and inputs_kv.shape == inputs_q.shape:
+            return _QKV  # self-attention whose two arguments lost their identity on the way
+        kind = "self-attention" if self_attention else "cross-attention"
+        raise ValueError(
+            f"{describe(self)}: the parameters hold {held}, but {kind} with "
+            f"fuse_qkv_params={self.fuse_qkv_params}, num_attention_heads={self.num_attention_heads}, "
+            f"num_gqa_groups={self._groups()} reads {due}. Pass inputs_kv=None for self-attention, or the "
+            "fields that the parameters were made with."
+        )
+
+    def _dense_fields(self, adapt: bool) -> dict:
+        return dict(
+            use_bias=self.use_bias,
+            bias_init=self.bias_init,
+            enable_low_rank_adaptation=adapt,
+            low_rank_adaptation_dim=self.low_rank_adaptation_dim,
+            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
+            dtype=self.dtype,
+            transpose_batch_sequence=self.transpose_batch_sequence,
+        )
+
+    def _norm_dense(self, name: str, want_norm: bool, **fields) -> LayerNormDenseGeneral:
+        sequence = SEQLEN_TP_AXES if self.enable_sequence_parallel else SEQLEN_AXES
+        return LayerNormDenseGeneral(
+            enable_layernorm=self.input_layernorm,
+            layernorm_type=self.layernorm_type,
+            epsilon=self.layernorm_epsilon,
+            zero_centered_gamma=self.zero_centered_gamma,
+            scale_axes=(W_NO_SHARD_AXES,),
+            ln_bias_axes=(W_NO_SHARD_AXES,),
+            return_layernorm_output=want_norm or self.return_layernorm_output,
+            layernorm_input_axes=activation_axes(self, BATCH_AXES, sequence, HIDDEN_AXES),
+            dot_input_axes=activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES),
+            name=name,
+            **fields,
+        )
+
+    def _project(self, inputs_q, inputs_kv, names):
+        """query [b, s, h, d], key and value [b, t, g, d], norm output; inputs_kv None is self-attention."""
+        wide, narrow = self.num_attention_heads * self.head_dim, self._groups() * self.head_dim
+        each, fields = (
+            kernel_initializer(self.kernel_init, distribution="normal"),
+            self._dense_fields(lora_scope(self)[0]),
+        )
+        draw_query = _divided(each, math.sqrt(self.head_dim)) if self.scaled_query_init else each
+        joined = dict(
+            kernel_axes=(W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES), bias_axes=(W_JOINED_AXES, W_TP_AXES)
+        )
+        single = dict(kernel_axes=(W_FSDP_AXES, W_TP_AXES), bias_axes=(W_TP_AXES,))
+        if names == _QKV:
+            fields |= dict(features=(3, wide), kernel_init=_stacked(draw_query, each, each), **joined)
+            qkv, normed = self._norm_dense("qkv", False, **fields)(inputs_q)
+            parts = self._split(checkpoint_name(qkv, "combined_qkv_proj"))
+            return *parts, normed
+        query_fields = fields | dict(features=wide, kernel_init=draw_query, **single)
+        query, normed = self._norm_dense("query", inputs_kv is None, **query_fields)(inputs_q)
+        query = self._heads(checkpoint_name(query, "query_proj"))
+        if inputs_kv is None:
+            inputs_kv = normed
+        if names == _QUERY_KV:
+            fields |= dict(features=(2, narrow), kernel_init=_stacked(each, each), **joined)
+            kv = DenseGeneral(name="kv", **fields)(inputs_kv)
+            return query, *self._split(checkpoint_name(kv, "combined_kv_proj")), normed
+        fields |= dict(features=narrow, kernel_init=each, **single)
+        key, value = (
+            self._heads(checkpoint_name(DenseGeneral(name=name, **fields)(inputs_kv), f"{name}_proj"))
+            for name in ("key", "value")
+        )
+        return query, key, value, normed
+
+    def _split(self, joined):
+        """[b, s, n, heads*d] -> n arrays [b, s, heads, d]."""
+        joined = joined.reshape(*joined.shape[:3], -1, self.head_dim)
+        axes = activation_axes(self, BATCH_AXES, SEQLEN_AXES, JOINED_AXES, HEAD_AXES, HIDDEN_AXES)
+        joined = constrain(joined, axes)
+        return tuple(joined[:, :, i] for i in range(joined.shape[2]))
+
+    def _heads(self, x):
+        x = x.reshape(*x.shape[:2], -1, self.head_dim)
+        return constrain(x, activation_axes(self, BATCH_AXES, SEQLEN_AXES, HEAD_AXES, HIDDEN_AXES))
+
+    def _positions(self, positions, mask, inputs_q, inputs_kv):
+        """RoPE's positions of the queries and of the keys; None is 0, 1, 2, ..."""
+        if positions is not None and inputs_kv is not None:
+            raise ValueError(
+                f"{describe(self)}: positions are for self-attention; pass a SequenceDescriptor as mask."
+            )
+        if positions is not None or not isinstance(mask, SequenceDescriptor):
+            return positions, positions
+        sources = (inputs_q, inputs_q if inputs_kv is None else inputs_kv)
+        lengths = (x.shape[0 if self.transpose_batch_sequence else 1] for x in sources)
+        (_, at_q), (_, at_kv) = mask.tokens(*lengths)
+        return at_q, at_kv
+
+    def _rotate(self, x, positions):
+        turn = dict(windows=self.rotary_pos_emb_windows, group_method=self.rotary_pos_emb_group_method)
+        if not self.transpose_batch_sequence:
+            return rope(x, positions, **turn)
+        return jnp.swapaxes(rope(jnp.swapaxes(x, 0, 1), positions, **turn), 0, 1)
+
+    def _attend(self, query, key, value, mask, bias, deterministic, tensors):
+        described = isinstance(mask, SequenceDescriptor)
+        return DotProductAttention(
+            head_dim=self.head_dim,
+            num_attention_heads=self.num_attention_heads,
+            num_gqa_groups=self._groups(),
+            attention_dropout=self.attention_dropout,
+            attn_mask_type=self.attn_mask_type,
+            attn_bias_type=self.attn_bias_type,
+            dropout_rng_name=self.dropout_rng_name,
+            float32_logits=self.float32_logits,
+            scale_factor=None if self.scale_attn_logits else 1.0,
+            transpose_batch_sequence=self.transpose_batch_sequence,
+            window_size=self.window_size,
+            softmax_type=self.softmax_type,
+            score_mod=self.score_mod,
+            score_mod_bprop=self.score_mod_bprop,
+            name="DotProductAttention_0",
+        )(
+            query,
+            key,
+            value,
+            mask if described else None,
+            bias,
+            mask=None if described else mask,
+            deterministic=deterministic,
+            **tensors,
+        )
+
+
+def _stacked(*inits: Initializer) -> Initializer:
+    """One init for kernels side by side, [in, n, out]: a key each, drawn as (in, out): fan-in is `in`."""
+
+    def init(key, shape, dtype):
+        keys = jax.random.split(key, len(inits))
+        each = (shape[0], shape[-1])
+        return jnp.stack([draw(k, each, dtype) for draw, k in zip(inits, keys)], axis=-2)
+
+    return init
+
+
+def _divided(init: Initializer, by: float) -> Initializer:
+    return lambda key, shape, dtype: init(key, shape, dtype) / by

@@ -1,0 +1,144 @@
+"""LayerNormMLP: norm, dense, activation, dropout, dense."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+
+from te_jax.flax._common import (
+    Axes,
+    Initializer,
+    check_floating,
+    kernel_initializer,
+    lora,
+    lora_parameters,
+    parameter,
+)
+from te_jax.flax._state import describe
+from te_jax.flax.dense import check_features, norm_dense, precision, trailing_axes
+from te_jax.flax.norm import norm_parameters
+from te_jax.layers import dense
+from te_jax.ops.activation import activation, slots
+from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
+
+
+class LayerNormMLP(nn.Module):
+    """y = wo . dropout(activation(wi . norm(x))); both GEMMs in FP8 under `te_jax.autocast`.
+
+    intermediate_dim: F, the width between the two GEMMs.
+    activations:      names or functions; several are multiplied, each with its own slice of `wi_kernel`:
+                      ("silu", "linear") is SwiGLU. See `te_jax.ops.activation`.
+    activation_params: `limit`, `alpha`, `glu_linear_offset` of ("clamped_silu", "clamped_linear").
+    intermediate_dropout_rate, intermediate_dropout_rng_name, intermediate_hidden_dropout_dims: dropout after
+                      the activation; the axes in the last share one mask.
+    return_layernorm_output: the second result is the norm's output (the input itself without a norm).
+    ffn1_ckpt_name, ffn2_ckpt_name: names of the GEMMs' outputs for `jax.checkpoint` policies.
+    dot_1_input_axes, dot_2_input_axes: logical axes that the GEMMs' inputs are constrained to.
+    Fields of the norm and of low-rank adaptation as in `LayerNormDenseGeneral`; `axis` must be -1.
+
+    Parameters, A = len(activations): `scale`, `ln_bias` [H]; `wi_kernel` [H, A, F], `wo_kernel` [F, H],
+    `wi_bias` [A, F], `wo_bias` [H]; `wi_lora_a_kernel` [H, A, r], `wi_lora_b_kernel` [A, r, F],
+    `wo_lora_a_kernel` [F, r], `wo_lora_b_kernel` [r, H]. FP8 state: `*_0_*` belongs to wi, `*_1_*` to wo.
+    """
+
+    intermediate_dim: int = 2048
+    enable_layernorm: bool = True
+    layernorm_type: str = "layernorm"
+    epsilon: float = 1e-6
+    zero_centered_gamma: bool = False
+    scale_init: Initializer | None = None
+    scale_axes: Axes = ("embed",)
+    ln_bias_init: Initializer = nn.initializers.zeros
+    ln_bias_axes: Axes = ("embed",)
+    kernel_init: Initializer | None = None
+    kernel_axes_1: Axes = ("embed", "act", "mlp")
+    kernel_axes_2: Axes = ("mlp", "embed")
+    use_bias: bool = False
+    bias_init: Initializer = nn.initializers.zeros
+    bias_axes_1: Axes = ("act", "mlp")
+    bias_axes_2: Axes = ("embed",)
+    return_layernorm_output: bool = False
+    activations: Sequence[str | Callable] = ("gelu",)
+    activation_params: Mapping | None = None
+    intermediate_dropout_rng_name: str = "dropout"
+    intermediate_dropout_rate: float = 0.0
+    intermediate_hidden_dropout_dims: Sequence[int] = ()
+    enable_low_rank_adaptation: bool = False
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
+    axis: int | tuple[int, ...] = -1
+    dtype: jnp.dtype = jnp.float32
+    layernorm_input_axes: Axes | None = None
+    dot_1_input_axes: Axes | None = None
+    dot_2_input_axes: Axes | None = None
+    ffn1_ckpt_name: str = "ffn1"
+    ffn2_ckpt_name: str = "ffn2"
+    transpose_batch_sequence: bool = False
+    quantization_checkpoint_name: str | None = None
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, deterministic: bool = False) -> tuple[jax.Array, jax.Array | None]:
+        """inputs [..., H] -> ([..., H], norm output [..., H] or None), of the same dtype.
+
+        deterministic: True switches dropout off.
+
+        Raises TypeError for inputs that are not floating, ValueError for unknown activations or their
+        parameters.
+        """
+        check_floating(self, inputs=inputs)
+        check_features(self, "intermediate_dim", (self.intermediate_dim,))
+        if trailing_axes(self, inputs.ndim) != 1:
+            raise ValueError(
+                f"{describe(self)}: axis is {self.axis!r}; this module contracts the last axis alone."
+            )
+        slots(self.activations)  # its errors come before any parameter is made
+        inputs = constrain(inputs, self.layernorm_input_axes)
+        norm, wi, wo = self._parameters(inputs.shape[-1])
+        adapt = wi[2] is not None
+        want_norm = adapt or self.return_layernorm_output
+        z, normed = norm_dense(
+            self, inputs, wi[0], norm, wi[1], want_norm=want_norm, axes=self.dot_1_input_axes, postfix="_0"
+        )
+        if adapt:
+            z = z + lora(self, normed, *wi[2])
+        z = checkpoint_name(z, self.ffn1_ckpt_name)
+        z = activation(z, self.activations, self.activation_params)
+        if self.intermediate_dropout_rate > 0:
+            dims, stream = tuple(self.intermediate_hidden_dropout_dims), self.intermediate_dropout_rng_name
+            z = nn.Dropout(self.intermediate_dropout_rate, dims, rng_collection=stream)(z, deterministic)
+        z = constrain(z, self.dot_2_input_axes)
+        y = dense(z, wo[0], wo[1], **precision(self, "_1"))
+        if adapt:
+            y = y + lora(self, z, *wo[2])
+        y = checkpoint_name(y, self.ffn2_ckpt_name)
+        return y, (normed if self.return_layernorm_output else None)
+
+    def _parameters(self, width: int):
+        """(gamma, beta) or None; (kernel, bias, LoRA) of wi, of wo. The order of creation fixes the keys."""
+        parts, middle = len(self.activations), self.intermediate_dim
+        each = kernel_initializer(self.kernel_init)
+
+        def stacked(key, shape, dtype):  # one draw per activation, so that fan-in is H
+            kernels = []
+            for _ in range(shape[1]):
+                key, one = jax.random.split(key)
+                kernels.append(each(one, (shape[0], shape[2]), dtype))
+            return jnp.stack(kernels, axis=1)
+
+        norm = (
+            norm_parameters(self, width, self.ln_bias_init, self.ln_bias_axes)
+            if self.enable_layernorm
+            else None
+        )
+        wi_kernel = parameter(self, "wi_kernel", stacked, self.kernel_axes_1, (width, parts, middle))
+        wo_kernel = parameter(self, "wo_kernel", each, self.kernel_axes_2, (middle, width))
+        wi_bias = wo_bias = wi_lora = wo_lora = None
+        if self.use_bias:
+            wi_bias = parameter(self, "wi_bias", self.bias_init, self.bias_axes_1, (parts, middle))
+            wo_bias = parameter(self, "wo_bias", self.bias_init, self.bias_axes_2, (width,))
+        if self.enable_low_rank_adaptation:
+            wi_lora = lora_parameters(self, stacked, (width,), (parts, middle), "wi_")
+            wo_lora = lora_parameters(self, each, (middle,), (width,), "wo_")
+        return norm, (wi_kernel, wi_bias, wi_lora), (wo_kernel, wo_bias, wo_lora)

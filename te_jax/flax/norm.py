@@ -1,0 +1,67 @@
+"""LayerNorm and RMSNorm as a module, and the norm parameters of the modules that begin with one."""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from te_jax.flax._common import Axes, Initializer, check_floating, parameter
+from te_jax.flax._state import describe
+from te_jax.layers import layernorm
+
+
+def norm_kind(module: nn.Module) -> str:
+    """`layernorm_type` as "layernorm" or "rmsnorm", whatever its case, "-" and "_"; else ValueError."""
+    kind = module.layernorm_type.lower().replace("-", "").replace("_", "")
+    if kind not in ("layernorm", "rmsnorm"):
+        raise ValueError(
+            f'{describe(module)}: layernorm_type is {module.layernorm_type!r}; pass "layernorm" or "rmsnorm".'
+        )
+    return kind
+
+
+def norm_parameters(
+    module: nn.Module, width: int, bias_init: Initializer, bias_axes: Axes
+) -> tuple[jax.Array, jax.Array | None]:
+    """`scale` [width] and `ln_bias` [width], None for RMSNorm."""
+    identity = nn.initializers.zeros if module.zero_centered_gamma else nn.initializers.ones
+    gamma = parameter(module, "scale", module.scale_init or identity, module.scale_axes, (width,))
+    if norm_kind(module) == "rmsnorm":
+        return gamma, None
+    return gamma, parameter(module, "ln_bias", bias_init, bias_axes, (width,))
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm (https://arxiv.org/abs/1607.06450) or RMSNorm (https://arxiv.org/abs/1910.07467).
+
+    epsilon:             added to the variance (RMSNorm: to the mean square).
+    layernorm_type:      "layernorm" or "rmsnorm".
+    zero_centered_gamma: the scale that is applied is 1 + `scale`.
+    scale_init:          None is ones, or zeros with `zero_centered_gamma`.
+    dtype:               of the parameters.
+
+    Parameters: `scale` [H]; `ln_bias` [H], not with RMSNorm.
+    """
+
+    epsilon: float = 1e-6
+    layernorm_type: str = "layernorm"
+    zero_centered_gamma: bool = False
+    scale_init: Initializer | None = None
+    scale_axes: Axes = ("embed",)
+    bias_init: Initializer = nn.initializers.zeros
+    bias_axes: Axes = ("embed",)
+    dtype: jnp.dtype = jnp.float32
+    transpose_batch_sequence: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [..., H] -> the same shape and dtype. Raises TypeError for a dtype that is not floating."""
+        check_floating(self, x=x)
+        gamma, beta = norm_parameters(self, x.shape[-1], self.bias_init, self.bias_axes)
+        return layernorm(
+            x,
+            gamma,
+            beta,
+            norm=norm_kind(self),
+            zero_centered_gamma=self.zero_centered_gamma,
+            epsilon=self.epsilon,
+        )

@@ -1,0 +1,322 @@
+"""TransformerLayer: encoder or decoder block of the modules of this package."""
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from te_jax.flax._common import Initializer, check_floating, later, lora_scope
+from te_jax.flax._state import describe
+from te_jax.flax.mha import MultiHeadAttention, activation_axes
+from te_jax.flax.mlp import LayerNormMLP
+from te_jax.flax.norm import LayerNorm
+from te_jax.flax.relpos import RelativePositionBiases
+from te_jax.sharding import (
+    BATCH_AXES,
+    HIDDEN_AXES,
+    HIDDEN_TP_AXES,
+    SEQLEN_AXES,
+    SEQLEN_TP_AXES,
+    W_FSDP_AXES,
+    W_JOINED_AXES,
+    W_NO_SHARD_AXES,
+    W_TP_AXES,
+)
+from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
+
+
+class TransformerLayerType(enum.Enum):
+    """What a `TransformerLayer` is; the strings are accepted too."""
+
+    ENCODER = "encoder"  # self-attention and MLP
+    DECODER = "decoder"  # with cross-attention between them
+
+
+class TransformerLayer(nn.Module):
+    """One transformer layer: self-attention, in a decoder cross-attention, MLP; each with norm and residual.
+
+    hidden_size, mlp_hidden_size, num_attention_heads, num_gqa_groups: H, F, h, g (None: h).
+    hidden_dropout, hidden_dropout_dims: rate after each sub-block, and the axes that share one mask.
+    attention_dropout, intermediate_dropout, intermediate_dropout_dims: of the probabilities; after the
+    activation.
+    dropout_rng_name:   the random stream of all dropout in the layer.
+    mha_kernel_init, mlp_kernel_init: None is scaling by fan-in, normal and truncated normal.
+    apply_residual_connection_post_layernorm: residuals start behind the norms.
+    output_layernorm:   a norm at the end instead of the one before self-attention.
+    layer_type:         `TransformerLayerType` or its string.
+    self_attn_mask_type, self_attn_bias_type: of self-attention; cross-attention masks by "padding", without a
+        bias.
+    enable_relative_embedding: T5's relative position biases (32 buckets, distance 128). False here.
+    relative_embedding: a module of the user's for them, called as `RelativePositionBiases` is; it switches
+                        them on.
+    drop_path:          rate at which a sample skips a sub-block (https://arxiv.org/abs/1603.09382).
+    window_size, enable_rotary_pos_emb: of self-attention alone; cross_window_size and cross_rotary_pos_emb
+                        are theirs in cross-attention. A decoder whose weights were trained with both must ask
+                        for both.
+    scale_attn_logits, scaled_query_init: as in `MultiHeadAttention`.
+    kv_channels:        width of a head; None is hidden_size / num_attention_heads.
+    score_mod, score_mod_bprop: not in this version. Others as in `MultiHeadAttention` and `LayerNormMLP`.
+
+    Parameters: `attention` (encoder), or `self_attention` and `encoder_decoder_attention` (decoder), as
+    `MultiHeadAttention`; `mlp` as `LayerNormMLP`; `relpos_bias/rel_embedding` or `relative_embedding/...`;
+    `output_layernorm`.
+    """
+
+    hidden_size: int = 512
+    mlp_hidden_size: int = 2048
+    num_attention_heads: int = 8
+    num_gqa_groups: int | None = None
+    layernorm_type: str = "layernorm"
+    layernorm_epsilon: float = 1e-6
+    zero_centered_gamma: bool = False
+    hidden_dropout: float = 0.1
+    hidden_dropout_dims: Sequence[int] = ()
+    attention_dropout: float = 0.1
+    intermediate_dropout: float = 0.0
+    intermediate_dropout_dims: Sequence[int] = ()
+    dropout_rng_name: str = "dropout"
+    mha_kernel_init: Initializer | None = None
+    mlp_kernel_init: Initializer | None = None
+    mlp_activations: Sequence[str | Callable] = ("gelu",)
+    mlp_activation_params: Mapping | None = None
+    use_bias: bool = False
+    bias_init: Initializer = nn.initializers.zeros
+    apply_residual_connection_post_layernorm: bool = False
+    output_layernorm: bool = False
+    float32_attention_logits: bool = False
+    layer_type: TransformerLayerType | str = TransformerLayerType.ENCODER
+    self_attn_mask_type: str = "causal"
+    self_attn_bias_type: str | None = None
+    enable_relative_embedding: bool = False
+    relative_embedding: nn.Module | None = None
+    enable_rotary_pos_emb: bool = False
+    rotary_pos_emb_windows: tuple[float, float] = (1, 10000)
+    rotary_pos_emb_group_method: str = "consecutive"
+    low_rank_adaptation_scope: str = "none"
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
+    dtype: jnp.dtype = jnp.float32
+    drop_path: float = 0.0
+    fuse_qkv_params: bool = True
+    transpose_batch_sequence: bool = False
+    enable_sequence_parallel: bool = False
+    scale_attn_logits: bool = True
+    scaled_query_init: bool = False
+    window_size: tuple[int, int] | None = None
+    softmax_type: str = "vanilla"
+    score_mod: Callable | None = None
+    score_mod_bprop: Callable | None = None
+    kv_channels: int | None = None
+    cross_window_size: tuple[int, int] | None = None
+    cross_rotary_pos_emb: bool = False
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs: jax.Array,
+        encoded: jax.Array | None = None,
+        attention_mask=None,
+        encoder_decoder_mask=None,
+        deterministic: bool = False,
+        decode: bool = False,
+        max_decode_length: int | None = None,
+        score_mod_tensors=None,
+        score_mod_bprop_tensors=None,
+        *,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """inputs [b, s, H] ([s, b, H] if transpose_batch_sequence) -> the same shape and dtype.
+
+        encoded: the encoder's output [b, t, He], for a decoder.
+        attention_mask, encoder_decoder_mask: a `SequenceDescriptor`, or an array broadcastable to
+            [b, 1, s, t], True (or 1) = masked out. None masks nothing beyond what the mask type does.
+        positions: [b, s] or [s] for RoPE in self-attention.
+
+        Raises ValueError for arguments that the layer type has no use for, and for `relpos_bias` parameters
+        without enable_relative_embedding.
+        """
+        decoder = TransformerLayerType.DECODER
+        is_decoder = self._layer_type() is decoder
+        self._check(inputs, encoded, encoder_decoder_mask, is_decoder, decode, max_decode_length)
+        inputs = self._residual_layout(inputs)
+        x, normed = self._attention("self_attention" if is_decoder else "attention", cross=False)(
+            inputs,
+            None,
+            attention_mask,
+            self._relative_bias(inputs, bidirectional=not is_decoder),
+            deterministic=deterministic,
+            score_mod_tensors=score_mod_tensors,
+            score_mod_bprop_tensors=score_mod_bprop_tensors,
+            positions=positions,
+        )
+        x = self._add(x, inputs, normed, deterministic)
+        if is_decoder:
+            cross = self._attention(
+                "encoder_decoder_attention", cross=True, padded=encoder_decoder_mask is not None
+            )
+            y, normed = cross(x, encoded, encoder_decoder_mask, deterministic=deterministic)
+            x = self._add(y, x, normed, deterministic)
+        z, normed = self._mlp()(x, deterministic=deterministic)
+        x = self._add(z, x, normed, deterministic)
+        if self.output_layernorm:
+            x = LayerNorm(
+                epsilon=self.layernorm_epsilon,
+                layernorm_type=self.layernorm_type,
+                zero_centered_gamma=self.zero_centered_gamma,
+                scale_axes=(W_NO_SHARD_AXES,),
+                bias_axes=(W_NO_SHARD_AXES,),
+                dtype=self.dtype,
+                name="output_layernorm",
+            )(x)
+        return x
+
+    def _layer_type(self) -> TransformerLayerType:
+        try:
+            return TransformerLayerType(self.layer_type)
+        except ValueError:
+            known = tuple(kind.value for kind in TransformerLayerType)
+            raise ValueError(
+                f"{describe(self)}: layer_type is {self.layer_type!r}; pass one of {known}."
+            ) from None
+
+    def _check(self, inputs, encoded, encoder_decoder_mask, is_decoder, decode, max_decode_length):
+        for name, value in (("decode", decode), ("max_decode_length", max_decode_length)):
+            if value:
+                raise later(self, name, value)
+        check_floating(self, inputs=inputs)
+        if inputs.ndim != 3 or inputs.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"{describe(self)}: inputs has shape {inputs.shape}, but hidden_size is {self.hidden_size}; "
+                f"pass [batch, sequence, {self.hidden_size}]."
+            )
+        if is_decoder and encoded is None:
+            raise ValueError(
+                f"{describe(self)}: a decoder layer needs `encoded`, the encoder's output [b, t, H]."
+            )
+        if not is_decoder:
+            for name, value in (("encoded", encoded), ("encoder_decoder_mask", encoder_decoder_mask)):
+                if value is not None:
+                    raise ValueError(
+                        f'{describe(self)}: {name} is given, but layer_type is "encoder"; use "decoder".'
+                    )
+        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"{describe(self)}: hidden_size={self.hidden_size} does not split into num_attention_heads="
+                f"{self.num_attention_heads}; pass a divisor, or kv_channels."
+            )
+
+    def _residual_layout(self, x):
+        sequence = SEQLEN_TP_AXES if self.enable_sequence_parallel else SEQLEN_AXES
+        return constrain(x, activation_axes(self, BATCH_AXES, sequence, HIDDEN_AXES))
+
+    def _relative_bias(self, inputs, bidirectional: bool):
+        """[1, h, s, s], or None where relative embedding is off."""
+        if not self.enable_relative_embedding and self.relative_embedding is None:
+            if self.has_variable("params", "relpos_bias"):
+                raise ValueError(
+                    f"{describe(self)}: the parameters hold `relpos_bias`, but enable_relative_embedding is "
+                    "False; set it True, or drop the parameter."
+                )
+            return None
+        if self.self_attn_bias_type == "no_bias":
+            raise ValueError(
+                f'{describe(self)}: self_attn_bias_type is "no_bias", but relative embedding is on; leave '
+                "the type None."
+            )
+        module = self.relative_embedding or RelativePositionBiases(
+            num_buckets=32,
+            max_distance=128,
+            num_attention_heads=self.num_attention_heads,
+            embedding_init=nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"),
+            dtype=self.dtype,
+            name="relpos_bias",
+        )
+        length = inputs.shape[0 if self.transpose_batch_sequence else 1]
+        return module(length, length, bidirectional)
+
+    def _attention(self, name: str, cross: bool, padded: bool = True) -> MultiHeadAttention:
+        return MultiHeadAttention(
+            head_dim=self.kv_channels or self.hidden_size // self.num_attention_heads,
+            num_attention_heads=self.num_attention_heads,
+            num_gqa_groups=self.num_gqa_groups,
+            attention_dropout=self.attention_dropout,
+            dropout_rng_name=self.dropout_rng_name,
+            input_layernorm=cross or not self.output_layernorm,
+            layernorm_type=self.layernorm_type,
+            layernorm_epsilon=self.layernorm_epsilon,
+            return_layernorm_output=self.apply_residual_connection_post_layernorm,
+            zero_centered_gamma=self.zero_centered_gamma,
+            kernel_init=self.mha_kernel_init,
+            use_bias=self.use_bias,
+            bias_init=self.bias_init,
+            attn_mask_type=("padding" if padded else "no_mask") if cross else self.self_attn_mask_type,
+            attn_bias_type="no_bias" if cross else self.self_attn_bias_type,
+            enable_rotary_pos_emb=self.cross_rotary_pos_emb if cross else self.enable_rotary_pos_emb,
+            rotary_pos_emb_windows=self.rotary_pos_emb_windows,
+            rotary_pos_emb_group_method=self.rotary_pos_emb_group_method,
+            low_rank_adaptation_scope=self.low_rank_adaptation_scope,
+            low_rank_adaptation_dim=self.low_rank_adaptation_dim,
+            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
+            dtype=self.dtype,
+            fuse_qkv_params=self.fuse_qkv_params,
+            transpose_batch_sequence=self.transpose_batch_sequence,
+            enable_sequence_parallel=self.enable_sequence_parallel,
+            scale_attn_logits=self.scale_attn_logits,
+            scaled_query_init=self.scaled_query_init,
+            float32_logits=self.float32_attention_logits,
+            window_size=self.cross_window_size if cross else self.window_size,
+            softmax_type=self.softmax_type,
+            score_mod=self.score_mod,
+            score_mod_bprop=self.score_mod_bprop,
+            name=name,
+        )
+
+    def _mlp(self) -> LayerNormMLP:
+        sequence = SEQLEN_TP_AXES if self.enable_sequence_parallel else SEQLEN_AXES
+        return LayerNormMLP(
+            intermediate_dim=self.mlp_hidden_size,
+            layernorm_type=self.layernorm_type,
+            epsilon=self.layernorm_epsilon,
+            zero_centered_gamma=self.zero_centered_gamma,
+            scale_axes=(W_NO_SHARD_AXES,),
+            ln_bias_axes=(W_NO_SHARD_AXES,),
+            kernel_init=self.mlp_kernel_init,
+            kernel_axes_1=(W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES),
+            kernel_axes_2=(W_TP_AXES, W_FSDP_AXES),
+            use_bias=self.use_bias,
+            bias_init=self.bias_init,
+            bias_axes_1=(W_JOINED_AXES, W_TP_AXES),
+            bias_axes_2=(W_NO_SHARD_AXES,),
+            return_layernorm_output=self.apply_residual_connection_post_layernorm,
+            activations=self.mlp_activations,
+            activation_params=self.mlp_activation_params,
+            intermediate_dropout_rng_name=self.dropout_rng_name,
+            intermediate_dropout_rate=self.intermediate_dropout,
+            intermediate_hidden_dropout_dims=self.intermediate_dropout_dims,
+            enable_low_rank_adaptation=lora_scope(self)[2],
+            low_rank_adaptation_dim=self.low_rank_adaptation_dim,
+            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
+            dtype=self.dtype,
+            layernorm_input_axes=activation_axes(self, BATCH_AXES, sequence, HIDDEN_AXES),
+            dot_1_input_axes=activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES),
+            dot_2_input_axes=activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_TP_AXES),
+            transpose_batch_sequence=self.transpose_batch_sequence,
+            name="mlp",
+        )
+
+    def _add(self, x, residual, normed, deterministic: bool):
+        """The end of a sub-block: dropout, drop path, residual."""
+        stream = self.dropout_rng_name
+        if self.hidden_dropout > 0:
+            x = nn.Dropout(self.hidden_dropout, tuple(self.hidden_dropout_dims), rng_collection=stream)(
+                x, deterministic
+            )
+        if self.drop_path > 0:
+            batch = 1 if self.transpose_batch_sequence else 0
+            shared = tuple(axis for axis in range(x.ndim) if axis != batch)
+            x = nn.Dropout(self.drop_path, shared, rng_collection=stream)(x, deterministic)
+        if self.apply_residual_connection_post_layernorm:
+            residual = normed
+        return self._residual_layout(x + residual)

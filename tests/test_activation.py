@@ -1,0 +1,120 @@
+"""Activations against float64 numpy, their parameters, slots, gradients and errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from te_jax.ops.activation import _FROM_JAX_NN, activation, slots
+
+
+def _sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def _gelu(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+REFERENCE = {
+    "gelu": _gelu,
+    "silu": lambda x: x * _sigmoid(x),
+    "relu": lambda x: np.maximum(x, 0),
+    "quick_gelu": lambda x: x * _sigmoid(1.702 * x),
+    "squared_relu": lambda x: np.maximum(x, 0) ** 2,
+}
+
+
+def _data(rng, *shape, dtype=np.float32):
+    return jnp.asarray(rng.normal(size=shape) * 4, dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", REFERENCE)
+def test_single_and_gated(rng, name, dtype):
+    x = _data(rng, 3, 5, 2, 17, dtype=dtype)
+    f64 = np.asarray(x, np.float64)
+    # One rounding to the result's type, and a few float32 roundings inside; 1 + tanh loses half an ulp of 1
+    # times x / 2 and the other factor, both at most 16 here.
+    bound = dict(rtol=float(jnp.finfo(dtype).eps) * 0.51 + 1e-6, atol=2**-24 * 8 * 16)
+    one = activation(x[..., :1, :], (name,))
+    assert one.shape == (3, 5, 17) and one.dtype == dtype
+    np.testing.assert_allclose(np.asarray(one, np.float64), REFERENCE[name](f64[..., 0, :]), **bound)
+    gated = activation(x, (name.upper(), "linear"))
+    np.testing.assert_allclose(
+        np.asarray(gated, np.float64), REFERENCE[name](f64[..., 0, :]) * f64[..., 1, :], **bound
+    )
+
+
+@pytest.mark.parametrize(
+    "params", [None, {"limit": 2.0}, {"limit": 1.5, "alpha": 1.0, "glu_linear_offset": 0.25}]
+)
+def test_clamped_swiglu(rng, params):
+    x = _data(rng, 4, 2, 33)
+    p = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0, **(params or {})}
+    u, y = np.asarray(x, np.float64)[:, 0], np.asarray(x, np.float64)[:, 1]
+    u = np.minimum(u, p["limit"])
+    expected = u * _sigmoid(p["alpha"] * u) * (np.clip(y, -p["limit"], p["limit"]) + p["glu_linear_offset"])
+    got = activation(x, ("clamped_silu", "clamped_linear"), params)
+    np.testing.assert_allclose(got, expected, rtol=2e-6, atol=2e-6)
+
+
+def test_slots_are_reversed_behind_linear(rng):
+    assert slots(("linear", "silu")) == slots(("SiLU", "Linear")) == ("silu", "linear")
+    assert slots(("clamped_linear", "clamped_silu")) == ("clamped_silu", "clamped_linear")
+    assert slots(("silu", "relu", "tanh")) == ("silu", "relu", "tanh")
+    x = _data(rng, 3, 2, 8)
+    np.testing.assert_array_equal(activation(x, ("linear", "silu")), activation(x, ("silu", "linear")))
+
+
+def test_other_names_and_functions(rng):
+    x = _data(rng, 3, 3, 8)
+    f64 = np.asarray(x, np.float64)
+    got = activation(x, ("tanh", "sigmoid", lambda y: y + 1))
+    np.testing.assert_allclose(
+        got, np.tanh(f64[:, 0]) * _sigmoid(f64[:, 1]) * (f64[:, 2] + 1), rtol=3e-6, atol=1e-6
+    )
+    for name in _FROM_JAX_NN:
+        assert activation(x[:, :1], (name,)).shape == (3, 8), name
+
+
+def test_gradient_is_autodiffs_and_keeps_x_alone(rng):
+    x = _data(rng, 6, 2, 8, dtype=jnp.bfloat16)
+
+    def plain(x):
+        f32 = x.astype(jnp.float32)
+        return (jax.nn.gelu(f32[:, 0], approximate=True) * f32[:, 1]).astype(x.dtype)
+
+    _, vjp = jax.vjp(lambda x: activation(x, ("gelu", "linear")), x)
+    _, plain_vjp = jax.vjp(plain, x)
+    cotangent = jnp.ones((6, 8), jnp.bfloat16)
+    np.testing.assert_allclose(
+        *(np.asarray(f(cotangent)[0], np.float32) for f in (vjp, plain_vjp)), rtol=2**-7, atol=1e-6
+    )
+    kept = [leaf for leaf in jax.tree.leaves(vjp) if leaf.size > 1]
+    assert {leaf.dtype for leaf in kept} == {jnp.dtype(jnp.bfloat16)}, (
+        "float32 copies are kept for the backward pass"
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "params", "shape", "error", "text"),
+    [
+        (("gelluh",), None, (4, 1, 8), ValueError, "'gelluh' is not known"),
+        ((3,), None, (4, 1, 8), TypeError, "neither a name nor a function"),
+        ("gelu", None, (4, 1, 8), ValueError, "pass a tuple"),
+        ((), None, (4, 1, 8), ValueError, "pass a tuple"),
+        (("gelu",), None, (4, 2, 8), ValueError, "axis A .* is 2 .* 1 activations"),
+        (("gelu",), {"limit": 1.0}, (4, 1, 8), ValueError, "'limit'"),
+        (("clamped_silu", "clamped_linear"), {"limits": 1.0}, (4, 2, 8), ValueError, "'limits'"),
+        (("clamped_silu", "clamped_linear"), {"limit": "7"}, (4, 2, 8), ValueError, "finite number"),
+    ],
+)
+def test_errors(names, params, shape, error, text):
+    with pytest.raises(error, match=text):
+        activation(jnp.ones(shape), names, params)
+
+
+def test_integers_are_refused():
+    with pytest.raises(TypeError, match="int32"):
+        activation(jnp.ones((4, 1, 8), jnp.int32), ("gelu",))

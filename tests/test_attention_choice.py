@@ -1,0 +1,149 @@
+"""Which implementation dot_product_attention takes and why; its errors; what it lowers to on CUDA."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from attention_oracle import operands
+
+from te_jax.ops import attention
+from te_jax.ops.attention import SequenceDescriptor, dot_product_attention, explain_attention
+
+# ---- the choice ----------------------------------------------------------------------------------
+
+
+def test_explain_says_which_and_why():
+    struct = lambda s, heads, dtype=jnp.bfloat16, d=64: jax.ShapeDtypeStruct((2, s, heads, d), dtype)
+    q, k = struct(128, 8), struct(128, 2)
+    for kwargs in (
+        {},
+        dict(attn_mask_type="causal"),
+        dict(attn_mask_type="padding_causal"),
+        dict(attn_mask_type="causal_bottom_right"),
+        dict(window_size=(-1, 0)),
+        dict(window_size=(127, 200)),
+    ):
+        choice = explain_attention(q, k, k, **kwargs)
+        assert choice.implementation == "cudnn" and "xla" in choice.refused, kwargs
+    cases = {
+        "bias is given": dict(bias=jax.ShapeDtypeStruct((128, 128), jnp.float32)),
+        "mask is given": dict(mask=jax.ShapeDtypeStruct((128, 128), jnp.bool_)),
+        "descriptor": dict(sequence_descriptor=SequenceDescriptor.from_seqlens(jnp.zeros(2, jnp.int32))),
+        "off_by_one": dict(softmax_type="off-by-one"),
+        "dropout_rate is 0.1": dict(dropout_rate=0.1),
+        "max_logit": dict(return_max_logit=True),
+        "(64, 0)": dict(window_size=(64, 0)),
+    }
+    for reason, kwargs in cases.items():
+        choice = explain_attention(q, k, k, **kwargs)
+        assert choice.implementation == "xla" and reason in choice.refused["cudnn"] and reason in str(choice)
+        with pytest.raises(ValueError) as raised:
+            explain_attention(q, k, k, implementation="cudnn", **kwargs)
+        assert reason in str(raised.value) and "'xla'" in str(raised.value)
+    for reason, kwargs in {
+        "float32": dict(dtype=jnp.float32),
+        "is 136": dict(d=136),
+        "is 60": dict(d=60),
+    }.items():
+        q, k = struct(128, 8, **kwargs), struct(128, 2, **kwargs)
+        assert reason in explain_attention(q, k, k).refused["cudnn"]
+    q, k = struct(64, 8), struct(128, 2)
+    assert (
+        "neither full nor causal"
+        in explain_attention(q, k, k, attn_mask_type="bottom_right_causal").refused["cudnn"]
+    )
+    assert "1 and k" in explain_attention(struct(1, 8), k, k).refused["cudnn"]
+
+
+def test_long_plain_attention_warns_once_with_the_reason():
+    struct = jax.ShapeDtypeStruct((1, 4104, 1, 8), jnp.float32)
+    trace = lambda **kwargs: jax.eval_shape(lambda x: dot_product_attention(x, x, x, **kwargs), struct)
+    attention._warn_long.cache_clear()
+    with pytest.warns(UserWarning, match="4096.*float32"):
+        trace()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trace()
+        trace(implementation="xla")  # asked for
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+Q, K = (2, 8, 4, 16), (2, 8, 2, 16)
+ERRORS = {
+    "groups": (ValueError, "4 query heads .* 3 groups", dict(k=(2, 8, 3, 16), v=(2, 8, 3, 16))),
+    "head dim": (ValueError, "axis `d` is 16 .* 8", dict(k=(2, 8, 2, 8))),
+    "keys": (ValueError, "axis `t`", dict(v=(2, 9, 2, 16))),
+    "batch": (ValueError, r"axis `b...`", dict(k=(3, 8, 2, 16))),
+    "rank": (ValueError, "number of axes", dict(q=(8, 4, 16))),
+    "flat": (ValueError, "at least 3", dict(q=(8, 64), k=(8, 64), v=(8, 64))),
+    "mask type": (ValueError, "attn_mask_type is 'Causal'.*padding_causal", dict(attn_mask_type="Causal")),
+    "bias type": (ValueError, "attn_bias_type is 'alibi'", dict(attn_bias_type="alibi")),
+    "bias type without bias": (ValueError, "bias is None", dict(attn_bias_type="post_scale_bias")),
+    "no_bias with bias": (ValueError, "'no_bias'", dict(attn_bias_type="no_bias", bias=jnp.zeros((8, 8)))),
+    "softmax type": (ValueError, "softmax_type is 'sink'", dict(softmax_type="sink")),
+    "no offset": (ValueError, "softmax_offset is None", dict(softmax_type="learnable")),
+    "stray offset": (ValueError, "softmax_offset is given", dict(softmax_offset=jnp.zeros(4))),
+    "offset shape": (ValueError, "h = 4", dict(softmax_type="learnable", softmax_offset=jnp.zeros(3))),
+    "mask rank": (ValueError, r"mask has shape \(2, 8, 8\)", dict(mask=jnp.zeros((2, 8, 8), bool))),
+    "mask shape": (ValueError, "does not broadcast", dict(mask=jnp.zeros((2, 1, 8, 7), bool))),
+    "mask dtype": (TypeError, "mask is float32.*`bias`", dict(mask=jnp.zeros((8, 8)))),
+    "bias dtype": (TypeError, "bias is bool.*`mask`", dict(bias=jnp.zeros((8, 8), bool))),
+    "bias rank": (ValueError, "bias has shape", dict(bias=jnp.zeros((4, 8, 8)))),
+    "dropout without rng": (ValueError, "dropout_rng is None", dict(dropout_rate=0.1)),
+    "dropout rate": (ValueError, "dropout_rate is 1.5", dict(dropout_rate=1.5)),
+    "window": (ValueError, "window_size is 4", dict(window_size=4)),
+    "scale": (TypeError, "scale is", dict(scale="auto")),
+    "implementation": (ValueError, "implementation is 'flash'", dict(implementation="flash")),
+    "descriptor": (TypeError, "SequenceDescriptor", dict(sequence_descriptor=jnp.zeros(2))),
+    "descriptor shape": (
+        ValueError,
+        "seqlens of the queries",
+        dict(sequence_descriptor=SequenceDescriptor.from_seqlens(jnp.zeros(3, int))),
+    ),
+    "descriptor tokens": (
+        ValueError,
+        "segment_ids of the queries",
+        dict(sequence_descriptor=SequenceDescriptor.from_segment_ids_and_pos(jnp.zeros((2, 9), int))),
+    ),
+    "forced cudnn": (ValueError, "float32; cuDNN takes", dict(implementation="cudnn")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_name_the_argument(name):
+    kind, text, kwargs = ERRORS[name]
+    kwargs = dict(kwargs)
+    q, k, v = (jnp.zeros(kwargs.pop(n, shape)) for n, shape in (("q", Q), ("k", K), ("v", K)))
+    with pytest.raises(kind, match=text) as raised:
+        jax.eval_shape(lambda q, k, v: dot_product_attention(q, k, v, **kwargs), q, k, v)
+    assert str(raised.value).startswith("dot_product_attention: ")
+
+
+def test_wrong_dtypes():
+    q, k = jnp.zeros(Q), jnp.zeros(K)
+    with pytest.raises(TypeError, match="k is int32"):
+        dot_product_attention(q, k.astype(jnp.int32), k)
+    with pytest.raises(TypeError, match="v is bfloat16, but q is float32"):
+        dot_product_attention(q, k, k.astype(jnp.bfloat16))
+    with pytest.raises(TypeError, match="q is float8_e4m3fn"):
+        dot_product_attention(q.astype(jnp.float8_e4m3fn), k, k)
+    with pytest.raises(TypeError, match="segment_ids must be an integer"):
+        SequenceDescriptor.from_segment_ids_and_pos(jnp.zeros((2, 8)))
+    with pytest.raises(ValueError, match="seq_offsets"):
+        SequenceDescriptor.from_seqlens_and_offsets(jnp.zeros((2, 3), int), jnp.zeros((2, 5), int))
+    with pytest.raises(ValueError, match="3 parts"):
+        SequenceDescriptor.from_seqlens([jnp.zeros(2, int)] * 3)
+
+
+def test_cuda_lowering_without_a_gpu():
+    q, k, v, dout = operands((2, 256, 256, 4, 2, 64, 32), jnp.bfloat16)
+    call = jax.jit(
+        lambda q, k, v, d: jax.vjp(lambda *a: dot_product_attention(*a, attn_mask_type="causal"), q, k, v)[1](
+            d
+        )
+    )
+    text = call.trace(q, k, v, dout).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @te_attention_fwd(") == text.count("custom_call @te_attention_bwd(") == 1
+    assert "causal = true" in text and "scale = 1.25" in text and "tensor<2x4x256xf32>" in text

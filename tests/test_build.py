@@ -1,0 +1,143 @@
+"""The build: what locate.py finds, what the backend asks for, what is inside the extension."""
+
+import importlib.util
+import os
+import pathlib
+import re
+import shutil
+import stat
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+EXTENSION = importlib.util.find_spec("te_jax._cuda")
+HANDLER = re.compile(r"^TE_HANDLER(_INIT)?\(\s*(\w+)", re.MULTILINE)
+
+built = pytest.mark.skipif(EXTENSION is None, reason="te_jax was installed without its CUDA extension")
+
+
+def load_module(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def locate(monkeypatch):
+    """cmake/locate.py in an environment without CUDA."""
+    module = load_module(ROOT / "cmake" / "locate.py")
+    for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH", "TE_JAX_BUILD_CUDA", *module.HEADERS):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(module.shutil, "which", lambda name: None)
+    monkeypatch.setattr(module, "site_folders", list)
+    real_isfile = os.path.isfile
+    monkeypatch.setattr(
+        module.os.path,
+        "isfile",
+        lambda path: real_isfile(path) and not str(path).startswith("/usr/local/cuda"),
+    )
+    return module
+
+
+def fake_nvcc(folder, release):
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.0'\n")
+    nvcc.chmod(nvcc.stat().st_mode | stat.S_IXUSR)
+    return str(nvcc)
+
+
+def test_no_nvcc_no_extension(locate):
+    assert locate.find_nvcc() is None
+    assert locate.locate() == {}
+    assert not locate.builds_extension()
+    assert locate.requirements() == []
+
+
+@pytest.mark.parametrize(
+    ("release", "taken"), [("12.9", False), ("13.0", True), ("13.4", True), ("14.0", False)]
+)
+def test_nvcc_of_another_cuda_major_is_not_taken(locate, monkeypatch, tmp_path, release, taken):
+    nvcc = fake_nvcc(tmp_path, release)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert locate.find_nvcc() == (nvcc if taken else None)
+
+
+def test_wheels_are_asked_for_where_nvcc_or_headers_are_missing(locate, monkeypatch, tmp_path):
+    monkeypatch.setenv("TE_JAX_BUILD_CUDA", "1")
+    assert locate.requirements()[: len(locate.NVCC_WHEELS)] == locate.NVCC_WHEELS
+    fake_nvcc(tmp_path, "13.0")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    (tmp_path / "cudnn_frontend.h").touch()
+    monkeypatch.setenv("CUDNN_FRONTEND_INCLUDE", str(tmp_path))
+    wheels = locate.requirements()
+    assert not set(locate.NVCC_WHEELS) & set(wheels)
+    assert not any("frontend" in wheel for wheel in wheels)
+    monkeypatch.setenv("TE_JAX_BUILD_CUDA", "0")
+    assert locate.requirements() == []
+
+
+def test_unknown_build_mode(locate, monkeypatch):
+    monkeypatch.setenv("TE_JAX_BUILD_CUDA", "yes")
+    with pytest.raises(SystemExit, match="TE_JAX_BUILD_CUDA is 'yes'"):
+        locate.requirements()
+
+
+def test_without_the_extension_the_backend_needs_no_cmake(monkeypatch):
+    pytest.importorskip("scikit_build_core")
+    monkeypatch.setenv("TE_JAX_BUILD_CUDA", "0")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    backend = load_module(ROOT / "build_backend" / "te_backend.py")
+    assert backend.get_requires_for_build_wheel() == []
+
+
+def test_ffi_headers_are_those_of_the_oldest_jaxlib():
+    # A runtime refuses a handler with a newer minor version of the API than its own.
+    header = (ROOT / "third_party/xla_ffi/xla/ffi/api/c_api.h").read_text()
+    assert re.findall(r"#define XLA_FFI_API_M\w+ (\d+)", header) == ["0", "3"]
+
+
+def declared_handlers():
+    """{name: has an initialize stage} as the sources declare them."""
+    sources = [*ROOT.glob("csrc/*.cu"), *ROOT.glob("csrc/*.cc")]
+    found = [match for source in sources for match in HANDLER.findall(source.read_text())]
+    assert len({name for _, name in found}) == len(found), "two handlers of one name"
+    return {name: bool(init) for init, name in found}
+
+
+@built
+def test_every_declared_handler_is_registered():
+    # In a fresh process, without jax: the module needs no driver, no CUDA library and no jax to import.
+    code = (
+        "import importlib.util, sys\n"
+        "spec = importlib.util.spec_from_file_location('te_jax._cuda', sys.argv[1])\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+        "for name, stages in module.registrations().items(): print(name, *sorted(stages))\n"
+        "print(*module.ffi_api_version())\n"
+    )
+    command = [sys.executable, "-c", code, EXTENSION.origin]
+    *lines, version = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    registered = {name: "initialize" in stages for name, *stages in map(str.split, lines)}
+    assert registered == declared_handlers()
+    assert all(name.startswith("te_") for name in registered)
+    assert version == "0 3"
+
+
+@built
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="no readelf")
+def test_no_cuda_library_is_linked_and_one_symbol_is_visible():
+    dynamic = subprocess.run(
+        ["readelf", "--wide", "--dynamic", "--dyn-syms", EXTENSION.origin],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic)
+    assert not [name for name in needed if re.search("cu|nv", name)], needed
+    visible = re.findall(r"(?:GLOBAL|WEAK|UNIQUE) +DEFAULT +\d+ (\S+)", dynamic)
+    assert visible == ["PyInit__cuda"]

@@ -1,0 +1,269 @@
+"""The examples run, resume bit for bit, and say what they should. How well they learn is not tested here."""
+
+import contextlib
+import io
+import json
+import pathlib
+import runpy
+import shutil
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from te_jax import recipe
+
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import train_gpt  # noqa: E402
+from gpt import checkpoint, config, data, flops, plot, report, steps  # noqa: E402
+from gpt.model import GPT  # noqa: E402
+
+TEXT = str(EXAMPLES / "README.md")
+SMALL = "--preset tiny --layers 1 --seq-len 32 --batch-size 4 --steps 12 --amax-history-len 4 --eval-every 6"
+SMALL = [*SMALL.split(), "--data", TEXT]
+LLAMA = config.Model(
+    layers=2, hidden=64, ffn=96, heads=4, gqa_groups=2, norm="rmsnorm", activations=("silu", "linear"),
+    use_bias=False, rope=True, tie_embeddings=False,
+)  # fmt: skip
+
+QUICKSTART = """\
+import flax
+import jax
+import jax.numpy as jnp
+import te_jax as te
+import te_jax.flax as te_flax
+from te_jax import recipe
+
+BATCH, SEQLEN, HIDDEN = 32, 128, 1024
+rng = jax.random.PRNGKey(0)
+init_rng, data_rng = jax.random.split(rng)
+inp = jax.random.normal(data_rng, [BATCH, SEQLEN, HIDDEN], jnp.float32)
+fp8_recipe = recipe.DelayedScaling(margin=0, interval=1, fp8_format=recipe.Format.HYBRID)
+
+with te.fp8_autocast(enabled=True, fp8_recipe=fp8_recipe):
+    model = te_flax.DenseGeneral(features=HIDDEN)
+
+    def loss_fn(params, other_vars, inp):
+        out = model.apply({'params': params, **other_vars}, inp)
+        return jnp.mean(out)
+
+    variables = model.init(init_rng, inp)
+    other_variables, params = flax.core.pop(variables, 'params')
+    fwd_bwd_fn = jax.value_and_grad(loss_fn, argnums=(0, 1))
+    for _ in range(10):
+        loss, (param_grads, other_grads) = fwd_bwd_fn(params, other_variables, inp)
+        other_variables = te.update_fp8_metas(other_grads)
+"""
+
+
+def train(out, *arguments) -> tuple[int, dict, str]:
+    """(exit code, results.json, stdout) of train_gpt.py."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code = train_gpt.main([*SMALL, "--out", str(out), *arguments])
+    return code, json.loads((out / "results.json").read_text()), said.getvalue()
+
+
+def saved_state(directory) -> dict:
+    manager = checkpoint.ocp.CheckpointManager(directory)
+    args = checkpoint.ocp.args
+    items = manager.restore(
+        manager.latest_step(), args=args.Composite(state=args.StandardRestore(), fp8=args.StandardRestore())
+    )
+    return {"state": items["state"], "fp8": items["fp8"]}
+
+
+# -- quickstart --------------------------------------------------------------------------------
+
+
+def test_quickstart_is_the_program_as_printed():
+    ours = (EXAMPLES / "quickstart.py").read_text().splitlines()
+    position = 0
+    for line in filter(None, QUICKSTART.splitlines()):
+        assert line in ours[position:], f"missing or out of order: {line}"
+        position = ours.index(line, position) + 1
+
+
+def test_quickstart_runs_and_its_metas_change(capsys):
+    runpy.run_path(str(EXAMPLES / "quickstart.py"))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10
+    # Scales follow the first step's amaxes; then the data is the same, so only the three histories roll.
+    assert "6 of 6" in lines[0] and all("3 of 6" in line for line in lines[1:])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"jax.random.PRNGKey": "jax.random.key"},
+        {"jax.value_and_grad(loss_fn, argnums=(0, 1))": "jax.jit(jax.value_and_grad(loss_fn, (0, 1)))"},
+        {"model.init(": "jax.jit(model.init)(", "te.update_fp8_metas(": "jax.jit(te.update_fp8_metas)("},
+    ],
+    ids=["as printed", "typed keys", "jit of the step", "jit of init and update"],
+)
+def test_quickstart_variants(change):
+    program = QUICKSTART.replace("32, 128, 1024", "2, 16, 64")
+    for old, new in change.items():
+        assert old in program
+        program = program.replace(old, new)
+    scope = {}
+    exec(program, scope)
+    metas = scope["other_variables"]["fp8_metas"]
+    amax = float(jnp.max(jnp.abs(scope["inp"])))
+    np.testing.assert_allclose(metas["x_scale"], [448 / amax], rtol=1e-6)
+    np.testing.assert_allclose(metas["x_amax_history"][-10:], [amax] * 10, rtol=1e-6)
+    assert all(g.any() for g in jax.tree.leaves(scope["param_grads"]))
+
+
+# -- training ----------------------------------------------------------------------------------
+
+
+def test_compare_writes_curves_and_checks_the_gap(tmp_path):
+    code, results, said = train(tmp_path, "--compare", "--check-gap", "1.0")
+    assert code == 0 and "gap (FP8 - bf16)" in said
+    fp8, bf16 = (np.array(results["runs"][p]["losses"]) for p in ("fp8", "bf16"))
+    np.testing.assert_array_equal(fp8[:, 0], np.arange(1, 13))
+    assert (fp8[:, 1] != bf16[:, 1]).any(), "both ran in the same precision"
+    np.testing.assert_allclose(fp8[:, 1], bf16[:, 1], atol=0.3)
+    assert fp8[-1, 1] < fp8[0, 1] - 0.5, "the loss does not fall"
+    assert [s for s, _ in results["runs"]["fp8"]["held_out"]] == [6, 12]
+    assert results["args"]["seed"] == 0 and results["versions"]["jax"] == jax.__version__
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+    # Finished runs are read back, nothing is trained again, and no gap is below 0.
+    code, again, _ = train(tmp_path, "--compare", "--check-gap", "0", "--resume")
+    assert code == 1
+    assert again["runs"]["fp8"]["losses"] == results["runs"]["fp8"]["losses"]
+    assert again["gap_last_tenth"] == results["gap_last_tenth"]
+
+
+def test_resume_is_bit_for_bit(tmp_path):
+    """From a checkpoint written while training went on."""
+    options = ["--dropout", "0.1", "--eval-every", "0", "--checkpoint-every", "5"]
+    _, whole, _ = train(tmp_path, *options)
+    expected = saved_state(tmp_path / "fp8")
+    shutil.rmtree(tmp_path / "fp8" / "12")
+    _, resumed, said = train(tmp_path, *options, "--resume")
+    assert "steps 10 to 12" in said
+    assert resumed["runs"]["fp8"]["losses"] == whole["runs"]["fp8"]["losses"]
+    got = saved_state(tmp_path / "fp8")
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    leaves = jax.tree_util.tree_leaves_with_path(got["fp8"])
+    scales = [leaf for path, leaf in leaves if path[-1].key.endswith("_scale")]
+    assert scales and all((s != 1).all() and np.isfinite(s).all() for s in scales)
+
+
+def test_resume_needs_the_same_arguments_and_a_new_run_keeps_the_earlier(tmp_path, capsys):
+    options = ["--steps", "3", "--eval-every", "0"]
+    _, results, _ = train(tmp_path, *options, "--precision", "bf16", "--stop-at", "2")
+    assert len(results["runs"]["bf16"]["losses"]) == 2
+    other = [*options, "--precision", "bf16", "--resume", "--lr", "1"]
+    assert train_gpt.main([*SMALL, "--out", str(tmp_path), *other]) == 2
+    assert f"lr {config.PRESETS['tiny'].lr} there, 1.0 now" in capsys.readouterr().err
+    # The checkpoint of a bf16 run, continued in FP8: fresh scales and a note.
+    shutil.copytree(tmp_path / "bf16", tmp_path / "fp8")
+    _, results, said = train(tmp_path, *options, "--resume")
+    assert "has no FP8 state" in said and len(results["runs"]["fp8"]["losses"]) == 3
+    _, _, said = train(tmp_path, *options, "--precision", "bf16", "--no-checkpoint")
+    assert "earlier-1" in said and (tmp_path / "earlier-1" / "bf16" / "2").is_dir()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--check-gap", "0.01"], "needs --compare"),
+        (["--steps", "0"], "--steps is 0"),
+        (["--no-checkpoint", "--resume"], "contradicts"),
+    ],
+)
+def test_senseless_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit) as left:
+        config.parse(arguments, "tiny")
+    assert left.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_own_text_that_is_too_short(tmp_path, capsys):
+    (tmp_path / "short.txt").write_text("to be or not to be")
+    assert train_gpt.main([*SMALL, "--out", str(tmp_path), "--data", str(tmp_path / "short.txt")]) == 2
+    assert "--seq-len" in capsys.readouterr().err
+    assert train_gpt.main([*SMALL, "--out", str(tmp_path), "--data", str(tmp_path / "none.txt")]) == 2
+    assert "none.txt" in capsys.readouterr().err
+
+
+# -- its parts ---------------------------------------------------------------------------------
+
+
+def test_batches_are_a_function_of_seed_and_step():
+    corpus = data.load()
+    assert len(corpus.train) > 5e6 and 0.04 < len(corpus.held_out) / len(corpus.train) < 0.06
+    first = data.batch(corpus.train, 4, 16, seed=0, step=3)
+    assert first.shape == (4, 17) and first.dtype == np.uint8
+    np.testing.assert_array_equal(first, data.batch(corpus.train, 4, 16, seed=0, step=3))
+    assert (first != data.batch(corpus.train, 4, 16, seed=0, step=4)).any()
+    assert (first != data.batch(corpus.train, 4, 16, seed=1, step=3)).any()
+    shortest = np.arange(17, dtype=np.uint8)
+    np.testing.assert_array_equal(data.batch(shortest, 2, 16, 0, 0), [shortest] * 2)
+    fixed = data.held_out_batches(shortest, 2, 8, 3)
+    assert len(fixed) == 3 and fixed[0][0][0] == 0 and fixed[-1][-1][-1] == 16
+
+
+def test_plot_draws_both_curves_and_the_gap():
+    runs = {
+        "fp8": {"losses": [3.0, 2.0, 1.5], "held_out": [[3, 1.7]]},
+        "bf16": {"losses": [3.0, 1.9, 1.4], "held_out": [[3, 1.6]]},
+    }
+    figure = plot.draw(runs, report.gap(runs["fp8"]["losses"], runs["bf16"]["losses"]), "title")
+    top, bottom = ([text.get_text() for text in axes.get_legend().get_texts()] for axes in figure.axes)
+    assert top == ["fp8, training", "fp8, held-out", "bf16, training", "bf16, held-out"]
+    assert bottom == ["fp8 - bf16"]
+    one = plot.draw({"fp8": {"losses": [3.0], "held_out": []}}, None, "title")
+    assert len(one.axes) == 1
+
+
+def test_gap():
+    flat = [2.0] * 40
+    found = report.gap([9.0] * 36 + [2.01, 1.99, 2.02, 2.0], flat)
+    assert found["steps"] == 4
+    np.testing.assert_allclose([found["mean"], found["mean_abs"]], [0.005, 0.01])
+    assert report.within(found, 0.011) and not report.within(found, 0.009)
+    assert not report.within(report.gap([float("nan")], [2.0]), 1.0)
+
+
+def test_model_flops_are_six_per_weight():
+    model = config.PRESETS["medium"].model
+    weights = model.layers * 12 * model.hidden**2 + 256 * model.hidden
+    assert flops.per_token(model, seq_len=0) == 6 * weights
+    attention = flops.per_token(model, seq_len=1024) - 6 * weights
+    assert attention == 3 * model.layers * 2 * 2 * 1024 * model.hidden / 2
+    assert flops.peak("NVIDIA H200", "fp8") == 1979e12 and flops.peak("NVIDIA H200", "bf16") == 989e12
+    assert flops.peak("cpu", "fp8") is None and flops.peak("NVIDIA A100-SXM4-40GB", "fp8") is None
+
+
+@pytest.mark.parametrize("name, millions", [("small", 125), ("medium", 350)])
+def test_preset_sizes(name, millions):
+    preset = config.PRESETS[name]
+    model = GPT(preset.model, max_len=preset.seq_len)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 16), jnp.int32))["params"]
+    assert sum(p.size for p in jax.tree.leaves(shapes)) / 1e6 == pytest.approx(millions, rel=0.03)
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["keep", "remat"])
+def test_llama_shape_trains_in_fp8(remat):
+    model = GPT(LLAMA, max_len=32, remat=remat)
+    delayed = recipe.DelayedScaling(amax_history_len=4)
+    optimizer = steps.make_optimizer(1e-2, warmup=1, steps=8)
+    state = steps.init_state(model, optimizer, delayed, seed=0)
+    step = steps.make_train_step(model, optimizer, delayed)
+    windows = np.tile(np.arange(33, dtype=np.uint8), (2, 1))
+    losses = []
+    for _ in range(8):
+        state, loss = step(state, windows)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0] - 1
+    # Scanned layers have their own FP8 state: each leaf starts with the layer axis.
+    assert {leaf.shape for leaf in jax.tree.leaves(state.fp8)} == {(2, 1), (2, 4)}

@@ -1,0 +1,158 @@
+"""`python -m te_jax` and the loading of the extension: every reason names what is wrong and what to do."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+
+import jax
+import pytest
+
+from te_jax import __main__ as main
+from te_jax import _lib
+
+VERSIONS = {"cudart": 13000, "driver": 13000, "cublaslt": 130100, "cudnn": 91900}
+
+
+def run(*args):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, *args]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+
+
+@pytest.fixture
+def extension(monkeypatch):
+    """A stand-in for te_jax._cuda; what it answers can be changed through the returned dict."""
+    for cached in (_lib._import, _lib._checked_module, _lib._registered_module):
+        cached.cache_clear()
+    versions = dict(VERSIONS)
+    registered = []
+    module = types.SimpleNamespace(
+        versions=lambda: versions,
+        registrations=lambda: {"te_norm_fwd": {"execute": object()}},
+        set_library_path=lambda soname, path: None,
+    )
+    monkeypatch.setattr(_lib, "_built", lambda: True)
+    monkeypatch.setattr(_lib.importlib, "import_module", lambda name: module)
+    monkeypatch.setattr(_lib, "jax_cuda_plugin", lambda: (13, "0.10.2"))
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda name, *_, **__: registered.append(name))
+    yield types.SimpleNamespace(module=module, versions=versions, registered=registered)
+    for cached in (_lib._import, _lib._checked_module, _lib._registered_module):
+        cached.cache_clear()
+
+
+def test_report_on_cpu():
+    lines = dict(line.split(None, 1) for line in run("-m", "te_jax").splitlines() if line[:1].strip())
+    assert lines["jax"].strip() == jax.__version__
+    assert lines["lowering"] == "ops lower to plain JAX"
+    assert lines["DelayedScaling"].startswith("yes")
+    assert lines["Float8BlockScaling"].startswith("no")
+    assert "jax[cuda13]" in lines["fused"]
+
+
+def test_report_as_json():
+    found = json.loads(run("-m", "te_jax", "--json"))
+    assert found["versions"]["jaxlib"] == main.version("jaxlib")
+    assert found["device"]["platform"] == "cpu"
+    assert not found["features"]["fused attention"]["available"]
+
+
+def test_import_touches_neither_extension_nor_devices():
+    code = (
+        "import sys, jax, te_jax, te_jax._lib\n"
+        "assert 'te_jax._cuda' not in sys.modules\n"
+        "jax.config.update('jax_num_cpu_devices', 3)  # refused once a backend is up\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    subprocess.run([sys.executable, "-c", code], check=True, env={**environment, "JAX_PLATFORMS": "cpu"})
+
+
+def test_load_when_usable(extension):
+    assert _lib.load() is extension.module
+    status = _lib.status()
+    assert status.loads and status.built and not status.reason and not status.attention
+    assert (status.cuda, status.cudnn) == (13000, 91900)
+
+
+def test_not_built(extension, monkeypatch):
+    monkeypatch.setattr(_lib, "_built", lambda: False)
+    with pytest.raises(RuntimeError, match="installed without its CUDA extension.*TE_JAX_BUILD_CUDA=1"):
+        _lib.load()
+    assert not _lib.status().built and _lib.status().attention
+
+
+def test_import_error(extension, monkeypatch):
+    def refuse(name):
+        raise ImportError("undefined symbol: x")
+
+    monkeypatch.setattr(_lib.importlib, "import_module", refuse)
+    with pytest.raises(RuntimeError, match="undefined symbol: x.*Re-install"):
+        _lib.load()
+    assert _lib.status().built and not _lib.status().loads
+
+
+def test_jax_of_another_cuda_major(extension, monkeypatch):
+    monkeypatch.setattr(_lib, "jax_cuda_plugin", lambda: (12, "0.10.2"))
+    with pytest.raises(RuntimeError, match=r"built for CUDA 13.*jax-cuda12-plugin 0\.10\.2.*jax\[cuda13\]"):
+        _lib.load()
+
+
+def test_old_driver(extension):
+    extension.versions["driver"] = 12080
+    with pytest.raises(RuntimeError, match=r"driver supports only CUDA 12\.8.*Update the driver"):
+        _lib.load()
+
+
+def test_missing_cublaslt(extension):
+    extension.versions |= {"cublaslt": None, "cublaslt_error": "cannot load libcublasLt.so.13"}
+    with pytest.raises(RuntimeError, match="cannot load libcublasLt"):
+        _lib.load()
+
+
+@pytest.mark.parametrize(
+    ("versions", "reason"),
+    [
+        ({"cudnn": 90400}, r"cuDNN is 9\.4\.0, fused attention needs 9\.5\.0"),
+        ({"cudnn": None, "cudnn_error": "cannot load libcudnn.so.9"}, "cannot load libcudnn"),
+    ],
+)
+def test_without_a_new_cudnn_only_attention_is_missing(extension, versions, reason):
+    extension.versions |= versions
+    assert _lib.load() is extension.module
+    assert re.search(reason, _lib.status().attention)
+
+
+def test_lowering_registers_once_and_only_with_a_cuda_device(extension, monkeypatch):
+    monkeypatch.setattr(_lib, "has_cuda_device", lambda: False)
+    assert _lib.require_for_lowering() is None
+    assert extension.registered == []
+    monkeypatch.setattr(_lib, "has_cuda_device", lambda: True)
+    assert _lib.require_for_lowering() is _lib.require_for_lowering() is extension.module
+    assert extension.registered == ["te_norm_fwd"]
+
+
+def test_lowering_on_a_cuda_device_refuses_an_unusable_extension(extension, monkeypatch):
+    monkeypatch.setattr(_lib, "has_cuda_device", lambda: True)
+    extension.versions["driver"] = 12080
+    with pytest.raises(RuntimeError, match="Update the driver"):
+        _lib.require_for_lowering()
+    assert extension.registered == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "fp8", "attention"),
+    [("9.0", True, True), ("8.9", True, True), ("8.0", False, True), ("7.5", False, False)],
+)
+def test_features_by_compute_capability(capability, fp8, attention):
+    found = main.features({"capability": capability}, True, _lib.Status(True, True, ""), "580.65")
+    assert found["DelayedScaling"]["available"] == fp8
+    assert found["fused attention"]["available"] == attention
+    if not fp8:
+        assert f"this GPU has {capability}" in found["DelayedScaling"]["detail"]
+
+
+def test_a_gpu_that_jax_does_not_use_is_named():
+    found = main.features({"capability": None}, False, _lib.Status(False, False, "not built"), "580.65")
+    assert "pip install -U 'jax[cuda13]'" in found["fused attention"]["detail"]
