@@ -105,18 +105,14 @@ def inspect(model, impl: str, steps: int) -> tuple[dict, str]:
 def show(report: dict):
     print(f"{report['model']}, {report['impl']}, fwd+bwd, {report['stage']}")
     if found := report.get("verdict"):
-        print(
-            f"  te_gemm: {found['te_gemm']} (expected {found['expected']}); dots left: {found['dots_left']}"
-        )
+        print(f"  te_gemm: {found['te_gemm']} (expected {found['expected']}); dots left: {found['dots_left']}")
     for kind, counts in report["counts"].items():
         print(f"  {kind}: {counts}")
     if "profile" not in report:
         return
     p, ms = report["profile"], statistics.median(report["ms"])
     print(f"  queued {ms:.3f} ms; profiled {p['span_ms']:.3f} ms, of which {p['busy_ms']:.3f} in kernels")
-    counts = {
-        name: p[f"{name}_per_step"] for name in ("kernels", "copies", "graph_launches", "kernel_launches")
-    }
+    counts = {name: p[f"{name}_per_step"] for name in ("kernels", "copies", "graph_launches", "kernel_launches")}
     print("  per step:", ", ".join(f"{count:.1f} {name.replace('_', ' ')}" for name, count in counts.items()))
     for kernel in p["top"][:_TOP]:
         print(f"  {kernel['ms']:8.4f} ms {kernel['count']:6.1f}x  {kernel['name'][:100]}")

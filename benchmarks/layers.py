@@ -209,9 +209,7 @@ class Trainee:
     def lower_for_cuda(self) -> jax.stages.Lowered:
         """The training pass, on any machine."""
         with self._scope():
-            return (
-                jax.jit(self.step).trace(*self.train_inputs(self.fresh)).lower(lowering_platforms=("cuda",))
-            )
+            return jax.jit(self.step).trace(*self.train_inputs(self.fresh)).lower(lowering_platforms=("cuda",))
 
     @cached_property
     def train_call(self) -> Call:

@@ -53,8 +53,6 @@ def _version(package: str) -> str | None:
 def _driver() -> str | None:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        return subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.split(
-            "\n"
-        )[0]
+        return subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.split("\n")[0]
     except (OSError, subprocess.SubprocessError):
         return None

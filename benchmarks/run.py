@@ -33,9 +33,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--suite", choices=("ops", "layers", "all"), default="all")
     p.add_argument("--only", metavar="REGEX", help='rows whose "case | implementation" matches')
     p.add_argument("--repeat", type=int, default=3, help="of each measurement [default: 3]")
-    p.add_argument(
-        "--calls", type=int, default=timing.CALLS, help=f"issued back to back [default: {timing.CALLS}]"
-    )
+    p.add_argument("--calls", type=int, default=timing.CALLS, help=f"issued back to back [default: {timing.CALLS}]")
     p.add_argument("--profile", action="store_true", help="also the time in kernels, by jax.profiler")
     p.add_argument("--tiny", action="store_true", help="tiny sizes: to try the program without a GPU")
     p.add_argument("--list", action="store_true", help="print the rows' names and leave")
@@ -105,9 +103,7 @@ def cells(row: dict) -> list[str]:
     kernel = f"{row['profile']['kernel_ms']:.4f}" if "profile" in row else ""
     beside = ", ".join(f"{ratio:.2f}x {impl}" for impl, ratio in row.get("beside", {}).items())
     peer = row.get("peer")
-    figure = (
-        f"{row['ms'] / peer['ms']:.2f}x {peer['whose']} ({peer['figure']:g} {peer['unit']})" if peer else ""
-    )
+    figure = f"{row['ms'] / peer['ms']:.2f}x {peer['whose']} ({peer['figure']:g} {peer['unit']})" if peer else ""
     return [
         row["case"],
         row["impl"],
@@ -126,9 +122,7 @@ def table(rows: list[dict]) -> str:
     lines = [[line[i] for i in used] for line in lines]
     widths = [max(len(line[i]) for line in lines) for i in range(len(used))]
     lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines
-    )
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
 
 
 def write(result: dict, path: pathlib.Path | None):

@@ -26,9 +26,7 @@ def measure(shapes, shape, accumulation: str, calls: int, repeat: int) -> list[f
 @cache
 def _measure_all(shapes, calls, repeat) -> dict[str, list[float]]:
     request = json.dumps({"shapes": shapes, "calls": calls, "repeat": repeat})
-    done = subprocess.run(
-        [sys.executable, __file__], input=request, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run([sys.executable, __file__], input=request, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise RuntimeError(f"torch_gemm.py failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -64,9 +62,7 @@ def main():
         for accumulation in ("fast", "split"):
 
             def run(lhs=lhs, rhs=rhs, fast=accumulation == "fast"):
-                torch._scaled_mm(
-                    lhs, rhs.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast
-                )
+                torch._scaled_mm(lhs, rhs.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
             results[_key(shape, accumulation)] = _queued(torch, run, request["calls"], request["repeat"])
     print(json.dumps(results))

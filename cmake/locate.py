@@ -15,9 +15,7 @@ from pathlib import Path
 CUDA_MAJOR = 13  # the libraries are looked up as lib*.so.13 at run time
 
 # CUDA 13.0 compiles for every architecture of te_jax and runs on every driver of CUDA 13.
-NVCC_WHEELS = [
-    f"nvidia-{part}==13.0.*" for part in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-runtime", "cuda-cccl")
-]
+NVCC_WHEELS = [f"nvidia-{part}==13.0.*" for part in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-runtime", "cuda-cccl")]
 # Key: (header, folders in site-packages, wheel). 1.18.0 is the last cudnn-frontend that needs no nvrtc.h.
 HEADERS = {
     "CUBLAS_INCLUDE": ("cublasLt.h", ["nvidia/cu13/include"], "nvidia-cublas>=13.0,<14"),

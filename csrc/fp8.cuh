@@ -1,6 +1,7 @@
 // Device helpers for rows of numbers: vector loads and stores, the saturating cast to FP8, byte transposes.
 #pragma once
 
+#include <cstring>
 #include <type_traits>
 
 #include "common.h"
@@ -73,7 +74,19 @@ template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> Round(const float (&f)[N]) {
   Vec<T, N> out{};
 #pragma unroll
-  for (int i = 0; i < N; ++i) out.Set(i, static_cast<T>(f[i]));
+  for (int i = 0; i < N; i += Vec<T, N>::kPerWord) {
+    if constexpr (Vec<T, N>::kPerWord == 1) {
+      out.Set(i, static_cast<T>(f[i]));
+    } else {  // two in one instruction
+      const auto pair = [](float low, float high) {
+        if constexpr (std::is_same_v<T, __half>)
+          return __floats2half2_rn(low, high);
+        else
+          return __floats2bfloat162_rn(low, high);
+      }(f[i], f[i + 1]);
+      memcpy(&out.words[i / 2], &pair, sizeof(pair));
+    }
+  }
   return out;
 }
 

@@ -172,8 +172,8 @@ ffi::Error Candidates(const Device& device, const GemmKey& key, Algos* algos) {
   // Partial sums of a split k stay f32: the other schemes round each of them to the type of out.
   const uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
   if (status == CUBLAS_STATUS_SUCCESS)
-    status = Lt().cublasLtMatmulPreferenceSetAttribute(
-        preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reductions, sizeof(reductions));
+    status = Lt().cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                                                       &reductions, sizeof(reductions));
   if (status == CUBLAS_STATUS_SUCCESS)
     status =
         Lt().cublasLtMatmulAlgoGetHeuristic(device.handle, descriptors.matmul, descriptors.a, descriptors.b,

@@ -39,8 +39,9 @@ template <int N>
 __device__ __forceinline__ void LoadGamma(const Weights& gamma, bool zero_centered, int64_t c,
                                           float (&out)[N]) {
   LoadWeights(gamma, c, out);
+  if (!zero_centered) return;
 #pragma unroll
-  for (int i = 0; i < N; ++i) out[i] += zero_centered ? 1.f : 0.f;
+  for (int i = 0; i < N; ++i) out[i] += 1.f;
 }
 
 struct NormFwdArgs {
@@ -81,18 +82,21 @@ __device__ __forceinline__ unsigned Normalize(const Vec<T, N>& x, float mean, fl
   unsigned amax = 0;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    y[i] = (x[i] - mean) * rstd * affine.gamma[i] + affine.beta[i];
+    y[i] = (x[i] - mean) * rstd * affine.gamma[i] + affine.beta[i];  // exact in a row of equal numbers
     amax = max(amax, AbsBits(y[i]));
   }
   return amax;
 }
 
-// Writes y and data at `offset` of [rows, h], where they are wanted. N: 8 or 1.
+// Writes y and data at `offset` of [rows, h], where they are wanted. N: 8 or 1. Q: void without FP8.
 template <typename T, typename Q, int N>
 __device__ __forceinline__ void StoreRow(const NormFwdArgs& a, float (&y)[N], float scale, int64_t offset) {
   if (a.y) Store(static_cast<T*>(a.y) + offset, Round<T>(y));
-  if (!a.data) return;
-  if constexpr (N == 8)
+  if constexpr (std::is_void_v<Q>)
+    return;
+  else if (!a.data)
+    return;
+  else if constexpr (N == 8)
     *reinterpret_cast<uint2*>(a.data + offset) =
         make_uint2(Saturate4<Q>(y[0] * scale, y[1] * scale, y[2] * scale, y[3] * scale),
                    Saturate4<Q>(y[4] * scale, y[5] * scale, y[6] * scale, y[7] * scale));

@@ -28,6 +28,7 @@ __device__ void StoreAmax(const NormFwdArgs& a, unsigned amax, int64_t first_row
 // blockDim.x threads have a row in registers, 8 * kVecs columns each, while their next row is on its way;
 // blockDim.y rows are in work at once. A CTA has rows_of_cta rows. gamma and beta come from L1. The register
 // limit lets three CTAs of 256 threads share a multiprocessor, so that three rows are on their way.
+// Q: the FP8 type, void without FP8 results.
 template <typename T, typename Q, int kVecs>
 __global__ void __maxnreg__(kVecs * sizeof(T) <= 8 ? 80 : 128)
     NormFwdRows(const NormFwdArgs a, int rows_of_cta) {
@@ -47,8 +48,8 @@ __global__ void __maxnreg__(kVecs * sizeof(T) <= 8 ? 80 : 128)
   fetch(first_row + threadIdx.y);
   unsigned amax = 0;
   int turn = 0;
-  for (int64_t row0 = first_row; row0 < end;
-       row0 += blockDim.y) {  // all threads go round: RowSum has barriers
+  // All threads go round together: RowSum has barriers.
+  for (int64_t row0 = first_row; row0 < end; row0 += blockDim.y) {
     const int64_t row = row0 + threadIdx.y;
     Vec<T, 8> x[kVecs];
 #pragma unroll
@@ -88,11 +89,12 @@ __global__ void __maxnreg__(kVecs * sizeof(T) <= 8 ? 80 : 128)
       const int column = c + k * stride;
       if (column >= h) continue;
       float y[8];
-      amax = max(amax, Normalize(x[k], mean, rstd, LoadAffine<8>(a, column), y));
+      const unsigned peak = Normalize(x[k], mean, rstd, LoadAffine<8>(a, column), y);
+      if (!std::is_void_v<Q>) amax = max(amax, peak);
       StoreRow<T, Q>(a, y, scale, row * h + column);
     }
   }
-  StoreAmax(a, amax, first_row, rows_of_cta);
+  if (!std::is_void_v<Q>) StoreAmax(a, amax, first_row, rows_of_cta);
 }
 
 // Rows too long for registers (N = 8), or of a length that is no multiple of 8 (N = 1): kAmaxRows rows for a
@@ -132,11 +134,12 @@ __global__ void __launch_bounds__(kMostThreads) NormFwdLongRows(const NormFwdArg
     }
     for (int64_t c = threadIdx.x * N; c < a.h; c += stride) {
       float y[N];
-      amax = max(amax, Normalize(Load<N>(x + c), mean, rstd, LoadAffine<N>(a, c), y));
+      const unsigned peak = Normalize(Load<N>(x + c), mean, rstd, LoadAffine<N>(a, c), y);
+      if (!std::is_void_v<Q>) amax = max(amax, peak);
       StoreRow<T, Q>(a, y, scale, row * a.h + c);
     }
   }
-  StoreAmax(a, amax, first_row, kAmaxRows);
+  if (!std::is_void_v<Q>) StoreAmax(a, amax, first_row, kAmaxRows);
 }
 
 template <typename T, typename Q>
@@ -225,6 +228,7 @@ ffi::Error LaunchNormFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Arg sc
                                       : ffi::F8E4M3FN;
   if (Present(data_t)) return LaunchNormFwdTransposed(stream, args, x.element_type(), type);
   return DispatchFloat(x.element_type(), [&]<typename T>() -> ffi::Error {
+    if (!Present(data) && !Present(amax)) return LaunchRows<T, void>(stream, args);
     return DispatchFp8(type, [&]<typename Q>() -> ffi::Error { return LaunchRows<T, Q>(stream, args); });
   });
 }

@@ -148,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     plot.save(out / "loss.png", runs, gap, f"byte-level GPT, {args.preset}, {jax.devices()[0].device_kind}")
     print(*report.lines(runs, gap), f"wrote {out / 'loss.png'} and {out / 'results.json'}", sep="\n")
     if args.check_gap is not None and not report.within(gap, args.check_gap):
-        print(f"train_gpt: the mean size of the gap exceeds {args.check_gap}", file=sys.stderr)
+        print(f"train_gpt: the mean gap exceeds {args.check_gap}", file=sys.stderr)
         return 1
     return 0
 

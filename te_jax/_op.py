@@ -5,7 +5,7 @@ the axis rule follow the shape checks, the result shapes, the vmap rule, the Sha
 psum or pmax, and the explicit-sharding types. This is the one file that knows jax's machinery.
 """
 
-from functools import lru_cache, partial
+from functools import cache, partial
 from math import prod
 
 import jax
@@ -143,7 +143,9 @@ class Op:
             size = self.workspace(*self._fill([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in given], inputs), **attrs)
             raw["workspace"] = jax.ShapeDtypeStruct((size,), jnp.uint8)
         operands = [jnp.zeros((0,), jnp.float32) if a is None else a for a in args]
-        attrs = {k: v for k, v in attrs.items() if not isinstance(v, jnp.dtype)}  # the handler reads types off the results
+        attrs = {
+            k: v for k, v in attrs.items() if not isinstance(v, jnp.dtype)
+        }  # the handler reads types off the results
         got = dict(zip(raw, jax.ffi.ffi_call(self.name, tuple(raw.values()))(*operands, **attrs), strict=True))
         return [self._finish(name, got[name], result) for name, result in results.items()]
 
@@ -165,7 +167,7 @@ class Op:
 
     # -- vmap ---------------------------------------------------------------------------------------------------
 
-    @lru_cache(maxsize=None)  # noqa: B019  (ops live as long as the process)
+    @cache  # noqa: B019  (ops live as long as the process)
     def _staged(self, items):
         params = dict(items)
 
@@ -179,9 +181,7 @@ class Op:
         def rule(size, batched, *args):
             group = self._absorbing_group(batched, args, params)
             outs = (
-                self._map(params, batched, args)
-                if group is None
-                else self._absorb(group, size, params, batched, args)
+                self._map(params, batched, args) if group is None else self._absorb(group, size, params, batched, args)
             )
             return tuple(outs), (True,) * len(outs)
 
@@ -237,7 +237,9 @@ class Op:
         mesh = jax.typeof(args[0]).sharding.mesh
         explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit}
         if explicit:
-            ins, res, run = self._shards(rule, ranks, sizes, mesh, [jax.typeof(a).sharding.spec for a in args], None, bind)
+            ins, res, run = self._shards(
+                rule, ranks, sizes, mesh, [jax.typeof(a).sharding.spec for a in args], None, bind
+            )
             args = [jax.sharding.reshard(a, s) for a, s in zip(args, ins)]
             return jax.shard_map(run, in_specs=tuple(ins), out_specs=tuple(res), axis_names=explicit)(*args)
         if AxisType.Manual in mesh.axis_types:  # in a partly manual region custom_partitioning knows no mesh
@@ -315,8 +317,8 @@ def align(*args):
 
 
 def like(cotangent, primal):
-    """`cotangent` as autodiff wants it for `primal` (an array or its type): in its dtype, and on an Explicit mesh in its
-    sharding, where the op left it in another one."""
+    """`cotangent` as autodiff wants it for `primal` (an array or its type): in its dtype, and on an Explicit mesh in
+    its sharding."""
     primal = primal if isinstance(primal, ShapedArray) else jax.typeof(primal)
     cotangent = cotangent.astype(primal.dtype)
     explicit = AxisType.Explicit in primal.sharding.mesh.axis_types

@@ -40,7 +40,11 @@ def autocast(enabled: bool = False, recipe: DelayedScaling | None = None, mesh_r
     """
     recipe = DelayedScaling() if recipe is None else recipe
     if not isinstance(recipe, DelayedScaling):
-        hint = f"pass an instance: {recipe.__name__}()" if isinstance(recipe, type) else "pass te_jax.recipe.DelayedScaling()"
+        hint = (
+            f"pass an instance: {recipe.__name__}()"
+            if isinstance(recipe, type)
+            else "pass te_jax.recipe.DelayedScaling()"
+        )
         raise TypeError(f"autocast: recipe is {recipe!r}; {hint}.")
     keep = contextlib.nullcontext() if mesh_resource is None else sharding.global_shard_guard(mesh_resource)
     with keep, _recipe(recipe if enabled else None):
@@ -185,14 +189,18 @@ def _repair(metas, recipe):
     by_length = {}
     for name in tensors:
         if name + _HISTORY not in leaves:
-            raise ValueError(f"update_fp8_metas: fp8_metas leaf {name + _SCALE} has no history beside it; restore both.")
+            raise ValueError(
+                f"update_fp8_metas: fp8_metas leaf {name + _SCALE} has no history beside it; restore both."
+            )
         length = leaves[name + _HISTORY].shape[-1]
         check_history_length(f"update_fp8_metas: {name + _HISTORY}", length, recipe)
         by_length.setdefault(length, []).append(name)
     for length, names in by_length.items():
         histories = [leaves[n + _HISTORY].reshape(-1, length) for n in names]
         scales = [leaves[n + _SCALE].reshape(-1) for n in names]
-        bwd = jnp.concatenate([jnp.full(s.shape, n.rsplit("/", 1)[-1].startswith("grad")) for n, s in zip(names, scales)])
+        bwd = jnp.concatenate(
+            [jnp.full(s.shape, n.rsplit("/", 1)[-1].startswith("grad")) for n, s in zip(names, scales)]
+        )
         fixed = _repair_all(jnp.concatenate(scales), jnp.concatenate(histories), bwd, recipe)
         at = 0
         for n, s in zip(names, scales):

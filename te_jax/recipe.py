@@ -131,7 +131,7 @@ class DelayedScaling:
         return jnp.max(history) if self.amax_compute_algo == "max" else history[0]
 
     def scale_from(self, amax: jax.Array, scale: jax.Array, fp8_max: float) -> jax.Array:
-        """amax f32[...] -> scale, of the same shape as `scale` (the one in force, kept where amax is 0 or not finite)."""
+        """amax f32[...] -> scale, in the shape of `scale`: the one in force, kept where amax is 0 or not finite."""
         if self.scaling_factor_compute_algo is None:
             new = fp8_max / amax / 2.0**self.margin
         else:

@@ -51,9 +51,7 @@ class MeshResource:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and not isinstance(value, str):
-                raise TypeError(
-                    f"MeshResource: {field.name} is {value!r}; pass the name of a mesh axis, or None."
-                )
+                raise TypeError(f"MeshResource: {field.name} is {value!r}; pass the name of a mesh axis, or None.")
 
 
 ShardingResource = MeshResource  # its name in older code, with the first two fields
@@ -180,8 +178,7 @@ def _check_rule(rule) -> None:
         if rule[1] is None or all(isinstance(axis, str) for axis in axes):
             return
     raise ValueError(
-        f"extend_logical_axis_rules: the rule {rule!r} is not a pair (logical name, mesh axis, tuple of them "
-        "or None)."
+        f"extend_logical_axis_rules: the rule {rule!r} is not a pair (logical name, mesh axis, tuple of them or None)."
     )
 
 

@@ -84,11 +84,7 @@ def attend(q, k, v, *, seen, scale, bias=None, pre_scale=False, joins=None, fact
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     b, s, h, d = q.shape
     t, g = k.shape[1:3]
-    bias = (
-        np.zeros((b, h, s, t))
-        if bias is None
-        else np.broadcast_to(np.asarray(bias, np.float64), (b, h, s, t))
-    )
+    bias = np.zeros((b, h, s, t)) if bias is None else np.broadcast_to(np.asarray(bias, np.float64), (b, h, s, t))
     factor = np.ones((b, h, s, t)) if factor is None else factor
     dout = np.zeros((b, s, h, v.shape[-1])) if dout is None else np.asarray(dout, np.float64)
     seen = np.broadcast_to(seen, (b, h, s, t))

@@ -12,6 +12,8 @@ if _FLAG not in os.environ.get("XLA_FLAGS", ""):
 
 import jax  # noqa: E402
 
+jax.config.update("jax_default_matmul_precision", "highest")  # f32 means f32 on a GPU too, not TF32
+
 
 def _no_gpu() -> str:
     """Why tests marked `gpu` cannot run here; "" if they can."""
@@ -29,6 +31,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def fp8_sum_error() -> float:
+    """How far a sum of FP8 products may be off, relative to its largest term. Hopper's tensor cores align the products
+    of a group to the largest and keep 13 bits behind it; elsewhere such sums are f32, of 2**7 terms in these tests."""
+    return 2.0**-12 if jax.default_backend() == "gpu" else 2.0**-16
+
+
 @pytest.fixture(autouse=True)
 def mesh_of_enough_devices(monkeypatch):
     """A mesh that is larger than the default backend (one GPU) is made of the 8 host devices."""
@@ -40,6 +48,13 @@ def mesh_of_enough_devices(monkeypatch):
         return make_mesh(shape, *args, **kwargs)
 
     monkeypatch.setattr(jax, "make_mesh", of_enough)
+
+
+@pytest.fixture
+def on_host():
+    """Runs a test on CPU devices where there are fewer than 8 others: a mesh of them is compared with one of them."""
+    with jax.default_device(jax.devices("cpu")[0] if jax.device_count() < 8 else None):
+        yield
 
 
 @pytest.fixture

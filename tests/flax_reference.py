@@ -84,16 +84,12 @@ def causal(s, t):
 
 def rotate(x, windows=(1, 10000)):
     d = x.shape[-1]
-    angle = np.arange(x.shape[1])[:, None] / (
-        windows[0] * (windows[1] / windows[0]) ** (np.arange(0, d, 2) / d)
-    )
+    angle = np.arange(x.shape[1])[:, None] / (windows[0] * (windows[1] / windows[0]) ** (np.arange(0, d, 2) / d))
     z = (x[..., ::2] + 1j * x[..., 1::2]) * np.exp(1j * angle)[:, None, :]
     return np.stack([z.real, z.imag], -1).reshape(x.shape)
 
 
-def mha(
-    x, p, h, g=None, kv=None, kind="layernorm", masked=None, bias=0.0, scale=None, rope=False, alpha=None
-):
+def mha(x, p, h, g=None, kv=None, kind="layernorm", masked=None, bias=0.0, scale=None, rope=False, alpha=None):
     """kv None is self-attention. -> (out, norm output)."""
     g = g or h
     first = p["qkv"] if "qkv" in p else p["query"]

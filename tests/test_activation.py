@@ -41,14 +41,10 @@ def test_single_and_gated(rng, name, dtype):
     assert one.shape == (3, 5, 17) and one.dtype == dtype
     np.testing.assert_allclose(np.asarray(one, np.float64), REFERENCE[name](f64[..., 0, :]), **bound)
     gated = activation(x, (name.upper(), "linear"))
-    np.testing.assert_allclose(
-        np.asarray(gated, np.float64), REFERENCE[name](f64[..., 0, :]) * f64[..., 1, :], **bound
-    )
+    np.testing.assert_allclose(np.asarray(gated, np.float64), REFERENCE[name](f64[..., 0, :]) * f64[..., 1, :], **bound)
 
 
-@pytest.mark.parametrize(
-    "params", [None, {"limit": 2.0}, {"limit": 1.5, "alpha": 1.0, "glu_linear_offset": 0.25}]
-)
+@pytest.mark.parametrize("params", [None, {"limit": 2.0}, {"limit": 1.5, "alpha": 1.0, "glu_linear_offset": 0.25}])
 def test_clamped_swiglu(rng, params):
     x = _data(rng, 4, 2, 33)
     p = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0, **(params or {})}
@@ -71,9 +67,7 @@ def test_other_names_and_functions(rng):
     x = _data(rng, 3, 3, 8)
     f64 = np.asarray(x, np.float64)
     got = activation(x, ("tanh", "sigmoid", lambda y: y + 1))
-    np.testing.assert_allclose(
-        got, np.tanh(f64[:, 0]) * _sigmoid(f64[:, 1]) * (f64[:, 2] + 1), rtol=3e-6, atol=1e-6
-    )
+    np.testing.assert_allclose(got, np.tanh(f64[:, 0]) * _sigmoid(f64[:, 1]) * (f64[:, 2] + 1), rtol=3e-6, atol=1e-6)
     for name in _FROM_JAX_NN:
         assert activation(x[:, :1], (name,)).shape == (3, 8), name
 
@@ -92,9 +86,7 @@ def test_gradient_is_autodiffs_and_keeps_x_alone(rng):
         *(np.asarray(f(cotangent)[0], np.float32) for f in (vjp, plain_vjp)), rtol=2**-7, atol=1e-6
     )
     kept = [leaf for leaf in jax.tree.leaves(vjp) if leaf.size > 1]
-    assert {leaf.dtype for leaf in kept} == {jnp.dtype(jnp.bfloat16)}, (
-        "float32 copies are kept for the backward pass"
-    )
+    assert {leaf.dtype for leaf in kept} == {jnp.dtype(jnp.bfloat16)}, "float32 copies are kept for the backward pass"
 
 
 @pytest.mark.parametrize(

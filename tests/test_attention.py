@@ -23,9 +23,7 @@ def mask_args(mask_type):
     return dict(causal=meaning.causal, bottom_right=meaning.bottom_right)
 
 
-PATHS = [
-    (shape, dtype, None) for shape in SHAPES for dtype in (jnp.float32, jnp.bfloat16)
-]  # plain, and the op
+PATHS = [(shape, dtype, None) for shape in SHAPES for dtype in (jnp.float32, jnp.bfloat16)]  # plain, and the op
 PATHS += [("gqa_s<t", jnp.float16, None), ("gqa_s<t", jnp.float16, "xla"), ("gqa_s<t", jnp.bfloat16, "xla")]
 
 
@@ -92,16 +90,12 @@ def test_fully_masked_rows_are_zero(implementation):
     check(got, attend(q, k, v, seen=~mask, scale=0.25, dout=dout), jnp.bfloat16)
     # bottom right with more queries than keys: the first ones see none
     q, k, v, dout = operands(SHAPES["mqa_s>t"])
-    got = run(
-        q, k, v, dout, attn_mask_type="causal_bottom_right", bias=jnp.full((9, 5), -jnp.inf).at[6:].set(0.0)
-    )
+    got = run(q, k, v, dout, attn_mask_type="causal_bottom_right", bias=jnp.full((9, 5), -jnp.inf).at[6:].set(0.0))
     assert not np.any(got["out"][:, :6]) and all(np.all(np.isfinite(x)) for x in got.values())
 
 
 @pytest.mark.parametrize("kind", [None, "post_scale_bias", "pre_scale_bias"])
-@pytest.mark.parametrize(
-    "shape", [(5, 9), (1, 1, 1, 1), (1, 4, 5, 9), (2, 1, 1, 9), (1, 4, 5, 1), (2, 4, 5, 9)]
-)
+@pytest.mark.parametrize("shape", [(5, 9), (1, 1, 1, 1), (1, 4, 5, 9), (2, 1, 1, 9), (1, 4, 5, 1), (2, 4, 5, 9)])
 def test_bias_and_its_gradient(kind, shape):
     q, k, v, dout = operands(SHAPES["gqa_s<t"])
     bias = jnp.asarray(np.random.default_rng(3).standard_normal(shape), jnp.float32)
@@ -119,12 +113,8 @@ def test_bias_and_its_gradient(kind, shape):
     summed = tuple(i for i, size in enumerate((1,) * (4 - len(shape)) + shape) if size == 1)
     want["dbias"] = want["dbias"].sum(summed, keepdims=True).reshape(shape)
     # a gradient that is a sum of n terms that cancel has n times the error of one, relative to the terms
-    terms = np.linalg.norm(
-        attend(q, k, v, seen=visible(5, 9, causal=True), scale=0.25, bias=bias, dout=dout)["dbias"]
-    )
-    assert np.linalg.norm(got["dbias"] - want.pop("dbias")) <= BOUND[jnp.float32][1] * terms * np.sqrt(
-        bias.size
-    )
+    terms = np.linalg.norm(attend(q, k, v, seen=visible(5, 9, causal=True), scale=0.25, bias=bias, dout=dout)["dbias"])
+    assert np.linalg.norm(got["dbias"] - want.pop("dbias")) <= BOUND[jnp.float32][1] * terms * np.sqrt(bias.size)
     check({name: got[name] for name in ("out", "dq", "dk", "dv")}, want)
     assert got["dbias"].dtype == bias.dtype
 
@@ -202,9 +192,7 @@ def test_sequence_descriptors(mask_type, window):
         return jnp.asarray(out)
 
     lens = tuple(jnp.asarray([[length for _, length in row] for row in rows]) for rows in (rows_q, rows_k))
-    starts = tuple(
-        jnp.asarray([[start for start, _ in row] + [-1] for row in rows]) for rows in (rows_q, rows_k)
-    )
+    starts = tuple(jnp.asarray([[start for start, _ in row] + [-1] for row in rows]) for rows in (rows_q, rows_k))
     lens_pad = tuple(jnp.pad(x, ((0, 0), (0, 1)), constant_values=-1) for x in lens)
     starts_pad = tuple(jnp.pad(x, ((0, 0), (0, 1)), constant_values=-1) for x in starts)
     seen = segments_seen(rows_q, rows_k, s, t, window=window, **mask_args(mask_type))
@@ -292,10 +280,7 @@ def test_vmap(axes):
     args = [[operands(shape, dtype, seed)[i] for seed in range(3)] for i in range(4)]
     call = lambda q, k, v: dot_product_attention(q, k, v, attn_mask_type="causal")
     loss = lambda q, k, v: jnp.sum(call(q, k, v).astype(jnp.float32) * args[3][0].astype(jnp.float32))
-    each = [
-        jax.grad(loss, (0, 1, 2))(*(a[0 if axis is None else i] for a, axis in zip(args, axes)))
-        for i in range(3)
-    ]
+    each = [jax.grad(loss, (0, 1, 2))(*(a[0 if axis is None else i] for a, axis in zip(args, axes))) for i in range(3)]
     stacked = [a[0] if axis is None else jnp.stack(a, axis) for a, axis in zip(args, axes)]
     got = jax.vmap(jax.grad(loss, (0, 1, 2)), axes)(*stacked)
     for i, want in enumerate(each):
@@ -304,9 +289,7 @@ def test_vmap(axes):
 
 
 @pytest.mark.parametrize("mesh_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize(
-    "g", [8, 4, 2, 1]
-)  # a group of one head; groups that do not divide among the devices
+@pytest.mark.parametrize("g", [8, 4, 2, 1])  # a group of one head; groups that do not divide among the devices
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_sharded(mesh_type, g, dtype):
     mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(mesh_type,) * 2)
@@ -330,11 +313,7 @@ def test_checkpoint_name_saves_what_the_backward_pass_needs():
     q, k, v, dout = operands(SHAPES["mha"], jnp.bfloat16)
     call = lambda q, k, v: dot_product_attention(q, k, v, context_checkpoint_name="context")
     policy = jax.checkpoint_policies.save_only_these_names("context")
-    text = str(
-        jax.make_jaxpr(lambda *a: jax.vjp(jax.checkpoint(call, policy=policy), *a[:3])[1](a[3]))(
-            q, k, v, dout
-        )
-    )
+    text = str(jax.make_jaxpr(lambda *a: jax.vjp(jax.checkpoint(call, policy=policy), *a[:3])[1](a[3]))(q, k, v, dout))
     assert text.count("te_attention_fwd") == text.count("te_attention_bwd") > 0  # no second forward
     plain = str(jax.make_jaxpr(lambda *a: jax.vjp(jax.checkpoint(call), *a[:3])[1](a[3]))(q, k, v, dout))
     assert plain.count("te_attention_fwd") > plain.count("te_attention_bwd")

@@ -50,8 +50,7 @@ def test_explain_says_which_and_why():
         assert reason in explain_attention(q, k, k).refused["cudnn"]
     q, k = struct(64, 8), struct(128, 2)
     assert (
-        "neither full nor causal"
-        in explain_attention(q, k, k, attn_mask_type="bottom_right_causal").refused["cudnn"]
+        "neither full nor causal" in explain_attention(q, k, k, attn_mask_type="bottom_right_causal").refused["cudnn"]
     )
     assert "1 and k" in explain_attention(struct(1, 8), k, k).refused["cudnn"]
 
@@ -140,9 +139,7 @@ def test_wrong_dtypes():
 def test_cuda_lowering_without_a_gpu():
     q, k, v, dout = operands((2, 256, 256, 4, 2, 64, 32), jnp.bfloat16)
     call = jax.jit(
-        lambda q, k, v, d: jax.vjp(lambda *a: dot_product_attention(*a, attn_mask_type="causal"), q, k, v)[1](
-            d
-        )
+        lambda q, k, v, d: jax.vjp(lambda *a: dot_product_attention(*a, attn_mask_type="causal"), q, k, v)[1](d)
     )
     text = call.trace(q, k, v, dout).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @te_attention_fwd(") == text.count("custom_call @te_attention_bwd(") == 1

@@ -48,9 +48,7 @@ def test_cudnn(shape, causal, dtype):
     u = 2**-9 if dtype == jnp.bfloat16 else 2**-12
     assert all(e <= 6 * u for e in errors.values()), errors
     try:
-        peer = jax.jit(
-            lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
-        )
+        peer = jax.jit(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn"))
         theirs, vjp = jax.vjp(peer, q, k, v)
         theirs = dict(zip(("out", "dq", "dk", "dv"), (theirs, *vjp(dout)), strict=True))
     except (NotImplementedError, ValueError, jax.errors.JaxRuntimeError):
@@ -61,15 +59,10 @@ def test_cudnn(shape, causal, dtype):
 @pytest.mark.gpu
 def test_cudnn_deterministic_gradients_repeat_bit_for_bit():
     q, k, v, dout = operands((2, 1024, 1024, 8, 2, 64, 64), jnp.bfloat16)
-    runs = [
-        run(q, k, v, dout, attn_mask_type="causal", implementation="cudnn", deterministic=True)
-        for _ in range(3)
-    ]
+    runs = [run(q, k, v, dout, attn_mask_type="causal", implementation="cudnn", deterministic=True) for _ in range(3)]
     for other in runs[1:]:
         for name, x in runs[0].items():
-            np.testing.assert_array_equal(
-                np.asarray(x, np.float32), np.asarray(other[name], np.float32), name
-            )
+            np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(other[name], np.float32), name)
 
 
 @pytest.mark.gpu

@@ -107,9 +107,7 @@ def test_settled_state_stands_still():
     trainee = layers.trainee(layers.Dense(32, 48, 64), "te_jax fp8")
     state = trainee.state
     again = trainee.train_call.run(*trainee.train_inputs(state))[2]
-    scales = lambda tree: [
-        leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if "scale" in str(path[-1])
-    ]
+    scales = lambda tree: [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if "scale" in str(path[-1])]
     assert len(scales(state)) == 3
     assert all(float(a[0]) == float(b[0]) != 1.0 for a, b in zip(scales(state), scales(again)))
 
@@ -202,9 +200,7 @@ def test_module_entry_does_not_hide_an_installed_te_jax(tmp_path):
     (tmp_path / "te_jax").mkdir()
     (tmp_path / "te_jax" / "__init__.py").write_text('raise SystemExit("the installed one")')
     command = [sys.executable, "-m", "benchmarks", "--list"]
-    done = subprocess.run(
-        command, cwd=ROOT, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
-    )
+    done = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
     assert "the installed one" in done.stderr
 
 

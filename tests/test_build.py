@@ -57,9 +57,7 @@ def test_no_nvcc_no_extension(locate):
     assert locate.requirements() == []
 
 
-@pytest.mark.parametrize(
-    ("release", "taken"), [("12.9", False), ("13.0", True), ("13.4", True), ("14.0", False)]
-)
+@pytest.mark.parametrize(("release", "taken"), [("12.9", False), ("13.0", True), ("13.4", True), ("14.0", False)])
 def test_nvcc_of_another_cuda_major_is_not_taken(locate, monkeypatch, tmp_path, release, taken):
     nvcc = fake_nvcc(tmp_path, release)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))

@@ -87,7 +87,15 @@ def fp8_operand(rng, shape, dtype):
     return jnp.asarray(rng.standard_normal(shape), f32).astype(dtype)
 
 
-MNK = [(16, 16, 16), (1, 16, 32), (199, 1001, 333), (512, 256, 1024), (8192, 4096, 4096), (1000, 50257, 128), (17, 48, 16)]
+MNK = [
+    (16, 16, 16),
+    (1, 16, 32),
+    (199, 1001, 333),
+    (512, 256, 1024),
+    (8192, 4096, 4096),
+    (1000, 50257, 128),
+    (17, 48, 16),
+]
 
 
 @pytest.mark.parametrize("mnk", MNK, ids=str)

@@ -230,7 +230,7 @@ def test_gap():
     found = report.gap([9.0] * 36 + [2.01, 1.99, 2.02, 2.0], flat)
     assert found["steps"] == 4
     np.testing.assert_allclose([found["mean"], found["mean_abs"]], [0.005, 0.01])
-    assert report.within(found, 0.011) and not report.within(found, 0.009)
+    assert report.within(found, 0.006) and not report.within(found, 0.004)
     assert not report.within(report.gap([float("nan")], [2.0]), 1.0)
 
 

@@ -71,9 +71,7 @@ def test_core_passes_every_field_on():
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(
-    "layout", ["bs3hd", "BSHD_BS2HD", "bshd_bshd_bshd", "t3hd", "thd_t2hd", "thd_thd_thd"]
-)
+@pytest.mark.parametrize("layout", ["bs3hd", "BSHD_BS2HD", "bshd_bshd_bshd", "t3hd", "thd_t2hd", "thd_thd_thd"])
 def test_layouts(layout, transposed):
     q, k, v = qkv(t=5)
     packed = layout.lower().startswith("t")
@@ -99,11 +97,7 @@ def test_learnable_softmax_offset(scope):
     fresh = module.init(KEY, q, k, v)["params"]
     assert ref.shapes(fresh) == {"_FusedDotProductAttention_0": {"softmax_offset": (1, 4, 1, 1)}}
     box = fresh["_FusedDotProductAttention_0"]["softmax_offset"]
-    assert (
-        box.names == (None, "nvte_head", None, None)
-        and box.value.dtype == jnp.float32
-        and not box.value.any()
-    )
+    assert box.names == (None, "nvte_head", None, None) and box.value.dtype == jnp.float32 and not box.value.any()
     offset = jnp.asarray([0.5, -1.0, 2.0, 0.0])
     got = module.apply({"params": {scope: {"softmax_offset": offset.reshape(1, 4, 1, 1)}}}, q, k, v)
     np.testing.assert_allclose(got, ref.attention(*map(ref.f64, (q, k, v)), offset=ref.f64(offset)), **CLOSE)
@@ -216,9 +210,7 @@ def boxes(params):
 def test_mha(g, fuse, cross, norm, bias):
     x, kv = data(2, 5, H), (data(2, 7, 10, seed=2) if cross else None)
     fields = dict(layernorm_type=norm) if norm else dict(input_layernorm=False)
-    module = mha(
-        num_gqa_groups=g, fuse_qkv_params=fuse, use_bias=bias, return_layernorm_output=True, **fields
-    )
+    module = mha(num_gqa_groups=g, fuse_qkv_params=fuse, use_bias=bias, return_layernorm_output=True, **fields)
     fresh = jax.eval_shape(module.init, KEY, x, kv)["params"]
     assert boxes(fresh) == tree(not cross, g, fuse, bias, norm, kv_width=10 if cross else H)
     params = ref.filled(fresh)
@@ -278,9 +270,7 @@ def test_rope_positions():
         mha().init(KEY, x, positions=jnp.arange(6))
 
 
-@pytest.mark.parametrize(
-    "scope", ["all", "qkv_proj", "output_proj", "none", "exclude_mlp", "exclude_qkv_proj"]
-)
+@pytest.mark.parametrize("scope", ["all", "qkv_proj", "output_proj", "none", "exclude_mlp", "exclude_qkv_proj"])
 @pytest.mark.parametrize("g", [4, 2])
 def test_mha_lora(scope, g):
     x = data(2, 5, H)
@@ -292,9 +282,7 @@ def test_mha_lora(scope, g):
     )
     fresh = jax.eval_shape(module.init, KEY, x)["params"]
     names = {path for path in boxes(fresh) if path[-1] == "lora_a_kernel"}
-    qkv_names = (
-        {("qkv", "lora_a_kernel")} if g == 4 else {("query", "lora_a_kernel"), ("kv", "lora_a_kernel")}
-    )
+    qkv_names = {("qkv", "lora_a_kernel")} if g == 4 else {("query", "lora_a_kernel"), ("kv", "lora_a_kernel")}
     adapts = {"all": (1, 1), "qkv_proj": (1, 0), "output_proj": (0, 1), "none": (0, 0), "exclude_mlp": (1, 1)}
     on = adapts.get(scope, (0, 1))
     assert names == (qkv_names if on[0] else set()) | ({("out", "lora_a_kernel")} if on[1] else set())
@@ -338,9 +326,7 @@ def test_keys_and_scaled_query_init():
         assert shape == (H, N * D) and (data_of == np.asarray(jax.random.key_data(key))).all()
     for (data_of, shape), key in zip(got[5:7], jax.random.split(kv_key), strict=True):
         assert shape == (H, 2 * D) and (data_of == np.asarray(jax.random.key_data(key))).all()
-    kernel = ref.unboxed(mha(kernel_init=record, scaled_query_init=True).init(KEY, x)["params"])["qkv"][
-        "kernel"
-    ]
+    kernel = ref.unboxed(mha(kernel_init=record, scaled_query_init=True).init(KEY, x)["params"])["qkv"]["kernel"]
     np.testing.assert_allclose(kernel[:, 0], D**-0.5, rtol=1e-6)
     np.testing.assert_array_equal(kernel[:, 1:], 1)
 
@@ -448,9 +434,7 @@ def bucket(relative, num_buckets, max_distance, bidirectional):
     exact = num_buckets // 2
     if distance < exact:
         return first + distance
-    log = np.log(np.float32(distance) / np.float32(exact) + np.finfo(np.float32).eps) / np.log(
-        max_distance / exact
-    )
+    log = np.log(np.float32(distance) / np.float32(exact) + np.finfo(np.float32).eps) / np.log(max_distance / exact)
     return first + min(exact + int(log * (num_buckets - exact)), num_buckets - 1)
 
 
@@ -462,13 +446,9 @@ def test_relative_position_biases(bidirectional, num_buckets, max_distance):
     assert boxes(params) == {("rel_embedding",): ((3, num_buckets), ("heads", "relpos_buckets"))}
     got = module.apply({"params": params}, 150, 199, bidirectional)
     table = np.asarray(params["rel_embedding"].value)
-    index = [
-        [bucket(t - s, num_buckets, max_distance, bidirectional) for t in range(199)] for s in range(150)
-    ]
+    index = [[bucket(t - s, num_buckets, max_distance, bidirectional) for t in range(199)] for s in range(150)]
     np.testing.assert_array_equal(got, table[None, :, index])
-    row = jax.jit(lambda at: module.apply({"params": params}, 1, 199, bidirectional, q_offset=at))(
-        jnp.asarray(77)
-    )
+    row = jax.jit(lambda at: module.apply({"params": params}, 1, 199, bidirectional, q_offset=at))(jnp.asarray(77))
     np.testing.assert_array_equal(row, got[:, :, 77:78])
 
 

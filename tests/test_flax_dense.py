@@ -63,9 +63,7 @@ def test_dense_general(features, axis, shape, use_bias):
     fresh, params = make(module, x)
     contracted = len(axis) if isinstance(axis, tuple) else 1
     widths = features if isinstance(features, tuple) else (features,)
-    want_shapes = {"kernel": (*shape[len(shape) - contracted :], *widths)} | (
-        {"bias": widths} if use_bias else {}
-    )
+    want_shapes = {"kernel": (*shape[len(shape) - contracted :], *widths)} | ({"bias": widths} if use_bias else {})
     assert list(fresh) == list(want_shapes) and ref.shapes(fresh) == want_shapes
     p = ref.f64(params)
     want = np.tensordot(ref.f64(x), p["kernel"], contracted) + p.get("bias", 0)
@@ -164,8 +162,7 @@ def test_fields_in_declaration_order():
         te_flax.DenseGeneral: "features kernel_init kernel_axes use_bias bias_init bias_axes "
         "enable_low_rank_adaptation low_rank_adaptation_dim low_rank_adaptation_alpha axis dtype input_axes "
         "transpose_batch_sequence quantization_checkpoint_name",
-        te_flax.LayerNorm: "epsilon layernorm_type zero_centered_gamma scale_init scale_axes bias_init "
-        "bias_axes dtype",
+        te_flax.LayerNorm: "epsilon layernorm_type zero_centered_gamma scale_init scale_axes bias_init bias_axes dtype",
         te_flax.LayerNormDenseGeneral: "features enable_layernorm layernorm_type epsilon zero_centered_gamma "
         "scale_init scale_axes ln_bias_init ln_bias_axes kernel_init kernel_axes use_bias bias_init "
         "bias_axes return_layernorm_output enable_low_rank_adaptation low_rank_adaptation_dim "

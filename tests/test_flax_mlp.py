@@ -92,9 +92,7 @@ def test_keys():
             for name in ("scale", "ln_bias", "wi_kernel", "wo_kernel"):
                 self.param(name, record, (1,), jnp.float32)
 
-    te_flax.LayerNormMLP(intermediate_dim=6, activations=("silu", "linear"), kernel_init=record).init(
-        KEY, data(2, 4)
-    )
+    te_flax.LayerNormMLP(intermediate_dim=6, activations=("silu", "linear"), kernel_init=record).init(KEY, data(2, 4))
     ours, drawn[:] = list(drawn), []
     Probe().init(KEY)
     key, want = jax.random.wrap_key_data(jnp.asarray(drawn[2][0], jnp.uint32)), []
@@ -114,9 +112,7 @@ def test_dropout():
     )
     variables = {"params": module.init({"params": KEY, "mine": KEY}, x)["params"]}
     still = module.apply(variables, x, deterministic=True)[0]
-    np.testing.assert_allclose(
-        still, ref.mlp(ref.f64(x), ref.f64(variables["params"]))[0], rtol=3e-5, atol=3e-5
-    )
+    np.testing.assert_allclose(still, ref.mlp(ref.f64(x), ref.f64(variables["params"]))[0], rtol=3e-5, atol=3e-5)
     one, two = (module.apply(variables, x, rngs={"mine": jax.random.key(k)})[0] for k in (1, 2))
     assert not np.allclose(one, two) and not np.allclose(one, still)
     draw = jax.jit(jax.vmap(lambda k: module.apply(variables, x, rngs={"mine": k})[0]))
@@ -126,12 +122,8 @@ def test_dropout():
     same = te_flax.LayerNormMLP(
         intermediate_dim=64, intermediate_dropout_rate=5e-4, intermediate_hidden_dropout_dims=()
     )
-    far = jax.jit(jax.vmap(lambda k: same.apply(variables, x, rngs={"dropout": k})[0]))(
-        jax.random.split(KEY, 32)
-    )
-    assert (np.asarray(far) != np.asarray(far[:1])).any(), (
-        "small rates are honoured too: 1536 units, 31 draws"
-    )
+    far = jax.jit(jax.vmap(lambda k: same.apply(variables, x, rngs={"dropout": k})[0]))(jax.random.split(KEY, 32))
+    assert (np.asarray(far) != np.asarray(far[:1])).any(), "small rates are honoured too: 1536 units, 31 draws"
 
 
 def test_checkpoint_names():

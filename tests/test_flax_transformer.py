@@ -36,9 +36,7 @@ def inputs(kind):
     return (data(B, S, H),) if kind == "encoder" else (data(B, S, H), data(B, T, H, seed=2))
 
 
-def reference(
-    x, p, encoded=None, g=None, bias=0.0, hidden=None, post_norm=False, output_norm=False, swiglu=False
-):
+def reference(x, p, encoded=None, g=None, bias=0.0, hidden=None, post_norm=False, output_norm=False, swiglu=False):
     """The layer in float64, causal self-attention; `hidden` masks cross-attention."""
     name = "attention" if encoded is None else "self_attention"
     residual = lambda x, normed: normed if post_norm else x
@@ -72,9 +70,7 @@ def test_layer(kind, fields, equation):
     module = layer(layer_type=kind, **fields)
     params = ref.filled(jax.eval_shape(module.init, KEY, *args)["params"])
     got = jax.jit(module.apply)({"params": params}, *args)
-    want = reference(
-        *[ref.f64(a) for a in args[:1]], ref.f64(params), *[ref.f64(a) for a in args[1:]], **equation
-    )
+    want = reference(*[ref.f64(a) for a in args[:1]], ref.f64(params), *[ref.f64(a) for a in args[1:]], **equation)
     # Values reach 30: each of the three residual sums rounds at 30 * 2**-24, the products before them a few
     # times that.
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
@@ -136,12 +132,8 @@ def test_defaults_and_order():
         hidden_dropout=0.1,
         attention_dropout=0.1,
     )
-    want |= dict(
-        self_attn_mask_type="causal", mlp_activations=("gelu",), layer_type=TransformerLayerType.ENCODER
-    )
-    want |= dict(
-        enable_relative_embedding=False, scale_attn_logits=True, scaled_query_init=False, fuse_qkv_params=True
-    )
+    want |= dict(self_attn_mask_type="causal", mlp_activations=("gelu",), layer_type=TransformerLayerType.ENCODER)
+    want |= dict(enable_relative_embedding=False, scale_attn_logits=True, scaled_query_init=False, fuse_qkv_params=True)
     assert {name: fields[name].default for name in want} == want
     call = list(inspect.signature(te_flax.TransformerLayer.__call__).parameters)[1:]
     assert (
@@ -198,9 +190,7 @@ def test_rope_and_window_are_self_attentions_alone():
 
         def spy(call, a, k, context, seen=seen):
             if isinstance(context.module, te_flax.MultiHeadAttention):
-                seen.append(
-                    (context.module.name, context.module.enable_rotary_pos_emb, context.module.window_size)
-                )
+                seen.append((context.module.name, context.module.enable_rotary_pos_emb, context.module.window_size))
             return call(*a, **k)
 
         with nn.intercept_methods(spy):
@@ -291,9 +281,7 @@ def test_fp8(kind):
             scope, _, number = path.rpartition("/") if path.startswith("mlp") else (path, "", "")
             postfix = f"_{number}" if number else ""
             want |= {
-                f"{scope}/{t}{postfix}_{leaf}"
-                for t in ("x", "kernel", "grad")
-                for leaf in ("scale", "amax_history")
+                f"{scope}/{t}{postfix}_{leaf}" for t in ("x", "kernel", "grad") for leaf in ("scale", "amax_history")
             }
         metas = flax.traverse_util.flatten_dict(others["fp8_metas"], sep="/")
         assert set(metas) == want
@@ -306,9 +294,7 @@ def test_fp8(kind):
             value, (grads, others) = run(params, others, *args)
             others = te.update_fp8_metas(others)
     scales = {
-        k: float(v[0])
-        for k, v in flax.traverse_util.flatten_dict(others["fp8_metas"], sep="/").items()
-        if "scale" in k
+        k: float(v[0]) for k, v in flax.traverse_util.flatten_dict(others["fp8_metas"], sep="/").items() if "scale" in k
     }
     assert all(np.isfinite(v) and v != 1 for v in scales.values()), scales
     plain, plain_grads = jax.jit(jax.value_and_grad(loss))(params, {}, *args)
@@ -410,7 +396,7 @@ def test_data_parallel_without_names(kind):
         run = jax.value_and_grad(loss, argnums=(0, 1))
         want = jax.jit(run)(params, others, x)
         kinds = (AxisType.Explicit if kind == "explicit" else AxisType.Auto,)
-        mesh = jax.make_mesh((4,), ("data",), axis_types=kinds, devices=jax.devices()[:4])
+        mesh = jax.make_mesh((4,), ("data",), axis_types=kinds)
         if kind == "shard_map":
             mean = lambda *args: jax.lax.pmean(loss(*args), "data")
             local = jax.value_and_grad(mean, argnums=(0, 1))

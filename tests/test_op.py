@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-
 from op_cases import CASES, Case
+
 from te_jax._op import Op, ops
 from te_jax._rule import Rule
 
@@ -45,7 +45,7 @@ def solve(case, args):
 
 
 def placements(case, args):
-    """Every factor on each of the two mesh axes, alone and beside another factor on the other -> specs of the operands."""
+    """Every factor on each of the two mesh axes, alone and beside another factor -> specs of the operands."""
     rule, ranks, _ = solve(case, args)
     factors = list(dict.fromkeys(f for o in rule.operands for f in rule.leading(o, ranks)))
     pairs = [(f, factors[i - 1 - i % 2]) for i, f in enumerate(factors) if len(factors) > 1]
@@ -67,7 +67,7 @@ def call(case, args):
 
 @all_cases
 @pytest.mark.parametrize("kind", KINDS)
-def test_sharded(case: Case, kind, rng):
+def test_sharded(case: Case, kind, rng, on_host):
     args = case.args(rng)
     want, (_, _, given), fn = case(*args), solve(case, args), call(case, args)
     mesh = jax.make_mesh((4, 2), AXES, axis_types=KINDS[kind])
@@ -83,8 +83,8 @@ def test_sharded(case: Case, kind, rng):
 
 @all_cases
 @pytest.mark.parametrize("manual", [("a", "b"), ("a",)], ids=["all", "part"])
-def test_shard_map(case: Case, manual, rng):
-    """Manual axes, check_vma=True: the op sees one shard; results that lack a sharded axis are combined by the caller."""
+def test_shard_map(case: Case, manual, rng, on_host):
+    """Manual axes, check_vma=True: the op sees one shard; the caller combines results that lack a sharded axis."""
     args = case.args(rng)
     want, (rule, ranks, given), fn = case(*args), solve(case, args), call(case, args)
     mesh = jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Auto,) * 2)
@@ -96,7 +96,7 @@ def test_shard_map(case: Case, manual, rng):
         if fixed & axis_of.keys() or not set(axis_of.values()) <= set(manual) or once:
             continue
 
-        def shard(*local):
+        def shard(*local, axis_of=axis_of):
             outs = []
             for o, out in zip(rule.outputs, fn(*local)):
                 dropped = tuple(n for f, n in axis_of.items() if f not in rule.leading(o, ranks))

@@ -17,7 +17,9 @@ def law(recipe, amaxes, fp8_max, reduce):
         if math.isfinite(amax) and amax > 0:
             seen.append(amax)
             if steps % recipe.interval == 0:
-                scale = min(fp8_max / reduce(seen[-recipe.amax_history_len :]) / 2**recipe.margin, 3.4028234663852886e38)
+                scale = min(
+                    fp8_max / reduce(seen[-recipe.amax_history_len :]) / 2**recipe.margin, 3.4028234663852886e38
+                )
             steps += 1
         scales.append(scale)
     return scales
@@ -36,7 +38,9 @@ AMAXES = [2.890625, 1.0, 8.0, 0.0, 0.5, math.inf, 0.25, math.nan, 0.125, 3.0, 2.
 
 
 @pytest.mark.parametrize("length", [1, 2, 4, 1024])
-@pytest.mark.parametrize("algo,reduce", [("max", max), ("most_recent", lambda s: s[-1]), (lambda h: h[0], lambda s: s[-1])])
+@pytest.mark.parametrize(
+    "algo,reduce", [("max", max), ("most_recent", lambda s: s[-1]), (lambda h: h[0], lambda s: s[-1])]
+)
 @pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.parametrize("margin", [0, 2])
 def test_law(length, algo, reduce, interval, margin):

@@ -15,9 +15,7 @@ def reference(x, positions, windows, method):
         windows[0] * (windows[1] / windows[0]) ** (2 * np.arange(d // 2) / d)
     )
     turn = np.exp(1j * angle)[..., None, :]
-    first, second = (
-        (x[..., ::2], x[..., 1::2]) if method == "consecutive" else (x[..., : d // 2], x[..., d // 2 :])
-    )
+    first, second = (x[..., ::2], x[..., 1::2]) if method == "consecutive" else (x[..., : d // 2], x[..., d // 2 :])
     z = (first + 1j * second) * turn
     out = np.empty_like(x)
     if method == "consecutive":

@@ -38,9 +38,7 @@ class Checkpoints:
         if step is None:
             return None
         run = self.manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
-        differing = [
-            f"{k} {run['key'].get(k)} there, {key.get(k)} now" for k in key if run["key"].get(k) != key[k]
-        ]
+        differing = [f"{k} {run['key'].get(k)} there, {key.get(k)} now" for k in key if run["key"].get(k) != key[k]]
         if differing:
             raise ValueError(
                 f"the checkpoint in {self.directory} is of another run ({'; '.join(differing)}): "
@@ -53,9 +51,7 @@ class Checkpoints:
         items = {name: ocp.args.StandardRestore(tree) for name, tree in shapes.items()}
         restored = self.manager.restore(step, args=ocp.args.Composite(**items))
         if fresh.fp8 and not run["has_fp8"]:
-            print(
-                f"note: the checkpoint in {self.directory} has no FP8 state; it starts afresh (scales of 1)"
-            )
+            print(f"note: the checkpoint in {self.directory} has no FP8 state; it starts afresh (scales of 1)")
         return TrainState(**restored["state"], fp8=restored["fp8"] if "fp8" in wanted else fresh.fp8), run
 
     def close(self) -> None:

@@ -96,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
     add(p, "--checkpoint-every", "steps; 0: at the end alone", type=int, default=0, metavar="N")
     add(p, "--no-checkpoint", "save none (one holds 12 bytes a parameter)", action="store_true")
     add(p, "--stop-at", "save and leave here, to --resume later", type=int, metavar="STEP")
-    add(p, "--check-gap", "exit 1 if the mean |FP8 - bf16| over the last tenth of the steps exceeds X nats "
+    add(p, "--check-gap", "exit 1 if the mean gap (FP8 - bf16) over the last tenth of the steps exceeds X nats "
         "(needs --compare)", type=float, metavar="X")  # fmt: skip
     add(p, "--remat", "recompute each layer in the backward pass", action="store_true")
     add(p, "--dropout", "rate on the residual branches [default: 0]", type=float, default=0.0)

@@ -50,11 +50,10 @@ class GPT(nn.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         c = self.config
         embedding = self.param("embedding", nn.initializers.normal(0.02), (VOCAB, c.hidden), jnp.float32)
-        x = embedding[tokens]
+        # A product, not a look-up: the gradient of a look-up is a scatter, whose sums have no fixed order on a GPU.
+        x = jax.nn.one_hot(tokens, VOCAB, dtype=jnp.bfloat16) @ embedding.astype(jnp.bfloat16)
         if not c.rope:
-            positions = self.param(
-                "positions", nn.initializers.normal(0.02), (self.max_len, c.hidden), jnp.float32
-            )
+            positions = self.param("positions", nn.initializers.normal(0.02), (self.max_len, c.hidden), jnp.float32)
             x = x + positions[: tokens.shape[1]]
         x = x.astype(jnp.bfloat16)
 

@@ -23,9 +23,7 @@ def draw(runs: dict[str, dict], gap: dict | None, title: str) -> Figure:
     """Training and held-out loss of each run over the steps; below, with two runs, FP8 minus bf16."""
     figure = Figure(figsize=(9, 7 if gap else 4.5), layout="constrained")
     FigureCanvasAgg(figure)  # no display needed
-    panels = figure.subplots(
-        2 if gap else 1, 1, sharex=True, squeeze=False, height_ratios=[2, 1] if gap else [1]
-    )
+    panels = figure.subplots(2 if gap else 1, 1, sharex=True, squeeze=False, height_ratios=[2, 1] if gap else [1])
     top = panels[0, 0]
     held_out = {"linestyle": ":", "marker": "o", "markersize": 5, "fillstyle": "none"}
     for name, run in runs.items():

@@ -19,9 +19,7 @@ class Progress:
         self.last: float | None = None
         # Into a file the bar writes a line now and then, on a terminal it moves.
         slow = 0.2 if sys.stderr.isatty() else 15.0
-        self.bar = tqdm.tqdm(
-            total=total, initial=start, desc=name, unit="step", mininterval=slow, dynamic_ncols=True
-        )
+        self.bar = tqdm.tqdm(total=total, initial=start, desc=name, unit="step", mininterval=slow, dynamic_ncols=True)
 
     def add(self, loss: float) -> None:
         """FloatingPointError if the loss is not finite: nothing good comes after it."""
@@ -29,9 +27,7 @@ class Progress:
         if self.last is not None:
             self.seconds.append(now - self.last)
         self.last = now
-        self.bar.set_postfix_str(
-            f"loss {loss:.3f}" + "".join(f", {part}" for part in self.rates(WINDOW)), False
-        )
+        self.bar.set_postfix_str(f"loss {loss:.3f}" + "".join(f", {part}" for part in self.rates(WINDOW)), False)
         self.bar.update()
         if not math.isfinite(loss):
             self.bar.close()

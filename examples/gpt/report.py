@@ -25,7 +25,7 @@ def gap(losses: list[float], reference: list[float]) -> dict:
 
 
 def within(gap: dict, limit: float) -> bool:
-    return gap["mean_abs"] <= limit  # so that NaN fails
+    return abs(gap["mean"]) <= limit  # so that NaN fails
 
 
 def thin(losses: list[float]) -> list[list[float]]:

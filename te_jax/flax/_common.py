@@ -30,18 +30,14 @@ def parameter(module: nn.Module, name: str, init: Initializer, axes: Axes, shape
     return module.param(name, nn.with_logical_partitioning(init, tuple(axes)), tuple(shape), module.dtype)
 
 
-def kernel_initializer(
-    init: Initializer | None, contracted: int = 1, distribution="truncated_normal"
-) -> Initializer:
+def kernel_initializer(init: Initializer | None, contracted: int = 1, distribution="truncated_normal") -> Initializer:
     """`init`, or scaling by fan-in, which is the product of the first `contracted` axes alone."""
     if init is not None:
         return init
 
     def default(key, shape, dtype):
         inputs, outputs = tuple(range(contracted)), tuple(range(contracted, len(shape)))
-        scaling = nn.initializers.variance_scaling(
-            1.0, "fan_in", distribution, in_axis=inputs, out_axis=outputs
-        )
+        scaling = nn.initializers.variance_scaling(1.0, "fan_in", distribution, in_axis=inputs, out_axis=outputs)
         return scaling(key, shape, dtype)
 
     return default
@@ -57,9 +53,7 @@ def check_floating(module: nn.Module, **arrays):
 
 def later(module: nn.Module, field: str, value):
     """The error for a field whose work is not in this version."""
-    return ValueError(
-        f"{describe(module)}: {field}={value!r} is not in this version of te_jax; leave it out."
-    )
+    return ValueError(f"{describe(module)}: {field}={value!r} is not in this version of te_jax; leave it out.")
 
 
 def lora(module: nn.Module, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -45,9 +45,7 @@ def dense_metas(module: nn.Module, postfix: str = "") -> DenseMetas | None:
     recipe = fp8.current_recipe()
     if recipe is None:
         return None
-    return DenseMetas(
-        *(_tensor_meta(module, name + postfix, direction, recipe) for name, direction in _TENSORS)
-    )
+    return DenseMetas(*(_tensor_meta(module, name + postfix, direction, recipe) for name, direction in _TENSORS))
 
 
 def _tensor_meta(module: nn.Module, tensor: str, direction: str, recipe: DelayedScaling) -> TensorMeta:
@@ -89,9 +87,7 @@ def _leaf(module: nn.Module, name: str, init, recipe: DelayedScaling):
     value = module.variable(FP8_COLLECTION, name, init).value
     what = f"{describe(module)}: {FP8_COLLECTION} leaf {name}"
     if value.dtype != jnp.float32:
-        raise TypeError(
-            f"{what} is {value.dtype}; FP8 state is float32: leave it out when casting parameters."
-        )
+        raise TypeError(f"{what} is {value.dtype}; FP8 state is float32: leave it out when casting parameters.")
     if value.ndim != 1 or (name.endswith("_scale") and value.shape != (1,)):
         raise ValueError(
             f"{what} has shape {value.shape}, but a module of its own has a 1-d leaf here; state stacked by "

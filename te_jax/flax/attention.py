@@ -151,9 +151,7 @@ class DotProductAttention(nn.Module):
             slots = 4 - separate if at == separate else 1  # k, v share the last array
             shape = "[b, s, heads, d]" if slots == 1 else f"[b, s, {slots}, heads, d]"
             if x.ndim != (4 if slots == 1 else 5) or (slots > 1 and x.shape[2] != slots):
-                raise ValueError(
-                    f"{describe(self)}: {name} has shape {x.shape}; qkv_layout {layout!r} takes {shape}."
-                )
+                raise ValueError(f"{describe(self)}: {name} has shape {x.shape}; qkv_layout {layout!r} takes {shape}.")
         if separate == 1:
             query, key, value = (query[:, :, i] for i in range(3))
         elif separate == 2:
@@ -192,11 +190,7 @@ class DotProductAttention(nn.Module):
             if value is not None:
                 raise later(self, name, value)
         if self.context_parallel_causal_load_balanced or self.context_parallel_axis:
-            name = (
-                "context_parallel_axis"
-                if self.context_parallel_axis
-                else "context_parallel_causal_load_balanced"
-            )
+            name = "context_parallel_axis" if self.context_parallel_axis else "context_parallel_causal_load_balanced"
             raise later(self, name, getattr(self, name))
         if self.context_parallel_strategy.upper() not in CONTEXT_PARALLEL_STRATEGIES:
             raise ValueError(

@@ -143,24 +143,16 @@ class LayerNormDenseGeneral(nn.Module):
         features = as_tuple(self.features)
         check_features(self, "features", features)
         if trailing_axes(self, inputs.ndim) != 1:
-            raise ValueError(
-                f"{describe(self)}: axis is {self.axis!r}; this module contracts the last axis alone."
-            )
+            raise ValueError(f"{describe(self)}: axis is {self.axis!r}; this module contracts the last axis alone.")
         inputs = constrain(inputs, self.layernorm_input_axes)
         width = inputs.shape[-1]
-        norm = (
-            norm_parameters(self, width, self.ln_bias_init, self.ln_bias_axes)
-            if self.enable_layernorm
-            else None
-        )
+        norm = norm_parameters(self, width, self.ln_bias_init, self.ln_bias_axes) if self.enable_layernorm else None
         init = kernel_initializer(self.kernel_init)
         kernel = parameter(self, "kernel", init, self.kernel_axes, (width, *features))
         adapt = lora_parameters(self, init, (width,), features) if self.enable_low_rank_adaptation else None
         bias = parameter(self, "bias", self.bias_init, self.bias_axes, features) if self.use_bias else None
         want_norm = bool(adapt) or self.return_layernorm_output
-        y, normed = norm_dense(
-            self, inputs, kernel, norm, bias, want_norm=want_norm, axes=self.dot_input_axes
-        )
+        y, normed = norm_dense(self, inputs, kernel, norm, bias, want_norm=want_norm, axes=self.dot_input_axes)
         if adapt:
             y = y + lora(self, normed, *adapt)
         if self.depth_scaling is not None:

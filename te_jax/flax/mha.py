@@ -116,9 +116,7 @@ class MultiHeadAttention(nn.Module):
                 raise ValueError(f"MultiHeadAttention: {old} is an older name; use {new}.")
         for name in ("head_dim", "num_attention_heads"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(
-                    f"MultiHeadAttention: {name} is {getattr(self, name)!r}; pass a positive int."
-                )
+                raise ValueError(f"MultiHeadAttention: {name} is {getattr(self, name)!r}; pass a positive int.")
         super().__post_init__()
 
     @nn.compact
@@ -154,9 +152,7 @@ class MultiHeadAttention(nn.Module):
             check_floating(self, inputs_kv=inputs_kv)
         for name, x in (("inputs_q", inputs_q), ("inputs_kv", inputs_q if self_attention else inputs_kv)):
             if x.ndim != 3:
-                raise ValueError(
-                    f"{describe(self)}: {name} has shape {x.shape}; pass [batch, sequence, width]."
-                )
+                raise ValueError(f"{describe(self)}: {name} has shape {x.shape}; pass [batch, sequence, width].")
         check_heads(self, self.num_attention_heads, self._groups())
         names = self._projections(inputs_q, inputs_kv, self_attention)
         self_attention = self_attention or names == _QKV
@@ -165,9 +161,7 @@ class MultiHeadAttention(nn.Module):
             at_q, at_kv = self._positions(positions, mask, inputs_q, None if self_attention else inputs_kv)
             query, key = self._rotate(query, at_q), self._rotate(key, at_kv)
         elif positions is not None:
-            raise ValueError(
-                f"{describe(self)}: positions are for RoPE; set enable_rotary_pos_emb, or leave them out."
-            )
+            raise ValueError(f"{describe(self)}: positions are for RoPE; set enable_rotary_pos_emb, or leave them out.")
         tensors = dict(score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
         context = self._attend(query, key, value, mask, bias, deterministic, tensors)
         context = context.reshape(*context.shape[:2], -1)
@@ -188,13 +182,7 @@ class MultiHeadAttention(nn.Module):
     def _projections(self, inputs_q, inputs_kv, self_attention: bool) -> tuple[str, ...]:
         """The names of the projections, by the configuration, and by the parameters where there are some."""
         fusable = self.fuse_qkv_params and self._groups() == self.num_attention_heads
-        due = (
-            _QUERY_KEY_VALUE
-            if not self.fuse_qkv_params
-            else _QKV
-            if self_attention and fusable
-            else _QUERY_KV
-        )
+        due = _QUERY_KEY_VALUE if not self.fuse_qkv_params else _QKV if self_attention and fusable else _QUERY_KV
         held = tuple(name for name in ("qkv", *_QUERY_KEY_VALUE, "kv") if self.has_variable("params", name))
         if self.is_initializing() or not held or set(held) == set(due):
             return due
@@ -243,9 +231,7 @@ class MultiHeadAttention(nn.Module):
             self._dense_fields(lora_scope(self)[0]),
         )
         draw_query = _divided(each, math.sqrt(self.head_dim)) if self.scaled_query_init else each
-        joined = dict(
-            kernel_axes=(W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES), bias_axes=(W_JOINED_AXES, W_TP_AXES)
-        )
+        joined = dict(kernel_axes=(W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES), bias_axes=(W_JOINED_AXES, W_TP_AXES))
         single = dict(kernel_axes=(W_FSDP_AXES, W_TP_AXES), bias_axes=(W_TP_AXES,))
         if names == _QKV:
             fields |= dict(features=(3, wide), kernel_init=_stacked(draw_query, each, each), **joined)
@@ -282,9 +268,7 @@ class MultiHeadAttention(nn.Module):
     def _positions(self, positions, mask, inputs_q, inputs_kv):
         """RoPE's positions of the queries and of the keys; None is 0, 1, 2, ..."""
         if positions is not None and inputs_kv is not None:
-            raise ValueError(
-                f"{describe(self)}: positions are for self-attention; pass a SequenceDescriptor as mask."
-            )
+            raise ValueError(f"{describe(self)}: positions are for self-attention; pass a SequenceDescriptor as mask.")
         if positions is not None or not isinstance(mask, SequenceDescriptor):
             return positions, positions
         sources = (inputs_q, inputs_q if inputs_kv is None else inputs_kv)

@@ -90,9 +90,7 @@ class LayerNormMLP(nn.Module):
         check_floating(self, inputs=inputs)
         check_features(self, "intermediate_dim", (self.intermediate_dim,))
         if trailing_axes(self, inputs.ndim) != 1:
-            raise ValueError(
-                f"{describe(self)}: axis is {self.axis!r}; this module contracts the last axis alone."
-            )
+            raise ValueError(f"{describe(self)}: axis is {self.axis!r}; this module contracts the last axis alone.")
         slots(self.activations)  # its errors come before any parameter is made
         inputs = constrain(inputs, self.layernorm_input_axes)
         norm, wi, wo = self._parameters(inputs.shape[-1])
@@ -127,11 +125,7 @@ class LayerNormMLP(nn.Module):
                 kernels.append(each(one, (shape[0], shape[2]), dtype))
             return jnp.stack(kernels, axis=1)
 
-        norm = (
-            norm_parameters(self, width, self.ln_bias_init, self.ln_bias_axes)
-            if self.enable_layernorm
-            else None
-        )
+        norm = norm_parameters(self, width, self.ln_bias_init, self.ln_bias_axes) if self.enable_layernorm else None
         wi_kernel = parameter(self, "wi_kernel", stacked, self.kernel_axes_1, (width, parts, middle))
         wo_kernel = parameter(self, "wo_kernel", each, self.kernel_axes_2, (middle, width))
         wi_bias = wo_bias = wi_lora = wo_lora = None

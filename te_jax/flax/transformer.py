@@ -153,9 +153,7 @@ class TransformerLayer(nn.Module):
         )
         x = self._add(x, inputs, normed, deterministic)
         if is_decoder:
-            cross = self._attention(
-                "encoder_decoder_attention", cross=True, padded=encoder_decoder_mask is not None
-            )
+            cross = self._attention("encoder_decoder_attention", cross=True, padded=encoder_decoder_mask is not None)
             y, normed = cross(x, encoded, encoder_decoder_mask, deterministic=deterministic)
             x = self._add(y, x, normed, deterministic)
         z, normed = self._mlp()(x, deterministic=deterministic)
@@ -177,9 +175,7 @@ class TransformerLayer(nn.Module):
             return TransformerLayerType(self.layer_type)
         except ValueError:
             known = tuple(kind.value for kind in TransformerLayerType)
-            raise ValueError(
-                f"{describe(self)}: layer_type is {self.layer_type!r}; pass one of {known}."
-            ) from None
+            raise ValueError(f"{describe(self)}: layer_type is {self.layer_type!r}; pass one of {known}.") from None
 
     def _check(self, inputs, encoded, encoder_decoder_mask, is_decoder, decode, max_decode_length):
         for name, value in (("decode", decode), ("max_decode_length", max_decode_length)):
@@ -192,15 +188,11 @@ class TransformerLayer(nn.Module):
                 f"pass [batch, sequence, {self.hidden_size}]."
             )
         if is_decoder and encoded is None:
-            raise ValueError(
-                f"{describe(self)}: a decoder layer needs `encoded`, the encoder's output [b, t, H]."
-            )
+            raise ValueError(f"{describe(self)}: a decoder layer needs `encoded`, the encoder's output [b, t, H].")
         if not is_decoder:
             for name, value in (("encoded", encoded), ("encoder_decoder_mask", encoder_decoder_mask)):
                 if value is not None:
-                    raise ValueError(
-                        f'{describe(self)}: {name} is given, but layer_type is "encoder"; use "decoder".'
-                    )
+                    raise ValueError(f'{describe(self)}: {name} is given, but layer_type is "encoder"; use "decoder".')
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"{describe(self)}: hidden_size={self.hidden_size} does not split into num_attention_heads="

@@ -49,7 +49,9 @@ def check_dense(name, x, kernel, bias, contract, recipe, metas):
         raise ValueError(f"{name}: contract is {contract}; x has {x.ndim} axes, kernel {kernel.ndim}: use fewer.")
     inner, outer = x.shape[x.ndim - contract :], kernel.shape[:contract]
     if inner != outer:
-        raise ValueError(f"{name}: the last axes of x are {inner}, but the first of kernel are {outer}; make both equal.")
+        raise ValueError(
+            f"{name}: the last axes of x are {inner}, but the first of kernel are {outer}; make both equal."
+        )
     if bias is not None and bias.shape != kernel.shape[contract:]:
         raise ValueError(f"{name}: bias is {bias.shape}, but kernel's features are {kernel.shape[contract:]}.")
     if recipe is not None and metas is None:

@@ -1,4 +1,4 @@
-"""y = norm(x) . kernel + bias: the norm writes FP8 in both layouts, so its output is never read back to be quantized."""
+"""y = norm(x) . kernel + bias: the norm writes FP8 in both layouts, its output is never read back to be quantized."""
 
 from functools import partial
 
@@ -45,9 +45,7 @@ def layernorm_dense(
     norm_op.check(name, x, gamma, beta, norm)
     check_dense(name, x, kernel, bias, 1, recipe, metas)
     if recipe is None:
-        ln_out = layernorm(
-            x, gamma, beta, norm=norm, zero_centered_gamma=zero_centered_gamma, epsilon=epsilon
-        )
+        ln_out = layernorm(x, gamma, beta, norm=norm, zero_centered_gamma=zero_centered_gamma, epsilon=epsilon)
         return dense(ln_out, kernel, bias), ln_out if return_layernorm_output else None
     config = Config.of(x, kernel, bias, 1, recipe, checkpoint)
     attrs = (("eps", float(epsilon)), ("rms", norm == "rmsnorm"), ("zero_centered", bool(zero_centered_gamma)))

@@ -24,9 +24,7 @@ _ACTIVATIONS = {
     "quick_gelu": lambda x, p: (
         x * jax.nn.sigmoid(1.702 * x)
     ),  # Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415
-    "squared_relu": lambda x, p: jnp.square(
-        jax.nn.relu(x)
-    ),  # So et al. 2021, https://arxiv.org/abs/2109.08668
+    "squared_relu": lambda x, p: jnp.square(jax.nn.relu(x)),  # So et al. 2021, https://arxiv.org/abs/2109.08668
     "linear": lambda x, p: x,
     "clamped_silu": _clamped_silu,
     "clamped_linear": lambda x, p: jnp.clip(x, -p["limit"], p["limit"]) + p["glu_linear_offset"],
@@ -48,9 +46,7 @@ def slots(names: Sequence[str | Callable]) -> tuple[str | Callable, ...]:
     Raises ValueError for an unknown name, TypeError for what is neither a name nor a function.
     """
     if isinstance(names, str) or not names:
-        raise ValueError(
-            f'activation: names is {names!r}; pass a tuple such as ("gelu",) or ("silu", "linear").'
-        )
+        raise ValueError(f'activation: names is {names!r}; pass a tuple such as ("gelu",) or ("silu", "linear").')
     lower = tuple(name.lower() if isinstance(name, str) else name for name in names)
     for name in lower:
         if not isinstance(name, str) and not callable(name):

@@ -55,17 +55,13 @@ def check_options(
     if sequence_descriptor is not None:
         if not isinstance(sequence_descriptor, SequenceDescriptor):
             kind = type(sequence_descriptor).__name__
-            raise TypeError(
-                f"{op}: sequence_descriptor is a {kind}; pass a SequenceDescriptor, or use `mask`."
-            )
+            raise TypeError(f"{op}: sequence_descriptor is a {kind}; pass a SequenceDescriptor, or use `mask`.")
         sequence_descriptor.check(op, batch, s, t)
     for name, flag in (("deterministic", deterministic), ("return_max_logit", return_max_logit)):
         if not isinstance(flag, bool):
             raise TypeError(f"{op}: {name} is {flag!r}; pass True or False.")
     if not isinstance(context_checkpoint_name, (str, type(None))):
-        raise TypeError(
-            f"{op}: context_checkpoint_name is {context_checkpoint_name!r}; pass a string or None."
-        )
+        raise TypeError(f"{op}: context_checkpoint_name is {context_checkpoint_name!r}; pass a string or None.")
     window = _window(op, window_size)
     return Options(
         bias=bias,
@@ -85,8 +81,7 @@ def check_options(
 
 def _check_operands(op, q, k, v):
     shapes = (
-        f"q[b..., s, h, d] is {tuple(q.shape)}, k[b..., t, g, d] {tuple(k.shape)}, "
-        f"v[b..., t, g, e] {tuple(v.shape)}"
+        f"q[b..., s, h, d] is {tuple(q.shape)}, k[b..., t, g, d] {tuple(k.shape)}, v[b..., t, g, e] {tuple(v.shape)}"
     )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
@@ -103,14 +98,10 @@ def _check_operands(op, q, k, v):
         ("g", k.shape[-2], v.shape[-2]),
     ):
         if ours != theirs:
-            raise ValueError(
-                f"{op}: axis `{axis}` is {ours} here and {theirs} there: {shapes}; make both equal."
-            )
+            raise ValueError(f"{op}: axis `{axis}` is {ours} here and {theirs} there: {shapes}; make both equal.")
     h, g = q.shape[-2], k.shape[-2]
     if g == 0 or h % g:
-        raise ValueError(
-            f"{op}: {h} query heads do not split into {g} groups: {shapes}; h must be a multiple of g."
-        )
+        raise ValueError(f"{op}: {h} query heads do not split into {g} groups: {shapes}; h must be a multiple of g.")
 
 
 def _check_broadcast(op, name, x, shape, kind, *dtypes):
@@ -132,13 +123,9 @@ def _check_bias_type(op, kind, bias):
     if kind is not None and kind not in BIAS_TYPES:
         raise ValueError(f"{op}: attn_bias_type is {kind!r}; pass None or one of {', '.join(BIAS_TYPES)}.")
     if kind == "no_bias" and bias is not None:
-        raise ValueError(
-            f"{op}: attn_bias_type is 'no_bias', but bias has shape {tuple(bias.shape)}; leave one out."
-        )
+        raise ValueError(f"{op}: attn_bias_type is 'no_bias', but bias has shape {tuple(bias.shape)}; leave one out.")
     if kind not in (None, "no_bias") and bias is None:
-        raise ValueError(
-            f"{op}: attn_bias_type is {kind!r}, but bias is None; pass a bias, or leave the type None."
-        )
+        raise ValueError(f"{op}: attn_bias_type is {kind!r}, but bias is None; pass a bias, or leave the type None.")
 
 
 def _softmax_type(op, kind, offset, h) -> str:
@@ -147,17 +134,13 @@ def _softmax_type(op, kind, offset, h) -> str:
         raise ValueError(f"{op}: softmax_type is {kind!r}; pass one of {', '.join(SOFTMAX_TYPES)}.")
     if (name == "learnable") != (offset is not None):
         given = "None" if offset is None else f"given, of shape {tuple(offset.shape)}"
-        raise ValueError(
-            f"{op}: softmax_type is {kind!r}, but softmax_offset is {given}; 'learnable' alone takes it."
-        )
+        raise ValueError(f"{op}: softmax_type is {kind!r}, but softmax_offset is {given}; 'learnable' alone takes it.")
     if offset is None:
         return name
     if not jnp.issubdtype(offset.dtype, jnp.floating):
         raise TypeError(f"{op}: softmax_offset is {offset.dtype}; pass a floating array.")
     if tuple(offset.shape) not in ((h,), (h, 1, 1), (1, h, 1, 1)):
-        raise ValueError(
-            f"{op}: softmax_offset has shape {tuple(offset.shape)}; pass [h] or [1, h, 1, 1], h = {h}."
-        )
+        raise ValueError(f"{op}: softmax_offset has shape {tuple(offset.shape)}; pass [h] or [1, h, 1, 1], h = {h}.")
     return name
 
 
@@ -165,9 +148,7 @@ def _window(op, window) -> tuple[int, int] | None:
     if window is None:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2 or not all(_is_int(size) for size in window):
-        raise ValueError(
-            f"{op}: window_size is {window!r}; pass None or (left, right), two ints, negative for open."
-        )
+        raise ValueError(f"{op}: window_size is {window!r}; pass None or (left, right), two ints, negative for open.")
     return int(window[0]), int(window[1])
 
 
@@ -179,9 +160,7 @@ def _scale(op, scale, d) -> float:
     if scale is None:
         return 1.0 / math.sqrt(d) if d else 1.0
     if not isinstance(scale, numbers.Real) or not math.isfinite(scale):
-        raise TypeError(
-            f"{op}: scale is {scale!r}; pass a finite Python number (scale q for one that is traced)."
-        )
+        raise TypeError(f"{op}: scale is {scale!r}; pass a finite Python number (scale q for one that is traced).")
     return float(scale)
 
 

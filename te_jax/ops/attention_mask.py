@@ -73,9 +73,7 @@ class Band(NamedTuple):
 def either(*masks: jax.Array | None) -> jax.Array | None:
     """True where one of the masks is; None is a mask that is False everywhere."""
     given = [m for m in masks if m is not None]
-    return (
-        None if not given else given[0] if len(given) == 1 else jnp.logical_or(given[0], either(*given[1:]))
-    )
+    return None if not given else given[0] if len(given) == 1 else jnp.logical_or(given[0], either(*given[1:]))
 
 
 @jax.tree_util.register_dataclass
@@ -87,9 +85,7 @@ class SequenceDescriptor:
     """
 
     seqlens: tuple[jax.Array, jax.Array] | None = None  # i32[b] (one segment) or i32[b, n], tokens
-    seq_offsets: tuple[jax.Array, jax.Array] | None = (
-        None  # i32[b, n + 1], first token of each segment; -1: unused
-    )
+    seq_offsets: tuple[jax.Array, jax.Array] | None = None  # i32[b, n + 1], first token of each segment; -1: unused
     segment_ids: tuple[jax.Array, jax.Array] | None = None  # i32[b, s], i32[b, t], from 1; 0: padding
     segment_pos: tuple[jax.Array, jax.Array] | None = None  # i32[b, s], i32[b, t], position in the segment
 
@@ -106,11 +102,7 @@ class SequenceDescriptor:
         """
         lens, offsets = _pair("seqlens", seqlens), _pair("seq_offsets", seq_offsets)
         for length, offset in zip(lens, offsets):
-            if (
-                length.ndim < 1
-                or offset.ndim != length.ndim
-                or offset.shape[-1] - length.shape[-1] not in (0, 1)
-            ):
+            if length.ndim < 1 or offset.ndim != length.ndim or offset.shape[-1] - length.shape[-1] not in (0, 1):
                 raise ValueError(
                     f"SequenceDescriptor: seqlens has shape {length.shape}, seq_offsets {offset.shape}; "
                     "pass [b, n] and [b, n + 1]."
@@ -127,9 +119,7 @@ class SequenceDescriptor:
         pos = tuple(map(_positions, ids)) if segment_pos is None else _pair("segment_pos", segment_pos)
         for i, p in zip(ids, pos):
             if i.shape != p.shape:
-                raise ValueError(
-                    f"SequenceDescriptor: segment_ids has shape {i.shape}, segment_pos {p.shape}."
-                )
+                raise ValueError(f"SequenceDescriptor: segment_ids has shape {i.shape}, segment_pos {p.shape}.")
         return cls(segment_ids=ids, segment_pos=pos)
 
     def tokens(self, s: int, t: int):
@@ -185,9 +175,7 @@ class SequenceDescriptor:
 def _pair(name: str, value) -> tuple[jax.Array, jax.Array]:
     pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
     if len(pair) != 2:
-        raise ValueError(
-            f"SequenceDescriptor: {name} has {len(pair)} parts; pass one array, or (queries, keys)."
-        )
+        raise ValueError(f"SequenceDescriptor: {name} has {len(pair)} parts; pass one array, or (queries, keys).")
     for array in pair:
         if not hasattr(array, "dtype") or not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(f"SequenceDescriptor: {name} must be an integer array, got {array!r}.")

@@ -22,18 +22,20 @@ def _dtypes(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, *, contract, out_dtype
             f"te_gemm: lhs is {lhs}, rhs is {rhs}; pass two FP8 operands, or two of one type among f32, bf16, f16."
         )
     if all(is_fp8) and lhs == rhs == jnp.float8_e5m2:
-        raise TypeError("te_gemm: lhs and rhs are both float8_e5m2, which tensor cores do not multiply; use E4M3 for one.")
+        raise TypeError(
+            "te_gemm: lhs and rhs are both float8_e5m2, which tensor cores do not multiply; use E4M3 for one."
+        )
     if all(is_fp8) != (lhs_scale_inv is not None and rhs_scale_inv is not None):
-        raise TypeError("te_gemm: lhs_scale_inv and rhs_scale_inv go with FP8 operands, both of them, and with no others.")
+        raise TypeError(
+            "te_gemm: lhs_scale_inv and rhs_scale_inv go with FP8 operands, both of them, and with no others."
+        )
     return (out_dtype,)
 
 
 def _reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, *, contract, out_dtype, **_):
     wide = [a.astype(jnp.float32) if a.dtype in FP8 else a for a in (lhs, rhs)]
     axes = [tuple(range(a.ndim - contract, a.ndim)) for a in wide]
-    out = lax.dot_general(
-        *wide, (axes, ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
+    out = lax.dot_general(*wide, (axes, ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     if lhs_scale_inv is not None:
         out = out * (lhs_scale_inv * rhs_scale_inv)
     if bias is not None:
@@ -56,17 +58,19 @@ def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, *, contract, out_d
     lhs, rhs = lhs.reshape(m, k), rhs.reshape(n, k)
     bias = None if bias is None else bias.reshape(n).astype(out_dtype)
     is_fp8 = lhs.dtype in FP8
+    # An f32 epilogue would round the bias to bf16; an unaligned one (not FP8, which is padded) rounds before it adds.
+    in_epilogue = out_dtype != jnp.float32 and (is_fp8 or n % 8 == k % 8 == 0)
     taken = is_fp8 or out_dtype in (lhs.dtype, jnp.float32)  # cuBLASLt has no bf16 x bf16 -> f16
-    call_dtype = out_dtype if taken else jnp.dtype(jnp.float32)
-    after = bias if call_dtype == jnp.float32 else None  # the epilogue would round an f32 bias to bf16
-    bias = None if after is not None else bias
+    after = None if in_epilogue else bias
+    bias = bias if in_epilogue else None
     n_up, k_up = (-(-size // _ALIGNED) * _ALIGNED if is_fp8 else size for size in (n, k))
     if k_up != k:
         lhs, rhs = _pad_to(lhs, 1, k_up), _pad_to(rhs, 1, k_up)
     if n_up != n:
         rhs, bias = _pad_to(rhs, 0, n_up), None if bias is None else _pad_to(bias, 0, n_up)
+    call_dtype = out_dtype if taken and after is None else jnp.dtype(jnp.float32)
     (out,) = call(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, contract=1, out_dtype=call_dtype, **attrs)
-    out = out[:, :n] if after is None else out[:, :n] + after
+    out = out[:, :n] if after is None else out[:, :n] + after.astype(jnp.float32)
     return (out.reshape(shape).astype(out_dtype),)
 
 
@@ -105,7 +109,7 @@ def gemm(
     fast_accum:  FP8 partial sums stay in the tensor core's reduced precision: faster, some 1e-3 less exact.
     tune:        times cuBLASLt's candidates once per shape at first use, and remembers the fastest.
 
-    Differentiable unless the operands are FP8. Raises ValueError for sizes that do not match, TypeError for other types.
+    Differentiable unless the operands are FP8. Raises ValueError for sizes that do not match, TypeError for types.
     """
     is_fp8 = lhs.dtype in FP8
     out_dtype = jnp.dtype(out_dtype or (jnp.bfloat16 if is_fp8 else lhs.dtype))

@@ -12,7 +12,7 @@ from te_jax.ops.quantize import FLOATS, saturate
 
 KINDS = ("layernorm", "rmsnorm")
 _ROWS, _CLUSTER = 32, 8  # csrc/norm_fwd.cu: up to 8 CTAs share 32 rows, each leaves a partial amax
-_MOST_PARTIALS = 512  # partial dgamma rows: enough CTAs to fill the GPU, few enough bytes not to count
+_ROWS_PER_CTA, _MOST_CTAS = 8, 264  # csrc/norm_bwd.cu: 2 CTAs on each of 132 multiprocessors, each with a partial sum
 
 
 def _fwd_reference(x, gamma, beta, scale, *, eps, rms, zero_centered, dtype):
@@ -30,8 +30,7 @@ def _fwd_reference(x, gamma, beta, scale, *, eps, rms, zero_centered, dtype):
 
 norm_fwd = Op(
     "te_norm_fwd",
-    "x: ... h, gamma: h, beta?: h, scale?: "
-    "-> y?: ... h, data?: ... h, data_t?: h ..., mean?: ..., rstd: ..., amax?:",
+    "x: ... h, gamma: h, beta?: h, scale?: -> y?: ... h, data?: ... h, data_t?: h ..., mean?: ..., rstd: ..., amax?:",
     replicated="h",
     combine={"amax": "max"},
     dtypes=lambda x, gamma, beta, scale, *, dtype, **_: (x, dtype, dtype, jnp.float32, jnp.float32, jnp.float32),
@@ -62,7 +61,7 @@ def _bwd_reference(dy, x, mean, rstd, gamma, *, rms, zero_centered):
 
 
 def _row_groups(dy, *args, **attrs):
-    return (max(1, min(prod(dy[:-1]), _MOST_PARTIALS)),)
+    return (max(1, min(ceil(prod(dy[:-1]) / _ROWS_PER_CTA), _MOST_CTAS)),)
 
 
 norm_bwd = Op(

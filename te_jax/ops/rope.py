@@ -51,6 +51,5 @@ def _check(x, positions, windows, group_method):
         raise ValueError(f"rope: windows is {windows!r}; pass (w0, w1) with 0 < w0 < w1.")
     if positions is not None and positions.shape not in ((x.shape[1],), x.shape[:2], (1, x.shape[1])):
         raise ValueError(
-            f"rope: positions has shape {positions.shape}, but x[b, s, h, d] has shape {x.shape}; pass "
-            "[b, s] or [s]."
+            f"rope: positions has shape {positions.shape}, but x[b, s, h, d] has shape {x.shape}; pass [b, s] or [s]."
         )
