@@ -116,19 +116,21 @@ class DelayedScaling:
         amax:    f32[], of this step
         Returns the new (scale, history).
         """
-        seen = jnp.concatenate([amax[None], history[:0:-1]])  # newest first
         since = -history[0]
-        new_scale = jnp.where(since == 0, self.scale_from(self.reduce_history(seen), scale, fp8_max), scale)
+        new_scale = jnp.where(since == 0, self.scale_from(self.seen_amax(history, amax), scale, fp8_max), scale)
         slot0 = 0.0 - (since + 1) % self.interval
-        new_history = jnp.concatenate([slot0[None], seen[:-1][::-1]])
+        kept = [slot0[None], history[2:], amax[None]] if history.shape[0] > 1 else [slot0[None]]
         recorded = jnp.isfinite(amax) & (amax > 0)
-        return jnp.where(recorded, new_scale, scale), jnp.where(recorded, new_history, history)
+        return jnp.where(recorded, new_scale, scale), jnp.where(recorded, jnp.concatenate(kept), history)
 
-    def reduce_history(self, history: jax.Array) -> jax.Array:
-        """history f32[L], newest first -> the amax (f32[]) that sets the scale."""
-        if callable(self.amax_compute_algo):
-            return jnp.asarray(self.amax_compute_algo(history), jnp.float32).reshape(())
-        return jnp.max(history) if self.amax_compute_algo == "max" else history[0]
+    def seen_amax(self, history: jax.Array, amax: jax.Array) -> jax.Array:
+        """The amax (f32[]) that sets the scale, from history f32[L] (as `new_state` takes it) and this step's amax."""
+        if self.amax_compute_algo == "max":
+            return jnp.maximum(jnp.max(history), amax)  # slot 0 is never positive
+        if self.amax_compute_algo == "most_recent":
+            return amax
+        newest_first = jnp.concatenate([amax[None], history[:0:-1]])
+        return jnp.asarray(self.amax_compute_algo(newest_first), jnp.float32).reshape(())
 
     def scale_from(self, amax: jax.Array, scale: jax.Array, fp8_max: float) -> jax.Array:
         """amax f32[...] -> scale, in the shape of `scale`: the one in force, kept where amax is 0 or not finite."""
