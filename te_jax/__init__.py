@@ -1,5 +1,6 @@
 """FP8 transformers in JAX and Flax on NVIDIA GPUs; the same code in plain JAX everywhere else."""
 
+import importlib
 from importlib import metadata
 
 from te_jax import recipe as recipe
@@ -12,6 +13,14 @@ from te_jax.fp8 import update_collections as update_collections
 from te_jax.fp8 import update_fp8_metas as update_fp8_metas
 from te_jax.sharding import MeshResource as MeshResource
 from te_jax.sharding import ShardingResource as ShardingResource
+
+
+def __getattr__(name):
+    """`te_jax.flax`, imported at first use: Flax takes a second to import."""
+    if name == "flax":
+        return importlib.import_module("te_jax.flax")
+    raise AttributeError(f"module 'te_jax' has no attribute {name!r}")
+
 
 NVTE_FP8_COLLECTION_NAME = FP8_COLLECTION  # the name that users of TransformerEngine know
 

@@ -6,6 +6,8 @@ State is the collection `fp8_metas`: f32 leaves `{x,kernel,grad}{p}_scale` [1] a
 """
 
 import contextlib
+import warnings
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -39,16 +41,18 @@ def autocast(enabled: bool = False, recipe: DelayedScaling | None = None, mesh_r
     mesh.
     """
     recipe = DelayedScaling() if recipe is None else recipe
-    if not isinstance(recipe, DelayedScaling):
-        hint = (
-            f"pass an instance: {recipe.__name__}()"
-            if isinstance(recipe, type)
-            else "pass te_jax.recipe.DelayedScaling()"
-        )
-        raise TypeError(f"autocast: recipe is {recipe!r}; {hint}.")
+    check_recipe("autocast", recipe)
     keep = contextlib.nullcontext() if mesh_resource is None else sharding.global_shard_guard(mesh_resource)
     with keep, _recipe(recipe if enabled else None):
         yield
+
+
+def check_recipe(what: str, recipe):
+    """Raises TypeError, naming `what`, unless `recipe` is a recipe instance."""
+    if not isinstance(recipe, DelayedScaling):
+        is_class = isinstance(recipe, type)
+        hint = f"pass an instance: {recipe.__name__}()" if is_class else "pass te_jax.recipe.DelayedScaling()"
+        raise TypeError(f"{what}: recipe is {recipe!r}; {hint}.")
 
 
 def fp8_autocast(enabled: bool = False, fp8_recipe=None, mesh_resource=None, *, sharding_resource=None):
@@ -167,15 +171,36 @@ def update_fp8_metas(collections):
                  FrozenDict. Without `fp8_metas` it is returned as it is.
 
     Pure and idempotent: the gradient already is the new state. What is not finite or out of range is mended (an
-    amax becomes 0, a scale follows its history), and under the recipe in force no scale is larger than its history
-    allows, as after gradients that were summed over microbatches. One fused computation for all tensors.
+    amax becomes 0, a scale follows its history, a missing leaf is made fresh, with a warning), and under the recipe
+    in force no scale is larger than its history allows. One fused computation for all tensors.
 
-    Raises ValueError for a scale without its history, or a history of another length than the recipe in force has.
+    A state that autodiff added up (two `apply`s in one loss, gradients summed over microbatches) is brought into range
+    once, but its history holds sums: in training, take the max over the uses, not the sum.
+
+    Raises ValueError for a history of another length than the recipe in force has.
     """
     if FP8_COLLECTION not in collections:
         return collections
     recipe = current_recipe()
-    return update_collections({FP8_COLLECTION: _repair(collections[FP8_COLLECTION], recipe)}, collections)
+    metas = _complete(collections[FP8_COLLECTION], recipe, FP8_COLLECTION)
+    return update_collections({FP8_COLLECTION: _repair(metas, recipe)}, collections)
+
+
+def _complete(node, recipe, path):
+    """`node` with a fresh leaf where a scale has no history beside it, or a history no scale."""
+    if not isinstance(node, Mapping):
+        return node
+    out = {name: _complete(child, recipe, f"{path}/{name}") for name, child in node.items()}
+    for name, leaf in node.items():
+        for have, lack in ((_SCALE, _HISTORY), (_HISTORY, _SCALE)):
+            sibling = name.removesuffix(have) + lack
+            if not name.endswith(have) or sibling in node:
+                continue
+            warnings.warn(f"update_fp8_metas: {path} has no {sibling}; it is restored as fresh state.", stacklevel=3)
+            length = (recipe or DelayedScaling()).amax_history_len
+            shape = (*leaf.shape[:-1], length) if lack == _HISTORY else (*leaf.shape[:-1], 1)
+            out[sibling] = jnp.zeros(shape)  # a scale of 0 is mended from its history
+    return type(node)(out)
 
 
 @partial(jax.jit, static_argnums=1)
@@ -183,15 +208,8 @@ def _repair(metas, recipe):
     paths, treedef = jax.tree_util.tree_flatten_with_path(metas)
     leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in paths}
     tensors = [name.removesuffix(_SCALE) for name in leaves if name.endswith(_SCALE)]
-    for name in leaves:
-        if name.removesuffix(_HISTORY) not in tensors and name.removesuffix(_SCALE) not in tensors:
-            raise ValueError(f"update_fp8_metas: fp8_metas leaf {name} has no scale beside it; restore both.")
     by_length = {}
     for name in tensors:
-        if name + _HISTORY not in leaves:
-            raise ValueError(
-                f"update_fp8_metas: fp8_metas leaf {name + _SCALE} has no history beside it; restore both."
-            )
         length = leaves[name + _HISTORY].shape[-1]
         check_history_length(f"update_fp8_metas: {name + _HISTORY}", length, recipe)
         by_length.setdefault(length, []).append(name)
@@ -213,7 +231,8 @@ def _repair(metas, recipe):
 def _repair_all(scales, histories, bwd, recipe):
     """scales f32[n], histories f32[n, L], bwd bool[n] -> mended scales and histories."""
     recipe, in_force = recipe or DelayedScaling(), recipe
-    slot0 = jnp.where((histories[:, :1] <= 0) & (histories[:, :1] > -recipe.interval), histories[:, :1], 0.0)
+    counted = recipe.interval if in_force else jnp.inf  # steps that slot 0 may count up to
+    slot0 = jnp.where((histories[:, :1] <= 0) & (histories[:, :1] > -counted), histories[:, :1], 0.0)
     newer = jnp.where(jnp.isfinite(histories[:, 1:]) & (histories[:, 1:] > 0), histories[:, 1:], 0.0)
     fp8_max = jnp.where(bwd, recipe.fp8_format.max("bwd"), recipe.fp8_format.max("fwd"))
     allowed = fp8_max / jnp.max(newer, 1, initial=0.0) / 2.0**recipe.margin  # inf where nothing is recorded
@@ -241,6 +260,7 @@ def convert_fp8_metas(collections, recipe: DelayedScaling):
 
     collections: as in `update_fp8_metas`. The scales follow the new recipe from the next step on.
     """
+    check_recipe("convert_fp8_metas", recipe)
     if FP8_COLLECTION not in collections:
         return collections
 

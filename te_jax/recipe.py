@@ -1,6 +1,8 @@
 """FP8 recipes: how a tensor gets its scale. Frozen, hashable values: a recipe is part of the jit cache key."""
 
 import enum
+import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -90,7 +92,12 @@ class DelayedScaling:
         set_(self, "interval", 1 if self.interval == -1 else self.interval)
         for field in ("interval", "amax_history_len"):
             value = getattr(self, field)
-            _need(isinstance(value, int) and value >= 1, field, value, "pass an int of at least 1")
+            whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+            _need(whole and value >= 1, field, value, "pass an int of at least 1")
+            set_(self, field, int(value))
+        finite = isinstance(self.margin, numbers.Real) and math.isfinite(self.margin)
+        _need(finite, "margin", self.margin, "pass a finite number of powers of 2")
+        _need(isinstance(self.reduce_amax, bool), "reduce_amax", self.reduce_amax, "pass a bool")
         _need(
             callable(self.amax_compute_algo) or self.amax_compute_algo in ("max", "most_recent"),
             "amax_compute_algo",
@@ -101,9 +108,10 @@ class DelayedScaling:
         text = "pass None or a function (amax, scale, fp8_max, recipe) -> scale"
         _need(scaling is None or callable(scaling), "scaling_factor_compute_algo", scaling, text)
         for field in ("override_linear_precision", "split_accumulator"):
-            value = tuple(getattr(self, field))
-            _need(len(value) == 3, field, value, "pass three bools: (fprop, dgrad, wgrad)")
-            set_(self, field, tuple(map(bool, value)))
+            value = getattr(self, field)
+            three = isinstance(value, tuple | list) and len(value) == 3 and all(isinstance(v, bool) for v in value)
+            _need(three, field, value, "pass three bools: (fprop, dgrad, wgrad)")
+            set_(self, field, tuple(value))
         for field in ("fp8_dpa", "fp8_mha"):
             _need(not getattr(self, field), field, True, "FP8 attention is not in this version: leave it False")
 

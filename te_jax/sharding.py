@@ -112,6 +112,12 @@ def check_mesh_resource(resource: MeshResource) -> None:
         )
 
 
+def check_current_mesh_resource() -> None:
+    """`check_mesh_resource` of the one in force, for a mesh that was set after it."""
+    if (resource := current_mesh_resource()) is not None:
+        check_mesh_resource(resource)
+
+
 def logical_axis_map(resource: MeshResource) -> dict[str, str | None]:
     """Logical axis name -> mesh axis (None: replicated), for `resource` on the mesh in force."""
     check_mesh_resource(resource)

@@ -195,14 +195,5 @@ def test_profile_of_a_call():
     assert kernels.profile(call, steps=1)["steps"] == 1
 
 
-def test_module_entry_does_not_hide_an_installed_te_jax(tmp_path):
-    """`python -m benchmarks` in the source tree still imports the te_jax that PYTHONPATH names."""
-    (tmp_path / "te_jax").mkdir()
-    (tmp_path / "te_jax" / "__init__.py").write_text('raise SystemExit("the installed one")')
-    command = [sys.executable, "-m", "benchmarks", "--list"]
-    done = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
-    assert "the installed one" in done.stderr
-
-
 def test_on_gpu_script_is_bash():
     subprocess.run(["bash", "-n", ROOT / "benchmarks" / "on_gpu.sh"], check=True)

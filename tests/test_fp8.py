@@ -203,10 +203,19 @@ class TestUpdate:
         with te.autocast(enabled=True, recipe=DelayedScaling(amax_history_len=16)):
             with pytest.raises(ValueError, match="length 4.*amax_history_len=16.*te_jax.convert_fp8_metas"):
                 te.update_fp8_metas(metas())
-        broken = metas()
-        del broken["fp8_metas"]["layer"]["x_amax_history"]
-        with pytest.raises(ValueError, match="layer/x_scale has no history beside it"):
-            te.update_fp8_metas(broken)
+
+    @pytest.mark.parametrize("lost", ["x_scale", "x_amax_history"])
+    def test_missing_leaf_is_made_fresh(self, lost):
+        state = metas(56.0, (0.0, 0, 0, 8))
+        del state["fp8_metas"]["layer"][lost]
+        with te.autocast(enabled=True, recipe=RECIPE), pytest.warns(UserWarning, match=f"layer has no {lost}"):
+            leaves = te.update_fp8_metas(state)["fp8_metas"]["layer"]
+        assert float(leaves["x_scale"][0]) == 56.0  # kept, or from the history
+        np.testing.assert_array_equal(leaves["x_amax_history"], [0, 0, 0, 0 if lost.endswith("history") else 8])
+
+    def test_interval_counter_survives_without_a_recipe(self):
+        state = metas(7.0, (-2.0, 0, 0, 8))
+        jax.tree.map(np.testing.assert_array_equal, te.update_fp8_metas(state), state)
 
     def test_update_collections(self):
         original = flax.core.freeze({"a": 1, "b": 2})

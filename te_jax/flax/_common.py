@@ -26,7 +26,15 @@ LORA_SCOPES = {  # scope -> (qkv projections, output projection, MLP)
 
 
 def parameter(module: nn.Module, name: str, init: Initializer, axes: Axes, shape: Sequence[int]) -> jax.Array:
-    """One parameter of `module.dtype`, boxed with its logical axes."""
+    """One parameter of `module.dtype`, boxed with its logical axes. ValueError if the one that is held has another
+    shape, as where the inputs are wider than those of `init`."""
+    if module.has_variable("params", name):
+        held = jnp.shape(nn.meta.unbox(module.get_variable("params", name)))
+        if held != tuple(shape):
+            raise ValueError(
+                f"{describe(module)}: parameter {name} has shape {held}, but the inputs and fields of this call need "
+                f"{tuple(shape)}; pass inputs of the width it was initialised with, or initialise again."
+            )
     return module.param(name, nn.with_logical_partitioning(init, tuple(axes)), tuple(shape), module.dtype)
 
 

@@ -33,8 +33,8 @@ def dense_metas(module: nn.Module, postfix: str = "") -> DenseMetas | None:
     Variables `{x,kernel,grad}{postfix}_scale` f32[1] and `..._amax_history` f32[amax_history_len] of
     `fp8_metas`. A second call in one pass hands out the other branch of a fork, so that two uses combine by
     the larger amax. This does not reach through a lifted transform: a module that two calls of `nn.remat`
-    share, or all steps of an `nn.scan` by variable_broadcast, gets the sum of their states from autodiff.
-    Then `update_fp8_metas` must follow each step; it brings the scales back under what the histories allow.
+    share, all steps of an `nn.scan` by variable_broadcast, or two `apply`s in one loss get the sum of their
+    states from autodiff: share a module inside one lifted transform instead, or take the max of the states.
 
     Missing variables are created where the collection is mutable; else the call starts from fresh constants.
     Both are told by a warning, save in `init`.

@@ -161,7 +161,7 @@ class DotProductAttention(nn.Module):
         return query, key, value
 
     def _check(self, query, key, value, sequence_descriptor):
-        groups = self.num_gqa_groups or self.num_attention_heads
+        groups = self.num_attention_heads if self.num_gqa_groups is None else self.num_gqa_groups
         check_heads(self, self.num_attention_heads, groups)
         for name, x, heads, width in (
             ("query", query, self.num_attention_heads, self.head_dim),

@@ -17,6 +17,7 @@ from te_jax.flax._common import (
 from te_jax.flax._state import dense_metas, describe
 from te_jax.flax.norm import norm_kind, norm_parameters
 from te_jax.layers import dense, layernorm_dense
+from te_jax.sharding import check_current_mesh_resource
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
 
@@ -162,6 +163,7 @@ class LayerNormDenseGeneral(nn.Module):
 
 def precision(module: nn.Module, postfix: str = "") -> dict:
     """What the layers want to know about one GEMM of `module`: recipe, FP8 state, names."""
+    check_current_mesh_resource()
     return dict(
         recipe=fp8.current_recipe(),
         metas=dense_metas(module, postfix),

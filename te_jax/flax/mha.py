@@ -177,7 +177,7 @@ class MultiHeadAttention(nn.Module):
         return checkpoint_name(out, "out_proj"), normed
 
     def _groups(self) -> int:
-        return self.num_gqa_groups or self.num_attention_heads
+        return self.num_attention_heads if self.num_gqa_groups is None else self.num_gqa_groups
 
     def _projections(self, inputs_q, inputs_kv, self_attention: bool) -> tuple[str, ...]:
         """The names of the projections, by the configuration, and by the parameters where there are some."""

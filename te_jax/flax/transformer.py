@@ -193,7 +193,8 @@ class TransformerLayer(nn.Module):
             for name, value in (("encoded", encoded), ("encoder_decoder_mask", encoder_decoder_mask)):
                 if value is not None:
                     raise ValueError(f'{describe(self)}: {name} is given, but layer_type is "encoder"; use "decoder".')
-        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+        heads = self.num_attention_heads
+        if heads < 1 or (self.kv_channels is None and self.hidden_size % heads):
             raise ValueError(
                 f"{describe(self)}: hidden_size={self.hidden_size} does not split into num_attention_heads="
                 f"{self.num_attention_heads}; pass a divisor, or kv_channels."

@@ -26,7 +26,7 @@ def dense(
     """y[*B, *F] = x[*B, *C] . kernel[*C, *F] + bias[*F].
 
     x:          f32, bf16 or f16; its last `contract` axes are C.
-    kernel:     any float type. Quantized from its own type; without a recipe cast to x's.
+    kernel:     f32, bf16 or f16, x's type or another. Quantized from its own type; without a recipe cast to x's.
     recipe:     None for a plain dot in x's type (f32 accumulation), else a recipe, and then `metas`.
     metas:      `fp8.DenseMetas`; their cotangent is the amax of x, kernel and the gradient of y in this step.
     checkpoint: name under which the quantized residuals are tagged for `jax.checkpoint` policies.
