@@ -22,8 +22,16 @@ from te_jax import _lib
 from te_jax._rule import Rule, is_group
 
 _NO_MESH = AbstractMesh((), ())
-_ACROSS_DEVICES = {"sum": lax.psum, "max": lax.pmax}
 _OF_PARTIALS = {"sum": jnp.sum, "max": partial(jnp.max, initial=0.0)}  # the maxima are amaxes, never negative
+
+
+def amax_across(amax, names):
+    """The max of amaxes over mesh axes. A collective max drops a NaN; the bits of floats that are not negative are in
+    order, with NaN on top."""
+    return lax.bitcast_convert_type(lax.pmax(lax.bitcast_convert_type(amax, jnp.int32), names), jnp.float32)
+
+
+_ACROSS_DEVICES = {"sum": lax.psum, "max": amax_across}
 
 ops: dict[str, "Op"] = {}  # every declared op by name: what the generated tests walk over
 
@@ -88,8 +96,11 @@ class Op:
             if o.name not in present and not o.optional:
                 raise ValueError(f"{self.name}: operand {o} is None; pass an array.")
         names = tuple(o.name for o in self.rule.outputs if outputs is None or o.name in outputs)
-        params = dict(attrs, inputs=present, outputs=names)
-        return self._staged(tuple(sorted(params.items())))(*(a for a in args if a is not None))
+        lost = [o.name for o in self.rule.outputs if not o.optional and o.name not in names]
+        if lost or (outputs is not None and names != tuple(outputs)):
+            known = ", ".join(str(o) for o in self.rule.outputs)
+            raise ValueError(f"{self.name}: outputs is {outputs}; choose from {known}, in this order, {lost} included.")
+        return self._staged(_key(dict(attrs, inputs=present, outputs=names)))(*(a for a in args if a is not None))
 
     # -- one device ---------------------------------------------------------------------------------------------
 
@@ -168,8 +179,8 @@ class Op:
     # -- vmap ---------------------------------------------------------------------------------------------------
 
     @cache  # noqa: B019  (ops live as long as the process)
-    def _staged(self, items):
-        params = dict(items)
+    def _staged(self, key):
+        params = {name: value for name, _, value in key}
 
         def call(*args):
             return self._distributed(params, *args)
@@ -216,12 +227,12 @@ class Op:
         joined = [join(*o) for o in zip(rule.inputs, args, batched)]
         if attr := self.rank_attrs.get(group):
             params = {**params, attr: params[attr] + 1}
-        outs = self._staged(tuple(sorted(params.items())))(*joined)
+        outs = self._staged(_key(params))(*joined)
         return [jnp.moveaxis(out, position(o), 0) for o, out in zip(rule.outputs, outs)]
 
     def _map(self, params, batched, args):
         """One call per example."""
-        op = self._staged(tuple(sorted(params.items())))
+        op = self._staged(_key(params))
 
         def one(mapped):
             mapped = iter(mapped)
@@ -299,6 +310,11 @@ class Op:
         names = {n for o, factors in zip(rule.outputs, res) if o.name in self.combine for n in mesh_axes(factors)}
         first = [lax.axis_index(n) == 0 for n in sorted(names)]
         return jnp.where(jnp.all(jnp.stack(first)), arg, 0).astype(arg.dtype) if first else arg
+
+
+def _key(params):
+    """Hashable, and distinct for 1, 1.0 and True: they are different attributes of a custom call."""
+    return tuple((name, type(params[name]), params[name]) for name in sorted(params))
 
 
 def align(*args):

@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
+from jax.sharding import AxisType, PartitionSpec
 
 from te_jax import sharding
-from te_jax._op import varying
+from te_jax._op import amax_across, like, varying
 from te_jax.recipe import CONVERTER, DelayedScaling
 
 FP8_COLLECTION = "fp8_metas"
@@ -120,12 +121,15 @@ fork.defvjp(
 )
 
 
-def cotangent(meta: TensorMeta, amax: jax.Array | None, recipe: DelayedScaling) -> TensorMeta:
+def cotangent(
+    meta: TensorMeta, amax: jax.Array | None, recipe: DelayedScaling, stage_axes: frozenset[str] = frozenset()
+) -> TensorMeta:
     """The cotangent that a layer returns for `meta`: it saw `amax` (f32[], or None if it quantized nothing).
 
-    Inside `shard_map` the amax is reduced over the devices that share the state. Raises ValueError where
-    `recipe.reduce_amax` forbids that but the state is shared.
+    Inside `shard_map` the amax is reduced over all devices but those along `stage_axes`. Raises ValueError where
+    `recipe.reduce_amax` forbids that but the state is shared, and under `shard_map(check_vma=False)`.
     """
+    _check_vma()
     if amax is None:
         return TensorMeta(jnp.zeros_like(meta.scale), jnp.zeros_like(meta.amax))
     shared = varying(amax) - varying(meta.amax)
@@ -134,11 +138,21 @@ def cotangent(meta: TensorMeta, amax: jax.Array | None, recipe: DelayedScaling) 
             f"DelayedScaling(reduce_amax=False): fp8_metas do not vary over mesh axis {sorted(shared)}, but the "
             "tensor does; pass fp8_metas sharded over that axis, or use reduce_amax=True."
         )
-    if recipe.reduce_amax and (reduced := varying(amax) - sharding.stage_axes()):
-        amax = lax.pmax(amax, tuple(sorted(reduced)))
+    if recipe.reduce_amax and (reduced := varying(amax) - stage_axes):
+        amax = amax_across(amax, tuple(sorted(reduced)))
     lacks = tuple(sorted(varying(meta.amax) - varying(amax)))
     amax = lax.pcast(amax, lacks, to="varying") if lacks else amax
     return TensorMeta(jnp.zeros_like(meta.scale), _per_state(amax, meta.amax))
+
+
+def _check_vma():
+    """Without check_vma nothing tells which values differ between devices: each would train a state of its own."""
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = [n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Manual]
+    if any(name not in varying(lax.axis_index(name)) for name in manual):
+        raise ValueError(
+            f"FP8 layers need shard_map(check_vma=True), here over mesh axes {manual}; leave it at its default."
+        )
 
 
 @custom_vmap
@@ -214,8 +228,8 @@ def _repair(metas, recipe):
         check_history_length(f"update_fp8_metas: {name + _HISTORY}", length, recipe)
         by_length.setdefault(length, []).append(name)
     for length, names in by_length.items():
-        histories = [leaves[n + _HISTORY].reshape(-1, length) for n in names]
-        scales = [leaves[n + _SCALE].reshape(-1) for n in names]
+        histories = [_replicated(leaves[n + _HISTORY]).reshape(-1, length) for n in names]
+        scales = [_replicated(leaves[n + _SCALE]).reshape(-1) for n in names]
         bwd = jnp.concatenate(
             [jnp.full(s.shape, n.rsplit("/", 1)[-1].startswith("grad")) for n, s in zip(names, scales)]
         )
@@ -223,9 +237,16 @@ def _repair(metas, recipe):
         at = 0
         for n, s in zip(names, scales):
             for suffix, values in zip((_SCALE, _HISTORY), fixed):
-                leaves[n + suffix] = values[at : at + s.size].reshape(leaves[n + suffix].shape)
+                old = leaves[n + suffix]
+                leaves[n + suffix] = like(values[at : at + s.size].reshape(old.shape), old)
             at += s.size
     return jax.tree_util.tree_unflatten(treedef, leaves.values())
+
+
+def _replicated(x):
+    """x, on an Explicit mesh on every device: leaves of different shardings are mended together."""
+    explicit = AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+    return jax.sharding.reshard(x, PartitionSpec()) if explicit else x
 
 
 def _repair_all(scales, histories, bwd, recipe):
@@ -234,7 +255,9 @@ def _repair_all(scales, histories, bwd, recipe):
     counted = recipe.interval if in_force else jnp.inf  # steps that slot 0 may count up to
     slot0 = jnp.where((histories[:, :1] <= 0) & (histories[:, :1] > -counted), histories[:, :1], 0.0)
     newer = jnp.where(jnp.isfinite(histories[:, 1:]) & (histories[:, 1:] > 0), histories[:, 1:], 0.0)
-    fp8_max = jnp.where(bwd, recipe.fp8_format.max("bwd"), recipe.fp8_format.max("fwd"))
+    fp8_max = recipe.fp8_format.max("fwd")
+    if in_force:  # else the gradients' type is not known, and the smaller maximum is safe
+        fp8_max = jnp.where(bwd, recipe.fp8_format.max("bwd"), fp8_max)
     allowed = fp8_max / jnp.max(newer, 1, initial=0.0) / 2.0**recipe.margin  # inf where nothing is recorded
     allowed = jnp.minimum(allowed, jnp.finfo(jnp.float32).max)
     empty = jnp.max(newer, 1, initial=0.0) == 0

@@ -192,8 +192,7 @@ def with_sharding_constraint_by_logical_axes(x: jax.Array, axes: Sequence[str | 
     """x, constrained to what Flax's logical axis rules in force make of `axes` (one name per dimension).
 
     Does nothing where there is nothing to say: axes None, no rules, no mesh; nor under Explicit or Manual
-        mesh
-    axes, where the array's type says it already.
+    mesh axes, where the array's type says it already.
     Raises ValueError if `axes` has another length than x, or a rule names an axis that the mesh lacks.
     """
     from flax import linen as nn  # late: the ops do not need Flax

@@ -58,10 +58,10 @@ def test_lowering_matches_the_handler(case, rng):
         kind = "i1" if value in ("true", "false") else value.rsplit(" : ", 1)[1]
         assert kind == MLIR_TYPE[attrs[name]], name
     layouts = re.findall(r"dense<(.*?)> : tensor<\d+xindex>", call)
-    for layout, shape in zip(layouts, re.findall(r"tensor<([^<>]*)>(?=[,)]|$)", got_operands)):
-        rank = shape.count("x")
-        row_major = ", ".join(map(str, reversed(range(rank))))
-        assert layout.strip("[]") == row_major
+    shapes = re.findall(r"tensor<([^<>]*)>", got_operands + got_results)
+    assert len(layouts) == operands + results
+    for layout, shape in zip(layouts, shapes, strict=True):
+        assert layout.strip("[]") == ", ".join(map(str, reversed(range(shape.count("x")))))  # row-major
 
 
 def test_every_handler_has_an_op():

@@ -184,7 +184,19 @@ class TestUpdate:
 
     def test_gradients_have_their_own_maximum(self):
         state = {"fp8_metas": {"grad_scale": jnp.full(1, np.nan), "grad_amax_history": jnp.array([0.0, 0, 0, 2])}}
-        assert float(te.update_fp8_metas(state)["fp8_metas"]["grad_scale"][0]) == 57344 / 2
+        with te.autocast(enabled=True, recipe=RECIPE):
+            assert float(te.update_fp8_metas(state)["fp8_metas"]["grad_scale"][0]) == 57344 / 2
+        # Without a recipe the gradients' type is not known: the smaller maximum is safe for both.
+        assert float(te.update_fp8_metas(state)["fp8_metas"]["grad_scale"][0]) == 448 / 2
+
+    def test_leaves_of_different_shardings_on_an_explicit_mesh(self):
+        mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Explicit,))
+        with jax.set_mesh(mesh):
+            put = lambda a, s: jax.device_put(a, jax.sharding.NamedSharding(mesh, s))
+            stacked = {"x_scale": put(jnp.full((8, 1), 4.0), P("a")), "x_amax_history": put(jnp.zeros((8, 4)), P("a"))}
+            state = {"fp8_metas": {"layers": stacked, **metas()["fp8_metas"]}}
+            got = jax.jit(te.update_fp8_metas)(state)
+        jax.tree.map(np.testing.assert_array_equal, got, state)
 
     def test_stacked_layers_and_one_computation(self):
         rng = np.random.default_rng(0)

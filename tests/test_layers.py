@@ -1,6 +1,7 @@
 """Functional layers against the same mathematics written out: quantize, multiply, dequantize; and under transforms."""
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import te_jax as te
 from te_jax import fp8
 from te_jax.layers import dense, layernorm, layernorm_dense
 from te_jax.recipe import DelayedScaling, Format
@@ -176,9 +178,9 @@ def mlp_case(rng, batch=8, seq=8):
     return params, [fresh_state(), fresh_state()], x, t
 
 
-def mlp_step(params, state, x, t):
+def mlp_step(params, state, x, t, recipe=RECIPE):
     """Two steps' worth of gradients: the second runs on the scales that the first one set."""
-    loss = lambda params, state, x: jnp.mean((mlp(params, state, x) - t) ** 2)
+    loss = lambda params, state, x: jnp.mean((mlp(params, state, x, recipe) - t) ** 2)
     _, state = jax.grad(loss, (0, 1))(params, state, x)
     return jax.value_and_grad(loss, (0, 1, 2))(params, state, x)
 
@@ -198,17 +200,24 @@ PLACEMENTS = {
 }
 
 
+HIGH = DelayedScaling(amax_history_len=4, override_linear_precision=(True,) * 3)
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_sharded_step_equals_one_device(placement, kind, rng, on_host):
+@pytest.mark.parametrize("recipe", [RECIPE, HIGH, None], ids=["fp8", "overridden", "plain"])
+def test_sharded_step_equals_one_device(placement, kind, recipe, rng, on_host):
+    if recipe is not RECIPE and kind == AxisType.Auto:
+        pytest.skip("plain products of XLA on Auto axes are XLA's")
     params, state, x, t = mlp_case(rng)
-    want = mlp_step(params, state, x, t)
+    step = partial(mlp_step, recipe=recipe)
+    want = step(params, state, x, t)
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind, kind))
     weights, batch = PLACEMENTS[placement]
     with jax.set_mesh(mesh):
         put = lambda a, s: jax.device_put(a, NamedSharding(mesh, s))
         params = {n: put(a, weights.get(n, P())) for n, a in params.items()}
-        got = jax.jit(mlp_step)(params, jax.device_put(state, NamedSharding(mesh, P())), put(x, batch), put(t, batch))
+        got = jax.jit(step)(params, jax.device_put(state, NamedSharding(mesh, P())), put(x, batch), put(t, batch))
     state_close(got, want)
 
 
@@ -225,6 +234,33 @@ def test_shard_map_step_equals_one_device(rng, on_host):
 
     specs = dict(in_specs=(P(), P(), P("a"), P("a")), out_specs=(P(), (P(), P(), P("a"))))
     state_close(jax.jit(jax.shard_map(step, mesh=mesh, **specs))(params, state, x, t), want)
+
+
+def test_shard_map_without_vma_is_refused(rng):
+    """Nothing would tell that the state is shared, and each device would train its own."""
+    params, state, x, t = mlp_case(rng)
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    specs = dict(in_specs=(P(), P(), P("a"), P("a")), out_specs=P(), check_vma=False)
+    with pytest.raises(ValueError, match=r"need shard_map\(check_vma=True\)"):
+        jax.shard_map(lambda *a: mlp_step(*a)[1][1], mesh=mesh, **specs)(params, state, x, t)
+
+
+def test_stages_keep_their_own_amax(rng):
+    """Along pp_resource no statistics are shared, also where autocast was left before the backward pass."""
+    mesh = jax.make_mesh((4,), ("pp",), axis_types=(AxisType.Auto,))
+    (w,) = data(rng, (16, 16))
+
+    def step(state, x):
+        def loss(state):
+            with te.autocast(True, RECIPE, te.MeshResource(pp_resource="pp")):
+                return dense(x, w, recipe=RECIPE, metas=observed(state, RECIPE)).sum()
+
+        varying = jax.tree.map(lambda a: lax.pcast(a, "pp", to="varying"), state)
+        return jax.grad(loss)(varying)["x"][1][-1:]
+
+    x = jnp.ones((4, 16)) * jnp.arange(1.0, 5.0)[:, None]
+    newest = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P("pp")), out_specs=P("pp")))(fresh_state(), x)
+    np.testing.assert_array_equal(newest, [1, 2, 3, 4])
 
 
 def test_scan_and_remat_equal_the_loop(rng):

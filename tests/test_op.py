@@ -143,14 +143,14 @@ def test_every_op_has_a_case():
 @all_cases
 def test_vmap_joins_a_group(case: Case, rng):
     """A mapped axis that the kernel can take as one more of its own axes does not become a loop."""
-    if case.name not in ("gemm_fp8", "rmsnorm", "attention_fwd"):
-        pytest.skip("some result has no axis group")
     args = case.args(rng)
-    given = solve(case, args)[2]
-    axes = [0] + [None] * (len(given) - 1) if case.name != "attention_fwd" else [0] * len(given)
-    stacked = [jnp.stack([a, a]) if ax == 0 else a for a, ax in zip(given, axes)]
+    rule, _, given = solve(case, args)
+    free = [g for g in rule.groups if g not in case.declared.replicated and all(g in o.axes for o in rule.outputs)]
+    mapped = [bool(free) and free[0] in o.axes for o in rule.inputs] if free else [True] * len(given)
+    axes = [0 if m else None for m in mapped]
+    stacked = [jnp.stack([a, a]) if m else a for a, m in zip(given, mapped)]
     jaxpr = jax.make_jaxpr(jax.vmap(call(case, args), axes))(*stacked)
-    assert "scan" not in str(jaxpr)
+    assert ("scan" in str(jaxpr)) != bool(free)
 
 
 class TestRule:
@@ -228,3 +228,48 @@ def test_quantize_collectives(kind):
         fn = lambda x: ops["te_quantize"](x, jnp.float32(1), outputs=("data", "data_t", "amax"), split=2,
                                           dtype=jnp.dtype(jnp.float8_e4m3fn))  # fmt: skip
         assert collectives(fn, x) == {"all-reduce": 1}
+
+
+@all_cases
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_shards_are_not_gathered(case: Case, kind, rng, on_host):
+    """An axis that an op can split costs an all-reduce where a result lacks it, and else nothing: no gather."""
+    args = case.args(rng)
+    rule, ranks, given = solve(case, args)
+    mesh = jax.make_mesh((4, 2), AXES, axis_types=KINDS[kind])
+    fixed = rule.matches(case.declared.replicated, ranks)
+    for factor in dict.fromkeys(f for o in rule.inputs for f in rule.leading(o, ranks) if f not in fixed):
+        spec = lambda o, factor=factor: P(*("a" if f == factor else None for f in rule.leading(o, ranks)))
+        with jax.set_mesh(mesh):
+            placed = [jax.device_put(a, NamedSharding(mesh, spec(o))) for a, o in zip(given, rule.inputs)]
+            found = collectives(call(case, args), *placed)
+        sums = any(factor not in rule.leading(o, ranks) for o in rule.outputs)
+        assert set(found) <= ({"all-reduce"} if sums else set()), (factor, found)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_nan_in_one_shard_reaches_the_amax(kind):
+    """A collective max drops a NaN; an amax must not, or a spoiled step would be recorded."""
+    mesh = jax.make_mesh((4, 2), AXES, axis_types=KINDS[kind])
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((8, 16)).at[3, 5].set(jnp.nan), NamedSharding(mesh, P(("a", "b"))))
+        fn = lambda x: ops["te_quantize"](x, jnp.float32(1), outputs=("amax",), split=1, dtype=jnp.dtype("float8_e5m2"))
+        assert jnp.isnan(jax.jit(fn)(x)[0])
+
+
+def test_outputs_are_checked():
+    args = (jnp.ones((4, 4)), jnp.float32(1))
+    for outputs in (("dta", "amax"), ("amax", "data"), ("data",)):
+        with pytest.raises(ValueError, match=r"te_quantize: outputs is .*choose from data\[m\.\.\. n\.\.\.\]"):
+            ops["te_quantize"](*args, outputs=outputs, split=1, dtype=jnp.dtype("float8_e5m2"))
+
+
+def test_attributes_of_another_type_lower_anew():
+    """1, 1.0 and True are equal in Python, and three different attributes of a custom call."""
+    attrs = dict(outputs=("y", "rstd"), rms=True, zero_centered=False, dtype=jnp.dtype("float8_e5m2"))
+
+    def text(eps):
+        fn = jax.jit(lambda x: ops["te_norm_fwd"](x, jnp.ones(8), None, None, eps=eps, **attrs))
+        return fn.trace(jnp.ones((2, 8))).lower(lowering_platforms=("cuda",)).as_text()
+
+    assert "eps = 1 : i64" in text(1) and "eps = 1.000000e+00 : f64" in text(1.0)

@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 
 from te_jax._op import like
 from te_jax.fp8 import DenseMetas, cotangent
-from te_jax.ops.gemm import gemm
+from te_jax.ops.gemm import dot, gemm
 from te_jax.ops.quantize import quantize
 from te_jax.recipe import DelayedScaling
+from te_jax.sharding import stage_axes
 
 
 class Fp8Tensor(NamedTuple):
@@ -43,12 +43,13 @@ class Config(NamedTuple):
     kernel: ShapedArray
     bias: ShapedArray | None
     checkpoint: str | None  # name of the saved tensors, for jax.checkpoint policies
+    stage_axes: frozenset[str]  # mesh axes over which layers differ, read here: the backward pass is traced elsewhere
 
     @classmethod
     def of(cls, x, kernel, bias, contract, recipe, checkpoint) -> "Config":
         """The config of a layer with these operands."""
         types = (a if a is None else jax.typeof(a) for a in (x, kernel, bias))
-        return cls(recipe, contract, kernel.ndim - contract, *types, checkpoint)
+        return cls(recipe, contract, kernel.ndim - contract, *types, checkpoint, stage_axes())
 
 
 class Uses(NamedTuple):
@@ -83,17 +84,12 @@ def quantize_tensor(x, scale, split, dtype, use: Uses, with_dbias=False) -> tupl
     return tensor, got.get("dbias")
 
 
-def _wide(lhs, lhs_axes, rhs, rhs_axes, out_dtype):
-    dimensions = ((tuple(lhs_axes), tuple(rhs_axes)), ((), ()))
-    return lax.dot_general(lhs, rhs.astype(lhs.dtype), dimensions, preferred_element_type=out_dtype)
-
-
 def fprop(x: Fp8Tensor, w: Fp8Tensor, bias, config: Config) -> jax.Array:
     """x [*B, *C], w [*C, *F] -> [*B, *F], plus bias [*F]."""
     recipe, contract, dtype = config.recipe, config.contract, config.x.dtype
     if recipe.override_linear_precision[0]:
         lead = x.wide.ndim - contract
-        y = _wide(x.wide, range(lead, lead + contract), w.wide, range(contract), dtype)
+        y = dot(x.wide, range(lead, lead + contract), w.wide, range(contract), dtype)
         return y if bias is None else y + bias.astype(dtype)
     fast = not recipe.split_accumulator[0]
     return gemm(x.data, w.data_t, x.scale_inv, w.scale_inv, bias, contract=contract, out_dtype=dtype, fast_accum=fast)
@@ -104,7 +100,7 @@ def _dgrad(dy: Fp8Tensor, w: Fp8Tensor, config: Config) -> jax.Array:
     recipe, features, dtype = config.recipe, config.features, config.x.dtype
     if recipe.override_linear_precision[1]:
         lead, contract = dy.wide.ndim - features, config.contract
-        return _wide(dy.wide, range(lead, lead + features), w.wide, range(contract, contract + features), dtype)
+        return dot(dy.wide, range(lead, lead + features), w.wide, range(contract, contract + features), dtype)
     fast = not recipe.split_accumulator[1]
     return gemm(dy.data, w.data, dy.scale_inv, w.scale_inv, contract=features, out_dtype=dtype, fast_accum=fast)
 
@@ -113,7 +109,7 @@ def _wgrad(x: Fp8Tensor, dy: Fp8Tensor, lead: int, config: Config) -> jax.Array:
     """x [*B, *C] and dy [*B, *F] with `lead` axes in B -> dw [*C, *F]."""
     recipe, dtype = config.recipe, config.kernel.dtype
     if recipe.override_linear_precision[2]:
-        return _wide(x.wide, range(lead), dy.wide, range(lead), dtype)
+        return dot(x.wide, range(lead), dy.wide, range(lead), dtype)
     fast = not recipe.split_accumulator[2]
     return gemm(x.data_t, dy.data_t, x.scale_inv, dy.scale_inv, contract=lead, out_dtype=dtype, fast_accum=fast)
 
@@ -136,5 +132,5 @@ def backward(x: Fp8Tensor, w: Fp8Tensor, metas: DenseMetas, dy, config: Config):
     grad, dbias = quantize_tensor(dy, metas.grad.scale, lead, dtype, use, with_dbias=has_bias)
     dx, dw = _dgrad(grad, w, config), _wgrad(x, grad, lead, config)
     amaxes = (x.amax, w.amax, grad.amax)
-    dmetas = DenseMetas(*(cotangent(m, amax, config.recipe) for m, amax in zip(metas, amaxes)))
+    dmetas = DenseMetas(*(cotangent(m, amax, config.recipe, config.stage_axes) for m, amax in zip(metas, amaxes)))
     return like(dx, config.x), like(dw, config.kernel), like(dbias, config.bias) if has_bias else None, dmetas

@@ -3,12 +3,12 @@
 from functools import partial
 
 import jax
-from jax import lax
 
 from te_jax import fp8
 from te_jax._op import align
 from te_jax.layers import _fp8
 from te_jax.layers._fp8 import Config
+from te_jax.ops.gemm import dot
 from te_jax.ops.quantize import FLOATS
 
 
@@ -59,8 +59,7 @@ def check_dense(name, x, kernel, bias, contract, recipe, metas):
 
 
 def _plain(x, kernel, bias, contract):
-    axes = (tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract)))
-    y = lax.dot_general(x, kernel.astype(x.dtype), (axes, ((), ())))
+    y = dot(x, range(x.ndim - contract, x.ndim), kernel, range(contract), x.dtype)
     return y if bias is None else y + bias.astype(x.dtype)
 
 

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from te_jax import _lib
-from te_jax._op import Op, align
+from te_jax._op import Op, align, like
 from te_jax.ops.attention_check import Options, check_options
 from te_jax.ops.attention_mask import MASK_TYPES as MASK_TYPES
 from te_jax.ops.attention_mask import Band, either
@@ -245,13 +245,7 @@ def _attention_fwd(q, k, v, attrs, name):
 def _attention_bwd(attrs, name, residuals, dout):
     causal, scale, deterministic = attrs
     grads = attention_bwd(dout, *residuals, causal=causal, scale=scale, deterministic=deterministic)
-    return tuple(_sharded_like(grad, x) for grad, x in zip(grads, residuals[:3], strict=True))
-
-
-def _sharded_like(grad, x):
-    """On an Explicit mesh the op shards all operands alike, which their gradients must not show."""
-    sharding = jax.typeof(x).sharding
-    return jax.sharding.reshard(grad, sharding) if AxisType.Explicit in sharding.mesh.axis_types else grad
+    return tuple(like(grad, x) for grad, x in zip(grads, residuals[:3], strict=True))
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

@@ -6,6 +6,7 @@ from math import prod
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 
 from te_jax._op import Op, align, like
 from te_jax.ops.quantize import FLOATS
@@ -59,8 +60,8 @@ def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, *, contract, out_d
     bias = None if bias is None else bias.reshape(n).astype(out_dtype)
     is_fp8 = lhs.dtype in FP8
     # An f32 epilogue would round the bias to bf16; an unaligned one (not FP8, which is padded) rounds before it adds.
-    in_epilogue = out_dtype != jnp.float32 and (is_fp8 or n % 8 == k % 8 == 0)
     taken = is_fp8 or out_dtype in (lhs.dtype, jnp.float32)  # cuBLASLt has no bf16 x bf16 -> f16
+    in_epilogue = taken and out_dtype != jnp.float32 and (is_fp8 or n % 8 == k % 8 == 0)
     after = None if in_epilogue else bias
     bias = bias if in_epilogue else None
     n_up, k_up = (-(-size // _ALIGNED) * _ALIGNED if is_fp8 else size for size in (n, k))
@@ -116,7 +117,32 @@ def gemm(
     attrs = dict(contract=contract, out_dtype=out_dtype, fast_accum=bool(fast_accum), tune=bool(tune))
     if is_fp8:
         return gemm_op(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, **attrs)[0]
+    if lhs_scale_inv is not None or rhs_scale_inv is not None:
+        raise TypeError(f"te_gemm: scales are given, but lhs is {lhs.dtype}; they go with FP8 operands alone.")
     return _gemm(*align(lhs, rhs, bias), tuple(attrs.items()))
+
+
+def dot(lhs, lhs_axes, rhs, rhs_axes, out_dtype, precision=None) -> jax.Array:
+    """XLA's own product over the given axes, in lhs's type, of `out_dtype`. On an Explicit mesh the result keeps the
+    operands' shardings, the left one's first, and a sharded sum is completed."""
+    rhs = rhs.astype(lhs.dtype)
+    axes = (tuple(lhs_axes), tuple(rhs_axes))
+    run = partial(lax.dot_general, dimension_numbers=(axes, ((), ())), precision=precision)
+    types = jax.typeof(lhs).sharding, jax.typeof(rhs).sharding
+    if AxisType.Explicit not in types[0].mesh.axis_types:
+        return run(lhs, rhs, preferred_element_type=out_dtype)
+    flat = lambda names: set() if names is None else {names} if isinstance(names, str) else set(names)
+    specs = [(*t.spec, *[None] * (a.ndim - len(t.spec))) for a, t in zip((lhs, rhs), types)]
+    free, used = [], set().union(*(flat(specs[0][i]) for i in axes[0]))
+    for spec, summed in zip(specs, axes):
+        for names in (n for i, n in enumerate(spec) if i not in summed):
+            free.append(None if used & flat(names) else names)
+            used |= flat(names)
+    rhs_spec = free[lhs.ndim - len(axes[0]) :]
+    for i, j in sorted(zip(axes[1], axes[0])):  # a summed axis lies in both operands as it does in lhs
+        rhs_spec.insert(i, specs[0][j])
+    rhs = jax.sharding.reshard(rhs, PartitionSpec(*rhs_spec))
+    return run(lhs, rhs, preferred_element_type=out_dtype, out_sharding=PartitionSpec(*free))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -128,9 +154,9 @@ def _gemm_bwd(attrs, residuals, dout):
     lhs, rhs, bias = residuals
     contract = dict(attrs)["contract"]
     m, n = lhs.ndim - contract, rhs.ndim - contract
-    dot = partial(lax.dot_general, preferred_element_type=jnp.float32)
-    dlhs = dot(dout, rhs, (((*range(m, m + n),), (*range(n),)), ((), ())))
-    drhs = dot(dout, lhs, (((*range(m),), (*range(m),)), ((), ())))
+    exact = lax.Precision.HIGHEST  # as the forward pass: f32 is not TF32
+    dlhs = dot(dout, range(m, m + n), rhs, range(n), jnp.float32, exact)
+    drhs = dot(dout, range(m), lhs, range(m), jnp.float32, exact)
     dbias = None if bias is None else like(jnp.sum(dout.astype(jnp.float32), tuple(range(m))), bias)
     return like(dlhs, lhs), like(drhs, rhs), dbias
 
