@@ -96,7 +96,7 @@ tests() {
 # Odd sizes of each op, in few types: the sanitizers are slow.
 SMALL_OURS='(test_quantize and 199) or test_quantize_not_finite or
   (test_norm and 199 and (bfloat16 or float32)) or (test_norm and 257 and bfloat16)'
-SMALL="$SMALL_OURS or (test_gemm_fp8 and 333 and bfloat16)"
+SMALL_GEMM='test_gemm_fp8 and 333 and bfloat16'
 SMALL_ATTENTION='test_cudnn and bfloat16 and (odd or gqa)'
 
 # sanitize TOOL KERNELS FILE SELECTION: KERNELS is a part of their mangled names, or empty for all.
@@ -106,7 +106,7 @@ sanitize() {
   echo "-- $1 $3"
   # One cudaMalloc per buffer: inside XLA's own pool no access would be out of bounds.
   XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_PYTHON_CLIENT_PREALLOCATE=false TESTS=$3 \
-    run_pytest timeout "${SANITIZE_TIMEOUT:-300}" compute-sanitizer "${options[@]}" -- \
+    run_pytest timeout -k 5 "${SANITIZE_TIMEOUT:-300}" compute-sanitizer "${options[@]}" -- \
     -m gpu -p no:xdist --timeout 0 -k "${4//$'\n'/ }"
 }
 
@@ -118,7 +118,8 @@ sanitize_all() {
   # memcheck watches all kernels: cuDNN's and cuBLASLt's too, which get their workspace from us. racecheck breaks on
   # cuBLASLt's Hopper kernels (an internal error of the sanitizer), so it runs the tests of our own kernels.
   local status=0
-  sanitize memcheck "" tests/test_cuda_ops.py "$SMALL" || status=1
+  sanitize memcheck "" tests/test_cuda_ops.py "$SMALL_OURS" || status=1
+  sanitize memcheck "" tests/test_cuda_ops.py "$SMALL_GEMM" || status=1
   sanitize memcheck "" tests/test_attention_cudnn.py "$SMALL_ATTENTION" || status=1
   sanitize racecheck _ZN2te tests/test_cuda_ops.py "$SMALL_OURS" || status=1
   return $status

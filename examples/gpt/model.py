@@ -51,7 +51,8 @@ class GPT(nn.Module):
         c = self.config
         embedding = self.param("embedding", nn.initializers.normal(0.02), (VOCAB, c.hidden), jnp.float32)
         # A product, not a look-up: the gradient of a look-up is a scatter, whose sums have no fixed order on a GPU.
-        x = jax.nn.one_hot(tokens, VOCAB, dtype=jnp.bfloat16) @ embedding.astype(jnp.bfloat16)
+        # In f32 at the highest precision it is exact: one row times 1, plus zeros.
+        x = jnp.matmul(jax.nn.one_hot(tokens, VOCAB), embedding, precision=jax.lax.Precision.HIGHEST)
         if not c.rope:
             positions = self.param("positions", nn.initializers.normal(0.02), (self.max_len, c.hidden), jnp.float32)
             x = x + positions[: tokens.shape[1]]
