@@ -99,7 +99,8 @@ class Op:
         lost = [o.name for o in self.rule.outputs if not o.optional and o.name not in names]
         if lost or (outputs is not None and names != tuple(outputs)):
             known = ", ".join(str(o) for o in self.rule.outputs)
-            raise ValueError(f"{self.name}: outputs is {outputs}; choose from {known}, in this order, {lost} included.")
+            needs = f"; {', '.join(lost)} may not be left out" if lost else ""
+            raise ValueError(f"{self.name}: outputs is {outputs}; choose from {known}, in this order{needs}.")
         return self._staged(_key(dict(attrs, inputs=present, outputs=names)))(*(a for a in args if a is not None))
 
     # -- one device ---------------------------------------------------------------------------------------------
@@ -154,9 +155,8 @@ class Op:
             size = self.workspace(*self._fill([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in given], inputs), **attrs)
             raw["workspace"] = jax.ShapeDtypeStruct((size,), jnp.uint8)
         operands = [jnp.zeros((0,), jnp.float32) if a is None else a for a in args]
-        attrs = {
-            k: v for k, v in attrs.items() if not isinstance(v, jnp.dtype)
-        }  # the handler reads types off the results
+        # The handler reads types off its operands and results.
+        attrs = {name: value for name, value in attrs.items() if not isinstance(value, jnp.dtype)}
         got = dict(zip(raw, jax.ffi.ffi_call(self.name, tuple(raw.values()))(*operands, **attrs), strict=True))
         return [self._finish(name, got[name], result) for name, result in results.items()]
 
@@ -337,8 +337,12 @@ def like(cotangent, primal):
     its sharding."""
     primal = primal if isinstance(primal, ShapedArray) else jax.typeof(primal)
     cotangent = cotangent.astype(primal.dtype)
-    explicit = AxisType.Explicit in primal.sharding.mesh.axis_types
-    return jax.sharding.reshard(cotangent, primal.sharding.spec) if explicit else cotangent
+    return jax.sharding.reshard(cotangent, primal.sharding.spec) if on_explicit_mesh(primal) else cotangent
+
+
+def on_explicit_mesh(aval) -> bool:
+    """Whether the type `aval` shows shardings, which its users must then match."""
+    return AxisType.Explicit in aval.sharding.mesh.axis_types
 
 
 def varying(x) -> frozenset[str]:

@@ -18,7 +18,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, PartitionSpec
 
 from te_jax import sharding
-from te_jax._op import amax_across, like, varying
+from te_jax._op import amax_across, like, on_explicit_mesh, varying
 from te_jax.recipe import CONVERTER, DelayedScaling
 
 FP8_COLLECTION = "fp8_metas"
@@ -245,8 +245,7 @@ def _repair(metas, recipe):
 
 def _replicated(x):
     """x, on an Explicit mesh on every device: leaves of different shardings are mended together."""
-    explicit = AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
-    return jax.sharding.reshard(x, PartitionSpec()) if explicit else x
+    return jax.sharding.reshard(x, PartitionSpec()) if on_explicit_mesh(jax.typeof(x)) else x
 
 
 def _repair_all(scales, histories, bwd, recipe):

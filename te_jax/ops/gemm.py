@@ -6,9 +6,9 @@ from math import prod
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from te_jax._op import Op, align, like
+from te_jax._op import Op, align, like, on_explicit_mesh
 from te_jax.ops.quantize import FLOATS
 
 FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -110,7 +110,7 @@ def gemm(
     fast_accum:  FP8 partial sums stay in the tensor core's reduced precision: faster, some 1e-3 less exact.
     tune:        times cuBLASLt's candidates once per shape at first use, and remembers the fastest.
 
-    Differentiable unless the operands are FP8. Raises ValueError for sizes that do not match, TypeError for types.
+    Differentiable unless the operands are FP8. Raises ValueError for sizes, TypeError for types that do not match.
     """
     is_fp8 = lhs.dtype in FP8
     out_dtype = jnp.dtype(out_dtype or (jnp.bfloat16 if is_fp8 else lhs.dtype))
@@ -129,7 +129,7 @@ def dot(lhs, lhs_axes, rhs, rhs_axes, out_dtype, precision=None) -> jax.Array:
     axes = (tuple(lhs_axes), tuple(rhs_axes))
     run = partial(lax.dot_general, dimension_numbers=(axes, ((), ())), precision=precision)
     types = jax.typeof(lhs).sharding, jax.typeof(rhs).sharding
-    if AxisType.Explicit not in types[0].mesh.axis_types:
+    if not on_explicit_mesh(jax.typeof(lhs)):
         return run(lhs, rhs, preferred_element_type=out_dtype)
     flat = lambda names: set() if names is None else {names} if isinstance(names, str) else set(names)
     specs = [(*t.spec, *[None] * (a.ndim - len(t.spec))) for a, t in zip((lhs, rhs), types)]
