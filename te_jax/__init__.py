@@ -4,6 +4,8 @@ import importlib
 from importlib import metadata
 
 from te_jax import recipe as recipe
+from te_jax.combine import combine_by_max as combine_by_max
+from te_jax.combine import value_and_grad as value_and_grad
 from te_jax.fp8 import FP8_COLLECTION as FP8_COLLECTION
 from te_jax.fp8 import autocast as autocast
 from te_jax.fp8 import convert_fp8_metas as convert_fp8_metas

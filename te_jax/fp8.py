@@ -22,7 +22,7 @@ from te_jax._op import amax_across, like, on_explicit_mesh, varying
 from te_jax.recipe import CONVERTER, DelayedScaling
 
 FP8_COLLECTION = "fp8_metas"
-_SCALE, _HISTORY = "_scale", "_amax_history"
+SCALE, HISTORY = "_scale", "_amax_history"  # how the names of leaves end
 
 _recipe = jax.make_user_context(None)  # part of the jit cache key, so another recipe retraces
 
@@ -89,11 +89,17 @@ class DenseMetas(NamedTuple):
     grad: TensorMeta  # of the layer's output
 
 
+def direction_of(tensor: str) -> str:
+    """Activations and weights are "fwd", gradients "bwd": they have an FP8 type of their own."""
+    return "bwd" if tensor.startswith("grad") else "fwd"
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def observe(scale: jax.Array, amax_history: jax.Array, recipe: DelayedScaling, direction: str) -> TensorMeta:
     """State of a tensor -> what a layer consumes. Backward, the recorded amax becomes the new state.
 
-    scale: f32[1], amax_history: f32[L], direction: "fwd" (activations, weights) or "bwd" (gradients).
+    scale: f32[1], amax_history: f32[L], direction: "fwd" or "bwd". A history that `combine_by_max` has converted takes
+    the bare amax, for the law is applied further up.
     """
     return TensorMeta(scale[0], scale[0])  # the token's value is not read, but it is mapped or varies as the state does
 
@@ -103,7 +109,11 @@ def _observe_fwd(scale, amax_history, recipe, direction):
 
 
 def _observe_bwd(recipe, direction, state, cotangent):
-    return recipe.new_state(*state, cotangent.amax, recipe.fp8_format.max(direction))
+    scale, history = state
+    if jax.dtypes.issubdtype(history.dtype, jax.dtypes.extended):
+        amaxes = jnp.broadcast_to(cotangent.amax, history.shape)
+        return jnp.zeros_like(scale), lax.convert_element_type(amaxes, history.dtype)
+    return recipe.new_state(scale, history, cotangent.amax, recipe.fp8_format.max(direction))
 
 
 observe.defvjp(_observe_fwd, _observe_bwd)
@@ -189,7 +199,7 @@ def update_fp8_metas(collections):
     in force no scale is larger than its history allows. One fused computation for all tensors.
 
     A state that autodiff added up (two `apply`s in one loss, gradients summed over microbatches) is brought into range
-    once, but its history holds sums: in training, take the max over the uses, not the sum.
+    once, but its history holds sums: where that may happen, differentiate with `te_jax.value_and_grad`.
 
     Raises ValueError for a history of another length than the recipe in force has.
     """
@@ -206,13 +216,13 @@ def _complete(node, recipe, path):
         return node
     out = {name: _complete(child, recipe, f"{path}/{name}") for name, child in node.items()}
     for name, leaf in node.items():
-        for have, lack in ((_SCALE, _HISTORY), (_HISTORY, _SCALE)):
+        for have, lack in ((SCALE, HISTORY), (HISTORY, SCALE)):
             sibling = name.removesuffix(have) + lack
             if not name.endswith(have) or sibling in node:
                 continue
             warnings.warn(f"update_fp8_metas: {path} has no {sibling}; it is restored as fresh state.", stacklevel=3)
             length = (recipe or DelayedScaling()).amax_history_len
-            shape = (*leaf.shape[:-1], length) if lack == _HISTORY else (*leaf.shape[:-1], 1)
+            shape = (*leaf.shape[:-1], length) if lack == HISTORY else (*leaf.shape[:-1], 1)
             out[sibling] = jnp.zeros(shape)  # a scale of 0 is mended from its history
     return type(node)(out)
 
@@ -221,22 +231,22 @@ def _complete(node, recipe, path):
 def _repair(metas, recipe):
     paths, treedef = jax.tree_util.tree_flatten_with_path(metas)
     leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in paths}
-    tensors = [name.removesuffix(_SCALE) for name in leaves if name.endswith(_SCALE)]
+    tensors = [name.removesuffix(SCALE) for name in leaves if name.endswith(SCALE)]
     by_length = {}
     for name in tensors:
-        length = leaves[name + _HISTORY].shape[-1]
-        check_history_length(f"update_fp8_metas: {name + _HISTORY}", length, recipe)
+        length = leaves[name + HISTORY].shape[-1]
+        check_history_length(f"update_fp8_metas: {name + HISTORY}", length, recipe)
         by_length.setdefault(length, []).append(name)
     for length, names in by_length.items():
-        histories = [_replicated(leaves[n + _HISTORY]).reshape(-1, length) for n in names]
-        scales = [_replicated(leaves[n + _SCALE]).reshape(-1) for n in names]
+        histories = [_replicated(leaves[n + HISTORY]).reshape(-1, length) for n in names]
+        scales = [_replicated(leaves[n + SCALE]).reshape(-1) for n in names]
         bwd = jnp.concatenate(
-            [jnp.full(s.shape, n.rsplit("/", 1)[-1].startswith("grad")) for n, s in zip(names, scales)]
+            [jnp.full(s.shape, direction_of(n.rsplit("/", 1)[-1]) == "bwd") for n, s in zip(names, scales)]
         )
         fixed = _repair_all(jnp.concatenate(scales), jnp.concatenate(histories), bwd, recipe)
         at = 0
         for n, s in zip(names, scales):
-            for suffix, values in zip((_SCALE, _HISTORY), fixed):
+            for suffix, values in zip((SCALE, HISTORY), fixed):
                 old = leaves[n + suffix]
                 leaves[n + suffix] = like(values[at : at + s.size].reshape(old.shape), old)
             at += s.size
@@ -287,7 +297,7 @@ def convert_fp8_metas(collections, recipe: DelayedScaling):
         return collections
 
     def convert(path, leaf):
-        if not jax.tree_util.keystr(path, simple=True, separator="/").endswith(_HISTORY):
+        if not jax.tree_util.keystr(path, simple=True, separator="/").endswith(HISTORY):
             return leaf
         newest = leaf[..., 1:][..., -(recipe.amax_history_len - 1) :] if recipe.amax_history_len > 1 else leaf[..., :0]
         missing = recipe.amax_history_len - newest.shape[-1]

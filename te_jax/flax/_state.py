@@ -3,6 +3,7 @@
 import warnings
 import weakref
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import tracers
@@ -11,8 +12,7 @@ from te_jax import fp8
 from te_jax.fp8 import FP8_COLLECTION, DenseMetas, TensorMeta
 from te_jax.recipe import DelayedScaling
 
-# (tensor, direction): gradients have their own FP8 format.
-_TENSORS = (("x", "fwd"), ("kernel", "fwd"), ("grad", "bwd"))
+_TENSORS = ("x", "kernel", "grad")
 
 # Attribute of a bound module, {tensor: (recipe, trace, meta)}: what is left of a state that it already used
 # in this pass. Each `apply` and each lifted transform binds modules of its own, so the tracers go when the
@@ -34,7 +34,7 @@ def dense_metas(module: nn.Module, postfix: str = "") -> DenseMetas | None:
     `fp8_metas`. A second call in one pass hands out the other branch of a fork, so that two uses combine by
     the larger amax. This does not reach through a lifted transform: a module that two calls of `nn.remat`
     share, all steps of an `nn.scan` by variable_broadcast, or two `apply`s in one loss get the sum of their
-    states from autodiff: share a module inside one lifted transform instead, or take the max of the states.
+    states from autodiff, unless `te_jax.value_and_grad` or `te_jax.combine_by_max` is used.
 
     Missing variables are created where the collection is mutable; else the call starts from fresh constants.
     Both are told by a warning, save in `init`.
@@ -45,10 +45,10 @@ def dense_metas(module: nn.Module, postfix: str = "") -> DenseMetas | None:
     recipe = fp8.current_recipe()
     if recipe is None:
         return None
-    return DenseMetas(*(_tensor_meta(module, name + postfix, direction, recipe) for name, direction in _TENSORS))
+    return DenseMetas(*(_tensor_meta(module, name + postfix, recipe) for name in _TENSORS))
 
 
-def _tensor_meta(module: nn.Module, tensor: str, direction: str, recipe: DelayedScaling) -> TensorMeta:
+def _tensor_meta(module: nn.Module, tensor: str, recipe: DelayedScaling) -> TensorMeta:
     left = vars(module).get(_LEFT)
     if left is None:
         object.__setattr__(module, _LEFT, left := {})  # Flax refuses plain assignment outside of setup
@@ -62,7 +62,7 @@ def _tensor_meta(module: nn.Module, tensor: str, direction: str, recipe: Delayed
             )
         meta = before[2]
     else:  # also in an inner trace, whose tracers must not stay behind
-        meta = fp8.observe(*_stored(module, tensor, recipe), recipe, direction)
+        meta = fp8.observe(*_stored(module, tensor, recipe), recipe, fp8.direction_of(tensor))
     meta, rest = fp8.fork(meta)
     left[tensor] = (recipe, trace, rest)
     return meta
@@ -86,7 +86,8 @@ def _leaf(module: nn.Module, name: str, init, recipe: DelayedScaling):
             return init()
     value = module.variable(FP8_COLLECTION, name, init).value
     what = f"{describe(module)}: {FP8_COLLECTION} leaf {name}"
-    if value.dtype != jnp.float32:
+    combined = name.endswith(fp8.HISTORY) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+    if value.dtype != jnp.float32 and not combined:
         raise TypeError(f"{what} is {value.dtype}; FP8 state is float32: leave it out when casting parameters.")
     if value.ndim != 1 or (name.endswith("_scale") and value.shape != (1,)):
         raise ValueError(

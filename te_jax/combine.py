@@ -1,0 +1,132 @@
+"""FP8 state whose uses combine by max wherever autodiff adds them up.
+
+Autodiff adds the cotangents of a value that is used twice. For a module that is applied twice in one `apply` the
+modules prevent that (`fp8.fork`), but not where the uses meet outside of them: one `nn.remat` module called twice,
+`nn.scan` with variable_broadcast, two `apply`s in one loss, a scan over microbatches. Here the law moves out of all of
+these, to the top of the differentiated function, and what comes up to it are amaxes of a type whose sum is the max.
+"""
+
+from collections.abc import Mapping
+from functools import partial, wraps
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from te_jax.fp8 import (
+    FP8_COLLECTION,
+    HISTORY,
+    SCALE,
+    check_history_length,
+    current_recipe,
+    direction_of,
+    update_collections,
+)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _receive(scale, amax_history, recipe, direction):
+    """scale f32[..., 1], amax_history f32[..., L] -> the same for the modules, the history in the type of amaxes."""
+    from flax.linen.fp8_ops import fm32  # f32 whose sum is the max; here, for Flax takes a second to import
+
+    return scale, lax.convert_element_type(amax_history, fm32)
+
+
+def _receive_fwd(scale, amax_history, recipe, direction):
+    return _receive(scale, amax_history, recipe, direction), (scale, amax_history)
+
+
+def _receive_bwd(recipe, direction, state, cotangents):
+    amax = jnp.max(lax.convert_element_type(cotangents[1], jnp.float32), -1)  # -inf if nothing used the state
+    law = partial(recipe.new_state, fp8_max=recipe.fp8_format.max(direction))
+    for _ in range(amax.ndim):  # of nn.scan or nn.vmap
+        law = jax.vmap(law)
+    return law(*state, amax)
+
+
+_receive.defvjp(_receive_fwd, _receive_bwd)
+
+
+@jax.custom_vjp
+def _reach(value, states):
+    """value; and the backward pass reaches all states, also those that no module read, whose gradient would be 0."""
+    return value
+
+
+_reach.defvjp(lambda value, states: (value, states), lambda states, g: (g, jax.tree.map(jnp.zeros_like, states)))
+
+
+def combine_by_max(collections):
+    """`collections` with the FP8 state in a form of which any uses combine by max under autodiff.
+
+    collections: variables with or without `fp8_metas`, a dict or FrozenDict.
+
+    For the first line of a function to be differentiated, under the autocast that its modules run in; outside of
+    autocast `collections` is returned as it is. The cotangent is the new state, as without it: if a state is used
+    several times, by modules, by scan steps or in several `apply`s, it is made from the largest amax of all. To be
+    called under `jax.jit`, since jax cannot add up the type outside; `te_jax.value_and_grad` sees to both.
+
+    Raises ValueError for a history of another length than the recipe's.
+    """
+    recipe = current_recipe()
+    if recipe is None or FP8_COLLECTION not in collections:
+        return collections
+    metas = _convert(collections[FP8_COLLECTION], recipe, FP8_COLLECTION)
+    return update_collections({FP8_COLLECTION: metas}, collections)
+
+
+def _convert(node, recipe, path):
+    out = {k: _convert(v, recipe, f"{path}/{k}") if isinstance(v, Mapping) else v for k, v in node.items()}
+    for tensor in [name.removesuffix(SCALE) for name in node if name.endswith(SCALE)]:
+        if tensor + HISTORY in node:  # else the module that reads it speaks of the missing leaf
+            scale, history = node[tensor + SCALE], node[tensor + HISTORY]
+            check_history_length(f"{path}/{tensor + HISTORY}", history.shape[-1], recipe)
+            out[tensor + SCALE], out[tensor + HISTORY] = _receive(scale, history, recipe, direction_of(tensor))
+    return type(node)(out)
+
+
+def value_and_grad(fun, argnums=0, has_aux: bool = False):
+    """`jax.value_and_grad` under which all uses of an FP8 state combine by max, as `combine_by_max` says.
+
+    fun, argnums, has_aux: as in `jax.value_and_grad`. Every `fp8_metas` within the differentiated arguments is
+                           converted; its gradient is the new state: the old one where no module read it.
+
+    The function that it returns is compiled as by `jax.jit`: build it once, not in every step. Of the arguments that
+    are not differentiated, arrays are traced, all else (bool, int, str, ...) is static and must be hashable.
+    """
+    differentiated = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    def converted(*args, **kwargs):
+        args = list(args)
+        for i in differentiated:
+            args[i] = jax.tree.map(lambda a: combine_by_max(a) if _has_state(a) else a, args[i], is_leaf=_has_state)
+        out = fun(*args, **kwargs)
+        states = [
+            leaf for i in differentiated for leaf in jax.tree.leaves(args[i], is_leaf=_has_state) if _has_state(leaf)
+        ]
+        value, *aux = out if has_aux else (out,)
+        value = _reach(value, [s[FP8_COLLECTION] for s in states])
+        return (value, *aux) if has_aux else value
+
+    @partial(jax.jit, static_argnums=(1, 2))
+    def run(arrays, static, treedef):
+        leaves = [array if array is not None else value for array, value in zip(arrays, static)]
+        args, kwargs = jax.tree.unflatten(treedef, leaves)
+        return jax.value_and_grad(converted, argnums, has_aux)(*args, **kwargs)
+
+    @wraps(fun)
+    def value_and_grad_of_fun(*args, **kwargs):
+        traced = {i % len(args) for i in differentiated if -len(args) <= i < len(args)}
+        marks = [jax.tree.map(lambda _, i=i: i in traced, a) for i, a in enumerate(args)]
+        marks = jax.tree.leaves((marks, jax.tree.map(lambda _: False, kwargs)))
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        dynamic = [mark or isinstance(a, jax.Array | np.ndarray | np.generic) for a, mark in zip(leaves, marks)]
+        arrays = [a if d else None for a, d in zip(leaves, dynamic)]
+        return run(arrays, tuple(None if d else a for a, d in zip(leaves, dynamic)), treedef)
+
+    return value_and_grad_of_fun
+
+
+def _has_state(node):
+    return isinstance(node, Mapping) and FP8_COLLECTION in node

@@ -1,0 +1,225 @@
+"""`te_jax.value_and_grad`: the uses of one FP8 state combine by max wherever autodiff adds up their cotangents."""
+
+from functools import partial
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import te_jax as te
+import te_jax.flax as te_flax
+from te_jax.recipe import DelayedScaling
+
+L, N = 4, 3  # length of a history, uses of a state
+RECIPE = DelayedScaling(amax_history_len=L)
+FACTORS = jnp.asarray([2.0, 7.0, 3.0])  # the second use has the largest amax
+
+
+def inputs(seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(N, 8, 16)), jnp.float32) * FACTORS[:, None, None]
+
+
+class Dense(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return te_flax.DenseGeneral(16, name="dense")(x)
+
+
+class RematTwice(nn.Module):
+    """One instance, several calls, each a checkpoint of its own."""
+
+    @nn.compact
+    def __call__(self, xs):
+        layer = nn.remat(Dense)(name="shared")
+        return sum((i + 1.0) * layer(x) for i, x in enumerate(xs))
+
+
+class JitTwice(nn.Module):
+    @nn.compact
+    def __call__(self, xs):
+        layer = nn.jit(Dense)(name="shared")
+        return sum((i + 1.0) * layer(x) for i, x in enumerate(xs))
+
+
+class ScanShared(nn.Module):
+    """All steps of a scan with the same weights and state."""
+
+    @nn.compact
+    def __call__(self, xs):
+        body = lambda module, carry, x: (carry + x[1] * module(x[0]), None)
+        scan = nn.scan(body, variable_broadcast=("params", "fp8_metas"), split_rngs={"params": False})
+        return scan(Dense(name="shared"), jnp.zeros(xs.shape[1:]), (xs, jnp.arange(1.0, N + 1)))[0]
+
+
+class Once(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return Dense(name="shared")(x)
+
+
+def one_apply(module):
+    return lambda variables, xs: jnp.sum(module.apply(variables, xs))
+
+
+def several_applies(variables, xs):
+    return sum((i + 1.0) * jnp.sum(Once().apply(variables, x)) for i, x in enumerate(xs))
+
+
+def microbatches(variables, xs):
+    """Gradient accumulation: a scan whose body is differentiated with the rest."""
+
+    def body(total, x):
+        return total + x[1] * jnp.sum(Once().apply(variables, x[0])), None
+
+    return lax.scan(body, 0.0, (xs, jnp.arange(1.0, N + 1)))[0]
+
+
+CASES = {
+    "remat": (RematTwice(), one_apply(RematTwice())),
+    "jit": (JitTwice(), one_apply(JitTwice())),
+    "scan": (ScanShared(), one_apply(ScanShared())),
+    "applies": (Once(), several_applies),
+    "microbatches": (Once(), microbatches),
+}
+
+
+def start(module, xs):
+    """Variables of `module`, with a state of some history so that a sum would show in every slot."""
+    variables = nn.meta.unbox(module.init(jax.random.key(0), xs[0] if isinstance(module, Once) else xs))
+    older = jnp.asarray([0.0, 1.0, 0.5, 2.0])
+    fill = lambda path, leaf: older if path[-1].key.endswith("_history") else leaf
+    variables["fp8_metas"] = jax.tree_util.tree_map_with_path(fill, variables["fp8_metas"])
+    return flax.core.pop(variables, "fp8_metas")
+
+
+def expected(amax, fp8_max):
+    return {"scale": [fp8_max / max(amax, 2.0)], "amax_history": [0.0, 0.5, 2.0, amax]}
+
+
+def assert_state(metas, tensor, amax, fp8_max):
+    for leaf, want in expected(amax, fp8_max).items():
+        np.testing.assert_allclose(metas["shared"]["dense"][f"{tensor}_{leaf}"], want, rtol=1e-6, err_msg=tensor)
+
+
+def check(metas, params, xs):
+    assert_state(metas, "x", float(jnp.abs(xs).max()), 448)
+    assert_state(metas, "kernel", float(jnp.abs(params["params"]["shared"]["dense"]["kernel"]).max()), 448)
+    assert_state(metas, "grad", float(N), 57344)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("case", CASES)
+def test_all_uses_combine_by_max(case, jit):
+    module, loss = CASES[case]
+    xs = inputs()
+    with te.autocast(True, RECIPE):
+        params, metas = start(module, xs)
+        objective = lambda params, metas, xs: loss({**params, "fp8_metas": metas["fp8_metas"]}, xs)
+        grad = te.value_and_grad(objective, argnums=(0, 1))
+        value, (dparams, new) = (jax.jit(grad) if jit else grad)(params, {"fp8_metas": metas}, xs)
+        want_value, (want_params, summed) = jax.value_and_grad(objective, (0, 1))(params, {"fp8_metas": metas}, xs)
+    check(new["fp8_metas"], params, xs)
+    np.testing.assert_allclose(value, want_value, rtol=1e-6)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4), dparams, want_params)
+    # And plain autodiff does add up here: the test would see it.
+    assert float(summed["fp8_metas"]["shared"]["dense"]["x_amax_history"][-2]) == N * 2.0
+
+
+def test_equals_plain_autodiff_where_nothing_is_used_twice():
+    """Layers stacked by nn.scan, remat inside, three steps: the same bits by both ways."""
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            body = nn.remat(lambda module, carry, _: (module(carry)[0], None))
+            axes = {"params": 0, "fp8_metas": 0}
+            scan = nn.scan(body, variable_axes=axes, split_rngs={"params": True}, length=2,
+                           metadata_params={nn.PARTITION_NAME: "layers"})  # fmt: skip
+            return scan(te_flax.LayerNormMLP(24, name="mlp"), x, None)[0]
+
+    x = inputs()[0]
+    states = []
+    for value_and_grad in (jax.value_and_grad, te.value_and_grad):
+        with te.autocast(True, RECIPE):
+            state, params = flax.core.pop(nn.meta.unbox(Stack().init(jax.random.key(0), x)), "params")
+            step = value_and_grad(lambda p, s, x: jnp.sum(Stack().apply({"params": p, **s}, x) ** 2), (0, 1))
+            for i in range(3):
+                value, (grads, state) = jax.jit(step)(params, state, (i + 1) * x)
+        states.append((value, grads, state))
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    assert float(states[1][2]["fp8_metas"]["mlp"]["grad_1_amax_history"][0, -1]) > 0
+
+
+def test_unused_and_not_finite_states_are_kept():
+    with te.autocast(True, RECIPE):
+        params, metas = start(Once(), inputs())
+        other = jax.tree.map(lambda a: a, metas)
+        both = {"fp8_metas": {**metas, "unused": other["shared"]}}
+
+        def loss(params, state, xs):
+            return several_applies({**params, **state}, xs)
+
+        grad = te.value_and_grad(loss, (0, 1))
+        _, (_, new) = grad(params, both, inputs().at[1, 0, 0].set(jnp.nan))
+    jax.tree.map(np.testing.assert_array_equal, new["fp8_metas"]["unused"], other["shared"])
+    dense = new["fp8_metas"]["shared"]["dense"]
+    np.testing.assert_array_equal(dense["x_amax_history"], [0, 1, 0.5, 2])  # one bad use spoils the step, not the state
+    np.testing.assert_array_equal(dense["x_scale"], 1)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_batch(kind):
+    """One state on eight devices: as on one, and by shard_map as without it."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    xs = inputs()
+    with te.autocast(True, RECIPE):
+        params, metas = start(Once(), xs)
+        objective = lambda params, metas, xs: several_applies({**params, "fp8_metas": metas["fp8_metas"]}, xs)
+        with jax.set_mesh(mesh):
+            sharded = jax.device_put(xs, jax.NamedSharding(mesh, P(None, "data")))
+            _, (_, new) = te.value_and_grad(objective, (0, 1))(params, {"fp8_metas": metas}, sharded)
+            check(new["fp8_metas"], params, xs)
+
+            @partial(jax.shard_map, in_specs=(P(), P(), P(None, "data")), out_specs=P())
+            def mapped(params, metas, xs):
+                _, (_, new) = te.value_and_grad(objective, (0, 1))(params, {"fp8_metas": metas}, xs)
+                return new["fp8_metas"]
+
+            check(jax.jit(mapped)(params, metas, sharded), params, xs)
+
+
+def test_static_arguments_aux_and_argnums():
+    calls = []
+
+    def loss(x, variables, flag, *, power):
+        calls.append(flag)
+        y = Once().apply(variables, x)
+        return jnp.sum(y**power if flag else y), y.shape[0]
+
+    with te.autocast(True, RECIPE):
+        params, metas = start(Once(), inputs())
+        variables = {**params, "fp8_metas": metas}
+        grad = te.value_and_grad(loss, argnums=1, has_aux=True)
+        for flag in (True, False, True):
+            (_, rows), new = grad(inputs()[0], variables, flag, power=2)
+    assert calls == [True, False] and rows == 8
+    assert set(new) == {"params", "fp8_metas"} and float(jnp.abs(new["params"]["shared"]["dense"]["bias"]).max()) > 0
+
+
+def test_outside_autocast_and_wrong_length():
+    with te.autocast(True, RECIPE):
+        _, metas = start(Once(), inputs())
+    collections = flax.core.freeze({"fp8_metas": metas, "cache": {}})
+    assert te.combine_by_max(collections) is collections
+    with te.autocast(True, RECIPE):
+        assert te.combine_by_max({"cache": {}}) == {"cache": {}}
+        assert isinstance(jax.eval_shape(te.combine_by_max, collections), flax.core.FrozenDict)
+    with te.autocast(True, DelayedScaling(amax_history_len=8)):
+        with pytest.raises(ValueError, match=r"fp8_metas/shared/dense/\w+_amax_history has length 4.*convert_fp8_metas"):
+            te.combine_by_max(collections)
