@@ -16,7 +16,7 @@ class Model:
     norm: str = "layernorm"
     activations: tuple[str, ...] = ("gelu",)
     use_bias: bool = True
-    rope: bool = False  # False: learned positions
+    rope: bool = False  # False: learned positions, which take many more steps to be of use
     tie_embeddings: bool = True
 
 
@@ -37,7 +37,7 @@ class Preset:
 
 TINY = Model(layers=2, hidden=128, ffn=512, heads=4)
 SMALL = Model(layers=18, hidden=768, ffn=3072, heads=12, rope=True)  # 128M: a vocabulary of 256 costs nothing
-MEDIUM = Model(layers=28, hidden=1024, ffn=4096, heads=16, rope=True)  # 354M
+MEDIUM = Model(layers=28, hidden=1024, ffn=4096, heads=16, rope=True)  # 353M
 LLAMA_8B_WIDTHS = Model(
     layers=2,
     hidden=4096,
