@@ -1,4 +1,5 @@
-// te_gemm: out[m, n] = lhs[m, k] @ rhs[n, k]^T * lhs_scale_inv * rhs_scale_inv (+ bias[n]) through cuBLASLt.
+// te_gemm: out[m, n] = lhs[m, k] @ rhs[n, k]^T * lhs_scale_inv * rhs_scale_inv (+ bias[n]) (+ c[m, n]),
+// through cuBLASLt.
 // A plan (the algorithm for one shape) is made in the initialize stage; execution only looks it up.
 #include <cublasLt.h>
 
@@ -59,7 +60,7 @@ ffi::Error Sizes(const Arg& lhs, const Arg& rhs, Ret& out, int64_t contract, Gem
 }
 
 // Fills the types of `key`, or says which combination cuBLASLt lacks.
-ffi::Error Types(const Arg& lhs, const Arg& rhs, const Arg& bias, Ret& out, GemmKey* key) {
+ffi::Error Types(const Arg& lhs, const Arg& rhs, const Arg& bias, const Arg& c, Ret& out, GemmKey* key) {
   key->lhs = CudaType(lhs.element_type());
   key->rhs = CudaType(rhs.element_type());
   key->out = CudaType(out->element_type());
@@ -77,6 +78,10 @@ ffi::Error Types(const Arg& lhs, const Arg& rhs, const Arg& bias, Ret& out, Gemm
     TE_CHECK(key->out == key->lhs || key->out == CUDA_R_32F,
              "te_gemm: out must have the type of lhs, or be f32");
   }
+  key->c = Present(c);
+  if (key->c)
+    TE_CHECK(c.element_type() == out->element_type() && c.element_count() == out->element_count(),
+             "te_gemm: c must be as out, [%ld, %ld] of %s", long(key->m), long(key->n), TypeName(key->out));
   if (!Present(bias)) return ffi::Error::Success();
   key->bias = CudaType(bias.element_type());
   // cuBLASLt has no f32 bias behind FP8 operands.
@@ -98,11 +103,11 @@ ffi::Error Scales(const Arg& lhs_scale_inv, const Arg& rhs_scale_inv, const Gemm
 }
 
 ffi::Error MakeKey(const Arg& lhs, const Arg& rhs, const Arg& lhs_scale_inv, const Arg& rhs_scale_inv,
-                   const Arg& bias, Ret& out, Ret& workspace, int64_t contract, bool fast_accum, bool tune,
-                   GemmKey* key) {
+                   const Arg& bias, const Arg& c, Ret& out, Ret& workspace, int64_t contract, bool fast_accum,
+                   bool tune, GemmKey* key) {
   TE_TRY(Sizes(lhs, rhs, out, contract, key));
   if (key->empty()) return ffi::Error::Success();
-  TE_TRY(Types(lhs, rhs, bias, out, key));
+  TE_TRY(Types(lhs, rhs, bias, c, out, key));
   TE_TRY(Scales(lhs_scale_inv, rhs_scale_inv, *key));
   key->workspace = workspace->size_bytes();
   key->fast_accum = fast_accum && key->fp8();  // of no effect on other types: one plan for both
@@ -111,9 +116,9 @@ ffi::Error MakeKey(const Arg& lhs, const Arg& rhs, const Arg& lhs_scale_inv, con
 }
 
 ffi::Error Initialize(cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv, Arg rhs_scale_inv, Arg bias,
-                      Ret out, Ret workspace, int64_t contract, bool fast_accum, bool tune) {
+                      Arg c, Ret out, Ret workspace, int64_t contract, bool fast_accum, bool tune) {
   GemmKey key;
-  TE_TRY(MakeKey(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, out, workspace, contract, fast_accum, tune,
+  TE_TRY(MakeKey(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, out, workspace, contract, fast_accum, tune,
                  &key));
   if (key.empty()) return ffi::Error::Success();
   GemmChoice choice;
@@ -121,9 +126,9 @@ ffi::Error Initialize(cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv, 
 }
 
 ffi::Error Execute(cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv, Arg rhs_scale_inv, Arg bias,
-                   Ret out, Ret workspace, int64_t contract, bool fast_accum, bool tune) {
+                   Arg c, Ret out, Ret workspace, int64_t contract, bool fast_accum, bool tune) {
   GemmKey key;
-  TE_TRY(MakeKey(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, out, workspace, contract, fast_accum, tune,
+  TE_TRY(MakeKey(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, out, workspace, contract, fast_accum, tune,
                  &key));
   if (key.empty()) {  // k == 0 sums nothing; m == 0 or n == 0 has no result
     if (Present(out)) TE_CUDA(cudaMemsetAsync(out->untyped_data(), 0, out->size_bytes(), stream));
@@ -137,6 +142,7 @@ ffi::Error Execute(cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv, Arg
   operands.lhs_scale_inv = Data<float>(lhs_scale_inv);
   operands.rhs_scale_inv = Data<float>(rhs_scale_inv);
   operands.bias = Data<void>(bias);
+  operands.c = Data<void>(c);
   operands.out = out->untyped_data();
   operands.workspace = Data<void>(workspace);
   return RunGemm(stream, key, choice, operands);
@@ -151,6 +157,7 @@ TE_HANDLER_INIT(te_gemm, Execute, Initialize,
                     .Arg<Arg>()  // lhs_scale_inv? f32
                     .Arg<Arg>()  // rhs_scale_inv? f32
                     .Arg<Arg>()  // bias? [n...]
+                    .Arg<Arg>()  // c? [m..., n...]
                     .Ret<Arg>()  // out [m..., n...]
                     .Ret<Arg>()  // workspace, uint8
                     .Attr<int64_t>("contract")

@@ -76,9 +76,9 @@ const char* StatusName(cublasStatus_t status) {
   } while (0)
 
 std::string Describe(const GemmKey& key) {
-  return Format("m%ld n%ld k%ld %s x %s -> %s%s%s%s", long(key.m), long(key.n), long(key.k),
+  return Format("m%ld n%ld k%ld %s x %s -> %s%s%s%s%s", long(key.m), long(key.n), long(key.k),
                 TypeName(key.lhs), TypeName(key.rhs), TypeName(key.out), key.bias < 0 ? "" : " + bias ",
-                key.bias < 0 ? "" : TypeName(key.bias), key.fast_accum ? " fast" : "");
+                key.bias < 0 ? "" : TypeName(key.bias), key.c ? " + c" : "", key.fast_accum ? " fast" : "");
 }
 
 // One per device. The kind (model) keys the plans: all devices of a kind take the same algorithm, so that
@@ -150,9 +150,10 @@ class Descriptors {
 
 cublasStatus_t Matmul(cudaStream_t stream, const GemmKey& key, const Descriptors& descriptors,
                       const GemmChoice& choice, const GemmOperands& operands) {
-  const float one = 1.f, zero = 0.f;
+  const float one = 1.f, beta = key.c ? 1.f : 0.f;
+  const void* c = key.c ? operands.c : operands.out;  // not read where beta is 0, but it must be an address
   return Lt().cublasLtMatmul(choice.handle, descriptors.matmul, &one, operands.rhs, descriptors.a,
-                             operands.lhs, descriptors.b, &zero, operands.out, descriptors.d, operands.out,
+                             operands.lhs, descriptors.b, &beta, c, descriptors.d, operands.out,
                              descriptors.d, &choice.algo, operands.workspace, key.workspace, stream);
 }
 

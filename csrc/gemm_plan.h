@@ -19,6 +19,7 @@ struct GemmKey {
   int64_t m = 0, n = 0, k = 0;
   int lhs = -1, rhs = -1, out = -1;
   int bias = -1;         // -1: none
+  bool c = false;        // added, of out's type
   size_t workspace = 0;  // bytes
   bool fast_accum = false;
   bool tune = false;  // time the candidates, else take the heuristic's first
@@ -34,6 +35,7 @@ struct GemmOperands {
   const float* lhs_scale_inv = nullptr;  // device, nullptr: 1
   const float* rhs_scale_inv = nullptr;
   const void* bias = nullptr;
+  const void* c = nullptr;
   void* out = nullptr;
   void* workspace = nullptr;
 };

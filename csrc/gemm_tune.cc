@@ -87,6 +87,8 @@ bool TakeOperands(Scratch& scratch, const GemmKey& key, GemmOperands* operands) 
   if (key.workspace && !(operands->workspace = scratch.Take(key.workspace))) return false;
   if (key.bias >= 0 && !(operands->bias = scratch.TakeRandom(size_t(key.n) * Width(key.bias), key.bias)))
     return false;
+  if (key.c && !(operands->c = scratch.TakeRandom(size_t(key.m * key.n) * Width(key.out), key.out)))
+    return false;
   if (key.fp8()) {
     auto* scale = static_cast<float*>(scratch.TakeRandom(sizeof(float), CUDA_R_32F));
     if (!scale) return false;

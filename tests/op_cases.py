@@ -63,11 +63,11 @@ CASES = [
         {"m...": 1, "n...": 2},
     ),
     Case(
-        "gemm_fp8", "te_gemm", _groups("m", "n", "k"), (E4M3, E5M2, f32, f32, None),
+        "gemm_fp8", "te_gemm", _groups("m", "n", "k"), (E4M3, E5M2, f32, f32, None, None),
         dict(contract=2, out_dtype=jnp.dtype(f32), fast_accum=True, tune=False),
     ),
     Case(
-        "gemm_bias", "te_gemm", _groups("m", "n", "k"), (f32, f32, None, None, f32),
+        "gemm_bias_c", "te_gemm", _groups("m", "n", "k"), (f32, f32, None, None, f32, f32),
         dict(contract=1, out_dtype=jnp.dtype(f32), fast_accum=False, tune=False), None, {"n...": 1, "k...": 1},
     ),
     Case(

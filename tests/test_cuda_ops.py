@@ -125,12 +125,41 @@ def test_gemm_wide(dtype, bound, mnk, rng):
     assert rel(got, want) < bound
 
 
+@pytest.mark.parametrize("mnk", [(199, 1001, 333), (512, 256, 1024), (17, 48, 16)], ids=str)
+@pytest.mark.parametrize("operands", [E4M3, bf16, f32], ids=["e4m3", "bf16", "f32"])
+@pytest.mark.parametrize("out", [f32, bf16, f16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+def test_gemm_adds_c_before_it_rounds(mnk, operands, out, with_bias, rng):
+    m, n, k = mnk
+    lhs, rhs = fp8_operand(rng, (m, k), operands), fp8_operand(rng, (n, k), operands)
+    scales = (jnp.float32(0.25), jnp.float32(1.7)) if operands == E4M3 else (None, None)
+    bias = jnp.asarray(rng.standard_normal(n), f32).astype(out) if with_bias else None
+    exact = np.asarray(lhs, np.float64) @ np.asarray(rhs, np.float64).T
+    exact = exact * (float(scales[0]) * float(scales[1]) if operands == E4M3 else 1.0)
+    # c cancels the product: what is left is what a product rounded before the sum would lose.
+    c = jnp.asarray(-exact + rng.standard_normal((m, n)), f32).astype(out)
+    got = jax.jit(lambda *a: gemm(*a, out_dtype=out))(lhs, rhs, *scales, bias, c)
+    want = exact + np.asarray(c, np.float64) + (np.asarray(bias, np.float64) if with_bias else 0)
+    # Of the largest terms: f32 keeps 2**-24 per addition, FP8 products 14 bits at least; then out rounds.
+    size = np.abs(np.asarray(lhs, np.float64)) @ np.abs(np.asarray(rhs, np.float64)).T
+    size = size * (float(scales[0]) * float(scales[1]) if operands == E4M3 else 1.0)
+    step = float(jnp.finfo(out).eps) / 2
+    error = np.abs(np.asarray(got, np.float64) - want)
+    assert got.dtype == out
+    assert (error <= size * 2.0 ** (-13 if operands == E4M3 else -20) + 1.01 * step * np.abs(want) + 1e-6).all()
+
+
+def test_gemm_c_of_an_empty_sum(rng):
+    c = jnp.asarray(rng.standard_normal((3, 5)), bf16)
+    bits_equal(gemm(jnp.zeros((3, 0), bf16), jnp.zeros((5, 0), bf16), c=c), c)
+
+
 def test_gemm_many_axes(rng):
     lhs, rhs = fp8_operand(rng, (3, 8, 5, 16), E4M3), fp8_operand(rng, (2, 24, 5, 16), E4M3)
     one = jnp.float32(1.0)
     attrs = dict(contract=2, out_dtype=jnp.dtype(f32), fast_accum=False, tune=True)
-    got = jax.jit(lambda *a: gemm_op(*a, None, **attrs))(lhs, rhs, one, one)[0]
-    assert rel(got, gemm_op.reference(lhs, rhs, one, one, None, **attrs)[0]) < 1e-3
+    got = jax.jit(lambda *a: gemm_op(*a, None, None, **attrs))(lhs, rhs, one, one)[0]
+    assert rel(got, gemm_op.reference(lhs, rhs, one, one, None, None, **attrs)[0]) < 1e-3
 
 
 NORM_SHAPES = [(1, 1), (3, 7), (199, 1001), (1024, 4096), (33, 8192), (5, 65536), (2, 65535), (257, 768), (4097, 128)]

@@ -184,7 +184,7 @@ def test_lost_axis_is_refused():
 
 def test_missing_operand_is_refused():
     with pytest.raises(ValueError, match=r"te_gemm: operand rhs\[n\.\.\. k\.\.\.\] is None"):
-        ops["te_gemm"](jnp.ones((2, 2)), None, None, None, None, contract=1)
+        ops["te_gemm"](jnp.ones((2, 2)), None, None, None, None, None, contract=1)
 
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
@@ -215,7 +215,7 @@ def test_gemm_collectives(lhs, rhs, want, kind, rng):
             jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(jnp.float8_e4m3fn), NamedSharding(mesh, spec)
         )
         attrs = dict(contract=1, out_dtype=jnp.dtype(jnp.float32), fast_accum=False, tune=False)
-        fn = lambda x, w: ops["te_gemm"](x, w, one, one, None, **attrs)[0]
+        fn = lambda x, w: ops["te_gemm"](x, w, one, one, None, None, **attrs)[0]
         assert collectives(fn, put((8, 16, 64), lhs), put((32, 64), rhs)) == want
 
 

@@ -16,7 +16,7 @@ _ALIGNED = 16  # cuBLASLt's FP8 kernels take N and K in multiples of 16 elements
 _WORKSPACE = 32 << 20  # bytes; what NVIDIA recommends for Hopper's cuBLASLt kernels
 
 
-def _dtypes(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, *, contract, out_dtype, **_):
+def _dtypes(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, out_dtype, **_):
     is_fp8 = [any(d == f for f in FP8) for d in (lhs, rhs)]
     if not all(is_fp8) and (lhs != rhs or all(lhs != f for f in FLOATS)):
         raise TypeError(
@@ -30,10 +30,12 @@ def _dtypes(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, *, contract, out_dtype
         raise TypeError(
             "te_gemm: lhs_scale_inv and rhs_scale_inv go with FP8 operands, both of them, and with no others."
         )
+    if c is not None and c != out_dtype:
+        raise TypeError(f"te_gemm: c is {c}, but out is {out_dtype}; pass c in the type of out, or set out_dtype.")
     return (out_dtype,)
 
 
-def _reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, *, contract, out_dtype, **_):
+def _reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, out_dtype, **_):
     wide = [a.astype(jnp.float32) if a.dtype in FP8 else a for a in (lhs, rhs)]
     axes = [tuple(range(a.ndim - contract, a.ndim)) for a in wide]
     out = lax.dot_general(*wide, (axes, ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
@@ -41,6 +43,8 @@ def _reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, *, contract, out_dt
         out = out * (lhs_scale_inv * rhs_scale_inv)
     if bias is not None:
         out = out + bias.astype(out_dtype).astype(jnp.float32)  # as in the epilogue, bias comes in the result's type
+    if c is not None:
+        out = out + c.astype(jnp.float32)
     return (out.astype(out_dtype),)
 
 
@@ -48,38 +52,40 @@ def _pad_to(x, axis, size):
     return jnp.pad(x, [(0, size - x.shape[i] if i == axis else 0) for i in range(x.ndim)])
 
 
-def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, *, contract, out_dtype, **attrs):
-    """Flattens to two axes; FP8 sizes that cuBLASLt does not take are padded with zeros and sliced off again."""
+def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, out_dtype, **attrs):
+    """Flattens to two axes; FP8 sizes that cuBLASLt does not take are padded with zeros and sliced off again. What its
+    epilogue does not add in f32 is added here: the product then comes in f32, so that there is one rounding still."""
     m_axes, n_axes = lhs.shape[: lhs.ndim - contract], rhs.shape[: rhs.ndim - contract]
     m, n, k = prod(m_axes), prod(n_axes), prod(lhs.shape[lhs.ndim - contract :])
-    shape = (*m_axes, *n_axes)
-    if 0 in (m, n, k):  # nothing to multiply
-        zero = jnp.zeros(shape, out_dtype)
-        return (zero if bias is None else zero + bias.astype(out_dtype),)
-    lhs, rhs = lhs.reshape(m, k), rhs.reshape(n, k)
     bias = None if bias is None else bias.reshape(n).astype(out_dtype)
+    c = None if c is None else c.reshape(m, n)
     is_fp8 = lhs.dtype in FP8
-    # An f32 epilogue would round the bias to bf16; an unaligned one (not FP8, which is padded) rounds before it adds.
     taken = is_fp8 or out_dtype in (lhs.dtype, jnp.float32)  # cuBLASLt has no bf16 x bf16 -> f16
-    in_epilogue = taken and out_dtype != jnp.float32 and (is_fp8 or n % 8 == k % 8 == 0)
-    after = None if in_epilogue else bias
-    bias = bias if in_epilogue else None
+    inside = taken and (is_fp8 or n % 8 == k % 8 == 0)  # an unaligned product (FP8 is padded) rounds before it adds
+    bias_inside = inside and out_dtype != jnp.float32  # an f32 epilogue would round the bias to bf16
+    after = [x for x, is_inside in ((bias, bias_inside), (c, inside)) if x is not None and not is_inside]
+    if 0 in (m, n, k):  # nothing to multiply
+        terms = [x.astype(jnp.float32) for x in (bias, c) if x is not None]
+        return (sum(terms, jnp.zeros((m, n))).astype(out_dtype).reshape(*m_axes, *n_axes),)
+    lhs, rhs = lhs.reshape(m, k), rhs.reshape(n, k)
+    bias, c = bias if bias_inside else None, c if inside else None
     n_up, k_up = (-(-size // _ALIGNED) * _ALIGNED if is_fp8 else size for size in (n, k))
     if k_up != k:
         lhs, rhs = _pad_to(lhs, 1, k_up), _pad_to(rhs, 1, k_up)
     if n_up != n:
-        rhs, bias = _pad_to(rhs, 0, n_up), None if bias is None else _pad_to(bias, 0, n_up)
-    call_dtype = out_dtype if taken and after is None else jnp.dtype(jnp.float32)
-    (out,) = call(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, contract=1, out_dtype=call_dtype, **attrs)
-    out = out[:, :n] if after is None else out[:, :n] + after.astype(jnp.float32)
-    return (out.reshape(shape).astype(out_dtype),)
+        rhs, *rest = _pad_to(rhs, 0, n_up), *(x if x is None else _pad_to(x, x.ndim - 1, n_up) for x in (bias, c))
+        bias, c = rest
+    call_dtype = jnp.dtype(jnp.float32) if after or not taken else out_dtype
+    (out,) = call(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, contract=1, out_dtype=call_dtype, **attrs)
+    out = sum((x.astype(jnp.float32) for x in after), out[:, :n])
+    return (out.astype(out_dtype).reshape(*m_axes, *n_axes),)
 
 
 gemm_op = Op(
     "te_gemm",
-    "lhs: m... k..., rhs: n... k..., lhs_scale_inv?:, rhs_scale_inv?:, bias?: n... -> out: m... n...",
+    "lhs: m... k..., rhs: n... k..., lhs_scale_inv?:, rhs_scale_inv?:, bias?: n..., c?: m... n... -> out: m... n...",
     combine={"out": "sum"},
-    once=("bias",),
+    once=("bias", "c"),
     ranks={"k...": "contract"},
     dtypes=_dtypes,
     reference=_reference,
@@ -94,6 +100,7 @@ def gemm(
     lhs_scale_inv=None,
     rhs_scale_inv=None,
     bias=None,
+    c=None,
     *,
     contract: int = 1,
     out_dtype=None,
@@ -106,6 +113,7 @@ def gemm(
                  Any sizes: FP8 sizes that are no multiple of 16 are padded inside.
     *_scale_inv: f32[], with FP8 operands: what they are multiplied by.
     bias:        [*n], added in the epilogue.
+    c:           [*m, *n] of out_dtype, added in f32 before the one rounding: a sum over microbatches or a residual.
     out_dtype:   f32, bf16 or f16; default bf16 for FP8 operands, else theirs.
     fast_accum:  FP8 partial sums stay in the tensor core's reduced precision: faster, some 1e-3 less exact.
     tune:        times cuBLASLt's candidates once per shape at first use, and remembers the fastest.
@@ -116,10 +124,10 @@ def gemm(
     out_dtype = jnp.dtype(out_dtype or (jnp.bfloat16 if is_fp8 else lhs.dtype))
     attrs = dict(contract=contract, out_dtype=out_dtype, fast_accum=bool(fast_accum), tune=bool(tune))
     if is_fp8:
-        return gemm_op(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, **attrs)[0]
+        return gemm_op(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, **attrs)[0]
     if lhs_scale_inv is not None or rhs_scale_inv is not None:
         raise TypeError(f"te_gemm: scales are given, but lhs is {lhs.dtype}; they go with FP8 operands alone.")
-    return _gemm(*align(lhs, rhs, bias), tuple(attrs.items()))
+    return _gemm(*align(lhs, rhs, bias, c), tuple(attrs.items()))
 
 
 def dot(lhs, lhs_axes, rhs, rhs_axes, out_dtype, precision=None) -> jax.Array:
@@ -145,20 +153,20 @@ def dot(lhs, lhs_axes, rhs, rhs_axes, out_dtype, precision=None) -> jax.Array:
     return run(lhs, rhs, preferred_element_type=out_dtype, out_sharding=PartitionSpec(*free))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _gemm(lhs, rhs, bias, attrs):
-    return gemm_op(lhs, rhs, None, None, bias, **dict(attrs))[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _gemm(lhs, rhs, bias, c, attrs):
+    return gemm_op(lhs, rhs, None, None, bias, c, **dict(attrs))[0]
 
 
 def _gemm_bwd(attrs, residuals, dout):
-    lhs, rhs, bias = residuals
+    lhs, rhs, bias, c = residuals
     contract = dict(attrs)["contract"]
     m, n = lhs.ndim - contract, rhs.ndim - contract
     exact = lax.Precision.HIGHEST  # as the forward pass: f32 is not TF32
     dlhs = dot(dout, range(m, m + n), rhs, range(n), jnp.float32, exact)
     drhs = dot(dout, range(m), lhs, range(m), jnp.float32, exact)
     dbias = None if bias is None else like(jnp.sum(dout.astype(jnp.float32), tuple(range(m))), bias)
-    return like(dlhs, lhs), like(drhs, rhs), dbias
+    return like(dlhs, lhs), like(drhs, rhs), dbias, None if c is None else like(dout, c)
 
 
-_gemm.defvjp(lambda lhs, rhs, bias, attrs: (_gemm(lhs, rhs, bias, attrs), (lhs, rhs, bias)), _gemm_bwd)
+_gemm.defvjp(lambda *args: (_gemm(*args), args[:4]), _gemm_bwd)
