@@ -1,5 +1,6 @@
 """Cases of single ops: GEMM, quantize, norms, attention; beside them plain JAX, Flax, jax.nn and torch."""
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from math import prod
@@ -93,28 +94,54 @@ def _collectives(tiny) -> Iterator[Case]:
 # -- GEMM ----------------------------------------------------------------------------------------------------
 
 
-def _fp8_gemm(m, n, k, **attrs):
+def settled(call):
+    """`call`, once the clock of a GPU has settled under it; torch's calls are timed in the same state."""
+    began = time.perf_counter()
+    while on_gpu() and time.perf_counter() - began < torch_gemm.SETTLE_S:
+        jax.block_until_ready(call.issue(10))
+    return call
+
+
+def _fp8_gemm(m, n, k, times=1, **attrs):
+    """`times` GEMMs in one jitted call, one after the other."""
     lhs, rhs, one = normal(0, (m, k), E4M3), normal(1, (n, k), E4M3), jnp.float32(1.0)
-    fn = lambda lhs, rhs, a, b: gemm(lhs, rhs, a, b, out_dtype=jnp.bfloat16, **attrs)
-    return compiled(fn, [(lhs, rhs, one, one)])
+
+    def fn(lhs, rhs, a, b):
+        outs = []
+        for _ in range(times):
+            outs.append(gemm(lhs, rhs, a, b, out_dtype=jnp.bfloat16, **attrs))
+            lhs, _ = jax.lax.optimization_barrier((lhs, outs[-1]))
+        return outs
+
+    return settled(compiled(fn, [(lhs, rhs, one, one)]))
 
 
 def _bf16_gemm(m, n, k):
-    return compiled(jnp.dot, [(normal(0, (m, k)), normal(1, (k, n)))])
+    return settled(compiled(jnp.dot, [(normal(0, (m, k)), normal(1, (k, n)))]))
+
+
+def _torch(shape, accumulation, times, calls, repeat):
+    return [times * ms for ms in torch_gemm.measure(shape, accumulation, calls, repeat)]
 
 
 def _gemms(shapes) -> Iterator[Case]:
+    with_torch = on_gpu() and torch_gemm.available()
     for m, n, k in shapes:
         row = partial(Case, f"gemm {_by(m, n, k)}", flops=2 * m * n * k)
         yield row("te_jax fp8 fast", partial(_fp8_gemm, m, n, k, fast_accum=True))
+        if with_torch:
+            yield row("torch fp8 fast", measure=partial(_torch, (m, n, k), "fast", 1))
         if m == n == k == 4096:
             yield row("te_jax fp8 fast untuned", partial(_fp8_gemm, m, n, k, fast_accum=True, tune=False))
         yield row("te_jax fp8 split", partial(_fp8_gemm, m, n, k))
+        if with_torch:
+            yield row("torch fp8 split", measure=partial(_torch, (m, n, k), "split", 1))
         yield row("xla bf16", partial(_bf16_gemm, m, n, k))
-        if on_gpu() and torch_gemm.available():
-            for accumulation in ("fast", "split"):
-                measure = partial(torch_gemm.measure, tuple(shapes), (m, n, k), accumulation)
-                yield row(f"torch fp8 {accumulation}", measure=measure)
+    for m, n, k in [shape for shape in shapes if max(shape) <= 2048]:  # jax's dispatch of one call takes longer
+        row = partial(Case, f"20 gemms {_by(m, n, k)}", flops=20 * 2 * m * n * k)
+        yield row("te_jax fp8 fast", partial(_fp8_gemm, m, n, k, times=20, fast_accum=True))
+        if with_torch:
+            yield row("torch fp8 fast", measure=partial(_torch, (m, n, k), "fast", 20))
 
 
 # -- quantize ------------------------------------------------------------------------------------------------

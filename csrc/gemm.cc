@@ -145,7 +145,7 @@ ffi::Error Execute(cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv, Arg
   operands.c = Data<void>(c);
   operands.out = out->untyped_data();
   operands.workspace = Data<void>(workspace);
-  return RunGemm(stream, key, choice, operands);
+  return Matmul(stream, choice.handle, key, choice.algo, operands);
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <functional>
 
-#include "gemm_plan.h"
+#include "gemm_lt.h"
 
 namespace te {
 

@@ -68,7 +68,10 @@ nb::list GemmPlanDicts() {
   nb::list plans;
   for (const GemmPlan& plan : GemmPlans()) {
     nb::dict d;
+    d["device"] = plan.device;
     d["key"] = plan.key;
+    d["tuned"] = plan.tuned;
+    d["algo"] = plan.algo;
     d["algos"] = plan.algos;
     d["chosen"] = plan.chosen;
     d["ms"] = plan.ms;
@@ -88,6 +91,7 @@ NB_MODULE(_cuda, m) {
   m.def("device_count", &te::DeviceCount);
   m.def("compute_capability", &te::ComputeCapability, "device"_a);
   m.def("gemm_plans", &te::GemmPlanDicts);
+  m.def("load_gemm_plan", &te::LoadGemmPlan, "device"_a, "key"_a, "algo"_a, "ms"_a);
   m.def("attention_workspace", &te::AttentionWorkspace, "kind"_a, "dtype"_a, "b"_a, "s"_a, "t"_a, "h"_a,
         "g"_a, "d"_a, "e"_a, "packed"_a, "causal"_a, "scale"_a, "deterministic"_a);
 }

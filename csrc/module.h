@@ -15,14 +15,22 @@ const dl::Library& Cudnn();
 // gemm.cc: libcublasLt.so.13, opened at first use.
 const dl::Library& CublasLt();
 
-// gemm.cc: the plans made so far in this process.
+// gemm_plan.cc: the plans made so far in this process.
 struct GemmPlan {
-  std::string key;  // device, m, n, k, dtypes, epilogue, accumulation
-  int64_t algos;    // candidates the heuristic gave
-  int64_t chosen;   // index of the one in use
-  double ms;        // its median time; 0 where it was not timed
+  std::string device;  // its kind
+  std::string key;     // m, n, k, dtypes, epilogue, accumulation, workspace
+  bool tuned;          // timed or loaded, not the heuristic's first
+  std::string algo;    // cuBLASLt's opaque 64 bytes, hexadecimal
+  int64_t algos;       // candidates; 0 where it was loaded
+  int64_t chosen;      // index of the one in use
+  double ms;           // its median time; 0 where it was not timed
 };
 std::vector<GemmPlan> GemmPlans();
+
+// gemm_plan.cc: the choice that a GEMM of this key takes when it first runs, instead of being timed. Returns
+// whether it will: not if no device here is of that kind, or if it has run with another. Throws
+// std::runtime_error if `algo` is not what GemmPlan has.
+bool LoadGemmPlan(const std::string& device, const std::string& key, const std::string& algo, double ms);
 
 // attention.cc: bytes of workspace that te_attention_fwd ("fwd") or te_attention_bwd ("bwd"), or its packed
 // form, needs on the current device. Builds and keeps the plan. Throws std::runtime_error with cuDNN's reason

@@ -1,13 +1,18 @@
-"""The GEMM beyond its op case: the operand c."""
+"""The GEMM beyond its op case: the operand c, the tuner, tuned choices in a file."""
+
+import json
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from te_jax.ops.gemm import gemm
+from te_jax import _lib
+from te_jax.ops.gemm import gemm, load_tuning, save_tuning
 
-E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 f32, bf16 = jnp.float32, jnp.bfloat16
 
 
@@ -16,7 +21,7 @@ def normal(rng, shape, dtype=f32):
 
 
 def test_c_is_added_in_f32_before_the_one_rounding(rng):
-    lhs, rhs = normal(rng, (32, 64), E4M3), normal(rng, (48, 64), E4M3)
+    lhs, rhs = (jnp.round(normal(rng, s)).astype(E4M3) for s in ((32, 64), (48, 64)))  # small integers: exact anywhere
     product = np.asarray(lhs, np.float32) @ np.asarray(rhs, np.float32).T
     c = jnp.asarray(-product * (1 + 2.0**-7)).astype(bf16)  # cancels all but what a rounded product would lose
     got = gemm(lhs, rhs, jnp.float32(1), jnp.float32(1), c=c)
@@ -39,3 +44,113 @@ def test_c_of_another_type_is_an_error():
         gemm(x, x, c=jnp.ones((16, 16)))
     with pytest.raises(ValueError, match="te_gemm"):
         gemm(x, x, c=jnp.ones((16, 8), bf16))
+
+
+class Extension:
+    """Stands for the CUDA extension: one plan that was tuned, one that was not."""
+
+    def __init__(self, version=130100):
+        common = dict(device="NVIDIA H200, 132 SMs", algo="0a" * 64, algos=8, chosen=1)
+        self.plans = [dict(common, key="m8", tuned=True, ms=0.5), dict(common, key="m16", tuned=False, ms=0.0)]
+        self.version, self.loaded = version, []
+
+    def versions(self):
+        return {"cublaslt": self.version}
+
+    def gemm_plans(self):
+        return self.plans
+
+    def load_gemm_plan(self, device, key, algo, ms):
+        if len(algo) != 128:
+            raise RuntimeError("algo must be 128 hexadecimal digits")
+        self.loaded.append((device, key, algo, ms))
+        return device == "NVIDIA H200, 132 SMs"
+
+
+def test_a_file_holds_what_was_tuned(monkeypatch, tmp_path):
+    monkeypatch.setattr(_lib, "load", Extension)
+    assert save_tuning(tmp_path / "t") == 1
+    line = json.loads((tmp_path / "t").read_text())
+    assert line == dict(device="NVIDIA H200, 132 SMs", cublaslt=130100, gemm="m8", algo="0a" * 64, ms=0.5)
+
+
+def test_other_devices_and_versions_are_left_out(monkeypatch, tmp_path):
+    monkeypatch.setattr(_lib, "load", Extension)
+    save_tuning(tmp_path / "t")
+    text = (tmp_path / "t").read_text()
+    (tmp_path / "t").write_text(text + text.replace("H200", "B200"))
+    assert load_tuning(tmp_path / "t") == 1
+    monkeypatch.setattr(_lib, "load", lambda: Extension(130200))
+    assert load_tuning(tmp_path / "t") == 0
+
+
+@pytest.mark.parametrize(
+    "change,problem",
+    [
+        (lambda text: text.replace('"algo"', '"other"'), "KeyError: 'algo'"),
+        (lambda text: text.replace("0a0a", "0a"), "RuntimeError: algo must be 128"),
+        (lambda text: text[:40], "JSONDecodeError"),
+        (lambda text: "[1]", "TypeError"),
+    ],
+    ids=["key", "algo", "cut", "list"],
+)
+def test_a_damaged_file_is_named(change, problem, monkeypatch, tmp_path):
+    monkeypatch.setattr(_lib, "load", Extension)
+    save_tuning(tmp_path / "t")
+    (tmp_path / "t").write_text("".join([line := (tmp_path / "t").read_text(), change(line)]))
+    with pytest.raises(ValueError, match=rf"load_tuning: .*/t, line 2 is not of save_tuning \({problem}"):
+        load_tuning(tmp_path / "t")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        load_tuning(tmp_path / "nowhere")
+
+
+_PROCESS = """
+import sys, json, hashlib
+import jax, jax.numpy as jnp
+from te_jax import _lib
+from te_jax.ops.gemm import gemm, load_tuning, save_tuning
+path, loads = sys.argv[1], sys.argv[2] == "load"
+taken = load_tuning(path) if loads else None
+bits = []
+for m, n, k, fast in [(512, 1024, 4096, True), (1000, 512, 8192, False), (256, 256, 16384, True)]:
+    operand = lambda seed, shape: jax.random.normal(jax.random.key(seed), shape).astype(jnp.float8_e4m3fn)
+    run = jax.jit(lambda *a: gemm(*a, jnp.float32(1), jnp.float32(1), fast_accum=fast))
+    out = run(operand(0, (m, k)), operand(1, (n, k)))
+    bits.append(hashlib.sha256(jax.device_get(out).tobytes()).hexdigest())
+saved = None if loads else save_tuning(path)
+plans = [(p["key"], p["algo"], p["algos"]) for p in _lib.load().gemm_plans() if p["tuned"]]
+print(json.dumps(dict(taken=taken, saved=saved, bits=bits, plans=plans)))
+"""
+
+
+@pytest.mark.gpu
+def test_a_second_process_starts_tuned(tmp_path):
+    def process(kind):
+        command = [sys.executable, "-c", _PROCESS, str(tmp_path / "tuning"), kind]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    first, second = process("save"), process("load")
+    assert first["saved"] == second["taken"] == 3
+    assert first["bits"] == second["bits"]
+    assert [plan[:2] for plan in first["plans"]] == [plan[:2] for plan in second["plans"]]
+    assert all(algos > 1 for *_, algos in first["plans"]) and all(algos == 0 for *_, algos in second["plans"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mnk", [(4096, 4096, 16384), (512, 2048, 32768), (8192, 4096, 12288)], ids=str)
+@pytest.mark.parametrize("types", [(E4M3, E4M3), (E5M2, E4M3)], ids=str)
+def test_tuning_keeps_split_accumulation(types, mnk, rng):
+    """Whatever the tuner picks, split accumulation moves the tensor cores' 14-bit sums to f32 after some products."""
+    m, n, k = mnk
+    lhs, rhs = normal(rng, (m, k), types[0]), normal(rng, (n, k), types[1])
+    rows = np.asarray(lhs[:64], np.float64) @ np.asarray(rhs, np.float64).T
+
+    def error(fast):
+        run = jax.jit(lambda *a: gemm(*a, jnp.float32(1), jnp.float32(1), out_dtype=f32, fast_accum=fast)[:64])
+        return np.linalg.norm(np.asarray(run(lhs, rhs)) - rows) / np.linalg.norm(rows)
+
+    split, fast = error(False), error(True)
+    print(mnk, types, split, fast)
+    assert split < 2e-4 and split < fast / 4
