@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax._op import Op, ops
-from te_jax.ops import attention, gemm, norm, quantize  # noqa: F401  (declares the ops)
+from te_jax.ops import activation, attention, gemm, norm, quantize  # noqa: F401  (declares the ops)
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
@@ -53,6 +53,8 @@ def _groups(*names, first=8, second=8):
 
 f32, bf16 = jnp.float32, jnp.bfloat16
 _norm_sizes = {"...0": 8, "...1": 8, "h": 24}
+_mlp_sizes = {"m...0": 8, "m...1": 8, "a": 2, "f": 24}
+_swiglu = activation.attributes(("silu", "linear"))
 _attention_sizes = {"b...0": 8, "s": 8, "t": 8, "g": 8, "r": 2, "d": 16, "e": 8}
 _packed_sizes = {"b...0": 8, "s": 8, "c": 3, "h": 8, "d": 16}
 _attention_ranks = {"b...": 1}
@@ -83,6 +85,16 @@ CASES = [
     Case(
         "rmsnorm_bwd", "te_norm_bwd", _norm_sizes, (f32, f32, None, f32, f32, None),
         dict(rms=True, zero_centered=False), ("dx", "dgamma"),
+    ),
+    Case("swiglu_fp8", "te_activation_fwd", _mlp_sizes, (f32, f32), dict(_swiglu, dtype=E4M3)),
+    Case(
+        "gelu", "te_activation_fwd", {**_mlp_sizes, "a": 1}, (f32, None),
+        dict(activation.attributes(("gelu",)), dtype=E4M3), ("y",),
+    ),
+    Case("swiglu_bwd_fp8", "te_activation_bwd", _mlp_sizes, (f32, f32, f32), dict(_swiglu, dtype=E5M2)),
+    Case(
+        "relu_bwd", "te_activation_bwd", {**_mlp_sizes, "a": 1}, (f32, f32, None),
+        dict(activation.attributes(("relu",)), dtype=E5M2), ("dx", "dbias"),
     ),
     Case(
         "attention_fwd", "te_attention_fwd", _attention_sizes, (f32,) * 3, dict(causal=True, scale=0.25), None,

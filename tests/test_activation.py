@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from te_jax.ops.activation import _FROM_JAX_NN, activation, slots
+from te_jax.ops.activation import (
+    _FROM_JAX_NN,
+    activation,
+    activation_bwd,
+    activation_fwd,
+    attributes,
+    slots,
+    supported,
+)
 
 
 def _sigmoid(x):
@@ -110,3 +118,53 @@ def test_errors(names, params, shape, error, text):
 def test_integers_are_refused():
     with pytest.raises(TypeError, match="int32"):
         activation(jnp.ones((4, 1, 8), jnp.int32), ("gelu",))
+
+
+SINGLE = [(name,) for name in REFERENCE]
+FUSED = [*SINGLE, *((name, "linear") for name in REFERENCE), ("clamped_silu", "clamped_linear")]
+E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+
+
+@pytest.mark.parametrize("names", FUSED, ids="-".join)
+def test_fused_ops_mean_activation_and_its_gradient(rng, names):
+    """y and dx are those of `activation`; data, data_t, amax and dbias come from them before they are rounded."""
+    x, dy = _data(rng, 3, 5, len(names), 17), _data(rng, 3, 5, 17)
+    attrs, scale = attributes(names), jnp.float32(3.0)
+    y, data, data_t, amax = activation_fwd(x, scale, dtype=E4M3, **attrs)
+    want, vjp = jax.vjp(lambda x: activation(x, names), x)
+    # 1 + tanh(u) keeps half an ulp of 1, times x0 and x1 of some 16 here; compiled as a whole it rounds elsewhere.
+    np.testing.assert_allclose(y, want, rtol=1e-6, atol=16 * 16 * 2.0**-22)
+    np.testing.assert_array_equal(data.astype(jnp.float32), jnp.clip(y * 3, -448, 448).astype(E4M3))
+    np.testing.assert_array_equal(data_t, jnp.moveaxis(data, -1, 0))
+    assert float(amax) == float(jnp.max(jnp.abs(y)))
+    dx, data, data_t, amax, dbias = activation_bwd(dy, x, scale, dtype=E5M2, **attrs)
+    # The same for 1 - tanh(u)**2, times x0 * u' * x1 * dy.
+    np.testing.assert_allclose(dx, vjp(dy)[0], rtol=1e-5, atol=16 * 100 * 2.0**-21)
+    np.testing.assert_array_equal(data.astype(jnp.float32), jnp.clip(dx * 3, -57344, 57344).astype(E5M2))
+    np.testing.assert_array_equal(data_t, jnp.transpose(data, (2, 3, 0, 1)))
+    assert float(amax) == float(jnp.max(jnp.abs(dx)))
+    np.testing.assert_allclose(dbias, dx.sum((0, 1)), rtol=1e-5, atol=1e-5)
+
+
+def test_fp8_is_not_rounded_twice(rng):
+    x = _data(rng, 64, 1, 64, dtype=jnp.bfloat16)
+    data = activation_fwd(x, jnp.float32(16.0), outputs=("data", "amax"), dtype=E4M3, **attributes(("gelu",)))[0]
+    f32 = jax.nn.gelu(x[:, 0].astype(jnp.float32), approximate=True) * 16
+    np.testing.assert_array_equal(data, f32.clip(-448, 448).astype(E4M3))
+    assert (np.asarray(f32.astype(jnp.bfloat16).clip(-448, 448).astype(E4M3)) != np.asarray(data)).any()
+
+
+def test_what_is_fused():
+    assert all(supported(names) for names in FUSED) and supported(("Linear", "SiLU"))
+    for names in (("tanh",), ("linear",), ("silu", "relu"), ("clamped_silu",), ("clamped_silu", "linear"), (abs,)):
+        assert not supported(names)
+        with pytest.raises(ValueError, match="is not fused"):
+            attributes(names)
+    params = attributes(("clamped_linear", "clamped_silu"), {"limit": 2})
+    assert params == dict(names=FUSED[-1], limit=2.0, alpha=1.702, glu_linear_offset=1.0)
+    with pytest.raises(ValueError, match="'limit'"):
+        attributes(("gelu",), {"limit": 2.0})
+    with pytest.raises(ValueError, match=r"axis `a` of x\[m\.\.\. a f\] is 1, but 2 activations"):
+        activation_fwd(jnp.ones((4, 1, 8)), None, outputs=("y",), dtype=E4M3, **attributes(("silu", "linear")))
+    with pytest.raises(TypeError, match="dy is bfloat16, x is float32"):
+        activation_bwd(jnp.ones((4, 8), jnp.bfloat16), jnp.ones((4, 1, 8)), None, dtype=E5M2, **attributes(("silu",)))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from te_jax.ops.activation import activation_bwd, activation_fwd, attributes
 from te_jax.ops.gemm import gemm, gemm_op
 from te_jax.ops.norm import norm_bwd, norm_fwd
 from te_jax.ops.quantize import quantize
@@ -76,6 +77,174 @@ def test_quantize_empty():
     for shape in ((0, 64), (64, 0)):
         out = jax.jit(lambda x: quantize(x, jnp.float32(1), outputs=OUT, split=1, dtype=E4M3))(jnp.ones(shape, bf16))
         assert float(out[2]) == 0.0 and out[0].shape == shape and not np.asarray(out[3]).any()
+
+
+def _sigmoid(x):
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp(-x))
+
+
+C = 2 * np.sqrt(2 / np.pi)  # (1 + tanh(u)) / 2 = sigmoid(2 u)
+# x * sigmoid(p(x)) in slot 0: p and its derivative
+SWISH = {
+    "gelu": (lambda x: C * (x + 0.044715 * x**3), lambda x: C * (1 + 3 * 0.044715 * x**2)),
+    "silu": (lambda x: x, np.ones_like),
+    "quick_gelu": (lambda x: 1.702 * x, lambda x: np.full_like(x, 1.702)),
+    "clamped_silu": (lambda x: 1.702 * x, lambda x: np.full_like(x, 1.702)),
+}
+EXACT = ("relu", "squared_relu")  # products alone: equal to the reference bit for bit
+ACTIVATIONS = [(n,) for n in ("gelu", "silu", "quick_gelu", *EXACT)]
+ACTIVATIONS += [*((*n, "linear") for n in ACTIVATIONS), ("clamped_silu", "clamped_linear")]
+ACTIVATION_SHAPES = [(1, 1), (1, 1001), (300, 1), (199, 1001), (257, 72), (512, 128)]
+LIMIT, OFFSET = 7.0, 1.0
+
+
+def swish64(dy, x, names):
+    """y, dx and how far the kernel may be off, in float64. ex2 is right to 2 ulp and rcp to 1, so that the sigmoid is
+    off by 2**-22 at most, and where it is 1 or 0 in f32 by what is lost there; each product adds half an ulp."""
+    x, dy = np.asarray(x, np.float64), np.asarray(dy, np.float64)
+    clamped, (p, dp) = names[0] == "clamped_silu", SWISH[names[0]]
+    x0 = np.minimum(x[:, 0], LIMIT) if clamped else x[:, 0]
+    x1 = 1.0 if len(names) == 1 else np.clip(x[:, 1], -LIMIT, LIMIT) + OFFSET if clamped else x[:, 1]
+    s = _sigmoid(p(x0))
+    slope = x0 * dp(x0)
+    d, d_error = s + slope * s * (1 - s), 2.0**-22 + np.abs(slope) * np.minimum(2.0**-22, 4 * np.exp(-np.abs(p(x0))))
+    meets = lambda x: np.where(x < LIMIT, 1.0, np.where(x == LIMIT, 0.5, 0.0))
+    mask0 = meets(x[:, 0]) if clamped else 1.0
+    y, y_error = x0 * s * x1, np.abs(x0 * x1) * 2.0**-22
+    dx, dx_error = [dy * x1 * d * mask0], [np.abs(dy * x1) * d_error * mask0]
+    if len(names) == 2:
+        mask1 = meets(x[:, 1]) * meets(-x[:, 1]) if clamped else 1.0
+        dx.append(dy * x0 * s * mask1)
+        dx_error.append(np.abs(dy * x0) * 2.0**-22 * mask1)
+    dx, dx_error = np.stack(dx, 1), np.stack(dx_error, 1)
+    return (y, y_error + np.abs(y) * 2.0**-22), (dx, dx_error + np.abs(dx) * 2.0**-21)
+
+
+def fp8_close(got, want, error, scale, dtype):
+    """Within half a step of the exact value times scale, and what the value may be off."""
+    info = jnp.finfo(dtype)
+    want, error = np.clip(want * scale, -float(info.max), float(info.max)), error * scale
+    step = np.exp2(np.floor(np.log2(np.maximum(np.abs(want) + error, float(info.smallest_normal))))) * float(info.eps)
+    worst = np.abs(np.asarray(got, np.float64) - want) - (0.5 * step + error + np.abs(want) * 2.0**-24)
+    assert worst.max() <= 0, f"off by {worst.max()} too much at {np.unravel_index(worst.argmax(), worst.shape)}"
+
+
+def wide_close(got, want, error, dtype):
+    info = jnp.finfo(dtype)
+    half = np.maximum(np.abs(want) * float(info.eps) / 2, float(info.smallest_subnormal))
+    assert (np.abs(np.asarray(got, np.float64) - want) <= (half + error) * 1.001).all()
+
+
+def activation_case(names, shape, dtype, rng):
+    x = jnp.asarray(rng.standard_normal((shape[0], len(names), shape[1])) * 4, f32).astype(dtype)
+    x = x.at[: shape[0] // 3, :, : shape[1] // 3].multiply(8).at[shape[0] // 2].set(0)  # saturated, and a zero row
+    dy = jnp.asarray(rng.standard_normal(shape), f32).astype(dtype)
+    return dy, x, jnp.float32(rng.uniform(1, 30))
+
+
+@pytest.mark.parametrize("shape", ACTIVATION_SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [bf16, f16, f32], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("names", ACTIVATIONS, ids="-".join)
+def test_activation(names, dtype, shape, rng):
+    dy, x, scale = activation_case(names, shape, dtype, rng)
+    attrs = attributes(names)
+    fwd = jax.jit(lambda *a: activation_fwd(*a, dtype=E4M3, **attrs))(x, scale)
+    bwd = jax.jit(lambda *a: activation_bwd(*a, dtype=E5M2, **attrs))(dy, x, scale)
+    want_fwd = activation_fwd.reference(x, scale, dtype=E4M3, **attrs)
+    want_bwd = activation_bwd.reference(dy, x, scale, dtype=E5M2, **attrs)
+    exact = names[0] in EXACT
+    if exact:
+        for got, want in zip((*fwd, *bwd[:4]), (*want_fwd, *want_bwd[:4])):
+            bits_equal(got, want)
+        dx = np.asarray(activation_bwd.reference(dy.astype(f32), x.astype(f32), None, dtype=E5M2, **attrs)[0])
+        dx, dx_error = dx.astype(np.float64), np.zeros(dx.shape)
+    else:
+        (y, y_error), (dx, dx_error) = swish64(dy, x, names)
+        for got, fp8, (wide, error) in ((fwd, E4M3, (y, y_error)), (bwd, E5M2, (dx, dx_error))):
+            wide_close(got[0], wide, error, dtype)
+            fp8_close(got[1], wide, error, float(scale), fp8)
+            assert abs(float(got[3]) - np.abs(wide).max()) <= error.max()
+        bits_equal(fwd[2], np.asarray(fwd[1]).T)
+        bits_equal(bwd[2], np.asarray(bwd[1]).transpose(1, 2, 0))
+    bound = (np.abs(dx) * shape[0] * 2.0**-24 + dx_error).sum(0)  # f32 sums in another order
+    assert (np.abs(np.asarray(bwd[4], np.float64) - dx.sum(0)) <= bound + 1e-30).all()
+
+
+@pytest.mark.parametrize(
+    "outputs", [("y",), ("data", "amax"), ("data_t", "amax"), ("y", "data", "data_t")], ids="-".join
+)
+@pytest.mark.parametrize("shape", [(199, 1001), (512, 128)], ids=str)
+def test_activation_chosen_results(outputs, shape, rng):
+    names = ("squared_relu", "linear")
+    dy, x, scale = activation_case(names, shape, bf16, rng)
+    scale, attrs = None if outputs == ("y",) else scale, dict(attributes(names), dtype=E4M3)
+    got = jax.jit(lambda *a: activation_fwd(*a, outputs=outputs, **attrs))(x, scale)
+    want = dict(zip(("y", "data", "data_t", "amax"), activation_fwd.reference(x, scale, **attrs)))
+    for name, g in zip(outputs, got):
+        bits_equal(g, want[name])
+    outputs = tuple("dx" if name == "y" else name for name in outputs)
+    got = jax.jit(lambda *a: activation_bwd(*a, outputs=outputs, **attrs))(dy, x, scale)
+    want = dict(zip(("dx", "data", "data_t", "amax"), activation_bwd.reference(dy, x, scale, **attrs)))
+    for name, g in zip(outputs, got):
+        bits_equal(g, want[name])
+
+
+@pytest.mark.parametrize("names", ACTIVATIONS, ids="-".join)
+def test_activation_not_finite(names, rng):
+    """NaN, inf and numbers whose cube is not finite give what the reference gives."""
+    bad = np.array([np.inf, -np.inf, np.nan, 1e30, -1e30, 0.0, -0.0, LIMIT, -LIMIT, 1.5], np.float32)
+    pairs = np.stack(np.meshgrid(bad, bad), -1).reshape(-1, 2)
+    x = jnp.asarray(np.tile(pairs[:, None, : len(names)], (1, 1, 1)).transpose(2, 0, 1)[..., 0], f32)  # [a, 100]
+    x = jnp.tile(x[None], (3, 1, 1)).astype(bf16)
+    attrs, scale = attributes(names), jnp.float32(2.0)
+    got = jax.jit(lambda *a: activation_fwd(*a, dtype=E4M3, **attrs))(x, scale)
+    want = activation_fwd.reference(x, scale, dtype=E4M3, **attrs)
+    same_specials(got[:2], want[:2])
+    assert np.isnan(float(got[3])) and np.isnan(float(want[3]))
+    # Not 1e30 for the gradient: 3 x**2 is not finite in f32, where the kernel has the limit.
+    x = x[..., (np.abs(np.nan_to_num(pairs, posinf=0, neginf=0)) < 1e9).all(1)]
+    dy = jnp.asarray([1.0, 0.0, np.nan], bf16)[:, None] * jnp.ones((3, x.shape[-1]), bf16)
+    got = jax.jit(lambda *a: activation_bwd(*a, dtype=E5M2, **attrs))(dy, x, scale)
+    same_specials(got[:2], activation_bwd.reference(dy, x, scale, dtype=E5M2, **attrs)[:2])
+
+
+def same_specials(got, want):
+    for g, w in zip(got, want):
+        g, w = np.asarray(g, np.float32), np.asarray(w, np.float32)
+        np.testing.assert_array_equal(np.isnan(g), np.isnan(w))
+        np.testing.assert_allclose(g, w, rtol=2.0**-2, atol=1e-6)  # one step of E5M2
+
+
+@pytest.mark.parametrize("names", [("gelu",), ("silu", "linear"), ("squared_relu",)], ids="-".join)
+def test_activation_large(names, rng):
+    """Compared on the device: bytes differ from the reference only where f32 noise crosses a rounding boundary."""
+    m, f = 8192, 4096
+    x = jax.random.normal(jax.random.key(0), (2, m // 2, len(names), f), bf16) * 2
+    dy, scale, attrs = jax.random.normal(jax.random.key(1), (2, m // 2, f), bf16), jnp.float32(20.0), attributes(names)
+
+    @jax.jit
+    def differ(x, dy):
+        fwd, bwd = activation_fwd(x, scale, dtype=E4M3, **attrs), activation_bwd(dy, x, scale, dtype=E5M2, **attrs)
+        want = activation_fwd.reference(x, scale, dtype=E4M3, **attrs)
+        want_bwd = activation_bwd.reference(dy, x, scale, dtype=E5M2, **attrs)
+        parts = [jnp.mean((g != w).astype(f32)) for g, w in zip((*fwd[1:3], *bwd[1:3]), (*want[1:3], *want_bwd[1:3]))]
+        return parts, (fwd[3], want[3]), (bwd[3], want_bwd[3]), bwd[4], want_bwd[4]
+
+    parts, *amaxes, dbias, want_dbias = differ(x, dy)
+    assert max(map(float, parts)) <= (0 if names[0] in EXACT else 1e-4)
+    for got, want in amaxes:
+        assert float(got) == pytest.approx(float(want), rel=1e-6)
+    assert rel(dbias, want_dbias) < 1e-5
+
+
+def test_activation_empty():
+    attrs = attributes(("silu", "linear"))
+    for shape in ((0, 2, 64), (64, 2, 0)):
+        x, dy = jnp.ones(shape, bf16), jnp.ones((shape[0], shape[2]), bf16)
+        fwd = jax.jit(lambda x: activation_fwd(x, jnp.float32(1), dtype=E4M3, **attrs))(x)
+        bwd = jax.jit(lambda dy, x: activation_bwd(dy, x, jnp.float32(1), dtype=E5M2, **attrs))(dy, x)
+        assert float(fwd[3]) == float(bwd[3]) == 0.0 and bwd[0].shape == shape and not np.asarray(bwd[4]).any()
 
 
 def rel(got, want):

@@ -1,4 +1,5 @@
-"""Activations of the MLP, gated ones among them, in plain JAX: XLA fuses them into one pass."""
+"""Activations of the MLP, gated ones among them: in plain JAX, and for the common ones straight to FP8 in both
+layouts, forward and backward."""
 
 import functools
 import math
@@ -7,6 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+
+from te_jax._op import Op
+from te_jax.ops.quantize import saturate, tiles, transpose
 
 # Clamped SwiGLU of gpt-oss (https://arxiv.org/abs/2508.10925): the defaults of its model card.
 CLAMPED_DEFAULTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
@@ -94,12 +98,15 @@ def activation(x: jax.Array, names: Sequence[str | Callable], params: Mapping | 
         )
 
     def product(x):
-        f32 = x.astype(jnp.float32)
-        parts = [_apply(name, f32[..., a, :], values) for a, name in enumerate(order)]
-        return functools.reduce(operator.mul, parts).astype(x.dtype)
+        return _product(x.astype(jnp.float32), order, values).astype(x.dtype)
 
     # Without it autodiff would keep float32 copies of x for the backward pass.
     return jax.checkpoint(product, prevent_cse=False)(x)
+
+
+def _product(x, order, values):
+    """f32 [..., A, F] -> f32 [..., F]"""
+    return functools.reduce(operator.mul, [_apply(name, x[..., a, :], values) for a, name in enumerate(order)])
 
 
 def _apply(name: str | Callable, x: jax.Array, values: dict[str, float]) -> jax.Array:
@@ -108,3 +115,114 @@ def _apply(name: str | Callable, x: jax.Array, values: dict[str, float]) -> jax.
     if name in _ACTIVATIONS:
         return _ACTIVATIONS[name](x, values)
     return (jnp.tanh if name == "tanh" else getattr(jax.nn, name))(x)
+
+
+# -- straight to FP8 ------------------------------------------------------------------------------------------
+
+# The kernels of csrc/activation.cu: of slot 0; slot 1, where there is one, is linear (clamped_linear behind
+# clamped_silu).
+_KINDS = ("gelu", "silu", "relu", "quick_gelu", "squared_relu", "clamped_silu")
+_FUSED = {
+    **{(name,): kind for kind, name in enumerate(_KINDS[:-1])},
+    **{(name, "linear"): kind for kind, name in enumerate(_KINDS[:-1])},
+    ("clamped_silu", "clamped_linear"): _KINDS.index("clamped_silu"),
+}
+
+
+def supported(names: Sequence[str | Callable]) -> bool:
+    """Whether `te_activation_fwd` and `te_activation_bwd` offer these activations, else there is `activation` alone.
+
+    Raises as `slots` does.
+    """
+    return slots(names) in _FUSED
+
+
+def attributes(names: Sequence[str | Callable], params: Mapping | None = None) -> dict:
+    """The attributes `names`, `limit`, `alpha` and `glu_linear_offset` of the two ops, as `activation` reads its
+    arguments. Raises ValueError where the ops do not offer `names`, else as `activation`."""
+    order = slots(names)
+    if order not in _FUSED:
+        known = ", ".join(map(str, _FUSED))
+        raise ValueError(f"te_activation: {order} is not fused with quantize; use one of {known}, or `activation`.")
+    return dict(names=order, **{key: float(value) for key, value in _parameters(order, params).items()})
+
+
+def _check_slots(x, names):
+    if x.shape[-2] != len(names):
+        raise ValueError(
+            f"te_activation: axis `a` of x[m... a f] is {x.shape[-2]}, but {len(names)} activations are named: {names}."
+        )
+
+
+def _fwd_reference(x, scale, *, names, dtype, **params):
+    _check_slots(x, names)
+    y = _product(x.astype(jnp.float32), names, params)
+    if scale is None:
+        return y.astype(x.dtype), None, None, None
+    data = saturate(y * scale, dtype)
+    return y.astype(x.dtype), data, jnp.moveaxis(data, -1, 0), jnp.max(jnp.abs(y), initial=0.0)
+
+
+def _bwd_reference(dy, x, scale, *, names, dtype, **params):
+    _check_slots(x, names)
+    _, vjp = jax.vjp(lambda x: _product(x, names, params), x.astype(jnp.float32))
+    (dx,) = vjp(dy.astype(jnp.float32))
+    dbias = jnp.sum(dx, tuple(range(x.ndim - 2)))
+    if scale is None:
+        return dx.astype(x.dtype), None, None, None, dbias
+    data = saturate(dx * scale, dtype)
+    return dx.astype(x.dtype), data, transpose(data, x.ndim - 2), jnp.max(jnp.abs(dx), initial=0.0), dbias
+
+
+def _bwd_dtypes(dy, x, scale, *, dtype, **_):
+    if dy != x:
+        raise TypeError(f"te_activation_bwd: dy is {dy}, x is {x}; cast one to the other.")
+    return x, dtype, dtype, jnp.float32, jnp.float32
+
+
+def _cuda(call, *operands, names, **attrs):
+    _check_slots(operands[-2], names)  # x stands before scale
+    return call(*operands, kind=_FUSED[names], **attrs)
+
+
+def _tiles(x):
+    """Of [*m, a, f]: tiles of a slot."""
+    return tiles(math.prod(x[:-2]), x[-1])
+
+
+activation_fwd = Op(
+    "te_activation_fwd",
+    "x: m... a f, scale?: -> y?: m... f, data?: m... f, data_t?: f m..., amax?:",
+    replicated="a",
+    combine={"amax": "max"},
+    dtypes=lambda x, scale, *, dtype, **_: (x, dtype, dtype, jnp.float32),
+    partials={"amax": lambda x, *args, **attrs: _tiles(x)},
+    reference=_fwd_reference,
+    cuda=_cuda,
+)
+"""x f32|bf16|f16 [*m, a, f], scale f32[] (with FP8 results) -> as chosen by `outputs`:
+
+y      [*m, f] of x's type: the product over a of names[a](x[..., a, :]), in f32 until here
+data   FP8 [*m, f], data_t FP8 [f, *m]: the f32 y, times scale, saturated
+amax   f32[]: max |f32 y|
+
+Attributes as `attributes` makes them, and dtype: the FP8 type, a jnp.dtype.
+"""
+
+activation_bwd = Op(
+    "te_activation_bwd",
+    "dy: m... f, x: m... a f, scale?: -> dx?: m... a f, data?: m... a f, data_t?: a f m..., amax?:, dbias?: a f",
+    replicated="a",
+    combine={"amax": "max", "dbias": "sum"},
+    dtypes=_bwd_dtypes,
+    partials={"amax": lambda dy, x, *args, **attrs: _tiles(x), "dbias": lambda dy, x, *args, **attrs: _tiles(x)[:1]},
+    reference=_bwd_reference,
+    cuda=_cuda,
+)
+"""The backward pass of te_activation_fwd: dy [*m, f] of x's type, x, scale f32[] (with FP8 results) -> as chosen:
+
+dx     [*m, a, f] of x's type: dy times the derivative by x, in f32 until here
+data   FP8 [*m, a, f], data_t FP8 [a, f, *m]: the f32 dx, times scale, saturated
+amax   f32[]: max |f32 dx|
+dbias  f32[a, f]: the sum over m of the f32 dx, for the bias gradient
+"""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from te_jax._op import Op
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
-_TILE = 128  # rows and columns of a tile in csrc/quantize.cu
+_TILE_ROWS, _TILE_COLUMNS = 256, 64  # csrc/tile.cuh
 
 
 def saturate(x, dtype):
@@ -30,9 +30,13 @@ def _reference(x, scale, *, split, dtype):
     return data, transpose(data, split), jnp.max(jnp.abs(x), initial=0.0), jnp.sum(x, tuple(range(split)))
 
 
-def _tiles(x, scale, *, split, dtype):
+def tiles(m, n):
     """Rows and columns of tiles: one partial amax for each, one partial column sum for each row of them."""
-    return ceil(prod(x[:split]) / _TILE), ceil(prod(x[split:]) / _TILE)
+    return ceil(m / _TILE_ROWS), ceil(n / _TILE_COLUMNS)
+
+
+def _tiles(x, *args, split, **attrs):
+    return tiles(prod(x[:split]), prod(x[split:]))
 
 
 quantize = Op(

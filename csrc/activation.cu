@@ -1,0 +1,297 @@
+// The activation of the MLP and its derivative, straight to FP8 in both layouts. Bytes per element of the
+// result in bf16: forward 2 read (4 where gated), 2 written; backward 4 read (3 where gated, for there are
+// twice as many results), 2 written; 2 more where the result is wanted in x's type too.
+
+#include <cmath>
+
+#include "tile.cuh"
+
+namespace te {
+namespace {
+
+enum Kind {
+  kGelu,
+  kSilu,
+  kRelu,
+  kQuickGelu,
+  kSquaredRelu,
+  kClampedSilu,
+  kKinds
+};  // te_jax/ops/activation.py
+
+// ex2.approx: 2 ulp; rcp.approx: 1 ulp.
+__device__ __forceinline__ float Exp2(float x) {
+  asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+  return x;
+}
+__device__ __forceinline__ float Reciprocal(float x) {
+  asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
+  return x;
+}
+
+// NaN where a or b is.
+__device__ __forceinline__ float MaxNan(float a, float b) {
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+  return a;
+}
+__device__ __forceinline__ float MinNan(float a, float b) {
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+  return a;
+}
+
+// The derivative of min(x, limit): half at the tie, as jax has it.
+__device__ __forceinline__ float BelowLimit(float x, float limit) {
+  return x < limit ? 1.f : x == limit ? 0.5f : 0.f;
+}
+
+constexpr int kGroup = 4;  // elements that share a branch: 8 would hold twice the registers across it
+
+// The functions of slot 0 are of two families, told apart at run time (all threads take the same branch):
+// relu(x) or its square, and x * sigmoid(x * (c0 + c1 * x^2)). Gelu in its tanh form is of the second, for (1
+// + tanh(u)) / 2 = sigmoid(2 * u).
+struct Activation {
+  float c0, c1;        // times -log2(e)
+  bool relu, squared;  // the first family
+  bool clamped;        // x0 = min(x0, limit), x1 = clip(x1, -limit, limit) + offset
+  float limit, offset;
+
+  __device__ __forceinline__ float Sigmoid(float x) const {
+    const float x2 = fminf(x * x, 1e30f);                 // finite: c1 may be 0; x keeps a NaN
+    return Reciprocal(1.f + Exp2(x * fmaf(c1, x2, c0)));  // 0 and 1 at -inf and inf
+  }
+
+  // f(x) and, where wanted, f'(x) of slot 0, of kGroup elements.
+  template <bool kDerivative>
+  __device__ __forceinline__ void Evaluate(const float (&x)[kGroup], float (&f)[kGroup],
+                                           float (&df)[kGroup]) const {
+    if (relu) {
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) {
+        f[j] = MaxNan(x[j], 0.f);
+        if (kDerivative) df[j] = squared ? 2.f * x[j] : 1.f;
+        if (squared) f[j] *= f[j];
+      }
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) {
+      const float s = Sigmoid(x[j]);
+      f[j] = x[j] * s;
+      if (!kDerivative) continue;
+      constexpr float kLn2 = 0.693147180559945f;
+      const float x2 = fminf(x[j] * x[j], 1e30f);
+      const float du = -kLn2 * fmaf(3.f * c1, x2, c0);  // of the sigmoid's argument
+      df[j] = fmaf(f[j] * (1.f - s), du, s);
+    }
+  }
+
+  // y = f(x0) [* x1]
+  template <typename T, int kA>
+  __device__ __forceinline__ void Forward(const Vec<T, 8> (&x)[kA], int first, float (&y)[8]) const {
+    float x0[kGroup], f[kGroup], unused[kGroup];
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) x0[j] = x[0][first + j];
+    if (kA == 2 && clamped) {
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) x0[j] = MinNan(x0[j], limit);
+    }
+    Evaluate<false>(x0, f, unused);
+    if (kA == 2 && clamped) {
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) f[j] *= MinNan(MaxNan(x[kA - 1][first + j], -limit), limit) + offset;
+    } else if (kA == 2) {
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) f[j] *= x[kA - 1][first + j];
+    }
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) y[first + j] = f[j];
+  }
+
+  template <typename T, int kA>
+  __device__ __forceinline__ void Backward(const Vec<T, 8>& dy, const Vec<T, 8> (&x)[kA], int first,
+                                           float (&dx)[kA][8]) const {
+    float x0[kGroup], f[kGroup], df[kGroup], g[kGroup];  // g: the gradient of f
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) x0[j] = x[0][first + j], g[j] = dy[first + j];
+    if (kA == 2 && clamped) {
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) x0[j] = MinNan(x0[j], limit);
+    }
+    Evaluate<true>(x0, f, df);
+    if (kA == 2 && clamped) {
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) {
+        const float x1 = x[kA - 1][first + j], low = MaxNan(x1, -limit);
+        dx[kA - 1][first + j] = g[j] * f[j] * (BelowLimit(-x1, limit) * BelowLimit(low, limit));
+        g[j] *= MinNan(low, limit) + offset;
+        df[j] *= BelowLimit(x[0][first + j], limit);
+      }
+    } else if (kA == 2) {
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) {
+        dx[kA - 1][first + j] = g[j] * f[j];
+        g[j] *= x[kA - 1][first + j];
+      }
+    }
+    // relu's derivative selects: 0 also where g is not finite
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) dx[0][first + j] = relu && !(x0[j] > 0.f) ? 0.f : g[j] * df[j];
+  }
+};
+
+template <typename T, int kA>
+struct ActivationSource {
+  using Type = T;
+  struct Raw {
+    Vec<T, 8> x[kA];
+  };
+  static constexpr int kSlots = 1, kCtas = 5 - kA, kWindow = 16 / int(sizeof(T)) / kA;
+  static constexpr bool kSums = false;
+  const T* x;  // [m, a, n]
+  int64_t n;
+  Activation act;
+
+  template <bool kVectors>
+  __device__ __forceinline__ Raw Load(int64_t row, int64_t column, int columns) const {
+    Raw raw;
+#pragma unroll
+    for (int s = 0; s < kA; ++s) raw.x[s] = LoadRow<kVectors>(x + (row * kA + s) * n + column, columns);
+    return raw;
+  }
+
+  __device__ __forceinline__ void Values(const Raw& raw, float (&f)[1][8]) const {
+#pragma unroll
+    for (int first = 0; first < 8; first += kGroup) act.Forward(raw.x, first, f[0]);
+  }
+};
+
+template <typename T, int kA>
+struct GradientSource {
+  using Type = T;
+  struct Raw {
+    Vec<T, 8> dy, x[kA];
+  };
+  static constexpr int kSlots = kA, kCtas = 4 / kA, kWindow = 4 * kA / int(sizeof(T));
+  static constexpr bool kSums = true;
+  const T* dy;  // [m, n]
+  const T* x;   // [m, a, n]
+  int64_t n;
+  Activation act;
+
+  template <bool kVectors>
+  __device__ __forceinline__ Raw Load(int64_t row, int64_t column, int columns) const {
+    Raw raw;
+    raw.dy = LoadRow<kVectors>(dy + row * n + column, columns);
+#pragma unroll
+    for (int s = 0; s < kA; ++s) raw.x[s] = LoadRow<kVectors>(x + (row * kA + s) * n + column, columns);
+    return raw;
+  }
+
+  __device__ __forceinline__ void Values(const Raw& raw, float (&f)[kA][8]) const {
+#pragma unroll
+    for (int first = 0; first < 8; first += kGroup) act.Backward(raw.dy, raw.x, first, f);
+  }
+};
+
+ffi::Error MakeActivation(const char* op, int64_t kind, int64_t slots, double limit, double alpha,
+                          double offset, Activation* out) {
+  TE_CHECK(kind >= 0 && kind < kKinds, "%s: kind is %ld", op, long(kind));
+  TE_CHECK(slots == 1 || slots == 2, "%s: x has %ld slots", op, long(slots));
+  TE_CHECK(kind != kClampedSilu || slots == 2, "%s: clamped_silu is gated", op);
+  const double log2e = 1.4426950408889634, gelu = 2 * std::sqrt(2 / 3.14159265358979323846);
+  const double c0 = kind == kGelu ? gelu : kind == kQuickGelu ? 1.702 : kind == kClampedSilu ? alpha : 1.0;
+  const double c1 = kind == kGelu ? gelu * 0.044715 : 0.0;
+  *out = {float(-log2e * c0),   float(-log2e * c1),   kind == kRelu || kind == kSquaredRelu,
+          kind == kSquaredRelu, kind == kClampedSilu, float(limit),
+          float(offset)};
+  return ffi::Error::Success();
+}
+
+// x: [m..., a, f] -> m, a, f.
+struct SlotSizes {
+  int64_t m, a, f;
+};
+
+SlotSizes SizesOf(const Arg& x) {
+  const auto dims = x.dimensions();
+  const int64_t a = dims[dims.size() - 2], f = dims.back();
+  return {int64_t(x.element_count()) / (a * f), a, f};
+}
+
+// Calls fn.operator()<T, a>().
+template <typename Fn>
+ffi::Error DispatchSlots(const Arg& x, int64_t a, Fn&& fn) {
+  return DispatchFloat(x.element_type(), [&]<typename T>() -> ffi::Error {
+    return a == 1 ? fn.template operator()<T, 1>() : fn.template operator()<T, 2>();
+  });
+}
+
+ffi::Error LaunchActivation(cudaStream_t stream, Arg x, Arg scale, Ret y, Ret data, Ret data_t, Ret amax,
+                            int64_t kind, double limit, double alpha, double glu_linear_offset) {
+  const char* op = "te_activation_fwd";
+  TE_CHECK(x.dimensions().size() >= 2, "%s: x is %s", op, Shape(x).c_str());
+  if (x.element_count() == 0) return ZeroPartials(stream, amax, nullptr);
+  const SlotSizes sizes = SizesOf(x);
+  Activation act;
+  TE_TRY(MakeActivation(op, kind, sizes.a, limit, alpha, glu_linear_offset, &act));
+  return DispatchSlots(x, sizes.a, [&]<typename T, int kA>() -> ffi::Error {
+    const ActivationSource<T, kA> source{Data<T>(x), sizes.f, act};
+    TileResults<T> results;
+    TE_TRY(GetTileResults(op, sizes.m, 1, sizes.f, scale, &y, data, data_t, amax, nullptr, &results));
+    return LaunchTiles(stream, source, results, Aligned(source.x));
+  });
+}
+
+ffi::Error LaunchGradient(cudaStream_t stream, Arg dy, Arg x, Arg scale, Ret dx, Ret data, Ret data_t,
+                          Ret amax, Ret dbias, int64_t kind, double limit, double alpha,
+                          double glu_linear_offset) {
+  const char* op = "te_activation_bwd";
+  TE_CHECK(x.dimensions().size() >= 2, "%s: x is %s", op, Shape(x).c_str());
+  if (x.element_count() == 0) return ZeroPartials(stream, amax, &dbias);
+  const SlotSizes sizes = SizesOf(x);
+  TE_CHECK(dy.element_type() == x.element_type() && int64_t(dy.element_count()) == sizes.m * sizes.f,
+           "%s: dy is %s, x is %s; they differ in type or size", op, Shape(dy).c_str(), Shape(x).c_str());
+  Activation act;
+  TE_TRY(MakeActivation(op, kind, sizes.a, limit, alpha, glu_linear_offset, &act));
+  return DispatchSlots(x, sizes.a, [&]<typename T, int kA>() -> ffi::Error {
+    const GradientSource<T, kA> source{Data<T>(dy), Data<T>(x), sizes.f, act};
+    TileResults<T> results;
+    TE_TRY(GetTileResults(op, sizes.m, kA, sizes.f, scale, &dx, data, data_t, amax, &dbias, &results));
+    const bool aligned = Aligned(source.dy) && Aligned(source.x);
+    return LaunchTiles(stream, source, results, aligned);
+  });
+}
+
+}  // namespace
+
+TE_HANDLER(te_activation_fwd, LaunchActivation,
+           Bind()
+               .Ctx<Stream>()
+               .Arg<Arg>()  // x: m... a f
+               .Arg<Arg>()  // scale?: f32 []
+               .Ret<Arg>()  // y?: m... f
+               .Ret<Arg>()  // data?: m... f
+               .Ret<Arg>()  // data_t?: f m...
+               .Ret<Arg>()  // amax?: partial [ceil(m / 256), ceil(f / 64)]
+               .Attr<int64_t>("kind")
+               .Attr<double>("limit")
+               .Attr<double>("alpha")
+               .Attr<double>("glu_linear_offset"));
+
+TE_HANDLER(te_activation_bwd, LaunchGradient,
+           Bind()
+               .Ctx<Stream>()
+               .Arg<Arg>()  // dy: m... f
+               .Arg<Arg>()  // x: m... a f
+               .Arg<Arg>()  // scale?: f32 []
+               .Ret<Arg>()  // dx?: m... a f
+               .Ret<Arg>()  // data?: m... a f
+               .Ret<Arg>()  // data_t?: a f m...
+               .Ret<Arg>()  // amax?: partial [ceil(m / 256), ceil(f / 64)]
+               .Ret<Arg>()  // dbias?: partial [ceil(m / 256), a, f]
+               .Attr<int64_t>("kind")
+               .Attr<double>("limit")
+               .Attr<double>("alpha")
+               .Attr<double>("glu_linear_offset"));
+
+}  // namespace te

@@ -1,0 +1,283 @@
+// One reading of the sources, FP8 in both layouts, amax and column sums: what te_quantize and te_activation_*
+// share. A Source says what to read for 8 neighbours of a row and which f32 values it gives; the rest is
+// here.
+//
+// A CTA has one tile of 256 rows x 64 columns: data_t is written in pieces of 256 bytes, x is read in lines
+// of 128. Measured on an H200 beside it, in [8192, 16384] of bf16: 128 x 128 is 4 % slower, default stores
+// instead of streaming ones 10 %, CTAs that walk through many tiles and fetch the next ahead (registers or
+// cp.async) 7 %.
+#pragma once
+
+#include "fp8.cuh"
+#include "reduce.cuh"
+
+namespace te {
+
+constexpr int kTileRows = 256, kTileColumns = 64;  // te_jax/ops/quantize.py has them for the partial results
+constexpr int kTileThreads = 256;
+constexpr int kGroups = kTileColumns / 8;                 // of columns; a thread has 8 of them ...
+constexpr int kBandRows = kTileThreads / kGroups * 4;     // ... and 4 rows of each band
+constexpr int kThreadRows = kTileRows / kBandRows * 4;    // of a thread
+constexpr int kTileWords = kTileRows / 4 * kTileColumns;  // of 4 FP8
+
+// What a tile kernel writes. n: columns of a slot; the slots (the A of [m, A, f]) lie side by side.
+template <typename T>
+struct TileResults {
+  const float* scale;  // [], nullptr where no FP8 is wanted
+  T* wide;             // [m, slots, n] or nullptr: the f32 values in the type of x
+  uint8_t* data;       // [m, slots, n] or nullptr
+  uint8_t* data_t;     // [slots, n, m] or nullptr
+  float* amax;         // [chunks, strips] = [ceil(m / kTileRows), ceil(n / kTileColumns)] or nullptr
+  float* dbias;        // [chunks, slots, n] or nullptr
+  int64_t m, n;
+  unsigned chunks, strips;
+  bool e5m2;  // data and data_t, else E4M3
+};
+
+// The transposed tile: kTileColumns columns of kTileRows / 4 words of 4 rows. The xor spreads the groups of
+// columns that a warp writes at once over all banks; it moves words by fours, so 16-byte reads stay in one
+// piece.
+__device__ __forceinline__ int TileWord(int column, int word) {
+  return column * (kTileRows / 4) + (word ^ (column / 8 * 4));
+}
+
+// 8 columns of one row; zeros outside of the tile. kVectors: the 8 are inside or outside together.
+template <bool kVectors, typename T>
+__device__ __forceinline__ Vec<T, 8> LoadRow(const T* p, int columns) {
+  if constexpr (kVectors) {
+    return LoadOnce<8>(p, columns > 0);
+  } else {
+    Vec<T, 8> out{};
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (i < columns) out.Set(i, p[i]);
+    return out;
+  }
+}
+
+// f32 -> T, `columns` of the 8 values.
+template <bool kVectors, typename T>
+__device__ __forceinline__ void StoreWide(T* p, const float (&f)[8], int columns) {
+  const Vec<T, 8> v = Round<T>(f);
+  if constexpr (kVectors) {
+    struct alignas(16) {
+      uint4 words[sizeof(v) / 16];
+    } raw = __builtin_bit_cast(decltype(raw), v);
+#pragma unroll
+    for (size_t i = 0; i < sizeof(v) / 16; ++i) __stcs(reinterpret_cast<uint4*>(p) + i, raw.words[i]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      if (j < columns) p[j] = static_cast<T>(f[j]);
+  }
+}
+
+// tile -> data where rows of `stride` bytes are not aligned to 8: lanes write neighbouring bytes.
+__device__ inline void StoreRowBytes(const uint32_t* tile, uint8_t* data, int64_t stride, int rows,
+                                     int columns) {
+  for (int i = threadIdx.x; i < kTileRows * kTileColumns; i += kTileThreads) {
+    const int r = i / kTileColumns, c = i % kTileColumns;
+    if (r < rows && c < columns) data[r * stride + c] = tile[TileWord(c, r / 4)] >> r % 4 * 8;
+  }
+}
+
+// tile -> data_t, 256 bytes of a column by 16 threads; byte by byte where columns of m bytes are not aligned
+// to 16.
+__device__ inline void StoreColumns(const uint32_t* tile, uint8_t* data_t, int64_t m, int rows, int columns) {
+  if (m % 16 == 0) {
+#pragma unroll
+    for (int i = threadIdx.x; i < kTileWords / 4; i += kTileThreads) {
+      const int c = i / (kTileRows / 16), r = i % (kTileRows / 16) * 16;
+      if (r >= rows || c >= columns) continue;
+      __stcs(reinterpret_cast<uint4*>(data_t + c * m + r),
+             *reinterpret_cast<const uint4*>(tile + TileWord(c, r / 4)));
+    }
+    return;
+  }
+  for (int i = threadIdx.x; i < kTileRows * kTileColumns; i += kTileThreads) {
+    const int c = i / kTileRows, r = i % kTileRows;
+    if (r < rows && c < columns) data_t[c * m + r] = tile[TileWord(c, r / 4)] >> r % 4 * 8;
+  }
+}
+
+// Sums of a warp's rows: half of the values go to the lane beside in every step, so that a lane ends with 2
+// of its group's 8 columns. scratch: [warps, kTileColumns], to be read behind a barrier.
+__device__ __forceinline__ void WarpColumnSums(float (&sums)[8], float* scratch) {
+  static_assert(kGroups == 8);
+  const bool upper = Lane() & 16, odd = Lane() & 8;
+  float four[4], two[2];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float away = upper ? sums[j] : sums[j + 4];
+    four[j] = (upper ? sums[j + 4] : sums[j]) + __shfl_xor_sync(~0u, away, 16);
+  }
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const float away = odd ? four[j] : four[j + 2];
+    two[j] = (odd ? four[j + 2] : four[j]) + __shfl_xor_sync(~0u, away, 8);
+  }
+  const int c = Lane() % kGroups * 8 + upper * 4 + odd * 2;
+  *reinterpret_cast<float2*>(scratch + WarpIndex() * kTileColumns + c) = make_float2(two[0], two[1]);
+}
+
+// The warps' sums -> column sums of the tile, by its first threads.
+__device__ inline void StoreColumnSums(const float* scratch, float* dbias, int columns) {
+  const int c = threadIdx.x;
+  if (c >= columns) return;
+  float sum = 0.f;
+#pragma unroll
+  for (int w = 0; w < kTileThreads / 32; ++w) sum += scratch[w * kTileColumns + c];
+  dbias[c] = sum;
+}
+
+// max(a, |b|), NaN if one is NaN: one instruction.
+__device__ __forceinline__ float MaxAbs(float a, float b) {
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(fabsf(b)));
+  return a;
+}
+
+// Source:
+//   Type      of x and of the wide result
+//   Raw       what is read for 8 neighbours of a row
+//   kSlots    2 where a row of results is twice as long as one of a strip's sources, else 1
+//   kSums     whether there may be column sums
+//   kCtas     on one multiprocessor
+//   kWindow   rows that a thread has in flight, a divisor of kThreadRows
+//   Load<kVectors>(row, column, columns) -> Raw of the 8 columns from `column` on, of which `columns` are
+//   inside Values(Raw, float (&)[kSlots][8])
+// kVectors: n % 8 == 0, and all rows are aligned.
+template <typename Source, bool kVectors>
+__global__ void __launch_bounds__(kTileThreads, Source::kCtas)
+    TileKernel(const Source source, const TileResults<typename Source::Type> a) {
+  constexpr int kSlots = Source::kSlots, kWindow = Source::kWindow;
+  alignas(16) __shared__ uint32_t tiles[kSlots][kTileWords];
+  alignas(8) __shared__ float sums_of_warps[kSlots][Source::kSums ? kTileThreads / 32 * kTileColumns : 1];
+  __shared__ unsigned amax_of_warps[kMostWarps];
+  const int64_t chunk = blockIdx.x / a.strips, strip = blockIdx.x % a.strips;
+  const int64_t row0 = chunk * kTileRows, column0 = strip * kTileColumns, stride = a.n * kSlots;
+  const int rows = min(a.m - row0, int64_t{kTileRows}), columns = min(a.n - column0, int64_t{kTileColumns});
+  const int c = threadIdx.x % kGroups * 8, r = threadIdx.x / kGroups * 4;  // of the thread in the first band
+
+  const auto load = [&](int k) {  // the thread's k-th row
+    const int row = k / 4 * kBandRows + r + k % 4;
+    return source.template Load<kVectors>(row0 + row, column0 + c, row < rows ? columns - c : 0);
+  };
+  typename Source::Raw window[kWindow];
+#pragma unroll
+  for (int k = 0; k < kWindow; ++k) window[k] = load(k);
+
+  const float scale = a.scale ? *a.scale : 1.f;
+  float amax = 0.f, sums[kSlots][8] = {};
+  uint32_t q[kSlots][2][4];  // columns 0..3 and 4..7: first a row in a word, after the transpose a column
+#pragma unroll
+  for (int k = 0; k < kThreadRows; ++k) {
+    const int row = k / 4 * kBandRows + r + k % 4, i = k % 4;
+    const bool inside = row < rows && c < columns;
+    float f[kSlots][8];
+    source.Values(window[k % kWindow], f);
+    if (k + kWindow < kThreadRows) window[k % kWindow] = load(k + kWindow);
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) {
+      const int64_t at = (row0 + row) * stride + s * a.n + column0 + c;
+      if (a.wide && inside) StoreWide<kVectors>(a.wide + at, f[s], columns - c);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        if (kVectors ? inside : row < rows && c + j < columns) {
+          amax = MaxAbs(amax, f[s][j]);
+          if (Source::kSums) sums[s][j] += f[s][j];
+        }
+        f[s][j] *= scale;
+      }
+      if (a.e5m2) {  // told apart here, not by the template: half as many kernels to compile
+        q[s][0][i] = Saturate4<__nv_fp8_e5m2>(f[s][0], f[s][1], f[s][2], f[s][3]);
+        q[s][1][i] = Saturate4<__nv_fp8_e5m2>(f[s][4], f[s][5], f[s][6], f[s][7]);
+      } else {
+        q[s][0][i] = Saturate4<__nv_fp8_e4m3>(f[s][0], f[s][1], f[s][2], f[s][3]);
+        q[s][1][i] = Saturate4<__nv_fp8_e4m3>(f[s][4], f[s][5], f[s][6], f[s][7]);
+      }
+      if (kVectors && a.data && inside)
+        __stcs(reinterpret_cast<uint2*>(a.data + at), make_uint2(q[s][0][i], q[s][1][i]));
+      if (i < 3) continue;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        Transpose4x4(q[s][half][0], q[s][half][1], q[s][half][2], q[s][half][3]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) tiles[s][TileWord(c + half * 4 + j, row / 4)] = q[s][half][j];
+      }
+    }
+  }
+  if (Source::kSums && a.dbias) {
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) WarpColumnSums(sums[s], sums_of_warps[s]);
+  }
+  const unsigned peak =
+      CtaMax(__float_as_uint(amax), amax_of_warps);  // its barrier completes all tiles and sums
+  if (a.amax && threadIdx.x == 0) a.amax[blockIdx.x] = __uint_as_float(peak);
+#pragma unroll
+  for (int s = 0; s < kSlots; ++s) {
+    if (!kVectors && a.data)
+      StoreRowBytes(tiles[s], a.data + row0 * stride + s * a.n + column0, stride, rows, columns);
+    if (a.data_t) StoreColumns(tiles[s], a.data_t + (s * a.n + column0) * a.m + row0, a.m, rows, columns);
+    if (Source::kSums && a.dbias)
+      StoreColumnSums(sums_of_warps[s], a.dbias + (chunk * kSlots + s) * a.n + column0, columns);
+  }
+}
+
+// The results of `op` for [m, slots, n] of type T, checked. `wide` may be nullptr.
+template <typename T>
+ffi::Error GetTileResults(const char* op, int64_t m, int64_t slots, int64_t n, const Arg& scale, Ret* wide,
+                          Ret& data, Ret& data_t, Ret& amax, Ret* dbias, TileResults<T>* out) {
+  const bool fp8 = Present(data) || Present(data_t);
+  TE_CHECK(!fp8 || (scale.element_type() == ffi::F32 && scale.element_count() == 1),
+           "%s: scale must be f32 []", op);
+  TE_CHECK(!Present(data) || !Present(data_t) || data->element_type() == data_t->element_type(),
+           "%s: data and data_t differ in type", op);
+  const auto whole = [&](Ret& r) { return !Present(r) || int64_t(r->element_count()) == m * slots * n; };
+  TE_CHECK(whole(data) && whole(data_t) && (!wide || whole(*wide)),
+           "%s: data %s, data_t %s: expected [%ld, %ld, %ld]", op, Shape(*data).c_str(),
+           Shape(*data_t).c_str(), long(m), long(slots), long(n));
+  const int64_t chunks = (m + kTileRows - 1) / kTileRows, strips = (n + kTileColumns - 1) / kTileColumns;
+  TE_CHECK(!Present(amax) || int64_t(amax->element_count()) == chunks * strips,
+           "%s: partial amax is %s, expected [%ld, %ld]", op, Shape(*amax).c_str(), long(chunks),
+           long(strips));
+  TE_CHECK(!dbias || !Present(*dbias) || int64_t((*dbias)->element_count()) == chunks * slots * n,
+           "%s: partial dbias is %s, expected [%ld, %ld]", op, Shape(**dbias).c_str(), long(chunks),
+           long(slots * n));
+  const auto type = Present(data)     ? data->element_type()
+                    : Present(data_t) ? data_t->element_type()
+                                      : ffi::F8E4M3FN;
+  TE_CHECK(type == ffi::F8E4M3FN || type == ffi::F8E5M2, "%s: data has dtype %d, not FP8", op, int(type));
+  *out = {fp8 ? Data<float>(scale) : nullptr,
+          wide ? Data<T>(*wide) : nullptr,
+          Data<uint8_t>(data),
+          Data<uint8_t>(data_t),
+          Data<float>(amax),
+          dbias ? Data<float>(*dbias) : nullptr,
+          m,
+          n,
+          unsigned(chunks),
+          unsigned(strips),
+          type == ffi::F8E5M2};
+  TE_CHECK(Aligned(out->data_t), "%s: data_t is not aligned to 16 bytes", op);
+  return ffi::Error::Success();
+}
+
+// For sources without elements: the partial results are there nevertheless.
+inline ffi::Error ZeroPartials(cudaStream_t stream, Ret& amax, Ret* dbias) {
+  if (Present(amax)) TE_CUDA(cudaMemsetAsync(amax->untyped_data(), 0, amax->size_bytes(), stream));
+  if (dbias && Present(*dbias))
+    TE_CUDA(cudaMemsetAsync((*dbias)->untyped_data(), 0, (*dbias)->size_bytes(), stream));
+  return ffi::Error::Success();
+}
+
+// aligned: those of the source; the results are looked at here.
+template <typename Source>
+ffi::Error LaunchTiles(cudaStream_t stream, const Source& source, const TileResults<typename Source::Type>& a,
+                       bool aligned) {
+  const bool vectors = aligned && a.n % 8 == 0 && Aligned(a.wide) && Aligned(a.data);
+  const auto kernel = vectors ? TileKernel<Source, true> : TileKernel<Source, false>;
+  kernel<<<a.chunks * a.strips, kTileThreads, 0, stream>>>(source, a);
+  TE_LAUNCHED();
+}
+
+}  // namespace te
