@@ -23,6 +23,7 @@ from te_jax.fp8 import (
     direction_of,
     update_collections,
 )
+from te_jax.ops.scaling import next_state
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -39,10 +40,7 @@ def _receive_fwd(scale, amax_history, recipe, direction):
 
 def _receive_bwd(recipe, direction, state, cotangents):
     amax = jnp.max(lax.convert_element_type(cotangents[1], jnp.float32), -1)  # -inf if nothing used the state
-    law = partial(recipe.new_state, fp8_max=recipe.fp8_format.max(direction))
-    for _ in range(amax.ndim):  # of nn.scan or nn.vmap
-        law = jax.vmap(law)
-    return law(*state, amax)
+    return next_state(recipe, *state, amax, direction)
 
 
 _receive.defvjp(_receive_fwd, _receive_bwd)

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from te_jax import sharding
 from te_jax._op import amax_across, like, on_explicit_mesh, varying
+from te_jax.ops.scaling import next_state
 from te_jax.recipe import CONVERTER, DelayedScaling
 
 FP8_COLLECTION = "fp8_metas"
@@ -113,7 +114,7 @@ def _observe_bwd(recipe, direction, state, cotangent):
     if jax.dtypes.issubdtype(history.dtype, jax.dtypes.extended):
         amaxes = jnp.broadcast_to(cotangent.amax, history.shape)
         return jnp.zeros_like(scale), lax.convert_element_type(amaxes, history.dtype)
-    return recipe.new_state(scale, history, cotangent.amax, recipe.fp8_format.max(direction))
+    return next_state(recipe, scale, history, cotangent.amax, direction)
 
 
 observe.defvjp(_observe_fwd, _observe_bwd)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax._op import Op, ops
-from te_jax.ops import activation, attention, gemm, norm, quantize  # noqa: F401  (declares the ops)
+from te_jax.ops import activation, attention, gemm, norm, quantize, rope, scaling  # noqa: F401  (declares the ops)
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
@@ -60,6 +60,14 @@ _packed_sizes = {"b...0": 8, "s": 8, "c": 3, "h": 8, "d": 16}
 _attention_ranks = {"b...": 1}
 
 CASES = [
+    Case(
+        "rope", "te_rope", {"b...0": 8, "s": 8, "n": 8, "h": 8, "d": 16}, (f32, f32),
+        dict(turned=2, consecutive=True, inverse=False, w0=1.0, w1=10000.0), None, {"b...": 1},
+    ),
+    Case(
+        "scale_update", "te_scale_update", {"b...0": 8, "l": 16}, (f32, f32, f32),
+        dict(fp8_max=448.0, interval=1, margin=1.0, newest=False), None, {"b...": 1},
+    ),
     Case("quantize", "te_quantize", _groups("m", "n"), (bf16, f32), dict(split=2, dtype=E4M3)),
     Case(
         "quantize_row", "te_quantize", _groups("m", "n"), (f32, f32), dict(split=1, dtype=E5M2), ("data", "amax"),

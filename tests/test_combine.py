@@ -221,5 +221,7 @@ def test_outside_autocast_and_wrong_length():
         assert te.combine_by_max({"cache": {}}) == {"cache": {}}
         assert isinstance(jax.eval_shape(te.combine_by_max, collections), flax.core.FrozenDict)
     with te.autocast(True, DelayedScaling(amax_history_len=8)):
-        with pytest.raises(ValueError, match=r"fp8_metas/shared/dense/\w+_amax_history has length 4.*convert_fp8_metas"):
+        with pytest.raises(
+            ValueError, match=r"fp8_metas/shared/dense/\w+_amax_history has length 4.*convert_fp8_metas"
+        ):
             te.combine_by_max(collections)

@@ -67,3 +67,19 @@ def test_errors(shape, kwargs, error, text):
         rope(jnp.ones(shape), **kwargs)
     with pytest.raises(TypeError, match="int32"):
         rope(jnp.ones((2, 4, 3, 6), jnp.int32))
+
+
+def test_slots_of_a_joined_projection(rng):
+    """The first slots are turned as by themselves, the others are as they were; and their gradients."""
+    x, dy = (jnp.asarray(rng.normal(size=(2, 9, 3, 4, 6)), jnp.float32) for _ in range(2))
+    at = jnp.asarray(rng.integers(0, 99, (2, 9)))
+    y, vjp = jax.vjp(lambda x: rope(x, at, turned=2), x)
+    (dx,) = vjp(dy)
+    for slot in range(2):
+        want, want_vjp = jax.vjp(lambda x: rope(x, at), x[:, :, slot])
+        np.testing.assert_array_equal(y[:, :, slot], want)
+        np.testing.assert_array_equal(dx[:, :, slot], want_vjp(dy[:, :, slot])[0])
+    np.testing.assert_array_equal(y[:, :, 2], x[:, :, 2])
+    np.testing.assert_array_equal(dx[:, :, 2], dy[:, :, 2])
+    with pytest.raises(ValueError, match="turned is 4"):
+        rope(x, turned=4)

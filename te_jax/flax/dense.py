@@ -1,5 +1,7 @@
 """DenseGeneral and LayerNormDenseGeneral: parameters, FP8 state, one call."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -16,7 +18,7 @@ from te_jax.flax._common import (
 )
 from te_jax.flax._state import dense_metas, describe
 from te_jax.flax.norm import norm_kind, norm_parameters
-from te_jax.layers import dense, layernorm_dense
+from te_jax.layers import Projection, dense, layernorm_dense
 from te_jax.sharding import check_current_mesh_resource
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
@@ -75,8 +77,13 @@ class DenseGeneral(nn.Module):
     quantization_checkpoint_name: str | None = None
 
     @nn.compact
-    def __call__(self, inputs: jax.Array) -> jax.Array:
+    def __call__(
+        self, inputs: jax.Array, *, residual: jax.Array | None = None, operands: bool = False
+    ) -> jax.Array | Projection:
         """inputs [..., *contracted] -> [..., *features] of the same dtype.
+
+        residual: [..., *features], added to the output; under FP8 inside of the GEMM, before it rounds.
+        operands: nothing is multiplied: returns what `LayerNormDenseGeneral(...)(..., also=...)` takes.
 
         Raises TypeError for inputs that are not floating, ValueError for axes that are not trailing.
         """
@@ -88,7 +95,9 @@ class DenseGeneral(nn.Module):
         init = kernel_initializer(self.kernel_init, contract)
         kernel = parameter(self, "kernel", init, self.kernel_axes, (*contracted, *features))
         bias = parameter(self, "bias", self.bias_init, self.bias_axes, features) if self.use_bias else None
-        y = dense(inputs, kernel, bias, contract=contract, **precision(self))
+        if operands:
+            return Projection(kernel, bias, dense_metas(self))
+        y = dense(inputs, kernel, bias, residual, contract=contract, **precision(self))
         if self.enable_low_rank_adaptation:
             y = y + lora(self, inputs, *lora_parameters(self, init, contracted, features))
         return y
@@ -135,8 +144,15 @@ class LayerNormDenseGeneral(nn.Module):
     quantization_checkpoint_name: str | None = None
 
     @nn.compact
-    def __call__(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def __call__(
+        self, inputs: jax.Array, *, return_input: bool = False, also: Sequence[Projection] = ()
+    ) -> tuple[jax.Array, ...]:
         """inputs [..., H] -> ([..., *features], norm output [..., H] or None), of the same dtype.
+
+        return_input: a third result is the input, for a residual connection: its gradient is added in the norm's
+                      backward kernel.
+        also:         other dense layers that read the same norm, made with `operands=True`: the first result is then
+                      the tuple of all products, without depth_scaling.
 
         Raises TypeError for inputs that are not floating, ValueError for an axis other than the last.
         """
@@ -153,12 +169,16 @@ class LayerNormDenseGeneral(nn.Module):
         adapt = lora_parameters(self, init, (width,), features) if self.enable_low_rank_adaptation else None
         bias = parameter(self, "bias", self.bias_init, self.bias_axes, features) if self.use_bias else None
         want_norm = bool(adapt) or self.return_layernorm_output
-        y, normed = norm_dense(self, inputs, kernel, norm, bias, want_norm=want_norm, axes=self.dot_input_axes)
+        options = dict(want_norm=want_norm, axes=self.dot_input_axes, also=also)
+        y, normed, through = norm_dense(self, inputs, kernel, norm, bias, **options)
+        first, *rest = y if also else (y,)
         if adapt:
-            y = y + lora(self, normed, *adapt)
+            first = first + lora(self, normed, *adapt)
         if self.depth_scaling is not None:
-            y = y / self.depth_scaling
-        return y, (normed if self.return_layernorm_output else None)
+            first = first / self.depth_scaling
+        y = (first, *rest) if also else first
+        out = y, (normed if self.return_layernorm_output else None)
+        return (*out, through) if return_input else out
 
 
 def precision(module: nn.Module, postfix: str = "") -> dict:
@@ -172,25 +192,33 @@ def precision(module: nn.Module, postfix: str = "") -> dict:
     )
 
 
-def norm_dense(module, inputs, kernel, norm, bias, *, want_norm: bool, axes: Axes | None, postfix: str = ""):
-    """(y, norm output or None): the first GEMM of `module`, after the norm if `norm` = (gamma, beta).
+def norm_dense(module, inputs, kernel, norm, bias, *, want_norm, axes: Axes | None, postfix: str = "", also=()):
+    """(y, norm output or None, inputs): the first GEMM of `module`, after the norm if `norm` = (gamma, beta).
 
-    axes: what the GEMM's input is constrained to where it exists as an array, that is without a norm or with
-    `want_norm`.
+    want_norm: whether the second result is there, a bool. axes: what the GEMM's input is constrained to where it exists
+    as an array, that is without a norm or with `want_norm`. also, and the third result, which is for a residual
+    connection: see `te_jax.layers.layernorm_dense`.
     """
     call = precision(module, postfix)
     if norm is None:
         inputs = constrain(inputs, axes)
-        return dense(inputs, kernel, bias, **call), (inputs if want_norm else None)
-    y, normed = layernorm_dense(
+        rest = [dense(inputs, *p[:2], **call | dict(metas=p.metas)) for p in also]
+        first = dense(inputs, kernel, bias, **call)
+        return (first, *rest) if also else first, (inputs if want_norm else None), inputs
+    y, normed, through = layernorm_dense(
         inputs,
         kernel,
         *norm,
         bias,
-        norm=norm_kind(module),
-        zero_centered_gamma=module.zero_centered_gamma,
-        epsilon=module.epsilon,
+        **norm_options(module),
         return_layernorm_output=want_norm,
+        return_input=True,
+        also=also,
         **call,
     )
-    return y, (constrain(normed, axes) if want_norm else None)
+    return y, (constrain(normed, axes) if want_norm else None), through
+
+
+def norm_options(module) -> dict:
+    """The fields of a norm, as the layers take them."""
+    return dict(norm=norm_kind(module), zero_centered_gamma=module.zero_centered_gamma, epsilon=module.epsilon)

@@ -132,6 +132,8 @@ class MultiHeadAttention(nn.Module):
         score_mod_tensors=None,
         score_mod_bprop_tensors=None,
         positions: jax.Array | None = None,
+        residual: bool = False,
+        norm_output: bool = True,
     ) -> tuple[jax.Array, jax.Array | None]:
         """inputs_q [b, s, H], inputs_kv [b, t, Hk] -> ([b, s, H], norm output [b, s, H] or None).
 
@@ -140,9 +142,12 @@ class MultiHeadAttention(nn.Module):
         mask: a `SequenceDescriptor`, or an array broadcastable to [b, 1, s, t], True (or 1) = masked out.
         bias: broadcastable to [b, h, s, t].
         positions: [b, s] or [s] for RoPE in self-attention; None is 0 .. s-1, or the descriptor's positions.
+        residual: inputs_q are added to the first result; under FP8 inside of the kernels, forward and backward.
 
-        The norm's output is also returned by self-attention with GQA or separate kernels, where keys and
-        values read it. Raises ValueError for parameters of another configuration, naming both.
+        norm_output: False leaves out the norm's output, which is else also returned by self-attention with GQA or
+            separate kernels; with return_layernorm_output it is there in any case.
+
+        Raises ValueError for parameters of another configuration, naming both.
         """
         if decode:
             raise later(self, "decode", decode)
@@ -156,10 +161,12 @@ class MultiHeadAttention(nn.Module):
         check_heads(self, self.num_attention_heads, self._groups())
         names = self._projections(inputs_q, inputs_kv, self_attention)
         self_attention = self_attention or names == _QKV
-        query, key, value, normed = self._project(inputs_q, None if self_attention else inputs_kv, names)
+        sources = inputs_q, None if self_attention else inputs_kv
+        query, key, value, normed, through = self._project(*sources, names, norm_output)
         if self.enable_rotary_pos_emb:
             at_q, at_kv = self._positions(positions, mask, inputs_q, None if self_attention else inputs_kv)
-            query, key = self._rotate(query, at_q), self._rotate(key, at_kv)
+            query = self._rotate(query, at_q, turned=2 if key is None else None)
+            key = key if key is None else self._rotate(key, at_kv)
         elif positions is not None:
             raise ValueError(f"{describe(self)}: positions are for RoPE; set enable_rotary_pos_emb, or leave them out.")
         tensors = dict(score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
@@ -173,7 +180,7 @@ class MultiHeadAttention(nn.Module):
             bias_axes=(W_NO_SHARD_AXES,),
             name="out",
             **self._dense_fields(adapt=lora_scope(self)[1]),
-        )(context)
+        )(context, residual=through if residual else None)
         return checkpoint_name(out, "out_proj"), normed
 
     def _groups(self) -> int:
@@ -223,10 +230,11 @@ class MultiHeadAttention(nn.Module):
             **fields,
         )
 
-    def _project(self, inputs_q, inputs_kv, names):
-        """query [b, s, h, d], key and value [b, t, g, d], norm output; inputs_kv None is self-attention.
+    def _project(self, inputs_q, inputs_kv, names, norm_output: bool):
+        """query [b, s, h, d], key and value [b, t, g, d], norm output, inputs_q; inputs_kv None is self-attention.
 
-        query [b, s, 3, h, d], None and None where all three are side by side and attention reads them there.
+        query [b, s, 3, h, d], None and None where all three are side by side and attention reads them there. The last
+        goes to the residual connection, see `te_jax.layers.layernorm_dense`.
         """
         wide, narrow = self.num_attention_heads * self.head_dim, self._groups() * self.head_dim
         each, fields = (
@@ -238,26 +246,29 @@ class MultiHeadAttention(nn.Module):
         single = dict(kernel_axes=(W_FSDP_AXES, W_TP_AXES), bias_axes=(W_TP_AXES,))
         if names == _QKV:
             fields |= dict(features=(3, wide), kernel_init=_stacked(draw_query, each, each), **joined)
-            qkv, normed = self._norm_dense("qkv", False, **fields)(inputs_q)
-            qkv = self._joined(checkpoint_name(qkv, "combined_qkv_proj"))
-            if self.enable_rotary_pos_emb:
-                return *_parts(qkv), normed
-            return qkv, None, None, normed
+            qkv, normed, through = self._norm_dense("qkv", False, **fields)(inputs_q, return_input=True)
+            return self._joined(checkpoint_name(qkv, "combined_qkv_proj")), None, None, normed, through
         query_fields = fields | dict(features=wide, kernel_init=draw_query, **single)
-        query, normed = self._norm_dense("query", inputs_kv is None, **query_fields)(inputs_q)
-        query = self._heads(checkpoint_name(query, "query_proj"))
-        if inputs_kv is None:
-            inputs_kv = normed
         if names == _QUERY_KV:
-            fields |= dict(features=(2, narrow), kernel_init=_stacked(each, each), **joined)
-            kv = DenseGeneral(name="kv", **fields)(inputs_kv)
-            return query, *_parts(self._joined(checkpoint_name(kv, "combined_kv_proj"))), normed
-        fields |= dict(features=narrow, kernel_init=each, **single)
-        key, value = (
-            self._heads(checkpoint_name(DenseGeneral(name=name, **fields)(inputs_kv), f"{name}_proj"))
-            for name in ("key", "value")
+            others = {"kv": fields | dict(features=(2, narrow), kernel_init=_stacked(each, each), **joined)}
+        else:
+            others = dict.fromkeys(("key", "value"), fields | dict(features=narrow, kernel_init=each, **single))
+        others = {name: DenseGeneral(name=name, **fields) for name, fields in others.items()}
+        # Three projections of one norm: it is quantized once, and under FP8 not even written.
+        share = inputs_kv is None and not fields["enable_low_rank_adaptation"]
+        also = [module(inputs_q, operands=True) for module in others.values()] if share else ()
+        want_norm = inputs_kv is None and (norm_output or not share)
+        query, normed, through = self._norm_dense("query", want_norm, **query_fields)(
+            inputs_q, return_input=True, also=also
         )
-        return query, key, value, normed
+        query, *rest = query if share else (query,)
+        if not share:
+            rest = [module(normed if inputs_kv is None else inputs_kv) for module in others.values()]
+        query = self._heads(checkpoint_name(query, "query_proj"))
+        if names == _QUERY_KV:
+            return query, *_parts(self._joined(checkpoint_name(rest[0], "combined_kv_proj"))), normed, through
+        key, value = (self._heads(checkpoint_name(x, f"{name}_proj")) for x, name in zip(rest, others))
+        return query, key, value, normed, through
 
     def _joined(self, joined):
         """[b, s, n, heads*d] -> [b, s, n, heads, d]."""
@@ -280,8 +291,9 @@ class MultiHeadAttention(nn.Module):
         (_, at_q), (_, at_kv) = mask.tokens(*lengths)
         return at_q, at_kv
 
-    def _rotate(self, x, positions):
-        turn = dict(windows=self.rotary_pos_emb_windows, group_method=self.rotary_pos_emb_group_method)
+    def _rotate(self, x, positions, turned: int | None = None):
+        """RoPE of [b, s, h, d], or of the first `turned` slots of [b, s, n, h, d]."""
+        turn = dict(windows=self.rotary_pos_emb_windows, group_method=self.rotary_pos_emb_group_method, turned=turned)
         if not self.transpose_batch_sequence:
             return rope(x, positions, **turn)
         return jnp.swapaxes(rope(jnp.swapaxes(x, 0, 1), positions, **turn), 0, 1)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from te_jax import fp8
 from te_jax.flax._common import (
     Axes,
     Initializer,
@@ -17,10 +18,10 @@ from te_jax.flax._common import (
     parameter,
 )
 from te_jax.flax._state import describe
-from te_jax.flax.dense import check_features, norm_dense, precision, trailing_axes
+from te_jax.flax.dense import check_features, norm_dense, norm_options, precision, trailing_axes
 from te_jax.flax.norm import norm_parameters
-from te_jax.layers import dense
-from te_jax.ops.activation import activation, slots
+from te_jax.layers import dense, layernorm_mlp
+from te_jax.ops.activation import activation, slots, supported
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
 
@@ -79,10 +80,13 @@ class LayerNormMLP(nn.Module):
     quantization_checkpoint_name: str | None = None
 
     @nn.compact
-    def __call__(self, inputs: jax.Array, deterministic: bool = False) -> tuple[jax.Array, jax.Array | None]:
+    def __call__(
+        self, inputs: jax.Array, deterministic: bool = False, *, residual: bool = False
+    ) -> tuple[jax.Array, jax.Array | None]:
         """inputs [..., H] -> ([..., H], norm output [..., H] or None), of the same dtype.
 
         deterministic: True switches dropout off.
+        residual:      the inputs are added to the first result; under FP8 inside of the kernels.
 
         Raises TypeError for inputs that are not floating, ValueError for unknown activations or their
         parameters.
@@ -94,11 +98,34 @@ class LayerNormMLP(nn.Module):
         slots(self.activations)  # its errors come before any parameter is made
         inputs = constrain(inputs, self.layernorm_input_axes)
         norm, wi, wo = self._parameters(inputs.shape[-1])
-        adapt = wi[2] is not None
-        want_norm = adapt or self.return_layernorm_output
-        z, normed = norm_dense(
-            self, inputs, wi[0], norm, wi[1], want_norm=want_norm, axes=self.dot_1_input_axes, postfix="_0"
+        drop = self.intermediate_dropout_rate > 0 and not deterministic
+        plain = drop or wi[2] is not None or self.return_layernorm_output or norm is None
+        if fp8.current_recipe() is not None and not plain and supported(self.activations):
+            y = self._fused(inputs, norm, wi, wo, residual)
+            return checkpoint_name(y, self.ffn2_ckpt_name), None
+        return self._composed(inputs, norm, wi, wo, deterministic, residual)
+
+    def _fused(self, inputs, norm, wi, wo, residual):
+        """Everything under one vjp: the activation and its gradient are quantized where they are computed."""
+        first, second = precision(self, "_0"), precision(self, "_1")
+        return layernorm_mlp(
+            inputs,
+            *norm,
+            *(wi[0], wo[0], wi[1], wo[1]),
+            activations=self.activations,
+            activation_params=self.activation_params,
+            residual=residual,
+            middle_axes=self.dot_2_input_axes,
+            middle_name=self.ffn1_ckpt_name,
+            **norm_options(self),
+            **first | dict(metas=(first["metas"], second["metas"])),
         )
+
+    def _composed(self, inputs, norm, wi, wo, deterministic, residual):
+        """Layer by layer: without FP8, and with what comes between the kernels."""
+        adapt = wi[2] is not None
+        options = dict(want_norm=adapt or self.return_layernorm_output, axes=self.dot_1_input_axes, postfix="_0")
+        z, normed, through = norm_dense(self, inputs, wi[0], norm, wi[1], **options)
         if adapt:
             z = z + lora(self, normed, *wi[2])
         z = checkpoint_name(z, self.ffn1_ckpt_name)
@@ -107,7 +134,7 @@ class LayerNormMLP(nn.Module):
             dims, stream = tuple(self.intermediate_hidden_dropout_dims), self.intermediate_dropout_rng_name
             z = nn.Dropout(self.intermediate_dropout_rate, dims, rng_collection=stream)(z, deterministic)
         z = constrain(z, self.dot_2_input_axes)
-        y = dense(z, wo[0], wo[1], **precision(self, "_1"))
+        y = dense(z, wo[0], wo[1], through if residual else None, **precision(self, "_1"))
         if adapt:
             y = y + lora(self, z, *wo[2])
         y = checkpoint_name(y, self.ffn2_ckpt_name)

@@ -141,6 +141,8 @@ class TransformerLayer(nn.Module):
         is_decoder = self._layer_type() is decoder
         self._check(inputs, encoded, encoder_decoder_mask, is_decoder, decode, max_decode_length)
         inputs = self._residual_layout(inputs)
+        dropped = (self.hidden_dropout > 0 or self.drop_path > 0) and not deterministic
+        in_kernels = not dropped and not self.apply_residual_connection_post_layernorm
         x, normed = self._attention("self_attention" if is_decoder else "attention", cross=False)(
             inputs,
             None,
@@ -150,14 +152,16 @@ class TransformerLayer(nn.Module):
             score_mod_tensors=score_mod_tensors,
             score_mod_bprop_tensors=score_mod_bprop_tensors,
             positions=positions,
+            residual=in_kernels,
+            norm_output=False,
         )
-        x = self._add(x, inputs, normed, deterministic)
+        x = self._add(x, inputs, normed, deterministic, in_kernels)
         if is_decoder:
             cross = self._attention("encoder_decoder_attention", cross=True, padded=encoder_decoder_mask is not None)
-            y, normed = cross(x, encoded, encoder_decoder_mask, deterministic=deterministic)
-            x = self._add(y, x, normed, deterministic)
-        z, normed = self._mlp()(x, deterministic=deterministic)
-        x = self._add(z, x, normed, deterministic)
+            y, normed = cross(x, encoded, encoder_decoder_mask, deterministic=deterministic, residual=in_kernels)
+            x = self._add(y, x, normed, deterministic, in_kernels)
+        z, normed = self._mlp()(x, deterministic=deterministic, residual=in_kernels)
+        x = self._add(z, x, normed, deterministic, in_kernels)
         if self.output_layernorm:
             x = LayerNorm(
                 epsilon=self.layernorm_epsilon,
@@ -299,8 +303,10 @@ class TransformerLayer(nn.Module):
             name="mlp",
         )
 
-    def _add(self, x, residual, normed, deterministic: bool):
-        """The end of a sub-block: dropout, drop path, residual."""
+    def _add(self, x, residual, normed, deterministic: bool, added: bool):
+        """The end of a sub-block: dropout, drop path, residual. added: the block's kernels have done it all."""
+        if added:
+            return self._residual_layout(x)
         stream = self.dropout_rng_name
         if self.hidden_dropout > 0:
             x = nn.Dropout(self.hidden_dropout, tuple(self.hidden_dropout_dims), rng_collection=stream)(

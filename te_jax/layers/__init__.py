@@ -1,5 +1,7 @@
 """Functional layers: ops composed under one custom_vjp, with the FP8 state as an argument."""
 
 from te_jax.layers.dense import dense as dense
+from te_jax.layers.norm_dense import Projection as Projection
 from te_jax.layers.norm_dense import layernorm as layernorm
 from te_jax.layers.norm_dense import layernorm_dense as layernorm_dense
+from te_jax.layers.norm_mlp import layernorm_mlp as layernorm_mlp

@@ -42,13 +42,14 @@ class Config(NamedTuple):
     x: ShapedArray  # the types of the operands: their gradients have the same
     kernel: ShapedArray
     bias: ShapedArray | None
+    residual: ShapedArray | None
     checkpoint: str | None  # name of the saved tensors, for jax.checkpoint policies
     stage_axes: frozenset[str]  # mesh axes over which layers differ, read here: the backward pass is traced elsewhere
 
     @classmethod
-    def of(cls, x, kernel, bias, contract, recipe, checkpoint) -> "Config":
+    def of(cls, x, kernel, bias, contract, recipe, checkpoint, residual=None) -> "Config":
         """The config of a layer with these operands."""
-        types = (a if a is None else jax.typeof(a) for a in (x, kernel, bias))
+        types = (a if a is None else jax.typeof(a) for a in (x, kernel, bias, residual))
         return cls(recipe, contract, kernel.ndim - contract, *types, checkpoint, stage_axes())
 
 
@@ -84,25 +85,31 @@ def quantize_tensor(x, scale, split, dtype, use: Uses, with_dbias=False) -> tupl
     return tensor, got.get("dbias")
 
 
-def fprop(x: Fp8Tensor, w: Fp8Tensor, bias, config: Config) -> jax.Array:
-    """x [*B, *C], w [*C, *F] -> [*B, *F], plus bias [*F]."""
+def fprop(x: Fp8Tensor, w: Fp8Tensor, bias, config: Config, residual=None) -> jax.Array:
+    """x [*B, *C], w [*C, *F] -> [*B, *F], plus bias [*F] and residual [*B, *F]."""
     recipe, contract, dtype = config.recipe, config.contract, config.x.dtype
     if recipe.override_linear_precision[0]:
         lead = x.wide.ndim - contract
-        y = dot(x.wide, range(lead, lead + contract), w.wide, range(contract), dtype)
-        return y if bias is None else y + bias.astype(dtype)
-    fast = not recipe.split_accumulator[0]
-    return gemm(x.data, w.data_t, x.scale_inv, w.scale_inv, bias, contract=contract, out_dtype=dtype, fast_accum=fast)
+        return plain_sum(dot(x.wide, range(lead, lead + contract), w.wide, range(contract), dtype), bias, residual)
+    options = dict(contract=contract, out_dtype=dtype, fast_accum=not recipe.split_accumulator[0])
+    return gemm(x.data, w.data_t, x.scale_inv, w.scale_inv, bias, residual, **options)
 
 
-def _dgrad(dy: Fp8Tensor, w: Fp8Tensor, config: Config) -> jax.Array:
-    """dy [*B, *F], w [*C, *F] -> dx [*B, *C]."""
+def plain_sum(y, bias, residual) -> jax.Array:
+    """y [*B, *F] with bias [*F] and residual [*B, *F], where they are given."""
+    y = y if bias is None else y + bias.astype(y.dtype)
+    return y if residual is None else y + residual.astype(y.dtype)
+
+
+def _dgrad(dy: Fp8Tensor, w: Fp8Tensor, config: Config, onto) -> jax.Array:
+    """dy [*B, *F], w [*C, *F] -> dx [*B, *C], plus `onto` of its shape and type."""
     recipe, features, dtype = config.recipe, config.features, config.x.dtype
     if recipe.override_linear_precision[1]:
         lead, contract = dy.wide.ndim - features, config.contract
-        return dot(dy.wide, range(lead, lead + features), w.wide, range(contract, contract + features), dtype)
-    fast = not recipe.split_accumulator[1]
-    return gemm(dy.data, w.data, dy.scale_inv, w.scale_inv, contract=features, out_dtype=dtype, fast_accum=fast)
+        dx = dot(dy.wide, range(lead, lead + features), w.wide, range(contract, contract + features), dtype)
+        return plain_sum(dx, None, onto)
+    options = dict(contract=features, out_dtype=dtype, fast_accum=not recipe.split_accumulator[1])
+    return gemm(dy.data, w.data, dy.scale_inv, w.scale_inv, None, onto, **options)
 
 
 def _wgrad(x: Fp8Tensor, dy: Fp8Tensor, lead: int, config: Config) -> jax.Array:
@@ -124,13 +131,29 @@ def saved(x: Fp8Tensor, w: Fp8Tensor, config: Config) -> tuple[Fp8Tensor, Fp8Ten
     return jax.tree.map(lambda a: checkpoint_name(a, config.checkpoint), kept) if config.checkpoint else kept
 
 
-def backward(x: Fp8Tensor, w: Fp8Tensor, metas: DenseMetas, dy, config: Config):
-    """dy [*B, *F] -> dx, dkernel, dbias (None without bias), and the cotangent of the metas."""
-    lead = dy.ndim - config.features
-    use, dtype = uses(config.recipe, train=True)["grad"], config.recipe.fp8_format.dtype("bwd")
-    has_bias = config.bias is not None
-    grad, dbias = quantize_tensor(dy, metas.grad.scale, lead, dtype, use, with_dbias=has_bias)
-    dx, dw = _dgrad(grad, w, config), _wgrad(x, grad, lead, config)
+class Grads(NamedTuple):
+    """What a layer's backward pass gives, of the types of GEMM results."""
+
+    x: jax.Array  # [*B, *C]
+    kernel: jax.Array  # [*C, *F]
+    metas: DenseMetas  # cotangents
+
+
+def backward(x: Fp8Tensor, w: Fp8Tensor, grad: Fp8Tensor, metas: DenseMetas, config: Config, onto=None) -> Grads:
+    """The two GEMMs of the backward pass, from the gradient [*B, *F] as `quantize_grad` gives it.
+
+    onto: of x's shape and type, added to its gradient: what reaches x by another way.
+    """
+    lead = len(config.x.shape) - config.contract
+    dx, dw = _dgrad(grad, w, config, onto), _wgrad(x, grad, lead, config)
     amaxes = (x.amax, w.amax, grad.amax)
     dmetas = DenseMetas(*(cotangent(m, amax, config.recipe, config.stage_axes) for m, amax in zip(metas, amaxes)))
-    return like(dx, config.x), like(dw, config.kernel), like(dbias, config.bias) if has_bias else None, dmetas
+    return Grads(dx, like(dw, config.kernel), dmetas)
+
+
+def quantize_grad(dy, scale, config: Config) -> tuple[Fp8Tensor, jax.Array | None]:
+    """dy [*B, *F] -> the tensor as the backward GEMMs read it, and the gradient of the bias, if there is one."""
+    use, dtype = uses(config.recipe, train=True)["grad"], config.recipe.fp8_format.dtype("bwd")
+    split, has_bias = dy.ndim - config.features, config.bias is not None
+    grad, dbias = quantize_tensor(dy, scale, split, dtype, use, with_dbias=has_bias)
+    return grad, like(dbias, config.bias) if has_bias else None

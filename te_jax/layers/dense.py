@@ -5,7 +5,7 @@ from functools import partial
 import jax
 
 from te_jax import fp8
-from te_jax._op import align
+from te_jax._op import align, like
 from te_jax.layers import _fp8
 from te_jax.layers._fp8 import Config
 from te_jax.ops.gemm import dot
@@ -16,6 +16,7 @@ def dense(
     x,
     kernel,
     bias=None,
+    residual=None,
     *,
     contract: int = 1,
     recipe=None,
@@ -23,10 +24,11 @@ def dense(
     checkpoint=None,
     name: str = "te_jax.layers.dense",
 ) -> jax.Array:
-    """y[*B, *F] = x[*B, *C] . kernel[*C, *F] + bias[*F].
+    """y[*B, *F] = x[*B, *C] . kernel[*C, *F] + bias[*F] + residual[*B, *F].
 
     x:          f32, bf16 or f16; its last `contract` axes are C.
     kernel:     f32, bf16 or f16, x's type or another. Quantized from its own type; without a recipe cast to x's.
+    residual:   of x's type, added before the one rounding in FP8.
     recipe:     None for a plain dot in x's type (f32 accumulation), else a recipe, and then `metas`.
     metas:      `fp8.DenseMetas`; their cotangent is the amax of x, kernel and the gradient of y in this step.
     checkpoint: name under which the quantized residuals are tagged for `jax.checkpoint` policies.
@@ -35,9 +37,18 @@ def dense(
     Returns y of x's type. Raises ValueError for sizes that do not match, TypeError for operands that are not float.
     """
     check_dense(name, x, kernel, bias, contract, recipe, metas)
+    check_residual(name, residual, (*x.shape[: x.ndim - contract], *kernel.shape[contract:]), x.dtype)
     if recipe is None:
-        return _plain(x, kernel, bias, contract)
-    return _dense(*align(x, kernel, bias), metas, Config.of(x, kernel, bias, contract, recipe, checkpoint))
+        y = dot(x, range(x.ndim - contract, x.ndim), kernel, range(contract), x.dtype)
+        return _fp8.plain_sum(y, bias, residual)
+    config = Config.of(x, kernel, bias, contract, recipe, checkpoint, residual)
+    return _dense(*align(x, kernel, bias, residual), metas, config)
+
+
+def check_residual(name, residual, shape, dtype):
+    """Raises ValueError, naming the layer, for a residual that is not of the output's shape and type."""
+    if residual is not None and (residual.shape != shape or residual.dtype != dtype):
+        raise ValueError(f"{name}: residual is {residual.dtype}{residual.shape}, but the output {dtype}{shape}.")
 
 
 def check_dense(name, x, kernel, bias, contract, recipe, metas):
@@ -58,11 +69,6 @@ def check_dense(name, x, kernel, bias, contract, recipe, metas):
         raise ValueError(f"{name}: metas is None under {type(recipe).__name__}; pass fp8.DenseMetas.")
 
 
-def _plain(x, kernel, bias, contract):
-    y = dot(x, range(x.ndim - contract, x.ndim), kernel, range(contract), x.dtype)
-    return y if bias is None else y + bias.astype(x.dtype)
-
-
 def _quantize(x, kernel, metas, config, train):
     use, dtype = _fp8.uses(config.recipe, train), config.recipe.fp8_format.dtype("fwd")
     q, _ = _fp8.quantize_tensor(x, metas.x.scale, x.ndim - config.contract, dtype, use["x"])
@@ -70,19 +76,23 @@ def _quantize(x, kernel, metas, config, train):
     return q, w
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _dense(x, kernel, bias, metas, config):
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _dense(x, kernel, bias, residual, metas, config):
     q, w = _quantize(x, kernel, metas, config, train=False)
-    return _fp8.fprop(q, w, bias, config)
+    return _fp8.fprop(q, w, bias, config, residual)
 
 
-def _dense_fwd(x, kernel, bias, metas, config):
+def _dense_fwd(x, kernel, bias, residual, metas, config):
     q, w = _quantize(x, kernel, metas, config, train=True)
-    return _fp8.fprop(q, w, bias, config), (*_fp8.saved(q, w, config), metas)
+    return _fp8.fprop(q, w, bias, config, residual), (*_fp8.saved(q, w, config), metas)
 
 
 def _dense_bwd(config, residuals, dy):
-    return _fp8.backward(*residuals, dy, config)
+    q, w, metas = residuals
+    grad, dbias = _fp8.quantize_grad(dy, metas.grad.scale, config)
+    grads = _fp8.backward(q, w, grad, metas, config)
+    dresidual = like(dy, config.residual) if config.residual is not None else None
+    return like(grads.x, config.x), grads.kernel, dbias, dresidual, grads.metas
 
 
 _dense.defvjp(_dense_fwd, _dense_bwd)

@@ -1,14 +1,15 @@
 """y = norm(x) . kernel + bias: the norm writes FP8 in both layouts, its output is never read back to be quantized."""
 
+from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from te_jax import fp8
 from te_jax._op import align, like
 from te_jax.layers import _fp8
-from te_jax.layers._fp8 import Config, Fp8Tensor
+from te_jax.layers._fp8 import Config, Fp8Tensor, Uses
 from te_jax.layers.dense import check_dense, dense
 from te_jax.ops import norm as norm_op
 
@@ -19,6 +20,14 @@ def layernorm(x, gamma, beta=None, *, norm="layernorm", zero_centered_gamma=Fals
     zero_centered_gamma: gamma + 1 is applied. Raises ValueError or TypeError as `te_jax.ops.norm.norm`.
     """
     return norm_op.norm(x, gamma, beta, kind=norm, zero_centered=zero_centered_gamma, eps=epsilon)
+
+
+class Projection(NamedTuple):
+    """One of several dense layers that read the same norm."""
+
+    kernel: jax.Array  # [h, *F]
+    bias: jax.Array | None  # [*F]
+    metas: fp8.DenseMetas | None  # under a recipe
 
 
 def layernorm_dense(
@@ -32,63 +41,105 @@ def layernorm_dense(
     zero_centered_gamma=False,
     epsilon=1e-6,
     return_layernorm_output=False,
+    return_input=False,
+    also: Sequence[Projection] = (),
     recipe=None,
     metas: fp8.DenseMetas | None = None,
     checkpoint=None,
     name: str = "te_jax.layers.layernorm_dense",
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, ...]:
     """(y, ln_out or None): ln_out = norm(x), y[*B, *F] = ln_out[*B, h] . kernel[h, *F] + bias[*F].
 
     x [*B, h]; gamma, beta [h]; the other arguments as in `layernorm` and `dense`. Under a recipe ln_out is quantized
     from f32, before it is rounded to x's type. Raises ValueError or TypeError as they do.
+
+    return_input: a third result is x itself, for a residual connection: the gradient that comes back through it is
+                  added in the norm's backward kernel, not in a pass of its own.
+    also:         more kernels that read ln_out, as those of keys and values beside that of queries. y is then the tuple
+                  of all products, and under a recipe ln_out is quantized once, with the scale of the first.
     """
+    projections = (Projection(kernel, bias, metas), *also)
     norm_op.check(name, x, gamma, beta, norm)
-    check_dense(name, x, kernel, bias, 1, recipe, metas)
+    for p in projections:
+        check_dense(name, x, p.kernel, p.bias, 1, recipe, p.metas)
     if recipe is None:
         ln_out = layernorm(x, gamma, beta, norm=norm, zero_centered_gamma=zero_centered_gamma, epsilon=epsilon)
-        return dense(ln_out, kernel, bias), ln_out if return_layernorm_output else None
-    config = Config.of(x, kernel, bias, 1, recipe, checkpoint)
-    attrs = (("eps", float(epsilon)), ("rms", norm == "rmsnorm"), ("zero_centered", bool(zero_centered_gamma)))
-    operands = align(x, kernel, gamma, beta, bias)
-    return _norm_dense(*operands, metas, config, attrs, bool(return_layernorm_output))
+        y = tuple(dense(ln_out, p.kernel, p.bias) for p in projections)
+    else:
+        attrs = norm_attrs(norm, zero_centered_gamma, epsilon)
+        configs = tuple(Config.of(x, p.kernel, p.bias, 1, recipe, checkpoint) for p in projections)
+        x, gamma, beta, *weights = align(x, gamma, beta, *(w for p in projections for w in (p.kernel, p.bias)))
+        aligned = tuple(Projection(*w, p.metas) for w, p in zip(zip(weights[::2], weights[1::2]), projections))
+        static = configs, attrs, bool(return_layernorm_output), bool(return_input)
+        y, ln_out, x = _norm_dense(x, gamma, beta, aligned, static)
+    out = y if also else y[0], ln_out if return_layernorm_output else None
+    return (*out, x) if return_input else out
 
 
-def _forward(x, kernel, gamma, beta, bias, metas, config, attrs, with_ln_out, train):
-    use, dtype = _fp8.uses(config.recipe, train), config.recipe.fp8_format.dtype("fwd")
-    layouts = tuple(name for name in ("data", "data_t") if getattr(use["x"], name))
-    amax = ("amax",) if layouts else ()
-    y = ("y",) if with_ln_out or use["x"].wide else ()
-    mean = () if dict(attrs)["rms"] else ("mean",)
-    outputs = (*y, *layouts, *mean, "rstd", *amax)  # in the op's order
-    scale = metas.x.scale if layouts else None
-    got = dict(zip(outputs, norm_op.norm_fwd(x, gamma, beta, scale, outputs=outputs, dtype=dtype, **dict(attrs))))
-    wide = got["y"] if use["x"].wide else None
-    q = Fp8Tensor(got.get("data"), got.get("data_t"), wide, 1.0 / metas.x.scale, got.get("amax"))
-    w, _ = _fp8.quantize_tensor(kernel, metas.kernel.scale, 1, dtype, use["kernel"])
-    out = (_fp8.fprop(q, w, bias, config), got["y"] if with_ln_out else None)
-    return out, (q, w), (got.get("mean"), got["rstd"])
+def norm_attrs(norm, zero_centered_gamma, epsilon) -> tuple:
+    """The static attributes of te_norm_fwd, hashable."""
+    return (("eps", float(epsilon)), ("rms", norm == "rmsnorm"), ("zero_centered", bool(zero_centered_gamma)))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
-def _norm_dense(x, kernel, gamma, beta, bias, metas, config, attrs, with_ln_out):
-    return _forward(x, kernel, gamma, beta, bias, metas, config, attrs, with_ln_out, train=False)[0]
+def quantize_norm(x, gamma, beta, scale, use: Uses, dtype, attrs, with_ln_out=False):
+    """norm(x) as its GEMMs read it, norm(x) of x's type if asked for, and the statistics (mean or None, rstd)."""
+    layouts = tuple(name for name in ("data", "data_t") if getattr(use, name))
+    outputs = (
+        *(("y",) if with_ln_out or use.wide else ()),
+        *layouts,
+        *(() if dict(attrs)["rms"] else ("mean",)),
+        "rstd",
+        *(("amax",) if layouts else ()),
+    )  # in the op's order
+    operands = x, gamma, beta, scale if layouts else None
+    got = dict(zip(outputs, norm_op.norm_fwd(*operands, outputs=outputs, dtype=dtype, **dict(attrs))))
+    wide = got["y"] if use.wide else None
+    q = Fp8Tensor(got.get("data"), got.get("data_t"), wide, 1.0 / scale, got.get("amax"))
+    return q, got["y"] if with_ln_out else None, (got.get("mean"), got["rstd"])
 
 
-def _norm_dense_fwd(x, kernel, gamma, beta, bias, metas, config, attrs, with_ln_out):
-    out, operands, stats = _forward(x, kernel, gamma, beta, bias, metas, config, attrs, with_ln_out, train=True)
-    return out, (_fp8.saved(*operands, config), metas, (x, *stats, gamma, beta))
-
-
-def _norm_dense_bwd(config, attrs, with_ln_out, residuals, cotangents):
-    (q, w), metas, (x, mean, rstd, gamma, beta) = residuals
-    dy, dln_out = cotangents
-    dnorm, dkernel, dbias, dmetas = _fp8.backward(q, w, metas, dy, config)
-    if with_ln_out:
-        dnorm = like(dnorm.astype(jnp.float32) + dln_out.astype(jnp.float32), x)
+def norm_backward(dnorm, x, stats, gamma, beta, attrs, dresidual=None):
+    """-> dx + dresidual, dgamma, dbeta."""
     attrs = dict(attrs)
     kind = dict(rms=attrs["rms"], zero_centered=attrs["zero_centered"])
-    dx, dgamma, dbeta = norm_op.backward(dnorm, x, mean, rstd, gamma, beta, **kind)
-    return dx, dkernel, dgamma, dbeta, dbias, dmetas
+    return norm_op.backward(dnorm, x, *stats, gamma, beta, dres=dresidual, **kind)
+
+
+def _forward(x, gamma, beta, projections, static, train):
+    configs, attrs, with_ln_out, _ = static
+    recipe = configs[0].recipe
+    use, dtype = _fp8.uses(recipe, train), recipe.fp8_format.dtype("fwd")
+    q, ln_out, stats = quantize_norm(x, gamma, beta, projections[0].metas.x.scale, use["x"], dtype, attrs, with_ln_out)
+    weights = [_fp8.quantize_tensor(p.kernel, p.metas.kernel.scale, 1, dtype, use["kernel"])[0] for p in projections]
+    y = tuple(_fp8.fprop(q, w, p.bias, config) for w, p, config in zip(weights, projections, configs))
+    return y, ln_out, q, weights, stats
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _norm_dense(x, gamma, beta, projections, static):
+    y, ln_out, *_ = _forward(x, gamma, beta, projections, static, train=False)
+    return y, ln_out, x if static[-1] else None
+
+
+def _norm_dense_fwd(x, gamma, beta, projections, static):
+    y, ln_out, q, weights, stats = _forward(x, gamma, beta, projections, static, train=True)
+    operands = [_fp8.saved(q, w, config) for w, config in zip(weights, static[0])]
+    out = y, ln_out, x if static[-1] else None
+    return out, (operands, [p.metas for p in projections], (x, stats, gamma, beta))
+
+
+def _norm_dense_bwd(static, residuals, cotangents):
+    operands, metas, (x, stats, gamma, beta) = residuals
+    configs, attrs, *_ = static
+    dy, dnorm, dx_out = cotangents  # dnorm: of ln_out, None if it is no result; each GEMM adds its part to it
+    dprojections = []
+    for (q, w), m, d, config in zip(operands, metas, dy, configs):
+        grad, dbias = _fp8.quantize_grad(d, m.grad.scale, config)
+        grads = _fp8.backward(q, w, grad, m, config, dnorm)
+        dnorm = grads.x
+        dprojections.append(Projection(grads.kernel, dbias, grads.metas))
+    dx, dgamma, dbeta = norm_backward(like(dnorm, x), x, stats, gamma, beta, attrs, dx_out)
+    return dx, dgamma, dbeta, tuple(dprojections)
 
 
 _norm_dense.defvjp(_norm_dense_fwd, _norm_dense_bwd)

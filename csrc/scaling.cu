@@ -1,0 +1,103 @@
+// te_scale_update: one step of delayed scaling for tensors of one recipe. In XLA it takes four kernels a
+// tensor (a maximum, a division, two selections), and a step of a transformer layer updates a dozen.
+
+#include <cmath>
+
+#include "common.h"
+#include "reduce.cuh"
+
+namespace te {
+namespace {
+
+constexpr int kThreads = 256;
+
+struct ScaleUpdateArgs {
+  const float* scale;    // [b]
+  const float* history;  // [b, l]; slot l - 1 is the newest, slot 0 minus the steps since the scale changed
+  const float* amax;     // [b]
+  float* new_scale;      // [b]
+  float* new_history;    // [b, l]
+  int64_t l;
+  float fp8_max, margin_factor;  // 2^margin
+  int interval;
+  bool newest;  // the scale follows this step's amax alone, not the largest of the history
+};
+
+// The larger, or a NaN if there is one, as jnp.max.
+__device__ __forceinline__ float MaxOrNan(float a, float b) { return a != a || a > b ? a : b; }
+
+__global__ void __launch_bounds__(kThreads) ScaleUpdate(const ScaleUpdateArgs a) {
+  __shared__ float tops[kThreads / 32];
+  const float* history = a.history + blockIdx.x * a.l;
+  float* new_history = a.new_history + blockIdx.x * a.l;
+  const float amax = a.amax[blockIdx.x], since = -history[0];
+  const bool recorded = amax > 0.f && amax < INFINITY;
+
+  float top = amax;
+  for (int64_t i = threadIdx.x; i < a.l; i += kThreads) {
+    const float old = history[i];
+    top = MaxOrNan(top, old);
+    if (!recorded) new_history[i] = old;
+    if (recorded && i >= 2) new_history[i - 1] = old;
+  }
+  if (recorded && threadIdx.x == 0) {
+    if (a.l > 1) new_history[a.l - 1] = amax;
+    new_history[0] = 0.f - fmodf(since + 1.f, float(a.interval));
+  }
+  for (int other = 16; other > 0; other /= 2) top = MaxOrNan(top, __shfl_xor_sync(~0u, top, other));
+  if (Lane() == 0) tops[WarpIndex()] = top;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int w = 1; w < kThreads / 32; ++w) top = MaxOrNan(top, tops[w]);
+
+  const float scale = a.scale[blockIdx.x], seen = a.newest ? amax : top;
+  const float wanted = a.fp8_max / seen / a.margin_factor;
+  const bool changes = recorded && since == 0.f && seen > 0.f && seen < INFINITY && wanted == wanted;
+  a.new_scale[blockIdx.x] = changes ? fminf(fmaxf(wanted, 1.17549435e-38f), 3.40282347e38f) : scale;
+}
+
+ffi::Error LaunchScaleUpdate(cudaStream_t stream, Arg scale, Arg history, Arg amax, Ret new_scale,
+                             Ret new_history, double fp8_max, int64_t interval, double margin, bool newest) {
+  const int64_t b = amax.element_count();
+  if (b == 0) return ffi::Error::Success();
+  for (const Arg* operand : {&scale, &history, &amax})
+    TE_CHECK(operand->element_type() == ffi::F32, "te_scale_update: operands must be f32, one is not: %s",
+             Shape(*operand).c_str());
+  TE_CHECK(int64_t(scale.element_count()) == b && history.element_count() % b == 0 && Present(history),
+           "te_scale_update: scale%s and amax_history%s do not go with amax%s", Shape(scale).c_str(),
+           Shape(history).c_str(), Shape(amax).c_str());
+  TE_CHECK(new_scale->element_count() == scale.element_count() &&
+               new_history->element_count() == history.element_count(),
+           "te_scale_update: results must have the shapes of scale%s and amax_history%s",
+           Shape(scale).c_str(), Shape(history).c_str());
+  TE_CHECK(interval >= 1 && interval <= (1 << 24), "te_scale_update: interval is %ld", long(interval));
+  const ScaleUpdateArgs args{Data<float>(scale),
+                             Data<float>(history),
+                             Data<float>(amax),
+                             Data<float>(new_scale),
+                             Data<float>(new_history),
+                             int64_t(history.element_count()) / b,
+                             float(fp8_max),
+                             float(std::exp2(margin)),
+                             int(interval),
+                             newest};
+  ScaleUpdate<<<unsigned(b), kThreads, 0, stream>>>(args);
+  TE_LAUNCHED();
+}
+
+}  // namespace
+
+TE_HANDLER(te_scale_update, LaunchScaleUpdate,
+           Bind()
+               .Ctx<Stream>()
+               .Arg<Arg>()  // scale: f32 b...
+               .Arg<Arg>()  // amax_history: f32 b... l
+               .Arg<Arg>()  // amax: f32 b...
+               .Ret<Arg>()  // new_scale: f32 b...
+               .Ret<Arg>()  // new_history: f32 b... l
+               .Attr<double>("fp8_max")
+               .Attr<int64_t>("interval")
+               .Attr<double>("margin")
+               .Attr<bool>("newest"));
+
+}  // namespace te

@@ -1,0 +1,143 @@
+"""y = act(norm(x) . wi + bi) . wo + bo: the activation is computed where its input and output are quantized."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.core import ShapedArray
+
+from te_jax import fp8
+from te_jax._op import align, like
+from te_jax.layers import _fp8
+from te_jax.layers._fp8 import Config, Fp8Tensor
+from te_jax.layers.dense import check_dense, check_residual, dense
+from te_jax.layers.norm_dense import layernorm_dense, norm_attrs, norm_backward, quantize_norm
+from te_jax.ops import activation as act_op
+from te_jax.ops import norm as norm_op
+from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
+
+
+def layernorm_mlp(
+    x,
+    gamma,
+    beta,
+    wi,
+    wo,
+    wi_bias=None,
+    wo_bias=None,
+    *,
+    activations: Sequence[str] = ("gelu",),
+    activation_params=None,
+    norm="layernorm",
+    zero_centered_gamma=False,
+    epsilon=1e-6,
+    residual: bool = False,
+    recipe=None,
+    metas: tuple[fp8.DenseMetas, fp8.DenseMetas] | None = None,
+    checkpoint=None,
+    middle_name: str | None = None,
+    middle_axes: tuple[str | None, ...] | None = None,
+    name: str = "te_jax.layers.layernorm_mlp",
+) -> jax.Array:
+    """y[*B, o] = act(norm(x)[*B, h] . wi[h, A, F] + wi_bias[A, F])[*B, F] . wo[F, o] + wo_bias[o].
+
+    x [*B, h]; gamma, beta [h] as in `layernorm`.
+
+    activations, activation_params: as in `te_jax.ops.activation.activation`.
+    residual:    x is added to y; both directions of it are done inside of kernels.
+    recipe:      None for plain JAX in x's type, else a recipe, and then `metas` of wi and of wo. The norm's output, the
+                 activation and the gradient of its input are quantized from f32, without being written in x's type.
+    checkpoint:  name of the quantized residuals, for `jax.checkpoint` policies; middle_name: of the activation's input.
+    middle_axes: logical axes that the activation's output is constrained to.
+
+    Returns y of x's type. Raises ValueError for sizes that do not match and activations that `supported` does not
+    know, TypeError for operands that are not float.
+    """
+    norm_op.check(name, x, gamma, beta, norm)
+    check_dense(name, x, wi, wi_bias, 1, recipe, metas and metas[0])
+    middle_type = ShapedArray((*x.shape[:-1], wi.shape[-1]), x.dtype)
+    check_dense(name, middle_type, wo, wo_bias, 1, recipe, metas and metas[1])
+    if residual:
+        check_residual(name, x, (*x.shape[:-1], *wo.shape[1:]), x.dtype)
+    if recipe is None:
+        options = dict(norm=norm, zero_centered_gamma=zero_centered_gamma, epsilon=epsilon)
+        z, _ = layernorm_dense(x, wi, gamma, beta, wi_bias, name=name, **options)
+        z = checkpoint_name(z, middle_name) if middle_name else z
+        a = constrain(act_op.activation(z, activations, activation_params), middle_axes)
+        return dense(a, wo, wo_bias, x if residual else None, name=name)
+    configs = (
+        Config.of(x, wi, wi_bias, 1, recipe, checkpoint),
+        Config.of(x, wo, wo_bias, 1, recipe, checkpoint)._replace(x=middle_type),
+    )
+    act = tuple(act_op.attributes(activations, activation_params).items())
+    attrs = norm_attrs(norm, zero_centered_gamma, epsilon)
+    static = (configs, attrs, act, bool(residual), middle_name, middle_axes and tuple(middle_axes))
+    return _norm_mlp(*align(x, gamma, beta, wi, wo, wi_bias, wo_bias), metas, static)
+
+
+def _quantize_activation(z, scale, use, dtype, act):
+    """act(z) as its GEMMs read it."""
+    layouts = tuple(name for name in ("data", "data_t") if getattr(use, name))
+    outputs = (*(("y",) if use.wide else ()), *layouts, *(("amax",) if layouts else ()))
+    got = act_op.activation_fwd(z, scale if layouts else None, outputs=outputs, dtype=dtype, **dict(act))
+    got = dict(zip(outputs, got))
+    return Fp8Tensor(got.get("data"), got.get("data_t"), got.get("y"), 1.0 / scale, got.get("amax"))
+
+
+def _quantize_activation_grad(da, z, scale, config: Config, act):
+    """The gradient of act's input z from that of its output, as the GEMMs read it, and the gradient of the bias."""
+    use, dtype = _fp8.uses(config.recipe, train=True)["grad"], config.recipe.fp8_format.dtype("bwd")
+    layouts = tuple(name for name in ("data", "data_t") if getattr(use, name))
+    has_bias = config.bias is not None
+    outputs = (
+        *(("dx",) if use.wide else ()),
+        *layouts,
+        *(("amax",) if layouts else ()),
+        *(("dbias",) if has_bias else ()),
+    )
+    got = act_op.activation_bwd(da, z, scale if layouts else None, outputs=outputs, dtype=dtype, **dict(act))
+    got = dict(zip(outputs, got))
+    grad = Fp8Tensor(got.get("data"), got.get("data_t"), got.get("dx"), 1.0 / scale, got.get("amax"))
+    return grad, like(got["dbias"], config.bias) if has_bias else None
+
+
+def _forward(x, gamma, beta, wi, wo, wi_bias, wo_bias, metas, static, train):
+    (config0, config1), attrs, act, residual, middle_name, middle_axes = static
+    use, dtype = _fp8.uses(config0.recipe, train), config0.recipe.fp8_format.dtype("fwd")
+    q0, _, stats = quantize_norm(x, gamma, beta, metas[0].x.scale, use["x"], dtype, attrs)
+    w0, _ = _fp8.quantize_tensor(wi, metas[0].kernel.scale, 1, dtype, use["kernel"])
+    z = _fp8.fprop(q0, w0, wi_bias, config0)
+    z = checkpoint_name(z, middle_name) if middle_name else z
+    q1 = _quantize_activation(z, metas[1].x.scale, use["x"], dtype, act)
+    q1 = q1._replace(data=None if q1.data is None else constrain(q1.data, middle_axes))
+    w1, _ = _fp8.quantize_tensor(wo, metas[1].kernel.scale, 1, dtype, use["kernel"])
+    y = _fp8.fprop(q1, w1, wo_bias, config1, x if residual else None)
+    return y, (q0, w0), (q1, w1), z, stats
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(8,))
+def _norm_mlp(x, gamma, beta, wi, wo, wi_bias, wo_bias, metas, static):
+    return _forward(x, gamma, beta, wi, wo, wi_bias, wo_bias, metas, static, train=False)[0]
+
+
+def _norm_mlp_fwd(x, gamma, beta, wi, wo, wi_bias, wo_bias, metas, static):
+    y, first, second, z, stats = _forward(x, gamma, beta, wi, wo, wi_bias, wo_bias, metas, static, train=True)
+    config0, config1 = static[0]
+    saved = _fp8.saved(*first, config0), _fp8.saved(*second, config1)
+    return y, (saved, z, metas, (x, stats, gamma, beta))
+
+
+def _norm_mlp_bwd(static, residuals, dy):
+    (config0, config1), attrs, act, residual, _, _ = static
+    (first, second), z, metas, (x, stats, gamma, beta) = residuals
+    grad1, dwo_bias = _fp8.quantize_grad(dy, metas[1].grad.scale, config1)
+    grads1 = _fp8.backward(*second, grad1, metas[1], config1)
+    grad0, dwi_bias = _quantize_activation_grad(grads1.x, z, metas[0].grad.scale, config0, act)
+    grads0 = _fp8.backward(*first, grad0, metas[0], config0)
+    dnorm = like(grads0.x, config0.x)
+    dx, dgamma, dbeta = norm_backward(dnorm, x, stats, gamma, beta, attrs, dy if residual else None)
+    return dx, dgamma, dbeta, grads0.kernel, grads1.kernel, dwi_bias, dwo_bias, (grads0.metas, grads1.metas)
+
+
+_norm_mlp.defvjp(_norm_mlp_fwd, _norm_mlp_bwd)

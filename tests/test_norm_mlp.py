@@ -1,0 +1,220 @@
+"""layernorm_mlp against its three layers one after the other, and residual connections inside of kernels."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_layers import data, fresh_state, observed
+
+import te_jax as te
+import te_jax.flax as te_flax
+from te_jax.layers import Projection, dense, layernorm_dense, layernorm_mlp
+from te_jax.ops.activation import activation
+from te_jax.recipe import DelayedScaling
+
+RECIPE = DelayedScaling(amax_history_len=4)
+ACTIVATIONS = [("gelu",), ("silu", "linear"), ("squared_relu",), ("clamped_silu", "clamped_linear")]
+H, F, OUT = 24, 20, 24
+
+
+def composed(x, gamma, beta, wi, wo, bi, bo, residual, metas, recipe, names, norm):
+    """The same function, layer by layer. In f32 nothing is rounded between the layers, so all bits agree."""
+    z, _ = layernorm_dense(x, wi, gamma, beta, bi, norm=norm, recipe=recipe, metas=metas[0])
+    y = dense(activation(z, names), wo, bo, recipe=recipe, metas=metas[1])
+    return y + x if residual else y
+
+
+def fused(x, gamma, beta, wi, wo, bi, bo, residual, metas, recipe, names, norm):
+    return layernorm_mlp(x, gamma, beta, wi, wo, bi, bo, activations=names, norm=norm, residual=residual,
+                         recipe=recipe, metas=metas)  # fmt: skip
+
+
+def close(got, want):
+    """f32 throughout: sums of up to 64 terms in another order, each term as large as the largest result."""
+    got, want = np.asarray(got), np.asarray(want)
+    np.testing.assert_allclose(got, want, rtol=2e-6, atol=64 * 2.0**-24 * np.abs(want).max(initial=0))
+
+
+def operands(rng, slots, norm, biases=True, lead=(3, 5), dtype=jnp.float32):
+    x, gamma, beta, wi, wo = data(rng, (*lead, H), (H,), (H,), (H, slots, F), (F, OUT), dtype=dtype)
+    bi, bo = data(rng, (slots, F), (OUT,), dtype=dtype) if biases else (None, None)
+    return x, gamma, None if norm == "rmsnorm" else beta, wi, wo, bi, bo
+
+
+def settled(args, names, norm, recipe=RECIPE):
+    """Scales that fit the data: after one step."""
+    return jax.grad(loss, 1)(args, (fresh_state(), fresh_state()), fused, True, recipe, names, norm)
+
+
+def loss(args, states, layer, residual, recipe, names, norm):
+    metas = tuple(observed(s, recipe) for s in states)
+    y = layer(*args, residual, metas, recipe, names, norm)
+    return jnp.sum(y.astype(jnp.float32) * jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))
+
+
+@pytest.mark.parametrize("names", ACTIVATIONS, ids="-".join)
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_equals_the_layers_one_by_one(names, norm, residual, rng):
+    args = operands(rng, len(names), norm, biases=norm == "layernorm")
+    states = settled(args, names, norm)
+    run = lambda layer: jax.value_and_grad(loss, (0, 1))(args, states, layer, residual, RECIPE, names, norm)
+    got, want = run(fused), run(composed)
+    jax.tree.map(close, got, want)
+    assert all(float(s["grad"][1][-1]) > 0 for s in got[1][1])
+
+
+@pytest.mark.parametrize("override", list(itertools.product([False, True], repeat=3)), ids=str)
+def test_precision_of_each_gemm(override, rng):
+    recipe = DelayedScaling(amax_history_len=4, override_linear_precision=override)
+    args, names, norm = operands(rng, 2, "layernorm"), ("silu", "linear"), "layernorm"
+    states = settled(args, names, norm, recipe)
+    run = lambda layer: jax.value_and_grad(loss, (0, 1))(args, states, layer, True, recipe, names, norm)
+    jax.tree.map(close, run(fused), run(composed))
+
+
+def test_without_a_recipe(rng):
+    x, gamma, _, wi, wo, bi, bo = operands(rng, 2, "rmsnorm", dtype=jnp.bfloat16)
+    names = ("silu", "linear")
+
+    def whole(x, gamma, wi, wo, bi, bo):
+        return layernorm_mlp(x, gamma, None, wi, wo, bi, bo, activations=names, norm="rmsnorm", residual=True)
+
+    def by_layers(x, gamma, wi, wo, bi, bo):
+        z, _ = layernorm_dense(x, wi, gamma, None, bi, norm="rmsnorm")
+        return dense(activation(z, names), wo, bo) + x
+
+    args = x, gamma, wi, wo, bi, bo
+    (y, vjp), (want, want_vjp) = jax.vjp(whole, *args), jax.vjp(by_layers, *args)
+    jax.tree.map(np.testing.assert_array_equal, (y, vjp(y)), (want, want_vjp(y)))
+
+
+def test_bf16_is_no_worse_than_the_layers_one_by_one(rng):
+    """Against the gradients in f32 without FP8: quantized from f32, the activation is rounded once, not twice. The
+    errors are those of FP8, some 10 %; they differ by the few values that the second rounding moves."""
+    names, norm = ("gelu",), "layernorm"
+    narrow = operands(rng, 1, norm, lead=(64,), dtype=jnp.bfloat16)
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), narrow)
+    states = settled(narrow, names, norm)
+    plain = lambda *args: layernorm_mlp(*args[:7], activations=names, norm=norm, residual=True)
+    exact = jax.grad(loss)(wide, states, plain, True, RECIPE, names, norm)
+    error = {}
+    for layer in (fused, composed):
+        grads = jax.grad(loss)(narrow, states, layer, True, RECIPE, names, norm)
+        pairs = [(a.ravel(), b.ravel()) for a, b in zip(grads, exact)]
+        error[layer] = sum(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs)
+    assert error[fused] <= 1.05 * error[composed]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("a"), P(("a", "b")), P("a", None, "b")], ids=str)
+def test_on_a_mesh(kind, spec, rng):
+    """Batch and sequence sharded in all ways: the values of one device, up to the order of sums over shards."""
+    args, names, norm = operands(rng, 2, "layernorm", lead=(8, 4)), ("silu", "linear"), "layernorm"
+    if len(spec) == 3:
+        spec = P("a", "b")
+    states = settled(args, names, norm)
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
+    run = jax.jit(lambda args, states: jax.value_and_grad(loss, (0, 1))(args, states, fused_f32, True, RECIPE, names, norm))  # fmt: skip  # noqa: E501
+    want = run(args, states)
+    with jax.set_mesh(mesh):
+        put = lambda a: jax.device_put(a, NamedSharding(mesh, P()))
+        sharded = (jax.device_put(args[0], NamedSharding(mesh, spec)), *map(put, args[1:]))
+        got = run(sharded, jax.tree.map(put, states))
+    jax.tree.map(close, got, want)
+
+
+def fused_f32(*args):
+    y = fused(*args)
+    mesh = jax.typeof(y).sharding.mesh
+    return jax.sharding.reshard(y, P()) if AxisType.Explicit in mesh.axis_types else y
+
+
+def test_errors(rng):
+    x, gamma, beta, wi, wo, bi, bo = operands(rng, 1, "layernorm")
+    with pytest.raises(ValueError, match=r"mlp: the last axes of x are \(20,\), but the first of kernel are \(21,\)"):
+        layernorm_mlp(x, gamma, beta, wi, jnp.ones((21, OUT)), name="mlp")
+    with pytest.raises(ValueError, match="mlp: residual is"):
+        layernorm_mlp(x, gamma, beta, wi, jnp.ones((F, 7)), residual=True, name="mlp")
+    metas = (observed(fresh_state(), RECIPE),) * 2
+    with pytest.raises(ValueError, match="tanh"):
+        layernorm_mlp(x, gamma, beta, wi, wo, bi, bo, activations=("tanh",), recipe=RECIPE, metas=metas)
+    with pytest.raises(ValueError, match="metas is None"):
+        layernorm_mlp(x, gamma, beta, wi, wo, recipe=RECIPE)
+
+
+@pytest.mark.parametrize("layer", ["dense", "norm_dense"])
+def test_residual_of_one_layer(layer, rng):
+    """The residual in the GEMM and its gradient in the norm: the same numbers as the additions outside."""
+    x, w, gamma, beta, res = data(rng, (3, 5, H), (H, F), (H,), (H,), (3, 5, F))
+
+    def inside(x, w, res, state):
+        metas = observed(state, RECIPE)
+        if layer == "dense":
+            return dense(x, w, None, res, recipe=RECIPE, metas=metas), x
+        y, _, through = layernorm_dense(x, w, gamma, beta, return_input=True, recipe=RECIPE, metas=metas)
+        return y, through
+
+    def outside(x, w, res, state):
+        metas = observed(state, RECIPE)
+        if layer == "dense":
+            return dense(x, w, recipe=RECIPE, metas=metas) + res, x
+        return layernorm_dense(x, w, gamma, beta, recipe=RECIPE, metas=metas)[0], x
+
+    def run(fn):
+        def loss(*args):
+            y, through = fn(*args)
+            return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.cos(through))
+
+        return jax.value_and_grad(loss, (0, 1, 2, 3))(x, w, res, fresh_state())
+
+    jax.tree.map(close, run(inside), run(outside))
+
+
+def test_a_layer_holds_no_addition_of_its_residual():
+    """TransformerLayer under FP8: residuals are operands of kernels, in both directions."""
+    layer = te_flax.TransformerLayer(hidden_size=32, mlp_hidden_size=64, num_attention_heads=2, hidden_dropout=0.0,
+                                     attention_dropout=0.0)  # fmt: skip
+    x = jnp.ones((2, 16, 32), jnp.bfloat16)
+    with te.autocast(True, RECIPE):
+        variables = layer.init(jax.random.key(0), x)
+        run = lambda v, x: jax.vjp(lambda v, x: layer.apply(v, x), v, x)[1](x)
+        text = jax.jit(run).trace(variables, x).lower(lowering_platforms=("cuda",)).as_text()
+    adds = [line for line in text.splitlines() if "stablehlo.add" in line and "2x16x32x" in line]
+    assert not adds, "\n".join(adds)
+
+
+@pytest.mark.parametrize("with_ln_out", [False, True])
+@pytest.mark.parametrize("override", [(False,) * 3, (True, True, False), (False, False, True)], ids=str)
+def test_several_projections_of_one_norm(with_ln_out, override, rng):
+    """Queries and keys of one norm: in f32 what two layers give that each quantize it for themselves."""
+    recipe = DelayedScaling(amax_history_len=4, override_linear_precision=override)
+    x, gamma, beta, wq, wk, bk = data(rng, (3, 5, H), (H,), (H,), (H, F), (H, 2, 7), (2, 7))
+    options = dict(return_layernorm_output=with_ln_out, recipe=recipe)
+
+    def shared(x, gamma, beta, wq, wk, bk, states):
+        also = (Projection(wk, bk, observed(states[1], recipe)),)
+        metas = observed(states[0], recipe)
+        (q, k), ln_out, through = layernorm_dense(x, wq, gamma, beta, metas=metas, also=also, return_input=True, **options)  # fmt: skip  # noqa: E501
+        return q, k, ln_out, through
+
+    def separate(x, gamma, beta, wq, wk, bk, states):
+        q, ln_out = layernorm_dense(x, wq, gamma, beta, metas=observed(states[0], recipe), **options)
+        k, _ = layernorm_dense(x, wk, gamma, beta, bk, metas=observed(states[1], recipe), recipe=recipe)
+        return q, k, ln_out, x
+
+    def run(fn, states):
+        def loss(*args):
+            return sum(jnp.sum(jnp.sin((i + 1) * out)) for i, out in enumerate(fn(*args)) if out is not None)
+
+        return jax.value_and_grad(loss, tuple(range(7)))(x, gamma, beta, wq, wk, bk, states)
+
+    states = (fresh_state(), fresh_state())
+    for _ in range(2):
+        got, want = run(shared, states), run(separate, states)
+        jax.tree.map(close, got, want)
+        states = want[1][6]
