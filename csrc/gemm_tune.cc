@@ -154,7 +154,7 @@ void Halve(std::vector<Entrant>* field, size_t least) {
 // A large GEMM draws all the power a GPU may take: its clock, and with it what is fastest, settle only under
 // load, and there the clock still wanders by 5 % within 0.1 s. So: heat up, then go round by round, everyone
 // once, and count each time against the mean of its round; half of the field leaves after each of the first
-// rounds. On an H200 the shares of the last rounds repeat to 0.3 %. A GEMM of 0.8 ms takes 0.3 s to tune.
+// rounds. On an H200 the shares of the last rounds repeat to 0.3 %. A GEMM of 0.8 ms takes 0.4 s to tune.
 Timing TuneGemm(cudaStream_t stream, const GemmKey& key, int64_t candidates, const RunCandidate& run) {
   constexpr double kHeatMs = 40, kFirstRoundMs = 150;
   constexpr size_t kFinalists = 8;
