@@ -44,98 +44,83 @@ __device__ __forceinline__ float BelowLimit(float x, float limit) {
   return x < limit ? 1.f : x == limit ? 0.5f : 0.f;
 }
 
-constexpr int kGroup = 4;  // elements that share a branch: 8 would hold twice the registers across it
-
-// The functions of slot 0 are of two families, told apart at run time (all threads take the same branch):
-// relu(x) or its square, and x * sigmoid(x * (c0 + c1 * x^2)). Gelu in its tanh form is of the second, for (1
-// + tanh(u)) / 2 = sigmoid(2 * u).
+// The functions of slot 0 are of two families, told apart at run time for 8 elements at once (all threads
+// take the same branch): relu(x) or its square, and x * sigmoid(x * (c0 + c1 * x^2)). Gelu in its tanh form
+// is of the second: (1 + tanh(u)) / 2 = sigmoid(2 * u).
 struct Activation {
   float c0, c1;        // times -log2(e)
+  float d0, d1;        // the derivative of the sigmoid's argument: d0 + d1 * x^2
   bool relu, squared;  // the first family
   bool clamped;        // x0 = min(x0, limit), x1 = clip(x1, -limit, limit) + offset
   float limit, offset;
 
+  // Finite, for c1 may be 0; where x is NaN, x times this is.
+  static __device__ __forceinline__ float Square(float x) { return fminf(x * x, 1e30f); }
+
   __device__ __forceinline__ float Sigmoid(float x) const {
-    const float x2 = fminf(x * x, 1e30f);                 // finite: c1 may be 0; x keeps a NaN
-    return Reciprocal(1.f + Exp2(x * fmaf(c1, x2, c0)));  // 0 and 1 at -inf and inf
+    return Reciprocal(1.f + Exp2(x * fmaf(c1, Square(x), c0)));  // 0 and 1 at -inf and inf
   }
 
-  // f(x) and, where wanted, f'(x) of slot 0, of kGroup elements.
-  template <bool kDerivative>
-  __device__ __forceinline__ void Evaluate(const float (&x)[kGroup], float (&f)[kGroup],
-                                           float (&df)[kGroup]) const {
+  // x as slot 0's function takes it, and what that is multiplied with.
+  template <typename T, int kA>
+  __device__ __forceinline__ void Inputs(const Vec<T, 8> (&x)[kA], float (&x0)[8], float (&gate)[8]) const {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x0[j] = x[0][j], gate[j] = kA == 2 ? x[kA - 1][j] : 1.f;
+    if (kA == 2 && clamped) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        x0[j] = MinNan(x0[j], limit);
+        gate[j] = MinNan(MaxNan(gate[j], -limit), limit) + offset;
+      }
+    }
+  }
+
+  template <typename T, int kA>
+  __device__ __forceinline__ void Forward(const Vec<T, 8> (&x)[kA], float (&y)[8]) const {
+    float x0[8], gate[8];
+    Inputs(x, x0, gate);
     if (relu) {
 #pragma unroll
-      for (int j = 0; j < kGroup; ++j) {
-        f[j] = MaxNan(x[j], 0.f);
-        if (kDerivative) df[j] = squared ? 2.f * x[j] : 1.f;
-        if (squared) f[j] *= f[j];
+      for (int j = 0; j < 8; ++j) {
+        const float f = MaxNan(x0[j], 0.f);
+        y[j] = (squared ? f * f : f) * gate[j];
       }
-      return;
-    }
+    } else {
 #pragma unroll
-    for (int j = 0; j < kGroup; ++j) {
-      const float s = Sigmoid(x[j]);
-      f[j] = x[j] * s;
-      if (!kDerivative) continue;
-      constexpr float kLn2 = 0.693147180559945f;
-      const float x2 = fminf(x[j] * x[j], 1e30f);
-      const float du = -kLn2 * fmaf(3.f * c1, x2, c0);  // of the sigmoid's argument
-      df[j] = fmaf(f[j] * (1.f - s), du, s);
+      for (int j = 0; j < 8; ++j) y[j] = x0[j] * Sigmoid(x0[j]) * gate[j];
     }
   }
 
-  // y = f(x0) [* x1]
+  // In the order of the reference, so that what is not finite is where it is there.
   template <typename T, int kA>
-  __device__ __forceinline__ void Forward(const Vec<T, 8> (&x)[kA], int first, float (&y)[8]) const {
-    float x0[kGroup], f[kGroup], unused[kGroup];
-#pragma unroll
-    for (int j = 0; j < kGroup; ++j) x0[j] = x[0][first + j];
-    if (kA == 2 && clamped) {
-#pragma unroll
-      for (int j = 0; j < kGroup; ++j) x0[j] = MinNan(x0[j], limit);
-    }
-    Evaluate<false>(x0, f, unused);
-    if (kA == 2 && clamped) {
-#pragma unroll
-      for (int j = 0; j < kGroup; ++j) f[j] *= MinNan(MaxNan(x[kA - 1][first + j], -limit), limit) + offset;
-    } else if (kA == 2) {
-#pragma unroll
-      for (int j = 0; j < kGroup; ++j) f[j] *= x[kA - 1][first + j];
-    }
-#pragma unroll
-    for (int j = 0; j < kGroup; ++j) y[first + j] = f[j];
-  }
-
-  template <typename T, int kA>
-  __device__ __forceinline__ void Backward(const Vec<T, 8>& dy, const Vec<T, 8> (&x)[kA], int first,
+  __device__ __forceinline__ void Backward(const Vec<T, 8>& dy, const Vec<T, 8> (&x)[kA],
                                            float (&dx)[kA][8]) const {
-    float x0[kGroup], f[kGroup], df[kGroup], g[kGroup];  // g: the gradient of f
+    float x0[8], gate[8];
+    Inputs(x, x0, gate);
+    if (relu) {
 #pragma unroll
-    for (int j = 0; j < kGroup; ++j) x0[j] = x[0][first + j], g[j] = dy[first + j];
-    if (kA == 2 && clamped) {
-#pragma unroll
-      for (int j = 0; j < kGroup; ++j) x0[j] = MinNan(x0[j], limit);
-    }
-    Evaluate<true>(x0, f, df);
-    if (kA == 2 && clamped) {
-#pragma unroll
-      for (int j = 0; j < kGroup; ++j) {
-        const float x1 = x[kA - 1][first + j], low = MaxNan(x1, -limit);
-        dx[kA - 1][first + j] = g[j] * f[j] * (BelowLimit(-x1, limit) * BelowLimit(low, limit));
-        g[j] *= MinNan(low, limit) + offset;
-        df[j] *= BelowLimit(x[0][first + j], limit);
+      for (int j = 0; j < 8; ++j) {
+        const float f = MaxNan(x0[j], 0.f), g = dy[j] * gate[j];
+        dx[0][j] = x0[j] > 0.f ? (squared ? g * (2.f * f) : g) : 0.f;  // 0 also where g is not finite
+        if (kA == 2) dx[kA - 1][j] = dy[j] * (squared ? f * f : f);
       }
-    } else if (kA == 2) {
+    } else {
 #pragma unroll
-      for (int j = 0; j < kGroup; ++j) {
-        dx[kA - 1][first + j] = g[j] * f[j];
-        g[j] *= x[kA - 1][first + j];
+      for (int j = 0; j < 8; ++j) {
+        const float s = Sigmoid(x0[j]), g = dy[j] * gate[j];
+        const float slope = g * x0[j] * fmaf(-s, s, s);
+        dx[0][j] = fmaf(slope, fmaf(d1, Square(x0[j]), d0), g * s);
+        if (kA == 2) dx[kA - 1][j] = dy[j] * (x0[j] * s);
       }
     }
-    // relu's derivative selects: 0 also where g is not finite
+    if (kA == 2 && clamped) {
 #pragma unroll
-    for (int j = 0; j < kGroup; ++j) dx[0][first + j] = relu && !(x0[j] > 0.f) ? 0.f : g[j] * df[j];
+      for (int j = 0; j < 8; ++j) {
+        const float x1 = x[kA - 1][j];
+        dx[0][j] *= BelowLimit(x[0][j], limit);
+        dx[kA - 1][j] *= BelowLimit(-x1, limit) * BelowLimit(MaxNan(x1, -limit), limit);
+      }
+    }
   }
 };
 
@@ -159,10 +144,7 @@ struct ActivationSource {
     return raw;
   }
 
-  __device__ __forceinline__ void Values(const Raw& raw, float (&f)[1][8]) const {
-#pragma unroll
-    for (int first = 0; first < 8; first += kGroup) act.Forward(raw.x, first, f[0]);
-  }
+  __device__ __forceinline__ void Values(const Raw& raw, float (&f)[1][8]) const { act.Forward(raw.x, f[0]); }
 };
 
 template <typename T, int kA>
@@ -188,8 +170,7 @@ struct GradientSource {
   }
 
   __device__ __forceinline__ void Values(const Raw& raw, float (&f)[kA][8]) const {
-#pragma unroll
-    for (int first = 0; first < 8; first += kGroup) act.Backward(raw.dy, raw.x, first, f);
+    act.Backward(raw.dy, raw.x, f);
   }
 };
 
@@ -201,8 +182,14 @@ ffi::Error MakeActivation(const char* op, int64_t kind, int64_t slots, double li
   const double log2e = 1.4426950408889634, gelu = 2 * std::sqrt(2 / 3.14159265358979323846);
   const double c0 = kind == kGelu ? gelu : kind == kQuickGelu ? 1.702 : kind == kClampedSilu ? alpha : 1.0;
   const double c1 = kind == kGelu ? gelu * 0.044715 : 0.0;
-  *out = {float(-log2e * c0),   float(-log2e * c1),   kind == kRelu || kind == kSquaredRelu,
-          kind == kSquaredRelu, kind == kClampedSilu, float(limit),
+  *out = {float(-log2e * c0),
+          float(-log2e * c1),
+          float(c0),
+          float(3 * c1),
+          kind == kRelu || kind == kSquaredRelu,
+          kind == kSquaredRelu,
+          kind == kClampedSilu,
+          float(limit),
           float(offset)};
   return ffi::Error::Success();
 }

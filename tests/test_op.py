@@ -15,6 +15,7 @@ from te_jax._op import Op, ops
 from te_jax._rule import Rule
 
 AXES = ("a", "b")  # mesh axes of 4 and 2 devices
+MESH = dict(zip(AXES, (4, 2)))
 KINDS = {
     "auto": (AxisType.Auto, AxisType.Auto),
     "explicit": (AxisType.Explicit, AxisType.Explicit),
@@ -52,6 +53,8 @@ def placements(case, args):
     pairs = [(f, factors[i - 1 - i % 2]) for i, f in enumerate(factors) if len(factors) > 1]
     for chosen in [(None, None), *((f, None) for f in factors), *((None, f) for f in factors), *pairs]:
         axis_of = {f: axis for f, axis in zip(chosen, AXES) if f is not None}
+        if any(case.sizes[f] % MESH[axis] for f, axis in axis_of.items()):
+            continue  # an axis of 1 or 2 slots cannot be placed on 4 devices
         yield axis_of, [P(*(axis_of.get(f) for f in rule.leading(o, ranks))) for o in rule.inputs]
 
 

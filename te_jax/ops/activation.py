@@ -206,7 +206,9 @@ y      [*m, f] of x's type: the product over a of names[a](x[..., a, :]), in f32
 data   FP8 [*m, f], data_t FP8 [f, *m]: the f32 y, times scale, saturated
 amax   f32[]: max |f32 y|
 
-Attributes as `attributes` makes them, and dtype: the FP8 type, a jnp.dtype.
+Attributes as `attributes` makes them, and dtype: the FP8 type, a jnp.dtype. The kernel's sigmoid is right to 2**-22
+(tests/test_cuda_ops.py), the reference's 1 + tanh(u) to about as much: a byte may differ by a step now and then. relu
+and squared_relu are exact.
 """
 
 activation_bwd = Op(
