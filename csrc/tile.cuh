@@ -143,8 +143,8 @@ __device__ __forceinline__ float MaxAbs(float a, float b) {
 //   kSums     whether there may be column sums
 //   kCtas     on one multiprocessor
 //   kWindow   rows that a thread has in flight, a divisor of kThreadRows
-//   Load<kVectors>(row, column, columns) -> Raw of the 8 columns from `column` on, of which `columns` are
-//   inside Values(Raw, float (&)[kSlots][8])
+//   Values(Raw, float (&)[kSlots][8])
+//   Load<kVectors>(row, column, columns) -> Raw: 8 columns from `column` on, of which `columns` are inside
 // kVectors: n % 8 == 0, and all rows are aligned.
 template <typename Source, bool kVectors>
 __global__ void __launch_bounds__(kTileThreads, Source::kCtas)
