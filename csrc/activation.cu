@@ -19,26 +19,6 @@ enum Kind {
   kKinds
 };  // te_jax/ops/activation.py
 
-// ex2.approx: 2 ulp; rcp.approx: 1 ulp.
-__device__ __forceinline__ float Exp2(float x) {
-  asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
-  return x;
-}
-__device__ __forceinline__ float Reciprocal(float x) {
-  asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
-  return x;
-}
-
-// NaN where a or b is.
-__device__ __forceinline__ float MaxNan(float a, float b) {
-  asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
-  return a;
-}
-__device__ __forceinline__ float MinNan(float a, float b) {
-  asm("min.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
-  return a;
-}
-
 // The derivative of min(x, limit): half at the tie, as jax has it.
 __device__ __forceinline__ float BelowLimit(float x, float limit) {
   return x < limit ? 1.f : x == limit ? 0.5f : 0.f;

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "common.h"
+#include "ptx.cuh"
 #include "reduce.cuh"
 
 namespace te {
@@ -23,9 +24,6 @@ struct ScaleUpdateArgs {
   bool newest;  // the scale follows this step's amax alone, not the largest of the history
 };
 
-// The larger, or a NaN if there is one, as jnp.max.
-__device__ __forceinline__ float MaxOrNan(float a, float b) { return a != a || a > b ? a : b; }
-
 __global__ void __launch_bounds__(kThreads) ScaleUpdate(const ScaleUpdateArgs a) {
   __shared__ float tops[kThreads / 32];
   const float* history = a.history + blockIdx.x * a.l;
@@ -36,7 +34,7 @@ __global__ void __launch_bounds__(kThreads) ScaleUpdate(const ScaleUpdateArgs a)
   float top = amax;
   for (int64_t i = threadIdx.x; i < a.l; i += kThreads) {
     const float old = history[i];
-    top = MaxOrNan(top, old);
+    top = MaxNan(top, old);
     if (!recorded) new_history[i] = old;
     if (recorded && i >= 2) new_history[i - 1] = old;
   }
@@ -44,11 +42,11 @@ __global__ void __launch_bounds__(kThreads) ScaleUpdate(const ScaleUpdateArgs a)
     if (a.l > 1) new_history[a.l - 1] = amax;
     new_history[0] = 0.f - fmodf(since + 1.f, float(a.interval));
   }
-  for (int other = 16; other > 0; other /= 2) top = MaxOrNan(top, __shfl_xor_sync(~0u, top, other));
+  for (int other = 16; other > 0; other /= 2) top = MaxNan(top, __shfl_xor_sync(~0u, top, other));
   if (Lane() == 0) tops[WarpIndex()] = top;
   __syncthreads();
   if (threadIdx.x != 0) return;
-  for (int w = 1; w < kThreads / 32; ++w) top = MaxOrNan(top, tops[w]);
+  for (int w = 1; w < kThreads / 32; ++w) top = MaxNan(top, tops[w]);
 
   const float scale = a.scale[blockIdx.x], seen = a.newest ? amax : top;
   const float wanted = a.fp8_max / seen / a.margin_factor;

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "fp8.cuh"
+#include "ptx.cuh"
 #include "reduce.cuh"
 
 namespace te {
@@ -130,12 +131,6 @@ __device__ inline void StoreColumnSums(const float* scratch, float* dbias, int c
   dbias[c] = sum;
 }
 
-// max(a, |b|), NaN if one is NaN: one instruction.
-__device__ __forceinline__ float MaxAbs(float a, float b) {
-  asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(fabsf(b)));
-  return a;
-}
-
 // Source:
 //   Type      of x and of the wide result
 //   Raw       what is read for 8 neighbours of a row
@@ -183,7 +178,7 @@ __global__ void __launch_bounds__(kTileThreads, Source::kCtas)
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         if (kVectors ? inside : row < rows && c + j < columns) {
-          amax = MaxAbs(amax, f[s][j]);
+          amax = MaxNan(amax, fabsf(f[s][j]));
           if (Source::kSums) sums[s][j] += f[s][j];
         }
         f[s][j] *= scale;

@@ -24,7 +24,19 @@ def _no_gpu() -> str:
     return ""
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    text = "run the GPU's tests of simple kernels on the CPU, with the library that tests/host_cuda built"
+    parser.addoption("--host-kernels", metavar="LIBRARY", help=text)
+
+
+def pytest_collection_modifyitems(config, items):
+    if library := config.getoption("--host-kernels"):
+        from host_cuda import library as host
+
+        from te_jax.ops import activation, quantize, rope, scaling  # noqa: F401  (declares the ops)
+
+        host.install(library)
+        return
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and (reason := _no_gpu()):
         for item in marked:

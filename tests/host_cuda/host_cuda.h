@@ -1,0 +1,190 @@
+// CUDA kernels on the CPU: a CTA's threads are fibers of one thread of the host, which take turns at barriers
+// and shuffles in a random order: a barrier that is missing shows as a wrong result. For the kernels that
+// need no more than shared memory, barriers and warp shuffles.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <vector>
+
+#undef __shared__
+#define __shared__ static  // CTAs run one after the other
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+#undef __global__
+#define __global__
+#undef __device__
+#define __device__
+#undef __forceinline__
+#define __forceinline__ inline
+
+inline uint3 threadIdx, blockIdx;  // of the fiber that runs
+inline dim3 blockDim, gridDim;
+
+namespace host_cuda {
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  uint3 index;
+  int rank;
+  bool done = false;
+};
+
+// Threads that wait for each other.
+struct Barrier {
+  int alive = 0, arrived = 0;
+  unsigned round = 0;
+  void Release() { arrived = 0, ++round; }
+};
+
+class Cta {
+ public:
+  static Cta& Get() {
+    static Cta cta;
+    return cta;
+  }
+
+  void Run(dim3 block, size_t shared_bytes, const std::function<void()>& kernel) {
+    constexpr size_t kStack = 256 << 10;
+    const int threads = block.x * block.y * block.z;
+    kernel_ = &kernel;
+    shared_.assign(shared_bytes / 16 + 1, {});
+    std::memset(shared_.data(), 0xff, shared_.size() * 16);  // NaN to who reads what none wrote
+    cta_ = {threads};
+    warps_.assign((threads + 31) / 32, {});
+    slots_.assign(threads, 0);
+    fibers_.resize(std::max<size_t>(fibers_.size(), threads));
+    std::vector<int> ready;
+    for (int i = 0; i < threads; ++i) {
+      Fiber& f = fibers_[i];
+      if (!f.stack) f.stack.reset(new char[kStack]);
+      f.index = {i % block.x, i / block.x % block.y, i / (block.x * block.y)};
+      f.rank = i, f.done = false;
+      getcontext(&f.context);
+      f.context.uc_stack.ss_sp = f.stack.get(), f.context.uc_stack.ss_size = kStack;
+      f.context.uc_link = &scheduler_;
+      makecontext(&f.context, reinterpret_cast<void (*)()>(&Cta::Enter), 0);
+      ++warps_[i / 32].alive;
+      ready.push_back(i);
+    }
+    while (!ready.empty()) {
+      std::shuffle(ready.begin(), ready.end(), random_);
+      for (int i : ready) {
+        current_ = &fibers_[i];
+        threadIdx = current_->index;
+        swapcontext(&scheduler_, &current_->context);
+      }
+      std::erase_if(ready, [&](int i) { return fibers_[i].done; });
+    }
+  }
+
+  void Sync() { Wait(cta_); }
+  void SyncWarp() { Wait(warps_[current_->rank / 32]); }
+  int rank() const { return current_->rank; }
+  void* shared() { return shared_.data(); }
+
+  // What lane `from` of the warp has.
+  uint32_t Exchange(uint32_t mine, int from) {
+    slots_[current_->rank] = mine;
+    SyncWarp();
+    const uint32_t theirs = slots_[current_->rank / 32 * 32 + from];
+    SyncWarp();
+    return theirs;
+  }
+
+ private:
+  static void Enter() {
+    Cta& cta = Get();
+    (*cta.kernel_)();
+    Fiber& self = *cta.current_;
+    self.done = true;
+    for (Barrier* b : {&cta.cta_, &cta.warps_[self.rank / 32]})
+      if (--b->alive == b->arrived && b->arrived > 0) b->Release();
+  }
+
+  void Wait(Barrier& b) {
+    Fiber& self = *current_;
+    const unsigned round = b.round;
+    if (++b.arrived == b.alive) return b.Release();
+    while (b.round == round) swapcontext(&self.context, &scheduler_);
+  }
+
+  struct alignas(16) Bytes16 {
+    char bytes[16];
+  };
+  const std::function<void()>* kernel_ = nullptr;
+  std::vector<Bytes16> shared_;
+  std::vector<uint32_t> slots_;
+  std::vector<Fiber> fibers_;
+  Barrier cta_;
+  std::vector<Barrier> warps_;
+  ucontext_t scheduler_;
+  Fiber* current_ = nullptr;
+  std::mt19937 random_{0};
+};
+
+inline void Launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& kernel) {
+  gridDim = grid, blockDim = block;
+  for (unsigned z = 0; z < grid.z; ++z)
+    for (unsigned y = 0; y < grid.y; ++y)
+      for (unsigned x = 0; x < grid.x; ++x) {
+        blockIdx = {x, y, z};
+        Cta::Get().Run(block, shared_bytes, kernel);
+      }
+}
+
+template <typename To, typename From>
+To Bits(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+}  // namespace host_cuda
+
+inline void __syncthreads() { host_cuda::Cta::Get().Sync(); }
+inline void __syncwarp(unsigned = ~0u) { host_cuda::Cta::Get().SyncWarp(); }
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  const int lane = host_cuda::Cta::Get().rank() % 32;
+  return host_cuda::Bits<T>(host_cuda::Cta::Get().Exchange(host_cuda::Bits<uint32_t>(value), lane ^ mask));
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  for (int mask = 16; mask > 0; mask /= 2) value = std::max(value, __shfl_xor_sync(~0u, value, mask));
+  return value;
+}
+inline float __uint_as_float(unsigned bits) { return host_cuda::Bits<float>(bits); }
+inline unsigned __float_as_uint(float f) { return host_cuda::Bits<unsigned>(f); }
+template <typename T>
+T __ldcs(const T* p) {
+  return *p;
+}
+template <typename T>
+void __stcs(T* p, const T& value) {
+  *p = value;
+}
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selectors) {
+  const uint64_t bytes = uint64_t(b) << 32 | a;
+  uint32_t out = 0;
+  for (int i = 0; i < 4; ++i) out |= uint32_t(bytes >> (selectors >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return out;
+}
+template <typename A, typename B>
+auto min(A a, B b) {
+  return a < b ? std::common_type_t<A, B>(a) : std::common_type_t<A, B>(b);
+}
+template <typename A, typename B>
+auto max(A a, B b) {
+  return a > b ? std::common_type_t<A, B>(a) : std::common_type_t<A, B>(b);
+}
