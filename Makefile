@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # CUDA=0: no CUDA extension. CUDA=1: build it, with nvcc from PyPI if there is none. auto: where a GPU or nvcc 13 is.
 CUDA ?= auto
-# Arguments of examples/train_gpt.py and of pytest.
+# Arguments of examples/train_gpt.py and of `python -m benchmarks`; of pytest.
 ARGS ?=
 TESTS ?=
 
@@ -20,11 +20,12 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*.* build_backend/*.py
 CXX_SOURCES := $(wildcard csrc/*)
 export TE_JAX_BUILD_CUDA := $(MODE)
 
-.PHONY: help train test lint format cuda-check clean
+.PHONY: help train test bench lint format cuda-check clean
 
 help:
 	@echo "make train ARGS=...   install into $(VENV), train a GPT: ARGS=\"--preset tiny --compare\" (ARGS=--help lists all)"
 	@echo "make test TESTS=...   install into $(VENV), run the tests: TESTS=\"tests/test_norm.py -k odd\""
+	@echo "make bench ARGS=...   install into $(VENV), measure ops and layers on a GPU: ARGS=\"--suite layers --only 'gpt layer'\""
 	@echo "make lint             ruff and clang-format"
 	@echo "make format           let both rewrite the sources"
 	@echo "make cuda-check       compile all CUDA sources for sm_90a, warnings are errors"
@@ -36,6 +37,10 @@ train: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(WORKERS) $(TESTS)
+
+# An --out of ARGS comes later and wins.
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks --out build/bench/bench.json $(ARGS)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(f"te_jax needs Python 3.11 or newer, $(PYTHON) is {sys.version.split()[0]}: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'

@@ -15,8 +15,12 @@ class Case:
     impl:    who does it.
     build:   () -> the compiled call and its data.
     flops, bytes: what the computation needs at least: each input read once, each result written once.
+    fp8_flops: of `flops`, those in FP8; the others are in bf16.
     measure: (calls, repeat) -> ms per call, in place of `build` where another process measures.
-    suite:   "ops" or "layers".
+    suite:   "ops", "layers" or "scaling".
+    link:    the bytes go between GPUs, so that no ceiling of one GPU bounds them.
+    tokens:  of a layer's step; 0 where time per token says nothing.
+    calls:   issued back to back at most: a long call needs fewer for the same precision.
     """
 
     name: str
@@ -24,8 +28,12 @@ class Case:
     build: Callable[[], Call] | None = None
     flops: float = 0.0
     bytes: float = 0.0
+    fp8_flops: float = 0.0
     measure: Callable[[int, int], list[float]] | None = None
     suite: str = "ops"
+    link: bool = False
+    tokens: int = 0
+    calls: int | None = None
 
     @property
     def label(self) -> str:
@@ -41,6 +49,14 @@ def rate(case: Case, ms: float) -> tuple[float | None, float | None]:
     """TFLOP/s and TB/s; None where the case does not count them."""
     per_second = lambda amount: amount / (ms * 1e-3) / 1e12 if amount else None
     return per_second(case.flops), per_second(case.bytes)
+
+
+def floor_ms(case: Case, ceilings: dict) -> float:
+    """The time that the work takes at the ceilings of `ceilings.measure`: the multiplications, or the traffic if that
+    takes longer."""
+    at = lambda amount, name: amount / (ceilings[name]["sustained"] * 1e12) * 1e3
+    products = at(case.fp8_flops, "fp8") + at(case.flops - case.fp8_flops, "bf16")
+    return max(products, at(case.bytes, "copy"))
 
 
 def peer_ms(case: Case, value: float, unit: str) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from ops import jax_nn_attention
+from ops import jax_nn_attention, rotate
 
 BF16 = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
 
@@ -43,14 +43,6 @@ class Mlp(nn.Module):
         return Dense(width, self.use_bias, self.dot)(y)
 
 
-def _rope(x):
-    """Rotary embedding, pairs (i, i + d/2), in f32."""
-    angle = jnp.arange(x.shape[1])[:, None] * 10000.0 ** (-jnp.arange(0, x.shape[-1], 2) / x.shape[-1])
-    cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
-    x1, x2 = jnp.split(x.astype(jnp.float32), 2, -1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).astype(x.dtype)
-
-
 class Layer(nn.Module):
     """A transformer layer, norms first: gpt (LayerNorm, gelu, biases) or llama (RMSNorm, SwiGLU, RoPE)."""
 
@@ -70,7 +62,7 @@ class Layer(nn.Module):
         qkv = qkv.reshape(b, s, -1, dim)
         q, k, v = jnp.split(qkv, (self.heads, self.heads + self.groups), 2)
         if self.llama:
-            q, k = _rope(q), _rope(k)
+            q, k = rotate(q), rotate(k)
         y = jax_nn_attention(q, k, v).reshape(b, s, hidden)
         x = x + self._drop(Dense(hidden, use_bias, self.dot)(y), deterministic)
         return x + self._drop(Mlp(self.ffn, self.llama, use_bias, self.dot)(x), deterministic)

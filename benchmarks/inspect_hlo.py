@@ -3,7 +3,7 @@
     python benchmarks/inspect_hlo.py --out hlo.json
 
 Without a GPU the step is lowered for CUDA all the same, and its StableHLO is counted. Under FP8 it exits with
-1 if a GEMM of the layer is not a te_gemm, or if a dot is left.
+1 if a GEMM of the layer is not a te_gemm, or if a dot is left; on a GPU also if two runs differ in a bit.
 """
 
 import argparse
@@ -95,7 +95,10 @@ def inspect(model, impl: str, steps: int) -> tuple[dict, str]:
         call = trainee.compile(**_KEEP_GRAPHS)._replace(inputs=[trainee.train_inputs(trainee.state)])
         text = call.run.as_text()
         report |= {"stage": "compiled", "counts": count_hlo(text), "peak_bytes": call.peak_bytes}
+        first = call.issue(1)
         report["ms"] = timing.queued(call)
+        last = call.issue(1)
+        report |= {"same_bits": timing.same_bits(first, last), "sha256": timing.digest(last)}
         report["profile"] = kernels.profile(call, steps)
     if layers.RECIPES.get(impl):
         report["verdict"] = verdict(model, report["counts"])
@@ -110,6 +113,9 @@ def show(report: dict):
         print(f"  {kind}: {counts}")
     if "profile" not in report:
         return
+    print(
+        f"  two runs give the same bits: {'yes' if report['same_bits'] else 'NO'}; SHA-256 {report['sha256'][:16]}..."
+    )
     p, ms = report["profile"], statistics.median(report["ms"])
     print(f"  queued {ms:.3f} ms; profiled {p['span_ms']:.3f} ms, of which {p['busy_ms']:.3f} in kernels")
     counts = {name: p[f"{name}_per_step"] for name in ("kernels", "copies", "graph_launches", "kernel_launches")}
@@ -135,7 +141,8 @@ def main(argv=None) -> int:
         args.out.write_text(json.dumps(report, indent=1) + "\n")
     if args.text:
         args.text.write_text(text)
-    return 0 if report.get("verdict", {"good": True})["good"] else 1
+    good = report.get("verdict", {"good": True})["good"] and report.get("same_bits", True)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

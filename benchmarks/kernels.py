@@ -1,9 +1,12 @@
 """Kernels and launches of a call, from jax.profiler's trace."""
 
 import collections
+import contextlib
 import pathlib
 import re
 import tempfile
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 from timing import Call
@@ -12,19 +15,35 @@ from timing import Call
 _GRAPH_LAUNCH = re.compile(r"^cu(da)?GraphLaunch")
 _KERNEL_LAUNCH = re.compile(r"^cu(da)?Launch(Cooperative)?Kernel")
 _CUDA_CALL = re.compile(r"^cu(da)?[A-Z]")
-_COPIES = re.compile(r"^(mem(cpy|set)|cuMem(cpy|set))", re.IGNORECASE)
+COPIES = re.compile(r"^(mem(cpy|set)|cuMem(cpy|set))", re.IGNORECASE)
+
+
+class Event(NamedTuple):
+    """A kernel, copy or memset that ran."""
+
+    name: str
+    start: float  # ns
+    end: float
+    hlo_op: str | None = None  # the instruction that launched it, where the profiler tells
+
+
+def record(call: Call, steps: int, read: Callable, folder: pathlib.Path | None = None):
+    """Runs `steps` calls under the profiler -> read(jax.profiler.ProfileData). folder: keeps the profiler's files."""
+    jax.block_until_ready(call.issue(2))
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # the tracer of Python calls would slow the host down
+    with contextlib.ExitStack() as stack:
+        folder = folder or stack.enter_context(tempfile.TemporaryDirectory())
+        with jax.profiler.trace(str(folder), profiler_options=options):
+            jax.block_until_ready(call.issue(steps))
+        paths = pathlib.Path(folder).rglob("*.xplane.pb")  # one per host; the newest, where a folder was kept
+        path = max(paths, key=lambda path: path.stat().st_mtime)
+        return read(jax.profiler.ProfileData.from_file(str(path)))
 
 
 def profile(call: Call, steps: int = 10) -> dict:
     """Runs `steps` calls under the profiler -> `summary` of them."""
-    jax.block_until_ready(call.issue(2))
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # the tracer of Python calls would slow the host down
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
-            jax.block_until_ready(call.issue(steps))
-        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")  # one per host
-        return summary(jax.profiler.ProfileData.from_file(str(path)), steps)
+    return record(call, steps, lambda data: summary(data, steps))
 
 
 def summary(data: jax.profiler.ProfileData, steps: int) -> dict:
@@ -32,21 +51,21 @@ def summary(data: jax.profiler.ProfileData, steps: int) -> dict:
 
     Zeros where the trace has no GPU.
     """
-    events = list(_device_events(data))
-    kernels = [event for event in events if not _COPIES.match(event[0])]
+    events = list(device_events(data))
+    kernels = [event for event in events if not COPIES.match(event.name)]
     by_name = collections.defaultdict(lambda: [0, 0.0])
-    for name, start, end in events:
+    for name, start, end, _ in events:
         by_name[name][0] += 1
         by_name[name][1] += (end - start) / 1e6
     top = sorted(by_name.items(), key=lambda item: -item[1][1])
-    busy = _union([event[1:] for event in events])
+    busy = union([event[1:3] for event in events])
     span = max((e[2] for e in events), default=0) - min((e[1] for e in events), default=0)
     graphs, launches, calls = _host_launches(data)
     return {
         "steps": steps,
         "kernels_per_step": len(kernels) / steps,
         "copies_per_step": (len(events) - len(kernels)) / steps,
-        "kernel_ms": sum(end - start for _, start, end in events) / 1e6 / steps,
+        "kernel_ms": sum(end - start for _, start, end, _ in events) / 1e6 / steps,
         "busy_ms": busy / 1e6 / steps,
         "span_ms": span / 1e6 / steps,
         "graph_launches_per_step": graphs / steps,
@@ -56,8 +75,8 @@ def summary(data: jax.profiler.ProfileData, steps: int) -> dict:
     }
 
 
-def _device_events(data):
-    """(name, start, end) in ns of what ran on the GPUs' streams."""
+def device_events(data) -> Iterator[Event]:
+    """What ran on the GPUs' streams."""
     for plane in data.planes:
         if not plane.name.startswith("/device:GPU"):
             continue
@@ -65,7 +84,8 @@ def _device_events(data):
         streams = [line for line in lines if line.name.startswith("Stream")]
         for line in streams or lines:  # the others repeat the same time by HLO op and module
             for event in line.events:
-                yield event.name, event.start_ns, event.start_ns + event.duration_ns
+                stats = dict(event.stats)
+                yield Event(event.name, event.start_ns, event.start_ns + event.duration_ns, stats.get("hlo_op"))
 
 
 def _host_launches(data):
@@ -79,7 +99,7 @@ def _host_launches(data):
     return count(_GRAPH_LAUNCH), count(_KERNEL_LAUNCH), calls
 
 
-def _union(intervals) -> float:
+def union(intervals) -> float:
     """The length that the intervals cover together."""
     covered, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):

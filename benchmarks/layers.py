@@ -1,21 +1,24 @@
 """Cases of whole layers: te_jax in bf16 and FP8, beside plain Flax in bf16 and with Flax's own FP8 dot."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
+from math import prod
 
 import flax_layer
 import jax
 import jax.numpy as jnp
 from cases import Case
 from flax import linen as nn
+from jax.extend.core import Literal
 from ops import attention_flops
 from timing import Call, compiled, normal
 
 import te_jax as te
 import te_jax.flax as te_flax
 from te_jax import recipe as te_recipe
+from te_jax.fp8 import FP8_COLLECTION
 
 _SETTLE = 4  # steps; the scales of delayed scaling stand still on repeated data after the second
 FAST = (False, False, False)  # fast accumulation in fprop, dgrad and wgrad
@@ -69,12 +72,82 @@ class Layer:
             return None  # jax.nn has none
         return flax_layer.Layer(self.ffn, self.heads, self.groups, self.llama, self.hidden_dropout, dot)
 
+    @property
+    def tokens(self):
+        return self.batch * self.seq
+
     def flops(self, backward: bool) -> float:
-        dim, tokens = self.hidden // self.heads, self.batch * self.seq
-        attention = self.hidden * (2 * self.hidden + 2 * self.groups * dim)
-        gemms = 2 * tokens * (attention + self.hidden * self.ffn * (3 if self.llama else 2))
-        forward = attention_flops(self.batch, self.seq, self.heads, dim, backward)
-        return gemms * (3 if backward else 1) + forward
+        return self.gemm_flops(backward) + self.attention_flops(backward)
+
+    def gemm_flops(self, backward: bool) -> float:
+        attention = self.hidden * (2 * self.hidden + 2 * self.groups * self.hidden // self.heads)
+        gemms = 2 * self.tokens * (attention + self.hidden * self.ffn * (3 if self.llama else 2))
+        return gemms * (3 if backward else 1)
+
+    def attention_flops(self, backward: bool) -> float:
+        return attention_flops(self.batch, self.seq, self.heads, self.hidden // self.heads, backward)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """`depth` layers by `nn.scan`: one is compiled, and runs `depth` times."""
+
+    name: str
+    depth: int
+    layer: Layer
+
+    @property
+    def shape(self):
+        return self.layer.shape
+
+    @property
+    def tokens(self):
+        return self.layer.tokens
+
+    def te(self):
+        return _Scanned(self)
+
+    def flax(self, dot):
+        return _Scanned(self, dot, plain=True)
+
+    def flops(self, backward):
+        return self.depth * self.layer.flops(backward)
+
+    def gemm_flops(self, backward):
+        return self.depth * self.layer.gemm_flops(backward)
+
+
+class _Step(nn.Module):
+    """A layer in the shape that `nn.scan` wants."""
+
+    layer: Layer
+    dot: Callable | None
+    plain: bool
+
+    @nn.compact
+    def __call__(self, x, deterministic):
+        layer = self.layer.flax(self.dot) if self.plain else self.layer.te()
+        return layer(x, deterministic=deterministic), None
+
+
+class _Scanned(nn.Module):
+    """plain: of plain Flax."""
+
+    stack: Stack
+    dot: Callable | None = None
+    plain: bool = False
+
+    @nn.compact
+    def __call__(self, x, deterministic: bool = True):
+        layers = nn.scan(
+            _Step,
+            variable_axes={"params": 0, FP8_COLLECTION: 0, nn.fp8_ops.OVERWRITE_WITH_GRADIENT: 0},
+            split_rngs={"params": True, "dropout": True},
+            length=self.stack.depth,
+            in_axes=nn.broadcast,
+            metadata_params={nn.PARTITION_NAME: None},
+        )
+        return layers(self.stack.layer, self.dot, self.plain, name="layers")(x, deterministic)[0]
 
 
 @dataclass(frozen=True)
@@ -102,6 +175,9 @@ class Mlp:
         return flax_layer.Mlp(self.ffn, use_bias=self.use_bias, dot=dot)
 
     def flops(self, backward):
+        return self.gemm_flops(backward)
+
+    def gemm_flops(self, backward):
         return 4 * self.tokens * self.hidden * self.ffn * (3 if backward else 1)
 
 
@@ -127,7 +203,14 @@ class Dense:
     def flax(self, dot):
         return flax_layer.Dense(self.n, dot=dot)
 
+    @property
+    def tokens(self):
+        return self.m
+
     def flops(self, backward):
+        return self.gemm_flops(backward)
+
+    def gemm_flops(self, backward):
         return 2 * self.m * self.n * self.k * (3 if backward else 1)
 
 
@@ -135,9 +218,11 @@ def models(tiny: bool) -> list:
     if tiny:
         gpt, llama = ("gpt layer", 2, 32, 64, 128, 4, 4), ("llama layer", 1, 64, 64, 96, 4, 2)
         mlp, dense = (64, 32, 64), [(64, 32, 48)]
+        small, depth = ("", 2, 16, 32, 64, 2, 2), 2
     else:
         gpt, llama = ("gpt layer", 4, 2048, 4096, 16384, 32, 32), ("llama layer", 1, 8192, 4096, 14336, 32, 8)
         mlp, dense = (8192, 4096, 16384), [(8192, 4096, 16384), (8192, 16384, 4096)]
+        small, depth = ("", 8, 512, 1024, 4096, 16, 16), 8
     sizes = gpt[1:]
     return [
         Layer(*gpt),
@@ -147,6 +232,7 @@ def models(tiny: bool) -> list:
         Mlp(*mlp, use_bias=True),
         Mlp(*mlp, use_bias=False),
         *(Dense(*each) for each in dense),
+        Stack("small model, 8 layers h1024 b8 s512", depth, Layer(*small)),
     ]
 
 
@@ -154,7 +240,7 @@ def models(tiny: bool) -> list:
 class Trainee:
     """One model by one implementation: parameters, settled FP8 state, compiled passes."""
 
-    model: Layer | Mlp | Dense
+    model: Layer | Stack | Mlp | Dense
     impl: str
     module: nn.Module = field(init=False)
 
@@ -163,8 +249,9 @@ class Trainee:
         self.recipe = RECIPES.get(self.impl)
         self.module = self.model.te() if is_te else self.model.flax(FLAX_DOTS[self.impl])
         self.options = {}
-        if isinstance(self.model, Layer):
-            self.options["deterministic"] = not self.model.hidden_dropout
+        if isinstance(self.model, Layer | Stack):
+            layer = self.model if isinstance(self.model, Layer) else self.model.layer
+            self.options["deterministic"] = not (layer.hidden_dropout or layer.attention_dropout)
         self.x, self.dy = normal(1, self.model.shape), normal(2, self.model.shape[:-1] + self._width())
         self.key = jax.random.PRNGKey(3)  # raw: typed keys take a slower path into compiled functions
         self.params, self.fresh = self._init()
@@ -211,6 +298,18 @@ class Trainee:
         with self._scope():
             return jax.jit(self.step).trace(*self.train_inputs(self.fresh)).lower(lowering_platforms=("cuda",))
 
+    def saved_bytes(self) -> int:
+        """What autodiff keeps from the forward to the backward pass beyond the pass's own arguments. Of plain JAX, XLA
+        keeps less: it computes some of it again."""
+
+        def forward(params, state, x, key):
+            return jax.vjp(lambda *args: self.forward(*args, key), params, state, x)[1]
+
+        with self._scope():
+            jaxpr = jax.make_jaxpr(forward)(self.params, self.fresh, self.x, self.key).jaxpr
+        kept = {v for v in jaxpr.outvars if not isinstance(v, Literal)} - set(jaxpr.invars)
+        return sum(prod(v.aval.shape) * v.aval.dtype.itemsize for v in kept)
+
     @cached_property
     def train_call(self) -> Call:
         return self.compile()
@@ -225,7 +324,8 @@ class Trainee:
     def build(self, backward: bool) -> Call:
         state = self.state
         if backward:
-            return self.train_call._replace(inputs=[self.train_inputs(state)])
+            saved = self.saved_bytes() if isinstance(self.model, Layer) else None
+            return self.train_call._replace(inputs=[self.train_inputs(state)], saved_bytes=saved)
         with self._scope():
             return compiled(self.forward, [(self.params, state, self.x, self.key)])
 
@@ -239,13 +339,42 @@ def _build(model, impl, backward):
     return trainee(model, impl).build(backward)
 
 
+def case(model, impl: str, backward: bool, **more) -> Case:
+    build = partial(_build, model, impl, backward)
+    fp8 = model.gemm_flops(backward) if "fp8" in impl else 0.0
+    name = f"{model.name} {'fwd+bwd' if backward else 'fwd'}"
+    more = dict(suite="layers", tokens=model.tokens) | more
+    return Case(name, impl, build, model.flops(backward), fp8_flops=fp8, **more)
+
+
 def cases(tiny: bool) -> Iterator[Case]:
     for model in models(tiny):
         for impl in IMPLS:
             if impl in FLAX_DOTS and model.flax(None) is None:
                 continue
-            for suffix, backward in (("fwd", False), ("fwd+bwd", True)):
-                if impl == "te_jax fp8 fast" and not backward:
-                    continue  # forward, both recipes are the same
-                build = partial(_build, model, impl, backward)
-                yield Case(f"{model.name} {suffix}", impl, build, model.flops(backward), suite="layers")
+            if impl != "te_jax fp8 fast" and not isinstance(model, Stack):  # forward, both recipes are the same
+                yield case(model, impl, backward=False)
+            yield case(model, impl, backward=True)
+
+
+SCALING_IMPLS = ("te_jax bf16", "te_jax fp8")
+_SEQ = 1024  # the same for all, so that a token costs the same attention in each
+_CALLS = 10  # of steps that take 20 ms and more
+
+
+def scaling_models(tiny: bool) -> list[Layer]:
+    """GPT layers over tokens at one width, then over width at one number of tokens; heads of 128."""
+    seq, width, tokens = (16, 256, 64) if tiny else (_SEQ, 4096, 8192)
+    counts = [16, 64] if tiny else [1024 << i for i in range(7)]
+    widths = [128, 256] if tiny else [1024, 2048, 4096, 8192]
+    sizes = [*((count, width) for count in counts), *((tokens, each) for each in widths if each != width)]
+    return [
+        Layer(f"gpt layer h{h}, {count} tokens", count // seq, seq, h, 4 * h, h // 128, h // 128) for count, h in sizes
+    ]
+
+
+def scaling_cases(tiny: bool) -> Iterator[Case]:
+    for model in scaling_models(tiny):
+        for impl in SCALING_IMPLS:
+            calls = _CALLS if model.flops(True) > 2e13 else None
+            yield case(model, impl, backward=True, suite="scaling", calls=calls)

@@ -1,4 +1,4 @@
-"""What a result was measured on: devices, driver, versions, command line, date."""
+"""What a result was measured on: devices, driver, versions, command line, date; clock and power as it ran."""
 
 import datetime
 import importlib.metadata
@@ -6,6 +6,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import threading
 
 import jax
 
@@ -56,3 +57,42 @@ def _driver() -> str | None:
         return subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.split("\n")[0]
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+class Sampler:
+    """Clock and power of the first GPU, sampled by nvidia-smi while the block runs: `samples`, empty without one."""
+
+    # nvidia-smi's names -> ours and the unit
+    FIELDS = {
+        "clocks.sm": ("sm_clock", "MHz"),
+        "power.draw.instant": ("power", "W"),
+        "temperature.gpu": ("temperature", "C"),
+    }
+    _MS = 50  # between samples
+    _STARTS_WITHIN = 5.0  # seconds
+
+    def __enter__(self):
+        query = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(self.FIELDS)}", "--format=csv,noheader,nounits"]
+        self.samples, self._started, self._process = [], threading.Event(), None
+        try:
+            self._process = subprocess.Popen([*query, "-lms", str(self._MS)], stdout=subprocess.PIPE, text=True)
+        except OSError:
+            return self
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._started.wait(self._STARTS_WITHIN)
+        self.samples.clear()
+        return self
+
+    def _read(self):
+        for line in self._process.stdout:
+            number = lambda text: float(text) if text.strip().replace(".", "", 1).isdigit() else None
+            self.samples.append(dict(zip((name for name, _ in self.FIELDS.values()), map(number, line.split(",")))))
+            self._started.set()
+        self._started.set()
+
+    def __exit__(self, *error):
+        if self._process:
+            self._process.terminate()
+            self._process.wait()
+            self._reader.join()

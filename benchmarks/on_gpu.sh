@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Builds te_jax on a machine with an NVIDIA GPU and nvcc 13, installs it beside the source tree, and runs stages:
 #
-#   benchmarks/on_gpu.sh [build] [tests] [sanitize] [bench] [hlo] [train]     (no stage: all; build is always done)
+#   benchmarks/on_gpu.sh [tests] [sanitize] [bench] [scaling] [hlo] [trace] [train]     (no stage: all; build always runs)
 #
 # Needs nothing from the network: jax[cuda13], flax, nanobind, scikit-build-core, cmake, ninja and pytest are there.
 # All stages run, also after one that failed; the summary comes last, and the exit status says whether all passed.
 #
 # Variables (the ..._ARGS are words as a shell reads them: BENCH_ARGS="--only 'gpt layer'"):
 #
-# OUT_DIR                 log.txt, tests.xml, bench.json, hlo.json, train/ [default: runs/on_gpu]
+# OUT_DIR                 log.txt, tests.xml, bench.json and .png, scaling.json, hlo.json, trace_*.json, train/
+#                         [default: runs/on_gpu]
 # PREFIX                  where te_jax is installed [default: a temporary folder]
 # BUILD                   0: use what an earlier run installed into PREFIX
 # PYTHON                  [default: python3]
@@ -16,6 +17,9 @@
 # TE_JAX_CUDA_ARCHS       [default: 90a-real]
 # TESTS, TEST_ARGS        files and arguments of pytest [default: tests, -n 8]
 # BENCH_ARGS              of benchmarks/run.py
+# COMPARE                 an earlier bench.json: each row's time against its own
+# SCALING_ARGS            of benchmarks/run.py --suite scaling
+# TRACE_ARGS              of benchmarks/trace.py, which runs once for the GPT and once for the Llama layer
 # HLO_ARGS                of benchmarks/inspect_hlo.py
 # SANITIZE_TIMEOUT        seconds for each of the three sanitizer runs [default: 300]
 # TRAIN_ARGS              of examples/train_gpt.py [default: --preset medium --compare --check-gap 0.01 --no-checkpoint]
@@ -31,6 +35,7 @@ trap 'rm -rf "$SCRATCH"' EXIT
 # The stages run in another folder.
 absolute() { [[ $1 == /* ]] && echo "$1" || echo "$PWD/$1"; }
 [[ $PYTHON == */* ]] && PYTHON=$(absolute "$PYTHON")
+[[ -n ${COMPARE-} ]] && COMPARE=$(absolute "$COMPARE")
 PREFIX=$(absolute "${PREFIX:-$SCRATCH/site}")
 [[ -n ${CUDNN_FRONTEND_INCLUDE-} ]] && CUDNN_FRONTEND_INCLUDE=$(absolute "$CUDNN_FRONTEND_INCLUDE") && export CUDNN_FRONTEND_INCLUDE
 export PYTHONUNBUFFERED=1
@@ -39,7 +44,7 @@ export TE_JAX_CUDA_ARCHS=${TE_JAX_CUDA_ARCHS:-90a-real}
 export TE_JAX_BUILD_CUDA=${TE_JAX_BUILD_CUDA:-1}
 
 stages=("$@")
-((${#stages[@]})) || stages=(tests sanitize bench hlo train)
+((${#stages[@]})) || stages=(tests sanitize bench scaling hlo trace train)
 summary=()
 failed=0
 
@@ -128,7 +133,23 @@ sanitize_all() {
 bench() {
   local args
   eval "args=(${BENCH_ARGS-})"
+  [[ -n ${COMPARE-} ]] && args+=(--compare "$COMPARE")
   "$PYTHON" "$ROOT/benchmarks/run.py" --out "$OUT_DIR/bench.json" "${args[@]}"
+}
+
+scaling() {
+  local args
+  eval "args=(${SCALING_ARGS---repeat 2})"
+  "$PYTHON" "$ROOT/benchmarks/run.py" --suite scaling --out "$OUT_DIR/scaling.json" "${args[@]}"
+}
+
+trace() {
+  local args layer status=0
+  eval "args=(${TRACE_ARGS-})"
+  for layer in gpt llama; do
+    "$PYTHON" "$ROOT/benchmarks/trace.py" --model "$layer layer" --out "$OUT_DIR/trace_$layer.json" "${args[@]}" || status=1
+  done
+  return $status
 }
 
 hlo() {
@@ -156,7 +177,9 @@ summarize() {
   of tests grep -E '^(FAILED|ERROR) |[0-9]+ (passed|failed).* in ' | tail -25
   of sanitize grep -E '^-- |ERROR SUMMARY|RACECHECK SUMMARY|[0-9]+ (passed|failed)'
   of bench sed -n '/^case  /,$p'
+  of scaling sed -n '/^case  /,$p'
   of hlo head -16
+  of trace grep -vE '^ceilings|^[0-9]+x '
   of train grep -vE '%\||^ *$' | tail -8
   printf '%s\n' "${summary[@]}"
 }
@@ -167,9 +190,9 @@ if stage build build; then
     case $name in
       build) ;;
       sanitize) stage sanitize sanitize_all ;;
-      tests | bench | hlo | train) stage "$name" "$name" ;;
+      tests | bench | scaling | hlo | trace | train) stage "$name" "$name" ;;
       *)
-        summary+=("$name: no such stage; tests, sanitize, bench, hlo and train are")
+        summary+=("$name: no such stage; tests, sanitize, bench, scaling, hlo, trace and train are")
         failed=1
         ;;
     esac

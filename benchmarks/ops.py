@@ -1,4 +1,4 @@
-"""Cases of single ops: GEMM, quantize, norms, attention; beside them plain JAX, Flax, jax.nn and torch."""
+"""Cases of single ops: GEMM, quantize, activations, norms, rope, attention; beside them plain JAX, Flax and torch."""
 
 import time
 from collections.abc import Iterator
@@ -13,10 +13,12 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec
 from timing import compiled, normal, on_gpu, queued, sets
 
+from te_jax.ops import activation as activation_op
 from te_jax.ops import norm as norm_op
 from te_jax.ops.attention import dot_product_attention
 from te_jax.ops.gemm import gemm
 from te_jax.ops.quantize import quantize
+from te_jax.ops.rope import rope
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
@@ -33,6 +35,10 @@ GEMM_MNK = [
     (1024, 1024, 1024),
 ]
 ROWS_COLUMNS = [(8192, 4096), (8192, 16384)]
+RESIDUAL_MNK = (8192, 4096, 16384)
+ACTIVATIONS = {"gelu": ("gelu",), "swiglu": ("silu", "linear")}
+ACTIVATION_SHAPE = (8192, 16384)
+ROPE = (1, 8192, 32, 128)  # b, s, h, d
 NORM_SHAPES = [(8192, 4096), (32768, 8192)]
 ATTENTION = [  # b, s, h, g, d
     (4, 4096, 32, 32, 128),
@@ -49,7 +55,10 @@ def cases(tiny: bool) -> list[Case]:
     """All cases; `tiny` keeps each kind at a size that a CPU does at once."""
     found = [*_copy(tiny), *_gemms([(32, 48, 64)] if tiny else GEMM_MNK)]
     found += _quantizes([(32, 64)] if tiny else ROWS_COLUMNS)
+    found += [*_residual_gemm((32, 48, 64) if tiny else RESIDUAL_MNK)]
+    found += _activations((32, 64) if tiny else ACTIVATION_SHAPE)
     found += _norms([(16, 64)] if tiny else NORM_SHAPES)
+    found += _ropes((1, 16, 4, 32) if tiny else ROPE)
     found += _attentions([(1, 128, 4, 2, 64)] if tiny else ATTENTION)
     return [*found, *_collectives(tiny)]
 
@@ -88,13 +97,13 @@ def _collectives(tiny) -> Iterator[Case]:
                 x = jax.device_put(normal(0, (count, size // 2)), jax.sharding.NamedSharding(mesh, spec))
                 return compiled(fn, [(x,)])
 
-            yield Case(f"{name} {megabytes} MB per GPU, {count} GPUs", "xla", build, bytes=size)
+            yield Case(f"{name} {megabytes} MB per GPU, {count} GPUs", "xla", build, bytes=size, link=True)
 
 
 # -- GEMM ----------------------------------------------------------------------------------------------------
 
 
-def _fp8_gemm(m, n, k, times=1, **attrs):
+def fp8_gemm(m, n, k, times=1, **attrs):
     """`times` GEMMs in one jitted call, one after the other."""
     lhs, rhs, one = normal(0, (m, k), E4M3), normal(1, (n, k), E4M3), jnp.float32(1.0)
 
@@ -108,7 +117,7 @@ def _fp8_gemm(m, n, k, times=1, **attrs):
     return compiled(fn, [(lhs, rhs, one, one)])
 
 
-def _bf16_gemm(m, n, k):
+def bf16_gemm(m, n, k):
     return compiled(jnp.dot, [(normal(0, (m, k)), normal(1, (k, n)))])
 
 
@@ -116,7 +125,7 @@ def _bf16_gemm(m, n, k):
 def _turns(shape, accumulation, times, calls, repeat):
     """-> ms of ours and ms of torch's, in turns. An H200 under GEMMs draws all its power and its clock follows: by 15 %
     in the first 0.3 s, by some 5 % after that. In turns both have the same clock."""
-    call = _fp8_gemm(*shape, times=times, fast_accum=accumulation == "fast")
+    call = fp8_gemm(*shape, times=times, fast_accum=accumulation == "fast")
     turn = lambda calls: (queued(call, calls, 1)[0], times * torch_gemm.measure(shape, accumulation, calls * times))
     began = time.perf_counter()
     while time.perf_counter() - began < 0.5:
@@ -128,22 +137,47 @@ def _ours_and_torch(row, shape, accumulation, times=1):
     """The rows of one GEMM by te_jax and, where there is torch, by torch."""
     impls = [f"{who} fp8 {accumulation}" for who in ("te_jax", "torch")]
     if not (on_gpu() and torch_gemm.available()):
-        yield row(impls[0], partial(_fp8_gemm, *shape, times=times, fast_accum=accumulation == "fast"))
+        yield row(impls[0], partial(fp8_gemm, *shape, times=times, fast_accum=accumulation == "fast"))
         return
     for i, impl in enumerate(impls):
         yield row(impl, measure=lambda calls, repeat, i=i: _turns(shape, accumulation, times, calls, repeat)[i])
 
 
+def _gemm_plus_residual(m, n, k, inside):
+    """inside: `c` is added by te_gemm, else by XLA."""
+
+    def fn(lhs, rhs, a, b, c):
+        run = partial(gemm, lhs, rhs, a, b, out_dtype=jnp.bfloat16, fast_accum=True)
+        return run(c=c) if inside else run() + c
+
+    one = jnp.float32(1.0)
+    return compiled(fn, [(normal(0, (m, k), E4M3), normal(1, (n, k), E4M3), one, one, normal(2, (m, n)))])
+
+
+def _residual_gemm(mnk) -> Iterator[Case]:
+    m, n, k = mnk
+    row = partial(_gemm_case, m, n, k, name=f"gemm + residual {_by(m, n, k)}", residual=True)
+    yield row("te_jax fp8 fast", partial(_gemm_plus_residual, m, n, k, True))
+    yield row("te_gemm, xla adds", partial(_gemm_plus_residual, m, n, k, False))
+
+
+def _gemm_case(m, n, k, impl, build=None, measure=None, name=None, times=1, residual=False):
+    flops = times * 2 * m * n * k
+    fp8_flops, size = (0, 2) if "bf16" in impl else (flops, 1)
+    moved = times * (size * (m * k + n * k) + (4 if residual else 2) * m * n)
+    return Case(name or f"gemm {_by(m, n, k)}", impl, build, flops, moved, fp8_flops, measure)
+
+
 def _gemms(shapes) -> Iterator[Case]:
     for m, n, k in shapes:
-        row = partial(Case, f"gemm {_by(m, n, k)}", flops=2 * m * n * k)
+        row = partial(_gemm_case, m, n, k)
         yield from _ours_and_torch(row, (m, n, k), "fast")
         if m == n == k == 4096:
-            yield row("te_jax fp8 fast untuned", partial(_fp8_gemm, m, n, k, fast_accum=True, tune=False))
+            yield row("te_jax fp8 fast untuned", partial(fp8_gemm, m, n, k, fast_accum=True, tune=False))
         yield from _ours_and_torch(row, (m, n, k), "split")
-        yield row("xla bf16", partial(_bf16_gemm, m, n, k))
+        yield row("xla bf16", partial(bf16_gemm, m, n, k))
     for m, n, k in [shape for shape in shapes if max(shape) <= 2048]:  # jax's dispatch of one call takes longer
-        row = partial(Case, f"20 gemms {_by(m, n, k)}", flops=20 * 2 * m * n * k)
+        row = partial(_gemm_case, m, n, k, name=f"20 gemms {_by(m, n, k)}", times=20)
         yield from _ours_and_torch(row, (m, n, k), "fast", times=20)
 
 
@@ -168,6 +202,48 @@ def _quantizes(shapes) -> Iterator[Case]:
             outputs = ("data", "data_t", "amax", *more)
             for impl in ("te_jax", "xla"):
                 yield row(impl, partial(_quantize, shape, dtype, outputs, impl == "xla"))
+
+
+# -- activations ---------------------------------------------------------------------------------------------
+
+
+def _activation(names, shape, backward, fused):
+    """To FP8 in both layouts, backward with dbias. Unfused: plain JAX, and te_quantize behind it."""
+    rows, columns = shape
+    outputs = ("data", "data_t", "amax", *(("dbias",) if backward else ()))
+    dtype = E5M2 if backward else E4M3
+
+    def fn(*operands):
+        *operands, scale = operands
+        if fused:
+            op = activation_op.activation_bwd if backward else activation_op.activation_fwd
+            return op(*operands, scale, outputs=outputs, dtype=dtype, **activation_op.attributes(names))
+        result = lambda x: activation_op.activation(x, names)
+        if backward:
+            dy, x = operands
+            (wide,) = jax.vjp(result, x)[1](dy)
+        else:
+            wide = result(*operands)
+        return quantize(wide, scale, split=1, dtype=dtype, outputs=outputs)
+
+    def operands(seed):
+        x = normal(2 * seed, (rows, len(names), columns))
+        dy = (normal(2 * seed + 1, shape),) if backward else ()
+        return *dy, x, jnp.float32(64.0)
+
+    return compiled(fn, sets(operands))
+
+
+def _activations(shape) -> Iterator[Case]:
+    for backward in (False, True):
+        for kind, names in ACTIVATIONS.items():
+            slots = len(names)
+            # Forward, of each element: x of all slots, both layouts. Backward: dy, x, both layouts of all slots.
+            size = prod(shape) * (2 + 2 * slots + 2 * slots if backward else 2 * slots + 2)
+            name = f"d{kind} to fp8, both layouts, dbias" if backward else f"{kind} to fp8, both layouts"
+            for impl in ("te_jax", "xla, te_quantize"):
+                build = partial(_activation, names, shape, backward, impl == "te_jax")
+                yield Case(f"{name} {_by(*shape)}", impl, build, bytes=size)
 
 
 # -- norms ---------------------------------------------------------------------------------------------------
@@ -200,20 +276,34 @@ def _norm(kind, shape, impl, backward):
     return compiled(both, inputs) if backward else compiled(forward, [each[:2] for each in inputs])
 
 
-def _norm_to_fp8(kind, shape, reference):
+def _norm_to_fp8(kind, shape, reference, backward):
     rms = kind == "rmsnorm"
-    outputs = ("data", "data_t", *(() if rms else ("mean",)), "rstd", "amax")
-    attrs = dict(eps=1e-6, rms=rms, zero_centered=False, dtype=E4M3)
+    stats = ("rstd",) if rms else ("mean", "rstd")
+    law = dict(rms=rms, zero_centered=False)
 
-    def fn(x, weights, scale):
-        operands = (x, weights[0], None if rms else weights[1], scale)
+    def call(op, *operands, outputs, **attrs):
+        """The results that `outputs` names, by name."""
         if not reference:
-            return norm_op.norm_fwd(*operands, outputs=outputs, **attrs)
-        results = norm_op.norm_fwd.reference(*operands, **attrs)
-        names = [o.name for o in norm_op.norm_fwd.rule.outputs]
-        return [out for name, out in zip(names, results) if name in outputs]
+            return dict(zip(outputs, op(*operands, outputs=outputs, **attrs)))
+        named = zip((o.name for o in op.rule.outputs), op.reference(*operands, **attrs))
+        return {name: out for name, out in named if name in outputs}
 
-    return compiled(fn, sets(lambda seed: (*_norm_operands(kind, shape, 4 * seed)[:2], jnp.float32(64.0))))
+    def forward(x, weights, scale):
+        operands = (x, weights[0], None if rms else weights[1], scale)
+        outputs = ("data", "data_t", *stats, "amax")
+        return call(norm_op.norm_fwd, *operands, outputs=outputs, eps=1e-6, dtype=E4M3, **law)
+
+    def both(x, weights, scale, dy):
+        y = forward(x, weights, scale)
+        operands = (dy, x, y.get("mean"), y["rstd"], weights[0], None)
+        outputs = ("dx", "dgamma", *(() if rms else ("dbeta",)))
+        return y, call(norm_op.norm_bwd, *operands, outputs=outputs, **law)
+
+    def inputs(seed):
+        x, weights, dy = _norm_operands(kind, shape, 4 * seed)
+        return x, weights, jnp.float32(64.0), *((dy,) if backward else ())
+
+    return compiled(both if backward else forward, sets(inputs))
 
 
 def _norms(shapes) -> Iterator[Case]:
@@ -225,7 +315,30 @@ def _norms(shapes) -> Iterator[Case]:
                 yield Case(f"{name} fwd+bwd", impl, partial(_norm, kind, shape, impl, True), bytes=10 * size)
             for impl in ("te_jax", "xla"):
                 build = partial(_norm_to_fp8, kind, shape, impl == "xla")
-                yield Case(f"{kind} to fp8, both layouts {_by(*shape)}", impl, build, bytes=4 * size)
+                fp8_name = f"{kind} to fp8, both layouts {_by(*shape)}"
+                yield Case(fp8_name, impl, partial(build, False), bytes=4 * size)
+                yield Case(f"{fp8_name} fwd+bwd", impl, partial(build, True), bytes=10 * size)
+
+
+# -- rope ----------------------------------------------------------------------------------------------------
+
+
+def rotate(x):
+    """Rotary embedding in plain JAX, pairs (i, i + d/2), in f32."""
+    angle = jnp.arange(x.shape[1])[:, None] * 10000.0 ** (-jnp.arange(0, x.shape[-1], 2) / x.shape[-1])
+    cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
+    x1, x2 = jnp.split(x.astype(jnp.float32), 2, -1)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).astype(x.dtype)
+
+
+def _rope(shape, turn):
+    return compiled(turn, sets(lambda seed: (normal(seed, shape),)))
+
+
+def _ropes(shape) -> Iterator[Case]:
+    b, s, h, d = shape
+    for impl, turn in (("te_jax", partial(rope, group_method="alternate")), ("xla", rotate)):
+        yield Case(f"rope b{b} s{s} h{h} d{d}", impl, partial(_rope, shape, turn), bytes=4 * prod(shape))
 
 
 # -- attention -----------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""Measures te_jax's ops and layers beside their peers; prints one table, writes JSON.
+"""Measures te_jax's ops and layers beside their peers; prints one table, writes JSON and a roofline.
 
-    python benchmarks/run.py --out results.json --suite layers --only 'gpt layer'
+    python -m benchmarks --out results.json --suite layers --only 'gpt layer' --compare old.json
 
+The suite "all" is ops and layers; "scaling" are GPT layers over tokens and width. The ceilings are measured first.
 Times are `queued`: the wall time of 30 jitted calls issued back to back, over 30; the median of the repeats.
 All results are returned, data is random normal, FP8 scales are settled first.
 """
@@ -18,10 +19,13 @@ import traceback
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 import cases as cases_module
+import ceilings
 import kernels
 import layers
 import machine
 import ops
+import report
+import roofline
 import timing
 from cases import Case
 from peers import PEERS
@@ -29,9 +33,15 @@ from peers import PEERS
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    p.add_argument("--out", metavar="FILE", type=pathlib.Path, help="JSON, rewritten after each row")
-    p.add_argument("--suite", choices=("ops", "layers", "all"), default="all")
+    p.add_argument(
+        "--out", metavar="FILE", type=pathlib.Path, help="JSON, rewritten after each row; beside it the roofline, .png"
+    )
+    p.add_argument("--suite", choices=("ops", "layers", "scaling", "all"), default="all")
     p.add_argument("--only", metavar="REGEX", help='rows whose "case | implementation" matches')
+    p.add_argument(
+        "--compare", metavar="OLD", type=pathlib.Path, help="an earlier JSON: each row's time against its own"
+    )
+    p.add_argument("--load", metavar="FILE", type=pathlib.Path, help="show an earlier JSON, measure nothing")
     p.add_argument("--repeat", type=int, default=3, help="of each measurement [default: 3]")
     p.add_argument("--calls", type=int, default=timing.CALLS, help=f"issued back to back [default: {timing.CALLS}]")
     p.add_argument("--profile", action="store_true", help="also the time in kernels, by jax.profiler")
@@ -46,20 +56,24 @@ def chosen(args) -> list[Case]:
         found += ops.cases(args.tiny)
     if args.suite in ("layers", "all"):
         found += layers.cases(args.tiny)
+    if args.suite == "scaling":
+        found += layers.scaling_cases(args.tiny)
     return cases_module.select(found, args.only)
 
 
-def measure(case: Case, args) -> dict:
+def measure(case: Case, args, found_ceilings: dict) -> dict:
     """One row. What fails is a row too, with its error."""
     row = {"case": case.name, "impl": case.impl, "suite": case.suite}
+    calls = min(args.calls, case.calls or args.calls)
     try:
         if case.measure:
-            times = case.measure(args.calls, args.repeat)
+            times = case.measure(calls, args.repeat)
         else:
             call = case.build()
             began = time.perf_counter()
-            times = timing.queued(call, args.calls, args.repeat)
-            row |= {"trace_s": call.trace_s, "compile_s": call.compile_s, "peak_bytes": call.peak_bytes}
+            times = timing.queued(call, calls, args.repeat)
+            fields = ("trace_s", "compile_s", "peak_bytes", "io_bytes", "saved_bytes")
+            row |= {field: getattr(call, field) for field in fields}
             row["measure_s"] = time.perf_counter() - began
             if args.profile:
                 row["profile"] = kernels.profile(call)
@@ -69,6 +83,10 @@ def measure(case: Case, args) -> dict:
     row |= {"ms": statistics.median(times), "min_ms": min(times), "all_ms": times}
     tflops, tbs = cases_module.rate(case, row["ms"])
     row |= {"flops": case.flops, "bytes": case.bytes, "tflops": tflops, "tbs": tbs}
+    if found_ceilings and not case.link:
+        row["fraction"] = cases_module.floor_ms(case, found_ceilings) / row["ms"]
+    if case.tokens:
+        row["us_per_token"] = row["ms"] * 1e3 / case.tokens
     if not args.tiny and (found := PEERS.get((case.name, case.impl))):
         value, unit, whose = found
         row["peer"] = {
@@ -80,73 +98,72 @@ def measure(case: Case, args) -> dict:
     return row
 
 
-def in_order(rows: list[dict]) -> list[dict]:
-    """Rows of one case together; those of te_jax with the ratio of their time to that of each other row."""
-    by_case = {}
-    for row in rows:
-        by_case.setdefault(row["case"], []).append(row)
-    for group in by_case.values():
-        others = [row for row in group if not row["impl"].startswith("te_jax") and "ms" in row]
-        for row in group:
-            if row["impl"].startswith("te_jax") and "ms" in row:
-                row["beside"] = {other["impl"]: row["ms"] / other["ms"] for other in others}
-    return [row for group in by_case.values() for row in group]
-
-
-HEADER = ["case", "implementation", "ms", "min", "rate", "in kernels", "beside it", "peer's figure"]
-
-
-def cells(row: dict) -> list[str]:
-    if "error" in row:
-        return [row["case"], row["impl"], "error", "", "", "", row["error"].split("\n")[0][:60], ""]
-    rate = f"{row['tflops']:.0f} TFLOP/s" if row["tflops"] else f"{row['tbs']:.2f} TB/s"
-    kernel = f"{row['profile']['kernel_ms']:.4f}" if "profile" in row else ""
-    beside = ", ".join(f"{ratio:.2f}x {impl}" for impl, ratio in row.get("beside", {}).items())
-    peer = row.get("peer")
-    figure = f"{row['ms'] / peer['ms']:.2f}x {peer['whose']} ({peer['figure']:g} {peer['unit']})" if peer else ""
-    return [
-        row["case"],
-        row["impl"],
-        f"{row['ms']:.4f}",
-        f"{row['min_ms']:.4f}",
-        rate,
-        kernel,
-        beside,
-        figure,
-    ]
-
-
-def table(rows: list[dict]) -> str:
-    lines = [HEADER, *map(cells, rows)]
-    used = [i for i, name in enumerate(HEADER) if name == "case" or any(line[i] for line in lines[1:])]
-    lines = [[line[i] for i in used] for line in lines]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(used))]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
-
-
 def write(result: dict, path: pathlib.Path | None):
-    result["rows"] = in_order(result["rows"])
+    result["rows"] = report.in_order(result["rows"])
     if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def measure_all(found: list[Case], args) -> dict:
+    result = {"machine": machine.describe(), "timing": f"queued, {args.calls} calls", "rows": []}
+    say = lambda text: print(text, file=sys.stderr, flush=True)
+    say(machine.line(result["machine"]))
+    try:
+        result["ceilings"] = ceilings.measure(args.tiny)
+        say(ceilings.line(result["ceilings"]))
+    except Exception:  # the rows can be measured without them
+        traceback.print_exc()
+    began = time.perf_counter()
+    for number, case in enumerate(found, 1):
+        row = measure(case, args, result.get("ceilings"))
+        result["rows"].append(row)
+        said = row.get("error") or f"{row['ms']:.4f} ms"
+        say(f"[{number}/{len(found)}, {time.perf_counter() - began:.0f} s] {case.label}: {said}")
+        write(result, args.out)  # after each row: a run that is cut short leaves what it has
+    return result
+
+
+def show(result: dict, old: dict | None):
+    rows = result["rows"]
+    mean = report.against(rows, old) if old else None
+    print(machine.line(result["machine"]))
+    if "ceilings" in result:
+        print(ceilings.line(result["ceilings"]))
+    print(report.table(rows))
+    for line in report.memory(rows):
+        print(line)
+    if old:
+        common = sum("old_ms" in row for row in rows)
+        said = f", geometric mean of new time over old: {mean:.3f}" if mean else ""
+        print(f"against {old['machine']['command']!r} of {old['machine']['date']}: {common} rows{said}")
+
+
+def draw(result: dict, path: pathlib.Path):
+    if not roofline.available():
+        print("no roofline: matplotlib is not installed", file=sys.stderr)
+    elif roofline.draw(result, path):
+        print(f"roofline: {path}")
 
 
 def main(argv=None) -> int:
     args = parser().parse_args(argv)
-    found = chosen(args)
-    if args.list or not found:
-        print("\n".join(case.label for case in found) or f"no row matches --only {args.only!r}")
-        return 0 if found else 1
-    result = {"machine": machine.describe(), "timing": f"queued, {args.calls} calls", "rows": []}
-    print(machine.line(result["machine"]), file=sys.stderr, flush=True)
-    for number, case in enumerate(found, 1):
-        row = measure(case, args)
-        result["rows"].append(row)
-        said = row.get("error") or f"{row['ms']:.4f} ms"
-        print(f"[{number}/{len(found)}] {case.label}: {said}", file=sys.stderr, flush=True)
-        write(result, args.out)  # after each row: a run that is cut short leaves what it has
-    print(machine.line(result["machine"]))
-    print(table(result["rows"]))
+    old = report.load(args.compare) if args.compare else None
+    if args.load:
+        result = report.load(args.load)
+        args.out = args.out or args.load
+    else:
+        found = chosen(args)
+        if args.list or not found:
+            print("\n".join(case.label for case in found) or f"no row matches --only {args.only!r}")
+            return 0 if found else 1
+        if not args.tiny and not timing.on_gpu():
+            print("no GPU here; --tiny tries the program without one, --list shows the rows", file=sys.stderr)
+            return 2
+        result = measure_all(found, args)
+    show(result, old)
+    if args.out:
+        draw(result, args.out.with_suffix(".png"))
     return 1 if any("error" in row for row in result["rows"]) else 0
 
 

@@ -1,5 +1,6 @@
 """Random data, compiled calls, and the wall time of calls that are issued back to back."""
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from math import ceil, prod
@@ -7,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 CALLS = 30  # issued back to back
 _WARM_UP = 5  # plans, tuned algorithms and CUDA graphs are made by then
@@ -21,6 +23,8 @@ class Call(NamedTuple):
     trace_s: float = 0.0  # tracing and lowering
     compile_s: float = 0.0
     peak_bytes: int | None = None  # arguments, results and temporaries; None if the backend does not tell
+    io_bytes: int | None = None  # arguments and results, each once
+    saved_bytes: int | None = None  # kept from the forward to the backward pass; None where nobody counted
 
     def issue(self, calls: int):
         """Issues `calls` calls and returns the results of the last."""
@@ -50,7 +54,7 @@ def compiled(fn: Callable, inputs: Sequence[tuple], **options) -> Call:
     lower_end = time.perf_counter()
     run = lowered.compile(compiler_options=options or None)
     end = time.perf_counter()
-    return Call(run, inputs, lower_end - began, end - lower_end, _peak_bytes(run))
+    return Call(run, inputs, lower_end - began, end - lower_end, *_memory(run))
 
 
 def queued(call: Call, calls: int = CALLS, repeat: int = 3) -> list[float]:
@@ -67,16 +71,39 @@ def queued(call: Call, calls: int = CALLS, repeat: int = 3) -> list[float]:
     return times
 
 
+def sustained(call: Call, seconds: float) -> float:
+    """ms per call in the second half of `seconds` of calls: by then the GPU's clock is what its power allows."""
+    (ms,) = queued(call, calls=10, repeat=1)
+    return queued(call, calls=max(10, ceil(seconds / 2 * 1e3 / ms)), repeat=2)[-1]
+
+
+def same_bits(one, other) -> bool:
+    """Whether two trees of arrays are equal bit for bit."""
+    raw = lambda a: jax.lax.bitcast_convert_type(a, f"uint{8 * a.dtype.itemsize}")
+    equal = jax.jit(lambda a, b: jnp.array_equal(raw(a), raw(b)))
+    pairs = zip(*map(jax.tree.leaves, (one, other)), strict=True)
+    return all(bool(equal(a, b)) for a, b in pairs)
+
+
+def digest(tree) -> str:
+    """SHA-256 of the arrays' bytes: equal in two processes where the results are equal bit for bit."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        found.update(np.ascontiguousarray(np.asarray(leaf)).view(np.uint8))
+    return found.hexdigest()
+
+
 def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def _peak_bytes(executable) -> int | None:
+def _memory(executable) -> tuple[int | None, int | None]:
+    """Peak bytes, and those of arguments and results alone."""
     try:
         memory = executable.memory_analysis()
     except (NotImplementedError, RuntimeError):
-        return None
+        return None, None
     if memory is None:
-        return None
-    sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
-    return int(sum(sizes) - memory.alias_size_in_bytes)
+        return None, None
+    io = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return int(io + memory.temp_size_in_bytes - memory.alias_size_in_bytes), int(io)

@@ -1,0 +1,39 @@
+"""What this GPU does at best, measured: a copy of device memory, and large GEMMs in FP8 and bf16."""
+
+import jax.numpy as jnp
+from ops import bf16_gemm, fp8_gemm
+from timing import Call, compiled, normal, queued, sustained
+
+_SECONDS = 1.0  # of calls; the clock settles within some 0.1 s
+UNITS = {"copy": "TB/s", "fp8": "TFLOP/s", "bf16": "TFLOP/s"}
+
+
+def measure(tiny: bool = False) -> dict[str, dict[str, float]]:
+    """{"copy": {"sustained": TB/s, "brief": TB/s}, "fp8": ... TFLOP/s, "bf16": ...}
+
+    sustained: over a second of calls, at the clock that the power limit leaves. brief: the best of some bursts of 10.
+    copy is the better of a device-to-device memcpy and a kernel; fp8 accumulates fast.
+    """
+    n, size = (64, 64) if tiny else (16384, 8192)
+    x = [(normal(seed, (n, n)),) for seed in range(2)]  # 512 MB each: ten times the L2 cache
+    copies = [_rates(compiled(fn, x), 2 * 2 * n * n, tiny) for fn in (jnp.copy, lambda x: x + 1)]
+    products = {"fp8": fp8_gemm(size, size, size, fast_accum=True), "bf16": bf16_gemm(size, size, size)}
+    return {
+        "copy": {kind: max(each[kind] for each in copies) for kind in copies[0]},
+        **{name: _rates(call, 2 * size**3, tiny) for name, call in products.items()},
+    }
+
+
+def _rates(call: Call, amount: float, tiny: bool) -> dict[str, float]:
+    """Per second, in units of 1e12."""
+    brief = min(queued(call, calls=10, repeat=5))
+    return {
+        "sustained": amount / sustained(call, 0.0 if tiny else _SECONDS) / 1e9,
+        "brief": amount / brief / 1e9,
+    }
+
+
+def line(found: dict) -> str:
+    """The ceilings in one line."""
+    each = (f"{name} {f['sustained']:.4g} {UNITS[name]} ({f['brief']:.4g} briefly)" for name, f in found.items())
+    return "ceilings: " + ", ".join(each)
