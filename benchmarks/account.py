@@ -152,13 +152,12 @@ def per_step(events: Sequence[Event], steps: int) -> list[list[Event]]:
 def match(kernels: Sequence[Event], found: Sequence[Work]) -> list[Work | None]:
     """The work of each kernel of a step.
 
-    By the instruction that launched it where the profiler tells; else by its name, which XLA takes from the
-    instruction; else by order, where a family has as many kernels as instructions. Of an instruction's kernels the
-    longest has it.
+    XLA names its kernels after its instructions, and launches one for all that are alike. Other kernels take their
+    family's instructions in order, where there are as many of both.
     """
     plain = lambda name: re.sub(r"[.-]", "_", name)
     by_name = {plain(work.name): work for work in found}
-    matched = [by_name.get(plain(kernel.hlo_op or kernel.name)) for kernel in kernels]
+    matched = [by_name.get(plain(kernel.name)) for kernel in kernels]
     families = [family(kernel.name) for kernel in kernels]
     for kind in set(families) - {"XLA", "memset, memcpy"}:
         main = [i for i, kernel in enumerate(kernels) if families[i] == kind and not _HELPERS.search(kernel.name)]
@@ -166,14 +165,6 @@ def match(kernels: Sequence[Event], found: Sequence[Work]) -> list[Work | None]:
         if len(own) == len(main):
             for place, work in zip(main, own):
                 matched[place] = work
-    longest = {}
-    for place, work in enumerate(matched):
-        # XLA launches one kernel for all instructions that are alike: there each launch has the work.
-        if work and families[place] != "XLA":
-            other = longest.setdefault(work.name, place)
-            if other != place:
-                shorter, longer = sorted((other, place), key=lambda i: kernels[i].end - kernels[i].start)
-                matched[shorter], longest[work.name] = None, longer
     return matched
 
 

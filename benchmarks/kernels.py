@@ -24,7 +24,6 @@ class Event(NamedTuple):
     name: str
     start: float  # ns
     end: float
-    hlo_op: str | None = None  # the instruction that launched it, where the profiler tells
 
 
 def record(call: Call, steps: int, read: Callable, folder: pathlib.Path | None = None):
@@ -54,18 +53,18 @@ def summary(data: jax.profiler.ProfileData, steps: int) -> dict:
     events = list(device_events(data))
     kernels = [event for event in events if not COPIES.match(event.name)]
     by_name = collections.defaultdict(lambda: [0, 0.0])
-    for name, start, end, _ in events:
+    for name, start, end in events:
         by_name[name][0] += 1
         by_name[name][1] += (end - start) / 1e6
     top = sorted(by_name.items(), key=lambda item: -item[1][1])
-    busy = union([event[1:3] for event in events])
+    busy = union([event[1:] for event in events])
     span = max((e[2] for e in events), default=0) - min((e[1] for e in events), default=0)
     graphs, launches, calls = _host_launches(data)
     return {
         "steps": steps,
         "kernels_per_step": len(kernels) / steps,
         "copies_per_step": (len(events) - len(kernels)) / steps,
-        "kernel_ms": sum(end - start for _, start, end, _ in events) / 1e6 / steps,
+        "kernel_ms": sum(end - start for _, start, end in events) / 1e6 / steps,
         "busy_ms": busy / 1e6 / steps,
         "span_ms": span / 1e6 / steps,
         "graph_launches_per_step": graphs / steps,
@@ -84,8 +83,7 @@ def device_events(data) -> Iterator[Event]:
         streams = [line for line in lines if line.name.startswith("Stream")]
         for line in streams or lines:  # the others repeat the same time by HLO op and module
             for event in line.events:
-                stats = dict(event.stats)
-                yield Event(event.name, event.start_ns, event.start_ns + event.duration_ns, stats.get("hlo_op"))
+                yield Event(event.name, event.start_ns, event.start_ns + event.duration_ns)
 
 
 def _host_launches(data):
