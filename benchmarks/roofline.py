@@ -3,7 +3,13 @@
 import importlib.util
 import pathlib
 
-_COLOURS = {"te_jax fp8 fast": "tab:green", "te_jax fp8": "tab:olive", "te_jax bf16": "tab:blue", "te_jax": "tab:green", "": "tab:gray"}
+_COLOURS = {
+    "te_jax fp8 fast": "tab:green",
+    "te_jax fp8": "tab:olive",
+    "te_jax bf16": "tab:blue",
+    "te_jax": "tab:green",
+    "": "tab:gray",
+}
 
 
 def available() -> bool:

@@ -1,10 +1,13 @@
 """The benchmarks run, at tiny sizes, and count what they say they count. Speed is not tested here."""
 
+import dataclasses
+import importlib.util
 import json
 import pathlib
 import re
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -13,20 +16,31 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import account  # noqa: E402
 import cases as cases_module  # noqa: E402
 import inspect_hlo  # noqa: E402
 import kernels  # noqa: E402
 import layers  # noqa: E402
+import machine  # noqa: E402
 import ops  # noqa: E402
+import report  # noqa: E402
+import roofline  # noqa: E402
 import run  # noqa: E402
 import timing  # noqa: E402
 from cases import Case  # noqa: E402
 from peers import PEERS  # noqa: E402
 
+# By its path: `trace` is also a module of Python's own.
+_spec = importlib.util.spec_from_file_location("layer_trace", ROOT / "benchmarks" / "trace.py")
+trace = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(trace)
+
 ALL_FULL = [*ops.cases(tiny=False), *layers.cases(tiny=False)]
+SCALING = list(layers.scaling_cases(tiny=False))
+RESULTS = sorted((ROOT / "docs" / "results").glob("**/*bench*.json"))
 # One of each kind: the others differ in sizes and types.
 ONE_OF_EACH = (
-    r"copy|gemm.*te_jax.*fast|quantize both layouts, dbias.*te_jax|rmsnorm.*bwd \| flax"
+    r"copy|gemm.*te_jax.*fast$|dswiglu.*te_jax|rope.*te_jax|quantize both layouts, dbias.*te_jax|rmsnorm.*bwd \| flax"
     r"|rmsnorm to fp8.*te_jax|attention.*bwd|psum|dense.*bwd.*fast|dense.*fwd \| flax fp8"
 )
 
@@ -38,8 +52,39 @@ def test_all_peers_have_a_row():
     assert not missing
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"{model} fwd+bwd" for model in ("gpt layer", "gpt layer, dropout 0.1", "llama layer")),
+        *(f"LayerNormMLP 8192 tokens 4096-16384-4096{biases} fwd+bwd" for biases in ("", ", biases")),
+        "dense 8192x4096x16384 fwd+bwd",
+        *(f"gemm {'x'.join(map(str, mnk))}" for mnk in ops.GEMM_MNK),
+        *(f"quantize both layouts 8192x{columns}" for columns in (4096, 16384)),
+        *(f"{kind} to fp8, both layouts 8192x16384" for kind in ("gelu", "swiglu")),
+        *(f"{kind} to fp8, both layouts, dbias 8192x16384" for kind in ("dgelu", "dswiglu")),
+        *(f"{norm}norm 32768x8192 {way}" for norm in ("layer", "rms") for way in ("fwd", "fwd+bwd")),
+        *(f"{norm}norm to fp8, both layouts 32768x8192{way}" for norm in ("layer", "rms") for way in ("", " fwd+bwd")),
+        "rope b1 s8192 h32 d128",
+        "attention b4 s4096 h32/32 d128 causal fwd+bwd",
+        "small model, 8 layers h1024 b8 s512 fwd+bwd",
+    ],
+)  # fmt: skip
+def test_each_computation_that_has_a_target_is_a_case(name):
+    impls = [case.impl for case in ALL_FULL if case.name == name]
+    assert any(impl.startswith("te_jax") for impl in impls)
+    # torch is not here; jax.nn has no dropout on the probabilities.
+    assert any(not impl.startswith("te_jax") for impl in impls) or name == "gpt layer, dropout 0.1 fwd+bwd"
+
+
+def test_scaling_covers_tokens_and_widths():
+    models = layers.scaling_models(tiny=False)
+    assert {m.tokens for m in models if m.hidden == 4096} == {1024 << i for i in range(7)}
+    assert {m.hidden for m in models if m.tokens == 8192} == {1024, 2048, 4096, 8192}
+    assert all(m.hidden // m.heads == 128 and m.ffn == 4 * m.hidden for m in models)
+
+
 def test_names_are_unique():
-    labels = [case.label for case in ALL_FULL]
+    labels = [case.label for case in [*ALL_FULL, *SCALING]]
     assert len(labels) == len(set(labels))
 
 
@@ -68,8 +113,22 @@ def test_a_peers_figure_in_ms():
     assert cases_module.rate(case, 2.0) == (pytest.approx(1000), pytest.approx(2.0))
 
 
+CEILINGS = {
+    "copy": {"sustained": 4.0, "brief": 4.2},
+    "fp8": {"sustained": 1200.0, "brief": 1400.0},
+    "bf16": {"sustained": 600.0, "brief": 700.0},
+}
+
+
+def test_the_floor_is_the_slower_of_multiplications_and_traffic():
+    ms = lambda **work: cases_module.floor_ms(Case("x", "y", **work), CEILINGS)
+    assert ms(flops=1.8e12, fp8_flops=1.2e12) == pytest.approx(2.0)  # 1 ms each
+    assert ms(flops=1.2e12, fp8_flops=1.2e12, bytes=8e9) == pytest.approx(2.0)
+    assert ms(bytes=4e9) == pytest.approx(1.0)
+
+
 def test_run(tmp_path, capsys):
-    out = tmp_path / "results.json"
+    out = tmp_path / "new" / "results.json"
     code = run.main(["--tiny", "--calls", "2", "--repeat", "2", "--only", ONE_OF_EACH, "--out", str(out)])
     printed, result = capsys.readouterr().out, json.loads(out.read_text())
     assert code == 0, printed
@@ -77,12 +136,92 @@ def test_run(tmp_path, capsys):
     for row in result["rows"]:
         assert row["ms"] > 0 and len(row["all_ms"]) == 2 and row["compile_s"] > 0
         assert row["tflops"] or row["tbs"]
-        assert f"{row['case']} " in printed
+        assert f"{row['case']} " in printed and row["fraction"] > 0
+        assert ("us_per_token" in row) == (row["suite"] == "layers")
+    assert {name: set(kinds) for name, kinds in result["ceilings"].items()} == dict.fromkeys(
+        ("copy", "fp8", "bf16"), {"sustained", "brief"}
+    )
+    if roofline.available():
+        assert out.with_suffix(".png").stat().st_size > 10_000
     assert result["machine"]["packages"]["jax"] == jax.__version__
     assert {"device", "driver", "te_jax", "date", "command"} <= result["machine"].keys()
     attention = [row for row in result["rows"] if row["case"].startswith("attention")]
     assert [row["impl"] for row in attention] == ["te_jax", "jax.nn cudnn"]
     assert attention[0]["beside"]["jax.nn cudnn"] == pytest.approx(attention[0]["ms"] / attention[1]["ms"])
+
+
+def test_compare_and_load(tmp_path, capsys):
+    """Results made by earlier versions of the program load too."""
+    assert RESULTS
+    for path in RESULTS:
+        old = report.load(path)
+        half = {**old, "rows": [dict(row, ms=row["ms"] / 2) if "ms" in row else row for row in old["rows"][:-1]]}
+        new = tmp_path / path.name
+        new.write_text(json.dumps(half))
+        assert run.main(["--load", str(new), "--compare", str(path)]) == 0
+        printed = capsys.readouterr().out
+        assert f"{len(old['rows']) - 1} rows, geometric mean of new time over old: 0.500" in printed
+        row = old["rows"][0]
+        assert f"0.500x ({row['ms']:.4f})" in next(
+            line for line in printed.splitlines() if line.startswith(row["case"])
+        )
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match="other.json: no result"):
+        run.main(["--load", str(tmp_path / "other.json")])
+
+
+def test_memory_summary():
+    row = lambda impl, peak: {"case": "gpt layer fwd+bwd", "impl": impl, "peak_bytes": peak, "saved_bytes": int(1e9)}
+    assert not report.memory([row("te_jax fp8", 2)])
+    (line,) = report.memory([row("te_jax fp8", 2 * 10**9), row("te_jax bf16", 4 * 10**9), row("flax bf16", 10**9)])
+    assert "2.000 GB, 0.500 of te_jax bf16's 4.000 GB, 2.000 of flax bf16's 1.000 GB" in line
+    assert "kept for the backward pass: te_jax fp8 1.000 GB" in line
+
+
+def test_without_a_gpu_full_sizes_are_refused(capsys):
+    if timing.on_gpu():
+        pytest.skip("here is a GPU")
+    assert run.main(["--only", "gpt layer"]) == 2
+    assert "--tiny" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suite,only", [("layers", r"small model.*te_jax fp8$"), ("scaling", "h256, 16 .*te_jax fp8")])
+def test_small_model_and_scaling_run(suite, only, tmp_path):
+    out = tmp_path / "results.json"
+    args = ["--tiny", "--calls", "1", "--repeat", "1", "--suite", suite, "--only", only, "--out", str(out)]
+    assert run.main(args) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["suite"] == suite and row["us_per_token"] > 0 and row["peak_bytes"] > row["io_bytes"]
+
+
+def test_kept_for_the_backward_pass():
+    """Of y = x . w in FP8: both operands, each once and in one layout, and a few scales; no bf16 copy."""
+    m, n, k = 64, 128, 256
+    saved = layers.trainee(layers.Dense(m, n, k), "te_jax fp8").saved_bytes()
+    assert m * k + n * k <= saved < m * k + n * k + 64
+
+
+def test_same_bits_and_digest():
+    a = {"x": jnp.asarray([1.0, jnp.nan, 0.0], jnp.bfloat16), "y": jnp.ones(3)}
+    b = jax.tree.map(jnp.array, a)
+    assert timing.same_bits(a, b) and timing.digest(a) == timing.digest(b)
+    b["x"] = b["x"].at[2].set(-0.0)
+    assert not timing.same_bits(a, b) and timing.digest(a) != timing.digest(b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gpt layer", "llama layer", "gpt layer, hidden dropout 0.1"])
+@pytest.mark.parametrize("impl", ["te_jax bf16", "te_jax fp8", "te_jax fp8 fast"])
+def test_two_runs_of_a_layer_give_the_same_bits(name, impl):
+    sizes = dict(batch=2, seq=256, hidden=512, ffn=1024, heads=8)
+    (model,) = (m for m in layers.models(tiny=True) if m.name == name)
+    model = dataclasses.replace(model, **sizes, groups=4 if model.llama else 8)
+    trainee = layers.trainee(model, impl)
+    call = trainee.build(backward=True)
+    first = call.issue(1)
+    other = trainee.train_call._replace(inputs=[trainee.train_inputs(trainee.fresh)])
+    jax.block_until_ready(other.issue(3))  # leaves other values in the workspaces
+    assert timing.same_bits(first, call.issue(1))
 
 
 def test_a_row_that_fails_says_why_and_stops_nothing(capsys, monkeypatch):
@@ -193,6 +332,130 @@ def test_trace_summary():
 def test_profile_of_a_call():
     call = timing.compiled(lambda x: x + 1, [(timing.normal(0, (8,)),)])
     assert kernels.profile(call, steps=1)["steps"] == 1
+
+
+HLO = """
+HloModule jit_step, is_scheduled=true
+
+%fused (p: bf16[8,4]) -> bf16[8,4] {
+  %p = bf16[8,4]{1,0} parameter(0)
+  ROOT %loop_add_fusion.9 = bf16[8,4]{1,0} add(%p, %p)
+}
+
+ENTRY %main.1 (x.1: f8e4m3fn[8,16], w.1: f8e4m3fn[4,16]) -> bf16[8,4] {
+  %x.1 = f8e4m3fn[8,16]{1,0} parameter(0), metadata={op_name="x"}
+  %w.1 = f8e4m3fn[4,16]{1,0} parameter(1)
+  %dy.1 = f8e5m2[4,8]{1,0} parameter(2)
+  %xt.1 = f8e4m3fn[16,8]{1,0} bitcast(%x.1)
+  %c.1 = f32[] constant(1)
+  %q.1 = (f8e4m3fn[8,16]{1,0}, f32[1,1]{1,0}) custom-call(%x.1, %c.1), custom_call_target="te_quantize"
+  %gte.1 = f8e4m3fn[8,16]{1,0} get-tuple-element(%q.1), index=0
+  %ffi_call.0 = (bf16[8,4]{1,0}, u8[33554432]{0}) custom-call(%gte.1, %w.1, %c.1, %c.1, /*index=4*/%c.1), custom_call_target="te_gemm", api_version=API_VERSION_TYPED_FFI
+  %y.1 = bf16[8,4]{1,0} get-tuple-element(%ffi_call.0), index=0
+  %loop_add_fusion.2 = bf16[8,4]{1,0} fusion(%y.1, bf16[8,4]{1,0} %y.1), kind=kLoop, calls=%fused
+  %ffi_call.2 = (bf16[4,16]{1,0}, u8[33554432]{0}) custom-call(%dy.1, %xt.1, %c.1), custom_call_target="te_gemm"
+  ROOT %t = (bf16[8,4]{1,0}, bf16[4,16]{1,0}) tuple(%loop_add_fusion.2, %y.1)
+}
+"""  # noqa: E501
+
+
+def test_work_of_a_compiled_module():
+    quantize, fprop, add, wgrad = account.works(HLO, tokens=8)
+    assert (quantize.family, quantize.bytes) == ("quantize", 128 + 4 + 128 + 4)
+    assert (fprop.label, fprop.flops, fprop.fp8) == ("GEMM fprop 8x4x16", 2 * 8 * 4 * 16, True)
+    assert (wgrad.label, wgrad.family) == ("GEMM wgrad 4x16x8", "GEMM wgrad")
+    assert (add.name, add.family, add.bytes) == ("loop_add_fusion.2", "XLA", 3 * 64)
+
+
+@pytest.mark.parametrize(
+    "kernel,family",
+    [
+        ("nvjet_sm90_qrtst_128x160_128x5_2x1_v_bz_TNT", "GEMM"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "attention forward"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26", "attention backward"),
+        ("void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(void const*)", "attention backward"),
+        ("void cudnn::fusion::fmha_reduce_head<true>(void const*)", "attention backward"),
+        ("void te::TileKernel<te::(anonymous namespace)::QuantizeSource<__nv_bfloat16>, true>()", "quantize"),
+        ("void te::TileKernel<te::(anonymous namespace)::ActivationSource<1>, true>()", "activation forward"),
+        ("void te::TileKernel<te::(anonymous namespace)::GradientSource<1>, true>()", "activation backward"),
+        ("void te::(anonymous namespace)::NormFwdTiles<__nv_bfloat16>(te::NormFwdArgs)", "norm forward"),
+        ("void te::(anonymous namespace)::NormBwdRows<2, true>(te::NormBwdArgs)", "norm backward"),
+        ("te::(anonymous namespace)::ScaleUpdate(te::ScaleUpdateArgs)", "scale update"),
+        ("void te::(anonymous namespace)::Rope<__nv_bfloat16>(te::RopeArgs)", "rope"),
+        ("Memset 0", "memset, memcpy"),
+        ("loop_add_fusion_2", "XLA"),
+    ],
+)
+def test_families_of_kernels(kernel, family):
+    assert account.family(kernel) == family
+
+
+def test_account():
+    """Three steps of 30 us, the last one slower: kernels find their instructions, times and gaps add up."""
+    names = ["void te::QuantizeTile()", "nvjet_a", "loop_add_fusion_2", "nvjet_b", "Memset 0"]
+    lengths = [4.0, 10.0, 6.0, 8.0, 1.0]
+    events = []
+    for step, slower in enumerate((1.0, 1.0, 2.0)):
+        start = step * 30.0
+        for name, us in zip(names, lengths):
+            events.append(kernels.Event(name, start * 1e3, (start + us * slower) * 1e3))
+            start += us * slower
+    found = account.account(events[::-1], 3, account.works(HLO, tokens=8), brief=2, settled=1)
+    assert [kernel["label"].split(" ")[0] for kernel in found["kernels"]] == [
+        "te_quantize",
+        "GEMM",
+        "fusion",
+        "GEMM",
+        "",
+    ]
+    classes = {each["class"]: each for each in found["classes"]}
+    assert list(classes)[:2] == ["GEMM fprop", "GEMM wgrad"]
+    assert classes["GEMM fprop"]["ms"] == pytest.approx(0.010) and classes["GEMM fprop"]["flops"] == 1024
+    assert classes["GEMM fprop"]["sustained_ms"] == pytest.approx(0.020)
+    assert classes["XLA, from 5 us"]["bytes"] == 192 and not classes["memset, memcpy"]["bytes"]
+    assert found["brief"] == pytest.approx({"span_ms": 59e-3 / 2, "kernel_ms": 0.029, "idle_ms": 1e-3 / 2})
+    assert found["sustained"]["kernel_ms"] == pytest.approx(0.058)
+    text, fraction = account.rate({"ms": 1.0, "flops": 1.05e12, "bytes": 1e9, "fp8": True}, CEILINGS)
+    assert (text, fraction) == ("1050 TFLOP/s", pytest.approx(0.75))
+    assert account.rate({"ms": 1.0, "flops": 0, "bytes": 0, "fp8": False}, CEILINGS) == ("", None)
+    with pytest.raises(ValueError, match="14 kernels in 3 steps"):
+        account.per_step(events[1:], 3)
+
+
+def test_trace(tmp_path, capsys):
+    out = tmp_path / "new" / "trace.json"
+    assert trace.main(["--tiny", "--calls", "2", "--out", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert result["sustained_ms"] > 0 and {"ceilings", "machine", "samples", "queued_ms"} <= result.keys()
+    sample = {"sm_clock": 1470.0, "power": 690.0, "temperature": None}
+    kernel = {"kernel": "nvjet_a", "label": "GEMM fprop 8x4x16", "ms": 0.01, "sustained_ms": 0.012, "flops": 1e10}
+    group = {"class": "GEMM fprop", "count": 1, **kernel}
+    times = {"span_ms": 1.2, "kernel_ms": 1.1, "idle_ms": 0.2}
+    more = {"kernels": [kernel], "classes": [group], "brief": times, "sustained": times, "samples": [sample] * 3}
+    for each in (kernel, group):
+        each |= {"bytes": 1e6, "fp8": True}
+    out.write_text(json.dumps({**result, **more, "ceilings": CEILINGS}))
+    capsys.readouterr()
+    assert trace.main(["--load", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "sm_clock: median 1470 MHz" in printed and "temperature" not in printed
+    assert "1.200 ms a step = 1.100 in kernels - 0.100 side by side + 0.200 idle" in printed
+    assert re.search(r"GEMM fprop 8x4x16 +nvjet_a +0.0100 +1000 TFLOP/s +0.71 +0.0120 +833 TFLOP/s +0.69", printed)
+
+
+def test_sampler(tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nwhile :; do echo '1470, 690.25, [N/A]'; sleep 0.01; done\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with machine.Sampler() as sampler:
+        time.sleep(0.3)
+    assert len(sampler.samples) > 3
+    assert sampler.samples[0] == {"sm_clock": 1470.0, "power": 690.25, "temperature": None}
+    monkeypatch.setenv("PATH", "")
+    with machine.Sampler() as sampler:
+        pass
+    assert sampler.samples == []
 
 
 def test_on_gpu_script_is_bash():
