@@ -136,7 +136,8 @@ def test_run(tmp_path, capsys):
     for row in result["rows"]:
         assert row["ms"] > 0 and len(row["all_ms"]) == 2 and row["compile_s"] > 0
         assert row["tflops"] or row["tbs"]
-        assert f"{row['case']} " in printed and row["fraction"] > 0
+        assert f"{row['case']} " in printed
+        assert ("fraction" in row) == ("per GPU" not in row["case"])  # no ceiling bounds what goes between GPUs
         assert ("us_per_token" in row) == (row["suite"] == "layers")
     assert {name: set(kinds) for name, kinds in result["ceilings"].items()} == dict.fromkeys(
         ("copy", "fp8", "bf16"), {"sustained", "brief"}
