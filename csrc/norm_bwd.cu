@@ -1,8 +1,10 @@
 // LayerNorm and RMSNorm, backward. With xhat = (x - mean) * rstd and dxhat = dy * gamma:
 //   dx = rstd * (dxhat - mean(dxhat) - xhat * mean(dxhat * xhat)), for RMSNorm without the first mean
 //   dgamma = sum over rows of dy * xhat, dbeta = sum over rows of dy
+// dres, the gradient that comes by the residual connection around the norm, is added to dx in f32.
 // dgamma and dbeta leave as partial sums, one per CTA, in a fixed order: no atomics, the same bits every
-// time. Bytes per element of bf16: 4 read, 2 written; a CTA's partial sums add 4 or 8 per column.
+// time. Bytes per element of bf16: 4 read (6 with dres), 2 written; a CTA's partial sums add 4 or 8 per
+// column.
 
 #include "norm.cuh"
 #include "reduce.cuh"
@@ -19,6 +21,7 @@ struct NormBwdArgs {
   const float* mean;  // [rows] or nullptr (RMSNorm)
   const float* rstd;  // [rows]
   Weights gamma;      // [h]
+  const void* dres;   // [rows, h] of dy's type, or nullptr
   void* dx;           // [rows, h] of dy's type
   float* dgamma;      // [gridDim.x, h]
   float* dbeta;       // [gridDim.x, h] or nullptr
@@ -34,6 +37,12 @@ struct RowStats {
 template <bool kRms>
 __device__ __forceinline__ float InputGradient(float dxhat, float xhat, const RowStats& s) {
   return s.rstd * ((kRms ? dxhat : dxhat - s.mean_dxhat) - xhat * s.mean_dxhat_xhat);
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void AddTo(float (&sums)[N], const Vec<T, N>& v) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) sums[i] += v[i];
 }
 
 // Adds up what the blockDim.y rows in work at once had in `sums`, and writes it to partial [h]. scratch:
@@ -162,6 +171,7 @@ __global__ void __launch_bounds__(kMostThreads) NormBwdRows(const NormBwdArgs a)
         const float xhat = (x[k][i] - s.mean) * s.rstd;
         dx[i] = InputGradient<kRms>(dy[k][i] * gamma[i], xhat, s);
       }
+      if (a.dres) AddTo(dx, LoadOnce<8>(static_cast<const T*>(a.dres) + row * h + column));
       Store(static_cast<T*>(a.dx) + row * h + column, Round<T>(dx));
     }
   }
@@ -173,12 +183,6 @@ __global__ void __launch_bounds__(kMostThreads) NormBwdRows(const NormBwdArgs a)
 // by kLongRows: each row's means first, then columns by columns dx and the sums, added to the CTA's partial
 // sums in memory. x and dy are read twice, the second time from L2 as far as it holds them.
 constexpr int kLongRows = 8;
-
-template <int N>
-__device__ __forceinline__ void AddTo(float (&sums)[N], const Vec<float, N>& v) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) sums[i] += v[i];
-}
 
 template <typename T, bool kRms, int N>
 __device__ RowStats LongRowStats(const NormBwdArgs& a, int64_t row, float2 (&scratch)[2][kMostWarps],
@@ -234,6 +238,7 @@ __global__ void __launch_bounds__(kMostThreads) NormBwdLongRows(const NormBwdArg
           dx[i] = InputGradient<kRms>(g * gamma[i], xhat, s);
           dgamma[i] += g * xhat, dbeta[i] += g;
         }
+        if (a.dres) AddTo(dx, LoadOnce<N>(static_cast<const T*>(a.dres) + offset));
         Store(static_cast<T*>(a.dx) + offset, Round<T>(dx));
       }
       Store(partial_dgamma + c, Round<float>(dgamma));
@@ -256,7 +261,7 @@ size_t SharedSums(int64_t vecs, bool rms) {
 template <typename T, bool kRms>
 ffi::Error LaunchRows(cudaStream_t stream, const NormBwdArgs& a, int64_t ctas) {
   const bool vectors = a.h % 8 == 0 && Aligned(a.x) && Aligned(a.dy) && Aligned(a.dx) &&
-                       Aligned(a.gamma.data) && Aligned(a.dgamma) && Aligned(a.dbeta);
+                       Aligned(a.gamma.data) && Aligned(a.dres) && Aligned(a.dgamma) && Aligned(a.dbeta);
   const int64_t vecs = a.h / 8;
   int device, most_bytes;
   TE_CUDA(cudaGetDevice(&device));
@@ -283,7 +288,7 @@ ffi::Error LaunchRows(cudaStream_t stream, const NormBwdArgs& a, int64_t ctas) {
   TE_LAUNCHED();
 }
 
-ffi::Error LaunchNormBwd(cudaStream_t stream, Arg dy, Arg x, Arg mean, Arg rstd, Arg gamma, Ret dx,
+ffi::Error LaunchNormBwd(cudaStream_t stream, Arg dy, Arg x, Arg mean, Arg rstd, Arg gamma, Arg dres, Ret dx,
                          Ret dgamma, Ret dbeta, bool rms, bool zero_centered) {
   TE_CHECK(x.dimensions().size() >= 1, "te_norm_bwd: x is a scalar, expected [..., h]");
   const int64_t h = x.dimensions().back(), rows = h ? x.element_count() / h : 0;
@@ -296,6 +301,10 @@ ffi::Error LaunchNormBwd(cudaStream_t stream, Arg dy, Arg x, Arg mean, Arg rstd,
                dx->element_type() == x.element_type() && dx->element_count() == x.element_count(),
            "te_norm_bwd: dy is %s, x %s, dx %s: they must agree in shape and type", Shape(dy).c_str(),
            Shape(x).c_str(), Shape(*dx).c_str());
+  TE_CHECK(!Present(dres) ||
+               (dres.element_type() == x.element_type() && dres.element_count() == x.element_count()),
+           "te_norm_bwd: dres is %s, x %s: they must agree in shape and type", Shape(dres).c_str(),
+           Shape(x).c_str());
   TE_CHECK(int64_t(rstd.element_count()) == rows && int64_t(mean.element_count()) == (rms ? 0 : rows),
            "te_norm_bwd: mean is %s, rstd %s, x %s; RMSNorm has no mean", Shape(mean).c_str(),
            Shape(rstd).c_str(), Shape(x).c_str());
@@ -312,6 +321,7 @@ ffi::Error LaunchNormBwd(cudaStream_t stream, Arg dy, Arg x, Arg mean, Arg rstd,
                          Data<float>(mean),
                          Data<float>(rstd),
                          WeightsOf(gamma),
+                         Data<void>(dres),
                          Data<void>(dx),
                          Data<float>(dgamma),
                          Data<float>(dbeta),
@@ -333,6 +343,7 @@ TE_HANDLER(te_norm_bwd, LaunchNormBwd,
                .Arg<Arg>()  // mean?: ...
                .Arg<Arg>()  // rstd: ...
                .Arg<Arg>()  // gamma: h
+               .Arg<Arg>()  // dres?: ... h
                .Ret<Arg>()  // dx: ... h
                .Ret<Arg>()  // dgamma: partial [p, h]
                .Ret<Arg>()  // dbeta?: partial [p, h]

@@ -78,9 +78,9 @@ CASES = [
         "rmsnorm", "te_norm_fwd", _norm_sizes, (f32, f32, None, None),
         dict(eps=1e-6, rms=True, zero_centered=False, dtype=E4M3), ("y", "rstd"),
     ),
-    Case("layernorm_bwd", "te_norm_bwd", _norm_sizes, (f32,) * 5, dict(rms=False, zero_centered=True)),
+    Case("layernorm_bwd", "te_norm_bwd", _norm_sizes, (f32,) * 6, dict(rms=False, zero_centered=True)),
     Case(
-        "rmsnorm_bwd", "te_norm_bwd", _norm_sizes, (f32, f32, None, f32, f32),
+        "rmsnorm_bwd", "te_norm_bwd", _norm_sizes, (f32, f32, None, f32, f32, None),
         dict(rms=True, zero_centered=False), ("dx", "dgamma"),
     ),
     Case(

@@ -188,20 +188,23 @@ def test_norm_fwd(shape, dtype, rms, zero_centered, rng):
 @pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [bf16, f32], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("rms", [False, True], ids=["layernorm", "rmsnorm"])
-def test_norm_bwd(shape, dtype, rms, rng):
+@pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
+def test_norm_bwd(shape, dtype, rms, residual, rng):
     x, gamma, beta = norm_case(shape, dtype, rms, rng)
-    dy = jnp.asarray(rng.standard_normal(shape), f32).astype(dtype)
+    dy, dres = (jnp.asarray(rng.standard_normal(shape), f32).astype(dtype) for _ in range(2))
     xhat, size, rstd, g, _ = norm64(x, gamma, beta, rms, 1.0, 1e-5)
     mean = None if rms else jnp.asarray(np.asarray(x, np.float64).mean(1), f32)
     outputs = ("dx", "dgamma") if rms else ("dx", "dgamma", "dbeta")
     run = jax.jit(lambda *a: norm_bwd(*a, outputs=outputs, rms=rms, zero_centered=True))
-    got = run(dy, x, mean, jnp.asarray(rstd[:, 0], f32), gamma)
+    got = run(dy, x, mean, jnp.asarray(rstd[:, 0], f32), gamma, dres if residual else None)
     dy64 = np.asarray(dy, np.float64)
     dxhat = dy64 * g
     means = (dxhat * xhat).mean(1, keepdims=True) * xhat + (0 if rms else dxhat.mean(1, keepdims=True))
     size = size if dtype == f32 else np.abs(xhat)
     terms = rstd * (np.abs(dxhat) + size * np.abs(dxhat * size).mean(1, keepdims=True) + np.abs(dxhat).mean())
-    within_ulp(got[0], rstd * (dxhat - means), terms, dtype, 1.0 if dtype != f32 else 16.0)
+    dres = np.asarray(dres, np.float64) * residual
+    terms = terms + np.abs(dres)
+    within_ulp(got[0], rstd * (dxhat - means) + dres, terms, dtype, 1.0 if dtype != f32 else 16.0)
     for out, each in zip(got[1:], (dy64 * xhat, dy64)):
         bound = (np.abs(each) + np.abs(dy64 * size)).sum(0) * 2.0**-20  # f32 sums of up to 2**12 rows
         assert (np.abs(np.asarray(out, np.float64) - each.sum(0)) <= bound + 1e-6).all()

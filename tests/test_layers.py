@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 import te_jax as te
 from te_jax import fp8
 from te_jax.layers import dense, layernorm, layernorm_dense
+from te_jax.ops.norm import backward as norm_backward
+from te_jax.ops.norm import norm_fwd
 from te_jax.recipe import DelayedScaling, Format
 
 TENSORS = ("x", "kernel", "grad")
@@ -124,6 +126,21 @@ def test_layernorm_gradients(norm, zero_centered, rng):
     (y, vjp), (want, want_vjp) = jax.vjp(ours, x, gamma, beta), jax.vjp(theirs, x, gamma, beta)
     close(y, want)
     jax.tree.map(close, vjp(dy), want_vjp(dy))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+def test_norm_backward_adds_the_residual_gradient(dtype, rng):
+    """In f32, before the one rounding: half an ulp of the sum (and f32 noise), also where the two nearly cancel."""
+    x, dy, dres, gamma, beta = data(rng, (3, 5, 48), (3, 5, 48), (3, 5, 48), (48,), (48,), dtype=dtype)
+    stats = norm_fwd(
+        x, gamma, beta, None, outputs=("y", "mean", "rstd"), eps=1e-6, rms=False, zero_centered=False, dtype=None
+    )[1:]
+    kind, wide = dict(rms=False, zero_centered=False), lambda a: a.astype(jnp.float32)
+    got = norm_backward(dy, x, *stats, gamma, beta, dres=dres, **kind)
+    alone = norm_backward(wide(dy), wide(x), *stats, gamma, beta, **kind)
+    half_ulp = 2.0**-8 if dtype == jnp.bfloat16 else 0.0
+    np.testing.assert_allclose(wide(got[0]), alone[0] + wide(dres), rtol=half_ulp, atol=1e-5)
+    jax.tree.map(lambda a, b: close(a, b, dtype), got[1:], alone[1:])
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])

@@ -48,7 +48,7 @@ eps: float. rms: RMSNorm. zero_centered: gamma + 1 is applied. dtype: the FP8 ty
 """
 
 
-def _bwd_reference(dy, x, mean, rstd, gamma, *, rms, zero_centered):
+def _bwd_reference(dy, x, mean, rstd, gamma, dres, *, rms, zero_centered):
     dy32, g = dy.astype(jnp.float32), gamma.astype(jnp.float32) + (1.0 if zero_centered else 0.0)
     centered = x.astype(jnp.float32) - (0.0 if rms else mean[..., None])
     xhat = centered * rstd[..., None]
@@ -56,7 +56,8 @@ def _bwd_reference(dy, x, mean, rstd, gamma, *, rms, zero_centered):
     dx = dxhat - xhat * jnp.mean(dxhat * xhat, -1, keepdims=True)
     dx = dx if rms else dx - jnp.mean(dxhat, -1, keepdims=True)
     rows = tuple(range(x.ndim - 1))
-    dx = (rstd[..., None] * dx).astype(x.dtype)
+    dx = rstd[..., None] * dx
+    dx = (dx if dres is None else dx + dres.astype(jnp.float32)).astype(x.dtype)
     return dx, jnp.sum(dy32 * xhat, rows).astype(gamma.dtype), jnp.sum(dy32, rows).astype(gamma.dtype)
 
 
@@ -66,14 +67,18 @@ def _row_groups(dy, *args, **attrs):
 
 norm_bwd = Op(
     "te_norm_bwd",
-    "dy: ... h, x: ... h, mean?: ..., rstd: ..., gamma: h -> dx: ... h, dgamma: h, dbeta?: h",
+    "dy: ... h, x: ... h, mean?: ..., rstd: ..., gamma: h, dres?: ... h -> dx: ... h, dgamma: h, dbeta?: h",
     replicated="h",
     combine={"dgamma": "sum", "dbeta": "sum"},
-    dtypes=lambda dy, x, mean, rstd, gamma, **_: (x, gamma, gamma),
+    dtypes=lambda dy, x, mean, rstd, gamma, dres, **_: (x, gamma, gamma),
     partials={"dgamma": _row_groups, "dbeta": _row_groups},
     reference=_bwd_reference,
 )
-"""The backward pass of te_norm_fwd: dx of x's type, dgamma and dbeta of gamma's type, summed in f32 over all rows."""
+"""The backward pass of te_norm_fwd: dx of x's type, dgamma and dbeta of gamma's type, summed in f32 over all rows.
+
+dres [..., h] of x's type: the gradient that reaches x by the residual connection around the norm, added to dx in f32
+before its one rounding.
+"""
 
 
 def check(op: str, x, gamma, beta, kind: str):
@@ -110,10 +115,14 @@ def _norm_fwd(x, gamma, beta, rms, zero_centered, eps):
     return y, (x, mean[0] if mean else None, rstd, gamma, beta)
 
 
-def backward(dy, x, mean, rstd, gamma, beta, *, rms, zero_centered):
-    """-> dx, dgamma, dbeta (None without beta), of the types of x, gamma and beta."""
+def backward(dy, x, mean, rstd, gamma, beta, *, rms, zero_centered, dres=None):
+    """-> dx, dgamma, dbeta (None without beta), of the types of x, gamma and beta.
+
+    dres [..., h]: the gradient of x by another way, a residual connection; dx is the sum of both, rounded once.
+    """
     outputs = ("dx", "dgamma") if beta is None else ("dx", "dgamma", "dbeta")
-    dx, dgamma, *dbeta = norm_bwd(dy, x, mean, rstd, gamma, outputs=outputs, rms=rms, zero_centered=zero_centered)
+    attrs = dict(rms=rms, zero_centered=zero_centered)
+    dx, dgamma, *dbeta = norm_bwd(dy, x, mean, rstd, gamma, dres, outputs=outputs, **attrs)
     return like(dx, x), like(dgamma, gamma), like(dbeta[0], beta) if dbeta else None
 
 
