@@ -33,10 +33,10 @@ struct Device {
 };
 
 std::string Describe(const AttentionKey& key) {
-  return Format("%s %s q[%ld, %ld, %ld, %ld], k[%ld, %ld, %ld, %ld], v[.., %ld]%s%s",
-                key.backward ? "te_attention_bwd" : "te_attention_fwd", key.bf16 ? "bf16" : "f16",
-                long(key.b), long(key.s), long(key.h), long(key.d), long(key.b), long(key.t), long(key.g),
-                long(key.d), long(key.e), key.causal ? ", causal" : "",
+  return Format("%s%s %s q[%ld, %ld, %ld, %ld], k[%ld, %ld, %ld, %ld], v[.., %ld]%s%s",
+                key.packed ? "packed " : "", key.backward ? "te_attention_bwd" : "te_attention_fwd",
+                key.bf16 ? "bf16" : "f16", long(key.b), long(key.s), long(key.h), long(key.d), long(key.b),
+                long(key.t), long(key.g), long(key.d), long(key.e), key.causal ? ", causal" : "",
                 key.deterministic ? ", deterministic" : "");
 }
 
@@ -75,21 +75,24 @@ ffi::Error LockDevice(cudaStream_t stream, Locked* out) {
   return ffi::Error::Success();
 }
 
-// cuDNN names the axes [b, h, s, d]; the strides say that they lie as [b, s, h, d].
+// cuDNN names the axes [b, h, s, d]; the strides say that they lie as [b, s, h, d], or as one of the `parts`
+// of [b, s, parts, h, d].
 struct Layout {
   std::vector<int64_t> dims, strides;
 };
 
-Layout Bshd(int64_t b, int64_t s, int64_t h, int64_t d) { return {{b, h, s, d}, {s * h * d, d, h * d, 1}}; }
+Layout Bshd(int64_t b, int64_t s, int64_t h, int64_t d, int64_t parts = 1) {
+  return {{b, h, s, d}, {s * parts * h * d, d, parts * h * d, 1}};
+}
 Layout Lse(const AttentionKey& key) { return {{key.b, key.h, key.s, 1}, {key.h * key.s, key.s, 1, 1}}; }
 
 struct Layouts {
   Layout q, k, v, out, lse;
 
   explicit Layouts(const AttentionKey& key)
-      : q(Bshd(key.b, key.s, key.h, key.d)),
-        k(Bshd(key.b, key.t, key.g, key.d)),
-        v(Bshd(key.b, key.t, key.g, key.e)),
+      : q(Bshd(key.b, key.s, key.h, key.d, key.packed ? 3 : 1)),
+        k(Bshd(key.b, key.t, key.g, key.d, key.packed ? 3 : 1)),
+        v(Bshd(key.b, key.t, key.g, key.e, key.packed ? 3 : 1)),
         out(Bshd(key.b, key.s, key.h, key.e)),
         lse(Lse(key)) {}
 };

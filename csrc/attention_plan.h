@@ -15,6 +15,7 @@ struct AttentionKey {
   bool bf16 = true;                           // else f16
   int64_t b = 0, s = 0, t = 0, h = 0, g = 0;  // batch, query and key length, query and key heads
   int64_t d = 0, e = 0;                       // head dim of q and k, of v
+  bool packed = false;                        // q, k, v and their gradients are parts of one [b, s, 3, h, d]
   bool causal = false;                        // query i sees keys 0 .. i
   float scale = 1;                            // of the logits
   bool deterministic = false;                 // backward
@@ -23,7 +24,7 @@ struct AttentionKey {
   bool empty() const { return b == 0 || s == 0 || t == 0 || h == 0 || d == 0 || e == 0; }
 };
 
-// The arrays of a graph, in memory [b, s, h, d]; kLse is f32 [b, h, s].
+// The arrays of a graph, in memory [b, s, h, d] (q, k, v: or as a packed key says); kLse is f32 [b, h, s].
 enum AttentionTensor : int64_t { kQ = 1, kK, kV, kOut, kLse, kDOut, kDQ, kDK, kDV };
 using AttentionPointers = std::unordered_map<int64_t, void*>;
 

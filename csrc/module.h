@@ -24,10 +24,11 @@ struct GemmPlan {
 };
 std::vector<GemmPlan> GemmPlans();
 
-// attention.cc: bytes of workspace that te_attention_fwd ("fwd") or te_attention_bwd ("bwd") needs on the
-// current device. Builds and keeps the plan. Throws std::runtime_error with cuDNN's reason if there is none.
+// attention.cc: bytes of workspace that te_attention_fwd ("fwd") or te_attention_bwd ("bwd"), or its packed
+// form, needs on the current device. Builds and keeps the plan. Throws std::runtime_error with cuDNN's reason
+// if there is none.
 int64_t AttentionWorkspace(const std::string& kind, const std::string& dtype, int64_t b, int64_t s, int64_t t,
-                           int64_t h, int64_t g, int64_t d, int64_t e, bool causal, double scale,
+                           int64_t h, int64_t g, int64_t d, int64_t e, bool packed, bool causal, double scale,
                            bool deterministic);
 
 }  // namespace te

@@ -54,6 +54,7 @@ def _groups(*names, first=8, second=8):
 f32, bf16 = jnp.float32, jnp.bfloat16
 _norm_sizes = {"...0": 8, "...1": 8, "h": 24}
 _attention_sizes = {"b...0": 8, "s": 8, "t": 8, "g": 8, "r": 2, "d": 16, "e": 8}
+_packed_sizes = {"b...0": 8, "s": 8, "c": 3, "h": 8, "d": 16}
 _attention_ranks = {"b...": 1}
 
 CASES = [
@@ -89,6 +90,14 @@ CASES = [
     ),
     Case(
         "attention_bwd", "te_attention_bwd", _attention_sizes, (f32,) * 6,
+        dict(causal=True, scale=0.25, deterministic=False), None, _attention_ranks,
+    ),
+    Case(
+        "attention_packed_fwd", "te_attention_packed_fwd", _packed_sizes, (f32,), dict(causal=True, scale=0.25), None,
+        _attention_ranks,
+    ),
+    Case(
+        "attention_packed_bwd", "te_attention_packed_bwd", _packed_sizes, (f32,) * 4,
         dict(causal=True, scale=0.25, deterministic=False), None, _attention_ranks,
     ),
 ]  # fmt: skip

@@ -48,6 +48,7 @@ def placements(case, args):
     """Every factor on each of the two mesh axes, alone and beside another factor -> specs of the operands."""
     rule, ranks, _ = solve(case, args)
     factors = list(dict.fromkeys(f for o in rule.operands for f in rule.leading(o, ranks)))
+    factors = [f for f in factors if case.sizes[f] % 4 == 0]  # q, k, v side by side do not go on 4 devices
     pairs = [(f, factors[i - 1 - i % 2]) for i, f in enumerate(factors) if len(factors) > 1]
     for chosen in [(None, None), *((f, None) for f in factors), *((None, f) for f in factors), *pairs]:
         axis_of = {f: axis for f, axis in zip(chosen, AXES) if f is not None}

@@ -8,7 +8,8 @@ from flax import linen as nn
 
 from te_jax.flax._common import check_floating, later
 from te_jax.flax._state import describe
-from te_jax.ops.attention import dot_product_attention
+from te_jax.ops.attention import dot_product_attention, dot_product_attention_packed
+from te_jax.ops.attention_op import parts_of
 from te_jax.sharding import HEAD_AXES
 
 LAYOUTS = ("bs3hd", "bshd_bs2hd", "bshd_bshd_bshd", "t3hd", "thd_t2hd", "thd_thd_thd")
@@ -37,7 +38,7 @@ class DotProductAttention(nn.Module):
                           "post_scale_bias".
     dtype:                deprecated; None, or the query's.
     float32_logits:       accepted; logits are float32 always.
-    qkv_layout:           bshd_bshd_bshd; bs3hd (all in `query` [b, s, 3, h, d]);
+    qkv_layout:           bshd_bshd_bshd; bs3hd (all in `query` [b, s, 3, h, d], cuDNN reads them there);
                           bshd_bs2hd (`key` [b, t, 2, g, d]); t3hd, thd_t2hd, thd_thd_thd: the same shapes,
                           several segments per row.
     scale_factor:         None is 1 / sqrt(head_dim).
@@ -103,13 +104,13 @@ class DotProductAttention(nn.Module):
         values.
         """
         self._refuse(score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
-        query, key, value = self._unpack(query, key, value)
-        self._check(query, key, value, sequence_descriptor)
+        arrays = self._unpack(query, key, value)
+        packed = len(arrays) == 1
+        self._check(*(parts_of(*arrays) if packed else arrays), sequence_descriptor)
         dropping = self.attention_dropout > 0 and not deterministic
-        result = dot_product_attention(
-            query,
-            key,
-            value,
+        attend = dot_product_attention_packed if packed else dot_product_attention
+        result = attend(
+            *arrays,
             bias=bias,
             mask=mask,
             attn_mask_type=self.attn_mask_type,
@@ -137,7 +138,7 @@ class DotProductAttention(nn.Module):
         return _SoftmaxOffset(self.num_attention_heads, name=held)()
 
     def _unpack(self, query, key, value):
-        """The three arrays of `qkv_layout`, batch first."""
+        """(qkv,) or (query, key, value), as `qkv_layout` has them, batch first."""
         layout = self.qkv_layout.lower()
         if layout not in LAYOUTS:
             raise ValueError(f"{describe(self)}: qkv_layout is {self.qkv_layout!r}; pass one of {LAYOUTS}.")
@@ -152,13 +153,10 @@ class DotProductAttention(nn.Module):
             shape = "[b, s, heads, d]" if slots == 1 else f"[b, s, {slots}, heads, d]"
             if x.ndim != (4 if slots == 1 else 5) or (slots > 1 and x.shape[2] != slots):
                 raise ValueError(f"{describe(self)}: {name} has shape {x.shape}; qkv_layout {layout!r} takes {shape}.")
-        if separate == 1:
-            query, key, value = (query[:, :, i] for i in range(3))
-        elif separate == 2:
+        if separate == 2:
             key, value = key[:, :, 0], key[:, :, 1]
-        if self.transpose_batch_sequence:
-            query, key, value = (jnp.swapaxes(x, 0, 1) for x in (query, key, value))
-        return query, key, value
+        arrays = (query,) if separate == 1 else (query, key, value)
+        return tuple(jnp.swapaxes(x, 0, 1) for x in arrays) if self.transpose_batch_sequence else arrays
 
     def _check(self, query, key, value, sequence_descriptor):
         groups = self.num_attention_heads if self.num_gqa_groups is None else self.num_gqa_groups

@@ -224,7 +224,10 @@ class MultiHeadAttention(nn.Module):
         )
 
     def _project(self, inputs_q, inputs_kv, names):
-        """query [b, s, h, d], key and value [b, t, g, d], norm output; inputs_kv None is self-attention."""
+        """query [b, s, h, d], key and value [b, t, g, d], norm output; inputs_kv None is self-attention.
+
+        query [b, s, 3, h, d], None and None where all three are side by side and attention reads them there.
+        """
         wide, narrow = self.num_attention_heads * self.head_dim, self._groups() * self.head_dim
         each, fields = (
             kernel_initializer(self.kernel_init, distribution="normal"),
@@ -236,8 +239,10 @@ class MultiHeadAttention(nn.Module):
         if names == _QKV:
             fields |= dict(features=(3, wide), kernel_init=_stacked(draw_query, each, each), **joined)
             qkv, normed = self._norm_dense("qkv", False, **fields)(inputs_q)
-            parts = self._split(checkpoint_name(qkv, "combined_qkv_proj"))
-            return *parts, normed
+            qkv = self._joined(checkpoint_name(qkv, "combined_qkv_proj"))
+            if self.enable_rotary_pos_emb:
+                return *_parts(qkv), normed
+            return qkv, None, None, normed
         query_fields = fields | dict(features=wide, kernel_init=draw_query, **single)
         query, normed = self._norm_dense("query", inputs_kv is None, **query_fields)(inputs_q)
         query = self._heads(checkpoint_name(query, "query_proj"))
@@ -246,7 +251,7 @@ class MultiHeadAttention(nn.Module):
         if names == _QUERY_KV:
             fields |= dict(features=(2, narrow), kernel_init=_stacked(each, each), **joined)
             kv = DenseGeneral(name="kv", **fields)(inputs_kv)
-            return query, *self._split(checkpoint_name(kv, "combined_kv_proj")), normed
+            return query, *_parts(self._joined(checkpoint_name(kv, "combined_kv_proj"))), normed
         fields |= dict(features=narrow, kernel_init=each, **single)
         key, value = (
             self._heads(checkpoint_name(DenseGeneral(name=name, **fields)(inputs_kv), f"{name}_proj"))
@@ -254,12 +259,11 @@ class MultiHeadAttention(nn.Module):
         )
         return query, key, value, normed
 
-    def _split(self, joined):
-        """[b, s, n, heads*d] -> n arrays [b, s, heads, d]."""
+    def _joined(self, joined):
+        """[b, s, n, heads*d] -> [b, s, n, heads, d]."""
         joined = joined.reshape(*joined.shape[:3], -1, self.head_dim)
         axes = activation_axes(self, BATCH_AXES, SEQLEN_AXES, JOINED_AXES, HEAD_AXES, HIDDEN_AXES)
-        joined = constrain(joined, axes)
-        return tuple(joined[:, :, i] for i in range(joined.shape[2]))
+        return constrain(joined, axes)
 
     def _heads(self, x):
         x = x.reshape(*x.shape[:2], -1, self.head_dim)
@@ -293,6 +297,7 @@ class MultiHeadAttention(nn.Module):
             attn_bias_type=self.attn_bias_type,
             dropout_rng_name=self.dropout_rng_name,
             float32_logits=self.float32_logits,
+            qkv_layout="bs3hd" if key is None else "bshd_bshd_bshd",
             scale_factor=None if self.scale_attn_logits else 1.0,
             transpose_batch_sequence=self.transpose_batch_sequence,
             window_size=self.window_size,
@@ -310,6 +315,11 @@ class MultiHeadAttention(nn.Module):
             deterministic=deterministic,
             **tensors,
         )
+
+
+def _parts(joined) -> tuple[jax.Array, ...]:
+    """[b, s, n, heads, d] -> n arrays [b, s, heads, d]."""
+    return tuple(joined[:, :, i] for i in range(joined.shape[2]))
 
 
 def _stacked(*inits: Initializer) -> Initializer:

@@ -1,0 +1,81 @@
+"""dot_product_attention_packed against the same on separate arrays; nothing is copied on the way to the kernel."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_oracle import BOUND, error
+
+import te_jax.flax as te_flax
+from te_jax.ops.attention import SequenceDescriptor, dot_product_attention, dot_product_attention_packed
+
+
+def parts(qkv):
+    return tuple(qkv[..., i, :, :] for i in range(3))
+
+
+def apart(qkv, **kwargs):
+    return dot_product_attention(*parts(qkv), **kwargs)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        dict(attn_mask_type="causal", deterministic=True, context_checkpoint_name="context"),
+        dict(window_size=(2, 0), scale=0.5),
+        dict(sequence_descriptor=SequenceDescriptor.from_seqlens(jnp.asarray([3, 6]))),
+    ],
+    ids=["full", "causal", "window", "lengths"],
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_equals_separate_arrays(kwargs, dtype):
+    rng = np.random.default_rng(0)
+    qkv = jnp.asarray(rng.standard_normal((2, 6, 3, 2, 16)), jnp.float32).astype(dtype)
+    dout = jnp.asarray(rng.standard_normal((2, 6, 2, 16)), jnp.float32).astype(dtype)
+    both = [jax.jit(lambda x, f=f: (f(x, **kwargs), jax.vjp(lambda x: f(x, **kwargs), x)[1](dout)))(qkv)
+            for f in (dot_product_attention_packed, apart)]  # fmt: skip
+    for got, want in zip(*map(jax.tree.leaves, both), strict=True):
+        assert got.dtype == dtype and error(got, want) <= BOUND[dtype][0]
+
+
+def test_max_logit_and_no_batch():
+    qkv = jnp.asarray(np.random.default_rng(1).standard_normal((6, 3, 2, 16)), jnp.float32)
+    out, top = dot_product_attention_packed(qkv, return_max_logit=True)
+    want, want_top = apart(qkv, return_max_logit=True)
+    assert error(out, want) <= BOUND[jnp.float32][0] and error(top, want_top) <= BOUND[jnp.float32][0]
+
+
+@pytest.mark.parametrize(
+    ("qkv", "kwargs", "text"),
+    [
+        (jnp.ones((2, 6, 2, 2, 16)), {}, r"qkv has shape \(2, 6, 2, 2, 16\); pass \[b\.\.\., s, 3, h, d\]"),
+        (jnp.ones((3, 2, 16)), {}, "qkv has shape"),
+        (jnp.ones((2, 6, 3, 2, 16)), dict(attn_mask_type="Causal"), "attn_mask_type is 'Causal'"),
+        (jnp.ones((2, 6, 3, 2, 16)), dict(implementation="cudnn"), "float32; cuDNN takes"),
+    ],
+)
+def test_errors(qkv, kwargs, text):
+    with pytest.raises(ValueError, match=f"^dot_product_attention.*: .*{text}"):
+        dot_product_attention_packed(qkv, **kwargs)
+
+
+COPIES = re.compile(r"stablehlo\.(slice|dynamic_slice|concatenate|pad|dynamic_update_slice|transpose|gather)\b.*")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_projection_goes_to_the_kernel_uncopied(bias):
+    """b 2, s 8, 4 heads of 16: neither q, k, v nor their gradients are cut out, put together or turned."""
+    module = te_flax.MultiHeadAttention(head_dim=16, num_attention_heads=4, dtype=jnp.bfloat16, use_bias=bias)
+    x = jnp.ones((2, 8, 32), jnp.bfloat16)
+    variables = jax.eval_shape(module.init, jax.random.key(0), x)
+    step = jax.jit(jax.grad(lambda v, x: jnp.sum(module.apply(v, x)[0].astype(jnp.float32)), (0, 1)))
+    text = step.trace(variables, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert all(text.count(f"custom_call @te_attention_packed_{kind}(") == 1 for kind in ("fwd", "bwd"))
+    tokens = [found[0] for found in COPIES.finditer(text) if "<2x8x" in found[0]]  # others are of weights
+    assert not tokens, tokens
+    rotated = te_flax.MultiHeadAttention(head_dim=16, num_attention_heads=4, enable_rotary_pos_emb=True)
+    text = jax.jit(lambda x: rotated.init_with_output(jax.random.key(0), x)[0][0]).lower(x).as_text()
+    assert any("<2x8x" in found[0] for found in COPIES.finditer(text))  # what the test looks for
