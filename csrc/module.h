@@ -29,6 +29,6 @@ std::vector<GemmPlan> GemmPlans();
 // if there is none.
 int64_t AttentionWorkspace(const std::string& kind, const std::string& dtype, int64_t b, int64_t s, int64_t t,
                            int64_t h, int64_t g, int64_t d, int64_t e, bool packed, bool causal, double scale,
-                           bool deterministic);
+                           double dropout_rate, bool deterministic);
 
 }  // namespace te
