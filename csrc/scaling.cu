@@ -40,7 +40,8 @@ __global__ void __launch_bounds__(kThreads) ScaleUpdate(const ScaleUpdateArgs a)
   }
   if (recorded && threadIdx.x == 0) {
     if (a.l > 1) new_history[a.l - 1] = amax;
-    new_history[0] = 0.f - fmodf(since + 1.f, float(a.interval));
+    const float steps = since + 1.f, interval = float(a.interval);
+    new_history[0] = 0.f - (steps - floorf(steps / interval) * interval);  // from 0 up, of any sign
   }
   for (int other = 16; other > 0; other /= 2) top = MaxNan(top, __shfl_xor_sync(~0u, top, other));
   if (Lane() == 0) tops[WarpIndex()] = top;

@@ -257,7 +257,9 @@ class Op:
             return bind(*args)
 
         def partition(mesh, arg_infos, out_infos):
-            specs = [[i.sharding.spec for i in infos] for infos in (arg_infos, out_infos)]
+            # What is not placed yet has a sharding without a spec.
+            spec = lambda info: getattr(info.sharding, "spec", PartitionSpec())
+            specs = [[spec(i) for i in infos] for infos in (arg_infos, out_infos)]
             ins, res, run = self._shards(rule, ranks, sizes, mesh, *specs, bind)
             named = lambda specs: tuple(NamedSharding(mesh, s) for s in specs)
 

@@ -6,7 +6,8 @@ modules prevent that (`fp8.fork`), but not where the uses meet outside of them: 
 these, to the top of the differentiated function, and what comes up to it are amaxes of a type whose sum is the max.
 """
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
 from functools import partial, wraps
 
 import jax
@@ -26,12 +27,17 @@ from te_jax.fp8 import (
 from te_jax.ops.scaling import next_state
 
 
+def _amax_type():
+    """f32 whose sum is the max. Imported here, for Flax takes a second to import."""
+    from flax.linen.fp8_ops import fm32
+
+    return fm32
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _receive(scale, amax_history, recipe, direction):
     """scale f32[..., 1], amax_history f32[..., L] -> the same for the modules, the history in the type of amaxes."""
-    from flax.linen.fp8_ops import fm32  # f32 whose sum is the max; here, for Flax takes a second to import
-
-    return scale, lax.convert_element_type(amax_history, fm32)
+    return scale, lax.convert_element_type(amax_history, _amax_type())
 
 
 def _receive_fwd(scale, amax_history, recipe, direction):
@@ -93,7 +99,7 @@ def value_and_grad(fun, argnums=0, has_aux: bool = False):
     The function that it returns is compiled as by `jax.jit`: build it once, not in every step. Of the arguments that
     are not differentiated, arrays are traced, all else (bool, int, str, ...) is static and must be hashable.
     """
-    differentiated = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    differentiated = tuple(argnums) if isinstance(argnums, Sequence) else (operator.index(argnums),)
 
     def converted(*args, **kwargs):
         args = list(args)
@@ -105,11 +111,11 @@ def value_and_grad(fun, argnums=0, has_aux: bool = False):
         ]
         value, *aux = out if has_aux else (out,)
         value = _reach(value, [s[FP8_COLLECTION] for s in states])
-        return (value, *aux) if has_aux else value
+        return (value, *map(_as_stored, aux)) if has_aux else value
 
     @partial(jax.jit, static_argnums=(1, 2))
     def run(arrays, static, treedef):
-        leaves = [array if array is not None else value for array, value in zip(arrays, static)]
+        leaves = [array if array is not None else value for array, (*_, value) in zip(arrays, static)]
         args, kwargs = jax.tree.unflatten(treedef, leaves)
         return jax.value_and_grad(converted, argnums, has_aux)(*args, **kwargs)
 
@@ -121,10 +127,20 @@ def value_and_grad(fun, argnums=0, has_aux: bool = False):
         leaves, treedef = jax.tree.flatten((args, kwargs))
         dynamic = [mark or isinstance(a, jax.Array | np.ndarray | np.generic) for a, mark in zip(leaves, marks)]
         arrays = [a if d else None for a, d in zip(leaves, dynamic)]
-        return run(arrays, tuple(None if d else a for a, d in zip(leaves, dynamic)), treedef)
+        # With type and sign: 1, 1.0 and True are equal, as are 0.0 and -0.0, but do not compute the same.
+        static = tuple(
+            (None,) if d else (type(a), repr(a) if isinstance(a, float) else "", a) for a, d in zip(leaves, dynamic)
+        )
+        return run(arrays, static, treedef)
 
     return value_and_grad_of_fun
 
 
 def _has_state(node):
     return isinstance(node, Mapping) and FP8_COLLECTION in node
+
+
+def _as_stored(aux):
+    """aux with f32 where it holds a state that `combine_by_max` converted, as that of `apply(mutable=...)`."""
+    of_state = lambda a: hasattr(a, "dtype") and a.dtype == _amax_type()
+    return jax.tree.map(lambda a: lax.convert_element_type(a, jnp.float32) if of_state(a) else a, aux)

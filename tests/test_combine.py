@@ -1,5 +1,6 @@
 """`te_jax.value_and_grad`: the uses of one FP8 state combine by max wherever autodiff adds up their cotangents."""
 
+import math
 from functools import partial
 
 import flax
@@ -225,3 +226,27 @@ def test_outside_autocast_and_wrong_length():
             ValueError, match=r"fp8_metas/shared/dense/\w+_amax_history has length 4.*convert_fp8_metas"
         ):
             te.combine_by_max(collections)
+
+
+def test_static_arguments_that_are_equal_but_not_the_same():
+    def loss(x, p):
+        return jnp.sum(x) * (2.0 if isinstance(p, bool) else math.copysign(3.0, p) if isinstance(p, float) else 5.0)
+
+    grad = te.value_and_grad(loss)
+    assert [float(grad(jnp.ones(1), p)[0]) for p in (1, True, 1.0, 0, 0.0, -0.0)] == [5, 2, 3, 5, 3, -3]
+    assert float(te.value_and_grad(loss, np.int64(0))(jnp.ones(1), 1)[1][0]) == 5
+
+
+def test_a_state_in_aux_is_as_it_is_stored():
+    """Flax's usual mutable=...: what comes back can be fed to the next step."""
+
+    def loss(variables, x):
+        y, updated = Once().apply(variables, x, mutable=["fp8_metas"])
+        return jnp.sum(y), updated
+
+    with te.autocast(True, RECIPE):
+        params, metas = start(Once(), inputs())
+        grad = te.value_and_grad(loss, has_aux=True)
+        (_, aux), _ = grad({**params, "fp8_metas": metas}, inputs()[0])
+        jax.tree.map(np.testing.assert_array_equal, aux["fp8_metas"], metas)
+        grad({**params, **te.update_fp8_metas(aux)}, inputs()[0])

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_layers import data, fresh_state, observed
@@ -218,3 +219,46 @@ def test_several_projections_of_one_norm(with_ln_out, override, rng):
         got, want = run(shared, states), run(separate, states)
         jax.tree.map(close, got, want)
         states = want[1][6]
+
+
+def test_no_gradient_of_zeros_where_nothing_is_added():
+    """Without a residual the norm's backward kernel gets none: an unused result would send it zeros."""
+    layer, x = te_flax.LayerNormDenseGeneral(features=F), jnp.ones((4, H), jnp.bfloat16)
+    with te.autocast(True, RECIPE):
+        variables = layer.init(jax.random.key(0), x)
+        run = lambda v, x: jax.vjp(lambda v, x: layer.apply(v, x)[0], v, x)[1](jnp.ones((4, F), x.dtype))
+        text = str(jax.make_jaxpr(run)(variables, x))
+    (inputs,) = {line.split("inputs=")[1].split(")")[0] for line in text.split("te_norm_bwd[")[1:]}
+    assert "rstd" in inputs and "dres" not in inputs
+
+
+def test_inputs_that_are_not_placed_yet(rng):
+    """Under `jax.set_mesh`, arrays that are on no device of it in particular."""
+    args, names, norm = operands(rng, 1, "layernorm", lead=(8,)), ("gelu",), "layernorm"
+    states = (fresh_state(), fresh_state())
+    run = jax.value_and_grad(loss, (0, 1))
+    want = run(args, states, fused, True, RECIPE, names, norm)
+    with jax.set_mesh(jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))):
+        got = jax.jit(lambda args, states: run(args, states, fused, True, RECIPE, names, norm))(args, states)
+    jax.tree.map(close, got, want)
+
+
+def test_tensor_parallel_keeps_weight_gradients_in_shards():
+    """Sequence parallel under logical rules: the fused MLP computes on the shards of F that its weights have."""
+    mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    layer = te_flax.TransformerLayer(hidden_size=64, mlp_hidden_size=128, num_attention_heads=4, hidden_dropout=0.0,
+                                     attention_dropout=0.0, enable_sequence_parallel=True)  # fmt: skip
+    x = jax.random.normal(jax.random.key(0), (4, 32, 64))
+    resource = te.MeshResource(dp_resource="dp", tpsp_resource="tp")
+    with jax.set_mesh(mesh), te.autocast(True, RECIPE, resource):
+        rules = te_flax.extend_logical_axis_rules(())
+        with nn.logical_axis_rules(rules):
+            variables = jax.jit(layer.init)(jax.random.key(0), x)
+            specs = nn.logical_to_mesh_sharding(nn.get_partition_spec(variables), mesh, rules)
+            variables = jax.device_put(nn.meta.unbox(variables), specs)
+            x = jax.device_put(x, NamedSharding(mesh, P("dp", "tp")))
+            grad = jax.grad(lambda v, x: jnp.sum(layer.apply(v, x) ** 2), (0, 1))
+            text = jax.jit(grad).lower(variables, x).compile().as_text()
+    reduced = [line for line in text.splitlines() if " all-reduce(" in line or " all-reduce-start(" in line]
+    assert any("f32[64,1,32]" in line for line in reduced) and any("f32[32,64]" in line for line in reduced)
+    assert not any("f32[64,1,128]" in line or "f32[128,64]" in line for line in reduced), "\n".join(reduced)

@@ -169,7 +169,7 @@ class LayerNormDenseGeneral(nn.Module):
         adapt = lora_parameters(self, init, (width,), features) if self.enable_low_rank_adaptation else None
         bias = parameter(self, "bias", self.bias_init, self.bias_axes, features) if self.use_bias else None
         want_norm = bool(adapt) or self.return_layernorm_output
-        options = dict(want_norm=want_norm, axes=self.dot_input_axes, also=also)
+        options = dict(want_norm=want_norm, axes=self.dot_input_axes, also=also, return_input=return_input)
         y, normed, through = norm_dense(self, inputs, kernel, norm, bias, **options)
         first, *rest = y if also else (y,)
         if adapt:
@@ -192,31 +192,33 @@ def precision(module: nn.Module, postfix: str = "") -> dict:
     )
 
 
-def norm_dense(module, inputs, kernel, norm, bias, *, want_norm, axes: Axes | None, postfix: str = "", also=()):
-    """(y, norm output or None, inputs): the first GEMM of `module`, after the norm if `norm` = (gamma, beta).
+def norm_dense(
+    module, inputs, kernel, norm, bias, *, want_norm, axes: Axes | None, postfix: str = "", also=(), return_input=False
+):
+    """(y, norm output or None, inputs or None): the first GEMM of `module`, after the norm if `norm` = (gamma, beta).
 
-    want_norm: whether the second result is there, a bool. axes: what the GEMM's input is constrained to where it exists
-    as an array, that is without a norm or with `want_norm`. also, and the third result, which is for a residual
-    connection: see `te_jax.layers.layernorm_dense`.
+    want_norm, return_input: whether the second and third result are there, bools: unused, they would get gradients of
+    zeros. axes: what the GEMM's input is constrained to where it exists as an array, that is without a norm or with
+    `want_norm`. also, return_input: see `te_jax.layers.layernorm_dense`.
     """
     call = precision(module, postfix)
     if norm is None:
-        inputs = constrain(inputs, axes)
+        through, inputs = inputs, constrain(inputs, axes)
         rest = [dense(inputs, *p[:2], **call | dict(metas=p.metas)) for p in also]
         first = dense(inputs, kernel, bias, **call)
-        return (first, *rest) if also else first, (inputs if want_norm else None), inputs
-    y, normed, through = layernorm_dense(
+        return (first, *rest) if also else first, (inputs if want_norm else None), through
+    y, normed, *through = layernorm_dense(
         inputs,
         kernel,
         *norm,
         bias,
         **norm_options(module),
         return_layernorm_output=want_norm,
-        return_input=True,
+        return_input=return_input,
         also=also,
         **call,
     )
-    return y, (constrain(normed, axes) if want_norm else None), through
+    return y, (constrain(normed, axes) if want_norm else None), through[0] if through else None
 
 
 def norm_options(module) -> dict:

@@ -162,7 +162,7 @@ class MultiHeadAttention(nn.Module):
         names = self._projections(inputs_q, inputs_kv, self_attention)
         self_attention = self_attention or names == _QKV
         sources = inputs_q, None if self_attention else inputs_kv
-        query, key, value, normed, through = self._project(*sources, names, norm_output)
+        query, key, value, normed, through = self._project(*sources, names, norm_output, residual)
         if self.enable_rotary_pos_emb:
             at_q, at_kv = self._positions(positions, mask, inputs_q, None if self_attention else inputs_kv)
             query = self._rotate(query, at_q, turned=2 if key is None else None)
@@ -230,11 +230,11 @@ class MultiHeadAttention(nn.Module):
             **fields,
         )
 
-    def _project(self, inputs_q, inputs_kv, names, norm_output: bool):
-        """query [b, s, h, d], key and value [b, t, g, d], norm output, inputs_q; inputs_kv None is self-attention.
+    def _project(self, inputs_q, inputs_kv, names, norm_output: bool, residual: bool):
+        """query [b, s, h, d], key and value [b, t, g, d], norm output, inputs_q for the residual connection or None;
+        inputs_kv None is self-attention.
 
-        query [b, s, 3, h, d], None and None where all three are side by side and attention reads them there. The last
-        goes to the residual connection, see `te_jax.layers.layernorm_dense`.
+        query [b, s, 3, h, d], None and None where all three are side by side and attention reads them there.
         """
         wide, narrow = self.num_attention_heads * self.head_dim, self._groups() * self.head_dim
         each, fields = (
@@ -246,8 +246,8 @@ class MultiHeadAttention(nn.Module):
         single = dict(kernel_axes=(W_FSDP_AXES, W_TP_AXES), bias_axes=(W_TP_AXES,))
         if names == _QKV:
             fields |= dict(features=(3, wide), kernel_init=_stacked(draw_query, each, each), **joined)
-            qkv, normed, through = self._norm_dense("qkv", False, **fields)(inputs_q, return_input=True)
-            return self._joined(checkpoint_name(qkv, "combined_qkv_proj")), None, None, normed, through
+            qkv, normed, *through = self._norm_dense("qkv", False, **fields)(inputs_q, return_input=residual)
+            return self._joined(checkpoint_name(qkv, "combined_qkv_proj")), None, None, normed, *(through or (None,))
         query_fields = fields | dict(features=wide, kernel_init=draw_query, **single)
         if names == _QUERY_KV:
             others = {"kv": fields | dict(features=(2, narrow), kernel_init=_stacked(each, each), **joined)}
@@ -258,9 +258,9 @@ class MultiHeadAttention(nn.Module):
         share = inputs_kv is None and not fields["enable_low_rank_adaptation"]
         also = [module(inputs_q, operands=True) for module in others.values()] if share else ()
         want_norm = inputs_kv is None and (norm_output or not share)
-        query, normed, through = self._norm_dense("query", want_norm, **query_fields)(
-            inputs_q, return_input=True, also=also
-        )
+        project = self._norm_dense("query", want_norm, **query_fields)
+        query, normed, *through = project(inputs_q, return_input=residual, also=also)
+        through = through[0] if through else None
         query, *rest = query if share else (query,)
         if not share:
             rest = [module(normed if inputs_kv is None else inputs_kv) for module in others.values()]

@@ -125,7 +125,7 @@ class LayerNormMLP(nn.Module):
         """Layer by layer: without FP8, and with what comes between the kernels."""
         adapt = wi[2] is not None
         options = dict(want_norm=adapt or self.return_layernorm_output, axes=self.dot_1_input_axes, postfix="_0")
-        z, normed, through = norm_dense(self, inputs, wi[0], norm, wi[1], **options)
+        z, normed, through = norm_dense(self, inputs, wi[0], norm, wi[1], return_input=residual, **options)
         if adapt:
             z = z + lora(self, normed, *wi[2])
         z = checkpoint_name(z, self.ffn1_ckpt_name)

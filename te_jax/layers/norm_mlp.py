@@ -49,7 +49,8 @@ def layernorm_mlp(
     recipe:      None for plain JAX in x's type, else a recipe, and then `metas` of wi and of wo. The norm's output, the
                  activation and the gradient of its input are quantized from f32, without being written in x's type.
     checkpoint:  name of the quantized residuals, for `jax.checkpoint` policies; middle_name: of the activation's input.
-    middle_axes: logical axes that the activation's output is constrained to.
+    middle_axes: logical axes [*B, F] that the activation's output is constrained to; under FP8 its input is, and the
+                 gradient of its output.
 
     Returns y of x's type. Raises ValueError for sizes that do not match and activations that `supported` does not
     know, TypeError for operands that are not float.
@@ -102,6 +103,11 @@ def _quantize_activation_grad(da, z, scale, config: Config, act):
     return grad, like(got["dbias"], config.bias) if has_bias else None
 
 
+def _with_slots(axes):
+    """Logical axes of [*B, F] -> of [*B, A, F]."""
+    return axes and (*axes[:-1], None, axes[-1])
+
+
 def _forward(x, gamma, beta, wi, wo, wi_bias, wo_bias, metas, static, train):
     (config0, config1), attrs, act, residual, middle_name, middle_axes = static
     use, dtype = _fp8.uses(config0.recipe, train), config0.recipe.fp8_format.dtype("fwd")
@@ -109,8 +115,8 @@ def _forward(x, gamma, beta, wi, wo, wi_bias, wo_bias, metas, static, train):
     w0, _ = _fp8.quantize_tensor(wi, metas[0].kernel.scale, 1, dtype, use["kernel"])
     z = _fp8.fprop(q0, w0, wi_bias, config0)
     z = checkpoint_name(z, middle_name) if middle_name else z
+    z = constrain(z, _with_slots(middle_axes))
     q1 = _quantize_activation(z, metas[1].x.scale, use["x"], dtype, act)
-    q1 = q1._replace(data=None if q1.data is None else constrain(q1.data, middle_axes))
     w1, _ = _fp8.quantize_tensor(wo, metas[1].kernel.scale, 1, dtype, use["kernel"])
     y = _fp8.fprop(q1, w1, wo_bias, config1, x if residual else None)
     return y, (q0, w0), (q1, w1), z, stats
@@ -129,11 +135,12 @@ def _norm_mlp_fwd(x, gamma, beta, wi, wo, wi_bias, wo_bias, metas, static):
 
 
 def _norm_mlp_bwd(static, residuals, dy):
-    (config0, config1), attrs, act, residual, _, _ = static
+    (config0, config1), attrs, act, residual, _, middle_axes = static
     (first, second), z, metas, (x, stats, gamma, beta) = residuals
     grad1, dwo_bias = _fp8.quantize_grad(dy, metas[1].grad.scale, config1)
     grads1 = _fp8.backward(*second, grad1, metas[1], config1)
-    grad0, dwi_bias = _quantize_activation_grad(grads1.x, z, metas[0].grad.scale, config0, act)
+    da = constrain(grads1.x, middle_axes)
+    grad0, dwi_bias = _quantize_activation_grad(da, z, metas[0].grad.scale, config0, act)
     grads0 = _fp8.backward(*first, grad0, metas[0], config0)
     dnorm = like(grads0.x, config0.x)
     dx, dgamma, dbeta = norm_backward(dnorm, x, stats, gamma, beta, attrs, dy if residual else None)
