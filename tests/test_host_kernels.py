@@ -13,35 +13,33 @@ ROOT = Path(__file__).resolve().parents[1]
 SELECTION = "(quantize or activation or rope or scale_update) and not (8192 or 65536 or 12288 or large)"
 
 
-def cuda_include() -> str | None:
+@pytest.fixture
+def cuda_include() -> str:
     found = subprocess.run([sys.executable, ROOT / "cmake/locate.py"], capture_output=True, text=True).stdout
-    lines = dict(line.split("=", 1) for line in found.splitlines() if "=" in line)
-    return lines.get("CUDART_INCLUDE")
+    include = dict(line.split("=", 1) for line in found.splitlines() if "=" in line).get("CUDART_INCLUDE")
+    if not include or not shutil.which("g++"):
+        pytest.skip("needs g++ and the CUDA headers")
+    return include
+
+
+def run_tests(kernels: Path, selection: str, *options: str) -> subprocess.CompletedProcess:
+    """The GPU's tests with these kernels as the CPU's; a process of its own, for they stay registered."""
+    command = [sys.executable, "-m", "pytest", "-q", *options, "-p", "no:cacheprovider", "-k", selection,
+               "--timeout", "0", "--host-kernels", str(kernels), str(ROOT / "tests/test_cuda_ops.py")]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
 @pytest.mark.timeout(1800)
-def test_kernels_on_the_cpu(tmp_path):
-    include = cuda_include()
-    if not include or not shutil.which("g++"):
-        pytest.skip("needs g++ and the CUDA headers")
-    kernels = library.build(tmp_path, include)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", SELECTION, "--timeout", "0",
-               "--host-kernels", str(kernels), str(ROOT / "tests/test_cuda_ops.py")]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+def test_kernels_on_the_cpu(tmp_path, cuda_include):
+    done = run_tests(library.build(tmp_path, cuda_include), SELECTION, "-x")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert int(done.stdout.rsplit(" passed", 1)[0].rsplit(maxsplit=1)[-1]) > 200
 
 
-def test_a_missing_barrier_is_seen(tmp_path, monkeypatch):
+def test_a_missing_barrier_is_seen(tmp_path, monkeypatch, cuda_include):
     """What the harness is for: without the barrier behind the table of sines RoPE reads what is not there yet."""
-    include = cuda_include()
-    if not include or not shutil.which("g++"):
-        pytest.skip("needs g++ and the CUDA headers")
     monkeypatch.setattr(library, "SOURCES", ("rope",))
     kept = library.as_cpp
     monkeypatch.setattr(library, "as_cpp", lambda source: kept(source).replace("__syncthreads();", ""))
-    kernels = library.build(tmp_path, include)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "rope and 199", "--timeout", "0",
-               "--host-kernels", str(kernels), str(ROOT / "tests/test_cuda_ops.py")]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = run_tests(library.build(tmp_path, cuda_include), "rope and 199")
     assert "6 failed" in done.stdout, done.stdout[-3000:]

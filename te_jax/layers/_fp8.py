@@ -32,6 +32,11 @@ class Fp8Tensor(NamedTuple):
     scale_inv: jax.Array  # f32[]
     amax: jax.Array | None  # f32[], None if nothing was quantized
 
+    @classmethod
+    def of(cls, results: dict[str, jax.Array], wide, scale) -> "Fp8Tensor":
+        """From an op's results by name; `scale` is what it multiplied by."""
+        return cls(results.get("data"), results.get("data_t"), wide, 1.0 / scale, results.get("amax"))
+
 
 class Config(NamedTuple):
     """What is static of one FP8 dense layer."""
@@ -60,6 +65,11 @@ class Uses(NamedTuple):
     data_t: bool
     wide: bool
 
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """The FP8 results that an op has to write, in its order."""
+        return tuple(name for name in ("data", "data_t") if getattr(self, name))
+
 
 def uses(recipe: DelayedScaling, train: bool) -> dict[str, Uses]:
     """What the GEMMs of one layer read of x, kernel and grad; without `train` there is only fprop."""
@@ -73,16 +83,13 @@ def uses(recipe: DelayedScaling, train: bool) -> dict[str, Uses]:
 
 def quantize_tensor(x, scale, split, dtype, use: Uses, with_dbias=False) -> tuple[Fp8Tensor, jax.Array | None]:
     """-> the tensor as its GEMMs read it, and its column sums f32[*n] if asked for."""
-    layouts = [name for name in ("data", "data_t") if getattr(use, name)]
     got = {}
-    if layouts:
-        outputs = (*layouts, "amax", *(["dbias"] if with_dbias else []))
+    if use.layouts:
+        outputs = (*use.layouts, "amax", *(["dbias"] if with_dbias else []))
         got = dict(zip(outputs, quantize(x, scale, outputs=outputs, split=split, dtype=dtype)))
     elif with_dbias:
         got["dbias"] = jnp.sum(x.astype(jnp.float32), tuple(range(split)))
-    wide = x if use.wide else None
-    tensor = Fp8Tensor(got.get("data"), got.get("data_t"), wide, 1.0 / scale, got.get("amax"))
-    return tensor, got.get("dbias")
+    return Fp8Tensor.of(got, x if use.wide else None, scale), got.get("dbias")
 
 
 def fprop(x: Fp8Tensor, w: Fp8Tensor, bias, config: Config, residual=None) -> jax.Array:

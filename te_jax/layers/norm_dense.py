@@ -83,18 +83,16 @@ def norm_attrs(norm, zero_centered_gamma, epsilon) -> tuple:
 
 def quantize_norm(x, gamma, beta, scale, use: Uses, dtype, attrs, with_ln_out=False):
     """norm(x) as its GEMMs read it, norm(x) of x's type if asked for, and the statistics (mean or None, rstd)."""
-    layouts = tuple(name for name in ("data", "data_t") if getattr(use, name))
     outputs = (
         *(("y",) if with_ln_out or use.wide else ()),
-        *layouts,
+        *use.layouts,
         *(() if dict(attrs)["rms"] else ("mean",)),
         "rstd",
-        *(("amax",) if layouts else ()),
+        *(("amax",) if use.layouts else ()),
     )  # in the op's order
-    operands = x, gamma, beta, scale if layouts else None
+    operands = x, gamma, beta, scale if use.layouts else None
     got = dict(zip(outputs, norm_op.norm_fwd(*operands, outputs=outputs, dtype=dtype, **dict(attrs))))
-    wide = got["y"] if use.wide else None
-    q = Fp8Tensor(got.get("data"), got.get("data_t"), wide, 1.0 / scale, got.get("amax"))
+    q = Fp8Tensor.of(got, got["y"] if use.wide else None, scale)
     return q, got["y"] if with_ln_out else None, (got.get("mean"), got["rstd"])
 
 

@@ -79,28 +79,25 @@ def layernorm_mlp(
 
 def _quantize_activation(z, scale, use, dtype, act):
     """act(z) as its GEMMs read it."""
-    layouts = tuple(name for name in ("data", "data_t") if getattr(use, name))
-    outputs = (*(("y",) if use.wide else ()), *layouts, *(("amax",) if layouts else ()))
-    got = act_op.activation_fwd(z, scale if layouts else None, outputs=outputs, dtype=dtype, **dict(act))
+    outputs = (*(("y",) if use.wide else ()), *use.layouts, *(("amax",) if use.layouts else ()))
+    got = act_op.activation_fwd(z, scale if use.layouts else None, outputs=outputs, dtype=dtype, **dict(act))
     got = dict(zip(outputs, got))
-    return Fp8Tensor(got.get("data"), got.get("data_t"), got.get("y"), 1.0 / scale, got.get("amax"))
+    return Fp8Tensor.of(got, got.get("y"), scale)
 
 
 def _quantize_activation_grad(da, z, scale, config: Config, act):
     """The gradient of act's input z from that of its output, as the GEMMs read it, and the gradient of the bias."""
     use, dtype = _fp8.uses(config.recipe, train=True)["grad"], config.recipe.fp8_format.dtype("bwd")
-    layouts = tuple(name for name in ("data", "data_t") if getattr(use, name))
     has_bias = config.bias is not None
     outputs = (
         *(("dx",) if use.wide else ()),
-        *layouts,
-        *(("amax",) if layouts else ()),
+        *use.layouts,
+        *(("amax",) if use.layouts else ()),
         *(("dbias",) if has_bias else ()),
     )
-    got = act_op.activation_bwd(da, z, scale if layouts else None, outputs=outputs, dtype=dtype, **dict(act))
+    got = act_op.activation_bwd(da, z, scale if use.layouts else None, outputs=outputs, dtype=dtype, **dict(act))
     got = dict(zip(outputs, got))
-    grad = Fp8Tensor(got.get("data"), got.get("data_t"), got.get("dx"), 1.0 / scale, got.get("amax"))
-    return grad, like(got["dbias"], config.bias) if has_bias else None
+    return Fp8Tensor.of(got, got.get("dx"), scale), like(got["dbias"], config.bias) if has_bias else None
 
 
 def _with_slots(axes):
