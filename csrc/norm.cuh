@@ -2,9 +2,53 @@
 // of kernels.
 #pragma once
 
+#include <cuda_pipeline_primitives.h>
+
+#include <atomic>
+
 #include "fp8.cuh"
 
 namespace te {
+
+// The current device.
+struct Gpu {
+  int index, sms, shared_bytes;  // shared memory of a CTA at most
+};
+
+inline ffi::Error CurrentGpu(Gpu* out) {
+  TE_CUDA(cudaGetDevice(&out->index));
+  TE_CUDA(cudaDeviceGetAttribute(&out->sms, cudaDevAttrMultiProcessorCount, out->index));
+  TE_CUDA(cudaDeviceGetAttribute(&out->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, out->index));
+  return ffi::Error::Success();
+}
+
+constexpr int kStaticBytes = 3072;  // of shared memory; no norm kernel has more beside its dynamic part
+
+// Lets kKernel have all the shared memory of a CTA. -> the virtual architecture that it was compiled for (90:
+// sm_90), which may be older than the device. Asks CUDA once per kernel and device; threads that race learn
+// the same.
+template <auto kKernel>
+ffi::Error Prepare(const Gpu& gpu, int* arch) {
+  static std::atomic<int> known[64];
+  const bool keep = gpu.index < 64;
+  *arch = keep ? known[gpu.index].load(std::memory_order_relaxed) : 0;
+  if (*arch > 0) return ffi::Error::Success();
+  cudaFuncAttributes found;
+  TE_CUDA(cudaFuncGetAttributes(&found, kKernel));
+  TE_CUDA(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               gpu.shared_bytes - kStaticBytes));
+  *arch = found.ptxVersion;
+  if (keep) known[gpu.index].store(*arch, std::memory_order_relaxed);
+  return ffi::Error::Success();
+}
+
+// 8 neighbours of a row on their way to shared memory.
+template <typename T>
+__device__ __forceinline__ void Prefetch8(T* shared, const T* p) {
+#pragma unroll
+  for (size_t i = 0; i < sizeof(T) / 2; ++i)
+    __pipeline_memcpy_async(shared + i * 16 / sizeof(T), p + i * 16 / sizeof(T), 16);
+}
 
 // gamma or beta [h], of its own type. data is nullptr where it is absent.
 struct Weights {
@@ -53,13 +97,13 @@ struct NormFwdArgs {
   uint8_t* data_t;      // [h, rows] or nullptr
   float* mean;          // [rows] or nullptr
   float* rstd;          // [rows]
-  float* amax;  // [ceil(rows / 32), 8]: one for 4 rows, or where CTAs share 32 rows, for a slice of columns
+  float* amax;          // [ceil(rows / 32), 8], any maxima of some of y whose maximum is that of y
   int64_t rows, h;
   float eps;
   bool rms, zero_centered;
 };
 
-constexpr int kAmaxRows = 4, kAmaxesPerBlock = 8;  // 32 rows have 8 partial amaxes
+constexpr int kAmaxesPerBlock = 8;  // 32 rows have 8 partial amaxes
 
 // gamma and beta of N neighbours.
 template <int N>
@@ -75,15 +119,30 @@ __device__ __forceinline__ Affine<N> LoadAffine(const NormFwdArgs& a, int64_t c)
   return out;
 }
 
-// y in f32 of N neighbours of a row, and the bits of their amax.
-template <typename T, int N>
-__device__ __forceinline__ unsigned Normalize(const Vec<T, N>& x, float mean, float rstd,
-                                              const Affine<N>& affine, float (&y)[N]) {
-  unsigned amax = 0;
+// The same from shared memory, in f32, zero-centered gamma with its 1.
+__device__ __forceinline__ Affine<8> StagedAffine(const float* gamma, const float* beta) {
+  Affine<8> out;
+  const Vec<float, 8> g = Load<8>(gamma), b = Load<8>(beta);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) out.gamma[i] = g[i], out.beta[i] = b[i];
+  return out;
+}
+
+// The larger of amax and |y|, NaN if one is: in one instruction, which AbsBits takes two for.
+__device__ __forceinline__ float AbsMax(float amax, float y) {
+  float out;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(amax), "f"(fabsf(y)));
+  return out;
+}
+
+// y in f32 of N neighbours of a row, from x - mean: exact in a row of equal numbers. Returns amax and |y|'s
+// maximum.
+template <int N>
+__device__ __forceinline__ float Normalize(float (&x)[N], float rstd, const Affine<N>& affine, float amax) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    y[i] = (x[i] - mean) * rstd * affine.gamma[i] + affine.beta[i];  // exact in a row of equal numbers
-    amax = max(amax, AbsBits(y[i]));
+    x[i] = x[i] * rstd * affine.gamma[i] + affine.beta[i];
+    amax = AbsMax(amax, x[i]);
   }
   return amax;
 }

@@ -6,14 +6,16 @@
 // time. Bytes per element of bf16: 4 read (6 with dres), 2 written; a CTA's partial sums add 4 or 8 per
 // column.
 
+#include <algorithm>
+
 #include "norm.cuh"
 #include "reduce.cuh"
 
 namespace te {
 namespace {
 
-constexpr int kThreads = 256;  // of a CTA, unless one row needs more
-constexpr int kMostThreads = 512;
+constexpr int kThreads = 512;  // of a CTA at most: 128 registers each
+constexpr int kStages = 4;     // rows on their way or in work, of those that share a threadIdx.y
 
 struct NormBwdArgs {
   const void* dy;     // [rows, h]
@@ -34,9 +36,9 @@ struct RowStats {
   float mean, rstd, mean_dxhat, mean_dxhat_xhat;
 };
 
-template <bool kRms>
+// rstd * (dxhat - mean_dxhat - xhat * mean_dxhat_xhat)
 __device__ __forceinline__ float InputGradient(float dxhat, float xhat, const RowStats& s) {
-  return s.rstd * ((kRms ? dxhat : dxhat - s.mean_dxhat) - xhat * s.mean_dxhat_xhat);
+  return fmaf(dxhat, s.rstd, -fmaf(xhat, s.rstd * s.mean_dxhat_xhat, s.rstd * s.mean_dxhat));
 }
 
 template <typename T, int N>
@@ -99,84 +101,102 @@ struct ColumnSums {
   }
 };
 
-// blockDim.x threads have a row of x and dy in registers, 8 * kVecs columns each, if they can while their
-// next row is on its way, and the sums of their columns over all rows of the CTA; blockDim.y rows are in work
-// at once.
+// blockDim.x threads have a row, 8 * kVecs columns each: its and the next rows' x, dy and dres are on their
+// way to shared memory, in places of their own, so that no barrier is needed; in registers they are f32,
+// unpacked once, and so are gamma and the sums of the thread's columns over all rows of the CTA. blockDim.y
+// such rows are in work at once and wait for nobody.
 template <typename T, int kVecs, bool kRms>
-__global__ void __launch_bounds__(kMostThreads) NormBwdRows(const NormBwdArgs a) {
-  constexpr bool kPrefetch =
-      kVecs == 1 || (kVecs == 2 && (sizeof(T) == 2 || kRms));  // where registers suffice
-  constexpr bool kShared = kVecs == 4;  // registers suffice for the rows or for the sums
-  extern __shared__ float columns[];
+__global__ void __launch_bounds__(kThreads, 1) NormBwdRows(const NormBwdArgs a, int stages) {
+  constexpr bool kShared = kVecs == 4;  // registers suffice for the row or for gamma and the sums
+  extern __shared__ uint4 dynamic[];    // ring [blockDim.y, stages, 2 or 3, h]; then sums where kShared
   __shared__ float2 scratch[2][kMostWarps];
   const float inv_h = 1.f / a.h;
-  const int h = a.h, c = threadIdx.x * 8, stride = blockDim.x * 8;
+  const int h = a.h, c = threadIdx.x * 8, stride = blockDim.x * 8, width = a.dres ? 3 * h : 2 * h;
+  T* ring = reinterpret_cast<T*>(dynamic) + threadIdx.y * stages * width;
   const int64_t step = int64_t{gridDim.x} * blockDim.y;
 
-  Vec<T, 8> x[kVecs], dy[kVecs], next_x[kVecs], next_dy[kVecs];
-  float2 stats, next_stats;  // mean, rstd
-  const auto fetch = [&](int64_t row) {
-    const bool inside = row < a.rows;
-    next_stats = make_float2(!kRms && inside ? a.mean[row] : 0.f, inside ? a.rstd[row] : 0.f);
+  const auto prefetch = [&](int64_t row, int slot) {
+    T* to = ring + slot * width + c;
+    const int64_t from = row * h + c;
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      const int64_t offset = row * h + c + k * stride;
-      next_x[k] = LoadOnce<8>(static_cast<const T*>(a.x) + offset, inside && c + k * stride < h);
-      next_dy[k] = LoadOnce<8>(static_cast<const T*>(a.dy) + offset, inside && c + k * stride < h);
+      if (row >= a.rows || c + k * stride >= h) continue;
+      Prefetch8(to + k * stride, static_cast<const T*>(a.x) + from + k * stride);
+      Prefetch8(to + k * stride + h, static_cast<const T*>(a.dy) + from + k * stride);
+      if (a.dres) Prefetch8(to + k * stride + 2 * h, static_cast<const T*>(a.dres) + from + k * stride);
     }
+    __pipeline_commit();
   };
+  int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+  for (int s = 0; s + 1 < stages; ++s) prefetch(row + s * step, s);
 
-  ColumnSums<kVecs, kShared> dgamma(columns),
-      dbeta(columns + (kShared && !kRms ? blockDim.x * kVecs * 8 : 0));
-  int turn = 0;
-  int64_t row0 = int64_t{blockIdx.x} * blockDim.y;  // all threads go round: RowSum has barriers
-  if (kPrefetch) fetch(row0 + threadIdx.y);
-  for (; row0 < a.rows; row0 += step) {
-    const int64_t row = row0 + threadIdx.y;
-    if (!kPrefetch) fetch(row);
+  float kept[kShared ? 1 : kVecs][8];
+  const auto gamma_of = [&](int k, float (&gamma)[8]) {
 #pragma unroll
-    for (int k = 0; k < kVecs; ++k) x[k] = next_x[k], dy[k] = next_dy[k];
-    stats = next_stats;
-    if (kPrefetch) fetch(row + step);
-
-    RowStats s{stats.x, stats.y, 0.f, 0.f};
+    for (int i = 0; i < 8; ++i) gamma[i] = kShared ? 0.f : kept[kShared ? 0 : k][i];
+    if (kShared && c + k * stride < h) LoadGamma(a.gamma, a.zero_centered, c + k * stride, gamma);
+  };
+  if (!kShared) {
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      float gamma[8] = {};
-      if (c + k * stride < h) LoadGamma(a.gamma, a.zero_centered, c + k * stride, gamma);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {  // dy is zero beyond h and beyond the last row
-        const float g = dy[k][i], xhat = (x[k][i] - s.mean) * s.rstd;
-        const float dxhat = g * gamma[i];
-        if (!kRms) s.mean_dxhat += dxhat, dbeta.Add(k, i, g);
-        s.mean_dxhat_xhat += dxhat * xhat;
-        dgamma.Add(k, i, g * xhat);
+      for (int i = 0; i < 8; ++i) kept[k % (kShared ? 1 : kVecs)][i] = 0.f;
+      if (c + k * stride < h)
+        LoadGamma(a.gamma, a.zero_centered, c + k * stride, kept[k % (kShared ? 1 : kVecs)]);
+    }
+  }
+  float* sums = reinterpret_cast<float*>(reinterpret_cast<T*>(dynamic) + stages * width);  // blockDim.y is 1
+  ColumnSums<kVecs, kShared> dgamma(sums), dbeta(sums + (kShared && !kRms ? blockDim.x * kVecs * 8 : 0));
+
+  const auto stats_of = [&](int64_t row) {  // mean, rstd
+    return row < a.rows ? make_float2(kRms ? 0.f : a.mean[row], a.rstd[row]) : make_float2(0.f, 0.f);
+  };
+  float2 next = stats_of(row), after = stats_of(row + step);
+  int turn = 0, slot = 0;
+  for (; row < a.rows; row += step) {
+    prefetch(row + (stages - 1) * step, slot == 0 ? stages - 1 : slot - 1);
+    RowStats s{next.x, next.y, 0.f, 0.f};
+    next = after, after = stats_of(row + 2 * step);
+    __pipeline_wait_prior(stages - 1);
+    const T* x_row = ring + slot * width + c;
+    float xhat[kVecs][8], dxhat[kVecs][8];
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      Vec<T, 8> x{}, dy{};  // zeros beyond h, and then so is all that they enter
+      float gamma[8];
+      if (c + k * stride < h) x = Load<8>(x_row + k * stride), dy = Load<8>(x_row + k * stride + h);
+      gamma_of(k, gamma);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float g = dy[i];
+        xhat[k][i] = (x[i] - s.mean) * s.rstd, dxhat[k][i] = g * gamma[i];
+        if (!kRms) s.mean_dxhat += dxhat[k][i], dbeta.Add(k, i, g);
+        s.mean_dxhat_xhat += dxhat[k][i] * xhat[k][i];
+        dgamma.Add(k, i, g * xhat[k][i]);
       }
     }
     if constexpr (kRms) {
       s.mean_dxhat_xhat = RowSum(s.mean_dxhat_xhat, scratch[turn ^= 1]) * inv_h;
     } else {
-      const float2 sums = RowSum(s.mean_dxhat, s.mean_dxhat_xhat, scratch[turn ^= 1]);
-      s.mean_dxhat = sums.x * inv_h, s.mean_dxhat_xhat = sums.y * inv_h;
+      const float2 both = RowSum(s.mean_dxhat, s.mean_dxhat_xhat, scratch[turn ^= 1]);
+      s.mean_dxhat = both.x * inv_h, s.mean_dxhat_xhat = both.y * inv_h;
     }
-    if (row >= a.rows) continue;
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       const int column = c + k * stride;
       if (column >= h) continue;
-      float gamma[8], dx[8];
-      LoadGamma(a.gamma, a.zero_centered, column, gamma);
+      float dx[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float xhat = (x[k][i] - s.mean) * s.rstd;
-        dx[i] = InputGradient<kRms>(dy[k][i] * gamma[i], xhat, s);
-      }
-      if (a.dres) AddTo(dx, LoadOnce<8>(static_cast<const T*>(a.dres) + row * h + column));
+      for (int i = 0; i < 8; ++i) dx[i] = InputGradient(dxhat[k][i], xhat[k][i], s);
+      if (a.dres) AddTo(dx, Load<8>(x_row + k * stride + 2 * h));
       Store(static_cast<T*>(a.dx) + row * h + column, Round<T>(dx));
     }
+    slot = slot + 1 < stages ? slot + 1 : 0;
   }
-  StoreColumnSums(dgamma.Get(), columns, a.dgamma + int64_t{blockIdx.x} * h, h);
-  if (!kRms && a.dbeta) StoreColumnSums(dbeta.Get(), columns, a.dbeta + int64_t{blockIdx.x} * h, h);
+  __pipeline_wait_prior(0);
+  float* of_rows = kShared ? nullptr : reinterpret_cast<float*>(dynamic);  // the ring is no longer needed
+  StoreColumnSums(dgamma.Get(), of_rows, a.dgamma + int64_t{blockIdx.x} * h, h);
+  if (!kRms && a.dbeta) StoreColumnSums(dbeta.Get(), of_rows, a.dbeta + int64_t{blockIdx.x} * h, h);
 }
 
 // Rows too long for registers (N = 8), or of a length that is no multiple of 8 (N = 1). A CTA takes its rows
@@ -188,7 +208,7 @@ template <typename T, bool kRms, int N>
 __device__ RowStats LongRowStats(const NormBwdArgs& a, int64_t row, float2 (&scratch)[2][kMostWarps],
                                  int* turn) {
   RowStats s{kRms ? 0.f : a.mean[row], a.rstd[row], 0.f, 0.f};
-  for (int64_t c = threadIdx.x * N; c < a.h; c += kMostThreads * N) {
+  for (int64_t c = threadIdx.x * N; c < a.h; c += kThreads * N) {
     const Vec<T, N> x = Load<N>(static_cast<const T*>(a.x) + row * a.h + c);
     const Vec<T, N> dy = Load<N>(static_cast<const T*>(a.dy) + row * a.h + c);
     float gamma[N];
@@ -205,7 +225,7 @@ __device__ RowStats LongRowStats(const NormBwdArgs& a, int64_t row, float2 (&scr
 }
 
 template <typename T, bool kRms, int N>
-__global__ void __launch_bounds__(kMostThreads) NormBwdLongRows(const NormBwdArgs a) {
+__global__ void __launch_bounds__(kThreads) NormBwdLongRows(const NormBwdArgs a) {
   __shared__ float2 scratch[2][kMostWarps];
   __shared__ RowStats stats[kLongRows];
   float* partial_dgamma = a.dgamma + blockIdx.x * a.h;
@@ -221,7 +241,7 @@ __global__ void __launch_bounds__(kMostThreads) NormBwdLongRows(const NormBwdArg
       if (threadIdx.x == 0) stats[r] = s;
     }
     __syncthreads();
-    for (int64_t c = threadIdx.x * N; c < a.h; c += kMostThreads * N) {
+    for (int64_t c = threadIdx.x * N; c < a.h; c += kThreads * N) {
       float gamma[N], dgamma[N] = {}, dbeta[N] = {};
       if (!first) AddTo(dgamma, Load<N>(partial_dgamma + c));
       if (!first && partial_dbeta) AddTo(dbeta, Load<N>(partial_dbeta + c));
@@ -235,7 +255,7 @@ __global__ void __launch_bounds__(kMostThreads) NormBwdLongRows(const NormBwdArg
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           const float g = dy[i], xhat = (x[i] - s.mean) * s.rstd;
-          dx[i] = InputGradient<kRms>(g * gamma[i], xhat, s);
+          dx[i] = InputGradient(g * gamma[i], xhat, s);
           dgamma[i] += g * xhat, dbeta[i] += g;
         }
         if (a.dres) AddTo(dx, LoadOnce<N>(static_cast<const T*>(a.dres) + offset));
@@ -248,44 +268,35 @@ __global__ void __launch_bounds__(kMostThreads) NormBwdLongRows(const NormBwdArg
   }
 }
 
-// Whole warps for a row of 8 * vecs columns.
-int ThreadsOfRow(int64_t vecs, int vecs_of_thread) {
-  return (vecs + vecs_of_thread * 32 - 1) / (vecs_of_thread * 32) * 32;
-}
-
-// Bytes of the sums that NormBwdRows<T, 4, kRms> has in shared memory.
-size_t SharedSums(int64_t vecs, bool rms) {
-  return sizeof(float) * ThreadsOfRow(vecs, 4) * 4 * 8 * (rms ? 1 : 2);
-}
-
 template <typename T, bool kRms>
 ffi::Error LaunchRows(cudaStream_t stream, const NormBwdArgs& a, int64_t ctas) {
+  Gpu gpu;
+  TE_TRY(CurrentGpu(&gpu));
   const bool vectors = a.h % 8 == 0 && Aligned(a.x) && Aligned(a.dy) && Aligned(a.dx) &&
                        Aligned(a.gamma.data) && Aligned(a.dres) && Aligned(a.dgamma) && Aligned(a.dbeta);
-  const int64_t vecs = a.h / 8;
-  int device, most_bytes;
-  TE_CUDA(cudaGetDevice(&device));
-  TE_CUDA(cudaDeviceGetAttribute(&most_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  const auto launch = [&](auto kernel, int vecs_of_thread) -> ffi::Error {
-    const int x = ThreadsOfRow(vecs, vecs_of_thread);
-    int y = 1;  // rows at once
-    while (x * y * 2 <= kThreads) y *= 2;
-    const size_t bytes = vecs_of_thread > 2 ? SharedSums(vecs, kRms)
-                         : y > 1            ? sizeof(float) * x * y * vecs_of_thread * 8
-                                            : 0;
-    TE_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)));
-    kernel<<<ctas, dim3(x, y), bytes, stream>>>(a);
+  const int64_t vecs = a.h / 8, row_bytes = a.h * sizeof(T) * (a.dres ? 3 : 2);
+  const int vecs_of_thread = vecs <= 32 ? 1 : vecs <= kThreads * 2 ? 2 : 4;
+  const int x = (vecs + vecs_of_thread * 32 - 1) / (vecs_of_thread * 32) * 32;  // threads of a row
+  const int64_t sums_bytes = vecs_of_thread < 4 ? 0 : sizeof(float) * x * vecs_of_thread * 8 * (kRms ? 1 : 2);
+  const int64_t room = (gpu.shared_bytes - kStaticBytes - sums_bytes) / row_bytes;  // rows
+  if (!vectors || x > kThreads || room < 1) {
+    const auto kernel = vectors ? NormBwdLongRows<T, kRms, 8> : NormBwdLongRows<T, kRms, 1>;
+    kernel<<<ctas, kThreads, 0, stream>>>(a);
+    TE_LAUNCHED();
+  }
+  const auto launch = [&]<auto kKernel>() -> ffi::Error {
+    int arch;
+    TE_TRY(Prepare<kKernel>(gpu, &arch));
+    const int y = std::max(int64_t{1}, std::min(int64_t{kThreads} / x, room / 2));  // rows at once
+    const int stages = std::min(room / y, int64_t{kStages});
+    const int64_t bytes_of_rows = sizeof(float) * x * y * vecs_of_thread * 8;  // to add up the sums of y rows
+    const int64_t bytes = std::max(y * stages * row_bytes + sums_bytes, y > 1 ? bytes_of_rows : 0);
+    kKernel<<<ctas, dim3(x, y), bytes, stream>>>(a, stages);
     TE_LAUNCHED();
   };
-  if (vectors && vecs <= 32) return launch(NormBwdRows<T, 1, kRms>, 1);
-  if (vectors && vecs <= kMostThreads * 2) return launch(NormBwdRows<T, 2, kRms>, 2);
-  if constexpr (sizeof(T) == 2) {  // f32 needs more registers than there are
-    if (vectors && vecs <= kMostThreads * 4 && SharedSums(vecs, kRms) + 1024 <= size_t(most_bytes))
-      return launch(NormBwdRows<T, 4, kRms>, 4);
-  }
-  const auto kernel = vectors ? NormBwdLongRows<T, kRms, 8> : NormBwdLongRows<T, kRms, 1>;
-  kernel<<<ctas, kMostThreads, 0, stream>>>(a);
-  TE_LAUNCHED();
+  if (vecs_of_thread == 1) return launch.template operator()<NormBwdRows<T, 1, kRms>>();
+  if (vecs_of_thread == 2) return launch.template operator()<NormBwdRows<T, 2, kRms>>();
+  return launch.template operator()<NormBwdRows<T, 4, kRms>>();
 }
 
 ffi::Error LaunchNormBwd(cudaStream_t stream, Arg dy, Arg x, Arg mean, Arg rstd, Arg gamma, Arg dres, Ret dx,

@@ -5,81 +5,88 @@
 // cancel. Bytes per element of bf16: 2 read, 2 written (y), or 1 (data), or 2 (data and data_t, in
 // norm_fwd_t.cu).
 
+#include <algorithm>
+
 #include "norm.cuh"
 #include "reduce.cuh"
 
 namespace te {
 namespace {
 
-constexpr int kThreads = 256;  // of a CTA, unless one row needs more
-constexpr int kMostThreads = 512;
+constexpr int kThreads = 768;      // of a CTA at most: 85 registers each
+constexpr int kMostThreads = 512;  // of a row
+constexpr int kAmaxRows = 4;       // of a partial amax
+constexpr int kStages = 4;         // rows on their way or in work, of those that share a threadIdx.y
 
-// The amax of the CTA's rows, first_row .. first_row + rows_of_cta: in the first one's place, zeros in the
-// others'. The last CTA fills its block of 32 rows to the end.
-__device__ void StoreAmax(const NormFwdArgs& a, unsigned amax, int64_t first_row, int rows_of_cta) {
+// The CTA's amax in its place, zeros in those that no CTA has.
+__device__ void StoreAmax(const NormFwdArgs& a, float amax) {
   __shared__ unsigned scratch[kMostWarps];
-  amax = CtaMax(amax, scratch);
-  const int first = first_row / kAmaxRows % kAmaxesPerBlock;
-  const int places = blockIdx.x + 1 < gridDim.x ? rows_of_cta / kAmaxRows : kAmaxesPerBlock - first;
-  if (a.amax && WarpIndex() == 0 && Lane() < places)
-    a.amax[first_row / kAmaxRows + Lane()] = Lane() == 0 ? __uint_as_float(amax) : 0.f;
+  const unsigned bits = CtaMax(__float_as_uint(amax), scratch);
+  const int64_t places = (a.rows + 31) / 32 * kAmaxesPerBlock;
+  if (!a.amax || WarpIndex() > 0) return;
+  for (int64_t i = blockIdx.x + int64_t{gridDim.x} * Lane(); i < places; i += int64_t{gridDim.x} * 32)
+    a.amax[i] = i == blockIdx.x ? __uint_as_float(bits) : 0.f;
 }
 
-// blockDim.x threads have a row in registers, 8 * kVecs columns each, while their next row is on its way;
-// blockDim.y rows are in work at once. A CTA has rows_of_cta rows. gamma and beta come from L1. The register
-// limit lets three CTAs of 256 threads share a multiprocessor, so that three rows are on their way.
+// blockDim.x threads have a row, 8 * kVecs columns each: their next rows are on their way to shared memory,
+// in places of their own, so that no barrier is needed; in registers x is f32, unpacked once. blockDim.y such
+// rows are in work at once and wait for nobody. `staged`: gamma and beta [h] are in shared memory, in f32.
 // Q: the FP8 type, void without FP8 results.
 template <typename T, typename Q, int kVecs>
-__global__ void __maxnreg__(kVecs * sizeof(T) <= 8 ? 80 : 128)
-    NormFwdRows(const NormFwdArgs a, int rows_of_cta) {
+__global__ void __launch_bounds__(kVecs > 4 ? kMostThreads : kThreads, 1)
+    NormFwdRows(const NormFwdArgs a, int stages, bool staged) {
+  extern __shared__ uint4 dynamic[];  // gamma, beta; ring [blockDim.y, stages, h]
   __shared__ float2 scratch[2][kMostWarps];
-  const int64_t first_row = int64_t{blockIdx.x} * rows_of_cta, end = min(first_row + rows_of_cta, a.rows);
-  const float scale = a.scale ? *a.scale : 1.f, inv_h = 1.f / a.h;
   const int h = a.h, c = threadIdx.x * 8, stride = blockDim.x * 8;
+  float* gamma = reinterpret_cast<float*>(dynamic);
+  float* beta = gamma + h;
+  T* ring = reinterpret_cast<T*>(gamma + (staged ? 2 * h : 0)) + threadIdx.y * stages * h;
+  const int64_t step = int64_t{gridDim.x} * blockDim.y;
+  const float scale = a.scale ? *a.scale : 1.f, inv_h = 1.f / a.h;
 
-  Vec<T, 8> next[kVecs];
-  const auto fetch = [&](int64_t row) {
+  const auto prefetch = [&](int64_t row, int slot) {
     const T* p = static_cast<const T*>(a.x) + row * h;
 #pragma unroll
     for (int k = 0; k < kVecs; ++k)
-      next[k] = LoadOnce<8>(p + c + k * stride, row < end && c + k * stride < h);
+      if (row < a.rows && c + k * stride < h) Prefetch8(ring + slot * h + c + k * stride, p + c + k * stride);
+    __pipeline_commit();
   };
-
-  fetch(first_row + threadIdx.y);
-  unsigned amax = 0;
-  int turn = 0;
-  // All threads go round together: RowSum has barriers.
-  for (int64_t row0 = first_row; row0 < end; row0 += blockDim.y) {
-    const int64_t row = row0 + threadIdx.y;
-    Vec<T, 8> x[kVecs];
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) x[k] = next[k];
-    fetch(row + blockDim.y);
-
-    float mean = 0.f, sum = 0.f;
-    if (!a.rms) {
-#pragma unroll
-      for (int k = 0; k < kVecs; ++k) {
-        float part = 0.f;  // a chain of additions for every vector
-#pragma unroll
-        for (int i = 0; i < 8; ++i) part += x[k][i];  // zeros beyond h
-        sum += part;
-      }
-      mean = RowSum(sum, scratch[turn ^= 1]) * inv_h, sum = 0.f;
+  int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+  for (int s = 0; s + 1 < stages; ++s) prefetch(row + s * step, s);
+  if (staged) {
+    for (int i = (threadIdx.y * blockDim.x + threadIdx.x) * 8; i < h; i += blockDim.y * stride) {
+      const Affine<8> affine = LoadAffine<8>(a, i);
+      Store(gamma + i, Round<float>(affine.gamma)), Store(beta + i, Round<float>(affine.beta));
     }
+    __syncthreads();
+  }
+
+  float amax = 0.f;
+  int turn = 0, slot = 0;
+  for (; row < a.rows; row += step) {
+    prefetch(row + (stages - 1) * step, slot == 0 ? stages - 1 : slot - 1);
+    __pipeline_wait_prior(stages - 1);
+    float x[kVecs][8];
+    float mean = 0.f, sum = 0.f;
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      Vec<T, 8> packed{};
+      if (c + k * stride < h) packed = Load<8>(ring + slot * h + c + k * stride);
+      float part = 0.f;  // a chain of additions for every vector
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[k][i] = packed[i], part += x[k][i];  // zeros beyond h
+      sum += part;
+    }
+    if (!a.rms) mean = RowSum(sum, scratch[turn ^= 1]) * inv_h;
+    sum = 0.f;
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       float part = 0.f;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float centered = x[k][i] - mean;
-        part += centered * centered;
-      }
+      for (int i = 0; i < 8; ++i) x[k][i] -= mean, part += x[k][i] * x[k][i];
       if (c + k * stride < h) sum += part;
     }
     const float rstd = rsqrtf(RowSum(sum, scratch[turn ^= 1]) * inv_h + a.eps);
-
-    if (row >= end) continue;
     if (threadIdx.x == 0) {
       if (a.mean) a.mean[row] = mean;
       a.rstd[row] = rstd;
@@ -88,13 +95,18 @@ __global__ void __maxnreg__(kVecs * sizeof(T) <= 8 ? 80 : 128)
     for (int k = 0; k < kVecs; ++k) {
       const int column = c + k * stride;
       if (column >= h) continue;
-      float y[8];
-      const unsigned peak = Normalize(x[k], mean, rstd, LoadAffine<8>(a, column), y);
-      if (!std::is_void_v<Q>) amax = max(amax, peak);
-      StoreRow<T, Q>(a, y, scale, row * h + column);
+      Affine<8> affine{};
+      if (staged) {
+        affine = StagedAffine(gamma + column, beta + column);
+      } else {
+        affine = LoadAffine<8>(a, column);
+      }
+      amax = Normalize(x[k], rstd, affine, amax);
+      StoreRow<T, Q>(a, x[k], scale, row * h + column);
     }
+    slot = slot + 1 < stages ? slot + 1 : 0;
   }
-  if (!std::is_void_v<Q>) StoreAmax(a, amax, first_row, rows_of_cta);
+  if (!std::is_void_v<Q>) StoreAmax(a, amax);
 }
 
 // Rows too long for registers (N = 8), or of a length that is no multiple of 8 (N = 1): kAmaxRows rows for a
@@ -106,7 +118,7 @@ __global__ void __launch_bounds__(kMostThreads) NormFwdLongRows(const NormFwdArg
   const int64_t first_row = int64_t{blockIdx.x} * kAmaxRows, end = min(first_row + kAmaxRows, a.rows);
   const float scale = a.scale ? *a.scale : 1.f, inv_h = 1.f / a.h;
   const int64_t stride = blockDim.x * N;
-  unsigned amax = 0;
+  float amax = 0.f;
   int turn = 0;
   for (int64_t row = first_row; row < end; ++row) {
     const T* x = static_cast<const T*>(a.x) + row * a.h;
@@ -134,42 +146,52 @@ __global__ void __launch_bounds__(kMostThreads) NormFwdLongRows(const NormFwdArg
     }
     for (int64_t c = threadIdx.x * N; c < a.h; c += stride) {
       float y[N];
-      const unsigned peak = Normalize(Load<N>(x + c), mean, rstd, LoadAffine<N>(a, c), y);
-      if (!std::is_void_v<Q>) amax = max(amax, peak);
+      const Vec<T, N> v = Load<N>(x + c);
+#pragma unroll
+      for (int i = 0; i < N; ++i) y[i] = v[i] - mean;
+      amax = Normalize(y, rstd, LoadAffine<N>(a, c), amax);
       StoreRow<T, Q>(a, y, scale, row * a.h + c);
     }
   }
-  if (!std::is_void_v<Q>) StoreAmax(a, amax, first_row, kAmaxRows);
+  if (!std::is_void_v<Q>) StoreAmax(a, amax);
 }
 
 template <typename T, typename Q>
 ffi::Error LaunchRows(cudaStream_t stream, const NormFwdArgs& a) {
+  Gpu gpu;
+  TE_TRY(CurrentGpu(&gpu));
   const bool vectors = a.h % 8 == 0 && Aligned(a.x) && Aligned(a.y) && Aligned(a.data) &&
                        Aligned(a.gamma.data) && Aligned(a.beta.data);
-  const int64_t vecs = a.h / 8, long_ctas = (a.rows + kAmaxRows - 1) / kAmaxRows;
-  const int threads_for_long = a.h / (vectors ? 8 : 1) <= kThreads ? kThreads : kMostThreads;
-  // f32 has half the columns in as many registers.
-  const int64_t most_vecs = kMostThreads * (sizeof(T) == 2 ? 8 : 4);
-  if (!vectors || vecs > most_vecs) {
+  const int64_t vecs = a.h / 8;
+  // The last row in work and one on its way, or more, and gamma and beta if they leave room for that.
+  const int64_t bytes = gpu.shared_bytes - kStaticBytes, row_bytes = a.h * sizeof(T);
+  const int64_t affine_bytes = 2 * sizeof(float) * a.h;
+  const bool staged = affine_bytes + 2 * row_bytes <= bytes;
+  const int64_t room = vectors ? (bytes - (staged ? affine_bytes : 0)) / row_bytes : 0;  // rows
+  if (room < 2 || vecs > kMostThreads * 8) {
+    const int threads = a.h / (vectors ? 8 : 1) <= kThreads / 3 ? kThreads / 3 : kMostThreads;
     const auto kernel = vectors ? NormFwdLongRows<T, Q, 8> : NormFwdLongRows<T, Q, 1>;
-    kernel<<<long_ctas, threads_for_long, 0, stream>>>(a);
+    kernel<<<(a.rows + kAmaxRows - 1) / kAmaxRows, threads, 0, stream>>>(a);
     TE_LAUNCHED();
   }
-  auto launch = [&](auto kernel, int vecs_of_thread) -> ffi::Error {
+  const auto launch = [&]<auto kKernel>(int vecs_of_thread) -> ffi::Error {
+    int arch;
+    TE_TRY(Prepare<kKernel>(gpu, &arch));
     const int x = (vecs + vecs_of_thread * 32 - 1) / (vecs_of_thread * 32) * 32;  // threads of a row
-    int y = 1;                                                                    // rows at once
-    while (x * y * 2 <= kThreads) y *= 2;
-    // More rows for a CTA as there are more: the next row's load hides behind this one.
-    int rows_of_cta = kAmaxRows > y ? kAmaxRows : y;
-    while (rows_of_cta < 32 && a.rows / (rows_of_cta * 2) >= 2048) rows_of_cta *= 2;
-    kernel<<<(a.rows + rows_of_cta - 1) / rows_of_cta, dim3(x, y), 0, stream>>>(a, rows_of_cta);
+    const int64_t rows_of_sm = (a.rows + gpu.sms - 1) / gpu.sms;
+    const int64_t most = (vecs_of_thread > 4 ? kMostThreads : kThreads) / x;
+    const int y = std::min({most, room / 2, rows_of_sm});  // rows at once; of more than a warp at most 12
+    const int stages = std::min(room / y, int64_t{kStages});
+    int64_t ctas = std::min((a.rows + y - 1) / y, int64_t{gpu.sms});
+    if (a.amax) ctas = std::min(ctas, (a.rows + 31) / 32 * kAmaxesPerBlock);
+    kKernel<<<ctas, dim3(x, y), (staged ? affine_bytes : 0) + y * stages * row_bytes, stream>>>(a, stages,
+                                                                                                staged);
     TE_LAUNCHED();
   };
-  if (vecs <= 32) return launch(NormFwdRows<T, Q, 1>, 1);
-  if (vecs <= 64) return launch(NormFwdRows<T, Q, 2>, 2);
-  if (vecs <= kMostThreads * 4) return launch(NormFwdRows<T, Q, 4>, 4);
-  if constexpr (sizeof(T) == 2) return launch(NormFwdRows<T, Q, 8>, 8);
-  return ffi::Error::Internal("te_norm_fwd: unreachable");
+  if (vecs <= 32) return launch.template operator()<NormFwdRows<T, Q, 1>>(1);
+  if (vecs <= 64) return launch.template operator()<NormFwdRows<T, Q, 2>>(2);
+  if (vecs <= kMostThreads * 4) return launch.template operator()<NormFwdRows<T, Q, 4>>(4);
+  return launch.template operator()<NormFwdRows<T, Q, 8>>(8);
 }
 
 // Every operand and result against x [rows, h].

@@ -20,17 +20,30 @@ __device__ __forceinline__ float WarpSum(float v) {
 
 __device__ __forceinline__ unsigned WarpMax(unsigned v) { return __reduce_max_sync(~0u, v); }
 
-// Sums of two values over the blockDim.x threads (a multiple of 32) that share a threadIdx.y. All threads of
-// the CTA take part. Calls in sequence alternate between two scratch[kMostWarps]: one barrier each is then
-// enough, because whoever writes a scratch again has met all its readers at the barrier of the call between.
+// A barrier of the blockDim.x threads that share a threadIdx.y: the rows of a CTA do not wait for each other.
+__device__ __forceinline__ void RowBarrier() {
+  asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "r"(blockDim.x) : "memory");
+}
+
+// Sums of two values over the blockDim.x threads (a multiple of 32, at most 512) that share a threadIdx.y;
+// all of these take part. Calls in sequence alternate between two scratch[kMostWarps]: one barrier each is
+// then enough, because whoever writes a scratch again has met all its readers at the barrier of the call
+// between. One half of a warp sums a, the other b: that takes half the shuffles.
 __device__ __forceinline__ float2 RowSum(float a, float b, float2* scratch) {
-  a = WarpSum(a), b = WarpSum(b);
-  const int warps = blockDim.x / 32;
-  if (warps == 1) return make_float2(a, b);
-  if (Lane() == 0) scratch[WarpIndex()] = make_float2(a, b);
-  __syncthreads();
-  const float2 mine = Lane() < warps ? scratch[threadIdx.y * warps + Lane()] : make_float2(0.f, 0.f);
-  return make_float2(WarpSum(mine.x), WarpSum(mine.y));
+  const int half = Lane() / 16, warps = blockDim.x / 32;
+  const auto sum_half = [](float v) {
+#pragma unroll
+    for (int other = 8; other > 0; other /= 2) v += __shfl_xor_sync(~0u, v, other);
+    return v;
+  };
+  float v = sum_half((half ? b : a) + __shfl_xor_sync(~0u, half ? a : b, 16));
+  if (warps > 1) {
+    if (Lane() % 16 == 0) (half ? scratch[WarpIndex()].y : scratch[WarpIndex()].x) = v;
+    RowBarrier();
+    const float2* mine = scratch + threadIdx.y * warps + Lane() % 16;
+    v = sum_half(Lane() % 16 < warps ? (half ? mine->y : mine->x) : 0.f);
+  }
+  return make_float2(__shfl_sync(~0u, v, 0), __shfl_sync(~0u, v, 16));
 }
 
 __device__ __forceinline__ float RowSum(float v, float2* scratch) {
@@ -38,8 +51,12 @@ __device__ __forceinline__ float RowSum(float v, float2* scratch) {
   const int warps = blockDim.x / 32;
   if (warps == 1) return v;
   if (Lane() == 0) scratch[WarpIndex()].x = v;
-  __syncthreads();
-  return WarpSum(Lane() < warps ? scratch[threadIdx.y * warps + Lane()].x : 0.f);
+  RowBarrier();
+  const int lane = Lane() % 16;
+  v = lane < warps ? scratch[threadIdx.y * warps + lane].x : 0.f;
+#pragma unroll
+  for (int other = 8; other > 0; other /= 2) v += __shfl_xor_sync(~0u, v, other);
+  return v;
 }
 
 // The maximum over the CTA, in its first warp. scratch[kMostWarps] must not be in use.
