@@ -2,8 +2,6 @@
 // of kernels.
 #pragma once
 
-#include <cuda_pipeline_primitives.h>
-
 #include <atomic>
 
 #include "fp8.cuh"
@@ -42,12 +40,55 @@ ffi::Error Prepare(const Gpu& gpu, int* arch) {
   return ffi::Error::Success();
 }
 
-// 8 neighbours of a row on their way to shared memory.
-template <typename T>
-__device__ __forceinline__ void Prefetch8(T* shared, const T* p) {
+// Shared memory by its 32-bit address. The compiler takes many instructions more for generic pointers, and
+// the kernels of norms issue about as many instructions as they can while they wait for memory.
+__device__ __forceinline__ uint32_t SharedAddress(const void* p) { return __cvta_generic_to_shared(p); }
+
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> LoadShared(uint32_t address) {
+  Vec<T, N> out;
 #pragma unroll
-  for (size_t i = 0; i < sizeof(T) / 2; ++i)
-    __pipeline_memcpy_async(shared + i * 16 / sizeof(T), p + i * 16 / sizeof(T), 16);
+  for (int i = 0; i < int(N * sizeof(T) / 16); ++i)
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out.words[4 * i]), "=r"(out.words[4 * i + 1]), "=r"(out.words[4 * i + 2]),
+                   "=r"(out.words[4 * i + 3])
+                 : "r"(address + 16 * i));
+  return out;
+}
+
+__device__ __forceinline__ void StoreShared(uint32_t address, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+
+// 8 neighbours of a row, if `inside`, on their way to shared memory until WaitForPrefetch.
+template <typename T>
+__device__ __forceinline__ void Prefetch8(uint32_t address, const T* p, bool inside) {
+#pragma unroll
+  for (int i = 0; i < int(sizeof(T) / 2); ++i)
+    asm volatile(
+        "{\n.reg .pred inside;\nsetp.ne.b32 inside, %2, 0;\n"
+        "@inside cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(address + 16 * i),
+        "l"(reinterpret_cast<const uint4*>(p) + i), "r"(int(inside))
+        : "memory");
+}
+__device__ __forceinline__ void CommitPrefetch() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// All but the last `pending` (0 .. 3) committed groups of the thread have arrived.
+__device__ __forceinline__ void WaitForPrefetch(int pending) {
+  switch (pending) {
+    case 0:
+      asm volatile("cp.async.wait_group 0;" ::: "memory");
+      break;
+    case 1:
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
+      break;
+    case 2:
+      asm volatile("cp.async.wait_group 2;" ::: "memory");
+      break;
+    default:
+      asm volatile("cp.async.wait_group 3;" ::: "memory");
+  }
 }
 
 // gamma or beta [h], of its own type. data is nullptr where it is absent.
@@ -59,6 +100,14 @@ struct Weights {
 
 inline Weights WeightsOf(const Arg& a) {
   return {Data<char>(a), a.element_type() == ffi::F32 ? 4 : 2, a.element_type() == ffi::F16};
+}
+
+// what: "op: operand".
+inline ffi::Error CheckWeights(const char* what, const Arg& a) {
+  const auto type = a.element_type();
+  TE_CHECK(!Present(a) || type == ffi::F32 || type == ffi::BF16 || type == ffi::F16,
+           "%s is of dtype %d, expected f32, bf16 or f16", what, int(type));
+  return ffi::Error::Success();
 }
 
 // N neighbours from column c on, in f32. All threads take the same branch.
@@ -119,12 +168,25 @@ __device__ __forceinline__ Affine<N> LoadAffine(const NormFwdArgs& a, int64_t c)
   return out;
 }
 
-// The same from shared memory, in f32, zero-centered gamma with its 1.
-__device__ __forceinline__ Affine<8> StagedAffine(const float* gamma, const float* beta) {
-  Affine<8> out;
-  const Vec<float, 8> g = Load<8>(gamma), b = Load<8>(beta);
+// f32 [width] in shared memory, staged as the words 0 .. 3 of every 8, then the words 4 .. 7: so the lanes'
+// accesses meet no bank twice. width: a multiple of 8; c: of the first of 8 columns.
+__device__ __forceinline__ void Stage8(uint32_t staged, int width, int c, const float (&v)[8]) {
+  StoreShared(staged + c * 2, v[0], v[1], v[2], v[3]);
+  StoreShared(staged + (width + c) * 2, v[4], v[5], v[6], v[7]);
+}
+
+__device__ __forceinline__ void LoadStaged8(uint32_t staged, int width, int c, float (&out)[8]) {
+  const Vec<float, 4> low = LoadShared<float, 4>(staged + c * 2);
+  const Vec<float, 4> high = LoadShared<float, 4>(staged + (width + c) * 2);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) out.gamma[i] = g[i], out.beta[i] = b[i];
+  for (int i = 0; i < 4; ++i) out[i] = low[i], out[4 + i] = high[i];
+}
+
+// gamma and beta so staged, one after the other.
+__device__ __forceinline__ Affine<8> StagedAffine(uint32_t staged, int width, int c) {
+  Affine<8> out;
+  LoadStaged8(staged, width, c, out.gamma);
+  LoadStaged8(staged + width * 4, width, c, out.beta);
   return out;
 }
 

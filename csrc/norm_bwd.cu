@@ -31,7 +31,7 @@ struct NormBwdArgs {
   bool zero_centered;
 };
 
-// What a row's dx needs.
+// What a row's dx needs; RMSNorm has mean = mean_dxhat = 0.
 struct RowStats {
   float mean, rstd, mean_dxhat, mean_dxhat_xhat;
 };
@@ -73,130 +73,124 @@ __device__ void StoreColumnSums(float (&sums)[kVecs][8], float* scratch, float* 
     if (c + k * stride < h) Store(partial + c + k * stride, Round<float>(sums[k]));
 }
 
-// Sums of the 8 * kVecs columns of a thread: in registers, or in its own places of shared memory, [kVecs, 8,
-// blockDim.x].
-template <int kVecs, bool kShared>
-struct ColumnSums {
-  float registers[kVecs][8];
-  float* shared;
-
-  __device__ __forceinline__ explicit ColumnSums(float* shared) : registers{}, shared(shared) {
-    if constexpr (kShared)
-      for (int i = 0; i < kVecs * 8; ++i) shared[i * blockDim.x + threadIdx.x] = 0.f;
-  }
-  __device__ __forceinline__ void Add(int k, int i, float v) {
-    if constexpr (kShared)
-      shared[(k * 8 + i) * blockDim.x + threadIdx.x] += v;
-    else
-      registers[k][i] += v;
-  }
-  __device__ __forceinline__ float (&Get()) [kVecs][8] {
-    if constexpr (kShared) {
-#pragma unroll
-      for (int k = 0; k < kVecs; ++k)
-#pragma unroll
-        for (int i = 0; i < 8; ++i) registers[k][i] = shared[(k * 8 + i) * blockDim.x + threadIdx.x];
-    }
-    return registers;
-  }
-};
-
 // blockDim.x threads have a row, 8 * kVecs columns each: its and the next rows' x, dy and dres are on their
-// way to shared memory, in places of their own, so that no barrier is needed; in registers they are f32,
-// unpacked once, and so are gamma and the sums of the thread's columns over all rows of the CTA. blockDim.y
-// such rows are in work at once and wait for nobody.
+// way to shared memory, in places of their own, so that no barrier is needed. Registers hold the sums of the
+// thread's columns over all rows of the CTA, and gamma, xhat and dxhat where they suffice (kVecs < 4); else
+// gamma is in shared memory, if `staged`, and xhat and dxhat are computed twice. blockDim.y rows are in work
+// at once and wait for nobody. Beyond h, rows are filled up with zeros to `width`.
 template <typename T, int kVecs, bool kRms>
-__global__ void __launch_bounds__(kThreads, 1) NormBwdRows(const NormBwdArgs a, int stages) {
-  constexpr bool kShared = kVecs == 4;  // registers suffice for the row or for gamma and the sums
-  extern __shared__ uint4 dynamic[];    // ring [blockDim.y, stages, 2 or 3, h]; then sums where kShared
+__global__ void __launch_bounds__(kThreads, 1) NormBwdRows(const NormBwdArgs a, int stages, bool staged) {
+  constexpr bool kKeep = kVecs < 4;
+  extern __shared__ uint4 dynamic[];  // gamma f32 [width]; ring T [blockDim.y, stages, 2 or 3, width]
   __shared__ float2 scratch[2][kMostWarps];
   const float inv_h = 1.f / a.h;
-  const int h = a.h, c = threadIdx.x * 8, stride = blockDim.x * 8, width = a.dres ? 3 * h : 2 * h;
-  T* ring = reinterpret_cast<T*>(dynamic) + threadIdx.y * stages * width;
+  const int h = a.h, c = threadIdx.x * 8, stride = blockDim.x * 8, width = stride * kVecs;
+  const uint32_t row_bytes = width * sizeof(T), slot_bytes = (a.dres ? 3 : 2) * row_bytes;
+  const uint32_t gamma_at = SharedAddress(dynamic);
+  const uint32_t ring =
+      gamma_at + (staged ? width * 4 : 0) + threadIdx.y * stages * slot_bytes + c * sizeof(T);
   const int64_t step = int64_t{gridDim.x} * blockDim.y;
 
-  const auto prefetch = [&](int64_t row, int slot) {
-    T* to = ring + slot * width + c;
+  const auto prefetch = [&](int64_t row, uint32_t at) {
     const int64_t from = row * h + c;
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      if (row >= a.rows || c + k * stride >= h) continue;
-      Prefetch8(to + k * stride, static_cast<const T*>(a.x) + from + k * stride);
-      Prefetch8(to + k * stride + h, static_cast<const T*>(a.dy) + from + k * stride);
-      if (a.dres) Prefetch8(to + k * stride + 2 * h, static_cast<const T*>(a.dres) + from + k * stride);
+      const bool inside = row < a.rows && c + k * stride < h;
+      const uint32_t to = at + k * stride * sizeof(T);
+      Prefetch8(to, static_cast<const T*>(a.x) + from + k * stride, inside);
+      Prefetch8(to + row_bytes, static_cast<const T*>(a.dy) + from + k * stride, inside);
+      if (a.dres) Prefetch8(to + 2 * row_bytes, static_cast<const T*>(a.dres) + from + k * stride, inside);
     }
-    __pipeline_commit();
+    CommitPrefetch();
   };
   int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-  for (int s = 0; s + 1 < stages; ++s) prefetch(row + s * step, s);
+  for (int s = 0; s < stages; ++s) {
+    for (int k = 0; k < kVecs; ++k)
+      for (int i = 0; i < int(sizeof(T) / 2) && c + k * stride >= h; ++i) {
+        const uint32_t to = ring + s * slot_bytes + k * stride * sizeof(T) + i * 16;
+        StoreShared(to, 0.f, 0.f, 0.f, 0.f), StoreShared(to + row_bytes, 0.f, 0.f, 0.f, 0.f);
+      }
+    if (s + 1 < stages) prefetch(row + s * step, ring + s * slot_bytes);
+  }
 
-  float kept[kShared ? 1 : kVecs][8];
-  const auto gamma_of = [&](int k, float (&gamma)[8]) {
+  float kept_gamma[kKeep ? kVecs : 1][8] = {};
+  if constexpr (kKeep) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) gamma[i] = kShared ? 0.f : kept[kShared ? 0 : k][i];
-    if (kShared && c + k * stride < h) LoadGamma(a.gamma, a.zero_centered, c + k * stride, gamma);
-  };
-  if (!kShared) {
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) kept[k % (kShared ? 1 : kVecs)][i] = 0.f;
-      if (c + k * stride < h)
-        LoadGamma(a.gamma, a.zero_centered, c + k * stride, kept[k % (kShared ? 1 : kVecs)]);
+    for (int k = 0; k < kVecs; ++k)
+      if (c + k * stride < h) LoadGamma(a.gamma, a.zero_centered, c + k * stride, kept_gamma[k]);
+  } else if (staged) {  // each thread its own columns; blockDim.y is 1
+    for (int i = c; i < width; i += stride) {
+      float gamma[8] = {};
+      if (i < h) LoadGamma(a.gamma, a.zero_centered, i, gamma);
+      Stage8(gamma_at, width, i, gamma);
     }
   }
-  float* sums = reinterpret_cast<float*>(reinterpret_cast<T*>(dynamic) + stages * width);  // blockDim.y is 1
-  ColumnSums<kVecs, kShared> dgamma(sums), dbeta(sums + (kShared && !kRms ? blockDim.x * kVecs * 8 : 0));
+  // xhat and dxhat of the k-th 8 columns of the row at `at`. dy: g.
+  const auto normalized = [&](uint32_t at, int k, const RowStats& s, float (&g)[8], float (&xhat)[8],
+                              float (&dxhat)[8]) {
+    const Vec<T, 8> x = LoadShared<T, 8>(at + k * stride * sizeof(T));
+    const Vec<T, 8> dy = LoadShared<T, 8>(at + k * stride * sizeof(T) + row_bytes);
+    float gamma[8] = {};
+    if constexpr (kKeep) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) gamma[i] = kept_gamma[k][i];
+    } else if (staged) {
+      LoadStaged8(gamma_at, width, c + k * stride, gamma);
+    } else if (c + k * stride < h) {
+      LoadGamma(a.gamma, a.zero_centered, c + k * stride, gamma);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) g[i] = dy[i], xhat[i] = (x[i] - s.mean) * s.rstd, dxhat[i] = g[i] * gamma[i];
+  };
 
+  float dgamma[kVecs][8] = {}, dbeta[kVecs][8] = {};
   const auto stats_of = [&](int64_t row) {  // mean, rstd
     return row < a.rows ? make_float2(kRms ? 0.f : a.mean[row], a.rstd[row]) : make_float2(0.f, 0.f);
   };
   float2 next = stats_of(row), after = stats_of(row + step);
-  int turn = 0, slot = 0;
+  int turn = 0;
+  const uint32_t ring_end = ring + stages * slot_bytes;
+  uint32_t now = ring, last = ring_end - slot_bytes;  // the slots of this row and of the one before
   for (; row < a.rows; row += step) {
-    prefetch(row + (stages - 1) * step, slot == 0 ? stages - 1 : slot - 1);
+    prefetch(row + (stages - 1) * step, last);
     RowStats s{next.x, next.y, 0.f, 0.f};
     next = after, after = stats_of(row + 2 * step);
-    __pipeline_wait_prior(stages - 1);
-    const T* x_row = ring + slot * width + c;
-    float xhat[kVecs][8], dxhat[kVecs][8];
+    WaitForPrefetch(stages - 1);
+    float g[8], xhat[kKeep ? kVecs : 1][8], dxhat[kKeep ? kVecs : 1][8];
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      Vec<T, 8> x{}, dy{};  // zeros beyond h, and then so is all that they enter
-      float gamma[8];
-      if (c + k * stride < h) x = Load<8>(x_row + k * stride), dy = Load<8>(x_row + k * stride + h);
-      gamma_of(k, gamma);
+      const int kept = kKeep ? k : 0;
+      normalized(now, k, s, g, xhat[kept], dxhat[kept]);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float g = dy[i];
-        xhat[k][i] = (x[i] - s.mean) * s.rstd, dxhat[k][i] = g * gamma[i];
-        if (!kRms) s.mean_dxhat += dxhat[k][i], dbeta.Add(k, i, g);
-        s.mean_dxhat_xhat += dxhat[k][i] * xhat[k][i];
-        dgamma.Add(k, i, g * xhat[k][i]);
+      for (int i = 0; i < 8; ++i) {  // g and dxhat are zero beyond h
+        if (!kRms) s.mean_dxhat += dxhat[kept][i], dbeta[k][i] += g[i];
+        s.mean_dxhat_xhat += dxhat[kept][i] * xhat[kept][i];
+        dgamma[k][i] += g[i] * xhat[kept][i];
       }
     }
     if constexpr (kRms) {
       s.mean_dxhat_xhat = RowSum(s.mean_dxhat_xhat, scratch[turn ^= 1]) * inv_h;
     } else {
-      const float2 both = RowSum(s.mean_dxhat, s.mean_dxhat_xhat, scratch[turn ^= 1]);
-      s.mean_dxhat = both.x * inv_h, s.mean_dxhat_xhat = both.y * inv_h;
+      const float2 sums = RowSum(s.mean_dxhat, s.mean_dxhat_xhat, scratch[turn ^= 1]);
+      s.mean_dxhat = sums.x * inv_h, s.mean_dxhat_xhat = sums.y * inv_h;
     }
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      const int column = c + k * stride;
-      if (column >= h) continue;
+      const int kept = kKeep ? k : 0;
       float dx[8];
+      if (!kKeep) normalized(now, k, s, g, xhat[kept], dxhat[kept]);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) dx[i] = InputGradient(dxhat[k][i], xhat[k][i], s);
-      if (a.dres) AddTo(dx, Load<8>(x_row + k * stride + 2 * h));
-      Store(static_cast<T*>(a.dx) + row * h + column, Round<T>(dx));
+      for (int i = 0; i < 8; ++i) dx[i] = InputGradient(dxhat[kept][i], xhat[kept][i], s);
+      if (a.dres) AddTo(dx, LoadShared<T, 8>(now + k * stride * sizeof(T) + 2 * row_bytes));
+      const int column = c + k * stride;
+      if (column < h) Store(static_cast<T*>(a.dx) + row * h + column, Round<T>(dx));
     }
-    slot = slot + 1 < stages ? slot + 1 : 0;
+    last = now, now = now + slot_bytes < ring_end ? now + slot_bytes : ring;
   }
-  __pipeline_wait_prior(0);
-  float* of_rows = kShared ? nullptr : reinterpret_cast<float*>(dynamic);  // the ring is no longer needed
-  StoreColumnSums(dgamma.Get(), of_rows, a.dgamma + int64_t{blockIdx.x} * h, h);
-  if (!kRms && a.dbeta) StoreColumnSums(dbeta.Get(), of_rows, a.dbeta + int64_t{blockIdx.x} * h, h);
+  WaitForPrefetch(0);
+  float* of_rows = reinterpret_cast<float*>(dynamic);  // the ring is no longer needed
+  StoreColumnSums(dgamma, of_rows, a.dgamma + int64_t{blockIdx.x} * h, h);
+  if (!kRms && a.dbeta) StoreColumnSums(dbeta, of_rows, a.dbeta + int64_t{blockIdx.x} * h, h);
 }
 
 // Rows too long for registers (N = 8), or of a length that is no multiple of 8 (N = 1). A CTA takes its rows
@@ -216,7 +210,8 @@ __device__ RowStats LongRowStats(const NormBwdArgs& a, int64_t row, float2 (&scr
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float dxhat = dy[i] * gamma[i];
-      s.mean_dxhat += dxhat, s.mean_dxhat_xhat += dxhat * ((x[i] - s.mean) * s.rstd);
+      if (!kRms) s.mean_dxhat += dxhat;
+      s.mean_dxhat_xhat += dxhat * ((x[i] - s.mean) * s.rstd);
     }
   }
   const float2 sums = RowSum(s.mean_dxhat, s.mean_dxhat_xhat, scratch[*turn ^= 1]);
@@ -274,11 +269,13 @@ ffi::Error LaunchRows(cudaStream_t stream, const NormBwdArgs& a, int64_t ctas) {
   TE_TRY(CurrentGpu(&gpu));
   const bool vectors = a.h % 8 == 0 && Aligned(a.x) && Aligned(a.dy) && Aligned(a.dx) &&
                        Aligned(a.gamma.data) && Aligned(a.dres) && Aligned(a.dgamma) && Aligned(a.dbeta);
-  const int64_t vecs = a.h / 8, row_bytes = a.h * sizeof(T) * (a.dres ? 3 : 2);
+  const int64_t vecs = a.h / 8;
   const int vecs_of_thread = vecs <= 32 ? 1 : vecs <= kThreads * 2 ? 2 : 4;
-  const int x = (vecs + vecs_of_thread * 32 - 1) / (vecs_of_thread * 32) * 32;  // threads of a row
-  const int64_t sums_bytes = vecs_of_thread < 4 ? 0 : sizeof(float) * x * vecs_of_thread * 8 * (kRms ? 1 : 2);
-  const int64_t room = (gpu.shared_bytes - kStaticBytes - sums_bytes) / row_bytes;  // rows
+  const int64_t x = (vecs + vecs_of_thread * 32 - 1) / (vecs_of_thread * 32) * 32;  // threads of a row
+  const int64_t width = x * vecs_of_thread * 8, row_bytes = width * sizeof(T) * (a.dres ? 3 : 2);
+  const int64_t bytes = gpu.shared_bytes - kStaticBytes, gamma_bytes = sizeof(float) * width;
+  const bool staged = vecs_of_thread == 4 && gamma_bytes + 2 * row_bytes <= bytes;
+  const int64_t room = (bytes - (staged ? gamma_bytes : 0)) / row_bytes;  // rows
   if (!vectors || x > kThreads || room < 1) {
     const auto kernel = vectors ? NormBwdLongRows<T, kRms, 8> : NormBwdLongRows<T, kRms, 1>;
     kernel<<<ctas, kThreads, 0, stream>>>(a);
@@ -287,11 +284,11 @@ ffi::Error LaunchRows(cudaStream_t stream, const NormBwdArgs& a, int64_t ctas) {
   const auto launch = [&]<auto kKernel>() -> ffi::Error {
     int arch;
     TE_TRY(Prepare<kKernel>(gpu, &arch));
-    const int y = std::max(int64_t{1}, std::min(int64_t{kThreads} / x, room / 2));  // rows at once
-    const int stages = std::min(room / y, int64_t{kStages});
-    const int64_t bytes_of_rows = sizeof(float) * x * y * vecs_of_thread * 8;  // to add up the sums of y rows
-    const int64_t bytes = std::max(y * stages * row_bytes + sums_bytes, y > 1 ? bytes_of_rows : 0);
-    kKernel<<<ctas, dim3(x, y), bytes, stream>>>(a, stages);
+    const int64_t y = std::max(int64_t{1}, std::min(kThreads / x, room / 2));  // rows at once
+    const int64_t stages = std::min(room / y, int64_t{kStages});
+    const int64_t sums_bytes = y > 1 ? sizeof(float) * y * width : 0;  // to add up what y rows have
+    const int64_t ring_bytes = (staged ? gamma_bytes : 0) + y * stages * row_bytes;
+    kKernel<<<ctas, dim3(x, y), std::max(ring_bytes, sums_bytes), stream>>>(a, stages, staged);
     TE_LAUNCHED();
   };
   if (vecs_of_thread == 1) return launch.template operator()<NormBwdRows<T, 1, kRms>>();
@@ -319,10 +316,15 @@ ffi::Error LaunchNormBwd(cudaStream_t stream, Arg dy, Arg x, Arg mean, Arg rstd,
   TE_CHECK(int64_t(rstd.element_count()) == rows && int64_t(mean.element_count()) == (rms ? 0 : rows),
            "te_norm_bwd: mean is %s, rstd %s, x %s; RMSNorm has no mean", Shape(mean).c_str(),
            Shape(rstd).c_str(), Shape(x).c_str());
+  TE_CHECK(rstd.element_type() == ffi::F32 && (rms || mean.element_type() == ffi::F32),
+           "te_norm_bwd: mean and rstd must be f32");
+  TE_TRY(CheckWeights("te_norm_bwd: gamma", gamma));
   TE_CHECK(int64_t(gamma.element_count()) == h, "te_norm_bwd: gamma is %s, x is %s", Shape(gamma).c_str(),
            Shape(x).c_str());
   TE_CHECK(Present(dgamma) && dgamma->element_count() % h == 0,
            "te_norm_bwd: partial dgamma is %s, expected [p, %ld]", Shape(*dgamma).c_str(), long(h));
+  TE_CHECK(dgamma->element_type() == ffi::F32 && (!Present(dbeta) || dbeta->element_type() == ffi::F32),
+           "te_norm_bwd: partial dgamma and dbeta must be f32");
   TE_CHECK(!Present(dbeta) || (!rms && dbeta->element_count() == dgamma->element_count()),
            "te_norm_bwd: partial dbeta is %s, dgamma %s; RMSNorm has no beta", Shape(*dbeta).c_str(),
            Shape(*dgamma).c_str());

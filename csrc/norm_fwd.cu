@@ -30,51 +30,57 @@ __device__ void StoreAmax(const NormFwdArgs& a, float amax) {
 
 // blockDim.x threads have a row, 8 * kVecs columns each: their next rows are on their way to shared memory,
 // in places of their own, so that no barrier is needed; in registers x is f32, unpacked once. blockDim.y such
-// rows are in work at once and wait for nobody. `staged`: gamma and beta [h] are in shared memory, in f32.
-// Q: the FP8 type, void without FP8 results.
+// rows are in work at once and wait for nobody. Beyond h, rows are filled up with zeros to `width`. `staged`:
+// gamma and beta are in shared memory. Q: the FP8 type, void without FP8 results.
 template <typename T, typename Q, int kVecs>
 __global__ void __launch_bounds__(kVecs > 4 ? kMostThreads : kThreads, 1)
     NormFwdRows(const NormFwdArgs a, int stages, bool staged) {
-  extern __shared__ uint4 dynamic[];  // gamma, beta; ring [blockDim.y, stages, h]
+  extern __shared__ uint4 dynamic[];  // gamma, beta f32 [width] each; ring T [blockDim.y, stages, width]
   __shared__ float2 scratch[2][kMostWarps];
-  const int h = a.h, c = threadIdx.x * 8, stride = blockDim.x * 8;
-  float* gamma = reinterpret_cast<float*>(dynamic);
-  float* beta = gamma + h;
-  T* ring = reinterpret_cast<T*>(gamma + (staged ? 2 * h : 0)) + threadIdx.y * stages * h;
+  const int h = a.h, c = threadIdx.x * 8, stride = blockDim.x * 8, width = stride * kVecs;
+  const uint32_t affine_at = SharedAddress(dynamic), slot_bytes = width * sizeof(T);
+  const uint32_t ring =
+      affine_at + (staged ? width * 8 : 0) + threadIdx.y * stages * slot_bytes + c * sizeof(T);
   const int64_t step = int64_t{gridDim.x} * blockDim.y;
   const float scale = a.scale ? *a.scale : 1.f, inv_h = 1.f / a.h;
 
-  const auto prefetch = [&](int64_t row, int slot) {
-    const T* p = static_cast<const T*>(a.x) + row * h;
+  const auto prefetch = [&](int64_t row, uint32_t at) {
+    const T* p = static_cast<const T*>(a.x) + row * h + c;
 #pragma unroll
     for (int k = 0; k < kVecs; ++k)
-      if (row < a.rows && c + k * stride < h) Prefetch8(ring + slot * h + c + k * stride, p + c + k * stride);
-    __pipeline_commit();
+      Prefetch8(at + k * stride * sizeof(T), p + k * stride, row < a.rows && c + k * stride < h);
+    CommitPrefetch();
   };
   int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-  for (int s = 0; s + 1 < stages; ++s) prefetch(row + s * step, s);
+  for (int s = 0; s < stages; ++s) {
+    for (int k = 0; k < kVecs; ++k)
+      for (int i = 0; i < int(sizeof(T) / 2) && c + k * stride >= h; ++i)
+        StoreShared(ring + s * slot_bytes + k * stride * sizeof(T) + i * 16, 0.f, 0.f, 0.f, 0.f);
+    if (s + 1 < stages) prefetch(row + s * step, ring + s * slot_bytes);
+  }
   if (staged) {
-    for (int i = (threadIdx.y * blockDim.x + threadIdx.x) * 8; i < h; i += blockDim.y * stride) {
-      const Affine<8> affine = LoadAffine<8>(a, i);
-      Store(gamma + i, Round<float>(affine.gamma)), Store(beta + i, Round<float>(affine.beta));
+    for (int i = (threadIdx.y * blockDim.x + threadIdx.x) * 8; i < width; i += blockDim.y * stride) {
+      const Affine<8> affine = i < h ? LoadAffine<8>(a, i) : Affine<8>{};
+      Stage8(affine_at, width, i, affine.gamma), Stage8(affine_at + width * 4, width, i, affine.beta);
     }
     __syncthreads();
   }
 
   float amax = 0.f;
-  int turn = 0, slot = 0;
+  int turn = 0;
+  const uint32_t ring_end = ring + stages * slot_bytes;
+  uint32_t now = ring, last = ring_end - slot_bytes;  // the slots of this row and of the one before
   for (; row < a.rows; row += step) {
-    prefetch(row + (stages - 1) * step, slot == 0 ? stages - 1 : slot - 1);
-    __pipeline_wait_prior(stages - 1);
+    prefetch(row + (stages - 1) * step, last);
+    WaitForPrefetch(stages - 1);
     float x[kVecs][8];
     float mean = 0.f, sum = 0.f;
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      Vec<T, 8> packed{};
-      if (c + k * stride < h) packed = Load<8>(ring + slot * h + c + k * stride);
+      const Vec<T, 8> packed = LoadShared<T, 8>(now + k * stride * sizeof(T));
       float part = 0.f;  // a chain of additions for every vector
 #pragma unroll
-      for (int i = 0; i < 8; ++i) x[k][i] = packed[i], part += x[k][i];  // zeros beyond h
+      for (int i = 0; i < 8; ++i) x[k][i] = packed[i], part += x[k][i];
       sum += part;
     }
     if (!a.rms) mean = RowSum(sum, scratch[turn ^= 1]) * inv_h;
@@ -84,7 +90,7 @@ __global__ void __launch_bounds__(kVecs > 4 ? kMostThreads : kThreads, 1)
       float part = 0.f;
 #pragma unroll
       for (int i = 0; i < 8; ++i) x[k][i] -= mean, part += x[k][i] * x[k][i];
-      if (c + k * stride < h) sum += part;
+      sum += c + k * stride < h ? part : 0.f;
     }
     const float rstd = rsqrtf(RowSum(sum, scratch[turn ^= 1]) * inv_h + a.eps);
     if (threadIdx.x == 0) {
@@ -94,17 +100,15 @@ __global__ void __launch_bounds__(kVecs > 4 ? kMostThreads : kThreads, 1)
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       const int column = c + k * stride;
-      if (column >= h) continue;
       Affine<8> affine{};
-      if (staged) {
-        affine = StagedAffine(gamma + column, beta + column);
-      } else {
+      if (staged)
+        affine = StagedAffine(affine_at, width, column);
+      else if (column < h)
         affine = LoadAffine<8>(a, column);
-      }
-      amax = Normalize(x[k], rstd, affine, amax);
-      StoreRow<T, Q>(a, x[k], scale, row * h + column);
+      amax = Normalize(x[k], rstd, affine, amax);  // 0 beyond h
+      if (column < h) StoreRow<T, Q>(a, x[k], scale, row * h + column);
     }
-    slot = slot + 1 < stages ? slot + 1 : 0;
+    last = now, now = now + slot_bytes < ring_end ? now + slot_bytes : ring;
   }
   if (!std::is_void_v<Q>) StoreAmax(a, amax);
 }
@@ -163,21 +167,23 @@ ffi::Error LaunchRows(cudaStream_t stream, const NormFwdArgs& a) {
   const bool vectors = a.h % 8 == 0 && Aligned(a.x) && Aligned(a.y) && Aligned(a.data) &&
                        Aligned(a.gamma.data) && Aligned(a.beta.data);
   const int64_t vecs = a.h / 8;
-  // The last row in work and one on its way, or more, and gamma and beta if they leave room for that.
-  const int64_t bytes = gpu.shared_bytes - kStaticBytes, row_bytes = a.h * sizeof(T);
-  const int64_t affine_bytes = 2 * sizeof(float) * a.h;
+  const int vecs_of_thread = vecs <= 32 ? 1 : vecs <= 64 ? 2 : vecs <= kMostThreads * 4 ? 4 : 8;
+  const int64_t x = (vecs + vecs_of_thread * 32 - 1) / (vecs_of_thread * 32) * 32;  // threads of a row
+  const int64_t width = x * vecs_of_thread * 8;
+  // A row in work and one on its way, or more; and gamma and beta if they leave room for that.
+  const int64_t bytes = gpu.shared_bytes - kStaticBytes, row_bytes = width * sizeof(T);
+  const int64_t affine_bytes = 2 * sizeof(float) * width;
   const bool staged = affine_bytes + 2 * row_bytes <= bytes;
-  const int64_t room = vectors ? (bytes - (staged ? affine_bytes : 0)) / row_bytes : 0;  // rows
-  if (room < 2 || vecs > kMostThreads * 8) {
+  const int64_t room = (bytes - (staged ? affine_bytes : 0)) / row_bytes;  // rows
+  if (!vectors || x > kMostThreads || room < 2) {
     const int threads = a.h / (vectors ? 8 : 1) <= kThreads / 3 ? kThreads / 3 : kMostThreads;
     const auto kernel = vectors ? NormFwdLongRows<T, Q, 8> : NormFwdLongRows<T, Q, 1>;
     kernel<<<(a.rows + kAmaxRows - 1) / kAmaxRows, threads, 0, stream>>>(a);
     TE_LAUNCHED();
   }
-  const auto launch = [&]<auto kKernel>(int vecs_of_thread) -> ffi::Error {
+  const auto launch = [&]<auto kKernel>() -> ffi::Error {
     int arch;
     TE_TRY(Prepare<kKernel>(gpu, &arch));
-    const int x = (vecs + vecs_of_thread * 32 - 1) / (vecs_of_thread * 32) * 32;  // threads of a row
     const int64_t rows_of_sm = (a.rows + gpu.sms - 1) / gpu.sms;
     const int64_t most = (vecs_of_thread > 4 ? kMostThreads : kThreads) / x;
     const int y = std::min({most, room / 2, rows_of_sm});  // rows at once; of more than a warp at most 12
@@ -188,15 +194,19 @@ ffi::Error LaunchRows(cudaStream_t stream, const NormFwdArgs& a) {
                                                                                                 staged);
     TE_LAUNCHED();
   };
-  if (vecs <= 32) return launch.template operator()<NormFwdRows<T, Q, 1>>(1);
-  if (vecs <= 64) return launch.template operator()<NormFwdRows<T, Q, 2>>(2);
-  if (vecs <= kMostThreads * 4) return launch.template operator()<NormFwdRows<T, Q, 4>>(4);
-  return launch.template operator()<NormFwdRows<T, Q, 8>>(8);
+  if (vecs_of_thread == 1) return launch.template operator()<NormFwdRows<T, Q, 1>>();
+  if (vecs_of_thread == 2) return launch.template operator()<NormFwdRows<T, Q, 2>>();
+  if (vecs_of_thread == 4) return launch.template operator()<NormFwdRows<T, Q, 4>>();
+  return launch.template operator()<NormFwdRows<T, Q, 8>>();
 }
 
 // Every operand and result against x [rows, h].
 ffi::Error CheckNormFwd(int64_t rows, int64_t h, bool rms, Arg x, Arg gamma, Arg beta, Arg scale, Ret y,
                         Ret data, Ret data_t, Ret mean, Ret rstd, Ret amax) {
+  const auto is_f32 = [](const Arg& a) { return !Present(a) || a.element_type() == ffi::F32; };
+  TE_TRY(CheckWeights("te_norm_fwd: gamma", gamma));
+  TE_TRY(CheckWeights("te_norm_fwd: beta", beta));
+  TE_CHECK(is_f32(*mean) && is_f32(*rstd) && is_f32(*amax), "te_norm_fwd: mean, rstd and amax must be f32");
   const auto holds = [](const Arg& a, int64_t n) { return !Present(a) || int64_t(a.element_count()) == n; };
   TE_CHECK(int64_t(gamma.element_count()) == h, "te_norm_fwd: gamma is %s, x is %s", Shape(gamma).c_str(),
            Shape(x).c_str());
@@ -225,8 +235,10 @@ ffi::Error LaunchNormFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Arg sc
                          Ret data_t, Ret mean, Ret rstd, Ret amax, double eps, bool rms, bool zero_centered) {
   TE_CHECK(x.dimensions().size() >= 1, "te_norm_fwd: x is a scalar, expected [..., h]");
   const int64_t h = x.dimensions().back(), rows = h ? x.element_count() / h : 0;
-  if (rows == 0) {  // the partial amax is there nevertheless
+  if (x.element_count() == 0) {  // the partial amax is there nevertheless; without columns, so are statistics
     if (Present(amax)) TE_CUDA(cudaMemsetAsync(amax->untyped_data(), 0, amax->size_bytes(), stream));
+    if (Present(mean)) TE_CUDA(cudaMemsetAsync(mean->untyped_data(), -1, mean->size_bytes(), stream));
+    if (Present(rstd)) TE_CUDA(cudaMemsetAsync(rstd->untyped_data(), -1, rstd->size_bytes(), stream));
     return ffi::Error::Success();
   }
   TE_TRY(CheckNormFwd(rows, h, rms, x, gamma, beta, scale, y, data, data_t, mean, rstd, amax));

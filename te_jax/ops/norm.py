@@ -11,8 +11,8 @@ from te_jax._op import Op, align, like
 from te_jax.ops.quantize import FLOATS, saturate
 
 KINDS = ("layernorm", "rmsnorm")
-_ROWS, _CLUSTER = 32, 8  # csrc/norm_fwd.cu: up to 8 CTAs share 32 rows, each leaves a partial amax
-_ROWS_PER_CTA, _MOST_CTAS = 8, 264  # csrc/norm_bwd.cu: 2 CTAs on each of 132 multiprocessors, each with a partial sum
+_ROWS, _CLUSTER = 32, 8  # csrc/norm_fwd_t.cu: up to 8 CTAs share 32 rows, each leaves a partial amax
+_ROWS_PER_CTA, _MOST_CTAS = 8, 132  # csrc/norm_bwd.cu: one CTA on each multiprocessor of an H200, with a partial sum
 
 
 def _fwd_reference(x, gamma, beta, scale, *, eps, rms, zero_centered, dtype):
