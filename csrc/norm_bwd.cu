@@ -269,7 +269,7 @@ ffi::Error LaunchRows(cudaStream_t stream, const NormBwdArgs& a, int64_t ctas) {
   TE_TRY(CurrentGpu(&gpu));
   const bool vectors = a.h % 8 == 0 && Aligned(a.x) && Aligned(a.dy) && Aligned(a.dx) &&
                        Aligned(a.gamma.data) && Aligned(a.dres) && Aligned(a.dgamma) && Aligned(a.dbeta);
-  const int64_t vecs = a.h / 8;
+  const int64_t vecs = (a.h + 7) / 8;
   const int vecs_of_thread = vecs <= 32 ? 1 : vecs <= kThreads * 2 ? 2 : 4;
   const int64_t x = (vecs + vecs_of_thread * 32 - 1) / (vecs_of_thread * 32) * 32;  // threads of a row
   const int64_t width = x * vecs_of_thread * 8, row_bytes = width * sizeof(T) * (a.dres ? 3 : 2);

@@ -16,6 +16,7 @@ namespace {
 constexpr int kThreads = 768;      // of a CTA at most: 85 registers each
 constexpr int kMostThreads = 512;  // of a row
 constexpr int kAmaxRows = 4;       // of a partial amax
+constexpr int kStagedVecs = 4;     // of a thread: up to then gamma and beta are in shared memory
 constexpr int kStages = 4;         // rows on their way or in work, of those that share a threadIdx.y
 
 // The CTA's amax in its place, zeros in those that no CTA has.
@@ -30,17 +31,18 @@ __device__ void StoreAmax(const NormFwdArgs& a, float amax) {
 
 // blockDim.x threads have a row, 8 * kVecs columns each: their next rows are on their way to shared memory,
 // in places of their own, so that no barrier is needed; in registers x is f32, unpacked once. blockDim.y such
-// rows are in work at once and wait for nobody. Beyond h, rows are filled up with zeros to `width`. `staged`:
-// gamma and beta are in shared memory. Q: the FP8 type, void without FP8 results.
+// rows are in work at once and wait for nobody. Beyond h, rows are filled up with zeros to `width`. Q: the
+// FP8 type, void without FP8 results.
 template <typename T, typename Q, int kVecs>
 __global__ void __launch_bounds__(kVecs > 4 ? kMostThreads : kThreads, 1)
-    NormFwdRows(const NormFwdArgs a, int stages, bool staged) {
+    NormFwdRows(const NormFwdArgs a, int stages) {
+  constexpr bool kStaged = kVecs <= kStagedVecs;
   extern __shared__ uint4 dynamic[];  // gamma, beta f32 [width] each; ring T [blockDim.y, stages, width]
   __shared__ float2 scratch[2][kMostWarps];
   const int h = a.h, c = threadIdx.x * 8, stride = blockDim.x * 8, width = stride * kVecs;
   const uint32_t affine_at = SharedAddress(dynamic), slot_bytes = width * sizeof(T);
   const uint32_t ring =
-      affine_at + (staged ? width * 8 : 0) + threadIdx.y * stages * slot_bytes + c * sizeof(T);
+      affine_at + (kStaged ? width * 8 : 0) + threadIdx.y * stages * slot_bytes + c * sizeof(T);
   const int64_t step = int64_t{gridDim.x} * blockDim.y;
   const float scale = a.scale ? *a.scale : 1.f, inv_h = 1.f / a.h;
 
@@ -58,7 +60,7 @@ __global__ void __launch_bounds__(kVecs > 4 ? kMostThreads : kThreads, 1)
         StoreShared(ring + s * slot_bytes + k * stride * sizeof(T) + i * 16, 0.f, 0.f, 0.f, 0.f);
     if (s + 1 < stages) prefetch(row + s * step, ring + s * slot_bytes);
   }
-  if (staged) {
+  if constexpr (kStaged) {
     for (int i = (threadIdx.y * blockDim.x + threadIdx.x) * 8; i < width; i += blockDim.y * stride) {
       const Affine<8> affine = i < h ? LoadAffine<8>(a, i) : Affine<8>{};
       Stage8(affine_at, width, i, affine.gamma), Stage8(affine_at + width * 4, width, i, affine.beta);
@@ -101,7 +103,7 @@ __global__ void __launch_bounds__(kVecs > 4 ? kMostThreads : kThreads, 1)
     for (int k = 0; k < kVecs; ++k) {
       const int column = c + k * stride;
       Affine<8> affine{};
-      if (staged)
+      if (kStaged)
         affine = StagedAffine(affine_at, width, column);
       else if (column < h)
         affine = LoadAffine<8>(a, column);
@@ -160,22 +162,30 @@ __global__ void __launch_bounds__(kMostThreads) NormFwdLongRows(const NormFwdArg
   if (!std::is_void_v<Q>) StoreAmax(a, amax);
 }
 
+// How NormFwdRows cuts a row.
+struct Cut {
+  int vecs_of_thread, x;            // x threads
+  int64_t affine_bytes, row_bytes;  // of shared memory
+  int64_t room;                     // rows in shared memory at most: one in work and one on its way, or more
+};
+
 template <typename T, typename Q>
 ffi::Error LaunchRows(cudaStream_t stream, const NormFwdArgs& a) {
   Gpu gpu;
   TE_TRY(CurrentGpu(&gpu));
   const bool vectors = a.h % 8 == 0 && Aligned(a.x) && Aligned(a.y) && Aligned(a.data) &&
                        Aligned(a.gamma.data) && Aligned(a.beta.data);
-  const int64_t vecs = a.h / 8;
-  const int vecs_of_thread = vecs <= 32 ? 1 : vecs <= 64 ? 2 : vecs <= kMostThreads * 4 ? 4 : 8;
-  const int64_t x = (vecs + vecs_of_thread * 32 - 1) / (vecs_of_thread * 32) * 32;  // threads of a row
-  const int64_t width = x * vecs_of_thread * 8;
-  // A row in work and one on its way, or more; and gamma and beta if they leave room for that.
-  const int64_t bytes = gpu.shared_bytes - kStaticBytes, row_bytes = width * sizeof(T);
-  const int64_t affine_bytes = 2 * sizeof(float) * width;
-  const bool staged = affine_bytes + 2 * row_bytes <= bytes;
-  const int64_t room = (bytes - (staged ? affine_bytes : 0)) / row_bytes;  // rows
-  if (!vectors || x > kMostThreads || room < 2) {
+  const int64_t vecs = (a.h + 7) / 8, bytes = gpu.shared_bytes - kStaticBytes;
+  const auto cut = [&](int vecs_of_thread) {
+    const int64_t x = (vecs + vecs_of_thread * 32 - 1) / (vecs_of_thread * 32) * 32,
+                  width = x * vecs_of_thread * 8;
+    const int64_t affine_bytes = vecs_of_thread <= kStagedVecs ? 2 * sizeof(float) * width : 0;
+    const int64_t row_bytes = width * sizeof(T);
+    return Cut{vecs_of_thread, int(x), affine_bytes, row_bytes, (bytes - affine_bytes) / row_bytes};
+  };
+  Cut of = cut(vecs <= 32 ? 1 : vecs <= 64 ? 2 : 4);
+  if (of.x > kMostThreads || of.room < 2) of = cut(8);
+  if (!vectors || of.x > kMostThreads || of.room < 2) {
     const int threads = a.h / (vectors ? 8 : 1) <= kThreads / 3 ? kThreads / 3 : kMostThreads;
     const auto kernel = vectors ? NormFwdLongRows<T, Q, 8> : NormFwdLongRows<T, Q, 1>;
     kernel<<<(a.rows + kAmaxRows - 1) / kAmaxRows, threads, 0, stream>>>(a);
@@ -185,18 +195,17 @@ ffi::Error LaunchRows(cudaStream_t stream, const NormFwdArgs& a) {
     int arch;
     TE_TRY(Prepare<kKernel>(gpu, &arch));
     const int64_t rows_of_sm = (a.rows + gpu.sms - 1) / gpu.sms;
-    const int64_t most = (vecs_of_thread > 4 ? kMostThreads : kThreads) / x;
-    const int y = std::min({most, room / 2, rows_of_sm});  // rows at once; of more than a warp at most 12
-    const int stages = std::min(room / y, int64_t{kStages});
+    const int64_t most = (of.vecs_of_thread > 4 ? kMostThreads : kThreads) / of.x;
+    const int y = std::min({most, of.room / 2, rows_of_sm});  // rows at once; of more than a warp at most 12
+    const int stages = std::min(of.room / y, int64_t{kStages});
     int64_t ctas = std::min((a.rows + y - 1) / y, int64_t{gpu.sms});
     if (a.amax) ctas = std::min(ctas, (a.rows + 31) / 32 * kAmaxesPerBlock);
-    kKernel<<<ctas, dim3(x, y), (staged ? affine_bytes : 0) + y * stages * row_bytes, stream>>>(a, stages,
-                                                                                                staged);
+    kKernel<<<ctas, dim3(of.x, y), of.affine_bytes + y * stages * of.row_bytes, stream>>>(a, stages);
     TE_LAUNCHED();
   };
-  if (vecs_of_thread == 1) return launch.template operator()<NormFwdRows<T, Q, 1>>();
-  if (vecs_of_thread == 2) return launch.template operator()<NormFwdRows<T, Q, 2>>();
-  if (vecs_of_thread == 4) return launch.template operator()<NormFwdRows<T, Q, 4>>();
+  if (of.vecs_of_thread == 1) return launch.template operator()<NormFwdRows<T, Q, 1>>();
+  if (of.vecs_of_thread == 2) return launch.template operator()<NormFwdRows<T, Q, 2>>();
+  if (of.vecs_of_thread == 4) return launch.template operator()<NormFwdRows<T, Q, 4>>();
   return launch.template operator()<NormFwdRows<T, Q, 8>>();
 }
 

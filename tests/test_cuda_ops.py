@@ -339,7 +339,8 @@ def test_gemm_many_axes(rng):
     assert rel(got, gemm_op.reference(lhs, rhs, one, one, None, None, **attrs)[0]) < 1e-3
 
 
-NORM_SHAPES = [(1, 1), (3, 7), (199, 1001), (1024, 4096), (33, 8192), (5, 65536), (2, 65535), (257, 768), (4097, 128)]
+NORM_SHAPES = [(1, 1), (3, 7), (199, 1001), (1024, 4096), (33, 8192), (5, 65536), (2, 65535), (257, 768), (4097, 128),
+               (70, 1032), (40, 12288), (19, 16384), (3, 20000)]  # fmt: skip
 
 
 def norm_case(shape, dtype, rms, rng):
@@ -414,6 +415,49 @@ def test_norm_bwd(shape, dtype, rms, residual, rng):
     for out, each in zip(got[1:], (dy64 * xhat, dy64)):
         bound = (np.abs(each) + np.abs(dy64 * size)).sum(0) * 2.0**-20  # f32 sums of up to 2**12 rows
         assert (np.abs(np.asarray(out, np.float64) - each.sum(0)) <= bound + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", [bf16, f16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("shape", [(64, 4096), (37, 1001), (2, 65536)], ids=str)
+def test_norm_weights_of_16_bits(shape, dtype, rng):
+    """gamma and beta give the same bits in their own type and in f32."""
+    x, *weights = norm_case(shape, bf16, False, rng)
+    dy, weights = x[::-1], [w.astype(dtype) for w in weights]
+    attrs = dict(eps=1e-5, rms=False, zero_centered=True, dtype=E4M3)
+    fwd = jax.jit(lambda *w: norm_fwd(x, *w, jnp.float32(9.0), **attrs))
+    bwd = jax.jit(lambda stats, g: norm_bwd(dy, x, *stats, g, None, rms=False, zero_centered=True)[0])
+    for got, want in zip(fwd(*weights), fwd(*(w.astype(f32) for w in weights))):
+        bits_equal(got, want)
+    stats = fwd(*weights)[3:5]
+    bits_equal(bwd(stats, weights[0]), bwd(stats, weights[0].astype(f32)))
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("h", [256, 1001, 8192])
+def test_norm_not_finite(bad, h, rng):
+    """A row with an inf or a NaN is NaN, and so is amax; other rows are as without it."""
+    x, gamma, beta = norm_case((40, h), f32, False, rng)
+    attrs = dict(eps=1e-5, rms=False, zero_centered=False, dtype=E4M3)
+    run = jax.jit(lambda x: norm_fwd(x, gamma, beta, jnp.float32(9.0), **attrs))
+    good, got = run(x), run(x.at[17, h // 2].set(bad))
+    others = np.arange(40) != 17
+    assert np.isnan(np.asarray(got[0])[17]).all() and np.isnan(got[-1])
+    bits_equal(np.asarray(got[0])[others], np.asarray(good[0])[others])
+    bits_equal(np.asarray(got[1])[others], np.asarray(good[1])[others])
+    bits_equal(got[2], np.asarray(got[1]).T)
+
+
+def test_norm_empty():
+    for shape in ((0, 64), (64, 0)):
+        x, weights = jnp.ones(shape, bf16), (jnp.ones(shape[1]), jnp.ones(shape[1]))
+        attrs = dict(eps=1e-5, rms=False, zero_centered=False)
+        y, data, data_t, mean, rstd, amax = jax.jit(
+            lambda x: norm_fwd(x, *weights, jnp.float32(1), dtype=E4M3, **attrs)  # noqa: B023
+        )(x)
+        assert y.shape == data.shape == shape and float(amax) == 0.0 and np.isnan(rstd).all()
+        kind = dict(rms=False, zero_centered=False)
+        grads = jax.jit(lambda x: norm_bwd(x, x, mean, rstd, weights[0], None, **kind))(x)  # noqa: B023
+        assert grads[0].shape == shape and not np.asarray(grads[1]).any()
 
 
 def test_rows_without_variance():
