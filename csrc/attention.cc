@@ -15,18 +15,30 @@ namespace {
 
 // What the handlers share of an operation's name, operands and attributes: all checks, and the key.
 
-ffi::Error SetKey(const char* op, ffi::DataType dtype, bool causal, double scale, AttentionKey* key) {
+struct Attributes {
+  bool causal;
+  double scale, dropout_rate;
+};
+
+ffi::Error SetKey(const char* op, ffi::DataType dtype, const Arg& rng, const Attributes& attributes,
+                  AttentionKey* key) {
+  const auto [causal, scale, dropout_rate] = attributes;
   TE_CHECK(dtype == ffi::BF16 || dtype == ffi::F16, "%s: q, k and v must all be bf16, or all f16", op);
   TE_CHECK(std::isfinite(scale), "%s: scale is %g", op, scale);
   key->bf16 = dtype == ffi::BF16;
+  TE_CHECK(dropout_rate >= 0 && dropout_rate < 1, "%s: dropout_rate is %g", op, dropout_rate);
+  TE_CHECK(dropout_rate == 0 || key->empty() || (rng.element_type() == ffi::U32 && rng.element_count() >= 4),
+           "%s: dropout_rate is %g, but rng%s holds no u32 seed and offset", op, dropout_rate,
+           Shape(rng).c_str());
   key->causal = causal;
   key->scale = float(scale);
+  key->dropout_rate = float(dropout_rate);
   return ffi::Error::Success();
 }
 
 // q [b, s, h, d], k [b, t, g, d], v [b, t, g, e].
-ffi::Error MakeKey(const char* op, const Arg& q, const Arg& k, const Arg& v, bool causal, double scale,
-                   AttentionKey* key) {
+ffi::Error MakeKey(const char* op, const Arg& q, const Arg& k, const Arg& v, const Arg& rng,
+                   const Attributes& attributes, AttentionKey* key) {
   const auto qd = q.dimensions(), kd = k.dimensions(), vd = v.dimensions();
   TE_CHECK(qd.size() == 4 && kd.size() == 4 && vd.size() == 4, "%s: q%s, k%s, v%s must have 4 axes", op,
            Shape(q).c_str(), Shape(k).c_str(), Shape(v).c_str());
@@ -38,16 +50,17 @@ ffi::Error MakeKey(const char* op, const Arg& q, const Arg& k, const Arg& v, boo
            "%s: q, k and v must all be bf16, or all f16", op);
   key->b = qd[0], key->s = qd[1], key->t = kd[1], key->h = qd[2], key->g = kd[2], key->d = qd[3],
   key->e = vd[3];
-  return SetKey(op, q.element_type(), causal, scale, key);
+  return SetKey(op, q.element_type(), rng, attributes, key);
 }
 
 // qkv [b, s, 3, h, d].
-ffi::Error MakeKey(const char* op, const Arg& qkv, bool causal, double scale, AttentionKey* key) {
+ffi::Error MakeKey(const char* op, const Arg& qkv, const Arg& rng, const Attributes& attributes,
+                   AttentionKey* key) {
   const auto dims = qkv.dimensions();
   TE_CHECK(dims.size() == 5 && dims[2] == 3, "%s: qkv%s must be [b, s, 3, h, d]", op, Shape(qkv).c_str());
   key->packed = true;
   key->b = dims[0], key->s = key->t = dims[1], key->h = key->g = dims[3], key->d = key->e = dims[4];
-  return SetKey(op, qkv.element_type(), causal, scale, key);
+  return SetKey(op, qkv.element_type(), rng, attributes, key);
 }
 
 bool IsShape(Ret& ret, std::initializer_list<int64_t> dims) {
@@ -96,7 +109,12 @@ ffi::Error Zero(cudaStream_t stream, std::initializer_list<Ret*> results) {
   return ffi::Error::Success();
 }
 
-ffi::Error Run(cudaStream_t stream, const AttentionKey& key, AttentionPointers pointers, Ret& workspace) {
+ffi::Error Run(cudaStream_t stream, const AttentionKey& key, const Arg& rng, AttentionPointers pointers,
+               Ret& workspace) {
+  if (key.dropout_rate > 0) {
+    pointers[kSeed] = rng.untyped_data();
+    pointers[kOffset] = static_cast<uint32_t*>(rng.untyped_data()) + 2;
+  }
   return RunAttention(stream, key, std::move(pointers), workspace->untyped_data(),
                       int64_t(workspace->size_bytes()));
 }
@@ -108,26 +126,26 @@ void* Part(void* packed, const AttentionKey& key, int i) {
 
 // ---- te_attention_fwd ----------------------------------------------------------------------------
 
-ffi::Error ForwardKey(const Arg& q, const Arg& k, const Arg& v, Ret& out, Ret& lse, bool causal, double scale,
-                      AttentionKey* key) {
+ffi::Error ForwardKey(const Arg& q, const Arg& k, const Arg& v, const Arg& rng, Ret& out, Ret& lse,
+                      const Attributes& attributes, AttentionKey* key) {
   constexpr char op[] = "te_attention_fwd";
-  TE_TRY(MakeKey(op, q, k, v, causal, scale, key));
+  TE_TRY(MakeKey(op, q, k, v, rng, attributes, key));
   return CheckForward(op, *key, q.element_type(), out, lse);
 }
 
-ffi::Error InitializeForward(cudaStream_t stream, Arg q, Arg k, Arg v, Ret out, Ret lse, Ret workspace,
-                             bool causal, double scale) {
+ffi::Error InitializeForward(cudaStream_t stream, Arg q, Arg k, Arg v, Arg rng, Ret out, Ret lse, Ret drawn,
+                             Ret workspace, bool causal, double scale, double dropout_rate) {
   AttentionKey key;
-  TE_TRY(ForwardKey(q, k, v, out, lse, causal, scale, &key));
+  TE_TRY(ForwardKey(q, k, v, rng, out, lse, {causal, scale, dropout_rate}, &key));
   return Initialize(stream, key);
 }
 
-ffi::Error ExecuteForward(cudaStream_t stream, Arg q, Arg k, Arg v, Ret out, Ret lse, Ret workspace,
-                          bool causal, double scale) {
+ffi::Error ExecuteForward(cudaStream_t stream, Arg q, Arg k, Arg v, Arg rng, Ret out, Ret lse, Ret drawn,
+                          Ret workspace, bool causal, double scale, double dropout_rate) {
   AttentionKey key;
-  TE_TRY(ForwardKey(q, k, v, out, lse, causal, scale, &key));
+  TE_TRY(ForwardKey(q, k, v, rng, out, lse, {causal, scale, dropout_rate}, &key));
   if (key.empty()) return Zero(stream, {&out, &lse});
-  return Run(stream, key,
+  return Run(stream, key, rng,
              {{kQ, q.untyped_data()},
               {kK, k.untyped_data()},
               {kV, v.untyped_data()},
@@ -138,26 +156,26 @@ ffi::Error ExecuteForward(cudaStream_t stream, Arg q, Arg k, Arg v, Ret out, Ret
 
 // ---- te_attention_packed_fwd ---------------------------------------------------------------------
 
-ffi::Error PackedForwardKey(const Arg& qkv, Ret& out, Ret& lse, bool causal, double scale,
+ffi::Error PackedForwardKey(const Arg& qkv, const Arg& rng, Ret& out, Ret& lse, const Attributes& attributes,
                             AttentionKey* key) {
   constexpr char op[] = "te_attention_packed_fwd";
-  TE_TRY(MakeKey(op, qkv, causal, scale, key));
+  TE_TRY(MakeKey(op, qkv, rng, attributes, key));
   return CheckForward(op, *key, qkv.element_type(), out, lse);
 }
 
-ffi::Error InitializePackedForward(cudaStream_t stream, Arg qkv, Ret out, Ret lse, Ret workspace, bool causal,
-                                   double scale) {
+ffi::Error InitializePackedForward(cudaStream_t stream, Arg qkv, Arg rng, Ret out, Ret lse, Ret drawn,
+                                   Ret workspace, bool causal, double scale, double dropout_rate) {
   AttentionKey key;
-  TE_TRY(PackedForwardKey(qkv, out, lse, causal, scale, &key));
+  TE_TRY(PackedForwardKey(qkv, rng, out, lse, {causal, scale, dropout_rate}, &key));
   return Initialize(stream, key);
 }
 
-ffi::Error ExecutePackedForward(cudaStream_t stream, Arg qkv, Ret out, Ret lse, Ret workspace, bool causal,
-                                double scale) {
+ffi::Error ExecutePackedForward(cudaStream_t stream, Arg qkv, Arg rng, Ret out, Ret lse, Ret drawn,
+                                Ret workspace, bool causal, double scale, double dropout_rate) {
   AttentionKey key;
-  TE_TRY(PackedForwardKey(qkv, out, lse, causal, scale, &key));
+  TE_TRY(PackedForwardKey(qkv, rng, out, lse, {causal, scale, dropout_rate}, &key));
   if (key.empty()) return Zero(stream, {&out, &lse});
-  return Run(stream, key,
+  return Run(stream, key, rng,
              {{kQ, Part(qkv.untyped_data(), key, 0)},
               {kK, Part(qkv.untyped_data(), key, 1)},
               {kV, Part(qkv.untyped_data(), key, 2)},
@@ -169,10 +187,10 @@ ffi::Error ExecutePackedForward(cudaStream_t stream, Arg qkv, Ret out, Ret lse, 
 // ---- te_attention_bwd ----------------------------------------------------------------------------
 
 ffi::Error BackwardKey(const Arg& dout, const Arg& q, const Arg& k, const Arg& v, const Arg& out,
-                       const Arg& lse, Ret& dq, Ret& dk, Ret& dv, bool causal, double scale,
-                       bool deterministic, AttentionKey* key) {
+                       const Arg& lse, const Arg& rng, Ret& dq, Ret& dk, Ret& dv,
+                       const Attributes& attributes, bool deterministic, AttentionKey* key) {
   constexpr char op[] = "te_attention_bwd";
-  TE_TRY(MakeKey(op, q, k, v, causal, scale, key));
+  TE_TRY(MakeKey(op, q, k, v, rng, attributes, key));
   key->backward = true;
   key->deterministic = deterministic;
   TE_TRY(CheckBackward(op, *key, q.element_type(), dout, out, lse));
@@ -181,19 +199,23 @@ ffi::Error BackwardKey(const Arg& dout, const Arg& q, const Arg& k, const Arg& v
   return CheckGradient(op, dv, v);
 }
 
-ffi::Error InitializeBackward(cudaStream_t stream, Arg dout, Arg q, Arg k, Arg v, Arg out, Arg lse, Ret dq,
-                              Ret dk, Ret dv, Ret workspace, bool causal, double scale, bool deterministic) {
+ffi::Error InitializeBackward(cudaStream_t stream, Arg dout, Arg q, Arg k, Arg v, Arg out, Arg lse, Arg rng,
+                              Ret dq, Ret dk, Ret dv, Ret workspace, bool causal, double scale,
+                              double dropout_rate, bool deterministic) {
   AttentionKey key;
-  TE_TRY(BackwardKey(dout, q, k, v, out, lse, dq, dk, dv, causal, scale, deterministic, &key));
+  TE_TRY(BackwardKey(dout, q, k, v, out, lse, rng, dq, dk, dv, {causal, scale, dropout_rate}, deterministic,
+                     &key));
   return Initialize(stream, key);
 }
 
-ffi::Error ExecuteBackward(cudaStream_t stream, Arg dout, Arg q, Arg k, Arg v, Arg out, Arg lse, Ret dq,
-                           Ret dk, Ret dv, Ret workspace, bool causal, double scale, bool deterministic) {
+ffi::Error ExecuteBackward(cudaStream_t stream, Arg dout, Arg q, Arg k, Arg v, Arg out, Arg lse, Arg rng,
+                           Ret dq, Ret dk, Ret dv, Ret workspace, bool causal, double scale,
+                           double dropout_rate, bool deterministic) {
   AttentionKey key;
-  TE_TRY(BackwardKey(dout, q, k, v, out, lse, dq, dk, dv, causal, scale, deterministic, &key));
+  TE_TRY(BackwardKey(dout, q, k, v, out, lse, rng, dq, dk, dv, {causal, scale, dropout_rate}, deterministic,
+                     &key));
   if (key.empty()) return Zero(stream, {&dq, &dk, &dv});
-  return Run(stream, key,
+  return Run(stream, key, rng,
              {{kDOut, dout.untyped_data()},
               {kQ, q.untyped_data()},
               {kK, k.untyped_data()},
@@ -208,29 +230,33 @@ ffi::Error ExecuteBackward(cudaStream_t stream, Arg dout, Arg q, Arg k, Arg v, A
 
 // ---- te_attention_packed_bwd ---------------------------------------------------------------------
 
-ffi::Error PackedBackwardKey(const Arg& dout, const Arg& qkv, const Arg& out, const Arg& lse, Ret& dqkv,
-                             bool causal, double scale, bool deterministic, AttentionKey* key) {
+ffi::Error PackedBackwardKey(const Arg& dout, const Arg& qkv, const Arg& out, const Arg& lse, const Arg& rng,
+                             Ret& dqkv, const Attributes& attributes, bool deterministic, AttentionKey* key) {
   constexpr char op[] = "te_attention_packed_bwd";
-  TE_TRY(MakeKey(op, qkv, causal, scale, key));
+  TE_TRY(MakeKey(op, qkv, rng, attributes, key));
   key->backward = true;
   key->deterministic = deterministic;
   TE_TRY(CheckBackward(op, *key, qkv.element_type(), dout, out, lse));
   return CheckGradient(op, dqkv, qkv);
 }
 
-ffi::Error InitializePackedBackward(cudaStream_t stream, Arg dout, Arg qkv, Arg out, Arg lse, Ret dqkv,
-                                    Ret workspace, bool causal, double scale, bool deterministic) {
+ffi::Error InitializePackedBackward(cudaStream_t stream, Arg dout, Arg qkv, Arg out, Arg lse, Arg rng,
+                                    Ret dqkv, Ret workspace, bool causal, double scale, double dropout_rate,
+                                    bool deterministic) {
   AttentionKey key;
-  TE_TRY(PackedBackwardKey(dout, qkv, out, lse, dqkv, causal, scale, deterministic, &key));
+  TE_TRY(
+      PackedBackwardKey(dout, qkv, out, lse, rng, dqkv, {causal, scale, dropout_rate}, deterministic, &key));
   return Initialize(stream, key);
 }
 
-ffi::Error ExecutePackedBackward(cudaStream_t stream, Arg dout, Arg qkv, Arg out, Arg lse, Ret dqkv,
-                                 Ret workspace, bool causal, double scale, bool deterministic) {
+ffi::Error ExecutePackedBackward(cudaStream_t stream, Arg dout, Arg qkv, Arg out, Arg lse, Arg rng, Ret dqkv,
+                                 Ret workspace, bool causal, double scale, double dropout_rate,
+                                 bool deterministic) {
   AttentionKey key;
-  TE_TRY(PackedBackwardKey(dout, qkv, out, lse, dqkv, causal, scale, deterministic, &key));
+  TE_TRY(
+      PackedBackwardKey(dout, qkv, out, lse, rng, dqkv, {causal, scale, dropout_rate}, deterministic, &key));
   if (key.empty()) return Zero(stream, {&dqkv});
-  return Run(stream, key,
+  return Run(stream, key, rng,
              {{kDOut, dout.untyped_data()},
               {kQ, Part(qkv.untyped_data(), key, 0)},
               {kK, Part(qkv.untyped_data(), key, 1)},
@@ -269,7 +295,7 @@ int QueryDevice() {
 
 int64_t AttentionWorkspace(const std::string& kind, const std::string& dtype, int64_t b, int64_t s, int64_t t,
                            int64_t h, int64_t g, int64_t d, int64_t e, bool packed, bool causal, double scale,
-                           bool deterministic) {
+                           double dropout_rate, bool deterministic) {
   if ((kind != "fwd" && kind != "bwd") || (dtype != "bf16" && dtype != "f16"))
     throw std::runtime_error("attention_workspace: kind must be fwd or bwd, dtype bf16 or f16, got " + kind +
                              ", " + dtype);
@@ -280,6 +306,7 @@ int64_t AttentionWorkspace(const std::string& kind, const std::string& dtype, in
   key.packed = packed;
   key.causal = causal;
   key.scale = float(scale);
+  key.dropout_rate = float(dropout_rate);
   key.deterministic = key.backward && deterministic;
   if (key.empty()) return 0;
   int64_t workspace = 0;
@@ -295,16 +322,20 @@ int64_t AttentionWorkspace(const std::string& kind, const std::string& dtype, in
   return workspace;
 }
 
-TE_HANDLER_INIT(te_attention_fwd, ExecuteForward, InitializeForward,
-                .Ctx<Stream>()
-                    .Arg<Arg>()  // q [b, s, h, d]
-                    .Arg<Arg>()  // k [b, t, g, d]
-                    .Arg<Arg>()  // v [b, t, g, e]
-                    .Ret<Arg>()  // out [b, s, h, e]
-                    .Ret<Arg>()  // lse f32 [b, h, s], natural log
-                    .Ret<Arg>()  // workspace, uint8
-                    .Attr<bool>("causal")
-                    .Attr<double>("scale"));
+TE_HANDLER_INIT(
+    te_attention_fwd, ExecuteForward, InitializeForward,
+    .Ctx<Stream>()
+        .Arg<Arg>()  // q [b, s, h, d]
+        .Arg<Arg>()  // k [b, t, g, d]
+        .Arg<Arg>()  // v [b, t, g, e]
+        .Arg<Arg>()  // rng u32 [b, h, 4], its first words are seed and offset, i64 each; absent: no dropout
+        .Ret<Arg>()  // out [b, s, h, e]
+        .Ret<Arg>()  // lse f32 [b, h, s], natural log
+        .Ret<Arg>()  // drawn, absent: the caller makes it
+        .Ret<Arg>()  // workspace, uint8
+        .Attr<bool>("causal")
+        .Attr<double>("scale")
+        .Attr<double>("dropout_rate"));
 
 TE_HANDLER_INIT(te_attention_bwd, ExecuteBackward, InitializeBackward,
                 .Ctx<Stream>()
@@ -314,22 +345,27 @@ TE_HANDLER_INIT(te_attention_bwd, ExecuteBackward, InitializeBackward,
                     .Arg<Arg>()  // v
                     .Arg<Arg>()  // out
                     .Arg<Arg>()  // lse
+                    .Arg<Arg>()  // rng
                     .Ret<Arg>()  // dq [b, s, h, d]
                     .Ret<Arg>()  // dk [b, t, g, d]
                     .Ret<Arg>()  // dv [b, t, g, e]
                     .Ret<Arg>()  // workspace, uint8
                     .Attr<bool>("causal")
                     .Attr<double>("scale")
+                    .Attr<double>("dropout_rate")
                     .Attr<bool>("deterministic"));
 
 TE_HANDLER_INIT(te_attention_packed_fwd, ExecutePackedForward, InitializePackedForward,
                 .Ctx<Stream>()
                     .Arg<Arg>()  // qkv [b, s, 3, h, d]
+                    .Arg<Arg>()  // rng, as above
                     .Ret<Arg>()  // out [b, s, h, d]
                     .Ret<Arg>()  // lse f32 [b, h, s], natural log
+                    .Ret<Arg>()  // drawn, absent: the caller makes it
                     .Ret<Arg>()  // workspace, uint8
                     .Attr<bool>("causal")
-                    .Attr<double>("scale"));
+                    .Attr<double>("scale")
+                    .Attr<double>("dropout_rate"));
 
 TE_HANDLER_INIT(te_attention_packed_bwd, ExecutePackedBackward, InitializePackedBackward,
                 .Ctx<Stream>()
@@ -337,10 +373,12 @@ TE_HANDLER_INIT(te_attention_packed_bwd, ExecutePackedBackward, InitializePacked
                     .Arg<Arg>()  // qkv
                     .Arg<Arg>()  // out
                     .Arg<Arg>()  // lse
+                    .Arg<Arg>()  // rng
                     .Ret<Arg>()  // dqkv [b, s, 3, h, d]
                     .Ret<Arg>()  // workspace, uint8
                     .Attr<bool>("causal")
                     .Attr<double>("scale")
+                    .Attr<double>("dropout_rate")
                     .Attr<bool>("deterministic"));
 
 }  // namespace te

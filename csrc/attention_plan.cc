@@ -33,11 +33,11 @@ struct Device {
 };
 
 std::string Describe(const AttentionKey& key) {
-  return Format("%s%s %s q[%ld, %ld, %ld, %ld], k[%ld, %ld, %ld, %ld], v[.., %ld]%s%s",
+  return Format("%s%s %s q[%ld, %ld, %ld, %ld], k[%ld, %ld, %ld, %ld], v[.., %ld]%s%s%s",
                 key.packed ? "packed " : "", key.backward ? "te_attention_bwd" : "te_attention_fwd",
                 key.bf16 ? "bf16" : "f16", long(key.b), long(key.s), long(key.h), long(key.d), long(key.b),
                 long(key.t), long(key.g), long(key.d), long(key.e), key.causal ? ", causal" : "",
-                key.deterministic ? ", deterministic" : "");
+                key.dropout_rate > 0 ? ", dropout" : "", key.deterministic ? ", deterministic" : "");
 }
 
 // Kept with the plan's failure, so that the user knows the way out.
@@ -109,11 +109,24 @@ void Output(const Tensor& tensor, AttentionTensor uid, const Layout& layout) {
   if (uid == kLse) tensor->set_data_type(fe::DataType_t::FLOAT);
 }
 
+Tensor Scalar(fe::graph::Graph& graph, const char* name, AttentionTensor uid) {
+  return graph.tensor(fe::graph::Tensor_attributes()
+                          .set_name(name)
+                          .set_uid(uid)
+                          .set_dim({1, 1, 1, 1})
+                          .set_stride({1, 1, 1, 1})
+                          .set_data_type(fe::DataType_t::INT64));  // compute capability 10.0 takes no INT32
+}
+
+// The mask, and dropout: cuDNN draws with Philox, and draws the same again in the backward pass.
 template <typename Attributes>
-void SetMask(Attributes& attributes, const AttentionKey& key) {
-  if (!key.causal) return;
-  attributes.set_diagonal_alignment(fe::DiagonalAlignment_t::TOP_LEFT);
-  attributes.set_diagonal_band_right_bound(0);
+void SetOptions(fe::graph::Graph& graph, Attributes& attributes, const AttentionKey& key) {
+  if (key.causal) {
+    attributes.set_diagonal_alignment(fe::DiagonalAlignment_t::TOP_LEFT);
+    attributes.set_diagonal_band_right_bound(0);
+  }
+  if (key.dropout_rate > 0)
+    attributes.set_dropout(key.dropout_rate, Scalar(graph, "seed", kSeed), Scalar(graph, "offset", kOffset));
 }
 
 void AddForward(fe::graph::Graph& graph, const AttentionKey& key) {
@@ -122,7 +135,7 @@ void AddForward(fe::graph::Graph& graph, const AttentionKey& key) {
                v = Input(graph, "v", kV, layouts.v);
   auto attributes = fe::graph::SDPA_attributes();
   attributes.set_name("te_attention_fwd").set_generate_stats(true).set_attn_scale(key.scale);
-  SetMask(attributes, key);
+  SetOptions(graph, attributes, key);
   const auto [out, lse] = graph.sdpa(q, k, v, attributes);
   Output(out, kOut, layouts.out);
   Output(lse, kLse, layouts.lse);
@@ -138,7 +151,7 @@ void AddBackward(fe::graph::Graph& graph, const AttentionKey& key) {
   attributes.set_name("te_attention_bwd")
       .set_attn_scale(key.scale)
       .set_deterministic_algorithm(key.deterministic);
-  SetMask(attributes, key);
+  SetOptions(graph, attributes, key);
   const auto [dq, dk, dv] = graph.sdpa_backward(q, k, v, out, dout, lse, attributes);
   Output(dq, kDQ, layouts.q);
   Output(dk, kDK, layouts.k);

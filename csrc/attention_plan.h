@@ -18,14 +18,16 @@ struct AttentionKey {
   bool packed = false;                        // q, k, v and their gradients are parts of one [b, s, 3, h, d]
   bool causal = false;                        // query i sees keys 0 .. i
   float scale = 1;                            // of the logits
+  float dropout_rate = 0;                     // of the probabilities
   bool deterministic = false;                 // backward
 
   auto operator<=>(const AttentionKey&) const = default;
   bool empty() const { return b == 0 || s == 0 || t == 0 || h == 0 || d == 0 || e == 0; }
 };
 
-// The arrays of a graph, in memory [b, s, h, d] (q, k, v: or as a packed key says); kLse is f32 [b, h, s].
-enum AttentionTensor : int64_t { kQ = 1, kK, kV, kOut, kLse, kDOut, kDQ, kDK, kDV };
+// The arrays of a graph, in memory [b, s, h, d] (q, k, v: or as a packed key says); kLse is f32 [b, h, s],
+// kSeed and kOffset one i64 each.
+enum AttentionTensor : int64_t { kQ = 1, kK, kV, kOut, kLse, kDOut, kDQ, kDK, kDV, kSeed, kOffset };
 using AttentionPointers = std::unordered_map<int64_t, void*>;
 
 // Bytes of workspace that `key` needs on the current device. The first call builds the plan, which loads

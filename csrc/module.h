@@ -37,6 +37,6 @@ bool LoadGemmPlan(const std::string& device, const std::string& key, const std::
 // if there is none.
 int64_t AttentionWorkspace(const std::string& kind, const std::string& dtype, int64_t b, int64_t s, int64_t t,
                            int64_t h, int64_t g, int64_t d, int64_t e, bool packed, bool causal, double scale,
-                           bool deterministic);
+                           double dropout_rate, bool deterministic);
 
 }  // namespace te

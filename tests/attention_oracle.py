@@ -28,6 +28,13 @@ def operands(shape, dtype=jnp.float32, seed=0):
     return [jnp.asarray(rng.standard_normal(size), jnp.float32).astype(dtype) for size in sizes]
 
 
+def one_hot_values(k, e):
+    """Values [b, t, g, e], as many as it takes, whose outs, side by side, are the probabilities."""
+    b, t, g, _ = k.shape
+    columns = np.eye(t, -(-t // e) * e, dtype=np.float32).reshape(t, -1, e)
+    return [jnp.broadcast_to(jnp.asarray(columns[:, None, i], k.dtype), (b, t, g, e)) for i in range(columns.shape[1])]
+
+
 def error(got, want):
     """Relative Frobenius error; absolute where the wanted value is zero."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
@@ -115,7 +122,7 @@ def attend(q, k, v, *, seen, scale, bias=None, pre_scale=False, joins=None, fact
     return got
 
 
-def attend_dense(q, k, v, dout, *, causal, scale):
+def attend_dense(q, k, v, dout, *, causal, scale, factor=None):
     """out, lse, dq, dk, dv as `attend`, vectorised over one head at a time, for large arrays."""
     q, k, v, dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
     h, ratio = q.shape[2], q.shape[2] // k.shape[2]
@@ -130,11 +137,12 @@ def attend_dense(q, k, v, dout, *, causal, scale):
         weights = np.exp(logits - top)
         total = weights.sum(-1, keepdims=True)
         probs = weights / total
-        out[n, :, head] = probs @ v[n, :, g]
+        dropped = np.ones_like(probs) if factor is None else factor[n, head]
+        out[n, :, head] = (probs * dropped) @ v[n, :, g]
         lse[n, head] = (top + np.log(total))[:, 0]
-        dprobs = dout[n, :, head] @ v[n, :, g].T
+        dprobs = dropped * (dout[n, :, head] @ v[n, :, g].T)
         dlogits = probs * (dprobs - (probs * dprobs).sum(-1, keepdims=True))
         dq[n, :, head] = scale * dlogits @ k[n, :, g]
         dk[n, :, g] += scale * dlogits.T @ q[n, :, head]
-        dv[n, :, g] += probs.T @ dout[n, :, head]
+        dv[n, :, g] += (probs * dropped).T @ dout[n, :, head]
     return out, lse, dq, dk, dv

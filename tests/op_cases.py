@@ -37,7 +37,10 @@ class Case:
         args = []
         for operand, shape, dtype in zip(self.declared.rule.inputs, self.shapes(), self.dtypes, strict=True):
             values = rng.uniform(0.5, 2.0, shape) if "scale" in operand.name else rng.standard_normal(shape)
-            args.append(None if dtype is None else jnp.asarray(values, jnp.float32).astype(dtype))
+            if dtype == u32:  # random bits
+                args.append(jnp.asarray(rng.integers(0, 2**32, shape, np.uint32)))
+            else:
+                args.append(None if dtype is None else jnp.asarray(values, jnp.float32).astype(dtype))
         return args
 
     def __call__(self, *args):
@@ -51,13 +54,15 @@ def _groups(*names, first=8, second=8):
     return {f"{n}...{i}": (first, second)[i] for n in names for i in range(2)}
 
 
-f32, bf16 = jnp.float32, jnp.bfloat16
+f32, bf16, u32 = jnp.float32, jnp.bfloat16, jnp.uint32
 _norm_sizes = {"...0": 8, "...1": 8, "h": 24}
 _mlp_sizes = {"m...0": 8, "m...1": 8, "a": 2, "f": 24}
 _swiglu = activation.attributes(("silu", "linear"))
-_attention_sizes = {"b...0": 8, "s": 8, "t": 8, "g": 8, "r": 2, "d": 16, "e": 8}
-_packed_sizes = {"b...0": 8, "s": 8, "c": 3, "h": 8, "d": 16}
+_attention_sizes = {"b...0": 8, "s": 8, "t": 8, "g": 8, "r": 2, "d": 16, "e": 8, "w": 4}
+_packed_sizes = {"b...0": 8, "s": 8, "c": 3, "h": 8, "d": 16, "w": 4}
 _attention_ranks = {"b...": 1}
+_full_attention = dict(causal=True, scale=0.25, dropout_rate=0.0)
+_attention_dropout = dict(causal=True, scale=0.25, dropout_rate=0.3)
 
 CASES = [
     Case(
@@ -105,19 +110,27 @@ CASES = [
         dict(activation.attributes(("relu",)), dtype=E5M2), ("dx", "dbias"),
     ),
     Case(
-        "attention_fwd", "te_attention_fwd", _attention_sizes, (f32,) * 3, dict(causal=True, scale=0.25), None,
+        "attention_fwd", "te_attention_fwd", _attention_sizes, (f32, f32, f32, None), _full_attention, ("out", "lse"),
         _attention_ranks,
     ),
     Case(
-        "attention_bwd", "te_attention_bwd", _attention_sizes, (f32,) * 6,
-        dict(causal=True, scale=0.25, deterministic=False), None, _attention_ranks,
+        "attention_bwd", "te_attention_bwd", _attention_sizes, (*(f32,) * 6, None),
+        dict(_full_attention, deterministic=False), None, _attention_ranks,
     ),
     Case(
-        "attention_packed_fwd", "te_attention_packed_fwd", _packed_sizes, (f32,), dict(causal=True, scale=0.25), None,
+        "attention_dropout_fwd", "te_attention_fwd", _attention_sizes, (f32, f32, f32, u32), _attention_dropout, None,
         _attention_ranks,
     ),
     Case(
-        "attention_packed_bwd", "te_attention_packed_bwd", _packed_sizes, (f32,) * 4,
-        dict(causal=True, scale=0.25, deterministic=False), None, _attention_ranks,
+        "attention_dropout_bwd", "te_attention_bwd", _attention_sizes, (*(f32,) * 6, u32),
+        dict(_attention_dropout, deterministic=False), None, _attention_ranks,
+    ),
+    Case(
+        "attention_packed_fwd", "te_attention_packed_fwd", _packed_sizes, (f32, None), _full_attention, ("out", "lse"),
+        _attention_ranks,
+    ),
+    Case(
+        "attention_packed_bwd", "te_attention_packed_bwd", _packed_sizes, (*(f32,) * 4, None),
+        dict(_full_attention, deterministic=False), None, _attention_ranks,
     ),
 ]  # fmt: skip

@@ -260,10 +260,11 @@ def test_dropout_rate_expectation_and_the_same_mask_backward(key):
 def test_op_results(causal):
     q, k, v, dout = operands(SHAPES["gqa_s<t"], jnp.bfloat16)
     want = attend(q, k, v, seen=visible(5, 9, causal=causal), scale=0.3, dout=dout)
-    out, lse = attention.attention_fwd(q, k, v, causal=causal, scale=0.3)
+    attrs = dict(causal=causal, scale=0.3, dropout_rate=0.0)
+    out, lse = attention.attention_fwd(q, k, v, None, outputs=("out", "lse"), **attrs)
     assert lse.dtype == jnp.float32
     np.testing.assert_allclose(lse, want["lse"], rtol=1e-5, atol=1e-5)
-    grads = attention.attention_bwd(dout, q, k, v, out, lse, causal=causal, scale=0.3, deterministic=True)
+    grads = attention.attention_bwd(dout, q, k, v, out, lse, None, deterministic=True, **attrs)
     check(dict(zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True)), want, jnp.bfloat16)
 
 

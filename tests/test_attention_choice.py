@@ -23,6 +23,7 @@ def test_explain_says_which_and_why():
         dict(attn_mask_type="causal_bottom_right"),
         dict(window_size=(-1, 0)),
         dict(window_size=(127, 200)),
+        dict(dropout_rate=0.1),
     ):
         choice = explain_attention(q, k, k, **kwargs)
         assert choice.implementation == "cudnn" and "xla" in choice.refused, kwargs
@@ -31,7 +32,6 @@ def test_explain_says_which_and_why():
         "mask is given": dict(mask=jax.ShapeDtypeStruct((128, 128), jnp.bool_)),
         "descriptor": dict(sequence_descriptor=SequenceDescriptor.from_seqlens(jnp.zeros(2, jnp.int32))),
         "off_by_one": dict(softmax_type="off-by-one"),
-        "dropout_rate is 0.1": dict(dropout_rate=0.1),
         "max_logit": dict(return_max_logit=True),
         "(64, 0)": dict(window_size=(64, 0)),
     }

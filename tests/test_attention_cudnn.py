@@ -1,13 +1,16 @@
 """The cuDNN ops on a GPU: against float64, and no worse than jax.nn's cuDNN attention."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_oracle import attend_dense, error, operands, run
+from attention_oracle import attend_dense, error, one_hot_values, operands, run
 
+import te_jax.flax as te_flax
 from te_jax.ops import attention
-from te_jax.ops.attention import dot_product_attention
+from te_jax.ops.attention import dot_product_attention, dot_product_attention_packed
 
 GPU_SHAPES = {  # b, s, t, h, g, d, e
     "mha": (2, 512, 512, 8, 8, 64, 64),
@@ -30,7 +33,8 @@ GPU_SHAPES = {  # b, s, t, h, g, d, e
 def test_cudnn(shape, causal, dtype):
     q, k, v, dout = operands(GPU_SHAPES[shape], dtype)
     scale, mask_type = q.shape[-1] ** -0.5, "causal" if causal else "no_mask"
-    out, lse = attention.attention_fwd(q, k, v, causal=causal, scale=scale)
+    attrs = dict(causal=causal, scale=scale, dropout_rate=0.0)
+    out, lse = attention.attention_fwd(q, k, v, None, outputs=("out", "lse"), **attrs)
     got = run(q, k, v, dout, attn_mask_type=mask_type, implementation="cudnn")
     want = dict(
         zip(
@@ -71,3 +75,141 @@ def test_cudnn_call_is_in_the_program():
     call = jax.jit(lambda q, k, v, d: jax.vjp(dot_product_attention, q, k, v)[1](d))
     text = call.lower(q, k, v, dout).compile().as_text()
     assert "te_attention_fwd" in text and "te_attention_bwd" in text
+
+
+def packed(b, s, h, d, dtype=jnp.bfloat16):
+    """qkv [b, s, 3, h, d], dout."""
+    q, k, v, dout = operands((b, s, s, h, h, d, d), dtype)
+    return jnp.stack([q, k, v], 2), dout
+
+
+def run_packed(qkv, dout, **kwargs):
+    @jax.jit
+    def step(qkv, dout):
+        out, vjp = jax.vjp(lambda x: dot_product_attention_packed(x, implementation="cudnn", **kwargs), qkv)
+        return out, vjp(dout)[0]
+
+    out, dqkv = step(qkv, dout)
+    return dict(zip(("out", "dq", "dk", "dv"), (out, *(dqkv[:, :, i] for i in range(3))), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask_type", ["no_mask", "causal"])
+@pytest.mark.parametrize("sizes", [(2, 512, 8, 64), (3, 199, 4, 128), (2, 2, 2, 40), (1, 1024, 4, 128)])
+def test_packed(sizes, mask_type):
+    """The same kernel on the same numbers at other strides: the same bits, where the sums have a fixed order."""
+    for dtype in (jnp.bfloat16, jnp.float16):
+        qkv, dout = packed(*sizes, dtype)
+        kwargs = dict(attn_mask_type=mask_type, deterministic=True)
+        got = run_packed(qkv, dout, **kwargs)
+        want = run(*(qkv[:, :, i] for i in range(3)), dout, implementation="cudnn", **kwargs)
+        for name in want:
+            np.testing.assert_array_equal(np.asarray(got[name], np.float32), np.asarray(want[name], np.float32), name)
+
+
+@pytest.mark.gpu
+def test_projection_goes_to_the_kernel_uncopied():
+    """No kernel of the compiled step reads or writes an array of q, k or v."""
+    module = te_flax.MultiHeadAttention(head_dim=64, num_attention_heads=8, dtype=jnp.bfloat16)
+    x = jnp.ones((2, 256, 512), jnp.bfloat16)
+    variables = module.init(jax.random.key(0), x)
+    step = jax.jit(jax.grad(lambda v, x: jnp.sum(module.apply(v, x)[0].astype(jnp.float32)), (0, 1)))
+    text = step.lower(variables, x).compile().as_text()
+    assert "te_attention_packed_fwd" in text and "te_attention_packed_bwd" in text
+    moved = [line for line in text.splitlines() if re.search(r"= bf16\[2,256,(1,)?8,64\]\S* (copy|slice|fusion)", line)]
+    moved += [line for line in text.splitlines() if re.search(r"= bf16\[2,256,3,\S* (copy|concat|fusion)", line)]
+    assert not moved, moved
+
+
+# ---- dropout -------------------------------------------------------------------------------------
+
+RATE = 0.1
+DROPOUT_SHAPES = {  # b, s, t, h, g, d, e
+    "mha": (2, 512, 512, 8, 8, 64, 64),
+    "gqa": (2, 256, 256, 8, 2, 128, 128),
+    "odd": (3, 199, 333, 4, 4, 128, 64),
+    "narrow": (2, 130, 130, 4, 1, 40, 40),
+}
+
+
+def read_mask(q, k, e, key, mask_type):
+    """bool[b, h, s, t], True where a probability is kept: from the outs of one-hot values."""
+    call = jax.jit(lambda v: dot_product_attention(
+        q, k, v, attn_mask_type=mask_type, implementation="cudnn", dropout_rate=RATE, dropout_rng=key))  # fmt: skip
+    outs = np.concatenate([np.asarray(call(v), np.float32) for v in one_hot_values(k, e)], -1)
+    return np.swapaxes(outs != 0, 1, 2)[..., : k.shape[1]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("mask_type", ["no_mask", "causal"])
+@pytest.mark.parametrize("shape", DROPOUT_SHAPES)
+def test_dropout(shape, mask_type, deterministic):
+    """The mask, read off the GPU, explains out and gradients in float64."""
+    q, k, v, dout = operands(DROPOUT_SHAPES[shape], jnp.bfloat16)
+    key, causal = jax.random.key(11), mask_type == "causal"
+    kept = read_mask(q, k, v.shape[-1], key, mask_type)
+    seen = np.broadcast_to(np.tri(*kept.shape[-2:], dtype=bool) if causal else True, kept.shape)
+    assert not np.any(kept & ~seen)
+    n = seen.sum()
+    # 5 sigma of n draws, and the rate rounded to 16 bits
+    assert abs(kept.sum() / n - (1 - RATE)) < 5 * np.sqrt(RATE * (1 - RATE) / n) + 2**-16, kept.sum() / n
+    kwargs = dict(attn_mask_type=mask_type, implementation="cudnn", dropout_rate=RATE, deterministic=deterministic)
+    got = run(q, k, v, dout, dropout_rng=key, **kwargs)
+    scale = q.shape[-1] ** -0.5
+    want = attend_dense(q, k, v, dout, causal=causal, scale=scale, factor=kept / (1 - RATE))
+    want = dict(zip(("out", "lse", "dq", "dk", "dv"), want, strict=True))
+    errors = {name: error(got[name], want[name]) for name in got}
+    assert all(e <= 6 * 2**-9 for e in errors.values()), errors  # as without dropout
+    again = run(q, k, v, dout, dropout_rng=key, **kwargs)
+    for name in got if deterministic else ("out",):
+        np.testing.assert_array_equal(np.asarray(got[name], np.float32), np.asarray(again[name], np.float32), name)
+
+
+@pytest.mark.gpu
+def test_dropout_packed():
+    qkv, dout = packed(2, 256, 4, 64)
+    kwargs = dict(attn_mask_type="causal", dropout_rate=RATE, dropout_rng=jax.random.key(11), deterministic=True)
+    got = run_packed(qkv, dout, **kwargs)
+    want = run(*(qkv[:, :, i] for i in range(3)), dout, implementation="cudnn", **kwargs)
+    for name in want:
+        np.testing.assert_array_equal(np.asarray(got[name], np.float32), np.asarray(want[name], np.float32), name)
+
+
+@pytest.mark.gpu
+def test_dropout_masks_are_independent():
+    """Of rows, heads and queries of one call, of two keys, and of seeds that differ in one bit, low or high."""
+    q, k, _, _ = operands((2, 256, 256, 4, 4, 64, 64), jnp.bfloat16)
+    seed = lambda low, high: jnp.zeros((2, 4, 4), jnp.uint32).at[0, 0, 0].set(low).at[0, 0, 1].set(high)
+    attrs = dict(causal=False, scale=0.125, dropout_rate=RATE)
+    call = jax.jit(lambda v, words: attention.attention_fwd(q, k, v, words, **attrs)[0])
+
+    def mask(words):
+        outs = np.concatenate([np.asarray(call(v, words), np.float32) for v in one_hot_values(k, 64)], -1)
+        return np.swapaxes(outs != 0, 1, 2)
+
+    masks = [mask(seed(*words)) for words in ((5, 9), (4, 9), (5, 8), (5, 9 | 1 << 31), (5 | 1 << 31, 9))]
+    np.testing.assert_array_equal(masks[0], mask(seed(5, 9)))
+    random = np.stack([read_mask(q, k, 64, jax.random.key(i), "no_mask") for i in range(2)])
+    rows = np.concatenate([np.stack(masks), random]).reshape(-1, 256 * 256).astype(np.float64)  # 7 x 8 masks
+    centered = (rows - rows.mean(-1, keepdims=True)) / rows.std(-1, keepdims=True)
+    correlation = centered @ centered.T / rows.shape[-1]
+    # off the diagonal N(0, 1 / 256**2): 6 sigma for 1540 pairs
+    assert np.abs(correlation - np.eye(len(rows))).max() < 6 / 256
+    lines = random.reshape(-1, 256)
+    assert len(np.unique(lines, axis=0)) == len(lines)  # no query repeats another
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_dropout_of_other_shards_gives_nan(causal):
+    """cuDNN would draw another mask than forward for rows that are not where they were: no number comes of it."""
+    q, k, v, dout = operands((2, 256, 256, 4, 4, 64, 64), jnp.bfloat16)
+    words = jax.random.bits(jax.random.key(0), (2, 4, 4), jnp.uint32)
+    attrs = dict(causal=causal, scale=0.125, dropout_rate=RATE)
+    out, lse, drawn = attention.attention_fwd(q, k, v, words, **attrs)
+    for rows, is_nan in ((slice(0, 2), False), (slice(1, 2), True)):
+        grads = attention.attention_bwd(
+            *(x[rows] for x in (dout, q, k, v, out, lse, drawn)), deterministic=False, **attrs
+        )
+        assert all(np.all(np.isnan(np.asarray(grad, np.float32)) == is_nan) for grad in grads)

@@ -11,12 +11,21 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from te_jax._op import align
+from te_jax._op import align, varying
 from te_jax.ops.attention_check import Options, check_options
 from te_jax.ops.attention_mask import MASK_TYPES as MASK_TYPES
 from te_jax.ops.attention_mask import SequenceDescriptor as SequenceDescriptor
 from te_jax.ops.attention_mask import either
-from te_jax.ops.attention_op import attention, cudnn_refuses, finite_top, gpu_refuses, mix, parts_of, scores
+from te_jax.ops.attention_op import (
+    AttentionAttrs,
+    attention,
+    cudnn_refuses,
+    finite_top,
+    gpu_refuses,
+    mix,
+    parts_of,
+    scores,
+)
 from te_jax.ops.attention_op import attention_bwd as attention_bwd
 from te_jax.ops.attention_op import attention_fwd as attention_fwd
 from te_jax.ops.attention_op import attention_packed_bwd as attention_packed_bwd
@@ -80,13 +89,13 @@ def _why_not_cudnn(q, k, v, options: Options) -> str:
         (options.mask is not None, "a mask is given"),
         (options.sequence_descriptor is not None, "a sequence_descriptor is given"),
         (options.softmax_type != "vanilla", f"softmax_type is {options.softmax_type!r}"),
-        (options.dropout_rate > 0, f"dropout_rate is {options.dropout_rate}"),
         (options.return_max_logit, "return_max_logit is set"),
         (not served, f"{mask} on {s} queries and {t} keys is neither full nor causal from the top left"),
     ):
         if is_asked:
             return f"{what}; in this version cuDNN serves plain full and causal attention"
-    return cudnn_refuses(q, k, v) or gpu_refuses(q.shape[-1] == v.shape[-1])
+    repeatable_dropout = options.deterministic and options.dropout_rate > 0
+    return cudnn_refuses(q, k, v) or gpu_refuses(q.shape[-1] == v.shape[-1], repeatable_dropout)
 
 
 def _choose(q, k, v, options: Options, implementation) -> AttentionChoice:
@@ -153,7 +162,9 @@ def dot_product_attention(
                     exp(softmax_offset).
     softmax_offset: [h] or [1, h, 1, 1], compared with the scaled logits; differentiable.
     scale:          float; None is 1 / sqrt(d).
-    dropout_rate:   in [0, 1), on the probabilities, from the key `dropout_rng` (typed or raw).
+    dropout_rate:   in [0, 1), on the probabilities, from the key `dropout_rng` (typed or raw). One key, one mask, as
+                    long as implementation, device, shapes and sharding stay; shards never share one. Inside `shard_map`
+                    with check_vma=False fold the device's index into the key yourself.
     deterministic:  bitwise repeatable gradients.
     implementation: None: cuDNN where it serves the call (bf16 and f16, full or causal), else plain JAX, whose
                     memory grows with s * t; "cudnn" or "xla" force one. See `explain_attention`.
@@ -174,10 +185,10 @@ def dot_product_attention(
     choice = _choose(q, k, v, options, implementation)
     s, t = q.shape[-3], k.shape[-3]
     q, restore = _undivided_groups(q, k.shape[-2])
+    dropout_rng = _own_key(dropout_rng, q, k, v) if options.dropout_rate else None
     if choice.implementation == "cudnn":
-        causal = options.band.trimmed(s, t).right is not None
-        attrs = (causal, options.scale, deterministic)
-        return restore(attention(tuple(align(q, k, v)), attrs, context_checkpoint_name))
+        *operands, rng = align(q, k, v, _words(dropout_rng, q.shape))
+        return restore(attention(tuple(operands), rng, _attrs(options, s, t), context_checkpoint_name))
     if max(s, t) > _LONG and implementation is None:
         _warn_long(choice.refused["cudnn"])
     arrays = (bias, _hidden(options, s, t), _kept(q, t, options, dropout_rng), options.offset(q))
@@ -187,7 +198,7 @@ def dot_product_attention(
     return (out, max_logit.astype(jnp.float32)) if return_max_logit else out
 
 
-def dot_product_attention_packed(qkv: jax.Array, *, deterministic: bool = False, **kwargs):
+def dot_product_attention_packed(qkv: jax.Array, *, implementation: str | None = None, **kwargs):
     """`dot_product_attention` of the parts q, k, v of qkv [b..., s, 3, h, d], with its keywords.
 
     cuDNN reads them and writes their gradients in place, without copies; plain JAX slices. The choice between the
@@ -196,14 +207,31 @@ def dot_product_attention_packed(qkv: jax.Array, *, deterministic: bool = False,
     qkv = jnp.asarray(qkv)
     if qkv.ndim < 4 or qkv.shape[-3] != 3:
         raise ValueError(f"{_PACKED_OP}: qkv has shape {tuple(qkv.shape)}; pass [b..., s, 3, h, d].")
-    parts = parts_of(qkv)
-    implementation, name = kwargs.pop("implementation", None), kwargs.get("context_checkpoint_name")
-    options = check_options(_PACKED_OP, *parts, deterministic=deterministic, **kwargs)
-    if _choose(*parts, options, implementation).implementation == "cudnn":
-        causal = options.band.trimmed(qkv.shape[-4], qkv.shape[-4]).right is not None
-        return attention((qkv,), (causal, options.scale, deterministic), name)
-    q, k, v = (qkv[..., i, :, :] for i in range(3))
-    return dot_product_attention(q, k, v, deterministic=deterministic, implementation=implementation, **kwargs)
+    parts, s = parts_of(qkv), qkv.shape[-4]
+    options = check_options(_PACKED_OP, *parts, **kwargs)
+    if _choose(*parts, options, implementation).implementation == "xla":
+        q, k, v = (qkv[..., i, :, :] for i in range(3))
+        return dot_product_attention(q, k, v, implementation=implementation, **kwargs)
+    key = _own_key(kwargs["dropout_rng"], qkv) if options.dropout_rate else None
+    qkv, rng = align(qkv, _words(key, parts[0].shape))
+    return attention((qkv,), rng, _attrs(options, s, s), kwargs.get("context_checkpoint_name"))
+
+
+def _attrs(options: Options, s: int, t: int) -> AttentionAttrs:
+    causal = options.band.trimmed(s, t).right is not None
+    return AttentionAttrs(causal, options.scale, options.dropout_rate, options.deterministic)
+
+
+def _own_key(key: jax.Array, *arrays: jax.Array) -> jax.Array:
+    """`key`, made another one on every device of the manual mesh axes over which the arrays vary and it does not."""
+    for name in sorted(frozenset().union(*map(varying, arrays)) - varying(key)):
+        key = jax.random.fold_in(key, lax.axis_index(name))
+    return key
+
+
+def _words(key: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
+    """Random bits for every row and head of a query [b..., s, h, d]: u32[b..., h, 4]."""
+    return None if key is None else jax.random.bits(key, (*shape[:-3], shape[-2], 4), jnp.uint32)
 
 
 def _undivided_groups(q, g: int):

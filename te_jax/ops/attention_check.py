@@ -27,6 +27,7 @@ class Options:
     softmax_offset: jax.Array | None
     scale: float
     dropout_rate: float
+    deterministic: bool
     sequence_descriptor: SequenceDescriptor | None
     return_max_logit: bool
 
@@ -74,6 +75,7 @@ def check_options(
         softmax_offset=softmax_offset,
         scale=_scale(op, scale, q.shape[-1]),
         dropout_rate=_dropout_rate(op, dropout_rate, dropout_rng, needs_rng),
+        deterministic=deterministic,
         sequence_descriptor=sequence_descriptor,
         return_max_logit=return_max_logit,
     )

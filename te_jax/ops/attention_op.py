@@ -2,6 +2,7 @@
 
 from functools import cache, partial
 from math import prod
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,27 +73,38 @@ def _causal_logits(q, k, causal, scale):
     return logits if hidden is None else jnp.where(hidden, -jnp.inf, logits)
 
 
-def _fwd_reference(q, k, v, *, causal, scale):
+def _dropped(words, rate, s, t):
+    """What dropout multiplies the probabilities by: f32[b..., h, s, t] drawn from u32[b..., h, 4]; 1 without words."""
+    if words is None:
+        return 1.0
+    draw = lambda row: jax.random.bernoulli(jax.random.wrap_key_data(row[:2], impl="threefry2x32"), 1 - rate, (s, t))
+    kept = jax.vmap(draw)(words.reshape(-1, words.shape[-1])).reshape(*words.shape[:-1], s, t)
+    return kept / jnp.float32(1 - rate)
+
+
+def _fwd_reference(q, k, v, rng=None, *, causal, scale, dropout_rate):
     q32, k32, v32 = (x.astype(_wide(x)) for x in (q, k, v))
     logits = _causal_logits(q32, k32, causal, scale)
     top = finite_top(jnp.max(logits, -1, keepdims=True, initial=-jnp.inf))
     weights = jnp.exp(logits - top)
     total = jnp.sum(weights, -1, keepdims=True)
-    out = mix(weights / jnp.where(total == 0, 1, total), v32)
+    probs = weights / jnp.where(total == 0, 1, total)
+    out = mix(probs * _dropped(rng, dropout_rate, *logits.shape[-2:]), v32)
     lse = (top + jnp.log(total))[..., 0]
-    return out.astype(q.dtype), lse.astype(jnp.float32)
+    return out.astype(q.dtype), lse.astype(jnp.float32), rng
 
 
-def _bwd_reference(dout, q, k, v, out, lse, *, causal, scale, deterministic):
+def _bwd_reference(dout, q, k, v, out, lse, drawn=None, *, causal, scale, dropout_rate, deterministic):
     del deterministic  # XLA's sums have a fixed order
     types, g = (q.dtype, k.dtype, v.dtype), k.shape[-2]
     dout, q, k, v, out = (x.astype(_wide(x)) for x in (dout, q, k, v, out))
     probs = jnp.exp(_causal_logits(q, k, causal, scale) - finite_top(lse)[..., None])
+    factor = _dropped(drawn, dropout_rate, *probs.shape[-2:])
     delta = jnp.swapaxes(jnp.sum(dout * out, -1), -1, -2)  # [b..., h, s]: the sum of probs * dprobs over t
-    dlogits = scale * probs * (scores(dout, v) - delta[..., None])
+    dlogits = scale * probs * (factor * scores(dout, v) - delta[..., None])
     dq = mix(dlogits, k)
     dk = _einsum("...grst,...sgrd->...tgd", _group_heads(dlogits, g), _group(q, g))
-    dv = _einsum("...grst,...sgre->...tge", _group_heads(probs, g), _group(dout, g))
+    dv = _einsum("...grst,...sgre->...tge", _group_heads(probs * factor, g), _group(dout, g))
     return [grad.astype(dtype) for grad, dtype in zip((dq, dk, dv), types, strict=True)]
 
 
@@ -101,12 +113,12 @@ def _parts(qkv):
     return tuple(qkv[..., i, :, :] for i in range(3))
 
 
-def _packed_fwd_reference(qkv, **attrs):
-    return _fwd_reference(*_parts(qkv), **attrs)
+def _packed_fwd_reference(qkv, rng=None, **attrs):
+    return _fwd_reference(*_parts(qkv), rng, **attrs)
 
 
-def _packed_bwd_reference(dout, qkv, out, lse, **attrs):
-    return [jnp.stack(_bwd_reference(dout, *_parts(qkv), out, lse, **attrs), axis=-3)]
+def _packed_bwd_reference(dout, qkv, out, lse, drawn=None, **attrs):
+    return [jnp.stack(_bwd_reference(dout, *_parts(qkv), out, lse, drawn, **attrs), axis=-3)]
 
 
 # ---- the ops -------------------------------------------------------------------------------------
@@ -130,7 +142,7 @@ def cudnn_refuses(q, k, v) -> str:
 
 
 @cache
-def gpu_refuses(same_head_dims: bool) -> str:
+def gpu_refuses(same_head_dims: bool, repeatable_dropout: bool) -> str:
     """Why this process's GPU does not take the rest; "" if it does, or if there is none."""
     if not _lib.has_cuda_device():
         return ""
@@ -141,6 +153,8 @@ def gpu_refuses(same_head_dims: bool) -> str:
         return f"{found}; cuDNN attention needs 8.0 (Ampere)"
     if major < 9 and not same_head_dims:
         return f"{found}; cuDNN needs 9.0 (Hopper) where v's head dim is not q's"
+    if major == 10 and repeatable_dropout:
+        return f"{found}; cuDNN has no deterministic gradients with dropout there"
     return ""
 
 
@@ -149,13 +163,14 @@ def parts_of(qkv):
     return (jax.ShapeDtypeStruct((*qkv.shape[:-3], *qkv.shape[-2:]), qkv.dtype),) * 3
 
 
-def _workspace(kind, q, k, v, *, packed=False, causal, scale, deterministic=False) -> int:
+def _workspace(kind, q, k, v, *, packed=False, causal, scale, dropout_rate, deterministic=False) -> int:
     """Bytes, from cuDNN's plan where there is a GPU; else (cross-lowering) from above."""
     (b, s, h, d), (t, g, e) = q.shape, v.shape[1:]
     module = _lib.require_for_lowering()
     if module:
         dtype = "bf16" if q.dtype == jnp.bfloat16 else "f16"
-        return module.attention_workspace(kind, dtype, b, s, t, h, g, d, e, packed, causal, scale, deterministic)
+        attrs = (packed, causal, scale, dropout_rate, deterministic)
+        return module.attention_workspace(kind, dtype, b, s, t, h, g, d, e, *attrs)
     slack = 16 << 20
     if kind == "fwd":
         return slack + 8 * b * h * s
@@ -174,108 +189,164 @@ def _flat(x, axes):
     return x.reshape(prod(x.shape[: x.ndim - axes]), *x.shape[x.ndim - axes :])
 
 
-def _fwd_cuda(call, q, k, v, **attrs):
+def _numbered(seed, shape):
+    """u32[2] -> u32[*shape, 4]: the seed, the number of the row and head in its shard, 0.
+
+    The kernel reads the first 4 words: seed and offset, i64 each.
+    """
+    number = jnp.arange(prod(shape), dtype=jnp.uint32).reshape(shape)
+    return jnp.stack([jnp.full(shape, seed[0]), jnp.full(shape, seed[1]), number, jnp.zeros_like(number)], axis=-1)
+
+
+def _drawn_here(rng):
+    """What the kernel draws its mask from, on this shard.
+
+    cuDNN has one seed for all rows and heads, and draws by their numbers in the shard. The sum of the words of a
+    shard, which are random bits, is a seed of its own; the words of each mapped key of a `vmap` are in it.
+    """
+    return None if rng is None else _numbered(jnp.sum(rng[..., :2], range(rng.ndim - 1), jnp.uint32), rng.shape[:-1])
+
+
+def _lse_if_drawn_here(lse, drawn):
+    """`lse`, or NaN, and so NaN gradients, where the backward pass does not see the shard that the mask was drawn for:
+    another sharding than forward, or a `vmap` over dout alone. The kernel would draw another mask."""
+    if drawn is None:
+        return lse
+    seed = drawn.reshape(-1, drawn.shape[-1])[0, :2]
+    return jnp.where(jnp.all(drawn == _numbered(seed, drawn.shape[:-1])), lse, jnp.nan)
+
+
+def _flat_rng(rng):
+    return None if rng is None else _flat(rng, 2)
+
+
+def _results(out, lse, drawn):
+    """Without dropout nothing is drawn, and the call has two results."""
+    return [out, lse] if drawn is None else [out, lse, drawn]
+
+
+def _fwd_cuda(call, q, k, v, rng, **attrs):
     if cudnn_refuses(q, k, v):  # the op means the same for every type and size
-        return _fwd_reference(q, k, v, **attrs)
-    out, lse = call(*(_flat(x, 3) for x in (q, k, v)), **attrs)
-    return [x.reshape(*q.shape[:-3], *x.shape[1:]) for x in (out, lse)]
+        return _results(*_fwd_reference(q, k, v, rng, **attrs))
+    drawn = _drawn_here(rng)
+    operands = (*(_flat(x, 3) for x in (q, k, v)), _flat_rng(drawn))
+    out, lse = call(*operands, outputs=("out", "lse"), **attrs)
+    return _results(*(x.reshape(*q.shape[:-3], *x.shape[1:]) for x in (out, lse)), drawn)
 
 
-def _bwd_cuda(call, dout, q, k, v, out, lse, **attrs):
+def _bwd_cuda(call, dout, q, k, v, out, lse, drawn, **attrs):
     if cudnn_refuses(q, k, v):
-        return _bwd_reference(dout, q, k, v, out, lse, **attrs)
-    grads = call(*(_flat(x, 3) for x in (dout, q, k, v, out)), _flat(lse, 2), **attrs)
+        return _bwd_reference(dout, q, k, v, out, lse, drawn, **attrs)
+    lse = _lse_if_drawn_here(lse, drawn)
+    grads = call(*(_flat(x, 3) for x in (dout, q, k, v, out)), _flat(lse, 2), _flat_rng(drawn), **attrs)
     return [grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v), strict=True)]
 
 
-def _packed_fwd_cuda(call, qkv, **attrs):
+def _packed_fwd_cuda(call, qkv, rng, **attrs):
     if cudnn_refuses(*parts_of(qkv)):
-        return _packed_fwd_reference(qkv, **attrs)
-    return [x.reshape(*qkv.shape[:-4], *x.shape[1:]) for x in call(_flat(qkv, 4), **attrs)]
+        return _results(*_packed_fwd_reference(qkv, rng, **attrs))
+    drawn = _drawn_here(rng)
+    out, lse = call(_flat(qkv, 4), _flat_rng(drawn), outputs=("out", "lse"), **attrs)
+    return _results(*(x.reshape(*qkv.shape[:-4], *x.shape[1:]) for x in (out, lse)), drawn)
 
 
-def _packed_bwd_cuda(call, dout, qkv, out, lse, **attrs):
+def _packed_bwd_cuda(call, dout, qkv, out, lse, drawn, **attrs):
     if cudnn_refuses(*parts_of(qkv)):
-        return _packed_bwd_reference(dout, qkv, out, lse, **attrs)
-    (grad,) = call(_flat(dout, 3), _flat(qkv, 4), _flat(out, 3), _flat(lse, 2), **attrs)
+        return _packed_bwd_reference(dout, qkv, out, lse, drawn, **attrs)
+    lse = _lse_if_drawn_here(lse, drawn)
+    (grad,) = call(_flat(dout, 3), _flat(qkv, 4), _flat(out, 3), _flat(lse, 2), _flat_rng(drawn), **attrs)
     return [grad.reshape(qkv.shape)]
 
 
 attention_fwd = Op(
     "te_attention_fwd",
-    "q: b... s (g r) d, k: b... t g d, v: b... t g e -> out: b... s (g r) e, lse: b... (g r) s",
-    replicated="s t d e r",
-    dtypes=lambda q, k, v, **attrs: (q, jnp.float32),
+    "q: b... s (g r) d, k: b... t g d, v: b... t g e, rng?: b... (g r) w -> "
+    "out: b... s (g r) e, lse: b... (g r) s, drawn?: b... (g r) w",
+    replicated="s t d e r w",
+    dtypes=lambda q, k, v, rng, **attrs: (q, jnp.float32, rng),
     reference=_fwd_reference,
-    workspace=lambda q, k, v, **attrs: _workspace("fwd", q, k, v, **attrs),
+    workspace=lambda q, k, v, rng, **attrs: _workspace("fwd", q, k, v, **attrs),
     cuda=_fwd_cuda,
 )
 """softmax(scale * q k^T) v per head; query head i reads key head i // r.
 
 q, k, v: bf16 or f16 through cuDNN, any floating type elsewhere. scale: float.
 causal: query i sees keys 0 .. i.
+dropout_rate: of the probabilities, with rng; 0.0 without.
+rng: u32[b..., h, 4], random bits, other ones for every row and head: so shards differ.
 out: of q's type. lse: f32, natural log of the sum of exp(scale * q k^T) over the keys seen; -inf if none is.
+drawn: with rng: what the backward pass draws the same mask from. The mask depends on the sharding where cuDNN draws it.
 """
 
 attention_bwd = Op(
     "te_attention_bwd",
     "dout: b... s (g r) e, q: b... s (g r) d, k: b... t g d, v: b... t g e, out: b... s (g r) e, "
-    "lse: b... (g r) s -> dq: b... s (g r) d, dk: b... t g d, dv: b... t g e",
-    replicated="s t d e r",
-    dtypes=lambda dout, q, k, v, out, lse, **attrs: (q, k, v),
+    "lse: b... (g r) s, drawn?: b... (g r) w -> dq: b... s (g r) d, dk: b... t g d, dv: b... t g e",
+    replicated="s t d e r w",
+    dtypes=lambda dout, q, k, v, *_, **attrs: (q, k, v),
     reference=_bwd_reference,
-    workspace=lambda dout, q, k, v, out, lse, **attrs: _workspace("bwd", q, k, v, **attrs),
+    workspace=lambda dout, q, k, v, *_, **attrs: _workspace("bwd", q, k, v, **attrs),
     cuda=_bwd_cuda,
 )
 """The gradients of `attention_fwd`'s out from its operands and results. deterministic: bitwise repeatable."""
 
 attention_packed_fwd = Op(
     "te_attention_packed_fwd",
-    "qkv: b... s c h d -> out: b... s h d, lse: b... h s",
-    replicated="s c d",
-    dtypes=lambda qkv, **attrs: (qkv, jnp.float32),
+    "qkv: b... s c h d, rng?: b... h w -> out: b... s h d, lse: b... h s, drawn?: b... h w",
+    replicated="s c d w",
+    dtypes=lambda qkv, rng, **attrs: (qkv, jnp.float32, rng),
     reference=_packed_fwd_reference,
-    workspace=lambda qkv, **attrs: _packed_workspace("fwd", qkv, **attrs),
+    workspace=lambda qkv, rng, **attrs: _packed_workspace("fwd", qkv, **attrs),
     cuda=_packed_fwd_cuda,
 )
 """`attention_fwd` of q, k, v side by side in one array, c = 3, as one projection makes them: none is copied."""
 
 attention_packed_bwd = Op(
     "te_attention_packed_bwd",
-    "dout: b... s h d, qkv: b... s c h d, out: b... s h d, lse: b... h s -> dqkv: b... s c h d",
-    replicated="s c d",
-    dtypes=lambda dout, qkv, out, lse, **attrs: (qkv,),
+    "dout: b... s h d, qkv: b... s c h d, out: b... s h d, lse: b... h s, drawn?: b... h w -> dqkv: b... s c h d",
+    replicated="s c d w",
+    dtypes=lambda dout, qkv, *_, **attrs: (qkv,),
     reference=_packed_bwd_reference,
-    workspace=lambda dout, qkv, out, lse, **attrs: _packed_workspace("bwd", qkv, **attrs),
+    workspace=lambda dout, qkv, *_, **attrs: _packed_workspace("bwd", qkv, **attrs),
     cuda=_packed_bwd_cuda,
 )
 """The gradient of `attention_packed_fwd`'s out, side by side as well."""
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def attention(operands, attrs, name):
+class AttentionAttrs(NamedTuple):
+    """The attributes of the ops."""
+
+    causal: bool
+    scale: float
+    dropout_rate: float
+    deterministic: bool  # of the backward pass
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def attention(operands, rng, attrs: AttentionAttrs, name: str | None):
     """out of `attention_fwd` for operands (q, k, v), of `attention_packed_fwd` for (qkv,).
 
-    attrs: causal, scale, deterministic. name: of out and lse for checkpoint policies, or None.
+    rng: u32[b..., h, 4], or None without dropout. name: of out, lse and drawn for checkpoint policies.
     """
-    return _attention_fwd(operands, attrs, name)[0]
+    return _attention_fwd(operands, rng, attrs, name)[0]
 
 
-def _attention_fwd(operands, attrs, name):
-    causal, scale, _ = attrs
+def _attention_fwd(operands, rng, attrs, name):
     forward = attention_packed_fwd if len(operands) == 1 else attention_fwd
-    out, lse = forward(*operands, causal=causal, scale=scale)
+    outputs = ("out", "lse") if rng is None else ("out", "lse", "drawn")
+    causal, scale, dropout_rate, _ = attrs
+    results = forward(*operands, rng, outputs=outputs, causal=causal, scale=scale, dropout_rate=dropout_rate)
     if name:  # a policy that saves this name saves all that the backward pass needs of the forward kernel
-        out, lse = checkpoint_name(out, name), checkpoint_name(lse, name)
-    return out, (operands, out, lse)
+        results = [checkpoint_name(x, name) for x in results]
+    out, lse, *drawn = results
+    return out, (operands, out, lse, drawn[0] if drawn else None)
 
 
 def _attention_bwd(attrs, name, residuals, dout):
     operands, *saved = residuals
-    causal, scale, deterministic = attrs
     backward = attention_packed_bwd if len(operands) == 1 else attention_bwd
-    grads = backward(dout, *operands, *saved, causal=causal, scale=scale, deterministic=deterministic)
-    return (tuple(like(grad, x) for grad, x in zip(grads, operands, strict=True)),)
+    grads = backward(dout, *operands, *saved, **attrs._asdict())
+    return tuple(like(grad, x) for grad, x in zip(grads, operands, strict=True)), None
 
 
 attention.defvjp(_attention_fwd, _attention_bwd)
