@@ -10,6 +10,7 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.custom_batching import custom_vmap
@@ -22,7 +23,8 @@ from te_jax import _lib
 from te_jax._rule import Rule, is_group
 
 _NO_MESH = AbstractMesh((), ())
-_OF_PARTIALS = {"sum": jnp.sum, "max": partial(jnp.max, initial=0.0)}  # the maxima are amaxes, never negative
+# The maxima are amaxes, never negative. `jnp.max(initial=0)` would take a second kernel for the 0.
+_OF_PARTIALS = {"sum": jnp.sum, "max": lambda x, axes: lax.reduce(x, np.float32(0), lax.max, axes)}
 
 
 def amax_across(amax, names):

@@ -110,14 +110,6 @@ CASES = [
         dict(activation.attributes(("relu",)), dtype=E5M2), ("dx", "dbias"),
     ),
     Case(
-        "attention_fwd", "te_attention_fwd", _attention_sizes, (f32, f32, f32, None), _full_attention, ("out", "lse"),
-        _attention_ranks,
-    ),
-    Case(
-        "attention_bwd", "te_attention_bwd", _attention_sizes, (*(f32,) * 6, None),
-        dict(_full_attention, deterministic=False), None, _attention_ranks,
-    ),
-    Case(
         "attention_dropout_fwd", "te_attention_fwd", _attention_sizes, (f32, f32, f32, u32), _attention_dropout, None,
         _attention_ranks,
     ),

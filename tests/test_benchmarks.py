@@ -134,7 +134,8 @@ def test_run(tmp_path, capsys):
     assert code == 0, printed
     assert {row["suite"] for row in result["rows"]} == {"ops", "layers"}
     for row in result["rows"]:
-        assert row["ms"] > 0 and len(row["all_ms"]) == 2 and row["compile_s"] > 0
+        assert row["ms"] > 0 and len(row["all_ms"]) == 2
+        assert row.get("compile_s", 1) > 0  # GEMMs timed in turns with torch have none
         assert row["tflops"] or row["tbs"]
         assert f"{row['case']} " in printed
         assert ("fraction" in row) == ("per GPU" not in row["case"])  # no ceiling bounds what goes between GPUs

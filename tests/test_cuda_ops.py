@@ -23,7 +23,8 @@ def bits_equal(got, want):
     got, want = np.asarray(got), np.asarray(want)
     nan = np.isnan(want.astype(np.float32))
     assert (np.isnan(got.astype(np.float32)) == nan).all()
-    differ = (got.view(np.uint8) != want.view(np.uint8)) & ~nan
+    raw = f"u{want.itemsize}"
+    differ = (got.view(raw) != want.view(raw)) & ~nan
     assert not differ.any(), f"{differ.sum()} of {differ.size} differ, first at {np.argwhere(differ)[:3].tolist()}"
 
 
@@ -230,20 +231,17 @@ def test_activation_large(names, rng):
     x = jax.random.normal(jax.random.key(0), (2, m // 2, len(names), f), bf16) * 2
     dy, scale, attrs = jax.random.normal(jax.random.key(1), (2, m // 2, f), bf16), jnp.float32(20.0), attributes(names)
 
-    @jax.jit
-    def differ(x, dy):
-        fwd, bwd = activation_fwd(x, scale, dtype=E4M3, **attrs), activation_bwd(dy, x, scale, dtype=E5M2, **attrs)
-        want = activation_fwd.reference(x, scale, dtype=E4M3, **attrs)
-        want_bwd = activation_bwd.reference(dy, x, scale, dtype=E5M2, **attrs)
-        pairs = [(a.astype(f32), b.astype(f32)) for a, b in zip((*fwd[1:3], *bwd[1:3]), (*want[1:3], *want_bwd[1:3]))]
-        parts = [jnp.mean((g != w) & (jnp.abs(w) > 2.0**-4)) for g, w in pairs]
-        return parts, (fwd[3], want[3]), (bwd[3], want_bwd[3]), bwd[4], want_bwd[4]
-
-    parts, *amaxes, dbias, want_dbias = differ(x, dy)
-    assert max(map(float, parts)) <= (0 if names[0] in EXACT else 1e-4)
-    for got, want in amaxes:
-        assert float(got) == pytest.approx(float(want), rel=1e-6)
-    assert rel(dbias, want_dbias) < 1e-5
+    # Each in a program of its own: within one, XLA leaves out a rounding to FP8 that is undone at once.
+    run = lambda fwd, bwd: jax.jit(
+        lambda dy, x: (fwd(x, scale, dtype=E4M3, **attrs), bwd(dy, x, scale, dtype=E5M2, **attrs))
+    )(dy, x)
+    got, want = run(activation_fwd, activation_bwd), run(activation_fwd.reference, activation_bwd.reference)
+    differ = jax.jit(lambda g, w: jnp.mean((g.astype(f32) != w.astype(f32)) & (jnp.abs(w.astype(f32)) > 2.0**-4)))
+    for g, w in zip(got, want):
+        assert float(differ(g[1], w[1])) <= (0 if names[0] in EXACT else 1e-4)
+        assert float(differ(g[2], w[2])) <= (0 if names[0] in EXACT else 1e-4)
+        assert float(g[3]) == pytest.approx(float(w[3]), rel=1e-6)
+    assert rel(got[1][4], want[1][4]) < 1e-5
 
 
 def test_activation_empty():
@@ -472,7 +470,8 @@ def test_rows_without_variance():
 @pytest.mark.parametrize("length", [1, 2, 5, 1024])
 @pytest.mark.parametrize("margin,ulps", [(1.0, 0), (1.5, 1)])
 def test_scale_update(length, interval, newest, margin, ulps, rng):
-    """Comparisons and two divisions: bit for bit, but that XLA multiplies by the inverse of a constant, here 2**1.5."""
+    """Comparisons and two divisions: bit for bit, but that XLA multiplies by the inverse of a constant, here 2**1.5.
+    The reference on the CPU: on a GPU, XLA's division of f32 is off by up to 2 ulp."""
     amaxes = [0.0, 1e-37, 1e-30, 0.37, 3.0, 1e30, np.inf, np.nan]
     amax = jnp.asarray(np.float32(amaxes))
     history = np.abs(rng.standard_normal((len(amaxes), length))).astype(np.float32)
@@ -480,7 +479,8 @@ def test_scale_update(length, interval, newest, margin, ulps, rng):
     scale = jnp.asarray(rng.uniform(1, 9, len(amaxes)), jnp.float32)
     attrs = dict(fp8_max=448.0, interval=interval, margin=margin, newest=newest)
     got = jax.jit(lambda *a: scaling.scale_update(*a, **attrs))(scale, jnp.asarray(history), amax)
-    want = jax.jit(lambda *a: scaling._reference(*a, **attrs))(scale, jnp.asarray(history), amax)
+    state = jax.device_put((scale, jnp.asarray(history), amax), jax.devices("cpu")[0])
+    want = jax.jit(lambda *a: scaling._reference(*a, **attrs))(*state)
     np.testing.assert_array_max_ulp(got[0], want[0], ulps)
     np.testing.assert_array_equal(got[1], want[1])
 

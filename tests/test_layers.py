@@ -133,7 +133,15 @@ def test_norm_backward_adds_the_residual_gradient(dtype, rng):
     """In f32, before the one rounding: half an ulp of the sum (and f32 noise), also where the two nearly cancel."""
     x, dy, dres, gamma, beta = data(rng, (3, 5, 48), (3, 5, 48), (3, 5, 48), (48,), (48,), dtype=dtype)
     stats = norm_fwd(
-        x, gamma, beta, None, outputs=("y", "mean", "rstd"), eps=1e-6, rms=False, zero_centered=False, dtype=None
+        x,
+        gamma,
+        beta,
+        None,
+        outputs=("y", "mean", "rstd"),
+        eps=1e-6,
+        rms=False,
+        zero_centered=False,
+        dtype=jnp.dtype(jnp.float8_e4m3fn),
     )[1:]
     kind, wide = dict(rms=False, zero_centered=False), lambda a: a.astype(jnp.float32)
     got = norm_backward(dy, x, *stats, gamma, beta, dres=dres, **kind)

@@ -40,6 +40,13 @@ def close(got, want):
     np.testing.assert_allclose(got, want, rtol=2e-6, atol=64 * 2.0**-24 * np.abs(want).max(initial=0))
 
 
+def close_but_for_steps(got, want):
+    """On a GPU the fused activation is another kernel than XLA's: where their f32 noise crosses a rounding boundary, a
+    byte differs by a step, 2**-3 of its value. Of some 300 bytes a few do, each 1 / sqrt(300) of the norm."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert np.linalg.norm(got - want) <= 2.0**-6 * np.linalg.norm(want)
+
+
 def operands(rng, slots, norm, biases=True, lead=(3, 5), dtype=jnp.float32):
     x, gamma, beta, wi, wo = data(rng, (*lead, H), (H,), (H,), (H, slots, F), (F, OUT), dtype=dtype)
     bi, bo = data(rng, (slots, F), (OUT,), dtype=dtype) if biases else (None, None)
@@ -65,7 +72,8 @@ def test_equals_the_layers_one_by_one(names, norm, residual, rng):
     states = settled(args, names, norm)
     run = lambda layer: jax.value_and_grad(loss, (0, 1))(args, states, layer, residual, RECIPE, names, norm)
     got, want = run(fused), run(composed)
-    jax.tree.map(close, got, want)
+    exact = names == ("squared_relu",) or jax.default_backend() == "cpu"
+    jax.tree.map(close if exact else close_but_for_steps, got, want)
     assert all(float(s["grad"][1][-1]) > 0 for s in got[1][1])
 
 
@@ -113,7 +121,7 @@ def test_bf16_is_no_worse_than_the_layers_one_by_one(rng):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P("a"), P(("a", "b")), P("a", None, "b")], ids=str)
-def test_on_a_mesh(kind, spec, rng):
+def test_on_a_mesh(kind, spec, rng, on_host):
     """Batch and sequence sharded in all ways: the values of one device, up to the order of sums over shards."""
     args, names, norm = operands(rng, 2, "layernorm", lead=(8, 4)), ("silu", "linear"), "layernorm"
     if len(spec) == 3:
@@ -232,7 +240,7 @@ def test_no_gradient_of_zeros_where_nothing_is_added():
     assert "rstd" in inputs and "dres" not in inputs
 
 
-def test_inputs_that_are_not_placed_yet(rng):
+def test_inputs_that_are_not_placed_yet(rng, on_host):
     """Under `jax.set_mesh`, arrays that are on no device of it in particular."""
     args, names, norm = operands(rng, 1, "layernorm", lead=(8,)), ("gelu",), "layernorm"
     states = (fresh_state(), fresh_state())

@@ -73,12 +73,17 @@ def _causal_logits(q, k, causal, scale):
     return logits if hidden is None else jnp.where(hidden, -jnp.inf, logits)
 
 
+def _kept(row, rate, s, t):
+    """bool[s, t] from the words of one row and head."""
+    return jax.random.bernoulli(jax.random.wrap_key_data(row[:2], impl="threefry2x32"), 1 - rate, (s, t))
+
+
 def _dropped(words, rate, s, t):
     """What dropout multiplies the probabilities by: f32[b..., h, s, t] drawn from u32[b..., h, 4]; 1 without words."""
     if words is None:
         return 1.0
-    draw = lambda row: jax.random.bernoulli(jax.random.wrap_key_data(row[:2], impl="threefry2x32"), 1 - rate, (s, t))
-    kept = jax.vmap(draw)(words.reshape(-1, words.shape[-1])).reshape(*words.shape[:-1], s, t)
+    kept = jax.vmap(lambda row: _kept(row, rate, s, t))(words.reshape(-1, words.shape[-1]))
+    kept = kept.reshape(*words.shape[:-1], s, t)
     return kept / jnp.float32(1 - rate)
 
 
