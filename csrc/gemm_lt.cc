@@ -114,6 +114,16 @@ class Descriptors {
   }
 };
 
+// Operands for descriptors that run nothing: what is there of FP8 operands as a rule. The heuristic may look
+// at which pointers are set, never behind them.
+GemmOperands Placeholders(const GemmKey& key) {
+  static float place;
+  GemmOperands operands;
+  if (key.fp8()) operands.lhs_scale_inv = operands.rhs_scale_inv = &place;
+  if (key.bias >= 0) operands.bias = &place;
+  return operands;
+}
+
 // The heuristic's algorithms within `workspace` bytes, best guess first; none if it knows none.
 cublasStatus_t Heuristic(cublasLtHandle_t handle, const Descriptors& descriptors, size_t workspace,
                          Algos* algos) {
@@ -121,8 +131,6 @@ cublasStatus_t Heuristic(cublasLtHandle_t handle, const Descriptors& descriptors
   cublasLtMatmulPreference_t preference = nullptr;
   cublasStatus_t status = Lt().cublasLtMatmulPreferenceCreate(&preference);
   if (status != CUBLAS_STATUS_SUCCESS) return status;
-  cublasLtMatmulHeuristicResult_t results[kMost];
-  int count = 0;
   status = Lt().cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
                                                      &workspace, sizeof(workspace));
   // Partial sums of a split k stay f32: the other schemes round each of them to the type of out.
@@ -130,13 +138,22 @@ cublasStatus_t Heuristic(cublasLtHandle_t handle, const Descriptors& descriptors
   if (status == CUBLAS_STATUS_SUCCESS)
     status = Lt().cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
                                                        &reductions, sizeof(reductions));
-  if (status == CUBLAS_STATUS_SUCCESS)
-    status =
-        Lt().cublasLtMatmulAlgoGetHeuristic(handle, descriptors.matmul, descriptors.a, descriptors.b,
-                                            descriptors.d, descriptors.d, preference, kMost, results, &count);
+  // Asked for one it may answer otherwise than with the first of many; one is what most frameworks ask for.
+  for (const int most : {1, kMost}) {
+    cublasLtMatmulHeuristicResult_t results[kMost];
+    int count = 0;
+    if (status == CUBLAS_STATUS_SUCCESS)
+      status = Lt().cublasLtMatmulAlgoGetHeuristic(handle, descriptors.matmul, descriptors.a, descriptors.b,
+                                                   descriptors.d, descriptors.d, preference, most, results,
+                                                   &count);
+    for (int i = 0; i < count && status == CUBLAS_STATUS_SUCCESS; ++i) {
+      const Algo& algo = results[i].algo;
+      const auto same = [&](const Algo& a) { return std::memcmp(&a, &algo, sizeof(algo)) == 0; };
+      if (results[i].state == CUBLAS_STATUS_SUCCESS && std::none_of(algos->begin(), algos->end(), same))
+        algos->push_back(algo);
+    }
+  }
   Lt().cublasLtMatmulPreferenceDestroy(preference);
-  for (int i = 0; i < count && status == CUBLAS_STATUS_SUCCESS; ++i)
-    if (results[i].state == CUBLAS_STATUS_SUCCESS) algos->push_back(results[i].algo);
   return status;
 }
 
@@ -169,7 +186,7 @@ ffi::Error AddRelatives(cublasLtHandle_t handle, const GemmKey& key, const Descr
     like.bias = -1;
     if (other_accumulation) like.fast_accum = !key.fast_accum;
     Descriptors related;
-    TE_TRY(related.Make(like, {}));
+    TE_TRY(related.Make(like, Placeholders(like)));
     Algos guesses;
     Heuristic(handle, related, key.workspace, &guesses);  // none: nothing to add
     Heuristic(handle, related, 0, &guesses);
@@ -232,7 +249,7 @@ ffi::Error Matmul(cudaStream_t stream, cublasLtHandle_t handle, const GemmKey& k
 
 ffi::Error Candidates(cublasLtHandle_t handle, const GemmKey& key, Algos* algos) {
   Descriptors descriptors;
-  TE_TRY(descriptors.Make(key, {}));
+  TE_TRY(descriptors.Make(key, Placeholders(key)));
   const cublasStatus_t status = Heuristic(handle, descriptors, key.workspace, algos);
   if (algos->empty())
     return ffi::Error(ffi::ErrorCode::kUnimplemented,
@@ -243,7 +260,7 @@ ffi::Error Candidates(cublasLtHandle_t handle, const GemmKey& key, Algos* algos)
 
 ffi::Error Check(cublasLtHandle_t handle, const GemmKey& key, const Algo& algo) {
   Descriptors descriptors;
-  TE_TRY(descriptors.Make(key, {}));
+  TE_TRY(descriptors.Make(key, Placeholders(key)));
   TE_LT(CheckStatus(handle, key, descriptors, algo));
   return ffi::Error::Success();
 }
