@@ -160,6 +160,10 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
   const int lane = host_cuda::Cta::Get().rank() % 32;
   return host_cuda::Bits<T>(host_cuda::Cta::Get().Exchange(host_cuda::Bits<uint32_t>(value), lane ^ mask));
 }
+template <typename T>
+T __shfl_sync(unsigned, T value, int from) {
+  return host_cuda::Bits<T>(host_cuda::Cta::Get().Exchange(host_cuda::Bits<uint32_t>(value), from));
+}
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   for (int mask = 16; mask > 0; mask /= 2) value = std::max(value, __shfl_xor_sync(~0u, value, mask));
   return value;
