@@ -23,7 +23,8 @@ def bits_equal(got, want):
     got, want = np.asarray(got), np.asarray(want)
     nan = np.isnan(want.astype(np.float32))
     assert (np.isnan(got.astype(np.float32)) == nan).all()
-    differ = (got.view(np.uint8) != want.view(np.uint8)) & ~nan
+    bits = f"u{want.dtype.itemsize}"
+    differ = (got.view(bits) != want.view(bits)) & ~nan
     assert not differ.any(), f"{differ.sum()} of {differ.size} differ, first at {np.argwhere(differ)[:3].tolist()}"
 
 
