@@ -186,9 +186,9 @@ constexpr size_t kExchangeBytesOfWarp = sizeof(float2) * 2 * kPitch;  // behind 
 struct Team {
   int cta, ctas, warps;
   Exchange* exchange;
-  float2* of_warps;  // [2][warps][kPitch]: mean, squares
-  float count_of_warp, count_of_cta, inverse_of_cta,
-      inverse_of_h;  // columns of warp Lane() % 16, CTA Lane() % 8
+  float2* of_warps;                    // [2][warps][kPitch]: mean, squares
+  float count_of_warp, count_of_cta;   // columns of warp Lane() % 16, of CTA Lane() % 8
+  float inverse_of_cta, inverse_of_h;  // 1 / columns of this CTA, of all
 
   // memory: shared, an Exchange and kExchangeBytesOfWarp for each warp. ClusterWait is to follow, before
   // Share.
@@ -275,46 +275,45 @@ __global__ void __launch_bounds__(kWarps<T> * 32, 1) NormFwdTiles(const NormFwdA
   const uint32_t pitch = blockDim.x * sizeof(Vec<T, 8>), slot_bytes = 8 * pitch;
   const uint32_t ring =
       SharedAddress(team.of_warps + 2 * team.warps * kPitch) + threadIdx.x * sizeof(Vec<T, 8>);
-  const uint32_t ring_end = ring + kStages * slot_bytes;
-  const int64_t column = int64_t{team.WarpOfCluster()} * kColumns + Lane() % 8 * 8;
+  const int column = team.WarpOfCluster() * kColumns + Lane() % 8 * 8;
   const bool inside = column < a.h;
   const int columns_of_strip = team.Columns(a.h, team.WarpOfCluster());
-  const int64_t step = int64_t{gridDim.x / ctas} * kRows;  // rows from a block of the cluster to the next
+  const int rows = a.rows, step = gridDim.x / ctas * kRows;  // from a block of the cluster to the next
 
-  const auto prefetch = [&](int64_t row, uint32_t slot) {  // of the unit
+  const auto slot = [&](int i) { return ring + i % kStages * slot_bytes; };  // of the i-th block
+  const auto prefetch = [&](int row, uint32_t at) {                          // of the unit
     const T* p = static_cast<const T*>(a.x) + row * a.h + column;
-    if (inside && row < a.rows) {
+    if (inside && row < rows) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i, p += a.h) Prefetch8(slot + i * pitch, p, true);
+      for (int i = 0; i < 8; ++i, p += a.h) Prefetch8(at + i * pitch, p, true);
     }
     CommitPrefetch();
   };
-  const auto load = [&](uint32_t slot, Unit<T>& unit) {
+  const auto load = [&](uint32_t at, Unit<T>& unit) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) unit[i] = LoadShared<T, 8>(slot + i * pitch);
+    for (int i = 0; i < 8; ++i) unit[i] = LoadShared<T, 8>(at + i * pitch);
   };
 
-  int64_t row0 = int64_t{blockIdx.x / ctas} * kRows;
-  const int64_t row_of_unit = Lane() / 8 * 8;
+  int row0 = blockIdx.x / ctas * kRows;
+  const int row_of_unit = Lane() / 8 * 8;
   for (int s = 0; s < kStages; ++s) {
     for (int i = 0; i < 8 && !inside; ++i)
       for (int j = 0; j < int(sizeof(T) / 2); ++j)
-        StoreShared(ring + s * slot_bytes + i * pitch + j * 16, 0.f, 0.f, 0.f, 0.f);
-    if (s + 1 < kStages) prefetch(row0 + s * step + row_of_unit, ring + s * slot_bytes);
+        StoreShared(slot(s) + i * pitch + j * 16, 0.f, 0.f, 0.f, 0.f);
+    if (s + 1 < kStages) prefetch(row0 + s * step + row_of_unit, slot(s));
   }
   const Affine<8> affine = inside ? LoadAffine<8>(a, column) : Affine<8>{};
   const float scale = a.scale ? *a.scale : 1.f;
   ClusterWait();
   float amax = 0.f;
-  uint32_t now = ring, last = ring_end - slot_bytes;  // the slots of this block and of the one before
   for (int i = 0;; ++i, row0 += step) {
-    const bool more = row0 < a.rows;
-    const int64_t row = row0 - step + row_of_unit;  // of the unit to be written
-    const bool write = i > 0 && inside && row < a.rows;
+    const bool more = row0 < rows;
+    const int row = row0 - step + row_of_unit;  // of the unit to be written
+    const bool write = i > 0 && inside && row < rows;
     Unit<T> unit;
     if (more) {
       WaitForPrefetch(kStages - 2);
-      load(now, unit);
+      load(slot(i), unit);
       team.Put(i, StripMoments<T, true>(unit, inside ? 8 : 0, columns_of_strip, a.rms));
     }
     if (i > 0) team.Finish(a, i - 1, row0 - step);
@@ -322,13 +321,12 @@ __global__ void __launch_bounds__(kWarps<T> * 32, 1) NormFwdTiles(const NormFwdA
     if (more) team.Share(i);
     uint32_t q[8][2];
     if (write) {
-      load(last, unit);
+      load(slot(i - 1), unit);
       amax = NormalizeUnit<T, Q, true>(a, unit, team.Stats(i - 1), affine, scale, row, column, amax, q);
     }
-    if (more) prefetch(row + kStages * step, last);
+    if (more) prefetch(row + kStages * step, slot(i + kStages - 1));
     if (write) StoreUnit<true>(a, q, row, column);
     if (!more) break;
-    last = now, now = now + slot_bytes < ring_end ? now + slot_bytes : ring;
   }
   StoreAmax(a, amax, team.exchange->amaxes);
 }
@@ -418,8 +416,8 @@ ffi::Error ActiveClusters(const Gpu& gpu, const cudaLaunchConfig_t& config, int 
   return ffi::Error::Success();
 }
 
-// kTiles if a cluster has a warp for every strip, else kLong. vectors: what kTiles asks of sizes and
-// alignment.
+// kTiles if a cluster has a warp for every strip and room for the ring, else kLong. vectors: what kTiles asks
+// of sizes and alignment.
 template <typename T, auto kTiles, auto kLong>
 ffi::Error LaunchTiles(cudaStream_t stream, const NormFwdArgs& args, bool vectors) {
   Gpu gpu;
@@ -437,8 +435,10 @@ ffi::Error LaunchTiles(cudaStream_t stream, const NormFwdArgs& args, bool vector
   config.gridDim = dim3(unsigned(blocks * ctas)), config.blockDim = dim3(warps * 32), config.stream = stream;
   config.dynamicSmemBytes = sizeof(Exchange) + warps * kExchangeBytesOfWarp;
   config.attrs = &cluster, config.numAttrs = ctas > 1 ? 1 : 0;
-  if (vectors && strips <= ctas * warps) {
-    config.dynamicSmemBytes += size_t{kStages} * warps * kRows * kColumns * sizeof(T);
+  const size_t ring_bytes = size_t{kStages} * warps * kRows * kColumns * sizeof(T);
+  if (vectors && strips <= ctas * warps &&
+      config.dynamicSmemBytes + ring_bytes + kStaticBytes <= size_t(gpu.shared_bytes)) {
+    config.dynamicSmemBytes += ring_bytes;
     int clusters;
     TE_TRY(ActiveClusters<kTiles>(gpu, config, ctas, &clusters));
     config.gridDim = dim3(unsigned(std::min(blocks, int64_t{clusters}) * ctas));

@@ -6,6 +6,7 @@ The sources are taken as they are but for what is not C++: launches, and the str
 import ctypes
 import re
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -60,11 +61,16 @@ def build(folder: Path, cuda_include: str) -> Path:
         (folder / f"{name}.cc").write_text(head + part)
         units.append(str(folder / f"{name}.cc"))
     includes = [f"-I{folder}", f"-I{ROOT / 'third_party/xla_ffi'}", f"-isystem{cuda_include}"]
-    flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off"]
-    command = ["g++", *flags, *includes, *units, "-o", str(folder / "host_kernels.so")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-6000:]}")
+    flags = ["-std=c++20", "-O1", "-fPIC", "-w", "-ffp-contract=off"]
+
+    def run(*arguments: str):
+        done = subprocess.run(["g++", *arguments], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"g++ {' '.join(arguments)}\n{done.stderr[-6000:]}")
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda unit: run(*flags, *includes, "-c", unit, "-o", f"{unit}.o"), units))
+    run("-shared", *(f"{unit}.o" for unit in units), "-o", str(folder / "host_kernels.so"))
     return folder / "host_kernels.so"
 
 
