@@ -137,10 +137,13 @@ class Cluster {
   // Shared memory of all CTAs as one: the 32-bit addresses of the own part. Static __shared__ has none.
   uint32_t Address(const void* p) const { return static_cast<const char*>(p) - bytes(); }
   char* At(uint32_t address) {
-    if (address >= shared_bytes_ * ctas_) std::fprintf(stderr, "no shared memory at %u\n", address), std::abort();
+    if (address >= shared_bytes_ * ctas_)
+      std::fprintf(stderr, "no shared memory at %u\n", address), std::abort();
     return bytes() + address;
   }
-  uint32_t AddressIn(uint32_t address, int cta) const { return address + (cta - this->cta()) * int(shared_bytes_); }
+  uint32_t AddressIn(uint32_t address, int cta) const {
+    return address + (cta - this->cta()) * int(shared_bytes_);
+  }
 
   void Copy16(uint32_t to, const void* from) {
     std::memset(At(to), 0xff, 16);  // until it arrives it is not what was there
@@ -208,11 +211,13 @@ class Cluster {
   std::mt19937 random_{0};
 };
 
-inline void Launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& kernel, int ctas = 1) {
+inline void Launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& kernel,
+                   int ctas = 1) {
   gridDim = grid, blockDim = block;
   for (unsigned z = 0; z < grid.z; ++z)
     for (unsigned y = 0; y < grid.y; ++y)
-      for (unsigned x = 0; x < grid.x; x += ctas) Cluster::Get().Run({x, y, z}, ctas, block, shared_bytes, kernel);
+      for (unsigned x = 0; x < grid.x; x += ctas)
+        Cluster::Get().Run({x, y, z}, ctas, block, shared_bytes, kernel);
 }
 
 template <typename... Parameters, typename... Args>
@@ -234,7 +239,8 @@ To Bits(From from) {
 
 }  // namespace host_cuda
 
-// What the runtime is asked about kernels: a device where few clusters fit, so that kernels that stay walk far.
+// What the runtime is asked about kernels: a device where few clusters fit, so that kernels that stay walk
+// far.
 template <typename... Parameters>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* out, void (*)(Parameters...)) {
   return out->ptxVersion = 90, cudaSuccess;
@@ -257,7 +263,8 @@ inline void __syncwarp(unsigned = ~0u) { host_cuda::Cluster::Get().SyncWarp(); }
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
   const int lane = host_cuda::Cluster::Get().rank() % 32;
-  return host_cuda::Bits<T>(host_cuda::Cluster::Get().Exchange(host_cuda::Bits<uint32_t>(value), lane ^ mask));
+  return host_cuda::Bits<T>(
+      host_cuda::Cluster::Get().Exchange(host_cuda::Bits<uint32_t>(value), lane ^ mask));
 }
 template <typename T>
 T __shfl_sync(unsigned, T value, int from) {
