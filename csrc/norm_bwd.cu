@@ -9,7 +9,6 @@
 #include <algorithm>
 
 #include "norm.cuh"
-#include "reduce.cuh"
 
 namespace te {
 namespace {
@@ -52,7 +51,7 @@ __device__ __forceinline__ void AddTo(float (&sums)[N], const Vec<T, N>& v) {
 template <int kVecs>
 __device__ void StoreColumnSums(float (&sums)[kVecs][8], float* scratch, float* partial, int h) {
   const int c = threadIdx.x * 8, stride = blockDim.x * 8, width = stride * kVecs;
-  if (blockDim.y > 1) {
+  if (blockDim.y > 1) {  // no thread returns early: all meet at the barriers of the next call
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < kVecs; ++k)
@@ -60,8 +59,7 @@ __device__ void StoreColumnSums(float (&sums)[kVecs][8], float* scratch, float* 
       for (int i = 0; i < 8; ++i)
         scratch[threadIdx.y * width + k * stride + i * blockDim.x + threadIdx.x] = sums[k][i];
     __syncthreads();
-    if (threadIdx.y > 0) return;
-    for (int y = 1; y < blockDim.y; ++y)
+    for (int y = 1; y < blockDim.y && threadIdx.y == 0; ++y)
 #pragma unroll
       for (int k = 0; k < kVecs; ++k)
 #pragma unroll
@@ -70,7 +68,7 @@ __device__ void StoreColumnSums(float (&sums)[kVecs][8], float* scratch, float* 
   }
 #pragma unroll
   for (int k = 0; k < kVecs; ++k)
-    if (c + k * stride < h) Store(partial + c + k * stride, Round<float>(sums[k]));
+    if (threadIdx.y == 0 && c + k * stride < h) Store(partial + c + k * stride, Round<float>(sums[k]));
 }
 
 // blockDim.x threads have a row, 8 * kVecs columns each: its and the next rows' x, dy and dres are on their
