@@ -100,7 +100,9 @@ tests() {
 
 # Odd sizes of each op, in few types: the sanitizers are slow.
 SMALL_OURS='(test_quantize and 199) or test_quantize_not_finite or
-  (test_norm and 199 and (bfloat16 or float32)) or (test_norm and 257 and bfloat16)'
+  (test_norm and 199 and (bfloat16 or float32)) or (test_norm and 257 and bfloat16) or
+  (test_activation and 199 and bfloat16 and (gelu or squared_relu)) or (test_rope and 199 and bfloat16) or
+  (test_scale_update and 1024)'
 SMALL_GEMM='test_gemm_fp8 and 333 and bfloat16'
 SMALL_ATTENTION='test_cudnn and bfloat16 and (odd or gqa)'
 

@@ -5,7 +5,6 @@
 #include <type_traits>
 
 #include "common.h"
-#include "ptx.cuh"
 
 namespace te {
 
@@ -67,15 +66,7 @@ __device__ __forceinline__ Vec<T, N> LoadOnce(const T* p, bool inside) {
 
 template <typename T, int N>
 __device__ __forceinline__ void Store(T* p, const Vec<T, N>& v) {
-  if constexpr (sizeof(v) >= 16) {
-#pragma unroll
-    for (size_t i = 0; i < sizeof(v) / 16; ++i) {
-      const uint32_t* words = v.words + 4 * i;
-      StoreGlobal16(reinterpret_cast<uint4*>(p) + i, words[0], words[1], words[2], words[3]);
-    }
-  } else {
-    *reinterpret_cast<Vec<T, N>*>(p) = v;
-  }
+  *reinterpret_cast<Vec<T, N>*>(p) = v;
 }
 
 // f32 -> T, once rounded.

@@ -114,16 +114,6 @@ class Descriptors {
   }
 };
 
-// Operands for descriptors that run nothing: what is there of FP8 operands as a rule. The heuristic may look
-// at which pointers are set, never behind them.
-GemmOperands Placeholders(const GemmKey& key) {
-  static float place;
-  GemmOperands operands;
-  if (key.fp8()) operands.lhs_scale_inv = operands.rhs_scale_inv = &place;
-  if (key.bias >= 0) operands.bias = &place;
-  return operands;
-}
-
 // The heuristic's algorithms within `workspace` bytes, best guess first; none if it knows none.
 cublasStatus_t Heuristic(cublasLtHandle_t handle, const Descriptors& descriptors, size_t workspace,
                          Algos* algos) {
@@ -186,7 +176,7 @@ ffi::Error AddRelatives(cublasLtHandle_t handle, const GemmKey& key, const Descr
     like.bias = -1;
     if (other_accumulation) like.fast_accum = !key.fast_accum;
     Descriptors related;
-    TE_TRY(related.Make(like, Placeholders(like)));
+    TE_TRY(related.Make(like, {}));
     Algos guesses;
     Heuristic(handle, related, key.workspace, &guesses);  // none: nothing to add
     Heuristic(handle, related, 0, &guesses);
@@ -249,7 +239,7 @@ ffi::Error Matmul(cudaStream_t stream, cublasLtHandle_t handle, const GemmKey& k
 
 ffi::Error Candidates(cublasLtHandle_t handle, const GemmKey& key, Algos* algos) {
   Descriptors descriptors;
-  TE_TRY(descriptors.Make(key, Placeholders(key)));
+  TE_TRY(descriptors.Make(key, {}));
   const cublasStatus_t status = Heuristic(handle, descriptors, key.workspace, algos);
   if (algos->empty())
     return ffi::Error(ffi::ErrorCode::kUnimplemented,
@@ -260,7 +250,7 @@ ffi::Error Candidates(cublasLtHandle_t handle, const GemmKey& key, Algos* algos)
 
 ffi::Error Check(cublasLtHandle_t handle, const GemmKey& key, const Algo& algo) {
   Descriptors descriptors;
-  TE_TRY(descriptors.Make(key, Placeholders(key)));
+  TE_TRY(descriptors.Make(key, {}));
   TE_LT(CheckStatus(handle, key, descriptors, algo));
   return ffi::Error::Success();
 }

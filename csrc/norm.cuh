@@ -5,8 +5,6 @@
 #include <atomic>
 
 #include "fp8.cuh"
-#include "ptx.cuh"
-#include "reduce.cuh"
 
 namespace te {
 
@@ -42,14 +40,25 @@ ffi::Error Prepare(const Gpu& gpu, int* arch) {
   return ffi::Error::Success();
 }
 
+// Shared memory by its 32-bit address. The compiler takes many instructions more for generic pointers, and
+// the kernels of norms issue about as many instructions as they can while they wait for memory.
+__device__ __forceinline__ uint32_t SharedAddress(const void* p) { return __cvta_generic_to_shared(p); }
+
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> LoadShared(uint32_t address) {
-  struct alignas(16) {
-    uint4 words[N * sizeof(T) / 16];
-  } raw;
+  Vec<T, N> out;
 #pragma unroll
-  for (int i = 0; i < int(N * sizeof(T) / 16); ++i) raw.words[i] = LoadShared16(address + 16 * i);
-  return __builtin_bit_cast(Vec<T, N>, raw);
+  for (int i = 0; i < int(N * sizeof(T) / 16); ++i)
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out.words[4 * i]), "=r"(out.words[4 * i + 1]), "=r"(out.words[4 * i + 2]),
+                   "=r"(out.words[4 * i + 3])
+                 : "r"(address + 16 * i));
+  return out;
+}
+
+__device__ __forceinline__ void StoreShared(uint32_t address, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
 }
 
 // 8 neighbours of a row, if `inside`, on their way to shared memory until WaitForPrefetch.
@@ -57,7 +66,29 @@ template <typename T>
 __device__ __forceinline__ void Prefetch8(uint32_t address, const T* p, bool inside) {
 #pragma unroll
   for (int i = 0; i < int(sizeof(T) / 2); ++i)
-    Prefetch16(address + 16 * i, reinterpret_cast<const uint4*>(p) + i, inside);
+    asm volatile(
+        "{\n.reg .pred inside;\nsetp.ne.b32 inside, %2, 0;\n"
+        "@inside cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(address + 16 * i),
+        "l"(reinterpret_cast<const uint4*>(p) + i), "r"(int(inside))
+        : "memory");
+}
+__device__ __forceinline__ void CommitPrefetch() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// All but the last `pending` (0 .. 3) committed groups of the thread have arrived.
+__device__ __forceinline__ void WaitForPrefetch(int pending) {
+  switch (pending) {
+    case 0:
+      asm volatile("cp.async.wait_group 0;" ::: "memory");
+      break;
+    case 1:
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
+      break;
+    case 2:
+      asm volatile("cp.async.wait_group 2;" ::: "memory");
+      break;
+    default:
+      asm volatile("cp.async.wait_group 3;" ::: "memory");
+  }
 }
 
 // gamma or beta [h], of its own type. data is nullptr where it is absent.
@@ -123,15 +154,6 @@ struct NormFwdArgs {
 
 constexpr int kAmaxesPerBlock = 8;  // 32 rows have 8 partial amaxes
 
-// The CTA's amax in its place, zeros in those that no CTA has. scratch[kMostWarps] must not be in use.
-__device__ inline void StoreAmax(const NormFwdArgs& a, float amax, unsigned* scratch) {
-  const unsigned bits = CtaMax(__float_as_uint(amax), scratch);
-  const int64_t places = (a.rows + 31) / 32 * kAmaxesPerBlock;
-  if (!a.amax || WarpIndex() > 0) return;
-  for (int64_t i = blockIdx.x + int64_t{gridDim.x} * Lane(); i < places; i += int64_t{gridDim.x} * 32)
-    a.amax[i] = i == blockIdx.x ? __uint_as_float(bits) : 0.f;
-}
-
 // gamma and beta of N neighbours.
 template <int N>
 struct Affine {
@@ -168,6 +190,13 @@ __device__ __forceinline__ Affine<8> StagedAffine(uint32_t staged, int width, in
   return out;
 }
 
+// The larger of amax and |y|, NaN if one is: in one instruction, which AbsBits takes two for.
+__device__ __forceinline__ float AbsMax(float amax, float y) {
+  float out;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(amax), "f"(fabsf(y)));
+  return out;
+}
+
 // y in f32 of N neighbours of a row, from x - mean: exact in a row of equal numbers. Returns amax and |y|'s
 // maximum.
 template <int N>
@@ -175,7 +204,7 @@ __device__ __forceinline__ float Normalize(float (&x)[N], float rstd, const Affi
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     x[i] = x[i] * rstd * affine.gamma[i] + affine.beta[i];
-    amax = MaxNan(amax, fabsf(x[i]));
+    amax = AbsMax(amax, x[i]);
   }
   return amax;
 }

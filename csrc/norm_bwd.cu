@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "norm.cuh"
+#include "reduce.cuh"
 
 namespace te {
 namespace {

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "norm.cuh"
+#include "reduce.cuh"
 
 namespace te {
 namespace {
@@ -17,6 +18,16 @@ constexpr int kMostThreads = 512;  // of a row
 constexpr int kAmaxRows = 4;       // of a partial amax
 constexpr int kStagedVecs = 4;     // of a thread: up to then gamma and beta are in shared memory
 constexpr int kStages = 4;         // rows on their way or in work, of those that share a threadIdx.y
+
+// The CTA's amax in its place, zeros in those that no CTA has.
+__device__ void StoreAmax(const NormFwdArgs& a, float amax) {
+  __shared__ unsigned scratch[kMostWarps];
+  const unsigned bits = CtaMax(__float_as_uint(amax), scratch);
+  const int64_t places = (a.rows + 31) / 32 * kAmaxesPerBlock;
+  if (!a.amax || WarpIndex() > 0) return;
+  for (int64_t i = blockIdx.x + int64_t{gridDim.x} * Lane(); i < places; i += int64_t{gridDim.x} * 32)
+    a.amax[i] = i == blockIdx.x ? __uint_as_float(bits) : 0.f;
+}
 
 // blockDim.x threads have a row, 8 * kVecs columns each: their next rows are on their way to shared memory,
 // in places of their own, so that no barrier is needed; in registers x is f32, unpacked once. blockDim.y such
@@ -28,7 +39,6 @@ __global__ void __launch_bounds__(kVecs > 4 ? kMostThreads : kThreads, 1)
   constexpr bool kStaged = kVecs <= kStagedVecs;
   extern __shared__ uint4 dynamic[];  // gamma, beta f32 [width] each; ring T [blockDim.y, stages, width]
   __shared__ float2 scratch[2][kMostWarps];
-  __shared__ unsigned amax_of_warps[kMostWarps];
   const int h = a.h, c = threadIdx.x * 8, stride = blockDim.x * 8, width = stride * kVecs;
   const uint32_t affine_at = SharedAddress(dynamic), slot_bytes = width * sizeof(T);
   const uint32_t ring =
@@ -102,7 +112,7 @@ __global__ void __launch_bounds__(kVecs > 4 ? kMostThreads : kThreads, 1)
     }
     last = now, now = now + slot_bytes < ring_end ? now + slot_bytes : ring;
   }
-  if (!std::is_void_v<Q>) StoreAmax(a, amax, amax_of_warps);
+  if (!std::is_void_v<Q>) StoreAmax(a, amax);
 }
 
 // Rows too long for registers (N = 8), or of a length that is no multiple of 8 (N = 1): kAmaxRows rows for a
@@ -111,7 +121,6 @@ __global__ void __launch_bounds__(kVecs > 4 ? kMostThreads : kThreads, 1)
 template <typename T, typename Q, int N>
 __global__ void __launch_bounds__(kMostThreads) NormFwdLongRows(const NormFwdArgs a) {
   __shared__ float2 scratch[2][kMostWarps];
-  __shared__ unsigned amax_of_warps[kMostWarps];
   const int64_t first_row = int64_t{blockIdx.x} * kAmaxRows, end = min(first_row + kAmaxRows, a.rows);
   const float scale = a.scale ? *a.scale : 1.f, inv_h = 1.f / a.h;
   const int64_t stride = blockDim.x * N;
@@ -150,7 +159,7 @@ __global__ void __launch_bounds__(kMostThreads) NormFwdLongRows(const NormFwdArg
       StoreRow<T, Q>(a, y, scale, row * a.h + c);
     }
   }
-  if (!std::is_void_v<Q>) StoreAmax(a, amax, amax_of_warps);
+  if (!std::is_void_v<Q>) StoreAmax(a, amax);
 }
 
 // How NormFwdRows cuts a row.

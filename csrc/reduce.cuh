@@ -3,7 +3,6 @@
 #pragma once
 
 #include "common.h"
-#include "ptx.cuh"
 
 namespace te {
 
@@ -22,7 +21,9 @@ __device__ __forceinline__ float WarpSum(float v) {
 __device__ __forceinline__ unsigned WarpMax(unsigned v) { return __reduce_max_sync(~0u, v); }
 
 // A barrier of the blockDim.x threads that share a threadIdx.y: the rows of a CTA do not wait for each other.
-__device__ __forceinline__ void RowBarrier() { NamedBarrier(threadIdx.y + 1, blockDim.x); }
+__device__ __forceinline__ void RowBarrier() {
+  asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "r"(blockDim.x) : "memory");
+}
 
 // Sums of two values over the blockDim.x threads (a multiple of 32, at most 512) that share a threadIdx.y;
 // all of these take part. Calls in sequence alternate between two scratch[kMostWarps]: one barrier each is

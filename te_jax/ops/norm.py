@@ -11,7 +11,7 @@ from te_jax._op import Op, align, like
 from te_jax.ops.quantize import FLOATS, saturate
 
 KINDS = ("layernorm", "rmsnorm")
-_ROWS, _CLUSTER = 32, 8  # csrc/norm_fwd_t.cu: up to 8 CTAs share 32 rows, and no CTA has less; each leaves an amax
+_ROWS, _CLUSTER = 32, 8  # csrc/norm_fwd_t.cu: up to 8 CTAs share 32 rows, each leaves a partial amax
 _ROWS_PER_CTA, _MOST_CTAS = 8, 132  # csrc/norm_bwd.cu: one CTA on each multiprocessor of an H200, with a partial sum
 
 
