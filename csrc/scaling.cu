@@ -28,15 +28,26 @@ __global__ void __launch_bounds__(kThreads) ScaleUpdate(const ScaleUpdateArgs a)
   __shared__ float tops[kThreads / 32];
   const float* history = a.history + blockIdx.x * a.l;
   float* new_history = a.new_history + blockIdx.x * a.l;
-  const float amax = a.amax[blockIdx.x], since = -history[0];
+  const float amax = a.amax[blockIdx.x], scale = a.scale[blockIdx.x], since = -history[0];
   const bool recorded = amax > 0.f && amax < INFINITY;
 
   float top = amax;
-  for (int64_t i = threadIdx.x; i < a.l; i += kThreads) {
-    const float old = history[i];
-    top = MaxNan(top, old);
-    if (!recorded) new_history[i] = old;
-    if (recorded && i >= 2) new_history[i - 1] = old;
+  constexpr int kBatch = 4;  // loads on their way at once: the compiler moves none before a store
+  for (int64_t first = threadIdx.x; first < a.l; first += kBatch * kThreads) {
+    float old[kBatch];
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      const int64_t i = first + k * kThreads;
+      old[k] = i < a.l ? history[i] : amax;
+    }
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      const int64_t i = first + k * kThreads;
+      top = MaxNan(top, old[k]);
+      if (i >= a.l) continue;
+      if (!recorded) new_history[i] = old[k];
+      if (recorded && i >= 2) new_history[i - 1] = old[k];
+    }
   }
   if (recorded && threadIdx.x == 0) {
     if (a.l > 1) new_history[a.l - 1] = amax;
@@ -49,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) ScaleUpdate(const ScaleUpdateArgs a)
   if (threadIdx.x != 0) return;
   for (int w = 1; w < kThreads / 32; ++w) top = MaxNan(top, tops[w]);
 
-  const float scale = a.scale[blockIdx.x], seen = a.newest ? amax : top;
+  const float seen = a.newest ? amax : top;
   const float wanted = a.fp8_max / seen / a.margin_factor;
   const bool changes = recorded && since == 0.f && seen > 0.f && seen < INFINITY && wanted == wanted;
   a.new_scale[blockIdx.x] = changes ? fminf(fmaxf(wanted, 1.17549435e-38f), 3.40282347e38f) : scale;
