@@ -388,7 +388,6 @@ def test_checkpoint_names():
         (dict(layernorm_type="none"), {}, ValueError, "'none'"),
         (dict(attn_mask_type="square"), {}, ValueError, "'square'"),
         (dict(score_mod=max), {}, ValueError, "score_mod"),
-        ({}, dict(decode=True), ValueError, "decode=True is not in this version"),
         ({}, dict(inputs_kv=jnp.ones((2, 5))), ValueError, "inputs_kv has shape"),
         ({}, dict(inputs_kv=jnp.ones((2, 5, 3), jnp.int32)), TypeError, "inputs_kv is int32"),
     ],

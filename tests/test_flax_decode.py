@@ -1,0 +1,460 @@
+"""decode=True: what the KV cache holds, and that calls with it give what one call on whole sequences gives."""
+
+import warnings
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import te_jax as te
+import te_jax.flax as te_flax
+from te_jax import recipe
+from te_jax.ops import attention
+from te_jax.ops.attention import SequenceDescriptor
+
+KEY = jax.random.key(0)
+H, N, D = 16, 4, 4  # width, heads, width of a head
+B, S = 3, 12  # rows, tokens in all
+LENGTHS = np.array([5, 1, 7])  # of the prompts
+CHUNKS = (2, 1, 1, 1)  # tokens of the calls behind the prompts
+# f32 sums of at most 24 terms in another order; the values behind a norm are of order 1, behind three sums of order 10.
+CLOSE = dict(rtol=1e-5, atol=2e-5)
+RECIPE = recipe.DelayedScaling(amax_history_len=4)
+
+
+def data(*shape, dtype=jnp.float32, seed=1):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def layer(**fields):
+    quiet = dict(hidden_dropout=0.0, attention_dropout=0.0)
+    return te_flax.TransformerLayer(
+        **{"hidden_size": H, "mlp_hidden_size": 24, "num_attention_heads": N, **quiet, **fields}
+    )
+
+
+def mha(**fields):
+    return te_flax.MultiHeadAttention(**{"head_dim": D, "num_attention_heads": N, **fields})
+
+
+def output(result):
+    return result[0] if isinstance(result, tuple) else result
+
+
+class Caller:
+    """`module` on the tokens of x [b, S, H] in order, some at a time, each row from where it is."""
+
+    def __init__(self, module, variables, x, cache=None, slots=S, **kwargs):
+        self.module, self.variables, self.x, self.kwargs = module, variables, x, kwargs
+        self.cache, self.slots = cache, slots
+        self.at = np.zeros(len(x), int)
+        self.flipped = module.transpose_batch_sequence
+        self.jitted = jax.jit(self.apply, donate_argnums=0)
+
+    def apply(self, cache, x, mask):
+        name = "attention_mask" if isinstance(self.module, te_flax.TransformerLayer) else "mask"
+        options = {"decode": True, "deterministic": True, **self.kwargs}
+        if mask is not None:
+            options[name] = mask
+        if not cache:
+            options["max_decode_length"] = self.slots
+        y, cache = self.module.apply({**self.variables, **cache}, x, mutable=["cache"], **options)
+        return output(y), cache
+
+    def rows(self, array, s):
+        """array[r, at[r] : at[r] + s], junk behind the end."""
+        index = self.at[:, None] + np.arange(s)
+        array = np.concatenate([array, np.full_like(array[:, :1], 9)], 1)
+        return array[np.arange(len(array))[:, None], np.minimum(index, array.shape[1] - 1)]
+
+    def __call__(self, s, lengths=None, mask=None):
+        """The next s tokens of each row, or of row r lengths[r] and then padding; mask [b, S, S] by positions."""
+        x = self.rows(np.asarray(self.x), s)
+        if lengths is not None:
+            x = np.where(np.arange(s)[:, None] < lengths[:, None, None], x, 9)
+            mask = SequenceDescriptor.from_seqlens(jnp.asarray(lengths))
+        elif mask is not None:
+            mask = jnp.asarray(self.rows(mask, s)[:, None])
+        x = jnp.asarray(np.swapaxes(x, 0, 1) if self.flipped else x)
+        y, self.cache = self.jitted(self.cache or {}, x, mask)
+        self.at = self.at + (s if lengths is None else lengths)
+        return np.swapaxes(np.asarray(y), 0, 1) if self.flipped else np.asarray(y)
+
+
+def check_ragged(caller, want, **bound):
+    """Prompts of three lengths, then chunks: each output is that of the whole sequence at its position."""
+    pieces = [(max(LENGTHS), LENGTHS)] + [(s, None) for s in CHUNKS]
+    for s, lengths in pieces:
+        first = caller.at
+        got = caller(s, lengths)
+        for row, count in enumerate(np.full(B, s) if lengths is None else lengths):
+            due = want[row, first[row] : first[row] + count]
+            np.testing.assert_allclose(got[row, :count], due, **bound, err_msg=f"row {row} from {first[row]}")
+
+
+def fields_id(fields):
+    return "-".join(f"{value}" for value in fields.values()) or "default"
+
+
+LAYERS = [
+    {},
+    dict(enable_rotary_pos_emb=True),
+    dict(enable_rotary_pos_emb=True, num_gqa_groups=2, layernorm_type="rmsnorm", mlp_activations=("silu", "linear")),
+    dict(num_gqa_groups=1, fuse_qkv_params=False, enable_rotary_pos_emb=True, rotary_pos_emb_group_method="alternate"),
+    dict(fuse_qkv_params=False, use_bias=True, softmax_type="learnable", self_attn_mask_type="padding_causal"),
+    dict(enable_relative_embedding=True, window_size=(3, 0)),
+    dict(enable_relative_embedding=True, layer_type="decoder", transpose_batch_sequence=True),
+    dict(enable_rotary_pos_emb=True, transpose_batch_sequence=True, self_attn_mask_type="causal_bottom_right"),
+    dict(enable_rotary_pos_emb=True, window_size=(2, -1), output_layernorm=True, layer_type="decoder"),
+]
+
+
+@pytest.mark.parametrize("made", ["init", "call"])
+@pytest.mark.parametrize("fields", LAYERS, ids=fields_id)
+def test_layer(fields, made):
+    if made == "init" and "window_size" not in fields and fields:
+        pytest.skip("where the cache comes from matters to the mask alone")
+    module, x = layer(**fields), data(B, S, H)
+    swap = (lambda a: jnp.swapaxes(a, 0, 1)) if module.transpose_batch_sequence else lambda a: a
+    encoded = {"encoded": swap(data(B, 5, H, seed=2))} if "layer_type" in fields else {}
+    variables = jax.jit(lambda x: module.init(KEY, x, **encoded, decode=True, deterministic=True))(swap(x))
+    cache, variables = {"cache": variables["cache"]}, {"params": flax.core.meta.unbox(variables["params"])}
+    if "softmax_type" in fields:
+        leaf = variables["params"]["attention"]["DotProductAttention_0"]["_FusedDotProductAttention_0"]
+        leaf["softmax_offset"] = leaf["softmax_offset"] + data(1, N, 1, 1, seed=6)
+    want = swap(jax.jit(lambda v, x: module.apply(v, x, **encoded, deterministic=True))(variables, swap(x)))
+    caller = Caller(module, variables, x, cache if made == "init" else None, **encoded)
+    check_ragged(caller, np.asarray(want), **CLOSE)
+
+
+@pytest.mark.parametrize("made", ["init", "call"])
+def test_user_mask_joins_the_others(made):
+    """With a mask over all positions, whose columns are the slots; the prompt is 5 tokens in all rows."""
+    module, x = mha(enable_rotary_pos_emb=True, window_size=(4, 0)), data(B, S, H)
+    hidden = np.random.default_rng(3).random((B, S, S)) < 0.4
+    variables = jax.jit(lambda x: module.init(KEY, x, decode=True))(x)
+    cache, variables = {"cache": variables.pop("cache")}, variables
+    want = np.asarray(module.apply(variables, x, mask=jnp.asarray(hidden[:, None]))[0])
+    caller = Caller(module, variables, x, cache if made == "init" else None)
+    for s in (5, 3, 1, 1, 2):
+        at = caller.at[0]
+        np.testing.assert_allclose(caller(s, mask=hidden), want[:, at : at + s], **CLOSE)
+    assert caller.at[0] == S
+
+
+@pytest.mark.parametrize("mask_type", ["no_mask", "padding"])
+@pytest.mark.parametrize("window", [None, (3, 1)])
+def test_types_without_causality_see_the_row_so_far(mask_type, window):
+    module = mha(attn_mask_type=mask_type, window_size=window, num_gqa_groups=2, enable_rotary_pos_emb=True)
+    x = data(B, S, H)
+    variables = module.init(KEY, x)
+    caller = Caller(module, variables, x)
+    for s, lengths in ((7, LENGTHS), (2, None), (3, np.array([3, 0, 1])), (1, None)):
+        first = caller.at
+        got = caller(s, lengths)
+        for row, count in enumerate(np.full(B, s) if lengths is None else lengths):
+            due = module.apply(variables, x[row : row + 1, : first[row] + count])[0][0, first[row] :]
+            np.testing.assert_allclose(got[row, :count], due, **CLOSE)
+            if lengths is not None:  # as without a cache, padding sees nothing
+                np.testing.assert_array_equal(got[row, count:], 0)
+
+
+def test_given_positions_are_ropes():
+    module, x = mha(enable_rotary_pos_emb=True), data(B, S, H)
+    variables = module.init(KEY, x)
+    want = module.apply(variables, x, positions=3 * jnp.arange(S))[0]
+    _, cache = module.apply(
+        variables, x[:, :7], decode=True, positions=3 * jnp.arange(7), max_decode_length=S, mutable=["cache"]
+    )
+    (got, _), _ = module.apply(
+        variables | cache, x[:, 7:], decode=True, positions=3 * jnp.arange(7, S), mutable=["cache"]
+    )
+    np.testing.assert_allclose(got, want[:, 7:], **CLOSE)
+
+
+# -- the variables -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("fields", [{}, dict(num_gqa_groups=2), dict(fuse_qkv_params=False)], ids=fields_id)
+def test_leaves(transposed, fields):
+    g = fields.get("num_gqa_groups", N)
+    module, x = layer(transpose_batch_sequence=transposed, **fields), data(B, S, H, dtype=jnp.bfloat16)
+    shape = (S, B, g, D) if transposed else (B, S, g, D)
+    x = jnp.swapaxes(x, 0, 1) if transposed else x
+    due = {
+        "cached_key": (shape, jnp.bfloat16),
+        "cached_value": (shape, jnp.bfloat16),
+        "cache_index": ((), jnp.int32),
+        "cache_padding": ((B,), jnp.int32),
+    }
+    variables = jax.jit(lambda x: module.init(KEY, x, decode=True, deterministic=True))(x)
+    assert set(variables) == {"params", "cache"} and set(variables["cache"]) == {"attention"}
+    assert {k: (v.shape, v.dtype) for k, v in variables["cache"]["attention"].items()} == due
+    assert not any(leaf.any() for leaf in jax.tree.leaves(variables["cache"])), "init leaves the cache empty"
+    assert "cache" not in module.init(KEY, x, deterministic=True)
+    # The type of a call's cache is that of the next one's: it can be a carry.
+    call = lambda v, x, **options: module.apply(v, x, decode=True, deterministic=True, mutable=["cache"], **options)[1]
+    made = jax.eval_shape(lambda v: call({"params": v["params"]}, x, max_decode_length=S), variables)["cache"]
+    next_one = jax.eval_shape(lambda v: call(v, x[:1] if transposed else x[:, :1]), variables)["cache"]
+    assert made == next_one == jax.eval_shape(lambda v: v["cache"], variables)
+
+
+def prompted(fields=(), slots=9):
+    """A caller whose rows have LENGTHS of `slots` tokens."""
+    module, x = mha(enable_rotary_pos_emb=True, **dict(fields)), data(B, S, H)
+    variables = module.init(KEY, x)
+    caller = Caller(module, variables, x, slots=slots)
+    caller(7, LENGTHS)
+    return caller, np.asarray(module.apply(variables, x)[0])
+
+
+@pytest.mark.parametrize("mask_type", ["causal", "no_mask"])
+def test_slots_that_are_not_written_are_never_read(mask_type):
+    caller, _ = prompted(dict(attn_mask_type=mask_type), slots=S)
+    cache, other = caller.cache["cache"], dict(caller.cache["cache"])
+    empty = np.arange(S) >= LENGTHS[:, None]
+    for name in ("cached_key", "cached_value"):
+        assert not np.asarray(cache[name])[empty].any(), "padding takes no slots"
+        other[name] = jnp.where(empty[..., None, None], jnp.nan, cache[name])
+    x = caller.x[:, :2]
+    want, _ = caller.apply({"cache": cache}, x, None)
+    got, _ = caller.apply({"cache": other}, x, None)
+    assert np.isfinite(want).all()
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("fields", [{}, dict(transpose_batch_sequence=True), dict(use_bias=True)], ids=fields_id)
+def test_past_the_last_slot_is_nan(fields):
+    module, x = layer(enable_rotary_pos_emb=True, **fields), data(B, S, H)
+    swap = (lambda a: jnp.swapaxes(a, 0, 1)) if module.transpose_batch_sequence else lambda a: a
+    variables = module.init(KEY, swap(x), deterministic=True)
+    want = np.asarray(swap(module.apply(variables, swap(x), deterministic=True)))
+    caller = Caller(module, variables, x, slots=9)
+    caller(7, LENGTHS)
+    for s in (3, 1, 1):
+        first, got = caller.at, caller(s)
+        lost = first[:, None] + np.arange(s) >= 9
+        assert np.isnan(got[lost]).all()
+        due = np.stack([want[row, first[row] : first[row] + s] for row in range(B)])
+        np.testing.assert_allclose(got[~lost], due[~lost], **CLOSE)
+    assert lost.tolist() == [[True], [False], [True]]
+    np.testing.assert_array_equal(caller.cache["cache"]["attention"]["cache_padding"], 7 - LENGTHS)
+    assert caller.cache["cache"]["attention"]["cache_index"] == 12
+
+
+def test_taking_tokens_back():
+    caller, want = prompted(slots=S)
+    caller(3)
+    taken_back = caller.cache["cache"] | {"cache_index": caller.cache["cache"]["cache_index"] - 2}
+    caller.cache, caller.at = {"cache": taken_back}, caller.at - 2
+    got = caller(1)
+    np.testing.assert_allclose(got[:, 0], want[np.arange(B), caller.at - 1], **CLOSE)
+    caller.cache["cache"]["cache_index"] -= 3  # row 1 had one token before its three
+    caller.cache["cache"]["cache_padding"] += jnp.asarray([0, 1, 0])
+    got = caller.apply(caller.cache, caller.x[:, :1], None)[0]
+    assert np.isnan(got[1]).all() and np.isfinite(got[::2]).all(), "a position below 0 is not another row's slot"
+
+
+# -- in a model ----------------------------------------------------------------------------------------------
+
+VOCAB, LAYER_COUNT, TOKENS = 61, 2, 64
+PROMPTS = np.array([9, 2, 5])
+GPT = dict(use_bias=True, self_attn_mask_type="causal")
+LLAMA = dict(
+    num_gqa_groups=2, layernorm_type="rmsnorm", mlp_activations=("silu", "linear"), enable_rotary_pos_emb=True
+)
+
+
+class Model(nn.Module):
+    """Scanned layers between an embedding and its transpose; learned positions where there is no RoPE."""
+
+    fields: dict
+
+    @nn.compact
+    def __call__(self, tokens, positions=None, lengths=None, decode=False, max_decode_length=None):
+        embedding = self.param("embedding", nn.initializers.normal(1.0), (VOCAB, H))
+        x = embedding[tokens]
+        if "enable_rotary_pos_emb" not in self.fields:
+            table = self.param("positions", nn.initializers.normal(1.0), (128, H))
+            x = x + table[jnp.arange(tokens.shape[1]) if positions is None else positions]
+        mask = None if lengths is None else SequenceDescriptor.from_seqlens(lengths)
+
+        def body(module, x, mask):
+            options = dict(decode=decode, max_decode_length=max_decode_length, deterministic=True)
+            return module(x, attention_mask=mask, **options), None
+
+        scan = nn.scan(
+            body,
+            variable_axes={"params": 0, "fp8_metas": 0, "cache": 0},
+            split_rngs={"params": True},
+            in_axes=nn.broadcast,
+            length=LAYER_COUNT,
+            metadata_params={nn.PARTITION_NAME: None},
+        )
+        x, _ = scan(layer(**self.fields, name="layer"), x, mask)
+        return te_flax.LayerNorm(name="norm")(x) @ embedding.T
+
+
+def last(logits, at):
+    """logits [b, s, v] at one position of each row."""
+    return jnp.take_along_axis(logits, at[:, None, None], 1)[:, 0]
+
+
+def cached_greedy(model, variables, prompts, lengths):
+    """tokens [b, TOKENS] and their logits [b, TOKENS, v]: a ragged prefill, then a scan over steps of one token."""
+    slots = int(prompts.shape[1]) + TOKENS
+
+    @jax.jit
+    def prefill(variables):
+        options = dict(lengths=lengths, decode=True, max_decode_length=slots, mutable=["cache"])
+        logits, cache = model.apply(variables, prompts, **options)
+        return last(logits, lengths - 1), cache
+
+    def step(carry, i):
+        cache, logits = carry
+        token = jnp.argmax(logits, -1)
+        options = dict(positions=(lengths + i)[:, None], decode=True, mutable=["cache"])
+        new, cache = model.apply(variables | cache, token[:, None], **options)
+        return (cache, new[:, 0]), (token, logits)
+
+    logits, cache = prefill(variables)
+    assert cache["cache"]["layer"]["attention"]["cached_key"].shape[:3] == (LAYER_COUNT, B, slots)
+    generate = jax.jit(lambda cache, logits: jax.lax.scan(step, (cache, logits), jnp.arange(TOKENS)), donate_argnums=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # such as: some donated buffers were not usable
+        (after, _), (tokens, logits) = generate(cache, logits)
+    assert cache["cache"]["layer"]["attention"]["cached_key"].is_deleted(), "the cache was donated"
+    assert (after["cache"]["layer"]["attention"]["cache_index"] == slots).all()
+    return np.asarray(tokens.T), np.asarray(jnp.swapaxes(logits, 0, 1))
+
+
+def uncached_greedy(model, variables, prompts, lengths):
+    """tokens [b, TOKENS]: the model reads the whole text for each of them."""
+
+    def step(text, i):
+        token = jnp.argmax(last(model.apply(variables, text), lengths + i - 1), -1)
+        return text.at[jnp.arange(B), lengths + i].set(token), token
+
+    text = jnp.pad(prompts, ((0, 0), (0, TOKENS)))
+    return np.asarray(jax.jit(lambda text: jax.lax.scan(step, text, jnp.arange(TOKENS))[1])(text).T)
+
+
+@pytest.mark.parametrize(("fields", "fp8"), [(GPT, False), (LLAMA, False), (LLAMA, True)], ids=["gpt", "llama", "fp8"])
+def test_generation(fields, fp8):
+    model, lengths = Model(fields), jnp.asarray(PROMPTS)
+    prompts = jnp.asarray(np.random.default_rng(4).integers(1, VOCAB, (B, max(PROMPTS))))
+    prompts = jnp.where(jnp.arange(prompts.shape[1]) < lengths[:, None], prompts, 0)
+    with te.autocast(fp8, RECIPE):
+        variables = flax.core.meta.unbox(jax.jit(model.init)(KEY, prompts))
+        tokens, logits = cached_greedy(model, variables, prompts, lengths)
+        assert len(np.unique(tokens)) > 6, "a dull text"
+        text = np.pad(prompts, ((0, 0), (0, TOKENS)))
+        where = np.arange(B)[:, None], PROMPTS[:, None] + np.arange(TOKENS)
+        text[where] = tokens
+        whole = np.asarray(jax.jit(model.apply)(variables, text))[where[0], where[1] - 1]
+        if not fp8:
+            np.testing.assert_array_equal(tokens, uncached_greedy(model, variables, prompts, lengths))
+    # FP8: a sum of another order may cross the edge between two FP8 numbers, 2**-4 apart, here and there.
+    bound = 2e-2 if fp8 else 1e-5
+    assert np.abs(logits - whole).max() < bound * np.abs(whole).max()
+
+
+# -- sharding ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("made", ["init", "call"])
+@pytest.mark.parametrize("kind", ["explicit", "auto", "shard_map"])
+def test_rows_over_a_mesh(kind, made):
+    module, x = layer(enable_rotary_pos_emb=True, num_gqa_groups=2), data(4, 7, H)
+    lengths = jnp.asarray([3, 4, 1, 2])
+
+    def run(params, x, lengths):
+        if made == "init":
+            cache = {"cache": module.init(KEY, x, decode=True, deterministic=True)["cache"]}
+            options = {}
+        else:
+            cache, options = {}, dict(max_decode_length=7)
+        call = lambda cache, *args, **options: module.apply(
+            {"params": params, **cache}, *args, decode=True, deterministic=True, mutable=["cache"], **options
+        )
+        descriptor = SequenceDescriptor.from_seqlens(lengths)
+        y, cache = call(cache, x[:, :4], attention_mask=descriptor, **options)
+        tokens = jnp.moveaxis(x[:, 4:, None], 1, 0)
+        _, rest = jax.lax.scan(lambda cache, token: call(cache, token)[::-1], cache, tokens)
+        return y, jnp.moveaxis(rest[:, :, 0], 0, 1)
+
+    params = flax.core.meta.unbox(module.init(KEY, x, deterministic=True)["params"])
+    want = jax.jit(run)(params, x, lengths)
+    axis = AxisType.Explicit if kind == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis,))
+    rows = PartitionSpec("data")
+    if kind == "shard_map":
+        run = jax.shard_map(run, mesh=mesh, in_specs=(PartitionSpec(), rows, rows), out_specs=rows, check_vma=True)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(array, NamedSharding(mesh, rows)) for array in (x, lengths)]
+        got = jax.jit(run)(params, *placed)
+    for a, b in zip(got, want):
+        np.testing.assert_allclose(a, b, **CLOSE)
+
+
+# -- errors --------------------------------------------------------------------------------------------------
+
+
+def test_errors():
+    module, x = mha(), data(B, S, H)
+    params = {"params": module.init(KEY, x)["params"]}
+    call = lambda cache, x, **options: module.apply(
+        {**params, **cache}, x, **{"decode": True, "mutable": ["cache"], **options}
+    )
+    _, held = call({}, x[:, :2], max_decode_length=5)
+    lengths, ids = jnp.asarray([1, 2]), jnp.ones((B, 2), jnp.int32)
+    for cache, inputs, options, error, text in (
+        ({}, x, {}, ValueError, "finds no 'cache'; pass max_decode_length"),
+        ({}, x, dict(max_decode_length=5), ValueError, "12 tokens, but the cache has 5 slots"),
+        ({}, x, dict(max_decode_length=0), ValueError, "max_decode_length is 0"),
+        ({}, x, dict(max_decode_length=5.0), ValueError, "max_decode_length is 5.0"),
+        (held, x, {}, ValueError, "12 tokens, but the cache has 5 slots"),
+        (held, x[:, :2], dict(max_decode_length=6), ValueError, "max_decode_length is 6, but the cache has 5"),
+        (held, x[:, :2], dict(mutable=False), ValueError, r"not mutable here; .*mutable=\['cache'\]"),
+        (held, x[:2, :2], {}, ValueError, r"cached_key has shape \(3, 5, 4, 4\), this call needs \(2, 5, 4, 4\)"),
+        (held, x[:, :2].astype(jnp.bfloat16), {}, TypeError, "cached_key is float32, the inputs need bfloat16"),
+        (held, x[:, :2], dict(mask=jnp.ones((B, 1, 2, 2), bool)), ValueError, r"mask has shape .*the 5 slots"),
+        (held, x[:, :2], dict(bias=jnp.ones((1, N, 2, 2))), ValueError, r"bias has shape .*the 5 slots"),
+        (held, x[:, :2], dict(mask=SequenceDescriptor.from_seqlens(lengths)), ValueError, r"seqlens of shape \(2,\)"),
+        (held, x[:, :2], dict(mask=SequenceDescriptor.from_segment_ids_and_pos(ids)), ValueError, "has segments"),
+    ):
+        with pytest.raises(error, match=text):
+            call(cache, inputs, **options)
+    with pytest.raises(ValueError, match="decode=True is for self-attention"):
+        module.init(KEY, x, x[:, :3], decode=True)
+    with pytest.raises(ValueError, match="12 tokens, but the cache has 5 slots"):
+        module.init(KEY, x, decode=True, max_decode_length=5)
+    with pytest.raises(ValueError, match="'cube'"):
+        mha(attn_mask_type="cube").apply({**params, **held}, x[:, :1], decode=True, mutable=["cache"])
+    # A mask on all positions of `init` is welcome there, too.
+    assert module.init(KEY, x[:, :3], mask=jnp.zeros((3, 5), bool), decode=True, max_decode_length=5)["cache"]
+
+
+def test_relative_position_biases_of_rows():
+    module = te_flax.RelativePositionBiases(8, 20, num_attention_heads=N)
+    params = module.init(KEY, 4, 4)
+    whole = module.apply(params, 20, 20)
+    got = module.apply(params, 3, 20, q_offset=jnp.asarray([0, 17, 5]))
+    assert got.shape == (3, N, 3, 20)
+    for row, first in zip(got, (0, 17, 5)):
+        np.testing.assert_array_equal(row, whole[0, :, first : first + 3])
+
+
+def test_one_token_on_a_long_cache_does_not_warn():
+    module, x = mha(), jax.ShapeDtypeStruct((1, 8192, H), jnp.float32)
+    attention._warn_long.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        variables = jax.eval_shape(lambda: module.init(KEY, jnp.ones((1, 4, H)), decode=True, max_decode_length=8192))
+        step = lambda v: module.apply(v, jnp.ones((1, 1, H)), decode=True, mutable=["cache"])
+        assert jax.eval_shape(step, variables)[1]["cache"]["cached_key"].shape == (1, *x.shape[1:2], N, D)
