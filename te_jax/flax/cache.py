@@ -32,11 +32,11 @@ class KVCache:
     positions: jax.Array  # i32[b, s], of the call's tokens
     fresh: bool  # made by this call: its own keys are all that there are
 
-    def __init__(self, module: nn.Module, inputs: jax.Array, shape: tuple[int, int], mask, max_decode_length):
-        """inputs: [b, s, H] ([s, b, H]). shape: (g, d). mask: what the call got; a `SequenceDescriptor` tells lengths.
+    def __init__(self, module: nn.Module, inputs: jax.Array, mask, max_decode_length: int | None):
+        """inputs: [b, s, H] ([s, b, H]). mask: what the call got; a `SequenceDescriptor` tells lengths.
 
-        Raises ValueError where there is no cache to read or to write, for one of another shape, more tokens than it
-        has slots, and for descriptors of segments; TypeError for a cache of another dtype.
+        Raises ValueError where there is no cache to read or to write, for more tokens than it has slots, for another
+        batch size than its own, and for descriptors of segments.
         """
         self._module, self._batch = module, 1 if module.transpose_batch_sequence else 0
         b, self._s = inputs.shape[self._batch], inputs.shape[1 - self._batch]
@@ -47,12 +47,8 @@ class KVCache:
             )
         self.fresh = module.is_initializing() or not module.has_variable(COLLECTION, "cached_key")
         self._size = self._capacity(max_decode_length)
-        lengths = [b, self._size] if self._batch == 0 else [self._size, b]
-        self._keys, self._values = (
-            self._variable(name, (*lengths, *shape), inputs, inputs.dtype) for name in ("cached_key", "cached_value")
-        )
         self._index = module.variable(COLLECTION, "cache_index", jnp.zeros, (), jnp.int32)
-        self._padding = self._variable("cache_padding", (b,), inputs, jnp.int32)
+        self._padding = self._variable("cache_padding", inputs, (self._batch,), jnp.int32)
 
         self._counts = self._lengths(mask, b)
         token, counts = jnp.arange(self._s), self._s if self._counts is None else self._counts[:, None]
@@ -65,15 +61,19 @@ class KVCache:
     def extend(self, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Writes the call's keys and values [b, s, g, d]; returns all, [b, T, g, d], values 0 where none is written.
 
-        In `init` the cache stays empty, and the results are the call's own.
+        In `init` the cache stays empty, and the results are the call's own. Raises ValueError for a cache of another
+        shape, TypeError for one of another dtype.
         """
+        axes = tuple(None if axis == 1 - self._batch else axis for axis in range(4))
+        cached_key = self._variable("cached_key", key, axes, key.dtype)
+        cached_value = self._variable("cached_value", value, axes, value.dtype)
         if self._module.is_initializing():
             return key, value
         # An index of its own for each token that is not written, so that indices are unique.
         slots = jnp.where(self._fits, self.positions, self._size + jnp.arange(self._s))
-        keys = self._write(self._keys.value, key, slots)
-        values = self._write(self._values.value, value, slots)
-        self._keys.value, self._values.value = keys, values
+        keys = self._write(cached_key.value, key, slots)
+        values = self._write(cached_value.value, value, slots)
+        cached_key.value, cached_value.value = keys, values
         self._index.value = self._index.value + self._s
         if self._counts is not None:
             self._padding.value = self._padding.value + (self._s - self._counts)
@@ -138,15 +138,19 @@ class KVCache:
             )
         return size
 
-    def _variable(self, name: str, shape: tuple[int, ...], inputs, dtype):
-        """A variable whose rows lie where those of the inputs do. ValueError, TypeError if it is held otherwise."""
+    def _variable(self, name: str, like: jax.Array, axes: tuple[int | None, ...], dtype):
+        """A variable of these axes of `like`, and on the mesh placed as they are; None: the slots.
+
+        ValueError or TypeError for one that is held and does not fit.
+        """
+        shape = tuple(self._size if axis is None else like.shape[axis] for axis in axes)
 
         def zeros():
-            x, axes = jnp.zeros(shape, dtype), [None] * len(shape)
-            if on_explicit_mesh(jax.typeof(inputs)):
-                axes[self._batch if len(shape) > 1 else 0] = jax.typeof(inputs).sharding.spec[self._batch]
-                x = jax.sharding.reshard(x, PartitionSpec(*axes))
-            return align(x, inputs)[0]
+            x, aval = jnp.zeros(shape, dtype), jax.typeof(like)
+            if on_explicit_mesh(aval):
+                spec = (None if axis is None else aval.sharding.spec[axis] for axis in axes)
+                x = jax.sharding.reshard(x, PartitionSpec(*spec))
+            return align(x, like)[0]
 
         variable = self._module.variable(COLLECTION, name, zeros)
         held = variable.value

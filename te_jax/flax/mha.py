@@ -311,7 +311,7 @@ class MultiHeadAttention(nn.Module):
     def _cache(self, inputs_q, inputs_kv, mask, max_decode_length) -> KVCache:
         if inputs_kv is not None:
             raise ValueError(f"{describe(self)}: decode=True is for self-attention; leave inputs_kv or decode out.")
-        return KVCache(self, inputs_q, (self._groups(), self.head_dim), mask, max_decode_length)
+        return KVCache(self, inputs_q, mask, max_decode_length)
 
     def _attend(self, query, key, value, mask, bias, deterministic, tensors, cache: KVCache | None):
         mask_type, described = self.attn_mask_type, None
