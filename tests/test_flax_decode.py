@@ -393,6 +393,12 @@ def steps_from_init(params, x, lengths):
     return scanned(params, {"cache": ROWS.init(KEY, x, decode=True)["cache"]}, x)
 
 
+def call_then_steps_from_init(params, x, lengths):
+    """The same, but the first token has a call of its own, which may place the cache anew."""
+    y, cache = decoded(params, {"cache": ROWS.init(KEY, x, decode=True)["cache"]}, x[:, :1])
+    return jnp.concatenate([y, scanned(params, cache, x[:, 1:])], 1)
+
+
 ROWS = mha(enable_rotary_pos_emb=True, num_gqa_groups=2)
 
 
@@ -419,6 +425,7 @@ def rows_case(run):
     [
         ("explicit", steps_from_init),
         ("explicit heads", ragged_call_then_steps),
+        ("explicit heads", call_then_steps_from_init),
         ("auto", ragged_call_then_steps),
         ("shard_map", steps_from_init),
         ("shard_map", ragged_call_then_steps),

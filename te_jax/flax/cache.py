@@ -189,7 +189,7 @@ class KVCache:
             slots = jax.sharding.reshard(slots, PartitionSpec(spec[batch], None))
         # By rows, so that the batch stays an axis that the partitioner knows as such.
         write = lambda row, tokens, at: row.at[at].set(tokens, mode="drop", unique_indices=True)
-        out = jax.vmap(write, (batch, batch, 0), batch)(*align(cached, new, slots))
+        out = jax.vmap(write, (batch, batch, 0), batch)(cached, new, slots)
         return constrain(out, activation_axes(self._module, BATCH_AXES, SEQLEN_AXES, HEAD_AXES, HIDDEN_AXES))
 
 
