@@ -450,6 +450,12 @@ def test_relative_position_biases(bidirectional, num_buckets, max_distance):
     np.testing.assert_array_equal(got, table[None, :, index])
     row = jax.jit(lambda at: module.apply({"params": params}, 1, 199, bidirectional, q_offset=at))(jnp.asarray(77))
     np.testing.assert_array_equal(row, got[:, :, 77:78])
+    rows = jax.jit(lambda at: module.apply({"params": params}, 2, 199, bidirectional, q_offset=at))(
+        jnp.arange(0, 99, 9)
+    )
+    assert rows.shape == (11, 3, 2, 199)
+    for i, each in enumerate(rows):
+        np.testing.assert_array_equal(each, got[0, :, 9 * i : 9 * i + 2])
 
 
 def test_relative_position_biases_errors():

@@ -14,7 +14,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import te_jax as te
 import te_jax.flax as te_flax
 from te_jax import recipe
-from te_jax.ops import attention
 from te_jax.ops.attention import SequenceDescriptor
 
 KEY = jax.random.key(0)
@@ -488,24 +487,3 @@ def test_errors():
     with pytest.raises(ValueError, match="'cube'"):
         module = mha(attn_mask_type="cube")
         call(held, x[:, :1])
-
-
-def test_relative_position_biases_of_rows():
-    module = te_flax.RelativePositionBiases(8, 20, num_attention_heads=N)
-    params = drawn(module, 4, 4)
-    whole, got = jax.jit(lambda v: (module.apply(v, 20, 20), module.apply(v, 3, 20, q_offset=jnp.asarray([0, 17, 5]))))(
-        params
-    )
-    assert got.shape == (3, N, 3, 20)
-    for row, first in zip(got, (0, 17, 5)):
-        np.testing.assert_array_equal(row, whole[0, :, first : first + 3])
-
-
-def test_one_token_on_a_long_cache_does_not_warn():
-    module = mha()
-    attention._warn_long.cache_clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        variables = jax.eval_shape(lambda: module.init(KEY, jnp.ones((1, 4, H)), decode=True, max_decode_length=8192))
-        step = lambda v: module.apply(v, jnp.ones((1, 1, H)), decode=True, mutable=["cache"])
-        assert jax.eval_shape(step, variables)[1]["cache"]["cached_key"].shape == (1, 8192, N, D)
