@@ -65,6 +65,8 @@ def test_long_plain_attention_warns_once_with_the_reason():
         warnings.simplefilter("error")
         trace()
         trace(implementation="xla")  # asked for
+        attention._warn_long.cache_clear()
+        jax.eval_shape(lambda x: dot_product_attention(x[:, :1], x, x), struct)  # one token on a long cache
 
 
 # ---- errors --------------------------------------------------------------------------------------

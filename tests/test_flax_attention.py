@@ -388,7 +388,6 @@ def test_checkpoint_names():
         (dict(layernorm_type="none"), {}, ValueError, "'none'"),
         (dict(attn_mask_type="square"), {}, ValueError, "'square'"),
         (dict(score_mod=max), {}, ValueError, "score_mod"),
-        ({}, dict(decode=True), ValueError, "decode=True is not in this version"),
         ({}, dict(inputs_kv=jnp.ones((2, 5))), ValueError, "inputs_kv has shape"),
         ({}, dict(inputs_kv=jnp.ones((2, 5, 3), jnp.int32)), TypeError, "inputs_kv is int32"),
     ],
@@ -451,6 +450,12 @@ def test_relative_position_biases(bidirectional, num_buckets, max_distance):
     np.testing.assert_array_equal(got, table[None, :, index])
     row = jax.jit(lambda at: module.apply({"params": params}, 1, 199, bidirectional, q_offset=at))(jnp.asarray(77))
     np.testing.assert_array_equal(row, got[:, :, 77:78])
+    rows = jax.jit(lambda at: module.apply({"params": params}, 2, 199, bidirectional, q_offset=at))(
+        jnp.arange(0, 99, 9)
+    )
+    assert rows.shape == (11, 3, 2, 199)
+    for i, each in enumerate(rows):
+        np.testing.assert_array_equal(each, got[0, :, 9 * i : 9 * i + 2])
 
 
 def test_relative_position_biases_errors():

@@ -435,14 +435,6 @@ def test_data_parallel_without_names(kind):
         ({}, (data(B, S, H + 1),), {}, ValueError, "hidden_size is 16"),
         ({}, (data(S, H),), {}, ValueError, r"\[batch, sequence, 16\]"),
         ({}, (jnp.ones((B, S, H), jnp.int32),), {}, TypeError, "inputs is int32"),
-        ({}, (data(B, S, H),), dict(decode=True), ValueError, "decode=True is not in this version"),
-        (
-            {},
-            (data(B, S, H),),
-            dict(max_decode_length=9),
-            ValueError,
-            "max_decode_length=9 is not in this version",
-        ),
         ({}, (data(B, S, H),), dict(score_mod_tensors={}), ValueError, "score_mod_tensors"),
         (
             dict(num_attention_heads=5),

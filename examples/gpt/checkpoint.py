@@ -34,10 +34,9 @@ class Checkpoints:
 
         A checkpoint without FP8 state (one of a bf16 run) gets `fresh`'s. ValueError if its key is not `key`.
         """
-        step = self.manager.latest_step()
-        if step is None:
+        run = self.last_run()
+        if run is None:
             return None
-        run = self.manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
         differing = [f"{k} {run['key'].get(k)} there, {key.get(k)} now" for k in key if run["key"].get(k) != key[k]]
         if differing:
             raise ValueError(
@@ -49,10 +48,32 @@ class Checkpoints:
             wanted["fp8"] = fresh.fp8
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), wanted)
         items = {name: ocp.args.StandardRestore(tree) for name, tree in shapes.items()}
-        restored = self.manager.restore(step, args=ocp.args.Composite(**items))
+        restored = self.manager.restore(self.manager.latest_step(), args=ocp.args.Composite(**items))
         if fresh.fp8 and not run["has_fp8"]:
             print(f"note: the checkpoint in {self.directory} has no FP8 state; it starts afresh (scales of 1)")
         return TrainState(**restored["state"], fp8=restored["fp8"] if "fp8" in wanted else fresh.fp8), run
+
+    def last_run(self) -> dict | None:
+        """`run` of the last checkpoint; None if there is none."""
+        step = self.manager.latest_step()
+        return step and self.manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+
+    def restore_weights(self, params, fp8: dict) -> tuple[dict, dict]:
+        """(params, fp8) of the last checkpoint, which must hold both; the optimizer's state is not read.
+
+        Of the arguments shapes and dtypes count (`jax.eval_shape` gives them). {} for fp8 reads none.
+        """
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        wanted = {"state": {"params": params}} | ({"fp8": fp8} if fp8 else {})
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), wanted)
+        items = {
+            name: ocp.args.PyTreeRestore(
+                tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree), partial_restore=True
+            )
+            for name, tree in shapes.items()
+        }
+        restored = self.manager.restore(self.manager.latest_step(), args=ocp.args.Composite(**items))
+        return restored["state"]["params"], restored["fp8"] if fp8 else {}
 
     def close(self) -> None:
         """Waits until all is written."""

@@ -19,6 +19,12 @@ class Model:
     rope: bool = False  # False: learned positions, which take many more steps to be of use
     tie_embeddings: bool = True
 
+    @classmethod
+    def of(cls, key: dict) -> "Model":
+        """The model of a checkpoint, from its `resume_key`."""
+        fields = {f.name: key[f.name] for f in dataclasses.fields(cls)}
+        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
+
 
 @dataclasses.dataclass(frozen=True)
 class Preset:

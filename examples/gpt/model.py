@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 
 import te_jax.flax as te_flax
+from te_jax.ops.attention import SequenceDescriptor
 
 from .config import Model
 
@@ -16,9 +17,11 @@ class Block(nn.Module):
 
     config: Model
     dropout: float
+    decode: bool = False
+    max_decode_length: int | None = None
 
     @nn.compact
-    def __call__(self, x, _):
+    def __call__(self, x, lengths):
         c = self.config
         layer = te_flax.TransformerLayer(
             hidden_size=c.hidden,
@@ -35,11 +38,22 @@ class Block(nn.Module):
             hidden_dropout=self.dropout,
             attention_dropout=0.0,
         )
-        return layer(x, deterministic=self.dropout == 0), None
+        return layer(
+            x,
+            attention_mask=None if lengths is None else SequenceDescriptor.from_seqlens(lengths),
+            deterministic=self.dropout == 0,
+            decode=self.decode,
+            max_decode_length=self.max_decode_length,
+        ), None
 
 
 class GPT(nn.Module):
-    """tokens int[b, s] -> logits f32[b, s, 256]."""
+    """tokens int[b, s] -> logits f32[b, s, 256].
+
+    decode:    the tokens follow those in the collection `cache`; lengths int[b] of them are not padding, None: all.
+    positions: int[b, s], which learned positions need to know when decoding; RoPE counts by itself.
+    max_decode_length: slots of the cache, for the call that finds none.
+    """
 
     config: Model
     max_len: int  # learned positions
@@ -47,27 +61,31 @@ class GPT(nn.Module):
     remat: bool = False
 
     @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens, lengths=None, positions=None, *, decode=False, max_decode_length=None) -> jax.Array:
         c = self.config
         embedding = self.param("embedding", nn.initializers.normal(0.02), (VOCAB, c.hidden), jnp.float32)
         # A product, not a look-up: the gradient of a look-up is a scatter, whose sums have no fixed order on a GPU.
         # In f32 at the highest precision it is exact: one row times 1, plus zeros.
         x = jnp.matmul(jax.nn.one_hot(tokens, VOCAB), embedding, precision=jax.lax.Precision.HIGHEST)
         if not c.rope:
-            positions = self.param("positions", nn.initializers.normal(0.02), (self.max_len, c.hidden), jnp.float32)
-            x = x + positions[: tokens.shape[1]]
+            learned = self.param("positions", nn.initializers.normal(0.02), (self.max_len, c.hidden), jnp.float32)
+            if decode and positions is None:
+                raise ValueError("GPT: learned positions and decode=True; pass positions int[b, s].")
+            x = x + (learned[: tokens.shape[1]] if positions is None else learned[positions])
         x = x.astype(jnp.bfloat16)
 
         # One layer is traced and compiled, whatever their number. The FP8 state gets a leading layer axis, as
-        # the parameters do. With `remat` a layer keeps its input alone, and runs again in the backward pass.
+        # the parameters and the cache do. With `remat` a layer keeps its input alone, and runs again in the backward
+        # pass.
         layers = nn.scan(
             nn.remat(Block, prevent_cse=False) if self.remat else Block,
-            variable_axes={"params": 0, "fp8_metas": 0},
+            variable_axes={"params": 0, "fp8_metas": 0, "cache": 0},
             split_rngs={"params": True, "dropout": True},
+            in_axes=nn.broadcast,
             length=c.layers,
             metadata_params={nn.PARTITION_NAME: None},
         )
-        x, _ = layers(c, self.dropout, name="layers")(x, None)
+        x, _ = layers(c, self.dropout, decode, max_decode_length, name="layers")(x, lengths)
         x = te_flax.LayerNorm(layernorm_type=c.norm, name="final_norm")(x)
 
         head = embedding

@@ -64,6 +64,11 @@ def later(module: nn.Module, field: str, value):
     return ValueError(f"{describe(module)}: {field}={value!r} is not in this version of te_jax; leave it out.")
 
 
+def activation_axes(module: nn.Module, *names: str | None) -> tuple[str | None, ...]:
+    """(batch, sequence, ...) in the order of the module's arrays."""
+    return (names[1], names[0], *names[2:]) if module.transpose_batch_sequence else names
+
+
 def lora(module: nn.Module, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     """x.A.B * (alpha / r): low-rank adaptation (Hu et al. 2021, https://arxiv.org/abs/2106.09685).
 

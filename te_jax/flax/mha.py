@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from te_jax.flax._common import Initializer, check_floating, kernel_initializer, later, lora_scope
+from te_jax.flax._common import Initializer, activation_axes, check_floating, kernel_initializer, lora_scope
 from te_jax.flax._state import describe
 from te_jax.flax.attention import DotProductAttention, check_heads
+from te_jax.flax.cache import KVCache
 from te_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.ops.rope import rope
@@ -37,11 +38,6 @@ _DEPRECATED = {  # old field -> what to use instead
     "fuse_qkv": "fuse_qkv_params",
 }
 _QKV, _QUERY_KV, _QUERY_KEY_VALUE = ("qkv",), ("query", "kv"), ("query", "key", "value")
-
-
-def activation_axes(module: nn.Module, *names: str | None) -> tuple[str | None, ...]:
-    """(batch, sequence, ...) in the order of the module's arrays."""
-    return (names[1], names[0], *names[2:]) if module.transpose_batch_sequence else names
 
 
 class MultiHeadAttention(nn.Module):
@@ -134,6 +130,7 @@ class MultiHeadAttention(nn.Module):
         positions: jax.Array | None = None,
         residual: bool = False,
         norm_output: bool = True,
+        max_decode_length: int | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
         """inputs_q [b, s, H], inputs_kv [b, t, Hk] -> ([b, s, H], norm output [b, s, H] or None).
 
@@ -147,10 +144,21 @@ class MultiHeadAttention(nn.Module):
         norm_output: False leaves out the norm's output, which is else also returned by self-attention with GQA or
             separate kernels; with return_layernorm_output it is there in any case.
 
-        Raises ValueError for parameters of another configuration, naming both.
+        decode: self-attention continues the sequences of collection `cache`, which must be mutable: the inputs are the
+            next s >= 1 tokens of each row. Keys are those of the cache and of the inputs, RoPE counts on, and mask
+            types, windows and the columns of `mask` and `bias` (T of them) go by positions in the whole sequence.
+            A query sees no later token than the call's last. See `te_jax.flax.cache.KVCache` for the variables.
+            A call that finds no cache makes it: `init` an empty one of max_decode_length slots (None: s), any other
+            call one of max_decode_length slots, and writes its tokens.
+            Prompts of different lengths: pass them padded on the right, and as mask
+            `SequenceDescriptor.from_seqlens(lengths)`, i32[b]; the padding takes no slots, and no later call needs to
+            know of it. To take n tokens back, subtract n from `cache_index`.
+            Tokens past the last slot get NaN; more than T in one call are refused.
+        max_decode_length: T, the slots of a cache that this call makes.
+
+        Raises ValueError for parameters or a cache of another configuration, naming both, and for decode=True without
+        a cache or in cross-attention; TypeError for a cache of another dtype.
         """
-        if decode:
-            raise later(self, "decode", decode)
         check_floating(self, inputs_q=inputs_q)
         self_attention = inputs_kv is None or inputs_kv is inputs_q
         if not self_attention:
@@ -162,15 +170,17 @@ class MultiHeadAttention(nn.Module):
         names = self._projections(inputs_q, inputs_kv, self_attention)
         self_attention = self_attention or names == _QKV
         sources = inputs_q, None if self_attention else inputs_kv
+        cache = self._cache(*sources, mask, max_decode_length) if decode else None
         query, key, value, normed, through = self._project(*sources, names, norm_output, residual)
         if self.enable_rotary_pos_emb:
+            positions = cache.positions if cache and positions is None else positions
             at_q, at_kv = self._positions(positions, mask, inputs_q, None if self_attention else inputs_kv)
             query = self._rotate(query, at_q, turned=2 if key is None else None)
             key = key if key is None else self._rotate(key, at_kv)
         elif positions is not None:
             raise ValueError(f"{describe(self)}: positions are for RoPE; set enable_rotary_pos_emb, or leave them out.")
         tensors = dict(score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
-        context = self._attend(query, key, value, mask, bias, deterministic, tensors)
+        context = self._attend(query, key, value, mask, bias, deterministic, tensors, cache)
         context = context.reshape(*context.shape[:2], -1)
         context = constrain(context, activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_TP_AXES))
         out = DenseGeneral(
@@ -298,14 +308,28 @@ class MultiHeadAttention(nn.Module):
             return rope(x, positions, **turn)
         return jnp.swapaxes(rope(jnp.swapaxes(x, 0, 1), positions, **turn), 0, 1)
 
-    def _attend(self, query, key, value, mask, bias, deterministic, tensors):
-        described = isinstance(mask, SequenceDescriptor)
-        return DotProductAttention(
+    def _cache(self, inputs_q, inputs_kv, mask, max_decode_length) -> KVCache:
+        if inputs_kv is not None:
+            raise ValueError(f"{describe(self)}: decode=True is for self-attention; leave inputs_kv or decode out.")
+        return KVCache(self, inputs_q, mask, max_decode_length)
+
+    def _attend(self, query, key, value, mask, bias, deterministic, tensors, cache: KVCache | None):
+        mask_type, described = self.attn_mask_type, None
+        if isinstance(mask, SequenceDescriptor):
+            mask, described = None, mask
+        if cache:
+            keys, values = cache.extend(*((key, value) if key is not None else _parts(query)[1:]))
+            if not cache.fresh:
+                query = query if key is not None else _parts(query)[0]
+                key, value = keys, values
+            mask, bias = cache.columns("mask", mask), cache.columns("bias", bias)
+            mask_type, described = cache.mask_type(mask_type), cache.descriptor()
+        context = DotProductAttention(
             head_dim=self.head_dim,
             num_attention_heads=self.num_attention_heads,
             num_gqa_groups=self._groups(),
             attention_dropout=self.attention_dropout,
-            attn_mask_type=self.attn_mask_type,
+            attn_mask_type=mask_type,
             attn_bias_type=self.attn_bias_type,
             dropout_rng_name=self.dropout_rng_name,
             float32_logits=self.float32_logits,
@@ -321,12 +345,13 @@ class MultiHeadAttention(nn.Module):
             query,
             key,
             value,
-            mask if described else None,
+            described,
             bias,
-            mask=None if described else mask,
+            mask=mask,
             deterministic=deterministic,
             **tensors,
         )
+        return cache.poisoned(context) if cache else context
 
 
 def _parts(joined) -> tuple[jax.Array, ...]:

@@ -38,7 +38,8 @@ class RelativePositionBiases(nn.Module):
 
     @nn.compact
     def __call__(self, q_seqlen: int, k_seqlen: int, bidirectional: bool = True, *, q_offset=0) -> jax.Array:
-        """-> [1, h, q_seqlen, k_seqlen]. q_offset: position of the first query, an int or a traced int32[].
+        """-> [1, h, q_seqlen, k_seqlen], or [b, ...]: q_offset is the position of the first query, an int or a traced
+        int32[], or int32[b], one for each row.
 
         Raises ValueError for lengths that are not ints of at least 1 and for buckets that do not fit the
         distance.
@@ -54,10 +55,12 @@ class RelativePositionBiases(nn.Module):
             )
         shape = (self.num_attention_heads, self.num_buckets)
         table = parameter(self, "rel_embedding", self.embedding_init, self.embedding_axes, shape)
-        relative = jnp.arange(k_seqlen)[None, :] - (jnp.arange(q_seqlen)[:, None] + q_offset)  # [q, k]
+        first = jnp.asarray(q_offset)[..., None, None]
+        relative = jnp.arange(k_seqlen) - (jnp.arange(q_seqlen)[:, None] + first)  # [q, k] or [b, q, k]
         distance = jnp.abs(relative) if bidirectional else jnp.maximum(-relative, 0)
         bucket_of = jnp.asarray(_distance_buckets(buckets, self.max_distance))
         bucket = bucket_of[jnp.minimum(distance, self.max_distance)]
         if bidirectional:
             bucket = bucket + jnp.where(relative > 0, buckets, 0)
-        return jnp.take(table, bucket, axis=1)[None]
+        bias = jnp.take(table, bucket, axis=1)
+        return bias[None] if bias.ndim == 3 else jnp.moveaxis(bias, 1, 0)

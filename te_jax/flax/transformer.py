@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from te_jax.flax._common import Initializer, check_floating, later, lora_scope
+from te_jax.flax._common import Initializer, activation_axes, check_floating, lora_scope
 from te_jax.flax._state import describe
-from te_jax.flax.mha import MultiHeadAttention, activation_axes
+from te_jax.flax.cache import extent
+from te_jax.flax.mha import MultiHeadAttention
 from te_jax.flax.mlp import LayerNormMLP
 from te_jax.flax.norm import LayerNorm
 from te_jax.flax.relpos import RelativePositionBiases
@@ -49,8 +50,8 @@ class TransformerLayer(nn.Module):
     self_attn_mask_type, self_attn_bias_type: of self-attention; cross-attention masks by "padding", without a
         bias.
     enable_relative_embedding: T5's relative position biases (32 buckets, distance 128). False here.
-    relative_embedding: a module of the user's for them, called as `RelativePositionBiases` is; it switches
-                        them on.
+    relative_embedding: a module of the user's for them, called as `RelativePositionBiases` is (with q_offset when
+                        decoding alone); it switches them on.
     drop_path:          rate at which a sample skips a sub-block (https://arxiv.org/abs/1603.09382).
     window_size, enable_rotary_pos_emb: of self-attention alone; cross_window_size and cross_rotary_pos_emb
                         are theirs in cross-attention. A decoder whose weights were trained with both must ask
@@ -132,28 +133,35 @@ class TransformerLayer(nn.Module):
         encoded: the encoder's output [b, t, He], for a decoder.
         attention_mask, encoder_decoder_mask: a `SequenceDescriptor`, or an array broadcastable to
             [b, 1, s, t], True (or 1) = masked out. None masks nothing beyond what the mask type does.
+        decode: self-attention continues the sequences of collection `cache`, in its scope: inputs are the next s >= 1
+            tokens of each row. See `MultiHeadAttention` for prompts of different lengths, for masks (their columns are
+            the T slots of the cache), and for what a call without a cache does. Cross-attention reads `encoded` anew.
+        max_decode_length: T, the slots of a cache that this call makes; without decode it has no use.
         positions: [b, s] or [s] for RoPE in self-attention.
 
-        Raises ValueError for arguments that the layer type has no use for, and for `relpos_bias` parameters
-        without enable_relative_embedding.
+        Raises what `MultiHeadAttention` raises; ValueError for arguments that the layer type has no use for, and for
+        `relpos_bias` parameters without enable_relative_embedding.
         """
         decoder = TransformerLayerType.DECODER
         is_decoder = self._layer_type() is decoder
-        self._check(inputs, encoded, encoder_decoder_mask, is_decoder, decode, max_decode_length)
+        self._check(inputs, encoded, encoder_decoder_mask, is_decoder)
+        name = "self_attention" if is_decoder else "attention"
         inputs = self._residual_layout(inputs)
         dropped = (self.hidden_dropout > 0 or self.drop_path > 0) and not deterministic
         in_kernels = not dropped and not self.apply_residual_connection_post_layernorm
-        x, normed = self._attention("self_attention" if is_decoder else "attention", cross=False)(
+        x, normed = self._attention(name, cross=False)(
             inputs,
             None,
             attention_mask,
-            self._relative_bias(inputs, bidirectional=not is_decoder),
+            self._relative_bias(inputs, not is_decoder, name if decode else None, max_decode_length),
+            decode=decode,
             deterministic=deterministic,
             score_mod_tensors=score_mod_tensors,
             score_mod_bprop_tensors=score_mod_bprop_tensors,
             positions=positions,
             residual=in_kernels,
             norm_output=False,
+            max_decode_length=max_decode_length,
         )
         x = self._add(x, inputs, normed, deterministic, in_kernels)
         if is_decoder:
@@ -181,10 +189,7 @@ class TransformerLayer(nn.Module):
             known = tuple(kind.value for kind in TransformerLayerType)
             raise ValueError(f"{describe(self)}: layer_type is {self.layer_type!r}; pass one of {known}.") from None
 
-    def _check(self, inputs, encoded, encoder_decoder_mask, is_decoder, decode, max_decode_length):
-        for name, value in (("decode", decode), ("max_decode_length", max_decode_length)):
-            if value:
-                raise later(self, name, value)
+    def _check(self, inputs, encoded, encoder_decoder_mask, is_decoder):
         check_floating(self, inputs=inputs)
         if inputs.ndim != 3 or inputs.shape[-1] != self.hidden_size:
             raise ValueError(
@@ -208,8 +213,9 @@ class TransformerLayer(nn.Module):
         sequence = SEQLEN_TP_AXES if self.enable_sequence_parallel else SEQLEN_AXES
         return constrain(x, activation_axes(self, BATCH_AXES, sequence, HIDDEN_AXES))
 
-    def _relative_bias(self, inputs, bidirectional: bool):
-        """[1, h, s, s], or None where relative embedding is off."""
+    def _relative_bias(self, inputs, bidirectional: bool, cached: str | None, max_decode_length):
+        """[1, h, s, s]; [1 or b, h, s, T] on the cache of the self-attention of name `cached`; None where relative
+        embedding is off."""
         if not self.enable_relative_embedding and self.relative_embedding is None:
             if self.has_variable("params", "relpos_bias"):
                 raise ValueError(
@@ -231,7 +237,10 @@ class TransformerLayer(nn.Module):
             name="relpos_bias",
         )
         length = inputs.shape[0 if self.transpose_batch_sequence else 1]
-        return module(length, length, bidirectional)
+        if cached is None:
+            return module(length, length, bidirectional)
+        slots, first = extent(self, cached, length, max_decode_length)
+        return module(length, slots, bidirectional, q_offset=first)
 
     def _attention(self, name: str, cross: bool, padded: bool = True) -> MultiHeadAttention:
         return MultiHeadAttention(

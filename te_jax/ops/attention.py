@@ -189,7 +189,7 @@ def dot_product_attention(
     if choice.implementation == "cudnn":
         *operands, rng = align(q, k, v, _words(dropout_rng, q.shape))
         return restore(attention(tuple(operands), rng, _attrs(options, s, t), context_checkpoint_name))
-    if max(s, t) > _LONG and implementation is None:
+    if s * t > _LONG**2 and implementation is None:
         _warn_long(choice.refused["cudnn"])
     arrays = (bias, _hidden(options, s, t), _kept(q, t, options, dropout_rng), options.offset(q))
     out, max_logit = _plain(*align(q, k, v, *arrays), options)

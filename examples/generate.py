@@ -1,0 +1,185 @@
+"""Continue texts with a GPT that train_gpt.py trained, with a KV cache.
+
+    python examples/generate.py --prompt "def main(" --prompt "import " --tokens 100
+
+It reads the last checkpoint of --checkpoint, and runs in the precision of training. See examples/README.md; `--help`
+lists the options.
+"""
+
+import argparse
+import pathlib
+import sys
+import time
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gpt import checkpoint, config, steps
+from gpt.model import GPT, VOCAB
+from train_gpt import fp8_recipe
+
+
+def load(directory: pathlib.Path, bf16: bool):
+    """(model, variables, recipe or None) of the last checkpoint in `directory`. ValueError if there is none."""
+    checkpoints = checkpoint.Checkpoints(directory) if directory.is_dir() else None
+    run = checkpoints and checkpoints.last_run()
+    if not run:
+        raise ValueError(f"there is no checkpoint in {directory}: train one with train_gpt.py, or give --checkpoint")
+    key = run["key"]
+    model = GPT(config.Model.of(key), max_len=key["seq_len"])
+    recipe = fp8_recipe(argparse.Namespace(**key)) if run["has_fp8"] and not bf16 else None
+
+    def init():
+        with steps.autocast(recipe):
+            return nn.meta.unbox(model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
+
+    shapes = jax.eval_shape(init)
+    params, fp8 = checkpoints.restore_weights(shapes.pop("params"), shapes)
+    checkpoints.close()
+    return model, {"params": params, **fp8}, recipe
+
+
+def chooser(greedy: bool, temperature: float, top_k: int):
+    """(key, logits f32[b, 256]) -> the next byte of each row, i32[b]."""
+
+    def choose(key, logits):
+        if greedy:
+            return jnp.argmax(logits, -1).astype(jnp.int32)
+        if top_k:
+            logits = jnp.where(logits < jax.lax.top_k(logits, top_k)[0][:, -1:], -jnp.inf, logits)
+        return jax.random.categorical(key, logits / temperature).astype(jnp.int32)
+
+    return choose
+
+
+def last(logits: jax.Array, lengths: jax.Array) -> jax.Array:
+    """logits [b, s, 256] of each row's last token: [b, 256]."""
+    return jnp.take_along_axis(logits, lengths[:, None, None] - 1, axis=1)[:, 0]
+
+
+def with_cache(model: GPT, choose, count: int):
+    """(read, write): read(variables, prompts i32[b, s], lengths i32[b]) -> state,
+    write(variables, state, lengths, key) -> (i32[b, count], state).
+
+    The prompts are padded on the right; the lengths tell the layers, whose caches then know where each row is.
+    """
+
+    def read(variables, prompts, lengths):
+        positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
+        slots = prompts.shape[1] + count
+        options = dict(decode=True, max_decode_length=slots, mutable=["cache"])
+        logits, cache = model.apply(variables, prompts, lengths, positions, **options)
+        return last(logits, lengths), cache
+
+    def write(variables, state, lengths, key):
+        def step(state, i):
+            logits, cache = state
+            token = choose(jax.random.fold_in(key, i), logits)
+            positions = (lengths + i)[:, None]
+            logits, cache = model.apply(
+                {**variables, **cache}, token[:, None], None, positions, decode=True, mutable=["cache"]
+            )
+            return (logits[:, 0], cache), token
+
+        state, tokens = jax.lax.scan(step, state, jnp.arange(count))
+        return tokens.T, state
+
+    return read, write
+
+
+def without_cache(model: GPT, choose, count: int):
+    """As `with_cache`, but the model reads the whole text again for each token."""
+
+    def read(variables, prompts, lengths):
+        return jnp.pad(prompts, ((0, 0), (0, count)))
+
+    def write(variables, text, lengths, key):
+        def step(text, i):  # what stands behind a row's end is not seen from it
+            token = choose(jax.random.fold_in(key, i), last(model.apply(variables, text), lengths + i))
+            return text.at[jnp.arange(len(text)), lengths + i].set(token), token
+
+        text, tokens = jax.lax.scan(step, text, jnp.arange(count))
+        return tokens.T, text
+
+    return read, write
+
+
+def generate(model: GPT, variables, recipe, prompts: list[bytes], count: int, choose, seed=0, cache=True):
+    """(bytes behind each prompt u8[b, count], seconds of reading the prompts, seconds of writing).
+
+    Raises ValueError for an empty prompt, and for texts beyond the learned positions.
+    """
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    if not lengths.all():
+        raise ValueError("a prompt is empty: give at least one byte")
+    if not model.config.rope and lengths.max() + count > model.max_len:
+        raise ValueError(
+            f"the model learned {model.max_len} positions, but the longest prompt has {lengths.max()} bytes and "
+            f"{count} follow: give less --tokens, or train with a larger --seq-len"
+        )
+    padded = np.stack([np.frombuffer(prompt.ljust(lengths.max(), b"\0"), np.uint8) for prompt in prompts])
+    read, write = (with_cache if cache else without_cache)(model, choose, count)
+    key = jax.random.key(seed)
+    with steps.autocast(recipe):
+        args = variables, jnp.asarray(padded, jnp.int32), jnp.asarray(lengths)
+        state = jax.eval_shape(read, *args)
+        read = jax.jit(read).lower(*args).compile()
+        # The memory of the caches that `read` made is the loop's from there on.
+        write = jax.jit(write, donate_argnums=1).lower(variables, state, args[-1], key).compile()
+    began = time.perf_counter()
+    state = jax.block_until_ready(read(*args))
+    was_read = time.perf_counter()
+    tokens = np.asarray(write(variables, state, args[-1], key)[0], np.uint8)
+    return tokens, was_read - began, time.perf_counter() - was_read
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description="Continue texts with a GPT that train_gpt.py trained, with a KV cache.")
+    add = p.add_argument
+    add("--checkpoint", help="of train_gpt.py [default: runs/gpt/fp8, else runs/gpt/bf16]", metavar="DIR")
+    add("--prompt", help="text to continue; repeat it for a batch", action="append", metavar="TEXT")
+    add("--tokens", help="bytes to add to each prompt [default: 100]", type=int, default=100, metavar="N")
+    add("--temperature", help="divides the logits [default: 0.8]", type=float, default=0.8, metavar="T")
+    add("--top-k", help="sample among the k likeliest bytes; 0: all [default: 40]", type=int, default=40, metavar="K")
+    add("--greedy", help="take the likeliest byte", action="store_true")
+    add("--seed", help="of sampling [default: 0]", type=int, default=0)
+    add("--bf16", help="run a model that was trained in FP8 in bf16", action="store_true")
+    add("--no-cache", help="read the whole text for every byte, to compare", action="store_true")
+    args = p.parse_args(argv)
+    if args.tokens < 1:
+        p.error(f"--tokens is {args.tokens}: give 1 or more")
+    if not args.temperature > 0:
+        p.error(f"--temperature is {args.temperature}: give more than 0, or --greedy")
+    if not 0 <= args.top_k <= VOCAB:
+        p.error(f"--top-k is {args.top_k}: give 0 to {VOCAB}")
+    if args.checkpoint is None:
+        args.checkpoint = next((d for d in ("runs/gpt/fp8", "runs/gpt/bf16") if pathlib.Path(d).is_dir()), "runs/gpt")
+    args.prompt = args.prompt or ["def ", "class Parser:\n"]
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    prompts = [prompt.encode() for prompt in args.prompt]
+    choose = chooser(args.greedy, args.temperature, args.top_k)
+    try:
+        model, variables, recipe = load(pathlib.Path(args.checkpoint), args.bf16)
+        tokens, reading, writing = generate(
+            model, variables, recipe, prompts, args.tokens, choose, args.seed, not args.no_cache
+        )
+    except (OSError, ValueError) as error:
+        print(f"generate: {error}", file=sys.stderr)
+        return 2
+    for prompt, row in zip(prompts, tokens):
+        print(f"=== {prompt.decode()!r}", (prompt + row.tobytes()).decode(errors="replace"), sep="\n")
+    read = "" if args.no_cache else f"; prompts read in {reading * 1e3:.1f} ms"
+    print(
+        f"=== {'bf16' if recipe is None else 'fp8'}, {'no cache' if args.no_cache else 'cache'}: "
+        f"{tokens.size} tokens in {writing:.2f} s, {tokens.size / writing:,.0f} tokens/s{read}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

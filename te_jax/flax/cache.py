@@ -1,0 +1,203 @@
+"""The KV cache of self-attention: keys and values of past tokens, in Flax's collection `cache`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jax.sharding import PartitionSpec
+
+from te_jax._op import align, on_explicit_mesh
+from te_jax.flax._common import activation_axes
+from te_jax.flax._state import describe
+from te_jax.ops.attention import MASK_TYPES, SequenceDescriptor
+from te_jax.sharding import BATCH_AXES, HEAD_AXES, HIDDEN_AXES, SEQLEN_AXES
+from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
+
+COLLECTION = "cache"
+
+
+class KVCache:
+    """The cache of one self-attention of g heads of width d, during one call: s tokens for each of b rows.
+
+    Variables in the scope of the module, for rows of at most T tokens:
+
+    cached_key, cached_value: [b, T, g, d], or [T, b, g, d] with transpose_batch_sequence, in the activations' dtype.
+        Slot j holds a row's token j: a token's slot is its position, whatever padding came before it.
+    cache_index:   i32[], tokens that every row was given, padding included.
+    cache_padding: i32[b], how many of them were padding. The next token's position is cache_index - cache_padding.
+
+    Padding, and tokens at positions outside of 0 .. T - 1, are not written. The latter get NaN: `poisoned`.
+    """
+
+    positions: jax.Array  # i32[b, s], of the call's tokens
+    fresh: bool  # made by this call: its own keys are all that there are
+
+    def __init__(self, module: nn.Module, inputs: jax.Array, mask, max_decode_length: int | None):
+        """inputs: [b, s, H] ([s, b, H]). mask: what the call got; a `SequenceDescriptor` tells lengths.
+
+        Raises ValueError where there is no cache to read or to write, for more tokens than it has slots, for another
+        batch size than its own, and for descriptors of segments.
+        """
+        self._module, self._batch = module, 1 if module.transpose_batch_sequence else 0
+        b, self._s = inputs.shape[self._batch], inputs.shape[1 - self._batch]
+        if not module.is_mutable_collection(COLLECTION):
+            raise ValueError(
+                f"{describe(module)}: decode=True writes the collection {COLLECTION!r}, which is not mutable here; "
+                f"call `apply` with mutable=[{COLLECTION!r}], and name it in the variable_axes of `nn.scan`."
+            )
+        self.fresh = module.is_initializing() or not module.has_variable(COLLECTION, "cached_key")
+        self._size = self._capacity(max_decode_length)
+        self._index = module.variable(COLLECTION, "cache_index", jnp.zeros, (), jnp.int32)
+        self._padding = self._variable("cache_padding", inputs, (self._batch,), jnp.int32)
+
+        self._counts = self._lengths(mask, b)
+        token, counts = jnp.arange(self._s), self._s if self._counts is None else self._counts[:, None]
+        start = (self._index.value - self._padding.value)[:, None]
+        self.positions = start + token
+        self._real = jnp.broadcast_to(token < counts, self.positions.shape)
+        self._fits = self._real & (self.positions >= 0) & (self.positions < self._size)
+        self._written = jnp.arange(self._size) < start + counts  # [b, T], after this call
+
+    def extend(self, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Writes the call's keys and values [b, s, g, d]; returns all, [b, T, g, d], values 0 where none is written.
+
+        In `init` the cache stays empty, and the results are the call's own. Raises ValueError for a cache of another
+        shape, TypeError for one of another dtype.
+        """
+        axes = tuple(None if axis == 1 - self._batch else axis for axis in range(4))
+        cached_key = self._variable("cached_key", key, axes, key.dtype)
+        cached_value = self._variable("cached_value", value, axes, value.dtype)
+        if self._module.is_initializing():
+            return key, value
+        # An index of its own for each token that is not written, so that indices are unique.
+        slots = jnp.where(self._fits, self.positions, self._size + jnp.arange(self._s))
+        keys = self._write(cached_key.value, key, slots)
+        values = self._write(cached_value.value, value, slots)
+        cached_key.value, cached_value.value = keys, values
+        self._index.value = self._index.value + self._s
+        if self._counts is not None:
+            self._padding.value = self._padding.value + (self._s - self._counts)
+        # A probability of 0 does not hide a NaN that an empty slot may hold.
+        written = jnp.expand_dims(self._written.T if self._batch else self._written, (2, 3))
+        return keys, jnp.where(written, values, 0)
+
+    def descriptor(self) -> SequenceDescriptor | None:
+        """Which slots each token may see, as far as the cache knows; None: all."""
+        if self.fresh:
+            return None if self._counts is None else SequenceDescriptor.from_seqlens(self._counts)
+        slots = jnp.broadcast_to(jnp.arange(self._size), self._written.shape)
+        ids = self._fits.astype(jnp.int32), self._written.astype(jnp.int32)
+        return SequenceDescriptor.from_segment_ids_and_pos(ids, (self.positions, slots))
+
+    def mask_type(self, name: str) -> str:
+        """`name` as it reads on the cache, where positions count from the row's first token: the top left and the
+        bottom right are the same there."""
+        return "causal" if not self.fresh and name in MASK_TYPES and MASK_TYPES[name].bottom_right else name
+
+    def columns(self, name: str, x):
+        """A mask or bias, whose last axis is the T slots (or 1), cut to the keys that there are."""
+        if x is None or not getattr(x, "ndim", 0):
+            return x
+        if x.shape[-1] not in (1, self._size):
+            raise ValueError(
+                f"{describe(self._module)}: {name} has shape {x.shape}; with decode=True its last axis is the "
+                f"{self._size} slots of the cache, or 1."
+            )
+        return x[..., : self._s] if self.fresh else x
+
+    def poisoned(self, context: jax.Array) -> jax.Array:
+        """context [b, s, ...], NaN at tokens for which the cache has no slot."""
+        if self.fresh:
+            return context  # they were counted at trace time
+        lost = self._real & ~self._fits
+        lost = jnp.expand_dims(lost.T if self._batch else lost, tuple(range(2, context.ndim)))
+        return jnp.where(lost, jnp.nan, context)
+
+    def _capacity(self, asked: int | None) -> int:
+        """T. In `init` max_decode_length, or the length of the inputs; the cache's own where there is one."""
+        module, s = self._module, self._s
+        if asked is not None and (not isinstance(asked, int | np.integer) or asked < 1):
+            raise ValueError(f"{describe(module)}: max_decode_length is {asked!r}; pass None or an int of at least 1.")
+        if not self.fresh:
+            size = module.get_variable(COLLECTION, "cached_key").shape[1 - self._batch]
+            if asked not in (None, size):
+                raise ValueError(
+                    f"{describe(module)}: max_decode_length is {asked}, but the cache has {size} slots; leave it out."
+                )
+        elif asked is None and not module.is_initializing():
+            raise ValueError(
+                f"{describe(module)}: decode=True finds no {COLLECTION!r}; pass max_decode_length to make one of that "
+                f"many slots in this call, or the {COLLECTION!r} of an earlier call or of `init` with decode=True."
+            )
+        else:
+            size = s if asked is None else int(asked)
+        if s > size:
+            raise ValueError(
+                f"{describe(module)}: the inputs have {s} tokens, but the cache has {size} slots; pass fewer, or "
+                "make the cache with a larger max_decode_length."
+            )
+        return size
+
+    def _variable(self, name: str, like: jax.Array, axes: tuple[int | None, ...], dtype):
+        """A variable of these axes of `like`, and on the mesh placed as they are; None: the slots.
+
+        ValueError or TypeError for one that is held and does not fit.
+        """
+        shape = tuple(self._size if axis is None else like.shape[axis] for axis in axes)
+
+        def zeros():
+            x, aval = jnp.zeros(shape, dtype), jax.typeof(like)
+            if on_explicit_mesh(aval):
+                spec = (None if axis is None else aval.sharding.spec[axis] for axis in axes)
+                x = jax.sharding.reshard(x, PartitionSpec(*spec))
+            return align(x, like)[0]
+
+        variable = self._module.variable(COLLECTION, name, zeros)
+        held = variable.value
+        if held.shape != shape:
+            raise ValueError(
+                f"{describe(self._module)}: {name} has shape {held.shape}, this call needs {shape}; a cache is for one "
+                'batch size and configuration (stacked by `nn.scan` it needs variable_axes={"cache": 0}).'
+            )
+        if held.dtype != dtype:
+            raise TypeError(
+                f"{describe(self._module)}: {name} is {held.dtype}, the inputs need {jnp.dtype(dtype)}; make the cache "
+                "with inputs of their dtype."
+            )
+        return variable
+
+    def _lengths(self, mask, b: int) -> jax.Array | None:
+        """i32[b], how many of the call's tokens are not padding; None: all."""
+        if not isinstance(mask, SequenceDescriptor):
+            return None
+        lengths = None if mask.seqlens is None or mask.seq_offsets is not None else mask.seqlens[0]
+        if lengths is None or lengths.shape != (b,):
+            kind = "segments" if lengths is None else f"seqlens of shape {lengths.shape}"
+            raise ValueError(
+                f"{describe(self._module)}: the SequenceDescriptor has {kind}; with decode=True a row is one sequence "
+                f"with its padding on the right: pass SequenceDescriptor.from_seqlens(i32[{b}])."
+            )
+        return jnp.clip(lengths, 0, self._s).astype(jnp.int32)
+
+    def _write(self, cached: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+        """cached [b, T, g, d] with new [b, s, g, d] in the slots [b, s]; what is out of bounds is dropped."""
+        batch = self._batch
+        if on_explicit_mesh(jax.typeof(new)):
+            spec = list(jax.typeof(new).sharding.spec)
+            spec[1 - batch] = None  # a shard holds whole rows
+            cached, new = (jax.sharding.reshard(x, PartitionSpec(*spec)) for x in (cached, new))
+            slots = jax.sharding.reshard(slots, PartitionSpec(spec[batch], None))
+        # By rows, so that the batch stays an axis that the partitioner knows as such.
+        write = lambda row, tokens, at: row.at[at].set(tokens, mode="drop", unique_indices=True)
+        out = jax.vmap(write, (batch, batch, 0), batch)(cached, new, slots)
+        return constrain(out, activation_axes(self._module, BATCH_AXES, SEQLEN_AXES, HEAD_AXES, HIDDEN_AXES))
+
+
+def extent(module: nn.Module, child: str, s: int, max_decode_length: int | None):
+    """(T, the rows' next positions: i32[b], or 0 for all) of the cache that self-attention `child` of `module` has, or
+    is about to make for s tokens."""
+    held = module.get_variable(COLLECTION, child) if module.has_variable(COLLECTION, child) else {}
+    if module.is_initializing() or "cached_key" not in held:
+        return max_decode_length or s, 0
+    size = held["cached_key"].shape[0 if module.transpose_batch_sequence else 1]
+    return size, held["cache_index"] - held.get("cache_padding", 0)
