@@ -48,7 +48,7 @@ __device__ __forceinline__ void AddTo(float (&sums)[N], const Vec<T, N>& v) {
 }
 
 // Adds up what the blockDim.y rows in work at once had in `sums`, and writes it to partial [h]. scratch:
-// [blockDim.y, kVecs, 8, blockDim.x] where blockDim.y > 1.
+// [blockDim.y, kVecs, 8, blockDim.x] where blockDim.y > 1, for each call its own.
 template <int kVecs>
 __device__ void StoreColumnSums(float (&sums)[kVecs][8], float* scratch, float* partial, int h) {
   const int c = threadIdx.x * 8, stride = blockDim.x * 8, width = stride * kVecs;
@@ -189,7 +189,8 @@ __global__ void __launch_bounds__(kThreads, 1) NormBwdRows(const NormBwdArgs a, 
   WaitForPrefetch(0);
   float* of_rows = reinterpret_cast<float*>(dynamic);  // the ring is no longer needed
   StoreColumnSums(dgamma, of_rows, a.dgamma + int64_t{blockIdx.x} * h, h);
-  if (!kRms && a.dbeta) StoreColumnSums(dbeta, of_rows, a.dbeta + int64_t{blockIdx.x} * h, h);
+  if (!kRms && a.dbeta)
+    StoreColumnSums(dbeta, of_rows + blockDim.y * width, a.dbeta + int64_t{blockIdx.x} * h, h);
 }
 
 // Rows too long for registers (N = 8), or of a length that is no multiple of 8 (N = 1). A CTA takes its rows
@@ -285,7 +286,8 @@ ffi::Error LaunchRows(cudaStream_t stream, const NormBwdArgs& a, int64_t ctas) {
     TE_TRY(Prepare<kKernel>(gpu, &arch));
     const int64_t y = std::max(int64_t{1}, std::min(kThreads / x, room / 2));  // rows at once
     const int64_t stages = std::min(room / y, int64_t{kStages});
-    const int64_t sums_bytes = y > 1 ? sizeof(float) * y * width : 0;  // to add up what y rows have
+    const int64_t sums_bytes =
+        y > 1 ? 2 * sizeof(float) * y * width : 0;  // of what y rows have; 64 KiB at most
     const int64_t ring_bytes = (staged ? gamma_bytes : 0) + y * stages * row_bytes;
     kKernel<<<ctas, dim3(x, y), std::max(ring_bytes, sums_bytes), stream>>>(a, stages, staged);
     TE_LAUNCHED();

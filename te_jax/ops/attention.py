@@ -164,7 +164,8 @@ def dot_product_attention(
     scale:          float; None is 1 / sqrt(d).
     dropout_rate:   in [0, 1), on the probabilities, from the key `dropout_rng` (typed or raw). One key, one mask, as
                     long as implementation, device, shapes and sharding stay; shards never share one. Inside `shard_map`
-                    with check_vma=False fold the device's index into the key yourself.
+                    with check_vma=False fold the device's index into the key yourself. cuDNN 9.19 gives four queries of
+                    a head one mask.
     deterministic:  bitwise repeatable gradients.
     implementation: None: cuDNN where it serves the call (bf16 and f16, full or causal), else plain JAX, whose
                     memory grows with s * t; "cudnn" or "xla" force one. See `explain_attention`.
