@@ -94,9 +94,8 @@ __device__ __forceinline__ float WarpSum4(const float (&v)[4]) {
   return sum;
 }
 
-// The moments of the warp's four rows of the tile, of which `columns` are inside: row i in the lanes 8 i .. 8
-// i
-// + 7.
+// The moments of the warp's four rows of the tile, of which `columns` are inside. Row i is in the lanes from
+// 8 i on.
 template <typename T, bool kVectors>
 __device__ Moments RowMoments(const T* rows, int width, int columns, bool rms) {
   constexpr int kVecs = kMostWidth<T> / (32 * 8);

@@ -56,7 +56,9 @@ class Checkpoints:
     def last_run(self) -> dict | None:
         """`run` of the last checkpoint; None if there is none."""
         step = self.manager.latest_step()
-        return step and self.manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+        if step is None:
+            return None
+        return self.manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
 
     def restore_weights(self, params, fp8: dict) -> tuple[dict, dict]:
         """(params, fp8) of the last checkpoint, which must hold both; the optimizer's state is not read.

@@ -116,7 +116,7 @@ class KVCache:
     def _capacity(self, asked: int | None) -> int:
         """T. In `init` max_decode_length, or the length of the inputs; the cache's own where there is one."""
         module, s = self._module, self._s
-        if asked is not None and (not isinstance(asked, int | np.integer) or asked < 1):
+        if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int | np.integer) or asked < 1):
             raise ValueError(f"{describe(module)}: max_decode_length is {asked!r}; pass None or an int of at least 1.")
         if not self.fresh:
             size = module.get_variable(COLLECTION, "cached_key").shape[1 - self._batch]
@@ -167,7 +167,8 @@ class KVCache:
         return variable
 
     def _lengths(self, mask, b: int) -> jax.Array | None:
-        """i32[b], how many of the call's tokens are not padding; None: all."""
+        """i32[b], how many of the call's tokens are not padding; None: all. They are queries and keys at once: of a
+        descriptor's two lengths those of the queries count."""
         if not isinstance(mask, SequenceDescriptor):
             return None
         lengths = None if mask.seqlens is None or mask.seq_offsets is not None else mask.seqlens[0]

@@ -151,10 +151,10 @@ class MultiHeadAttention(nn.Module):
             A call that finds no cache makes it: `init` an empty one of max_decode_length slots (None: s), any other
             call one of max_decode_length slots, and writes its tokens.
             Prompts of different lengths: pass them padded on the right, and as mask
-            `SequenceDescriptor.from_seqlens(lengths)`, i32[b]; the padding takes no slots, and no later call needs to
-            know of it. To take n tokens back, subtract n from `cache_index`.
+            `SequenceDescriptor.from_seqlens(lengths)`, i32[b] (of two lengths those of the queries count); the padding
+            takes no slots, and no later call needs to know of it. To take n tokens back, subtract n from `cache_index`.
             Tokens past the last slot get NaN; more than T in one call are refused.
-        max_decode_length: T, the slots of a cache that this call makes.
+        max_decode_length: T, the slots of a cache that this call makes; without decode it has no use.
 
         Raises ValueError for parameters or a cache of another configuration, naming both, and for decode=True without
         a cache or in cross-attention; TypeError for a cache of another dtype.

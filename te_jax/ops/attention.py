@@ -32,7 +32,7 @@ from te_jax.ops.attention_op import attention_packed_bwd as attention_packed_bwd
 from te_jax.ops.attention_op import attention_packed_fwd as attention_packed_fwd
 
 _OP, _PACKED_OP = "dot_product_attention", "dot_product_attention_packed"
-_LONG = 4096  # from here on the s x t logits in memory deserve a warning
+_LONG = 4096  # beyond its square the s x t logits in memory deserve a warning
 
 # ---- all of it, in plain JAX -----------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ def explain_attention(q, k, v, *, implementation: str | None = None, **kwargs) -
 
 @cache
 def _warn_long(reason: str):
-    text = f"{_OP}: plain JAX keeps the logits of a sequence over {_LONG} in memory, because {reason}."
+    text = f"{_OP}: plain JAX keeps s x t logits of more than {_LONG} x {_LONG} in memory, because {reason}."
     warnings.warn(text, stacklevel=3)
 
 
@@ -163,14 +163,16 @@ def dot_product_attention(
     softmax_offset: [h] or [1, h, 1, 1], compared with the scaled logits; differentiable.
     scale:          float; None is 1 / sqrt(d).
     dropout_rate:   in [0, 1), on the probabilities, from the key `dropout_rng` (typed or raw). One key, one mask, as
-                    long as implementation, device, shapes and sharding stay; shards never share one. Inside `shard_map`
-                    with check_vma=False fold the device's index into the key yourself. cuDNN 9.19 gives four queries of
-                    a head one mask.
+                    long as implementation, device, shapes and sharding stay; shards never share one, save along an axis
+                    of `vmap` over which the key is not mapped: split the key. Inside `shard_map` with check_vma=False
+                    fold the device's index into the key yourself. cuDNN 9.19 gives four queries of a head one mask,
+                    and its gradients are NaN where the backward pass is sharded otherwise than the forward pass or is
+                    mapped alone (`jax.jacrev`, a `vmap` of the vjp): implementation="xla" serves those.
     deterministic:  bitwise repeatable gradients.
     implementation: None: cuDNN where it serves the call (bf16 and f16, full or causal), else plain JAX, whose
                     memory grows with s * t; "cudnn" or "xla" force one. See `explain_attention`.
     return_max_logit: also return the largest logit of each head, f32[h], not differentiable.
-    context_checkpoint_name: names the output, and lse with it, for `jax.checkpoint` policies.
+    context_checkpoint_name: names the output, and lse and the dropout's seeds with it, for `jax.checkpoint` policies.
 
     Returns [b..., s, h, e] of q's dtype, or (that, max_logit).
     Raises ValueError or TypeError for arguments that do not fit, and where a forced cuDNN cannot serve.
