@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from jax.sharding import PartitionSpec
 
@@ -10,6 +9,7 @@ from te_jax._op import align, on_explicit_mesh
 from te_jax.flax._common import activation_axes
 from te_jax.flax._state import describe
 from te_jax.ops.attention import MASK_TYPES, SequenceDescriptor
+from te_jax.ops.attention_check import is_int
 from te_jax.sharding import BATCH_AXES, HEAD_AXES, HIDDEN_AXES, SEQLEN_AXES
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
@@ -116,7 +116,7 @@ class KVCache:
     def _capacity(self, asked: int | None) -> int:
         """T. In `init` max_decode_length, or the length of the inputs; the cache's own where there is one."""
         module, s = self._module, self._s
-        if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int | np.integer) or asked < 1):
+        if asked is not None and (not is_int(asked) or asked < 1):
             raise ValueError(f"{describe(module)}: max_decode_length is {asked!r}; pass None or an int of at least 1.")
         if not self.fresh:
             size = module.get_variable(COLLECTION, "cached_key").shape[1 - self._batch]

@@ -149,12 +149,12 @@ def _softmax_type(op, kind, offset, h) -> str:
 def _window(op, window) -> tuple[int, int] | None:
     if window is None:
         return None
-    if not isinstance(window, (tuple, list)) or len(window) != 2 or not all(_is_int(size) for size in window):
+    if not isinstance(window, (tuple, list)) or len(window) != 2 or not all(is_int(size) for size in window):
         raise ValueError(f"{op}: window_size is {window!r}; pass None or (left, right), two ints, negative for open.")
     return int(window[0]), int(window[1])
 
 
-def _is_int(x) -> bool:
+def is_int(x) -> bool:
     return isinstance(x, numbers.Integral) and not isinstance(x, bool)
 
 
