@@ -80,3 +80,18 @@ def test_projection_goes_to_the_kernel_uncopied(bias):
     forward = jax.jit(lambda x: rotated.init_with_output(jax.random.key(0), x)[0][0])
     text = forward.trace(x).lower(lowering_platforms=("cpu",)).as_text()
     assert any("<2x8x" in found[0] for found in COPIES.finditer(text))  # what the test looks for
+
+
+def test_sequence_first_is_read_by_strides():
+    """[s, b, heads, d]: what the module turns, the kernel's operand and result layouts turn back."""
+    module = te_flax.DotProductAttention(head_dim=16, num_attention_heads=4, transpose_batch_sequence=True)
+    x = jnp.ones((8, 2, 4, 16), jnp.bfloat16)
+    step = jax.jit(jax.grad(lambda x: jnp.sum(module.apply({}, x, x, x).astype(jnp.float32))))
+    text = step.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "custom_call @te_attention_" in line]
+    sequences, turned = (
+        (4, 5 + 3),
+        "dense<[3, 2, 0, 1]> : tensor<4xindex>",
+    )  # q, k, v, out; dout, q, k, v, out, dq, dk, dv
+    assert [line.count(turned) for line in calls] == list(sequences)
+    assert all(line.count("dense<[3, 2, 1, 0]>") == 0 and "seq_major = true" in line for line in calls)
