@@ -69,8 +69,8 @@ _absent = (None,) * 5  # biases and segments
 
 CASES = [
     Case(
-        "rope", "te_rope", {"b...0": 8, "s": 8, "n": 8, "h": 8, "d": 16}, (f32, f32),
-        dict(turned=2, consecutive=True, inverse=False, w0=1.0, w1=10000.0), None, {"b...": 1},
+        "rope", "te_rope", {"b...0": 8, "s": 8, "n": 8, "h": 8, "d": 16, "r": 4}, (f32, f32, f32),
+        dict(turned=2, consecutive=True, inverse=False), None, {"b...": 1},
     ),
     Case(
         "scale_update", "te_scale_update", {"b...0": 8, "l": 16}, (f32, f32, f32),

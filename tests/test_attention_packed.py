@@ -65,15 +65,16 @@ def test_errors(qkv, kwargs, text):
 COPIES = re.compile(r"stablehlo\.(slice|dynamic_slice|concatenate|pad|dynamic_update_slice|transpose|gather)\b.*")
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_projection_goes_to_the_kernel_uncopied(bias):
-    """b 2, s 8, 4 heads of 16: neither q, k, v nor their gradients are cut out, put together or turned."""
-    module = te_flax.MultiHeadAttention(head_dim=16, num_attention_heads=4, dtype=jnp.bfloat16, use_bias=bias)
+@pytest.mark.parametrize("fields", [{}, dict(use_bias=True), dict(enable_rotary_pos_emb=True, rotary_pos_emb_dim=8)])
+def test_projection_goes_to_the_kernel_uncopied(fields):
+    """b 2, s 8, 4 heads of 16: neither q, k, v nor their gradients are cut out, put together or transposed."""
+    module = te_flax.MultiHeadAttention(head_dim=16, num_attention_heads=4, dtype=jnp.bfloat16, **fields)
     x = jnp.ones((2, 8, 32), jnp.bfloat16)
     variables = jax.eval_shape(module.init, jax.random.key(0), x)
     step = jax.jit(jax.grad(lambda v, x: jnp.sum(module.apply(v, x)[0].astype(jnp.float32)), (0, 1)))
     text = step.trace(variables, x).lower(lowering_platforms=("cuda",)).as_text()
     assert all(text.count(f"custom_call @te_attention_packed_{kind}(") == 1 for kind in ("fwd", "bwd"))
+    assert text.count("custom_call @te_rope(") == (2 if "enable_rotary_pos_emb" in fields else 0)
     tokens = [found[0] for found in COPIES.finditer(text) if "<2x8x" in found[0]]  # others are of weights
     assert not tokens, tokens
     rotated = te_flax.MultiHeadAttention(head_dim=16, num_attention_heads=4, enable_rotary_pos_emb=True)

@@ -10,10 +10,11 @@ from flax import linen as nn
 from te_jax.flax._common import Initializer, activation_axes, check_floating, lora_scope
 from te_jax.flax._state import describe
 from te_jax.flax.cache import extent
-from te_jax.flax.mha import MultiHeadAttention
+from te_jax.flax.mha import MultiHeadAttention, check_rotary_fields
 from te_jax.flax.mlp import LayerNormMLP
 from te_jax.flax.norm import LayerNorm
 from te_jax.flax.relpos import RelativePositionBiases
+from te_jax.ops.rope import Scaling
 from te_jax.sharding import (
     BATCH_AXES,
     HIDDEN_AXES,
@@ -112,6 +113,8 @@ class TransformerLayer(nn.Module):
     kv_channels: int | None = None
     cross_window_size: tuple[int, int] | None = None
     cross_rotary_pos_emb: bool = False
+    rotary_pos_emb_dim: int | None = None
+    rotary_pos_emb_scaling: Scaling | None = None
 
     @nn.compact
     def __call__(
@@ -208,6 +211,12 @@ class TransformerLayer(nn.Module):
                 f"{describe(self)}: hidden_size={self.hidden_size} does not split into num_attention_heads="
                 f"{self.num_attention_heads}; pass a divisor, or kv_channels."
             )
+        rotary = self.enable_rotary_pos_emb or (is_decoder and self.cross_rotary_pos_emb)
+        switches = "enable_rotary_pos_emb" + (" or cross_rotary_pos_emb" if is_decoder else "")
+        check_rotary_fields(self, self._head_dim(), rotary, switches)
+
+    def _head_dim(self) -> int:
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     def _residual_layout(self, x):
         sequence = SEQLEN_TP_AXES if self.enable_sequence_parallel else SEQLEN_AXES
@@ -243,8 +252,9 @@ class TransformerLayer(nn.Module):
         return module(length, slots, bidirectional, q_offset=first)
 
     def _attention(self, name: str, cross: bool, padded: bool = True) -> MultiHeadAttention:
+        rotary = self.cross_rotary_pos_emb if cross else self.enable_rotary_pos_emb
         return MultiHeadAttention(
-            head_dim=self.kv_channels or self.hidden_size // self.num_attention_heads,
+            head_dim=self._head_dim(),
             num_attention_heads=self.num_attention_heads,
             num_gqa_groups=self.num_gqa_groups,
             attention_dropout=self.attention_dropout,
@@ -259,9 +269,11 @@ class TransformerLayer(nn.Module):
             bias_init=self.bias_init,
             attn_mask_type=("padding" if padded else "no_mask") if cross else self.self_attn_mask_type,
             attn_bias_type="no_bias" if cross else self.self_attn_bias_type,
-            enable_rotary_pos_emb=self.cross_rotary_pos_emb if cross else self.enable_rotary_pos_emb,
+            enable_rotary_pos_emb=rotary,
             rotary_pos_emb_windows=self.rotary_pos_emb_windows,
             rotary_pos_emb_group_method=self.rotary_pos_emb_group_method,
+            rotary_pos_emb_dim=self.rotary_pos_emb_dim if rotary else None,
+            rotary_pos_emb_scaling=self.rotary_pos_emb_scaling if rotary else None,
             low_rank_adaptation_scope=self.low_rank_adaptation_scope,
             low_rank_adaptation_dim=self.low_rank_adaptation_dim,
             low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
