@@ -39,6 +39,8 @@ class TransformerLayerType(enum.Enum):
 class TransformerLayer(nn.Module):
     """One transformer layer: self-attention, in a decoder cross-attention, MLP; each with norm and residual.
 
+    With parallel_attention_mlp: x + attention(norm(x)) + mlp(norm(x)) (https://arxiv.org/abs/2204.02311, section 2).
+
     hidden_size, mlp_hidden_size, num_attention_heads, num_gqa_groups: H, F, h, g (None: h).
     hidden_dropout, hidden_dropout_dims: rate after each sub-block, and the axes that share one mask.
     attention_dropout, intermediate_dropout, intermediate_dropout_dims: of the probabilities; after the
@@ -59,6 +61,9 @@ class TransformerLayer(nn.Module):
                         for both.
     scale_attn_logits, scaled_query_init: as in `MultiHeadAttention`.
     kv_channels:        width of a head; None is hidden_size / num_attention_heads.
+    parallel_attention_mlp: attention and MLP read the same input, and one residual connection takes their sum, behind
+                        one dropout and one drop path. Each has a norm of its own, as in Falcon 40B. Encoders only.
+    parallel_shared_layernorm: with it, the MLP reads the norm of attention and has none, as in Falcon 7B and GPT-J.
     score_mod, score_mod_bprop: not in this version. Others as in `MultiHeadAttention` and `LayerNormMLP`.
 
     Parameters: `attention` (encoder), or `self_attention` and `encoder_decoder_attention` (decoder), as
@@ -115,6 +120,8 @@ class TransformerLayer(nn.Module):
     cross_rotary_pos_emb: bool = False
     rotary_pos_emb_dim: int | None = None
     rotary_pos_emb_scaling: Scaling | None = None
+    parallel_attention_mlp: bool = False
+    parallel_shared_layernorm: bool = False
 
     @nn.compact
     def __call__(
@@ -142,12 +149,14 @@ class TransformerLayer(nn.Module):
         max_decode_length: T, the slots of a cache that this call makes; without decode it has no use.
         positions: [b, s] or [s] for RoPE in self-attention.
 
-        Raises what `MultiHeadAttention` raises; ValueError for arguments that the layer type has no use for, and for
-        `relpos_bias` parameters without enable_relative_embedding.
+        Raises what `MultiHeadAttention` raises; ValueError for arguments that the layer type has no use for, for fields
+        that contradict parallel_attention_mlp, and for parameters that the fields leave without use: `relpos_bias`
+        without enable_relative_embedding, `mlp/scale` with parallel_shared_layernorm.
         """
         decoder = TransformerLayerType.DECODER
         is_decoder = self._layer_type() is decoder
         self._check(inputs, encoded, encoder_decoder_mask, is_decoder)
+        self._check_parallel(is_decoder)
         name = "self_attention" if is_decoder else "attention"
         inputs = self._residual_layout(inputs)
         dropped = (self.hidden_dropout > 0 or self.drop_path > 0) and not deterministic
@@ -166,6 +175,10 @@ class TransformerLayer(nn.Module):
             norm_output=False,
             max_decode_length=max_decode_length,
         )
+        if self.parallel_attention_mlp:  # the MLP's second GEMM adds what attention gave
+            source = normed if self.parallel_shared_layernorm else inputs
+            x, _ = self._mlp()(source, deterministic=deterministic, residual=x)
+            return self._add(x, inputs, None, deterministic, in_kernels)
         x = self._add(x, inputs, normed, deterministic, in_kernels)
         if is_decoder:
             cross = self._attention("encoder_decoder_attention", cross=True, padded=encoder_decoder_mask is not None)
@@ -218,6 +231,32 @@ class TransformerLayer(nn.Module):
     def _head_dim(self) -> int:
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
+    def _check_parallel(self, is_decoder):
+        if not self.parallel_attention_mlp:
+            if self.parallel_shared_layernorm:
+                raise ValueError(
+                    f"{describe(self)}: parallel_shared_layernorm is True, but parallel_attention_mlp is False; set "
+                    "both, or neither: one after the other, attention and MLP cannot share a norm."
+                )
+            return
+        if is_decoder:
+            raise ValueError(
+                f'{describe(self)}: parallel_attention_mlp is True, but layer_type is "decoder"; use "encoder" '
+                '(with self_attn_mask_type "causal" for a language model): cross-attention has no place in it.'
+            )
+        for name in ("apply_residual_connection_post_layernorm", "output_layernorm"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"{describe(self)}: parallel_attention_mlp and {name} are both True; set one of them: a parallel "
+                    "layer has its norms before attention and MLP, its residual connection before the norms."
+                )
+        held = self.get_variable("params", "mlp") if self.has_variable("params", "mlp") else {}
+        if self.parallel_shared_layernorm and "scale" in held:
+            raise ValueError(
+                f"{describe(self)}: the parameters hold `mlp/scale`, but parallel_shared_layernorm is True; set it "
+                "False, or drop the parameters of the MLP's norm."
+            )
+
     def _residual_layout(self, x):
         sequence = SEQLEN_TP_AXES if self.enable_sequence_parallel else SEQLEN_AXES
         return constrain(x, activation_axes(self, BATCH_AXES, sequence, HIDDEN_AXES))
@@ -262,7 +301,7 @@ class TransformerLayer(nn.Module):
             input_layernorm=cross or not self.output_layernorm,
             layernorm_type=self.layernorm_type,
             layernorm_epsilon=self.layernorm_epsilon,
-            return_layernorm_output=self.apply_residual_connection_post_layernorm,
+            return_layernorm_output=self.apply_residual_connection_post_layernorm or self.parallel_shared_layernorm,
             zero_centered_gamma=self.zero_centered_gamma,
             kernel_init=self.mha_kernel_init,
             use_bias=self.use_bias,
@@ -293,8 +332,10 @@ class TransformerLayer(nn.Module):
 
     def _mlp(self) -> LayerNormMLP:
         sequence = SEQLEN_TP_AXES if self.enable_sequence_parallel else SEQLEN_AXES
+        shared = self.parallel_shared_layernorm
         return LayerNormMLP(
             intermediate_dim=self.mlp_hidden_size,
+            enable_layernorm=not shared,
             layernorm_type=self.layernorm_type,
             epsilon=self.layernorm_epsilon,
             zero_centered_gamma=self.zero_centered_gamma,
@@ -317,7 +358,8 @@ class TransformerLayer(nn.Module):
             low_rank_adaptation_dim=self.low_rank_adaptation_dim,
             low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
             dtype=self.dtype,
-            layernorm_input_axes=activation_axes(self, BATCH_AXES, sequence, HIDDEN_AXES),
+            # A shared norm comes from attention, where its whole sequence was gathered for the first GEMM.
+            layernorm_input_axes=None if shared else activation_axes(self, BATCH_AXES, sequence, HIDDEN_AXES),
             dot_1_input_axes=activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES),
             dot_2_input_axes=activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_TP_AXES),
             transpose_batch_sequence=self.transpose_batch_sequence,

@@ -78,7 +78,7 @@ def form_of(options: Options, q, k) -> Form:
 
 
 def _bias(bias, hidden, q) -> jax.Array | None:
-    """Both as one [b... or 1, h or 1, s, t] of a type that cuDNN takes; "hidden" and -inf as a large negative number."""
+    """Both as one [b... or 1, h or 1, s, t] of a type that cuDNN takes; "hidden" and -inf as a large negative one."""
     if bias is None and hidden is None:
         return None
     if bias is None:

@@ -207,7 +207,7 @@ segments: i32[b..., n, 4], the first query of each segment, its queries, its fir
 seq_major: the kernel's arrays lie as [s, b, heads, d], with one batch axis and without segments; else as they are.
 dropout_rate: of the probabilities, with rng; 0.0 without.
 rng: u32[b..., h, 4], random bits, other ones for every row and head: so shards differ.
-out: of q's type. lse: f32, natural log of the sum of exp(logits) over the keys seen. A query that sees none has 0, -inf.
+out: of q's type. lse: f32, natural log of the sum of exp(logits) over the keys seen. One that sees none has 0, -inf.
 drawn: with rng: what the backward pass draws the same mask from. The mask depends on the sharding where cuDNN draws it.
 """
 
