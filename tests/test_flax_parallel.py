@@ -42,7 +42,7 @@ def drawn(module, x):
     return ref.unboxed(ref.filled(jax.eval_shape(module.init, KEY, x)["params"]))
 
 
-def reference(x, p, g=None, rope=False):
+def reference(x, p, g=None, rope=None):
     """x + attention(norm(x)) + mlp(norm(x)) in float64; the MLP takes attention's norm where it has none."""
     y, normed = ref.mha(x, p["attention"], N, g, masked=ref.causal(S, S), rope=rope)
     z, _ = ref.mlp(x if "scale" in p["mlp"] else normed, p["mlp"])
@@ -56,7 +56,7 @@ def reference(x, p, g=None, rope=False):
         (SHARED | dict(use_bias=True), {}),
         (SHARED | dict(fuse_qkv_params=False), {}),
         (dict(num_gqa_groups=2), dict(g=2)),
-        (FALCON_7B, dict(g=1, rope=True)),
+        (FALCON_7B, dict(g=1, rope={})),
     ],
     ids=str,
 )
