@@ -1,17 +1,22 @@
 """Set before jax is imported: 8 host devices, so that every sharding test runs on one machine."""
 
+import importlib.util
 import math
 import os
 
 import numpy as np
 import pytest
 
-_FLAG = "--xla_force_host_platform_device_count"
-if _FLAG not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
+_FLAGS = "--xla_force_host_platform_device_count=8"
+# On a CPU the tests compile some thousand programs, each run once: not worth LLVM's optimizations.
+_QUICK = "" if importlib.util.find_spec("jax_cuda13_plugin") else " --xla_backend_optimization_level=0"
+_OUTSIDE = os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = f"{_FLAGS}{_QUICK} {_OUTSIDE}".strip()
 
 import jax  # noqa: E402
 
+jax.devices("cpu")  # reads the flags; programs that a test starts optimize
+os.environ["XLA_FLAGS"] = f"{_FLAGS} {_OUTSIDE}".strip()
 jax.config.update("jax_default_matmul_precision", "highest")  # f32 means f32 on a GPU too, not TF32
 
 

@@ -1,7 +1,6 @@
 """Tests that follow from each op's rule: every factor on every mesh axis, every vmap pattern, every kind of mesh."""
 
 import itertools
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +23,6 @@ KINDS = {
     "mixed": (AxisType.Explicit, AxisType.Auto),
 }
 all_cases = pytest.mark.parametrize("case", CASES, ids=str)
-# The tests compile some thousand programs on a CPU, each run once: not worth LLVM's optimizations.
-_OPTIONS = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-jit = partial(jax.jit, compiler_options=_OPTIONS)
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +104,7 @@ def test_sharded(case: Case, kind, rng, on_host):
                 continue
         with jax.set_mesh(mesh):
             placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(given, specs)]
-            close(jit(fn)(*placed), want)
+            close(jax.jit(fn)(*placed), want)
 
 
 @all_cases
@@ -135,7 +131,7 @@ def test_shard_map(case: Case, manual, rng, on_host):
 
         out_specs = tuple(P(*(axis_of.get(f) for f in rule.leading(o, ranks))) for o in rule.outputs)
         mapped = jax.shard_map(shard, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, axis_names=set(manual))
-        close(jit(mapped)(*given), want)
+        close(jax.jit(mapped)(*given), want)
 
 
 @all_cases
@@ -148,7 +144,7 @@ def test_vmap(case: Case, rng):
     patterns = patterns if len(patterns) < 30 else patterns[:: len(patterns) // 25]
     for axes in patterns:
         stacked = [xs[0] if ax is None else jnp.stack(xs, ax) for ax, xs in zip(axes, zip(*examples))]
-        got = jit(jax.vmap(fn, axes))(*stacked)
+        got = jax.jit(jax.vmap(fn, axes))(*stacked)
         for i, example in enumerate(examples):
             one = [examples[0][j] if ax is None else example[j] for j, ax in enumerate(axes)]
             close([g[i] for g in got], fn(*one))
@@ -160,10 +156,10 @@ def test_eager_jit_scan_remat(case: Case, rng):
     _, _, given = solve(case, args)
     fn = call(case, args)
     want = fn(*given)
-    close(jit(fn)(*given), want)
-    _, scanned = jit(lambda *g: lax.scan(lambda c, _: (c, fn(*g)), 0, None, length=2))(*given)
+    close(jax.jit(fn)(*given), want)
+    _, scanned = jax.jit(lambda *g: lax.scan(lambda c, _: (c, fn(*g)), 0, None, length=2))(*given)
     close([s[1] for s in scanned], want)
-    close(jit(jax.checkpoint(fn))(*given), want)
+    close(jax.jit(jax.checkpoint(fn))(*given), want)
 
 
 def test_every_op_has_a_case():

@@ -26,8 +26,8 @@ def cudnn_refuses(q, k, v) -> str:
     for name, size in (("d, of q and k,", d), ("e, of v,", e)):
         if size % 8 or size > 256:
             return f"head dim {name} is {size}; cuDNN takes multiples of 8 up to 256"
-    if s < 2 or t < 2:
-        return f"q has {s} and k has {t} positions; cuDNN takes 2 and more"
+    if t < 2:
+        return f"k has {t} positions; cuDNN takes 2 and more"
     return ""
 
 
