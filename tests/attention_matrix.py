@@ -35,6 +35,7 @@ WINDOWS = {  # on a CPU; on a GPU
     "self": ((0, 0), (0, 0)),
     "past": ((2, 0), (29, 0)),
     "wide": ((20, 30), (400, 500)),
+    "edge": (None, None),  # hides key 0 from the last query, and the last key from the first: `_window`
 }
 FILLS = {  # kinds of segments -> cases that share a program and differ in numbers
     "none": ("none",),
@@ -169,6 +170,9 @@ CORNERS = [
       for rows in ("lengths_same", "lengths_empty", "packed_swapped", "packed_starts")
       for mask_type, lengths in (("padding", "s_lt_t"), ("padding_causal_bottom_right", "s_gt_t"))),
     *(replace(_BASE, window="wide", mask_type=mask_type, lengths="s_lt_t") for mask_type in VALUES["mask_type"][:3]),
+    *(replace(_BASE, window="edge", mask_type=mask_type, lengths=lengths)
+      for mask_type in ("no_mask", "causal", "causal_bottom_right", "padding_causal_bottom_right")
+      for lengths in ("s_lt_t", "s_gt_t")),
     *(replace(_BASE, lengths="long", mask_type=mask_type, rows=rows, window=window)
       for mask_type, window in (("no_mask", "both"), ("causal", "past"), ("causal_bottom_right", "left"))
       for rows in ("none", "lengths", "packed_gaps")),
@@ -285,7 +289,8 @@ class Problem(NamedTuple):
 def problem(case: Case, gpu: bool = False) -> Problem:
     rng = np.random.default_rng(zlib.crc32(str(case).encode()))
     dtype = "bf16" if gpu and case.dtype == "f32" else case.dtype
-    (s, t), window = LENGTHS[case.lengths][gpu], WINDOWS[case.window][gpu]
+    s, t = LENGTHS[case.lengths][gpu]
+    window = _window(case, s, t) if case.window == "edge" else WINDOWS[case.window][gpu]
     rows = segments(case, s, t, rng)
     seen = np.zeros((case.batch, case.heads[0], s, t), bool)
     for n, row in enumerate(rows):
@@ -309,6 +314,10 @@ def problem(case: Case, gpu: bool = False) -> Problem:
         sixteenths = rng.integers(-32, 48, case.heads[0])
         oracle["joins"] = sixteenths / 16 if case.softmax == "learnable" else 0.0 * sixteenths
     return Problem(operands, _differentiated(case, oracle, DTYPES[dtype]), arrays, options, oracle)
+
+
+def _window(case: Case, s: int, t: int) -> tuple[int, int]:
+    return (t - 2, s - 2) if case.mask_type.endswith("bottom_right") else (s - 2, t - 2)
 
 
 def _differentiated(case: Case, oracle, dtype) -> dict[str, np.ndarray]:
