@@ -94,6 +94,19 @@ def test_fully_masked_rows_are_zero(implementation):
     assert not np.any(got["out"][:, :6]) and all(np.all(np.isfinite(x)) for x in got.values())
 
 
+def test_large_numbers_where_nobody_looks_give_no_nan():
+    """In f16 the gradient of a probability, dout v, is inf there."""
+    q, k, v, dout = operands(SHAPES["mha"], jnp.float16)
+    mask = np.zeros((2, 1, 6, 6), bool)
+    mask[:, :, :, 4:], mask[:, :, 3:, :] = True, True
+    v, dout = v.at[:, 4:].multiply(1000), dout.at[:, 3:].multiply(1000)
+    offset = jnp.zeros(2)
+    got = run(q, k, v, dout, mask=jnp.asarray(mask), softmax_type="learnable", softmax_offset=offset)
+    want = attend(q, k, v, seen=~mask, scale=0.25, joins=offset, dout=dout)
+    assert error(got.pop("dsoftmax_offset"), want["djoins"]) <= 2 * BOUND[jnp.float16][1]
+    check(got, want, jnp.float16)
+
+
 @pytest.mark.parametrize("kind", [None, "post_scale_bias", "pre_scale_bias"])
 @pytest.mark.parametrize("shape", [(5, 9), (1, 1, 1, 1), (1, 4, 5, 9), (2, 1, 1, 9), (1, 4, 5, 1), (2, 4, 5, 9)])
 def test_bias_and_its_gradient(kind, shape):

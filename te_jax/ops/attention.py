@@ -52,6 +52,8 @@ def _plain(q, k, v, bias, hidden, kept, offset, options: Options):
     total = jnp.sum(weights, -1, keepdims=True)
     total = total if offset is None else total + jnp.exp(offset - top)
     probs = weights / jnp.where(total == 0, 1, total)
+    if hidden is not None:  # the gradient of a hidden one, dout v of any numbers, may be inf in f16: not inf * 0
+        probs = jnp.where(hidden, 0, probs)
     if kept is not None:
         probs = jnp.where(kept, probs / (1 - options.dropout_rate), 0)
     lse = (top + jnp.log(total))[..., 0]

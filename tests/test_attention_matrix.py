@@ -1,0 +1,165 @@
+"""dot_product_attention, in all combinations that attention_matrix.py makes, against float64 with derived bounds."""
+
+from functools import partial
+
+import attention_float64
+import jax
+import numpy as np
+import pytest
+from attention_matrix import Case, all_pairs, cases, pairs, problem
+
+from te_jax.ops.attention import dot_product_attention, dot_product_attention_packed, explain_attention
+
+CASES = cases()
+SERVED = 22  # of CASES, by cuDNN on a Hopper GPU: at least
+_CPU = jax.devices("cpu")[0]
+all_cases = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def _quick():
+    """Options under which a CPU program, which runs once, compiles quickest."""
+    quick = {"xla_backend_optimization_level": 0}
+    quicker = quick | {"xla_cpu_use_fusion_emitters": False}  # in less than half the time; gone in jax 0.12
+    try:
+        with jax.default_device(_CPU):
+            jax.jit(lambda x: x, compiler_options=quicker)(0)
+    except jax.errors.JaxRuntimeError:
+        return quick
+    return quicker
+
+
+def _step(operands, dout, extra, arrays, options, packed):
+    """out and the gradients of operands and extra."""
+    attend = dot_product_attention_packed if packed else dot_product_attention
+    out, vjp = jax.vjp(lambda operands, extra: attend(*operands, **extra, **arrays, **dict(options)), operands, extra)
+    return out, *vjp(dout)
+
+
+def _operands(problem, packed):
+    q, k, v, dout = problem.operands
+    return ((np.stack([q, k, v], -3),) if packed else (q, k, v)), dout
+
+
+def _named(got, packed):
+    out, grads, extra = jax.tree.map(np.asarray, got)
+    grads = tuple(grads[0][..., i, :, :] for i in range(3)) if packed else grads
+    named = dict(out=out, **dict(zip(("dq", "dk", "dv"), grads, strict=True)))
+    return named | {{"bias": "dbias", "softmax_offset": "doffset"}[name]: x for name, x in extra.items()}
+
+
+def _run(case, problem, step, implementation):
+    operands, dout = _operands(problem, case.packed)
+    options = problem.options | {"implementation": implementation}
+    got = step(operands, dout, problem.differentiated, problem.arrays, tuple(options.items()), case.packed)
+    got = _named(got, case.packed)
+    types = {"dbias": problem.differentiated.get("bias"), "doffset": problem.differentiated.get("softmax_offset")}
+    for name, x in got.items():
+        assert x.dtype == types.get(name, problem.operands[0]).dtype, name
+    return got
+
+
+def _check(got, want):
+    wrong = {name: wrong for name in got if (wrong := want[name].misses(got[name]))}
+    assert not wrong, "\n".join(f"{name} {text}" for name, text in wrong.items())
+
+
+def _choice(case, problem):
+    *operands, _ = problem.operands
+    return explain_attention(*operands, **problem.differentiated, **problem.arrays, **problem.options)
+
+
+# ---- the design ----------------------------------------------------------------------------------
+
+
+def test_every_pair_of_values_is_in_a_case():
+    assert len(CASES) == len(set(map(str, CASES))) >= 400
+    rows = lambda case: case.rows.partition("_")[0]
+    covered = set().union(*(pairs({**vars(case), "rows": rows(case)}) for case in CASES))
+    assert all_pairs() <= covered
+
+
+def test_how_many_cases_cudnn_serves():
+    served = 0
+    for case in CASES:
+        choice = _choice(case, problem(case, gpu=True, numbers=False))
+        served += choice.implementation == "cudnn"
+        assert choice.implementation == "cudnn" or choice.refused["cudnn"].strip(), case
+    assert served >= SERVED, f"{served} of {len(CASES)}"
+
+
+# ---- on a CPU ------------------------------------------------------------------------------------
+
+_cpu_step = partial(jax.jit, static_argnums=(4, 5), compiler_options=_quick())(_step)
+
+
+@all_cases
+def test_on_cpu(case: Case):
+    """Plain JAX, whether as the reference of the cuDNN ops or as the implementation "xla"."""
+    given = problem(case)
+    want = attention_float64.attend(*given.operands, **given.oracle)
+    with jax.default_device(_CPU):
+        got = _run(case, given, _cpu_step, None if case.path == "auto" else case.path)
+    _check(got, want)
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+_gpu_step = partial(jax.jit, static_argnums=(4, 5))(_step)
+
+
+def _peer_options(case: Case, given) -> dict | None:
+    """The keywords of jax.nn.dot_product_attention for this case; None: it has none."""
+    (left, right), square = given.options["window_size"] or (-1, -1), case.lengths in ("even", "odd", "two")
+    right = 0 if "causal" in case.mask_type else right
+    shifted = case.mask_type.endswith("bottom_right") and not (square and case.rows == "none")
+    is_band = right == 0 or (left < 0 and right < 0)  # its windows end at the query
+    lengths = case.rows == "none" or case.rows.startswith("lengths")
+    plain = case.softmax == "vanilla" and case.bias_type == "post_scale_bias" and "st" not in (case.bias, case.mask)
+    if shifted or not (is_band and lengths and plain):
+        return None
+    options = dict(scale=given.oracle["scale"], is_causal=right == 0)
+    if left >= 0:
+        options["local_window_size"] = (left, 0)
+    if "mask" in given.arrays:
+        options["mask"] = ~given.arrays["mask"]
+    if case.rows != "none":
+        lengths = given.arrays["sequence_descriptor"].seqlens
+        options |= dict(zip(("query_seq_lengths", "key_value_seq_lengths"), lengths))
+    return options
+
+
+def _peer(case: Case, given) -> dict[str, np.ndarray]:
+    """out and gradients of jax.nn's cuDNN attention; {} where it does not take the case."""
+    options = _peer_options(case, given)
+    if options is None:
+        return {}
+    *operands, dout = given.operands
+    extra = {name: x.astype(dout.dtype) for name, x in given.differentiated.items()}
+
+    @jax.jit
+    def step(operands, extra):
+        call = lambda x, extra: jax.nn.dot_product_attention(*x, **extra, **options, implementation="cudnn")
+        out, vjp = jax.vjp(call, operands, extra)
+        return out, *vjp(dout)
+
+    try:
+        return _named(step(tuple(operands), extra), packed=False)
+    except (NotImplementedError, TypeError, ValueError, RuntimeError):
+        return {}
+
+
+@pytest.mark.gpu
+@all_cases
+def test_on_gpu(case: Case):
+    """cuDNN, where it serves the case; and no worse than jax.nn's, where that does."""
+    given = problem(case, gpu=True)
+    choice = _choice(case, given)
+    if choice.implementation != "cudnn":
+        pytest.skip(f"cuDNN does not serve it: {choice.refused['cudnn']}")
+    want = attention_float64.attend(*given.operands, **given.oracle)
+    got = _run(case, given, _gpu_step, "cudnn")
+    _check(got, want)
+    for name, theirs in _peer(case, given).items():
+        ours, theirs = (np.linalg.norm(np.asarray(x, np.float64) - want[name].value) for x in (got[name], theirs))
+        # a twentieth of the bound: as much as sums in another order may differ where both are nearly exact
+        assert not ours > 1.2 * theirs + want[name].norm / 20, (name, ours, theirs)
