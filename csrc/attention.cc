@@ -168,27 +168,45 @@ ffi::Error SetGradient(Call* call, AttentionTensor tensor, Ret& gradient, const 
   return ffi::Error::Success();
 }
 
-// The stages: builds the plan, or runs it. The kernels write what is in a segment, and `results` are zero
-// elsewhere.
+// The rows of tokens of what the kernels write: they leave out what is in no segment.
+ffi::Error FillOutside(cudaStream_t stream, const Call& call) {
+  const AttentionKey& key = call.key;
+  const int64_t parts = key.packed ? 3 : 1;
+  const auto halves = [&](AttentionTensor tensor, int64_t elements, bool keys, int64_t of = 1) {
+    return TokenRows{call.pointers.at(tensor), of * elements / 2, elements / 2, keys};  // 2 bytes each
+  };
+  if (!key.backward)
+    return FillOutside(stream, key, call.segments,
+                       {halves(kOut, key.h * key.e, false),
+                        TokenRows{call.pointers.at(kLse), key.h, key.h, false, kMinusInfinity}});
+  return FillOutside(stream, key, call.segments,
+                     {halves(kDQ, key.h * key.d, false, parts), halves(kDK, key.g * key.d, true, parts),
+                      halves(kDV, key.g * key.e, true, parts)});
+}
+
+ffi::Error Zero(cudaStream_t stream, std::initializer_list<Ret*> results) {
+  for (Ret* result : results)
+    if (Present(*result))
+      TE_CUDA(cudaMemsetAsync((*result)->untyped_data(), 0, (*result)->size_bytes(), stream));
+  return ffi::Error::Success();
+}
+
+// The stages: builds the plan, or runs it.
 template <bool kRun>
-ffi::Error Finish(cudaStream_t stream, Call& call, std::initializer_list<Ret*> results, Ret* lse,
-                  Ret& workspace) {
+ffi::Error Finish(cudaStream_t stream, Call& call, std::initializer_list<Ret*> results, Ret& workspace) {
   const AttentionKey& key = call.key;
   if constexpr (!kRun) {
     int64_t bytes = 0;
     return key.empty() ? ffi::Error::Success() : FindGraph(stream, AttentionRecipe(key), &bytes);
   }
-  if (key.empty() || key.segments) {
-    for (Ret* result : results)
-      if (Present(*result))
-        TE_CUDA(cudaMemsetAsync((*result)->untyped_data(), 0, (*result)->size_bytes(), stream));
-    if (lse && Present(*lse))
-      TE_TRY(FillMinusInfinity(stream, Data<float>(*lse), int64_t((*lse)->element_count())));
-  }
-  if (key.empty()) return ffi::Error::Success();
+  if (key.empty()) return Zero(stream, results);
   const int64_t bytes = (int64_t(workspace->size_bytes()) - SegmentBytes(key)) / 256 * 256;
   if (key.segments) {
     TE_CHECK(bytes >= 0, "%s: the workspace has %zu bytes", call.op, workspace->size_bytes());
+    if (key.dbias)
+      TE_CUDA(cudaMemsetAsync(call.pointers.at(kDBias), 0,
+                              key.bias_b * key.bias_h * key.s * key.t * (key.bias_f32 ? 4 : 2), stream));
+    TE_TRY(FillOutside(stream, call));
     TE_TRY(PutSegments(stream, key, call.segments, static_cast<char*>(workspace->untyped_data()) + bytes,
                        &call.pointers));
   }
@@ -206,7 +224,7 @@ ffi::Error Forward(cudaStream_t stream, Arg q, Arg k, Arg v, Arg bias_bh, Arg bi
   TE_TRY(SetAttributes(&call, {left, right, bottom_right, seq_major, scale, dropout_rate}));
   TE_TRY(SetExtras(&call, {bias_bh, bias_b, bias_h, bias}, segments, rng));
   TE_TRY(SetForward(&call, out, lse));
-  return Finish<kRun>(stream, call, {&out}, &lse, workspace);
+  return Finish<kRun>(stream, call, {&out, &lse}, workspace);
 }
 
 template <bool kRun>
@@ -219,7 +237,7 @@ ffi::Error PackedForward(cudaStream_t stream, Arg qkv, Arg bias_bh, Arg bias_b, 
   TE_TRY(SetAttributes(&call, {left, right, bottom_right, seq_major, scale, dropout_rate}));
   TE_TRY(SetExtras(&call, {bias_bh, bias_b, bias_h, bias}, segments, rng));
   TE_TRY(SetForward(&call, out, lse));
-  return Finish<kRun>(stream, call, {&out}, &lse, workspace);
+  return Finish<kRun>(stream, call, {&out, &lse}, workspace);
 }
 
 template <bool kRun>
@@ -238,8 +256,7 @@ ffi::Error Backward(cudaStream_t stream, Arg dout, Arg q, Arg k, Arg v, Arg bias
   TE_TRY(SetGradient(&call, kDQ, dq, q));
   TE_TRY(SetGradient(&call, kDK, dk, k));
   TE_TRY(SetGradient(&call, kDV, dv, v));
-  return Finish<kRun>(stream, call, {&dq, &dk, &dv, &dbias_bh, &dbias_b, &dbias_h, &dbias}, nullptr,
-                      workspace);
+  return Finish<kRun>(stream, call, {&dq, &dk, &dv, &dbias_bh, &dbias_b, &dbias_h, &dbias}, workspace);
 }
 
 template <bool kRun>
@@ -257,7 +274,7 @@ ffi::Error PackedBackward(cudaStream_t stream, Arg dout, Arg qkv, Arg bias_bh, A
       SetBackward(&call, dout, out, lse, {bias_bh, bias_b, bias_h, bias}, dbias_bh, dbias_b, dbias_h, dbias));
   TE_TRY(SetGradient(&call, kDQ, dqkv, qkv));
   for (int i = 0; i < 3; ++i) call.pointers[kDQ + i] = Part(dqkv->untyped_data(), call.key, i);
-  return Finish<kRun>(stream, call, {&dqkv, &dbias_bh, &dbias_b, &dbias_h, &dbias}, nullptr, workspace);
+  return Finish<kRun>(stream, call, {&dqkv, &dbias_bh, &dbias_b, &dbias_h, &dbias}, workspace);
 }
 
 }  // namespace

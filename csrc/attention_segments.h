@@ -1,6 +1,8 @@
 // The segments of rows, as cuDNN wants them. attention_segments.cu.
 #pragma once
 
+#include <initializer_list>
+
 #include "attention_plan.h"
 
 namespace te {
@@ -15,7 +17,17 @@ int64_t SegmentBytes(const AttentionKey& key);
 ffi::Error PutSegments(cudaStream_t stream, const AttentionKey& key, const int32_t* segments, void* scratch,
                        GraphPointers* pointers);
 
-// Sets n floats to -infinity: the lse of queries that see no key.
-ffi::Error FillMinusInfinity(cudaStream_t stream, float* x, int64_t n);
+// Rows of tokens of one array: `words` of 4 bytes each, `stride` words apart, of the queries or of the keys.
+struct TokenRows {
+  void* data;
+  int64_t stride, words;
+  bool keys;
+  uint32_t fill = 0;
+};
+constexpr uint32_t kMinusInfinity = 0xff800000u;  // f32
+
+// Fills the rows of the tokens that PutSegments leaves out: nobody else writes them. At most 3 arrays.
+ffi::Error FillOutside(cudaStream_t stream, const AttentionKey& key, const int32_t* segments,
+                       std::initializer_list<TokenRows> arrays);
 
 }  // namespace te

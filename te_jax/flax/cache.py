@@ -10,6 +10,7 @@ from te_jax.flax._common import activation_axes
 from te_jax.flax._state import describe
 from te_jax.ops.attention import MASK_TYPES, SequenceDescriptor
 from te_jax.ops.attention_check import is_int
+from te_jax.ops.attention_mask import Band
 from te_jax.sharding import BATCH_AXES, HEAD_AXES, HIDDEN_AXES, SEQLEN_AXES
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
@@ -26,7 +27,8 @@ class KVCache:
     cache_index:   i32[], tokens that every row was given, padding included.
     cache_padding: i32[b], how many of them were padding. The next token's position is cache_index - cache_padding.
 
-    Padding, and tokens at positions outside of 0 .. T - 1, are not written. The latter get NaN: `poisoned`.
+    Padding, and tokens at positions from T on, or of a row whose index is negative, are not written. The latter get
+    NaN: `poisoned`.
     """
 
     positions: jax.Array  # i32[b, s], of the call's tokens
@@ -55,7 +57,7 @@ class KVCache:
         start = (self._index.value - self._padding.value)[:, None]
         self.positions = start + token
         self._real = jnp.broadcast_to(token < counts, self.positions.shape)
-        self._fits = self._real & (self.positions >= 0) & (self.positions < self._size)
+        self._fits = self._real & (start >= 0) & (self.positions < self._size)
         self._written = jnp.arange(self._size) < start + counts  # [b, T], after this call
 
     def extend(self, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -85,14 +87,27 @@ class KVCache:
         """Which slots each token may see, as far as the cache knows; None: all."""
         if self.fresh:
             return None if self._counts is None else SequenceDescriptor.from_seqlens(self._counts)
+        if self._ends_together:
+            queries = jnp.sum(self._fits, 1, dtype=jnp.int32)
+            return SequenceDescriptor.from_seqlens((queries, self.positions[:, 0] + queries))
         slots = jnp.broadcast_to(jnp.arange(self._size), self._written.shape)
         ids = self._fits.astype(jnp.int32), self._written.astype(jnp.int32)
         return SequenceDescriptor.from_segment_ids_and_pos(ids, (self.positions, slots))
 
     def mask_type(self, name: str) -> str:
-        """`name` as it reads on the cache, where positions count from the row's first token: the top left and the
-        bottom right are the same there."""
-        return "causal" if not self.fresh and name in MASK_TYPES and MASK_TYPES[name].bottom_right else name
+        """`name` as it reads on the cache, where the top left and the bottom right are the same: positions count from
+        the row's first token."""
+        return name if self.fresh or self._band.right != 0 else "padding_causal_bottom_right"
+
+    @property
+    def _band(self) -> Band:
+        module = self._module
+        return Band.of(MASK_TYPES.get(module.attn_mask_type, MASK_TYPES["no_mask"]), module.window_size)
+
+    @property
+    def _ends_together(self) -> bool:
+        """Whether lengths say what a query sees: all keys, or a band that ends with the last query at the last key."""
+        return self._band.right == 0 or self._band[:2] == (None, None)
 
     def columns(self, name: str, x):
         """A mask or bias, whose last axis is the T slots (or 1), cut to the keys that there are."""

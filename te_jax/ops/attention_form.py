@@ -83,15 +83,12 @@ def _bias(bias, hidden, q) -> jax.Array | None:
         return None
     if bias is None:
         bias = jnp.zeros((), q.dtype)
-    bias = bias if bias.dtype in (jnp.float32, q.dtype) else bias.astype(jnp.float32)
-    low = jnp.asarray(_low(bias.dtype), bias.dtype)
-    bias = jnp.maximum(bias, low)
-    return bias if hidden is None else jnp.where(hidden, low, bias)
+    bias = bias.astype(jnp.bfloat16 if bias.dtype == q.dtype == jnp.bfloat16 else jnp.float32)  # f16 has no such number
+    bias = jnp.maximum(bias, jnp.asarray(_LOW, bias.dtype))
+    return bias if hidden is None else jnp.where(hidden, jnp.asarray(_LOW, bias.dtype), bias)
 
 
-def _low(dtype) -> float:
-    """Hides a key: far below all logits, and so far from -inf that products with log2(e) stay finite."""
-    return -(2.0**14) if dtype == jnp.float16 else -(2.0**100)
+_LOW = -(2.0**100)  # hides a key: far below all logits, and so far from -inf that its product with log2(e) is finite
 
 
 def _slots(bias, q_shape, t) -> tuple[jax.Array | None, ...]:
@@ -129,7 +126,7 @@ def _attention_fwd(operands, bias, sink, segments, rng, attrs, name):
     slots = _slots(bias, q_shape, t)
     out, lse, *drawn = forward(*operands, *slots, segments, rng, outputs=outputs, **attrs.forward())
     if bias is not None:  # queries that see no key
-        blind = lse < _low(bias.dtype) / 2
+        blind = lse < _LOW / 2
         out, lse = jnp.where(_of_rows(blind), 0, out), jnp.where(blind, -jnp.inf, lse)
     if sink is not None:  # all keys lose to it what their sum of exponentials lacks
         total = jnp.logaddexp(lse, sink[:, None])

@@ -16,7 +16,7 @@ from te_jax.ops.attention_reference import BIAS_FORMS
 
 def cudnn_refuses(q, k, v) -> str:
     """Why cuDNN does not take these operands, on any GPU; "" if it does."""
-    (s, _, d), (t, _, e) = q.shape[-3:], v.shape[-3:]
+    d, (t, _, e) = q.shape[-1], v.shape[-3:]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"q is {q.dtype}; cuDNN takes bfloat16 and float16"
     if not (q.dtype == k.dtype == v.dtype):
