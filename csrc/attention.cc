@@ -153,8 +153,8 @@ ffi::Error SetBackward(Call* call, const Arg& dout, const Arg& out, const Arg& l
   if (Ret& given = Bias::Pick(dbias_bh, dbias_b, dbias_h, dbias, [](Ret& r) { return Present(r); });
       Present(given)) {
     const Arg& of = bias.given();
-    TE_CHECK(given->element_count() == of.element_count() && given->element_type() == of.element_type(),
-             "%s: the gradient of the bias %s has another shape or type", call->op, Shape(of).c_str());
+    TE_CHECK(given->element_count() == of.element_count() && given->element_type() == call->dtype,
+             "%s: the gradient of the bias %s must be of its shape and q's type", call->op, Shape(of).c_str());
     key.dbias = true;
     call->pointers[kDBias] = given->untyped_data();
   }
@@ -205,7 +205,7 @@ ffi::Error Finish(cudaStream_t stream, Call& call, std::initializer_list<Ret*> r
     TE_CHECK(bytes >= 0, "%s: the workspace has %zu bytes", call.op, workspace->size_bytes());
     if (key.dbias)
       TE_CUDA(cudaMemsetAsync(call.pointers.at(kDBias), 0,
-                              key.bias_b * key.bias_h * key.s * key.t * (key.bias_f32 ? 4 : 2), stream));
+                              key.bias_b * key.bias_h * key.s * key.t * 2, stream));
     TE_TRY(FillOutside(stream, call));
     TE_TRY(PutSegments(stream, key, call.segments, static_cast<char*>(workspace->untyped_data()) + bytes,
                        &call.pointers));
@@ -360,7 +360,7 @@ TE_HANDLER_INIT(te_attention_bwd, Backward<true>, Backward<false>,
                     .Ret<Arg>()  // dq [b, s, h, d]
                     .Ret<Arg>()  // dk [b, t, g, d]
                     .Ret<Arg>()  // dv [b, t, g, e]
-                    .Ret<Arg>()  // dbias_bh, of the bias that is there, or absent
+                    .Ret<Arg>()  // dbias_bh, of the bias that is there and of q's type, or absent
                     .Ret<Arg>()  // dbias_b
                     .Ret<Arg>()  // dbias_h
                     .Ret<Arg>()  // dbias

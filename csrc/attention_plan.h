@@ -19,7 +19,7 @@ struct AttentionKey {
   bool bottom_right = false;  // the last query of a segment is at its last key, else the first at the first
   int64_t bias_b = 0, bias_h = 0;  // bias [bias_b, bias_h, s, t]; 0: none
   bool bias_f32 = false;           // else of q's type
-  bool dbias = false;              // backward
+  bool dbias = false;              // backward; of q's type
   float scale = 1;                 // of the logits
   float dropout_rate = 0;          // of the probabilities
   bool deterministic = false;      // backward

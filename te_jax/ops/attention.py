@@ -76,8 +76,14 @@ class AttentionChoice(NamedTuple):
 
 def _why_not_cudnn(q, k, v, options: Options) -> str:
     """Why the cuDNN op does not serve this call; "" if it does."""
-    if options.return_max_logit:
-        return "return_max_logit is set; cuDNN's op does not return it"
+    wide = max(q.shape[-1], v.shape[-1])
+    for is_asked, what in (
+        (options.return_max_logit, "return_max_logit is set; cuDNN's op does not return it"),
+        (options.scale <= 0, f"scale is {options.scale}; cuDNN multiplies the -inf of what it has hidden by it"),
+        (options.bias is not None and wide > 128, f"head dim is {wide}; cuDNN has a bias's gradient up to 128"),
+    ):
+        if is_asked:
+            return what
     repeatable_dropout = options.deterministic and options.dropout_rate > 0
     return cudnn_refuses(q, k, v) or gpu_refuses(q.shape[-1], v.shape[-1], repeatable_dropout)
 

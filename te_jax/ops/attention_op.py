@@ -218,21 +218,16 @@ attention_bwd = Op(
     + _DBIASES.format(h="(g r)"),
     replicated="s t d e r w n f",
     combine=_SUMS,
-    dtypes=lambda dout, q, k, v, bias_bh, bias_b, bias_h, bias, *_, **attrs: (
-        q,
-        k,
-        v,
-        bias_bh,
-        bias_b,
-        bias_h,
-        bias,
-    ),  # fmt: skip
+    dtypes=lambda dout, q, k, v, *_, **attrs: (q, k, v, q, q, q, q),
     reference=reference.backward,
     workspace=lambda dout, *operands, **attrs: _workspace("bwd", *operands[:-3], **attrs),
     layout=_layout,
     cuda=_bwd_cuda,
 )
-"""The gradients of `attention_fwd`'s out from its operands and results. deterministic: bitwise repeatable."""
+"""The gradients of `attention_fwd`'s out from its operands and results. deterministic: bitwise repeatable.
+
+That of a bias is of q's type.
+"""
 
 attention_packed_fwd = Op(
     "te_attention_packed_fwd",
@@ -252,7 +247,7 @@ attention_packed_bwd = Op(
     "dqkv: b... s c h d, " + _DBIASES.format(h="h"),
     replicated="s t c d w n f",
     combine=_SUMS,
-    dtypes=lambda dout, qkv, bias_bh, bias_b, bias_h, bias, *_, **attrs: (qkv, bias_bh, bias_b, bias_h, bias),
+    dtypes=lambda dout, qkv, *_, **attrs: (qkv,) * 5,
     reference=reference.packed_backward,
     workspace=lambda dout, *operands, **attrs: _packed_workspace("bwd", *operands[:-3], **attrs),
     layout=_layout,

@@ -125,7 +125,7 @@ def backward(
     lost = {"bh": (), "b": (-3,), "h": rows, "": (*rows, -3)}
     grads = [grad.astype(dtype) for grad, dtype in zip((dq, dk, dv), types, strict=True)]
     return grads + [
-        None if bias is None else jnp.sum(dlogits, lost[form]).astype(bias.dtype)
+        None if bias is None else jnp.sum(dlogits, lost[form]).astype(types[0])
         for form, bias in zip(BIAS_FORMS, biases, strict=True)
     ]
 
