@@ -13,6 +13,7 @@ from te_jax.fp8 import fp8_autocast as fp8_autocast
 from te_jax.fp8 import get_delayed_scaling as get_delayed_scaling
 from te_jax.fp8 import update_collections as update_collections
 from te_jax.fp8 import update_fp8_metas as update_fp8_metas
+from te_jax.ops.attention import explain_attention as explain_attention
 from te_jax.sharding import MeshResource as MeshResource
 from te_jax.sharding import ShardingResource as ShardingResource
 

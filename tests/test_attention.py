@@ -284,6 +284,22 @@ def test_op_results(causal):
     check(dict(zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True)), want, jnp.bfloat16)
 
 
+@pytest.mark.parametrize("mask_type", ["padding", "padding_causal", "padding_causal_bottom_right"])
+def test_runs_of_segment_ids(mask_type):
+    """As lengths they mean the same; an id that is not there, gaps and padding are in the rows."""
+    ids = np.array([[1, 1, 1, 0, 3, 3, 0, 0, 0], [2, 2, 1, 1, 1, 1, 3, 0, 3]])
+    ids[1, 8] = 0
+    keys = np.array([[1, 1, 2, 2, 3, 3, 3, 0, 0], [0, 2, 2, 2, 1, 1, 1, 1, 1]])
+    q, k, v, dout = operands((2, 9, 9, 4, 2, 16, 8), jnp.bfloat16)
+    described = SequenceDescriptor.from_segment_ids_and_pos((jnp.asarray(ids), jnp.asarray(keys)))
+    runs = described.of_runs(3)
+    assert runs.segment_ids is None and runs.seqlens[0].tolist() == [[3, 0, 2], [4, 2, 1]]
+    want, got = (run(q, k, v, dout, attn_mask_type=mask_type, sequence_descriptor=x) for x in (described, runs))
+    for name in want:  # the same logits, masked as a bias and by segments
+        assert error(got[name], want[name]) <= BOUND[jnp.bfloat16][1], name
+    assert not np.any(np.asarray(got["out"])[ids == 0])
+
+
 def test_empty_operands():
     for b, s, t in ((0, 4, 4), (2, 0, 4), (2, 4, 0)):
         q, k, v, dout = operands((b, s, t, 2, 2, 16, 8), jnp.bfloat16)

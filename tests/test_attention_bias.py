@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_oracle import BOUND, error, operands
 
+from te_jax.ops.attention import SequenceDescriptor, dot_product_attention
 from te_jax.ops.attention_bias import alibi_bias, alibi_slopes
 
 S8 = [2.0**-i for i in range(1, 9)]  # "for 8 heads 1/2, 1/4 ... 1/256"
@@ -79,3 +81,56 @@ def test_gradient_of_the_slopes(rng):
 def test_errors(call, error, text):
     with pytest.raises(error, match=f"alibi_.*: {text}"):
         call()
+
+
+ALIBI_CASES = {  # s, t, mask type, lengths
+    "square": (6, 6, "causal", None),
+    "bottom_right": (5, 9, "causal_bottom_right", None),
+    "lengths": (7, 7, "padding", ((7, 3), (5, 6))),
+    "lengths_bottom_right": (6, 8, "padding_causal_bottom_right", ((2, 6), (8, 3))),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("case", ALIBI_CASES)
+def test_slopes_of_an_attention(case, dtype):
+    """The keyword is the bias of its rows, to the last gradient, whichever implementation."""
+    s, t, mask_type, lengths = ALIBI_CASES[case]
+    q, k, v, dout = operands((2, s, t, 4, 2, 16, 16), dtype)
+    slopes, kwargs = alibi_slopes(4), dict(attn_mask_type=mask_type)
+    if lengths:
+        kwargs["sequence_descriptor"] = SequenceDescriptor.from_seqlens(tuple(map(jnp.array, lengths)))
+    first = np.zeros(2) if "bottom_right" not in mask_type else np.full(2, t - s)
+    if lengths and "bottom_right" in mask_type:
+        first = np.subtract(lengths[1], lengths[0])
+    distance = np.abs(first[:, None, None] + np.arange(s)[:, None] - np.arange(t))
+    bias = lambda slopes: -slopes[:, None, None] * jnp.asarray(distance, jnp.float32)[:, None]
+
+    def call(q, k, v, slopes, given):
+        given = dict(alibi_slopes=slopes) if given else dict(bias=bias(slopes))
+        return dot_product_attention(q, k, v, **given, **kwargs)
+
+    got, vjp = jax.vjp(lambda *args: call(*args, True), q, k, v, slopes)
+    want, want_vjp = jax.vjp(lambda *args: call(*args, False), q, k, v, slopes)
+    for x, y in zip((got, *vjp(dout)), (want, *want_vjp(dout)), strict=True):
+        assert np.any(np.asarray(y, np.float32)) and error(x, y) <= BOUND[dtype][1]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "text"),
+    [
+        (dict(alibi_slopes=jnp.ones(3)), r"alibi_slopes has shape \(3,\).*h = 4"),
+        (dict(alibi_slopes=jnp.ones(4), bias=jnp.ones((6, 6)), attn_bias_type="pre_scale_bias"), "pre_scale_bias"),
+        (
+            dict(
+                alibi_slopes=jnp.ones(4),
+                sequence_descriptor=SequenceDescriptor.from_segment_ids_and_pos(jnp.ones((2, 6), jnp.int32)),
+            ),
+            "several segments a row",
+        ),
+    ],
+)
+def test_slopes_that_do_not_fit(kwargs, text):
+    q = jnp.ones((2, 6, 4, 16))
+    with pytest.raises(ValueError, match=text):
+        dot_product_attention(q, q, q, **kwargs)

@@ -44,7 +44,8 @@ class DotProductAttention(nn.Module):
     scale_factor:         None is 1 / sqrt(head_dim).
     transpose_batch_sequence: arrays are [s, b, ...].
     window_size:          (l, r): query i sees keys i - l .. i + r; negative is open; None is all.
-    max_segments_per_seq: accepted; the number of segments is not limited.
+    max_segments_per_seq: 1 limits nothing. More: segment ids go up to that number, each id is one run of tokens, and
+                          positions are consecutive in it; cuDNN then takes them as lengths, without an s x t mask.
     context_parallel_*:   not in this version.
     context_checkpoint_name: name of the output for `jax.checkpoint` policies.
     softmax_type:         "vanilla", "off_by_one" (1 joins the denominator), "learnable" (exp of a parameter
@@ -107,6 +108,8 @@ class DotProductAttention(nn.Module):
         arrays = self._unpack(query, key, value)
         packed = len(arrays) == 1
         self._check(*(parts_of(*arrays) if packed else arrays), sequence_descriptor)
+        if sequence_descriptor is not None and self.max_segments_per_seq > 1:
+            sequence_descriptor = sequence_descriptor.of_runs(self.max_segments_per_seq)
         dropping = self.attention_dropout > 0 and not deterministic
         attend = dot_product_attention_packed if packed else dot_product_attention
         result = attend(

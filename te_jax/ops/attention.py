@@ -80,7 +80,7 @@ def _why_not_cudnn(q, k, v, options: Options) -> str:
     for is_asked, what in (
         (options.return_max_logit, "return_max_logit is set; cuDNN's op does not return it"),
         (options.scale <= 0, f"scale is {options.scale}; cuDNN multiplies the -inf of what it has hidden by it"),
-        (options.bias is not None and wide > 128, f"head dim is {wide}; cuDNN has a bias's gradient up to 128"),
+        (options.has_bias and wide > 128, f"head dim is {wide}; cuDNN has a bias's gradient up to 128"),
     ):
         if is_asked:
             return what
@@ -123,6 +123,7 @@ def dot_product_attention(
     mask: jax.Array | None = None,
     attn_mask_type: str = "no_mask",
     attn_bias_type: str | None = None,
+    alibi_slopes: jax.Array | None = None,
     softmax_type: str = "vanilla",
     softmax_offset: jax.Array | None = None,
     scale: float | None = None,
@@ -150,6 +151,8 @@ def dot_product_attention(
         Type, mask, window and descriptor each hide keys. A query that sees none gets zeros, and no gradient.
     bias:           floating [s, t] or [b..., h, s, t], with 1 where it broadcasts; differentiable.
     attn_bias_type: None or "post_scale_bias"; "pre_scale_bias": softmax(scale * (q k^T + bias)); "no_bias".
+    alibi_slopes:   [h], adds -slope * |query position - key position| to the scaled logits (`alibi_slopes(h)` in
+                    te_jax.ops.attention_bias); for rows of one segment. Differentiable.
     softmax_type:   "vanilla"; what joins the sum of exponentials: "off_by_one": 1; "learnable":
                     exp(softmax_offset).
     softmax_offset: [h] or [1, h, 1, 1], compared with the scaled logits; differentiable.
@@ -177,6 +180,7 @@ def dot_product_attention(
     q, k, v = map(jnp.asarray, (q, k, v))
     options = check_options(
         _OP, q, k, v, bias=bias, mask=mask, attn_mask_type=attn_mask_type, attn_bias_type=attn_bias_type,
+        alibi_slopes=alibi_slopes,
         softmax_type=softmax_type, softmax_offset=softmax_offset, scale=scale, window_size=window_size,
         dropout_rate=dropout_rate, dropout_rng=dropout_rng, sequence_descriptor=sequence_descriptor,
         deterministic=deterministic, return_max_logit=return_max_logit, return_lse=return_lse, seq_major=seq_major,
@@ -191,7 +195,7 @@ def dot_product_attention(
     s, t = q.shape[-3], k.shape[-3]
     if s * t > _LONG**2 and implementation is None:
         _warn_long(choice.refused["cudnn"])
-    arrays = (bias, _hidden(options, s, t), _kept(q, t, options, dropout_rng), options.offset(q))
+    arrays = (options.total_bias(s, t), _hidden(options, s, t), _kept(q, t, options, dropout_rng), options.offset(q))
     out, *others = _plain(*align(q, k, v, *arrays), options)
     out = restore(out)
     out = checkpoint_name(out, context_checkpoint_name) if context_checkpoint_name else out

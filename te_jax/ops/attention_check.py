@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from te_jax.ops.attention_bias import alibi_bias
 from te_jax.ops.attention_mask import MASK_TYPES, Band, SequenceDescriptor
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias")
@@ -32,6 +33,24 @@ class Options:
     return_max_logit: bool
     return_lse: bool
     seq_major: bool
+    alibi_slopes: jax.Array | None
+
+    @property
+    def has_bias(self) -> bool:
+        return self.bias is not None or self.alibi_slopes is not None
+
+    def total_bias(self, s: int, t: int) -> jax.Array | None:
+        """`bias` and that of ALiBi."""
+        if self.alibi_slopes is None:
+            return self.bias
+        at, described = {}, self.sequence_descriptor
+        if described is not None and self.band.bottom_right:
+            at = dict(q_offset=described.seqlens[1] - described.seqlens[0])
+        elif self.band.bottom_right:
+            at = dict(bottom_right=True)
+        alibi = alibi_bias(self.alibi_slopes, s, t, **at)
+        alibi = alibi if alibi.ndim == 4 else alibi[None]
+        return alibi if self.bias is None else self.bias + alibi
 
     def offset(self, q) -> jax.Array | None:
         """What joins the softmax, as a logit: [h, 1, 1], or a number; None: nothing."""
@@ -46,7 +65,7 @@ def check_options(
     softmax_type="vanilla", softmax_offset=None, scale=None, window_size=None, dropout_rate=0.0,
     dropout_rng=None, sequence_descriptor=None,
     deterministic=False, return_max_logit=False, return_lse=False, seq_major=False,
-    context_checkpoint_name=None, needs_rng=True,
+    context_checkpoint_name=None, needs_rng=True, alibi_slopes=None,
 ) -> Options:  # fmt: skip
     """Raises ValueError or TypeError that names `op`, the argument, its value and the way out."""
     _check_operands(op, q, k, v)
@@ -67,6 +86,8 @@ def check_options(
             raise TypeError(f"{op}: {name} is {flag!r}; pass True or False.")
     if not isinstance(context_checkpoint_name, (str, type(None))):
         raise TypeError(f"{op}: context_checkpoint_name is {context_checkpoint_name!r}; pass a string or None.")
+    if alibi_slopes is not None:
+        _check_alibi(op, alibi_slopes, len(batch), h, attn_bias_type, sequence_descriptor)
     window = _window(op, window_size)
     return Options(
         bias=bias,
@@ -84,6 +105,7 @@ def check_options(
         return_max_logit=return_max_logit,
         return_lse=return_lse,
         seq_major=seq_major,
+        alibi_slopes=alibi_slopes,
     )
 
 
@@ -134,6 +156,23 @@ def _check_bias_type(op, kind, bias):
         raise ValueError(f"{op}: attn_bias_type is 'no_bias', but bias has shape {tuple(bias.shape)}; leave one out.")
     if kind not in (None, "no_bias") and bias is None:
         raise ValueError(f"{op}: attn_bias_type is {kind!r}, but bias is None; pass a bias, or leave the type None.")
+
+
+def _check_alibi(op, slopes, batch_axes, h, bias_type, described):
+    if not jnp.issubdtype(slopes.dtype, jnp.floating):
+        raise TypeError(f"{op}: alibi_slopes is {slopes.dtype}; pass a floating array.")
+    if tuple(slopes.shape) != (h,) or batch_axes != 1:
+        raise ValueError(
+            f"{op}: alibi_slopes has shape {tuple(slopes.shape)}, q {batch_axes} batch axes; pass [h], h = {h}, and "
+            "q [b, s, h, d]."
+        )
+    if bias_type == "pre_scale_bias":
+        raise ValueError(f"{op}: alibi_slopes are a bias of scaled logits; attn_bias_type 'pre_scale_bias' is not.")
+    if described is not None and not described.starts_at_zero:
+        raise ValueError(
+            f"{op}: alibi_slopes with a sequence_descriptor of several segments a row; pass SequenceDescriptor."
+            "from_seqlens, or a bias (`te_jax.ops.attention_bias.alibi_bias`)."
+        )
 
 
 def _softmax_type(op, kind, offset, h) -> str:

@@ -46,7 +46,7 @@ class Form(NamedTuple):
 def form_of(options: Options, q, k) -> Form:
     """What the ops are asked for. A mask, and what cuDNN cannot combine, becomes a bias, with a number for "hidden"."""
     s, t, described = q.shape[-3], k.shape[-3], options.sequence_descriptor
-    band, bias, mask, segments = options.band, options.bias, options.mask, None
+    band, bias, mask, segments = options.band, options.total_bias(s, t), options.mask, None
     if described is None:
         band = band.trimmed(s, t)
         band = band._replace(bottom_right=band.bottom_right and s != t)

@@ -128,6 +128,17 @@ class SequenceDescriptor:
                 raise ValueError(f"SequenceDescriptor: segment_ids has shape {i.shape}, segment_pos {p.shape}.")
         return cls(segment_ids=ids, segment_pos=pos)
 
+    def of_runs(self, most: int) -> "SequenceDescriptor":
+        """Segment ids as lengths and offsets, which kernels read without an s x t mask: for ids 1 .. `most` of which
+        each is one run of tokens at consecutive positions. Larger ids count as padding."""
+        if self.segment_ids is None:
+            return self
+        numbers = jnp.arange(1, most + 1)[:, None]
+        inside = tuple(ids[..., None, :] == numbers for ids in self.segment_ids)  # [b, n, s]
+        lens = tuple(jnp.sum(x, -1, dtype=jnp.int32) for x in inside)
+        starts = tuple(jnp.where(n > 0, jnp.argmax(x, -1), -1).astype(jnp.int32) for n, x in zip(lens, inside))
+        return SequenceDescriptor(seqlens=lens, seq_offsets=starts)
+
     @property
     def starts_at_zero(self) -> bool:
         """Whether each row is one segment, from its first token on."""
