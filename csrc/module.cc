@@ -92,6 +92,7 @@ NB_MODULE(_cuda, m) {
   m.def("compute_capability", &te::ComputeCapability, "device"_a);
   m.def("gemm_plans", &te::GemmPlanDicts);
   m.def("load_gemm_plan", &te::LoadGemmPlan, "device"_a, "key"_a, "algo"_a, "ms"_a);
+  m.def("cudnn_plan_builds", &te::CudnnPlanBuilds);
   m.def("attention_workspace", &te::AttentionWorkspace, "kind"_a, "dtype"_a, "b"_a, "s"_a, "t"_a, "h"_a,
         "g"_a, "d"_a, "e"_a, "packed"_a, "causal"_a, "scale"_a, "dropout_rate"_a, "deterministic"_a);
 }

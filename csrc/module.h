@@ -32,6 +32,9 @@ std::vector<GemmPlan> GemmPlans();
 // std::runtime_error if `algo` is not what GemmPlan has.
 bool LoadGemmPlan(const std::string& device, const std::string& key, const std::string& algo, double ms);
 
+// cudnn_graph.cc: how many cuDNN plans this process has built, failures included.
+int64_t CudnnPlanBuilds();
+
 // attention.cc: bytes of workspace that te_attention_fwd ("fwd") or te_attention_bwd ("bwd"), or its packed
 // form, needs on the current device. Builds and keeps the plan. Throws std::runtime_error with cuDNN's reason
 // if there is none.
