@@ -95,4 +95,6 @@ NB_MODULE(_cuda, m) {
   m.def("cudnn_plan_builds", &te::CudnnPlanBuilds);
   m.def("attention_workspace", &te::AttentionWorkspace, "kind"_a, "dtype"_a, "b"_a, "s"_a, "t"_a, "h"_a,
         "g"_a, "d"_a, "e"_a, "packed"_a, "causal"_a, "scale"_a, "dropout_rate"_a, "deterministic"_a);
+  m.def("attention_fp8_workspace", &te::AttentionFp8Workspace, "kind"_a, "e5m2"_a, "b"_a, "s"_a, "t"_a, "h"_a,
+        "g"_a, "d"_a, "causal"_a, "scale"_a);
 }

@@ -30,7 +30,8 @@ def cuda_call(case, rng):
     """The custom call in the op's CUDA lowering, made here without any CUDA."""
     args = case.args(rng)
     if case.op.startswith("te_attention"):  # cuDNN takes 16-bit types
-        half = lambda a: a.astype(jnp.bfloat16) if a is not None and a.ndim >= 4 else a
+        is_wide = lambda a: a is not None and a.ndim >= 4 and a.dtype == jnp.float32
+        half = lambda a: a.astype(jnp.bfloat16) if is_wide(a) else a
         args = [half(a) for a in args]
     given = [a for a in args if a is not None]
 
