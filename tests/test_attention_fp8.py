@@ -16,6 +16,7 @@ from attention_fp8_oracle import (
 )
 
 from te_jax.ops.attention_fp8 import (
+    LARGEST_SCALE,
     S_SCALE,
     attention_fp8_bwd,
     attention_fp8_fwd,
@@ -119,7 +120,7 @@ def test_backward_on_gpu(shape, causal, dtype, rng):
 
 
 def test_probabilities_are_rounded():
-    """exp(logit) 0.55, times 256 is 140.8, is stored as 144: it counts as 0.5625, in a sum of 1.55."""
+    """cuDNN does not take one query: plain JAX, on a GPU as well. exp(logit) 0.55, times 256 is 140.8, is stored as 144: it counts as 0.5625, in a sum of 1.55."""
     one = jnp.ones((1, 1, 1, 1), E4M3)
     keys = jnp.concatenate([0 * one, one], 1)
     scales = forward_scales(1.0, 1.0, 1.0, out=1.0)
@@ -145,13 +146,13 @@ def check_scale_of_out(rng, sizes, factor=2.0):
 
 
 def check_saturation(rng, sizes):
-    """What is too large is the largest number, not NaN; a scale of 0 gives zeros and the same amax."""
+    """What is too large is the largest number, not NaN, what is too small 0, and the amax is the same for each scale."""
     arrays, by = operands(rng, sizes)
     attrs = dict(causal=True, scale=sizes[-1] ** -0.5)
-    out, _, amax = run_forward(arrays, forward_scales(*by, out=np.float32(1e4)), **attrs)
-    zeros, _, again = run_forward(arrays, forward_scales(*by, out=np.float32(0.0)), **attrs)
-    assert float(jnp.max(jnp.abs(out.astype(jnp.float32)))) == 448
-    assert not np.asarray(zeros, np.float32).any() and float(amax) == float(again)
+    scales = (2.0**13, LARGEST_SCALE, 1 / LARGEST_SCALE)  # a power of 2 does not round the amax
+    runs = [run_forward(arrays, forward_scales(*by, out=np.float32(x)), **attrs) for x in scales]
+    tops = [float(jnp.max(jnp.abs(out.astype(jnp.float32)))) for out, *_ in runs]
+    assert tops == [448, 448, 0] and len({float(amax) for *_, amax in runs}) == 1 and float(runs[0][2]) > 0
 
 
 def test_scale_of_out(rng):
@@ -184,12 +185,19 @@ def test_amax_begins_anew(rng):
 
 
 @pytest.mark.gpu
-def test_calls_are_in_the_program(rng):
-    arrays, by = operands(rng, GPU_SHAPES["gqa"])
-    scales = forward_scales(*by, out=np.float32(1.0))
-    attrs = dict(causal=True, scale=128**-0.5)
-    text = jax.jit(lambda *a: attention_fp8_fwd(*a, **attrs)).lower(*arrays, scales).compile().as_text()
-    assert "te_attention_fp8_fwd" in text
+@pytest.mark.parametrize("shape,backward", [("gqa", True), ("odd", False), ("d64", False)])
+def test_calls_are_in_the_program(shape, backward, rng):
+    """cuDNN is called, but not for gradients that it gets wrong, or has none of."""
+    (q, k, v), by = operands(rng, GPU_SHAPES[shape])
+    attrs = dict(causal=True, scale=q.shape[-1] ** -0.5)
+
+    def both(*arrays):
+        out, lse, _ = attention_fp8_fwd(*arrays, forward_scales(*by, 1.0), **attrs)
+        return attention_fp8_bwd(out, *arrays, out, lse, backward_scales(*by, *(1.0,) * 6), **attrs)
+
+    text = jax.jit(both).lower(q, k, v).compile().as_text()
+    called = [f'custom_call_target="te_attention_fp8_{name}"' in text for name in ("fwd", "bwd")]
+    assert called == [True, backward]
 
 
 def test_half_step():
