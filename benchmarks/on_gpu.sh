@@ -98,6 +98,7 @@ tests() {
     --junitxml "$OUT_DIR/tests.xml"
 }
 
+OURS='tests/test_cuda_ops.py tests/test_cuda_rope.py'
 # Odd sizes of each op, in few types: the sanitizers are slow.
 SMALL_OURS='(test_quantize and 199) or test_quantize_not_finite or
   (test_norm and 199 and (bfloat16 or float32)) or (test_norm and 257 and bfloat16) or
@@ -106,7 +107,7 @@ SMALL_OURS='(test_quantize and 199) or test_quantize_not_finite or
 SMALL_GEMM='test_gemm_fp8 and 333 and bfloat16'
 SMALL_ATTENTION='test_cudnn and bfloat16 and (odd or gqa)'
 
-# sanitize TOOL KERNELS FILE SELECTION: KERNELS is a part of their mangled names, or empty for all.
+# sanitize TOOL KERNELS FILES SELECTION: KERNELS is a part of their mangled names, or empty for all.
 sanitize() {
   local options=(--tool "$1" --error-exitcode 99 --target-processes all --report-api-errors no)
   [[ -n $2 ]] && options+=(--kernel-name "kns=$2")
@@ -125,10 +126,10 @@ sanitize_all() {
   # memcheck watches all kernels: cuDNN's and cuBLASLt's too, which get their workspace from us. racecheck breaks on
   # cuBLASLt's Hopper kernels (an internal error of the sanitizer), so it runs the tests of our own kernels.
   local status=0
-  sanitize memcheck "" tests/test_cuda_ops.py "$SMALL_OURS" || status=1
+  sanitize memcheck "" "$OURS" "$SMALL_OURS" || status=1
   sanitize memcheck "" tests/test_cuda_ops.py "$SMALL_GEMM" || status=1
   sanitize memcheck "" tests/test_attention_cudnn.py "$SMALL_ATTENTION" || status=1
-  sanitize racecheck _ZN2te tests/test_cuda_ops.py "$SMALL_OURS" || status=1
+  sanitize racecheck _ZN2te "$OURS" "$SMALL_OURS" || status=1
   return $status
 }
 

@@ -1,6 +1,9 @@
 // te_attention_fp8_fwd, te_attention_fp8_bwd: softmax(scale * q k^T) v on FP8 operands through cuDNN. The
 // plans are built in the initialize stage; execution only looks them up.
+#include <cudnn_frontend.h>
+
 #include <cmath>
+#include <memory>
 #include <utility>
 
 #include "common.h"
@@ -9,6 +12,9 @@
 
 namespace te {
 namespace {
+
+namespace fe = cudnn_frontend;
+using GraphTensor = std::shared_ptr<fe::graph::Tensor_attributes>;
 
 // What a plan depends on.
 struct Fp8Attention {

@@ -1,12 +1,9 @@
-// cuDNN attention: what a plan depends on, and the calls that find and run it. attention_plan.cc.
+// cuDNN attention: what a graph depends on, and its recipe. attention_plan.cc.
 #pragma once
 
-#include <compare>
 #include <cstdint>
-#include <string>
-#include <unordered_map>
 
-#include "common.h"
+#include "cudnn_graph.h"
 
 namespace te {
 
@@ -16,26 +13,47 @@ struct AttentionKey {
   int64_t b = 0, s = 0, t = 0, h = 0, g = 0;  // batch, query and key length, query and key heads
   int64_t d = 0, e = 0;                       // head dim of q and k, of v
   bool packed = false;                        // q, k, v and their gradients are parts of one [b, s, 3, h, d]
-  bool causal = false;                        // query i sees keys 0 .. i
-  float scale = 1;                            // of the logits
-  float dropout_rate = 0;                     // of the probabilities
-  bool deterministic = false;                 // backward
+  bool seq_major = false;                     // q, k, v, out and their gradients lie as [s, b, heads, d]
+  int64_t segments = 0;           // per row, their places and lengths come with the call; 0: rows are full
+  int64_t left = -1, right = -1;  // a query sees keys from `left` before it to `right` after it; -1: open
+  bool bottom_right = false;  // the last query of a segment is at its last key, else the first at the first
+  int64_t bias_b = 0, bias_h = 0;  // bias [bias_b, bias_h, s, t]; 0: none
+  bool bias_f32 = false;           // else of q's type
+  bool dbias = false;              // backward
+  float scale = 1;                 // of the logits
+  float dropout_rate = 0;          // of the probabilities
+  bool deterministic = false;      // backward
 
-  auto operator<=>(const AttentionKey&) const = default;
   bool empty() const { return b == 0 || s == 0 || t == 0 || h == 0 || d == 0 || e == 0; }
+  int64_t sequences() const { return segments ? b * segments : b; }
 };
 
-// The arrays of a graph, in memory [b, s, h, d] (q, k, v: or as a packed key says); kLse is f32 [b, h, s],
-// kSeed and kOffset one i64 each.
-enum AttentionTensor : int64_t { kQ = 1, kK, kV, kOut, kLse, kDOut, kDQ, kDK, kDV, kSeed, kOffset };
-using AttentionPointers = std::unordered_map<int64_t, void*>;
+// The arrays of the graph. In memory as AttentionKey says; kLse is f32 [b, h, s], with segments [b, s, h];
+// kSeed and kOffset one i64 each; kQLens and kKLens i32 [sequences]; kQAt and its like i64 [sequences + 1]:
+// where each sequence begins, in elements.
+enum AttentionTensor : int64_t {
+  kQ = 1,
+  kK,
+  kV,
+  kOut,
+  kLse,
+  kDOut,
+  kDQ,
+  kDK,
+  kDV,
+  kBias,
+  kDBias,
+  kSeed,
+  kOffset,
+  kQLens,
+  kKLens,
+  kQAt,
+  kKAt,
+  kVAt,
+  kOutAt,
+  kLseAt,
+};
 
-// Bytes of workspace that `key` needs on the current device. The first call builds the plan, which loads
-// modules and allocates: `stream` must not be capturing then.
-ffi::Error FindAttention(cudaStream_t stream, const AttentionKey& key, int64_t* workspace);
-
-// Enqueues the graph: no allocation, no synchronization.
-ffi::Error RunAttention(cudaStream_t stream, const AttentionKey& key, AttentionPointers pointers,
-                        void* workspace, int64_t workspace_bytes);
+GraphRecipe AttentionRecipe(const AttentionKey& key);
 
 }  // namespace te

@@ -1,7 +1,10 @@
 #include "cudnn_graph.h"
 
+#include <cudnn_frontend.h>
+
 #include <atomic>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <thread>
@@ -12,6 +15,8 @@
 
 namespace te {
 namespace {
+
+namespace fe = cudnn_frontend;
 
 constexpr size_t kOldestCudnn = 91200;  // 9.12, the first for CUDA 13
 

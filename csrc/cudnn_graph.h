@@ -1,26 +1,25 @@
 // cuDNN graphs: built once for each description and device, then looked up. cudnn_graph.cc.
 #pragma once
 
-#include <cudnn_frontend.h>
-
 #include <functional>
-#include <memory>
 #include <string>
 #include <unordered_map>
 
 #include "common.h"
 
+namespace cudnn_frontend::graph {
+class Graph;
+}
+
 namespace te {
 
-namespace fe = cudnn_frontend;
-using GraphTensor = std::shared_ptr<fe::graph::Tensor_attributes>;
 using GraphPointers = std::unordered_map<int64_t, void*>;  // by the tensors' uid
 
 // A graph before it is built. `text` says all that its plan depends on, begins with the op's name, and stands
 // in errors: two graphs of one text are the same graph.
 struct GraphRecipe {
   std::string text;
-  std::function<void(fe::graph::Graph&)> add;  // data types, tensors and nodes
+  std::function<void(cudnn_frontend::graph::Graph&)> add;  // data types, tensors and nodes
 };
 
 // Bytes of workspace that the graph needs on the current device. The first call builds its plan, which loads

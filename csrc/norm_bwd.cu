@@ -47,25 +47,25 @@ __device__ __forceinline__ void AddTo(float (&sums)[N], const Vec<T, N>& v) {
   for (int i = 0; i < N; ++i) sums[i] += v[i];
 }
 
-// Adds up what the blockDim.y rows in work at once had in `sums`, and writes it to partial [h]. scratch:
-// [blockDim.y, kVecs, 8, blockDim.x] where blockDim.y > 1, for each call its own.
+// Adds up what the blockDim.y rows in work at once had in `sums`, and writes it to partial [h]. scratch: for
+// each of these rows [kVecs, 8, blockDim.x], `pitch` apart; only who has that row may have used it before.
 template <int kVecs>
-__device__ void StoreColumnSums(float (&sums)[kVecs][8], float* scratch, float* partial, int h) {
-  const int c = threadIdx.x * 8, stride = blockDim.x * 8, width = stride * kVecs;
-  if (blockDim.y > 1) {  // no thread returns early: all meet at the barriers of the next call
-    __syncthreads();
+__device__ void StoreColumnSums(float (&sums)[kVecs][8], float* scratch, int pitch, float* partial, int h) {
+  const int c = threadIdx.x * 8, stride = blockDim.x * 8;
+  if (blockDim.y > 1) {
+    RowBarrier();
 #pragma unroll
     for (int k = 0; k < kVecs; ++k)
 #pragma unroll
       for (int i = 0; i < 8; ++i)
-        scratch[threadIdx.y * width + k * stride + i * blockDim.x + threadIdx.x] = sums[k][i];
+        scratch[threadIdx.y * pitch + k * stride + i * blockDim.x + threadIdx.x] = sums[k][i];
     __syncthreads();
     for (int y = 1; y < blockDim.y && threadIdx.y == 0; ++y)
 #pragma unroll
       for (int k = 0; k < kVecs; ++k)
 #pragma unroll
         for (int i = 0; i < 8; ++i)
-          sums[k][i] += scratch[y * width + k * stride + i * blockDim.x + threadIdx.x];
+          sums[k][i] += scratch[y * pitch + k * stride + i * blockDim.x + threadIdx.x];
   }
 #pragma unroll
   for (int k = 0; k < kVecs; ++k)
@@ -187,10 +187,11 @@ __global__ void __launch_bounds__(kThreads, 1) NormBwdRows(const NormBwdArgs a, 
     last = now, now = now + slot_bytes < ring_end ? now + slot_bytes : ring;
   }
   WaitForPrefetch(0);
-  float* of_rows = reinterpret_cast<float*>(dynamic);  // the ring is no longer needed
-  StoreColumnSums(dgamma, of_rows, a.dgamma + int64_t{blockIdx.x} * h, h);
-  if (!kRms && a.dbeta)
-    StoreColumnSums(dbeta, of_rows + blockDim.y * width, a.dbeta + int64_t{blockIdx.x} * h, h);
+  // The ring, no longer needed, has room for two sums of each row: at least two slots of two rows each.
+  float* of_rows = reinterpret_cast<float*>(dynamic);
+  const int pitch = stages * slot_bytes / sizeof(float);
+  StoreColumnSums(dgamma, of_rows, pitch, a.dgamma + int64_t{blockIdx.x} * h, h);
+  if (!kRms && a.dbeta) StoreColumnSums(dbeta, of_rows + width, pitch, a.dbeta + int64_t{blockIdx.x} * h, h);
 }
 
 // Rows too long for registers (N = 8), or of a length that is no multiple of 8 (N = 1). A CTA takes its rows
@@ -286,10 +287,8 @@ ffi::Error LaunchRows(cudaStream_t stream, const NormBwdArgs& a, int64_t ctas) {
     TE_TRY(Prepare<kKernel>(gpu, &arch));
     const int64_t y = std::max(int64_t{1}, std::min(kThreads / x, room / 2));  // rows at once
     const int64_t stages = std::min(room / y, int64_t{kStages});
-    const int64_t sums_bytes =
-        y > 1 ? 2 * sizeof(float) * y * width : 0;  // of what y rows have; 64 KiB at most
     const int64_t ring_bytes = (staged ? gamma_bytes : 0) + y * stages * row_bytes;
-    kKernel<<<ctas, dim3(x, y), std::max(ring_bytes, sums_bytes), stream>>>(a, stages, staged);
+    kKernel<<<ctas, dim3(x, y), ring_bytes, stream>>>(a, stages, staged);
     TE_LAUNCHED();
   };
   if (vecs_of_thread == 1) return launch.template operator()<NormBwdRows<T, 1, kRms>>();

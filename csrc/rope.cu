@@ -2,7 +2,6 @@
 // sines and cosines are computed once per position and shared by its heads.
 
 #include <algorithm>
-#include <cmath>
 
 #include "fp8.cuh"
 
@@ -18,30 +17,30 @@ template <typename T>
 struct RopeArgs {
   const T* x;              // [rows, h, d]
   const float* positions;  // [rows]
+  const float* inv_freq;   // [half], radians per position
   T* y;                    // [rows, h, d]
   int64_t rows;
-  int h, turned, d, rows_per_cta;  // heads, the first `turned` of which turn
-  double w0, log2_ratio;           // pair i has the period w0 * 2^(log2_ratio * 2i / d)
-  float sign;                      // -1 turns back
+  int h, turned;  // heads, the first `turned` of which turn
+  int d, half;    // channels of a head, the first 2 * half of which turn
+  int rows_per_cta;
+  float sign;  // -1 turns back
 };
 
 // kPairs neighbouring pairs at a time, aligned to their size. Consecutive: pair i is (2i, 2i + 1); else
-// (i, i + d / 2).
+// (i, i + half), and behind them (2i, 2i + 1) again.
 template <typename T, int kPairs, bool kConsecutive>
 __global__ void __launch_bounds__(kThreads) Rope(const RopeArgs<T> a) {
-  extern __shared__ float2 turns[];  // [rows_per_cta, d / 2]: cos, sin
+  extern __shared__ float2 turns[];  // [rows_per_cta, half]: cos, sin
   const int64_t row0 = blockIdx.x * int64_t(a.rows_per_cta);
-  const int rows = min(int64_t(a.rows_per_cta), a.rows - row0), half = a.d / 2;
+  const int rows = min(int64_t(a.rows_per_cta), a.rows - row0), half = a.half;
   for (int j = threadIdx.x; j < rows * half; j += kThreads) {
-    const float period =
-        float(a.w0 * exp2(a.log2_ratio * (2 * (j % half)) / a.d));  // f32 would turn far rows wrong
     float sine, cosine;
-    sincosf(a.positions[row0 + j / half] / period, &sine, &cosine);
+    sincosf(a.positions[row0 + j / half] * a.inv_freq[j % half], &sine, &cosine);
     turns[j] = make_float2(cosine, a.sign * sine);
   }
   __syncthreads();
 
-  const int per_row = a.h * half / kPairs, per_head = half / kPairs;  // the heads that do not turn are copied
+  const int per_head = a.d / 2 / kPairs, per_row = a.h * per_head;  // what does not turn is copied
   const T* x = a.x + row0 * a.h * a.d;
   T* y = a.y + row0 * a.h * a.d;
 #pragma unroll 4
@@ -49,7 +48,7 @@ __global__ void __launch_bounds__(kThreads) Rope(const RopeArgs<T> a) {
     const int row = unit / per_row, head = unit % per_row / per_head, pair = unit % per_head * kPairs;
     const int64_t start = int64_t(row) * a.h * a.d + head * a.d;
     const float2* turn = turns + row * half + pair;
-    const bool copied = head >= a.turned;
+    const bool behind = pair >= half, copied = behind || head >= a.turned;
     float out[2 * kPairs];
     if constexpr (kConsecutive) {
       const auto v = LoadOnce<2 * kPairs>(x + start + 2 * pair);
@@ -64,11 +63,11 @@ __global__ void __launch_bounds__(kThreads) Rope(const RopeArgs<T> a) {
       }
       Store(y + start + 2 * pair, Round<T, 2 * kPairs>(out));
     } else {
-      const auto first = LoadOnce<kPairs>(x + start + pair),
-                 second = LoadOnce<kPairs>(x + start + half + pair);
+      const int64_t at1 = start + (behind ? 2 * pair : pair), at2 = at1 + (behind ? kPairs : half);
+      const auto first = LoadOnce<kPairs>(x + at1), second = LoadOnce<kPairs>(x + at2);
       if (copied) {
-        Store(y + start + pair, first);
-        Store(y + start + half + pair, second);
+        Store(y + at1, first);
+        Store(y + at2, second);
         continue;
       }
       float out1[kPairs], out2[kPairs];
@@ -77,23 +76,33 @@ __global__ void __launch_bounds__(kThreads) Rope(const RopeArgs<T> a) {
         out1[i] = first[i] * turn[i].x - second[i] * turn[i].y;
         out2[i] = second[i] * turn[i].x + first[i] * turn[i].y;
       }
-      Store(y + start + pair, Round<T, kPairs>(out1));
-      Store(y + start + half + pair, Round<T, kPairs>(out2));
+      Store(y + at1, Round<T, kPairs>(out1));
+      Store(y + at2, Round<T, kPairs>(out2));
     }
   }
 }
 
-template <typename T, bool kConsecutive>
-void Launch(cudaStream_t stream, const RopeArgs<T>& args) {
-  constexpr int kWide = 16 / sizeof(T) / (kConsecutive ? 2 : 1);  // pairs in accesses of 16 bytes
-  const bool wide = args.d / 2 % kWide == 0 && Aligned(args.x) && Aligned(args.y);
-  const auto kernel = wide ? Rope<T, kWide, kConsecutive> : Rope<T, 1, kConsecutive>;
-  const int64_t ctas = (args.rows + args.rows_per_cta - 1) / args.rows_per_cta;
-  kernel<<<unsigned(ctas), kThreads, size_t(args.rows_per_cta) * args.d * sizeof(float), stream>>>(args);
+// The kernel of the widest accesses that the turned channels and the others both divide into.
+template <typename T, bool kConsecutive, int kPairs>
+auto Widest(const RopeArgs<T>& args) {
+  if constexpr (kPairs > 1) {
+    const bool aligned = Aligned(args.x) && Aligned(args.y);
+    if (!aligned || args.half % kPairs || args.d / 2 % kPairs)
+      return Widest<T, kConsecutive, kPairs / 2>(args);
+  }
+  return Rope<T, kPairs, kConsecutive>;
 }
 
-ffi::Error LaunchRope(cudaStream_t stream, Arg x, Arg positions, Ret y, bool consecutive, bool inverse,
-                      int64_t turned, double w0, double w1) {
+template <typename T, bool kConsecutive>
+void Launch(cudaStream_t stream, const RopeArgs<T>& args) {
+  // From accesses of 16 bytes down.
+  const auto kernel = Widest<T, kConsecutive, 16 / sizeof(T) / (kConsecutive ? 2 : 1)>(args);
+  const int64_t ctas = (args.rows + args.rows_per_cta - 1) / args.rows_per_cta;
+  kernel<<<unsigned(ctas), kThreads, size_t(args.rows_per_cta) * args.half * sizeof(float2), stream>>>(args);
+}
+
+ffi::Error LaunchRope(cudaStream_t stream, Arg x, Arg positions, Arg inv_freq, Ret y, bool consecutive,
+                      bool inverse, int64_t turned) {
   if (x.element_count() == 0) return ffi::Error::Success();
   const auto dims = x.dimensions();
   TE_CHECK(dims.size() >= 4 && dims.back() % 2 == 0, "te_rope: x is %s, expected [b..., s, n, h, d], even d",
@@ -106,21 +115,25 @@ ffi::Error LaunchRope(cudaStream_t stream, Arg x, Arg positions, Ret y, bool con
            long(rows));
   TE_CHECK(y->element_count() == x.element_count() && y->element_type() == x.element_type(),
            "te_rope: y must be as x%s", Shape(x).c_str());
-  TE_CHECK(d * int64_t(sizeof(float)) <= kSharedBytes && h * d <= INT32_MAX / kMostRows,
-           "te_rope: x%s has too wide a head", Shape(x).c_str());
-  const int64_t fit = std::min<int64_t>(kMostRows, kSharedBytes / (d * int64_t(sizeof(float))));
+  const int64_t half = int64_t(inv_freq.element_count()), table = half * int64_t(sizeof(float2));
+  TE_CHECK(inv_freq.element_type() == ffi::F32 && half >= 1 && 2 * half <= d,
+           "te_rope: inv_freq%s must be f32, one for each pair of at most %ld channels",
+           Shape(inv_freq).c_str(), long(d));
+  TE_CHECK(table <= kSharedBytes && h * d <= INT32_MAX / kMostRows, "te_rope: x%s has too wide a head",
+           Shape(x).c_str());
+  const int64_t fit = std::min(int64_t(kMostRows), kSharedBytes / table);
   const int rows_per_cta = int(std::clamp<int64_t>(kElements / (h * d), 1, fit));
   return DispatchFloat(x.element_type(), [&]<typename T>() -> ffi::Error {
     const RopeArgs<T> args{Data<T>(x),
                            Data<float>(positions),
+                           Data<float>(inv_freq),
                            Data<T>(y),
                            rows,
                            int(h),
                            int(turned * per_slot),
                            int(d),
+                           int(half),
                            rows_per_cta,
-                           w0,
-                           std::log2(w1 / w0),
                            inverse ? -1.f : 1.f};
     consecutive ? Launch<T, true>(stream, args) : Launch<T, false>(stream, args);
     TE_LAUNCHED();
@@ -134,11 +147,10 @@ TE_HANDLER(te_rope, LaunchRope,
                .Ctx<Stream>()
                .Arg<Arg>()  // x: b... s n h d
                .Arg<Arg>()  // positions: f32 b... s
+               .Arg<Arg>()  // inv_freq: f32 r
                .Ret<Arg>()  // y: b... s n h d
                .Attr<bool>("consecutive")
                .Attr<bool>("inverse")
-               .Attr<int64_t>("turned")
-               .Attr<double>("w0")
-               .Attr<double>("w1"));
+               .Attr<int64_t>("turned"));
 
 }  // namespace te

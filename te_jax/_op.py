@@ -51,8 +51,12 @@ class Op:
     ranks:      {group: attr}: the attribute that holds the group's number of axes.
     partials:   {result: (operand shapes, **attrs) -> leading shape}: the CUDA kernel returns f32 partial results with
                 these leading axes; XLA finishes them by `combine`. No atomics, nothing to zero.
-    workspace:  (operand shapes and dtypes, **attrs) -> bytes of a last uint8 result that the CUDA call alone has.
-    cuda:       (call, *operands, **attrs) -> results: wraps the CUDA call in plain jax, to pad or to reshape.
+    workspace:  (operand shapes and dtypes, outputs=, **attrs) -> bytes of a last uint8 result that the CUDA call alone
+                has; outputs are the names of the chosen results.
+    layout:     (name, ndim, **attrs) -> the order in memory of an operand's or result's axes in the CUDA call, the
+                outermost first. Without it all are row-major.
+    cuda:       (call, *operands, **attrs) -> all results, or the chosen ones: wraps the CUDA call in plain jax, to pad
+                or to reshape.
     """
 
     def __init__(
@@ -68,11 +72,13 @@ class Op:
         ranks=None,
         partials=None,
         workspace=None,
+        layout=None,
         cuda=None,
     ):
         self.name, self.rule, self.dtypes, self.reference = name, Rule.parse(rule), dtypes, reference
         self.replicated, self.combine, self.once = frozenset(replicated.split()), combine or {}, frozenset(once)
-        self.rank_attrs, self.partials, self.workspace, self.cuda = ranks or {}, partials or {}, workspace, cuda
+        self.rank_attrs, self.partials, self.workspace = ranks or {}, partials or {}, workspace
+        self.layout, self.cuda = layout, cuda
         self._check_declaration()
         self.primitive = Primitive(name)
         self.primitive.multiple_results = True
@@ -134,13 +140,16 @@ class Op:
         return [aval(out) for out in self._results([a.shape for a in args], [a.dtype for a in args], **params)]
 
     def _run_reference(self, *args, inputs, outputs, **attrs):
-        results = self.reference(*self._fill(args, inputs), **attrs)
-        return [r for o, r in zip(self.rule.outputs, results, strict=True) if o.name in outputs]
+        return self._chosen(self.reference(*self._fill(args, inputs), **attrs), outputs)
 
     def _run_cuda(self, *args, inputs, outputs, **attrs):
         call = partial(self._custom_call, outputs=outputs)
         args = self._fill(args, inputs)
-        return self.cuda(call, *args, **attrs) if self.cuda else call(*args, **attrs)
+        results = self.cuda(call, *args, **attrs) if self.cuda else call(*args, **attrs)
+        return results if len(results) == len(outputs) else self._chosen(results, outputs)
+
+    def _chosen(self, results, outputs):
+        return [r for o, r in zip(self.rule.outputs, results, strict=True) if o.name in outputs]
 
     def _custom_call(self, *args, outputs, **attrs):
         """The FFI call itself: absent operands and results are buffers of no element, partial results are finished."""
@@ -154,13 +163,22 @@ class Op:
             parts = self.partials[name](*self._fill(shapes, inputs), **attrs)
             raw[name] = jax.ShapeDtypeStruct((*parts, *results[name].shape), jnp.float32)
         if self.workspace:
-            size = self.workspace(*self._fill([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in given], inputs), **attrs)
+            types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in given]
+            size = self.workspace(*self._fill(types, inputs), outputs=outputs, **attrs)
             raw["workspace"] = jax.ShapeDtypeStruct((size,), jnp.uint8)
         operands = [jnp.zeros((0,), jnp.float32) if a is None else a for a in args]
+        layouts = self._layouts(dict(zip((o.name for o in self.rule.inputs), operands)), raw, attrs)
         # The handler reads types off its operands and results.
         attrs = {name: value for name, value in attrs.items() if not isinstance(value, jnp.dtype)}
-        got = dict(zip(raw, jax.ffi.ffi_call(self.name, tuple(raw.values()))(*operands, **attrs), strict=True))
+        call = jax.ffi.ffi_call(self.name, tuple(raw.values()), **layouts)
+        got = dict(zip(raw, call(*operands, **attrs), strict=True))
         return [self._finish(name, got[name], result) for name, result in results.items()]
+
+    def _layouts(self, operands, results, attrs):
+        if not self.layout:
+            return {}
+        order = lambda arrays: [self.layout(name, x.ndim, **attrs) for name, x in arrays.items()]
+        return dict(input_layouts=order(operands), output_layouts=order(results))
 
     def _finish(self, name, raw, result):
         if name not in self.partials:

@@ -4,6 +4,7 @@ import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import rope_oracle
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -82,15 +83,8 @@ def causal(s, t):
     return np.arange(t)[None, :] > np.arange(s)[:, None]
 
 
-def rotate(x, windows=(1, 10000)):
-    d = x.shape[-1]
-    angle = np.arange(x.shape[1])[:, None] / (windows[0] * (windows[1] / windows[0]) ** (np.arange(0, d, 2) / d))
-    z = (x[..., ::2] + 1j * x[..., 1::2]) * np.exp(1j * angle)[:, None, :]
-    return np.stack([z.real, z.imag], -1).reshape(x.shape)
-
-
-def mha(x, p, h, g=None, kv=None, kind="layernorm", masked=None, bias=0.0, scale=None, rope=False, alpha=None):
-    """kv None is self-attention. -> (out, norm output)."""
+def mha(x, p, h, g=None, kv=None, kind="layernorm", masked=None, bias=0.0, scale=None, rope=None, alpha=None):
+    """kv None is self-attention. rope: None or its options. -> (out, norm output)."""
     g = g or h
     first = p["qkv"] if "qkv" in p else p["query"]
     normed = norm(x, first, kind)
@@ -104,8 +98,8 @@ def mha(x, p, h, g=None, kv=None, kind="layernorm", masked=None, bias=0.0, scale
             k, v = (heads(y, g) for y in np.moveaxis(dense(source, p["kv"], alpha), 2, 0))
         else:
             k, v = (heads(dense(source, p[name], alpha), g) for name in ("key", "value"))
-    if rope:
-        q, k = rotate(q), rotate(k)
+    if rope is not None:
+        q, k = (rope_oracle.rotate(x, **rope)[0] for x in (q, k))
     context = attention(q, k, v, masked, bias, scale)
     return dense(context.reshape(*context.shape[:2], -1), p["out"], alpha), normed
 

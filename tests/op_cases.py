@@ -48,6 +48,8 @@ class Case:
             values = rng.uniform(0.5, 2.0, shape) if "scale" in operand.name else rng.standard_normal(shape)
             if dtype == u32:  # random bits
                 args.append(jnp.asarray(rng.integers(0, 2**32, shape, np.uint32)))
+            elif dtype == i32:  # a segment: its first query, its queries, its first key, its keys
+                args.append(jnp.asarray(rng.integers(0, 6, shape, np.int32)))
             else:
                 args.append(None if dtype is None else jnp.asarray(values, jnp.float32).astype(dtype))
         return args
@@ -63,21 +65,22 @@ def _groups(*names, first=8, second=8):
     return {f"{n}...{i}": (first, second)[i] for n in names for i in range(2)}
 
 
-f32, bf16, u32 = jnp.float32, jnp.bfloat16, jnp.uint32
+f32, bf16, u32, i32 = jnp.float32, jnp.bfloat16, jnp.uint32, jnp.int32
 _norm_sizes = {"...0": 8, "...1": 8, "h": 24}
 _mlp_sizes = {"m...0": 8, "m...1": 8, "a": 2, "f": 24}
 _swiglu = activation.attributes(("silu", "linear"))
-_attention_sizes = {"b...0": 8, "s": 8, "t": 8, "g": 8, "r": 2, "d": 16, "e": 8, "w": 4}
+_attention_sizes = {"b...0": 8, "s": 8, "t": 8, "g": 8, "r": 2, "d": 16, "e": 8, "w": 4, "n": 1, "f": 4}
 _fp8_sizes = {"b...0": 4, "s": 4, "t": 4, "g": 4, "r": 2, "d": 128}
-_packed_sizes = {"b...0": 8, "s": 8, "c": 3, "h": 8, "d": 16, "w": 4}
+_packed_sizes = {"b...0": 8, "s": 8, "t": 8, "c": 3, "h": 8, "d": 16, "w": 4, "n": 1, "f": 4}
 _attention_ranks = {"b...": 1}
-_full_attention = dict(causal=True, scale=0.25, dropout_rate=0.0)
-_attention_dropout = dict(causal=True, scale=0.25, dropout_rate=0.3)
+_attention = dict(left=-1, right=0, bottom_right=False, seq_major=False, scale=0.25, dropout_rate=0.0)
+_attention_dropout = dict(_attention, dropout_rate=0.3)
+_absent = (None,) * 5  # biases and segments
 
 CASES = [
     Case(
-        "rope", "te_rope", {"b...0": 8, "s": 8, "n": 8, "h": 8, "d": 16}, (f32, f32),
-        dict(turned=2, consecutive=True, inverse=False, w0=1.0, w1=10000.0), None, {"b...": 1},
+        "rope", "te_rope", {"b...0": 8, "s": 8, "n": 8, "h": 8, "d": 16, "r": 4}, (f32, f32, f32),
+        dict(turned=2, consecutive=True, inverse=False), None, {"b...": 1},
     ),
     Case(
         "scale_update", "te_scale_update", {"b...0": 8, "l": 16}, (f32, f32, f32),
@@ -120,20 +123,35 @@ CASES = [
         dict(activation.attributes(("relu",)), dtype=E5M2), ("dx", "dbias"),
     ),
     Case(
-        "attention_dropout_fwd", "te_attention_fwd", _attention_sizes, (f32, f32, f32, u32), _attention_dropout, None,
-        _attention_ranks,
+        "attention_dropout_fwd", "te_attention_fwd", _attention_sizes, (*(f32,) * 3, *_absent, u32), _attention_dropout,
+        None, _attention_ranks,
     ),
     Case(
-        "attention_dropout_bwd", "te_attention_bwd", _attention_sizes, (*(f32,) * 6, u32),
-        dict(_attention_dropout, deterministic=False), None, _attention_ranks,
+        "attention_dropout_bwd", "te_attention_bwd", _attention_sizes, (*(f32,) * 4, *_absent, f32, f32, u32),
+        dict(_attention_dropout, deterministic=False), ("dq", "dk", "dv"), _attention_ranks,
     ),
     Case(
-        "attention_packed_fwd", "te_attention_packed_fwd", _packed_sizes, (f32, None), _full_attention, ("out", "lse"),
-        _attention_ranks,
+        "attention_segments_bias_b_fwd", "te_attention_fwd", _attention_sizes,
+        (*(f32,) * 3, None, f32, None, None, i32, None), dict(_attention, left=2), ("out", "lse"), _attention_ranks,
     ),
     Case(
-        "attention_packed_bwd", "te_attention_packed_bwd", _packed_sizes, (*(f32,) * 4, None),
-        dict(_full_attention, deterministic=False), None, _attention_ranks,
+        "attention_bias_h_bwd", "te_attention_bwd", _attention_sizes,
+        (*(f32,) * 4, None, None, f32, None, None, f32, f32, None), dict(_attention, deterministic=True, right=-1),
+        ("dq", "dk", "dv", "dbias_h"), _attention_ranks,
+    ),
+    Case(
+        "attention_segments_bwd", "te_attention_bwd", _attention_sizes,
+        (*(f32,) * 4, *(None,) * 4, i32, f32, f32, None),
+        dict(_attention, deterministic=False, bottom_right=True), ("dq", "dk", "dv"), _attention_ranks,
+    ),
+    Case(
+        "attention_packed_fwd", "te_attention_packed_fwd", _packed_sizes, (f32, *_absent, None), _attention,
+        ("out", "lse"), _attention_ranks,
+    ),
+    Case(
+        "attention_packed_bias_bwd", "te_attention_packed_bwd", _packed_sizes,
+        (f32, f32, None, None, None, f32, None, f32, f32, None), dict(_attention, deterministic=False),
+        ("dqkv", "dbias"), _attention_ranks,
     ),
     Case(
         "attention_fp8_fwd", "te_attention_fp8_fwd", {**_fp8_sizes, "n": 6}, (E4M3, E4M3, E4M3, f32),

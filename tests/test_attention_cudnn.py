@@ -26,6 +26,10 @@ GPU_SHAPES = {  # b, s, t, h, g, d, e
 }
 
 
+NO_EXTRAS = (None,) * 5  # biases and segments
+ATTRS = dict(left=-1, right=-1, bottom_right=False, seq_major=False, scale=0.125, dropout_rate=0.0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("causal", [False, True])
@@ -33,8 +37,8 @@ GPU_SHAPES = {  # b, s, t, h, g, d, e
 def test_cudnn(shape, causal, dtype):
     q, k, v, dout = operands(GPU_SHAPES[shape], dtype)
     scale, mask_type = q.shape[-1] ** -0.5, "causal" if causal else "no_mask"
-    attrs = dict(causal=causal, scale=scale, dropout_rate=0.0)
-    out, lse = attention.attention_fwd(q, k, v, None, outputs=("out", "lse"), **attrs)
+    attrs = dict(ATTRS, right=0 if causal else -1, scale=scale)
+    out, lse = attention.attention_fwd(q, k, v, *NO_EXTRAS, None, outputs=("out", "lse"), **attrs)
     got = run(q, k, v, dout, attn_mask_type=mask_type, implementation="cudnn")
     want = dict(
         zip(
@@ -188,8 +192,8 @@ def test_dropout_masks_are_independent():
     """
     q, k, _, _ = operands((2, 256, 256, 4, 4, 64, 64), jnp.bfloat16)
     seed = lambda low, high: jnp.zeros((2, 4, 4), jnp.uint32).at[0, 0, 0].set(low).at[0, 0, 1].set(high)
-    attrs = dict(causal=False, scale=0.125, dropout_rate=RATE)
-    call = jax.jit(lambda v, words: attention.attention_fwd(q, k, v, words, **attrs)[0])
+    attrs = dict(ATTRS, dropout_rate=RATE)
+    call = jax.jit(lambda v, words: attention.attention_fwd(q, k, v, *NO_EXTRAS, words, **attrs)[0])
 
     def mask(words):
         outs = np.concatenate([np.asarray(call(v, words), np.float32) for v in one_hot_values(k, 64)], -1)
@@ -213,10 +217,11 @@ def test_dropout_of_other_shards_gives_nan(causal):
     """cuDNN would draw another mask than forward for rows that are not where they were: no number comes of it."""
     q, k, v, dout = operands((2, 256, 256, 4, 4, 64, 64), jnp.bfloat16)
     words = jax.random.bits(jax.random.key(0), (2, 4, 4), jnp.uint32)
-    attrs = dict(causal=causal, scale=0.125, dropout_rate=RATE)
-    out, lse, drawn = attention.attention_fwd(q, k, v, words, **attrs)
+    attrs = dict(ATTRS, right=0 if causal else -1, dropout_rate=RATE)
+    out, lse, drawn = attention.attention_fwd(q, k, v, *NO_EXTRAS, words, **attrs)
     for rows, is_nan in ((slice(0, 2), False), (slice(1, 2), True)):
+        before, after = ([x[rows] for x in xs] for xs in ((dout, q, k, v), (out, lse, drawn)))
         grads = attention.attention_bwd(
-            *(x[rows] for x in (dout, q, k, v, out, lse, drawn)), deterministic=False, **attrs
+            *before, *NO_EXTRAS, *after, outputs=("dq", "dk", "dv"), deterministic=False, **attrs
         )
         assert all(np.all(np.isnan(np.asarray(grad, np.float32)) == is_nan) for grad in grads)

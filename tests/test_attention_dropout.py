@@ -10,11 +10,11 @@ from attention_oracle import attend, check, one_hot_values, operands, run, visib
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from te_jax.ops import attention, attention_op
+from te_jax.ops import attention, attention_op, attention_reference
 from te_jax.ops.attention import dot_product_attention, dot_product_attention_packed
 
 B, S, H, D, RATE = 4, 16, 4, 16, 0.3
-ATTRS = dict(causal=False, scale=0.25, dropout_rate=RATE)
+ATTRS = dict(left=-1, right=-1, bottom_right=False, seq_major=False, scale=0.25, dropout_rate=RATE)
 
 
 def arrays(b=B, h=H, g=H, dtype=jnp.bfloat16):
@@ -79,21 +79,19 @@ def _kernel_factor(drawn, q, t):
     return kept / jnp.float32(1 - RATE)
 
 
-def _kernel(reference, words_at):
-    """`reference` with the kernel's mask in place of its own."""
+def _kernel(plain, is_forward):
+    """`plain` with the kernel's mask in place of its own."""
 
     def call(*args, outputs=None, **attrs):
-        del outputs
-        args = list(args)
-        drawn, q = args.pop(words_at), args[words_at - 3 if words_at == 3 else 1]
-        factor = _kernel_factor(drawn, q, args[2 if words_at == 6 else 1].shape[1])
+        *args, drawn = args
+        q, k = args[:2] if is_forward else args[1:3]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention_op, "_dropped", lambda *_: factor)
-            results = reference(*args, drawn, **attrs)
-        if words_at == 3:
+            patch.setattr(attention_reference, "_dropped", lambda *_: _kernel_factor(drawn, q, k.shape[1]))
+            results = plain(*args, drawn, **attrs)
+        if is_forward:
             return results[:2]
-        lost = jnp.any(jnp.isnan(args[5]))  # XLA's exp on a CPU does not keep a NaN
-        return [jnp.where(lost, jnp.nan, grad) for grad in results]
+        lost = jnp.any(jnp.isnan(args[-1]))  # XLA's exp on a CPU does not keep a NaN
+        return [jnp.where(lost, jnp.nan, grad) for grad in results[:3]]
 
     return call
 
@@ -101,11 +99,10 @@ def _kernel(reference, words_at):
 @pytest.fixture
 def kernel(monkeypatch):
     """The ops with their CUDA lowering, around a kernel in plain JAX that draws as cuDNN does."""
-    forward = _kernel(attention_op._fwd_reference, 3)
-    backward = _kernel(attention_op._bwd_reference, 6)
+    forward, backward = _kernel(attention_reference.forward, True), _kernel(attention_reference.backward, False)
     lowered = lambda *args, **attrs: attention_op._fwd_cuda(forward, *args, **attrs)
     monkeypatch.setattr(attention.attention_fwd, "reference", lowered)
-    lowered_bwd = lambda *args, **attrs: attention_op._bwd_cuda(backward, *args, **attrs)
+    lowered_bwd = lambda *args, **attrs: (*attention_op._bwd_cuda(backward, *args, **attrs), *(None,) * 4)
     monkeypatch.setattr(attention.attention_bwd, "reference", lowered_bwd)
     jax.clear_caches()
     yield
@@ -175,8 +172,11 @@ def test_constraints_that_differ_forward_and_backward(kernel):
 def test_a_mask_of_other_shards_gives_nan(kernel):
     q, k, v, dout = arrays()
     words = jax.random.bits(jax.random.key(0), (B, H, 4), jnp.uint32)
-    out, lse, drawn = jax.jit(lambda *args: attention.attention_fwd(*args, **ATTRS))(q, k, v, words)
-    backward = lambda *args: attention.attention_bwd(*args, deterministic=False, **ATTRS)
+    none = (None,) * 5  # biases and segments
+    out, lse, drawn = jax.jit(lambda *args: attention.attention_fwd(*args[:3], *none, args[3], **ATTRS))(q, k, v, words)
+    backward = lambda *args: attention.attention_bwd(
+        *args[:4], *none, *args[4:], outputs=("dq", "dk", "dv"), deterministic=False, **ATTRS
+    )
     assert all(np.all(np.isfinite(x)) for x in jax.jit(backward)(dout, q, k, v, out, lse, drawn))
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
     for rows, heads in PLACES.values():

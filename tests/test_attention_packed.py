@@ -65,18 +65,34 @@ def test_errors(qkv, kwargs, text):
 COPIES = re.compile(r"stablehlo\.(slice|dynamic_slice|concatenate|pad|dynamic_update_slice|transpose|gather)\b.*")
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_projection_goes_to_the_kernel_uncopied(bias):
-    """b 2, s 8, 4 heads of 16: neither q, k, v nor their gradients are cut out, put together or turned."""
-    module = te_flax.MultiHeadAttention(head_dim=16, num_attention_heads=4, dtype=jnp.bfloat16, use_bias=bias)
+@pytest.mark.parametrize("fields", [{}, dict(use_bias=True), dict(enable_rotary_pos_emb=True, rotary_pos_emb_dim=8)])
+def test_projection_goes_to_the_kernel_uncopied(fields):
+    """b 2, s 8, 4 heads of 16: neither q, k, v nor their gradients are cut out, put together or transposed."""
+    module = te_flax.MultiHeadAttention(head_dim=16, num_attention_heads=4, dtype=jnp.bfloat16, **fields)
     x = jnp.ones((2, 8, 32), jnp.bfloat16)
     variables = jax.eval_shape(module.init, jax.random.key(0), x)
     step = jax.jit(jax.grad(lambda v, x: jnp.sum(module.apply(v, x)[0].astype(jnp.float32)), (0, 1)))
     text = step.trace(variables, x).lower(lowering_platforms=("cuda",)).as_text()
     assert all(text.count(f"custom_call @te_attention_packed_{kind}(") == 1 for kind in ("fwd", "bwd"))
+    assert text.count("custom_call @te_rope(") == (2 if "enable_rotary_pos_emb" in fields else 0)
     tokens = [found[0] for found in COPIES.finditer(text) if "<2x8x" in found[0]]  # others are of weights
     assert not tokens, tokens
     rotated = te_flax.MultiHeadAttention(head_dim=16, num_attention_heads=4, enable_rotary_pos_emb=True)
     forward = jax.jit(lambda x: rotated.init_with_output(jax.random.key(0), x)[0][0])
     text = forward.trace(x).lower(lowering_platforms=("cpu",)).as_text()
     assert any("<2x8x" in found[0] for found in COPIES.finditer(text))  # what the test looks for
+
+
+def test_sequence_first_is_read_by_strides():
+    """[s, b, heads, d]: what the module turns, the kernel's operand and result layouts turn back."""
+    module = te_flax.DotProductAttention(head_dim=16, num_attention_heads=4, transpose_batch_sequence=True)
+    x = jnp.ones((8, 2, 4, 16), jnp.bfloat16)
+    step = jax.jit(jax.grad(lambda x: jnp.sum(module.apply({}, x, x, x).astype(jnp.float32))))
+    text = step.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "custom_call @te_attention_" in line]
+    sequences, turned = (
+        (4, 5 + 3),
+        "dense<[3, 2, 0, 1]> : tensor<4xindex>",
+    )  # q, k, v, out; dout, q, k, v, out, dq, dk, dv
+    assert [line.count(turned) for line in calls] == list(sequences)
+    assert all(line.count("dense<[3, 2, 1, 0]>") == 0 and "seq_major = true" in line for line in calls)

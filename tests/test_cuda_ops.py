@@ -10,7 +10,6 @@ from te_jax.ops.activation import activation_bwd, activation_fwd, attributes
 from te_jax.ops.gemm import gemm, gemm_op
 from te_jax.ops.norm import norm_bwd, norm_fwd
 from te_jax.ops.quantize import quantize
-from te_jax.ops.rope import rope
 
 pytestmark = pytest.mark.gpu
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
@@ -483,30 +482,3 @@ def test_scale_update(length, interval, newest, margin, ulps, rng):
     want = jax.jit(lambda *a: scaling._reference(*a, **attrs))(*state)
     np.testing.assert_array_max_ulp(got[0], want[0], ulps)
     np.testing.assert_array_equal(got[1], want[1])
-
-
-ROPE_SHAPES = [(1, 1, 1, 1, 2), (2, 199, 3, 3, 10), (3, 33, 1, 5, 128), (1, 8192, 3, 32, 128), (2, 7, 2, 1, 4096)]
-
-
-@pytest.mark.parametrize("shape", ROPE_SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [bf16, f16, f32], ids=lambda d: d.__name__)
-@pytest.mark.parametrize("method", ["consecutive", "alternate"])
-def test_rope(shape, dtype, method, rng):
-    """Both directions against a rotation in float64."""
-    x = jnp.asarray(rng.standard_normal(shape), dtype)
-    positions, turned = rng.integers(0, 100000, shape[:2]), max(1, shape[2] - 1)
-    options = dict(windows=(1, 500000.0), group_method=method, turned=turned)
-    y, vjp = jax.vjp(lambda x: rope(x, jnp.asarray(positions), **options), x)
-    d, x64 = shape[-1], np.asarray(x, np.float64)
-    angle = (positions[..., None] / 500000.0 ** (np.arange(0, d, 2) / d))[:, :, None, None]
-    pairs = (slice(0, None, 2), slice(1, None, 2)) if method == "consecutive" else (slice(0, d // 2), slice(d // 2, d))
-    for got, sign in ((y, 1), (vjp(x)[0], -1)):
-        turn = (x64[..., pairs[0]] + 1j * x64[..., pairs[1]]) * np.exp(1j * sign * angle)
-        got64 = np.asarray(got[:, :, :turned], np.float64)
-        for half, want in zip(pairs, (turn.real, turn.imag)):
-            want = want[:, :, :turned]
-            # The angle is rounded, so is its period, half an ulp each; sine, cosine and two products a few ulp more.
-            bound = (angle * 2.0**-23 + 2.0**-21) * np.abs(turn[:, :, :turned])
-            error = np.abs(got64[..., half] - want)
-            assert (error <= bound + float(jnp.finfo(dtype).eps) / 2 * np.abs(want) + 1e-7).all()
-        np.testing.assert_array_equal(got[:, :, turned:], x[:, :, turned:])

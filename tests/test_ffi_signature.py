@@ -72,6 +72,7 @@ def test_every_handler_has_an_op():
 def test_attention_op_is_exact_where_cudnn_is_not_used():
     """f32 attention has no cuDNN kernel: the op's CUDA lowering is then its reference."""
     q = jnp.ones((1, 8, 2, 16))
-    attrs = dict(outputs=("out", "lse"), causal=True, scale=0.25, dropout_rate=0.0)
-    text = jax.jit(lambda q: attention.attention_fwd(q, q, q, None, **attrs)).trace(q)
+    attrs = dict(left=-1, right=0, bottom_right=False, seq_major=False, scale=0.25, dropout_rate=0.0)
+    call = lambda q: attention.attention_fwd(q, q, q, *(None,) * 6, outputs=("out", "lse"), **attrs)
+    text = jax.jit(call).trace(q)
     assert "custom_call @te_attention" not in text.lower(lowering_platforms=("cuda",)).as_text()

@@ -242,7 +242,7 @@ def test_mha_fields(fields):
     params = ref.filled(module.init(KEY, x)["params"])
     out = module.apply({"params": params}, x, bias=bias)[0]
     scale = 1.0 if "scale_attn_logits" in fields else None
-    rope, g = "enable_rotary_pos_emb" in fields, fields.get("num_gqa_groups")
+    rope, g = {} if "enable_rotary_pos_emb" in fields else None, fields.get("num_gqa_groups")
     want = ref.mha(
         ref.f64(x), ref.f64(params), N, g, masked=ref.causal(5, 5), bias=ref.f64(bias), scale=scale, rope=rope
     )

@@ -108,6 +108,7 @@ def fields_id(fields):
 
 
 LLAMA = dict(num_gqa_groups=2, layernorm_type="rmsnorm", mlp_activations=("silu", "linear"), enable_rotary_pos_emb=True)
+PARALLEL = dict(parallel_attention_mlp=True, parallel_shared_layernorm=True)
 LAYERS = [  # the fields, and what makes the cache
     ({}, "init"),
     (dict(enable_rotary_pos_emb=True), "call"),
@@ -116,6 +117,7 @@ LAYERS = [  # the fields, and what makes the cache
     (dict(fuse_qkv_params=False, use_bias=True, softmax_type="learnable"), "call"),
     (dict(enable_relative_embedding=True, self_attn_mask_type="padding_causal"), "init"),
     (dict(enable_relative_embedding=True, layer_type="decoder", transpose_batch_sequence=True), "call"),
+    (dict(num_gqa_groups=1, enable_rotary_pos_emb=True, **PARALLEL), "call"),
     (
         dict(
             enable_rotary_pos_emb=True, transpose_batch_sequence=True, self_attn_mask_type="causal_bottom_right",

@@ -77,6 +77,24 @@ def test_equals_the_layers_one_by_one(names, norm, residual, rng):
     assert all(float(s["grad"][1][-1]) > 0 for s in got[1][1])
 
 
+@pytest.mark.parametrize(
+    "recipe", [RECIPE, None, DelayedScaling(amax_history_len=4, override_linear_precision=(True,) * 3)], ids=str
+)
+def test_another_residual_than_its_input(recipe, rng):
+    """It is added as an addition outside would, and its gradient is that of the output alone."""
+    args, names = operands(rng, 1, "layernorm"), ("gelu",)
+    (other,) = data(rng, (3, 5, OUT))
+
+    def run(layer):
+        return jax.value_and_grad(lambda *args: loss(args[:-1], states, layer, args[-1], recipe, names, "layernorm"),
+                                  tuple(range(len(args) + 1)))(*args, other)  # fmt: skip
+
+    states = (fresh_state(), fresh_state())
+    outside = lambda *args: composed(*args[:7], False, *args[8:]) + args[7]
+    (value, grads), (want, want_grads) = run(fused), run(outside)
+    jax.tree.map(close, (value, grads), (want, want_grads))
+
+
 @pytest.mark.parametrize("override", list(itertools.product([False, True], repeat=3)), ids=str)
 def test_precision_of_each_gemm(override, rng):
     recipe = DelayedScaling(amax_history_len=4, override_linear_precision=override)

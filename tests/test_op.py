@@ -14,7 +14,7 @@ from op_cases import CASES, Case
 
 from te_jax._op import Op, ops
 from te_jax._rule import Rule
-from te_jax.ops import attention_op
+from te_jax.ops import attention_reference
 
 AXES = ("a", "b")  # mesh axes of 4 and 2 devices
 MESH = dict(zip(AXES, (4, 2)))
@@ -41,7 +41,7 @@ def quickly_drawn(request, monkeypatch):
         mixed = (row[0] ^ jnp.arange(s * t, dtype=jnp.uint32)) * jnp.uint32(2654435761)
         return (mixed >> 8).reshape(s, t) >= jnp.uint32(rate * 2**24)
 
-    monkeypatch.setattr(attention_op, "_kept", kept)
+    monkeypatch.setattr(attention_reference, "kept", kept)
     jax.clear_caches()
     yield
     jax.clear_caches()

@@ -1,55 +1,106 @@
-"""Rotary positions against complex rotation in float64."""
+"""Rotary positions against complex rotation in float64, and their gradient against the inverse rotation."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rope_oracle
 
-from te_jax.ops.rope import rope
+from te_jax.ops import rope as module
+from te_jax.ops.rope import LinearScaling, Llama3Scaling, NTKScaling, rope
 
-
-def reference(x, positions, windows, method):
-    x = np.asarray(x, np.float64)
-    d = x.shape[-1]
-    angle = np.asarray(positions, np.float64)[..., None] / (
-        windows[0] * (windows[1] / windows[0]) ** (2 * np.arange(d // 2) / d)
-    )
-    turn = np.exp(1j * angle)[..., None, :]
-    first, second = (x[..., ::2], x[..., 1::2]) if method == "consecutive" else (x[..., : d // 2], x[..., d // 2 :])
-    z = (first + 1j * second) * turn
-    out = np.empty_like(x)
-    if method == "consecutive":
-        out[..., ::2], out[..., 1::2] = z.real, z.imag
-    else:
-        out[..., : d // 2], out[..., d // 2 :] = z.real, z.imag
-    return out
+METHODS = pytest.mark.parametrize("method", ["consecutive", "alternate"])
+SCALINGS = [None, LinearScaling(4), NTKScaling(8.0), Llama3Scaling(), Llama3Scaling(32.0, 2, 3, 100)]
 
 
-@pytest.mark.parametrize("method", ["consecutive", "alternate"])
+def check(got, x, positions=None, **options):
+    want, bound = rope_oracle.rotate(x, positions, **options)
+    assert got.dtype == x.dtype and got.shape == x.shape
+    error = np.abs(np.asarray(got, np.float64) - want)
+    assert (error <= bound).all(), (error.max(), np.max(error - bound))
+
+
+@METHODS
+@pytest.mark.parametrize("rotary_dim", [None, 2, 6, 10])
 @pytest.mark.parametrize("windows", [(1, 10000), (2, 500.0)])
-@pytest.mark.parametrize("positions", [None, "row", "batch"])
-def test_rope(rng, method, windows, positions):
+@pytest.mark.parametrize("positions", [None, "row", "batch", "between", "one batch"])
+def test_rope(rng, method, rotary_dim, windows, positions):
     x = jnp.asarray(rng.normal(size=(2, 33, 3, 10)), jnp.float32)
-    at = {None: np.arange(33), "row": np.arange(33) + 7, "batch": rng.integers(0, 99, (2, 33))}[positions]
-    got = rope(x, None if positions is None else jnp.asarray(at), windows=windows, group_method=method)
-    # float32 angles up to 99: half an ulp of 99 is 4e-6.
-    np.testing.assert_allclose(got, reference(x, at, windows, method), atol=2e-5)
+    at = {
+        None: None,
+        "row": np.arange(33) + 7,
+        "batch": rng.integers(0, 99, (2, 33)),
+        "between": np.float32(rng.uniform(-9, 99, 33)),
+        "one batch": np.arange(33)[None] + 1000,
+    }[positions]
+    options = dict(windows=windows, group_method=method, rotary_dim=rotary_dim)
+    check(rope(x, None if at is None else jnp.asarray(at), **options), x, at, **options)
 
 
-def test_type_and_length_are_kept(rng):
-    x = jnp.asarray(rng.normal(size=(2, 199, 1, 4)), jnp.bfloat16)
-    got = rope(x)
-    assert got.dtype == jnp.bfloat16 and got.shape == x.shape
-    want = reference(x, np.arange(199), (1, 10000), "consecutive")
-    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2**-8, atol=1e-4)
-    norms = jnp.linalg.norm(rope(x.astype(jnp.float32)), axis=-1)
+@METHODS
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+@pytest.mark.parametrize("rotary_dim", [None, 64])
+def test_scaling(rng, method, scaling, rotary_dim):
+    """To positions that the scalings are for. d is that of Llama 3, so that all parts of its rule have frequencies."""
+    x = jnp.asarray(rng.normal(size=(2, 50, 2, 128)), jnp.float32)
+    at = rng.integers(0, 131072, (2, 50))
+    options = dict(windows=(1, 500000.0), group_method=method, rotary_dim=rotary_dim, scaling=scaling)
+    check(rope(x, jnp.asarray(at), **options), x, at, **options)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS[1:], ids=str)
+def test_what_a_scaling_keeps(scaling):
+    """The lowest frequency serves `factor` times the positions; Llama 3 and NTK leave the highest as it is."""
+    was, now = (module._inverse_frequencies((1, 500000.0), 128, s).astype(float) for s in (None, scaling))
+    np.testing.assert_allclose(now[-1], was[-1] / scaling.factor, rtol=2**-23)
+    assert now[0] == (0.25 if isinstance(scaling, LinearScaling) else 1)
+    assert (np.diff(now) < 0).all()
+
+
+@METHODS
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("rotary_dim", [None, 4])
+def test_type_and_length_are_kept(rng, method, dtype, rotary_dim):
+    x = jnp.asarray(rng.normal(size=(2, 199, 1, 8)), dtype)
+    options = dict(group_method=method, rotary_dim=rotary_dim)
+    check(rope(x, **options), x, **options)
+    norms = jnp.linalg.norm(rope(x.astype(jnp.float32), **options), axis=-1)
     np.testing.assert_allclose(norms, jnp.linalg.norm(x.astype(jnp.float32), axis=-1), rtol=1e-5)
 
 
-def test_gradient_is_the_inverse_rotation(rng):
-    x = jnp.asarray(rng.normal(size=(1, 9, 2, 6)), jnp.float32)
-    _, vjp = jax.vjp(rope, x)
-    np.testing.assert_allclose(vjp(rope(x))[0], x, atol=1e-5)
+@METHODS
+@pytest.mark.parametrize("rotary_dim", [None, 4])
+@pytest.mark.parametrize("turned", [None, 2])
+def test_gradient_is_the_inverse_rotation(rng, method, rotary_dim, turned):
+    shape = (1, 9, 3, 2, 6) if turned else (1, 9, 3, 6)
+    x, dy = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
+    options = dict(group_method=method, rotary_dim=rotary_dim, turned=turned, scaling=NTKScaling(4))
+    y, vjp = jax.vjp(lambda x: rope(x, **options), x)
+    (dx,) = vjp(dy)
+    check(dx, dy, **options, sign=-1)
+    # There and back, two turns of about 2**-22 each on values of at most 4.
+    np.testing.assert_allclose(vjp(y)[0], x, atol=8 * 2.0**-22)
+    # <y, dy> = <x, dx>: each of 324 products of at most 10 is off by about 2**-22.
+    dot = lambda a, b: np.sum(np.asarray(a, float) * np.asarray(b, float))
+    np.testing.assert_allclose(dot(y, dy), dot(x, dx), atol=324 * 10 * 2.0**-22)
+    # What autodiff makes of the reference: the same products, summed by another program.
+    slots, at = (x if turned else x[:, :, None]), jnp.arange(9.0)[None]
+    inv_freq = jnp.asarray(module._inverse_frequencies((1, 10000), rotary_dim or 6, NTKScaling(4)))
+    attrs = dict(turned=turned or 1, consecutive=method == "consecutive", inverse=False)
+    _, plain = jax.vjp(lambda x: module._reference(x, at, inv_freq, **attrs)[0], slots)
+    np.testing.assert_allclose(dx.reshape(slots.shape), plain(dy.reshape(slots.shape))[0], atol=4 * 2.0**-22)
+
+
+def test_jit_and_vmap(rng):
+    """A scaling may be a static argument, positions may be traced and mapped."""
+    x, at = jnp.asarray(rng.normal(size=(4, 2, 9, 3, 8)), jnp.float32), jnp.asarray(rng.integers(0, 999, (4, 9)))
+    turn = jax.jit(rope, static_argnames=("windows", "group_method", "turned", "rotary_dim", "scaling"))
+    options = dict(rotary_dim=4, scaling=Llama3Scaling(2.0, original_max_position=64))
+    got = jax.vmap(partial(turn, **options))(x, at)
+    for one, x_one, at_one in zip(got, x, at):
+        check(one, x_one, at_one, **options)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +110,12 @@ def test_gradient_is_the_inverse_rotation(rng):
         ((2, 4, 6), {}, ValueError, "b, s, h, d"),
         ((2, 4, 3, 6), {"group_method": "pairs"}, ValueError, "'pairs'"),
         ((2, 4, 3, 6), {"windows": (10, 1)}, ValueError, "0 < w0 < w1"),
+        ((2, 4, 3, 6), {"rotary_dim": 3}, ValueError, "rotary_dim is 3; pass None or an even int of 2 to 6"),
+        ((2, 4, 3, 6), {"rotary_dim": 8}, ValueError, "rotary_dim is 8"),
+        ((2, 4, 3, 6), {"rotary_dim": 0}, ValueError, "rotary_dim is 0"),
+        ((2, 4, 3, 6), {"rotary_dim": 4.0}, ValueError, r"rotary_dim is 4\.0"),
+        ((2, 4, 3, 6), {"scaling": 8.0}, TypeError, r"scaling is 8\.0; pass None, LinearScaling"),
+        ((2, 4, 3, 6), {"rotary_dim": 2, "scaling": NTKScaling(2)}, ValueError, "one pair alone has no base"),
         ((2, 4, 3, 6), {"positions": jnp.arange(5)}, ValueError, r"positions has shape \(5,\)"),
     ],
 )
@@ -69,14 +126,32 @@ def test_errors(shape, kwargs, error, text):
         rope(jnp.ones((2, 4, 3, 6), jnp.int32))
 
 
-def test_slots_of_a_joined_projection(rng):
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: LinearScaling(0.125), r"LinearScaling: factor is 0\.125; .*at least 1"),
+        (lambda: NTKScaling(float("inf")), "NTKScaling: factor is inf; pass a positive finite number"),
+        (lambda: NTKScaling("8"), "NTKScaling: factor is '8'"),
+        (lambda: Llama3Scaling(low_freq_factor=4), "Llama3Scaling: low_freq_factor is 4, high_freq_factor 4.0"),
+        (lambda: Llama3Scaling(original_max_position=0), "original_max_position is 0"),
+    ],
+)
+def test_errors_of_a_scaling(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+@METHODS
+@pytest.mark.parametrize("rotary_dim", [None, 4])
+def test_slots_of_a_joined_projection(rng, method, rotary_dim):
     """The first slots are turned as by themselves, the others are as they were; and their gradients."""
     x, dy = (jnp.asarray(rng.normal(size=(2, 9, 3, 4, 6)), jnp.float32) for _ in range(2))
     at = jnp.asarray(rng.integers(0, 99, (2, 9)))
-    y, vjp = jax.vjp(lambda x: rope(x, at, turned=2), x)
+    turn = partial(rope, positions=at, group_method=method, rotary_dim=rotary_dim)
+    y, vjp = jax.vjp(lambda x: turn(x, turned=2), x)
     (dx,) = vjp(dy)
     for slot in range(2):
-        want, want_vjp = jax.vjp(lambda x: rope(x, at), x[:, :, slot])
+        want, want_vjp = jax.vjp(turn, x[:, :, slot])
         np.testing.assert_array_equal(y[:, :, slot], want)
         np.testing.assert_array_equal(dx[:, :, slot], want_vjp(dy[:, :, slot])[0])
     np.testing.assert_array_equal(y[:, :, 2], x[:, :, 2])

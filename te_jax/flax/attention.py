@@ -123,6 +123,7 @@ class DotProductAttention(nn.Module):
             dropout_rng=self.make_rng(self.dropout_rng_name) if dropping else None,
             sequence_descriptor=sequence_descriptor,
             return_max_logit=self.return_max_logit,
+            seq_major=self.transpose_batch_sequence,
             context_checkpoint_name=self.context_checkpoint_name,
         )
         out, max_logit = result if self.return_max_logit else (result, None)

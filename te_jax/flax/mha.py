@@ -14,7 +14,7 @@ from te_jax.flax.attention import DotProductAttention, check_heads
 from te_jax.flax.cache import KVCache
 from te_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral
 from te_jax.ops.attention import SequenceDescriptor
-from te_jax.ops.rope import rope
+from te_jax.ops.rope import Scaling, check_rotary, rope
 from te_jax.sharding import (
     BATCH_AXES,
     HEAD_AXES,
@@ -50,6 +50,8 @@ class MultiHeadAttention(nn.Module):
     input_layernorm:       a norm on inputs_q; keys and values see it in self-attention alone.
     return_layernorm_output: the second result is the norm's output.
     enable_rotary_pos_emb, rotary_pos_emb_windows, rotary_pos_emb_group_method: see `te_jax.ops.rope`.
+    rotary_pos_emb_dim:    the first channels of a head that RoPE turns, an even int; None is all of them.
+    rotary_pos_emb_scaling: `LinearScaling`, `NTKScaling` or `Llama3Scaling` of `te_jax.ops.rope`, for longer contexts.
     low_rank_adaptation_scope: none, all, qkv_proj, output_proj, mlp, exclude_qkv_proj, exclude_output_proj,
                                exclude_mlp.
     fuse_qkv_params:       one kernel for q, k, v (self-attention, g == h), or for k, v (else); False: three
@@ -58,8 +60,9 @@ class MultiHeadAttention(nn.Module):
     scale_attn_logits:     divide logits by sqrt(d).
     scaled_query_init:     draw the query kernel divided by sqrt(d). Weights that TransformerEngine trained
                            with its defaults need False for the first, True for the second.
-    Others as in `DotProductAttention`. score_mod and score_mod_bprop are not in this version; the last five
-    fields are older names, and refused with the newer one.
+    Others as in `DotProductAttention`. score_mod and score_mod_bprop are not in this version; num_heads,
+    dropout_rate, output_layernorm, apply_residual_connection_post_layernorm and fuse_qkv are older names, and
+    refused with the newer one.
 
     Parameters, H and Hk the widths of inputs_q and inputs_kv:
     `qkv/{scale, ln_bias}` [H], `qkv/kernel` [H, 3, h*d]; or
@@ -105,6 +108,8 @@ class MultiHeadAttention(nn.Module):
     output_layernorm: bool | None = None
     apply_residual_connection_post_layernorm: bool | None = None
     fuse_qkv: bool | None = None
+    rotary_pos_emb_dim: int | None = None
+    rotary_pos_emb_scaling: Scaling | None = None
 
     def __post_init__(self):
         for old, new in _DEPRECATED.items():
@@ -167,6 +172,7 @@ class MultiHeadAttention(nn.Module):
             if x.ndim != 3:
                 raise ValueError(f"{describe(self)}: {name} has shape {x.shape}; pass [batch, sequence, width].")
         check_heads(self, self.num_attention_heads, self._groups())
+        check_rotary_fields(self, self.head_dim, self.enable_rotary_pos_emb, "enable_rotary_pos_emb")
         names = self._projections(inputs_q, inputs_kv, self_attention)
         self_attention = self_attention or names == _QKV
         sources = inputs_q, None if self_attention else inputs_kv
@@ -303,7 +309,13 @@ class MultiHeadAttention(nn.Module):
 
     def _rotate(self, x, positions, turned: int | None = None):
         """RoPE of [b, s, h, d], or of the first `turned` slots of [b, s, n, h, d]."""
-        turn = dict(windows=self.rotary_pos_emb_windows, group_method=self.rotary_pos_emb_group_method, turned=turned)
+        turn = dict(
+            windows=self.rotary_pos_emb_windows,
+            group_method=self.rotary_pos_emb_group_method,
+            turned=turned,
+            rotary_dim=self.rotary_pos_emb_dim,
+            scaling=self.rotary_pos_emb_scaling,
+        )
         if not self.transpose_batch_sequence:
             return rope(x, positions, **turn)
         return jnp.swapaxes(rope(jnp.swapaxes(x, 0, 1), positions, **turn), 0, 1)
@@ -352,6 +364,19 @@ class MultiHeadAttention(nn.Module):
             **tensors,
         )
         return cache.poisoned(context) if cache else context
+
+
+def check_rotary_fields(module: nn.Module, head_dim: int, on: bool, switches: str):
+    """rotary_pos_emb_dim and rotary_pos_emb_scaling of a module whose `switches` turn RoPE on."""
+    for name in ("rotary_pos_emb_dim", "rotary_pos_emb_scaling"):
+        if not on and getattr(module, name) is not None:
+            raise ValueError(
+                f"{describe(module)}: {name} is {getattr(module, name)!r}, but RoPE is off; set {switches}, or leave "
+                f"{name} out."
+            )
+    check_rotary(
+        describe(module), head_dim, module.rotary_pos_emb_dim, module.rotary_pos_emb_scaling, "rotary_pos_emb_"
+    )
 
 
 def _parts(joined) -> tuple[jax.Array, ...]:

@@ -81,12 +81,13 @@ class LayerNormMLP(nn.Module):
 
     @nn.compact
     def __call__(
-        self, inputs: jax.Array, deterministic: bool = False, *, residual: bool = False
+        self, inputs: jax.Array, deterministic: bool = False, *, residual: bool | jax.Array = False
     ) -> tuple[jax.Array, jax.Array | None]:
         """inputs [..., H] -> ([..., H], norm output [..., H] or None), of the same dtype.
 
         deterministic: True switches dropout off.
-        residual:      the inputs are added to the first result; under FP8 inside of the kernels.
+        residual:      True: the inputs are added to the first result; under FP8 inside of the kernels. An array
+                       [..., H] of their dtype is added in the second GEMM.
 
         Raises TypeError for inputs that are not floating, ValueError for unknown activations or their
         parameters.
@@ -125,7 +126,9 @@ class LayerNormMLP(nn.Module):
         """Layer by layer: without FP8, and with what comes between the kernels."""
         adapt = wi[2] is not None
         options = dict(want_norm=adapt or self.return_layernorm_output, axes=self.dot_1_input_axes, postfix="_0")
-        z, normed, through = norm_dense(self, inputs, wi[0], norm, wi[1], return_input=residual, **options)
+        added = None if isinstance(residual, bool) else residual
+        own = added is None and residual
+        z, normed, through = norm_dense(self, inputs, wi[0], norm, wi[1], return_input=own, **options)
         if adapt:
             z = z + lora(self, normed, *wi[2])
         z = checkpoint_name(z, self.ffn1_ckpt_name)
@@ -134,7 +137,7 @@ class LayerNormMLP(nn.Module):
             dims, stream = tuple(self.intermediate_hidden_dropout_dims), self.intermediate_dropout_rng_name
             z = nn.Dropout(self.intermediate_dropout_rate, dims, rng_collection=stream)(z, deterministic)
         z = constrain(z, self.dot_2_input_axes)
-        y = dense(z, wo[0], wo[1], through if residual else None, **precision(self, "_1"))
+        y = dense(z, wo[0], wo[1], through if own else added, **precision(self, "_1"))
         if adapt:
             y = y + lora(self, z, *wo[2])
         y = checkpoint_name(y, self.ffn2_ckpt_name)

@@ -10,10 +10,11 @@ from flax import linen as nn
 from te_jax.flax._common import Initializer, activation_axes, check_floating, lora_scope
 from te_jax.flax._state import describe
 from te_jax.flax.cache import extent
-from te_jax.flax.mha import MultiHeadAttention
+from te_jax.flax.mha import MultiHeadAttention, check_rotary_fields
 from te_jax.flax.mlp import LayerNormMLP
 from te_jax.flax.norm import LayerNorm
 from te_jax.flax.relpos import RelativePositionBiases
+from te_jax.ops.rope import Scaling
 from te_jax.sharding import (
     BATCH_AXES,
     HIDDEN_AXES,
@@ -38,6 +39,8 @@ class TransformerLayerType(enum.Enum):
 class TransformerLayer(nn.Module):
     """One transformer layer: self-attention, in a decoder cross-attention, MLP; each with norm and residual.
 
+    With parallel_attention_mlp: x + attention(norm(x)) + mlp(norm(x)) (https://arxiv.org/abs/2204.02311, section 2).
+
     hidden_size, mlp_hidden_size, num_attention_heads, num_gqa_groups: H, F, h, g (None: h).
     hidden_dropout, hidden_dropout_dims: rate after each sub-block, and the axes that share one mask.
     attention_dropout, intermediate_dropout, intermediate_dropout_dims: of the probabilities; after the
@@ -58,6 +61,9 @@ class TransformerLayer(nn.Module):
                         for both.
     scale_attn_logits, scaled_query_init: as in `MultiHeadAttention`.
     kv_channels:        width of a head; None is hidden_size / num_attention_heads.
+    parallel_attention_mlp: attention and MLP read the same input, and one residual connection takes their sum, behind
+                        one dropout and one drop path. Each has a norm of its own, as in Falcon 40B. Encoders only.
+    parallel_shared_layernorm: with it, the MLP reads the norm of attention and has none, as in Falcon 7B and GPT-J.
     score_mod, score_mod_bprop: not in this version. Others as in `MultiHeadAttention` and `LayerNormMLP`.
 
     Parameters: `attention` (encoder), or `self_attention` and `encoder_decoder_attention` (decoder), as
@@ -112,6 +118,10 @@ class TransformerLayer(nn.Module):
     kv_channels: int | None = None
     cross_window_size: tuple[int, int] | None = None
     cross_rotary_pos_emb: bool = False
+    rotary_pos_emb_dim: int | None = None
+    rotary_pos_emb_scaling: Scaling | None = None
+    parallel_attention_mlp: bool = False
+    parallel_shared_layernorm: bool = False
 
     @nn.compact
     def __call__(
@@ -139,12 +149,14 @@ class TransformerLayer(nn.Module):
         max_decode_length: T, the slots of a cache that this call makes; without decode it has no use.
         positions: [b, s] or [s] for RoPE in self-attention.
 
-        Raises what `MultiHeadAttention` raises; ValueError for arguments that the layer type has no use for, and for
-        `relpos_bias` parameters without enable_relative_embedding.
+        Raises what `MultiHeadAttention` raises; ValueError for arguments that the layer type has no use for, for fields
+        that contradict parallel_attention_mlp, and for parameters that the fields leave without use: `relpos_bias`
+        without enable_relative_embedding, `mlp/scale` with parallel_shared_layernorm.
         """
         decoder = TransformerLayerType.DECODER
         is_decoder = self._layer_type() is decoder
         self._check(inputs, encoded, encoder_decoder_mask, is_decoder)
+        self._check_parallel(is_decoder)
         name = "self_attention" if is_decoder else "attention"
         inputs = self._residual_layout(inputs)
         dropped = (self.hidden_dropout > 0 or self.drop_path > 0) and not deterministic
@@ -163,6 +175,10 @@ class TransformerLayer(nn.Module):
             norm_output=False,
             max_decode_length=max_decode_length,
         )
+        if self.parallel_attention_mlp:  # the MLP's second GEMM adds what attention gave
+            source = normed if self.parallel_shared_layernorm else inputs
+            x, _ = self._mlp()(source, deterministic=deterministic, residual=x)
+            return self._add(x, inputs, None, deterministic, in_kernels)
         x = self._add(x, inputs, normed, deterministic, in_kernels)
         if is_decoder:
             cross = self._attention("encoder_decoder_attention", cross=True, padded=encoder_decoder_mask is not None)
@@ -208,6 +224,38 @@ class TransformerLayer(nn.Module):
                 f"{describe(self)}: hidden_size={self.hidden_size} does not split into num_attention_heads="
                 f"{self.num_attention_heads}; pass a divisor, or kv_channels."
             )
+        rotary = self.enable_rotary_pos_emb or (is_decoder and self.cross_rotary_pos_emb)
+        switches = "enable_rotary_pos_emb" + (" or cross_rotary_pos_emb" if is_decoder else "")
+        check_rotary_fields(self, self._head_dim(), rotary, switches)
+
+    def _head_dim(self) -> int:
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    def _check_parallel(self, is_decoder):
+        if not self.parallel_attention_mlp:
+            if self.parallel_shared_layernorm:
+                raise ValueError(
+                    f"{describe(self)}: parallel_shared_layernorm is True, but parallel_attention_mlp is False; set "
+                    "both, or neither: one after the other, attention and MLP cannot share a norm."
+                )
+            return
+        if is_decoder:
+            raise ValueError(
+                f'{describe(self)}: parallel_attention_mlp is True, but layer_type is "decoder"; use "encoder" '
+                '(with self_attn_mask_type "causal" for a language model): cross-attention has no place in it.'
+            )
+        for name in ("apply_residual_connection_post_layernorm", "output_layernorm"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"{describe(self)}: parallel_attention_mlp and {name} are both True; set one of them: a parallel "
+                    "layer has its norms before attention and MLP, its residual connection before the norms."
+                )
+        held = self.get_variable("params", "mlp") if self.has_variable("params", "mlp") else {}
+        if self.parallel_shared_layernorm and "scale" in held:
+            raise ValueError(
+                f"{describe(self)}: the parameters hold `mlp/scale`, but parallel_shared_layernorm is True; set it "
+                "False, or drop the parameters of the MLP's norm."
+            )
 
     def _residual_layout(self, x):
         sequence = SEQLEN_TP_AXES if self.enable_sequence_parallel else SEQLEN_AXES
@@ -243,8 +291,9 @@ class TransformerLayer(nn.Module):
         return module(length, slots, bidirectional, q_offset=first)
 
     def _attention(self, name: str, cross: bool, padded: bool = True) -> MultiHeadAttention:
+        rotary = self.cross_rotary_pos_emb if cross else self.enable_rotary_pos_emb
         return MultiHeadAttention(
-            head_dim=self.kv_channels or self.hidden_size // self.num_attention_heads,
+            head_dim=self._head_dim(),
             num_attention_heads=self.num_attention_heads,
             num_gqa_groups=self.num_gqa_groups,
             attention_dropout=self.attention_dropout,
@@ -252,16 +301,18 @@ class TransformerLayer(nn.Module):
             input_layernorm=cross or not self.output_layernorm,
             layernorm_type=self.layernorm_type,
             layernorm_epsilon=self.layernorm_epsilon,
-            return_layernorm_output=self.apply_residual_connection_post_layernorm,
+            return_layernorm_output=self.apply_residual_connection_post_layernorm or self.parallel_shared_layernorm,
             zero_centered_gamma=self.zero_centered_gamma,
             kernel_init=self.mha_kernel_init,
             use_bias=self.use_bias,
             bias_init=self.bias_init,
             attn_mask_type=("padding" if padded else "no_mask") if cross else self.self_attn_mask_type,
             attn_bias_type="no_bias" if cross else self.self_attn_bias_type,
-            enable_rotary_pos_emb=self.cross_rotary_pos_emb if cross else self.enable_rotary_pos_emb,
+            enable_rotary_pos_emb=rotary,
             rotary_pos_emb_windows=self.rotary_pos_emb_windows,
             rotary_pos_emb_group_method=self.rotary_pos_emb_group_method,
+            rotary_pos_emb_dim=self.rotary_pos_emb_dim if rotary else None,
+            rotary_pos_emb_scaling=self.rotary_pos_emb_scaling if rotary else None,
             low_rank_adaptation_scope=self.low_rank_adaptation_scope,
             low_rank_adaptation_dim=self.low_rank_adaptation_dim,
             low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
@@ -281,8 +332,10 @@ class TransformerLayer(nn.Module):
 
     def _mlp(self) -> LayerNormMLP:
         sequence = SEQLEN_TP_AXES if self.enable_sequence_parallel else SEQLEN_AXES
+        shared = self.parallel_shared_layernorm
         return LayerNormMLP(
             intermediate_dim=self.mlp_hidden_size,
+            enable_layernorm=not shared,
             layernorm_type=self.layernorm_type,
             epsilon=self.layernorm_epsilon,
             zero_centered_gamma=self.zero_centered_gamma,
@@ -305,7 +358,8 @@ class TransformerLayer(nn.Module):
             low_rank_adaptation_dim=self.low_rank_adaptation_dim,
             low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
             dtype=self.dtype,
-            layernorm_input_axes=activation_axes(self, BATCH_AXES, sequence, HIDDEN_AXES),
+            # A shared norm comes from attention, where its whole sequence was gathered for the first GEMM.
+            layernorm_input_axes=None if shared else activation_axes(self, BATCH_AXES, sequence, HIDDEN_AXES),
             dot_1_input_axes=activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES),
             dot_2_input_axes=activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_TP_AXES),
             transpose_batch_sequence=self.transpose_batch_sequence,

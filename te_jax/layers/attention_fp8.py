@@ -10,7 +10,7 @@ from jax.core import ShapedArray
 
 from te_jax._op import align, like
 from te_jax.fp8 import AttentionMetas, cotangent
-from te_jax.ops.attention import attention_bwd, undivided_groups
+from te_jax.ops.attention import undivided_groups
 from te_jax.ops.attention_check import Options, check_options
 from te_jax.ops.attention_fp8 import (
     LARGEST_SCALE,
@@ -21,6 +21,7 @@ from te_jax.ops.attention_fp8 import (
     forward_scales,
     gpu_refuses_fp8,
 )
+from te_jax.ops.attention_op import attention_bwd
 from te_jax.ops.quantize import quantize
 from te_jax.recipe import DelayedScaling
 from te_jax.sharding import stage_axes
@@ -179,8 +180,11 @@ def _fp8_grads(config, saved: _Saved, dout):
 
 def _wide_grads(config, saved: _Saved, dout):
     """The same in q's type: nothing is quantized."""
-    attrs = dict(causal=config.causal, scale=config.scale, dropout_rate=0.0, deterministic=False)
-    return attention_bwd(dout, *saved.operands, saved.out, saved.lse, None, **attrs), (None,) * 5
+    band = dict(left=-1, right=0 if config.causal else -1, bottom_right=False)
+    attrs = dict(band, seq_major=False, scale=config.scale, dropout_rate=0.0, deterministic=False)
+    absent = (None,) * 5  # biases, segments
+    operands = (dout, *saved.operands, *absent, saved.out, saved.lse, None)
+    return attention_bwd(*operands, outputs=("dq", "dk", "dv"), **attrs), (None,) * 5
 
 
 @jax.custom_vjp

@@ -32,7 +32,7 @@ def layernorm_mlp(
     norm="layernorm",
     zero_centered_gamma=False,
     epsilon=1e-6,
-    residual: bool = False,
+    residual: bool | jax.Array = False,
     recipe=None,
     metas: tuple[fp8.DenseMetas, fp8.DenseMetas] | None = None,
     checkpoint=None,
@@ -45,7 +45,8 @@ def layernorm_mlp(
     x [*B, h]; gamma, beta [h] as in `layernorm`.
 
     activations, activation_params: as in `te_jax.ops.activation.activation`.
-    residual:    x is added to y; both directions of it are done inside of kernels.
+    residual:    True: x is added to y; both directions of it are done inside of kernels. An array of y's shape and type
+                 is added in the GEMM, before it rounds.
     recipe:      None for plain JAX in x's type, else a recipe, and then `metas` of wi and of wo. The norm's output, the
                  activation and the gradient of its input are quantized from f32, without being written in x's type.
     checkpoint:  name of the quantized residuals, for `jax.checkpoint` policies; middle_name: of the activation's input.
@@ -59,22 +60,23 @@ def layernorm_mlp(
     check_dense(name, x, wi, wi_bias, 1, recipe, metas and metas[0])
     middle_type = ShapedArray((*x.shape[:-1], wi.shape[-1]), x.dtype)
     check_dense(name, middle_type, wo, wo_bias, 1, recipe, metas and metas[1])
-    if residual:
-        check_residual(name, x, (*x.shape[:-1], *wo.shape[1:]), x.dtype)
+    added = None if isinstance(residual, bool) else residual
+    through = added is None and residual
+    check_residual(name, x if through else added, (*x.shape[:-1], *wo.shape[1:]), x.dtype)
     if recipe is None:
         options = dict(norm=norm, zero_centered_gamma=zero_centered_gamma, epsilon=epsilon)
         z, _ = layernorm_dense(x, wi, gamma, beta, wi_bias, name=name, **options)
         z = checkpoint_name(z, middle_name) if middle_name else z
         a = constrain(act_op.activation(z, activations, activation_params), middle_axes)
-        return dense(a, wo, wo_bias, x if residual else None, name=name)
+        return dense(a, wo, wo_bias, x if through else added, name=name)
     configs = (
         Config.of(x, wi, wi_bias, 1, recipe, checkpoint),
-        Config.of(x, wo, wo_bias, 1, recipe, checkpoint)._replace(x=middle_type),
+        Config.of(x, wo, wo_bias, 1, recipe, checkpoint, added)._replace(x=middle_type),
     )
     act = tuple(act_op.attributes(activations, activation_params).items())
     attrs = norm_attrs(norm, zero_centered_gamma, epsilon)
-    static = (configs, attrs, act, bool(residual), middle_name, middle_axes and tuple(middle_axes))
-    return _norm_mlp(*align(x, gamma, beta, wi, wo, wi_bias, wo_bias), metas, static)
+    static = (configs, attrs, act, through, middle_name, middle_axes and tuple(middle_axes))
+    return _norm_mlp(*align(x, gamma, beta, wi, wo, wi_bias, wo_bias, added), metas, static)
 
 
 def _quantize_activation(z, scale, use, dtype, act):
@@ -105,8 +107,8 @@ def _with_slots(axes):
     return axes and (*axes[:-1], None, axes[-1])
 
 
-def _forward(x, gamma, beta, wi, wo, wi_bias, wo_bias, metas, static, train):
-    (config0, config1), attrs, act, residual, middle_name, middle_axes = static
+def _forward(x, gamma, beta, wi, wo, wi_bias, wo_bias, added, metas, static, train):
+    (config0, config1), attrs, act, through, middle_name, middle_axes = static
     use, dtype = _fp8.uses(config0.recipe, train), config0.recipe.fp8_format.dtype("fwd")
     q0, _, stats = quantize_norm(x, gamma, beta, metas[0].x.scale, use["x"], dtype, attrs)
     w0, _ = _fp8.quantize_tensor(wi, metas[0].kernel.scale, 1, dtype, use["kernel"])
@@ -115,24 +117,24 @@ def _forward(x, gamma, beta, wi, wo, wi_bias, wo_bias, metas, static, train):
     z = constrain(z, _with_slots(middle_axes))
     q1 = _quantize_activation(z, metas[1].x.scale, use["x"], dtype, act)
     w1, _ = _fp8.quantize_tensor(wo, metas[1].kernel.scale, 1, dtype, use["kernel"])
-    y = _fp8.fprop(q1, w1, wo_bias, config1, x if residual else None)
+    y = _fp8.fprop(q1, w1, wo_bias, config1, x if through else added)
     return y, (q0, w0), (q1, w1), z, stats
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(8,))
-def _norm_mlp(x, gamma, beta, wi, wo, wi_bias, wo_bias, metas, static):
-    return _forward(x, gamma, beta, wi, wo, wi_bias, wo_bias, metas, static, train=False)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(9,))
+def _norm_mlp(x, gamma, beta, wi, wo, wi_bias, wo_bias, added, metas, static):
+    return _forward(x, gamma, beta, wi, wo, wi_bias, wo_bias, added, metas, static, train=False)[0]
 
 
-def _norm_mlp_fwd(x, gamma, beta, wi, wo, wi_bias, wo_bias, metas, static):
-    y, first, second, z, stats = _forward(x, gamma, beta, wi, wo, wi_bias, wo_bias, metas, static, train=True)
+def _norm_mlp_fwd(x, gamma, beta, wi, wo, wi_bias, wo_bias, added, metas, static):
+    y, first, second, z, stats = _forward(x, gamma, beta, wi, wo, wi_bias, wo_bias, added, metas, static, train=True)
     config0, config1 = static[0]
     saved = _fp8.saved(*first, config0), _fp8.saved(*second, config1)
     return y, (saved, z, metas, (x, stats, gamma, beta))
 
 
 def _norm_mlp_bwd(static, residuals, dy):
-    (config0, config1), attrs, act, residual, _, middle_axes = static
+    (config0, config1), attrs, act, through, _, middle_axes = static
     (first, second), z, metas, (x, stats, gamma, beta) = residuals
     grad1, dwo_bias = _fp8.quantize_grad(dy, metas[1].grad.scale, config1)
     grads1 = _fp8.backward(*second, grad1, metas[1], config1)
@@ -140,8 +142,10 @@ def _norm_mlp_bwd(static, residuals, dy):
     grad0, dwi_bias = _quantize_activation_grad(da, z, metas[0].grad.scale, config0, act)
     grads0 = _fp8.backward(*first, grad0, metas[0], config0)
     dnorm = like(grads0.x, config0.x)
-    dx, dgamma, dbeta = norm_backward(dnorm, x, stats, gamma, beta, attrs, dy if residual else None)
-    return dx, dgamma, dbeta, grads0.kernel, grads1.kernel, dwi_bias, dwo_bias, (grads0.metas, grads1.metas)
+    dx, dgamma, dbeta = norm_backward(dnorm, x, stats, gamma, beta, attrs, dy if through else None)
+    dadded = None if config1.residual is None else like(dy, config1.residual)
+    kernels, biases = (grads0.kernel, grads1.kernel), (dwi_bias, dwo_bias)
+    return dx, dgamma, dbeta, *kernels, *biases, dadded, (grads0.metas, grads1.metas)
 
 
 _norm_mlp.defvjp(_norm_mlp_fwd, _norm_mlp_bwd)

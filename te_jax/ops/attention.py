@@ -13,23 +13,16 @@ from jax.sharding import PartitionSpec
 
 from te_jax._op import align, varying
 from te_jax.ops.attention_check import Options, check_options
+from te_jax.ops.attention_form import attention, form_of
 from te_jax.ops.attention_mask import MASK_TYPES as MASK_TYPES
 from te_jax.ops.attention_mask import SequenceDescriptor as SequenceDescriptor
 from te_jax.ops.attention_mask import either
-from te_jax.ops.attention_op import (
-    AttentionAttrs,
-    attention,
-    cudnn_refuses,
-    finite_top,
-    gpu_refuses,
-    mix,
-    parts_of,
-    scores,
-)
 from te_jax.ops.attention_op import attention_bwd as attention_bwd
 from te_jax.ops.attention_op import attention_fwd as attention_fwd
 from te_jax.ops.attention_op import attention_packed_bwd as attention_packed_bwd
 from te_jax.ops.attention_op import attention_packed_fwd as attention_packed_fwd
+from te_jax.ops.attention_op import cudnn_refuses, gpu_refuses, parts_of
+from te_jax.ops.attention_reference import finite_top, mix, scores
 
 _OP, _PACKED_OP = "dot_product_attention", "dot_product_attention_packed"
 _LONG = 4096  # beyond its square the s x t logits in memory deserve a warning
@@ -38,7 +31,7 @@ _LONG = 4096  # beyond its square the s x t logits in memory deserve a warning
 
 
 def _plain(q, k, v, bias, hidden, kept, offset, options: Options):
-    """All that `dot_product_attention` can do -> its out, and max_logit [h].
+    """All that `dot_product_attention` can do -> its out, max_logit [h], lse [b..., h, s].
 
     hidden, kept: bool, broadcastable to [b..., h, s, t]: keys not seen, probabilities not dropped.
     offset: [h, 1, 1]. None where there is none.
@@ -61,7 +54,8 @@ def _plain(q, k, v, bias, hidden, kept, offset, options: Options):
     probs = weights / jnp.where(total == 0, 1, total)
     if kept is not None:
         probs = jnp.where(kept, probs / (1 - options.dropout_rate), 0)
-    return mix(probs.astype(v.dtype), v).astype(q.dtype), lax.stop_gradient(max_logit)
+    lse = (top + jnp.log(total))[..., 0]
+    return mix(probs.astype(v.dtype), v).astype(q.dtype), *map(lax.stop_gradient, (max_logit, lse))
 
 
 # ---- the choice ----------------------------------------------------------------------------------
@@ -80,22 +74,10 @@ class AttentionChoice(NamedTuple):
 
 def _why_not_cudnn(q, k, v, options: Options) -> str:
     """Why the cuDNN op does not serve this call; "" if it does."""
-    s, t = q.shape[-3], k.shape[-3]
-    left, right, _ = options.band.trimmed(s, t)
-    served = left is None and (right is None or right == options.band.shift(s, t) == 0)
-    mask = f"attn_mask_type {options.attn_mask_type!r} with window_size {options.window_size}"
-    for is_asked, what in (
-        (options.bias is not None, "a bias is given"),
-        (options.mask is not None, "a mask is given"),
-        (options.sequence_descriptor is not None, "a sequence_descriptor is given"),
-        (options.softmax_type != "vanilla", f"softmax_type is {options.softmax_type!r}"),
-        (options.return_max_logit, "return_max_logit is set"),
-        (not served, f"{mask} on {s} queries and {t} keys is neither full nor causal from the top left"),
-    ):
-        if is_asked:
-            return f"{what}; in this version cuDNN serves plain full and causal attention"
+    if options.return_max_logit:
+        return "return_max_logit is set; cuDNN's op does not return it"
     repeatable_dropout = options.deterministic and options.dropout_rate > 0
-    return cudnn_refuses(q, k, v) or gpu_refuses(q.shape[-1] == v.shape[-1], repeatable_dropout)
+    return cudnn_refuses(q, k, v) or gpu_refuses(q.shape[-1], v.shape[-1], repeatable_dropout)
 
 
 def _choose(q, k, v, options: Options, implementation) -> AttentionChoice:
@@ -143,6 +125,8 @@ def dot_product_attention(
     deterministic: bool = False,
     implementation: str | None = None,
     return_max_logit: bool = False,
+    return_lse: bool = False,
+    seq_major: bool = False,
     context_checkpoint_name: str | None = None,
 ):
     """softmax(scale * q k^T + bias, masked) v per head, with logits, softmax and sums in f32.
@@ -169,12 +153,17 @@ def dot_product_attention(
                     and its gradients are NaN where the backward pass is sharded otherwise than the forward pass or is
                     mapped alone (`jax.jacrev`, a `vmap` of the vjp): implementation="xla" serves those.
     deterministic:  bitwise repeatable gradients.
-    implementation: None: cuDNN where it serves the call (bf16 and f16, full or causal), else plain JAX, whose
-                    memory grows with s * t; "cudnn" or "xla" force one. See `explain_attention`.
+    implementation: None: cuDNN where it serves the call (bf16 and f16), else plain JAX, which has the f32 logits
+                    [b..., h, s, t] in memory; "cudnn" or "xla" force one. See `explain_attention`. cuDNN wants what is
+                    no band and no row of segments, a `mask` and segment ids, as a bias: b * s * t numbers of q's type.
     return_max_logit: also return the largest logit of each head, f32[h], not differentiable.
+    return_lse:     also return the logarithm of each query's sum of exponentials, what joins it included,
+                    f32[b..., h, s]; -inf for a query that sees no key. Not differentiable.
+    seq_major:      the operands are turned from [s, b, heads, d]: cuDNN reads and writes them there by strides, if
+                    there are no segments. The result is the same.
     context_checkpoint_name: names the output, and lse and the dropout's seeds with it, for `jax.checkpoint` policies.
 
-    Returns [b..., s, h, e] of q's dtype, or (that, max_logit).
+    Returns [b..., s, h, e] of q's dtype, or a tuple of that and what else is asked for, in the order above.
     Raises ValueError or TypeError for arguments that do not fit, and where a forced cuDNN cannot serve.
     """
     q, k, v = map(jnp.asarray, (q, k, v))
@@ -182,23 +171,38 @@ def dot_product_attention(
         _OP, q, k, v, bias=bias, mask=mask, attn_mask_type=attn_mask_type, attn_bias_type=attn_bias_type,
         softmax_type=softmax_type, softmax_offset=softmax_offset, scale=scale, window_size=window_size,
         dropout_rate=dropout_rate, dropout_rng=dropout_rng, sequence_descriptor=sequence_descriptor,
-        deterministic=deterministic, return_max_logit=return_max_logit,
+        deterministic=deterministic, return_max_logit=return_max_logit, return_lse=return_lse, seq_major=seq_major,
         context_checkpoint_name=context_checkpoint_name,
     )  # fmt: skip
     choice = _choose(q, k, v, options, implementation)
-    s, t = q.shape[-3], k.shape[-3]
     q, restore = undivided_groups(q, k.shape[-2])
     dropout_rng = _own_key(dropout_rng, q, k, v) if options.dropout_rate else None
     if choice.implementation == "cudnn":
-        *operands, rng = align(q, k, v, _words(dropout_rng, q.shape))
-        return restore(attention(tuple(operands), rng, _attrs(options, s, t), context_checkpoint_name))
+        out, lse = _op((q, k, v), q, k, options, dropout_rng, context_checkpoint_name)
+        return _asked(options, restore(out), None, lse)
+    s, t = q.shape[-3], k.shape[-3]
     if s * t > _LONG**2 and implementation is None:
         _warn_long(choice.refused["cudnn"])
     arrays = (bias, _hidden(options, s, t), _kept(q, t, options, dropout_rng), options.offset(q))
-    out, max_logit = _plain(*align(q, k, v, *arrays), options)
+    out, *others = _plain(*align(q, k, v, *arrays), options)
     out = restore(out)
     out = checkpoint_name(out, context_checkpoint_name) if context_checkpoint_name else out
-    return (out, max_logit.astype(jnp.float32)) if return_max_logit else out
+    return _asked(options, out, *others)
+
+
+def _op(operands, q, k, options: Options, key, name):
+    """The ops on (q, k, v), or (qkv,) -> out, lse."""
+    form, sink = form_of(options, q, k), options.offset(q)
+    sink = None if sink is None else sink.reshape(-1)
+    *operands, bias, sink, segments, rng = align(*operands, form.bias, sink, form.segments, _words(key, q.shape))
+    return attention(tuple(operands), bias, sink, segments, rng, form.attrs, name)
+
+
+def _asked(options: Options, out, max_logit, lse):
+    """out, or a tuple of it and of what else is asked for."""
+    more = [max_logit.astype(jnp.float32)] if options.return_max_logit else []
+    more += [lse.astype(jnp.float32)] if options.return_lse else []
+    return (out, *more) if more else out
 
 
 def dot_product_attention_packed(qkv: jax.Array, *, implementation: str | None = None, **kwargs):
@@ -210,19 +214,14 @@ def dot_product_attention_packed(qkv: jax.Array, *, implementation: str | None =
     qkv = jnp.asarray(qkv)
     if qkv.ndim < 4 or qkv.shape[-3] != 3:
         raise ValueError(f"{_PACKED_OP}: qkv has shape {tuple(qkv.shape)}; pass [b..., s, 3, h, d].")
-    parts, s = parts_of(qkv), qkv.shape[-4]
+    parts = parts_of(qkv)
     options = check_options(_PACKED_OP, *parts, **kwargs)
     if _choose(*parts, options, implementation).implementation == "xla":
         q, k, v = (qkv[..., i, :, :] for i in range(3))
         return dot_product_attention(q, k, v, implementation=implementation, **kwargs)
     key = _own_key(kwargs["dropout_rng"], qkv) if options.dropout_rate else None
-    qkv, rng = align(qkv, _words(key, parts[0].shape))
-    return attention((qkv,), rng, _attrs(options, s, s), kwargs.get("context_checkpoint_name"))
-
-
-def _attrs(options: Options, s: int, t: int) -> AttentionAttrs:
-    causal = options.band.trimmed(s, t).right is not None
-    return AttentionAttrs(causal, options.scale, options.dropout_rate, options.deterministic)
+    out, lse = _op((qkv,), *parts[:2], options, key, kwargs.get("context_checkpoint_name"))
+    return _asked(options, out, None, lse)
 
 
 def _own_key(key: jax.Array, *arrays: jax.Array) -> jax.Array:

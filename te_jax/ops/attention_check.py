@@ -30,6 +30,8 @@ class Options:
     deterministic: bool
     sequence_descriptor: SequenceDescriptor | None
     return_max_logit: bool
+    return_lse: bool
+    seq_major: bool
 
     def offset(self, q) -> jax.Array | None:
         """What joins the softmax, as a logit: [h, 1, 1], or a number; None: nothing."""
@@ -43,7 +45,8 @@ def check_options(
     op, q, k, v, *, bias=None, mask=None, attn_mask_type="no_mask", attn_bias_type=None,
     softmax_type="vanilla", softmax_offset=None, scale=None, window_size=None, dropout_rate=0.0,
     dropout_rng=None, sequence_descriptor=None,
-    deterministic=False, return_max_logit=False, context_checkpoint_name=None, needs_rng=True,
+    deterministic=False, return_max_logit=False, return_lse=False, seq_major=False,
+    context_checkpoint_name=None, needs_rng=True,
 ) -> Options:  # fmt: skip
     """Raises ValueError or TypeError that names `op`, the argument, its value and the way out."""
     _check_operands(op, q, k, v)
@@ -58,7 +61,8 @@ def check_options(
             kind = type(sequence_descriptor).__name__
             raise TypeError(f"{op}: sequence_descriptor is a {kind}; pass a SequenceDescriptor, or use `mask`.")
         sequence_descriptor.check(op, batch, s, t)
-    for name, flag in (("deterministic", deterministic), ("return_max_logit", return_max_logit)):
+    flags = dict(deterministic=deterministic, return_max_logit=return_max_logit, return_lse=return_lse)
+    for name, flag in (flags | dict(seq_major=seq_major)).items():
         if not isinstance(flag, bool):
             raise TypeError(f"{op}: {name} is {flag!r}; pass True or False.")
     if not isinstance(context_checkpoint_name, (str, type(None))):
@@ -78,6 +82,8 @@ def check_options(
         deterministic=deterministic,
         sequence_descriptor=sequence_descriptor,
         return_max_logit=return_max_logit,
+        return_lse=return_lse,
+        seq_major=seq_major,
     )
 
 

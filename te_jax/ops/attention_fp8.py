@@ -11,7 +11,7 @@ from jax import lax
 from te_jax import _lib
 from te_jax._op import Op
 from te_jax.ops.attention_mask import Band
-from te_jax.ops.attention_op import finite_top, mix, scores
+from te_jax.ops.attention_reference import finite_top, mix, scores
 from te_jax.ops.quantize import saturate
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
@@ -161,8 +161,9 @@ def gpu_refuses_fp8() -> str:
     return f"the GPU has compute capability {capability}; cuDNN's FP8 attention needs 9.0 (Hopper) or 10.x (Blackwell)"
 
 
-def _workspace(kind, q, k, dtype, *, causal, scale) -> int:
+def _workspace(kind, q, k, dtype, *, outputs, causal, scale) -> int:
     """Bytes, from cuDNN's plan where there is a GPU; else (cross-lowering) from above."""
+    del outputs  # all of them, always
     (b, s, h, d), (t, g) = q.shape, k.shape[1:3]
     module = _lib.require_for_lowering()
     if module:

@@ -65,6 +65,12 @@ class Band(NamedTuple):
         below = None if self.left is None else distance < -self.left
         return either(below, None if self.right is None else distance > self.right)
 
+    def top_left(self, s: int, t: int) -> "Band | None":
+        """The same band on s queries and t keys, as one from the top left; None if there is none."""
+        shift = self.shift(s, t)
+        left, right = (None if size is None else size + by for size, by in ((self.left, -shift), (self.right, shift)))
+        return None if min(left or 0, right or 0) < 0 else Band(left, right, False)
+
     def hides_of(self, s: int, t: int) -> jax.Array | None:
         """bool[s, t] for rows of one segment."""
         return self.hides(jnp.arange(t) - jnp.arange(s)[:, None] - self.shift(s, t))
@@ -121,6 +127,24 @@ class SequenceDescriptor:
             if i.shape != p.shape:
                 raise ValueError(f"SequenceDescriptor: segment_ids has shape {i.shape}, segment_pos {p.shape}.")
         return cls(segment_ids=ids, segment_pos=pos)
+
+    @property
+    def starts_at_zero(self) -> bool:
+        """Whether each row is one segment, from its first token on."""
+        return self.segment_ids is None and self.seq_offsets is None
+
+    def segments(self) -> jax.Array:
+        """i32[b, n, 4]: of each segment the first query, the queries, the first key, the keys. Not of segment ids."""
+        lens, starts = self.seqlens, self.seq_offsets
+        if starts is None:
+            lens = tuple(x[..., None] for x in lens)
+            starts = tuple(map(jnp.zeros_like, lens))
+        n = max(x.shape[-1] for x in lens)
+        fill = lambda x, value: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n - x.shape[-1])], constant_values=value)
+        columns = [
+            c for start, size in zip(starts, lens) for c in (fill(start[..., : size.shape[-1]], -1), fill(size, 0))
+        ]
+        return jnp.stack(columns, -1).astype(jnp.int32)
 
     def tokens(self, s: int, t: int):
         """-> ((ids, pos) of the queries, (ids, pos) of the keys), i32[b, s] and i32[b, t]."""

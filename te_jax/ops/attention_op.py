@@ -1,132 +1,17 @@
 """The attention ops: cuDNN (FlashAttention, https://arxiv.org/abs/2205.14135) on CUDA, plain JAX elsewhere."""
 
-from functools import cache, partial
+from functools import cache
 from math import prod
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from te_jax import _lib
-from te_jax._op import Op, like
-from te_jax.ops.attention_mask import Band
+from te_jax._op import Op
+from te_jax.ops import attention_reference as reference
+from te_jax.ops.attention_reference import BIAS_FORMS
 
-# ---- the meaning, in plain JAX -------------------------------------------------------------------
-
-
-def _wide(x):
-    """f32, or f64 for f64: the type of logits, softmax and sums."""
-    return jnp.promote_types(x.dtype, jnp.float32)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _einsum(spec, x, y):
-    """einsum of two arrays of one type, in f32. Rounds the cotangent to that type: tensor cores take one."""
-    return jnp.einsum(spec, x, y, preferred_element_type=_wide(x), precision=lax.Precision.HIGHEST)
-
-
-def _einsum_bwd(spec, residuals, dout):
-    x, y = residuals
-    (x_axes, y_axes), out_axes = spec.split("->")[0].split(","), spec.split("->")[1]
-    dout = dout.astype(x.dtype)
-    dx = _einsum(f"{out_axes},{y_axes}->{x_axes}", dout, y)
-    dy = _einsum(f"{out_axes},{x_axes}->{y_axes}", dout, x)
-    return dx.astype(x.dtype), dy.astype(y.dtype)
-
-
-_einsum.defvjp(lambda spec, x, y: (_einsum(spec, x, y), (x, y)), _einsum_bwd)
-
-
-def _group(x, g):
-    """[b..., s, (g r), d] -> [b..., s, g, r, d]."""
-    return x.reshape(*x.shape[:-2], g, x.shape[-2] // g, x.shape[-1])
-
-
-def _group_heads(x, g):
-    """[b..., (g r), s, t] -> [b..., g, r, s, t]."""
-    return x.reshape(*x.shape[:-3], g, x.shape[-3] // g, *x.shape[-2:])
-
-
-def scores(q, k):
-    """q k^T per head: [b..., s, (g r), d], [b..., t, g, d] -> f32[b..., (g r), s, t]."""
-    grouped = _einsum("...sgrd,...tgd->...grst", _group(q, k.shape[-2]), k)
-    return grouped.reshape(*q.shape[:-3], q.shape[-2], *grouped.shape[-2:])
-
-
-def mix(probs, v):
-    """probs v per head: [b..., (g r), s, t], [b..., t, g, e] -> f32[b..., s, (g r), e]."""
-    grouped = _einsum("...grst,...tge->...sgre", _group_heads(probs, v.shape[-2]), v)
-    return grouped.reshape(*v.shape[:-3], probs.shape[-2], probs.shape[-3], v.shape[-1])
-
-
-def finite_top(top):
-    """The maximum that a softmax subtracts; 0 where a row sees no key: exp(-inf - top) is 0, not NaN."""
-    return lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
-
-
-def _causal_logits(q, k, causal, scale):
-    """f32[b..., h, s, t] of f32 operands."""
-    logits = scale * scores(q, k)
-    hidden = Band(None, 0, False).hides_of(*logits.shape[-2:]) if causal else None
-    return logits if hidden is None else jnp.where(hidden, -jnp.inf, logits)
-
-
-def _kept(row, rate, s, t):
-    """bool[s, t] from the words of one row and head."""
-    return jax.random.bernoulli(jax.random.wrap_key_data(row[:2], impl="threefry2x32"), 1 - rate, (s, t))
-
-
-def _dropped(words, rate, s, t):
-    """What dropout multiplies the probabilities by: f32[b..., h, s, t] drawn from u32[b..., h, 4]; 1 without words."""
-    if words is None:
-        return 1.0
-    kept = jax.vmap(lambda row: _kept(row, rate, s, t))(words.reshape(-1, words.shape[-1]))
-    kept = kept.reshape(*words.shape[:-1], s, t)
-    return kept / jnp.float32(1 - rate)
-
-
-def _fwd_reference(q, k, v, rng=None, *, causal, scale, dropout_rate):
-    q32, k32, v32 = (x.astype(_wide(x)) for x in (q, k, v))
-    logits = _causal_logits(q32, k32, causal, scale)
-    top = finite_top(jnp.max(logits, -1, keepdims=True, initial=-jnp.inf))
-    weights = jnp.exp(logits - top)
-    total = jnp.sum(weights, -1, keepdims=True)
-    probs = weights / jnp.where(total == 0, 1, total)
-    out = mix(probs * _dropped(rng, dropout_rate, *logits.shape[-2:]), v32)
-    lse = (top + jnp.log(total))[..., 0]
-    return out.astype(q.dtype), lse.astype(jnp.float32), rng
-
-
-def _bwd_reference(dout, q, k, v, out, lse, drawn=None, *, causal, scale, dropout_rate, deterministic):
-    del deterministic  # XLA's sums have a fixed order
-    types, g = (q.dtype, k.dtype, v.dtype), k.shape[-2]
-    dout, q, k, v, out = (x.astype(_wide(x)) for x in (dout, q, k, v, out))
-    probs = jnp.exp(_causal_logits(q, k, causal, scale) - finite_top(lse)[..., None])
-    factor = _dropped(drawn, dropout_rate, *probs.shape[-2:])
-    delta = jnp.swapaxes(jnp.sum(dout * out, -1), -1, -2)  # [b..., h, s]: the sum of probs * dprobs over t
-    dlogits = scale * probs * (factor * scores(dout, v) - delta[..., None])
-    dq = mix(dlogits, k)
-    dk = _einsum("...grst,...sgrd->...tgd", _group_heads(dlogits, g), _group(q, g))
-    dv = _einsum("...grst,...sgre->...tge", _group_heads(probs * factor, g), _group(dout, g))
-    return [grad.astype(dtype) for grad, dtype in zip((dq, dk, dv), types, strict=True)]
-
-
-def _parts(qkv):
-    """[b..., s, 3, h, d] -> q, k, v: [b..., s, h, d] each."""
-    return tuple(qkv[..., i, :, :] for i in range(3))
-
-
-def _packed_fwd_reference(qkv, rng=None, **attrs):
-    return _fwd_reference(*_parts(qkv), rng, **attrs)
-
-
-def _packed_bwd_reference(dout, qkv, out, lse, drawn=None, **attrs):
-    return [jnp.stack(_bwd_reference(dout, *_parts(qkv), out, lse, drawn, **attrs), axis=-3)]
-
-
-# ---- the ops -------------------------------------------------------------------------------------
+# ---- what cuDNN takes ----------------------------------------------------------------------------
 
 
 def cudnn_refuses(q, k, v) -> str:
@@ -139,16 +24,16 @@ def cudnn_refuses(q, k, v) -> str:
     if 0 in (*q.shape, *k.shape, *v.shape):
         return f"an operand is empty: q{list(q.shape)}, k{list(k.shape)}, v{list(v.shape)}"
     for name, size in (("d, of q and k,", d), ("e, of v,", e)):
-        if size % 8 or size > 128:
-            return f"head dim {name} is {size}; cuDNN takes multiples of 8 up to 128"
+        if size % 8 or size > 256:
+            return f"head dim {name} is {size}; cuDNN takes multiples of 8 up to 256"
     if s < 2 or t < 2:
         return f"q has {s} and k has {t} positions; cuDNN takes 2 and more"
     return ""
 
 
 @cache
-def gpu_refuses(same_head_dims: bool, repeatable_dropout: bool) -> str:
-    """Why this process's GPU does not take the rest; "" if it does, or if there is none."""
+def gpu_refuses(d: int, e: int, repeatable_dropout: bool) -> str:
+    """Why this process's GPU does not take the rest; "" if it does, or if there is none. d, e: head dims of q, v."""
     if not _lib.has_cuda_device():
         return ""
     capability = jax.devices("cuda")[0].compute_capability
@@ -156,8 +41,10 @@ def gpu_refuses(same_head_dims: bool, repeatable_dropout: bool) -> str:
     found = f"the GPU has compute capability {capability}"
     if major < 8:
         return f"{found}; cuDNN attention needs 8.0 (Ampere)"
-    if major < 9 and not same_head_dims:
+    if major < 9 and d != e:
         return f"{found}; cuDNN needs 9.0 (Hopper) where v's head dim is not q's"
+    if major != 9 and max(d, e) > 128:
+        return f"{found}; cuDNN takes head dims over 128, here {max(d, e)}, on 9.0 (Hopper)"
     if major == 10 and repeatable_dropout:
         return f"{found}; cuDNN has no deterministic gradients with dropout there"
     return ""
@@ -168,30 +55,54 @@ def parts_of(qkv):
     return (jax.ShapeDtypeStruct((*qkv.shape[:-3], *qkv.shape[-2:]), qkv.dtype),) * 3
 
 
-def _workspace(kind, q, k, v, *, packed=False, causal, scale, dropout_rate, deterministic=False) -> int:
-    """Bytes, from cuDNN's plan where there is a GPU; else (cross-lowering) from above."""
+# ---- the CUDA call -------------------------------------------------------------------------------
+
+
+def _workspace(kind, q, k, v, *rest, outputs, packed=False, deterministic=False, **attrs) -> int:
+    """Bytes, from cuDNN's plan where there is a GPU; else (cross-lowering) from above. rest: biases, segments."""
     (b, s, h, d), (t, g, e) = q.shape, v.shape[1:]
+    *biases, segments = rest
+    form, bias = next(((f, x) for f, x in zip(BIAS_FORMS, biases, strict=True) if x is not None), ("", None))
+    dbias = any(name.startswith("dbias") for name in outputs)
     module = _lib.require_for_lowering()
     if module:
-        dtype = "bf16" if q.dtype == jnp.bfloat16 else "f16"
-        attrs = (packed, causal, scale, dropout_rate, deterministic)
-        return module.attention_workspace(kind, dtype, b, s, t, h, g, d, e, *attrs)
-    slack = 16 << 20
+        return module.attention_workspace(
+            kind, "bf16" if q.dtype == jnp.bfloat16 else "f16", b, s, t, h, g, d, e, packed=packed,
+            segments=0 if segments is None else segments.shape[1], deterministic=deterministic,
+            bias_b=0 if bias is None else b if "b" in form else 1,
+            bias_h=0 if bias is None else h if "h" in form else 1,
+            bias_f32=bias is not None and bias.dtype == jnp.float32, dbias=dbias, **attrs,
+        )  # fmt: skip
+    slack = (16 << 20) + (64 * b * segments.shape[1] if segments is not None else 0)
     if kind == "fwd":
         return slack + 8 * b * h * s
     whole = 4 * b * h * (s * (d + 2) + t * (d + e))  # f32 dq, row sums, and dk, dv of every query head
-    return slack + whole + (2 * b * h * (s + 128) * (t + 128) if deterministic else 0)
+    return slack + whole + (2 * b * h * (s + 128) * (t + 128) if deterministic or dbias else 0)
 
 
-def _packed_workspace(kind, qkv, **attrs) -> int:
+def _packed_workspace(kind, qkv, *rest, **attrs) -> int:
     b, s, _, h, d = qkv.shape
     part = jax.ShapeDtypeStruct((b, s, h, d), qkv.dtype)
-    return _workspace(kind, part, part, part, packed=True, **attrs)
+    return _workspace(kind, part, part, part, *rest, packed=True, **attrs)
 
 
 def _flat(x, axes):
-    """The axes before the last `axes` as one."""
-    return x.reshape(prod(x.shape[: x.ndim - axes]), *x.shape[x.ndim - axes :])
+    """The axes before the last `axes` as one; None stays."""
+    return None if x is None else x.reshape(prod(x.shape[: x.ndim - axes]), *x.shape[x.ndim - axes :])
+
+
+def _extras(biases, segments):
+    """Biases and segments with the batch as one axis."""
+    flat = (_flat(x, 3 if form == "bh" else 2) if "b" in form else x for form, x in zip(BIAS_FORMS, biases))
+    return (*flat, _flat(segments, 2))
+
+
+_SEQUENCES = ("q", "k", "v", "qkv", "out", "dout", "dq", "dk", "dv", "dqkv")
+
+
+def _layout(name, ndim, *, seq_major, **attrs):
+    """How an array lies in the kernel's memory: its axes from the outermost to the innermost."""
+    return (1, 0, *range(2, ndim)) if seq_major and name in _SEQUENCES else tuple(range(ndim))
 
 
 def _numbered(seed, shape):
@@ -221,137 +132,130 @@ def _lse_if_drawn_here(lse, drawn):
     return jnp.where(jnp.all(drawn == _numbered(seed, drawn.shape[:-1])), lse, jnp.nan)
 
 
-def _flat_rng(rng):
-    return None if rng is None else _flat(rng, 2)
-
-
-def _results(out, lse, drawn):
-    """Without dropout nothing is drawn, and the call has two results."""
-    return [out, lse] if drawn is None else [out, lse, drawn]
-
-
-def _fwd_cuda(call, q, k, v, rng, **attrs):
-    if cudnn_refuses(q, k, v):  # the op means the same for every type and size
-        return _results(*_fwd_reference(q, k, v, rng, **attrs))
+def _forward(refused, plain, call, operands, batch, biases, segments, rng, attrs):
+    """The call of a forward op on operands [b..., s, ...], `batch` being the shape of b...; or its reference."""
+    if refused:  # the op means the same for every type and size
+        return plain(*operands, *biases, segments, rng, **attrs)
     drawn = _drawn_here(rng)
-    operands = (*(_flat(x, 3) for x in (q, k, v)), _flat_rng(drawn))
-    out, lse = call(*operands, outputs=("out", "lse"), **attrs)
-    return _results(*(x.reshape(*q.shape[:-3], *x.shape[1:]) for x in (out, lse)), drawn)
+    flat = (_flat(x, x.ndim - len(batch)) for x in operands)
+    out, lse = call(*flat, *_extras(biases, segments), _flat(drawn, 2), outputs=("out", "lse"), **attrs)
+    if segments is not None:
+        lse = jnp.swapaxes(lse.reshape(lse.shape[0], lse.shape[2], lse.shape[1]), 1, 2)  # of segments it is [b, s, h]
+    return (*(x.reshape(*batch, *x.shape[1:]) for x in (out, lse)), drawn)
 
 
-def _bwd_cuda(call, dout, q, k, v, out, lse, drawn, **attrs):
-    if cudnn_refuses(q, k, v):
-        return _bwd_reference(dout, q, k, v, out, lse, drawn, **attrs)
+def _backward(refused, plain, call, dout, operands, batch, biases, segments, out, lse, drawn, attrs):
+    """The same of a backward op."""
+    if refused:
+        return plain(dout, *operands, *biases, segments, out, lse, drawn, **attrs)
     lse = _lse_if_drawn_here(lse, drawn)
-    grads = call(*(_flat(x, 3) for x in (dout, q, k, v, out)), _flat(lse, 2), _flat_rng(drawn), **attrs)
-    return [grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v), strict=True)]
+    flat = lambda x: _flat(x, x.ndim - len(batch))
+    extras, like = _extras(biases, segments), [*operands, *(x for x in biases if x is not None)]
+    lse = flat(lse)
+    if segments is not None:
+        lse = jnp.swapaxes(lse, 1, 2).reshape(lse.shape)
+    grads = call(flat(dout), *map(flat, operands), *extras, flat(out), lse, _flat(drawn, 2), **attrs)
+    return [grad.reshape(x.shape) for grad, x in zip(grads, like)]  # without dbias: the bias is left over
 
 
-def _packed_fwd_cuda(call, qkv, rng, **attrs):
-    if cudnn_refuses(*parts_of(qkv)):
-        return _results(*_packed_fwd_reference(qkv, rng, **attrs))
-    drawn = _drawn_here(rng)
-    out, lse = call(_flat(qkv, 4), _flat_rng(drawn), outputs=("out", "lse"), **attrs)
-    return _results(*(x.reshape(*qkv.shape[:-4], *x.shape[1:]) for x in (out, lse)), drawn)
+def _fwd_cuda(call, q, k, v, bias_bh, bias_b, bias_h, bias, segments, rng, **attrs):
+    biases, refused = (bias_bh, bias_b, bias_h, bias), cudnn_refuses(q, k, v)
+    return _forward(refused, reference.forward, call, (q, k, v), q.shape[:-3], biases, segments, rng, attrs)
 
 
-def _packed_bwd_cuda(call, dout, qkv, out, lse, drawn, **attrs):
-    if cudnn_refuses(*parts_of(qkv)):
-        return _packed_bwd_reference(dout, qkv, out, lse, drawn, **attrs)
-    lse = _lse_if_drawn_here(lse, drawn)
-    (grad,) = call(_flat(dout, 3), _flat(qkv, 4), _flat(out, 3), _flat(lse, 2), _flat_rng(drawn), **attrs)
-    return [grad.reshape(qkv.shape)]
+def _packed_fwd_cuda(call, qkv, bias_bh, bias_b, bias_h, bias, segments, rng, **attrs):
+    biases, refused = (bias_bh, bias_b, bias_h, bias), cudnn_refuses(*parts_of(qkv))
+    return _forward(refused, reference.packed_forward, call, (qkv,), qkv.shape[:-4], biases, segments, rng, attrs)
 
+
+def _bwd_cuda(call, dout, q, k, v, bias_bh, bias_b, bias_h, bias, segments, *saved, **attrs):
+    biases, refused, batch = (bias_bh, bias_b, bias_h, bias), cudnn_refuses(q, k, v), q.shape[:-3]
+    return _backward(refused, reference.backward, call, dout, (q, k, v), batch, biases, segments, *saved, attrs)
+
+
+def _packed_bwd_cuda(call, dout, qkv, bias_bh, bias_b, bias_h, bias, segments, *saved, **attrs):
+    biases, refused, batch = (bias_bh, bias_b, bias_h, bias), cudnn_refuses(*parts_of(qkv)), qkv.shape[:-4]
+    return _backward(refused, reference.packed_backward, call, dout, (qkv,), batch, biases, segments, *saved, attrs)
+
+
+# ---- the ops -------------------------------------------------------------------------------------
+
+_EXTRAS = "bias_bh?: b... {h} s t, bias_b?: b... s t, bias_h?: {h} s t, bias?: s t, segments?: b... n f"
+_SPLIT, _JOINED = _EXTRAS.format(h="(g r)"), _EXTRAS.format(h="h")
+_DBIASES = "dbias_bh?: b... {h} s t, dbias_b?: b... s t, dbias_h?: {h} s t, dbias?: s t"
+_SUMS = dict.fromkeys(("dbias_b", "dbias_h", "dbias"), "sum")
 
 attention_fwd = Op(
     "te_attention_fwd",
-    "q: b... s (g r) d, k: b... t g d, v: b... t g e, rng?: b... (g r) w -> "
+    f"q: b... s (g r) d, k: b... t g d, v: b... t g e, {_SPLIT}, rng?: b... (g r) w -> "
     "out: b... s (g r) e, lse: b... (g r) s, drawn?: b... (g r) w",
-    replicated="s t d e r w",
-    dtypes=lambda q, k, v, rng, **attrs: (q, jnp.float32, rng),
-    reference=_fwd_reference,
-    workspace=lambda q, k, v, rng, **attrs: _workspace("fwd", q, k, v, **attrs),
+    replicated="s t d e r w n f",
+    dtypes=lambda q, *rest, **attrs: (q, jnp.float32, rest[-1]),
+    reference=reference.forward,
+    workspace=lambda *operands, **attrs: _workspace("fwd", *operands[:-1], **attrs),
+    layout=_layout,
     cuda=_fwd_cuda,
 )
-"""softmax(scale * q k^T) v per head; query head i reads key head i // r.
+"""softmax(scale * q k^T + bias, masked) v per head; query head i reads key head i // r.
 
 q, k, v: bf16 or f16 through cuDNN, any floating type elsewhere. scale: float.
-causal: query i sees keys 0 .. i.
+bias_bh, bias_b, bias_h, bias: one bias, by the axes that it has beside s and t; f32 or of q's type.
+left, right: int, a query sees the keys from `left` before its position to `right` after it; -1 is open.
+bottom_right: the last query (of a segment) is at the last key, else the first one is at the first.
+segments: i32[b..., n, 4], the first query of each segment, its queries, its first key, its keys: tokens see their
+    segment alone. One that begins below 0 is not there; none overlap. Absent: each row is one.
+seq_major: the kernel's arrays lie as [s, b, heads, d], with one batch axis and without segments; else as they are.
 dropout_rate: of the probabilities, with rng; 0.0 without.
 rng: u32[b..., h, 4], random bits, other ones for every row and head: so shards differ.
-out: of q's type. lse: f32, natural log of the sum of exp(scale * q k^T) over the keys seen; -inf if none is.
+out: of q's type. lse: f32, natural log of the sum of exp(logits) over the keys seen. One that sees none has 0, -inf.
 drawn: with rng: what the backward pass draws the same mask from. The mask depends on the sharding where cuDNN draws it.
 """
 
 attention_bwd = Op(
     "te_attention_bwd",
-    "dout: b... s (g r) e, q: b... s (g r) d, k: b... t g d, v: b... t g e, out: b... s (g r) e, "
-    "lse: b... (g r) s, drawn?: b... (g r) w -> dq: b... s (g r) d, dk: b... t g d, dv: b... t g e",
-    replicated="s t d e r w",
-    dtypes=lambda dout, q, k, v, *_, **attrs: (q, k, v),
-    reference=_bwd_reference,
-    workspace=lambda dout, q, k, v, *_, **attrs: _workspace("bwd", q, k, v, **attrs),
+    f"dout: b... s (g r) e, q: b... s (g r) d, k: b... t g d, v: b... t g e, {_SPLIT}, out: b... s (g r) e, "
+    "lse: b... (g r) s, drawn?: b... (g r) w -> dq: b... s (g r) d, dk: b... t g d, dv: b... t g e, "
+    + _DBIASES.format(h="(g r)"),
+    replicated="s t d e r w n f",
+    combine=_SUMS,
+    dtypes=lambda dout, q, k, v, bias_bh, bias_b, bias_h, bias, *_, **attrs: (
+        q,
+        k,
+        v,
+        bias_bh,
+        bias_b,
+        bias_h,
+        bias,
+    ),  # fmt: skip
+    reference=reference.backward,
+    workspace=lambda dout, *operands, **attrs: _workspace("bwd", *operands[:-3], **attrs),
+    layout=_layout,
     cuda=_bwd_cuda,
 )
 """The gradients of `attention_fwd`'s out from its operands and results. deterministic: bitwise repeatable."""
 
 attention_packed_fwd = Op(
     "te_attention_packed_fwd",
-    "qkv: b... s c h d, rng?: b... h w -> out: b... s h d, lse: b... h s, drawn?: b... h w",
-    replicated="s c d w",
-    dtypes=lambda qkv, rng, **attrs: (qkv, jnp.float32, rng),
-    reference=_packed_fwd_reference,
-    workspace=lambda qkv, rng, **attrs: _packed_workspace("fwd", qkv, **attrs),
+    f"qkv: b... s c h d, {_JOINED}, rng?: b... h w -> out: b... s h d, lse: b... h s, drawn?: b... h w",
+    replicated="s t c d w n f",
+    dtypes=lambda qkv, *rest, **attrs: (qkv, jnp.float32, rest[-1]),
+    reference=reference.packed_forward,
+    workspace=lambda *operands, **attrs: _packed_workspace("fwd", *operands[:-1], **attrs),
+    layout=_layout,
     cuda=_packed_fwd_cuda,
 )
 """`attention_fwd` of q, k, v side by side in one array, c = 3, as one projection makes them: none is copied."""
 
 attention_packed_bwd = Op(
     "te_attention_packed_bwd",
-    "dout: b... s h d, qkv: b... s c h d, out: b... s h d, lse: b... h s, drawn?: b... h w -> dqkv: b... s c h d",
-    replicated="s c d w",
-    dtypes=lambda dout, qkv, *_, **attrs: (qkv,),
-    reference=_packed_bwd_reference,
-    workspace=lambda dout, qkv, *_, **attrs: _packed_workspace("bwd", qkv, **attrs),
+    f"dout: b... s h d, qkv: b... s c h d, {_JOINED}, out: b... s h d, lse: b... h s, drawn?: b... h w -> "
+    "dqkv: b... s c h d, " + _DBIASES.format(h="h"),
+    replicated="s t c d w n f",
+    combine=_SUMS,
+    dtypes=lambda dout, qkv, bias_bh, bias_b, bias_h, bias, *_, **attrs: (qkv, bias_bh, bias_b, bias_h, bias),
+    reference=reference.packed_backward,
+    workspace=lambda dout, *operands, **attrs: _packed_workspace("bwd", *operands[:-3], **attrs),
+    layout=_layout,
     cuda=_packed_bwd_cuda,
 )
 """The gradient of `attention_packed_fwd`'s out, side by side as well."""
-
-
-class AttentionAttrs(NamedTuple):
-    """The attributes of the ops."""
-
-    causal: bool
-    scale: float
-    dropout_rate: float
-    deterministic: bool  # of the backward pass
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def attention(operands, rng, attrs: AttentionAttrs, name: str | None):
-    """out of `attention_fwd` for operands (q, k, v), of `attention_packed_fwd` for (qkv,).
-
-    rng: u32[b..., h, 4], or None without dropout. name: of out, lse and drawn for checkpoint policies.
-    """
-    return _attention_fwd(operands, rng, attrs, name)[0]
-
-
-def _attention_fwd(operands, rng, attrs, name):
-    forward = attention_packed_fwd if len(operands) == 1 else attention_fwd
-    outputs = ("out", "lse") if rng is None else ("out", "lse", "drawn")
-    causal, scale, dropout_rate, _ = attrs
-    results = forward(*operands, rng, outputs=outputs, causal=causal, scale=scale, dropout_rate=dropout_rate)
-    if name:  # a policy that saves this name saves all that the backward pass needs of the forward kernel
-        results = [checkpoint_name(x, name) for x in results]
-    out, lse, *drawn = results
-    return out, (operands, out, lse, drawn[0] if drawn else None)
-
-
-def _attention_bwd(attrs, name, residuals, dout):
-    operands, *saved = residuals
-    backward = attention_packed_bwd if len(operands) == 1 else attention_bwd
-    grads = backward(dout, *operands, *saved, **attrs._asdict())
-    return tuple(like(grad, x) for grad, x in zip(grads, operands, strict=True)), None
-
-
-attention.defvjp(_attention_fwd, _attention_bwd)

@@ -1,5 +1,8 @@
 """Rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864)."""
 
+import math
+import numbers
+from dataclasses import dataclass, fields
 from functools import partial
 
 import jax
@@ -12,39 +15,115 @@ from te_jax.ops.quantize import FLOATS
 GROUP_METHODS = ("consecutive", "alternate")
 
 
-def _reference(x, positions, *, turned, consecutive, inverse, w0, w1):
-    d = x.shape[-1]
-    period = w0 * (w1 / w0) ** (np.arange(0, d, 2) / d)
-    angle = positions[..., None] / jnp.asarray(period, jnp.float32)  # [b..., s, d/2]
-    cos, sin = (f(angle)[..., None, None, :] for f in (jnp.cos, jnp.sin))  # [b..., s, 1, 1, d/2]
+@dataclass(frozen=True)
+class Scaling:
+    """Makes a model's frequencies fit for `factor` times the positions that it was trained with."""
+
+    factor: float
+
+    def __post_init__(self):
+        name = type(self).__name__
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, numbers.Real) or not 0 < value < math.inf:
+                raise ValueError(f"{name}: {field.name} is {value!r}; pass a positive finite number.")
+        if self.factor < 1:
+            raise ValueError(f"{name}: factor is {self.factor}; pass how many times more positions, at least 1.")
+
+    def scaled(self, inv_freq: np.ndarray) -> np.ndarray:
+        """f64[r/2], the highest first -> f64[r/2]."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class LinearScaling(Scaling):
+    """Position interpolation (Chen et al. 2023, https://arxiv.org/abs/2306.15595): all positions / factor."""
+
+    def scaled(self, inv_freq):
+        return inv_freq / self.factor
+
+
+@dataclass(frozen=True)
+class NTKScaling(Scaling):
+    """NTK-aware scaling (Peng et al. 2023, https://arxiv.org/abs/2309.00071, section 3.1): the base, windows[1] /
+    windows[0], becomes base * factor**(r / (r - 2)), r = rotary_dim. The lowest frequency falls by factor, the highest
+    stays."""
+
+    def scaled(self, inv_freq):
+        return inv_freq * self.factor ** -np.linspace(0, 1, inv_freq.size)
+
+
+@dataclass(frozen=True)
+class Llama3Scaling(Scaling):
+    """Llama 3.1's rule (Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783, and the models' published code).
+
+    A frequency that turns more than high_freq_factor times within original_max_position stays, one that turns less than
+    low_freq_factor times is divided by factor; between them the frequencies are interpolated.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"Llama3Scaling: low_freq_factor is {self.low_freq_factor}, high_freq_factor {self.high_freq_factor}; "
+                "the second must be the larger."
+            )
+
+    def scaled(self, inv_freq):
+        turns = self.original_max_position * inv_freq / (2 * np.pi)
+        kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
+        return inv_freq * (kept + (1 - kept) / self.factor)
+
+
+def _inverse_frequencies(windows, rotary_dim: int, scaling: Scaling | None) -> np.ndarray:
+    """f32[r/2], radians per position. The powers are f64: an f32 power's error would turn far positions wrong."""
+    w0, w1 = map(float, windows)
+    inv_freq = 1 / (w0 * (w1 / w0) ** (np.arange(0, rotary_dim, 2) / rotary_dim))
+    return (scaling.scaled(inv_freq) if scaling else inv_freq).astype(np.float32)
+
+
+def _reference(x, positions, inv_freq, *, turned, consecutive, inverse):
+    half = inv_freq.shape[0]
+    # An f32 frequency and an f32 product: an angle is off by angle * 2**-23 at most, as those that models train with.
+    angle = positions[..., None] * inv_freq  # [b..., s, r/2]
+    cos, sin = (f(angle)[..., None, None, :] for f in (jnp.cos, jnp.sin))  # [b..., s, 1, 1, r/2]
     sin = -sin if inverse else sin
-    x, rest = x[..., :turned, :, :], x[..., turned:, :, :]
+    x, slots = x[..., :turned, :, :], x[..., turned:, :, :]
+    x, channels = x[..., : 2 * half], x[..., 2 * half :]
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    pairs = wide.reshape(*x.shape[:-1], d // 2, 2) if consecutive else wide.reshape(*x.shape[:-1], 2, d // 2)
+    pairs = wide.reshape(*x.shape[:-1], half, 2) if consecutive else wide.reshape(*x.shape[:-1], 2, half)
     axis = -1 if consecutive else -2
     x1, x2 = (jax.lax.index_in_dim(pairs, i, axis, keepdims=False) for i in (0, 1))
     y = jnp.stack([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis).reshape(x.shape).astype(x.dtype)
-    return (jnp.concatenate([y, rest], -3) if rest.size else y,)
+    for copied, axis in ((channels, -1), (slots, -3)):
+        y = jnp.concatenate([y, copied], axis) if copied.shape[axis] else y
+    return (y,)
 
 
-def _cuda(call, x, positions, **attrs):
+def _cuda(call, x, positions, inv_freq, **attrs):
     if x.dtype not in FLOATS:  # f64
-        return _reference(x, positions, **attrs)
-    return call(x, positions, **attrs)
+        return _reference(x, positions, inv_freq, **attrs)
+    return call(x, positions, inv_freq, **attrs)
 
 
 rope_op = Op(
     "te_rope",
-    "x: b... s n h d, positions: b... s -> y: b... s n h d",
-    replicated="n d",
-    dtypes=lambda x, positions, **attrs: (x,),
+    "x: b... s n h d, positions: b... s, inv_freq: r -> y: b... s n h d",
+    replicated="n d r",
+    dtypes=lambda x, positions, inv_freq, **attrs: (x,),
     reference=_reference,
     cuda=_cuda,
 )
-"""x of a floating type [b..., s, n, h, d], positions f32[b..., s] -> y of x's type: `rope`, with `inverse` its inverse.
+"""x of a floating type [b..., s, n, h, d], positions f32[b..., s], inv_freq f32[r/2] in radians per position -> y of
+x's type: `rope`, with `inverse` its inverse.
 
-turned: how many of the n slots are turned, the others are copied. consecutive: group_method is "consecutive", else
-"alternate". w0, w1: float, the windows.
+turned: how many of the n slots are turned, the others are copied, as channels from r on are. consecutive: group_method
+is "consecutive", else "alternate".
 """
 
 
@@ -55,41 +134,50 @@ def rope(
     windows: tuple[float, float] = (1, 10000),
     group_method: str = "consecutive",
     turned: int | None = None,
+    rotary_dim: int | None = None,
+    scaling: Scaling | None = None,
 ) -> jax.Array:
     """Turns each pair of channels of x by an angle that grows with its position.
 
     x:            [b, s, h, d], d even, floating
     positions:    [b, s] or [s], in tokens; None is 0 .. s-1
-    windows:      (w0, w1): pair i turns by positions / (w0 * (w1 / w0)**(2i / d)) radians
-    group_method: "consecutive" pairs channels (2i, 2i + 1), "alternate" pairs (i, i + d/2)
+    windows:      (w0, w1): pair i turns by positions / (w0 * (w1 / w0)**(2i / r)) radians
+    group_method: "consecutive" pairs channels (2i, 2i + 1), "alternate" pairs (i, i + r/2)
     turned:       given, x is [b, s, n, h, d], as a joined projection gives queries, keys and values: the first
                   `turned` of its n slots are turned, the others copied
+    rotary_dim:   r, even: the first r channels of a head are turned, the others copied; None is d
+    scaling:      of the frequencies: `LinearScaling`, `NTKScaling` or `Llama3Scaling`; None is as trained
 
     Returns an array as x, computed in float32: (x1 cos - x2 sin, x2 cos + x1 sin). Differentiable in x.
-    Raises ValueError for wrong shapes, windows or method, TypeError for a dtype that is not floating.
+    Raises ValueError for wrong shapes, windows, widths or method, TypeError for a dtype that is not floating and for a
+    scaling of another type.
     """
-    _check(x, positions, windows, group_method, turned)
+    _check(x, positions, windows, group_method, turned, rotary_dim, scaling)
     positions = jnp.arange(x.shape[1]) if positions is None else positions
     positions = jnp.broadcast_to(positions, x.shape[:2]).astype(jnp.float32)
-    w0, w1 = map(float, windows)
-    attrs = (("turned", turned or 1), ("consecutive", group_method == "consecutive"), ("w0", w0), ("w1", w1))
+    inv_freq = jnp.asarray(_inverse_frequencies(windows, rotary_dim or x.shape[-1], scaling))
+    attrs = (("turned", turned or 1), ("consecutive", group_method == "consecutive"))
     slots = x if turned else x[:, :, None]
-    return _rope(*align(slots, positions), attrs).reshape(x.shape)
+    return _rope(*align(slots, positions, inv_freq), attrs).reshape(x.shape)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _rope(x, positions, attrs):
-    return rope_op(x, positions, inverse=False, **dict(attrs))[0]
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _rope(x, positions, inv_freq, attrs):
+    return rope_op(x, positions, inv_freq, inverse=False, **dict(attrs))[0]
 
 
-def _rope_bwd(attrs, positions, dy):
-    return rope_op(dy, positions, inverse=True, **dict(attrs))[0], None
+def _rope_fwd(x, positions, inv_freq, attrs):
+    return _rope(x, positions, inv_freq, attrs), (positions, inv_freq)
 
 
-_rope.defvjp(lambda x, positions, attrs: (_rope(x, positions, attrs), positions), _rope_bwd)
+def _rope_bwd(attrs, saved, dy):
+    return rope_op(dy, *saved, inverse=True, **dict(attrs))[0], None, None
 
 
-def _check(x, positions, windows, group_method, turned):
+_rope.defvjp(_rope_fwd, _rope_bwd)
+
+
+def _check(x, positions, windows, group_method, turned, rotary_dim, scaling):
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"rope: x is {x.dtype}; pass a floating dtype.")
     if x.ndim != (4 if turned is None else 5) or x.shape[-1] % 2:
@@ -101,7 +189,29 @@ def _check(x, positions, windows, group_method, turned):
         raise ValueError(f"rope: group_method is {group_method!r}; pass one of {GROUP_METHODS}.")
     if len(windows) != 2 or not 0 < windows[0] < windows[1]:
         raise ValueError(f"rope: windows is {windows!r}; pass (w0, w1) with 0 < w0 < w1.")
+    check_rotary("rope", x.shape[-1], rotary_dim, scaling)
     if positions is not None and positions.shape not in ((x.shape[1],), x.shape[:2], (1, x.shape[1])):
         raise ValueError(
             f"rope: positions has shape {positions.shape}, but x[b, s, h, d] has shape {x.shape}; pass [b, s] or [s]."
+        )
+
+
+def check_rotary(caller: str, d: int, dim, scaling, prefix: str = ""):
+    """The rotary width and the scaling that heads of d channels get; prefix: of their names in the caller.
+
+    Raises ValueError for a width that is not an even int of 2 to d, or too small for the scaling; TypeError for another
+    type of scaling.
+    """
+    dim_name, scaling_name = (f"{prefix}dim", f"{prefix}scaling") if prefix else ("rotary_dim", "scaling")
+    if dim is not None and not (isinstance(dim, numbers.Integral) and 2 <= dim <= d and dim % 2 == 0):
+        raise ValueError(f"{caller}: {dim_name} is {dim!r}; pass None or an even int of 2 to {d}, a head's width.")
+    if scaling is not None and not isinstance(scaling, Scaling):
+        raise TypeError(
+            f"{caller}: {scaling_name} is {scaling!r}; pass None, LinearScaling, NTKScaling or Llama3Scaling of "
+            "te_jax.ops.rope."
+        )
+    if isinstance(scaling, NTKScaling) and (dim or d) == 2:
+        raise ValueError(
+            f"{caller}: {scaling_name} is {scaling}, but one pair alone has no base; turn at least 4 channels of a "
+            "head, or pass LinearScaling."
         )

@@ -1,0 +1,194 @@
+"""A call of `dot_product_attention` in the terms of the attention ops, and its gradients."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from te_jax._op import like
+from te_jax.ops.attention_check import Options
+from te_jax.ops.attention_mask import Band, either
+from te_jax.ops.attention_op import attention_bwd, attention_fwd, attention_packed_bwd, attention_packed_fwd
+from te_jax.ops.attention_reference import BIAS_FORMS
+
+
+class Attrs(NamedTuple):
+    """The attributes of the ops, and whether the bias has a gradient."""
+
+    left: int
+    right: int
+    bottom_right: bool
+    seq_major: bool
+    scale: float
+    dropout_rate: float
+    deterministic: bool  # of the backward pass
+    has_dbias: bool
+
+    def forward(self) -> dict:
+        """The attributes of the forward ops."""
+        return dict(list(self._asdict().items())[:6])
+
+    def backward(self) -> dict:
+        """The attributes of the backward ops."""
+        return self.forward() | dict(deterministic=self.deterministic)
+
+
+class Form(NamedTuple):
+    """The operands beside q, k, v, the sink and the key, and the attributes."""
+
+    bias: jax.Array | None  # [b... or 1, h or 1, s, t]
+    segments: jax.Array | None  # i32[b..., n, 4]
+    attrs: Attrs
+
+
+def form_of(options: Options, q, k) -> Form:
+    """What the ops are asked for. A mask, and what cuDNN cannot combine, becomes a bias, with a number for "hidden"."""
+    s, t, described = q.shape[-3], k.shape[-3], options.sequence_descriptor
+    band, bias, mask, segments = options.band, options.bias, options.mask, None
+    if described is None:
+        band = band.trimmed(s, t)
+        band = band._replace(bottom_right=band.bottom_right and s != t)
+    band = band._replace(bottom_right=band.bottom_right and band[:2] != (None, None))
+    bias = options.scale * bias if options.pre_scale else bias
+    plain = bias is None and options.dropout_rate == 0  # cuDNN's bottom-right bands are for these
+    hidden = None if mask is None else jnp.asarray(mask) != 0
+    if described is None:
+        shifted = band if plain and mask is None else band.top_left(s, t)
+        if shifted is None or (shifted.left is not None and bias is not None and s > t):
+            hidden, shifted = either(hidden, band.hides_of(s, t)), Band(None, None, False)
+        if s > t and (shifted.left is not None or shifted.bottom_right):
+            # Queries that see no key: cuDNN wants lengths.
+            segments = jnp.broadcast_to(jnp.array([0, s, 0, t], jnp.int32), (*q.shape[:-3], 1, 4))
+        band = shifted
+    elif mask is None and described.starts_at_zero and (plain or not band.bottom_right):
+        segments = described.segments()
+    elif mask is None and bias is None and described.segment_ids is None and (plain or not band.bottom_right):
+        segments = described.segments()
+    else:
+        hidden = either(hidden, described.hides(band, s, t)[..., None, :, :])
+        band = Band(None, None, False)
+    left, right = (-1 if size is None else size for size in band[:2])
+    attrs = Attrs(
+        left, right, band.bottom_right, options.seq_major and segments is None, options.scale,
+        options.dropout_rate, options.deterministic, bias is not None,
+    )  # fmt: skip
+    return Form(_bias(bias, hidden, q), segments, attrs)
+
+
+def _bias(bias, hidden, q) -> jax.Array | None:
+    """Both as one [b... or 1, h or 1, s, t] of a type that cuDNN takes; "hidden" and -inf as a large negative one."""
+    if bias is None and hidden is None:
+        return None
+    if bias is None:
+        bias = jnp.zeros((), q.dtype)
+    bias = bias if bias.dtype in (jnp.float32, q.dtype) else bias.astype(jnp.float32)
+    low = jnp.asarray(_low(bias.dtype), bias.dtype)
+    bias = jnp.maximum(bias, low)
+    return bias if hidden is None else jnp.where(hidden, low, bias)
+
+
+def _low(dtype) -> float:
+    """Hides a key: far below all logits, and so far from -inf that products with log2(e) stay finite."""
+    return -(2.0**14) if dtype == jnp.float16 else -(2.0**100)
+
+
+def _slots(bias, q_shape, t) -> tuple[jax.Array | None, ...]:
+    """The bias in the ops' four operands, by the axes that it has: bh, b, h or none."""
+    slots = dict.fromkeys(BIAS_FORMS)
+    if bias is None:
+        return tuple(slots.values())
+    *batch, s, h, _ = q_shape
+    bias = bias.reshape((1,) * (len(q_shape) - bias.ndim) + bias.shape)
+    has_batch, has_heads = any(size > 1 for size in bias.shape[:-3]), bias.shape[-3] > 1
+    form = "b" * has_batch + "h" * has_heads
+    shape = (*(batch if has_batch else ()), *((h,) if has_heads else ()), s, t)
+    lead = bias.shape[:-3] if has_batch else ()
+    bias = bias.reshape(*lead, *bias.shape[-3 + (not has_heads) :])
+    return tuple((slots | {form: jnp.broadcast_to(bias, shape)}).values())
+
+
+# ---- the ops under one vjp -----------------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def attention(operands, bias, sink, segments, rng, attrs: Attrs, name: str | None):
+    """-> out, lse (not differentiable) of the forward ops for operands (q, k, v), or (qkv,), in the terms of `Form`.
+
+    sink: f32[h] or [1], a logit of each head that joins the softmax, and lse; or None.
+    rng: u32[b..., h, 4], or None without dropout. name: of out, lse and drawn for checkpoint policies.
+    """
+    return _attention_fwd(operands, bias, sink, segments, rng, attrs, name)[0]
+
+
+def _attention_fwd(operands, bias, sink, segments, rng, attrs, name):
+    forward = attention_packed_fwd if len(operands) == 1 else attention_fwd
+    outputs = ("out", "lse") if rng is None else ("out", "lse", "drawn")
+    q_shape, t = _sizes(operands)
+    slots = _slots(bias, q_shape, t)
+    out, lse, *drawn = forward(*operands, *slots, segments, rng, outputs=outputs, **attrs.forward())
+    if bias is not None:  # queries that see no key
+        blind = lse < _low(bias.dtype) / 2
+        out, lse = jnp.where(_of_rows(blind), 0, out), jnp.where(blind, -jnp.inf, lse)
+    if sink is not None:  # all keys lose to it what their sum of exponentials lacks
+        total = jnp.logaddexp(lse, sink[:, None])
+        share = jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - total))
+        out, lse = (out * _of_rows(share)).astype(out.dtype), total
+    results = [out, lse, *drawn]
+    if name:  # a policy that saves this name saves all that the backward pass needs of the forward kernel
+        results = [checkpoint_name(x, name) for x in results]
+    out, lse, *drawn = results
+    return (out, lse), (operands, bias, sink, segments, out, lse, drawn[0] if drawn else None)
+
+
+def _attention_bwd(attrs, name, residuals, cotangents):
+    operands, bias, sink, segments, out, lse, drawn = residuals
+    dout, _ = cotangents
+    backward = attention_packed_bwd if len(operands) == 1 else attention_bwd
+    slots = _slots(bias, *_sizes(operands))
+    outputs = ("dqkv",) if len(operands) == 1 else ("dq", "dk", "dv")
+    if attrs.has_dbias:
+        (form,) = (f for f, slot in zip(BIAS_FORMS, slots) if slot is not None)
+        outputs += (f"dbias_{form}" if form else "dbias",)
+    # exp(low - 0) is 0: no gradient comes of queries that see no key.
+    seen = lse if bias is None else jnp.where(lse == -jnp.inf, 0, lse)
+    grads = backward(dout, *operands, *slots, segments, out, seen, drawn, outputs=outputs, **attrs.backward())
+    doperands = tuple(like(grad, x) for grad, x in zip(grads, operands))
+    dbias = _of_slot(grads[len(operands)], bias, len(_sizes(operands)[0])) if attrs.has_dbias else None
+    dsink = None if sink is None else like(_dsink(sink, out, lse, dout), sink)
+    return doperands, dbias, dsink, None, None
+
+
+attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _sizes(operands) -> tuple[tuple[int, ...], int]:
+    """The shape of q, and t."""
+    if len(operands) == 3:
+        return operands[0].shape, operands[1].shape[-3]
+    shape = operands[0].shape
+    return (*shape[:-3], *shape[-2:]), shape[-4]
+
+
+def _of_rows(x):
+    """[b..., h, s] -> [b..., s, h, 1]."""
+    return jnp.swapaxes(x, -1, -2)[..., None]
+
+
+def _of_slot(grad, bias, ndim):
+    """The gradient of the slot of `bias`, as that of `bias`: summed where it was broadcast."""
+    full = (1,) * (ndim - bias.ndim) + bias.shape
+    has_batch, has_heads = any(size > 1 for size in full[:-3]), full[-3] > 1
+    grad = grad if has_heads else jnp.expand_dims(grad, -3)
+    grad = grad if has_batch else grad.reshape((1,) * (ndim - 3) + grad.shape)
+    summed = tuple(i for i, (got, want) in enumerate(zip(grad.shape, full)) if got != want)
+    return like(jnp.sum(grad, summed, keepdims=True).reshape(bias.shape), bias)
+
+
+def _dsink(sink, out, lse, dout):
+    """The probability of the sink, times what the output would lose to it."""
+    wide = jnp.promote_types(out.dtype, jnp.float32)
+    delta = jnp.swapaxes(jnp.sum(dout.astype(wide) * out.astype(wide), -1), -1, -2)  # [b..., h, s]
+    by_head = -jnp.sum(jnp.exp(sink[:, None] - lse) * delta, (*range(lse.ndim - 2), -1))
+    return by_head if sink.size == by_head.size else jnp.sum(by_head, keepdims=True)

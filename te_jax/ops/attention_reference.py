@@ -1,0 +1,146 @@
+"""The meaning of the attention ops, in plain JAX."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from te_jax.ops.attention_mask import Band, SequenceDescriptor
+
+
+def wide(x):
+    """f32, or f64 for f64: the type of logits, softmax and sums."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _einsum(spec, x, y):
+    """einsum of two arrays of one type, in f32. Rounds the cotangent to that type: tensor cores take one."""
+    return jnp.einsum(spec, x, y, preferred_element_type=wide(x), precision=lax.Precision.HIGHEST)
+
+
+def _einsum_bwd(spec, residuals, dout):
+    x, y = residuals
+    (x_axes, y_axes), out_axes = spec.split("->")[0].split(","), spec.split("->")[1]
+    dout = dout.astype(x.dtype)
+    dx = _einsum(f"{out_axes},{y_axes}->{x_axes}", dout, y)
+    dy = _einsum(f"{out_axes},{x_axes}->{y_axes}", dout, x)
+    return dx.astype(x.dtype), dy.astype(y.dtype)
+
+
+_einsum.defvjp(lambda spec, x, y: (_einsum(spec, x, y), (x, y)), _einsum_bwd)
+
+
+def _group(x, g):
+    """[b..., s, (g r), d] -> [b..., s, g, r, d]."""
+    return x.reshape(*x.shape[:-2], g, x.shape[-2] // g, x.shape[-1])
+
+
+def _group_heads(x, g):
+    """[b..., (g r), s, t] -> [b..., g, r, s, t]."""
+    return x.reshape(*x.shape[:-3], g, x.shape[-3] // g, *x.shape[-2:])
+
+
+def scores(q, k):
+    """q k^T per head: [b..., s, (g r), d], [b..., t, g, d] -> f32[b..., (g r), s, t]."""
+    grouped = _einsum("...sgrd,...tgd->...grst", _group(q, k.shape[-2]), k)
+    return grouped.reshape(*q.shape[:-3], q.shape[-2], *grouped.shape[-2:])
+
+
+def mix(probs, v):
+    """probs v per head: [b..., (g r), s, t], [b..., t, g, e] -> f32[b..., s, (g r), e]."""
+    grouped = _einsum("...grst,...tge->...sgre", _group_heads(probs, v.shape[-2]), v)
+    return grouped.reshape(*v.shape[:-3], probs.shape[-2], probs.shape[-3], v.shape[-1])
+
+
+def finite_top(top):
+    """The maximum that a softmax subtracts; 0 where a row sees no key: exp(-inf - top) is 0, not NaN."""
+    return lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
+
+
+def kept(row, rate, s, t):
+    """bool[s, t], True with probability 1 - rate, from the first words of u32[w]."""
+    return jax.random.bernoulli(jax.random.wrap_key_data(row[:2], impl="threefry2x32"), 1 - rate, (s, t))
+
+
+def _dropped(words, rate, s, t):
+    """What dropout multiplies the probabilities by: f32[b..., h, s, t] drawn from u32[b..., h, 4]; 1 without words."""
+    if words is None:
+        return 1.0
+    drawn = jax.vmap(lambda row: kept(row, rate, s, t))(words.reshape(-1, words.shape[-1]))
+    return drawn.reshape(*words.shape[:-1], s, t) / jnp.float32(1 - rate)
+
+
+BIAS_FORMS = ("bh", "b", "h", "")  # which of the axes b..., h a bias [.., s, t] has
+
+
+def _logits(q, k, biases, segments, *, left, right, bottom_right, scale):
+    """f32[b..., h, s, t] of f32 operands; -inf where a key is hidden."""
+    logits, s, t = scale * scores(q, k), q.shape[-3], k.shape[-3]
+    for form, bias in zip(BIAS_FORMS, biases, strict=True):
+        if bias is not None:
+            logits += (bias if "h" in form or not form else bias[..., None, :, :]).astype(logits.dtype)
+    band = Band(*(None if size < 0 else size for size in (left, right)), bottom_right)
+    if segments is None:
+        hidden = band.trimmed(s, t).hides_of(s, t)
+    else:
+        lens, starts = ((segments[..., i], segments[..., i + 2]) for i in (1, 0))
+        described = SequenceDescriptor.from_seqlens_and_offsets(lens, starts)
+        hidden = described.hides(band, s, t)[..., None, :, :]
+    return logits if hidden is None else jnp.where(hidden, -jnp.inf, logits)
+
+
+def forward(q, k, v, bias_bh, bias_b, bias_h, bias, segments, rng, *, seq_major, dropout_rate, **attrs):
+    """-> out, lse, drawn of `attention_fwd`."""
+    del seq_major  # of memory alone
+    q32, k32, v32 = (x.astype(wide(x)) for x in (q, k, v))
+    logits = _logits(q32, k32, (bias_bh, bias_b, bias_h, bias), segments, **attrs)
+    top = finite_top(jnp.max(logits, -1, keepdims=True, initial=-jnp.inf))
+    weights = jnp.exp(logits - top)
+    total = jnp.sum(weights, -1, keepdims=True)
+    probs = weights / jnp.where(total == 0, 1, total)
+    out = mix(probs * _dropped(rng, dropout_rate, *logits.shape[-2:]), v32)
+    lse = (top + jnp.log(total))[..., 0]
+    return out.astype(q.dtype), lse.astype(jnp.float32), rng
+
+
+def backward(
+    dout, q, k, v, bias_bh, bias_b, bias_h, bias, segments, out, lse, drawn,
+    *, seq_major, dropout_rate, deterministic, **attrs,
+):  # fmt: skip
+    """-> dq, dk, dv, and the gradients of the biases (None where there is none) of `attention_bwd`."""
+    del seq_major, deterministic  # XLA's sums have a fixed order
+    types, g, biases = (q.dtype, k.dtype, v.dtype), k.shape[-2], (bias_bh, bias_b, bias_h, bias)
+    dout, q, k, v, out = (x.astype(wide(x)) for x in (dout, q, k, v, out))
+    probs = jnp.exp(_logits(q, k, biases, segments, **attrs) - finite_top(lse)[..., None])
+    factor = _dropped(drawn, dropout_rate, *probs.shape[-2:])
+    delta = jnp.swapaxes(jnp.sum(dout * out, -1), -1, -2)  # [b..., h, s]: the sum of probs * dprobs over t
+    dlogits = probs * (factor * scores(dout, v) - delta[..., None])
+    scale = attrs["scale"]
+    dq = scale * mix(dlogits, k)
+    dk = scale * _einsum("...grst,...sgrd->...tgd", _group_heads(dlogits, g), _group(q, g))
+    dv = _einsum("...grst,...sgre->...tge", _group_heads(probs * factor, g), _group(dout, g))
+    rows = tuple(range(dlogits.ndim - 3))
+    lost = {"bh": (), "b": (-3,), "h": rows, "": (*rows, -3)}
+    grads = [grad.astype(dtype) for grad, dtype in zip((dq, dk, dv), types, strict=True)]
+    return grads + [
+        None if bias is None else jnp.sum(dlogits, lost[form]).astype(bias.dtype)
+        for form, bias in zip(BIAS_FORMS, biases, strict=True)
+    ]
+
+
+def parts(qkv):
+    """[b..., s, 3, h, d] -> q, k, v: [b..., s, h, d] each."""
+    return tuple(qkv[..., i, :, :] for i in range(3))
+
+
+def packed_forward(qkv, *rest, **attrs):
+    """`forward` of the parts of qkv."""
+    return forward(*parts(qkv), *rest, **attrs)
+
+
+def packed_backward(dout, qkv, *rest, **attrs):
+    """`backward` of the parts of qkv, with their gradients side by side."""
+    dq, dk, dv, *dbiases = backward(dout, *parts(qkv), *rest, **attrs)
+    return [jnp.stack([dq, dk, dv], axis=-3), *dbiases]

@@ -1,0 +1,81 @@
+"""ALiBi against the paper's numbers, and a bias made one entry at a time."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from te_jax.ops.attention_bias import alibi_bias, alibi_slopes
+
+S8 = [2.0**-i for i in range(1, 9)]  # "for 8 heads 1/2, 1/4 ... 1/256"
+S16 = [2 ** (-i / 2) for i in range(1, 17)]  # "for 16 heads": every second one is one of 8 heads
+
+
+@pytest.mark.parametrize(
+    ("h", "want"),
+    [
+        (1, [2.0**-8]),
+        (2, [2.0**-4, 2.0**-8]),
+        (8, S8),
+        (16, S16),
+        (3, [2.0**-4, 2.0**-8, 2.0**-2]),
+        (12, [*S8, *S16[:8:2]]),
+        (15, [*S8, *S16[:14:2]]),
+        (20, [*S16, *(2 ** (-i / 4) for i in (1, 3, 5, 7))]),
+    ],
+)
+def test_slopes(h, want):
+    got = alibi_slopes(h)
+    assert got.dtype == jnp.float32
+    np.testing.assert_array_equal(got, np.float32(want))  # both rounded once, from float64
+
+
+def by_entry(slopes, s, t, first):
+    return np.array([[[-m * abs(first + i - j) for j in range(t)] for i in range(s)] for m in slopes])
+
+
+@pytest.mark.parametrize(("s", "t"), [(1, 1), (5, 5), (3, 7), (7, 3), (1, 199)])
+def test_bias(s, t, rng):
+    slopes = rng.uniform(0.1, 1, 3).astype(np.float32)
+    cases = [({}, 0), (dict(bottom_right=True), t - s), (dict(q_offset=4), 4), (dict(q_offset=jnp.int32(-2)), -2)]
+    for kwargs, first in cases:
+        got = alibi_bias(jnp.asarray(slopes), s, t, **kwargs)
+        assert got.dtype == jnp.float32 and got.shape == (3, s, t)
+        # The distances are exact in f32: one rounding, of the product.
+        np.testing.assert_allclose(got, by_entry(slopes.astype(float), s, t, first), rtol=2**-24)
+
+
+def test_rows_of_their_own(rng):
+    slopes, first = jnp.asarray(rng.uniform(0.1, 1, 3), jnp.float32), jnp.asarray([0, 9, 4])
+    got = jax.jit(lambda slopes, at: alibi_bias(slopes, 2, 11, q_offset=at))(slopes, first)
+    np.testing.assert_array_equal(got, np.stack([alibi_bias(slopes, 2, 11, q_offset=int(at)) for at in first]))
+
+
+def test_gradient_of_the_slopes(rng):
+    slopes = jnp.asarray(rng.uniform(0.1, 1, 3), jnp.bfloat16)
+    dbias = rng.integers(-9, 9, (2, 3, 4, 6))  # small integers: sums are exact
+    at = jnp.asarray([1, 5])
+    got = jax.grad(lambda m: jnp.sum(alibi_bias(m, 4, 6, q_offset=at) * dbias))(slopes.astype(jnp.float32))
+    distance = np.stack([-by_entry([1], 4, 6, first) for first in (1, 5)])
+    np.testing.assert_array_equal(got, -np.sum(distance * dbias, (0, 2, 3)))
+    assert alibi_bias(slopes, 4, 6).dtype == jnp.float32
+    assert jax.grad(lambda m: jnp.sum(alibi_bias(m, 4, 6)))(slopes).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: alibi_slopes(0), ValueError, "num_heads is 0"),
+        (lambda: alibi_slopes(8.0), ValueError, r"num_heads is 8\.0"),
+        (lambda: alibi_bias(jnp.ones((2, 2)), 3, 3), ValueError, r"slopes has shape \(2, 2\)"),
+        (lambda: alibi_bias(jnp.ones(2, int), 3, 3), TypeError, "slopes is int32"),
+        (lambda: alibi_bias(jnp.ones(2), 0, 3), ValueError, "s is 0"),
+        (lambda: alibi_bias(jnp.ones(2), 3, 3.5), ValueError, r"t is 3\.5"),
+        (lambda: alibi_bias(jnp.ones(2), 3, 3, bottom_right=True, q_offset=1), ValueError, "bottom_right is True"),
+        (lambda: alibi_bias(jnp.ones(2), 3, 3, q_offset=jnp.ones((2, 2), int)), ValueError, r"q_offset has shape"),
+        (lambda: alibi_bias(jnp.ones(2), 3, 3, q_offset=1.5), TypeError, "q_offset is float32"),
+    ],
+)
+def test_errors(call, error, text):
+    with pytest.raises(error, match=f"alibi_.*: {text}"):
+        call()
