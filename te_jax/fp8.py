@@ -1,8 +1,9 @@
 """FP8 state: the recipe in force, the scale of a tensor, and how a training step turns amaxes into new scales.
 
 State is the collection `fp8_metas`: f32 leaves `{tensor}_scale` [1] and `{tensor}_amax_history` [L], possibly with
-leading axes from `nn.scan` or `nn.vmap`. A tensor is x, kernel or grad of a GEMM, or one of `AttentionMetas`. The cotangent of the collection is the new state, so
-`jax.grad` with respect to it is the update, and a forward pass alone changes nothing.
+leading axes from `nn.scan` or `nn.vmap`. A tensor is x, kernel or grad of a GEMM, or one of `AttentionMetas`. The
+cotangent of the collection is the new state, so `jax.grad` with respect to it is the update, and a forward pass alone
+changes nothing.
 """
 
 import contextlib
