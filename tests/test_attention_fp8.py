@@ -120,7 +120,10 @@ def test_backward_on_gpu(shape, causal, dtype, rng):
 
 
 def test_probabilities_are_rounded():
-    """cuDNN does not take one query: plain JAX, on a GPU as well. exp(logit) 0.55, times 256 is 140.8, is stored as 144: it counts as 0.5625, in a sum of 1.55."""
+    """cuDNN does not take one query: plain JAX, on a GPU as well.
+
+    exp(logit) 0.55, times 256 is 140.8, is stored as 144: it counts as 0.5625, in a sum of 1.55.
+    """
     one = jnp.ones((1, 1, 1, 1), E4M3)
     keys = jnp.concatenate([0 * one, one], 1)
     scales = forward_scales(1.0, 1.0, 1.0, out=1.0)
@@ -146,7 +149,7 @@ def check_scale_of_out(rng, sizes, factor=2.0):
 
 
 def check_saturation(rng, sizes):
-    """What is too large is the largest number, not NaN, what is too small 0, and the amax is the same for each scale."""
+    """What is too large is the largest number, not NaN, what is too small is 0, and the amax is always the same."""
     arrays, by = operands(rng, sizes)
     attrs = dict(causal=True, scale=sizes[-1] ** -0.5)
     scales = (2.0**13, LARGEST_SCALE, 1 / LARGEST_SCALE)  # a power of 2 does not round the amax

@@ -83,7 +83,11 @@ def check_amax(new, old, want, dtype):
 
 
 def wide_gradients(q, k, v, out, lse, dout, causal, scale):
-    """{name: (value, what rounding probabilities and their gradients to bf16 may do)} of attention without FP8."""
+    """{name: (value, what it may be off)} of attention without FP8, lse being (value, what it may be off).
+
+    Probabilities and their gradients are rounded to bf16, and both are as wrong as exp(lse).
+    """
+    lse, lse_off = lse
     r = q.shape[2] // k.shape[2]
     q, k, v, out, dout = (np.swapaxes(np.asarray(x, np.float64), 1, 2) for x in (q, k, v, out, dout))
     k, v = (np.repeat(x, r, axis=1) for x in (k, v))
@@ -92,7 +96,7 @@ def wide_gradients(q, k, v, out, lse, dout, causal, scale):
     probs = np.exp(np.where(np.tri(*logits.shape[-2:], dtype=bool), logits, -np.inf) if causal else logits)
     probs = probs * np.exp(-lse[..., None])
     dlogits = scale * probs * (dout @ t(v) - (dout * out).sum(-1, keepdims=True))
-    product = lambda x, y: (x @ y, 2.0**-8 * np.abs(x) @ np.abs(y))
+    product = lambda x, y: (x @ y, (2.0**-8 + np.expm1(np.max(lse_off))) * np.abs(x) @ np.abs(y))
     group = lambda x: np.swapaxes(x.reshape(len(x), -1, r, *x.shape[2:]).sum(2), 1, 2)
     return dict(
         dq=tuple(np.swapaxes(x, 1, 2) for x in product(dlogits, k)),
@@ -117,10 +121,10 @@ def test_results_and_state(backward, mask, fp8_format, rng):
     want = oracle.forward(*operands, forward_scales(*(by[name] for name in "qkvo")), **attrs)
     close(out, *want["o"], by["o"])
     amaxes = {name: (np.asarray(x, np.float64), 0.0) for name, x in zip(("q", "k", "v", "do"), (q, k, v, dout))}
-    amaxes["o"], lse = want["o"], want["lse"][0]
+    amaxes["o"], lse = want["o"], want["lse"]
     if backward == "fp8":
         scales = backward_scales(*(by[name] for name in ("q", "k", "v", "o", "do", "dp", "dq", "dk", "dv")))
-        saved = (*operands, stored(out, by["o"], fwd), lse)
+        saved = (*operands, stored(out, by["o"], fwd), lse[0])
         want = oracle.backward(stored(dout, by["do"], bwd), *saved, scales, **attrs)
         amaxes |= want
     else:
@@ -150,13 +154,13 @@ def test_steps(rng):
 
 @pytest.mark.parametrize("scale", [float(jnp.finfo(jnp.float32).max), 1e-37])
 def test_an_extreme_scale_does_not_stay(scale, rng):
-    """As of an output that was almost 0: cuDNN must not be given it, see LARGEST_SCALE."""
+    """As of an output that was almost 0: cuDNN (plain JAX would bear it) is not given it, see LARGEST_SCALE."""
     q, k, v, dout = data(rng, SMALL)
-    state = fresh() | dict(o=(jnp.full(1, scale, jnp.float32), jnp.full(L, 448 / scale).at[0].set(0)))
+    state = fresh() | dict(o=(jnp.full(1, scale, jnp.float32), jnp.zeros(L)))
     _, _, new = step(q, k, v, dout, state)
     amax = float(new["o"][1][-1])
     assert 0.1 < amax < float(jnp.abs(v).max()) * 1.01
-    assert 0 < float(new["o"][0][0]) <= 448 / amax * 1.0001
+    np.testing.assert_allclose(new["o"][0], 448 / amax, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -226,13 +230,14 @@ def count(jaxpr, op) -> int:
 def test_remat_runs_the_kernel_once(rng):
     arrays = data(rng, SMALL)
     named = partial(attend, context_checkpoint_name="context")
-    policy = jax.checkpoint_policies.save_only_these_names("context")
-    counts = []
-    for policy in (policy, None):
+
+    def kernels(policy):
         layer = jax.checkpoint(named, policy=policy)
-        program = jax.make_jaxpr(partial(step, attend=lambda *x, recipe: layer(*x)))(*arrays, fresh()).jaxpr
-        counts.append(count(program, "te_attention_fp8_fwd"))
-    assert counts == [1, 2]
+        program = jax.make_jaxpr(partial(step, attend=lambda *x, recipe: layer(*x)))(*arrays, fresh())
+        return count(program.jaxpr, "te_attention_fp8_fwd")
+
+    assert kernels(jax.checkpoint_policies.save_only_these_names("context")) == 1
+    assert kernels(None) == 2
 
 
 def assert_same(got, want):
