@@ -112,7 +112,7 @@ def test_results_and_state(backward, mask, fp8_format, rng):
     recipe = DelayedScaling(amax_history_len=L, fp8_dpa=True, fp8_format=fp8_format)
     q, k, v, dout = data(rng, SERVED_BACKWARD)
     wide = 64.0 if fp8_format is Format.HYBRID else 1.0
-    by = dict(q=100.0, k=90.0, v=80.0, o=100.0, do=80 * wide, dq=50 * wide, dk=40 * wide, dv=10 * wide, dp=100 * wide)
+    by = dict(q=100.0, k=90.0, v=80.0, o=70.0, do=80 * wide, dq=50 * wide, dk=40 * wide, dv=10 * wide, dp=100 * wide)
     old, (fwd, bwd) = fresh(by), (fp8_format.dtype(x) for x in ("fwd", "bwd"))
     out, grads, new = step(q, k, v, dout, old, recipe=recipe, backward=backward, attn_mask_type=mask)
 
@@ -274,6 +274,20 @@ def test_shard_map(on_host, rng):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     run = jax.shard_map(step, mesh=mesh, in_specs=(*(P("data"),) * 4, P()), out_specs=(P("data"), P("data"), P()))
     assert_same(jax.jit(run)(*arrays, dout, fresh()), want)
+
+
+def test_shard_map_of_heads_that_share_keys(on_host, rng):
+    """Keys and values that are not sharded get the sum of the devices' gradients."""
+    q, k, v, dout = data(rng, (2, 24, 8, 1, 16))
+    out, (dq, *want), state = step(q, k, v, dout, fresh())
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
+    heads = P(None, None, "model")
+    specs = dict(in_specs=(heads, P(), P(), heads, P()), out_specs=(heads, [heads, P(), P()], P()))
+    got = jax.jit(jax.shard_map(step, mesh=mesh, **specs))(q, k, v, dout, fresh())
+    assert_same((got[0], got[1][0], got[2]), (out, dq, state))
+    for x, y in zip(got[1][1:], want):  # 8 summands and 7 sums, rounded to bf16 by up to 2**-9 of at most the largest
+        x, y = (np.asarray(a, np.float32) for a in (x, y))
+        np.testing.assert_allclose(x, y, rtol=0, atol=15 * 2.0**-9 * np.abs(y).max())
 
 
 def test_vmap(rng):
