@@ -13,12 +13,15 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec
 from timing import compiled, normal, on_gpu, queued, sets
 
+from te_jax.fp8 import AttentionMetas, TensorMeta
+from te_jax.layers import attention_fp8
 from te_jax.ops import activation as activation_op
 from te_jax.ops import norm as norm_op
 from te_jax.ops.attention import dot_product_attention
 from te_jax.ops.gemm import gemm
 from te_jax.ops.quantize import quantize
 from te_jax.ops.rope import rope
+from te_jax.recipe import DelayedScaling
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
@@ -49,6 +52,8 @@ ATTENTION = [  # b, s, h, g, d
     (1, 16384, 32, 8, 128),
     (8, 4096, 32, 32, 64),
 ]
+ATTENTION_FP8 = (1, 8192, 64, 8, 128)
+TINY_ATTENTION = (1, 128, 4, 2, 64)
 
 
 def cases(tiny: bool) -> list[Case]:
@@ -59,7 +64,7 @@ def cases(tiny: bool) -> list[Case]:
     found += _activations((32, 64) if tiny else ACTIVATION_SHAPE)
     found += _norms([(16, 64)] if tiny else NORM_SHAPES)
     found += _ropes((1, 16, 4, 32) if tiny else ROPE)
-    found += _attentions([(1, 128, 4, 2, 64)] if tiny else ATTENTION)
+    found += _attentions([TINY_ATTENTION] if tiny else ATTENTION, TINY_ATTENTION if tiny else ATTENTION_FP8)
     return [*found, *_collectives(tiny)]
 
 
@@ -354,6 +359,18 @@ def _te_attention(q, k, v):
     return dot_product_attention(q, k, v, attn_mask_type="causal", implementation=implementation)
 
 
+def _te_attention_fp8(recipe, metas, q, k, v):
+    return attention_fp8(q, k, v, recipe=recipe, metas=metas, attn_mask_type="causal")
+
+
+def _attention_fp8(sizes, backward):
+    """As a layer calls it: operands are quantized with delayed scales, results and gradients are bf16."""
+    recipe = DelayedScaling(fp8_dpa=True)
+    by = dict(q=100.0, k=100.0, v=100.0, o=100.0, do=1e4, dq=1e4, dk=1e4, dv=1e4, dp=1e4)  # of normal data
+    metas = AttentionMetas(**{name: TensorMeta(jnp.float32(scale), jnp.float32(0)) for name, scale in by.items()})
+    return _attention(sizes, partial(_te_attention_fp8, recipe, metas), backward)
+
+
 def _attention(sizes, forward, backward):
     b, s, h, g, d = sizes
     q, k, v, dout = (normal(i, (b, s, heads, d)) for i, heads in enumerate((h, g, g, h)))
@@ -370,10 +387,16 @@ def attention_flops(b, s, h, d, backward=False) -> float:
     return 4 * b * h * s * s * d / 2 * (3.5 if backward else 1)
 
 
-def _attentions(sizes) -> Iterator[Case]:
+def _attentions(sizes, fp8) -> Iterator[Case]:
+    """fp8: the one of `sizes` that has rows in FP8; its gradients are bf16 by the layer's rule."""
     for b, s, h, g, d in sizes:
         name = f"attention b{b} s{s} h{h}/{g} d{d} causal"
         for impl, forward in (("te_jax", _te_attention), ("jax.nn cudnn", jax_nn_attention)):
             for suffix, backward in (("fwd", False), ("fwd+bwd", True)):
                 build = partial(_attention, (b, s, h, g, d), forward, backward)
                 yield Case(f"{name} {suffix}", impl, build, attention_flops(b, s, h, d, backward))
+        if (b, s, h, g, d) == fp8:
+            for suffix, backward in (("fwd", False), ("fwd+bwd", True)):
+                flops = attention_flops(b, s, h, d, backward)
+                build = partial(_attention_fp8, (b, s, h, g, d), backward)
+                yield Case(f"{name} {suffix}", "te_jax fp8", build, flops, fp8_flops=attention_flops(b, s, h, d))

@@ -44,4 +44,9 @@ int64_t AttentionWorkspace(const std::string& kind, const std::string& dtype, in
                            int64_t bias_h, bool bias_f32, bool dbias, double scale, double dropout_rate,
                            bool deterministic);
 
+// attention_fp8.cc: the same of te_attention_fp8_fwd ("fwd") or te_attention_fp8_bwd ("bwd"), whose gradients
+// are E5M2, else E4M3.
+int64_t AttentionFp8Workspace(const std::string& kind, bool e5m2, int64_t b, int64_t s, int64_t t, int64_t h,
+                              int64_t g, int64_t d, bool causal, double scale);
+
 }  // namespace te

@@ -1,8 +1,9 @@
 """FP8 state: the recipe in force, the scale of a tensor, and how a training step turns amaxes into new scales.
 
-State is the collection `fp8_metas`: f32 leaves `{x,kernel,grad}{p}_scale` [1] and `{x,kernel,grad}{p}_amax_history`
-[L], possibly with leading axes from `nn.scan` or `nn.vmap`. The cotangent of the collection is the new state, so
-`jax.grad` with respect to it is the update, and a forward pass alone changes nothing.
+State is the collection `fp8_metas`: f32 leaves `{tensor}_scale` [1] and `{tensor}_amax_history` [L], possibly with
+leading axes from `nn.scan` or `nn.vmap`. A tensor is x, kernel or grad of a GEMM, or one of `AttentionMetas`. The
+cotangent of the collection is the new state, so `jax.grad` with respect to it is the update, and a forward pass alone
+changes nothing.
 """
 
 import contextlib
@@ -90,9 +91,23 @@ class DenseMetas(NamedTuple):
     grad: TensorMeta  # of the layer's output
 
 
+class AttentionMetas(NamedTuple):
+    """The tensors of one attention."""
+
+    q: TensorMeta
+    k: TensorMeta
+    v: TensorMeta
+    o: TensorMeta
+    do: TensorMeta
+    dq: TensorMeta
+    dk: TensorMeta
+    dv: TensorMeta
+    dp: TensorMeta  # the gradient of q k^T
+
+
 def direction_of(tensor: str) -> str:
     """Activations and weights are "fwd", gradients "bwd": they have an FP8 type of their own."""
-    return "bwd" if tensor.startswith("grad") else "fwd"
+    return "bwd" if tensor.startswith("grad") or tensor in ("do", "dq", "dk", "dv", "dp") else "fwd"
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -62,7 +62,9 @@ class DelayedScaling:
     reduce_amax:        inside `shard_map`, one amax for all devices. False: each device scales its shard by its own
                         amax, and its `fp8_metas` must then vary over that mesh axis. Outside `shard_map` arrays are
                         global, and so is their amax.
-    fp8_dpa, fp8_mha:   FP8 attention: not in this version, must be False.
+    fp8_dpa:            attention in FP8, where `te_jax.flax.DotProductAttention` serves the call so; its state is there
+                        with it alone.
+    fp8_mha:            projections and attention hand over FP8 tensors: not in this version, must be False.
     split_accumulator:  (fprop, dgrad, wgrad): True adds partial sums in full precision, False is the faster mode.
 
     Raises ValueError (TypeError for a wrong type) at construction, naming the field, its value and what is allowed.
@@ -112,8 +114,9 @@ class DelayedScaling:
             three = isinstance(value, tuple | list) and len(value) == 3 and all(isinstance(v, bool) for v in value)
             _need(three, field, value, "pass three bools: (fprop, dgrad, wgrad)")
             set_(self, field, tuple(value))
-        for field in ("fp8_dpa", "fp8_mha"):
-            _need(not getattr(self, field), field, True, "FP8 attention is not in this version: leave it False")
+        _need(isinstance(self.fp8_dpa, bool), "fp8_dpa", self.fp8_dpa, "pass a bool")
+        text = "FP8 tensors between projections and attention are not in this version: leave it False"
+        _need(not self.fp8_mha, "fp8_mha", self.fp8_mha, text)
 
     def new_state(self, scale: jax.Array, history: jax.Array, amax: jax.Array, fp8_max: float):
         """One step of the law.

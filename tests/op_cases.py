@@ -6,7 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax._op import Op, ops
-from te_jax.ops import activation, attention, gemm, norm, quantize, rope, scaling  # noqa: F401  (declares the ops)
+from te_jax.ops import (  # noqa: F401  (declares the ops)
+    activation,
+    attention,
+    attention_fp8,
+    gemm,
+    norm,
+    quantize,
+    rope,
+    scaling,
+)
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
@@ -61,6 +70,7 @@ _norm_sizes = {"...0": 8, "...1": 8, "h": 24}
 _mlp_sizes = {"m...0": 8, "m...1": 8, "a": 2, "f": 24}
 _swiglu = activation.attributes(("silu", "linear"))
 _attention_sizes = {"b...0": 8, "s": 8, "t": 8, "g": 8, "r": 2, "d": 16, "e": 8, "w": 4, "n": 1, "f": 4}
+_fp8_sizes = {"b...0": 4, "s": 4, "t": 4, "g": 4, "r": 2, "d": 128}
 _packed_sizes = {"b...0": 8, "s": 8, "t": 8, "c": 3, "h": 8, "d": 16, "w": 4, "n": 1, "f": 4}
 _attention_ranks = {"b...": 1}
 _attention = dict(left=-1, right=0, bottom_right=False, seq_major=False, scale=0.25, dropout_rate=0.0)
@@ -142,5 +152,13 @@ CASES = [
         "attention_packed_bias_bwd", "te_attention_packed_bwd", _packed_sizes,
         (f32, f32, None, None, None, f32, None, f32, f32, None), dict(_attention, deterministic=False),
         ("dqkv", "dbias"), _attention_ranks,
+    ),
+    Case(
+        "attention_fp8_fwd", "te_attention_fp8_fwd", {**_fp8_sizes, "n": 6}, (E4M3, E4M3, E4M3, f32),
+        dict(causal=True, scale=0.25), None, _attention_ranks,
+    ),
+    Case(
+        "attention_fp8_bwd", "te_attention_fp8_bwd", {**_fp8_sizes, "n": 12}, (E5M2, *(E4M3,) * 4, f32, f32),
+        dict(causal=True, scale=0.25), None, _attention_ranks,
     ),
 ]  # fmt: skip

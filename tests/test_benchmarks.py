@@ -148,7 +148,7 @@ def test_run(tmp_path, capsys):
     assert result["machine"]["packages"]["jax"] == jax.__version__
     assert {"device", "driver", "te_jax", "date", "command"} <= result["machine"].keys()
     attention = [row for row in result["rows"] if row["case"].startswith("attention")]
-    assert [row["impl"] for row in attention] == ["te_jax", "jax.nn cudnn"]
+    assert [row["impl"] for row in attention] == ["te_jax", "jax.nn cudnn", "te_jax fp8"]
     assert attention[0]["beside"]["jax.nn cudnn"] == pytest.approx(attention[0]["ms"] / attention[1]["ms"])
 
 

@@ -98,7 +98,8 @@ def test_custom_scaling():
         (ValueError, "margin is nan", dict(margin=math.nan)),
         (ValueError, "reduce_amax is None", dict(reduce_amax=None)),
         (ValueError, "amax_history_len is True", dict(amax_history_len=True)),
-        (ValueError, "fp8_dpa is True", dict(fp8_dpa=True)),
+        (ValueError, "fp8_dpa is 1", dict(fp8_dpa=1)),
+        (ValueError, "fp8_mha is True", dict(fp8_dpa=True, fp8_mha=True)),
         (TypeError, "amax_history_length", dict(amax_history_length=16)),
     ],
 )

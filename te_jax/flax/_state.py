@@ -9,10 +9,8 @@ from flax import linen as nn
 from flax.core import tracers
 
 from te_jax import fp8
-from te_jax.fp8 import FP8_COLLECTION, DenseMetas, TensorMeta
+from te_jax.fp8 import FP8_COLLECTION, AttentionMetas, DenseMetas, TensorMeta
 from te_jax.recipe import DelayedScaling
-
-_TENSORS = ("x", "kernel", "grad")
 
 # Attribute of a bound module, {tensor: (recipe, trace, meta)}: what is left of a state that it already used
 # in this pass. Each `apply` and each lifted transform binds modules of its own, so the tracers go when the
@@ -45,7 +43,18 @@ def dense_metas(module: nn.Module, postfix: str = "") -> DenseMetas | None:
     recipe = fp8.current_recipe()
     if recipe is None:
         return None
-    return DenseMetas(*(_tensor_meta(module, name + postfix, recipe) for name in _TENSORS))
+    return DenseMetas(*(_tensor_meta(module, name + postfix, recipe) for name in DenseMetas._fields))
+
+
+def attention_metas(module: nn.Module) -> AttentionMetas | None:
+    """The FP8 state of the attention in `module`, as `dense_metas` has it; None without `fp8_dpa`.
+
+    Variables `{q,k,v,o,do,dq,dk,dv,dp}_scale` and `..._amax_history`, whether or not the call quantizes them all.
+    """
+    recipe = fp8.current_recipe()
+    if recipe is None or not recipe.fp8_dpa:
+        return None
+    return AttentionMetas(*(_tensor_meta(module, name, recipe) for name in AttentionMetas._fields))
 
 
 def _tensor_meta(module: nn.Module, tensor: str, recipe: DelayedScaling) -> TensorMeta:

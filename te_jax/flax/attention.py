@@ -1,13 +1,17 @@
 """DotProductAttention: layouts, the softmax offset's parameter, dropout keys, one call."""
 
+import warnings
 from collections.abc import Callable
+from functools import cache
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from te_jax import fp8
 from te_jax.flax._common import check_floating, later
-from te_jax.flax._state import describe
+from te_jax.flax._state import attention_metas, describe
+from te_jax.layers.attention_fp8 import attention_fp8, attention_fp8_refuses, untouched
 from te_jax.ops.attention import dot_product_attention, dot_product_attention_packed
 from te_jax.ops.attention_op import parts_of
 from te_jax.sharding import HEAD_AXES
@@ -16,6 +20,11 @@ LAYOUTS = ("bs3hd", "bshd_bs2hd", "bshd_bshd_bshd", "t3hd", "thd_t2hd", "thd_thd
 CONTEXT_PARALLEL_STRATEGIES = ("DEFAULT", "ALL_GATHER", "ALLGATHER", "RING")
 # Where checkpoints hold the learnable softmax's offset; new ones get the first.
 _OFFSET_SCOPES = ("_FusedDotProductAttention_0", "_UnfusedDotProductAttention_0")
+
+
+@cache
+def _warn_wide(reason: str):
+    warnings.warn(f"DotProductAttention: not in FP8, though the recipe has fp8_dpa=True: {reason}.", stacklevel=4)
 
 
 class _SoftmaxOffset(nn.Module):
@@ -52,6 +61,11 @@ class DotProductAttention(nn.Module):
                           per head).
     score_mod, score_mod_bprop: not in this version.
     return_max_logit:     also return the largest logit of each head, f32[h].
+
+    Under a recipe with fp8_dpa=True it is `te_jax.layers.attention_fp8` of a full or causal call in bf16 or f16
+    that has none of the other options, with a head dim of 16, 32, .. 128. Other calls are told by a warning,
+    once, and are in the arrays' type. State either way: `{q,k,v,o,do,dq,dk,dv,dp}_scale` and
+    `..._amax_history` of `fp8_metas`.
 
     Parameter, of the learnable softmax alone: `_FusedDotProductAttention_0/softmax_offset` f32[1, h, 1, 1];
     parameters that hold it under `_UnfusedDotProductAttention_0` are read there.
@@ -106,14 +120,12 @@ class DotProductAttention(nn.Module):
         """
         self._refuse(score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
         arrays = self._unpack(query, key, value)
-        packed = len(arrays) == 1
-        self._check(*(parts_of(*arrays) if packed else arrays), sequence_descriptor)
+        self._check(*(parts_of(*arrays) if len(arrays) == 1 else arrays), sequence_descriptor)
         if sequence_descriptor is not None and self.max_segments_per_seq > 1:
             sequence_descriptor = sequence_descriptor.of_runs(self.max_segments_per_seq)
         dropping = self.attention_dropout > 0 and not deterministic
-        attend = dot_product_attention_packed if packed else dot_product_attention
-        result = attend(
-            *arrays,
+        result = self._attend(
+            arrays,
             bias=bias,
             mask=mask,
             attn_mask_type=self.attn_mask_type,
@@ -133,6 +145,20 @@ class DotProductAttention(nn.Module):
         if self.transpose_batch_sequence:
             out = jnp.swapaxes(out, 0, 1)
         return (out, max_logit) if self.return_max_logit else out
+
+    def _attend(self, arrays, **options):
+        """`dot_product_attention`, in FP8 where the recipe says so and FP8 attention serves the call."""
+        packed, metas = len(arrays) == 1, attention_metas(self)
+        if metas is not None:
+            why_not = attention_fp8_refuses(*(parts_of(*arrays) if packed else arrays), **options)
+            if not why_not:
+                parts = (arrays[0][:, :, i] for i in range(3)) if packed else arrays
+                return attention_fp8(*parts, recipe=fp8.current_recipe(), metas=metas, **options)
+            _warn_wide(why_not)
+        result = (dot_product_attention_packed if packed else dot_product_attention)(*arrays, **options)
+        if metas is None:
+            return result
+        return jax.tree.map(lambda x: untouched(x, metas), result)
 
     def _softmax_offset(self) -> jax.Array | None:
         if self.softmax_type != "learnable":

@@ -1,5 +1,6 @@
 """Functional layers: ops composed under one custom_vjp, with the FP8 state as an argument."""
 
+from te_jax.layers.attention_fp8 import attention_fp8 as attention_fp8
 from te_jax.layers.dense import dense as dense
 from te_jax.layers.norm_dense import Projection as Projection
 from te_jax.layers.norm_dense import layernorm as layernorm

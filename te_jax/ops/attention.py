@@ -187,7 +187,7 @@ def dot_product_attention(
         context_checkpoint_name=context_checkpoint_name,
     )  # fmt: skip
     choice = _choose(q, k, v, options, implementation)
-    q, restore = _undivided_groups(q, k.shape[-2])
+    q, restore = undivided_groups(q, k.shape[-2])
     dropout_rng = _own_key(dropout_rng, q, k, v) if options.dropout_rate else None
     if choice.implementation == "cudnn":
         out, lse = _op((q, k, v), q, k, options, dropout_rng, context_checkpoint_name)
@@ -248,7 +248,7 @@ def _words(key: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
     return None if key is None else jax.random.bits(key, (*shape[:-3], shape[-2], 4), jnp.uint32)
 
 
-def _undivided_groups(q, g: int):
+def undivided_groups(q, g: int):
     """-> q, its heads gathered if an Explicit mesh cuts through groups, and what shards out as q was."""
     spec, mesh = jax.typeof(q).sharding.spec, jax.typeof(q).sharding.mesh
     names = spec[-2] if isinstance(spec[-2], tuple) else (spec[-2],)

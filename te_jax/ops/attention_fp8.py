@@ -1,0 +1,233 @@
+"""Attention on FP8 operands: cuDNN on CUDA, plain JAX that emulates it elsewhere."""
+
+from functools import cache
+from math import prod
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from te_jax import _lib
+from te_jax._op import Op
+from te_jax.ops.attention_mask import Band
+from te_jax.ops.attention_reference import finite_top, mix, scores
+from te_jax.ops.quantize import saturate
+
+E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+S_SCALE = 256.0
+"""What probabilities are multiplied with before E4M3: they are 1 at most, before and after their sum divides them, so
+that they need no state. A power of two, below 448, multiplies exactly and leaves room."""
+
+
+LARGEST_SCALE = 2.0**60
+"""cuDNN takes the amax of what it multiplied with a scale, and divides it: with a scale of 0 that is NaN, and inf where
+the product overflows. Neither moves a scale, so that it would stay. Numbers up to 2**68 are safe under this one."""
+
+
+class ForwardScales(NamedTuple):
+    """Scales of the forward pass, f32[] each: x is stored as x * scale, and is data * inv.
+
+    All of them are positive, and of results and of the gradient of q k^T between 1 / LARGEST_SCALE and LARGEST_SCALE.
+    """
+
+    q_inv: jax.Array
+    k_inv: jax.Array
+    v_inv: jax.Array
+    s: jax.Array  # of the probabilities
+    s_inv: jax.Array
+    out: jax.Array
+
+
+class BackwardScales(NamedTuple):
+    """Scales of the backward pass; the first five are the forward pass's."""
+
+    q_inv: jax.Array
+    k_inv: jax.Array
+    v_inv: jax.Array
+    s: jax.Array
+    s_inv: jax.Array
+    out_inv: jax.Array
+    dout_inv: jax.Array
+    dp: jax.Array  # of the gradient of q k^T
+    dp_inv: jax.Array
+    dq: jax.Array
+    dk: jax.Array
+    dv: jax.Array
+
+
+def forward_scales(q, k, v, out) -> jax.Array:
+    """The operand `scales` of `attention_fp8_fwd` from the scales that tensors were, or are to be, multiplied with."""
+    return _pack(ForwardScales(1 / q, 1 / k, 1 / v, S_SCALE, 1 / S_SCALE, out))
+
+
+def backward_scales(q, k, v, out, dout, dp, dq, dk, dv) -> jax.Array:
+    """The operand `scales` of `attention_fp8_bwd` from the scales that tensors were, or are to be, multiplied with."""
+    inverse = (1 / q, 1 / k, 1 / v, S_SCALE, 1 / S_SCALE, 1 / out, 1 / dout)
+    return _pack(BackwardScales(*inverse, dp, 1 / dp, dq, dk, dv))
+
+
+def _pack(scales) -> jax.Array:
+    return jnp.stack([jnp.asarray(scale, jnp.float32) for scale in scales])
+
+
+# ---- the meaning, in plain JAX -------------------------------------------------------------------
+
+
+def _wide(*arrays):
+    return tuple(x.astype(jnp.float32) for x in arrays)
+
+
+def _logits(q, k, factor, causal):
+    """f32[b..., h, s, t] of f32 operands."""
+    logits = factor * scores(q, k)
+    return jnp.where(Band(None, 0, False).hides_of(*logits.shape[-2:]), -jnp.inf, logits) if causal else logits
+
+
+def _rounded(x, scale, dtype):
+    """x * scale as it is stored, in f32. The barrier keeps the rounding: XLA drops a cast there and back on a GPU."""
+    return lax.optimization_barrier(saturate(x * scale, dtype)).astype(jnp.float32)
+
+
+def _amax(x):
+    return jnp.max(jnp.abs(x), initial=0.0)
+
+
+def _fwd_reference(q, k, v, scales, *, causal, scale):
+    by, dtype = ForwardScales(*scales), q.dtype
+    q, k, v = _wide(q, k, v)
+    logits = _logits(q, k, scale * by.q_inv * by.k_inv, causal)
+    top = finite_top(jnp.max(logits, -1, keepdims=True, initial=-jnp.inf))
+    weights = jnp.exp(logits - top)  # cuDNN rounds these, and divides the product by the sum of the unrounded
+    total = jnp.sum(weights, -1, keepdims=True)
+    out = mix(_rounded(weights, by.s, dtype), v) * (by.s_inv * by.v_inv)
+    out = out / jnp.swapaxes(jnp.where(total == 0, 1, total), -2, -3)
+    return saturate(out * by.out, dtype), (top + jnp.log(total))[..., 0], _amax(out)
+
+
+def _grouped(x, g):
+    """[b..., (g r), s, t] -> [b..., g, r, s, t]."""
+    return x.reshape(*x.shape[:-3], g, x.shape[-3] // g, *x.shape[-2:])
+
+
+def _onto_keys(x, y, g):
+    """x^T y per head, summed over the heads of a group: [b..., (g r), s, t], [b..., s, (g r), d] -> [b..., t, g, d]."""
+    y = y.reshape(*y.shape[:-2], g, y.shape[-2] // g, y.shape[-1])
+    return jnp.einsum("...grst,...sgrd->...tgd", _grouped(x, g), y, precision=lax.Precision.HIGHEST)
+
+
+def _bwd_reference(dout, q, k, v, out, lse, scales, *, causal, scale):
+    by, dtype, forward, g = BackwardScales(*scales), dout.dtype, q.dtype, k.shape[-2]
+    dout, q, k, v, out = _wide(dout, q, k, v, out)
+    probs = jnp.exp(_logits(q, k, scale * by.q_inv * by.k_inv, causal) - finite_top(lse)[..., None])
+    delta = jnp.sum(dout * out, -1) * (by.dout_inv * by.out_inv)  # [b..., s, h]: the sum of probs * dprobs over t
+    dprobs = scores(dout, v) * (by.dout_inv * by.v_inv)
+    dp = scale * probs * (dprobs - jnp.swapaxes(delta, -1, -2)[..., None])
+    dp8 = _rounded(dp, by.dp, dtype)
+    dq = mix(dp8, k) * (by.dp_inv * by.k_inv)
+    dk = _onto_keys(dp8, q, g) * (by.dp_inv * by.q_inv)
+    dv = _onto_keys(_rounded(probs, by.s, forward), dout, g) * (by.s_inv * by.dout_inv)
+    stored = [saturate(x * factor, dtype) for x, factor in ((dq, by.dq), (dk, by.dk), (dv, by.dv))]
+    return (*stored, *map(_amax, (dq, dk, dv, dp)))
+
+
+# ---- the ops -------------------------------------------------------------------------------------
+
+
+def cudnn_refuses_fp8(q, k, backward: bool = False) -> str:
+    """Why cuDNN has no FP8 attention for these operands, on a GPU that has some; "" if it has."""
+    (s, _, d), t = q.shape[-3:], k.shape[-3]
+    if 0 in (*q.shape, *k.shape):
+        return f"an operand is empty: q{list(q.shape)}, k{list(k.shape)}"
+    if backward and d != 128:  # on Hopper: cudnn_frontend 1.18, node/sdpa_fp8_bwd.h
+        return f"the head dim is {d}; cuDNN's FP8 gradients are for 128"
+    if d % 16 or d > 128:
+        return f"the head dim is {d}; cuDNN's FP8 attention takes multiples of 16 up to 128"
+    if s < 2 or t < 2:
+        return f"q has {s} and k has {t} positions; cuDNN takes 2 and more"
+    if backward and (s % 128 or t % 128):  # cuDNN 9.19 has plans for other lengths, but their last rows are wrong
+        return f"q has {s} and k has {t} positions; cuDNN's FP8 gradients are right for multiples of 128"
+    return ""
+
+
+@cache
+def gpu_refuses_fp8() -> str:
+    """Why this process's GPU has no FP8 attention; "" if it has, or if there is no GPU."""
+    if not _lib.has_cuda_device():
+        return ""
+    capability = str(jax.devices("cuda")[0].compute_capability)
+    if capability.split(".")[0] in ("9", "10"):
+        return ""
+    return f"the GPU has compute capability {capability}; cuDNN's FP8 attention needs 9.0 (Hopper) or 10.x (Blackwell)"
+
+
+def _workspace(kind, q, k, dtype, *, outputs, causal, scale) -> int:
+    """Bytes, from cuDNN's plan where there is a GPU; else (cross-lowering) from above."""
+    del outputs  # all of them, always
+    (b, s, h, d), (t, g) = q.shape, k.shape[1:3]
+    module = _lib.require_for_lowering()
+    if module:
+        return module.attention_fp8_workspace(kind, dtype == E5M2, b, s, t, h, g, d, causal, scale)
+    slack = 16 << 20
+    if kind == "fwd":
+        return slack + 8 * b * h * s
+    # dq, dk, dv of every query head in f32, row sums, and all six operands once more, transposed.
+    return slack + b * h * (4 * (s * (d + 2) + 2 * t * d) + (3 * s + 3 * t) * d)
+
+
+def _flat(x, axes):
+    """The axes before the last `axes` as one."""
+    return x.reshape(prod(x.shape[: x.ndim - axes]), *x.shape[x.ndim - axes :])
+
+
+def _fwd_cuda(call, q, k, v, scales, **attrs):
+    if cudnn_refuses_fp8(q, k) or gpu_refuses_fp8():  # the op means the same for every size
+        return _fwd_reference(q, k, v, scales, **attrs)
+    out, lse, amax = call(*(_flat(x, 3) for x in (q, k, v)), scales, **attrs)
+    return [*(x.reshape(*q.shape[:-3], *x.shape[1:]) for x in (out, lse)), amax]
+
+
+def _bwd_cuda(call, dout, q, k, v, out, lse, scales, **attrs):
+    if cudnn_refuses_fp8(q, k, backward=True) or gpu_refuses_fp8():
+        return _bwd_reference(dout, q, k, v, out, lse, scales, **attrs)
+    results = call(*(_flat(x, 3) for x in (dout, q, k, v, out)), _flat(lse, 2), scales, **attrs)
+    return [*(grad.reshape(x.shape) for grad, x in zip(results, (q, k, v))), *results[3:]]
+
+
+attention_fp8_fwd = Op(
+    "te_attention_fp8_fwd",
+    "q: b... s (g r) d, k: b... t g d, v: b... t g d, scales: n -> out: b... s (g r) d, lse: b... (g r) s, amax:",
+    replicated="s t d r n",
+    combine={"amax": "max"},
+    dtypes=lambda q, *_, **attrs: (q, jnp.float32, jnp.float32),
+    reference=_fwd_reference,
+    workspace=lambda q, k, *_, **attrs: _workspace("fwd", q, k, None, **attrs),
+    cuda=_fwd_cuda,
+)
+"""softmax(scale * q k^T) v per head on E4M3 operands; query head i reads key head i // r.
+
+scales: f32[6], the `ForwardScales`. causal: query i sees keys 0 .. i. scale: float, of the logits.
+out: E4M3, saturate(o * scales.out). lse: f32, natural log of the sum of exp(logits) over the keys seen.
+amax: f32 [], max |o| before it is scaled and rounded.
+
+The probabilities that meet v are E4M3 too. They are rounded relative to a row's largest, in cuDNN the largest up to
+that block of keys; the sum that divides them is of the unrounded.
+"""
+
+attention_fp8_bwd = Op(
+    "te_attention_fp8_bwd",
+    "dout: b... s (g r) d, q: b... s (g r) d, k: b... t g d, v: b... t g d, out: b... s (g r) d, lse: b... (g r) s, "
+    "scales: n -> dq: b... s (g r) d, dk: b... t g d, dv: b... t g d, dq_amax:, dk_amax:, dv_amax:, dp_amax:",
+    replicated="s t d r n",
+    combine=dict.fromkeys(("dq_amax", "dk_amax", "dv_amax", "dp_amax"), "max"),
+    dtypes=lambda dout, *_, **attrs: (dout, dout, dout, *(jnp.float32,) * 4),
+    reference=_bwd_reference,
+    workspace=lambda dout, q, k, *_, **attrs: _workspace("bwd", q, k, dout.dtype, **attrs),
+    cuda=_bwd_cuda,
+)
+"""The gradients of `attention_fp8_fwd`'s o from its operands and results, and the gradient dout of E4M3 or E5M2.
+
+scales: f32[12], the `BackwardScales`. dq, dk, dv: of dout's type, saturate(gradient * its scale).
+*_amax: f32 [], max |gradient| before it is scaled and rounded. dp is the gradient of q k^T, that is
+scale * probs * (dprobs - delta); it meets k and q in dout's type, times scales.dp.
+"""
