@@ -7,6 +7,7 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
+import masks
 import torch_gemm
 from cases import Case
 from flax import linen as nn
@@ -65,7 +66,7 @@ def cases(tiny: bool) -> list[Case]:
     found += _norms([(16, 64)] if tiny else NORM_SHAPES)
     found += _ropes((1, 16, 4, 32) if tiny else ROPE)
     found += _attentions([TINY_ATTENTION] if tiny else ATTENTION, TINY_ATTENTION if tiny else ATTENTION_FP8)
-    return [*found, *_collectives(tiny)]
+    return [*found, *masks.cases(tiny), *_collectives(tiny)]
 
 
 def _by(*sizes: int) -> str:

@@ -139,7 +139,7 @@ NOT_SERVED = {
     ),
     "with window_size": (dict(window_size=(3, 0)), dict()),
     "softmax_type is": (dict(softmax_type="off_by_one"), dict()),
-    "return_max_logit is": (dict(return_max_logit=True), dict()),
+    "return_max_logit": (dict(return_max_logit=True), dict()),
 }
 
 
