@@ -352,6 +352,32 @@ def test_checkpoint_name_saves_what_the_backward_pass_needs():
     assert plain.count("te_attention_fwd") > plain.count("te_attention_bwd")
 
 
+def test_only_what_is_named_is_saved(capsys):
+    q, k, v, _ = operands(SHAPES["mha"], jnp.bfloat16)
+    call = lambda q, k, v: jnp.sin(dot_product_attention(jnp.sin(q), k, v, context_checkpoint_name="context"))
+    policy = jax.checkpoint_policies.save_only_these_names("context")
+    jax.ad_checkpoint.print_saved_residuals(jax.checkpoint(call, policy=policy), q, k, v)
+    saved = [line for line in capsys.readouterr().out.splitlines() if "from the argument" not in line]
+    assert len(saved) == 2 and all("named 'context'" in line for line in saved), saved  # out and lse
+
+
+def test_what_is_named_can_be_kept_on_the_host():
+    q, k, v, dout = operands(SHAPES["mha"], jnp.bfloat16)
+    call = lambda q, k, v: dot_product_attention(q, k, v, attn_mask_type="causal", context_checkpoint_name="context")
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["context"], offload_src="device",
+        offload_dst="pinned_host",
+    )  # fmt: skip
+    step = lambda f: lambda q, k, v, dout: jax.vjp(f, q, k, v)[1](dout)
+    offloaded = step(jax.checkpoint(call, policy=policy))
+    text = str(jax.make_jaxpr(offloaded)(q, k, v, dout))
+    assert text.count("te_attention_fwd") == text.count("te_attention_bwd") > 0  # no second forward
+    moved = [line for line in text.splitlines() if "device_put" in line]
+    assert len(moved) == 4, text  # out and lse, there and back
+    for got, want in zip(jax.jit(offloaded)(q, k, v, dout), jax.jit(step(call))(q, k, v, dout), strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
 def test_memory_type_of_logits_is_float32():
     q, k, v, _ = operands(SHAPES["mha"], jnp.bfloat16)
     big = dot_product_attention(q * 64, k * 64, v, implementation="xla")

@@ -81,6 +81,19 @@ def test_cudnn_call_is_in_the_program():
     assert "te_attention_fwd" in text and "te_attention_bwd" in text
 
 
+@pytest.mark.gpu
+def test_one_compilation_builds_each_plan_once():
+    from te_jax import _cuda
+
+    q, k, v, dout = operands((1, 272, 272, 2, 1, 72, 72), jnp.bfloat16)  # sizes of no other test
+    call = jax.jit(lambda q, k, v, d: jax.vjp(dot_product_attention, q, k, v)[1](d))
+    built = _cuda.cudnn_plan_builds()
+    compiled = call.lower(q, k, v, dout).compile()
+    for _ in range(3):
+        jax.block_until_ready(compiled(q, k, v, dout))
+    assert _cuda.cudnn_plan_builds() - built == 2  # forward and backward
+
+
 def packed(b, s, h, d, dtype=jnp.bfloat16):
     """qkv [b, s, 3, h, d], dout."""
     q, k, v, dout = operands((b, s, s, h, h, d, d), dtype)
