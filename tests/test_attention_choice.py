@@ -41,7 +41,9 @@ def test_explain_says_which_and_why():
         q, k = struct(128, 8, **kwargs), struct(128, 2, **kwargs)
         assert reason in explain_attention(q, k, k).refused["cudnn"]
     q, k = struct(64, 8), struct(128, 2)
-    assert "1 and k" in explain_attention(struct(1, 8), k, k).refused["cudnn"]
+    assert "k has 1" in explain_attention(q, struct(1, 2), struct(1, 2)).refused["cudnn"]
+    assert explain_attention(struct(1, 8), k, k).implementation == "cudnn"
+    assert "q has 1" in explain_attention(struct(1, 8), k, k, dropout_rate=0.1).refused["cudnn"]
 
 
 def test_long_plain_attention_warns_once_with_the_reason():
@@ -135,3 +137,17 @@ def test_cuda_lowering_without_a_gpu():
     text = call.trace(q, k, v, dout).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @te_attention_fwd(") == text.count("custom_call @te_attention_bwd(") == 1
     assert "right = 0" in text and "left = -1" in text and "scale = 1.25" in text and "tensor<2x4x256xf32>" in text
+
+
+def test_one_query_has_plain_gradients():
+    """A decoding step is cuDNN's; what it would be with gradients is not: neither is then the mask of its dropout."""
+    q, k, v, dout = operands((2, 1, 256, 4, 2, 64, 32), jnp.bfloat16)
+    call = jax.jit(lambda q, k, v, d: jax.vjp(dot_product_attention, q, k, v)[1](d))
+    text = call.trace(q, k, v, dout).lower(lowering_platforms=("cuda",)).as_text()
+    assert "custom_call @te_attention_fwd(" in text and "custom_call @te_attention_bwd(" not in text
+    words, attrs = jnp.zeros((2, 4, 4), jnp.uint32), dict(left=-1, right=-1, bottom_right=False, seq_major=False)
+    dropped = lambda q, k, v: attention.attention_fwd(
+        q, k, v, *(None,) * 5, words, scale=1.0, dropout_rate=0.5, **attrs
+    )
+    text = jax.jit(dropped).trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
+    assert "custom_call" not in text

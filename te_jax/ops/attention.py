@@ -21,7 +21,7 @@ from te_jax.ops.attention_op import attention_bwd as attention_bwd
 from te_jax.ops.attention_op import attention_fwd as attention_fwd
 from te_jax.ops.attention_op import attention_packed_bwd as attention_packed_bwd
 from te_jax.ops.attention_op import attention_packed_fwd as attention_packed_fwd
-from te_jax.ops.attention_op import cudnn_refuses, gpu_refuses, parts_of
+from te_jax.ops.attention_op import cudnn_refuses, cudnn_refuses_backward, gpu_refuses, parts_of
 from te_jax.ops.attention_reference import finite_top, mix, scores
 
 _OP, _PACKED_OP = "dot_product_attention", "dot_product_attention_packed"
@@ -84,6 +84,8 @@ def _why_not_cudnn(q, k, v, options: Options) -> str:
     ):
         if is_asked:
             return what
+    if options.dropout_rate > 0 and (reason := cudnn_refuses_backward(q)):
+        return f"{reason}, and so is the mask of their dropout"
     repeatable_dropout = options.deterministic and options.dropout_rate > 0
     return cudnn_refuses(q, k, v) or gpu_refuses(q.shape[-1], v.shape[-1], repeatable_dropout)
 

@@ -31,6 +31,12 @@ def cudnn_refuses(q, k, v) -> str:
     return ""
 
 
+def cudnn_refuses_backward(q) -> str:
+    """Why the gradients are plain JAX's though cuDNN takes the operands; "" if they are not. Dropout, whose mask both
+    passes draw, is then as well."""
+    return "q has 1 position; its gradients are plain JAX" if q.shape[-3] == 1 else ""
+
+
 @cache
 def gpu_refuses(d: int, e: int, repeatable_dropout: bool) -> str:
     """Why this process's GPU does not take the rest; "" if it does, or if there is none. d, e: head dims of q, v."""
@@ -159,7 +165,8 @@ def _backward(refused, plain, call, dout, operands, batch, biases, segments, out
 
 
 def _fwd_cuda(call, q, k, v, bias_bh, bias_b, bias_h, bias, segments, rng, **attrs):
-    biases, refused = (bias_bh, bias_b, bias_h, bias), cudnn_refuses(q, k, v)
+    biases = (bias_bh, bias_b, bias_h, bias)
+    refused = cudnn_refuses(q, k, v) or (rng is not None and cudnn_refuses_backward(q))
     return _forward(refused, reference.forward, call, (q, k, v), q.shape[:-3], biases, segments, rng, attrs)
 
 
@@ -169,7 +176,8 @@ def _packed_fwd_cuda(call, qkv, bias_bh, bias_b, bias_h, bias, segments, rng, **
 
 
 def _bwd_cuda(call, dout, q, k, v, bias_bh, bias_b, bias_h, bias, segments, *saved, **attrs):
-    biases, refused, batch = (bias_bh, bias_b, bias_h, bias), cudnn_refuses(q, k, v), q.shape[:-3]
+    biases, batch = (bias_bh, bias_b, bias_h, bias), q.shape[:-3]
+    refused = cudnn_refuses(q, k, v) or cudnn_refuses_backward(q)
     return _backward(refused, reference.backward, call, dout, (q, k, v), batch, biases, segments, *saved, attrs)
 
 
