@@ -154,7 +154,8 @@ ffi::Error SetBackward(Call* call, const Arg& dout, const Arg& out, const Arg& l
       Present(given)) {
     const Arg& of = bias.given();
     TE_CHECK(given->element_count() == of.element_count() && given->element_type() == call->dtype,
-             "%s: the gradient of the bias %s must be of its shape and q's type", call->op, Shape(of).c_str());
+             "%s: the gradient of the bias %s must be of its shape and q's type", call->op,
+             Shape(of).c_str());
     key.dbias = true;
     call->pointers[kDBias] = given->untyped_data();
   }
@@ -204,8 +205,8 @@ ffi::Error Finish(cudaStream_t stream, Call& call, std::initializer_list<Ret*> r
   if (key.segments) {
     TE_CHECK(bytes >= 0, "%s: the workspace has %zu bytes", call.op, workspace->size_bytes());
     if (key.dbias)
-      TE_CUDA(cudaMemsetAsync(call.pointers.at(kDBias), 0,
-                              key.bias_b * key.bias_h * key.s * key.t * 2, stream));
+      TE_CUDA(
+          cudaMemsetAsync(call.pointers.at(kDBias), 0, key.bias_b * key.bias_h * key.s * key.t * 2, stream));
     TE_TRY(FillOutside(stream, call));
     TE_TRY(PutSegments(stream, key, call.segments, static_cast<char*>(workspace->untyped_data()) + bytes,
                        &call.pointers));

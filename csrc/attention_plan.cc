@@ -141,8 +141,7 @@ class Builder {
 
  private:
   GraphTensor Describe(const GraphTensor& tensor, AttentionTensor uid, const Layout& layout) {
-    if (uid == kLse || (uid == kBias && key_.bias_f32))
-      tensor->set_data_type(fe::DataType_t::FLOAT);
+    if (uid == kLse || (uid == kBias && key_.bias_f32)) tensor->set_data_type(fe::DataType_t::FLOAT);
     if (key_.segments && layout.at) tensor->set_ragged_offset(At(layout.at));
     return tensor;
   }

@@ -18,7 +18,7 @@ namespace {
 
 namespace fe = cudnn_frontend;
 
-constexpr size_t kOldestCudnn = 91200;  // 9.12, the first for CUDA 13
+constexpr size_t kOldestCudnn = 91501;  // as te_jax/_lib.py has it, with the reason
 
 struct Plan {
   std::shared_ptr<fe::graph::Graph> graph;

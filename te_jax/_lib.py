@@ -12,7 +12,9 @@ from types import ModuleType
 import jax
 
 CUDA_MAJOR = 13  # the extension is built for it and looks up lib*.so.13
-CUDNN_MINIMUM = 91200  # 9.12.0: the first built for CUDA 13
+# 9.15.1. Before it attention's gradients are NaN in cases (9.12, https://github.com/NVIDIA/cudnn-frontend/issues/160),
+# or read out of bounds in CUDA graphs where the key length is no multiple of 128 (cudnn-frontend 1.16, release notes).
+CUDNN_MINIMUM = 91501
 
 # Library: the packages of NVIDIA's wheels whose lib/ may hold it, newest layout first.
 _LIBRARY_PACKAGES = {

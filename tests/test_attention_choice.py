@@ -151,3 +151,35 @@ def test_one_query_has_plain_gradients():
     )
     text = jax.jit(dropped).trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
     assert "custom_call" not in text
+
+
+def _call(s, t, dtype=jnp.bfloat16, **kwargs):
+    """The forward call that CUDA gets."""
+    q, k, v, _ = operands((2, s, t, 4, 2, 64, 32), dtype)
+    call = jax.jit(lambda q, k, v: dot_product_attention(q, k, v, **kwargs))
+    text = call.trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
+    (line,) = (line for line in text.splitlines() if "custom_call @te_attention_fwd(" in line)
+    return line
+
+
+def test_one_query_has_no_causal_mask():
+    """With one, cuDNN is wrong for grouped heads."""
+    lens = SequenceDescriptor.from_seqlens((jnp.array([1, 1]), jnp.array([20, 256])))
+    for kwargs in (
+        dict(attn_mask_type="padding_causal_bottom_right", sequence_descriptor=lens),
+        dict(attn_mask_type="causal_bottom_right"),
+        dict(attn_mask_type="causal"),
+        dict(attn_mask_type="padding_causal", sequence_descriptor=lens, window_size=(3, 0)),
+    ):
+        call = _call(1, 256, **kwargs)
+        assert "left = -1" in call and "right = -1" in call and "bottom_right = false" in call, kwargs
+    assert "tensor<2x1x4xi32>" in _call(1, 256, attn_mask_type="padding_causal_bottom_right", sequence_descriptor=lens)
+    assert "right = 0" in _call(2, 256, attn_mask_type="causal")
+
+
+@pytest.mark.parametrize("t", [256, 320])
+def test_a_bias_comes_with_lengths(t):
+    """Where the last tile of 128 keys is not full."""
+    for kwargs in (dict(bias=jnp.zeros((64, t))), dict(mask=jnp.zeros((64, t), bool))):
+        assert ("tensor<2x1x4xi32>" in _call(64, t, **kwargs)) == (t == 320)
+    assert "xi32>" not in _call(64, t, attn_mask_type="causal")

@@ -114,7 +114,7 @@ def test_missing_cublaslt(extension):
 @pytest.mark.parametrize(
     ("versions", "reason"),
     [
-        ({"cudnn": 90400}, r"cuDNN is 9\.4\.0, fused attention needs 9\.12\.0"),
+        ({"cudnn": 90400}, r"cuDNN is 9\.4\.0, fused attention needs 9\.15\.1"),
         ({"cudnn": None, "cudnn_error": "cannot load libcudnn.so.9"}, "cannot load libcudnn"),
     ],
 )

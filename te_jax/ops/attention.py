@@ -87,7 +87,9 @@ def _why_not_cudnn(q, k, v, options: Options) -> str:
     if options.dropout_rate > 0 and (reason := cudnn_refuses_backward(q)):
         return f"{reason}, and so is the mask of their dropout"
     repeatable_dropout = options.deterministic and options.dropout_rate > 0
-    return cudnn_refuses(q, k, v) or gpu_refuses(q.shape[-1], v.shape[-1], repeatable_dropout)
+    described = options.mask is not None or options.sequence_descriptor is not None
+    only_band = not (described or options.has_bias or options.band.trimmed(q.shape[-3], k.shape[-3]).bottom_right)
+    return cudnn_refuses(q, k, v) or gpu_refuses(q.shape[-1], v.shape[-1], repeatable_dropout, only_band)
 
 
 def _choose(q, k, v, options: Options, implementation) -> AttentionChoice:

@@ -46,35 +46,60 @@ class Form(NamedTuple):
 def form_of(options: Options, q, k) -> Form:
     """What the ops are asked for. A mask, and what cuDNN cannot combine, becomes a bias, with a number for "hidden"."""
     s, t, described = q.shape[-3], k.shape[-3], options.sequence_descriptor
-    band, bias, mask, segments = options.band, options.total_bias(s, t), options.mask, None
-    if described is None:
+    bias = options.total_bias(s, t)
+    bias = options.scale * bias if options.pre_scale else bias
+    hidden = None if options.mask is None else jnp.asarray(options.mask) != 0
+    band, by_lengths = _band(options, s, t), False
+    if described is not None:
+        by_lengths = hidden is None and described.segment_ids is None and (bias is None or described.starts_at_zero)
+    served = _served(band, options, s, t) if described is None or by_lengths else None
+    if served is None:
+        rows = band.hides_of(s, t) if described is None else described.hides(band, s, t)[..., None, :, :]
+        hidden, served, by_lengths = either(hidden, rows), Band(None, None, False), False
+    bias = _bias(bias, hidden, q)
+    segments = described.segments() if by_lengths else None
+    if not by_lengths and _wants_lengths(served, bias, s, t):
+        segments = jnp.broadcast_to(jnp.array([0, s, 0, t], jnp.int32), (*q.shape[:-3], 1, 4))
+    left, right = (-1 if size is None else size for size in served[:2])
+    attrs = Attrs(
+        left, right, served.bottom_right, options.seq_major and segments is None, options.scale,
+        options.dropout_rate, options.deterministic, options.has_bias,
+    )  # fmt: skip
+    return Form(bias, segments, attrs)
+
+
+def _band(options: Options, s: int, t: int) -> Band:
+    """The band, without what cuts nothing."""
+    band = options.band
+    if options.sequence_descriptor is None:
         band = band.trimmed(s, t)
         band = band._replace(bottom_right=band.bottom_right and s != t)
-    band = band._replace(bottom_right=band.bottom_right and band[:2] != (None, None))
-    bias = options.scale * bias if options.pre_scale else bias
-    plain = bias is None and options.dropout_rate == 0  # cuDNN's bottom-right bands are for these
-    hidden = None if mask is None else jnp.asarray(mask) != 0
-    if described is None:
-        shifted = band if plain and mask is None else band.top_left(s, t)
-        if shifted is None or (shifted.left is not None and bias is not None and s > t):
-            hidden, shifted = either(hidden, band.hides_of(s, t)), Band(None, None, False)
-        if s > t and (shifted.left is not None or shifted.bottom_right):
-            # Queries that see no key: cuDNN wants lengths.
-            segments = jnp.broadcast_to(jnp.array([0, s, 0, t], jnp.int32), (*q.shape[:-3], 1, 4))
-        band = shifted
-    elif mask is None and described.starts_at_zero and (plain or not band.bottom_right):
-        segments = described.segments()
-    elif mask is None and bias is None and described.segment_ids is None and (plain or not band.bottom_right):
-        segments = described.segments()
-    else:
-        hidden = either(hidden, described.hides(band, s, t)[..., None, :, :])
-        band = Band(None, None, False)
-    left, right = (-1 if size is None else size for size in band[:2])
-    attrs = Attrs(
-        left, right, band.bottom_right, options.seq_major and segments is None, options.scale,
-        options.dropout_rate, options.deterministic, bias is not None,
-    )  # fmt: skip
-    return Form(_bias(bias, hidden, q), segments, attrs)
+    elif band.bottom_right and s == 1:
+        band = band._replace(right=None)  # the one query is at the last key
+    return band._replace(bottom_right=band.bottom_right and band[:2] != (None, None))
+
+
+def _served(band: Band, options: Options, s: int, t: int) -> Band | None:
+    """The band as cuDNN takes it beside what else the call has; None if it does not."""
+    if s == 1 and band[:2] != (None, None):
+        return None  # with a causal mask cuDNN is wrong for one query and grouped heads (release notes of 9.18)
+    plain = not options.has_bias and options.dropout_rate == 0  # its bottom-right bands are for these
+    if options.sequence_descriptor is not None:
+        return band if plain or not band.bottom_right else None
+    if plain and options.mask is None:
+        return band
+    band = band.top_left(s, t)
+    return None if band is None or (band.left is not None and options.has_bias and s > t) else band
+
+
+def _wants_lengths(band: Band, bias, s: int, t: int) -> bool:
+    """Whether cuDNN needs to be told that rows are full.
+
+    For queries that see no key. And beside a bias, where t is no multiple of 128: the gradients of 9.19 take the rest
+    of the last tile for keys with logit 0, and give NaN for queries whose lse is below -88
+    (https://github.com/pytorch/pytorch/issues/196678).
+    """
+    return (s > t and (band.left is not None or band.bottom_right)) or (bias is not None and t % 128 != 0)
 
 
 def _bias(bias, hidden, q) -> jax.Array | None:

@@ -38,8 +38,11 @@ def cudnn_refuses_backward(q) -> str:
 
 
 @cache
-def gpu_refuses(d: int, e: int, repeatable_dropout: bool) -> str:
-    """Why this process's GPU does not take the rest; "" if it does, or if there is none. d, e: head dims of q, v."""
+def gpu_refuses(d: int, e: int, repeatable_dropout: bool, only_band: bool) -> str:
+    """Why this process's GPU does not take the rest; "" if it does, or if there is none. d, e: head dims of q, v.
+
+    only_band: nothing but causality or a window from the top left hides keys, and there is no bias.
+    """
     if not _lib.has_cuda_device():
         return ""
     capability = jax.devices("cuda")[0].compute_capability
@@ -49,6 +52,8 @@ def gpu_refuses(d: int, e: int, repeatable_dropout: bool) -> str:
         return f"{found}; cuDNN attention needs 8.0 (Ampere)"
     if major < 9 and d != e:
         return f"{found}; cuDNN needs 9.0 (Hopper) where v's head dim is not q's"
+    if major < 9 and not only_band:
+        return f"{found}; lengths, masks and biases go to cuDNN on 9.0 (Hopper) and newer"
     if major != 9 and max(d, e) > 128:
         return f"{found}; cuDNN takes head dims over 128, here {max(d, e)}, on 9.0 (Hopper)"
     if major == 10 and repeatable_dropout:
