@@ -300,6 +300,27 @@ def test_runs_of_segment_ids(mask_type):
     assert not np.any(np.asarray(got["out"])[ids == 0])
 
 
+@pytest.mark.parametrize("implementation", ["xla", "cudnn"])
+def test_no_segment_at_all(implementation):
+    q, k, v, dout = operands(SHAPES["mha"], jnp.bfloat16)
+    none = SequenceDescriptor.from_seqlens_and_offsets(jnp.zeros((2, 0), jnp.int32), jnp.zeros((2, 1), jnp.int32))
+    got = run(q, k, v, dout, sequence_descriptor=none, implementation=implementation)
+    assert all(not np.any(np.asarray(x, np.float32)) for x in got.values())
+    assert none.segments().shape == (2, 1, 4) and np.all(np.asarray(none.segments())[..., 0] < 0)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "cudnn"])
+def test_a_bias_of_the_lowest_number_hides(implementation):
+    """As users write masks; a query of which all keys are hidden gives zeros."""
+    q, k, v, dout = operands(SHAPES["mha"], jnp.bfloat16)
+    bias = np.zeros((6, 6), np.float32)
+    bias[2, 3:], bias[4] = np.finfo(np.float32).min, np.finfo(np.float32).min
+    got = run(q, k, v, dout, bias=jnp.asarray(bias), implementation=implementation)
+    assert not np.any(np.asarray(got["out"][:, 4], np.float32))
+    del got["dbias"]
+    check(got, attend(q, k, v, seen=bias == 0, scale=0.25, dout=dout), jnp.bfloat16)
+
+
 def test_empty_operands():
     for b, s, t in ((0, 4, 4), (2, 0, 4), (2, 4, 0)):
         q, k, v, dout = operands((b, s, t, 2, 2, 16, 8), jnp.bfloat16)

@@ -71,7 +71,7 @@ def test_gradient_of_the_slopes(rng):
         (lambda: alibi_slopes(8.0), ValueError, r"num_heads is 8\.0"),
         (lambda: alibi_bias(jnp.ones((2, 2)), 3, 3), ValueError, r"slopes has shape \(2, 2\)"),
         (lambda: alibi_bias(jnp.ones(2, int), 3, 3), TypeError, "slopes is int32"),
-        (lambda: alibi_bias(jnp.ones(2), 0, 3), ValueError, "s is 0"),
+        (lambda: alibi_bias(jnp.ones(2), -1, 3), ValueError, "s is -1"),
         (lambda: alibi_bias(jnp.ones(2), 3, 3.5), ValueError, r"t is 3\.5"),
         (lambda: alibi_bias(jnp.ones(2), 3, 3, bottom_right=True, q_offset=1), ValueError, "bottom_right is True"),
         (lambda: alibi_bias(jnp.ones(2), 3, 3, q_offset=jnp.ones((2, 2), int)), ValueError, r"q_offset has shape"),
@@ -88,6 +88,7 @@ ALIBI_CASES = {  # s, t, mask type, lengths
     "bottom_right": (5, 9, "causal_bottom_right", None),
     "lengths": (7, 7, "padding", ((7, 3), (5, 6))),
     "lengths_bottom_right": (6, 8, "padding_causal_bottom_right", ((2, 6), (8, 3))),
+    "lengths_beyond_the_row": (6, 8, "padding_causal_bottom_right", ((2, 9), (12, 3))),
 }
 
 
@@ -102,7 +103,7 @@ def test_slopes_of_an_attention(case, dtype):
         kwargs["sequence_descriptor"] = SequenceDescriptor.from_seqlens(tuple(map(jnp.array, lengths)))
     first = np.zeros(2) if "bottom_right" not in mask_type else np.full(2, t - s)
     if lengths and "bottom_right" in mask_type:
-        first = np.subtract(lengths[1], lengths[0])
+        first = np.subtract(np.minimum(lengths[1], t), np.minimum(lengths[0], s))
     distance = np.abs(first[:, None, None] + np.arange(s)[:, None] - np.arange(t))
     bias = lambda slopes: -slopes[:, None, None] * jnp.asarray(distance, jnp.float32)[:, None]
 

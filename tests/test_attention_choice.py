@@ -125,6 +125,12 @@ def test_wrong_dtypes():
         SequenceDescriptor.from_segment_ids_and_pos(jnp.zeros((2, 8)))
     with pytest.raises(ValueError, match="seq_offsets"):
         SequenceDescriptor.from_seqlens_and_offsets(jnp.zeros((2, 3), int), jnp.zeros((2, 5), int))
+    offsets = SequenceDescriptor.from_seqlens_and_offsets(jnp.ones((1, 2), int), jnp.ones((1, 3), int))
+    mixed = SequenceDescriptor(seqlens=(jnp.ones((2, 2), int),) * 2, seq_offsets=offsets.seq_offsets)
+    with pytest.raises(ValueError, match=r"seq_offsets of the queries has shape \(1, 3\), seqlens \(2, 2\)"):
+        dot_product_attention(q, k, k, sequence_descriptor=mixed)
+    with pytest.raises(TypeError, match="alibi_slopes is a list"):
+        dot_product_attention(q, k, k, alibi_slopes=[1.0] * 4)
     with pytest.raises(ValueError, match="3 parts"):
         SequenceDescriptor.from_seqlens([jnp.zeros(2, int)] * 3)
 

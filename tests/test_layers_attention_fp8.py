@@ -54,6 +54,10 @@ def stored(x, scale, dtype):
     return jnp.asarray(np.clip(np.asarray(x, np.float32) * np.float32(scale), -top, top)).astype(dtype)
 
 
+def dequantized(operands, by):
+    return [np.asarray(x, np.float64) / by[name] for name, x in zip("qkv", operands)]
+
+
 def close(got, value, off, scale=None, dtype=oracle.E4M3):
     """got: bf16 of value (which may be off by `off`), which with a scale was stored in FP8 on the way."""
     off = off * 1.001 + 1e-6
@@ -83,9 +87,9 @@ def check_amax(new, old, want, dtype):
 
 
 def wide_gradients(q, k, v, out, lse, dout, causal, scale):
-    """{name: (value, what it may be off)} of attention without FP8, lse being (value, what it may be off).
+    """{name: (value, what it may be off)} of gradients without FP8, lse being (value, what it may be off).
 
-    Probabilities and their gradients are rounded to bf16, and both are as wrong as exp(lse).
+    q, k, v, probabilities and their gradients are rounded to bf16; the latter two are as wrong as exp(logits - lse).
     """
     lse, lse_off = lse
     r = q.shape[2] // k.shape[2]
@@ -95,8 +99,9 @@ def wide_gradients(q, k, v, out, lse, dout, causal, scale):
     logits = scale * q @ t(k)
     probs = np.exp(np.where(np.tri(*logits.shape[-2:], dtype=bool), logits, -np.inf) if causal else logits)
     probs = probs * np.exp(-lse[..., None])
+    off = np.max(lse_off) + 2.0**-8 * scale * (np.abs(q) @ t(np.abs(k))).max()
     dlogits = scale * probs * (dout @ t(v) - (dout * out).sum(-1, keepdims=True))
-    product = lambda x, y: (x @ y, (2.0**-8 + np.expm1(np.max(lse_off))) * np.abs(x) @ np.abs(y))
+    product = lambda x, y: (x @ y, (1.5 * 2.0**-8 + np.expm1(off)) * np.abs(x) @ np.abs(y))
     group = lambda x: np.swapaxes(x.reshape(len(x), -1, r, *x.shape[2:]).sum(2), 1, 2)
     return dict(
         dq=tuple(np.swapaxes(x, 1, 2) for x in product(dlogits, k)),
@@ -128,7 +133,7 @@ def test_results_and_state(backward, mask, fp8_format, rng):
         want = oracle.backward(stored(dout, by["do"], bwd), *saved, scales, **attrs)
         amaxes |= want
     else:
-        want = wide_gradients(q, k, v, out, lse, dout, **attrs)
+        want = wide_gradients(*dequantized(operands, by), out, lse, dout, **attrs)
         del amaxes["do"]
     for name, grad in zip(("dq", "dk", "dv"), grads):
         close(grad, *want[name], by[name] if backward == "fp8" else None, bwd)
@@ -137,6 +142,25 @@ def test_results_and_state(backward, mask, fp8_format, rng):
             check_amax(meta, old[name], amaxes[name], fwd if name in "qkvo" else bwd)
         else:
             jax.tree.map(np.testing.assert_array_equal, meta, old[name])
+
+
+def test_wide_gradients_of_clipped_operands(rng):
+    """The scales are those of operands that were smaller: the gradients are of what the forward pass saw, of the same
+    size as ever. Of q and k as they came they would be some 10^4 times as large."""
+    q, k, v, dout = data(rng, (1, 64, 2, 1, 128))
+    q = q.at[..., 0].multiply(12).at[..., 0].add(20)
+    k = k.at[..., 0].multiply(6)
+    by = {name: 1.3 * 448 / float(jnp.abs(x).max()) for name, x in zip("qkv", (q, k, v))}
+    by |= dict.fromkeys(TENSORS[3:], 100.0)
+    out, grads, _ = step(q, k, v, dout, fresh(by), backward="bf16", attn_mask_type="causal")
+    operands = [stored(x, by[name], oracle.E4M3) for name, x in zip("qkv", (q, k, v))]
+    attrs = dict(causal=True, scale=128**-0.5)
+    lse = oracle.forward(*operands, forward_scales(*(by[name] for name in "qkvo")), **attrs)["lse"]
+    want = wide_gradients(*dequantized(operands, by), out, lse, dout, **attrs)
+    for name, grad in zip(("dq", "dk", "dv"), grads):
+        close(grad, *want[name])
+        size = np.linalg.norm(want[name][0])
+        assert np.linalg.norm(np.asarray(grad, np.float64) - want[name][0]) < size / 8, name
 
 
 def test_steps(rng):

@@ -44,8 +44,8 @@ class _Config(NamedTuple):
 class _Saved(NamedTuple):
     """What the backward pass reads."""
 
-    operands: tuple[jax.Array, ...]  # q, k, v: in FP8 for FP8 gradients, else as they came
-    out: jax.Array  # likewise
+    operands: tuple[jax.Array, ...]  # q, k, v in FP8
+    out: jax.Array  # in FP8 for FP8 gradients, else in q's type
     lse: jax.Array  # f32[b..., h, s]
     amaxes: tuple[jax.Array, ...]  # f32[] each, of q, k, v and the output
     metas: AttentionMetas
@@ -93,8 +93,8 @@ def attention_fp8(
 
     q [b..., s, h, d], k, v [b..., t, g, d] of bf16 or f16; d a multiple of 16 up to 128; s and t at least 2.
     metas:    their cotangents are the amaxes of this step; bf16 gradients leave those of gradients as they are.
-    backward: "fp8": gradients in FP8, through cuDNN of d = 128 and multiples of 128 for s and t; "bf16": in q's type,
-              from q, k, v as they came; None: the faster one.
+    backward: "fp8": gradients in FP8, through cuDNN of d = 128 and multiples of 128 for s and t; "bf16": in q's type;
+              None: the faster one.
     kwargs:   of `dot_product_attention`. context_checkpoint_name names what the backward pass needs of the kernel.
 
     Returns [b..., s, h, d] of q's type. Raises ValueError or TypeError for what FP8 attention does not serve.
@@ -150,7 +150,6 @@ def _attention_fwd(q, k, v, metas, config):
     data, lse, amax = attention_fp8_fwd(*operands, forward_scales(by.q, by.k, by.v, by.o), **attrs)
     saved = (data, lse, (*amaxes, amax))
     if not config.fp8_backward:
-        operands = (q, k, v)
         saved = (_dequantized(data, by.o, q.dtype), *saved[1:])
     if config.checkpoint:  # a policy that saves this name runs the kernel once
         saved = jax.tree.map(lambda x: checkpoint_name(x, config.checkpoint), saved)
@@ -180,11 +179,17 @@ def _fp8_grads(config, saved: _Saved, dout):
 
 
 def _wide_grads(config, saved: _Saved, dout):
-    """The same in q's type: nothing is quantized."""
+    """The same in q's type: no gradient is quantized.
+
+    Of the operands that the forward kernel read: with others, exp(logits - lse) would not add up to 1, and with a scale
+    that has become too large, which clips them, not even stay finite.
+    """
+    by = _scales(saved.metas)
+    wide = (_dequantized(x, scale, dout.dtype) for x, scale in zip(saved.operands, by))
     band = dict(left=-1, right=0 if config.causal else -1, bottom_right=False)
     attrs = dict(band, seq_major=False, scale=config.scale, dropout_rate=0.0, deterministic=False)
     absent = (None,) * 5  # biases, segments
-    operands = (dout, *saved.operands, *absent, saved.out, saved.lse, None)
+    operands = (dout, *wide, *absent, saved.out, saved.lse, None)
     return attention_bwd(*operands, outputs=("dq", "dk", "dv"), **attrs), (None,) * 5
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from te_jax._op import align, varying
 from te_jax.ops.attention_check import Options, check_options
-from te_jax.ops.attention_form import attention, form_of
+from te_jax.ops.attention_form import HIDES, attention, form_of, only_band
 from te_jax.ops.attention_mask import MASK_TYPES as MASK_TYPES
 from te_jax.ops.attention_mask import SequenceDescriptor as SequenceDescriptor
 from te_jax.ops.attention_mask import either
@@ -43,6 +43,8 @@ def _plain(q, k, v, bias, hidden, kept, offset, options: Options):
         logits = options.scale * (logits + bias.astype(logits.dtype))
     else:
         logits = options.scale * logits + bias.astype(logits.dtype)
+    if bias is not None:
+        logits = jnp.where(logits < HIDES, -jnp.inf, logits)
     if hidden is not None:
         logits = jnp.where(hidden, -jnp.inf, logits)
     top = jnp.max(logits, -1, keepdims=True, initial=-jnp.inf)
@@ -86,10 +88,10 @@ def _why_not_cudnn(q, k, v, options: Options) -> str:
             return what
     if options.dropout_rate > 0 and (reason := cudnn_refuses_backward(q)):
         return f"{reason}, and so is the mask of their dropout"
-    repeatable_dropout = options.deterministic and options.dropout_rate > 0
-    described = options.mask is not None or options.sequence_descriptor is not None
-    only_band = not (described or options.has_bias or options.band.trimmed(q.shape[-3], k.shape[-3]).bottom_right)
-    return cudnn_refuses(q, k, v) or gpu_refuses(q.shape[-1], v.shape[-1], repeatable_dropout, only_band)
+    return cudnn_refuses(q, k, v) or gpu_refuses(
+        q.shape[-1], v.shape[-1], only_band=only_band(options, q, k), has_bias=options.has_bias,
+        deterministic=options.deterministic, drops=options.dropout_rate > 0,
+    )  # fmt: skip
 
 
 def _choose(q, k, v, options: Options, implementation) -> AttentionChoice:
@@ -148,12 +150,14 @@ def dot_product_attention(
     i // (h / g).
 
     attn_mask_type: a name of MASK_TYPES. Causal: query i sees keys 0 .. i; bottom right: 0 .. i + t - s.
-    mask:           bool or integer, [s, t] or [b..., h, s, t] with 1 where it broadcasts; True, 1 hide a key.
+    mask:           bool or integer, [s, t] or [b..., h, s, t] with 1 where it broadcasts; True, 1 hide a key, which
+                    must be finite all the same.
     window_size:    (l, r): query i sees keys i - l .. i + r (i + t - s in place of i for bottom-right types).
                     A negative side is open.
     sequence_descriptor: lengths or segments of the rows; type and window count within a segment.
         Type, mask, window and descriptor each hide keys. A query that sees none gets zeros, and no gradient.
-    bias:           floating [s, t] or [b..., h, s, t], with 1 where it broadcasts; differentiable.
+    bias:           floating [s, t] or [b..., h, s, t], with 1 where it broadcasts; differentiable. Below -2**99 it
+                    hides a key.
     attn_bias_type: None or "post_scale_bias"; "pre_scale_bias": softmax(scale * (q k^T + bias)); "no_bias".
     alibi_slopes:   [h], adds -slope * |query position - key position| to the scaled logits (`alibi_slopes(h)` in
                     te_jax.ops.attention_bias); for rows of one segment. Differentiable.
@@ -169,13 +173,14 @@ def dot_product_attention(
                     mapped alone (`jax.jacrev`, a `vmap` of the vjp): implementation="xla" serves those.
     deterministic:  bitwise repeatable gradients.
     implementation: None: cuDNN where it serves the call (bf16 and f16), else plain JAX, which has the f32 logits
-                    [b..., h, s, t] in memory; "cudnn" or "xla" force one. See `explain_attention`. cuDNN wants what is
-                    no band and no row of segments, a `mask` and segment ids, as a bias: b * s * t numbers of q's type.
+                    [b..., h, s, t] in memory; "cudnn" or "xla" force one. See `explain_attention`. cuDNN takes a
+                    `mask`, segment ids, segments beside a bias, bottom-right bands beside a bias or dropout, and
+                    the window of a single query as a bias: b * s * t numbers of q's type.
     return_max_logit: also return the largest logit of each head, f32[h], not differentiable.
     return_lse:     also return the logarithm of each query's sum of exponentials, what joins it included,
                     f32[b..., h, s]; -inf for a query that sees no key. Not differentiable.
     seq_major:      the operands are turned from [s, b, heads, d]: cuDNN reads and writes them there by strides, if
-                    there are no segments. The result is the same.
+                    it needs no lengths. The result is the same.
     context_checkpoint_name: names the output, and lse and the dropout's seeds with it, for `jax.checkpoint` policies.
 
     Returns [b..., s, h, e] of q's dtype, or a tuple of that and what else is asked for, in the order above.

@@ -40,8 +40,8 @@ def alibi_bias(
     if not jnp.issubdtype(slopes.dtype, jnp.floating):
         raise TypeError(f"alibi_bias: slopes is {slopes.dtype}; pass a floating dtype.")
     for name, length in (("s", s), ("t", t)):
-        if not isinstance(length, numbers.Integral) or length < 1:
-            raise ValueError(f"alibi_bias: {name} is {length!r}; pass an int of at least 1.")
+        if not isinstance(length, numbers.Integral) or length < 0:
+            raise ValueError(f"alibi_bias: {name} is {length!r}; pass an int of at least 0.")
     if bottom_right and q_offset is not None:
         raise ValueError(f"alibi_bias: bottom_right is True and q_offset is {q_offset}; pass one of them.")
     first = jnp.asarray((t - s if bottom_right else 0) if q_offset is None else q_offset)

@@ -45,7 +45,8 @@ class Options:
             return self.bias
         at, described = {}, self.sequence_descriptor
         if described is not None and self.band.bottom_right:
-            at = dict(q_offset=described.seqlens[1] - described.seqlens[0])
+            queries, keys = (jnp.clip(x, 0, size) for x, size in zip(described.seqlens, (s, t)))
+            at = dict(q_offset=keys - queries)
         elif self.band.bottom_right:
             at = dict(bottom_right=True)
         alibi = alibi_bias(self.alibi_slopes, s, t, **at)
@@ -159,8 +160,9 @@ def _check_bias_type(op, kind, bias):
 
 
 def _check_alibi(op, slopes, batch_axes, h, bias_type, described):
-    if not jnp.issubdtype(slopes.dtype, jnp.floating):
-        raise TypeError(f"{op}: alibi_slopes is {slopes.dtype}; pass a floating array.")
+    if not hasattr(slopes, "dtype") or not jnp.issubdtype(slopes.dtype, jnp.floating):
+        got = slopes.dtype if hasattr(slopes, "dtype") else f"a {type(slopes).__name__}"
+        raise TypeError(f"{op}: alibi_slopes is {got}; pass a floating array.")
     if tuple(slopes.shape) != (h,) or batch_axes != 1:
         raise ValueError(
             f"{op}: alibi_slopes has shape {tuple(slopes.shape)}, q {batch_axes} batch axes; pass [h], h = {h}, and "

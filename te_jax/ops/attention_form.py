@@ -28,7 +28,8 @@ class Attrs(NamedTuple):
 
     def forward(self) -> dict:
         """The attributes of the forward ops."""
-        return dict(list(self._asdict().items())[:6])
+        backward_only = ("deterministic", "has_dbias")
+        return {name: value for name, value in self._asdict().items() if name not in backward_only}
 
     def backward(self) -> dict:
         """The attributes of the backward ops."""
@@ -39,7 +40,7 @@ class Form(NamedTuple):
     """The operands beside q, k, v, the sink and the key, and the attributes."""
 
     bias: jax.Array | None  # [b... or 1, h or 1, s, t]
-    segments: jax.Array | None  # i32[b..., n, 4]
+    segments: jax.Array | None  # i32[b..., n, 4]; also of full rows where cuDNN wants lengths
     attrs: Attrs
 
 
@@ -68,13 +69,22 @@ def form_of(options: Options, q, k) -> Form:
     return Form(bias, segments, attrs)
 
 
+def only_band(options: Options, q, k) -> bool:
+    """Whether attributes alone say which keys are hidden: `form_of` gives neither bias nor segments."""
+    s, t = q.shape[-3], k.shape[-3]
+    if options.mask is not None or options.sequence_descriptor is not None or options.has_bias:
+        return False
+    served = _served(_band(options, s, t), options, s, t)
+    return served is not None and not _wants_lengths(served, None, s, t)
+
+
 def _band(options: Options, s: int, t: int) -> Band:
     """The band, without what cuts nothing."""
     band = options.band
     if options.sequence_descriptor is None:
         band = band.trimmed(s, t)
         band = band._replace(bottom_right=band.bottom_right and s != t)
-    elif band.bottom_right and s == 1:
+    elif band.bottom_right and s == 1 and options.sequence_descriptor.segment_ids is None:
         band = band._replace(right=None)  # the one query is at the last key
     return band._replace(bottom_right=band.bottom_right and band[:2] != (None, None))
 
@@ -113,7 +123,9 @@ def _bias(bias, hidden, q) -> jax.Array | None:
     return bias if hidden is None else jnp.where(hidden, jnp.asarray(_LOW, bias.dtype), bias)
 
 
-_LOW = -(2.0**100)  # hides a key: far below all logits, and so far from -inf that its product with log2(e) is finite
+# A bias that hides a key: far below all logits, and so far from -inf that its product with log2(e) is finite.
+_LOW = -(2.0**100)
+HIDES = _LOW / 2  # where logits are taken for hidden
 
 
 def _slots(bias, q_shape, t) -> tuple[jax.Array | None, ...]:
@@ -151,7 +163,7 @@ def _attention_fwd(operands, bias, sink, segments, rng, attrs, name):
     slots = _slots(bias, q_shape, t)
     out, lse, *drawn = forward(*operands, *slots, segments, rng, outputs=outputs, **attrs.forward())
     if bias is not None:  # queries that see no key
-        blind = lse < _LOW / 2
+        blind = lse < HIDES
         out, lse = jnp.where(_of_rows(blind), 0, out), jnp.where(blind, -jnp.inf, lse)
     if sink is not None:  # all keys lose to it what their sum of exponentials lacks
         total = jnp.logaddexp(lse, sink[:, None])

@@ -150,7 +150,7 @@ class SequenceDescriptor:
         if starts is None:
             lens = tuple(x[..., None] for x in lens)
             starts = tuple(map(jnp.zeros_like, lens))
-        n = max(x.shape[-1] for x in lens)
+        n = max(1, *(x.shape[-1] for x in lens))  # of none at all: one that is not there
         fill = lambda x, value: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n - x.shape[-1])], constant_values=value)
         columns = [
             c for start, size in zip(starts, lens) for c in (fill(start[..., : size.shape[-1]], -1), fill(size, 0))
@@ -180,6 +180,11 @@ class SequenceDescriptor:
         arrays = self.seqlens if self.segment_ids is None else self.segment_ids
         for name, array, size in zip(("queries", "keys"), arrays, (s, t)):
             packed = self.seq_offsets is not None
+            if packed and self.seq_offsets[name == "keys"].shape[:-1] != array.shape[:-1]:
+                raise ValueError(
+                    f"{op}: sequence_descriptor.seq_offsets of the {name} has shape "
+                    f"{self.seq_offsets[name == 'keys'].shape}, seqlens {array.shape}; pass [b, n + 1] and [b, n]."
+                )
             want = (*batch, size) if self.segment_ids is not None else batch
             lead = array.shape[:-1] if packed else array.shape
             if lead != want:

@@ -38,10 +38,10 @@ def cudnn_refuses_backward(q) -> str:
 
 
 @cache
-def gpu_refuses(d: int, e: int, repeatable_dropout: bool, only_band: bool) -> str:
+def gpu_refuses(d: int, e: int, *, only_band: bool, has_bias: bool, deterministic: bool, drops: bool) -> str:
     """Why this process's GPU does not take the rest; "" if it does, or if there is none. d, e: head dims of q, v.
 
-    only_band: nothing but causality or a window from the top left hides keys, and there is no bias.
+    only_band: attributes alone say which keys are hidden: no mask, no lengths, no bias.
     """
     if not _lib.has_cuda_device():
         return ""
@@ -56,8 +56,10 @@ def gpu_refuses(d: int, e: int, repeatable_dropout: bool, only_band: bool) -> st
         return f"{found}; lengths, masks and biases go to cuDNN on 9.0 (Hopper) and newer"
     if major != 9 and max(d, e) > 128:
         return f"{found}; cuDNN takes head dims over 128, here {max(d, e)}, on 9.0 (Hopper)"
-    if major == 10 and repeatable_dropout:
-        return f"{found}; cuDNN has no deterministic gradients with dropout there"
+    if major == 10 and has_bias:
+        return f"{found}; cuDNN has no gradient of a bias beside lengths there"
+    if major == 10 and deterministic and (drops or _lib.status().cudnn < 91800):
+        return f"{found}; cuDNN has no deterministic gradients there before 9.18, nor later with dropout"
     return ""
 
 

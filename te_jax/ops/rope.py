@@ -1,5 +1,6 @@
 """Rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864)."""
 
+import abc
 import math
 import numbers
 from dataclasses import dataclass, fields
@@ -16,7 +17,7 @@ GROUP_METHODS = ("consecutive", "alternate")
 
 
 @dataclass(frozen=True)
-class Scaling:
+class Scaling(abc.ABC):
     """Makes a model's frequencies fit for `factor` times the positions that it was trained with."""
 
     factor: float
@@ -30,9 +31,9 @@ class Scaling:
         if self.factor < 1:
             raise ValueError(f"{name}: factor is {self.factor}; pass how many times more positions, at least 1.")
 
+    @abc.abstractmethod
     def scaled(self, inv_freq: np.ndarray) -> np.ndarray:
         """f64[r/2], the highest first -> f64[r/2]."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
