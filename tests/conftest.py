@@ -1,5 +1,6 @@
 """Set before jax is imported: 8 host devices, so that every sharding test runs on one machine."""
 
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -14,6 +15,8 @@ import pytest
 _FLAGS = "--xla_force_host_platform_device_count=8"
 # On a CPU the tests compile some thousand programs, each run once: not worth LLVM's optimizations.
 _QUICK = "" if importlib.util.find_spec("jax_cuda13_plugin") else " --xla_backend_optimization_level=0"
+if _QUICK and importlib.metadata.version("jaxlib") < "0.11":
+    _QUICK += " --xla_cpu_use_fusion_emitters=false"  # compiles in half the time; later XLA has no other way
 _OUTSIDE = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = f"{_FLAGS}{_QUICK} {_OUTSIDE}".strip()
 
@@ -69,6 +72,12 @@ def mesh_of_enough_devices(monkeypatch):
         return make_mesh(shape, *args, **kwargs)
 
     monkeypatch.setattr(jax, "make_mesh", of_enough)
+
+
+def optimized(fn):
+    """`fn` compiled with all optimizations: where results of one program are compared bit for bit, which else computes
+    them twice, in two ways."""
+    return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 3})
 
 
 @pytest.fixture

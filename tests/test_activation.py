@@ -1,9 +1,12 @@
 """Activations against float64 numpy, their parameters, slots, gradients and errors."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import optimized
 
 from te_jax.ops.activation import (
     _FROM_JAX_NN,
@@ -130,14 +133,14 @@ def test_fused_ops_mean_activation_and_its_gradient(rng, names):
     """y and dx are those of `activation`; data, data_t, amax and dbias come from them before they are rounded."""
     x, dy = _data(rng, 3, 5, len(names), 17), _data(rng, 3, 5, 17)
     attrs, scale = attributes(names), jnp.float32(3.0)
-    y, data, data_t, amax = activation_fwd(x, scale, dtype=E4M3, **attrs)
+    y, data, data_t, amax = optimized(partial(activation_fwd, dtype=E4M3, **attrs))(x, scale)
     want, vjp = jax.vjp(lambda x: activation(x, names), x)
     # 1 + tanh(u) keeps half an ulp of 1, times x0 and x1 of some 16 here; compiled as a whole it rounds elsewhere.
     np.testing.assert_allclose(y, want, rtol=1e-6, atol=16 * 16 * 2.0**-22)
     np.testing.assert_array_equal(data.astype(jnp.float32), jnp.clip(y * 3, -448, 448).astype(E4M3))
     np.testing.assert_array_equal(data_t, jnp.moveaxis(data, -1, 0))
     assert float(amax) == float(jnp.max(jnp.abs(y)))
-    dx, data, data_t, amax, dbias = activation_bwd(dy, x, scale, dtype=E5M2, **attrs)
+    dx, data, data_t, amax, dbias = optimized(partial(activation_bwd, dtype=E5M2, **attrs))(dy, x, scale)
     # The same for 1 - tanh(u)**2, times x0 * u' * x1 * dy.
     np.testing.assert_allclose(dx, vjp(dy)[0], rtol=1e-5, atol=16 * 100 * 2.0**-21)
     np.testing.assert_array_equal(data.astype(jnp.float32), jnp.clip(dx * 3, -57344, 57344).astype(E5M2))
@@ -148,8 +151,9 @@ def test_fused_ops_mean_activation_and_its_gradient(rng, names):
 
 def test_fp8_is_not_rounded_twice(rng):
     x = _data(rng, 64, 1, 64, dtype=jnp.bfloat16)
-    data = activation_fwd(x, jnp.float32(16.0), outputs=("data", "amax"), dtype=E4M3, **attributes(("gelu",)))[0]
-    f32 = jax.nn.gelu(x[:, 0].astype(jnp.float32), approximate=True) * 16
+    fused = partial(activation_fwd, outputs=("data", "amax"), dtype=E4M3, **attributes(("gelu",)))
+    data = optimized(fused)(x, jnp.float32(16.0))[0]
+    f32 = optimized(lambda x: jax.nn.gelu(x[:, 0].astype(jnp.float32), approximate=True) * 16)(x)
     np.testing.assert_array_equal(data, f32.clip(-448, 448).astype(E4M3))
     assert (np.asarray(f32.astype(jnp.bfloat16).clip(-448, 448).astype(E4M3)) != np.asarray(data)).any()
 
