@@ -89,7 +89,8 @@ def check_amax(new, old, want, dtype):
 def wide_gradients(q, k, v, out, lse, dout, causal, scale):
     """{name: (value, what it may be off)} of gradients without FP8, lse being (value, what it may be off).
 
-    q, k, v, probabilities and their gradients are rounded to bf16; the latter two are as wrong as exp(logits - lse).
+    q, k, v, probabilities and their gradients are rounded to bf16; the latter two are as wrong as exp(logits - lse),
+    and gradients as dout v, from which the same sum over the output is taken.
     """
     lse, lse_off = lse
     r = q.shape[2] // k.shape[2]
@@ -101,11 +102,13 @@ def wide_gradients(q, k, v, out, lse, dout, causal, scale):
     probs = probs * np.exp(-lse[..., None])
     off = np.max(lse_off) + 2.0**-8 * scale * (np.abs(q) @ t(np.abs(k))).max()
     dlogits = scale * probs * (dout @ t(v) - (dout * out).sum(-1, keepdims=True))
-    product = lambda x, y: (x @ y, (1.5 * 2.0**-8 + np.expm1(off)) * np.abs(x) @ np.abs(y))
+    noise = scale * probs * 2.0**-9 * (np.abs(dout) @ t(np.abs(v)))
+    part = 1.5 * 2.0**-8 + np.expm1(off)
+    product = lambda x, y, noise=0.0: (x @ y, (part * np.abs(x) + noise) @ np.abs(y))
     group = lambda x: np.swapaxes(x.reshape(len(x), -1, r, *x.shape[2:]).sum(2), 1, 2)
     return dict(
-        dq=tuple(np.swapaxes(x, 1, 2) for x in product(dlogits, k)),
-        dk=tuple(map(group, product(t(dlogits), q))),
+        dq=tuple(np.swapaxes(x, 1, 2) for x in product(dlogits, k, noise)),
+        dk=tuple(map(group, product(t(dlogits), q, t(noise)))),
         dv=tuple(map(group, product(t(probs), dout))),
     )
 
