@@ -197,7 +197,7 @@ ffi::Error LaunchActivation(cudaStream_t stream, Arg x, Arg scale, Ret y, Ret da
                             int64_t kind, double limit, double alpha, double glu_linear_offset) {
   const char* op = "te_activation_fwd";
   TE_CHECK(x.dimensions().size() >= 2, "%s: x is %s", op, Shape(x).c_str());
-  if (x.element_count() == 0) return ZeroPartials(stream, amax, nullptr);
+  if (x.element_count() == 0) return Zero(stream, {&*amax});
   const SlotSizes sizes = SizesOf(x);
   Activation act;
   TE_TRY(MakeActivation(op, kind, sizes.a, limit, alpha, glu_linear_offset, &act));
@@ -214,7 +214,7 @@ ffi::Error LaunchGradient(cudaStream_t stream, Arg dy, Arg x, Arg scale, Ret dx,
                           double glu_linear_offset) {
   const char* op = "te_activation_bwd";
   TE_CHECK(x.dimensions().size() >= 2, "%s: x is %s", op, Shape(x).c_str());
-  if (x.element_count() == 0) return ZeroPartials(stream, amax, &dbias);
+  if (x.element_count() == 0) return Zero(stream, {&*amax, &*dbias});
   const SlotSizes sizes = SizesOf(x);
   TE_CHECK(dy.element_type() == x.element_type() && int64_t(dy.element_count()) == sizes.m * sizes.f,
            "%s: dy is %s, x is %s; they differ in type or size", op, Shape(dy).c_str(), Shape(x).c_str());

@@ -185,16 +185,10 @@ ffi::Error FillOutside(cudaStream_t stream, const Call& call) {
                       halves(kDV, key.g * key.e, true, parts)});
 }
 
-ffi::Error Zero(cudaStream_t stream, std::initializer_list<Ret*> results) {
-  for (Ret* result : results)
-    if (Present(*result))
-      TE_CUDA(cudaMemsetAsync((*result)->untyped_data(), 0, (*result)->size_bytes(), stream));
-  return ffi::Error::Success();
-}
-
 // The stages: builds the plan, or runs it.
 template <bool kRun>
-ffi::Error Finish(cudaStream_t stream, Call& call, std::initializer_list<Ret*> results, Ret& workspace) {
+ffi::Error Finish(cudaStream_t stream, Call& call, std::initializer_list<const Arg*> results,
+                  Ret& workspace) {
   const AttentionKey& key = call.key;
   if constexpr (!kRun) {
     int64_t bytes = 0;
@@ -225,7 +219,7 @@ ffi::Error Forward(cudaStream_t stream, Arg q, Arg k, Arg v, Arg bias_bh, Arg bi
   TE_TRY(SetAttributes(&call, {left, right, bottom_right, seq_major, scale, dropout_rate}));
   TE_TRY(SetExtras(&call, {bias_bh, bias_b, bias_h, bias}, segments, rng));
   TE_TRY(SetForward(&call, out, lse));
-  return Finish<kRun>(stream, call, {&out, &lse}, workspace);
+  return Finish<kRun>(stream, call, {&*out, &*lse}, workspace);
 }
 
 template <bool kRun>
@@ -238,7 +232,7 @@ ffi::Error PackedForward(cudaStream_t stream, Arg qkv, Arg bias_bh, Arg bias_b, 
   TE_TRY(SetAttributes(&call, {left, right, bottom_right, seq_major, scale, dropout_rate}));
   TE_TRY(SetExtras(&call, {bias_bh, bias_b, bias_h, bias}, segments, rng));
   TE_TRY(SetForward(&call, out, lse));
-  return Finish<kRun>(stream, call, {&out, &lse}, workspace);
+  return Finish<kRun>(stream, call, {&*out, &*lse}, workspace);
 }
 
 template <bool kRun>
@@ -257,7 +251,7 @@ ffi::Error Backward(cudaStream_t stream, Arg dout, Arg q, Arg k, Arg v, Arg bias
   TE_TRY(SetGradient(&call, kDQ, dq, q));
   TE_TRY(SetGradient(&call, kDK, dk, k));
   TE_TRY(SetGradient(&call, kDV, dv, v));
-  return Finish<kRun>(stream, call, {&dq, &dk, &dv, &dbias_bh, &dbias_b, &dbias_h, &dbias}, workspace);
+  return Finish<kRun>(stream, call, {&*dq, &*dk, &*dv, &*dbias_bh, &*dbias_b, &*dbias_h, &*dbias}, workspace);
 }
 
 template <bool kRun>
@@ -275,7 +269,7 @@ ffi::Error PackedBackward(cudaStream_t stream, Arg dout, Arg qkv, Arg bias_bh, A
       SetBackward(&call, dout, out, lse, {bias_bh, bias_b, bias_h, bias}, dbias_bh, dbias_b, dbias_h, dbias));
   TE_TRY(SetGradient(&call, kDQ, dqkv, qkv));
   for (int i = 0; i < 3; ++i) call.pointers[kDQ + i] = Part(dqkv->untyped_data(), call.key, i);
-  return Finish<kRun>(stream, call, {&dqkv, &dbias_bh, &dbias_b, &dbias_h, &dbias}, workspace);
+  return Finish<kRun>(stream, call, {&*dqkv, &*dbias_bh, &*dbias_b, &*dbias_h, &*dbias}, workspace);
 }
 
 }  // namespace

@@ -182,12 +182,6 @@ ffi::Error Initialize(cudaStream_t stream, const Fp8Attention& a) {
   return a.empty() ? ffi::Error::Success() : FindGraph(stream, RecipeOf(a), &bytes);
 }
 
-ffi::Error Zero(cudaStream_t stream, std::initializer_list<const Arg*> results) {
-  for (const Arg* result : results)
-    if (Present(*result)) TE_CUDA(cudaMemsetAsync(result->untyped_data(), 0, result->size_bytes(), stream));
-  return ffi::Error::Success();
-}
-
 ffi::Error Run(cudaStream_t stream, const Fp8Attention& a, const Arg& scales, GraphPointers pointers,
                Ret& workspace) {
   TE_CHECK(workspace->size_bytes() >= size_t(kScratch), "%s: the workspace has %zu bytes", a.op(),

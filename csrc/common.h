@@ -10,6 +10,7 @@
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
+#include <initializer_list>
 #include <string>
 
 #include "registry.h"
@@ -74,6 +75,13 @@ inline std::string Shape(const Arg& a) {
       return ::xla::ffi::Error::Internal(                                                    \
           ::te::Format("%s:%d: %s: %s", __FILE__, __LINE__, #expr, cudaGetErrorString(e_))); \
   } while (0)
+
+// Fills these with zero bytes.
+inline ffi::Error Zero(cudaStream_t stream, std::initializer_list<const Arg*> arrays) {
+  for (const Arg* array : arrays)
+    if (Present(*array)) TE_CUDA(cudaMemsetAsync(array->untyped_data(), 0, array->size_bytes(), stream));
+  return ffi::Error::Success();
+}
 
 // Ends a launcher: returns Success, or the error of its last kernel launch and where it happened.
 #define TE_LAUNCHED()                    \

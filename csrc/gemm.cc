@@ -130,10 +130,7 @@ ffi::Error Execute(cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv, Arg
   GemmKey key;
   TE_TRY(MakeKey(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, out, workspace, contract, fast_accum, tune,
                  &key));
-  if (key.empty()) {  // k == 0 sums nothing; m == 0 or n == 0 has no result
-    if (Present(out)) TE_CUDA(cudaMemsetAsync(out->untyped_data(), 0, out->size_bytes(), stream));
-    return ffi::Error::Success();
-  }
+  if (key.empty()) return Zero(stream, {&*out});  // k == 0 sums nothing; m == 0 or n == 0 has no result
   GemmChoice choice;
   TE_TRY(FindGemm(stream, key, &choice));
   GemmOperands operands;

@@ -300,11 +300,7 @@ ffi::Error LaunchNormBwd(cudaStream_t stream, Arg dy, Arg x, Arg mean, Arg rstd,
                          Ret dgamma, Ret dbeta, bool rms, bool zero_centered) {
   TE_CHECK(x.dimensions().size() >= 1, "te_norm_bwd: x is a scalar, expected [..., h]");
   const int64_t h = x.dimensions().back(), rows = h ? x.element_count() / h : 0;
-  if (rows == 0) {  // the partial sums are there nevertheless
-    if (Present(dgamma)) TE_CUDA(cudaMemsetAsync(dgamma->untyped_data(), 0, dgamma->size_bytes(), stream));
-    if (Present(dbeta)) TE_CUDA(cudaMemsetAsync(dbeta->untyped_data(), 0, dbeta->size_bytes(), stream));
-    return ffi::Error::Success();
-  }
+  if (rows == 0) return Zero(stream, {&*dgamma, &*dbeta});  // the partial sums are there nevertheless
   TE_CHECK(dy.element_type() == x.element_type() && dy.element_count() == x.element_count() &&
                dx->element_type() == x.element_type() && dx->element_count() == x.element_count(),
            "te_norm_bwd: dy is %s, x %s, dx %s: they must agree in shape and type", Shape(dy).c_str(),

@@ -245,7 +245,7 @@ ffi::Error LaunchNormFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Arg sc
   TE_CHECK(x.dimensions().size() >= 1, "te_norm_fwd: x is a scalar, expected [..., h]");
   const int64_t h = x.dimensions().back(), rows = h ? x.element_count() / h : 0;
   if (x.element_count() == 0) {  // the partial amax is there nevertheless; without columns, so are statistics
-    if (Present(amax)) TE_CUDA(cudaMemsetAsync(amax->untyped_data(), 0, amax->size_bytes(), stream));
+    TE_TRY(Zero(stream, {&*amax}));
     if (Present(mean)) TE_CUDA(cudaMemsetAsync(mean->untyped_data(), -1, mean->size_bytes(), stream));
     if (Present(rstd)) TE_CUDA(cudaMemsetAsync(rstd->untyped_data(), -1, rstd->size_bytes(), stream));
     return ffi::Error::Success();

@@ -33,7 +33,7 @@ ffi::Error LaunchQuantize(cudaStream_t stream, Arg x, Arg scale, Ret data, Ret d
   const auto dims = x.dimensions();
   TE_CHECK(split >= 0 && split <= int64_t(dims.size()), "te_quantize: split is %ld, x is %s", long(split),
            Shape(x).c_str());
-  if (x.element_count() == 0) return ZeroPartials(stream, amax, &dbias);
+  if (x.element_count() == 0) return Zero(stream, {&*amax, &*dbias});
   int64_t m = 1, n = 1;
   for (int64_t i = 0; i < int64_t(dims.size()); ++i) (i < split ? m : n) *= dims[i];
   return DispatchFloat(x.element_type(), [&]<typename T>() -> ffi::Error {

@@ -257,14 +257,6 @@ ffi::Error GetTileResults(const char* op, int64_t m, int64_t slots, int64_t n, c
   return ffi::Error::Success();
 }
 
-// For sources without elements: the partial results are there nevertheless.
-inline ffi::Error ZeroPartials(cudaStream_t stream, Ret& amax, Ret* dbias) {
-  if (Present(amax)) TE_CUDA(cudaMemsetAsync(amax->untyped_data(), 0, amax->size_bytes(), stream));
-  if (dbias && Present(*dbias))
-    TE_CUDA(cudaMemsetAsync((*dbias)->untyped_data(), 0, (*dbias)->size_bytes(), stream));
-  return ffi::Error::Success();
-}
-
 // aligned: those of the source; the results are looked at here.
 template <typename Source>
 ffi::Error LaunchTiles(cudaStream_t stream, const Source& source, const TileResults<typename Source::Type>& a,

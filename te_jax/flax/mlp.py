@@ -21,6 +21,7 @@ from te_jax.flax._state import describe
 from te_jax.flax.dense import check_features, norm_dense, norm_options, precision, trailing_axes
 from te_jax.flax.norm import norm_parameters
 from te_jax.layers import dense, layernorm_mlp
+from te_jax.layers.norm_mlp import split_residual
 from te_jax.ops.activation import activation, slots, supported
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
@@ -126,8 +127,7 @@ class LayerNormMLP(nn.Module):
         """Layer by layer: without FP8, and with what comes between the kernels."""
         adapt = wi[2] is not None
         options = dict(want_norm=adapt or self.return_layernorm_output, axes=self.dot_1_input_axes, postfix="_0")
-        added = None if isinstance(residual, bool) else residual
-        own = added is None and residual
+        own, added = split_residual(residual)
         z, normed, through = norm_dense(self, inputs, wi[0], norm, wi[1], return_input=own, **options)
         if adapt:
             z = z + lora(self, normed, *wi[2])

@@ -18,6 +18,12 @@ from te_jax.ops import norm as norm_op
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
 
+def split_residual(residual: bool | jax.Array):
+    """-> whether it is the layer's own input, and the array that it is else, or None."""
+    added = None if isinstance(residual, bool) else residual
+    return added is None and residual, added
+
+
 def layernorm_mlp(
     x,
     gamma,
@@ -60,8 +66,7 @@ def layernorm_mlp(
     check_dense(name, x, wi, wi_bias, 1, recipe, metas and metas[0])
     middle_type = ShapedArray((*x.shape[:-1], wi.shape[-1]), x.dtype)
     check_dense(name, middle_type, wo, wo_bias, 1, recipe, metas and metas[1])
-    added = None if isinstance(residual, bool) else residual
-    through = added is None and residual
+    through, added = split_residual(residual)
     check_residual(name, x if through else added, (*x.shape[:-1], *wo.shape[1:]), x.dtype)
     if recipe is None:
         options = dict(norm=norm, zero_centered_gamma=zero_centered_gamma, epsilon=epsilon)

@@ -16,7 +16,6 @@ from te_jax.ops.attention_check import Options, check_options
 from te_jax.ops.attention_form import HIDES, attention, form_of, only_band
 from te_jax.ops.attention_mask import MASK_TYPES as MASK_TYPES
 from te_jax.ops.attention_mask import SequenceDescriptor as SequenceDescriptor
-from te_jax.ops.attention_mask import either
 from te_jax.ops.attention_op import attention_bwd as attention_bwd
 from te_jax.ops.attention_op import attention_fwd as attention_fwd
 from te_jax.ops.attention_op import attention_packed_bwd as attention_packed_bwd
@@ -204,7 +203,7 @@ def dot_product_attention(
     s, t = q.shape[-3], k.shape[-3]
     if s * t > _LONG**2 and implementation is None:
         _warn_long(choice.refused["cudnn"])
-    arrays = (options.total_bias(s, t), _hidden(options, s, t), _kept(q, t, options, dropout_rng), options.offset(q))
+    arrays = (options.total_bias(s, t), options.hidden(s, t), _kept(q, t, options, dropout_rng), options.offset(q))
     out, *others = _plain(*align(q, k, v, *arrays), options)
     out = restore(out)
     out = checkpoint_name(out, context_checkpoint_name) if context_checkpoint_name else out
@@ -265,16 +264,6 @@ def undivided_groups(q, g: int):
         return q, lambda out: out
     gathered = jax.sharding.reshard(q, PartitionSpec(*spec[:-2], None, spec[-1]))
     return gathered, lambda out: jax.sharding.reshard(out, PartitionSpec(*spec[:-1], None))
-
-
-def _hidden(options: Options, s: int, t: int) -> jax.Array | None:
-    """True where a key is hidden, broadcastable to [b..., h, s, t]; None: nowhere."""
-    described = options.sequence_descriptor
-    if described is None:
-        by_type = options.band.trimmed(s, t).hides_of(s, t)
-    else:
-        by_type = described.hides(options.band, s, t)[..., None, :, :]
-    return either(by_type, None if options.mask is None else jnp.asarray(options.mask) != 0)
 
 
 def _kept(q, t: int, options: Options, rng) -> jax.Array | None:

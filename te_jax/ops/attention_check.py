@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from te_jax.ops.attention_bias import alibi_bias
-from te_jax.ops.attention_mask import MASK_TYPES, Band, SequenceDescriptor
+from te_jax.ops.attention_mask import MASK_TYPES, Band, SequenceDescriptor, either
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias")
 SOFTMAX_TYPES = ("vanilla", "off_by_one", "learnable")  # off-by-one is the same as off_by_one
@@ -53,6 +53,19 @@ class Options:
         alibi = alibi if alibi.ndim == 4 else alibi[None]
         return alibi if self.bias is None else self.bias + alibi
 
+    def masked(self) -> jax.Array | None:
+        """True where `mask` hides a key; None without one."""
+        return None if self.mask is None else jnp.asarray(self.mask) != 0
+
+    def hidden(self, s: int, t: int) -> jax.Array | None:
+        """True where a key is hidden, broadcastable to [b..., h, s, t]; None: nowhere."""
+        described = self.sequence_descriptor
+        if described is None:
+            by_type = self.band.trimmed(s, t).hides_of(s, t)
+        else:
+            by_type = described.hides(self.band, s, t)[..., None, :, :]
+        return either(by_type, self.masked())
+
     def offset(self, q) -> jax.Array | None:
         """What joins the softmax, as a logit: [h, 1, 1], or a number; None: nothing."""
         wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -81,8 +94,12 @@ def check_options(
             kind = type(sequence_descriptor).__name__
             raise TypeError(f"{op}: sequence_descriptor is a {kind}; pass a SequenceDescriptor, or use `mask`.")
         sequence_descriptor.check(op, batch, s, t)
-    flags = dict(deterministic=deterministic, return_max_logit=return_max_logit, return_lse=return_lse)
-    for name, flag in (flags | dict(seq_major=seq_major)).items():
+    for name, flag in (
+        ("deterministic", deterministic),
+        ("return_max_logit", return_max_logit),
+        ("return_lse", return_lse),
+        ("seq_major", seq_major),
+    ):
         if not isinstance(flag, bool):
             raise TypeError(f"{op}: {name} is {flag!r}; pass True or False.")
     if not isinstance(context_checkpoint_name, (str, type(None))):

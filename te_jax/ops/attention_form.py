@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from te_jax._op import like
 from te_jax.ops.attention_check import Options
-from te_jax.ops.attention_mask import Band, either
+from te_jax.ops.attention_mask import Band
 from te_jax.ops.attention_op import attention_bwd, attention_fwd, attention_packed_bwd, attention_packed_fwd
 from te_jax.ops.attention_reference import BIAS_FORMS
 
@@ -49,14 +49,13 @@ def form_of(options: Options, q, k) -> Form:
     s, t, described = q.shape[-3], k.shape[-3], options.sequence_descriptor
     bias = options.total_bias(s, t)
     bias = options.scale * bias if options.pre_scale else bias
-    hidden = None if options.mask is None else jnp.asarray(options.mask) != 0
+    hidden = options.masked()
     band, by_lengths = _band(options, s, t), False
     if described is not None:
         by_lengths = hidden is None and described.segment_ids is None and (bias is None or described.starts_at_zero)
     served = _served(band, options, s, t) if described is None or by_lengths else None
     if served is None:
-        rows = band.hides_of(s, t) if described is None else described.hides(band, s, t)[..., None, :, :]
-        hidden, served, by_lengths = either(hidden, rows), Band(None, None, False), False
+        hidden, served, by_lengths = options.hidden(s, t), Band(None, None, False), False
     bias = _bias(bias, hidden, q)
     segments = described.segments() if by_lengths else None
     if not by_lengths and _wants_lengths(served, bias, s, t):

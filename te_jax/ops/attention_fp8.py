@@ -1,7 +1,6 @@
 """Attention on FP8 operands: cuDNN on CUDA, plain JAX that emulates it elsewhere."""
 
 from functools import cache
-from math import prod
 from typing import NamedTuple
 
 import jax
@@ -11,7 +10,8 @@ from jax import lax
 from te_jax import _lib
 from te_jax._op import Op
 from te_jax.ops.attention_mask import Band
-from te_jax.ops.attention_reference import finite_top, mix, scores
+from te_jax.ops.attention_op import flat
+from te_jax.ops.attention_reference import finite_top, group_heads, mix, scores
 from te_jax.ops.quantize import saturate
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
@@ -105,15 +105,10 @@ def _fwd_reference(q, k, v, scales, *, causal, scale):
     return saturate(out * by.out, dtype), (top + jnp.log(total))[..., 0], _amax(out)
 
 
-def _grouped(x, g):
-    """[b..., (g r), s, t] -> [b..., g, r, s, t]."""
-    return x.reshape(*x.shape[:-3], g, x.shape[-3] // g, *x.shape[-2:])
-
-
 def _onto_keys(x, y, g):
     """x^T y per head, summed over the heads of a group: [b..., (g r), s, t], [b..., s, (g r), d] -> [b..., t, g, d]."""
     y = y.reshape(*y.shape[:-2], g, y.shape[-2] // g, y.shape[-1])
-    return jnp.einsum("...grst,...sgrd->...tgd", _grouped(x, g), y, precision=lax.Precision.HIGHEST)
+    return jnp.einsum("...grst,...sgrd->...tgd", group_heads(x, g), y, precision=lax.Precision.HIGHEST)
 
 
 def _bwd_reference(dout, q, k, v, out, lse, scales, *, causal, scale):
@@ -175,22 +170,17 @@ def _workspace(kind, q, k, dtype, *, outputs, causal, scale) -> int:
     return slack + b * h * (4 * (s * (d + 2) + 2 * t * d) + (3 * s + 3 * t) * d)
 
 
-def _flat(x, axes):
-    """The axes before the last `axes` as one."""
-    return x.reshape(prod(x.shape[: x.ndim - axes]), *x.shape[x.ndim - axes :])
-
-
 def _fwd_cuda(call, q, k, v, scales, **attrs):
     if cudnn_refuses_fp8(q, k) or gpu_refuses_fp8():  # the op means the same for every size
         return _fwd_reference(q, k, v, scales, **attrs)
-    out, lse, amax = call(*(_flat(x, 3) for x in (q, k, v)), scales, **attrs)
+    out, lse, amax = call(*(flat(x, 3) for x in (q, k, v)), scales, **attrs)
     return [*(x.reshape(*q.shape[:-3], *x.shape[1:]) for x in (out, lse)), amax]
 
 
 def _bwd_cuda(call, dout, q, k, v, out, lse, scales, **attrs):
     if cudnn_refuses_fp8(q, k, backward=True) or gpu_refuses_fp8():
         return _bwd_reference(dout, q, k, v, out, lse, scales, **attrs)
-    results = call(*(_flat(x, 3) for x in (dout, q, k, v, out)), _flat(lse, 2), scales, **attrs)
+    results = call(*(flat(x, 3) for x in (dout, q, k, v, out)), flat(lse, 2), scales, **attrs)
     return [*(grad.reshape(x.shape) for grad, x in zip(results, (q, k, v))), *results[3:]]
 
 

@@ -99,15 +99,15 @@ def _packed_workspace(kind, qkv, *rest, **attrs) -> int:
     return _workspace(kind, part, part, part, *rest, packed=True, **attrs)
 
 
-def _flat(x, axes):
+def flat(x, axes):
     """The axes before the last `axes` as one; None stays."""
     return None if x is None else x.reshape(prod(x.shape[: x.ndim - axes]), *x.shape[x.ndim - axes :])
 
 
 def _extras(biases, segments):
     """Biases and segments with the batch as one axis."""
-    flat = (_flat(x, 3 if form == "bh" else 2) if "b" in form else x for form, x in zip(BIAS_FORMS, biases))
-    return (*flat, _flat(segments, 2))
+    each = (flat(x, 3 if form == "bh" else 2) if "b" in form else x for form, x in zip(BIAS_FORMS, biases))
+    return (*each, flat(segments, 2))
 
 
 _SEQUENCES = ("q", "k", "v", "qkv", "out", "dout", "dq", "dk", "dv", "dqkv")
@@ -150,8 +150,8 @@ def _forward(refused, plain, call, operands, batch, biases, segments, rng, attrs
     if refused:  # the op means the same for every type and size
         return plain(*operands, *biases, segments, rng, **attrs)
     drawn = _drawn_here(rng)
-    flat = (_flat(x, x.ndim - len(batch)) for x in operands)
-    out, lse = call(*flat, *_extras(biases, segments), _flat(drawn, 2), outputs=("out", "lse"), **attrs)
+    each = (flat(x, x.ndim - len(batch)) for x in operands)
+    out, lse = call(*each, *_extras(biases, segments), flat(drawn, 2), outputs=("out", "lse"), **attrs)
     if segments is not None:
         lse = jnp.swapaxes(lse.reshape(lse.shape[0], lse.shape[2], lse.shape[1]), 1, 2)  # of segments it is [b, s, h]
     return (*(x.reshape(*batch, *x.shape[1:]) for x in (out, lse)), drawn)
@@ -162,12 +162,12 @@ def _backward(refused, plain, call, dout, operands, batch, biases, segments, out
     if refused:
         return plain(dout, *operands, *biases, segments, out, lse, drawn, **attrs)
     lse = _lse_if_drawn_here(lse, drawn)
-    flat = lambda x: _flat(x, x.ndim - len(batch))
+    joined = lambda x: flat(x, x.ndim - len(batch))
     extras, like = _extras(biases, segments), [*operands, *(x for x in biases if x is not None)]
-    lse = flat(lse)
+    lse = joined(lse)
     if segments is not None:
         lse = jnp.swapaxes(lse, 1, 2).reshape(lse.shape)
-    grads = call(flat(dout), *map(flat, operands), *extras, flat(out), lse, _flat(drawn, 2), **attrs)
+    grads = call(joined(dout), *map(joined, operands), *extras, joined(out), lse, flat(drawn, 2), **attrs)
     return [grad.reshape(x.shape) for grad, x in zip(grads, like)]  # without dbias: the bias is left over
 
 

@@ -37,7 +37,7 @@ def _group(x, g):
     return x.reshape(*x.shape[:-2], g, x.shape[-2] // g, x.shape[-1])
 
 
-def _group_heads(x, g):
+def group_heads(x, g):
     """[b..., (g r), s, t] -> [b..., g, r, s, t]."""
     return x.reshape(*x.shape[:-3], g, x.shape[-3] // g, *x.shape[-2:])
 
@@ -50,7 +50,7 @@ def scores(q, k):
 
 def mix(probs, v):
     """probs v per head: [b..., (g r), s, t], [b..., t, g, e] -> f32[b..., s, (g r), e]."""
-    grouped = _einsum("...grst,...tge->...sgre", _group_heads(probs, v.shape[-2]), v)
+    grouped = _einsum("...grst,...tge->...sgre", group_heads(probs, v.shape[-2]), v)
     return grouped.reshape(*v.shape[:-3], probs.shape[-2], probs.shape[-3], v.shape[-1])
 
 
@@ -119,8 +119,8 @@ def backward(
     dlogits = probs * (factor * scores(dout, v) - delta[..., None])
     scale = attrs["scale"]
     dq = scale * mix(dlogits, k)
-    dk = scale * _einsum("...grst,...sgrd->...tgd", _group_heads(dlogits, g), _group(q, g))
-    dv = _einsum("...grst,...sgre->...tge", _group_heads(probs * factor, g), _group(dout, g))
+    dk = scale * _einsum("...grst,...sgrd->...tgd", group_heads(dlogits, g), _group(q, g))
+    dv = _einsum("...grst,...sgre->...tge", group_heads(probs * factor, g), _group(dout, g))
     rows = tuple(range(dlogits.ndim - 3))
     lost = {"bh": (), "b": (-3,), "h": rows, "": (*rows, -3)}
     grads = [grad.astype(dtype) for grad, dtype in zip((dq, dk, dv), types, strict=True)]
