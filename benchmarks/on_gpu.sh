@@ -101,7 +101,7 @@ tests() {
 OURS='tests/test_cuda_ops.py tests/test_cuda_rope.py'
 # Odd sizes of each op, in few types: the sanitizers are slow.
 SMALL_OURS='(test_quantize and 199) or test_quantize_not_finite or
-  (test_norm and 199 and (bfloat16 or float32)) or (test_norm and 257 and bfloat16) or
+  (test_norm and 199 and (bfloat16 or float32)) or (test_norm and (257 or 4097) and bfloat16) or
   (test_activation and 199 and bfloat16 and (gelu or squared_relu)) or (test_rope and 199 and bfloat16) or
   (test_scale_update and 1024)'
 SMALL_GEMM='test_gemm_fp8 and 333 and bfloat16'

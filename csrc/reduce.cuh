@@ -21,7 +21,9 @@ __device__ __forceinline__ float WarpSum(float v) {
 __device__ __forceinline__ unsigned WarpMax(unsigned v) { return __reduce_max_sync(~0u, v); }
 
 // A barrier of the blockDim.x threads that share a threadIdx.y: the rows of a CTA do not wait for each other.
+// Of the 16 barriers of a CTA, 0 is __syncthreads': at most 15 rows of more than a warp each.
 __device__ __forceinline__ void RowBarrier() {
+  if (blockDim.x == 32) return __syncwarp();
   asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "r"(blockDim.x) : "memory");
 }
 

@@ -15,6 +15,7 @@ error eta where f16 is subnormal, and sums in f32, of unit roundoff w = 2^-24. O
   dq, dk   scale ds k, scale ds^T q: the sums' f32 errors and u of the result; dk, dv of a group are a sum over heads,
            each of which may be rounded: u of each.
   dbias    sums of ds over what was broadcast. Of the offset: -p_offset delta, summed.
+  lse      top + log(sum): the logits' error, that of the sum, and some roundings of lse: eps + 4 w of |lse|.
 
 WORST adds all of these up, in absolute value and for each component: no implementation of this kind exceeds it, so a
 wrong element shows even if all others are right. RMS adds the squares of what rounding to the type brings, as errors
@@ -58,8 +59,8 @@ class Bounded(NamedTuple):
 
 
 def attend(q, k, v, dout, *, dtype, seen, scale, bias=None, pre_scale=False, joins=None) -> dict[str, Bounded]:
-    """q [b, s, h, d], k [b, t, g, d], v [b, t, g, e], dout [b, s, h, e] -> out, dq, dk, dv, and dbias of bias's shape,
-    doffset [h].
+    """q [b, s, h, d], k [b, t, g, d], v [b, t, g, e], dout [b, s, h, e] -> out, lse [b, h, s] (0 for a query that sees
+    nothing), dq, dk, dv, and dbias of bias's shape, doffset [h].
 
     seen: bool [b, h, s, t], the keys that a query sees. bias: [s, t] or [b, h, s, t], 1 where it broadcasts.
     joins: [h], the logit that joins the sum of exponentials.
@@ -68,7 +69,7 @@ def attend(q, k, v, dout, *, dtype, seen, scale, bias=None, pre_scale=False, joi
     g, rounding = k.shape[2], ROUNDING[dtype]
     q, k, v, dout = map(heads, (q, k, v, dout))
     full = None if bias is None else np.broadcast_to(np.asarray(bias, np.float64), seen.shape)
-    probs, p_joins, eps = _softmax(q, k, seen, scale, full, pre_scale, joins)
+    probs, p_joins, lse, eps = _softmax(q, k, seen, scale, full, pre_scale, joins)
     got = {"out": _mixed(probs, v, eps, rounding)}
     ds = _Logits.of(probs, v, dout, got["out"].value, eps, seen, rounding)
     got["dq"] = ds.times(k, scale)
@@ -76,6 +77,7 @@ def attend(q, k, v, dout, *, dtype, seen, scale, bias=None, pre_scale=False, joi
     got["dv"] = _mixed(np.swapaxes(probs, 2, 3), dout, np.swapaxes(eps, 2, 3), rounding, g)
     for name in got:
         got[name] = Bounded(*(np.swapaxes(x, 1, 2) for x in got[name][:2]), got[name].norm)
+    got["lse"] = lse
     if bias is not None:
         got["dbias"] = ds.summed(np.shape(bias), scale if pre_scale else 1.0)
     if joins is not None:
@@ -84,7 +86,7 @@ def attend(q, k, v, dout, *, dtype, seen, scale, bias=None, pre_scale=False, joi
 
 
 def _softmax(q, k, seen, scale, bias, pre_scale, joins):
-    """-> probabilities [b, h, s, t], of what joins [b, h, s, 1] or 0, and p's relative error eps [b, h, s, 1]."""
+    """-> probabilities [b, h, s, t], of what joins [b, h, s, 1] or 0, lse, and p's relative error eps [b, h, s, 1]."""
     dots = q @ np.swapaxes(k, 2, 3)
     sizes = np.matmul(*_brief(np.abs(q), np.swapaxes(np.abs(k), 2, 3)))
     bias = 0.0 if bias is None else np.where(seen, bias, 0.0)  # a hidden key's bias may be -inf
@@ -96,9 +98,12 @@ def _softmax(q, k, seen, scale, bias, pre_scale, joins):
     top = np.where(np.isinf(top), 0.0, top)
     weights, extra = np.exp(logits - top), np.exp(extra - top)
     total = weights.sum(-1, keepdims=True) + extra
-    total = np.where(total == 0, 1.0, total)
+    blind, total = total == 0, np.where(total == 0, 1.0, total)
     error = W * ((q.shape[-1] + 4) * np.max(np.where(seen, sizes, 0.0), -1, keepdims=True) + 4 * np.abs(top))
-    return weights / total, extra / total, 2 * error + (k.shape[2] + 8) * W
+    eps = 2 * error + (k.shape[2] + 8) * W
+    lse = np.where(blind, 0.0, top + np.log(total))[..., 0]
+    worst = np.where(blind[..., 0], 0.0, eps[..., 0] + 4 * W * np.abs(lse))
+    return weights / total, extra / total, Bounded(lse, worst, np.linalg.norm(worst)), eps
 
 
 def _brief(*arrays):

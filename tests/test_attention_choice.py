@@ -1,6 +1,7 @@
 """Which implementation dot_product_attention takes and why; its errors; what it lowers to on CUDA."""
 
 import warnings
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -157,6 +158,16 @@ def test_one_query_has_plain_gradients():
     )
     text = jax.jit(dropped).trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
     assert "custom_call" not in text
+
+
+def test_lse_of_one_query_of_given_length_is_plain():
+    """cuDNN's is wrong."""
+    for s, plain in ((1, True), (2, False)):
+        q, k, v, _ = operands((2, s, 256, 4, 2, 64, 32), jnp.bfloat16)
+        lens = SequenceDescriptor.from_seqlens((jnp.array([s, 1]), jnp.array([20, 256])))
+        call = partial(dot_product_attention, attn_mask_type="padding", sequence_descriptor=lens, return_lse=True)
+        text = jax.jit(call).trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
+        assert "custom_call @te_attention_fwd(" in text and ("dot_general" in text) == plain
 
 
 def _call(s, t, dtype=jnp.bfloat16, **kwargs):

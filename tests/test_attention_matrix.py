@@ -29,10 +29,11 @@ def _quick():
 
 
 def _step(operands, dout, extra, arrays, options, packed):
-    """out and the gradients of operands and extra."""
-    attend = dot_product_attention_packed if packed else dot_product_attention
-    out, vjp = jax.vjp(lambda operands, extra: attend(*operands, **extra, **arrays, **dict(options)), operands, extra)
-    return out, *vjp(dout)
+    """out, lse and the gradients of operands and extra."""
+    attend = partial(dot_product_attention_packed if packed else dot_product_attention, return_lse=True)
+    call = lambda operands, extra: attend(*operands, **extra, **arrays, **dict(options))
+    out, vjp, lse = jax.vjp(call, operands, extra, has_aux=True)
+    return (out, lse), *vjp(dout)
 
 
 def _operands(problem, packed):
@@ -41,9 +42,11 @@ def _operands(problem, packed):
 
 
 def _named(got, packed):
-    out, grads, extra = jax.tree.map(np.asarray, got)
+    (out, *lse), grads, extra = jax.tree.map(np.asarray, got)
     grads = tuple(grads[0][..., i, :, :] for i in range(3)) if packed else grads
     named = dict(out=out, **dict(zip(("dq", "dk", "dv"), grads, strict=True)))
+    if lse:
+        named["lse"] = np.where(lse[0] == -np.inf, 0, lse[0])
     return named | {{"bias": "dbias", "softmax_offset": "doffset"}[name]: x for name, x in extra.items()}
 
 
@@ -52,7 +55,11 @@ def _run(case, problem, step, implementation):
     options = problem.options | {"implementation": implementation}
     got = step(operands, dout, problem.differentiated, problem.arrays, tuple(options.items()), case.packed)
     got = _named(got, case.packed)
-    types = {"dbias": problem.differentiated.get("bias"), "doffset": problem.differentiated.get("softmax_offset")}
+    types = {
+        "lse": np.empty(0, np.float32),
+        "dbias": problem.differentiated.get("bias"),
+        "doffset": problem.differentiated.get("softmax_offset"),
+    }
     for name, x in got.items():
         assert x.dtype == types.get(name, problem.operands[0]).dtype, name
     return got
@@ -140,7 +147,7 @@ def _peer(case: Case, given) -> dict[str, np.ndarray]:
     def step(operands, extra):
         call = lambda x, extra: jax.nn.dot_product_attention(*x, **extra, **options, implementation="cudnn")
         out, vjp = jax.vjp(call, operands, extra)
-        return out, *vjp(dout)
+        return (out,), *vjp(dout)
 
     try:
         return _named(step(tuple(operands), extra), packed=False)

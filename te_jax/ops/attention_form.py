@@ -1,6 +1,7 @@
 """A call of `dot_product_attention` in the terms of the attention ops, and its gradients."""
 
 from functools import partial
+from math import frexp
 from typing import NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ from te_jax._op import like
 from te_jax.ops.attention_check import Options
 from te_jax.ops.attention_mask import Band
 from te_jax.ops.attention_op import attention_bwd, attention_fwd, attention_packed_bwd, attention_packed_fwd
-from te_jax.ops.attention_reference import BIAS_FORMS
+from te_jax.ops.attention_reference import BIAS_FORMS, wide
 
 
 class Attrs(NamedTuple):
@@ -48,7 +49,8 @@ def form_of(options: Options, q, k) -> Form:
     """What the ops are asked for. A mask, and what cuDNN cannot combine, becomes a bias, with a number for "hidden"."""
     s, t, described = q.shape[-3], k.shape[-3], options.sequence_descriptor
     bias = options.total_bias(s, t)
-    bias = options.scale * bias if options.pre_scale else bias
+    if options.pre_scale:  # in f32, unless a power of two is exact in any type
+        bias = options.scale * (bias if frexp(options.scale)[0] in (0.5, -0.5) else bias.astype(wide(bias)))
     hidden = options.masked()
     band, by_lengths = _band(options, s, t), False
     if described is not None:

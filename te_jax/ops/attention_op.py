@@ -154,6 +154,10 @@ def _forward(refused, plain, call, operands, batch, biases, segments, rng, attrs
     out, lse = call(*each, *_extras(biases, segments), flat(drawn, 2), outputs=("out", "lse"), **attrs)
     if segments is not None:
         lse = jnp.swapaxes(lse.reshape(lse.shape[0], lse.shape[2], lse.shape[1]), 1, 2)  # of segments it is [b, s, h]
+    if segments is not None and lse.shape[-1] == 1:
+        # For single queries of given lengths cuDNN 9.19 gives a wrong lse. Where nobody reads it, as in decoding, XLA
+        # drops all of this.
+        lse = plain(*operands, *biases, segments, rng, **attrs)[1]
     return (*(x.reshape(*batch, *x.shape[1:]) for x in (out, lse)), drawn)
 
 
