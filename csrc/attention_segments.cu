@@ -118,7 +118,9 @@ ffi::Error FillOutside(cudaStream_t stream, const AttentionKey& key, const int32
                        std::initializer_list<TokenRows> arrays) {
   Arrays all{};
   std::copy(arrays.begin(), arrays.end(), all.rows);
-  const int64_t tokens = key.b * std::max(key.s, key.t), warps = kThreads / 32;
+  const bool keys =
+      std::any_of(arrays.begin(), arrays.end(), [](const TokenRows& rows) { return rows.keys; });
+  const int64_t tokens = key.b * (keys ? std::max(key.s, key.t) : key.s), warps = kThreads / 32;
   const dim3 grid(unsigned((tokens + warps - 1) / warps), unsigned(arrays.size()));
   FillOutsideKernel<<<grid, kThreads, 0, stream>>>(SegmentsOf(key, segments), all);
   TE_LAUNCHED();

@@ -160,14 +160,18 @@ def test_one_query_has_plain_gradients():
     assert "custom_call" not in text
 
 
-def test_lse_of_one_query_of_given_length_is_plain():
-    """cuDNN's is wrong."""
+def test_lse_of_one_query_of_given_length_is_not_the_kernels():
+    """cuDNN's is wrong: such a query is one of several, or, with a bias, its lse is plain JAX's."""
     for s, plain in ((1, True), (2, False)):
         q, k, v, _ = operands((2, s, 256, 4, 2, 64, 32), jnp.bfloat16)
         lens = SequenceDescriptor.from_seqlens((jnp.array([s, 1]), jnp.array([20, 256])))
         call = partial(dot_product_attention, attn_mask_type="padding", sequence_descriptor=lens, return_lse=True)
-        text = jax.jit(call).trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
-        assert "custom_call @te_attention_fwd(" in text and ("dot_general" in text) == plain
+        with_bias = partial(call, bias=jnp.ones((s, 256)))
+        alone, biased = (
+            jax.jit(each).trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text() for each in (call, with_bias)
+        )
+        assert "custom_call @te_attention_fwd(" in alone and "custom_call @te_attention_fwd(" in biased
+        assert "dot_general" not in alone and "tensor<2x2x" in alone and ("dot_general" in biased) == plain
 
 
 def _call(s, t, dtype=jnp.bfloat16, **kwargs):

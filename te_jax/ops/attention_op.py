@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from te_jax import _lib
 from te_jax._op import Op
 from te_jax.ops import attention_reference as reference
+from te_jax.ops.attention_decode import one_query
 from te_jax.ops.attention_reference import BIAS_FORMS
 
 # ---- what cuDNN takes ----------------------------------------------------------------------------
@@ -151,14 +152,19 @@ def _forward(refused, plain, call, operands, batch, biases, segments, rng, attrs
         return plain(*operands, *biases, segments, rng, **attrs)
     drawn = _drawn_here(rng)
     each = (flat(x, x.ndim - len(batch)) for x in operands)
-    out, lse = call(*each, *_extras(biases, segments), flat(drawn, 2), outputs=("out", "lse"), **attrs)
-    if segments is not None:
-        lse = jnp.swapaxes(lse.reshape(lse.shape[0], lse.shape[2], lse.shape[1]), 1, 2)  # of segments it is [b, s, h]
+    out, lse = _run(call, *each, *_extras(biases, segments), flat(drawn, 2), **attrs)
     if segments is not None and lse.shape[-1] == 1:
-        # For single queries of given lengths cuDNN 9.19 gives a wrong lse. Where nobody reads it, as in decoding, XLA
-        # drops all of this.
+        # For single queries of given lengths cuDNN 9.19 gives a wrong lse. Where nobody reads it XLA drops all of this.
         lse = plain(*operands, *biases, segments, rng, **attrs)[1]
     return (*(x.reshape(*batch, *x.shape[1:]) for x in (out, lse)), drawn)
+
+
+def _run(call, *operands, **attrs):
+    """The kernel, on arrays with one batch axis -> out, lse [b, h, s]. Segments and rng come last."""
+    out, lse = call(*operands, outputs=("out", "lse"), **attrs)
+    if operands[-2] is not None:  # of segments it is [b, s, h]
+        lse = jnp.swapaxes(lse.reshape(lse.shape[0], lse.shape[2], lse.shape[1]), 1, 2)
+    return out, lse
 
 
 def _backward(refused, plain, call, dout, operands, batch, biases, segments, out, lse, drawn, attrs):
@@ -178,6 +184,11 @@ def _backward(refused, plain, call, dout, operands, batch, biases, segments, out
 def _fwd_cuda(call, q, k, v, bias_bh, bias_b, bias_h, bias, segments, rng, **attrs):
     biases = (bias_bh, bias_b, bias_h, bias)
     refused = cudnn_refuses(q, k, v) or (rng is not None and cudnn_refuses_backward(q))
+    seen_by_all = attrs["left"] == attrs["right"] == -1 and (segments is None or segments.shape[-2] == 1)
+    described = rng is not None or attrs["seq_major"] or any(bias is not None for bias in biases)
+    if q.shape[-3] == 1 and seen_by_all and not (refused or described):
+        run = lambda q, k, v, segments: _run(call, q, k, v, *biases, segments, None, **attrs)
+        return *one_query(run, q, k, v, segments), None
     return _forward(refused, reference.forward, call, (q, k, v), q.shape[:-3], biases, segments, rng, attrs)
 
 

@@ -1,0 +1,64 @@
+"""Attention of one query per row, as in decoding, in the shape that keeps a GPU busy."""
+
+from math import prod
+
+import jax.numpy as jnp
+
+from te_jax.ops.attention_reference import finite_top
+
+_BUSY = 128  # CTAs: about a wave of the GPUs of today; the kernel has one for each row and head of keys
+_LEAST = 512  # keys of a part: below, what a part costs besides is no longer small
+
+
+def parts_of_row(rows: int, t: int) -> int:
+    """In how many parts to cut the t keys, for `rows` rows times heads of keys: a power of two."""
+    parts = 1
+    while rows * parts < _BUSY and t % (2 * parts) == 0 and t // (2 * parts) >= _LEAST:
+        parts *= 2
+    return parts
+
+
+def one_query(run, q, k, v, segments):
+    """`attention_fwd` of q [b..., 1, (g r), d] without mask, bias and dropout -> out, lse.
+
+    segments: i32[b..., 1, 4] or None. run(q, k, v, segments): the same for several queries, with one batch axis.
+
+    The r query heads of a group become r queries of one head, so that its keys are read once; and the keys are cut into
+    parts, each a row of its own, whose results are averaged by their sums of exponentials (Flash-Decoding,
+    https://crfm.stanford.edu/2023/10/12/flashdecoding.html). A query alone becomes two: for a single one of given
+    length cuDNN 9.19 gives a wrong lse.
+    """
+    (*batch, _, h, d), (t, g, e) = q.shape, v.shape[-3:]
+    b, r = prod(batch), h // g
+    parts, queries = parts_of_row(b * g, t), max(r, 2)
+    each = jnp.swapaxes(q.reshape(b, g, r, d), 1, 2)[:, None]
+    each = jnp.broadcast_to(each, (b, parts, queries, g, d)).reshape(b * parts, queries, g, d)
+    keys, values = (x.reshape(b * parts, t // parts, g, -1) for x in (k, v))
+    if segments is not None:
+        segments = _of_parts(segments.reshape(b, 4), queries, parts, t // parts)
+    out, lse = run(each, keys, values, segments)
+    out, lse = out[:, :r].reshape(b, parts, r, g, e), lse[:, :, :r].reshape(b, parts, g, r)
+    if parts == 1:
+        out, lse = out[:, 0], lse[:, 0]
+    else:
+        out, lse = _merged(out, lse)
+    return jnp.swapaxes(out, 1, 2).reshape(q.shape[:-1] + (e,)), lse.reshape(*batch, h, 1)
+
+
+def _of_parts(segments, queries: int, parts: int, width: int):
+    """i32[b, 4] of one query and its keys -> i32[b * parts, 1, 4] of `queries` and the keys that lie in each part."""
+    first_query, count, first, keys = (x[:, None] for x in segments.T)
+    at = width * jnp.arange(parts, dtype=segments.dtype)
+    begin, end = (jnp.clip(x - at, 0, width) for x in (first, first + keys))
+    there = (first_query >= 0) & (count > 0)
+    each = jnp.stack(jnp.broadcast_arrays(0, jnp.where(there, queries, 0), begin, end - begin), -1)
+    return each.reshape(-1, 1, 4).astype(segments.dtype)
+
+
+def _merged(out, lse):
+    """out [b, parts, r, g, e], lse [b, parts, g, r] -> the same of all parts' keys."""
+    top = finite_top(jnp.max(lse, 1))
+    weights = jnp.exp(lse - top[:, None])
+    total = jnp.sum(weights, 1)
+    share = weights / jnp.where(total == 0, 1, total)[:, None]
+    return jnp.einsum("bpgr,bprge->brge", share, out.astype(lse.dtype)).astype(out.dtype), top + jnp.log(total)
