@@ -12,8 +12,13 @@ from te_jax import fp8
 from te_jax.flax._common import check_floating, later
 from te_jax.flax._state import attention_metas, describe
 from te_jax.layers.attention_fp8 import attention_fp8, attention_fp8_refuses, untouched
-from te_jax.ops.attention import dot_product_attention, dot_product_attention_packed
+from te_jax.ops.attention import (
+    dot_product_attention,
+    dot_product_attention_kv_packed,
+    dot_product_attention_packed,
+)
 from te_jax.ops.attention_op import parts_of
+from te_jax.ops.attention_reference import parts
 from te_jax.sharding import HEAD_AXES
 
 LAYOUTS = ("bs3hd", "bshd_bs2hd", "bshd_bshd_bshd", "t3hd", "thd_t2hd", "thd_thd_thd")
@@ -120,7 +125,7 @@ class DotProductAttention(nn.Module):
         """
         self._refuse(score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
         arrays = self._unpack(query, key, value)
-        self._check(*(parts_of(*arrays) if len(arrays) == 1 else arrays), sequence_descriptor)
+        self._check(*parts_of(*arrays), sequence_descriptor)
         if sequence_descriptor is not None and self.max_segments_per_seq > 1:
             sequence_descriptor = sequence_descriptor.of_runs(self.max_segments_per_seq)
         dropping = self.attention_dropout > 0 and not deterministic
@@ -148,14 +153,14 @@ class DotProductAttention(nn.Module):
 
     def _attend(self, arrays, **options):
         """`dot_product_attention`, in FP8 where the recipe says so and FP8 attention serves the call."""
-        packed, metas = len(arrays) == 1, attention_metas(self)
+        metas = attention_metas(self)
         if metas is not None:
-            why_not = attention_fp8_refuses(*(parts_of(*arrays) if packed else arrays), **options)
+            why_not = attention_fp8_refuses(*parts_of(*arrays), **options)
             if not why_not:
-                parts = (arrays[0][:, :, i] for i in range(3)) if packed else arrays
-                return attention_fp8(*parts, recipe=fp8.current_recipe(), metas=metas, **options)
+                return attention_fp8(*parts(*arrays), recipe=fp8.current_recipe(), metas=metas, **options)
             _warn_wide(why_not)
-        result = (dot_product_attention_packed if packed else dot_product_attention)(*arrays, **options)
+        attend = (dot_product_attention_packed, dot_product_attention_kv_packed, dot_product_attention)[len(arrays) - 1]
+        result = attend(*arrays, **options)
         if metas is None:
             return result
         return jax.tree.map(lambda x: untouched(x, metas), result)
@@ -168,7 +173,7 @@ class DotProductAttention(nn.Module):
         return _SoftmaxOffset(self.num_attention_heads, name=held)()
 
     def _unpack(self, query, key, value):
-        """(qkv,) or (query, key, value), as `qkv_layout` has them, batch first."""
+        """(qkv,), (query, kv) or (query, key, value), as `qkv_layout` has them, batch first."""
         layout = self.qkv_layout.lower()
         if layout not in LAYOUTS:
             raise ValueError(f"{describe(self)}: qkv_layout is {self.qkv_layout!r}; pass one of {LAYOUTS}.")
@@ -183,10 +188,8 @@ class DotProductAttention(nn.Module):
             shape = "[b, s, heads, d]" if slots == 1 else f"[b, s, {slots}, heads, d]"
             if x.ndim != (4 if slots == 1 else 5) or (slots > 1 and x.shape[2] != slots):
                 raise ValueError(f"{describe(self)}: {name} has shape {x.shape}; qkv_layout {layout!r} takes {shape}.")
-        if separate == 2:
-            key, value = key[:, :, 0], key[:, :, 1]
-        arrays = (query,) if separate == 1 else (query, key, value)
-        return tuple(jnp.swapaxes(x, 0, 1) for x in arrays) if self.transpose_batch_sequence else arrays
+        given = tuple(x for _, x, _ in arrays[:separate])
+        return tuple(jnp.swapaxes(x, 0, 1) for x in given) if self.transpose_batch_sequence else given
 
     def _check(self, query, key, value, sequence_descriptor):
         groups = self.num_attention_heads if self.num_gqa_groups is None else self.num_gqa_groups

@@ -14,6 +14,7 @@ from te_jax.flax.attention import DotProductAttention, check_heads
 from te_jax.flax.cache import KVCache
 from te_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral
 from te_jax.ops.attention import SequenceDescriptor
+from te_jax.ops.attention_reference import parts
 from te_jax.ops.rope import Scaling, check_rotary, rope
 from te_jax.sharding import (
     BATCH_AXES,
@@ -182,7 +183,7 @@ class MultiHeadAttention(nn.Module):
             positions = cache.positions if cache and positions is None else positions
             at_q, at_kv = self._positions(positions, mask, inputs_q, None if self_attention else inputs_kv)
             query = self._rotate(query, at_q, turned=2 if key is None else None)
-            key = key if key is None else self._rotate(key, at_kv)
+            key = key if key is None else self._rotate(key, at_kv, turned=1 if value is None else None)
         elif positions is not None:
             raise ValueError(f"{describe(self)}: positions are for RoPE; set enable_rotary_pos_emb, or leave them out.")
         tensors = dict(score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
@@ -250,7 +251,8 @@ class MultiHeadAttention(nn.Module):
         """query [b, s, h, d], key and value [b, t, g, d], norm output, inputs_q for the residual connection or None;
         inputs_kv None is self-attention.
 
-        query [b, s, 3, h, d], None and None where all three are side by side and attention reads them there.
+        What one projection makes attention reads side by side: query [b, s, 3, h, d], None and None, or query, key
+        [b, t, 2, g, d] and None.
         """
         wide, narrow = self.num_attention_heads * self.head_dim, self._groups() * self.head_dim
         each, fields = (
@@ -282,7 +284,7 @@ class MultiHeadAttention(nn.Module):
             rest = [module(normed if inputs_kv is None else inputs_kv) for module in others.values()]
         query = self._heads(checkpoint_name(query, "query_proj"))
         if names == _QUERY_KV:
-            return query, *_parts(self._joined(checkpoint_name(rest[0], "combined_kv_proj"))), normed, through
+            return query, self._joined(checkpoint_name(rest[0], "combined_kv_proj")), None, normed, through
         key, value = (self._heads(checkpoint_name(x, f"{name}_proj")) for x, name in zip(rest, others))
         return query, key, value, normed, through
 
@@ -330,10 +332,10 @@ class MultiHeadAttention(nn.Module):
         if isinstance(mask, SequenceDescriptor):
             mask, described = None, mask
         if cache:
-            keys, values = cache.extend(*((key, value) if key is not None else _parts(query)[1:]))
+            alone, *both = parts(*(x for x in (query, key, value) if x is not None))
+            keys, values = cache.extend(*both)
             if not cache.fresh:
-                query = query if key is not None else _parts(query)[0]
-                key, value = keys, values
+                query, key, value = alone, keys, values
             mask, bias = cache.columns("mask", mask), cache.columns("bias", bias)
             mask_type, described = cache.mask_type(mask_type), cache.descriptor()
         context = DotProductAttention(
@@ -345,7 +347,7 @@ class MultiHeadAttention(nn.Module):
             attn_bias_type=self.attn_bias_type,
             dropout_rng_name=self.dropout_rng_name,
             float32_logits=self.float32_logits,
-            qkv_layout="bs3hd" if key is None else "bshd_bshd_bshd",
+            qkv_layout="bs3hd" if key is None else "bshd_bs2hd" if value is None else "bshd_bshd_bshd",
             scale_factor=None if self.scale_attn_logits else 1.0,
             transpose_batch_sequence=self.transpose_batch_sequence,
             window_size=self.window_size,
@@ -377,11 +379,6 @@ def check_rotary_fields(module: nn.Module, head_dim: int, on: bool, switches: st
     check_rotary(
         describe(module), head_dim, module.rotary_pos_emb_dim, module.rotary_pos_emb_scaling, "rotary_pos_emb_"
     )
-
-
-def _parts(joined) -> tuple[jax.Array, ...]:
-    """[b, s, n, heads, d] -> n arrays [b, s, heads, d]."""
-    return tuple(joined[:, :, i] for i in range(joined.shape[2]))
 
 
 def _stacked(*inits: Initializer) -> Initializer:
