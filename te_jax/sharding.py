@@ -118,11 +118,15 @@ def check_current_mesh_resource() -> None:
         check_mesh_resource(resource)
 
 
-def logical_axis_map(resource: MeshResource) -> dict[str, str | None]:
-    """Logical axis name -> mesh axis (None: replicated), for `resource` on the mesh in force."""
+def logical_axis_map(resource: MeshResource) -> dict[str, str | tuple[str, ...] | None]:
+    """Logical axis name -> mesh axis (None: replicated), for `resource` on the mesh in force.
+
+    The batch lies on dp and fsdp together where both have more than one device: fsdp is data parallelism too.
+    """
     check_mesh_resource(resource)
     sizes = _axis_sizes()
-    batch = resource.fsdp_resource if sizes.get(resource.fsdp_resource, 1) > 1 else resource.dp_resource
+    data = tuple(axis for axis in (resource.dp_resource, resource.fsdp_resource) if sizes.get(axis, 1) > 1)
+    batch = data if len(data) > 1 else data[0] if data else resource.dp_resource
     tensor = resource.tpsp_resource if sizes.get(resource.tpsp_resource, 1) > 1 else resource.tp_resource
     return {
         BATCH_AXES: batch,
@@ -188,6 +192,25 @@ def _check_rule(rule) -> None:
     )
 
 
+def gathered_axes(shard: Sequence[str | None] | None, whole: Sequence[str | None] | None):
+    """`whole`, the logical axes of an array that lies by those of `shard` before, where the two differ on the mesh and
+    the constraint below acts; else None."""
+    if shard is None or whole is None or not _constrains():
+        return None
+    from flax import linen as nn
+
+    specs = (nn.logical_to_mesh_axes(tuple(axes), nn.get_logical_axis_rules()) for axes in (shard, whole))
+    return None if next(specs) == next(specs) else tuple(whole)
+
+
+def _constrains() -> bool:
+    """Whether logical axis rules are in force on a mesh of Auto axes."""
+    from flax import linen as nn  # late: the ops do not need Flax
+
+    mesh = jax.sharding.get_abstract_mesh()
+    return bool(nn.get_logical_axis_rules()) and not mesh.empty and set(mesh.axis_types) == {AxisType.Auto}
+
+
 def with_sharding_constraint_by_logical_axes(x: jax.Array, axes: Sequence[str | None] | None) -> jax.Array:
     """x, constrained to what Flax's logical axis rules in force make of `axes` (one name per dimension).
 
@@ -206,7 +229,7 @@ def with_sharding_constraint_by_logical_axes(x: jax.Array, axes: Sequence[str | 
             f"{x.shape}; give one name (or None) per dimension."
         )
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
+    if not _constrains():
         return x
     spec = nn.logical_to_mesh_axes(tuple(axes), rules)
     named = {name for entry in spec if entry for name in ((entry,) if isinstance(entry, str) else entry)}

@@ -27,6 +27,7 @@ from te_jax.sharding import (
     W_JOINED_AXES,
     W_NO_SHARD_AXES,
     W_TP_AXES,
+    gathered_axes,
 )
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
@@ -189,6 +190,8 @@ class MultiHeadAttention(nn.Module):
         context = self._attend(query, key, value, mask, bias, deterministic, tensors, cache)
         context = context.reshape(*context.shape[:2], -1)
         context = constrain(context, activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_TP_AXES))
+        outside = activation_axes(self, BATCH_AXES, self._sequence(), HIDDEN_AXES)
+        whole = activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES)
         out = DenseGeneral(
             features=inputs_q.shape[-1],
             kernel_init=kernel_initializer(self.kernel_init, distribution="normal"),
@@ -196,8 +199,13 @@ class MultiHeadAttention(nn.Module):
             bias_axes=(W_NO_SHARD_AXES,),
             name="out",
             **self._dense_fields(adapt=lora_scope(self)[1]),
-        )(context, residual=through if residual else None)
+        )(context, residual=through if residual else None, out=inputs_q, grad_axes=gathered_axes(outside, whole))
+        out = constrain(out, outside)
         return checkpoint_name(out, "out_proj"), normed
+
+    def _sequence(self) -> str:
+        """The logical axis of the sequence outside the GEMMs."""
+        return SEQLEN_TP_AXES if self.enable_sequence_parallel else SEQLEN_AXES
 
     def _groups(self) -> int:
         return self.num_attention_heads if self.num_gqa_groups is None else self.num_gqa_groups
@@ -231,7 +239,6 @@ class MultiHeadAttention(nn.Module):
         )
 
     def _norm_dense(self, name: str, want_norm: bool, **fields) -> LayerNormDenseGeneral:
-        sequence = SEQLEN_TP_AXES if self.enable_sequence_parallel else SEQLEN_AXES
         return LayerNormDenseGeneral(
             enable_layernorm=self.input_layernorm,
             layernorm_type=self.layernorm_type,
@@ -240,7 +247,7 @@ class MultiHeadAttention(nn.Module):
             scale_axes=(W_NO_SHARD_AXES,),
             ln_bias_axes=(W_NO_SHARD_AXES,),
             return_layernorm_output=want_norm or self.return_layernorm_output,
-            layernorm_input_axes=activation_axes(self, BATCH_AXES, sequence, HIDDEN_AXES),
+            layernorm_input_axes=activation_axes(self, BATCH_AXES, self._sequence(), HIDDEN_AXES),
             dot_input_axes=activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES),
             name=name,
             **fields,
