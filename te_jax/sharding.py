@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
+from te_jax._op import on_explicit_mesh
+
 # Logical axes of activations ...
 BATCH_AXES = "nvte_batch"
 SEQLEN_AXES = "nvte_seqlen"
@@ -190,6 +192,35 @@ def _check_rule(rule) -> None:
     raise ValueError(
         f"extend_logical_axis_rules: the rule {rule!r} is not a pair (logical name, mesh axis, tuple of them or None)."
     )
+
+
+def head_axes() -> tuple[str, ...]:
+    """The mesh axes over which attention heads are split under Auto axes, by the logical axis rules in force, or else
+    by the MeshResource; () where neither says it, or no mesh is in force."""
+    mesh, resource = jax.sharding.get_abstract_mesh(), current_mesh_resource()
+    if mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
+        return ()
+    if _constrains():
+        from flax import linen as nn
+
+        (axes,) = nn.logical_to_mesh_axes((HEAD_AXES,), nn.get_logical_axis_rules())
+    else:
+        axes = resource and logical_axis_map(resource)[HEAD_AXES]
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def place_axis(x: jax.Array, axis: int, names: tuple[str, ...]) -> jax.Array:
+    """x, one axis of it split over the mesh axes `names` (() is over none) and the others as they were; where the types
+    or the mesh in force know of shardings."""
+    at = axis % x.ndim
+    if on_explicit_mesh(jax.typeof(x)):
+        spec = (*jax.typeof(x).sharding.spec, *[None] * x.ndim)[: x.ndim]
+        return jax.sharding.reshard(x, PartitionSpec(*spec[:at], names or None, *spec[at + 1 :]))
+    if not names and not head_axes():
+        return x
+    spec = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    spec[at] = names or None
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
 
 def gathered_axes(shard: Sequence[str | None] | None, whole: Sequence[str | None] | None):

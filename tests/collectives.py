@@ -53,29 +53,30 @@ def parse(text: str, mesh) -> list[Collective]:
             groups = _groups(match["kind"], line)
             if max(map(len, groups), default=1) > 1:
                 one = _collective(match, groups, mesh)
-                sliced = one.kind == "all-reduce" and _is_sliced(line, users)
+                sliced = one.kind == "all-reduce" and _is_sliced(line, users, one.bytes // max(map(len, groups)))
                 found.append(one._replace(kind="reduce-scatter") if sliced else one)
     return found
 
 
-_DEFINED = re.compile(r"^\s*(?:ROOT )?(%\S+) = (?:\(.*?\)|\S+) ([\w-]+)\((.*?)\)")
+_DEFINED = re.compile(r"^\s*(?:ROOT )?(%\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)")
 
 
-def _users(text) -> dict[str, list[tuple[str, str]]]:
-    """{value: [(what uses it, by which operation)]}."""
+def _users(text) -> dict[str, list[tuple[str, str, str]]]:
+    """{value: [(what uses it, its type, by which operation)]}."""
     users = collections.defaultdict(list)
-    for name, operation, operands in (m.groups() for m in map(_DEFINED.search, text.splitlines()) if m):
+    for *user, operands in (m.groups() for m in map(_DEFINED.search, text.splitlines()) if m):
         for operand in re.findall(r"%[\w.-]+", operands):
-            users[operand].append((name, operation))
+            users[operand].append(tuple(user))
     return users
 
 
-def _is_sliced(line, users) -> bool:
-    """Whether nothing but one slice of the value of this line is used."""
+def _is_sliced(line, users, size) -> bool:
+    """Whether nothing but one slice of `size` bytes, a device's part, of the value of this line is used."""
     name = _DEFINED.search(line)[1]
-    while len(users[name]) == 1 and users[name][0][1] in ("copy", "bitcast", "reshape", "convert", "transpose"):
+    while len(users[name]) == 1 and users[name][0][2] in ("copy", "bitcast", "reshape", "transpose"):
         name = users[name][0][0]
-    return [operation for _, operation in users[name]] == ["dynamic-slice"]
+    slices = [kind for _, kind, operation in users[name] if operation == "dynamic-slice"]
+    return len(users[name]) == len(slices) == 1 and _array(*_ARRAY.search(slices[0]).groups())[1] == size
 
 
 def _collective(match, groups, mesh):
