@@ -285,9 +285,7 @@ class Op:
             return self._bind(params, args)
 
         def partition(mesh, arg_infos, out_infos):
-            # What is not placed yet has a sharding without a spec.
-            spec = lambda info: getattr(info.sharding, "spec", PartitionSpec())
-            specs = [[spec(i) for i in infos] for infos in (arg_infos, out_infos)]
+            specs = [[_placement(mesh, info) for info in infos] for infos in (arg_infos, out_infos)]
             ins, res, run = self._shards(rule, ranks, sizes, mesh, *specs, params)
             named = lambda specs: tuple(NamedSharding(mesh, s) for s in specs)
 
@@ -302,6 +300,7 @@ class Op:
         call = custom_partitioning(lambda *args: self._bind(params, args))
         call.def_partition(
             partition=partition,
+            decode_shardings=False,  # jax's own decoding raises where a part of a mesh axis splits an array
             sharding_rule=text,
             need_replication_factors=tuple(names[f] for f in fixed if f in names),
             **{names[f]: sizes[f] for f in inner},
@@ -331,8 +330,9 @@ class Op:
             if scattered[-1]:  # the operands stay where they lie
                 axes |= {f: names for f, names in summed.items() if f not in axes and not used & set(names)}
                 used |= over
+        taken = set().union(*scattered)
         for factor, names in (pair for known in (*asked, *placed) for pair in known):  # results choose first, then left
-            if factor not in axes and not used & set(names):
+            if factor not in axes and factor not in taken and not used & set(names):
                 axes[factor] = names
                 used |= set(names)
         return _Shards(self, rule, ins, res, axes, scattered, params).all()
@@ -391,6 +391,34 @@ class _Shards:
         sums = [factors for o, factors in zip(self.rule.outputs, self.res) if o.name in self.op.combine]
         first = [lax.axis_index(n) == 0 for n in sorted({n for factors in sums for n in self._dropped(factors)})]
         return jnp.where(jnp.all(jnp.stack(first)), arg, 0).astype(arg.dtype) if first else arg
+
+
+def _placement(mesh, info) -> PartitionSpec:
+    """How the mesh axes split an operand or result; an axis of it that they split in another way is as if unsplit."""
+    if info.sharding is None or mesh.empty or not info.shape:
+        return PartitionSpec()
+    try:
+        where = info.sharding.devices_indices_map(info.shape)
+    except AssertionError:  # jax's, for an axis of a size that its shards do not divide
+        return PartitionSpec()
+    slices = [where[device] for device in mesh.devices.flat]
+    starts = [np.reshape([s[i].start or 0 for s in slices], mesh.devices.shape) for i in range(len(info.shape))]
+    return PartitionSpec(*map(partial(_splitting_axes, mesh), starts, info.shape))
+
+
+def _splitting_axes(mesh, starts, size):
+    """The mesh axes, the outermost first, that split an axis of `size` whose shards begin at `starts`; else None."""
+    steps = {}
+    for at, name in enumerate(mesh.axis_names):
+        second = [0] * starts.ndim
+        second[at] = min(1, starts.shape[at] - 1)
+        steps[name] = int(starts[tuple(second)])
+    names = tuple(sorted((name for name, step in steps.items() if step), key=lambda name: -steps[name]))
+    want, numbers = 0, np.indices(starts.shape)
+    for name in names:
+        size = size // mesh.shape[name]
+        want = want + size * numbers[mesh.axis_names.index(name)]
+    return names if names and np.array_equal(starts, want) else None
 
 
 def _names(entry) -> tuple[str, ...]:

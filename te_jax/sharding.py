@@ -37,7 +37,7 @@ class MeshResource:
     tp_resource:   tensor parallel: heads, hidden width.
     tpsp_resource: tensor and sequence parallel in one: as tp, and the sequence outside the GEMMs. tp and tpsp
                    may not both have more than one device.
-    fsdp_resource: fully sharded data parallel: the batch, and the weights.
+    fsdp_resource: fully sharded data parallel: the batch (beside dp, if both are there), and the weights.
     pp_resource, cp_resource, ep_resource: pipeline, context (sequence in attention), expert parallel.
     """
 
@@ -54,6 +54,17 @@ class MeshResource:
             value = getattr(self, field.name)
             if value is not None and not isinstance(value, str):
                 raise TypeError(f"MeshResource: {field.name} is {value!r}; pass the name of a mesh axis, or None.")
+        self._check_roles()
+
+    def _check_roles(self):
+        roles = {}
+        for field in fields(self):
+            axis = getattr(self, field.name)
+            if axis is not None and roles.setdefault(axis, field.name) != field.name:
+                raise ValueError(
+                    f"MeshResource: {roles[axis]} and {field.name} are both {axis!r}; give each an axis of its own, "
+                    "or leave one None (fsdp shards the batch as well, tpsp is tensor parallelism too)."
+                )
 
 
 ShardingResource = MeshResource  # its name in older code, with the first two fields
