@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import te_jax as te
 import te_jax.flax as te_flax
 from te_jax import recipe
+from te_jax.flax._common import Dropout
 from te_jax.ops.attention import dot_product_attention
 
 pytestmark = pytest.mark.usefixtures("on_host")
@@ -321,9 +322,24 @@ def test_dropout(what, kind):
     mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(KINDS[kind],) * 2)
     with jax.set_mesh(mesh):
         whole = jax.device_put(params, NamedSharding(mesh, P()))
-        placed = jax.device_put(x, NamedSharding(mesh, P("dp", "tp")))
+        placed = jax.device_put(x, NamedSharding(mesh, P("dp", "tp" if what == "mlp" else None)))
         got = [np.asarray(run(whole, placed)) for _ in range(2)]
     np.testing.assert_array_equal(*got)
     assert relative_error(got[0], want) < 1e-5
     rows = got[0].reshape(B, -1)
     assert all(not np.allclose(rows[i], rows[j], atol=1e-3) for i in range(B) for j in range(i))
+
+
+@pytest.mark.parametrize("dims", [(), (1,)], ids=["each", "shared"])
+def test_dropout_module(dims):
+    """Flax's masks on an Explicit mesh, and another one for every shard inside of shard_map."""
+    x, mesh = jnp.ones((B, S, H)), jax.make_mesh((8,), ("dp",), axis_types=(AxisType.Explicit,))
+    of = lambda kind: lambda x: kind(0.5, dims).apply({}, x, False, rngs={"dropout": KEY})
+    with jax.set_mesh(mesh):
+        got = jax.jit(of(Dropout))(jax.device_put(x, NamedSharding(mesh, P("dp"))))
+    assert got.sharding.spec[0] == "dp"
+    np.testing.assert_array_equal(got, of(nn.Dropout)(x))
+    mesh = jax.make_mesh((8,), ("dp",), axis_types=(AxisType.Auto,))
+    got = np.asarray(jax.jit(jax.shard_map(of(Dropout), mesh=mesh, in_specs=P("dp"), out_specs=P("dp")))(x))
+    assert abs((got == 2).mean() - 0.5) < (0.05 if dims else 0.03) and set(np.unique(got)) == {0.0, 2.0}
+    assert len({row.tobytes() for row in got}) == B

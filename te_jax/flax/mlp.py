@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from te_jax import fp8
 from te_jax.flax._common import (
     Axes,
+    Dropout,
     Initializer,
     check_floating,
     kernel_initializer,
@@ -137,7 +138,7 @@ class LayerNormMLP(nn.Module):
         z = activation(z, self.activations, self.activation_params)
         if self.intermediate_dropout_rate > 0:
             dims, stream = tuple(self.intermediate_hidden_dropout_dims), self.intermediate_dropout_rng_name
-            z = nn.Dropout(self.intermediate_dropout_rate, dims, rng_collection=stream)(z, deterministic)
+            z = Dropout(self.intermediate_dropout_rate, dims, rng_collection=stream)(z, deterministic)
         z = constrain(z, self.dot_2_input_axes)
         ends = dict(out=inputs, grad_axes=self._grad_axes())
         y = dense(z, wo[0], wo[1], through if own else added, **ends, **precision(self, "_1"))
