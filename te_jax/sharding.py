@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
+from te_jax._op import on_explicit_mesh
+
 # Logical axes of activations ...
 BATCH_AXES = "nvte_batch"
 SEQLEN_AXES = "nvte_seqlen"
@@ -35,7 +37,7 @@ class MeshResource:
     tp_resource:   tensor parallel: heads, hidden width.
     tpsp_resource: tensor and sequence parallel in one: as tp, and the sequence outside the GEMMs. tp and tpsp
                    may not both have more than one device.
-    fsdp_resource: fully sharded data parallel: the batch, and the weights.
+    fsdp_resource: fully sharded data parallel: the batch (beside dp, if both are there), and the weights.
     pp_resource, cp_resource, ep_resource: pipeline, context (sequence in attention), expert parallel.
     """
 
@@ -52,6 +54,17 @@ class MeshResource:
             value = getattr(self, field.name)
             if value is not None and not isinstance(value, str):
                 raise TypeError(f"MeshResource: {field.name} is {value!r}; pass the name of a mesh axis, or None.")
+        self._check_roles()
+
+    def _check_roles(self):
+        roles = {}
+        for field in fields(self):
+            axis = getattr(self, field.name)
+            if axis is not None and roles.setdefault(axis, field.name) != field.name:
+                raise ValueError(
+                    f"MeshResource: {roles[axis]} and {field.name} are both {axis!r}; give each an axis of its own, "
+                    "or leave one None (fsdp shards the batch as well, tpsp is tensor parallelism too)."
+                )
 
 
 ShardingResource = MeshResource  # its name in older code, with the first two fields
@@ -118,11 +131,15 @@ def check_current_mesh_resource() -> None:
         check_mesh_resource(resource)
 
 
-def logical_axis_map(resource: MeshResource) -> dict[str, str | None]:
-    """Logical axis name -> mesh axis (None: replicated), for `resource` on the mesh in force."""
+def logical_axis_map(resource: MeshResource) -> dict[str, str | tuple[str, ...] | None]:
+    """Logical axis name -> mesh axis (None: replicated), for `resource` on the mesh in force.
+
+    The batch lies on dp and fsdp together where both have more than one device: fsdp is data parallelism too.
+    """
     check_mesh_resource(resource)
     sizes = _axis_sizes()
-    batch = resource.fsdp_resource if sizes.get(resource.fsdp_resource, 1) > 1 else resource.dp_resource
+    data = tuple(axis for axis in (resource.dp_resource, resource.fsdp_resource) if sizes.get(axis, 1) > 1)
+    batch = data if len(data) > 1 else data[0] if data else resource.dp_resource
     tensor = resource.tpsp_resource if sizes.get(resource.tpsp_resource, 1) > 1 else resource.tp_resource
     return {
         BATCH_AXES: batch,
@@ -188,6 +205,54 @@ def _check_rule(rule) -> None:
     )
 
 
+def head_axes() -> tuple[str, ...]:
+    """The mesh axes over which attention heads are split under Auto axes, by the logical axis rules in force, or else
+    by the MeshResource; () where neither says it, or no mesh is in force."""
+    mesh, resource = jax.sharding.get_abstract_mesh(), current_mesh_resource()
+    if mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
+        return ()
+    if _constrains():
+        from flax import linen as nn
+
+        (axes,) = nn.logical_to_mesh_axes((HEAD_AXES,), nn.get_logical_axis_rules())
+    else:
+        axes = resource and logical_axis_map(resource)[HEAD_AXES]
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def place_axis(x: jax.Array, axis: int, names: tuple[str, ...]) -> jax.Array:
+    """x, one axis of it split over the mesh axes `names` (() is over none) and the others as they were; where the types
+    or the mesh in force know of shardings."""
+    at = axis % x.ndim
+    if on_explicit_mesh(jax.typeof(x)):
+        spec = (*jax.typeof(x).sharding.spec, *[None] * x.ndim)[: x.ndim]
+        return jax.sharding.reshard(x, PartitionSpec(*spec[:at], names or None, *spec[at + 1 :]))
+    if not names and not head_axes():
+        return x
+    spec = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    spec[at] = names or None
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+def gathered_axes(shard: Sequence[str | None] | None, whole: Sequence[str | None] | None):
+    """`whole`, the logical axes of an array that lies by those of `shard` before, where the two differ on the mesh and
+    the constraint below acts; else None."""
+    if shard is None or whole is None or not _constrains():
+        return None
+    from flax import linen as nn
+
+    specs = (nn.logical_to_mesh_axes(tuple(axes), nn.get_logical_axis_rules()) for axes in (shard, whole))
+    return None if next(specs) == next(specs) else tuple(whole)
+
+
+def _constrains() -> bool:
+    """Whether logical axis rules are in force on a mesh of Auto axes."""
+    from flax import linen as nn  # late: the ops do not need Flax
+
+    mesh = jax.sharding.get_abstract_mesh()
+    return bool(nn.get_logical_axis_rules()) and not mesh.empty and set(mesh.axis_types) == {AxisType.Auto}
+
+
 def with_sharding_constraint_by_logical_axes(x: jax.Array, axes: Sequence[str | None] | None) -> jax.Array:
     """x, constrained to what Flax's logical axis rules in force make of `axes` (one name per dimension).
 
@@ -206,7 +271,7 @@ def with_sharding_constraint_by_logical_axes(x: jax.Array, axes: Sequence[str | 
             f"{x.shape}; give one name (or None) per dimension."
         )
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
+    if not _constrains():
         return x
     spec = nn.logical_to_mesh_axes(tuple(axes), rules)
     named = {name for entry in spec if entry for name in ((entry,) if isinstance(entry, str) else entry)}

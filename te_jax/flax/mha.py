@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from te_jax._op import on_explicit_mesh
 from te_jax.flax._common import Initializer, activation_axes, check_floating, kernel_initializer, lora_scope
 from te_jax.flax._state import describe
 from te_jax.flax.attention import DotProductAttention, check_heads
@@ -28,6 +29,9 @@ from te_jax.sharding import (
     W_JOINED_AXES,
     W_NO_SHARD_AXES,
     W_TP_AXES,
+    gathered_axes,
+    head_axes,
+    place_axis,
 )
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
@@ -190,6 +194,8 @@ class MultiHeadAttention(nn.Module):
         context = self._attend(query, key, value, mask, bias, deterministic, tensors, cache)
         context = context.reshape(*context.shape[:2], -1)
         context = constrain(context, activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_TP_AXES))
+        outside = activation_axes(self, BATCH_AXES, self._sequence(), HIDDEN_AXES)
+        whole = activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES)
         out = DenseGeneral(
             features=inputs_q.shape[-1],
             kernel_init=kernel_initializer(self.kernel_init, distribution="normal"),
@@ -197,8 +203,13 @@ class MultiHeadAttention(nn.Module):
             bias_axes=(W_NO_SHARD_AXES,),
             name="out",
             **self._dense_fields(adapt=lora_scope(self)[1]),
-        )(context, residual=through if residual else None)
+        )(context, residual=through if residual else None, out=inputs_q, grad_axes=gathered_axes(outside, whole))
+        out = constrain(out, outside)
         return checkpoint_name(out, "out_proj"), normed
+
+    def _sequence(self) -> str:
+        """The logical axis of the sequence outside the GEMMs."""
+        return SEQLEN_TP_AXES if self.enable_sequence_parallel else SEQLEN_AXES
 
     def _groups(self) -> int:
         return self.num_attention_heads if self.num_gqa_groups is None else self.num_gqa_groups
@@ -232,7 +243,6 @@ class MultiHeadAttention(nn.Module):
         )
 
     def _norm_dense(self, name: str, want_norm: bool, **fields) -> LayerNormDenseGeneral:
-        sequence = SEQLEN_TP_AXES if self.enable_sequence_parallel else SEQLEN_AXES
         return LayerNormDenseGeneral(
             enable_layernorm=self.input_layernorm,
             layernorm_type=self.layernorm_type,
@@ -241,7 +251,7 @@ class MultiHeadAttention(nn.Module):
             scale_axes=(W_NO_SHARD_AXES,),
             ln_bias_axes=(W_NO_SHARD_AXES,),
             return_layernorm_output=want_norm or self.return_layernorm_output,
-            layernorm_input_axes=activation_axes(self, BATCH_AXES, sequence, HIDDEN_AXES),
+            layernorm_input_axes=activation_axes(self, BATCH_AXES, self._sequence(), HIDDEN_AXES),
             dot_input_axes=activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES),
             name=name,
             **fields,
@@ -290,13 +300,32 @@ class MultiHeadAttention(nn.Module):
 
     def _joined(self, joined):
         """[b, s, n, heads*d] -> [b, s, n, heads, d]."""
-        joined = joined.reshape(*joined.shape[:3], -1, self.head_dim)
+        joined = self._divisible(joined).reshape(*joined.shape[:3], -1, self.head_dim)
         axes = activation_axes(self, BATCH_AXES, SEQLEN_AXES, JOINED_AXES, HEAD_AXES, HIDDEN_AXES)
-        return constrain(joined, axes)
+        return constrain(joined, axes) if self._fits(joined) else joined
 
     def _heads(self, x):
-        x = x.reshape(*x.shape[:2], -1, self.head_dim)
-        return constrain(x, activation_axes(self, BATCH_AXES, SEQLEN_AXES, HEAD_AXES, HIDDEN_AXES))
+        x = self._divisible(x).reshape(*x.shape[:2], -1, self.head_dim)
+        axes = activation_axes(self, BATCH_AXES, SEQLEN_AXES, HEAD_AXES, HIDDEN_AXES)
+        return constrain(x, axes) if self._fits(x) else x
+
+    def _divisible(self, x):
+        """x [..., heads*d], whole on every device where the devices of tensor parallelism do not divide the heads: so
+        those of keys and values. ValueError where they do not divide the heads of queries."""
+        names, devices = _split_over(x, -1)
+        heads = x.shape[-1] // self.head_dim
+        if heads % devices == 0:
+            return x
+        if self.num_attention_heads % devices:
+            raise ValueError(
+                f"{describe(self)}: num_attention_heads is {self.num_attention_heads}, but tensor parallelism over the "
+                f"mesh axes {names} has {devices} devices; use a multiple of {devices} heads, or fewer devices."
+            )
+        return place_axis(x, -1, ())
+
+    def _fits(self, x) -> bool:
+        """Whether the devices of tensor parallelism divide the heads of x [..., heads, d]."""
+        return x.shape[-2] % _split_over(x, -2)[1] == 0
 
     def _positions(self, positions, mask, inputs_q, inputs_kv):
         """RoPE's positions of the queries and of the keys; None is 0, 1, 2, ..."""
@@ -338,10 +367,11 @@ class MultiHeadAttention(nn.Module):
                 query, key, value = alone, keys, values
             mask, bias = cache.columns("mask", mask), cache.columns("bias", bias)
             mask_type, described = cache.mask_type(mask_type), cache.descriptor()
+        key, value = _on_all_devices(query, key, value)
         context = DotProductAttention(
             head_dim=self.head_dim,
             num_attention_heads=self.num_attention_heads,
-            num_gqa_groups=self._groups(),
+            num_gqa_groups=self._groups() if key is None else key.shape[-2],
             attention_dropout=self.attention_dropout,
             attn_mask_type=mask_type,
             attn_bias_type=self.attn_bias_type,
@@ -366,6 +396,30 @@ class MultiHeadAttention(nn.Module):
             **tensors,
         )
         return cache.poisoned(context) if cache else context
+
+
+def _split_over(x, axis: int) -> tuple[tuple[str, ...], int]:
+    """The mesh axes that split the heads, which lie on `axis` of x, and the number of their devices."""
+    aval = jax.typeof(x)
+    if not on_explicit_mesh(aval):
+        names, sizes = head_axes(), jax.sharding.get_abstract_mesh().shape
+        return names, math.prod(sizes[name] for name in names)
+    spec = (*aval.sharding.spec, *[None] * x.ndim)[axis % x.ndim]
+    names = () if spec is None else spec if isinstance(spec, tuple) else (spec,)
+    return names, math.prod(aval.sharding.mesh.shape[name] for name in names)
+
+
+def _on_all_devices(query, key, value):
+    """key and value [b, t, g, d], each head repeated for the devices of tensor parallelism that share it where these do
+    not divide g: a device then has the one head that its queries read, as Megatron keeps it."""
+    if key is None:
+        return key, value
+    names, devices = _split_over(query, -2)
+    copies = math.lcm(key.shape[-2], devices) // key.shape[-2]
+    if copies == 1:
+        return key, value
+    repeat = lambda x: jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], copies, x.shape[-1]))
+    return tuple(place_axis(repeat(x).reshape(*x.shape[:-2], -1, x.shape[-1]), -2, names) for x in (key, value))
 
 
 def check_rotary_fields(module: nn.Module, head_dim: int, on: bool, switches: str):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from te_jax.flax._common import Initializer, activation_axes, check_floating, lora_scope
+from te_jax.flax._common import Dropout, Initializer, activation_axes, check_floating, lora_scope
 from te_jax.flax._state import describe
 from te_jax.flax.cache import extent
 from te_jax.flax.mha import MultiHeadAttention, check_rotary_fields
@@ -372,13 +372,11 @@ class TransformerLayer(nn.Module):
             return self._residual_layout(x)
         stream = self.dropout_rng_name
         if self.hidden_dropout > 0:
-            x = nn.Dropout(self.hidden_dropout, tuple(self.hidden_dropout_dims), rng_collection=stream)(
-                x, deterministic
-            )
+            x = Dropout(self.hidden_dropout, tuple(self.hidden_dropout_dims), rng_collection=stream)(x, deterministic)
         if self.drop_path > 0:
             batch = 1 if self.transpose_batch_sequence else 0
             shared = tuple(axis for axis in range(x.ndim) if axis != batch)
-            x = nn.Dropout(self.drop_path, shared, rng_collection=stream)(x, deterministic)
+            x = Dropout(self.drop_path, shared, rng_collection=stream)(x, deterministic)
         if self.apply_residual_connection_post_layernorm:
             residual = normed
         return self._residual_layout(x + residual)
