@@ -135,8 +135,8 @@ def keep_earlier(out: pathlib.Path) -> None:
 
 def run(args, out: pathlib.Path) -> int:
     """All that is asked for, on all devices; the exit code. Raises what stops it."""
-    mesh.check(args)
     devices = mesh.make(args)
+    mesh.check(args)
     if not args.resume and cluster.is_first():
         keep_earlier(out)
     cluster.wait_for_all("earlier runs are out of the way")

@@ -15,7 +15,9 @@ def start(args) -> None:
     numbers = {"--processes": args.processes, "--process-id": args.process_id}
     given = [flag for flag, value in numbers.items() if value is not None]
     if args.coordinator in (None, "auto") and given:
-        raise ValueError(f"{' and '.join(given)} need --coordinator HOST:PORT, the address of process 0")
+        raise ValueError(
+            f"{given[0]} is given without --coordinator HOST:PORT, the address of process 0: give that too"
+        )
     if args.coordinator == "auto":
         jax.distributed.initialize()  # asks Slurm, Open MPI and others
     elif args.coordinator is not None:
