@@ -5,6 +5,7 @@ import math
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
@@ -167,6 +168,30 @@ def test_what_does_not_divide(arguments, message):
 def test_what_does_not_start(arguments, message, tmp_path, capsys):
     assert train_gpt.main([*SMALL, "--out", str(tmp_path), *arguments.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+# -- what is documented ------------------------------------------------------------------------
+
+PAGE = ROOT / "docs" / "several_devices.md"
+
+
+def test_documented_commands():
+    lines = [line for page in (PAGE, ROOT / "README.md") for line in page.read_text().splitlines()]
+    commands = [line.strip() for line in lines if line.strip().startswith("python examples/train_gpt.py")]
+    assert len([command for command in commands if "--mesh" in command]) >= 8
+    for command in commands:
+        words = shlex.split(command.replace("$i", "1").rstrip("&"), comments=True)
+        mesh.check(config.parse(words[2:], "medium"))
+
+
+@needs_8
+def test_documented_program():
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    scope = {}
+    exec(program, scope)
+    kernel = scope["variables"]["params"]["mlp"]["wi_kernel"]
+    assert kernel.addressable_data(0).size * 8 == kernel.size
+    assert scope["y"].sharding.spec[:2] == ("fsdp", "tp") and np.isfinite(scope["y"]).all()
 
 
 # -- around the program ------------------------------------------------------------------------

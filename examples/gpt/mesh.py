@@ -39,8 +39,8 @@ def make(args) -> Mesh | None:
             f"--mesh {described(args.mesh)} takes {math.prod(sizes)} devices, but {processes} process(es) have {found} "
             f"{jax.default_backend()} devices: change the sizes, or on a CPU give --devices {math.prod(sizes)}"
         )
-    # Auto axes: shardings come of the logical axis names, as constraints; under Explicit axes these do nothing, so
-    # that --sequence-parallel would not divide the sequence. (Explicit axes hit the persistent compilation cache.)
+    # Auto axes: what the logical axis names ask for are constraints. Under Explicit axes Flax's boxes of parameters
+    # refuse them, and te_jax's modules drop them, so that --sequence-parallel would not divide the sequence.
     return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes))
 
 
