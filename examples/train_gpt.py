@@ -35,6 +35,25 @@ def held_out_loss(eval_loss, state: steps.TrainState, batches) -> float:
     return float(sum(losses) / len(losses))
 
 
+def batches(args, corpus: data.Corpus, devices: jax.sharding.Mesh | None):
+    """(step -> its batch, the held-out batches), on `devices`; a process reads its rows alone."""
+    feed = mesh.Feed(devices, args.batch_size)
+
+    def batch(step):
+        return feed(data.batch(corpus.train, args.batch_size, args.seq_len, args.seed, step, feed.rows))
+
+    held_out = data.held_out_batches(corpus.held_out, args.batch_size, args.seq_len, args.eval_batches)
+    return batch, [feed(windows[feed.rows]) for windows in held_out]
+
+
+def new_progress(args, precision: str, start: int, devices: jax.sharding.Mesh | None) -> Progress:
+    tokens = args.batch_size * args.seq_len
+    peak = flops.peak(jax.devices()[0].device_kind, precision)
+    peak = peak and peak * (devices.size if devices else 1)
+    step_flops = tokens * flops.per_token(args.model, args.seq_len)
+    return Progress(precision, start, args.steps, tokens, step_flops, peak, shown=cluster.is_first())
+
+
 def train(args, precision: str, corpus: data.Corpus, out: pathlib.Path, devices: jax.sharding.Mesh | None) -> dict:
     """One run from its start, or from its last checkpoint, to --steps or --stop-at; see `summary`."""
     recipe = fp8_recipe(args) if precision == "fp8" else None
@@ -60,11 +79,7 @@ def train(args, precision: str, corpus: data.Corpus, out: pathlib.Path, devices:
         flush=True,
     )
 
-    feed = mesh.Feed(devices, args.batch_size)
-
-    def batch(step):
-        return feed(data.batch(corpus.train, args.batch_size, args.seq_len, args.seed, step, feed.rows))
-
+    batch, eval_data = batches(args, corpus, devices)
     train_step, compile_seconds = None, None
     if start < stop:  # else the checkpoint is of a finished run
         began = time.perf_counter()
@@ -72,14 +87,7 @@ def train(args, precision: str, corpus: data.Corpus, out: pathlib.Path, devices:
         compile_seconds = time.perf_counter() - began
         print(f"{precision}: compiled in {compile_seconds:.1f} s", flush=True)
     eval_loss = steps.make_eval_loss(model, recipe)
-    held_out = data.held_out_batches(corpus.held_out, args.batch_size, args.seq_len, args.eval_batches)
-    eval_data = [feed(windows[feed.rows]) for windows in held_out]
-
-    tokens = args.batch_size * args.seq_len
-    peak = flops.peak(jax.devices()[0].device_kind, precision)
-    peak = peak and peak * (devices.size if devices else 1)
-    step_flops = tokens * flops.per_token(args.model, args.seq_len)
-    progress = Progress(precision, start, args.steps, tokens, step_flops, peak, shown=cluster.is_first())
+    progress = new_progress(args, precision, start, devices)
     pending = collections.deque()
 
     def read_losses(left: int):
