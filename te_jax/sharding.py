@@ -245,7 +245,7 @@ def recommended_xla_flags() -> str:
     The latency-hiding scheduler; pipelining of collectives in loops; thresholds under which collectives are combined.
     Left out: windowed einsum (`xla_gpu_threshold_for_windowed_einsum_mib`) takes apart XLA's own dots, which te_gemm is
     not; `xla_gpu_enable_while_loop_double_buffering` doubles the code of a loop over layers: try it where a profile
-    shows copies between its steps. XLA aborts at a flag that it does not know: these are known to jaxlib 0.10.2 to
+    shows copies between its steps. XLA aborts at a flag that it does not know: these are known to jaxlib 0.10.2 and
     0.12.0.
     """
     return " ".join(f"--{name}={value}" for name, value in _XLA_FLAGS.items())
