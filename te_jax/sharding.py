@@ -281,3 +281,36 @@ def with_sharding_constraint_by_logical_axes(x: jax.Array, axes: Sequence[str | 
             f"the mesh in force has the axes {mesh.axis_names}."
         )
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+# Names and meaning: https://docs.jax.dev/en/latest/gpu_performance_tips.html
+_XLA_FLAGS = {
+    # Collectives are started early and awaited late, so that they run beside kernels. Without it most of them wait.
+    "xla_gpu_enable_latency_hiding_scheduler": "true",
+    # Across the steps of a loop as `nn.scan` over layers: weights of the next layer are gathered (FSDP), gradients of
+    # the last one are scattered (FSDP) or summed (data parallel), while this one computes.
+    "xla_gpu_enable_pipelined_all_gather": "true",
+    "xla_gpu_enable_pipelined_reduce_scatter": "true",
+    "xla_gpu_enable_pipelined_all_reduce": "true",
+    # Collectives up to this size in all become one: large enough for the weights of a layer (8B: 218M, a byte each in
+    # FP8), since few large messages use the links better than many small ones; memory for the results limits it.
+    "xla_gpu_all_gather_combine_threshold_bytes": str(256 * 2**20),
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": str(256 * 2**20),
+    "xla_gpu_all_reduce_combine_threshold_bytes": str(256 * 2**20),
+}
+
+
+def recommended_xla_flags() -> str:
+    """Flags that let XLA overlap collectives with kernels on several NVIDIA GPUs, "--name=value --name=value".
+
+    te_jax sets no environment itself. Put them into XLA_FLAGS before jax's first use:
+
+        export XLA_FLAGS="$(python -c 'from te_jax import sharding; print(sharding.recommended_xla_flags())')"
+
+    The latency-hiding scheduler; pipelining of collectives in loops; thresholds under which collectives are combined.
+    Left out: windowed einsum (`xla_gpu_threshold_for_windowed_einsum_mib`) takes apart XLA's own dots, which te_gemm is
+    not; `xla_gpu_enable_while_loop_double_buffering` doubles the code of a loop over layers: try it where a profile
+    shows copies between its steps. XLA aborts at a flag that it does not know: these are known to jaxlib 0.10.2 and
+    0.12.0.
+    """
+    return " ".join(f"--{name}={value}" for name, value in _XLA_FLAGS.items())
