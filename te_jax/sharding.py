@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from te_jax._op import on_explicit_mesh
@@ -123,6 +125,19 @@ def check_mesh_resource(resource: MeshResource) -> None:
             f"MeshResource: tp_resource {tp!r} has {sizes[tp]} devices and tpsp_resource {tpsp!r} has "
             f"{sizes[tpsp]}; only one of the two may have more than one."
         )
+    if resource.cp_resource is not None:
+        check_cuts_sequence_alone(
+            f"MeshResource: cp_resource is {resource.cp_resource!r}", resource.cp_resource, resource
+        )
+
+
+def check_cuts_sequence_alone(given: str, axis: str, resource: MeshResource | None) -> None:
+    """ValueError, beginning with `given`, if `axis`, which cuts the sequence in attention, has another part as well."""
+    if resource is None or _axis_sizes().get(axis, 1) == 1:
+        return
+    for name in ("dp_resource", "fsdp_resource", "tp_resource", "tpsp_resource", "pp_resource"):
+        if getattr(resource, name) == axis:
+            raise ValueError(f"{given}, and {name} is the same mesh axis; an axis cuts one of them: name another.")
 
 
 def check_current_mesh_resource() -> None:
@@ -189,6 +204,49 @@ def extend_logical_axis_rules(rules: Sequence[tuple]) -> Sequence[tuple]:
         if not given:
             extended.append((name, axis))
     return tuple(extended)
+
+
+def reorder_causal_load_balancing(x, cp_size: int, axis: int = 1):
+    """x with its `axis` (the sequence) in the order that balances causal attention over cp_size devices.
+
+    The sequence is cut into 2 cp_size chunks, and device r gets the chunks r and 2 cp_size - 1 - r: one that sees few
+    keys and one that sees many (Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783, section 3.3.2). Reorder all
+    that has a place per token alike: tokens, targets, loss weights, positions; a `SequenceDescriptor` stays as it is.
+    Works on numpy arrays, best before they are sharded. Raises ValueError if 2 cp_size does not divide the axis.
+    """
+    chunks, axis = _chunks("reorder_causal_load_balancing", x, cp_size, axis)
+    xp = np if isinstance(x, np.ndarray) else jnp
+    first, second = xp.split(chunks, 2, axis)
+    return xp.stack([first, xp.flip(second, axis)], axis + 1).reshape(x.shape)
+
+
+def inverse_reorder_causal_load_balancing(x, cp_size: int, axis: int = 1):
+    """The inverse of `reorder_causal_load_balancing`: x with its `axis` in the order of the sequence again."""
+    chunks, axis = _chunks("inverse_reorder_causal_load_balancing", x, cp_size, axis)
+    xp = np if isinstance(x, np.ndarray) else jnp
+    pairs = chunks.reshape(*x.shape[:axis], cp_size, 2, *chunks.shape[axis + 1 :])
+    first, second = (xp.take(pairs, i, axis + 1) for i in (0, 1))
+    return xp.concatenate([first, xp.flip(second, axis)], axis).reshape(x.shape)
+
+
+def causal_load_balanced_positions(size: int, cp_size: int) -> np.ndarray:
+    """i32[size]: where each token of a reordered sequence was before, as RoPE's `positions`."""
+    return reorder_causal_load_balancing(np.arange(size, dtype=np.int32), cp_size, axis=0)
+
+
+def _chunks(name: str, x, cp_size: int, axis: int):
+    """-> x with its `axis` cut into [2 cp_size, size of a chunk], the axis from the front."""
+    if not isinstance(cp_size, int) or cp_size < 1:
+        raise ValueError(f"{name}: cp_size is {cp_size!r}; pass how many devices share a sequence, at least 1.")
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"{name}: axis is {axis}, but x has shape {tuple(x.shape)}; pass the sequence's axis.")
+    axis %= x.ndim
+    if x.shape[axis] % (2 * cp_size):
+        raise ValueError(
+            f"{name}: axis {axis} of x has {x.shape[axis]} positions, which {2 * cp_size} chunks (2 for each of "
+            f"cp_size={cp_size} devices) do not divide; pad the sequence."
+        )
+    return x.reshape(*x.shape[:axis], 2 * cp_size, -1, *x.shape[axis + 1 :]), axis
 
 
 def _one(value):

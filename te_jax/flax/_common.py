@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from te_jax._op import on_explicit_mesh, varying
 from te_jax.flax._state import describe
 from te_jax.layers._specs import explicit_spec
+from te_jax.sharding import SEQLEN_AXES, SEQLEN_CP_AXES, current_mesh_resource
 
 Initializer = Callable  # (key, shape, dtype) -> array
 Axes = tuple[str | None, ...]
@@ -68,7 +69,11 @@ def later(module: nn.Module, field: str, value):
 
 
 def activation_axes(module: nn.Module, *names: str | None) -> tuple[str | None, ...]:
-    """(batch, sequence, ...) in the order of the module's arrays."""
+    """(batch, sequence, ...) in the order of the module's arrays. Where a MeshResource has a cp_resource, that is
+    what a sequence which would be whole lies on: attention alone needs more of it."""
+    resource = current_mesh_resource()
+    if resource is not None and resource.cp_resource is not None:
+        names = tuple(SEQLEN_CP_AXES if name == SEQLEN_AXES else name for name in names)
     return (names[1], names[0], *names[2:]) if module.transpose_batch_sequence else names
 
 

@@ -10,6 +10,7 @@ from flax import linen as nn
 
 from te_jax import fp8
 from te_jax.flax._common import check_floating, later
+from te_jax.flax._context import Context
 from te_jax.flax._state import attention_metas, describe
 from te_jax.layers.attention_fp8 import attention_fp8, attention_fp8_refuses, untouched
 from te_jax.ops.attention import (
@@ -17,12 +18,12 @@ from te_jax.ops.attention import (
     dot_product_attention_kv_packed,
     dot_product_attention_packed,
 )
+from te_jax.ops.attention_context import context_parallel_attention
 from te_jax.ops.attention_op import parts_of
 from te_jax.ops.attention_reference import parts
 from te_jax.sharding import HEAD_AXES
 
 LAYOUTS = ("bs3hd", "bshd_bs2hd", "bshd_bshd_bshd", "t3hd", "thd_t2hd", "thd_thd_thd")
-CONTEXT_PARALLEL_STRATEGIES = ("DEFAULT", "ALL_GATHER", "ALLGATHER", "RING")
 # Where checkpoints hold the learnable softmax's offset; new ones get the first.
 _OFFSET_SCOPES = ("_FusedDotProductAttention_0", "_UnfusedDotProductAttention_0")
 
@@ -60,7 +61,12 @@ class DotProductAttention(nn.Module):
     window_size:          (l, r): query i sees keys i - l .. i + r; negative is open; None is all.
     max_segments_per_seq: 1 limits nothing. More: segment ids go up to that number, each id is one run of tokens, and
                           positions are consecutive in it; cuDNN then takes them as lengths, without an s x t mask.
-    context_parallel_*:   not in this version.
+    context_parallel_axis: the mesh axis that cuts the sequence (`te_jax.ops.attention_context`); "" is the cp_resource
+                          of the MeshResource in force, None is none. Arrays are whole ones; inside a `jax.shard_map`
+                          over the axis, a device's part of the sequence.
+    context_parallel_strategy: "ALL_GATHER" (also "DEFAULT", "ALLGATHER") or "RING", in any case.
+    context_parallel_causal_load_balanced: tokens are in the order of
+                          `te_jax.sharding.reorder_causal_load_balancing`; a sequence_descriptor is not.
     context_checkpoint_name: name of the output for `jax.checkpoint` policies.
     softmax_type:         "vanilla", "off_by_one" (1 joins the denominator), "learnable" (exp of a parameter
                           per head).
@@ -91,7 +97,7 @@ class DotProductAttention(nn.Module):
     window_size: tuple[int, int] | None = None
     max_segments_per_seq: int = 1
     context_parallel_causal_load_balanced: bool = False
-    context_parallel_axis: str = ""
+    context_parallel_axis: str | None = ""
     context_parallel_strategy: str = "DEFAULT"
     context_checkpoint_name: str = "context"
     softmax_type: str = "vanilla"
@@ -153,7 +159,9 @@ class DotProductAttention(nn.Module):
 
     def _attend(self, arrays, **options):
         """`dot_product_attention`, in FP8 where the recipe says so and FP8 attention serves the call."""
-        metas = attention_metas(self)
+        metas, context = attention_metas(self), Context.of(self)
+        if context is not None:
+            return self._attend_in_parallel(context, arrays, metas, **options)
         if metas is not None:
             why_not = attention_fp8_refuses(*parts_of(*arrays), **options)
             if not why_not:
@@ -164,6 +172,19 @@ class DotProductAttention(nn.Module):
         if metas is None:
             return result
         return jax.tree.map(lambda x: untouched(x, metas), result)
+
+    def _attend_in_parallel(self, context: Context, arrays, metas, *, seq_major, dropout_rng, **options):
+        """`context_parallel_attention`; the sequence of FP8's state, which it does not use, stays as it is."""
+        del seq_major, dropout_rng  # of memory; the rate is refused
+        q, k, v = parts(*arrays)
+        out = context_parallel_attention(
+            q, k, v, axis=context.axis, strategy=context.strategy, load_balanced=context.load_balanced,
+            **context.placement(q.shape[0], k.shape[-2]), **options,
+        )  # fmt: skip
+        if metas is None:
+            return out
+        _warn_wide(f"mesh axis {context.axis!r} cuts the sequence")
+        return untouched(out, metas)
 
     def _softmax_offset(self) -> jax.Array | None:
         if self.softmax_type != "learnable":
@@ -220,14 +241,6 @@ class DotProductAttention(nn.Module):
         for name, value in fields.items():
             if value is not None:
                 raise later(self, name, value)
-        if self.context_parallel_causal_load_balanced or self.context_parallel_axis:
-            name = "context_parallel_axis" if self.context_parallel_axis else "context_parallel_causal_load_balanced"
-            raise later(self, name, getattr(self, name))
-        if self.context_parallel_strategy.upper() not in CONTEXT_PARALLEL_STRATEGIES:
-            raise ValueError(
-                f"{describe(self)}: context_parallel_strategy is {self.context_parallel_strategy!r}; pass "
-                f"one of {CONTEXT_PARALLEL_STRATEGIES}."
-            )
 
 
 def check_heads(module: nn.Module, heads: int, groups: int):

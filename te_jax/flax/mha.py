@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from te_jax._op import on_explicit_mesh
 from te_jax.flax._common import Initializer, activation_axes, check_floating, kernel_initializer, lora_scope
+from te_jax.flax._context import Context
 from te_jax.flax._state import describe
 from te_jax.flax.attention import DotProductAttention, check_heads
 from te_jax.flax.cache import KVCache
@@ -65,6 +66,8 @@ class MultiHeadAttention(nn.Module):
     scale_attn_logits:     divide logits by sqrt(d).
     scaled_query_init:     draw the query kernel divided by sqrt(d). Weights that TransformerEngine trained
                            with its defaults need False for the first, True for the second.
+    context_parallel_*:    as in `DotProductAttention`; RoPE turns each token by its place in the sequence. Decoding is
+                           not cut.
     Others as in `DotProductAttention`. score_mod and score_mod_bprop are not in this version; num_heads,
     dropout_rate, output_layernorm, apply_residual_connection_post_layernorm and fuse_qkv are older names, and
     refused with the newer one.
@@ -115,6 +118,9 @@ class MultiHeadAttention(nn.Module):
     fuse_qkv: bool | None = None
     rotary_pos_emb_dim: int | None = None
     rotary_pos_emb_scaling: Scaling | None = None
+    context_parallel_causal_load_balanced: bool = False
+    context_parallel_axis: str | None = ""
+    context_parallel_strategy: str = "DEFAULT"
 
     def __post_init__(self):
         for old, new in _DEPRECATED.items():
@@ -148,7 +154,9 @@ class MultiHeadAttention(nn.Module):
 
         mask: a `SequenceDescriptor`, or an array broadcastable to [b, 1, s, t], True (or 1) = masked out.
         bias: broadcastable to [b, h, s, t].
-        positions: [b, s] or [s] for RoPE in self-attention; None is 0 .. s-1, or the descriptor's positions.
+        positions: [b, s] or [s] for RoPE in self-attention, of the tokens as the inputs have them; None is 0 .. s-1, or
+            the descriptor's positions, in the order that context_parallel_causal_load_balanced says; inside a
+            `jax.shard_map` over the context-parallel axis, those of the device's part.
         residual: inputs_q are added to the first result; under FP8 inside of the kernels, forward and backward.
 
         norm_output: False leaves out the norm's output, which is else also returned by self-attention with GQA or
@@ -185,7 +193,7 @@ class MultiHeadAttention(nn.Module):
         query, key, value, normed, through = self._project(*sources, names, norm_output, residual)
         if self.enable_rotary_pos_emb:
             positions = cache.positions if cache and positions is None else positions
-            at_q, at_kv = self._positions(positions, mask, inputs_q, None if self_attention else inputs_kv)
+            at_q, at_kv = self._positions(positions, mask, inputs_q, None if self_attention else inputs_kv, decode)
             query = self._rotate(query, at_q, turned=2 if key is None else None)
             key = key if key is None else self._rotate(key, at_kv, turned=1 if value is None else None)
         elif positions is not None:
@@ -327,14 +335,19 @@ class MultiHeadAttention(nn.Module):
         """Whether the devices of tensor parallelism divide the heads of x [..., heads, d]."""
         return x.shape[-2] % _split_over(x, -2)[1] == 0
 
-    def _positions(self, positions, mask, inputs_q, inputs_kv):
+    def _positions(self, positions, mask, inputs_q, inputs_kv, decode: bool):
         """RoPE's positions of the queries and of the keys; None is 0, 1, 2, ..."""
         if positions is not None and inputs_kv is not None:
             raise ValueError(f"{describe(self)}: positions are for self-attention; pass a SequenceDescriptor as mask.")
-        if positions is not None or not isinstance(mask, SequenceDescriptor):
+        if positions is not None:
             return positions, positions
+        described = mask if isinstance(mask, SequenceDescriptor) else None
         sources = (inputs_q, inputs_q if inputs_kv is None else inputs_kv)
-        lengths = (x.shape[0 if self.transpose_batch_sequence else 1] for x in sources)
+        lengths = tuple(x.shape[0 if self.transpose_batch_sequence else 1] for x in sources)
+        if (context := None if decode else Context.of(self)) is not None:
+            return tuple(context.positions(length, side, described) for side, length in enumerate(lengths))
+        if described is None:
+            return None, None
         (_, at_q), (_, at_kv) = mask.tokens(*lengths)
         return at_q, at_kv
 
@@ -358,6 +371,11 @@ class MultiHeadAttention(nn.Module):
 
     def _attend(self, query, key, value, mask, bias, deterministic, tensors, cache: KVCache | None):
         mask_type, described = self.attn_mask_type, None
+        if cache and self.context_parallel_causal_load_balanced:
+            raise ValueError(
+                f"{describe(self)}: context_parallel_causal_load_balanced is True, but decode=True; a cache holds "
+                "tokens in the order of the sequence: decode with a module that has it False."
+            )
         if isinstance(mask, SequenceDescriptor):
             mask, described = None, mask
         if cache:
@@ -384,6 +402,9 @@ class MultiHeadAttention(nn.Module):
             softmax_type=self.softmax_type,
             score_mod=self.score_mod,
             score_mod_bprop=self.score_mod_bprop,
+            context_parallel_causal_load_balanced=self.context_parallel_causal_load_balanced,
+            context_parallel_axis=None if cache else self.context_parallel_axis,
+            context_parallel_strategy=self.context_parallel_strategy,
             name="DotProductAttention_0",
         )(
             query,

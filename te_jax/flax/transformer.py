@@ -64,6 +64,8 @@ class TransformerLayer(nn.Module):
     parallel_attention_mlp: attention and MLP read the same input, and one residual connection takes their sum, behind
                         one dropout and one drop path. Each has a norm of its own, as in Falcon 40B. Encoders only.
     parallel_shared_layernorm: with it, the MLP reads the norm of attention and has none, as in Falcon 7B and GPT-J.
+    context_parallel_*: as in `MultiHeadAttention`, of both attentions: with context_parallel_causal_load_balanced
+                        `encoded` is in that order too.
     score_mod, score_mod_bprop: not in this version. Others as in `MultiHeadAttention` and `LayerNormMLP`.
 
     Parameters: `attention` (encoder), or `self_attention` and `encoder_decoder_attention` (decoder), as
@@ -122,6 +124,9 @@ class TransformerLayer(nn.Module):
     rotary_pos_emb_scaling: Scaling | None = None
     parallel_attention_mlp: bool = False
     parallel_shared_layernorm: bool = False
+    context_parallel_causal_load_balanced: bool = False
+    context_parallel_axis: str | None = ""
+    context_parallel_strategy: str = "DEFAULT"
 
     @nn.compact
     def __call__(
@@ -327,6 +332,9 @@ class TransformerLayer(nn.Module):
             softmax_type=self.softmax_type,
             score_mod=self.score_mod,
             score_mod_bprop=self.score_mod_bprop,
+            context_parallel_causal_load_balanced=self.context_parallel_causal_load_balanced,
+            context_parallel_axis=self.context_parallel_axis,
+            context_parallel_strategy=self.context_parallel_strategy,
             name=name,
         )
 

@@ -169,11 +169,7 @@ def _attention_fwd(operands, bias, sink, segments, rng, attrs, name):
     if bias is not None:  # queries that see no key
         blind = lse < HIDES
         out, lse = jnp.where(_of_rows(blind), 0, out), jnp.where(blind, -jnp.inf, lse)
-    if sink is not None:  # all keys lose to it what their sum of exponentials lacks
-        total = jnp.logaddexp(lse, sink[:, None])
-        share = jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - total))
-        out, lse = (out * _of_rows(share)).astype(out.dtype), total
-    results = [out, lse, *drawn]
+    results = [*with_sink(out, lse, sink), *drawn]
     if name:  # a policy that saves this name saves all that the backward pass needs of the forward kernel
         results = [checkpoint_name(x, name) for x in results]
     out, lse, *drawn = results
@@ -196,11 +192,30 @@ def _attention_bwd(attrs, name, residuals, cotangents):
     )
     doperands = tuple(like(grad, x) for grad, x in zip(grads, operands))
     dbias = _of_slot(grads[len(operands)], bias, len(q.shape)) if attrs.has_dbias else None
-    dsink = None if sink is None else like(_dsink(sink, out, lse, dout), sink)
-    return doperands, dbias, dsink, None, None
+    return doperands, dbias, gradient_of_sink(sink, out, lse, dout), None, None
 
 
 attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def attention_fwd_of(operands, form: Form):
+    """-> out, lse of `attention`, without a derivative."""
+    return _attention_fwd(operands, form.bias, None, form.segments, None, form.attrs, None)[0]
+
+
+def attention_bwd_of(operands, form: Form, dout, out, lse):
+    """-> the gradients of operands (q, k, v). out, lse: of all keys that the queries see, also of others than k."""
+    residuals = (operands, form.bias, None, form.segments, out, lse, None)
+    return _attention_bwd(form.attrs, None, residuals, (dout, None))[0]
+
+
+def with_sink(out, lse, sink):
+    """out and lse where a logit of each head, `sink`, joins the softmax."""
+    if sink is None:
+        return out, lse
+    total = jnp.logaddexp(lse, sink[:, None])  # all keys lose to it what their sum of exponentials lacks
+    share = jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - total))
+    return (out * _of_rows(share)).astype(out.dtype), total
 
 
 def _of_rows(x):
@@ -218,9 +233,11 @@ def _of_slot(grad, bias, ndim):
     return like(jnp.sum(grad, summed, keepdims=True).reshape(bias.shape), bias)
 
 
-def _dsink(sink, out, lse, dout):
-    """The probability of the sink, times what the output would lose to it."""
+def gradient_of_sink(sink, out, lse, dout):
+    """The probability of the sink, times what the output would lose to it; None without one."""
+    if sink is None:
+        return None
     wide = jnp.promote_types(out.dtype, jnp.float32)
     delta = jnp.swapaxes(jnp.sum(dout.astype(wide) * out.astype(wide), -1), -1, -2)  # [b..., h, s]
     by_head = -jnp.sum(jnp.exp(sink[:, None] - lse) * delta, (*range(lse.ndim - 2), -1))
-    return by_head if sink.size == by_head.size else jnp.sum(by_head, keepdims=True)
+    return like(by_head if sink.size == by_head.size else jnp.sum(by_head, keepdims=True), sink)
