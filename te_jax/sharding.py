@@ -125,10 +125,6 @@ def check_mesh_resource(resource: MeshResource) -> None:
             f"MeshResource: tp_resource {tp!r} has {sizes[tp]} devices and tpsp_resource {tpsp!r} has "
             f"{sizes[tpsp]}; only one of the two may have more than one."
         )
-    if resource.cp_resource is not None:
-        check_cuts_sequence_alone(
-            f"MeshResource: cp_resource is {resource.cp_resource!r}", resource.cp_resource, resource
-        )
 
 
 def check_cuts_sequence_alone(given: str, axis: str, resource: MeshResource | None) -> None:
