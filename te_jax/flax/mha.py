@@ -431,8 +431,8 @@ def _split_over(x, axis: int) -> tuple[tuple[str, ...], int]:
 
 
 def _on_all_devices(query, key, value):
-    """key and value [b, t, g, d], each head repeated for the devices of tensor parallelism that share it where these do
-    not divide g: a device then has the one head that its queries read, as Megatron keeps it."""
+    """key and value [b, t, g, d], or both in key [b, t, 2, g, d]: each head repeated for the devices of tensor
+    parallelism that share it where these do not divide g. A device then has the one head that its queries read, as in Megatron."""
     if key is None:
         return key, value
     names, devices = _split_over(query, -2)
@@ -440,7 +440,8 @@ def _on_all_devices(query, key, value):
     if copies == 1:
         return key, value
     repeat = lambda x: jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], copies, x.shape[-1]))
-    return tuple(place_axis(repeat(x).reshape(*x.shape[:-2], -1, x.shape[-1]), -2, names) for x in (key, value))
+    each = lambda x: place_axis(repeat(x).reshape(*x.shape[:-2], -1, x.shape[-1]), -2, names)
+    return each(key), value if value is None else each(value)
 
 
 def check_rotary_fields(module: nn.Module, head_dim: int, on: bool, switches: str):
