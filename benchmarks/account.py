@@ -28,6 +28,8 @@ _FAMILIES = [
 _CALLS = {
     "te_attention_fwd": "attention forward",
     "te_attention_bwd": "attention backward",
+    "te_attention_kv_fwd": "attention forward",
+    "te_attention_kv_bwd": "attention backward",
     "te_attention_packed_fwd": "attention forward",
     "te_attention_packed_bwd": "attention backward",
     "te_norm_fwd": "norm forward",

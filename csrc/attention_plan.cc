@@ -13,12 +13,14 @@ using GraphTensor = std::shared_ptr<fe::graph::Tensor_attributes>;
 using fe::graph::Graph;
 using fe::graph::Tensor_attributes;
 
+constexpr const char* kJoined[] = {"", " of q, kv", " of qkv"};
+
 std::string Text(const AttentionKey& key) {
-  std::string text =
-      Format("%s%s %s q[%ld, %ld, %ld, %ld], k[%ld, %ld, %ld, %ld], v[.., %ld], scale %a",
-             key.backward ? "te_attention_bwd" : "te_attention_fwd", key.packed ? " packed" : "",
-             key.bf16 ? "bf16" : "f16", long(key.b), long(key.s), long(key.h), long(key.d), long(key.b),
-             long(key.t), long(key.g), long(key.d), long(key.e), key.scale);
+  std::string text = Format("%s%s %s q[%ld, %ld, %ld, %ld], k[%ld, %ld, %ld, %ld], v[.., %ld], scale %a",
+                            key.backward ? "te_attention_bwd" : "te_attention_fwd", kJoined[key.joined - 1],
+                            key.bf16 ? "bf16" : "f16", long(key.b), long(key.s), long(key.h), long(key.d),
+                            long(key.b), long(key.t), long(key.g), long(key.d), long(key.e), key.scale);
+  if (key.interleaved) text += ", interleaved";
   if (key.seq_major) text += ", as [s, b, h, d]";
   if (key.segments) text += Format(", %ld segments a row", long(key.segments));
   if (key.left >= 0) text += Format(", left %ld", long(key.left));
@@ -39,21 +41,21 @@ struct Layout {
   AttentionTensor at;
 };
 
-// One of the `parts` of [b, s, parts, heads, d], or [s, b, heads, d].
+// One of the `parts` of [b, s, parts, heads, d] or, interleaved, [b, s, heads, parts, d]; or s before b.
 Layout Rows(const AttentionKey& key, int64_t s, int64_t heads, int64_t d, AttentionTensor at,
             int64_t parts = 1) {
-  const int64_t token = parts * heads * d;
+  const int64_t token = parts * heads * d, of_head = key.interleaved ? parts * d : d;
   const int64_t of_row = key.seq_major ? token : s * token, of_token = key.seq_major ? key.b * token : token;
-  return {{key.sequences(), heads, s, d}, {of_row, d, of_token, 1}, at};
+  return {{key.sequences(), heads, s, d}, {of_row, of_head, of_token, 1}, at};
 }
 
 struct Layouts {
   Layout q, k, v, out, lse, bias;
 
   explicit Layouts(const AttentionKey& key)
-      : q(Rows(key, key.s, key.h, key.d, kQAt, key.packed ? 3 : 1)),
-        k(Rows(key, key.t, key.g, key.d, kKAt, key.packed ? 3 : 1)),
-        v(Rows(key, key.t, key.g, key.e, kVAt, key.packed ? 3 : 1)),
+      : q(Rows(key, key.s, key.h, key.d, kQAt, key.parts_of_q())),
+        k(Rows(key, key.t, key.g, key.d, kKAt, key.parts_of_k())),
+        v(Rows(key, key.t, key.g, key.e, kVAt, key.parts_of_k())),
         out(Rows(key, key.s, key.h, key.e, kOutAt)),
         lse{{key.sequences(), key.h, key.s, 1},
             {key.h * key.s, key.segments ? 1 : key.s, key.segments ? key.h : 1, 1},

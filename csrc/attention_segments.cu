@@ -76,8 +76,9 @@ __global__ void __launch_bounds__(kThreads) FillOutsideKernel(const Segments a, 
     inside |= place >= span.first && place < span.first + span.tokens;
   }
   if (__any_sync(~0u, inside)) return;
-  auto* words = static_cast<uint32_t*>(array.data) + token * array.stride;
-  for (int64_t i = threadIdx.x % 32; i < array.words; i += 32) words[i] = array.fill;
+  auto* words = static_cast<uint32_t*>(array.data) + token * array.token;
+  for (int64_t part = 0; part < array.count; ++part, words += array.stride)
+    for (int64_t i = threadIdx.x % 32; i < array.words; i += 32) words[i] = array.fill;
 }
 
 Segments SegmentsOf(const AttentionKey& key, const int32_t* segments) {
@@ -102,11 +103,16 @@ int64_t SegmentBytes(const AttentionKey& key) {
 
 ffi::Error PutSegments(cudaStream_t stream, const AttentionKey& key, const int32_t* segments, void* scratch,
                        GraphPointers* pointers) {
-  const int64_t count = key.sequences(), parts = key.packed ? 3 : 1;
+  const int64_t count = key.sequences();
   auto* at = static_cast<int64_t*>(scratch);
   auto* lens = reinterpret_cast<int32_t*>(static_cast<char*>(scratch) + Align(8 * 5 * (count + 1)));
-  const Places places{
-      parts * key.h * key.d, parts * key.g * key.d, parts * key.g * key.e, key.h * key.e, key.h, lens, at};
+  const Places places{key.parts_of_q() * key.h * key.d,
+                      key.parts_of_k() * key.g * key.d,
+                      key.parts_of_k() * key.g * key.e,
+                      key.h * key.e,
+                      key.h,
+                      lens,
+                      at};
   PutSegmentsKernel<<<unsigned(count / kThreads + 1), kThreads, 0, stream>>>(SegmentsOf(key, segments),
                                                                              places);
   (*pointers)[kQLens] = lens, (*pointers)[kKLens] = lens + count;

@@ -17,11 +17,13 @@ int64_t SegmentBytes(const AttentionKey& key);
 ffi::Error PutSegments(cudaStream_t stream, const AttentionKey& key, const int32_t* segments, void* scratch,
                        GraphPointers* pointers);
 
-// Rows of tokens of one array: `words` of 4 bytes each, `stride` words apart, of the queries or of the keys.
+// What one array has for each token of the queries or of the keys: `count` times `words` of 4 bytes, `stride`
+// words apart; from one token to the next are `token` words.
 struct TokenRows {
   void* data;
-  int64_t stride, words;
+  int64_t token, words;
   bool keys;
+  int64_t count = 1, stride = 0;
   uint32_t fill = 0;
 };
 constexpr uint32_t kMinusInfinity = 0xff800000u;  // f32

@@ -94,8 +94,9 @@ NB_MODULE(_cuda, m) {
   m.def("load_gemm_plan", &te::LoadGemmPlan, "device"_a, "key"_a, "algo"_a, "ms"_a);
   m.def("cudnn_plan_builds", &te::CudnnPlanBuilds);
   m.def("attention_workspace", &te::AttentionWorkspace, "kind"_a, "dtype"_a, "b"_a, "s"_a, "t"_a, "h"_a,
-        "g"_a, "d"_a, "e"_a, "packed"_a, "seq_major"_a, "segments"_a, "left"_a, "right"_a, "bottom_right"_a,
-        "bias_b"_a, "bias_h"_a, "bias_f32"_a, "dbias"_a, "scale"_a, "dropout_rate"_a, "deterministic"_a);
+        "g"_a, "d"_a, "e"_a, "joined"_a, "interleaved"_a, "seq_major"_a, "segments"_a, "left"_a, "right"_a,
+        "bottom_right"_a, "bias_b"_a, "bias_h"_a, "bias_f32"_a, "dbias"_a, "scale"_a, "dropout_rate"_a,
+        "deterministic"_a);
   m.def("attention_fp8_workspace", &te::AttentionFp8Workspace, "kind"_a, "e5m2"_a, "b"_a, "s"_a, "t"_a, "h"_a,
         "g"_a, "d"_a, "causal"_a, "scale"_a);
 }

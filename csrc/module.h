@@ -35,14 +35,14 @@ bool LoadGemmPlan(const std::string& device, const std::string& key, const std::
 // cudnn_graph.cc: how many cuDNN plans this process has built, failures included.
 int64_t CudnnPlanBuilds();
 
-// attention.cc: bytes of workspace that te_attention_fwd (kind "fwd") or te_attention_bwd ("bwd"), or its
-// packed form, needs on the current device; the arguments are what AttentionKey has. Builds and keeps the
+// attention.cc: bytes of workspace that te_attention_fwd (kind "fwd") or te_attention_bwd ("bwd"), or one of
+// their joined forms, needs on the current device; the arguments are what AttentionKey has. Builds and keeps the
 // plan. Throws std::runtime_error with cuDNN's reason if there is none.
 int64_t AttentionWorkspace(const std::string& kind, const std::string& dtype, int64_t b, int64_t s, int64_t t,
-                           int64_t h, int64_t g, int64_t d, int64_t e, bool packed, bool seq_major,
-                           int64_t segments, int64_t left, int64_t right, bool bottom_right, int64_t bias_b,
-                           int64_t bias_h, bool bias_f32, bool dbias, double scale, double dropout_rate,
-                           bool deterministic);
+                           int64_t h, int64_t g, int64_t d, int64_t e, int64_t joined, bool interleaved,
+                           bool seq_major, int64_t segments, int64_t left, int64_t right, bool bottom_right,
+                           int64_t bias_b, int64_t bias_h, bool bias_f32, bool dbias, double scale,
+                           double dropout_rate, bool deterministic);
 
 // attention_fp8.cc: the same of te_attention_fp8_fwd ("fwd") or te_attention_fp8_bwd ("bwd"), whose gradients
 // are E5M2, else E4M3.

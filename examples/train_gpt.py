@@ -13,7 +13,7 @@ import sys
 import time
 
 import jax
-from gpt import checkpoint, config, data, flops, plot, report, steps
+from gpt import checkpoint, cluster, config, data, flops, mesh, plot, report, steps
 from gpt.model import GPT
 from gpt.progress import Progress
 
@@ -35,12 +35,38 @@ def held_out_loss(eval_loss, state: steps.TrainState, batches) -> float:
     return float(sum(losses) / len(losses))
 
 
-def train(args, precision: str, corpus: data.Corpus, out: pathlib.Path) -> dict:
+def batches(args, corpus: data.Corpus, devices: jax.sharding.Mesh | None):
+    """(step -> its batch, the held-out batches), on `devices`; a process reads its rows alone."""
+    feed = mesh.Feed(devices, args.batch_size)
+
+    def batch(step):
+        return feed(data.batch(corpus.train, args.batch_size, args.seq_len, args.seed, step, feed.rows))
+
+    held_out = data.held_out_batches(corpus.held_out, args.batch_size, args.seq_len, args.eval_batches)
+    return batch, [feed(windows[feed.rows]) for windows in held_out]
+
+
+def new_progress(args, precision: str, start: int, devices: jax.sharding.Mesh | None) -> Progress:
+    tokens = args.batch_size * args.seq_len
+    peak = flops.peak(jax.devices()[0].device_kind, precision)
+    peak = peak and peak * (devices.size if devices else 1)
+    step_flops = tokens * flops.per_token(args.model, args.seq_len)
+    return Progress(precision, start, args.steps, tokens, step_flops, peak, shown=cluster.is_first())
+
+
+def train(args, precision: str, corpus: data.Corpus, out: pathlib.Path, devices: jax.sharding.Mesh | None) -> dict:
     """One run from its start, or from its last checkpoint, to --steps or --stop-at; see `summary`."""
     recipe = fp8_recipe(args) if precision == "fp8" else None
-    model = GPT(args.model, max_len=args.seq_len, dropout=args.dropout, remat=args.remat)
+    model = GPT(
+        args.model,
+        max_len=args.seq_len,
+        dropout=args.dropout,
+        remat=args.remat,
+        sequence_parallel=args.sequence_parallel,
+    )
     optimizer = steps.make_optimizer(args.lr, args.warmup, args.steps)
-    state = steps.init_state(model, optimizer, recipe, args.seed)
+    shardings = steps.state_shardings(model, optimizer, recipe, devices)
+    state = steps.init_state(model, optimizer, recipe, args.seed, shardings)
     parameters = sum(p.size for p in jax.tree.leaves(state.params))
 
     run = {"key": config.resume_key(args, len(corpus.train)), "losses": [], "held_out": []}
@@ -53,22 +79,15 @@ def train(args, precision: str, corpus: data.Corpus, out: pathlib.Path) -> dict:
         flush=True,
     )
 
-    def batch(step):
-        return data.batch(corpus.train, args.batch_size, args.seq_len, args.seed, step)
-
+    batch, eval_data = batches(args, corpus, devices)
     train_step, compile_seconds = None, None
     if start < stop:  # else the checkpoint is of a finished run
         began = time.perf_counter()
-        train_step = steps.make_train_step(model, optimizer, recipe).lower(state, batch(0)).compile()
+        train_step = steps.make_train_step(model, optimizer, recipe, shardings).lower(state, batch(0)).compile()
         compile_seconds = time.perf_counter() - began
         print(f"{precision}: compiled in {compile_seconds:.1f} s", flush=True)
     eval_loss = steps.make_eval_loss(model, recipe)
-    eval_data = data.held_out_batches(corpus.held_out, args.batch_size, args.seq_len, args.eval_batches)
-
-    tokens = args.batch_size * args.seq_len
-    peak = flops.peak(jax.devices()[0].device_kind, precision)
-    step_flops = tokens * flops.per_token(args.model, args.seq_len)
-    progress = Progress(precision, start, args.steps, tokens, step_flops, peak)
+    progress = new_progress(args, precision, start, devices)
     pending = collections.deque()
 
     def read_losses(left: int):
@@ -122,35 +141,46 @@ def keep_earlier(out: pathlib.Path) -> None:
     print(f"note: {out} held a run; it is in {earlier} now (--resume would have continued it)")
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = config.parse(argv, default_preset="medium" if jax.default_backend() == "gpu" else "tiny")
-    out = pathlib.Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    if not args.resume:
+def run(args, out: pathlib.Path) -> int:
+    """All that is asked for, on all devices; the exit code. Raises what stops it."""
+    devices = mesh.make(args)
+    mesh.check(args)
+    if not args.resume and cluster.is_first():
         keep_earlier(out)
-    try:
-        corpus = data.load(args.data)
-        data.check_length(corpus, args.seq_len)
-        print(
-            f"device: {jax.devices()[0].device_kind}; preset: {args.preset}; text: {corpus.source}",
-            flush=True,
-        )
+    cluster.wait_for_all("earlier runs are out of the way")
+    corpus = data.load(args.data)
+    data.check_length(corpus, args.seq_len)
+    kind = jax.devices()[0].device_kind + (f", mesh {mesh.described(args.mesh)}" if devices else "")
+    print(f"device: {kind}; preset: {args.preset}; text: {corpus.source}", flush=True)
+    with mesh.scope(devices, args.sequence_parallel):
         precisions = ("fp8", "bf16") if args.compare else (args.precision,)
-        runs = {precision: train(args, precision, corpus, out) for precision in precisions}
-    except (OSError, ValueError, FloatingPointError) as error:
-        print(f"train_gpt: {error}", file=sys.stderr)
-        return 2
+        runs = {precision: train(args, precision, corpus, out, devices) for precision in precisions}
 
     gap = report.gap(runs["fp8"]["losses"], runs["bf16"]["losses"]) if args.compare else None
     settings = {**vars(args), **config.resume_key(args, len(corpus.train))}
     settings.pop("model")
-    report.write(out / "results.json", settings, corpus.source, runs, gap)
-    plot.save(out / "loss.png", runs, gap, f"byte-level GPT, {args.preset}, {jax.devices()[0].device_kind}")
+    if cluster.is_first():
+        report.write(out / "results.json", settings, corpus.source, runs, gap)
+        plot.save(out / "loss.png", runs, gap, f"byte-level GPT, {args.preset}, {kind}")
     print(*report.lines(runs, gap), f"wrote {out / 'loss.png'} and {out / 'results.json'}", sep="\n")
     if args.check_gap is not None and not report.within(gap, args.check_gap):
         print(f"train_gpt: the mean gap exceeds {args.check_gap}", file=sys.stderr)
         return 1
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = config.parser().parse_args(argv)
+    try:
+        cluster.start(args)
+        args = config.complete(args, default_preset="medium" if jax.default_backend() == "gpu" else "tiny")
+        out = pathlib.Path(args.out)
+        out.mkdir(parents=True, exist_ok=True)
+        with cluster.only_first_prints():
+            return run(args, out)
+    except (OSError, ValueError, FloatingPointError) as error:
+        print(f"train_gpt: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

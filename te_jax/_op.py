@@ -97,8 +97,12 @@ class Op:
                     f"(combine={{'{out.name}': 'sum'}}) or list them in `replicated`."
                 )
 
-    def __call__(self, *args, outputs=None, **attrs):
-        """Operands by position (None where absent) -> the tuple of the results named in `outputs` (default: all)."""
+    def __call__(self, *args, outputs=None, out_specs=None, **attrs):
+        """Operands by position (None where absent) -> the tuple of the results named in `outputs` (default: all).
+
+        out_specs: on an Explicit mesh, a PartitionSpec for each of them, which the op follows as far as it can without
+                   another collective; elsewhere the compiler says it.
+        """
         present = tuple(o.name for o, a in zip(self.rule.inputs, args, strict=True) if a is not None)
         for o in self.rule.inputs:
             if o.name not in present and not o.optional:
@@ -109,7 +113,10 @@ class Op:
             known = ", ".join(str(o) for o in self.rule.outputs)
             needs = f"; {', '.join(lost)} may not be left out" if lost else ""
             raise ValueError(f"{self.name}: outputs is {outputs}; choose from {known}, in this order{needs}.")
-        return self._staged(_key(dict(attrs, inputs=present, outputs=names)))(*(a for a in args if a is not None))
+        wanted = {} if out_specs is None else dict(out_specs=tuple(out_specs))
+        return self._staged(_key(dict(attrs, inputs=present, outputs=names, **wanted)))(
+            *(a for a in args if a is not None)
+        )
 
     # -- one device ---------------------------------------------------------------------------------------------
 
@@ -245,6 +252,7 @@ class Op:
             return jnp.broadcast_to(jnp.expand_dims(a, at), (*a.shape[:at], size, *a.shape[at:]))
 
         joined = [join(*o) for o in zip(rule.inputs, args, batched)]
+        params = {name: value for name, value in params.items() if name != "out_specs"}  # of fewer axes
         if attr := self.rank_attrs.get(group):
             params = {**params, attr: params[attr] + 1}
         outs = self._staged(_key(params))(*joined)
@@ -263,24 +271,22 @@ class Op:
     # -- many devices -------------------------------------------------------------------------------------------
 
     def _distributed(self, params, *args):
-        bind = lambda *args: tuple(self.primitive.bind(*align(*args), **params))
+        params = dict(params)
+        wanted = params.pop("out_specs", None)  # of an Explicit mesh; elsewhere the compiler asks for shardings
         rule, ranks, sizes = self._solve([a.shape for a in args], **params)
         mesh = jax.typeof(args[0]).sharding.mesh
         explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit}
         if explicit:
-            ins, res, run = self._shards(
-                rule, ranks, sizes, mesh, [jax.typeof(a).sharding.spec for a in args], None, bind
-            )
+            specs = [jax.typeof(a).sharding.spec for a in args], wanted
+            ins, res, run = self._shards(rule, ranks, sizes, mesh, *specs, params)
             args = [jax.sharding.reshard(a, s) for a, s in zip(args, ins)]
             return jax.shard_map(run, in_specs=tuple(ins), out_specs=tuple(res), axis_names=explicit)(*args)
         if AxisType.Manual in mesh.axis_types:  # in a partly manual region custom_partitioning knows no mesh
-            return bind(*args)
+            return self._bind(params, args)
 
         def partition(mesh, arg_infos, out_infos):
-            # What is not placed yet has a sharding without a spec.
-            spec = lambda info: getattr(info.sharding, "spec", PartitionSpec())
-            specs = [[spec(i) for i in infos] for infos in (arg_infos, out_infos)]
-            ins, res, run = self._shards(rule, ranks, sizes, mesh, *specs, bind)
+            specs = [[_placement(mesh, info) for info in infos] for infos in (arg_infos, out_infos)]
+            ins, res, run = self._shards(rule, ranks, sizes, mesh, *specs, params)
             named = lambda specs: tuple(NamedSharding(mesh, s) for s in specs)
 
             def local(*args):  # an Explicit mesh in context would leak into the shard
@@ -291,47 +297,141 @@ class Op:
 
         text, inner, names = rule.shardy(ranks, sizes)
         fixed = rule.in_order(ranks, rule.matches(self.replicated, ranks))  # Shardy wants them in order of appearance
-        call = custom_partitioning(bind)
+        call = custom_partitioning(lambda *args: self._bind(params, args))
         call.def_partition(
             partition=partition,
+            decode_shardings=False,  # jax's own decoding raises where a part of a mesh axis splits an array
             sharding_rule=text,
             need_replication_factors=tuple(names[f] for f in fixed if f in names),
             **{names[f]: sizes[f] for f in inner},
         )
         return call(*args)
 
-    def _shards(self, rule, ranks, sizes, mesh, in_specs, out_specs, bind):
+    def _bind(self, params, args):
+        return tuple(self.primitive.bind(*align(*args), **params))
+
+    def _shards(self, rule, ranks, sizes, mesh, in_specs, out_specs, params):
         """Specs of all operands and results, and the per-shard function, from the specs that are known."""
         ins = [rule.leading(o, ranks) for o in rule.inputs]
         res = [rule.leading(o, ranks) for o in rule.outputs]
-        fixed, axes, used = rule.matches(self.replicated, ranks), {}, set()
-        known = [*zip(res, out_specs or ()), *zip(ins, in_specs)]  # results choose first, then the left operand
-        for factors, spec in known:
-            for factor, names in zip(factors, spec):
-                names = () if names is None else names if isinstance(names, tuple) else (names,)
-                even = sizes[factor] % prod(mesh.shape[n] for n in names) == 0  # 2 groups do not go on 4 devices
-                if names and even and factor not in fixed and factor not in axes and not used & set(names):
-                    axes[factor] = names
-                    used |= set(names)
-        spec_of = lambda factors: PartitionSpec(*(axes.get(f) for f in factors))
-        mesh_axes = lambda factors: tuple(n for f, names in axes.items() if f not in factors for n in names)
+        fixed = rule.matches(self.replicated, ranks)
+        out_specs = out_specs or [PartitionSpec()] * len(res)
 
-        def run(*args):
-            args = [self._count_once(o, a, rule, res, mesh_axes) for o, a in zip(rule.inputs, args)]
-            outs = zip(rule.outputs, res, bind(*args))
-            return tuple(self._across(o, out, mesh_axes(factors)) for o, factors, out in outs)
+        def fits(factor, names):  # 2 groups do not go on 4 devices
+            return names and factor not in fixed and sizes[factor] % prod(mesh.shape[n] for n in names) == 0
 
-        return [spec_of(f) for f in ins], [spec_of(f) for f in res], run
+        placed = [[(f, n) for f, n in zip(fs, map(_names, spec)) if fits(f, n)] for fs, spec in zip(ins, in_specs)]
+        asked = [[(f, n) for f, n in zip(fs, map(_names, spec)) if fits(f, n)] for fs, spec in zip(res, out_specs)]
+        axes, used, scattered = {}, set(), []
+        for o, factors, wants in zip(rule.outputs, res, asked):
+            summed = _in_all(ins, placed, factors) if self.combine.get(o.name) == "sum" else {}
+            over = set().union(*summed.values())
+            scattered.append({f: names for f, names in wants if set(names) <= over})
+            if scattered[-1]:  # the operands stay where they lie
+                axes |= {f: names for f, names in summed.items() if f not in axes and not used & set(names)}
+                used |= over
+        taken = set().union(*scattered)
+        for factor, names in (pair for known in (*asked, *placed) for pair in known):  # results choose first, then left
+            if factor not in axes and factor not in taken and not used & set(names):
+                axes[factor] = names
+                used |= set(names)
+        return _Shards(self, rule, ins, res, axes, scattered, params).all()
 
-    def _across(self, operand, out, names):
-        return _ACROSS_DEVICES[self.combine[operand.name]](out, names) if names else out
 
-    def _count_once(self, operand, arg, rule, res, mesh_axes):
-        if operand.name not in self.once:
+class _Shards:
+    """One way to split a call over devices.
+
+    axes:      {factor: mesh axes}, of operands, and of results where they are not scattered.
+    scattered: {factor: mesh axes} of each result: its sum over these is left scattered along the factor.
+    """
+
+    def __init__(self, op, rule, ins, res, axes, scattered, params):
+        self.op, self.rule, self.ins, self.res, self.axes, self.params = op, rule, ins, res, axes, params
+        self.scattered = scattered
+        # What joins the sum with all of the result's axes is added to the shard that is left of it.
+        self.later = {o.name for o, factors in zip(rule.inputs, ins) if o.name in op.once and self._joins(factors)}
+
+    def _joins(self, factors):
+        return any(scatter and factors == out for scatter, out in zip(self.scattered, self.res))
+
+    def all(self):
+        """-> specs of operands, specs of results, the function of one shard."""
+        later = next(filter(None, self.scattered), {})
+        of = lambda factors, more: PartitionSpec(*(more.get(f, self.axes.get(f)) for f in factors))
+        ins = [of(f, later if o.name in self.later else {}) for o, f in zip(self.rule.inputs, self.ins)]
+        return ins, [of(f, s) for f, s in zip(self.res, self.scattered)], self.run
+
+    def run(self, *args):
+        """Operands of one device -> results of one device."""
+        params, given = self.params, list(zip(self.rule.inputs, args))
+        later = [a for o, a in given if o.name in self.later]
+        given = [(o, a) for o, a in given if o.name not in self.later]
+        outs = self.op._bind(
+            params | dict(inputs=tuple(o.name for o, _ in given)), [self._count_once(o, a) for o, a in given]
+        )
+        return tuple(self._combine(*each, later) for each in zip(self.rule.outputs, self.res, self.scattered, outs))
+
+    def _dropped(self, factors):
+        """The mesh axes that split the call but not a result of these factors."""
+        return tuple(n for f, names in self.axes.items() if f not in factors for n in names)
+
+    def _combine(self, operand, factors, scatter, out, later):
+        names = self._dropped(factors)
+        for factor, over in scatter.items():  # first, for the rest of the sum then moves less
+            out = lax.psum_scatter(out, over, scatter_dimension=factors.index(factor), tiled=True)
+            names = tuple(n for n in names if n not in over)
+        out = _ACROSS_DEVICES[self.op.combine[operand.name]](out, names) if names else out
+        if scatter and later:
+            out = sum((a.astype(jnp.float32) for a in later), out.astype(jnp.float32)).astype(out.dtype)
+        return out
+
+    def _count_once(self, operand, arg):
+        if operand.name not in self.op.once:
             return arg
-        names = {n for o, factors in zip(rule.outputs, res) if o.name in self.combine for n in mesh_axes(factors)}
-        first = [lax.axis_index(n) == 0 for n in sorted(names)]
+        sums = [factors for o, factors in zip(self.rule.outputs, self.res) if o.name in self.op.combine]
+        first = [lax.axis_index(n) == 0 for n in sorted({n for factors in sums for n in self._dropped(factors)})]
         return jnp.where(jnp.all(jnp.stack(first)), arg, 0).astype(arg.dtype) if first else arg
+
+
+def _placement(mesh, info) -> PartitionSpec:
+    """How the mesh axes split an operand or result; an axis of it that they split in another way is as if unsplit."""
+    if info.sharding is None or mesh.empty or not info.shape:
+        return PartitionSpec()
+    try:
+        where = info.sharding.devices_indices_map(info.shape)
+    except AssertionError:  # jax's, for an axis of a size that its shards do not divide
+        return PartitionSpec()
+    slices = [where[device] for device in mesh.devices.flat]
+    starts = [np.reshape([s[i].start or 0 for s in slices], mesh.devices.shape) for i in range(len(info.shape))]
+    return PartitionSpec(*map(partial(_splitting_axes, mesh), starts, info.shape))
+
+
+def _splitting_axes(mesh, starts, size):
+    """The mesh axes, the outermost first, that split an axis of `size` whose shards begin at `starts`; else None."""
+    steps = {}
+    for at, name in enumerate(mesh.axis_names):
+        second = [0] * starts.ndim
+        second[at] = min(1, starts.shape[at] - 1)
+        steps[name] = int(starts[tuple(second)])
+    names = tuple(sorted((name for name, step in steps.items() if step), key=lambda name: -steps[name]))
+    want, numbers = 0, np.indices(starts.shape)
+    for name in names:
+        size = size // mesh.shape[name]
+        want = want + size * numbers[mesh.axis_names.index(name)]
+    return names if names and np.array_equal(starts, want) else None
+
+
+def _names(entry) -> tuple[str, ...]:
+    """One entry of a PartitionSpec as a tuple of mesh axes."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def _in_all(ins, placed, factors) -> dict:
+    """{factor: mesh axes} of what a result of `factors` lacks and all operands that have it are placed by."""
+    each = [dict(known) for known in placed]
+    lacking = dict.fromkeys(f for fs in ins for f in fs if f not in factors)
+    alike = {f: [known.get(f) for fs, known in zip(ins, each) if f in fs] for f in lacking}
+    return {f: names[0] for f, names in alike.items() if names[0] and all(n == names[0] for n in names)}
 
 
 def _key(params):

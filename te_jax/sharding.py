@@ -9,7 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, PartitionSpec
+
+from te_jax._op import on_explicit_mesh
 
 # Logical axes of activations ...
 BATCH_AXES = "nvte_batch"
@@ -35,7 +39,7 @@ class MeshResource:
     tp_resource:   tensor parallel: heads, hidden width.
     tpsp_resource: tensor and sequence parallel in one: as tp, and the sequence outside the GEMMs. tp and tpsp
                    may not both have more than one device.
-    fsdp_resource: fully sharded data parallel: the batch, and the weights.
+    fsdp_resource: fully sharded data parallel: the batch (beside dp, if both are there), and the weights.
     pp_resource, cp_resource, ep_resource: pipeline, context (sequence in attention), expert parallel.
     """
 
@@ -52,6 +56,17 @@ class MeshResource:
             value = getattr(self, field.name)
             if value is not None and not isinstance(value, str):
                 raise TypeError(f"MeshResource: {field.name} is {value!r}; pass the name of a mesh axis, or None.")
+        self._check_roles()
+
+    def _check_roles(self):
+        roles = {}
+        for field in fields(self):
+            axis = getattr(self, field.name)
+            if axis is not None and roles.setdefault(axis, field.name) != field.name:
+                raise ValueError(
+                    f"MeshResource: {roles[axis]} and {field.name} are both {axis!r}; give each an axis of its own, "
+                    "or leave one None (fsdp shards the batch as well, tpsp is tensor parallelism too)."
+                )
 
 
 ShardingResource = MeshResource  # its name in older code, with the first two fields
@@ -112,17 +127,30 @@ def check_mesh_resource(resource: MeshResource) -> None:
         )
 
 
+def check_cuts_sequence_alone(given: str, axis: str, resource: MeshResource | None) -> None:
+    """ValueError, beginning with `given`, if `axis`, which cuts the sequence in attention, has another part as well."""
+    if resource is None or _axis_sizes().get(axis, 1) == 1:
+        return
+    for name in ("dp_resource", "fsdp_resource", "tp_resource", "tpsp_resource", "pp_resource"):
+        if getattr(resource, name) == axis:
+            raise ValueError(f"{given}, and {name} is the same mesh axis; an axis cuts one of them: name another.")
+
+
 def check_current_mesh_resource() -> None:
     """`check_mesh_resource` of the one in force, for a mesh that was set after it."""
     if (resource := current_mesh_resource()) is not None:
         check_mesh_resource(resource)
 
 
-def logical_axis_map(resource: MeshResource) -> dict[str, str | None]:
-    """Logical axis name -> mesh axis (None: replicated), for `resource` on the mesh in force."""
+def logical_axis_map(resource: MeshResource) -> dict[str, str | tuple[str, ...] | None]:
+    """Logical axis name -> mesh axis (None: replicated), for `resource` on the mesh in force.
+
+    The batch lies on dp and fsdp together where both have more than one device: fsdp is data parallelism too.
+    """
     check_mesh_resource(resource)
     sizes = _axis_sizes()
-    batch = resource.fsdp_resource if sizes.get(resource.fsdp_resource, 1) > 1 else resource.dp_resource
+    data = tuple(axis for axis in (resource.dp_resource, resource.fsdp_resource) if sizes.get(axis, 1) > 1)
+    batch = data if len(data) > 1 else data[0] if data else resource.dp_resource
     tensor = resource.tpsp_resource if sizes.get(resource.tpsp_resource, 1) > 1 else resource.tp_resource
     return {
         BATCH_AXES: batch,
@@ -174,6 +202,49 @@ def extend_logical_axis_rules(rules: Sequence[tuple]) -> Sequence[tuple]:
     return tuple(extended)
 
 
+def reorder_causal_load_balancing(x, cp_size: int, axis: int = 1):
+    """x with its `axis` (the sequence) in the order that balances causal attention over cp_size devices.
+
+    The sequence is cut into 2 cp_size chunks, and device r gets the chunks r and 2 cp_size - 1 - r: one that sees few
+    keys and one that sees many (Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783, section 3.3.2). Reorder all
+    that has a place per token alike: tokens, targets, loss weights, positions; a `SequenceDescriptor` stays as it is.
+    Works on numpy arrays, best before they are sharded. Raises ValueError if 2 cp_size does not divide the axis.
+    """
+    chunks, axis = _chunks("reorder_causal_load_balancing", x, cp_size, axis)
+    xp = np if isinstance(x, np.ndarray) else jnp
+    first, second = xp.split(chunks, 2, axis)
+    return xp.stack([first, xp.flip(second, axis)], axis + 1).reshape(x.shape)
+
+
+def inverse_reorder_causal_load_balancing(x, cp_size: int, axis: int = 1):
+    """The inverse of `reorder_causal_load_balancing`: x with its `axis` in the order of the sequence again."""
+    chunks, axis = _chunks("inverse_reorder_causal_load_balancing", x, cp_size, axis)
+    xp = np if isinstance(x, np.ndarray) else jnp
+    pairs = chunks.reshape(*x.shape[:axis], cp_size, 2, *chunks.shape[axis + 1 :])
+    first, second = (xp.take(pairs, i, axis + 1) for i in (0, 1))
+    return xp.concatenate([first, xp.flip(second, axis)], axis).reshape(x.shape)
+
+
+def causal_load_balanced_positions(size: int, cp_size: int) -> np.ndarray:
+    """i32[size]: where each token of a reordered sequence was before, as RoPE's `positions`."""
+    return reorder_causal_load_balancing(np.arange(size, dtype=np.int32), cp_size, axis=0)
+
+
+def _chunks(name: str, x, cp_size: int, axis: int):
+    """-> x with its `axis` cut into [2 cp_size, size of a chunk], the axis from the front."""
+    if not isinstance(cp_size, int) or cp_size < 1:
+        raise ValueError(f"{name}: cp_size is {cp_size!r}; pass how many devices share a sequence, at least 1.")
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"{name}: axis is {axis}, but x has shape {tuple(x.shape)}; pass the sequence's axis.")
+    axis %= x.ndim
+    if x.shape[axis] % (2 * cp_size):
+        raise ValueError(
+            f"{name}: axis {axis} of x has {x.shape[axis]} positions, which {2 * cp_size} chunks (2 for each of "
+            f"cp_size={cp_size} devices) do not divide; pad the sequence."
+        )
+    return x.reshape(*x.shape[:axis], 2 * cp_size, -1, *x.shape[axis + 1 :]), axis
+
+
 def _one(value):
     return value[0] if isinstance(value, tuple) and len(value) == 1 else value
 
@@ -186,6 +257,54 @@ def _check_rule(rule) -> None:
     raise ValueError(
         f"extend_logical_axis_rules: the rule {rule!r} is not a pair (logical name, mesh axis, tuple of them or None)."
     )
+
+
+def head_axes() -> tuple[str, ...]:
+    """The mesh axes over which attention heads are split under Auto axes, by the logical axis rules in force, or else
+    by the MeshResource; () where neither says it, or no mesh is in force."""
+    mesh, resource = jax.sharding.get_abstract_mesh(), current_mesh_resource()
+    if mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
+        return ()
+    if _constrains():
+        from flax import linen as nn
+
+        (axes,) = nn.logical_to_mesh_axes((HEAD_AXES,), nn.get_logical_axis_rules())
+    else:
+        axes = resource and logical_axis_map(resource)[HEAD_AXES]
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def place_axis(x: jax.Array, axis: int, names: tuple[str, ...]) -> jax.Array:
+    """x, one axis of it split over the mesh axes `names` (() is over none) and the others as they were; where the types
+    or the mesh in force know of shardings."""
+    at = axis % x.ndim
+    if on_explicit_mesh(jax.typeof(x)):
+        spec = (*jax.typeof(x).sharding.spec, *[None] * x.ndim)[: x.ndim]
+        return jax.sharding.reshard(x, PartitionSpec(*spec[:at], names or None, *spec[at + 1 :]))
+    if not names and not head_axes():
+        return x
+    spec = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    spec[at] = names or None
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+def gathered_axes(shard: Sequence[str | None] | None, whole: Sequence[str | None] | None):
+    """`whole`, the logical axes of an array that lies by those of `shard` before, where the two differ on the mesh and
+    the constraint below acts; else None."""
+    if shard is None or whole is None or not _constrains():
+        return None
+    from flax import linen as nn
+
+    specs = (nn.logical_to_mesh_axes(tuple(axes), nn.get_logical_axis_rules()) for axes in (shard, whole))
+    return None if next(specs) == next(specs) else tuple(whole)
+
+
+def _constrains() -> bool:
+    """Whether logical axis rules are in force on a mesh of Auto axes."""
+    from flax import linen as nn  # late: the ops do not need Flax
+
+    mesh = jax.sharding.get_abstract_mesh()
+    return bool(nn.get_logical_axis_rules()) and not mesh.empty and set(mesh.axis_types) == {AxisType.Auto}
 
 
 def with_sharding_constraint_by_logical_axes(x: jax.Array, axes: Sequence[str | None] | None) -> jax.Array:
@@ -206,7 +325,7 @@ def with_sharding_constraint_by_logical_axes(x: jax.Array, axes: Sequence[str | 
             f"{x.shape}; give one name (or None) per dimension."
         )
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
+    if not _constrains():
         return x
     spec = nn.logical_to_mesh_axes(tuple(axes), rules)
     named = {name for entry in spec if entry for name in ((entry,) if isinstance(entry, str) else entry)}
@@ -216,3 +335,36 @@ def with_sharding_constraint_by_logical_axes(x: jax.Array, axes: Sequence[str | 
             f"the mesh in force has the axes {mesh.axis_names}."
         )
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+# Names and meaning: https://docs.jax.dev/en/latest/gpu_performance_tips.html
+_XLA_FLAGS = {
+    # Collectives are started early and awaited late, so that they run beside kernels. Without it most of them wait.
+    "xla_gpu_enable_latency_hiding_scheduler": "true",
+    # Across the steps of a loop as `nn.scan` over layers: weights of the next layer are gathered (FSDP), gradients of
+    # the last one are scattered (FSDP) or summed (data parallel), while this one computes.
+    "xla_gpu_enable_pipelined_all_gather": "true",
+    "xla_gpu_enable_pipelined_reduce_scatter": "true",
+    "xla_gpu_enable_pipelined_all_reduce": "true",
+    # Collectives up to this size in all become one: large enough for the weights of a layer (8B: 218M, a byte each in
+    # FP8), since few large messages use the links better than many small ones; memory for the results limits it.
+    "xla_gpu_all_gather_combine_threshold_bytes": str(256 * 2**20),
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": str(256 * 2**20),
+    "xla_gpu_all_reduce_combine_threshold_bytes": str(256 * 2**20),
+}
+
+
+def recommended_xla_flags() -> str:
+    """Flags that let XLA overlap collectives with kernels on several NVIDIA GPUs, "--name=value --name=value".
+
+    te_jax sets no environment itself. Put them into XLA_FLAGS before jax's first use:
+
+        export XLA_FLAGS="$(python -c 'from te_jax import sharding; print(sharding.recommended_xla_flags())')"
+
+    The latency-hiding scheduler; pipelining of collectives in loops; thresholds under which collectives are combined.
+    Left out: windowed einsum (`xla_gpu_threshold_for_windowed_einsum_mib`) takes apart XLA's own dots, which te_gemm is
+    not; `xla_gpu_enable_while_loop_double_buffering` doubles the code of a loop over layers: try it where a profile
+    shows copies between its steps. XLA aborts at a flag that it does not know: these are known to jaxlib 0.10.2 and
+    0.12.0.
+    """
+    return " ".join(f"--{name}={value}" for name, value in _XLA_FLAGS.items())

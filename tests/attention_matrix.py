@@ -72,7 +72,7 @@ class Case:
     hidden_bias: str = "large"  # what it holds at hidden keys; or "inf", on a CPU
     softmax: str = "vanilla"
     scale: str = "default"
-    packed: bool = False
+    joined: str = "none"  # what lies in one array: "qkv", "kv", also interleaved
     path: str = "auto"  # or "xla", on a CPU
 
     def __str__(self):
@@ -81,7 +81,7 @@ class Case:
         for field in fields(self)[6:]:
             value = getattr(self, field.name)
             if value != field.default:
-                told.append("qkv" if value is True else f"{field.name}_{value}")
+                told.append(f"{field.name}_{value}")
         return "-".join((*always, *told))
 
 
@@ -104,16 +104,19 @@ VALUES = {  # of each dimension in the design, likelier ones first and more ofte
     "hidden_bias": ("large", "inf"),
     "softmax": ("vanilla", "vanilla", "vanilla", "vanilla", "off_by_one", "learnable"),
     "scale": ("default", "given"),
-    "packed": (False, False, True),
+    "joined": (*("none",) * 4, "qkv", "kv", "qkv_interleaved", "kv_interleaved"),
     "path": ("auto", "xla"),
 }
 
 
 def legal(part: dict[str, Any]) -> bool:
     """Whether a case may have these values, of some or all dimensions."""
-    if part.get("packed"):
-        (h, g), (d, e) = part.get("heads", (1, 1)), part.get("dims", (1, 1))
-        if h != g or d != e or part.get("lengths") in ("s_lt_t", "s_gt_t"):
+    joined, (d, e) = part.get("joined", "none"), part.get("dims", (1, 1))
+    if joined != "none" and d != e:
+        return False
+    if joined.startswith("qkv"):
+        h, g = part.get("heads", (1, 1))
+        if h != g or part.get("lengths") in ("s_lt_t", "s_gt_t"):
             return False
     unused = {"bias_type": "post_scale_bias", "bias_dtype": "f32", "hidden_bias": "large"}
     return part.get("bias") != "none" or all(part.get(name, value) == value for name, value in unused.items())
@@ -131,7 +134,7 @@ def all_pairs() -> set:
 def _drawn(given: dict[str, Any], draw: random.Random) -> dict[str, Any]:
     """A legal case with the values `given`: legality is a matter of pairs, so one dimension after the other."""
     part = dict(given)
-    for name, values in sorted(VALUES.items(), key=lambda item: item[0] != "packed"):
+    for name, values in sorted(VALUES.items(), key=lambda item: item[0] != "joined"):
         if name not in given:
             part[name] = draw.choice(values)
             if not legal(part):
@@ -183,8 +186,11 @@ CORNERS = [
     *(replace(_BASE, mask=mask, softmax=softmax)
       for mask in ("st", "1111")  # of one element: nobody sees anything
       for softmax in ("vanilla", "learnable")),
-    *(replace(_BASE, batch=5, heads=(6, 6), dims=(32, 32), packed=True, rows=rows, mask_type=mask_type, window="past")
-      for rows in ("packed_cross", "ids") for mask_type in ("causal", "padding_causal_bottom_right")),
+    *(replace(_BASE, batch=5, heads=(6, 6), dims=(32, 32), joined=joined, rows=rows, mask_type=mask_type, window="past")
+      for rows, joined in (("packed_cross", "qkv"), ("ids", "qkv"), ("packed_cross", "qkv_interleaved"))
+      for mask_type in ("causal", "padding_causal_bottom_right")),
+    *(replace(_BASE, lengths="s_gt_t", joined=joined, rows=rows, mask_type="padding_causal_bottom_right")
+      for joined in ("kv", "kv_interleaved") for rows in ("none", "lengths_zero", "packed_gaps")),
 ]  # fmt: skip
 
 

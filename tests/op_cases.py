@@ -74,6 +74,8 @@ _fp8_sizes = {"b...0": 4, "s": 4, "t": 4, "g": 4, "r": 2, "d": 128}
 _packed_sizes = {"b...0": 8, "s": 8, "t": 8, "c": 3, "h": 8, "d": 16, "w": 4, "n": 1, "f": 4}
 _attention_ranks = {"b...": 1}
 _attention = dict(left=-1, right=0, bottom_right=False, seq_major=False, scale=0.25, dropout_rate=0.0)
+_joined = dict(_attention, interleaved=False)
+_kv_sizes = {**_attention_sizes, "c": 2}
 _attention_dropout = dict(_attention, dropout_rate=0.3)
 _absent = (None,) * 5  # biases and segments
 
@@ -145,12 +147,20 @@ CASES = [
         dict(_attention, deterministic=False, bottom_right=True), ("dq", "dk", "dv"), _attention_ranks,
     ),
     Case(
-        "attention_packed_fwd", "te_attention_packed_fwd", _packed_sizes, (f32, *_absent, None), _attention,
+        "attention_packed_fwd", "te_attention_packed_fwd", _packed_sizes, (f32, *_absent, None), _joined,
         ("out", "lse"), _attention_ranks,
     ),
     Case(
+        "attention_kv_segments_fwd", "te_attention_kv_fwd", _kv_sizes, (f32, f32, *(None,) * 4, i32, None), _joined,
+        ("out", "lse"), _attention_ranks,
+    ),
+    Case(
+        "attention_kv_bwd", "te_attention_kv_bwd", _kv_sizes, (*(f32,) * 3, *_absent, f32, f32, None),
+        dict(_joined, deterministic=False), ("dq", "dkv"), _attention_ranks,
+    ),
+    Case(
         "attention_packed_bias_bwd", "te_attention_packed_bwd", _packed_sizes,
-        (f32, f32, None, None, None, f32, None, f32, f32, None), dict(_attention, deterministic=False),
+        (f32, f32, None, None, None, f32, None, f32, f32, None), dict(_joined, deterministic=False),
         ("dqkv", "dbias"), _attention_ranks,
     ),
     Case(

@@ -10,7 +10,12 @@ from attention_oracle import attend_dense, error, one_hot_values, operands, run
 
 import te_jax.flax as te_flax
 from te_jax.ops import attention
-from te_jax.ops.attention import dot_product_attention, dot_product_attention_packed
+from te_jax.ops.attention import (
+    SequenceDescriptor,
+    dot_product_attention,
+    dot_product_attention_kv_packed,
+    dot_product_attention_packed,
+)
 
 GPU_SHAPES = {  # b, s, t, h, g, d, e
     "mha": (2, 512, 512, 8, 8, 64, 64),
@@ -94,52 +99,56 @@ def test_one_compilation_builds_each_plan_once():
     assert _cuda.cudnn_plan_builds() - built == 2  # forward and backward
 
 
-def packed(b, s, h, d, dtype=jnp.bfloat16):
-    """qkv [b, s, 3, h, d], dout."""
-    q, k, v, dout = operands((b, s, s, h, h, d, d), dtype)
-    return jnp.stack([q, k, v], 2), dout
+def joined_equals_apart(q, k, v, dout, *, kv=False, interleaved=False, **kwargs):
+    """Bit for bit: cuDNN on q, k, v, or k, v, side by side, and on each of its own."""
+    attend, apart, together = dot_product_attention_packed, (), (q, k, v)
+    if kv:
+        attend, apart, together = dot_product_attention_kv_packed, (q,), (k, v)
+    axis = -2 if interleaved else -3
 
-
-def run_packed(qkv, dout, **kwargs):
     @jax.jit
-    def step(qkv, dout):
-        out, vjp = jax.vjp(lambda x: dot_product_attention_packed(x, implementation="cudnn", **kwargs), qkv)
-        return out, vjp(dout)[0]
+    def step(operands, dout):
+        call = lambda *x: attend(*x, interleaved=interleaved, implementation="cudnn", **kwargs)
+        out, vjp = jax.vjp(call, *operands)
+        return out, vjp(dout)
 
-    out, dqkv = step(qkv, dout)
-    return dict(zip(("out", "dq", "dk", "dv"), (out, *(dqkv[:, :, i] for i in range(3))), strict=True))
-
-
-def packed_equals_apart(qkv, dout, **kwargs):
-    """Bit for bit: cuDNN on q, k, v side by side, and on each of its own."""
-    got = run_packed(qkv, dout, **kwargs)
-    want = run(*(qkv[:, :, i] for i in range(3)), dout, implementation="cudnn", **kwargs)
-    for name in want:
-        np.testing.assert_array_equal(np.asarray(got[name], np.float32), np.asarray(want[name], np.float32), name)
+    out, grads = step((*apart, jnp.stack(together, axis)), dout)
+    got = (out, *grads[:-1], *jnp.moveaxis(grads[-1], axis, 0))
+    want = run(q, k, v, dout, implementation="cudnn", **kwargs)
+    for name, x in zip(("out", "dq", "dk", "dv"), got, strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(want[name], np.float32), name)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mask_type", ["no_mask", "causal"])
+@pytest.mark.parametrize("kind", ["qkv", "kv"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["", "interleaved"])
+@pytest.mark.parametrize("mask_type", ["no_mask", "causal", "padding_causal"])
 @pytest.mark.parametrize("sizes", [(2, 512, 8, 64), (3, 199, 4, 128), (2, 2, 2, 40), (1, 1024, 4, 128)])
-def test_packed(sizes, mask_type):
+def test_joined(sizes, mask_type, interleaved, kind):
     """The same kernel on the same numbers at other strides: the same bits, where the sums have a fixed order."""
+    b, s, h, d = sizes
+    kwargs = dict(attn_mask_type=mask_type, deterministic=True, kv=kind == "kv", interleaved=interleaved)
+    if mask_type.startswith("padding"):
+        kwargs["sequence_descriptor"] = SequenceDescriptor.from_seqlens(jnp.arange(b) * s // b + 1)
+    groups, keys = (h, s) if kind == "qkv" else (h // 2, s + 1)
     for dtype in (jnp.bfloat16, jnp.float16):
-        qkv, dout = packed(*sizes, dtype)
-        kwargs = dict(attn_mask_type=mask_type, deterministic=True)
-        packed_equals_apart(qkv, dout, **kwargs)
+        joined_equals_apart(*operands((b, s, keys, h, groups, d, d), dtype), **kwargs)
 
 
 @pytest.mark.gpu
-def test_projection_goes_to_the_kernel_uncopied():
+@pytest.mark.parametrize("groups", [8, 2])
+def test_projection_goes_to_the_kernel_uncopied(groups):
     """No kernel of the compiled step reads or writes an array of q, k or v."""
-    module = te_flax.MultiHeadAttention(head_dim=64, num_attention_heads=8, dtype=jnp.bfloat16)
+    module = te_flax.MultiHeadAttention(head_dim=64, num_attention_heads=8, num_gqa_groups=groups, dtype=jnp.bfloat16)
     x = jnp.ones((2, 256, 512), jnp.bfloat16)
     variables = module.init(jax.random.key(0), x)
     step = jax.jit(jax.grad(lambda v, x: jnp.sum(module.apply(v, x)[0].astype(jnp.float32)), (0, 1)))
     text = step.lower(variables, x).compile().as_text()
-    assert "te_attention_packed_fwd" in text and "te_attention_packed_bwd" in text
-    moved = [line for line in text.splitlines() if re.search(r"= bf16\[2,256,(1,)?8,64\]\S* (copy|slice|fusion)", line)]
-    moved += [line for line in text.splitlines() if re.search(r"= bf16\[2,256,3,\S* (copy|concat|fusion)", line)]
+    name, parts = ("packed", 3) if groups == 8 else ("kv", 2)
+    assert f"te_attention_{name}_fwd" in text and f"te_attention_{name}_bwd" in text
+    one = rf"= bf16\[2,256,(1,)?{groups},64\]\S* (copy|slice|fusion)"
+    all_of_them = rf"= bf16\[2,256,{parts},\S* (copy|concat|fusion)"
+    moved = [line for line in text.splitlines() if re.search(one, line) or re.search(all_of_them, line)]
     assert not moved, moved
 
 
@@ -190,9 +199,9 @@ def test_dropout(shape, mask_type, deterministic):
 
 @pytest.mark.gpu
 def test_dropout_packed():
-    qkv, dout = packed(2, 256, 4, 64)
+    arrays = operands((2, 256, 256, 4, 4, 64, 64), jnp.bfloat16)
     kwargs = dict(attn_mask_type="causal", dropout_rate=RATE, dropout_rng=jax.random.key(11), deterministic=True)
-    packed_equals_apart(qkv, dout, **kwargs)
+    joined_equals_apart(*arrays, **kwargs)
 
 
 @pytest.mark.gpu

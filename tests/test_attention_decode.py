@@ -12,7 +12,7 @@ ATTRS = dict(left=-1, right=-1, bottom_right=False, seq_major=False, scale=0.3, 
 
 
 def forward(q, k, v, segments):
-    out, lse, _ = attention_reference.forward(q, k, v, *NO_BIAS, segments, None, **ATTRS)
+    out, lse, _ = attention_reference.forward(1, q, k, v, *NO_BIAS, segments, None, **ATTRS)
     return out, lse
 
 

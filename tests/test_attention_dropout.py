@@ -99,10 +99,11 @@ def _kernel(plain, is_forward):
 @pytest.fixture
 def kernel(monkeypatch):
     """The ops with their CUDA lowering, around a kernel in plain JAX that draws as cuDNN does."""
-    forward, backward = _kernel(attention_reference.forward, True), _kernel(attention_reference.backward, False)
-    lowered = lambda *args, **attrs: attention_op._fwd_cuda(forward, *args, **attrs)
+    plain = attention_reference
+    forward, backward = _kernel(partial(plain.forward, 1), True), _kernel(partial(plain.backward, 1), False)
+    lowered = lambda *args, **attrs: attention_op._forward(1, forward, *args, **attrs)
     monkeypatch.setattr(attention.attention_fwd, "reference", lowered)
-    lowered_bwd = lambda *args, **attrs: (*attention_op._bwd_cuda(backward, *args, **attrs), *(None,) * 4)
+    lowered_bwd = lambda *args, **attrs: (*attention_op._backward(1, backward, *args, **attrs), *(None,) * 4)
     monkeypatch.setattr(attention.attention_bwd, "reference", lowered_bwd)
     jax.clear_caches()
     yield

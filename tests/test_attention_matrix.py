@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 from attention_matrix import Case, all_pairs, cases, pairs, problem
 
-from te_jax.ops.attention import dot_product_attention, dot_product_attention_packed, explain_attention
+from te_jax.ops.attention import (
+    dot_product_attention,
+    dot_product_attention_kv_packed,
+    dot_product_attention_packed,
+    explain_attention,
+)
 
 CASES = cases()
 SERVED = 412  # of CASES, by cuDNN on a Hopper GPU: at least
@@ -28,22 +33,38 @@ def _quick():
     return quicker
 
 
-def _step(operands, dout, extra, arrays, options, packed):
+_ATTEND = {
+    "none": dot_product_attention,
+    "kv": dot_product_attention_kv_packed,
+    "kv_interleaved": partial(dot_product_attention_kv_packed, interleaved=True),
+    "qkv": dot_product_attention_packed,
+    "qkv_interleaved": partial(dot_product_attention_packed, interleaved=True),
+}
+
+
+def _step(operands, dout, extra, arrays, options, joined):
     """out, lse and the gradients of operands and extra."""
-    attend = partial(dot_product_attention_packed if packed else dot_product_attention, return_lse=True)
+    attend = partial(_ATTEND[joined], return_lse=True)
     call = lambda operands, extra: attend(*operands, **extra, **arrays, **dict(options))
     out, vjp, lse = jax.vjp(call, operands, extra, has_aux=True)
     return (out, lse), *vjp(dout)
 
 
-def _operands(problem, packed):
+def _axis(joined):
+    return -2 if joined.endswith("interleaved") else -3
+
+
+def _operands(problem, joined):
     q, k, v, dout = problem.operands
-    return ((np.stack([q, k, v], -3),) if packed else (q, k, v)), dout
+    apart, together = {"none": ((q, k, v), ()), "kv": ((q,), (k, v)), "qkv": ((), (q, k, v))}[joined.partition("_")[0]]
+    return (*apart, *([np.stack(together, _axis(joined))] if together else [])), dout
 
 
-def _named(got, packed):
+def _named(got, joined="none"):
     (out, *lse), grads, extra = jax.tree.map(np.asarray, got)
-    grads = tuple(grads[0][..., i, :, :] for i in range(3)) if packed else grads
+    if joined != "none":
+        *apart, last = grads
+        grads = (*apart, *np.moveaxis(last, _axis(joined), 0))
     named = dict(out=out, **dict(zip(("dq", "dk", "dv"), grads, strict=True)))
     if lse:
         named["lse"] = np.where(lse[0] == -np.inf, 0, lse[0])
@@ -51,10 +72,10 @@ def _named(got, packed):
 
 
 def _run(case, problem, step, implementation):
-    operands, dout = _operands(problem, case.packed)
+    operands, dout = _operands(problem, case.joined)
     options = problem.options | {"implementation": implementation}
-    got = step(operands, dout, problem.differentiated, problem.arrays, tuple(options.items()), case.packed)
-    got = _named(got, case.packed)
+    got = step(operands, dout, problem.differentiated, problem.arrays, tuple(options.items()), case.joined)
+    got = _named(got, case.joined)
     types = {
         "lse": np.empty(0, np.float32),
         "dbias": problem.differentiated.get("bias"),
@@ -150,7 +171,7 @@ def _peer(case: Case, given) -> dict[str, np.ndarray]:
         return (out,), *vjp(dout)
 
     try:
-        return _named(step(tuple(operands), extra), packed=False)
+        return _named(step(tuple(operands), extra))
     except (NotImplementedError, TypeError, ValueError, RuntimeError):
         return {}
 

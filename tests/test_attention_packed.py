@@ -1,4 +1,4 @@
-"""dot_product_attention_packed against the same on separate arrays; nothing is copied on the way to the kernel."""
+"""Attention on q, k, v side by side against the same on separate arrays; nothing is copied on the way to the kernel."""
 
 import re
 
@@ -9,7 +9,12 @@ import pytest
 from attention_oracle import BOUND, error
 
 import te_jax.flax as te_flax
-from te_jax.ops.attention import SequenceDescriptor, dot_product_attention, dot_product_attention_packed
+from te_jax.ops.attention import (
+    SequenceDescriptor,
+    dot_product_attention,
+    dot_product_attention_kv_packed,
+    dot_product_attention_packed,
+)
 
 
 def parts(qkv):
@@ -48,10 +53,43 @@ def test_max_logit_and_no_batch():
     assert error(out, want) <= BOUND[jnp.float32][0] and error(top, want_top) <= BOUND[jnp.float32][0]
 
 
+def test_kv_errors():
+    q = jnp.ones((2, 6, 4, 16))
+    for kv, interleaved, wanted in (
+        (jnp.ones((2, 6, 3, 2, 16)), False, "2, heads, d"),
+        (jnp.ones((2, 6, 2, 4, 16)), True, "heads, 2, d"),
+    ):
+        with pytest.raises(ValueError, match=rf"^dot_product_attention_kv_packed: kv has shape .*tokens, {wanted}\]"):
+            dot_product_attention_kv_packed(q, kv, interleaved=interleaved)
+    with pytest.raises(ValueError, match="^dot_product_attention_kv_packed: "):
+        dot_product_attention_kv_packed(q, jnp.ones((2, 6, 2, 3, 16)))  # 4 heads, 3 groups
+
+
+@pytest.mark.parametrize("kind", ["kv", "qkv"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_parts_go_to_the_kernel_as_they_lie(kind, interleaved):
+    """The call's operand and its gradient have the given array's order in memory: what turns it is undone there."""
+    n, attend = (2, dot_product_attention_kv_packed) if kind == "kv" else (3, dot_product_attention_packed)
+    q, joined = jnp.ones((2, 8, 4, 16), jnp.bfloat16), jnp.ones((2, 8, n, 4, 16), jnp.bfloat16)
+    joined = jnp.swapaxes(joined, -3, -2) if interleaved else joined
+    arrays = (q, joined) if kind == "kv" else (joined,)
+    loss = lambda *x: jnp.sum(attend(*x, interleaved=interleaved).astype(jnp.float32))
+    step = jax.jit(jax.grad(loss, len(arrays) - 1))
+    text = step.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    name = "kv" if kind == "kv" else "packed"
+    calls = [line for line in text.splitlines() if f"custom_call @te_attention_{name}_" in line]
+    fwd, bwd = calls
+    turned, straight = ("dense<[4, 2, 3, 1, 0]>", "dense<[4, 3, 2, 1, 0]>")
+    assert [line.count(turned if interleaved else straight) for line in (fwd, bwd)] == [1, 2]
+    assert [line.count(straight if interleaved else turned) for line in (fwd, bwd)] == [0, 0]
+    assert f"interleaved = {str(interleaved).lower()}" in fwd and f"interleaved = {str(interleaved).lower()}" in bwd
+    assert not [found[0] for found in COPIES.finditer(text) if "transpose" not in found[0] and "<2x8x" in found[0]]
+
+
 @pytest.mark.parametrize(
     ("qkv", "kwargs", "text"),
     [
-        (jnp.ones((2, 6, 2, 2, 16)), {}, r"qkv has shape \(2, 6, 2, 2, 16\); pass \[b\.\.\., s, 3, h, d\]"),
+        (jnp.ones((2, 6, 2, 2, 16)), {}, r"qkv has shape \(2, 6, 2, 2, 16\); pass \[b\.\.\., tokens, 3, heads, d\]"),
         (jnp.ones((3, 2, 16)), {}, "qkv has shape"),
         (jnp.ones((2, 6, 3, 2, 16)), dict(attn_mask_type="Causal"), "attn_mask_type is 'Causal'"),
         (jnp.ones((2, 6, 3, 2, 16)), dict(implementation="cudnn"), "float32; cuDNN takes"),
@@ -68,15 +106,29 @@ COPIES = re.compile(r"stablehlo\.(slice|dynamic_slice|concatenate|pad|dynamic_up
 @pytest.mark.parametrize("fields", [{}, dict(use_bias=True), dict(enable_rotary_pos_emb=True, rotary_pos_emb_dim=8)])
 def test_projection_goes_to_the_kernel_uncopied(fields):
     """b 2, s 8, 4 heads of 16: neither q, k, v nor their gradients are cut out, put together or transposed."""
-    module = te_flax.MultiHeadAttention(head_dim=16, num_attention_heads=4, dtype=jnp.bfloat16, **fields)
     x = jnp.ones((2, 8, 32), jnp.bfloat16)
-    variables = jax.eval_shape(module.init, jax.random.key(0), x)
-    step = jax.jit(jax.grad(lambda v, x: jnp.sum(module.apply(v, x)[0].astype(jnp.float32)), (0, 1)))
-    text = step.trace(variables, x).lower(lowering_platforms=("cuda",)).as_text()
-    assert all(text.count(f"custom_call @te_attention_packed_{kind}(") == 1 for kind in ("fwd", "bwd"))
-    assert text.count("custom_call @te_rope(") == (2 if "enable_rotary_pos_emb" in fields else 0)
-    tokens = [found[0] for found in COPIES.finditer(text) if "<2x8x" in found[0]]  # others are of weights
-    assert not tokens, tokens
+    fields = dict(head_dim=16, num_attention_heads=4, dtype=jnp.bfloat16) | fields
+    for name, module, others in (
+        ("packed", te_flax.MultiHeadAttention(**fields), ()),
+        ("kv", te_flax.MultiHeadAttention(**fields, num_gqa_groups=2), ()),
+        ("kv", te_flax.MultiHeadAttention(**fields, attn_mask_type="no_mask"), (jnp.ones((2, 5, 32), jnp.bfloat16),)),
+    ):
+        _check_uncopied(name, module, fields, x, *others)
+
+
+def _check_uncopied(name, module, fields, *inputs):
+    variables = jax.eval_shape(module.init, jax.random.key(0), *inputs)
+    step = jax.jit(jax.grad(lambda v, *x: jnp.sum(module.apply(v, *x)[0].astype(jnp.float32)), (0, 1)))
+    text = step.trace(variables, *inputs).lower(lowering_platforms=("cuda",)).as_text()
+    assert all(text.count(f"custom_call @te_attention_{name}_{kind}(") == 1 for kind in ("fwd", "bwd"))
+    calls = 0 if "enable_rotary_pos_emb" not in fields else 2 if name == "packed" else 4
+    assert text.count("custom_call @te_rope(") == calls
+    tokens = [found[0] for found in COPIES.finditer(text) if "<2x8x" in found[0] or "<2x5x" in found[0]]
+    assert not tokens, tokens  # others are of weights
+
+
+def test_copies_would_be_seen():
+    x = jnp.ones((2, 8, 32), jnp.bfloat16)
     rotated = te_flax.MultiHeadAttention(head_dim=16, num_attention_heads=4, enable_rotary_pos_emb=True)
     forward = jax.jit(lambda x: rotated.init_with_output(jax.random.key(0), x)[0][0])
     text = forward.trace(x).lower(lowering_platforms=("cpu",)).as_text()

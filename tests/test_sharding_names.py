@@ -5,11 +5,13 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, PartitionSpec
 
 from te_jax import sharding
+from te_jax.layers import layernorm
 from te_jax.sharding import MeshResource, current_mesh_resource, extend_logical_axis_rules, global_shard_guard
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
@@ -28,6 +30,20 @@ def test_mesh_resource_is_a_frozen_value():
         MeshResource().dp_resource = "data"
     with pytest.raises(TypeError, match="dp_resource is 3"):
         MeshResource(3)
+
+
+def test_one_role_for_an_axis():
+    with pytest.raises(ValueError, match="dp_resource and fsdp_resource are both 'data'; give each an axis of its own"):
+        MeshResource("data", "model", fsdp_resource="data")
+
+
+def test_a_size_that_the_mesh_does_not_divide():
+    """6 rows constrained to 4 devices: XLA pads them, and gathers them for an op."""
+    x, gamma = jnp.arange(48.0).reshape(6, 8) ** 2, jnp.ones(8)
+    with jax.set_mesh(mesh()), global_shard_guard(MeshResource("data", "model")):
+        with nn.logical_axis_rules(extend_logical_axis_rules(())):
+            got = jax.jit(lambda x: layernorm(constrain(x, ("nvte_batch", None)), gamma))(x)
+    np.testing.assert_allclose(got, layernorm(x, gamma), rtol=1e-5)
 
 
 def test_guard_nests_and_is_local_to_the_thread():
@@ -89,7 +105,8 @@ TENSOR = ("nvte_head", "nvte_hidden_tp", "nvte_w_tp", "heads")
     [
         (MeshResource("data", "model"), "data", "model", None, None),
         (MeshResource("data", tpsp_resource="model"), "data", "model", "model", None),
-        (MeshResource("data", "model", fsdp_resource="shard"), "shard", "model", None, "shard"),
+        (MeshResource("data", "model", fsdp_resource="shard"), ("data", "shard"), "model", None, "shard"),
+        (MeshResource("one", "model", fsdp_resource="shard"), "shard", "model", None, "shard"),
         (MeshResource("data", "model", fsdp_resource="one"), "data", "model", None, "one"),
         (MeshResource("data", "model", tpsp_resource="one"), "data", "model", "one", None),
     ],

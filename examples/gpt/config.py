@@ -75,7 +75,23 @@ PRESETS = {
     ),
 }
 
+MESH_AXES = ("dp", "fsdp", "tp")
+
 PRESET_FIELDS = [f.name for f in dataclasses.fields(Preset) if f.name != "model"]
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """ "dp=2,tp=4" -> {"dp": 2, "tp": 4}."""
+    sizes = {}
+    for part in text.split(","):
+        axis, _, size = part.strip().partition("=")
+        if axis not in MESH_AXES:
+            later = " (context parallelism is not in this program yet)" if axis == "cp" else ""
+            raise argparse.ArgumentTypeError(f"{axis!r} is no axis of it; use {', '.join(MESH_AXES)}{later}")
+        if axis in sizes or not size.isdecimal() or int(size) < 1:
+            raise argparse.ArgumentTypeError(f"{part.strip()!r}: give each axis once, with a size of 1 or more: dp=2")
+        sizes[axis] = int(size)
+    return sizes
 
 
 def parser() -> argparse.ArgumentParser:
@@ -106,6 +122,16 @@ def parser() -> argparse.ArgumentParser:
         "(needs --compare)", type=float, metavar="X")  # fmt: skip
     add(p, "--remat", "recompute each layer in the backward pass", action="store_true")
     add(p, "--dropout", "rate on the residual branches [default: 0]", type=float, default=0.0)
+    many = p.add_argument_group("several devices")
+    divided = "dp the batch; fsdp batch, parameters, optimizer; tp heads and widths"
+    add(many, "--mesh", f"what how many devices divide: {divided} [default: one device]", type=mesh_sizes,
+        metavar="dp=2,fsdp=2,tp=2")  # fmt: skip
+    add(many, "--sequence-parallel", "tp divides the sequence too, outside of the GEMMs", action="store_true")
+    add(many, "--cp", "not in this program yet", type=int, default=1, metavar="N")
+    add(many, "--devices", "of each process; on a CPU alone, which has 1 else", type=int, metavar="N")
+    add(many, "--coordinator", "address of process 0; auto: from Slurm or Open MPI", metavar="HOST:PORT")
+    add(many, "--processes", "started in all, each with its --process-id", type=int, metavar="N")
+    add(many, "--process-id", "0 to N - 1; process 0 prints and writes", type=int, metavar="I")
     override = p.add_argument_group("overrides of the preset")
     add(override, "--layers", "of the transformer", type=int)
     add(override, "--batch-size", "sequences per step", type=int)
@@ -120,12 +146,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: list[str] | None, default_preset: str) -> argparse.Namespace:
-    """The arguments, with the preset filled in where nothing was given; `args.model` is a `Model`.
+    """The arguments, complete. Exits with a message (argparse) on a value that makes no sense."""
+    return complete(parser().parse_args(argv), default_preset)
 
-    Exits with a message (argparse) on a value that makes no sense.
-    """
+
+def complete(args: argparse.Namespace, default_preset: str) -> argparse.Namespace:
+    """`args`, with the preset filled in where nothing was given; `args.model` is a `Model`. Exits as `parse` does."""
     p = parser()
-    args = p.parse_args(argv)
     args.preset = args.preset or default_preset
     preset = PRESETS[args.preset]
     for field in PRESET_FIELDS:
@@ -141,6 +168,12 @@ def parse(argv: list[str] | None, default_preset: str) -> argparse.Namespace:
         p.error("--check-gap needs --compare: a gap is between two runs")
     if args.no_checkpoint and (args.resume or args.stop_at is not None):
         p.error("--no-checkpoint contradicts --resume and --stop-at: they live of checkpoints")
+    if args.devices is not None and args.devices < 1:
+        p.error(f"--devices is {args.devices}: give 1 or more")
+    if args.cp != 1:
+        p.error(f"--cp is {args.cp}: context parallelism is not in this program yet; leave it out, or give more tp")
+    if args.sequence_parallel and args.mesh is None:
+        p.error("--sequence-parallel needs --mesh with tp=2 or more")
     return args
 
 

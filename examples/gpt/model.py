@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 import te_jax.flax as te_flax
 from te_jax.ops.attention import SequenceDescriptor
+from te_jax.sharding import W_FSDP_AXES, W_NO_SHARD_AXES
 
 from .config import Model
 
@@ -19,6 +20,7 @@ class Block(nn.Module):
     dropout: float
     decode: bool = False
     max_decode_length: int | None = None
+    sequence_parallel: bool = False
 
     @nn.compact
     def __call__(self, x, lengths):
@@ -37,6 +39,7 @@ class Block(nn.Module):
             fuse_qkv_params=True,
             hidden_dropout=self.dropout,
             attention_dropout=0.0,
+            enable_sequence_parallel=self.sequence_parallel,
         )
         return layer(
             x,
@@ -53,22 +56,26 @@ class GPT(nn.Module):
     decode:    the tokens follow those in the collection `cache`; lengths int[b] of them are not padding, None: all.
     positions: int[b, s], which learned positions need to know when decoding; RoPE counts by itself.
     max_decode_length: slots of the cache, for the call that finds none.
+    sequence_parallel: the sequence is divided over the tensor-parallel devices outside of the GEMMs.
     """
 
     config: Model
     max_len: int  # learned positions
     dropout: float = 0.0
     remat: bool = False
+    sequence_parallel: bool = False
 
     @nn.compact
     def __call__(self, tokens, lengths=None, positions=None, *, decode=False, max_decode_length=None) -> jax.Array:
         c = self.config
-        embedding = self.param("embedding", nn.initializers.normal(0.02), (VOCAB, c.hidden), jnp.float32)
+        # Their rows are few: a byte has 256 values. The hidden axis is divided as those of the layers' kernels are.
+        table = nn.with_logical_partitioning(nn.initializers.normal(0.02), (W_NO_SHARD_AXES, W_FSDP_AXES))
+        embedding = self.param("embedding", table, (VOCAB, c.hidden), jnp.float32)
         # A product, not a look-up: the gradient of a look-up is a scatter, whose sums have no fixed order on a GPU.
         # In f32 at the highest precision it is exact: one row times 1, plus zeros.
         x = jnp.matmul(jax.nn.one_hot(tokens, VOCAB), embedding, precision=jax.lax.Precision.HIGHEST)
         if not c.rope:
-            learned = self.param("positions", nn.initializers.normal(0.02), (self.max_len, c.hidden), jnp.float32)
+            learned = self.param("positions", table, (self.max_len, c.hidden), jnp.float32)
             if decode and positions is None:
                 raise ValueError("GPT: learned positions and decode=True; pass positions int[b, s].")
             x = x + (learned[: tokens.shape[1]] if positions is None else learned[positions])
@@ -85,10 +92,10 @@ class GPT(nn.Module):
             length=c.layers,
             metadata_params={nn.PARTITION_NAME: None},
         )
-        x, _ = layers(c, self.dropout, decode, max_decode_length, name="layers")(x, lengths)
+        x, _ = layers(c, self.dropout, decode, max_decode_length, self.sequence_parallel, name="layers")(x, lengths)
         x = te_flax.LayerNorm(layernorm_type=c.norm, name="final_norm")(x)
 
         head = embedding
         if not c.tie_embeddings:
-            head = self.param("head", nn.initializers.normal(0.02), (VOCAB, c.hidden), jnp.float32)
+            head = self.param("head", table, (VOCAB, c.hidden), jnp.float32)
         return jnp.einsum("bsh,vh->bsv", x, head.astype(x.dtype), preferred_element_type=jnp.float32)

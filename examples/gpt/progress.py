@@ -1,6 +1,7 @@
 """The progress bar, and the step times behind its figures."""
 
 import math
+import os
 import statistics
 import sys
 import time
@@ -11,15 +12,20 @@ WINDOW = 20  # steps that the bar's rate looks back
 
 
 class Progress:
-    """Takes losses as they arrive. `tokens` and `flops` are one step's, `peak` is in FLOP/s or None."""
+    """Takes losses as they arrive. `tokens` and `flops` are one step's, `peak` is in FLOP/s or None.
 
-    def __init__(self, name: str, start: int, total: int, tokens: int, flops: float, peak: float | None):
+    shown: False in all processes but one.
+    """
+
+    def __init__(self, name: str, start: int, total: int, tokens: int, flops: float, peak: float | None, shown=True):
         self.tokens, self.flops, self.peak = tokens, flops, peak
         self.seconds: list[float] = []  # from one step's end to the next one's
         self.last: float | None = None
         # Into a file the bar writes a line now and then, on a terminal it moves.
-        slow = 0.2 if sys.stderr.isatty() else 15.0
-        self.bar = tqdm.tqdm(total=total, initial=start, desc=name, unit="step", mininterval=slow, dynamic_ncols=True)
+        self.file = sys.stderr if shown else open(os.devnull, "w")  # a disabled bar would not count
+        slow = 0.2 if self.file.isatty() else 15.0
+        options = dict(unit="step", mininterval=slow, dynamic_ncols=True, file=self.file)
+        self.bar = tqdm.tqdm(total=total, initial=start, desc=name, **options)
 
     def add(self, loss: float) -> None:
         """FloatingPointError if the loss is not finite: nothing good comes after it."""
@@ -38,7 +44,7 @@ class Progress:
         self.last = None
 
     def note(self, text: str) -> None:
-        self.bar.write(text, file=sys.stderr)
+        self.bar.write(text, file=self.file)
 
     def step_seconds(self, window: int = 0) -> float | None:
         """Median of the last `window` steps (0: of all)."""

@@ -7,10 +7,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 import te_jax as te
 from te_jax import recipe as te_recipe
 
+from . import mesh
 from .model import GPT
 
 
@@ -45,16 +47,45 @@ def autocast(recipe: te_recipe.DelayedScaling | None):
     return te.autocast(enabled=recipe is not None, recipe=recipe)
 
 
-def init_state(model: GPT, optimizer, recipe, seed: int) -> TrainState:
-    @jax.jit
+def init_variables(model: GPT, recipe, rng, rows: int = 1) -> dict:
+    """{"params": boxes with logical axis names, "fp8_metas": ...}. rows: of the batch that is traced."""
+    # The modules that need FP8 state make it, so `init` runs under the same autocast as `apply`.
+    with autocast(recipe):
+        return model.init(rng, jnp.zeros((rows, model.max_len), jnp.int32))
+
+
+def make_init(model: GPT, optimizer, recipe, shardings: TrainState | None = None):
+    """jitted key -> TrainState. With `shardings` each device computes its own part alone."""
+    rows = 1 if shardings is None else shardings.step.mesh.size  # a multiple of what divides a batch
+
     def init(rng):
-        # The modules that need FP8 state make it, so `init` runs under the same autocast as `apply`.
-        with autocast(recipe):
-            variables = model.init(rng, jnp.zeros((1, model.max_len), jnp.int32))
-        fp8, params = flax.core.pop(nn.meta.unbox(variables), "params")
+        fp8, params = flax.core.pop(nn.meta.unbox(init_variables(model, recipe, rng, rows)), "params")
         return TrainState(jnp.int32(0), params, optimizer.init(params), fp8, jax.random.fold_in(rng, 1))
 
-    return init(jax.random.PRNGKey(seed))
+    return jax.jit(init, out_shardings=shardings)
+
+
+def init_state(model: GPT, optimizer, recipe, seed: int, shardings: TrainState | None = None) -> TrainState:
+    return make_init(model, optimizer, recipe, shardings)(jax.random.PRNGKey(seed))
+
+
+def state_shardings(model: GPT, optimizer, recipe, on: Mesh | None) -> TrainState | None:
+    """Where each leaf of the state lies on the mesh `on`; None without one. To be called in `mesh.scope(on)`.
+
+    Parameters by their logical axis names, the optimizer's moments as their parameters; the rest, which is small, on
+    every device: FP8 scales and histories, step, key.
+    """
+    if on is None:
+        return None
+    everywhere = mesh.replicated(on)
+    variables = jax.eval_shape(lambda: init_variables(model, recipe, jax.random.PRNGKey(0), on.size))
+    fp8, boxed = flax.core.pop(variables, "params")
+    params = mesh.parameter_shardings(boxed, on)
+    moments = jax.eval_shape(lambda boxed: optimizer.init(nn.meta.unbox(boxed)), boxed)
+    moments = optax.tree.map_params(
+        optimizer, lambda _, sharding: sharding, moments, params, transform_non_params=lambda _: everywhere
+    )
+    return TrainState(everywhere, params, moments, jax.tree.map(lambda _: everywhere, fp8), everywhere)
 
 
 def next_byte_loss(model: GPT, params, fp8, windows: jax.Array, dropout_key=None) -> jax.Array:
@@ -65,8 +96,11 @@ def next_byte_loss(model: GPT, params, fp8, windows: jax.Array, dropout_key=None
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
 
 
-def make_train_step(model: GPT, optimizer, recipe):
-    """jitted (state, u8[b, s + 1]) -> (state, loss); the old state's memory is reused for the new."""
+def make_train_step(model: GPT, optimizer, recipe, shardings: TrainState | None = None):
+    """jitted (state, u8[b, s + 1]) -> (state, loss); the old state's memory is reused for the new.
+
+    shardings: of the state, before and after the step.
+    """
 
     def train_step(state: TrainState, windows: jax.Array) -> tuple[TrainState, jax.Array]:
         key = jax.random.fold_in(state.rng, state.step) if model.dropout else None
@@ -82,7 +116,8 @@ def make_train_step(model: GPT, optimizer, recipe):
         params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, opt_state, fp8, state.rng), loss
 
-    return jax.jit(train_step, donate_argnums=0)
+    after = None if shardings is None else (shardings, shardings.step)
+    return jax.jit(train_step, donate_argnums=0, out_shardings=after)
 
 
 def make_eval_loss(model: GPT, recipe):

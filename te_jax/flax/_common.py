@@ -7,8 +7,12 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
+from jax.sharding import PartitionSpec
 
+from te_jax._op import on_explicit_mesh, varying
 from te_jax.flax._state import describe
+from te_jax.layers._specs import explicit_spec
+from te_jax.sharding import SEQLEN_AXES, SEQLEN_CP_AXES, current_mesh_resource
 
 Initializer = Callable  # (key, shape, dtype) -> array
 Axes = tuple[str | None, ...]
@@ -65,8 +69,34 @@ def later(module: nn.Module, field: str, value):
 
 
 def activation_axes(module: nn.Module, *names: str | None) -> tuple[str | None, ...]:
-    """(batch, sequence, ...) in the order of the module's arrays."""
+    """(batch, sequence, ...) in the order of the module's arrays. Where a MeshResource has a cp_resource, that is
+    what a sequence which would be whole lies on: attention alone needs more of it."""
+    resource = current_mesh_resource()
+    if resource is not None and resource.cp_resource is not None:
+        names = tuple(SEQLEN_CP_AXES if name == SEQLEN_AXES else name for name in names)
     return (names[1], names[0], *names[2:]) if module.transpose_batch_sequence else names
+
+
+class Dropout(nn.Dropout):
+    """`flax.linen.Dropout` on any mesh: Flax's own mask has no sharding where types show them, and inside `shard_map`
+    all shards would get the same one."""
+
+    def __call__(self, inputs: jax.Array, deterministic: bool) -> jax.Array:
+        """inputs [...] -> the same shape, type and sharding."""
+        shards, explicit = varying(inputs), on_explicit_mesh(jax.typeof(inputs))
+        if deterministic or not 0 < self.rate < 1 or not (shards or explicit):
+            return super().__call__(inputs, deterministic)
+        key, kept = self.make_rng(self.rng_collection), 1.0 - self.rate
+        for name in sorted(shards - varying(key)):
+            key = jax.random.fold_in(key, lax.axis_index(name))
+        shared = [axis % inputs.ndim for axis in self.broadcast_dims]
+        one_of = lambda values, one: [one if i in shared else v for i, v in enumerate(values)]
+        spec = explicit_spec(jax.typeof(inputs))
+        drawn = None if spec is None else PartitionSpec(*one_of(spec, None))
+        mask = jax.random.bernoulli(key, kept, tuple(one_of(inputs.shape, 1)), out_sharding=drawn)
+        mask = jnp.broadcast_to(mask, inputs.shape)
+        mask = mask if spec is None else jax.sharding.reshard(mask, spec)
+        return jnp.where(mask, inputs / kept, jnp.zeros_like(inputs))
 
 
 def lora(module: nn.Module, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:

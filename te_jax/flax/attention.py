@@ -10,14 +10,20 @@ from flax import linen as nn
 
 from te_jax import fp8
 from te_jax.flax._common import check_floating, later
+from te_jax.flax._context import Context
 from te_jax.flax._state import attention_metas, describe
 from te_jax.layers.attention_fp8 import attention_fp8, attention_fp8_refuses, untouched
-from te_jax.ops.attention import dot_product_attention, dot_product_attention_packed
+from te_jax.ops.attention import (
+    dot_product_attention,
+    dot_product_attention_kv_packed,
+    dot_product_attention_packed,
+)
+from te_jax.ops.attention_context import context_parallel_attention
 from te_jax.ops.attention_op import parts_of
+from te_jax.ops.attention_reference import parts
 from te_jax.sharding import HEAD_AXES
 
 LAYOUTS = ("bs3hd", "bshd_bs2hd", "bshd_bshd_bshd", "t3hd", "thd_t2hd", "thd_thd_thd")
-CONTEXT_PARALLEL_STRATEGIES = ("DEFAULT", "ALL_GATHER", "ALLGATHER", "RING")
 # Where checkpoints hold the learnable softmax's offset; new ones get the first.
 _OFFSET_SCOPES = ("_FusedDotProductAttention_0", "_UnfusedDotProductAttention_0")
 
@@ -55,7 +61,12 @@ class DotProductAttention(nn.Module):
     window_size:          (l, r): query i sees keys i - l .. i + r; negative is open; None is all.
     max_segments_per_seq: 1 limits nothing. More: segment ids go up to that number, each id is one run of tokens, and
                           positions are consecutive in it; cuDNN then takes them as lengths, without an s x t mask.
-    context_parallel_*:   not in this version.
+    context_parallel_axis: the mesh axis that cuts the sequence (`te_jax.ops.attention_context`); "" is the cp_resource
+                          of the MeshResource in force, None is none. Arrays are whole ones; inside a `jax.shard_map`
+                          over the axis, a device's part of the sequence.
+    context_parallel_strategy: "ALL_GATHER" (also "DEFAULT", "ALLGATHER") or "RING", in any case.
+    context_parallel_causal_load_balanced: tokens are in the order of
+                          `te_jax.sharding.reorder_causal_load_balancing`; a sequence_descriptor is not.
     context_checkpoint_name: name of the output for `jax.checkpoint` policies.
     softmax_type:         "vanilla", "off_by_one" (1 joins the denominator), "learnable" (exp of a parameter
                           per head).
@@ -86,7 +97,7 @@ class DotProductAttention(nn.Module):
     window_size: tuple[int, int] | None = None
     max_segments_per_seq: int = 1
     context_parallel_causal_load_balanced: bool = False
-    context_parallel_axis: str = ""
+    context_parallel_axis: str | None = ""
     context_parallel_strategy: str = "DEFAULT"
     context_checkpoint_name: str = "context"
     softmax_type: str = "vanilla"
@@ -120,7 +131,7 @@ class DotProductAttention(nn.Module):
         """
         self._refuse(score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
         arrays = self._unpack(query, key, value)
-        self._check(*(parts_of(*arrays) if len(arrays) == 1 else arrays), sequence_descriptor)
+        self._check(*parts_of(*arrays), sequence_descriptor)
         if sequence_descriptor is not None and self.max_segments_per_seq > 1:
             sequence_descriptor = sequence_descriptor.of_runs(self.max_segments_per_seq)
         dropping = self.attention_dropout > 0 and not deterministic
@@ -148,17 +159,32 @@ class DotProductAttention(nn.Module):
 
     def _attend(self, arrays, **options):
         """`dot_product_attention`, in FP8 where the recipe says so and FP8 attention serves the call."""
-        packed, metas = len(arrays) == 1, attention_metas(self)
+        metas, context = attention_metas(self), Context.of(self)
+        if context is not None:
+            return self._attend_in_parallel(context, arrays, metas, **options)
         if metas is not None:
-            why_not = attention_fp8_refuses(*(parts_of(*arrays) if packed else arrays), **options)
+            why_not = attention_fp8_refuses(*parts_of(*arrays), **options)
             if not why_not:
-                parts = (arrays[0][:, :, i] for i in range(3)) if packed else arrays
-                return attention_fp8(*parts, recipe=fp8.current_recipe(), metas=metas, **options)
+                return attention_fp8(*parts(*arrays), recipe=fp8.current_recipe(), metas=metas, **options)
             _warn_wide(why_not)
-        result = (dot_product_attention_packed if packed else dot_product_attention)(*arrays, **options)
+        attend = (dot_product_attention_packed, dot_product_attention_kv_packed, dot_product_attention)[len(arrays) - 1]
+        result = attend(*arrays, **options)
         if metas is None:
             return result
         return jax.tree.map(lambda x: untouched(x, metas), result)
+
+    def _attend_in_parallel(self, context: Context, arrays, metas, *, seq_major, dropout_rng, **options):
+        """`context_parallel_attention`; the sequence of FP8's state, which it does not use, stays as it is."""
+        del seq_major, dropout_rng  # of memory; the rate is refused
+        q, k, v = parts(*arrays)
+        out = context_parallel_attention(
+            q, k, v, axis=context.axis, strategy=context.strategy, load_balanced=context.load_balanced,
+            **context.placement(q.shape[0], k.shape[-2]), **options,
+        )  # fmt: skip
+        if metas is None:
+            return out
+        _warn_wide(f"mesh axis {context.axis!r} cuts the sequence")
+        return untouched(out, metas)
 
     def _softmax_offset(self) -> jax.Array | None:
         if self.softmax_type != "learnable":
@@ -168,7 +194,7 @@ class DotProductAttention(nn.Module):
         return _SoftmaxOffset(self.num_attention_heads, name=held)()
 
     def _unpack(self, query, key, value):
-        """(qkv,) or (query, key, value), as `qkv_layout` has them, batch first."""
+        """(qkv,), (query, kv) or (query, key, value), as `qkv_layout` has them, batch first."""
         layout = self.qkv_layout.lower()
         if layout not in LAYOUTS:
             raise ValueError(f"{describe(self)}: qkv_layout is {self.qkv_layout!r}; pass one of {LAYOUTS}.")
@@ -183,10 +209,8 @@ class DotProductAttention(nn.Module):
             shape = "[b, s, heads, d]" if slots == 1 else f"[b, s, {slots}, heads, d]"
             if x.ndim != (4 if slots == 1 else 5) or (slots > 1 and x.shape[2] != slots):
                 raise ValueError(f"{describe(self)}: {name} has shape {x.shape}; qkv_layout {layout!r} takes {shape}.")
-        if separate == 2:
-            key, value = key[:, :, 0], key[:, :, 1]
-        arrays = (query,) if separate == 1 else (query, key, value)
-        return tuple(jnp.swapaxes(x, 0, 1) for x in arrays) if self.transpose_batch_sequence else arrays
+        given = tuple(x for _, x, _ in arrays[:separate])
+        return tuple(jnp.swapaxes(x, 0, 1) for x in given) if self.transpose_batch_sequence else given
 
     def _check(self, query, key, value, sequence_descriptor):
         groups = self.num_attention_heads if self.num_gqa_groups is None else self.num_gqa_groups
@@ -217,14 +241,6 @@ class DotProductAttention(nn.Module):
         for name, value in fields.items():
             if value is not None:
                 raise later(self, name, value)
-        if self.context_parallel_causal_load_balanced or self.context_parallel_axis:
-            name = "context_parallel_axis" if self.context_parallel_axis else "context_parallel_causal_load_balanced"
-            raise later(self, name, getattr(self, name))
-        if self.context_parallel_strategy.upper() not in CONTEXT_PARALLEL_STRATEGIES:
-            raise ValueError(
-                f"{describe(self)}: context_parallel_strategy is {self.context_parallel_strategy!r}; pass "
-                f"one of {CONTEXT_PARALLEL_STRATEGIES}."
-            )
 
 
 def check_heads(module: nn.Module, heads: int, groups: int):

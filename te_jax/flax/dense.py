@@ -78,11 +78,13 @@ class DenseGeneral(nn.Module):
 
     @nn.compact
     def __call__(
-        self, inputs: jax.Array, *, residual: jax.Array | None = None, operands: bool = False
+        self, inputs: jax.Array, *, residual: jax.Array | None = None, operands: bool = False, out=None, grad_axes=None
     ) -> jax.Array | Projection:
         """inputs [..., *contracted] -> [..., *features] of the same dtype.
 
         residual: [..., *features], added to the output; under FP8 inside of the GEMM, before it rounds.
+        out:      an array of the output's shape, as which it is sharded on an Explicit mesh; see `layers.dense`.
+        grad_axes: see `layers.dense`.
         operands: nothing is multiplied: returns what `LayerNormDenseGeneral(...)(..., also=...)` takes.
 
         Raises TypeError for inputs that are not floating, ValueError for axes that are not trailing.
@@ -97,7 +99,7 @@ class DenseGeneral(nn.Module):
         bias = parameter(self, "bias", self.bias_init, self.bias_axes, features) if self.use_bias else None
         if operands:
             return Projection(kernel, bias, dense_metas(self))
-        y = dense(inputs, kernel, bias, residual, contract=contract, **precision(self))
+        y = dense(inputs, kernel, bias, residual, contract=contract, out=out, grad_axes=grad_axes, **precision(self))
         if self.enable_low_rank_adaptation:
             y = y + lora(self, inputs, *lora_parameters(self, init, contracted, features))
         return y

@@ -8,12 +8,15 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from te_jax._op import on_explicit_mesh
 from te_jax.flax._common import Initializer, activation_axes, check_floating, kernel_initializer, lora_scope
+from te_jax.flax._context import Context
 from te_jax.flax._state import describe
 from te_jax.flax.attention import DotProductAttention, check_heads
 from te_jax.flax.cache import KVCache
 from te_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral
 from te_jax.ops.attention import SequenceDescriptor
+from te_jax.ops.attention_reference import parts
 from te_jax.ops.rope import Scaling, check_rotary, rope
 from te_jax.sharding import (
     BATCH_AXES,
@@ -27,6 +30,9 @@ from te_jax.sharding import (
     W_JOINED_AXES,
     W_NO_SHARD_AXES,
     W_TP_AXES,
+    gathered_axes,
+    head_axes,
+    place_axis,
 )
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
@@ -60,6 +66,8 @@ class MultiHeadAttention(nn.Module):
     scale_attn_logits:     divide logits by sqrt(d).
     scaled_query_init:     draw the query kernel divided by sqrt(d). Weights that TransformerEngine trained
                            with its defaults need False for the first, True for the second.
+    context_parallel_*:    as in `DotProductAttention`; RoPE turns each token by its place in the sequence. Decoding is
+                           not cut.
     Others as in `DotProductAttention`. score_mod and score_mod_bprop are not in this version; num_heads,
     dropout_rate, output_layernorm, apply_residual_connection_post_layernorm and fuse_qkv are older names, and
     refused with the newer one.
@@ -110,6 +118,9 @@ class MultiHeadAttention(nn.Module):
     fuse_qkv: bool | None = None
     rotary_pos_emb_dim: int | None = None
     rotary_pos_emb_scaling: Scaling | None = None
+    context_parallel_causal_load_balanced: bool = False
+    context_parallel_axis: str | None = ""
+    context_parallel_strategy: str = "DEFAULT"
 
     def __post_init__(self):
         for old, new in _DEPRECATED.items():
@@ -143,7 +154,9 @@ class MultiHeadAttention(nn.Module):
 
         mask: a `SequenceDescriptor`, or an array broadcastable to [b, 1, s, t], True (or 1) = masked out.
         bias: broadcastable to [b, h, s, t].
-        positions: [b, s] or [s] for RoPE in self-attention; None is 0 .. s-1, or the descriptor's positions.
+        positions: [b, s] or [s] for RoPE in self-attention, of the tokens as the inputs have them; None is 0 .. s-1, or
+            the descriptor's positions, in the order that context_parallel_causal_load_balanced says; inside a
+            `jax.shard_map` over the context-parallel axis, those of the device's part.
         residual: inputs_q are added to the first result; under FP8 inside of the kernels, forward and backward.
 
         norm_output: False leaves out the norm's output, which is else also returned by self-attention with GQA or
@@ -180,15 +193,17 @@ class MultiHeadAttention(nn.Module):
         query, key, value, normed, through = self._project(*sources, names, norm_output, residual)
         if self.enable_rotary_pos_emb:
             positions = cache.positions if cache and positions is None else positions
-            at_q, at_kv = self._positions(positions, mask, inputs_q, None if self_attention else inputs_kv)
+            at_q, at_kv = self._positions(positions, mask, inputs_q, None if self_attention else inputs_kv, decode)
             query = self._rotate(query, at_q, turned=2 if key is None else None)
-            key = key if key is None else self._rotate(key, at_kv)
+            key = key if key is None else self._rotate(key, at_kv, turned=1 if value is None else None)
         elif positions is not None:
             raise ValueError(f"{describe(self)}: positions are for RoPE; set enable_rotary_pos_emb, or leave them out.")
         tensors = dict(score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
         context = self._attend(query, key, value, mask, bias, deterministic, tensors, cache)
         context = context.reshape(*context.shape[:2], -1)
         context = constrain(context, activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_TP_AXES))
+        outside = activation_axes(self, BATCH_AXES, self._sequence(), HIDDEN_AXES)
+        whole = activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES)
         out = DenseGeneral(
             features=inputs_q.shape[-1],
             kernel_init=kernel_initializer(self.kernel_init, distribution="normal"),
@@ -196,8 +211,13 @@ class MultiHeadAttention(nn.Module):
             bias_axes=(W_NO_SHARD_AXES,),
             name="out",
             **self._dense_fields(adapt=lora_scope(self)[1]),
-        )(context, residual=through if residual else None)
+        )(context, residual=through if residual else None, out=inputs_q, grad_axes=gathered_axes(outside, whole))
+        out = constrain(out, outside)
         return checkpoint_name(out, "out_proj"), normed
+
+    def _sequence(self) -> str:
+        """The logical axis of the sequence outside the GEMMs."""
+        return SEQLEN_TP_AXES if self.enable_sequence_parallel else SEQLEN_AXES
 
     def _groups(self) -> int:
         return self.num_attention_heads if self.num_gqa_groups is None else self.num_gqa_groups
@@ -231,7 +251,6 @@ class MultiHeadAttention(nn.Module):
         )
 
     def _norm_dense(self, name: str, want_norm: bool, **fields) -> LayerNormDenseGeneral:
-        sequence = SEQLEN_TP_AXES if self.enable_sequence_parallel else SEQLEN_AXES
         return LayerNormDenseGeneral(
             enable_layernorm=self.input_layernorm,
             layernorm_type=self.layernorm_type,
@@ -240,7 +259,7 @@ class MultiHeadAttention(nn.Module):
             scale_axes=(W_NO_SHARD_AXES,),
             ln_bias_axes=(W_NO_SHARD_AXES,),
             return_layernorm_output=want_norm or self.return_layernorm_output,
-            layernorm_input_axes=activation_axes(self, BATCH_AXES, sequence, HIDDEN_AXES),
+            layernorm_input_axes=activation_axes(self, BATCH_AXES, self._sequence(), HIDDEN_AXES),
             dot_input_axes=activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES),
             name=name,
             **fields,
@@ -250,7 +269,8 @@ class MultiHeadAttention(nn.Module):
         """query [b, s, h, d], key and value [b, t, g, d], norm output, inputs_q for the residual connection or None;
         inputs_kv None is self-attention.
 
-        query [b, s, 3, h, d], None and None where all three are side by side and attention reads them there.
+        What one projection makes attention reads side by side: query [b, s, 3, h, d], None and None, or query, key
+        [b, t, 2, g, d] and None.
         """
         wide, narrow = self.num_attention_heads * self.head_dim, self._groups() * self.head_dim
         each, fields = (
@@ -282,28 +302,52 @@ class MultiHeadAttention(nn.Module):
             rest = [module(normed if inputs_kv is None else inputs_kv) for module in others.values()]
         query = self._heads(checkpoint_name(query, "query_proj"))
         if names == _QUERY_KV:
-            return query, *_parts(self._joined(checkpoint_name(rest[0], "combined_kv_proj"))), normed, through
+            return query, self._joined(checkpoint_name(rest[0], "combined_kv_proj")), None, normed, through
         key, value = (self._heads(checkpoint_name(x, f"{name}_proj")) for x, name in zip(rest, others))
         return query, key, value, normed, through
 
     def _joined(self, joined):
         """[b, s, n, heads*d] -> [b, s, n, heads, d]."""
-        joined = joined.reshape(*joined.shape[:3], -1, self.head_dim)
+        joined = self._divisible(joined).reshape(*joined.shape[:3], -1, self.head_dim)
         axes = activation_axes(self, BATCH_AXES, SEQLEN_AXES, JOINED_AXES, HEAD_AXES, HIDDEN_AXES)
-        return constrain(joined, axes)
+        return constrain(joined, axes) if self._fits(joined) else joined
 
     def _heads(self, x):
-        x = x.reshape(*x.shape[:2], -1, self.head_dim)
-        return constrain(x, activation_axes(self, BATCH_AXES, SEQLEN_AXES, HEAD_AXES, HIDDEN_AXES))
+        x = self._divisible(x).reshape(*x.shape[:2], -1, self.head_dim)
+        axes = activation_axes(self, BATCH_AXES, SEQLEN_AXES, HEAD_AXES, HIDDEN_AXES)
+        return constrain(x, axes) if self._fits(x) else x
 
-    def _positions(self, positions, mask, inputs_q, inputs_kv):
+    def _divisible(self, x):
+        """x [..., heads*d], whole on every device where the devices of tensor parallelism do not divide the heads: so
+        those of keys and values. ValueError where they do not divide the heads of queries."""
+        names, devices = _split_over(x, -1)
+        heads = x.shape[-1] // self.head_dim
+        if heads % devices == 0:
+            return x
+        if self.num_attention_heads % devices:
+            raise ValueError(
+                f"{describe(self)}: num_attention_heads is {self.num_attention_heads}, but tensor parallelism over the "
+                f"mesh axes {names} has {devices} devices; use a multiple of {devices} heads, or fewer devices."
+            )
+        return place_axis(x, -1, ())
+
+    def _fits(self, x) -> bool:
+        """Whether the devices of tensor parallelism divide the heads of x [..., heads, d]."""
+        return x.shape[-2] % _split_over(x, -2)[1] == 0
+
+    def _positions(self, positions, mask, inputs_q, inputs_kv, decode: bool):
         """RoPE's positions of the queries and of the keys; None is 0, 1, 2, ..."""
         if positions is not None and inputs_kv is not None:
             raise ValueError(f"{describe(self)}: positions are for self-attention; pass a SequenceDescriptor as mask.")
-        if positions is not None or not isinstance(mask, SequenceDescriptor):
+        if positions is not None:
             return positions, positions
+        described = mask if isinstance(mask, SequenceDescriptor) else None
         sources = (inputs_q, inputs_q if inputs_kv is None else inputs_kv)
-        lengths = (x.shape[0 if self.transpose_batch_sequence else 1] for x in sources)
+        lengths = tuple(x.shape[0 if self.transpose_batch_sequence else 1] for x in sources)
+        if (context := None if decode else Context.of(self)) is not None:
+            return tuple(context.positions(length, side, described) for side, length in enumerate(lengths))
+        if described is None:
+            return None, None
         (_, at_q), (_, at_kv) = mask.tokens(*lengths)
         return at_q, at_kv
 
@@ -327,31 +371,40 @@ class MultiHeadAttention(nn.Module):
 
     def _attend(self, query, key, value, mask, bias, deterministic, tensors, cache: KVCache | None):
         mask_type, described = self.attn_mask_type, None
+        if cache and self.context_parallel_causal_load_balanced:
+            raise ValueError(
+                f"{describe(self)}: context_parallel_causal_load_balanced is True, but decode=True; a cache holds "
+                "tokens in the order of the sequence: decode with a module that has it False."
+            )
         if isinstance(mask, SequenceDescriptor):
             mask, described = None, mask
         if cache:
-            keys, values = cache.extend(*((key, value) if key is not None else _parts(query)[1:]))
+            alone, *both = parts(*(x for x in (query, key, value) if x is not None))
+            keys, values = cache.extend(*both)
             if not cache.fresh:
-                query = query if key is not None else _parts(query)[0]
-                key, value = keys, values
+                query, key, value = alone, keys, values
             mask, bias = cache.columns("mask", mask), cache.columns("bias", bias)
             mask_type, described = cache.mask_type(mask_type), cache.descriptor()
+        key, value = _on_all_devices(query, key, value)
         context = DotProductAttention(
             head_dim=self.head_dim,
             num_attention_heads=self.num_attention_heads,
-            num_gqa_groups=self._groups(),
+            num_gqa_groups=self._groups() if key is None else key.shape[-2],
             attention_dropout=self.attention_dropout,
             attn_mask_type=mask_type,
             attn_bias_type=self.attn_bias_type,
             dropout_rng_name=self.dropout_rng_name,
             float32_logits=self.float32_logits,
-            qkv_layout="bs3hd" if key is None else "bshd_bshd_bshd",
+            qkv_layout="bs3hd" if key is None else "bshd_bs2hd" if value is None else "bshd_bshd_bshd",
             scale_factor=None if self.scale_attn_logits else 1.0,
             transpose_batch_sequence=self.transpose_batch_sequence,
             window_size=self.window_size,
             softmax_type=self.softmax_type,
             score_mod=self.score_mod,
             score_mod_bprop=self.score_mod_bprop,
+            context_parallel_causal_load_balanced=self.context_parallel_causal_load_balanced,
+            context_parallel_axis=None if cache else self.context_parallel_axis,
+            context_parallel_strategy=self.context_parallel_strategy,
             name="DotProductAttention_0",
         )(
             query,
@@ -366,6 +419,32 @@ class MultiHeadAttention(nn.Module):
         return cache.poisoned(context) if cache else context
 
 
+def _split_over(x, axis: int) -> tuple[tuple[str, ...], int]:
+    """The mesh axes that split the heads, which lie on `axis` of x, and the number of their devices."""
+    aval = jax.typeof(x)
+    if not on_explicit_mesh(aval):
+        names, sizes = head_axes(), jax.sharding.get_abstract_mesh().shape
+        return names, math.prod(sizes[name] for name in names)
+    spec = (*aval.sharding.spec, *[None] * x.ndim)[axis % x.ndim]
+    names = () if spec is None else spec if isinstance(spec, tuple) else (spec,)
+    return names, math.prod(aval.sharding.mesh.shape[name] for name in names)
+
+
+def _on_all_devices(query, key, value):
+    """key and value [b, t, g, d], or both in key [b, t, 2, g, d]: each head repeated for the devices of tensor
+    parallelism that share it where these do not divide g. A device then has the one head that its queries read, as in
+    Megatron."""
+    if key is None:
+        return key, value
+    names, devices = _split_over(query, -2)
+    copies = math.lcm(key.shape[-2], devices) // key.shape[-2]
+    if copies == 1:
+        return key, value
+    repeat = lambda x: jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], copies, x.shape[-1]))
+    each = lambda x: place_axis(repeat(x).reshape(*x.shape[:-2], -1, x.shape[-1]), -2, names)
+    return each(key), value if value is None else each(value)
+
+
 def check_rotary_fields(module: nn.Module, head_dim: int, on: bool, switches: str):
     """rotary_pos_emb_dim and rotary_pos_emb_scaling of a module whose `switches` turn RoPE on."""
     for name in ("rotary_pos_emb_dim", "rotary_pos_emb_scaling"):
@@ -377,11 +456,6 @@ def check_rotary_fields(module: nn.Module, head_dim: int, on: bool, switches: st
     check_rotary(
         describe(module), head_dim, module.rotary_pos_emb_dim, module.rotary_pos_emb_scaling, "rotary_pos_emb_"
     )
-
-
-def _parts(joined) -> tuple[jax.Array, ...]:
-    """[b, s, n, heads, d] -> n arrays [b, s, heads, d]."""
-    return tuple(joined[:, :, i] for i in range(joined.shape[2]))
 
 
 def _stacked(*inits: Initializer) -> Initializer:

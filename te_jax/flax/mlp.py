@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from te_jax import fp8
 from te_jax.flax._common import (
     Axes,
+    Dropout,
     Initializer,
     check_floating,
     kernel_initializer,
@@ -23,6 +24,7 @@ from te_jax.flax.norm import norm_parameters
 from te_jax.layers import dense, layernorm_mlp
 from te_jax.layers.norm_mlp import split_residual
 from te_jax.ops.activation import activation, slots, supported
+from te_jax.sharding import gathered_axes
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
 
@@ -104,7 +106,7 @@ class LayerNormMLP(nn.Module):
         plain = drop or wi[2] is not None or self.return_layernorm_output or norm is None
         if fp8.current_recipe() is not None and not plain and supported(self.activations):
             y = self._fused(inputs, norm, wi, wo, residual)
-            return checkpoint_name(y, self.ffn2_ckpt_name), None
+            return checkpoint_name(constrain(y, self.layernorm_input_axes), self.ffn2_ckpt_name), None
         return self._composed(inputs, norm, wi, wo, deterministic, residual)
 
     def _fused(self, inputs, norm, wi, wo, residual):
@@ -118,6 +120,7 @@ class LayerNormMLP(nn.Module):
             activation_params=self.activation_params,
             residual=residual,
             middle_axes=self.dot_2_input_axes,
+            grad_axes=self._grad_axes(),
             middle_name=self.ffn1_ckpt_name,
             **norm_options(self),
             **first | dict(metas=(first["metas"], second["metas"])),
@@ -135,13 +138,18 @@ class LayerNormMLP(nn.Module):
         z = activation(z, self.activations, self.activation_params)
         if self.intermediate_dropout_rate > 0:
             dims, stream = tuple(self.intermediate_hidden_dropout_dims), self.intermediate_dropout_rng_name
-            z = nn.Dropout(self.intermediate_dropout_rate, dims, rng_collection=stream)(z, deterministic)
+            z = Dropout(self.intermediate_dropout_rate, dims, rng_collection=stream)(z, deterministic)
         z = constrain(z, self.dot_2_input_axes)
-        y = dense(z, wo[0], wo[1], through if own else added, **precision(self, "_1"))
+        ends = dict(out=inputs, grad_axes=self._grad_axes())
+        y = dense(z, wo[0], wo[1], through if own else added, **ends, **precision(self, "_1"))
         if adapt:
             y = y + lora(self, z, *wo[2])
-        y = checkpoint_name(y, self.ffn2_ckpt_name)
+        y = checkpoint_name(constrain(y, self.layernorm_input_axes), self.ffn2_ckpt_name)
         return y, (normed if self.return_layernorm_output else None)
+
+    def _grad_axes(self):
+        """The logical axes of the output's gradient where GEMMs read it, if they are others than outside."""
+        return gathered_axes(self.layernorm_input_axes, self.dot_1_input_axes)
 
     def _parameters(self, width: int):
         """(gamma, beta) or None; (kernel, bias, LoRA) of wi, of wo. The order of creation fixes the keys."""

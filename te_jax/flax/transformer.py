@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from te_jax.flax._common import Initializer, activation_axes, check_floating, lora_scope
+from te_jax.flax._common import Dropout, Initializer, activation_axes, check_floating, lora_scope
 from te_jax.flax._state import describe
 from te_jax.flax.cache import extent
 from te_jax.flax.mha import MultiHeadAttention, check_rotary_fields
@@ -64,6 +64,8 @@ class TransformerLayer(nn.Module):
     parallel_attention_mlp: attention and MLP read the same input, and one residual connection takes their sum, behind
                         one dropout and one drop path. Each has a norm of its own, as in Falcon 40B. Encoders only.
     parallel_shared_layernorm: with it, the MLP reads the norm of attention and has none, as in Falcon 7B and GPT-J.
+    context_parallel_*: as in `MultiHeadAttention`, of both attentions: with context_parallel_causal_load_balanced
+                        `encoded` is in that order too.
     score_mod, score_mod_bprop: not in this version. Others as in `MultiHeadAttention` and `LayerNormMLP`.
 
     Parameters: `attention` (encoder), or `self_attention` and `encoder_decoder_attention` (decoder), as
@@ -122,6 +124,9 @@ class TransformerLayer(nn.Module):
     rotary_pos_emb_scaling: Scaling | None = None
     parallel_attention_mlp: bool = False
     parallel_shared_layernorm: bool = False
+    context_parallel_causal_load_balanced: bool = False
+    context_parallel_axis: str | None = ""
+    context_parallel_strategy: str = "DEFAULT"
 
     @nn.compact
     def __call__(
@@ -327,6 +332,9 @@ class TransformerLayer(nn.Module):
             softmax_type=self.softmax_type,
             score_mod=self.score_mod,
             score_mod_bprop=self.score_mod_bprop,
+            context_parallel_causal_load_balanced=self.context_parallel_causal_load_balanced,
+            context_parallel_axis=self.context_parallel_axis,
+            context_parallel_strategy=self.context_parallel_strategy,
             name=name,
         )
 
@@ -372,13 +380,11 @@ class TransformerLayer(nn.Module):
             return self._residual_layout(x)
         stream = self.dropout_rng_name
         if self.hidden_dropout > 0:
-            x = nn.Dropout(self.hidden_dropout, tuple(self.hidden_dropout_dims), rng_collection=stream)(
-                x, deterministic
-            )
+            x = Dropout(self.hidden_dropout, tuple(self.hidden_dropout_dims), rng_collection=stream)(x, deterministic)
         if self.drop_path > 0:
             batch = 1 if self.transpose_batch_sequence else 0
             shared = tuple(axis for axis in range(x.ndim) if axis != batch)
-            x = nn.Dropout(self.drop_path, shared, rng_collection=stream)(x, deterministic)
+            x = Dropout(self.drop_path, shared, rng_collection=stream)(x, deterministic)
         if self.apply_residual_connection_post_layernorm:
             residual = normed
         return self._residual_layout(x + residual)

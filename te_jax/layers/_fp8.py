@@ -14,13 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
+from jax.sharding import PartitionSpec
 
 from te_jax._op import like
 from te_jax.fp8 import DenseMetas, cotangent
+from te_jax.layers._specs import dense_spec, explicit_spec
 from te_jax.ops.gemm import dot, gemm
-from te_jax.ops.quantize import quantize
+from te_jax.ops.quantize import quantize, transpose
 from te_jax.recipe import DelayedScaling
 from te_jax.sharding import stage_axes
+from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
 
 class Fp8Tensor(NamedTuple):
@@ -50,12 +53,21 @@ class Config(NamedTuple):
     residual: ShapedArray | None
     checkpoint: str | None  # name of the saved tensors, for jax.checkpoint policies
     stage_axes: frozenset[str]  # mesh axes over which layers differ, read here: the backward pass is traced elsewhere
+    spec: PartitionSpec | None  # of y, on an Explicit mesh; as are the next two
+    x_spec: PartitionSpec | None
+    kernel_spec: PartitionSpec | None
+    grad_spec: PartitionSpec | None  # of the gradient of y where its GEMMs read it, if that is not `spec`
+    grad_axes: tuple[str | None, ...] | None  # the same under Auto axes, by logical names
 
     @classmethod
-    def of(cls, x, kernel, bias, contract, recipe, checkpoint, residual=None) -> "Config":
-        """The config of a layer with these operands."""
-        types = (a if a is None else jax.typeof(a) for a in (x, kernel, bias, residual))
-        return cls(recipe, contract, kernel.ndim - contract, *types, checkpoint, stage_axes())
+    def of(cls, x, kernel, bias, contract, recipe, checkpoint, residual=None, out=None, grad_axes=None) -> "Config":
+        """The config of a layer with these operands. out: a type of y's shape, whose sharding y takes where it can."""
+        typeof = lambda a: a if a is None or isinstance(a, ShapedArray) else jax.typeof(a)
+        types = [typeof(a) for a in (x, kernel, bias, residual)]
+        specs = dense_spec(*types[:2], contract, out or types[3]), *map(explicit_spec, types[:2])
+        whole = dense_spec(*types[:2], contract)
+        gathered = None if whole == specs[0] else whole, grad_axes
+        return cls(recipe, contract, kernel.ndim - contract, *types, checkpoint, stage_axes(), *specs, *gathered)
 
 
 class Uses(NamedTuple):
@@ -97,9 +109,10 @@ def fprop(x: Fp8Tensor, w: Fp8Tensor, bias, config: Config, residual=None) -> ja
     recipe, contract, dtype = config.recipe, config.contract, config.x.dtype
     if recipe.override_linear_precision[0]:
         lead = x.wide.ndim - contract
-        return plain_sum(dot(x.wide, range(lead, lead + contract), w.wide, range(contract), dtype), bias, residual)
+        y = dot(x.wide, range(lead, lead + contract), w.wide, range(contract), dtype, out_spec=config.spec)
+        return plain_sum(y, bias, residual)
     options = dict(contract=contract, out_dtype=dtype, fast_accum=not recipe.split_accumulator[0])
-    return gemm(x.data, w.data_t, x.scale_inv, w.scale_inv, bias, residual, **options)
+    return gemm(x.data, w.data_t, x.scale_inv, w.scale_inv, bias, residual, out_spec=config.spec, **options)
 
 
 def plain_sum(y, bias, residual) -> jax.Array:
@@ -113,9 +126,10 @@ def _dgrad(dy: Fp8Tensor, w: Fp8Tensor, config: Config, onto) -> jax.Array:
     recipe, features, dtype = config.recipe, config.features, config.x.dtype
     if recipe.override_linear_precision[1]:
         lead, contract = dy.wide.ndim - features, config.contract
-        dx = dot(dy.wide, range(lead, lead + features), w.wide, range(contract, contract + features), dtype)
-        return plain_sum(dx, None, onto)
-    options = dict(contract=features, out_dtype=dtype, fast_accum=not recipe.split_accumulator[1])
+        axes = range(lead, lead + features), range(contract, contract + features)
+        return plain_sum(dot(dy.wide, axes[0], w.wide, axes[1], dtype, out_spec=config.x_spec), None, onto)
+    fast = not recipe.split_accumulator[1]
+    options = dict(contract=features, out_dtype=dtype, fast_accum=fast, out_spec=config.x_spec)
     return gemm(dy.data, w.data, dy.scale_inv, w.scale_inv, None, onto, **options)
 
 
@@ -123,9 +137,10 @@ def _wgrad(x: Fp8Tensor, dy: Fp8Tensor, lead: int, config: Config) -> jax.Array:
     """x [*B, *C] and dy [*B, *F] with `lead` axes in B -> dw [*C, *F]."""
     recipe, dtype = config.recipe, config.kernel.dtype
     if recipe.override_linear_precision[2]:
-        return dot(x.wide, range(lead), dy.wide, range(lead), dtype)
+        return dot(x.wide, range(lead), dy.wide, range(lead), dtype, out_spec=config.kernel_spec)
     fast = not recipe.split_accumulator[2]
-    return gemm(x.data_t, dy.data_t, x.scale_inv, dy.scale_inv, contract=lead, out_dtype=dtype, fast_accum=fast)
+    options = dict(contract=lead, out_dtype=dtype, fast_accum=fast, out_spec=config.kernel_spec)
+    return gemm(x.data_t, dy.data_t, x.scale_inv, dy.scale_inv, **options)
 
 
 def saved(x: Fp8Tensor, w: Fp8Tensor, config: Config) -> tuple[Fp8Tensor, Fp8Tensor]:
@@ -159,8 +174,17 @@ def backward(x: Fp8Tensor, w: Fp8Tensor, grad: Fp8Tensor, metas: DenseMetas, con
 
 
 def quantize_grad(dy, scale, config: Config) -> tuple[Fp8Tensor, jax.Array | None]:
-    """dy [*B, *F] -> the tensor as the backward GEMMs read it, and the gradient of the bias, if there is one."""
+    """dy [*B, *F] -> the tensor as the backward GEMMs read it, and the gradient of the bias, if there is one.
+
+    Both GEMMs read all of dy where y was left scattered: it crosses devices once, and is transposed there.
+    """
     use, dtype = uses(config.recipe, train=True)["grad"], config.recipe.fp8_format.dtype("bwd")
     split, has_bias = dy.ndim - config.features, config.bias is not None
-    grad, dbias = quantize_tensor(dy, scale, split, dtype, use, with_dbias=has_bias)
+    gathers = use.data and use.data_t and (config.grad_spec is not None or config.grad_axes is not None)
+    written = use._replace(data_t=False) if gathers else use
+    grad, dbias = quantize_tensor(dy, scale, split, dtype, written, with_dbias=has_bias)
+    if gathers:
+        data = constrain(grad.data, config.grad_axes)
+        data = data if config.grad_spec is None else jax.sharding.reshard(data, config.grad_spec)
+        grad = grad._replace(data=data, data_t=transpose(data, split))
     return grad, like(dbias, config.bias) if has_bias else None

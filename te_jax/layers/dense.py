@@ -8,6 +8,7 @@ from te_jax import fp8
 from te_jax._op import align, like
 from te_jax.layers import _fp8
 from te_jax.layers._fp8 import Config
+from te_jax.layers._specs import dense_spec
 from te_jax.ops.gemm import dot
 from te_jax.ops.quantize import FLOATS
 
@@ -22,6 +23,8 @@ def dense(
     recipe=None,
     metas: fp8.DenseMetas | None = None,
     checkpoint=None,
+    out=None,
+    grad_axes=None,
     name: str = "te_jax.layers.dense",
 ) -> jax.Array:
     """y[*B, *F] = x[*B, *C] . kernel[*C, *F] + bias[*F] + residual[*B, *F].
@@ -32,6 +35,10 @@ def dense(
     recipe:     None for a plain dot in x's type (f32 accumulation), else a recipe, and then `metas`.
     metas:      `fp8.DenseMetas`; their cotangent is the amax of x, kernel and the gradient of y in this step.
     checkpoint: name under which the quantized residuals are tagged for `jax.checkpoint` policies.
+    out:        an array of y's shape. On an Explicit mesh a sum over shards of C stays scattered as this is, or as the
+                residual is without it.
+    grad_axes:  logical axes [*B, *F] that the FP8 gradient of y is gathered to, once for both GEMMs that read it, where
+                y lies otherwise outside, as under sequence parallelism.
     name:       what errors call this layer.
 
     Returns y of x's type. Raises ValueError for sizes that do not match, TypeError for operands that are not float.
@@ -39,10 +46,15 @@ def dense(
     check_dense(name, x, kernel, bias, contract, recipe, metas)
     check_residual(name, residual, (*x.shape[: x.ndim - contract], *kernel.shape[contract:]), x.dtype)
     if recipe is None:
-        y = dot(x, range(x.ndim - contract, x.ndim), kernel, range(contract), x.dtype)
+        spec = dense_spec(jax.typeof(x), jax.typeof(kernel), contract, _type(residual if out is None else out))
+        y = dot(x, range(x.ndim - contract, x.ndim), kernel, range(contract), x.dtype, out_spec=spec)
         return _fp8.plain_sum(y, bias, residual)
-    config = Config.of(x, kernel, bias, contract, recipe, checkpoint, residual)
+    config = Config.of(x, kernel, bias, contract, recipe, checkpoint, residual, _type(out), grad_axes)
     return _dense(*align(x, kernel, bias, residual), metas, config)
+
+
+def _type(x):
+    return None if x is None else jax.typeof(x)
 
 
 def check_residual(name, residual, shape, dtype):

@@ -6,6 +6,7 @@ from functools import partial
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
+from jax.sharding import PartitionSpec
 
 from te_jax import fp8
 from te_jax._op import align, like
@@ -44,6 +45,7 @@ def layernorm_mlp(
     checkpoint=None,
     middle_name: str | None = None,
     middle_axes: tuple[str | None, ...] | None = None,
+    grad_axes: tuple[str | None, ...] | None = None,
     name: str = "te_jax.layers.layernorm_mlp",
 ) -> jax.Array:
     """y[*B, o] = act(norm(x)[*B, h] . wi[h, A, F] + wi_bias[A, F])[*B, F] . wo[F, o] + wo_bias[o].
@@ -58,6 +60,7 @@ def layernorm_mlp(
     checkpoint:  name of the quantized residuals, for `jax.checkpoint` policies; middle_name: of the activation's input.
     middle_axes: logical axes [*B, F] that the activation's output is constrained to; under FP8 its input is, and the
                  gradient of its output.
+    grad_axes:   of `dense`, for the second GEMM.
 
     Returns y of x's type. Raises ValueError for sizes that do not match and activations that `supported` does not
     know, TypeError for operands that are not float.
@@ -73,15 +76,21 @@ def layernorm_mlp(
         z, _ = layernorm_dense(x, wi, gamma, beta, wi_bias, name=name, **options)
         z = checkpoint_name(z, middle_name) if middle_name else z
         a = constrain(act_op.activation(z, activations, activation_params), middle_axes)
-        return dense(a, wo, wo_bias, x if through else added, name=name)
-    configs = (
-        Config.of(x, wi, wi_bias, 1, recipe, checkpoint),
-        Config.of(x, wo, wo_bias, 1, recipe, checkpoint, added)._replace(x=middle_type),
-    )
+        return dense(a, wo, wo_bias, x if through else added, out=x if added is None else None, name=name)
+    first = Config.of(x, wi, wi_bias, 1, recipe, checkpoint)
+    if first.spec is not None:  # an Explicit mesh
+        middle_type = _typed(middle_type, jax.typeof(x), (*first.spec[:-2], first.spec[-1]))
+    out = jax.typeof(x if added is None else added)
+    configs = first, Config.of(middle_type, wo, wo_bias, 1, recipe, checkpoint, added, out, grad_axes)
     act = tuple(act_op.attributes(activations, activation_params).items())
     attrs = norm_attrs(norm, zero_centered_gamma, epsilon)
     static = (configs, attrs, act, through, middle_name, middle_axes and tuple(middle_axes))
     return _norm_mlp(*align(x, gamma, beta, wi, wo, wi_bias, wo_bias, added), metas, static)
+
+
+def _typed(aval, beside, spec):
+    """`aval` as an array on the mesh of the type `beside`, of this sharding."""
+    return ShapedArray(aval.shape, aval.dtype, sharding=beside.sharding.update(spec=PartitionSpec(*spec)))
 
 
 def _quantize_activation(z, scale, use, dtype, act):

@@ -18,12 +18,15 @@ from te_jax.ops.attention_mask import MASK_TYPES as MASK_TYPES
 from te_jax.ops.attention_mask import SequenceDescriptor as SequenceDescriptor
 from te_jax.ops.attention_op import attention_bwd as attention_bwd
 from te_jax.ops.attention_op import attention_fwd as attention_fwd
+from te_jax.ops.attention_op import attention_kv_bwd as attention_kv_bwd
+from te_jax.ops.attention_op import attention_kv_fwd as attention_kv_fwd
 from te_jax.ops.attention_op import attention_packed_bwd as attention_packed_bwd
 from te_jax.ops.attention_op import attention_packed_fwd as attention_packed_fwd
 from te_jax.ops.attention_op import cudnn_refuses, cudnn_refuses_backward, gpu_refuses, parts_of
 from te_jax.ops.attention_reference import finite_top, mix, scores
+from te_jax.ops.attention_reference import parts as reference_parts
 
-_OP, _PACKED_OP = "dot_product_attention", "dot_product_attention_packed"
+_OP = "dot_product_attention"
 _LONG = 4096  # beyond its square the s x t logits in memory deserve a warning
 
 # ---- all of it, in plain JAX -----------------------------------------------------------------------
@@ -198,7 +201,7 @@ def dot_product_attention(
     q, restore = undivided_groups(q, k.shape[-2])
     dropout_rng = _own_key(dropout_rng, q, k, v) if options.dropout_rate else None
     if choice.implementation == "cudnn":
-        out, lse = _op((q, k, v), q, k, options, dropout_rng, context_checkpoint_name)
+        out, lse = _op((q, k, v), options, dropout_rng, context_checkpoint_name)
         return _asked(options, restore(out), None, lse)
     s, t = q.shape[-3], k.shape[-3]
     if s * t > _LONG**2 and implementation is None:
@@ -210,12 +213,13 @@ def dot_product_attention(
     return _asked(options, out, *others)
 
 
-def _op(operands, q, k, options: Options, key, name):
-    """The ops on (q, k, v), or (qkv,) -> out, lse."""
+def _op(operands, options: Options, key, name, interleaved: bool = False):
+    """The ops on (q, k, v), (q, kv) or (qkv,) -> out, lse."""
+    q, k, _ = parts_of(*operands)
     form, sink = form_of(options, q, k), options.offset(q)
     sink = None if sink is None else sink.reshape(-1)
     *operands, bias, sink, segments, rng = align(*operands, form.bias, sink, form.segments, _words(key, q.shape))
-    return attention(tuple(operands), bias, sink, segments, rng, form.attrs, name)
+    return attention(tuple(operands), bias, sink, segments, rng, form.attrs._replace(interleaved=interleaved), name)
 
 
 def _asked(options: Options, out, max_logit, lse):
@@ -225,23 +229,39 @@ def _asked(options: Options, out, max_logit, lse):
     return (out, *more) if more else out
 
 
-def dot_product_attention_packed(qkv: jax.Array, *, implementation: str | None = None, **kwargs):
-    """`dot_product_attention` of the parts q, k, v of qkv [b..., s, 3, h, d], with its keywords.
+def dot_product_attention_packed(
+    qkv: jax.Array, *, interleaved: bool = False, implementation: str | None = None, **kwargs
+):
+    """`dot_product_attention` of q, k, v in qkv [b..., s, 3, h, d], or interleaved [b..., s, h, 3, d].
 
-    cuDNN reads them and writes their gradients in place, without copies; plain JAX slices. The choice between the
-    two is that of `explain_attention(q, k, v)`.
+    With the keywords of that. cuDNN reads them and writes their gradients in place, without copies; plain JAX slices.
+    The choice between the two is that of `explain_attention(q, k, v)`.
     """
-    qkv = jnp.asarray(qkv)
-    if qkv.ndim < 4 or qkv.shape[-3] != 3:
-        raise ValueError(f"{_PACKED_OP}: qkv has shape {tuple(qkv.shape)}; pass [b..., s, 3, h, d].")
-    parts = parts_of(qkv)
-    options = check_options(_PACKED_OP, *parts, **kwargs)
+    return _of_joined("dot_product_attention_packed", "qkv", (qkv,), interleaved, implementation, kwargs)
+
+
+def dot_product_attention_kv_packed(
+    q: jax.Array, kv: jax.Array, *, interleaved: bool = False, implementation: str | None = None, **kwargs
+):
+    """The same of q [b..., s, h, d] and k, v in kv [b..., t, 2, g, d], or interleaved [b..., t, g, 2, d]."""
+    return _of_joined("dot_product_attention_kv_packed", "kv", (q, kv), interleaved, implementation, kwargs)
+
+
+def _of_joined(op, name, operands, interleaved, implementation, kwargs):
+    *apart, joined = map(jnp.asarray, operands)
+    n, at = 4 - len(operands), -2 if interleaved else -3
+    if joined.ndim < 4 or joined.shape[at] != n:
+        wanted = f"heads, {n}, d" if interleaved else f"{n}, heads, d"
+        raise ValueError(f"{op}: {name} has shape {tuple(joined.shape)}; pass [b..., tokens, {wanted}].")
+    operands = (*apart, jnp.swapaxes(joined, -3, -2) if interleaved else joined)  # only in name: see `Op.layout`
+    parts = parts_of(*operands)
+    options = check_options(op, *parts, **kwargs)
     if _choose(*parts, options, implementation).implementation == "xla":
-        q, k, v = (qkv[..., i, :, :] for i in range(3))
-        return dot_product_attention(q, k, v, implementation=implementation, **kwargs)
-    key = _own_key(kwargs["dropout_rng"], qkv) if options.dropout_rate else None
-    out, lse = _op((qkv,), *parts[:2], options, key, kwargs.get("context_checkpoint_name"))
-    return _asked(options, out, None, lse)
+        return dot_product_attention(*reference_parts(*operands), implementation=implementation, **kwargs)
+    q, restore = (operands[0], lambda out: out) if n == 3 else undivided_groups(operands[0], parts[1].shape[-2])
+    key = _own_key(kwargs["dropout_rng"], *operands) if options.dropout_rate else None
+    out, lse = _op((q, *operands[1:]), options, key, kwargs.get("context_checkpoint_name"), interleaved)
+    return _asked(options, restore(out), None, lse)
 
 
 def _own_key(key: jax.Array, *arrays: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ from math import prod
 
 import jax.numpy as jnp
 
-from te_jax.ops.attention_reference import finite_top
+from te_jax.ops.attention_reference import merged
 
 _BUSY = 128  # CTAs: about a wave of the GPUs of today; the kernel has one for each row and head of keys
 _LEAST = 512  # keys of a part: below, what a part costs besides is no longer small
@@ -38,10 +38,7 @@ def one_query(run, q, k, v, segments):
         segments = _of_parts(segments.reshape(b, 4), queries, parts, t // parts)
     out, lse = run(each, keys, values, segments)
     out, lse = out[:, :r].reshape(b, parts, r, g, e), lse[:, :, :r].reshape(b, parts, g, r)
-    if parts == 1:
-        out, lse = out[:, 0], lse[:, 0]
-    else:
-        out, lse = _merged(out, lse)
+    out, lse = merged([(out[:, part], lse[:, part]) for part in range(parts)])
     return jnp.swapaxes(out, 1, 2).reshape(q.shape[:-1] + (e,)), lse.reshape(*batch, h, 1)
 
 
@@ -53,12 +50,3 @@ def _of_parts(segments, queries: int, parts: int, width: int):
     there = (first_query >= 0) & (count > 0)
     each = jnp.stack(jnp.broadcast_arrays(0, jnp.where(there, queries, 0), begin, end - begin), -1)
     return each.reshape(-1, 1, 4).astype(segments.dtype)
-
-
-def _merged(out, lse):
-    """out [b, parts, r, g, e], lse [b, parts, g, r] -> the same of all parts' keys."""
-    top = finite_top(jnp.max(lse, 1))
-    weights = jnp.exp(lse - top[:, None])
-    total = jnp.sum(weights, 1)
-    share = weights / jnp.where(total == 0, 1, total)[:, None]
-    return jnp.einsum("bpgr,bprge->brge", share, out.astype(lse.dtype)).astype(out.dtype), top + jnp.log(total)

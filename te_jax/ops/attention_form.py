@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from te_jax._op import like
 from te_jax.ops.attention_check import Options
 from te_jax.ops.attention_mask import Band
-from te_jax.ops.attention_op import attention_bwd, attention_fwd, attention_packed_bwd, attention_packed_fwd
+from te_jax.ops.attention_op import BACKWARD, FORWARD, parts_of
 from te_jax.ops.attention_reference import BIAS_FORMS, wide
 
 
@@ -26,15 +26,16 @@ class Attrs(NamedTuple):
     dropout_rate: float
     deterministic: bool  # of the backward pass
     has_dbias: bool
+    interleaved: bool = False  # of arrays that hold several of q, k, v
 
-    def forward(self) -> dict:
-        """The attributes of the forward ops."""
-        backward_only = ("deterministic", "has_dbias")
-        return {name: value for name, value in self._asdict().items() if name not in backward_only}
+    def forward(self, joined: int) -> dict:
+        """The attributes of the forward op for which `joined` of q, k, v lie in one array."""
+        others = ("deterministic", "has_dbias", *(("interleaved",) if joined == 1 else ()))
+        return {name: value for name, value in self._asdict().items() if name not in others}
 
-    def backward(self) -> dict:
-        """The attributes of the backward ops."""
-        return self.forward() | dict(deterministic=self.deterministic)
+    def backward(self, joined: int) -> dict:
+        """The attributes of the backward op."""
+        return self.forward(joined) | dict(deterministic=self.deterministic)
 
 
 class Form(NamedTuple):
@@ -149,7 +150,9 @@ def _slots(bias, q_shape, t) -> tuple[jax.Array | None, ...]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def attention(operands, bias, sink, segments, rng, attrs: Attrs, name: str | None):
-    """-> out, lse (not differentiable) of the forward ops for operands (q, k, v), or (qkv,), in the terms of `Form`.
+    """-> out, lse (not differentiable) of the forward ops, in the terms of `Form`.
+
+    operands: (q, k, v), (q, kv) or (qkv,).
 
     sink: f32[h] or [1], a logit of each head that joins the softmax, and lse; or None.
     rng: u32[b..., h, 4], or None without dropout. name: of out, lse and drawn for checkpoint policies.
@@ -158,19 +161,15 @@ def attention(operands, bias, sink, segments, rng, attrs: Attrs, name: str | Non
 
 
 def _attention_fwd(operands, bias, sink, segments, rng, attrs, name):
-    forward = attention_packed_fwd if len(operands) == 1 else attention_fwd
+    joined = 4 - len(operands)
     outputs = ("out", "lse") if rng is None else ("out", "lse", "drawn")
-    q_shape, t = _sizes(operands)
-    slots = _slots(bias, q_shape, t)
-    out, lse, *drawn = forward(*operands, *slots, segments, rng, outputs=outputs, **attrs.forward())
+    q, k, _ = parts_of(*operands)
+    slots = _slots(bias, q.shape, k.shape[-3])
+    out, lse, *drawn = FORWARD[joined](*operands, *slots, segments, rng, outputs=outputs, **attrs.forward(joined))
     if bias is not None:  # queries that see no key
         blind = lse < HIDES
         out, lse = jnp.where(_of_rows(blind), 0, out), jnp.where(blind, -jnp.inf, lse)
-    if sink is not None:  # all keys lose to it what their sum of exponentials lacks
-        total = jnp.logaddexp(lse, sink[:, None])
-        share = jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - total))
-        out, lse = (out * _of_rows(share)).astype(out.dtype), total
-    results = [out, lse, *drawn]
+    results = [*with_sink(out, lse, sink), *drawn]
     if name:  # a policy that saves this name saves all that the backward pass needs of the forward kernel
         results = [checkpoint_name(x, name) for x in results]
     out, lse, *drawn = results
@@ -180,30 +179,43 @@ def _attention_fwd(operands, bias, sink, segments, rng, attrs, name):
 def _attention_bwd(attrs, name, residuals, cotangents):
     operands, bias, sink, segments, out, lse, drawn = residuals
     dout, _ = cotangents
-    backward = attention_packed_bwd if len(operands) == 1 else attention_bwd
-    slots = _slots(bias, *_sizes(operands))
-    outputs = ("dqkv",) if len(operands) == 1 else ("dq", "dk", "dv")
+    joined, (q, k, _) = 4 - len(operands), parts_of(*operands)
+    slots = _slots(bias, q.shape, k.shape[-3])
+    outputs = {1: ("dq", "dk", "dv"), 2: ("dq", "dkv"), 3: ("dqkv",)}[joined]
     if attrs.has_dbias:
         (form,) = (f for f, slot in zip(BIAS_FORMS, slots) if slot is not None)
         outputs += (f"dbias_{form}" if form else "dbias",)
     # exp(low - 0) is 0: no gradient comes of queries that see no key.
     seen = lse if bias is None else jnp.where(lse == -jnp.inf, 0, lse)
-    grads = backward(dout, *operands, *slots, segments, out, seen, drawn, outputs=outputs, **attrs.backward())
+    grads = BACKWARD[joined](
+        dout, *operands, *slots, segments, out, seen, drawn, outputs=outputs, **attrs.backward(joined)
+    )
     doperands = tuple(like(grad, x) for grad, x in zip(grads, operands))
-    dbias = _of_slot(grads[len(operands)], bias, len(_sizes(operands)[0])) if attrs.has_dbias else None
-    dsink = None if sink is None else like(_dsink(sink, out, lse, dout), sink)
-    return doperands, dbias, dsink, None, None
+    dbias = _of_slot(grads[len(operands)], bias, len(q.shape)) if attrs.has_dbias else None
+    return doperands, dbias, gradient_of_sink(sink, out, lse, dout), None, None
 
 
 attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def _sizes(operands) -> tuple[tuple[int, ...], int]:
-    """The shape of q, and t."""
-    if len(operands) == 3:
-        return operands[0].shape, operands[1].shape[-3]
-    shape = operands[0].shape
-    return (*shape[:-3], *shape[-2:]), shape[-4]
+def attention_fwd_of(operands, form: Form):
+    """-> out, lse of `attention`, without a derivative."""
+    return _attention_fwd(operands, form.bias, None, form.segments, None, form.attrs, None)[0]
+
+
+def attention_bwd_of(operands, form: Form, dout, out, lse):
+    """-> the gradients of operands (q, k, v). out, lse: of all keys that the queries see, also of others than k."""
+    residuals = (operands, form.bias, None, form.segments, out, lse, None)
+    return _attention_bwd(form.attrs, None, residuals, (dout, None))[0]
+
+
+def with_sink(out, lse, sink):
+    """out and lse where a logit of each head, `sink`, joins the softmax."""
+    if sink is None:
+        return out, lse
+    total = jnp.logaddexp(lse, sink[:, None])  # all keys lose to it what their sum of exponentials lacks
+    share = jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - total))
+    return (out * _of_rows(share)).astype(out.dtype), total
 
 
 def _of_rows(x):
@@ -221,9 +233,11 @@ def _of_slot(grad, bias, ndim):
     return like(jnp.sum(grad, summed, keepdims=True).reshape(bias.shape), bias)
 
 
-def _dsink(sink, out, lse, dout):
-    """The probability of the sink, times what the output would lose to it."""
+def gradient_of_sink(sink, out, lse, dout):
+    """The probability of the sink, times what the output would lose to it; None without one."""
+    if sink is None:
+        return None
     wide = jnp.promote_types(out.dtype, jnp.float32)
     delta = jnp.swapaxes(jnp.sum(dout.astype(wide) * out.astype(wide), -1), -1, -2)  # [b..., h, s]
     by_head = -jnp.sum(jnp.exp(sink[:, None] - lse) * delta, (*range(lse.ndim - 2), -1))
-    return by_head if sink.size == by_head.size else jnp.sum(by_head, keepdims=True)
+    return like(by_head if sink.size == by_head.size else jnp.sum(by_head, keepdims=True), sink)

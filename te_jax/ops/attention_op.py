@@ -1,6 +1,6 @@
 """The attention ops: cuDNN (FlashAttention, https://arxiv.org/abs/2205.14135) on CUDA, plain JAX elsewhere."""
 
-from functools import cache
+from functools import cache, partial
 from math import prod
 
 import jax
@@ -64,25 +64,29 @@ def gpu_refuses(d: int, e: int, *, only_band: bool, has_bias: bool, deterministi
     return ""
 
 
-def parts_of(qkv):
-    """The types of q, k, v in `qkv`."""
-    return (jax.ShapeDtypeStruct((*qkv.shape[:-3], *qkv.shape[-2:]), qkv.dtype),) * 3
+def parts_of(*operands):
+    """The types of q, k, v in (q, k, v), (q, kv) or (qkv,)."""
+    if len(operands) == 3:
+        return operands
+    *apart, joined = operands
+    part = jax.ShapeDtypeStruct((*joined.shape[:-3], *joined.shape[-2:]), joined.dtype)
+    return (*apart, *(part,) * (3 - len(apart)))
 
 
 # ---- the CUDA call -------------------------------------------------------------------------------
 
 
-def _workspace(kind, q, k, v, *rest, outputs, packed=False, deterministic=False, **attrs) -> int:
-    """Bytes, from cuDNN's plan where there is a GPU; else (cross-lowering) from above. rest: biases, segments."""
+def _workspace(kind, operands, biases, segments, *, outputs, interleaved=False, deterministic=False, **attrs) -> int:
+    """Bytes, from cuDNN's plan where there is a GPU; else (cross-lowering) from above."""
+    q, _, v = parts_of(*operands)
     (b, s, h, d), (t, g, e) = q.shape, v.shape[1:]
-    *biases, segments = rest
     form, bias = next(((f, x) for f, x in zip(BIAS_FORMS, biases, strict=True) if x is not None), ("", None))
     dbias = any(name.startswith("dbias") for name in outputs)
     module = _lib.require_for_lowering()
     if module:
         return module.attention_workspace(
-            kind, "bf16" if q.dtype == jnp.bfloat16 else "f16", b, s, t, h, g, d, e, packed=packed,
-            segments=0 if segments is None else segments.shape[1], deterministic=deterministic,
+            kind, "bf16" if q.dtype == jnp.bfloat16 else "f16", b, s, t, h, g, d, e, joined=4 - len(operands),
+            interleaved=interleaved, segments=0 if segments is None else segments.shape[1], deterministic=deterministic,
             bias_b=0 if bias is None else b if "b" in form else 1,
             bias_h=0 if bias is None else h if "h" in form else 1,
             bias_f32=bias is not None and bias.dtype == jnp.float32, dbias=dbias, **attrs,
@@ -92,12 +96,6 @@ def _workspace(kind, q, k, v, *rest, outputs, packed=False, deterministic=False,
         return slack + 8 * b * h * s
     whole = 4 * b * h * (s * (d + 2) + t * (d + e))  # f32 dq, row sums, and dk, dv of every query head
     return slack + whole + (2 * b * h * (s + 128) * (t + 128) if deterministic or dbias else 0)
-
-
-def _packed_workspace(kind, qkv, *rest, **attrs) -> int:
-    b, s, _, h, d = qkv.shape
-    part = jax.ShapeDtypeStruct((b, s, h, d), qkv.dtype)
-    return _workspace(kind, part, part, part, *rest, packed=True, **attrs)
 
 
 def flat(x, axes):
@@ -111,12 +109,15 @@ def _extras(biases, segments):
     return (*each, flat(segments, 2))
 
 
-_SEQUENCES = ("q", "k", "v", "qkv", "out", "dout", "dq", "dk", "dv", "dqkv")
+_SEQUENCES = ("q", "k", "v", "kv", "qkv", "out", "dout", "dq", "dk", "dv", "dkv", "dqkv")
 
 
-def _layout(name, ndim, *, seq_major, **attrs):
+def _layout(name, ndim, *, seq_major, interleaved=False, **attrs):
     """How an array lies in the kernel's memory: its axes from the outermost to the innermost."""
-    return (1, 0, *range(2, ndim)) if seq_major and name in _SEQUENCES else tuple(range(ndim))
+    axes = tuple(range(ndim))
+    if seq_major and name in _SEQUENCES:
+        axes = (1, 0, *axes[2:])
+    return (*axes[:2], 3, 2, 4) if interleaved and name in ("kv", "qkv", "dkv", "dqkv") else axes
 
 
 def _numbered(seed, shape):
@@ -146,17 +147,35 @@ def _lse_if_drawn_here(lse, drawn):
     return jnp.where(jnp.all(drawn == _numbered(seed, drawn.shape[:-1])), lse, jnp.nan)
 
 
-def _forward(refused, plain, call, operands, batch, biases, segments, rng, attrs):
-    """The call of a forward op on operands [b..., s, ...], `batch` being the shape of b...; or its reference."""
-    if refused:  # the op means the same for every type and size
-        return plain(*operands, *biases, segments, rng, **attrs)
-    drawn = _drawn_here(rng)
+def _split(operands, joined: int):
+    """The operands of a forward op -> what attends, biases, segments, and what is left. joined: of q, k, v in one."""
+    n = 4 - joined
+    return operands[:n], operands[n : n + 4], operands[n + 4], operands[n + 5 :]
+
+
+def _forward(joined, call, *operands, **attrs):
+    """The lowering of a forward op of q, k, v [b..., s, ...], `joined` of which lie in one array."""
+    operands, biases, segments, (rng,) = _split(operands, joined)
+    q, k, v = parts_of(*operands)
+    if cudnn_refuses(q, k, v) or (rng is not None and cudnn_refuses_backward(q)):
+        # The op means the same for every type and size.
+        return reference.forward(joined, *operands, *biases, segments, rng, **attrs)
+    if joined == 1 and _is_one_query(q, biases, segments, rng, **attrs):
+        run = lambda q, k, v, segments: _run(call, q, k, v, *biases, segments, None, **attrs)
+        return *one_query(run, *operands, segments), None
+    batch, drawn = q.shape[:-3], _drawn_here(rng)
     each = (flat(x, x.ndim - len(batch)) for x in operands)
     out, lse = _run(call, *each, *_extras(biases, segments), flat(drawn, 2), **attrs)
     if segments is not None and lse.shape[-1] == 1:
         # For single queries of given lengths cuDNN 9.19 gives a wrong lse. Where nobody reads it XLA drops all of this.
-        lse = plain(*operands, *biases, segments, rng, **attrs)[1]
+        lse = reference.forward(joined, *operands, *biases, segments, rng, **attrs)[1]
     return (*(x.reshape(*batch, *x.shape[1:]) for x in (out, lse)), drawn)
+
+
+def _is_one_query(q, biases, segments, rng, *, left, right, seq_major, **attrs) -> bool:
+    """Whether `one_query` serves the call."""
+    seen_by_all = left == right == -1 and (segments is None or segments.shape[-2] == 1)
+    return q.shape[-3] == 1 and seen_by_all and rng is None and not seq_major and all(x is None for x in biases)
 
 
 def _run(call, *operands, **attrs):
@@ -167,65 +186,69 @@ def _run(call, *operands, **attrs):
     return out, lse
 
 
-def _backward(refused, plain, call, dout, operands, batch, biases, segments, out, lse, drawn, attrs):
-    """The same of a backward op."""
-    if refused:
-        return plain(dout, *operands, *biases, segments, out, lse, drawn, **attrs)
-    lse = _lse_if_drawn_here(lse, drawn)
-    joined = lambda x: flat(x, x.ndim - len(batch))
-    extras, like = _extras(biases, segments), [*operands, *(x for x in biases if x is not None)]
-    lse = joined(lse)
+def _backward(joined, call, dout, *operands, **attrs):
+    """The lowering of a backward op."""
+    operands, biases, segments, (out, lse, drawn) = _split(operands, joined)
+    q, k, v = parts_of(*operands)
+    if cudnn_refuses(q, k, v) or cudnn_refuses_backward(q):
+        return reference.backward(joined, dout, *operands, *biases, segments, out, lse, drawn, **attrs)
+    each = lambda x: flat(x, x.ndim - len(q.shape[:-3]))
+    lse = each(_lse_if_drawn_here(lse, drawn))
     if segments is not None:
         lse = jnp.swapaxes(lse, 1, 2).reshape(lse.shape)
-    grads = call(joined(dout), *map(joined, operands), *extras, joined(out), lse, flat(drawn, 2), **attrs)
+    extras, like = _extras(biases, segments), [*operands, *(x for x in biases if x is not None)]
+    grads = call(each(dout), *map(each, operands), *extras, each(out), lse, flat(drawn, 2), **attrs)
     return [grad.reshape(x.shape) for grad, x in zip(grads, like)]  # without dbias: the bias is left over
-
-
-def _fwd_cuda(call, q, k, v, bias_bh, bias_b, bias_h, bias, segments, rng, **attrs):
-    biases = (bias_bh, bias_b, bias_h, bias)
-    refused = cudnn_refuses(q, k, v) or (rng is not None and cudnn_refuses_backward(q))
-    seen_by_all = attrs["left"] == attrs["right"] == -1 and (segments is None or segments.shape[-2] == 1)
-    described = rng is not None or attrs["seq_major"] or any(bias is not None for bias in biases)
-    if q.shape[-3] == 1 and seen_by_all and not (refused or described):
-        run = lambda q, k, v, segments: _run(call, q, k, v, *biases, segments, None, **attrs)
-        return *one_query(run, q, k, v, segments), None
-    return _forward(refused, reference.forward, call, (q, k, v), q.shape[:-3], biases, segments, rng, attrs)
-
-
-def _packed_fwd_cuda(call, qkv, bias_bh, bias_b, bias_h, bias, segments, rng, **attrs):
-    biases, refused = (bias_bh, bias_b, bias_h, bias), cudnn_refuses(*parts_of(qkv))
-    return _forward(refused, reference.packed_forward, call, (qkv,), qkv.shape[:-4], biases, segments, rng, attrs)
-
-
-def _bwd_cuda(call, dout, q, k, v, bias_bh, bias_b, bias_h, bias, segments, *saved, **attrs):
-    biases, batch = (bias_bh, bias_b, bias_h, bias), q.shape[:-3]
-    refused = cudnn_refuses(q, k, v) or cudnn_refuses_backward(q)
-    return _backward(refused, reference.backward, call, dout, (q, k, v), batch, biases, segments, *saved, attrs)
-
-
-def _packed_bwd_cuda(call, dout, qkv, bias_bh, bias_b, bias_h, bias, segments, *saved, **attrs):
-    biases, refused, batch = (bias_bh, bias_b, bias_h, bias), cudnn_refuses(*parts_of(qkv)), qkv.shape[:-4]
-    return _backward(refused, reference.packed_backward, call, dout, (qkv,), batch, biases, segments, *saved, attrs)
 
 
 # ---- the ops -------------------------------------------------------------------------------------
 
-_EXTRAS = "bias_bh?: b... {h} s t, bias_b?: b... s t, bias_h?: {h} s t, bias?: s t, segments?: b... n f"
-_SPLIT, _JOINED = _EXTRAS.format(h="(g r)"), _EXTRAS.format(h="h")
-_DBIASES = "dbias_bh?: b... {h} s t, dbias_b?: b... s t, dbias_h?: {h} s t, dbias?: s t"
-_SUMS = dict.fromkeys(("dbias_b", "dbias_h", "dbias"), "sum")
+# How many of q, k, v lie in one array -> the operands that attend, their gradients, out, and the heads of q.
+_ARRAYS = {
+    1: ("q: b... s (g r) d, k: b... t g d, v: b... t g e", "dq: b... s (g r) d, dk: b... t g d, dv: b... t g e",
+        "b... s (g r) e", "(g r)"),
+    2: ("q: b... s (g r) d, kv: b... t c g d", "dq: b... s (g r) d, dkv: b... t c g d", "b... s (g r) d", "(g r)"),
+    3: ("qkv: b... s c h d", "dqkv: b... s c h d", "b... s h d", "h"),
+}  # fmt: skip
+_REPLICATED = "s t c d e r w n f"
 
-attention_fwd = Op(
-    "te_attention_fwd",
-    f"q: b... s (g r) d, k: b... t g d, v: b... t g e, {_SPLIT}, rng?: b... (g r) w -> "
-    "out: b... s (g r) e, lse: b... (g r) s, drawn?: b... (g r) w",
-    replicated="s t d e r w n f",
-    dtypes=lambda q, *rest, **attrs: (q, jnp.float32, rest[-1]),
-    reference=reference.forward,
-    workspace=lambda *operands, **attrs: _workspace("fwd", *operands[:-1], **attrs),
-    layout=_layout,
-    cuda=_fwd_cuda,
-)
+
+def _extra_axes(heads: str) -> str:
+    return f"bias_bh?: b... {heads} s t, bias_b?: b... s t, bias_h?: {heads} s t, bias?: s t, segments?: b... n f"
+
+
+def _forward_op(name: str, joined: int) -> Op:
+    arrays, _, out, heads = _ARRAYS[joined]
+    return Op(
+        name,
+        f"{arrays}, {_extra_axes(heads)}, rng?: b... {heads} w -> "
+        f"out: {out}, lse: b... {heads} s, drawn?: b... {heads} w",
+        replicated=_REPLICATED,
+        dtypes=lambda q, *rest, **attrs: (q, jnp.float32, rest[-1]),
+        reference=partial(reference.forward, joined),
+        workspace=lambda *operands, **attrs: _workspace("fwd", *_split(operands, joined)[:3], **attrs),
+        layout=_layout,
+        cuda=partial(_forward, joined),
+    )
+
+
+def _backward_op(name: str, joined: int) -> Op:
+    arrays, gradients, out, heads = _ARRAYS[joined]
+    return Op(
+        name,
+        f"dout: {out}, {arrays}, {_extra_axes(heads)}, out: {out}, lse: b... {heads} s, drawn?: b... {heads} w -> "
+        f"{gradients}, dbias_bh?: b... {heads} s t, dbias_b?: b... s t, dbias_h?: {heads} s t, dbias?: s t",
+        replicated=_REPLICATED,
+        combine=dict.fromkeys(("dbias_b", "dbias_h", "dbias"), "sum"),
+        dtypes=lambda dout, *operands, **attrs: (*operands[: 4 - joined], *(operands[0],) * 4),
+        reference=partial(reference.backward, joined),
+        workspace=lambda dout, *operands, **attrs: _workspace("bwd", *_split(operands, joined)[:3], **attrs),
+        layout=_layout,
+        cuda=partial(_backward, joined),
+    )
+
+
+attention_fwd = _forward_op("te_attention_fwd", 1)
 """softmax(scale * q k^T + bias, masked) v per head; query head i reads key head i // r.
 
 q, k, v: bf16 or f16 through cuDNN, any floating type elsewhere. scale: float.
@@ -241,46 +264,21 @@ out: of q's type. lse: f32, natural log of the sum of exp(logits) over the keys 
 drawn: with rng: what the backward pass draws the same mask from. The mask depends on the sharding where cuDNN draws it.
 """
 
-attention_bwd = Op(
-    "te_attention_bwd",
-    f"dout: b... s (g r) e, q: b... s (g r) d, k: b... t g d, v: b... t g e, {_SPLIT}, out: b... s (g r) e, "
-    "lse: b... (g r) s, drawn?: b... (g r) w -> dq: b... s (g r) d, dk: b... t g d, dv: b... t g e, "
-    + _DBIASES.format(h="(g r)"),
-    replicated="s t d e r w n f",
-    combine=_SUMS,
-    dtypes=lambda dout, q, k, v, *_, **attrs: (q, k, v, q, q, q, q),
-    reference=reference.backward,
-    workspace=lambda dout, *operands, **attrs: _workspace("bwd", *operands[:-3], **attrs),
-    layout=_layout,
-    cuda=_bwd_cuda,
-)
+attention_bwd = _backward_op("te_attention_bwd", 1)
 """The gradients of `attention_fwd`'s out from its operands and results. deterministic: bitwise repeatable.
 
 That of a bias is of q's type.
 """
 
-attention_packed_fwd = Op(
-    "te_attention_packed_fwd",
-    f"qkv: b... s c h d, {_JOINED}, rng?: b... h w -> out: b... s h d, lse: b... h s, drawn?: b... h w",
-    replicated="s t c d w n f",
-    dtypes=lambda qkv, *rest, **attrs: (qkv, jnp.float32, rest[-1]),
-    reference=reference.packed_forward,
-    workspace=lambda *operands, **attrs: _packed_workspace("fwd", *operands[:-1], **attrs),
-    layout=_layout,
-    cuda=_packed_fwd_cuda,
-)
-"""`attention_fwd` of q, k, v side by side in one array, c = 3, as one projection makes them: none is copied."""
+attention_kv_fwd, attention_kv_bwd = _forward_op("te_attention_kv_fwd", 2), _backward_op("te_attention_kv_bwd", 2)
+"""The same of k, v side by side in one array, c = 2, as one projection makes them: none is copied.
 
-attention_packed_bwd = Op(
-    "te_attention_packed_bwd",
-    f"dout: b... s h d, qkv: b... s c h d, {_JOINED}, out: b... s h d, lse: b... h s, drawn?: b... h w -> "
-    "dqkv: b... s c h d, " + _DBIASES.format(h="h"),
-    replicated="s t c d w n f",
-    combine=_SUMS,
-    dtypes=lambda dout, qkv, *_, **attrs: (qkv,) * 5,
-    reference=reference.packed_backward,
-    workspace=lambda dout, *operands, **attrs: _packed_workspace("bwd", *operands[:-3], **attrs),
-    layout=_layout,
-    cuda=_packed_bwd_cuda,
-)
-"""The gradient of `attention_packed_fwd`'s out, side by side as well."""
+interleaved: in the kernel's memory kv lies as [b..., t, g, 2, d], and its gradient.
+"""
+
+attention_packed_fwd = _forward_op("te_attention_packed_fwd", 3)
+attention_packed_bwd = _backward_op("te_attention_packed_bwd", 3)
+"""The same of q, k, v side by side, c = 3; interleaved as [b..., s, h, 3, d]."""
+
+FORWARD = {1: attention_fwd, 2: attention_kv_fwd, 3: attention_packed_fwd}
+BACKWARD = {1: attention_bwd, 2: attention_kv_bwd, 3: attention_packed_bwd}

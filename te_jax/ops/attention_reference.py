@@ -1,6 +1,6 @@
 """The meaning of the attention ops, in plain JAX."""
 
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,20 @@ def finite_top(top):
     return lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
 
 
+def merged(parts):
+    """(out [..., s, h, e], lse [..., h, s]) of several sets of keys -> out, lse f32 of all (Rabe, Staats 2021,
+    https://arxiv.org/abs/2112.05682); out of the first one's type."""
+    if len(parts) == 1:
+        return parts[0]
+    outs, lses = zip(*parts)
+    top = finite_top(reduce(jnp.maximum, lses))
+    weights = [jnp.exp(lse - top) for lse in lses]
+    total = sum(weights)
+    share = lambda weight: jnp.swapaxes(weight / jnp.where(total == 0, 1, total), -1, -2)[..., None]
+    out = sum(share(weight) * out.astype(total.dtype) for weight, out in zip(weights, outs))
+    return out.astype(outs[0].dtype), top + jnp.log(total)
+
+
 def kept(row, rate, s, t):
     """bool[s, t], True with probability 1 - rate, from the first words of u32[w]."""
     return jax.random.bernoulli(jax.random.wrap_key_data(row[:2], impl="threefry2x32"), 1 - rate, (s, t))
@@ -91,9 +105,7 @@ def _logits(q, k, biases, segments, *, left, right, bottom_right, scale):
     return logits if hidden is None else jnp.where(hidden, -jnp.inf, logits)
 
 
-def forward(q, k, v, bias_bh, bias_b, bias_h, bias, segments, rng, *, seq_major, dropout_rate, **attrs):
-    """-> out, lse, drawn of `attention_fwd`."""
-    del seq_major  # of memory alone
+def _forward(q, k, v, bias_bh, bias_b, bias_h, bias, segments, rng, *, dropout_rate, **attrs):
     q32, k32, v32 = (x.astype(wide(x)) for x in (q, k, v))
     logits = _logits(q32, k32, (bias_bh, bias_b, bias_h, bias), segments, **attrs)
     top = finite_top(jnp.max(logits, -1, keepdims=True, initial=-jnp.inf))
@@ -105,12 +117,11 @@ def forward(q, k, v, bias_bh, bias_b, bias_h, bias, segments, rng, *, seq_major,
     return out.astype(q.dtype), lse.astype(jnp.float32), rng
 
 
-def backward(
+def _backward(
     dout, q, k, v, bias_bh, bias_b, bias_h, bias, segments, out, lse, drawn,
-    *, seq_major, dropout_rate, deterministic, **attrs,
+    *, dropout_rate, deterministic, **attrs,
 ):  # fmt: skip
-    """-> dq, dk, dv, and the gradients of the biases (None where there is none) of `attention_bwd`."""
-    del seq_major, deterministic  # XLA's sums have a fixed order
+    del deterministic  # XLA's sums have a fixed order
     types, g, biases = (q.dtype, k.dtype, v.dtype), k.shape[-2], (bias_bh, bias_b, bias_h, bias)
     dout, q, k, v, out = (x.astype(wide(x)) for x in (dout, q, k, v, out))
     probs = jnp.exp(_logits(q, k, biases, segments, **attrs) - finite_top(lse)[..., None])
@@ -130,17 +141,24 @@ def backward(
     ]
 
 
-def parts(qkv):
-    """[b..., s, 3, h, d] -> q, k, v: [b..., s, h, d] each."""
-    return tuple(qkv[..., i, :, :] for i in range(3))
+def parts(*operands):
+    """q, k, v of (q, k, v), of (q, kv [b..., t, 2, g, d]) or of (qkv [b..., s, 3, h, d],)."""
+    *apart, joined = operands
+    missing = 3 - len(apart)
+    return operands if missing == 1 else (*apart, *(joined[..., i, :, :] for i in range(missing)))
 
 
-def packed_forward(qkv, *rest, **attrs):
-    """`forward` of the parts of qkv."""
-    return forward(*parts(qkv), *rest, **attrs)
+def forward(joined, *operands, seq_major, interleaved=False, **attrs):
+    """-> out, lse, drawn of the forward op of q, k, v, `joined` of which lie in one array."""
+    del seq_major, interleaved  # of memory alone
+    n = 4 - joined
+    return _forward(*parts(*operands[:n]), *operands[n:], **attrs)
 
 
-def packed_backward(dout, qkv, *rest, **attrs):
-    """`backward` of the parts of qkv, with their gradients side by side."""
-    dq, dk, dv, *dbiases = backward(dout, *parts(qkv), *rest, **attrs)
-    return [jnp.stack([dq, dk, dv], axis=-3), *dbiases]
+def backward(joined, dout, *operands, seq_major, interleaved=False, **attrs):
+    """-> the gradients of the same, and of the biases (None where there is none)."""
+    del seq_major, interleaved
+    n = 4 - joined
+    grads = _backward(dout, *parts(*operands[:n]), *operands[n:], **attrs)
+    apart, rest = grads[: n - 1], grads[n - 1 : 3]
+    return [*apart, *(rest if joined == 1 else [jnp.stack(rest, axis=-3)]), *grads[3:]]

@@ -109,6 +109,7 @@ def gemm(
     out_dtype=None,
     fast_accum: bool = False,
     tune: bool = True,
+    out_spec: PartitionSpec | None = None,
 ) -> jax.Array:
     """lhs @ rhs^T, both K-major, accumulated in f32: out[*m, *n] = sum_k lhs[*m, *k] rhs[*n, *k].
 
@@ -121,13 +122,16 @@ def gemm(
     fast_accum:  FP8 partial sums stay in the tensor core's reduced precision: faster, some 1e-3 less exact.
     tune:        times cuBLASLt's candidates once per shape at first use, and remembers the fastest; see `save_tuning`.
 
+    out_spec:    on an Explicit mesh, the sharding wanted of the result; None: the operands', the left one's first.
+
     Differentiable unless the operands are FP8. Raises ValueError for sizes, TypeError for types that do not match.
     """
     is_fp8 = lhs.dtype in FP8
     out_dtype = jnp.dtype(out_dtype or (jnp.bfloat16 if is_fp8 else lhs.dtype))
     attrs = dict(contract=contract, out_dtype=out_dtype, fast_accum=bool(fast_accum), tune=bool(tune))
     if is_fp8:
-        return gemm_op(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, **attrs)[0]
+        specs = None if out_spec is None else (out_spec,)
+        return gemm_op(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, out_specs=specs, **attrs)[0]
     if lhs_scale_inv is not None or rhs_scale_inv is not None:
         raise TypeError(f"te_gemm: scales are given, but lhs is {lhs.dtype}; they go with FP8 operands alone.")
     return _gemm(*align(lhs, rhs, bias, c), tuple(attrs.items()))
@@ -169,9 +173,10 @@ def load_tuning(path) -> int:
     return taken
 
 
-def dot(lhs, lhs_axes, rhs, rhs_axes, out_dtype, precision=None) -> jax.Array:
-    """XLA's own product over the given axes, in lhs's type, of `out_dtype`. On an Explicit mesh the result keeps the
-    operands' shardings, the left one's first, and a sharded sum is completed."""
+def dot(lhs, lhs_axes, rhs, rhs_axes, out_dtype, precision=None, out_spec: PartitionSpec | None = None) -> jax.Array:
+    """XLA's own product over the given axes, in lhs's type, of `out_dtype`. On an Explicit mesh the result has the
+    sharding `out_spec`; with None it keeps the operands' shardings, the left one's first. A sharded sum is completed.
+    """
     rhs = rhs.astype(lhs.dtype)
     axes = (tuple(lhs_axes), tuple(rhs_axes))
     run = partial(lax.dot_general, dimension_numbers=(axes, ((), ())), precision=precision)
@@ -179,16 +184,18 @@ def dot(lhs, lhs_axes, rhs, rhs_axes, out_dtype, precision=None) -> jax.Array:
     if not on_explicit_mesh(jax.typeof(lhs)):
         return run(lhs, rhs, preferred_element_type=out_dtype)
     flat = lambda names: set() if names is None else {names} if isinstance(names, str) else set(names)
-    specs = [(*t.spec, *[None] * (a.ndim - len(t.spec))) for a, t in zip((lhs, rhs), types)]
-    free, used = [], set().union(*(flat(specs[0][i]) for i in axes[0]))
-    for spec, summed in zip(specs, axes):
-        for names in (n for i, n in enumerate(spec) if i not in summed):
-            free.append(None if used & flat(names) else names)
-            used |= flat(names)
-    rhs_spec = free[lhs.ndim - len(axes[0]) :]
-    for i, j in sorted(zip(axes[1], axes[0])):  # a summed axis lies in both operands as it does in lhs
-        rhs_spec.insert(i, specs[0][j])
-    rhs = jax.sharding.reshard(rhs, PartitionSpec(*rhs_spec))
+    specs = [[*t.spec, *[None] * (a.ndim - len(t.spec))] for a, t in zip((lhs, rhs), types)]
+    free, used = [], set().union(*(flat(specs[0][i]) for i in axes[0])) if out_spec is None else set()
+    given = None if out_spec is None else iter((*out_spec, *[None] * (lhs.ndim + rhs.ndim - 2 * len(axes[0]))))
+    for spec, summed in zip(specs, axes):  # an operand keeps what the result has
+        for i in (i for i in range(len(spec)) if i not in summed):
+            wanted = spec[i] if given is None else next(given)
+            spec[i] = None if used & flat(spec[i]) or wanted != spec[i] else spec[i]
+            free.append(spec[i] if given is None else wanted)
+            used |= flat(spec[i])
+    for i, j in zip(*axes):  # a summed axis lies in both operands as it does in lhs
+        specs[0][i] = specs[1][j] = None if used & flat(specs[0][i]) and out_spec is not None else specs[0][i]
+    lhs, rhs = (jax.sharding.reshard(a, PartitionSpec(*spec)) for a, spec in zip((lhs, rhs), specs))
     return run(lhs, rhs, preferred_element_type=out_dtype, out_sharding=PartitionSpec(*free))
 
 

@@ -1,0 +1,56 @@
+"""The processes of a run and their devices: to be settled before jax is used."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import jax
+from jax.experimental import multihost_utils
+
+
+def start(args) -> None:
+    """--devices, and --coordinator with --processes and --process-id. Raises ValueError where they do not fit."""
+    if args.devices is not None:
+        jax.config.update("jax_num_cpu_devices", args.devices)
+    numbers = {"--processes": args.processes, "--process-id": args.process_id}
+    given = [flag for flag, value in numbers.items() if value is not None]
+    if args.coordinator in (None, "auto") and given:
+        raise ValueError(
+            f"{given[0]} is given without --coordinator HOST:PORT, the address of process 0: give that too"
+        )
+    if args.coordinator == "auto":
+        jax.distributed.initialize()  # asks Slurm, Open MPI and others
+    elif args.coordinator is not None:
+        if len(given) < len(numbers):
+            raise ValueError("--coordinator HOST:PORT needs --processes N and --process-id I (0 to N - 1)")
+        if not 0 <= args.process_id < args.processes:
+            raise ValueError(
+                f"--process-id is {args.process_id}, --processes {args.processes}: give 0 to {args.processes - 1}"
+            )
+        jax.distributed.initialize(args.coordinator, args.processes, args.process_id)
+    if args.devices is not None and jax.default_backend() != "cpu":
+        raise ValueError(
+            f"--devices {args.devices} makes devices of a CPU, but this is a {jax.default_backend()}: leave it out, or "
+            "set JAX_PLATFORMS=cpu"
+        )
+
+
+def is_first() -> bool:
+    """Whether this is the process that prints and writes for all."""
+    return jax.process_index() == 0
+
+
+@contextlib.contextmanager
+def only_first_prints() -> Iterator[None]:
+    """stdout of the other processes goes nowhere; their errors still go to stderr."""
+    if is_first():
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
+
+
+def wait_for_all(what: str) -> None:
+    """Returns once all processes have called it with the same `what`."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)

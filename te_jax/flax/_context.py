@@ -1,0 +1,93 @@
+"""The fields `context_parallel_*` of the modules: which mesh axis cuts the sequence, and where its tokens lie."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.sharding import AxisType
+
+from te_jax.flax._state import describe
+from te_jax.ops.attention import SequenceDescriptor
+from te_jax.sharding import (
+    BATCH_AXES,
+    HEAD_AXES,
+    causal_load_balanced_positions,
+    check_cuts_sequence_alone,
+    current_mesh_resource,
+    logical_axis_map,
+    reorder_causal_load_balancing,
+)
+
+STRATEGIES = {"DEFAULT": "default", "ALL_GATHER": "all_gather", "ALLGATHER": "all_gather", "RING": "ring"}
+
+
+class Context(NamedTuple):
+    """Attention over a sequence that mesh axis `axis`, of `size` devices, cuts."""
+
+    axis: str
+    size: int
+    load_balanced: bool
+    strategy: str
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "Context | None":
+        """What the fields of `module` and the MeshResource in force ask for; None: the sequence is not cut.
+
+        Raises ValueError for an unknown strategy, an axis that the mesh lacks or that has another part.
+        """
+        strategy = module.context_parallel_strategy
+        if not isinstance(strategy, str) or strategy.upper() not in STRATEGIES:
+            raise ValueError(
+                f"{describe(module)}: context_parallel_strategy is {strategy!r}; pass one of {tuple(STRATEGIES)}."
+            )
+        field, resource = module.context_parallel_axis, current_mesh_resource()
+        balanced, mesh = module.context_parallel_causal_load_balanced, jax.sharding.get_abstract_mesh()
+        axis = field or (resource.cp_resource if field == "" and resource is not None else None)
+        if axis is None or (not mesh.axis_names and not field and not balanced):
+            if balanced:
+                raise ValueError(
+                    f"{describe(module)}: context_parallel_causal_load_balanced is True, but no axis cuts the "
+                    "sequence; set context_parallel_axis, or MeshResource(cp_resource=...)."
+                )
+            return None
+        given = f"context_parallel_axis is {axis!r}" if field else f"cp_resource of the MeshResource is {axis!r}"
+        if axis not in mesh.axis_names:
+            has = f"has the axes {mesh.axis_names}" if mesh.axis_names else "is none; enter jax.set_mesh(mesh)"
+            raise ValueError(f"{describe(module)}: {given}, but the mesh in force {has}.")
+        check_cuts_sequence_alone(f"{describe(module)}: {given}", axis, resource)
+        return cls(axis, mesh.shape[axis], balanced, STRATEGIES[strategy.upper()])
+
+    def placement(self, batch: int, groups: int) -> dict:
+        """The mesh axes of batch and heads that no type shows, by the MeshResource in force."""
+        resource, mesh = current_mesh_resource(), jax.sharding.get_abstract_mesh()
+        if resource is None:
+            return {}
+        types, logical = dict(zip(mesh.axis_names, mesh.axis_types)), logical_axis_map(resource)
+        named = {}
+        for argument, name, size in (("batch_axis", BATCH_AXES, batch), ("head_axis", HEAD_AXES, groups)):
+            axis = logical[name]
+            if types.get(axis) == AxisType.Auto and mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0:
+                named[argument] = axis
+        return named
+
+    def positions(self, length: int, side: int, described: SequenceDescriptor | None) -> jax.Array | None:
+        """RoPE's positions of `length` tokens, as the module has them: [length], or [b, length] by the descriptor.
+
+        side: 0 of queries, 1 of keys. None: 0, 1, 2, ...
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        inside = dict(zip(mesh.axis_names, mesh.axis_types))[self.axis] == AxisType.Manual
+        whole = length * self.size if inside else length
+        if described is not None:
+            at = described.tokens(whole, whole)[side][1]
+            at = reorder_causal_load_balancing(at, self.size, at.ndim - 1) if self.load_balanced else at
+        elif self.load_balanced:
+            at = jnp.asarray(causal_load_balanced_positions(whole, self.size))
+        elif inside:
+            at = jnp.arange(whole)
+        else:
+            return None
+        if not inside:
+            return at
+        return jax.lax.dynamic_slice_in_dim(at, jax.lax.axis_index(self.axis) * length, length, at.ndim - 1)

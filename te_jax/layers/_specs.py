@@ -1,0 +1,61 @@
+"""Shardings of a dense layer's results on an Explicit mesh: what is gathered, and where a sum is left scattered.
+
+Under Auto axes the compiler decides this from the shardings around the layer; here types must say it. A mesh axis that
+splits x[*B, *C] along B and also kernel[*C, *F] along F cannot split the product along both. Along the first axis of B,
+the batch, it shards data (FSDP), and the kernel is gathered; along another one, the sequence, it is that of tensor
+parallelism, and x is. A MeshResource in force says it for axes that it names, as for arrays [s, b, ...].
+"""
+
+from jax.sharding import PartitionSpec
+
+from te_jax._op import on_explicit_mesh
+from te_jax.sharding import current_mesh_resource
+
+
+def entries(aval) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes of each axis of an array's type."""
+    spec = (*aval.sharding.spec, *[None] * (aval.ndim - len(aval.sharding.spec)))
+    return tuple(() if e is None else e if isinstance(e, tuple) else (e,) for e in spec)
+
+
+def spec_of(axes) -> PartitionSpec:
+    """The PartitionSpec of `entries`."""
+    return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in axes))
+
+
+def dense_spec(x, kernel, contract: int, out=None) -> PartitionSpec | None:
+    """The sharding of x[*B, *C] . kernel[*C, *F] from their types; None off Explicit meshes.
+
+    out: a type of the product's shape, or None. Where the sum runs over mesh axes that split C, it is left scattered as
+         `out` is.
+    """
+    if not on_explicit_mesh(x):
+        return None
+    xs, ks, batch = entries(x), entries(kernel), x.ndim - contract
+    lead, features = list(xs[:batch]), list(ks[contract:])
+    in_features = set().union(*features)
+    for i, names in enumerate(lead):
+        lead[i] = tuple(n for n in names if n not in in_features or _shards_data(n, i))
+    in_lead = set().union(*lead)
+    features = [tuple(n for n in names if n not in in_lead) for names in features]
+    product = [*lead, *features]
+    if out is not None and out.ndim == len(product):
+        summed = set().union(*xs[batch:]) - set().union(*product)
+        for i, names in enumerate(entries(out)):
+            if names and not product[i] and set(names) <= summed:
+                product[i] = names
+    return spec_of(product)
+
+
+def _shards_data(name: str, axis: int) -> bool:
+    resource = current_mesh_resource()
+    if resource is not None and name in (resource.fsdp_resource, resource.dp_resource):
+        return True
+    if resource is not None and name in (resource.tpsp_resource, resource.tp_resource):
+        return False
+    return axis == 0
+
+
+def explicit_spec(aval) -> PartitionSpec | None:
+    """The sharding that a type shows; None off Explicit meshes."""
+    return spec_of(entries(aval)) if on_explicit_mesh(aval) else None

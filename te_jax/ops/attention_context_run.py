@@ -1,0 +1,269 @@
+"""Attention over a sequence that is cut along a mesh axis, on each of its devices, forward and backward.
+
+Ring: keys and values go around the devices, and each device merges what it gets from them by lse (Liu et al. 2023,
+https://arxiv.org/abs/2310.01889). All-gather: each device collects all keys and values (Grattafiori et al. 2024,
+https://arxiv.org/abs/2407.21783, section 3.3.2).
+"""
+
+from enum import Enum
+from functools import cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
+
+from te_jax._op import align, like
+from te_jax.ops.attention_check import Options
+from te_jax.ops.attention_context_plan import OPEN, Call, Layout, Plan
+from te_jax.ops.attention_form import attention_bwd_of, attention_fwd_of, form_of, gradient_of_sink, with_sink
+from te_jax.ops.attention_mask import Band, SequenceDescriptor
+from te_jax.ops.attention_reference import merged, wide
+from te_jax.sharding import inverse_reorder_causal_load_balancing, reorder_causal_load_balancing
+
+
+class Rows(Enum):
+    """What says which tokens of a row belong together, beside the band."""
+
+    WHOLE = "nothing: each row is one segment"
+    SEGMENTS = "i32[b..., n, 4]: the segments of the whole row, as the attention ops have them"
+    TOKENS = "(ids, positions) of the row's queries, and of its keys: i32[b..., s], i32[b..., t]"
+
+
+class Spec(NamedTuple):
+    """All that is static."""
+
+    axis: str
+    layout: Layout
+    ring: bool
+    band: Band  # in the whole sequence, or within segments
+    rows: Rows
+    scale: float
+    deterministic: bool
+    name: str | None  # of out and lse, for checkpoint policies
+
+    @property
+    def cuts_by_band(self) -> bool:
+        """Whether the band says which blocks are hidden; else segments or tokens say it."""
+        return self.rows is Rows.WHOLE or (self.rows is Rows.SEGMENTS and self.ring)
+
+    def steps(self) -> list[tuple[int, list[Plan]]]:
+        """(how far the keys have gone around, the plan of each device), for each step."""
+        band, fuse = self.band if self.cuts_by_band else OPEN, self.rows is Rows.WHOLE
+        return _steps(self.layout, self.ring, band, fuse)
+
+
+@cache
+def _steps(layout, ring, band, fuse):
+    return layout.ring(band, fuse) if ring else [(0, layout.gathered(band, fuse))]
+
+
+class _Place(NamedTuple):
+    """Where in the sequence the chunks lie that a device works on: i32[] each."""
+
+    queries: tuple[jax.Array, ...]
+    keys: tuple[jax.Array, ...]
+
+
+def _place(step: int, device, spec: Spec) -> _Place:
+    layout, (q_size, k_size) = spec.layout, spec.layout.sizes()
+    queries = tuple(chunk * q_size for chunk in layout.held(device))
+    if not spec.ring:
+        return _Place(queries, (jnp.zeros_like(device),))
+    return _Place(queries, tuple(chunk * k_size for chunk in layout.held((device - step) % layout.cp)))
+
+
+# ---- one call of the op ----------------------------------------------------------------------------
+
+
+def _form(call: Call, q, k, place: _Place, rows, spec: Spec):
+    """The call's operands beside q, k, v: what of the rows' segments or tokens it covers."""
+    band, described = call.band, None
+    if spec.rows is not Rows.WHOLE:
+        q_size, k_size = call.q[1], call.k[1]
+        q_at, k_at = place.queries[call.q[0] // q_size], place.keys[call.k[0] // k_size]
+        if spec.rows is Rows.SEGMENTS:
+            up_to_query = not spec.ring and spec.band.right == 0
+            band = spec.band._replace(bottom_right=True) if up_to_query else call.band
+            described = _segments_within(rows, (q_at, q_size), (k_at, k_size), up_to_query)
+        else:
+            band, described = spec.band, _tokens_within(rows, (q_at, q_size), (k_at, k_size))
+    options = Options(
+        bias=None, pre_scale=False, mask=None, attn_mask_type="no_mask", band=band, window_size=None,
+        softmax_type="vanilla", softmax_offset=None, scale=spec.scale, dropout_rate=0.0,
+        deterministic=spec.deterministic, sequence_descriptor=described, return_max_logit=False, return_lse=False,
+        seq_major=False, alibi_slopes=None,
+    )  # fmt: skip
+    return form_of(options, q, k)
+
+
+def _segments_within(segments, queries, keys, up_to_query: bool) -> SequenceDescriptor:
+    """What of the segments lies among `queries` and `keys` (first position, how many), counted from there.
+
+    up_to_query: no keys after the last query, of segments that have the same tokens as queries and as keys. A
+    bottom-right band then is where it is in the whole segment.
+    """
+    starts, lens = [], []
+    limit = None
+    for (at, size), first, count in ((queries, *_columns(segments, 0)), (keys, *_columns(segments, 2))):
+        low, high = jnp.clip(first - at, 0, size), jnp.clip(first + count - at, 0, size)
+        high = high if limit is None else jnp.clip(limit - at, low, high)
+        limit = at + high if up_to_query else None
+        starts.append(low)
+        lens.append(high - low)
+    there = (segments[..., 0] >= 0) & (segments[..., 2] >= 0) & (lens[0] > 0) & (lens[1] > 0)
+    return SequenceDescriptor(
+        seqlens=tuple(jnp.where(there, x, 0) for x in lens), seq_offsets=tuple(jnp.where(there, x, -1) for x in starts)
+    )
+
+
+def _columns(segments, at: int):
+    return segments[..., at], segments[..., at + 1]
+
+
+def _tokens_within(tokens, queries, keys) -> SequenceDescriptor:
+    """The ids and positions of the tokens among `queries` and `keys` (first position, how many)."""
+    cut = lambda side, at, size: (lax.dynamic_slice_in_dim(x, at, size, x.ndim - 1) for x in side)
+    (q_ids, q_pos), (k_ids, k_pos) = (cut(side, *which) for side, which in zip(tokens, (queries, keys)))
+    return SequenceDescriptor(segment_ids=(q_ids, k_ids), segment_pos=(q_pos, k_pos))
+
+
+def _cut(x, part):
+    """Positions part[0] .. part[0] + part[1] - 1 of x [b..., s, heads, d]."""
+    return x if part == (0, x.shape[-3]) else lax.slice_in_dim(x, part[0], sum(part), axis=x.ndim - 3)
+
+
+def _cut_lse(lse, part):
+    """The same of [b..., h, s]."""
+    return lse if part == (0, lse.shape[-1]) else lax.slice_in_dim(lse, part[0], sum(part), axis=lse.ndim - 1)
+
+
+def _put(x, at, axis, value):
+    return value if value.shape == x.shape else lax.dynamic_update_slice_in_dim(x, value, at, x.ndim + axis)
+
+
+# ---- one step --------------------------------------------------------------------------------------
+
+
+def _on_device(plans: list[Plan], device, run, *operands):
+    """`run` with the plan of this device: a branch for each plan that differs."""
+    unique = list(dict.fromkeys(plans))
+    if len(unique) == 1:
+        return run(unique[0], *operands)
+    branch = jnp.asarray([unique.index(plan) for plan in plans], jnp.int32)[device]
+    return lax.switch(branch, [partial(run, plan) for plan in unique], *operands)
+
+
+def _seen_more(plan: Plan, sums, q, k, v, place, rows, *, spec: Spec):
+    """`sums`, (out, lse) of the keys so far or None, and what the plan's calls add; out not yet of q's type."""
+    for call in plan:
+        part = _cut(q, call.q), _cut(k, call.k), _cut(v, call.k)
+        form = _form(call, *part[:2], place, rows, spec)
+        new = attention_fwd_of(part, form)
+        if sums is None:
+            if call.q[1] == q.shape[-3]:
+                sums = new[0].astype(wide(q)), new[1]
+                continue
+            sums = _nothing_seen(q, v)
+        old = _cut(sums[0], call.q), _cut_lse(sums[1], call.q)
+        out, lse = merged([old, new])
+        sums = _put(sums[0], call.q[0], -3, out), _put(sums[1], call.q[0], -1, lse)
+    return sums
+
+
+def _nothing_seen(q, v):
+    """out, lse of queries that have seen no key."""
+    out = jnp.broadcast_to(jnp.zeros_like(q[..., :1], wide(q)), (*q.shape[:-1], v.shape[-1]))
+    return tuple(align(out, jnp.full_like(jnp.swapaxes(q[..., 0], -1, -2), -jnp.inf, jnp.float32), q))[:2]
+
+
+def _added(plan: Plan, grads, dout, q, k, v, out, lse, place, rows, *, spec: Spec):
+    """`grads`, the f32 sums dq, dk, dv, and what the plan's calls add."""
+    for call in plan:
+        part = _cut(q, call.q), _cut(k, call.k), _cut(v, call.k)
+        form = _form(call, *part[:2], place, rows, spec)
+        new = attention_bwd_of(part, form, _cut(dout, call.q), _cut(out, call.q), _cut_lse(lse, call.q))
+        sides = (call.q, call.k, call.k)
+        grads = tuple(
+            _put(x, side[0], -3, _cut(x, side) + grad.astype(x.dtype)) for x, side, grad in zip(grads, sides, new)
+        )
+    return grads
+
+
+# ---- all steps -------------------------------------------------------------------------------------
+
+
+def _passed_on(arrays, by: int, spec: Spec):
+    """The arrays of the device that is `by` before this one on the ring."""
+    cp = spec.layout.cp
+    if by % cp == 0:
+        return arrays
+    return tuple(lax.ppermute(x, spec.axis, [(i, (i + by) % cp) for i in range(cp)]) for x in arrays)
+
+
+def _collected(x, spec: Spec):
+    """Keys or values of all devices, in the order of the sequence."""
+    x = lax.all_gather(x, spec.axis, axis=x.ndim - 3, tiled=True)
+    return inverse_reorder_causal_load_balancing(x, spec.layout.cp, x.ndim - 3) if spec.layout.balanced else x
+
+
+def _distributed(dx, spec: Spec):
+    """The transpose of `_collected`: each device gets the sum of its part."""
+    dx = reorder_causal_load_balancing(dx, spec.layout.cp, dx.ndim - 3) if spec.layout.balanced else dx
+    scatter = lambda x: lax.psum_scatter(x, spec.axis, scatter_dimension=x.ndim - 3, tiled=True)
+    given = jax.typeof(dx).sharding
+    explicit = {n for n, kind in zip(given.mesh.axis_names, given.mesh.axis_types) if kind == AxisType.Explicit}
+    if not explicit:
+        return scatter(dx)
+    # jax 0.10 cannot lower it beside Explicit axes
+    return jax.shard_map(scatter, in_specs=(given.spec,), out_specs=given.spec, axis_names=explicit)(dx)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def context_attention(q, k, v, sink, rows, spec: Spec):
+    """-> out, lse (not differentiable) of this device's queries [b..., s/cp, h, d], where `spec.axis` is manual.
+
+    k, v: this device's. sink: as in `attention_form.attention`. rows: as `spec.rows` says, of whole rows, on each
+    device; None for Rows.WHOLE. All vary over the same manual axes.
+    """
+    return _context_fwd(q, k, v, sink, rows, spec)[0]
+
+
+def _context_fwd(q, k, v, sink, rows, spec):
+    device, sums, at = lax.axis_index(spec.axis), None, 0
+    keys = (k, v) if spec.ring else tuple(_collected(x, spec) for x in (k, v))
+    for step, plans in spec.steps():
+        keys, at = _passed_on(keys, step - at, spec), step
+        if sums is None and (len(set(plans)) > 1 or not plans[0]):
+            sums = _nothing_seen(q, v)
+        run = partial(_seen_more, spec=spec)
+        sums = _on_device(plans, device, run, sums, q, *keys, _place(step, device, spec), rows)
+    out, lse = with_sink(*(_nothing_seen(q, v) if sums is None else sums), sink)
+    out = like(out, jax.typeof(q).update(shape=out.shape))
+    if spec.name:
+        out, lse = (checkpoint_name(x, spec.name) for x in (out, lse))
+    return (out, lse), (q, k, v, sink, rows, out, lse)
+
+
+def _context_bwd(spec, residuals, cotangents):
+    q, k, v, sink, rows, out, lse = residuals
+    dout, _ = cotangents
+    device, at = lax.axis_index(spec.axis), 0
+    # Keys and values come from the other devices once more: without the barrier the compiler would find the collectives
+    # of the forward pass to be the same, and keep what they gave until now.
+    dout, k, v = lax.optimization_barrier((dout, k, v))
+    keys = (k, v) if spec.ring else tuple(_collected(x, spec) for x in (k, v))
+    dq, *dkeys = align(*(jnp.zeros_like(x, wide(x)) for x in (q, *keys)), q)[:3]
+    for step, plans in spec.steps():
+        keys, dkeys = (_passed_on(x, step - at, spec) for x in (keys, tuple(dkeys)))
+        at, run = step, partial(_added, spec=spec)
+        operands = (dout, q, *keys, out, lse, _place(step, device, spec), rows)
+        dq, *dkeys = _on_device(plans, device, run, (dq, *dkeys), *operands)
+    dkeys = _passed_on(tuple(dkeys), -at, spec) if spec.ring else (_distributed(x, spec) for x in dkeys)
+    grads = tuple(like(grad, x) for grad, x in zip((dq, *dkeys), (q, k, v)))
+    return *grads, gradient_of_sink(sink, out, lse, dout), None
+
+
+context_attention.defvjp(_context_fwd, _context_bwd)

@@ -1,0 +1,160 @@
+"""What crosses devices in a compiled program: kind, type, bytes and mesh axes of every collective.
+
+Read from the HLO right behind the partitioner (`xla_dump_hlo_pass_re`, a public compiler option), where types and kinds
+are those that the program asks for; what the CPU backend makes of them afterwards does not matter. An all-reduce of
+which only a slice is used counts as the reduce-scatter that XLA makes of it on a GPU; the CPU backend has no such pass.
+"""
+
+import collections
+import itertools
+import math
+import pathlib
+import re
+import tempfile
+
+import jax
+import numpy as np
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+_PASS = "spmd-partitioning"
+_BITS = {"pred": 8, "token": 0}
+_LINE = re.compile(
+    rf"= (?P<type>\(.*?\)|\S+) (?P<kind>{'|'.join(KINDS)})(?:-start)?\((?P<rest>.*)$"
+)  # -done has no line of its own: it moves nothing
+_ARRAY = re.compile(r"(pred|token|[a-z]+\d\w*)\[([\d,]*)\]")
+
+
+class Collective(collections.namedtuple("Collective", "kind dtype bytes axes count")):
+    """kind: of KINDS. dtype: HLO's name, of the widest array. bytes: of the larger side, on one device. axes: the mesh
+    axes whose devices take part, in the mesh's order. count: how many arrays it carries."""
+
+    def __str__(self):
+        return f"{self.kind} {self.dtype} {self.bytes} B over {'+'.join(self.axes) or '-'}"
+
+
+def compiled(fn, *args, mesh):
+    """-> (the compiled program of `fn`, jitted or not, on `mesh`; its collectives). One within a loop counts once."""
+    jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
+    with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh):
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": _PASS, "xla_dump_hlo_as_text": True}
+        program = jitted.lower(*args).compile(compiler_options=dump)
+        found = sorted(pathlib.Path(folder).glob(f"*after_{_PASS}*"))
+        if not found:
+            names = sorted(path.name for path in pathlib.Path(folder).iterdir())
+            raise RuntimeError(f"collectives: no HLO after {_PASS} among {names}")
+        return program, parse(max((path.read_text() for path in found), key=len), mesh)
+
+
+def parse(text: str, mesh) -> list[Collective]:
+    """The collectives in the HLO `text`; those of one device are left out."""
+    found, users = [], _users(text)
+    for line in text.splitlines():
+        if match := _LINE.search(line):
+            groups = _groups(match["kind"], line)
+            if max(map(len, groups), default=1) > 1:
+                one = _collective(match, groups, mesh)
+                sliced = one.kind == "all-reduce" and _is_sliced(line, users, one.bytes // max(map(len, groups)))
+                found.append(one._replace(kind="reduce-scatter") if sliced else one)
+    return found
+
+
+_DEFINED = re.compile(r"^\s*(?:ROOT )?(%\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)")
+
+
+def _users(text) -> dict[str, list[tuple[str, str, str]]]:
+    """{value: [(what uses it, its type, by which operation)]}."""
+    users = collections.defaultdict(list)
+    for *user, operands in (m.groups() for m in map(_DEFINED.search, text.splitlines()) if m):
+        for operand in re.findall(r"%[\w.-]+", operands):
+            users[operand].append(tuple(user))
+    return users
+
+
+def _is_sliced(line, users, size) -> bool:
+    """Whether nothing but one slice of `size` bytes, a device's part, of the value of this line is used."""
+    name = _DEFINED.search(line)[1]
+    while len(users[name]) == 1 and users[name][0][2] in ("copy", "bitcast", "reshape", "transpose"):
+        name = users[name][0][0]
+    slices = [kind for _, kind, operation in users[name] if operation == "dynamic-slice"]
+    return len(users[name]) == len(slices) == 1 and _array(*_ARRAY.search(slices[0]).groups())[1] == size
+
+
+def _collective(match, groups, mesh):
+    results = [_array(*a) for a in _ARRAY.findall(match["type"])]
+    kind, size = match["kind"], max(map(len, groups))
+    total = sum(b for _, b in results)
+    if "-start(" in match[0] and kind == "all-gather":  # its result is (operand, gathered)
+        total, results = results[-1][1], results[-1:]
+    total = total * size if kind == "reduce-scatter" else total
+    return Collective(kind, max(results, key=lambda a: a[1])[0], total, _axes(groups, mesh), len(results))
+
+
+def _array(dtype, dims):
+    bits = _BITS.get(dtype) or int(re.search(r"\d+", dtype)[0])
+    return dtype, math.prod(map(int, filter(None, dims.split(",")))) * bits // 8
+
+
+def _groups(kind, line):
+    """The devices (partition numbers) that speak with each other."""
+    if kind == "collective-permute":
+        pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", line)[1] + "}"
+        return [tuple(map(int, re.findall(r"\d+", p))) for p in re.findall(r"\{([\d, ]+)\}", pairs)]
+    text = re.search(r"replica_groups=(.*)", line)[1]
+    if text.startswith("mesh["):
+        return _groups_of_mesh(text)
+    if text.startswith("["):
+        return _groups_of_iota(text)
+    inside = re.match(r"\{(\{[\d,]*\}(?:,\{[\d,]*\})*)?\}", text)
+    return [tuple(map(int, re.findall(r"\d+", g))) for g in re.findall(r"\{([\d,]+)\}", inside[0])]
+
+
+def _groups_of_iota(text):
+    """`[4,2]<=[2,4]T(1,0)`: the numbers of [2, 4], transposed, as 4 groups of 2."""
+    shape, base, order = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text).groups()
+    ints = lambda s: tuple(map(int, s.split(",")))
+    ids = np.arange(math.prod(ints(base))).reshape(ints(base))
+    ids = ids.transpose(ints(order)) if order else ids
+    return [tuple(row) for row in ids.reshape(ints(shape)).tolist()]
+
+
+def _groups_of_mesh(text):
+    """`mesh['a'=4,'b'=2], device_ids=([8]) {'a'}`: over the axes in braces; `'a':(1)2` is a part of one."""
+    head, names = re.match(r"mesh\[(.*?)\](.*?\{.*?\})", text).groups()
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", head)}
+    ids = np.arange(math.prod(sizes.values()))
+    if iota := re.search(r"device_ids=\(?\[([\d,]+)\](?:T\(([\d,]+)\))?", names):
+        base = tuple(map(int, iota[1].split(",")))
+        ids = ids.reshape(base)
+        ids = ids.transpose(tuple(map(int, iota[2].split(",")))) if iota[2] else ids
+    dims, pieces = [], []  # every axis in up to three parts: before, of, behind the sub-axis
+    used = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", re.search(r"\{(.*?)\}", names)[1])
+    parts = {name: (int(pre or 1), int(size or sizes[name])) for name, pre, size in used}
+    for name, size in sizes.items():
+        pre, part = parts.get(name, (1, 1))
+        dims += [pre, part, size // (pre * part)]
+        pieces += [False, name in parts, False]
+    ids = ids.reshape(dims)
+    moved = [i for i, p in enumerate(pieces) if not p] + [i for i, p in enumerate(pieces) if p]
+    return [tuple(g) for g in ids.transpose(moved).reshape(-1, math.prod(p for _, p in parts.values())).tolist()]
+
+
+def _axes(groups, mesh) -> tuple[str, ...]:
+    """The mesh axes along which members of a group differ. Partition numbers follow the mesh's order."""
+    shape = tuple(mesh.shape.values())
+    moved = set()
+    for group in groups:
+        at = [np.unravel_index(i, shape) for i in group]
+        for a, b in itertools.pairwise(at):
+            moved |= {axis for axis, i, j in zip(mesh.axis_names, a, b) if i != j}
+    return tuple(axis for axis in mesh.axis_names if axis in moved)
+
+
+def table(found, least: int = 0) -> dict[tuple, tuple[int, int]]:
+    """{(kind, dtype, axes joined by "+"): (how many, bytes on one device)} of those above `least` bytes."""
+    out = {}
+    for c in found:
+        if c.bytes > least:
+            key = (c.kind, c.dtype, "+".join(c.axes))
+            n, total = out.get(key, (0, 0))
+            out[key] = (n + 1, total + c.bytes)
+    return out

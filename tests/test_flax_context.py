@@ -1,0 +1,219 @@
+"""The modules' context_parallel_* fields: numbers of one device, RoPE's positions, the MeshResource, errors."""
+
+import flax_reference as ref
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import te_jax as te
+import te_jax.flax as te_flax
+from te_jax import recipe
+from te_jax.ops.attention import SequenceDescriptor
+from te_jax.sharding import (
+    MeshResource,
+    global_shard_guard,
+    inverse_reorder_causal_load_balancing,
+    reorder_causal_load_balancing,
+)
+
+pytestmark = pytest.mark.usefixtures("on_host")
+KEY = jax.random.key(0)
+B, S, H = 2, 16, 32
+RESOURCE = MeshResource(dp_resource="dp", tp_resource="tp", cp_resource="cp")
+
+
+def data(*shape, seed=1, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def layer(**fields):
+    return te_flax.TransformerLayer(
+        hidden_size=H, mlp_hidden_size=48, num_attention_heads=4, num_gqa_groups=2, enable_rotary_pos_emb=True,
+        hidden_dropout=0.0, attention_dropout=0.0, **fields,
+    )  # fmt: skip
+
+
+def mha(**fields):
+    return te_flax.MultiHeadAttention(head_dim=8, num_attention_heads=4, enable_rotary_pos_emb=True, **fields)
+
+
+def loss_and_gradients(module, mask=None):
+    def run(params, x, weights):
+        def loss(params, x):
+            y = module.apply({"params": params}, x, None, mask)  # alike in both modules
+            y = y[0] if isinstance(y, tuple) else y
+            return jnp.sum(y * weights), y
+
+        (_, y), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
+        return y, *grads
+
+    return run
+
+
+def close(got, want):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert ref.relative_error(a, b) < 1e-5
+
+
+LENGTHS = SequenceDescriptor.from_seqlens(jnp.asarray([11, 16], jnp.int32))
+SEGMENTS = SequenceDescriptor.from_segment_ids_and_pos(
+    jnp.asarray([[1] * 5 + [2] * 9 + [0] * 2, [1] * 3 + [2] * 13], jnp.int32)
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "mask"),
+    [
+        (dict(context_parallel_strategy="ring", context_parallel_causal_load_balanced=True), None),
+        (dict(window_size=(5, 0)), None),
+        (dict(context_parallel_causal_load_balanced=True, self_attn_mask_type="padding_causal"), LENGTHS),
+        (
+            dict(
+                context_parallel_strategy="Ring",
+                context_parallel_causal_load_balanced=True,
+                self_attn_mask_type="padding_causal",
+                transpose_batch_sequence=True,
+            ),
+            SEGMENTS,
+        ),
+    ],
+    ids=["balanced_ring", "window", "balanced_lengths", "balanced_ring_segments"],
+)
+def test_layer_by_mesh_resource(fields, mask):
+    """dp 2 x tp 2 x cp 2 by logical rules; RoPE by the true positions."""
+    balanced = fields.get("context_parallel_causal_load_balanced", False)
+    flip = (lambda x: jnp.swapaxes(x, 0, 1)) if fields.get("transpose_batch_sequence") else lambda x: x
+    plain = {name: value for name, value in fields.items() if not name.startswith("context_parallel")}
+    x, weights = data(B, S, H), data(B, S, H, seed=2)
+    boxed = jax.jit(layer(**plain).init)(KEY, flip(x))["params"]
+    params = ref.unboxed(boxed)
+    y, dparams, dx = jax.jit(loss_and_gradients(layer(**plain), mask))(params, flip(x), flip(weights))
+    mesh = jax.make_mesh((2, 2, 2), ("dp", "tp", "cp"), axis_types=(AxisType.Auto,) * 3)
+    order = (lambda x: reorder_causal_load_balancing(x, 2)) if balanced else lambda x: x
+    back = (lambda x: inverse_reorder_causal_load_balancing(np.asarray(x), 2)) if balanced else np.asarray
+    with jax.set_mesh(mesh), global_shard_guard(RESOURCE):
+        rules = te_flax.extend_logical_axis_rules(())
+        with nn.logical_axis_rules(rules):
+            specs = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, rules)
+            placed = jax.tree.map(jax.device_put, params, specs)
+            spec = PartitionSpec("dp", "cp")
+            spec = PartitionSpec(*reversed(spec)) if "transpose_batch_sequence" in fields else spec
+            arrays = [jax.device_put(flip(order(a)), NamedSharding(mesh, spec)) for a in (x, weights)]
+            run = jax.jit(loss_and_gradients(layer(**fields), mask))
+            got = run(placed, *arrays)
+            text = run.lower(placed, *arrays).compile().as_text() if "Ring" in str(fields) else ""
+    close((back(flip(got[0])), got[1], back(flip(got[2]))), (flip(y), dparams, flip(dx)))
+    # no activation of the whole sequence: [b/2, S, H] in either order
+    assert f"f32[1,{S},{H}]" not in text and f"f32[{S},1,{H}]" not in text
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("mask", [None, LENGTHS], ids=["", "lengths"])
+def test_attention_inside_shard_map(mask, balanced):
+    """RoPE counts on from device to device."""
+    kinds = dict(attn_mask_type="causal" if mask is None else "padding_causal")
+    x, weights = data(B, S, H), data(B, S, H, seed=2)
+    params = ref.unboxed(mha(**kinds).init(KEY, x))["params"]
+    want = jax.jit(loss_and_gradients(mha(**kinds), mask))(params, x, weights)
+    mesh = jax.make_mesh((4,), ("cp",), axis_types=(AxisType.Explicit,))
+    module = mha(context_parallel_axis="cp", context_parallel_causal_load_balanced=balanced, **kinds)
+    order = (lambda x: reorder_causal_load_balancing(x, 4)) if balanced else lambda x: x
+    back = (lambda x: inverse_reorder_causal_load_balancing(np.asarray(x), 4)) if balanced else np.asarray
+    spec = PartitionSpec(None, "cp")
+
+    def local(mask, params, x, weights):
+        return loss_and_gradients(module, mask)(params, x, weights)
+
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(
+            local,
+            in_specs=(PartitionSpec(), PartitionSpec(), spec, spec),
+            out_specs=(spec, PartitionSpec(), spec),
+        )
+        put = lambda x: jax.device_put(order(x), NamedSharding(mesh, spec))
+        y, dparams, dx = jax.jit(run)(mask, params, put(x), put(weights))
+    close((back(y), dparams, back(dx)), want)
+
+
+def test_joined_projection_and_positions_of_the_user():
+    """bs3hd; positions are of the tokens as they lie."""
+    x = data(B, S, H)
+    module = mha(context_parallel_axis="cp", context_parallel_causal_load_balanced=True)
+    params = mha().init(KEY, x)["params"]
+    at = 3 + 2 * jnp.arange(S)
+    want = mha().apply({"params": params}, x, positions=at)[0]
+    with jax.set_mesh(jax.make_mesh((4,), ("cp",), axis_types=(AxisType.Auto,))):
+        positions = reorder_causal_load_balancing(at, 4, axis=0)
+        run = jax.jit(lambda x: module.apply({"params": params}, x, positions=positions)[0])
+        got = run(reorder_causal_load_balancing(x, 4))
+    close(inverse_reorder_causal_load_balancing(np.asarray(got), 4), want)
+
+
+def test_fp8_attention_is_told_to_be_wide():
+    x = data(B, S, H, dtype=jnp.bfloat16)
+    fp8 = recipe.DelayedScaling(fp8_dpa=True)
+    with te.autocast(True, fp8):
+        variables = mha(dtype=jnp.bfloat16).init(KEY, x)
+        module = mha(dtype=jnp.bfloat16, context_parallel_axis="cp")
+        with jax.set_mesh(jax.make_mesh((2,), ("cp",), axis_types=(AxisType.Auto,))):
+            with pytest.warns(UserWarning, match="not in FP8.*mesh axis 'cp' cuts the sequence"):
+                got = jax.jit(module.apply)(variables, x)[0]
+    assert np.all(np.isfinite(np.asarray(got, np.float32)))
+
+
+def test_decoding_is_not_cut():
+    x = data(B, 3, H)
+    module = mha()
+    run = lambda: module.init_with_output(KEY, x, decode=True)[0][0]
+    want = run()
+    with jax.set_mesh(jax.make_mesh((2,), ("cp",), axis_types=(AxisType.Auto,))):
+        with global_shard_guard(MeshResource(cp_resource="cp")):
+            close(run(), want)
+            with pytest.raises(ValueError, match="load_balanced is True, but decode=True"):
+                mha(context_parallel_causal_load_balanced=True).init(KEY, x, decode=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "resource", "text"),
+    [
+        (dict(context_parallel_axis="sp"), None, r"axis is 'sp', but the mesh in force has the axes \('tp', 'cp'\)"),
+        (
+            dict(context_parallel_axis="tp"),
+            MeshResource(tp_resource="tp"),
+            "'tp', and tp_resource is the same mesh axis",
+        ),
+        (dict(context_parallel_axis="cp", context_parallel_strategy="STAR"), None, "strategy is 'STAR'; pass one of"),
+        (
+            dict(context_parallel_causal_load_balanced=True),
+            None,
+            "no axis cuts the sequence; set context_parallel_axis",
+        ),
+        (dict(context_parallel_axis="cp", attention_dropout=0.1), None, "dropout_rate is 0.1, which attention over"),
+        (dict(context_parallel_axis="cp", s=15), None, "q has 15 positions, which 4 pieces do not divide"),
+    ],
+    ids=lambda value: None if isinstance(value, MeshResource) else str(value)[:40],
+)
+def test_errors(fields, resource, text):
+    fields = dict(fields)
+    q = data(B, fields.pop("s", S), 4, 8)
+    module = te_flax.DotProductAttention(head_dim=8, num_attention_heads=4, **fields)
+    with jax.set_mesh(jax.make_mesh((2, 4), ("tp", "cp"), axis_types=(AxisType.Auto,) * 2)):
+        with global_shard_guard(resource), pytest.raises(ValueError, match=text):
+            module.apply({}, q, q, q, rngs={"dropout": KEY})
+
+
+def test_one_axis_for_two_parts():
+    with pytest.raises(ValueError, match="dp_resource and cp_resource are both 'cp'; give each an axis of its own"):
+        MeshResource(dp_resource="cp", cp_resource="cp")
+
+
+def test_mesh_resource_without_a_mesh():
+    """As everywhere: a MeshResource has no effect without a mesh."""
+    q = data(B, S, 4, 8)
+    module = te_flax.DotProductAttention(head_dim=8, num_attention_heads=4)
+    want = module.apply({}, q, q, q)
+    with global_shard_guard(MeshResource(cp_resource="cp")):
+        close(module.apply({}, q, q, q), want)
