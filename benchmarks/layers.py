@@ -45,6 +45,7 @@ class Layer:
     llama: bool = False  # RMSNorm, SwiGLU, RoPE, no biases; else LayerNorm, gelu, biases
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
+    cut: str = ""  # what cuts the sequence on a mesh: "tp" outside of the GEMMs, "cp" everywhere
 
     @property
     def shape(self):
@@ -64,6 +65,8 @@ class Layer:
             self_attn_mask_type="causal",
             enable_rotary_pos_emb=self.llama,
             rotary_pos_emb_group_method="alternate",
+            enable_sequence_parallel=self.cut == "tp",
+            context_parallel_causal_load_balanced=self.cut == "cp",
             dtype=jnp.bfloat16,
         )
 
@@ -262,18 +265,20 @@ class Trainee:
     def _scope(self):
         return te.autocast(enabled=True, recipe=self.recipe) if self.recipe else contextlib.nullcontext()
 
-    def _init(self):
+    def boxed_init(self, key, x):
+        return self.module.init({"params": key, "dropout": key}, x, **self.options)
+
+    def init(self, key, x):
         """Parameters, all of them with normal noise on top, and the FP8 state."""
+        variables = nn.unbox(self.boxed_init(key, x))
+        leaves, tree = jax.tree.flatten(variables.pop("params"))
+        keys = jax.random.split(key, len(leaves))
+        noisy = [p + 0.02 * jax.random.normal(k, p.shape, p.dtype) for k, p in zip(keys, leaves)]
+        return jax.tree.unflatten(tree, noisy), variables
 
-        def init(key, x):
-            variables = nn.unbox(self.module.init({"params": key, "dropout": key}, x, **self.options))
-            leaves, tree = jax.tree.flatten(variables.pop("params"))
-            keys = jax.random.split(key, len(leaves))
-            noisy = [p + 0.02 * jax.random.normal(k, p.shape, p.dtype) for k, p in zip(keys, leaves)]
-            return jax.tree.unflatten(tree, noisy), variables
-
+    def _init(self):
         with self._scope():
-            return jax.jit(init)(jax.random.key(0), self.x)
+            return jax.jit(self.init)(jax.random.key(0), self.x)
 
     def forward(self, params, state, x, key):
         rngs = {} if self.options.get("deterministic", True) else {"dropout": key}

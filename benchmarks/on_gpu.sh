@@ -15,7 +15,7 @@
 # PYTHON                  [default: python3]
 # CUDNN_FRONTEND_INCLUDE  cudnn_frontend.h's folder, if it is not where cmake/locate.py looks
 # TE_JAX_CUDA_ARCHS       [default: 90a-real]
-# TESTS, TEST_ARGS        files and arguments of pytest [default: tests, -n 8]
+# TESTS, TEST_ARGS        files and arguments of pytest [default: tests, -n 8 --dist worksteal]
 # BENCH_ARGS              of benchmarks/run.py
 # COMPARE                 an earlier bench.json: each row's time against its own
 # SCALING_ARGS            of benchmarks/run.py --suite scaling
@@ -92,7 +92,7 @@ run_pytest() {
 
 tests() {
   local args
-  eval "args=(${TEST_ARGS--n 8})"
+  eval "args=(${TEST_ARGS--n 8 --dist worksteal})"
   # Workers share one GPU: none may take most of its memory for itself.
   XLA_PYTHON_CLIENT_PREALLOCATE=false TESTS=${TESTS:-tests} run_pytest -- -m "gpu or not gpu" "${args[@]}" \
     --junitxml "$OUT_DIR/tests.xml"

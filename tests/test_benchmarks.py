@@ -187,8 +187,15 @@ def test_without_a_gpu_full_sizes_are_refused(capsys):
     assert "--tiny" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("suite,only", [("layers", r"small model.*te_jax fp8$"), ("scaling", "h256, 16 .*te_jax fp8")])
-def test_small_model_and_scaling_run(suite, only, tmp_path):
+@pytest.mark.parametrize(
+    "suite,only",
+    [
+        ("layers", r"small model.*te_jax fp8$"),
+        ("scaling", "h256, 16 .*te_jax fp8"),
+        ("meshes", f"tp={jax.device_count()} .*te_jax bf16"),
+    ],
+)
+def test_other_suites_run(suite, only, tmp_path):
     out = tmp_path / "results.json"
     args = ["--tiny", "--calls", "1", "--repeat", "1", "--suite", suite, "--only", only, "--out", str(out)]
     assert run.main(args) == 0

@@ -1,0 +1,127 @@
+"""Cases of a few layers on all GPUs: data, fully sharded, tensor + sequence and context parallel, and on one GPU."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+import jax
+import layers
+import numpy as np
+from cases import Case
+from flax import linen as nn
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import te_jax as te
+import te_jax.flax as te_flax
+from te_jax.sharding import reorder_causal_load_balancing
+
+IMPLS = ("te_jax bf16", "te_jax fp8", "te_jax fp8 fast", "flax bf16")
+_AXIS = "gpus"  # the one axis of the mesh
+
+
+@dataclass(frozen=True)
+class Role:
+    """What the mesh axis is for. x: how it divides the layers' input [b, s, h]."""
+
+    name: str
+    x: P
+    column: P = P()  # how it divides plain Flax's kernels [depth, in, out], of the products that go in
+    row: P = P()  # and of those that come out
+
+    @property
+    def resource(self) -> te.MeshResource:
+        return te.MeshResource(**{"tpsp_resource" if self.name == "tp" else f"{self.name}_resource": _AXIS})
+
+
+DP = Role("dp", P(_AXIS))
+FSDP = Role("fsdp", P(_AXIS), P(None, _AXIS), P(None, _AXIS))
+TP = Role("tp", P(None, _AXIS), P(None, None, _AXIS), P(None, _AXIS))
+CP = Role("cp", P(None, _AXIS))
+
+
+@dataclass
+class Trainee(layers.Trainee):
+    """One model by one implementation on a mesh of `count` devices; all results keep the shardings of the arguments."""
+
+    role: Role
+    count: int
+
+    def __post_init__(self):
+        devices = np.asarray(jax.devices()[: self.count])
+        self.mesh = Mesh(devices, (_AXIS,), axis_types=(AxisType.Auto,))
+        super().__post_init__()
+
+    @contextmanager
+    def _scope(self):
+        with ExitStack() as stack:
+            stack.enter_context(jax.set_mesh(self.mesh))
+            stack.enter_context(te.autocast(bool(self.recipe), self.recipe, self.role.resource))
+            stack.enter_context(nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())))
+            yield
+
+    def _on_mesh(self, *spec):
+        return NamedSharding(self.mesh, P(*spec))
+
+    def _placed(self, x):
+        x = reorder_causal_load_balancing(x, self.count) if self.role is CP else x
+        return jax.device_put(x, self._on_mesh(*self.role.x))
+
+    def _kernel_of_flax(self, path, leaf):
+        kernel = path[-1].key == "kernel"
+        spec = P() if not kernel else self.role.column if path[-2].key == "Dense_0" else self.role.row
+        return self._on_mesh(*spec)
+
+    def _init(self):
+        self.x, self.dy = map(self._placed, (self.x, self.dy))
+        key = jax.random.key(0)
+        with self._scope():
+            boxed = jax.eval_shape(self.boxed_init, key, self.x)
+            if self.impl in layers.RECIPES:
+                specs = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed["params"]), self.mesh)
+            else:
+                specs = jax.tree_util.tree_map_with_path(self._kernel_of_flax, boxed["params"])
+            _, state = jax.eval_shape(self.init, key, self.x)
+            self.shardings = specs, jax.tree.map(lambda _: self._on_mesh(), state)
+            return jax.jit(self.init, out_shardings=self.shardings)(key, self.x)
+
+    def step(self, params, state, x, dy, key):
+        x_like, (params_like, state_like) = self._on_mesh(*self.role.x), self.shardings
+        out = super().step(params, state, x, dy, key)
+        return jax.lax.with_sharding_constraint(out, (x_like, params_like, state_like, x_like))
+
+
+@lru_cache(maxsize=1)
+def trainee(*args) -> Trainee:
+    return Trainee(*args)
+
+
+def models(tiny: bool, count: int) -> Iterator[tuple[layers.Stack, Role, int]]:
+    """(model, role, GPUs). As many tokens per GPU in each, but for context parallelism: its long row is one."""
+    sizes = (256, 512, 8, 8) if tiny else (4096, 14336, 32, 8)
+    seq, long, depth = (64, 128, 2) if tiny else (8192, 32768, 4)
+    for role, gpus in ((FSDP, 1), (DP, count), (FSDP, count), (TP, count), (CP, 1), (CP, count)):
+        batch, length = (1, long) if role is CP else (gpus, seq)
+        layer = layers.Layer("", batch, length, *sizes, llama=True, cut=role.name if role in (TP, CP) else "")
+        name = f"{depth} llama layers h{sizes[0]} b{batch} s{length}, {role.name}={gpus}"
+        yield layers.Stack(name, depth, layer), role, gpus
+
+
+def _build(*args):
+    return trainee(*args).build(backward=True)
+
+
+def cases(tiny: bool) -> Iterator[Case]:
+    """Rates are those of one GPU. There is no attention over a cut sequence in plain Flax."""
+    for model, role, gpus in models(tiny, jax.device_count()):
+        for impl in IMPLS:
+            if impl in layers.FLAX_DOTS and role is CP:
+                continue
+            case = layers.case(model, impl, backward=True, suite="meshes", calls=10)
+            yield replace(
+                case,
+                build=partial(_build, model, impl, role, gpus),
+                flops=case.flops / gpus,
+                fp8_flops=case.fp8_flops / gpus,
+            )
