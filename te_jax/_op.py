@@ -20,7 +20,7 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, ManualAxisType, NamedSharding, PartitionSpec
 
 from te_jax import _lib
-from te_jax._rule import Rule, is_group
+from te_jax._rule import Rule, group_of, is_group
 
 _NO_MESH = AbstractMesh((), ())
 # The maxima are amaxes, never negative. `jnp.max(initial=0)` would take a second kernel for the 0.
@@ -47,7 +47,9 @@ class Op:
     reference:  plain jax, (operands (None if absent), **attrs) -> all results: the meaning, and the lowering off CUDA.
     replicated: axes that stay on one device. Space-separated names; a group is named like `m...`.
     combine:    {result: "sum" | "max"}: how shards of an axis that the result lacks add up.
-    once:       operands that enter such a sum once, not once per shard (a bias).
+    once:       operands that enter such a sum once, not once per shard (a bias): over the mesh axes that do not split
+                them.
+    apart:      axes that are summed in different terms of a sum: one mesh axis may split several of them.
     ranks:      {group: attr}: the attribute that holds the group's number of axes.
     partials:   {result: (operand shapes, **attrs) -> leading shape}: the CUDA kernel returns f32 partial results with
                 these leading axes; XLA finishes them by `combine`. No atomics, nothing to zero.
@@ -57,6 +59,7 @@ class Op:
                 outermost first. Without it all are row-major.
     cuda:       (call, *operands, **attrs) -> all results, or the chosen ones: wraps the CUDA call in plain jax, to pad
                 or to reshape.
+    composed:   no kernel of its own: `reference` calls other ops by their `on_shard`, and is the lowering everywhere.
     """
 
     def __init__(
@@ -69,22 +72,25 @@ class Op:
         replicated="",
         combine=None,
         once=(),
+        apart="",
         ranks=None,
         partials=None,
         workspace=None,
         layout=None,
         cuda=None,
+        composed=False,
     ):
         self.name, self.rule, self.dtypes, self.reference = name, Rule.parse(rule), dtypes, reference
         self.replicated, self.combine, self.once = frozenset(replicated.split()), combine or {}, frozenset(once)
         self.rank_attrs, self.partials, self.workspace = ranks or {}, partials or {}, workspace
-        self.layout, self.cuda = layout, cuda
+        self.apart, self.layout, self.cuda, self.composed = frozenset(apart.split()), layout, cuda, composed
         self._check_declaration()
         self.primitive = Primitive(name)
         self.primitive.multiple_results = True
         self.primitive.def_abstract_eval(self._abstract_eval)
         mlir.register_lowering(self.primitive, partial(self._lower, self._run_reference))
-        mlir.register_lowering(self.primitive, self._lower_cuda, platform="cuda")
+        if not composed:
+            mlir.register_lowering(self.primitive, self._lower_cuda, platform="cuda")
         ops[name] = self
 
     def _check_declaration(self):
@@ -103,6 +109,16 @@ class Op:
         out_specs: on an Explicit mesh, a PartitionSpec for each of them, which the op follows as far as it can without
                    another collective; elsewhere the compiler says it.
         """
+        wanted = {} if out_specs is None else dict(out_specs=tuple(out_specs))
+        params = self._params(args, outputs, attrs | wanted)
+        return self._staged(_key(params))(*(a for a in args if a is not None))
+
+    def on_shard(self, *args, outputs=None, **attrs):
+        """The same for operands that are on one device, inside the reference of a composed op."""
+        return self._bind(self._params(args, outputs, attrs), [a for a in args if a is not None])
+
+    def _params(self, args, outputs, attrs) -> dict:
+        """What is static of a call."""
         present = tuple(o.name for o, a in zip(self.rule.inputs, args, strict=True) if a is not None)
         for o in self.rule.inputs:
             if o.name not in present and not o.optional:
@@ -113,10 +129,7 @@ class Op:
             known = ", ".join(str(o) for o in self.rule.outputs)
             needs = f"; {', '.join(lost)} may not be left out" if lost else ""
             raise ValueError(f"{self.name}: outputs is {outputs}; choose from {known}, in this order{needs}.")
-        wanted = {} if out_specs is None else dict(out_specs=tuple(out_specs))
-        return self._staged(_key(dict(attrs, inputs=present, outputs=names, **wanted)))(
-            *(a for a in args if a is not None)
-        )
+        return dict(attrs, inputs=present, outputs=names)
 
     # -- one device ---------------------------------------------------------------------------------------------
 
@@ -322,19 +335,25 @@ class Op:
 
         placed = [[(f, n) for f, n in zip(fs, map(_names, spec)) if fits(f, n)] for fs, spec in zip(ins, in_specs)]
         asked = [[(f, n) for f, n in zip(fs, map(_names, spec)) if fits(f, n)] for fs, spec in zip(res, out_specs)]
-        axes, used, scattered = {}, set(), []
+        axes, scattered, apart = {}, [], rule.matches(self.apart, ranks)
+
+        def take(factor, names):  # a mesh axis splits one factor, or one in each term of a sum
+            others = {f for f, taken in axes.items() if set(taken) & set(names)}
+            in_terms = {factor, *others} <= apart and group_of(factor) not in map(group_of, others)
+            if factor not in axes and (not others or in_terms):
+                axes[factor] = names
+
         for o, factors, wants in zip(rule.outputs, res, asked):
             summed = _in_all(ins, placed, factors) if self.combine.get(o.name) == "sum" else {}
             over = set().union(*summed.values())
             scattered.append({f: names for f, names in wants if set(names) <= over})
             if scattered[-1]:  # the operands stay where they lie
-                axes |= {f: names for f, names in summed.items() if f not in axes and not used & set(names)}
-                used |= over
+                for pair in summed.items():
+                    take(*pair)
         taken = set().union(*scattered)
         for factor, names in (pair for known in (*asked, *placed) for pair in known):  # results choose first, then left
-            if factor not in axes and factor not in taken and not used & set(names):
-                axes[factor] = names
-                used |= set(names)
+            if factor not in taken:
+                take(factor, names)
         return _Shards(self, rule, ins, res, axes, scattered, params).all()
 
 
@@ -363,17 +382,18 @@ class _Shards:
 
     def run(self, *args):
         """Operands of one device -> results of one device."""
-        params, given = self.params, list(zip(self.rule.inputs, args))
-        later = [a for o, a in given if o.name in self.later]
-        given = [(o, a) for o, a in given if o.name not in self.later]
+        params, given = self.params, list(zip(self.rule.inputs, self.ins, args))
+        later = [a for o, _, a in given if o.name in self.later]
+        given = [each for each in given if each[0].name not in self.later]
         outs = self.op._bind(
-            params | dict(inputs=tuple(o.name for o, _ in given)), [self._count_once(o, a) for o, a in given]
+            params | dict(inputs=tuple(o.name for o, *_ in given)), [self._count_once(*each) for each in given]
         )
         return tuple(self._combine(*each, later) for each in zip(self.rule.outputs, self.res, self.scattered, outs))
 
     def _dropped(self, factors):
-        """The mesh axes that split the call but not a result of these factors."""
-        return tuple(n for f, names in self.axes.items() if f not in factors for n in names)
+        """The mesh axes that split the call but not an operand or result of these factors."""
+        kept = {n for f in factors for n in self.axes.get(f, ())}
+        return tuple(dict.fromkeys(n for names in self.axes.values() for n in names if n not in kept))
 
     def _combine(self, operand, factors, scatter, out, later):
         names = self._dropped(factors)
@@ -385,11 +405,12 @@ class _Shards:
             out = sum((a.astype(jnp.float32) for a in later), out.astype(jnp.float32)).astype(out.dtype)
         return out
 
-    def _count_once(self, operand, arg):
+    def _count_once(self, operand, factors, arg):
         if operand.name not in self.op.once:
             return arg
-        sums = [factors for o, factors in zip(self.rule.outputs, self.res) if o.name in self.op.combine]
-        first = [lax.axis_index(n) == 0 for n in sorted({n for factors in sums for n in self._dropped(factors)})]
+        sums = [fs for o, fs in zip(self.rule.outputs, self.res) if o.name in self.op.combine]
+        copied = set(self._dropped(factors)) & {n for fs in sums for n in self._dropped(fs)}
+        first = [lax.axis_index(n) == 0 for n in sorted(copied)]
         return jnp.where(jnp.all(jnp.stack(first)), arg, 0).astype(arg.dtype) if first else arg
 
 

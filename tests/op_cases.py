@@ -102,6 +102,17 @@ CASES = [
         dict(contract=1, out_dtype=jnp.dtype(f32), fast_accum=False, tune=False), None, {"n...": 1, "k...": 1},
     ),
     Case(
+        "gemm_sum_fp8", "te_gemm_sum", _groups("m", "n", "k0", "k1", "k2"),
+        (E5M2, E4M3, f32, f32, E5M2, E4M3, f32, f32, *(None,) * 5),
+        dict(lead=1, out_dtype=jnp.dtype(f32), fast_accum=True, tune=False, precision=None), None,
+        {"m...": 1, "n...": 1, "k0...": 1},
+    ),
+    Case(
+        "gemm_sum_c", "te_gemm_sum", _groups("m", "n", "k0", "k1", "k2"), (*(f32, f32, None, None) * 3, f32),
+        dict(lead=2, out_dtype=jnp.dtype(f32), fast_accum=False, tune=False, precision="highest"), None,
+        {"n...": 1, "k0...": 1, "k2...": 1},
+    ),
+    Case(
         "layernorm_fp8", "te_norm_fwd", _norm_sizes, (f32, f32, f32, f32),
         dict(eps=1e-6, rms=False, zero_centered=True, dtype=E4M3),
     ),

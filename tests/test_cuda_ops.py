@@ -7,7 +7,7 @@ import pytest
 
 from te_jax.ops import scaling
 from te_jax.ops.activation import activation_bwd, activation_fwd, attributes
-from te_jax.ops.gemm import gemm, gemm_op
+from te_jax.ops.gemm import gemm, gemm_op, gemm_sum
 from te_jax.ops.norm import norm_bwd, norm_fwd
 from te_jax.ops.quantize import quantize
 
@@ -321,6 +321,27 @@ def test_gemm_adds_c_before_it_rounds(mnk, operands, out, with_bias, rng):
     error = np.abs(np.asarray(got, np.float64) - want)
     assert got.dtype == out
     assert (error <= size * 2.0 ** (-13 if operands == E4M3 else -20) + 1.01 * step * np.abs(want) + 1e-6).all()
+
+
+@pytest.mark.parametrize("operands", [E4M3, bf16, f32], ids=["e4m3", "bf16", "f32"])
+@pytest.mark.parametrize("out", [f32, bf16], ids=lambda d: d.__name__)
+def test_gemm_sum(operands, out, rng):
+    """Three products of different k and a c, as the gradient of what queries, keys and values are made of."""
+    m, n = 199, 256
+    terms = [[fp8_operand(rng, (size, *k), operands) for size in (m, n)] for k in [(64,), (2, 48), (33,)]]
+    scales = (jnp.float32(0.25), jnp.float32(1.7)) if operands == E4M3 else (None, None)
+    factor = float(scales[0] * scales[1]) if operands == E4M3 else 1.0
+    flat = [[np.asarray(a, np.float64).reshape(a.shape[0], -1) for a in term] for term in terms]
+    c = jnp.asarray(rng.standard_normal((m, n)), f32).astype(out)
+    run = lambda terms, c: gemm_sum([(*term, *scales) for term in terms], c, lead=1, out_dtype=out)
+    got = jax.jit(run)(terms, c)
+    want = sum((lhs @ rhs.T * factor for lhs, rhs in flat), np.asarray(c, np.float64))
+    # A rounding after each of three products: of bf16 2**-9, of f32 next to nothing beside FP8's 14 bits of a product.
+    size = sum((abs(lhs) @ abs(rhs).T * factor for lhs, rhs in flat), abs(np.asarray(c, np.float64)))
+    step = float(jnp.finfo(out).eps) / 2
+    error = np.abs(np.asarray(got, np.float64) - want)
+    assert got.dtype == out
+    assert (error <= size * (2.0 ** (-13 if operands == E4M3 else -20) + 4 * step) + 1e-6).all()
 
 
 def test_gemm_c_of_an_empty_sum(rng):

@@ -7,11 +7,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from op_cases import CASES
+from op_cases import CASES, E5M2
 
 from te_jax.ops import attention
 
 CSRC = Path(__file__).parents[1] / "csrc"
+KERNELS = [case for case in CASES if not case.declared.composed]
 MLIR_TYPE = {"int64_t": "i64", "double": "f64", "bool": "i1"}
 
 
@@ -27,8 +28,8 @@ def declared_handlers():
     return handlers
 
 
-def cuda_call(case, rng):
-    """The custom call in the op's CUDA lowering, made here without any CUDA."""
+def cuda_calls(case, rng):
+    """The custom calls in the op's CUDA lowering, made here without any CUDA."""
     if case.op == "te_attention_fp8_bwd":  # cuDNN takes multiples of 128
         case = replace(case, sizes={**case.sizes, "s": 128, "t": 128})
     args = case.args(rng)
@@ -43,14 +44,13 @@ def cuda_call(case, rng):
         return case(*(None if a is None else next(given) for a in args))
 
     text = jax.jit(fn).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
-    calls = [line for line in text.splitlines() if f"custom_call @{case.op}(" in line]
-    assert len(calls) == 1, text
-    return calls[0]
+    return [line for line in text.splitlines() if "custom_call @te_" in line]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", KERNELS, ids=str)
 def test_lowering_matches_the_handler(case, rng):
-    call = cuda_call(case, rng)
+    (call,) = cuda_calls(case, rng)
+    assert f"@{case.op}(" in call
     operands, results, attrs = declared_handlers()[case.op]
     got_operands, got_results = call.rsplit(" : ", 1)[1].split(" -> ")
     assert got_operands.count("tensor<") == operands
@@ -69,7 +69,14 @@ def test_lowering_matches_the_handler(case, rng):
 
 
 def test_every_handler_has_an_op():
-    assert declared_handlers().keys() == {case.op for case in CASES}
+    assert declared_handlers().keys() == {case.op for case in KERNELS}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.declared.composed], ids=str)
+def test_a_composed_op_calls_the_kernels_of_others(case, rng):
+    """A GEMM kernel for each FP8 term, added by its epilogue; products of other types are XLA's."""
+    calls = cuda_calls(case, rng)
+    assert [re.search(r"@(\w+)", call)[1] for call in calls] == ["te_gemm"] * sum(d == E5M2 for d in case.dtypes)
 
 
 def test_attention_op_is_exact_where_cudnn_is_not_used():

@@ -217,22 +217,23 @@ def test_a_layer_holds_no_addition_of_its_residual():
 
 
 @pytest.mark.parametrize("with_ln_out", [False, True])
-@pytest.mark.parametrize("override", [(False,) * 3, (True, True, False), (False, False, True)], ids=str)
+@pytest.mark.parametrize("override", [None, (False,) * 3, (True, True, False), (False, False, True)], ids=str)
 def test_several_projections_of_one_norm(with_ln_out, override, rng):
     """Queries and keys of one norm: in f32 what two layers give that each quantize it for themselves."""
-    recipe = DelayedScaling(amax_history_len=4, override_linear_precision=override)
+    recipe = override and DelayedScaling(amax_history_len=4, override_linear_precision=override)
+    metas_of = lambda state: recipe and observed(state, recipe)
     x, gamma, beta, wq, wk, bk = data(rng, (3, 5, H), (H,), (H,), (H, F), (H, 2, 7), (2, 7))
     options = dict(return_layernorm_output=with_ln_out, recipe=recipe)
 
     def shared(x, gamma, beta, wq, wk, bk, states):
-        also = (Projection(wk, bk, observed(states[1], recipe)),)
-        metas = observed(states[0], recipe)
+        also = (Projection(wk, bk, metas_of(states[1])),)
+        metas = metas_of(states[0])
         (q, k), ln_out, through = layernorm_dense(x, wq, gamma, beta, metas=metas, also=also, return_input=True, **options)  # fmt: skip  # noqa: E501
         return q, k, ln_out, through
 
     def separate(x, gamma, beta, wq, wk, bk, states):
-        q, ln_out = layernorm_dense(x, wq, gamma, beta, metas=observed(states[0], recipe), **options)
-        k, _ = layernorm_dense(x, wk, gamma, beta, bk, metas=observed(states[1], recipe), recipe=recipe)
+        q, ln_out = layernorm_dense(x, wq, gamma, beta, metas=metas_of(states[0]), **options)
+        k, _ = layernorm_dense(x, wk, gamma, beta, bk, metas=metas_of(states[1]), recipe=recipe)
         return q, k, ln_out, x
 
     def run(fn, states):

@@ -14,6 +14,7 @@ from op_cases import CASES, Case
 from te_jax._op import Op, ops
 from te_jax._rule import Rule
 from te_jax.ops import attention_reference
+from te_jax.ops.gemm import gemm, gemm_sum
 
 AXES = ("a", "b")  # mesh axes of 4 and 2 devices
 MESH = dict(zip(AXES, (4, 2)))
@@ -118,7 +119,7 @@ def test_shard_map(case: Case, manual, rng, on_host):
     fixed = rule.matches(op.replicated, ranks)
     collective = {"sum": lax.psum, "max": lax.pmax}
     for axis_of, specs in placements(case, args):
-        once = any(o.name in op.once for o in rule.inputs) and any(f.startswith("k...") for f in axis_of)
+        once = any(o.name in op.once for o in rule.inputs) and any(f.startswith("k") for f in axis_of)
         if fixed & axis_of.keys() or not set(axis_of.values()) <= set(manual) or once:
             continue
 
@@ -243,6 +244,35 @@ def test_gemm_collectives(lhs, rhs, want, kind, rng):
         attrs = dict(contract=1, out_dtype=jnp.dtype(jnp.float32), fast_accum=False, tune=False)
         fn = lambda x, w: ops["te_gemm"](x, w, one, one, None, None, **attrs)[0]
         assert collectives(fn, put((8, 16, 64), lhs), put((32, 64), rhs)) == want
+
+
+def test_a_sum_of_many_products(rng):
+    """More terms than one op takes, of sums of different sizes and ranks."""
+    terms = [[jnp.asarray(rng.standard_normal((m, *k)), jnp.float32) for m in (4, 6)] for k in [(8,), (2, 5)] * 3]
+    got = gemm_sum([(*term, None, None) for term in terms], lead=1, out_dtype=jnp.float32)
+    close(got, sum(gemm(*term, contract=term[0].ndim - 1) for term in terms))
+
+
+@pytest.mark.parametrize("second", [P(None, "b"), P()], ids=["split", "whole"])
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float32], ids=["fp8", "f32"])
+def test_gemm_sum_collectives(dtype, kind, second, rng, on_host):
+    """One mesh axis splits the sums of both terms, or of one: products are added before they cross devices."""
+    mesh = jax.make_mesh((4, 2), AXES, axis_types=KINDS[kind])
+    scale = jnp.float32(0.5) if dtype != jnp.float32 else None
+    of = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(dtype)
+    arrays = of(8, 32), of(16, 32), of(8, 64), of(16, 64), jnp.ones((8, 16))
+    specs = P("a", "b"), P(None, "b"), P("a", *second[1:]), second, P("a")
+
+    def fn(lhs0, rhs0, lhs1, rhs1, c):
+        terms = [(lhs0, rhs0, scale, scale), (lhs1, rhs1, scale, scale)]
+        return gemm_sum(terms, c, lead=1, out_dtype=jnp.float32, tune=False)
+
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs)]
+        assert collectives(fn, *placed) == {"all-reduce": 1}
+        got = jax.jit(fn)(*placed)
+    close(got, fn(*arrays))
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])

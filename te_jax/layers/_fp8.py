@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from te_jax._op import like
 from te_jax.fp8 import DenseMetas, cotangent
 from te_jax.layers._specs import dense_spec, explicit_spec
-from te_jax.ops.gemm import dot, gemm
+from te_jax.ops.gemm import dot, gemm, gemm_sum
 from te_jax.ops.quantize import quantize, transpose
 from te_jax.recipe import DelayedScaling
 from te_jax.sharding import stage_axes
@@ -121,21 +121,22 @@ def plain_sum(y, bias, residual) -> jax.Array:
     return y if residual is None else y + residual.astype(y.dtype)
 
 
-def _dgrad(dy: Fp8Tensor, w: Fp8Tensor, config: Config, onto) -> jax.Array:
-    """dy [*B, *F], w [*C, *F] -> dx [*B, *C], plus `onto` of its shape and type."""
-    recipe, features, dtype = config.recipe, config.features, config.x.dtype
-    if recipe.override_linear_precision[1]:
-        lead, contract = dy.wide.ndim - features, config.contract
-        axes = range(lead, lead + features), range(contract, contract + features)
-        return plain_sum(dot(dy.wide, axes[0], w.wide, axes[1], dtype, out_spec=config.x_spec), None, onto)
-    fast = not recipe.split_accumulator[1]
-    options = dict(contract=features, out_dtype=dtype, fast_accum=fast, out_spec=config.x_spec)
-    return gemm(dy.data, w.data, dy.scale_inv, w.scale_inv, None, onto, **options)
+def dgrad(terms, onto=None) -> jax.Array:
+    """The sum of dy w^T over terms (dy [*B, *F], w [*C, *F], config) of one x -> dx [*B, *C], plus `onto` of its shape
+    and type: what reaches x by another way."""
+    config = terms[0][2]
+    high, fast = config.recipe.override_linear_precision[1], not config.recipe.split_accumulator[1]
+    lead = len(config.x.shape) - config.contract
+    options = dict(lead=lead, out_dtype=config.x.dtype, fast_accum=fast, out_spec=config.x_spec)
+    narrow = lambda dy, w: (dy.data, w.data, dy.scale_inv, w.scale_inv)
+    pairs = [(dy.wide, w.wide, None, None) if high else narrow(dy, w) for dy, w, _ in terms]
+    return gemm_sum(pairs, onto, **options)
 
 
-def _wgrad(x: Fp8Tensor, dy: Fp8Tensor, lead: int, config: Config) -> jax.Array:
-    """x [*B, *C] and dy [*B, *F] with `lead` axes in B -> dw [*C, *F]."""
+def _wgrad(x: Fp8Tensor, dy: Fp8Tensor, config: Config) -> jax.Array:
+    """x [*B, *C] and dy [*B, *F] -> dw [*C, *F]."""
     recipe, dtype = config.recipe, config.kernel.dtype
+    lead = len(config.x.shape) - config.contract
     if recipe.override_linear_precision[2]:
         return dot(x.wide, range(lead), dy.wide, range(lead), dtype, out_spec=config.kernel_spec)
     fast = not recipe.split_accumulator[2]
@@ -153,24 +154,12 @@ def saved(x: Fp8Tensor, w: Fp8Tensor, config: Config) -> tuple[Fp8Tensor, Fp8Ten
     return jax.tree.map(lambda a: checkpoint_name(a, config.checkpoint), kept) if config.checkpoint else kept
 
 
-class Grads(NamedTuple):
-    """What a layer's backward pass gives, of the types of GEMM results."""
-
-    x: jax.Array  # [*B, *C]
-    kernel: jax.Array  # [*C, *F]
-    metas: DenseMetas  # cotangents
-
-
-def backward(x: Fp8Tensor, w: Fp8Tensor, grad: Fp8Tensor, metas: DenseMetas, config: Config, onto=None) -> Grads:
-    """The two GEMMs of the backward pass, from the gradient [*B, *F] as `quantize_grad` gives it.
-
-    onto: of x's shape and type, added to its gradient: what reaches x by another way.
-    """
-    lead = len(config.x.shape) - config.contract
-    dx, dw = _dgrad(grad, w, config, onto), _wgrad(x, grad, lead, config)
+def kernel_grads(x: Fp8Tensor, w: Fp8Tensor, grad: Fp8Tensor, metas: DenseMetas, config: Config):
+    """-> the gradient of the kernel [*C, *F], of its type, and the cotangents of `metas`, from the gradient [*B, *F] of
+    y as `quantize_grad` gives it."""
     amaxes = (x.amax, w.amax, grad.amax)
     dmetas = DenseMetas(*(cotangent(m, amax, config.recipe, config.stage_axes) for m, amax in zip(metas, amaxes)))
-    return Grads(dx, like(dw, config.kernel), dmetas)
+    return like(_wgrad(x, grad, config), config.kernel), dmetas
 
 
 def quantize_grad(dy, scale, config: Config) -> tuple[Fp8Tensor, jax.Array | None]:

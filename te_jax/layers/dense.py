@@ -102,9 +102,10 @@ def _dense_fwd(x, kernel, bias, residual, metas, config):
 def _dense_bwd(config, residuals, dy):
     q, w, metas = residuals
     grad, dbias = _fp8.quantize_grad(dy, metas.grad.scale, config)
-    grads = _fp8.backward(q, w, grad, metas, config)
+    dx = like(_fp8.dgrad([(grad, w, config)]), config.x)
+    dkernel, dmetas = _fp8.kernel_grads(q, w, grad, metas, config)
     dresidual = like(dy, config.residual) if config.residual is not None else None
-    return like(grads.x, config.x), grads.kernel, dbias, dresidual, grads.metas
+    return dx, dkernel, dbias, dresidual, dmetas
 
 
 _dense.defvjp(_dense_fwd, _dense_bwd)

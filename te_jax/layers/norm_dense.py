@@ -10,8 +10,10 @@ from te_jax import fp8
 from te_jax._op import align, like
 from te_jax.layers import _fp8
 from te_jax.layers._fp8 import Config, Fp8Tensor, Uses
+from te_jax.layers._specs import explicit_spec
 from te_jax.layers.dense import check_dense, dense
 from te_jax.ops import norm as norm_op
+from te_jax.ops.gemm import gemm_sum
 
 
 def layernorm(x, gamma, beta=None, *, norm="layernorm", zero_centered_gamma=False, epsilon=1e-6) -> jax.Array:
@@ -56,7 +58,8 @@ def layernorm_dense(
     return_input: a third result is x itself, for a residual connection: the gradient that comes back through it is
                   added in the norm's backward kernel, not in a pass of its own.
     also:         more kernels that read ln_out, as those of keys and values beside that of queries. y is then the tuple
-                  of all products, and under a recipe ln_out is quantized once, with the scale of the first.
+                  of all products, and under a recipe ln_out is quantized once, with the scale of the first. ln_out's
+                  gradient through all of them crosses devices as one sum.
     """
     projections = (Projection(kernel, bias, metas), *also)
     norm_op.check(name, x, gamma, beta, norm)
@@ -64,7 +67,8 @@ def layernorm_dense(
         check_dense(name, x, p.kernel, p.bias, 1, recipe, p.metas)
     if recipe is None:
         ln_out = layernorm(x, gamma, beta, norm=norm, zero_centered_gamma=zero_centered_gamma, epsilon=epsilon)
-        y = tuple(dense(ln_out, p.kernel, p.bias) for p in projections)
+        each = _dense_of_one_sum if also else _dense_each
+        y = each(*align(ln_out, *(w for p in projections for w in (p.kernel, p.bias))))
     else:
         attrs = norm_attrs(norm, zero_centered_gamma, epsilon)
         configs = tuple(Config.of(x, p.kernel, p.bias, 1, recipe, checkpoint) for p in projections)
@@ -74,6 +78,27 @@ def layernorm_dense(
         y, ln_out, x = _norm_dense(x, gamma, beta, aligned, static)
     out = y if also else y[0], ln_out if return_layernorm_output else None
     return (*out, x) if return_input else out
+
+
+def _dense_each(x, *weights):
+    """Dense layers of one x, of kernel, bias, kernel, bias, ..."""
+    return tuple(dense(x, *w) for w in zip(weights[::2], weights[1::2]))
+
+
+# What autodiff gives, but x's gradient crosses devices as one sum: XLA would sum over devices what each layer adds.
+_dense_of_one_sum = jax.custom_vjp(_dense_each)
+
+
+def _dense_bwd(residuals, dy):
+    x, *weights = residuals
+    _, weight_grads = jax.vjp(partial(_dense_each, x), *weights)
+    terms = [(d, kernel, None, None) for d, kernel in zip(dy, weights[::2])]
+    terms.reverse()  # autodiff's order: the same bits
+    dx = gemm_sum(terms, lead=x.ndim - 1, out_dtype=x.dtype, out_spec=explicit_spec(jax.typeof(x)))
+    return like(dx, x), *weight_grads(dy)
+
+
+_dense_of_one_sum.defvjp(lambda *args: (_dense_each(*args), args), _dense_bwd)
 
 
 def norm_attrs(norm, zero_centered_gamma, epsilon) -> tuple:
@@ -129,13 +154,13 @@ def _norm_dense_fwd(x, gamma, beta, projections, static):
 def _norm_dense_bwd(static, residuals, cotangents):
     operands, metas, (x, stats, gamma, beta) = residuals
     configs, attrs, *_ = static
-    dy, dnorm, dx_out = cotangents  # dnorm: of ln_out, None if it is no result; each GEMM adds its part to it
+    dy, dln_out, dx_out = cotangents  # dln_out: None if it is no result
+    grads, dbiases = zip(*(_fp8.quantize_grad(d, m.grad.scale, config) for d, m, config in zip(dy, metas, configs)))
+    dnorm = _fp8.dgrad([(grad, w, config) for grad, (_, w), config in zip(grads, operands, configs)], dln_out)
     dprojections = []
-    for (q, w), m, d, config in zip(operands, metas, dy, configs):
-        grad, dbias = _fp8.quantize_grad(d, m.grad.scale, config)
-        grads = _fp8.backward(q, w, grad, m, config, dnorm)
-        dnorm = grads.x
-        dprojections.append(Projection(grads.kernel, dbias, grads.metas))
+    for (q, w), grad, m, dbias, config in zip(operands, grads, metas, dbiases, configs):
+        dkernel, dmetas = _fp8.kernel_grads(q, w, grad, m, config)
+        dprojections.append(Projection(dkernel, dbias, dmetas))
     dx, dgamma, dbeta = norm_backward(like(dnorm, x), x, stats, gamma, beta, attrs, dx_out)
     return dx, dgamma, dbeta, tuple(dprojections)
 

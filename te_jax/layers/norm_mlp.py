@@ -151,15 +151,14 @@ def _norm_mlp_bwd(static, residuals, dy):
     (config0, config1), attrs, act, through, _, middle_axes = static
     (first, second), z, metas, (x, stats, gamma, beta) = residuals
     grad1, dwo_bias = _fp8.quantize_grad(dy, metas[1].grad.scale, config1)
-    grads1 = _fp8.backward(*second, grad1, metas[1], config1)
-    da = constrain(grads1.x, middle_axes)
+    da = constrain(_fp8.dgrad([(grad1, second[1], config1)]), middle_axes)
+    dwo, dmetas1 = _fp8.kernel_grads(*second, grad1, metas[1], config1)
     grad0, dwi_bias = _quantize_activation_grad(da, z, metas[0].grad.scale, config0, act)
-    grads0 = _fp8.backward(*first, grad0, metas[0], config0)
-    dnorm = like(grads0.x, config0.x)
+    dnorm = like(_fp8.dgrad([(grad0, first[1], config0)]), config0.x)
+    dwi, dmetas0 = _fp8.kernel_grads(*first, grad0, metas[0], config0)
     dx, dgamma, dbeta = norm_backward(dnorm, x, stats, gamma, beta, attrs, dy if through else None)
     dadded = None if config1.residual is None else like(dy, config1.residual)
-    kernels, biases = (grads0.kernel, grads1.kernel), (dwi_bias, dwo_bias)
-    return dx, dgamma, dbeta, *kernels, *biases, dadded, (grads0.metas, grads1.metas)
+    return dx, dgamma, dbeta, dwi, dwo, dwi_bias, dwo_bias, dadded, (dmetas0, dmetas1)
 
 
 _norm_mlp.defvjp(_norm_mlp_fwd, _norm_mlp_bwd)

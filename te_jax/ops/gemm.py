@@ -97,6 +97,73 @@ gemm_op = Op(
 )
 
 
+_TERMS = 3  # of one sum: queries, keys and values
+
+
+def _in_fours(operands):
+    """(lhs, rhs, lhs_scale_inv, rhs_scale_inv) of every term that is there."""
+    return [term for term in zip(*[iter(operands)] * 4) if term[0] is not None]
+
+
+def _sum_dtypes(*operands, out_dtype, **_):
+    *operands, c = operands
+    return [_dtypes(*term, None, c, contract=None, out_dtype=out_dtype) for term in _in_fours(operands)][0]
+
+
+def _sum_on_shard(*operands, lead, out_dtype, fast_accum, tune, precision):
+    *operands, out = operands
+    for lhs, rhs, *scales in _in_fours(operands):
+        contract = lhs.ndim - lead
+        if lhs.dtype in FP8:
+            attrs = dict(contract=contract, out_dtype=out_dtype, fast_accum=fast_accum, tune=tune)
+            (out,) = gemm_op.on_shard(lhs, rhs, *scales, None, out, **attrs)
+        else:
+            axes = range(lead, lhs.ndim), range(rhs.ndim - contract, rhs.ndim)
+            product = dot(lhs, axes[0], rhs, axes[1], out_dtype, precision)
+            out = product if out is None else out + product
+    return (out,)
+
+
+gemm_sum_op = Op(
+    "te_gemm_sum",
+    "".join(
+        f"lhs{i}{may}: m... k{i}..., rhs{i}{may}: n... k{i}..., lhs{i}_scale_inv?:, rhs{i}_scale_inv?:, "
+        for i, may in enumerate(["", *["?"] * (_TERMS - 1)])
+    )
+    + "c?: m... n... -> out: m... n...",
+    combine={"out": "sum"},
+    once=(*(f"lhs{i}" for i in range(_TERMS)), "c"),
+    apart=" ".join(f"k{i}..." for i in range(_TERMS)),
+    ranks={"m...": "lead"},
+    dtypes=_sum_dtypes,
+    reference=_sum_on_shard,
+    composed=True,
+)
+
+
+def gemm_sum(
+    terms, c=None, *, lead: int, out_dtype, fast_accum: bool = False, tune: bool = True, out_spec=None
+) -> jax.Array:
+    """The sum of lhs @ rhs^T over terms (lhs [*m, *k], rhs [*n, *k], lhs_scale_inv, rhs_scale_inv), plus c [*m, *n].
+
+    Where devices split k, it is their sum that crosses them, once, instead of each product. k may differ from term to
+    term. FP8 terms (with scales f32[]) are chained through `c` of `gemm`; others (scales None) are XLA's products of
+    lhs's type, added in out_dtype.
+
+    lead: how many axes m has. c: of out_dtype. The other arguments are those of `gemm`. More than three terms take
+    another sum. Not differentiable. Raises ValueError for sizes, TypeError for types that do not match.
+    """
+    terms = [(lhs, rhs if lhs.dtype in FP8 else rhs.astype(lhs.dtype), *scales) for lhs, rhs, *scales in terms]
+    attrs = dict(lead=lead, out_dtype=jnp.dtype(out_dtype), fast_accum=bool(fast_accum), tune=bool(tune))
+    precision = jax.config.jax_default_matmul_precision  # read here: shards are traced when XLA compiles
+    specs = None if out_spec is None else (out_spec,)
+    for at in range(0, len(terms), _TERMS):
+        some = [a for term in terms[at : at + _TERMS] for a in term]
+        absent = [None] * (4 * _TERMS - len(some))
+        (c,) = gemm_sum_op(*some, *absent, c, out_specs=specs, precision=precision, **attrs)
+    return c
+
+
 def gemm(
     lhs,
     rhs,
