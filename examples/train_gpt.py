@@ -63,6 +63,8 @@ def train(args, precision: str, corpus: data.Corpus, out: pathlib.Path, devices:
         dropout=args.dropout,
         remat=args.remat,
         sequence_parallel=args.sequence_parallel,
+        cp=args.cp,
+        cp_strategy=args.cp_strategy or "DEFAULT",
     )
     optimizer = steps.make_optimizer(args.lr, args.warmup, args.steps)
     shardings = steps.state_shardings(model, optimizer, recipe, devices)

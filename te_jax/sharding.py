@@ -37,8 +37,8 @@ class MeshResource:
 
     dp_resource:   data parallel: the batch.
     tp_resource:   tensor parallel: heads, hidden width.
-    tpsp_resource: tensor and sequence parallel in one: as tp, and the sequence outside the GEMMs. tp and tpsp
-                   may not both have more than one device.
+    tpsp_resource: tensor and sequence parallel in one: as tp, and the sequence outside the GEMMs (with cp, each
+                   part of it). tp and tpsp may not both have more than one device.
     fsdp_resource: fully sharded data parallel: the batch (beside dp, if both are there), and the weights.
     pp_resource, cp_resource, ep_resource: pipeline, context (sequence in attention), expert parallel.
     """
@@ -145,17 +145,23 @@ def check_current_mesh_resource() -> None:
 def logical_axis_map(resource: MeshResource) -> dict[str, str | tuple[str, ...] | None]:
     """Logical axis name -> mesh axis (None: replicated), for `resource` on the mesh in force.
 
-    The batch lies on dp and fsdp together where both have more than one device: fsdp is data parallelism too.
+    The batch lies on dp and fsdp together where both have more than one device: fsdp is data parallelism too. So does
+    the sequence outside the GEMMs on cp and tpsp, cp first: to gather it for a GEMM goes over tpsp alone.
     """
     check_mesh_resource(resource)
     sizes = _axis_sizes()
-    data = tuple(axis for axis in (resource.dp_resource, resource.fsdp_resource) if sizes.get(axis, 1) > 1)
-    batch = data if len(data) > 1 else data[0] if data else resource.dp_resource
+
+    def together(*axes: str | None, alone: str | None) -> str | tuple[str, ...] | None:
+        used = tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
+        return used if len(used) > 1 else used[0] if used else alone
+
+    batch = together(resource.dp_resource, resource.fsdp_resource, alone=resource.dp_resource)
+    sequence = together(resource.cp_resource, resource.tpsp_resource, alone=resource.tpsp_resource)
     tensor = resource.tpsp_resource if sizes.get(resource.tpsp_resource, 1) > 1 else resource.tp_resource
     return {
         BATCH_AXES: batch,
         SEQLEN_AXES: None,
-        SEQLEN_TP_AXES: resource.tpsp_resource,
+        SEQLEN_TP_AXES: sequence,
         SEQLEN_CP_AXES: resource.cp_resource,
         HEAD_AXES: tensor,
         HIDDEN_AXES: None,

@@ -110,6 +110,37 @@ def test_layer_by_mesh_resource(fields, mask):
     assert f"f32[1,{S},{H}]" not in text and f"f32[{S},1,{H}]" not in text
 
 
+def test_dp_and_fsdp_divide_the_batch_of_attention():
+    """No device holds more than its rows, 3 of 12."""
+    q = data(12, S, 4, 8)
+    module = te_flax.DotProductAttention(head_dim=8, num_attention_heads=4)
+    attend = lambda q: module.apply({}, q, q, q)
+    mesh = jax.make_mesh((2, 2, 2), ("dp", "fsdp", "cp"), axis_types=(AxisType.Auto,) * 3)
+    with jax.set_mesh(mesh), global_shard_guard(MeshResource("dp", fsdp_resource="fsdp", cp_resource="cp")):
+        place = NamedSharding(mesh, PartitionSpec(("dp", "fsdp"), "cp"))
+        run = jax.jit(attend, in_shardings=place, out_shardings=place).lower(q).compile()
+        got = run(jax.device_put(q, place))
+    close(got, attend(q))
+    assert f"f32[3,{S},4,8]" in run.as_text() and "f32[12," not in run.as_text()
+
+
+def test_cp_and_tpsp_divide_the_sequence_together():
+    """Outside of the GEMMs and attention, where they do all the same for each token."""
+    x = data(B, S, H)
+    boxed = jax.jit(layer(enable_sequence_parallel=True).init)(KEY, x)["params"]
+    params = ref.unboxed(boxed)
+    mesh = jax.make_mesh((2, 2, 2), ("dp", "tp", "cp"), axis_types=(AxisType.Auto,) * 3)
+    with jax.set_mesh(mesh), global_shard_guard(MeshResource("dp", tpsp_resource="tp", cp_resource="cp")):
+        rules = te_flax.extend_logical_axis_rules(())
+        with nn.logical_axis_rules(rules):
+            specs = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, rules)
+            placed = jax.tree.map(jax.device_put, params, specs)
+            module = layer(enable_sequence_parallel=True)
+            got = jax.jit(lambda params, x: module.apply({"params": params}, x))(placed, x)
+    assert got.sharding.spec[:2] == ("dp", ("cp", "tp"))
+    close(got, layer().apply({"params": params}, x))
+
+
 @pytest.mark.parametrize("balanced", [False, True])
 @pytest.mark.parametrize("mask", [None, LENGTHS], ids=["", "lengths"])
 def test_attention_inside_shard_map(mask, balanced):

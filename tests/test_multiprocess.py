@@ -22,9 +22,11 @@ from gpt import checkpoint  # noqa: E402
 RUN = "--preset tiny --layers 1 --seq-len 32 --batch-size 8 --steps 6 --amax-history-len 4 --eval-every 0"
 RUN = [*RUN.split(), "--checkpoint-every", "3", "--data", str(ROOT / "examples" / "README.md")]
 
-# Each process runs train_gpt.py, then says which rows of a batch of 8 it reads on meshes of other shapes.
+# Each process runs train_gpt.py, then says which rows of a batch of 8 it reads on meshes of other shapes, and which
+# part of a sequence of 32 its first device has where all divide it.
 PROGRAM = """
 import sys
+import numpy as np
 import train_gpt
 code = train_gpt.main(sys.argv[1:])
 import jax
@@ -37,6 +39,9 @@ for sizes in ((2, 2, 2), (1, 1, 8), (8, 1, 1), (1, 2, 4)):
     batch = feed(feed.rows[:, None])
     part = [int(row) for row in batch.addressable_data(0)[:, 0]]
     print("rows", *sizes, "|", *feed.rows, "|", *part, file=sys.stderr)
+feed = mesh.Feed(jax.make_mesh((1, 1, 8), ("dp", "fsdp", "cp"), axis_types=(AxisType.Auto,) * 3), 8)
+pair = feed(np.tile(np.arange(33), (8, 1)))
+print("places", *(x.addressable_data(0)[-1].tolist() for x in pair), file=sys.stderr)
 sys.exit(code)
 """
 
@@ -112,6 +117,12 @@ def test_each_process_reads_its_rows(whole):
     assert said[0] == first + "rows 8 1 1 | 0 1 2 3 | 0\nrows 1 2 4 | 0 1 2 3 | 0 1 2 3"
     second = "rows 2 2 2 | 4 5 6 7 | 4 5\nrows 1 1 8 | 0 1 2 3 4 5 6 7 | 0 1 2 3 4 5 6 7\n"
     assert said[1] == second + "rows 8 1 1 | 4 5 6 7 | 4\nrows 1 2 4 | 4 5 6 7 | 4 5 6 7"
+
+
+def test_each_process_takes_its_part_of_a_sequence(whole):
+    """An early and a late one for each device: those of the tokens, and one further those of the targets."""
+    said = [next(line for line in one.stderr.splitlines() if line.startswith("places")) for one in whole[1]]
+    assert said == ["places [0, 1, 30, 31] [1, 2, 31, 32]", "places [8, 9, 22, 23] [9, 10, 23, 24]"]
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(whole, tmp_path):

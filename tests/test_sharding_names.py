@@ -109,6 +109,9 @@ TENSOR = ("nvte_head", "nvte_hidden_tp", "nvte_w_tp", "heads")
         (MeshResource("one", "model", fsdp_resource="shard"), "shard", "model", None, "shard"),
         (MeshResource("data", "model", fsdp_resource="one"), "data", "model", None, "one"),
         (MeshResource("data", "model", tpsp_resource="one"), "data", "model", "one", None),
+        (MeshResource("data", tpsp_resource="model", cp_resource="shard"), "data", "model", ("shard", "model"), None),
+        (MeshResource("data", tpsp_resource="model", cp_resource="one"), "data", "model", "model", None),
+        (MeshResource("data", tpsp_resource="one", cp_resource="shard"), "data", None, "shard", None),
     ],
 )
 def test_the_map(resource, batch, tensor, seqlen_tp, w_fsdp):
@@ -120,7 +123,7 @@ def test_the_map(resource, batch, tensor, seqlen_tp, w_fsdp):
         "nvte_seqlen_tp": seqlen_tp,
         "nvte_w_fsdp": w_fsdp,
     }
-    want |= {"nvte_seqlen_cp": None, **dict.fromkeys(NONE), **dict.fromkeys(TENSOR, tensor)}
+    want |= {"nvte_seqlen_cp": resource.cp_resource, **dict.fromkeys(NONE), **dict.fromkeys(TENSOR, tensor)}
     assert rules == want
 
 

@@ -75,7 +75,7 @@ PRESETS = {
     ),
 }
 
-MESH_AXES = ("dp", "fsdp", "tp")
+MESH_AXES = ("dp", "fsdp", "cp", "tp")  # the devices of the last ones are the closest
 
 PRESET_FIELDS = [f.name for f in dataclasses.fields(Preset) if f.name != "model"]
 
@@ -86,8 +86,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
     for part in text.split(","):
         axis, _, size = part.strip().partition("=")
         if axis not in MESH_AXES:
-            later = " (context parallelism is not in this program yet)" if axis == "cp" else ""
-            raise argparse.ArgumentTypeError(f"{axis!r} is no axis of it; use {', '.join(MESH_AXES)}{later}")
+            raise argparse.ArgumentTypeError(f"{axis!r} is no axis of it; use {', '.join(MESH_AXES)}")
         if axis in sizes or not size.isdecimal() or int(size) < 1:
             raise argparse.ArgumentTypeError(f"{part.strip()!r}: give each axis once, with a size of 1 or more: dp=2")
         sizes[axis] = int(size)
@@ -123,11 +122,13 @@ def parser() -> argparse.ArgumentParser:
     add(p, "--remat", "recompute each layer in the backward pass", action="store_true")
     add(p, "--dropout", "rate on the residual branches [default: 0]", type=float, default=0.0)
     many = p.add_argument_group("several devices")
-    divided = "dp the batch; fsdp batch, parameters, optimizer; tp heads and widths"
+    divided = "dp the batch; fsdp batch, parameters, optimizer; cp the sequence; tp heads and widths"
     add(many, "--mesh", f"what how many devices divide: {divided} [default: one device]", type=mesh_sizes,
         metavar="dp=2,fsdp=2,tp=2")  # fmt: skip
     add(many, "--sequence-parallel", "tp divides the sequence too, outside of the GEMMs", action="store_true")
-    add(many, "--cp", "not in this program yet", type=int, default=1, metavar="N")
+    add(many, "--cp", "N devices divide the sequence: cp=N of --mesh [default: 1]", type=int, metavar="N")
+    add(many, "--cp-strategy", "keys and values are collected, or go around [default: all_gather]",
+        choices=("all_gather", "ring"))  # fmt: skip
     add(many, "--devices", "of each process; on a CPU alone, which has 1 else", type=int, metavar="N")
     add(many, "--coordinator", "address of process 0; auto: from Slurm or Open MPI", metavar="HOST:PORT")
     add(many, "--processes", "started in all, each with its --process-id", type=int, metavar="N")
@@ -170,8 +171,16 @@ def complete(args: argparse.Namespace, default_preset: str) -> argparse.Namespac
         p.error("--no-checkpoint contradicts --resume and --stop-at: they live of checkpoints")
     if args.devices is not None and args.devices < 1:
         p.error(f"--devices is {args.devices}: give 1 or more")
-    if args.cp != 1:
-        p.error(f"--cp is {args.cp}: context parallelism is not in this program yet; leave it out, or give more tp")
+    if args.cp is not None and args.cp < 1:
+        p.error(f"--cp is {args.cp}: give 1 or more")
+    in_mesh = (args.mesh or {}).get("cp")
+    if None not in (args.cp, in_mesh) and args.cp != in_mesh:
+        p.error(f"--cp is {args.cp}, but --mesh has cp={in_mesh}: give one of the two")
+    args.cp = args.cp or in_mesh or 1
+    if args.cp > 1:
+        args.mesh = {**(args.mesh or {}), "cp": args.cp}
+    if args.cp_strategy and args.cp == 1:
+        p.error(f"--cp-strategy is {args.cp_strategy}, but nothing divides the sequence: give --cp 2 or more")
     if args.sequence_parallel and args.mesh is None:
         p.error("--sequence-parallel needs --mesh with tp=2 or more")
     return args

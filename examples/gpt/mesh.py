@@ -1,9 +1,10 @@
-"""Where batch, parameters and optimizer state lie on several devices: `--mesh dp=2,fsdp=2,tp=2`.
+"""Where batch, parameters and optimizer state lie on several devices: `--mesh dp=2,fsdp=2,tp=2 --cp 2`.
 
 dp:   data parallel: the batch is divided, parameters are on every device.
 fsdp: fully sharded data parallel: the batch is divided, and so are parameters and the optimizer's moments.
+cp:   context parallel: the sequence is divided. Attention alone needs more of it than a device has; te_jax's does that.
 tp:   tensor parallel: heads and the MLP's width are divided; with --sequence-parallel, outside of the GEMMs, the
-      sequence too.
+      sequence too (each part of it, with cp).
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import te_jax as te
-from te_jax.sharding import extend_logical_axis_rules, global_shard_guard
+from te_jax.sharding import extend_logical_axis_rules, global_shard_guard, reorder_causal_load_balancing
 
 from .config import MESH_AXES
 
@@ -24,7 +25,8 @@ ROWS = ("dp", "fsdp")  # what divides the batch
 
 
 def make(args) -> Mesh | None:
-    """The mesh of --mesh over all devices of all processes, axes that it leaves out of size 1; None without --mesh.
+    """The mesh of --mesh over all devices of all processes, axes that it leaves out of size 1 (cp: not there); None
+    without --mesh.
 
     Raises ValueError if it does not take all devices, or several processes run without it.
     """
@@ -33,7 +35,8 @@ def make(args) -> Mesh | None:
         if processes > 1:
             raise ValueError(f"{processes} processes, but no --mesh: give one over all {found} devices: fsdp={found}")
         return None
-    sizes = tuple(args.mesh.get(axis, 1) for axis in MESH_AXES)
+    axes = tuple(axis for axis in MESH_AXES if axis != "cp" or args.cp > 1)
+    sizes = tuple(args.mesh.get(axis, 1) for axis in axes)
     if math.prod(sizes) != found:
         raise ValueError(
             f"--mesh {described(args.mesh)} takes {math.prod(sizes)} devices, but {processes} process(es) have {found} "
@@ -41,7 +44,7 @@ def make(args) -> Mesh | None:
         )
     # Auto axes: what the logical axis names ask for are constraints. Under Explicit axes Flax's boxes of parameters
     # refuse them, and te_jax's modules drop them, so that --sequence-parallel would not divide the sequence.
-    return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes))
+    return jax.make_mesh(sizes, axes, axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def described(sizes: dict[str, int]) -> str:
@@ -49,19 +52,21 @@ def described(sizes: dict[str, int]) -> str:
 
 
 def check(args) -> None:
-    """ValueError where batch or model do not divide by the sizes of --mesh."""
+    """ValueError where batch, sequence or model do not divide by the sizes of --mesh."""
     if args.mesh is None:
         return
     model, groups = args.model, args.model.gqa_groups or args.model.heads
     fsdp, tp = args.mesh.get("fsdp", 1), args.mesh.get("tp", 1)
-    rows = args.mesh.get("dp", 1) * fsdp
+    rows, cp = args.mesh.get("dp", 1) * fsdp, args.cp
+    of_sequence = ("cp x " if cp > 1 else "") + "tp with --sequence-parallel"
     for what, size, by, parts in (
         ("--batch-size is", args.batch_size, "dp x fsdp", rows),
         (f"preset {args.preset} has a hidden size of", model.hidden, "fsdp", fsdp),
         (f"preset {args.preset} has attention heads:", model.heads, "tp", tp),
         (f"preset {args.preset} has groups of attention heads:", groups, "tp", tp),
         (f"preset {args.preset} has an MLP width of", model.ffn, "tp", tp),
-        ("--seq-len is", args.seq_len, "tp with --sequence-parallel", tp if args.sequence_parallel else 1),
+        ("--seq-len is", args.seq_len, "2 x cp", 2 * cp if cp > 1 else 1),
+        ("--seq-len is", args.seq_len, of_sequence, cp * tp if args.sequence_parallel else 1),
     ):
         if size % parts:
             raise ValueError(
@@ -81,9 +86,9 @@ def scope(mesh: Mesh | None, sequence_parallel: bool = False) -> Iterator[None]:
         yield
         return
     # tpsp is tp with the sequence divided outside of the GEMMs.
-    resource = te.MeshResource(
-        dp_resource="dp", fsdp_resource="fsdp", **{"tpsp_resource" if sequence_parallel else "tp_resource": "tp"}
-    )
+    tensor = "tpsp_resource" if sequence_parallel else "tp_resource"
+    cp = "cp" if "cp" in mesh.axis_names else None
+    resource = te.MeshResource(dp_resource="dp", fsdp_resource="fsdp", cp_resource=cp, **{tensor: "tp"})
     with jax.set_mesh(mesh), global_shard_guard(resource):
         with nn.logical_axis_rules(extend_logical_axis_rules(())):
             yield
@@ -99,18 +104,28 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 class Feed:
-    """Batches of this process -> batches of all. `rows`: the rows of a global batch that this process reads."""
+    """Batches of this process -> batches of all. `rows`: the rows of a global batch that this process reads.
+
+    Where a mesh axis cp divides the sequence, a batch is no array of windows, but tokens and targets, in an order that
+    gives each device an early and a late part of a sequence: causal attention then has as much to do on each.
+    """
 
     def __init__(self, mesh: Mesh | None, batch_size: int):
-        self.sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec(ROWS))
+        self.mesh, self.cp = mesh, 1 if mesh is None else mesh.shape.get("cp", 1)
         self.batch_size, self.rows = batch_size, np.arange(batch_size)
         if mesh is not None:
-            mine = self.sharding.addressable_devices_indices_map((batch_size,)).values()
+            mine = NamedSharding(mesh, PartitionSpec(ROWS)).addressable_devices_indices_map((batch_size,)).values()
             self.rows = np.unique(np.concatenate([self.rows[index] for index in mine]))
 
     def __call__(self, windows: np.ndarray):
-        """u8[len(rows), s + 1] -> the global u8[batch_size, s + 1]."""
-        if self.sharding is None:
+        """u8[len(rows), s + 1] -> the global u8[batch_size, s + 1]; with cp (tokens, targets) u8[batch_size, s]."""
+        if self.mesh is None:
             return windows
-        shape = (self.batch_size, *windows.shape[1:])
-        return jax.make_array_from_process_local_data(self.sharding, windows, shape)
+        if self.cp == 1:
+            return self._placed(windows, PartitionSpec(ROWS))
+        pair = windows[:, :-1], windows[:, 1:]
+        return tuple(self._placed(reorder_causal_load_balancing(x, self.cp), PartitionSpec(ROWS, "cp")) for x in pair)
+
+    def _placed(self, rows: np.ndarray, spec: PartitionSpec) -> jax.Array:
+        shape = (self.batch_size, *rows.shape[1:])  # of whole sequences: each device takes its part of them
+        return jax.make_array_from_process_local_data(NamedSharding(self.mesh, spec), rows, shape)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 import te_jax.flax as te_flax
 from te_jax.ops.attention import SequenceDescriptor
-from te_jax.sharding import W_FSDP_AXES, W_NO_SHARD_AXES
+from te_jax.sharding import W_FSDP_AXES, W_NO_SHARD_AXES, reorder_causal_load_balancing
 
 from .config import Model
 
@@ -21,6 +21,8 @@ class Block(nn.Module):
     decode: bool = False
     max_decode_length: int | None = None
     sequence_parallel: bool = False
+    cp: int = 1
+    cp_strategy: str = "DEFAULT"
 
     @nn.compact
     def __call__(self, x, lengths):
@@ -40,6 +42,9 @@ class Block(nn.Module):
             hidden_dropout=self.dropout,
             attention_dropout=0.0,
             enable_sequence_parallel=self.sequence_parallel,
+            # The axis itself is the MeshResource's. RoPE turns by the places that the order says.
+            context_parallel_causal_load_balanced=self.cp > 1,
+            context_parallel_strategy=self.cp_strategy,
         )
         return layer(
             x,
@@ -57,6 +62,8 @@ class GPT(nn.Module):
     positions: int[b, s], which learned positions need to know when decoding; RoPE counts by itself.
     max_decode_length: slots of the cache, for the call that finds none.
     sequence_parallel: the sequence is divided over the tensor-parallel devices outside of the GEMMs.
+    cp: devices of the MeshResource's cp_resource, which divide the sequence; with 2 or more, tokens and logits are in
+        the order of `reorder_causal_load_balancing`. cp_strategy: how attention gets keys and values of all of it.
     """
 
     config: Model
@@ -64,6 +71,8 @@ class GPT(nn.Module):
     dropout: float = 0.0
     remat: bool = False
     sequence_parallel: bool = False
+    cp: int = 1
+    cp_strategy: str = "DEFAULT"
 
     @nn.compact
     def __call__(self, tokens, lengths=None, positions=None, *, decode=False, max_decode_length=None) -> jax.Array:
@@ -78,7 +87,11 @@ class GPT(nn.Module):
             learned = self.param("positions", table, (self.max_len, c.hidden), jnp.float32)
             if decode and positions is None:
                 raise ValueError("GPT: learned positions and decode=True; pass positions int[b, s].")
-            x = x + (learned[: tokens.shape[1]] if positions is None else learned[positions])
+            if positions is not None:
+                x = x + learned[positions]
+            else:
+                in_order = learned[: tokens.shape[1]]
+                x = x + (reorder_causal_load_balancing(in_order, self.cp, axis=0) if self.cp > 1 else in_order)
         x = x.astype(jnp.bfloat16)
 
         # One layer is traced and compiled, whatever their number. The FP8 state gets a leading layer axis, as
@@ -92,7 +105,8 @@ class GPT(nn.Module):
             length=c.layers,
             metadata_params={nn.PARTITION_NAME: None},
         )
-        x, _ = layers(c, self.dropout, decode, max_decode_length, self.sequence_parallel, name="layers")(x, lengths)
+        fields = (self.dropout, decode, max_decode_length, self.sequence_parallel, self.cp, self.cp_strategy)
+        x, _ = layers(c, *fields, name="layers")(x, lengths)
         x = te_flax.LayerNorm(layernorm_type=c.norm, name="final_norm")(x)
 
         head = embedding

@@ -88,25 +88,31 @@ def state_shardings(model: GPT, optimizer, recipe, on: Mesh | None) -> TrainStat
     return TrainState(everywhere, params, moments, jax.tree.map(lambda _: everywhere, fp8), everywhere)
 
 
-def next_byte_loss(model: GPT, params, fp8, windows: jax.Array, dropout_key=None) -> jax.Array:
-    """Mean cross-entropy in nats of each byte of `windows` u8[b, s + 1] given those before it."""
-    windows = windows.astype(jnp.int32)
+def next_byte_loss(model: GPT, params, fp8, batch, dropout_key=None) -> jax.Array:
+    """Mean cross-entropy in nats of each byte given those before it.
+
+    batch: windows u8[b, s + 1]; or (tokens, targets), u8[b, s] each, both in the order that `model.cp` says.
+    """
+    batch = jax.tree.map(lambda x: x.astype(jnp.int32), batch)
+    paired = isinstance(batch, tuple)
     rngs = {} if dropout_key is None else {"dropout": dropout_key}
-    logits = model.apply({"params": params, **fp8}, windows[:, :-1], rngs=rngs)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
+    logits = model.apply({"params": params, **fp8}, batch[0] if paired else batch[:, :-1], rngs=rngs)
+    targets = batch[1] if paired else batch[:, 1:]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
 def make_train_step(model: GPT, optimizer, recipe, shardings: TrainState | None = None):
-    """jitted (state, u8[b, s + 1]) -> (state, loss); the old state's memory is reused for the new.
+    """jitted (state, batch) -> (state, loss); the old state's memory is reused for the new. For `batch` see
+    `next_byte_loss`.
 
     shardings: of the state, before and after the step.
     """
 
-    def train_step(state: TrainState, windows: jax.Array) -> tuple[TrainState, jax.Array]:
+    def train_step(state: TrainState, batch) -> tuple[TrainState, jax.Array]:
         key = jax.random.fold_in(state.rng, state.step) if model.dropout else None
 
         def loss_fn(params, fp8):
-            return next_byte_loss(model, params, fp8, windows, key)
+            return next_byte_loss(model, params, fp8, batch, key)
 
         with autocast(recipe):
             loss, (grads, fp8) = jax.value_and_grad(loss_fn, argnums=(0, 1))(state.params, state.fp8)
@@ -121,12 +127,12 @@ def make_train_step(model: GPT, optimizer, recipe, shardings: TrainState | None 
 
 
 def make_eval_loss(model: GPT, recipe):
-    """jitted (params, fp8, u8[b, s + 1]) -> loss, in the precision of training and without dropout."""
+    """jitted (params, fp8, batch) -> loss, in the precision of training and without dropout."""
     model = model.clone(dropout=0.0)
 
     @jax.jit
-    def eval_loss(params, fp8, windows):
+    def eval_loss(params, fp8, batch):
         with autocast(recipe):
-            return next_byte_loss(model, params, fp8, windows)
+            return next_byte_loss(model, params, fp8, batch)
 
     return eval_loss

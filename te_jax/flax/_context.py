@@ -1,5 +1,6 @@
 """The fields `context_parallel_*` of the modules: which mesh axis cuts the sequence, and where its tokens lie."""
 
+from math import prod
 from typing import NamedTuple
 
 import jax
@@ -66,9 +67,10 @@ class Context(NamedTuple):
         types, logical = dict(zip(mesh.axis_names, mesh.axis_types)), logical_axis_map(resource)
         named = {}
         for argument, name, size in (("batch_axis", BATCH_AXES, batch), ("head_axis", HEAD_AXES, groups)):
-            axis = logical[name]
-            if types.get(axis) == AxisType.Auto and mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0:
-                named[argument] = axis
+            axes = (logical[name],) if isinstance(logical[name], str) else logical[name] or ()
+            axes = tuple(axis for axis in axes if types.get(axis) == AxisType.Auto and mesh.shape[axis] > 1)
+            if axes and size % prod(mesh.shape[axis] for axis in axes) == 0:
+                named[argument] = axes
         return named
 
     def positions(self, length: int, side: int, described: SequenceDescriptor | None) -> jax.Array | None:
