@@ -23,11 +23,12 @@ _AXIS = "gpus"  # the one axis of the mesh
 
 @dataclass(frozen=True)
 class Role:
-    """What the mesh axis is for. x: how it divides the layers' input [b, s, h]."""
+    """What the mesh axis is for, and what it divides."""
 
     name: str
-    x: P
-    column: P = P()  # how it divides plain Flax's kernels [depth, in, out], of the products that go in
+    x: P  # the layers' input [b, s, h]
+    x_of_flax: P = P()  # whose attention, cuDNN's in jax.nn, does not take parts of the sequence
+    column: P = P()  # plain Flax's kernels [depth, in, out], of the products that go in
     row: P = P()  # and of those that come out
 
     @property
@@ -35,9 +36,9 @@ class Role:
         return te.MeshResource(**{"tpsp_resource" if self.name == "tp" else f"{self.name}_resource": _AXIS})
 
 
-DP = Role("dp", P(_AXIS))
-FSDP = Role("fsdp", P(_AXIS), P(None, _AXIS), P(None, _AXIS))
-TP = Role("tp", P(None, _AXIS), P(None, None, _AXIS), P(None, _AXIS))
+DP = Role("dp", P(_AXIS), P(_AXIS))
+FSDP = Role("fsdp", P(_AXIS), P(_AXIS), P(None, _AXIS), P(None, _AXIS))
+TP = Role("tp", P(None, _AXIS), P(), P(None, None, _AXIS), P(None, _AXIS))
 CP = Role("cp", P(None, _AXIS))
 
 
@@ -64,9 +65,15 @@ class Trainee(layers.Trainee):
     def _on_mesh(self, *spec):
         return NamedSharding(self.mesh, P(*spec))
 
+    def _is_te(self):
+        return self.impl in layers.RECIPES
+
+    def _like_x(self):
+        return self._on_mesh(*(self.role.x if self._is_te() else self.role.x_of_flax))
+
     def _placed(self, x):
         x = reorder_causal_load_balancing(x, self.count) if self.role is CP else x
-        return jax.device_put(x, self._on_mesh(*self.role.x))
+        return jax.device_put(x, self._like_x())
 
     def _kernel_of_flax(self, path, leaf):
         kernel = path[-1].key == "kernel"
@@ -78,7 +85,7 @@ class Trainee(layers.Trainee):
         key = jax.random.key(0)
         with self._scope():
             boxed = jax.eval_shape(self.boxed_init, key, self.x)
-            if self.impl in layers.RECIPES:
+            if self._is_te():
                 specs = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed["params"]), self.mesh)
             else:
                 specs = jax.tree_util.tree_map_with_path(self._kernel_of_flax, boxed["params"])
@@ -87,7 +94,7 @@ class Trainee(layers.Trainee):
             return jax.jit(self.init, out_shardings=self.shardings)(key, self.x)
 
     def step(self, params, state, x, dy, key):
-        x_like, (params_like, state_like) = self._on_mesh(*self.role.x), self.shardings
+        x_like, (params_like, state_like) = self._like_x(), self.shardings
         out = super().step(params, state, x, dy, key)
         return jax.lax.with_sharding_constraint(out, (x_like, params_like, state_like, x_like))
 
@@ -118,7 +125,7 @@ def cases(tiny: bool) -> Iterator[Case]:
         for impl in IMPLS:
             if impl in layers.FLAX_DOTS and role is CP:
                 continue
-            case = layers.case(model, impl, backward=True, suite="meshes", calls=10)
+            case = layers.case(model, impl, backward=True, suite="meshes", calls=4 if role is CP else 10)
             yield replace(
                 case,
                 build=partial(_build, model, impl, role, gpus),

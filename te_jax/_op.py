@@ -23,6 +23,9 @@ from te_jax import _lib
 from te_jax._rule import Rule, group_of, is_group
 
 _NO_MESH = AbstractMesh((), ())
+# In jaxlib 0.11 a kernel whose result `lax.scan` keeps for the backward pass runs again for the result's other readers
+# (https://github.com/openxla/xla/pull/45799); not so behind a barrier.
+_FENCES = (0, 11) <= jax.__version_info__ < (0, 12)
 # The maxima are amaxes, never negative. `jnp.max(initial=0)` would take a second kernel for the 0.
 _OF_PARTIALS = {"sum": jnp.sum, "max": lambda x, axes: lax.reduce(x, np.float32(0), lax.max, axes)}
 
@@ -51,6 +54,7 @@ class Op:
                 them.
     apart:      axes that are summed in different terms of a sum: one mesh axis may split several of them.
     ranks:      {group: attr}: the attribute that holds the group's number of axes.
+    fenced:     results that the forward pass reads, and may keep for the backward pass: see _FENCES.
     partials:   {result: (operand shapes, **attrs) -> leading shape}: the CUDA kernel returns f32 partial results with
                 these leading axes; XLA finishes them by `combine`. No atomics, nothing to zero.
     workspace:  (operand shapes and dtypes, outputs=, **attrs) -> bytes of a last uint8 result that the CUDA call alone
@@ -74,6 +78,7 @@ class Op:
         once=(),
         apart="",
         ranks=None,
+        fenced="",
         partials=None,
         workspace=None,
         layout=None,
@@ -83,6 +88,7 @@ class Op:
         self.name, self.rule, self.dtypes, self.reference = name, Rule.parse(rule), dtypes, reference
         self.replicated, self.combine, self.once = frozenset(replicated.split()), combine or {}, frozenset(once)
         self.rank_attrs, self.partials, self.workspace = ranks or {}, partials or {}, workspace
+        self.fenced = frozenset(fenced.split()) if _FENCES else ()
         self.apart, self.layout, self.cuda, self.composed = frozenset(apart.split()), layout, cuda, composed
         self._check_declaration()
         self.primitive = Primitive(name)
@@ -151,11 +157,12 @@ class Op:
         return [jax.ShapeDtypeStruct(rule.shape(o, ranks, sizes), types[o.name]) for o in rule.outputs]
 
     def _abstract_eval(self, *args, **params):
-        mesh, varying = args[0].sharding.mesh, ManualAxisType(varying=_varying(args))
+        union = frozenset().union(*(a.manual_axis_type.varying for a in args))
+        mesh, vary = args[0].sharding.mesh, ManualAxisType(varying=union)
 
         def aval(out):
             replicated = NamedSharding(mesh, PartitionSpec(*[None] * len(out.shape)))
-            return ShapedArray(out.shape, out.dtype, sharding=replicated, manual_axis_type=varying)
+            return ShapedArray(out.shape, out.dtype, sharding=replicated, manual_axis_type=vary)
 
         return [aval(out) for out in self._results([a.shape for a in args], [a.dtype for a in args], **params)]
 
@@ -202,7 +209,7 @@ class Op:
 
     def _finish(self, name, raw, result):
         if name not in self.partials:
-            return raw
+            return lax.optimization_barrier(raw) if name in self.fenced else raw
         lead = tuple(range(raw.ndim - len(result.shape)))
         return _OF_PARTIALS[self.combine[name]](raw, lead).astype(result.dtype)
 
@@ -466,10 +473,10 @@ def align(*args):
     Call it before a `custom_vjp`: the transpose of `pcast` is the psum that replicated parameters need.
     None stays None.
     """
-    union = _varying(jax.typeof(a) for a in args if a is not None)
+    union = frozenset().union(*(varying(a) for a in args if a is not None))
 
     def cast(a):
-        lacks = tuple(sorted(union - jax.typeof(a).manual_axis_type.varying))
+        lacks = tuple(sorted(union - varying(a)))
         return lax.pcast(a, lacks, to="varying") if lacks else a
 
     return [a if a is None else cast(a) for a in args]
@@ -491,7 +498,3 @@ def on_explicit_mesh(aval) -> bool:
 def varying(x) -> frozenset[str]:
     """The manual mesh axes over which `x` varies inside `shard_map`."""
     return jax.typeof(x).manual_axis_type.varying
-
-
-def _varying(types):
-    return frozenset().union(*(t.manual_axis_type.varying for t in types))

@@ -233,6 +233,15 @@ def test_two_runs_of_a_layer_give_the_same_bits(name, impl):
     assert timing.same_bits(first, call.issue(1))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["te_jax bf16", "te_jax fp8"])
+def test_scanned_layers_run_each_kernel_once(impl):
+    """What the backward pass keeps of a layer is written into a stack, by no second run of a kernel (`_op._FENCES`)."""
+    layer = layers.Layer("llama layer", 2, 256, 512, 1024, 8, 4, llama=True)
+    counts = lambda model: inspect_hlo.count_hlo(layers.trainee(model, impl).train_call.run.as_text())["te"]
+    assert counts(layers.Stack("two llama layers", 2, layer)) == counts(layer)
+
+
 def test_a_row_that_fails_says_why_and_stops_nothing(capsys, monkeypatch):
     def fails():
         raise RuntimeError("no plan")

@@ -195,6 +195,7 @@ activation_fwd = Op(
     "x: m... a f, scale?: -> y?: m... f, data?: m... f, data_t?: f m..., amax?:",
     replicated="a",
     combine={"amax": "max"},
+    fenced="y",
     dtypes=lambda x, scale, *, dtype, **_: (x, dtype, dtype, jnp.float32),
     partials={"amax": lambda x, *args, **attrs: _tiles(x)},
     reference=_fwd_reference,

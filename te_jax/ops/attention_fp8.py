@@ -189,6 +189,7 @@ attention_fp8_fwd = Op(
     "q: b... s (g r) d, k: b... t g d, v: b... t g d, scales: n -> out: b... s (g r) d, lse: b... (g r) s, amax:",
     replicated="s t d r n",
     combine={"amax": "max"},
+    fenced="out lse",
     dtypes=lambda q, *_, **attrs: (q, jnp.float32, jnp.float32),
     reference=_fwd_reference,
     workspace=lambda q, k, *_, **attrs: _workspace("fwd", q, k, None, **attrs),

@@ -224,6 +224,7 @@ def _forward_op(name: str, joined: int) -> Op:
         f"{arrays}, {_extra_axes(heads)}, rng?: b... {heads} w -> "
         f"out: {out}, lse: b... {heads} s, drawn?: b... {heads} w",
         replicated=_REPLICATED,
+        fenced="out lse",
         dtypes=lambda q, *rest, **attrs: (q, jnp.float32, rest[-1]),
         reference=partial(reference.forward, joined),
         workspace=lambda *operands, **attrs: _workspace("fwd", *_split(operands, joined)[:3], **attrs),

@@ -90,6 +90,7 @@ gemm_op = Op(
     combine={"out": "sum"},
     once=("bias", "c"),
     ranks={"k...": "contract"},
+    fenced="out",
     dtypes=_dtypes,
     reference=_reference,
     workspace=lambda *args, **attrs: _WORKSPACE,

@@ -33,6 +33,7 @@ norm_fwd = Op(
     "x: ... h, gamma: h, beta?: h, scale?: -> y?: ... h, data?: ... h, data_t?: h ..., mean?: ..., rstd: ..., amax?:",
     replicated="h",
     combine={"amax": "max"},
+    fenced="y",
     dtypes=lambda x, gamma, beta, scale, *, dtype, **_: (x, dtype, dtype, jnp.float32, jnp.float32, jnp.float32),
     partials={"amax": lambda x, *args, **attrs: (ceil(prod(x[:-1]) / _ROWS), _CLUSTER)},
     reference=_fwd_reference,

@@ -116,6 +116,7 @@ rope_op = Op(
     "te_rope",
     "x: b... s n h d, positions: b... s, inv_freq: r -> y: b... s n h d",
     replicated="n d r",
+    fenced="y",
     dtypes=lambda x, positions, inv_freq, **attrs: (x,),
     reference=_reference,
     cuda=_cuda,
