@@ -108,7 +108,8 @@ def models(tiny: bool, count: int) -> Iterator[tuple[layers.Stack, Role, int]]:
     """(model, role, GPUs). As many tokens per GPU in each, but for context parallelism: its long row is one."""
     sizes = (256, 512, 8, 8) if tiny else (4096, 14336, 32, 8)
     seq, long, depth = (64, 128, 2) if tiny else (8192, 32768, 4)
-    for role, gpus in ((FSDP, 1), (DP, count), (FSDP, count), (TP, count), (CP, 1), (CP, count)):
+    places = (FSDP, 1), (DP, count), (FSDP, count), (TP, count), (CP, 1), (CP, count)
+    for role, gpus in dict.fromkeys(places):
         batch, length = (1, long) if role is CP else (gpus, seq)
         layer = layers.Layer("", batch, length, *sizes, llama=True, cut=role.name if role in (TP, CP) else "")
         name = f"{depth} llama layers h{sizes[0]} b{batch} s{length}, {role.name}={gpus}"
