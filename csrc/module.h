@@ -36,8 +36,8 @@ bool LoadGemmPlan(const std::string& device, const std::string& key, const std::
 int64_t CudnnPlanBuilds();
 
 // attention.cc: bytes of workspace that te_attention_fwd (kind "fwd") or te_attention_bwd ("bwd"), or one of
-// their joined forms, needs on the current device; the arguments are what AttentionKey has. Builds and keeps the
-// plan. Throws std::runtime_error with cuDNN's reason if there is none.
+// their joined forms, needs on the current device; the arguments are what AttentionKey has. Builds and keeps
+// the plan. Throws std::runtime_error with cuDNN's reason if there is none.
 int64_t AttentionWorkspace(const std::string& kind, const std::string& dtype, int64_t b, int64_t s, int64_t t,
                            int64_t h, int64_t g, int64_t d, int64_t e, int64_t joined, bool interleaved,
                            bool seq_major, int64_t segments, int64_t left, int64_t right, bool bottom_right,
