@@ -58,7 +58,12 @@ def _reach(value, states):
     return value
 
 
-_reach.defvjp(lambda value, states: (value, states), lambda states, g: (g, jax.tree.map(jnp.zeros_like, states)))
+def _no_amax(leaf):
+    """zeros_like; by way of f32, since those of the type of amaxes do not vary over mesh axes as `leaf` does."""
+    return lax.convert_element_type(jnp.zeros_like(lax.convert_element_type(leaf, jnp.float32)), leaf.dtype)
+
+
+_reach.defvjp(lambda value, states: (value, states), lambda states, g: (g, jax.tree.map(_no_amax, states)))
 
 
 def combine_by_max(collections):
