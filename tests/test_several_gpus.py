@@ -1,6 +1,5 @@
 """Layers and context-parallel attention over all GPUs of a machine that has more than one: the numbers of one GPU."""
 
-import contextlib
 import functools
 
 import collectives
@@ -12,11 +11,10 @@ import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_sharded_layers import KINDS, LAYER_BOUND, check_equal, gradients
+from test_sharded_layers import KINDS, LAYER_BOUND, RECIPE, check_equal, gradients, run_on
 
 import te_jax as te
 import te_jax.flax as te_flax
-from te_jax import recipe
 from te_jax.ops.attention import SequenceDescriptor, dot_product_attention
 from te_jax.ops.attention_context import context_parallel_attention
 from te_jax.sharding import inverse_reorder_causal_load_balancing, reorder_causal_load_balancing
@@ -28,7 +26,6 @@ pytestmark = [
 
 N = jax.device_count()
 B, S, H, F, HEADS, GROUPS = 8, 512, 1024, 4096, 16, 8
-RECIPE = recipe.DelayedScaling(amax_history_len=4)
 ROLES = {  # of the one mesh axis of all GPUs -> the MeshResource, and where the activations' batch and sequence lie
     "dp": (te.MeshResource(dp_resource="all"), P("all")),
     "fsdp": (te.MeshResource(fsdp_resource="all"), P("all")),
@@ -67,19 +64,9 @@ def test_layer(role, kind, fp8):
     params, others, want = on_one_gpu(fp8)
     mesh, (resource, spec) = jax.make_mesh((N,), ("all",), axis_types=(KINDS[kind],)), ROLES[role]
     order = functools.partial(reorder_causal_load_balancing, cp_size=N) if role == "cp" else lambda a: a
-    with jax.set_mesh(mesh), te.autocast(fp8, RECIPE, resource):
-        rules = te_flax.extend_logical_axis_rules(())
-        specs = nn.logical_to_mesh_sharding(nn.get_partition_spec(params), mesh, rules)
-        operands = (
-            jax.tree.map(jax.device_put, nn.meta.unbox(params), specs),
-            jax.device_put(others, NamedSharding(mesh, P())),
-            *(jax.device_put(order(data(seed)), NamedSharding(mesh, spec)) for seed in (0, 1)),
-        )
-        out = None, jax.tree.map(lambda a: a.sharding, operands[:3])
-        with nn.logical_axis_rules(rules) if kind == "auto" else contextlib.nullcontext():
-            step = jax.jit(gradients(layer(role)), out_shardings=out)
-            program, found = collectives.compiled(step, *operands, mesh=mesh)
-        loss, (dparams, state, dx) = program(*operands)
+    arrays = [order(data(seed)) for seed in (0, 1)]
+    with te.autocast(fp8, RECIPE):
+        (loss, (dparams, state, dx)), found = run_on(mesh, resource, layer(role), params, others, arrays, spec)
     dx = inverse_reorder_causal_load_balancing(np.asarray(dx), N) if role == "cp" else dx
     check_equal((loss, dparams, dx), (want[0], want[1][0], want[1][2]), LAYER_BOUND[jnp.bfloat16])
     for leaf in jax.tree.leaves(nn.meta.unbox(state)):

@@ -20,6 +20,7 @@ import te_jax.flax as te_flax
 from te_jax import recipe
 from te_jax.flax._common import Dropout
 from te_jax.ops.attention import dot_product_attention
+from te_jax.sharding import global_shard_guard
 
 pytestmark = pytest.mark.usefixtures("on_host")
 
@@ -100,18 +101,26 @@ def on_mesh(what, name, kind, fp8, dtype, fields=()):
     params, others, _ = on_one_device(what, fp8, dtype, fields)
     module, sizes = module_of(what, name.endswith("sp"), dtype=dtype, **dict(fields)), MESHES[name]
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(KINDS[kind],) * len(sizes))
-    with jax.set_mesh(mesh), te.autocast(fp8, RECIPE, resource(name)):
+    batch = tuple(axis for axis in ("dp", "fsdp") if axis in sizes)
+    spec = P(batch or None, "tp" if name.endswith("sp") else None)
+    arrays = [data(dtype, seed) for seed in (0, 1)]
+    with te.autocast(fp8, RECIPE):
+        return run_on(mesh, resource(name), module, params, others, arrays, spec)
+
+
+def run_on(mesh, resource, module, params, others, arrays, spec):
+    """(loss and gradients, collectives): parameters, in boxes, by their logical names, x and w of `arrays` by `spec`,
+    the state on every device; gradients are sharded as what they belong to."""
+    with jax.set_mesh(mesh), global_shard_guard(resource):
         rules = te_flax.extend_logical_axis_rules(())
         specs = nn.logical_to_mesh_sharding(nn.get_partition_spec(params), mesh, rules)
-        batch = tuple(axis for axis in ("dp", "fsdp") if axis in sizes)
-        like_x = NamedSharding(mesh, P(batch or None, "tp" if name.endswith("sp") else None))
         operands = (
             jax.tree.map(jax.device_put, nn.meta.unbox(params), specs),
             jax.device_put(others, NamedSharding(mesh, P())),
-            *(jax.device_put(data(dtype, seed), like_x) for seed in (0, 1)),
+            *(jax.device_put(a, NamedSharding(mesh, spec)) for a in arrays),
         )
         out = None, jax.tree.map(lambda a: a.sharding, operands[:3])
-        with nn.logical_axis_rules(rules) if kind == "auto" else contextlib.nullcontext():
+        with nn.logical_axis_rules(rules) if AxisType.Auto in mesh.axis_types else contextlib.nullcontext():
             step = jax.jit(gradients(module), out_shardings=out)
             program, found = collectives.compiled(step, *operands, mesh=mesh)
         return program(*operands), found
