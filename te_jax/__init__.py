@@ -5,6 +5,7 @@ from importlib import metadata
 
 from te_jax import recipe as recipe
 from te_jax.combine import combine_by_max as combine_by_max
+from te_jax.combine import max_fp8_metas as max_fp8_metas
 from te_jax.combine import value_and_grad as value_and_grad
 from te_jax.fp8 import FP8_COLLECTION as FP8_COLLECTION
 from te_jax.fp8 import autocast as autocast

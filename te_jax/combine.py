@@ -18,10 +18,10 @@ from jax import lax
 from te_jax.fp8 import (
     FP8_COLLECTION,
     HISTORY,
-    SCALE,
     check_history_length,
     current_recipe,
     direction_of,
+    map_tensors,
     update_collections,
 )
 from te_jax.ops.scaling import next_state
@@ -58,7 +58,12 @@ def _reach(value, states):
     return value
 
 
-_reach.defvjp(lambda value, states: (value, states), lambda states, g: (g, jax.tree.map(jnp.zeros_like, states)))
+def _no_amax(leaf):
+    """zeros_like; by way of f32, since those of the type of amaxes do not vary over mesh axes as `leaf` does."""
+    return lax.convert_element_type(jnp.zeros_like(lax.convert_element_type(leaf, jnp.float32)), leaf.dtype)
+
+
+_reach.defvjp(lambda value, states: (value, states), lambda states, g: (g, jax.tree.map(_no_amax, states)))
 
 
 def combine_by_max(collections):
@@ -76,18 +81,45 @@ def combine_by_max(collections):
     recipe = current_recipe()
     if recipe is None or FP8_COLLECTION not in collections:
         return collections
-    metas = _convert(collections[FP8_COLLECTION], recipe, FP8_COLLECTION)
-    return update_collections({FP8_COLLECTION: metas}, collections)
+
+    def receive(path, state):
+        check_history_length(path + HISTORY, state[1].shape[-1], recipe)
+        return _receive(*state, recipe, direction_of(path.rsplit("/", 1)[-1]))
+
+    return update_collections({FP8_COLLECTION: map_tensors(receive, collections[FP8_COLLECTION])}, collections)
 
 
-def _convert(node, recipe, path):
-    out = {k: _convert(v, recipe, f"{path}/{k}") if isinstance(v, Mapping) else v for k, v in node.items()}
-    for tensor in [name.removesuffix(SCALE) for name in node if name.endswith(SCALE)]:
-        if tensor + HISTORY in node:  # else the module that reads it speaks of the missing leaf
-            scale, history = node[tensor + SCALE], node[tensor + HISTORY]
-            check_history_length(f"{path}/{tensor + HISTORY}", history.shape[-1], recipe)
-            out[tensor + SCALE], out[tensor + HISTORY] = _receive(scale, history, recipe, direction_of(tensor))
-    return type(node)(out)
+def max_fp8_metas(before, microbatches):
+    """The FP8 state after one step whose gradients were taken microbatch by microbatch: as after the one whose amax is
+    the largest, tensor by tensor.
+
+    before:       the collection `fp8_metas` (in a dict or FrozenDict) that every microbatch started from.
+    microbatches: the k gradients with respect to it, stacked along a new first axis, as `lax.scan` and `jax.vmap`
+                  return them: leaves f32[k, ..., 1] and f32[k, ..., L]. Other collections pass through.
+
+    A microbatch that saw no finite amax counts only if all did so. If the last L - 1 recorded amaxes are equal, that
+    cannot be told from having seen the same once more, and it counts as this. A history of length 1 holds no amax:
+    there the smallest scale is taken.
+    """
+    if FP8_COLLECTION not in before:
+        return microbatches
+    largest = map_tensors(_largest, microbatches[FP8_COLLECTION], before[FP8_COLLECTION])
+    return update_collections({FP8_COLLECTION: largest}, microbatches)
+
+
+def _largest(path, new, old):
+    """(scales f32[k, ..., 1], histories f32[k, ..., L]), the state before -> that of the largest amax."""
+    (scales, histories), (scale, history) = new, old
+    if history.shape[-1] == 1:
+        order = jnp.where(scales > 0, -scales, -jnp.inf)[..., 0]
+    else:
+        changed = jnp.any(histories != history, -1) | jnp.any(scales != scale, -1)
+        steady = jnp.all(history[..., 1:] == history[..., -1:], -1)
+        seen = (changed | steady) & jnp.isfinite(histories[..., -1])
+        order = jnp.where(seen, histories[..., -1], -1.0)
+    count = scales.shape[0]
+    chosen = jnp.arange(count).reshape(count, *[1] * (order.ndim - 1)) == jnp.argmax(order, 0)
+    return tuple(jnp.sum(jnp.where(chosen[..., None], x, 0.0), 0) for x in new)  # exact: the rest is 0
 
 
 def value_and_grad(fun, argnums=0, has_aux: bool = False):

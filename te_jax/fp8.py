@@ -204,6 +204,23 @@ def update_collections(new, original):
     return type(original)({**original, **new})
 
 
+def map_tensors(f, metas: Mapping, *others: Mapping, path: str = FP8_COLLECTION):
+    """`metas` with each tensor's (scale, amax_history) as f(path of the tensor, that pair, the pairs of `others`) says.
+
+    A scale or history without the other stays as it is.
+    """
+    out = {
+        k: map_tensors(f, v, *(o[k] for o in others), path=f"{path}/{k}") if isinstance(v, Mapping) else v
+        for k, v in metas.items()
+    }
+    for tensor in [name.removesuffix(SCALE) for name in metas if name.endswith(SCALE)]:
+        names = tensor + SCALE, tensor + HISTORY
+        if names[1] in metas:
+            pairs = (tuple(node[name] for name in names) for node in (metas, *others))
+            out[names[0]], out[names[1]] = f(f"{path}/{tensor}", *pairs)
+    return type(metas)(out)
+
+
 def update_fp8_metas(collections):
     """Checks and repairs the FP8 state among `collections`; all other collections pass through.
 
@@ -304,20 +321,23 @@ def check_history_length(what: str, length: int, recipe: DelayedScaling | None):
 
 
 def convert_fp8_metas(collections, recipe: DelayedScaling):
-    """`collections` with histories of `recipe.amax_history_len`: the newest amaxes are kept, scales stay as they are.
+    """`collections` as the FP8 state of `recipe`, which is its own from the next step on.
 
-    collections: as in `update_fp8_metas`. The scales follow the new recipe from the next step on.
+    collections: as in `update_fp8_metas`. Histories get the recipe's length, with the newest amaxes; scales become what
+                 the recipe makes of these, and stay as they are where none is recorded.
     """
     check_recipe("convert_fp8_metas", recipe)
     if FP8_COLLECTION not in collections:
         return collections
+    length = recipe.amax_history_len
+    seen_amax = jnp.vectorize(recipe.seen_amax, signature="(l),()->()")
 
-    def convert(path, leaf):
-        if not jax.tree_util.keystr(path, simple=True, separator="/").endswith(HISTORY):
-            return leaf
-        newest = leaf[..., 1:][..., -(recipe.amax_history_len - 1) :] if recipe.amax_history_len > 1 else leaf[..., :0]
-        missing = recipe.amax_history_len - newest.shape[-1]
-        return jnp.pad(newest, [(0, 0)] * (leaf.ndim - 1) + [(missing, 0)])
+    def convert(path, state):
+        scale, history = state
+        amaxes = jnp.pad(history[..., 1:], [(0, 0)] * (history.ndim - 1) + [(length + 1, 0)])  # the newest one is last
+        before = amaxes[..., -length - 1 : -1].at[..., :1].set(0)  # the history that the newest one came to
+        amax = seen_amax(before, amaxes[..., -1])[..., None]
+        scale = recipe.scale_from(amax, scale, recipe.fp8_format.max(direction_of(path.rsplit("/", 1)[-1])))
+        return scale, amaxes[..., amaxes.shape[-1] - length :].at[..., :1].set(0)
 
-    metas = jax.tree_util.tree_map_with_path(convert, collections[FP8_COLLECTION])
-    return update_collections({FP8_COLLECTION: metas}, collections)
+    return update_collections({FP8_COLLECTION: map_tensors(convert, collections[FP8_COLLECTION])}, collections)

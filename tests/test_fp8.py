@@ -236,12 +236,18 @@ class TestUpdate:
         assert type(te.update_collections({"b": 3}, {"a": 1})) is dict
 
 
-@pytest.mark.parametrize("length,want", [(4, [0, 1, 3, 2]), (2, [0, 2]), (6, [0, 0, 0, 1, 3, 2]), (1, [0])])
-def test_convert(length, want):
+@pytest.mark.parametrize(
+    "length, want, amax",
+    [(4, [0, 1, 3, 2], 3), (3, [0, 3, 2], 3), (2, [0, 2], 3), (6, [0, 0, 0, 1, 3, 2], 3), (1, [0], 2)],
+)
+def test_convert(length, want, amax):
     state = metas(opaque={"n": jnp.ones(2)})
     got = te.convert_fp8_metas(state, DelayedScaling(amax_history_len=length))
     np.testing.assert_array_equal(got["fp8_metas"]["layer"]["x_amax_history"], np.float32(want))
-    assert got["opaque"] is state["opaque"] and float(got["fp8_metas"]["layer"]["x_scale"][0]) == 4.0
+    np.testing.assert_allclose(got["fp8_metas"]["layer"]["x_scale"], [448 / amax], rtol=1e-6)
+    assert got["opaque"] is state["opaque"]
+    fresh = te.convert_fp8_metas(metas(4.0, (0.0, 0, 0, 0)), DelayedScaling(amax_history_len=length))
+    assert float(fresh["fp8_metas"]["layer"]["x_scale"][0]) == 4.0
 
 
 def test_format_names():

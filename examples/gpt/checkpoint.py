@@ -1,5 +1,6 @@
 """Save and restore a run with orbax."""
 
+import copy
 import pathlib
 
 import jax
@@ -20,7 +21,8 @@ class Checkpoints:
         self.directory = directory
 
     def save(self, state: TrainState, run: dict) -> None:
-        """Copies the state to the host, then writes it while training goes on."""
+        """Copies state and run, then writes them while training goes on."""
+        run = copy.deepcopy(run)  # orbax reads it later, and by then the caller may have added losses
         items = {
             "state": ocp.args.StandardSave(_without_fp8(state)),
             "run": ocp.args.JsonSave({**run, "has_fp8": bool(state.fp8)}),

@@ -7,6 +7,8 @@ from te_jax.flax.mha import MultiHeadAttention as MultiHeadAttention
 from te_jax.flax.mlp import LayerNormMLP as LayerNormMLP
 from te_jax.flax.norm import LayerNorm as LayerNorm
 from te_jax.flax.relpos import RelativePositionBiases as RelativePositionBiases
+from te_jax.flax.train_state import TrainState as TrainState
+from te_jax.flax.train_state import fp8_masked as fp8_masked
 from te_jax.flax.transformer import TransformerLayer as TransformerLayer
 from te_jax.flax.transformer import TransformerLayerType as TransformerLayerType
 from te_jax.sharding import extend_logical_axis_rules as extend_logical_axis_rules

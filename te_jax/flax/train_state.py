@@ -1,0 +1,194 @@
+"""A training state with FP8 in it, and optimizers that leave FP8 state alone."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training import train_state
+from jax import lax
+
+from te_jax.combine import max_fp8_metas, value_and_grad
+from te_jax.fp8 import FP8_COLLECTION, current_recipe, direction_of, map_tensors, update_fp8_metas
+
+
+class TrainState(train_state.TrainState):
+    """Flax's `TrainState` (step i32[], apply_fn, params, tx, opt_state) with FP8 state and other collections.
+
+        with te_jax.autocast(True, recipe):
+            collections, params = flax.core.pop(model.init(key, x), "params")
+            state = TrainState.create(apply_fn=model.apply, params=params, tx=tx, collections=collections)
+
+        @partial(jax.jit, donate_argnums=0)
+        def train_step(state, batch):
+            def loss_fn(params, fp8):
+                return loss(state.apply_fn({"params": params, **fp8, **state.collections}, batch))
+
+            with te_jax.autocast(True, recipe):
+                value, grads = te_jax.value_and_grad(loss_fn, argnums=(0, 1))(state.params, state.fp8)
+                return state.apply_gradients(grads=grads), value
+
+    Only `params` go through `tx`, so no clipping, decay or moment sees a scale, and the optimizer's state is the same
+    with FP8 and without: `with_fp8` makes an FP8 state of a bf16 one, and the other way round.
+    """
+
+    fp8: Mapping[str, Any]  # {"fp8_metas": scales and amax histories, f32}; {} without FP8
+    fp8_microbatch: Mapping[str, Any]  # under optax.MultiSteps: `fp8` after the step under way, so far; else {}
+    collections: Mapping[str, Any]  # the others, as batch_stats, by name
+
+    @classmethod
+    def create(cls, *, apply_fn: Callable, params, tx, collections: Mapping[str, Any] | None = None, **kwargs):
+        """The state before the first step.
+
+        collections: all that `init` returned beside `params`, by name; `fp8_metas` among them becomes `fp8`.
+        kwargs:      fields of a subclass.
+
+        Raises ValueError if `tx` holds more than one `optax.MultiSteps`.
+        """
+        fp8, others = {}, {}
+        for name, collection in (collections or {}).items():
+            (fp8 if name == FP8_COLLECTION else others)[name] = collection
+        fields = dict(apply_fn=apply_fn, params=params, tx=tx, fp8={}, fp8_microbatch={}, collections=others)
+        state = super().create(**fields, **kwargs).with_fp8(fp8)
+        return state.replace(step=jnp.zeros((), jnp.int32))  # a Python int would be traced twice
+
+    def with_fp8(self, fp8: Mapping[str, Any]) -> "TrainState":
+        """The state with other FP8 state: {} for bf16, {"fp8_metas": ...} of a fresh state for FP8, or
+        `te_jax.convert_fp8_metas(state.fp8, recipe)` to go on with another recipe.
+
+        Microbatches of a step under way (`optax.MultiSteps`) leave no trace in it.
+        """
+        several = _multi_steps(self.opt_state) is not None
+        # A copy, since donation takes each buffer once.
+        return self.replace(fp8=fp8, fp8_microbatch=jax.tree.map(jnp.copy, fp8) if several else {})
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """All that `apply_fn` reads, as for evaluation: {"params": ..., "fp8_metas": ..., ...}."""
+        return {"params": self.params, **self.fp8, **self.collections}
+
+    def apply_gradients(self, *, grads, tx_args: Mapping[str, Any] | None = None, **kwargs) -> "TrainState":
+        """The state after one step, or one microbatch of `optax.MultiSteps`; under the autocast of the loss.
+
+        grads:   the gradients with respect to (params, fp8), as `value_and_grad(loss_fn, argnums=(0, 1))` and
+                 `accumulate_gradients` return them. That of fp8 is its next value: it is checked and repaired
+                 (`te_jax.update_fp8_metas`), and kept as it was for tensors that the backward pass did not reach. If
+                 autodiff added up uses that `te_jax.value_and_grad` would have combined, the state stays safe: one sum
+                 of amaxes enters each history, no sum of sums. Without FP8 state the gradient of params alone will do.
+        tx_args: keyword arguments for `tx.update`, such as the `value` of `optax.contrib.reduce_on_plateau`.
+        kwargs:  fields to replace, such as collections=the updated ones.
+
+        Under `optax.MultiSteps` scales and histories move with the parameters, by the largest amax of all microbatches.
+
+        Raises TypeError for other gradients, ValueError for those of another FP8 state and for histories of another
+        length than that of the recipe in force.
+        """
+        grads, fp8 = self._checked(grads)
+        if self.fp8:
+            new = map_tensors(_plausible, fp8[FP8_COLLECTION], self.fp8[FP8_COLLECTION])
+            fp8 = update_fp8_metas({FP8_COLLECTION: new})
+        tx = self.tx
+        bound = self.replace(tx=optax.GradientTransformation(tx.init, partial(tx.update, **(tx_args or {}))))
+        state = super(TrainState, bound).apply_gradients(grads=grads, **kwargs).replace(tx=tx)
+        before, after = _multi_steps(self.opt_state), _multi_steps(state.opt_state)
+        if not self.fp8 or before is None:
+            return state.replace(fp8=fp8)
+        both = jax.tree.map(lambda *of: jnp.stack(of), self.fp8_microbatch, fp8)
+        where = lambda condition, *trees: jax.tree.map(partial(jnp.where, condition), *trees)
+        so_far = where(before.mini_step == 0, fp8, max_fp8_metas(self.fp8, both))
+        stepped = after.gradient_step != before.gradient_step
+        return state.replace(fp8=where(stepped, so_far, self.fp8), fp8_microbatch=so_far)
+
+    def _checked(self, grads):
+        """(gradient of params, next fp8) in the containers of `self.fp8`."""
+        if not (isinstance(grads, tuple) and len(grads) == 2):
+            if not self.fp8:
+                return grads, {}
+            raise TypeError(
+                f"TrainState.apply_gradients: grads is {type(grads).__name__}, but FP8 state moves by its gradient; "
+                "pass what value_and_grad(loss_fn, argnums=(0, 1))(state.params, state.fp8) returns."
+            )
+        grads, new = grads
+        fp8 = {name: new[name] for name in self.fp8 if name in new}
+        if (got := jax.tree.structure(fp8)) != (held := jax.tree.structure(self.fp8)):
+            raise ValueError(
+                f"TrainState.apply_gradients: the gradient of fp8 is {got}, but the state holds {held}; differentiate "
+                "with respect to state.fp8."
+            )
+        return grads, fp8
+
+    def accumulate_gradients(self, loss_fn: Callable, microbatches):
+        """(loss, grads) of k microbatches, one after the other (`lax.scan`): the mean loss f32[], and the gradients for
+        `apply_gradients`, those of params as means (added up in f32), that of fp8 by the largest amax.
+
+        loss_fn:      (params, fp8, microbatch) -> the loss, f32[]
+        microbatches: arrays [k, ...]
+
+        Uses of one module within a loss combine by max too. Activations of one microbatch are in memory at a time. For
+        the inside of a jitted step: it traces `loss_fn` anew in each call.
+        """
+        run = value_and_grad(loss_fn, argnums=(0, 1))
+
+        def body(total, microbatch):
+            loss, (grads, fp8) = run(self.params, self.fp8, microbatch)
+            return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), (loss, fp8)
+
+        start = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), self.params)
+        total, (losses, fp8) = lax.scan(body, start, microbatches)
+        mean = jax.tree.map(lambda t, p: (t / losses.shape[0]).astype(p.dtype), total, self.params)
+        return jnp.mean(losses), (mean, max_fp8_metas(self.fp8, fp8))
+
+
+def _plausible(path, new, old):
+    """`new`, (scale f32[..., 1], history f32[..., L]), as one step can have made it of `old`: itself where one did.
+
+    Added up N times by autodiff, a history would grow by N in every step. But all except its newest amax is known.
+    """
+    (scale, history), (old_scale, old_history) = new, old
+    reached = scale != 0  # else autodiff's zeros: no law makes a scale of 0
+    if history.shape[-1] > 1:
+        moved = jnp.any(history[..., 1:] != old_history[..., 1:], -1, keepdims=True)
+        rolled = jnp.concatenate([history[..., :1], old_history[..., 2:], history[..., -1:]], -1)
+        history = jnp.where(moved, rolled, history)
+        recipe = current_recipe()
+        if recipe and (recipe.interval > 1 or recipe.amax_compute_algo != "max"):  # else update_fp8_metas bounds scales
+            law = partial(recipe.new_state, fp8_max=recipe.fp8_format.max(direction_of(path.rsplit("/", 1)[-1])))
+            amax = jnp.where(moved, history[..., -1:], 0.0)[..., 0]
+            by_law, _ = jnp.vectorize(law, signature="(i),(n),()->(i),(n)")(old_scale, old_history, amax)
+            scale = jnp.minimum(scale, by_law)
+    return jnp.where(reached, scale, old_scale), jnp.where(reached, history, old_history)
+
+
+def _multi_steps(opt_state) -> optax.MultiStepsState | None:
+    """The state of the `optax.MultiSteps` in an optimizer. ValueError if there are several."""
+    is_one = lambda node: isinstance(node, optax.MultiStepsState)
+    found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_one) if is_one(node)]
+    if len(found) > 1:
+        raise ValueError(
+            f"TrainState: tx holds {len(found)} optax.MultiSteps, so FP8 state has no one step to move with; put one "
+            "around the whole optimizer."
+        )
+    return found[0] if found else None
+
+
+def fp8_masked(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`tx` for trees that hold FP8 state beside parameters, as {"params": ..., "fp8_metas": ...}.
+
+    All below a key `fp8_metas` stays out of norms, moments and decay, and its update is 0: the next FP8 state is the
+    gradient itself, not something to be added. So a step is
+
+        updates, opt_state = tx.update(grads, opt_state, variables)
+        variables = optax.apply_updates(variables, updates)
+        new_fp8 = te_jax.update_fp8_metas({"fp8_metas": grads["fp8_metas"]})
+        variables = te_jax.update_collections(new_fp8, variables)
+
+    `TrainState` needs no such wrapper: parameters alone go through its optimizer.
+    """
+
+    def labels(tree):
+        in_fp8 = lambda path: FP8_COLLECTION in jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        return jax.tree_util.tree_map_with_path(lambda path, _: "fp8" if in_fp8(path) else "other", tree)
+
+    return optax.partition({"fp8": optax.set_to_zero(), "other": tx}, labels)
