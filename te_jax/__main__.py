@@ -13,7 +13,7 @@ from te_jax import _lib
 
 FP8_CAPABILITY = (8, 9)  # Ada; the first tensor cores with FP8
 ATTENTION_CAPABILITY = (8, 0)
-LATER_RECIPES = ("Float8CurrentScaling", "Float8BlockScaling")
+LATER_RECIPES = ("Float8BlockScaling",)
 
 
 def version(package: str) -> str:
@@ -59,8 +59,10 @@ def features(device: dict, cuda: bool, status: _lib.Status, driver: str | None) 
     later = {name: feature("not in this version: use DelayedScaling", "") for name in LATER_RECIPES}
     if not cuda:
         install = "pip install -U 'jax[cuda13]'" if driver else "needs an NVIDIA GPU and jax[cuda13]"
+        plain = feature("", f"as plain JAX, right but not fast; FP8 kernels: {install}")
         return {
-            "DelayedScaling": feature("", f"as plain JAX, right but not fast; FP8 kernels: {install}"),
+            "DelayedScaling": plain,
+            "Float8CurrentScaling": plain,
             **later,
             "fused attention": feature(f"no CUDA device in jax, attention is plain JAX: {install}", ""),
         }
@@ -71,6 +73,7 @@ def features(device: dict, cuda: bool, status: _lib.Status, driver: str | None) 
     )
     return {
         "DelayedScaling": feature(fp8, "CUDA kernels and cuBLASLt"),
+        "Float8CurrentScaling": feature(fp8, "CUDA kernels and cuBLASLt; not yet run on a GPU"),
         **later,
         "fused attention": feature(attention, "cuDNN, bf16 and f16"),
     }

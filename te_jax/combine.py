@@ -72,14 +72,15 @@ def combine_by_max(collections):
     collections: variables with or without `fp8_metas`, a dict or FrozenDict.
 
     For the first line of a function to be differentiated, under the autocast that its modules run in; outside of
-    autocast `collections` is returned as it is. The cotangent is the new state, as without it: if a state is used
-    several times, by modules, by scan steps or in several `apply`s, it is made from the largest amax of all. To be
-    called under `jax.jit`, since jax cannot add up the type outside; `te_jax.value_and_grad` sees to both.
+    autocast, and under a recipe without state, `collections` is returned as it is. The cotangent is the new state, as
+    without it: if a state is used several times, by modules, by scan steps or in several `apply`s, it is made from the
+    largest amax of all. To be called under `jax.jit`, since jax cannot add up the type outside;
+    `te_jax.value_and_grad` sees to both.
 
     Raises ValueError for a history of another length than the recipe's.
     """
     recipe = current_recipe()
-    if recipe is None or FP8_COLLECTION not in collections:
+    if recipe is None or not recipe.has_state or FP8_COLLECTION not in collections:
         return collections
 
     def receive(path, state):

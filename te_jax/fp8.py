@@ -1,14 +1,14 @@
 """FP8 state: the recipe in force, the scale of a tensor, and how a training step turns amaxes into new scales.
 
-State is the collection `fp8_metas`: f32 leaves `{tensor}_scale` [1] and `{tensor}_amax_history` [L], possibly with
-leading axes from `nn.scan` or `nn.vmap`. A tensor is x, kernel or grad of a GEMM, or one of `AttentionMetas`. The
-cotangent of the collection is the new state, so `jax.grad` with respect to it is the update, and a forward pass alone
-changes nothing.
+A recipe with state (`has_state`) has it in the collection `fp8_metas`: f32 leaves `{tensor}_scale` [1] and
+`{tensor}_amax_history` [L], possibly with leading axes from `nn.scan` or `nn.vmap`. A tensor is x, kernel or grad of a
+GEMM, or one of `AttentionMetas`. The cotangent of the collection is the new state, so `jax.grad` with respect to it is
+the update, and a forward pass alone changes nothing.
 """
 
 import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -21,10 +21,11 @@ from jax.sharding import AxisType, PartitionSpec
 from te_jax import sharding
 from te_jax._op import amax_across, like, on_explicit_mesh, varying
 from te_jax.ops.scaling import next_state
-from te_jax.recipe import CONVERTER, DelayedScaling
+from te_jax.recipe import DelayedScaling, Recipe
+from te_jax.recipe.delayed import HISTORY, SCALE
 
 FP8_COLLECTION = "fp8_metas"
-SCALE, HISTORY = "_scale", "_amax_history"  # how the names of leaves end
+CONVERTER = "te_jax.convert_fp8_metas"  # named in errors about stored state
 
 _recipe = jax.make_user_context(None)  # part of the jit cache key, so another recipe retraces
 
@@ -33,7 +34,7 @@ _recipe = jax.make_user_context(None)  # part of the jit cache key, so another r
 
 
 @contextlib.contextmanager
-def autocast(enabled: bool = False, recipe: DelayedScaling | None = None, mesh_resource=None):
+def autocast(enabled: bool = False, recipe: Recipe | None = None, mesh_resource=None):
     """Modules and layers called inside run their GEMMs in FP8.
 
     enabled:       False switches FP8 off, also inside an outer autocast.
@@ -52,7 +53,7 @@ def autocast(enabled: bool = False, recipe: DelayedScaling | None = None, mesh_r
 
 def check_recipe(what: str, recipe):
     """Raises TypeError, naming `what`, unless `recipe` is a recipe instance."""
-    if not isinstance(recipe, DelayedScaling):
+    if not isinstance(recipe, Recipe):
         is_class = isinstance(recipe, type)
         hint = f"pass an instance: {recipe.__name__}()" if is_class else "pass te_jax.recipe.DelayedScaling()"
         raise TypeError(f"{what}: recipe is {recipe!r}; {hint}.")
@@ -63,13 +64,13 @@ def fp8_autocast(enabled: bool = False, fp8_recipe=None, mesh_resource=None, *, 
     return autocast(enabled, fp8_recipe, sharding_resource if mesh_resource is None else mesh_resource)
 
 
-def current_recipe() -> DelayedScaling | None:
+def current_recipe() -> Recipe | None:
     """The recipe in force, None outside of `autocast` or where it is disabled."""
     return _recipe.value
 
 
-def get_delayed_scaling() -> DelayedScaling:
-    """The recipe in force, or the default one outside of `autocast`."""
+def get_delayed_scaling() -> Recipe:
+    """The recipe in force, whichever it is, or the default one outside of `autocast`."""
     return _recipe.value or DelayedScaling()
 
 
@@ -84,11 +85,14 @@ class TensorMeta(NamedTuple):
 
 
 class DenseMetas(NamedTuple):
-    """The three tensors of one dense layer."""
+    """The three tensors of one dense layer; None each under a recipe without state."""
 
-    x: TensorMeta
-    kernel: TensorMeta
-    grad: TensorMeta  # of the layer's output
+    x: TensorMeta | None
+    kernel: TensorMeta | None
+    grad: TensorMeta | None  # of the layer's output
+
+
+STATELESS = DenseMetas(None, None, None)
 
 
 class AttentionMetas(NamedTuple):
@@ -147,15 +151,35 @@ fork.defvjp(
 )
 
 
+def scale_of(
+    meta: TensorMeta | None, measure: Callable[[], jax.Array], recipe: Recipe, direction: str, shards: frozenset[str]
+) -> jax.Array:
+    """The scale (f32[]) that a layer quantizes a tensor with.
+
+    measure: -> the tensor's amax, f32[]; called where the recipe scales by it. direction: "fwd" or "bwd".
+    shards:  inside `shard_map`, the mesh axes over which the tensor is sharded; its amax is that of all shards.
+
+    Raises ValueError under `shard_map(check_vma=False)`, where these axes are not known.
+    """
+    amax = None
+    if recipe.needs_amax:
+        _check_vma()
+        amax = measure()
+        amax = amax_across(amax, tuple(sorted(shards))) if recipe.reduce_amax and shards else amax
+    return recipe.scale(None if meta is None else meta.scale, amax, recipe.fp8_format.max(direction))
+
+
 def cotangent(
-    meta: TensorMeta, amax: jax.Array | None, recipe: DelayedScaling, stage_axes: frozenset[str] = frozenset()
-) -> TensorMeta:
+    meta: TensorMeta | None, amax: jax.Array | None, recipe: Recipe, stage_axes: frozenset[str] = frozenset()
+) -> TensorMeta | None:
     """The cotangent that a layer returns for `meta`: it saw `amax` (f32[], or None if it quantized nothing).
 
     Inside `shard_map` the amax is reduced over all devices but those along `stage_axes`. Raises ValueError where
     `recipe.reduce_amax` forbids that but the state is shared, and under `shard_map(check_vma=False)`.
     """
     _check_vma()
+    if meta is None:
+        return None
     if amax is None:
         return TensorMeta(jnp.zeros_like(meta.scale), jnp.zeros_like(meta.amax))
     shared = varying(amax) - varying(meta.amax)
@@ -234,11 +258,18 @@ def update_fp8_metas(collections):
     A state that autodiff added up (two `apply`s in one loss, gradients summed over microbatches) is brought into range
     once, but its history holds sums: where that may happen, differentiate with `te_jax.value_and_grad`.
 
-    Raises ValueError for a history of another length than the recipe in force has.
+    Raises ValueError for a history of another length than the recipe in force has, and for any state under a recipe
+    without.
     """
     if FP8_COLLECTION not in collections:
         return collections
     recipe = current_recipe()
+    if recipe is not None and not recipe.has_state:  # its modules did not read the state: the gradient is 0
+        raise ValueError(
+            f"update_fp8_metas: there is a collection {FP8_COLLECTION!r}, but {type(recipe).__name__}, the recipe in "
+            f"force, has no state; drop it with {CONVERTER}(collections, recipe), or call this under the recipe that "
+            "the modules ran under."
+        )
     metas = _complete(collections[FP8_COLLECTION], recipe, FP8_COLLECTION)
     return update_collections({FP8_COLLECTION: _repair(metas, recipe)}, collections)
 
@@ -254,9 +285,8 @@ def _complete(node, recipe, path):
             if not name.endswith(have) or sibling in node:
                 continue
             warnings.warn(f"update_fp8_metas: {path} has no {sibling}; it is restored as fresh state.", stacklevel=3)
-            length = (recipe or DelayedScaling()).amax_history_len
-            shape = (*leaf.shape[:-1], length) if lack == HISTORY else (*leaf.shape[:-1], 1)
-            out[sibling] = jnp.zeros(shape)  # a scale of 0 is mended from its history
+            fresh = (recipe or DelayedScaling()).fresh_state()[lack]
+            out[sibling] = jnp.zeros((*leaf.shape[:-1], *fresh.shape))  # a scale of 0 is mended from its history
     return type(node)(out)
 
 
@@ -276,7 +306,8 @@ def _repair(metas, recipe):
         bwd = jnp.concatenate(
             [jnp.full(s.shape, direction_of(n.rsplit("/", 1)[-1]) == "bwd") for n, s in zip(names, scales)]
         )
-        fixed = _repair_all(jnp.concatenate(scales), jnp.concatenate(histories), bwd, recipe)
+        state = jnp.concatenate(scales), jnp.concatenate(histories)
+        fixed = (recipe or DelayedScaling()).mended(*state, bwd, in_force=recipe is not None)
         at = 0
         for n, s in zip(names, scales):
             for suffix, values in zip((SCALE, HISTORY), fixed):
@@ -291,26 +322,6 @@ def _replicated(x):
     return jax.sharding.reshard(x, PartitionSpec()) if on_explicit_mesh(jax.typeof(x)) else x
 
 
-def _repair_all(scales, histories, bwd, recipe):
-    """scales f32[n], histories f32[n, L], bwd bool[n] -> mended scales and histories."""
-    recipe, in_force = recipe or DelayedScaling(), recipe
-    counted = recipe.interval if in_force else jnp.inf  # steps that slot 0 may count up to
-    slot0 = jnp.where((histories[:, :1] <= 0) & (histories[:, :1] > -counted), histories[:, :1], 0.0)
-    newer = jnp.where(jnp.isfinite(histories[:, 1:]) & (histories[:, 1:] > 0), histories[:, 1:], 0.0)
-    fp8_max = recipe.fp8_format.max("fwd")
-    if in_force:  # else the gradients' type is not known, and the smaller maximum is safe
-        fp8_max = jnp.where(bwd, recipe.fp8_format.max("bwd"), fp8_max)
-    allowed = fp8_max / jnp.max(newer, 1, initial=0.0) / 2.0**recipe.margin  # inf where nothing is recorded
-    allowed = jnp.minimum(allowed, jnp.finfo(jnp.float32).max)
-    empty = jnp.max(newer, 1, initial=0.0) == 0
-    broken = ~(scales > 0)  # NaN too
-    scales = jnp.where(broken, jnp.where(empty, 1.0, allowed), jnp.minimum(scales, jnp.finfo(jnp.float32).max))
-    by_max = in_force and recipe.amax_compute_algo == "max" and not recipe.scaling_factor_compute_algo
-    if by_max and recipe.interval == 1:  # else a scale may rightly be older than its history
-        scales = jnp.where(empty, scales, jnp.minimum(scales, allowed))
-    return scales, jnp.concatenate([slot0, newer], 1)
-
-
 def check_history_length(what: str, length: int, recipe: DelayedScaling | None):
     """Raises ValueError if a stored history of `length` does not fit the recipe (None fits all)."""
     if recipe is not None and length != recipe.amax_history_len:
@@ -320,8 +331,9 @@ def check_history_length(what: str, length: int, recipe: DelayedScaling | None):
         )
 
 
-def convert_fp8_metas(collections, recipe: DelayedScaling):
-    """`collections` as the FP8 state of `recipe`, which is its own from the next step on.
+def convert_fp8_metas(collections, recipe: Recipe):
+    """`collections` as the FP8 state of `recipe`, which is its own from the next step on; without it for a recipe that
+    has none.
 
     collections: as in `update_fp8_metas`. Histories get the recipe's length, with the newest amaxes; scales become what
                  the recipe makes of these, and stay as they are where none is recorded.
@@ -329,15 +341,10 @@ def convert_fp8_metas(collections, recipe: DelayedScaling):
     check_recipe("convert_fp8_metas", recipe)
     if FP8_COLLECTION not in collections:
         return collections
-    length = recipe.amax_history_len
-    seen_amax = jnp.vectorize(recipe.seen_amax, signature="(l),()->()")
+    if not recipe.has_state:
+        return type(collections)({name: value for name, value in collections.items() if name != FP8_COLLECTION})
 
     def convert(path, state):
-        scale, history = state
-        amaxes = jnp.pad(history[..., 1:], [(0, 0)] * (history.ndim - 1) + [(length + 1, 0)])  # the newest one is last
-        before = amaxes[..., -length - 1 : -1].at[..., :1].set(0)  # the history that the newest one came to
-        amax = seen_amax(before, amaxes[..., -1])[..., None]
-        scale = recipe.scale_from(amax, scale, recipe.fp8_format.max(direction_of(path.rsplit("/", 1)[-1])))
-        return scale, amaxes[..., amaxes.shape[-1] - length :].at[..., :1].set(0)
+        return recipe.adopted(*state, recipe.fp8_format.max(direction_of(path.rsplit("/", 1)[-1])))
 
     return update_collections({FP8_COLLECTION: map_tensors(convert, collections[FP8_COLLECTION])}, collections)

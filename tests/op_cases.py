@@ -93,6 +93,7 @@ CASES = [
         "quantize_row", "te_quantize", _groups("m", "n"), (f32, f32), dict(split=1, dtype=E5M2), ("data", "amax"),
         {"m...": 1, "n...": 2},
     ),
+    Case("quantize_amax", "te_quantize", _groups("m", "n"), (bf16, None), dict(split=2, dtype=E4M3), ("amax",)),
     Case(
         "gemm_fp8", "te_gemm", _groups("m", "n", "k"), (E4M3, E5M2, f32, f32, None, None),
         dict(contract=2, out_dtype=jnp.dtype(f32), fast_accum=True, tune=False),
@@ -120,6 +121,10 @@ CASES = [
         "rmsnorm", "te_norm_fwd", _norm_sizes, (f32, f32, None, None),
         dict(eps=1e-6, rms=True, zero_centered=False, dtype=E4M3), ("y", "rstd"),
     ),
+    Case(
+        "layernorm_amax", "te_norm_fwd", _norm_sizes, (f32, f32, f32, None),
+        dict(eps=1e-6, rms=False, zero_centered=False, dtype=E4M3), ("rstd", "amax"),
+    ),
     Case("layernorm_bwd", "te_norm_bwd", _norm_sizes, (f32,) * 6, dict(rms=False, zero_centered=True)),
     Case(
         "rmsnorm_bwd", "te_norm_bwd", _norm_sizes, (f32, f32, None, f32, f32, None),
@@ -130,6 +135,8 @@ CASES = [
         "gelu", "te_activation_fwd", {**_mlp_sizes, "a": 1}, (f32, None),
         dict(activation.attributes(("gelu",)), dtype=E4M3), ("y",),
     ),
+    Case("swiglu_amax", "te_activation_fwd", _mlp_sizes, (f32, None), dict(_swiglu, dtype=E4M3), ("amax",)),
+    Case("swiglu_bwd_amax", "te_activation_bwd", _mlp_sizes, (f32, f32, None), dict(_swiglu, dtype=E5M2), ("amax",)),
     Case("swiglu_bwd_fp8", "te_activation_bwd", _mlp_sizes, (f32, f32, f32), dict(_swiglu, dtype=E5M2)),
     Case(
         "relu_bwd", "te_activation_bwd", {**_mlp_sizes, "a": 1}, (f32, f32, None),

@@ -5,6 +5,7 @@ import weakref
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax.core import tracers
 
@@ -26,7 +27,7 @@ def describe(module: nn.Module) -> str:
 
 
 def dense_metas(module: nn.Module, postfix: str = "") -> DenseMetas | None:
-    """The FP8 state of one dense layer of `module`, None outside of autocast.
+    """The FP8 state of one dense layer of `module`, None outside of autocast and under a recipe without state.
 
     Variables `{x,kernel,grad}{postfix}_scale` f32[1] and `..._amax_history` f32[amax_history_len] of
     `fp8_metas`. A second call in one pass hands out the other branch of a fork, so that two uses combine by
@@ -41,7 +42,7 @@ def dense_metas(module: nn.Module, postfix: str = "") -> DenseMetas | None:
     for two recipes in one pass; TypeError for leaves that are not float32.
     """
     recipe = fp8.current_recipe()
-    if recipe is None:
+    if recipe is None or not recipe.has_state:
         return None
     return DenseMetas(*(_tensor_meta(module, name + postfix, recipe) for name in DenseMetas._fields))
 
@@ -79,31 +80,27 @@ def _tensor_meta(module: nn.Module, tensor: str, recipe: DelayedScaling) -> Tens
 
 def _stored(module: nn.Module, tensor: str, recipe: DelayedScaling):
     """(scale f32[1], amax_history f32[L]) of a tensor, from the collection or fresh."""
-    fresh = {
-        f"{tensor}_scale": lambda: jnp.ones((1,), jnp.float32),
-        f"{tensor}_amax_history": lambda: jnp.zeros((recipe.amax_history_len,), jnp.float32),
-    }
-    return tuple(_leaf(module, name, init, recipe) for name, init in fresh.items())
+    return tuple(_leaf(module, tensor + end, fresh, recipe) for end, fresh in recipe.fresh_state().items())
 
 
-def _leaf(module: nn.Module, name: str, init, recipe: DelayedScaling):
+def _leaf(module: nn.Module, name: str, fresh: np.ndarray, recipe: DelayedScaling):
     mutable = module.is_mutable_collection(FP8_COLLECTION)
     if not module.has_variable(FP8_COLLECTION, name):
         if not module.is_initializing():
             _note(module, name, mutable)
         if not mutable:
-            return init()
-    value = module.variable(FP8_COLLECTION, name, init).value
+            return jnp.asarray(fresh)
+    value = module.variable(FP8_COLLECTION, name, lambda: jnp.asarray(fresh)).value
     what = f"{describe(module)}: {FP8_COLLECTION} leaf {name}"
     combined = name.endswith(fp8.HISTORY) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
     if value.dtype != jnp.float32 and not combined:
         raise TypeError(f"{what} is {value.dtype}; FP8 state is float32: leave it out when casting parameters.")
-    if value.ndim != 1 or (name.endswith("_scale") and value.shape != (1,)):
+    if value.ndim != 1 or (name.endswith(fp8.SCALE) and value.shape != (1,)):
         raise ValueError(
             f"{what} has shape {value.shape}, but a module of its own has a 1-d leaf here; state stacked by "
             '`nn.scan` or `nn.vmap` needs variable_axes={"fp8_metas": 0}.'
         )
-    if name.endswith("_amax_history"):
+    if name.endswith(fp8.HISTORY):
         fp8.check_history_length(what, value.shape[0], recipe)
     return value
 

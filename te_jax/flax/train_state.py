@@ -153,7 +153,8 @@ def _plausible(path, new, old):
         rolled = jnp.concatenate([history[..., :1], old_history[..., 2:], history[..., -1:]], -1)
         history = jnp.where(moved, rolled, history)
         recipe = current_recipe()
-        if recipe and (recipe.interval > 1 or recipe.amax_compute_algo != "max"):  # else update_fp8_metas bounds scales
+        # Else update_fp8_metas bounds the scale, or refuses the state.
+        if recipe and recipe.has_state and not recipe.scale_is_of_history:
             law = partial(recipe.new_state, fp8_max=recipe.fp8_format.max(direction_of(path.rsplit("/", 1)[-1])))
             amax = jnp.where(moved, history[..., -1:], 0.0)[..., 0]
             by_law, _ = jnp.vectorize(law, signature="(i),(n),()->(i),(n)")(old_scale, old_history, amax)

@@ -16,12 +16,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 from jax.sharding import PartitionSpec
 
+from te_jax import fp8
 from te_jax._op import like
 from te_jax.fp8 import DenseMetas, cotangent
 from te_jax.layers._specs import dense_spec, explicit_spec
 from te_jax.ops.gemm import dot, gemm, gemm_sum
 from te_jax.ops.quantize import quantize, transpose
-from te_jax.recipe import DelayedScaling
+from te_jax.recipe import Recipe
 from te_jax.sharding import stage_axes
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
@@ -44,7 +45,7 @@ class Fp8Tensor(NamedTuple):
 class Config(NamedTuple):
     """What is static of one FP8 dense layer."""
 
-    recipe: DelayedScaling
+    recipe: Recipe
     contract: int  # axes in C
     features: int  # axes in F
     x: ShapedArray  # the types of the operands: their gradients have the same
@@ -83,7 +84,7 @@ class Uses(NamedTuple):
         return tuple(name for name in ("data", "data_t") if getattr(self, name))
 
 
-def uses(recipe: DelayedScaling, train: bool) -> dict[str, Uses]:
+def uses(recipe: Recipe, train: bool) -> dict[str, Uses]:
     """What the GEMMs of one layer read of x, kernel and grad; without `train` there is only fprop."""
     fprop, dgrad, wgrad = (not high for high in recipe.override_linear_precision)
     return {
@@ -93,9 +94,28 @@ def uses(recipe: DelayedScaling, train: bool) -> dict[str, Uses]:
     }
 
 
-def quantize_tensor(x, scale, split, dtype, use: Uses, with_dbias=False) -> tuple[Fp8Tensor, jax.Array | None]:
-    """-> the tensor as its GEMMs read it, and its column sums f32[*n] if asked for."""
-    got = {}
+def scale_of(meta, measure, shards_of: ShapedArray, use: Uses, config: Config, direction="fwd") -> jax.Array:
+    """`fp8.scale_of` a tensor of a layer.
+
+    shards_of: a type that varies over the mesh axes that shard the tensor inside `shard_map`: of an operand, that from
+               before `align`, which makes replicated ones vary.
+    """
+    if not use.layouts:  # no GEMM reads it in FP8
+        return jnp.ones(())
+    shards = shards_of.manual_axis_type.varying - config.stage_axes
+    return fp8.scale_of(meta, measure, config.recipe, direction, shards)
+
+
+def quantize_tensor(
+    x, meta, split, shards_of: ShapedArray, use: Uses, config: Config, direction="fwd", with_dbias=False
+) -> tuple[Fp8Tensor, jax.Array | None]:
+    """-> the tensor as its GEMMs read it, and its column sums f32[*n] if asked for.
+
+    split: axes in m. shards_of: see `scale_of`.
+    """
+    got, dtype = {}, config.recipe.fp8_format.dtype(direction)
+    measure = lambda: quantize(x, None, outputs=("amax",), split=split, dtype=dtype)[0]
+    scale = scale_of(meta, measure, shards_of, use, config, direction)
     if use.layouts:
         outputs = (*use.layouts, "amax", *(["dbias"] if with_dbias else []))
         got = dict(zip(outputs, quantize(x, scale, outputs=outputs, split=split, dtype=dtype)))
@@ -162,16 +182,16 @@ def kernel_grads(x: Fp8Tensor, w: Fp8Tensor, grad: Fp8Tensor, metas: DenseMetas,
     return like(_wgrad(x, grad, config), config.kernel), dmetas
 
 
-def quantize_grad(dy, scale, config: Config) -> tuple[Fp8Tensor, jax.Array | None]:
+def quantize_grad(dy, meta, config: Config) -> tuple[Fp8Tensor, jax.Array | None]:
     """dy [*B, *F] -> the tensor as the backward GEMMs read it, and the gradient of the bias, if there is one.
 
     Both GEMMs read all of dy where y was left scattered: it crosses devices once, and is transposed there.
     """
-    use, dtype = uses(config.recipe, train=True)["grad"], config.recipe.fp8_format.dtype("bwd")
+    use = uses(config.recipe, train=True)["grad"]
     split, has_bias = dy.ndim - config.features, config.bias is not None
     gathers = use.data and use.data_t and (config.grad_spec is not None or config.grad_axes is not None)
     written = use._replace(data_t=False) if gathers else use
-    grad, dbias = quantize_tensor(dy, scale, split, dtype, written, with_dbias=has_bias)
+    grad, dbias = quantize_tensor(dy, meta, split, jax.typeof(dy), written, config, "bwd", with_dbias=has_bias)
     if gathers:
         data = constrain(grad.data, config.grad_axes)
         data = data if config.grad_spec is None else jax.sharding.reshard(data, config.grad_spec)

@@ -33,7 +33,8 @@ def dense(
     kernel:     f32, bf16 or f16, x's type or another. Quantized from its own type; without a recipe cast to x's.
     residual:   of x's type, added before the one rounding in FP8.
     recipe:     None for a plain dot in x's type (f32 accumulation), else a recipe, and then `metas`.
-    metas:      `fp8.DenseMetas`; their cotangent is the amax of x, kernel and the gradient of y in this step.
+    metas:      `fp8.DenseMetas`; their cotangent is the amax of x, kernel and the gradient of y in this step. None
+                under a recipe without state.
     checkpoint: name under which the quantized residuals are tagged for `jax.checkpoint` policies.
     out:        an array of y's shape. On an Explicit mesh a sum over shards of C stays scattered as this is, or as the
                 residual is without it.
@@ -50,7 +51,7 @@ def dense(
         y = dot(x, range(x.ndim - contract, x.ndim), kernel, range(contract), x.dtype, out_spec=spec)
         return _fp8.plain_sum(y, bias, residual)
     config = Config.of(x, kernel, bias, contract, recipe, checkpoint, residual, _type(out), grad_axes)
-    return _dense(*align(x, kernel, bias, residual), metas, config)
+    return _dense(*align(x, kernel, bias, residual), metas or fp8.STATELESS, config)
 
 
 def _type(x):
@@ -77,14 +78,15 @@ def check_dense(name, x, kernel, bias, contract, recipe, metas):
         )
     if bias is not None and bias.shape != kernel.shape[contract:]:
         raise ValueError(f"{name}: bias is {bias.shape}, but kernel's features are {kernel.shape[contract:]}.")
-    if recipe is not None and metas is None:
-        raise ValueError(f"{name}: metas is None under {type(recipe).__name__}; pass fp8.DenseMetas.")
+    if recipe is not None and recipe.has_state != (metas is not None):
+        have, way_out = ("None", "pass fp8.DenseMetas") if metas is None else ("given", "it has no state: pass None")
+        raise ValueError(f"{name}: metas is {have} under {type(recipe).__name__}; {way_out}.")
 
 
 def _quantize(x, kernel, metas, config, train):
-    use, dtype = _fp8.uses(config.recipe, train), config.recipe.fp8_format.dtype("fwd")
-    q, _ = _fp8.quantize_tensor(x, metas.x.scale, x.ndim - config.contract, dtype, use["x"])
-    w, _ = _fp8.quantize_tensor(kernel, metas.kernel.scale, config.contract, dtype, use["kernel"])
+    use = _fp8.uses(config.recipe, train)
+    q, _ = _fp8.quantize_tensor(x, metas.x, x.ndim - config.contract, config.x, use["x"], config)
+    w, _ = _fp8.quantize_tensor(kernel, metas.kernel, config.contract, config.kernel, use["kernel"], config)
     return q, w
 
 
@@ -101,7 +103,7 @@ def _dense_fwd(x, kernel, bias, residual, metas, config):
 
 def _dense_bwd(config, residuals, dy):
     q, w, metas = residuals
-    grad, dbias = _fp8.quantize_grad(dy, metas.grad.scale, config)
+    grad, dbias = _fp8.quantize_grad(dy, metas.grad, config)
     dx = like(_fp8.dgrad([(grad, w, config)]), config.x)
     dkernel, dmetas = _fp8.kernel_grads(q, w, grad, metas, config)
     dresidual = like(dy, config.residual) if config.residual is not None else None

@@ -29,7 +29,7 @@ class Projection(NamedTuple):
 
     kernel: jax.Array  # [h, *F]
     bias: jax.Array | None  # [*F]
-    metas: fp8.DenseMetas | None  # under a recipe
+    metas: fp8.DenseMetas | None  # under a recipe with state
 
 
 def layernorm_dense(
@@ -73,7 +73,8 @@ def layernorm_dense(
         attrs = norm_attrs(norm, zero_centered_gamma, epsilon)
         configs = tuple(Config.of(x, p.kernel, p.bias, 1, recipe, checkpoint) for p in projections)
         x, gamma, beta, *weights = align(x, gamma, beta, *(w for p in projections for w in (p.kernel, p.bias)))
-        aligned = tuple(Projection(*w, p.metas) for w, p in zip(zip(weights[::2], weights[1::2]), projections))
+        metas = [p.metas or fp8.STATELESS for p in projections]
+        aligned = tuple(map(Projection, weights[::2], weights[1::2], metas))
         static = configs, attrs, bool(return_layernorm_output), bool(return_input)
         y, ln_out, x = _norm_dense(x, gamma, beta, aligned, static)
     out = y if also else y[0], ln_out if return_layernorm_output else None
@@ -106,8 +107,11 @@ def norm_attrs(norm, zero_centered_gamma, epsilon) -> tuple:
     return (("eps", float(epsilon)), ("rms", norm == "rmsnorm"), ("zero_centered", bool(zero_centered_gamma)))
 
 
-def quantize_norm(x, gamma, beta, scale, use: Uses, dtype, attrs, with_ln_out=False):
+def quantize_norm(x, gamma, beta, meta, use: Uses, config: Config, attrs, with_ln_out=False):
     """norm(x) as its GEMMs read it, norm(x) of x's type if asked for, and the statistics (mean or None, rstd)."""
+    run = partial(norm_op.norm_fwd, dtype=config.recipe.fp8_format.dtype("fwd"), **dict(attrs))
+    measure = lambda: run(x, gamma, beta, None, outputs=("rstd", "amax"))[1]
+    scale = _fp8.scale_of(meta, measure, config.x, use, config)
     outputs = (
         *(("y",) if with_ln_out or use.wide else ()),
         *use.layouts,
@@ -116,7 +120,7 @@ def quantize_norm(x, gamma, beta, scale, use: Uses, dtype, attrs, with_ln_out=Fa
         *(("amax",) if use.layouts else ()),
     )  # in the op's order
     operands = x, gamma, beta, scale if use.layouts else None
-    got = dict(zip(outputs, norm_op.norm_fwd(*operands, outputs=outputs, dtype=dtype, **dict(attrs))))
+    got = dict(zip(outputs, run(*operands, outputs=outputs)))
     q = Fp8Tensor.of(got, got["y"] if use.wide else None, scale)
     return q, got["y"] if with_ln_out else None, (got.get("mean"), got["rstd"])
 
@@ -130,10 +134,12 @@ def norm_backward(dnorm, x, stats, gamma, beta, attrs, dresidual=None):
 
 def _forward(x, gamma, beta, projections, static, train):
     configs, attrs, with_ln_out, _ = static
-    recipe = configs[0].recipe
-    use, dtype = _fp8.uses(recipe, train), recipe.fp8_format.dtype("fwd")
-    q, ln_out, stats = quantize_norm(x, gamma, beta, projections[0].metas.x.scale, use["x"], dtype, attrs, with_ln_out)
-    weights = [_fp8.quantize_tensor(p.kernel, p.metas.kernel.scale, 1, dtype, use["kernel"])[0] for p in projections]
+    use = _fp8.uses(configs[0].recipe, train)
+    q, ln_out, stats = quantize_norm(x, gamma, beta, projections[0].metas.x, use["x"], configs[0], attrs, with_ln_out)
+    weights = [
+        _fp8.quantize_tensor(p.kernel, p.metas.kernel, 1, config.kernel, use["kernel"], config)[0]
+        for p, config in zip(projections, configs)
+    ]
     y = tuple(_fp8.fprop(q, w, p.bias, config) for w, p, config in zip(weights, projections, configs))
     return y, ln_out, q, weights, stats
 
@@ -155,7 +161,7 @@ def _norm_dense_bwd(static, residuals, cotangents):
     operands, metas, (x, stats, gamma, beta) = residuals
     configs, attrs, *_ = static
     dy, dln_out, dx_out = cotangents  # dln_out: None if it is no result
-    grads, dbiases = zip(*(_fp8.quantize_grad(d, m.grad.scale, config) for d, m, config in zip(dy, metas, configs)))
+    grads, dbiases = zip(*(_fp8.quantize_grad(d, m.grad, config) for d, m, config in zip(dy, metas, configs)))
     dnorm = _fp8.dgrad([(grad, w, config) for grad, (_, w), config in zip(grads, operands, configs)], dln_out)
     dprojections = []
     for (q, w), grad, m, dbias, config in zip(operands, grads, metas, dbiases, configs):

@@ -55,8 +55,9 @@ def layernorm_mlp(
     activations, activation_params: as in `te_jax.ops.activation.activation`.
     residual:    True: x is added to y; both directions of it are done inside of kernels. An array of y's shape and type
                  is added in the GEMM, before it rounds.
-    recipe:      None for plain JAX in x's type, else a recipe, and then `metas` of wi and of wo. The norm's output, the
-                 activation and the gradient of its input are quantized from f32, without being written in x's type.
+    recipe:      None for plain JAX in x's type, else a recipe, and if it has state `metas` of wi and of wo. The norm's
+                 output, the activation and the gradient of its input are quantized from f32, without being written in
+                 x's type.
     checkpoint:  name of the quantized residuals, for `jax.checkpoint` policies; middle_name: of the activation's input.
     middle_axes: logical axes [*B, F] that the activation's output is constrained to; under FP8 its input is, and the
                  gradient of its output.
@@ -85,7 +86,9 @@ def layernorm_mlp(
     act = tuple(act_op.attributes(activations, activation_params).items())
     attrs = norm_attrs(norm, zero_centered_gamma, epsilon)
     static = (configs, attrs, act, through, middle_name, middle_axes and tuple(middle_axes))
-    return _norm_mlp(*align(x, gamma, beta, wi, wo, wi_bias, wo_bias, added), metas, static)
+    first_metas, second_metas = (m or fp8.STATELESS for m in metas or (None, None))
+    operands = align(x, gamma, beta, wi, wo, wi_bias, wo_bias, added)
+    return _norm_mlp(*operands, (first_metas, second_metas), static)
 
 
 def _typed(aval, beside, spec):
@@ -93,17 +96,21 @@ def _typed(aval, beside, spec):
     return ShapedArray(aval.shape, aval.dtype, sharding=beside.sharding.update(spec=PartitionSpec(*spec)))
 
 
-def _quantize_activation(z, scale, use, dtype, act):
+def _quantize_activation(z, meta, use, config: Config, act):
     """act(z) as its GEMMs read it."""
+    run = partial(act_op.activation_fwd, dtype=config.recipe.fp8_format.dtype("fwd"), **dict(act))
+    scale = _fp8.scale_of(meta, lambda: run(z, None, outputs=("amax",))[0], jax.typeof(z), use, config)
     outputs = (*(("y",) if use.wide else ()), *use.layouts, *(("amax",) if use.layouts else ()))
-    got = act_op.activation_fwd(z, scale if use.layouts else None, outputs=outputs, dtype=dtype, **dict(act))
-    got = dict(zip(outputs, got))
+    got = dict(zip(outputs, run(z, scale if use.layouts else None, outputs=outputs)))
     return Fp8Tensor.of(got, got.get("y"), scale)
 
 
-def _quantize_activation_grad(da, z, scale, config: Config, act):
+def _quantize_activation_grad(da, z, meta, config: Config, act):
     """The gradient of act's input z from that of its output, as the GEMMs read it, and the gradient of the bias."""
-    use, dtype = _fp8.uses(config.recipe, train=True)["grad"], config.recipe.fp8_format.dtype("bwd")
+    use = _fp8.uses(config.recipe, train=True)["grad"]
+    run = partial(act_op.activation_bwd, dtype=config.recipe.fp8_format.dtype("bwd"), **dict(act))
+    measure = lambda: run(da, z, None, outputs=("amax",))[0]
+    scale = _fp8.scale_of(meta, measure, jax.typeof(z), use, config, "bwd")
     has_bias = config.bias is not None
     outputs = (
         *(("dx",) if use.wide else ()),
@@ -111,8 +118,7 @@ def _quantize_activation_grad(da, z, scale, config: Config, act):
         *(("amax",) if use.layouts else ()),
         *(("dbias",) if has_bias else ()),
     )
-    got = act_op.activation_bwd(da, z, scale if use.layouts else None, outputs=outputs, dtype=dtype, **dict(act))
-    got = dict(zip(outputs, got))
+    got = dict(zip(outputs, run(da, z, scale if use.layouts else None, outputs=outputs)))
     return Fp8Tensor.of(got, got.get("dx"), scale), like(got["dbias"], config.bias) if has_bias else None
 
 
@@ -123,14 +129,14 @@ def _with_slots(axes):
 
 def _forward(x, gamma, beta, wi, wo, wi_bias, wo_bias, added, metas, static, train):
     (config0, config1), attrs, act, through, middle_name, middle_axes = static
-    use, dtype = _fp8.uses(config0.recipe, train), config0.recipe.fp8_format.dtype("fwd")
-    q0, _, stats = quantize_norm(x, gamma, beta, metas[0].x.scale, use["x"], dtype, attrs)
-    w0, _ = _fp8.quantize_tensor(wi, metas[0].kernel.scale, 1, dtype, use["kernel"])
+    use = _fp8.uses(config0.recipe, train)
+    q0, _, stats = quantize_norm(x, gamma, beta, metas[0].x, use["x"], config0, attrs)
+    w0, _ = _fp8.quantize_tensor(wi, metas[0].kernel, 1, config0.kernel, use["kernel"], config0)
     z = _fp8.fprop(q0, w0, wi_bias, config0)
     z = checkpoint_name(z, middle_name) if middle_name else z
     z = constrain(z, _with_slots(middle_axes))
-    q1 = _quantize_activation(z, metas[1].x.scale, use["x"], dtype, act)
-    w1, _ = _fp8.quantize_tensor(wo, metas[1].kernel.scale, 1, dtype, use["kernel"])
+    q1 = _quantize_activation(z, metas[1].x, use["x"], config1, act)
+    w1, _ = _fp8.quantize_tensor(wo, metas[1].kernel, 1, config1.kernel, use["kernel"], config1)
     y = _fp8.fprop(q1, w1, wo_bias, config1, x if through else added)
     return y, (q0, w0), (q1, w1), z, stats
 
@@ -150,10 +156,10 @@ def _norm_mlp_fwd(x, gamma, beta, wi, wo, wi_bias, wo_bias, added, metas, static
 def _norm_mlp_bwd(static, residuals, dy):
     (config0, config1), attrs, act, through, _, middle_axes = static
     (first, second), z, metas, (x, stats, gamma, beta) = residuals
-    grad1, dwo_bias = _fp8.quantize_grad(dy, metas[1].grad.scale, config1)
+    grad1, dwo_bias = _fp8.quantize_grad(dy, metas[1].grad, config1)
     da = constrain(_fp8.dgrad([(grad1, second[1], config1)]), middle_axes)
     dwo, dmetas1 = _fp8.kernel_grads(*second, grad1, metas[1], config1)
-    grad0, dwi_bias = _quantize_activation_grad(da, z, metas[0].grad.scale, config0, act)
+    grad0, dwi_bias = _quantize_activation_grad(da, z, metas[0].grad, config0, act)
     dnorm = like(_fp8.dgrad([(grad0, first[1], config0)]), config0.x)
     dwi, dmetas0 = _fp8.kernel_grads(*first, grad0, metas[0], config0)
     dx, dgamma, dbeta = norm_backward(dnorm, x, stats, gamma, beta, attrs, dy if through else None)

@@ -157,10 +157,9 @@ def _check_slots(x, names):
 def _fwd_reference(x, scale, *, names, dtype, **params):
     _check_slots(x, names)
     y = _product(x.astype(jnp.float32), names, params)
-    if scale is None:
-        return y.astype(x.dtype), None, None, None
-    data = saturate(y * scale, dtype)
-    return y.astype(x.dtype), data, jnp.moveaxis(data, -1, 0), jnp.max(jnp.abs(y), initial=0.0)
+    data = None if scale is None else saturate(y * scale, dtype)
+    data_t = None if scale is None else jnp.moveaxis(data, -1, 0)
+    return y.astype(x.dtype), data, data_t, jnp.max(jnp.abs(y), initial=0.0)
 
 
 def _bwd_reference(dy, x, scale, *, names, dtype, **params):
@@ -168,10 +167,9 @@ def _bwd_reference(dy, x, scale, *, names, dtype, **params):
     _, vjp = jax.vjp(lambda x: _product(x, names, params), x.astype(jnp.float32))
     (dx,) = vjp(dy.astype(jnp.float32))
     dbias = jnp.sum(dx, tuple(range(x.ndim - 2)))
-    if scale is None:
-        return dx.astype(x.dtype), None, None, None, dbias
-    data = saturate(dx * scale, dtype)
-    return dx.astype(x.dtype), data, transpose(data, x.ndim - 2), jnp.max(jnp.abs(dx), initial=0.0), dbias
+    data = None if scale is None else saturate(dx * scale, dtype)
+    data_t = None if scale is None else transpose(data, x.ndim - 2)
+    return dx.astype(x.dtype), data, data_t, jnp.max(jnp.abs(dx), initial=0.0), dbias
 
 
 def _bwd_dtypes(dy, x, scale, *, dtype, **_):

@@ -22,10 +22,9 @@ def _fwd_reference(x, gamma, beta, scale, *, eps, rms, zero_centered, dtype):
     rstd = jax.lax.rsqrt(jnp.mean(jnp.square(centered), -1) + eps)
     y = centered * rstd[..., None] * g
     y = y if beta is None else y + beta.astype(jnp.float32)
-    if scale is None:
-        return y.astype(x.dtype), None, None, mean, rstd, None
-    data = saturate(y * scale, dtype)
-    return y.astype(x.dtype), data, jnp.moveaxis(data, -1, 0), mean, rstd, jnp.max(jnp.abs(y), initial=0.0)
+    data = None if scale is None else saturate(y * scale, dtype)
+    data_t = None if scale is None else jnp.moveaxis(data, -1, 0)
+    return y.astype(x.dtype), data, data_t, mean, rstd, jnp.max(jnp.abs(y), initial=0.0)
 
 
 norm_fwd = Op(

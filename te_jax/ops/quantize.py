@@ -26,8 +26,9 @@ def transpose(x, split):
 
 def _reference(x, scale, *, split, dtype):
     x = x.astype(jnp.float32)
-    data = saturate(x * scale, dtype)
-    return data, transpose(data, split), jnp.max(jnp.abs(x), initial=0.0), jnp.sum(x, tuple(range(split)))
+    data = None if scale is None else saturate(x * scale, dtype)
+    data_t = None if scale is None else transpose(data, split)
+    return data, data_t, jnp.max(jnp.abs(x), initial=0.0), jnp.sum(x, tuple(range(split)))
 
 
 def tiles(m, n):
@@ -41,14 +42,14 @@ def _tiles(x, *args, split, **attrs):
 
 quantize = Op(
     "te_quantize",
-    "x: m... n..., scale: -> data?: m... n..., data_t?: n... m..., amax:, dbias?: n...",
+    "x: m... n..., scale?: -> data?: m... n..., data_t?: n... m..., amax:, dbias?: n...",
     combine={"amax": "max", "dbias": "sum"},
     ranks={"m...": "split"},
     dtypes=lambda x, scale, *, split, dtype: (dtype, dtype, jnp.float32, jnp.float32),
     partials={"amax": _tiles, "dbias": lambda *args, **attrs: _tiles(*args, **attrs)[:1]},
     reference=_reference,
 )
-"""x f32|bf16|f16 [*m, *n], scale f32[] -> results in this order, as chosen by `outputs`:
+"""x f32|bf16|f16 [*m, *n], scale f32[] (with FP8 results) -> results in this order, as chosen by `outputs`:
 
 data   FP8 [*m, *n]: saturate(x * scale), from f32 math (via bf16 3 % of the values would round twice)
 data_t FP8 [*n, *m]: its transpose

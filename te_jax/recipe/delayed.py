@@ -1,51 +1,22 @@
-"""FP8 recipes: how a tensor gets its scale. Frozen, hashable values: a recipe is part of the jit cache key."""
+"""Delayed scaling: a tensor's scale follows from its amaxes in past steps."""
 
-import enum
 import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-# The converter is named in errors about stored state; it lives in fp8.py, which imports this module.
-CONVERTER = "te_jax.convert_fp8_metas"
+from te_jax.recipe._base import Format, Recipe, bounded
 
-
-class _Max(NamedTuple):
-    max_fwd: float  # largest finite value of the forward type
-    max_bwd: float  # ... and of the gradients' type
-
-
-class Format(enum.Enum):
-    """FP8 formats (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433): E4M3 reaches 448, E5M2 57344.
-
-    HYBRID is E4M3 in the forward pass and E5M2 for gradients. `.value` is (max_fwd, max_bwd).
-    """
-
-    E4M3 = _Max(448.0, 448.0)
-    E5M2 = _Max(57344.0, 57344.0)
-    HYBRID = _Max(448.0, 57344.0)
-
-    def dtype(self, direction: str) -> jnp.dtype:
-        """The FP8 type of a tensor: `direction` is "fwd" (activations, weights) or "bwd" (gradients)."""
-        wide = self is Format.E5M2 or (self is Format.HYBRID and direction == "bwd")
-        return jnp.dtype(jnp.float8_e5m2 if wide else jnp.float8_e4m3fn)
-
-    def max(self, direction: str) -> float:
-        """The largest finite value of that type."""
-        return self.value.max_bwd if direction == "bwd" else self.value.max_fwd
-
-
-def _need(ok: bool, field: str, value, text: str, error=ValueError):
-    if not ok:
-        raise error(f"DelayedScaling: {field} is {value!r}; {text}.")
+SCALE, HISTORY = "_scale", "_amax_history"  # how the names of a tensor's leaves end
 
 
 @dataclass(frozen=True)
-class DelayedScaling:
+class DelayedScaling(Recipe):
     """Scales from the amaxes of past steps (Micikevicius et al. 2022, section 3.3).
 
     The law, per tensor and step: quantize with the stored scale; put the step's amax into slot 0 of the history;
@@ -82,41 +53,37 @@ class DelayedScaling:
     fp8_mha: bool = False
     split_accumulator: tuple[bool, bool, bool] = (False, True, True)
 
+    has_state: ClassVar[bool] = True
+
     def __post_init__(self):
         set_ = object.__setattr__
-        _need(isinstance(self.fp8_format, Format), "fp8_format", self.fp8_format, "pass a recipe.Format", TypeError)
-        _need(
-            self.fp8_format is not Format.E5M2,
-            "fp8_format",
-            self.fp8_format,
-            "E5M2 has too few bits for the forward pass: use Format.HYBRID or Format.E4M3",
-        )
+        self._check_shared()
         set_(self, "interval", 1 if self.interval == -1 else self.interval)
         for field in ("interval", "amax_history_len"):
             value = getattr(self, field)
             whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-            _need(whole and value >= 1, field, value, "pass an int of at least 1")
+            self._need(whole and value >= 1, field, "pass an int of at least 1")
             set_(self, field, int(value))
         finite = isinstance(self.margin, numbers.Real) and math.isfinite(self.margin)
-        _need(finite, "margin", self.margin, "pass a finite number of powers of 2")
-        _need(isinstance(self.reduce_amax, bool), "reduce_amax", self.reduce_amax, "pass a bool")
-        _need(
-            callable(self.amax_compute_algo) or self.amax_compute_algo in ("max", "most_recent"),
-            "amax_compute_algo",
-            self.amax_compute_algo,
-            'pass "max", "most_recent" or a function of the history',
-        )
+        self._need(finite, "margin", "pass a finite number of powers of 2")
+        known = callable(self.amax_compute_algo) or self.amax_compute_algo in ("max", "most_recent")
+        self._need(known, "amax_compute_algo", 'pass "max", "most_recent" or a function of the history')
         scaling = self.scaling_factor_compute_algo
         text = "pass None or a function (amax, scale, fp8_max, recipe) -> scale"
-        _need(scaling is None or callable(scaling), "scaling_factor_compute_algo", scaling, text)
-        for field in ("override_linear_precision", "split_accumulator"):
-            value = getattr(self, field)
-            three = isinstance(value, tuple | list) and len(value) == 3 and all(isinstance(v, bool) for v in value)
-            _need(three, field, value, "pass three bools: (fprop, dgrad, wgrad)")
-            set_(self, field, tuple(value))
-        _need(isinstance(self.fp8_dpa, bool), "fp8_dpa", self.fp8_dpa, "pass a bool")
-        text = "FP8 tensors between projections and attention are not in this version: leave it False"
-        _need(not self.fp8_mha, "fp8_mha", self.fp8_mha, text)
+        self._need(scaling is None or callable(scaling), "scaling_factor_compute_algo", text)
+
+    def scale(self, stored: jax.Array, amax: None, fp8_max: float) -> jax.Array:
+        """f32[]: the stored one."""
+        return stored
+
+    def fresh_state(self) -> dict[str, np.ndarray]:
+        """A scale of 1, f32[1], and an empty history, f32[amax_history_len]."""
+        return {SCALE: np.ones(1, np.float32), HISTORY: np.zeros(self.amax_history_len, np.float32)}
+
+    @property
+    def scale_is_of_history(self) -> bool:
+        """Whether a scale is never larger than its history allows; else it may rightly be older than that."""
+        return self.interval == 1 and self.amax_compute_algo == "max" and self.scaling_factor_compute_algo is None
 
     def new_state(self, scale: jax.Array, history: jax.Array, amax: jax.Array, fp8_max: float):
         """One step of the law.
@@ -149,6 +116,35 @@ class DelayedScaling:
             new = fp8_max / amax / 2.0**self.margin
         else:
             new = jnp.asarray(self.scaling_factor_compute_algo(amax, scale, fp8_max, self), jnp.float32)
-        float32 = jnp.finfo(jnp.float32)
-        new = jnp.clip(new, float32.tiny, float32.max)
-        return jnp.where(jnp.isfinite(amax) & (amax > 0) & ~jnp.isnan(new), new, scale)
+        return bounded(new, amax, scale)
+
+    def adopted(self, scale: jax.Array, history: jax.Array, fp8_max: float):
+        """The state f32[..., 1], f32[..., n] that another recipe left, as this one's: the newest amaxes, and the scale
+        that they set."""
+        length = self.amax_history_len
+        amaxes = jnp.pad(history[..., 1:], [(0, 0)] * (history.ndim - 1) + [(length + 1, 0)])  # the newest one is last
+        before = amaxes[..., -length - 1 : -1].at[..., :1].set(0)  # the history that the newest one came to
+        amax = jnp.vectorize(self.seen_amax, signature="(l),()->()")(before, amaxes[..., -1])[..., None]
+        new = amaxes[..., amaxes.shape[-1] - length :].at[..., :1].set(0)
+        return self.scale_from(amax, scale, fp8_max), new
+
+    def mended(self, scales: jax.Array, histories: jax.Array, bwd: jax.Array, in_force: bool = True):
+        """States of n tensors without what no step leaves behind: scales f32[n], histories f32[n, L] -> the same.
+
+        bwd:      bool[n], which are gradients.
+        in_force: the states follow this recipe. Else neither its interval nor its formats count.
+        """
+        counted = self.interval if in_force else jnp.inf  # steps that slot 0 may count up to
+        slot0 = jnp.where((histories[:, :1] <= 0) & (histories[:, :1] > -counted), histories[:, :1], 0.0)
+        newer = jnp.where(jnp.isfinite(histories[:, 1:]) & (histories[:, 1:] > 0), histories[:, 1:], 0.0)
+        fp8_max = self.fp8_format.max("fwd")
+        if in_force:  # else the gradients' type is not known, and the smaller maximum is safe
+            fp8_max = jnp.where(bwd, self.fp8_format.max("bwd"), fp8_max)
+        allowed = fp8_max / jnp.max(newer, 1, initial=0.0) / 2.0**self.margin  # inf where nothing is recorded
+        allowed = jnp.minimum(allowed, jnp.finfo(jnp.float32).max)
+        empty = jnp.max(newer, 1, initial=0.0) == 0
+        broken = ~(scales > 0)  # NaN too
+        scales = jnp.where(broken, jnp.where(empty, 1.0, allowed), jnp.minimum(scales, jnp.finfo(jnp.float32).max))
+        if in_force and self.scale_is_of_history:
+            scales = jnp.where(empty, scales, jnp.minimum(scales, allowed))
+        return scales, jnp.concatenate([slot0, newer], 1)

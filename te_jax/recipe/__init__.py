@@ -1,0 +1,9 @@
+"""FP8 recipes: how a tensor gets its scale. Frozen, hashable values: a recipe is part of the jit cache key.
+
+One file each, on top of `_base.Recipe`, which says what the rest of te_jax asks of them.
+"""
+
+from te_jax.recipe._base import Format as Format
+from te_jax.recipe._base import Recipe as Recipe
+from te_jax.recipe.current import Float8CurrentScaling as Float8CurrentScaling
+from te_jax.recipe.delayed import DelayedScaling as DelayedScaling

@@ -1,0 +1,92 @@
+"""The formats, and what layers and modules ask of any recipe."""
+
+import enum
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class _Max(NamedTuple):
+    max_fwd: float  # largest finite value of the forward type
+    max_bwd: float  # ... and of the gradients' type
+
+
+class Format(enum.Enum):
+    """FP8 formats (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433): E4M3 reaches 448, E5M2 57344.
+
+    HYBRID is E4M3 in the forward pass and E5M2 for gradients. `.value` is (max_fwd, max_bwd).
+    """
+
+    E4M3 = _Max(448.0, 448.0)
+    E5M2 = _Max(57344.0, 57344.0)
+    HYBRID = _Max(448.0, 57344.0)
+
+    def dtype(self, direction: str) -> jnp.dtype:
+        """The FP8 type of a tensor: `direction` is "fwd" (activations, weights) or "bwd" (gradients)."""
+        wide = self is Format.E5M2 or (self is Format.HYBRID and direction == "bwd")
+        return jnp.dtype(jnp.float8_e5m2 if wide else jnp.float8_e4m3fn)
+
+    def max(self, direction: str) -> float:
+        """The largest finite value of that type."""
+        return self.value.max_bwd if direction == "bwd" else self.value.max_fwd
+
+
+class Recipe:
+    """What is asked of a recipe: two facts about it, and pure functions of one tensor's numbers.
+
+    A recipe is a frozen dataclass with fields of its own and these: fp8_format, override_linear_precision, reduce_amax,
+    fp8_dpa, fp8_mha, split_accumulator (see `DelayedScaling`). They are declared in each, for the order in which a
+    recipe takes its arguments is its own.
+    """
+
+    has_state: ClassVar[bool] = False  # in `fp8_metas`: see `DelayedScaling` for the methods that it takes
+    needs_amax: ClassVar[bool] = False  # `scale` wants the tensor's own amax: its source is read once more for it
+
+    fp8_format: Format
+    override_linear_precision: tuple[bool, bool, bool]
+    reduce_amax: bool
+    fp8_dpa: bool
+    fp8_mha: bool
+    split_accumulator: tuple[bool, bool, bool]
+
+    def scale(self, stored: jax.Array | None, amax: jax.Array | None, fp8_max: float) -> jax.Array:
+        """f32[]: what a tensor is multiplied by before it is cast to the type that ends at `fp8_max`.
+
+        stored: f32[], the scale of its state, None without state. amax: f32[], its own, None unless `needs_amax`.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.scale")
+
+    def fresh_state(self) -> dict[str, np.ndarray]:
+        """State of a tensor that was never seen, f32 leaves by the end of their names; {} without state."""
+        return {}
+
+    def _need(self, ok: bool, field: str, text: str, error=ValueError):
+        if not ok:
+            raise error(f"{type(self).__name__}: {field} is {getattr(self, field)!r}; {text}.")
+
+    def _need_bool(self, *fields: str):
+        for field in fields:
+            self._need(isinstance(getattr(self, field), bool), field, "pass a bool")
+
+    def _check_shared(self):
+        """Of `__post_init__`: the fields that all recipes have."""
+        self._need(isinstance(self.fp8_format, Format), "fp8_format", "pass a recipe.Format", TypeError)
+        text = "E5M2 has too few bits for the forward pass: use Format.HYBRID or Format.E4M3"
+        self._need(self.fp8_format is not Format.E5M2, "fp8_format", text)
+        for field in ("override_linear_precision", "split_accumulator"):
+            value = getattr(self, field)
+            three = isinstance(value, tuple | list) and len(value) == 3 and all(isinstance(v, bool) for v in value)
+            self._need(three, field, "pass three bools: (fprop, dgrad, wgrad)")
+            object.__setattr__(self, field, tuple(value))
+        self._need_bool("reduce_amax", "fp8_dpa")
+        text = "FP8 tensors between projections and attention are not in this version: leave it False"
+        self._need(not self.fp8_mha, "fp8_mha", text)
+
+
+def bounded(scale: jax.Array, amax: jax.Array, otherwise) -> jax.Array:
+    """`scale`, computed from `amax`, within the normal floats; `otherwise` where amax is 0 or not finite."""
+    float32 = jnp.finfo(jnp.float32)
+    usable = jnp.isfinite(amax) & (amax > 0) & ~jnp.isnan(scale)
+    return jnp.where(usable, jnp.clip(scale, float32.tiny, float32.max), otherwise)

@@ -1,0 +1,65 @@
+"""Current scaling: every tensor by its own amax, in the step that it is used in."""
+
+import numbers
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from te_jax.recipe._base import Format, Recipe, bounded
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling(Recipe):
+    """Every tensor is scaled by its own amax of this step (Micikevicius et al. 2022, section 3.3): nothing saturates,
+    and there is no state: no `fp8_metas`.
+
+    The law: scale = fp8_max / max(amax, amax_epsilon), an infinite one clamped to the largest float; 1 where the amax
+    is 0 or not finite. The amax of an array over a mesh is that of the whole array.
+
+    What it costs over `DelayedScaling`: one more reading of each tensor's source, by the kernel that then writes FP8,
+    with the amax as its one result. (To have it write the tensor in a wide type too, and to quantize that, moves as
+    many bytes or more, takes room, and rounds twice.)
+
+    fp8_format:    Format.HYBRID or Format.E4M3.
+    power_2_scale: scales are rounded down to a power of 2, so that they change exponents alone.
+    amax_epsilon:  the least amax that sets a scale, in units of the tensor.
+    override_linear_precision, split_accumulator: as in `DelayedScaling`.
+    reduce_amax:   inside `shard_map`, one amax for the shards of a tensor, over the mesh axes it varies over but that
+                   of pipeline stages. False: each device scales its shard by its own.
+    fp8_dpa, fp8_mha: attention in FP8 has delayed scales alone: must be False.
+
+    Raises ValueError (TypeError for a wrong type) at construction, naming the field, its value and what is allowed.
+    """
+
+    fp8_format: Format = Format.HYBRID
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    split_accumulator: tuple[bool, bool, bool] = (False, True, True)
+
+    needs_amax: ClassVar[bool] = True
+
+    def __post_init__(self):
+        self._check_shared()
+        self._need_bool("power_2_scale")
+        epsilon = self.amax_epsilon
+        number = isinstance(epsilon, numbers.Real) and not isinstance(epsilon, bool)
+        in_range = number and 0 <= epsilon <= float(jnp.finfo(jnp.float32).max)  # not so of NaN
+        self._need(in_range, "amax_epsilon", "pass a finite float32 of at least 0")
+        object.__setattr__(self, "amax_epsilon", float(epsilon))
+        text = "attention in FP8 has delayed scales alone: leave it False, or use DelayedScaling(fp8_dpa=True)"
+        self._need(not self.fp8_dpa, "fp8_dpa", text)
+
+    def scale(self, stored: None, amax: jax.Array, fp8_max: float) -> jax.Array:
+        """f32[] from amax f32[]: the law above."""
+        scale = bounded(fp8_max / jnp.maximum(amax, self.amax_epsilon), amax, 1.0)
+        if not self.power_2_scale:
+            return scale
+        exponent = lax.bitcast_convert_type(scale, jnp.uint32) & jnp.uint32(0xFF << 23)  # log2 might round up
+        return lax.bitcast_convert_type(exponent, jnp.float32)

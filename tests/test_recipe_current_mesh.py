@@ -1,0 +1,190 @@
+"""Current scaling on meshes of 8 devices: a tensor's amax is that of all of its shards, and of no other tensor."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_sharded_layers as sharded
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_layers import close, data
+from test_recipe_current import results
+
+import te_jax as te
+from te_jax._op import varying
+from te_jax.layers import dense, layernorm_mlp
+from te_jax.recipe import Float8CurrentScaling
+
+pytestmark = pytest.mark.usefixtures("on_host")
+
+RECIPE = Float8CurrentScaling()
+kinds = pytest.mark.parametrize("kind", sharded.KINDS)
+
+
+def mesh_of(kind):
+    return jax.make_mesh((4, 2), ("dp", "tp"), axis_types=(sharded.KINDS[kind],) * 2)
+
+
+def uneven(rng, *shape):
+    """Such that shards along any axis have amaxes of their own."""
+    (x,) = data(rng, shape)
+    for axis, size in enumerate(shape):
+        x = x * jnp.exp2(8 * jnp.arange(size) / size).reshape(-1, *[1] * (len(shape) - 1 - axis))
+    return x
+
+
+def kept(layer, *args):
+    """What the forward pass leaves for the backward pass: FP8 operands, each with 1 / scale and its amax."""
+    return jax.tree.leaves(jax.vjp(layer, *args)[1])
+
+
+def inverse_scales(leaves):
+    return [leaf for leaf in leaves if leaf.shape == ()][::2]
+
+
+LAYOUTS = {
+    "data": (P("dp"), P()),
+    "column": (P("dp"), P(None, "tp")),
+    "row": (P("dp", "tp"), P("tp")),
+    "fsdp": (P(("dp", "tp")), P("dp")),
+}
+
+
+@kinds
+@pytest.mark.parametrize("specs", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("bad", [None, jnp.nan], ids=["finite", "nan"])
+def test_dense(kind, specs, bad, rng):
+    """Operands and scales are those of one device bit for bit, also where one shard has a NaN: each device then scales
+    by 1. The gradient of y is sharded as y is."""
+    x, w, mesh = uneven(rng, 16, 32), uneven(rng, 32, 64), mesh_of(kind)
+    x = x if bad is None else x.at[15, 31].set(bad)
+    layer = lambda x, w: dense(x, w, recipe=RECIPE)
+    leaves, step = (jax.jit(functools.partial(fn, layer)) for fn in (kept, results))
+    want, want_step = leaves(x, w), step(x, w)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((x, w), specs)]
+        got = leaves(*placed)
+        got_step = step_on_mesh(layer, *placed) if bad is None else None
+    assert sorted(str(leaf.dtype) for leaf in want) == ["float32"] * 4 + ["float8_e4m3fn"] * 2
+    for a, b in zip(got, want):  # in f32, where numpy takes a NaN for a NaN
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+    if bad is None:
+        jax.tree.map(close, got_step, want_step)
+
+
+def step_on_mesh(layer, *args):
+    """`results`, with the gradient of y placed as y is."""
+
+    @jax.jit
+    def run(*args):
+        y, vjp = jax.vjp(layer, *args)
+        (dy,) = data(np.random.default_rng(1), y.shape, dtype=y.dtype)
+        explicit = AxisType.Explicit in jax.typeof(y).sharding.mesh.axis_types
+        return y, vjp(jax.sharding.reshard(dy, jax.typeof(y).sharding) if explicit else dy)
+
+    return run(*args)
+
+
+@kinds
+def test_layernorm_mlp(kind, rng):
+    """Tensor parallel. The scales of x, wi and wo are those of one device; the activation is behind a product, whose
+    sums another tiling may order otherwise."""
+    x, gamma, beta, wi, wo = (uneven(rng, *shape) for shape in ((8, 4, 16), (16,), (16,), (16, 1, 32), (32, 16)))
+    layer = lambda *args: layernorm_mlp(*args, recipe=RECIPE)
+    mesh, args = mesh_of(kind), (x, gamma, beta, wi, wo)
+    scales = lambda leaves: list(map(float, inverse_scales(leaves)))
+    run = jax.jit(functools.partial(kept, layer))
+    want, want_y = scales(run(*args)), jax.jit(layer)(*args)
+    with jax.set_mesh(mesh):
+        specs = P("dp"), P(), P(), P(None, None, "tp"), P("tp")
+        placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(args, specs)]
+        got, y = scales(run(*placed)), jax.jit(layer)(*placed)
+    assert len(want) == 4  # of x, wi, the activation, wo
+    np.testing.assert_array_equal(np.delete(got, 2), np.delete(want, 2))
+    np.testing.assert_allclose(got[2], want[2], rtol=2.0**-20)
+    assert np.linalg.norm(y - want_y) <= 2.0**-6 * np.linalg.norm(want_y)  # see `near` of test_recipe_current.py
+
+
+@kinds
+@pytest.mark.parametrize("name", ["dp-tp", "dp-fsdp-tp-sp"])
+@pytest.mark.parametrize("what", ["mlp", "mha"])
+def test_modules(what, name, kind, monkeypatch):
+    """Numbers of one device, and no collective beyond those under delayed scaling but of single numbers."""
+    monkeypatch.setattr(sharded, "RECIPE", RECIPE)
+    monkeypatch.setattr(sharded, "on_one_device", functools.cache(sharded.on_one_device.__wrapped__))
+    _, others, want = sharded.on_one_device(what, True, jnp.bfloat16)
+    got, found = sharded.on_mesh.__wrapped__(what, name, kind, True, jnp.bfloat16)
+    assert others == got[1][1] == {}
+    sharded.check_equal((got[0], got[1][0], got[1][2]), (want[0], want[1][0], want[1][2]), 2e-2)
+    sharded.check_collectives(found, sharded.minimum(what, name, True, 2))
+
+
+# -- shard_map -----------------------------------------------------------------------------------------------
+
+
+def local_scales(recipe, x, w, specs, resource=None):
+    """The scales of x and w on each of 4 x 2 devices, f32[4, 2, 2], and the axes of all maxima over devices."""
+    mesh = mesh_of("auto")
+
+    def scales(x, w):
+        both = jnp.stack(inverse_scales(kept(lambda x, w: dense(x, w, recipe=recipe), x, w)))
+        lacks = tuple(sorted({"dp", "tp"} - varying(both)))
+        return (lax.pcast(both, lacks, to="varying") if lacks else both)[None, None]
+
+    with jax.set_mesh(mesh), te.autocast(mesh_resource=resource):
+        run = jax.shard_map(scales, mesh=mesh, in_specs=specs, out_specs=P("dp", "tp"))
+        maxima = re.findall(r"pmax\w*\[.*?axes=\((.*?)\)", str(jax.make_jaxpr(run)(x, w)), re.S)
+        return 1 / np.asarray(jax.jit(run)(x, w)), [axes.rstrip(",").replace("'", "") for axes in maxima]
+
+
+def scale_of(shards, axes):
+    """448 / amax over `axes`, f32 with a rounding or two."""
+    return 448 / np.abs(np.asarray(shards)).max(axes)
+
+
+def test_all_shards_of_a_tensor_and_nothing_else(rng):
+    """x lies on dp, w on tp: the amax of x crosses dp alone, that of w tp."""
+    x, w = uneven(rng, 8, 16), uneven(rng, 16, 32)
+    got, maxima = local_scales(RECIPE, x, w, (P("dp"), P(None, "tp")))
+    np.testing.assert_allclose(got[..., 0], scale_of(x, None), rtol=2.0**-22)
+    np.testing.assert_allclose(got[..., 1], scale_of(w, None), rtol=2.0**-22)
+    assert maxima == ["dp", "tp"]
+    assert local_scales(RECIPE, x, w, (P(), P()))[1] == []
+
+
+def test_each_device_for_itself(rng):
+    x, w = uneven(rng, 8, 16), uneven(rng, 16, 32)
+    got, maxima = local_scales(Float8CurrentScaling(reduce_amax=False), x, w, (P("dp"), P(None, "tp")))
+    own = scale_of(x.reshape(4, 2, 16), (1, 2))[:, None], scale_of(w.reshape(16, 2, 16), (0, 2))
+    np.testing.assert_allclose(got, np.stack(np.broadcast_arrays(*own), -1), rtol=2.0**-22)
+    assert maxima == []
+
+
+def test_stages_of_a_pipeline(rng):
+    """Their weights are tensors of their own, each sharded over tp."""
+    x, w = uneven(rng, 8, 16), uneven(rng, 4 * 16, 32)
+    got, maxima = local_scales(RECIPE, x, w, (P(), P("dp", "tp")), te.MeshResource(pp_resource="dp"))
+    own = scale_of(w.reshape(4, 16, 32), (1, 2))[:, None]
+    np.testing.assert_allclose(got[..., 1], np.broadcast_to(own, (4, 2)), rtol=2.0**-22)
+    assert maxima == ["tp"]
+
+
+def test_gradients(rng):
+    """A step inside of shard_map: that of one device. The gradient of y has one scale for all of its shards."""
+    x, w, dy = uneven(rng, 8, 16), uneven(rng, 16, 32), uneven(rng, 8, 32)
+    step = lambda x, w, dy: jax.vjp(lambda x, w: dense(x, w, recipe=RECIPE), x, w)[1](dy)
+    mesh, specs = mesh_of("auto"), (P("dp"), P(None, "tp"), P("dp", "tp"))
+    got = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs[:2]))(x, w, dy)
+    jax.tree.map(close, got, step(x, w, dy))
+
+
+def test_without_vma_the_shards_are_not_known(rng):
+    x, w = uneven(rng, 8, 16), uneven(rng, 16, 32)
+    layer = lambda x, w: dense(x, w, recipe=RECIPE)
+    run = jax.shard_map(layer, mesh=mesh_of("auto"), in_specs=(P("dp"), P()), out_specs=P("dp"), check_vma=False)
+    with pytest.raises(ValueError, match=r"need shard_map\(check_vma=True\)"):
+        run(x, w)
