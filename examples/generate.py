@@ -28,7 +28,7 @@ def load(directory: pathlib.Path, bf16: bool):
         raise ValueError(f"there is no checkpoint in {directory}: train one with train_gpt.py, or give --checkpoint")
     key = run["key"]
     model = GPT(config.Model.of(key), max_len=key["seq_len"])
-    recipe = fp8_recipe(argparse.Namespace(**key)) if run["has_fp8"] and not bf16 else None
+    recipe = fp8_recipe(argparse.Namespace(**key)) if run["precision"] == "fp8" and not bf16 else None
 
     def init():
         with steps.autocast(recipe):

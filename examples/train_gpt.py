@@ -22,7 +22,9 @@ from te_jax import recipe as te_recipe
 LATE = 3  # steps that a loss is read after its step was issued, so that the device never waits for the host
 
 
-def fp8_recipe(args) -> te_recipe.DelayedScaling:
+def fp8_recipe(args) -> te_recipe.Recipe:
+    if args.recipe == "current":
+        return te_recipe.Float8CurrentScaling()
     return te_recipe.DelayedScaling(
         fp8_format=te_recipe.Format.HYBRID,  # E4M3 forward, E5M2 for gradients
         amax_history_len=args.amax_history_len,
@@ -75,6 +77,7 @@ def train(args, precision: str, corpus: data.Corpus, out: pathlib.Path, devices:
     checkpoints = None if args.no_checkpoint else checkpoint.Checkpoints(out / precision)
     if checkpoints and args.resume and (found := checkpoints.restore(state, run["key"])):
         state, run = found
+    run["precision"] = precision  # the checkpoint may be of a run in the other one
     start, stop = int(state.step), min(args.steps, args.stop_at or args.steps)
     print(
         f"{precision}: {parameters / 1e6:.1f}M parameters, steps {start} to {stop} of {args.steps}",

@@ -220,7 +220,7 @@ def test_same_bits_and_digest():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gpt layer", "llama layer", "gpt layer, hidden dropout 0.1"])
-@pytest.mark.parametrize("impl", ["te_jax bf16", "te_jax fp8", "te_jax fp8 fast"])
+@pytest.mark.parametrize("impl", layers.RECIPES)
 def test_two_runs_of_a_layer_give_the_same_bits(name, impl):
     sizes = dict(batch=2, seq=256, hidden=512, ffn=1024, heads=8)
     (model,) = (m for m in layers.models(tiny=True) if m.name == name)

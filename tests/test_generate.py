@@ -16,6 +16,8 @@ sys.path.insert(0, str(EXAMPLES))
 import generate  # noqa: E402
 import train_gpt  # noqa: E402
 
+from te_jax.recipe import Float8CurrentScaling  # noqa: E402
+
 PROMPTS = [b"import ", b"a", b"python examples"]
 
 
@@ -72,6 +74,18 @@ def test_logits_are_those_without_a_cache(trained):
     varying = (due - due.mean(1, keepdims=True))[comparable]  # what does not hang on the text is always right
     # Activations are bf16, and FP8 before the GEMMs: a sum of another order crosses an edge, 2**-4 apart, now and then.
     assert np.linalg.norm((logits - due)[comparable]) < 0.15 * np.linalg.norm(varying)
+
+
+def test_the_recipe_is_that_of_training(tmp_path, capsys):
+    options = "--preset tiny --layers 1 --seq-len 16 --batch-size 2 --steps 2 --eval-every 0 --recipe current".split()
+    options += ["--data", str(EXAMPLES / "README.md"), "--out", str(tmp_path)]
+    train = lambda *more: train_gpt.main([*options, *more])
+    assert train() == 0
+    model, variables, recipe = generate.load(tmp_path / "fp8", bf16=False)
+    assert isinstance(recipe, Float8CurrentScaling) and set(variables) == {"params"}
+    assert model.config.layers == 1
+    assert train("--resume", "--recipe", "delayed") == 2
+    assert "recipe current there, delayed now" in capsys.readouterr().err
 
 
 def test_bf16_and_sampling(trained, capsys):

@@ -95,7 +95,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
-        description="Train a byte-level GPT in FP8 (delayed scaling), and with --compare in bf16 beside it.",
+        description="Train a byte-level GPT in FP8, and with --compare in bf16 beside it.",
     )
 
     def add(group, name, help, **options):
@@ -103,6 +103,8 @@ def parser() -> argparse.ArgumentParser:
 
     add(p, "--preset", "model size [default: medium on a GPU, tiny without]", choices=PRESETS)
     add(p, "--precision", "of the GEMMs [default: fp8]", choices=("fp8", "bf16"), default="fp8")
+    add(p, "--recipe", "scales of FP8 tensors: from past steps, or from their own amax [default: delayed]",
+        choices=("delayed", "current"), default="delayed")  # fmt: skip
     add(p, "--compare", "train in both, from one seed and on the same batches", action="store_true")
     add(p, "--data", "your own text [default: Python's library source]", nargs="+", metavar="FILE")
     add(
@@ -188,6 +190,6 @@ def complete(args: argparse.Namespace, default_preset: str) -> argparse.Namespac
 
 def resume_key(args: argparse.Namespace, text_bytes: int) -> dict:
     """What must be equal for a resumed run to be the same run; JSON types."""
-    fields = ("seed", "batch_size", "seq_len", "steps", "lr", "warmup", "amax_history_len", "dropout", "data")
+    fields = ("seed", "batch_size", "seq_len", "steps", "lr", "warmup", "recipe", "amax_history_len", "dropout", "data")
     model = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(args.model).items()}
     return {**{f: getattr(args, f) for f in fields}, **model, "text_bytes": text_bytes}

@@ -43,7 +43,7 @@ def decayed(params) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key.endswith("kernel"), params)
 
 
-def autocast(recipe: te_recipe.DelayedScaling | None):
+def autocast(recipe: te_recipe.Recipe | None):
     return te.autocast(enabled=recipe is not None, recipe=recipe)
 
 
