@@ -496,5 +496,5 @@ def on_explicit_mesh(aval) -> bool:
 
 
 def varying(x) -> frozenset[str]:
-    """The manual mesh axes over which `x` varies inside `shard_map`."""
-    return jax.typeof(x).manual_axis_type.varying
+    """The manual mesh axes over which `x`, an array or the type of one, varies inside `shard_map`."""
+    return (x if isinstance(x, ShapedArray) else jax.typeof(x)).manual_axis_type.varying

@@ -98,12 +98,19 @@ def max_fp8_metas(before, microbatches):
     microbatches: the k gradients with respect to it, stacked along a new first axis, as `lax.scan` and `jax.vmap`
                   return them: leaves f32[k, ..., 1] and f32[k, ..., L]. Other collections pass through.
 
-    A microbatch that saw no finite amax counts only if all did so. If the last L - 1 recorded amaxes are equal, that
-    cannot be told from having seen the same once more, and it counts as this. A history of length 1 holds no amax:
-    there the smallest scale is taken.
+    A microbatch that saw no finite amax counts only if all did so. If the last L - 1 recorded amaxes are equal, as
+    they always are for L = 2, that cannot be told from having seen the same once more, and it counts as this. A
+    history of length 1 holds no amax: there the smallest scale is taken, the old one too if a microbatch kept it.
+
+    Raises ValueError for trees of different structure.
     """
     if FP8_COLLECTION not in before:
         return microbatches
+    got, want = (jax.tree.structure(tree.get(FP8_COLLECTION)) for tree in (microbatches, before))
+    if got != want:
+        raise ValueError(
+            f"max_fp8_metas: microbatches hold {got}, but before {want}; pass gradients with respect to `before`."
+        )
     largest = map_tensors(_largest, microbatches[FP8_COLLECTION], before[FP8_COLLECTION])
     return update_collections({FP8_COLLECTION: largest}, microbatches)
 

@@ -159,13 +159,13 @@ def scale_of(
     measure: -> the tensor's amax, f32[]; called where the recipe scales by it. direction: "fwd" or "bwd".
     shards:  inside `shard_map`, the mesh axes over which the tensor is sharded; its amax is that of all shards.
 
-    Raises ValueError under `shard_map(check_vma=False)`, where these axes are not known.
+    Raises ValueError under `shard_map(check_vma=False)`, where these axes are not known, unless the recipe reduces no
+    amax.
     """
-    amax = None
-    if recipe.needs_amax:
+    amax = measure() if recipe.needs_amax else None
+    if amax is not None and recipe.reduce_amax:
         _check_vma()
-        amax = measure()
-        amax = amax_across(amax, tuple(sorted(shards))) if recipe.reduce_amax and shards else amax
+        amax = amax_across(amax, tuple(sorted(shards))) if shards else amax
     return recipe.scale(None if meta is None else meta.scale, amax, recipe.fp8_format.max(direction))
 
 

@@ -72,6 +72,14 @@ def test_refused(error, text, kwargs):
         Float8CurrentScaling(**kwargs)
 
 
+@pytest.mark.parametrize(
+    "recipe, text", [(Float8CurrentScaling, "pass an instance"), ("current", "recipe is 'current'")]
+)
+def test_no_recipe(recipe, text):
+    with pytest.raises(TypeError, match=f"dense: recipe is .*{text}" if recipe != "current" else text):
+        dense(jnp.ones((2, 4)), jnp.ones((4, 3)), recipe=recipe)
+
+
 def test_value_semantics():
     assert Float8CurrentScaling(amax_epsilon=0) == RECIPE and hash(Float8CurrentScaling()) == hash(RECIPE)
     assert RECIPE not in (DelayedScaling(), OPTIONS[1])
@@ -110,12 +118,12 @@ emulated_dot.defvjp(lambda x, w, *static: (emulated_dot(x, w, *static), (x, w)),
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def rounded(x, forward, backward):
     """f32 x, rounded to the type `forward`, its gradient to `backward`: what is an array of that type in the layer."""
-    return x.astype(forward).astype(jnp.float32)
+    return jax.lax.optimization_barrier(x.astype(forward)).astype(jnp.float32)  # XLA might drop both casts
 
 
 rounded.defvjp(
     lambda x, forward, backward: (rounded(x, forward, backward), None),
-    lambda forward, backward, _, g: (g.astype(backward).astype(jnp.float32),),
+    lambda forward, backward, _, g: (jax.lax.optimization_barrier(g.astype(backward)).astype(jnp.float32),),
 )
 
 

@@ -236,6 +236,83 @@ def test_the_largest_of_states_is_the_law_of_the_largest_amax(length, interval):
         scale, history = want_scale, want_history
 
 
+def of_one_tensor(recipe, tx=None, **more):
+    fp8 = {"fp8_metas": {"x" + end: jnp.asarray(leaf) for end, leaf in recipe.fresh_state().items()}}
+    fields = dict(params={"w": jnp.ones(1)}, tx=tx or optax.sgd(0.0), collections=fp8)
+    return te_flax.TrainState.create(apply_fn=None, **fields, **more)
+
+
+def pair(state):
+    return state.fp8["fp8_metas"]["x_scale"], state.fp8["fp8_metas"]["x_amax_history"]
+
+
+def moved(state, scale, history, gradient=0.0):
+    metas = {"x_scale": scale, "x_amax_history": history}
+    return state.apply_gradients(grads=({"w": jnp.full(1, gradient)}, {"fp8_metas": metas}))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(interval=3),
+        dict(interval=4, amax_history_len=2),
+        dict(amax_compute_algo="most_recent"),
+        dict(amax_compute_algo=lambda newest_first: jnp.mean(newest_first)),
+        dict(scaling_factor_compute_algo=lambda amax, scale, top, _: jnp.minimum(2 * scale, top / amax)),
+    ],
+    ids=["max", "interval", "interval, short", "most_recent", "mean", "doubling"],
+)
+def test_is_the_law_where_amaxes_repeat(options):
+    """A step that sees the amax that all of the history holds is told from one that sees none."""
+    recipe = DelayedScaling(**{"amax_history_len": L, **options})
+    state = of_one_tensor(recipe)
+    law = partial(recipe.new_state, fp8_max=448.0)
+    want = pair(state)
+    with te.autocast(True, recipe):
+        for amax in jnp.asarray([8.0, 1.0, 2.0, *[1.0] * 12]):
+            want = law(*want, amax)
+            state = moved(state, *law(*pair(state), amax))
+            assert_equal(pair(state), want)
+    assert pair(state)[0] == 448
+
+
+def test_sums_of_states_that_saw_nothing_leave_the_old_one():
+    """Two uses that autodiff added up, whose gradients become 0: neither history nor scale may run away."""
+    recipe = DelayedScaling(amax_history_len=L)
+    state, law = of_one_tensor(recipe), partial(recipe.new_state, fp8_max=448.0)
+    with te.autocast(True, recipe):
+        for amax in [0.0, 0.0, 1.0, 1.0, *[0.0] * 20]:
+            scale, history = law(*pair(state), jnp.float32(amax))
+            state = moved(state, 2 * scale, 2 * history)
+    assert_equal(pair(state), (np.full(1, 448 / 2, np.float32), np.asarray([0, 0, 2, 2], np.float32)))
+
+
+@pytest.mark.parametrize("amaxes", [[100, 1, 2], [1, 100, 2], [1, 2, 100, 1]])
+def test_microbatches_that_are_skipped_leave_no_trace(amaxes):
+    recipe = DelayedScaling(amax_history_len=L)
+    tx = optax.MultiSteps(optax.sgd(0.0), 2, should_skip_update_fn=optax.skip_not_finite)
+    state = of_one_tensor(recipe, tx)
+    with te.autocast(True, recipe):
+        for amax in amaxes:
+            new = recipe.new_state(*pair(state), jnp.float32(amax), 448.0)
+            state = moved(state, *new, gradient=jnp.nan if amax == 100 else 0.0)
+    assert_equal(pair(state), (np.full(1, 448 / 2, np.float32), np.asarray([0, 0, 0, 2], np.float32)))
+
+
+def test_a_frozen_dict_of_state():
+    state = create(optax.sgd(0.1))
+    frozen, _ = make_step()(state.with_fp8(flax.core.freeze(state.fp8)), data(8, 16))
+    plain, _ = make_step()(state, data(8, 16))
+    assert_equal(flax.core.unfreeze(frozen.fp8), plain.fp8)
+
+
+def test_two_arrays_of_parameters_are_no_pair_of_gradients():
+    params = (jnp.ones(2), jnp.ones(3))
+    state = te_flax.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
+    assert_equal(state.apply_gradients(grads=params).params, jax.tree.map(jnp.zeros_like, params))
+
+
 def test_collections_without_fp8_pass_through():
     assert te.max_fp8_metas({}, {"other": 1}) == {"other": 1}
 
@@ -349,6 +426,15 @@ def test_errors():
     two = {"a": optax.MultiSteps(optax.sgd(0.1), 2), "b": optax.MultiSteps(optax.sgd(0.1), 3)}
     with pytest.raises(ValueError, match="2 optax.MultiSteps.*around the whole optimizer"):
         create(optax.partition(two, lambda p: {"first": "a", "second": "b"}))
+    nested = optax.MultiSteps(optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(), 3)
+    with pytest.raises(ValueError, match="2 optax.MultiSteps"):
+        create(nested)
+    with te.autocast(True, RECIPE), pytest.raises(TypeError, match=r"argnums=\(0, 1\)"):
+        state.apply_gradients(grads=(grads, None))
+    with pytest.raises(ValueError, match=r"with_fp8: fp8 has \['first', 'second'\]; pass {}"):
+        state.with_fp8(state.fp8["fp8_metas"])
+    with pytest.raises(ValueError, match="max_fp8_metas: .* pass gradients with respect to `before`"):
+        te.max_fp8_metas(state.fp8, {"fp8_metas": {}})
     plain = create(optax.sgd(0.1), None)
     assert int(plain.apply_gradients(grads=jax.tree.map(jnp.zeros_like, plain.params)).step) == 1
 

@@ -58,8 +58,14 @@ class TrainState(train_state.TrainState):
         """The state with other FP8 state: {} for bf16, {"fp8_metas": ...} of a fresh state for FP8, or
         `te_jax.convert_fp8_metas(state.fp8, recipe)` to go on with another recipe.
 
-        Microbatches of a step under way (`optax.MultiSteps`) leave no trace in it.
+        Microbatches of a step under way (`optax.MultiSteps`) leave no trace in it. Raises ValueError for other keys.
         """
+        if unknown := set(fp8) - {FP8_COLLECTION}:
+            raise ValueError(
+                f"TrainState.with_fp8: fp8 has {sorted(unknown)}; pass {{}}, or {{{FP8_COLLECTION!r}: ...}} as `init` "
+                "returns it."
+            )
+        fp8 = dict(fp8)
         several = _multi_steps(self.opt_state) is not None
         # A copy, since donation takes each buffer once.
         return self.replace(fp8=fp8, fp8_microbatch=jax.tree.map(jnp.copy, fp8) if several else {})
@@ -75,12 +81,14 @@ class TrainState(train_state.TrainState):
         grads:   the gradients with respect to (params, fp8), as `value_and_grad(loss_fn, argnums=(0, 1))` and
                  `accumulate_gradients` return them. That of fp8 is its next value: it is checked and repaired
                  (`te_jax.update_fp8_metas`), and kept as it was for tensors that the backward pass did not reach. If
-                 autodiff added up uses that `te_jax.value_and_grad` would have combined, the state stays safe: one sum
-                 of amaxes enters each history, no sum of sums. Without FP8 state the gradient of params alone will do.
+                 autodiff added up uses that `te_jax.value_and_grad` would have combined, no scale becomes too large,
+                 and sums do not add up over steps where all uses of a tensor saw an amax, or none did. Without FP8
+                 state the gradient of params alone will do.
         tx_args: keyword arguments for `tx.update`, such as the `value` of `optax.contrib.reduce_on_plateau`.
         kwargs:  fields to replace, such as collections=the updated ones.
 
-        Under `optax.MultiSteps` scales and histories move with the parameters, by the largest amax of all microbatches.
+        Under `optax.MultiSteps` scales and histories move with the parameters, by the largest amax of all microbatches
+        but those that its `should_skip_update_fn` rejects.
 
         Raises TypeError for other gradients, ValueError for those of another FP8 state and for histories of another
         length than that of the recipe in force.
@@ -99,13 +107,15 @@ class TrainState(train_state.TrainState):
         where = lambda condition, *trees: jax.tree.map(partial(jnp.where, condition), *trees)
         so_far = where(before.mini_step == 0, fp8, max_fp8_metas(self.fp8, both))
         stepped = after.gradient_step != before.gradient_step
+        skipped = ~stepped & (after.mini_step == before.mini_step)  # by `should_skip_update_fn`
+        so_far = where(skipped, self.fp8_microbatch, so_far)
         return state.replace(fp8=where(stepped, so_far, self.fp8), fp8_microbatch=so_far)
 
     def _checked(self, grads):
         """(gradient of params, next fp8) in the containers of `self.fp8`."""
-        if not (isinstance(grads, tuple) and len(grads) == 2):
-            if not self.fp8:
-                return grads, {}
+        if not self.fp8 and jax.tree.structure(grads) == jax.tree.structure(self.params):
+            return grads, {}
+        if not (isinstance(grads, tuple) and len(grads) == 2 and isinstance(grads[1], Mapping)):
             raise TypeError(
                 f"TrainState.apply_gradients: grads is {type(grads).__name__}, but FP8 state moves by its gradient; "
                 "pass what value_and_grad(loss_fn, argnums=(0, 1))(state.params, state.fp8) returns."
@@ -149,7 +159,10 @@ def _plausible(path, new, old):
     (scale, history), (old_scale, old_history) = new, old
     reached = scale != 0  # else autodiff's zeros: no law makes a scale of 0
     if history.shape[-1] > 1:
-        moved = jnp.any(history[..., 1:] != old_history[..., 1:], -1, keepdims=True)
+        times = scale / old_scale
+        amaxes_too = jnp.isclose(history[..., 1:], times * old_history[..., 1:], rtol=1e-6, atol=0)
+        reached &= (times < 1.5) | ~jnp.all(amaxes_too, -1, keepdims=True)  # else N times the state: no use saw an amax
+        moved = jnp.any(history != old_history, -1, keepdims=True) | (scale != old_scale)
         rolled = jnp.concatenate([history[..., :1], old_history[..., 2:], history[..., -1:]], -1)
         history = jnp.where(moved, rolled, history)
         recipe = current_recipe()
@@ -165,7 +178,9 @@ def _plausible(path, new, old):
 def _multi_steps(opt_state) -> optax.MultiStepsState | None:
     """The state of the `optax.MultiSteps` in an optimizer. ValueError if there are several."""
     is_one = lambda node: isinstance(node, optax.MultiStepsState)
-    found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_one) if is_one(node)]
+    ones_in = lambda tree: [node for node in jax.tree.leaves(tree, is_leaf=is_one) if is_one(node)]
+    found = ones_in(opt_state)
+    found += [inner for one in found for inner in ones_in(one.inner_opt_state)]
     if len(found) > 1:
         raise ValueError(
             f"TrainState: tx holds {len(found)} optax.MultiSteps, so FP8 state has no one step to move with; put one "

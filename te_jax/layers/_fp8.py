@@ -17,7 +17,7 @@ from jax.core import ShapedArray
 from jax.sharding import PartitionSpec
 
 from te_jax import fp8
-from te_jax._op import like
+from te_jax._op import like, varying
 from te_jax.fp8 import DenseMetas, cotangent
 from te_jax.layers._specs import dense_spec, explicit_spec
 from te_jax.ops.gemm import dot, gemm, gemm_sum
@@ -102,7 +102,7 @@ def scale_of(meta, measure, shards_of: ShapedArray, use: Uses, config: Config, d
     """
     if not use.layouts:  # no GEMM reads it in FP8
         return jnp.ones(())
-    shards = shards_of.manual_axis_type.varying - config.stage_axes
+    shards = varying(shards_of) - config.stage_axes
     return fp8.scale_of(meta, measure, config.recipe, direction, shards)
 
 

@@ -78,7 +78,10 @@ def check_dense(name, x, kernel, bias, contract, recipe, metas):
         )
     if bias is not None and bias.shape != kernel.shape[contract:]:
         raise ValueError(f"{name}: bias is {bias.shape}, but kernel's features are {kernel.shape[contract:]}.")
-    if recipe is not None and recipe.has_state != (metas is not None):
+    if recipe is None:
+        return
+    fp8.check_recipe(name, recipe)
+    if recipe.has_state != (metas is not None):
         have, way_out = ("None", "pass fp8.DenseMetas") if metas is None else ("given", "it has no state: pass None")
         raise ValueError(f"{name}: metas is {have} under {type(recipe).__name__}; {way_out}.")
 

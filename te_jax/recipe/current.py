@@ -13,15 +13,16 @@ from te_jax.recipe._base import Format, Recipe, bounded
 
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
-    """Every tensor is scaled by its own amax of this step (Micikevicius et al. 2022, section 3.3): nothing saturates,
-    and there is no state: no `fp8_metas`.
+    """Every tensor is scaled by its own amax of this step (Micikevicius et al. 2022, section 3.3): nothing finite
+    saturates (an inf becomes the largest FP8 value), and there is no state: no `fp8_metas`.
 
     The law: scale = fp8_max / max(amax, amax_epsilon), an infinite one clamped to the largest float; 1 where the amax
     is 0 or not finite. The amax of an array over a mesh is that of the whole array.
 
     What it costs over `DelayedScaling`: one more reading of each tensor's source, by the kernel that then writes FP8,
     with the amax as its one result. (To have it write the tensor in a wide type too, and to quantize that, moves as
-    many bytes or more, takes room, and rounds twice.)
+    many bytes or more, takes room, and rounds twice.) Under `jax.vmap` each example has its own amax, so the GEMMs run
+    one after the other: give arrays more axes instead.
 
     fp8_format:    Format.HYBRID or Format.E4M3.
     power_2_scale: scales are rounded down to a power of 2, so that they change exponents alone.

@@ -124,9 +124,9 @@ class DelayedScaling(Recipe):
         length = self.amax_history_len
         amaxes = jnp.pad(history[..., 1:], [(0, 0)] * (history.ndim - 1) + [(length + 1, 0)])  # the newest one is last
         before = amaxes[..., -length - 1 : -1].at[..., :1].set(0)  # the history that the newest one came to
-        amax = jnp.vectorize(self.seen_amax, signature="(l),()->()")(before, amaxes[..., -1])[..., None]
+        follow = lambda before, amax, scale: self.scale_from(self.seen_amax(before, amax), scale, fp8_max)
         new = amaxes[..., amaxes.shape[-1] - length :].at[..., :1].set(0)
-        return self.scale_from(amax, scale, fp8_max), new
+        return jnp.vectorize(follow, signature="(l),(),(i)->(i)")(before, amaxes[..., -1], scale), new
 
     def mended(self, scales: jax.Array, histories: jax.Array, bwd: jax.Array, in_force: bool = True):
         """States of n tensors without what no step leaves behind: scales f32[n], histories f32[n, L] -> the same.
