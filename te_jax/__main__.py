@@ -73,7 +73,7 @@ def features(device: dict, cuda: bool, status: _lib.Status, driver: str | None) 
     )
     return {
         "DelayedScaling": feature(fp8, "CUDA kernels and cuBLASLt"),
-        "Float8CurrentScaling": feature(fp8, "CUDA kernels and cuBLASLt; not yet run on a GPU"),
+        "Float8CurrentScaling": feature(fp8, "CUDA kernels and cuBLASLt"),
         **later,
         "fused attention": feature(attention, "cuDNN, bf16 and f16"),
     }
