@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.metadata
+import os
 import platform
 import shlex
 import subprocess
@@ -60,7 +61,7 @@ def _driver() -> str | None:
 
 
 class Sampler:
-    """Clock and power of the first GPU, sampled by nvidia-smi while the block runs: `samples`, empty without one."""
+    """Clock and power of the first visible GPU, by nvidia-smi while the block runs: `samples`, empty without one."""
 
     # nvidia-smi's names -> ours and the unit
     FIELDS = {
@@ -72,7 +73,9 @@ class Sampler:
     _STARTS_WITHIN = 5.0  # seconds
 
     def __enter__(self):
-        query = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(self.FIELDS)}", "--format=csv,noheader,nounits"]
+        # nvidia-smi counts all GPUs of the host, or takes names: CUDA_VISIBLE_DEVICES has either.
+        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+        query = ["nvidia-smi", "-i", gpu, f"--query-gpu={','.join(self.FIELDS)}", "--format=csv,noheader,nounits"]
         self.samples, self._started, self._process = [], threading.Event(), None
         try:
             self._process = subprocess.Popen([*query, "-lms", str(self._MS)], stdout=subprocess.PIPE, text=True)

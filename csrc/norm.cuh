@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "fp8.cuh"
+#include "tile.cuh"
 
 namespace te {
 
@@ -146,13 +147,18 @@ struct NormFwdArgs {
   uint8_t* data_t;      // [h, rows] or nullptr
   float* mean;          // [rows] or nullptr
   float* rstd;          // [rows]
-  float* amax;          // [ceil(rows / 32), 8], any maxima of some of y whose maximum is that of y
+  float* amax;          // [AmaxPlaces], any maxima of some of y whose maximum is that of y
   int64_t rows, h;
   float eps;
   bool rms, zero_centered;
 };
 
-constexpr int kAmaxesPerBlock = 8;  // 32 rows have 8 partial amaxes
+constexpr int kAmaxRows = 4;  // have a place at least
+// Partial amaxes: of the tiles, or of CTAs with kAmaxRows rows or more.
+__host__ __device__ constexpr int64_t AmaxPlaces(int64_t rows, int64_t h) {
+  const int64_t strips = (h + kTileColumns - 1) / kTileColumns, least = kTileRows / kAmaxRows;
+  return (rows + kTileRows - 1) / kTileRows * (strips > least ? strips : least);
+}
 
 // gamma and beta of N neighbours.
 template <int N>
@@ -225,8 +231,8 @@ __device__ __forceinline__ void StoreRow(const NormFwdArgs& a, float (&y)[N], fl
     a.data[offset] = Saturate<Q>(y[0] * scale);
 }
 
-// norm_fwd_t.cu: with data_t, 32 rows at a time. `type` is the FP8 type.
+// norm_fwd_t.cu: with data_t. `type` is the FP8 type.
 ffi::Error LaunchNormFwdTransposed(cudaStream_t stream, const NormFwdArgs& args, ffi::DataType x_type,
-                                   ffi::DataType type);
+                                   ffi::DataType type, const Arg& workspace);
 
 }  // namespace te

@@ -9,13 +9,13 @@
 
 #include "norm.cuh"
 #include "reduce.cuh"
+#include "tensor_sums.cuh"
 
 namespace te {
 namespace {
 
 constexpr int kThreads = 768;      // of a CTA at most: 85 registers each
 constexpr int kMostThreads = 512;  // of a row
-constexpr int kAmaxRows = 4;       // of a partial amax
 constexpr int kStagedVecs = 4;     // of a thread: up to then gamma and beta are in shared memory
 constexpr int kStages = 4;         // rows on their way or in work, of those that share a threadIdx.y
 
@@ -23,10 +23,48 @@ constexpr int kStages = 4;         // rows on their way or in work, of those tha
 __device__ void StoreAmax(const NormFwdArgs& a, float amax) {
   __shared__ unsigned scratch[kMostWarps];
   const unsigned bits = CtaMax(__float_as_uint(amax), scratch);
-  const int64_t places = (a.rows + 31) / 32 * kAmaxesPerBlock;
+  const int64_t places = AmaxPlaces(a.rows, a.h);
   if (!a.amax || WarpIndex() > 0) return;
   for (int64_t i = blockIdx.x + int64_t{gridDim.x} * Lane(); i < places; i += int64_t{gridDim.x} * 32)
     a.amax[i] = i == blockIdx.x ? __uint_as_float(bits) : 0.f;
+}
+
+// mean (0 for RMSNorm) and rstd of a row, from kVecs vectors of each of its threads, `stride` columns apart;
+// zeros beyond h. columns: from the thread's first to the row's end. turn: which scratch was the last in use.
+//
+// The second pass over registers does not cancel. Numbers of 16 bits the tensor cores add up, with their
+// squares, in one pass with one barrier; where the mean is as large as what varies around it that is not
+// enough.
+template <typename T, int kVecs>
+__device__ __forceinline__ float2 RowStats(const NormFwdArgs& a, const Vec<T, 8> (&x)[kVecs], int columns,
+                                           int stride, float inv_h, float2 (*scratch)[kMostWarps],
+                                           int& turn) {
+  if constexpr (sizeof(T) == 2) {
+    TensorSums<T> sums;
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) sums.Add(x[k], a.rms);
+    const float2 of_row = RowSum(sums.Sum(), sums.Squares(), scratch[turn ^= 1]);
+    float2 stats;
+    if (StatsOfSums(of_row.x, of_row.y, inv_h, a.eps, a.rms, &stats)) return stats;
+  }
+  float mean = 0.f, sum = 0.f;
+#pragma unroll
+  for (int k = 0; k < kVecs; ++k) {
+    float part = 0.f;  // a chain of additions for every vector
+#pragma unroll
+    for (int i = 0; i < 8; ++i) part += x[k][i];
+    sum += part;
+  }
+  if (!a.rms) mean = RowSum(sum, scratch[turn ^= 1]) * inv_h;
+  sum = 0.f;
+#pragma unroll
+  for (int k = 0; k < kVecs; ++k) {
+    float part = 0.f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) part += (x[k][i] - mean) * (x[k][i] - mean);
+    sum += k * stride < columns ? part : 0.f;
+  }
+  return make_float2(mean, rsqrtf(RowSum(sum, scratch[turn ^= 1]) * inv_h + a.eps));
 }
 
 // blockDim.x threads have a row, 8 * kVecs columns each: their next rows are on their way to shared memory,
@@ -75,26 +113,10 @@ __global__ void __launch_bounds__(kVecs > 4 ? kMostThreads : kThreads, 1)
   for (; row < a.rows; row += step) {
     prefetch(row + (stages - 1) * step, last);
     WaitForPrefetch(stages - 1);
-    float x[kVecs][8];
-    float mean = 0.f, sum = 0.f;
+    Vec<T, 8> x[kVecs];
 #pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
-      const Vec<T, 8> packed = LoadShared<T, 8>(now + k * stride * sizeof(T));
-      float part = 0.f;  // a chain of additions for every vector
-#pragma unroll
-      for (int i = 0; i < 8; ++i) x[k][i] = packed[i], part += x[k][i];
-      sum += part;
-    }
-    if (!a.rms) mean = RowSum(sum, scratch[turn ^= 1]) * inv_h;
-    sum = 0.f;
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
-      float part = 0.f;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) x[k][i] -= mean, part += x[k][i] * x[k][i];
-      sum += c + k * stride < h ? part : 0.f;
-    }
-    const float rstd = rsqrtf(RowSum(sum, scratch[turn ^= 1]) * inv_h + a.eps);
+    for (int k = 0; k < kVecs; ++k) x[k] = LoadShared<T, 8>(now + k * stride * sizeof(T));
+    const auto [mean, rstd] = RowStats(a, x, h - c, stride, inv_h, scratch, turn);
     if (threadIdx.x == 0) {
       if (a.mean) a.mean[row] = mean;
       a.rstd[row] = rstd;
@@ -107,8 +129,11 @@ __global__ void __launch_bounds__(kVecs > 4 ? kMostThreads : kThreads, 1)
         affine = StagedAffine(affine_at, width, column);
       else if (column < h)
         affine = LoadAffine<8>(a, column);
-      amax = Normalize(x[k], rstd, affine, amax);  // 0 beyond h
-      if (column < h) StoreRow<T, Q>(a, x[k], scale, row * h + column);
+      float y[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) y[i] = x[k][i] - mean;
+      amax = Normalize(y, rstd, affine, amax);  // beyond h gamma and beta are 0
+      if (column < h) StoreRow<T, Q>(a, y, scale, row * h + column);
     }
     last = now, now = now + slot_bytes < ring_end ? now + slot_bytes : ring;
   }
@@ -199,7 +224,7 @@ ffi::Error LaunchRows(cudaStream_t stream, const NormFwdArgs& a) {
     const int y = std::min({most, of.room / 2, rows_of_sm});  // rows at once; of more than a warp at most 12
     const int stages = std::min(of.room / y, int64_t{kStages});
     int64_t ctas = std::min((a.rows + y - 1) / y, int64_t{gpu.sms});
-    if (a.amax) ctas = std::min(ctas, (a.rows + 31) / 32 * kAmaxesPerBlock);
+    if (a.amax) ctas = std::min(ctas, AmaxPlaces(a.rows, a.h));
     kKernel<<<ctas, dim3(of.x, y), of.affine_bytes + y * stages * of.row_bytes, stream>>>(a, stages);
     TE_LAUNCHED();
   };
@@ -234,14 +259,14 @@ ffi::Error CheckNormFwd(int64_t rows, int64_t h, bool rms, Arg x, Arg gamma, Arg
            Shape(x).c_str());
   TE_CHECK(int64_t(rstd->element_count()) == rows, "te_norm_fwd: rstd is %s, x is %s", Shape(*rstd).c_str(),
            Shape(x).c_str());
-  TE_CHECK(holds(*amax, (rows + 31) / 32 * kAmaxesPerBlock),
-           "te_norm_fwd: partial amax is %s, expected [%ld, %d]", Shape(*amax).c_str(),
-           long((rows + 31) / 32), kAmaxesPerBlock);
+  TE_CHECK(holds(*amax, AmaxPlaces(rows, h)), "te_norm_fwd: partial amax is %s, expected %ld places",
+           Shape(*amax).c_str(), long(AmaxPlaces(rows, h)));
   return ffi::Error::Success();
 }
 
 ffi::Error LaunchNormFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Arg scale, Ret y, Ret data,
-                         Ret data_t, Ret mean, Ret rstd, Ret amax, double eps, bool rms, bool zero_centered) {
+                         Ret data_t, Ret mean, Ret rstd, Ret amax, Ret workspace, double eps, bool rms,
+                         bool zero_centered) {
   TE_CHECK(x.dimensions().size() >= 1, "te_norm_fwd: x is a scalar, expected [..., h]");
   const int64_t h = x.dimensions().back(), rows = h ? x.element_count() / h : 0;
   if (x.element_count() == 0) {  // the partial amax is there nevertheless; without columns, so are statistics
@@ -269,7 +294,7 @@ ffi::Error LaunchNormFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Arg sc
   const auto type = Present(data)     ? data->element_type()
                     : Present(data_t) ? data_t->element_type()
                                       : ffi::F8E4M3FN;
-  if (Present(data_t)) return LaunchNormFwdTransposed(stream, args, x.element_type(), type);
+  if (Present(data_t)) return LaunchNormFwdTransposed(stream, args, x.element_type(), type, *workspace);
   return DispatchFloat(x.element_type(), [&]<typename T>() -> ffi::Error {
     if (!Present(data) && !Present(amax)) return LaunchRows<T, void>(stream, args);
     return DispatchFp8(type, [&]<typename Q>() -> ffi::Error { return LaunchRows<T, Q>(stream, args); });
@@ -290,7 +315,8 @@ TE_HANDLER(te_norm_fwd, LaunchNormFwd,
                .Ret<Arg>()  // data_t?: h ...
                .Ret<Arg>()  // mean?: ...
                .Ret<Arg>()  // rstd: ...
-               .Ret<Arg>()  // amax?: partial [ceil(rows / 32), 8]
+               .Ret<Arg>()  // amax?: partial [ceil(rows / 256), max(64, ceil(h / 64))]
+               .Ret<Arg>()  // workspace: for data_t
                .Attr<double>("eps")
                .Attr<bool>("rms")
                .Attr<bool>("zero_centered"));

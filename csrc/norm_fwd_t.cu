@@ -1,350 +1,230 @@
-// te_norm_fwd with data_t: 32 rows at a time, for the columns of data_t come in pieces of 32 bytes, a sector
-// of L2. 32 rows of x do not fit into one multiprocessor (h = 8192: 512 KiB of bf16), nor those of all
-// multiprocessors into L2, and read twice from memory x would cost half as much again. So a cluster of up to
-// 8 CTAs has the 32 rows, each a slice of columns in shared memory, and they exchange the statistics of their
-// slices. Bytes per element of bf16: 2 read, 2 written (data, data_t), and 2 more for y.
-
-#include <cooperative_groups.h>
+// te_norm_fwd with data_t. A column of data_t needs many rows at a time and a row's statistics need all of
+// its columns, more than a multiprocessor holds. So one kernel does two things: CTAs of the first kind
+// compute statistics of rows, those of the second normalize tiles of 256 rows x 64 columns (tile.cuh) that
+// the first have read shortly before and that are still in L2. Bytes per element of bf16: 2 read from memory,
+// 2 more from L2, 2 written (data, data_t), and 2 more for y.
 
 #include <algorithm>
 
 #include "norm.cuh"
-#include "reduce.cuh"
+#include "tensor_sums.cuh"
+#include "tile.cuh"
 
 namespace te {
 namespace {
 
-namespace cg = cooperative_groups;
+constexpr int kStatsRows = kTileThreads / 32;          // of a CTA: a warp has a row
+constexpr int kStatsOfChunk = kTileRows / kStatsRows;  // CTAs for the statistics of the rows of a tile
+constexpr int kCtas = 3;                               // on one multiprocessor
+constexpr int kVecs = 8;                               // of a lane, on their way at once
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kRows = 32;                    // of a CTA
-constexpr int kRowsOfWarp = kRows / kWarps;  // whose moments a warp computes
-constexpr int kWarpColumns = 64;             // of the 32 rows that a warp writes at once
-// Columns of a slice at most: its 64 KiB let three CTAs share a multiprocessor, so that one loads, one
-// computes and one writes.
-template <typename T>
-constexpr int kMostWidth = (64 << 10) / kRows / sizeof(T);
-constexpr int kMostCtas = 8;  // of a portable cluster; kRows of them are the CTA's threads
-static_assert(kRows * kMostCtas == kThreads && kRowsOfWarp == 4);
+// Statistics that nobody has computed yet: a NaN as no instruction makes it.
+constexpr uint64_t kUnknown = ~uint64_t{0};
 
-// Count, mean and sum of squares around the mean of some numbers; RMSNorm takes 0 for the mean.
-struct Moments {
-  float count, mean, squares;
+// What a CTA does. `ahead` chunks of statistics come first, then with the tiles of each chunk the statistics
+// of the chunk that is so far ahead of it. Whoever waits for statistics waits for CTAs of lower index, which
+// wait for nobody and have started: CTAs start in the order of their indices (as cub::DeviceScan needs it,
+// too).
+struct Task {
+  bool stats;
+  unsigned chunk, part;  // part: of the statistics, or the strip
 };
 
-// Chan, Golub, LeVeque 1979: the moments of two sets together, without cancellation.
-__device__ __forceinline__ Moments Merge(const Moments& a, const Moments& b) {
-  const float count = a.count + b.count, delta = b.mean - a.mean;
-  if (count == 0.f) return a;
-  const float part = b.count / count;
-  return {count, a.mean + delta * part, a.squares + b.squares + delta * delta * a.count * part};
-}
-
-// Zeros outside of x; the warp's rows of x[row0.., column0..] -> tile [kRows, width]. On their way until
-// WaitForPrefetch.
-template <typename T, bool kVectors>
-__device__ void LoadTile(const NormFwdArgs& a, int64_t row0, int64_t column0, int width, T* tile) {
-  const int64_t first = row0 + WarpIndex() * kRowsOfWarp;
-  const T* x = static_cast<const T*>(a.x) + first * a.h + column0;
-  tile += WarpIndex() * kRowsOfWarp * width;
-  const int columns = min(a.h - column0, int64_t{width});
-  const uint32_t at = SharedAddress(tile);
-#pragma unroll
-  for (int r = 0; r < kRowsOfWarp; ++r)
-    for (int c = Lane() * (kVectors ? 8 : 1); c < width; c += 32 * (kVectors ? 8 : 1)) {
-      const bool inside = first + r < a.rows && c < columns;
-      if constexpr (kVectors) {
-        const uint32_t to = at + (r * width + c) * sizeof(T);
-        Prefetch8(to, x + r * a.h + c, inside);
-        if (!inside) Store(tile + r * width + c, Vec<T, 8>{});
-      } else {
-        tile[r * width + c] = inside ? x[r * a.h + c] : T(0.f);
-      }
-    }
-  CommitPrefetch();
-}
-
-// gamma and beta of the slice, zeros beyond h.
-template <bool kVectors>
-__device__ void StageAffine(const NormFwdArgs& a, int64_t column0, int width, uint32_t staged) {
-  for (int c = threadIdx.x * 8; c < width; c += kThreads * 8) {
-    Affine<8> affine{};
-    if (kVectors) {
-      if (column0 + c < a.h) affine = LoadAffine<8>(a, column0 + c);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        if (column0 + c + i >= a.h) continue;
-        const Affine<1> one = LoadAffine<1>(a, column0 + c + i);
-        affine.gamma[i] = one.gamma[0], affine.beta[i] = one.beta[0];
-      }
-    }
-    Stage8(staged, width, c, affine.gamma), Stage8(staged + width * 4, width, c, affine.beta);
+__device__ __forceinline__ Task TaskOf(unsigned index, unsigned chunks, unsigned strips, unsigned ahead) {
+  const unsigned head = ahead * kStatsOfChunk, both = kStatsOfChunk + strips;
+  if (index < head) return {true, index / kStatsOfChunk, index % kStatsOfChunk};
+  index -= head;
+  if (index >= (chunks - ahead) * both) {
+    index -= (chunks - ahead) * both;
+    return {false, chunks - ahead + index / strips, index % strips};
   }
+  const unsigned chunk = index / both, part = index % both;
+  if (part < kStatsOfChunk) return {true, chunk + ahead, part};
+  return {false, chunk, part - kStatsOfChunk};
 }
 
-// Sums of four values over a warp, value i in the lanes 8 i .. 8 i + 7.
-__device__ __forceinline__ float WarpSum4(const float (&v)[4]) {
-  const bool high = Lane() & 16, odd = Lane() & 8;
-  const float a = (high ? v[2] : v[0]) + __shfl_xor_sync(~0u, high ? v[0] : v[2], 16);
-  const float b = (high ? v[3] : v[1]) + __shfl_xor_sync(~0u, high ? v[1] : v[3], 16);
-  float sum = (odd ? b : a) + __shfl_xor_sync(~0u, odd ? a : b, 8);
+// 8 neighbours of a row, zeros beyond `columns`; they stay in L2.
+template <bool kVectors, typename T>
+__device__ __forceinline__ Vec<T, 8> LoadKept(const T* p, int columns) {
+  Vec<T, 8> out{};
+  if constexpr (kVectors) {
+    if (columns > 0) out = Load<8>(p);
+  } else {
 #pragma unroll
-  for (int other = 4; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
-  return sum;
-}
-
-// The moments of the warp's four rows of the tile, of which `columns` are inside. Row i is in the lanes from
-// 8 i on.
-template <typename T, bool kVectors>
-__device__ Moments RowMoments(const T* rows, int width, int columns, bool rms) {
-  constexpr int kVecs = kMostWidth<T> / (32 * 8);
-  if (columns <= 0) return {0.f, 0.f, 0.f};
-  const float inverse = 1.f / columns;
-  float mean = 0.f, squares[4];
-#pragma unroll
-  for (int row = 0; row < 4; ++row) {
-    const uint32_t at = SharedAddress(rows + row * width) + Lane() * 8 * sizeof(T);
-    float x[kVecs][8];
-    float sum = 0.f;
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
-      Vec<T, 8> packed{};
-      if ((k * 32 + Lane()) * 8 < columns) packed = LoadShared<T, 8>(at + k * 32 * 8 * sizeof(T));
-      float part = 0.f;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) x[k][i] = packed[i], part += x[k][i];  // zeros outside
-      sum += part;
-    }
-    const float mean_of_row = rms ? 0.f : WarpSum(sum) * inverse;
-    if (Lane() / 8 == row) mean = mean_of_row;
-    squares[row] = 0.f;
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
-      const int c = (k * 32 + Lane()) * 8;
-      float part = 0.f;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float centered = x[k][i] - mean_of_row;
-        if (kVectors || c + i < columns) part += centered * centered;
-      }
-      squares[row] += c < columns ? part : 0.f;
-    }
+    for (int i = 0; i < 8; ++i)
+      if (i < columns) out.Set(i, p[i]);
   }
-  return {float(columns), mean, WarpSum4(squares)};
-}
-
-// Eight rows of 8 columns, the first at `row`, `column`, x in the tile, to y, data and data_t. The lanes of a
-// warp are 4 groups of rows x 8 groups of columns: together they read 128 bytes of a row of bf16, and write
-// 64 of every row of data and 32 of every column. kFull: all are inside and aligned. Returns amax and theirs.
-template <typename T, typename Q, bool kFull>
-__device__ __forceinline__ float WriteUnit(const NormFwdArgs& a, const T* x, int width, const float2* stats,
-                                           const Affine<8>& affine, float scale, int64_t row, int64_t column,
-                                           float amax) {
-  const int rows = kFull ? 8 : min(a.rows - row, int64_t{8}),
-            columns = kFull ? 8 : min(a.h - column, int64_t{8});
-  const int64_t start = row * a.h + column;
-  uint32_t at = SharedAddress(x);
-  uint32_t q[8][2];  // [row][group of four columns]
-#pragma unroll
-  for (int i = 0; i < 8; ++i, at += width * sizeof(T)) {
-    const Vec<T, 8> v = LoadShared<T, 8>(at);
-    float y[8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) y[j] = v[j] - stats[i].x;
-    const float peak = Normalize(y, stats[i].y, affine, amax);  // columns beyond h are zeros
-    q[i][0] = Saturate4<Q>(y[0] * scale, y[1] * scale, y[2] * scale, y[3] * scale);
-    q[i][1] = Saturate4<Q>(y[4] * scale, y[5] * scale, y[6] * scale, y[7] * scale);
-    if (i >= rows) continue;
-    amax = peak;
-    if (kFull) {
-      if (a.y) Store(static_cast<T*>(a.y) + start + i * a.h, Round<T>(y));
-    } else {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        if (j >= columns) continue;
-        if (a.data) a.data[start + i * a.h + j] = q[i][j / 4] >> j % 4 * 8;
-        if (a.y) static_cast<T*>(a.y)[start + i * a.h + j] = static_cast<T>(y[j]);
-      }
-    }
-  }
-  if (kFull && a.data) {
-    uint8_t* p = a.data + start;
-#pragma unroll
-    for (int i = 0; i < 8; ++i, p += a.h) *reinterpret_cast<uint2*>(p) = make_uint2(q[i][0], q[i][1]);
-  }
-  uint8_t* p = a.data_t + column * a.rows + row;
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    Transpose4x4(q[0][k], q[1][k], q[2][k], q[3][k]);
-    Transpose4x4(q[4][k], q[5][k], q[6][k], q[7][k]);
-#pragma unroll
-    for (int j = 0; j < 4; ++j, p += a.rows) {
-      if (kFull) {
-        *reinterpret_cast<uint2*>(p) = make_uint2(q[j][k], q[4 + j][k]);
-      } else if (k * 4 + j < columns) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-          if (i < rows) p[i] = q[i / 4 * 4 + j][k] >> i % 4 * 8;
-      }
-    }
-  }
-  return amax;
-}
-
-// all[cta][row] of every CTA of the cluster: this CTA's moments, of which a lane has those of the row Lane()
-// / 8 of its warp. The cluster's CTAs have all started.
-__device__ void ShareMoments(float2 (*all)[kRows], const Moments& own, int cta, int ctas) {
-  float2* place = &all[cta][WarpIndex() * kRowsOfWarp + Lane() / 8];
-  const float2 moments = make_float2(own.mean, own.squares);
-#if __CUDA_ARCH__ >= 900
-  const cg::cluster_group cluster = cg::this_cluster();
-  if (Lane() % 8 < ctas) *cluster.map_shared_rank(place, Lane() % 8) = moments;
-  cluster.sync();
-#else
-  if (Lane() % 8 == 0) *place = moments;
-  __syncthreads();
-#endif
-}
-
-// The statistics of the 32 rows from the moments of all CTAs of the cluster: thread t has those of CTA t % 8
-// of row t / 8.
-__device__ void RowStats(const NormFwdArgs& a, const float2 (*all)[kRows], float2* stats, int64_t row0,
-                         int width, int slices, int cta, int ctas) {
-  const int row = threadIdx.x / kMostCtas, other = threadIdx.x % kMostCtas;
-  Moments m{};
-  for (int slice = other; slice < slices && other < ctas; slice += ctas)
-    m.count += min(a.h - int64_t{slice} * width, int64_t{width});
-  if (other < ctas) m.mean = all[other][row].x, m.squares = all[other][row].y;
-#pragma unroll
-  for (int lanes = 1; lanes < kMostCtas; lanes *= 2)
-    m = Merge(m, {__shfl_xor_sync(~0u, m.count, lanes), __shfl_xor_sync(~0u, m.mean, lanes),
-                  __shfl_xor_sync(~0u, m.squares, lanes)});
-  const float rstd = rsqrtf(m.squares / a.h + a.eps);
-  if (other == 0) {
-    stats[row] = make_float2(m.mean, rstd);
-    if (cta == 0 && row0 + row < a.rows) {
-      if (a.mean) a.mean[row0 + row] = m.mean;
-      a.rstd[row0 + row] = rstd;
-    }
-  }
-  __syncthreads();
-}
-
-// `ctas` CTAs, a cluster, have 32 rows. Slice i of the columns, `width` of them, belongs to CTA i % ctas.
-// Where each has one slice it stays in shared memory; where there are more (h too large, or no clusters
-// before sm_90) they are loaded again to be written. kVectors: h is a multiple of 8, all is aligned.
-template <typename T, typename Q, bool kVectors>
-__global__ void __launch_bounds__(kThreads, 3)
-    NormFwdTiles(const NormFwdArgs a, int width, int slices, int ctas) {
-  extern __shared__ uint4 dynamic[];
-  T* tile = reinterpret_cast<T*>(dynamic);                      // [kRows, width]
-  const uint32_t affine = SharedAddress(tile + kRows * width);  // f32 gamma, beta [width] each
-  __shared__ float2 all[kMostCtas][kRows];                      // mean, squares
-  __shared__ float2 stats[kRows];                               // mean, rstd
-  __shared__ unsigned amax_of_warps[kMostWarps];
-  const int cta = blockIdx.x % ctas;
-  const int64_t row0 = int64_t{blockIdx.x / ctas} * kRows;
-#if __CUDA_ARCH__ >= 900
-  cg::this_cluster().barrier_arrive();  // has started
-#endif
-
-  Moments moments{};
-  for (int slice = cta; slice < slices; slice += ctas) {
-    const int64_t column0 = int64_t{slice} * width;
-    LoadTile<T, kVectors>(a, row0, column0, width, tile);
-    if (slices <= ctas) StageAffine<kVectors>(a, column0, width, affine);
-    WaitForPrefetch(0);
-    __syncwarp();  // a warp reads the rows that it has loaded
-    const T* rows = tile + WarpIndex() * kRowsOfWarp * width;
-    moments = Merge(moments, RowMoments<T, kVectors>(rows, width, min(a.h - column0, int64_t{width}), a.rms));
-    __syncwarp();
-  }
-#if __CUDA_ARCH__ >= 900
-  cg::this_cluster().barrier_wait();  // the others have started
-#endif
-  ShareMoments(all, moments, cta, ctas);
-  RowStats(a, all, stats, row0, width, slices, cta, ctas);
-
-  const float scale = a.scale ? *a.scale : 1.f;
-  const int r = Lane() / 8 * 8;
-  const bool full_rows = kVectors && a.rows % 8 == 0 && row0 + kRows <= a.rows;
-  float amax = 0.f;
-  for (int slice = cta; slice < slices; slice += ctas) {
-    const int64_t column0 = int64_t{slice} * width;
-    if (slices > ctas) {
-      __syncthreads();  // the tile is free
-      LoadTile<T, kVectors>(a, row0, column0, width, tile);
-      StageAffine<kVectors>(a, column0, width, affine);
-      WaitForPrefetch(0);
-      __syncthreads();
-    }
-    for (int first = WarpIndex() * kWarpColumns; first < width; first += kWarps * kWarpColumns) {
-      const int c = first + Lane() % 8 * 8;
-      const Affine<8> w = StagedAffine(affine, width, c);
-      const T* x = tile + r * width + c;
-      const int64_t row = row0 + r, column = column0 + c;
-      if (full_rows && column0 + first + kWarpColumns <= a.h)
-        amax = WriteUnit<T, Q, true>(a, x, width, stats + r, w, scale, row, column, amax);
-      else if (row < a.rows && column < a.h)
-        amax = WriteUnit<T, Q, false>(a, x, width, stats + r, w, scale, row, column, amax);
-    }
-  }
-  const unsigned bits = CtaMax(__float_as_uint(amax), amax_of_warps);
-  const int place = threadIdx.x;  // the first CTA fills the places that no CTA has
-  if (a.amax && place < kAmaxesPerBlock && (place == 0 || (cta == 0 && place >= ctas)))
-    a.amax[row0 / kRows * kAmaxesPerBlock + (place == 0 ? cta : place)] =
-        place == 0 ? __uint_as_float(bits) : 0.f;
-}
-
-// How the columns are cut.
-struct Slices {
-  int ctas;   // of a cluster
-  int width;  // columns of a slice, a multiple of kWarpColumns
-  int count;
-};
-
-// most_width: of a slice.
-Slices ChooseSlices(int64_t h, int most_width, bool clusters) {
-  const auto pieces = [](int64_t n, int64_t size) { return int((n + size - 1) / size); };
-  Slices out;
-  out.ctas = clusters ? std::min(kMostCtas, pieces(h, most_width)) : 1;
-  out.width = std::min(pieces(pieces(h, out.ctas), kWarpColumns) * kWarpColumns, most_width);
-  out.count = pieces(h, out.width);
   return out;
 }
 
-template <auto kKernel, typename T>
-ffi::Error LaunchTiles(cudaStream_t stream, const NormFwdArgs& args) {
-  Gpu gpu;
-  int arch;
-  TE_TRY(CurrentGpu(&gpu));
-  TE_TRY(Prepare<kKernel>(gpu, &arch));
-  const Slices slices = ChooseSlices(args.h, kMostWidth<T>, arch >= 90);
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = slices.ctas, cluster.val.clusterDim.y = 1, cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned((args.rows + kRows - 1) / kRows * slices.ctas));
-  config.blockDim = dim3(kThreads), config.stream = stream;
-  config.dynamicSmemBytes = size_t(slices.width) * (kRows * sizeof(T) + 8);  // the tile, gamma and beta
-  config.attrs = &cluster, config.numAttrs = slices.ctas > 1 ? 1 : 0;
-  TE_CUDA(cudaLaunchKernelEx(&config, kKernel, args, slices.width, slices.count, slices.ctas));
-  TE_LAUNCHED();
+// f(vectors of 8, columns inside) for the lane's parts of a row of h, kVecs vectors at a time.
+template <bool kVectors, typename T, typename F>
+__device__ __forceinline__ void ForRow(const T* row, int h, F&& f) {
+  for (int c = Lane() * 8; c - Lane() * 8 < h; c += kVecs * 32 * 8) {  // whole warps
+    Vec<T, 8> x[kVecs];
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) x[k] = LoadKept<kVectors>(row + c + k * 32 * 8, h - c - k * 32 * 8);
+    f(x, h - c);
+  }
+}
+
+// mean (0 for RMSNorm) and rstd, by a warp. Numbers of 16 bits the tensor cores add up, with their squares,
+// in one reading. Where that is not good enough, and in f32, squares around the mean are summed in a second.
+template <bool kVectors, typename T>
+__device__ float2 WarpStats(const T* row, int h, float eps, bool rms) {
+  const float inv_h = 1.f / h;
+  float sum = 0.f, squares = 0.f;
+  if constexpr (sizeof(T) == 2) {
+    ForRow<kVectors>(row, h, [&](const Vec<T, 8>(&x)[kVecs], int) {
+      TensorSums<T> part;  // short sums: tensor cores round towards zero
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k) part.Add(x[k], rms);
+      sum += part.Sum(), squares += part.Squares();
+    });
+    float2 stats;
+    if (StatsOfSums(WarpSum(sum), WarpSum(squares), inv_h, eps, rms, &stats)) return stats;
+  }
+  float mean = 0.f;
+  if (!rms) {
+    sum = 0.f;
+    ForRow<kVectors>(row, h, [&](const Vec<T, 8>(&x)[kVecs], int) {
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k) {
+        float part = 0.f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) part += x[k][i];
+        sum += part;
+      }
+    });
+    mean = WarpSum(sum) * inv_h;
+  }
+  squares = 0.f;
+  ForRow<kVectors>(row, h, [&](const Vec<T, 8>(&x)[kVecs], int columns) {
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      float part = 0.f;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float centered = x[k][i] - mean;
+        if (k * 32 * 8 + i < columns) part += centered * centered;
+      }
+      squares += part;
+    }
+  });
+  return make_float2(mean, rsqrtf(WarpSum(squares) * inv_h + eps));
+}
+
+// What tile.cuh asks of a source, of one thread: its 8 columns do not change.
+template <typename T>
+struct NormSource {
+  using Type = T;
+  struct Raw {
+    Vec<T, 8> x;
+    int row;  // of the tile
+  };
+  static constexpr int kSlots = 1, kWindow = sizeof(T) == 2 ? 8 : 4;
+  static constexpr bool kSums = false;
+  const T* x;  // [rows, h]
+  int64_t h, row0, rows;
+  const uint64_t* known;  // [rows]: mean and rstd, kUnknown until they are
+  float2* stats;          // [kTileRows], shared: of the rows from row0 on
+  Affine<8> affine;
+
+  __device__ __forceinline__ void Await() const {
+    static_assert(kTileThreads == kTileRows);
+    const int64_t row = row0 + threadIdx.x;
+    uint64_t found = 0;
+    if (row < rows)
+      while ((found = static_cast<const volatile uint64_t*>(known)[row]) == kUnknown) __nanosleep(20);
+    stats[threadIdx.x] = __builtin_bit_cast(float2, found);
+    __syncthreads();
+  }
+
+  template <bool kVectors>
+  __device__ __forceinline__ Raw Load(int64_t row, int64_t column, int columns) const {
+    return {LoadRow<kVectors>(x + row * h + column, columns), int(row - row0)};
+  }
+
+  __device__ __forceinline__ void Values(const Raw& raw, float (&f)[1][8]) const {
+    const float2 of_row = stats[raw.row];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) f[0][j] = (raw.x[j] - of_row.x) * of_row.y * affine.gamma[j] + affine.beta[j];
+  }
+};
+
+// gamma and beta of 8 columns, zeros beyond h.
+template <bool kVectors>
+__device__ __forceinline__ Affine<8> AffineOf(const NormFwdArgs& a, int64_t column) {
+  Affine<8> out{};
+  if constexpr (kVectors) {
+    if (column < a.h) out = LoadAffine<8>(a, column);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (column + i >= a.h) continue;
+      const Affine<1> one = LoadAffine<1>(a, column + i);
+      out.gamma[i] = one.gamma[0], out.beta[i] = one.beta[0];
+    }
+  }
+  return out;
+}
+
+template <typename T, bool kVectors>
+__global__ void __launch_bounds__(kTileThreads, kCtas)
+    NormFwdTiles(const NormFwdArgs a, const TileResults<T> results, uint64_t* known, unsigned ahead) {
+  __shared__ float2 stats[kTileRows];
+  const Task task = TaskOf(blockIdx.x, results.chunks, results.strips, ahead);
+  const int64_t row0 = int64_t{task.chunk} * kTileRows;
+  const T* x = static_cast<const T*>(a.x);
+  if (task.stats) {
+    const int64_t row = row0 + task.part * kStatsRows + WarpIndex();
+    if (row < a.rows) {
+      const float2 found = WarpStats<kVectors>(x + row * a.h, a.h, a.eps, a.rms);
+      if (Lane() > 0) return;
+      __stcg(known + row, __builtin_bit_cast(uint64_t, found));  // at once: there is nothing to wait for
+      a.rstd[row] = found.y;
+      if (a.mean) a.mean[row] = found.x;
+    }
+    return;
+  }
+  const int64_t column = int64_t{task.part} * kTileColumns + threadIdx.x % kGroups * 8;
+  const NormSource<T> source{x, a.h, row0, a.rows, known, stats, AffineOf<kVectors>(a, column)};
+  const unsigned tiles = results.chunks * results.strips, tile = task.chunk * results.strips + task.part;
+  WriteTile<kVectors>(source, results, tile);
+  if (results.amax && threadIdx.x == 0)
+    for (int64_t i = int64_t{tile} + tiles; i < AmaxPlaces(a.rows, a.h); i += tiles) results.amax[i] = 0.f;
 }
 
 }  // namespace
 
 ffi::Error LaunchNormFwdTransposed(cudaStream_t stream, const NormFwdArgs& args, ffi::DataType x_type,
-                                   ffi::DataType type) {
+                                   ffi::DataType type, const Arg& workspace) {
   const bool vectors = args.h % 8 == 0 && Aligned(args.x) && Aligned(args.y) && Aligned(args.data) &&
                        Aligned(args.gamma.data) && Aligned(args.beta.data);
   TE_CHECK(Aligned(args.data_t), "te_norm_fwd: data_t is not aligned to 16 bytes");
+  const int64_t chunks = (args.rows + kTileRows - 1) / kTileRows,
+                strips = (args.h + kTileColumns - 1) / kTileColumns,
+                tasks = chunks * (kStatsOfChunk + strips);
+  TE_CHECK(int64_t(workspace.size_bytes()) == 8 * args.rows,
+           "te_norm_fwd: workspace is %s, expected %ld bytes", Shape(workspace).c_str(), long(8 * args.rows));
+  TE_CHECK(tasks <= INT32_MAX && args.h <= INT32_MAX, "te_norm_fwd: x [%ld, %ld] is too large",
+           long(args.rows), long(args.h));
+  Gpu gpu;
+  TE_TRY(CurrentGpu(&gpu));
+  const int64_t ahead =
+      std::min(chunks, (kCtas * gpu.sms + kStatsOfChunk + strips - 1) / (kStatsOfChunk + strips));
+  auto* known = Data<uint64_t>(workspace);
+  TE_CUDA(cudaMemsetAsync(known, 0xff, workspace.size_bytes(), stream));
   return DispatchFloat(x_type, [&]<typename T>() -> ffi::Error {
-    return DispatchFp8(type, [&]<typename Q>() -> ffi::Error {
-      return vectors ? LaunchTiles<NormFwdTiles<T, Q, true>, T>(stream, args)
-                     : LaunchTiles<NormFwdTiles<T, Q, false>, T>(stream, args);
-    });
+    const TileResults<T> results{args.scale,         static_cast<T*>(args.y),
+                                 args.data,          args.data_t,
+                                 args.amax,          nullptr,
+                                 args.rows,          args.h,
+                                 unsigned(chunks),   unsigned(strips),
+                                 type == ffi::F8E5M2};
+    const auto kernel = vectors ? NormFwdTiles<T, true> : NormFwdTiles<T, false>;
+    kernel<<<tasks, kTileThreads, 0, stream>>>(args, results, known, ahead);
+    TE_LAUNCHED();
   });
 }
 

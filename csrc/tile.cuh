@@ -140,15 +140,16 @@ __device__ inline void StoreColumnSums(const float* scratch, float* dbias, int c
 //   kWindow   rows that a thread has in flight, a divisor of kThreadRows
 //   Values(Raw, float (&)[kSlots][8])
 //   Load<kVectors>(row, column, columns) -> Raw: 8 columns from `column` on, of which `columns` are inside
-// kVectors: n % 8 == 0, and all rows are aligned.
-template <typename Source, bool kVectors>
-__global__ void __launch_bounds__(kTileThreads, Source::kCtas)
-    TileKernel(const Source source, const TileResults<typename Source::Type> a) {
+//   Await()   if there: called once by all threads, behind the first Loads and before any Values
+// index: of the tile, strip by strip, chunk by chunk. kVectors: n % 8 == 0, and all rows are aligned.
+template <bool kVectors, typename Source>
+__device__ __forceinline__ void WriteTile(const Source& source, const TileResults<typename Source::Type>& a,
+                                          unsigned index) {
   constexpr int kSlots = Source::kSlots, kWindow = Source::kWindow;
   alignas(16) __shared__ uint32_t tiles[kSlots][kTileWords];
   alignas(8) __shared__ float sums_of_warps[kSlots][Source::kSums ? kTileThreads / 32 * kTileColumns : 1];
   __shared__ unsigned amax_of_warps[kMostWarps];
-  const int64_t chunk = blockIdx.x / a.strips, strip = blockIdx.x % a.strips;
+  const int64_t chunk = index / a.strips, strip = index % a.strips;
   const int64_t row0 = chunk * kTileRows, column0 = strip * kTileColumns, stride = a.n * kSlots;
   const int rows = min(a.m - row0, int64_t{kTileRows}), columns = min(a.n - column0, int64_t{kTileColumns});
   const int c = threadIdx.x % kGroups * 8, r = threadIdx.x / kGroups * 4;  // of the thread in the first band
@@ -160,6 +161,7 @@ __global__ void __launch_bounds__(kTileThreads, Source::kCtas)
   typename Source::Raw window[kWindow];
 #pragma unroll
   for (int k = 0; k < kWindow; ++k) window[k] = load(k);
+  if constexpr (requires { source.Await(); }) source.Await();
 
   const float scale = a.scale ? *a.scale : 1.f;
   float amax = 0.f, sums[kSlots][8] = {};
@@ -207,7 +209,7 @@ __global__ void __launch_bounds__(kTileThreads, Source::kCtas)
   }
   const unsigned peak =
       CtaMax(__float_as_uint(amax), amax_of_warps);  // its barrier completes all tiles and sums
-  if (a.amax && threadIdx.x == 0) a.amax[blockIdx.x] = __uint_as_float(peak);
+  if (a.amax && threadIdx.x == 0) a.amax[index] = __uint_as_float(peak);
 #pragma unroll
   for (int s = 0; s < kSlots; ++s) {
     if (!kVectors && a.data)
@@ -216,6 +218,13 @@ __global__ void __launch_bounds__(kTileThreads, Source::kCtas)
     if (Source::kSums && a.dbias)
       StoreColumnSums(sums_of_warps[s], a.dbias + (chunk * kSlots + s) * a.n + column0, columns);
   }
+}
+
+// A CTA has one tile.
+template <typename Source, bool kVectors>
+__global__ void __launch_bounds__(kTileThreads, Source::kCtas)
+    TileKernel(const Source source, const TileResults<typename Source::Type> a) {
+  WriteTile<kVectors>(source, a, blockIdx.x);
 }
 
 // The results of `op` for [m, slots, n] of type T, checked. `wide` may be nullptr.

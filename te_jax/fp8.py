@@ -7,6 +7,7 @@ the update, and a forward pass alone changes nothing.
 """
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, PartitionSpec
 
 from te_jax import sharding
@@ -145,10 +147,18 @@ def fork(meta: TensorMeta) -> tuple[TensorMeta, TensorMeta]:
     return meta, meta
 
 
-fork.defvjp(
-    lambda meta: ((meta, meta), None),
-    lambda _, uses: (TensorMeta(jnp.zeros_like(uses[0].scale), jnp.maximum(uses[0].amax, uses[1].amax)),),
-)
+def _fork_fwd(meta):
+    meta = TensorMeta(*(leaf.value for leaf in meta))
+    return (meta, meta), None
+
+
+def _fork_bwd(_, uses):
+    # No maximum with a zero that nobody wrote: XLA would not know that it is none, and run a kernel for it.
+    seen = [use.amax for use in uses if not isinstance(use.amax, SymbolicZero)]
+    return (TensorMeta(None, functools.reduce(jnp.maximum, seen) if seen else None),)
+
+
+fork.defvjp(_fork_fwd, _fork_bwd, symbolic_zeros=True)
 
 
 def scale_of(

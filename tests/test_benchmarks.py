@@ -463,13 +463,14 @@ def test_trace(tmp_path, capsys):
 
 def test_sampler(tmp_path, monkeypatch):
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\nwhile :; do echo '1470, 690.25, [N/A]'; sleep 0.01; done\n")
+    smi.write_text('#!/bin/sh\nwhile :; do echo "147$2, 690.25, [N/A]"; sleep 0.01; done\n')  # called with -i GPU
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
     with machine.Sampler() as sampler:
         time.sleep(0.3)
     assert len(sampler.samples) > 3
-    assert sampler.samples[0] == {"sm_clock": 1470.0, "power": 690.25, "temperature": None}
+    assert sampler.samples[0] == {"sm_clock": 1473.0, "power": 690.25, "temperature": None}
     monkeypatch.setenv("PATH", "")
     with machine.Sampler() as sampler:
         pass

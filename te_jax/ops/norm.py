@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from te_jax._op import Op, align, like
-from te_jax.ops.quantize import FLOATS, saturate
+from te_jax.ops.quantize import FLOATS, saturate, tiles
 
 KINDS = ("layernorm", "rmsnorm")
-_ROWS, _CLUSTER = 32, 8  # csrc/norm_fwd_t.cu: up to 8 CTAs share 32 rows, each leaves a partial amax
 _ROWS_PER_CTA, _MOST_CTAS = 8, 132  # csrc/norm_bwd.cu: one CTA on each multiprocessor of an H200, with a partial sum
 
 
@@ -27,6 +26,12 @@ def _fwd_reference(x, gamma, beta, scale, *, eps, rms, zero_centered, dtype):
     return y.astype(x.dtype), data, data_t, mean, rstd, jnp.max(jnp.abs(y), initial=0.0)
 
 
+def _amax_places(x):
+    """csrc/norm.cuh: one for a tile of data_t, and one for four rows at least."""
+    chunks, strips = tiles(prod(x[:-1]), x[-1])
+    return chunks, max(strips, 64)
+
+
 norm_fwd = Op(
     "te_norm_fwd",
     "x: ... h, gamma: h, beta?: h, scale?: -> y?: ... h, data?: ... h, data_t?: h ..., mean?: ..., rstd: ..., amax?:",
@@ -34,7 +39,8 @@ norm_fwd = Op(
     combine={"amax": "max"},
     fenced="y",
     dtypes=lambda x, gamma, beta, scale, *, dtype, **_: (x, dtype, dtype, jnp.float32, jnp.float32, jnp.float32),
-    partials={"amax": lambda x, *args, **attrs: (ceil(prod(x[:-1]) / _ROWS), _CLUSTER)},
+    partials={"amax": lambda x, *args, **attrs: _amax_places(x)},
+    workspace=lambda x, *args, outputs, **attrs: 8 * prod(x.shape[:-1]) if "data_t" in outputs else 0,
     reference=_fwd_reference,
 )
 """x f32|bf16|f16 [..., h], gamma and beta f32|bf16|f16 [h], scale f32[] (with FP8 results) -> as chosen by `outputs`:
