@@ -252,3 +252,17 @@ def test_convert(length, want, amax):
 
 def test_format_names():
     assert Format.HYBRID.value == (448.0, 57344.0)
+
+
+def test_a_fork_of_one_use_takes_no_maximum():
+    """XLA would run a kernel for it: it does not know that amaxes are not negative."""
+    meta = fp8.TensorMeta(jnp.float32(2), jnp.float32(2))
+
+    def used(uses):
+        def fn(meta):
+            return sum((i + 3) * each.amax for i, each in zip(range(uses), fp8.fork(meta)))
+
+        return jax.grad(fn)
+
+    assert float(used(1)(meta).amax) == 3 and float(used(2)(meta).amax) == 4
+    assert "max" not in str(jax.make_jaxpr(used(1))(meta)) and "max" in str(jax.make_jaxpr(used(2))(meta))
