@@ -2,6 +2,7 @@
 
 import warnings
 import weakref
+from fnmatch import fnmatchcase
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from flax.core import tracers
 
 from te_jax import fp8
 from te_jax.fp8 import FP8_COLLECTION, AttentionMetas, DenseMetas, TensorMeta
-from te_jax.recipe import DelayedScaling
+from te_jax.recipe import DelayedScaling, Recipe
 
 # Attribute of a bound module, {tensor: (recipe, trace, meta)}: what is left of a state that it already used
 # in this pass. Each `apply` and each lifted transform binds modules of its own, so the tracers go when the
@@ -24,6 +25,17 @@ def describe(module: nn.Module) -> str:
     """The module's class and path, for error messages."""
     path = "/".join(module.path) if module.scope is not None else ""
     return type(module).__name__ + (f" `{path}`" if path else "")
+
+
+def recipe_of(module: nn.Module, *below: str) -> Recipe | None:
+    """The recipe for `module`, or for the one of that name below it; None outside of autocast and for those that it
+    excludes."""
+    recipe = fp8.current_recipe()
+    if recipe is None or not recipe.exclude:
+        return recipe
+    path = *module.path, *below
+    chain = ["/".join(path[: i + 1]) for i in range(len(path))]
+    return None if any(fnmatchcase(each, pattern) for each in chain for pattern in recipe.exclude) else recipe
 
 
 def dense_metas(module: nn.Module, postfix: str = "") -> DenseMetas | None:
@@ -41,7 +53,7 @@ def dense_metas(module: nn.Module, postfix: str = "") -> DenseMetas | None:
     Raises ValueError for a stored history of another length than the recipe's, for other wrong shapes, and
     for two recipes in one pass; TypeError for leaves that are not float32.
     """
-    recipe = fp8.current_recipe()
+    recipe = recipe_of(module)
     if recipe is None or not recipe.has_state:
         return None
     return DenseMetas(*(_tensor_meta(module, name + postfix, recipe) for name in DenseMetas._fields))
@@ -52,7 +64,7 @@ def attention_metas(module: nn.Module) -> AttentionMetas | None:
 
     Variables `{q,k,v,o,do,dq,dk,dv,dp}_scale` and `..._amax_history`, whether or not the call quantizes them all.
     """
-    recipe = fp8.current_recipe()
+    recipe = recipe_of(module)
     if recipe is None or not recipe.fp8_dpa:
         return None
     return AttentionMetas(*(_tensor_meta(module, name, recipe) for name in AttentionMetas._fields))

@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from te_jax import fp8
 from te_jax.flax._common import check_floating, later
 from te_jax.flax._context import Context
-from te_jax.flax._state import attention_metas, describe
+from te_jax.flax._state import attention_metas, describe, recipe_of
 from te_jax.layers.attention_fp8 import attention_fp8, attention_fp8_refuses, untouched
 from te_jax.ops.attention import (
     dot_product_attention,
@@ -165,7 +164,7 @@ class DotProductAttention(nn.Module):
         if metas is not None:
             why_not = attention_fp8_refuses(*parts_of(*arrays), **options)
             if not why_not:
-                return attention_fp8(*parts(*arrays), recipe=fp8.current_recipe(), metas=metas, **options)
+                return attention_fp8(*parts(*arrays), recipe=recipe_of(self), metas=metas, **options)
             _warn_wide(why_not)
         attend = (dot_product_attention_packed, dot_product_attention_kv_packed, dot_product_attention)[len(arrays) - 1]
         result = attend(*arrays, **options)

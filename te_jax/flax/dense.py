@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from te_jax import fp8
 from te_jax.flax._common import (
     Axes,
     Initializer,
@@ -16,7 +15,7 @@ from te_jax.flax._common import (
     lora_parameters,
     parameter,
 )
-from te_jax.flax._state import dense_metas, describe
+from te_jax.flax._state import dense_metas, describe, recipe_of
 from te_jax.flax.norm import norm_kind, norm_parameters
 from te_jax.layers import Projection, dense, layernorm_dense
 from te_jax.sharding import check_current_mesh_resource
@@ -187,7 +186,7 @@ def precision(module: nn.Module, postfix: str = "") -> dict:
     """What the layers want to know about one GEMM of `module`: recipe, FP8 state, names."""
     check_current_mesh_resource()
     return dict(
-        recipe=fp8.current_recipe(),
+        recipe=recipe_of(module),
         metas=dense_metas(module, postfix),
         checkpoint=module.quantization_checkpoint_name,
         name=describe(module),

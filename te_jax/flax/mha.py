@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from te_jax._op import on_explicit_mesh
 from te_jax.flax._common import Initializer, activation_axes, check_floating, kernel_initializer, lora_scope
 from te_jax.flax._context import Context
-from te_jax.flax._state import describe
+from te_jax.flax._state import describe, recipe_of
 from te_jax.flax.attention import DotProductAttention, check_heads
 from te_jax.flax.cache import KVCache
 from te_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral
@@ -291,7 +291,8 @@ class MultiHeadAttention(nn.Module):
             others = dict.fromkeys(("key", "value"), fields | dict(features=narrow, kernel_init=each, **single))
         others = {name: DenseGeneral(name=name, **fields) for name, fields in others.items()}
         # Three projections of one norm: it is quantized once, and under FP8 not even written.
-        share = inputs_kv is None and not fields["enable_low_rank_adaptation"]
+        alike = len({recipe_of(self, name) for name in ("query", *others)}) == 1
+        share = inputs_kv is None and alike and not fields["enable_low_rank_adaptation"]
         also = [module(inputs_q, operands=True) for module in others.values()] if share else ()
         want_norm = inputs_kv is None and (norm_output or not share)
         project = self._norm_dense("query", want_norm, **query_fields)

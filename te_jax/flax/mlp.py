@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from te_jax import fp8
 from te_jax.flax._common import (
     Axes,
     Dropout,
@@ -18,7 +17,7 @@ from te_jax.flax._common import (
     lora_parameters,
     parameter,
 )
-from te_jax.flax._state import describe
+from te_jax.flax._state import describe, recipe_of
 from te_jax.flax.dense import check_features, norm_dense, norm_options, precision, trailing_axes
 from te_jax.flax.norm import norm_parameters
 from te_jax.layers import dense, layernorm_mlp
@@ -104,7 +103,7 @@ class LayerNormMLP(nn.Module):
         norm, wi, wo = self._parameters(inputs.shape[-1])
         drop = self.intermediate_dropout_rate > 0 and not deterministic
         plain = drop or wi[2] is not None or self.return_layernorm_output or norm is None
-        if fp8.current_recipe() is not None and not plain and supported(self.activations):
+        if recipe_of(self) is not None and not plain and supported(self.activations):
             y = self._fused(inputs, norm, wi, wo, residual)
             return checkpoint_name(constrain(y, self.layernorm_input_axes), self.ffn2_ckpt_name), None
         return self._composed(inputs, norm, wi, wo, deterministic, residual)

@@ -37,8 +37,8 @@ class Recipe:
     """What is asked of a recipe: two facts about it, and pure functions of one tensor's numbers.
 
     A recipe is a frozen dataclass with fields of its own and these: fp8_format, override_linear_precision, reduce_amax,
-    fp8_dpa, fp8_mha, split_accumulator (see `DelayedScaling`). They are declared in each, for the order in which a
-    recipe takes its arguments is its own.
+    fp8_dpa, fp8_mha, split_accumulator, exclude (see `DelayedScaling`). They are declared in each, for the order in
+    which a recipe takes its arguments is its own.
     """
 
     has_state: ClassVar[bool] = False  # in `fp8_metas`: see `DelayedScaling` for the methods that it takes
@@ -50,6 +50,7 @@ class Recipe:
     fp8_dpa: bool
     fp8_mha: bool
     split_accumulator: tuple[bool, bool, bool]
+    exclude: tuple[str, ...]
 
     def scale(self, stored: jax.Array | None, amax: jax.Array | None, fp8_max: float) -> jax.Array:
         """f32[]: what a tensor is multiplied by before it is cast to the type that ends at `fp8_max`.
@@ -81,6 +82,9 @@ class Recipe:
             self._need(three, field, "pass three bools: (fprop, dgrad, wgrad)")
             object.__setattr__(self, field, tuple(value))
         self._need_bool("reduce_amax", "fp8_dpa")
+        patterns = isinstance(self.exclude, tuple | list) and all(isinstance(p, str) and p for p in self.exclude)
+        self._need(patterns, "exclude", "pass a tuple of patterns of module paths, such as ('lm_head', 'layers_*/mlp')")
+        object.__setattr__(self, "exclude", tuple(self.exclude))
         text = "FP8 tensors between projections and attention are not in this version: leave it False"
         self._need(not self.fp8_mha, "fp8_mha", text)
 

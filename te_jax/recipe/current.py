@@ -27,7 +27,7 @@ class Float8CurrentScaling(Recipe):
     fp8_format:    Format.HYBRID or Format.E4M3.
     power_2_scale: scales are rounded down to a power of 2, so that they change exponents alone.
     amax_epsilon:  the least amax that sets a scale, in units of the tensor.
-    override_linear_precision, split_accumulator: as in `DelayedScaling`.
+    override_linear_precision, split_accumulator, exclude: as in `DelayedScaling`.
     reduce_amax:   inside `shard_map`, one amax for the shards of a tensor, over the mesh axes it varies over but that
                    of pipeline stages. False: each device scales its shard by its own.
     fp8_dpa, fp8_mha: attention in FP8 has delayed scales alone: must be False.
@@ -43,6 +43,7 @@ class Float8CurrentScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     split_accumulator: tuple[bool, bool, bool] = (False, True, True)
+    exclude: tuple[str, ...] = ()
 
     needs_amax: ClassVar[bool] = True
 

@@ -37,6 +37,8 @@ class DelayedScaling(Recipe):
                         with it alone.
     fp8_mha:            projections and attention hand over FP8 tensors: not in this version, must be False.
     split_accumulator:  (fprop, dgrad, wgrad): True adds partial sums in full precision, False is the faster mode.
+    exclude:            patterns (`fnmatch`) of Flax module paths that stay out of FP8, with all below them, such as
+                        ("lm_head", "layers_0", "*/mlp"). Layers of one `nn.scan` are one module.
 
     Raises ValueError (TypeError for a wrong type) at construction, naming the field, its value and what is allowed.
     """
@@ -52,6 +54,7 @@ class DelayedScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     split_accumulator: tuple[bool, bool, bool] = (False, True, True)
+    exclude: tuple[str, ...] = ()
 
     has_state: ClassVar[bool] = True
 
