@@ -94,11 +94,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Stack:
-    """`depth` layers by `nn.scan`: one is compiled, and runs `depth` times."""
+    """`depth` layers by `nn.scan`: `unroll` of them are compiled, and run `depth` times in all."""
 
     name: str
     depth: int
     layer: Layer
+    unroll: int = 1
 
     @property
     def shape(self):
@@ -148,6 +149,7 @@ class _Scanned(nn.Module):
             variable_axes={"params": 0, FP8_COLLECTION: 0, nn.fp8_ops.OVERWRITE_WITH_GRADIENT: 0},
             split_rngs={"params": True, "dropout": True},
             length=self.stack.depth,
+            unroll=self.stack.unroll,
             in_axes=nn.broadcast,
             metadata_params={nn.PARTITION_NAME: None},
         )

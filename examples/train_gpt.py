@@ -155,21 +155,28 @@ def run(args, out: pathlib.Path) -> int:
     cluster.wait_for_all("earlier runs are out of the way")
     corpus = data.load(args.data)
     data.check_length(corpus, args.seq_len)
+    precisions = ("fp8", "bf16") if args.compare else (args.precision,)
+    key, stop = config.resume_key(args, len(corpus.train)), min(args.steps, args.stop_at or args.steps)
+    earlier = report.read(pathlib.Path(args.against), key, precisions, stop) if args.against else {}
     kind = jax.devices()[0].device_kind + (f", mesh {mesh.described(args.mesh)}" if devices else "")
     print(f"device: {kind}; preset: {args.preset}; text: {corpus.source}", flush=True)
     with mesh.scope(devices, args.sequence_parallel):
-        precisions = ("fp8", "bf16") if args.compare else (args.precision,)
         runs = {precision: train(args, precision, corpus, out, devices) for precision in precisions}
 
     gap = report.gap(runs["fp8"]["losses"], runs["bf16"]["losses"]) if args.compare else None
-    settings = {**vars(args), **config.resume_key(args, len(corpus.train))}
+    distances = {name: report.distance(runs[name]["losses"], curve) for name, curve in earlier.items()}
+    settings = {**vars(args), **key}
     settings.pop("model")
     if cluster.is_first():
-        report.write(out / "results.json", settings, corpus.source, runs, gap)
+        report.write(out / "results.json", settings, corpus.source, runs, gap, distances)
         plot.save(out / "loss.png", runs, gap, f"byte-level GPT, {args.preset}, {kind}")
-    print(*report.lines(runs, gap), f"wrote {out / 'loss.png'} and {out / 'results.json'}", sep="\n")
+    print(*report.lines(runs, gap, distances), f"wrote {out / 'loss.png'} and {out / 'results.json'}", sep="\n")
     if args.check_gap is not None and not report.within(gap, args.check_gap):
         print(f"train_gpt: the mean gap exceeds {args.check_gap}", file=sys.stderr)
+        return 1
+    limit = args.check_against
+    if limit is not None and not all(found["largest_of_means"] <= limit for found in distances.values()):
+        print(f"train_gpt: the losses are further than {limit} from those of {args.against}", file=sys.stderr)
         return 1
     return 0
 

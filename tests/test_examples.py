@@ -177,6 +177,7 @@ def test_resume_needs_the_same_arguments_and_a_new_run_keeps_the_earlier(tmp_pat
     "arguments, message",
     [
         (["--check-gap", "0.01"], "needs --compare"),
+        (["--check-against", "0.01"], "needs --against"),
         (["--steps", "0"], "--steps is 0"),
         (["--no-checkpoint", "--resume"], "contradicts"),
     ],
@@ -223,6 +224,32 @@ def test_plot_draws_both_curves_and_the_gap():
     assert bottom == ["fp8 - bf16"]
     one = plot.draw({"fp8": {"losses": [3.0], "held_out": []}}, None, "title")
     assert len(one.axes) == 1
+
+
+def test_distance():
+    earlier = [[step, 2.0] for step in range(1, 41)]
+    spike = report.distance([2.0] * 30 + [2.1] + [2.0] * 9, earlier)
+    assert spike == pytest.approx({"largest": 0.1, "step": 31, "largest_of_means": 0.1 / 20, "points": 20})
+    drift = report.distance([2.0] * 20 + [1.99] * 20, earlier)
+    assert drift == pytest.approx({"largest": 0.01, "step": 21, "largest_of_means": 0.01, "points": 20})
+    assert np.isnan(report.distance([2.0] * 39 + [float("nan")], earlier)["largest_of_means"])
+
+
+def test_an_earlier_curve_of_other_settings_is_refused(tmp_path):
+    path, key = tmp_path / "results.json", {"seed": 0, "activations": ["gelu"]}
+    runs = {"fp8": {"losses": [[1, 5.0], [2, 4.0]]}}
+    path.write_text(json.dumps({"args": key, "runs": runs}))
+    assert report.read(path, key, ("fp8",), 2) == {"fp8": [[1, 5.0], [2, 4.0]]}
+    for changed, precisions, last, message in (
+        ({"seed": 1}, ("fp8",), 2, "seed is 0 there, 1 here"),
+        ({}, ("fp8", "bf16"), 2, "it has fp8, not bf16"),
+        ({}, ("fp8",), 3, "fp8 ends at step 2 there, at 3 here"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            report.read(path, key | changed, precisions, last)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="no results.json of train_gpt.py"):
+        report.read(path, key, ("fp8",), 2)
 
 
 def test_gap():

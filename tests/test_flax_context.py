@@ -1,5 +1,7 @@
 """The modules' context_parallel_* fields: numbers of one device, RoPE's positions, the MeshResource, errors."""
 
+import collectives
+import flax
 import flax_reference as ref
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from test_sharded_layers import KINDS, LAYER_BOUND, check_equal, check_state, gradients, run_on
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -108,6 +111,27 @@ def test_layer_by_mesh_resource(fields, mask):
     close((back(flip(got[0])), got[1], back(flip(got[2]))), (flip(y), dparams, flip(dx)))
     # no activation of the whole sequence: [b/2, S, H] in either order
     assert f"f32[1,{S},{H}]" not in text and f"f32[{S},1,{H}]" not in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layer_in_fp8(kind):
+    """dp 2 x tp 2 x cp 2, ring, balanced, f32 data: LAYER_BOUND of it. A device's tokens cross tp as without cp, in one
+    all-reduce a block and direction, keys and values go around, and nothing is gathered."""
+    fields = dict(context_parallel_strategy="ring", context_parallel_causal_load_balanced=True)
+    order, x, weights = (lambda x: reorder_causal_load_balancing(x, 2)), data(B, S, H), data(B, S, H, seed=2)
+    mesh = jax.make_mesh((2, 2, 2), ("dp", "tp", "cp"), axis_types=(KINDS[kind],) * 3)
+    with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
+        others, params = flax.core.pop(jax.jit(layer().init)(KEY, x), "params")
+        want = jax.jit(gradients(layer()))(nn.meta.unbox(params), others, x, weights)
+        spec, arrays = PartitionSpec("dp", "cp"), (order(x), order(weights))
+        got, found = run_on(mesh, RESOURCE, layer(**fields), params, others, arrays, spec)
+    dx = inverse_reorder_causal_load_balancing(np.asarray(got[1][2]), 2)
+    check_equal((got[0], got[1][0], dx), (want[0], want[1][0], want[1][2]), LAYER_BOUND[jnp.float32])
+    check_state(got[1][1], want[1][1])
+    table = collectives.table(found, 512)
+    assert table.pop(("all-reduce", "f32", "tp")) == (4, 4 * x.nbytes // 4), table
+    assert sum(c.kind == "collective-permute" for c in found) == 2 + 2 + 2 * 2, found  # k, v; again; their gradients
+    assert set(table) == {("all-reduce", "f32", "dp+cp")}, table
 
 
 def test_dp_and_fsdp_divide_the_batch_of_attention():

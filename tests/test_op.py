@@ -276,14 +276,17 @@ def test_gemm_sum_collectives(dtype, kind, second, rng, on_host):
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_quantize_collectives(kind):
-    """A sharded tensor is quantized where it lies; one scalar crosses devices."""
-    mesh = jax.make_mesh((4, 2), AXES, axis_types=KINDS[kind])
+def test_quantize_collectives(kind, rng, on_host):
+    """A sharded tensor is quantized where it lies, to the same bits; one scalar crosses devices."""
+    mesh, x = jax.make_mesh((4, 2), AXES, axis_types=KINDS[kind]), jnp.asarray(rng.normal(size=(8, 16, 64)) * 200)
+    fn = lambda x: ops["te_quantize"](x, jnp.float32(1), outputs=("data", "data_t", "amax"), split=2,
+                                      dtype=jnp.dtype(jnp.float8_e4m3fn))  # fmt: skip
+    want = fn(x)
     with jax.set_mesh(mesh):
-        x = jax.device_put(jnp.ones((8, 16, 64)), NamedSharding(mesh, P("a", None, "b")))
-        fn = lambda x: ops["te_quantize"](x, jnp.float32(1), outputs=("data", "data_t", "amax"), split=2,
-                                          dtype=jnp.dtype(jnp.float8_e4m3fn))  # fmt: skip
-        assert collectives(fn, x) == {"all-reduce": 1}
+        placed = jax.device_put(x, NamedSharding(mesh, P("a", None, "b")))
+        assert collectives(fn, placed) == {"all-reduce": 1}
+        for a, b in zip(jax.jit(fn)(placed), want, strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 @all_cases

@@ -209,13 +209,6 @@ def test_fp8(what, name, kind):
     check_collectives(found, minimum(what, name, True, 2))
 
 
-OPEN_F32 = pytest.mark.xfail(
-    strict=True,
-    reason="Without FP8 the products are XLA's: with Explicit axes it sums kernel gradients over dp and fsdp in one "
-    "all-reduce of the whole, 32768 B, and slices; a reduce-scatter and an all-reduce of a half move 2/3 of that.",
-)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("what", WIDTHS)
@@ -224,14 +217,8 @@ def test_f32_numbers(what, name, kind):
     check_equal(on_mesh(what, name, kind, False, jnp.float32)[0], want, 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        pytest.param(name, kind, marks=OPEN_F32 if kind == "explicit" and "dp-fsdp" in name else ())
-        for name in MESHES
-        for kind in KINDS
-    ],
-)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("what", WIDTHS)
 def test_f32_collectives(what, name, kind):
     """XLA gathers a kernel once, and keeps it, or once for each direction."""
@@ -240,6 +227,19 @@ def test_f32_collectives(what, name, kind):
     if (gather := ("all-gather", "f32", "fsdp")) in want and got.get(gather, (0,))[0] == 4:
         want[gather] = (4, 2 * want[gather][1])
     assert got == want
+
+
+def test_wgrad_out_of_fp8():
+    """By `override_linear_precision`: activations are not gathered for it, and the sum is scattered, as in FP8."""
+    name, wide = "dp-fsdp-tp", recipe.DelayedScaling(amax_history_len=4, override_linear_precision=(False, False, True))
+    params, others, _ = on_one_device("mlp", True, jnp.float32)
+    mesh = jax.make_mesh((2, 2, 2), tuple(MESHES[name]), axis_types=(AxisType.Explicit,) * 3)
+    arrays, module = [data(jnp.float32, seed) for seed in (0, 1)], module_of("mlp", False)
+    with te.autocast(True, wide):
+        want = jax.jit(gradients(module))(nn.meta.unbox(params), others, *arrays)
+        got, found = run_on(mesh, resource(name), module, params, others, arrays, P(("dp", "fsdp")))
+    check_equal((got[0], got[1][0], got[1][2]), (want[0], want[1][0], want[1][2]), LAYER_BOUND[jnp.float32])
+    check_collectives(found, minimum("mlp", name, True, 4))
 
 
 # Partial sums are rounded to bf16 on each device: 2**-9 of a number moves one FP8 number in 64 (E4M3, steps of 2**-3;

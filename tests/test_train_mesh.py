@@ -41,8 +41,15 @@ def train(out, *arguments) -> dict:
 
 
 @pytest.fixture(scope="module")
-def one_device(tmp_path_factory) -> dict:
-    return train(tmp_path_factory.mktemp("one"), "--compare")
+def one_device_path(tmp_path_factory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("one")
+    train(path, "--compare")
+    return path / "results.json"
+
+
+@pytest.fixture(scope="module")
+def one_device(one_device_path) -> dict:
+    return json.loads(one_device_path.read_text())
 
 
 @needs_8
@@ -56,9 +63,17 @@ def one_device(tmp_path_factory) -> dict:
     ],
     ids=lambda arguments: " ".join(arguments[2:]),
 )
-def test_losses_are_those_of_one_device(arguments, one_device, tmp_path):
-    got = train(tmp_path, *arguments)
+def test_losses_are_those_of_one_device(arguments, one_device, one_device_path, tmp_path, capsys):
+    got = train(tmp_path, *arguments, "--against", str(one_device_path), "--check-against", "5e-3")
     compare(got, one_device)
+    assert got["distances"].keys() == got["runs"].keys()
+    said = capsys.readouterr().out
+    for precision, found in got["distances"].items():
+        ours, theirs = (np.array(each["runs"][precision]["losses"])[:, 1] for each in (got, one_device))
+        assert found["largest"] == np.abs(ours - theirs).max() <= BOUNDS[precision]
+        assert np.abs(ours - theirs)[found["step"] - 1] == found["largest"]
+        assert found["largest_of_means"] == pytest.approx(abs(ours.mean() - theirs.mean()), abs=1e-12)  # of 6 steps
+        assert f"{precision} against the earlier run: losses differ by {found['largest']:.1e}" in said
     assert got["device"]["count"] == 8 and got["args"]["mesh"] == config.parse(arguments, "tiny").mesh
 
 
@@ -78,11 +93,12 @@ def test_a_divided_sequence_goes_on_with_another_mesh(one_device, tmp_path, monk
 
 
 @needs_8
-@pytest.mark.parametrize("rope", [True, False])
-def test_tokens_keep_their_places(rope):
-    """Logits of a divided sequence; its attention as large as an input, so that places matter."""
+@pytest.mark.parametrize("rope, groups", [(True, 2), (False, 1)])
+def test_tokens_keep_their_places(rope, groups):
+    """Logits of a divided sequence; its attention as large as an input, so that places matter. A single head of keys is
+    copied to both devices of tp."""
     args = config.parse([*SMALL, "--mesh", "dp=2,tp=2,cp=2"], "tiny")
-    size = dataclasses.replace(args.model, rope=rope, gqa_groups=2)
+    size = dataclasses.replace(args.model, rope=rope, gqa_groups=groups)
     windows = np.random.default_rng(0).integers(0, 256, (8, 33), np.uint8)
     alone, devices = GPT(size, max_len=32), mesh.make(args)
     params = steps.init_variables(alone, None, jax.random.PRNGKey(0))["params"]
@@ -180,7 +196,7 @@ def test_senseless_arguments(arguments, message, capsys):
             "--batch-size is 12, which does not divide by 8 (dp x fsdp of --mesh dp=4,fsdp=2)",
         ),
         ("tp=8", "preset tiny has attention heads: 4, which does not divide by 8 (tp of --mesh tp=8)"),
-        ("tp=16 --preset 8b-layer", "preset 8b-layer has groups of attention heads: 8, which does not divide by 16"),
+        ("tp=3 --layers 1", "preset tiny has attention heads: 4, which does not divide by 3 (tp of --mesh tp=3)"),
         ("fsdp=256 --batch-size 256", "preset tiny has a hidden size of 128, which does not divide by 256 (fsdp of"),
         ("dp=4,tp=2 --sequence-parallel --seq-len 31", "--seq-len is 31, which does not divide by 2 (tp with"),
         ("cp=2 --seq-len 30", "--seq-len is 30, which does not divide by 4 (2 x cp of --mesh cp=2)"),
@@ -225,7 +241,7 @@ def test_documented_commands():
 
 @needs_8
 def test_documented_program():
-    (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    program, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     scope = {}
     exec(program, scope)
     kernel = scope["variables"]["params"]["mlp"]["wi_kernel"]
@@ -250,14 +266,18 @@ jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
 
 mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(AxisType[sys.argv[2]],) * 2)
 with jax.set_mesh(mesh), te.autocast(True, te.recipe.DelayedScaling(amax_history_len=4)):
-    layer, x = te_flax.LayerNormMLP(intermediate_dim=32), jax.random.normal(jax.random.key(0), (4, 8, 16), jnp.bfloat16)
-    state, params = flax.core.pop(flax.linen.meta.unbox(layer.init(jax.random.key(1), x)), "params")
-    specs = {"wi_kernel": P(None, None, "tp"), "wo_kernel": P("tp")}
-    params = {name: jax.device_put(p, NamedSharding(mesh, specs.get(name, P()))) for name, p in params.items()}
+    layer = te_flax.TransformerLayer(hidden_size=16, mlp_hidden_size=32, num_attention_heads=2, attention_dropout=0.0)
+    x = jax.random.normal(jax.random.key(0), (4, 8, 16), jnp.bfloat16)
+    variables = layer.init({"params": jax.random.key(1), "dropout": jax.random.key(2)}, x)
+    state, params = flax.core.pop(variables, "params")
+    rules = (("nvte_w_tp", "tp"), *((name, None) for name in ("nvte_w_no_shard", "nvte_w_fsdp", "nvte_w_joined")))
+    specs = flax.linen.logical_to_mesh_sharding(flax.linen.get_partition_spec(params), mesh, rules)
+    params = jax.tree.map(jax.device_put, flax.linen.meta.unbox(params), specs)
     x = jax.device_put(x, NamedSharding(mesh, P("dp")))
 
-    def loss(params, state, x):
-        return jnp.mean(layer.apply({"params": params, **state}, x)[0].astype(jnp.float32) ** 2)
+    def loss(params, state, x):  # dropout of hidden states too
+        y = layer.apply({"params": params, **state}, x, rngs={"dropout": jax.random.key(3)})
+        return jnp.mean(y.astype(jnp.float32) ** 2)
 
     events.clear()
     value, grads = jax.jit(jax.value_and_grad(loss, (0, 1)))(params, state, x)

@@ -121,6 +121,10 @@ def parser() -> argparse.ArgumentParser:
     add(p, "--stop-at", "save and leave here, to --resume later", type=int, metavar="STEP")
     add(p, "--check-gap", "exit 1 if the mean gap (FP8 - bf16) over the last tenth of the steps exceeds X nats "
         "(needs --compare)", type=float, metavar="X")  # fmt: skip
+    add(p, "--against", "results.json of an earlier run, as on another --mesh: how far the losses are from its own",
+        metavar="FILE")  # fmt: skip
+    add(p, "--check-against", "exit 1 if their means over 20 steps differ by more than X nats (needs --against)",
+        type=float, metavar="X")  # fmt: skip
     add(p, "--remat", "recompute each layer in the backward pass", action="store_true")
     add(p, "--dropout", "rate on the residual branches [default: 0]", type=float, default=0.0)
     many = p.add_argument_group("several devices")
@@ -169,6 +173,8 @@ def complete(args: argparse.Namespace, default_preset: str) -> argparse.Namespac
             p.error(f"--{field.replace('_', '-')} is {getattr(args, field)}: give 1 or more")
     if args.check_gap is not None and not args.compare:
         p.error("--check-gap needs --compare: a gap is between two runs")
+    if args.check_against is not None and args.against is None:
+        p.error("--check-against needs --against: the curve of an earlier run")
     if args.no_checkpoint and (args.resume or args.stop_at is not None):
         p.error("--no-checkpoint contradicts --resume and --stop-at: they live of checkpoints")
     if args.devices is not None and args.devices < 1:

@@ -42,8 +42,9 @@ def make(args) -> Mesh | None:
             f"--mesh {described(args.mesh)} takes {math.prod(sizes)} devices, but {processes} process(es) have {found} "
             f"{jax.default_backend()} devices: change the sizes, or on a CPU give --devices {math.prod(sizes)}"
         )
-    # Auto axes: what the logical axis names ask for are constraints. Under Explicit axes Flax's boxes of parameters
-    # refuse them, and te_jax's modules drop them, so that --sequence-parallel would not divide the sequence.
+    # Auto axes: what the logical axis names ask for are constraints, which Flax's boxes of parameters refuse under
+    # Explicit axes. There the model would have to say in types what it leaves to the compiler here: where embeddings,
+    # logits and the loss lie, and the sequence before the first layer.
     return jax.make_mesh(sizes, axes, axis_types=(AxisType.Auto,) * len(sizes))
 
 
@@ -55,7 +56,8 @@ def check(args) -> None:
     """ValueError where batch, sequence or model do not divide by the sizes of --mesh."""
     if args.mesh is None:
         return
-    model, groups = args.model, args.model.gqa_groups or args.model.heads
+    model = args.model
+    keys = (model.gqa_groups or model.heads) * model.hidden // model.heads
     fsdp, tp = args.mesh.get("fsdp", 1), args.mesh.get("tp", 1)
     rows, cp = args.mesh.get("dp", 1) * fsdp, args.cp
     of_sequence = ("cp x " if cp > 1 else "") + "tp with --sequence-parallel"
@@ -63,7 +65,7 @@ def check(args) -> None:
         ("--batch-size is", args.batch_size, "dp x fsdp", rows),
         (f"preset {args.preset} has a hidden size of", model.hidden, "fsdp", fsdp),
         (f"preset {args.preset} has attention heads:", model.heads, "tp", tp),
-        (f"preset {args.preset} has groups of attention heads:", groups, "tp", tp),
+        (f"preset {args.preset} has keys of a width of", keys, "tp", tp),  # heads that tp does not divide are copied
         (f"preset {args.preset} has an MLP width of", model.ffn, "tp", tp),
         ("--seq-len is", args.seq_len, "2 x cp", 2 * cp if cp > 1 else 1),
         ("--seq-len is", args.seq_len, of_sequence, cp * tp if args.sequence_parallel else 1),

@@ -1,4 +1,4 @@
-"""What a run leaves behind: results.json, and the gap between two runs."""
+"""What a run leaves behind: results.json, the gap between two runs, and how far a curve is from an earlier one."""
 
 import datetime
 import importlib.metadata
@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 POINTS = 500  # of a loss curve in results.json
+SMOOTHED = 20  # points of a curve whose mean is compared with an earlier run's
 
 
 def gap(losses: list[float], reference: list[float]) -> dict:
@@ -35,6 +36,40 @@ def thin(losses: list[float]) -> list[list[float]]:
     return [[int(end), float(block.mean())] for end, block in zip(ends, blocks, strict=True)]
 
 
+def read(path: pathlib.Path, key: dict, precisions: tuple[str, ...], steps: int) -> dict[str, list]:
+    """The loss curves of an earlier results.json, by precision. Raises ValueError where it is none, has other settings
+    than `key`, lacks a precision or does not end at step `steps`."""
+    try:
+        found = json.loads(path.read_text())
+        args, curves = found["args"], {name: run["losses"] for name, run in found["runs"].items()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--against {path}: this is no results.json of train_gpt.py ({error!r})") from error
+    for name, value in key.items():
+        if args.get(name) != value:
+            raise ValueError(f"--against {path}: {name} is {args.get(name)!r} there, {value!r} here: make both equal")
+    for name in precisions:
+        if name not in curves:
+            raise ValueError(f"--against {path}: it has {', '.join(curves)}, not {name}: run that there too")
+        if curves[name][-1][0] != steps:
+            raise ValueError(f"--against {path}: {name} ends at step {curves[name][-1][0]} there, at {steps} here")
+    return {name: curves[name] for name in precisions}
+
+
+def distance(losses: list[float], earlier: list[list[float]]) -> dict:
+    """How far a curve lies from an earlier one (of `thin`), in nats: the largest difference of two points, after which
+    step, and that of two means over `SMOOTHED` points, in which a single batch counts less."""
+    steps, ours = np.transpose(thin(losses))
+    differences = np.abs(ours - np.transpose(earlier)[1])
+    window = min(SMOOTHED, len(steps))
+    means = [np.convolve(curve, np.full(window, 1 / window), "valid") for curve in (ours, np.transpose(earlier)[1])]
+    return {
+        "largest": float(differences.max()),
+        "step": int(steps[differences.argmax()]),
+        "largest_of_means": float(np.abs(np.subtract(*means)).max()),
+        "points": window,
+    }
+
+
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in ("te_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"):
@@ -45,8 +80,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write(path: pathlib.Path, args: dict, text: str, runs: dict[str, dict], gap: dict | None) -> None:
-    """`runs`: by precision, each with its whole `losses`."""
+def write(path: pathlib.Path, args: dict, text: str, runs: dict[str, dict], gap: dict | None, distances: dict) -> None:
+    """`runs`: by precision, each with its whole `losses`; `distances`: by precision, from an earlier run."""
     device = jax.devices()[0]
     results = {
         "command": shlex.join([pathlib.Path(sys.executable).name, *sys.argv]),
@@ -57,11 +92,12 @@ def write(path: pathlib.Path, args: dict, text: str, runs: dict[str, dict], gap:
         "args": args,
         "runs": {name: {**run, "losses": thin(run["losses"])} for name, run in runs.items()},
         "gap_last_tenth": gap,
+        "distances": distances,
     }
     path.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def lines(runs: dict[str, dict], gap: dict | None) -> list[str]:
+def lines(runs: dict[str, dict], gap: dict | None, distances: dict) -> list[str]:
     """The same in words."""
     said = []
     for name, run in runs.items():
@@ -78,5 +114,10 @@ def lines(runs: dict[str, dict], gap: dict | None) -> list[str]:
         said.append(
             f"gap (FP8 - bf16) over the last {gap['steps']} steps: mean {gap['mean']:+.4f} nats, "
             f"mean size {gap['mean_abs']:.4f}"
+        )
+    for name, found in distances.items():
+        said.append(
+            f"{name} against the earlier run: losses differ by {found['largest']:.1e} nats at most (step "
+            f"{found['step']}), means over {found['points']} points by {found['largest_of_means']:.1e}"
         )
     return said

@@ -242,29 +242,14 @@ def load_tuning(path) -> int:
 
 
 def dot(lhs, lhs_axes, rhs, rhs_axes, out_dtype, precision=None, out_spec: PartitionSpec | None = None) -> jax.Array:
-    """XLA's own product over the given axes, in lhs's type, of `out_dtype`. On an Explicit mesh the result has the
-    sharding `out_spec`; with None it keeps the operands' shardings, the left one's first. A sharded sum is completed.
+    """XLA's own product over the given axes, in lhs's type, of `out_dtype`.
+
+    out_spec: on an Explicit mesh the result's sharding. Operands go in as they lie: so the backward pass keeps shards
+              of them, and autodiff asks for gradients in their shardings, whose sums XLA leaves scattered.
     """
-    rhs = rhs.astype(lhs.dtype)
-    axes = (tuple(lhs_axes), tuple(rhs_axes))
-    run = partial(lax.dot_general, dimension_numbers=(axes, ((), ())), precision=precision)
-    types = jax.typeof(lhs).sharding, jax.typeof(rhs).sharding
-    if not on_explicit_mesh(jax.typeof(lhs)):
-        return run(lhs, rhs, preferred_element_type=out_dtype)
-    flat = lambda names: set() if names is None else {names} if isinstance(names, str) else set(names)
-    specs = [[*t.spec, *[None] * (a.ndim - len(t.spec))] for a, t in zip((lhs, rhs), types)]
-    free, used = [], set().union(*(flat(specs[0][i]) for i in axes[0])) if out_spec is None else set()
-    given = None if out_spec is None else iter((*out_spec, *[None] * (lhs.ndim + rhs.ndim - 2 * len(axes[0]))))
-    for spec, summed in zip(specs, axes):  # an operand keeps what the result has
-        for i in (i for i in range(len(spec)) if i not in summed):
-            wanted = spec[i] if given is None else next(given)
-            spec[i] = None if used & flat(spec[i]) or wanted != spec[i] else spec[i]
-            free.append(spec[i] if given is None else wanted)
-            used |= flat(spec[i])
-    for i, j in zip(*axes):  # a summed axis lies in both operands as it does in lhs
-        specs[0][i] = specs[1][j] = None if used & flat(specs[0][i]) and out_spec is not None else specs[0][i]
-    lhs, rhs = (jax.sharding.reshard(a, PartitionSpec(*spec)) for a, spec in zip((lhs, rhs), specs))
-    return run(lhs, rhs, preferred_element_type=out_dtype, out_sharding=PartitionSpec(*free))
+    dimensions = ((tuple(lhs_axes), tuple(rhs_axes)), ((), ()))
+    types = dict(precision=precision, preferred_element_type=out_dtype)
+    return lax.dot_general(lhs, rhs.astype(lhs.dtype), dimensions, out_sharding=out_spec, **types)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -277,8 +262,9 @@ def _gemm_bwd(attrs, residuals, dout):
     contract = dict(attrs)["contract"]
     m, n = lhs.ndim - contract, rhs.ndim - contract
     exact = lax.Precision.HIGHEST  # as the forward pass: f32 is not TF32
-    dlhs = dot(dout, range(m, m + n), rhs, range(n), jnp.float32, exact)
-    drhs = dot(dout, range(m), lhs, range(m), jnp.float32, exact)
+    spec = lambda a: jax.typeof(a).sharding.spec if on_explicit_mesh(jax.typeof(a)) else None
+    dlhs = dot(dout, range(m, m + n), rhs, range(n), jnp.float32, exact, spec(lhs))
+    drhs = dot(dout, range(m), lhs, range(m), jnp.float32, exact, spec(rhs))
     dbias = None if bias is None else like(jnp.sum(dout.astype(jnp.float32), tuple(range(m))), bias)
     return like(dlhs, lhs), like(drhs, rhs), dbias, None if c is None else like(dout, c)
 
