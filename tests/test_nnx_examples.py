@@ -19,7 +19,7 @@ import generate  # noqa: E402
 import train_gpt  # noqa: E402
 from gpt import config, nnx_steps, steps  # noqa: E402
 
-RUN = "--api nnx --preset tiny --seq-len 16 --batch-size 2 --steps 4 --eval-every 4 --eval-batches 1"
+RUN = "--api nnx --preset tiny --layers 1 --seq-len 16 --batch-size 2 --steps 4 --eval-every 4 --eval-batches 1"
 RUN = [*RUN.split(), "--amax-history-len", "3", "--data", str(ROOT / "examples" / "README.md")]
 
 
@@ -31,7 +31,7 @@ def train(out, *arguments) -> list:
 
 def test_losses_are_those_of_linen():
     """From the same weights, over steps of AdamW: scanned layers, their FP8 state, learned positions."""
-    args = config.parse(RUN, "tiny")
+    args = config.parse([*RUN, "--layers", "2"], "tiny")
     recipe, tx = train_gpt.fp8_recipe(args), steps.make_optimizer(1e-2, warmup=1, steps=4)
     ours = nnx_steps.init_state(nnx_steps.make_model(args), tx, recipe, seed=0)
     linen = steps.make_model(args)
