@@ -13,8 +13,7 @@ import sys
 import time
 
 import jax
-from gpt import checkpoint, cluster, config, data, flops, mesh, plot, report, steps
-from gpt.model import GPT
+from gpt import checkpoint, cluster, config, data, flops, mesh, nnx_steps, plot, report, steps
 from gpt.progress import Progress
 
 from te_jax import recipe as te_recipe
@@ -32,8 +31,8 @@ def fp8_recipe(args) -> te_recipe.Recipe:
     )
 
 
-def held_out_loss(eval_loss, state: steps.TrainState, batches) -> float:
-    losses = [eval_loss(state.params, state.fp8, windows) for windows in batches]
+def held_out_loss(eval_loss, state, batches) -> float:
+    losses = [eval_loss(state, windows) for windows in batches]
     return float(sum(losses) / len(losses))
 
 
@@ -59,24 +58,17 @@ def new_progress(args, precision: str, start: int, devices: jax.sharding.Mesh | 
 def train(args, precision: str, corpus: data.Corpus, out: pathlib.Path, devices: jax.sharding.Mesh | None) -> dict:
     """One run from its start, or from its last checkpoint, to --steps or --stop-at; see `summary`."""
     recipe = fp8_recipe(args) if precision == "fp8" else None
-    model = GPT(
-        args.model,
-        max_len=args.seq_len,
-        dropout=args.dropout,
-        remat=args.remat,
-        sequence_parallel=args.sequence_parallel,
-        cp=args.cp,
-        cp_strategy=args.cp_strategy or "DEFAULT",
-    )
+    api = nnx_steps if args.api == "nnx" else steps
+    model = api.make_model(args)
     optimizer = steps.make_optimizer(args.lr, args.warmup, args.steps)
-    shardings = steps.state_shardings(model, optimizer, recipe, devices)
-    state = steps.init_state(model, optimizer, recipe, args.seed, shardings)
+    shardings = api.state_shardings(model, optimizer, recipe, devices)
+    state = api.init_state(model, optimizer, recipe, args.seed, shardings)
     parameters = sum(p.size for p in jax.tree.leaves(state.params))
 
     run = {"key": config.resume_key(args, len(corpus.train)), "losses": [], "held_out": []}
     checkpoints = None if args.no_checkpoint else checkpoint.Checkpoints(out / precision)
-    if checkpoints and args.resume and (found := checkpoints.restore(state, run["key"])):
-        state, run = found
+    if checkpoints and args.resume and (found := checkpoints.restore(api.saved(state), run["key"])):
+        state, run = api.resumed(state, found[0]), found[1]
     run["precision"] = precision  # the checkpoint may be of a run in the other one
     start, stop = int(state.step), min(args.steps, args.stop_at or args.steps)
     print(
@@ -88,10 +80,10 @@ def train(args, precision: str, corpus: data.Corpus, out: pathlib.Path, devices:
     train_step, compile_seconds = None, None
     if start < stop:  # else the checkpoint is of a finished run
         began = time.perf_counter()
-        train_step = steps.make_train_step(model, optimizer, recipe, shardings).lower(state, batch(0)).compile()
+        train_step = api.compiled_step(model, optimizer, recipe, shardings, state, batch(0))
         compile_seconds = time.perf_counter() - began
         print(f"{precision}: compiled in {compile_seconds:.1f} s", flush=True)
-    eval_loss = steps.make_eval_loss(model, recipe)
+    eval_loss = api.make_eval_loss(model, recipe)
     progress = new_progress(args, precision, start, devices)
     pending = collections.deque()
 
@@ -111,7 +103,7 @@ def train(args, precision: str, corpus: data.Corpus, out: pathlib.Path, devices:
             run["held_out"].append([step, held_out_loss(eval_loss, state, eval_data)])
             progress.note(f"{precision}: held-out loss {run['held_out'][-1][1]:.4f} at step {step}")
         if save:
-            checkpoints.save(state, run)
+            checkpoints.save(api.saved(state), run)
         if pause:
             progress.pause()
     progress.bar.close()

@@ -53,7 +53,7 @@ _receive.defvjp(_receive_fwd, _receive_bwd)
 
 
 @jax.custom_vjp
-def _reach(value, states):
+def reach(value, states):
     """value; and the backward pass reaches all states, also those that no module read, whose gradient would be 0."""
     return value
 
@@ -63,7 +63,7 @@ def _no_amax(leaf):
     return lax.convert_element_type(jnp.zeros_like(lax.convert_element_type(leaf, jnp.float32)), leaf.dtype)
 
 
-_reach.defvjp(lambda value, states: (value, states), lambda states, g: (g, jax.tree.map(_no_amax, states)))
+reach.defvjp(lambda value, states: (value, states), lambda states, g: (g, jax.tree.map(_no_amax, states)))
 
 
 def combine_by_max(collections):
@@ -150,7 +150,7 @@ def value_and_grad(fun, argnums=0, has_aux: bool = False):
             leaf for i in differentiated for leaf in jax.tree.leaves(args[i], is_leaf=_has_state) if _has_state(leaf)
         ]
         value, *aux = out if has_aux else (out,)
-        value = _reach(value, [s[FP8_COLLECTION] for s in states])
+        value = reach(value, [s[FP8_COLLECTION] for s in states])
         return (value, *map(_as_stored, aux)) if has_aux else value
 
     @partial(jax.jit, static_argnums=(1, 2))

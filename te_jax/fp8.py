@@ -337,7 +337,8 @@ def check_history_length(what: str, length: int, recipe: DelayedScaling | None):
     if recipe is not None and length != recipe.amax_history_len:
         raise ValueError(
             f"{what} has length {length}, but the recipe in force has amax_history_len={recipe.amax_history_len}; "
-            f"convert the state with {CONVERTER}(collections, recipe), or use amax_history_len={length}."
+            f"convert the state with {CONVERTER}(collections, recipe), that of an NNX module with "
+            f"te_jax.nnx.convert_fp8_state(module, recipe), or use amax_history_len={length}."
         )
 
 

@@ -105,6 +105,8 @@ def parser() -> argparse.ArgumentParser:
     add(p, "--precision", "of the GEMMs [default: fp8]", choices=("fp8", "bf16"), default="fp8")
     add(p, "--recipe", "scales of FP8 tensors: from past steps, or from their own amax [default: delayed]",
         choices=("delayed", "current"), default="delayed")  # fmt: skip
+    add(p, "--api", "Flax modules of the model: Linen, or NNX, which trains on one device, without dropout "
+        "[default: linen]", choices=("linen", "nnx"), default="linen")  # fmt: skip
     add(p, "--compare", "train in both, from one seed and on the same batches", action="store_true")
     add(p, "--data", "your own text [default: Python's library source]", nargs="+", metavar="FILE")
     add(
@@ -189,6 +191,8 @@ def complete(args: argparse.Namespace, default_preset: str) -> argparse.Namespac
         args.mesh = {**(args.mesh or {}), "cp": args.cp}
     if args.cp_strategy and args.cp == 1:
         p.error(f"--cp-strategy is {args.cp_strategy}, but nothing divides the sequence: give --cp 2 or more")
+    if args.api == "nnx" and (args.mesh is not None or args.dropout > 0):
+        p.error("--api nnx has neither --mesh nor --dropout: leave them out, or give --api linen")
     if args.sequence_parallel and args.mesh is None:
         p.error("--sequence-parallel needs --mesh with tp=2 or more")
     return args
@@ -197,5 +201,6 @@ def complete(args: argparse.Namespace, default_preset: str) -> argparse.Namespac
 def resume_key(args: argparse.Namespace, text_bytes: int) -> dict:
     """What must be equal for a resumed run to be the same run; JSON types."""
     fields = ("seed", "batch_size", "seq_len", "steps", "lr", "warmup", "recipe", "amax_history_len", "dropout", "data")
+    fields += ("api",)
     model = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(args.model).items()}
     return {**{f: getattr(args, f) for f in fields}, **model, "text_bytes": text_bytes}

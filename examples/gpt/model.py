@@ -13,6 +13,37 @@ from .config import Model
 VOCAB = 256  # a token is a byte
 
 
+def layer_fields(config: Model, dropout: float) -> dict:
+    """The fields of a `TransformerLayer`."""
+    return dict(
+        hidden_size=config.hidden,
+        mlp_hidden_size=config.ffn,
+        num_attention_heads=config.heads,
+        num_gqa_groups=config.gqa_groups,
+        layernorm_type=config.norm,
+        mlp_activations=config.activations,
+        use_bias=config.use_bias,
+        self_attn_mask_type="causal",
+        enable_rotary_pos_emb=config.rope,
+        rotary_pos_emb_group_method="alternate",
+        fuse_qkv_params=True,
+        hidden_dropout=dropout,
+        attention_dropout=0.0,
+    )
+
+
+def embedded(tokens: jax.Array, table: jax.Array) -> jax.Array:
+    """tokens int[b, s], table f32[256, hidden] -> f32[b, s, hidden]."""
+    # A product, not a look-up: the gradient of a look-up is a scatter, whose sums have no fixed order on a GPU.
+    # In f32 at the highest precision it is exact: one row times 1, plus zeros.
+    return jnp.matmul(jax.nn.one_hot(tokens, VOCAB), table, precision=jax.lax.Precision.HIGHEST)
+
+
+def logits_of(x: jax.Array, head: jax.Array) -> jax.Array:
+    """x bf16[b, s, hidden], head f32[256, hidden] -> f32[b, s, 256]."""
+    return jnp.einsum("bsh,vh->bsv", x, head.astype(x.dtype), preferred_element_type=jnp.float32)
+
+
 class Block(nn.Module):
     """One transformer layer, in the shape that `nn.scan` wants: (carry, x) -> (carry, y)."""
 
@@ -28,19 +59,7 @@ class Block(nn.Module):
     def __call__(self, x, lengths):
         c = self.config
         layer = te_flax.TransformerLayer(
-            hidden_size=c.hidden,
-            mlp_hidden_size=c.ffn,
-            num_attention_heads=c.heads,
-            num_gqa_groups=c.gqa_groups,
-            layernorm_type=c.norm,
-            mlp_activations=c.activations,
-            use_bias=c.use_bias,
-            self_attn_mask_type="causal",
-            enable_rotary_pos_emb=c.rope,
-            rotary_pos_emb_group_method="alternate",
-            fuse_qkv_params=True,
-            hidden_dropout=self.dropout,
-            attention_dropout=0.0,
+            **layer_fields(c, self.dropout),
             enable_sequence_parallel=self.sequence_parallel,
             # The axis itself is the MeshResource's. RoPE turns by the places that the order says.
             context_parallel_causal_load_balanced=self.cp > 1,
@@ -80,9 +99,7 @@ class GPT(nn.Module):
         # Their rows are few: a byte has 256 values. The hidden axis is divided as those of the layers' kernels are.
         table = nn.with_logical_partitioning(nn.initializers.normal(0.02), (W_NO_SHARD_AXES, W_FSDP_AXES))
         embedding = self.param("embedding", table, (VOCAB, c.hidden), jnp.float32)
-        # A product, not a look-up: the gradient of a look-up is a scatter, whose sums have no fixed order on a GPU.
-        # In f32 at the highest precision it is exact: one row times 1, plus zeros.
-        x = jnp.matmul(jax.nn.one_hot(tokens, VOCAB), embedding, precision=jax.lax.Precision.HIGHEST)
+        x = embedded(tokens, embedding)
         if not c.rope:
             learned = self.param("positions", table, (self.max_len, c.hidden), jnp.float32)
             if decode and positions is None:
@@ -112,4 +129,4 @@ class GPT(nn.Module):
         head = embedding
         if not c.tie_embeddings:
             head = self.param("head", table, (VOCAB, c.hidden), jnp.float32)
-        return jnp.einsum("bsh,vh->bsv", x, head.astype(x.dtype), preferred_element_type=jnp.float32)
+        return logits_of(x, head)

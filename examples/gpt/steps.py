@@ -1,5 +1,6 @@
 """State, optimizer, and the two jitted functions: train step and held-out loss."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax
@@ -26,6 +27,18 @@ class TrainState(NamedTuple):
     rng: jax.Array  # u32[2], constant; folded with the step it gives the step's dropout key
 
 
+def make_model(args) -> GPT:
+    return GPT(
+        args.model,
+        max_len=args.seq_len,
+        dropout=args.dropout,
+        remat=args.remat,
+        sequence_parallel=args.sequence_parallel,
+        cp=args.cp,
+        cp_strategy=args.cp_strategy or "DEFAULT",
+    )
+
+
 def make_optimizer(lr: float, warmup: int, steps: int) -> optax.GradientTransformation:
     """AdamW with linear warm-up and cosine decay to a tenth, after clipping the global norm at 1.
 
@@ -40,7 +53,11 @@ def make_optimizer(lr: float, warmup: int, steps: int) -> optax.GradientTransfor
 
 def decayed(params) -> Any:
     """True for matrices. By name, since a bias of scanned layers has two axes too."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key.endswith("kernel"), params)
+
+    def named(path) -> str:  # the arrays of an nnx.State lie below their names
+        return [key.key for key in path if isinstance(key, jax.tree_util.DictKey)][-1]
+
+    return jax.tree_util.tree_map_with_path(lambda path, _: named(path).endswith("kernel"), params)
 
 
 def autocast(recipe: te_recipe.Recipe | None):
@@ -88,17 +105,15 @@ def state_shardings(model: GPT, optimizer, recipe, on: Mesh | None) -> TrainStat
     return TrainState(everywhere, params, moments, jax.tree.map(lambda _: everywhere, fp8), everywhere)
 
 
-def next_byte_loss(model: GPT, params, fp8, batch, dropout_key=None) -> jax.Array:
+def next_byte_loss(model, batch) -> jax.Array:
     """Mean cross-entropy in nats of each byte given those before it.
 
-    batch: windows u8[b, s + 1]; or (tokens, targets), u8[b, s] each, both in the order that `model.cp` says.
+    model: tokens int[b, s] -> logits f32[b, s, 256]
+    batch: windows u8[b, s + 1]; or (tokens, targets), u8[b, s] each, both in the order that the model's `cp` says.
     """
     batch = jax.tree.map(lambda x: x.astype(jnp.int32), batch)
-    paired = isinstance(batch, tuple)
-    rngs = {} if dropout_key is None else {"dropout": dropout_key}
-    logits = model.apply({"params": params, **fp8}, batch[0] if paired else batch[:, :-1], rngs=rngs)
-    targets = batch[1] if paired else batch[:, 1:]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+    tokens, targets = batch if isinstance(batch, tuple) else (batch[:, :-1], batch[:, 1:])
+    return optax.softmax_cross_entropy_with_integer_labels(model(tokens), targets).mean()
 
 
 def make_train_step(model: GPT, optimizer, recipe, shardings: TrainState | None = None):
@@ -109,10 +124,10 @@ def make_train_step(model: GPT, optimizer, recipe, shardings: TrainState | None 
     """
 
     def train_step(state: TrainState, batch) -> tuple[TrainState, jax.Array]:
-        key = jax.random.fold_in(state.rng, state.step) if model.dropout else None
+        rngs = {"dropout": jax.random.fold_in(state.rng, state.step)} if model.dropout else {}
 
         def loss_fn(params, fp8):
-            return next_byte_loss(model, params, fp8, batch, key)
+            return next_byte_loss(partial(model.apply, {"params": params, **fp8}, rngs=rngs), batch)
 
         with autocast(recipe):
             loss, (grads, fp8) = jax.value_and_grad(loss_fn, argnums=(0, 1))(state.params, state.fp8)
@@ -126,13 +141,28 @@ def make_train_step(model: GPT, optimizer, recipe, shardings: TrainState | None 
     return jax.jit(train_step, donate_argnums=0, out_shardings=after)
 
 
+def compiled_step(model: GPT, optimizer, recipe, shardings, state: TrainState, batch):
+    """`make_train_step`, compiled for such a state and batch."""
+    return make_train_step(model, optimizer, recipe, shardings).lower(state, batch).compile()
+
+
 def make_eval_loss(model: GPT, recipe):
-    """jitted (params, fp8, batch) -> loss, in the precision of training and without dropout."""
+    """(state, batch) -> loss, in the precision of training and without dropout."""
     model = model.clone(dropout=0.0)
 
     @jax.jit
     def eval_loss(params, fp8, batch):
         with autocast(recipe):
-            return next_byte_loss(model, params, fp8, batch)
+            return next_byte_loss(partial(model.apply, {"params": params, **fp8}), batch)
 
-    return eval_loss
+    return lambda state, batch: eval_loss(state.params, state.fp8, batch)
+
+
+def saved(state: TrainState) -> TrainState:
+    """What a checkpoint holds of a state."""
+    return state
+
+
+def resumed(fresh: TrainState, saved: TrainState) -> TrainState:
+    """The state of a checkpoint; `fresh` is one of the same run."""
+    return saved

@@ -2,6 +2,7 @@
 
 import warnings
 import weakref
+from contextvars import ContextVar
 from fnmatch import fnmatchcase
 
 import jax
@@ -19,6 +20,9 @@ from te_jax.recipe import DelayedScaling, Recipe
 # pass ends. (Scopes would not do as keys: Flax gives a module a new one after each call.)
 _LEFT = "_fp8_left"
 _warned: weakref.WeakSet = weakref.WeakSet()  # root scopes that got the note about missing state
+
+# What te_jax.nnx has in the place of `_note`, to raise.
+on_missing_state: ContextVar = ContextVar("on_missing_state", default=None)
 
 
 def describe(module: nn.Module) -> str:
@@ -99,7 +103,7 @@ def _leaf(module: nn.Module, name: str, fresh: np.ndarray, recipe: DelayedScalin
     mutable = module.is_mutable_collection(FP8_COLLECTION)
     if not module.has_variable(FP8_COLLECTION, name):
         if not module.is_initializing():
-            _note(module, name, mutable)
+            (on_missing_state.get() or _note)(module, name, mutable)
         if not mutable:
             return jnp.asarray(fresh)
     value = module.variable(FP8_COLLECTION, name, lambda: jnp.asarray(fresh)).value

@@ -1,0 +1,299 @@
+"""A module of `te_jax.flax` as an NNX module: variables are attributes, submodules are modules.
+
+What is computed, and with which parameters, stands in the Linen modules alone. A `Layer` is built from one: `lazy_init`
+makes the variables, which become attributes, and a call hands them to `apply`. So the two agree bit for bit.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+import math
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+from flax.traverse_util import flatten_dict
+from jax import ShapeDtypeStruct
+
+from te_jax.flax._state import describe, on_missing_state
+from te_jax.flax.cache import COLLECTION as CACHE
+from te_jax.fp8 import FP8_COLLECTION, current_recipe
+
+
+class Fp8State(nnx.Variable):
+    """A leaf of FP8 state, as `te_jax.fp8` has it: `{tensor}_scale` f32[1] or `{tensor}_amax_history` f32[L].
+
+    No `nnx.Param`: `nnx.grad` and `nnx.Optimizer(..., wrt=nnx.Param)` leave it alone; `te_jax.nnx.value_and_grad` moves
+    it.
+    """
+
+
+_TYPES = {"params": nnx.Param, FP8_COLLECTION: Fp8State, CACHE: nnx.Cache}  # of variables, by Linen's collections
+nnx.register_variable_name(FP8_COLLECTION, Fp8State, overwrite=True)  # what nnx.bridge.ToNNX makes of it
+
+
+def collection_of(variable: nnx.Variable) -> str | None:
+    """The Linen collection that a variable belongs to; None: none of those that `te_jax.flax` has."""
+    return next((name for name, kind in _TYPES.items() if isinstance(variable, kind)), None)
+
+
+def example(*features: int) -> ShapeDtypeStruct:
+    """Inputs [batch, sequence, *features], as `lazy_init` wants them: sizes that the mesh in force divides."""
+    size = 2 * math.prod(jax.sharding.get_abstract_mesh().shape.values())  # twice: balanced causal attention
+    return ShapeDtypeStruct((size, size, *features), jnp.bfloat16)
+
+
+class Layer(nnx.Module):
+    """A module of `te_jax.flax` with its variables.
+
+    Attributes: the parameters (`nnx.Param`, those of low-rank adaptation `nnx.LoRAParam`), under autocast the FP8 state
+    (`Fp8State`), when decoding the cache (`nnx.Cache`), and the submodules, all named as in the Linen module's
+    collections; `linen`, the Linen module, whose fields can be read here too; `deterministic`, False: what calls go by
+    that do not say it; `rngs`, the stream of dropout's keys, where some rate is not 0.
+
+    A subclass names the Linen module as `linen_type` and says in `inputs` what it is initialised with. The constructor
+    takes the arguments of `inputs`, then the Linen module's fields, and `rngs`. Made under `te_jax.autocast` a module
+    has the FP8 state of that recipe. Initial values are those of Linen's `init` with the key `rngs.params()`. Where a
+    mesh and logical axis rules (`flax.linen.logical_axis_rules`) are in force, parameters lie by them, and tell so in
+    their metadata `out_sharding`.
+    """
+
+    linen_type: type[nn.Module] = nn.Module
+    defaults: dict = {}  # of fields, where they are others than the Linen module's
+    init_fields: dict = {}  # that the Linen module has while it is initialised
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        _layers.setdefault(cls.linen_type, cls)
+        if "__init__" not in vars(cls):
+            cls.__signature__ = _signature(cls)
+
+    def __init__(self, *args, rngs: nnx.Rngs | None = None, **kwargs):
+        part = args[0] if args and isinstance(args[0], nn.Module) else None  # its parent gives it its variables
+        if part is None:
+            bound = _signature(type(self)).bind(*args, rngs=rngs, **kwargs)
+            bound.apply_defaults()
+            fields = {name: bound.arguments.pop(name) for name in _fields(self.linen_type)}
+            for name, value in fields.items():
+                if isinstance(value, nnx.Module):
+                    raise TypeError(
+                        f"{type(self).__name__}: {name} is an nnx.Module, {type(value).__name__}; pass the module of "
+                        f"te_jax.flax, and assign the attribute {name} of what comes out."
+                    )
+        self.linen = self.linen_type(**fields, parent=None) if part is None else part
+        self.parts = ()  # pairs (name, Linen module) of the submodules
+        if "deterministic" in _call(type(self.linen)).parameters:
+            self.deterministic = False
+        self.rngs = nnx.data(None)
+        if part is not None:
+            return
+        if not isinstance(rngs, nnx.Rngs):
+            raise TypeError(f"{type(self).__name__}: rngs is {rngs!r}; pass nnx.Rngs(seed).")
+        del bound.arguments["rngs"]
+        self._initialise(type(self).inputs(self.linen, **bound.arguments), rngs)
+        if self._drops:
+            self.rngs = rngs[self._stream].fork()
+
+    @staticmethod
+    def inputs(linen: nn.Module) -> tuple:
+        """Arguments of `linen`'s call, arrays as ShapeDtypeStructs; further parameters are the constructor's."""
+        raise NotImplementedError
+
+    def _initialise(self, inputs: tuple, rngs: nnx.Rngs):
+        modules = {}  # by path
+
+        def note(call, args, kwargs, context):
+            if context.method_name == "__call__":
+                modules[context.module.path] = _detached(context.module)
+            return call(*args, **kwargs)
+
+        def call(linen, *arrays):
+            arrays = iter(arrays)
+            options = {"deterministic": True} if hasattr(self, "deterministic") else {}
+            return linen(*(next(arrays) if isinstance(x, ShapeDtypeStruct) else x for x in inputs), **options)
+
+        arrays = [x for x in inputs if isinstance(x, ShapeDtypeStruct)]
+        with nn.intercept_methods(note):
+            variables = self.linen.clone(**self.init_fields).lazy_init({"params": rngs.params()}, *arrays, method=call)
+        for (collection, *path, name), value in flatten_dict(variables).items():
+            node = self
+            for at, part in enumerate(path, 1):
+                if part not in vars(node):
+                    linen = modules[tuple(path[:at])]
+                    setattr(node, part, _layers.get(type(linen), Layer)(linen))
+                    node.parts = (*node.parts, (part, linen))
+                node = vars(node)[part]
+            setattr(node, name, _variable(collection, name, value))
+
+    def __call__(self, *args, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None, **kwargs):
+        """As the Linen module's call, with `deterministic` (None: the attribute) where that has it.
+
+        rngs: where dropout's key comes from in place of the attribute.
+        decode=True reads and writes the cache of the module's attributes; see `te_jax.flax.MultiHeadAttention`.
+
+        A submodule that was replaced is called in the old one's place, with its arguments.
+
+        Raises what the Linen module raises; ValueError where dropout has no key, and where the recipe in force needs
+        FP8 state that the module lacks.
+        """
+        call = _call(type(self.linen)).bind(*args, **kwargs)
+        if hasattr(self, "deterministic") and call.arguments.get("deterministic") is None:
+            call.arguments["deterministic"] = self.deterministic
+        variables: dict = {}
+        replaced = self._gather(variables)
+        decode = call.arguments.get("decode", False)
+        keys = {} if call.arguments.get("deterministic", True) else self._keys(rngs)
+        options = dict(rngs=keys, mutable=[CACHE] if decode else False)
+        with _errors_of_state(), nn.intercept_methods(_calling(replaced)) if replaced else contextlib.nullcontext():
+            out = self.linen.apply(variables, *call.args, **options, **call.kwargs)
+        if not decode:
+            return out
+        out, written = out
+        for (_, *path, name), value in flatten_dict(written).items():
+            node = self
+            for part in path:
+                node = vars(node)[part]
+            if name in vars(node):
+                vars(node)[name].set_value(value)
+            else:
+                setattr(node, name, nnx.Cache(value))
+        return out
+
+    def set_view(self, deterministic: bool | None = None):
+        """For `nnx.view`."""
+        if deterministic is not None and hasattr(self, "deterministic"):
+            self.deterministic = deterministic
+
+    def __getattr__(self, name):
+        linen = vars(self).get("linen")
+        if linen is None or name not in _fields(type(linen)):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(linen, name)
+
+    def __setattr__(self, name, value):
+        if "linen" in vars(self) and name in _fields(type(self.linen)) and not isinstance(value, nnx.Module):
+            raise AttributeError(
+                f"{type(self).__name__}: {name} is a field, fixed when the module is made; make another module, and "
+                "take over the weights with nnx.update(new, nnx.state(old))."
+            )
+        super().__setattr__(name, value)
+
+    def _gather(self, variables: dict, path: tuple[str, ...] = ()) -> dict:
+        """Adds the variables to `variables`, as Linen has them. Returns the modules that were put in the place of
+        submodules, by path."""
+        parts, replaced = dict(self.parts), {}
+        for name, value in vars(self).items():
+            if isinstance(value, nnx.Variable) and (collection := collection_of(value)):
+                node = variables.setdefault(collection, {})
+                for part in path:
+                    node = node.setdefault(part, {})
+                node[name] = value.get_value()
+            elif name in parts and isinstance(value, Layer) and value.linen == parts[name]:
+                replaced |= value._gather(variables, (*path, name))
+            elif name in parts:
+                replaced[*path, name] = value
+        return replaced
+
+    @property
+    def _drops(self) -> bool:
+        """Whether some rate of dropout is not 0."""
+        values = (getattr(self.linen, name) for name in _fields(type(self.linen)) if "drop" in name)
+        return any(isinstance(value, int | float) and value > 0 for value in values)
+
+    @property
+    def _stream(self) -> str:
+        fields = [name for name in _fields(type(self.linen)) if name.endswith("rng_name")]
+        return getattr(self.linen, fields[0])
+
+    def _keys(self, rngs) -> dict[str, jax.Array]:
+        if not self._drops:
+            return {}
+        rngs = self.rngs if rngs is None else rngs
+        if rngs is None:
+            raise ValueError(
+                f"{type(self).__name__}: dropout needs a key; pass rngs=nnx.Rngs({self._stream}=seed), or "
+                "deterministic=True."
+            )
+        stream = rngs[self._stream] if isinstance(rngs, nnx.Rngs) else rngs
+        return {self._stream: stream() if isinstance(stream, nnx.RngStream) else stream}
+
+
+_layers: dict[type[nn.Module], type[Layer]] = {}  # the class that stands for a Linen module
+
+
+@cache
+def _fields(linen_type: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(linen_type) if f.name not in ("parent", "name"))
+
+
+@cache
+def _call(linen_type: type[nn.Module]) -> inspect.Signature:
+    signature = inspect.signature(linen_type.__call__)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])  # without self
+
+
+@cache
+def _signature(cls: type[Layer]) -> inspect.Signature:
+    """Of the constructor: the parameters of `inputs`, the fields, rngs."""
+    parameter = inspect.Parameter
+    sizes = list(inspect.signature(cls.inputs).parameters.values())[1:]  # without the Linen module
+    fields = []
+    for f in dataclasses.fields(cls.linen_type):
+        if f.name in _fields(cls.linen_type):
+            default = cls.defaults.get(f.name, f.default)
+            default = parameter.empty if default is dataclasses.MISSING else default
+            fields.append(parameter(f.name, parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=f.type))
+    rngs = parameter("rngs", parameter.KEYWORD_ONLY, annotation=nnx.Rngs)
+    by_place = [p for p in sizes if p.kind is parameter.POSITIONAL_OR_KEYWORD]
+    return inspect.Signature([*by_place, *fields, *(p for p in sizes if p not in by_place), rngs])
+
+
+def _detached(linen: nn.Module) -> nn.Module:
+    """A submodule alone, with the default initialisers: its parent's are functions made in its call, equal to nothing,
+    and two layers of equal fields shall be one to `nnx.jit`."""
+    inits = {f.name: f.default for f in dataclasses.fields(linen) if f.name.endswith("_init")}
+    return linen.clone(parent=None, name=None, **inits)
+
+
+def _variable(collection: str, name: str, value) -> nnx.Variable:
+    """The variable of a leaf as `init` returns it, in a box with its logical axes or bare."""
+    metadata = {}
+    rules, mesh = nn.get_logical_axis_rules(), jax.sharding.get_abstract_mesh()
+    if isinstance(value, nn.LogicallyPartitioned) and rules and not mesh.empty:
+        metadata["out_sharding"] = tuple(nn.logical_to_mesh_axes(value.names, rules))
+    kind = nnx.LoRAParam if collection == "params" and "lora_" in name else _TYPES[collection]
+    return kind(nn.meta.unbox(value), **metadata)
+
+
+def _calling(replaced: dict):
+    """An interceptor that calls the modules of `replaced` where Linen calls a submodule of that path."""
+    root = None  # of the `apply` that this is for; the replacing modules may have theirs
+
+    def interceptor(call, args, kwargs, context):
+        nonlocal root
+        scope, path = context.module.scope, context.module.path
+        root = root or scope.root
+        ours = scope.root is root and context.method_name == "__call__" and path in replaced
+        return replaced[path](*args, **kwargs) if ours else call(*args, **kwargs)
+
+    return interceptor
+
+
+@contextlib.contextmanager
+def _errors_of_state():
+    """Within it missing FP8 state is an error: fresh state would be forgotten, and another time it is again."""
+
+    def refuse(module, name, mutable):
+        recipe = type(current_recipe()).__name__
+        raise ValueError(
+            f"{describe(module)}: {recipe} is in force, but there is no FP8 state {name}; make the module under "
+            f"te_jax.autocast(True, recipe), and take over weights with nnx.update(new, nnx.state(old, nnx.Param))."
+        )
+
+    token = on_missing_state.set(refuse)
+    try:
+        yield
+    finally:
+        on_missing_state.reset(token)

@@ -1,0 +1,98 @@
+"""Variables between NNX modules and Linen's collections, and FP8 state between recipes."""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from flax import linen as nn
+from flax import nnx
+from flax.traverse_util import flatten_dict
+
+from te_jax import fp8
+from te_jax.nnx._layer import Fp8State, collection_of
+from te_jax.recipe import Recipe
+
+Module = TypeVar("Module", bound=nnx.Module)
+
+
+def collections_of(state: nnx.State) -> dict:
+    """{collection: {name: ... array}}: Linen's form of a state; of variables that `te_jax.flax` has no collection for,
+    nothing. Indices, as of an nnx.List, become strings."""
+    out: dict = {}
+    for path, variable in nnx.to_flat_state(state):
+        if collection := collection_of(variable):
+            node = out.setdefault(collection, {})
+            for key in path[:-1]:
+                node = node.setdefault(str(key), {})
+            node[str(path[-1])] = variable.get_value()
+    return out
+
+
+def with_collections(state: nnx.State, collections: Mapping) -> nnx.State:
+    """The inverse of `collections_of`: the variables of `state` that are in `collections`, with the values there."""
+    values, new = flatten_dict(collections), []
+    for path, variable in nnx.to_flat_state(state):
+        key = collection_of(variable), *map(str, path)
+        if key in values:
+            new.append((path, variable.replace(values[key])))
+    return nnx.from_flat_state(new)
+
+
+def to_linen(module: nnx.Module) -> dict:
+    """{"params": ..., "fp8_metas": ..., "cache": ...} of an NNX module: what the Linen module of the same structure
+    takes in `apply`. A collection without variables is left out.
+
+    Any `nnx.Param`, `Fp8State` and `nnx.Cache` counts, in any nnx.Module, under the path of its attributes. A stack of
+    layers that `nnx.vmap` made is what `nn.scan` makes with variable_axes 0.
+    """
+    return collections_of(nnx.state(module))
+
+
+def from_linen(variables: Mapping, module: Module) -> Module:
+    """`module` with the variables of a Linen module of the same structure, in place; a collection that is absent stays.
+
+    variables: {"params": ..., "fp8_metas": ..., "cache": ...}, in boxes or not, as `init` returns them.
+
+    FP8 state may come with another length of histories, so that of `te_jax.convert_fp8_metas` can be taken.
+    Raises ValueError, naming the first, for leaves that only one of the two has, and for other shapes or dtypes.
+    """
+    state, variables = nnx.state(module), nn.meta.unbox(variables)
+    new, held = flatten_dict(dict(variables)), flatten_dict(collections_of(state))
+    for key in sorted(set(new) | {key for key in held if key[0] in variables}):
+        path = "/".join(key)
+        if key not in held or key not in new:
+            has, lacks = ("variables", "the module") if key in new else ("the module", "variables")
+            raise ValueError(
+                f"from_linen: {has} has {path}, {lacks} has not; make the module with the same fields, under the same "
+                f"te_jax.autocast (FP8 state) and after a call with decode=True (a cache), or leave out {key[0]!r}."
+            )
+        own = held[key].shape[:-1] if key[0] == fp8.FP8_COLLECTION else held[key].shape
+        got = new[key].shape[:-1] if key[0] == fp8.FP8_COLLECTION else new[key].shape
+        if (got, new[key].dtype) != (own, held[key].dtype):
+            raise ValueError(
+                f"from_linen: {path} is {new[key].dtype}{list(new[key].shape)}, but {held[key].dtype}"
+                f"{list(held[key].shape)} in the module; make the module with the same fields."
+            )
+    nnx.update(module, with_collections(state, variables))
+    return module
+
+
+def convert_fp8_state(module: Module, recipe: Recipe) -> Module:
+    """`module` with its FP8 state as that of `recipe`, in place: `te_jax.convert_fp8_metas` of it; without any for a
+    recipe that has none.
+
+    Raises ValueError for a module without FP8 state under a recipe that has some.
+    """
+    state = nnx.state(module, Fp8State)
+    collections = fp8.convert_fp8_metas(collections_of(state), recipe)
+    if not state and recipe.has_state:
+        raise ValueError(
+            f"convert_fp8_state: {type(module).__name__} has no FP8 state; make one under te_jax.autocast(True, "
+            "recipe), and take over the weights with nnx.update(new, nnx.state(old, nnx.Param))."
+        )
+    if collections:
+        nnx.update(module, with_collections(state, collections))
+    else:
+        for _, node in nnx.iter_modules(module):
+            for name in [name for name, value in vars(node).items() if isinstance(value, Fp8State)]:
+                delattr(node, name)
+    return module

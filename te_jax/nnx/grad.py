@@ -1,0 +1,85 @@
+"""Gradients of parameters, and with them the step of the FP8 state."""
+
+from collections.abc import Callable
+from functools import partial, wraps
+
+from flax import nnx
+
+from te_jax.combine import combine_by_max, reach
+from te_jax.fp8 import FP8_COLLECTION, current_recipe, update_fp8_metas
+from te_jax.nnx._layer import Fp8State
+from te_jax.nnx.convert import collections_of, with_collections
+
+
+def value_and_grad(f: Callable, *, argnums: int = 0, has_aux: bool = False, wrt=nnx.Param) -> Callable:
+    """`nnx.value_and_grad` of a module that moves the module's FP8 state, too.
+
+        loss, grads = te_jax.nnx.value_and_grad(loss_fn)(model, batch)
+        optimizer.update(model, grads)
+
+    f:       (model, ...) -> loss f32[], or (loss, aux) with has_aux; it may change the state of its modules.
+    argnums: which argument is the module.
+    wrt:     the filter of the variables that get gradients. What it returns holds these alone.
+
+    After a call the FP8 state in the model is that after one step under the recipe in force: all uses of a tensor in
+    `f`, of a layer called twice, of shared weights, in the steps of an `nnx.scan` or over microbatches, combine by
+    their largest amax. A call outside of autocast, or of a model without FP8 state, changes none. For a plain
+    `nnx.value_and_grad` the FP8 state is a constant. Each call is a step of it: put microbatches into `f`, for under
+    `optax.MultiSteps` it moves with each, not with the parameters.
+
+    It is compiled as by `nnx.jit`: build it once, or call it within `nnx.jit`. Arguments that are bool, str, None or
+    functions are static.
+
+    Raises ValueError where the recipe in force has no state, but the model does, and for histories of another length
+    than the recipe's.
+    """
+
+    @partial(nnx.jit, static_argnums=(0, 1))
+    def run(static, model_at, args, kwargs):
+        args = list(args)
+        for at, value in static:
+            args[at] = value
+        recipe, model = current_recipe(), args[model_at]
+        moves = recipe is not None and bool(nnx.state(model, Fp8State))
+        if moves and not recipe.has_state:
+            raise ValueError(
+                f"te_jax.nnx.value_and_grad: the model has FP8 state, but {type(recipe).__name__}, the recipe in "
+                "force, has none; drop it with te_jax.nnx.convert_fp8_state(model, recipe), or use the state's recipe."
+            )
+
+        def call(*args):
+            *args, kwargs = args
+            return _combined(f, args, kwargs, model_at, has_aux) if moves else f(*args, **kwargs)
+
+        differentiated = nnx.DiffState(model_at, nnx.Any(wrt, Fp8State) if moves else wrt)
+        value, grads = nnx.value_and_grad(call, argnums=differentiated, has_aux=has_aux)(*args, kwargs)
+        if moves:
+            new, grads = nnx.split_state(grads, Fp8State, ...)
+            nnx.update(model, with_collections(new, update_fp8_metas(collections_of(new))))
+        return value, grads
+
+    @wraps(f)
+    def value_and_grad_of_f(*args, **kwargs):
+        static = tuple((at, a) for at, a in enumerate(args) if _is_static(a))
+        traced = tuple(None if _is_static(a) else a for a in args)
+        return run(static, range(len(args))[argnums], traced, kwargs)
+
+    return value_and_grad_of_f
+
+
+def _is_static(argument) -> bool:
+    function = callable(argument) and not isinstance(argument, nnx.Pytree)
+    return argument is None or isinstance(argument, bool | str) or function
+
+
+def _combined(f: Callable, args, kwargs, model_at: int, has_aux: bool):
+    """What `f` returns; all uses of the model's FP8 state in it combine by max, see `te_jax.combine`."""
+    model = args[model_at]
+    state = nnx.state(model, Fp8State)
+    amaxes = combine_by_max(collections_of(state))
+    nnx.update(model, with_collections(state, amaxes))
+    out = f(*args, **kwargs)
+    nnx.update(model, state)
+    value, *aux = out if has_aux else (out,)
+    value = reach(value, amaxes[FP8_COLLECTION])
+    return (value, *aux) if has_aux else value

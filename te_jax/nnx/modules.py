@@ -1,0 +1,111 @@
+"""The NNX modules: each names its Linen module, and the sizes that its parameters follow from."""
+
+import te_jax.flax as te_flax
+from te_jax.nnx._layer import Layer, example
+
+
+def _widths(features) -> tuple[int, ...]:
+    return tuple(features) if isinstance(features, tuple | list) else (features,)
+
+
+class DenseGeneral(Layer):
+    """`te_jax.flax.DenseGeneral` of inputs [..., in_features]: `DenseGeneral(256, 1024, rngs=nnx.Rngs(0))`.
+
+    in_features: the width of the contracted axis; a tuple for several (`axis`).
+    """
+
+    linen_type = te_flax.DenseGeneral
+
+    @staticmethod
+    def inputs(linen, in_features: int | tuple[int, ...]):
+        return (example(*_widths(in_features)),)
+
+
+Linear = DenseGeneral
+
+
+class LayerNorm(Layer):
+    """`te_jax.flax.LayerNorm` of inputs [..., num_features]."""
+
+    linen_type = te_flax.LayerNorm
+
+    @staticmethod
+    def inputs(linen, num_features: int):
+        return (example(num_features),)
+
+
+class RMSNorm(LayerNorm):
+    """`LayerNorm` with layernorm_type="rmsnorm"."""
+
+    defaults = {"layernorm_type": "rmsnorm"}
+
+
+class LayerNormDenseGeneral(Layer):
+    """`te_jax.flax.LayerNormDenseGeneral` of inputs [..., in_features]."""
+
+    linen_type = te_flax.LayerNormDenseGeneral
+
+    @staticmethod
+    def inputs(linen, in_features: int):
+        return (example(in_features),)
+
+
+class LayerNormMLP(Layer):
+    """`te_jax.flax.LayerNormMLP` of inputs [..., in_features]."""
+
+    linen_type = te_flax.LayerNormMLP
+
+    @staticmethod
+    def inputs(linen, in_features: int):
+        return (example(in_features),)
+
+
+class DotProductAttention(Layer):
+    """`te_jax.flax.DotProductAttention`."""
+
+    linen_type = te_flax.DotProductAttention
+    init_fields = {"qkv_layout": "bshd_bshd_bshd", "dtype": None}  # the parameters follow from neither
+
+    @staticmethod
+    def inputs(linen):
+        heads, width = linen.num_attention_heads, linen.head_dim
+        keys = example(linen.num_gqa_groups or heads, width)
+        return example(heads, width), keys, keys
+
+
+class MultiHeadAttention(Layer):
+    """`te_jax.flax.MultiHeadAttention` of inputs_q [b, s, in_features].
+
+    kv_features: the width of inputs_kv, for cross-attention; None is self-attention.
+    """
+
+    linen_type = te_flax.MultiHeadAttention
+
+    @staticmethod
+    def inputs(linen, in_features: int, *, kv_features: int | None = None):
+        return example(in_features), None if kv_features is None else example(kv_features)
+
+
+class RelativePositionBiases(Layer):
+    """`te_jax.flax.RelativePositionBiases`."""
+
+    linen_type = te_flax.RelativePositionBiases
+
+    @staticmethod
+    def inputs(linen):
+        return 2, 2, linen.num_buckets % 2 == 0  # only then are they for both directions
+
+
+class TransformerLayer(Layer):
+    """`te_jax.flax.TransformerLayer`.
+
+    encoded_features: the width of `encoded`, of a decoder; None is hidden_size.
+    """
+
+    linen_type = te_flax.TransformerLayer
+
+    @staticmethod
+    def inputs(linen, *, encoded_features: int | None = None):
+        decoder = linen.layer_type in (te_flax.TransformerLayerType.DECODER, "decoder")
+        width = linen.hidden_size if encoded_features is None else encoded_features
+        return example(linen.hidden_size), example(width) if decoder else None
