@@ -37,6 +37,7 @@ _CALLS = {
     "te_activation_fwd": "activation forward",
     "te_activation_bwd": "activation backward",
     "te_quantize": "quantize",
+    "te_quantize_block": "quantize",
     "te_rope": "rope",
     "te_scale_update": "scale update",
 }

@@ -74,7 +74,7 @@ def _split(found: collections.Counter) -> dict:
 
 def verdict(model, counts: dict) -> dict:
     dense = 4 if model.groups == model.heads else 5  # qkv, or q and kv; out, wi, wo
-    gemms = counts["te"].get("te_gemm", 0)
+    gemms = counts["te"].get("te_gemm", 0) + counts["te"].get("te_gemm_block", 0)
     dots = sum(counts["dots"].values())
     return {
         "te_gemm": gemms,

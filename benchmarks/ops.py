@@ -20,7 +20,9 @@ from te_jax.ops import activation as activation_op
 from te_jax.ops import norm as norm_op
 from te_jax.ops.attention import dot_product_attention
 from te_jax.ops.gemm import gemm
+from te_jax.ops.gemm_block import gemm_block
 from te_jax.ops.quantize import quantize
+from te_jax.ops.quantize_block import quantize_block
 from te_jax.ops.rope import rope
 from te_jax.recipe import DelayedScaling
 
@@ -38,6 +40,7 @@ GEMM_MNK = [
     (2048, 2048, 2048),
     (1024, 1024, 1024),
 ]
+BLOCK_MNK = [(8192, 8192, 8192), (4096, 4096, 7168)]
 ROWS_COLUMNS = [(8192, 4096), (8192, 16384)]
 RESIDUAL_MNK = (8192, 4096, 16384)
 ACTIVATIONS = {"gelu": ("gelu",), "swiglu": ("silu", "linear")}
@@ -60,6 +63,7 @@ TINY_ATTENTION = (1, 128, 4, 2, 64)
 def cases(tiny: bool) -> list[Case]:
     """All cases; `tiny` keeps each kind at a size that a CPU does at once."""
     found = [*_copy(tiny), *_gemms([(32, 48, 64)] if tiny else GEMM_MNK)]
+    found += _block_gemms([(32, 128, 256)] if tiny else BLOCK_MNK)
     found += _quantizes([(32, 64)] if tiny else ROWS_COLUMNS)
     found += [*_residual_gemm((32, 48, 64) if tiny else RESIDUAL_MNK)]
     found += _activations((32, 64) if tiny else ACTIVATION_SHAPE)
@@ -187,7 +191,26 @@ def _gemms(shapes) -> Iterator[Case]:
         yield from _ours_and_torch(row, (m, n, k), "fast", times=20)
 
 
+def _block_gemm(m, n, k, square):
+    """Scales of 1x128 by 128x128 blocks (fprop, dgrad), or 1x128 by 1x128 (wgrad)."""
+    scales = jnp.ones((k // 128, m)), jnp.ones((n // 128, k // 128) if square else (k // 128, n))
+    return compiled(partial(gemm_block, square=square), [(normal(0, (m, k), E4M3), normal(1, (n, k), E4M3), *scales)])
+
+
+def _block_gemms(shapes) -> Iterator[Case]:
+    for m, n, k in shapes:
+        for impl, square in (("te_jax fp8 block", True), ("te_jax fp8 block wgrad", False)):
+            yield _gemm_case(m, n, k, impl, partial(_block_gemm, m, n, k, square))
+
+
 # -- quantize ------------------------------------------------------------------------------------------------
+
+
+def _quantize_block(shape, square):
+    kind = "block_inv" if square else "scale_inv"
+    attrs = dict(lead=0, dtype=E4M3, square=square, power_2=True, epsilon=0.0)
+    fn = partial(quantize_block, outputs=("data", "data_t", kind, f"{kind}_t"), **attrs)
+    return compiled(fn, sets(lambda seed: (normal(seed, shape),)))
 
 
 def _quantize(shape, dtype, outputs, reference):
@@ -208,6 +231,9 @@ def _quantizes(shapes) -> Iterator[Case]:
             outputs = ("data", "data_t", "amax", *more)
             for impl in ("te_jax", "xla"):
                 yield row(impl, partial(_quantize, shape, dtype, outputs, impl == "xla"))
+        for impl, square in (("te_jax, 1x128", False), ("te_jax, 128x128", True)):
+            name = f"quantize both layouts {_by(*shape)}"
+            yield Case(name, impl, partial(_quantize_block, shape, square), bytes=4 * prod(shape))
 
 
 # -- activations ---------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import pathlib
 _COLOURS = {
     "te_jax fp8 fast": "tab:green",
     "te_jax fp8 current": "tab:cyan",
+    "te_jax fp8 block": "tab:purple",
     "te_jax fp8": "tab:olive",
     "te_jax bf16": "tab:blue",
     "te_jax": "tab:green",

@@ -1,5 +1,5 @@
 // te_gemm: out[m, n] = lhs[m, k] @ rhs[n, k]^T * lhs_scale_inv * rhs_scale_inv (+ bias[n]) (+ c[m, n]),
-// through cuBLASLt.
+// through cuBLASLt. te_gemm_block: the same of FP8 with a scale for each block of 128 along k.
 // A plan (the algorithm for one shape) is made in the initialize stage; execution only looks it up.
 #include <cublasLt.h>
 
@@ -92,7 +92,7 @@ ffi::Error Types(const Arg& lhs, const Arg& rhs, const Arg& bias, const Arg& c, 
   return ffi::Error::Success();
 }
 
-ffi::Error Scales(const Arg& lhs_scale_inv, const Arg& rhs_scale_inv, const GemmKey& key) {
+ffi::Error ScalesOfTensors(const Arg& lhs_scale_inv, const Arg& rhs_scale_inv, const GemmKey& key) {
   for (const Arg* scale : {&lhs_scale_inv, &rhs_scale_inv}) {
     if (!Present(*scale)) continue;
     TE_CHECK(key.fp8(), "te_gemm: scale_inv is for FP8 operands alone");
@@ -102,47 +102,117 @@ ffi::Error Scales(const Arg& lhs_scale_inv, const Arg& rhs_scale_inv, const Gemm
   return ffi::Error::Success();
 }
 
-ffi::Error MakeKey(const Arg& lhs, const Arg& rhs, const Arg& lhs_scale_inv, const Arg& rhs_scale_inv,
-                   const Arg& bias, const Arg& c, Ret& out, Ret& workspace, int64_t contract, bool fast_accum,
-                   bool tune, GemmKey* key) {
-  TE_TRY(Sizes(lhs, rhs, out, contract, key));
-  if (key->empty()) return ffi::Error::Success();
-  TE_TRY(Types(lhs, rhs, bias, c, out, key));
-  TE_TRY(Scales(lhs_scale_inv, rhs_scale_inv, *key));
-  key->workspace = workspace->size_bytes();
-  key->fast_accum = fast_accum && key->fp8();  // of no effect on other types: one plan for both
-  key->tune = tune;
+// The scales as gemm_lt.h says.
+ffi::Error ScalesOfBlocks(const Arg& lhs, const Arg& rows, const Arg& squares, GemmKey* key) {
+  TE_CHECK(key->k % 128 == 0 && key->m % 4 == 0,
+           "te_gemm_block: k must be a multiple of 128 and m one of 4, got %ld, %ld", long(key->k),
+           long(key->m));
+  TE_CHECK(Present(lhs) && Present(rows) != Present(squares),
+           "te_gemm_block: pass lhs_scale_inv and one of rhs_scale_inv and rhs_block_inv");
+  const int64_t blocks = key->k / 128;
+  const auto is = [](const Arg& scale, int64_t count) {
+    return !Present(scale) || (scale.element_type() == ffi::F32 && int64_t(scale.element_count()) == count &&
+                               reinterpret_cast<uintptr_t>(scale.untyped_data()) % 16 == 0);
+  };
+  TE_CHECK(is(lhs, blocks * key->m) && is(rows, blocks * key->n) &&
+               is(squares, (key->n + 127) / 128 * ((blocks + 3) / 4 * 4)),
+           "te_gemm_block: lhs_scale_inv %s, rhs_scale_inv %s, rhs_block_inv %s do not go with m %ld, n %ld, "
+           "k %ld",
+           Shape(lhs).c_str(), Shape(rows).c_str(), Shape(squares).c_str(), long(key->m), long(key->n),
+           long(key->k));
+  key->scales = Present(squares) ? Scales::kRowsBySquares : Scales::kRows;
   return ffi::Error::Success();
 }
 
-ffi::Error Initialize(cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv, Arg rhs_scale_inv, Arg bias,
-                      Arg c, Ret out, Ret workspace, int64_t contract, bool fast_accum, bool tune) {
-  GemmKey key;
-  TE_TRY(MakeKey(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, out, workspace, contract, fast_accum, tune,
-                 &key));
+// Operands and results of both handlers.
+struct Call {
+  const Arg &lhs, &rhs, &bias, &c;
+  Ret &out, &workspace;
+  int64_t contract;
+  bool tune;
+};
+
+// All of `key` but the scales and how to accumulate.
+ffi::Error MakeKey(const Call& call, GemmKey* key) {
+  TE_TRY(Sizes(call.lhs, call.rhs, call.out, call.contract, key));
+  if (key->empty()) return ffi::Error::Success();
+  TE_TRY(Types(call.lhs, call.rhs, call.bias, call.c, call.out, key));
+  key->workspace = call.workspace->size_bytes();
+  key->tune = call.tune;
+  return ffi::Error::Success();
+}
+
+ffi::Error Plan(cudaStream_t stream, const GemmKey& key) {
   if (key.empty()) return ffi::Error::Success();
   GemmChoice choice;
   return FindGemm(stream, key, &choice);
 }
 
-ffi::Error Execute(cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv, Arg rhs_scale_inv, Arg bias,
-                   Arg c, Ret out, Ret workspace, int64_t contract, bool fast_accum, bool tune) {
-  GemmKey key;
-  TE_TRY(MakeKey(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, out, workspace, contract, fast_accum, tune,
-                 &key));
-  if (key.empty()) return Zero(stream, {&*out});  // k == 0 sums nothing; m == 0 or n == 0 has no result
+ffi::Error Run(cudaStream_t stream, const Call& call, const GemmKey& key, const Arg& lhs_scale_inv,
+               const Arg& rhs_scale_inv) {
+  if (key.empty()) return Zero(stream, {&*call.out});  // k == 0 sums nothing; m == 0 or n == 0 has no result
   GemmChoice choice;
   TE_TRY(FindGemm(stream, key, &choice));
   GemmOperands operands;
-  operands.lhs = lhs.untyped_data();
-  operands.rhs = rhs.untyped_data();
+  operands.lhs = call.lhs.untyped_data();
+  operands.rhs = call.rhs.untyped_data();
   operands.lhs_scale_inv = Data<float>(lhs_scale_inv);
   operands.rhs_scale_inv = Data<float>(rhs_scale_inv);
-  operands.bias = Data<void>(bias);
-  operands.c = Data<void>(c);
-  operands.out = out->untyped_data();
-  operands.workspace = Data<void>(workspace);
+  operands.bias = Data<void>(call.bias);
+  operands.c = Data<void>(call.c);
+  operands.out = call.out->untyped_data();
+  operands.workspace = Data<void>(call.workspace);
   return Matmul(stream, choice.handle, key, choice.algo, operands);
+}
+
+ffi::Error KeyOfTensors(const Call& call, const Arg& lhs_scale_inv, const Arg& rhs_scale_inv, bool fast_accum,
+                        GemmKey* key) {
+  TE_TRY(MakeKey(call, key));
+  if (key->empty()) return ffi::Error::Success();
+  key->fast_accum = fast_accum && key->fp8();  // of no effect on other types: one plan for both
+  return ScalesOfTensors(lhs_scale_inv, rhs_scale_inv, *key);
+}
+
+ffi::Error Initialize(cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv, Arg rhs_scale_inv, Arg bias,
+                      Arg c, Ret out, Ret workspace, int64_t contract, bool fast_accum, bool tune) {
+  GemmKey key;
+  const Call call{lhs, rhs, bias, c, out, workspace, contract, tune};
+  TE_TRY(KeyOfTensors(call, lhs_scale_inv, rhs_scale_inv, fast_accum, &key));
+  return Plan(stream, key);
+}
+
+ffi::Error Execute(cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv, Arg rhs_scale_inv, Arg bias,
+                   Arg c, Ret out, Ret workspace, int64_t contract, bool fast_accum, bool tune) {
+  GemmKey key;
+  const Call call{lhs, rhs, bias, c, out, workspace, contract, tune};
+  TE_TRY(KeyOfTensors(call, lhs_scale_inv, rhs_scale_inv, fast_accum, &key));
+  return Run(stream, call, key, lhs_scale_inv, rhs_scale_inv);
+}
+
+ffi::Error KeyOfBlocks(const Call& call, const Arg& lhs_scale_inv, const Arg& rhs_scale_inv,
+                       const Arg& rhs_block_inv, GemmKey* key) {
+  TE_TRY(MakeKey(call, key));
+  if (key->empty()) return ffi::Error::Success();
+  TE_CHECK(key->fp8(), "te_gemm_block: operands must be FP8");
+  return ScalesOfBlocks(lhs_scale_inv, rhs_scale_inv, rhs_block_inv, key);
+}
+
+ffi::Error InitializeBlock(cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv, Arg rhs_scale_inv,
+                           Arg rhs_block_inv, Arg bias, Arg c, Ret out, Ret workspace, int64_t outer,
+                           bool tune) {
+  GemmKey key;
+  const Call call{lhs, rhs, bias, c, out, workspace, outer + 1, tune};
+  TE_TRY(KeyOfBlocks(call, lhs_scale_inv, rhs_scale_inv, rhs_block_inv, &key));
+  return Plan(stream, key);
+}
+
+ffi::Error ExecuteBlock(cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv, Arg rhs_scale_inv,
+                        Arg rhs_block_inv, Arg bias, Arg c, Ret out, Ret workspace, int64_t outer,
+                        bool tune) {
+  GemmKey key;
+  const Call call{lhs, rhs, bias, c, out, workspace, outer + 1, tune};
+  TE_TRY(KeyOfBlocks(call, lhs_scale_inv, rhs_scale_inv, rhs_block_inv, &key));
+  return Run(stream, call, key, lhs_scale_inv, Present(rhs_block_inv) ? rhs_block_inv : rhs_scale_inv);
 }
 
 }  // namespace
@@ -159,6 +229,20 @@ TE_HANDLER_INIT(te_gemm, Execute, Initialize,
                     .Ret<Arg>()  // workspace, uint8
                     .Attr<int64_t>("contract")
                     .Attr<bool>("fast_accum")
+                    .Attr<bool>("tune"));
+
+TE_HANDLER_INIT(te_gemm_block, ExecuteBlock, InitializeBlock,
+                .Ctx<Stream>()
+                    .Arg<Arg>()  // lhs [m..., k..., k]
+                    .Arg<Arg>()  // rhs [n..., n, k..., k]
+                    .Arg<Arg>()  // lhs_scale_inv f32 [k..., k/128, m...]
+                    .Arg<Arg>()  // rhs_scale_inv? f32 [k..., k/128, n..., n]
+                    .Arg<Arg>()  // rhs_block_inv? f32 [n..., n/128, k..., k/128 up to a multiple of 4]
+                    .Arg<Arg>()  // bias? [n..., n]
+                    .Arg<Arg>()  // c? [m..., n..., n]
+                    .Ret<Arg>()  // out [m..., n..., n]
+                    .Ret<Arg>()  // workspace, uint8
+                    .Attr<int64_t>("outer")
                     .Attr<bool>("tune"));
 
 }  // namespace te

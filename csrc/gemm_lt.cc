@@ -92,6 +92,7 @@ class Descriptors {
     if (key.fp8()) TE_TRY(Set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t(key.fast_accum)));
     if (operands.rhs_scale_inv) TE_TRY(Set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, operands.rhs_scale_inv));
     if (operands.lhs_scale_inv) TE_TRY(Set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, operands.lhs_scale_inv));
+    if (key.scales != Scales::kTensor) TE_TRY(SetBlocks(key, operands));
     if (key.bias >= 0) {
       TE_TRY(Set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS));
       TE_TRY(Set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, int32_t(key.bias)));
@@ -107,6 +108,19 @@ class Descriptors {
   cublasLtMatrixLayout_t a = nullptr, b = nullptr, d = nullptr;
 
  private:
+  ffi::Error SetBlocks(const GemmKey& key, const GemmOperands& operands) {
+    const bool squares = key.scales == Scales::kRowsBySquares;
+    TE_TRY(
+        Set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, int32_t(squares ? CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F
+                                                               : CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F)));
+    TE_TRY(Set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, int32_t(CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F)));
+    if (operands.lhs_scale_inv) return ffi::Error::Success();
+    // To look for algorithms the modes want pointers; nothing is read there.
+    const auto* some = reinterpret_cast<const float*>(uintptr_t{256});
+    TE_TRY(Set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, some));
+    return Set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, some);
+  }
+
   template <typename T>
   ffi::Error Set(cublasLtMatmulDescAttributes_t attribute, T value) {
     TE_LT(Lt().cublasLtMatmulDescSetAttribute(matmul, attribute, &value, sizeof(value)));
@@ -171,7 +185,7 @@ ffi::Error AddRelatives(cublasLtHandle_t handle, const GemmKey& key, const Descr
       algos->push_back(algo);
   };
   for (const bool other_accumulation : {false, true}) {
-    if (other_accumulation && !key.fp8()) continue;
+    if (other_accumulation && (!key.fp8() || key.scales != Scales::kTensor)) continue;
     GemmKey like = key;
     like.bias = -1;
     if (other_accumulation) like.fast_accum = !key.fast_accum;
@@ -211,10 +225,13 @@ const char* TypeName(int type) {
 }
 
 std::string Describe(const GemmKey& key) {
-  return Format("m%ld n%ld k%ld %s x %s -> %s%s%s%s%s, %zu bytes of workspace", long(key.m), long(key.n),
+  const char* scales = key.scales == Scales::kTensor ? ""
+                       : key.scales == Scales::kRows ? " 1x128 by 1x128"
+                                                     : " 1x128 by 128x128";
+  return Format("m%ld n%ld k%ld %s x %s -> %s%s%s%s%s%s, %zu bytes of workspace", long(key.m), long(key.n),
                 long(key.k), TypeName(key.lhs), TypeName(key.rhs), TypeName(key.out),
                 key.bias < 0 ? "" : " + bias ", key.bias < 0 ? "" : TypeName(key.bias), key.c ? " + c" : "",
-                key.fast_accum ? " fast" : "", key.workspace);
+                key.fast_accum ? " fast" : "", scales, key.workspace);
 }
 
 ffi::Error CreateHandle(cublasLtHandle_t* handle) {

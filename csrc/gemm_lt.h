@@ -1,5 +1,5 @@
-// cuBLASLt as te_gemm calls it: what a GEMM is (key), its operands, its descriptors, its algorithms.
-// gemm_lt.cc.
+// cuBLASLt as te_gemm and te_gemm_block call it: what a GEMM is (key), its operands, its descriptors, its
+// algorithms. gemm_lt.cc.
 #pragma once
 
 #include <cublasLt.h>
@@ -16,6 +16,19 @@ namespace te {
 inline bool IsFp8(int type) { return type == CUDA_R_8F_E4M3 || type == CUDA_R_8F_E5M2; }
 const char* TypeName(int type);  // cudaDataType_t -> "bf16"
 
+// What the scales of FP8 operands are of. In blocks they are f32 and aligned to 16 bytes; with L = ceil(k /
+// 128)
+// ("128-element 1D and 128x128 2D Block Scaling" in cuBLAS's documentation, whose A and B are our rhs and
+// lhs):
+//   1 x 128    [L, m] or [L, n]: one of each block along k of a row, the rows innermost; m, n: multiples of 4
+//   128 x 128  [ceil(n / 128), L]: k innermost, L rounded up to a multiple of 4
+// Not offered: lhs and rhs both 128 x 128, fast accumulation, another compute capability than 9.0.
+enum class Scales {
+  kTensor,
+  kRows,
+  kRowsBySquares
+};  // lhs x rhs: f32 [] each; 1x128 x 1x128; 1x128 x 128x128
+
 // Everything an algorithm depends on, the device aside. Types are cudaDataType_t.
 struct GemmKey {
   int64_t m = 0, n = 0, k = 0;
@@ -24,6 +37,7 @@ struct GemmKey {
   bool c = false;        // added, of out's type
   size_t workspace = 0;  // bytes
   bool fast_accum = false;
+  Scales scales = Scales::kTensor;
   bool tune = false;  // time the candidates, else take the heuristic's first
 
   auto operator<=>(const GemmKey&) const = default;
@@ -37,7 +51,7 @@ std::string Describe(const GemmKey& key);
 struct GemmOperands {
   const void* lhs = nullptr;
   const void* rhs = nullptr;
-  const float* lhs_scale_inv = nullptr;  // device, nullptr: 1
+  const float* lhs_scale_inv = nullptr;  // device; nullptr: 1, or in blocks to look for algorithms alone
   const float* rhs_scale_inv = nullptr;
   const void* bias = nullptr;
   const void* c = nullptr;

@@ -92,7 +92,10 @@ bool TakeOperands(Scratch& scratch, const GemmKey& key, GemmOperands* operands) 
   if (key.c && !(operands->c = scratch.TakeRandom(size_t(key.m * key.n) * Width(key.out), key.out)))
     return false;
   if (key.fp8()) {
-    auto* scale = static_cast<float*>(scratch.TakeRandom(sizeof(float), CUDA_R_32F));
+    const size_t rows = std::max(key.m, key.n),
+                 blocks = (key.k + 511) / 512 * 4;  // as many as any layout has
+    const size_t count = key.scales == Scales::kTensor ? 1 : rows * blocks;
+    auto* scale = static_cast<float*>(scratch.TakeRandom(count * sizeof(float), CUDA_R_32F));
     if (!scale) return false;
     operands->lhs_scale_inv = operands->rhs_scale_inv = scale;
   }

@@ -10,10 +10,10 @@ import re
 import jax
 
 from te_jax import _lib
+from te_jax.ops import gemm_block
 
 FP8_CAPABILITY = (8, 9)  # Ada; the first tensor cores with FP8
 ATTENTION_CAPABILITY = (8, 0)
-LATER_RECIPES = ("Float8BlockScaling",)
 
 
 def version(package: str) -> str:
@@ -56,14 +56,13 @@ def capability_reason(what: str, capability: str | None, minimum: tuple[int, int
 
 
 def features(device: dict, cuda: bool, status: _lib.Status, driver: str | None) -> dict:
-    later = {name: feature("not in this version: use DelayedScaling", "") for name in LATER_RECIPES}
     if not cuda:
         install = "pip install -U 'jax[cuda13]'" if driver else "needs an NVIDIA GPU and jax[cuda13]"
         plain = feature("", f"as plain JAX, right but not fast; FP8 kernels: {install}")
         return {
             "DelayedScaling": plain,
             "Float8CurrentScaling": plain,
-            **later,
+            "Float8BlockScaling": plain,
             "fused attention": feature(f"no CUDA device in jax, attention is plain JAX: {install}", ""),
         }
     capability = device["capability"]
@@ -74,7 +73,7 @@ def features(device: dict, cuda: bool, status: _lib.Status, driver: str | None) 
     return {
         "DelayedScaling": feature(fp8, "CUDA kernels and cuBLASLt"),
         "Float8CurrentScaling": feature(fp8, "CUDA kernels and cuBLASLt"),
-        **later,
+        "Float8BlockScaling": feature(status.reason or gemm_block.unusable(capability), "CUDA kernels and cuBLASLt"),
         "fused attention": feature(attention, "cuDNN, bf16 and f16"),
     }
 

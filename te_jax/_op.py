@@ -20,7 +20,7 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, ManualAxisType, NamedSharding, PartitionSpec
 
 from te_jax import _lib
-from te_jax._rule import Rule, group_of, is_group
+from te_jax._rule import Rule, factors_of, group_of, is_group
 
 _NO_MESH = AbstractMesh((), ())
 # In jaxlib 0.11 a kernel whose result `lax.scan` keeps for the backward pass runs again for the result's other readers
@@ -100,7 +100,7 @@ class Op:
         ops[name] = self
 
     def _check_declaration(self):
-        factors = lambda o: {f for a in o.axes for f in (a if isinstance(a, tuple) else (a,))}
+        factors = lambda o: {f for a in o.axes for f in factors_of(a)}
         free = set().union(*map(factors, self.rule.inputs)) - self.replicated
         for out in self.rule.outputs:
             if (lost := free - factors(out)) and out.name not in self.combine:
@@ -315,15 +315,14 @@ class Op:
 
             return mesh, local, named(res), named(ins)
 
-        text, inner, names = rule.shardy(ranks, sizes)
-        fixed = rule.in_order(ranks, rule.matches(self.replicated, ranks))  # Shardy wants them in order of appearance
+        text, inner, fixed = rule.shardy(ranks, sizes, self.replicated)
         call = custom_partitioning(lambda *args: self._bind(params, args))
         call.def_partition(
             partition=partition,
             decode_shardings=False,  # jax's own decoding raises where a part of a mesh axis splits an array
             sharding_rule=text,
-            need_replication_factors=tuple(names[f] for f in fixed if f in names),
-            **{names[f]: sizes[f] for f in inner},
+            need_replication_factors=fixed,
+            **inner,
         )
         return call(*args)
 
@@ -336,9 +335,10 @@ class Op:
         res = [rule.leading(o, ranks) for o in rule.outputs]
         fixed = rule.matches(self.replicated, ranks)
         out_specs = out_specs or [PartitionSpec()] * len(res)
+        pieces = rule.pieces(sizes)
 
-        def fits(factor, names):  # 2 groups do not go on 4 devices
-            return names and factor not in fixed and sizes[factor] % prod(mesh.shape[n] for n in names) == 0
+        def fits(factor, names):  # 2 groups, or 2 blocks, do not go on 4 devices
+            return names and factor not in fixed and pieces[factor] % prod(mesh.shape[n] for n in names) == 0
 
         placed = [[(f, n) for f, n in zip(fs, map(_names, spec)) if fits(f, n)] for fs, spec in zip(ins, in_specs)]
         asked = [[(f, n) for f, n in zip(fs, map(_names, spec)) if fits(f, n)] for fs, spec in zip(res, out_specs)]

@@ -3,14 +3,15 @@
     "x: m... n..., scale: -> data: m... n..., data_t?: n... m..., amax:"
 
 Names left of `:` are operands, then come their axes. `h` is one axis, `m...` any number of axes (a group; plain
-`...` is one too), `(g r)` one axis made of two (r is the inner one). `name?` may be absent in a call. From this one
-line follow the checks, the result shapes, the vmap rule and the shardings.
+`...` is one too), `(g r)` one axis made of two (r is the inner one), `k/128` an axis with an entry for each block of
+128 along `k`, of which the last may be cut. `name?` may be absent in a call. From this one line follow the checks, the
+result shapes, the vmap rule and the shardings.
 """
 
 from dataclasses import dataclass
 from math import prod
 
-Axis = str | tuple[str, ...]  # "h", "m..." or ("g", "r")
+Axis = str | tuple[str, ...]  # "h", "m...", "k/128" or ("g", "r")
 
 
 def is_group(axis: Axis) -> bool:
@@ -21,6 +22,17 @@ def is_group(axis: Axis) -> bool:
 def group_of(factor: str) -> str:
     """`"m...1"` -> `"m..."`."""
     return factor.partition("...")[0] + "..."
+
+
+def block_of(axis: str) -> tuple[str, int]:
+    """`"k/128"` -> ("k", 128); another axis has entries of its own: `"k"` -> ("k", 1)."""
+    factor, _, size = axis.partition("/")
+    return factor, int(size or 1)
+
+
+def factors_of(axis: Axis) -> tuple[str, ...]:
+    """The factors that an array axis is made of."""
+    return axis if isinstance(axis, tuple) else (block_of(axis)[0],)
 
 
 @dataclass(frozen=True)
@@ -123,11 +135,13 @@ class Rule:
                 raise ValueError(f"{op}: {where}; make both equal.")
             seen.setdefault(factor, str(operand))
 
-        splits = []
+        splits, blocked = [], []
         for operand, shape in zip(self.inputs, shapes, strict=True):
             for axis, size in zip(self.expand(operand, ranks), shape, strict=True):
                 if isinstance(axis, tuple):
                     splits.append((axis, size, operand))
+                elif block_of(axis)[1] > 1:
+                    blocked.append((axis, size, operand))
                 else:
                     bind(axis, size, operand)
         for axis, size, operand in splits:
@@ -140,37 +154,56 @@ class Rule:
                 bind(f, size // rest if rest else 0, operand)
             if prod(sizes[f] for f in axis) != size:
                 raise ValueError(f"{op}: {operand} has an axis of {size}, but {axis} is {[sizes[f] for f in axis]}.")
+        for axis, size, operand in blocked:
+            if size != _entries(axis, sizes):
+                factor, block = block_of(axis)
+                where = f"axis `{factor}` is {sizes[factor]}: {_entries(axis, sizes)} blocks of {block}"
+                raise ValueError(f"{op}: {where}, but {operand} has {size}; pass a scale for each block.")
         return sizes
 
     def shape(self, operand: Operand, ranks, sizes) -> tuple[int, ...]:
         """The shape of `operand` under solved ranks and sizes."""
-        axes = self.expand(operand, ranks)
-        return tuple(prod(sizes[f] for f in a) if isinstance(a, tuple) else sizes[a] for a in axes)
+        return tuple(_entries(a, sizes) for a in self.expand(operand, ranks))
 
     def leading(self, operand: Operand, ranks) -> tuple[str, ...]:
         """One factor per array axis; a split axis counts as its outer factor (the one that can be sharded)."""
-        return tuple(a[0] if isinstance(a, tuple) else a for a in self.expand(operand, ranks))
+        return tuple(factors_of(a)[0] for a in self.expand(operand, ranks))
 
-    def in_order(self, ranks, factors=None) -> tuple[str, ...]:
-        """All factors (or those among `factors`) in order of first appearance."""
-        axes = (a for o in self.operands for a in self.expand(o, ranks))
-        flat = dict.fromkeys(f for a in axes for f in (a if isinstance(a, tuple) else (a,)))
-        return tuple(f for f in flat if factors is None or f in factors)
+    @property
+    def blocks(self) -> dict[str, int]:
+        """{factor: size of a block} of the axes that some operand has in blocks."""
+        axes = (a for o in self.operands for a in o.axes if isinstance(a, str))
+        return {factor: size for factor, size in map(block_of, axes) if size > 1}
+
+    def pieces(self, sizes) -> dict[str, int]:
+        """Into how many parts a mesh may split each factor: of whole blocks, and none where the last block is cut."""
+        whole = {f: sizes[f] // size if sizes[f] % size == 0 else 1 for f, size in self.blocks.items()}
+        return {**sizes, **whole}
 
     def matches(self, names, ranks) -> frozenset[str]:
         """The factors that `names` (axes or groups of the rule) stand for."""
-        return frozenset(f for f in self.in_order(ranks) if f in names or ("..." in f and group_of(f) in names))
+        found = {f for o in self.operands for a in self.expand(o, ranks) for f in factors_of(a)}
+        return frozenset(f for f in found if f in names or ("..." in f and group_of(f) in names))
 
-    def shardy(self, ranks, sizes) -> tuple[str, tuple[str, ...], dict[str, str]]:
-        """The rule as Shardy reads it, the factors only found inside split axes, and Shardy's name of each factor."""
+    def shardy(self, ranks, sizes, replicated) -> tuple[str, dict[str, int], tuple[str, ...]]:
+        """The rule as Shardy reads it; by Shardy's names, the sizes of the factors only found inside split axes, and
+        the factors that stay on one device, in order of appearance: those of `replicated`, and what `pieces` leaves
+        whole.
+
+        An axis in blocks is split into `k/128` and `k%128`; one left whole has no factor in common with its blocks.
+        """
+        pieces, inner_sizes = self.pieces(sizes), dict(sizes)
 
         def part(axis):  # Shardy refuses a factor of size 1 beside others in one axis
+            if axis in self.blocks and pieces[axis] > 1:
+                size = self.blocks[axis]
+                inner_sizes[f"{axis}%{size}"] = size
+                return f"{axis}/{size}", f"{axis}%{size}"
             kept = tuple(f for f in axis if sizes[f] != 1) or axis[:1] if isinstance(axis, tuple) else axis
             return kept[0] if isinstance(kept, tuple) and len(kept) == 1 else kept
 
         axes = [part(a) for o in self.operands for a in self.expand(o, ranks)]
-        used = {f for a in axes for f in (a if isinstance(a, tuple) else (a,))}
-        names = {f: f"f{i}" for i, f in enumerate(self.in_order(ranks, used))}
+        names = {f: f"f{i}" for i, f in enumerate(dict.fromkeys(f for a in axes for f in _together(a)))}
 
         def text(operand):
             words = (
@@ -180,5 +213,20 @@ class Rule:
             return " ".join(words)
 
         whole = {a for a in axes if isinstance(a, str)}
+        cut = {f for f in self.blocks if pieces[f] < 2}
+        fixed = self.matches(replicated, ranks) | cut | {f"{f}/{self.blocks[f]}" for f in cut}
         rule = " -> ".join(", ".join(map(text, side)) for side in (self.inputs, self.outputs))
-        return rule, tuple(f for f in names if f not in whole), names
+        inner = {names[f]: inner_sizes[f] for f in names if f not in whole}
+        return rule, inner, tuple(names[f] for f in names if f in fixed)
+
+
+def _together(axis: Axis) -> tuple[str, ...]:
+    return axis if isinstance(axis, tuple) else (axis,)
+
+
+def _entries(axis: Axis, sizes) -> int:
+    """The size of an array axis."""
+    if isinstance(axis, tuple):
+        return prod(sizes[f] for f in axis)
+    factor, block = block_of(axis)
+    return -(-sizes[factor] // block)

@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config, items):
     if library := config.getoption("--host-kernels"):
         from host_cuda import library as host
 
-        from te_jax.ops import activation, quantize, rope, scaling  # noqa: F401  (declares the ops)
+        from te_jax.ops import activation, quantize, quantize_block, rope, scaling  # noqa: F401  (declares the ops)
 
         host.install(library)
         return

@@ -11,8 +11,10 @@ from te_jax.ops import (  # noqa: F401  (declares the ops)
     attention,
     attention_fp8,
     gemm,
+    gemm_block,
     norm,
     quantize,
+    quantize_block,
     rope,
     scaling,
 )
@@ -38,14 +40,14 @@ class Case:
 
     def shapes(self) -> list[tuple[int, ...]]:
         ranks = {g: self.ranks.get(g, 2) for g in self.declared.rule.groups}
-        size = lambda a: np.prod([self.sizes[f] for f in a], dtype=int) if isinstance(a, tuple) else self.sizes[a]
-        return [tuple(size(a) for a in self.declared.rule.expand(o, ranks)) for o in self.declared.rule.inputs]
+        return [self.declared.rule.shape(o, ranks, self.sizes) for o in self.declared.rule.inputs]
 
     def args(self, rng: np.random.Generator) -> list:
         """Fresh random operands; None where absent. lse and the like are made consistent by `prepare`."""
         args = []
         for operand, shape, dtype in zip(self.declared.rule.inputs, self.shapes(), self.dtypes, strict=True):
-            values = rng.uniform(0.5, 2.0, shape) if "scale" in operand.name else rng.standard_normal(shape)
+            is_scale = "scale" in operand.name or operand.name.endswith("_inv")
+            values = rng.uniform(0.5, 2.0, shape) if is_scale else rng.standard_normal(shape)
             if dtype == u32:  # random bits
                 args.append(jnp.asarray(rng.integers(0, 2**32, shape, np.uint32)))
             elif dtype == i32:  # a segment: its first query, its queries, its first key, its keys
@@ -78,6 +80,10 @@ _joined = dict(_attention, interleaved=False)
 _kv_sizes = {**_attention_sizes, "c": 2}
 _attention_dropout = dict(_attention, dropout_rate=0.3)
 _absent = (None,) * 5  # biases and segments
+_blocks = dict(lead=1, dtype=E4M3, square=False, power_2=False, epsilon=0.0)
+_rows = ("data", "data_t", "scale_inv", "scale_inv_t", "dbias")
+_of_rows = {"m...": 1, "n...": 0}
+_products = dict(out_dtype=jnp.dtype(f32), tune=False)
 
 CASES = [
     Case(
@@ -94,6 +100,20 @@ CASES = [
         {"m...": 1, "n...": 2},
     ),
     Case("quantize_amax", "te_quantize", _groups("m", "n"), (bf16, None), dict(split=2, dtype=E4M3), ("amax",)),
+    Case("quantize_block", "te_quantize_block", {"m...0": 4, "m": 512, "n": 512}, (bf16,), _blocks, _rows, _of_rows),
+    Case(
+        "quantize_square", "te_quantize_block", {"m": 512, "n...0": 4, "n": 512}, (f32,),
+        dict(_blocks, lead=0, square=True, power_2=True), ("data", "data_t", "block_inv", "block_inv_t"),
+        {"m...": 0, "n...": 1},
+    ),
+    Case(
+        "gemm_block", "te_gemm_block", {"m...0": 8, "k...0": 4, "k": 512, "n": 8},
+        (E4M3, E4M3, f32, f32, None, None, None), dict(_products, outer=1), None, {**_of_rows, "k...": 1},
+    ),
+    Case(
+        "gemm_square_bias_c", "te_gemm_block", {"m...0": 8, "k": 512, "n": 512},
+        (E5M2, E4M3, f32, None, f32, f32, f32), dict(_products, outer=0), None, {**_of_rows, "k...": 0},
+    ),
     Case(
         "gemm_fp8", "te_gemm", _groups("m", "n", "k"), (E4M3, E5M2, f32, f32, None, None),
         dict(contract=2, out_dtype=jnp.dtype(f32), fast_accum=True, tune=False),

@@ -48,7 +48,7 @@ def test_report_on_cpu():
     assert lines["jax"].strip() == jax.__version__
     assert lines["lowering"] == "ops lower to plain JAX"
     assert lines["DelayedScaling"].startswith("yes")
-    assert lines["Float8BlockScaling"].startswith("no")
+    assert lines["Float8BlockScaling"].startswith("yes")
     assert "jax[cuda13]" in lines["fused"]
 
 
@@ -143,12 +143,15 @@ def test_lowering_on_a_cuda_device_refuses_an_unusable_extension(extension, monk
 
 @pytest.mark.parametrize(
     ("capability", "fp8", "attention"),
-    [("9.0", True, True), ("8.9", True, True), ("8.0", False, True), ("7.5", False, False)],
+    [("9.0", True, True), ("10.0", True, True), ("8.9", True, True), ("8.0", False, True), ("7.5", False, False)],
 )
 def test_features_by_compute_capability(capability, fp8, attention):
     found = main.features({"capability": capability}, True, _lib.Status(True, True, ""), "580.65")
     assert found["DelayedScaling"]["available"] == fp8
     assert found["fused attention"]["available"] == attention
+    blocks = found["Float8BlockScaling"]
+    assert blocks["available"] == (capability == "9.0")
+    assert blocks["available"] or f"this GPU has {capability}: use recipe.Float8CurrentScaling" in blocks["detail"]
     if not fp8:
         assert f"this GPU has {capability}" in found["DelayedScaling"]["detail"]
 

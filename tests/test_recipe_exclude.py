@@ -11,10 +11,10 @@ from test_flax_state import data
 
 import te_jax as te
 import te_jax.flax as te_flax
-from te_jax.recipe import DelayedScaling, Float8CurrentScaling
+from te_jax.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 
 KEY = jax.random.key(0)
-RECIPES = [DelayedScaling, Float8CurrentScaling]
+RECIPES = [DelayedScaling, Float8CurrentScaling, Float8BlockScaling]
 recipes = pytest.mark.parametrize("recipe", RECIPES)
 
 

@@ -5,7 +5,8 @@ dgrad  dx = dy w^T    lhs dy  [*B, *F], rhs w    [*C, *F]
 wgrad  dw = x^T dy    lhs x_t [*C, *B], rhs dy_t [*F, *B]
 
 So each tensor is wanted in two layouts, and both come from one reading of it. A GEMM that the recipe's
-`override_linear_precision` takes out of FP8 uses the unquantized operands instead.
+`override_linear_precision` takes out of FP8 uses the unquantized operands instead. Under a recipe of block scales each
+layout has scales of its own, and te_quantize_block and te_gemm_block take the place of te_quantize and te_gemm.
 """
 
 from typing import NamedTuple
@@ -21,25 +22,44 @@ from te_jax._op import like, varying
 from te_jax.fp8 import DenseMetas, cotangent
 from te_jax.layers._specs import dense_spec, explicit_spec
 from te_jax.ops.gemm import dot, gemm, gemm_sum
+from te_jax.ops.gemm_block import gemm_block
 from te_jax.ops.quantize import quantize, transpose
+from te_jax.ops.quantize_block import quantize_block
 from te_jax.recipe import Recipe
 from te_jax.sharding import stage_axes
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
 
 class Fp8Tensor(NamedTuple):
-    """A tensor as its GEMMs read it; what no GEMM reads is None. x ~= data * scale_inv."""
+    """A tensor as its GEMMs read it; what no GEMM reads is None. x ~= data * scale_inv, or that of each block."""
 
     data: jax.Array | None  # FP8 [*m, *n]
     data_t: jax.Array | None  # FP8 [*n, *m]
     wide: jax.Array | None  # [*m, *n], unquantized, for a GEMM out of FP8
-    scale_inv: jax.Array  # f32[]
-    amax: jax.Array | None  # f32[], None if nothing was quantized
+    scale_inv: jax.Array | None  # f32[], or of each block of data
+    scale_inv_t: jax.Array | None  # of each block of data_t; None with one scale for both
+    amax: jax.Array | None  # f32[], None if nothing was quantized, or in blocks
 
     @classmethod
     def of(cls, results: dict[str, jax.Array], wide, scale) -> "Fp8Tensor":
         """From an op's results by name; `scale` is what it multiplied by."""
-        return cls(results.get("data"), results.get("data_t"), wide, 1.0 / scale, results.get("amax"))
+        return cls(results.get("data"), results.get("data_t"), wide, 1.0 / scale, None, results.get("amax"))
+
+    @classmethod
+    def of_blocks(cls, results: dict[str, jax.Array], wide) -> "Fp8Tensor":
+        """From the results of te_quantize_block by name."""
+        inverse = (results.get(f"scale_inv{t}", results.get(f"block_inv{t}")) for t in ("", "_t"))
+        return cls(results.get("data"), results.get("data_t"), wide, *inverse, None)
+
+    @property
+    def rows(self) -> tuple[jax.Array, jax.Array]:
+        """[*m, *n] and what it is multiplied by."""
+        return self.data, self.scale_inv
+
+    @property
+    def columns(self) -> tuple[jax.Array, jax.Array]:
+        """[*n, *m] and what it is multiplied by."""
+        return self.data_t, self.scale_inv if self.scale_inv_t is None else self.scale_inv_t
 
 
 class Config(NamedTuple):
@@ -106,6 +126,33 @@ def scale_of(meta, measure, shards_of: ShapedArray, use: Uses, config: Config, d
     return fp8.scale_of(meta, measure, config.recipe, direction, shards)
 
 
+def quantize_blocks(
+    x, split, use: Uses, config: Config, direction="fwd", square=False, with_dbias=False
+) -> tuple[Fp8Tensor, jax.Array | None]:
+    """`quantize_tensor` under a recipe of block scales. square: blocks of 128 x 128, of a kernel."""
+    got, kind, recipe = {}, "block_inv" if square else "scale_inv", config.recipe
+    dbias = ("dbias",) if with_dbias else ()
+    if use.layouts:
+        outputs = (*use.layouts, *(name.replace("data", kind) for name in use.layouts), *dbias)
+        law = dict(square=square, power_2=not recipe.use_f32_scales, epsilon=recipe.amax_epsilon)
+        results = quantize_block(x, outputs=outputs, lead=split - 1, dtype=recipe.fp8_format.dtype(direction), **law)
+        got = dict(zip(outputs, results))
+    elif with_dbias:
+        got["dbias"] = _column_sums(x, split)
+    return Fp8Tensor.of_blocks(got, x if use.wide else None), got.get("dbias")
+
+
+def quantize_kernel(kernel, meta, use: Uses, config: Config) -> Fp8Tensor:
+    """kernel [*C, *F] as its GEMMs read it."""
+    if config.recipe.block_scaled:
+        return quantize_blocks(kernel, config.contract, use, config, square=True)[0]
+    return quantize_tensor(kernel, meta, config.contract, config.kernel, use, config)[0]
+
+
+def _column_sums(x, split):
+    return jnp.sum(x.astype(jnp.float32), tuple(range(split)))
+
+
 def quantize_tensor(
     x, meta, split, shards_of: ShapedArray, use: Uses, config: Config, direction="fwd", with_dbias=False
 ) -> tuple[Fp8Tensor, jax.Array | None]:
@@ -113,6 +160,8 @@ def quantize_tensor(
 
     split: axes in m. shards_of: see `scale_of`.
     """
+    if config.recipe.block_scaled:
+        return quantize_blocks(x, split, use, config, direction, with_dbias=with_dbias)
     got, dtype = {}, config.recipe.fp8_format.dtype(direction)
     measure = lambda: quantize(x, None, outputs=("amax",), split=split, dtype=dtype)[0]
     scale = scale_of(meta, measure, shards_of, use, config, direction)
@@ -120,8 +169,16 @@ def quantize_tensor(
         outputs = (*use.layouts, "amax", *(["dbias"] if with_dbias else []))
         got = dict(zip(outputs, quantize(x, scale, outputs=outputs, split=split, dtype=dtype)))
     elif with_dbias:
-        got["dbias"] = jnp.sum(x.astype(jnp.float32), tuple(range(split)))
+        got["dbias"] = _column_sums(x, split)
     return Fp8Tensor.of(got, x if use.wide else None, scale), got.get("dbias")
+
+
+def _multiply(which: int, lhs, rhs, config: Config, bias=None, c=None, **options) -> jax.Array:
+    """lhs @ rhs^T of two layouts, as `rows` or `columns`. which: 0 fprop, 1 dgrad, 2 wgrad."""
+    recipe, operands = config.recipe, (lhs[0], rhs[0], lhs[1], rhs[1], bias, c)
+    if recipe.block_scaled:
+        return gemm_block(*operands, square=which < 2, **options)  # rhs is the kernel
+    return gemm(*operands, fast_accum=not recipe.split_accumulator[which], **options)
 
 
 def fprop(x: Fp8Tensor, w: Fp8Tensor, bias, config: Config, residual=None) -> jax.Array:
@@ -131,8 +188,8 @@ def fprop(x: Fp8Tensor, w: Fp8Tensor, bias, config: Config, residual=None) -> ja
         lead = x.wide.ndim - contract
         y = dot(x.wide, range(lead, lead + contract), w.wide, range(contract), dtype, out_spec=config.spec)
         return plain_sum(y, bias, residual)
-    options = dict(contract=contract, out_dtype=dtype, fast_accum=not recipe.split_accumulator[0])
-    return gemm(x.data, w.data_t, x.scale_inv, w.scale_inv, bias, residual, out_spec=config.spec, **options)
+    options = dict(contract=contract, out_dtype=dtype, out_spec=config.spec)
+    return _multiply(0, x.rows, w.columns, config, bias, residual, **options)
 
 
 def plain_sum(y, bias, residual) -> jax.Array:
@@ -146,11 +203,15 @@ def dgrad(terms, onto=None) -> jax.Array:
     and type: what reaches x by another way."""
     config = terms[0][2]
     high, fast = config.recipe.override_linear_precision[1], not config.recipe.split_accumulator[1]
+    options = dict(out_dtype=config.x.dtype, out_spec=config.x_spec)
+    if config.recipe.block_scaled and not high:
+        for dy, w, config in terms:
+            onto = _multiply(1, dy.rows, w.rows, config, c=onto, contract=config.features, **options)
+        return onto
     lead = len(config.x.shape) - config.contract
-    options = dict(lead=lead, out_dtype=config.x.dtype, fast_accum=fast, out_spec=config.x_spec)
     narrow = lambda dy, w: (dy.data, w.data, dy.scale_inv, w.scale_inv)
     pairs = [(dy.wide, w.wide, None, None) if high else narrow(dy, w) for dy, w, _ in terms]
-    return gemm_sum(pairs, onto, **options)
+    return gemm_sum(pairs, onto, lead=lead, fast_accum=fast, **options)
 
 
 def _wgrad(x: Fp8Tensor, dy: Fp8Tensor, config: Config) -> jax.Array:
@@ -159,17 +220,17 @@ def _wgrad(x: Fp8Tensor, dy: Fp8Tensor, config: Config) -> jax.Array:
     lead = len(config.x.shape) - config.contract
     if recipe.override_linear_precision[2]:
         return dot(x.wide, range(lead), dy.wide, range(lead), dtype, out_spec=config.kernel_spec)
-    fast = not recipe.split_accumulator[2]
-    options = dict(contract=lead, out_dtype=dtype, fast_accum=fast, out_spec=config.kernel_spec)
-    return gemm(x.data_t, dy.data_t, x.scale_inv, dy.scale_inv, **options)
+    options = dict(contract=lead, out_dtype=dtype, out_spec=config.kernel_spec)
+    return _multiply(2, x.columns, dy.columns, config, **options)
 
 
 def saved(x: Fp8Tensor, w: Fp8Tensor, config: Config) -> tuple[Fp8Tensor, Fp8Tensor]:
     """What is left of x and w for the backward pass: only what dgrad and wgrad read."""
     _, dgrad_wide, wgrad_wide = config.recipe.override_linear_precision
+    scale_inv = x.scale_inv if x.scale_inv_t is None else None
     kept = (
-        x._replace(data=None, wide=x.wide if wgrad_wide else None),
-        w._replace(data_t=None, wide=w.wide if dgrad_wide else None),
+        x._replace(data=None, scale_inv=scale_inv, wide=x.wide if wgrad_wide else None),
+        w._replace(data_t=None, scale_inv_t=None, wide=w.wide if dgrad_wide else None),
     )
     return jax.tree.map(lambda a: checkpoint_name(a, config.checkpoint), kept) if config.checkpoint else kept
 
@@ -185,15 +246,23 @@ def kernel_grads(x: Fp8Tensor, w: Fp8Tensor, grad: Fp8Tensor, metas: DenseMetas,
 def quantize_grad(dy, meta, config: Config) -> tuple[Fp8Tensor, jax.Array | None]:
     """dy [*B, *F] -> the tensor as the backward GEMMs read it, and the gradient of the bias, if there is one.
 
-    Both GEMMs read all of dy where y was left scattered: it crosses devices once, and is transposed there.
+    Both GEMMs read all of dy where y was left scattered: it crosses devices once, and is transposed there. In blocks
+    the layouts differ, and are as many bytes as dy in 16 bits: dy crosses.
     """
     use = uses(config.recipe, train=True)["grad"]
     split, has_bias = dy.ndim - config.features, config.bias is not None
-    gathers = use.data and use.data_t and (config.grad_spec is not None or config.grad_axes is not None)
-    written = use._replace(data_t=False) if gathers else use
+
+    def gathered(a):
+        a = constrain(a, config.grad_axes)
+        return a if config.grad_spec is None else jax.sharding.reshard(a, config.grad_spec)
+
+    if config.recipe.block_scaled and use.layouts:
+        dy = gathered(dy)
+    crosses = not config.recipe.block_scaled and (config.grad_spec is not None or config.grad_axes is not None)
+    in_fp8 = crosses and use.data and use.data_t
+    written = use._replace(data_t=False) if in_fp8 else use
     grad, dbias = quantize_tensor(dy, meta, split, jax.typeof(dy), written, config, "bwd", with_dbias=has_bias)
-    if gathers:
-        data = constrain(grad.data, config.grad_axes)
-        data = data if config.grad_spec is None else jax.sharding.reshard(data, config.grad_spec)
+    if in_fp8:
+        data = gathered(grad.data)
         grad = grad._replace(data=data, data_t=transpose(data, split))
     return grad, like(dbias, config.bias) if has_bias else None

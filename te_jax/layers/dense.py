@@ -84,13 +84,16 @@ def check_dense(name, x, kernel, bias, contract, recipe, metas):
     if recipe.has_state != (metas is not None):
         have, way_out = ("None", "pass fp8.DenseMetas") if metas is None else ("given", "it has no state: pass None")
         raise ValueError(f"{name}: metas is {have} under {type(recipe).__name__}; {way_out}.")
+    for what, a, add in (("x", x, "x[None]"), ("kernel", kernel, "kernel[..., None]")):
+        if recipe.block_scaled and a.ndim == contract:
+            kind = type(recipe).__name__
+            raise ValueError(f"{name}: {what} has no axis but those contracted, {kind} needs one more; pass {add}.")
 
 
 def _quantize(x, kernel, metas, config, train):
     use = _fp8.uses(config.recipe, train)
     q, _ = _fp8.quantize_tensor(x, metas.x, x.ndim - config.contract, config.x, use["x"], config)
-    w, _ = _fp8.quantize_tensor(kernel, metas.kernel, config.contract, config.kernel, use["kernel"], config)
-    return q, w
+    return q, _fp8.quantize_kernel(kernel, metas.kernel, use["kernel"], config)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))

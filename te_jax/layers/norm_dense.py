@@ -110,12 +110,17 @@ def norm_attrs(norm, zero_centered_gamma, epsilon) -> tuple:
 def quantize_norm(x, gamma, beta, meta, use: Uses, config: Config, attrs, with_ln_out=False):
     """norm(x) as its GEMMs read it, norm(x) of x's type if asked for, and the statistics (mean or None, rstd)."""
     run = partial(norm_op.norm_fwd, dtype=config.recipe.fp8_format.dtype("fwd"), **dict(attrs))
+    mean = () if dict(attrs)["rms"] else ("mean",)
+    if config.recipe.block_scaled:  # the norm does not know blocks: it writes x's type
+        y, *stats = run(x, gamma, beta, None, outputs=("y", *mean, "rstd"))
+        q, _ = _fp8.quantize_blocks(y, y.ndim - 1, use, config)
+        return q, y if with_ln_out else None, (stats[0] if mean else None, stats[-1])
     measure = lambda: run(x, gamma, beta, None, outputs=("rstd", "amax"))[1]
     scale = _fp8.scale_of(meta, measure, config.x, use, config)
     outputs = (
         *(("y",) if with_ln_out or use.wide else ()),
         *use.layouts,
-        *(() if dict(attrs)["rms"] else ("mean",)),
+        *mean,
         "rstd",
         *(("amax",) if use.layouts else ()),
     )  # in the op's order
@@ -137,8 +142,7 @@ def _forward(x, gamma, beta, projections, static, train):
     use = _fp8.uses(configs[0].recipe, train)
     q, ln_out, stats = quantize_norm(x, gamma, beta, projections[0].metas.x, use["x"], configs[0], attrs, with_ln_out)
     weights = [
-        _fp8.quantize_tensor(p.kernel, p.metas.kernel, 1, config.kernel, use["kernel"], config)[0]
-        for p, config in zip(projections, configs)
+        _fp8.quantize_kernel(p.kernel, p.metas.kernel, use["kernel"], config) for p, config in zip(projections, configs)
     ]
     y = tuple(_fp8.fprop(q, w, p.bias, config) for w, p, config in zip(weights, projections, configs))
     return y, ln_out, q, weights, stats

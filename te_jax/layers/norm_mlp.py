@@ -99,6 +99,9 @@ def _typed(aval, beside, spec):
 def _quantize_activation(z, meta, use, config: Config, act):
     """act(z) as its GEMMs read it."""
     run = partial(act_op.activation_fwd, dtype=config.recipe.fp8_format.dtype("fwd"), **dict(act))
+    if config.recipe.block_scaled:  # the activation does not know blocks: it writes z's type
+        (y,) = run(z, None, outputs=("y",))
+        return _fp8.quantize_blocks(y, y.ndim - 1, use, config)[0]
     scale = _fp8.scale_of(meta, lambda: run(z, None, outputs=("amax",))[0], jax.typeof(z), use, config)
     outputs = (*(("y",) if use.wide else ()), *use.layouts, *(("amax",) if use.layouts else ()))
     got = dict(zip(outputs, run(z, scale if use.layouts else None, outputs=outputs)))
@@ -109,9 +112,13 @@ def _quantize_activation_grad(da, z, meta, config: Config, act):
     """The gradient of act's input z from that of its output, as the GEMMs read it, and the gradient of the bias."""
     use = _fp8.uses(config.recipe, train=True)["grad"]
     run = partial(act_op.activation_bwd, dtype=config.recipe.fp8_format.dtype("bwd"), **dict(act))
+    has_bias = config.bias is not None
+    if config.recipe.block_scaled:
+        dz, *sums = run(da, z, None, outputs=("dx", *(("dbias",) if has_bias else ())))
+        grad, _ = _fp8.quantize_blocks(dz, dz.ndim - config.features, use, config, "bwd")
+        return grad, like(sums[0], config.bias) if has_bias else None
     measure = lambda: run(da, z, None, outputs=("amax",))[0]
     scale = _fp8.scale_of(meta, measure, jax.typeof(z), use, config, "bwd")
-    has_bias = config.bias is not None
     outputs = (
         *(("dx",) if use.wide else ()),
         *use.layouts,
@@ -131,12 +138,12 @@ def _forward(x, gamma, beta, wi, wo, wi_bias, wo_bias, added, metas, static, tra
     (config0, config1), attrs, act, through, middle_name, middle_axes = static
     use = _fp8.uses(config0.recipe, train)
     q0, _, stats = quantize_norm(x, gamma, beta, metas[0].x, use["x"], config0, attrs)
-    w0, _ = _fp8.quantize_tensor(wi, metas[0].kernel, 1, config0.kernel, use["kernel"], config0)
+    w0 = _fp8.quantize_kernel(wi, metas[0].kernel, use["kernel"], config0)
     z = _fp8.fprop(q0, w0, wi_bias, config0)
     z = checkpoint_name(z, middle_name) if middle_name else z
     z = constrain(z, _with_slots(middle_axes))
     q1 = _quantize_activation(z, metas[1].x, use["x"], config1, act)
-    w1, _ = _fp8.quantize_tensor(wo, metas[1].kernel, 1, config1.kernel, use["kernel"], config1)
+    w1 = _fp8.quantize_kernel(wo, metas[1].kernel, use["kernel"], config1)
     y = _fp8.fprop(q1, w1, wo_bias, config1, x if through else added)
     return y, (q0, w0), (q1, w1), z, stats
 

@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec
 
 from te_jax import _lib
 from te_jax._op import Op, align, like, on_explicit_mesh
-from te_jax.ops.quantize import FLOATS
+from te_jax.ops.quantize import FLOATS, fill
 
 FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
-_ALIGNED = 16  # cuBLASLt's FP8 kernels take N and K in multiples of 16 elements
-_WORKSPACE = 32 << 20  # bytes; what NVIDIA recommends for Hopper's cuBLASLt kernels
+FP8_ALIGNED = 16  # cuBLASLt's FP8 kernels take N and K in multiples of 16 elements
+WORKSPACE = 32 << 20  # bytes; what NVIDIA recommends for Hopper's cuBLASLt kernels
 
 
 def _dtypes(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, out_dtype, **_):
@@ -51,10 +51,6 @@ def _reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, out
     return (out.astype(out_dtype),)
 
 
-def _pad_to(x, axis, size):
-    return jnp.pad(x, [(0, size - x.shape[i] if i == axis else 0) for i in range(x.ndim)])
-
-
 def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, out_dtype, **attrs):
     """Flattens to two axes; FP8 sizes that cuBLASLt does not take are padded with zeros and sliced off again. What its
     epilogue does not add in f32 is added here: the product then comes in f32, so that there is one rounding still."""
@@ -72,12 +68,9 @@ def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, ou
         return (sum(terms, jnp.zeros((m, n))).astype(out_dtype).reshape(*m_axes, *n_axes),)
     lhs, rhs = lhs.reshape(m, k), rhs.reshape(n, k)
     bias, c = bias if bias_inside else None, c if inside else None
-    n_up, k_up = (-(-size // _ALIGNED) * _ALIGNED if is_fp8 else size for size in (n, k))
-    if k_up != k:
-        lhs, rhs = _pad_to(lhs, 1, k_up), _pad_to(rhs, 1, k_up)
-    if n_up != n:
-        rhs, *rest = _pad_to(rhs, 0, n_up), *(x if x is None else _pad_to(x, x.ndim - 1, n_up) for x in (bias, c))
-        bias, c = rest
+    if is_fp8:
+        lhs, rhs = fill(lhs, 1, FP8_ALIGNED), fill(fill(rhs, 1, FP8_ALIGNED), 0, FP8_ALIGNED)
+        bias, c = (x if x is None else fill(x, x.ndim - 1, FP8_ALIGNED) for x in (bias, c))
     call_dtype = jnp.dtype(jnp.float32) if after or not taken else out_dtype
     (out,) = call(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, contract=1, out_dtype=call_dtype, **attrs)
     out = sum((x.astype(jnp.float32) for x in after), out[:, :n])
@@ -93,7 +86,7 @@ gemm_op = Op(
     fenced="out",
     dtypes=_dtypes,
     reference=_reference,
-    workspace=lambda *args, **attrs: _WORKSPACE,
+    workspace=lambda *args, **attrs: WORKSPACE,
     cuda=_cuda,
 )
 

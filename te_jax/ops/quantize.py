@@ -19,6 +19,12 @@ def saturate(x, dtype):
     return jnp.clip(x, -fp8_max, fp8_max).astype(dtype)
 
 
+def fill(x, axis, multiple):
+    """x with zeros behind it along `axis`, up to a multiple of `multiple`."""
+    more = -x.shape[axis] % multiple
+    return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)]) if more else x
+
+
 def transpose(x, split):
     """[*m, *n] -> [*n, *m], with `split` axes in m."""
     return jnp.transpose(x, (*range(split, x.ndim), *range(split)))

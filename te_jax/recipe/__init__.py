@@ -5,5 +5,6 @@ One file each, on top of `_base.Recipe`, which says what the rest of te_jax asks
 
 from te_jax.recipe._base import Format as Format
 from te_jax.recipe._base import Recipe as Recipe
+from te_jax.recipe.block import Float8BlockScaling as Float8BlockScaling
 from te_jax.recipe.current import Float8CurrentScaling as Float8CurrentScaling
 from te_jax.recipe.delayed import DelayedScaling as DelayedScaling

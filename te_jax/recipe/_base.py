@@ -1,11 +1,13 @@
 """The formats, and what layers and modules ask of any recipe."""
 
 import enum
+import numbers
 from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 
 class _Max(NamedTuple):
@@ -34,7 +36,7 @@ class Format(enum.Enum):
 
 
 class Recipe:
-    """What is asked of a recipe: two facts about it, and pure functions of one tensor's numbers.
+    """What is asked of a recipe: three facts about it, and pure functions of one tensor's numbers.
 
     A recipe is a frozen dataclass with fields of its own and these: fp8_format, override_linear_precision, reduce_amax,
     fp8_dpa, fp8_mha, split_accumulator, exclude (see `DelayedScaling`). They are declared in each, for the order in
@@ -43,6 +45,7 @@ class Recipe:
 
     has_state: ClassVar[bool] = False  # in `fp8_metas`: see `DelayedScaling` for the methods that it takes
     needs_amax: ClassVar[bool] = False  # `scale` wants the tensor's own amax: its source is read once more for it
+    block_scaled: ClassVar[bool] = False  # scales of blocks, which te_quantize_block finds; no `scale` of a tensor
 
     fp8_format: Format
     override_linear_precision: tuple[bool, bool, bool]
@@ -71,6 +74,18 @@ class Recipe:
         for field in fields:
             self._need(isinstance(getattr(self, field), bool), field, "pass a bool")
 
+    def _check_epsilon(self):
+        """Makes `amax_epsilon` a float."""
+        epsilon = self.amax_epsilon
+        number = isinstance(epsilon, numbers.Real) and not isinstance(epsilon, bool)
+        in_range = number and 0 <= epsilon <= float(jnp.finfo(jnp.float32).max)  # not so of NaN
+        self._need(in_range, "amax_epsilon", "pass a finite float32 of at least 0")
+        object.__setattr__(self, "amax_epsilon", float(epsilon))
+
+    def _check_no_attention(self):
+        text = "attention in FP8 has delayed scales alone: leave it False, or use DelayedScaling(fp8_dpa=True)"
+        self._need(not self.fp8_dpa, "fp8_dpa", text)
+
     def _check_shared(self):
         """Of `__post_init__`: the fields that all recipes have."""
         self._need(isinstance(self.fp8_format, Format), "fp8_format", "pass a recipe.Format", TypeError)
@@ -94,3 +109,13 @@ def bounded(scale: jax.Array, amax: jax.Array, otherwise) -> jax.Array:
     float32 = jnp.finfo(jnp.float32)
     usable = jnp.isfinite(amax) & (amax > 0) & ~jnp.isnan(scale)
     return jnp.where(usable, jnp.clip(scale, float32.tiny, float32.max), otherwise)
+
+
+def scale_of_amax(amax: jax.Array, fp8_max: float, epsilon: float, power_2: bool) -> jax.Array:
+    """fp8_max / max(amax, epsilon), f32[...] of amax f32[...]; 1 where the amax is 0 or not finite, an infinite one
+    clamped to the largest float. power_2: rounded down to a power of 2."""
+    scale = bounded(fp8_max / jnp.maximum(amax, epsilon), amax, 1.0)
+    if not power_2:
+        return scale
+    exponent = lax.bitcast_convert_type(scale, jnp.uint32) & jnp.uint32(0xFF << 23)  # log2 might round up
+    return lax.bitcast_convert_type(exponent, jnp.float32)

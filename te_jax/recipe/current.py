@@ -1,14 +1,11 @@
 """Current scaling: every tensor by its own amax, in the step that it is used in."""
 
-import numbers
 from dataclasses import dataclass
 from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
-from te_jax.recipe._base import Format, Recipe, bounded
+from te_jax.recipe._base import Format, Recipe, scale_of_amax
 
 
 @dataclass(frozen=True)
@@ -50,18 +47,9 @@ class Float8CurrentScaling(Recipe):
     def __post_init__(self):
         self._check_shared()
         self._need_bool("power_2_scale")
-        epsilon = self.amax_epsilon
-        number = isinstance(epsilon, numbers.Real) and not isinstance(epsilon, bool)
-        in_range = number and 0 <= epsilon <= float(jnp.finfo(jnp.float32).max)  # not so of NaN
-        self._need(in_range, "amax_epsilon", "pass a finite float32 of at least 0")
-        object.__setattr__(self, "amax_epsilon", float(epsilon))
-        text = "attention in FP8 has delayed scales alone: leave it False, or use DelayedScaling(fp8_dpa=True)"
-        self._need(not self.fp8_dpa, "fp8_dpa", text)
+        self._check_epsilon()
+        self._check_no_attention()
 
     def scale(self, stored: None, amax: jax.Array, fp8_max: float) -> jax.Array:
         """f32[] from amax f32[]: the law above."""
-        scale = bounded(fp8_max / jnp.maximum(amax, self.amax_epsilon), amax, 1.0)
-        if not self.power_2_scale:
-            return scale
-        exponent = lax.bitcast_convert_type(scale, jnp.uint32) & jnp.uint32(0xFF << 23)  # log2 might round up
-        return lax.bitcast_convert_type(exponent, jnp.float32)
+        return scale_of_amax(amax, fp8_max, self.amax_epsilon, self.power_2_scale)

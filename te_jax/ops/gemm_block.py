@@ -1,0 +1,150 @@
+"""GEMM of FP8 operands with a scale for each block of 128 along the contracted axis, through cuBLASLt on Hopper."""
+
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from te_jax import _lib
+from te_jax._op import Op
+from te_jax.ops.gemm import FP8, FP8_ALIGNED, WORKSPACE
+from te_jax.ops.quantize import fill
+from te_jax.ops.quantize_block import BLOCK, spread
+
+CAPABILITY = "9.0"
+
+
+def unusable(capability: str) -> str:
+    """Why a GPU of this compute capability has no such products, "" if it has."""
+    if capability == CAPABILITY:
+        return ""
+    return (
+        f"cuBLASLt multiplies with scales of 128-element blocks on compute capability {CAPABILITY} (Hopper) alone, "
+        f"this GPU has {capability}: use recipe.Float8CurrentScaling or recipe.DelayedScaling"
+    )
+
+
+def _dtypes(lhs, rhs, *others, out_dtype, **_):
+    c = others[-1]
+    if any(all(d != f for f in FP8) for d in (lhs, rhs)) or lhs == rhs == jnp.float8_e5m2:
+        raise TypeError(
+            f"te_gemm_block: lhs is {lhs}, rhs is {rhs}; pass float8_e4m3fn, or float8_e5m2 for one of them."
+        )
+    if c is not None and c != out_dtype:
+        raise TypeError(
+            f"te_gemm_block: c is {c}, but out is {out_dtype}; pass c in the type of out, or set out_dtype."
+        )
+    return (out_dtype,)
+
+
+def _check_scales(rhs_scale_inv, rhs_block_inv):
+    if (rhs_scale_inv is None) == (rhs_block_inv is None):
+        raise ValueError("te_gemm_block: pass one of rhs_scale_inv and rhs_block_inv.")
+
+
+def _reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, rhs_block_inv, bias, c, *, outer, out_dtype, **_):
+    _check_scales(rhs_scale_inv, rhs_block_inv)
+    contract = outer + 1
+
+    def wide(a, scale_inv):  # scale_inv [*k', *rows]
+        last = tuple(range(contract, scale_inv.ndim)), tuple(range(contract))
+        return a.astype(jnp.float32) * spread(jnp.transpose(scale_inv, sum(last, ())), a.ndim - 1, a.shape[-1])
+
+    if rhs_block_inv is None:
+        right = wide(rhs, rhs_scale_inv)
+    else:
+        r = rhs.ndim - contract - 1
+        each = spread(spread(rhs_block_inv, r, rhs.shape[r]), rhs.ndim - 1, rhs.shape[-1])
+        right = rhs.astype(jnp.float32) * each
+    axes = [tuple(range(a.ndim - contract, a.ndim)) for a in (lhs, rhs)]
+    highest = dict(precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    out = lax.dot_general(wide(lhs, lhs_scale_inv), right, (axes, ((), ())), **highest)
+    if bias is not None:
+        out = out + bias.astype(out_dtype).astype(jnp.float32)  # as in the epilogue, bias comes in the result's type
+    if c is not None:
+        out = out + c.astype(jnp.float32)
+    return (out.astype(out_dtype),)
+
+
+def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, rhs_block_inv, bias, c, *, outer, out_dtype, **attrs):
+    """Flattens to two axes and fills up with zeros: contracted axes to whole blocks, m to a multiple of 4 and n to one
+    of 16, as cuBLASLt wants them; rows in cut blocks of 128 x 128 too, where n has more axes."""
+    _check_scales(rhs_scale_inv, rhs_block_inv)
+    if _lib.has_cuda_device() and (reason := unusable(str(jax.devices("cuda")[0].compute_capability))):
+        raise RuntimeError(f"te_gemm_block: {reason}.")
+    contract, square = outer + 1, rhs_block_inv is not None
+    m_axes, n_axes = lhs.shape[: lhs.ndim - contract], rhs.shape[: rhs.ndim - contract]
+    m, k = prod(m_axes), prod(lhs.shape[lhs.ndim - contract :])
+    bias = None if bias is None else bias.astype(out_dtype)
+    if 0 in (m, *n_axes, k):  # nothing to multiply
+        terms = [x.astype(jnp.float32) for x in (bias, c) if x is not None]
+        return (sum(terms, jnp.zeros((*m_axes, *n_axes))).astype(out_dtype),)
+    n_up = BLOCK if square else FP8_ALIGNED
+    lhs, rhs = fill(lhs, lhs.ndim - 1, BLOCK), fill(fill(rhs, rhs.ndim - 1, BLOCK), len(n_axes) - 1, n_up)
+    k_up = prod(lhs.shape[lhs.ndim - contract :])
+    blocks, filled = k_up // BLOCK, rhs.shape[: len(n_axes)]
+    n = prod(filled)
+    columns = lambda a, lead: fill(a, a.ndim - 1, n_up).reshape(*lead, n)
+    lhs, rhs = fill(lhs.reshape(m, k_up), 0, 4), rhs.reshape(n, k_up)
+    lhs_scale_inv = fill(lhs_scale_inv.reshape(blocks, m), 1, 4)
+    if square:
+        rhs_block_inv = fill(rhs_block_inv.reshape(-1, blocks), 1, 4)
+    else:
+        rhs_scale_inv = columns(rhs_scale_inv, (blocks,))
+    c = None if c is None else fill(columns(c, (m,)), 0, 4)
+    after = bias if out_dtype == jnp.float32 else None  # an f32 epilogue would round the bias to bf16
+    inside = None if bias is None or after is not None else columns(bias, ())
+    scales = lhs_scale_inv, rhs_scale_inv, rhs_block_inv
+    (out,) = call(lhs, rhs, *scales, inside, c, outer=0, out_dtype=out_dtype, **attrs)
+    out = out[:m].reshape(*m_axes, *filled)[..., : n_axes[-1]]
+    return (out if after is None else out + after,)
+
+
+gemm_block_op = Op(
+    "te_gemm_block",
+    "lhs: m... k... k, rhs: n... n k... k, lhs_scale_inv: k... k/128 m..., rhs_scale_inv?: k... k/128 n... n, "
+    "rhs_block_inv?: n... n/128 k... k/128, bias?: n... n, c?: m... n... n -> out: m... n... n",
+    combine={"out": "sum"},
+    once=("bias", "c"),
+    ranks={"k...": "outer"},
+    fenced="out",
+    dtypes=_dtypes,
+    reference=_reference,
+    workspace=lambda *args, **attrs: WORKSPACE,
+    cuda=_cuda,
+)
+
+
+def gemm_block(
+    lhs,
+    rhs,
+    lhs_scale_inv,
+    rhs_scale_inv,
+    bias=None,
+    c=None,
+    *,
+    square: bool,
+    contract: int = 1,
+    out_dtype=jnp.bfloat16,
+    tune: bool = True,
+    out_spec: PartitionSpec | None = None,
+) -> jax.Array:
+    """lhs @ rhs^T of dequantized operands, both K-major: out[*m, *n] = sum_k lhs[*m, *k] rhs[*n, *k], each times the
+    scale_inv of its block. Blocks of 128 lie along the last of the contracted axes k and are cut at its end.
+
+    lhs, rhs:      FP8, E4M3 or one of them E5M2. The last `contract` axes are k. Any sizes.
+    lhs_scale_inv: f32 [*k', *m], where k' is k with its last axis in blocks: `scale_inv` of `te_quantize_block`.
+    rhs_scale_inv: f32 [*k', *n]; with `square`, of blocks of 128 x 128, [*n', *k']: `block_inv`.
+    bias, c, out_dtype, tune, out_spec: as in `te_jax.ops.gemm.gemm`.
+
+    On CUDA partial sums of 128 products are scaled and added in f32. Not differentiable. Raises ValueError for sizes,
+    TypeError for types that do not match, RuntimeError on a GPU that is not of compute capability 9.0.
+    """
+    if contract < 1:
+        raise ValueError(f"te_gemm_block: contract is {contract}; blocks lie along a contracted axis: pass 1 or more.")
+    attrs = dict(outer=contract - 1, out_dtype=jnp.dtype(out_dtype), tune=bool(tune))
+    scales = (None, rhs_scale_inv) if square else (rhs_scale_inv, None)
+    specs = None if out_spec is None else (out_spec,)
+    return gemm_block_op(lhs, rhs, lhs_scale_inv, *scales, bias, c, out_specs=specs, **attrs)[0]

@@ -1,0 +1,77 @@
+"""Quantize to FP8 with a scale for each block: one reading of the source writes both layouts, each with its scales."""
+
+from math import ceil, prod
+
+import jax.numpy as jnp
+from jax import lax
+
+from te_jax._op import Op
+from te_jax.ops.quantize import fill, saturate, transpose
+from te_jax.recipe._base import scale_of_amax
+
+BLOCK = 128
+
+
+def spread(blocks, axis, size):
+    """The value of each block along `axis` for each of its elements, `size` in all."""
+    shape = list(blocks.shape)
+    shape[axis : axis + 1] = [shape[axis], BLOCK]
+    wide = jnp.broadcast_to(jnp.expand_dims(blocks, axis + 1), shape)
+    return lax.slice_in_dim(wide.reshape(*shape[:axis], shape[axis] * BLOCK, *shape[axis + 2 :]), 0, size, axis=axis)
+
+
+def _amaxes(x, axis):
+    """The largest |x| of each block along `axis`; NaN where there is one, which a maximum of floats drops on a CPU."""
+    bits = fill(lax.bitcast_convert_type(jnp.abs(x), jnp.int32), axis, BLOCK)
+    blocks = bits.reshape(*x.shape[:axis], bits.shape[axis] // BLOCK, BLOCK, *x.shape[axis + 1 :])
+    return lax.bitcast_convert_type(jnp.max(blocks, axis + 1, initial=0), jnp.float32)
+
+
+def _reference(x, *, lead, dtype, square, power_2, epsilon):
+    x = x.astype(jnp.float32)
+    rows, columns, split = lead, x.ndim - 1, lead + 1
+    law = lambda amax: scale_of_amax(amax, float(jnp.finfo(dtype).max), epsilon, power_2)
+    dbias = jnp.sum(x, tuple(range(split)))
+    if square:
+        scale = law(_amaxes(_amaxes(x, rows), columns))
+        each = spread(spread(scale, rows, x.shape[rows]), columns, x.shape[columns])
+        data, inverse = saturate(x * each, dtype), 1.0 / scale
+        return data, transpose(data, split), None, None, inverse, transpose(inverse, split), dbias
+    of_data, of_data_t = law(_amaxes(x, columns)), law(_amaxes(x, rows))
+    data = saturate(x * spread(of_data, columns, x.shape[columns]), dtype)
+    data_t = transpose(saturate(x * spread(of_data_t, rows, x.shape[rows]), dtype), split)
+    return data, data_t, transpose(1.0 / of_data, split), 1.0 / of_data_t, None, None, dbias
+
+
+def _row_tiles(x, *, lead, **attrs):
+    """One partial column sum for each row of tiles."""
+    return (prod(x[:lead]) * ceil(x[lead] / BLOCK),)
+
+
+quantize_block = Op(
+    "te_quantize_block",
+    "x: m... m n... n -> data?: m... m n... n, data_t?: n... n m... m, scale_inv?: n... n/128 m... m, "
+    "scale_inv_t?: m... m/128 n... n, block_inv?: m... m/128 n... n/128, block_inv_t?: n... n/128 m... m/128, "
+    "dbias?: n... n",
+    combine={"dbias": "sum"},
+    ranks={"m...": "lead"},
+    dtypes=lambda x, *, dtype, **_: (dtype, dtype, *(jnp.float32,) * 5),
+    partials={"dbias": _row_tiles},
+    reference=_reference,
+)
+"""x f32|bf16|f16 [*m, m, *n, n] -> results in this order, as chosen by `outputs`:
+
+data        FP8 [*m, m, *n, n]: saturate(x * scale of the element's block), from f32 math
+data_t      FP8 [*n, n, *m, m]: the same with the blocks of this layout
+scale_inv   f32 [*n, ceil(n / 128), *m, m]: 1 / scale of each block of 128 of data along n, of which the last may be cut
+scale_inv_t f32 [*m, ceil(m / 128), *n, n]: of data_t along m
+block_inv   f32 [*m, ceil(m / 128), *n, ceil(n / 128)]: of blocks of 128 x 128, in the order of data's axes
+block_inv_t f32 [*n, ceil(n / 128), *m, ceil(m / 128)]: its transpose
+dbias       f32 [*n, n]: the sum of x over *m and m, for the bias gradient
+
+lead: number of axes in *m. dtype: the FP8 type, a jnp.dtype. square: blocks of 128 x 128, with `block_inv` and
+`block_inv_t`; else of 1 x 128 with `scale_inv` and `scale_inv_t`. power_2, epsilon: see `scale_of_amax`.
+
+A scale is fp8_max / max(amax of the block, epsilon). The contracted axis comes first in those of 1 x 128, and last in
+those of 128 x 128: so cuBLASLt reads them.
+"""

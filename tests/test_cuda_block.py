@@ -1,0 +1,65 @@
+"""On the GPU: block scaling at large sizes and of chosen results. At small ones test_recipe_block.py runs there too."""
+
+import block_oracle as oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_cuda_ops import bits_equal, odd_values
+
+from te_jax.ops.gemm_block import gemm_block
+from te_jax.ops.quantize_block import quantize_block
+
+pytestmark = pytest.mark.gpu
+E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
+OUT = ("data", "data_t", "scale_inv", "scale_inv_t", "block_inv", "block_inv_t", "dbias")
+SHAPES = {(199, 1001): 1, (2, 300, 3, 136): 2, (8192, 4096): 1, (2, 4096, 3, 4096): 2, (65536, 40): 1, (7, 65536): 1}
+
+
+def check(x, outputs, **attrs):
+    """Bit for bit as plain JAX on the CPU, whose division is exact; but for the order of dbias's sums."""
+    got = jax.jit(lambda x: quantize_block(x, outputs=outputs, **attrs))(x)
+    on_cpu = jax.device_put(x, jax.devices("cpu")[0])
+    want = dict(zip(OUT, jax.jit(lambda x: quantize_block.reference(x, **attrs))(on_cpu)))
+    for name, g in zip(outputs, got, strict=True):
+        if name != "dbias":
+            bits_equal(g, want[name])
+            continue
+        rows = tuple(range(attrs["lead"] + 1))
+        size = np.abs(np.asarray(x, np.float64)).sum(rows)
+        exact = np.asarray(x, np.float64).sum(rows)
+        assert (np.abs(np.asarray(g) - exact) <= size * x.size / exact.size * 2.0**-24 + 1e-30).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [bf16, f16, f32], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("square", [False, True], ids=["1x128", "128x128"])
+@pytest.mark.parametrize("fp8,law", [(E4M3, dict(power_2=True, epsilon=0.0)), (E5M2, dict(power_2=False, epsilon=9.0))])
+def test_quantize_block(shape, dtype, square, fp8, law, rng):
+    kind = OUT[4:6] if square else OUT[2:4]
+    attrs = dict(lead=SHAPES[shape] - 1, dtype=fp8, square=square, **law)
+    check(odd_values(rng, shape, dtype), ("data", "data_t", *kind, "dbias"), **attrs)
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [("data", "scale_inv"), ("data_t", "scale_inv_t"), ("data", "block_inv"), ("data_t", "block_inv_t"), ("dbias",)],
+    ids="-".join,
+)
+def test_quantize_block_chosen(outputs, rng):
+    attrs = dict(lead=1, dtype=E4M3, square="block" in outputs[-1], power_2=False, epsilon=0.0)
+    check(odd_values(rng, (3, 130, 264), bf16), outputs, **attrs)
+
+
+@pytest.mark.parametrize("mnk", [(8192, 4096, 4096), (4096, 4096, 7168), (1000, 50257, 128), (17, 48, 1040)], ids=str)
+@pytest.mark.parametrize("square", [False, True], ids=["1x128", "128x128"])
+@pytest.mark.parametrize("types", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=str)
+@pytest.mark.parametrize("tune", [False, True], ids=["heuristic", "tuned"])
+def test_gemm_block(mnk, square, types, tune, rng):
+    """Of the larger ones some rows: float64 takes long."""
+    m, n, k = mnk
+    operands, want, size = oracle.gemm_case(((m,), (n,), (k,)), square, types, bf16, rng, rows=min(m, 64))
+    got = jax.jit(lambda *a: gemm_block(*a, square=square, tune=tune))(*operands)
+    assert got.shape == (m, n)
+    oracle.check_gemm(got[: len(want)], want, size, k, bf16)
