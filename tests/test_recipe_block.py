@@ -385,7 +385,7 @@ def test_a_transformer_layer_trains(rng):
 
     def losses(enabled):
         with te.autocast(enabled, RECIPE):
-            state, params = flax.core.pop(nn.meta.unbox(module.init(jax.random.key(0), x)), "params")
+            state, params = flax.core.pop(nn.meta.unbox(jax.jit(module.init)(jax.random.key(0), x)), "params")
             assert state == {}
 
             @jax.jit
