@@ -139,20 +139,20 @@ class Op:
 
     # -- one device ---------------------------------------------------------------------------------------------
 
-    def _solve(self, shapes, inputs, outputs, **attrs):
-        """-> the rule of this call, its group ranks, its axis sizes."""
+    def _solve(self, shapes, inputs, outputs, filled=False, **attrs):
+        """-> the rule of this call, its group ranks, its axis sizes. filled: see `Rule.sizes`."""
         rule = self.rule.select(inputs, outputs)
         ranks = rule.ranks(self.name, map(len, shapes), {g: attrs[a] for g, a in self.rank_attrs.items()})
-        return rule, ranks, rule.sizes(self.name, shapes, ranks)
+        return rule, ranks, rule.sizes(self.name, shapes, ranks, filled)
 
     def _fill(self, args, inputs):
         """One entry per declared operand, None where absent."""
         rest = iter(args)
         return [next(rest) if o.name in inputs else None for o in self.rule.inputs]
 
-    def _results(self, shapes, dtypes, inputs, outputs, **attrs):
+    def _results(self, shapes, dtypes, inputs, outputs, filled=False, **attrs):
         """-> ShapeDtypeStructs of the chosen results."""
-        rule, ranks, sizes = self._solve(shapes, inputs, outputs, **attrs)
+        rule, ranks, sizes = self._solve(shapes, inputs, outputs, filled, **attrs)
         types = dict(zip((o.name for o in self.rule.outputs), self.dtypes(*self._fill(dtypes, inputs), **attrs)))
         return [jax.ShapeDtypeStruct(rule.shape(o, ranks, sizes), types[o.name]) for o in rule.outputs]
 
@@ -183,7 +183,7 @@ class Op:
         inputs = tuple(o.name for o, a in zip(self.rule.inputs, args) if a is not None)
         given = [a for a in args if a is not None]
         shapes, dtypes = [a.shape for a in given], [a.dtype for a in given]
-        results = dict(zip(outputs, self._results(shapes, dtypes, inputs, outputs, **attrs), strict=True))
+        results = dict(zip(outputs, self._results(shapes, dtypes, inputs, outputs, filled=True, **attrs), strict=True))
         absent = jax.ShapeDtypeStruct((0,), jnp.uint8)
         raw = dict.fromkeys((o.name for o in self.rule.outputs), absent) | results
         for name in self.partials.keys() & results.keys():

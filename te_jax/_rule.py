@@ -125,8 +125,11 @@ class Rule:
             out += [f"{axis}{i}" for i in range(ranks[axis])] if is_group(axis) else [axis]
         return tuple(out)
 
-    def sizes(self, op: str, shapes, ranks, **known: int) -> dict[str, int]:
-        """Solves every axis name for its size. Raises ValueError naming both operands on a clash."""
+    def sizes(self, op: str, shapes, ranks, filled: bool = False, **known: int) -> dict[str, int]:
+        """Solves every axis name for its size. Raises ValueError naming both operands on a clash.
+
+        filled: axes in blocks may have more entries, with which the lowering filled them up for its kernel.
+        """
         sizes, seen = dict(known), dict.fromkeys(known, "the op")
 
         def bind(factor, size, operand):
@@ -155,7 +158,7 @@ class Rule:
             if prod(sizes[f] for f in axis) != size:
                 raise ValueError(f"{op}: {operand} has an axis of {size}, but {axis} is {[sizes[f] for f in axis]}.")
         for axis, size, operand in blocked:
-            if size != _entries(axis, sizes):
+            if size < _entries(axis, sizes) or (size > _entries(axis, sizes) and not filled):
                 factor, block = block_of(axis)
                 where = f"axis `{factor}` is {sizes[factor]}: {_entries(axis, sizes)} blocks of {block}"
                 raise ValueError(f"{op}: {where}, but {operand} has {size}; pass a scale for each block.")

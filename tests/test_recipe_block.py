@@ -175,6 +175,13 @@ def test_gemm_fills_up(sizes, square, rng):
     attrs = dict(outer=len(sizes[2]) - 1, out_dtype=jnp.dtype(bf16), tune=False)
     (got,) = gemm_room._cuda(call, lhs, rhs, lhs_inv, *scales, bias, c, **attrs)
     oracle.check_gemm(got, want, size, np.prod(sizes[2]), bf16)
+    run = jax.jit(lambda *operands: gemm_block(*operands, square=square, contract=len(sizes[2]), tune=False))
+    text = run.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "custom_call @te_gemm_block" in line]
+    rows, blocks = -(-np.prod(sizes[1]) // 128), -(-np.prod(sizes[2]) // 512) * 4
+    if 0 not in sizes[2] and square and len(sizes[1]) == len(sizes[2]) == 1:
+        assert f"tensor<{rows}x{blocks}xf32>" in calls[0]
+    assert len(calls) == (0 not in sizes[2])
 
 
 def test_gemm_refuses(monkeypatch):
