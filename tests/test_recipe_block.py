@@ -231,10 +231,12 @@ def test_dense(recipe, dtype, rng):
     layer = lambda *a: dense(*a, contract=2, recipe=recipe)
     y, (dx, dw, dbias, dresidual) = jax.jit(functools.partial(results, layer))(x, w * 0.01, bias, residual)
     (dy,) = data(np.random.default_rng(1), y.shape, dtype=dtype)
-    want = oracle.dense(*(np.asarray(a, np.float32) for a in (x, w * 0.01, dy)), 2, recipe)
-    close(y, want[0] + np.asarray(bias) + np.asarray(residual, np.float32), dtype)
-    close(dx, want[1], dtype)
-    close(dw, want[2])
+    operands = [np.asarray(a, np.float32) for a in (x, w * 0.01, dy)]
+    added = np.asarray(bias, np.float64), np.asarray(residual, np.float64)
+    wants, sizes = ([*oracle.dense(*operands, 2, recipe, of)] for of in (np.array, np.abs))
+    wants[0], sizes[0] = wants[0] + sum(added), sizes[0] + sum(map(np.abs, added))
+    for got, want, size, terms, out in zip((y, dx, dw), wants, sizes, (280, 40, 260), (dtype, dtype, f32)):
+        oracle.check_gemm(got, want, size, terms, out)
     close(dbias, np.asarray(dy, np.float32).sum((0, 1)))
     np.testing.assert_array_equal(dresidual, dy)
 
