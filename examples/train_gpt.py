@@ -68,7 +68,7 @@ def train(args, precision: str, corpus: data.Corpus, out: pathlib.Path, devices:
         cp=args.cp,
         cp_strategy=args.cp_strategy or "DEFAULT",
     )
-    optimizer = steps.make_optimizer(args.lr, args.warmup, args.steps)
+    optimizer = steps.make_optimizer(args.lr, args.warmup, args.steps, args.optimizer)
     shardings = steps.state_shardings(model, optimizer, recipe, devices)
     state = steps.init_state(model, optimizer, recipe, args.seed, shardings)
     parameters = sum(p.size for p in jax.tree.leaves(state.params))
