@@ -10,6 +10,7 @@ from flax import linen as nn
 
 import te_jax as te
 import te_jax.flax as te_flax
+from te_jax.layers import Projection, layernorm_dense, layernorm_mlp
 from te_jax.recipe import DelayedScaling, Float8CurrentScaling
 
 KEY = jax.random.key(0)
@@ -252,3 +253,28 @@ def test_mask_trains_lora_alone():
     assert all(jax.tree.leaves(lora))
     with pytest.raises(ValueError, match="no parameter is of low-rank adaptation"):
         te_flax.split_lora(base)
+
+
+def test_part_of_the_kernels_of_fused_layers():
+    """layernorm_mlp, and several projections of one norm: the gradients of what is differentiated are those of the
+    whole, and no other kernel has a product."""
+    recipe, wide, hidden2 = Float8CurrentScaling(), jnp.ones(WIDTH), HIDDEN + 16
+    x, up, other, down = data(TOKENS, WIDTH), data(WIDTH, HIDDEN), data(WIDTH, hidden2), data(HIDDEN, WIDTH)
+
+    def mlp(x, up, down):
+        options = dict(norm="rmsnorm", recipe=recipe)
+        return jnp.sum(jnp.sin(layernorm_mlp(x, wide, None, up[:, None], down, **options)))
+
+    def pair(x, up, other):
+        also = [Projection(other, None, None)]
+        y, _ = layernorm_dense(x, up, wide, norm="rmsnorm", recipe=recipe, also=also)
+        return jnp.sum(jnp.sin(y[0])) + jnp.sum(jnp.cos(y[1]))
+
+    for loss, args in ((mlp, (x, up, down)), (pair, (x, up, other))):
+        whole = jax.jit(jax.grad(loss, (0, 1, 2)))(*args)
+        for which in (0, 1, 2):
+            alone = jax.grad(loss, which)
+            np.testing.assert_allclose(jax.jit(alone)(*args), whole[which], rtol=1e-5, atol=1e-6)
+            got = products(jax.make_jaxpr(alone)(*args).jaxpr)
+            for i in (1, 2):
+                assert (args[i].shape in got) == (i == which), (loss, which, got)
