@@ -62,7 +62,7 @@ def train(args, precision: str, corpus: data.Corpus, out: pathlib.Path, devices:
     recipe = fp8_recipe(args) if precision == "fp8" else None
     api = nnx_steps if args.api == "nnx" else steps
     model = api.make_model(args)
-    optimizer = steps.make_optimizer(args.lr, args.warmup, args.steps)
+    optimizer = steps.make_optimizer(args.lr, args.warmup, args.steps, args.optimizer)
     shardings = api.state_shardings(model, optimizer, recipe, devices)
     state = api.init_state(model, optimizer, recipe, args.seed, shardings)
     parameters = sum(p.size for p in jax.tree.leaves(state.params))

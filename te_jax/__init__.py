@@ -20,8 +20,8 @@ from te_jax.sharding import ShardingResource as ShardingResource
 
 
 def __getattr__(name):
-    """`te_jax.flax` and `te_jax.nnx`, imported at first use: Flax takes a second to import."""
-    if name in ("flax", "nnx"):
+    """`te_jax.flax`, `te_jax.nnx` and `te_jax.optim`, imported at first use: Flax and optax take a second to import."""
+    if name in ("flax", "nnx", "optim"):
         return importlib.import_module(f"te_jax.{name}")
     raise AttributeError(f"module 'te_jax' has no attribute {name!r}")
 

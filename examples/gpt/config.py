@@ -107,6 +107,8 @@ def parser() -> argparse.ArgumentParser:
         choices=("delayed", "current", "block"), default="delayed")  # fmt: skip
     add(p, "--api", "Flax modules of the model: Linen, or NNX, which trains on one device, without dropout "
         "[default: linen]", choices=("linen", "nnx"), default="linen")  # fmt: skip
+    add(p, "--optimizer", "AdamW, or te_jax's with moments of 3 bytes a parameter instead of 8 [default: adamw]",
+        choices=("adamw", "adamw_fp8"), default="adamw")  # fmt: skip
     add(p, "--compare", "train in both, from one seed and on the same batches", action="store_true")
     add(p, "--data", "your own text [default: Python's library source]", nargs="+", metavar="FILE")
     add(
@@ -200,7 +202,7 @@ def complete(args: argparse.Namespace, default_preset: str) -> argparse.Namespac
 
 def resume_key(args: argparse.Namespace, text_bytes: int) -> dict:
     """What must be equal for a resumed run to be the same run; JSON types."""
-    fields = ("seed", "batch_size", "seq_len", "steps", "lr", "warmup", "recipe", "amax_history_len", "dropout", "data")
-    fields += ("api",)
+    fields = ("seed", "batch_size", "seq_len", "steps", "lr", "warmup", "optimizer", "recipe", "amax_history_len",
+              "dropout", "data", "api")  # fmt: skip
     model = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(args.model).items()}
     return {**{f: getattr(args, f) for f in fields}, **model, "text_bytes": text_bytes}

@@ -3,6 +3,9 @@
 from te_jax.flax.attention import DotProductAttention as DotProductAttention
 from te_jax.flax.dense import DenseGeneral as DenseGeneral
 from te_jax.flax.dense import LayerNormDenseGeneral as LayerNormDenseGeneral
+from te_jax.flax.lora import join_lora as join_lora
+from te_jax.flax.lora import lora_mask as lora_mask
+from te_jax.flax.lora import split_lora as split_lora
 from te_jax.flax.mha import MultiHeadAttention as MultiHeadAttention
 from te_jax.flax.mlp import LayerNormMLP as LayerNormMLP
 from te_jax.flax.norm import LayerNorm as LayerNorm

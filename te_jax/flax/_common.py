@@ -29,17 +29,37 @@ LORA_SCOPES = {  # scope -> (qkv projections, output projection, MLP)
 }
 
 
-def parameter(module: nn.Module, name: str, init: Initializer, axes: Axes, shape: Sequence[int]) -> jax.Array:
-    """One parameter of `module.dtype`, boxed with its logical axes. ValueError if the one that is held has another
-    shape, as where the inputs are wider than those of `init`."""
-    if module.has_variable("params", name):
+def parameter(
+    module: nn.Module, name: str, init: Initializer, axes: Axes, shape: Sequence[int], given: jax.Array | None = None
+) -> jax.Array:
+    """One parameter, of `params_dtype` or else `dtype` of the module, boxed with its logical axes; or `given`, an array
+    of the caller's, instead of which there is none.
+
+    Raises ValueError if what is held or given has another shape, as where the inputs are wider than those of `init`,
+    and if a parameter is held beside the one given; TypeError if that is not floating.
+    """
+    holds = module.has_variable("params", name)
+    if given is not None:
+        check_floating(module, **{name: given})
+        if holds:
+            raise ValueError(
+                f"{describe(module)}: {name} is passed, but the parameters hold one too; leave it out of one of them."
+            )
+        if given.shape != tuple(shape):
+            raise ValueError(
+                f"{describe(module)}: {name} has shape {given.shape}, but the inputs and fields of this call need "
+                f"{tuple(shape)}; pass it in this shape."
+            )
+        return given
+    if holds:
         held = jnp.shape(nn.meta.unbox(module.get_variable("params", name)))
         if held != tuple(shape):
             raise ValueError(
                 f"{describe(module)}: parameter {name} has shape {held}, but the inputs and fields of this call need "
                 f"{tuple(shape)}; pass inputs of the width it was initialised with, or initialise again."
             )
-    return module.param(name, nn.with_logical_partitioning(init, tuple(axes)), tuple(shape), module.dtype)
+    dtype = module.dtype if module.params_dtype is None else module.params_dtype
+    return module.param(name, nn.with_logical_partitioning(init, tuple(axes)), tuple(shape), dtype)
 
 
 def kernel_initializer(init: Initializer | None, contracted: int = 1, distribution="truncated_normal") -> Initializer:
@@ -61,6 +81,11 @@ def check_floating(module: nn.Module, **arrays):
         if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
             kind = getattr(x, "dtype", type(x).__name__)
             raise TypeError(f"{describe(module)}: {name} is {kind}; pass an array of a floating dtype.")
+
+
+def in_compute_dtype(module: nn.Module, x: jax.Array) -> jax.Array:
+    """x in `module.dtype` where `params_dtype` makes that the type of the computation; else as it is."""
+    return x if module.params_dtype is None else x.astype(module.dtype)
 
 
 def later(module: nn.Module, field: str, value):

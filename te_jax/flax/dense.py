@@ -10,6 +10,7 @@ from te_jax.flax._common import (
     Axes,
     Initializer,
     check_floating,
+    in_compute_dtype,
     kernel_initializer,
     lora,
     lora_parameters,
@@ -50,6 +51,8 @@ class DenseGeneral(nn.Module):
     use_bias:  True here, unlike in the other modules.
     axis:      the contracted axes of the input, the trailing ones.
     dtype:     of the parameters; the output has the input's dtype.
+    params_dtype: of the parameters, if not None; then inputs are cast to `dtype`, and the output has it.
+    return_bias: the bias is not added, but returned, for the caller to add.
     enable_low_rank_adaptation, low_rank_adaptation_dim, low_rank_adaptation_alpha:
                adds x.A.B * (alpha / dim), with alpha None a factor of 1.
     input_axes: logical axes that the input is constrained to, by the logical axis rules in force.
@@ -74,34 +77,53 @@ class DenseGeneral(nn.Module):
     input_axes: Axes = ()
     transpose_batch_sequence: bool = False
     quantization_checkpoint_name: str | None = None
+    params_dtype: jnp.dtype | None = None
+    return_bias: bool = False
 
     @nn.compact
     def __call__(
-        self, inputs: jax.Array, *, residual: jax.Array | None = None, operands: bool = False, out=None, grad_axes=None
-    ) -> jax.Array | Projection:
-        """inputs [..., *contracted] -> [..., *features] of the same dtype.
+        self,
+        inputs: jax.Array,
+        *,
+        kernel: jax.Array | None = None,
+        residual: jax.Array | None = None,
+        operands: bool = False,
+        out=None,
+        grad_axes=None,
+    ) -> jax.Array | tuple[jax.Array, jax.Array | None] | Projection:
+        """inputs [..., *contracted] -> [..., *features] of the same dtype; with return_bias that and the bias, which is
+        [*features] of the parameters' dtype, or None without use_bias.
 
+        kernel:   [*contracted, *features] of any floating dtype, such as the transpose of an embedding: instead of the
+                  parameter `kernel`, which there is none of then.
         residual: [..., *features], added to the output; under FP8 inside of the GEMM, before it rounds.
         out:      an array of the output's shape, as which it is sharded on an Explicit mesh; see `layers.dense`.
         grad_axes: see `layers.dense`.
         operands: nothing is multiplied: returns what `LayerNormDenseGeneral(...)(..., also=...)` takes.
 
-        Raises TypeError for inputs that are not floating, ValueError for axes that are not trailing.
+        Raises TypeError for inputs that are not floating, ValueError for axes that are not trailing, for a kernel of
+        another shape and for one beside a parameter, and for return_bias with operands.
         """
         check_floating(self, inputs=inputs)
+        inputs = in_compute_dtype(self, inputs)
         features, contract = as_tuple(self.features), trailing_axes(self, inputs.ndim)
         check_features(self, "features", features)
         inputs = constrain(inputs, self.input_axes or None)
         contracted = inputs.shape[inputs.ndim - contract :]
         init = kernel_initializer(self.kernel_init, contract)
-        kernel = parameter(self, "kernel", init, self.kernel_axes, (*contracted, *features))
+        kernel = parameter(self, "kernel", init, self.kernel_axes, (*contracted, *features), kernel)
         bias = parameter(self, "bias", self.bias_init, self.bias_axes, features) if self.use_bias else None
+        if operands and self.return_bias:
+            raise ValueError(
+                f"{describe(self)}: return_bias is True, but operands=True leaves the sum to another layer."
+            )
         if operands:
             return Projection(kernel, bias, dense_metas(self))
-        y = dense(inputs, kernel, bias, residual, contract=contract, out=out, grad_axes=grad_axes, **precision(self))
+        added = None if self.return_bias else bias
+        y = dense(inputs, kernel, added, residual, contract=contract, out=out, grad_axes=grad_axes, **precision(self))
         if self.enable_low_rank_adaptation:
             y = y + lora(self, inputs, *lora_parameters(self, init, contracted, features))
-        return y
+        return (y, bias) if self.return_bias else y
 
 
 class LayerNormDenseGeneral(nn.Module):
@@ -110,6 +132,7 @@ class LayerNormDenseGeneral(nn.Module):
     Fields of the norm as in `LayerNorm`, of the dense layer as in `DenseGeneral`; `axis` must be -1.
 
     return_layernorm_output: the second result is the norm's output (the input itself without a norm).
+    return_bias:             the bias is not added, but is one more result, the last.
     depth_scaling:           divides the output, after the bias.
     layernorm_input_axes, dot_input_axes: logical axes that the norm's input and the GEMM's input are
         constrained to.
@@ -143,21 +166,32 @@ class LayerNormDenseGeneral(nn.Module):
     depth_scaling: float | None = None
     transpose_batch_sequence: bool = False
     quantization_checkpoint_name: str | None = None
+    params_dtype: jnp.dtype | None = None
+    return_bias: bool = False
 
     @nn.compact
     def __call__(
-        self, inputs: jax.Array, *, return_input: bool = False, also: Sequence[Projection] = ()
+        self,
+        inputs: jax.Array,
+        *,
+        kernel: jax.Array | None = None,
+        return_input: bool = False,
+        also: Sequence[Projection] = (),
     ) -> tuple[jax.Array, ...]:
-        """inputs [..., H] -> ([..., *features], norm output [..., H] or None), of the same dtype.
+        """inputs [..., H] -> ([..., *features], norm output [..., H] or None), of the same dtype; with return_bias also
+        what is to be added to the first: [*features] of the parameters' dtype, over depth_scaling, or None.
 
+        kernel:       [H, *features], as in `DenseGeneral`.
         return_input: a third result is the input, for a residual connection: its gradient is added in the norm's
                       backward kernel.
         also:         other dense layers that read the same norm, made with `operands=True`: the first result is then
                       the tuple of all products, without depth_scaling.
 
-        Raises TypeError for inputs that are not floating, ValueError for an axis other than the last.
+        Raises TypeError for inputs that are not floating, ValueError for an axis other than the last and for what
+        `DenseGeneral` refuses of a kernel.
         """
         check_floating(self, inputs=inputs)
+        inputs = in_compute_dtype(self, inputs)
         features = as_tuple(self.features)
         check_features(self, "features", features)
         if trailing_axes(self, inputs.ndim) != 1:
@@ -166,20 +200,22 @@ class LayerNormDenseGeneral(nn.Module):
         width = inputs.shape[-1]
         norm = norm_parameters(self, width, self.ln_bias_init, self.ln_bias_axes) if self.enable_layernorm else None
         init = kernel_initializer(self.kernel_init)
-        kernel = parameter(self, "kernel", init, self.kernel_axes, (width, *features))
+        kernel = parameter(self, "kernel", init, self.kernel_axes, (width, *features), kernel)
         adapt = lora_parameters(self, init, (width,), features) if self.enable_low_rank_adaptation else None
         bias = parameter(self, "bias", self.bias_init, self.bias_axes, features) if self.use_bias else None
         want_norm = bool(adapt) or self.return_layernorm_output
         options = dict(want_norm=want_norm, axes=self.dot_input_axes, also=also, return_input=return_input)
-        y, normed, through = norm_dense(self, inputs, kernel, norm, bias, **options)
+        added = None if self.return_bias else bias
+        y, normed, through = norm_dense(self, inputs, kernel, norm, added, **options)
         first, *rest = y if also else (y,)
         if adapt:
             first = first + lora(self, normed, *adapt)
         if self.depth_scaling is not None:
             first = first / self.depth_scaling
+            bias = bias if bias is None else bias / self.depth_scaling
         y = (first, *rest) if also else first
         out = y, (normed if self.return_layernorm_output else None)
-        return (*out, through) if return_input else out
+        return (*out, *([through] if return_input else ()), *([bias] if self.return_bias else ()))
 
 
 def precision(module: nn.Module, postfix: str = "") -> dict:

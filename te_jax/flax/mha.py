@@ -9,7 +9,14 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 from te_jax._op import on_explicit_mesh
-from te_jax.flax._common import Initializer, activation_axes, check_floating, kernel_initializer, lora_scope
+from te_jax.flax._common import (
+    Initializer,
+    activation_axes,
+    check_floating,
+    in_compute_dtype,
+    kernel_initializer,
+    lora_scope,
+)
 from te_jax.flax._context import Context
 from te_jax.flax._state import describe, recipe_of
 from te_jax.flax.attention import DotProductAttention, check_heads
@@ -68,6 +75,7 @@ class MultiHeadAttention(nn.Module):
                            with its defaults need False for the first, True for the second.
     context_parallel_*:    as in `DotProductAttention`; RoPE turns each token by its place in the sequence. Decoding is
                            not cut.
+    params_dtype:          of the parameters, if not None; then inputs are cast to `dtype`, and the output has it.
     Others as in `DotProductAttention`. score_mod and score_mod_bprop are not in this version; num_heads,
     dropout_rate, output_layernorm, apply_residual_connection_post_layernorm and fuse_qkv are older names, and
     refused with the newer one.
@@ -121,6 +129,7 @@ class MultiHeadAttention(nn.Module):
     context_parallel_causal_load_balanced: bool = False
     context_parallel_axis: str | None = ""
     context_parallel_strategy: str = "DEFAULT"
+    params_dtype: jnp.dtype | None = None
 
     def __post_init__(self):
         for old, new in _DEPRECATED.items():
@@ -184,6 +193,8 @@ class MultiHeadAttention(nn.Module):
         for name, x in (("inputs_q", inputs_q), ("inputs_kv", inputs_q if self_attention else inputs_kv)):
             if x.ndim != 3:
                 raise ValueError(f"{describe(self)}: {name} has shape {x.shape}; pass [batch, sequence, width].")
+        inputs_q = in_compute_dtype(self, inputs_q)
+        inputs_kv = None if self_attention else in_compute_dtype(self, inputs_kv)
         check_heads(self, self.num_attention_heads, self._groups())
         check_rotary_fields(self, self.head_dim, self.enable_rotary_pos_emb, "enable_rotary_pos_emb")
         names = self._projections(inputs_q, inputs_kv, self_attention)
@@ -247,6 +258,7 @@ class MultiHeadAttention(nn.Module):
             low_rank_adaptation_dim=self.low_rank_adaptation_dim,
             low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
             dtype=self.dtype,
+            params_dtype=self.params_dtype,
             transpose_batch_sequence=self.transpose_batch_sequence,
         )
 

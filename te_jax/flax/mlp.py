@@ -12,6 +12,7 @@ from te_jax.flax._common import (
     Dropout,
     Initializer,
     check_floating,
+    in_compute_dtype,
     kernel_initializer,
     lora,
     lora_parameters,
@@ -37,9 +38,10 @@ class LayerNormMLP(nn.Module):
     intermediate_dropout_rate, intermediate_dropout_rng_name, intermediate_hidden_dropout_dims: dropout after
                       the activation; the axes in the last share one mask.
     return_layernorm_output: the second result is the norm's output (the input itself without a norm).
+    return_bias:      `wo_bias` is not added, but is the third result.
     ffn1_ckpt_name, ffn2_ckpt_name: names of the GEMMs' outputs for `jax.checkpoint` policies.
     dot_1_input_axes, dot_2_input_axes: logical axes that the GEMMs' inputs are constrained to.
-    Fields of the norm and of low-rank adaptation as in `LayerNormDenseGeneral`; `axis` must be -1.
+    Fields of the norm, of low-rank adaptation and dtypes as in `LayerNormDenseGeneral`; `axis` must be -1.
 
     Parameters, A = len(activations): `scale`, `ln_bias` [H]; `wi_kernel` [H, A, F], `wo_kernel` [F, H],
     `wi_bias` [A, F], `wo_bias` [H]; `wi_lora_a_kernel` [H, A, r], `wi_lora_b_kernel` [A, r, F],
@@ -80,33 +82,47 @@ class LayerNormMLP(nn.Module):
     ffn2_ckpt_name: str = "ffn2"
     transpose_batch_sequence: bool = False
     quantization_checkpoint_name: str | None = None
+    params_dtype: jnp.dtype | None = None
+    return_bias: bool = False
 
     @nn.compact
     def __call__(
-        self, inputs: jax.Array, deterministic: bool = False, *, residual: bool | jax.Array = False
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """inputs [..., H] -> ([..., H], norm output [..., H] or None), of the same dtype.
+        self,
+        inputs: jax.Array,
+        deterministic: bool = False,
+        *,
+        wi_kernel: jax.Array | None = None,
+        wo_kernel: jax.Array | None = None,
+        residual: bool | jax.Array = False,
+    ) -> tuple[jax.Array | None, ...]:
+        """inputs [..., H] -> ([..., H], norm output [..., H] or None), of the same dtype; with return_bias also
+        `wo_bias` [H], which is to be added to the first, or None without use_bias.
 
         deterministic: True switches dropout off.
+        wi_kernel, wo_kernel: [H, A, F] and [F, H], each instead of the parameter, as in `DenseGeneral`.
         residual:      True: the inputs are added to the first result; under FP8 inside of the kernels. An array
                        [..., H] of their dtype is added in the second GEMM.
 
         Raises TypeError for inputs that are not floating, ValueError for unknown activations or their
-        parameters.
+        parameters, and for what `DenseGeneral` refuses of a kernel.
         """
         check_floating(self, inputs=inputs)
+        inputs = in_compute_dtype(self, inputs)
         check_features(self, "intermediate_dim", (self.intermediate_dim,))
         if trailing_axes(self, inputs.ndim) != 1:
             raise ValueError(f"{describe(self)}: axis is {self.axis!r}; this module contracts the last axis alone.")
         slots(self.activations)  # its errors come before any parameter is made
         inputs = constrain(inputs, self.layernorm_input_axes)
-        norm, wi, wo = self._parameters(inputs.shape[-1])
+        norm, wi, wo = self._parameters(inputs.shape[-1], wi_kernel, wo_kernel)
+        bias, wo = wo[1], (wo[0], None if self.return_bias else wo[1], wo[2])
         drop = self.intermediate_dropout_rate > 0 and not deterministic
         plain = drop or wi[2] is not None or self.return_layernorm_output or norm is None
         if recipe_of(self) is not None and not plain and supported(self.activations):
             y = self._fused(inputs, norm, wi, wo, residual)
-            return checkpoint_name(constrain(y, self.layernorm_input_axes), self.ffn2_ckpt_name), None
-        return self._composed(inputs, norm, wi, wo, deterministic, residual)
+            out = checkpoint_name(constrain(y, self.layernorm_input_axes), self.ffn2_ckpt_name), None
+        else:
+            out = self._composed(inputs, norm, wi, wo, deterministic, residual)
+        return (*out, bias) if self.return_bias else out
 
     def _fused(self, inputs, norm, wi, wo, residual):
         """Everything under one vjp: the activation and its gradient are quantized where they are computed."""
@@ -150,7 +166,7 @@ class LayerNormMLP(nn.Module):
         """The logical axes of the output's gradient where GEMMs read it, if they are others than outside."""
         return gathered_axes(self.layernorm_input_axes, self.dot_1_input_axes)
 
-    def _parameters(self, width: int):
+    def _parameters(self, width: int, wi_kernel, wo_kernel):
         """(gamma, beta) or None; (kernel, bias, LoRA) of wi, of wo. The order of creation fixes the keys."""
         parts, middle = len(self.activations), self.intermediate_dim
         each = kernel_initializer(self.kernel_init)
@@ -163,8 +179,8 @@ class LayerNormMLP(nn.Module):
             return jnp.stack(kernels, axis=1)
 
         norm = norm_parameters(self, width, self.ln_bias_init, self.ln_bias_axes) if self.enable_layernorm else None
-        wi_kernel = parameter(self, "wi_kernel", stacked, self.kernel_axes_1, (width, parts, middle))
-        wo_kernel = parameter(self, "wo_kernel", each, self.kernel_axes_2, (middle, width))
+        wi_kernel = parameter(self, "wi_kernel", stacked, self.kernel_axes_1, (width, parts, middle), wi_kernel)
+        wo_kernel = parameter(self, "wo_kernel", each, self.kernel_axes_2, (middle, width), wo_kernel)
         wi_bias = wo_bias = wi_lora = wo_lora = None
         if self.use_bias:
             wi_bias = parameter(self, "wi_bias", self.bias_init, self.bias_axes_1, (parts, middle))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from te_jax.flax._common import Axes, Initializer, check_floating, parameter
+from te_jax.flax._common import Axes, Initializer, check_floating, in_compute_dtype, parameter
 from te_jax.flax._state import describe
 from te_jax.layers import layernorm
 
@@ -38,6 +38,7 @@ class LayerNorm(nn.Module):
     zero_centered_gamma: the scale that is applied is 1 + `scale`.
     scale_init:          None is ones, or zeros with `zero_centered_gamma`.
     dtype:               of the parameters.
+    params_dtype:        of the parameters, if not None; then x is cast to `dtype`, and the result has it.
 
     Parameters: `scale` [H]; `ln_bias` [H], not with RMSNorm.
     """
@@ -51,11 +52,13 @@ class LayerNorm(nn.Module):
     bias_axes: Axes = ("embed",)
     dtype: jnp.dtype = jnp.float32
     transpose_batch_sequence: bool = False
+    params_dtype: jnp.dtype | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., H] -> the same shape and dtype. Raises TypeError for a dtype that is not floating."""
         check_floating(self, x=x)
+        x = in_compute_dtype(self, x)
         gamma, beta = norm_parameters(self, x.shape[-1], self.bias_init, self.bias_axes)
         return layernorm(
             x,

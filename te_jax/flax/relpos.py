@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from te_jax.flax._common import Axes, Initializer, parameter
+from te_jax.flax._common import Axes, Initializer, in_compute_dtype, parameter
 from te_jax.flax._state import describe
 
 
@@ -25,6 +25,7 @@ class RelativePositionBiases(nn.Module):
     num_buckets:   at least 4 and even if `bidirectional`, where half of them serve each sign.
     max_distance:  from here on all distances share a bucket; must exceed the number of exact buckets.
     dtype:         of the table and of the result.
+    params_dtype:  of the table, if not None.
 
     Parameter: `rel_embedding` [h, num_buckets].
     """
@@ -35,6 +36,7 @@ class RelativePositionBiases(nn.Module):
     embedding_init: Initializer = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
     embedding_axes: Axes = ("heads", "relpos_buckets")
     dtype: jnp.dtype = jnp.float32
+    params_dtype: jnp.dtype | None = None
 
     @nn.compact
     def __call__(self, q_seqlen: int, k_seqlen: int, bidirectional: bool = True, *, q_offset=0) -> jax.Array:
@@ -62,5 +64,5 @@ class RelativePositionBiases(nn.Module):
         bucket = bucket_of[jnp.minimum(distance, self.max_distance)]
         if bidirectional:
             bucket = bucket + jnp.where(relative > 0, buckets, 0)
-        bias = jnp.take(table, bucket, axis=1)
+        bias = jnp.take(in_compute_dtype(self, table), bucket, axis=1)
         return bias[None] if bias.ndim == 3 else jnp.moveaxis(bias, 1, 0)

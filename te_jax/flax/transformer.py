@@ -7,7 +7,14 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from te_jax.flax._common import Dropout, Initializer, activation_axes, check_floating, lora_scope
+from te_jax.flax._common import (
+    Dropout,
+    Initializer,
+    activation_axes,
+    check_floating,
+    in_compute_dtype,
+    lora_scope,
+)
 from te_jax.flax._state import describe
 from te_jax.flax.cache import extent
 from te_jax.flax.mha import MultiHeadAttention, check_rotary_fields
@@ -66,6 +73,7 @@ class TransformerLayer(nn.Module):
     parallel_shared_layernorm: with it, the MLP reads the norm of attention and has none, as in Falcon 7B and GPT-J.
     context_parallel_*: as in `MultiHeadAttention`, of both attentions: with context_parallel_causal_load_balanced
                         `encoded` is in that order too.
+    params_dtype:       of the parameters, if not None; then inputs are cast to `dtype`, and the output has it.
     score_mod, score_mod_bprop: not in this version. Others as in `MultiHeadAttention` and `LayerNormMLP`.
 
     Parameters: `attention` (encoder), or `self_attention` and `encoder_decoder_attention` (decoder), as
@@ -127,6 +135,7 @@ class TransformerLayer(nn.Module):
     context_parallel_causal_load_balanced: bool = False
     context_parallel_axis: str | None = ""
     context_parallel_strategy: str = "DEFAULT"
+    params_dtype: jnp.dtype | None = None
 
     @nn.compact
     def __call__(
@@ -163,7 +172,7 @@ class TransformerLayer(nn.Module):
         self._check(inputs, encoded, encoder_decoder_mask, is_decoder)
         self._check_parallel(is_decoder)
         name = "self_attention" if is_decoder else "attention"
-        inputs = self._residual_layout(inputs)
+        inputs = self._residual_layout(in_compute_dtype(self, inputs))
         dropped = (self.hidden_dropout > 0 or self.drop_path > 0) and not deterministic
         in_kernels = not dropped and not self.apply_residual_connection_post_layernorm
         x, normed = self._attention(name, cross=False)(
@@ -199,6 +208,7 @@ class TransformerLayer(nn.Module):
                 scale_axes=(W_NO_SHARD_AXES,),
                 bias_axes=(W_NO_SHARD_AXES,),
                 dtype=self.dtype,
+                params_dtype=self.params_dtype,
                 name="output_layernorm",
             )(x)
         return x
@@ -287,6 +297,7 @@ class TransformerLayer(nn.Module):
             num_attention_heads=self.num_attention_heads,
             embedding_init=nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"),
             dtype=self.dtype,
+            params_dtype=self.params_dtype,
             name="relpos_bias",
         )
         length = inputs.shape[0 if self.transpose_batch_sequence else 1]
@@ -322,6 +333,7 @@ class TransformerLayer(nn.Module):
             low_rank_adaptation_dim=self.low_rank_adaptation_dim,
             low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
             dtype=self.dtype,
+            params_dtype=self.params_dtype,
             fuse_qkv_params=self.fuse_qkv_params,
             transpose_batch_sequence=self.transpose_batch_sequence,
             enable_sequence_parallel=self.enable_sequence_parallel,
@@ -366,6 +378,7 @@ class TransformerLayer(nn.Module):
             low_rank_adaptation_dim=self.low_rank_adaptation_dim,
             low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
             dtype=self.dtype,
+            params_dtype=self.params_dtype,
             # A shared norm comes from attention, where its whole sequence was gathered for the first GEMM.
             layernorm_input_axes=None if shared else activation_axes(self, BATCH_AXES, sequence, HIDDEN_AXES),
             dot_1_input_axes=activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES),

@@ -6,15 +6,19 @@ wgrad  dw = x^T dy    lhs x_t [*C, *B], rhs dy_t [*F, *B]
 
 So each tensor is wanted in two layouts, and both come from one reading of it. A GEMM that the recipe's
 `override_linear_precision` takes out of FP8 uses the unquantized operands instead. Under a recipe of block scales each
-layout has scales of its own, and te_quantize_block and te_gemm_block take the place of te_quantize and te_gemm.
+layout has scales of its own, and te_quantize_block and te_gemm_block take the place of te_quantize and te_gemm. Where
+the kernel is not differentiated (a frozen one, as beside LoRA), there is no wgrad, and nothing is written or kept for
+it: autodiff says so by `symbolic_zeros` of the layers' custom_vjp.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
 from te_jax import fp8
@@ -61,6 +65,11 @@ class Fp8Tensor(NamedTuple):
         """[*n, *m] and what it is multiplied by."""
         return self.data_t, self.scale_inv if self.scale_inv_t is None else self.scale_inv_t
 
+    @property
+    def for_wgrad(self) -> bool:
+        """Of x, as `saved` left it: whether wgrad is to be computed."""
+        return self.data_t is not None or self.wide is not None
+
 
 class Config(NamedTuple):
     """What is static of one FP8 dense layer."""
@@ -104,13 +113,15 @@ class Uses(NamedTuple):
         return tuple(name for name in ("data", "data_t") if getattr(self, name))
 
 
-def uses(recipe: Recipe, train: bool) -> dict[str, Uses]:
-    """What the GEMMs of one layer read of x, kernel and grad; without `train` there is only fprop."""
-    fprop, dgrad, wgrad = (not high for high in recipe.override_linear_precision)
+def uses(recipe: Recipe, train: bool, wgrad: bool) -> dict[str, Uses]:
+    """What the GEMMs of one layer read of x, kernel and grad; without `train` there is only fprop. wgrad: whether the
+    kernel has a gradient."""
+    in_fprop, in_dgrad, in_wgrad = (not high for high in recipe.override_linear_precision)
+    wgrad = train and wgrad
     return {
-        "x": Uses(fprop, train and wgrad, not fprop or (train and not wgrad)),
-        "kernel": Uses(train and dgrad, fprop, not fprop or (train and not dgrad)),
-        "grad": Uses(dgrad, wgrad, not dgrad or not wgrad),
+        "x": Uses(in_fprop, wgrad and in_wgrad, not in_fprop or (wgrad and not in_wgrad)),
+        "kernel": Uses(train and in_dgrad, in_fprop, not in_fprop or (train and not in_dgrad)),
+        "grad": Uses(in_dgrad, wgrad and in_wgrad, not in_dgrad or (wgrad and not in_wgrad)),
     }
 
 
@@ -224,32 +235,46 @@ def _wgrad(x: Fp8Tensor, dy: Fp8Tensor, config: Config) -> jax.Array:
     return _multiply(2, x.columns, dy.columns, config, **options)
 
 
-def saved(x: Fp8Tensor, w: Fp8Tensor, config: Config) -> tuple[Fp8Tensor, Fp8Tensor]:
-    """What is left of x and w for the backward pass: only what dgrad and wgrad read."""
+def saved(x: Fp8Tensor, w: Fp8Tensor, config: Config, wgrad: bool) -> tuple[Fp8Tensor, Fp8Tensor]:
+    """What is left of x and w for the backward pass: only what dgrad and, if it is wanted, wgrad read."""
     _, dgrad_wide, wgrad_wide = config.recipe.override_linear_precision
     scale_inv = x.scale_inv if x.scale_inv_t is None else None
     kept = (
-        x._replace(data=None, scale_inv=scale_inv, wide=x.wide if wgrad_wide else None),
+        x._replace(
+            data=None,
+            data_t=x.data_t if wgrad else None,
+            scale_inv=scale_inv,
+            wide=x.wide if wgrad and wgrad_wide else None,
+        ),
         w._replace(data_t=None, scale_inv_t=None, wide=w.wide if dgrad_wide else None),
     )
     return jax.tree.map(lambda a: checkpoint_name(a, config.checkpoint), kept) if config.checkpoint else kept
 
 
 def kernel_grads(x: Fp8Tensor, w: Fp8Tensor, grad: Fp8Tensor, metas: DenseMetas, config: Config):
-    """-> the gradient of the kernel [*C, *F], of its type, and the cotangents of `metas`, from the gradient [*B, *F] of
-    y as `quantize_grad` gives it."""
+    """-> the gradient of the kernel [*C, *F], of its type (None without wgrad), and the cotangents of `metas`, from the
+    gradient [*B, *F] of y as `quantize_grad` gives it."""
     amaxes = (x.amax, w.amax, grad.amax)
     dmetas = DenseMetas(*(cotangent(m, amax, config.recipe, config.stage_axes) for m, amax in zip(metas, amaxes)))
-    return like(_wgrad(x, grad, config), config.kernel), dmetas
+    return like(_wgrad(x, grad, config), config.kernel) if x.for_wgrad else None, dmetas
 
 
-def quantize_grad(dy, meta, config: Config) -> tuple[Fp8Tensor, jax.Array | None]:
+def materialized(cotangent):
+    """A cotangent as an array, which autodiff passes as a `SymbolicZero` where it is 0; None stays None."""
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    aval = cotangent.aval
+    zeros, varies = jnp.zeros(aval.shape), tuple(sorted(varying(aval)))
+    return like(lax.pcast(zeros, varies, to="varying") if varies else zeros, aval)
+
+
+def quantize_grad(dy, meta, config: Config, wgrad: bool) -> tuple[Fp8Tensor, jax.Array | None]:
     """dy [*B, *F] -> the tensor as the backward GEMMs read it, and the gradient of the bias, if there is one.
 
     Both GEMMs read all of dy where y was left scattered: it crosses devices once, and is transposed there. In blocks
     the layouts differ, and are as many bytes as dy in 16 bits: dy crosses.
     """
-    use = uses(config.recipe, train=True)["grad"]
+    use = uses(config.recipe, train=True, wgrad=wgrad)["grad"]
     split, has_bias = dy.ndim - config.features, config.bias is not None
 
     def gathered(a):

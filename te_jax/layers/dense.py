@@ -3,6 +3,7 @@
 from functools import partial
 
 import jax
+from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
 from te_jax import fp8
 from te_jax._op import align, like
@@ -90,30 +91,33 @@ def check_dense(name, x, kernel, bias, contract, recipe, metas):
             raise ValueError(f"{name}: {what} has no axis but those contracted, {kind} needs one more; pass {add}.")
 
 
-def _quantize(x, kernel, metas, config, train):
-    use = _fp8.uses(config.recipe, train)
+def _quantize(x, kernel, metas, config, train, wgrad):
+    use = _fp8.uses(config.recipe, train, wgrad)
     q, _ = _fp8.quantize_tensor(x, metas.x, x.ndim - config.contract, config.x, use["x"], config)
     return q, _fp8.quantize_kernel(kernel, metas.kernel, use["kernel"], config)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _dense(x, kernel, bias, residual, metas, config):
-    q, w = _quantize(x, kernel, metas, config, train=False)
+    q, w = _quantize(x, kernel, metas, config, train=False, wgrad=False)
     return _fp8.fprop(q, w, bias, config, residual)
 
 
 def _dense_fwd(x, kernel, bias, residual, metas, config):
-    q, w = _quantize(x, kernel, metas, config, train=True)
-    return _fp8.fprop(q, w, bias, config, residual), (*_fp8.saved(q, w, config), metas)
+    wgrad = kernel.perturbed
+    x, kernel, bias, residual, metas = values_of((x, kernel, bias, residual, metas))
+    q, w = _quantize(x, kernel, metas, config, train=True, wgrad=wgrad)
+    return _fp8.fprop(q, w, bias, config, residual), (*_fp8.saved(q, w, config, wgrad), metas)
 
 
 def _dense_bwd(config, residuals, dy):
     q, w, metas = residuals
-    grad, dbias = _fp8.quantize_grad(dy, metas.grad, config)
+    dy = _fp8.materialized(dy)
+    grad, dbias = _fp8.quantize_grad(dy, metas.grad, config, q.for_wgrad)
     dx = like(_fp8.dgrad([(grad, w, config)]), config.x)
     dkernel, dmetas = _fp8.kernel_grads(q, w, grad, metas, config)
     dresidual = like(dy, config.residual) if config.residual is not None else None
     return dx, dkernel, dbias, dresidual, dmetas
 
 
-_dense.defvjp(_dense_fwd, _dense_bwd)
+_dense.defvjp(_dense_fwd, _dense_bwd, symbolic_zeros=True)

@@ -5,6 +5,8 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
+from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
 from te_jax import fp8
 from te_jax._op import align, like
@@ -137,9 +139,9 @@ def norm_backward(dnorm, x, stats, gamma, beta, attrs, dresidual=None):
     return norm_op.backward(dnorm, x, *stats, gamma, beta, dres=dresidual, **kind)
 
 
-def _forward(x, gamma, beta, projections, static, train):
+def _forward(x, gamma, beta, projections, static, train, wgrad):
     configs, attrs, with_ln_out, _ = static
-    use = _fp8.uses(configs[0].recipe, train)
+    use = _fp8.uses(configs[0].recipe, train, wgrad)
     q, ln_out, stats = quantize_norm(x, gamma, beta, projections[0].metas.x, use["x"], configs[0], attrs, with_ln_out)
     weights = [
         _fp8.quantize_kernel(p.kernel, p.metas.kernel, use["kernel"], config) for p, config in zip(projections, configs)
@@ -150,13 +152,15 @@ def _forward(x, gamma, beta, projections, static, train):
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _norm_dense(x, gamma, beta, projections, static):
-    y, ln_out, *_ = _forward(x, gamma, beta, projections, static, train=False)
+    y, ln_out, *_ = _forward(x, gamma, beta, projections, static, train=False, wgrad=False)
     return y, ln_out, x if static[-1] else None
 
 
 def _norm_dense_fwd(x, gamma, beta, projections, static):
-    y, ln_out, q, weights, stats = _forward(x, gamma, beta, projections, static, train=True)
-    operands = [_fp8.saved(q, w, config) for w, config in zip(weights, static[0])]
+    wgrads = [p.kernel.perturbed for p in projections]
+    x, gamma, beta, projections = values_of((x, gamma, beta, projections))
+    y, ln_out, q, weights, stats = _forward(x, gamma, beta, projections, static, train=True, wgrad=any(wgrads))
+    operands = [_fp8.saved(q, w, *rest) for w, *rest in zip(weights, static[0], wgrads)]
     out = y, ln_out, x if static[-1] else None
     return out, (operands, [p.metas for p in projections], (x, stats, gamma, beta))
 
@@ -164,8 +168,14 @@ def _norm_dense_fwd(x, gamma, beta, projections, static):
 def _norm_dense_bwd(static, residuals, cotangents):
     operands, metas, (x, stats, gamma, beta) = residuals
     configs, attrs, *_ = static
-    dy, dln_out, dx_out = cotangents  # dln_out: None if it is no result
-    grads, dbiases = zip(*(_fp8.quantize_grad(d, m.grad, config) for d, m, config in zip(dy, metas, configs)))
+    dy, *others = cotangents
+    dln_out, dx_out = (None if isinstance(d, SymbolicZero) else d for d in others)  # None also if it is no result
+    grads, dbiases = zip(
+        *(
+            _fp8.quantize_grad(_fp8.materialized(d), m.grad, config, q.for_wgrad)
+            for d, m, config, (q, _) in zip(dy, metas, configs, operands)
+        )
+    )
     dnorm = _fp8.dgrad([(grad, w, config) for grad, (_, w), config in zip(grads, operands, configs)], dln_out)
     dprojections = []
     for (q, w), grad, m, dbias, config in zip(operands, grads, metas, dbiases, configs):
@@ -175,4 +185,4 @@ def _norm_dense_bwd(static, residuals, cotangents):
     return dx, dgamma, dbeta, tuple(dprojections)
 
 
-_norm_dense.defvjp(_norm_dense_fwd, _norm_dense_bwd)
+_norm_dense.defvjp(_norm_dense_fwd, _norm_dense_bwd, symbolic_zeros=True)

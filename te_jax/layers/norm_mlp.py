@@ -6,6 +6,7 @@ from functools import partial
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
+from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 from jax.sharding import PartitionSpec
 
 from te_jax import fp8
@@ -108,9 +109,9 @@ def _quantize_activation(z, meta, use, config: Config, act):
     return Fp8Tensor.of(got, got.get("y"), scale)
 
 
-def _quantize_activation_grad(da, z, meta, config: Config, act):
+def _quantize_activation_grad(da, z, meta, config: Config, act, wgrad: bool):
     """The gradient of act's input z from that of its output, as the GEMMs read it, and the gradient of the bias."""
-    use = _fp8.uses(config.recipe, train=True)["grad"]
+    use = _fp8.uses(config.recipe, train=True, wgrad=wgrad)["grad"]
     run = partial(act_op.activation_bwd, dtype=config.recipe.fp8_format.dtype("bwd"), **dict(act))
     has_bias = config.bias is not None
     if config.recipe.block_scaled:
@@ -134,39 +135,43 @@ def _with_slots(axes):
     return axes and (*axes[:-1], None, axes[-1])
 
 
-def _forward(x, gamma, beta, wi, wo, wi_bias, wo_bias, added, metas, static, train):
+def _forward(x, gamma, beta, wi, wo, wi_bias, wo_bias, added, metas, static, train, wgrads):
     (config0, config1), attrs, act, through, middle_name, middle_axes = static
-    use = _fp8.uses(config0.recipe, train)
-    q0, _, stats = quantize_norm(x, gamma, beta, metas[0].x, use["x"], config0, attrs)
-    w0 = _fp8.quantize_kernel(wi, metas[0].kernel, use["kernel"], config0)
+    use0, use1 = (_fp8.uses(config0.recipe, train, wgrad) for wgrad in wgrads)
+    q0, _, stats = quantize_norm(x, gamma, beta, metas[0].x, use0["x"], config0, attrs)
+    w0 = _fp8.quantize_kernel(wi, metas[0].kernel, use0["kernel"], config0)
     z = _fp8.fprop(q0, w0, wi_bias, config0)
     z = checkpoint_name(z, middle_name) if middle_name else z
     z = constrain(z, _with_slots(middle_axes))
-    q1 = _quantize_activation(z, metas[1].x, use["x"], config1, act)
-    w1 = _fp8.quantize_kernel(wo, metas[1].kernel, use["kernel"], config1)
+    q1 = _quantize_activation(z, metas[1].x, use1["x"], config1, act)
+    w1 = _fp8.quantize_kernel(wo, metas[1].kernel, use1["kernel"], config1)
     y = _fp8.fprop(q1, w1, wo_bias, config1, x if through else added)
     return y, (q0, w0), (q1, w1), z, stats
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(9,))
 def _norm_mlp(x, gamma, beta, wi, wo, wi_bias, wo_bias, added, metas, static):
-    return _forward(x, gamma, beta, wi, wo, wi_bias, wo_bias, added, metas, static, train=False)[0]
+    operands = x, gamma, beta, wi, wo, wi_bias, wo_bias, added, metas
+    return _forward(*operands, static, train=False, wgrads=(False, False))[0]
 
 
-def _norm_mlp_fwd(x, gamma, beta, wi, wo, wi_bias, wo_bias, added, metas, static):
-    y, first, second, z, stats = _forward(x, gamma, beta, wi, wo, wi_bias, wo_bias, added, metas, static, train=True)
-    config0, config1 = static[0]
-    saved = _fp8.saved(*first, config0), _fp8.saved(*second, config1)
+def _norm_mlp_fwd(*args):
+    *operands, static = args
+    wgrads = operands[3].perturbed, operands[4].perturbed
+    x, gamma, beta, *_, metas = operands = values_of(operands)
+    y, first, second, z, stats = _forward(*operands, static, train=True, wgrads=wgrads)
+    saved = [_fp8.saved(*of, config, wgrad) for of, config, wgrad in zip((first, second), static[0], wgrads)]
     return y, (saved, z, metas, (x, stats, gamma, beta))
 
 
 def _norm_mlp_bwd(static, residuals, dy):
     (config0, config1), attrs, act, through, _, middle_axes = static
     (first, second), z, metas, (x, stats, gamma, beta) = residuals
-    grad1, dwo_bias = _fp8.quantize_grad(dy, metas[1].grad, config1)
+    dy = _fp8.materialized(dy)
+    grad1, dwo_bias = _fp8.quantize_grad(dy, metas[1].grad, config1, second[0].for_wgrad)
     da = constrain(_fp8.dgrad([(grad1, second[1], config1)]), middle_axes)
     dwo, dmetas1 = _fp8.kernel_grads(*second, grad1, metas[1], config1)
-    grad0, dwi_bias = _quantize_activation_grad(da, z, metas[0].grad, config0, act)
+    grad0, dwi_bias = _quantize_activation_grad(da, z, metas[0].grad, config0, act, first[0].for_wgrad)
     dnorm = like(_fp8.dgrad([(grad0, first[1], config0)]), config0.x)
     dwi, dmetas0 = _fp8.kernel_grads(*first, grad0, metas[0], config0)
     dx, dgamma, dbeta = norm_backward(dnorm, x, stats, gamma, beta, attrs, dy if through else None)
@@ -174,4 +179,4 @@ def _norm_mlp_bwd(static, residuals, dy):
     return dx, dgamma, dbeta, dwi, dwo, dwi_bias, dwo_bias, dadded, (dmetas0, dmetas1)
 
 
-_norm_mlp.defvjp(_norm_mlp_fwd, _norm_mlp_bwd)
+_norm_mlp.defvjp(_norm_mlp_fwd, _norm_mlp_bwd, symbolic_zeros=True)

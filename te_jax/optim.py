@@ -1,0 +1,195 @@
+"""AdamW whose two moments take 3 bytes a parameter instead of 8.
+
+What is stored of each parameter, and why:
+
+- The square root of the second moment in f16, over a scale for each block of the last axis, so that an outlier costs
+  the elements of its block alone their precision (Dettmers et al. 2021, https://arxiv.org/abs/2110.02861, section 2.1).
+  The second moment needs the finer type: g**2 spans twice the exponents of g (Peng et al. 2023,
+  https://arxiv.org/abs/2310.18313, section 2.2). Of the root, f16 holds a range of 2**40 in each block.
+- The first moment in E4M3, in units of that root: a scale for each element, which costs nothing. The quotient is what
+  the update is made of, and it is bounded: |mu| <= sqrt(nu) (1 - b1) / sqrt((1 - b2) (1 - b1**2 / b2)), by Cauchy and
+  Schwarz. So no moment is lost beside a large neighbour, and no root is too small for its moment.
+
+A moment moves by a small part of itself in a step, 1 - b1 or 1 - b2, and would never move if that were less than half
+a unit in the last place. So rounding is stochastic: on average a moment decays as it should. The random numbers are a
+hash of the step count and of the place in the array: runs repeat bit for bit, on any mesh, and there is no key.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from te_jax._op import on_explicit_mesh
+from te_jax.layers._specs import entries
+
+_NAME = "te_jax.optim.adamw_fp8"
+_BLOCK = 128  # elements of the last axis that share a scale
+_UNITS = 16.0  # mu is stored in roots / 16: up to 448 / 16 = 28 roots; the bound is 7.3 for b1, b2 = 0.9, 0.999
+_ODD = 2654435769  # 2**32 over the golden ratio: its powers give neighbours along each axis distant numbers
+
+
+class AdamFp8State(NamedTuple):
+    """The state of `scale_by_adam_fp8`; each tree has the structure of the parameters."""
+
+    count: jax.Array  # i32[], steps so far
+    mu: Any  # E4M3, of the parameter's shape [..., n]: 16 times the first moment over the root of the second
+    root_nu: Any  # f16, of the parameter's shape: the square root of the second moment over its block's scale
+    exponent: Any  # i8[..., blocks]; the scale is 2**exponent, so it never rounds. [1] of a scalar parameter
+
+
+def adamw_fp8(
+    learning_rate,
+    b1=0.9,
+    b2=0.999,
+    eps=1e-8,
+    eps_root=0.0,
+    *,
+    weight_decay=1e-4,
+    mask=None,
+    nesterov: bool = False,
+) -> optax.GradientTransformation:
+    """`optax.adamw` (https://arxiv.org/abs/1711.05101, algorithm 2) whose moments take 3 bytes a parameter, not 8.
+
+    The arguments are those of `optax.adamw`; schedules, masks and `optax.inject_hyperparams` work as there. The moments
+    and the update are computed in f32 from the stored ones; see `scale_by_adam_fp8`.
+    """
+    return optax.chain(
+        scale_by_adam_fp8(b1, b2, eps, eps_root, nesterov=nesterov),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def scale_by_adam_fp8(b1=0.9, b2=0.999, eps=1e-8, eps_root=0.0, *, nesterov=False) -> optax.GradientTransformation:
+    """`optax.scale_by_adam` with an `AdamFp8State`. Parameters of any floating dtype; updates are of the gradients'.
+
+    Blocks are of 128 elements of the last axis where 128 divides it, else each row is one. mu and root_nu lie as their
+    parameter does, and nothing of their size crosses devices: of blocks that shards of the last axis divide, maxima do.
+    The scales lie so too where the devices divide their number (`state_sharding`).
+
+    A gradient that is inf or NaN, or whose square is inf, spoils its own element's moments, as in optax, and no others.
+
+    Raises TypeError for parameters that are not floating; ValueError on an Explicit mesh whose shards of the last axis
+    do not hold whole blocks (those of Auto axes need not).
+    """
+
+    def init(params):
+        def fresh(path, p):
+            if not jnp.issubdtype(p.dtype, jnp.floating):
+                name = jax.tree_util.keystr(path)
+                raise TypeError(f"{_NAME}: parameter {name} is {p.dtype}; mask it out, or pass a floating dtype.")
+            exponent = jnp.zeros_like(jnp.max(_blocks(p), -1), jnp.int8)
+            return jnp.zeros_like(p, jnp.float8_e4m3fn), jnp.zeros_like(p, jnp.float16), exponent  # lie as p does
+
+        state = jax.tree_util.tree_map_with_path(fresh, params)
+        return AdamFp8State(jnp.zeros((), jnp.int32), *_transposed(state, params, 3))
+
+    def update(updates, state, params=None):
+        del params
+        count = optax.safe_increment(state.count)
+        corrected = lambda moment, decay, steps: moment / (1 - decay**steps)
+
+        def step(g, *stored):
+            grad = _blocks(g.astype(jnp.float32))
+            mu, nu = _moments(*stored)
+            mu, nu = b1 * mu + (1 - b1) * grad, b2 * nu + (1 - b2) * grad**2
+            ahead = corrected(mu, b1, count)
+            if nesterov:  # as optax, after Dozat 2016, https://openreview.net/pdf?id=OM0jvwB8jIp57ZJjtNEZ
+                ahead = b1 * corrected(mu, b1, count + 1) + (1 - b1) * corrected(grad, b1, count)
+            by = ahead / (jnp.sqrt(corrected(nu, b2, count) + eps_root) + eps)
+            return by.reshape(g.shape).astype(g.dtype), *_stored(mu, jnp.sqrt(nu), count, g.shape)
+
+        by, *moments = _transposed(jax.tree.map(step, updates, *state[1:]), updates, 4)
+        return by, AdamFp8State(count, *moments)
+
+    return optax.GradientTransformation(init, update)
+
+
+def state_sharding(leaf, sharding: Sharding) -> Sharding:
+    """Where a leaf of the state (array or type) of a parameter that lies as `sharding` says lies: there too, but on all
+    devices along the last axis if that is of scales, and the devices do not divide their number.
+
+    For `jax.jit(out_shardings=...)`, as by
+
+        optax.tree.map_params(tx, te_jax.optim.state_sharding, jax.eval_shape(tx.init, params), shardings_of_params)
+    """
+    if not isinstance(sharding, NamedSharding) or len(sharding.spec) < max(leaf.ndim, 1):
+        return sharding
+    *lead, last = sharding.spec
+    names = () if last is None else last if isinstance(last, tuple) else (last,)
+    if leaf.shape[-1] % math.prod(sharding.mesh.shape[name] for name in names) == 0:
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(*lead), memory_kind=sharding.memory_kind)
+
+
+def _transposed(tree, outer, width: int):
+    """A tree like `outer` with tuples of `width` for leaves -> as many trees."""
+    structure = jax.tree.structure(outer)
+    leaves = structure.flatten_up_to(tree)
+    return [structure.unflatten([leaf[i] for leaf in leaves]) for i in range(width)]
+
+
+def _blocks(x):
+    """[..., n] -> [..., blocks, elements]."""
+    n = x.shape[-1] if x.ndim else 1
+    block = n if n % _BLOCK else _BLOCK
+    if x.ndim and n != block and on_explicit_mesh(jax.typeof(x)):
+        aval = jax.typeof(x)
+        shard = n // math.prod(aval.sharding.mesh.shape[name] for name in entries(aval)[-1])
+        if shard % block:
+            raise ValueError(
+                f"{_NAME}: the last axis of a parameter of shape {x.shape} has shards of {shard}, but scales are of "
+                f"blocks of {block}; divide another axis, or use a mesh of Auto axes."
+            )
+    return x.reshape(*x.shape[:-1], n // block, block)
+
+
+def _moments(mu, root_nu, exponent):
+    """The stored moments in f32, [..., blocks, elements]."""
+    root = _blocks(root_nu).astype(jnp.float32) * _scale(exponent)
+    return _blocks(mu).astype(jnp.float32) / _UNITS * root, root**2
+
+
+def _stored(mu, root, count, shape):
+    """(mu, root_nu, exponent) of AdamFp8State, of a parameter of `shape`, from f32 [..., blocks, elements]."""
+    random = _random(count, root)
+    largest = jnp.max(jnp.where(jnp.isfinite(root), root, 0), -1)
+    bits = lax.bitcast_convert_type(largest / float(jnp.finfo(jnp.float16).max), jnp.int32)
+    exponent = (bits >> 23) - 127 + (bits & 0x7FFFFF != 0)  # ceil(log2(.)); at the least that of a normal number
+    exponent = jnp.clip(exponent, -126, 126).astype(jnp.int8)
+    root_nu = _rounded(root / _scale(exponent), random, jnp.float16)
+    unit = root_nu.astype(jnp.float32) * _scale(exponent) / _UNITS
+    ratio = jnp.where(unit == 0, 0, mu / unit)
+    return _rounded(ratio, random, jnp.float8_e4m3fn).reshape(shape), root_nu.reshape(shape), exponent
+
+
+def _scale(exponent):
+    """2**exponent, exactly: i8[..., blocks] -> f32[..., blocks, 1]."""
+    return lax.bitcast_convert_type((exponent.astype(jnp.int32) + 127) << 23, jnp.float32)[..., None]
+
+
+def _random(count, x):
+    """Multiples of 2**-12 in [0, 1), of x's shape, by the step count and the place."""
+    bits = jnp.zeros_like(x, jnp.uint32) + count.astype(jnp.uint32) * jnp.uint32(_ODD)
+    for axis in range(x.ndim):
+        place = jnp.arange(x.shape[axis], dtype=jnp.uint32).reshape(-1, *[1] * (x.ndim - 1 - axis))
+        bits += place * jnp.uint32(pow(_ODD, axis + 2, 2**32))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # the end of MurmurHash3: each bit depends on all
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+    return (bits >> 20).astype(jnp.float32) * 2.0**-12
+
+
+def _rounded(x, random, dtype):
+    """x, f32, in the narrower `dtype`: of its two neighbours the one away from 0 if `random` is at least the distance
+    from that in units in the last place. Finite values saturate; inf and NaN stay, as NaN in E4M3."""
+    info = jnp.finfo(dtype)
+    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+    exponent = jnp.maximum(bits, (info.minexp + 127) << 23) & 0x7F800000  # of subnormals that of the smallest normal
+    ulp = lax.bitcast_convert_type(exponent, jnp.float32) * 2.0**-info.nmant
+    size = jnp.minimum(jnp.floor(jnp.abs(x) / ulp + random) * ulp, float(info.max))
+    return jnp.where(jnp.isfinite(x), jnp.copysign(size, x), x).astype(dtype)
