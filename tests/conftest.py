@@ -1,5 +1,6 @@
 """Set before jax is imported: 8 host devices, so that every sharding test runs on one machine."""
 
+import gc
 import importlib.metadata
 import importlib.util
 import math
@@ -13,8 +14,11 @@ import numpy as np
 import pytest
 
 _FLAGS = "--xla_force_host_platform_device_count=8"
-# On a CPU the tests compile some thousand programs, each run once: not worth LLVM's optimizations.
-_QUICK = "" if importlib.util.find_spec("jax_cuda13_plugin") else " --xla_backend_optimization_level=0"
+# On a CPU the tests compile some thousand programs, each run once: not worth LLVM's optimizations, nor its cutting them
+# in parts for several cores.
+_QUICK = " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+if importlib.util.find_spec("jax_cuda13_plugin"):
+    _QUICK = ""
 if _QUICK and importlib.metadata.version("jaxlib") < "0.11":
     _QUICK += " --xla_cpu_use_fusion_emitters=false"  # compiles in half the time; later XLA has no other way
 _OUTSIDE = os.environ.get("XLA_FLAGS", "")
@@ -25,6 +29,9 @@ import jax  # noqa: E402
 jax.devices("cpu")  # reads the flags; programs that a test starts optimize
 os.environ["XLA_FLAGS"] = f"{_FLAGS} {_OUTSIDE}".strip()
 jax.config.update("jax_default_matmul_precision", "highest")  # f32 means f32 on a GPU too, not TF32
+# Tracing makes many objects, few of which are garbage: looking for it took a fifth of the time to trace and lower.
+gc.freeze()
+gc.set_threshold(100_000, 20, 20)
 
 
 def _no_gpu() -> str:

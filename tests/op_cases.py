@@ -53,7 +53,7 @@ class Case:
             elif dtype == i32:  # a segment: its first query, its queries, its first key, its keys
                 args.append(jnp.asarray(rng.integers(0, 6, shape, np.int32)))
             else:
-                args.append(None if dtype is None else jnp.asarray(values, jnp.float32).astype(dtype))
+                args.append(None if dtype is None else jnp.asarray(values.astype(np.float32).astype(dtype)))
         return args
 
     def __call__(self, *args):

@@ -107,13 +107,14 @@ def test_slopes_of_an_attention(case, dtype):
     distance = np.abs(first[:, None, None] + np.arange(s)[:, None] - np.arange(t))
     bias = lambda slopes: -slopes[:, None, None] * jnp.asarray(distance, jnp.float32)[:, None]
 
-    def call(q, k, v, slopes, given):
-        given = dict(alibi_slopes=slopes) if given else dict(bias=bias(slopes))
-        return dot_product_attention(q, k, v, **given, **kwargs)
+    @jax.jit
+    def both(dout, *args):
+        by_slopes = lambda q, k, v, slopes: dot_product_attention(q, k, v, alibi_slopes=slopes, **kwargs)
+        by_bias = lambda q, k, v, slopes: dot_product_attention(q, k, v, bias=bias(slopes), **kwargs)
+        (got, vjp), (want, want_vjp) = jax.vjp(by_slopes, *args), jax.vjp(by_bias, *args)
+        return (got, *vjp(dout)), (want, *want_vjp(dout))
 
-    got, vjp = jax.vjp(lambda *args: call(*args, True), q, k, v, slopes)
-    want, want_vjp = jax.vjp(lambda *args: call(*args, False), q, k, v, slopes)
-    for x, y in zip((got, *vjp(dout)), (want, *want_vjp(dout)), strict=True):
+    for x, y in zip(*both(dout, q, k, v, slopes), strict=True):
         assert np.any(np.asarray(y, np.float32)) and error(x, y) <= BOUND[dtype][1]
 
 

@@ -1,7 +1,7 @@
 """Functional layers against the same mathematics written out: quantize, multiply, dequantize; and under transforms."""
 
 import itertools
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ def qdq(x, scale, dtype):
     return jax.lax.optimization_barrier(narrow).astype(jnp.float32) / scale  # XLA might drop both casts
 
 
+@partial(jax.jit, static_argnames=("recipe", "contract"))
 def emulated(x, w, dy, scales, recipe, contract=1):
     """y, dx, dw of one dense layer in f32, on operands that went through FP8 where the recipe says so."""
     fwd, bwd = recipe.fp8_format.dtype("fwd"), recipe.fp8_format.dtype("bwd")
@@ -63,6 +64,17 @@ def data(rng, *shapes, dtype=jnp.float32):
     return [jnp.asarray(rng.standard_normal(s), jnp.float32).astype(dtype) for s in shapes]
 
 
+def with_gradients(fn, *args, dy):
+    """fn(*args) and its gradients by all of them, of one program; dy of f's results."""
+
+    @jax.jit
+    def run(args, dy):
+        y, vjp = jax.vjp(fn, *args)
+        return y, vjp(dy)
+
+    return run(args, dy)
+
+
 OVERRIDES = list(itertools.product([False, True], repeat=3))
 
 
@@ -75,16 +87,15 @@ def test_dense_equals_emulation(override, dtype, rng):
     scales = dict(x=100.0, kernel=90.0, grad=3000.0)
     state = {t: (jnp.full(1, s), jnp.zeros(4)) for t, s in scales.items()}
     fn = lambda x, w, bias, state: dense(x, w, bias, recipe=recipe, metas=observed(state, recipe))
-    y, vjp = jax.vjp(fn, x, w, bias, state)
-    dx, dw, dbias, new = vjp(dy)
+    y, (dx, dw, dbias, new) = with_gradients(fn, x, w, bias, state, dy=dy)
     want = emulated(x, w, dy, scales, recipe)
-    close(y, want[0] + bias, dtype)
+    close(y, want[0] + np.asarray(bias, np.float32), dtype)
     close(dx, want[1], dtype)
     close(dw, want[2], dtype if override[2] else jnp.float32)
-    close(dbias, dy.astype(jnp.float32).sum((0, 1)))
+    close(dbias, np.asarray(dy, np.float32).sum((0, 1)))
     fprop, dgrad, wgrad = (not o for o in override)
     for t, a, used in (("x", x, fprop or wgrad), ("kernel", w, fprop or dgrad), ("grad", dy, dgrad or wgrad)):
-        seen = float(jnp.max(jnp.abs(a.astype(jnp.float32)))) if used else 0.0
+        seen = float(np.abs(np.asarray(a, np.float32)).max()) if used else 0.0
         np.testing.assert_array_equal(new[t][1], np.float32([0, 0, 0, seen]))
         assert float(new[t][0][0]) == pytest.approx(
             (57344 if t == "grad" else 448) / seen if used else scales[t], rel=1e-6
@@ -92,11 +103,9 @@ def test_dense_equals_emulation(override, dtype, rng):
 
 
 def test_dense_contracts_several_axes(rng):
-    x, w = data(rng, (4, 6, 8), (6, 8, 10))
+    x, w, dy = data(rng, (4, 6, 8), (6, 8, 10), (4, 10))
     fn = lambda x, w, s: dense(x, w, contract=2, recipe=RECIPE, metas=observed(s, RECIPE))
-    y, vjp = jax.vjp(fn, x, w, fresh_state())
-    (dy,) = data(rng, y.shape)
-    dx, dw, _ = vjp(dy)
+    y, (dx, dw, _) = with_gradients(fn, x, w, fresh_state(), dy=dy)
     for got, want in zip((y, dx, dw), emulated(x, w, dy, dict.fromkeys(TENSORS, 1.0), RECIPE, contract=2)):
         close(got, want)
     close(dense(x, w, contract=2), jnp.tensordot(x, w, 2))
@@ -106,8 +115,9 @@ def test_dense_contracts_several_axes(rng):
 def test_any_size(shape, rng):
     m, k, n = shape
     x, w, dy = data(rng, (m, k), (k, n), (m, n))
-    y, vjp = jax.vjp(lambda x, w: dense(x, w, recipe=RECIPE, metas=observed(fresh_state(), RECIPE)), x, w)
-    for got, want in zip((y, *vjp(dy)), emulated(x, w, dy, dict.fromkeys(TENSORS, 1.0), RECIPE)):
+    fn = lambda x, w: dense(x, w, recipe=RECIPE, metas=observed(fresh_state(), RECIPE))
+    y, grads = with_gradients(fn, x, w, dy=dy)
+    for got, want in zip((y, *grads), emulated(x, w, dy, dict.fromkeys(TENSORS, 1.0), RECIPE)):
         close(got, want)
 
 
@@ -124,29 +134,24 @@ def test_layernorm_gradients(norm, zero_centered, rng):
     beta = None if norm == "rmsnorm" else beta
     ours = lambda *a: layernorm(*a, norm=norm, zero_centered_gamma=zero_centered)
     theirs = lambda *a: reference_norm(*a, norm, zero_centered)
-    (y, vjp), (want, want_vjp) = jax.vjp(ours, x, gamma, beta), jax.vjp(theirs, x, gamma, beta)
-    close(y, want)
-    jax.tree.map(close, vjp(dy), want_vjp(dy))
+    got, want = (with_gradients(fn, x, gamma, beta, dy=dy) for fn in (ours, theirs))
+    jax.tree.map(close, got, want)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_norm_backward_adds_the_residual_gradient(dtype, rng):
     """In f32, before the one rounding: half an ulp of the sum (and f32 noise), also where the two nearly cancel."""
     x, dy, dres, gamma, beta = data(rng, (3, 5, 48), (3, 5, 48), (3, 5, 48), (48,), (48,), dtype=dtype)
-    stats = norm_fwd(
-        x,
-        gamma,
-        beta,
-        None,
-        outputs=("y", "mean", "rstd"),
-        eps=1e-6,
-        rms=False,
-        zero_centered=False,
-        dtype=jnp.dtype(jnp.float8_e4m3fn),
-    )[1:]
     kind, wide = dict(rms=False, zero_centered=False), lambda a: a.astype(jnp.float32)
-    got = norm_backward(dy, x, *stats, gamma, beta, dres=dres, **kind)
-    alone = norm_backward(wide(dy), wide(x), *stats, gamma, beta, **kind)
+
+    @jax.jit
+    def run(x, dy, dres, gamma, beta):
+        of_norm = dict(outputs=("y", "mean", "rstd"), eps=1e-6, dtype=jnp.dtype(jnp.float8_e4m3fn))
+        _, *stats = norm_fwd(x, gamma, beta, None, **of_norm, **kind)
+        got = norm_backward(dy, x, *stats, gamma, beta, dres=dres, **kind)
+        return got, norm_backward(wide(dy), wide(x), *stats, gamma, beta, **kind)
+
+    got, alone = run(x, dy, dres, gamma, beta)
     half_ulp = 2.0**-8 if dtype == jnp.bfloat16 else 0.0
     np.testing.assert_allclose(wide(got[0]), alone[0] + wide(dres), rtol=half_ulp, atol=1e-5)
     jax.tree.map(lambda a, b: close(a, b, dtype), got[1:], alone[1:])
@@ -168,15 +173,20 @@ def test_layernorm_dense_equals_emulation(norm, with_ln_out, override, rng):
             x, w, gamma, beta, bias, norm=norm, return_layernorm_output=with_ln_out, recipe=recipe, metas=metas
         )
 
-    (y, ln_out), vjp = jax.vjp(ours, x, w, gamma, beta, bias, state)
-    dy, dln = data(rng, y.shape, x.shape)
-    dx, dw, dgamma, dbeta, dbias, new = vjp((dy, dln if with_ln_out else None))
-    want_ln, norm_vjp = jax.vjp(lambda *a: reference_norm(*a, norm, False), x, gamma, beta)
-    want_y, dnorm, want_dw = emulated(want_ln, w, dy, scales, recipe)
+    dy, dln = data(rng, (3, 5, 2, 8), x.shape)
+    (y, ln_out), grads = with_gradients(ours, x, w, gamma, beta, bias, state, dy=(dy, dln if with_ln_out else None))
+    dx, dw, dgamma, dbeta, dbias, new = grads
+
+    @jax.jit
+    def wanted(x, w, gamma, beta, dy, dln):
+        ln_out, norm_vjp = jax.vjp(lambda *a: reference_norm(*a, norm, False), x, gamma, beta)
+        y, dnorm, dw = emulated(ln_out, w, dy, scales, recipe)
+        return y, dw, ln_out, norm_vjp(dnorm + dln if with_ln_out else dnorm)
+
+    want_y, want_dw, want_ln, (want_dx, want_dgamma, want_dbeta) = wanted(x, w, gamma, beta, dy, dln)
     close(y, want_y + bias)
     close(dw, want_dw)
     close(dbias, dy.sum((0, 1)))
-    want_dx, want_dgamma, want_dbeta = norm_vjp(dnorm + dln if with_ln_out else dnorm)
     close(dx, want_dx)
     close(dgamma, want_dgamma)
     if beta is not None:
@@ -211,6 +221,12 @@ def mlp_step(params, state, x, t, recipe=RECIPE):
     return jax.value_and_grad(loss, (0, 1, 2))(params, state, x)
 
 
+@cache
+def on_one_device(recipe):
+    """`mlp_step` of the fixture's numbers."""
+    return jax.jit(partial(mlp_step, recipe=recipe))(*mlp_case(np.random.default_rng(0)))
+
+
 def state_close(got, want):
     """FP8 steps double a relative difference of 2**-24 into 2**-3 of one element: sums over many stay near."""
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -237,7 +253,7 @@ def test_sharded_step_equals_one_device(placement, kind, recipe, rng, on_host):
         pytest.skip("plain products of XLA on Auto axes are XLA's")
     params, state, x, t = mlp_case(rng)
     step = partial(mlp_step, recipe=recipe)
-    want = step(params, state, x, t)
+    want = on_one_device(recipe)
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind, kind))
     weights, batch = PLACEMENTS[placement]
     with jax.set_mesh(mesh):
@@ -250,7 +266,7 @@ def test_sharded_step_equals_one_device(placement, kind, recipe, rng, on_host):
 def test_shard_map_step_equals_one_device(rng, on_host):
     """check_vma=True: gradients of replicated parameters are summed, amaxes maximised, without a word from the user."""
     params, state, x, t = mlp_case(rng)
-    want = mlp_step(params, state, x, t)
+    want = on_one_device(RECIPE)
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
 
     def step(params, state, x, t):
@@ -268,7 +284,7 @@ def test_shard_map_without_vma_is_refused(rng):
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
     specs = dict(in_specs=(P(), P(), P("a"), P("a")), out_specs=P(), check_vma=False)
     with pytest.raises(ValueError, match=r"need shard_map\(check_vma=True\)"):
-        jax.shard_map(lambda *a: mlp_step(*a)[1][1], mesh=mesh, **specs)(params, state, x, t)
+        jax.eval_shape(jax.shard_map(lambda *a: mlp_step(*a)[1][1], mesh=mesh, **specs), params, state, x, t)
 
 
 def test_stages_keep_their_own_amax(rng):
@@ -293,7 +309,7 @@ def test_scan_and_remat_equal_the_loop(rng):
     """Stacked layers, each with its own state, scanned with and without remat."""
     cases = [mlp_case(rng) for _ in range(3)]
     x, t = cases[0][2:]
-    stack = lambda trees: jax.tree.map(lambda *a: jnp.stack(a), *trees)
+    stack = lambda trees: jax.tree.map(lambda *a: np.stack(a), *trees)
     params, state = stack([c[0] for c in cases]), stack([c[1] for c in cases])
 
     def loop(params, state, x):
@@ -305,18 +321,19 @@ def test_scan_and_remat_equal_the_loop(rng):
         return lambda params, state, x: jnp.mean((lax.scan(body, x, (params, state))[0] - t) ** 2)
 
     body = lambda x, layer: (x + mlp(*layer, x), None)
-    want = jax.jit(jax.grad(loop, (0, 1, 2)))(params, state, x)
-    for fn in (scanned(body), scanned(jax.checkpoint(body))):
-        state_close(jax.jit(jax.grad(fn, (0, 1, 2)))(params, state, x), want)
+    ways = loop, scanned(body), scanned(jax.checkpoint(body))
+    want, *got = jax.jit(lambda *args: [jax.grad(way, (0, 1, 2))(*args) for way in ways])(params, state, x)
+    for each in got:
+        state_close(each, want)
 
 
 def test_vmap_over_layers(rng):
     """Parameters, state and data mapped: as many layers side by side."""
     cases = [mlp_case(rng, 2, 4) for _ in range(3)]
-    params, state, x, t = jax.tree.map(lambda *a: jnp.stack(a), *cases)
-    got = jax.jit(jax.vmap(mlp_step))(params, state, x, t)
+    params, state, x, t = jax.tree.map(lambda *a: np.stack(a), *cases)
+    got, alone = jax.jit(jax.vmap(mlp_step))(params, state, x, t), jax.jit(mlp_step)
     for i, case in enumerate(cases):
-        state_close(jax.tree.map(lambda a, i=i: a[i], got), jax.jit(mlp_step)(*case))
+        state_close(jax.tree.map(lambda a, i=i: a[i], got), alone(*case))
 
 
 def test_checkpoint_name_saves_the_quantized_tensors(rng):

@@ -44,7 +44,7 @@ def quickly_drawn(request, monkeypatch):
     jax.clear_caches()
 
 
-def close(got, want):
+def close(got, want, which=""):
     """Equal but for the order of f32 sums: their error grows with the number of terms, at most 1024 here. FP8 results
     may then fall on the other side of a rounding boundary: one step of the type, 2**-3 (E4M3) or 2**-2 (E5M2)."""
     got, want = jax.tree.leaves(got), jax.tree.leaves(want)
@@ -52,11 +52,12 @@ def close(got, want):
     for g, w in zip(got, want):
         assert g.shape == w.shape and g.dtype == w.dtype
         if jnp.issubdtype(g.dtype, jnp.integer):
-            np.testing.assert_array_equal(g, w)
+            np.testing.assert_array_equal(g, w, which)
             continue
         step = jnp.finfo(g.dtype).eps if jnp.finfo(g.dtype).bits < 32 else 1024 * 2.0**-24
         g, w = np.asarray(g, np.float32), np.asarray(w, np.float32)
-        np.testing.assert_allclose(g, w, rtol=step, atol=step * (np.abs(w).max(initial=0) if step < 1e-3 else 1e-6))
+        atol = step * (np.abs(w).max(initial=0) if step < 1e-3 else 1e-6)
+        np.testing.assert_allclose(g, w, rtol=step, atol=atol, err_msg=which)
 
 
 def solve(case, args):
@@ -92,20 +93,29 @@ def call(case, args):
     return fn
 
 
+def joined(variants):
+    """{name: (function, operands)} -> {name: results}, of one program: many small ones take far longer to compile."""
+    fns = {name: fn for name, (fn, _) in variants.items()}
+    run = jax.jit(lambda operands: {name: fn(*operands[name]) for name, fn in fns.items()})
+    return run({name: operands for name, (_, operands) in variants.items()})
+
+
 @all_cases
 @pytest.mark.parametrize("kind", KINDS)
 def test_sharded(case: Case, kind, rng, on_host):
     args = case.args(rng)
     want, (_, _, given), fn = case(*args), solve(case, args), call(case, args)
     mesh = jax.make_mesh((4, 2), AXES, axis_types=KINDS[kind])
+    variants = {}
     for axis_of, specs in placements(case, args):
         if kind == "mixed":  # only the Explicit axis may be in types
             specs = [P(*(n if n == "a" else None for n in s)) for s in specs]
             if "b" in axis_of.values():
                 continue
-        with jax.set_mesh(mesh):
-            placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(given, specs)]
-            close(jax.jit(fn)(*placed), want)
+        variants[str(axis_of)] = fn, [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(given, specs)]
+    with jax.set_mesh(mesh):
+        for placement, got in joined(variants).items():
+            close(got, want, placement)
 
 
 @all_cases
@@ -117,7 +127,7 @@ def test_shard_map(case: Case, manual, rng, on_host):
     mesh = jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Auto,) * 2)
     op = case.declared
     fixed = rule.matches(op.replicated, ranks)
-    collective = {"sum": lax.psum, "max": lax.pmax}
+    collective, variants = {"sum": lax.psum, "max": lax.pmax}, {}
     for axis_of, specs in placements(case, args):
         once = any(o.name in op.once for o in rule.inputs) and any(f.startswith("k") for f in axis_of)
         if fixed & axis_of.keys() or not set(axis_of.values()) <= set(manual) or once:
@@ -132,7 +142,9 @@ def test_shard_map(case: Case, manual, rng, on_host):
 
         out_specs = tuple(P(*(axis_of.get(f) for f in rule.leading(o, ranks))) for o in rule.outputs)
         mapped = jax.shard_map(shard, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, axis_names=set(manual))
-        close(jax.jit(mapped)(*given), want)
+        variants[str(axis_of)] = mapped, given
+    for placement, got in joined(variants).items():
+        close(got, want, placement)
 
 
 @all_cases
@@ -143,12 +155,12 @@ def test_vmap(case: Case, rng):
     examples = [[a for a in case.args(rng) if a is not None] for _ in range(3)]
     patterns = list(itertools.product([None, 0, -1], repeat=len(examples[0])))[1:]
     patterns = patterns if len(patterns) < 30 else patterns[:: len(patterns) // 25]
+    stack = lambda axes: [xs[0] if ax is None else np.stack(xs, ax) for ax, xs in zip(axes, zip(*examples))]
+    got = joined({str(axes): (jax.vmap(fn, axes), stack(axes)) for axes in patterns})
     for axes in patterns:
-        stacked = [xs[0] if ax is None else jnp.stack(xs, ax) for ax, xs in zip(axes, zip(*examples))]
-        got = jax.jit(jax.vmap(fn, axes))(*stacked)
         for i, example in enumerate(examples):
             one = [examples[0][j] if ax is None else example[j] for j, ax in enumerate(axes)]
-            close([g[i] for g in got], fn(*one))
+            close([g[i] for g in map(np.asarray, got[str(axes)])], fn(*one), f"{axes}, example {i}")
 
 
 @all_cases
@@ -157,10 +169,10 @@ def test_eager_jit_scan_remat(case: Case, rng):
     _, _, given = solve(case, args)
     fn = call(case, args)
     want = fn(*given)
-    close(jax.jit(fn)(*given), want)
-    _, scanned = jax.jit(lambda *g: lax.scan(lambda c, _: (c, fn(*g)), 0, None, length=2))(*given)
-    close([s[1] for s in scanned], want)
-    close(jax.jit(jax.checkpoint(fn))(*given), want)
+    last = lambda *given: [s[1] for s in lax.scan(lambda c, _: (c, fn(*given)), 0, None, length=2)[1]]
+    variants = {"jit": fn, "scan": last, "remat": jax.checkpoint(fn)}
+    for name, got in joined({name: (variant, given) for name, variant in variants.items()}).items():
+        close(got, want, name)
 
 
 def test_every_op_has_a_case():
@@ -296,14 +308,20 @@ def test_shards_are_not_gathered(case: Case, kind, rng, on_host):
     args = case.args(rng)
     rule, ranks, given = solve(case, args)
     mesh = jax.make_mesh((4, 2), AXES, axis_types=KINDS[kind])
-    fixed = rule.matches(case.declared.replicated, ranks)
+    fixed, fn = rule.matches(case.declared.replicated, ranks), call(case, args)
+    split = {True: {}, False: {}}  # factors that cost an all-reduce, and the others -> operands that they split
     for factor in dict.fromkeys(f for o in rule.inputs for f in rule.leading(o, ranks) if f not in fixed):
-        spec = lambda o, factor=factor: P(*("a" if f == factor else None for f in rule.leading(o, ranks)))
-        with jax.set_mesh(mesh):
-            placed = [jax.device_put(a, NamedSharding(mesh, spec(o))) for a, o in zip(given, rule.inputs)]
-            found = collectives(call(case, args), *placed)
+        specs = [P(*("a" if f == factor else None for f in rule.leading(o, ranks))) for o in rule.inputs]
         sums = any(factor not in rule.leading(o, ranks) for o in rule.outputs)
-        assert set(found) <= ({"all-reduce"} if sums else set()), (factor, found)
+        split[sums][factor] = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(given, specs)]
+    with jax.set_mesh(mesh):
+        for sums, operands in split.items():  # one program each, which compiles sooner than one of each factor
+            if not operands:
+                continue
+            found = collectives(lambda operands: [fn(*each) for each in operands.values()], operands)
+            assert set(found) <= ({"all-reduce"} if sums else set()), {
+                factor: collectives(fn, *each) for factor, each in operands.items()
+            }
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
