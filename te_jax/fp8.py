@@ -141,6 +141,7 @@ def _observe_bwd(recipe, direction, state, cotangent):
 observe.defvjp(_observe_fwd, _observe_bwd)
 
 
+@partial(jax.jit, inline=True)  # outside of it `jax.shard_map` has no rule for symbolic zeros
 @jax.custom_vjp
 def fork(meta: TensorMeta) -> tuple[TensorMeta, TensorMeta]:
     """Two uses of one state, as where a module is applied twice: their amaxes combine by max, not by autodiff's sum."""
@@ -158,7 +159,7 @@ def _fork_bwd(_, uses):
     return (TensorMeta(None, functools.reduce(jnp.maximum, seen) if seen else None),)
 
 
-fork.defvjp(_fork_fwd, _fork_bwd, symbolic_zeros=True)
+fork.__wrapped__.defvjp(_fork_fwd, _fork_bwd, symbolic_zeros=True)
 
 
 def scale_of(

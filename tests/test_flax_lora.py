@@ -1,5 +1,8 @@
 """return_bias, params_dtype, kernels of the caller, and training of low-rank adaptation beside frozen FP8 kernels."""
 
+import dataclasses
+
+import flax
 import flax_reference as ref
 import jax
 import jax.numpy as jnp
@@ -11,7 +14,7 @@ from flax import linen as nn
 import te_jax as te
 import te_jax.flax as te_flax
 from te_jax.layers import Projection, layernorm_dense, layernorm_mlp
-from te_jax.recipe import DelayedScaling, Float8CurrentScaling
+from te_jax.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 
 KEY = jax.random.key(0)
 DENSE, NORM_DENSE, MLP = te_flax.DenseGeneral, te_flax.LayerNormDenseGeneral, te_flax.LayerNormMLP
@@ -278,3 +281,23 @@ def test_part_of_the_kernels_of_fused_layers():
             got = products(jax.make_jaxpr(alone)(*args).jaxpr)
             for i in (1, 2):
                 assert (args[i].shape in got) == (i == which), (loss, which, got)
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling()])
+@pytest.mark.parametrize("override", [(False,) * 3, (True, False, False), (False, False, True), (True,) * 3])
+def test_one_traced_layer_by_several_gradients(recipe, override):
+    """jax traces a jitted function once, and takes its gradient by x alone and by everything from that one trace."""
+    recipe = dataclasses.replace(recipe, override_linear_precision=override)
+    x, kernel = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 16)), jnp.float32)
+    with te.autocast(True, recipe):
+        module = te_flax.DenseGeneral(16)
+        variables = jax.tree.map(lambda a: kernel if a.shape == kernel.shape else a, module.init(jax.random.key(0), x))
+        state, params = flax.core.pop(nn.meta.unbox(variables), "params")
+        once = jax.jit(lambda params, x: module.apply({"params": params, **state}, x))
+        y, by_x = jax.vjp(lambda x: once(params, x), x)
+        _, by_all = jax.vjp(once, params, x)
+        (dx,), (dparams, dx_too) = by_x(y), by_all(y)
+        np.testing.assert_array_equal(dx, dx_too)
+        _, apart = jax.vjp(lambda params: module.apply({"params": params, **state}, x), params)
+        close = lambda got, want: np.testing.assert_allclose(got, want, atol=2.0**-20 * np.abs(want).max())
+        jax.tree.map(close, dparams, apart(y)[0])

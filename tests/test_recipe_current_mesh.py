@@ -15,6 +15,7 @@ from test_layers import close, data
 from test_recipe_current import results
 
 import te_jax as te
+import te_jax.flax as te_flax
 from te_jax._op import varying
 from te_jax.layers import dense, layernorm_mlp
 from te_jax.recipe import Float8CurrentScaling
@@ -188,3 +189,15 @@ def test_without_vma_the_shards_are_not_known(rng):
     run = jax.shard_map(layer, mesh=mesh_of("auto"), in_specs=(P("dp"), P()), out_specs=P("dp"), check_vma=False)
     with pytest.raises(ValueError, match=r"need shard_map\(check_vma=True\)"):
         run(x, w)
+
+
+def test_outside_of_jit(rng):
+    """`shard_map` that nobody has compiled, which knows no symbolic zeros: a module with state, and its gradients."""
+    x = uneven(rng, 8, 16)
+    with te.autocast(True, te.recipe.DelayedScaling()):
+        module = te_flax.LayerNormMLP(32)
+        variables = module.init(jax.random.key(0), x)
+        step = jax.grad(lambda variables, x: module.apply(variables, x)[0].sum())
+        specs = dict(in_specs=(P(), P("dp")), out_specs=P())
+        run = jax.shard_map(step, mesh=jax.make_mesh((8,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,)), **specs)
+        jax.tree.map(np.testing.assert_array_equal, run(variables, x), jax.jit(run)(variables, x))

@@ -68,7 +68,7 @@ class Fp8Tensor(NamedTuple):
     @property
     def for_wgrad(self) -> bool:
         """Of x, as `saved` left it: whether wgrad is to be computed."""
-        return self.data_t is not None or self.wide is not None
+        return (self.wide if self.data_t is None else self.data_t).size > 0
 
 
 class Config(NamedTuple):
@@ -236,15 +236,23 @@ def _wgrad(x: Fp8Tensor, dy: Fp8Tensor, config: Config) -> jax.Array:
 
 
 def saved(x: Fp8Tensor, w: Fp8Tensor, config: Config, wgrad: bool) -> tuple[Fp8Tensor, Fp8Tensor]:
-    """What is left of x and w for the backward pass: only what dgrad and, if it is wanted, wgrad read."""
-    _, dgrad_wide, wgrad_wide = config.recipe.override_linear_precision
-    scale_inv = x.scale_inv if x.scale_inv_t is None else None
+    """What is left of x and w for the backward pass: only what dgrad and, if it is wanted, wgrad read.
+
+    Without wgrad there are empty arrays in the place of what it would read, and an amax of 0 where nothing else wanted
+    one: jax remembers one structure of a traced function's residuals, whatever it is differentiated by.
+    """
+    fprop_wide, dgrad_wide, wgrad_wide = config.recipe.override_linear_precision
+    in_blocks = config.recipe.block_scaled
+    for_wgrad = lambda a, read: (a if wgrad else jnp.zeros((0,))) if read else None
+    quantized = not in_blocks and not (fprop_wide and wgrad_wide)
     kept = (
-        x._replace(
+        Fp8Tensor(
             data=None,
-            data_t=x.data_t if wgrad else None,
-            scale_inv=scale_inv,
-            wide=x.wide if wgrad and wgrad_wide else None,
+            data_t=for_wgrad(x.data_t, not wgrad_wide),
+            wide=for_wgrad(x.wide, wgrad_wide),
+            scale_inv=None if in_blocks else x.scale_inv,
+            scale_inv_t=for_wgrad(x.scale_inv_t, in_blocks and not wgrad_wide),
+            amax=jnp.zeros(()) if quantized and x.amax is None else x.amax,
         ),
         w._replace(data_t=None, scale_inv_t=None, wide=w.wide if dgrad_wide else None),
     )
@@ -257,6 +265,12 @@ def kernel_grads(x: Fp8Tensor, w: Fp8Tensor, grad: Fp8Tensor, metas: DenseMetas,
     amaxes = (x.amax, w.amax, grad.amax)
     dmetas = DenseMetas(*(cotangent(m, amax, config.recipe, config.stage_axes) for m, amax in zip(metas, amaxes)))
     return like(_wgrad(x, grad, config), config.kernel) if x.for_wgrad else None, dmetas
+
+
+def staged(layer, config: int):
+    """A custom_vjp with symbolic zeros, under jit: outside of it `jax.shard_map` has no rule for one. config: index of
+    the static argument."""
+    return jax.jit(layer, static_argnums=config, inline=True)
 
 
 def materialized(cotangent):

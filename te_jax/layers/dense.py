@@ -52,7 +52,7 @@ def dense(
         y = dot(x, range(x.ndim - contract, x.ndim), kernel, range(contract), x.dtype, out_spec=spec)
         return _fp8.plain_sum(y, bias, residual)
     config = Config.of(x, kernel, bias, contract, recipe, checkpoint, residual, _type(out), grad_axes)
-    return _dense(*align(x, kernel, bias, residual), metas or fp8.STATELESS, config)
+    return _staged_dense(*align(x, kernel, bias, residual), metas or fp8.STATELESS, config)
 
 
 def _type(x):
@@ -121,3 +121,4 @@ def _dense_bwd(config, residuals, dy):
 
 
 _dense.defvjp(_dense_fwd, _dense_bwd, symbolic_zeros=True)
+_staged_dense = _fp8.staged(_dense, 5)

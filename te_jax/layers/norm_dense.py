@@ -78,7 +78,7 @@ def layernorm_dense(
         metas = [p.metas or fp8.STATELESS for p in projections]
         aligned = tuple(map(Projection, weights[::2], weights[1::2], metas))
         static = configs, attrs, bool(return_layernorm_output), bool(return_input)
-        y, ln_out, x = _norm_dense(x, gamma, beta, aligned, static)
+        y, ln_out, x = _staged_norm_dense(x, gamma, beta, aligned, static)
     out = y if also else y[0], ln_out if return_layernorm_output else None
     return (*out, x) if return_input else out
 
@@ -186,3 +186,4 @@ def _norm_dense_bwd(static, residuals, cotangents):
 
 
 _norm_dense.defvjp(_norm_dense_fwd, _norm_dense_bwd, symbolic_zeros=True)
+_staged_norm_dense = _fp8.staged(_norm_dense, 4)

@@ -89,7 +89,7 @@ def layernorm_mlp(
     static = (configs, attrs, act, through, middle_name, middle_axes and tuple(middle_axes))
     first_metas, second_metas = (m or fp8.STATELESS for m in metas or (None, None))
     operands = align(x, gamma, beta, wi, wo, wi_bias, wo_bias, added)
-    return _norm_mlp(*operands, (first_metas, second_metas), static)
+    return _staged_norm_mlp(*operands, (first_metas, second_metas), static)
 
 
 def _typed(aval, beside, spec):
@@ -180,3 +180,4 @@ def _norm_mlp_bwd(static, residuals, dy):
 
 
 _norm_mlp.defvjp(_norm_mlp_fwd, _norm_mlp_bwd, symbolic_zeros=True)
+_staged_norm_mlp = _fp8.staged(_norm_mlp, 9)
