@@ -48,10 +48,10 @@ def test_single_and_gated(rng, name, dtype):
     # One rounding to the result's type, and a few float32 roundings inside; 1 + tanh loses half an ulp of 1
     # times x / 2 and the other factor, both at most 16 here.
     bound = dict(rtol=float(jnp.finfo(dtype).eps) * 0.51 + 1e-6, atol=2**-24 * 8 * 16)
-    one = activation(x[..., :1, :], (name,))
+    both = jax.jit(lambda x: (activation(x[..., :1, :], (name,)), activation(x, (name.upper(), "linear"))))
+    one, gated = both(x)
     assert one.shape == (3, 5, 17) and one.dtype == dtype
     np.testing.assert_allclose(np.asarray(one, np.float64), REFERENCE[name](f64[..., 0, :]), **bound)
-    gated = activation(x, (name.upper(), "linear"))
     np.testing.assert_allclose(np.asarray(gated, np.float64), REFERENCE[name](f64[..., 0, :]) * f64[..., 1, :], **bound)
 
 
@@ -77,10 +77,10 @@ def test_slots_are_reversed_behind_linear(rng):
 def test_other_names_and_functions(rng):
     x = _data(rng, 3, 3, 8)
     f64 = np.asarray(x, np.float64)
-    got = activation(x, ("tanh", "sigmoid", lambda y: y + 1))
+    got = jax.jit(lambda x: activation(x, ("tanh", "sigmoid", lambda y: y + 1)))(x)
     np.testing.assert_allclose(got, np.tanh(f64[:, 0]) * _sigmoid(f64[:, 1]) * (f64[:, 2] + 1), rtol=3e-6, atol=1e-6)
-    for name in _FROM_JAX_NN:
-        assert activation(x[:, :1], (name,)).shape == (3, 8), name
+    for name, y in jax.jit(lambda x: {n: activation(x, (n,)) for n in _FROM_JAX_NN})(x[:, :1]).items():
+        assert y.shape == (3, 8), name
 
 
 def test_gradient_is_autodiffs_and_keeps_x_alone(rng):
@@ -133,19 +133,29 @@ def test_fused_ops_mean_activation_and_its_gradient(rng, names):
     """y and dx are those of `activation`; data, data_t, amax and dbias come from them before they are rounded."""
     x, dy = _data(rng, 3, 5, len(names), 17), _data(rng, 3, 5, 17)
     attrs, scale = attributes(names), jnp.float32(3.0)
-    y, data, data_t, amax = optimized(partial(activation_fwd, dtype=E4M3, **attrs))(x, scale)
-    want, vjp = jax.vjp(lambda x: activation(x, names), x)
+
+    @optimized
+    def fused(x, dy):
+        return activation_fwd(x, scale, dtype=E4M3, **attrs), activation_bwd(dy, x, scale, dtype=E5M2, **attrs)
+
+    @jax.jit
+    def wanted(x, dy):
+        y, vjp = jax.vjp(lambda x: activation(x, names), x)
+        return y, *vjp(dy)
+
+    (y, data, data_t, amax), backward = jax.tree.map(np.asarray, fused(x, dy))
+    want, want_dx = wanted(x, dy)
     # 1 + tanh(u) keeps half an ulp of 1, times x0 and x1 of some 16 here; compiled as a whole it rounds elsewhere.
     np.testing.assert_allclose(y, want, rtol=1e-6, atol=16 * 16 * 2.0**-22)
-    np.testing.assert_array_equal(data.astype(jnp.float32), jnp.clip(y * 3, -448, 448).astype(E4M3))
-    np.testing.assert_array_equal(data_t, jnp.moveaxis(data, -1, 0))
-    assert float(amax) == float(jnp.max(jnp.abs(y)))
-    dx, data, data_t, amax, dbias = optimized(partial(activation_bwd, dtype=E5M2, **attrs))(dy, x, scale)
+    np.testing.assert_array_equal(data, np.clip(y * 3, -448, 448).astype(E4M3))
+    np.testing.assert_array_equal(data_t, np.moveaxis(data, -1, 0))
+    assert amax == np.max(np.abs(y))
+    dx, data, data_t, amax, dbias = backward
     # The same for 1 - tanh(u)**2, times x0 * u' * x1 * dy.
-    np.testing.assert_allclose(dx, vjp(dy)[0], rtol=1e-5, atol=16 * 100 * 2.0**-21)
-    np.testing.assert_array_equal(data.astype(jnp.float32), jnp.clip(dx * 3, -57344, 57344).astype(E5M2))
-    np.testing.assert_array_equal(data_t, jnp.transpose(data, (2, 3, 0, 1)))
-    assert float(amax) == float(jnp.max(jnp.abs(dx)))
+    np.testing.assert_allclose(dx, want_dx, rtol=1e-5, atol=16 * 100 * 2.0**-21)
+    np.testing.assert_array_equal(data, np.clip(dx * 3, -57344, 57344).astype(E5M2))
+    np.testing.assert_array_equal(data_t, np.transpose(data, (2, 3, 0, 1)))
+    assert amax == np.max(np.abs(dx))
     np.testing.assert_allclose(dbias, dx.sum((0, 1)), rtol=1e-5, atol=1e-5)
 
 

@@ -92,7 +92,7 @@ CASES = {
 
 def start(module, xs):
     """Variables of `module`, with a state of some history so that a sum would show in every slot."""
-    variables = nn.meta.unbox(module.init(jax.random.key(0), xs[0] if isinstance(module, Once) else xs))
+    variables = nn.meta.unbox(jax.jit(module.init)(jax.random.key(0), xs[0] if isinstance(module, Once) else xs))
     older = jnp.asarray([0.0, 1.0, 0.5, 2.0])
     fill = lambda path, leaf: older if path[-1].key.endswith("_history") else leaf
     variables["fp8_metas"] = jax.tree_util.tree_map_with_path(fill, variables["fp8_metas"])
@@ -124,7 +124,8 @@ def test_all_uses_combine_by_max(case, jit):
         objective = lambda params, metas, xs: loss({**params, "fp8_metas": metas["fp8_metas"]}, xs)
         grad = te.value_and_grad(objective, argnums=(0, 1))
         value, (dparams, new) = (jax.jit(grad) if jit else grad)(params, {"fp8_metas": metas}, xs)
-        want_value, (want_params, summed) = jax.value_and_grad(objective, (0, 1))(params, {"fp8_metas": metas}, xs)
+        plain = jax.jit(jax.value_and_grad(objective, (0, 1)))
+        want_value, (want_params, summed) = plain(params, {"fp8_metas": metas}, xs)
     check(new["fp8_metas"], params, xs)
     np.testing.assert_allclose(value, want_value, rtol=1e-6)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4), dparams, want_params)
@@ -167,7 +168,7 @@ def test_unused_and_not_finite_states_are_kept():
             return several_applies({**params, **state}, xs)
 
         grad = te.value_and_grad(loss, (0, 1))
-        _, (_, new) = grad(params, both, inputs().at[1, 0, 0].set(jnp.nan))
+        _, (_, new) = jax.jit(grad)(params, both, inputs().at[1, 0, 0].set(jnp.nan))
     jax.tree.map(np.testing.assert_array_equal, new["fp8_metas"]["unused"], other["shared"])
     dense = new["fp8_metas"]["shared"]["dense"]
     np.testing.assert_array_equal(dense["x_amax_history"], [0, 1, 0.5, 2])  # one bad use spoils the step, not the state
@@ -184,7 +185,7 @@ def test_sharded_batch(kind):
         objective = lambda params, metas, xs: several_applies({**params, "fp8_metas": metas["fp8_metas"]}, xs)
         with jax.set_mesh(mesh):
             sharded = jax.device_put(xs, jax.NamedSharding(mesh, P(None, "data")))
-            _, (_, new) = te.value_and_grad(objective, (0, 1))(params, {"fp8_metas": metas}, sharded)
+            _, (_, new) = jax.jit(te.value_and_grad(objective, (0, 1)))(params, {"fp8_metas": metas}, sharded)
             check(new["fp8_metas"], params, xs)
 
             @partial(jax.shard_map, in_specs=(P(), P(), P(None, "data")), out_specs=P())

@@ -22,6 +22,7 @@ from te_jax.sharding import (
 
 pytestmark = pytest.mark.usefixtures("on_host")
 STRATEGIES = ("ring", "all_gather")
+BOTH = [dict(strategy=strategy) for strategy in STRATEGIES]
 B, S, H, G, D = 2, 32, 4, 2, 16
 
 
@@ -56,8 +57,11 @@ AUTO, EXPLICIT = (AxisType.Auto,) * 2, (AxisType.Explicit,) * 2
 MIXED = (AxisType.Auto, AxisType.Explicit)
 
 
-def program(mesh, spec, balanced=False, offset=False, **kwargs):
-    """-> the jitted program on `mesh`, and what places its arguments there and takes its results back."""
+IN_PARTS = PartitionSpec(None, "cp")
+
+
+def program(mesh, spec=IN_PARTS, balanced=False, **kwargs):
+    """-> the function on `mesh`, and what places its arguments there and takes its results back."""
     cp = mesh.shape["cp"]
     f = lambda q, k, v, offset=None: context_parallel_attention(
         q, k, v, axis="cp", load_balanced=balanced, return_lse=True, softmax_offset=offset, **kwargs
@@ -66,6 +70,7 @@ def program(mesh, spec, balanced=False, offset=False, **kwargs):
     def place(x):
         if x.ndim == 1:
             return x
+        x = np.asarray(x)  # of an array of its own jax compiles a program to cut it
         x = reorder_causal_load_balancing(x, cp) if balanced else x
         return jax.device_put(x, NamedSharding(mesh, spec))
 
@@ -74,10 +79,7 @@ def program(mesh, spec, balanced=False, offset=False, **kwargs):
             return x
         return inverse_reorder_causal_load_balancing(np.asarray(x), cp, 1 if x.ndim == 4 else 2)
 
-    return jax.jit(with_gradients(f)), place, back
-
-
-IN_PARTS = PartitionSpec(None, "cp")
+    return with_gradients(f), place, back
 
 
 @cache
@@ -86,19 +88,26 @@ def wanted_of(case):
     return wanted(operands(), **CASES[case])
 
 
-def check(arrays, mesh, *, spec=IN_PARTS, balanced=False, case=None, bound=1e-5, **kwargs):
-    options = {name: x for name, x in kwargs.items() if name not in ("strategy", "batch_axis", "head_axis")}
-    want = wanted_of(case) if case else wanted(arrays, **options)
+def check(arrays, mesh, variants, *, case=None, bound=1e-5, **kwargs):
+    """All `variants`, options of `program`, are one program: it compiles sooner than one each."""
     kwargs |= CASES[case] if case else {}
+    options = {name: x for name, x in kwargs.items() if name not in ("batch_axis", "head_axis")}
+    want = wanted_of(case) if case else wanted(arrays, **options)
     with jax.set_mesh(mesh):
-        run, place, back = program(mesh, spec, balanced, **kwargs)
-        got = [back(x) for x in run(*map(place, arrays))]
+        programs = [program(mesh, **variant, **kwargs) for variant in variants]
+        placed = [list(map(place, arrays)) for _, place, _ in programs]
+        got = jax.jit(lambda placed: [run(*args) for (run, _, _), args in zip(programs, placed)])(placed)
+    for variant, (_, _, back), results in zip(variants, programs, got):
+        compare(list(map(back, results)), want, bound, variant)
+
+
+def compare(got, want, bound, variant):
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv", "doffset"), got, want, strict=len(got) == 6):
-        assert a.shape == b.shape and a.dtype == b.dtype, name
+        assert a.shape == b.shape and a.dtype == b.dtype, (variant, name)
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        assert np.array_equal(np.isfinite(a), np.isfinite(b)), name
+        assert np.array_equal(np.isfinite(a), np.isfinite(b)), (variant, name)
         a, b = (np.where(np.isfinite(x), x, 0) for x in (a, b))
-        assert np.max(np.abs(a - b)) <= bound * max(1, np.max(np.abs(b))), (name, np.max(np.abs(a - b)))
+        assert np.max(np.abs(a - b)) <= bound * max(1, np.max(np.abs(b))), (variant, name, np.max(np.abs(a - b)))
 
 
 def lengths(*lens):
@@ -132,23 +141,18 @@ CASES = {
 }
 
 
-# Each case on 2 devices, one of each kind also on 4, which take the most time to compile.
-ON_FOUR = [("causal", True), ("causal", False), ("window", True), ("causal_packed", True), ("ids_window", False)]
-EACH = [(2, case, balanced) for case in CASES for balanced in (True, False) if (case, balanced) not in ON_FOUR]
+# Each case on 2 devices, one of each kind also, or only, on 4, which take the most time to compile.
+ON_FOUR = {"causal": (True, False), "window": (True,), "causal_packed": (True,), "ids_window": (False,)}
+ON_TWO = {case: [way for way in (True, False) if way not in ON_FOUR.get(case, ())] for case in CASES}
+EACH = [(cp, case, tuple(ways)) for cp, of in ((4, ON_FOUR), (2, ON_TWO)) for case, ways in of.items() if ways]
 
 
-@pytest.mark.parametrize("cp, case, balanced", [*((4, *each) for each in ON_FOUR), *EACH])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_equals_one_device(strategy, cp, case, balanced):
-    """2 or 4 devices along the sequence, 2 along the batch."""
-    check(
-        operands(),
-        mesh_of(cp, AUTO),
-        spec=PartitionSpec("other", "cp"),
-        balanced=balanced,
-        strategy=strategy,
-        case=case,
-    )
+@pytest.mark.parametrize("cp, case, ways", EACH)
+def test_equals_one_device(cp, case, ways):
+    """2 or 4 devices along the sequence, 2 along the batch; balanced or not."""
+    spec = PartitionSpec("other", "cp")
+    variants = [dict(strategy=strategy, balanced=way, spec=spec) for strategy in STRATEGIES for way in ways]
+    check(operands(), mesh_of(cp, AUTO), variants, case=case)
 
 
 MESHES = {
@@ -159,13 +163,13 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("spec", ["batch", "heads"])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_meshes(strategy, mesh, spec, case="causal_packed"):
+def test_meshes(strategy, mesh, case="causal_packed"):
     types, named = MESHES[mesh]
-    spec = PartitionSpec("other", "cp") if spec == "batch" else PartitionSpec(None, "cp", "other")
-    check(operands(), mesh_of(2, types), spec=spec, balanced=True, strategy=strategy, case=case, **named)
+    specs = PartitionSpec("other", "cp"), PartitionSpec(None, "cp", "other")  # of batch, of heads
+    variants = [dict(strategy=strategy, balanced=True, spec=spec) for spec in specs]
+    check(operands(), mesh_of(2, types), variants, case=case, **named)
 
 
 @pytest.mark.parametrize("g", [1, 4])
@@ -190,8 +194,7 @@ def test_groups(strategy, g):
 
 @pytest.mark.parametrize("names", [("cp",), ("cp", "other")], ids=str)
 @pytest.mark.parametrize("types", [AUTO, EXPLICIT], ids=["auto", "explicit"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_inside_shard_map(strategy, types, names, case="causal_packed"):
+def test_inside_shard_map(types, names, case="causal_packed"):
     """With check_vma=True; the segments are of whole rows there too."""
     kwargs = dict(CASES[case])
     described = kwargs.pop("sequence_descriptor", None)
@@ -200,7 +203,7 @@ def test_inside_shard_map(strategy, types, names, case="causal_packed"):
     spec = PartitionSpec("other", "cp") if len(names) > 1 else PartitionSpec(None, "cp")
     rows = jax.tree.map(lambda x: PartitionSpec(*spec[:1]), described)
 
-    def local(described, *arrays):
+    def local(strategy, described, *arrays):
         f = partial(
             context_parallel_attention, axis="cp", strategy=strategy, load_balanced=True, return_lse=True,
             sequence_descriptor=described, **kwargs,
@@ -209,56 +212,57 @@ def test_inside_shard_map(strategy, types, names, case="causal_packed"):
 
     with jax.set_mesh(mesh):
         lse_spec = PartitionSpec(spec[0], None, "cp")
-        run = jax.shard_map(
-            local, in_specs=(rows, *(spec,) * 4), out_specs=(spec, lse_spec, *(spec,) * 3), axis_names=set(names)
-        )
-        reorder = lambda x: jax.device_put(reorder_causal_load_balancing(x, 4), NamedSharding(mesh, spec))
+        specs = dict(in_specs=(rows, *(spec,) * 4), out_specs=(spec, lse_spec, *(spec,) * 3), axis_names=set(names))
+        runs = {strategy: jax.shard_map(partial(local, strategy), **specs) for strategy in STRATEGIES}
+        reorder = lambda x: jax.device_put(reorder_causal_load_balancing(np.asarray(x), 4), NamedSharding(mesh, spec))
         described = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec[:1]))), described)
-        got = jax.jit(run)(described, *map(reorder, arrays))
-    for i, (a, b) in enumerate(zip(got, want)):
-        a = inverse_reorder_causal_load_balancing(np.asarray(a), 4, 2 if i == 1 else 1)
-        np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5)
+        both = jax.jit(lambda *args: {strategy: run(*args) for strategy, run in runs.items()})
+        got = both(described, *map(reorder, arrays))
+    for strategy, results in got.items():
+        for i, (a, b) in enumerate(zip(results, want)):
+            a = inverse_reorder_causal_load_balancing(np.asarray(a), 4, 2 if i == 1 else 1)
+            np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5, err_msg=strategy)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", ["off_by_one", "learnable"])
 @pytest.mark.parametrize("types, named", [(AUTO, {}), (EXPLICIT, {}), (AUTO, dict(head_axis="other"))], ids=str)
-def test_softmax_types(kind, strategy, types, named):
+def test_softmax_types(kind, types, named):
     arrays = operands() + ([jnp.asarray([0.5, -1.0, 2.0, 0.0])] if kind == "learnable" else [])
-    check(arrays, mesh_of(2, types), strategy=strategy, softmax_type=kind, attn_mask_type="causal", **named)
+    check(arrays, mesh_of(2, types), BOTH, softmax_type=kind, attn_mask_type="causal", **named)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("case, s, t", [("causal_bottom_right", 32, 16), ("no_mask", 16, 32), ("causal", 16, 32)])
-def test_queries_and_keys_of_other_lengths(case, s, t, strategy):
+def test_queries_and_keys_of_other_lengths(case, s, t):
     """With more queries than keys, bottom right, the first ones see none."""
-    check(operands(s, t), mesh_of(2, AUTO, 1), balanced=True, strategy=strategy, attn_mask_type=case)
+    balanced = [dict(strategy=strategy, balanced=True) for strategy in STRATEGIES]
+    check(operands(s, t), mesh_of(2, AUTO, 1), balanced, attn_mask_type=case)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_lengths_of_queries_and_of_keys(strategy):
+def test_lengths_of_queries_and_of_keys():
     described = SequenceDescriptor.from_seqlens((jnp.asarray([9, 32]), jnp.asarray([17, 3])))
     arrays, mesh = operands(), mesh_of(2, AUTO, 1)
-    check(arrays, mesh, strategy=strategy, attn_mask_type="padding", sequence_descriptor=described)
+    check(arrays, mesh, BOTH, attn_mask_type="padding", sequence_descriptor=described)
     same = SequenceDescriptor.from_seqlens((jnp.asarray([9, 32]), jnp.asarray([9, 3])))
+    options = dict(attn_mask_type="padding_causal", sequence_descriptor=same)
+    cut = lambda strategy: partial(context_parallel_attention, axis="cp", strategy=strategy, **options)
     with jax.set_mesh(mesh):
-        out = context_parallel_attention(
-            *arrays[:3], axis="cp", strategy=strategy, attn_mask_type="padding_causal", sequence_descriptor=same
-        )
-    want = dot_product_attention(*arrays[:3], attn_mask_type="padding_causal", sequence_descriptor=same)
-    np.testing.assert_allclose(out[0], want[0], atol=1e-5)
-    assert np.all(np.isnan(out[1]))  # never silently wrong
+        outs = jax.jit(lambda *x: [cut(strategy)(*x) for strategy in STRATEGIES])(*arrays[:3])
+    want = jax.jit(partial(dot_product_attention, **options))(*arrays[:3])
+    for out, strategy in zip(outs, STRATEGIES):
+        np.testing.assert_allclose(out[0], want[0], atol=1e-5, err_msg=strategy)
+        assert np.all(np.isnan(out[1])), strategy  # never silently wrong
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_bf16(strategy):
+def test_bf16():
     """The op of cuDNN, here its reference. Each of 4 partial results is rounded to bf16: 2**-9 of values up to 4."""
     arrays = operands(dtype=jnp.bfloat16)
-    check(arrays, mesh_of(4, AUTO), balanced=True, strategy=strategy, attn_mask_type="causal", bound=2**-6)
+    variants = [dict(strategy=strategy, balanced=True) for strategy in STRATEGIES]
+    check(arrays, mesh_of(4, AUTO), variants, attn_mask_type="causal", bound=2**-6)
 
 
 def test_one_device_along_the_axis():
-    check(operands(), jax.make_mesh((2, 1), ("other", "cp"), axis_types=AUTO), attn_mask_type="causal", balanced=True)
+    mesh = jax.make_mesh((2, 1), ("other", "cp"), axis_types=AUTO)
+    check(operands(), mesh, [dict(balanced=True)], attn_mask_type="causal")
 
 
 # -- the blocks ----------------------------------------------------------------------------------------------
@@ -414,7 +418,7 @@ def test_kernels_get_what_is_on_a_device():
         run, place, _ = program(
             mesh, PartitionSpec("other", "cp"), True, strategy="ring", batch_axis="other", attn_mask_type="causal"
         )
-        text = run.trace(*map(place, arrays)).lower(lowering_platforms=("cuda",)).as_text()
+        text = jax.jit(run).trace(*map(place, arrays)).lower(lowering_platforms=("cuda",)).as_text()
     calls = [line for line in text.splitlines() if "custom_call @te_attention_" in line]
     assert calls and all("tensor<1x" in line and "tensor<2x" not in line for line in calls)
     assert all("xi32>" not in line for line in calls)

@@ -62,13 +62,18 @@ def test_added_up_states_stay_safe(case, options):
     xs = data(3, 8, 16) * jnp.asarray([2.0, 7.0, 3.0])[:, None, None]
     amax, uses = float(jnp.abs(xs).max()), 3
     with te.autocast(True, DelayedScaling(amax_history_len=L, **options)):
-        variables = nn.meta.unbox(module.init(jax.random.key(0), xs if case != "microbatches" else xs[0]))
+        variables = nn.meta.unbox(jax.jit(module.init)(jax.random.key(0), xs if case != "microbatches" else xs[0]))
         state = create(optax.sgd(0.0)).replace(params=variables["params"], fp8={"fp8_metas": variables["fp8_metas"]})
         grad = jax.jit(jax.grad(lambda params, fp8: loss({"params": params, **fp8}, xs), (0, 1)))
         naive, naive_scales = state.fp8, []
+
+        @jax.jit
+        def step(state, naive):
+            new = state.apply_gradients(grads=grad(state.params, state.fp8))
+            return new, te.update_fp8_metas(grad(state.params, naive)[1])
+
         for _ in range(2 * L):
-            state = state.apply_gradients(grads=grad(state.params, state.fp8))
-            naive = te.update_fp8_metas(grad(state.params, naive)[1])
+            state, naive = step(state, naive)
             naive_scales.append(tensors(naive)["fp8_metas/shared/dense/x"][0])
     scale, history = tensors(state.fp8)["fp8_metas/shared/dense/x"]
     assert 448 / amax / uses * (1 - 1e-6) <= scale[0] <= 448 / amax * (1 + 1e-6)
@@ -136,12 +141,16 @@ def test_gradients_in_shard_map(reduce):
         return lax.pmean(grads, "data"), lax.pmax(new, "data"), getattr(lax, reduce)(new, "data")
 
     state = create(optax.sgd(0.1))
-    with te.autocast(True, RECIPE):
-        mapped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P()))
+
+    @jax.jit
+    def both(state, x):
+        mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P())
         grads, new, whole = mapped(state.params, state.fp8, x)
-        _, (want_grads, want) = te.value_and_grad(loss_fn, (0, 1))(state.params, state.fp8, x)
         got = state.apply_gradients(grads=(grads, new))
-        careless = te.update_fp8_metas(whole)
+        return grads, got, te.update_fp8_metas(whole), te.value_and_grad(loss_fn, (0, 1))(state.params, state.fp8, x)[1]
+
+    with te.autocast(True, RECIPE):
+        grads, got, careless, (want_grads, want) = both(state, x)
     close(grads, want_grads, rtol=0.05, atol=1e-2)
     amax = float(jnp.abs(x).max())
     for name, (scale, _) in tensors(want).items():
@@ -176,11 +185,12 @@ def test_moving_average_of_parameters():
         average = optax.incremental_update(state.params, average, 0.1)
         naive = optax.incremental_update(state.fp8, naive, 0.1)
     x = 50 * data(8, 16, seed=5)
-    exact = NET.apply({"params": average}, x)
+    apply = jax.jit(NET.apply)
+    exact = apply({"params": average}, x)
     error = lambda y: float(jnp.linalg.norm(y - exact) / jnp.linalg.norm(exact))
     with te.autocast(True, RECIPE):
-        got = NET.apply({"params": average, **state.fp8}, x)
-        careless = NET.apply({"params": average, **naive}, x)
+        got = apply({"params": average, **state.fp8}, x)
+        careless = apply({"params": average, **naive}, x)
     assert error(got) < 0.1 < 0.5 < error(careless)
 
 

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import pathlib
-import runpy
 import shutil
 import sys
 
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from te_jax import recipe
 
@@ -60,6 +60,20 @@ with te.fp8_autocast(enabled=True, fp8_recipe=fp8_recipe):
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """Runs that resume, and those that differ in what is no part of their program, take it from jax's cache."""
+    names = "compilation_cache_dir", "persistent_cache_min_compile_time_secs", "persistent_cache_min_entry_size_bytes"
+    before = [getattr(jax.config, f"jax_{name}") for name in names]
+    for name, value in zip(names, (str(tmp_path_factory.mktemp("programs")), 0, -1)):
+        jax.config.update(f"jax_{name}", value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in zip(names, before):
+        jax.config.update(f"jax_{name}", value)
+    compilation_cache.reset_cache()
+
+
 def train(out, *arguments) -> tuple[int, dict, str]:
     """(exit code, results.json, stdout) of train_gpt.py."""
     said = io.StringIO()
@@ -80,6 +94,11 @@ def saved_state(directory) -> dict:
 # -- quickstart --------------------------------------------------------------------------------
 
 
+def smaller(program: str) -> str:
+    assert "= 32, 128, 1024" in program
+    return program.replace("= 32, 128, 1024", "= 2, 16, 64")
+
+
 def test_quickstart_is_the_program_as_printed():
     ours = (EXAMPLES / "quickstart.py").read_text().splitlines()
     position = 0
@@ -89,7 +108,7 @@ def test_quickstart_is_the_program_as_printed():
 
 
 def test_quickstart_runs_and_its_metas_change(capsys):
-    runpy.run_path(str(EXAMPLES / "quickstart.py"))
+    exec(smaller((EXAMPLES / "quickstart.py").read_text()), {})
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 10
     # Scales follow the first step's amaxes; then the data is the same, so only the three histories roll.
@@ -107,7 +126,7 @@ def test_quickstart_runs_and_its_metas_change(capsys):
     ids=["as printed", "typed keys", "jit of the step", "jit of init and update"],
 )
 def test_quickstart_variants(change):
-    program = QUICKSTART.replace("32, 128, 1024", "2, 16, 64")
+    program = smaller(QUICKSTART)
     for old, new in change.items():
         assert old in program
         program = program.replace(old, new)
@@ -159,7 +178,7 @@ def test_resume_is_bit_for_bit(tmp_path):
 
 
 def test_resume_needs_the_same_arguments_and_a_new_run_keeps_the_earlier(tmp_path, capsys):
-    options = ["--steps", "3", "--eval-every", "0"]
+    options = ["--eval-every", "0"]
     _, results, _ = train(tmp_path, *options, "--precision", "bf16", "--stop-at", "2")
     assert len(results["runs"]["bf16"]["losses"]) == 2
     other = [*options, "--precision", "bf16", "--resume", "--lr", "1"]
@@ -167,7 +186,7 @@ def test_resume_needs_the_same_arguments_and_a_new_run_keeps_the_earlier(tmp_pat
     assert f"lr {config.PRESETS['tiny'].lr} there, 1.0 now" in capsys.readouterr().err
     # The checkpoint of a bf16 run, continued in FP8: fresh scales and a note.
     shutil.copytree(tmp_path / "bf16", tmp_path / "fp8")
-    _, results, said = train(tmp_path, *options, "--resume")
+    _, results, said = train(tmp_path, *options, "--resume", "--stop-at", "3")
     assert "has no FP8 state" in said and len(results["runs"]["fp8"]["losses"]) == 3
     _, _, said = train(tmp_path, *options, "--precision", "bf16", "--no-checkpoint")
     assert "earlier-1" in said and (tmp_path / "earlier-1" / "bf16" / "2").is_dir()

@@ -61,10 +61,10 @@ def test_core_passes_every_field_on():
             dict(offset=np.zeros(4)),
         ),
     ):
-        got = core(**fields).apply({}, q, k, v, **kwargs)
+        got = jax.jit(core(**fields).apply)({}, q, k, v, **kwargs)
         np.testing.assert_allclose(got, ref.attention(*f64, **want), **CLOSE, err_msg=str(fields))
     lengths = SequenceDescriptor.from_seqlens((jnp.asarray([5, 3]), jnp.asarray([7, 2])))
-    got = core(attn_mask_type="padding").apply({}, q, k, v, lengths)
+    got = jax.jit(core(attn_mask_type="padding").apply)({}, q, k, v, lengths)
     hidden = np.arange(7) >= np.asarray([7, 2])[:, None, None, None]
     np.testing.assert_allclose(got[0], ref.attention(*f64, hidden)[0], **CLOSE)
     np.testing.assert_allclose(got[1, :3], ref.attention(*f64, hidden)[1, :3], **CLOSE)
@@ -77,17 +77,17 @@ def test_layouts(layout, transposed):
     packed = layout.lower().startswith("t")
     ids = SequenceDescriptor.from_segment_ids_and_pos(jnp.asarray([[1, 1, 2, 2, 0]] * 2)) if packed else None
     mask_type = "padding_causal" if packed else "causal"
-    want = core(attn_mask_type=mask_type).apply({}, q, k, v, ids)
+    want = jax.jit(core(attn_mask_type=mask_type).apply)({}, q, k, v, ids)
     if "3" in layout:
-        arrays = (jnp.stack([q, k, v], 2),)
+        arrays = (np.stack([q, k, v], 2),)
     elif "2" in layout:
-        arrays = (q, jnp.stack([k, v], 2))
+        arrays = (q, np.stack([k, v], 2))
     else:
         arrays = (q, k, v)
-    swap = (lambda x: jnp.swapaxes(x, 0, 1)) if transposed else lambda x: x
+    swap = (lambda x: np.swapaxes(x, 0, 1)) if transposed else lambda x: x
     module = core(qkv_layout=layout, attn_mask_type=mask_type, transpose_batch_sequence=transposed)
     arrays = (*map(swap, arrays), *[None] * (3 - len(arrays)))
-    np.testing.assert_allclose(swap(module.apply({}, *arrays, ids)), want, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(swap(jax.jit(module.apply)({}, *arrays, ids)), want, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("scope", ["_FusedDotProductAttention_0", "_UnfusedDotProductAttention_0"])
@@ -239,23 +239,28 @@ def test_norm_output_is_returned_where_keys_read_it():
 def test_mha_fields(fields):
     x, bias = data(2, 5, H), data(1, N, 5, 5, seed=3)
     module = mha(**fields)
-    params = ref.filled(module.init(KEY, x)["params"])
-    out = module.apply({"params": params}, x, bias=bias)[0]
+    params = ref.filled(jax.eval_shape(module.init, KEY, x)["params"])
+    flipped = mha(**fields, transpose_batch_sequence=True)
+
+    @jax.jit
+    def run(params, x):
+        swapped = flipped.apply({"params": params}, jnp.swapaxes(x, 0, 1), bias=bias)[0]
+        return module.apply({"params": params}, x, bias=bias)[0], jnp.swapaxes(swapped, 0, 1)
+
+    out, of_flipped = run(params, x)
     scale = 1.0 if "scale_attn_logits" in fields else None
     rope, g = {} if "enable_rotary_pos_emb" in fields else None, fields.get("num_gqa_groups")
     want = ref.mha(
         ref.f64(x), ref.f64(params), N, g, masked=ref.causal(5, 5), bias=ref.f64(bias), scale=scale, rope=rope
     )
     np.testing.assert_allclose(out, want[0], rtol=1e-4, atol=2e-5)
-    flipped = mha(**fields, transpose_batch_sequence=True)
-    swapped = flipped.apply({"params": params}, jnp.swapaxes(x, 0, 1), bias=bias)[0]
-    np.testing.assert_allclose(jnp.swapaxes(swapped, 0, 1), out, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(of_flipped, out, rtol=1e-5, atol=1e-6)
 
 
 def test_rope_positions():
     x = data(2, 6, H)
     module = mha(enable_rotary_pos_emb=True, attn_mask_type="padding_causal")
-    variables = module.init(KEY, x)
+    variables = jax.jit(module.init)(KEY, x)
     apply = jax.jit(lambda *args, **kwargs: module.apply(variables, *args, **kwargs)[0])
     # Attention sees differences of positions alone: a shift changes nothing, a stretch does.
     np.testing.assert_allclose(apply(x, positions=jnp.arange(6) + 50), apply(x), rtol=1e-4, atol=1e-5)
@@ -265,7 +270,7 @@ def test_rope_positions():
     np.testing.assert_allclose(packed[:, :2], apply(x[:, :2]), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(packed[:, 2:], apply(x[:, 2:]), rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="positions are for self-attention"):
-        mha(enable_rotary_pos_emb=True).init(KEY, x, x + 1, positions=jnp.arange(6))
+        jax.eval_shape(mha(enable_rotary_pos_emb=True).init, KEY, x, x + 1, positions=jnp.arange(6))
     with pytest.raises(ValueError, match="enable_rotary_pos_emb"):
         mha().init(KEY, x, positions=jnp.arange(6))
 

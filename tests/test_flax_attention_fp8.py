@@ -1,6 +1,7 @@
 """DotProductAttention and the modules around it under fp8_dpa: state, results, training, what is not served."""
 
 import warnings
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -73,17 +74,17 @@ def close(got, want):
 
 
 def test_names(fp8):
-    metas = attention().init(KEY, *qkv())["fp8_metas"]
+    metas = jax.eval_shape(attention().init, KEY, *qkv())["fp8_metas"]
     assert metas.keys() == NAMES
     assert all(x.shape == ((1,) if name.endswith("scale") else (L,)) for name, x in metas.items())
-    metas = te_flax.MultiHeadAttention(D, H).init(KEY, data(2, 24, 32))["fp8_metas"]
+    metas = jax.eval_shape(te_flax.MultiHeadAttention(D, H).init, KEY, data(2, 24, 32))["fp8_metas"]
     assert metas[PLACE].keys() == NAMES
 
 
 def test_there_is_no_state_without_the_field():
     for autocast in (te.autocast(False), te.autocast(True, recipe.DelayedScaling())):
         with autocast:
-            assert "fp8_metas" not in attention().init(KEY, *qkv())
+            assert "fp8_metas" not in jax.eval_shape(attention().init, KEY, *qkv())
 
 
 @pytest.mark.parametrize("layout", ["bshd_bshd_bshd", "bs3hd", "bshd_bs2hd", "transposed"])
@@ -98,12 +99,12 @@ def test_two_steps(mask, layout, fp8):
         "bshd_bs2hd": (q, jnp.stack([k, v], 2)),
         "transposed": tuple(jnp.swapaxes(x, 0, 1) for x in (q, k, v)),
     }.get(layout, (q, k, v))
-    states, metas = [], model.init(KEY, *args)["fp8_metas"]
+    states, metas = [], jax.jit(model.init)(KEY, *args)["fp8_metas"]
     for _ in range(2):
         metas, out = new_state(model, metas, *args)
         states.append(metas)
     with te.autocast(False):
-        close(out, model.apply({}, *args))
+        close(out, jax.jit(model.apply)({}, *args))
     for n, metas in enumerate(states, 1):
         seen = amaxes(metas)
         for name, x in zip("qkv", (q, k, v)):
@@ -121,9 +122,10 @@ def test_gradients_in_fp8(fp8):
     them from being 0 in E5M2, a step each."""
     model = te_flax.DotProductAttention(128, 1, attn_mask_type="no_mask")
     args = tuple(data(1, 1024, 1, 128, seed=i) for i in range(3))
-    metas = model.init(KEY, *args)["fp8_metas"]
+    metas = jax.jit(model.init)(KEY, *args)["fp8_metas"]
+    step = jax.jit(lambda metas: new_state(model, metas, *args)[0])
     for _ in range(3):
-        metas, _ = new_state(model, metas, *args)
+        metas = step(metas)
     assert all(amax > 0 for amax in amaxes(metas).values())
     for name in ("do", "dq", "dk", "dv", "dp"):
         np.testing.assert_allclose(metas[f"{name}_scale"], 57344 / metas[f"{name}_amax_history"].max(), rtol=1e-6)
@@ -143,16 +145,23 @@ NOT_SERVED = {
 }
 
 
+@cache
+def first_state():
+    """That of `attention()` after one step, under RECIPE."""
+    return new_state(attention(), jax.jit(attention().init)(KEY, *qkv())["fp8_metas"], *qkv())[0]
+
+
 @pytest.mark.parametrize("reason", NOT_SERVED)
 def test_what_is_not_served(reason, fp8):
     """It is told once, the result is that without FP8, the state stays."""
     fields, kwargs = NOT_SERVED[reason]
     model, args = attention(**fields), qkv()
-    metas, _ = new_state(attention(), attention().init(KEY, *args)["fp8_metas"], *args)
+    metas = first_state()
     with pytest.warns(UserWarning, match=f"not in FP8, though the recipe has fp8_dpa=True: .*{reason}"):
         after, out = new_state(model, metas, *args, **kwargs)
     jax.tree.map(np.testing.assert_array_equal, after, metas)
-    model.apply({"fp8_metas": metas}, *args, **kwargs)  # without a warning, else an error here
+    again = jax.eval_shape(lambda metas: model.apply({"fp8_metas": metas}, *args, **kwargs), metas)
+    assert jax.tree.structure(again) == jax.tree.structure(out)  # without a warning, else an error here
     with te.autocast(False):
         want = jax.jit(lambda *args: model.apply({}, *args, **kwargs))(*args)
     # The maximum of logits comes of plain JAX. In two programs XLA may sum a logit in two orders, and then rounds a
@@ -177,7 +186,7 @@ def test_two_uses_combine_by_max(fp8):
             return attend(q, k, v) + attend(3 * q, k, v)
 
     args = qkv()
-    metas, _ = new_state(Twice(), Twice().init(KEY, *args)["fp8_metas"], *args)
+    metas, _ = new_state(Twice(), jax.jit(Twice().init)(KEY, *args)["fp8_metas"], *args)
     assert amaxes(metas[PLACE])["q"] == 3 * float(jnp.abs(args[0]).max())
 
     class Shared(nn.Module):
@@ -188,8 +197,8 @@ def test_two_uses_combine_by_max(fp8):
             return scan(attention(), 0, jnp.array([1, 3, 2], bf16))[1]
 
     model = Shared()
-    variables = model.init(KEY, *args)
-    _, grads = te.value_and_grad(lambda variables: mean_square(model.apply(variables, *args)))(variables)
+    variables = jax.jit(model.init)(KEY, *args)
+    _, grads = jax.jit(te.value_and_grad(lambda variables: mean_square(model.apply(variables, *args))))(variables)
     (metas,) = grads["fp8_metas"].values()
     assert amaxes(metas)["q"] == 3 * float(jnp.abs(args[0]).max())
 
@@ -226,7 +235,7 @@ def test_scan_and_remat(fp8):
     stacked = state_of(Stack(), variables, x)["layer"]["attention"][PLACE]
     assert stacked.keys() == NAMES and stacked["q_amax_history"].shape == (2, L)
     first = jax.tree.map(lambda a: a[0], nn.unbox(variables)["params"]["layer"])
-    alone = state_of(layer(), {**layer().init(KEY, x), "params": first}, x)["attention"][PLACE]
+    alone = state_of(layer(), {**jax.jit(layer().init)(KEY, x), "params": first}, x)["attention"][PLACE]
     for name in NAMES:
         np.testing.assert_allclose(stacked[name][0], alone[name], rtol=2.0**-7)  # bf16 of other fusions
 
@@ -246,12 +255,12 @@ def test_training(fp8):
         @jax.jit
         def step(params, others):
             value, (grads, others) = jax.value_and_grad(loss, argnums=(0, 1))(params, others)
-            return value, jax.tree.map(lambda p, g: p - (0.3 * g).astype(p.dtype), params, grads), others
+            new = jax.tree.map(lambda p, g: p - (0.3 * g).astype(p.dtype), params, grads)
+            return value, new, te.update_fp8_metas(others)
 
         values = []
         for _ in range(steps):
             value, params, others = step(params, others)
-            others = te.update_fp8_metas(others)
             values.append(float(value))
         return values, others["fp8_metas"]
 

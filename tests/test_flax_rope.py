@@ -32,7 +32,7 @@ def layer(**fields):
 
 
 def drawn(module, *args):
-    return {"params": ref.filled(module.init(KEY, *args)["params"])}
+    return {"params": ref.filled(jax.eval_shape(module.init, KEY, *args)["params"])}
 
 
 @pytest.mark.parametrize("method", ["consecutive", "alternate"])
@@ -48,14 +48,19 @@ def test_mha(method, made, dim, scaling):
     want, _ = ref.mha(
         ref.f64(x), ref.f64(variables["params"]), N, made.get("num_gqa_groups"), masked=ref.causal(S, S), rope=rope
     )
-    np.testing.assert_allclose(module.apply(variables, x)[0], want, **CLOSE)
-    flipped = mha(transpose_batch_sequence=True, **fields).apply(variables, jnp.swapaxes(x, 0, 1))[0]
-    np.testing.assert_allclose(jnp.swapaxes(flipped, 0, 1), want, **CLOSE)
 
-    cache, decode = {}, dict(decode=True, mutable=["cache"])
-    for at, slots in ((slice(0, 7), dict(max_decode_length=S)), (slice(7, 8), {}), (slice(8, S), {})):
-        (got, _), cache = module.apply({**variables, **cache}, x[:, at], **decode, **slots)
-        np.testing.assert_allclose(got, want[:, at], **CLOSE)
+    @jax.jit
+    def run(variables, x):
+        whole = module.apply(variables, x)[0]
+        flipped = mha(transpose_batch_sequence=True, **fields).apply(variables, jnp.swapaxes(x, 0, 1))[0]
+        cache, parts = {}, []
+        for at, slots in ((slice(0, 7), dict(max_decode_length=S)), (slice(7, 8), {}), (slice(8, S), {})):
+            (y, _), cache = module.apply({**variables, **cache}, x[:, at], decode=True, mutable=["cache"], **slots)
+            parts.append(y)
+        return dict(whole=whole, flipped=jnp.swapaxes(flipped, 0, 1), decoded=jnp.concatenate(parts, 1))
+
+    for way, got in run(variables, x).items():
+        np.testing.assert_allclose(got, want, **CLOSE, err_msg=way)
 
 
 @pytest.mark.parametrize("cross", [False, True])

@@ -1,6 +1,7 @@
 """layernorm_mlp against its three layers one after the other, and residual connections inside of kernels."""
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,7 @@ def operands(rng, slots, norm, biases=True, lead=(3, 5), dtype=jnp.float32):
 
 def settled(args, names, norm, recipe=RECIPE):
     """Scales that fit the data: after one step."""
-    return jax.grad(loss, 1)(args, (fresh_state(), fresh_state()), fused, True, recipe, names, norm)
+    return value_and_grads(args, (fresh_state(), fresh_state()), fused, True, recipe, names, norm)[1][1]
 
 
 def loss(args, states, layer, residual, recipe, names, norm):
@@ -65,13 +66,16 @@ def loss(args, states, layer, residual, recipe, names, norm):
     return jnp.sum(y.astype(jnp.float32) * jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))
 
 
+value_and_grads = jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnums=(2, 3, 4, 5, 6))
+
+
 @pytest.mark.parametrize("names", ACTIVATIONS, ids="-".join)
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("residual", [False, True])
 def test_equals_the_layers_one_by_one(names, norm, residual, rng):
     args = operands(rng, len(names), norm, biases=norm == "layernorm")
     states = settled(args, names, norm)
-    run = lambda layer: jax.value_and_grad(loss, (0, 1))(args, states, layer, residual, RECIPE, names, norm)
+    run = lambda layer: value_and_grads(args, states, layer, residual, RECIPE, names, norm)
     got, want = run(fused), run(composed)
     exact = names == ("squared_relu",)
     jax.tree.map(close if exact else close_but_for_steps, got, want)
@@ -87,8 +91,8 @@ def test_another_residual_than_its_input(recipe, rng):
     (other,) = data(rng, (3, 5, OUT))
 
     def run(layer):
-        return jax.value_and_grad(lambda *args: loss(args[:-1], states, layer, args[-1], recipe, names, "layernorm"),
-                                  tuple(range(len(args) + 1)))(*args, other)  # fmt: skip
+        of = lambda *args: loss(args[:-1], states, layer, args[-1], recipe, names, "layernorm")
+        return jax.jit(jax.value_and_grad(of, tuple(range(len(args) + 1))))(*args, other)
 
     states = (fresh_state(), fresh_state())
     outside = lambda *args: composed(*args[:7], False, *args[8:]) + args[7]
@@ -101,7 +105,7 @@ def test_precision_of_each_gemm(override, rng):
     recipe = DelayedScaling(amax_history_len=4, override_linear_precision=override)
     args, names, norm = operands(rng, 2, "layernorm"), ("silu", "linear"), "layernorm"
     states = settled(args, names, norm, recipe)
-    run = lambda layer: jax.value_and_grad(loss, (0, 1))(args, states, layer, True, recipe, names, norm)
+    run = lambda layer: value_and_grads(args, states, layer, True, recipe, names, norm)
     jax.tree.map(close, run(fused), run(composed))
 
 
@@ -117,8 +121,13 @@ def test_without_a_recipe(rng):
         return dense(activation(z, names), wo, bo) + x
 
     args = x, gamma, wi, wo, bi, bo
-    (y, vjp), (want, want_vjp) = jax.vjp(whole, *args), jax.vjp(by_layers, *args)
-    jax.tree.map(np.testing.assert_array_equal, (y, vjp(y)), (want, want_vjp(y)))
+
+    @partial(jax.jit, static_argnums=0)
+    def run(layer, *args):
+        y, vjp = jax.vjp(layer, *args)
+        return y, vjp(y)
+
+    jax.tree.map(np.testing.assert_array_equal, run(whole, *args), run(by_layers, *args))
 
 
 def test_bf16_is_no_worse_than_the_layers_one_by_one(rng):
@@ -129,12 +138,12 @@ def test_bf16_is_no_worse_than_the_layers_one_by_one(rng):
     wide = jax.tree.map(lambda a: a.astype(jnp.float32), narrow)
     states = settled(narrow, names, norm)
     plain = lambda *args: layernorm_mlp(*args[:7], activations=names, norm=norm, residual=True)
-    exact = jax.grad(loss)(wide, states, plain, True, RECIPE, names, norm)
+    exact = value_and_grads(wide, states, plain, True, RECIPE, names, norm)[1][0]
     error = {}
     for layer in (fused, composed):
-        grads = jax.grad(loss)(narrow, states, layer, True, RECIPE, names, norm)
-        pairs = [(a.ravel(), b.ravel()) for a, b in zip(grads, exact)]
-        error[layer] = sum(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs)
+        grads = value_and_grads(narrow, states, layer, True, RECIPE, names, norm)[1][0]
+        pairs = [(np.ravel(a).astype(np.float32), np.ravel(b)) for a, b in zip(grads, exact)]
+        error[layer] = sum(np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs)
     assert error[fused] <= 1.05 * error[composed]
 
 
@@ -151,7 +160,7 @@ def test_on_a_mesh(kind, spec, rng, on_host):
     want = run(args, states)
     with jax.set_mesh(mesh):
         put = lambda a: jax.device_put(a, NamedSharding(mesh, P()))
-        sharded = (jax.device_put(args[0], NamedSharding(mesh, spec)), *map(put, args[1:]))
+        sharded = (jax.device_put(np.asarray(args[0]), NamedSharding(mesh, spec)), *map(put, args[1:]))
         got = run(sharded, jax.tree.map(put, states))
     jax.tree.map(close, got, want)
 
@@ -198,7 +207,7 @@ def test_residual_of_one_layer(layer, rng):
             y, through = fn(*args)
             return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.cos(through))
 
-        return jax.value_and_grad(loss, (0, 1, 2, 3))(x, w, res, fresh_state())
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(x, w, res, fresh_state())
 
     jax.tree.map(close, run(inside), run(outside))
 
@@ -209,7 +218,7 @@ def test_a_layer_holds_no_addition_of_its_residual():
                                      attention_dropout=0.0)  # fmt: skip
     x = jnp.ones((2, 16, 32), jnp.bfloat16)
     with te.autocast(True, RECIPE):
-        variables = layer.init(jax.random.key(0), x)
+        variables = jax.eval_shape(layer.init, jax.random.key(0), x)
         run = lambda v, x: jax.vjp(lambda v, x: layer.apply(v, x), v, x)[1](x)
         text = jax.jit(run).trace(variables, x).lower(lowering_platforms=("cuda",)).as_text()
     adds = [line for line in text.splitlines() if "stablehlo.add" in line and "2x16x32x" in line]
@@ -236,15 +245,16 @@ def test_several_projections_of_one_norm(with_ln_out, override, rng):
         k, _ = layernorm_dense(x, wk, gamma, beta, bk, metas=metas_of(states[1]), recipe=recipe)
         return q, k, ln_out, x
 
-    def run(fn, states):
+    def run(fn, *args):
         def loss(*args):
             return sum(jnp.sum(jnp.sin((i + 1) * out)) for i, out in enumerate(fn(*args)) if out is not None)
 
-        return jax.value_and_grad(loss, tuple(range(7)))(x, gamma, beta, wq, wk, bk, states)
+        return jax.value_and_grad(loss, tuple(range(7)))(*args)
 
+    both = jax.jit(lambda *args: (run(shared, *args), run(separate, *args)))
     states = (fresh_state(), fresh_state())
     for _ in range(2):
-        got, want = run(shared, states), run(separate, states)
+        got, want = both(x, gamma, beta, wq, wk, bk, states)
         jax.tree.map(close, got, want)
         states = want[1][6]
 
@@ -253,7 +263,7 @@ def test_no_gradient_of_zeros_where_nothing_is_added():
     """Without a residual the norm's backward kernel gets none: an unused result would send it zeros."""
     layer, x = te_flax.LayerNormDenseGeneral(features=F), jnp.ones((4, H), jnp.bfloat16)
     with te.autocast(True, RECIPE):
-        variables = layer.init(jax.random.key(0), x)
+        variables = jax.eval_shape(layer.init, jax.random.key(0), x)
         run = lambda v, x: jax.vjp(lambda v, x: layer.apply(v, x)[0], v, x)[1](jnp.ones((4, F), x.dtype))
         text = str(jax.make_jaxpr(run)(variables, x))
     (inputs,) = {line.split("inputs=")[1].split(")")[0] for line in text.split("te_norm_bwd[")[1:]}
@@ -264,10 +274,9 @@ def test_inputs_that_are_not_placed_yet(rng, on_host):
     """Under `jax.set_mesh`, arrays that are on no device of it in particular."""
     args, names, norm = operands(rng, 1, "layernorm", lead=(8,)), ("gelu",), "layernorm"
     states = (fresh_state(), fresh_state())
-    run = jax.value_and_grad(loss, (0, 1))
-    want = run(args, states, fused, True, RECIPE, names, norm)
+    want = value_and_grads(args, states, fused, True, RECIPE, names, norm)
     with jax.set_mesh(jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))):
-        got = jax.jit(lambda args, states: run(args, states, fused, True, RECIPE, names, norm))(args, states)
+        got = value_and_grads(args, states, fused, True, RECIPE, names, norm)
     jax.tree.map(close, got, want)
 
 

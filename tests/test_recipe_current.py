@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from jax import lax
-from test_layers import close, data, fresh_state, observed, qdq, reference_norm
+from test_layers import close, data, fresh_state, observed, qdq, reference_norm, with_gradients
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -38,11 +38,16 @@ def law(recipe, amax, top):
     return 2.0 ** math.floor(math.log2(scale)) if recipe.power_2_scale else scale
 
 
+@functools.cache
+def scale_of(recipe, top):
+    return jax.jit(lambda amax: recipe.scale(None, amax, top))
+
+
 @options
 @pytest.mark.parametrize("top", [448.0, 57344.0])
 @pytest.mark.parametrize("amax", [2.890625, 448.0, 1.0, 0.1, 1e-30, 1e-37, 3e38, 0.0, math.inf, math.nan])
 def test_law(recipe, amax, top):
-    got = float(jax.jit(lambda a: recipe.scale(None, a, top))(jnp.float32(amax)))
+    got = float(scale_of(recipe, top)(jnp.float32(amax)))
     assert got == pytest.approx(law(recipe, float(np.float32(amax)), top), rel=0 if recipe.power_2_scale else 2**-23)
 
 
@@ -86,6 +91,7 @@ def test_value_semantics():
 # -- layers --------------------------------------------------------------------------------------------------
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def own(x, direction, recipe):
     """What FP8 makes of x [...], with x's own scale; f32."""
     top, amax = recipe.fp8_format.max(direction), jnp.max(jnp.abs(x.astype(jnp.float32)))
@@ -167,10 +173,15 @@ def near(got, want, dtype=jnp.float32):
 
 
 def results(layer, *args):
-    """y, and the gradients of all arguments."""
-    y, vjp = jax.vjp(layer, *args)
-    (dy,) = data(np.random.default_rng(1), y.shape, dtype=y.dtype)
-    return y, vjp(dy)
+    """y, and the gradients of all arguments; of one program."""
+
+    @jax.jit
+    def run(*args):
+        y, vjp = jax.vjp(layer, *args)
+        (dy,) = data(np.random.default_rng(1), y.shape, dtype=y.dtype)
+        return y, vjp(dy)
+
+    return run(*args)
 
 
 @options
@@ -187,10 +198,10 @@ def test_dense(recipe, dtype, rng):
 def test_override(override, rng):
     recipe = Float8CurrentScaling(override_linear_precision=override)
     x, w, dy = data(rng, (6, 24), (24, 10), (6, 10))
-    y, vjp = jax.vjp(lambda *a: dense(*a, recipe=recipe), x, w)
+    y, grads = with_gradients(lambda *a: dense(*a, recipe=recipe), x, w, dy=dy)
     exact = results_of_gemms(x, w, dy)
     narrow = results_of_gemms(*(own(a, way, recipe) for a, way in ((x, "fwd"), (w, "fwd"), (dy, "bwd"))))
-    for got, wide, *wants in zip((y, *vjp(dy)), override, exact, narrow):
+    for got, wide, *wants in zip((y, *grads), override, exact, narrow):
         close(got, wants[not wide])
 
 
@@ -266,10 +277,13 @@ def test_vmap_is_a_loop_over_examples(rng):
     x, gamma, wi, wo = data(rng, (3, 4, 16), (16,), (16, 1, 24), (24, 16))
     x = x * jnp.array([1e-3, 1.0, 1e3])[:, None, None]
     step = lambda x, *w: results(mlp, x, *w)
-    got = jax.jit(jax.vmap(step, (0, None, None, None)))(x, gamma, wi, wo)
-    each = [jax.jit(step)(one, gamma, wi, wo) for one in x]
-    jax.tree.map(near, got, jax.tree.map(lambda *a: jnp.stack(a), *each))
-    y = jax.vmap(lambda x: dense(x, wi[:, 0], recipe=RECIPE))(x)
+    of_dense = lambda x: dense(x, wi[:, 0], recipe=RECIPE)
+    got, y = jax.jit(lambda x, *w: (jax.vmap(step, (0, None, None, None))(x, *w), jax.vmap(of_dense)(x)))(
+        x, gamma, wi, wo
+    )
+    alone = jax.jit(step)
+    each = [alone(one, gamma, wi, wo) for one in x]
+    jax.tree.map(near, got, jax.tree.map(lambda *a: np.stack(a), *each))
     close(y[0], emulated_dense(x[0], wi[:, 0], recipe=RECIPE))
 
 
@@ -285,7 +299,7 @@ def test_scan_and_remat(wrap, rng):
             x = mlp(x, *(w[i] for w in weights))
         return x
 
-    run = lambda fn: jax.jit(functools.partial(results, fn))(x, gamma, wi, wo)
+    run = lambda fn: results(fn, x, gamma, wi, wo)
     jax.tree.map(near, run(scanned), run(unrolled))
 
 
@@ -340,7 +354,7 @@ def test_modules(name, rng, monkeypatch):
     with te.autocast(True, RECIPE):
         variables = nn.meta.unbox(jax.jit(module.init)(KEY, x))
         assert set(variables) == {"params"}
-        run = lambda: jax.jit(lambda *args: results(lambda v, x: first(module.apply(v, x)), *args))(variables, x)
+        run = lambda: results(lambda v, x: first(module.apply(v, x)), variables, x)
         got = run()
         emulate(monkeypatch)
         jax.tree.map(near, got, run())
@@ -350,7 +364,7 @@ def test_a_training_loop_passes_through(rng):
     """The loop of the README: no collection, and `update_fp8_metas` has nothing to do."""
     module, (x,) = MODULES["TransformerLayer"](), data(rng, (2, 8, 16))
     with te.autocast(True, RECIPE):
-        state, params = flax.core.pop(module.init(KEY, x), "params")
+        state, params = flax.core.pop(jax.jit(module.init)(KEY, x), "params")
 
         @jax.jit
         def step(params, state):

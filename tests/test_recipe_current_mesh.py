@@ -32,10 +32,10 @@ def mesh_of(kind):
 
 def uneven(rng, *shape):
     """Such that shards along any axis have amaxes of their own."""
-    (x,) = data(rng, shape)
+    x = rng.standard_normal(shape).astype(np.float32)
     for axis, size in enumerate(shape):
-        x = x * jnp.exp2(8 * jnp.arange(size) / size).reshape(-1, *[1] * (len(shape) - 1 - axis))
-    return x
+        x = x * np.exp2(8 * np.arange(size, dtype=np.float32) / size).reshape(-1, *[1] * (len(shape) - 1 - axis))
+    return jnp.asarray(x)
 
 
 def kept(layer, *args):
@@ -67,7 +67,7 @@ def test_dense(kind, specs, bad, rng):
     leaves, step = (jax.jit(functools.partial(fn, layer)) for fn in (kept, results))
     want, want_step = leaves(x, w), step(x, w)
     with jax.set_mesh(mesh):
-        placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((x, w), specs)]
+        placed = [jax.device_put(np.asarray(a), NamedSharding(mesh, spec)) for a, spec in zip((x, w), specs)]
         got = leaves(*placed)
         got_step = step_on_mesh(layer, *placed) if bad is None else None
     assert sorted(str(leaf.dtype) for leaf in want) == ["float32"] * 4 + ["float8_e4m3fn"] * 2
@@ -102,7 +102,7 @@ def test_layernorm_mlp(kind, rng):
     want, want_y = scales(run(*args)), jax.jit(layer)(*args)
     with jax.set_mesh(mesh):
         specs = P("dp"), P(), P(), P(None, None, "tp"), P("tp")
-        placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(args, specs)]
+        placed = [jax.device_put(np.asarray(a), NamedSharding(mesh, spec)) for a, spec in zip(args, specs)]
         got, y = scales(run(*placed)), jax.jit(layer)(*placed)
     assert len(want) == 4  # of x, wi, the activation, wo
     np.testing.assert_array_equal(np.delete(got, 2), np.delete(want, 2))

@@ -36,7 +36,8 @@ def test_rope(rng, method, rotary_dim, windows, positions):
         "one batch": np.arange(33)[None] + 1000,
     }[positions]
     options = dict(windows=windows, group_method=method, rotary_dim=rotary_dim)
-    check(rope(x, None if at is None else jnp.asarray(at), **options), x, at, **options)
+    run = jax.jit(partial(rope, **options))
+    check(run(x, None if at is None else jnp.asarray(at)), x, at, **options)
 
 
 @METHODS
@@ -47,7 +48,7 @@ def test_scaling(rng, method, scaling, rotary_dim):
     x = jnp.asarray(rng.normal(size=(2, 50, 2, 128)), jnp.float32)
     at = rng.integers(0, 131072, (2, 50))
     options = dict(windows=(1, 500000.0), group_method=method, rotary_dim=rotary_dim, scaling=scaling)
-    check(rope(x, jnp.asarray(at), **options), x, at, **options)
+    check(jax.jit(partial(rope, **options))(x, jnp.asarray(at)), x, at, **options)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS[1:], ids=str)
@@ -77,20 +78,25 @@ def test_gradient_is_the_inverse_rotation(rng, method, rotary_dim, turned):
     shape = (1, 9, 3, 2, 6) if turned else (1, 9, 3, 6)
     x, dy = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
     options = dict(group_method=method, rotary_dim=rotary_dim, turned=turned, scaling=NTKScaling(4))
-    y, vjp = jax.vjp(lambda x: rope(x, **options), x)
-    (dx,) = vjp(dy)
-    check(dx, dy, **options, sign=-1)
-    # There and back, two turns of about 2**-22 each on values of at most 4.
-    np.testing.assert_allclose(vjp(y)[0], x, atol=8 * 2.0**-22)
-    # <y, dy> = <x, dx>: each of 324 products of at most 10 is off by about 2**-22.
-    dot = lambda a, b: np.sum(np.asarray(a, float) * np.asarray(b, float))
-    np.testing.assert_allclose(dot(y, dy), dot(x, dx), atol=324 * 10 * 2.0**-22)
     # What autodiff makes of the reference: the same products, summed by another program.
     slots, at = (x if turned else x[:, :, None]), jnp.arange(9.0)[None]
     inv_freq = jnp.asarray(module._inverse_frequencies((1, 10000), rotary_dim or 6, NTKScaling(4)))
     attrs = dict(turned=turned or 1, consecutive=method == "consecutive", inverse=False)
-    _, plain = jax.vjp(lambda x: module._reference(x, at, inv_freq, **attrs)[0], slots)
-    np.testing.assert_allclose(dx.reshape(slots.shape), plain(dy.reshape(slots.shape))[0], atol=4 * 2.0**-22)
+
+    @jax.jit
+    def run(x, dy, slots):
+        y, vjp = jax.vjp(lambda x: rope(x, **options), x)
+        _, plain = jax.vjp(lambda x: module._reference(x, at, inv_freq, **attrs)[0], slots)
+        return y, *vjp(dy), *vjp(y), *plain(dy.reshape(slots.shape))
+
+    y, dx, there_and_back, plain_dx = run(x, dy, slots)
+    check(dx, dy, **options, sign=-1)
+    # Two turns of about 2**-22 each on values of at most 4.
+    np.testing.assert_allclose(there_and_back, x, atol=8 * 2.0**-22)
+    # <y, dy> = <x, dx>: each of 324 products of at most 10 is off by about 2**-22.
+    dot = lambda a, b: np.sum(np.asarray(a, float) * np.asarray(b, float))
+    np.testing.assert_allclose(dot(y, dy), dot(x, dx), atol=324 * 10 * 2.0**-22)
+    np.testing.assert_allclose(dx.reshape(slots.shape), plain_dx, atol=4 * 2.0**-22)
 
 
 def test_jit_and_vmap(rng):

@@ -1,6 +1,6 @@
 """te_jax.flax.TrainState and fp8_masked: parameters through optax, FP8 state by its gradient."""
 
-from functools import partial
+from functools import cache, partial
 
 import flax
 import jax
@@ -39,14 +39,20 @@ def microbatches(seed=0):
 NET = Net()  # one, for states of which jax asks whether they have the same structure
 
 
+initial = cache(lambda module: jax.jit(module.init))
+
+
 def create(tx, recipe=RECIPE, module=NET):
     with te.autocast(recipe is not None, recipe):
-        others, params = flax.core.pop(nn.meta.unbox(module.init(jax.random.key(0), data(8, 16))), "params")
+        others, params = flax.core.pop(nn.meta.unbox(initial(module)(jax.random.key(0), data(8, 16))), "params")
         return te_flax.TrainState.create(apply_fn=module.apply, params=params, tx=tx, collections=others)
 
 
 def loss_fn(params, fp8, x):
     return jnp.mean(NET.apply({"params": params, **fp8}, x) ** 2)
+
+
+GRADIENTS = jax.jit(te.value_and_grad(loss_fn, (0, 1)))
 
 
 def make_step(recipe=RECIPE, value_and_grad=te.value_and_grad, loss_fn=loss_fn, **options):
@@ -110,12 +116,17 @@ def test_any_optimizer(tx, tx_args):
     """The optimizer is optax's on params alone, and the FP8 state does not depend on it."""
     state, want = create(tx), create(optax.sgd(1e-2))
     with te.autocast(True, RECIPE):
-        _, grads = te.value_and_grad(loss_fn, (0, 1))(state.params, state.fp8, data(8, 16))
-        new = jax.jit(lambda s, g: s.apply_gradients(grads=g, tx_args=tx_args))(state, grads)
-        want = want.apply_gradients(grads=grads)
+        _, grads = GRADIENTS(state.params, state.fp8, data(8, 16))
+
+        @jax.jit
+        def run(state, want, grads):
+            updates, _ = tx.update(grads[0], tx.init(state.params), state.params, **tx_args)
+            by_optax = optax.apply_updates(state.params, updates)
+            return state.apply_gradients(grads=grads, tx_args=tx_args), want.apply_gradients(grads=grads), by_optax
+
+        new, want, by_optax = run(state, want, grads)
     assert_equal(new.fp8, want.fp8)
-    updates, _ = tx.update(grads[0], tx.init(state.params), state.params, **tx_args)
-    close(new.params, optax.apply_updates(state.params, updates))
+    close(new.params, by_optax)
 
 
 def test_other_collections():
@@ -197,13 +208,12 @@ def test_naive_accumulations_are_wrong():
     state, xs = create(optax.sgd(0.0)), microbatches()
     amax = float(jnp.abs(xs).max())
     with te.autocast(True, RECIPE):
-        grad = te.value_and_grad(loss_fn, (0, 1))
-        states = [grad(state.params, state.fp8, x)[1][1] for x in xs]
+        states = [GRADIENTS(state.params, state.fp8, x)[1][1] for x in xs]
         one_by_one = state.fp8
         for x in xs:
-            one_by_one = grad(state.params, one_by_one, x)[1][1]
+            one_by_one = GRADIENTS(state.params, one_by_one, x)[1][1]
         total = te.update_fp8_metas(jax.tree.map(lambda *s: sum(s), *states))
-        stacked = jax.tree.map(lambda *s: jnp.stack(s), *states)
+        stacked = jax.tree.map(lambda *s: np.stack(s), *states)
         best = jax.jit(te.max_fp8_metas)(state.fp8, stacked)
     assert newest(states[-1]) < 0.7 * amax and newest(total) > amax
     assert np.count_nonzero(one_by_one["fp8_metas"]["first"]["x_amax_history"]) == K
@@ -216,17 +226,18 @@ def test_naive_accumulations_are_wrong():
 def test_the_largest_of_states_is_the_law_of_the_largest_amax(length, interval):
     """For stacked layers, over steps that repeat amaxes, with microbatches that saw nothing or nothing finite."""
     law = partial(DelayedScaling(amax_history_len=length, interval=interval).new_state, fp8_max=448.0)
-    law = jax.vmap(law)  # over two layers
+    law = jax.jit(jax.vmap(law))  # over two layers
+    largest = jax.jit(te.max_fp8_metas)
     scale, history = jnp.ones((2, 1)), jnp.zeros((2, length))
     amaxes = [[3, 3, 1], [3, 3, 3], [2, 2, 1], [jnp.nan, 1, 5], [0, 0, 0], [jnp.inf, jnp.nan, 0], [1, 0.5, 0.25]]
     for step in amaxes:
-        both = jnp.asarray(step)[:, None] * jnp.asarray([1.0, 10.0])  # [k, layers]
+        both = np.float32(step)[:, None] * np.float32([1.0, 10.0])  # [k, layers]
         states = [law(scale, history, a) for a in both]
-        stacked = {"layers": {"x_scale": jnp.stack([s for s, _ in states])}}
-        stacked["layers"]["x_amax_history"] = jnp.stack([h for _, h in states])
+        stacked = {"layers": {"x_scale": np.stack([s for s, _ in states])}}
+        stacked["layers"]["x_amax_history"] = np.stack([h for _, h in states])
         before = {"fp8_metas": {"layers": {"x_scale": scale, "x_amax_history": history}}}
-        got = te.max_fp8_metas(before, {"fp8_metas": stacked})["fp8_metas"]["layers"]
-        finite = jnp.where(jnp.isfinite(both), both, 0.0)
+        got = largest(before, {"fp8_metas": stacked})["fp8_metas"]["layers"]
+        finite = np.where(np.isfinite(both), both, np.float32(0))
         want_scale, want_history = law(scale, history, finite.max(0))
         if length > 1:
             np.testing.assert_array_equal(got["x_amax_history"], want_history)
@@ -266,13 +277,13 @@ def moved(state, scale, history, gradient=0.0):
 def test_is_the_law_where_amaxes_repeat(options):
     """A step that sees the amax that all of the history holds is told from one that sees none."""
     recipe = DelayedScaling(**{"amax_history_len": L, **options})
-    state = of_one_tensor(recipe)
-    law = partial(recipe.new_state, fp8_max=448.0)
+    state, step = of_one_tensor(recipe), jax.jit(moved)
+    law = jax.jit(partial(recipe.new_state, fp8_max=448.0))
     want = pair(state)
     with te.autocast(True, recipe):
-        for amax in jnp.asarray([8.0, 1.0, 2.0, *[1.0] * 12]):
+        for amax in np.float32([8.0, 1.0, 2.0, *[1.0] * 12]):
             want = law(*want, amax)
-            state = moved(state, *law(*pair(state), amax))
+            state = step(state, *law(*pair(state), amax))
             assert_equal(pair(state), want)
     assert pair(state)[0] == 448
 
@@ -281,10 +292,15 @@ def test_sums_of_states_that_saw_nothing_leave_the_old_one():
     """Two uses that autodiff added up, whose gradients become 0: neither history nor scale may run away."""
     recipe = DelayedScaling(amax_history_len=L)
     state, law = of_one_tensor(recipe), partial(recipe.new_state, fp8_max=448.0)
+
+    @jax.jit
+    def step(state, amax):
+        scale, history = law(*pair(state), amax)
+        return moved(state, 2 * scale, 2 * history)
+
     with te.autocast(True, recipe):
         for amax in [0.0, 0.0, 1.0, 1.0, *[0.0] * 20]:
-            scale, history = law(*pair(state), jnp.float32(amax))
-            state = moved(state, 2 * scale, 2 * history)
+            state = step(state, jnp.float32(amax))
     assert_equal(pair(state), (np.full(1, 448 / 2, np.float32), np.asarray([0, 0, 2, 2], np.float32)))
 
 
@@ -293,10 +309,14 @@ def test_microbatches_that_are_skipped_leave_no_trace(amaxes):
     recipe = DelayedScaling(amax_history_len=L)
     tx = optax.MultiSteps(optax.sgd(0.0), 2, should_skip_update_fn=optax.skip_not_finite)
     state = of_one_tensor(recipe, tx)
+
+    @jax.jit
+    def step(state, amax, gradient):
+        return moved(state, *recipe.new_state(*pair(state), amax, 448.0), gradient=gradient)
+
     with te.autocast(True, recipe):
         for amax in amaxes:
-            new = recipe.new_state(*pair(state), jnp.float32(amax), 448.0)
-            state = moved(state, *new, gradient=jnp.nan if amax == 100 else 0.0)
+            state = step(state, jnp.float32(amax), jnp.float32(jnp.nan if amax == 100 else 0.0))
     assert_equal(pair(state), (np.full(1, 448 / 2, np.float32), np.asarray([0, 0, 0, 2], np.float32)))
 
 
@@ -324,7 +344,7 @@ def test_clipping_by_global_norm_leaves_fp8_out_both_ways():
     state, x = create(optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))), 3 * data(8, 16)
     clip = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))
     with te.autocast(True, RECIPE):
-        _, (dparams, dfp8) = te.value_and_grad(loss_fn, (0, 1))(state.params, state.fp8, x)
+        _, (dparams, dfp8) = GRADIENTS(state.params, state.fp8, x)
         norm = optax.tree.norm(dparams)
         assert norm > 0.1
         want = jax.tree.map(lambda p, g: p - 0.1 / norm * g, state.params, dparams)
