@@ -132,7 +132,8 @@ def naive(b1, b2):
 
     def stored(x, dtype):
         scale = jnp.max(jnp.abs(x)) / float(jnp.finfo(dtype).max)
-        return (x / scale).astype(dtype).astype(jnp.float32) * scale
+        narrow = jax.lax.optimization_barrier((x / scale).astype(dtype))  # XLA for GPUs would drop both casts
+        return narrow.astype(jnp.float32) * scale
 
     def update(g, state, params=None):
         count, mu, nu = state
@@ -239,12 +240,14 @@ def small(rng):
 
 
 def assert_same(got, due, flips=0.0):
-    """Bit for bit; or all but that part of each leaf."""
+    """Bit for bit; or all but that part of each leaf, f32 within 8 units in the last place: another program rounds it
+    otherwise, and may so cross a threshold."""
     assert jax.tree.structure(got) == jax.tree.structure(due)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(due)):
         assert a.dtype == b.dtype and a.shape == b.shape
         a, b = np.asarray(a).reshape(-1), np.asarray(b).reshape(-1)
-        assert (a != b).mean() <= flips, (a, b)
+        differ = ~np.isclose(a, b, rtol=2.0**-20, atol=0) if flips and a.dtype == np.float32 else a != b
+        assert differ.mean() <= flips, (a, b)
 
 
 def test_transformations(rng):
@@ -268,7 +271,7 @@ def test_transformations(rng):
         (carry, _) = jitted(carry, at(i))
     assert all(leaf.is_deleted() for leaf in given)  # every buffer of the state serves the next one
     scanned = jax.jit(lambda carry: jax.lax.scan(step, carry, grads)[0])((params, tx.init(params)))
-    assert_same(scanned, carry, flips=0.01)  # another fusion may round f32 otherwise, and so cross a threshold
+    assert_same(scanned, carry, flips=0.01)
 
     twice = jax.tree.map(lambda x: jnp.stack([x, 3 * x]), (params, at(0)))
     mapped, state = jax.vmap(lambda p, g: tx.update(g, tx.init(p), p))(*twice)

@@ -214,10 +214,8 @@ def on_stages(kind, specs):
 def test_pipeline(fp8, kind, request):
     """Activations move from stage to stage, are summed over tp as without stages; nothing is gathered. The FP8 state of
     a stage is its own."""
-    if kind == "explicit" and jax.__version_info__ < (0, 12):
-        request.applymarker(
-            pytest.mark.xfail(strict=jax.__version_info__ < (0, 11), reason=GATHERED)
-        )  # 0.11: not tried
+    if kind == "explicit" and jax.__version_info__ < (0, 11):
+        request.applymarker(pytest.mark.xfail(strict=True, reason=GATHERED))
     x, w = (jnp.asarray(np.random.default_rng(i).normal(size=(B, S, H)), jnp.float32) for i in range(2))
     mesh = jax.make_mesh((2, 2, 2), ("stage", "dp", "tp"), axis_types=(KINDS.get(kind, AxisType.Auto),) * 3)
     with te.autocast(fp8, RECIPE):
