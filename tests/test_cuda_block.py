@@ -32,7 +32,7 @@ def check(x, outputs, **attrs):
         assert (np.abs(np.asarray(g) - exact) <= size * x.size / exact.size * 2.0**-24 + 1e-30).all()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"large-{s}" if np.prod(s) > 2**20 else str(s))
 @pytest.mark.parametrize("dtype", [bf16, f16, f32], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("square", [False, True], ids=["1x128", "128x128"])
 @pytest.mark.parametrize("fp8,law", [(E4M3, dict(power_2=True, epsilon=0.0)), (E5M2, dict(power_2=False, epsilon=9.0))])
