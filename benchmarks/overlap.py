@@ -44,6 +44,7 @@ class Candidate:
 
 
 _ALL, _HIDING = recommended_xla_flags(), "--xla_gpu_enable_latency_hiding_scheduler=true"
+_DOUBLE = "--xla_gpu_enable_while_loop_double_buffering=true"
 # Names of flags: https://github.com/openxla/xla/blob/main/xla/debug_options_flags.cc
 CANDIDATES = {
     "one GPU": Candidate(one=True),
@@ -51,7 +52,7 @@ CANDIDATES = {
     "no flags": Candidate(),
     "recommended": Candidate(_ALL),
     "latency hiding alone": Candidate(_HIDING),
-    "double buffering": Candidate(f"{_ALL} --xla_gpu_enable_while_loop_double_buffering=true"),
+    "recommended but double buffering": Candidate(_ALL.replace(_DOUBLE, "")),
     "unrolled, no flags": Candidate(unrolled=True),
     "unrolled, recommended": Candidate(_ALL, unrolled=True),
     "unrolled, latency hiding alone": Candidate(_HIDING, unrolled=True),

@@ -352,6 +352,8 @@ _XLA_FLAGS = {
     "xla_gpu_enable_pipelined_all_gather": "true",
     "xla_gpu_enable_pipelined_reduce_scatter": "true",
     "xla_gpu_enable_pipelined_all_reduce": "true",
+    # Two steps of such a loop become one: what one step hands to the next is not copied, and more is there to overlap.
+    "xla_gpu_enable_while_loop_double_buffering": "true",
     # Collectives up to this size in all become one: large enough for the weights of a layer (8B: 218M, a byte each in
     # FP8), since few large messages use the links better than many small ones; memory for the results limits it.
     "xla_gpu_all_gather_combine_threshold_bytes": str(256 * 2**20),
@@ -367,10 +369,9 @@ def recommended_xla_flags() -> str:
 
         export XLA_FLAGS="$(python -c 'from te_jax import sharding; print(sharding.recommended_xla_flags())')"
 
-    The latency-hiding scheduler; pipelining of collectives in loops; thresholds under which collectives are combined.
-    Left out: windowed einsum (`xla_gpu_threshold_for_windowed_einsum_mib`) takes apart XLA's own dots, which te_gemm is
-    not; `xla_gpu_enable_while_loop_double_buffering` doubles the code of a loop over layers: try it where a profile
-    shows copies between its steps. XLA aborts at a flag that it does not know: these are known to jaxlib 0.10.2 and
-    0.12.0.
+    The latency-hiding scheduler; pipelining of collectives in loops, and two of their steps at a time; thresholds under
+    which collectives are combined. Left out: windowed einsum (`xla_gpu_threshold_for_windowed_einsum_mib`) takes apart
+    XLA's own dots, which te_gemm is not. XLA aborts at a flag that it does not know: these are known to jaxlib 0.10.2
+    and 0.12.0.
     """
     return " ".join(f"--{name}={value}" for name, value in _XLA_FLAGS.items())
