@@ -136,7 +136,7 @@ def _slope(amaxes, recorded, count):
 _COLUMNS = {
     "amax": (np.max, "{:.3g}"),
     "scale": (np.min, "{:.3g}"),
-    "headroom": (np.min, "{:+.1f}"),
+    "headroom": (np.min, "{:+.2f}"),
     "saturation": (np.max, "{:.1e}"),
     "underflow": (np.max, "{:.1e}"),
     "trend": (np.max, "{:+.3f}"),

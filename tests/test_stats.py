@@ -126,7 +126,7 @@ def test_table():
     none = TensorStats(*np.float32([np.nan, 1, np.nan, np.nan, np.nan, np.nan, 0]))
     head, first, second = te.fp8_stats_table({"a/x": two, "b/kernel": none}).splitlines()
     assert head.split() == ["tensor", "layers", *TensorStats._fields]
-    assert first.split() == ["a/x", "2", "3", "2", "-1.0", "5.0e-01", "2.5e-01", "+1.000", "7"]
+    assert first.split() == ["a/x", "2", "3", "2", "-1.00", "5.0e-01", "2.5e-01", "+1.000", "7"]
     assert second.split() == ["b/kernel", "1", "-", "1", "-", "-", "-", "-", "0"]
     assert len(head) == len(first) == len(second)
 
@@ -190,7 +190,11 @@ def test_fractions_of_what_kernels_compute(rng):
     """LayerNormMLP: the norm, the activation and its gradient are quantized where they are computed, from f32."""
     scales = dict(x_0=40.0, kernel_0=5.0, grad_0=1e-3, x_1=0.02, kernel_1=3.0, grad_1=50.0)
     x, dy = wide(rng, 6, 40, spread=2), wide(rng, 6, 40, spread=8)
-    params = {"scale": wide(rng, 40, spread=2), "wi_kernel": wide(rng, 40, 2, 17, spread=2), "wo_kernel": wide(rng, 17, 40)}
+    params = {
+        "scale": wide(rng, 40, spread=2),
+        "wi_kernel": wide(rng, 40, 2, 17, spread=2),
+        "wo_kernel": wide(rng, 17, 40),
+    }
     fields = dict(intermediate_dim=17, activations=("silu", "linear"), layernorm_type="rmsnorm", use_bias=False)
     model = te_flax.LayerNormMLP(**fields, intermediate_dropout_rate=0.0)
     state = {"fp8_metas": metas(**{name: state_of(scale, []) for name, scale in scales.items()})}
