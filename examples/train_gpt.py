@@ -64,8 +64,7 @@ def train(args, precision: str, corpus: data.Corpus, out: pathlib.Path, devices:
     model = api.make_model(args)
     optimizer = steps.make_optimizer(args.lr, args.warmup, args.steps, args.optimizer)
     shardings = api.state_shardings(model, optimizer, recipe, devices)
-    reported = recipe is not None and args.fp8_report is not None
-    monitor = health.Health(args, recipe, shardings) if reported else None
+    monitor = health.monitor(args, recipe, shardings)
     state = api.init_state(model, optimizer, recipe, args.seed, shardings)
     parameters = sum(p.size for p in jax.tree.leaves(state.params))
 

@@ -131,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
         type=float, metavar="X")  # fmt: skip
     add(p, "--fp8-report", "how well the FP8 tensors of each layer fit, over the steps: a table, fp8_report.json and "
         "fp8_report.png in DIR [default: in --out]", nargs="?", const="", metavar="DIR")  # fmt: skip
-    add(p, "--fp8-report-every", "steps from one look to the next, each of which takes some two thirds of a step "
+    add(p, "--fp8-report-every", "steps from one look to the next, each of which repeats the passes of a step "
         "[default: a fiftieth of --steps]", type=int, metavar="N")  # fmt: skip
     add(p, "--tensorboard", "the numbers of --fp8-report as scalars for TensorBoard, too (needs tensorboardX)",
         metavar="DIR")  # fmt: skip

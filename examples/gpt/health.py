@@ -66,6 +66,11 @@ class Health:
             self.board.close()
 
 
+def monitor(args, recipe, shardings) -> Health | None:
+    """What --fp8-report asks for; None without it, and in bf16 (no recipe)."""
+    return None if recipe is None or args.fp8_report is None else Health(args, recipe, shardings)
+
+
 def tensorboard(directory: str):
     """A writer of scalars. Raises ValueError where tensorboardX is not installed."""
     try:
@@ -91,7 +96,9 @@ def _scalars(tensors: dict):
 def write(directory: pathlib.Path, every: int, looks: list[dict], title: str) -> None:
     """fp8_report.json, and fp8_report.png with the numbers over layers and steps. looks: of `Health.look`, in order."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / JSON).write_text(json.dumps({"every": every, "numbers": MEANINGS, "looks": looks}) + "\n")
+    (directory / JSON).write_text(
+        json.dumps({"every": every, "numbers": MEANINGS, "null": "not known, or not finite", "looks": looks}) + "\n"
+    )
     draw(looks, title).savefig(directory / PNG, dpi=110)
 
 
