@@ -3,7 +3,7 @@
     python examples/train_gpt.py --compare
 
 Without a GPU this trains the `tiny` preset in a few minutes. It writes loss.png, results.json and checkpoints
-to --out. See examples/README.md; `--help` lists the options.
+to --out, with --fp8-report what became of the tensors in FP8. See examples/README.md; `--help` lists the options.
 """
 
 import collections
@@ -13,7 +13,7 @@ import sys
 import time
 
 import jax
-from gpt import checkpoint, cluster, config, data, flops, mesh, nnx_steps, plot, report, steps
+from gpt import checkpoint, cluster, config, data, flops, health, mesh, nnx_steps, plot, report, steps
 from gpt.progress import Progress
 
 from te_jax import recipe as te_recipe
@@ -64,13 +64,14 @@ def train(args, precision: str, corpus: data.Corpus, out: pathlib.Path, devices:
     model = api.make_model(args)
     optimizer = steps.make_optimizer(args.lr, args.warmup, args.steps, args.optimizer)
     shardings = api.state_shardings(model, optimizer, recipe, devices)
+    monitor = health.monitor(args, recipe, shardings)
     state = api.init_state(model, optimizer, recipe, args.seed, shardings)
     parameters = sum(p.size for p in jax.tree.leaves(state.params))
 
-    run = {"key": config.resume_key(args, len(corpus.train)), "losses": [], "held_out": []}
+    run = {"key": config.resume_key(args, len(corpus.train)), "losses": [], "held_out": [], "fp8_report": []}
     checkpoints = None if args.no_checkpoint else checkpoint.Checkpoints(out / precision)
     if checkpoints and args.resume and (found := checkpoints.restore(api.saved(state), run["key"])):
-        state, run = api.resumed(state, found[0]), found[1]
+        state, run = api.resumed(state, found[0]), run | found[1]
     run["precision"] = precision  # the checkpoint may be of a run in the other one
     start, stop = int(state.step), min(args.steps, args.stop_at or args.steps)
     print(
@@ -95,7 +96,12 @@ def train(args, precision: str, corpus: data.Corpus, out: pathlib.Path, devices:
             progress.add(run["losses"][-1])
 
     for step in range(start + 1, stop + 1):
-        state, loss = train_step(state, batch(step - 1))
+        windows = batch(step - 1)
+        if monitor and monitor.due(step):
+            read_losses(0)
+            run["fp8_report"].append(monitor.look(step, api.saved(state), windows))
+            progress.pause()
+        state, loss = train_step(state, windows)
         pending.append(loss)
         evaluate = args.eval_every and eval_data and (step % args.eval_every == 0 or step == args.steps)
         save = checkpoints and ((args.checkpoint_every and step % args.checkpoint_every == 0) or step == stop)
@@ -111,7 +117,22 @@ def train(args, precision: str, corpus: data.Corpus, out: pathlib.Path, devices:
     progress.bar.close()
     if checkpoints:
         checkpoints.close()
+    if monitor:
+        monitor.close()
+        report_health(args, run["fp8_report"])
     return {"parameters": parameters, "compile_s": compile_seconds, **summary(run, progress)}
+
+
+def report_health(args, looks: list[dict]) -> None:
+    """Prints and writes what --fp8-report asks for."""
+    if not looks:
+        print("note: --fp8-report has nothing to say of a run that was finished without it")
+        return
+    directory = pathlib.Path(args.fp8_report)
+    if cluster.is_first():
+        health.write(directory, args.fp8_report_every, looks, f"FP8 tensors of a byte-level GPT, {args.preset}")
+    print(f"FP8 tensors at step {looks[-1]['step']}, the worst of their layers:", health.table(looks[-1]), sep="\n")
+    print(f"wrote {directory / health.PNG} and {directory / health.JSON}")
 
 
 def summary(run: dict, progress: Progress) -> dict:
@@ -130,7 +151,8 @@ def summary(run: dict, progress: Progress) -> dict:
 
 def keep_earlier(out: pathlib.Path) -> None:
     """A new run must not overwrite the checkpoints of another: they move to `earlier-N` beside it."""
-    found = [out / name for name in ("fp8", "bf16", "results.json", "loss.png") if (out / name).exists()]
+    names = ("fp8", "bf16", "results.json", "loss.png", *health.FILES)
+    found = [out / name for name in names if (out / name).exists()]
     if not found:
         return
     earlier = next(p for n in itertools.count(1) if not (p := out / f"earlier-{n}").exists())

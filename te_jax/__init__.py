@@ -17,6 +17,9 @@ from te_jax.fp8 import update_fp8_metas as update_fp8_metas
 from te_jax.ops.attention import explain_attention as explain_attention
 from te_jax.sharding import MeshResource as MeshResource
 from te_jax.sharding import ShardingResource as ShardingResource
+from te_jax.stats import fp8_probes as fp8_probes
+from te_jax.stats import fp8_stats as fp8_stats
+from te_jax.stats import fp8_stats_table as fp8_stats_table
 
 
 def __getattr__(name):

@@ -35,18 +35,21 @@ def _amax_type():
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _receive(scale, amax_history, recipe, direction):
-    """scale f32[..., 1], amax_history f32[..., L] -> the same for the modules, the history in the type of amaxes."""
-    return scale, lax.convert_element_type(amax_history, _amax_type())
+def _receive(scale, amax_history, recipe, direction, probe=None):
+    """scale f32[..., 1], amax_history f32[..., L] and, if there is one, probe f32[..., 4] -> the same for the modules,
+    all but the scale in the type of amaxes."""
+    in_type = lambda leaf: lax.convert_element_type(leaf, _amax_type())
+    return scale, in_type(amax_history), *(() if probe is None else (in_type(probe),))
 
 
-def _receive_fwd(scale, amax_history, recipe, direction):
-    return _receive(scale, amax_history, recipe, direction), (scale, amax_history)
+def _receive_fwd(scale, amax_history, recipe, direction, probe):
+    return _receive(scale, amax_history, recipe, direction, probe), (scale, amax_history)
 
 
 def _receive_bwd(recipe, direction, state, cotangents):
-    amax = jnp.max(lax.convert_element_type(cotangents[1], jnp.float32), -1)  # -inf if nothing used the state
-    return next_state(recipe, *state, amax, direction)
+    _, *seen = (lax.convert_element_type(g, jnp.float32) for g in cotangents)
+    amax = jnp.max(seen[0], -1)  # -inf if nothing used the state
+    return *next_state(recipe, *state, amax, direction), jnp.maximum(seen[1], 0.0) if seen[1:] else None
 
 
 _receive.defvjp(_receive_fwd, _receive_bwd)
@@ -85,7 +88,7 @@ def combine_by_max(collections):
 
     def receive(path, state):
         check_history_length(path + HISTORY, state[1].shape[-1], recipe)
-        return _receive(*state, recipe, direction_of(path.rsplit("/", 1)[-1]))
+        return _receive(*state[:2], recipe, direction_of(path.rsplit("/", 1)[-1]), *state[2:])
 
     return update_collections({FP8_COLLECTION: map_tensors(receive, collections[FP8_COLLECTION])}, collections)
 
@@ -116,8 +119,9 @@ def max_fp8_metas(before, microbatches):
 
 
 def _largest(path, new, old):
-    """(scales f32[k, ..., 1], histories f32[k, ..., L]), the state before -> that of the largest amax."""
-    (scales, histories), (scale, history) = new, old
+    """(scales f32[k, ..., 1], histories f32[k, ..., L]), the state before -> that of the largest amax. Of probes
+    f32[k, ..., 4] the largest numbers."""
+    (scales, histories, *probes), (scale, history, *_) = new, old
     if history.shape[-1] == 1:
         order = jnp.where(scales > 0, -scales, -jnp.inf)[..., 0]
     else:
@@ -127,7 +131,8 @@ def _largest(path, new, old):
         order = jnp.where(seen, histories[..., -1], -1.0)
     count = scales.shape[0]
     chosen = jnp.arange(count).reshape(count, *[1] * (order.ndim - 1)) == jnp.argmax(order, 0)
-    return tuple(jnp.sum(jnp.where(chosen[..., None], x, 0.0), 0) for x in new)  # exact: the rest is 0
+    of_chosen = (jnp.sum(jnp.where(chosen[..., None], x, 0.0), 0) for x in new[:2])  # exact: the rest is 0
+    return *of_chosen, *(jnp.max(probe, 0) for probe in probes)
 
 
 def value_and_grad(fun, argnums=0, has_aux: bool = False):

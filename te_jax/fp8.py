@@ -1,9 +1,10 @@
 """FP8 state: the recipe in force, the scale of a tensor, and how a training step turns amaxes into new scales.
 
 A recipe with state (`has_state`) has it in the collection `fp8_metas`: f32 leaves `{tensor}_scale` [1] and
-`{tensor}_amax_history` [L], possibly with leading axes from `nn.scan` or `nn.vmap`. A tensor is x, kernel or grad of a
-GEMM, or one of `AttentionMetas`. The cotangent of the collection is the new state, so `jax.grad` with respect to it is
-the update, and a forward pass alone changes nothing.
+`{tensor}_amax_history` [L], and where it is probed (`te_jax.fp8_probes`) `{tensor}_probe` [4], possibly with leading
+axes from `nn.scan` or `nn.vmap`. A tensor is x, kernel or grad of a GEMM, or one of `AttentionMetas`. The cotangent of
+the collection is the new state, so `jax.grad` with respect to it is the update, and a forward pass alone changes
+nothing.
 """
 
 import contextlib
@@ -22,11 +23,13 @@ from jax.sharding import AxisType, PartitionSpec
 
 from te_jax import sharding
 from te_jax._op import amax_across, like, on_explicit_mesh, varying
+from te_jax.ops.quantize import saturate
 from te_jax.ops.scaling import next_state
 from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.recipe.delayed import HISTORY, SCALE
 
 FP8_COLLECTION = "fp8_metas"
+PROBE = "_probe"  # how the name of a leaf ends whose cotangent is what `seen` says of the tensor
 CONVERTER = "te_jax.convert_fp8_metas"  # named in errors about stored state
 
 _recipe = jax.make_user_context(None)  # part of the jit cache key, so another recipe retraces
@@ -84,6 +87,7 @@ class TensorMeta(NamedTuple):
 
     scale: jax.Array  # f32[], the tensor is multiplied by it
     amax: jax.Array  # f32[], a token: its cotangent is the tensor's amax in this step, 0 if it was not quantized
+    # f32[4] where there is a probe: the cotangent is what `seen` says, 0 if it was not quantized
 
 
 class DenseMetas(NamedTuple):
@@ -117,25 +121,32 @@ def direction_of(tensor: str) -> str:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def observe(scale: jax.Array, amax_history: jax.Array, recipe: DelayedScaling, direction: str) -> TensorMeta:
+def observe(
+    scale: jax.Array, amax_history: jax.Array, recipe: DelayedScaling, direction: str, probe: jax.Array | None = None
+) -> TensorMeta:
     """State of a tensor -> what a layer consumes. Backward, the recorded amax becomes the new state.
 
-    scale: f32[1], amax_history: f32[L], direction: "fwd" or "bwd". A history that `combine_by_max` has converted takes
-    the bare amax, for the law is applied further up.
+    scale: f32[1], amax_history: f32[L], direction: "fwd" or "bwd", probe: f32[4], whose value is not read. A history
+    and a probe that `combine_by_max` has converted take the bare amax and what was seen, for the law is applied
+    further up.
     """
-    return TensorMeta(scale[0], scale[0])  # the token's value is not read, but it is mapped or varies as the state does
+    # The token's value is not read, but it is mapped or varies as the state does.
+    return TensorMeta(scale[0], scale[0] if probe is None else jnp.broadcast_to(scale, probe.shape))
 
 
-def _observe_fwd(scale, amax_history, recipe, direction):
-    return TensorMeta(scale[0], scale[0]), (scale, amax_history)
+def _observe_fwd(scale, amax_history, recipe, direction, probe):
+    return observe(scale, amax_history, recipe, direction, probe), (scale, amax_history, probe)
 
 
 def _observe_bwd(recipe, direction, state, cotangent):
-    scale, history = state
+    scale, history, probe = state
+    amax, dprobe = cotangent.amax, None
+    if probe is not None:
+        amax, dprobe = cotangent.amax[0], lax.convert_element_type(cotangent.amax, probe.dtype)
     if jax.dtypes.issubdtype(history.dtype, jax.dtypes.extended):
-        amaxes = jnp.broadcast_to(cotangent.amax, history.shape)
-        return jnp.zeros_like(scale), lax.convert_element_type(amaxes, history.dtype)
-    return next_state(recipe, scale, history, cotangent.amax, direction)
+        amaxes = jnp.broadcast_to(amax, history.shape)
+        return jnp.zeros_like(scale), lax.convert_element_type(amaxes, history.dtype), dprobe
+    return *next_state(recipe, scale, history, amax, direction), dprobe
 
 
 observe.defvjp(_observe_fwd, _observe_bwd)
@@ -180,10 +191,27 @@ def scale_of(
     return recipe.scale(None if meta is None else meta.scale, amax, recipe.fp8_format.max(direction))
 
 
+def seen(meta: TensorMeta | None, amax: jax.Array, scale: jax.Array, wide: Callable[[], jax.Array], dtype) -> jax.Array:
+    """The amax (f32[]) of a tensor that a layer quantized to `dtype` with `scale`; of a probed one f32[4]: its amax,
+    the scale, the fraction of its elements that are beyond the largest FP8 value (inf too), and the fraction of those
+    that are not 0 which become 0.
+
+    wide: -> the tensor before that, called for a probe alone.
+    """
+    if meta is None or meta.amax.ndim == 0:
+        return amax
+    x = wide().astype(jnp.float32)
+    scaled = x * scale
+    beyond = jnp.count_nonzero(jnp.abs(scaled) > float(jnp.finfo(dtype).max))  # integers: f32 counts to 2**24 alone
+    lost = jnp.count_nonzero((x != 0) & (saturate(scaled, dtype).astype(jnp.float32) == 0))
+    return jnp.stack([amax, scale, beyond / max(x.size, 1), lost / jnp.maximum(jnp.count_nonzero(x), 1)])
+
+
 def cotangent(
     meta: TensorMeta | None, amax: jax.Array | None, recipe: Recipe, stage_axes: frozenset[str] = frozenset()
 ) -> TensorMeta | None:
-    """The cotangent that a layer returns for `meta`: it saw `amax` (f32[], or None if it quantized nothing).
+    """The cotangent that a layer returns for `meta`: it saw `amax`, as `seen` returns it (None: it quantized nothing);
+    that of a kernel's own tensors is f32[] for a probe too, whose fractions are then inf: not known.
 
     Inside `shard_map` the amax is reduced over all devices but those along `stage_axes`. Raises ValueError where
     `recipe.reduce_amax` forbids that but the state is shared, and under `shard_map(check_vma=False)`.
@@ -193,6 +221,8 @@ def cotangent(
         return None
     if amax is None:
         return TensorMeta(jnp.zeros_like(meta.scale), jnp.zeros_like(meta.amax))
+    if amax.ndim < meta.amax.ndim:
+        amax = jnp.stack([amax, meta.scale, jnp.float32(jnp.inf), jnp.float32(jnp.inf)])
     shared = varying(amax) - varying(meta.amax)
     if shared and not recipe.reduce_amax:
         raise ValueError(
@@ -240,7 +270,8 @@ def update_collections(new, original):
 
 
 def map_tensors(f, metas: Mapping, *others: Mapping, path: str = FP8_COLLECTION):
-    """`metas` with each tensor's (scale, amax_history) as f(path of the tensor, that pair, the pairs of `others`) says.
+    """`metas` with each tensor's (scale, amax_history), or (scale, amax_history, probe) where it has one, as f(path of
+    the tensor, these, those of `others`) says; leaves that f does not return stay, and it may return a new probe.
 
     A scale or history without the other stays as it is.
     """
@@ -249,10 +280,10 @@ def map_tensors(f, metas: Mapping, *others: Mapping, path: str = FP8_COLLECTION)
         for k, v in metas.items()
     }
     for tensor in [name.removesuffix(SCALE) for name in metas if name.endswith(SCALE)]:
-        names = tensor + SCALE, tensor + HISTORY
+        names = tensor + SCALE, tensor + HISTORY, tensor + PROBE
         if names[1] in metas:
-            pairs = (tuple(node[name] for name in names) for node in (metas, *others))
-            out[names[0]], out[names[1]] = f(f"{path}/{tensor}", *pairs)
+            states = (tuple(node[name] for name in names if name in node) for node in (metas, *others))
+            out.update(zip(names, f(f"{path}/{tensor}", *states)))
     return type(metas)(out)
 
 
@@ -357,6 +388,6 @@ def convert_fp8_metas(collections, recipe: Recipe):
         return type(collections)({name: value for name, value in collections.items() if name != FP8_COLLECTION})
 
     def convert(path, state):
-        return recipe.adopted(*state, recipe.fp8_format.max(direction_of(path.rsplit("/", 1)[-1])))
+        return recipe.adopted(*state[:2], recipe.fp8_format.max(direction_of(path.rsplit("/", 1)[-1])))
 
     return update_collections({FP8_COLLECTION: map_tensors(convert, collections[FP8_COLLECTION])}, collections)

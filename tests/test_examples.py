@@ -6,6 +6,7 @@ import json
 import pathlib
 import shutil
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import train_gpt  # noqa: E402
-from gpt import checkpoint, config, data, flops, plot, report, steps  # noqa: E402
+from gpt import checkpoint, config, data, flops, health, plot, report, steps  # noqa: E402
 from gpt.model import GPT  # noqa: E402
 
 TEXT = str(EXAMPLES / "README.md")
@@ -161,20 +162,73 @@ def test_compare_writes_curves_and_checks_the_gap(tmp_path):
     assert again["gap_last_tenth"] == results["gap_last_tenth"]
 
 
-def test_resume_is_bit_for_bit(tmp_path):
-    """From a checkpoint written while training went on."""
+def test_resume_is_bit_for_bit(tmp_path, monkeypatch):
+    """From a checkpoint written while training went on; and so are the numbers of --fp8-report."""
+    scalars = []
+
+    class SummaryWriter:
+        def __init__(self, directory):
+            assert directory == str(tmp_path / "board")
+
+        add_scalar = staticmethod(lambda *scalar: scalars.append(scalar))
+        close = staticmethod(lambda: scalars.append("closed"))
+
+    monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=SummaryWriter))
     options = ["--dropout", "0.1", "--eval-every", "0", "--checkpoint-every", "5"]
+    options += ["--fp8-report", "--fp8-report-every", "4", "--tensorboard", str(tmp_path / "board")]
     _, whole, _ = train(tmp_path, *options)
     expected = saved_state(tmp_path / "fp8")
+    looks = check_report(tmp_path, scalars)
     shutil.rmtree(tmp_path / "fp8" / "12")
+    (tmp_path / "fp8_report.json").unlink()
+    scalars.clear()
     _, resumed, said = train(tmp_path, *options, "--resume")
-    assert "steps 10 to 12" in said
+    assert "steps 10 to 12" in said and "FP8 tensors at step 12" in said
+    assert {step for *_, step in scalars[:-1]} == {12}, "those before are there already"
+    assert json.loads((tmp_path / "fp8_report.json").read_text())["looks"] == looks
     assert resumed["runs"]["fp8"]["losses"] == whole["runs"]["fp8"]["losses"]
     got = saved_state(tmp_path / "fp8")
     jax.tree.map(np.testing.assert_array_equal, got, expected)
     leaves = jax.tree_util.tree_leaves_with_path(got["fp8"])
     scales = [leaf for path, leaf in leaves if path[-1].key.endswith("_scale")]
     assert scales and all((s != 1).all() and np.isfinite(s).all() for s in scales)
+
+
+def check_report(out, scalars) -> list[dict]:
+    """The looks of the 12 steps above, which agree with the state that was saved, and with `scalars`."""
+    report = json.loads((out / "fp8_report.json").read_text())
+    looks, state = report["looks"], saved_state(out / "fp8")["fp8"]["fp8_metas"]
+    assert [look["step"] for look in looks] == [1, 5, 9, 12]
+    assert (out / "fp8_report.png").read_bytes().startswith(b"\x89PNG")
+    assert set(report["numbers"]) == set(looks[0]["tensors"]["layers/TransformerLayer_0/mlp/x_0"])
+    assert len(looks[0]["tensors"]) == 12 and scalars.pop() == "closed"
+    known = {}
+    for look in looks:
+        for path, tensor in look["tensors"].items():
+            assert tensor["recorded"] == [min(look["step"], 3)]
+            for number, (value,) in tensor.items():
+                known[f"{number}/{path}/0", look["step"]] = value
+            fp8_max = 57344 if path.rsplit("/", 1)[1].startswith("grad") else 448
+            (amax,), (scale,), (headroom,) = (tensor[number] for number in ("amax", "scale", "headroom"))
+            np.testing.assert_allclose(headroom, np.log2(fp8_max / amax / scale), atol=1e-5)
+            assert (tensor["saturation"][0] > 0) == (amax * np.float32(scale) > fp8_max)
+            if look["step"] == 1:
+                assert scale == 1 and tensor["trend"] == [None]
+            if look["step"] == 12:
+                node = state
+                for part in path.split("/")[:-1]:
+                    node = node[part]
+                history = node[path.rsplit("/", 1)[1] + "_amax_history"]
+                # Two programs of the same step: bf16 may round differently.
+                np.testing.assert_allclose(history[0, -1], amax, rtol=2**-6, err_msg="not the tensor of this step")
+    assert {(name, step): value for name, value, step in scalars} == {k: v for k, v in known.items() if v is not None}
+    return looks
+
+
+def test_tensorboard_needs_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ValueError, match="--tensorboard needs tensorboardX: pip install tensorboardX"):
+        health.tensorboard("runs")
 
 
 def test_resume_needs_the_same_arguments_and_a_new_run_keeps_the_earlier(tmp_path, capsys):
@@ -199,6 +253,10 @@ def test_resume_needs_the_same_arguments_and_a_new_run_keeps_the_earlier(tmp_pat
         (["--check-against", "0.01"], "needs --against"),
         (["--steps", "0"], "--steps is 0"),
         (["--no-checkpoint", "--resume"], "contradicts"),
+        (["--tensorboard", "runs"], "--tensorboard needs --fp8-report"),
+        (["--fp8-report", "--precision", "bf16"], "of an FP8 run"),
+        (["--fp8-report", "--recipe", "block"], "needs --recipe delayed"),
+        (["--fp8-report", "--fp8-report-every", "0"], "--fp8-report-every is 0"),
     ],
 )
 def test_senseless_arguments(arguments, message, capsys):
@@ -243,6 +301,17 @@ def test_plot_draws_both_curves_and_the_gap():
     assert bottom == ["fp8 - bf16"]
     one = plot.draw({"fp8": {"losses": [3.0], "held_out": []}}, None, "title")
     assert len(one.axes) == 1
+
+
+def test_heat_maps_have_a_row_for_each_layer():
+    numbers = {name: [1.0, None] for name in health.MEANINGS}
+    looks = [{"step": step, "tensors": {"a/x": numbers, "a/grad": numbers}} for step in (1, 5, 7)]
+    figure = health.draw(looks, "title")
+    images = [axes.images[0].get_array() for axes in figure.axes[:4]]
+    assert all(image.shape == (4, 3) for image in images)
+    np.testing.assert_array_equal(np.ma.getmaskarray(images[2])[:, 0], [False, True, False, True])
+    assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["a/x", "a/grad"]
+    assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == ["1", "5", "7"]
 
 
 def test_distance():

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import generate  # noqa: E402
 import train_gpt  # noqa: E402
-from gpt import config, nnx_steps, steps  # noqa: E402
+from gpt import checkpoint, config, nnx_steps, steps  # noqa: E402
 
 RUN = "--api nnx --preset tiny --layers 1 --seq-len 16 --batch-size 2 --steps 4 --eval-every 4 --eval-batches 1"
 RUN = [*RUN.split(), "--amax-history-len", "3", "--data", str(ROOT / "examples" / "README.md")]
@@ -50,12 +50,21 @@ def test_losses_are_those_of_linen():
 
 
 def test_resume_is_bit_for_bit_and_generate_reads_it(tmp_path, capsys):
-    whole = train(tmp_path / "whole")
+    whole = train(tmp_path / "whole", "--fp8-report", "--fp8-report-every", "3")  # looks change nothing
+    looks = json.loads((tmp_path / "whole" / "fp8_report.json").read_text())["looks"]
+    assert [look["step"] for look in looks] == [1, 4]
     train(tmp_path / "parts", "--stop-at", "2")
     assert train(tmp_path / "parts", "--resume") == whole
     assert whole[-1][1] < whole[0][1]
-    checkpoint = str(tmp_path / "parts" / "fp8")
-    assert generate.main(["--checkpoint", checkpoint, "--prompt", "def ", "--tokens", "2", "--greedy"]) == 0
+    state = checkpoint.Checkpoints(tmp_path / "parts" / "fp8").manager.restore(
+        4, args=checkpoint.ocp.args.Composite(fp8=checkpoint.ocp.args.StandardRestore())
+    )["fp8"]["fp8_metas"]["layers"]["TransformerLayer_0"]["mlp"]
+    for name in ("x_0", "kernel_1", "grad_0"):
+        look = looks[-1]["tensors"][f"layers/TransformerLayer_0/mlp/{name}"]
+        # Two programs of the same step: bf16 may round differently.
+        np.testing.assert_allclose(look["amax"], state[f"{name}_amax_history"][:, -1], rtol=2**-6)
+    directory = str(tmp_path / "parts" / "fp8")
+    assert generate.main(["--checkpoint", directory, "--prompt", "def ", "--tokens", "2", "--greedy"]) == 0
     assert "def " in capsys.readouterr().out
 
 

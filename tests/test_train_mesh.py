@@ -32,6 +32,7 @@ SMALL = [*SMALL.split(), "--data", str(ROOT / "examples" / "README.md"), "--no-c
 # losses of 4 to 5.5 nats moved by 1.4e-4 at most in six steps. In FP8 a changed last bit moves some values across the
 # edge between two FP8 numbers, 2**-4 apart: 1.3e-3.
 BOUNDS = {"bf16": 1e-3, "fp8": 5e-3}
+REPORT = ["--fp8-report", "--fp8-report-every", "5"]
 
 
 def train(out, *arguments) -> dict:
@@ -43,7 +44,7 @@ def train(out, *arguments) -> dict:
 @pytest.fixture(scope="module")
 def one_device_path(tmp_path_factory) -> pathlib.Path:
     path = tmp_path_factory.mktemp("one")
-    train(path, "--compare")
+    train(path, "--compare", *REPORT)
     return path / "results.json"
 
 
@@ -56,7 +57,7 @@ def one_device(one_device_path) -> dict:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--compare", "--mesh", "dp=2,fsdp=2,tp=2"],
+        ["--compare", "--mesh", "dp=2,fsdp=2,tp=2", *REPORT],
         ["--compare", "--mesh", "tp=2,fsdp=4", "--sequence-parallel"],
         ["--precision", "bf16", "--mesh", "dp=8", "--remat"],
         ["--compare", "--mesh", "dp=2,tp=2", "--cp", "2", "--sequence-parallel"],
@@ -74,6 +75,10 @@ def test_losses_are_those_of_one_device(arguments, one_device, one_device_path, 
         assert np.abs(ours - theirs)[found["step"] - 1] == found["largest"]
         assert found["largest_of_means"] == pytest.approx(abs(ours.mean() - theirs.mean()), abs=1e-12)  # of 6 steps
         assert f"{precision} against the earlier run: losses differ by {found['largest']:.1e}" in said
+    if "--fp8-report" in arguments:
+        compare_looks(
+            *(json.loads((path / "fp8_report.json").read_text()) for path in (tmp_path, one_device_path.parent))
+        )
     assert got["device"]["count"] == 8 and got["args"]["mesh"] == config.parse(arguments, "tiny").mesh
 
 
@@ -83,6 +88,18 @@ def compare(got, one_device):
             ours, theirs = np.array(run[curve]), np.array(one_device["runs"][precision][curve])
             np.testing.assert_array_equal(ours[:, 0], theirs[:, 0])
             np.testing.assert_allclose(ours[:, 1], theirs[:, 1], atol=BOUNDS[precision], rtol=0)
+
+
+def compare_looks(got, want):
+    """Counts of whole tensors, whatever devices hold of them."""
+    assert [look["step"] for look in got["looks"]] == [1, 6]
+    first, theirs = (report["looks"][0]["tensors"] for report in (got, want))  # later on rounding has its effects
+    for path, tensor in theirs.items():
+        for number, value in tensor.items():
+            ours = np.array(first[path][number], float)
+            # bf16 rounds an amax at 2**-9 of its size; of 8 * 32 rows of 128 numbers or more, some lie at an edge.
+            bound = dict(rtol=2e-2, atol=1e-3) if number in ("amax", "saturation", "underflow") else dict(atol=3e-2)
+            np.testing.assert_allclose(ours, np.array(value, float), **bound, err_msg=f"{path} {number}")
 
 
 @needs_8

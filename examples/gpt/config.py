@@ -129,6 +129,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE")  # fmt: skip
     add(p, "--check-against", "exit 1 if their means over 20 steps differ by more than X nats (needs --against)",
         type=float, metavar="X")  # fmt: skip
+    add(p, "--fp8-report", "how well the FP8 tensors of each layer fit, over the steps: a table, fp8_report.json and "
+        "fp8_report.png in DIR [default: in --out]", nargs="?", const="", metavar="DIR")  # fmt: skip
+    add(p, "--fp8-report-every", "steps from one look to the next, each of which repeats the passes of a step "
+        "[default: a fiftieth of --steps]", type=int, metavar="N")  # fmt: skip
+    add(p, "--tensorboard", "the numbers of --fp8-report as scalars for TensorBoard, too (needs tensorboardX)",
+        metavar="DIR")  # fmt: skip
     add(p, "--remat", "recompute each layer in the backward pass", action="store_true")
     add(p, "--dropout", "rate on the residual branches [default: 0]", type=float, default=0.0)
     many = p.add_argument_group("several devices")
@@ -197,7 +203,25 @@ def complete(args: argparse.Namespace, default_preset: str) -> argparse.Namespac
         p.error("--api nnx has neither --mesh nor --dropout: leave them out, or give --api linen")
     if args.sequence_parallel and args.mesh is None:
         p.error("--sequence-parallel needs --mesh with tp=2 or more")
+    _complete_report(p, args)
     return args
+
+
+def _complete_report(p: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.fp8_report is None:
+        for flag, value in (("--fp8-report-every", args.fp8_report_every), ("--tensorboard", args.tensorboard)):
+            if value is not None:
+                p.error(f"{flag} needs --fp8-report")
+        return
+    if args.precision != "fp8" and not args.compare:
+        p.error(f"--fp8-report is of an FP8 run, but --precision is {args.precision}: leave one of them out")
+    if args.recipe != "delayed":
+        p.error(f"--fp8-report needs --recipe delayed: {args.recipe} scaling fits each tensor as it is, keeps no state")
+    if args.fp8_report_every is None:
+        args.fp8_report_every = max(1, args.steps // 50)
+    if args.fp8_report_every < 1:
+        p.error(f"--fp8-report-every is {args.fp8_report_every}: give 1 or more")
+    args.fp8_report = args.fp8_report or args.out
 
 
 def resume_key(args: argparse.Namespace, text_bytes: int) -> dict:

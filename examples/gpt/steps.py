@@ -119,6 +119,12 @@ def next_byte_loss(model, batch) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(model(tokens), targets).mean()
 
 
+def step_loss(model: GPT, state: TrainState, batch):
+    """(params, fp8) -> the loss of the step that starts from `state`."""
+    rngs = {"dropout": jax.random.fold_in(state.rng, state.step)} if model.dropout else {}
+    return lambda params, fp8: next_byte_loss(partial(model.apply, {"params": params, **fp8}, rngs=rngs), batch)
+
+
 def make_train_step(model: GPT, optimizer, recipe, shardings: TrainState | None = None):
     """jitted (state, batch) -> (state, loss); the old state's memory is reused for the new. For `batch` see
     `next_byte_loss`.
@@ -127,13 +133,9 @@ def make_train_step(model: GPT, optimizer, recipe, shardings: TrainState | None 
     """
 
     def train_step(state: TrainState, batch) -> tuple[TrainState, jax.Array]:
-        rngs = {"dropout": jax.random.fold_in(state.rng, state.step)} if model.dropout else {}
-
-        def loss_fn(params, fp8):
-            return next_byte_loss(partial(model.apply, {"params": params, **fp8}, rngs=rngs), batch)
-
         with autocast(recipe):
-            loss, (grads, fp8) = jax.value_and_grad(loss_fn, argnums=(0, 1))(state.params, state.fp8)
+            of_both = jax.value_and_grad(step_loss(model, state, batch), argnums=(0, 1))
+            loss, (grads, fp8) = of_both(state.params, state.fp8)
             # The "gradient" of the FP8 state is its next value: amaxes recorded, scales following.
             fp8 = te.update_fp8_metas(fp8)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -147,6 +149,18 @@ def make_train_step(model: GPT, optimizer, recipe, shardings: TrainState | None 
 def compiled_step(model: GPT, optimizer, recipe, shardings, state: TrainState, batch):
     """`make_train_step`, compiled for such a state and batch."""
     return make_train_step(model, optimizer, recipe, shardings).lower(state, batch).compile()
+
+
+def make_fp8_stats(model: GPT, recipe, shardings: TrainState | None = None):
+    """(state, batch) -> `te_jax.fp8_stats` of the step that starts from `state`; on a mesh, on every device."""
+
+    def stats(state: TrainState, batch):
+        with autocast(recipe):
+            loss = step_loss(model, state, batch)
+            return te.fp8_stats(jax.grad(loss, argnums=1)(state.params, te.fp8_probes(state.fp8)))
+
+    run = jax.jit(stats, out_shardings=None if shardings is None else shardings.step)
+    return lambda state, batch: run(state._replace(opt_state=()), batch)
 
 
 def make_eval_loss(model: GPT, recipe):

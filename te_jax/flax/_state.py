@@ -88,7 +88,12 @@ def _tensor_meta(module: nn.Module, tensor: str, recipe: DelayedScaling) -> Tens
             )
         meta = before[2]
     else:  # also in an inner trace, whose tracers must not stay behind
-        meta = fp8.observe(*_stored(module, tensor, recipe), recipe, fp8.direction_of(tensor))
+        meta = fp8.observe(
+            *_stored(module, tensor, recipe),
+            recipe,
+            fp8.direction_of(tensor),
+            module.get_variable(FP8_COLLECTION, tensor + fp8.PROBE),
+        )
     meta, rest = fp8.fork(meta)
     left[tensor] = (recipe, trace, rest)
     return meta

@@ -156,7 +156,7 @@ def _plausible(path, new, old):
 
     Added up N times by autodiff, a history would grow by N in every step. But all except its newest amax is known.
     """
-    (scale, history), (old_scale, old_history) = new, old
+    (scale, history, *_), (old_scale, old_history, *_) = new, old
     reached = scale != 0  # else autodiff's zeros: no law makes a scale of 0
     if history.shape[-1] > 1:
         times = scale / old_scale

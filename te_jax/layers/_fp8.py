@@ -42,7 +42,7 @@ class Fp8Tensor(NamedTuple):
     wide: jax.Array | None  # [*m, *n], unquantized, for a GEMM out of FP8
     scale_inv: jax.Array | None  # f32[], or of each block of data
     scale_inv_t: jax.Array | None  # of each block of data_t; None with one scale for both
-    amax: jax.Array | None  # f32[], None if nothing was quantized, or in blocks
+    amax: jax.Array | None  # f32[], or f32[4] of a probed tensor (`fp8.seen`); None: nothing quantized, or in blocks
 
     @classmethod
     def of(cls, results: dict[str, jax.Array], wide, scale) -> "Fp8Tensor":
@@ -179,6 +179,7 @@ def quantize_tensor(
     if use.layouts:
         outputs = (*use.layouts, "amax", *(["dbias"] if with_dbias else []))
         got = dict(zip(outputs, quantize(x, scale, outputs=outputs, split=split, dtype=dtype)))
+        got["amax"] = fp8.seen(meta, got["amax"], scale, lambda: x, dtype)
     elif with_dbias:
         got["dbias"] = _column_sums(x, split)
     return Fp8Tensor.of(got, x if use.wide else None, scale), got.get("dbias")

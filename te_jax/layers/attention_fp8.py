@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 
 from te_jax._op import align, like
-from te_jax.fp8 import AttentionMetas, cotangent
+from te_jax.fp8 import AttentionMetas, TensorMeta, cotangent, seen
 from te_jax.ops.attention import undivided_groups
 from te_jax.ops.attention_check import Options, check_options
 from te_jax.ops.attention_fp8 import (
@@ -47,7 +47,7 @@ class _Saved(NamedTuple):
     operands: tuple[jax.Array, ...]  # q, k, v in FP8
     out: jax.Array  # in FP8 for FP8 gradients, else in q's type
     lse: jax.Array  # f32[b..., h, s]
-    amaxes: tuple[jax.Array, ...]  # f32[] each, of q, k, v and the output
+    amaxes: tuple[jax.Array, ...]  # as `fp8.cotangent` takes them, of q, k, v and the output
     metas: AttentionMetas
 
 
@@ -131,9 +131,10 @@ def _scales(metas: AttentionMetas) -> AttentionMetas:
     return AttentionMetas(*(jnp.clip(meta.scale, 1 / LARGEST_SCALE, LARGEST_SCALE) for meta in metas))
 
 
-def _stored(x, scale, dtype) -> tuple[jax.Array, jax.Array]:
-    """x [b..., s, h, d] in FP8, and its amax."""
-    return quantize(x, scale, outputs=("data", "amax"), split=x.ndim - 2, dtype=dtype)
+def _stored(x, meta: TensorMeta, scale, dtype) -> tuple[jax.Array, jax.Array]:
+    """x [b..., s, h, d] in FP8, and what was seen of it."""
+    data, amax = quantize(x, scale, outputs=("data", "amax"), split=x.ndim - 2, dtype=dtype)
+    return data, seen(meta, amax, scale, lambda: x, dtype)
 
 
 def _dequantized(data, scale, dtype) -> jax.Array:
@@ -147,7 +148,7 @@ def _attention(q, k, v, metas, config):
 
 def _attention_fwd(q, k, v, metas, config):
     by, dtype = _scales(metas), config.recipe.fp8_format.dtype("fwd")
-    operands, amaxes = zip(*(_stored(x, scale, dtype) for x, scale in zip((q, k, v), by)))
+    operands, amaxes = zip(*map(partial(_stored, dtype=dtype), (q, k, v), metas, by))
     attrs = dict(causal=config.causal, scale=config.scale)
     data, lse, amax = attention_fp8_fwd(*operands, forward_scales(by.q, by.k, by.v, by.o), **attrs)
     saved = (data, lse, (*amaxes, amax))
@@ -161,8 +162,8 @@ def _attention_fwd(q, k, v, metas, config):
 
 def _attention_bwd(config, saved: _Saved, dout):
     grads, amaxes = (_fp8_grads if config.fp8_backward else _wide_grads)(config, saved, dout)
-    seen = (*saved.amaxes, *amaxes)
-    dmetas = (cotangent(meta, amax, config.recipe, config.stage_axes) for meta, amax in zip(saved.metas, seen))
+    every = zip(saved.metas, (*saved.amaxes, *amaxes))
+    dmetas = (cotangent(meta, amax, config.recipe, config.stage_axes) for meta, amax in every)
     return *(like(grad, x) for grad, x in zip(grads, config.types)), AttentionMetas(*dmetas)
 
 
@@ -172,7 +173,7 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 def _fp8_grads(config, saved: _Saved, dout):
     """dq, dk, dv; the amaxes of do, dq, dk, dv, dp."""
     by, dtype = _scales(saved.metas), config.recipe.fp8_format.dtype("bwd")
-    data, do_amax = _stored(dout, by.do, dtype)
+    data, do_amax = _stored(dout, saved.metas.do, by.do, dtype)
     scales = backward_scales(by.q, by.k, by.v, by.o, by.do, by.dp, by.dq, by.dk, by.dv)
     attrs = dict(causal=config.causal, scale=config.scale)
     *grads, dq, dk, dv, dp = attention_fp8_bwd(data, *saved.operands, saved.out, saved.lse, scales, **attrs)

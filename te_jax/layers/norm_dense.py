@@ -5,6 +5,7 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
@@ -128,6 +129,9 @@ def quantize_norm(x, gamma, beta, meta, use: Uses, config: Config, attrs, with_l
     )  # in the op's order
     operands = x, gamma, beta, scale if use.layouts else None
     got = dict(zip(outputs, run(*operands, outputs=outputs)))
+    if use.layouts:
+        wide = lambda: run(x.astype(jnp.float32), gamma, beta, None, outputs=("y", "rstd"))[0]
+        got["amax"] = fp8.seen(meta, got["amax"], scale, wide, config.recipe.fp8_format.dtype("fwd"))
     q = Fp8Tensor.of(got, got["y"] if use.wide else None, scale)
     return q, got["y"] if with_ln_out else None, (got.get("mean"), got["rstd"])
 

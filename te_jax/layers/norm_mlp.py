@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
@@ -106,6 +107,9 @@ def _quantize_activation(z, meta, use, config: Config, act):
     scale = _fp8.scale_of(meta, lambda: run(z, None, outputs=("amax",))[0], jax.typeof(z), use, config)
     outputs = (*(("y",) if use.wide else ()), *use.layouts, *(("amax",) if use.layouts else ()))
     got = dict(zip(outputs, run(z, scale if use.layouts else None, outputs=outputs)))
+    if use.layouts:
+        wide = lambda: run(z.astype(jnp.float32), None, outputs=("y",))[0]
+        got["amax"] = fp8.seen(meta, got["amax"], scale, wide, config.recipe.fp8_format.dtype("fwd"))
     return Fp8Tensor.of(got, got.get("y"), scale)
 
 
@@ -127,6 +131,9 @@ def _quantize_activation_grad(da, z, meta, config: Config, act, wgrad: bool):
         *(("dbias",) if has_bias else ()),
     )
     got = dict(zip(outputs, run(da, z, scale if use.layouts else None, outputs=outputs)))
+    if use.layouts:
+        wide = lambda: run(da.astype(jnp.float32), z.astype(jnp.float32), None, outputs=("dx",))[0]
+        got["amax"] = fp8.seen(meta, got["amax"], scale, wide, config.recipe.fp8_format.dtype("bwd"))
     return Fp8Tensor.of(got, got.get("dx"), scale), like(got["dbias"], config.bias) if has_bias else None
 
 

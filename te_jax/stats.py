@@ -1,0 +1,162 @@
+"""How well tensors fit into FP8: what their state tells, and what probes see of the tensors themselves."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from te_jax import fp8
+from te_jax.fp8 import FP8_COLLECTION, direction_of, map_tensors, update_collections
+from te_jax.recipe import Recipe
+
+
+class TensorStats(NamedTuple):
+    """Numbers of one tensor, f32[...] over the leading axes of its state (one for each layer of an `nn.scan`). NaN:
+    not known.
+
+    Of a probed tensor that was quantized amax and scale are of that step: the largest |x|, possibly inf or NaN, and
+    what it was multiplied by. From the state alone they are the newest recorded amax (NaN without one), and the scale
+    that the next step will use.
+    """
+
+    amax: jax.Array  # in units of the tensor
+    scale: jax.Array
+    headroom: jax.Array  # powers of 2 from amax * scale up to the largest FP8 value; below 0 the tensor saturates
+    saturation: jax.Array  # probes: fraction of all elements beyond the largest FP8 value, inf among them
+    underflow: jax.Array  # probes: fraction of the elements that are not 0 which became 0
+    trend: jax.Array  # powers of 2 a step: least-squares slope of log2 over the recorded amaxes; needs two
+    recorded: jax.Array  # amaxes in the history
+
+
+def fp8_probes(collections):
+    """`collections` with a probe beside the FP8 state of each tensor: a leaf `{tensor}_probe`, f32[..., 4], whose
+    gradient tells `fp8_stats` what became of the tensor when it was quantized.
+
+        _, grads = te_jax.value_and_grad(loss_fn, argnums=1)(params, te_jax.fp8_probes(state.fp8))
+        stats = te_jax.fp8_stats(grads)
+
+    collections: variables or FP8 state, a dict or FrozenDict with `fp8_metas`. Probes in it
+                 start again.
+
+    All but the probes' gradients is as without them. The layers then read each tensor once more, to count: leave
+    probes out of the steps that are not looked at. Uses of one state, microbatches under `te_jax.value_and_grad`, and
+    shards inside `shard_map` give the largest of their numbers; elsewhere a sharded array is counted as a whole.
+
+    Raises ValueError without `fp8_metas`, as under recipes without state.
+    """
+    metas = _metas_of("fp8_probes", collections)
+
+    def probed(path, state):
+        scale, history, *_ = state
+        return scale, history, jnp.broadcast_to(jnp.zeros_like(scale), (*scale.shape[:-1], 4))
+
+    return update_collections({FP8_COLLECTION: map_tensors(probed, metas)}, collections)
+
+
+def fp8_stats(state_or_grads, recipe: Recipe | None = None) -> dict[str, TensorStats]:
+    """How well each tensor fits into FP8, by its path in `fp8_metas`, such as "layers/mlp/x_0".
+
+    state_or_grads: collections with `fp8_metas` (a dict or FrozenDict), gradients with respect to them (which are the
+                    next state) or a tuple of gradients that holds them, or a training state with an attribute `fp8`.
+    recipe:         whose formats the tensors have. None: the one in force, or `DelayedScaling()` outside of autocast.
+
+    `saturation` and `underflow` need the tensors: they are known of gradients with respect to `fp8_probes(state)`,
+    else NaN. The tensors inside of FP8 attention (o, dq, dk, dv, dp) never leave cuDNN: of those a probe knows the amax
+    alone.
+
+    A pure function, one computation for all tensors. Raises ValueError without `fp8_metas`, as under recipes without
+    state, and if there are several.
+    """
+    metas = _metas_of("fp8_stats", state_or_grads)
+    recipe = recipe or fp8.get_delayed_scaling()
+    fp8.check_recipe("fp8_stats", recipe)
+    return _stats(metas, recipe)
+
+
+def _metas_of(what: str, tree) -> Mapping:
+    kind, tree = type(tree).__name__, getattr(tree, "fp8", tree)
+    holds = lambda node: isinstance(node, Mapping) and FP8_COLLECTION in node
+    found = [node[FP8_COLLECTION] for node in jax.tree.leaves(tree, is_leaf=holds) if holds(node)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ValueError(f"{what}: this {kind} holds {len(found)} collections {FP8_COLLECTION!r}; pass one of them.")
+    raise ValueError(
+        f"{what}: this {kind} holds no collection {FP8_COLLECTION!r}; pass the FP8 state of a model under "
+        "DelayedScaling. Float8CurrentScaling and Float8BlockScaling keep none: their scales fit each tensor as it is."
+    )
+
+
+@partial(jax.jit, static_argnums=1)
+def _stats(metas, recipe: Recipe) -> dict[str, TensorStats]:
+    out = {}
+
+    def note(path, state):
+        fp8_max = recipe.fp8_format.max(direction_of(path.rsplit("/", 1)[-1]))
+        out[path.removeprefix(f"{FP8_COLLECTION}/")] = _of_tensor(*state, fp8_max=fp8_max)
+        return state
+
+    map_tensors(note, metas)
+    return out
+
+
+def _of_tensor(scale, history, probe=None, *, fp8_max: float) -> TensorStats:
+    """scale f32[..., 1], history f32[..., L], probe f32[..., 4] as `fp8.seen` gives it."""
+    scale, amaxes = scale[..., 0], history[..., 1:]  # slot 0 holds none between steps
+    recorded = jnp.isfinite(amaxes) & (amaxes > 0)
+    count = jnp.sum(recorded, -1, dtype=jnp.float32)
+    newest = amaxes[..., -1] if amaxes.shape[-1] else jnp.zeros_like(scale)
+    amax = jnp.where(newest == 0, jnp.nan, newest)
+    saturation = underflow = jnp.full_like(scale, jnp.nan)
+    if probe is not None:
+        seen = probe[..., 1] > 0
+        amax, scale = jnp.where(seen, probe[..., 0], amax), jnp.where(seen, probe[..., 1], scale)
+        # A fraction of inf stands for one that is not known.
+        saturation, underflow = (jnp.where(seen & (probe[..., i] <= 1), probe[..., i], jnp.nan) for i in (2, 3))
+    headroom = np.log2(fp8_max) - jnp.log2(amax) - jnp.log2(scale)
+    return TensorStats(amax, scale, headroom, saturation, underflow, _slope(amaxes, recorded, count), count)
+
+
+def _slope(amaxes, recorded, count):
+    """f32[...]: the slope of log2(amaxes f32[..., n]) against their places, by least squares over those recorded."""
+    log = jnp.where(recorded, jnp.log2(jnp.where(recorded, amaxes, 1.0)), 0.0)
+    mean = lambda values: jnp.sum(jnp.where(recorded, values, 0.0), -1, keepdims=True) / count[..., None]
+    places = jnp.broadcast_to(jnp.arange(amaxes.shape[-1], dtype=jnp.float32), amaxes.shape)
+    away = jnp.where(recorded, places - mean(places), 0.0)
+    slope = jnp.sum(away * (log - mean(log)), -1) / jnp.sum(jnp.square(away), -1)
+    return jnp.where(count > 1, slope, jnp.nan)
+
+
+# -- on the host --------------------------------------------------------------------------------------------------
+
+# Of several layers the table shows the worst: how that is found, and how it is written.
+_COLUMNS = {
+    "amax": (np.max, "{:.3g}"),
+    "scale": (np.min, "{:.3g}"),
+    "headroom": (np.min, "{:+.2f}"),
+    "saturation": (np.max, "{:.1e}"),
+    "underflow": (np.max, "{:.1e}"),
+    "trend": (np.max, "{:+.3f}"),
+    "recorded": (np.min, "{:.0f}"),
+}
+
+
+def fp8_stats_table(stats: Mapping[str, TensorStats]) -> str:
+    """The numbers of `fp8_stats` as text, a line for each tensor; of a tensor with several layers the largest amax,
+    saturation, underflow and trend, and the least scale, headroom and number of recorded amaxes. "-": not known."""
+    lines = [["tensor", "layers", *_COLUMNS]]
+    for path, tensor in stats.items():
+        cells = [_cell(getattr(tensor, name), *how) for name, how in _COLUMNS.items()]
+        lines.append([path, str(np.size(tensor.amax)), *cells])
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    aligned = lambda line: [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:]))]
+    return "\n".join("  ".join(aligned(line)) for line in lines)
+
+
+def _cell(values: Sequence[float] | jax.Array, worst, form: str) -> str:
+    values = np.asarray(values)
+    known = values[~np.isnan(values)]
+    return form.format(worst(known)) if known.size else "-"
