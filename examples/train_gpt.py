@@ -24,6 +24,8 @@ LATE = 3  # steps that a loss is read after its step was issued, so that the dev
 def fp8_recipe(args) -> te_recipe.Recipe:
     if args.recipe == "current":
         return te_recipe.Float8CurrentScaling()
+    if args.recipe == "fixed":
+        return te_recipe.FixedScaling()
     if args.recipe == "block":
         return te_recipe.Float8BlockScaling()
     return te_recipe.DelayedScaling(

@@ -62,6 +62,7 @@ def features(device: dict, cuda: bool, status: _lib.Status, driver: str | None) 
         return {
             "DelayedScaling": plain,
             "Float8CurrentScaling": plain,
+            "FixedScaling": plain,
             "Float8BlockScaling": plain,
             "fused attention": feature(f"no CUDA device in jax, attention is plain JAX: {install}", ""),
         }
@@ -73,6 +74,7 @@ def features(device: dict, cuda: bool, status: _lib.Status, driver: str | None) 
     return {
         "DelayedScaling": feature(fp8, "CUDA kernels and cuBLASLt"),
         "Float8CurrentScaling": feature(fp8, "CUDA kernels and cuBLASLt"),
+        "FixedScaling": feature(fp8, "CUDA kernels and cuBLASLt"),
         "Float8BlockScaling": feature(status.reason or gemm_block.unusable(capability), "CUDA kernels and cuBLASLt"),
         "fused attention": feature(attention, "cuDNN, bf16 and f16"),
     }

@@ -49,6 +49,7 @@ def test_report_on_cpu():
     assert lines["lowering"] == "ops lower to plain JAX"
     assert lines["DelayedScaling"].startswith("yes")
     assert lines["Float8BlockScaling"].startswith("yes")
+    assert lines["FixedScaling"].startswith("yes")
     assert "jax[cuda13]" in lines["fused"]
 
 
@@ -147,7 +148,7 @@ def test_lowering_on_a_cuda_device_refuses_an_unusable_extension(extension, monk
 )
 def test_features_by_compute_capability(capability, fp8, attention):
     found = main.features({"capability": capability}, True, _lib.Status(True, True, ""), "580.65")
-    assert found["DelayedScaling"]["available"] == fp8
+    assert found["DelayedScaling"]["available"] == found["FixedScaling"]["available"] == fp8
     assert found["fused attention"]["available"] == attention
     blocks = found["Float8BlockScaling"]
     assert blocks["available"] == (capability == "9.0")

@@ -42,7 +42,7 @@ class Fp8Tensor(NamedTuple):
     wide: jax.Array | None  # [*m, *n], unquantized, for a GEMM out of FP8
     scale_inv: jax.Array | None  # f32[], or of each block of data
     scale_inv_t: jax.Array | None  # of each block of data_t; None with one scale for both
-    amax: jax.Array | None  # f32[], None if nothing was quantized, or in blocks
+    amax: jax.Array | None  # f32[], None if nothing was quantized, or without state that it goes to
 
     @classmethod
     def of(cls, results: dict[str, jax.Array], wide, scale) -> "Fp8Tensor":
@@ -125,7 +125,17 @@ def uses(recipe: Recipe, train: bool, wgrad: bool) -> dict[str, Uses]:
     }
 
 
-def scale_of(meta, measure, shards_of: ShapedArray, use: Uses, config: Config, direction="fwd") -> jax.Array:
+def statistics(use: Uses, config: Config) -> tuple[str, ...]:
+    """The results beside the layouts that an op has to write: the amax, where there is state that it goes to."""
+    return ("amax",) if use.layouts and config.recipe.has_state else ()
+
+
+def fp8_type(tensor: str, config: Config) -> jnp.dtype:
+    """What `tensor`, a field of `DenseMetas`, is quantized to."""
+    return config.recipe.fp8_format.dtype(fp8.direction_of(tensor))
+
+
+def scale_of(tensor: str, meta, measure, shards_of: ShapedArray, use: Uses, config: Config) -> jax.Array:
     """`fp8.scale_of` a tensor of a layer.
 
     shards_of: a type that varies over the mesh axes that shard the tensor inside `shard_map`: of an operand, that from
@@ -134,19 +144,20 @@ def scale_of(meta, measure, shards_of: ShapedArray, use: Uses, config: Config, d
     if not use.layouts:  # no GEMM reads it in FP8
         return jnp.ones(())
     shards = varying(shards_of) - config.stage_axes
-    return fp8.scale_of(meta, measure, config.recipe, direction, shards)
+    return fp8.scale_of(meta, measure, config.recipe, tensor, shards)
 
 
 def quantize_blocks(
-    x, split, use: Uses, config: Config, direction="fwd", square=False, with_dbias=False
+    tensor: str, x, split, use: Uses, config: Config, with_dbias=False
 ) -> tuple[Fp8Tensor, jax.Array | None]:
-    """`quantize_tensor` under a recipe of block scales. square: blocks of 128 x 128, of a kernel."""
-    got, kind, recipe = {}, "block_inv" if square else "scale_inv", config.recipe
+    """`quantize_tensor` under a recipe of block scales: those of a kernel are 128 x 128."""
+    got, square, recipe = {}, tensor == "kernel", config.recipe
+    kind = "block_inv" if square else "scale_inv"
     dbias = ("dbias",) if with_dbias else ()
     if use.layouts:
         outputs = (*use.layouts, *(name.replace("data", kind) for name in use.layouts), *dbias)
         law = dict(square=square, power_2=not recipe.use_f32_scales, epsilon=recipe.amax_epsilon)
-        results = quantize_block(x, outputs=outputs, lead=split - 1, dtype=recipe.fp8_format.dtype(direction), **law)
+        results = quantize_block(x, outputs=outputs, lead=split - 1, dtype=fp8_type(tensor, config), **law)
         got = dict(zip(outputs, results))
     elif with_dbias:
         got["dbias"] = _column_sums(x, split)
@@ -155,9 +166,7 @@ def quantize_blocks(
 
 def quantize_kernel(kernel, meta, use: Uses, config: Config) -> Fp8Tensor:
     """kernel [*C, *F] as its GEMMs read it."""
-    if config.recipe.block_scaled:
-        return quantize_blocks(kernel, config.contract, use, config, square=True)[0]
-    return quantize_tensor(kernel, meta, config.contract, config.kernel, use, config)[0]
+    return quantize_tensor("kernel", kernel, meta, config.contract, config.kernel, use, config)[0]
 
 
 def _column_sums(x, split):
@@ -165,19 +174,19 @@ def _column_sums(x, split):
 
 
 def quantize_tensor(
-    x, meta, split, shards_of: ShapedArray, use: Uses, config: Config, direction="fwd", with_dbias=False
+    tensor: str, x, meta, split, shards_of: ShapedArray, use: Uses, config: Config, with_dbias=False
 ) -> tuple[Fp8Tensor, jax.Array | None]:
     """-> the tensor as its GEMMs read it, and its column sums f32[*n] if asked for.
 
-    split: axes in m. shards_of: see `scale_of`.
+    tensor: a field of `DenseMetas`. split: axes in m. shards_of: see `scale_of`.
     """
     if config.recipe.block_scaled:
-        return quantize_blocks(x, split, use, config, direction, with_dbias=with_dbias)
-    got, dtype = {}, config.recipe.fp8_format.dtype(direction)
+        return quantize_blocks(tensor, x, split, use, config, with_dbias)
+    got, dtype = {}, fp8_type(tensor, config)
     measure = lambda: quantize(x, None, outputs=("amax",), split=split, dtype=dtype)[0]
-    scale = scale_of(meta, measure, shards_of, use, config, direction)
+    scale = scale_of(tensor, meta, measure, shards_of, use, config)
     if use.layouts:
-        outputs = (*use.layouts, "amax", *(["dbias"] if with_dbias else []))
+        outputs = (*use.layouts, *statistics(use, config), *(["dbias"] if with_dbias else []))
         got = dict(zip(outputs, quantize(x, scale, outputs=outputs, split=split, dtype=dtype)))
     elif with_dbias:
         got["dbias"] = _column_sums(x, split)
@@ -242,9 +251,9 @@ def saved(x: Fp8Tensor, w: Fp8Tensor, config: Config, wgrad: bool) -> tuple[Fp8T
     one: jax remembers one structure of a traced function's residuals, whatever it is differentiated by.
     """
     fprop_wide, dgrad_wide, wgrad_wide = config.recipe.override_linear_precision
-    in_blocks = config.recipe.block_scaled
+    in_blocks, has_state = config.recipe.block_scaled, config.recipe.has_state
     for_wgrad = lambda a, read: (a if wgrad else jnp.zeros((0,))) if read else None
-    quantized = not in_blocks and not (fprop_wide and wgrad_wide)
+    observed = has_state and not (fprop_wide and wgrad_wide)
     kept = (
         Fp8Tensor(
             data=None,
@@ -252,7 +261,7 @@ def saved(x: Fp8Tensor, w: Fp8Tensor, config: Config, wgrad: bool) -> tuple[Fp8T
             wide=for_wgrad(x.wide, wgrad_wide),
             scale_inv=None if in_blocks else x.scale_inv,
             scale_inv_t=for_wgrad(x.scale_inv_t, in_blocks and not wgrad_wide),
-            amax=jnp.zeros(()) if quantized and x.amax is None else x.amax,
+            amax=jnp.zeros(()) if observed and x.amax is None else x.amax,
         ),
         w._replace(data_t=None, scale_inv_t=None, wide=w.wide if dgrad_wide else None),
     )
@@ -300,7 +309,7 @@ def quantize_grad(dy, meta, config: Config, wgrad: bool) -> tuple[Fp8Tensor, jax
     crosses = not config.recipe.block_scaled and (config.grad_spec is not None or config.grad_axes is not None)
     in_fp8 = crosses and use.data and use.data_t
     written = use._replace(data_t=False) if in_fp8 else use
-    grad, dbias = quantize_tensor(dy, meta, split, jax.typeof(dy), written, config, "bwd", with_dbias=has_bias)
+    grad, dbias = quantize_tensor("grad", dy, meta, split, jax.typeof(dy), written, config, has_bias)
     if in_fp8:
         data = gathered(grad.data)
         grad = grad._replace(data=data, data_t=transpose(data, split))

@@ -55,10 +55,11 @@ class Recipe:
     split_accumulator: tuple[bool, bool, bool]
     exclude: tuple[str, ...]
 
-    def scale(self, stored: jax.Array | None, amax: jax.Array | None, fp8_max: float) -> jax.Array:
+    def scale(self, tensor: str, stored: jax.Array | None, amax: jax.Array | None, fp8_max: float) -> jax.Array:
         """f32[]: what a tensor is multiplied by before it is cast to the type that ends at `fp8_max`.
 
-        stored: f32[], the scale of its state, None without state. amax: f32[], its own, None unless `needs_amax`.
+        tensor: "x", "kernel" or "grad" of a dense layer. stored: f32[], the scale of its state, None without state.
+        amax: f32[], its own, None unless `needs_amax`.
         """
         raise NotImplementedError(f"{type(self).__name__}.scale")
 
@@ -74,13 +75,16 @@ class Recipe:
         for field in fields:
             self._need(isinstance(getattr(self, field), bool), field, "pass a bool")
 
+    def _need_number(self, field: str, least: float, most: float, text: str):
+        """Makes the field a float."""
+        value = getattr(self, field)
+        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        self._need(number and least <= value <= most, field, text)  # not so of NaN
+        object.__setattr__(self, field, float(value))
+
     def _check_epsilon(self):
-        """Makes `amax_epsilon` a float."""
-        epsilon = self.amax_epsilon
-        number = isinstance(epsilon, numbers.Real) and not isinstance(epsilon, bool)
-        in_range = number and 0 <= epsilon <= float(jnp.finfo(jnp.float32).max)  # not so of NaN
-        self._need(in_range, "amax_epsilon", "pass a finite float32 of at least 0")
-        object.__setattr__(self, "amax_epsilon", float(epsilon))
+        largest = float(jnp.finfo(jnp.float32).max)
+        self._need_number("amax_epsilon", 0.0, largest, "pass a finite float32 of at least 0")
 
     def _check_no_attention(self):
         text = "attention in FP8 has delayed scales alone: leave it False, or use DelayedScaling(fp8_dpa=True)"
