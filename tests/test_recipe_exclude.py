@@ -11,12 +11,12 @@ from test_flax_state import data
 
 import te_jax as te
 import te_jax.flax as te_flax
-from te_jax.recipe import DelayedScaling, FixedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_jax.recipe import DelayedScaling, FixedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 
 KEY = jax.random.key(0)
 RECIPES = [DelayedScaling, Float8CurrentScaling, Float8BlockScaling]
 recipes = pytest.mark.parametrize("recipe", RECIPES)
-every_recipe = pytest.mark.parametrize("recipe", [*RECIPES, FixedScaling])
+every_recipe = pytest.mark.parametrize("recipe", [*RECIPES, FixedScaling, MXFP8BlockScaling])
 
 
 class Blocks(nn.Module):

@@ -6,9 +6,9 @@ wgrad  dw = x^T dy    lhs x_t [*C, *B], rhs dy_t [*F, *B]
 
 So each tensor is wanted in two layouts, and both come from one reading of it. A GEMM that the recipe's
 `override_linear_precision` takes out of FP8 uses the unquantized operands instead. Under a recipe of block scales each
-layout has scales of its own, and te_quantize_block and te_gemm_block take the place of te_quantize and te_gemm. Where
-the kernel is not differentiated (a frozen one, as beside LoRA), there is no wgrad, and nothing is written or kept for
-it: autodiff says so by `symbolic_zeros` of the layers' custom_vjp.
+layout has scales of its own, and te_quantize_block and te_gemm_block, or te_quantize_mx and te_gemm_mx, take the place
+of te_quantize and te_gemm. Where the kernel is not differentiated (a frozen one, as beside LoRA), there is no wgrad,
+and nothing is written or kept for it: autodiff says so by `symbolic_zeros` of the layers' custom_vjp.
 """
 
 from typing import NamedTuple
@@ -27,8 +27,11 @@ from te_jax.fp8 import DenseMetas, cotangent
 from te_jax.layers._specs import dense_spec, explicit_spec
 from te_jax.ops.gemm import dot, gemm, gemm_sum
 from te_jax.ops.gemm_block import gemm_block
+from te_jax.ops.gemm_mx import gemm_mx
 from te_jax.ops.quantize import quantize, transpose
 from te_jax.ops.quantize_block import quantize_block
+from te_jax.ops.quantize_mx import BLOCK as MX_BLOCK
+from te_jax.ops.quantize_mx import quantize_mx
 from te_jax.recipe import Recipe
 from te_jax.sharding import stage_axes
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
@@ -150,14 +153,14 @@ def scale_of(tensor: str, meta, measure, shards_of: ShapedArray, use: Uses, conf
 def quantize_blocks(
     tensor: str, x, split, use: Uses, config: Config, with_dbias=False
 ) -> tuple[Fp8Tensor, jax.Array | None]:
-    """`quantize_tensor` under a recipe of block scales: those of a kernel are 128 x 128."""
-    got, square, recipe = {}, tensor == "kernel", config.recipe
-    kind = "block_inv" if square else "scale_inv"
+    """`quantize_tensor` under a recipe of block scales."""
+    got, law = {}, config.recipe.block_law(tensor)
+    op = quantize_mx if config.recipe.block == MX_BLOCK else quantize_block
+    kind = "block_inv" if law.get("square") else "scale_inv"
     dbias = ("dbias",) if with_dbias else ()
     if use.layouts:
         outputs = (*use.layouts, *(name.replace("data", kind) for name in use.layouts), *dbias)
-        law = dict(square=square, power_2=not recipe.use_f32_scales, epsilon=recipe.amax_epsilon)
-        results = quantize_block(x, outputs=outputs, lead=split - 1, dtype=fp8_type(tensor, config), **law)
+        results = op(x, outputs=outputs, lead=split - 1, dtype=fp8_type(tensor, config), **law)
         got = dict(zip(outputs, results))
     elif with_dbias:
         got["dbias"] = _column_sums(x, split)
@@ -196,6 +199,8 @@ def quantize_tensor(
 def _multiply(which: int, lhs, rhs, config: Config, bias=None, c=None, **options) -> jax.Array:
     """lhs @ rhs^T of two layouts, as `rows` or `columns`. which: 0 fprop, 1 dgrad, 2 wgrad."""
     recipe, operands = config.recipe, (lhs[0], rhs[0], lhs[1], rhs[1], bias, c)
+    if recipe.block == MX_BLOCK:
+        return gemm_mx(*operands, **options)
     if recipe.block_scaled:
         return gemm_block(*operands, square=which < 2, **options)  # rhs is the kernel
     return gemm(*operands, fast_accum=not recipe.split_accumulator[which], **options)

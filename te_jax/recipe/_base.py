@@ -45,7 +45,7 @@ class Recipe:
 
     has_state: ClassVar[bool] = False  # in `fp8_metas`: see `DelayedScaling` for the methods that it takes
     needs_amax: ClassVar[bool] = False  # `scale` wants the tensor's own amax: its source is read once more for it
-    block_scaled: ClassVar[bool] = False  # scales of blocks, which te_quantize_block finds; no `scale` of a tensor
+    block: ClassVar[int] = 0  # numbers with a scale of their own, which the op that quantizes finds; no `scale`
 
     fp8_format: Format
     override_linear_precision: tuple[bool, bool, bool]
@@ -54,6 +54,15 @@ class Recipe:
     fp8_mha: bool
     split_accumulator: tuple[bool, bool, bool]
     exclude: tuple[str, ...]
+
+    @property
+    def block_scaled(self) -> bool:
+        """Whether scales are of blocks."""
+        return self.block > 0
+
+    def block_law(self, tensor: str) -> dict:
+        """With scales of blocks, the attributes of the op that quantizes `tensor` (as in `scale`)."""
+        return {}
 
     def scale(self, tensor: str, stored: jax.Array | None, amax: jax.Array | None, fp8_max: float) -> jax.Array:
         """f32[]: what a tensor is multiplied by before it is cast to the type that ends at `fp8_max`.
