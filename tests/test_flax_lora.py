@@ -1,7 +1,5 @@
 """return_bias, params_dtype, kernels of the caller, and training of low-rank adaptation beside frozen FP8 kernels."""
 
-import dataclasses
-
 import flax
 import flax_reference as ref
 import jax
@@ -284,12 +282,12 @@ def test_part_of_the_kernels_of_fused_layers():
 
 
 @pytest.mark.parametrize(
-    "recipe", [DelayedScaling(), Float8CurrentScaling(), FixedScaling(), Float8BlockScaling(), MXFP8BlockScaling()]
+    "recipe", [DelayedScaling, Float8CurrentScaling, FixedScaling, Float8BlockScaling, MXFP8BlockScaling]
 )
 @pytest.mark.parametrize("override", [(False,) * 3, (True, False, False), (False, False, True), (True,) * 3])
 def test_one_traced_layer_by_several_gradients(recipe, override):
     """jax traces a jitted function once, and takes its gradient by x alone and by everything from that one trace."""
-    recipe = dataclasses.replace(recipe, override_linear_precision=override)
+    recipe = recipe(override_linear_precision=override)
     x, kernel = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 16)), jnp.float32)
     with te.autocast(True, recipe):
         module = te_flax.DenseGeneral(16)

@@ -83,8 +83,7 @@ def quantize_both(x, split, dtype):
     return data, turn(data_t), repeat(turn(inv), x.ndim - 1), repeat(inv_t, split - 1), dbias
 
 
-@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape,fp8", [*((shape, E4M3) for shape in SHAPES), ((2, 33, 3, 34), E5M2)], ids=str)
 def test_quantize(shape, fp8, rng):
     """Bit for bit: each block by its own amax, in both layouts."""
     x, split = jnp.asarray(uneven(rng, *shape), bf16), SHAPES[shape]
@@ -135,8 +134,8 @@ gemm_cases = pytest.mark.parametrize("sizes", GEMMS.values(), ids=GEMMS)
 
 
 @gemm_cases
-@pytest.mark.parametrize("types,out", [((E4M3, E4M3), f32), ((E5M2, E4M3), bf16)], ids=["e4m3-f32", "e5m2-bf16"])
-def test_gemm(sizes, types, out, rng):
+def test_gemm(sizes, rng):
+    types, out = ((E4M3, E4M3), f32) if len(sizes[2]) > 1 else ((E5M2, E4M3), bf16)
     operands, want, size = oracle.gemm_case(sizes, False, types, out, rng, block=32)
     got = jax.jit(lambda *a: gemm_mx(*a, contract=len(sizes[2]), out_dtype=out))(*operands)
     oracle.check_gemm(got, want, size, np.prod(sizes[2]), out)
@@ -154,21 +153,20 @@ def as_documented(lhs, rhs, lhs_scales, rhs_scales, preferred_element_type):
 
 
 @gemm_cases
-@pytest.mark.parametrize("added", [True, False], ids=["added", "alone"])
-def test_gemm_on_cuda(sizes, added, rng, monkeypatch):
+def test_gemm_on_cuda(sizes, rng, monkeypatch):
     """What surrounds XLA's product: its sizes, and the same result. And that it is XLA's that is lowered to."""
     operands, want, size = oracle.gemm_case(sizes, False, (E4M3, E4M3), bf16, rng, block=32)
-    if not added:
+    if len(sizes[2]) > 1 or sizes[2] == (64,):  # nothing is added
         *operands, bias, c = operands
         want = want - np.asarray(bias, np.float64) - np.asarray(c, np.float64)
         operands += [None, None]
+    monkeypatch.setattr(_lib, "has_cuda_device", lambda: False)  # a GPU here may be too old
     run = jax.jit(lambda *operands: gemm_mx(*operands, contract=len(sizes[2])))
     text = run.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @__op$block_scaled_dot") == (0 not in sum(sizes, ()))
-    with monkeypatch.context() as patch:
-        patch.setattr(jax.nn, "scaled_matmul", as_documented)
-        attrs = dict(outer=len(sizes[2]) - 1, out_dtype=jnp.dtype(bf16))
-        (got,) = jax.jit(lambda *operands: gemm_room._cuda(None, *operands, **attrs))(*operands)
+    monkeypatch.setattr(jax.nn, "scaled_matmul", as_documented)
+    attrs = dict(outer=len(sizes[2]) - 1, out_dtype=jnp.dtype(bf16))
+    (got,) = jax.jit(lambda *operands: gemm_room._cuda(None, *operands, **attrs))(*operands)
     oracle.check_gemm(got, want, size, np.prod(sizes[2]), bf16)
 
 
