@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_sharded_layers as sharded
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from test_recipe_block import check_dense, check_on_mesh, losses_of_steps, uneven
 
@@ -200,6 +201,19 @@ def test_gpus_before_blackwell_are_refused(capability, monkeypatch):
     text = rf"te_gemm_mx: MXFP8 needs .* 10\.0 \(Blackwell\).*this GPU has {capability}: use recipe\.Float8BlockScaling"
     with pytest.raises(RuntimeError, match=text + r".*Float8CurrentScaling or recipe\.DelayedScaling"):
         lower()
+
+
+def test_each_shard_lowers_to_xlas_product(monkeypatch):
+    """2 devices share the contracted axis, 4 the rows."""
+    monkeypatch.setattr(_lib, "has_cuda_device", lambda: False)
+    mesh = jax.make_mesh((4, 2), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        x, w = jnp.ones((128, 128), out_sharding=P("dp", "tp")), jnp.ones((128, 48), out_sharding=P("tp"))
+        run = jax.jit(lambda x, w: dense(x, w, recipe=RECIPE))
+        text = run.trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = [line for line in text.splitlines() if "custom_call @__op$block_scaled_dot" in line]
+    operands = "tensor<1x32x64xf8E4M3FN>, tensor<1x48x64xf8E4M3FN>, tensor<1x32x2xf8E8M0FNU>, tensor<1x48x2xf8E8M0FNU>"
+    assert f"({operands}) -> tensor<1x32x48xf32>" in call
 
 
 # -- layers --------------------------------------------------------------------------------------------------
