@@ -53,7 +53,7 @@ TE_HANDLER(te_quantize, LaunchQuantize,
                .Arg<Arg>()  // scale: f32 []
                .Ret<Arg>()  // data?: m... n...
                .Ret<Arg>()  // data_t?: n... m...
-               .Ret<Arg>()  // amax: partial [ceil(m / 256), ceil(n / 64)]
+               .Ret<Arg>()  // amax?: partial [ceil(m / 256), ceil(n / 64)]
                .Ret<Arg>()  // dbias?: partial [ceil(m / 256), n...]
                .Attr<int64_t>("split"));
 

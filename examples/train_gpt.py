@@ -21,11 +21,17 @@ from te_jax import recipe as te_recipe
 LATE = 3  # steps that a loss is read after its step was issued, so that the device never waits for the host
 
 
+STATELESS = {
+    "current": te_recipe.Float8CurrentScaling,
+    "fixed": te_recipe.FixedScaling,
+    "block": te_recipe.Float8BlockScaling,
+    "mxfp8": te_recipe.MXFP8BlockScaling,
+}
+
+
 def fp8_recipe(args) -> te_recipe.Recipe:
-    if args.recipe == "current":
-        return te_recipe.Float8CurrentScaling()
-    if args.recipe == "block":
-        return te_recipe.Float8BlockScaling()
+    if args.recipe in STATELESS:
+        return STATELESS[args.recipe]()
     return te_recipe.DelayedScaling(
         fp8_format=te_recipe.Format.HYBRID,  # E4M3 forward, E5M2 for gradients
         amax_history_len=args.amax_history_len,

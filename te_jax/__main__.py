@@ -10,7 +10,7 @@ import re
 import jax
 
 from te_jax import _lib
-from te_jax.ops import gemm_block
+from te_jax.ops import gemm_block, gemm_mx
 
 FP8_CAPABILITY = (8, 9)  # Ada; the first tensor cores with FP8
 ATTENTION_CAPABILITY = (8, 0)
@@ -62,7 +62,9 @@ def features(device: dict, cuda: bool, status: _lib.Status, driver: str | None) 
         return {
             "DelayedScaling": plain,
             "Float8CurrentScaling": plain,
+            "FixedScaling": plain,
             "Float8BlockScaling": plain,
+            "MXFP8BlockScaling": plain,
             "fused attention": feature(f"no CUDA device in jax, attention is plain JAX: {install}", ""),
         }
     capability = device["capability"]
@@ -73,7 +75,9 @@ def features(device: dict, cuda: bool, status: _lib.Status, driver: str | None) 
     return {
         "DelayedScaling": feature(fp8, "CUDA kernels and cuBLASLt"),
         "Float8CurrentScaling": feature(fp8, "CUDA kernels and cuBLASLt"),
+        "FixedScaling": feature(fp8, "CUDA kernels and cuBLASLt"),
         "Float8BlockScaling": feature(status.reason or gemm_block.unusable(capability), "CUDA kernels and cuBLASLt"),
+        "MXFP8BlockScaling": feature(status.reason or gemm_mx.unusable(capability), "XLA and cuDNN, not tested"),
         "fused attention": feature(attention, "cuDNN, bf16 and f16"),
     }
 

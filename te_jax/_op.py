@@ -61,9 +61,9 @@ class Op:
                 has; outputs are the names of the chosen results.
     layout:     (name, ndim, **attrs) -> the order in memory of an operand's or result's axes in the CUDA call, the
                 outermost first. Without it all are row-major.
-    cuda:       (call, *operands, **attrs) -> all results, or the chosen ones: wraps the CUDA call in plain jax, to pad
-                or to reshape.
-    composed:   no kernel of its own: `reference` calls other ops by their `on_shard`, and is the lowering everywhere.
+    cuda:       (call, *operands, **attrs) -> all results, or the chosen ones: plain jax around the CUDA call.
+    composed:   no kernel of its own: `reference`, of plain jax and other ops' `on_shard`, is the lowering everywhere;
+                off CUDA alone where `cuda` is given, which then makes no use of `call`.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Op:
         self.primitive.multiple_results = True
         self.primitive.def_abstract_eval(self._abstract_eval)
         mlir.register_lowering(self.primitive, partial(self._lower, self._run_reference))
-        if not composed:
+        if cuda or not composed:
             mlir.register_lowering(self.primitive, self._lower_cuda, platform="cuda")
         ops[name] = self
 

@@ -174,11 +174,11 @@ fork.__wrapped__.defvjp(_fork_fwd, _fork_bwd, symbolic_zeros=True)
 
 
 def scale_of(
-    meta: TensorMeta | None, measure: Callable[[], jax.Array], recipe: Recipe, direction: str, shards: frozenset[str]
+    meta: TensorMeta | None, measure: Callable[[], jax.Array], recipe: Recipe, tensor: str, shards: frozenset[str]
 ) -> jax.Array:
     """The scale (f32[]) that a layer quantizes a tensor with.
 
-    measure: -> the tensor's amax, f32[]; called where the recipe scales by it. direction: "fwd" or "bwd".
+    measure: -> the tensor's amax, f32[]; called where the recipe scales by it. tensor: a field of `DenseMetas`.
     shards:  inside `shard_map`, the mesh axes over which the tensor is sharded; its amax is that of all shards.
 
     Raises ValueError under `shard_map(check_vma=False)`, where these axes are not known, unless the recipe reduces no
@@ -188,7 +188,8 @@ def scale_of(
     if amax is not None and recipe.reduce_amax:
         _check_vma()
         amax = amax_across(amax, tuple(sorted(shards))) if shards else amax
-    return recipe.scale(None if meta is None else meta.scale, amax, recipe.fp8_format.max(direction))
+    fp8_max = recipe.fp8_format.max(direction_of(tensor))
+    return recipe.scale(tensor, None if meta is None else meta.scale, amax, fp8_max)
 
 
 def seen(meta: TensorMeta | None, amax: jax.Array, scale: jax.Array, wide: Callable[[], jax.Array], dtype) -> jax.Array:

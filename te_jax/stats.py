@@ -86,7 +86,7 @@ def _metas_of(what: str, tree) -> Mapping:
         raise ValueError(f"{what}: this {kind} holds {len(found)} collections {FP8_COLLECTION!r}; pass one of them.")
     raise ValueError(
         f"{what}: this {kind} holds no collection {FP8_COLLECTION!r}; pass the FP8 state of a model under "
-        "DelayedScaling. Float8CurrentScaling and Float8BlockScaling keep none: their scales fit each tensor as it is."
+        "DelayedScaling. The other recipes keep none."
     )
 
 

@@ -6,17 +6,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from te_jax.recipe import MXFP8BlockScaling
+
 TOP = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 MANTISSA, LOWEST = {"float8_e4m3fn": 3, "float8_e5m2": 2}, {"float8_e4m3fn": -6, "float8_e5m2": -14}  # bits, exponent
 
 
-def scale_of(amax, top, power_2=False, epsilon=0.0):
-    """The law, of one block; f32."""
+def scale_of(amax, top, power_2=False, epsilon=0.0, mx=False):
+    """The law, of one block; f32. mx: that of MXFP8, else that of blocks of 128."""
+    if mx:
+        return np.float32(1 / mx_scale_inv(amax, top))
     if not np.isfinite(amax) or amax == 0:
         return np.float32(1)
     with np.errstate(over="ignore"):
         scale = min(np.float32(top) / np.float32(max(amax, epsilon)), np.finfo(np.float32).max)
     return np.float32(2.0 ** (np.frexp(scale)[1] - 1)) if power_2 else np.float32(scale)
+
+
+def mx_scale_inv(amax, top):
+    """The least power of 2 that is not below amax / top, from 2**-126 on; an inf counts as 2**128."""
+    if np.isnan(amax):
+        return np.nan
+    amax = 2.0**128 if np.isinf(amax) else float(amax)
+    mantissa, exponent = np.frexp(amax / top)  # of 53 bits: it shows on which side of a power of 2 the quotient is
+    return 2.0 ** max(exponent - (mantissa == 0.5), -126) if amax else 2.0**-126
 
 
 def rounded(x, dtype):
@@ -45,42 +58,47 @@ def quantized(x, rows, columns, dtype, **law):
     return q, inverse
 
 
-def dequantized(x, split, dtype, *, transposed=False, square=False, **law):
+def dequantized(x, split, dtype, *, transposed=False, square=False, block=128, **law):
     """What FP8 makes of x [*m, *n] with `split` axes in m, in the layout `data` or `data_t`; float64, in x's order."""
-    tall, wide = (128, 128) if square else (128, 1) if transposed else (1, 128)
+    tall, wide = (block, block) if square else (block, 1) if transposed else (1, block)
     q, inverse = quantized(x, (split - 1, tall), (x.ndim - 1, wide), str(jnp.dtype(dtype)), **law)
     return q * inverse
 
 
 def dense(x, w, dy, contract, recipe, of=np.array):
-    """y, dx, dw of a dense layer under Float8BlockScaling; float64. of=np.abs: sums of the sizes of what is added."""
-    law = dict(power_2=not recipe.use_f32_scales, epsilon=recipe.amax_epsilon)
+    """y, dx, dw of a dense layer under scales of blocks; float64. of=np.abs: sums of the sizes of what is added."""
+    if mx := isinstance(recipe, MXFP8BlockScaling):
+        law = dict(block=32, mx=True)
+    else:
+        law = dict(power_2=not recipe.use_f32_scales, epsilon=recipe.amax_epsilon)
     fwd, bwd = recipe.fp8_format.dtype("fwd"), recipe.fp8_format.dtype("bwd")
     lead, features = x.ndim - contract, w.ndim - contract
-    kernel = of(dequantized(w, contract, fwd, square=True, **law))
-    y = np.tensordot(of(dequantized(x, lead, fwd, **law)), kernel, contract)
+    kernel, kernel_t = (of(dequantized(w, contract, fwd, transposed=t, square=not mx, **law)) for t in (False, True))
+    y = np.tensordot(of(dequantized(x, lead, fwd, **law)), kernel_t, contract)
     axes = tuple(range(dy.ndim - features, dy.ndim)), tuple(range(contract, w.ndim))
     dx = np.tensordot(of(dequantized(dy, lead, bwd, **law)), kernel, axes)
     turned = [of(dequantized(a, lead, t, transposed=True, **law)) for a, t in ((x, fwd), (dy, bwd))]
     return y, dx, np.tensordot(*turned, (tuple(range(lead)),) * 2)
 
 
-def gemm_case(sizes, square, types, out, rng, rows=None):
-    """Operands of gemm_block; the product in float64 and the sum of the sizes of what is added, of the first `rows`."""
+def gemm_case(sizes, square, types, out, rng, rows=None, block=128):
+    """Operands of gemm_block, or of gemm_mx (blocks of 32); the product in float64 and the sum of the sizes of what is
+    added, of the first `rows`."""
     m, n, k = sizes
+    inverse = jnp.float8_e8m0fnu if block == 32 else jnp.float32
     narrow = lambda shape, dtype: jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(dtype)
-    blocks = lambda axes: (*axes[:-1], -(-axes[-1] // 128))
-    scales = lambda shape: jnp.asarray(np.exp2(rng.uniform(-9, 9, shape)), jnp.float32)
+    blocks = lambda axes: (*axes[:-1], -(-axes[-1] // block))
+    scales = lambda shape: jnp.asarray(np.exp2(rng.uniform(-9, 9, shape)), jnp.float32).astype(inverse)
     lhs, rhs = narrow((*m, *k), types[0]), narrow((*n, *k), types[1])
     lhs_inv, rhs_inv = scales((*blocks(k), *m)), scales((*blocks(n), *blocks(k)) if square else (*blocks(k), *n))
     bias, c = (jnp.asarray(rng.standard_normal(shape) * 100, jnp.float32).astype(out) for shape in (n, (*m, *n)))
 
     def wide(a, inv, free, is_square):
-        inv = np.asarray(inv, np.float64)
+        inv = np.asarray(inv.astype(jnp.float32), np.float64)
         inv = inv if is_square else np.transpose(inv, (*range(len(k), inv.ndim), *range(len(k))))
-        inv = np.repeat(inv, 128, -1)[..., : k[-1]]
+        inv = np.repeat(inv, block, -1)[..., : k[-1]]
         inv = np.repeat(inv, 128, free - 1).take(np.arange(a.shape[free - 1]), free - 1) if is_square else inv
-        return (np.asarray(a, np.float64) * inv).reshape(*a.shape[:free], -1)
+        return (np.asarray(a, np.float64) * inv).reshape(*a.shape[:free], np.prod(k))
 
     left, right = wide(lhs, lhs_inv, len(m), False)[:rows], wide(rhs, rhs_inv, len(n), square)
     added = np.asarray(bias, np.float64), np.asarray(c, np.float64)[:rows]

@@ -1,5 +1,6 @@
 """Set before jax is imported: 8 host devices, so that every sharding test runs on one machine."""
 
+import contextlib
 import gc
 import importlib.metadata
 import importlib.util
@@ -91,6 +92,17 @@ def optimized(fn):
 def on_host():
     """Runs a test on CPU devices where there are fewer than 8 others: a mesh of them is compared with one of them."""
     with jax.default_device(jax.devices("cpu")[0] if jax.device_count() < 8 else None):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def mxfp8_on_host(request):
+    """Runs tests of MXFP8, as their names say it, on a CPU device where the GPU does not multiply it."""
+    from te_jax.ops.gemm_mx import unusable
+
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    refused = "mx" in request.node.nodeid.lower() and capability and unusable(str(capability))
+    with jax.default_device(jax.devices("cpu")[0]) if refused else contextlib.nullcontext():
         yield
 
 

@@ -12,9 +12,11 @@ from te_jax.ops import (  # noqa: F401  (declares the ops)
     attention_fp8,
     gemm,
     gemm_block,
+    gemm_mx,
     norm,
     quantize,
     quantize_block,
+    quantize_mx,
     rope,
     scaling,
 )
@@ -67,7 +69,7 @@ def _groups(*names, first=8, second=8):
     return {f"{n}...{i}": (first, second)[i] for n in names for i in range(2)}
 
 
-f32, bf16, u32, i32 = jnp.float32, jnp.bfloat16, jnp.uint32, jnp.int32
+f32, bf16, e8m0, u32, i32 = jnp.float32, jnp.bfloat16, jnp.float8_e8m0fnu, jnp.uint32, jnp.int32
 _norm_sizes = {"...0": 8, "...1": 8, "h": 24}
 _mlp_sizes = {"m...0": 8, "m...1": 8, "a": 2, "f": 24}
 _swiglu = activation.attributes(("silu", "linear"))
@@ -96,7 +98,7 @@ CASES = [
     ),
     Case("quantize", "te_quantize", _groups("m", "n"), (bf16, f32), dict(split=2, dtype=E4M3)),
     Case(
-        "quantize_row", "te_quantize", _groups("m", "n"), (f32, f32), dict(split=1, dtype=E5M2), ("data", "amax"),
+        "quantize_row", "te_quantize", _groups("m", "n"), (f32, f32), dict(split=1, dtype=E5M2), ("data",),
         {"m...": 1, "n...": 2},
     ),
     Case("quantize_amax", "te_quantize", _groups("m", "n"), (bf16, None), dict(split=2, dtype=E4M3), ("amax",)),
@@ -113,6 +115,15 @@ CASES = [
     Case(
         "gemm_square_bias_c", "te_gemm_block", {"m...0": 8, "k": 512, "n": 512},
         (E5M2, E4M3, f32, None, f32, f32, f32), dict(_products, outer=0), None, {**_of_rows, "k...": 0},
+    ),
+    Case(
+        "quantize_mx", "te_quantize_mx", {"m...0": 4, "m": 128, "n": 128}, (bf16,), dict(lead=1, dtype=E4M3), None,
+        _of_rows,
+    ),
+    Case(
+        "gemm_mx", "te_gemm_mx", {"m...0": 8, "k...0": 4, "k": 128, "n...0": 8},
+        (E4M3, E5M2, e8m0, e8m0, f32, f32), dict(outer=1, out_dtype=jnp.dtype(f32)), None,
+        {"m...": 1, "n...": 1, "k...": 1},
     ),
     Case(
         "gemm_fp8", "te_gemm", _groups("m", "n", "k"), (E4M3, E5M2, f32, f32, None, None),

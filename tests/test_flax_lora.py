@@ -1,7 +1,5 @@
 """return_bias, params_dtype, kernels of the caller, and training of low-rank adaptation beside frozen FP8 kernels."""
 
-import dataclasses
-
 import flax
 import flax_reference as ref
 import jax
@@ -14,7 +12,7 @@ from flax import linen as nn
 import te_jax as te
 import te_jax.flax as te_flax
 from te_jax.layers import Projection, layernorm_dense, layernorm_mlp
-from te_jax.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_jax.recipe import DelayedScaling, FixedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 
 KEY = jax.random.key(0)
 DENSE, NORM_DENSE, MLP = te_flax.DenseGeneral, te_flax.LayerNormDenseGeneral, te_flax.LayerNormMLP
@@ -283,11 +281,13 @@ def test_part_of_the_kernels_of_fused_layers():
                 assert (args[i].shape in got) == (i == which), (loss, which, got)
 
 
-@pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling()])
+@pytest.mark.parametrize(
+    "recipe", [DelayedScaling, Float8CurrentScaling, FixedScaling, Float8BlockScaling, MXFP8BlockScaling]
+)
 @pytest.mark.parametrize("override", [(False,) * 3, (True, False, False), (False, False, True), (True,) * 3])
 def test_one_traced_layer_by_several_gradients(recipe, override):
     """jax traces a jitted function once, and takes its gradient by x alone and by everything from that one trace."""
-    recipe = dataclasses.replace(recipe, override_linear_precision=override)
+    recipe = recipe(override_linear_precision=override)
     x, kernel = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 16)), jnp.float32)
     with te.autocast(True, recipe):
         module = te_flax.DenseGeneral(16)

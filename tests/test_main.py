@@ -49,6 +49,7 @@ def test_report_on_cpu():
     assert lines["lowering"] == "ops lower to plain JAX"
     assert lines["DelayedScaling"].startswith("yes")
     assert lines["Float8BlockScaling"].startswith("yes")
+    assert lines["FixedScaling"].startswith("yes") and lines["MXFP8BlockScaling"].startswith("yes")
     assert "jax[cuda13]" in lines["fused"]
 
 
@@ -147,11 +148,14 @@ def test_lowering_on_a_cuda_device_refuses_an_unusable_extension(extension, monk
 )
 def test_features_by_compute_capability(capability, fp8, attention):
     found = main.features({"capability": capability}, True, _lib.Status(True, True, ""), "580.65")
-    assert found["DelayedScaling"]["available"] == fp8
+    assert found["DelayedScaling"]["available"] == found["FixedScaling"]["available"] == fp8
     assert found["fused attention"]["available"] == attention
     blocks = found["Float8BlockScaling"]
     assert blocks["available"] == (capability == "9.0")
     assert blocks["available"] or f"this GPU has {capability}: use recipe.Float8CurrentScaling" in blocks["detail"]
+    mx = found["MXFP8BlockScaling"]
+    assert mx["available"] == (capability == "10.0")
+    assert mx["available"] or f"this GPU has {capability}: use recipe.Float8BlockScaling" in mx["detail"]
     if not fp8:
         assert f"this GPU has {capability}" in found["DelayedScaling"]["detail"]
 

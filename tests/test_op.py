@@ -336,9 +336,11 @@ def test_nan_in_one_shard_reaches_the_amax(kind):
 
 def test_outputs_are_checked():
     args = (jnp.ones((4, 4)), jnp.float32(1))
-    for outputs in (("dta", "amax"), ("amax", "data"), ("data",)):
+    for outputs in (("dta", "amax"), ("amax", "data")):
         with pytest.raises(ValueError, match=r"te_quantize: outputs is .*choose from data\[m\.\.\. n\.\.\.\]"):
             ops["te_quantize"](*args, outputs=outputs, split=1, dtype=jnp.dtype("float8_e5m2"))
+    with pytest.raises(ValueError, match=r"te_norm_fwd: outputs is \('y',\).*; rstd may not be left out"):
+        ops["te_norm_fwd"](jnp.ones((2, 4)), jnp.ones(4), None, None, outputs=("y",), eps=0.0, rms=True)
 
 
 def test_attributes_of_another_type_lower_anew():

@@ -25,7 +25,7 @@ from te_jax.ops import gemm_block as gemm_room
 from te_jax.ops.activation import activation
 from te_jax.ops.gemm_block import gemm_block, gemm_block_op
 from te_jax.ops.quantize_block import quantize_block
-from te_jax.recipe import Float8BlockScaling, Float8CurrentScaling, Format
+from te_jax.recipe import Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
 
 RECIPE = Float8BlockScaling()
 OPTIONS = [RECIPE, Float8BlockScaling(True, Format.HYBRID, amax_epsilon=0.5)]
@@ -224,19 +224,24 @@ def error_of(x, axis, top, mantissa, lowest):
 @options
 @pytest.mark.parametrize("dtype", [f32, bf16], ids=["f32", "bf16"])
 def test_dense(recipe, dtype, rng):
+    check_dense(recipe, 130, 140, dtype, rng)
+
+
+def check_dense(recipe, tokens, features, dtype, rng):
     """Two axes are contracted. Against numpy's blocks: sums in another order, then one rounding."""
-    x, residual = data(rng, (2, 130, 2, 140), (2, 130, 2, 20), dtype=dtype)
-    w, bias = data(rng, (2, 140, 2, 20), (2, 20))
-    x = x * jnp.exp2(jnp.arange(140) % 7 * 2.0).astype(dtype)
+    x, residual = data(rng, (2, tokens, 2, features), (2, tokens, 2, 20), dtype=dtype)
+    w, bias = data(rng, (2, features, 2, 20), (2, 20))
+    x = x * jnp.exp2(jnp.arange(features) % 7 * 2.0).astype(dtype)
     layer = lambda *a: dense(*a, contract=2, recipe=recipe)
     y, (dx, dw, dbias, dresidual) = jax.jit(functools.partial(results, layer))(x, w * 0.01, bias, residual)
     (dy,) = data(np.random.default_rng(1), y.shape, dtype=dtype)
     operands = [np.asarray(a, np.float32) for a in (x, w * 0.01, dy)]
-    added = np.asarray(bias, np.float64), np.asarray(residual, np.float64)
+    added = [np.asarray(a.astype(dtype), np.float64) for a in (bias, residual)]  # bias is rounded to y's type first
     wants, sizes = ([*oracle.dense(*operands, 2, recipe, of)] for of in (np.array, np.abs))
     wants[0], sizes[0] = wants[0] + sum(added), sizes[0] + sum(map(np.abs, added))
-    for got, want, size, terms, out in zip((y, dx, dw), wants, sizes, (280, 40, 260), (dtype, dtype, f32)):
-        oracle.check_gemm(got, want, size, terms, out)
+    terms, types = (2 * features, 40, 2 * tokens), (dtype, dtype, f32)
+    for got, want, size, of_sum, out in zip((y, dx, dw), wants, sizes, terms, types):
+        oracle.check_gemm(got, want, size, of_sum, out)
     close(dbias, np.asarray(dy, np.float32).sum((0, 1)))
     np.testing.assert_array_equal(dresidual, dy)
 
@@ -254,9 +259,10 @@ def test_dense_is_near_f32(rng):
         assert (np.abs(got - a @ b) <= bound).all()
 
 
+@pytest.mark.parametrize("recipe", [Float8BlockScaling, MXFP8BlockScaling])
 @pytest.mark.parametrize("override", [(True, False, False), (False, True, False), (False, False, True), (True,) * 3])
-def test_override(override, rng):
-    recipe = Float8BlockScaling(override_linear_precision=override)
+def test_override(override, recipe, rng):
+    recipe = recipe(override_linear_precision=override)
     x, w, dy = data(rng, (130, 24), (24, 10), (130, 10))
     y, vjp = jax.vjp(lambda *a: dense(*a, recipe=recipe), x, w)
     narrow = oracle.dense(*map(np.asarray, (x, w, dy)), 1, recipe)
@@ -291,18 +297,19 @@ def test_layernorm_dense_is_its_parts(rng):
     jax.tree.map(near, run(whole), run(parts))
 
 
-def test_layernorm_mlp_is_its_parts(rng):
+@pytest.mark.parametrize("recipe", [RECIPE, MXFP8BlockScaling()], ids=["block", "mxfp8"])
+def test_layernorm_mlp_is_its_parts(recipe, rng):
     names = "silu", "linear"
     x, gamma, wi, wo = data(rng, (3, 50, 24), (24,), (24, len(names), 140), (140, 24), dtype=bf16)
     bi, bo = data(rng, (len(names), 140), (24,), dtype=bf16)
 
     def whole(x, gamma, wi, wo, bi, bo):
-        options = dict(norm="rmsnorm", activations=names, residual=True, recipe=RECIPE)
+        options = dict(norm="rmsnorm", activations=names, residual=True, recipe=recipe)
         return layernorm_mlp(x, gamma, None, wi, wo, bi, bo, **options)
 
     def parts(x, gamma, wi, wo, bi, bo):
-        z = dense(layernorm(x, gamma, norm="rmsnorm"), wi, bi, recipe=RECIPE)
-        return dense(activation(z, names), wo, bo, x, recipe=RECIPE)
+        z = dense(layernorm(x, gamma, norm="rmsnorm"), wi, bi, recipe=recipe)
+        return dense(activation(z, names), wo, bo, x, recipe=recipe)
 
     run = lambda layer: jax.jit(functools.partial(results, layer))(x, gamma, wi, wo, bi, bo)
     jax.tree.map(near, run(whole), run(parts))
@@ -353,22 +360,28 @@ CUT = {  # b, s, C, F of x and kernel, and how 4 x 2 devices share them
 @pytest.mark.parametrize("kind", sharded.KINDS)
 @pytest.mark.parametrize("name", CUT)
 def test_cut_blocks_on_a_mesh(name, kind, rng):
-    """The numbers of one device, also where shards would have parts of blocks; the gradient of y lies as y does."""
-    (b, s, c, f), x_spec, w_spec = CUT[name]
+    found = check_on_mesh(RECIPE, *CUT[name], kind, rng)
+    if name == "whole":  # row parallel: nothing is gathered
+        assert not [kind for kind, *_ in found if kind == "all-gather"], found
+
+
+def check_on_mesh(recipe, sizes, x_spec, w_spec, kind, rng):
+    """The numbers of one device, also where shards would have parts of blocks; the gradient of y lies as y does. -> the
+    collectives."""
+    b, s, c, f = sizes
     x, w, weight = (jnp.asarray(uneven(rng, *shape)) for shape in ((b, s, c), (c, f), (b, s, f)))
-    step = jax.value_and_grad(lambda x, w: jnp.sum(dense(x, w, recipe=RECIPE) * weight), (0, 1))
+    step = jax.value_and_grad(lambda x, w: jnp.sum(dense(x, w, recipe=recipe) * weight), (0, 1))
     want = jax.jit(step)(x, w)
     mesh = jax.make_mesh((4, 2), ("dp", "tp"), axis_types=(sharded.KINDS[kind],) * 2)
     with jax.set_mesh(mesh):
         x, w = (jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in ((x, x_spec), (w, w_spec)))
         if kind == "explicit":
-            y_spec = jax.eval_shape(lambda x, w: dense(x, w, recipe=RECIPE), x, w).sharding
+            y_spec = jax.eval_shape(lambda x, w: dense(x, w, recipe=recipe), x, w).sharding
             weight = jax.device_put(weight, NamedSharding(mesh, y_spec.spec))
         program, found = collectives.compiled(jax.jit(step), x, w, mesh=mesh)
         got = program(x, w)
     jax.tree.map(close, got, want)
-    if name == "whole":  # row parallel: nothing is gathered
-        assert not [kind for kind, *_ in found if kind == "all-gather"], found
+    return found
 
 
 @pytest.mark.usefixtures("on_host")
@@ -386,29 +399,31 @@ def test_modules_on_a_mesh(kind, monkeypatch):
 # -- modules -------------------------------------------------------------------------------------------------
 
 
-def test_a_transformer_layer_trains(rng):
-    """No state; the losses are those of f32 up to what FP8 may do to a step."""
+@functools.cache
+def losses_of_steps(recipe):
+    """Of five steps of a layer without FP8 state, or without FP8."""
     fields = dict(hidden_size=16, mlp_hidden_size=144, num_attention_heads=2, hidden_dropout=0.0)
     module = te_flax.TransformerLayer(**fields, attention_dropout=0.0)
-    (x,) = data(rng, (1, 140, 16))
+    (x,) = data(np.random.default_rng(0), (1, 140, 16))
+    with te.autocast(recipe is not None, recipe):
+        state, params = flax.core.pop(nn.meta.unbox(jax.jit(module.init)(jax.random.key(0), x)), "params")
+        assert state == {}
 
-    def losses(enabled):
-        with te.autocast(enabled, RECIPE):
-            state, params = flax.core.pop(nn.meta.unbox(jax.jit(module.init)(jax.random.key(0), x)), "params")
-            assert state == {}
+        @jax.jit
+        def step(params):
+            loss = lambda params: jnp.mean(module.apply({"params": params}, x) ** 2)
+            value, grads = te.value_and_grad(loss)(params)
+            return value, jax.tree.map(lambda p, g: p - 3e-2 * g, params, grads)
 
-            @jax.jit
-            def step(params):
-                loss = lambda params: jnp.mean(module.apply({"params": params}, x) ** 2)
-                value, grads = te.value_and_grad(loss)(params)
-                return value, jax.tree.map(lambda p, g: p - 3e-2 * g, params, grads)
+        found = []
+        for _ in range(5):
+            loss, params = step(params)
+            found.append(float(loss))
+    return np.array(found)
 
-            found = []
-            for _ in range(5):
-                loss, params = step(params)
-                found.append(float(loss))
-        return np.array(found)
 
-    got, want = losses(True), losses(False)
+def test_a_transformer_layer_trains():
+    """The losses are those of f32 up to what FP8 may do to a step."""
+    got, want = losses_of_steps(RECIPE), losses_of_steps(None)
     assert (np.diff(got) < 0).all() and got[-1] < 0.97 * got[0]
     np.testing.assert_allclose(got, want, rtol=2.0**-5)

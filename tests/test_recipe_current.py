@@ -40,7 +40,7 @@ def law(recipe, amax, top):
 
 @functools.cache
 def scale_of(recipe, top):
-    return jax.jit(lambda amax: recipe.scale(None, amax, top))
+    return jax.jit(lambda amax: recipe.scale("x", None, amax, top))
 
 
 @options
@@ -54,7 +54,8 @@ def test_law(recipe, amax, top):
 def test_power_of_2_is_exact_where_a_logarithm_is_not():
     """Just under a power of 2, where log2 in f32 is the integer above."""
     below = float(np.nextafter(np.float32(8), np.float32(0)))
-    assert float(Float8CurrentScaling(power_2_scale=True).scale(None, jnp.float32(1 / 2**20), below / 2**20)) == 4.0
+    recipe = Float8CurrentScaling(power_2_scale=True)
+    assert float(recipe.scale("x", None, jnp.float32(1 / 2**20), below / 2**20)) == 4.0
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,12 @@ def uneven(rng, *shape):
 
 
 def kept(layer, *args):
-    """What the forward pass leaves for the backward pass: FP8 operands, each with 1 / scale and its amax."""
+    """What the forward pass leaves for the backward pass: FP8 operands, each with 1 / scale."""
     return jax.tree.leaves(jax.vjp(layer, *args)[1])
 
 
 def inverse_scales(leaves):
-    return [leaf for leaf in leaves if leaf.shape == ()][::2]
+    return [leaf for leaf in leaves if leaf.shape == ()]
 
 
 LAYOUTS = {
@@ -70,7 +70,7 @@ def test_dense(kind, specs, bad, rng):
         placed = [jax.device_put(np.asarray(a), NamedSharding(mesh, spec)) for a, spec in zip((x, w), specs)]
         got = leaves(*placed)
         got_step = step_on_mesh(layer, *placed) if bad is None else None
-    assert sorted(str(leaf.dtype) for leaf in want) == ["float32"] * 4 + ["float8_e4m3fn"] * 2
+    assert sorted(str(leaf.dtype) for leaf in want) == ["float32"] * 2 + ["float8_e4m3fn"] * 2
     for a, b in zip(got, want):  # in f32, where numpy takes a NaN for a NaN
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
     if bad is None:

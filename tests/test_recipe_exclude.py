@@ -11,11 +11,12 @@ from test_flax_state import data
 
 import te_jax as te
 import te_jax.flax as te_flax
-from te_jax.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_jax.recipe import DelayedScaling, FixedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 
 KEY = jax.random.key(0)
 RECIPES = [DelayedScaling, Float8CurrentScaling, Float8BlockScaling]
 recipes = pytest.mark.parametrize("recipe", RECIPES)
+every_recipe = pytest.mark.parametrize("recipe", [*RECIPES, FixedScaling, MXFP8BlockScaling])
 
 
 class Blocks(nn.Module):
@@ -104,7 +105,7 @@ def test_patterns(exclude, left):
     assert set(made.get("fp8_metas", {})) == left
 
 
-@recipes
+@every_recipe
 def test_all_is_no_fp8(recipe):
     def text(enabled):
         with te.autocast(enabled, recipe(exclude=("*",))):
@@ -163,7 +164,7 @@ def test_fp8_attention_by_its_path():
         assert names[0] not in jax.eval_shape(module.init, KEY, x, x)["fp8_metas"]
 
 
-@recipes
+@every_recipe
 @pytest.mark.parametrize("value", ["mlp", ("",), (1,), 3, None])
 def test_bad_patterns(recipe, value):
     with pytest.raises(ValueError, match=rf"{recipe.__name__}: exclude is .*pass a tuple of patterns"):

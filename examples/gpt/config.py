@@ -103,8 +103,8 @@ def parser() -> argparse.ArgumentParser:
 
     add(p, "--preset", "model size [default: medium on a GPU, tiny without]", choices=PRESETS)
     add(p, "--precision", "of the GEMMs [default: fp8]", choices=("fp8", "bf16"), default="fp8")
-    add(p, "--recipe", "scales: of FP8 tensors from past steps or their own amax, or of blocks [default: delayed]",
-        choices=("delayed", "current", "block"), default="delayed")  # fmt: skip
+    add(p, "--recipe", "scales of FP8 tensors: from past steps or their own amax, fixed, of blocks [default: delayed]",
+        choices=("delayed", "current", "fixed", "block", "mxfp8"), default="delayed")  # fmt: skip
     add(p, "--api", "Flax modules of the model: Linen, or NNX, which trains on one device, without dropout "
         "[default: linen]", choices=("linen", "nnx"), default="linen")  # fmt: skip
     add(p, "--optimizer", "AdamW, or te_jax's with moments of 3 bytes a parameter instead of 8 [default: adamw]",

@@ -6,9 +6,9 @@ wgrad  dw = x^T dy    lhs x_t [*C, *B], rhs dy_t [*F, *B]
 
 So each tensor is wanted in two layouts, and both come from one reading of it. A GEMM that the recipe's
 `override_linear_precision` takes out of FP8 uses the unquantized operands instead. Under a recipe of block scales each
-layout has scales of its own, and te_quantize_block and te_gemm_block take the place of te_quantize and te_gemm. Where
-the kernel is not differentiated (a frozen one, as beside LoRA), there is no wgrad, and nothing is written or kept for
-it: autodiff says so by `symbolic_zeros` of the layers' custom_vjp.
+layout has scales of its own, and te_quantize_block and te_gemm_block, or te_quantize_mx and te_gemm_mx, take the place
+of te_quantize and te_gemm. Where the kernel is not differentiated (a frozen one, as beside LoRA), there is no wgrad,
+and nothing is written or kept for it: autodiff says so by `symbolic_zeros` of the layers' custom_vjp.
 """
 
 from typing import NamedTuple
@@ -27,8 +27,11 @@ from te_jax.fp8 import DenseMetas, cotangent
 from te_jax.layers._specs import dense_spec, explicit_spec
 from te_jax.ops.gemm import dot, gemm, gemm_sum
 from te_jax.ops.gemm_block import gemm_block
+from te_jax.ops.gemm_mx import gemm_mx
 from te_jax.ops.quantize import quantize, transpose
 from te_jax.ops.quantize_block import quantize_block
+from te_jax.ops.quantize_mx import BLOCK as MX_BLOCK
+from te_jax.ops.quantize_mx import quantize_mx
 from te_jax.recipe import Recipe
 from te_jax.sharding import stage_axes
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
@@ -42,7 +45,7 @@ class Fp8Tensor(NamedTuple):
     wide: jax.Array | None  # [*m, *n], unquantized, for a GEMM out of FP8
     scale_inv: jax.Array | None  # f32[], or of each block of data
     scale_inv_t: jax.Array | None  # of each block of data_t; None with one scale for both
-    amax: jax.Array | None  # f32[], or f32[4] of a probed tensor (`fp8.seen`); None: nothing quantized, or in blocks
+    amax: jax.Array | None  # f32[], or f32[4] of a probed tensor (`fp8.seen`); None where there is no state for it
 
     @classmethod
     def of(cls, results: dict[str, jax.Array], wide, scale) -> "Fp8Tensor":
@@ -125,7 +128,17 @@ def uses(recipe: Recipe, train: bool, wgrad: bool) -> dict[str, Uses]:
     }
 
 
-def scale_of(meta, measure, shards_of: ShapedArray, use: Uses, config: Config, direction="fwd") -> jax.Array:
+def statistics(use: Uses, config: Config) -> tuple[str, ...]:
+    """The results beside the layouts that an op has to write: the amax, where there is state that it goes to."""
+    return ("amax",) if use.layouts and config.recipe.has_state else ()
+
+
+def fp8_type(tensor: str, config: Config) -> jnp.dtype:
+    """What `tensor`, a field of `DenseMetas`, is quantized to."""
+    return config.recipe.fp8_format.dtype(fp8.direction_of(tensor))
+
+
+def scale_of(tensor: str, meta, measure, shards_of: ShapedArray, use: Uses, config: Config) -> jax.Array:
     """`fp8.scale_of` a tensor of a layer.
 
     shards_of: a type that varies over the mesh axes that shard the tensor inside `shard_map`: of an operand, that from
@@ -134,19 +147,20 @@ def scale_of(meta, measure, shards_of: ShapedArray, use: Uses, config: Config, d
     if not use.layouts:  # no GEMM reads it in FP8
         return jnp.ones(())
     shards = varying(shards_of) - config.stage_axes
-    return fp8.scale_of(meta, measure, config.recipe, direction, shards)
+    return fp8.scale_of(meta, measure, config.recipe, tensor, shards)
 
 
 def quantize_blocks(
-    x, split, use: Uses, config: Config, direction="fwd", square=False, with_dbias=False
+    tensor: str, x, split, use: Uses, config: Config, with_dbias=False
 ) -> tuple[Fp8Tensor, jax.Array | None]:
-    """`quantize_tensor` under a recipe of block scales. square: blocks of 128 x 128, of a kernel."""
-    got, kind, recipe = {}, "block_inv" if square else "scale_inv", config.recipe
+    """`quantize_tensor` under a recipe of block scales."""
+    got, law = {}, config.recipe.block_law(tensor)
+    op = quantize_mx if config.recipe.block == MX_BLOCK else quantize_block
+    kind = "block_inv" if law.get("square") else "scale_inv"
     dbias = ("dbias",) if with_dbias else ()
     if use.layouts:
         outputs = (*use.layouts, *(name.replace("data", kind) for name in use.layouts), *dbias)
-        law = dict(square=square, power_2=not recipe.use_f32_scales, epsilon=recipe.amax_epsilon)
-        results = quantize_block(x, outputs=outputs, lead=split - 1, dtype=recipe.fp8_format.dtype(direction), **law)
+        results = op(x, outputs=outputs, lead=split - 1, dtype=fp8_type(tensor, config), **law)
         got = dict(zip(outputs, results))
     elif with_dbias:
         got["dbias"] = _column_sums(x, split)
@@ -155,9 +169,7 @@ def quantize_blocks(
 
 def quantize_kernel(kernel, meta, use: Uses, config: Config) -> Fp8Tensor:
     """kernel [*C, *F] as its GEMMs read it."""
-    if config.recipe.block_scaled:
-        return quantize_blocks(kernel, config.contract, use, config, square=True)[0]
-    return quantize_tensor(kernel, meta, config.contract, config.kernel, use, config)[0]
+    return quantize_tensor("kernel", kernel, meta, config.contract, config.kernel, use, config)[0]
 
 
 def _column_sums(x, split):
@@ -165,21 +177,22 @@ def _column_sums(x, split):
 
 
 def quantize_tensor(
-    x, meta, split, shards_of: ShapedArray, use: Uses, config: Config, direction="fwd", with_dbias=False
+    tensor: str, x, meta, split, shards_of: ShapedArray, use: Uses, config: Config, with_dbias=False
 ) -> tuple[Fp8Tensor, jax.Array | None]:
     """-> the tensor as its GEMMs read it, and its column sums f32[*n] if asked for.
 
-    split: axes in m. shards_of: see `scale_of`.
+    tensor: a field of `DenseMetas`. split: axes in m. shards_of: see `scale_of`.
     """
     if config.recipe.block_scaled:
-        return quantize_blocks(x, split, use, config, direction, with_dbias=with_dbias)
-    got, dtype = {}, config.recipe.fp8_format.dtype(direction)
+        return quantize_blocks(tensor, x, split, use, config, with_dbias)
+    got, dtype = {}, fp8_type(tensor, config)
     measure = lambda: quantize(x, None, outputs=("amax",), split=split, dtype=dtype)[0]
-    scale = scale_of(meta, measure, shards_of, use, config, direction)
+    scale = scale_of(tensor, meta, measure, shards_of, use, config)
     if use.layouts:
-        outputs = (*use.layouts, "amax", *(["dbias"] if with_dbias else []))
+        outputs = (*use.layouts, *statistics(use, config), *(["dbias"] if with_dbias else []))
         got = dict(zip(outputs, quantize(x, scale, outputs=outputs, split=split, dtype=dtype)))
-        got["amax"] = fp8.seen(meta, got["amax"], scale, lambda: x, dtype)
+        if "amax" in got:
+            got["amax"] = fp8.seen(meta, got["amax"], scale, lambda: x, dtype)
     elif with_dbias:
         got["dbias"] = _column_sums(x, split)
     return Fp8Tensor.of(got, x if use.wide else None, scale), got.get("dbias")
@@ -188,6 +201,8 @@ def quantize_tensor(
 def _multiply(which: int, lhs, rhs, config: Config, bias=None, c=None, **options) -> jax.Array:
     """lhs @ rhs^T of two layouts, as `rows` or `columns`. which: 0 fprop, 1 dgrad, 2 wgrad."""
     recipe, operands = config.recipe, (lhs[0], rhs[0], lhs[1], rhs[1], bias, c)
+    if recipe.block == MX_BLOCK:
+        return gemm_mx(*operands, **options)
     if recipe.block_scaled:
         return gemm_block(*operands, square=which < 2, **options)  # rhs is the kernel
     return gemm(*operands, fast_accum=not recipe.split_accumulator[which], **options)
@@ -243,9 +258,9 @@ def saved(x: Fp8Tensor, w: Fp8Tensor, config: Config, wgrad: bool) -> tuple[Fp8T
     one: jax remembers one structure of a traced function's residuals, whatever it is differentiated by.
     """
     fprop_wide, dgrad_wide, wgrad_wide = config.recipe.override_linear_precision
-    in_blocks = config.recipe.block_scaled
+    in_blocks, has_state = config.recipe.block_scaled, config.recipe.has_state
     for_wgrad = lambda a, read: (a if wgrad else jnp.zeros((0,))) if read else None
-    quantized = not in_blocks and not (fprop_wide and wgrad_wide)
+    observed = has_state and not (fprop_wide and wgrad_wide)
     kept = (
         Fp8Tensor(
             data=None,
@@ -253,7 +268,7 @@ def saved(x: Fp8Tensor, w: Fp8Tensor, config: Config, wgrad: bool) -> tuple[Fp8T
             wide=for_wgrad(x.wide, wgrad_wide),
             scale_inv=None if in_blocks else x.scale_inv,
             scale_inv_t=for_wgrad(x.scale_inv_t, in_blocks and not wgrad_wide),
-            amax=jnp.zeros(()) if quantized and x.amax is None else x.amax,
+            amax=jnp.zeros(()) if observed and x.amax is None else x.amax,
         ),
         w._replace(data_t=None, scale_inv_t=None, wide=w.wide if dgrad_wide else None),
     )
@@ -301,7 +316,7 @@ def quantize_grad(dy, meta, config: Config, wgrad: bool) -> tuple[Fp8Tensor, jax
     crosses = not config.recipe.block_scaled and (config.grad_spec is not None or config.grad_axes is not None)
     in_fp8 = crosses and use.data and use.data_t
     written = use._replace(data_t=False) if in_fp8 else use
-    grad, dbias = quantize_tensor(dy, meta, split, jax.typeof(dy), written, config, "bwd", with_dbias=has_bias)
+    grad, dbias = quantize_tensor("grad", dy, meta, split, jax.typeof(dy), written, config, has_bias)
     if in_fp8:
         data = gathered(grad.data)
         grad = grad._replace(data=data, data_t=transpose(data, split))

@@ -93,7 +93,7 @@ def check_dense(name, x, kernel, bias, contract, recipe, metas):
 
 def _quantize(x, kernel, metas, config, train, wgrad):
     use = _fp8.uses(config.recipe, train, wgrad)
-    q, _ = _fp8.quantize_tensor(x, metas.x, x.ndim - config.contract, config.x, use["x"], config)
+    q, _ = _fp8.quantize_tensor("x", x, metas.x, x.ndim - config.contract, config.x, use["x"], config)
     return q, _fp8.quantize_kernel(kernel, metas.kernel, use["kernel"], config)
 
 

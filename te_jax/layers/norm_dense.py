@@ -112,26 +112,26 @@ def norm_attrs(norm, zero_centered_gamma, epsilon) -> tuple:
 
 def quantize_norm(x, gamma, beta, meta, use: Uses, config: Config, attrs, with_ln_out=False):
     """norm(x) as its GEMMs read it, norm(x) of x's type if asked for, and the statistics (mean or None, rstd)."""
-    run = partial(norm_op.norm_fwd, dtype=config.recipe.fp8_format.dtype("fwd"), **dict(attrs))
+    run = partial(norm_op.norm_fwd, dtype=_fp8.fp8_type("x", config), **dict(attrs))
     mean = () if dict(attrs)["rms"] else ("mean",)
     if config.recipe.block_scaled:  # the norm does not know blocks: it writes x's type
         y, *stats = run(x, gamma, beta, None, outputs=("y", *mean, "rstd"))
-        q, _ = _fp8.quantize_blocks(y, y.ndim - 1, use, config)
+        q, _ = _fp8.quantize_blocks("x", y, y.ndim - 1, use, config)
         return q, y if with_ln_out else None, (stats[0] if mean else None, stats[-1])
     measure = lambda: run(x, gamma, beta, None, outputs=("rstd", "amax"))[1]
-    scale = _fp8.scale_of(meta, measure, config.x, use, config)
+    scale = _fp8.scale_of("x", meta, measure, config.x, use, config)
     outputs = (
         *(("y",) if with_ln_out or use.wide else ()),
         *use.layouts,
         *mean,
         "rstd",
-        *(("amax",) if use.layouts else ()),
+        *_fp8.statistics(use, config),
     )  # in the op's order
     operands = x, gamma, beta, scale if use.layouts else None
     got = dict(zip(outputs, run(*operands, outputs=outputs)))
-    if use.layouts:
+    if "amax" in got:
         wide = lambda: run(x.astype(jnp.float32), gamma, beta, None, outputs=("y", "rstd"))[0]
-        got["amax"] = fp8.seen(meta, got["amax"], scale, wide, config.recipe.fp8_format.dtype("fwd"))
+        got["amax"] = fp8.seen(meta, got["amax"], scale, wide, _fp8.fp8_type("x", config))
     q = Fp8Tensor.of(got, got["y"] if use.wide else None, scale)
     return q, got["y"] if with_ln_out else None, (got.get("mean"), got["rstd"])
 

@@ -100,40 +100,40 @@ def _typed(aval, beside, spec):
 
 def _quantize_activation(z, meta, use, config: Config, act):
     """act(z) as its GEMMs read it."""
-    run = partial(act_op.activation_fwd, dtype=config.recipe.fp8_format.dtype("fwd"), **dict(act))
+    run = partial(act_op.activation_fwd, dtype=_fp8.fp8_type("x", config), **dict(act))
     if config.recipe.block_scaled:  # the activation does not know blocks: it writes z's type
         (y,) = run(z, None, outputs=("y",))
-        return _fp8.quantize_blocks(y, y.ndim - 1, use, config)[0]
-    scale = _fp8.scale_of(meta, lambda: run(z, None, outputs=("amax",))[0], jax.typeof(z), use, config)
-    outputs = (*(("y",) if use.wide else ()), *use.layouts, *(("amax",) if use.layouts else ()))
+        return _fp8.quantize_blocks("x", y, y.ndim - 1, use, config)[0]
+    scale = _fp8.scale_of("x", meta, lambda: run(z, None, outputs=("amax",))[0], jax.typeof(z), use, config)
+    outputs = (*(("y",) if use.wide else ()), *use.layouts, *_fp8.statistics(use, config))
     got = dict(zip(outputs, run(z, scale if use.layouts else None, outputs=outputs)))
-    if use.layouts:
+    if "amax" in got:
         wide = lambda: run(z.astype(jnp.float32), None, outputs=("y",))[0]
-        got["amax"] = fp8.seen(meta, got["amax"], scale, wide, config.recipe.fp8_format.dtype("fwd"))
+        got["amax"] = fp8.seen(meta, got["amax"], scale, wide, _fp8.fp8_type("x", config))
     return Fp8Tensor.of(got, got.get("y"), scale)
 
 
 def _quantize_activation_grad(da, z, meta, config: Config, act, wgrad: bool):
     """The gradient of act's input z from that of its output, as the GEMMs read it, and the gradient of the bias."""
     use = _fp8.uses(config.recipe, train=True, wgrad=wgrad)["grad"]
-    run = partial(act_op.activation_bwd, dtype=config.recipe.fp8_format.dtype("bwd"), **dict(act))
+    run = partial(act_op.activation_bwd, dtype=_fp8.fp8_type("grad", config), **dict(act))
     has_bias = config.bias is not None
     if config.recipe.block_scaled:
         dz, *sums = run(da, z, None, outputs=("dx", *(("dbias",) if has_bias else ())))
-        grad, _ = _fp8.quantize_blocks(dz, dz.ndim - config.features, use, config, "bwd")
+        grad, _ = _fp8.quantize_blocks("grad", dz, dz.ndim - config.features, use, config)
         return grad, like(sums[0], config.bias) if has_bias else None
     measure = lambda: run(da, z, None, outputs=("amax",))[0]
-    scale = _fp8.scale_of(meta, measure, jax.typeof(z), use, config, "bwd")
+    scale = _fp8.scale_of("grad", meta, measure, jax.typeof(z), use, config)
     outputs = (
         *(("dx",) if use.wide else ()),
         *use.layouts,
-        *(("amax",) if use.layouts else ()),
+        *_fp8.statistics(use, config),
         *(("dbias",) if has_bias else ()),
     )
     got = dict(zip(outputs, run(da, z, scale if use.layouts else None, outputs=outputs)))
-    if use.layouts:
+    if "amax" in got:
         wide = lambda: run(da.astype(jnp.float32), z.astype(jnp.float32), None, outputs=("dx",))[0]
-        got["amax"] = fp8.seen(meta, got["amax"], scale, wide, config.recipe.fp8_format.dtype("bwd"))
+        got["amax"] = fp8.seen(meta, got["amax"], scale, wide, _fp8.fp8_type("grad", config))
     return Fp8Tensor.of(got, got.get("dx"), scale), like(got["dbias"], config.bias) if has_bias else None
 
 

@@ -44,11 +44,16 @@ def _reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, out
     out = lax.dot_general(*wide, (axes, ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     if lhs_scale_inv is not None:
         out = out * (lhs_scale_inv * rhs_scale_inv)
+    return (finished(out, bias, c, out_dtype),)
+
+
+def finished(out, bias, c, out_dtype):
+    """out f32 [*m, *n] with bias [*n] and c [*m, *n], where they are given, in one rounding."""
     if bias is not None:
         out = out + bias.astype(out_dtype).astype(jnp.float32)  # as in the epilogue, bias comes in the result's type
     if c is not None:
         out = out + c.astype(jnp.float32)
-    return (out.astype(out_dtype),)
+    return out.astype(out_dtype)
 
 
 def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, out_dtype, **attrs):
@@ -64,8 +69,7 @@ def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, ou
     bias_inside = inside and out_dtype != jnp.float32  # an f32 epilogue would round the bias to bf16
     after = [x for x, is_inside in ((bias, bias_inside), (c, inside)) if x is not None and not is_inside]
     if 0 in (m, n, k):  # nothing to multiply
-        terms = [x.astype(jnp.float32) for x in (bias, c) if x is not None]
-        return (sum(terms, jnp.zeros((m, n))).astype(out_dtype).reshape(*m_axes, *n_axes),)
+        return (finished(jnp.zeros((m, n)), bias, c, out_dtype).reshape(*m_axes, *n_axes),)
     lhs, rhs = lhs.reshape(m, k), rhs.reshape(n, k)
     bias, c = bias if bias_inside else None, c if inside else None
     if is_fp8:

@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec
 
 from te_jax import _lib
 from te_jax._op import Op
-from te_jax.ops.gemm import FP8, FP8_ALIGNED, WORKSPACE
-from te_jax.ops.quantize import fill
+from te_jax.ops.gemm import FP8, FP8_ALIGNED, WORKSPACE, finished
+from te_jax.ops.quantize import fill, transpose
 from te_jax.ops.quantize_block import BLOCK, spread
 
 CAPABILITY = "9.0"
@@ -26,16 +26,12 @@ def unusable(capability: str) -> str:
     )
 
 
-def _dtypes(lhs, rhs, *others, out_dtype, **_):
-    c = others[-1]
+def check_types(op: str, lhs, rhs, c, out_dtype):
+    """The types of the results. Raises TypeError, naming `op`, for operands that it does not multiply or add."""
     if any(all(d != f for f in FP8) for d in (lhs, rhs)) or lhs == rhs == jnp.float8_e5m2:
-        raise TypeError(
-            f"te_gemm_block: lhs is {lhs}, rhs is {rhs}; pass float8_e4m3fn, or float8_e5m2 for one of them."
-        )
+        raise TypeError(f"{op}: lhs is {lhs}, rhs is {rhs}; pass float8_e4m3fn, or float8_e5m2 for one of them.")
     if c is not None and c != out_dtype:
-        raise TypeError(
-            f"te_gemm_block: c is {c}, but out is {out_dtype}; pass c in the type of out, or set out_dtype."
-        )
+        raise TypeError(f"{op}: c is {c}, but out is {out_dtype}; pass c in the type of out, or set out_dtype.")
     return (out_dtype,)
 
 
@@ -47,25 +43,27 @@ def _check_scales(rhs_scale_inv, rhs_block_inv):
 def _reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, rhs_block_inv, bias, c, *, outer, out_dtype, **_):
     _check_scales(rhs_scale_inv, rhs_block_inv)
     contract = outer + 1
-
-    def wide(a, scale_inv):  # scale_inv [*k', *rows]
-        last = tuple(range(contract, scale_inv.ndim)), tuple(range(contract))
-        return a.astype(jnp.float32) * spread(jnp.transpose(scale_inv, sum(last, ())), a.ndim - 1, a.shape[-1])
-
     if rhs_block_inv is None:
-        right = wide(rhs, rhs_scale_inv)
+        right = dequantized(rhs, rhs_scale_inv, contract, BLOCK)
     else:
         r = rhs.ndim - contract - 1
         each = spread(spread(rhs_block_inv, r, rhs.shape[r]), rhs.ndim - 1, rhs.shape[-1])
         right = rhs.astype(jnp.float32) * each
-    axes = [tuple(range(a.ndim - contract, a.ndim)) for a in (lhs, rhs)]
+    out = product(dequantized(lhs, lhs_scale_inv, contract, BLOCK), right, contract)
+    return (finished(out, bias, c, out_dtype),)
+
+
+def dequantized(a, scale_inv, contract, block):
+    """a [*rows, *k] times scale_inv [*k', *rows] of its blocks of 1 x `block`, in f32. contract: axes in k."""
+    turned = transpose(scale_inv.astype(jnp.float32), contract)
+    return a.astype(jnp.float32) * spread(turned, a.ndim - 1, a.shape[-1], block)
+
+
+def product(left, right, contract):
+    """f32 left @ right^T over the last `contract` axes of both."""
+    axes = [tuple(range(a.ndim - contract, a.ndim)) for a in (left, right)]
     highest = dict(precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-    out = lax.dot_general(wide(lhs, lhs_scale_inv), right, (axes, ((), ())), **highest)
-    if bias is not None:
-        out = out + bias.astype(out_dtype).astype(jnp.float32)  # as in the epilogue, bias comes in the result's type
-    if c is not None:
-        out = out + c.astype(jnp.float32)
-    return (out.astype(out_dtype),)
+    return lax.dot_general(left, right, (axes, ((), ())), **highest)
 
 
 def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, rhs_block_inv, bias, c, *, outer, out_dtype, **attrs):
@@ -79,8 +77,7 @@ def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, rhs_block_inv, bias, c, 
     m, k = prod(m_axes), prod(lhs.shape[lhs.ndim - contract :])
     bias = None if bias is None else bias.astype(out_dtype)
     if 0 in (m, *n_axes, k):  # nothing to multiply
-        terms = [x.astype(jnp.float32) for x in (bias, c) if x is not None]
-        return (sum(terms, jnp.zeros((*m_axes, *n_axes))).astype(out_dtype),)
+        return (finished(jnp.zeros((*m_axes, *n_axes)), bias, c, out_dtype),)
     n_up = BLOCK if square else FP8_ALIGNED
     lhs, rhs = fill(lhs, lhs.ndim - 1, BLOCK), fill(fill(rhs, rhs.ndim - 1, BLOCK), len(n_axes) - 1, n_up)
     k_up = prod(lhs.shape[lhs.ndim - contract :])
@@ -110,7 +107,7 @@ gemm_block_op = Op(
     once=("bias", "c"),
     ranks={"k...": "outer"},
     fenced="out",
-    dtypes=_dtypes,
+    dtypes=lambda lhs, rhs, *others, out_dtype, **_: check_types("te_gemm_block", lhs, rhs, others[-1], out_dtype),
     reference=_reference,
     workspace=lambda *args, **attrs: WORKSPACE,
     cuda=_cuda,

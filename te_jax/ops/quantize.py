@@ -48,7 +48,7 @@ def _tiles(x, *args, split, **attrs):
 
 quantize = Op(
     "te_quantize",
-    "x: m... n..., scale?: -> data?: m... n..., data_t?: n... m..., amax:, dbias?: n...",
+    "x: m... n..., scale?: -> data?: m... n..., data_t?: n... m..., amax?:, dbias?: n...",
     combine={"amax": "max", "dbias": "sum"},
     ranks={"m...": "split"},
     dtypes=lambda x, scale, *, split, dtype: (dtype, dtype, jnp.float32, jnp.float32),

@@ -12,19 +12,34 @@ from te_jax.recipe._base import scale_of_amax
 BLOCK = 128
 
 
-def spread(blocks, axis, size):
+def spread(values, axis, size, block=BLOCK):
     """The value of each block along `axis` for each of its elements, `size` in all."""
-    shape = list(blocks.shape)
-    shape[axis : axis + 1] = [shape[axis], BLOCK]
-    wide = jnp.broadcast_to(jnp.expand_dims(blocks, axis + 1), shape)
-    return lax.slice_in_dim(wide.reshape(*shape[:axis], shape[axis] * BLOCK, *shape[axis + 2 :]), 0, size, axis=axis)
+    shape = list(values.shape)
+    shape[axis : axis + 1] = [shape[axis], block]
+    wide = jnp.broadcast_to(jnp.expand_dims(values, axis + 1), shape)
+    return lax.slice_in_dim(wide.reshape(*shape[:axis], shape[axis] * block, *shape[axis + 2 :]), 0, size, axis=axis)
 
 
-def _amaxes(x, axis):
+def _amaxes(x, axis, block=BLOCK):
     """The largest |x| of each block along `axis`; NaN where there is one, which a maximum of floats drops on a CPU."""
-    bits = fill(lax.bitcast_convert_type(jnp.abs(x), jnp.int32), axis, BLOCK)
-    blocks = bits.reshape(*x.shape[:axis], bits.shape[axis] // BLOCK, BLOCK, *x.shape[axis + 1 :])
+    bits = fill(lax.bitcast_convert_type(jnp.abs(x), jnp.int32), axis, block)
+    blocks = bits.reshape(*x.shape[:axis], bits.shape[axis] // block, block, *x.shape[axis + 1 :])
     return lax.bitcast_convert_type(jnp.max(blocks, axis + 1, initial=0), jnp.float32)
+
+
+def in_rows(x, lead, dtype, block, law):
+    """data, data_t, scale_inv and scale_inv_t of x f32 [*m, m, *n, n] in blocks of 1 x `block`.
+
+    law: the amaxes of blocks -> their scales, and the inverses as they are stored.
+    """
+    rows, columns, split = lead, x.ndim - 1, lead + 1
+
+    def quantized(axis):
+        scale, inverse = law(_amaxes(x, axis, block))
+        return saturate(x * spread(scale, axis, x.shape[axis], block), dtype), inverse
+
+    (data, inverse), (data_t, inverse_t) = quantized(columns), quantized(rows)
+    return data, transpose(data_t, split), transpose(inverse, split), inverse_t
 
 
 def _reference(x, *, lead, dtype, square, power_2, epsilon):
@@ -37,10 +52,12 @@ def _reference(x, *, lead, dtype, square, power_2, epsilon):
         each = spread(spread(scale, rows, x.shape[rows]), columns, x.shape[columns])
         data, inverse = saturate(x * each, dtype), 1.0 / scale
         return data, transpose(data, split), None, None, inverse, transpose(inverse, split), dbias
-    of_data, of_data_t = law(_amaxes(x, columns)), law(_amaxes(x, rows))
-    data = saturate(x * spread(of_data, columns, x.shape[columns]), dtype)
-    data_t = transpose(saturate(x * spread(of_data_t, rows, x.shape[rows]), dtype), split)
-    return data, data_t, transpose(1.0 / of_data, split), 1.0 / of_data_t, None, None, dbias
+
+    def with_inverse(amax):
+        scale = law(amax)
+        return scale, 1.0 / scale
+
+    return *in_rows(x, lead, dtype, BLOCK, with_inverse), None, None, dbias
 
 
 def _row_tiles(x, *, lead, **attrs):

@@ -8,3 +8,5 @@ from te_jax.recipe._base import Recipe as Recipe
 from te_jax.recipe.block import Float8BlockScaling as Float8BlockScaling
 from te_jax.recipe.current import Float8CurrentScaling as Float8CurrentScaling
 from te_jax.recipe.delayed import DelayedScaling as DelayedScaling
+from te_jax.recipe.fixed import FixedScaling as FixedScaling
+from te_jax.recipe.mxfp8 import MXFP8BlockScaling as MXFP8BlockScaling

@@ -45,7 +45,7 @@ class Recipe:
 
     has_state: ClassVar[bool] = False  # in `fp8_metas`: see `DelayedScaling` for the methods that it takes
     needs_amax: ClassVar[bool] = False  # `scale` wants the tensor's own amax: its source is read once more for it
-    block_scaled: ClassVar[bool] = False  # scales of blocks, which te_quantize_block finds; no `scale` of a tensor
+    block: ClassVar[int] = 0  # numbers with a scale of their own, which the op that quantizes finds; no `scale`
 
     fp8_format: Format
     override_linear_precision: tuple[bool, bool, bool]
@@ -55,10 +55,20 @@ class Recipe:
     split_accumulator: tuple[bool, bool, bool]
     exclude: tuple[str, ...]
 
-    def scale(self, stored: jax.Array | None, amax: jax.Array | None, fp8_max: float) -> jax.Array:
+    @property
+    def block_scaled(self) -> bool:
+        """Whether scales are of blocks."""
+        return self.block > 0
+
+    def block_law(self, tensor: str) -> dict:
+        """With scales of blocks, the attributes of the op that quantizes `tensor` (as in `scale`)."""
+        return {}
+
+    def scale(self, tensor: str, stored: jax.Array | None, amax: jax.Array | None, fp8_max: float) -> jax.Array:
         """f32[]: what a tensor is multiplied by before it is cast to the type that ends at `fp8_max`.
 
-        stored: f32[], the scale of its state, None without state. amax: f32[], its own, None unless `needs_amax`.
+        tensor: "x", "kernel" or "grad" of a dense layer. stored: f32[], the scale of its state, None without state.
+        amax: f32[], its own, None unless `needs_amax`.
         """
         raise NotImplementedError(f"{type(self).__name__}.scale")
 
@@ -74,13 +84,16 @@ class Recipe:
         for field in fields:
             self._need(isinstance(getattr(self, field), bool), field, "pass a bool")
 
+    def _need_number(self, field: str, least: float, most: float, text: str):
+        """Makes the field a float."""
+        value = getattr(self, field)
+        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        self._need(number and least <= value <= most, field, text)  # not so of NaN
+        object.__setattr__(self, field, float(value))
+
     def _check_epsilon(self):
-        """Makes `amax_epsilon` a float."""
-        epsilon = self.amax_epsilon
-        number = isinstance(epsilon, numbers.Real) and not isinstance(epsilon, bool)
-        in_range = number and 0 <= epsilon <= float(jnp.finfo(jnp.float32).max)  # not so of NaN
-        self._need(in_range, "amax_epsilon", "pass a finite float32 of at least 0")
-        object.__setattr__(self, "amax_epsilon", float(epsilon))
+        largest = float(jnp.finfo(jnp.float32).max)
+        self._need_number("amax_epsilon", 0.0, largest, "pass a finite float32 of at least 0")
 
     def _check_no_attention(self):
         text = "attention in FP8 has delayed scales alone: leave it False, or use DelayedScaling(fp8_dpa=True)"

@@ -40,7 +40,7 @@ class Float8BlockScaling(Recipe):
     fp8_mha: bool = False
     exclude: tuple[str, ...] = ()
 
-    block_scaled: ClassVar[bool] = True
+    block: ClassVar[int] = 128
     reduce_amax: ClassVar[bool] = True  # no block is on two devices
     split_accumulator: ClassVar[tuple[bool, bool, bool]] = (True, True, True)
 
@@ -49,3 +49,7 @@ class Float8BlockScaling(Recipe):
         self._need_bool("use_f32_scales")
         self._check_epsilon()
         self._check_no_attention()
+
+    def block_law(self, tensor: str) -> dict:
+        """Attributes of `te_quantize_block`."""
+        return dict(square=tensor == "kernel", power_2=not self.use_f32_scales, epsilon=self.amax_epsilon)

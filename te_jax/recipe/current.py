@@ -50,6 +50,6 @@ class Float8CurrentScaling(Recipe):
         self._check_epsilon()
         self._check_no_attention()
 
-    def scale(self, stored: None, amax: jax.Array, fp8_max: float) -> jax.Array:
+    def scale(self, tensor: str, stored: None, amax: jax.Array, fp8_max: float) -> jax.Array:
         """f32[] from amax f32[]: the law above."""
         return scale_of_amax(amax, fp8_max, self.amax_epsilon, self.power_2_scale)

@@ -75,7 +75,7 @@ class DelayedScaling(Recipe):
         text = "pass None or a function (amax, scale, fp8_max, recipe) -> scale"
         self._need(scaling is None or callable(scaling), "scaling_factor_compute_algo", text)
 
-    def scale(self, stored: jax.Array, amax: None, fp8_max: float) -> jax.Array:
+    def scale(self, tensor: str, stored: jax.Array, amax: None, fp8_max: float) -> jax.Array:
         """f32[]: the stored one."""
         return stored
 
