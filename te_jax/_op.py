@@ -470,16 +470,16 @@ def _key(params):
 def align(*args):
     """Makes all operands vary over the same manual mesh axes, so that cotangents are summed over them.
 
-    Call it before a `custom_vjp`: the transpose of `pcast` is the psum that replicated parameters need.
-    None stays None.
+    Call it before a `custom_vjp`: the transpose of `pcast` is the psum that replicated parameters need. An operand may
+    be None, or a tree.
     """
-    union = frozenset().union(*(varying(a) for a in args if a is not None))
+    union = frozenset().union(*map(varying, jax.tree.leaves(args)))
 
     def cast(a):
         lacks = tuple(sorted(union - varying(a)))
         return lax.pcast(a, lacks, to="varying") if lacks else a
 
-    return [a if a is None else cast(a) for a in args]
+    return jax.tree.map(cast, list(args))
 
 
 def like(cotangent, primal):

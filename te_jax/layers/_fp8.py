@@ -65,6 +65,25 @@ class Fp8Tensor(NamedTuple):
         """[*n, *m] and what it is multiplied by."""
         return self.data_t, self.scale_inv if self.scale_inv_t is None else self.scale_inv_t
 
+    def read(self, use: "Uses", split: int) -> "Fp8Tensor":
+        """What is to be read of it; `split` axes in m. A layout that is missing is transposed from the other, as are
+        the scales of its blocks of 128 x 128."""
+        data, data_t, wide, scale_inv, scale_inv_t, amax = self
+        if use.data and data is None:
+            data = transpose(data_t, data_t.ndim - split)
+            scale_inv = scale_inv if scale_inv_t is None else transpose(scale_inv_t, data_t.ndim - split)
+        if use.data_t and data_t is None:
+            in_blocks = scale_inv.ndim > 0
+            data_t, scale_inv_t = transpose(data, split), transpose(scale_inv, split) if in_blocks else None
+        return Fp8Tensor(
+            data if use.data else None,
+            data_t if use.data_t else None,
+            wide if use.wide else None,
+            scale_inv,
+            scale_inv_t,
+            amax,
+        )
+
     @property
     def for_wgrad(self) -> bool:
         """Of x, as `saved` left it: whether wgrad is to be computed."""
@@ -77,27 +96,30 @@ class Config(NamedTuple):
     recipe: Recipe
     contract: int  # axes in C
     features: int  # axes in F
-    x: ShapedArray  # the types of the operands: their gradients have the same
+    x: ShapedArray | None  # the types of the operands: their gradients have the same
     kernel: ShapedArray
-    bias: ShapedArray | None
-    residual: ShapedArray | None
-    checkpoint: str | None  # name of the saved tensors, for jax.checkpoint policies
-    stage_axes: frozenset[str]  # mesh axes over which layers differ, read here: the backward pass is traced elsewhere
-    spec: PartitionSpec | None  # of y, on an Explicit mesh; as are the next two
-    x_spec: PartitionSpec | None
-    kernel_spec: PartitionSpec | None
-    grad_spec: PartitionSpec | None  # of the gradient of y where its GEMMs read it, if that is not `spec`
-    grad_axes: tuple[str | None, ...] | None  # the same under Auto axes, by logical names
+    bias: ShapedArray | None = None
+    residual: ShapedArray | None = None
+    checkpoint: str | None = None  # name of the saved tensors, for jax.checkpoint policies
+    stage_axes: frozenset[str] = frozenset()  # over which layers differ, read here: the backward pass is elsewhere
+    spec: PartitionSpec | None = None  # of y, on an Explicit mesh; as are the next two
+    x_spec: PartitionSpec | None = None
+    kernel_spec: PartitionSpec | None = None
+    grad_spec: PartitionSpec | None = None  # of the gradient of y where its GEMMs read it, if that is not `spec`
+    grad_axes: tuple[str | None, ...] | None = None  # the same under Auto axes, by logical names
+    stored: bool = False  # the kernel is an Fp8Tensor: its `wide` alone has a gradient
 
     @classmethod
     def of(cls, x, kernel, bias, contract, recipe, checkpoint, residual=None, out=None, grad_axes=None) -> "Config":
         """The config of a layer with these operands. out: a type of y's shape, whose sharding y takes where it can."""
         typeof = lambda a: a if a is None or isinstance(a, ShapedArray) else jax.typeof(a)
+        stored, kernel = isinstance(kernel, Fp8Tensor), wide_of(kernel)
         types = [typeof(a) for a in (x, kernel, bias, residual)]
         specs = dense_spec(*types[:2], contract, out or types[3]), *map(explicit_spec, types[:2])
         whole = dense_spec(*types[:2], contract)
         gathered = None if whole == specs[0] else whole, grad_axes
-        return cls(recipe, contract, kernel.ndim - contract, *types, checkpoint, stage_axes(), *specs, *gathered)
+        static = checkpoint, stage_axes(), *specs, *gathered, stored
+        return cls(recipe, contract, kernel.ndim - contract, *types, *static)
 
 
 class Uses(NamedTuple):
@@ -153,8 +175,15 @@ def quantize_blocks(
     return Fp8Tensor.of_blocks(got, x if use.wide else None), got.get("dbias")
 
 
+def wide_of(kernel):
+    """The array of a layer's kernel: itself, or that of an Fp8Tensor."""
+    return kernel.wide if isinstance(kernel, Fp8Tensor) else kernel
+
+
 def quantize_kernel(kernel, meta, use: Uses, config: Config) -> Fp8Tensor:
-    """kernel [*C, *F] as its GEMMs read it."""
+    """kernel [*C, *F] as its GEMMs read it; an Fp8Tensor was quantized before."""
+    if isinstance(kernel, Fp8Tensor):
+        return kernel.read(use, config.contract)
     if config.recipe.block_scaled:
         return quantize_blocks(kernel, config.contract, use, config, square=True)[0]
     return quantize_tensor(kernel, meta, config.contract, config.kernel, use, config)[0]
@@ -260,11 +289,12 @@ def saved(x: Fp8Tensor, w: Fp8Tensor, config: Config, wgrad: bool) -> tuple[Fp8T
 
 
 def kernel_grads(x: Fp8Tensor, w: Fp8Tensor, grad: Fp8Tensor, metas: DenseMetas, config: Config):
-    """-> the gradient of the kernel [*C, *F], of its type (None without wgrad), and the cotangents of `metas`, from the
-    gradient [*B, *F] of y as `quantize_grad` gives it."""
+    """-> the gradient of the kernel [*C, *F], of its type (None without wgrad; in an Fp8Tensor that of `wide`), and the
+    cotangents of `metas`, from the gradient [*B, *F] of y as `quantize_grad` gives it."""
     amaxes = (x.amax, w.amax, grad.amax)
     dmetas = DenseMetas(*(cotangent(m, amax, config.recipe, config.stage_axes) for m, amax in zip(metas, amaxes)))
-    return like(_wgrad(x, grad, config), config.kernel) if x.for_wgrad else None, dmetas
+    dkernel = like(_wgrad(x, grad, config), config.kernel) if x.for_wgrad else None
+    return Fp8Tensor(None, None, dkernel, None, None, None) if config.stored else dkernel, dmetas
 
 
 def staged(layer, config: int):

@@ -1,0 +1,104 @@
+"""Kernels in FP8, quantized once: beside the parameters (collection `fp8_kernels`), or in their place."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from te_jax.flax._state import describe, recipe_of
+from te_jax.fp8 import DenseMetas, current_recipe
+from te_jax.layers import QuantizedKernel, quantize_kernel
+from te_jax.layers.kernel import check_quantized
+from te_jax.recipe import Float8CurrentScaling, Recipe
+
+KERNEL_COLLECTION = "fp8_kernels"
+_WAY_OUT = "make the collection anew under this recipe, by te_jax.flax.fp8_kernels, or leave it out"
+_CACHE, _INFERENCE, _PARAMETERS = "cache", "inference", "parameters"
+
+# What modules are to put into the collection, for whom. No matter of the collection being mutable alone: with
+# `mutable=True`, as for batch statistics, it would come back, and be passed on to the next step's other parameters.
+_making = jax.make_user_context(None)
+
+
+def kernel_operand(module: nn.Module, name: str, kernel, contract: int, metas: DenseMetas | None):
+    """What a layer is to multiply by for parameter `name` of `module`: the parameter, with its entry in the collection
+    where there is one.
+
+    Raises ValueError for an entry that the recipe in force does not read so, or of a kernel of another shape.
+    """
+    recipe = recipe_of(module)
+    if recipe is None or isinstance(kernel, QuantizedKernel) or not module.has_variable("params", name):
+        return kernel
+    what = f"{describe(module)}: {KERNEL_COLLECTION} entry {name}"
+    if _making.value is not None:
+        _make(module, name, kernel, contract, metas, recipe, what)
+    elif module.has_variable(KERNEL_COLLECTION, name):
+        entry = nn.meta.unbox(module.get_variable(KERNEL_COLLECTION, name))
+        check_quantized(what, entry, kernel.shape, contract, recipe, _WAY_OUT)
+        return entry.with_wide(kernel)
+    return kernel
+
+
+def _make(module, name, kernel, contract, metas, recipe, what):
+    if not module.is_mutable_collection(KERNEL_COLLECTION):
+        raise ValueError(
+            f"{what} cannot be made: a transform around the module does not pass the collection on; give `nn.scan` or "
+            f"`nn.vmap` variable_axes={{{KERNEL_COLLECTION!r}: 0}}, as it has for params."
+        )
+    meta = None if metas is None else metas.kernel
+    if _making.value == _PARAMETERS:
+        recipe, meta = _of_parameters(recipe), None
+    gradients = _making.value == _CACHE
+    q = quantize_kernel(kernel, recipe=recipe, contract=contract, meta=meta, gradients=gradients, name=what)
+    if not q.empty:
+        module.put_variable(KERNEL_COLLECTION, name, q)
+
+
+def _of_parameters(recipe: Recipe) -> Recipe:
+    """The recipe by which parameters are quantized for good. Scales of delayed scaling are those of steps to come: it
+    takes that of the parameter itself."""
+    return Float8CurrentScaling(fp8_format=recipe.fp8_format) if recipe.has_state else recipe
+
+
+def _made(what: str, purpose: str, model, variables, args, kwargs) -> dict:
+    if current_recipe() is None:
+        raise ValueError(f"{what}: there is no recipe in force; call it under te_jax.autocast(True, recipe).")
+    others = {name: jax.lax.stop_gradient(v) for name, v in variables.items() if name != KERNEL_COLLECTION}
+
+    def run(variables):
+        with _making(purpose):
+            return model.apply(variables, *args, mutable=[KERNEL_COLLECTION], **kwargs)[1]
+
+    made = jax.jit(run)(others)  # all but the quantization is dead code
+    if KERNEL_COLLECTION not in made:
+        raise ValueError(
+            f"{what}: no module of {type(model).__name__} multiplies one of its parameters in FP8; see the recipe's "
+            "exclude and override_linear_precision."
+        )
+    return made
+
+
+def fp8_kernels(model: nn.Module, variables: Mapping[str, Any], *args, gradients: bool = True, **kwargs) -> dict:
+    """{"fp8_kernels": ...}: the kernels of `variables["params"]`, quantized for calls with the same parameters.
+
+        kernels = te_flax.fp8_kernels(model, {"params": params, **fp8}, x)
+        loss_fn = lambda params, fp8, x: loss(model.apply({"params": params, **fp8, **kernels}, x))
+
+    Modules that find their entry quantize no kernel; results, gradients and FP8 state are the same bit for bit, and the
+    gradient is that of the parameters. It is for several passes between two changes of the parameters: microbatches,
+    within the jitted step, and inference. Nothing can tell that the parameters are others since: make it anew in every
+    step. Without a name in it, as for kernels that the caller passes, a module quantizes as ever.
+
+    args, kwargs: of `model.apply`, such as one microbatch, or rngs; for their shapes alone.
+    gradients:    False: only the layout that the forward pass reads, for inference. A backward pass transposes it.
+
+    Call it under the autocast of the passes. Under `jax.jit`, within or around it, nothing but the quantization is
+    computed. `nn.scan` and `nn.vmap` around modules need `variable_axes={"fp8_kernels": 0}`, as for params.
+
+    Raises ValueError outside of autocast, where a transform lacks that, and where no module multiplies in FP8. Modules
+    raise it for entries of another recipe or shape.
+    """
+    purpose = _CACHE if gradients else _INFERENCE
+    return dict(_made("te_jax.flax.fp8_kernels", purpose, model, variables, args, kwargs))
