@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 from flax import linen as nn
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from te_jax.flax._state import describe, recipe_of
 from te_jax.fp8 import DenseMetas, current_recipe
