@@ -198,7 +198,7 @@ def test_kernel_of_the_caller(rng):
     """Its entry would be another's: it is quantized as ever, or comes in FP8."""
     model, x, tied = te_flax.DenseGeneral(10, use_bias=False), data(rng, 5, WIDTH), data(rng, WIDTH, 10)
     with te.autocast(True, CURRENT):
-        with pytest.raises(ValueError, match="no module of DenseGeneral multiplies one of its parameters in FP8"):
+        with pytest.raises(ValueError, match="no module of DenseGeneral quantizes one of its parameters: none mul"):
             te_flax.fp8_kernels(model, {}, x, kernel=tied)
         quantized = quantize_kernel(tied, recipe=CURRENT).with_wide(tied)
         got, want = jax.jit(lambda: [model.apply({}, x, kernel=k) for k in (quantized, tied)])()

@@ -1,10 +1,12 @@
 """Kernels in FP8, quantized once: beside the parameters (collection `fp8_kernels`), or in their place."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
 from flax import linen as nn
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from te_jax.flax._state import describe, recipe_of
 from te_jax.fp8 import DenseMetas, current_recipe
@@ -51,6 +53,8 @@ def _make(module, name, kernel, contract, metas, recipe, what):
         recipe, meta = _of_parameters(recipe), None
     gradients = _making.value == _CACHE
     q = quantize_kernel(kernel, recipe=recipe, contract=contract, meta=meta, gradients=gradients, name=what)
+    if _making.value == _PARAMETERS:
+        q = replace(q, tensor=q.tensor._replace(amax=None))  # nobody will ask
     if not q.empty:
         module.put_variable(KERNEL_COLLECTION, name, q)
 
@@ -73,8 +77,8 @@ def _made(what: str, purpose: str, model, variables, args, kwargs) -> dict:
     made = jax.jit(run)(others)  # all but the quantization is dead code
     if KERNEL_COLLECTION not in made:
         raise ValueError(
-            f"{what}: no module of {type(model).__name__} multiplies one of its parameters in FP8; see the recipe's "
-            "exclude and override_linear_precision."
+            f"{what}: no module of {type(model).__name__} quantizes one of its parameters: none multiplies in FP8 (see "
+            "the recipe's exclude and override_linear_precision), or all are in FP8 already."
         )
     return made
 
@@ -101,3 +105,45 @@ def fp8_kernels(model: nn.Module, variables: Mapping[str, Any], *args, gradients
     """
     purpose = _CACHE if gradients else _INFERENCE
     return dict(_made("te_jax.flax.fp8_kernels", purpose, model, variables, args, kwargs))
+
+
+def fp8_params(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> dict:
+    """`variables` with a QuantizedKernel in the place of each kernel that a module multiplies in FP8: half the bytes of
+    bf16. For inference, and for training of the other parameters (`split_lora`).
+
+        variables = te_flax.fp8_params(model, {"params": restored, **fp8}, x)
+
+    One layout is kept, that of fprop; scales are those of the recipe in force, of the kernel's own amax where that has
+    state. There is no master copy: where such a kernel is differentiated, that is a ValueError. Boxes of logical axes
+    stay, around `data_t` in the order of its axes. The rest is as in `fp8_kernels`. Call it under `jax.jit` with the
+    initialisation or the restoring of arrays that need not exist in whole; `fp8_model_init` does so.
+    """
+    made = _made("te_jax.flax.fp8_params", _PARAMETERS, model, variables, args, kwargs)[KERNEL_COLLECTION]
+    params = flatten_dict(variables["params"])
+    for path, q in flatten_dict(made).items():
+        params[path] = _boxed(q, params[path])
+    return {**variables, "params": unflatten_dict(params)}
+
+
+def _boxed(q: QuantizedKernel, kernel):
+    """`q` with its data in a box as that of `kernel`, if it has one."""
+    if not isinstance(kernel, nn.Partitioned):
+        return q
+    names = kernel.names
+    lead = len(names) - q.contract - q.features
+    flipped = names[:lead] + names[lead + q.contract :] + names[lead : lead + q.contract]
+    return replace(q, tensor=q.tensor._replace(data_t=kernel.replace(value=q.tensor.data_t, names=flipped)))
+
+
+def dequantize_params(params):
+    """A tree with each QuantizedKernel in it as an array again, of the dtype that it had before `fp8_params`; boxes of
+    logical axes are gone from these."""
+    is_one = lambda leaf: isinstance(leaf, QuantizedKernel)
+    return jax.tree.map(lambda leaf: nn.meta.unbox(leaf).dequantize() if is_one(leaf) else leaf, params, is_leaf=is_one)
+
+
+def fp8_model_init(model: nn.Module, rngs, *args, **kwargs) -> dict:
+    """`model.init(rngs, *args, **kwargs)` by one compiled program, with kernels as `fp8_params` makes them: in other
+    dtypes they exist within it alone."""
+    init = lambda rngs: fp8_params(model, model.init(rngs, *args, **kwargs), *args, rngs=rngs, **kwargs)
+    return jax.jit(init)(rngs)

@@ -16,7 +16,9 @@ from te_jax.ops.quantize_block import spread
 from te_jax.recipe import Recipe
 from te_jax.sharding import stage_axes
 
-WAY_OUT = "quantize the kernel again under the recipe in force, by te_jax.layers.quantize_kernel"
+WAY_OUT = (
+    "quantize the kernel again under the recipe in force, by te_jax.layers.quantize_kernel or te_jax.flax.fp8_params"
+)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("tensor",), meta_fields=("contract", "features", "dtype"))
@@ -130,7 +132,8 @@ def taken(name: str, kernel, contract: int, recipe: Recipe | None):
     if not isinstance(kernel, QuantizedKernel):
         return kernel
     wide = kernel.tensor.wide
-    kernel = replace(kernel, tensor=_constant(kernel.tensor._replace(wide=None), name))
+    amax = None if wide is None else kernel.tensor.amax  # else it is none of this step's
+    kernel = replace(kernel, tensor=_constant(kernel.tensor._replace(wide=None, amax=amax), name))
     wide = lax.stop_gradient(kernel.dequantize()) if wide is None else wide
     if recipe is None:
         return wide
