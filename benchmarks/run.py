@@ -3,7 +3,8 @@
     python -m benchmarks --out results.json --suite layers --only 'gpt layer' --compare old.json
 
 The suite "all" is ops and layers; "scaling" are GPT layers over tokens and width; "microbatches" steps of
-four of them, with kernels quantized in each or once; "meshes" are layers on all GPUs. The ceilings are measured first.
+four of them, with kernels quantized in each or once, and gradients added up by XLA or inside of GEMMs; "meshes" are
+layers on all GPUs. The ceilings are measured first.
 Times are `queued`: the wall time of 30 jitted calls issued back to back, over 30; the median of the repeats.
 All results are returned, data is random normal, FP8 scales are settled first.
 """

@@ -5,18 +5,21 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from te_jax.flax._state import describe, recipe_of
 from te_jax.fp8 import DenseMetas, current_recipe
 from te_jax.layers import QuantizedKernel, quantize_kernel
+from te_jax.layers._fp8 import Accumulator
 from te_jax.layers.kernel import check_quantized
 from te_jax.recipe import Float8CurrentScaling, Recipe
 
 KERNEL_COLLECTION = "fp8_kernels"
 _WAY_OUT = "make the collection anew under this recipe, by te_jax.flax.fp8_kernels, or leave it out"
-_CACHE, _INFERENCE, _PARAMETERS = "cache", "inference", "parameters"
+WGRAD_COLLECTION = "wgrads"
+_CACHE, _INFERENCE, _PARAMETERS, _WGRADS = "cache", "inference", "parameters", "wgrads"
 
 # What modules are to put into the collection, for whom. No matter of the collection being mutable alone: with
 # `mutable=True`, as for batch statistics, it would come back, and be passed on to the next step's other parameters.
@@ -32,22 +35,41 @@ def kernel_operand(module: nn.Module, name: str, kernel, contract: int, metas: D
     recipe = recipe_of(module)
     if recipe is None or isinstance(kernel, QuantizedKernel) or not module.has_variable("params", name):
         return kernel
-    what = f"{describe(module)}: {KERNEL_COLLECTION} entry {name}"
+    collection = _collection(_making.value)
+    what = f"{describe(module)}: {collection} entry {name}"
     if _making.value is not None:
+        if not module.is_mutable_collection(collection):
+            raise ValueError(
+                f"{what} cannot be made: a transform around the module does not pass the collection on; give `nn.scan` "
+                f"or `nn.vmap` variable_axes={{{collection!r}: 0}}, as it has for params."
+            )
         _make(module, name, kernel, contract, metas, recipe, what)
-    elif module.has_variable(KERNEL_COLLECTION, name):
+        return kernel
+    entry = None
+    if module.has_variable(KERNEL_COLLECTION, name):
         entry = nn.meta.unbox(module.get_variable(KERNEL_COLLECTION, name))
         check_quantized(what, entry, kernel.shape, contract, recipe, _WAY_OUT)
-        return entry.with_wide(kernel)
-    return kernel
+        entry = entry.with_wide(kernel)
+    if not module.has_variable(WGRAD_COLLECTION, name):
+        return kernel if entry is None else entry
+    onto = module.get_variable(WGRAD_COLLECTION, name)
+    if (onto.grad.shape, onto.grad.dtype) != (kernel.shape, jnp.float32):
+        raise ValueError(
+            f"{describe(module)}: {WGRAD_COLLECTION} entry {name} is {onto.grad.dtype}{list(onto.grad.shape)}, but the "
+            f"kernel needs float32{list(kernel.shape)}; make the collection anew, by te_jax.flax.wgrads."
+        )
+    return (entry or QuantizedKernel.unquantized(kernel, contract)).with_accumulator(onto)
+
+
+def _collection(purpose: str | None) -> str:
+    return WGRAD_COLLECTION if purpose == _WGRADS else KERNEL_COLLECTION
 
 
 def _make(module, name, kernel, contract, metas, recipe, what):
-    if not module.is_mutable_collection(KERNEL_COLLECTION):
-        raise ValueError(
-            f"{what} cannot be made: a transform around the module does not pass the collection on; give `nn.scan` or "
-            f"`nn.vmap` variable_axes={{{KERNEL_COLLECTION!r}: 0}}, as it has for params."
-        )
+    if _making.value == _WGRADS:
+        zeros = jnp.zeros_like(kernel, jnp.float32)
+        module.put_variable(WGRAD_COLLECTION, name, Accumulator(zeros, jnp.zeros(())))
+        return
     meta = None if metas is None else metas.kernel
     if _making.value == _PARAMETERS:
         recipe, meta = _of_parameters(recipe), None
@@ -68,14 +90,15 @@ def _of_parameters(recipe: Recipe) -> Recipe:
 def _made(what: str, purpose: str, model, variables, args, kwargs) -> dict:
     if current_recipe() is None:
         raise ValueError(f"{what}: there is no recipe in force; call it under te_jax.autocast(True, recipe).")
-    others = {name: jax.lax.stop_gradient(v) for name, v in variables.items() if name != KERNEL_COLLECTION}
+    collection = _collection(purpose)
+    others = {name: jax.lax.stop_gradient(v) for name, v in variables.items() if name != collection}
 
     def run(variables):
         with _making(purpose):
-            return model.apply(variables, *args, mutable=[KERNEL_COLLECTION], **kwargs)[1]
+            return model.apply(variables, *args, mutable=[collection], **kwargs)[1]
 
     made = jax.jit(run)(others)  # all but the quantization is dead code
-    if KERNEL_COLLECTION not in made:
+    if collection not in made:
         raise ValueError(
             f"{what}: no module of {type(model).__name__} quantizes one of its parameters: none multiplies in FP8 (see "
             "the recipe's exclude and override_linear_precision), or all are in FP8 already."
@@ -105,6 +128,20 @@ def fp8_kernels(model: nn.Module, variables: Mapping[str, Any], *args, gradients
     """
     purpose = _CACHE if gradients else _INFERENCE
     return dict(_made("te_jax.flax.fp8_kernels", purpose, model, variables, args, kwargs))
+
+
+def wgrads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> dict:
+    """{"wgrads": ...}: for each kernel that `fp8_kernels` would quantize an `Accumulator` (grad f32 [*C, *F], uses
+    f32[]) of zeros, for `TrainState.accumulate_gradients(..., wgrads=...)`.
+
+    Modules that find their entry add the kernel's gradient onto `grad` inside of the wgrad GEMM, in f32: the cotangent
+    of `grad` is the sum, that of `uses` 1, and the kernel has none. This is no sum that autodiff could add up: a kernel
+    may be used once in a pass. In a loop of your own check that `uses` comes back as 1.
+
+    Arguments and errors are as of `fp8_kernels`; `nn.scan` and `nn.vmap` need `variable_axes={"wgrads": 0}`, never
+    variable_broadcast.
+    """
+    return dict(_made("te_jax.flax.wgrads", _WGRADS, model, variables, args, kwargs))
 
 
 def fp8_params(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> dict:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
+from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
@@ -34,6 +35,14 @@ from te_jax.sharding import stage_axes
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
 
+class Accumulator(NamedTuple):
+    """Where a kernel's gradient goes instead of to the kernel: its cotangent is the sum after this pass, and the number
+    of uses. More than one would add up `grad` as often, as do devices of `shard_map` that share it."""
+
+    grad: jax.Array  # f32 [*C, *F], the sum of the passes before
+    uses: jax.Array  # f32[], a token
+
+
 class Fp8Tensor(NamedTuple):
     """A tensor as its GEMMs read it; what no GEMM reads is None. x ~= data * scale_inv, or that of each block."""
 
@@ -43,6 +52,7 @@ class Fp8Tensor(NamedTuple):
     scale_inv: jax.Array | None  # f32[], or of each block of data
     scale_inv_t: jax.Array | None  # of each block of data_t; None with one scale for both
     amax: jax.Array | None  # f32[], None if nothing was quantized, or in blocks
+    onto: Accumulator | None = None  # of a kernel
 
     @classmethod
     def of(cls, results: dict[str, jax.Array], wide, scale) -> "Fp8Tensor":
@@ -68,21 +78,15 @@ class Fp8Tensor(NamedTuple):
     def read(self, use: "Uses", split: int) -> "Fp8Tensor":
         """What is to be read of it; `split` axes in m. A layout that is missing is transposed from the other, as are
         the scales of its blocks of 128 x 128."""
-        data, data_t, wide, scale_inv, scale_inv_t, amax = self
-        if use.data and data is None:
-            data = transpose(data_t, data_t.ndim - split)
-            scale_inv = scale_inv if scale_inv_t is None else transpose(scale_inv_t, data_t.ndim - split)
-        if use.data_t and data_t is None:
-            in_blocks = scale_inv.ndim > 0
-            data_t, scale_inv_t = transpose(data, split), transpose(scale_inv, split) if in_blocks else None
-        return Fp8Tensor(
-            data if use.data else None,
-            data_t if use.data_t else None,
-            wide if use.wide else None,
-            scale_inv,
-            scale_inv_t,
-            amax,
-        )
+        got = self
+        if use.data and self.data is None:
+            back = self.data_t.ndim - split
+            scale_inv = self.scale_inv if self.scale_inv_t is None else transpose(self.scale_inv_t, back)
+            got = got._replace(data=transpose(self.data_t, back), scale_inv=scale_inv)
+        if use.data_t and self.data_t is None:
+            scale_inv_t = transpose(self.scale_inv, split) if self.scale_inv.ndim else None
+            got = got._replace(data_t=transpose(self.data, split), scale_inv_t=scale_inv_t)
+        return got._replace(**{name: None for name, is_read in use._asdict().items() if not is_read})
 
     @property
     def for_wgrad(self) -> bool:
@@ -180,10 +184,28 @@ def wide_of(kernel):
     return kernel.wide if isinstance(kernel, Fp8Tensor) else kernel
 
 
+def has_gradient(kernel) -> bool:
+    """Whether a layer's kernel, as its custom_vjp gets it, is differentiated.
+
+    Raises ValueError if its array is, but not the accumulator that the gradient would go to.
+    """
+    differentiated = wide_of(kernel).perturbed
+    if not isinstance(kernel, Fp8Tensor) or kernel.onto is None:
+        return differentiated
+    if differentiated and not kernel.onto.grad.perturbed:
+        raise ValueError(
+            "te_jax.layers: a kernel is differentiated, but not its entry in the collection wgrads, which its gradient "
+            "would go to; differentiate with respect to the collection, or leave it out."
+        )
+    return kernel.onto.grad.perturbed
+
+
 def quantize_kernel(kernel, meta, use: Uses, config: Config) -> Fp8Tensor:
-    """kernel [*C, *F] as its GEMMs read it; an Fp8Tensor was quantized before."""
+    """kernel [*C, *F] as its GEMMs read it; an Fp8Tensor was quantized before, if it has data."""
     if isinstance(kernel, Fp8Tensor):
-        return kernel.read(use, config.contract)
+        if kernel.data is not None or kernel.data_t is not None:
+            return kernel.read(use, config.contract)
+        return quantize_kernel(kernel.wide, meta, use, config)._replace(onto=kernel.onto)
     if config.recipe.block_scaled:
         return quantize_blocks(kernel, config.contract, use, config, square=True)[0]
     return quantize_tensor(kernel, meta, config.contract, config.kernel, use, config)[0]
@@ -254,14 +276,15 @@ def dgrad(terms, onto=None) -> jax.Array:
     return gemm_sum(pairs, onto, lead=lead, fast_accum=fast, **options)
 
 
-def _wgrad(x: Fp8Tensor, dy: Fp8Tensor, config: Config) -> jax.Array:
-    """x [*B, *C] and dy [*B, *F] -> dw [*C, *F]."""
-    recipe, dtype = config.recipe, config.kernel.dtype
+def _wgrad(x: Fp8Tensor, dy: Fp8Tensor, config: Config, onto=None) -> jax.Array:
+    """x [*B, *C] and dy [*B, *F] -> dw [*C, *F], of the kernel's type, or f32 plus `onto`."""
+    recipe, dtype = config.recipe, config.kernel.dtype if onto is None else onto.dtype
     lead = len(config.x.shape) - config.contract
     if recipe.override_linear_precision[2]:
-        return dot(x.wide, range(lead), dy.wide, range(lead), dtype, out_spec=config.kernel_spec)
+        product = dot(x.wide, range(lead), dy.wide, range(lead), dtype, out_spec=config.kernel_spec)
+        return product if onto is None else onto + product
     options = dict(contract=lead, out_dtype=dtype, out_spec=config.kernel_spec)
-    return _multiply(2, x.columns, dy.columns, config, **options)
+    return _multiply(2, x.columns, dy.columns, config, c=onto, **options)
 
 
 def saved(x: Fp8Tensor, w: Fp8Tensor, config: Config, wgrad: bool) -> tuple[Fp8Tensor, Fp8Tensor]:
@@ -283,18 +306,45 @@ def saved(x: Fp8Tensor, w: Fp8Tensor, config: Config, wgrad: bool) -> tuple[Fp8T
             scale_inv_t=for_wgrad(x.scale_inv_t, in_blocks and not wgrad_wide),
             amax=jnp.zeros(()) if quantized and x.amax is None else x.amax,
         ),
-        w._replace(data_t=None, scale_inv_t=None, wide=w.wide if dgrad_wide else None),
+        w._replace(
+            data_t=None,
+            scale_inv_t=None,
+            wide=w.wide if dgrad_wide else None,
+            onto=w.onto and w.onto._replace(grad=for_wgrad(w.onto.grad, True)),
+        ),
     )
     return jax.tree.map(lambda a: checkpoint_name(a, config.checkpoint), kept) if config.checkpoint else kept
 
 
+@custom_vmap
+def _once(total, before):
+    """`total`, made of `before`, which examples must not share: autodiff would add it up as often."""
+    return total
+
+
+@_once.def_vmap
+def _once_vmap(size, batched, total, before):
+    if batched[0] and not batched[1]:
+        raise ValueError(
+            f"te_jax.layers: jax.vmap of {size} examples shares an entry of the collection wgrads; map the collection "
+            "too, or leave it out."
+        )
+    return _once(total, before), batched[0]
+
+
 def kernel_grads(x: Fp8Tensor, w: Fp8Tensor, grad: Fp8Tensor, metas: DenseMetas, config: Config):
-    """-> the gradient of the kernel [*C, *F], of its type (None without wgrad; in an Fp8Tensor that of `wide`), and the
-    cotangents of `metas`, from the gradient [*B, *F] of y as `quantize_grad` gives it."""
+    """-> the gradient of the kernel [*C, *F], of its type (None without wgrad; in an Fp8Tensor that of `onto`, or else
+    of `wide`), and the cotangents of `metas`, from the gradient [*B, *F] of y as `quantize_grad` gives it."""
     amaxes = (x.amax, w.amax, grad.amax)
     dmetas = DenseMetas(*(cotangent(m, amax, config.recipe, config.stage_axes) for m, amax in zip(metas, amaxes)))
-    dkernel = like(_wgrad(x, grad, config), config.kernel) if x.for_wgrad else None
-    return Fp8Tensor(None, None, dkernel, None, None, None) if config.stored else dkernel, dmetas
+    none = Fp8Tensor(*[None] * 6)
+    if not x.for_wgrad:
+        return none if config.stored else None, dmetas
+    if w.onto is not None:
+        total = like(_wgrad(x, grad, config, w.onto.grad), w.onto.grad)
+        return none._replace(onto=Accumulator(_once(total, w.onto.grad), w.onto.uses * 0 + 1)), dmetas
+    dkernel = like(_wgrad(x, grad, config), config.kernel)
+    return none._replace(wide=dkernel) if config.stored else dkernel, dmetas
 
 
 def staged(layer, config: int):

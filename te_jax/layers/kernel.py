@@ -10,7 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from te_jax import fp8
 from te_jax.layers import _fp8
-from te_jax.layers._fp8 import Config, Fp8Tensor, Uses
+from te_jax.layers._fp8 import Accumulator, Config, Fp8Tensor, Uses
 from te_jax.ops.quantize import FLOATS
 from te_jax.ops.quantize_block import spread
 from te_jax.recipe import Recipe
@@ -35,7 +35,7 @@ class QuantizedKernel:
     A pytree; leaves may have more axes in front, as `nn.scan` and `nn.vmap` stack them.
     """
 
-    tensor: Fp8Tensor  # data FP8 [*C, *F], data_t FP8 [*F, *C], their scales, the amax; each may be None
+    tensor: Fp8Tensor  # data FP8 [*C, *F], data_t FP8 [*F, *C], their scales, the amax, an accumulator; or None each
     contract: int  # axes in C
     features: int  # axes in F
     dtype: jnp.dtype  # of the kernel, when it is dequantized
@@ -62,6 +62,15 @@ class QuantizedKernel:
     def with_wide(self, wide: jax.Array | None) -> "QuantizedKernel":
         """The same beside the array that it was made of, or without one."""
         return replace(self, tensor=self.tensor._replace(wide=wide))
+
+    def with_accumulator(self, onto: Accumulator | None) -> "QuantizedKernel":
+        """The same, beside its array, with a gradient that is added onto another in the wgrad GEMM: see `wgrads`."""
+        return replace(self, tensor=self.tensor._replace(onto=onto))
+
+    @classmethod
+    def unquantized(cls, wide: jax.Array, contract: int) -> "QuantizedKernel":
+        """A kernel that the layer is to quantize after all."""
+        return cls(Fp8Tensor(*[None] * 6)._replace(wide=wide), contract, wide.ndim - contract, wide.dtype)
 
     def dequantize(self) -> jax.Array:
         """[*C, *F] of `dtype`: data * scale_inv in f32, rounded once."""
@@ -131,14 +140,18 @@ def taken(name: str, kernel, contract: int, recipe: Recipe | None):
     """
     if not isinstance(kernel, QuantizedKernel):
         return kernel
-    wide = kernel.tensor.wide
+    wide, onto = kernel.tensor.wide, kernel.tensor.onto
+    if onto is not None and (recipe is None or wide is None):
+        lacks = "a recipe" if recipe is None else "an array"
+        raise ValueError(f"{name}: kernel has an accumulator, but {lacks} it lacks; leave out the collection wgrads.")
     amax = None if wide is None else kernel.tensor.amax  # else it is none of this step's
-    kernel = replace(kernel, tensor=_constant(kernel.tensor._replace(wide=None, amax=amax), name))
+    kernel = replace(kernel, tensor=_constant(kernel.tensor._replace(wide=None, onto=None, amax=amax), name))
     wide = lax.stop_gradient(kernel.dequantize()) if wide is None else wide
     if recipe is None:
         return wide
-    check_quantized(f"{name}: kernel", kernel, wide.shape, contract, recipe)
-    return wide if kernel.empty else kernel.tensor._replace(wide=wide)
+    if onto is None or not kernel.empty:
+        check_quantized(f"{name}: kernel", kernel, wide.shape, contract, recipe)
+    return wide if kernel.empty and onto is None else kernel.tensor._replace(wide=wide, onto=onto)
 
 
 @partial(jax.jit, static_argnums=1, inline=True)

@@ -159,7 +159,7 @@ def _norm_dense(x, gamma, beta, projections, static):
 
 
 def _norm_dense_fwd(x, gamma, beta, projections, static):
-    wgrads = [wide_of(p.kernel).perturbed for p in projections]
+    wgrads = [_fp8.has_gradient(p.kernel) for p in projections]
     x, gamma, beta, projections = values_of((x, gamma, beta, projections))
     y, ln_out, q, weights, stats = _forward(x, gamma, beta, projections, static, train=True, wgrad=any(wgrads))
     operands = [_fp8.saved(q, w, *rest) for w, *rest in zip(weights, static[0], wgrads)]

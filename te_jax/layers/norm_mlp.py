@@ -159,7 +159,7 @@ def _norm_mlp(x, gamma, beta, wi, wo, wi_bias, wo_bias, added, metas, static):
 
 def _norm_mlp_fwd(*args):
     *operands, static = args
-    wgrads = tuple(wide_of(kernel).perturbed for kernel in operands[3:5])
+    wgrads = tuple(map(_fp8.has_gradient, operands[3:5]))
     x, gamma, beta, *_, metas = operands = values_of(operands)
     y, first, second, z, stats = _forward(*operands, static, train=True, wgrads=wgrads)
     saved = [_fp8.saved(*of, config, wgrad) for of, config, wgrad in zip((first, second), static[0], wgrads)]
