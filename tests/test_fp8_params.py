@@ -7,11 +7,13 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import te_jax as te
 import te_jax.flax as te_flax
+import te_jax.nnx as te_nnx
 from te_jax.layers import QuantizedKernel
 from te_jax.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 
@@ -184,3 +186,15 @@ def test_refusals(rng):
         te_flax.fp8_params(model, narrow, x)
     with te.autocast(True, CURRENT), pytest.raises(ValueError, match="or all are in FP8 already"):
         te_flax.fp8_params(model, narrow, x)
+
+
+def test_nnx(rng):
+    """Through the converters, and beside LoRA's own type of parameters."""
+    x, wrt = data(rng, 4, WIDTH), nnx.LoRAParam
+    with te.autocast(True, CURRENT):
+        model = te_nnx.LayerNormMLP(WIDTH, intermediate_dim=40, **LORA, rngs=nnx.Rngs(0))
+        narrow = te_flax.fp8_params(model.linen, te_nnx.to_linen(model), x)
+        grads = jax.jit(lambda state: te_nnx.value_and_grad(lambda m: jnp.sum(m(x)[0] ** 2), wrt=wrt)(state))
+        want = grads(model)
+        assert_equal(grads(te_nnx.from_linen(narrow, model)), want)
+    assert isinstance(model.wi_kernel.get_value(), QuantizedKernel)
