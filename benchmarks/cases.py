@@ -17,7 +17,7 @@ class Case:
     flops, bytes: what the computation needs at least: each input read once, each result written once.
     fp8_flops: of `flops`, those in FP8; the others are in bf16.
     measure: (calls, repeat) -> ms per call, in place of `build` where another process measures.
-    suite:   "ops", "layers" or "scaling".
+    suite:   as of `--suite`.
     link:    the bytes go between GPUs, so that no ceiling of one GPU bounds them.
     tokens:  of a layer's step; 0 where time per token says nothing.
     calls:   issued back to back at most: a long call needs fewer for the same precision.

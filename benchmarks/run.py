@@ -2,8 +2,9 @@
 
     python -m benchmarks --out results.json --suite layers --only 'gpt layer' --compare old.json
 
-The suite "all" is ops and layers; "scaling" are GPT layers over tokens and width; "meshes" are layers on all GPUs. The
-ceilings are measured first.
+The suite "all" is ops and layers; "scaling" are GPT layers over tokens and width; "microbatches" steps of
+four of them, with kernels quantized in each or once, and gradients added up by XLA or inside of GEMMs; "meshes" are
+layers on all GPUs. The ceilings are measured first.
 Times are `queued`: the wall time of 30 jitted calls issued back to back, over 30; the median of the repeats.
 All results are returned, data is random normal, FP8 scales are settled first.
 """
@@ -25,6 +26,7 @@ import kernels
 import layers
 import machine
 import meshes
+import microbatches
 import ops
 import report
 import roofline
@@ -38,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--out", metavar="FILE", type=pathlib.Path, help="JSON, rewritten after each row; beside it the roofline, .png"
     )
-    p.add_argument("--suite", choices=("ops", "layers", "scaling", "meshes", "all"), default="all")
+    p.add_argument("--suite", choices=("ops", "layers", "scaling", "microbatches", "meshes", "all"), default="all")
     p.add_argument("--only", metavar="REGEX", help='rows whose "case | implementation" matches')
     p.add_argument(
         "--compare", metavar="OLD", type=pathlib.Path, help="an earlier JSON: each row's time against its own"
@@ -60,6 +62,8 @@ def chosen(args) -> list[Case]:
         found += layers.cases(args.tiny)
     if args.suite == "scaling":
         found += layers.scaling_cases(args.tiny)
+    if args.suite == "microbatches":
+        found += microbatches.cases(args.tiny)
     if args.suite == "meshes":
         found += meshes.cases(args.tiny)
     return cases_module.select(found, args.only)

@@ -178,8 +178,8 @@ class Op:
     def _chosen(self, results, outputs):
         return [r for o, r in zip(self.rule.outputs, results, strict=True) if o.name in outputs]
 
-    def _custom_call(self, *args, outputs, **attrs):
-        """The FFI call itself: absent operands and results are buffers of no element, partial results are finished."""
+    def _custom_call(self, *args, outputs, in_place=None, **attrs):
+        """The FFI call itself: what is absent has no element, partials are finished. in_place: {operand: result}."""
         inputs = tuple(o.name for o, a in zip(self.rule.inputs, args) if a is not None)
         given = [a for a in args if a is not None]
         shapes, dtypes = [a.shape for a in given], [a.dtype for a in given]
@@ -197,7 +197,7 @@ class Op:
         layouts = self._layouts(dict(zip((o.name for o in self.rule.inputs), operands)), raw, attrs)
         # The handler reads types off its operands and results.
         attrs = {name: value for name, value in attrs.items() if not isinstance(value, jnp.dtype)}
-        call = jax.ffi.ffi_call(self.name, tuple(raw.values()), **layouts)
+        call = jax.ffi.ffi_call(self.name, tuple(raw.values()), input_output_aliases=in_place, **layouts)
         got = dict(zip(raw, call(*operands, **attrs), strict=True))
         return [self._finish(name, got[name], result) for name, result in results.items()]
 
@@ -470,16 +470,16 @@ def _key(params):
 def align(*args):
     """Makes all operands vary over the same manual mesh axes, so that cotangents are summed over them.
 
-    Call it before a `custom_vjp`: the transpose of `pcast` is the psum that replicated parameters need.
-    None stays None.
+    Call it before a `custom_vjp`: the transpose of `pcast` is the psum that replicated parameters need. An operand may
+    be None, or a tree.
     """
-    union = frozenset().union(*(varying(a) for a in args if a is not None))
+    union = frozenset().union(*map(varying, jax.tree.leaves(args)))
 
     def cast(a):
         lacks = tuple(sorted(union - varying(a)))
         return lax.pcast(a, lacks, to="varying") if lacks else a
 
-    return [a if a is None else cast(a) for a in args]
+    return jax.tree.map(cast, list(args))
 
 
 def like(cotangent, primal):

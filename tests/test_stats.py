@@ -103,7 +103,9 @@ def test_what_holds_the_state():
         state = create(collections=collections)
         for held in (state, state.fp8, ({"w": 0.0}, state.fp8), flax.core.freeze(collections)):
             jax.tree.map(np.testing.assert_array_equal, te.fp8_stats(held), want)
-    with pytest.raises(ValueError, match="fp8_stats: this dict holds no collection 'fp8_metas'.*other recipes keep none"):
+    with pytest.raises(
+        ValueError, match="fp8_stats: this dict holds no collection 'fp8_metas'.*other recipes keep none"
+    ):
         te.fp8_stats({"w": jnp.ones(2)})
     with pytest.raises(ValueError, match="fp8_probes: this TrainState holds no collection"):
         te.fp8_probes(create())

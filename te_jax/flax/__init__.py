@@ -3,6 +3,11 @@
 from te_jax.flax.attention import DotProductAttention as DotProductAttention
 from te_jax.flax.dense import DenseGeneral as DenseGeneral
 from te_jax.flax.dense import LayerNormDenseGeneral as LayerNormDenseGeneral
+from te_jax.flax.kernels import dequantize_params as dequantize_params
+from te_jax.flax.kernels import fp8_kernels as fp8_kernels
+from te_jax.flax.kernels import fp8_model_init as fp8_model_init
+from te_jax.flax.kernels import fp8_params as fp8_params
+from te_jax.flax.kernels import wgrads as wgrads
 from te_jax.flax.lora import join_lora as join_lora
 from te_jax.flax.lora import lora_mask as lora_mask
 from te_jax.flax.lora import split_lora as split_lora

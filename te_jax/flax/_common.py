@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from te_jax._op import on_explicit_mesh, varying
 from te_jax.flax._state import describe
+from te_jax.layers import QuantizedKernel
 from te_jax.layers._specs import explicit_spec
 from te_jax.sharding import SEQLEN_AXES, SEQLEN_CP_AXES, current_mesh_resource
 
@@ -30,10 +31,10 @@ LORA_SCOPES = {  # scope -> (qkv projections, output projection, MLP)
 
 
 def parameter(
-    module: nn.Module, name: str, init: Initializer, axes: Axes, shape: Sequence[int], given: jax.Array | None = None
-) -> jax.Array:
-    """One parameter, of `params_dtype` or else `dtype` of the module, boxed with its logical axes; or `given`, an array
-    of the caller's, instead of which there is none.
+    module: nn.Module, name: str, init: Initializer, axes: Axes, shape: Sequence[int], given=None
+) -> jax.Array | QuantizedKernel:
+    """One parameter, of `params_dtype` or else `dtype` of the module, boxed with its logical axes; or as `fp8_params`
+    put it into its place; or `given`, an array or QuantizedKernel of the caller's, instead of which there is none.
 
     Raises ValueError if what is held or given has another shape, as where the inputs are wider than those of `init`,
     and if a parameter is held beside the one given; TypeError if that is not floating.
@@ -52,12 +53,14 @@ def parameter(
             )
         return given
     if holds:
-        held = jnp.shape(nn.meta.unbox(module.get_variable("params", name)))
-        if held != tuple(shape):
+        held = nn.meta.unbox(module.get_variable("params", name))
+        if held.shape != tuple(shape):
             raise ValueError(
-                f"{describe(module)}: parameter {name} has shape {held}, but the inputs and fields of this call need "
-                f"{tuple(shape)}; pass inputs of the width it was initialised with, or initialise again."
+                f"{describe(module)}: parameter {name} has shape {held.shape}, but the inputs and fields of this call "
+                f"need {tuple(shape)}; pass inputs of the width it was initialised with, or initialise again."
             )
+        if isinstance(held, QuantizedKernel):
+            return held
     dtype = module.dtype if module.params_dtype is None else module.params_dtype
     return module.param(name, nn.with_logical_partitioning(init, tuple(axes)), tuple(shape), dtype)
 

@@ -1,6 +1,7 @@
 """DenseGeneral and LayerNormDenseGeneral: parameters, FP8 state, one call."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from te_jax.flax._common import (
     parameter,
 )
 from te_jax.flax._state import dense_metas, describe, recipe_of
+from te_jax.flax.kernels import kernel_operand
 from te_jax.flax.norm import norm_kind, norm_parameters
 from te_jax.layers import Projection, dense, layernorm_dense
 from te_jax.sharding import check_current_mesh_resource
@@ -117,10 +119,11 @@ class DenseGeneral(nn.Module):
             raise ValueError(
                 f"{describe(self)}: return_bias is True, but operands=True leaves the sum to another layer."
             )
+        kernel, call = operand(self, kernel, contract=contract)
         if operands:
-            return Projection(kernel, bias, dense_metas(self))
+            return Projection(kernel, bias, call["metas"])
         added = None if self.return_bias else bias
-        y = dense(inputs, kernel, added, residual, contract=contract, out=out, grad_axes=grad_axes, **precision(self))
+        y = dense(inputs, kernel, added, residual, contract=contract, out=out, grad_axes=grad_axes, **call)
         if self.enable_low_rank_adaptation:
             y = y + lora(self, inputs, *lora_parameters(self, init, contracted, features))
         return (y, bias) if self.return_bias else y
@@ -218,15 +221,21 @@ class LayerNormDenseGeneral(nn.Module):
         return (*out, *([through] if return_input else ()), *([bias] if self.return_bias else ()))
 
 
-def precision(module: nn.Module, postfix: str = "") -> dict:
-    """What the layers want to know about one GEMM of `module`: recipe, FP8 state, names."""
+_KERNELS = {"": "kernel", "_0": "wi_kernel", "_1": "wo_kernel"}  # by the postfix of their FP8 state
+
+
+def operand(module: nn.Module, kernel, postfix: str = "", contract: int = 1) -> tuple[Any, dict]:
+    """The kernel of one GEMM of `module` as the layers take it, and what else they want to know: recipe, FP8 state,
+    names."""
     check_current_mesh_resource()
-    return dict(
+    metas = dense_metas(module, postfix)
+    call = dict(
         recipe=recipe_of(module),
-        metas=dense_metas(module, postfix),
+        metas=metas,
         checkpoint=module.quantization_checkpoint_name,
         name=describe(module),
     )
+    return kernel_operand(module, _KERNELS[postfix], kernel, contract, metas), call
 
 
 def norm_dense(
@@ -238,7 +247,7 @@ def norm_dense(
     zeros. axes: what the GEMM's input is constrained to where it exists as an array, that is without a norm or with
     `want_norm`. also, return_input: see `te_jax.layers.layernorm_dense`.
     """
-    call = precision(module, postfix)
+    kernel, call = operand(module, kernel, postfix)
     if norm is None:
         through, inputs = inputs, constrain(inputs, axes)
         rest = [dense(inputs, *p[:2], **call | dict(metas=p.metas)) for p in also]

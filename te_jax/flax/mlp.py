@@ -19,7 +19,7 @@ from te_jax.flax._common import (
     parameter,
 )
 from te_jax.flax._state import describe, recipe_of
-from te_jax.flax.dense import check_features, norm_dense, norm_options, precision, trailing_axes
+from te_jax.flax.dense import check_features, norm_dense, norm_options, operand, trailing_axes
 from te_jax.flax.norm import norm_parameters
 from te_jax.layers import dense, layernorm_mlp
 from te_jax.layers.norm_mlp import split_residual
@@ -126,11 +126,11 @@ class LayerNormMLP(nn.Module):
 
     def _fused(self, inputs, norm, wi, wo, residual):
         """Everything under one vjp: the activation and its gradient are quantized where they are computed."""
-        first, second = precision(self, "_0"), precision(self, "_1")
+        (wi_kernel, first), (wo_kernel, second) = operand(self, wi[0], "_0"), operand(self, wo[0], "_1")
         return layernorm_mlp(
             inputs,
             *norm,
-            *(wi[0], wo[0], wi[1], wo[1]),
+            *(wi_kernel, wo_kernel, wi[1], wo[1]),
             activations=self.activations,
             activation_params=self.activation_params,
             residual=residual,
@@ -155,8 +155,8 @@ class LayerNormMLP(nn.Module):
             dims, stream = tuple(self.intermediate_hidden_dropout_dims), self.intermediate_dropout_rng_name
             z = Dropout(self.intermediate_dropout_rate, dims, rng_collection=stream)(z, deterministic)
         z = constrain(z, self.dot_2_input_axes)
-        ends = dict(out=inputs, grad_axes=self._grad_axes())
-        y = dense(z, wo[0], wo[1], through if own else added, **ends, **precision(self, "_1"))
+        kernel, call = operand(self, wo[0], "_1")
+        y = dense(z, kernel, wo[1], through if own else added, out=inputs, grad_axes=self._grad_axes(), **call)
         if adapt:
             y = y + lora(self, z, *wo[2])
         y = checkpoint_name(constrain(y, self.layernorm_input_axes), self.ffn2_ckpt_name)

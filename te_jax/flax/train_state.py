@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.training import train_state
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 
 from te_jax.combine import max_fp8_metas, value_and_grad
+from te_jax.flax.kernels import WGRAD_COLLECTION
 from te_jax.fp8 import FP8_COLLECTION, current_recipe, direction_of, map_tensors, update_fp8_metas
 
 
@@ -129,26 +131,57 @@ class TrainState(train_state.TrainState):
             )
         return grads, fp8
 
-    def accumulate_gradients(self, loss_fn: Callable, microbatches):
+    def accumulate_gradients(self, loss_fn: Callable, microbatches, wgrads: Mapping[str, Any] | None = None):
         """(loss, grads) of k microbatches, one after the other (`lax.scan`): the mean loss f32[], and the gradients for
         `apply_gradients`, those of params as means (added up in f32), that of fp8 by the largest amax.
 
         loss_fn:      (params, fp8, microbatch) -> the loss, f32[]
         microbatches: arrays [k, ...]
+        wgrads:       of `te_jax.flax.wgrads`: the gradients of its kernels are added up inside of their GEMMs. `fp8`
+                      then has the collection beside the FP8 state, for `apply`. A kernel that a microbatch uses more
+                      than once, as on each device under `shard_map`, gets NaN; under `jax.vmap` it is an error.
 
         Uses of one module within a loss combine by max too. Activations of one microbatch are in memory at a time. For
         the inside of a jitted step: it traces `loss_fn` anew in each call.
         """
-        run = value_and_grad(loss_fn, argnums=(0, 1))
+        wgrads = wgrads or {}
+        params, fused = _split(self.params, wgrads.get(WGRAD_COLLECTION, {}))
+        run = value_and_grad(lambda params, *others: loss_fn(_join(params, fused), *others), argnums=(0, 1))
 
         def body(total, microbatch):
-            loss, (grads, fp8) = run(self.params, self.fp8, microbatch)
-            return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), (loss, fp8)
+            total, wgrads = total
+            loss, (grads, new) = run(params, {**self.fp8, **wgrads}, microbatch)
+            fp8, wgrads = ({name: new[name] for name in of} for of in (self.fp8, wgrads))
+            total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
+            uses = {path: entry.uses for path, entry in flatten_dict(wgrads).items()}
+            return (total, wgrads), (loss, fp8, uses)
 
-        start = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), self.params)
-        total, (losses, fp8) = lax.scan(body, start, microbatches)
+        start = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), params)
+        (total, wgrads), (losses, fp8, uses) = lax.scan(body, (start, wgrads), microbatches)
+        sums = {path[1:]: _once(entry.grad, uses[path]) for path, entry in flatten_dict(wgrads).items()}
+        total = jax.tree.unflatten(jax.tree.structure(self.params), jax.tree.leaves(_join(total, sums)))
         mean = jax.tree.map(lambda t, p: (t / losses.shape[0]).astype(p.dtype), total, self.params)
         return jnp.mean(losses), (mean, max_fp8_metas(self.fp8, fp8))
+
+
+def _split(params, entries):
+    """(params without those at the paths of `entries`, these by path)."""
+    if not entries:
+        return params, {}
+    leaves, paths = flatten_dict(params), flatten_dict(entries).keys()
+    rest = {path: leaf for path, leaf in leaves.items() if path not in paths}
+    return unflatten_dict(rest), {path: leaves[path] for path in paths}
+
+
+def _join(params, taken):
+    """The inverse of `_split`."""
+    return unflatten_dict(flatten_dict(params) | taken) if taken else params
+
+
+def _once(total, uses):
+    """total f32[..., *C, *F], NaN for kernels that a microbatch did not use once, by uses f32[k, ...]; none did: 0."""
+    right = jnp.all(uses == uses[:1], 0) & (uses[0] <= 1)
+    return jnp.where(right.reshape(right.shape + (1,) * (total.ndim - right.ndim)), total, jnp.nan)
 
 
 def _plausible(path, new, old):

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
+from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
@@ -37,6 +38,14 @@ from te_jax.sharding import stage_axes
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
 
+class Accumulator(NamedTuple):
+    """Where a kernel's gradient goes instead of to the kernel: its cotangent is the sum after this pass, and the number
+    of uses. More than one would add up `grad` as often, as do devices of `shard_map` that share it."""
+
+    grad: jax.Array  # f32 [*C, *F], the sum of the passes before
+    uses: jax.Array  # f32[], a token
+
+
 class Fp8Tensor(NamedTuple):
     """A tensor as its GEMMs read it; what no GEMM reads is None. x ~= data * scale_inv, or that of each block."""
 
@@ -46,6 +55,7 @@ class Fp8Tensor(NamedTuple):
     scale_inv: jax.Array | None  # f32[], or of each block of data
     scale_inv_t: jax.Array | None  # of each block of data_t; None with one scale for both
     amax: jax.Array | None  # f32[], or f32[4] of a probed tensor (`fp8.seen`); None where there is no state for it
+    onto: Accumulator | None = None  # of a kernel
 
     @classmethod
     def of(cls, results: dict[str, jax.Array], wide, scale) -> "Fp8Tensor":
@@ -69,6 +79,31 @@ class Fp8Tensor(NamedTuple):
         return self.data_t, self.scale_inv if self.scale_inv_t is None else self.scale_inv_t
 
     @property
+    def in_rows(self) -> bool:
+        """Of a kernel, whether its blocks are those of MXFP8, 1 x 32 in either layout: not each other's transpose."""
+        scale_inv = self.scale_inv if self.data is not None else self.scale_inv_t
+        return scale_inv is not None and scale_inv.dtype == jnp.float8_e8m0fnu
+
+    def read(self, use: "Uses", split: int) -> "Fp8Tensor":
+        """What is to be read of it; `split` axes in m. A layout that is missing is transposed from the other, as are
+        the scales of its blocks of 128 x 128. Raises ValueError for one that is missing of MXFP8."""
+        got = self
+        lacks = (use.data and self.data is None) or (use.data_t and self.data_t is None)
+        if lacks and self.in_rows:
+            raise ValueError(
+                "te_jax.layers: an MXFP8 kernel holds one layout, and its blocks of 1 x 32 are not those of the other, "
+                "which a backward pass reads; quantize it with gradients=True."
+            )
+        if use.data and self.data is None:
+            back = self.data_t.ndim - split
+            scale_inv = self.scale_inv if self.scale_inv_t is None else transpose(self.scale_inv_t, back)
+            got = got._replace(data=transpose(self.data_t, back), scale_inv=scale_inv)
+        if use.data_t and self.data_t is None:
+            scale_inv_t = transpose(self.scale_inv, split) if self.scale_inv.ndim else None
+            got = got._replace(data_t=transpose(self.data, split), scale_inv_t=scale_inv_t)
+        return got._replace(**{name: None for name, is_read in use._asdict().items() if not is_read})
+
+    @property
     def for_wgrad(self) -> bool:
         """Of x, as `saved` left it: whether wgrad is to be computed."""
         return (self.wide if self.data_t is None else self.data_t).size > 0
@@ -80,27 +115,30 @@ class Config(NamedTuple):
     recipe: Recipe
     contract: int  # axes in C
     features: int  # axes in F
-    x: ShapedArray  # the types of the operands: their gradients have the same
+    x: ShapedArray | None  # the types of the operands: their gradients have the same
     kernel: ShapedArray
-    bias: ShapedArray | None
-    residual: ShapedArray | None
-    checkpoint: str | None  # name of the saved tensors, for jax.checkpoint policies
-    stage_axes: frozenset[str]  # mesh axes over which layers differ, read here: the backward pass is traced elsewhere
-    spec: PartitionSpec | None  # of y, on an Explicit mesh; as are the next two
-    x_spec: PartitionSpec | None
-    kernel_spec: PartitionSpec | None
-    grad_spec: PartitionSpec | None  # of the gradient of y where its GEMMs read it, if that is not `spec`
-    grad_axes: tuple[str | None, ...] | None  # the same under Auto axes, by logical names
+    bias: ShapedArray | None = None
+    residual: ShapedArray | None = None
+    checkpoint: str | None = None  # name of the saved tensors, for jax.checkpoint policies
+    stage_axes: frozenset[str] = frozenset()  # over which layers differ, read here: the backward pass is elsewhere
+    spec: PartitionSpec | None = None  # of y, on an Explicit mesh; as are the next two
+    x_spec: PartitionSpec | None = None
+    kernel_spec: PartitionSpec | None = None
+    grad_spec: PartitionSpec | None = None  # of the gradient of y where its GEMMs read it, if that is not `spec`
+    grad_axes: tuple[str | None, ...] | None = None  # the same under Auto axes, by logical names
+    stored: bool = False  # the kernel is an Fp8Tensor: its `wide` alone has a gradient
 
     @classmethod
     def of(cls, x, kernel, bias, contract, recipe, checkpoint, residual=None, out=None, grad_axes=None) -> "Config":
         """The config of a layer with these operands. out: a type of y's shape, whose sharding y takes where it can."""
         typeof = lambda a: a if a is None or isinstance(a, ShapedArray) else jax.typeof(a)
+        stored, kernel = isinstance(kernel, Fp8Tensor), wide_of(kernel)
         types = [typeof(a) for a in (x, kernel, bias, residual)]
         specs = dense_spec(*types[:2], contract, out or types[3]), *map(explicit_spec, types[:2])
         whole = dense_spec(*types[:2], contract)
         gathered = None if whole == specs[0] else whole, grad_axes
-        return cls(recipe, contract, kernel.ndim - contract, *types, checkpoint, stage_axes(), *specs, *gathered)
+        static = checkpoint, stage_axes(), *specs, *gathered, stored
+        return cls(recipe, contract, kernel.ndim - contract, *types, *static)
 
 
 class Uses(NamedTuple):
@@ -167,8 +205,33 @@ def quantize_blocks(
     return Fp8Tensor.of_blocks(got, x if use.wide else None), got.get("dbias")
 
 
+def wide_of(kernel):
+    """The array of a layer's kernel: itself, or that of an Fp8Tensor."""
+    return kernel.wide if isinstance(kernel, Fp8Tensor) else kernel
+
+
+def has_gradient(kernel) -> bool:
+    """Whether a layer's kernel, as its custom_vjp gets it, is differentiated.
+
+    Raises ValueError if its array is, but not the accumulator that the gradient would go to.
+    """
+    differentiated = wide_of(kernel).perturbed
+    if not isinstance(kernel, Fp8Tensor) or kernel.onto is None:
+        return differentiated
+    if differentiated and not kernel.onto.grad.perturbed:
+        raise ValueError(
+            "te_jax.layers: a kernel is differentiated, but not its entry in the collection wgrads, which its gradient "
+            "would go to; differentiate with respect to the collection, or leave it out."
+        )
+    return kernel.onto.grad.perturbed
+
+
 def quantize_kernel(kernel, meta, use: Uses, config: Config) -> Fp8Tensor:
-    """kernel [*C, *F] as its GEMMs read it."""
+    """kernel [*C, *F] as its GEMMs read it; an Fp8Tensor was quantized before, if it has data."""
+    if isinstance(kernel, Fp8Tensor):
+        if kernel.data is not None or kernel.data_t is not None:
+            return kernel.read(use, config.contract)
+        return quantize_kernel(kernel.wide, meta, use, config)._replace(onto=kernel.onto)
     return quantize_tensor("kernel", kernel, meta, config.contract, config.kernel, use, config)[0]
 
 
@@ -241,14 +304,15 @@ def dgrad(terms, onto=None) -> jax.Array:
     return gemm_sum(pairs, onto, lead=lead, fast_accum=fast, **options)
 
 
-def _wgrad(x: Fp8Tensor, dy: Fp8Tensor, config: Config) -> jax.Array:
-    """x [*B, *C] and dy [*B, *F] -> dw [*C, *F]."""
-    recipe, dtype = config.recipe, config.kernel.dtype
+def _wgrad(x: Fp8Tensor, dy: Fp8Tensor, config: Config, onto=None) -> jax.Array:
+    """x [*B, *C] and dy [*B, *F] -> dw [*C, *F], of the kernel's type, or f32 plus `onto`."""
+    recipe, dtype = config.recipe, config.kernel.dtype if onto is None else onto.dtype
     lead = len(config.x.shape) - config.contract
     if recipe.override_linear_precision[2]:
-        return dot(x.wide, range(lead), dy.wide, range(lead), dtype, out_spec=config.kernel_spec)
+        product = dot(x.wide, range(lead), dy.wide, range(lead), dtype, out_spec=config.kernel_spec)
+        return product if onto is None else onto + product
     options = dict(contract=lead, out_dtype=dtype, out_spec=config.kernel_spec)
-    return _multiply(2, x.columns, dy.columns, config, **options)
+    return _multiply(2, x.columns, dy.columns, config, c=onto, **options)
 
 
 def saved(x: Fp8Tensor, w: Fp8Tensor, config: Config, wgrad: bool) -> tuple[Fp8Tensor, Fp8Tensor]:
@@ -270,17 +334,45 @@ def saved(x: Fp8Tensor, w: Fp8Tensor, config: Config, wgrad: bool) -> tuple[Fp8T
             scale_inv_t=for_wgrad(x.scale_inv_t, in_blocks and not wgrad_wide),
             amax=jnp.zeros(()) if observed and x.amax is None else x.amax,
         ),
-        w._replace(data_t=None, scale_inv_t=None, wide=w.wide if dgrad_wide else None),
+        w._replace(
+            data_t=None,
+            scale_inv_t=None,
+            wide=w.wide if dgrad_wide else None,
+            onto=w.onto and w.onto._replace(grad=for_wgrad(w.onto.grad, True)),
+        ),
     )
     return jax.tree.map(lambda a: checkpoint_name(a, config.checkpoint), kept) if config.checkpoint else kept
 
 
+@custom_vmap
+def _once(total, before):
+    """`total`, made of `before`, which examples must not share: autodiff would add it up as often."""
+    return total
+
+
+@_once.def_vmap
+def _once_vmap(size, batched, total, before):
+    if batched[0] and not batched[1]:
+        raise ValueError(
+            f"te_jax.layers: jax.vmap of {size} examples shares an entry of the collection wgrads; map the collection "
+            "too, or leave it out."
+        )
+    return _once(total, before), batched[0]
+
+
 def kernel_grads(x: Fp8Tensor, w: Fp8Tensor, grad: Fp8Tensor, metas: DenseMetas, config: Config):
-    """-> the gradient of the kernel [*C, *F], of its type (None without wgrad), and the cotangents of `metas`, from the
-    gradient [*B, *F] of y as `quantize_grad` gives it."""
+    """-> the gradient of the kernel [*C, *F], of its type (None without wgrad; in an Fp8Tensor that of `onto`, or else
+    of `wide`), and the cotangents of `metas`, from the gradient [*B, *F] of y as `quantize_grad` gives it."""
     amaxes = (x.amax, w.amax, grad.amax)
     dmetas = DenseMetas(*(cotangent(m, amax, config.recipe, config.stage_axes) for m, amax in zip(metas, amaxes)))
-    return like(_wgrad(x, grad, config), config.kernel) if x.for_wgrad else None, dmetas
+    none = Fp8Tensor(*[None] * 6)
+    if not x.for_wgrad:
+        return none if config.stored else None, dmetas
+    if w.onto is not None:
+        total = like(_wgrad(x, grad, config, w.onto.grad), w.onto.grad)
+        return none._replace(onto=Accumulator(_once(total, w.onto.grad), w.onto.uses * 0 + 1)), dmetas
+    dkernel = like(_wgrad(x, grad, config), config.kernel)
+    return none._replace(wide=dkernel) if config.stored else dkernel, dmetas
 
 
 def staged(layer, config: int):

@@ -8,15 +8,16 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 from te_jax import fp8
 from te_jax._op import align, like
 from te_jax.layers import _fp8
-from te_jax.layers._fp8 import Config
+from te_jax.layers._fp8 import Config, wide_of
 from te_jax.layers._specs import dense_spec
+from te_jax.layers.kernel import QuantizedKernel, taken
 from te_jax.ops.gemm import dot
 from te_jax.ops.quantize import FLOATS
 
 
 def dense(
     x,
-    kernel,
+    kernel: jax.Array | QuantizedKernel,
     bias=None,
     residual=None,
     *,
@@ -31,7 +32,8 @@ def dense(
     """y[*B, *F] = x[*B, *C] . kernel[*C, *F] + bias[*F] + residual[*B, *F].
 
     x:          f32, bf16 or f16; its last `contract` axes are C.
-    kernel:     f32, bf16 or f16, x's type or another. Quantized from its own type; without a recipe cast to x's.
+    kernel:     f32, bf16 or f16, x's type or another. Quantized from its own type; without a recipe cast to x's. Or a
+                `QuantizedKernel`, which is not quantized here.
     residual:   of x's type, added before the one rounding in FP8.
     recipe:     None for a plain dot in x's type (f32 accumulation), else a recipe, and then `metas`.
     metas:      `fp8.DenseMetas`; their cotangent is the amax of x, kernel and the gradient of y in this step. None
@@ -45,8 +47,9 @@ def dense(
 
     Returns y of x's type. Raises ValueError for sizes that do not match, TypeError for operands that are not float.
     """
-    check_dense(name, x, kernel, bias, contract, recipe, metas)
-    check_residual(name, residual, (*x.shape[: x.ndim - contract], *kernel.shape[contract:]), x.dtype)
+    kernel = taken(name, kernel, contract, recipe)
+    check_dense(name, x, wide_of(kernel), bias, contract, recipe, metas)
+    check_residual(name, residual, (*x.shape[: x.ndim - contract], *wide_of(kernel).shape[contract:]), x.dtype)
     if recipe is None:
         spec = dense_spec(jax.typeof(x), jax.typeof(kernel), contract, _type(residual if out is None else out))
         y = dot(x, range(x.ndim - contract, x.ndim), kernel, range(contract), x.dtype, out_spec=spec)
@@ -104,7 +107,7 @@ def _dense(x, kernel, bias, residual, metas, config):
 
 
 def _dense_fwd(x, kernel, bias, residual, metas, config):
-    wgrad = kernel.perturbed
+    wgrad = _fp8.has_gradient(kernel)
     x, kernel, bias, residual, metas = values_of((x, kernel, bias, residual, metas))
     q, w = _quantize(x, kernel, metas, config, train=True, wgrad=wgrad)
     return _fp8.fprop(q, w, bias, config, residual), (*_fp8.saved(q, w, config, wgrad), metas)

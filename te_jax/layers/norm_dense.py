@@ -12,9 +12,10 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 from te_jax import fp8
 from te_jax._op import align, like
 from te_jax.layers import _fp8
-from te_jax.layers._fp8 import Config, Fp8Tensor, Uses
+from te_jax.layers._fp8 import Config, Fp8Tensor, Uses, wide_of
 from te_jax.layers._specs import explicit_spec
 from te_jax.layers.dense import check_dense, dense
+from te_jax.layers.kernel import QuantizedKernel, taken
 from te_jax.ops import norm as norm_op
 from te_jax.ops.gemm import gemm_sum
 
@@ -30,7 +31,7 @@ def layernorm(x, gamma, beta=None, *, norm="layernorm", zero_centered_gamma=Fals
 class Projection(NamedTuple):
     """One of several dense layers that read the same norm."""
 
-    kernel: jax.Array  # [h, *F]
+    kernel: jax.Array | QuantizedKernel  # [h, *F]
     bias: jax.Array | None  # [*F]
     metas: fp8.DenseMetas | None  # under a recipe with state
 
@@ -65,9 +66,10 @@ def layernorm_dense(
                   gradient through all of them crosses devices as one sum.
     """
     projections = (Projection(kernel, bias, metas), *also)
+    projections = [p._replace(kernel=taken(name, p.kernel, 1, recipe)) for p in projections]
     norm_op.check(name, x, gamma, beta, norm)
     for p in projections:
-        check_dense(name, x, p.kernel, p.bias, 1, recipe, p.metas)
+        check_dense(name, x, wide_of(p.kernel), p.bias, 1, recipe, p.metas)
     if recipe is None:
         ln_out = layernorm(x, gamma, beta, norm=norm, zero_centered_gamma=zero_centered_gamma, epsilon=epsilon)
         each = _dense_of_one_sum if also else _dense_each
@@ -161,7 +163,7 @@ def _norm_dense(x, gamma, beta, projections, static):
 
 
 def _norm_dense_fwd(x, gamma, beta, projections, static):
-    wgrads = [p.kernel.perturbed for p in projections]
+    wgrads = [_fp8.has_gradient(p.kernel) for p in projections]
     x, gamma, beta, projections = values_of((x, gamma, beta, projections))
     y, ln_out, q, weights, stats = _forward(x, gamma, beta, projections, static, train=True, wgrad=any(wgrads))
     operands = [_fp8.saved(q, w, *rest) for w, *rest in zip(weights, static[0], wgrads)]

@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec
 from te_jax import fp8
 from te_jax._op import align, like
 from te_jax.layers import _fp8
-from te_jax.layers._fp8 import Config, Fp8Tensor
+from te_jax.layers._fp8 import Config, Fp8Tensor, wide_of
 from te_jax.layers.dense import check_dense, check_residual, dense
+from te_jax.layers.kernel import QuantizedKernel, taken
 from te_jax.layers.norm_dense import layernorm_dense, norm_attrs, norm_backward, quantize_norm
 from te_jax.ops import activation as act_op
 from te_jax.ops import norm as norm_op
@@ -31,8 +32,8 @@ def layernorm_mlp(
     x,
     gamma,
     beta,
-    wi,
-    wo,
+    wi: jax.Array | QuantizedKernel,
+    wo: jax.Array | QuantizedKernel,
     wi_bias=None,
     wo_bias=None,
     *,
@@ -69,11 +70,12 @@ def layernorm_mlp(
     know, TypeError for operands that are not float.
     """
     norm_op.check(name, x, gamma, beta, norm)
-    check_dense(name, x, wi, wi_bias, 1, recipe, metas and metas[0])
-    middle_type = ShapedArray((*x.shape[:-1], wi.shape[-1]), x.dtype)
-    check_dense(name, middle_type, wo, wo_bias, 1, recipe, metas and metas[1])
+    wi, wo = (taken(name, kernel, 1, recipe) for kernel in (wi, wo))
+    check_dense(name, x, wide_of(wi), wi_bias, 1, recipe, metas and metas[0])
+    middle_type = ShapedArray((*x.shape[:-1], wide_of(wi).shape[-1]), x.dtype)
+    check_dense(name, middle_type, wide_of(wo), wo_bias, 1, recipe, metas and metas[1])
     through, added = split_residual(residual)
-    check_residual(name, x if through else added, (*x.shape[:-1], *wo.shape[1:]), x.dtype)
+    check_residual(name, x if through else added, (*x.shape[:-1], *wide_of(wo).shape[1:]), x.dtype)
     if recipe is None:
         options = dict(norm=norm, zero_centered_gamma=zero_centered_gamma, epsilon=epsilon)
         z, _ = layernorm_dense(x, wi, gamma, beta, wi_bias, name=name, **options)
@@ -164,7 +166,7 @@ def _norm_mlp(x, gamma, beta, wi, wo, wi_bias, wo_bias, added, metas, static):
 
 def _norm_mlp_fwd(*args):
     *operands, static = args
-    wgrads = operands[3].perturbed, operands[4].perturbed
+    wgrads = tuple(map(_fp8.has_gradient, operands[3:5]))
     x, gamma, beta, *_, metas = operands = values_of(operands)
     y, first, second, z, stats = _forward(*operands, static, train=True, wgrads=wgrads)
     saved = [_fp8.saved(*of, config, wgrad) for of, config, wgrad in zip((first, second), static[0], wgrads)]

@@ -76,9 +76,16 @@ def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, ou
         lhs, rhs = fill(lhs, 1, FP8_ALIGNED), fill(fill(rhs, 1, FP8_ALIGNED), 0, FP8_ALIGNED)
         bias, c = (x if x is None else fill(x, x.ndim - 1, FP8_ALIGNED) for x in (bias, c))
     call_dtype = jnp.dtype(jnp.float32) if after or not taken else out_dtype
-    (out,) = call(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, contract=1, out_dtype=call_dtype, **attrs)
+    options = dict(contract=1, out_dtype=call_dtype, in_place=onto(is_fp8, c, call_dtype, 5), **attrs)
+    (out,) = call(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, **options)
     out = sum((x.astype(jnp.float32) for x in after), out[:, :n])
     return (out.astype(out_dtype).reshape(*m_axes, *n_axes),)
+
+
+def onto(is_fp8: bool, c, out_dtype, at: int) -> dict | None:
+    """Where the result is to take the place of c, operand `at`: it is that of a sum over microbatches, and not read
+    again. A residual, which is in 16 bits, is: XLA would copy it."""
+    return {at: 0} if is_fp8 and c is not None and out_dtype == jnp.float32 else None
 
 
 gemm_op = Op(

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from te_jax import _lib
 from te_jax._op import Op
-from te_jax.ops.gemm import FP8, FP8_ALIGNED, WORKSPACE, finished
+from te_jax.ops.gemm import FP8, FP8_ALIGNED, WORKSPACE, finished, onto
 from te_jax.ops.quantize import fill, transpose
 from te_jax.ops.quantize_block import BLOCK, spread
 
@@ -94,7 +94,8 @@ def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, rhs_block_inv, bias, c, 
     after = bias if out_dtype == jnp.float32 else None  # an f32 epilogue would round the bias to bf16
     inside = None if bias is None or after is not None else columns(bias, ())
     scales = lhs_scale_inv, rhs_scale_inv, rhs_block_inv
-    (out,) = call(lhs, rhs, *scales, inside, c, outer=0, out_dtype=out_dtype, **attrs)
+    options = dict(outer=0, out_dtype=out_dtype, in_place=onto(True, c, out_dtype, 6), **attrs)
+    (out,) = call(lhs, rhs, *scales, inside, c, **options)
     out = out[:m].reshape(*m_axes, *filled)[..., : n_axes[-1]]
     return (out if after is None else out + after,)
 

@@ -1,0 +1,186 @@
+"""Kernels in FP8, quantized once: beside the parameters (collection `fp8_kernels`), or in their place."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from te_jax.flax._state import describe, recipe_of
+from te_jax.fp8 import DenseMetas, current_recipe
+from te_jax.layers import QuantizedKernel, quantize_kernel
+from te_jax.layers._fp8 import Accumulator
+from te_jax.layers.kernel import check_quantized
+from te_jax.recipe import Float8CurrentScaling, Recipe
+
+KERNEL_COLLECTION = "fp8_kernels"
+_WAY_OUT = "make the collection anew under this recipe, by te_jax.flax.fp8_kernels, or leave it out"
+WGRAD_COLLECTION = "wgrads"
+_CACHE, _INFERENCE, _PARAMETERS, _WGRADS = "cache", "inference", "parameters", "wgrads"
+
+# What modules are to put into the collection, for whom. No matter of the collection being mutable alone: with
+# `mutable=True`, as for batch statistics, it would come back, and be passed on to the next step's other parameters.
+_making = jax.make_user_context(None)
+
+
+def kernel_operand(module: nn.Module, name: str, kernel, contract: int, metas: DenseMetas | None):
+    """What a layer is to multiply by for parameter `name` of `module`: the parameter, with its entry in the collection
+    where there is one.
+
+    Raises ValueError for an entry that the recipe in force does not read so, or of a kernel of another shape.
+    """
+    recipe = recipe_of(module)
+    if recipe is None or isinstance(kernel, QuantizedKernel) or not module.has_variable("params", name):
+        return kernel
+    collection = _collection(_making.value)
+    what = f"{describe(module)}: {collection} entry {name}"
+    if _making.value is not None:
+        if not module.is_mutable_collection(collection):
+            raise ValueError(
+                f"{what} cannot be made: a transform around the module does not pass the collection on; give `nn.scan` "
+                f"or `nn.vmap` variable_axes={{{collection!r}: 0}}, as it has for params."
+            )
+        _make(module, name, kernel, contract, metas, recipe, what)
+        return kernel
+    entry = None
+    if module.has_variable(KERNEL_COLLECTION, name):
+        entry = nn.meta.unbox(module.get_variable(KERNEL_COLLECTION, name))
+        check_quantized(what, entry, kernel.shape, contract, recipe, _WAY_OUT)
+        entry = entry.with_wide(kernel)
+    if not module.has_variable(WGRAD_COLLECTION, name):
+        return kernel if entry is None else entry
+    onto = module.get_variable(WGRAD_COLLECTION, name)
+    if (onto.grad.shape, onto.grad.dtype) != (kernel.shape, jnp.float32):
+        raise ValueError(
+            f"{describe(module)}: {WGRAD_COLLECTION} entry {name} is {onto.grad.dtype}{list(onto.grad.shape)}, but the "
+            f"kernel needs float32{list(kernel.shape)}; make the collection anew, by te_jax.flax.wgrads."
+        )
+    return (entry or QuantizedKernel.unquantized(kernel, contract)).with_accumulator(onto)
+
+
+def _collection(purpose: str | None) -> str:
+    return WGRAD_COLLECTION if purpose == _WGRADS else KERNEL_COLLECTION
+
+
+def _make(module, name, kernel, contract, metas, recipe, what):
+    if _making.value == _WGRADS:
+        zeros = jnp.zeros_like(kernel, jnp.float32)
+        module.put_variable(WGRAD_COLLECTION, name, Accumulator(zeros, jnp.zeros(())))
+        return
+    meta = None if metas is None else metas.kernel
+    if _making.value == _PARAMETERS:
+        recipe, meta = _of_parameters(recipe), None
+    gradients = _making.value == _CACHE
+    q = quantize_kernel(kernel, recipe=recipe, contract=contract, meta=meta, gradients=gradients, name=what)
+    if _making.value == _PARAMETERS:
+        q = replace(q, tensor=q.tensor._replace(amax=None))  # nobody will ask
+    if not q.empty:
+        module.put_variable(KERNEL_COLLECTION, name, q)
+
+
+def _of_parameters(recipe: Recipe) -> Recipe:
+    """The recipe by which parameters are quantized for good. Scales of delayed scaling are those of steps to come: it
+    takes that of the parameter itself."""
+    return Float8CurrentScaling(fp8_format=recipe.fp8_format) if recipe.has_state else recipe
+
+
+def _made(what: str, purpose: str, model, variables, args, kwargs) -> dict:
+    if current_recipe() is None:
+        raise ValueError(f"{what}: there is no recipe in force; call it under te_jax.autocast(True, recipe).")
+    collection = _collection(purpose)
+    others = {name: jax.lax.stop_gradient(v) for name, v in variables.items() if name != collection}
+
+    def run(variables):
+        with _making(purpose):
+            return model.apply(variables, *args, mutable=[collection], **kwargs)[1]
+
+    made = jax.jit(run)(others)  # all but the quantization is dead code
+    if collection not in made:
+        raise ValueError(
+            f"{what}: no module of {type(model).__name__} quantizes one of its parameters: none multiplies in FP8 (see "
+            "the recipe's exclude and override_linear_precision), or all are in FP8 already."
+        )
+    return made
+
+
+def fp8_kernels(model: nn.Module, variables: Mapping[str, Any], *args, gradients: bool = True, **kwargs) -> dict:
+    """{"fp8_kernels": ...}: the kernels of `variables["params"]`, quantized for calls with the same parameters.
+
+        kernels = te_flax.fp8_kernels(model, {"params": params, **fp8}, x)
+        loss_fn = lambda params, fp8, x: loss(model.apply({"params": params, **fp8, **kernels}, x))
+
+    Modules that find their entry quantize no kernel; results, gradients and FP8 state are the same bit for bit, and the
+    gradient is that of the parameters. It is for several passes between two changes of the parameters: microbatches,
+    within the jitted step, and inference. Nothing can tell that the parameters are others since: make it anew in every
+    step. Without a name in it, as for kernels that the caller passes, a module quantizes as ever.
+
+    args, kwargs: of `model.apply`, such as one microbatch, or rngs; for their shapes alone.
+    gradients:    False: only the layout that the forward pass reads, for inference. A backward pass transposes it.
+
+    Call it under the autocast of the passes. Under `jax.jit`, within or around it, nothing but the quantization is
+    computed. `nn.scan` and `nn.vmap` around modules need `variable_axes={"fp8_kernels": 0}`, as for params.
+
+    Raises ValueError outside of autocast, where a transform lacks that, and where no module multiplies in FP8. Modules
+    raise it for entries of another recipe or shape.
+    """
+    purpose = _CACHE if gradients else _INFERENCE
+    return dict(_made("te_jax.flax.fp8_kernels", purpose, model, variables, args, kwargs))
+
+
+def wgrads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> dict:
+    """{"wgrads": ...}: for each kernel that `fp8_kernels` would quantize an `Accumulator` (grad f32 [*C, *F], uses
+    f32[]) of zeros, for `TrainState.accumulate_gradients(..., wgrads=...)`.
+
+    Modules that find their entry add the kernel's gradient onto `grad` inside of the wgrad GEMM, in f32: the cotangent
+    of `grad` is the sum, that of `uses` 1, and the kernel has none. This is no sum that autodiff could add up: a kernel
+    may be used once in a pass. In a loop of your own check that `uses` comes back as 1.
+
+    Arguments and errors are as of `fp8_kernels`; `nn.scan` and `nn.vmap` need `variable_axes={"wgrads": 0}`, never
+    variable_broadcast.
+    """
+    return dict(_made("te_jax.flax.wgrads", _WGRADS, model, variables, args, kwargs))
+
+
+def fp8_params(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> dict:
+    """`variables` with a QuantizedKernel in the place of each kernel that a module multiplies in FP8: half the bytes of
+    bf16. For inference, and for training of the other parameters (`split_lora`).
+
+        variables = te_flax.fp8_params(model, {"params": restored, **fp8}, x)
+
+    One layout is kept, that of fprop; scales are those of the recipe in force, of the kernel's own amax where that has
+    state. There is no master copy: where such a kernel is differentiated, that is a ValueError. Boxes of logical axes
+    stay, around `data_t` in the order of its axes. The rest is as in `fp8_kernels`. Call it under `jax.jit` with the
+    initialisation or the restoring of arrays that need not exist in whole; `fp8_model_init` does so.
+    """
+    made = _made("te_jax.flax.fp8_params", _PARAMETERS, model, variables, args, kwargs)[KERNEL_COLLECTION]
+    params = flatten_dict(variables["params"])
+    for path, q in flatten_dict(made).items():
+        params[path] = _boxed(q, params[path])
+    return {**variables, "params": unflatten_dict(params)}
+
+
+def _boxed(q: QuantizedKernel, kernel):
+    """`q` with its data in a box as that of `kernel`, if it has one."""
+    if not isinstance(kernel, nn.Partitioned):
+        return q
+    names = kernel.names
+    lead = len(names) - q.contract - q.features
+    flipped = names[:lead] + names[lead + q.contract :] + names[lead : lead + q.contract]
+    return replace(q, tensor=q.tensor._replace(data_t=kernel.replace(value=q.tensor.data_t, names=flipped)))
+
+
+def dequantize_params(params):
+    """A tree with each QuantizedKernel in it as an array again, of the dtype that it had before `fp8_params`; boxes of
+    logical axes are gone from these."""
+    is_one = lambda leaf: isinstance(leaf, QuantizedKernel)
+    return jax.tree.map(lambda leaf: nn.meta.unbox(leaf).dequantize() if is_one(leaf) else leaf, params, is_leaf=is_one)
+
+
+def fp8_model_init(model: nn.Module, rngs, *args, **kwargs) -> dict:
+    """`model.init(rngs, *args, **kwargs)` by one compiled program, with kernels as `fp8_params` makes them: in other
+    dtypes they exist within it alone."""
+    init = lambda rngs: fp8_params(model, model.init(rngs, *args, **kwargs), *args, rngs=rngs, **kwargs)
+    return jax.jit(init)(rngs)

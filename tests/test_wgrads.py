@@ -1,0 +1,165 @@
+"""Kernels' gradients added up inside of the wgrad GEMM: the sums of the plain loop, and what may not share an entry."""
+
+import re
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import te_jax as te
+import te_jax.flax as te_flax
+from te_jax.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+
+CURRENT = Float8CurrentScaling()
+WIDTH, K = 24, 3  # features, microbatches
+
+
+class Net(nn.Module):
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        axes = dict.fromkeys(("params", "fp8_metas", "fp8_kernels", "wgrads"), 0)
+        names = {nn.PARTITION_NAME: "layers"}
+        x = te_flax.LayerNormMLP(intermediate_dim=40, name="mlp", use_bias=True, dtype=self.dtype)(x, True)[0]
+        layers = nn.scan(Body, variable_axes=axes, split_rngs={"params": True}, length=2, metadata_params=names)
+        return layers(self.dtype, name="layers")(x, None)[0]
+
+
+class Body(nn.Module):
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x, _):
+        return te_flax.LayerNormDenseGeneral(WIDTH, name="dense", dtype=self.dtype)(x)[0], None
+
+
+def data(rng, *shape):
+    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+
+def state_of(recipe, model, x):
+    with te.autocast(True, recipe):
+        others, params = flax.core.pop(jax.jit(model.init)(jax.random.key(0), x), "params")
+        return te_flax.TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1), collections=others)
+
+
+def accumulated(state, model, x, fused, cached=False):
+    wgrads = te_flax.wgrads(model, state.variables, x[0]) if fused else None
+    kernels = te_flax.fp8_kernels(model, state.variables, x[0]) if cached else {}
+
+    def loss(params, fp8, x):
+        return jnp.mean(model.apply({"params": params, **fp8, **kernels}, x).astype(jnp.float32) ** 2)
+
+    return state.accumulate_gradients(loss, x, wgrads=wgrads)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        DelayedScaling(amax_history_len=3),
+        Float8BlockScaling(),
+        Float8CurrentScaling(override_linear_precision=(False, False, True)),
+    ],
+    ids=["delayed", "block", "wgrad not in FP8"],
+)
+def test_sums_of_the_plain_loop(recipe, rng):
+    """The same bits in f32: the reference adds what the GEMM would have returned. With quantized kernels too."""
+    model, x = Net(), data(rng, K, 3, 5, WIDTH) * jnp.asarray([1, 5, 2.0])[:, None, None, None]
+    state = state_of(recipe, model, x[0])
+    with te.autocast(True, recipe):
+        run = jax.jit(lambda *args: [accumulated(*args, fused, fused) for fused in (True, False)], static_argnums=1)
+        fused, plain = run(state, model, x)
+        assert jax.tree.structure(fused) == jax.tree.structure(plain)
+        jax.tree.map(np.testing.assert_array_equal, fused, plain)
+        assert all(np.any(leaf) for leaf in jax.tree.leaves(fused[1][0]))
+        new = jax.eval_shape(lambda state, grads: state.apply_gradients(grads=grads), state, fused[1])
+    assert jax.tree.structure(new.params) == jax.tree.structure(state.params)
+
+
+def test_sums_are_not_rounded(rng):
+    """Beside parameters in bf16 the terms stay f32: the mean is rounded once, in half a unit of 2**-8."""
+    model, x = Net(jnp.bfloat16), jnp.asarray(data(rng, K, 3, 5, WIDTH), jnp.bfloat16)
+    state = state_of(CURRENT, model, x[0])
+
+    def exact(state, x):
+        wide = state.replace(params=jax.tree.map(lambda p: p.astype(jnp.float32), state.params))
+        return accumulated(wide, model, x, False)[1][0]
+
+    with te.autocast(True, CURRENT):
+        run = jax.jit(lambda state, x: (accumulated(state, model, x, True)[1][0], exact(state, x)))
+        got, want = (nn.meta.unbox(tree)["mlp"]["wi_kernel"] for tree in run(state, x))
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got, want.astype(jnp.bfloat16))
+
+
+def test_in_place_on_cuda(rng):
+    """The wgrad GEMMs of all kernels write the sum where it lies, with dgrad's there are no others that do."""
+    model, x = Net(jnp.bfloat16), jnp.asarray(data(rng, K, 3, 5, WIDTH), jnp.bfloat16)
+    state = state_of(CURRENT, model, x[0])
+    with te.autocast(True, CURRENT):
+        traced = jax.jit(lambda state, x: accumulated(state, model, x, True)).trace(state, x)
+    calls = re.findall(r"custom_call @te_gemm\(.*", traced.lower(lowering_platforms=("cuda",)).as_text())
+    in_place = [call for call in calls if re.search("output_operand_alias<.*operand_index = 5", call)]
+    f32 = [call for call in calls if re.search(r"-> \(tensor<[0-9x]*f32>", call)]
+    assert in_place == f32 and len(f32) == 3, "wi, wo, and the scanned layer's"
+
+
+class Alone(nn.Module):
+    """One dense layer, used several times."""
+
+    times: int = 1
+
+    @nn.compact
+    def __call__(self, x):
+        dense = te_flax.DenseGeneral(WIDTH, use_bias=False, name="dense")
+        for _ in range(self.times):
+            x = dense(x)
+        return x
+
+
+def test_mesh(rng, on_host):
+    """Devices that share the batch add up their terms once, onto one sum."""
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    model, x = Alone(), data(rng, K, 4, 5, WIDTH)
+    state = state_of(CURRENT, model, x[0])
+    with te.autocast(True, CURRENT), jax.set_mesh(mesh):
+        kernel = NamedSharding(mesh, P(None, "tp"))
+        state = state.replace(params=jax.tree.map(lambda p: jax.device_put(p, kernel), nn.meta.unbox(state.params)))
+        x = jax.device_put(x, NamedSharding(mesh, P(None, "dp")))
+        run = jax.jit(lambda state, x: [accumulated(state, model, x, fused) for fused in (True, False)])
+        (_, (got, _)), (_, (want, _)) = run(state, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)  # another order
+
+
+def test_an_entry_is_for_one_use(rng):
+    """NaN rather than a sum that counts the terms before twice; an error where it is known in time."""
+    x, entry = data(rng, K, 4, WIDTH), lambda tree: tree["wgrads"]["dense"]["kernel"]
+    mesh = jax.make_mesh((2,), ("dp",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    one, two = Alone(), Alone(2)
+    state = state_of(CURRENT, one, x[0])
+    params = nn.meta.unbox(state.params)
+    with te.autocast(True, CURRENT):
+        _, (grads, _) = jax.jit(lambda state, x: accumulated(state, two, x, True))(state, x)
+        assert np.all(np.isnan(nn.meta.unbox(grads)["dense"]["kernel"]))
+        wgrads = te_flax.wgrads(one, {"params": params}, x[0])
+        loss = lambda wgrads, params, x: jnp.sum(one.apply({"params": params, **wgrads}, x) ** 2)
+
+        def over_devices(wgrads, x):
+            local = lambda wgrads, x: jax.lax.psum(loss(wgrads, params, x), "dp")
+            return jax.shard_map(local, mesh=mesh, in_specs=(P(), P("dp")), out_specs=P())(wgrads, x)
+
+        used = jax.jit(jax.grad(over_devices))(wgrads, jnp.asarray(np.asarray(x[0])))
+        assert entry(used).uses == 2
+        with pytest.raises(ValueError, match="vmap of 3 examples shares an entry of the collection wgrads"):
+            jax.grad(lambda w: jnp.sum(jax.vmap(loss, (None, None, 0))(w, params, x)))(wgrads)
+        with pytest.raises(ValueError, match="differentiated, but not its entry in the collection wgrads"):
+            jax.grad(loss, 1)(wgrads, params, x[0])
+        with pytest.raises(ValueError, match=r"wgrads entry kernel is float32\[4, 24\], .* needs float32\[24, 24\]"):
+            loss(jax.tree.map(lambda a: a[:4] if a.ndim else a, wgrads), params, x[0])
