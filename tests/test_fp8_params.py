@@ -186,6 +186,10 @@ def test_refusals(rng):
         te_flax.fp8_params(model, narrow, x)
     with te.autocast(True, CURRENT), pytest.raises(ValueError, match="or all are in FP8 already"):
         te_flax.fp8_params(model, narrow, x)
+    wide = DelayedScaling(amax_history_len=3, override_linear_precision=(True, False, False))
+    variables = {"params": {"kernel": jnp.ones((WIDTH, 10)), "bias": jnp.zeros(10)}}
+    with te.autocast(True, wide), pytest.raises(ValueError, match="none multiplies in FP8"), pytest.warns():
+        te_flax.fp8_params(model, variables, x)
 
 
 def test_nnx(rng):

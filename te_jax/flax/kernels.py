@@ -84,7 +84,10 @@ def _make(module, name, kernel, contract, metas, recipe, what):
 def _of_parameters(recipe: Recipe) -> Recipe:
     """The recipe by which parameters are quantized for good. Scales of delayed scaling are those of steps to come: it
     takes that of the parameter itself."""
-    return Float8CurrentScaling(fp8_format=recipe.fp8_format) if recipe.has_state else recipe
+    if not recipe.has_state:
+        return recipe
+    shared = {name: getattr(recipe, name) for name in ("fp8_format", "override_linear_precision")}
+    return Float8CurrentScaling(**shared)
 
 
 def _made(what: str, purpose: str, model, variables, args, kwargs) -> dict:
@@ -131,8 +134,8 @@ def fp8_kernels(model: nn.Module, variables: Mapping[str, Any], *args, gradients
 
 
 def wgrads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> dict:
-    """{"wgrads": ...}: for each kernel that `fp8_kernels` would quantize an `Accumulator` (grad f32 [*C, *F], uses
-    f32[]) of zeros, for `TrainState.accumulate_gradients(..., wgrads=...)`.
+    """{"wgrads": ...}: for each kernel that a module multiplies under the recipe in force an `Accumulator` (grad f32
+    [*C, *F], uses f32[]) of zeros, for `TrainState.accumulate_gradients(..., wgrads=...)`.
 
     Modules that find their entry add the kernel's gradient onto `grad` inside of the wgrad GEMM, in f32: the cotangent
     of `grad` is the sum, that of `uses` 1, and the kernel has none. This is no sum that autodiff could add up: a kernel
