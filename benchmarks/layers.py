@@ -28,6 +28,7 @@ RECIPES = {
     "te_jax fp8 fast": te_recipe.DelayedScaling(split_accumulator=FAST),
     "te_jax fp8 current": te_recipe.Float8CurrentScaling(),
     "te_jax fp8 block": te_recipe.Float8BlockScaling(),
+    "te_jax fp8 fixed": te_recipe.FixedScaling(),
 }
 FLAX_DOTS = {"flax bf16": None, "flax fp8 direct": nn.fp8_ops.Fp8DirectDotGeneralOp}
 IMPLS = (*RECIPES, *FLAX_DOTS)
