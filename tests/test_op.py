@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from op_cases import CASES, Case
+from op_cases import CASES, E4M3, Case
 
 from te_jax._op import Op, ops
 from te_jax._rule import Rule
@@ -82,6 +82,11 @@ def placements(case, args):
         yield axis_of, [P(*(axis_of.get(f) for f in rule.leading(o, ranks))) for o in rule.inputs]
 
 
+def put(mesh, arrays, specs):
+    """On the mesh; numpy's, for jax compiles a program to cut each array of its own."""
+    return [jax.device_put(np.asarray(a), NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
+
+
 def call(case, args):
     """The case as a function of its present operands."""
     present = [a is not None for a in args]
@@ -112,7 +117,7 @@ def test_sharded(case: Case, kind, rng, on_host):
             specs = [P(*(n if n == "a" else None for n in s)) for s in specs]
             if "b" in axis_of.values():
                 continue
-        variants[str(axis_of)] = fn, [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(given, specs)]
+        variants[str(axis_of)] = fn, put(mesh, given, specs)
     with jax.set_mesh(mesh):
         for placement, got in joined(variants).items():
             close(got, want, placement)
@@ -142,7 +147,7 @@ def test_shard_map(case: Case, manual, rng, on_host):
 
         out_specs = tuple(P(*(axis_of.get(f) for f in rule.leading(o, ranks))) for o in rule.outputs)
         mapped = jax.shard_map(shard, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, axis_names=set(manual))
-        variants[str(axis_of)] = mapped, given
+        variants[str(axis_of)] = mapped, list(map(np.asarray, given))
     for placement, got in joined(variants).items():
         close(got, want, placement)
 
@@ -152,7 +157,7 @@ def test_vmap(case: Case, rng):
     """Each operand mapped over its first axis, its last axis, or not at all: equal to a loop over examples."""
     args = case.args(rng)
     fn = jax.jit(call(case, args))
-    examples = [[a for a in case.args(rng) if a is not None] for _ in range(3)]
+    examples = [[np.asarray(a) for a in case.args(rng) if a is not None] for _ in range(3)]
     patterns = list(itertools.product([None, 0, -1], repeat=len(examples[0])))[1:]
     patterns = patterns if len(patterns) < 30 else patterns[:: len(patterns) // 25]
     stack = lambda axes: [xs[0] if ax is None else np.stack(xs, ax) for ax, xs in zip(axes, zip(*examples))]
@@ -187,7 +192,7 @@ def test_vmap_joins_a_group(case: Case, rng):
     free = [g for g in rule.groups if g not in case.declared.replicated and all(g in o.axes for o in rule.outputs)]
     mapped = [bool(free) and free[0] in o.axes for o in rule.inputs] if free else [True] * len(given)
     axes = [0 if m else None for m in mapped]
-    stacked = [jnp.stack([a, a]) if m else a for a, m in zip(given, mapped)]
+    stacked = [np.stack([a, a]) if m else a for a, m in zip(given, mapped)]
     jaxpr = jax.make_jaxpr(jax.vmap(call(case, args), axes))(*stacked)
     assert ("scan" in str(jaxpr)) != bool(free)
 
@@ -250,12 +255,10 @@ def test_gemm_collectives(lhs, rhs, want, kind, rng):
     mesh = jax.make_mesh((4, 2), AXES, axis_types=KINDS[kind])
     one = jnp.float32(1.0)
     with jax.set_mesh(mesh):
-        put = lambda shape, spec: jax.device_put(
-            jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(jnp.float8_e4m3fn), NamedSharding(mesh, spec)
-        )
+        operands = [rng.standard_normal(shape).astype(np.float32).astype(E4M3) for shape in ((8, 16, 64), (32, 64))]
         attrs = dict(contract=1, out_dtype=jnp.dtype(jnp.float32), fast_accum=False, tune=False)
         fn = lambda x, w: ops["te_gemm"](x, w, one, one, None, None, **attrs)[0]
-        assert collectives(fn, put((8, 16, 64), lhs), put((32, 64), rhs)) == want
+        assert collectives(fn, *put(mesh, operands, (lhs, rhs))) == want
 
 
 def test_a_sum_of_many_products(rng):
@@ -281,7 +284,7 @@ def test_gemm_sum_collectives(dtype, kind, second, rng, on_host):
         return gemm_sum(terms, c, lead=1, out_dtype=jnp.float32, tune=False)
 
     with jax.set_mesh(mesh):
-        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs)]
+        placed = put(mesh, arrays, specs)
         assert collectives(fn, *placed) == {"all-reduce": 1}
         got = jax.jit(fn)(*placed)
     close(got, fn(*arrays))
@@ -295,9 +298,9 @@ def test_quantize_collectives(kind, rng, on_host):
                                       dtype=jnp.dtype(jnp.float8_e4m3fn))  # fmt: skip
     want = fn(x)
     with jax.set_mesh(mesh):
-        placed = jax.device_put(x, NamedSharding(mesh, P("a", None, "b")))
-        assert collectives(fn, placed) == {"all-reduce": 1}
-        for a, b in zip(jax.jit(fn)(placed), want, strict=True):
+        placed = put(mesh, [x], [P("a", None, "b")])
+        assert collectives(fn, *placed) == {"all-reduce": 1}
+        for a, b in zip(jax.jit(fn)(*placed), want, strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
@@ -313,7 +316,7 @@ def test_shards_are_not_gathered(case: Case, kind, rng, on_host):
     for factor in dict.fromkeys(f for o in rule.inputs for f in rule.leading(o, ranks) if f not in fixed):
         specs = [P(*("a" if f == factor else None for f in rule.leading(o, ranks))) for o in rule.inputs]
         sums = any(factor not in rule.leading(o, ranks) for o in rule.outputs)
-        split[sums][factor] = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(given, specs)]
+        split[sums][factor] = put(mesh, given, specs)
     with jax.set_mesh(mesh):
         for sums, operands in split.items():  # one program each, which compiles sooner than one of each factor
             if not operands:

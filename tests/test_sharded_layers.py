@@ -115,9 +115,9 @@ def run_on(mesh, resource, module, params, others, arrays, spec):
         rules = te_flax.extend_logical_axis_rules(())
         specs = nn.logical_to_mesh_sharding(nn.get_partition_spec(params), mesh, rules)
         operands = (
-            jax.tree.map(jax.device_put, nn.meta.unbox(params), specs),
+            jax.tree.map(jax.device_put, jax.tree.map(np.asarray, nn.meta.unbox(params)), specs),
             jax.device_put(others, NamedSharding(mesh, P())),
-            *(jax.device_put(a, NamedSharding(mesh, spec)) for a in arrays),
+            *(jax.device_put(np.asarray(a), NamedSharding(mesh, spec)) for a in arrays),
         )
         out = None, jax.tree.map(lambda a: a.sharding, operands[:3])
         with nn.logical_axis_rules(rules) if AxisType.Auto in mesh.axis_types else contextlib.nullcontext():

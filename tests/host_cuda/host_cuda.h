@@ -7,10 +7,12 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <random>
@@ -32,8 +34,11 @@ inline dim3 blockDim, gridDim;
 
 namespace host_cuda {
 
+// Serves one thread of a CTA after the other. Started by a ucontext, then switched to by jumps: swapcontext makes two
+// system calls.
 struct Fiber {
-  ucontext_t context;
+  ucontext_t start;
+  jmp_buf resume;
   std::unique_ptr<char[]> stack;
   uint3 index;
   int rank;
@@ -55,7 +60,6 @@ class Cta {
   }
 
   void Run(dim3 block, size_t shared_bytes, const std::function<void()>& kernel) {
-    constexpr size_t kStack = 256 << 10;
     const int threads = block.x * block.y * block.z;
     kernel_ = &kernel;
     shared_.assign(shared_bytes / 16 + 1, {});
@@ -67,13 +71,8 @@ class Cta {
     std::vector<int> ready;
     for (int i = 0; i < threads; ++i) {
       Fiber& f = fibers_[i];
-      if (!f.stack) f.stack.reset(new char[kStack]);
       f.index = {i % block.x, i / block.x % block.y, i / (block.x * block.y)};
       f.rank = i, f.done = false;
-      getcontext(&f.context);
-      f.context.uc_stack.ss_sp = f.stack.get(), f.context.uc_stack.ss_size = kStack;
-      f.context.uc_link = &scheduler_;
-      makecontext(&f.context, reinterpret_cast<void (*)()>(&Cta::Enter), 0);
       ++warps_[i / 32].alive;
       ready.push_back(i);
     }
@@ -82,7 +81,7 @@ class Cta {
       for (int i : ready) {
         current_ = &fibers_[i];
         threadIdx = current_->index;
-        swapcontext(&scheduler_, &current_->context);
+        Resume(*current_);
       }
       std::erase_if(ready, [&](int i) { return fibers_[i].done; });
     }
@@ -105,18 +104,37 @@ class Cta {
  private:
   static void Enter() {
     Cta& cta = Get();
-    (*cta.kernel_)();
     Fiber& self = *cta.current_;
-    self.done = true;
-    for (Barrier* b : {&cta.cta_, &cta.warps_[self.rank / 32]})
-      if (--b->alive == b->arrived && b->arrived > 0) b->Release();
+    for (;; cta.Pause(self)) {
+      (*cta.kernel_)();
+      self.done = true;
+      for (Barrier* b : {&cta.cta_, &cta.warps_[self.rank / 32]})
+        if (--b->alive == b->arrived && b->arrived > 0) b->Release();
+    }
+  }
+
+  // Returns when the fiber pauses.
+  void Resume(Fiber& f) {
+    constexpr size_t kStack = 256 << 10;
+    if (_setjmp(scheduler_)) return;
+    if (f.stack) _longjmp(f.resume, 1);
+    f.stack.reset(new char[kStack]);
+    getcontext(&f.start);
+    f.start.uc_stack.ss_sp = f.stack.get(), f.start.uc_stack.ss_size = kStack;
+    makecontext(&f.start, &Cta::Enter, 0);
+    setcontext(&f.start);
+  }
+
+  // Returns when the fiber is resumed.
+  void Pause(Fiber& f) {
+    if (!_setjmp(f.resume)) _longjmp(scheduler_, 1);
   }
 
   void Wait(Barrier& b) {
     Fiber& self = *current_;
     const unsigned round = b.round;
     if (++b.arrived == b.alive) return b.Release();
-    while (b.round == round) swapcontext(&self.context, &scheduler_);
+    while (b.round == round) Pause(self);
   }
 
   struct alignas(16) Bytes16 {
@@ -125,10 +143,10 @@ class Cta {
   const std::function<void()>* kernel_ = nullptr;
   std::vector<Bytes16> shared_;
   std::vector<uint32_t> slots_;
-  std::vector<Fiber> fibers_;
+  std::deque<Fiber> fibers_;  // a fiber stays where it is
   Barrier cta_;
   std::vector<Barrier> warps_;
-  ucontext_t scheduler_;
+  jmp_buf scheduler_;
   Fiber* current_ = nullptr;
   std::mt19937 random_{0};
 };
