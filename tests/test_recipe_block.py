@@ -360,10 +360,10 @@ def test_cut_blocks_on_a_mesh(name, kind, rng):
     want = jax.jit(step)(x, w)
     mesh = jax.make_mesh((4, 2), ("dp", "tp"), axis_types=(sharded.KINDS[kind],) * 2)
     with jax.set_mesh(mesh):
-        x, w = (jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in ((x, x_spec), (w, w_spec)))
+        x, w = (jax.device_put(np.asarray(a), NamedSharding(mesh, spec)) for a, spec in ((x, x_spec), (w, w_spec)))
         if kind == "explicit":
             y_spec = jax.eval_shape(lambda x, w: dense(x, w, recipe=RECIPE), x, w).sharding
-            weight = jax.device_put(weight, NamedSharding(mesh, y_spec.spec))
+            weight = jax.device_put(np.asarray(weight), NamedSharding(mesh, y_spec.spec))
         program, found = collectives.compiled(jax.jit(step), x, w, mesh=mesh)
         got = program(x, w)
     jax.tree.map(close, got, want)
