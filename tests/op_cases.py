@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -51,12 +52,12 @@ class Case:
             is_scale = "scale" in operand.name or operand.name.endswith("_inv")
             values = rng.uniform(0.5, 2.0, shape) if is_scale else rng.standard_normal(shape)
             if dtype == u32:  # random bits
-                args.append(jnp.asarray(rng.integers(0, 2**32, shape, np.uint32)))
+                args.append(rng.integers(0, 2**32, shape, np.uint32))
             elif dtype == i32:  # a segment: its first query, its queries, its first key, its keys
-                args.append(jnp.asarray(rng.integers(0, 6, shape, np.int32)))
+                args.append(rng.integers(0, 6, shape, np.int32))
             else:
-                args.append(None if dtype is None else jnp.asarray(values.astype(np.float32).astype(dtype)))
-        return args
+                args.append(None if dtype is None else np.asarray(values, np.float32).astype(dtype))
+        return jax.device_put(args)
 
     def __call__(self, *args):
         return self.declared(*args, outputs=self.outputs, **self.attrs)

@@ -134,7 +134,7 @@ def test_shards_draw_apart_and_backward_draws_as_forward(kernel, mesh_type, plac
     rows, heads = PLACES[place]
     with jax.set_mesh(mesh):
         host = arrays()
-        q, k, v, dout = (jax.device_put(x, NamedSharding(mesh, P(rows, None, heads, None))) for x in host)
+        q, k, v, dout = (jax.device_put(np.asarray(x), NamedSharding(mesh, P(rows, None, heads, None))) for x in host)
         call = partial(dot_product_attention, dropout_rate=RATE)
         call = jax.checkpoint(call) if remat else call
 
@@ -182,8 +182,10 @@ def test_a_mask_of_other_shards_gives_nan(kernel):
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
     for rows, heads in PLACES.values():
         with jax.set_mesh(mesh):
-            args = [jax.device_put(x, NamedSharding(mesh, P(rows, None, heads))) for x in (dout, q, k, v, out)]
-            args += [jax.device_put(x, NamedSharding(mesh, P(rows, heads))) for x in (lse, drawn)]
+            args = [
+                jax.device_put(np.asarray(x), NamedSharding(mesh, P(rows, None, heads))) for x in (dout, q, k, v, out)
+            ]
+            args += [jax.device_put(np.asarray(x), NamedSharding(mesh, P(rows, heads))) for x in (lse, drawn)]
             grads = jax.jit(backward)(*args)
         for grad in grads:
             grad = np.asarray(grad, np.float32)

@@ -173,7 +173,7 @@ def test_gemm_fills_up(sizes, square, rng):
 
     scales = (None, rhs_inv) if square else (rhs_inv, None)
     attrs = dict(outer=len(sizes[2]) - 1, out_dtype=jnp.dtype(bf16), tune=False)
-    (got,) = gemm_room._cuda(call, lhs, rhs, lhs_inv, *scales, bias, c, **attrs)
+    (got,) = jax.jit(functools.partial(gemm_room._cuda, call, **attrs))(lhs, rhs, lhs_inv, *scales, bias, c)
     oracle.check_gemm(got, want, size, np.prod(sizes[2]), bf16)
     run = jax.jit(lambda *operands: gemm_block(*operands, square=square, contract=len(sizes[2]), tune=False))
     text = run.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
@@ -374,10 +374,10 @@ def check_on_mesh(recipe, sizes, x_spec, w_spec, kind, rng):
     want = jax.jit(step)(x, w)
     mesh = jax.make_mesh((4, 2), ("dp", "tp"), axis_types=(sharded.KINDS[kind],) * 2)
     with jax.set_mesh(mesh):
-        x, w = (jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in ((x, x_spec), (w, w_spec)))
+        x, w = (jax.device_put(np.asarray(a), NamedSharding(mesh, spec)) for a, spec in ((x, x_spec), (w, w_spec)))
         if kind == "explicit":
             y_spec = jax.eval_shape(lambda x, w: dense(x, w, recipe=recipe), x, w).sharding
-            weight = jax.device_put(weight, NamedSharding(mesh, y_spec.spec))
+            weight = jax.device_put(np.asarray(weight), NamedSharding(mesh, y_spec.spec))
         program, found = collectives.compiled(jax.jit(step), x, w, mesh=mesh)
         got = program(x, w)
     jax.tree.map(close, got, want)
