@@ -23,7 +23,6 @@ from jax.sharding import AxisType, PartitionSpec
 
 from te_jax import sharding
 from te_jax._op import amax_across, like, on_explicit_mesh, varying
-from te_jax.ops.quantize import saturate
 from te_jax.ops.scaling import next_state
 from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.recipe.delayed import HISTORY, SCALE
@@ -201,10 +200,11 @@ def seen(meta: TensorMeta | None, amax: jax.Array, scale: jax.Array, wide: Calla
     """
     if meta is None or meta.amax.ndim == 0:
         return amax
-    x = wide().astype(jnp.float32)
-    scaled = x * scale
-    beyond = jnp.count_nonzero(jnp.abs(scaled) > float(jnp.finfo(dtype).max))  # integers: f32 counts to 2**24 alone
-    lost = jnp.count_nonzero((x != 0) & (saturate(scaled, dtype).astype(jnp.float32) == 0))
+    x, limits = wide().astype(jnp.float32), jnp.finfo(dtype)
+    scaled = jnp.abs(x * scale)
+    beyond = jnp.count_nonzero(scaled > float(limits.max))  # integers: f32 counts to 2**24 alone
+    # By size, for XLA may drop a cast to FP8 and back; half of the smallest number is rounded to the even one, 0.
+    lost = jnp.count_nonzero((x != 0) & (scaled <= float(limits.smallest_subnormal) / 2))
     return jnp.stack([amax, scale, beyond / max(x.size, 1), lost / jnp.maximum(jnp.count_nonzero(x), 1)])
 
 
