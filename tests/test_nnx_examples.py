@@ -1,4 +1,4 @@
-"""`train_gpt.py --api nnx`, and the NNX program of the README."""
+"""`train_gpt.py --api nnx`, and the NNX program of the guide."""
 
 import contextlib
 import io
@@ -75,8 +75,8 @@ def test_what_it_lacks(more, capsys):
     assert "--api nnx has neither --mesh nor --dropout" in capsys.readouterr().err
 
 
-def test_readme():
-    programs = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+def test_guide():
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.S)
     (program,) = [program for program in programs if "te_jax.nnx" in program]
     small = ("hidden_size=256", "hidden_size=32"), ("=1024", "=48"), ("(8, 128, 256)", "(2, 16, 32)")
     for old, new in small:

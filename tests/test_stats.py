@@ -135,8 +135,9 @@ def test_table():
     assert len(head) == len(first) == len(second)
 
 
-def test_readme(capsys):
-    programs = re.findall(r"```python\n(.*?)```", (pathlib.Path(__file__).parents[1] / "README.md").read_text(), re.S)
+def test_guide(capsys):
+    guide = pathlib.Path(__file__).parents[1] / "docs" / "guide.md"
+    programs = re.findall(r"```python\n(.*?)```", guide.read_text(), re.S)
     (program,) = [program for program in programs if "te.fp8_stats" in program]
     model, x = te_flax.DenseGeneral(4), jnp.ones((2, 4))
     with te.autocast(True, RECIPE):

@@ -248,7 +248,8 @@ PAGE = ROOT / "docs" / "several_devices.md"
 
 
 def test_documented_commands():
-    lines = [line for page in (PAGE, ROOT / "README.md") for line in page.read_text().splitlines()]
+    pages = PAGE, PAGE.with_name("guide.md"), ROOT / "README.md"
+    lines = [line for page in pages for line in page.read_text().splitlines()]
     commands = [line.strip() for line in lines if line.strip().startswith("python examples/train_gpt.py")]
     assert len([command for command in commands if "--mesh" in command]) >= 8
     for command in commands:
