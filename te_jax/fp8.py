@@ -202,10 +202,11 @@ def seen(meta: TensorMeta | None, amax: jax.Array, scale: jax.Array, wide: Calla
         return amax
     x, limits = wide().astype(jnp.float32), jnp.finfo(dtype)
     scaled = jnp.abs(x * scale)
-    beyond = jnp.count_nonzero(scaled > float(limits.max))  # integers: f32 counts to 2**24 alone
+    count = lambda mask: jnp.sum(jnp.count_nonzero(mask, axis=-1).astype(jnp.float32))  # integers end at 2**31
+    beyond = count(scaled > float(limits.max))
     # By size, for XLA may drop a cast to FP8 and back; half of the smallest number is rounded to the even one, 0.
-    lost = jnp.count_nonzero((x != 0) & (scaled <= float(limits.smallest_subnormal) / 2))
-    return jnp.stack([amax, scale, beyond / max(x.size, 1), lost / jnp.maximum(jnp.count_nonzero(x), 1)])
+    lost = count((x != 0) & (scaled <= float(limits.smallest_subnormal) / 2))
+    return jnp.stack([amax, scale, beyond / float(max(x.size, 1)), lost / jnp.maximum(count(x != 0), 1)])
 
 
 def cotangent(
@@ -222,8 +223,9 @@ def cotangent(
         return None
     if amax is None:
         return TensorMeta(jnp.zeros_like(meta.scale), jnp.zeros_like(meta.amax))
-    if amax.ndim < meta.amax.ndim:
-        amax = jnp.stack([amax, meta.scale, jnp.float32(jnp.inf), jnp.float32(jnp.inf)])
+    if amax.ndim < meta.amax.ndim:  # 0 where nothing was quantized, too
+        whole = jnp.stack([amax, meta.scale, jnp.float32(jnp.inf), jnp.float32(jnp.inf)])
+        amax = jnp.where(amax == 0, 0.0, whole)
     shared = varying(amax) - varying(meta.amax)
     if shared and not recipe.reduce_amax:
         raise ValueError(

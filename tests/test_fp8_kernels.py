@@ -104,6 +104,22 @@ def test_inference(recipe, rng):
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(held.tensor._replace(amax=None))) == 10 * WIDTH + 4 * scales
 
 
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return te_flax.DenseGeneral(10, name="dense")(nn.BatchNorm(use_running_average=False)(x))
+
+
+def test_beside_what_a_pass_writes(rng):
+    """Statistics that the pass would update do not stand in the way, and only kernels come back."""
+    x = data(rng, 3, WIDTH)
+    with te.autocast(True, CURRENT):
+        variables = jax.jit(Normed().init)(jax.random.key(0), x)
+        made = te_flax.fp8_kernels(Normed(), variables, x)
+    assert jax.tree.map(jnp.shape, nn.meta.unbox(made["fp8_kernels"]["dense"]["kernel"]).tensor.data) == (WIDTH, 10)
+    assert made.keys() == {"fp8_kernels"}
+
+
 def layer_of(kind, recipe, state, quantize):
     """A layer as a function of x and its kernels; `quantize`: None, or whether both layouts are made before."""
     of = lambda i: fp8.DenseMetas(*(fp8.observe(*s, recipe, d) for s, d in zip(state[i], ("fwd", "fwd", "bwd"))))

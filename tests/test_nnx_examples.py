@@ -84,6 +84,6 @@ def test_guide():
         program = program.replace(old, new)
     scope = {}
     exec(program, scope)
-    model = scope["model"]
+    model = scope["nnx_model"]
     assert float(scope["loss"]) < float(scope["first"])
     assert isinstance(model, nnx.Module) and float(model.mlp.x_0_amax_history[-1]) > 0

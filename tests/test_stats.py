@@ -162,6 +162,34 @@ def compared(stats, name, x, scale, flips=0):
     assert got.scale == np.float32(scale)
 
 
+@pytest.mark.parametrize("out_of_fp8", [(True, False, False), (True, True, False)])
+def test_a_tensor_that_no_gemm_reads_in_fp8(out_of_fp8):
+    """Where the kernel is not differentiated, x is not quantized: nothing is known of it, least of all an amax of 0."""
+    recipe = DelayedScaling(amax_history_len=3, override_linear_precision=out_of_fp8)
+    model, x = te_flax.DenseGeneral(4), jnp.full((2, 4), 3.0)
+    with te.autocast(True, recipe):
+        collections, params = flax.core.pop(model.init(jax.random.key(0), x), "params")
+        loss = lambda fp8: jnp.sum(model.apply({"params": params, **fp8}, x))
+        stats = te.fp8_stats(jax.jit(jax.grad(loss))(te.fp8_probes(collections)))
+    assert np.isnan(stats["x"].amax) and np.isnan(stats["x"].headroom)
+
+
+def test_kernels_of_probed_variables_serve_a_pass_without_probes():
+    model, x = te_flax.DenseGeneral(4), jnp.full((2, 4), 3.0)
+    with te.autocast(True, RECIPE):
+        collections, params = flax.core.pop(model.init(jax.random.key(0), x), "params")
+        kernels = te_flax.fp8_kernels(model, {"params": params, **te.fp8_probes(collections)}, x)
+        loss = lambda fp8, kernels: jnp.sum(model.apply({"params": params, **fp8, **kernels}, x))
+        got, want = jax.jit(lambda fp8: [jax.grad(loss)(fp8, k) for k in (kernels, {})])(collections)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_more_elements_than_an_integer_counts():
+    meta = fp8.TensorMeta(jnp.ones(()), jnp.zeros(4))
+    count = lambda x: fp8.seen(meta, jnp.ones(()), meta.scale, lambda: x, jnp.float8_e4m3fn)
+    assert jax.eval_shape(count, jax.ShapeDtypeStruct((2**17, 2**15), jnp.bfloat16)).shape == (4,)
+
+
 class Stack(nn.Module):
     """Dense layers, scanned."""
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import te_jax as te
 import te_jax.flax as te_flax
+from te_jax.layers import dense
 from te_jax.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 
 CURRENT = Float8CurrentScaling()
@@ -111,6 +112,14 @@ def test_in_place_on_cuda(rng):
     assert in_place == f32 and len(f32) == 3, "wi, wo, and the scanned layer's"
 
 
+def test_a_residual_stays_where_it_is(rng):
+    """The backward pass of an f32 model reads it: were the product written over it, XLA would copy it first."""
+    x, kernel = data(rng, 16, WIDTH), data(rng, WIDTH, WIDTH)
+    grads = jax.jit(jax.grad(lambda x, w: jnp.sum(dense(x, w, residual=x, recipe=CURRENT) ** 2), (0, 1)))
+    text = grads.trace(x, kernel).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @te_gemm(") == 3 and "output_operand_alias" not in text
+
+
 class Alone(nn.Module):
     """One dense layer, used several times."""
 
@@ -163,3 +172,18 @@ def test_an_entry_is_for_one_use(rng):
             jax.grad(loss, 1)(wgrads, params, x[0])
         with pytest.raises(ValueError, match=r"wgrads entry kernel is float32\[4, 24\], .* needs float32\[24, 24\]"):
             loss(jax.tree.map(lambda a: a[:4] if a.ndim else a, wgrads), params, x[0])
+
+
+def test_a_loss_that_leaves_the_collection_out(rng):
+    """NaN rather than a kernel that stays as it is for good; and wgrads of other parameters are refused."""
+    model, x = Alone(), data(rng, K, 4, WIDTH)
+    state = state_of(CURRENT, model, x[0])
+    loss = lambda params, fp8, x: jnp.sum(model.apply({"params": params}, x) ** 2)
+    with te.autocast(True, CURRENT):
+        wgrads = te_flax.wgrads(model, state.variables, x[0])
+        _, (grads, _) = jax.jit(lambda state, x: state.accumulate_gradients(loss, x, wgrads=wgrads))(state, x)
+        assert np.all(np.isnan(nn.meta.unbox(grads)["dense"]["kernel"]))
+        with pytest.raises(ValueError, match=r"wgrads has \['dense'\]; pass what te_jax.flax.wgrads returns"):
+            state.accumulate_gradients(loss, x, wgrads=wgrads["wgrads"])
+        with pytest.raises(ValueError, match="wgrads holds dense/kernel, which the state's params lack"):
+            state.replace(params={"other": jnp.ones(2)}).accumulate_gradients(loss, x, wgrads=wgrads)

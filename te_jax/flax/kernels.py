@@ -70,7 +70,7 @@ def _make(module, name, kernel, contract, metas, recipe, what):
         zeros = jnp.zeros_like(kernel, jnp.float32)
         module.put_variable(WGRAD_COLLECTION, name, Accumulator(zeros, jnp.zeros(())))
         return
-    meta = None if metas is None else metas.kernel
+    meta = metas and metas.kernel._replace(amax=metas.kernel.scale)  # the token of one that is not probed
     if _making.value == _PARAMETERS:
         recipe, meta = _of_parameters(recipe), None
     gradients = _making.value == _CACHE
@@ -98,7 +98,8 @@ def _made(what: str, purpose: str, model, variables, args, kwargs) -> dict:
 
     def run(variables):
         with _making(purpose):
-            return model.apply(variables, *args, mutable=[collection], **kwargs)[1]
+            written = model.apply(variables, *args, mutable=nn.DenyList("params"), **kwargs)[1]
+        return {name: made for name, made in written.items() if name == collection}
 
     made = jax.jit(run)(others)  # all but the quantization is dead code
     if collection not in made:
@@ -123,8 +124,9 @@ def fp8_kernels(model: nn.Module, variables: Mapping[str, Any], *args, gradients
     args, kwargs: of `model.apply`, such as one microbatch, or rngs; for their shapes alone.
     gradients:    False: only the layout that the forward pass reads, for inference. A backward pass transposes it.
 
-    Call it under the autocast of the passes. Under `jax.jit`, within or around it, nothing but the quantization is
-    computed. `nn.scan` and `nn.vmap` around modules need `variable_axes={"fp8_kernels": 0}`, as for params.
+    Call it under the autocast of the passes, in a jitted function: each call outside of one compiles. Nothing but the
+    quantization is computed. `nn.scan` and `nn.vmap` around modules need `variable_axes={"fp8_kernels": 0}`, as for
+    params.
 
     Raises ValueError outside of autocast, where a transform lacks that, and where no module multiplies in FP8. Modules
     raise it for entries of another recipe or shape.
@@ -139,7 +141,8 @@ def wgrads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> d
 
     Modules that find their entry add the kernel's gradient onto `grad` inside of the wgrad GEMM, in f32: the cotangent
     of `grad` is the sum, that of `uses` 1, and the kernel has none. This is no sum that autodiff could add up: a kernel
-    may be used once in a pass. In a loop of your own check that `uses` comes back as 1.
+    may be used once in a pass, and has to reach its module as it is (not scaled or masked by the loss or
+    `nn.map_variables`, whose factor is lost). In a loop of your own check that `uses` comes back as 1.
 
     Arguments and errors are as of `fp8_kernels`; `nn.scan` and `nn.vmap` need `variable_axes={"wgrads": 0}`, never
     variable_broadcast.
@@ -154,9 +157,11 @@ def fp8_params(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
         variables = te_flax.fp8_params(model, {"params": restored, **fp8}, x)
 
     One layout is kept, that of fprop; scales are those of the recipe in force, of the kernel's own amax where that has
-    state. There is no master copy: where such a kernel is differentiated, that is a ValueError. Boxes of logical axes
-    stay, around `data_t` in the order of its axes. The rest is as in `fp8_kernels`. Call it under `jax.jit` with the
-    initialisation or the restoring of arrays that need not exist in whole; `fp8_model_init` does so.
+    state. There is no master copy: to differentiate such a kernel is a ValueError. Under MXFP8, whose other layout
+    cannot be made of the one, a backward pass needs a recipe without dgrad in FP8. Modules whose parameters
+    `nn.map_variables` changes on the way have to be in the recipe's `exclude`. Boxes of logical axes stay, around
+    `data_t` in the order of its axes. The rest is as in `fp8_kernels`. Call it under `jax.jit` with the initialisation
+    or the restoring of arrays that need not exist in whole; `fp8_model_init` does so.
     """
     made = _made("te_jax.flax.fp8_params", _PARAMETERS, model, variables, args, kwargs)[KERNEL_COLLECTION]
     params = flatten_dict(variables["params"])

@@ -138,13 +138,18 @@ class TrainState(train_state.TrainState):
         loss_fn:      (params, fp8, microbatch) -> the loss, f32[]
         microbatches: arrays [k, ...]
         wgrads:       of `te_jax.flax.wgrads`: the gradients of its kernels are added up inside of their GEMMs. `fp8`
-                      then has the collection beside the FP8 state, for `apply`. A kernel that a microbatch uses more
-                      than once, as on each device under `shard_map`, gets NaN; under `jax.vmap` it is an error.
+                      then has the collection beside the FP8 state, for `apply`. A kernel that a microbatch does not use
+                      just once, as where `loss_fn` leaves the collection out or each device under `shard_map` uses it,
+                      gets NaN; under `jax.vmap` it is an error. To the loss these kernels are constants: it has to hand
+                      them to their modules as they are, and what else it makes of them, such as a term of weight
+                      decay, a factor or `lax.stop_gradient`, is not in the gradient.
 
         Uses of one module within a loss combine by max too. Activations of one microbatch are in memory at a time. For
-        the inside of a jitted step: it traces `loss_fn` anew in each call.
+        the inside of a jitted step: it traces `loss_fn` anew in each call. Raises ValueError for wgrads of other
+        parameters.
         """
-        wgrads = wgrads or {}
+        wgrads = {} if wgrads is None else dict(wgrads)
+        self._check_wgrads(wgrads)
         params, fused = _split(self.params, wgrads.get(WGRAD_COLLECTION, {}))
         run = value_and_grad(lambda params, *others: loss_fn(_join(params, fused), *others), argnums=(0, 1))
 
@@ -163,6 +168,19 @@ class TrainState(train_state.TrainState):
         mean = jax.tree.map(lambda t, p: (t / losses.shape[0]).astype(p.dtype), total, self.params)
         return jnp.mean(losses), (mean, max_fp8_metas(self.fp8, fp8))
 
+    def _check_wgrads(self, wgrads):
+        if wgrads and wgrads.keys() != {WGRAD_COLLECTION}:
+            raise ValueError(
+                f"TrainState.accumulate_gradients: wgrads has {sorted(wgrads)}; pass what te_jax.flax.wgrads returns, "
+                f"{{{WGRAD_COLLECTION!r}: ...}}."
+            )
+        held = flatten_dict(self.params) if wgrads else {}
+        if lacks := sorted("/".join(path[1:]) for path in flatten_dict(wgrads) if path[1:] not in held):
+            raise ValueError(
+                f"TrainState.accumulate_gradients: wgrads holds {lacks[0]}, which the state's params lack; make it of "
+                "state.variables, by te_jax.flax.wgrads."
+            )
+
 
 def _split(params, entries):
     """(params without those at the paths of `entries`, these by path)."""
@@ -179,8 +197,8 @@ def _join(params, taken):
 
 
 def _once(total, uses):
-    """total f32[..., *C, *F], NaN for kernels that a microbatch did not use once, by uses f32[k, ...]; none did: 0."""
-    right = jnp.all(uses == uses[:1], 0) & (uses[0] <= 1)
+    """total f32[..., *C, *F], NaN for kernels that a microbatch did not use once, by uses f32[k, ...]."""
+    right = jnp.all(uses == 1, 0)
     return jnp.where(right.reshape(right.shape + (1,) * (total.ndim - right.ndim)), total, jnp.nan)
 
 

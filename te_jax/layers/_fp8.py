@@ -92,7 +92,8 @@ class Fp8Tensor(NamedTuple):
         if lacks and self.in_rows:
             raise ValueError(
                 "te_jax.layers: an MXFP8 kernel holds one layout, and its blocks of 1 x 32 are not those of the other, "
-                "which a backward pass reads; quantize it with gradients=True."
+                "which a backward pass reads; quantize it with gradients=True, or, of parameters in FP8, take dgrad "
+                "out of FP8: override_linear_precision=(False, True, False)."
             )
         if use.data and self.data is None:
             back = self.data_t.ndim - split
@@ -262,10 +263,11 @@ def quantize_tensor(
 
 
 def _multiply(which: int, lhs, rhs, config: Config, bias=None, c=None, **options) -> jax.Array:
-    """lhs @ rhs^T of two layouts, as `rows` or `columns`. which: 0 fprop, 1 dgrad, 2 wgrad."""
+    """lhs @ rhs^T of two layouts, as `rows` or `columns`. which: 0 fprop, 1 dgrad, 2 wgrad, whose c is a sum so far."""
     recipe, operands = config.recipe, (lhs[0], rhs[0], lhs[1], rhs[1], bias, c)
     if recipe.block == MX_BLOCK:
         return gemm_mx(*operands, **options)
+    options |= dict(in_place=which == 2 and c is not None)
     if recipe.block_scaled:
         return gemm_block(*operands, square=which < 2, **options)  # rhs is the kernel
     return gemm(*operands, fast_accum=not recipe.split_accumulator[which], **options)

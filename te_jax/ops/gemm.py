@@ -56,7 +56,7 @@ def finished(out, bias, c, out_dtype):
     return out.astype(out_dtype)
 
 
-def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, out_dtype, **attrs):
+def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, out_dtype, in_place=False, **attrs):
     """Flattens to two axes; FP8 sizes that cuBLASLt does not take are padded with zeros and sliced off again. What its
     epilogue does not add in f32 is added here: the product then comes in f32, so that there is one rounding still."""
     m_axes, n_axes = lhs.shape[: lhs.ndim - contract], rhs.shape[: rhs.ndim - contract]
@@ -76,16 +76,10 @@ def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, ou
         lhs, rhs = fill(lhs, 1, FP8_ALIGNED), fill(fill(rhs, 1, FP8_ALIGNED), 0, FP8_ALIGNED)
         bias, c = (x if x is None else fill(x, x.ndim - 1, FP8_ALIGNED) for x in (bias, c))
     call_dtype = jnp.dtype(jnp.float32) if after or not taken else out_dtype
-    options = dict(contract=1, out_dtype=call_dtype, in_place=onto(is_fp8, c, call_dtype, 5), **attrs)
+    options = dict(contract=1, out_dtype=call_dtype, in_place={5: 0} if in_place and c is not None else None, **attrs)
     (out,) = call(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, **options)
     out = sum((x.astype(jnp.float32) for x in after), out[:, :n])
     return (out.astype(out_dtype).reshape(*m_axes, *n_axes),)
-
-
-def onto(is_fp8: bool, c, out_dtype, at: int) -> dict | None:
-    """Where the result is to take the place of c, operand `at`: it is that of a sum over microbatches, and not read
-    again. A residual, which is in 16 bits, is: XLA would copy it."""
-    return {at: 0} if is_fp8 and c is not None and out_dtype == jnp.float32 else None
 
 
 gemm_op = Op(
@@ -181,6 +175,7 @@ def gemm(
     out_dtype=None,
     fast_accum: bool = False,
     tune: bool = True,
+    in_place: bool = False,
     out_spec: PartitionSpec | None = None,
 ) -> jax.Array:
     """lhs @ rhs^T, both K-major, accumulated in f32: out[*m, *n] = sum_k lhs[*m, *k] rhs[*n, *k].
@@ -193,7 +188,7 @@ def gemm(
     out_dtype:   f32, bf16 or f16; default bf16 for FP8 operands, else theirs.
     fast_accum:  FP8 partial sums stay in the tensor core's reduced precision: faster, some 1e-3 less exact.
     tune:        times cuBLASLt's candidates once per shape at first use, and remembers the fastest; see `save_tuning`.
-
+    in_place:    the FP8 product takes the place of c, which nothing reads later (XLA would copy it): of sums.
     out_spec:    on an Explicit mesh, the sharding wanted of the result; None: the operands', the left one's first.
 
     Differentiable unless the operands are FP8. Raises ValueError for sizes, TypeError for types that do not match.
@@ -202,6 +197,7 @@ def gemm(
     out_dtype = jnp.dtype(out_dtype or (jnp.bfloat16 if is_fp8 else lhs.dtype))
     attrs = dict(contract=contract, out_dtype=out_dtype, fast_accum=bool(fast_accum), tune=bool(tune))
     if is_fp8:
+        attrs |= dict(in_place=True) if in_place else {}
         specs = None if out_spec is None else (out_spec,)
         return gemm_op(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, out_specs=specs, **attrs)[0]
     if lhs_scale_inv is not None or rhs_scale_inv is not None:

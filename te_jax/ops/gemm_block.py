@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from te_jax import _lib
 from te_jax._op import Op
-from te_jax.ops.gemm import FP8, FP8_ALIGNED, WORKSPACE, finished, onto
+from te_jax.ops.gemm import FP8, FP8_ALIGNED, WORKSPACE, finished
 from te_jax.ops.quantize import fill, transpose
 from te_jax.ops.quantize_block import BLOCK, spread
 
@@ -66,7 +66,9 @@ def product(left, right, contract):
     return lax.dot_general(left, right, (axes, ((), ())), **highest)
 
 
-def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, rhs_block_inv, bias, c, *, outer, out_dtype, **attrs):
+def _cuda(
+    call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, rhs_block_inv, bias, c, *, outer, out_dtype, in_place=False, **attrs
+):
     """Flattens to two axes and fills up with zeros: contracted axes to whole blocks, m to a multiple of 4 and n to one
     of 16, as cuBLASLt wants them; rows in cut blocks of 128 x 128 too, where n has more axes."""
     _check_scales(rhs_scale_inv, rhs_block_inv)
@@ -94,7 +96,7 @@ def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, rhs_block_inv, bias, c, 
     after = bias if out_dtype == jnp.float32 else None  # an f32 epilogue would round the bias to bf16
     inside = None if bias is None or after is not None else columns(bias, ())
     scales = lhs_scale_inv, rhs_scale_inv, rhs_block_inv
-    options = dict(outer=0, out_dtype=out_dtype, in_place=onto(True, c, out_dtype, 6), **attrs)
+    options = dict(outer=0, out_dtype=out_dtype, in_place={6: 0} if in_place and c is not None else None, **attrs)
     (out,) = call(lhs, rhs, *scales, inside, c, **options)
     out = out[:m].reshape(*m_axes, *filled)[..., : n_axes[-1]]
     return (out if after is None else out + after,)
@@ -127,6 +129,7 @@ def gemm_block(
     contract: int = 1,
     out_dtype=jnp.bfloat16,
     tune: bool = True,
+    in_place: bool = False,
     out_spec: PartitionSpec | None = None,
 ) -> jax.Array:
     """lhs @ rhs^T of dequantized operands, both K-major: out[*m, *n] = sum_k lhs[*m, *k] rhs[*n, *k], each times the
@@ -135,7 +138,7 @@ def gemm_block(
     lhs, rhs:      FP8, E4M3 or one of them E5M2. The last `contract` axes are k. Any sizes.
     lhs_scale_inv: f32 [*k', *m], where k' is k with its last axis in blocks: `scale_inv` of `te_quantize_block`.
     rhs_scale_inv: f32 [*k', *n]; with `square`, of blocks of 128 x 128, [*n', *k']: `block_inv`.
-    bias, c, out_dtype, tune, out_spec: as in `te_jax.ops.gemm.gemm`.
+    bias, c, out_dtype, tune, in_place, out_spec: as in `te_jax.ops.gemm.gemm`.
 
     On CUDA partial sums of 128 products are scaled and added in f32. Not differentiable. Raises ValueError for sizes,
     TypeError for types that do not match, RuntimeError on a GPU that is not of compute capability 9.0.
@@ -143,6 +146,7 @@ def gemm_block(
     if contract < 1:
         raise ValueError(f"te_gemm_block: contract is {contract}; blocks lie along a contracted axis: pass 1 or more.")
     attrs = dict(outer=contract - 1, out_dtype=jnp.dtype(out_dtype), tune=bool(tune))
+    attrs |= dict(in_place=True) if in_place else {}
     scales = (None, rhs_scale_inv) if square else (rhs_scale_inv, None)
     specs = None if out_spec is None else (out_spec,)
     return gemm_block_op(lhs, rhs, lhs_scale_inv, *scales, bias, c, out_specs=specs, **attrs)[0]
