@@ -86,6 +86,11 @@ def has_cuda_device() -> bool:
         return False
 
 
+def compute_capability() -> str | None:
+    """Of this process's GPU, such as "9.0"; None without one."""
+    return str(jax.devices("cuda")[0].compute_capability) if has_cuda_device() else None
+
+
 def _built() -> bool:
     return importlib.util.find_spec("te_jax._cuda") is not None
 

@@ -179,7 +179,7 @@ class Op:
         return [r for o, r in zip(self.rule.outputs, results, strict=True) if o.name in outputs]
 
     def _custom_call(self, *args, outputs, in_place=None, **attrs):
-        """The FFI call itself: what is absent has no element, partials are finished. in_place: {operand: result}."""
+        """The FFI call itself: absent names have no element, partials are finished. in_place: {operand: result}."""
         inputs = tuple(o.name for o, a in zip(self.rule.inputs, args) if a is not None)
         given = [a for a in args if a is not None]
         shapes, dtypes = [a.shape for a in given], [a.dtype for a in given]
@@ -190,15 +190,15 @@ class Op:
             parts = self.partials[name](*self._fill(shapes, inputs), **attrs)
             raw[name] = jax.ShapeDtypeStruct((*parts, *results[name].shape), jnp.float32)
         if self.workspace:
-            types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in given]
-            size = self.workspace(*self._fill(types, inputs), outputs=outputs, **attrs)
+            size = self.workspace(*args, outputs=outputs, **attrs)
             raw["workspace"] = jax.ShapeDtypeStruct((size,), jnp.uint8)
-        operands = [jnp.zeros((0,), jnp.float32) if a is None else a for a in args]
-        layouts = self._layouts(dict(zip((o.name for o in self.rule.inputs), operands)), raw, attrs)
+        operands = {o.name: jnp.zeros((0,), jnp.float32) if a is None else a for o, a in zip(self.rule.inputs, args)}
+        layouts = self._layouts(operands, raw, attrs)
+        aliases = {list(operands).index(o): list(raw).index(r) for o, r in (in_place or {}).items()}
         # The handler reads types off its operands and results.
         attrs = {name: value for name, value in attrs.items() if not isinstance(value, jnp.dtype)}
-        call = jax.ffi.ffi_call(self.name, tuple(raw.values()), input_output_aliases=in_place, **layouts)
-        got = dict(zip(raw, call(*operands, **attrs), strict=True))
+        call = jax.ffi.ffi_call(self.name, tuple(raw.values()), input_output_aliases=aliases, **layouts)
+        got = dict(zip(raw, call(*operands.values(), **attrs), strict=True))
         return [self._finish(name, got[name], result) for name, result in results.items()]
 
     def _layouts(self, operands, results, attrs):

@@ -63,6 +63,14 @@ def check_recipe(what: str, recipe):
         raise TypeError(f"{what}: recipe is {recipe!r}; {hint}.")
 
 
+def check_metas(what: str, argument: str, metas, recipe: Recipe, way_out: str):
+    """Raises ValueError, naming `what`, unless its `argument` is given just where `recipe` has state."""
+    if recipe.has_state == (metas is not None):
+        return
+    have, way_out = ("None", way_out) if metas is None else ("given", "it has no state: pass None")
+    raise ValueError(f"{what}: {argument} is {have} under {type(recipe).__name__}; {way_out}.")
+
+
 def fp8_autocast(enabled: bool = False, fp8_recipe=None, mesh_resource=None, *, sharding_resource=None):
     """The first name of `autocast`: the same with the recipe as `fp8_recipe`."""
     return autocast(enabled, fp8_recipe, sharding_resource if mesh_resource is None else mesh_resource)

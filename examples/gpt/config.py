@@ -216,7 +216,7 @@ def _complete_report(p: argparse.ArgumentParser, args: argparse.Namespace) -> No
     if args.precision != "fp8" and not args.compare:
         p.error(f"--fp8-report is of an FP8 run, but --precision is {args.precision}: leave one of them out")
     if args.recipe != "delayed":
-        p.error(f"--fp8-report needs --recipe delayed: {args.recipe} scaling fits each tensor as it is, keeps no state")
+        p.error(f"--fp8-report needs --recipe delayed: {args.recipe} scaling keeps no state")
     if args.fp8_report_every is None:
         args.fp8_report_every = max(1, args.steps // 50)
     if args.fp8_report_every < 1:

@@ -1,11 +1,13 @@
 """What the modules share: parameters in boxes, default initialisers, checks, low-rank adaptation."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -28,6 +30,18 @@ LORA_SCOPES = {  # scope -> (qkv projections, output projection, MLP)
     "exclude_output_proj": (True, False, True),
     "exclude_mlp": (True, True, False),
 }
+
+
+def split_tree(params: Mapping[str, Any], first: Callable[[tuple[str, ...]], bool]) -> tuple[dict, dict]:
+    """Two trees: the leaves to whose path `first` says yes, and all others."""
+    leaves = flatten_dict(params)
+    chosen = {path: leaf for path, leaf in leaves.items() if first(path)}
+    return unflatten_dict(chosen), unflatten_dict({path: leaf for path, leaf in leaves.items() if path not in chosen})
+
+
+def join_trees(some: Mapping[str, Any], others: Mapping[str, Any]) -> dict:
+    """The tree of which `split_tree` made the two."""
+    return unflatten_dict(flatten_dict(others) | flatten_dict(some))
 
 
 def parameter(

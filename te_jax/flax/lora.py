@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from flax.traverse_util import flatten_dict, unflatten_dict
+
+from te_jax.flax._common import join_trees, split_tree
 
 ENDINGS = ("lora_a_kernel", "lora_b_kernel")
 
@@ -22,19 +23,18 @@ def split_lora(params: Mapping[str, Any]) -> tuple[dict, dict]:
     The layers then compute no gradient of the other kernels, and keep nothing for one; an optimizer of `lora` has
     moments of it alone. Raises ValueError if there is no such parameter.
     """
-    leaves = flatten_dict(params)
-    lora = {path: leaf for path, leaf in leaves.items() if path[-1].endswith(ENDINGS)}
+    lora, base = split_tree(params, lambda path: path[-1].endswith(ENDINGS))
     if not lora:
         raise ValueError(
             "split_lora: no parameter is of low-rank adaptation; set enable_low_rank_adaptation of the dense modules, "
             "or low_rank_adaptation_scope of a TransformerLayer."
         )
-    return unflatten_dict(lora), unflatten_dict({path: leaf for path, leaf in leaves.items() if path not in lora})
+    return lora, base
 
 
 def join_lora(lora: Mapping[str, Any], base: Mapping[str, Any]) -> dict:
     """The params of which `split_lora` made the two."""
-    return unflatten_dict(flatten_dict(base) | flatten_dict(lora))
+    return join_trees(lora, base)
 
 
 def lora_mask(params):

@@ -12,6 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 
 from te_jax.combine import max_fp8_metas, value_and_grad
+from te_jax.flax._common import join_trees, split_tree
 from te_jax.flax.kernels import WGRAD_COLLECTION
 from te_jax.fp8 import FP8_COLLECTION, current_recipe, direction_of, map_tensors, update_fp8_metas
 
@@ -150,8 +151,11 @@ class TrainState(train_state.TrainState):
         """
         wgrads = {} if wgrads is None else dict(wgrads)
         self._check_wgrads(wgrads)
-        params, fused = _split(self.params, wgrads.get(WGRAD_COLLECTION, {}))
-        run = value_and_grad(lambda params, *others: loss_fn(_join(params, fused), *others), argnums=(0, 1))
+        fused, params = {}, self.params
+        if wgrads:
+            fused, params = split_tree(params, flatten_dict(wgrads[WGRAD_COLLECTION]).__contains__)
+        whole = lambda fused, others: join_trees(fused, others) if fused else others  # else any tree
+        run = value_and_grad(lambda params, *others: loss_fn(whole(fused, params), *others), argnums=(0, 1))
 
         def body(total, microbatch):
             total, wgrads = total
@@ -164,7 +168,8 @@ class TrainState(train_state.TrainState):
         start = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), params)
         (total, wgrads), (losses, fp8, uses) = lax.scan(body, (start, wgrads), microbatches)
         sums = {path[1:]: _once(entry.grad, uses[path]) for path, entry in flatten_dict(wgrads).items()}
-        total = jax.tree.unflatten(jax.tree.structure(self.params), jax.tree.leaves(_join(total, sums)))
+        leaves = jax.tree.leaves(whole(unflatten_dict(sums), total))
+        total = jax.tree.unflatten(jax.tree.structure(self.params), leaves)
         mean = jax.tree.map(lambda t, p: (t / losses.shape[0]).astype(p.dtype), total, self.params)
         return jnp.mean(losses), (mean, max_fp8_metas(self.fp8, fp8))
 
@@ -180,20 +185,6 @@ class TrainState(train_state.TrainState):
                 f"TrainState.accumulate_gradients: wgrads holds {lacks[0]}, which the state's params lack; make it of "
                 "state.variables, by te_jax.flax.wgrads."
             )
-
-
-def _split(params, entries):
-    """(params without those at the paths of `entries`, these by path)."""
-    if not entries:
-        return params, {}
-    leaves, paths = flatten_dict(params), flatten_dict(entries).keys()
-    rest = {path: leaf for path, leaf in leaves.items() if path not in paths}
-    return unflatten_dict(rest), {path: leaves[path] for path in paths}
-
-
-def _join(params, taken):
-    """The inverse of `_split`."""
-    return unflatten_dict(flatten_dict(params) | taken) if taken else params
 
 
 def _once(total, uses):

@@ -49,12 +49,12 @@ class Accumulator(NamedTuple):
 class Fp8Tensor(NamedTuple):
     """A tensor as its GEMMs read it; what no GEMM reads is None. x ~= data * scale_inv, or that of each block."""
 
-    data: jax.Array | None  # FP8 [*m, *n]
-    data_t: jax.Array | None  # FP8 [*n, *m]
-    wide: jax.Array | None  # [*m, *n], unquantized, for a GEMM out of FP8
-    scale_inv: jax.Array | None  # f32[], or of each block of data
-    scale_inv_t: jax.Array | None  # of each block of data_t; None with one scale for both
-    amax: jax.Array | None  # f32[], or f32[4] of a probed tensor (`fp8.seen`); None where there is no state for it
+    data: jax.Array | None = None  # FP8 [*m, *n]
+    data_t: jax.Array | None = None  # FP8 [*n, *m]
+    wide: jax.Array | None = None  # [*m, *n], unquantized, for a GEMM out of FP8
+    scale_inv: jax.Array | None = None  # f32[], or of each block of data
+    scale_inv_t: jax.Array | None = None  # of each block of data_t; None with one scale for both
+    amax: jax.Array | None = None  # f32[], or f32[4] of a probed tensor (`fp8.seen`); None without state
     onto: Accumulator | None = None  # of a kernel
 
     @classmethod
@@ -66,7 +66,7 @@ class Fp8Tensor(NamedTuple):
     def of_blocks(cls, results: dict[str, jax.Array], wide) -> "Fp8Tensor":
         """From the results of te_quantize_block by name."""
         inverse = (results.get(f"scale_inv{t}", results.get(f"block_inv{t}")) for t in ("", "_t"))
-        return cls(results.get("data"), results.get("data_t"), wide, *inverse, None)
+        return cls(results.get("data"), results.get("data_t"), wide, *inverse)
 
     @property
     def rows(self) -> tuple[jax.Array, jax.Array]:
@@ -79,9 +79,14 @@ class Fp8Tensor(NamedTuple):
         return self.data_t, self.scale_inv if self.scale_inv_t is None else self.scale_inv_t
 
     @property
+    def held(self) -> tuple[jax.Array, jax.Array]:
+        """`rows`, or `columns` where these alone are there."""
+        return self.columns if self.data is None else self.rows
+
+    @property
     def in_rows(self) -> bool:
         """Of a kernel, whether its blocks are those of MXFP8, 1 x 32 in either layout: not each other's transpose."""
-        scale_inv = self.scale_inv if self.data is not None else self.scale_inv_t
+        _, scale_inv = self.held
         return scale_inv is not None and scale_inv.dtype == jnp.float8_e8m0fnu
 
     def read(self, use: "Uses", split: int) -> "Fp8Tensor":
@@ -177,6 +182,14 @@ def fp8_type(tensor: str, config: Config) -> jnp.dtype:
     return config.recipe.fp8_format.dtype(fp8.direction_of(tensor))
 
 
+def probed(got: dict, tensor: str, meta, scale, wide, config: Config) -> dict:
+    """`got`, the results by name of the op that quantized `tensor`, with all that was seen of it (`fp8.seen`, which
+    has `wide`) in the place of its amax."""
+    if "amax" not in got:
+        return got
+    return got | dict(amax=fp8.seen(meta, got["amax"], scale, wide, fp8_type(tensor, config)))
+
+
 def scale_of(tensor: str, meta, measure, shards_of: ShapedArray, use: Uses, config: Config) -> jax.Array:
     """`fp8.scale_of` a tensor of a layer.
 
@@ -255,8 +268,7 @@ def quantize_tensor(
     if use.layouts:
         outputs = (*use.layouts, *statistics(use, config), *(["dbias"] if with_dbias else []))
         got = dict(zip(outputs, quantize(x, scale, outputs=outputs, split=split, dtype=dtype)))
-        if "amax" in got:
-            got["amax"] = fp8.seen(meta, got["amax"], scale, lambda: x, dtype)
+        got = probed(got, tensor, meta, scale, lambda: x, config)
     elif with_dbias:
         got["dbias"] = _column_sums(x, split)
     return Fp8Tensor.of(got, x if use.wide else None, scale), got.get("dbias")
@@ -367,14 +379,13 @@ def kernel_grads(x: Fp8Tensor, w: Fp8Tensor, grad: Fp8Tensor, metas: DenseMetas,
     of `wide`), and the cotangents of `metas`, from the gradient [*B, *F] of y as `quantize_grad` gives it."""
     amaxes = (x.amax, w.amax, grad.amax)
     dmetas = DenseMetas(*(cotangent(m, amax, config.recipe, config.stage_axes) for m, amax in zip(metas, amaxes)))
-    none = Fp8Tensor(*[None] * 6)
     if not x.for_wgrad:
-        return none if config.stored else None, dmetas
+        return Fp8Tensor() if config.stored else None, dmetas
     if w.onto is not None:
         total = like(_wgrad(x, grad, config, w.onto.grad), w.onto.grad)
-        return none._replace(onto=Accumulator(_once(total, w.onto.grad), w.onto.uses * 0 + 1)), dmetas
+        return Fp8Tensor(onto=Accumulator(_once(total, w.onto.grad), w.onto.uses * 0 + 1)), dmetas
     dkernel = like(_wgrad(x, grad, config), config.kernel)
-    return none._replace(wide=dkernel) if config.stored else dkernel, dmetas
+    return Fp8Tensor(wide=dkernel) if config.stored else dkernel, dmetas
 
 
 def staged(layer, config: int):

@@ -85,9 +85,7 @@ def check_dense(name, x, kernel, bias, contract, recipe, metas):
     if recipe is None:
         return
     fp8.check_recipe(name, recipe)
-    if recipe.has_state != (metas is not None):
-        have, way_out = ("None", "pass fp8.DenseMetas") if metas is None else ("given", "it has no state: pass None")
-        raise ValueError(f"{name}: metas is {have} under {type(recipe).__name__}; {way_out}.")
+    fp8.check_metas(name, "metas", metas, recipe, "pass fp8.DenseMetas")
     for what, a, add in (("x", x, "x[None]"), ("kernel", kernel, "kernel[..., None]")):
         if recipe.block_scaled and a.ndim == contract:
             kind = type(recipe).__name__

@@ -72,7 +72,7 @@ class QuantizedKernel:
     @classmethod
     def unquantized(cls, wide: jax.Array, contract: int) -> "QuantizedKernel":
         """A kernel that the layer is to quantize after all."""
-        return cls(Fp8Tensor(*[None] * 6)._replace(wide=wide), contract, wide.ndim - contract, wide.dtype)
+        return cls(Fp8Tensor(wide=wide), contract, wide.ndim - contract, wide.dtype)
 
     def dequantize(self) -> jax.Array:
         """[*C, *F] of `dtype`: data * scale_inv in f32, rounded once."""
@@ -115,9 +115,7 @@ def quantize_kernel(
         raise TypeError(f"{name}: kernel is {kernel.dtype}; use float32, bfloat16 or float16.")
     if not 1 <= contract < kernel.ndim + (not recipe.block_scaled):
         raise ValueError(f"{name}: contract is {contract}, but kernel has {kernel.ndim} axes; use fewer.")
-    if recipe.has_state != (meta is not None):
-        have, way_out = ("None", "pass one") if meta is None else ("given", "it has no state: pass None")
-        raise ValueError(f"{name}: meta is {have} under {type(recipe).__name__}; {way_out}.")
+    fp8.check_metas(name, "meta", meta, recipe, "pass one")
     kernel, meta = lax.stop_gradient(kernel), lax.stop_gradient(meta)
     features = kernel.ndim - contract
     config = Config(recipe, contract, features, None, jax.typeof(kernel), stage_axes=stage_axes())
@@ -138,7 +136,7 @@ def check_quantized(what: str, q: QuantizedKernel, shape, contract: int, recipe:
     need = form(recipe.fp8_format.dtype("fwd"), shape, contract, recipe.block)
     if q.empty:
         raise ValueError(f"{what} holds nothing in FP8, but {type(recipe).__name__} needs {need}; {way_out}.")
-    data, scale = q.tensor.rows if q.tensor.data is not None else q.tensor.columns
+    data, scale = q.tensor.held
     block = MX_BLOCK if q.tensor.in_rows else BLOCK if scale.ndim else 0
     if (have := form(data.dtype, q.shape, q.contract, block)) != need:
         raise ValueError(f"{what} is {have}, but {type(recipe).__name__} needs {need}; {way_out}.")

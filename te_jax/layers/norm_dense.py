@@ -130,10 +130,8 @@ def quantize_norm(x, gamma, beta, meta, use: Uses, config: Config, attrs, with_l
         *_fp8.statistics(use, config),
     )  # in the op's order
     operands = x, gamma, beta, scale if use.layouts else None
-    got = dict(zip(outputs, run(*operands, outputs=outputs)))
-    if "amax" in got:
-        wide = lambda: run(x.astype(jnp.float32), gamma, beta, None, outputs=("y", "rstd"))[0]
-        got["amax"] = fp8.seen(meta, got["amax"], scale, wide, _fp8.fp8_type("x", config))
+    wide = lambda: run(x.astype(jnp.float32), gamma, beta, None, outputs=("y", "rstd"))[0]
+    got = _fp8.probed(dict(zip(outputs, run(*operands, outputs=outputs))), "x", meta, scale, wide, config)
     q = Fp8Tensor.of(got, got["y"] if use.wide else None, scale)
     return q, got["y"] if with_ln_out else None, (got.get("mean"), got["rstd"])
 

@@ -109,9 +109,8 @@ def _quantize_activation(z, meta, use, config: Config, act):
     scale = _fp8.scale_of("x", meta, lambda: run(z, None, outputs=("amax",))[0], jax.typeof(z), use, config)
     outputs = (*(("y",) if use.wide else ()), *use.layouts, *_fp8.statistics(use, config))
     got = dict(zip(outputs, run(z, scale if use.layouts else None, outputs=outputs)))
-    if "amax" in got:
-        wide = lambda: run(z.astype(jnp.float32), None, outputs=("y",))[0]
-        got["amax"] = fp8.seen(meta, got["amax"], scale, wide, _fp8.fp8_type("x", config))
+    wide = lambda: run(z.astype(jnp.float32), None, outputs=("y",))[0]
+    got = _fp8.probed(got, "x", meta, scale, wide, config)
     return Fp8Tensor.of(got, got.get("y"), scale)
 
 
@@ -133,9 +132,8 @@ def _quantize_activation_grad(da, z, meta, config: Config, act, wgrad: bool):
         *(("dbias",) if has_bias else ()),
     )
     got = dict(zip(outputs, run(da, z, scale if use.layouts else None, outputs=outputs)))
-    if "amax" in got:
-        wide = lambda: run(da.astype(jnp.float32), z.astype(jnp.float32), None, outputs=("dx",))[0]
-        got["amax"] = fp8.seen(meta, got["amax"], scale, wide, _fp8.fp8_type("grad", config))
+    wide = lambda: run(da.astype(jnp.float32), z.astype(jnp.float32), None, outputs=("dx",))[0]
+    got = _fp8.probed(got, "grad", meta, scale, wide, config)
     return Fp8Tensor.of(got, got.get("dx"), scale), like(got["dbias"], config.bias) if has_bias else None
 
 

@@ -148,10 +148,8 @@ def cudnn_refuses_fp8(q, k, backward: bool = False) -> str:
 @cache
 def gpu_refuses_fp8() -> str:
     """Why this process's GPU has no FP8 attention; "" if it has, or if there is no GPU."""
-    if not _lib.has_cuda_device():
-        return ""
-    capability = str(jax.devices("cuda")[0].compute_capability)
-    if capability.split(".")[0] in ("9", "10"):
+    capability = _lib.compute_capability()
+    if capability is None or capability.split(".")[0] in ("9", "10"):
         return ""
     return f"the GPU has compute capability {capability}; cuDNN's FP8 attention needs 9.0 (Hopper) or 10.x (Blackwell)"
 

@@ -76,7 +76,8 @@ def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, ou
         lhs, rhs = fill(lhs, 1, FP8_ALIGNED), fill(fill(rhs, 1, FP8_ALIGNED), 0, FP8_ALIGNED)
         bias, c = (x if x is None else fill(x, x.ndim - 1, FP8_ALIGNED) for x in (bias, c))
     call_dtype = jnp.dtype(jnp.float32) if after or not taken else out_dtype
-    options = dict(contract=1, out_dtype=call_dtype, in_place={5: 0} if in_place and c is not None else None, **attrs)
+    in_place = {"c": "out"} if in_place and c is not None else None
+    options = dict(contract=1, out_dtype=call_dtype, in_place=in_place, **attrs)
     (out,) = call(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, **options)
     out = sum((x.astype(jnp.float32) for x in after), out[:, :n])
     return (out.astype(out_dtype).reshape(*m_axes, *n_axes),)

@@ -1,5 +1,6 @@
 """GEMM of FP8 operands with a scale for each block of 128 along the contracted axis, through cuBLASLt on Hopper."""
 
+from functools import partial
 from math import prod
 
 import jax
@@ -26,13 +27,21 @@ def unusable(capability: str) -> str:
     )
 
 
-def check_types(op: str, lhs, rhs, c, out_dtype):
+def check_types(op: str, lhs, rhs, *others, out_dtype, **_):
     """The types of the results. Raises TypeError, naming `op`, for operands that it does not multiply or add."""
+    c = others[-1]
     if any(all(d != f for f in FP8) for d in (lhs, rhs)) or lhs == rhs == jnp.float8_e5m2:
         raise TypeError(f"{op}: lhs is {lhs}, rhs is {rhs}; pass float8_e4m3fn, or float8_e5m2 for one of them.")
     if c is not None and c != out_dtype:
         raise TypeError(f"{op}: c is {c}, but out is {out_dtype}; pass c in the type of out, or set out_dtype.")
     return (out_dtype,)
+
+
+def outer_axes(op: str, contract: int) -> int:
+    """How many of the contracted axes have no blocks. Raises ValueError, naming `op`, where none is contracted."""
+    if contract < 1:
+        raise ValueError(f"{op}: contract is {contract}; blocks lie along a contracted axis: pass 1 or more.")
+    return contract - 1
 
 
 def _check_scales(rhs_scale_inv, rhs_block_inv):
@@ -72,7 +81,8 @@ def _cuda(
     """Flattens to two axes and fills up with zeros: contracted axes to whole blocks, m to a multiple of 4 and n to one
     of 16, as cuBLASLt wants them; rows in cut blocks of 128 x 128 too, where n has more axes."""
     _check_scales(rhs_scale_inv, rhs_block_inv)
-    if _lib.has_cuda_device() and (reason := unusable(str(jax.devices("cuda")[0].compute_capability))):
+    capability = _lib.compute_capability()
+    if capability and (reason := unusable(capability)):
         raise RuntimeError(f"te_gemm_block: {reason}.")
     contract, square = outer + 1, rhs_block_inv is not None
     m_axes, n_axes = lhs.shape[: lhs.ndim - contract], rhs.shape[: rhs.ndim - contract]
@@ -96,7 +106,8 @@ def _cuda(
     after = bias if out_dtype == jnp.float32 else None  # an f32 epilogue would round the bias to bf16
     inside = None if bias is None or after is not None else columns(bias, ())
     scales = lhs_scale_inv, rhs_scale_inv, rhs_block_inv
-    options = dict(outer=0, out_dtype=out_dtype, in_place={6: 0} if in_place and c is not None else None, **attrs)
+    in_place = {"c": "out"} if in_place and c is not None else None
+    options = dict(outer=0, out_dtype=out_dtype, in_place=in_place, **attrs)
     (out,) = call(lhs, rhs, *scales, inside, c, **options)
     out = out[:m].reshape(*m_axes, *filled)[..., : n_axes[-1]]
     return (out if after is None else out + after,)
@@ -110,7 +121,7 @@ gemm_block_op = Op(
     once=("bias", "c"),
     ranks={"k...": "outer"},
     fenced="out",
-    dtypes=lambda lhs, rhs, *others, out_dtype, **_: check_types("te_gemm_block", lhs, rhs, others[-1], out_dtype),
+    dtypes=partial(check_types, "te_gemm_block"),
     reference=_reference,
     workspace=lambda *args, **attrs: WORKSPACE,
     cuda=_cuda,
@@ -143,9 +154,7 @@ def gemm_block(
     On CUDA partial sums of 128 products are scaled and added in f32. Not differentiable. Raises ValueError for sizes,
     TypeError for types that do not match, RuntimeError on a GPU that is not of compute capability 9.0.
     """
-    if contract < 1:
-        raise ValueError(f"te_gemm_block: contract is {contract}; blocks lie along a contracted axis: pass 1 or more.")
-    attrs = dict(outer=contract - 1, out_dtype=jnp.dtype(out_dtype), tune=bool(tune))
+    attrs = dict(outer=outer_axes("te_gemm_block", contract), out_dtype=jnp.dtype(out_dtype), tune=bool(tune))
     attrs |= dict(in_place=True) if in_place else {}
     scales = (None, rhs_scale_inv) if square else (rhs_scale_inv, None)
     specs = None if out_spec is None else (out_spec,)

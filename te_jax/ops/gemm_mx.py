@@ -1,5 +1,6 @@
 """GEMM of MXFP8 operands, with E8M0 scales of blocks of 32 along the contracted axis, through XLA from Blackwell on."""
 
+from functools import partial
 from math import prod
 
 import jax
@@ -9,7 +10,7 @@ from jax.sharding import PartitionSpec
 from te_jax import _lib
 from te_jax._op import Op
 from te_jax.ops.gemm import FP8_ALIGNED, finished
-from te_jax.ops.gemm_block import check_types, dequantized, product
+from te_jax.ops.gemm_block import check_types, dequantized, outer_axes, product
 from te_jax.ops.quantize import fill
 from te_jax.ops.quantize_mx import BLOCK
 
@@ -34,7 +35,8 @@ def _reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, outer, out_dt
 def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, outer, out_dtype):
     """XLA's block-scaled product, of two axes and whole blocks. It brings the scales into the order in which tensor
     cores read them. Bias and c are added to an f32 product, so that there is one rounding."""
-    if _lib.has_cuda_device() and (reason := unusable(str(jax.devices("cuda")[0].compute_capability))):
+    capability = _lib.compute_capability()
+    if capability and (reason := unusable(capability)):
         raise RuntimeError(f"te_gemm_mx: {reason}.")
     contract = outer + 1
     m_axes, n_axes = lhs.shape[: lhs.ndim - contract], rhs.shape[: rhs.ndim - contract]
@@ -62,7 +64,7 @@ gemm_mx_op = Op(
     combine={"out": "sum"},
     once=("bias", "c"),
     ranks={"k...": "outer"},
-    dtypes=lambda lhs, rhs, *others, out_dtype, **_: check_types("te_gemm_mx", lhs, rhs, others[-1], out_dtype),
+    dtypes=partial(check_types, "te_gemm_mx"),
     reference=_reference,
     composed=True,
     cuda=_cuda,
@@ -92,11 +94,10 @@ def gemm_mx(
     Not differentiable. Raises ValueError for sizes, TypeError for types that do not match, RuntimeError on a GPU of a
     compute capability below 10.0.
     """
-    if contract < 1:
-        raise ValueError(f"te_gemm_mx: contract is {contract}; blocks lie along a contracted axis: pass 1 or more.")
+    outer = outer_axes("te_gemm_mx", contract)
     for name, a in (("lhs_scale_inv", lhs_scale_inv), ("rhs_scale_inv", rhs_scale_inv)):
         if a.dtype != jnp.float8_e8m0fnu:
             raise TypeError(f"te_gemm_mx: {name} is {a.dtype}; pass float8_e8m0fnu.")
-    attrs = dict(outer=contract - 1, out_dtype=jnp.dtype(out_dtype))
+    attrs = dict(outer=outer, out_dtype=jnp.dtype(out_dtype))
     specs = None if out_spec is None else (out_spec,)
     return gemm_mx_op(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, out_specs=specs, **attrs)[0]
