@@ -36,6 +36,8 @@ _CALLS = {
     "te_norm_bwd": "norm backward",
     "te_activation_fwd": "activation forward",
     "te_activation_bwd": "activation backward",
+    "te_activation_block_fwd": "activation forward",
+    "te_activation_block_bwd": "activation backward",
     "te_quantize": "quantize",
     "te_quantize_block": "quantize",
     "te_rope": "rope",

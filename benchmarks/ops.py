@@ -17,6 +17,7 @@ from timing import compiled, normal, on_gpu, queued, sets
 from te_jax.fp8 import AttentionMetas, TensorMeta
 from te_jax.layers import attention_fp8
 from te_jax.ops import activation as activation_op
+from te_jax.ops import activation_block
 from te_jax.ops import norm as norm_op
 from te_jax.ops.attention import dot_product_attention
 from te_jax.ops.gemm import gemm
@@ -266,6 +267,17 @@ def _activation(names, shape, backward, fused):
     return compiled(fn, sets(operands))
 
 
+def _activation_block(names, shape, backward):
+    """The same with a scale for each block of 1 x 128."""
+    rows, columns = shape
+    outputs = ("data", "data_t", "scale_inv", "scale_inv_t", *(("dbias",) if backward else ()))
+    op = activation_block.activation_block_bwd if backward else activation_block.activation_block_fwd
+    law = dict(dtype=E4M3, power_2=True, epsilon=0.0)
+    x = lambda seed: normal(2 * seed, (rows, len(names), columns))
+    operands = lambda seed: (normal(2 * seed + 1, shape), x(seed)) if backward else (x(seed),)
+    return compiled(partial(op, outputs=outputs, **law, **activation_op.attributes(names)), sets(operands))
+
+
 def _activations(shape) -> Iterator[Case]:
     for backward in (False, True):
         for kind, names in ACTIVATIONS.items():
@@ -276,6 +288,8 @@ def _activations(shape) -> Iterator[Case]:
             for impl in ("te_jax", "xla, te_quantize"):
                 build = partial(_activation, names, shape, backward, impl == "te_jax")
                 yield Case(f"{name} {_by(*shape)}", impl, build, bytes=size)
+            in_blocks = partial(_activation_block, names, shape, backward)
+            yield Case(f"{name} {_by(*shape)}", "te_jax, 1x128", in_blocks, bytes=size)
 
 
 # -- norms ---------------------------------------------------------------------------------------------------

@@ -64,6 +64,21 @@ __device__ __forceinline__ Vec<T, N> LoadOnce(const T* p, bool inside) {
   return out;
 }
 
+// 8 columns of one row of a tile, of which `columns` are inside; zeros outside. kVectors: the 8 are inside or
+// outside together.
+template <bool kVectors, typename T>
+__device__ __forceinline__ Vec<T, 8> LoadRow(const T* p, int columns) {
+  if constexpr (kVectors) {
+    return LoadOnce<8>(p, columns > 0);
+  } else {
+    Vec<T, 8> out{};
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (i < columns) out.Set(i, p[i]);
+    return out;
+  }
+}
+
 template <typename T, int N>
 __device__ __forceinline__ void Store(T* p, const Vec<T, N>& v) {
   *reinterpret_cast<Vec<T, N>*>(p) = v;

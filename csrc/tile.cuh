@@ -42,20 +42,6 @@ __device__ __forceinline__ int TileWord(int column, int word) {
   return column * (kTileRows / 4) + (word ^ (column / 8 * 4));
 }
 
-// 8 columns of one row; zeros outside of the tile. kVectors: the 8 are inside or outside together.
-template <bool kVectors, typename T>
-__device__ __forceinline__ Vec<T, 8> LoadRow(const T* p, int columns) {
-  if constexpr (kVectors) {
-    return LoadOnce<8>(p, columns > 0);
-  } else {
-    Vec<T, 8> out{};
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      if (i < columns) out.Set(i, p[i]);
-    return out;
-  }
-}
-
 // f32 -> T, `columns` of the 8 values.
 template <bool kVectors, typename T>
 __device__ __forceinline__ void StoreWide(T* p, const float (&f)[8], int columns) {

@@ -53,7 +53,8 @@ def pytest_collection_modifyitems(config, items):
     if library := config.getoption("--host-kernels"):
         from host_cuda import library as host
 
-        from te_jax.ops import activation, quantize, quantize_block, rope, scaling  # noqa: F401  (declares the ops)
+        # They declare the ops.
+        from te_jax.ops import activation, activation_block, quantize, quantize_block, rope, scaling  # noqa: F401
 
         host.install(library)
         return

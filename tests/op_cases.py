@@ -9,6 +9,7 @@ import numpy as np
 from te_jax._op import Op, ops
 from te_jax.ops import (  # noqa: F401  (declares the ops)
     activation,
+    activation_block,
     attention,
     attention_fp8,
     gemm,
@@ -83,7 +84,8 @@ _joined = dict(_attention, interleaved=False)
 _kv_sizes = {**_attention_sizes, "c": 2}
 _attention_dropout = dict(_attention, dropout_rate=0.3)
 _absent = (None,) * 5  # biases and segments
-_blocks = dict(lead=1, dtype=E4M3, square=False, power_2=False, epsilon=0.0)
+_law = dict(dtype=E4M3, power_2=False, epsilon=0.0)
+_blocks = dict(_law, lead=1, square=False)
 _rows = ("data", "data_t", "scale_inv", "scale_inv_t", "dbias")
 _of_rows = {"m...": 1, "n...": 0}
 _products = dict(out_dtype=jnp.dtype(f32), tune=False)
@@ -173,6 +175,14 @@ CASES = [
     Case(
         "relu_bwd", "te_activation_bwd", {**_mlp_sizes, "a": 1}, (f32, f32, None),
         dict(activation.attributes(("relu",)), dtype=E5M2), ("dx", "dbias"),
+    ),
+    Case(
+        "swiglu_block", "te_activation_block_fwd", {"m...0": 4, "m": 512, "a": 2, "f": 512}, (bf16,),
+        dict(_swiglu, **_law), None, {"m...": 1},
+    ),
+    Case(
+        "gelu_bwd_block", "te_activation_block_bwd", {"m": 512, "a": 1, "f": 512}, (f32, f32),
+        dict(activation.attributes(("gelu",)), **_law), None, {"m...": 0},
     ),
     Case(
         "attention_dropout_fwd", "te_attention_fwd", _attention_sizes, (*(f32,) * 3, *_absent, u32), _attention_dropout,

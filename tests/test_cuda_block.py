@@ -5,8 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_cuda_ops import bits_equal, odd_values
+from test_cuda_ops import activation_case, bits_equal, odd_values
 
+from te_jax.ops.activation import activation_bwd, activation_fwd, attributes
+from te_jax.ops.activation_block import activation_block_bwd, activation_block_fwd
 from te_jax.ops.gemm_block import gemm_block
 from te_jax.ops.quantize_block import quantize_block
 
@@ -50,6 +52,47 @@ def test_quantize_block(shape, dtype, square, fp8, law, rng):
 def test_quantize_block_chosen(outputs, rng):
     attrs = dict(lead=1, dtype=E4M3, square="block" in outputs[-1], power_2=False, epsilon=0.0)
     check(odd_values(rng, (3, 130, 264), bf16), outputs, **attrs)
+
+
+# A slot and two, both families of functions; test_cuda_ops.py has all.
+NAMES = [("gelu",), ("squared_relu",), ("silu", "linear"), ("clamped_silu", "clamped_linear")]
+ACTIVATION_SHAPES = {(199, 1001): (199,), (390, 264): (3, 130), (16, 8): (2, 8), (8192, 16384): (8192,)}
+
+
+@pytest.mark.parametrize("shape", ACTIVATION_SHAPES, ids=lambda s: f"large-{s}" if np.prod(s) > 2**20 else str(s))
+@pytest.mark.parametrize("dtype", [bf16, f16, f32], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("names", NAMES, ids="-".join)
+def test_activation_block(names, dtype, shape, rng):
+    """Bit for bit what the activation's kernel and the quantizing one make in turn, which have tests of their own."""
+    dy, x, _ = activation_case(names, shape, dtype, rng)
+    lead, attrs = ACTIVATION_SHAPES[shape], attributes(names)
+    dy, x = dy.reshape(*lead, shape[1]), x.reshape(*lead, len(names), shape[1])
+    poison = jnp.asarray([[jnp.nan], [jnp.inf]], dtype)[: len(names)]
+    x = x.at[(0,) * len(lead)].set(poison) if shape[1] > 1000 else x  # a row that is not finite
+    fwd, bwd = dict(dtype=E4M3, power_2=True, epsilon=0.0), dict(dtype=E5M2, power_2=False, epsilon=0.5)
+
+    def fused(dy, x):
+        back = activation_block_bwd(dy, x, outputs=(*OUT[:4], "dbias"), **bwd, **attrs)
+        return activation_block_fwd(x, outputs=OUT[:4], **fwd, **attrs), back
+
+    def in_turn(dy, x):
+        (y,) = activation_fwd(x, None, outputs=("y",), dtype=E4M3, **attrs)
+        (dx,) = activation_bwd(dy, x, None, outputs=("dx",), dtype=E5M2, **attrs)
+        of = dict(square=False, lead=len(lead) - 1)
+        back = quantize_block(dx, outputs=(*OUT[:4], "dbias"), **bwd, **of)
+        return quantize_block(y, outputs=OUT[:4], **fwd, **of), back
+
+    jax.tree.map(bits_equal, jax.jit(fused)(dy, x), jax.jit(in_turn)(dy, x))
+
+
+@pytest.mark.parametrize("outputs", [OUT[:3:2], OUT[1:4:2], (*OUT[1:4:2], "dbias"), ("dbias",)], ids="-".join)
+def test_activation_block_chosen(outputs, rng):
+    dy, x, _ = activation_case(("silu", "linear"), (390, 264), bf16, rng)
+    attrs = dict(attributes(("silu", "linear")), dtype=E4M3, power_2=False, epsilon=0.0)
+    every = (*OUT[:4], "dbias")
+    run = lambda chosen: jax.jit(lambda *a: activation_block_bwd(*a, outputs=chosen, **attrs))(dy, x)
+    want = dict(zip(every, run(every)))
+    jax.tree.map(bits_equal, list(run(outputs)), [want[name] for name in outputs])
 
 
 @pytest.mark.parametrize("mnk", [(8192, 4096, 4096), (4096, 4096, 7168), (1000, 50257, 128), (17, 48, 1040)], ids=str)

@@ -11,6 +11,7 @@ of te_quantize and te_gemm. Where the kernel is not differentiated (a frozen one
 and nothing is written or kept for it: autodiff says so by `symbolic_zeros` of the layers' custom_vjp.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -63,10 +64,10 @@ class Fp8Tensor(NamedTuple):
         return cls(results.get("data"), results.get("data_t"), wide, 1.0 / scale, None, results.get("amax"))
 
     @classmethod
-    def of_blocks(cls, results: dict[str, jax.Array], wide) -> "Fp8Tensor":
-        """From the results of te_quantize_block by name."""
+    def of_blocks(cls, results: dict[str, jax.Array]) -> "Fp8Tensor":
+        """From the results by name of an op that quantizes in blocks."""
         inverse = (results.get(f"scale_inv{t}", results.get(f"block_inv{t}")) for t in ("", "_t"))
-        return cls(results.get("data"), results.get("data_t"), wide, *inverse)
+        return cls(results.get("data"), results.get("data_t"), None, *inverse)
 
     @property
     def rows(self) -> tuple[jax.Array, jax.Array]:
@@ -206,17 +207,22 @@ def quantize_blocks(
     tensor: str, x, split, use: Uses, config: Config, with_dbias=False
 ) -> tuple[Fp8Tensor, jax.Array | None]:
     """`quantize_tensor` under a recipe of block scales."""
-    got, law = {}, config.recipe.block_law(tensor)
+    wide = x if use.wide else None
+    if not use.layouts:
+        return Fp8Tensor(wide=wide), _column_sums(x, split) if with_dbias else None
     op = quantize_mx if config.recipe.block == MX_BLOCK else quantize_block
+    q, dbias = of_blocks(tensor, partial(op, x, lead=split - 1), use, config, with_dbias)
+    return q._replace(wide=wide), dbias
+
+
+def of_blocks(tensor: str, op, use: Uses, config: Config, with_dbias=False) -> tuple[Fp8Tensor, jax.Array | None]:
+    """What `op`, which quantizes in blocks and has its operands, makes of `tensor`."""
+    law = config.recipe.block_law(tensor)
     kind = "block_inv" if law.get("square") else "scale_inv"
-    dbias = ("dbias",) if with_dbias else ()
-    if use.layouts:
-        outputs = (*use.layouts, *(name.replace("data", kind) for name in use.layouts), *dbias)
-        results = op(x, outputs=outputs, lead=split - 1, dtype=fp8_type(tensor, config), **law)
-        got = dict(zip(outputs, results))
-    elif with_dbias:
-        got["dbias"] = _column_sums(x, split)
-    return Fp8Tensor.of_blocks(got, x if use.wide else None), got.get("dbias")
+    inverses = (name.replace("data", kind) for name in use.layouts)
+    outputs = (*use.layouts, *inverses, *(["dbias"] if with_dbias else []))
+    got = dict(zip(outputs, op(outputs=outputs, dtype=fp8_type(tensor, config), **law)))
+    return Fp8Tensor.of_blocks(got), got.get("dbias")
 
 
 def wide_of(kernel):

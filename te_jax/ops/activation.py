@@ -172,15 +172,24 @@ def _bwd_reference(dy, x, scale, *, names, dtype, **params):
     return dx.astype(x.dtype), data, data_t, jnp.max(jnp.abs(dx), initial=0.0), dbias
 
 
-def _bwd_dtypes(dy, x, scale, *, dtype, **_):
+def check_same_dtype(op, dy, x):
     if dy != x:
-        raise TypeError(f"te_activation_bwd: dy is {dy}, x is {x}; cast one to the other.")
+        raise TypeError(f"{op}: dy is {dy}, x is {x}; cast one to the other.")
+
+
+def _bwd_dtypes(dy, x, scale, *, dtype, **_):
+    check_same_dtype("te_activation_bwd", dy, x)
     return x, dtype, dtype, jnp.float32, jnp.float32
 
 
+def kind_of(x, names: tuple) -> int:
+    """The number that the kernels know `names` by. Raises ValueError unless x [..., a, f] has a slot for each."""
+    _check_slots(x, names)
+    return _FUSED[names]
+
+
 def _cuda(call, *operands, names, **attrs):
-    _check_slots(operands[-2], names)  # x stands before scale
-    return call(*operands, kind=_FUSED[names], **attrs)
+    return call(*operands, kind=kind_of(operands[-2], names), **attrs)  # x stands before scale
 
 
 def _tiles(x):

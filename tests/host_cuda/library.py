@@ -13,7 +13,14 @@ import jax
 from jax.interpreters import mlir
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("quantize", "quantize_block", "activation", "rope", "scaling")  # no tensor cores, no asynchronous copies
+SOURCES = (
+    "quantize",
+    "quantize_block",
+    "activation",
+    "activation_block",
+    "rope",
+    "scaling",
+)  # no tensor cores, no asynchronous copies
 
 _LAUNCH = re.compile(r"(\w+)<<<(.+?), (.+?), (.+?), stream>>>\((.*?)\);", re.DOTALL)
 _DYNAMIC_SHARED = re.compile(r"extern __shared__ (\w+) (\w+)\[\];")

@@ -1,0 +1,318 @@
+// To FP8 with a scale for each block of 128: one reading of the sources writes data [m, p, n, q] and data_t
+// [n, q, m, p], each with the scales of its own blocks, and the column sums. What te_quantize_block and
+// te_activation_block_* share. Blocks are 1 x 128 along q in data and along p in data_t, or 128 x 128 in
+// both; the last along an axis may be cut.
+//
+// A CTA has one tile of 128 x 128, so every block is in one CTA. A thread keeps its 4 rows of 8 columns in
+// registers, in the type T of the source, until the amaxes are known: those of rows by shuffles, for a row
+// lies in half a warp, those of columns through shared memory.
+#pragma once
+
+#include <cmath>
+
+#include "fp8.cuh"
+#include "ptx.cuh"
+#include "reduce.cuh"
+
+namespace te {
+
+constexpr int kBlock = 128, kBlockThreads = 512, kBlockWarps = kBlockThreads / 32;
+constexpr int kBlockGroups = kBlock / 8;          // of 8 columns; 16 threads share a row
+constexpr int kBlockRows = 4;                     // of a thread
+constexpr int kBlockWords = kBlock / 4 * kBlock;  // of 4 FP8, of a tile
+static_assert(kBlockThreads / kBlockGroups * kBlockRows == kBlock);
+
+struct BlockArgs {
+  uint8_t* data;               // [m, p, n, q] or nullptr
+  uint8_t* data_t;             // [n, q, m, p] or nullptr
+  float* inv;                  // of data: [n, qs, m, p], of squares [m, ps, n, qs]; nullptr without data
+  float* inv_t;                // of data_t: [m, ps, n, q], of squares [n, qs, m, ps]; nullptr without data_t
+  float* dbias;                // [m, ps, n, q] partial sums, or nullptr
+  int64_t m, p, n, q, ps, qs;  // ps, qs: blocks along p and q
+  float fp8_max, epsilon;
+  bool power_2, e5m2;
+};
+
+// The law of te_jax/recipe/_base.py, scale_of_amax, with IEEE divisions: the bits of the CPU.
+__device__ __forceinline__ float ScaleOfBlock(float amax, const BlockArgs& a) {
+  if (!(amax > 0.f && amax < INFINITY)) return 1.f;
+  const float scale = fminf(fmaxf(a.fp8_max / fmaxf(amax, a.epsilon), 1.17549435e-38f), 3.40282347e38f);
+  return a.power_2 ? __uint_as_float(__float_as_uint(scale) & 0x7f800000u) : scale;
+}
+
+// The transposed tile: columns of kBlock / 4 words of 4 rows. The xor spreads the groups of columns that a
+// warp writes at once over the banks, by twos; it moves words by fours, so 16-byte reads stay in one piece.
+__device__ __forceinline__ int BlockTileWord(int column, int word) {
+  return column * (kBlock / 4) + (word ^ (column / 8 * 4 % (kBlock / 4)));
+}
+
+// tile -> data_t, 128 bytes of a column by 8 threads; byte by byte where columns are not aligned to 16.
+__device__ inline void StoreBlockColumns(const uint32_t* tile, uint8_t* data_t, int64_t stride, int rows,
+                                         int columns, bool vectors) {
+  if (vectors) {
+    for (int i = threadIdx.x; i < kBlockWords / 4; i += kBlockThreads) {
+      const int c = i / (kBlock / 16), r = i % (kBlock / 16) * 16;
+      if (r >= rows || c >= columns) continue;
+      __stcs(reinterpret_cast<uint4*>(data_t + c * stride + r),
+             *reinterpret_cast<const uint4*>(tile + BlockTileWord(c, r / 4)));
+    }
+    return;
+  }
+  for (int i = threadIdx.x; i < kBlock * kBlock; i += kBlockThreads) {
+    const int c = i / kBlock, r = i % kBlock;
+    if (r < rows && c < columns) data_t[c * stride + r] = tile[BlockTileWord(c, r / 4)] >> r % 4 * 8;
+  }
+}
+
+__device__ __forceinline__ uint2 Quantize8(const float (&f)[8], bool e5m2) {
+  if (e5m2)
+    return make_uint2(Saturate4<__nv_fp8_e5m2>(f[0], f[1], f[2], f[3]),
+                      Saturate4<__nv_fp8_e5m2>(f[4], f[5], f[6], f[7]));
+  return make_uint2(Saturate4<__nv_fp8_e4m3>(f[0], f[1], f[2], f[3]),
+                    Saturate4<__nv_fp8_e4m3>(f[4], f[5], f[6], f[7]));
+}
+
+// 8 columns of a row of data, of which `columns` are inside.
+template <bool kVectors>
+__device__ __forceinline__ void StoreBlockRow(uint8_t* p, uint2 q, int columns) {
+  if constexpr (kVectors) {
+    __stcs(reinterpret_cast<uint2*>(p), q);
+  } else {
+    for (int j = 0; j < 8 && j < columns; ++j) p[j] = uint8_t((j < 4 ? q.x : q.y) >> j % 4 * 8);
+  }
+}
+
+// scratch[kBlockWarps][kBlock], a value of each warp for each column -> the result over the tile, in the
+// first kBlock threads. Both halves of a warp have values of the same columns.
+template <typename Combine>
+__device__ __forceinline__ float OverColumns(const float (&mine)[8], float (*scratch)[kBlock],
+                                             Combine combine) {
+  const int c = threadIdx.x % kBlockGroups * 8;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float both = combine(mine[j], __shfl_xor_sync(~0u, mine[j], kBlockGroups));
+    if (Lane() < kBlockGroups) scratch[WarpIndex()][c + j] = both;
+  }
+  __syncthreads();
+  float all = 0.f;
+  if (threadIdx.x < kBlock) {
+    all = scratch[0][threadIdx.x];
+    for (int w = 1; w < kBlockWarps; ++w) all = combine(all, scratch[w][threadIdx.x]);
+  }
+  return all;
+}
+
+// A CTA's tile, and the rows and columns of it that a thread has.
+struct BlockPlace {
+  int64_t band, strip;    // its row of tiles, of those in m and p; its column of tiles, of those in n and q
+  int64_t batch, row0;    // the first row: of m, of p
+  int64_t slot, column0;  // the first column: of n, of q
+  int rows, columns;      // of the tile that are inside
+  int r, c;               // the thread's first
+};
+
+struct BlockShared {
+  alignas(16) uint32_t tile[kBlockWords];
+  float scratch[kBlockWarps][kBlock], column_scales[kBlock];
+};
+
+template <typename T>
+__device__ __forceinline__ float MaxOf(const Vec<T, 8>& x, float amax) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) amax = MaxNan(amax, fabsf(x[j]));
+  return amax;
+}
+
+template <typename T>
+__device__ __forceinline__ void StoreBlockSums(const Vec<T, 8> (&x)[kBlockRows], const BlockPlace& at,
+                                               const BlockArgs& a, BlockShared& shared) {
+  float sums[8] = {};
+#pragma unroll
+  for (int k = 0; k < kBlockRows; ++k)
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sums[j] += x[k][j];
+  const float sum = OverColumns(sums, shared.scratch, [](float u, float v) { return u + v; });
+  if (threadIdx.x < at.columns) a.dbias[(at.band * a.n + at.slot) * a.q + at.column0 + threadIdx.x] = sum;
+  __syncthreads();  // scratch is free again
+}
+
+// The scales of the thread's columns, of blocks along the rows, or in [0] that of the square; their inverses
+// are written.
+template <bool kSquare, typename T>
+__device__ __forceinline__ void ColumnScales(const Vec<T, 8> (&x)[kBlockRows], const BlockPlace& at,
+                                             const BlockArgs& a, BlockShared& shared, float (&scales)[8]) {
+  const int i = threadIdx.x;
+  if constexpr (kSquare) {
+    float amax = 0.f;
+#pragma unroll
+    for (int k = 0; k < kBlockRows; ++k) amax = MaxOf(x[k], amax);
+    const unsigned top = CtaMax(__float_as_uint(amax), reinterpret_cast<unsigned*>(shared.scratch));
+    if (i == 0) {
+      const float scale = shared.column_scales[0] = ScaleOfBlock(__uint_as_float(top), a);
+      if (a.inv) a.inv[at.band * a.n * a.qs + at.strip] = 1.f / scale;
+      if (a.inv_t) a.inv_t[at.strip * a.m * a.ps + at.band] = 1.f / scale;
+    }
+    __syncthreads();
+    scales[0] = shared.column_scales[0];
+  } else {
+    float amax[8] = {};
+#pragma unroll
+    for (int k = 0; k < kBlockRows; ++k)
+#pragma unroll
+      for (int j = 0; j < 8; ++j) amax[j] = MaxNan(amax[j], fabsf(x[k][j]));
+    const float peak = OverColumns(amax, shared.scratch, [](float u, float v) { return MaxNan(u, v); });
+    if (i < kBlock) {
+      const float scale = shared.column_scales[i] = ScaleOfBlock(peak, a);
+      if (a.inv_t && i < at.columns) a.inv_t[(at.band * a.n + at.slot) * a.q + at.column0 + i] = 1.f / scale;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < 8; ++j) scales[j] = shared.column_scales[at.c + j];
+  }
+}
+
+// Of the thread's k-th row, which 16 threads share; one of them writes its inverse.
+template <typename T>
+__device__ __forceinline__ float RowScale(const Vec<T, 8>& x, int k, const BlockPlace& at,
+                                          const BlockArgs& a) {
+  float amax = MaxOf(x, 0.f);
+#pragma unroll
+  for (int other = kBlockGroups / 2; other > 0; other /= 2)
+    amax = MaxNan(amax, __shfl_xor_sync(~0u, amax, other));
+  const float scale = ScaleOfBlock(amax, a);
+  if (a.inv && at.c == 0 && at.r + k < at.rows)
+    a.inv[at.strip * a.m * a.p + at.batch * a.p + at.row0 + at.r + k] = 1.f / scale;
+  return scale;
+}
+
+template <typename T>
+__device__ __forceinline__ uint2 QuantizeRow(const Vec<T, 8>& x, const float* scales, int step, bool e5m2) {
+  float f[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) f[j] = x[j] * scales[j * step];
+  return Quantize8(f, e5m2);
+}
+
+// All results of one tile, whose elements its threads hold. Of several in turn, each meets barriers between
+// its reads of `shared` and the next one's writes.
+template <bool kVectors, bool kSquare, typename T>
+__device__ __forceinline__ void WriteBlocks(const Vec<T, 8> (&x)[kBlockRows], const BlockPlace& at,
+                                            const BlockArgs& a, BlockShared& shared) {
+  const int r = at.r, c = at.c;
+  if (a.dbias) StoreBlockSums(x, at, a, shared);
+  float column_scales[8];
+  ColumnScales<kSquare>(x, at, a, shared, column_scales);
+  const int64_t stride = a.n * a.q;
+  uint8_t* data = a.data + (at.batch * a.p + at.row0 + r) * stride + at.slot * a.q + at.column0 + c;
+  uint32_t low[kBlockRows], high[kBlockRows];  // columns 0..3 and 4..7 of a row, then 4 rows of a column
+#pragma unroll
+  for (int k = 0; k < kBlockRows; ++k) {
+    const float row_scale = kSquare ? column_scales[0] : RowScale(x[k], k, at, a);
+    uint2 q = QuantizeRow(x[k], &row_scale, 0, a.e5m2);
+    if (a.data && r + k < at.rows && c < at.columns)
+      StoreBlockRow<kVectors>(data + k * stride, q, at.columns - c);
+    if constexpr (!kSquare) q = QuantizeRow(x[k], column_scales, 1, a.e5m2);
+    low[k] = q.x, high[k] = q.y;
+  }
+  if (!a.data_t) return;
+  Transpose4x4(low[0], low[1], low[2], low[3]);
+  Transpose4x4(high[0], high[1], high[2], high[3]);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    shared.tile[BlockTileWord(c + j, r / 4)] = low[j];
+    shared.tile[BlockTileWord(c + 4 + j, r / 4)] = high[j];
+  }
+  __syncthreads();
+  const int64_t stride_t = a.m * a.p;
+  uint8_t* data_t = a.data_t + (at.slot * a.q + at.column0) * stride_t + at.batch * a.p + at.row0;
+  StoreBlockColumns(shared.tile, data_t, stride_t, at.rows, at.columns, a.p % 16 == 0);
+}
+
+// Source:
+//   Type      of the values, before they are quantized
+//   Raw       what is read for 8 neighbours of a row
+//   kSlots    results for each of these: 1, or n, side by side
+//   kSquare   whether blocks may be 128 x 128
+//   kCtas     on one multiprocessor
+//   kInFlight rows that a thread has on their way
+//   Load<kVectors>(row, slot, column, columns) -> Raw: 8 columns from `column` on, of which `columns` are
+//             inside; row: of m and p; zeros outside give values of zero
+//   Results(Raw, Vec<Type, 8> (&)[kSlots])
+// kVectors: q % 8 == 0, and rows of the sources and of data are aligned.
+template <typename Source, bool kVectors, bool kSquare>
+__global__ void __launch_bounds__(kBlockThreads, Source::kCtas)
+    BlockKernel(const Source source, const BlockArgs a) {
+  constexpr int kSlots = Source::kSlots, kInFlight = Source::kInFlight;
+  __shared__ BlockShared shared;
+  const int64_t strips = a.n / kSlots * a.qs, strip = blockIdx.x % strips;
+  BlockPlace at;
+  at.band = blockIdx.x / strips, at.batch = at.band / a.ps, at.row0 = at.band % a.ps * kBlock;
+  at.slot = strip / a.qs * kSlots, at.column0 = strip % a.qs * kBlock;
+  at.strip = at.slot * a.qs + strip % a.qs;
+  at.rows = min(a.p - at.row0, int64_t{kBlock}), at.columns = min(a.q - at.column0, int64_t{kBlock});
+  at.r = threadIdx.x / kBlockGroups * kBlockRows, at.c = threadIdx.x % kBlockGroups * 8;
+
+  const auto load = [&](int k) {
+    const int64_t row = at.batch * a.p + at.row0 + at.r + k;
+    const int inside = at.r + k < at.rows ? at.columns - at.c : 0;
+    return source.template Load<kVectors>(row, at.slot, at.column0 + at.c, inside);
+  };
+  typename Source::Raw raw[kInFlight];
+#pragma unroll
+  for (int k = 0; k < kInFlight; ++k) raw[k] = load(k);
+  Vec<typename Source::Type, 8> x[kSlots][kBlockRows];
+#pragma unroll
+  for (int k = 0; k < kBlockRows; ++k) {
+    Vec<typename Source::Type, 8> of_row[kSlots];
+    source.Results(raw[k % kInFlight], of_row);
+    if (k + kInFlight < kBlockRows) raw[k % kInFlight] = load(k + kInFlight);
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) x[s][k] = of_row[s];
+  }
+#pragma unroll
+  for (int s = 0; s < kSlots; ++s, ++at.slot, at.strip += a.qs)
+    WriteBlocks<kVectors, kSquare>(x[s], at, a, shared);
+}
+
+// The results of `op` for values [m, p, n, q], checked.
+inline ffi::Error GetBlockArgs(const char* op, int64_t m, int64_t p, int64_t n, int64_t q, Ret& data,
+                               Ret& data_t, Ret& inv, Ret& inv_t, Ret* dbias, bool square, BlockArgs* out) {
+  BlockArgs a{};
+  a.m = m, a.p = p, a.n = n, a.q = q;
+  a.ps = (a.p + kBlock - 1) / kBlock, a.qs = (a.q + kBlock - 1) / kBlock;
+  const auto sized = [](Ret& r, int64_t count) {
+    return !Present(r) || int64_t(r->element_count()) == count;
+  };
+  const int64_t all = a.m * a.p * a.n * a.q, tiles = a.m * a.ps * a.n * a.qs;
+  TE_CHECK(sized(data, all) && sized(data_t, all) && sized(inv, square ? tiles : a.n * a.qs * a.m * a.p) &&
+               sized(inv_t, square ? tiles : a.m * a.ps * a.n * a.q) &&
+               (!dbias || sized(*dbias, a.m * a.ps * a.n * a.q)),
+           "%s: the results do not go with [%ld, %ld, %ld, %ld]", op, long(m), long(p), long(n), long(q));
+  TE_CHECK(!Present(data) || !Present(data_t) || data->element_type() == data_t->element_type(),
+           "%s: data and data_t differ in type", op);
+  const auto type = Present(data)     ? data->element_type()
+                    : Present(data_t) ? data_t->element_type()
+                                      : ffi::F8E4M3FN;
+  TE_CHECK(type == ffi::F8E4M3FN || type == ffi::F8E5M2, "%s: data has dtype %d, not FP8", op, int(type));
+  a.data = Data<uint8_t>(data), a.data_t = Data<uint8_t>(data_t);
+  a.inv = Data<float>(inv), a.inv_t = Data<float>(inv_t), a.dbias = dbias ? Data<float>(*dbias) : nullptr;
+  a.e5m2 = type == ffi::F8E5M2, a.fp8_max = a.e5m2 ? 57344.f : 448.f;
+  TE_CHECK(Aligned(a.data_t), "%s: data_t is not aligned to 16 bytes", op);
+  *out = a;
+  return ffi::Error::Success();
+}
+
+// aligned: the rows of the sources; the results are looked at here.
+template <typename Source>
+ffi::Error LaunchBlocks(cudaStream_t stream, const Source& source, const BlockArgs& a, bool aligned,
+                        bool square = false) {
+  const unsigned ctas = unsigned(a.m * a.ps * (a.n / Source::kSlots) * a.qs);
+  const bool vectors = aligned && Aligned(a.data) && a.q % 8 == 0;
+  auto kernel = vectors ? BlockKernel<Source, true, false> : BlockKernel<Source, false, false>;
+  if constexpr (Source::kSquare)
+    if (square) kernel = vectors ? BlockKernel<Source, true, true> : BlockKernel<Source, false, true>;
+  kernel<<<ctas, kBlockThreads, 0, stream>>>(source, a);
+  TE_LAUNCHED();
+}
+
+}  // namespace te
