@@ -82,23 +82,35 @@ __device__ __forceinline__ void StoreBlockRow(uint8_t* p, uint2 q, int columns) 
   }
 }
 
-// scratch[kBlockWarps][kBlock], a value of each warp for each column -> the result over the tile, in the
-// first kBlock threads. Both halves of a warp have values of the same columns.
-template <typename Combine>
-__device__ __forceinline__ float OverColumns(const float (&mine)[8], float (*scratch)[kBlock],
-                                             Combine combine) {
-  const int c = threadIdx.x % kBlockGroups * 8;
+// Values of the 8 columns that a thread shares with those above and below it, in kN words -> word threadIdx.x
+// / kParts of the tile's, over all of its rows, in each of kParts neighbours.
+template <int kN>
+constexpr int kParts = kBlockThreads / (kBlockGroups * kN);
+
+template <int kN, typename Combine>
+__device__ __forceinline__ uint32_t OverColumns(const uint32_t (&mine)[kN], uint32_t* scratch,
+                                                Combine combine) {
+  constexpr int kLine = kBlockGroups * kN + 4;  // 4: the lines of neighbours lie in different banks
+  const bool upper = Lane() >= kBlockGroups;  // half a warp has these columns of other rows: each keeps half
+  uint32_t* line = scratch + WarpIndex() * kLine + Lane() % kBlockGroups * kN + upper * (kN / 2);
+  struct alignas(kN / 2 * 4) {
+    uint32_t words[kN / 2];
+  } half;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const float both = combine(mine[j], __shfl_xor_sync(~0u, mine[j], kBlockGroups));
-    if (Lane() < kBlockGroups) scratch[WarpIndex()][c + j] = both;
+  for (int j = 0; j < kN / 2; ++j) {
+    const uint32_t away = upper ? mine[j] : mine[j + kN / 2];
+    half.words[j] = combine(upper ? mine[j + kN / 2] : mine[j], __shfl_xor_sync(~0u, away, kBlockGroups));
   }
+  *reinterpret_cast<decltype(half)*>(line) = half;
   __syncthreads();
-  float all = 0.f;
-  if (threadIdx.x < kBlock) {
-    all = scratch[0][threadIdx.x];
-    for (int w = 1; w < kBlockWarps; ++w) all = combine(all, scratch[w][threadIdx.x]);
-  }
+  const int word = threadIdx.x / kParts<kN>, part = threadIdx.x % kParts<kN>;
+  uint32_t all = scratch[part * kLine + word];
+#pragma unroll
+  for (int w = part + kParts<kN>; w < part + kBlockWarps; w += kParts<kN>)
+    all = combine(all, scratch[w * kLine + word]);
+#pragma unroll
+  for (int other = kParts<kN> / 2; other > 0; other /= 2)
+    all = combine(all, __shfl_xor_sync(~0u, all, other));
   return all;
 }
 
@@ -113,26 +125,55 @@ struct BlockPlace {
 
 struct BlockShared {
   alignas(16) uint32_t tile[kBlockWords];
-  float scratch[kBlockWarps][kBlock], column_scales[kBlock];
+  alignas(16) uint32_t scratch[kBlockWarps * (kBlock + 4)];
+  alignas(16) float column_scales[kBlock];
 };
 
+// The bits of |x|, of 16-bit types two in a word: unsigned maxima of them order numbers < inf < NaN, so an
+// amax keeps a NaN.
 template <typename T>
-__device__ __forceinline__ float MaxOf(const Vec<T, 8>& x, float amax) {
-#pragma unroll
-  for (int j = 0; j < 8; ++j) amax = MaxNan(amax, fabsf(x[j]));
-  return amax;
+__device__ __forceinline__ uint32_t AbsWord(uint32_t word) {
+  return word & (sizeof(T) == 2 ? 0x7fff7fffu : 0x7fffffffu);
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t MaxWord(uint32_t a, uint32_t b) {
+  if constexpr (sizeof(T) == 2) return __vmaxu2(a, b);
+  return max(a, b);
+}
+
+// Value i of a word.
+template <typename T>
+__device__ __forceinline__ float ValueOf(uint32_t word, int i) {
+  Vec<T, 4 / sizeof(T)> values;
+  values.words[0] = word;
+  return values[i];
+}
+
+// The bits of the largest value of a word, as f32.
+template <typename T>
+__device__ __forceinline__ unsigned TopOf(uint32_t word) {
+  const unsigned top = __float_as_uint(ValueOf<T>(word, 0));
+  return sizeof(T) == 2 ? max(top, __float_as_uint(ValueOf<T>(word, 1))) : top;
 }
 
 template <typename T>
 __device__ __forceinline__ void StoreBlockSums(const Vec<T, 8> (&x)[kBlockRows], const BlockPlace& at,
                                                const BlockArgs& a, BlockShared& shared) {
-  float sums[8] = {};
+  uint32_t sums[8];
 #pragma unroll
-  for (int k = 0; k < kBlockRows; ++k)
+  for (int j = 0; j < 8; ++j) {
+    float sum = x[0][j];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) sums[j] += x[k][j];
-  const float sum = OverColumns(sums, shared.scratch, [](float u, float v) { return u + v; });
-  if (threadIdx.x < at.columns) a.dbias[(at.band * a.n + at.slot) * a.q + at.column0 + threadIdx.x] = sum;
+    for (int k = 1; k < kBlockRows; ++k) sum += x[k][j];
+    sums[j] = __float_as_uint(sum);
+  }
+  const uint32_t sum = OverColumns(sums, shared.scratch, [](uint32_t u, uint32_t v) {
+    return __float_as_uint(__uint_as_float(u) + __uint_as_float(v));
+  });
+  const int column = threadIdx.x / kParts<8>;
+  if (threadIdx.x % kParts<8> == 0 && column < at.columns)
+    a.dbias[(at.band * a.n + at.slot) * a.q + at.column0 + column] = __uint_as_float(sum);
   __syncthreads();  // scratch is free again
 }
 
@@ -141,13 +182,18 @@ __device__ __forceinline__ void StoreBlockSums(const Vec<T, 8> (&x)[kBlockRows],
 template <bool kSquare, typename T>
 __device__ __forceinline__ void ColumnScales(const Vec<T, 8> (&x)[kBlockRows], const BlockPlace& at,
                                              const BlockArgs& a, BlockShared& shared, float (&scales)[8]) {
-  const int i = threadIdx.x;
-  if constexpr (kSquare) {
-    float amax = 0.f;
+  constexpr int kPerWord = Vec<T, 8>::kPerWord, kN = 8 / kPerWord;
+  uint32_t amax[kN] = {};
 #pragma unroll
-    for (int k = 0; k < kBlockRows; ++k) amax = MaxOf(x[k], amax);
-    const unsigned top = CtaMax(__float_as_uint(amax), reinterpret_cast<unsigned*>(shared.scratch));
-    if (i == 0) {
+  for (int k = 0; k < kBlockRows; ++k)
+#pragma unroll
+    for (int w = 0; w < kN; ++w) amax[w] = MaxWord<T>(amax[w], AbsWord<T>(x[k].words[w]));
+  if constexpr (kSquare) {
+    uint32_t all = 0;
+#pragma unroll
+    for (int w = 0; w < kN; ++w) all = MaxWord<T>(all, amax[w]);
+    const unsigned top = CtaMax(TopOf<T>(all), shared.scratch);
+    if (threadIdx.x == 0) {
       const float scale = shared.column_scales[0] = ScaleOfBlock(__uint_as_float(top), a);
       if (a.inv) a.inv[at.band * a.n * a.qs + at.strip] = 1.f / scale;
       if (a.inv_t) a.inv_t[at.strip * a.m * a.ps + at.band] = 1.f / scale;
@@ -155,34 +201,50 @@ __device__ __forceinline__ void ColumnScales(const Vec<T, 8> (&x)[kBlockRows], c
     __syncthreads();
     scales[0] = shared.column_scales[0];
   } else {
-    float amax[8] = {};
-#pragma unroll
-    for (int k = 0; k < kBlockRows; ++k)
-#pragma unroll
-      for (int j = 0; j < 8; ++j) amax[j] = MaxNan(amax[j], fabsf(x[k][j]));
-    const float peak = OverColumns(amax, shared.scratch, [](float u, float v) { return MaxNan(u, v); });
-    if (i < kBlock) {
-      const float scale = shared.column_scales[i] = ScaleOfBlock(peak, a);
-      if (a.inv_t && i < at.columns) a.inv_t[(at.band * a.n + at.slot) * a.q + at.column0 + i] = 1.f / scale;
+    const uint32_t word = OverColumns(amax, shared.scratch, MaxWord<T>);
+    const int i = threadIdx.x % kParts<kN>, column = threadIdx.x / kParts<kN> * kPerWord + i;
+    if (i < kPerWord) {
+      const float scale = shared.column_scales[column] = ScaleOfBlock(ValueOf<T>(word, i), a);
+      if (a.inv_t && column < at.columns)
+        a.inv_t[(at.band * a.n + at.slot) * a.q + at.column0 + column] = 1.f / scale;
     }
     __syncthreads();
+    const Vec<float, 8> of_mine = Load<8>(shared.column_scales + at.c);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) scales[j] = shared.column_scales[at.c + j];
+    for (int j = 0; j < 8; ++j) scales[j] = of_mine[j];
   }
 }
 
-// Of the thread's k-th row, which 16 threads share; one of them writes its inverse.
+// Those of the thread's rows, each of which half a warp shares. Four lanes each find one of them.
 template <typename T>
-__device__ __forceinline__ float RowScale(const Vec<T, 8>& x, int k, const BlockPlace& at,
-                                          const BlockArgs& a) {
-  float amax = MaxOf(x, 0.f);
+__device__ __forceinline__ void RowScales(const Vec<T, 8> (&x)[kBlockRows], const BlockPlace& at,
+                                          const BlockArgs& a, float (&scales)[kBlockRows]) {
+  static_assert(kBlockRows == 4 && kBlockGroups == 16);
+  unsigned tops[4];
 #pragma unroll
-  for (int other = kBlockGroups / 2; other > 0; other /= 2)
-    amax = MaxNan(amax, __shfl_xor_sync(~0u, amax, other));
-  const float scale = ScaleOfBlock(amax, a);
-  if (a.inv && at.c == 0 && at.r + k < at.rows)
-    a.inv[at.strip * a.m * a.p + at.batch * a.p + at.row0 + at.r + k] = 1.f / scale;
-  return scale;
+  for (int k = 0; k < 4; ++k) {
+    uint32_t all = 0;
+#pragma unroll
+    for (uint32_t word : x[k].words) all = MaxWord<T>(all, AbsWord<T>(word));
+    tops[k] = TopOf<T>(all);
+  }
+  const bool upper = Lane() & 8, odd = Lane() & 4;
+  unsigned two[2];
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const unsigned away = upper ? tops[k] : tops[k + 2];
+    two[k] = max(upper ? tops[k + 2] : tops[k], __shfl_xor_sync(~0u, away, 8));
+  }
+  const unsigned away = odd ? two[0] : two[1];
+  unsigned top = max(odd ? two[1] : two[0], __shfl_xor_sync(~0u, away, 4));
+  top = max(top, __shfl_xor_sync(~0u, top, 2));
+  top = max(top, __shfl_xor_sync(~0u, top, 1));
+  const float scale = ScaleOfBlock(__uint_as_float(top), a);
+  const int row = at.r + upper * 2 + odd;
+  if (a.inv && Lane() % 4 == 0 && row < at.rows)
+    a.inv[at.strip * a.m * a.p + at.batch * a.p + at.row0 + row] = 1.f / scale;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) scales[k] = __shfl_sync(~0u, scale, Lane() / 16 * 16 + k * 4);
 }
 
 template <typename T>
@@ -202,13 +264,14 @@ __device__ __forceinline__ void WriteBlocks(const Vec<T, 8> (&x)[kBlockRows], co
   if (a.dbias) StoreBlockSums(x, at, a, shared);
   float column_scales[8];
   ColumnScales<kSquare>(x, at, a, shared, column_scales);
+  float row_scales[kBlockRows];
+  if constexpr (!kSquare) RowScales(x, at, a, row_scales);
   const int64_t stride = a.n * a.q;
   uint8_t* data = a.data + (at.batch * a.p + at.row0 + r) * stride + at.slot * a.q + at.column0 + c;
   uint32_t low[kBlockRows], high[kBlockRows];  // columns 0..3 and 4..7 of a row, then 4 rows of a column
 #pragma unroll
   for (int k = 0; k < kBlockRows; ++k) {
-    const float row_scale = kSquare ? column_scales[0] : RowScale(x[k], k, at, a);
-    uint2 q = QuantizeRow(x[k], &row_scale, 0, a.e5m2);
+    uint2 q = QuantizeRow(x[k], kSquare ? column_scales : row_scales + k, 0, a.e5m2);
     if (a.data && r + k < at.rows && c < at.columns)
       StoreBlockRow<kVectors>(data + k * stride, q, at.columns - c);
     if constexpr (!kSquare) q = QuantizeRow(x[k], column_scales, 1, a.e5m2);
@@ -244,11 +307,13 @@ __global__ void __launch_bounds__(kBlockThreads, Source::kCtas)
     BlockKernel(const Source source, const BlockArgs a) {
   constexpr int kSlots = Source::kSlots, kInFlight = Source::kInFlight;
   __shared__ BlockShared shared;
-  const int64_t strips = a.n / kSlots * a.qs, strip = blockIdx.x % strips;
+  // Of 32 bits: divisions of 64 would be a tenth of all instructions.
+  const unsigned qs = unsigned(a.qs), strips = unsigned(a.n / kSlots) * qs, strip = blockIdx.x % strips;
+  const unsigned band = blockIdx.x / strips, ps = unsigned(a.ps);
   BlockPlace at;
-  at.band = blockIdx.x / strips, at.batch = at.band / a.ps, at.row0 = at.band % a.ps * kBlock;
-  at.slot = strip / a.qs * kSlots, at.column0 = strip % a.qs * kBlock;
-  at.strip = at.slot * a.qs + strip % a.qs;
+  at.band = band, at.batch = band / ps, at.row0 = int64_t{band % ps} * kBlock;
+  at.slot = strip / qs * kSlots, at.column0 = int64_t{strip % qs} * kBlock;
+  at.strip = at.slot * a.qs + strip % qs;
   at.rows = min(a.p - at.row0, int64_t{kBlock}), at.columns = min(a.q - at.column0, int64_t{kBlock});
   at.r = threadIdx.x / kBlockGroups * kBlockRows, at.c = threadIdx.x % kBlockGroups * 8;
 

@@ -186,6 +186,9 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   for (int mask = 16; mask > 0; mask /= 2) value = std::max(value, __shfl_xor_sync(~0u, value, mask));
   return value;
 }
+inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
+  return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xffff, b & 0xffff);
+}
 inline float __uint_as_float(unsigned bits) { return host_cuda::Bits<float>(bits); }
 inline unsigned __float_as_uint(float f) { return host_cuda::Bits<unsigned>(f); }
 template <typename T>
