@@ -11,13 +11,13 @@ namespace {
 ffi::Error LaunchActivation(cudaStream_t stream, Arg x, Arg scale, Ret y, Ret data, Ret data_t, Ret amax,
                             int64_t kind, double limit, double alpha, double glu_linear_offset) {
   const char* op = "te_activation_fwd";
-  TE_CHECK(x.dimensions().size() >= 2, "%s: x is %s", op, Shape(x).c_str());
+  SlotSizes sizes{};
+  TE_TRY(GetSlotSizes(op, x, &sizes));
   if (x.element_count() == 0) return Zero(stream, {&*amax});
-  const SlotSizes sizes = SizesOf(x);
   Activation act;
   TE_TRY(MakeActivation(op, kind, sizes.a, limit, alpha, glu_linear_offset, &act));
   return DispatchSlots(x, sizes.a, [&]<typename T, int kA>() -> ffi::Error {
-    const ActivationSource<T, kA> source{Data<T>(x), sizes.f, act};
+    const ActivationSource<T, kA> source{Data<T>(x), unsigned(sizes.f), act};
     TileResults<T> results;
     TE_TRY(GetTileResults(op, sizes.m, 1, sizes.f, scale, &y, data, data_t, amax, nullptr, &results));
     return LaunchTiles(stream, source, results, Aligned(source.x));
@@ -28,15 +28,15 @@ ffi::Error LaunchGradient(cudaStream_t stream, Arg dy, Arg x, Arg scale, Ret dx,
                           Ret amax, Ret dbias, int64_t kind, double limit, double alpha,
                           double glu_linear_offset) {
   const char* op = "te_activation_bwd";
-  TE_CHECK(x.dimensions().size() >= 2, "%s: x is %s", op, Shape(x).c_str());
+  SlotSizes sizes{};
+  TE_TRY(GetSlotSizes(op, x, &sizes));
   if (x.element_count() == 0) return Zero(stream, {&*amax, &*dbias});
-  const SlotSizes sizes = SizesOf(x);
   TE_CHECK(dy.element_type() == x.element_type() && int64_t(dy.element_count()) == sizes.m * sizes.f,
            "%s: dy is %s, x is %s; they differ in type or size", op, Shape(dy).c_str(), Shape(x).c_str());
   Activation act;
   TE_TRY(MakeActivation(op, kind, sizes.a, limit, alpha, glu_linear_offset, &act));
   return DispatchSlots(x, sizes.a, [&]<typename T, int kA>() -> ffi::Error {
-    const GradientSource<T, kA> source{Data<T>(dy), Data<T>(x), sizes.f, act};
+    const GradientSource<T, kA> source{Data<T>(dy), Data<T>(x), unsigned(sizes.f), act};
     TileResults<T> results;
     TE_TRY(GetTileResults(op, sizes.m, kA, sizes.f, scale, &dx, data, data_t, amax, &dbias, &results));
     const bool aligned = Aligned(source.dy) && Aligned(source.x);

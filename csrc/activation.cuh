@@ -113,14 +113,15 @@ struct ActivationSource {
   static constexpr int kSlots = 1, kCtas = 5 - kA, kWindow = 16 / int(sizeof(T)) / kA;
   static constexpr bool kSums = false;
   const T* x;  // [m, a, n]
-  int64_t n;
+  unsigned n;  // of 32 bits, as rows are: an address is one multiplication
   Activation act;
 
   template <bool kVectors>
-  __device__ __forceinline__ Raw Load(int64_t row, int64_t column, int columns) const {
+  __device__ __forceinline__ Raw Load(unsigned row, unsigned column, int columns) const {
     Raw raw;
 #pragma unroll
-    for (int s = 0; s < kA; ++s) raw.x[s] = LoadRow<kVectors>(x + (row * kA + s) * n + column, columns);
+    for (int s = 0; s < kA; ++s)
+      raw.x[s] = LoadRow<kVectors>(x + (uint64_t{row * kA + s} * n + column), columns);
     return raw;
   }
 
@@ -137,15 +138,16 @@ struct GradientSource {
   static constexpr bool kSums = true;
   const T* dy;  // [m, n]
   const T* x;   // [m, a, n]
-  int64_t n;
+  unsigned n;
   Activation act;
 
   template <bool kVectors>
-  __device__ __forceinline__ Raw Load(int64_t row, int64_t column, int columns) const {
+  __device__ __forceinline__ Raw Load(unsigned row, unsigned column, int columns) const {
     Raw raw;
-    raw.dy = LoadRow<kVectors>(dy + row * n + column, columns);
+    raw.dy = LoadRow<kVectors>(dy + (uint64_t{row} * n + column), columns);
 #pragma unroll
-    for (int s = 0; s < kA; ++s) raw.x[s] = LoadRow<kVectors>(x + (row * kA + s) * n + column, columns);
+    for (int s = 0; s < kA; ++s)
+      raw.x[s] = LoadRow<kVectors>(x + (uint64_t{row * kA + s} * n + column), columns);
     return raw;
   }
 
@@ -179,10 +181,14 @@ struct SlotSizes {
   int64_t m, a, f;
 };
 
-inline SlotSizes SizesOf(const Arg& x) {
+inline ffi::Error GetSlotSizes(const char* op, const Arg& x, SlotSizes* out) {
   const auto dims = x.dimensions();
-  const int64_t a = dims[dims.size() - 2], f = dims.back();
-  return {int64_t(x.element_count()) / (a * f), a, f};
+  TE_CHECK(dims.size() >= 2, "%s: x is %s", op, Shape(x).c_str());
+  *out = {1, dims[dims.size() - 2], dims.back()};
+  for (size_t i = 0; i + 2 < dims.size(); ++i) out->m *= dims[i];
+  TE_CHECK(out->m * out->a <= UINT32_MAX && out->f <= UINT32_MAX, "%s: x %s is too large", op,
+           Shape(x).c_str());
+  return ffi::Error::Success();
 }
 
 // Calls fn.operator()<T, a>().

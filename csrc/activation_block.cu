@@ -2,6 +2,8 @@
 // 128, in both layouts (block_tile.cuh). Bytes per element are those of te_activation_* without a wide
 // result.
 
+#include <algorithm>
+
 #include "activation.cuh"
 #include "block_tile.cuh"
 
@@ -20,11 +22,6 @@ struct Rounded : Source {
   static constexpr int kCtas = Source::kSlots * sizeof(T) > 4 ? 1 : 2;
   static constexpr bool kSquare = false;
 
-  template <bool kVectors>
-  __device__ __forceinline__ auto Load(int64_t row, int64_t, int64_t column, int columns) const {
-    return Source::template Load<kVectors>(row, column, columns);
-  }
-
   __device__ __forceinline__ void Results(const typename Source::Raw& raw,
                                           Vec<T, 8> (&x)[Source::kSlots]) const {
     float f[Source::kSlots][8];
@@ -34,27 +31,20 @@ struct Rounded : Source {
   }
 };
 
-// x: [m..., p, a, f].
-struct BlockSizes {
-  int64_t m, p, a, f;
-};
-
-ffi::Error GetSizes(const char* op, const Arg& x, BlockSizes* out) {
+// The rows of an example, along which blocks run: p of x [m..., p, a, f].
+int64_t BlockedRows(const Arg& x) {
   const auto dims = x.dimensions();
-  const int64_t axes = dims.size();
-  TE_CHECK(axes >= 3, "%s: x is %s", op, Shape(x).c_str());
-  *out = {1, dims[axes - 3], dims[axes - 2], dims[axes - 1]};
-  for (int64_t i = 0; i < axes - 3; ++i) out->m *= dims[i];
-  return ffi::Error::Success();
+  return dims.size() < 3 ? 1 : dims[dims.size() - 3];
 }
 
 ffi::Error LaunchActivation(cudaStream_t stream, Arg x, Ret data, Ret data_t, Ret scale_inv, Ret scale_inv_t,
                             int64_t kind, double limit, double alpha, double glu_linear_offset, bool power_2,
                             double epsilon) {
   const char* op = "te_activation_block_fwd";
-  BlockSizes sizes;
-  TE_TRY(GetSizes(op, x, &sizes));
-  const auto [m, p, slots, f] = sizes;
+  SlotSizes sizes{};
+  TE_TRY(GetSlotSizes(op, x, &sizes));
+  const auto [rows, slots, f] = sizes;
+  const int64_t p = BlockedRows(x), m = rows / std::max<int64_t>(p, 1);
   Activation act;
   TE_TRY(MakeActivation(op, kind, slots, limit, alpha, glu_linear_offset, &act));
   BlockArgs a;
@@ -71,10 +61,11 @@ ffi::Error LaunchGradient(cudaStream_t stream, Arg dy, Arg x, Ret data, Ret data
                           Ret scale_inv_t, Ret dbias, int64_t kind, double limit, double alpha,
                           double glu_linear_offset, bool power_2, double epsilon) {
   const char* op = "te_activation_block_bwd";
-  BlockSizes sizes;
-  TE_TRY(GetSizes(op, x, &sizes));
-  const auto [m, p, slots, f] = sizes;
-  TE_CHECK(dy.element_type() == x.element_type() && int64_t(dy.element_count()) == m * p * f,
+  SlotSizes sizes{};
+  TE_TRY(GetSlotSizes(op, x, &sizes));
+  const auto [rows, slots, f] = sizes;
+  const int64_t p = BlockedRows(x), m = rows / std::max<int64_t>(p, 1);
+  TE_CHECK(dy.element_type() == x.element_type() && int64_t(dy.element_count()) == rows * f,
            "%s: dy is %s, x is %s; they differ in type or size", op, Shape(dy).c_str(), Shape(x).c_str());
   Activation act;
   TE_TRY(MakeActivation(op, kind, slots, limit, alpha, glu_linear_offset, &act));

@@ -23,14 +23,19 @@ constexpr int kBlockWords = kBlock / 4 * kBlock;  // of 4 FP8, of a tile
 static_assert(kBlockThreads / kBlockGroups * kBlockRows == kBlock);
 
 struct BlockArgs {
-  uint8_t* data;               // [m, p, n, q] or nullptr
-  uint8_t* data_t;             // [n, q, m, p] or nullptr
-  float* inv;                  // of data: [n, qs, m, p], of squares [m, ps, n, qs]; nullptr without data
-  float* inv_t;                // of data_t: [m, ps, n, q], of squares [n, qs, m, ps]; nullptr without data_t
-  float* dbias;                // [m, ps, n, q] partial sums, or nullptr
-  int64_t m, p, n, q, ps, qs;  // ps, qs: blocks along p and q
+  uint8_t* data;    // [m, p, n, q] or nullptr
+  uint8_t* data_t;  // [n, q, m, p] or nullptr
+  float* inv;       // of data: [n, qs, m, p], of squares [m, ps, n, qs]; nullptr without data
+  float* inv_t;     // of data_t: [m, ps, n, q], of squares [n, qs, m, ps]; nullptr without data_t
+  float* dbias;     // [m, ps, n, q] partial sums, or nullptr
+  // ps, qs: blocks along p and q. Of 32 bits, as the rows m p and the columns n q are, so that an address is
+  // one multiplication: of 64 bits those and the divisions were a third of all instructions.
+  unsigned m, p, n, q, ps, qs;
   float fp8_max, epsilon;
   bool power_2, e5m2;
+
+  __host__ __device__ unsigned rows() const { return m * p; }
+  __host__ __device__ unsigned columns() const { return n * q; }
 };
 
 // The law of te_jax/recipe/_base.py, scale_of_amax, with IEEE divisions: the bits of the CPU.
@@ -47,20 +52,21 @@ __device__ __forceinline__ int BlockTileWord(int column, int word) {
 }
 
 // tile -> data_t, 128 bytes of a column by 8 threads; byte by byte where columns are not aligned to 16.
-__device__ inline void StoreBlockColumns(const uint32_t* tile, uint8_t* data_t, int64_t stride, int rows,
+__device__ inline void StoreBlockColumns(const uint32_t* tile, uint8_t* data_t, unsigned stride, int rows,
                                          int columns, bool vectors) {
   if (vectors) {
     for (int i = threadIdx.x; i < kBlockWords / 4; i += kBlockThreads) {
       const int c = i / (kBlock / 16), r = i % (kBlock / 16) * 16;
       if (r >= rows || c >= columns) continue;
-      __stcs(reinterpret_cast<uint4*>(data_t + c * stride + r),
+      __stcs(reinterpret_cast<uint4*>(data_t + uint64_t{unsigned(c)} * stride + r),
              *reinterpret_cast<const uint4*>(tile + BlockTileWord(c, r / 4)));
     }
     return;
   }
   for (int i = threadIdx.x; i < kBlock * kBlock; i += kBlockThreads) {
     const int c = i / kBlock, r = i % kBlock;
-    if (r < rows && c < columns) data_t[c * stride + r] = tile[BlockTileWord(c, r / 4)] >> r % 4 * 8;
+    if (r < rows && c < columns)
+      data_t[uint64_t{unsigned(c)} * stride + r] = tile[BlockTileWord(c, r / 4)] >> r % 4 * 8;
   }
 }
 
@@ -116,11 +122,10 @@ __device__ __forceinline__ uint32_t OverColumns(const uint32_t (&mine)[kN], uint
 
 // A CTA's tile, and the rows and columns of it that a thread has.
 struct BlockPlace {
-  int64_t band, strip;    // its row of tiles, of those in m and p; its column of tiles, of those in n and q
-  int64_t batch, row0;    // the first row: of m, of p
-  int64_t slot, column0;  // the first column: of n, of q
-  int rows, columns;      // of the tile that are inside
-  int r, c;               // the thread's first
+  unsigned band, strip;  // its row of tiles, of those in m and p; its column of tiles, of those in n and q
+  unsigned row, column;  // the first: of m and p, of n and q
+  int rows, columns;     // of the tile that are inside
+  int r, c;              // the thread's first
 };
 
 struct BlockShared {
@@ -173,7 +178,7 @@ __device__ __forceinline__ void StoreBlockSums(const Vec<T, 8> (&x)[kBlockRows],
   });
   const int column = threadIdx.x / kParts<8>;
   if (threadIdx.x % kParts<8> == 0 && column < at.columns)
-    a.dbias[(at.band * a.n + at.slot) * a.q + at.column0 + column] = __uint_as_float(sum);
+    a.dbias[uint64_t{at.band} * a.columns() + at.column + column] = __uint_as_float(sum);
   __syncthreads();  // scratch is free again
 }
 
@@ -195,8 +200,8 @@ __device__ __forceinline__ void ColumnScales(const Vec<T, 8> (&x)[kBlockRows], c
     const unsigned top = CtaMax(TopOf<T>(all), shared.scratch);
     if (threadIdx.x == 0) {
       const float scale = shared.column_scales[0] = ScaleOfBlock(__uint_as_float(top), a);
-      if (a.inv) a.inv[at.band * a.n * a.qs + at.strip] = 1.f / scale;
-      if (a.inv_t) a.inv_t[at.strip * a.m * a.ps + at.band] = 1.f / scale;
+      if (a.inv) a.inv[uint64_t{at.band} * (a.n * a.qs) + at.strip] = 1.f / scale;
+      if (a.inv_t) a.inv_t[uint64_t{at.strip} * (a.m * a.ps) + at.band] = 1.f / scale;
     }
     __syncthreads();
     scales[0] = shared.column_scales[0];
@@ -206,7 +211,7 @@ __device__ __forceinline__ void ColumnScales(const Vec<T, 8> (&x)[kBlockRows], c
     if (i < kPerWord) {
       const float scale = shared.column_scales[column] = ScaleOfBlock(ValueOf<T>(word, i), a);
       if (a.inv_t && column < at.columns)
-        a.inv_t[(at.band * a.n + at.slot) * a.q + at.column0 + column] = 1.f / scale;
+        a.inv_t[uint64_t{at.band} * a.columns() + at.column + column] = 1.f / scale;
     }
     __syncthreads();
     const Vec<float, 8> of_mine = Load<8>(shared.column_scales + at.c);
@@ -242,7 +247,7 @@ __device__ __forceinline__ void RowScales(const Vec<T, 8> (&x)[kBlockRows], cons
   const float scale = ScaleOfBlock(__uint_as_float(top), a);
   const int row = at.r + upper * 2 + odd;
   if (a.inv && Lane() % 4 == 0 && row < at.rows)
-    a.inv[at.strip * a.m * a.p + at.batch * a.p + at.row0 + row] = 1.f / scale;
+    a.inv[uint64_t{at.strip} * a.rows() + at.row + row] = 1.f / scale;
 #pragma unroll
   for (int k = 0; k < 4; ++k) scales[k] = __shfl_sync(~0u, scale, Lane() / 16 * 16 + k * 4);
 }
@@ -266,14 +271,13 @@ __device__ __forceinline__ void WriteBlocks(const Vec<T, 8> (&x)[kBlockRows], co
   ColumnScales<kSquare>(x, at, a, shared, column_scales);
   float row_scales[kBlockRows];
   if constexpr (!kSquare) RowScales(x, at, a, row_scales);
-  const int64_t stride = a.n * a.q;
-  uint8_t* data = a.data + (at.batch * a.p + at.row0 + r) * stride + at.slot * a.q + at.column0 + c;
+  uint8_t* data = a.data + (uint64_t{at.row + r} * a.columns() + at.column + c);
   uint32_t low[kBlockRows], high[kBlockRows];  // columns 0..3 and 4..7 of a row, then 4 rows of a column
 #pragma unroll
   for (int k = 0; k < kBlockRows; ++k) {
     uint2 q = QuantizeRow(x[k], kSquare ? column_scales : row_scales + k, 0, a.e5m2);
     if (a.data && r + k < at.rows && c < at.columns)
-      StoreBlockRow<kVectors>(data + k * stride, q, at.columns - c);
+      StoreBlockRow<kVectors>(data + uint64_t{unsigned(k)} * a.columns(), q, at.columns - c);
     if constexpr (!kSquare) q = QuantizeRow(x[k], column_scales, 1, a.e5m2);
     low[k] = q.x, high[k] = q.y;
   }
@@ -286,9 +290,8 @@ __device__ __forceinline__ void WriteBlocks(const Vec<T, 8> (&x)[kBlockRows], co
     shared.tile[BlockTileWord(c + 4 + j, r / 4)] = high[j];
   }
   __syncthreads();
-  const int64_t stride_t = a.m * a.p;
-  uint8_t* data_t = a.data_t + (at.slot * a.q + at.column0) * stride_t + at.batch * a.p + at.row0;
-  StoreBlockColumns(shared.tile, data_t, stride_t, at.rows, at.columns, a.p % 16 == 0);
+  uint8_t* data_t = a.data_t + (uint64_t{at.column} * a.rows() + at.row);
+  StoreBlockColumns(shared.tile, data_t, a.rows(), at.rows, at.columns, a.p % 16 == 0);
 }
 
 // Source:
@@ -298,8 +301,9 @@ __device__ __forceinline__ void WriteBlocks(const Vec<T, 8> (&x)[kBlockRows], co
 //   kSquare   whether blocks may be 128 x 128
 //   kCtas     on one multiprocessor
 //   kInFlight rows that a thread has on their way
-//   Load<kVectors>(row, slot, column, columns) -> Raw: 8 columns from `column` on, of which `columns` are
-//             inside; row: of m and p; zeros outside give values of zero
+//   Load<kVectors>(row, column, columns) -> Raw: 8 columns from `column` on, of which `columns` are inside;
+//             row: of m and p; column: of n and q, or of q with kSlots of n; zeros outside give values of
+//             zero
 //   Results(Raw, Vec<Type, 8> (&)[kSlots])
 // kVectors: q % 8 == 0, and rows of the sources and of data are aligned.
 template <typename Source, bool kVectors, bool kSquare>
@@ -307,20 +311,17 @@ __global__ void __launch_bounds__(kBlockThreads, Source::kCtas)
     BlockKernel(const Source source, const BlockArgs a) {
   constexpr int kSlots = Source::kSlots, kInFlight = Source::kInFlight;
   __shared__ BlockShared shared;
-  // Of 32 bits: divisions of 64 would be a tenth of all instructions.
-  const unsigned qs = unsigned(a.qs), strips = unsigned(a.n / kSlots) * qs, strip = blockIdx.x % strips;
-  const unsigned band = blockIdx.x / strips, ps = unsigned(a.ps);
+  const unsigned strips = a.n / kSlots * a.qs, strip = blockIdx.x % strips, slot = strip / a.qs * kSlots;
+  const unsigned band = blockIdx.x / strips, row = band % a.ps * kBlock, column = strip % a.qs * kBlock;
   BlockPlace at;
-  at.band = band, at.batch = band / ps, at.row0 = int64_t{band % ps} * kBlock;
-  at.slot = strip / qs * kSlots, at.column0 = int64_t{strip % qs} * kBlock;
-  at.strip = at.slot * a.qs + strip % qs;
-  at.rows = min(a.p - at.row0, int64_t{kBlock}), at.columns = min(a.q - at.column0, int64_t{kBlock});
+  at.band = band, at.strip = slot * a.qs + strip % a.qs;
+  at.row = band / a.ps * a.p + row, at.column = slot * a.q + column;
+  at.rows = min(a.p - row, kBlock), at.columns = min(a.q - column, kBlock);
   at.r = threadIdx.x / kBlockGroups * kBlockRows, at.c = threadIdx.x % kBlockGroups * 8;
 
   const auto load = [&](int k) {
-    const int64_t row = at.batch * a.p + at.row0 + at.r + k;
     const int inside = at.r + k < at.rows ? at.columns - at.c : 0;
-    return source.template Load<kVectors>(row, at.slot, at.column0 + at.c, inside);
+    return source.template Load<kVectors>(at.row + at.r + k, at.column + at.c, inside);
   };
   typename Source::Raw raw[kInFlight];
 #pragma unroll
@@ -335,23 +336,21 @@ __global__ void __launch_bounds__(kBlockThreads, Source::kCtas)
     for (int s = 0; s < kSlots; ++s) x[s][k] = of_row[s];
   }
 #pragma unroll
-  for (int s = 0; s < kSlots; ++s, ++at.slot, at.strip += a.qs)
+  for (int s = 0; s < kSlots; ++s, at.column += a.q, at.strip += a.qs)
     WriteBlocks<kVectors, kSquare>(x[s], at, a, shared);
 }
 
 // The results of `op` for values [m, p, n, q], checked.
 inline ffi::Error GetBlockArgs(const char* op, int64_t m, int64_t p, int64_t n, int64_t q, Ret& data,
                                Ret& data_t, Ret& inv, Ret& inv_t, Ret* dbias, bool square, BlockArgs* out) {
-  BlockArgs a{};
-  a.m = m, a.p = p, a.n = n, a.q = q;
-  a.ps = (a.p + kBlock - 1) / kBlock, a.qs = (a.q + kBlock - 1) / kBlock;
+  const int64_t all = m * p * n * q, ps = (p + kBlock - 1) / kBlock, qs = (q + kBlock - 1) / kBlock;
+  TE_CHECK(m * p <= UINT32_MAX && n * q <= UINT32_MAX && m * ps * n * qs <= INT32_MAX,
+           "%s: [%ld, %ld, %ld, %ld] is too large", op, long(m), long(p), long(n), long(q));
   const auto sized = [](Ret& r, int64_t count) {
     return !Present(r) || int64_t(r->element_count()) == count;
   };
-  const int64_t all = a.m * a.p * a.n * a.q, tiles = a.m * a.ps * a.n * a.qs;
-  TE_CHECK(sized(data, all) && sized(data_t, all) && sized(inv, square ? tiles : a.n * a.qs * a.m * a.p) &&
-               sized(inv_t, square ? tiles : a.m * a.ps * a.n * a.q) &&
-               (!dbias || sized(*dbias, a.m * a.ps * a.n * a.q)),
+  TE_CHECK(sized(data, all) && sized(data_t, all) && sized(inv, n * qs * m * (square ? ps : p)) &&
+               sized(inv_t, m * ps * n * (square ? qs : q)) && (!dbias || sized(*dbias, m * ps * n * q)),
            "%s: the results do not go with [%ld, %ld, %ld, %ld]", op, long(m), long(p), long(n), long(q));
   TE_CHECK(!Present(data) || !Present(data_t) || data->element_type() == data_t->element_type(),
            "%s: data and data_t differ in type", op);
@@ -359,6 +358,8 @@ inline ffi::Error GetBlockArgs(const char* op, int64_t m, int64_t p, int64_t n, 
                     : Present(data_t) ? data_t->element_type()
                                       : ffi::F8E4M3FN;
   TE_CHECK(type == ffi::F8E4M3FN || type == ffi::F8E5M2, "%s: data has dtype %d, not FP8", op, int(type));
+  BlockArgs a{};
+  a.m = m, a.p = p, a.n = n, a.q = q, a.ps = ps, a.qs = qs;
   a.data = Data<uint8_t>(data), a.data_t = Data<uint8_t>(data_t);
   a.inv = Data<float>(inv), a.inv_t = Data<float>(inv_t), a.dbias = dbias ? Data<float>(*dbias) : nullptr;
   a.e5m2 = type == ffi::F8E5M2, a.fp8_max = a.e5m2 ? 57344.f : 448.f;
@@ -371,7 +372,7 @@ inline ffi::Error GetBlockArgs(const char* op, int64_t m, int64_t p, int64_t n, 
 template <typename Source>
 ffi::Error LaunchBlocks(cudaStream_t stream, const Source& source, const BlockArgs& a, bool aligned,
                         bool square = false) {
-  const unsigned ctas = unsigned(a.m * a.ps * (a.n / Source::kSlots) * a.qs);
+  const unsigned ctas = a.m * a.ps * (a.n / Source::kSlots) * a.qs;
   const bool vectors = aligned && Aligned(a.data) && a.q % 8 == 0;
   auto kernel = vectors ? BlockKernel<Source, true, false> : BlockKernel<Source, false, false>;
   if constexpr (Source::kSquare)

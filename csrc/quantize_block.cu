@@ -12,12 +12,12 @@ struct BlockQuantizeSource {
   using Raw = Vec<T, 8>;
   static constexpr int kSlots = 1, kCtas = 2, kInFlight = kBlockRows;
   static constexpr bool kSquare = true;
-  const T* x;  // [m, p, n, q]
-  int64_t n, q;
+  const T* x;        // [m, p, n, q]
+  unsigned columns;  // n q
 
   template <bool kVectors>
-  __device__ __forceinline__ Raw Load(int64_t row, int64_t slot, int64_t column, int columns) const {
-    return LoadRow<kVectors>(x + (row * n + slot) * q + column, columns);
+  __device__ __forceinline__ Raw Load(unsigned row, unsigned column, int inside) const {
+    return LoadRow<kVectors>(x + (uint64_t{row} * columns + column), inside);
   }
 
   __device__ __forceinline__ void Results(const Raw& raw, Vec<T, 8> (&x)[1]) const { x[0] = raw; }
@@ -40,7 +40,7 @@ ffi::Error LaunchQuantizeBlock(cudaStream_t stream, Arg x, Ret data, Ret data_t,
   a.power_2 = power_2, a.epsilon = float(epsilon);
   if (x.element_count() == 0) return Zero(stream, {&*dbias});
   return DispatchFloat(x.element_type(), [&]<typename T>() -> ffi::Error {
-    const BlockQuantizeSource<T> source{Data<T>(x), a.n, a.q};
+    const BlockQuantizeSource<T> source{Data<T>(x), a.columns()};
     return LaunchBlocks(stream, source, a, Aligned(source.x), square);
   });
 }
