@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import account  # noqa: E402
 import cases as cases_module  # noqa: E402
+import inference_memory  # noqa: E402
 import inspect_hlo  # noqa: E402
 import kernels  # noqa: E402
 import layers  # noqa: E402
@@ -476,6 +477,14 @@ def test_sampler(tmp_path, monkeypatch):
     with machine.Sampler() as sampler:
         pass
     assert sampler.samples == []
+
+
+def test_inference_memory():
+    """All kernels in FP8, so half the bytes but for norms and scales; and a forward pass makes no wide copy of them."""
+    bf16, fp8 = (inference_memory.measured(way, layers=3, hidden=256, tokens=16) for way in ("bf16", "fp8"))
+    assert fp8["parameter_bytes"] / bf16["parameter_bytes"] == pytest.approx(0.5, abs=2e-3)
+    saved = bf16["forward_peak_bytes"] - fp8["forward_peak_bytes"]
+    assert saved > 0.9 * (bf16["parameter_bytes"] - fp8["parameter_bytes"])
 
 
 def test_on_gpu_script_is_bash():
