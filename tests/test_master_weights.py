@@ -1,5 +1,7 @@
 """Training of parameters that live in FP8: their gradients, their masters, and steps that are those of f32."""
 
+import pathlib
+import re
 from functools import cache, partial
 from itertools import product
 
@@ -283,6 +285,8 @@ def test_boxes():
     after = jax.eval_shape(lambda state, x: STEP[NET](state, x, CURRENT)[0], state, x)
     assert jax.tree.structure(after) == jax.tree.structure(state)
     specs = nn.get_partition_spec(after)
+    held = jax.tree.structure(jax.eval_shape(nn.meta.unbox, after))
+    assert jax.tree.structure(specs, is_leaf=lambda node: isinstance(node, P)) == held
     assert specs.params["layers"]["mlp"]["wi_kernel"].tensor.data_t == P("layers", None, "mlp", "embed")
     for tree in (specs.opt_state.master, specs.opt_state.inner[0].mu):
         assert tree["layers"]["mlp"]["wi_kernel"] == P("layers", "embed", None, "mlp")
@@ -357,3 +361,11 @@ def test_refusals(rng):
     want = state_of(HEAD, wide, optax.adamw(1e-2))
     step = jax.jit(lambda state: state.apply_gradients(grads=grads).params)
     assert_equal(step(plain), step(want))
+
+
+def test_guide():
+    guide = pathlib.Path(__file__).parents[1] / "docs" / "guide.md"
+    (program,) = [p for p in re.findall(r"```python\n(.*?)```", guide.read_text(), re.S) if "master_weights" in p]
+    names = dict(jax=jax, te=te, te_flax=te_flax, optax=optax, partial=partial, x=jnp.ones((4, WIDTH)), model=HEAD)
+    exec(program, names := names | dict(loss_fn=loss_of(HEAD)))
+    assert names["train_step"](names["state"], names["x"])[1] < names["loss"]

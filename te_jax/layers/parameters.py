@@ -30,9 +30,9 @@ def has_kernels(params) -> bool:
 
 def map_kernels(of_kernels, params, *rest, of_others=lambda leaf, *more: leaf):
     """`jax.tree.map` over trees of parameters, by one function at QuantizedKernels of the first and by another at
-    arrays."""
+    arrays, or the boxes around them."""
     at = lambda leaf, *more: (of_kernels if is_kernel(leaf) else of_others)(leaf, *more)
-    return jax.tree.map(at, params, *rest, is_leaf=is_kernel)
+    return jax.tree.map(at, params, *rest, is_leaf=lambda node: is_kernel(node) or _is_box(node))
 
 
 def of_parameters(recipe: Recipe) -> Recipe:

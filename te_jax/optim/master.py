@@ -26,7 +26,7 @@ _WAY_OUT = f"put {_NAME} around the whole optimizer, optax.MultiSteps included"
 class MasterWeightsState(NamedTuple):
     """The state of `master_weights`."""
 
-    master: Any  # as the parameters: f32 [..., *C, *F] for each QuantizedKernel, optax.MaskedNode() for all others
+    master: Any  # as the parameters: f32 [..., *C, *F] for each QuantizedKernel, None for all others
     inner: Any  # of the optimizer within
 
 
@@ -59,7 +59,7 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
 
     def init(params):
         start = lambda q: dequantized(q) if q.tensor.wide is None else q.tensor.wide
-        master = map_kernels(start, params, of_others=lambda _: optax.MaskedNode())
+        master = map_kernels(start, params, of_others=lambda _: None)
         return MasterWeightsState(master, inner.init(with_arrays(params, master)))
 
     def update(updates, state, params=None, **extra):
