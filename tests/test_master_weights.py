@@ -239,13 +239,19 @@ def test_restored_run(rng, tmp_path):
 
 
 def test_microbatches(rng):
-    """`accumulate_gradients` and optax.MultiSteps, as with parameters in f32."""
+    """`accumulate_gradients`, also inside of GEMMs (`wgrads`), and optax.MultiSteps, as with parameters in f32."""
     x = data(rng, 4, 6, WIDTH)
     tx = optax.MultiSteps(optax.adam(1e-2), 2)
     wide, narrow = both(HEAD, CURRENT, tx)
-    accumulate = jax.jit(lambda state, x: state.accumulate_gradients(loss_of(HEAD), x))
+
+    @partial(jax.jit, static_argnames="sums")
+    def accumulate(state, x, sums=False):
+        wgrads = te_flax.wgrads(HEAD, state.variables, x[0]) if sums else None
+        return state.accumulate_gradients(loss_of(HEAD), x, wgrads)
+
     with te.autocast(True, CURRENT):
         assert_equal(accumulate(narrow, x), accumulate(wide, x))
+        assert_equal(accumulate(narrow, x, sums=True), accumulate(wide, x, sums=True))
     for i, batch in enumerate(x):
         wide, _ = STEP[HEAD](wide, batch, CURRENT)
         before = jax.tree.map(jnp.copy, narrow.params)

@@ -34,7 +34,8 @@ def kernel_operand(module: nn.Module, name: str, kernel, contract: int, metas: D
     Raises ValueError for an entry that the recipe in force does not read so, or of a kernel of another shape.
     """
     recipe = recipe_of(module)
-    if recipe is None or isinstance(kernel, QuantizedKernel) or not module.has_variable("params", name):
+    in_fp8 = isinstance(kernel, QuantizedKernel)
+    if recipe is None or not module.has_variable("params", name) or (in_fp8 and _making.value not in (None, _WGRADS)):
         return kernel
     collection = _collection(_making.value)
     what = f"{describe(module)}: {collection} entry {name}"
@@ -46,8 +47,8 @@ def kernel_operand(module: nn.Module, name: str, kernel, contract: int, metas: D
             )
         _make(module, name, kernel, contract, metas, recipe, what)
         return kernel
-    entry = None
-    if module.has_variable(KERNEL_COLLECTION, name):
+    entry = kernel if in_fp8 else None
+    if not in_fp8 and module.has_variable(KERNEL_COLLECTION, name):
         entry = nn.meta.unbox(module.get_variable(KERNEL_COLLECTION, name))
         check_quantized(what, entry, kernel.shape, contract, recipe, _WAY_OUT)
         entry = entry.with_wide(kernel)
@@ -68,6 +69,7 @@ def _collection(purpose: str | None) -> str:
 
 def _make(module, name, kernel, contract, metas, recipe, what):
     if _making.value == _WGRADS:
+        kernel = kernel.dequantize() if isinstance(kernel, QuantizedKernel) else kernel
         zeros = jnp.zeros_like(kernel, jnp.float32)
         module.put_variable(WGRAD_COLLECTION, name, Accumulator(zeros, jnp.zeros(())))
         return

@@ -72,7 +72,7 @@ class QuantizedKernel:
         return replace(self, tensor=self.tensor._replace(wide=wide))
 
     def with_accumulator(self, onto: Accumulator | None) -> "QuantizedKernel":
-        """The same, beside its array, with a gradient that is added onto another in the wgrad GEMM: see `wgrads`."""
+        """The same with a gradient that is added onto another in the wgrad GEMM: see `wgrads`."""
         return replace(self, tensor=self.tensor._replace(onto=onto))
 
     @classmethod
@@ -179,9 +179,8 @@ def taken(name: str, kernel, contract: int, recipe: Recipe | None):
         return kernel
     wide, onto = kernel.tensor.wide, kernel.tensor.onto
     slot, wide = (wide, None) if isinstance(wide, GradientSlot) else (None, wide)
-    if onto is not None and (recipe is None or wide is None):
-        lacks = "a recipe" if recipe is None else "an array"
-        raise ValueError(f"{name}: kernel has an accumulator, but {lacks} it lacks; leave out the collection wgrads.")
+    if onto is not None and recipe is None:
+        raise ValueError(f"{name}: kernel has an accumulator, but no recipe; leave out the collection wgrads.")
     amax = None if wide is None else kernel.tensor.amax  # else it is none of this step's
     kernel = replace(kernel, tensor=_constant(kernel.tensor._replace(wide=None, onto=None, amax=amax), name))
     wide = kernel.with_wide(slot).dequantize() if wide is None else wide
