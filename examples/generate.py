@@ -15,6 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from gpt import checkpoint, config, steps
 from gpt.model import GPT, VOCAB
 from train_gpt import fp8_recipe
@@ -27,17 +28,13 @@ def load(directory: pathlib.Path, bf16: bool):
     if not run:
         raise ValueError(f"there is no checkpoint in {directory}: train one with train_gpt.py, or give --checkpoint")
     key = run["key"]
-    model = GPT(config.Model.of(key), max_len=key["seq_len"])
-    recipe = fp8_recipe(argparse.Namespace(**key)) if run["precision"] == "fp8" and not bf16 else None
-
-    def init():
-        with steps.autocast(recipe):
-            return nn.meta.unbox(model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
-
-    shapes = jax.eval_shape(init)
-    params, fp8 = checkpoints.restore_weights(shapes.pop("params"), shapes)
+    model = GPT(config.Model.of(key), max_len=key["seq_len"], fp8_params=key.get("fp8_params", False))
+    trained = fp8_recipe(argparse.Namespace(**key)) if run["precision"] == "fp8" else None
+    init = lambda key: nn.meta.unbox(steps.initial(model, optax.identity(), trained, key, 1))
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    params, fp8 = checkpoints.restore_weights(shapes.params, {} if bf16 else shapes.fp8)
     checkpoints.close()
-    return model, {"params": params, **fp8}, recipe
+    return model, {"params": params, **fp8}, None if bf16 else trained
 
 
 def chooser(greedy: bool, temperature: float, top_k: int):

@@ -68,7 +68,7 @@ def train(args, precision: str, corpus: data.Corpus, out: pathlib.Path, devices:
     recipe = fp8_recipe(args) if precision == "fp8" else None
     api = nnx_steps if args.api == "nnx" else steps
     model = api.make_model(args)
-    optimizer = steps.make_optimizer(args.lr, args.warmup, args.steps, args.optimizer)
+    optimizer = steps.make_optimizer(args.lr, args.warmup, args.steps, args.optimizer, args.fp8_params)
     shardings = api.state_shardings(model, optimizer, recipe, devices)
     monitor = health.monitor(args, recipe, shardings)
     state = api.init_state(model, optimizer, recipe, args.seed, shardings)

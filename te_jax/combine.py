@@ -24,6 +24,7 @@ from te_jax.fp8 import (
     map_tensors,
     update_collections,
 )
+from te_jax.layers.parameters import has_kernels, slots, with_slots
 from te_jax.ops.scaling import next_state
 
 
@@ -136,10 +137,14 @@ def _largest(path, new, old):
 
 
 def value_and_grad(fun, argnums=0, has_aux: bool = False):
-    """`jax.value_and_grad` under which all uses of an FP8 state combine by max, as `combine_by_max` says.
+    """`jax.value_and_grad` under which all uses of an FP8 state combine by max, as `combine_by_max` says, and kernels
+    that live in FP8 have gradients.
 
     fun, argnums, has_aux: as in `jax.value_and_grad`. Every `fp8_metas` within the differentiated arguments is
-                           converted; its gradient is the new state: the old one where no module read it.
+                           converted; its gradient is the new state: the old one where no module read it. In the place
+                           of a QuantizedKernel (`te_jax.flax.fp8_params`) the gradient holds an array [*C, *F] of its
+                           dtype: that of its dequantized values where layers multiply by it, or `dequantize` made them.
+                           What `fun` makes of its leaves, such as a sum of squares of all parameters, has none.
 
     The function that it returns is compiled as by `jax.jit`: build it once, not in every step. Of the arguments that
     are not differentiated, arrays are traced, all else (bool, int, str, ...) is static and must be hashable.
@@ -162,7 +167,14 @@ def value_and_grad(fun, argnums=0, has_aux: bool = False):
     def run(arrays, static, treedef):
         leaves = [array if array is not None else value for array, (*_, value) in zip(arrays, static)]
         args, kwargs = jax.tree.unflatten(treedef, leaves)
-        return jax.value_and_grad(converted, argnums, has_aux)(*args, **kwargs)
+        in_range = [i for i in differentiated if -len(args) <= i < len(args)]
+        narrow = {i: args[i] for i in in_range if has_kernels(args[i])}
+
+        def of_slots(*args, **kwargs):
+            return converted(*_with(args, {i: with_slots(params, args[i]) for i, params in narrow.items()}), **kwargs)
+
+        args = _with(args, {i: slots(params) for i, params in narrow.items()})
+        return jax.value_and_grad(of_slots, argnums, has_aux)(*args, **kwargs)
 
     @wraps(fun)
     def value_and_grad_of_fun(*args, **kwargs):
@@ -179,6 +191,14 @@ def value_and_grad(fun, argnums=0, has_aux: bool = False):
         return run(arrays, static, treedef)
 
     return value_and_grad_of_fun
+
+
+def _with(args, others):
+    """args with `others`, by index."""
+    args = list(args)
+    for i, other in others.items():
+        args[i] = other
+    return args
 
 
 def _has_state(node):

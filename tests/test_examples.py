@@ -257,6 +257,7 @@ def test_resume_needs_the_same_arguments_and_a_new_run_keeps_the_earlier(tmp_pat
         (["--fp8-report", "--precision", "bf16"], "of an FP8 run"),
         (["--fp8-report", "--recipe", "block"], "needs --recipe delayed"),
         (["--fp8-report", "--fp8-report-every", "0"], "--fp8-report-every is 0"),
+        (["--fp8-params", "--precision", "bf16"], "--fp8-params is for"),
     ],
 )
 def test_senseless_arguments(arguments, message, capsys):
@@ -382,3 +383,21 @@ def test_llama_shape_trains_in_fp8(remat):
     assert losses[-1] < losses[0] - 1
     # Scanned layers have their own FP8 state: each leaf starts with the layer axis.
     assert {leaf.shape for leaf in jax.tree.leaves(state.fp8)} == {(2, 1), (2, 4)}
+
+
+def test_parameters_in_fp8():
+    """--fp8-params: the kernels' bytes, and the losses of parameters in f32."""
+    windows = np.tile(np.arange(33, dtype=np.uint8), (2, 1))
+    current, losses = recipe.Float8CurrentScaling(), []
+    for fp8_params in (False, True):
+        model = GPT(LLAMA, max_len=32, fp8_params=fp8_params)
+        optimizer = steps.make_optimizer(1e-2, warmup=1, steps=4, fp8_params=fp8_params)
+        state = steps.init_state(model, optimizer, current, seed=0)
+        step = steps.make_train_step(model, optimizer, current)
+        for _ in range(4):
+            state, loss = step(state, windows)
+            losses.append(float(loss))
+    np.testing.assert_allclose(losses[4:], losses[:4], rtol=1e-4)  # equal, but for sums that XLA orders otherwise
+    masters = sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state.master))
+    in_fp8 = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params) if leaf.dtype == jnp.float8_e4m3fn)
+    assert 4 * in_fp8 == masters == 4 * 2 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96)  # qkv, out, wi, wo

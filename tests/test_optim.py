@@ -190,7 +190,7 @@ def test_moments_die_out(rng, monkeypatch):
     assert np.abs(got).max() < 1.2 * np.abs(due).max()
     # Summed over 512 elements, each off at random by some 2**-3 / sqrt(6) / sqrt(1 - b1**2) of it, 16 %: 0.7 %.
     assert abs(np.abs(got[20:]).sum() / np.abs(due[20:]).sum() - 1) < 0.03
-    monkeypatch.setattr(optim, "_random", lambda count, x: jnp.full_like(x, 0.5))
+    monkeypatch.setattr(optim.adam, "_random", lambda count, x: jnp.full_like(x, 0.5))
     assert np.abs(run(te.optim.scale_by_adam_fp8(b1, b2), grads)[-1]).mean() > 20 * np.abs(due[-1]).mean()
 
 

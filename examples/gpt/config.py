@@ -109,6 +109,8 @@ def parser() -> argparse.ArgumentParser:
         "[default: linen]", choices=("linen", "nnx"), default="linen")  # fmt: skip
     add(p, "--optimizer", "AdamW, or te_jax's with moments of 3 bytes a parameter instead of 8 [default: adamw]",
         choices=("adamw", "adamw_fp8"), default="adamw")  # fmt: skip
+    add(p, "--fp8-params", "kernels are parameters in FP8, with masters in f32 in the optimizer (Linen)",
+        action="store_true")  # fmt: skip
     add(p, "--compare", "train in both, from one seed and on the same batches", action="store_true")
     add(p, "--data", "your own text [default: Python's library source]", nargs="+", metavar="FILE")
     add(
@@ -201,6 +203,8 @@ def complete(args: argparse.Namespace, default_preset: str) -> argparse.Namespac
         p.error(f"--cp-strategy is {args.cp_strategy}, but nothing divides the sequence: give --cp 2 or more")
     if args.api == "nnx" and (args.mesh is not None or args.dropout > 0):
         p.error("--api nnx has neither --mesh nor --dropout: leave them out, or give --api linen")
+    if args.fp8_params and (args.api == "nnx" or (args.precision == "bf16" and not args.compare)):
+        p.error("--fp8-params is for --api linen and --precision fp8: leave it out, or give these")
     if args.sequence_parallel and args.mesh is None:
         p.error("--sequence-parallel needs --mesh with tp=2 or more")
     _complete_report(p, args)
@@ -227,6 +231,6 @@ def _complete_report(p: argparse.ArgumentParser, args: argparse.Namespace) -> No
 def resume_key(args: argparse.Namespace, text_bytes: int) -> dict:
     """What must be equal for a resumed run to be the same run; JSON types."""
     fields = ("seed", "batch_size", "seq_len", "steps", "lr", "warmup", "optimizer", "recipe", "amax_history_len",
-              "dropout", "data", "api")  # fmt: skip
+              "dropout", "data", "api", "fp8_params")  # fmt: skip
     model = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(args.model).items()}
     return {**{f: getattr(args, f) for f in fields}, **model, "text_bytes": text_bytes}

@@ -96,13 +96,10 @@ def scope(mesh: Mesh | None, sequence_parallel: bool = False) -> Iterator[None]:
             yield
 
 
-def parameter_shardings(boxed, mesh: Mesh):
-    """NamedShardings of parameters that are still in the boxes that hold their logical axis names."""
+def shardings(boxed, mesh: Mesh):
+    """NamedShardings of a tree: of what is in the boxes of parameters by their logical axis names, of all else on every
+    device."""
     return nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh)
-
-
-def replicated(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec())
 
 
 class Feed:

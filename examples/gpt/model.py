@@ -81,6 +81,7 @@ class GPT(nn.Module):
     positions: int[b, s], which learned positions need to know when decoding; RoPE counts by itself.
     max_decode_length: slots of the cache, for the call that finds none.
     sequence_parallel: the sequence is divided over the tensor-parallel devices outside of the GEMMs.
+    fp8_params: kernels are parameters in FP8, where there is a recipe: see `steps.initial`.
     cp: devices of the MeshResource's cp_resource, which divide the sequence; with 2 or more, tokens and logits are in
         the order of `reorder_causal_load_balancing`. cp_strategy: how attention gets keys and values of all of it.
     """
@@ -92,6 +93,7 @@ class GPT(nn.Module):
     sequence_parallel: bool = False
     cp: int = 1
     cp_strategy: str = "DEFAULT"
+    fp8_params: bool = False
 
     @nn.compact
     def __call__(self, tokens, lengths=None, positions=None, *, decode=False, max_decode_length=None) -> jax.Array:
@@ -116,7 +118,7 @@ class GPT(nn.Module):
         # pass.
         layers = nn.scan(
             nn.remat(Block, prevent_cse=False) if self.remat else Block,
-            variable_axes={"params": 0, "fp8_metas": 0, "cache": 0},
+            variable_axes=dict.fromkeys(("params", "fp8_metas", "fp8_kernels", "cache"), 0),
             split_rngs={"params": True, "dropout": True},
             in_axes=nn.broadcast,
             length=c.layers,

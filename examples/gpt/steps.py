@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 import te_jax as te
+import te_jax.flax as te_flax
 from te_jax import recipe as te_recipe
 
 from . import mesh
@@ -21,7 +22,7 @@ class TrainState(NamedTuple):
     """All that a step reads and writes. The data position is `step`: batches are a function of it."""
 
     step: jax.Array  # i32[]
-    params: Any  # f32
+    params: Any  # f32; with --fp8-params kernels in FP8, whose masters are in opt_state
     opt_state: Any
     fp8: dict  # {"fp8_metas": scales and amax histories, f32}; {} in bf16
     rng: jax.Array  # u32[2], constant; folded with the step it gives the step's dropout key
@@ -36,22 +37,27 @@ def make_model(args) -> GPT:
         sequence_parallel=args.sequence_parallel,
         cp=args.cp,
         cp_strategy=args.cp_strategy or "DEFAULT",
+        fp8_params=args.fp8_params,
     )
 
 
-def make_optimizer(lr: float, warmup: int, steps: int, name: str = "adamw") -> optax.GradientTransformation:
+def make_optimizer(
+    lr: float, warmup: int, steps: int, name: str = "adamw", fp8_params: bool = False
+) -> optax.GradientTransformation:
     """AdamW with linear warm-up and cosine decay to a tenth, after clipping the global norm at 1.
 
     name: "adamw" of optax, or "adamw_fp8" of te_jax, whose moments take 3 bytes a parameter instead of 8.
+    fp8_params: with a master copy in f32 of each parameter in FP8.
 
     Only parameters go through it. FP8 scales are no parameters: clipped or decayed they would be wrong.
     """
     schedule = optax.warmup_cosine_decay_schedule(0.0, lr, warmup, steps, end_value=0.1 * lr)
     adamw = te.optim.adamw_fp8 if name == "adamw_fp8" else optax.adamw
-    return optax.chain(
+    tx = optax.chain(
         optax.clip_by_global_norm(1.0),
         adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=decayed),
     )
+    return te.optim.master_weights(tx) if fp8_params else tx
 
 
 def decayed(params) -> Any:
@@ -74,15 +80,24 @@ def init_variables(model: GPT, recipe, rng, rows: int = 1) -> dict:
         return model.init(rng, jnp.zeros((rows, model.max_len), jnp.int32))
 
 
+def initial(model: GPT, optimizer, recipe, rng, rows: int) -> TrainState:
+    """The state before the first step, in boxes with logical axis names. rows: see `init_variables`."""
+    variables = init_variables(model, recipe, rng, rows)
+    fp8, params = flax.core.pop(variables, "params")
+    with_masters = params
+    if model.fp8_params and recipe is not None:
+        both = isinstance(recipe, te_recipe.MXFP8BlockScaling)  # one layout cannot be made of the other
+        with autocast(recipe):
+            tokens = jnp.zeros((rows, model.max_len), jnp.int32)
+            params = te_flax.fp8_params(model, variables, tokens, gradients=both)["params"]
+        with_masters = te.optim.beside(params, with_masters)
+    return TrainState(jnp.int32(0), params, optimizer.init(with_masters), fp8, jax.random.fold_in(rng, 1))
+
+
 def make_init(model: GPT, optimizer, recipe, shardings: TrainState | None = None):
     """jitted key -> TrainState. With `shardings` each device computes its own part alone."""
     rows = 1 if shardings is None else shardings.step.mesh.size  # a multiple of what divides a batch
-
-    def init(rng):
-        fp8, params = flax.core.pop(nn.meta.unbox(init_variables(model, recipe, rng, rows)), "params")
-        return TrainState(jnp.int32(0), params, optimizer.init(params), fp8, jax.random.fold_in(rng, 1))
-
-    return jax.jit(init, out_shardings=shardings)
+    return jax.jit(lambda rng: nn.meta.unbox(initial(model, optimizer, recipe, rng, rows)), out_shardings=shardings)
 
 
 def init_state(model: GPT, optimizer, recipe, seed: int, shardings: TrainState | None = None) -> TrainState:
@@ -97,15 +112,9 @@ def state_shardings(model: GPT, optimizer, recipe, on: Mesh | None) -> TrainStat
     """
     if on is None:
         return None
-    everywhere = mesh.replicated(on)
-    variables = jax.eval_shape(lambda: init_variables(model, recipe, jax.random.PRNGKey(0), on.size))
-    fp8, boxed = flax.core.pop(variables, "params")
-    params = mesh.parameter_shardings(boxed, on)
-    moments = jax.eval_shape(lambda boxed: optimizer.init(nn.meta.unbox(boxed)), boxed)
-    moments = optax.tree.map_params(
-        optimizer, te.optim.state_sharding, moments, params, transform_non_params=lambda _: everywhere
-    )
-    return TrainState(everywhere, params, moments, jax.tree.map(lambda _: everywhere, fp8), everywhere)
+    boxed = jax.eval_shape(lambda: initial(model, optimizer, recipe, jax.random.PRNGKey(0), on.size))
+    state = jax.eval_shape(nn.meta.unbox, boxed)
+    return jax.tree.map(te.optim.state_sharding, state, mesh.shardings(boxed, on))
 
 
 def next_byte_loss(model, batch) -> jax.Array:
@@ -134,12 +143,14 @@ def make_train_step(model: GPT, optimizer, recipe, shardings: TrainState | None 
 
     def train_step(state: TrainState, batch) -> tuple[TrainState, jax.Array]:
         with autocast(recipe):
-            of_both = jax.value_and_grad(step_loss(model, state, batch), argnums=(0, 1))
+            # To jax's own, parameters in FP8 are constants.
+            value_and_grad = te.value_and_grad if model.fp8_params else jax.value_and_grad
+            of_both = value_and_grad(step_loss(model, state, batch), argnums=(0, 1))
             loss, (grads, fp8) = of_both(state.params, state.fp8)
             # The "gradient" of the FP8 state is its next value: amaxes recorded, scales following.
             fp8 = te.update_fp8_metas(fp8)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = te.optim.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, opt_state, fp8, state.rng), loss
 
     after = None if shardings is None else (shardings, shardings.step)

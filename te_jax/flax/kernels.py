@@ -13,13 +13,14 @@ from te_jax.flax._state import describe, recipe_of
 from te_jax.fp8 import DenseMetas, current_recipe
 from te_jax.layers import QuantizedKernel, quantize_kernel
 from te_jax.layers._fp8 import Accumulator
-from te_jax.layers.kernel import check_quantized
-from te_jax.recipe import Float8CurrentScaling, Recipe
+from te_jax.layers.kernel import check_quantized, turned
+from te_jax.layers.parameters import map_kernels, of_parameters
 
 KERNEL_COLLECTION = "fp8_kernels"
 _WAY_OUT = "make the collection anew under this recipe, by te_jax.flax.fp8_kernels, or leave it out"
 WGRAD_COLLECTION = "wgrads"
-_CACHE, _INFERENCE, _PARAMETERS, _WGRADS = "cache", "inference", "parameters", "wgrads"
+_CACHE, _INFERENCE, _WGRADS = "cache", "inference", "wgrads"
+_PARAMETERS, _BOTH_LAYOUTS = "parameters", "parameters in both layouts"
 
 # What modules are to put into the collection, for whom. No matter of the collection being mutable alone: with
 # `mutable=True`, as for batch statistics, it would come back, and be passed on to the next step's other parameters.
@@ -33,7 +34,8 @@ def kernel_operand(module: nn.Module, name: str, kernel, contract: int, metas: D
     Raises ValueError for an entry that the recipe in force does not read so, or of a kernel of another shape.
     """
     recipe = recipe_of(module)
-    if recipe is None or isinstance(kernel, QuantizedKernel) or not module.has_variable("params", name):
+    in_fp8 = isinstance(kernel, QuantizedKernel)
+    if recipe is None or not module.has_variable("params", name) or (in_fp8 and _making.value not in (None, _WGRADS)):
         return kernel
     collection = _collection(_making.value)
     what = f"{describe(module)}: {collection} entry {name}"
@@ -45,8 +47,8 @@ def kernel_operand(module: nn.Module, name: str, kernel, contract: int, metas: D
             )
         _make(module, name, kernel, contract, metas, recipe, what)
         return kernel
-    entry = None
-    if module.has_variable(KERNEL_COLLECTION, name):
+    entry = kernel if in_fp8 else None
+    if not in_fp8 and module.has_variable(KERNEL_COLLECTION, name):
         entry = nn.meta.unbox(module.get_variable(KERNEL_COLLECTION, name))
         check_quantized(what, entry, kernel.shape, contract, recipe, _WAY_OUT)
         entry = entry.with_wide(kernel)
@@ -67,27 +69,20 @@ def _collection(purpose: str | None) -> str:
 
 def _make(module, name, kernel, contract, metas, recipe, what):
     if _making.value == _WGRADS:
+        kernel = kernel.dequantize() if isinstance(kernel, QuantizedKernel) else kernel
         zeros = jnp.zeros_like(kernel, jnp.float32)
         module.put_variable(WGRAD_COLLECTION, name, Accumulator(zeros, jnp.zeros(())))
         return
     meta = metas and metas.kernel._replace(amax=metas.kernel.scale)  # the token of one that is not probed
-    if _making.value == _PARAMETERS:
-        recipe, meta = _of_parameters(recipe), None
-    gradients = _making.value == _CACHE
+    of_params = _making.value in (_PARAMETERS, _BOTH_LAYOUTS)
+    if of_params:
+        recipe, meta = of_parameters(recipe), None
+    gradients = _making.value in (_CACHE, _BOTH_LAYOUTS)
     q = quantize_kernel(kernel, recipe=recipe, contract=contract, meta=meta, gradients=gradients, name=what)
-    if _making.value == _PARAMETERS:
+    if of_params:
         q = replace(q, tensor=q.tensor._replace(amax=None))  # nobody will ask
     if not q.empty:
         module.put_variable(KERNEL_COLLECTION, name, q)
-
-
-def _of_parameters(recipe: Recipe) -> Recipe:
-    """The recipe by which parameters are quantized for good. Scales of delayed scaling are those of steps to come: it
-    takes that of the parameter itself."""
-    if not recipe.has_state:
-        return recipe
-    shared = {name: getattr(recipe, name) for name in ("fp8_format", "override_linear_precision")}
-    return Float8CurrentScaling(**shared)
 
 
 def _made(what: str, purpose: str, model, variables, args, kwargs) -> dict:
@@ -150,20 +145,26 @@ def wgrads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> d
     return dict(_made("te_jax.flax.wgrads", _WGRADS, model, variables, args, kwargs))
 
 
-def fp8_params(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> dict:
+def fp8_params(model: nn.Module, variables: Mapping[str, Any], *args, gradients: bool = False, **kwargs) -> dict:
     """`variables` with a QuantizedKernel in the place of each kernel that a module multiplies in FP8: half the bytes of
-    bf16. For inference, and for training of the other parameters (`split_lora`).
+    bf16.
 
         variables = te_flax.fp8_params(model, {"params": restored, **fp8}, x)
 
-    One layout is kept, that of fprop; scales are those of the recipe in force, of the kernel's own amax where that has
-    state. There is no master copy: to differentiate such a kernel is a ValueError. Under MXFP8, whose other layout
-    cannot be made of the one, a backward pass needs a recipe without dgrad in FP8. Modules whose parameters
-    `nn.map_variables` changes on the way have to be in the recipe's `exclude`. Boxes of logical axes stay, around
-    `data_t` in the order of its axes. The rest is as in `fp8_kernels`. Call it under `jax.jit` with the initialisation
-    or the restoring of arrays that need not exist in whole; `fp8_model_init` does so.
+    For inference; for training of the other parameters (`split_lora`); and for training of these, by
+    `te_jax.value_and_grad` (to `jax.grad` they are constants), with `te_jax.optim.master_weights` for their masters.
+
+    gradients: True: both layouts are kept, 2 bytes a number. A backward pass under MXFP8, whose other layout cannot be
+               made of the one, needs that, or a recipe without dgrad in FP8. False: that of fprop alone, which is
+               transposed for dgrad.
+
+    Scales are those of the recipe in force, of the kernel's own amax where that has state, which then stays as it is.
+    Modules whose parameters `nn.map_variables` changes on the way have to be in the recipe's `exclude`. Boxes of
+    logical axes stay, around the data in the order of its axes. The rest is as in `fp8_kernels`. Call it under
+    `jax.jit` with the initialisation or the restoring of arrays that need not exist in whole; `fp8_model_init` does so.
     """
-    made = _made("te_jax.flax.fp8_params", _PARAMETERS, model, variables, args, kwargs)[KERNEL_COLLECTION]
+    purpose = _BOTH_LAYOUTS if gradients else _PARAMETERS
+    made = _made("te_jax.flax.fp8_params", purpose, model, variables, args, kwargs)[KERNEL_COLLECTION]
     params = flatten_dict(variables["params"])
     for path, q in flatten_dict(made).items():
         params[path] = _boxed(q, params[path])
@@ -174,21 +175,25 @@ def _boxed(q: QuantizedKernel, kernel):
     """`q` with its data in a box as that of `kernel`, if it has one."""
     if not isinstance(kernel, nn.Partitioned):
         return q
-    names = kernel.names
-    lead = len(names) - q.contract - q.features
-    flipped = names[:lead] + names[lead + q.contract :] + names[lead : lead + q.contract]
-    return replace(q, tensor=q.tensor._replace(data_t=kernel.replace(value=q.tensor.data_t, names=flipped)))
+    names = turned(kernel.names, q.contract, q.features)
+    data = {"data_t": kernel.replace(value=q.tensor.data_t, names=names)}
+    if q.tensor.data is not None:
+        data["data"] = kernel.replace(value=q.tensor.data)
+    return replace(q, tensor=q.tensor._replace(**data))
 
 
 def dequantize_params(params):
     """A tree with each QuantizedKernel in it as an array again, of the dtype that it had before `fp8_params`; boxes of
     logical axes are gone from these."""
-    is_one = lambda leaf: isinstance(leaf, QuantizedKernel)
-    return jax.tree.map(lambda leaf: nn.meta.unbox(leaf).dequantize() if is_one(leaf) else leaf, params, is_leaf=is_one)
+    return map_kernels(lambda q: nn.meta.unbox(q).dequantize(), params)
 
 
-def fp8_model_init(model: nn.Module, rngs, *args, **kwargs) -> dict:
+def fp8_model_init(model: nn.Module, rngs, *args, gradients: bool = False, **kwargs) -> dict:
     """`model.init(rngs, *args, **kwargs)` by one compiled program, with kernels as `fp8_params` makes them: in other
     dtypes they exist within it alone."""
-    init = lambda rngs: fp8_params(model, model.init(rngs, *args, **kwargs), *args, rngs=rngs, **kwargs)
+
+    def init(rngs):
+        variables = model.init(rngs, *args, **kwargs)
+        return fp8_params(model, variables, *args, gradients=gradients, rngs=rngs, **kwargs)
+
     return jax.jit(init)(rngs)

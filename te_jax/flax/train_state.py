@@ -15,6 +15,9 @@ from te_jax.combine import max_fp8_metas, value_and_grad
 from te_jax.flax._common import join_trees, split_tree
 from te_jax.flax.kernels import WGRAD_COLLECTION
 from te_jax.fp8 import FP8_COLLECTION, current_recipe, direction_of, map_tensors, update_fp8_metas
+from te_jax.layers.parameters import has_kernels, slots
+from te_jax.optim import apply_updates, beside
+from te_jax.optim.master import check_masters
 
 
 class TrainState(train_state.TrainState):
@@ -35,6 +38,8 @@ class TrainState(train_state.TrainState):
 
     Only `params` go through `tx`, so no clipping, decay or moment sees a scale, and the optimizer's state is the same
     with FP8 and without: `with_fp8` makes an FP8 state of a bf16 one, and the other way round.
+
+    Parameters that live in FP8 (`fp8_params`) are trained with `tx=te_jax.optim.master_weights(...)`.
     """
 
     fp8: Mapping[str, Any]  # {"fp8_metas": scales and amax histories, f32}; {} without FP8
@@ -42,20 +47,27 @@ class TrainState(train_state.TrainState):
     collections: Mapping[str, Any]  # the others, as batch_stats, by name
 
     @classmethod
-    def create(cls, *, apply_fn: Callable, params, tx, collections: Mapping[str, Any] | None = None, **kwargs):
+    def create(
+        cls, *, apply_fn: Callable, params, tx, collections: Mapping[str, Any] | None = None, masters=None, **kwargs
+    ):
         """The state before the first step.
 
         collections: all that `init` returned beside `params`, by name; `fp8_metas` among them becomes `fp8`.
+        masters:     what `fp8_params` made `params` of, to start from; else their dequantized values are.
         kwargs:      fields of a subclass.
 
-        Raises ValueError if `tx` holds more than one `optax.MultiSteps`.
+        Raises ValueError if `tx` holds more than one `optax.MultiSteps`, and for parameters in FP8 if it is not
+        `te_jax.optim.master_weights`.
         """
         fp8, others = {}, {}
         for name, collection in (collections or {}).items():
             (fp8 if name == FP8_COLLECTION else others)[name] = collection
-        fields = dict(apply_fn=apply_fn, params=params, tx=tx, fp8={}, fp8_microbatch={}, collections=others)
+        start = params if masters is None else beside(params, masters)
+        fields = dict(apply_fn=apply_fn, params=start, tx=tx, fp8={}, fp8_microbatch={}, collections=others)
         state = super().create(**fields, **kwargs).with_fp8(fp8)
-        return state.replace(step=jnp.zeros((), jnp.int32))  # a Python int would be traced twice
+        state = state.replace(params=params, step=jnp.zeros((), jnp.int32))  # a Python int would be traced twice
+        check_masters("TrainState.create", params, state.opt_state)
+        return state
 
     def with_fp8(self, fp8: Mapping[str, Any]) -> "TrainState":
         """The state with other FP8 state: {} for bf16, {"fp8_metas": ...} of a fresh state for FP8, or
@@ -100,9 +112,15 @@ class TrainState(train_state.TrainState):
         if self.fp8:
             new = map_tensors(_plausible, fp8[FP8_COLLECTION], self.fp8[FP8_COLLECTION])
             fp8 = update_fp8_metas({FP8_COLLECTION: new})
-        tx = self.tx
-        bound = self.replace(tx=optax.GradientTransformation(tx.init, partial(tx.update, **(tx_args or {}))))
-        state = super(TrainState, bound).apply_gradients(grads=grads, **kwargs).replace(tx=tx)
+        update = partial(self.tx.update, **(tx_args or {}))
+        if has_kernels(self.params):
+            check_masters("TrainState.apply_gradients", self.params, self.opt_state)
+            updates, opt_state = update(grads, self.opt_state, self.params)
+            params = apply_updates(self.params, updates)
+            state = self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
+        else:
+            bound = self.replace(tx=optax.GradientTransformation(self.tx.init, update))
+            state = super(TrainState, bound).apply_gradients(grads=grads, **kwargs).replace(tx=self.tx)
         before, after = _multi_steps(self.opt_state), _multi_steps(state.opt_state)
         if not self.fp8 or before is None:
             return state.replace(fp8=fp8)
@@ -116,7 +134,7 @@ class TrainState(train_state.TrainState):
 
     def _checked(self, grads):
         """(gradient of params, next fp8) in the containers of `self.fp8`."""
-        if not self.fp8 and jax.tree.structure(grads) == jax.tree.structure(self.params):
+        if not self.fp8 and jax.tree.structure(grads) == jax.tree.structure(jax.eval_shape(slots, self.params)):
             return grads, {}
         if not (isinstance(grads, tuple) and len(grads) == 2 and isinstance(grads[1], Mapping)):
             raise TypeError(
@@ -165,12 +183,13 @@ class TrainState(train_state.TrainState):
             uses = {path: entry.uses for path, entry in flatten_dict(wgrads).items()}
             return (total, wgrads), (loss, fp8, uses)
 
-        start = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), params)
+        like = slots(self.params)
+        start = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), slots(params))
         (total, wgrads), (losses, fp8, uses) = lax.scan(body, (start, wgrads), microbatches)
         sums = {path[1:]: _once(entry.grad, uses[path]) for path, entry in flatten_dict(wgrads).items()}
         leaves = jax.tree.leaves(whole(unflatten_dict(sums), total))
-        total = jax.tree.unflatten(jax.tree.structure(self.params), leaves)
-        mean = jax.tree.map(lambda t, p: (t / losses.shape[0]).astype(p.dtype), total, self.params)
+        total = jax.tree.unflatten(jax.tree.structure(like), leaves)
+        mean = jax.tree.map(lambda t, p: (t / losses.shape[0]).astype(p.dtype), total, like)
         return jnp.mean(losses), (mean, max_fp8_metas(self.fp8, fp8))
 
     def _check_wgrads(self, wgrads):

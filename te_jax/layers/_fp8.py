@@ -98,8 +98,8 @@ class Fp8Tensor(NamedTuple):
         if lacks and self.in_rows:
             raise ValueError(
                 "te_jax.layers: an MXFP8 kernel holds one layout, and its blocks of 1 x 32 are not those of the other, "
-                "which a backward pass reads; quantize it with gradients=True, or, of parameters in FP8, take dgrad "
-                "out of FP8: override_linear_precision=(False, True, False)."
+                "which a backward pass reads; quantize it with gradients=True, or take dgrad out of FP8: "
+                "override_linear_precision=(False, True, False)."
             )
         if use.data and self.data is None:
             back = self.data_t.ndim - split

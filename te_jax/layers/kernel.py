@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,12 @@ WAY_OUT = (
 )
 
 
+class GradientSlot(NamedTuple):
+    """In the place of a kernel's array: where the gradient of one that lives in FP8 goes."""
+
+    array: jax.Array  # [*C, *F] of the kernel's dtype; nothing reads its values
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=("tensor",), meta_fields=("contract", "features", "dtype"))
 @dataclass(frozen=True)
 class QuantizedKernel:
@@ -30,8 +37,9 @@ class QuantizedKernel:
 
     `dense`, `layernorm_dense` and `layernorm_mlp` take it in the place of the kernel. Beside the array that it was made
     of (`with_wide`) it saves quantizing: results, gradients and FP8 state are those of the array, bit for bit, and
-    that has the gradient. Without, it is all there is of the kernel: not to be differentiated, its FP8 state stays as
-    it is, and what does not multiply in FP8 reads its dequantized values. A layout that a layer reads and that is not
+    that has the gradient. Without, it is all there is of the kernel: its FP8 state stays as it is, and what does not
+    multiply in FP8 reads its dequantized values. `te_jax.value_and_grad` has a gradient of it, an array [*C, *F] of
+    `dtype`, by a `GradientSlot` beside it; for `jax.grad` it is a constant. A layout that a layer reads and that is not
     there is transposed from the other.
 
     A pytree; leaves may have more axes in front, as `nn.scan` and `nn.vmap` stack them.
@@ -52,21 +60,19 @@ class QuantizedKernel:
         """That of the kernel, [*C, *F] behind the axes of a stack."""
         if self.tensor.data is not None:
             return self.tensor.data.shape
-        flipped = self.tensor.data_t.shape
-        lead = len(flipped) - self.contract - self.features
-        return flipped[:lead] + flipped[lead + self.features :] + flipped[lead : lead + self.features]
+        return turned(self.tensor.data_t.shape, self.features, self.contract)
 
     @property
     def empty(self) -> bool:
         """Whether nothing is in FP8, as under a recipe that takes fprop and dgrad out of it."""
         return self.tensor.data is None and self.tensor.data_t is None
 
-    def with_wide(self, wide: jax.Array | None) -> "QuantizedKernel":
-        """The same beside the array that it was made of, or without one."""
+    def with_wide(self, wide: jax.Array | GradientSlot | None) -> "QuantizedKernel":
+        """The same beside the array that it was made of, beside a slot for its gradient, or without either."""
         return replace(self, tensor=self.tensor._replace(wide=wide))
 
     def with_accumulator(self, onto: Accumulator | None) -> "QuantizedKernel":
-        """The same, beside its array, with a gradient that is added onto another in the wgrad GEMM: see `wgrads`."""
+        """The same with a gradient that is added onto another in the wgrad GEMM: see `wgrads`."""
         return replace(self, tensor=self.tensor._replace(onto=onto))
 
     @classmethod
@@ -75,9 +81,11 @@ class QuantizedKernel:
         return cls(Fp8Tensor(wide=wide), contract, wide.ndim - contract, wide.dtype)
 
     def dequantize(self) -> jax.Array:
-        """[*C, *F] of `dtype`: data * scale_inv in f32, rounded once."""
+        """[*C, *F] of `dtype`: data * scale_inv in f32, rounded once. The gradient goes to the slot that is there."""
         if self.ndim > self.contract + self.features:
             return jax.vmap(QuantizedKernel.dequantize)(self)
+        if isinstance(self.tensor.wide, GradientSlot):
+            return _with_gradient(lax.stop_gradient(self.with_wide(None).dequantize()), self.tensor.wide.array)
         if self.tensor.in_rows:
             return self._dequantized_rows().astype(self.dtype)
         data, scale = self.tensor.read(Uses(True, False, False), self.contract).rows
@@ -91,6 +99,21 @@ class QuantizedKernel:
         if t.data_t is None:
             return dequantized(*t.rows, self.features, MX_BLOCK)
         return transpose(dequantized(*t.columns, self.contract, MX_BLOCK), self.features)
+
+
+@jax.custom_vjp
+def _with_gradient(values, slot):
+    """`values`, whose gradient is that of `slot`, of the same type."""
+    return values
+
+
+_with_gradient.defvjp(lambda values, slot: (values, None), lambda _, g: (None, g))
+
+
+def turned(axes: tuple, first: int, second: int) -> tuple:
+    """What an array has of each axis, [..., *first, *second] -> [..., *second, *first], by their numbers."""
+    lead = len(axes) - first - second
+    return axes[:lead] + axes[lead + first :] + axes[lead : lead + first]
 
 
 def quantize_kernel(
@@ -116,12 +139,16 @@ def quantize_kernel(
     if not 1 <= contract < kernel.ndim + (not recipe.block_scaled):
         raise ValueError(f"{name}: contract is {contract}, but kernel has {kernel.ndim} axes; use fewer.")
     fp8.check_metas(name, "meta", meta, recipe, "pass one")
-    kernel, meta = lax.stop_gradient(kernel), lax.stop_gradient(meta)
+    use = _fp8.uses(recipe, train=gradients, wgrad=False)["kernel"]
+    made = quantized(*lax.stop_gradient((kernel, meta)), use._replace(wide=False), recipe, contract)
+    return QuantizedKernel(made, contract, kernel.ndim - contract, kernel.dtype)
+
+
+def quantized(kernel: jax.Array, meta, use: Uses, recipe: Recipe, contract: int) -> Fp8Tensor:
+    """The tensor of a QuantizedKernel, in the layouts that `use` says."""
     features = kernel.ndim - contract
     config = Config(recipe, contract, features, None, jax.typeof(kernel), stage_axes=stage_axes())
-    use = _fp8.uses(recipe, train=gradients, wgrad=False)["kernel"]
-    made = _fp8.quantize_kernel(kernel, meta, use._replace(wide=False), config)
-    return QuantizedKernel(made, contract, features, kernel.dtype)
+    return _fp8.quantize_kernel(kernel, meta, use, config)
 
 
 def check_quantized(what: str, q: QuantizedKernel, shape, contract: int, recipe: Recipe, way_out: str = WAY_OUT):
@@ -145,17 +172,18 @@ def check_quantized(what: str, q: QuantizedKernel, shape, contract: int, recipe:
 def taken(name: str, kernel, contract: int, recipe: Recipe | None):
     """A layer's kernel, which may be a QuantizedKernel: the array, or an Fp8Tensor that has `wide`.
 
-    Raises ValueError, naming the layer, for one of another form than the recipe reads, and where it is differentiated.
+    Raises ValueError, naming the layer, for one of another form than the recipe reads, and where what it has in FP8 is
+    differentiated.
     """
     if not isinstance(kernel, QuantizedKernel):
         return kernel
     wide, onto = kernel.tensor.wide, kernel.tensor.onto
-    if onto is not None and (recipe is None or wide is None):
-        lacks = "a recipe" if recipe is None else "an array"
-        raise ValueError(f"{name}: kernel has an accumulator, but {lacks} it lacks; leave out the collection wgrads.")
+    slot, wide = (wide, None) if isinstance(wide, GradientSlot) else (None, wide)
+    if onto is not None and recipe is None:
+        raise ValueError(f"{name}: kernel has an accumulator, but no recipe; leave out the collection wgrads.")
     amax = None if wide is None else kernel.tensor.amax  # else it is none of this step's
     kernel = replace(kernel, tensor=_constant(kernel.tensor._replace(wide=None, onto=None, amax=amax), name))
-    wide = lax.stop_gradient(kernel.dequantize()) if wide is None else wide
+    wide = kernel.with_wide(slot).dequantize() if wide is None else wide
     if recipe is None:
         return wide
     if onto is None or not kernel.empty:
@@ -176,9 +204,9 @@ def _checked(tensor, name):
 def _refuse(name, primals, tangents):
     if any(not isinstance(t, SymbolicZero) for t in jax.tree.leaves(tangents)):
         raise ValueError(
-            f"{name}: a kernel that lives in FP8, or its copy in FP8, is differentiated, but it is a constant; leave "
-            "it out of the arguments that the gradient is with respect to (te_jax.flax.split_lora does), or keep the "
-            "parameters in f32 or bf16."
+            f"{name}: a kernel that lives in FP8, or its copy in FP8, is differentiated, but it is a constant to "
+            "jax.grad; te_jax.value_and_grad gives parameters in FP8 a gradient. Or leave it out of the arguments that "
+            "the gradient is with respect to (te_jax.flax.split_lora does)."
         )
     return primals[0], tangents[0]
 

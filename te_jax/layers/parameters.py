@@ -1,0 +1,101 @@
+"""Kernels that live in FP8 and are trained: where their gradient goes, and how they follow a master copy.
+
+A tree of parameters holds a QuantizedKernel in the place of an array; boxes of logical axes (Flax's `Partitioned`) may
+be around its data. Its array, where one stands for it, is in a box with the names in the array's order.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from te_jax.layers._fp8 import Uses
+from te_jax.layers.kernel import GradientSlot, QuantizedKernel, check_quantized, quantized, turned
+from te_jax.recipe import Float8CurrentScaling, Recipe
+
+
+def _second(_, other):
+    return other
+
+
+def is_kernel(leaf) -> bool:
+    """Whether it is a QuantizedKernel, for `is_leaf`."""
+    return isinstance(leaf, QuantizedKernel)
+
+
+def has_kernels(params) -> bool:
+    """Whether a tree holds a QuantizedKernel."""
+    return any(map(is_kernel, jax.tree.leaves(params, is_leaf=is_kernel)))
+
+
+def map_kernels(of_kernels, params, *rest, of_others=lambda leaf, *more: leaf):
+    """`jax.tree.map` over trees of parameters, by one function at QuantizedKernels of the first and by another at
+    arrays, or the boxes around them."""
+    at = lambda leaf, *more: (of_kernels if is_kernel(leaf) else of_others)(leaf, *more)
+    return jax.tree.map(at, params, *rest, is_leaf=lambda node: is_kernel(node) or _is_box(node))
+
+
+def of_parameters(recipe: Recipe) -> Recipe:
+    """The recipe by which parameters are quantized. Scales of delayed scaling are those of steps to come: a parameter
+    has that of its own amax."""
+    if not recipe.has_state:
+        return recipe
+    shared = {name: getattr(recipe, name) for name in ("fp8_format", "override_linear_precision")}
+    return Float8CurrentScaling(**shared)
+
+
+def _is_box(leaf) -> bool:
+    return hasattr(leaf, "names") and hasattr(leaf, "unbox")  # Flax takes a second to import
+
+
+def unboxed(tree):
+    """`tree` without boxes of logical axes."""
+    return jax.tree.map(lambda leaf: leaf.unbox(False) if _is_box(leaf) else leaf, tree, is_leaf=_is_box)
+
+
+def array_of(q: QuantizedKernel, array: jax.Array):
+    """`array` [..., *C, *F] in a box as that of `q`, if it has one."""
+    box = q.tensor.data if q.tensor.data_t is None else q.tensor.data_t
+    if not _is_box(box):
+        return array
+    names = box.names if q.tensor.data_t is None else turned(box.names, q.features, q.contract)
+    return box.replace(value=array, names=names)
+
+
+def dequantized(q: QuantizedKernel):
+    """Its values in f32, [..., *C, *F]."""
+    return array_of(q, replace(unboxed(q), dtype=jnp.dtype(jnp.float32)).dequantize())
+
+
+def with_arrays(params, arrays):
+    """`params` with what `arrays` has in the place of each QuantizedKernel."""
+    return map_kernels(_second, params, arrays)
+
+
+def slots(params):
+    """`params` with zeros [..., *C, *F] of its dtype in the place of each QuantizedKernel: the form of the gradient."""
+    return map_kernels(lambda q: array_of(q, jnp.zeros_like(unboxed(q).dequantize())), params)
+
+
+def with_slots(params, arrays):
+    """`arrays`, of `slots`, with the QuantizedKernels of `params` in their places again, whose gradients go to them.
+    Nothing reads the values that stood there."""
+    return map_kernels(lambda q, array: q.with_wide(GradientSlot(array)), params, arrays, of_others=_second)
+
+
+def requantized(q: QuantizedKernel, array, recipe: Recipe, what: str) -> QuantizedKernel:
+    """`array` [..., *C, *F] in the place of `q`: with its layouts, dtype and boxes, quantized as `recipe`, which is one
+    of `of_parameters`, quantizes a kernel.
+
+    Raises ValueError, naming `what`, if `recipe` is of another form than `q`.
+    """
+
+    def one(q, array):
+        if q.ndim > q.contract + q.features:
+            return jax.vmap(one)(q, array)
+        check_quantized(what, q, q.shape, q.contract, recipe)
+        use = Uses(q.tensor.data is not None, q.tensor.data_t is not None, False)
+        return replace(q, tensor=quantized(array, None, use, recipe, q.contract))
+
+    new = one(unboxed(q), unboxed(array))
+    return jax.tree.map(lambda old, new: old.replace(value=new) if _is_box(old) else new, q, new, is_leaf=_is_box)

@@ -1,0 +1,10 @@
+"""Optimizers (optax) around FP8: moments that are stored in it, and masters of parameters that live in it."""
+
+from te_jax.optim.adam import AdamFp8State as AdamFp8State
+from te_jax.optim.adam import adamw_fp8 as adamw_fp8
+from te_jax.optim.adam import scale_by_adam_fp8 as scale_by_adam_fp8
+from te_jax.optim.adam import state_sharding as state_sharding
+from te_jax.optim.master import MasterWeightsState as MasterWeightsState
+from te_jax.optim.master import apply_updates as apply_updates
+from te_jax.optim.master import beside as beside
+from te_jax.optim.master import master_weights as master_weights
