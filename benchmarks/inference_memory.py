@@ -2,8 +2,8 @@
 
     python benchmarks/inference_memory.py --out memory.json
 
-Each in a process of its own, for the GPU's allocator tells the most that a process ever held: the parameters after
-loading, and the peak of forward passes over one row of tokens.
+Each in a process of its own, whose allocator holds nothing else: the parameters after loading, as it counts them, and
+the peak of a forward pass over one row of tokens, as XLA counts it for the compiled program.
 """
 
 import argparse
@@ -51,7 +51,8 @@ class _Layer(nn.Module):
 
 
 def measured(way: str, layers: int, hidden: int, tokens: int) -> dict:
-    """Bytes of the parameters, by their sizes and as the device holds them, and the peak of five forward passes."""
+    """Bytes of the parameters, by their sizes and as the device's allocator counts them (None on a CPU), and the peak
+    of a forward pass by XLA's analysis."""
     axes = dict.fromkeys(("params", "fp8_kernels"), 0)
     boxes = {nn.PARTITION_NAME: None}
     scanned = nn.scan(_Layer, variable_axes=axes, split_rngs={"params": True}, length=layers, metadata_params=boxes)

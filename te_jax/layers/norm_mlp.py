@@ -62,7 +62,7 @@ def layernorm_mlp(
                  is added in the GEMM, before it rounds.
     recipe:      None for plain JAX in x's type, else a recipe, and if it has state `metas` of wi and of wo. The norm's
                  output, the activation and the gradient of its input are quantized from f32, without being written in
-                 x's type.
+                 x's type; under a recipe of block scales they are rounded to it first, and the norm is written.
     checkpoint:  name of the quantized residuals, for `jax.checkpoint` policies; middle_name: of the activation's input.
     middle_axes: logical axes [*B, F] that the activation's output is constrained to; under FP8 its input is, and the
                  gradient of its output.
