@@ -36,6 +36,7 @@ _CALLS = {
     "te_norm_bwd": "norm backward",
     "te_activation_fwd": "activation forward",
     "te_activation_bwd": "activation backward",
+    "te_norm_block_fwd": "norm forward",
     "te_activation_block_fwd": "activation forward",
     "te_activation_block_bwd": "activation backward",
     "te_quantize": "quantize",

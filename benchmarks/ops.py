@@ -22,6 +22,7 @@ from te_jax.ops import norm as norm_op
 from te_jax.ops.attention import dot_product_attention
 from te_jax.ops.gemm import gemm
 from te_jax.ops.gemm_block import gemm_block
+from te_jax.ops.norm_block import norm_block_fwd
 from te_jax.ops.quantize import quantize
 from te_jax.ops.quantize_block import quantize_block
 from te_jax.ops.rope import rope
@@ -352,6 +353,20 @@ def _norm_to_fp8(kind, shape, reference, backward):
     return compiled(both if backward else forward, sets(inputs))
 
 
+def _norm_block(kind, shape):
+    """Forward, with a scale for each block of 1 x 128."""
+    stats = ("rstd",) if kind == "rmsnorm" else ("mean", "rstd")
+    outputs = ("data", "data_t", "scale_inv", "scale_inv_t", *stats)
+    attrs = dict(eps=1e-6, rms=kind == "rmsnorm", zero_centered=False, dtype=E4M3, power_2=True, epsilon=0.0)
+    fn = lambda x, gamma, beta=None: norm_block_fwd(x, gamma, beta, outputs=outputs, **attrs)
+
+    def inputs(seed):
+        x, weights, _ = _norm_operands(kind, shape, 4 * seed)
+        return x, *weights
+
+    return compiled(fn, sets(inputs))
+
+
 def _norms(shapes) -> Iterator[Case]:
     for shape in shapes:
         for kind in ("layernorm", "rmsnorm"):
@@ -359,9 +374,10 @@ def _norms(shapes) -> Iterator[Case]:
             for impl in ("te_jax", "flax"):
                 yield Case(f"{name} fwd", impl, partial(_norm, kind, shape, impl, False), bytes=4 * size)
                 yield Case(f"{name} fwd+bwd", impl, partial(_norm, kind, shape, impl, True), bytes=10 * size)
+            fp8_name = f"{kind} to fp8, both layouts {_by(*shape)}"
+            yield Case(fp8_name, "te_jax, 1x128", partial(_norm_block, kind, shape), bytes=4 * size)
             for impl in ("te_jax", "xla"):
                 build = partial(_norm_to_fp8, kind, shape, impl == "xla")
-                fp8_name = f"{kind} to fp8, both layouts {_by(*shape)}"
                 yield Case(fp8_name, impl, partial(build, False), bytes=4 * size)
                 yield Case(f"{fp8_name} fwd+bwd", impl, partial(build, True), bytes=10 * size)
 

@@ -1,7 +1,7 @@
 // To FP8 with a scale for each block of 128: one reading of the sources writes data [m, p, n, q] and data_t
-// [n, q, m, p], each with the scales of its own blocks, and the column sums. What te_quantize_block and
-// te_activation_block_* share. Blocks are 1 x 128 along q in data and along p in data_t, or 128 x 128 in
-// both; the last along an axis may be cut.
+// [n, q, m, p], each with the scales of its own blocks, and the column sums. What te_quantize_block,
+// te_activation_block_* and te_norm_block_fwd share. Blocks are 1 x 128 along q in data and along p in
+// data_t, or 128 x 128 in both; the last along an axis may be cut.
 //
 // A CTA has one tile of 128 x 128, so every block is in one CTA. A thread keeps its 4 rows of 8 columns in
 // registers, in the type T of the source, until the amaxes are known: those of rows by shuffles, for a row
@@ -305,14 +305,14 @@ __device__ __forceinline__ void WriteBlocks(const Vec<T, 8> (&x)[kBlockRows], co
 //             row: of m and p; column: of n and q, or of q with kSlots of n; zeros outside give values of
 //             zero
 //   Results(Raw, Vec<Type, 8> (&)[kSlots])
-// kVectors: q % 8 == 0, and rows of the sources and of data are aligned.
-template <typename Source, bool kVectors, bool kSquare>
-__global__ void __launch_bounds__(kBlockThreads, Source::kCtas)
-    BlockKernel(const Source source, const BlockArgs a) {
+//   Await(row0, rows) if there: called once by all threads, behind the first Loads and before any Results
+// band: a row of tiles; strip: of its tiles with kSlots results each. kVectors: q % 8 == 0, and rows of the
+// sources and of data are aligned.
+template <bool kVectors, bool kSquare, typename Source>
+__device__ __forceinline__ void WriteBlockTile(const Source& source, const BlockArgs& a, unsigned band,
+                                               unsigned strip, BlockShared& shared) {
   constexpr int kSlots = Source::kSlots, kInFlight = Source::kInFlight;
-  __shared__ BlockShared shared;
-  const unsigned strips = a.n / kSlots * a.qs, strip = blockIdx.x % strips, slot = strip / a.qs * kSlots;
-  const unsigned band = blockIdx.x / strips, row = band % a.ps * kBlock, column = strip % a.qs * kBlock;
+  const unsigned slot = strip / a.qs * kSlots, row = band % a.ps * kBlock, column = strip % a.qs * kBlock;
   BlockPlace at;
   at.band = band, at.strip = slot * a.qs + strip % a.qs;
   at.row = band / a.ps * a.p + row, at.column = slot * a.q + column;
@@ -326,6 +326,7 @@ __global__ void __launch_bounds__(kBlockThreads, Source::kCtas)
   typename Source::Raw raw[kInFlight];
 #pragma unroll
   for (int k = 0; k < kInFlight; ++k) raw[k] = load(k);
+  if constexpr (requires { source.Await(at.row, at.rows); }) source.Await(at.row, at.rows);
   Vec<typename Source::Type, 8> x[kSlots][kBlockRows];
 #pragma unroll
   for (int k = 0; k < kBlockRows; ++k) {
@@ -340,6 +341,15 @@ __global__ void __launch_bounds__(kBlockThreads, Source::kCtas)
     WriteBlocks<kVectors, kSquare>(x[s], at, a, shared);
 }
 
+// A CTA has one tile.
+template <typename Source, bool kVectors, bool kSquare>
+__global__ void __launch_bounds__(kBlockThreads, Source::kCtas)
+    BlockKernel(const Source source, const BlockArgs a) {
+  __shared__ BlockShared shared;
+  const unsigned strips = a.n / Source::kSlots * a.qs;
+  WriteBlockTile<kVectors, kSquare>(source, a, blockIdx.x / strips, blockIdx.x % strips, shared);
+}
+
 // The results of `op` for values [m, p, n, q], checked.
 inline ffi::Error GetBlockArgs(const char* op, int64_t m, int64_t p, int64_t n, int64_t q, Ret& data,
                                Ret& data_t, Ret& inv, Ret& inv_t, Ret* dbias, bool square, BlockArgs* out) {
@@ -352,17 +362,12 @@ inline ffi::Error GetBlockArgs(const char* op, int64_t m, int64_t p, int64_t n, 
   TE_CHECK(sized(data, all) && sized(data_t, all) && sized(inv, n * qs * m * (square ? ps : p)) &&
                sized(inv_t, m * ps * n * (square ? qs : q)) && (!dbias || sized(*dbias, m * ps * n * q)),
            "%s: the results do not go with [%ld, %ld, %ld, %ld]", op, long(m), long(p), long(n), long(q));
-  TE_CHECK(!Present(data) || !Present(data_t) || data->element_type() == data_t->element_type(),
-           "%s: data and data_t differ in type", op);
-  const auto type = Present(data)     ? data->element_type()
-                    : Present(data_t) ? data_t->element_type()
-                                      : ffi::F8E4M3FN;
-  TE_CHECK(type == ffi::F8E4M3FN || type == ffi::F8E5M2, "%s: data has dtype %d, not FP8", op, int(type));
   BlockArgs a{};
+  TE_TRY(IsE5M2(op, data, data_t, &a.e5m2));
   a.m = m, a.p = p, a.n = n, a.q = q, a.ps = ps, a.qs = qs;
   a.data = Data<uint8_t>(data), a.data_t = Data<uint8_t>(data_t);
   a.inv = Data<float>(inv), a.inv_t = Data<float>(inv_t), a.dbias = dbias ? Data<float>(*dbias) : nullptr;
-  a.e5m2 = type == ffi::F8E5M2, a.fp8_max = a.e5m2 ? 57344.f : 448.f;
+  a.fp8_max = a.e5m2 ? 57344.f : 448.f;
   TE_CHECK(Aligned(a.data_t), "%s: data_t is not aligned to 16 bytes", op);
   *out = a;
   return ffi::Error::Success();

@@ -127,6 +127,17 @@ __device__ __forceinline__ uint8_t Saturate(float f) {
   return __nv_cvt_float_to_fp8(f, __NV_SATFINITE, kInterpretation<Q>);
 }
 
+// Of the FP8 results of `op`, whether they are E5M2; E4M3 where neither is wanted.
+inline ffi::Error IsE5M2(const char* op, Ret& data, Ret& data_t, bool* out) {
+  TE_CHECK(!Present(data) || !Present(data_t) || data->element_type() == data_t->element_type(),
+           "%s: data and data_t differ in type", op);
+  const auto type = Present(data) ? data->element_type() : data_t->element_type();
+  TE_CHECK(!(Present(data) || Present(data_t)) || type == ffi::F8E4M3FN || type == ffi::F8E5M2,
+           "%s: data has dtype %d, not FP8", op, int(type));
+  *out = type == ffi::F8E5M2;
+  return ffi::Error::Success();
+}
+
 // 4 x 4 bytes: byte j of word i <-> byte i of word j.
 __device__ __forceinline__ void Transpose4x4(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
   const uint32_t ab_low = __byte_perm(a, b, 0x5140),

@@ -151,6 +151,12 @@ struct NormFwdArgs {
   int64_t rows, h;
   float eps;
   bool rms, zero_centered;
+
+  // Whether 8 neighbours of a row are one access.
+  bool vectors() const {
+    return h % 8 == 0 && Aligned(x) && Aligned(y) && Aligned(data) && Aligned(gamma.data) &&
+           Aligned(beta.data);
+  }
 };
 
 constexpr int kAmaxRows = 4;  // have a place at least
@@ -231,8 +237,41 @@ __device__ __forceinline__ void StoreRow(const NormFwdArgs& a, float (&y)[N], fl
     a.data[offset] = Saturate<Q>(y[0] * scale);
 }
 
-// norm_fwd_t.cu: with data_t. `type` is the FP8 type.
+// What all norms of `op` have: x [..., h] that is not empty, gamma, beta and the statistics, checked. The
+// rest of `out` is as it was made.
+inline ffi::Error GetNormFwdArgs(const char* op, const Arg& x, const Arg& gamma, const Arg& beta, Ret& mean,
+                                 Ret& rstd, double eps, bool rms, bool zero_centered, NormFwdArgs* out) {
+  TE_CHECK(x.dimensions().size() >= 1, "%s: x is a scalar, expected [..., h]", op);
+  const int64_t h = x.dimensions().back(), rows = x.element_count() / h;
+  TE_TRY(CheckWeights(Format("%s: gamma", op).c_str(), gamma));
+  TE_TRY(CheckWeights(Format("%s: beta", op).c_str(), beta));
+  const auto holds = [](const Arg& a, int64_t n) { return !Present(a) || int64_t(a.element_count()) == n; };
+  TE_CHECK(int64_t(gamma.element_count()) == h, "%s: gamma is %s, x is %s", op, Shape(gamma).c_str(),
+           Shape(x).c_str());
+  TE_CHECK(holds(beta, h), "%s: beta is %s, x is %s", op, Shape(beta).c_str(), Shape(x).c_str());
+  TE_CHECK(holds(*mean, rows) && !(rms && (Present(mean) || Present(beta))),
+           "%s: RMSNorm has no mean and no beta; mean is %s, x is %s", op, Shape(*mean).c_str(),
+           Shape(x).c_str());
+  TE_CHECK(int64_t(rstd->element_count()) == rows && rstd->element_type() == ffi::F32 &&
+               (!Present(mean) || mean->element_type() == ffi::F32),
+           "%s: rstd is %s, x is %s; statistics must be f32, one of a row", op, Shape(*rstd).c_str(),
+           Shape(x).c_str());
+  *out = {};
+  out->x = Data<void>(x), out->gamma = WeightsOf(gamma), out->beta = WeightsOf(beta);
+  out->mean = Data<float>(mean), out->rstd = Data<float>(rstd), out->rows = rows, out->h = h;
+  out->eps = float(eps), out->rms = rms, out->zero_centered = zero_centered;
+  return ffi::Error::Success();
+}
+
+// Those of rows without columns.
+inline ffi::Error UndefinedStats(cudaStream_t stream, Ret& mean, Ret& rstd) {
+  if (Present(mean)) TE_CUDA(cudaMemsetAsync(mean->untyped_data(), -1, mean->size_bytes(), stream));
+  if (Present(rstd)) TE_CUDA(cudaMemsetAsync(rstd->untyped_data(), -1, rstd->size_bytes(), stream));
+  return ffi::Error::Success();
+}
+
+// norm_fwd_t.cu: with data_t.
 ffi::Error LaunchNormFwdTransposed(cudaStream_t stream, const NormFwdArgs& args, ffi::DataType x_type,
-                                   ffi::DataType type, const Arg& workspace);
+                                   bool e5m2, const Arg& workspace);
 
 }  // namespace te

@@ -198,8 +198,7 @@ template <typename T, typename Q>
 ffi::Error LaunchRows(cudaStream_t stream, const NormFwdArgs& a) {
   Gpu gpu;
   TE_TRY(CurrentGpu(&gpu));
-  const bool vectors = a.h % 8 == 0 && Aligned(a.x) && Aligned(a.y) && Aligned(a.data) &&
-                       Aligned(a.gamma.data) && Aligned(a.beta.data);
+  const bool vectors = a.vectors();
   const int64_t vecs = (a.h + 7) / 8, bytes = gpu.shared_bytes - kStaticBytes;
   const auto cut = [&](int vecs_of_thread) {
     const int64_t x = (vecs + vecs_of_thread * 32 - 1) / (vecs_of_thread * 32) * 32,
@@ -234,31 +233,17 @@ ffi::Error LaunchRows(cudaStream_t stream, const NormFwdArgs& a) {
   return launch.template operator()<NormFwdRows<T, Q, 8>>();
 }
 
-// Every operand and result against x [rows, h].
-ffi::Error CheckNormFwd(int64_t rows, int64_t h, bool rms, Arg x, Arg gamma, Arg beta, Arg scale, Ret y,
-                        Ret data, Ret data_t, Ret mean, Ret rstd, Ret amax) {
-  const auto is_f32 = [](const Arg& a) { return !Present(a) || a.element_type() == ffi::F32; };
-  TE_TRY(CheckWeights("te_norm_fwd: gamma", gamma));
-  TE_TRY(CheckWeights("te_norm_fwd: beta", beta));
-  TE_CHECK(is_f32(*mean) && is_f32(*rstd) && is_f32(*amax), "te_norm_fwd: mean, rstd and amax must be f32");
+// The results that te_norm_fwd alone has, against x [rows, h].
+ffi::Error CheckResults(int64_t rows, int64_t h, Arg x, Arg scale, Ret y, Ret data, Ret data_t, Ret amax) {
   const auto holds = [](const Arg& a, int64_t n) { return !Present(a) || int64_t(a.element_count()) == n; };
-  TE_CHECK(int64_t(gamma.element_count()) == h, "te_norm_fwd: gamma is %s, x is %s", Shape(gamma).c_str(),
-           Shape(x).c_str());
-  TE_CHECK(holds(beta, h), "te_norm_fwd: beta is %s, x is %s", Shape(beta).c_str(), Shape(x).c_str());
+  TE_CHECK(!Present(amax) || amax->element_type() == ffi::F32, "te_norm_fwd: amax must be f32");
   TE_CHECK(holds(*y, rows * h) && (!Present(y) || y->element_type() == x.element_type()),
            "te_norm_fwd: y is %s, x is %s of another type or size", Shape(*y).c_str(), Shape(x).c_str());
   TE_CHECK(holds(*data, rows * h) && holds(*data_t, rows * h), "te_norm_fwd: data is %s, data_t %s, x %s",
            Shape(*data).c_str(), Shape(*data_t).c_str(), Shape(x).c_str());
-  TE_CHECK(!Present(data) || !Present(data_t) || data->element_type() == data_t->element_type(),
-           "te_norm_fwd: data and data_t differ in type");
   TE_CHECK(Present(scale) || !(Present(data) || Present(data_t)), "te_norm_fwd: FP8 results need a scale");
   TE_CHECK(!Present(scale) || (scale.element_type() == ffi::F32 && scale.element_count() == 1),
            "te_norm_fwd: scale must be f32 []");
-  TE_CHECK(holds(*mean, rows) && !(rms && (Present(mean) || Present(beta))),
-           "te_norm_fwd: RMSNorm has no mean and no beta; mean is %s, x is %s", Shape(*mean).c_str(),
-           Shape(x).c_str());
-  TE_CHECK(int64_t(rstd->element_count()) == rows, "te_norm_fwd: rstd is %s, x is %s", Shape(*rstd).c_str(),
-           Shape(x).c_str());
   TE_CHECK(holds(*amax, AmaxPlaces(rows, h)), "te_norm_fwd: partial amax is %s, expected %ld places",
            Shape(*amax).c_str(), long(AmaxPlaces(rows, h)));
   return ffi::Error::Success();
@@ -267,37 +252,22 @@ ffi::Error CheckNormFwd(int64_t rows, int64_t h, bool rms, Arg x, Arg gamma, Arg
 ffi::Error LaunchNormFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Arg scale, Ret y, Ret data,
                          Ret data_t, Ret mean, Ret rstd, Ret amax, Ret workspace, double eps, bool rms,
                          bool zero_centered) {
-  TE_CHECK(x.dimensions().size() >= 1, "te_norm_fwd: x is a scalar, expected [..., h]");
-  const int64_t h = x.dimensions().back(), rows = h ? x.element_count() / h : 0;
-  if (x.element_count() == 0) {  // the partial amax is there nevertheless; without columns, so are statistics
+  const char* op = "te_norm_fwd";
+  if (x.element_count() == 0) {  // the partial amax is there nevertheless
     TE_TRY(Zero(stream, {&*amax}));
-    if (Present(mean)) TE_CUDA(cudaMemsetAsync(mean->untyped_data(), -1, mean->size_bytes(), stream));
-    if (Present(rstd)) TE_CUDA(cudaMemsetAsync(rstd->untyped_data(), -1, rstd->size_bytes(), stream));
-    return ffi::Error::Success();
+    return UndefinedStats(stream, mean, rstd);
   }
-  TE_TRY(CheckNormFwd(rows, h, rms, x, gamma, beta, scale, y, data, data_t, mean, rstd, amax));
-  const NormFwdArgs args{Data<void>(x),
-                         WeightsOf(gamma),
-                         WeightsOf(beta),
-                         Data<float>(scale),
-                         Data<void>(y),
-                         Data<uint8_t>(data),
-                         Data<uint8_t>(data_t),
-                         Data<float>(mean),
-                         Data<float>(rstd),
-                         Data<float>(amax),
-                         rows,
-                         h,
-                         float(eps),
-                         rms,
-                         zero_centered};
-  const auto type = Present(data)     ? data->element_type()
-                    : Present(data_t) ? data_t->element_type()
-                                      : ffi::F8E4M3FN;
-  if (Present(data_t)) return LaunchNormFwdTransposed(stream, args, x.element_type(), type, *workspace);
+  NormFwdArgs args;
+  TE_TRY(GetNormFwdArgs(op, x, gamma, beta, mean, rstd, eps, rms, zero_centered, &args));
+  TE_TRY(CheckResults(args.rows, args.h, x, scale, y, data, data_t, amax));
+  bool e5m2;
+  TE_TRY(IsE5M2(op, data, data_t, &e5m2));
+  args.scale = Data<float>(scale), args.y = Data<void>(y), args.amax = Data<float>(amax);
+  args.data = Data<uint8_t>(data), args.data_t = Data<uint8_t>(data_t);
+  if (Present(data_t)) return LaunchNormFwdTransposed(stream, args, x.element_type(), e5m2, *workspace);
   return DispatchFloat(x.element_type(), [&]<typename T>() -> ffi::Error {
     if (!Present(data) && !Present(amax)) return LaunchRows<T, void>(stream, args);
-    return DispatchFp8(type, [&]<typename Q>() -> ffi::Error { return LaunchRows<T, Q>(stream, args); });
+    return e5m2 ? LaunchRows<T, __nv_fp8_e5m2>(stream, args) : LaunchRows<T, __nv_fp8_e4m3>(stream, args);
   });
 }
 

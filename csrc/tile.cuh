@@ -126,7 +126,7 @@ __device__ inline void StoreColumnSums(const float* scratch, float* dbias, int c
 //   kWindow   rows that a thread has in flight, a divisor of kThreadRows
 //   Values(Raw, float (&)[kSlots][8])
 //   Load<kVectors>(row, column, columns) -> Raw: 8 columns from `column` on, of which `columns` are inside
-//   Await()   if there: called once by all threads, behind the first Loads and before any Values
+//   Await(row0, rows) if there: called once by all threads, behind the first Loads and before any Values
 // index: of the tile, strip by strip, chunk by chunk. kVectors: n % 8 == 0, and all rows are aligned.
 template <bool kVectors, typename Source>
 __device__ __forceinline__ void WriteTile(const Source& source, const TileResults<typename Source::Type>& a,
@@ -147,7 +147,7 @@ __device__ __forceinline__ void WriteTile(const Source& source, const TileResult
   typename Source::Raw window[kWindow];
 #pragma unroll
   for (int k = 0; k < kWindow; ++k) window[k] = load(k);
-  if constexpr (requires { source.Await(); }) source.Await();
+  if constexpr (requires { source.Await(row0, rows); }) source.Await(row0, rows);
 
   const float scale = a.scale ? *a.scale : 1.f;
   float amax = 0.f, sums[kSlots][8] = {};
@@ -220,8 +220,6 @@ ffi::Error GetTileResults(const char* op, int64_t m, int64_t slots, int64_t n, c
   const bool fp8 = Present(data) || Present(data_t);
   TE_CHECK(!fp8 || (scale.element_type() == ffi::F32 && scale.element_count() == 1),
            "%s: scale must be f32 []", op);
-  TE_CHECK(!Present(data) || !Present(data_t) || data->element_type() == data_t->element_type(),
-           "%s: data and data_t differ in type", op);
   const auto whole = [&](Ret& r) { return !Present(r) || int64_t(r->element_count()) == m * slots * n; };
   TE_CHECK(whole(data) && whole(data_t) && (!wide || whole(*wide)),
            "%s: data %s, data_t %s: expected [%ld, %ld, %ld]", op, Shape(*data).c_str(),
@@ -233,10 +231,8 @@ ffi::Error GetTileResults(const char* op, int64_t m, int64_t slots, int64_t n, c
   TE_CHECK(!dbias || !Present(*dbias) || int64_t((*dbias)->element_count()) == chunks * slots * n,
            "%s: partial dbias is %s, expected [%ld, %ld]", op, Shape(**dbias).c_str(), long(chunks),
            long(slots * n));
-  const auto type = Present(data)     ? data->element_type()
-                    : Present(data_t) ? data_t->element_type()
-                                      : ffi::F8E4M3FN;
-  TE_CHECK(type == ffi::F8E4M3FN || type == ffi::F8E5M2, "%s: data has dtype %d, not FP8", op, int(type));
+  bool e5m2;
+  TE_TRY(IsE5M2(op, data, data_t, &e5m2));
   *out = {fp8 ? Data<float>(scale) : nullptr,
           wide ? Data<T>(*wide) : nullptr,
           Data<uint8_t>(data),
@@ -247,7 +243,7 @@ ffi::Error GetTileResults(const char* op, int64_t m, int64_t slots, int64_t n, c
           n,
           unsigned(chunks),
           unsigned(strips),
-          type == ffi::F8E5M2};
+          e5m2};
   TE_CHECK(Aligned(out->data_t), "%s: data_t is not aligned to 16 bytes", op);
   return ffi::Error::Success();
 }

@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import pathlib
 import threading
+from collections.abc import Callable
 from types import ModuleType
 
 import jax
@@ -89,6 +90,13 @@ def has_cuda_device() -> bool:
 def compute_capability() -> str | None:
     """Of this process's GPU, such as "9.0"; None without one."""
     return str(jax.devices("cuda")[0].compute_capability) if has_cuda_device() else None
+
+
+def check_gpu(op: str, unusable: Callable[[str], str]):
+    """Raises RuntimeError, naming `op`, if `unusable` has a reason against this GPU's compute capability."""
+    capability = compute_capability()
+    if capability and (reason := unusable(capability)):
+        raise RuntimeError(f"{op}: {reason}.")
 
 
 def _built() -> bool:

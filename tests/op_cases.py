@@ -16,6 +16,7 @@ from te_jax.ops import (  # noqa: F401  (declares the ops)
     gemm_block,
     gemm_mx,
     norm,
+    norm_block,
     quantize,
     quantize_block,
     quantize_mx,
@@ -163,6 +164,14 @@ CASES = [
     Case(
         "rmsnorm_bwd", "te_norm_bwd", _norm_sizes, (f32, f32, None, f32, f32, None),
         dict(rms=True, zero_centered=False), ("dx", "dgamma"),
+    ),
+    Case(
+        "layernorm_block", "te_norm_block_fwd", {"m...0": 4, "m": 512, "h": 300}, (f32, bf16, f32),
+        dict(_law, eps=1e-6, rms=False, zero_centered=True), None, {"m...": 1},
+    ),
+    Case(
+        "rmsnorm_block", "te_norm_block_fwd", {"m": 512, "h": 256}, (f32, bf16, None),
+        dict(_law, eps=1e-6, rms=True, zero_centered=False), ("data", "scale_inv", "rstd"), {"m...": 0},
     ),
     Case("swiglu_fp8", "te_activation_fwd", _mlp_sizes, (f32, f32), dict(_swiglu, dtype=E4M3)),
     Case(

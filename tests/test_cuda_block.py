@@ -10,6 +10,8 @@ from test_cuda_ops import activation_case, bits_equal, odd_values
 from te_jax.ops.activation import activation_bwd, activation_fwd, attributes
 from te_jax.ops.activation_block import activation_block_bwd, activation_block_fwd
 from te_jax.ops.gemm_block import gemm_block
+from te_jax.ops.norm import norm_fwd
+from te_jax.ops.norm_block import norm_block_fwd
 from te_jax.ops.quantize_block import quantize_block
 
 pytestmark = pytest.mark.gpu
@@ -93,6 +95,41 @@ def test_activation_block_chosen(outputs, rng):
     run = lambda chosen: jax.jit(lambda *a: activation_block_bwd(*a, outputs=chosen, **attrs))(dy, x)
     want = dict(zip(every, run(every)))
     jax.tree.map(bits_equal, list(run(outputs)), [want[name] for name in outputs])
+
+
+# Of the last the rows are not aligned to 16 bytes, in x or in data_t.
+NORM_SHAPES = [(8192, 4096), (3, 130, 264), (2, 5, 12288), (4096, 129), (199, 1001), (1, 40), (3, 0, 64)]
+
+
+@pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [bf16, f16, f32], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("rms", [False, True], ids=["layernorm", "rmsnorm"])
+def test_norm_block(rms, dtype, shape, rng):
+    """Bit for bit what te_norm_fwd, by its kernel with data_t, and the quantizing kernel make in turn."""
+    x = odd_values(rng, shape, dtype)
+    gamma, beta = (jnp.asarray(rng.standard_normal(shape[-1:]), t) for t in (f32, bf16))
+    beta, mean = (None, ()) if rms else (beta, ("mean",))
+    attrs = dict(eps=1e-5, rms=rms, zero_centered=rms, dtype=E4M3)
+    law = dict(power_2=rms, epsilon=0.0 if rms else 0.5)
+
+    def in_turn(*operands):
+        y, _, *stats = norm_fwd(*operands, jnp.ones(()), outputs=("y", "data_t", *mean, "rstd"), **attrs)
+        of = dict(lead=y.ndim - 2, dtype=E4M3, square=False)
+        return *quantize_block(y, outputs=OUT[:4], **of, **law), *stats
+
+    fused = lambda *operands: norm_block_fwd(*operands, outputs=(*OUT[:4], *mean, "rstd"), **attrs, **law)
+    for got, want in zip(jax.jit(fused)(x, gamma, beta), jax.jit(in_turn)(x, gamma, beta), strict=True):
+        bits_equal(got, want)
+
+
+@pytest.mark.parametrize("outputs", [OUT[:3:2], OUT[1:4:2]], ids="-".join)
+def test_norm_block_chosen(outputs, rng):
+    x, gamma = odd_values(rng, (390, 264), bf16), jnp.ones(264)
+    attrs = dict(eps=1e-5, rms=True, zero_centered=False, dtype=E4M3, power_2=False, epsilon=0.0)
+    every = (*OUT[:4], "rstd")
+    run = lambda chosen: jax.jit(lambda x: norm_block_fwd(x, gamma, None, outputs=chosen, **attrs))(x)
+    want = dict(zip(every, run(every)))
+    jax.tree.map(bits_equal, list(run((*outputs, "rstd"))), [want[name] for name in (*outputs, "rstd")])
 
 
 @pytest.mark.parametrize("mnk", [(8192, 4096, 4096), (4096, 4096, 7168), (1000, 50257, 128), (17, 48, 1040)], ids=str)

@@ -31,7 +31,7 @@ from te_jax.ops.gemm import dot, gemm, gemm_sum
 from te_jax.ops.gemm_block import gemm_block
 from te_jax.ops.gemm_mx import gemm_mx
 from te_jax.ops.quantize import quantize, transpose
-from te_jax.ops.quantize_block import quantize_block
+from te_jax.ops.quantize_block import BLOCK, quantize_block
 from te_jax.ops.quantize_mx import BLOCK as MX_BLOCK
 from te_jax.ops.quantize_mx import quantize_mx
 from te_jax.recipe import Recipe
@@ -211,18 +211,28 @@ def quantize_blocks(
     if not use.layouts:
         return Fp8Tensor(wide=wide), _column_sums(x, split) if with_dbias else None
     op = quantize_mx if config.recipe.block == MX_BLOCK else quantize_block
-    q, dbias = of_blocks(tensor, partial(op, x, lead=split - 1), use, config, with_dbias)
-    return q._replace(wide=wide), dbias
+    others = ("dbias",) if with_dbias else ()
+    q, got = _of_blocks(tensor, partial(op, x, lead=split - 1), use, config, others)
+    return q._replace(wide=wide), got.get("dbias")
 
 
-def of_blocks(tensor: str, op, use: Uses, config: Config, with_dbias=False) -> tuple[Fp8Tensor, jax.Array | None]:
-    """What `op`, which quantizes in blocks and has its operands, makes of `tensor`."""
+def fuses_blocks(use: Uses, config: Config) -> bool:
+    """Whether the op that makes a tensor, if it quantizes in blocks, makes all that is read of it (`fused_blocks`).
+    Else the tensor is written in its own type and quantized from there."""
+    return config.recipe.block == BLOCK and bool(use.layouts) and not use.wide
+
+
+def fused_blocks(tensor: str, op, use: Uses, config: Config, others: tuple[str, ...] = ()) -> tuple[Fp8Tensor, dict]:
+    """What `op`, which has its operands, makes of `tensor` in blocks of 1 x 128, and its results `others` by name."""
+    return _of_blocks(tensor, lambda square, **attrs: op(**attrs), use, config, others)
+
+
+def _of_blocks(tensor: str, op, use: Uses, config: Config, others: tuple[str, ...]) -> tuple[Fp8Tensor, dict]:
     law = config.recipe.block_law(tensor)
     kind = "block_inv" if law.get("square") else "scale_inv"
-    inverses = (name.replace("data", kind) for name in use.layouts)
-    outputs = (*use.layouts, *inverses, *(["dbias"] if with_dbias else []))
-    got = dict(zip(outputs, op(outputs=outputs, dtype=fp8_type(tensor, config), **law)))
-    return Fp8Tensor.of_blocks(got), got.get("dbias")
+    outputs = (*use.layouts, *(name.replace("data", kind) for name in use.layouts), *others)
+    got = dict(zip(outputs, op(outputs=outputs, dtype=fp8_type(tensor, config), **law), strict=True))
+    return Fp8Tensor.of_blocks(got), got
 
 
 def wide_of(kernel):

@@ -18,6 +18,7 @@ from te_jax.layers.dense import check_dense, dense
 from te_jax.layers.kernel import QuantizedKernel, taken
 from te_jax.ops import norm as norm_op
 from te_jax.ops.gemm import gemm_sum
+from te_jax.ops.norm_block import norm_block_fwd
 
 
 def layernorm(x, gamma, beta=None, *, norm="layernorm", zero_centered_gamma=False, epsilon=1e-6) -> jax.Array:
@@ -57,7 +58,8 @@ def layernorm_dense(
     """(y, ln_out or None): ln_out = norm(x), y[*B, *F] = ln_out[*B, h] . kernel[h, *F] + bias[*F].
 
     x [*B, h]; gamma, beta [h]; the other arguments as in `layernorm` and `dense`. Under a recipe ln_out is quantized
-    from f32, before it is rounded to x's type. Raises ValueError or TypeError as they do.
+    from f32, before it is rounded to x's type; after that under one of block scales. Raises ValueError or TypeError as
+    they do.
 
     return_input: a third result is x itself, for a residual connection: the gradient that comes back through it is
                   added in the norm's backward kernel, not in a pass of its own.
@@ -116,7 +118,11 @@ def quantize_norm(x, gamma, beta, meta, use: Uses, config: Config, attrs, with_l
     """norm(x) as its GEMMs read it, norm(x) of x's type if asked for, and the statistics (mean or None, rstd)."""
     run = partial(norm_op.norm_fwd, dtype=_fp8.fp8_type("x", config), **dict(attrs))
     mean = () if dict(attrs)["rms"] else ("mean",)
-    if config.recipe.block_scaled:  # the norm does not know blocks: it writes x's type
+    if config.recipe.block_scaled:
+        if _fp8.fuses_blocks(use, config) and not with_ln_out:
+            op = partial(norm_block_fwd, x, gamma, beta, **dict(attrs))
+            q, got = _fp8.fused_blocks("x", op, use, config, (*mean, "rstd"))
+            return q, None, (got.get("mean"), got["rstd"])
         y, *stats = run(x, gamma, beta, None, outputs=("y", *mean, "rstd"))
         q, _ = _fp8.quantize_blocks("x", y, y.ndim - 1, use, config)
         return q, y if with_ln_out else None, (stats[0] if mean else None, stats[-1])

@@ -20,7 +20,6 @@ from te_jax.layers.norm_dense import layernorm_dense, norm_attrs, norm_backward,
 from te_jax.ops import activation as act_op
 from te_jax.ops import norm as norm_op
 from te_jax.ops.activation_block import activation_block_bwd, activation_block_fwd
-from te_jax.ops.quantize_block import BLOCK
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
 
@@ -62,7 +61,7 @@ def layernorm_mlp(
                  is added in the GEMM, before it rounds.
     recipe:      None for plain JAX in x's type, else a recipe, and if it has state `metas` of wi and of wo. The norm's
                  output, the activation and the gradient of its input are quantized from f32, without being written in
-                 x's type; under a recipe of block scales they are rounded to it first, and the norm is written.
+                 x's type; under a recipe of block scales they are rounded to it first.
     checkpoint:  name of the quantized residuals, for `jax.checkpoint` policies; middle_name: of the activation's input.
     middle_axes: logical axes [*B, F] that the activation's output is constrained to; under FP8 its input is, and the
                  gradient of its output.
@@ -102,22 +101,12 @@ def _typed(aval, beside, spec):
     return ShapedArray(aval.shape, aval.dtype, sharding=beside.sharding.update(spec=PartitionSpec(*spec)))
 
 
-def _quantizes_blocks(use, config: Config) -> bool:
-    """Whether te_activation_block_* make all that is read; else the activation is written in z's type."""
-    return config.recipe.block == BLOCK and bool(use.layouts) and not use.wide
-
-
-def _in_rows(op, act, *operands):
-    """`op` with its operands; its blocks are never square."""
-    return lambda square, **attrs: op(*operands, **attrs, **dict(act))
-
-
 def _quantize_activation(z, meta, use, config: Config, act):
     """act(z) as its GEMMs read it."""
     run = partial(act_op.activation_fwd, dtype=_fp8.fp8_type("x", config), **dict(act))
     if config.recipe.block_scaled:
-        if _quantizes_blocks(use, config):
-            return _fp8.of_blocks("x", _in_rows(activation_block_fwd, act, z), use, config)[0]
+        if _fp8.fuses_blocks(use, config):
+            return _fp8.fused_blocks("x", partial(activation_block_fwd, z, **dict(act)), use, config)[0]
         (y,) = run(z, None, outputs=("y",))
         return _fp8.quantize_blocks("x", y, y.ndim - 1, use, config)[0]
     scale = _fp8.scale_of("x", meta, lambda: run(z, None, outputs=("amax",))[0], jax.typeof(z), use, config)
@@ -134,11 +123,12 @@ def _quantize_activation_grad(da, z, meta, config: Config, act, wgrad: bool):
     run = partial(act_op.activation_bwd, dtype=_fp8.fp8_type("grad", config), **dict(act))
     has_bias = config.bias is not None
     if config.recipe.block_scaled:
-        if _quantizes_blocks(use, config):
-            op = _in_rows(activation_block_bwd, act, da, z)
-            grad, dbias = _fp8.of_blocks("grad", op, use, config, has_bias)
-            return grad, like(dbias, config.bias) if has_bias else None
-        dz, *sums = run(da, z, None, outputs=("dx", *(("dbias",) if has_bias else ())))
+        others = ("dbias",) if has_bias else ()
+        if _fp8.fuses_blocks(use, config):
+            op = partial(activation_block_bwd, da, z, **dict(act))
+            grad, got = _fp8.fused_blocks("grad", op, use, config, others)
+            return grad, like(got["dbias"], config.bias) if has_bias else None
+        dz, *sums = run(da, z, None, outputs=("dx", *others))
         grad, _ = _fp8.quantize_blocks("grad", dz, dz.ndim - config.features, use, config)
         return grad, like(sums[0], config.bias) if has_bias else None
     measure = lambda: run(da, z, None, outputs=("amax",))[0]

@@ -1,28 +1,23 @@
 """Activations of the MLP straight to FP8 with a scale for each block of 128, in both layouts, forward and backward."""
 
+from functools import partial
 from math import ceil, prod
 
 import jax.numpy as jnp
 
 from te_jax._op import Op
 from te_jax.ops import activation as act
-from te_jax.ops.quantize_block import BLOCK, quantize_block
-
-
-def _quantized(x, lead, dtype, power_2, epsilon):
-    """data, data_t, scale_inv, scale_inv_t and dbias of te_quantize_block."""
-    results = quantize_block.reference(x, lead=lead, dtype=dtype, square=False, power_2=power_2, epsilon=epsilon)
-    return *results[:4], results[-1]
+from te_jax.ops.quantize_block import BLOCK, check_gpu, rows_reference
 
 
 def _fwd_reference(x, *, dtype, power_2, epsilon, **attrs):
     y, *_ = act.activation_fwd.reference(x, None, dtype=dtype, **attrs)
-    return _quantized(y, y.ndim - 2, dtype, power_2, epsilon)[:4]
+    return rows_reference(y, y.ndim - 2, dtype, power_2, epsilon)[:4]
 
 
 def _bwd_reference(dy, x, *, dtype, power_2, epsilon, **attrs):
     dx, *_ = act.activation_bwd.reference(dy, x, None, dtype=dtype, **attrs)
-    return _quantized(dx, dx.ndim - 3, dtype, power_2, epsilon)
+    return rows_reference(dx, dx.ndim - 3, dtype, power_2, epsilon)
 
 
 def _fwd_dtypes(x, *, dtype, **_):
@@ -34,7 +29,8 @@ def _bwd_dtypes(dy, x, *, dtype, **_):
     return dtype, dtype, *(jnp.float32,) * 3
 
 
-def _cuda(call, *operands, names, **attrs):
+def _cuda(op, call, *operands, names, **attrs):
+    check_gpu(op)
     return call(*operands, kind=act.kind_of(operands[-1], names), **attrs)
 
 
@@ -44,7 +40,7 @@ activation_block_fwd = Op(
     replicated="a",
     dtypes=_fwd_dtypes,
     reference=_fwd_reference,
-    cuda=_cuda,
+    cuda=partial(_cuda, "te_activation_block_fwd"),
 )
 """te_quantize_block, in blocks of 1 x 128, of what te_activation_fwd makes of x f32|bf16|f16 [*m, m, a, f] in x's type,
 which is not written: data, data_t, scale_inv and scale_inv_t of y [*m, m, f], as chosen by `outputs`.
@@ -61,7 +57,7 @@ activation_block_bwd = Op(
     dtypes=_bwd_dtypes,
     partials={"dbias": lambda dy, x, **attrs: (prod(x[:-3]) * ceil(x[-3] / BLOCK),)},
     reference=_bwd_reference,
-    cuda=_cuda,
+    cuda=partial(_cuda, "te_activation_block_bwd"),
 )
 """The same of dx [*m, m, a, f], which te_activation_bwd makes of dy [*m, m, f] of x's type and x; and
 

@@ -8,23 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from te_jax import _lib
 from te_jax._op import Op
 from te_jax.ops.gemm import FP8, FP8_ALIGNED, WORKSPACE, finished
 from te_jax.ops.quantize import fill, transpose
-from te_jax.ops.quantize_block import BLOCK, spread
-
-CAPABILITY = "9.0"
-
-
-def unusable(capability: str) -> str:
-    """Why a GPU of this compute capability has no such products, "" if it has."""
-    if capability == CAPABILITY:
-        return ""
-    return (
-        f"cuBLASLt multiplies with scales of 128-element blocks on compute capability {CAPABILITY} (Hopper) alone, "
-        f"this GPU has {capability}: use recipe.Float8CurrentScaling or recipe.DelayedScaling"
-    )
+from te_jax.ops.quantize_block import BLOCK, check_gpu, spread
 
 
 def check_types(op: str, lhs, rhs, *others, out_dtype, **_):
@@ -81,9 +68,7 @@ def _cuda(
     """Flattens to two axes and fills up with zeros: contracted axes to whole blocks, m to a multiple of 4 and n to one
     of 16, as cuBLASLt wants them; rows in cut blocks of 128 x 128 too, where n has more axes."""
     _check_scales(rhs_scale_inv, rhs_block_inv)
-    capability = _lib.compute_capability()
-    if capability and (reason := unusable(capability)):
-        raise RuntimeError(f"te_gemm_block: {reason}.")
+    check_gpu("te_gemm_block")
     contract, square = outer + 1, rhs_block_inv is not None
     m_axes, n_axes = lhs.shape[: lhs.ndim - contract], rhs.shape[: rhs.ndim - contract]
     m, k = prod(m_axes), prod(lhs.shape[lhs.ndim - contract :])

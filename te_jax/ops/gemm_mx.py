@@ -35,9 +35,7 @@ def _reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, outer, out_dt
 def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, outer, out_dtype):
     """XLA's block-scaled product, of two axes and whole blocks. It brings the scales into the order in which tensor
     cores read them. Bias and c are added to an f32 product, so that there is one rounding."""
-    capability = _lib.compute_capability()
-    if capability and (reason := unusable(capability)):
-        raise RuntimeError(f"te_gemm_mx: {reason}.")
+    _lib.check_gpu("te_gemm_mx", unusable)
     contract = outer + 1
     m_axes, n_axes = lhs.shape[: lhs.ndim - contract], rhs.shape[: rhs.ndim - contract]
     m, n = prod(m_axes), prod(n_axes)

@@ -32,6 +32,15 @@ def _amax_places(x):
     return chunks, max(strips, 64)
 
 
+def statistics_workspace(x, *args, **attrs):
+    """Bytes: mean and rstd of a row, as CTAs hand them to others (csrc/norm_tiles.cuh)."""
+    return 8 * prod(x.shape[:-1])
+
+
+def _workspace(*args, outputs, **attrs):
+    return statistics_workspace(*args) if "data_t" in outputs else 0
+
+
 norm_fwd = Op(
     "te_norm_fwd",
     "x: ... h, gamma: h, beta?: h, scale?: -> y?: ... h, data?: ... h, data_t?: h ..., mean?: ..., rstd: ..., amax?:",
@@ -40,7 +49,7 @@ norm_fwd = Op(
     fenced="y",
     dtypes=lambda x, gamma, beta, scale, *, dtype, **_: (x, dtype, dtype, jnp.float32, jnp.float32, jnp.float32),
     partials={"amax": lambda x, *args, **attrs: _amax_places(x)},
-    workspace=lambda x, *args, outputs, **attrs: 8 * prod(x.shape[:-1]) if "data_t" in outputs else 0,
+    workspace=_workspace,
     reference=_fwd_reference,
 )
 """x f32|bf16|f16 [..., h], gamma and beta f32|bf16|f16 [h], scale f32[] (with FP8 results) -> as chosen by `outputs`:

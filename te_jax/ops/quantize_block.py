@@ -5,11 +5,39 @@ from math import ceil, prod
 import jax.numpy as jnp
 from jax import lax
 
+from te_jax import _lib
 from te_jax._op import Op
 from te_jax.ops.quantize import fill, saturate, transpose
 from te_jax.recipe._base import scale_of_amax
 
 BLOCK = 128
+CAPABILITY = "9.0"
+
+
+def unusable(capability: str) -> str:
+    """Why scales of blocks of 128 are of no use on a GPU of this compute capability, "" if they are."""
+    if capability == CAPABILITY:
+        return ""
+    return (
+        f"cuBLASLt multiplies with scales of 128-element blocks on compute capability {CAPABILITY} (Hopper) alone, "
+        f"this GPU has {capability}: use recipe.Float8CurrentScaling or recipe.DelayedScaling"
+    )
+
+
+def check_gpu(op: str):
+    """Raises RuntimeError, naming `op`, where the GPU has no products of its blocks: csrc/*_block.cu are not compiled
+    for it."""
+    _lib.check_gpu(op, unusable)
+
+
+def on_hopper(op: str):
+    """The `cuda` of an Op of this name that is one custom call."""
+
+    def run(call, *operands, **attrs):
+        check_gpu(op)
+        return call(*operands, **attrs)
+
+    return run
 
 
 def spread(values, axis, size, block=BLOCK):
@@ -60,6 +88,12 @@ def _reference(x, *, lead, dtype, square, power_2, epsilon):
     return *in_rows(x, lead, dtype, BLOCK, with_inverse), None, None, dbias
 
 
+def rows_reference(x, lead, dtype, power_2, epsilon):
+    """data, data_t, scale_inv, scale_inv_t and dbias, in blocks of 1 x 128."""
+    results = _reference(x, lead=lead, dtype=dtype, square=False, power_2=power_2, epsilon=epsilon)
+    return *results[:4], results[-1]
+
+
 def _row_tiles(x, *, lead, **attrs):
     """One partial column sum for each row of tiles."""
     return (prod(x[:lead]) * ceil(x[lead] / BLOCK),)
@@ -75,6 +109,7 @@ quantize_block = Op(
     dtypes=lambda x, *, dtype, **_: (dtype, dtype, *(jnp.float32,) * 5),
     partials={"dbias": _row_tiles},
     reference=_reference,
+    cuda=on_hopper("te_quantize_block"),
 )
 """x f32|bf16|f16 [*m, m, *n, n] -> results in this order, as chosen by `outputs`:
 
@@ -88,6 +123,8 @@ dbias       f32 [*n, n]: the sum of x over *m and m, for the bias gradient
 
 lead: number of axes in *m. dtype: the FP8 type, a jnp.dtype. square: blocks of 128 x 128, with `block_inv` and
 `block_inv_t`; else of 1 x 128 with `scale_inv` and `scale_inv_t`. power_2, epsilon: see `scale_of_amax`.
+
+On CUDA, RuntimeError while it is lowered for a GPU that is not of compute capability 9.0.
 
 A scale is fp8_max / max(amax of the block, epsilon). The contracted axis comes first in those of 1 x 128, and last in
 those of 128 x 128: so cuBLASLt reads them.

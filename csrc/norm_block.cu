@@ -1,0 +1,97 @@
+// LayerNorm and RMSNorm straight to FP8 with a scale for each block of 128, in both layouts (norm_tiles.cuh,
+// block_tile.cuh), of y in x's type, which is not written. Bytes per element of bf16: 2 read from memory, 2
+// more from L2, 2 written.
+
+#include "block_tile.cuh"
+#include "norm_tiles.cuh"
+
+namespace te {
+namespace {
+
+constexpr int kCtas = 2;  // on one multiprocessor
+using Tiles = NormTiles<kBlock, kBlockThreads, kCtas>;
+
+// What block_tile.cuh asks of a source.
+template <typename T>
+struct BlockNormSource : NormSource<T, kBlock> {
+  using typename NormSource<T, kBlock>::Raw;
+  static constexpr int kInFlight = sizeof(T) == 2 ? kBlockRows : 2;
+  unsigned row0;  // of the tile
+
+  template <bool kVectors>
+  __device__ __forceinline__ Raw Load(unsigned row, unsigned column, int inside) const {
+    const T* p = this->x + (uint64_t{row} * unsigned(this->h) + column);
+    return {LoadRow<kVectors>(p, inside), inside > 0 ? int(row - row0) : -1};
+  }
+
+  __device__ __forceinline__ void Results(const Raw& raw, Vec<T, 8> (&y)[1]) const {
+    float f[1][8] = {};
+    if (raw.row >= 0) this->Values(raw, f);
+    y[0] = Round<T>(f[0]);
+  }
+};
+
+template <typename T, bool kVectors>
+__global__ void __launch_bounds__(kBlockThreads, kCtas)
+    NormBlocks(const NormFwdArgs a, const BlockArgs results, const Tiles tiles) {
+  __shared__ float2 stats[kBlock];
+  __shared__ BlockShared shared;
+  const auto task = tiles.TaskOf(blockIdx.x);
+  const unsigned band = task.chunk, row = band % results.ps * kBlock,
+                 row0 = band / results.ps * results.p + row;
+  if (task.stats) {
+    const unsigned part = task.part * Tiles::kStatsRows + WarpIndex();
+    if (part < min(results.p - row, kBlock)) StoreStats<kVectors, T>(a, tiles.known, row0 + part);
+    return;
+  }
+  const int64_t column = int64_t{task.part} * kBlock + threadIdx.x % kBlockGroups * 8;
+  const BlockNormSource<T> source{
+      {static_cast<const T*>(a.x), a.h, tiles.known, stats, AffineOf<kVectors>(a, column)}, row0};
+  WriteBlockTile<kVectors, false>(source, results, band, task.part, shared);
+}
+
+ffi::Error LaunchNormBlock(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Ret data, Ret data_t,
+                           Ret scale_inv, Ret scale_inv_t, Ret mean, Ret rstd, Ret workspace, double eps,
+                           bool rms, bool zero_centered, bool power_2, double epsilon) {
+  const char* op = "te_norm_block_fwd";
+  if (x.element_count() == 0) return UndefinedStats(stream, mean, rstd);
+  NormFwdArgs args;
+  TE_TRY(GetNormFwdArgs(op, x, gamma, beta, mean, rstd, eps, rms, zero_centered, &args));
+  const auto dims = x.dimensions();
+  const int64_t p = dims.size() < 2 ? 1 : dims[dims.size() - 2];
+  BlockArgs results;
+  TE_TRY(GetBlockArgs(op, args.rows / p, p, 1, args.h, data, data_t, scale_inv, scale_inv_t, nullptr, false,
+                      &results));
+  results.power_2 = power_2, results.epsilon = float(epsilon);
+  args.data = results.data;
+  Tiles tiles;
+  TE_TRY(Tiles::Of(op, stream, args, int64_t{results.m} * results.ps, results.qs, *workspace, &tiles));
+  return DispatchFloat(x.element_type(), [&]<typename T>() -> ffi::Error {
+    const auto kernel = args.vectors() ? NormBlocks<T, true> : NormBlocks<T, false>;
+    kernel<<<tiles.ctas(), kBlockThreads, 0, stream>>>(args, results, tiles);
+    TE_LAUNCHED();
+  });
+}
+
+}  // namespace
+
+TE_HANDLER(te_norm_block_fwd, LaunchNormBlock,
+           Bind()
+               .Ctx<Stream>()
+               .Arg<Arg>()  // x: m... m h
+               .Arg<Arg>()  // gamma: h
+               .Arg<Arg>()  // beta?: h
+               .Ret<Arg>()  // data?: m... m h
+               .Ret<Arg>()  // data_t?: h m... m
+               .Ret<Arg>()  // scale_inv?: f32 h/128 m... m
+               .Ret<Arg>()  // scale_inv_t?: f32 m... m/128 h
+               .Ret<Arg>()  // mean?: f32 m... m
+               .Ret<Arg>()  // rstd: f32 m... m
+               .Ret<Arg>()  // workspace
+               .Attr<double>("eps")
+               .Attr<bool>("rms")
+               .Attr<bool>("zero_centered")
+               .Attr<bool>("power_2")
+               .Attr<double>("epsilon"));
+
+}  // namespace te
