@@ -46,7 +46,8 @@ def quickly_drawn(request, monkeypatch):
 
 def close(got, want, which=""):
     """Equal but for the order of f32 sums: their error grows with the number of terms, at most 1024 here. FP8 results
-    may then fall on the other side of a rounding boundary: one step of the type, 2**-3 (E4M3) or 2**-2 (E5M2)."""
+    may then fall on the other side of a rounding boundary: one step of the type, 2**-3 (E4M3) or 2**-2 (E5M2), and among
+    its subnormal numbers the smallest of them."""
     got, want = jax.tree.leaves(got), jax.tree.leaves(want)
     assert len(got) == len(want)
     for g, w in zip(got, want):
@@ -54,10 +55,11 @@ def close(got, want, which=""):
         if jnp.issubdtype(g.dtype, jnp.integer):
             np.testing.assert_array_equal(g, w, which)
             continue
-        step = jnp.finfo(g.dtype).eps if jnp.finfo(g.dtype).bits < 32 else 1024 * 2.0**-24
+        info = jnp.finfo(g.dtype)
+        step = info.eps if info.bits < 32 else 1024 * 2.0**-24
         g, w = np.asarray(g, np.float32), np.asarray(w, np.float32)
         largest = np.abs(w[np.isfinite(w)]).max(initial=0)
-        atol = step * (largest if step < 1e-3 else 1e-6)
+        atol = float(info.smallest_subnormal) if info.bits == 8 else step * (largest if step < 1e-3 else 1e-6)
         np.testing.assert_allclose(g, w, rtol=step, atol=atol, err_msg=which)
 
 
