@@ -46,8 +46,8 @@ def quickly_drawn(request, monkeypatch):
 
 def close(got, want, which=""):
     """Equal but for the order of f32 sums: their error grows with the number of terms, at most 1024 here. FP8 results
-    may then fall on the other side of a rounding boundary: one step of the type, 2**-3 (E4M3) or 2**-2 (E5M2), and among
-    its subnormal numbers the smallest of them."""
+    may then fall on the other side of a rounding boundary: one step of the type, 2**-3 (E4M3) or 2**-2 (E5M2), and
+    among its subnormal numbers the smallest of them."""
     got, want = jax.tree.leaves(got), jax.tree.leaves(want)
     assert len(got) == len(want)
     for g, w in zip(got, want):

@@ -134,6 +134,7 @@ class Config(NamedTuple):
     grad_spec: PartitionSpec | None = None  # of the gradient of y where its GEMMs read it, if that is not `spec`
     grad_axes: tuple[str | None, ...] | None = None  # the same under Auto axes, by logical names
     stored: bool = False  # the kernel is an Fp8Tensor: its `wide` alone has a gradient
+    on_mesh: bool = False  # a mesh is in force: sums over devices may have to be waited for
 
     @classmethod
     def of(cls, x, kernel, bias, contract, recipe, checkpoint, residual=None, out=None, grad_axes=None) -> "Config":
@@ -144,7 +145,8 @@ class Config(NamedTuple):
         specs = dense_spec(*types[:2], contract, out or types[3]), *map(explicit_spec, types[:2])
         whole = dense_spec(*types[:2], contract)
         gathered = None if whole == specs[0] else whole, grad_axes
-        static = checkpoint, stage_axes(), *specs, *gathered, stored
+        on_mesh = not jax.sharding.get_abstract_mesh().empty
+        static = checkpoint, stage_axes(), *specs, *gathered, stored, on_mesh
         return cls(recipe, contract, kernel.ndim - contract, *types, *static)
 
 

@@ -1,0 +1,66 @@
+"""What the backward pass of a layer holds at once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import te_jax as te
+import te_jax.flax as te_flax
+from te_jax.layers import layernorm_mlp
+from te_jax.recipe import DelayedScaling, Float8CurrentScaling
+
+
+def mlp_program(mesh=None) -> str:
+    shapes = (64, 16), (16,), (16, 2, 32), (32, 16)
+    x, gamma, wi, wo = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+
+    def loss(x, gamma, wi, wo):
+        names = ("silu", "linear")
+        y = layernorm_mlp(
+            x, gamma, None, wi, wo, activations=names, norm="rmsnorm", recipe=Float8CurrentScaling(), residual=True
+        )
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))
+    if mesh is None:
+        return grads.lower(x, gamma, wi, wo).as_text()
+    with jax.set_mesh(mesh):
+        return grads.lower(x, gamma, wi, wo).as_text()
+
+
+def test_second_gradient_of_a_kernel_comes_first():
+    """Without a mesh the gradient of the activation's input waits for the gradient of wo, which frees its operands.
+    With one that gradient is a sum over devices, which shall cross beside what follows."""
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    waits = lambda text: sum("optimization_barrier" in line and "<32x16xbf16>" in line for line in text.splitlines())
+    assert waits(mlp_program()) == 1
+    assert waits(mlp_program(mesh)) == 0
+
+
+@pytest.mark.gpu
+def test_llama_layer_takes_no_more_than_in_bf16():
+    """The peak of forward and backward, by XLA's analysis of the compiled step. Nothing runs."""
+    layer = te_flax.TransformerLayer(
+        hidden_size=4096, mlp_hidden_size=14336, num_attention_heads=32, num_gqa_groups=8, layernorm_type="rmsnorm",
+        mlp_activations=("silu", "linear"), use_bias=False, self_attn_mask_type="causal", enable_rotary_pos_emb=True,
+        hidden_dropout=0.0, attention_dropout=0.0, dtype=jnp.bfloat16,
+    )  # fmt: skip
+    x = jax.ShapeDtypeStruct((1, 8192, 4096), jnp.bfloat16)
+
+    def peak(recipe):
+        with te.autocast(recipe is not None, recipe):
+            variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+            bf16 = lambda a: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16)
+            variables = dict(variables, params=jax.tree.map(bf16, variables["params"]))
+
+            def step(variables, x, dy):
+                run = lambda variables, x: layer.apply(variables, x, deterministic=True)
+                y, vjp = jax.vjp(run, variables, x)
+                return y, vjp(dy)
+
+            return jax.jit(step).lower(variables, x, x).compile().memory_analysis().peak_memory_in_bytes
+
+    of_bf16 = peak(None)
+    assert np.all([peak(recipe) <= of_bf16 for recipe in (DelayedScaling(), Float8CurrentScaling())])
