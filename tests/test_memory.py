@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AxisType
 
@@ -41,7 +40,7 @@ def test_second_gradient_of_a_kernel_comes_first():
 
 @pytest.mark.gpu
 def test_llama_layer_takes_no_more_than_in_bf16():
-    """The peak of forward and backward, by XLA's analysis of the compiled step. Nothing runs."""
+    """Arguments, results and temporaries of forward and backward, by XLA's analysis of the program. Nothing runs."""
     layer = te_flax.TransformerLayer(
         hidden_size=4096, mlp_hidden_size=14336, num_attention_heads=32, num_gqa_groups=8, layernorm_type="rmsnorm",
         mlp_activations=("silu", "linear"), use_bias=False, self_attn_mask_type="causal", enable_rotary_pos_emb=True,
@@ -60,7 +59,8 @@ def test_llama_layer_takes_no_more_than_in_bf16():
                 y, vjp = jax.vjp(run, variables, x)
                 return y, vjp(dy)
 
-            return jax.jit(step).lower(variables, x, x).compile().memory_analysis().peak_memory_in_bytes
+            of = jax.jit(step).lower(variables, x, x).compile().memory_analysis()
+            return of.argument_size_in_bytes + of.output_size_in_bytes + of.temp_size_in_bytes
 
-    of_bf16 = peak(None)
-    assert np.all([peak(recipe) <= of_bf16 for recipe in (DelayedScaling(), Float8CurrentScaling())])
+    peaks = [peak(recipe) for recipe in (None, DelayedScaling(), Float8CurrentScaling())]
+    assert max(peaks) == peaks[0], peaks
