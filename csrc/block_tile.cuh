@@ -8,8 +8,10 @@
 // lies in half a warp, those of columns through shared memory.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
+#include "divisor.cuh"
 #include "fp8.cuh"
 #include "ptx.cuh"
 #include "reduce.cuh"
@@ -31,6 +33,7 @@ struct BlockArgs {
   // ps, qs: blocks along p and q. Of 32 bits, as the rows m p and the columns n q are, so that an address is
   // one multiplication: of 64 bits those and the divisions were a third of all instructions.
   unsigned m, p, n, q, ps, qs;
+  Divisor by_ps, by_qs;
   float fp8_max, epsilon;
   bool power_2, e5m2;
 
@@ -312,10 +315,12 @@ template <bool kVectors, bool kSquare, typename Source>
 __device__ __forceinline__ void WriteBlockTile(const Source& source, const BlockArgs& a, unsigned band,
                                                unsigned strip, BlockShared& shared) {
   constexpr int kSlots = Source::kSlots, kInFlight = Source::kInFlight;
-  const unsigned slot = strip / a.qs * kSlots, row = band % a.ps * kBlock, column = strip % a.qs * kBlock;
+  const Split of_band = a.by_ps.Of(band), of_strip = a.by_qs.Of(strip);
+  const unsigned slot = of_strip.quotient * kSlots, row = of_band.rest * kBlock,
+                 column = of_strip.rest * kBlock;
   BlockPlace at;
-  at.band = band, at.strip = slot * a.qs + strip % a.qs;
-  at.row = band / a.ps * a.p + row, at.column = slot * a.q + column;
+  at.band = band, at.strip = slot * a.qs + of_strip.rest;
+  at.row = of_band.quotient * a.p + row, at.column = slot * a.q + column;
   at.rows = min(a.p - row, kBlock), at.columns = min(a.q - column, kBlock);
   at.r = threadIdx.x / kBlockGroups * kBlockRows, at.c = threadIdx.x % kBlockGroups * 8;
 
@@ -344,10 +349,10 @@ __device__ __forceinline__ void WriteBlockTile(const Source& source, const Block
 // A CTA has one tile.
 template <typename Source, bool kVectors, bool kSquare>
 __global__ void __launch_bounds__(kBlockThreads, Source::kCtas)
-    BlockKernel(const Source source, const BlockArgs a) {
+    BlockKernel(const Source source, const BlockArgs a, const Divisor by_strips) {
   __shared__ BlockShared shared;
-  const unsigned strips = a.n / Source::kSlots * a.qs;
-  WriteBlockTile<kVectors, kSquare>(source, a, blockIdx.x / strips, blockIdx.x % strips, shared);
+  const Split at = by_strips.Of(blockIdx.x);
+  WriteBlockTile<kVectors, kSquare>(source, a, at.quotient, at.rest, shared);
 }
 
 // The results of `op` for values [m, p, n, q], checked.
@@ -365,6 +370,7 @@ inline ffi::Error GetBlockArgs(const char* op, int64_t m, int64_t p, int64_t n, 
   BlockArgs a{};
   TE_TRY(IsE5M2(op, data, data_t, &a.e5m2));
   a.m = m, a.p = p, a.n = n, a.q = q, a.ps = ps, a.qs = qs;
+  a.by_ps = Divisor(std::max(a.ps, 1u)), a.by_qs = Divisor(std::max(a.qs, 1u));
   a.data = Data<uint8_t>(data), a.data_t = Data<uint8_t>(data_t);
   a.inv = Data<float>(inv), a.inv_t = Data<float>(inv_t), a.dbias = dbias ? Data<float>(*dbias) : nullptr;
   a.fp8_max = a.e5m2 ? 57344.f : 448.f;
@@ -377,12 +383,12 @@ inline ffi::Error GetBlockArgs(const char* op, int64_t m, int64_t p, int64_t n, 
 template <typename Source>
 ffi::Error LaunchBlocks(cudaStream_t stream, const Source& source, const BlockArgs& a, bool aligned,
                         bool square = false) {
-  const unsigned ctas = a.m * a.ps * (a.n / Source::kSlots) * a.qs;
+  const unsigned strips = a.n / Source::kSlots * a.qs;
   const bool vectors = aligned && Aligned(a.data) && a.q % 8 == 0;
   auto kernel = vectors ? BlockKernel<Source, true, false> : BlockKernel<Source, false, false>;
   if constexpr (Source::kSquare)
     if (square) kernel = vectors ? BlockKernel<Source, true, true> : BlockKernel<Source, false, true>;
-  kernel<<<ctas, kBlockThreads, 0, stream>>>(source, a);
+  kernel<<<a.m * a.ps * strips, kBlockThreads, 0, stream>>>(source, a, Divisor(strips));
   TE_LAUNCHED();
 }
 

@@ -17,17 +17,20 @@ struct BlockNormSource : NormSource<T, kBlock> {
   using typename NormSource<T, kBlock>::Raw;
   static constexpr int kInFlight = sizeof(T) == 2 ? kBlockRows : 2;
   unsigned row0;  // of the tile
+  int rows;       // of it that are inside: the others are zeros, not beta
 
   template <bool kVectors>
   __device__ __forceinline__ Raw Load(unsigned row, unsigned column, int inside) const {
     const T* p = this->x + (uint64_t{row} * unsigned(this->h) + column);
-    return {LoadRow<kVectors>(p, inside), inside > 0 ? int(row - row0) : -1};
+    return {LoadRow<kVectors>(p, inside), int(row - row0)};
   }
 
   __device__ __forceinline__ void Results(const Raw& raw, Vec<T, 8> (&y)[1]) const {
-    float f[1][8] = {};
-    if (raw.row >= 0) this->Values(raw, f);
+    float f[1][8];
+    this->Values(raw, f);
     y[0] = Round<T>(f[0]);
+#pragma unroll
+    for (auto& word : y[0].words) word = raw.row < rows ? word : 0;
   }
 };
 
@@ -37,17 +40,18 @@ __global__ void __launch_bounds__(kBlockThreads, kCtas)
   __shared__ float2 stats[kBlock];
   __shared__ BlockShared shared;
   const auto task = tiles.TaskOf(blockIdx.x);
-  const unsigned band = task.chunk, row = band % results.ps * kBlock,
-                 row0 = band / results.ps * results.p + row;
+  const Split band = results.by_ps.Of(task.chunk);
+  const unsigned row = band.rest * kBlock, row0 = band.quotient * results.p + row;
+  const int rows = min(results.p - row, kBlock);
   if (task.stats) {
-    const unsigned part = task.part * Tiles::kStatsRows + WarpIndex();
-    if (part < min(results.p - row, kBlock)) StoreStats<kVectors, T>(a, tiles.known, row0 + part);
+    const int part = task.part * Tiles::kStatsRows + WarpIndex();
+    if (part < rows) StoreStats<kVectors, T>(a, tiles.known, row0 + part);
     return;
   }
   const int64_t column = int64_t{task.part} * kBlock + threadIdx.x % kBlockGroups * 8;
   const BlockNormSource<T> source{
-      {static_cast<const T*>(a.x), a.h, tiles.known, stats, AffineOf<kVectors>(a, column)}, row0};
-  WriteBlockTile<kVectors, false>(source, results, band, task.part, shared);
+      {static_cast<const T*>(a.x), a.h, tiles.known, stats, AffineOf<kVectors>(a, column)}, row0, rows};
+  WriteBlockTile<kVectors, false>(source, results, task.chunk, task.part, shared);
 }
 
 ffi::Error LaunchNormBlock(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Ret data, Ret data_t,

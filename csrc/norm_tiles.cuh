@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "divisor.cuh"
 #include "norm.cuh"
 #include "tensor_sums.cuh"
 
@@ -22,8 +23,9 @@ struct NormTiles {
   static constexpr int kStatsRows = kThreads / 32;          // of a CTA: a warp has a row
   static constexpr int kStatsOfChunk = kRows / kStatsRows;  // CTAs for the statistics of the rows of a tile
   unsigned chunks, strips;
-  unsigned ahead;   // chunks of statistics that come first
-  uint64_t* known;  // [rows]: mean and rstd, kUnknown until they are
+  unsigned ahead;              // chunks of statistics that come first
+  Divisor by_strips, by_both;  // both: the CTAs of a chunk
+  uint64_t* known;             // [rows]: mean and rstd, kUnknown until they are
 
   unsigned ctas() const { return chunks * (kStatsOfChunk + strips); }
 
@@ -40,10 +42,10 @@ struct NormTiles {
     if (index < head) return {true, index / kStatsOfChunk, index % kStatsOfChunk};
     index -= head;
     if (index >= (chunks - ahead) * both) {
-      index -= (chunks - ahead) * both;
-      return {false, chunks - ahead + index / strips, index % strips};
+      const Split last = by_strips.Of(index - (chunks - ahead) * both);
+      return {false, chunks - ahead + last.quotient, last.rest};
     }
-    const unsigned chunk = index / both, part = index % both;
+    const auto [chunk, part] = by_both.Of(index);
     if (part < kStatsOfChunk) return {true, chunk + ahead, part};
     return {false, chunk, part - kStatsOfChunk};
   }
@@ -59,7 +61,8 @@ struct NormTiles {
     TE_TRY(CurrentGpu(&gpu));
     const int64_t both = kStatsOfChunk + strips,
                   ahead = std::min(chunks, (kCtas * gpu.sms + both - 1) / both);
-    *out = {unsigned(chunks), unsigned(strips), unsigned(ahead), Data<uint64_t>(workspace)};
+    *out = {unsigned(chunks),          unsigned(strips),        unsigned(ahead),
+            Divisor(unsigned(strips)), Divisor(unsigned(both)), Data<uint64_t>(workspace)};
     TE_CUDA(cudaMemsetAsync(out->known, 0xff, workspace.size_bytes(), stream));
     return ffi::Error::Success();
   }
