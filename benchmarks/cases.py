@@ -21,6 +21,7 @@ class Case:
     link:    the bytes go between GPUs, so that no ceiling of one GPU bounds them.
     tokens:  of a layer's step; 0 where time per token says nothing.
     calls:   issued back to back at most: a long call needs fewer for the same precision.
+    figures: ms -> more that the row says.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Case:
     link: bool = False
     tokens: int = 0
     calls: int | None = None
+    figures: Callable[[float], dict] | None = None
 
     @property
     def label(self) -> str:

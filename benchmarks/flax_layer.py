@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from ops import jax_nn_attention, rotate
 
-BF16 = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+
+def norm(llama: bool, param_dtype) -> nn.Module:
+    return (nn.RMSNorm if llama else nn.LayerNorm)(dtype=jnp.bfloat16, param_dtype=param_dtype)
 
 
 class Dense(nn.Module):
@@ -16,10 +18,12 @@ class Dense(nn.Module):
     features: int
     use_bias: bool = False
     dot: Callable | None = None
+    param_dtype: jnp.dtype = jnp.bfloat16
 
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(self.features, use_bias=self.use_bias, dot_general_cls=self.dot, **BF16)(x)
+        dtypes = dict(dtype=jnp.bfloat16, param_dtype=self.param_dtype)
+        return nn.Dense(self.features, use_bias=self.use_bias, dot_general_cls=self.dot, **dtypes)(x)
 
 
 class Mlp(nn.Module):
@@ -29,18 +33,19 @@ class Mlp(nn.Module):
     llama: bool = False
     use_bias: bool = False
     dot: Callable | None = None
+    param_dtype: jnp.dtype = jnp.bfloat16
 
     @nn.compact
     def __call__(self, x):
-        width = x.shape[-1]
-        y = (nn.RMSNorm if self.llama else nn.LayerNorm)(**BF16)(x)
-        y = Dense(2 * self.ffn if self.llama else self.ffn, self.use_bias, self.dot)(y)
+        width, more = x.shape[-1], (self.use_bias, self.dot, self.param_dtype)
+        y = norm(self.llama, self.param_dtype)(x)
+        y = Dense(2 * self.ffn if self.llama else self.ffn, *more)(y)
         if self.llama:
             gate, up = jnp.split(y, 2, -1)
             y = nn.silu(gate) * up
         else:
             y = nn.gelu(y, approximate=True)
-        return Dense(width, self.use_bias, self.dot)(y)
+        return Dense(width, *more)(y)
 
 
 class Layer(nn.Module):
@@ -52,20 +57,22 @@ class Layer(nn.Module):
     llama: bool = False
     hidden_dropout: float = 0.0
     dot: Callable | None = None
+    param_dtype: jnp.dtype = jnp.bfloat16
 
     @nn.compact
     def __call__(self, x, deterministic: bool = True):
         b, s, hidden = x.shape
-        dim, use_bias = hidden // self.heads, not self.llama
-        y = (nn.RMSNorm if self.llama else nn.LayerNorm)(**BF16)(x)
-        qkv = Dense((self.heads + 2 * self.groups) * dim, use_bias, self.dot)(y)
-        qkv = qkv.reshape(b, s, -1, dim)
-        q, k, v = jnp.split(qkv, (self.heads, self.heads + self.groups), 2)
+        dim, more = hidden // self.heads, (not self.llama, self.dot, self.param_dtype)
+        y = norm(self.llama, self.param_dtype)(x)
+        qkv = Dense((self.heads + 2 * self.groups) * dim, *more)(y)
+        # A group's heads lie beside its key and value, so that tensor parallelism cuts between groups.
+        qkv = qkv.reshape(b, s, self.groups, -1, dim)
+        q, k, v = qkv[..., :-2, :].reshape(b, s, self.heads, dim), qkv[..., -2, :], qkv[..., -1, :]
         if self.llama:
             q, k = rotate(q), rotate(k)
         y = jax_nn_attention(q, k, v).reshape(b, s, hidden)
-        x = x + self._drop(Dense(hidden, use_bias, self.dot)(y), deterministic)
-        return x + self._drop(Mlp(self.ffn, self.llama, use_bias, self.dot)(x), deterministic)
+        x = x + self._drop(Dense(hidden, *more)(y), deterministic)
+        return x + self._drop(Mlp(self.ffn, self.llama, *more)(x), deterministic)
 
     def _drop(self, x, deterministic: bool) -> jax.Array:
         return nn.Dropout(self.hidden_dropout)(x, deterministic) if self.hidden_dropout else x

@@ -49,6 +49,7 @@ class Layer:
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     cut: str = ""  # what cuts the sequence on a mesh: "tp" outside of the GEMMs, "cp" everywhere
+    param_dtype: jnp.dtype = jnp.bfloat16
 
     @property
     def shape(self):
@@ -70,13 +71,14 @@ class Layer:
             rotary_pos_emb_group_method="alternate",
             enable_sequence_parallel=self.cut == "tp",
             context_parallel_causal_load_balanced=self.cut == "cp",
-            dtype=jnp.bfloat16,
+            dtype=self.param_dtype,
         )
 
     def flax(self, dot) -> nn.Module | None:
         if self.attention_dropout:
             return None  # jax.nn has none
-        return flax_layer.Layer(self.ffn, self.heads, self.groups, self.llama, self.hidden_dropout, dot)
+        sizes = self.ffn, self.heads, self.groups, self.llama
+        return flax_layer.Layer(*sizes, self.hidden_dropout, dot, self.param_dtype)
 
     @property
     def tokens(self):
@@ -260,12 +262,13 @@ class Trainee:
         if isinstance(self.model, Layer | Stack):
             layer = self.model if isinstance(self.model, Layer) else self.model.layer
             self.options["deterministic"] = not (layer.hidden_dropout or layer.attention_dropout)
-        self.x, self.dy = normal(1, self.model.shape), normal(2, self.model.shape[:-1] + self._width())
+        self.x, self.dy = self._data()
         self.key = jax.random.PRNGKey(3)  # raw: typed keys take a slower path into compiled functions
         self.params, self.fresh = self._init()
 
-    def _width(self):
-        return (self.model.n,) if isinstance(self.model, Dense) else self.model.shape[-1:]
+    def _data(self):
+        width = (self.model.n,) if isinstance(self.model, Dense) else self.model.shape[-1:]
+        return normal(1, self.model.shape), normal(2, self.model.shape[:-1] + width)
 
     def _scope(self):
         return te.autocast(enabled=True, recipe=self.recipe) if self.recipe else contextlib.nullcontext()

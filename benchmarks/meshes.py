@@ -75,21 +75,21 @@ class Trainee(layers.Trainee):
         x = reorder_causal_load_balancing(x, self.count) if self.role is CP else x
         return jax.device_put(x, self._like_x())
 
-    def _kernel_of_flax(self, path, leaf):
-        kernel = path[-1].key == "kernel"
-        spec = P() if not kernel else self.role.column if path[-2].key == "Dense_0" else self.role.row
-        return self._on_mesh(*spec)
+    def _kernel_of_flax(self, path, given):
+        """`given`, but for kernels of plain Flax: .../Dense_0/Dense_0/kernel, whose outer name tells which it is."""
+        if path[-1].key != "kernel":
+            return given
+        return self._on_mesh(*(self.role.column if path[-3].key == "Dense_0" else self.role.row))
 
     def _init(self):
         self.x, self.dy = map(self._placed, (self.x, self.dy))
         key = jax.random.key(0)
         with self._scope():
             boxed = jax.eval_shape(self.boxed_init, key, self.x)
-            if self._is_te():
-                specs = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed["params"]), self.mesh)
-            else:
-                specs = jax.tree_util.tree_map_with_path(self._kernel_of_flax, boxed["params"])
-            _, state = jax.eval_shape(self.init, key, self.x)
+            specs = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed["params"]), self.mesh)
+            if not self._is_te():
+                specs = jax.tree_util.tree_map_with_path(self._kernel_of_flax, specs)
+            state = {name: nn.unbox(each) for name, each in boxed.items() if name != "params"}
             self.shardings = specs, jax.tree.map(lambda _: self._on_mesh(), state)
             return jax.jit(self.init, out_shardings=self.shardings)(key, self.x)
 
@@ -104,14 +104,20 @@ def trainee(*args) -> Trainee:
     return Trainee(*args)
 
 
+def places(count: int) -> Iterator[tuple[Role, int, str]]:
+    """(role, GPUs, the `cut` of a layer there)"""
+    each = (FSDP, 1), (DP, count), (FSDP, count), (TP, count), (CP, 1), (CP, count)
+    for role, gpus in dict.fromkeys(each):
+        yield role, gpus, role.name if role in (TP, CP) else ""
+
+
 def models(tiny: bool, count: int) -> Iterator[tuple[layers.Stack, Role, int]]:
     """(model, role, GPUs). As many tokens per GPU in each, but for context parallelism: its long row is one."""
     sizes = (256, 512, 8, 8) if tiny else (4096, 14336, 32, 8)
     seq, long, depth = (64, 128, 2) if tiny else (8192, 32768, 4)
-    places = (FSDP, 1), (DP, count), (FSDP, count), (TP, count), (CP, 1), (CP, count)
-    for role, gpus in dict.fromkeys(places):
+    for role, gpus, cut in places(count):
         batch, length = (1, long) if role is CP else (gpus, seq)
-        layer = layers.Layer("", batch, length, *sizes, llama=True, cut=role.name if role in (TP, CP) else "")
+        layer = layers.Layer("", batch, length, *sizes, llama=True, cut=cut)
         name = f"{depth} llama layers h{sizes[0]} b{batch} s{length}, {role.name}={gpus}"
         yield layers.Stack(name, depth, layer), role, gpus
 

@@ -4,7 +4,7 @@
 
 The suite "all" is ops and layers; "scaling" are GPT layers over tokens and width; "microbatches" steps of
 four of them, with kernels quantized in each or once, and gradients added up by XLA or inside of GEMMs; "meshes" are
-layers on all GPUs. The ceilings are measured first.
+layers on all GPUs, "training" whole steps of a GPT of 1.08B there. The ceilings are measured first.
 Times are `queued`: the wall time of 30 jitted calls issued back to back, over 30; the median of the repeats.
 All results are returned, data is random normal, FP8 scales are settled first.
 """
@@ -31,6 +31,7 @@ import ops
 import report
 import roofline
 import timing
+import training
 from cases import Case
 from peers import PEERS
 
@@ -40,7 +41,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--out", metavar="FILE", type=pathlib.Path, help="JSON, rewritten after each row; beside it the roofline, .png"
     )
-    p.add_argument("--suite", choices=("ops", "layers", "scaling", "microbatches", "meshes", "all"), default="all")
+    suites = ("ops", "layers", "scaling", "microbatches", "meshes", "training", "all")
+    p.add_argument("--suite", choices=suites, default="all")
     p.add_argument("--only", metavar="REGEX", help='rows whose "case | implementation" matches')
     p.add_argument(
         "--compare", metavar="OLD", type=pathlib.Path, help="an earlier JSON: each row's time against its own"
@@ -66,6 +68,8 @@ def chosen(args) -> list[Case]:
         found += microbatches.cases(args.tiny)
     if args.suite == "meshes":
         found += meshes.cases(args.tiny)
+    if args.suite == "training":
+        found += training.cases(args.tiny)
     return cases_module.select(found, args.only)
 
 
@@ -95,6 +99,8 @@ def measure(case: Case, args, found_ceilings: dict) -> dict:
         row["fraction"] = cases_module.floor_ms(case, found_ceilings) / row["ms"]
     if case.tokens:
         row["us_per_token"] = row["ms"] * 1e3 / case.tokens
+    if case.figures:
+        row |= case.figures(row["ms"])
     if not args.tiny and (found := PEERS.get((case.name, case.impl))):
         value, unit, whose = found
         row["peer"] = {
