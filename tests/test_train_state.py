@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, Fp8DirectDotGeneralOp
 from flax.training import train_state
 from jax import lax
+from states import assert_equal, restored, saved
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -65,10 +65,6 @@ def make_step(recipe=RECIPE, value_and_grad=te.value_and_grad, loss_fn=loss_fn, 
             return state.apply_gradients(grads=grads), loss
 
     return step
-
-
-def assert_equal(got, want):
-    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def close(got, want, rtol=1e-5, atol=1e-6):
@@ -401,16 +397,6 @@ def test_clipping_by_global_norm_leaves_fp8_out_both_ways():
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-def saved(path, state):
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, state)
-
-
-def restored(path, like):
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(path, like)
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["adamw", "MultiSteps"])
