@@ -23,6 +23,7 @@ from te_jax.flax._state import describe, recipe_of
 from te_jax.flax.attention import DotProductAttention, groups_of
 from te_jax.flax.cache import KVCache
 from te_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral
+from te_jax.layers._specs import entries
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.ops.attention_reference import parts
 from te_jax.ops.rope import Scaling, check_rotary, rope
@@ -437,12 +438,11 @@ class MultiHeadAttention(nn.Module):
 def _split_over(x, axis: int) -> tuple[tuple[str, ...], int]:
     """The mesh axes that split the heads, which lie on `axis` of x, and the number of their devices."""
     aval = jax.typeof(x)
-    if not on_explicit_mesh(aval):
-        names, sizes = head_axes(), jax.sharding.get_abstract_mesh().shape
-        return names, math.prod(sizes[name] for name in names)
-    spec = (*aval.sharding.spec, *[None] * x.ndim)[axis % x.ndim]
-    names = () if spec is None else spec if isinstance(spec, tuple) else (spec,)
-    return names, math.prod(aval.sharding.mesh.shape[name] for name in names)
+    if on_explicit_mesh(aval):
+        names, mesh = entries(aval)[axis], aval.sharding.mesh
+    else:
+        names, mesh = head_axes(), jax.sharding.get_abstract_mesh()
+    return names, math.prod(mesh.shape[name] for name in names)
 
 
 def _on_all_devices(query, key, value):
