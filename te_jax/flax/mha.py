@@ -367,15 +367,15 @@ class MultiHeadAttention(nn.Module):
     def _cache(self, inputs_q, inputs_kv, mask, max_decode_length) -> KVCache:
         if inputs_kv is not None:
             raise ValueError(f"{describe(self)}: decode=True is for self-attention; leave inputs_kv or decode out.")
-        return KVCache(self, inputs_q, mask, max_decode_length)
-
-    def _attend(self, query, key, value, mask, bias, deterministic, tensors, cache: KVCache | None):
-        mask_type, described = self.attn_mask_type, None
-        if cache and self.context_parallel_causal_load_balanced:
+        if self.context_parallel_causal_load_balanced:
             raise ValueError(
                 f"{describe(self)}: context_parallel_causal_load_balanced is True, but decode=True; a cache holds "
                 "tokens in the order of the sequence: decode with a module that has it False."
             )
+        return KVCache(self, inputs_q, mask, max_decode_length)
+
+    def _attend(self, query, key, value, mask, bias, deterministic, tensors, cache: KVCache | None):
+        mask_type, described = self.attn_mask_type, None
         if isinstance(mask, SequenceDescriptor):
             mask, described = None, mask
         if cache:
