@@ -61,13 +61,12 @@ def measured(way: str, layers: int, hidden: int, tokens: int) -> dict:
         init = partial(te_flax.fp8_model_init, model) if way == "fp8" else model.init
         held = jax.block_until_ready(nn.meta.unbox(jax.jit(init)(jax.random.key(0), x)))
         in_use = _memory("bytes_in_use")
-        apply = jax.jit(lambda variables, x: model.apply(variables, x)[0])
-        for _ in range(5):
-            y = jax.block_until_ready(apply(held, x))
-    assert bool(jnp.isfinite(y.astype(jnp.float32)).all())
+        apply = jax.jit(lambda variables, x: model.apply(variables, x)[0]).lower(held, x).compile()
+    if not bool(jnp.isfinite(apply(held, x).astype(jnp.float32)).all()):
+        raise FloatingPointError(f"{way}: the output of {layers} layers is not finite, so this is no pass of a model.")
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(held))
-    compiled = apply.lower(held, x).compile().memory_analysis()
-    peak = None if compiled is None else compiled.peak_memory_in_bytes
+    analysis = apply.memory_analysis()
+    peak = None if analysis is None else analysis.peak_memory_in_bytes
     return dict(way=way, parameter_bytes=size, in_use_bytes=in_use, forward_peak_bytes=peak)
 
 

@@ -340,8 +340,8 @@ class Op:
         def fits(factor, names):  # 2 groups, or 2 blocks, do not go on 4 devices
             return names and factor not in fixed and pieces[factor] % prod(mesh.shape[n] for n in names) == 0
 
-        placed = [[(f, n) for f, n in zip(fs, map(_names, spec)) if fits(f, n)] for fs, spec in zip(ins, in_specs)]
-        asked = [[(f, n) for f, n in zip(fs, map(_names, spec)) if fits(f, n)] for fs, spec in zip(res, out_specs)]
+        placed = [[(f, n) for f, n in zip(fs, map(mesh_axes, spec)) if fits(f, n)] for fs, spec in zip(ins, in_specs)]
+        asked = [[(f, n) for f, n in zip(fs, map(mesh_axes, spec)) if fits(f, n)] for fs, spec in zip(res, out_specs)]
         axes, scattered, apart = {}, [], rule.matches(self.apart, ranks)
 
         def take(factor, names):  # a mesh axis splits one factor, or one in each term of a sum
@@ -449,7 +449,7 @@ def _splitting_axes(mesh, starts, size):
     return names if names and np.array_equal(starts, want) else None
 
 
-def _names(entry) -> tuple[str, ...]:
+def mesh_axes(entry) -> tuple[str, ...]:
     """One entry of a PartitionSpec as a tuple of mesh axes."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,13 @@ class TensorStats(NamedTuple):
     that the next step will use.
     """
 
-    amax: jax.Array  # in units of the tensor
-    scale: jax.Array
-    headroom: jax.Array  # powers of 2 from amax * scale up to the largest FP8 value; below 0 the tensor saturates
-    saturation: jax.Array  # probes: fraction of all elements beyond the largest FP8 value, inf among them
-    underflow: jax.Array  # probes: fraction of the elements that are not 0 which became 0
-    trend: jax.Array  # powers of 2 a step: least-squares slope of log2 over the recorded amaxes; needs two
-    recorded: jax.Array  # amaxes in the history
+    amax: Annotated[jax.Array, "largest absolute value, in units of the tensor"]
+    scale: Annotated[jax.Array, "what the tensor is multiplied by"]
+    headroom: Annotated[jax.Array, "powers of 2 from amax * scale up to the largest FP8 value; below 0 it saturates"]
+    saturation: Annotated[jax.Array, "probes: fraction of all elements beyond the largest FP8 value, inf among them"]
+    underflow: Annotated[jax.Array, "probes: fraction of the elements that are not 0 which became 0"]
+    trend: Annotated[jax.Array, "powers of 2 a step: least-squares slope of log2 over the recorded amaxes; needs two"]
+    recorded: Annotated[jax.Array, "amaxes in the history"]
 
 
 def fp8_probes(collections):

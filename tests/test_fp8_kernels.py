@@ -1,15 +1,14 @@
 """Kernels quantized once: the same bits as quantizing in each pass, by fewer calls; and what is refused."""
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen as nn
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from states import assert_equal, data, state_of
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -39,17 +38,6 @@ class Net(nn.Module):
         return te_flax.DenseGeneral(10, name="head")(layers(name="layers")(x, None)[0])
 
 
-def data(rng, *shape):
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
-
-
-def state_of(recipe, x, model=None):
-    model = model or Net()
-    with te.autocast(True, recipe):
-        others, params = flax.core.pop(nn.meta.unbox(jax.jit(model.init)(jax.random.key(0), x)), "params")
-        return te_flax.TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1), collections=others)
-
-
 def calls(jaxpr, name, found=0):
     """How often a primitive of that name stands in a jaxpr, or in one within."""
     for eqn in jaxpr.eqns:
@@ -60,15 +48,11 @@ def calls(jaxpr, name, found=0):
     return found
 
 
-def assert_equal(got, want):
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-
-
 @pytest.mark.parametrize("recipe", [DELAYED, BLOCK], ids=["delayed", "block"])
 def test_microbatches(recipe, rng):
     """Loss, gradients and the FP8 state of 4 microbatches; each kernel is quantized before, none in their loop."""
     x = data(rng, K, 3, 5, WIDTH) * jnp.asarray([1, 5, 2, 1.0])[:, None, None, None]
-    state = state_of(recipe, x[0])
+    state = nn.meta.unbox(state_of(Net(), recipe, x[0]))
 
     def step(state, x, cached):
         kernels = te_flax.fp8_kernels(Net(), state.variables, x[0]) if cached else {}
@@ -92,7 +76,7 @@ def test_microbatches(recipe, rng):
 def test_inference(recipe, rng):
     """One layout, once for many calls; the FP8 state may move in between."""
     x, model = data(rng, 2, 5, WIDTH), Net()
-    variables = state_of(recipe, x).variables
+    variables = nn.meta.unbox(state_of(model, recipe, x).variables)
     with te.autocast(True, recipe):
         kernels = te_flax.fp8_kernels(model, variables, jax.ShapeDtypeStruct(x.shape, x.dtype), gradients=False)
         cached, each = jax.jit(lambda v, k, x: (model.apply({**v, **k}, x), model.apply(v, x)))(variables, kernels, x)
@@ -291,7 +275,7 @@ def test_refusals(head, rng):
             jax.grad(lambda k: jnp.sum(model.apply({**variables, **k}, x)))(kernels)
         net = Net(carried=("params",))
         with pytest.raises(ValueError, match="variable_axes={'fp8_kernels': 0}"):
-            te_flax.fp8_kernels(net, state_of(CURRENT, x, net).variables, x)
+            te_flax.fp8_kernels(net, state_of(net, CURRENT, x).variables, x)
     stateless = lambda **options: quantize_kernel(jnp.ones((4, 4)), **{"recipe": CURRENT, **options})
     for options, text in (
         (dict(contract=3), "contract is 3"),

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from states import assert_equal, data, restored, saved
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -42,18 +42,10 @@ class Net(nn.Module):
 NET = Net()
 
 
-def data(rng, *shape):
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
-
-
 def initial(recipe, x, model=NET):
     with te.autocast(True, recipe):
         variables = jax.jit(model.init)(jax.random.key(0), x)
         return variables, jax.jit(lambda v: te_flax.fp8_params(model, v, x))(variables)
-
-
-def assert_equal(got, want):
-    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def kernels(params):
@@ -124,8 +116,8 @@ def test_bytes_checkpoint_and_optimizer(rng, tmp_path):
         narrow = nn.meta.unbox(te_flax.fp8_model_init(model, jax.random.key(0), x))["params"]
         run = jax.jit(lambda p, x: model.apply({"params": p}, x)[0]).lower(narrow, x).compile()
         variables = jax.jit(model.init)(jax.random.key(0), x)
-        again = jax.jit(lambda v: te_flax.fp8_params(model, v, x))(variables)
-    assert_equal(nn.meta.unbox(again["params"]), narrow)
+        made = jax.jit(lambda v: te_flax.fp8_params(model, v, x))(variables)
+    assert_equal(nn.meta.unbox(made["params"]), narrow)
     size = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
     elements = 2 * WIDTH * 320
     assert size(kernels(narrow)) == elements + 2 * 4
@@ -134,13 +126,11 @@ def test_bytes_checkpoint_and_optimizer(rng, tmp_path):
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
     updates, _ = tx.update(jax.tree.map(jnp.ones_like, lora), tx.init(lora), lora)
     params = te_flax.join_lora(optax.apply_updates(lora, updates), base)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "params", params)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "params", jax.tree.map(jnp.zeros_like, params))
-    assert jax.tree.structure(restored) == jax.tree.structure(params)
-    assert_equal(restored, params)
-    back = te_flax.dequantize_params(restored)
+    saved(tmp_path / "params", params)
+    again = restored(tmp_path / "params", jax.tree.map(jnp.zeros_like, params))
+    assert jax.tree.structure(again) == jax.tree.structure(params)
+    assert_equal(again, params)
+    back = te_flax.dequantize_params(again)
     assert jax.tree.map(lambda a: (a.shape, a.dtype), back) == jax.tree.map(
         lambda a: (a.shape, a.dtype), nn.meta.unbox(variables["params"])
     )

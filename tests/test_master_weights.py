@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from states import assert_equal, data, restored, saved
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -46,14 +46,6 @@ class Net(nn.Module):
 
 NET = Net()
 HEAD = te_flax.DenseGeneral(10, kernel_axes=("embed", "mlp"))
-
-
-def data(rng, *shape):
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
-
-
-def assert_equal(got, want):
-    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def loss_of(model):
@@ -225,17 +217,15 @@ def test_restored_run(rng, tmp_path):
     assert_equal(state.opt_state.master["kernel"], narrow["params"]["kernel"].dequantize())
     for batch in x[:2]:
         state, _ = STEP[HEAD](state, batch, CURRENT)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "state", jax.tree.map(jnp.zeros_like, state))
-    assert jax.tree.structure(restored) == jax.tree.structure(state)
-    assert_equal(restored, state)
+    saved(tmp_path / "state", state)
+    again = restored(tmp_path / "state", jax.tree.map(jnp.zeros_like, state))
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    assert_equal(again, state)
     for batch in x[2:]:
         state, want = STEP[HEAD](state, batch, CURRENT)
-        restored, loss = STEP[HEAD](restored, batch, CURRENT)
+        again, loss = STEP[HEAD](again, batch, CURRENT)
         np.testing.assert_array_equal(loss, want)
-    assert_equal(restored, state)
+    assert_equal(again, state)
 
 
 def test_microbatches(rng):

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax import nnx
+from states import restored, saved
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -255,11 +255,9 @@ def test_scan_over_rematted_layers():
 def test_orbax_round_trip(tmp_path):
     model = make(te_nnx.LayerNormMLP, H, 48)
     step_of()(model, X)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", nnx.state(model))
-        checkpointer.wait_until_finished()
-        other = make(te_nnx.LayerNormMLP, H, 48, seed=1)
-        nnx.update(other, checkpointer.restore(tmp_path / "state", nnx.state(other)))
+    other = make(te_nnx.LayerNormMLP, H, 48, seed=1)
+    saved(tmp_path / "state", nnx.state(model))
+    nnx.update(other, restored(tmp_path / "state", nnx.state(other)))
     assert_same(te_nnx.to_linen(other), te_nnx.to_linen(model))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from states import restored, saved
 
 import te_jax as te
 from te_jax import optim
@@ -356,19 +357,15 @@ def test_state_lies_as_parameters_do(rng, kind, tmp_path):
         found = collectives.compiled(step, only(grads_there), fresh, only(sharded), mesh=mesh)[1]
         blocks = max(math.prod(exponent.shape) for exponent in only(state[0].exponent).values())
         assert bool(found) == crosses and all(c.bytes <= 4 * blocks for c in found), list(map(str, found))
-    saved_and_restored(state, tmp_path / "state")
+    check_checkpoint(state, tmp_path / "state")
 
 
-def saved_and_restored(state, path):
+def check_checkpoint(state, path):
     """Orbax: bit for bit, types and shardings too."""
-    ocp = pytest.importorskip("orbax.checkpoint")
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, state)
-        checkpointer.wait_until_finished()
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-        restored = checkpointer.restore(path, like)
+    saved(path, state)
+    again = restored(path, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state))
     bits = lambda x: np.asarray(x).reshape(-1).view(f"u{x.dtype.itemsize}")
-    for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(state)):
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(state)):
         assert a.dtype == b.dtype and a.sharding.is_equivalent_to(b.sharding, b.ndim)
         np.testing.assert_array_equal(bits(a), bits(b))
 

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, Fp8DirectDotGeneralOp
+from flax.training import train_state
 from jax import lax
+from states import assert_equal, restored, saved
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -63,10 +65,6 @@ def make_step(recipe=RECIPE, value_and_grad=te.value_and_grad, loss_fn=loss_fn, 
             return state.apply_gradients(grads=grads), loss
 
     return step
-
-
-def assert_equal(got, want):
-    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def close(got, want, rtol=1e-5, atol=1e-6):
@@ -147,6 +145,35 @@ def test_other_collections():
         new = state.apply_gradients(grads=grads, collections=updated)
     assert float(jnp.min(new.variables["batch_stats"]["BatchNorm_0"]["mean"])) > 0.04
     assert newest(new.fp8, layer="DenseGeneral_0") > 0
+
+
+class Mixed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = te_flax.DenseGeneral(16, name="first")(x)
+        return nn.Dense(4, dot_general_cls=Fp8DirectDotGeneralOp, name="flax")(x)
+
+
+@pytest.mark.parametrize("recipe", [None, RECIPE], ids=["", "fp8"])
+def test_beside_fp8_modules_of_flax(recipe):
+    """What these hold in `params` is replaced by its gradient, as by Flax's own step, and no optimizer sees it."""
+    model, x, tx = Mixed(), 3 * data(8, 16), optax.adamw(1e-2)
+
+    @jax.jit
+    def run(x):
+        with te.autocast(recipe is not None, recipe):
+            params = nn.meta.unbox(model.init(jax.random.key(0), x))
+            metas = {"fp8_metas": params.pop("fp8_metas")} if recipe else {}
+            loss = lambda params, fp8: jnp.mean(model.apply({**params, **fp8}, x) ** 2)
+            grads = te.value_and_grad(loss, (0, 1))(params, metas)[1]
+            state = te_flax.TrainState.create(apply_fn=None, params=params, tx=tx, collections=metas)
+            by_flax = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+            state, by_flax = state.apply_gradients(grads=grads), by_flax.apply_gradients(grads=grads[0])
+            return (state.params, state.opt_state, state.step), (by_flax.params, by_flax.opt_state, by_flax.step)
+
+    got, want = run(x)
+    assert_equal(got, want)
+    assert float(got[0][OVERWRITE_WITH_GRADIENT]["flax"]["Fp8DirectDotGeneralOp_0"]["kernel_amax_history"][0]) > 0
 
 
 # -- accumulation ----------------------------------------------------------------------------------------------------
@@ -370,16 +397,6 @@ def test_clipping_by_global_norm_leaves_fp8_out_both_ways():
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-def saved(path, state):
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, state)
-
-
-def restored(path, like):
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(path, like)
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["adamw", "MultiSteps"])

@@ -2,15 +2,14 @@
 
 import re
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from states import assert_equal, data, state_of
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -41,16 +40,6 @@ class Body(nn.Module):
         return te_flax.LayerNormDenseGeneral(WIDTH, name="dense", dtype=self.dtype)(x)[0], None
 
 
-def data(rng, *shape):
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
-
-
-def state_of(recipe, model, x):
-    with te.autocast(True, recipe):
-        others, params = flax.core.pop(jax.jit(model.init)(jax.random.key(0), x), "params")
-        return te_flax.TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1), collections=others)
-
-
 def accumulated(state, model, x, fused, cached=False):
     wgrads = te_flax.wgrads(model, state.variables, x[0]) if fused else None
     kernels = te_flax.fp8_kernels(model, state.variables, x[0]) if cached else {}
@@ -73,12 +62,12 @@ def accumulated(state, model, x, fused, cached=False):
 def test_sums_of_the_plain_loop(recipe, rng):
     """The same bits in f32: the reference adds what the GEMM would have returned. With quantized kernels too."""
     model, x = Net(), data(rng, K, 3, 5, WIDTH) * jnp.asarray([1, 5, 2.0])[:, None, None, None]
-    state = state_of(recipe, model, x[0])
+    state = state_of(model, recipe, x[0])
     with te.autocast(True, recipe):
         run = jax.jit(lambda *args: [accumulated(*args, fused, fused) for fused in (True, False)], static_argnums=1)
         fused, plain = run(state, model, x)
         assert jax.tree.structure(fused) == jax.tree.structure(plain)
-        jax.tree.map(np.testing.assert_array_equal, fused, plain)
+        assert_equal(fused, plain)
         assert all(np.any(leaf) for leaf in jax.tree.leaves(fused[1][0]))
         new = jax.eval_shape(lambda state, grads: state.apply_gradients(grads=grads), state, fused[1])
     assert jax.tree.structure(new.params) == jax.tree.structure(state.params)
@@ -87,7 +76,7 @@ def test_sums_of_the_plain_loop(recipe, rng):
 def test_sums_are_not_rounded(rng):
     """Beside parameters in bf16 the terms stay f32: the mean is rounded once, in half a unit of 2**-8."""
     model, x = Net(jnp.bfloat16), jnp.asarray(data(rng, K, 3, 5, WIDTH), jnp.bfloat16)
-    state = state_of(CURRENT, model, x[0])
+    state = state_of(model, CURRENT, x[0])
 
     def exact(state, x):
         wide = state.replace(params=jax.tree.map(lambda p: p.astype(jnp.float32), state.params))
@@ -103,7 +92,7 @@ def test_sums_are_not_rounded(rng):
 def test_in_place_on_cuda(rng):
     """The wgrad GEMMs of all kernels write the sum where it lies, with dgrad's there are no others that do."""
     model, x = Net(jnp.bfloat16), jnp.asarray(data(rng, K, 3, 5, WIDTH), jnp.bfloat16)
-    state = state_of(CURRENT, model, x[0])
+    state = state_of(model, CURRENT, x[0])
     with te.autocast(True, CURRENT):
         traced = jax.jit(lambda state, x: accumulated(state, model, x, True)).trace(state, x)
     calls = re.findall(r"custom_call @te_gemm\(.*", traced.lower(lowering_platforms=("cuda",)).as_text())
@@ -137,7 +126,7 @@ def test_mesh(rng, on_host):
     """Devices that share the batch add up their terms once, onto one sum."""
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
     model, x = Alone(), data(rng, K, 4, 5, WIDTH)
-    state = state_of(CURRENT, model, x[0])
+    state = state_of(model, CURRENT, x[0])
     with te.autocast(True, CURRENT), jax.set_mesh(mesh):
         kernel = NamedSharding(mesh, P(None, "tp"))
         state = state.replace(params=jax.tree.map(lambda p: jax.device_put(p, kernel), nn.meta.unbox(state.params)))
@@ -152,7 +141,7 @@ def test_an_entry_is_for_one_use(rng):
     x, entry = data(rng, K, 4, WIDTH), lambda tree: tree["wgrads"]["dense"]["kernel"]
     mesh = jax.make_mesh((2,), ("dp",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
     one, two = Alone(), Alone(2)
-    state = state_of(CURRENT, one, x[0])
+    state = state_of(one, CURRENT, x[0])
     params = nn.meta.unbox(state.params)
     with te.autocast(True, CURRENT):
         _, (grads, _) = jax.jit(lambda state, x: accumulated(state, two, x, True))(state, x)
@@ -177,7 +166,7 @@ def test_an_entry_is_for_one_use(rng):
 def test_a_loss_that_leaves_the_collection_out(rng):
     """NaN rather than a kernel that stays as it is for good; and wgrads of other parameters are refused."""
     model, x = Alone(), data(rng, K, 4, WIDTH)
-    state = state_of(CURRENT, model, x[0])
+    state = state_of(model, CURRENT, x[0])
     loss = lambda params, fp8, x: jnp.sum(model.apply({"params": params}, x) ** 2)
     with te.autocast(True, CURRENT):
         wgrads = te_flax.wgrads(model, state.variables, x[0])

@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+from typing import get_type_hints
 
 import jax
 import numpy as np
@@ -17,15 +18,7 @@ from . import cluster, steps
 
 FILES = JSON, PNG = "fp8_report.json", "fp8_report.png"
 
-MEANINGS = {
-    "amax": "largest absolute value before it is scaled",
-    "scale": "what it is multiplied by",
-    "headroom": "powers of 2 from amax * scale to the largest FP8 value; below 0 the tensor saturates",
-    "saturation": "fraction of the elements that are beyond the largest FP8 value",
-    "underflow": "fraction of the elements other than 0 that become 0",
-    "trend": "powers of 2 a step by which the amaxes in the history grow (least squares)",
-    "recorded": "amaxes in the history",
-}
+MEANINGS = {name: kind.__metadata__[0] for name, kind in get_type_hints(TensorStats, include_extras=True).items()}
 
 
 class Health:

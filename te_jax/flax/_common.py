@@ -15,7 +15,14 @@ from te_jax._op import on_explicit_mesh, varying
 from te_jax.flax._state import describe
 from te_jax.layers import QuantizedKernel
 from te_jax.layers._specs import explicit_spec
-from te_jax.sharding import SEQLEN_AXES, SEQLEN_CP_AXES, current_mesh_resource
+from te_jax.sharding import (
+    BATCH_AXES,
+    HIDDEN_AXES,
+    SEQLEN_AXES,
+    SEQLEN_CP_AXES,
+    SEQLEN_TP_AXES,
+    current_mesh_resource,
+)
 
 Initializer = Callable  # (key, shape, dtype) -> array
 Axes = tuple[str | None, ...]
@@ -117,6 +124,12 @@ def activation_axes(module: nn.Module, *names: str | None) -> tuple[str | None, 
     if resource is not None and resource.cp_resource is not None:
         names = tuple(SEQLEN_CP_AXES if name == SEQLEN_AXES else name for name in names)
     return (names[1], names[0], *names[2:]) if module.transpose_batch_sequence else names
+
+
+def residual_axes(module: nn.Module) -> tuple[str | None, ...]:
+    """Those of [b, s, H] outside the GEMMs, where sequence parallelism divides the sequence."""
+    sequence = SEQLEN_TP_AXES if module.enable_sequence_parallel else SEQLEN_AXES
+    return activation_axes(module, BATCH_AXES, sequence, HIDDEN_AXES)
 
 
 class Dropout(nn.Dropout):

@@ -212,8 +212,7 @@ class DotProductAttention(nn.Module):
         return tuple(jnp.swapaxes(x, 0, 1) for x in given) if self.transpose_batch_sequence else given
 
     def _check(self, query, key, value, sequence_descriptor):
-        groups = self.num_attention_heads if self.num_gqa_groups is None else self.num_gqa_groups
-        check_heads(self, self.num_attention_heads, groups)
+        groups = groups_of(self)
         for name, x, heads, width in (
             ("query", query, self.num_attention_heads, self.head_dim),
             ("key", key, groups, self.head_dim),
@@ -242,10 +241,13 @@ class DotProductAttention(nn.Module):
                 raise later(self, name, value)
 
 
-def check_heads(module: nn.Module, heads: int, groups: int):
-    """ValueError unless the query heads split evenly into groups."""
+def groups_of(module: nn.Module) -> int:
+    """g, the heads of keys and values. ValueError unless the query heads split evenly into groups."""
+    heads = module.num_attention_heads
+    groups = heads if module.num_gqa_groups is None else module.num_gqa_groups
     if heads < 1 or groups < 1 or heads % groups:
         raise ValueError(
             f"{describe(module)}: num_attention_heads={heads} does not split into num_gqa_groups={groups}; "
             "pass a divisor of it."
         )
+    return groups

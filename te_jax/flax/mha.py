@@ -16,12 +16,14 @@ from te_jax.flax._common import (
     in_compute_dtype,
     kernel_initializer,
     lora_scope,
+    residual_axes,
 )
 from te_jax.flax._context import Context
 from te_jax.flax._state import describe, recipe_of
-from te_jax.flax.attention import DotProductAttention, check_heads
+from te_jax.flax.attention import DotProductAttention, groups_of
 from te_jax.flax.cache import KVCache
 from te_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral
+from te_jax.layers._specs import entries
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.ops.attention_reference import parts
 from te_jax.ops.rope import Scaling, check_rotary, rope
@@ -32,7 +34,6 @@ from te_jax.sharding import (
     HIDDEN_TP_AXES,
     JOINED_AXES,
     SEQLEN_AXES,
-    SEQLEN_TP_AXES,
     W_FSDP_AXES,
     W_JOINED_AXES,
     W_NO_SHARD_AXES,
@@ -186,56 +187,30 @@ class MultiHeadAttention(nn.Module):
         Raises ValueError for parameters or a cache of another configuration, naming both, and for decode=True without
         a cache or in cross-attention; TypeError for a cache of another dtype.
         """
-        check_floating(self, inputs_q=inputs_q)
         self_attention = inputs_kv is None or inputs_kv is inputs_q
-        if not self_attention:
-            check_floating(self, inputs_kv=inputs_kv)
-        for name, x in (("inputs_q", inputs_q), ("inputs_kv", inputs_q if self_attention else inputs_kv)):
-            if x.ndim != 3:
-                raise ValueError(f"{describe(self)}: {name} has shape {x.shape}; pass [batch, sequence, width].")
-        inputs_q = in_compute_dtype(self, inputs_q)
-        inputs_kv = None if self_attention else in_compute_dtype(self, inputs_kv)
-        check_heads(self, self.num_attention_heads, self._groups())
+        inputs_kv = None if self_attention else self._checked("inputs_kv", inputs_kv)
+        inputs_q = self._checked("inputs_q", inputs_q)
         check_rotary_fields(self, self.head_dim, self.enable_rotary_pos_emb, "enable_rotary_pos_emb")
-        names = self._projections(inputs_q, inputs_kv, self_attention)
-        self_attention = self_attention or names == _QKV
-        sources = inputs_q, None if self_attention else inputs_kv
-        cache = self._cache(*sources, mask, max_decode_length) if decode else None
-        query, key, value, normed, through = self._project(*sources, names, norm_output, residual)
-        if self.enable_rotary_pos_emb:
-            positions = cache.positions if cache and positions is None else positions
-            at_q, at_kv = self._positions(positions, mask, inputs_q, None if self_attention else inputs_kv, decode)
-            query = self._rotate(query, at_q, turned=2 if key is None else None)
-            key = key if key is None else self._rotate(key, at_kv, turned=1 if value is None else None)
-        elif positions is not None:
-            raise ValueError(f"{describe(self)}: positions are for RoPE; set enable_rotary_pos_emb, or leave them out.")
+        names = self._projections(inputs_q, inputs_kv)
+        inputs = inputs_q, None if names == _QKV else inputs_kv
+        cache = self._cache(*inputs, mask, max_decode_length) if decode else None
+        *projected, normed, through = self._project(*inputs, names, norm_output, residual)
+        projected = self._turned(*projected, positions, mask, *inputs, cache)
         tensors = dict(score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
-        context = self._attend(query, key, value, mask, bias, deterministic, tensors, cache)
-        context = context.reshape(*context.shape[:2], -1)
-        context = constrain(context, activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_TP_AXES))
-        outside = activation_axes(self, BATCH_AXES, self._sequence(), HIDDEN_AXES)
-        whole = activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES)
-        out = DenseGeneral(
-            features=inputs_q.shape[-1],
-            kernel_init=kernel_initializer(self.kernel_init, distribution="normal"),
-            kernel_axes=(W_TP_AXES, W_FSDP_AXES),
-            bias_axes=(W_NO_SHARD_AXES,),
-            name="out",
-            **self._dense_fields(adapt=lora_scope(self)[1]),
-        )(context, residual=through if residual else None, out=inputs_q, grad_axes=gathered_axes(outside, whole))
-        out = constrain(out, outside)
-        return checkpoint_name(out, "out_proj"), normed
+        context = self._attend(*projected, mask, bias, deterministic, tensors, cache)
+        return self._output(context, inputs_q, through), normed
 
-    def _sequence(self) -> str:
-        """The logical axis of the sequence outside the GEMMs."""
-        return SEQLEN_TP_AXES if self.enable_sequence_parallel else SEQLEN_AXES
+    def _checked(self, name: str, x):
+        """An input in the type of the computation."""
+        check_floating(self, **{name: x})
+        if x.ndim != 3:
+            raise ValueError(f"{describe(self)}: {name} has shape {x.shape}; pass [batch, sequence, width].")
+        return in_compute_dtype(self, x)
 
-    def _groups(self) -> int:
-        return self.num_attention_heads if self.num_gqa_groups is None else self.num_gqa_groups
-
-    def _projections(self, inputs_q, inputs_kv, self_attention: bool) -> tuple[str, ...]:
+    def _projections(self, inputs_q, inputs_kv) -> tuple[str, ...]:
         """The names of the projections, by the configuration, and by the parameters where there are some."""
-        fusable = self.fuse_qkv_params and self._groups() == self.num_attention_heads
+        self_attention = inputs_kv is None
+        fusable = self.fuse_qkv_params and groups_of(self) == self.num_attention_heads
         due = _QUERY_KEY_VALUE if not self.fuse_qkv_params else _QKV if self_attention and fusable else _QUERY_KV
         held = tuple(name for name in ("qkv", *_QUERY_KEY_VALUE, "kv") if self.has_variable("params", name))
         if self.is_initializing() or not held or set(held) == set(due):
@@ -246,7 +221,7 @@ class MultiHeadAttention(nn.Module):
         raise ValueError(
             f"{describe(self)}: the parameters hold {held}, but {kind} with "
             f"fuse_qkv_params={self.fuse_qkv_params}, num_attention_heads={self.num_attention_heads}, "
-            f"num_gqa_groups={self._groups()} reads {due}. Pass inputs_kv=None for self-attention, or the "
+            f"num_gqa_groups={groups_of(self)} reads {due}. Pass inputs_kv=None for self-attention, or the "
             "fields that the parameters were made with."
         )
 
@@ -271,7 +246,7 @@ class MultiHeadAttention(nn.Module):
             scale_axes=(W_NO_SHARD_AXES,),
             ln_bias_axes=(W_NO_SHARD_AXES,),
             return_layernorm_output=want_norm or self.return_layernorm_output,
-            layernorm_input_axes=activation_axes(self, BATCH_AXES, self._sequence(), HIDDEN_AXES),
+            layernorm_input_axes=residual_axes(self),
             dot_input_axes=activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES),
             name=name,
             **fields,
@@ -284,11 +259,9 @@ class MultiHeadAttention(nn.Module):
         What one projection makes attention reads side by side: query [b, s, 3, h, d], None and None, or query, key
         [b, t, 2, g, d] and None.
         """
-        wide, narrow = self.num_attention_heads * self.head_dim, self._groups() * self.head_dim
-        each, fields = (
-            kernel_initializer(self.kernel_init, distribution="normal"),
-            self._dense_fields(lora_scope(self)[0]),
-        )
+        wide, narrow = self.num_attention_heads * self.head_dim, groups_of(self) * self.head_dim
+        each = kernel_initializer(self.kernel_init, distribution="normal")
+        fields = self._dense_fields(lora_scope(self)[0])
         draw_query = _divided(each, math.sqrt(self.head_dim)) if self.scaled_query_init else each
         joined = dict(kernel_axes=(W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES), bias_axes=(W_JOINED_AXES, W_TP_AXES))
         single = dict(kernel_axes=(W_FSDP_AXES, W_TP_AXES), bias_axes=(W_TP_AXES,))
@@ -348,6 +321,20 @@ class MultiHeadAttention(nn.Module):
         """Whether the devices of tensor parallelism divide the heads of x [..., heads, d]."""
         return x.shape[-2] % _split_over(x, -2)[1] == 0
 
+    def _turned(self, query, key, value, positions, mask, inputs_q, inputs_kv, cache: KVCache | None):
+        """What `_project` gave, turned by RoPE where that is on."""
+        if not self.enable_rotary_pos_emb:
+            if positions is not None:
+                raise ValueError(
+                    f"{describe(self)}: positions are for RoPE; set enable_rotary_pos_emb, or leave them out."
+                )
+            return query, key, value
+        positions = cache.positions if cache and positions is None else positions
+        at_q, at_kv = self._positions(positions, mask, inputs_q, inputs_kv, decode=cache is not None)
+        query = self._rotate(query, at_q, turned=2 if key is None else None)
+        key = key if key is None else self._rotate(key, at_kv, turned=1 if value is None else None)
+        return query, key, value
+
     def _positions(self, positions, mask, inputs_q, inputs_kv, decode: bool):
         """RoPE's positions of the queries and of the keys; None is 0, 1, 2, ..."""
         if positions is not None and inputs_kv is not None:
@@ -380,15 +367,15 @@ class MultiHeadAttention(nn.Module):
     def _cache(self, inputs_q, inputs_kv, mask, max_decode_length) -> KVCache:
         if inputs_kv is not None:
             raise ValueError(f"{describe(self)}: decode=True is for self-attention; leave inputs_kv or decode out.")
-        return KVCache(self, inputs_q, mask, max_decode_length)
-
-    def _attend(self, query, key, value, mask, bias, deterministic, tensors, cache: KVCache | None):
-        mask_type, described = self.attn_mask_type, None
-        if cache and self.context_parallel_causal_load_balanced:
+        if self.context_parallel_causal_load_balanced:
             raise ValueError(
                 f"{describe(self)}: context_parallel_causal_load_balanced is True, but decode=True; a cache holds "
                 "tokens in the order of the sequence: decode with a module that has it False."
             )
+        return KVCache(self, inputs_q, mask, max_decode_length)
+
+    def _attend(self, query, key, value, mask, bias, deterministic, tensors, cache: KVCache | None):
+        mask_type, described = self.attn_mask_type, None
         if isinstance(mask, SequenceDescriptor):
             mask, described = None, mask
         if cache:
@@ -402,7 +389,7 @@ class MultiHeadAttention(nn.Module):
         context = DotProductAttention(
             head_dim=self.head_dim,
             num_attention_heads=self.num_attention_heads,
-            num_gqa_groups=self._groups() if key is None else key.shape[-2],
+            num_gqa_groups=groups_of(self) if key is None else key.shape[-2],
             attention_dropout=self.attention_dropout,
             attn_mask_type=mask_type,
             attn_bias_type=self.attn_bias_type,
@@ -431,16 +418,31 @@ class MultiHeadAttention(nn.Module):
         )
         return cache.poisoned(context) if cache else context
 
+    def _output(self, context, inputs_q, residual):
+        """The last projection: [b, s, h, d] -> [b, s, H], as inputs_q, with `residual` added if it is not None."""
+        context = context.reshape(*context.shape[:2], -1)
+        context = constrain(context, activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_TP_AXES))
+        outside, whole = residual_axes(self), activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES)
+        project = DenseGeneral(
+            features=inputs_q.shape[-1],
+            kernel_init=kernel_initializer(self.kernel_init, distribution="normal"),
+            kernel_axes=(W_TP_AXES, W_FSDP_AXES),
+            bias_axes=(W_NO_SHARD_AXES,),
+            name="out",
+            **self._dense_fields(adapt=lora_scope(self)[1]),
+        )
+        out = project(context, residual=residual, out=inputs_q, grad_axes=gathered_axes(outside, whole))
+        return checkpoint_name(constrain(out, outside), "out_proj")
+
 
 def _split_over(x, axis: int) -> tuple[tuple[str, ...], int]:
     """The mesh axes that split the heads, which lie on `axis` of x, and the number of their devices."""
     aval = jax.typeof(x)
-    if not on_explicit_mesh(aval):
-        names, sizes = head_axes(), jax.sharding.get_abstract_mesh().shape
-        return names, math.prod(sizes[name] for name in names)
-    spec = (*aval.sharding.spec, *[None] * x.ndim)[axis % x.ndim]
-    names = () if spec is None else spec if isinstance(spec, tuple) else (spec,)
-    return names, math.prod(aval.sharding.mesh.shape[name] for name in names)
+    if on_explicit_mesh(aval):
+        names, mesh = entries(aval)[axis], aval.sharding.mesh
+    else:
+        names, mesh = head_axes(), jax.sharding.get_abstract_mesh()
+    return names, math.prod(mesh.shape[name] for name in names)
 
 
 def _on_all_devices(query, key, value):

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
@@ -15,7 +16,7 @@ from te_jax.combine import max_fp8_metas, value_and_grad
 from te_jax.flax._common import join_trees, split_tree
 from te_jax.flax.kernels import WGRAD_COLLECTION
 from te_jax.fp8 import FP8_COLLECTION, current_recipe, direction_of, map_tensors, update_fp8_metas
-from te_jax.layers.parameters import has_kernels, slots
+from te_jax.layers.parameters import slots
 from te_jax.optim import apply_updates, beside
 from te_jax.optim.master import check_masters
 
@@ -112,15 +113,7 @@ class TrainState(train_state.TrainState):
         if self.fp8:
             new = map_tensors(_plausible, fp8[FP8_COLLECTION], self.fp8[FP8_COLLECTION])
             fp8 = update_fp8_metas({FP8_COLLECTION: new})
-        update = partial(self.tx.update, **(tx_args or {}))
-        if has_kernels(self.params):
-            check_masters("TrainState.apply_gradients", self.params, self.opt_state)
-            updates, opt_state = update(grads, self.opt_state, self.params)
-            params = apply_updates(self.params, updates)
-            state = self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
-        else:
-            bound = self.replace(tx=optax.GradientTransformation(self.tx.init, update))
-            state = super(TrainState, bound).apply_gradients(grads=grads, **kwargs).replace(tx=self.tx)
+        state = self._optimized(grads, tx_args or {}).replace(**kwargs)
         before, after = _multi_steps(self.opt_state), _multi_steps(state.opt_state)
         if not self.fp8 or before is None:
             return state.replace(fp8=fp8)
@@ -131,6 +124,17 @@ class TrainState(train_state.TrainState):
         skipped = ~stepped & (after.mini_step == before.mini_step)  # by `should_skip_update_fn`
         so_far = where(skipped, self.fp8_microbatch, so_far)
         return state.replace(fp8=where(stepped, so_far, self.fp8), fp8_microbatch=so_far)
+
+    def _optimized(self, grads, tx_args) -> "TrainState":
+        """The state after `tx`, with `fp8` as it was. What Flax's own FP8 modules hold in params does not go through
+        `tx`: as in the step of Flax's `TrainState`, its gradient takes its place."""
+        check_masters("TrainState.apply_gradients", self.params, self.opt_state)
+        of_flax = isinstance(grads, Mapping) and OVERWRITE_WITH_GRADIENT in grads
+        dparams, params = (tree["params"] if of_flax else tree for tree in (grads, self.params))
+        updates, opt_state = self.tx.update(dparams, self.opt_state, params, **tx_args)
+        params = apply_updates(params, updates)
+        params = {**grads, "params": params} if of_flax else params
+        return self.replace(step=self.step + 1, params=params, opt_state=opt_state)
 
     def _checked(self, grads):
         """(gradient of params, next fp8) in the containers of `self.fp8`."""

@@ -14,6 +14,7 @@ from te_jax.flax._common import (
     check_floating,
     in_compute_dtype,
     lora_scope,
+    residual_axes,
 )
 from te_jax.flax._state import describe
 from te_jax.flax.cache import extent
@@ -27,7 +28,6 @@ from te_jax.sharding import (
     HIDDEN_AXES,
     HIDDEN_TP_AXES,
     SEQLEN_AXES,
-    SEQLEN_TP_AXES,
     W_FSDP_AXES,
     W_JOINED_AXES,
     W_NO_SHARD_AXES,
@@ -167,8 +167,7 @@ class TransformerLayer(nn.Module):
         that contradict parallel_attention_mlp, and for parameters that the fields leave without use: `relpos_bias`
         without enable_relative_embedding, `mlp/scale` with parallel_shared_layernorm.
         """
-        decoder = TransformerLayerType.DECODER
-        is_decoder = self._layer_type() is decoder
+        is_decoder = self._layer_type() is TransformerLayerType.DECODER
         self._check(inputs, encoded, encoder_decoder_mask, is_decoder)
         self._check_parallel(is_decoder)
         name = "self_attention" if is_decoder else "attention"
@@ -200,18 +199,7 @@ class TransformerLayer(nn.Module):
             x = self._add(y, x, normed, deterministic, in_kernels)
         z, normed = self._mlp()(x, deterministic=deterministic, residual=in_kernels)
         x = self._add(z, x, normed, deterministic, in_kernels)
-        if self.output_layernorm:
-            x = LayerNorm(
-                epsilon=self.layernorm_epsilon,
-                layernorm_type=self.layernorm_type,
-                zero_centered_gamma=self.zero_centered_gamma,
-                scale_axes=(W_NO_SHARD_AXES,),
-                bias_axes=(W_NO_SHARD_AXES,),
-                dtype=self.dtype,
-                params_dtype=self.params_dtype,
-                name="output_layernorm",
-            )(x)
-        return x
+        return self._last_norm()(x) if self.output_layernorm else x
 
     def _layer_type(self) -> TransformerLayerType:
         try:
@@ -273,8 +261,7 @@ class TransformerLayer(nn.Module):
             )
 
     def _residual_layout(self, x):
-        sequence = SEQLEN_TP_AXES if self.enable_sequence_parallel else SEQLEN_AXES
-        return constrain(x, activation_axes(self, BATCH_AXES, sequence, HIDDEN_AXES))
+        return constrain(x, residual_axes(self))
 
     def _relative_bias(self, inputs, bidirectional: bool, cached: str | None, max_decode_length):
         """[1, h, s, s]; [1 or b, h, s, T] on the cache of the self-attention of name `cached`; None where relative
@@ -351,7 +338,6 @@ class TransformerLayer(nn.Module):
         )
 
     def _mlp(self) -> LayerNormMLP:
-        sequence = SEQLEN_TP_AXES if self.enable_sequence_parallel else SEQLEN_AXES
         shared = self.parallel_shared_layernorm
         return LayerNormMLP(
             intermediate_dim=self.mlp_hidden_size,
@@ -380,11 +366,23 @@ class TransformerLayer(nn.Module):
             dtype=self.dtype,
             params_dtype=self.params_dtype,
             # A shared norm comes from attention, where its whole sequence was gathered for the first GEMM.
-            layernorm_input_axes=None if shared else activation_axes(self, BATCH_AXES, sequence, HIDDEN_AXES),
+            layernorm_input_axes=None if shared else residual_axes(self),
             dot_1_input_axes=activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES),
             dot_2_input_axes=activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_TP_AXES),
             transpose_batch_sequence=self.transpose_batch_sequence,
             name="mlp",
+        )
+
+    def _last_norm(self) -> LayerNorm:
+        return LayerNorm(
+            epsilon=self.layernorm_epsilon,
+            layernorm_type=self.layernorm_type,
+            zero_centered_gamma=self.zero_centered_gamma,
+            scale_axes=(W_NO_SHARD_AXES,),
+            bias_axes=(W_NO_SHARD_AXES,),
+            dtype=self.dtype,
+            params_dtype=self.params_dtype,
+            name="output_layernorm",
         )
 
     def _add(self, x, residual, normed, deterministic: bool, added: bool):

@@ -8,14 +8,14 @@ parallelism, and x is. A MeshResource in force says it for axes that it names, a
 
 from jax.sharding import PartitionSpec
 
-from te_jax._op import on_explicit_mesh
+from te_jax._op import mesh_axes, on_explicit_mesh
 from te_jax.sharding import current_mesh_resource
 
 
 def entries(aval) -> tuple[tuple[str, ...], ...]:
     """The mesh axes of each axis of an array's type."""
     spec = (*aval.sharding.spec, *[None] * (aval.ndim - len(aval.sharding.spec)))
-    return tuple(() if e is None else e if isinstance(e, tuple) else (e,) for e in spec)
+    return tuple(map(mesh_axes, spec))
 
 
 def spec_of(axes) -> PartitionSpec:

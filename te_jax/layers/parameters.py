@@ -14,7 +14,8 @@ from te_jax.layers.kernel import GradientSlot, QuantizedKernel, check_quantized,
 from te_jax.recipe import Float8CurrentScaling, Recipe
 
 
-def _second(_, other):
+def second(_, other, *more):
+    """For `map_kernels`: what the second tree has there."""
     return other
 
 
@@ -69,7 +70,7 @@ def dequantized(q: QuantizedKernel):
 
 def with_arrays(params, arrays):
     """`params` with what `arrays` has in the place of each QuantizedKernel."""
-    return map_kernels(_second, params, arrays)
+    return map_kernels(second, params, arrays)
 
 
 def slots(params):
@@ -80,7 +81,7 @@ def slots(params):
 def with_slots(params, arrays):
     """`arrays`, of `slots`, with the QuantizedKernels of `params` in their places again, whose gradients go to them.
     Nothing reads the values that stood there."""
-    return map_kernels(lambda q, array: q.with_wide(GradientSlot(array)), params, arrays, of_others=_second)
+    return map_kernels(lambda q, array: q.with_wide(GradientSlot(array)), params, arrays, of_others=second)
 
 
 def requantized(q: QuantizedKernel, array, recipe: Recipe, what: str) -> QuantizedKernel:

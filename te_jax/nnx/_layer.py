@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import ShapeDtypeStruct
 
 from te_jax.flax._state import describe, on_missing_state
@@ -141,13 +141,12 @@ class Layer(nnx.Module):
         call = _call(type(self.linen)).bind(*args, **kwargs)
         if hasattr(self, "deterministic") and call.arguments.get("deterministic") is None:
             call.arguments["deterministic"] = self.deterministic
-        variables: dict = {}
-        replaced = self._gather(variables)
+        variables, replaced = self._gather()
         decode = call.arguments.get("decode", False)
         keys = {} if call.arguments.get("deterministic", True) else self._keys(rngs)
         options = dict(rngs=keys, mutable=[CACHE] if decode else False)
         with _errors_of_state(), nn.intercept_methods(_calling(replaced)) if replaced else contextlib.nullcontext():
-            out = self.linen.apply(variables, *call.args, **options, **call.kwargs)
+            out = self.linen.apply(unflatten_dict(variables), *call.args, **options, **call.kwargs)
         if not decode:
             return out
         out, written = out
@@ -180,21 +179,19 @@ class Layer(nnx.Module):
             )
         super().__setattr__(name, value)
 
-    def _gather(self, variables: dict, path: tuple[str, ...] = ()) -> dict:
-        """Adds the variables to `variables`, as Linen has them. Returns the modules that were put in the place of
-        submodules, by path."""
-        parts, replaced = dict(self.parts), {}
+    def _gather(self, path: tuple[str, ...] = ()) -> tuple[dict, dict]:
+        """The values of the variables, by (collection, *path, name), and the modules that were put in the place of
+        submodules, by path; `path` is that of this one."""
+        parts, variables, replaced = dict(self.parts), {}, {}
         for name, value in vars(self).items():
             if isinstance(value, nnx.Variable) and (collection := collection_of(value)):
-                node = variables.setdefault(collection, {})
-                for part in path:
-                    node = node.setdefault(part, {})
-                node[name] = value.get_value()
+                variables[collection, *path, name] = value.get_value()
             elif name in parts and isinstance(value, Layer) and value.linen == parts[name]:
-                replaced |= value._gather(variables, (*path, name))
+                below = value._gather((*path, name))
+                variables, replaced = variables | below[0], replaced | below[1]
             elif name in parts:
                 replaced[*path, name] = value
-        return replaced
+        return variables, replaced
 
     @property
     def _drops(self) -> bool:

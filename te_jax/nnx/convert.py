@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from flax import linen as nn
 from flax import nnx
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from te_jax import fp8
 from te_jax.nnx._layer import Fp8State, collection_of
@@ -17,14 +17,8 @@ Module = TypeVar("Module", bound=nnx.Module)
 def collections_of(state: nnx.State) -> dict:
     """{collection: {name: ... array}}: Linen's form of a state; of variables that `te_jax.flax` has no collection for,
     nothing. Indices, as of an nnx.List, become strings."""
-    out: dict = {}
-    for path, variable in nnx.to_flat_state(state):
-        if collection := collection_of(variable):
-            node = out.setdefault(collection, {})
-            for key in path[:-1]:
-                node = node.setdefault(str(key), {})
-            node[str(path[-1])] = variable.get_value()
-    return out
+    found = ((collection_of(variable), path, variable) for path, variable in nnx.to_flat_state(state))
+    return unflatten_dict({(of, *map(str, path)): variable.get_value() for of, path, variable in found if of})
 
 
 def with_collections(state: nnx.State, collections: Mapping) -> nnx.State:

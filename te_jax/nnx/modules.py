@@ -1,11 +1,8 @@
 """The NNX modules: each names its Linen module, and the sizes that its parameters follow from."""
 
 import te_jax.flax as te_flax
+from te_jax.flax.dense import as_tuple
 from te_jax.nnx._layer import Layer, example
-
-
-def _widths(features) -> tuple[int, ...]:
-    return tuple(features) if isinstance(features, tuple | list) else (features,)
 
 
 class DenseGeneral(Layer):
@@ -18,7 +15,7 @@ class DenseGeneral(Layer):
 
     @staticmethod
     def inputs(linen, in_features: int | tuple[int, ...]):
-        return (example(*_widths(in_features)),)
+        return (example(*as_tuple(in_features)),)
 
 
 Linear = DenseGeneral

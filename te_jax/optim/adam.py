@@ -24,7 +24,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from te_jax._op import on_explicit_mesh
+from te_jax._op import mesh_axes, on_explicit_mesh
 from te_jax.layers._specs import entries
 
 _NAME = "te_jax.optim.adamw_fp8"
@@ -121,8 +121,7 @@ def state_sharding(leaf, sharding: Sharding) -> Sharding:
     if not isinstance(sharding, NamedSharding) or len(sharding.spec) < max(leaf.ndim, 1):
         return sharding
     *lead, last = sharding.spec
-    names = () if last is None else last if isinstance(last, tuple) else (last,)
-    if leaf.shape[-1] % math.prod(sharding.mesh.shape[name] for name in names) == 0:
+    if leaf.shape[-1] % math.prod(sharding.mesh.shape[name] for name in mesh_axes(last)) == 0:
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(*lead), memory_kind=sharding.memory_kind)
 

@@ -15,6 +15,7 @@ from te_jax.layers.parameters import (
     map_kernels,
     of_parameters,
     requantized,
+    second,
     unboxed,
     with_arrays,
 )
@@ -72,12 +73,12 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
                 "apply_gradients) under the autocast of the loss."
             )
         in_f32 = lambda q, g: jax.tree.map(lambda a: a.astype(jnp.float32), g)
-        grads = map_kernels(in_f32, params, updates, of_others=lambda p, g: g)
+        grads = map_kernels(in_f32, params, updates, of_others=second)
         by, inner_state = inner.update(grads, state.inner, with_arrays(params, state.master), **extra)
         moved = lambda q, master, u: optax.apply_updates(master, u)
-        master = map_kernels(moved, params, state.master, by, of_others=lambda p, none, u: none)
+        master = map_kernels(moved, params, state.master, by, of_others=second)
         made = lambda q, u, master: Requantized(requantized(q, master, of_parameters(recipe), f"{_NAME}: a parameter"))
-        new = map_kernels(made, params, by, master, of_others=lambda p, u, none: u)
+        new = map_kernels(made, params, by, master, of_others=second)
         return new, MasterWeightsState(master, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
