@@ -58,6 +58,7 @@ class Layer(nn.Module):
     hidden_dropout: float = 0.0
     dot: Callable | None = None
     param_dtype: jnp.dtype = jnp.bfloat16
+    by_group: bool = False  # a group's heads beside its key and value: tensor parallelism cuts between groups
 
     @nn.compact
     def __call__(self, x, deterministic: bool = True):
@@ -65,9 +66,11 @@ class Layer(nn.Module):
         dim, more = hidden // self.heads, (not self.llama, self.dot, self.param_dtype)
         y = norm(self.llama, self.param_dtype)(x)
         qkv = Dense((self.heads + 2 * self.groups) * dim, *more)(y)
-        # A group's heads lie beside its key and value, so that tensor parallelism cuts between groups.
-        qkv = qkv.reshape(b, s, self.groups, -1, dim)
-        q, k, v = qkv[..., :-2, :].reshape(b, s, self.heads, dim), qkv[..., -2, :], qkv[..., -1, :]
+        if self.by_group:
+            qkv = qkv.reshape(b, s, self.groups, -1, dim)
+            q, k, v = qkv[..., :-2, :].reshape(b, s, self.heads, dim), qkv[..., -2, :], qkv[..., -1, :]
+        else:
+            q, k, v = jnp.split(qkv.reshape(b, s, -1, dim), (self.heads, self.heads + self.groups), 2)
         if self.llama:
             q, k = rotate(q), rotate(k)
         y = jax_nn_attention(q, k, v).reshape(b, s, hidden)

@@ -78,7 +78,7 @@ class Layer:
         if self.attention_dropout:
             return None  # jax.nn has none
         sizes = self.ffn, self.heads, self.groups, self.llama
-        return flax_layer.Layer(*sizes, self.hidden_dropout, dot, self.param_dtype)
+        return flax_layer.Layer(*sizes, self.hidden_dropout, dot, self.param_dtype, by_group=self.cut == "tp")
 
     @property
     def tokens(self):

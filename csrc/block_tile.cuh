@@ -301,7 +301,7 @@ __device__ __forceinline__ void WriteBlocks(const Vec<T, 8> (&x)[kBlockRows], co
 //   Type      of the values, before they are quantized
 //   Raw       what is read for 8 neighbours of a row
 //   kSlots    results for each of these: 1, or n, side by side
-//   kSquare   whether blocks may be 128 x 128
+//   kSquare   whether blocks may be 128 x 128; it and the next are for LaunchBlocks
 //   kCtas     on one multiprocessor
 //   kInFlight rows that a thread has on their way
 //   Load<kVectors>(row, column, columns) -> Raw: 8 columns from `column` on, of which `columns` are inside;

@@ -1,5 +1,4 @@
-// What the norm kernels share: gamma and beta of any type, the arguments of te_norm_fwd and its two families
-// of kernels.
+// What the norm kernels share: gamma and beta of any type, and the arguments of the forward ones.
 #pragma once
 
 #include <atomic>
@@ -21,7 +20,7 @@ inline ffi::Error CurrentGpu(Gpu* out) {
   return ffi::Error::Success();
 }
 
-constexpr int kStaticBytes = 3072;  // of shared memory; no norm kernel has more beside its dynamic part
+constexpr int kStaticBytes = 3072;  // of shared memory: no kernel has more beside a dynamic part
 
 // Lets kKernel have all the shared memory of a CTA. -> the virtual architecture that it was compiled for (90:
 // sm_90), which may be older than the device. Asks CUDA once per kernel and device; threads that race learn

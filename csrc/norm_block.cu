@@ -11,26 +11,29 @@ namespace {
 constexpr int kCtas = 2;  // on one multiprocessor
 using Tiles = NormTiles<kBlock, kBlockThreads, kCtas>;
 
-// What block_tile.cuh asks of a source.
-template <typename T>
+// What block_tile.cuh asks of a source. Beyond x it makes zeros: gamma and beta are 0 there, but a large mean
+// times a large rstd is none to multiply by 0.
+template <typename T, bool kVectors>
 struct BlockNormSource : NormSource<T, kBlock> {
   using typename NormSource<T, kBlock>::Raw;
   static constexpr int kInFlight = sizeof(T) == 2 ? kBlockRows : 2;
-  unsigned row0;  // of the tile
-  int rows;       // of it that are inside: the others are zeros, not beta
+  unsigned row0;    // of the tile
+  int rows;         // of it that are inside
+  int64_t columns;  // from the thread's first on
 
-  template <bool kVectors>
+  template <bool>
   __device__ __forceinline__ Raw Load(unsigned row, unsigned column, int inside) const {
     const T* p = this->x + (uint64_t{row} * unsigned(this->h) + column);
     return {LoadRow<kVectors>(p, inside), int(row - row0)};
   }
 
   __device__ __forceinline__ void Results(const Raw& raw, Vec<T, 8> (&y)[1]) const {
+    const int64_t inside = raw.row < rows ? columns : 0;
     float f[1][8];
     this->Values(raw, f);
-    y[0] = Round<T>(f[0]);
 #pragma unroll
-    for (auto& word : y[0].words) word = raw.row < rows ? word : 0;
+    for (int j = 0; j < 8; ++j) f[0][j] = inside > (kVectors ? 0 : j) ? f[0][j] : 0.f;
+    y[0] = Round<T>(f[0]);
   }
 };
 
@@ -49,8 +52,11 @@ __global__ void __launch_bounds__(kBlockThreads, kCtas)
     return;
   }
   const int64_t column = int64_t{task.part} * kBlock + threadIdx.x % kBlockGroups * 8;
-  const BlockNormSource<T> source{
-      {static_cast<const T*>(a.x), a.h, tiles.known, stats, AffineOf<kVectors>(a, column)}, row0, rows};
+  const BlockNormSource<T, kVectors> source{
+      {static_cast<const T*>(a.x), a.h, tiles.known, stats, AffineOf<kVectors>(a, column)},
+      row0,
+      rows,
+      a.h - column};
   WriteBlockTile<kVectors, false>(source, results, task.chunk, task.part, shared);
 }
 

@@ -122,7 +122,7 @@ __device__ inline void StoreColumnSums(const float* scratch, float* dbias, int c
 //   Raw       what is read for 8 neighbours of a row
 //   kSlots    2 where a row of results is twice as long as one of a strip's sources, else 1
 //   kSums     whether there may be column sums
-//   kCtas     on one multiprocessor
+//   kCtas     on one multiprocessor, for LaunchTiles
 //   kWindow   rows that a thread has in flight, a divisor of kThreadRows
 //   Values(Raw, float (&)[kSlots][8])
 //   Load<kVectors>(row, column, columns) -> Raw: 8 columns from `column` on, of which `columns` are inside

@@ -97,12 +97,13 @@ def on_host():
 
 
 @pytest.fixture(autouse=True)
-def mxfp8_on_host(request):
-    """Runs tests of MXFP8, as their names say it, on a CPU device where the GPU does not multiply it."""
-    from te_jax.ops.gemm_mx import unusable
+def refused_on_host(request):
+    """Runs tests of MXFP8 and of block scaling, as their names say it, on a CPU device where the GPU has none."""
+    from te_jax.ops import gemm_mx, quantize_block
 
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    refused = "mx" in request.node.nodeid.lower() and capability and unusable(str(capability))
+    capability, name = getattr(jax.devices()[0], "compute_capability", None), request.node.nodeid.lower()
+    unusable = {"mx": gemm_mx.unusable, "block": quantize_block.unusable}
+    refused = capability and any(word in name and reason(str(capability)) for word, reason in unusable.items())
     with jax.default_device(jax.devices("cpu")[0]) if refused else contextlib.nullcontext():
         yield
 

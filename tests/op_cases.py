@@ -108,7 +108,7 @@ CASES = [
     Case("quantize_amax", "te_quantize", _groups("m", "n"), (bf16, None), dict(split=2, dtype=E4M3), ("amax",)),
     Case("quantize_block", "te_quantize_block", {"m...0": 4, "m": 512, "n": 512}, (bf16,), _blocks, _rows, _of_rows),
     Case(
-        "quantize_square", "te_quantize_block", {"m": 512, "n...0": 4, "n": 512}, (f32,),
+        "quantize_block_square", "te_quantize_block", {"m": 512, "n...0": 4, "n": 512}, (f32,),
         dict(_blocks, lead=0, square=True, power_2=True), ("data", "data_t", "block_inv", "block_inv_t"),
         {"m...": 0, "n...": 1},
     ),
@@ -117,7 +117,7 @@ CASES = [
         (E4M3, E4M3, f32, f32, None, None, None), dict(_products, outer=1), None, {**_of_rows, "k...": 1},
     ),
     Case(
-        "gemm_square_bias_c", "te_gemm_block", {"m...0": 8, "k": 512, "n": 512},
+        "gemm_block_square_bias_c", "te_gemm_block", {"m...0": 8, "k": 512, "n": 512},
         (E5M2, E4M3, f32, None, f32, f32, f32), dict(_products, outer=0), None, {**_of_rows, "k...": 0},
     ),
     Case(

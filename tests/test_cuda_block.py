@@ -107,6 +107,8 @@ NORM_SHAPES = [(8192, 4096), (3, 130, 264), (2, 5, 12288), (4096, 129), (199, 10
 def test_norm_block(rms, dtype, shape, rng):
     """Bit for bit what te_norm_fwd, by its kernel with data_t, and the quantizing kernel make in turn."""
     x = odd_values(rng, shape, dtype)
+    if dtype != f16 and shape[-1] < 1000:  # a row whose mean times rstd overflows
+        x = x.at[..., :1, :].set(2.0**120)
     gamma, beta = (jnp.asarray(rng.standard_normal(shape[-1:]), t) for t in (f32, bf16))
     beta, mean = (None, ()) if rms else (beta, ("mean",))
     attrs = dict(eps=1e-5, rms=rms, zero_centered=rms, dtype=E4M3)

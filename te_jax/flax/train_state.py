@@ -113,7 +113,7 @@ class TrainState(train_state.TrainState):
         if self.fp8:
             new = map_tensors(_plausible, fp8[FP8_COLLECTION], self.fp8[FP8_COLLECTION])
             fp8 = update_fp8_metas({FP8_COLLECTION: new})
-        state = self._optimized(grads, tx_args or {}).replace(**kwargs)
+        state = self._optimized(grads, tx_args or {}, kwargs)
         before, after = _multi_steps(self.opt_state), _multi_steps(state.opt_state)
         if not self.fp8 or before is None:
             return state.replace(fp8=fp8)
@@ -125,16 +125,16 @@ class TrainState(train_state.TrainState):
         so_far = where(skipped, self.fp8_microbatch, so_far)
         return state.replace(fp8=where(stepped, so_far, self.fp8), fp8_microbatch=so_far)
 
-    def _optimized(self, grads, tx_args) -> "TrainState":
-        """The state after `tx`, with `fp8` as it was. What Flax's own FP8 modules hold in params does not go through
-        `tx`: as in the step of Flax's `TrainState`, its gradient takes its place."""
+    def _optimized(self, grads, tx_args, others) -> "TrainState":
+        """The state after `tx`, with the fields `others` and `fp8` as it was. What Flax's own FP8 modules hold in params
+        does not go through `tx`: as in the step of Flax's `TrainState`, its gradient takes its place."""
         check_masters("TrainState.apply_gradients", self.params, self.opt_state)
         of_flax = isinstance(grads, Mapping) and OVERWRITE_WITH_GRADIENT in grads
         dparams, params = (tree["params"] if of_flax else tree for tree in (grads, self.params))
         updates, opt_state = self.tx.update(dparams, self.opt_state, params, **tx_args)
         params = apply_updates(params, updates)
         params = {**grads, "params": params} if of_flax else params
-        return self.replace(step=self.step + 1, params=params, opt_state=opt_state)
+        return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **others)
 
     def _checked(self, grads):
         """(gradient of params, next fp8) in the containers of `self.fp8`."""

@@ -134,7 +134,7 @@ class Config(NamedTuple):
     grad_spec: PartitionSpec | None = None  # of the gradient of y where its GEMMs read it, if that is not `spec`
     grad_axes: tuple[str | None, ...] | None = None  # the same under Auto axes, by logical names
     stored: bool = False  # the kernel is an Fp8Tensor: its `wide` alone has a gradient
-    on_mesh: bool = False  # a mesh is in force: sums over devices may have to be waited for
+    on_mesh: bool = False  # one of several devices is in force (`jax.set_mesh`): there may be sums over them
 
     @classmethod
     def of(cls, x, kernel, bias, contract, recipe, checkpoint, residual=None, out=None, grad_axes=None) -> "Config":
@@ -145,7 +145,8 @@ class Config(NamedTuple):
         specs = dense_spec(*types[:2], contract, out or types[3]), *map(explicit_spec, types[:2])
         whole = dense_spec(*types[:2], contract)
         gathered = None if whole == specs[0] else whole, grad_axes
-        on_mesh = not jax.sharding.get_abstract_mesh().empty
+        mesh = jax.sharding.get_abstract_mesh()
+        on_mesh = not mesh.empty and mesh.size > 1
         static = checkpoint, stage_axes(), *specs, *gathered, stored, on_mesh
         return cls(recipe, contract, kernel.ndim - contract, *types, *static)
 

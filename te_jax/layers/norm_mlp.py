@@ -187,7 +187,7 @@ def _norm_mlp_bwd(static, residuals, dy):
     grad1, dwo_bias = _fp8.quantize_grad(dy, metas[1].grad, config1, second[0].for_wgrad)
     da = constrain(_fp8.dgrad([(grad1, second[1], config1)]), middle_axes)
     dwo, dmetas1 = _fp8.kernel_grads(*second, grad1, metas[1], config1)
-    if not config1.on_mesh:  # what dwo is made of is free before the largest tensors of the layer are made
+    if not config1.on_mesh:  # what dwo is made of is free before the largest tensors of the layer are there
         da, dwo = lax.optimization_barrier((da, dwo))
     grad0, dwi_bias = _quantize_activation_grad(da, z, metas[0].grad, config0, act, first[0].for_wgrad)
     dnorm = like(_fp8.dgrad([(grad0, first[1], config0)]), config0.x)

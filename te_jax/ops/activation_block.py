@@ -45,7 +45,8 @@ activation_block_fwd = Op(
 """te_quantize_block, in blocks of 1 x 128, of what te_activation_fwd makes of x f32|bf16|f16 [*m, m, a, f] in x's type,
 which is not written: data, data_t, scale_inv and scale_inv_t of y [*m, m, f], as chosen by `outputs`.
 
-Attributes as `te_jax.ops.activation.attributes` makes them; dtype, power_2 and epsilon of te_quantize_block.
+Attributes as `te_jax.ops.activation.attributes` makes them; dtype, power_2, epsilon and RuntimeError of
+te_quantize_block.
 """
 
 activation_block_bwd = Op(

@@ -25,5 +25,6 @@ norm_block_fwd = Op(
 """te_quantize_block, in blocks of 1 x 128, of what te_norm_fwd makes of x f32|bf16|f16 [*m, m, h] in x's type, which is
 not written: data, data_t, scale_inv and scale_inv_t of y [*m, m, h], as chosen by `outputs`, and the statistics.
 
-gamma, beta, mean, rstd, eps, rms and zero_centered as in te_norm_fwd; dtype, power_2 and epsilon of te_quantize_block.
+gamma, beta, mean, rstd, eps, rms and zero_centered as in te_norm_fwd; dtype, power_2, epsilon and RuntimeError of
+te_quantize_block.
 """

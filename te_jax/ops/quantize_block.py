@@ -25,8 +25,8 @@ def unusable(capability: str) -> str:
 
 
 def check_gpu(op: str):
-    """Raises RuntimeError, naming `op`, where the GPU has no products of its blocks: csrc/*_block.cu are not compiled
-    for it."""
+    """Raises RuntimeError, naming `op`, where the GPU has no products of its blocks: csrc/*_block.cu need not be
+    compiled for it."""
     _lib.check_gpu(op, unusable)
 
 
