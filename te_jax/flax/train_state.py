@@ -126,8 +126,8 @@ class TrainState(train_state.TrainState):
         return state.replace(fp8=where(stepped, so_far, self.fp8), fp8_microbatch=so_far)
 
     def _optimized(self, grads, tx_args, others) -> "TrainState":
-        """The state after `tx`, with the fields `others` and `fp8` as it was. What Flax's own FP8 modules hold in params
-        does not go through `tx`: as in the step of Flax's `TrainState`, its gradient takes its place."""
+        """The state after `tx`, with the fields `others` and `fp8` as it was. What Flax's own FP8 modules hold in
+        params does not go through `tx`: as in the step of Flax's `TrainState`, its gradient takes its place."""
         check_masters("TrainState.apply_gradients", self.params, self.opt_state)
         of_flax = isinstance(grads, Mapping) and OVERWRITE_WITH_GRADIENT in grads
         dparams, params = (tree["params"] if of_flax else tree for tree in (grads, self.params))

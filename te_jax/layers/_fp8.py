@@ -145,8 +145,7 @@ class Config(NamedTuple):
         specs = dense_spec(*types[:2], contract, out or types[3]), *map(explicit_spec, types[:2])
         whole = dense_spec(*types[:2], contract)
         gathered = None if whole == specs[0] else whole, grad_axes
-        mesh = jax.sharding.get_abstract_mesh()
-        on_mesh = not mesh.empty and mesh.size > 1
+        on_mesh = jax.sharding.get_abstract_mesh().size > 1
         static = checkpoint, stage_axes(), *specs, *gathered, stored, on_mesh
         return cls(recipe, contract, kernel.ndim - contract, *types, *static)
 
