@@ -1,5 +1,7 @@
 """What the backward pass of a layer holds at once."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,7 +13,7 @@ from te_jax.layers import layernorm_mlp
 from te_jax.recipe import DelayedScaling, Float8CurrentScaling
 
 
-def mlp_program(mesh=None) -> str:
+def mlp_program(platform: str, mesh=None) -> str:
     shapes = (64, 16), (16,), (16, 2, 32), (32, 16)
     x, gamma, wi, wo = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
 
@@ -22,21 +24,21 @@ def mlp_program(mesh=None) -> str:
         )
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
-    grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))
-    if mesh is None:
-        return grads.lower(x, gamma, wi, wo).as_text()
-    with jax.set_mesh(mesh):
-        return grads.lower(x, gamma, wi, wo).as_text()
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).trace(x, gamma, wi, wo)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
-def test_second_gradient_of_a_kernel_comes_first():
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_second_gradient_of_a_kernel_comes_first(platform):
     """Without a mesh the gradient of the activation's input waits for the gradient of wo, which frees its operands.
     With one that gradient is a sum over devices, which shall cross beside what follows."""
     devices = jax.devices("cpu")
     mesh = lambda kind, count: jax.make_mesh((count,), ("a",), axis_types=(kind,), devices=devices[:count])
-    waits = lambda text: sum("optimization_barrier" in line and "<32x16xbf16>" in line for line in text.splitlines())
-    assert waits(mlp_program()) == waits(mlp_program(mesh(AxisType.Auto, 1))) == 1
-    assert waits(mlp_program(mesh(AxisType.Auto, 2))) == 0
+    both = "tensor<64x32xbf16>, tensor<32x16xbf16>"  # of da and dwo
+    waits = lambda text: sum("optimization_barrier" in line and both in line for line in text.splitlines())
+    assert waits(mlp_program(platform)) == waits(mlp_program(platform, mesh(AxisType.Auto, 1))) == 1
+    assert waits(mlp_program(platform, mesh(AxisType.Auto, 2))) == 0
 
 
 @pytest.mark.gpu
