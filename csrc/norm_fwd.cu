@@ -260,7 +260,7 @@ ffi::Error LaunchNormFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Arg sc
   NormFwdArgs args;
   TE_TRY(GetNormFwdArgs(op, x, gamma, beta, mean, rstd, eps, rms, zero_centered, &args));
   TE_TRY(CheckResults(args.rows, args.h, x, scale, y, data, data_t, amax));
-  bool e5m2;
+  bool e5m2 = false;
   TE_TRY(IsE5M2(op, data, data_t, &e5m2));
   args.scale = Data<float>(scale), args.y = Data<void>(y), args.amax = Data<float>(amax);
   args.data = Data<uint8_t>(data), args.data_t = Data<uint8_t>(data_t);

@@ -231,7 +231,7 @@ ffi::Error GetTileResults(const char* op, int64_t m, int64_t slots, int64_t n, c
   TE_CHECK(!dbias || !Present(*dbias) || int64_t((*dbias)->element_count()) == chunks * slots * n,
            "%s: partial dbias is %s, expected [%ld, %ld]", op, Shape(**dbias).c_str(), long(chunks),
            long(slots * n));
-  bool e5m2;
+  bool e5m2 = false;
   TE_TRY(IsE5M2(op, data, data_t, &e5m2));
   *out = {fp8 ? Data<float>(scale) : nullptr,
           wide ? Data<T>(*wide) : nullptr,
