@@ -45,6 +45,7 @@ GEMM_MNK = [
 BLOCK_MNK = [(8192, 8192, 8192), (4096, 4096, 7168)]
 ROWS_COLUMNS = [(8192, 4096), (8192, 16384)]
 RESIDUAL_MNK = (8192, 4096, 16384)
+FP8_RESULTS = ("data", "data_t", "amax")
 ACTIVATIONS = {"gelu": ("gelu",), "swiglu": ("silu", "linear")}
 ACTIVATION_SHAPE = (8192, 16384)
 ROPE = (1, 8192, 32, 128)  # b, s, h, d
@@ -228,11 +229,14 @@ def _quantize(shape, dtype, outputs, reference):
 
 def _quantizes(shapes) -> Iterator[Case]:
     for shape in shapes:
-        for text, dtype, more in (("both layouts", E4M3, ()), ("both layouts, dbias", E5M2, ("dbias",))):
-            row = partial(Case, f"quantize {text} {_by(*shape)}", bytes=4 * prod(shape))
-            outputs = ("data", "data_t", "amax", *more)
+        for text, dtype, outputs, size in (
+            ("quantize both layouts", E4M3, FP8_RESULTS, 4),
+            ("quantize both layouts, dbias", E5M2, (*FP8_RESULTS, "dbias"), 4),
+            ("amax alone", E4M3, ("amax",), 2),
+        ):
             for impl in ("te_jax", "xla"):
-                yield row(impl, partial(_quantize, shape, dtype, outputs, impl == "xla"))
+                build = partial(_quantize, shape, dtype, outputs, impl == "xla")
+                yield Case(f"{text} {_by(*shape)}", impl, build, bytes=size * prod(shape))
         for impl, square in (("te_jax, 1x128", False), ("te_jax, 128x128", True)):
             name = f"quantize both layouts {_by(*shape)}"
             yield Case(name, impl, partial(_quantize_block, shape, square), bytes=4 * prod(shape))
@@ -241,10 +245,9 @@ def _quantizes(shapes) -> Iterator[Case]:
 # -- activations ---------------------------------------------------------------------------------------------
 
 
-def _activation(names, shape, backward, fused):
-    """To FP8 in both layouts, backward with dbias. Unfused: plain JAX, and te_quantize behind it."""
+def _activation(names, shape, backward, outputs, fused):
+    """Straight to te_quantize's results. Unfused: plain JAX, and te_quantize behind it."""
     rows, columns = shape
-    outputs = ("data", "data_t", "amax", *(("dbias",) if backward else ()))
     dtype = E5M2 if backward else E4M3
 
     def fn(*operands):
@@ -284,11 +287,15 @@ def _activations(shape) -> Iterator[Case]:
         for kind, names in ACTIVATIONS.items():
             slots = len(names)
             # Forward, of each element: x of all slots, both layouts. Backward: dy, x, both layouts of all slots.
-            size = prod(shape) * (2 + 2 * slots + 2 * slots if backward else 2 * slots + 2)
+            read = prod(shape) * (2 * slots + 2 * backward)
+            size = read + prod(shape) * 2 * (slots if backward else 1)
             name = f"d{kind} to fp8, both layouts, dbias" if backward else f"{kind} to fp8, both layouts"
+            outputs = (*FP8_RESULTS, *(("dbias",) if backward else ()))
             for impl in ("te_jax", "xla, te_quantize"):
-                build = partial(_activation, names, shape, backward, impl == "te_jax")
+                build = partial(_activation, names, shape, backward, outputs, impl == "te_jax")
                 yield Case(f"{name} {_by(*shape)}", impl, build, bytes=size)
+            amax = partial(_activation, names, shape, backward, ("amax",), True)
+            yield Case(f"{'d' * backward}{kind}, amax alone {_by(*shape)}", "te_jax", amax, bytes=read)
             in_blocks = partial(_activation_block, names, shape, backward)
             yield Case(f"{name} {_by(*shape)}", "te_jax, 1x128", in_blocks, bytes=size)
 

@@ -116,12 +116,12 @@ struct ActivationSource {
   unsigned n;  // of 32 bits, as rows are: an address is one multiplication
   Activation act;
 
-  template <bool kVectors>
+  template <bool kVectors, bool kAgain = false>
   __device__ __forceinline__ Raw Load(unsigned row, unsigned column, int columns) const {
     Raw raw;
 #pragma unroll
     for (int s = 0; s < kA; ++s)
-      raw.x[s] = LoadRow<kVectors>(x + (uint64_t{row * kA + s} * n + column), columns);
+      raw.x[s] = LoadRow<kVectors, kAgain>(x + (uint64_t{row * kA + s} * n + column), columns);
     return raw;
   }
 
@@ -141,13 +141,13 @@ struct GradientSource {
   unsigned n;
   Activation act;
 
-  template <bool kVectors>
+  template <bool kVectors, bool kAgain = false>
   __device__ __forceinline__ Raw Load(unsigned row, unsigned column, int columns) const {
     Raw raw;
-    raw.dy = LoadRow<kVectors>(dy + (uint64_t{row} * n + column), columns);
+    raw.dy = LoadRow<kVectors, kAgain>(dy + (uint64_t{row} * n + column), columns);
 #pragma unroll
     for (int s = 0; s < kA; ++s)
-      raw.x[s] = LoadRow<kVectors>(x + (uint64_t{row * kA + s} * n + column), columns);
+      raw.x[s] = LoadRow<kVectors, kAgain>(x + (uint64_t{row * kA + s} * n + column), columns);
     return raw;
   }
 

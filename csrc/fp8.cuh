@@ -56,27 +56,19 @@ __device__ __forceinline__ Vec<T, N> LoadOnce(const T* p) {
   }
 }
 
-// All of it, or zeros where `inside` is false.
-template <int N, typename T>
-__device__ __forceinline__ Vec<T, N> LoadOnce(const T* p, bool inside) {
-  Vec<T, N> out{};
-  if (inside) out = LoadOnce<N>(p);
-  return out;
-}
-
-// 8 columns of one row of a tile, of which `columns` are inside; zeros outside. kVectors: the 8 are inside or
-// outside together.
-template <bool kVectors, typename T>
+// 8 neighbours of a row, of which `columns` are inside; zeros outside. kVectors: the 8 are inside or outside
+// together. kAgain: they will be read again, and stay in L2.
+template <bool kVectors, bool kAgain = false, typename T>
 __device__ __forceinline__ Vec<T, 8> LoadRow(const T* p, int columns) {
+  Vec<T, 8> out{};
   if constexpr (kVectors) {
-    return LoadOnce<8>(p, columns > 0);
+    if (columns > 0) out = kAgain ? Load<8>(p) : LoadOnce<8>(p);
   } else {
-    Vec<T, 8> out{};
 #pragma unroll
     for (int i = 0; i < 8; ++i)
       if (i < columns) out.Set(i, p[i]);
-    return out;
   }
+  return out;
 }
 
 template <typename T, int N>

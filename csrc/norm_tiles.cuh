@@ -68,27 +68,14 @@ struct NormTiles {
   }
 };
 
-// 8 neighbours of a row, zeros beyond `columns`; they stay in L2.
-template <bool kVectors, typename T>
-__device__ __forceinline__ Vec<T, 8> LoadKept(const T* p, int columns) {
-  Vec<T, 8> out{};
-  if constexpr (kVectors) {
-    if (columns > 0) out = Load<8>(p);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      if (i < columns) out.Set(i, p[i]);
-  }
-  return out;
-}
-
 // f(vectors of 8, columns inside) for the lane's parts of a row of h, kStatsVecs vectors at a time.
 template <bool kVectors, typename T, typename F>
 __device__ __forceinline__ void ForRow(const T* row, int h, F&& f) {
   for (int c = Lane() * 8; c - Lane() * 8 < h; c += kStatsVecs * 32 * 8) {  // whole warps
     Vec<T, 8> x[kStatsVecs];
 #pragma unroll
-    for (int k = 0; k < kStatsVecs; ++k) x[k] = LoadKept<kVectors>(row + c + k * 32 * 8, h - c - k * 32 * 8);
+    for (int k = 0; k < kStatsVecs; ++k)
+      x[k] = LoadRow<kVectors, true>(row + c + k * 32 * 8, h - c - k * 32 * 8);
     f(x, h - c);
   }
 }

@@ -17,9 +17,9 @@ struct QuantizeSource {
   const T* x;  // [m, n]
   int64_t n;
 
-  template <bool kVectors>
+  template <bool kVectors, bool kAgain = false>
   __device__ __forceinline__ Raw Load(int64_t row, int64_t column, int columns) const {
-    return {LoadRow<kVectors>(x + row * n + column, columns)};
+    return {LoadRow<kVectors, kAgain>(x + row * n + column, columns)};
   }
 
   __device__ __forceinline__ void Values(const Raw& raw, float (&f)[1][8]) const {

@@ -125,7 +125,8 @@ __device__ inline void StoreColumnSums(const float* scratch, float* dbias, int c
 //   kCtas     on one multiprocessor, for LaunchTiles
 //   kWindow   rows that a thread has in flight, a divisor of kThreadRows
 //   Values(Raw, float (&)[kSlots][8])
-//   Load<kVectors>(row, column, columns) -> Raw: 8 columns from `column` on, of which `columns` are inside
+//   Load<kVectors, kAgain>(row, column, columns) -> Raw: 8 columns from `column` on, of which `columns` are
+//             inside; kAgain as in LoadRow, where the amax may be all that is wanted
 //   Await(row0, rows) if there: called once by all threads, behind the first Loads and before any Values
 // index: of the tile, strip by strip, chunk by chunk. kVectors: n % 8 == 0, and all rows are aligned.
 template <bool kVectors, typename Source>
@@ -213,6 +214,45 @@ __global__ void __launch_bounds__(kTileThreads, Source::kCtas)
   WriteTile<kVectors>(source, a, blockIdx.x);
 }
 
+// The amax alone, of a tile: no data to keep, so there is room for twice as many CTAs. The kernel that then
+// writes FP8 reads the sources again, from the first tile on: here that one is the last, for what was read
+// last is still in L2.
+template <typename Source, bool kVectors>
+__global__ void __launch_bounds__(kTileThreads, 4)
+    AmaxKernel(const Source source, const TileResults<typename Source::Type> a) {
+  constexpr int kRowsAtOnce = kTileThreads / kGroups;
+  constexpr int kWindow = Source::kWindow < 2 ? Source::kWindow : 2;
+  __shared__ unsigned amax_of_warps[kMostWarps];
+  const unsigned index = gridDim.x - 1 - blockIdx.x;
+  const int64_t row0 = index / a.strips * int64_t{kTileRows};
+  const int64_t column = index % a.strips * int64_t{kTileColumns} + threadIdx.x % kGroups * 8;
+  const int rows = min(a.m - row0, int64_t{kTileRows}), columns = min(a.n - column, int64_t{8});
+
+  const auto row_of = [](int k) { return int(threadIdx.x) / kGroups + k * kRowsAtOnce; };  // of the tile
+  const auto load = [&](int k) {
+    const int row = row_of(k);
+    return source.template Load<kVectors, true>(row0 + row, column, row < rows ? columns : 0);
+  };
+  typename Source::Raw window[kWindow];
+#pragma unroll
+  for (int k = 0; k < kWindow; ++k) window[k] = load(k);
+  float amax = 0.f;
+#pragma unroll
+  for (int k = 0; k < kTileRows / kRowsAtOnce; ++k) {
+    float f[Source::kSlots][8];
+    source.Values(window[k % kWindow], f);
+    if (k + kWindow < kTileRows / kRowsAtOnce) window[k % kWindow] = load(k + kWindow);
+    if (row_of(k) >= rows || columns <= 0) continue;
+#pragma unroll
+    for (int s = 0; s < Source::kSlots; ++s)
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (kVectors || j < columns) amax = MaxNan(amax, fabsf(f[s][j]));
+  }
+  const unsigned peak = CtaMax(__float_as_uint(amax), amax_of_warps);
+  if (threadIdx.x == 0) a.amax[index] = __uint_as_float(peak);
+}
+
 // The results of `op` for [m, slots, n] of type T, checked. `wide` may be nullptr.
 template <typename T>
 ffi::Error GetTileResults(const char* op, int64_t m, int64_t slots, int64_t n, const Arg& scale, Ret* wide,
@@ -253,7 +293,9 @@ template <typename Source>
 ffi::Error LaunchTiles(cudaStream_t stream, const Source& source, const TileResults<typename Source::Type>& a,
                        bool aligned) {
   const bool vectors = aligned && a.n % 8 == 0 && Aligned(a.wide) && Aligned(a.data);
-  const auto kernel = vectors ? TileKernel<Source, true> : TileKernel<Source, false>;
+  auto kernel = vectors ? TileKernel<Source, true> : TileKernel<Source, false>;
+  if (a.amax && !a.wide && !a.data && !a.data_t && !a.dbias)
+    kernel = vectors ? AmaxKernel<Source, true> : AmaxKernel<Source, false>;
   kernel<<<a.chunks * a.strips, kTileThreads, 0, stream>>>(source, a);
   TE_LAUNCHED();
 }

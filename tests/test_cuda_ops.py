@@ -1,5 +1,7 @@
 """On the GPU: every CUDA op against its plain-JAX reference or a float64 meaning, at odd and large sizes."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -194,6 +196,30 @@ def test_activation_chosen_results(outputs, shape, rng):
     got = jax.jit(lambda *a: activation_bwd(*a, outputs=outputs, **attrs))(dy, x, scale)
     want = dict(zip(("dx", "data", "data_t", "amax"), activation_bwd.reference(dy, x, scale, **attrs)))
     values_equal(got, [want[name] for name in outputs])
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (199, 1001), (512, 200)], ids=str)
+@pytest.mark.parametrize("dtype", [bf16, f32], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("names", [(), *ACTIVATIONS], ids=lambda names: "-".join(names) or "quantize")
+def test_amax_alone(names, dtype, shape, rng):
+    """A kernel of its own: the amax that is there beside data, wherever the largest number or a NaN is."""
+    dy, x, scale = activation_case(names or ("relu",), shape, dtype, rng)
+    attrs = dict(attributes(names), dtype=E5M2) if names else dict(split=1, dtype=E4M3)
+
+    @partial(jax.jit, static_argnums=0)
+    def run(outputs, scale, dy, x):
+        if not names:
+            return [quantize(x[:, 0], scale, outputs=outputs, **attrs)[-1]]
+        fwd = activation_fwd(x, scale, outputs=outputs, **attrs)
+        return fwd[-1], activation_bwd(dy, x, scale, outputs=outputs, **attrs)[-1]
+
+    for row, column in ((0, 0), (-1, -1), (rng.integers(shape[0]), rng.integers(shape[1]))):
+        for value in (1000.0, np.nan):
+            operands = dy.at[row, column].set(3.0), x.at[row, :, column].set(value)
+            alone, beside = run(("amax",), None, *operands), run(("data", "amax"), scale, *operands)
+            np.testing.assert_array_equal(np.asarray(alone), np.asarray(beside))  # a NaN equals a NaN
+            assert names or np.isnan(value) or float(alone[0]) == value
+            assert not np.isnan(value) or np.isnan(alone[0])
 
 
 @pytest.mark.parametrize("names", ACTIVATIONS, ids="-".join)
