@@ -16,8 +16,8 @@ class Float8CurrentScaling(Recipe):
     The law: scale = fp8_max / max(amax, amax_epsilon), an infinite one clamped to the largest float; 1 where the amax
     is 0 or not finite. The amax of an array over a mesh is that of the whole array.
 
-    What it costs over `DelayedScaling`: one more reading of each tensor's source, by the kernel that then writes FP8,
-    with the amax as its one result. (To have it write the tensor in a wide type too, and to quantize that, moves as
+    What it costs over `DelayedScaling`: one more reading of each tensor's source, by a kernel whose one result is the
+    amax, before that which writes FP8. (To have it write the tensor in a wide type too, and to quantize that, moves as
     many bytes or more, takes room, and rounds twice.) Under `jax.vmap` each example has its own amax, so the GEMMs run
     one after the other: give arrays more axes instead.
 
