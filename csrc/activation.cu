@@ -11,16 +11,17 @@ namespace {
 ffi::Error LaunchActivation(cudaStream_t stream, Arg x, Arg scale, Ret y, Ret data, Ret data_t, Ret amax,
                             int64_t kind, double limit, double alpha, double glu_linear_offset) {
   const char* op = "te_activation_fwd";
-  SlotSizes sizes{};
-  TE_TRY(GetSlotSizes(op, x, &sizes));
-  if (x.element_count() == 0) return Zero(stream, {&*amax});
+  SlotAxes of;
+  TE_TRY(GetSlotAxes(op, x, 2, &of));
+  const TileBuffers buffers{scale, "y", &y, data, data_t, amax, nullptr};
+  TE_TRY(ExpectTiles(op, x, of.m, {of.f}, 1, buffers));
   Activation act;
-  TE_TRY(MakeActivation(op, kind, sizes.a, limit, alpha, glu_linear_offset, &act));
-  return DispatchSlots(x, sizes.a, [&]<typename T, int kA>() -> ffi::Error {
-    const ActivationSource<T, kA> source{Data<T>(x), unsigned(sizes.f), act};
-    TileResults<T> results;
-    TE_TRY(GetTileResults(op, sizes.m, 1, sizes.f, scale, &y, data, data_t, amax, nullptr, &results));
-    return LaunchTiles(stream, source, results, Aligned(source.x));
+  TE_TRY(MakeActivation(op, kind, of.a, limit, alpha, glu_linear_offset, &act));
+  if (x.element_count() == 0) return Zero(stream, {&*amax});
+  return DispatchSlots(x, of.a, [&]<typename T, int kA>() -> ffi::Error {
+    const ActivationSource<T, kA> source{Data<T>(x), unsigned(of.f), act};
+    const auto results = TileResultsOf<T>(of.m.count(), of.f, buffers);
+    return LaunchTiles(op, stream, source, results, Aligned(source.x));
   });
 }
 
@@ -28,19 +29,19 @@ ffi::Error LaunchGradient(cudaStream_t stream, Arg dy, Arg x, Arg scale, Ret dx,
                           Ret amax, Ret dbias, int64_t kind, double limit, double alpha,
                           double glu_linear_offset) {
   const char* op = "te_activation_bwd";
-  SlotSizes sizes{};
-  TE_TRY(GetSlotSizes(op, x, &sizes));
-  if (x.element_count() == 0) return Zero(stream, {&*amax, &*dbias});
-  TE_CHECK(dy.element_type() == x.element_type() && int64_t(dy.element_count()) == sizes.m * sizes.f,
-           "%s: dy is %s, x is %s; they differ in type or size", op, Shape(dy).c_str(), Shape(x).c_str());
+  SlotAxes of;
+  TE_TRY(GetSlotAxes(op, x, 2, &of));
+  const TileBuffers buffers{scale, "dx", &dx, data, data_t, amax, &dbias};
+  TE_TRY(Expect(op, {{"dy", &dy, x.element_type(), of.m + Axes{of.f}}}));
+  TE_TRY(ExpectTiles(op, x, of.m, {of.a, of.f}, of.a, buffers));
   Activation act;
-  TE_TRY(MakeActivation(op, kind, sizes.a, limit, alpha, glu_linear_offset, &act));
-  return DispatchSlots(x, sizes.a, [&]<typename T, int kA>() -> ffi::Error {
-    const GradientSource<T, kA> source{Data<T>(dy), Data<T>(x), unsigned(sizes.f), act};
-    TileResults<T> results;
-    TE_TRY(GetTileResults(op, sizes.m, kA, sizes.f, scale, &dx, data, data_t, amax, &dbias, &results));
+  TE_TRY(MakeActivation(op, kind, of.a, limit, alpha, glu_linear_offset, &act));
+  if (x.element_count() == 0) return ffi::Error::Success();
+  return DispatchSlots(x, of.a, [&]<typename T, int kA>() -> ffi::Error {
+    const GradientSource<T, kA> source{Data<T>(dy), Data<T>(x), unsigned(of.f), act};
+    const auto results = TileResultsOf<T>(of.m.count(), of.f, buffers);
     const bool aligned = Aligned(source.dy) && Aligned(source.x);
-    return LaunchTiles(stream, source, results, aligned);
+    return LaunchTiles(op, stream, source, results, aligned);
   });
 }
 

@@ -159,7 +159,6 @@ struct GradientSource {
 inline ffi::Error MakeActivation(const char* op, int64_t kind, int64_t slots, double limit, double alpha,
                                  double offset, Activation* out) {
   TE_CHECK(kind >= 0 && kind < kKinds, "%s: kind is %ld", op, long(kind));
-  TE_CHECK(slots == 1 || slots == 2, "%s: x has %ld slots", op, long(slots));
   TE_CHECK(kind != kClampedSilu || slots == 2, "%s: clamped_silu is gated", op);
   const double log2e = 1.4426950408889634, gelu = 2 * std::sqrt(2 / 3.14159265358979323846);
   const double c0 = kind == kGelu ? gelu : kind == kQuickGelu ? 1.702 : kind == kClampedSilu ? alpha : 1.0;
@@ -176,17 +175,21 @@ inline ffi::Error MakeActivation(const char* op, int64_t kind, int64_t slots, do
   return ffi::Error::Success();
 }
 
-// x: [m..., a, f] -> m, a, f.
-struct SlotSizes {
-  int64_t m, a, f;
+// x: [m..., a, f].
+struct SlotAxes {
+  Axes m;
+  int64_t a, f;
 };
 
-inline ffi::Error GetSlotSizes(const char* op, const Arg& x, SlotSizes* out) {
-  const auto dims = x.dimensions();
-  TE_CHECK(dims.size() >= 2, "%s: x is %s", op, Shape(x).c_str());
-  *out = {1, dims[dims.size() - 2], dims.back()};
-  for (size_t i = 0; i + 2 < dims.size(); ++i) out->m *= dims[i];
-  TE_CHECK(out->m * out->a <= UINT32_MAX && out->f <= UINT32_MAX, "%s: x %s is too large", op,
+// rank: the least that x has.
+inline ffi::Error GetSlotAxes(const char* op, const Arg& x, size_t rank, SlotAxes* out) {
+  TE_TRY(ExpectRank(op, "x", x, rank));
+  const Axes all(x);
+  TE_TRY(Expect(op, {{"x", &x, kFloats, all}}));
+  *out = {all.Without(2), all[all.rank() - 2], all.last()};
+  TE_CHECK(out->a == 1 || out->a == 2,
+           "%s: x is %s; pass an array with an axis of 1 or 2 slots before the last", op, Shape(x).c_str());
+  TE_CHECK(out->m.count() * out->a <= UINT32_MAX && out->f <= UINT32_MAX, "%s: x %s is too large", op,
            Shape(x).c_str());
   return ffi::Error::Success();
 }

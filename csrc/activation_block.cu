@@ -2,8 +2,6 @@
 // 128, in both layouts (block_tile.cuh). Bytes per element are those of te_activation_* without a wide
 // result.
 
-#include <algorithm>
-
 #include "activation.cuh"
 #include "block_tile.cuh"
 
@@ -31,27 +29,20 @@ struct Rounded : Source {
   }
 };
 
-// The rows of an example, along which blocks run: p of x [m..., p, a, f].
-int64_t BlockedRows(const Arg& x) {
-  const auto dims = x.dimensions();
-  return dims.size() < 3 ? 1 : dims[dims.size() - 3];
-}
-
 ffi::Error LaunchActivation(cudaStream_t stream, Arg x, Ret data, Ret data_t, Ret scale_inv, Ret scale_inv_t,
                             int64_t kind, double limit, double alpha, double glu_linear_offset, bool power_2,
                             double epsilon) {
   const char* op = "te_activation_block_fwd";
-  SlotSizes sizes{};
-  TE_TRY(GetSlotSizes(op, x, &sizes));
-  const auto [rows, slots, f] = sizes;
-  const int64_t p = BlockedRows(x), m = rows / std::max<int64_t>(p, 1);
+  SlotAxes of;
+  TE_TRY(GetSlotAxes(op, x, 3, &of));
   Activation act;
-  TE_TRY(MakeActivation(op, kind, slots, limit, alpha, glu_linear_offset, &act));
+  TE_TRY(MakeActivation(op, kind, of.a, limit, alpha, glu_linear_offset, &act));
   BlockArgs a;
-  TE_TRY(GetBlockArgs(op, m, p, 1, f, data, data_t, scale_inv, scale_inv_t, nullptr, false, &a));
+  const BlockBuffers buffers{data, data_t, scale_inv, scale_inv_t, nullptr};
+  TE_TRY(GetBlockArgs(op, of.m, {}, of.f, buffers, &a));
   a.power_2 = power_2, a.epsilon = float(epsilon);
   if (x.element_count() == 0) return ffi::Error::Success();
-  return DispatchSlots(x, slots, [&]<typename T, int kA>() -> ffi::Error {
+  return DispatchSlots(x, of.a, [&]<typename T, int kA>() -> ffi::Error {
     const Rounded<ActivationSource<T, kA>> source{{Data<T>(x), a.q, act}};
     return LaunchBlocks(stream, source, a, Aligned(source.x));
   });
@@ -61,19 +52,17 @@ ffi::Error LaunchGradient(cudaStream_t stream, Arg dy, Arg x, Ret data, Ret data
                           Ret scale_inv_t, Ret dbias, int64_t kind, double limit, double alpha,
                           double glu_linear_offset, bool power_2, double epsilon) {
   const char* op = "te_activation_block_bwd";
-  SlotSizes sizes{};
-  TE_TRY(GetSlotSizes(op, x, &sizes));
-  const auto [rows, slots, f] = sizes;
-  const int64_t p = BlockedRows(x), m = rows / std::max<int64_t>(p, 1);
-  TE_CHECK(dy.element_type() == x.element_type() && int64_t(dy.element_count()) == rows * f,
-           "%s: dy is %s, x is %s; they differ in type or size", op, Shape(dy).c_str(), Shape(x).c_str());
+  SlotAxes of;
+  TE_TRY(GetSlotAxes(op, x, 3, &of));
+  TE_TRY(Expect(op, {{"dy", &dy, x.element_type(), of.m + Axes{of.f}}}));
   Activation act;
-  TE_TRY(MakeActivation(op, kind, slots, limit, alpha, glu_linear_offset, &act));
+  TE_TRY(MakeActivation(op, kind, of.a, limit, alpha, glu_linear_offset, &act));
   BlockArgs a;
-  TE_TRY(GetBlockArgs(op, m, p, slots, f, data, data_t, scale_inv, scale_inv_t, &dbias, false, &a));
+  const BlockBuffers buffers{data, data_t, scale_inv, scale_inv_t, &dbias};
+  TE_TRY(GetBlockArgs(op, of.m, {of.a}, of.f, buffers, &a));
   a.power_2 = power_2, a.epsilon = float(epsilon);
-  if (x.element_count() == 0) return Zero(stream, {&*dbias});
-  return DispatchSlots(x, slots, [&]<typename T, int kA>() -> ffi::Error {
+  if (x.element_count() == 0) return ffi::Error::Success();
+  return DispatchSlots(x, of.a, [&]<typename T, int kA>() -> ffi::Error {
     const Rounded<GradientSource<T, kA>> source{{Data<T>(dy), Data<T>(x), a.q, act}};
     return LaunchBlocks(stream, source, a, Aligned(source.dy) && Aligned(source.x));
   });

@@ -20,8 +20,8 @@ ffi::Error Forward(cudaStream_t stream, Arg q, Arg k, Arg v, Arg bias_bh, Arg bi
   Call call{"te_attention_fwd"};
   TE_TRY(SetOperands(&call, q, k, v));
   TE_TRY(SetForward(&call, {left, right, bottom_right, seq_major, scale, dropout_rate},
-                    {bias_bh, bias_b, bias_h, bias}, segments, rng, out, lse));
-  return kRun ? Run(stream, call, {&*out, &*lse}, workspace) : Build(stream, call);
+                    {{bias_bh, bias_b, bias_h, bias}, segments, rng}, {*out, *lse, *drawn, *workspace}));
+  return kRun ? Run(stream, call, {&*out, &*lse}, *workspace) : Build(stream, call);
 }
 
 template <bool kRun>
@@ -32,8 +32,8 @@ ffi::Error KvForward(cudaStream_t stream, Arg q, Arg kv, Arg bias_bh, Arg bias_b
   Call call{"te_attention_kv_fwd"};
   TE_TRY(SetJoined(&call, q, kv, interleaved));
   TE_TRY(SetForward(&call, {left, right, bottom_right, seq_major, scale, dropout_rate},
-                    {bias_bh, bias_b, bias_h, bias}, segments, rng, out, lse));
-  return kRun ? Run(stream, call, {&*out, &*lse}, workspace) : Build(stream, call);
+                    {{bias_bh, bias_b, bias_h, bias}, segments, rng}, {*out, *lse, *drawn, *workspace}));
+  return kRun ? Run(stream, call, {&*out, &*lse}, *workspace) : Build(stream, call);
 }
 
 template <bool kRun>
@@ -44,8 +44,8 @@ ffi::Error PackedForward(cudaStream_t stream, Arg qkv, Arg bias_bh, Arg bias_b, 
   Call call{"te_attention_packed_fwd"};
   TE_TRY(SetJoined(&call, qkv, interleaved));
   TE_TRY(SetForward(&call, {left, right, bottom_right, seq_major, scale, dropout_rate},
-                    {bias_bh, bias_b, bias_h, bias}, segments, rng, out, lse));
-  return kRun ? Run(stream, call, {&*out, &*lse}, workspace) : Build(stream, call);
+                    {{bias_bh, bias_b, bias_h, bias}, segments, rng}, {*out, *lse, *drawn, *workspace}));
+  return kRun ? Run(stream, call, {&*out, &*lse}, *workspace) : Build(stream, call);
 }
 
 template <bool kRun>
@@ -57,12 +57,12 @@ ffi::Error Backward(cudaStream_t stream, Arg dout, Arg q, Arg k, Arg v, Arg bias
   Call call{"te_attention_bwd"};
   TE_TRY(SetOperands(&call, q, k, v));
   TE_TRY(SetBackward(&call, {left, right, bottom_right, seq_major, scale, dropout_rate, deterministic},
-                     {bias_bh, bias_b, bias_h, bias}, segments, rng, dout, out, lse, dbias_bh, dbias_b,
-                     dbias_h, dbias));
-  TE_TRY(SetGradient(&call, kDQ, dq, q));
-  TE_TRY(SetGradient(&call, kDK, dk, k));
-  TE_TRY(SetGradient(&call, kDV, dv, v));
-  return kRun ? Run(stream, call, {&*dq, &*dk, &*dv, &*dbias_bh, &*dbias_b, &*dbias_h, &*dbias}, workspace)
+                     {{bias_bh, bias_b, bias_h, bias}, segments, rng},
+                     {dout, out, lse, {*dbias_bh, *dbias_b, *dbias_h, *dbias}, *workspace}));
+  TE_TRY(SetGradient(&call, "dq", kDQ, *dq, q));
+  TE_TRY(SetGradient(&call, "dk", kDK, *dk, k));
+  TE_TRY(SetGradient(&call, "dv", kDV, *dv, v));
+  return kRun ? Run(stream, call, {&*dq, &*dk, &*dv, &*dbias_bh, &*dbias_b, &*dbias_h, &*dbias}, *workspace)
               : Build(stream, call);
 }
 
@@ -75,11 +75,11 @@ ffi::Error KvBackward(cudaStream_t stream, Arg dout, Arg q, Arg kv, Arg bias_bh,
   Call call{"te_attention_kv_bwd"};
   TE_TRY(SetJoined(&call, q, kv, interleaved));
   TE_TRY(SetBackward(&call, {left, right, bottom_right, seq_major, scale, dropout_rate, deterministic},
-                     {bias_bh, bias_b, bias_h, bias}, segments, rng, dout, out, lse, dbias_bh, dbias_b,
-                     dbias_h, dbias));
-  TE_TRY(SetGradient(&call, kDQ, dq, q));
-  TE_TRY(SetGradient(&call, kDK, dkv, kv));
-  return kRun ? Run(stream, call, {&*dq, &*dkv, &*dbias_bh, &*dbias_b, &*dbias_h, &*dbias}, workspace)
+                     {{bias_bh, bias_b, bias_h, bias}, segments, rng},
+                     {dout, out, lse, {*dbias_bh, *dbias_b, *dbias_h, *dbias}, *workspace}));
+  TE_TRY(SetGradient(&call, "dq", kDQ, *dq, q));
+  TE_TRY(SetGradient(&call, "dkv", kDK, *dkv, kv));
+  return kRun ? Run(stream, call, {&*dq, &*dkv, &*dbias_bh, &*dbias_b, &*dbias_h, &*dbias}, *workspace)
               : Build(stream, call);
 }
 
@@ -92,10 +92,10 @@ ffi::Error PackedBackward(cudaStream_t stream, Arg dout, Arg qkv, Arg bias_bh, A
   Call call{"te_attention_packed_bwd"};
   TE_TRY(SetJoined(&call, qkv, interleaved));
   TE_TRY(SetBackward(&call, {left, right, bottom_right, seq_major, scale, dropout_rate, deterministic},
-                     {bias_bh, bias_b, bias_h, bias}, segments, rng, dout, out, lse, dbias_bh, dbias_b,
-                     dbias_h, dbias));
-  TE_TRY(SetGradient(&call, kDQ, dqkv, qkv));
-  return kRun ? Run(stream, call, {&*dqkv, &*dbias_bh, &*dbias_b, &*dbias_h, &*dbias}, workspace)
+                     {{bias_bh, bias_b, bias_h, bias}, segments, rng},
+                     {dout, out, lse, {*dbias_bh, *dbias_b, *dbias_h, *dbias}, *workspace}));
+  TE_TRY(SetGradient(&call, "dqkv", kDQ, *dqkv, qkv));
+  return kRun ? Run(stream, call, {&*dqkv, &*dbias_bh, &*dbias_b, &*dbias_h, &*dbias}, *workspace)
               : Build(stream, call);
 }
 

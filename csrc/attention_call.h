@@ -5,7 +5,7 @@
 #include <initializer_list>
 
 #include "attention_plan.h"
-#include "common.h"
+#include "expect.h"
 
 namespace te {
 
@@ -17,16 +17,17 @@ struct Attributes {
   bool deterministic = false;  // backward
 };
 
-// Of the four shapes of a bias at most one is present: [b, h, s, t], [b, s, t], [h, s, t], [s, t].
+// Of the four shapes of a bias at most one is present: [b, h, s, t], [b, s, t], [h, s, t], [s, t]. So of its
+// gradient.
 struct Bias {
   const Arg &bh, &b, &h, &none;
-  template <typename Fn>
-  static auto& Pick(auto& bh, auto& b, auto& h, auto& none, Fn&& present) {
-    return present(bh) ? bh : present(b) ? b : present(h) ? h : none;
-  }
-  const Arg& given() const {
-    return Pick(bh, b, h, none, [](const Arg& a) { return Present(a); });
-  }
+  const Arg& given() const { return Present(bh) ? bh : Present(b) ? b : Present(h) ? h : none; }
+};
+
+// Operands that all ops have beside those that attend.
+struct Extras {
+  Bias bias;
+  const Arg &segments, &rng;
 };
 
 // A call, its operands checked: what its plan depends on, and where its arrays are.
@@ -45,18 +46,30 @@ ffi::Error SetJoined(Call* call, const Arg& q, const Arg& kv, bool interleaved);
 // qkv [b, s, 3, h, d]. interleaved: it lies as [b, s, h, 3, d].
 ffi::Error SetJoined(Call* call, const Arg& qkv, bool interleaved);
 
-// The rest of a forward op, and of a backward op: masks, extras, results.
-ffi::Error SetForward(Call* call, const Attributes& attributes, const Bias& bias, const Arg& segments,
-                      const Arg& rng, Ret& out, Ret& lse);
-ffi::Error SetBackward(Call* call, const Attributes& attributes, const Bias& bias, const Arg& segments,
-                       const Arg& rng, const Arg& dout, const Arg& out, const Arg& lse, Ret& dbias_bh,
-                       Ret& dbias_b, Ret& dbias_h, Ret& dbias);
+// Results of a forward op.
+struct Outputs {
+  const Arg &out, &lse, &drawn, &workspace;
+};
 
-// The gradient of an operand: of `tensor`, and, where it lies in the same array, of those after it.
-ffi::Error SetGradient(Call* call, AttentionTensor tensor, Ret& gradient, const Arg& operand);
+// What a backward op has beside.
+struct Backprop {
+  const Arg &dout, &out, &lse;
+  Bias dbias;
+  const Arg& workspace;
+};
+
+// The rest of a forward op, and of a backward op: masks, extras, results.
+ffi::Error SetForward(Call* call, const Attributes& attributes, const Extras& extras, const Outputs& outputs);
+ffi::Error SetBackward(Call* call, const Attributes& attributes, const Extras& extras,
+                       const Backprop& backprop);
+
+// The gradient `name` of an operand: of `tensor`, and, where it lies in the same array, of those after it.
+ffi::Error SetGradient(Call* call, const char* name, AttentionTensor tensor, const Arg& gradient,
+                       const Arg& operand);
 
 // The stages: the first builds the plan, the second runs it. results: all but the workspace.
 ffi::Error Build(cudaStream_t stream, const Call& call);
-ffi::Error Run(cudaStream_t stream, Call& call, std::initializer_list<const Arg*> results, Ret& workspace);
+ffi::Error Run(cudaStream_t stream, Call& call, std::initializer_list<const Arg*> results,
+               const Arg& workspace);
 
 }  // namespace te

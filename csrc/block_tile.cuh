@@ -355,24 +355,38 @@ __global__ void __launch_bounds__(kBlockThreads, Source::kCtas)
   WriteBlockTile<kVectors, kSquare>(source, a, at.quotient, at.rest, shared);
 }
 
-// The results of `op` for values [m, p, n, q], checked.
-inline ffi::Error GetBlockArgs(const char* op, int64_t m, int64_t p, int64_t n, int64_t q, Ret& data,
-                               Ret& data_t, Ret& inv, Ret& inv_t, Ret* dbias, bool square, BlockArgs* out) {
-  const int64_t all = m * p * n * q, ps = (p + kBlock - 1) / kBlock, qs = (q + kBlock - 1) / kBlock;
+// Results of a call: the scales are those of rows, or of squares.
+struct BlockBuffers {
+  Ret &data, &data_t, &inv, &inv_t;
+  Ret* dbias;  // nullptr: the op has none
+  const char *inv_name = "scale_inv", *inv_t_name = "scale_inv_t";
+};
+
+// The arguments for values of rows [m..., p] (`rows`) and columns [n..., q], once the results are as
+// expected.
+inline ffi::Error GetBlockArgs(const char* op, const Axes& rows, const Axes& n_axes, int64_t q,
+                               const BlockBuffers& b, BlockArgs* out, bool square = false) {
+  const Axes m_axes = rows.Without(1), columns = n_axes + Axes{q};
+  const int64_t m = m_axes.count(), p = rows.last(), ps = CeilDiv(p, kBlock), n = n_axes.count(),
+                qs = CeilDiv(q, kBlock);
   TE_CHECK(m * p <= UINT32_MAX && n * q <= UINT32_MAX && m * ps * n * qs <= INT32_MAX,
            "%s: [%ld, %ld, %ld, %ld] is too large", op, long(m), long(p), long(n), long(q));
-  const auto sized = [](Ret& r, int64_t count) {
-    return !Present(r) || int64_t(r->element_count()) == count;
-  };
-  TE_CHECK(sized(data, all) && sized(data_t, all) && sized(inv, n * qs * m * (square ? ps : p)) &&
-               sized(inv_t, m * ps * n * (square ? qs : q)) && (!dbias || sized(*dbias, m * ps * n * q)),
-           "%s: the results do not go with [%ld, %ld, %ld, %ld]", op, long(m), long(p), long(n), long(q));
+  const Axes row_blocks = m_axes + Axes{ps}, column_blocks = n_axes + Axes{qs};
+  const Axes inv = square ? row_blocks + column_blocks : column_blocks + rows;
+  const Axes inv_t = square ? column_blocks + row_blocks : row_blocks + columns;
+  TE_TRY(
+      Expect(op, {{"data", &*b.data, kFp8, rows + columns, kOptional},
+                  {"data_t", &*b.data_t, Fp8Like(b.data), columns + rows, kOptional},
+                  {b.inv_name, &*b.inv, ffi::F32, inv, kOptional},
+                  {b.inv_t_name, &*b.inv_t, ffi::F32, inv_t, kOptional},
+                  {"dbias", b.dbias ? &**b.dbias : nullptr, ffi::F32, Axes{m * ps} + columns, kOptional}}));
   BlockArgs a{};
-  TE_TRY(IsE5M2(op, data, data_t, &a.e5m2));
   a.m = m, a.p = p, a.n = n, a.q = q, a.ps = ps, a.qs = qs;
   a.by_ps = Divisor(std::max(a.ps, 1u)), a.by_qs = Divisor(std::max(a.qs, 1u));
-  a.data = Data<uint8_t>(data), a.data_t = Data<uint8_t>(data_t);
-  a.inv = Data<float>(inv), a.inv_t = Data<float>(inv_t), a.dbias = dbias ? Data<float>(*dbias) : nullptr;
+  a.data = Data<uint8_t>(b.data), a.data_t = Data<uint8_t>(b.data_t);
+  a.inv = Data<float>(b.inv), a.inv_t = Data<float>(b.inv_t);
+  a.dbias = b.dbias ? Data<float>(*b.dbias) : nullptr;
+  a.e5m2 = IsE5M2(b.data, b.data_t);
   a.fp8_max = a.e5m2 ? 57344.f : 448.f;
   TE_CHECK(Aligned(a.data_t), "%s: data_t is not aligned to 16 bytes", op);
   *out = a;

@@ -1,10 +1,9 @@
 // te_gemm: out[m, n] = lhs[m, k] @ rhs[n, k]^T * lhs_scale_inv * rhs_scale_inv (+ bias[n]) (+ c[m, n]),
 // through cuBLASLt. te_gemm_block: the same of FP8 with a scale for each block of 128 along k.
 // A plan (the algorithm for one shape) is made in the initialize stage; execution only looks it up.
-#include <cublasLt.h>
-
-#include "common.h"
 #include "dl.h"
+#include "expect.h"
+#include "gemm_empty.h"
 #include "gemm_plan.h"
 #include "module.h"
 
@@ -35,108 +34,53 @@ int CudaType(ffi::DataType dtype) {
   }
 }
 
-int64_t Product(Arg::Dimensions dims, size_t begin, size_t end) {
-  int64_t product = 1;
-  for (size_t i = begin; i < end; ++i) product *= dims[i];
-  return product;
-}
-
-// Fills the sizes of `key`: the last `contract` axes of lhs and rhs are k, those before m and n.
-ffi::Error Sizes(const Arg& lhs, const Arg& rhs, Ret& out, int64_t contract, GemmKey* key) {
-  const auto l = lhs.dimensions(), r = rhs.dimensions();
-  TE_CHECK(contract >= 0 && contract <= int64_t(l.size()) && contract <= int64_t(r.size()),
-           "te_gemm: contract = %ld does not fit lhs%s, rhs%s", long(contract), Shape(lhs).c_str(),
-           Shape(rhs).c_str());
-  const size_t l_free = l.size() - contract, r_free = r.size() - contract;
-  key->m = Product(l, 0, l_free);
-  key->n = Product(r, 0, r_free);
-  key->k = Product(l, l_free, l.size());
-  const int64_t rhs_k = Product(r, r_free, r.size());
-  TE_CHECK(key->k == rhs_k, "te_gemm: k is %ld in lhs%s, but %ld in rhs%s", long(key->k), Shape(lhs).c_str(),
-           long(rhs_k), Shape(rhs).c_str());
-  TE_CHECK(int64_t(out->element_count()) == key->m * key->n, "te_gemm: out has %zu elements, needs %ld x %ld",
-           out->element_count(), long(key->m), long(key->n));
-  return ffi::Error::Success();
-}
-
-// Fills the types of `key`, or says which combination cuBLASLt lacks.
-ffi::Error Types(const Arg& lhs, const Arg& rhs, const Arg& bias, const Arg& c, Ret& out, GemmKey* key) {
-  key->lhs = CudaType(lhs.element_type());
-  key->rhs = CudaType(rhs.element_type());
-  key->out = CudaType(out->element_type());
-  TE_CHECK(key->lhs >= 0 && key->rhs >= 0, "te_gemm: operands must be f32, bf16, f16, f8e4m3fn or f8e5m2");
-  TE_CHECK(key->out == CUDA_R_32F || key->out == CUDA_R_16BF || key->out == CUDA_R_16F,
-           "te_gemm: out must be f32, bf16 or f16");
-  if (key->fp8()) {
-    TE_CHECK(IsFp8(key->lhs) && IsFp8(key->rhs), "te_gemm: both operands must be FP8, or none");
-    TE_CHECK(key->lhs != CUDA_R_8F_E5M2 || key->rhs != CUDA_R_8F_E5M2,
-             "te_gemm: cuBLASLt multiplies no f8e5m2 by f8e5m2; quantize one operand to f8e4m3fn");
-    TE_CHECK(key->k % 16 == 0 && key->n % 16 == 0,
-             "te_gemm: FP8 needs k and n to be multiples of 16, got %ld, %ld", long(key->k), long(key->n));
-  } else {
-    TE_CHECK(key->lhs == key->rhs, "te_gemm: lhs and rhs must have one type");
-    TE_CHECK(key->out == key->lhs || key->out == CUDA_R_32F,
-             "te_gemm: out must have the type of lhs, or be f32");
-  }
-  key->c = Present(c);
-  if (key->c)
-    TE_CHECK(c.element_type() == out->element_type() && c.element_count() == out->element_count(),
-             "te_gemm: c must be as out, [%ld, %ld] of %s", long(key->m), long(key->n), TypeName(key->out));
-  if (!Present(bias)) return ffi::Error::Success();
-  key->bias = CudaType(bias.element_type());
-  // cuBLASLt has no f32 bias behind FP8 operands.
-  const int wanted = key->fp8() && key->out == CUDA_R_32F ? CUDA_R_16BF : key->out;
-  TE_CHECK(key->bias == wanted, "te_gemm: bias must be %s", TypeName(wanted));
-  TE_CHECK(int64_t(bias.element_count()) == key->n, "te_gemm: bias has %zu elements, n is %ld",
-           bias.element_count(), long(key->n));
-  return ffi::Error::Success();
-}
-
-ffi::Error ScalesOfTensors(const Arg& lhs_scale_inv, const Arg& rhs_scale_inv, const GemmKey& key) {
-  for (const Arg* scale : {&lhs_scale_inv, &rhs_scale_inv}) {
-    if (!Present(*scale)) continue;
-    TE_CHECK(key.fp8(), "te_gemm: scale_inv is for FP8 operands alone");
-    TE_CHECK(scale->element_type() == ffi::F32 && scale->element_count() == 1,
-             "te_gemm: scale_inv must be one f32, got %s", Shape(*scale).c_str());
-  }
-  return ffi::Error::Success();
-}
-
-// The scales as gemm_lt.h says.
-ffi::Error ScalesOfBlocks(const Arg& lhs, const Arg& rows, const Arg& squares, GemmKey* key) {
-  TE_CHECK(key->k % 128 == 0 && key->m % 4 == 0,
-           "te_gemm_block: k must be a multiple of 128 and m one of 4, got %ld, %ld", long(key->k),
-           long(key->m));
-  TE_CHECK(Present(lhs) && Present(rows) != Present(squares),
-           "te_gemm_block: pass lhs_scale_inv and one of rhs_scale_inv and rhs_block_inv");
-  const int64_t blocks = key->k / 128;
-  const auto is = [](const Arg& scale, int64_t count) {
-    return !Present(scale) || (scale.element_type() == ffi::F32 && int64_t(scale.element_count()) == count &&
-                               reinterpret_cast<uintptr_t>(scale.untyped_data()) % 16 == 0);
-  };
-  TE_CHECK(is(lhs, blocks * key->m) && is(rows, blocks * key->n) &&
-               is(squares, (key->n + 127) / 128 * ((blocks + 3) / 4 * 4)),
-           "te_gemm_block: lhs_scale_inv %s, rhs_scale_inv %s, rhs_block_inv %s do not go with m %ld, n %ld, "
-           "k %ld",
-           Shape(lhs).c_str(), Shape(rows).c_str(), Shape(squares).c_str(), long(key->m), long(key->n),
-           long(key->k));
-  key->scales = Present(squares) ? Scales::kRowsBySquares : Scales::kRows;
-  return ffi::Error::Success();
-}
-
 // Operands and results of both handlers.
 struct Call {
+  const char* op;
   const Arg &lhs, &rhs, &bias, &c;
   Ret &out, &workspace;
   int64_t contract;
   bool tune;
 };
 
+// The axes of lhs and rhs: the last `contract` are k, those before m and n.
+struct GemmAxes {
+  Axes m, n, k;
+};
+
+// The shapes and types of all but the scales.
+ffi::Error CheckArrays(const Call& call, GemmAxes* axes) {
+  const Axes lhs(call.lhs), rhs(call.rhs);
+  TE_CHECK(call.contract >= 0 && call.contract <= lhs.rank() && call.contract <= rhs.rank(),
+           "%s: %ld axes are contracted, lhs is %s, rhs is %s; pass arrays that have them", call.op,
+           long(call.contract), Shape(call.lhs).c_str(), Shape(call.rhs).c_str());
+  *axes = {lhs.Without(call.contract), rhs.Without(call.contract), lhs.From(lhs.rank() - call.contract)};
+  const auto type = call.lhs.element_type();
+  const bool fp8 = kFp8.Have(type);
+  const Types out = fp8 ? kFloats : Types(type) | ffi::F32;
+  const ffi::DataType result = call.out->element_type();
+  // cuBLASLt multiplies no E5M2 by E5M2, and has no f32 bias behind FP8 operands.
+  const Types rhs_types = !fp8 ? Types(type) : type == ffi::F8E5M2 ? Types(ffi::F8E4M3FN) : kFp8;
+  const ffi::DataType bias = fp8 && result == ffi::F32 ? ffi::BF16 : result;
+  return Expect(call.op, {{"lhs", &call.lhs, kFloats | kFp8, lhs},
+                          {"rhs", &call.rhs, rhs_types, axes->n + axes->k},
+                          {"out", &*call.out, out, axes->m + axes->n},
+                          {"bias", &call.bias, bias, axes->n, kOptional},
+                          {"c", &call.c, result, axes->m + axes->n, kOptional},
+                          {"workspace", &*call.workspace, ffi::U8, {Axes(call.workspace)[0]}}});
+}
+
 // All of `key` but the scales and how to accumulate.
-ffi::Error MakeKey(const Call& call, GemmKey* key) {
-  TE_TRY(Sizes(call.lhs, call.rhs, call.out, call.contract, key));
-  if (key->empty()) return ffi::Error::Success();
-  TE_TRY(Types(call.lhs, call.rhs, call.bias, call.c, call.out, key));
+ffi::Error MakeKey(const Call& call, GemmAxes* axes, GemmKey* key) {
+  TE_TRY(CheckArrays(call, axes));
+  key->m = axes->m.count(), key->n = axes->n.count(), key->k = axes->k.count();
+  key->lhs = CudaType(call.lhs.element_type());
+  key->rhs = CudaType(call.rhs.element_type());
+  key->out = CudaType(call.out->element_type());
+  if (Present(call.bias)) key->bias = CudaType(call.bias.element_type());
+  key->c = Present(call.c);
+  TE_CHECK(!key->fp8() || (key->k % 16 == 0 && key->n % 16 == 0),
+           "%s: FP8 needs k and n to be multiples of 16, got %ld, %ld", call.op, long(key->k), long(key->n));
   key->workspace = call.workspace->size_bytes();
   key->tune = call.tune;
   return ffi::Error::Success();
@@ -150,7 +94,10 @@ ffi::Error Plan(cudaStream_t stream, const GemmKey& key) {
 
 ffi::Error Run(cudaStream_t stream, const Call& call, const GemmKey& key, const Arg& lhs_scale_inv,
                const Arg& rhs_scale_inv) {
-  if (key.empty()) return Zero(stream, {&*call.out});  // k == 0 sums nothing; m == 0 or n == 0 has no result
+  if (key.empty()) {  // a sum of no products, if there is a result at all
+    if (key.m == 0 || key.n == 0) return ffi::Error::Success();
+    return BiasPlusC(stream, call.bias, call.c, *call.out, key.n);
+  }
   GemmChoice choice;
   TE_TRY(FindGemm(stream, key, &choice));
   GemmOperands operands;
@@ -165,18 +112,21 @@ ffi::Error Run(cudaStream_t stream, const Call& call, const GemmKey& key, const 
   return Matmul(stream, choice.handle, key, choice.algo, operands);
 }
 
+// Without scales FP8 operands are taken as they are.
 ffi::Error KeyOfTensors(const Call& call, const Arg& lhs_scale_inv, const Arg& rhs_scale_inv, bool fast_accum,
                         GemmKey* key) {
-  TE_TRY(MakeKey(call, key));
-  if (key->empty()) return ffi::Error::Success();
+  GemmAxes axes;
+  TE_TRY(MakeKey(call, &axes, key));
+  const Need need = AbsentIf(!key->fp8());
   key->fast_accum = fast_accum && key->fp8();  // of no effect on other types: one plan for both
-  return ScalesOfTensors(lhs_scale_inv, rhs_scale_inv, *key);
+  return Expect(call.op, {{"lhs_scale_inv", &lhs_scale_inv, ffi::F32, {}, need},
+                          {"rhs_scale_inv", &rhs_scale_inv, ffi::F32, {}, need}});
 }
 
 ffi::Error Initialize(cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv, Arg rhs_scale_inv, Arg bias,
                       Arg c, Ret out, Ret workspace, int64_t contract, bool fast_accum, bool tune) {
   GemmKey key;
-  const Call call{lhs, rhs, bias, c, out, workspace, contract, tune};
+  const Call call{"te_gemm", lhs, rhs, bias, c, out, workspace, contract, tune};
   TE_TRY(KeyOfTensors(call, lhs_scale_inv, rhs_scale_inv, fast_accum, &key));
   return Plan(stream, key);
 }
@@ -184,24 +134,47 @@ ffi::Error Initialize(cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv, 
 ffi::Error Execute(cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv, Arg rhs_scale_inv, Arg bias,
                    Arg c, Ret out, Ret workspace, int64_t contract, bool fast_accum, bool tune) {
   GemmKey key;
-  const Call call{lhs, rhs, bias, c, out, workspace, contract, tune};
+  const Call call{"te_gemm", lhs, rhs, bias, c, out, workspace, contract, tune};
   TE_TRY(KeyOfTensors(call, lhs_scale_inv, rhs_scale_inv, fast_accum, &key));
   return Run(stream, call, key, lhs_scale_inv, rhs_scale_inv);
 }
 
+// Of matrices. The scales are as gemm_lt.h says.
 ffi::Error KeyOfBlocks(const Call& call, const Arg& lhs_scale_inv, const Arg& rhs_scale_inv,
                        const Arg& rhs_block_inv, GemmKey* key) {
-  TE_TRY(MakeKey(call, key));
-  if (key->empty()) return ffi::Error::Success();
-  TE_CHECK(key->fp8(), "te_gemm_block: operands must be FP8");
-  return ScalesOfBlocks(lhs_scale_inv, rhs_scale_inv, rhs_block_inv, key);
+  TE_TRY(ExpectRank(call.op, "lhs", call.lhs, 2, true));
+  TE_TRY(ExpectRank(call.op, "rhs", call.rhs, 2, true));
+  TE_CHECK(call.contract == 1, "%s: outer is %ld; pass 0: lhs and rhs are matrices", call.op,
+           long(call.contract - 1));
+  GemmAxes axes;
+  TE_TRY(MakeKey(call, &axes, key));
+  TE_CHECK(key->fp8(), "%s: lhs is %s; pass FP8 operands", call.op,
+           Types::Name(call.lhs.element_type()).c_str());
+  TE_CHECK(key->k % 128 == 0 && key->m % 4 == 0,
+           "%s: k must be a multiple of 128 and m one of 4, got %ld, %ld", call.op, long(key->k),
+           long(key->m));
+  const int64_t blocks = key->k / 128;
+  const bool squares = Present(rhs_block_inv);
+  key->scales = squares ? Scales::kRowsBySquares : Scales::kRows;
+  TE_TRY(Expect(call.op,
+                {{"lhs_scale_inv", &lhs_scale_inv, ffi::F32, {blocks, key->m}},
+                 {"rhs_scale_inv", &rhs_scale_inv, ffi::F32, {blocks, key->n}, squares ? kAbsent : kRequired},
+                 {"rhs_block_inv",
+                  &rhs_block_inv,
+                  ffi::F32,
+                  {CeilDiv(key->n, 128), CeilDiv(blocks, 4) * 4},
+                  kOptional}}));
+  for (const Arg* scale : {&lhs_scale_inv, &rhs_scale_inv, &rhs_block_inv})
+    TE_CHECK(reinterpret_cast<uintptr_t>(Data<float>(*scale)) % 16 == 0,
+             "%s: scales must be aligned to 16 bytes", call.op);
+  return ffi::Error::Success();
 }
 
 ffi::Error InitializeBlock(cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv, Arg rhs_scale_inv,
                            Arg rhs_block_inv, Arg bias, Arg c, Ret out, Ret workspace, int64_t outer,
                            bool tune) {
   GemmKey key;
-  const Call call{lhs, rhs, bias, c, out, workspace, outer + 1, tune};
+  const Call call{"te_gemm_block", lhs, rhs, bias, c, out, workspace, outer + 1, tune};
   TE_TRY(KeyOfBlocks(call, lhs_scale_inv, rhs_scale_inv, rhs_block_inv, &key));
   return Plan(stream, key);
 }
@@ -210,7 +183,7 @@ ffi::Error ExecuteBlock(cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv
                         Arg rhs_block_inv, Arg bias, Arg c, Ret out, Ret workspace, int64_t outer,
                         bool tune) {
   GemmKey key;
-  const Call call{lhs, rhs, bias, c, out, workspace, outer + 1, tune};
+  const Call call{"te_gemm_block", lhs, rhs, bias, c, out, workspace, outer + 1, tune};
   TE_TRY(KeyOfBlocks(call, lhs_scale_inv, rhs_scale_inv, rhs_block_inv, &key));
   return Run(stream, call, key, lhs_scale_inv, Present(rhs_block_inv) ? rhs_block_inv : rhs_scale_inv);
 }
@@ -233,14 +206,14 @@ TE_HANDLER_INIT(te_gemm, Execute, Initialize,
 
 TE_HANDLER_INIT(te_gemm_block, ExecuteBlock, InitializeBlock,
                 .Ctx<Stream>()
-                    .Arg<Arg>()  // lhs [m..., k..., k]
-                    .Arg<Arg>()  // rhs [n..., n, k..., k]
-                    .Arg<Arg>()  // lhs_scale_inv f32 [k..., k/128, m...]
-                    .Arg<Arg>()  // rhs_scale_inv? f32 [k..., k/128, n..., n]
-                    .Arg<Arg>()  // rhs_block_inv? f32 [n..., n/128, k..., k/128 up to a multiple of 4]
-                    .Arg<Arg>()  // bias? [n..., n]
-                    .Arg<Arg>()  // c? [m..., n..., n]
-                    .Ret<Arg>()  // out [m..., n..., n]
+                    .Arg<Arg>()  // lhs [m, k]
+                    .Arg<Arg>()  // rhs [n, k]
+                    .Arg<Arg>()  // lhs_scale_inv f32 [k/128, m]
+                    .Arg<Arg>()  // rhs_scale_inv? f32 [k/128, n]
+                    .Arg<Arg>()  // rhs_block_inv? f32 [n/128, k/128 up to a multiple of 4]
+                    .Arg<Arg>()  // bias? [n]
+                    .Arg<Arg>()  // c? [m, n]
+                    .Ret<Arg>()  // out [m, n]
                     .Ret<Arg>()  // workspace, uint8
                     .Attr<int64_t>("outer")
                     .Attr<bool>("tune"));

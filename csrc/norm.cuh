@@ -102,14 +102,6 @@ inline Weights WeightsOf(const Arg& a) {
   return {Data<char>(a), a.element_type() == ffi::F32 ? 4 : 2, a.element_type() == ffi::F16};
 }
 
-// what: "op: operand".
-inline ffi::Error CheckWeights(const char* what, const Arg& a) {
-  const auto type = a.element_type();
-  TE_CHECK(!Present(a) || type == ffi::F32 || type == ffi::BF16 || type == ffi::F16,
-           "%s is of dtype %d, expected f32, bf16 or f16", what, int(type));
-  return ffi::Error::Success();
-}
-
 // N neighbours from column c on, in f32. All threads take the same branch.
 template <int N>
 __device__ __forceinline__ void LoadWeights(const Weights& w, int64_t c, float (&out)[N]) {
@@ -159,10 +151,13 @@ struct NormFwdArgs {
 };
 
 constexpr int kAmaxRows = 4;  // have a place at least
-// Partial amaxes: of the tiles, or of CTAs with kAmaxRows rows or more.
-__host__ __device__ constexpr int64_t AmaxPlaces(int64_t rows, int64_t h) {
+// Partial amaxes: of the tiles, or of CTAs with kAmaxRows rows or more; AmaxStrips for each kTileRows rows.
+__host__ __device__ constexpr int64_t AmaxStrips(int64_t h) {
   const int64_t strips = (h + kTileColumns - 1) / kTileColumns, least = kTileRows / kAmaxRows;
-  return (rows + kTileRows - 1) / kTileRows * (strips > least ? strips : least);
+  return strips > least ? strips : least;
+}
+__host__ __device__ constexpr int64_t AmaxPlaces(int64_t rows, int64_t h) {
+  return (rows + kTileRows - 1) / kTileRows * AmaxStrips(h);
 }
 
 // gamma and beta of N neighbours.
@@ -236,30 +231,29 @@ __device__ __forceinline__ void StoreRow(const NormFwdArgs& a, float (&y)[N], fl
     a.data[offset] = Saturate<Q>(y[0] * scale);
 }
 
-// What all norms of `op` have: x [..., h] that is not empty, gamma, beta and the statistics, checked. The
-// rest of `out` is as it was made.
-inline ffi::Error GetNormFwdArgs(const char* op, const Arg& x, const Arg& gamma, const Arg& beta, Ret& mean,
-                                 Ret& rstd, double eps, bool rms, bool zero_centered, NormFwdArgs* out) {
-  TE_CHECK(x.dimensions().size() >= 1, "%s: x is a scalar, expected [..., h]", op);
-  const int64_t h = x.dimensions().back(), rows = x.element_count() / h;
-  TE_TRY(CheckWeights(Format("%s: gamma", op).c_str(), gamma));
-  TE_TRY(CheckWeights(Format("%s: beta", op).c_str(), beta));
-  const auto holds = [](const Arg& a, int64_t n) { return !Present(a) || int64_t(a.element_count()) == n; };
-  TE_CHECK(int64_t(gamma.element_count()) == h, "%s: gamma is %s, x is %s", op, Shape(gamma).c_str(),
-           Shape(x).c_str());
-  TE_CHECK(holds(beta, h), "%s: beta is %s, x is %s", op, Shape(beta).c_str(), Shape(x).c_str());
-  TE_CHECK(holds(*mean, rows) && !(rms && (Present(mean) || Present(beta))),
-           "%s: RMSNorm has no mean and no beta; mean is %s, x is %s", op, Shape(*mean).c_str(),
-           Shape(x).c_str());
-  TE_CHECK(int64_t(rstd->element_count()) == rows && rstd->element_type() == ffi::F32 &&
-               (!Present(mean) || mean->element_type() == ffi::F32),
-           "%s: rstd is %s, x is %s; statistics must be f32, one of a row", op, Shape(*rstd).c_str(),
-           Shape(x).c_str());
-  *out = {};
-  out->x = Data<void>(x), out->gamma = WeightsOf(gamma), out->beta = WeightsOf(beta);
-  out->mean = Data<float>(mean), out->rstd = Data<float>(rstd), out->rows = rows, out->h = h;
-  out->eps = float(eps), out->rms = rms, out->zero_centered = zero_centered;
-  return ffi::Error::Success();
+// Operands and statistics that all norms have.
+struct NormBuffers {
+  const Arg &x, &gamma, &beta;
+  Ret &mean, &rstd;
+};
+
+inline ffi::Error ExpectNorm(const char* op, const NormBuffers& b, bool rms) {
+  const Axes all(b.x), rows = all.Without(1), h{all.last()};
+  return Expect(op, {{"x", &b.x, kFloats, rows + h},
+                     {"gamma", &b.gamma, kFloats, h},
+                     {"beta", &b.beta, kFloats, h, AbsentIf(rms)},
+                     {"mean", &*b.mean, ffi::F32, rows, AbsentIf(rms)},
+                     {"rstd", &*b.rstd, ffi::F32, rows}});
+}
+
+// What is above of the arguments; the rest is as it was made.
+inline NormFwdArgs NormFwdArgsOf(const NormBuffers& b, double eps, bool rms, bool zero_centered) {
+  NormFwdArgs out{};
+  out.x = Data<void>(b.x), out.gamma = WeightsOf(b.gamma), out.beta = WeightsOf(b.beta);
+  out.mean = Data<float>(b.mean), out.rstd = Data<float>(b.rstd);
+  out.rows = Axes(b.x).Without(1).count(), out.h = Axes(b.x).last();
+  out.eps = float(eps), out.rms = rms, out.zero_centered = zero_centered;
+  return out;
 }
 
 // Those of rows without columns.

@@ -64,14 +64,16 @@ ffi::Error LaunchNormBlock(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Ret 
                            Ret scale_inv, Ret scale_inv_t, Ret mean, Ret rstd, Ret workspace, double eps,
                            bool rms, bool zero_centered, bool power_2, double epsilon) {
   const char* op = "te_norm_block_fwd";
-  if (x.element_count() == 0) return UndefinedStats(stream, mean, rstd);
-  NormFwdArgs args;
-  TE_TRY(GetNormFwdArgs(op, x, gamma, beta, mean, rstd, eps, rms, zero_centered, &args));
-  const auto dims = x.dimensions();
-  const int64_t p = dims.size() < 2 ? 1 : dims[dims.size() - 2];
+  const NormBuffers buffers{x, gamma, beta, mean, rstd};
+  TE_TRY(ExpectRank(op, "x", x, 2));
+  TE_TRY(ExpectNorm(op, buffers, rms));
+  const Axes rows = Axes(x).Without(1);
+  TE_TRY(Expect(op, {{"workspace", &*workspace, ffi::U8, {8 * rows.count()}}}));
   BlockArgs results;
-  TE_TRY(GetBlockArgs(op, args.rows / p, p, 1, args.h, data, data_t, scale_inv, scale_inv_t, nullptr, false,
-                      &results));
+  TE_TRY(
+      GetBlockArgs(op, rows, {}, Axes(x).last(), {data, data_t, scale_inv, scale_inv_t, nullptr}, &results));
+  if (x.element_count() == 0) return UndefinedStats(stream, mean, rstd);
+  NormFwdArgs args = NormFwdArgsOf(buffers, eps, rms, zero_centered);
   results.power_2 = power_2, results.epsilon = float(epsilon);
   args.data = results.data;
   Tiles tiles;

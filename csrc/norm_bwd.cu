@@ -298,33 +298,23 @@ ffi::Error LaunchRows(cudaStream_t stream, const NormBwdArgs& a, int64_t ctas) {
 
 ffi::Error LaunchNormBwd(cudaStream_t stream, Arg dy, Arg x, Arg mean, Arg rstd, Arg gamma, Arg dres, Ret dx,
                          Ret dgamma, Ret dbeta, bool rms, bool zero_centered) {
-  TE_CHECK(x.dimensions().size() >= 1, "te_norm_bwd: x is a scalar, expected [..., h]");
-  const int64_t h = x.dimensions().back(), rows = h ? x.element_count() / h : 0;
-  if (rows == 0) return Zero(stream, {&*dgamma, &*dbeta});  // the partial sums are there nevertheless
-  TE_CHECK(dy.element_type() == x.element_type() && dy.element_count() == x.element_count() &&
-               dx->element_type() == x.element_type() && dx->element_count() == x.element_count(),
-           "te_norm_bwd: dy is %s, x %s, dx %s: they must agree in shape and type", Shape(dy).c_str(),
-           Shape(x).c_str(), Shape(*dx).c_str());
-  TE_CHECK(!Present(dres) ||
-               (dres.element_type() == x.element_type() && dres.element_count() == x.element_count()),
-           "te_norm_bwd: dres is %s, x %s: they must agree in shape and type", Shape(dres).c_str(),
-           Shape(x).c_str());
-  TE_CHECK(int64_t(rstd.element_count()) == rows && int64_t(mean.element_count()) == (rms ? 0 : rows),
-           "te_norm_bwd: mean is %s, rstd %s, x %s; RMSNorm has no mean", Shape(mean).c_str(),
-           Shape(rstd).c_str(), Shape(x).c_str());
-  TE_CHECK(rstd.element_type() == ffi::F32 && (rms || mean.element_type() == ffi::F32),
-           "te_norm_bwd: mean and rstd must be f32");
-  TE_TRY(CheckWeights("te_norm_bwd: gamma", gamma));
-  TE_CHECK(int64_t(gamma.element_count()) == h, "te_norm_bwd: gamma is %s, x is %s", Shape(gamma).c_str(),
-           Shape(x).c_str());
-  TE_CHECK(Present(dgamma) && dgamma->element_count() % h == 0,
-           "te_norm_bwd: partial dgamma is %s, expected [p, %ld]", Shape(*dgamma).c_str(), long(h));
-  TE_CHECK(dgamma->element_type() == ffi::F32 && (!Present(dbeta) || dbeta->element_type() == ffi::F32),
-           "te_norm_bwd: partial dgamma and dbeta must be f32");
-  TE_CHECK(!Present(dbeta) || (!rms && dbeta->element_count() == dgamma->element_count()),
-           "te_norm_bwd: partial dbeta is %s, dgamma %s; RMSNorm has no beta", Shape(*dbeta).c_str(),
-           Shape(*dgamma).c_str());
-  const int64_t ctas = dgamma->element_count() / h;
+  const char* op = "te_norm_bwd";
+  TE_TRY(ExpectRank(op, "x", x, 1));
+  const Axes all(x), of_rows = all.Without(1), partial{std::max<int64_t>(Axes(dgamma)[0], 1), all.last()};
+  const auto type = x.element_type();
+  TE_TRY(Expect(op, {{"x", &x, kFloats, all},
+                     {"dy", &dy, type, all},
+                     {"mean", &mean, ffi::F32, of_rows, rms ? kAbsent : kRequired},
+                     {"rstd", &rstd, ffi::F32, of_rows},
+                     {"gamma", &gamma, kFloats, {all.last()}},
+                     {"dres", &dres, type, all, kOptional},
+                     {"dx", &*dx, type, all},
+                     {"dgamma", &*dgamma, ffi::F32, partial},
+                     {"dbeta", &*dbeta, ffi::F32, partial, AbsentIf(rms)}}));
+  const int64_t h = all.last(), rows = of_rows.count();
+  if (x.element_count() == 0)
+    return Zero(stream, {&*dgamma, &*dbeta});  // the partial sums are there nevertheless
+  const int64_t ctas = partial[0];
   const NormBwdArgs args{Data<void>(dy),
                          Data<void>(x),
                          Data<float>(mean),

@@ -233,35 +233,27 @@ ffi::Error LaunchRows(cudaStream_t stream, const NormFwdArgs& a) {
   return launch.template operator()<NormFwdRows<T, Q, 8>>();
 }
 
-// The results that te_norm_fwd alone has, against x [rows, h].
-ffi::Error CheckResults(int64_t rows, int64_t h, Arg x, Arg scale, Ret y, Ret data, Ret data_t, Ret amax) {
-  const auto holds = [](const Arg& a, int64_t n) { return !Present(a) || int64_t(a.element_count()) == n; };
-  TE_CHECK(!Present(amax) || amax->element_type() == ffi::F32, "te_norm_fwd: amax must be f32");
-  TE_CHECK(holds(*y, rows * h) && (!Present(y) || y->element_type() == x.element_type()),
-           "te_norm_fwd: y is %s, x is %s of another type or size", Shape(*y).c_str(), Shape(x).c_str());
-  TE_CHECK(holds(*data, rows * h) && holds(*data_t, rows * h), "te_norm_fwd: data is %s, data_t %s, x %s",
-           Shape(*data).c_str(), Shape(*data_t).c_str(), Shape(x).c_str());
-  TE_CHECK(Present(scale) || !(Present(data) || Present(data_t)), "te_norm_fwd: FP8 results need a scale");
-  TE_CHECK(!Present(scale) || (scale.element_type() == ffi::F32 && scale.element_count() == 1),
-           "te_norm_fwd: scale must be f32 []");
-  TE_CHECK(holds(*amax, AmaxPlaces(rows, h)), "te_norm_fwd: partial amax is %s, expected %ld places",
-           Shape(*amax).c_str(), long(AmaxPlaces(rows, h)));
-  return ffi::Error::Success();
-}
-
 ffi::Error LaunchNormFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Arg scale, Ret y, Ret data,
                          Ret data_t, Ret mean, Ret rstd, Ret amax, Ret workspace, double eps, bool rms,
                          bool zero_centered) {
   const char* op = "te_norm_fwd";
+  const NormBuffers buffers{x, gamma, beta, mean, rstd};
+  TE_TRY(ExpectRank(op, "x", x, 1));
+  TE_TRY(ExpectNorm(op, buffers, rms));
+  const Axes all(x), rows = all.Without(1), h{all.last()};
+  const Axes places{CeilDiv(rows.count(), kTileRows), AmaxStrips(all.last())};
+  TE_TRY(Expect(op, {{"scale", &scale, ffi::F32, {}, RequiredIf(Present(data) || Present(data_t))},
+                     {"y", &*y, x.element_type(), all, kOptional},
+                     {"data", &*data, kFp8, all, kOptional},
+                     {"data_t", &*data_t, Fp8Like(data), h + rows, kOptional},
+                     {"amax", &*amax, ffi::F32, places, kOptional},
+                     {"workspace", &*workspace, ffi::U8, {8 * rows.count()}, RequiredIf(Present(data_t))}}));
   if (x.element_count() == 0) {  // the partial amax is there nevertheless
     TE_TRY(Zero(stream, {&*amax}));
     return UndefinedStats(stream, mean, rstd);
   }
-  NormFwdArgs args;
-  TE_TRY(GetNormFwdArgs(op, x, gamma, beta, mean, rstd, eps, rms, zero_centered, &args));
-  TE_TRY(CheckResults(args.rows, args.h, x, scale, y, data, data_t, amax));
-  bool e5m2 = false;
-  TE_TRY(IsE5M2(op, data, data_t, &e5m2));
+  NormFwdArgs args = NormFwdArgsOf(buffers, eps, rms, zero_centered);
+  const bool e5m2 = IsE5M2(data, data_t);
   args.scale = Data<float>(scale), args.y = Data<void>(y), args.amax = Data<float>(amax);
   args.data = Data<uint8_t>(data), args.data_t = Data<uint8_t>(data_t);
   if (Present(data_t)) return LaunchNormFwdTransposed(stream, args, x.element_type(), e5m2, *workspace);

@@ -30,17 +30,18 @@ struct QuantizeSource {
 
 ffi::Error LaunchQuantize(cudaStream_t stream, Arg x, Arg scale, Ret data, Ret data_t, Ret amax, Ret dbias,
                           int64_t split) {
-  const auto dims = x.dimensions();
-  TE_CHECK(split >= 0 && split <= int64_t(dims.size()), "te_quantize: split is %ld, x is %s", long(split),
-           Shape(x).c_str());
-  if (x.element_count() == 0) return Zero(stream, {&*amax, &*dbias});
-  int64_t m = 1, n = 1;
-  for (int64_t i = 0; i < int64_t(dims.size()); ++i) (i < split ? m : n) *= dims[i];
+  const char* op = "te_quantize";
+  const Axes all(x), m = all.First(split), n = all.From(split);
+  TE_CHECK(split >= 0 && split <= all.rank(), "%s: split is %ld; pass 0 to %ld, the axes of x", op,
+           long(split), long(all.rank()));
+  const TileBuffers buffers{scale, nullptr, nullptr, data, data_t, amax, &dbias};
+  TE_TRY(Expect(op, {{"x", &x, kFloats, all}}));
+  TE_TRY(ExpectTiles(op, x, m, n, 1, buffers));
+  if (x.element_count() == 0) return ffi::Error::Success();
   return DispatchFloat(x.element_type(), [&]<typename T>() -> ffi::Error {
-    const QuantizeSource<T> source{Data<T>(x), n};
-    TileResults<T> results;
-    TE_TRY(GetTileResults("te_quantize", m, 1, n, scale, nullptr, data, data_t, amax, &dbias, &results));
-    return LaunchTiles(stream, source, results, Aligned(source.x));
+    const QuantizeSource<T> source{Data<T>(x), n.count()};
+    const auto results = TileResultsOf<T>(m.count(), n.count(), buffers);
+    return LaunchTiles(op, stream, source, results, Aligned(source.x));
   });
 }
 

@@ -26,19 +26,26 @@ struct BlockQuantizeSource {
 ffi::Error LaunchQuantizeBlock(cudaStream_t stream, Arg x, Ret data, Ret data_t, Ret scale_inv,
                                Ret scale_inv_t, Ret block_inv, Ret block_inv_t, Ret dbias, int64_t lead,
                                bool square, bool power_2, double epsilon) {
-  const auto dims = x.dimensions();
-  const int64_t axes = dims.size();
-  TE_CHECK(lead >= 0 && lead + 2 <= axes, "te_quantize_block: lead is %ld, x is %s", long(lead),
-           Shape(x).c_str());
-  int64_t m = 1, n = 1;
-  for (int64_t i = 0; i < axes - 1; ++i)
-    if (i != lead) (i < lead ? m : n) *= dims[i];
+  const char* op = "te_quantize_block";
+  const Axes all(x);
+  TE_CHECK(lead >= 0 && lead + 2 <= all.rank(), "%s: lead is %ld, x is %s; pass 0 to the axes of x less 2",
+           op, long(lead), Shape(x).c_str());
+  const Axes rows = all.First(lead + 1), columns = all.From(lead + 1);
+  TE_TRY(Expect(
+      op, {{"x", &x, kFloats, all},
+           {square ? "scale_inv" : "block_inv", &*(square ? scale_inv : block_inv), ffi::F32, {}, kAbsent},
+           {square ? "scale_inv_t" : "block_inv_t",
+            &*(square ? scale_inv_t : block_inv_t),
+            ffi::F32,
+            {},
+            kAbsent}}));
   BlockArgs a;
-  TE_TRY(GetBlockArgs("te_quantize_block", m, dims[lead], n, dims[axes - 1], data, data_t,
-                      square ? block_inv : scale_inv, square ? block_inv_t : scale_inv_t, &dbias, square,
-                      &a));
+  const BlockBuffers buffers =
+      square ? BlockBuffers{data, data_t, block_inv, block_inv_t, &dbias, "block_inv", "block_inv_t"}
+             : BlockBuffers{data, data_t, scale_inv, scale_inv_t, &dbias};
+  TE_TRY(GetBlockArgs(op, rows, columns.Without(1), columns.last(), buffers, &a, square));
   a.power_2 = power_2, a.epsilon = float(epsilon);
-  if (x.element_count() == 0) return Zero(stream, {&*dbias});
+  if (x.element_count() == 0) return ffi::Error::Success();
   return DispatchFloat(x.element_type(), [&]<typename T>() -> ffi::Error {
     const BlockQuantizeSource<T> source{Data<T>(x), a.columns()};
     return LaunchBlocks(stream, source, a, Aligned(source.x), square);

@@ -94,31 +94,30 @@ auto Widest(const RopeArgs<T>& args) {
 }
 
 template <typename T, bool kConsecutive>
-void Launch(cudaStream_t stream, const RopeArgs<T>& args) {
+ffi::Error Launch(cudaStream_t stream, const RopeArgs<T>& args) {
   // From accesses of 16 bytes down.
   const auto kernel = Widest<T, kConsecutive, 16 / sizeof(T) / (kConsecutive ? 2 : 1)>(args);
   const int64_t ctas = (args.rows + args.rows_per_cta - 1) / args.rows_per_cta;
   kernel<<<unsigned(ctas), kThreads, size_t(args.rows_per_cta) * args.half * sizeof(float2), stream>>>(args);
+  TE_LAUNCHED();
 }
 
 ffi::Error LaunchRope(cudaStream_t stream, Arg x, Arg positions, Arg inv_freq, Ret y, bool consecutive,
                       bool inverse, int64_t turned) {
+  TE_TRY(ExpectRank("te_rope", "x", x, 4));
+  const Axes all(x), tokens = all.Without(3);
+  const int64_t slots = all[tokens.rank()], per_slot = all[tokens.rank() + 1], d = all.last();
+  const int64_t h = slots * per_slot, rows = tokens.count(), half = Axes(inv_freq).last();
+  TE_TRY(Expect("te_rope", {{"x", &x, kFloats, all},
+                            {"positions", &positions, ffi::F32, tokens},
+                            {"inv_freq", &inv_freq, ffi::F32, {half}},
+                            {"y", &*y, x.element_type(), all}}));
   if (x.element_count() == 0) return ffi::Error::Success();
-  const auto dims = x.dimensions();
-  TE_CHECK(dims.size() >= 4 && dims.back() % 2 == 0, "te_rope: x is %s, expected [b..., s, n, h, d], even d",
-           Shape(x).c_str());
-  const int64_t slots = dims[dims.size() - 3], per_slot = dims[dims.size() - 2], d = dims.back();
-  const int64_t h = slots * per_slot, rows = int64_t(x.element_count()) / (h * d);
   TE_CHECK(turned >= 0 && turned <= slots, "te_rope: turned is %ld, x is %s", long(turned), Shape(x).c_str());
-  TE_CHECK(positions.element_type() == ffi::F32 && int64_t(positions.element_count()) == rows,
-           "te_rope: positions%s must be f32, one for each of %ld rows", Shape(positions).c_str(),
-           long(rows));
-  TE_CHECK(y->element_count() == x.element_count() && y->element_type() == x.element_type(),
-           "te_rope: y must be as x%s", Shape(x).c_str());
-  const int64_t half = int64_t(inv_freq.element_count()), table = half * int64_t(sizeof(float2));
-  TE_CHECK(inv_freq.element_type() == ffi::F32 && half >= 1 && 2 * half <= d,
-           "te_rope: inv_freq%s must be f32, one for each pair of at most %ld channels",
-           Shape(inv_freq).c_str(), long(d));
+  TE_CHECK(d % 2 == 0 && half >= 1 && 2 * half <= d,
+           "te_rope: inv_freq is %s, x is %s; pass one frequency for each pair of channels that turns",
+           Shape(inv_freq).c_str(), Shape(x).c_str());
+  const int64_t table = half * int64_t(sizeof(float2));
   TE_CHECK(table <= kSharedBytes && h * d <= INT32_MAX / kMostRows, "te_rope: x%s has too wide a head",
            Shape(x).c_str());
   const int64_t fit = std::min(int64_t(kMostRows), kSharedBytes / table);
@@ -135,8 +134,7 @@ ffi::Error LaunchRope(cudaStream_t stream, Arg x, Arg positions, Arg inv_freq, R
                            int(half),
                            rows_per_cta,
                            inverse ? -1.f : 1.f};
-    consecutive ? Launch<T, true>(stream, args) : Launch<T, false>(stream, args);
-    TE_LAUNCHED();
+    return consecutive ? Launch<T, true>(stream, args) : Launch<T, false>(stream, args);
   });
 }
 

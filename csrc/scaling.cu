@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "common.h"
+#include "expect.h"
 #include "ptx.cuh"
 #include "reduce.cuh"
 
@@ -68,30 +68,27 @@ __global__ void __launch_bounds__(kThreads) ScaleUpdate(const ScaleUpdateArgs a)
 
 ffi::Error LaunchScaleUpdate(cudaStream_t stream, Arg scale, Arg history, Arg amax, Ret new_scale,
                              Ret new_history, double fp8_max, int64_t interval, double margin, bool newest) {
-  const int64_t b = amax.element_count();
-  if (b == 0) return ffi::Error::Success();
-  for (const Arg* operand : {&scale, &history, &amax})
-    TE_CHECK(operand->element_type() == ffi::F32, "te_scale_update: operands must be f32, one is not: %s",
-             Shape(*operand).c_str());
-  TE_CHECK(int64_t(scale.element_count()) == b && history.element_count() % b == 0 && Present(history),
-           "te_scale_update: scale%s and amax_history%s do not go with amax%s", Shape(scale).c_str(),
-           Shape(history).c_str(), Shape(amax).c_str());
-  TE_CHECK(new_scale->element_count() == scale.element_count() &&
-               new_history->element_count() == history.element_count(),
-           "te_scale_update: results must have the shapes of scale%s and amax_history%s",
-           Shape(scale).c_str(), Shape(history).c_str());
-  TE_CHECK(interval >= 1 && interval <= (1 << 24), "te_scale_update: interval is %ld", long(interval));
+  const char* op = "te_scale_update";
+  const Axes b(amax);
+  const int64_t l = std::max<int64_t>(Axes(history).last(), 1);
+  TE_TRY(Expect(op, {{"amax", &amax, ffi::F32, b},
+                     {"scale", &scale, ffi::F32, b},
+                     {"amax_history", &history, ffi::F32, b + Axes{l}},
+                     {"new_scale", &*new_scale, ffi::F32, b},
+                     {"new_history", &*new_history, ffi::F32, b + Axes{l}}}));
+  TE_CHECK(interval >= 1 && interval <= (1 << 24), "%s: interval is %ld; pass 1 to 2^24", op, long(interval));
+  if (b.count() == 0) return ffi::Error::Success();
   const ScaleUpdateArgs args{Data<float>(scale),
                              Data<float>(history),
                              Data<float>(amax),
                              Data<float>(new_scale),
                              Data<float>(new_history),
-                             int64_t(history.element_count()) / b,
+                             l,
                              float(fp8_max),
                              float(std::exp2(margin)),
                              int(interval),
                              newest};
-  ScaleUpdate<<<unsigned(b), kThreads, 0, stream>>>(args);
+  ScaleUpdate<<<unsigned(b.count()), kThreads, 0, stream>>>(args);
   TE_LAUNCHED();
 }
 

@@ -253,45 +253,50 @@ __global__ void __launch_bounds__(kTileThreads, 4)
   if (threadIdx.x == 0) a.amax[index] = __uint_as_float(peak);
 }
 
-// The results of `op` for [m, slots, n] of type T, checked. `wide` may be nullptr.
+// Operands and results beside the sources of a call.
+struct TileBuffers {
+  const Arg& scale;
+  const char* wide_name;
+  Ret* wide;  // nullptr: the op has none
+  Ret &data, &data_t, &amax;
+  Ret* dbias;  // nullptr: the op has none
+};
+
+// Rows of axes m, columns of axes n, the slots' among them; wide is of x's type.
+inline ffi::Error ExpectTiles(const char* op, const Arg& x, const Axes& m, const Axes& n, int64_t slots,
+                              const TileBuffers& b) {
+  const int64_t chunks = CeilDiv(m.count(), kTileRows), strips = CeilDiv(n.count() / slots, kTileColumns);
+  const auto given = [](Ret* r) { return r ? &**r : nullptr; };
+  return Expect(op, {{"scale", &b.scale, ffi::F32, {}, RequiredIf(Present(b.data) || Present(b.data_t))},
+                     {b.wide_name, given(b.wide), x.element_type(), m + n, kOptional},
+                     {"data", &*b.data, kFp8, m + n, kOptional},
+                     {"data_t", &*b.data_t, Fp8Like(b.data), n + m, kOptional},
+                     {"amax", &*b.amax, ffi::F32, {chunks, strips}, kOptional},
+                     {"dbias", given(b.dbias), ffi::F32, Axes{chunks} + n, kOptional}});
+}
+
+// The results of m rows and, in each slot, n columns.
 template <typename T>
-ffi::Error GetTileResults(const char* op, int64_t m, int64_t slots, int64_t n, const Arg& scale, Ret* wide,
-                          Ret& data, Ret& data_t, Ret& amax, Ret* dbias, TileResults<T>* out) {
-  const bool fp8 = Present(data) || Present(data_t);
-  TE_CHECK(!fp8 || (scale.element_type() == ffi::F32 && scale.element_count() == 1),
-           "%s: scale must be f32 []", op);
-  const auto whole = [&](Ret& r) { return !Present(r) || int64_t(r->element_count()) == m * slots * n; };
-  TE_CHECK(whole(data) && whole(data_t) && (!wide || whole(*wide)),
-           "%s: data %s, data_t %s: expected [%ld, %ld, %ld]", op, Shape(*data).c_str(),
-           Shape(*data_t).c_str(), long(m), long(slots), long(n));
-  const int64_t chunks = (m + kTileRows - 1) / kTileRows, strips = (n + kTileColumns - 1) / kTileColumns;
-  TE_CHECK(!Present(amax) || int64_t(amax->element_count()) == chunks * strips,
-           "%s: partial amax is %s, expected [%ld, %ld]", op, Shape(*amax).c_str(), long(chunks),
-           long(strips));
-  TE_CHECK(!dbias || !Present(*dbias) || int64_t((*dbias)->element_count()) == chunks * slots * n,
-           "%s: partial dbias is %s, expected [%ld, %ld]", op, Shape(**dbias).c_str(), long(chunks),
-           long(slots * n));
-  bool e5m2 = false;
-  TE_TRY(IsE5M2(op, data, data_t, &e5m2));
-  *out = {fp8 ? Data<float>(scale) : nullptr,
-          wide ? Data<T>(*wide) : nullptr,
-          Data<uint8_t>(data),
-          Data<uint8_t>(data_t),
-          Data<float>(amax),
-          dbias ? Data<float>(*dbias) : nullptr,
+TileResults<T> TileResultsOf(int64_t m, int64_t n, const TileBuffers& b) {
+  const bool fp8 = Present(b.data) || Present(b.data_t);
+  return {fp8 ? Data<float>(b.scale) : nullptr,
+          b.wide ? Data<T>(*b.wide) : nullptr,
+          Data<uint8_t>(b.data),
+          Data<uint8_t>(b.data_t),
+          Data<float>(b.amax),
+          b.dbias ? Data<float>(*b.dbias) : nullptr,
           m,
           n,
-          unsigned(chunks),
-          unsigned(strips),
-          e5m2};
-  TE_CHECK(Aligned(out->data_t), "%s: data_t is not aligned to 16 bytes", op);
-  return ffi::Error::Success();
+          unsigned(CeilDiv(m, kTileRows)),
+          unsigned(CeilDiv(n, kTileColumns)),
+          IsE5M2(b.data, b.data_t)};
 }
 
 // aligned: those of the source; the results are looked at here.
 template <typename Source>
-ffi::Error LaunchTiles(cudaStream_t stream, const Source& source, const TileResults<typename Source::Type>& a,
-                       bool aligned) {
+ffi::Error LaunchTiles(const char* op, cudaStream_t stream, const Source& source,
+                       const TileResults<typename Source::Type>& a, bool aligned) {
+  TE_CHECK(Aligned(a.data_t), "%s: data_t is not aligned to 16 bytes", op);
   const bool vectors = aligned && a.n % 8 == 0 && Aligned(a.wide) && Aligned(a.data);
   auto kernel = vectors ? TileKernel<Source, true> : TileKernel<Source, false>;
   if (a.amax && !a.wide && !a.data && !a.data_t && !a.dbias)

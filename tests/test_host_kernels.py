@@ -1,7 +1,6 @@
 """The GPU's tests of the simpler kernels, on the CPU: their sources compiled as C++, see host_cuda/host_cuda.h."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +17,7 @@ SELECTION = "(amax_alone or quantize or activation or rope or scale_update) and 
 
 @pytest.fixture
 def cuda_include() -> str:
-    found = subprocess.run([sys.executable, ROOT / "cmake/locate.py"], capture_output=True, text=True).stdout
-    include = dict(line.split("=", 1) for line in found.splitlines() if "=" in line).get("CUDART_INCLUDE")
-    if not include or not shutil.which("g++"):
-        pytest.skip("needs g++ and the CUDA headers")
-    return include
+    return library.cuda_include() or pytest.skip("needs g++ and the CUDA headers")
 
 
 def run_tests(kernels: Path, selection: str, *options: str) -> subprocess.CompletedProcess:

@@ -11,6 +11,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -199,6 +200,14 @@ template <typename T>
 void __stcs(T* p, const T& value) {
   *p = value;
 }
+template <typename T>
+void __stcg(T* p, const T& value) {
+  *p = value;
+}
+inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
+// Named by kernels that are compiled without their bodies alone.
+inline void __nanosleep(unsigned) {}
+inline size_t __cvta_generic_to_shared(const void*) { return 0; }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selectors) {
   const uint64_t bytes = uint64_t(b) << 32 | a;
   uint32_t out = 0;

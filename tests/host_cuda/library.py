@@ -1,11 +1,14 @@
-"""Builds csrc's simple kernels for the CPU and gives them to jax as the CPU's lowering of their ops.
+"""Builds csrc's simple kernels for the CPU and gives them to jax as the CPU's lowering of their ops; and all handlers
+for the CPU up to where they launch.
 
 The sources are taken as they are but for what is not C++: launches, and the stream that jax's CPU has not.
 """
 
 import ctypes
 import re
+import shutil
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -23,68 +26,142 @@ SOURCES = (
 )  # no tensor cores, no asynchronous copies
 
 _LAUNCH = re.compile(r"(\w+)<<<(.+?), (.+?), (.+?), stream>>>\((.*?)\);", re.DOTALL)
+# Their bodies end, as clang-format has them, with the first brace that is not indented.
+_KERNEL = re.compile(r"(__global__ void[^{;]*?\)) \{\n.*?\n\}\n", re.DOTALL)
+_ASM = re.compile(r"\basm( volatile)?\(.*?\);", re.DOTALL)
 _DYNAMIC_SHARED = re.compile(r"extern __shared__ (\w+) (\w+)\[\];")
 _TAIL = """
 #include "registry.h"
+#include <cstring>
 extern "C" const char* te_host_name(size_t i) { return i < te::Registry().size() ? te::Registry()[i].name : nullptr; }
 extern "C" void* te_host_handler(size_t i) { return reinterpret_cast<void*>(te::Registry()[i].execute); }
 extern "C" cudaError_t cudaGetLastError() { return cudaSuccess; }
-extern "C" const char* cudaGetErrorString(cudaError_t) { return "no error"; }
+extern "C" const char* cudaGetErrorString(cudaError_t) { return "no GPU"; }
 extern "C" cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
   return std::memset(p, value, bytes), cudaSuccess;
 }
 """
+# The handlers of HANDLERS without their kernels: who gets as far as a launch, a plan or a device hears so.
+HANDLERS = (
+    *(f"{name}.cu" for name in SOURCES),
+    *("norm_fwd.cu", "norm_fwd_t.cu", "norm_bwd.cu", "norm_block.cu", "gemm_empty.cu", "gemm.cc"),
+    *("attention.cc", "attention_call.cc", "attention_fp8.cc"),
+)
+_LAUNCHED = '::xla::ffi::Error(::xla::ffi::ErrorCode::kUnimplemented, "launched")'
+_NO_GPU = f"""
+#include "attention_fp8_plan.h"
+#include "attention_segments.h"
+#include "gemm_plan.h"
+namespace te {{
+ffi::Error FindGemm(cudaStream_t, const GemmKey&, GemmChoice*) {{ return {_LAUNCHED}; }}
+ffi::Error Matmul(cudaStream_t, cublasLtHandle_t, const GemmKey&, const Algo&, const GemmOperands&) {{
+  return {_LAUNCHED};
+}}
+GraphRecipe AttentionRecipe(const AttentionKey&) {{ return {{}}; }}
+GraphRecipe Fp8AttentionRecipe(const Fp8Attention&) {{ return {{}}; }}
+ffi::Error FindGraph(cudaStream_t, const GraphRecipe&, int64_t*) {{ return {_LAUNCHED}; }}
+ffi::Error RunGraph(cudaStream_t, const GraphRecipe&, GraphPointers, void*, int64_t) {{ return {_LAUNCHED}; }}
+int64_t GraphWorkspace(const GraphRecipe&) {{ return 0; }}
+int64_t SegmentBytes(const AttentionKey&) {{ return 0; }}
+ffi::Error PutSegments(cudaStream_t, const AttentionKey&, const int32_t*, void*, GraphPointers*) {{
+  return {_LAUNCHED};
+}}
+ffi::Error FillOutside(cudaStream_t, const AttentionKey&, const int32_t*, std::initializer_list<TokenRows>) {{
+  return {_LAUNCHED};
+}}
+}}  // namespace te
+extern "C" cudaError_t cudaGetDevice(int*) {{ return cudaErrorNoDevice; }}
+extern "C" cudaError_t cudaDeviceGetAttribute(int*, cudaDeviceAttr, int) {{ return cudaErrorNoDevice; }}
+extern "C" cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) {{ return cudaErrorNoDevice; }}
+extern "C" cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {{ return cudaErrorNoDevice; }}
+"""
 
 
-def as_cpp(source: str) -> str:
-    """A .cu or .cuh file as C++ for host_cuda.h."""
+def as_cpp(source: str, launches: bool = True) -> str:
+    """A source of csrc as C++ for host_cuda.h. Without `launches` kernels are empty, and who launches one returns an
+    error."""
     # Only handlers get their stream from jax; what they call gets it from them, here a null stream of that name.
-    handlers = re.findall(r"TE_HANDLER\(\w+, (\w+),", source)
-    for handler in handlers:
+    for handler in re.findall(r"TE_HANDLER\(\w+, (\w+),", source) + _initialized(source):
         source = re.sub(rf"\b{handler}\(cudaStream_t stream, ", f"{handler}(", source)
     source = source.replace(".Ctx<Stream>()", "")
     source = _DYNAMIC_SHARED.sub(r"\1* \2 = static_cast<\1*>(::host_cuda::Cta::Get().shared());", source)
-    return _LAUNCH.sub(r"::host_cuda::Launch(\2, \3, \4, [&] { \1(\5); });", source)
+    if launches:
+        return _LAUNCH.sub(r"::host_cuda::Launch(\2, \3, \4, [&] { \1(\5); });", source)
+    return _LAUNCH.sub(f"return {_LAUNCHED};", _ASM.sub(";", _KERNEL.sub(r"\1 {}\n", source)))
+
+
+def _initialized(source: str) -> list[str]:
+    """The functions of the handlers that have two."""
+    pairs = re.findall(r"TE_HANDLER_INIT\(\s*\w+, (\w+)[^,]*, (\w+)", source)
+    return [name for pair in dict.fromkeys(pairs) for name in dict.fromkeys(pair)]
+
+
+def cuda_include() -> str:
+    """The folder of the CUDA headers; "" where they, or g++, are missing."""
+    found = subprocess.run([sys.executable, ROOT / "cmake/locate.py"], capture_output=True, text=True).stdout
+    paths = dict(line.split("=", 1) for line in found.splitlines() if "=" in line)
+    return paths.get("CUDART_INCLUDE", "") if shutil.which("g++") else ""
 
 
 def build(folder: Path, cuda_include: str) -> Path:
-    """Compiles into `folder` -> the library. Raises RuntimeError with the compiler's words."""
+    """Compiles the kernels into `folder` -> the library. Raises RuntimeError with the compiler's words."""
+    return _compile(folder, cuda_include, [f"{name}.cu" for name in SOURCES], _TAIL, "-O1")
+
+
+def build_handlers(folder: Path, cuda_include: str) -> Path:
+    """The same of all handlers, without kernels: a call that a handler does not refuse ends as UNIMPLEMENTED, or as
+    INTERNAL for want of a device."""
+    return _compile(folder, cuda_include, HANDLERS, _TAIL + _NO_GPU, "-O0", "-fpermissive", launches=False)
+
+
+def _compile(folder: Path, cuda_include: str, sources, tail: str, *flags: str, launches: bool = True) -> Path:
     here = Path(__file__).parent
     for path in ROOT.glob("csrc/*.*"):
         if path.suffix in (".h", ".cuh"):
-            (folder / path.name).write_text(as_cpp(path.read_text()))
-    for name in ("host_cuda.h", "ptx.cuh"):
-        (folder / name).write_text((here / name).read_text())
-    parts = [as_cpp((ROOT / f"csrc/{name}.cu").read_text()) for name in SOURCES]
-    units = []
-    for name, part in zip((*SOURCES, "tail"), (*parts, _TAIL)):
-        head = '#include "host_cuda.h"\nnamespace te { static const cudaStream_t stream = nullptr; }\n'
-        (folder / f"{name}.cc").write_text(head + part)
-        units.append(str(folder / f"{name}.cc"))
+            (folder / path.name).write_text(as_cpp(path.read_text(), launches))
+    for path in here.glob("*.*h"):
+        (folder / path.name).write_text(path.read_text())
+    units = {Path(name).stem: as_cpp((ROOT / "csrc" / name).read_text(), launches) for name in sources}
+    for name, part in (units | {"tail": tail}).items():
+        (folder / f"{name}.cc").write_text('#include "head.h"\n' + part)
+    stream = "namespace te { static const cudaStream_t stream = nullptr; }\n"
+    (folder / "head.h").write_text(f'#pragma once\n#include "host_cuda.h"\n#include "common.h"\n{stream}')
     includes = [f"-I{folder}", f"-I{ROOT / 'third_party/xla_ffi'}", f"-isystem{cuda_include}"]
     # Checked copies of libc's functions, which some distributions turn on, take a jump to another fiber for an error.
-    flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-U_FORTIFY_SOURCE"]
-    command = ["g++", *flags, *includes, *units, "-o", str(folder / "host_kernels.so")]
+    command = ["g++", "-std=c++20", *flags, "-fPIC", "-w", "-ffp-contract=off", "-U_FORTIFY_SOURCE", *includes]
+    # Parsed once for all: most of the time goes into headers.
+    _run([*command, "-x", "c++-header", str(folder / "head.h"), "-o", str(folder / "head.h.gch")])
+    files = [str(folder / f"{name}.cc") for name in (*units, "tail")]
+    _run([*command, "-shared", *files, "-o", str(folder / "host_kernels.so")])
+    return folder / "host_kernels.so"
+
+
+def _run(command: list[str]):
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-6000:]}")
-    return folder / "host_kernels.so"
+
+
+def targets(library: Path) -> dict[str, object]:
+    """{name: capsule} of the library's handlers."""
+    loaded = ctypes.CDLL(str(library))
+    loaded.te_host_name.restype = ctypes.c_char_p
+    loaded.te_host_handler.restype = ctypes.c_void_p
+    new_capsule = ctypes.pythonapi.PyCapsule_New
+    new_capsule.restype, new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    names = iter(lambda: loaded.te_host_name(len(found)), None)
+    found = {}
+    for name in names:
+        found[name.decode()] = new_capsule(loaded.te_host_handler(len(found)), None, None)
+    return found
 
 
 def install(library: Path) -> list[str]:
     """Registers the kernels with jax's CPU and lowers their ops to them there -> the ops' names."""
     from te_jax._op import ops
 
-    loaded = ctypes.CDLL(str(library))
-    loaded.te_host_name.restype = ctypes.c_char_p
-    loaded.te_host_handler.restype = ctypes.c_void_p
-    new_capsule = ctypes.pythonapi.PyCapsule_New
-    new_capsule.restype, new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-    names, i = [], 0
-    while name := loaded.te_host_name(i):
-        jax.ffi.register_ffi_target(name.decode(), new_capsule(loaded.te_host_handler(i), None, None), platform="cpu")
-        op = ops[name.decode()]
+    for name, handler in targets(library).items():
+        jax.ffi.register_ffi_target(name, handler, platform="cpu")
+        op = ops[name]
         mlir.register_lowering(op.primitive, partial(op._lower, op._run_cuda), platform="cpu")
-        names.append(op.name)
-        i += 1
-    return names
+    return list(targets(library))

@@ -1,0 +1,160 @@
+"""Wrong FFI calls of every target: each operand and each result wrong in type, rank and size, one at a time.
+
+As a program, for the GPU: `python tests/ffi_calls.py TARGET ...` prints a line of JSON for each target.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from op_cases import CASES, Case
+
+KERNELS = [case for case in CASES if not case.declared.composed]
+TARGETS = tuple(dict.fromkeys(case.op for case in KERNELS))
+
+
+class Call(NamedTuple):
+    """An FFI call: {name: jax.ShapeDtypeStruct} of operands and results, the rest as `jax.ffi.ffi_call` has it."""
+
+    target: str
+    operands: dict
+    results: dict
+    attrs: dict
+    options: dict
+
+    def run(self, name: str):
+        """Makes the call, to the target `name`, on zeros."""
+        call = jax.ffi.ffi_call(name, tuple(self.results.values()), **self._layouts())
+        jax.block_until_ready(jax.jit(lambda *args: call(*args, **self.attrs))(*map(zeros, self.operands.values())))
+
+    def _layouts(self):
+        ranks = {k: tuple(len(a.shape) for a in arrays.values()) for k, arrays in (("input", self.operands),
+                                                                                  ("output", self.results))}  # fmt: skip
+        keep = lambda kind: [
+            layout if len(layout) == rank else tuple(range(rank))
+            for layout, rank in zip(self.options[f"{kind}_layouts"], ranks[kind], strict=True)
+        ]
+        return {f"{kind}_layouts": keep(kind) for kind in ranks} if "input_layouts" in self.options else {}
+
+
+def zeros(like):
+    return _zeros(like.shape, jnp.dtype(like.dtype))
+
+
+@cache
+def _zeros(shape, dtype):
+    return jax.device_put(np.zeros(shape, dtype))
+
+
+def for_cudnn(case: Case) -> tuple[Case, Any]:
+    """The case in sizes, and with types, that cuDNN takes, and what makes its operands so."""
+    if case.op == "te_attention_fp8_bwd":  # multiples of 128
+        case = replace(case, sizes={**case.sizes, "s": 128, "t": 128})
+    if not case.op.startswith("te_attention"):
+        return case, lambda a: a
+    is_wide = lambda a: a is not None and a.ndim >= 4 and a.dtype == jnp.float32
+    return case, lambda a: a.astype(jnp.bfloat16) if is_wide(a) else a
+
+
+def recorded(case: Case) -> Call:
+    """The FFI call of the op's CUDA lowering."""
+    case, narrow = for_cudnn(case)
+    op, found, ffi_call = case.declared, [], jax.ffi.ffi_call
+
+    def record(target, results, *, input_output_aliases=None, **options):
+        def call(*operands, **attrs):
+            types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands]
+            names = [o.name for o in op.rule.inputs], [*(o.name for o in op.rule.outputs), "workspace"]
+            found.append(Call(target, *(dict(zip(n, t)) for n, t in zip(names, (types, results))), attrs, options))
+            return [jnp.zeros(r.shape, r.dtype) for r in results]
+
+        return call
+
+    args = [narrow(a) for a in case.args(np.random.default_rng(0))]
+    jax.ffi.ffi_call = record
+    try:
+        params = op._params(args, case.outputs, case.attrs)
+        jax.eval_shape(lambda *given: op._run_cuda(*given, **params), *(a for a in args if a is not None))
+    finally:
+        jax.ffi.ffi_call = ffi_call
+    (call,) = found
+    return call
+
+
+# What a handler may take otherwise than the case has it: operands of another type, axes of another size.
+_ANY_FLOAT = {"x", "gamma", "beta"}
+_ANY_SIZE = {("te_rope", "inv_freq", 0), ("te_norm_bwd", "dgamma", 0), *((t, "segments", 1) for t in TARGETS)}
+
+
+def _wrong(call: Call, name: str, like) -> Iterator[tuple[str, tuple, Any]]:
+    """(what is wrong, shape, dtype) of one buffer."""
+    shape, dtype, target = tuple(like.shape), jnp.dtype(like.dtype), call.target
+    if like.size == 0 and shape == (0,):
+        yield "there", (3, 5, 7), jnp.float32
+        return
+    yield "type", shape, jnp.int8
+    is_gemm = target.startswith("te_gemm")
+    if name not in _ANY_FLOAT and not (is_gemm and name == "out") and dtype != jnp.float16:
+        yield "width", shape, jnp.float16
+    yield "rank", (1, *shape), dtype
+    if name == "workspace" and (is_gemm or "attention" in target):  # what a plan needs, and a plan may need little
+        return
+    for axis in {0, len(shape) - 1} if shape else ():
+        if (target, name, axis) not in _ANY_SIZE:
+            yield f"size{axis}", (*shape[:axis], shape[axis] // 2 or 2, *shape[axis + 1 :]), dtype
+
+
+def wrong_calls(target: str) -> Iterator[tuple[str, Call]]:
+    """(what is wrong, the call). A buffer that an earlier case of the target has is not taken again."""
+    seen = set()
+    for case in (case for case in KERNELS if case.op == target):
+        call = recorded(case)
+        for kind in ("operands", "results"):
+            for name, like in getattr(call, kind).items():
+                is_there = like.size > 0
+                if (kind, name, is_there) in seen:
+                    continue
+                seen.add((kind, name, is_there))
+                for what, shape, dtype in _wrong(call, name, like):
+                    changed = getattr(call, kind) | {name: jax.ShapeDtypeStruct(shape, dtype)}
+                    yield f"{case}: {name} {what}", call._replace(**{kind: changed})
+
+
+def outcome(call: Call, name: str) -> str:
+    """ "" if the call succeeds, else its error."""
+    try:
+        call.run(name)
+    except jax.errors.JaxRuntimeError as error:
+        return str(error)
+    return ""
+
+
+def refused(error: str, target: str) -> bool:
+    """Whether the handler said what is wrong, with its name."""
+    return "INVALID_ARGUMENT" in error and f"{target}: " in error
+
+
+def survey(target: str, name: str) -> dict:
+    """Makes all wrong calls of a target, as `name`, and one right call before and after them."""
+    case = next(case for case in KERNELS if case.op == target)
+    found = {"target": target, "calls": 0, "accepted": [], "right": [outcome(recorded(case), name)]}
+    for what, call in wrong_calls(target):
+        found["calls"] += 1
+        if not refused(error := outcome(call, name), target):
+            found["accepted"].append(f"{what}: {error[:200] or 'success'}")
+    found["right"].append(outcome(recorded(case), name))
+    return found
+
+
+if __name__ == "__main__":
+    from te_jax import _lib
+
+    _lib.require_for_lowering()
+    for each in sys.argv[1:]:
+        print(json.dumps(survey(each, each)), flush=True)
