@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, ManualAxisType, NamedSharding, 
 from te_jax import _lib
 from te_jax._placement import place, spec_of_sharding
 from te_jax._rule import Rule, factors_of, is_group
-from te_jax._types import align
+from te_jax._types import align, splittable_axes
 
 _NO_MESH = AbstractMesh((), ())
 # In jaxlib 0.11 a kernel whose result `lax.scan` keeps for the backward pass runs again for the result's other readers
@@ -140,9 +140,9 @@ class Op:
 
     # -- one device ---------------------------------------------------------------------------------------------
 
-    def _solve(self, shapes, inputs, outputs, filled=False, **attrs):
-        """-> the rule of this call, its group ranks, its axis sizes. filled: see `Rule.sizes`."""
-        rule = self.rule.select(inputs, outputs)
+    def _solve(self, shapes, inputs, outputs, filled=False, mapped=(), **attrs):
+        """-> the rule of this call, its group ranks, its axis sizes. filled: see `Rule.sizes`. mapped: see `_each`."""
+        rule = self.rule.select(inputs, outputs).mapped(mapped)
         ranks = rule.ranks(self.name, map(len, shapes), {g: attrs[a] for g, a in self.rank_attrs.items()})
         return rule, ranks, rule.sizes(self.name, shapes, ranks, filled)
 
@@ -238,7 +238,7 @@ class Op:
 
         @mapped.def_vmap
         def rule(size, batched, *args):
-            group = self._absorbing_group(batched, args, params)
+            group = self._absorbing_group(batched, params)
             outs = (
                 self._map(params, batched, args) if group is None else self._absorb(group, size, params, batched, args)
             )
@@ -246,7 +246,7 @@ class Op:
 
         return jax.jit(mapped)
 
-    def _absorbing_group(self, batched, args, params):
+    def _absorbing_group(self, batched, params):
         """The axis group that a mapped axis can join, or None: all mapped operands and all results must have it."""
         rule = self.rule.select(params["inputs"], params["outputs"])
         for group in rule.groups:
@@ -273,21 +273,17 @@ class Op:
             return jnp.broadcast_to(jnp.expand_dims(a, at), (*a.shape[:at], size, *a.shape[at:]))
 
         joined = [join(*o) for o in zip(rule.inputs, args, batched)]
-        params = {name: value for name, value in params.items() if name != "out_specs"}  # of fewer axes
+        params = _asking(params, batched, args, map(position, rule.outputs))
         if attr := self.rank_attrs.get(group):
             params = {**params, attr: params[attr] + 1}
         outs = self._staged(_key(params))(*joined)
         return [jnp.moveaxis(out, position(o), 0) for o, out in zip(rule.outputs, outs)]
 
     def _map(self, params, batched, args):
-        """One call per example."""
-        op = self._staged(_key(params))
-
-        def one(mapped):
-            mapped = iter(mapped)
-            return op(*(next(mapped) if b else a for b, a in zip(batched, args)))
-
-        return lax.map(one, [a for b, a in zip(batched, args) if b])
+        """One call with one more mapped axis: devices split it, and each then calls the kernel for its examples."""
+        level = tuple(name for name, b in zip(params["inputs"], batched) if b)
+        params = _asking(params, batched, args, (0 for _ in params["outputs"]))
+        return self._staged(_key({**params, "mapped": (level, *params.get("mapped", ()))}))(*args)
 
     # -- many devices -------------------------------------------------------------------------------------------
 
@@ -296,12 +292,13 @@ class Op:
         wanted = params.pop("out_specs", None)  # of an Explicit mesh; elsewhere the compiler asks for shardings
         rule, ranks, sizes = self._solve([a.shape for a in args], **params)
         mesh = jax.typeof(args[0]).sharding.mesh
-        explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit}
-        if explicit:
+        if AxisType.Explicit in mesh.axis_types:
             specs = [jax.typeof(a).sharding.spec for a in args], wanted
             ins, res, run = self._shards(rule, ranks, sizes, mesh, *specs, params)
+            if not (axes := splittable_axes(mesh)):  # all are mapped: this is for the types alone, of one example
+                return run(*args)
             args = [jax.sharding.reshard(a, s) for a, s in zip(args, ins)]
-            return jax.shard_map(run, in_specs=tuple(ins), out_specs=tuple(res), axis_names=explicit)(*args)
+            return jax.shard_map(run, in_specs=tuple(ins), out_specs=tuple(res), axis_names=axes)(*args)
         if AxisType.Manual in mesh.axis_types:  # in a partly manual region custom_partitioning knows no mesh
             return self._bind(params, args)
 
@@ -327,7 +324,27 @@ class Op:
         )
         return call(*args)
 
+    def _each(self, params, args):
+        """The calls of one device. params["mapped"]: for each mapped axis, the outermost first, the names of the
+        operands that have it, in front; there is one call for each entry, and all results have these axes."""
+        (level, *deeper), inputs = params["mapped"], params["inputs"]
+        inner = {**params, "mapped": tuple(deeper)}
+        is_mapped = [name in level for name in inputs]
+        args = align(*args)
+
+        def one(examples):
+            examples = iter(examples)
+            return self._bind(inner, [next(examples) if m else a for a, m in zip(args, is_mapped)])
+
+        examples = [a for a, m in zip(args, is_mapped) if m]
+        if len(examples[0]) > 1:
+            return tuple(lax.map(one, examples))
+        return tuple(jnp.expand_dims(out, 0) for out in one([jnp.squeeze(a, 0) for a in examples]))
+
     def _bind(self, params, args):
+        if params.get("mapped"):
+            return self._each(params, args)
+        params = {name: value for name, value in params.items() if name != "mapped"}
         return tuple(self.primitive.bind(*align(*args), **params))
 
     def _shards(self, rule, ranks, sizes, mesh, in_specs, out_specs, params):
@@ -365,6 +382,20 @@ class Op:
         copied = set(placement.dropped(factors)) & {n for fs in sums for n in placement.dropped(fs)}
         first = [lax.axis_index(n) == 0 for n in sorted(copied)]
         return jnp.where(jnp.all(jnp.stack(first)), arg, 0).astype(arg.dtype) if first else arg
+
+
+def _asking(params, batched, args, positions) -> dict:
+    """`params` of a call with a mapped axis at these positions of its results: `out_specs` with what splits it."""
+    if "out_specs" not in params:
+        return params
+    leads = ((*jax.typeof(a).sharding.spec, None)[0] for a, b in zip(args, batched) if b)
+    lead = next(filter(None, leads), None)
+
+    def asked(spec, at):
+        entries = (*spec, *[None] * (at - len(spec)))
+        return PartitionSpec(*entries[:at], lead, *entries[at:])
+
+    return {**params, "out_specs": tuple(map(asked, params["out_specs"], positions))}
 
 
 def _key(params):

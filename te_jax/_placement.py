@@ -92,9 +92,15 @@ def place(op, rule, ranks, sizes, devices, in_specs, out_specs) -> Placement:
     for factor, names in (pair for known in (*asked, *placed) for pair in known):  # results choose first, then left
         if factor not in taken:
             take(factor, names)
-    joins = lambda factors: any(left and factors == out for left, out in zip(scattered, outs))
-    later = (i for i, o in enumerate(rule.inputs) if o.name in op.once and joins(ins[i]))
-    return Placement(ins, outs, axes, scattered, frozenset(later))
+    return Placement(ins, outs, axes, scattered, _later(op.once, rule.inputs, ins, outs, scattered))
+
+
+def _later(once, operands, ins, outs, scattered) -> frozenset[int]:
+    """See `Placement`. None, if the sum without them would lack an axis, as one that is mapped for them alone."""
+    of_sums = [out for left, out in zip(scattered, outs) if left]
+    later = frozenset(i for i, o in enumerate(operands) if o.name in once and ins[i] in of_sums)
+    summed = {f for i, factors in enumerate(ins) if i not in later for f in factors}
+    return later if all(summed.issuperset(out) for out in of_sums) else frozenset()
 
 
 def _in_all(ins, placed, factors) -> dict:

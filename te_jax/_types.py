@@ -3,7 +3,7 @@
 import jax
 from jax import lax
 from jax.core import ShapedArray
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
 
 def align(*args):
@@ -32,6 +32,20 @@ def like(cotangent, primal):
 def on_explicit_mesh(aval) -> bool:
     """Whether the type `aval` shows shardings, which its users must then match."""
     return AxisType.Explicit in aval.sharding.mesh.axis_types
+
+
+def splittable_axes(mesh) -> frozenset[str]:
+    """The Explicit axes of `mesh` that `jax.shard_map` can split here: not those that a `jax.vmap` around maps over."""
+    explicit = frozenset(n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit)
+    if not explicit:
+        return explicit
+    free = []  # what is manual where no axis is named: all but the mapped ones, which nothing else shows
+
+    def look():
+        free.extend(jax.sharding.get_abstract_mesh().manual_axes)
+
+    jax.eval_shape(jax.shard_map(look, in_specs=(), out_specs=PartitionSpec()))
+    return explicit & set(free)
 
 
 def varying(x) -> frozenset[str]:
