@@ -6,7 +6,6 @@ psum or pmax, and the explicit-sharding types. This is the one file that knows j
 """
 
 from functools import cache, partial
-from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,9 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, ManualAxisType, NamedSharding, PartitionSpec
 
 from te_jax import _lib
-from te_jax._rule import Rule, factors_of, group_of, is_group
+from te_jax._placement import place, spec_of_sharding
+from te_jax._rule import Rule, factors_of, is_group
+from te_jax._types import align, splittable_axes
 
 _NO_MESH = AbstractMesh((), ())
 # In jaxlib 0.11 a kernel whose result `lax.scan` keeps for the backward pass runs again for the result's other readers
@@ -139,9 +140,9 @@ class Op:
 
     # -- one device ---------------------------------------------------------------------------------------------
 
-    def _solve(self, shapes, inputs, outputs, filled=False, **attrs):
-        """-> the rule of this call, its group ranks, its axis sizes. filled: see `Rule.sizes`."""
-        rule = self.rule.select(inputs, outputs)
+    def _solve(self, shapes, inputs, outputs, filled=False, mapped=(), **attrs):
+        """-> the rule of this call, its group ranks, its axis sizes. filled: see `Rule.sizes`. mapped: see `_each`."""
+        rule = self.rule.select(inputs, outputs).mapped(mapped)
         ranks = rule.ranks(self.name, map(len, shapes), {g: attrs[a] for g, a in self.rank_attrs.items()})
         return rule, ranks, rule.sizes(self.name, shapes, ranks, filled)
 
@@ -237,7 +238,7 @@ class Op:
 
         @mapped.def_vmap
         def rule(size, batched, *args):
-            group = self._absorbing_group(batched, args, params)
+            group = self._absorbing_group(batched, params)
             outs = (
                 self._map(params, batched, args) if group is None else self._absorb(group, size, params, batched, args)
             )
@@ -245,7 +246,7 @@ class Op:
 
         return jax.jit(mapped)
 
-    def _absorbing_group(self, batched, args, params):
+    def _absorbing_group(self, batched, params):
         """The axis group that a mapped axis can join, or None: all mapped operands and all results must have it."""
         rule = self.rule.select(params["inputs"], params["outputs"])
         for group in rule.groups:
@@ -272,21 +273,17 @@ class Op:
             return jnp.broadcast_to(jnp.expand_dims(a, at), (*a.shape[:at], size, *a.shape[at:]))
 
         joined = [join(*o) for o in zip(rule.inputs, args, batched)]
-        params = {name: value for name, value in params.items() if name != "out_specs"}  # of fewer axes
+        params = _asking(params, batched, args, map(position, rule.outputs))
         if attr := self.rank_attrs.get(group):
             params = {**params, attr: params[attr] + 1}
         outs = self._staged(_key(params))(*joined)
         return [jnp.moveaxis(out, position(o), 0) for o, out in zip(rule.outputs, outs)]
 
     def _map(self, params, batched, args):
-        """One call per example."""
-        op = self._staged(_key(params))
-
-        def one(mapped):
-            mapped = iter(mapped)
-            return op(*(next(mapped) if b else a for b, a in zip(batched, args)))
-
-        return lax.map(one, [a for b, a in zip(batched, args) if b])
+        """One call with one more mapped axis: devices split it, and each then calls the kernel for its examples."""
+        level = tuple(name for name, b in zip(params["inputs"], batched) if b)
+        params = _asking(params, batched, args, (0 for _ in params["outputs"]))
+        return self._staged(_key({**params, "mapped": (level, *params.get("mapped", ()))}))(*args)
 
     # -- many devices -------------------------------------------------------------------------------------------
 
@@ -295,17 +292,18 @@ class Op:
         wanted = params.pop("out_specs", None)  # of an Explicit mesh; elsewhere the compiler asks for shardings
         rule, ranks, sizes = self._solve([a.shape for a in args], **params)
         mesh = jax.typeof(args[0]).sharding.mesh
-        explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit}
-        if explicit:
+        if AxisType.Explicit in mesh.axis_types:
             specs = [jax.typeof(a).sharding.spec for a in args], wanted
             ins, res, run = self._shards(rule, ranks, sizes, mesh, *specs, params)
+            if not (axes := splittable_axes(mesh)):  # all are mapped: this is for the types alone, of one example
+                return run(*args)
             args = [jax.sharding.reshard(a, s) for a, s in zip(args, ins)]
-            return jax.shard_map(run, in_specs=tuple(ins), out_specs=tuple(res), axis_names=explicit)(*args)
+            return jax.shard_map(run, in_specs=tuple(ins), out_specs=tuple(res), axis_names=axes)(*args)
         if AxisType.Manual in mesh.axis_types:  # in a partly manual region custom_partitioning knows no mesh
             return self._bind(params, args)
 
         def partition(mesh, arg_infos, out_infos):
-            specs = [[_placement(mesh, info) for info in infos] for infos in (arg_infos, out_infos)]
+            specs = [[spec_of_sharding(mesh, info) for info in infos] for infos in (arg_infos, out_infos)]
             ins, res, run = self._shards(rule, ranks, sizes, mesh, *specs, params)
             named = lambda specs: tuple(NamedSharding(mesh, s) for s in specs)
 
@@ -326,175 +324,80 @@ class Op:
         )
         return call(*args)
 
+    def _each(self, params, args):
+        """The calls of one device. params["mapped"]: for each mapped axis, the outermost first, the names of the
+        operands that have it, in front; there is one call for each entry, and all results have these axes."""
+        (level, *deeper), inputs = params["mapped"], params["inputs"]
+        inner = {**params, "mapped": tuple(deeper)}
+        is_mapped = [name in level for name in inputs]
+        args = align(*args)
+
+        def one(examples):
+            examples = iter(examples)
+            return self._bind(inner, [next(examples) if m else a for a, m in zip(args, is_mapped)])
+
+        examples = [a for a, m in zip(args, is_mapped) if m]
+        if len(examples[0]) > 1:
+            return tuple(lax.map(one, examples))
+        return tuple(jnp.expand_dims(out, 0) for out in one([jnp.squeeze(a, 0) for a in examples]))
+
     def _bind(self, params, args):
+        if params.get("mapped"):
+            return self._each(params, args)
+        params = {name: value for name, value in params.items() if name != "mapped"}
         return tuple(self.primitive.bind(*align(*args), **params))
 
     def _shards(self, rule, ranks, sizes, mesh, in_specs, out_specs, params):
-        """Specs of all operands and results, and the per-shard function, from the specs that are known."""
-        ins = [rule.leading(o, ranks) for o in rule.inputs]
-        res = [rule.leading(o, ranks) for o in rule.outputs]
-        fixed = rule.matches(self.replicated, ranks)
-        out_specs = out_specs or [PartitionSpec()] * len(res)
-        pieces = rule.pieces(sizes)
+        """-> the specs of all operands and of all results, from those that are known; the function of one shard."""
+        placement = place(self, rule, ranks, sizes, mesh.shape, in_specs, out_specs)
+        return placement.in_specs, placement.out_specs, partial(self._run_shard, rule, placement, params)
 
-        def fits(factor, names):  # 2 groups, or 2 blocks, do not go on 4 devices
-            return names and factor not in fixed and pieces[factor] % prod(mesh.shape[n] for n in names) == 0
-
-        placed = [[(f, n) for f, n in zip(fs, map(mesh_axes, spec)) if fits(f, n)] for fs, spec in zip(ins, in_specs)]
-        asked = [[(f, n) for f, n in zip(fs, map(mesh_axes, spec)) if fits(f, n)] for fs, spec in zip(res, out_specs)]
-        axes, scattered, apart = {}, [], rule.matches(self.apart, ranks)
-
-        def take(factor, names):  # a mesh axis splits one factor, or one in each term of a sum
-            others = {f for f, taken in axes.items() if set(taken) & set(names)}
-            in_terms = {factor, *others} <= apart and group_of(factor) not in map(group_of, others)
-            if factor not in axes and (not others or in_terms):
-                axes[factor] = names
-
-        for o, factors, wants in zip(rule.outputs, res, asked):
-            summed = _in_all(ins, placed, factors) if self.combine.get(o.name) == "sum" else {}
-            over = set().union(*summed.values())
-            scattered.append({f: names for f, names in wants if set(names) <= over})
-            if scattered[-1]:  # the operands stay where they lie
-                for pair in summed.items():
-                    take(*pair)
-        taken = set().union(*scattered)
-        for factor, names in (pair for known in (*asked, *placed) for pair in known):  # results choose first, then left
-            if factor not in taken:
-                take(factor, names)
-        return _Shards(self, rule, ins, res, axes, scattered, params).all()
-
-
-class _Shards:
-    """One way to split a call over devices.
-
-    axes:      {factor: mesh axes}, of operands, and of results where they are not scattered.
-    scattered: {factor: mesh axes} of each result: its sum over these is left scattered along the factor.
-    """
-
-    def __init__(self, op, rule, ins, res, axes, scattered, params):
-        self.op, self.rule, self.ins, self.res, self.axes, self.params = op, rule, ins, res, axes, params
-        self.scattered = scattered
-        # What joins the sum with all of the result's axes is added to the shard that is left of it.
-        self.later = {o.name for o, factors in zip(rule.inputs, ins) if o.name in op.once and self._joins(factors)}
-
-    def _joins(self, factors):
-        return any(scatter and factors == out for scatter, out in zip(self.scattered, self.res))
-
-    def all(self):
-        """-> specs of operands, specs of results, the function of one shard."""
-        later = next(filter(None, self.scattered), {})
-        of = lambda factors, more: PartitionSpec(*(more.get(f, self.axes.get(f)) for f in factors))
-        ins = [of(f, later if o.name in self.later else {}) for o, f in zip(self.rule.inputs, self.ins)]
-        return ins, [of(f, s) for f, s in zip(self.res, self.scattered)], self.run
-
-    def run(self, *args):
+    def _run_shard(self, rule, placement, params, *args):
         """Operands of one device -> results of one device."""
-        params, given = self.params, list(zip(self.rule.inputs, self.ins, args))
-        later = [a for o, _, a in given if o.name in self.later]
-        given = [each for each in given if each[0].name not in self.later]
-        outs = self.op._bind(
-            params | dict(inputs=tuple(o.name for o, *_ in given)), [self._count_once(*each) for each in given]
+        given = [
+            (o, f, a) for i, (o, f, a) in enumerate(zip(rule.inputs, placement.ins, args)) if i not in placement.later
+        ]
+        later = [args[i] for i in sorted(placement.later)]
+        outs = self._bind(
+            params | dict(inputs=tuple(o.name for o, *_ in given)),
+            [self._count_once(rule, placement, *each) for each in given],
         )
-        return tuple(self._combine(*each, later) for each in zip(self.rule.outputs, self.res, self.scattered, outs))
+        of_each = zip(rule.outputs, placement.outs, placement.scattered, outs)
+        return tuple(self._combine(placement, *each, later) for each in of_each)
 
-    def _dropped(self, factors):
-        """The mesh axes that split the call but not these factors; in one order, by which XLA packs collectives."""
-        kept = {n for f in factors for n in self.axes.get(f, ())}
-        return tuple(sorted({n for names in self.axes.values() for n in names} - kept))
-
-    def _combine(self, operand, factors, scatter, out, later):
-        names = self._dropped(factors)
+    def _combine(self, placement, operand, factors, scatter, out, later):
+        names = placement.dropped(factors)
         for factor, over in scatter.items():  # first, for the rest of the sum then moves less
             out = lax.psum_scatter(out, over, scatter_dimension=factors.index(factor), tiled=True)
             names = tuple(n for n in names if n not in over)
-        out = _ACROSS_DEVICES[self.op.combine[operand.name]](out, names) if names else out
+        out = _ACROSS_DEVICES[self.combine[operand.name]](out, names) if names else out
         if scatter and later:
             out = sum((a.astype(jnp.float32) for a in later), out.astype(jnp.float32)).astype(out.dtype)
         return out
 
-    def _count_once(self, operand, factors, arg):
-        if operand.name not in self.op.once:
+    def _count_once(self, rule, placement, operand, factors, arg):
+        if operand.name not in self.once:
             return arg
-        sums = [fs for o, fs in zip(self.rule.outputs, self.res) if o.name in self.op.combine]
-        copied = set(self._dropped(factors)) & {n for fs in sums for n in self._dropped(fs)}
+        sums = [fs for o, fs in zip(rule.outputs, placement.outs) if o.name in self.combine]
+        copied = set(placement.dropped(factors)) & {n for fs in sums for n in placement.dropped(fs)}
         first = [lax.axis_index(n) == 0 for n in sorted(copied)]
         return jnp.where(jnp.all(jnp.stack(first)), arg, 0).astype(arg.dtype) if first else arg
 
 
-def _placement(mesh, info) -> PartitionSpec:
-    """How the mesh axes split an operand or result; an axis of it that they split in another way is as if unsplit."""
-    if info.sharding is None or mesh.empty or not info.shape:
-        return PartitionSpec()
-    try:
-        where = info.sharding.devices_indices_map(info.shape)
-    except AssertionError:  # jax's, for an axis of a size that its shards do not divide
-        return PartitionSpec()
-    slices = [where[device] for device in mesh.devices.flat]
-    starts = [np.reshape([s[i].start or 0 for s in slices], mesh.devices.shape) for i in range(len(info.shape))]
-    return PartitionSpec(*map(partial(_splitting_axes, mesh), starts, info.shape))
+def _asking(params, batched, args, positions) -> dict:
+    """`params` of a call with a mapped axis at these positions of its results: `out_specs` with what splits it."""
+    if "out_specs" not in params:
+        return params
+    leads = ((*jax.typeof(a).sharding.spec, None)[0] for a, b in zip(args, batched) if b)
+    lead = next(filter(None, leads), None)
 
+    def asked(spec, at):
+        entries = (*spec, *[None] * (at - len(spec)))
+        return PartitionSpec(*entries[:at], lead, *entries[at:])
 
-def _splitting_axes(mesh, starts, size):
-    """The mesh axes, the outermost first, that split an axis of `size` whose shards begin at `starts`; else None."""
-    steps = {}
-    for at, name in enumerate(mesh.axis_names):
-        second = [0] * starts.ndim
-        second[at] = min(1, starts.shape[at] - 1)
-        steps[name] = int(starts[tuple(second)])
-    names = tuple(sorted((name for name, step in steps.items() if step), key=lambda name: -steps[name]))
-    want, numbers = 0, np.indices(starts.shape)
-    for name in names:
-        size = size // mesh.shape[name]
-        want = want + size * numbers[mesh.axis_names.index(name)]
-    return names if names and np.array_equal(starts, want) else None
-
-
-def mesh_axes(entry) -> tuple[str, ...]:
-    """One entry of a PartitionSpec as a tuple of mesh axes."""
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-
-
-def _in_all(ins, placed, factors) -> dict:
-    """{factor: mesh axes} of what a result of `factors` lacks and all operands that have it are placed by."""
-    each = [dict(known) for known in placed]
-    lacking = dict.fromkeys(f for fs in ins for f in fs if f not in factors)
-    alike = {f: [known.get(f) for fs, known in zip(ins, each) if f in fs] for f in lacking}
-    return {f: names[0] for f, names in alike.items() if names[0] and all(n == names[0] for n in names)}
+    return {**params, "out_specs": tuple(map(asked, params["out_specs"], positions))}
 
 
 def _key(params):
     """Hashable, and distinct for 1, 1.0 and True: they are different attributes of a custom call."""
     return tuple((name, type(params[name]), params[name]) for name in sorted(params))
-
-
-def align(*args):
-    """Makes all operands vary over the same manual mesh axes, so that cotangents are summed over them.
-
-    Call it before a `custom_vjp`: the transpose of `pcast` is the psum that replicated parameters need. An operand may
-    be None, or a tree.
-    """
-    union = frozenset().union(*map(varying, jax.tree.leaves(args)))
-
-    def cast(a):
-        lacks = tuple(sorted(union - varying(a)))
-        return lax.pcast(a, lacks, to="varying") if lacks else a
-
-    return jax.tree.map(cast, list(args))
-
-
-def like(cotangent, primal):
-    """`cotangent` as autodiff wants it for `primal` (an array or its type): in its dtype, and on an Explicit mesh in
-    its sharding."""
-    primal = primal if isinstance(primal, ShapedArray) else jax.typeof(primal)
-    cotangent = cotangent.astype(primal.dtype)
-    return jax.sharding.reshard(cotangent, primal.sharding.spec) if on_explicit_mesh(primal) else cotangent
-
-
-def on_explicit_mesh(aval) -> bool:
-    """Whether the type `aval` shows shardings, which its users must then match."""
-    return AxisType.Explicit in aval.sharding.mesh.axis_types
-
-
-def varying(x) -> frozenset[str]:
-    """The manual mesh axes over which `x`, an array or the type of one, varies inside `shard_map`."""
-    return (x if isinstance(x, ShapedArray) else jax.typeof(x)).manual_axis_type.varying

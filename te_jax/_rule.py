@@ -8,7 +8,7 @@ Names left of `:` are operands, then come their axes. `h` is one axis, `m...` an
 result shapes, the vmap rule and the shardings.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 Axis = str | tuple[str, ...]  # "h", "m...", "k/128" or ("g", "r")
@@ -82,6 +82,19 @@ class Rule:
         """The rule of a call with just these operands and results (by name)."""
         return Rule(
             tuple(o for o in self.inputs if o.name in inputs), tuple(o for o in self.outputs if o.name in outputs)
+        )
+
+    def mapped(self, levels) -> "Rule":
+        """The rule of a call for each entry of mapped axes, which come first: `levels` names the operands that have
+        each, the outermost first; all results have all. The axes are `#0`, `#1`, ..."""
+
+        def lead(operand, has):
+            axes = (f"#{i}" for i, names in enumerate(levels) if has(names))
+            return replace(operand, axes=(*axes, *operand.axes))
+
+        return Rule(
+            tuple(lead(o, lambda names, o=o: o.name in names) for o in self.inputs),
+            tuple(lead(o, lambda names: True) for o in self.outputs),
         )
 
     @property

@@ -22,7 +22,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, PartitionSpec
 
 from te_jax import sharding
-from te_jax._op import amax_across, like, on_explicit_mesh, varying
+from te_jax._op import amax_across
+from te_jax._types import like, on_explicit_mesh, varying
 from te_jax.ops.scaling import next_state
 from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.recipe.delayed import HISTORY, SCALE

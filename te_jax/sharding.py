@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from te_jax._op import on_explicit_mesh
+from te_jax._types import on_explicit_mesh
 
 # Logical axes of activations ...
 BATCH_AXES = "nvte_batch"

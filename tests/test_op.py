@@ -103,9 +103,13 @@ def call(case, args):
 
 def joined(variants):
     """{name: (function, operands)} -> {name: results}, of one program: many small ones take far longer to compile."""
+    return jax.jit(joined_fn(variants))({name: operands for name, (_, operands) in variants.items()})
+
+
+def joined_fn(variants):
+    """{name: (function, ...)} -> the function {name: operands} -> {name: results}."""
     fns = {name: fn for name, (fn, _) in variants.items()}
-    run = jax.jit(lambda operands: {name: fn(*operands[name]) for name, fn in fns.items()})
-    return run({name: operands for name, (_, operands) in variants.items()})
+    return lambda operands: {name: fn(*operands[name]) for name, fn in fns.items()}
 
 
 @all_cases
@@ -200,6 +204,34 @@ def test_vmap_joins_a_group(case: Case, rng):
     assert ("scan" in str(jaxpr)) != bool(free)
 
 
+@all_cases
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_vmap_over_a_sharded_axis(case: Case, kind, rng, on_host):
+    """All operands mapped, or the first alone, beside another axis on the other mesh axis: the numbers of one device,
+    examples stay where they are, and nothing is gathered."""
+    args, mesh = case.args(rng), jax.make_mesh((4, 2), AXES, axis_types=KINDS[kind])
+    fn, (rule, ranks, given) = call(case, args), solve(case, args)
+    stacked = [np.stack(of) for of in zip(*([a for a in case.args(rng) if a is not None] for _ in range(8)))]
+    free = [f for f in rule.leading(rule.inputs[0], ranks) if f not in rule.matches(case.declared.replicated, ranks)]
+    split = {f: "b" for f in free[:1]}
+    inner, variants = [tuple(split.get(f) for f in rule.leading(o, ranks)) for o in rule.inputs], {}
+    for mapped in {(True,) * len(given), (True,) + (False,) * (len(given) - 1)}:
+        operands = [of if m else np.asarray(a) for of, a, m in zip(stacked, given, mapped)]
+        specs = [P("a", *spec) if m else P(*spec) for spec, m in zip(inner, mapped)]
+        variants[mapped] = jax.vmap(fn, [0 if m else None for m in mapped]), put(mesh, operands, specs)
+    with jax.set_mesh(mesh):
+        run, text = compiled(joined_fn(variants), {mapped: operands for mapped, (_, operands) in variants.items()})
+        found = {c for c in COLLECTIVES if f" {c}(" in text or f" {c}-start(" in text}
+        assert found <= {"all-reduce"} if split else not found
+        outs = run()
+    one = jax.jit(fn)
+    for mapped, got in outs.items():
+        assert kind == "auto" or all(jax.typeof(each).sharding.spec[0] == "a" for each in got)
+        for i in range(8):
+            example = [of[i] if m else a for of, a, m in zip(stacked, given, mapped)]
+            close([each[i] for each in map(np.asarray, got)], one(*example), f"{mapped}, example {i}")
+
+
 class TestRule:
     def test_sizes_clash(self):
         rule = Rule.parse("lhs: m... k, rhs: n k -> out: m... n")
@@ -237,8 +269,14 @@ def test_missing_operand_is_refused():
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 
+def compiled(fn, *args):
+    """-> the call of `fn` with these operands, its HLO."""
+    program = jax.jit(fn).lower(*args).compile()
+    return lambda: program(*args), program.as_text()
+
+
 def collectives(fn, *args):
-    text = jax.jit(fn).lower(*args).compile().as_text()
+    _, text = compiled(fn, *args)
     return {c: n for c in COLLECTIVES if (n := text.count(f" {c}(") + text.count(f" {c}-start("))}
 
 

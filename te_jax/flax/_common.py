@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from te_jax._op import on_explicit_mesh, varying
+from te_jax._types import on_explicit_mesh, varying
 from te_jax.flax._state import describe
 from te_jax.layers import QuantizedKernel
 from te_jax.layers._specs import explicit_spec

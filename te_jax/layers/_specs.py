@@ -8,7 +8,8 @@ parallelism, and x is. A MeshResource in force says it for axes that it names, a
 
 from jax.sharding import PartitionSpec
 
-from te_jax._op import mesh_axes, on_explicit_mesh
+from te_jax._placement import mesh_axes
+from te_jax._types import on_explicit_mesh
 from te_jax.sharding import current_mesh_resource
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 
-from te_jax._op import align, like
+from te_jax._types import align, like
 from te_jax.fp8 import AttentionMetas, TensorMeta, cotangent, seen
 from te_jax.ops.attention import undivided_groups
 from te_jax.ops.attention_check import Options, check_options

@@ -6,7 +6,7 @@ import jax
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
 from te_jax import fp8
-from te_jax._op import align, like
+from te_jax._types import align, like
 from te_jax.layers import _fp8
 from te_jax.layers._fp8 import Config, wide_of
 from te_jax.layers._specs import dense_spec

@@ -12,7 +12,7 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 from jax.sharding import PartitionSpec
 
 from te_jax import fp8
-from te_jax._op import align, like
+from te_jax._types import align, like
 from te_jax.layers import _fp8
 from te_jax.layers._fp8 import Config, Fp8Tensor, wide_of
 from te_jax.layers.dense import check_dense, check_residual, dense

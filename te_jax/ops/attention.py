@@ -11,7 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from te_jax._op import align, varying
+from te_jax._types import align, varying
 from te_jax.ops.attention_check import Options, check_options
 from te_jax.ops.attention_form import HIDES, attention, form_of, only_band
 from te_jax.ops.attention_mask import MASK_TYPES as MASK_TYPES

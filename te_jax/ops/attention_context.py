@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from te_jax._op import align
+from te_jax._types import align
 from te_jax.ops.attention import dot_product_attention, undivided_groups
 from te_jax.ops.attention_check import Options, check_options
 from te_jax.ops.attention_context_plan import OPEN, Layout

@@ -15,7 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
-from te_jax._op import align, like
+from te_jax._types import align, like
 from te_jax.ops.attention_check import Options
 from te_jax.ops.attention_context_plan import OPEN, Call, Layout, Plan
 from te_jax.ops.attention_form import attention_bwd_of, attention_fwd_of, form_of, gradient_of_sink, with_sink

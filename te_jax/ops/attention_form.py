@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from te_jax._op import like
+from te_jax._types import like
 from te_jax.ops.attention_check import Options
 from te_jax.ops.attention_mask import Band
 from te_jax.ops.attention_op import BACKWARD, FORWARD, parts_of

@@ -11,7 +11,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from te_jax import _lib
-from te_jax._op import Op, align, like, on_explicit_mesh
+from te_jax._op import Op
+from te_jax._types import align, like, on_explicit_mesh
 from te_jax.ops.quantize import FLOATS, fill
 
 FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)

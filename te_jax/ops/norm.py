@@ -7,7 +7,8 @@ from math import ceil, prod
 import jax
 import jax.numpy as jnp
 
-from te_jax._op import Op, align, like
+from te_jax._op import Op
+from te_jax._types import align, like
 from te_jax.ops.quantize import FLOATS, saturate, tiles
 
 KINDS = ("layernorm", "rmsnorm")

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from te_jax._op import Op, align
+from te_jax._op import Op
+from te_jax._types import align
 from te_jax.ops.quantize import FLOATS
 
 GROUP_METHODS = ("consecutive", "alternate")

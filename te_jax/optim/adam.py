@@ -24,7 +24,8 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from te_jax._op import mesh_axes, on_explicit_mesh
+from te_jax._placement import mesh_axes
+from te_jax._types import on_explicit_mesh
 from te_jax.layers._specs import entries
 
 _NAME = "te_jax.optim.adamw_fp8"
