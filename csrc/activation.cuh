@@ -80,16 +80,16 @@ struct Activation {
     if (relu) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const float f = MaxNan(x0[j], 0.f), g = dy[j] * gate[j];
-        dx[0][j] = x0[j] > 0.f ? (squared ? g * (2.f * f) : g) : 0.f;  // 0 also where g is not finite
+        const float f = MaxNan(x0[j], 0.f), g = dy[j] * gate[j], half = g * f;
+        dx[0][j] = x0[j] > 0.f ? (squared ? half + half : g) : 0.f;  // 0 also where g is not finite
         if (kA == 2) dx[kA - 1][j] = dy[j] * (squared ? f * f : f);
       }
     } else {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const float s = Sigmoid(x0[j]), g = dy[j] * gate[j];
-        const float slope = g * x0[j] * fmaf(-s, s, s);
-        dx[0][j] = fmaf(slope, fmaf(d1, Square(x0[j]), d0), g * s);
+        const float slope = x0[j] * fmaf(-s, s, s);  // finite where x0 is: times g it need not be
+        dx[0][j] = g * fmaf(slope, fmaf(d1, Square(x0[j]), d0), s);
         if (kA == 2) dx[kA - 1][j] = dy[j] * (x0[j] * s);
       }
     }

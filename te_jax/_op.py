@@ -19,6 +19,7 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, ManualAxisType, NamedSharding, PartitionSpec
 
 from te_jax import _lib
+from te_jax._amax import amax, amax_across
 from te_jax._placement import place, spec_of_sharding
 from te_jax._rule import Rule, factors_of, is_group
 from te_jax._types import align, splittable_axes
@@ -27,16 +28,8 @@ _NO_MESH = AbstractMesh((), ())
 # In jaxlib 0.11 a kernel whose result `lax.scan` keeps for the backward pass runs again for the result's other readers
 # (https://github.com/openxla/xla/pull/45799); not so behind a barrier.
 _FENCES = (0, 11) <= jax.__version_info__ < (0, 12)
-# The maxima are amaxes, never negative. `jnp.max(initial=0)` would take a second kernel for the 0.
-_OF_PARTIALS = {"sum": jnp.sum, "max": lambda x, axes: lax.reduce(x, np.float32(0), lax.max, axes)}
-
-
-def amax_across(amax, names):
-    """The max of amaxes over mesh axes. A collective max drops a NaN; the bits of floats that are not negative are in
-    order, with NaN on top."""
-    return lax.bitcast_convert_type(lax.pmax(lax.bitcast_convert_type(amax, jnp.int32), names), jnp.float32)
-
-
+# The maxima are amaxes, never negative.
+_OF_PARTIALS = {"sum": jnp.sum, "max": amax}
 _ACROSS_DEVICES = {"sum": lax.psum, "max": amax_across}
 
 ops: dict[str, "Op"] = {}  # every declared op by name: what the generated tests walk over

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from te_jax._amax import amax as amax_of
 from te_jax.fp8 import (
     FP8_COLLECTION,
     HISTORY,
@@ -49,7 +50,7 @@ def _receive_fwd(scale, amax_history, recipe, direction, probe):
 
 def _receive_bwd(recipe, direction, state, cotangents):
     _, *seen = (lax.convert_element_type(g, jnp.float32) for g in cotangents)
-    amax = jnp.max(seen[0], -1)  # -inf if nothing used the state
+    amax = amax_of(jnp.maximum(seen[0], 0.0), (seen[0].ndim - 1,))  # -inf if nothing used the state
     return *next_state(recipe, *state, amax, direction), jnp.maximum(seen[1], 0.0) if seen[1:] else None
 
 
@@ -133,7 +134,7 @@ def _largest(path, new, old):
     count = scales.shape[0]
     chosen = jnp.arange(count).reshape(count, *[1] * (order.ndim - 1)) == jnp.argmax(order, 0)
     of_chosen = (jnp.sum(jnp.where(chosen[..., None], x, 0.0), 0) for x in new[:2])  # exact: the rest is 0
-    return *of_chosen, *(jnp.max(probe, 0) for probe in probes)
+    return *of_chosen, *(amax_of(probe, (0,)) for probe in probes)
 
 
 def value_and_grad(fun, argnums=0, has_aux: bool = False):

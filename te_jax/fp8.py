@@ -22,7 +22,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, PartitionSpec
 
 from te_jax import sharding
-from te_jax._op import amax_across
+from te_jax._amax import amax as amax_of
+from te_jax._amax import amax_across
 from te_jax._types import like, on_explicit_mesh, varying
 from te_jax.ops.scaling import next_state
 from te_jax.recipe import DelayedScaling, Recipe
@@ -268,7 +269,7 @@ def _per_state(amax, token):
 def _per_state_vmap(size, batched, amax, token):
     amax_batched, token_batched = batched
     if amax_batched and not token_batched:
-        return _per_state(jnp.max(amax, 0), token), False
+        return _per_state(amax_of(amax, (0,)), token), False
     amax = amax if amax_batched else jnp.broadcast_to(amax, (size, *amax.shape))
     return _per_state(amax, token), True
 

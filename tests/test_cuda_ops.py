@@ -225,17 +225,14 @@ def test_amax_alone(names, dtype, shape, rng):
 @pytest.mark.parametrize("names", ACTIVATIONS, ids="-".join)
 def test_activation_not_finite(names, rng):
     """NaN, inf and numbers whose cube is not finite give what the reference gives."""
-    tie = LIMIT if names[0] == "clamped_silu" else 3.0  # gelu(-7) is -0 in the reference, not so in the kernel
-    bad = np.array([np.inf, -np.inf, np.nan, 1e30, -1e30, 0.0, -0.0, tie, -tie, 1.5], np.float32)
-    pairs = np.stack(np.meshgrid(bad, bad), -1).reshape(-1, 2)  # [100, 2]: every two of them
+    bad = np.array([np.inf, -np.inf, np.nan, 1e30, -1e30, 3e38, -3e38, 0.0, -0.0, LIMIT, -LIMIT, 1.5], np.float32)
+    pairs = np.stack(np.meshgrid(bad, bad), -1).reshape(-1, 2)  # [144, 2]: every two of them
     x = jnp.tile(jnp.asarray(pairs.T[: len(names)])[None], (3, 1, 1)).astype(bf16)
     attrs, scale = attributes(names), jnp.float32(2.0)
     got = jax.jit(lambda *a: activation_fwd(*a, dtype=E4M3, **attrs))(x, scale)
     want = activation_fwd.reference(x, scale, dtype=E4M3, **attrs)
     same_specials(got[:2], want[:2])
     assert np.isnan(float(got[3])) and np.isnan(float(want[3]))
-    # Not 1e30 for the gradient: 3 x**2 is not finite in f32, where the kernel has the limit.
-    x = x[..., (np.abs(np.nan_to_num(pairs, posinf=0, neginf=0)) < 1e9).all(1)]
     dy = jnp.asarray([1.0, 0.0, np.nan], bf16)[:, None] * jnp.ones((3, x.shape[-1]), bf16)
     got = jax.jit(lambda *a: activation_bwd(*a, dtype=E5M2, **attrs))(dy, x, scale)
     same_specials(got[:2], activation_bwd.reference(dy, x, scale, dtype=E5M2, **attrs)[:2])
@@ -250,8 +247,8 @@ def same_specials(got, want):
 
 @pytest.mark.parametrize("names", [("gelu",), ("silu", "linear"), ("squared_relu",)], ids="-".join)
 def test_activation_large(names, rng):
-    """Compared on the device: FP8 differs from the reference only where f32 noise crosses a rounding boundary. Small
-    numbers are left out: in the tail of gelu, the reference's 1 + tanh(u) keeps no more than the noise."""
+    """Compared on the device: FP8 differs from the reference only where f32 noise crosses a rounding boundary.
+    Small numbers are left out: in the tail of gelu's derivative, a small difference of two terms, noise is more."""
     m, f = 8192, 4096
     x = jax.random.normal(jax.random.key(0), (2, m // 2, len(names), f), bf16) * 2
     dy, scale, attrs = jax.random.normal(jax.random.key(1), (2, m // 2, f), bf16), jnp.float32(20.0), attributes(names)

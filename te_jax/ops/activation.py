@@ -1,14 +1,15 @@
 """Activations of the MLP, gated ones among them: in plain JAX, and for the common ones straight to FP8 in both
 layouts, forward and backward."""
 
-import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
 
+from te_jax._amax import amax
 from te_jax._op import Op
 from te_jax.ops.quantize import saturate, tiles, transpose
 
@@ -16,28 +17,51 @@ from te_jax.ops.quantize import saturate, tiles, transpose
 CLAMPED_DEFAULTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 
 
-def _clamped_silu(x, p):
-    x = jnp.minimum(x, p["limit"])
-    return x * jax.nn.sigmoid(p["alpha"] * x)
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _sigmoid_gated(x, c0, c1=0.0):
+    """x * sigmoid(c0 x + c1 x**3). Autodiff of it multiplies 0 by inf where x is large: its derivative stands below, as
+    in csrc/activation.cuh."""
+    return x * _sigmoid(x, c0, c1)
 
 
+def _sigmoid(x, c0, c1):
+    return jax.nn.sigmoid(x * (c0 + c1 * _square(x)) if c1 else x * c0)
+
+
+def _square(x):
+    return jnp.minimum(x * x, 1e30)  # finite; the sigmoid is 0 or 1 long before
+
+
+@_sigmoid_gated.defjvp
+def _sigmoid_gated_jvp(c0, c1, primals, tangents):
+    (x,), (dx,) = primals, tangents
+    s = _sigmoid(x, c0, c1)
+    inner = c0 + 3 * c1 * _square(x) if c1 else c0
+    return x * s, dx * (s + x * (s * (1 - s)) * inner)
+
+
+def _squared_relu(x):
+    y = jax.nn.relu(x)
+    return y * y  # of a square autodiff makes 2 * y, which is inf half-way to the largest number
+
+
+_GELU = 2 * math.sqrt(2 / math.pi)  # (1 + tanh(u)) / 2 = sigmoid(2 u)
 _ACTIVATIONS = {
-    "gelu": lambda x, p: jax.nn.gelu(x, approximate=True),
-    "silu": lambda x, p: jax.nn.silu(x),
+    "gelu": lambda x, p: _sigmoid_gated(x, _GELU, _GELU * 0.044715),
+    "silu": lambda x, p: _sigmoid_gated(x, 1.0),
+    "swish": lambda x, p: _sigmoid_gated(x, 1.0),
     "relu": lambda x, p: jax.nn.relu(x),
-    "quick_gelu": lambda x, p: (
-        x * jax.nn.sigmoid(1.702 * x)
-    ),  # Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415
-    "squared_relu": lambda x, p: jnp.square(jax.nn.relu(x)),  # So et al. 2021, https://arxiv.org/abs/2109.08668
+    "quick_gelu": lambda x, p: _sigmoid_gated(x, 1.702),  # Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415
+    "squared_relu": lambda x, p: _squared_relu(x),  # So et al. 2021, https://arxiv.org/abs/2109.08668
     "linear": lambda x, p: x,
-    "clamped_silu": _clamped_silu,
+    "clamped_silu": lambda x, p: _sigmoid_gated(jnp.minimum(x, p["limit"]), p["alpha"]),
     "clamped_linear": lambda x, p: jnp.clip(x, -p["limit"], p["limit"]) + p["glu_linear_offset"],
 }
 
 # What `jax.nn` offers on top, by its own name; functions of one array.
 _FROM_JAX_NN = (
     "celu elu hard_sigmoid hard_silu hard_swish hard_tanh leaky_relu log_sigmoid log_softmax mish relu6 selu "
-    "sigmoid soft_sign softmax softplus sparse_plus squareplus standardize swish tanh"
+    "sigmoid soft_sign softmax softplus sparse_plus squareplus standardize tanh"
 ).split()
 
 
@@ -106,7 +130,7 @@ def activation(x: jax.Array, names: Sequence[str | Callable], params: Mapping | 
 
 def _product(x, order, values):
     """f32 [..., A, F] -> f32 [..., F]"""
-    return functools.reduce(operator.mul, [_apply(name, x[..., a, :], values) for a, name in enumerate(order)])
+    return reduce(operator.mul, [_apply(name, x[..., a, :], values) for a, name in enumerate(order)])
 
 
 def _apply(name: str | Callable, x: jax.Array, values: dict[str, float]) -> jax.Array:
@@ -159,7 +183,7 @@ def _fwd_reference(x, scale, *, names, dtype, **params):
     y = _product(x.astype(jnp.float32), names, params)
     data = None if scale is None else saturate(y * scale, dtype)
     data_t = None if scale is None else jnp.moveaxis(data, -1, 0)
-    return y.astype(x.dtype), data, data_t, jnp.max(jnp.abs(y), initial=0.0)
+    return y.astype(x.dtype), data, data_t, amax(y)
 
 
 def _bwd_reference(dy, x, scale, *, names, dtype, **params):
@@ -169,7 +193,7 @@ def _bwd_reference(dy, x, scale, *, names, dtype, **params):
     dbias = jnp.sum(dx, tuple(range(x.ndim - 2)))
     data = None if scale is None else saturate(dx * scale, dtype)
     data_t = None if scale is None else transpose(data, x.ndim - 2)
-    return dx.astype(x.dtype), data, data_t, jnp.max(jnp.abs(dx), initial=0.0), dbias
+    return dx.astype(x.dtype), data, data_t, amax(dx), dbias
 
 
 def check_same_dtype(op, dy, x):
@@ -215,8 +239,8 @@ data   FP8 [*m, f], data_t FP8 [f, *m]: the f32 y, times scale, saturated
 amax   f32[]: max |f32 y|
 
 Attributes as `attributes` makes them, and dtype: the FP8 type, a jnp.dtype. The kernel's sigmoid is right to 2**-22
-(tests/test_cuda_ops.py), the reference's 1 + tanh(u) to about as much: a byte may differ by a step now and then. relu
-and squared_relu are exact.
+(tests/test_cuda_ops.py): a byte may differ from the reference's by a step now and then. relu and squared_relu are
+exact.
 """
 
 activation_bwd = Op(

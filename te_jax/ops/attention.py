@@ -50,7 +50,9 @@ def _plain(q, k, v, bias, hidden, kept, offset, options: Options):
     if hidden is not None:
         logits = jnp.where(hidden, -jnp.inf, logits)
     top = jnp.max(logits, -1, keepdims=True, initial=-jnp.inf)
-    max_logit = jnp.max(jnp.moveaxis(top, -3, 0).reshape(top.shape[-3], -1), -1, initial=-jnp.inf)
+    others = tuple(axis for axis in range(logits.ndim) if axis != logits.ndim - 3)
+    max_logit = jnp.max(top, others, initial=-jnp.inf)
+    max_logit = jnp.where(jnp.any(jnp.isnan(logits), others), jnp.nan, max_logit)  # a maximum drops it (_amax.py)
     top = finite_top(top if offset is None else jnp.maximum(top, offset))
     weights = jnp.exp(logits - top)
     total = jnp.sum(weights, -1, keepdims=True)

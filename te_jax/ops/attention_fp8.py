@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from te_jax import _lib
+from te_jax._amax import amax
 from te_jax._op import Op
 from te_jax.ops.attention_mask import Band
 from te_jax.ops.attention_op import flat
@@ -89,10 +90,6 @@ def _rounded(x, scale, dtype):
     return lax.optimization_barrier(saturate(x * scale, dtype)).astype(jnp.float32)
 
 
-def _amax(x):
-    return jnp.max(jnp.abs(x), initial=0.0)
-
-
 def _fwd_reference(q, k, v, scales, *, causal, scale):
     by, dtype = ForwardScales(*scales), q.dtype
     q, k, v = _wide(q, k, v)
@@ -102,7 +99,7 @@ def _fwd_reference(q, k, v, scales, *, causal, scale):
     total = jnp.sum(weights, -1, keepdims=True)
     out = mix(_rounded(weights, by.s, dtype), v) * (by.s_inv * by.v_inv)
     out = out / jnp.swapaxes(jnp.where(total == 0, 1, total), -2, -3)
-    return saturate(out * by.out, dtype), (top + jnp.log(total))[..., 0], _amax(out)
+    return saturate(out * by.out, dtype), (top + jnp.log(total))[..., 0], amax(out)
 
 
 def _onto_keys(x, y, g):
@@ -123,7 +120,7 @@ def _bwd_reference(dout, q, k, v, out, lse, scales, *, causal, scale):
     dk = _onto_keys(dp8, q, g) * (by.dp_inv * by.q_inv)
     dv = _onto_keys(_rounded(probs, by.s, forward), dout, g) * (by.s_inv * by.dout_inv)
     stored = [saturate(x * factor, dtype) for x, factor in ((dq, by.dq), (dk, by.dk), (dv, by.dv))]
-    return (*stored, *map(_amax, (dq, dk, dv, dp)))
+    return (*stored, *map(amax, (dq, dk, dv, dp)))
 
 
 # ---- the ops -------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from math import ceil, prod
 import jax
 import jax.numpy as jnp
 
+from te_jax._amax import amax
 from te_jax._op import Op
 from te_jax._types import align, like
 from te_jax.ops.quantize import FLOATS, saturate, tiles
@@ -24,7 +25,7 @@ def _fwd_reference(x, gamma, beta, scale, *, eps, rms, zero_centered, dtype):
     y = y if beta is None else y + beta.astype(jnp.float32)
     data = None if scale is None else saturate(y * scale, dtype)
     data_t = None if scale is None else jnp.moveaxis(data, -1, 0)
-    return y.astype(x.dtype), data, data_t, mean, rstd, jnp.max(jnp.abs(y), initial=0.0)
+    return y.astype(x.dtype), data, data_t, mean, rstd, amax(y)
 
 
 def _amax_places(x):

@@ -4,6 +4,7 @@ from math import ceil, prod
 
 import jax.numpy as jnp
 
+from te_jax._amax import amax
 from te_jax._op import Op
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -34,7 +35,7 @@ def _reference(x, scale, *, split, dtype):
     x = x.astype(jnp.float32)
     data = None if scale is None else saturate(x * scale, dtype)
     data_t = None if scale is None else transpose(data, split)
-    return data, data_t, jnp.max(jnp.abs(x), initial=0.0), jnp.sum(x, tuple(range(split)))
+    return data, data_t, amax(x), jnp.sum(x, tuple(range(split)))
 
 
 def tiles(m, n):

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from te_jax import _lib
+from te_jax._amax import amax
 from te_jax._op import Op
 from te_jax.ops.quantize import fill, saturate, transpose
 from te_jax.recipe._base import scale_of_amax
@@ -49,10 +50,9 @@ def spread(values, axis, size, block=BLOCK):
 
 
 def _amaxes(x, axis, block=BLOCK):
-    """The largest |x| of each block along `axis`; NaN where there is one, which a maximum of floats drops on a CPU."""
-    bits = fill(lax.bitcast_convert_type(jnp.abs(x), jnp.int32), axis, block)
-    blocks = bits.reshape(*x.shape[:axis], bits.shape[axis] // block, block, *x.shape[axis + 1 :])
-    return lax.bitcast_convert_type(jnp.max(blocks, axis + 1, initial=0), jnp.float32)
+    """The largest |x| of each block along `axis`; NaN where there is one."""
+    x = fill(x, axis, block)
+    return amax(x.reshape(*x.shape[:axis], x.shape[axis] // block, block, *x.shape[axis + 1 :]), (axis + 1,))
 
 
 def in_rows(x, lead, dtype, block, law):

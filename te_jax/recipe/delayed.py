@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from te_jax._amax import amax as largest
 from te_jax.recipe._base import Format, Recipe, bounded
 
 SCALE, HISTORY = "_scale", "_amax_history"  # how the names of a tensor's leaves end
@@ -107,7 +108,7 @@ class DelayedScaling(Recipe):
     def seen_amax(self, history: jax.Array, amax: jax.Array) -> jax.Array:
         """The amax (f32[]) that sets the scale, from history f32[L] (as `new_state` takes it) and this step's amax."""
         if self.amax_compute_algo == "max":
-            return jnp.maximum(jnp.max(history), amax)  # slot 0 is never positive
+            return jnp.maximum(largest(jnp.maximum(history, 0.0)), amax)  # slot 0 is never positive
         if self.amax_compute_algo == "most_recent":
             return amax
         newest_first = jnp.concatenate([amax[None], history[:0:-1]])
@@ -143,11 +144,10 @@ class DelayedScaling(Recipe):
         fp8_max = self.fp8_format.max("fwd")
         if in_force:  # else the gradients' type is not known, and the smaller maximum is safe
             fp8_max = jnp.where(bwd, self.fp8_format.max("bwd"), fp8_max)
-        allowed = fp8_max / jnp.max(newer, 1, initial=0.0) / 2.0**self.margin  # inf where nothing is recorded
-        allowed = jnp.minimum(allowed, jnp.finfo(jnp.float32).max)
-        empty = jnp.max(newer, 1, initial=0.0) == 0
-        broken = ~(scales > 0)  # NaN too
-        scales = jnp.where(broken, jnp.where(empty, 1.0, allowed), jnp.minimum(scales, jnp.finfo(jnp.float32).max))
+        top = largest(newer, (1,))
+        allowed = bounded(fp8_max / top / 2.0**self.margin, top, jnp.inf)  # inf where nothing is recorded
+        fresh = jnp.where(top == 0, 1.0, allowed)
+        scales = jnp.where(scales > 0, bounded(scales, 1.0, 1.0), fresh)  # NaN is not either
         if in_force and self.scale_is_of_history:
-            scales = jnp.where(empty, scales, jnp.minimum(scales, allowed))
+            scales = jnp.minimum(scales, allowed)
         return scales, jnp.concatenate([slot0, newer], 1)
