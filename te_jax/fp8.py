@@ -22,7 +22,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, PartitionSpec
 
 from te_jax import sharding
+from te_jax._check import BOOL, Kind, check
 from te_jax._op import amax_across, like, on_explicit_mesh, varying
+from te_jax._scope import Scope
 from te_jax.ops.scaling import next_state
 from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.recipe.delayed import HISTORY, SCALE
@@ -31,27 +33,53 @@ FP8_COLLECTION = "fp8_metas"
 PROBE = "_probe"  # how the name of a leaf ends whose cotangent is what `seen` says of the tensor
 CONVERTER = "te_jax.convert_fp8_metas"  # named in errors about stored state
 
-_recipe = jax.make_user_context(None)  # part of the jit cache key, so another recipe retraces
+_OFF = "off"  # in force where FP8 was switched off by name, unlike None, where nobody said anything
+_recipe = Scope("te_jax.autocast")
 
 
 # -- the recipe in force ----------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def autocast(enabled: bool = False, recipe: Recipe | None = None, mesh_resource=None):
-    """Modules and layers called inside run their GEMMs in FP8.
+def _recipe_hint(value) -> str:
+    is_recipe = isinstance(value, Recipe) or (isinstance(value, type) and issubclass(value, Recipe))
+    return "a recipe goes by name: autocast(recipe=...)" if is_recipe else ""
 
-    enabled:       False switches FP8 off, also inside an outer autocast.
+
+_ENABLED = Kind("True or False", lambda value: value is None or BOOL.accepts(value), hint=_recipe_hint)
+
+
+def autocast(enabled: bool | None = None, recipe: Recipe | None = None, mesh_resource=None):
+    """A context manager: modules and layers called inside run their GEMMs in FP8.
+
+    enabled:       True; or False, which switches FP8 off, also inside of an outer autocast, and is how to mean it where
+                   a model has FP8 state. None: on if there is a recipe, else off.
     recipe:        a recipe instance; None means `recipe.DelayedScaling()`.
     mesh_resource: a `te_jax.MeshResource`; None keeps the outer one.
 
-    Raises TypeError if `recipe` is not a recipe instance, ValueError if a mesh axis of `mesh_resource` is not in the
-    mesh.
+    It belongs to the task and the thread that enter it. Enter it around a call, never around an `await` or a `yield`,
+    and in the function that a thread runs, for a thread knows nothing of its starter's. Two tasks that both wait inside
+    of one raise RuntimeError, as do a module traced under another task's and blocks left in another order.
+
+    Raises TypeError if `enabled` is not a bool or `recipe` not a recipe instance, ValueError if a mesh axis of
+    `mesh_resource` is not in the mesh. Warns where nothing is given at all.
     """
-    recipe = DelayedScaling() if recipe is None else recipe
-    check_recipe("autocast", recipe)
+    check("autocast", "enabled", enabled, _ENABLED)
+    if recipe is not None:
+        check_recipe("autocast", recipe)
+    if enabled is None and recipe is None and mesh_resource is None:
+        warnings.warn(
+            "autocast: enabled is None and there is no recipe, so FP8 stays off; pass True, a recipe, or False.",
+            stacklevel=2,
+        )
+    if enabled is None:
+        return _autocast(recipe, mesh_resource)
+    return _autocast((recipe or DelayedScaling()) if enabled else _OFF, mesh_resource)
+
+
+@contextlib.contextmanager
+def _autocast(value: Recipe | str | None, mesh_resource):
     keep = contextlib.nullcontext() if mesh_resource is None else sharding.global_shard_guard(mesh_resource)
-    with keep, _recipe(recipe if enabled else None):
+    with keep, _recipe(value):
         yield
 
 
@@ -71,19 +99,33 @@ def check_metas(what: str, argument: str, metas, recipe: Recipe, way_out: str):
     raise ValueError(f"{what}: {argument} is {have} under {type(recipe).__name__}; {way_out}.")
 
 
-def fp8_autocast(enabled: bool = False, fp8_recipe=None, mesh_resource=None, *, sharding_resource=None):
-    """The first name of `autocast`: the same with the recipe as `fp8_recipe`."""
+def fp8_autocast(enabled: bool | None = None, fp8_recipe=None, mesh_resource=None, *, sharding_resource=None):
+    """The first name of `autocast`: the same with the recipe as `fp8_recipe`, and `sharding_resource` as an older name
+    of `mesh_resource`. Raises TypeError for both names."""
+    if mesh_resource is not None and sharding_resource is not None:
+        raise TypeError(
+            f"fp8_autocast: sharding_resource is {sharding_resource!r} beside mesh_resource, whose older name it is; "
+            "pass one of them."
+        )
     return autocast(enabled, fp8_recipe, sharding_resource if mesh_resource is None else mesh_resource)
 
 
 def current_recipe() -> Recipe | None:
-    """The recipe in force, None outside of `autocast` or where it is disabled."""
-    return _recipe.value
+    """The recipe in force, None outside of `autocast` or where it is disabled.
+
+    Raises RuntimeError under the autocast of another task or thread.
+    """
+    return None if _recipe.value == _OFF else _recipe.value
+
+
+def is_switched_off() -> bool:
+    """Whether `autocast(False)` is in force, unlike where there is no autocast at all."""
+    return _recipe.value == _OFF
 
 
 def get_delayed_scaling() -> Recipe:
     """The recipe in force, whichever it is, or the default one outside of `autocast`."""
-    return _recipe.value or DelayedScaling()
+    return current_recipe() or DelayedScaling()
 
 
 # -- the state of one tensor ------------------------------------------------------------------------------------
