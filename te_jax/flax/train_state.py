@@ -15,7 +15,8 @@ from jax import lax
 from te_jax.combine import max_fp8_metas, value_and_grad
 from te_jax.flax._common import join_trees, split_tree
 from te_jax.flax.kernels import WGRAD_COLLECTION
-from te_jax.fp8 import FP8_COLLECTION, current_recipe, direction_of, map_tensors, update_fp8_metas
+from te_jax.fp8 import FP8_COLLECTION, current_recipe, direction_of
+from te_jax.fp8_metas import map_tensors, update_fp8_metas
 from te_jax.layers.parameters import slots
 from te_jax.optim import apply_updates, beside
 from te_jax.optim.master import check_masters
