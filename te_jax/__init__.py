@@ -9,11 +9,11 @@ from te_jax.combine import max_fp8_metas as max_fp8_metas
 from te_jax.combine import value_and_grad as value_and_grad
 from te_jax.fp8 import FP8_COLLECTION as FP8_COLLECTION
 from te_jax.fp8 import autocast as autocast
-from te_jax.fp8 import convert_fp8_metas as convert_fp8_metas
 from te_jax.fp8 import fp8_autocast as fp8_autocast
 from te_jax.fp8 import get_delayed_scaling as get_delayed_scaling
-from te_jax.fp8 import update_collections as update_collections
-from te_jax.fp8 import update_fp8_metas as update_fp8_metas
+from te_jax.fp8_metas import convert_fp8_metas as convert_fp8_metas
+from te_jax.fp8_metas import update_collections as update_collections
+from te_jax.fp8_metas import update_fp8_metas as update_fp8_metas
 from te_jax.ops.attention import explain_attention as explain_attention
 from te_jax.sharding import MeshResource as MeshResource
 from te_jax.sharding import ShardingResource as ShardingResource

@@ -9,7 +9,6 @@ from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.custom_batching import custom_vmap

@@ -16,17 +16,11 @@ import numpy as np
 from jax import lax
 
 from te_jax._amax import amax as amax_of
-from te_jax.fp8 import (
-    FP8_COLLECTION,
-    HISTORY,
-    check_history_length,
-    current_recipe,
-    direction_of,
-    map_tensors,
-    update_collections,
-)
+from te_jax.fp8 import FP8_COLLECTION, current_recipe, direction_of
+from te_jax.fp8_metas import check_history_length, map_tensors, update_collections
 from te_jax.layers.parameters import has_kernels, slots, with_slots
 from te_jax.ops.scaling import next_state
+from te_jax.recipe.delayed import HISTORY
 
 
 def _amax_type():

@@ -10,7 +10,7 @@ nothing.
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -19,41 +19,67 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
 
 from te_jax import sharding
 from te_jax._amax import amax as amax_of
 from te_jax._amax import amax_across
-from te_jax._types import like, on_explicit_mesh, varying
+from te_jax._check import BOOL, Kind, check
+from te_jax._scope import Scope
+from te_jax._types import varying
 from te_jax.ops.scaling import next_state
 from te_jax.recipe import DelayedScaling, Recipe
-from te_jax.recipe.delayed import HISTORY, SCALE
 
 FP8_COLLECTION = "fp8_metas"
 PROBE = "_probe"  # how the name of a leaf ends whose cotangent is what `seen` says of the tensor
-CONVERTER = "te_jax.convert_fp8_metas"  # named in errors about stored state
 
-_recipe = jax.make_user_context(None)  # part of the jit cache key, so another recipe retraces
+_OFF = "off"  # in force where FP8 was switched off by name, unlike None, where nobody said anything
+_recipe = Scope("te_jax.autocast")
 
 
 # -- the recipe in force ----------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def autocast(enabled: bool = False, recipe: Recipe | None = None, mesh_resource=None):
-    """Modules and layers called inside run their GEMMs in FP8.
+def _recipe_hint(value) -> str:
+    is_recipe = isinstance(value, Recipe) or (isinstance(value, type) and issubclass(value, Recipe))
+    return "a recipe goes by name: autocast(recipe=...)" if is_recipe else ""
 
-    enabled:       False switches FP8 off, also inside an outer autocast.
+
+_ENABLED = Kind("True or False", lambda value: value is None or BOOL.accepts(value), hint=_recipe_hint)
+
+
+def autocast(enabled: bool | None = None, recipe: Recipe | None = None, mesh_resource=None):
+    """A context manager: modules and layers called inside run their GEMMs in FP8.
+
+    enabled:       True; or False, which switches FP8 off, also inside of an outer autocast, and is how to mean it where
+                   a model has FP8 state. None: on if there is a recipe, else off.
     recipe:        a recipe instance; None means `recipe.DelayedScaling()`.
     mesh_resource: a `te_jax.MeshResource`; None keeps the outer one.
 
-    Raises TypeError if `recipe` is not a recipe instance, ValueError if a mesh axis of `mesh_resource` is not in the
-    mesh.
+    It belongs to the task and the thread that enter it. Enter it around a call, never around an `await` or a `yield`,
+    and in the function that a thread runs, for a thread knows nothing of its starter's. Two tasks that both wait inside
+    of one raise RuntimeError, as do a module traced under another task's and blocks left in another order.
+
+    Raises TypeError if `enabled` is not a bool or `recipe` not a recipe instance, ValueError if a mesh axis of
+    `mesh_resource` is not in the mesh. Warns where nothing is given at all.
     """
-    recipe = DelayedScaling() if recipe is None else recipe
-    check_recipe("autocast", recipe)
+    check("autocast", "enabled", enabled, _ENABLED)
+    if recipe is not None:
+        check_recipe("autocast", recipe)
+    if enabled is None and recipe is None and mesh_resource is None:
+        warnings.warn(
+            "autocast: enabled is None and there is no recipe, so FP8 stays off; pass True, a recipe, or False.",
+            stacklevel=2,
+        )
+    if enabled is None:
+        return _autocast(recipe, mesh_resource)
+    return _autocast((recipe or DelayedScaling()) if enabled else _OFF, mesh_resource)
+
+
+@contextlib.contextmanager
+def _autocast(value: Recipe | str | None, mesh_resource):
     keep = contextlib.nullcontext() if mesh_resource is None else sharding.global_shard_guard(mesh_resource)
-    with keep, _recipe(recipe if enabled else None):
+    with keep, _recipe(value):
         yield
 
 
@@ -73,19 +99,33 @@ def check_metas(what: str, argument: str, metas, recipe: Recipe, way_out: str):
     raise ValueError(f"{what}: {argument} is {have} under {type(recipe).__name__}; {way_out}.")
 
 
-def fp8_autocast(enabled: bool = False, fp8_recipe=None, mesh_resource=None, *, sharding_resource=None):
-    """The first name of `autocast`: the same with the recipe as `fp8_recipe`."""
+def fp8_autocast(enabled: bool | None = None, fp8_recipe=None, mesh_resource=None, *, sharding_resource=None):
+    """The first name of `autocast`: the same with the recipe as `fp8_recipe`, and `sharding_resource` as an older name
+    of `mesh_resource`. Raises TypeError for both names."""
+    if mesh_resource is not None and sharding_resource is not None:
+        raise TypeError(
+            f"fp8_autocast: sharding_resource is {sharding_resource!r} beside mesh_resource, whose older name it is; "
+            "pass one of them."
+        )
     return autocast(enabled, fp8_recipe, sharding_resource if mesh_resource is None else mesh_resource)
 
 
 def current_recipe() -> Recipe | None:
-    """The recipe in force, None outside of `autocast` or where it is disabled."""
-    return _recipe.value
+    """The recipe in force, None outside of `autocast` or where it is disabled.
+
+    Raises RuntimeError under the autocast of another task or thread.
+    """
+    return None if _recipe.value == _OFF else _recipe.value
+
+
+def is_switched_off() -> bool:
+    """Whether `autocast(False)` is in force, unlike where there is no autocast at all."""
+    return _recipe.value == _OFF
 
 
 def get_delayed_scaling() -> Recipe:
     """The recipe in force, whichever it is, or the default one outside of `autocast`."""
-    return _recipe.value or DelayedScaling()
+    return current_recipe() or DelayedScaling()
 
 
 # -- the state of one tensor ------------------------------------------------------------------------------------
@@ -272,135 +312,3 @@ def _per_state_vmap(size, batched, amax, token):
         return _per_state(amax_of(amax, (0,)), token), False
     amax = amax if amax_batched else jnp.broadcast_to(amax, (size, *amax.shape))
     return _per_state(amax, token), True
-
-
-# -- the state of a model ---------------------------------------------------------------------------------------
-
-
-def update_collections(new, original):
-    """`original` (dict or FrozenDict) with the top-level collections of `new` in their place, in `original`'s type."""
-    return type(original)({**original, **new})
-
-
-def map_tensors(f, metas: Mapping, *others: Mapping, path: str = FP8_COLLECTION):
-    """`metas` with each tensor's (scale, amax_history), or (scale, amax_history, probe) where it has one, as f(path of
-    the tensor, these, those of `others`) says; leaves that f does not return stay, and it may return a new probe.
-
-    A scale or history without the other stays as it is.
-    """
-    out = {
-        k: map_tensors(f, v, *(o[k] for o in others), path=f"{path}/{k}") if isinstance(v, Mapping) else v
-        for k, v in metas.items()
-    }
-    for tensor in [name.removesuffix(SCALE) for name in metas if name.endswith(SCALE)]:
-        names = tensor + SCALE, tensor + HISTORY, tensor + PROBE
-        if names[1] in metas:
-            states = (tuple(node[name] for name in names if name in node) for node in (metas, *others))
-            out.update(zip(names, f(f"{path}/{tensor}", *states)))
-    return type(metas)(out)
-
-
-def update_fp8_metas(collections):
-    """Checks and repairs the FP8 state among `collections`; all other collections pass through.
-
-    collections: gradients with respect to the non-parameter collections, or the collections themselves; a dict or
-                 FrozenDict. Without `fp8_metas` it is returned as it is.
-
-    Pure and idempotent: the gradient already is the new state. What is not finite or out of range is mended (an
-    amax becomes 0, a scale follows its history, a missing leaf is made fresh, with a warning), and under the recipe
-    in force no scale is larger than its history allows. One fused computation for all tensors.
-
-    A state that autodiff added up (two `apply`s in one loss, gradients summed over microbatches) is brought into range
-    once, but its history holds sums: where that may happen, differentiate with `te_jax.value_and_grad`.
-
-    Raises ValueError for a history of another length than the recipe in force has, and for any state under a recipe
-    without.
-    """
-    if FP8_COLLECTION not in collections:
-        return collections
-    recipe = current_recipe()
-    if recipe is not None and not recipe.has_state:  # its modules did not read the state: the gradient is 0
-        raise ValueError(
-            f"update_fp8_metas: there is a collection {FP8_COLLECTION!r}, but {type(recipe).__name__}, the recipe in "
-            f"force, has no state; drop it with {CONVERTER}(collections, recipe), or call this under the recipe that "
-            "the modules ran under."
-        )
-    metas = _complete(collections[FP8_COLLECTION], recipe, FP8_COLLECTION)
-    return update_collections({FP8_COLLECTION: _repair(metas, recipe)}, collections)
-
-
-def _complete(node, recipe, path):
-    """`node` with a fresh leaf where a scale has no history beside it, or a history no scale."""
-    if not isinstance(node, Mapping):
-        return node
-    out = {name: _complete(child, recipe, f"{path}/{name}") for name, child in node.items()}
-    for name, leaf in node.items():
-        for have, lack in ((SCALE, HISTORY), (HISTORY, SCALE)):
-            sibling = name.removesuffix(have) + lack
-            if not name.endswith(have) or sibling in node:
-                continue
-            warnings.warn(f"update_fp8_metas: {path} has no {sibling}; it is restored as fresh state.", stacklevel=3)
-            fresh = (recipe or DelayedScaling()).fresh_state()[lack]
-            out[sibling] = jnp.zeros((*leaf.shape[:-1], *fresh.shape))  # a scale of 0 is mended from its history
-    return type(node)(out)
-
-
-@partial(jax.jit, static_argnums=1)
-def _repair(metas, recipe):
-    paths, treedef = jax.tree_util.tree_flatten_with_path(metas)
-    leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in paths}
-    tensors = [name.removesuffix(SCALE) for name in leaves if name.endswith(SCALE)]
-    by_length = {}
-    for name in tensors:
-        length = leaves[name + HISTORY].shape[-1]
-        check_history_length(f"update_fp8_metas: {name + HISTORY}", length, recipe)
-        by_length.setdefault(length, []).append(name)
-    for length, names in by_length.items():
-        histories = [_replicated(leaves[n + HISTORY]).reshape(-1, length) for n in names]
-        scales = [_replicated(leaves[n + SCALE]).reshape(-1) for n in names]
-        bwd = jnp.concatenate(
-            [jnp.full(s.shape, direction_of(n.rsplit("/", 1)[-1]) == "bwd") for n, s in zip(names, scales)]
-        )
-        state = jnp.concatenate(scales), jnp.concatenate(histories)
-        fixed = (recipe or DelayedScaling()).mended(*state, bwd, in_force=recipe is not None)
-        at = 0
-        for n, s in zip(names, scales):
-            for suffix, values in zip((SCALE, HISTORY), fixed):
-                old = leaves[n + suffix]
-                leaves[n + suffix] = like(values[at : at + s.size].reshape(old.shape), old)
-            at += s.size
-    return jax.tree_util.tree_unflatten(treedef, leaves.values())
-
-
-def _replicated(x):
-    """x, on an Explicit mesh on every device: leaves of different shardings are mended together."""
-    return jax.sharding.reshard(x, PartitionSpec()) if on_explicit_mesh(jax.typeof(x)) else x
-
-
-def check_history_length(what: str, length: int, recipe: DelayedScaling | None):
-    """Raises ValueError if a stored history of `length` does not fit the recipe (None fits all)."""
-    if recipe is not None and length != recipe.amax_history_len:
-        raise ValueError(
-            f"{what} has length {length}, but the recipe in force has amax_history_len={recipe.amax_history_len}; "
-            f"convert the state with {CONVERTER}(collections, recipe), that of an NNX module with "
-            f"te_jax.nnx.convert_fp8_state(module, recipe), or use amax_history_len={length}."
-        )
-
-
-def convert_fp8_metas(collections, recipe: Recipe):
-    """`collections` as the FP8 state of `recipe`, which is its own from the next step on; without it for a recipe that
-    has none.
-
-    collections: as in `update_fp8_metas`. Histories get the recipe's length, with the newest amaxes; scales become what
-                 the recipe makes of these, and stay as they are where none is recorded.
-    """
-    check_recipe("convert_fp8_metas", recipe)
-    if FP8_COLLECTION not in collections:
-        return collections
-    if not recipe.has_state:
-        return type(collections)({name: value for name, value in collections.items() if name != FP8_COLLECTION})
-
-    def convert(path, state):
-        return recipe.adopted(*state[:2], recipe.fp8_format.max(direction_of(path.rsplit("/", 1)[-1])))
-
-    return update_collections({FP8_COLLECTION: map_tensors(convert, collections[FP8_COLLECTION])}, collections)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
+from te_jax._scope import Scope
 from te_jax._types import on_explicit_mesh
 
 # Logical axes of activations ...
@@ -71,19 +72,20 @@ class MeshResource:
 
 ShardingResource = MeshResource  # its name in older code, with the first two fields
 
-# Part of the jit cache key and local to the thread: a function traced under another MeshResource is traced
-# again.
-_mesh_resource = jax.make_user_context(default_value=None)
+# Part of the jit cache key: a function traced under another MeshResource is traced again.
+_mesh_resource = Scope("te_jax.sharding.global_shard_guard")
 
 
 def current_mesh_resource() -> MeshResource | None:
-    """The MeshResource in force, None if there is none."""
+    """The MeshResource in force, None if there is none. Raises RuntimeError under that of another task or thread."""
     return _mesh_resource.value
 
 
 @contextlib.contextmanager
 def global_shard_guard(resource: MeshResource | None) -> Iterator[None]:
     """Puts `resource` in force within a `with` block; None leaves the outer one in force.
+
+    It belongs to the task and the thread that enter it: see `te_jax.autocast`.
 
     Raises TypeError for anything else, ValueError if a mesh is in force and lacks one of the axes.
     """

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax import fp8
-from te_jax.fp8 import FP8_COLLECTION, direction_of, map_tensors, update_collections
+from te_jax.fp8 import FP8_COLLECTION, direction_of
+from te_jax.fp8_metas import map_tensors, update_collections
 from te_jax.recipe import Recipe
 
 

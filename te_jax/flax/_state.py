@@ -13,13 +13,15 @@ from flax.core import tracers
 
 from te_jax import fp8
 from te_jax.fp8 import FP8_COLLECTION, AttentionMetas, DenseMetas, TensorMeta
+from te_jax.fp8_metas import check_history_length
 from te_jax.recipe import DelayedScaling, Recipe
+from te_jax.recipe.delayed import HISTORY, SCALE
 
 # Attribute of a bound module, {tensor: (recipe, trace, meta)}: what is left of a state that it already used
 # in this pass. Each `apply` and each lifted transform binds modules of its own, so the tracers go when the
 # pass ends. (Scopes would not do as keys: Flax gives a module a new one after each call.)
 _LEFT = "_fp8_left"
-_warned: weakref.WeakSet = weakref.WeakSet()  # root scopes that got the note about missing state
+_warned: weakref.WeakSet = weakref.WeakSet()  # root scopes that got a note about state: missing, or not asked for
 
 # What te_jax.nnx has in the place of `_note`, to raise.
 on_missing_state: ContextVar = ContextVar("on_missing_state", default=None)
@@ -52,12 +54,13 @@ def dense_metas(module: nn.Module, postfix: str = "") -> DenseMetas | None:
     states from autodiff, unless `te_jax.value_and_grad` or `te_jax.combine_by_max` is used.
 
     Missing variables are created where the collection is mutable; else the call starts from fresh constants.
-    Both are told by a warning, save in `init`.
+    Both are told by a warning, save in `init`; so is state that is there while nobody has said whether FP8 is on.
 
     Raises ValueError for a stored history of another length than the recipe's, for other wrong shapes, and
     for two recipes in one pass; TypeError for leaves that are not float32.
     """
     recipe = recipe_of(module)
+    _heed(module, DenseMetas._fields[0] + postfix)
     if recipe is None or not recipe.has_state:
         return None
     return DenseMetas(*(_tensor_meta(module, name + postfix, recipe) for name in DenseMetas._fields))
@@ -69,6 +72,7 @@ def attention_metas(module: nn.Module) -> AttentionMetas | None:
     Variables `{q,k,v,o,do,dq,dk,dv,dp}_scale` and `..._amax_history`, whether or not the call quantizes them all.
     """
     recipe = recipe_of(module)
+    _heed(module, AttentionMetas._fields[0])
     if recipe is None or not recipe.fp8_dpa:
         return None
     return AttentionMetas(*(_tensor_meta(module, name, recipe) for name in AttentionMetas._fields))
@@ -113,23 +117,39 @@ def _leaf(module: nn.Module, name: str, fresh: np.ndarray, recipe: DelayedScalin
             return jnp.asarray(fresh)
     value = module.variable(FP8_COLLECTION, name, lambda: jnp.asarray(fresh)).value
     what = f"{describe(module)}: {FP8_COLLECTION} leaf {name}"
-    combined = name.endswith(fp8.HISTORY) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+    combined = name.endswith(HISTORY) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
     if value.dtype != jnp.float32 and not combined:
         raise TypeError(f"{what} is {value.dtype}; FP8 state is float32: leave it out when casting parameters.")
-    if value.ndim != 1 or (name.endswith(fp8.SCALE) and value.shape != (1,)):
+    if value.ndim != 1 or (name.endswith(SCALE) and value.shape != (1,)):
         raise ValueError(
             f"{what} has shape {value.shape}, but a module of its own has a 1-d leaf here; state stacked by "
             '`nn.scan` or `nn.vmap` needs variable_axes={"fp8_metas": 0}.'
         )
-    if name.endswith(fp8.HISTORY):
-        fp8.check_history_length(what, value.shape[0], recipe)
+    if name.endswith(HISTORY):
+        check_history_length(what, value.shape[0], recipe)
     return value
 
 
+def _heed(module: nn.Module, tensor: str):
+    """Tells of a module that has the state of `tensor` where nobody says whether it is to run in FP8."""
+    if fp8.current_recipe() is None and not fp8.is_switched_off():
+        if module.has_variable(FP8_COLLECTION, tensor + SCALE):
+            _warn_once(
+                module,
+                f"there is FP8 state ({FP8_COLLECTION}), but no te_jax.autocast is in force where this call is traced, "
+                "so it runs without FP8 and the state's gradient is 0. Enter te_jax.autocast(True, recipe) inside of "
+                "the jitted function, in the thread that calls it; or te_jax.autocast(False), if that is meant.",
+            )
+
+
+def _warn_once(module: nn.Module, text: str):
+    """A warning of `module`, the first of one `apply`."""
+    if module.scope.root not in _warned:
+        _warned.add(module.scope.root)
+        warnings.warn(f"{describe(module)}: {text}", stacklevel=3)
+
+
 def _note(module: nn.Module, name: str, mutable: bool):
-    if module.scope.root in _warned:
-        return
-    _warned.add(module.scope.root)
     if mutable:
         then = "it is restored as fresh state (scale 1, empty history)"
     else:
@@ -138,4 +158,4 @@ def _note(module: nn.Module, name: str, mutable: bool):
             f"autocast, or apply once with mutable=[{FP8_COLLECTION!r}] and keep the collection that comes "
             "back"
         )
-    warnings.warn(f"{describe(module)}: {FP8_COLLECTION} lacks {name}: {then}.", stacklevel=2)
+    _warn_once(module, f"{FP8_COLLECTION} lacks {name}: {then}.")

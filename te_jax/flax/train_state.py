@@ -12,10 +12,12 @@ from flax.training import train_state
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 
+from te_jax._check import Kind, check
 from te_jax.combine import max_fp8_metas, value_and_grad
 from te_jax.flax._common import join_trees, split_tree
 from te_jax.flax.kernels import WGRAD_COLLECTION
-from te_jax.fp8 import FP8_COLLECTION, current_recipe, direction_of, map_tensors, update_fp8_metas
+from te_jax.fp8 import FP8_COLLECTION, current_recipe, direction_of
+from te_jax.fp8_metas import check_collections, map_tensors, update_fp8_metas
 from te_jax.layers.parameters import slots
 from te_jax.optim import apply_updates, beside
 from te_jax.optim.master import check_masters
@@ -57,10 +59,12 @@ class TrainState(train_state.TrainState):
         masters:     what `fp8_params` made `params` of, to start from; else their dequantized values are.
         kwargs:      fields of a subclass.
 
-        Raises ValueError if `tx` holds more than one `optax.MultiSteps`, and for parameters in FP8 if it is not
-        `te_jax.optim.master_weights`.
+        Raises ValueError if `tx` holds more than one `optax.MultiSteps`, for parameters in FP8 if it is not
+        `te_jax.optim.master_weights`, for FP8 state among `params`, and for collections that are none.
         """
+        _check_params(params)
         fp8, others = {}, {}
+        check("TrainState.create", "collections", collections, _COLLECTIONS)
         for name, collection in (collections or {}).items():
             (fp8 if name == FP8_COLLECTION else others)[name] = collection
         start = params if masters is None else beside(params, masters)
@@ -74,8 +78,10 @@ class TrainState(train_state.TrainState):
         """The state with other FP8 state: {} for bf16, {"fp8_metas": ...} of a fresh state for FP8, or
         `te_jax.convert_fp8_metas(state.fp8, recipe)` to go on with another recipe.
 
-        Microbatches of a step under way (`optax.MultiSteps`) leave no trace in it. Raises ValueError for other keys.
+        Microbatches of a step under way (`optax.MultiSteps`) leave no trace in it. Raises ValueError for other keys,
+        and for what is no FP8 state.
         """
+        check_collections("TrainState.with_fp8", fp8, "fp8")
         if unknown := set(fp8) - {FP8_COLLECTION}:
             raise ValueError(
                 f"TrainState.with_fp8: fp8 has {sorted(unknown)}; pass {{}}, or {{{FP8_COLLECTION!r}: ...}} as `init` "
@@ -112,7 +118,7 @@ class TrainState(train_state.TrainState):
         grads, fp8 = self._checked(grads)
         if self.fp8:
             new = map_tensors(_plausible, fp8[FP8_COLLECTION], self.fp8[FP8_COLLECTION])
-            fp8 = update_fp8_metas({FP8_COLLECTION: new})
+            fp8 = update_fp8_metas({FP8_COLLECTION: new}, previous=self.fp8)
         state = self._optimized(grads, tx_args or {}, kwargs)
         before, after = _multi_steps(self.opt_state), _multi_steps(state.opt_state)
         if not self.fp8 or before is None:
@@ -210,6 +216,21 @@ class TrainState(train_state.TrainState):
             )
 
 
+_COLLECTIONS = Kind("a dict of collections by name", lambda value: value is None or isinstance(value, Mapping))
+
+
+def _check_params(params):
+    """ValueError if FP8 state is among the parameters, which an optimizer would treat as weights."""
+    for path, _ in jax.tree.leaves_with_path(params):
+        names = [getattr(key, "key", getattr(key, "name", None)) for key in path]
+        if FP8_COLLECTION in names:
+            where = "/".join(map(str, names[: names.index(FP8_COLLECTION) + 1]))
+            raise ValueError(
+                f"TrainState.create: params holds FP8 state ({where}), which tx would change as weights; pass "
+                f'params=variables["params"], and all else that `init` returned as collections={{...}}.'
+            )
+
+
 def _once(total, uses):
     """total f32[..., *C, *F], NaN for kernels that a microbatch did not use once, by uses f32[k, ...]."""
     right = jnp.all(uses == 1, 0)
@@ -219,25 +240,28 @@ def _once(total, uses):
 def _plausible(path, new, old):
     """`new`, (scale f32[..., 1], history f32[..., L]), as one step can have made it of `old`: itself where one did.
 
-    Added up N times by autodiff, a history would grow by N in every step. But all except its newest amax is known.
+    Added up N times by autodiff, a history would grow by N in every step. But all except its newest amax is known, and
+    with that the recipe in force says the scale. A tensor that no module read, whose scale is 0, is passed through.
     """
     (scale, history, *_), (old_scale, old_history, *_) = new, old
-    reached = scale != 0  # else autodiff's zeros: no law makes a scale of 0
-    if history.shape[-1] > 1:
-        times = scale / old_scale
-        amaxes_too = jnp.isclose(history[..., 1:], times * old_history[..., 1:], rtol=1e-6, atol=0)
-        reached &= (times < 1.5) | ~jnp.all(amaxes_too, -1, keepdims=True)  # else N times the state: no use saw an amax
-        moved = jnp.any(history != old_history, -1, keepdims=True) | (scale != old_scale)
-        rolled = jnp.concatenate([history[..., :1], old_history[..., 2:], history[..., -1:]], -1)
-        history = jnp.where(moved, rolled, history)
-        recipe = current_recipe()
-        # Else update_fp8_metas bounds the scale, or refuses the state.
-        if recipe and recipe.has_state and not recipe.scale_is_of_history:
-            law = partial(recipe.new_state, fp8_max=recipe.fp8_format.max(direction_of(path.rsplit("/", 1)[-1])))
-            amax = jnp.where(moved, history[..., -1:], 0.0)[..., 0]
-            by_law, _ = jnp.vectorize(law, signature="(i),(n),()->(i),(n)")(old_scale, old_history, amax)
-            scale = jnp.minimum(scale, by_law)
-    return jnp.where(reached, scale, old_scale), jnp.where(reached, history, old_history)
+    if history.shape[-1] == 1:
+        return scale, history
+    reached = scale != 0
+    moved = reached & (jnp.any(history != old_history, -1, keepdims=True) | (scale != old_scale))
+    rolled = jnp.concatenate([history[..., :1], old_history[..., 2:], history[..., -1:]], -1)
+    recipe = current_recipe()
+    if recipe is None or not recipe.has_state:  # which update_fp8_metas refuses
+        return scale, jnp.where(moved, rolled, history)
+    law = partial(recipe.new_state, fp8_max=recipe.fp8_format.max(direction_of(path.rsplit("/", 1)[-1])))
+    amax = jnp.where(moved, rolled[..., -1:], 0.0)[..., 0]
+    by_law, _ = jnp.vectorize(law, signature="(i),(n),()->(i),(n)")(old_scale, old_history, amax)
+    times = scale / old_scale
+    of_old = jnp.isclose(history[..., 1:], times * old_history[..., 1:], rtol=1e-6, atol=0)
+    # N times the state before: no use saw an amax. One step may end at twice the state too, where the law says so.
+    summed = (times > 1.5) & jnp.all(of_old, -1, keepdims=True) & ~jnp.isclose(scale, by_law, rtol=1e-6, atol=0)
+    if not recipe.scale_is_of_history:  # else update_fp8_metas bounds it
+        scale = jnp.where(reached, jnp.minimum(scale, by_law), scale)
+    return jnp.where(summed, old_scale, scale), jnp.where(summed, old_history, jnp.where(moved, rolled, history))
 
 
 def _multi_steps(opt_state) -> optax.MultiStepsState | None:

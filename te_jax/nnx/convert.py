@@ -8,6 +8,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from te_jax import fp8
+from te_jax.fp8_metas import convert_fp8_metas
 from te_jax.nnx._layer import Fp8State, collection_of
 from te_jax.recipe import Recipe
 
@@ -77,7 +78,7 @@ def convert_fp8_state(module: Module, recipe: Recipe) -> Module:
     Raises ValueError for a module without FP8 state under a recipe that has some.
     """
     state = nnx.state(module, Fp8State)
-    collections = fp8.convert_fp8_metas(collections_of(state), recipe)
+    collections = convert_fp8_metas(collections_of(state), recipe)
     if not state and recipe.has_state:
         raise ValueError(
             f"convert_fp8_state: {type(module).__name__} has no FP8 state; make one under te_jax.autocast(True, "

@@ -6,7 +6,8 @@ from functools import partial, wraps
 from flax import nnx
 
 from te_jax.combine import combine_by_max, reach
-from te_jax.fp8 import FP8_COLLECTION, current_recipe, update_fp8_metas
+from te_jax.fp8 import FP8_COLLECTION, current_recipe
+from te_jax.fp8_metas import update_fp8_metas
 from te_jax.nnx._layer import Fp8State
 from te_jax.nnx.convert import collections_of, with_collections
 

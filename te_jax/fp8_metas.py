@@ -1,0 +1,264 @@
+"""The FP8 state of a model, the collection `fp8_metas`: what it must look like, its step, its way to another recipe."""
+
+import warnings
+from collections.abc import Mapping
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from te_jax._check import Kind, check, did_you_mean
+from te_jax._types import like, on_explicit_mesh
+from te_jax.fp8 import FP8_COLLECTION, PROBE, AttentionMetas, DenseMetas, check_recipe, current_recipe, direction_of
+from te_jax.recipe import DelayedScaling, Recipe
+from te_jax.recipe.delayed import HISTORY, SCALE
+
+CONVERTER = "te_jax.convert_fp8_metas"  # named in errors about stored state
+_TENSORS = (*DenseMetas._fields, *AttentionMetas._fields)
+
+
+def update_collections(new, original):
+    """`original` (dict or FrozenDict) with the top-level collections of `new` in their place, in `original`'s type."""
+    return type(original)({**original, **new})
+
+
+def map_tensors(f, metas: Mapping, *others: Mapping, path: str = FP8_COLLECTION):
+    """`metas` with each tensor's (scale, amax_history), or (scale, amax_history, probe) where it has one, as f(path of
+    the tensor, these, those of `others`) says; leaves that f does not return stay, and it may return a new probe.
+
+    A scale or history without the other stays as it is.
+    """
+    out = {
+        k: map_tensors(f, v, *(o[k] for o in others), path=f"{path}/{k}") if isinstance(v, Mapping) else v
+        for k, v in metas.items()
+    }
+    for tensor in [name.removesuffix(SCALE) for name in metas if name.endswith(SCALE)]:
+        names = tensor + SCALE, tensor + HISTORY, tensor + PROBE
+        if names[1] in metas:
+            states = (tuple(node[name] for name in names if name in node) for node in (metas, *others))
+            out.update(zip(names, f(f"{path}/{tensor}", *states)))
+    return type(metas)(out)
+
+
+def update_fp8_metas(collections, previous=None):
+    """Checks and repairs the FP8 state among `collections`; all other collections pass through.
+
+    collections: gradients with respect to the non-parameter collections, or the collections themselves; a dict or
+                 FrozenDict. Without `fp8_metas` it is returned as it is.
+    previous:    the collections before the step: what no module read in it, whose gradient is 0, stays as it was there.
+
+    Pure and idempotent: the gradient already is the new state. What is not finite or out of range is mended (an
+    amax becomes 0, a scale follows its history, a missing leaf is made fresh, with a warning), and under the recipe
+    in force no scale is larger than its history allows. One fused computation for all tensors.
+
+    Without `previous` a tensor whose gradient is 0 starts again, for nothing here holds what it had learned. A warning
+    says so; but not of tracers, whose values nobody knows: within `jax.jit` pass `previous`.
+
+    A state that autodiff added up (two `apply`s in one loss, gradients summed over microbatches) is brought into range
+    once, but its history holds sums: where that may happen, differentiate with `te_jax.value_and_grad`.
+
+    Raises ValueError for a history of another length than the recipe in force has, for any state under a recipe
+    without, for what is no FP8 state, and for a `previous` of another structure; TypeError for leaves that are not
+    float32.
+    """
+    what = "update_fp8_metas"
+    check_collections(what, collections)
+    if previous is not None:
+        check_collections(what, previous, "previous")
+        if (FP8_COLLECTION in previous) != (FP8_COLLECTION in collections):
+            has, lacks = ("previous", "collections") if FP8_COLLECTION in previous else ("collections", "previous")
+            raise ValueError(f"{what}: {has} has {FP8_COLLECTION!r}, but {lacks} has none; pass those of one model.")
+    if FP8_COLLECTION not in collections:
+        return collections
+    recipe = current_recipe()
+    if recipe is not None and not recipe.has_state:  # its modules did not read the state: the gradient is 0
+        raise ValueError(
+            f"update_fp8_metas: there is a collection {FP8_COLLECTION!r}, but {type(recipe).__name__}, the recipe in "
+            f"force, has no state; drop it with {CONVERTER}(collections, recipe), or call this under the recipe that "
+            "the modules ran under."
+        )
+    metas, before = (None if tree is None else tree[FP8_COLLECTION] for tree in (collections, previous))
+    metas = _complete(what, metas, recipe, FP8_COLLECTION, scale=-1.0)  # mended from its history
+    if before is not None:
+        check_same_state(what, "collections", metas, "previous", before)
+    metas, untouched = _repair(metas, before, recipe)
+    if previous is None and not isinstance(untouched, jax.core.Tracer) and untouched.is_fully_replicated:
+        _tell_of_untouched(metas, untouched)
+    return update_collections({FP8_COLLECTION: metas}, collections)
+
+
+def _tell_of_untouched(metas, untouched: jax.Array):
+    names = [name for name, is_so in zip(_tensors_of(metas), jax.device_get(untouched)) if is_so]
+    if names:
+        more = f" and {len(names) - 1} more" if names[1:] else ""
+        warnings.warn(
+            f"update_fp8_metas: the state of {names[0]}{more} is 0, as the gradient of what no module read under "
+            "autocast: what it had learned is not in it, and it starts again. Run the modules under "
+            "te_jax.autocast(True, recipe), and pass previous=the collections before the step, to keep what they do "
+            "not read.",
+            stacklevel=3,
+        )
+
+
+def check_collections(what: str, collections, name: str = "collections"):
+    """Raises, naming `what`, TypeError unless `collections` is a dict or FrozenDict, and ValueError or TypeError unless
+    its `fp8_metas`, if there, are FP8 state."""
+    check(what, name, collections, _COLLECTIONS)
+    if FP8_COLLECTION in collections:
+        _check_state(what, FP8_COLLECTION, collections[FP8_COLLECTION])
+
+
+_COLLECTIONS = Kind(
+    f'a dict or FrozenDict of collections by name, such as {{"{FP8_COLLECTION}": ...}}',
+    lambda value: isinstance(value, Mapping),
+)
+
+
+def _check_state(what: str, path: str, node):
+    if not isinstance(node, Mapping):
+        raise TypeError(f"{what}: {path} is {type(node).__name__}; pass the dict of FP8 state that `init` returns.")
+    for name, leaf in node.items():
+        at, ends = f"{path}/{name}", [end for end in (SCALE, HISTORY, PROBE) if str(name).endswith(end)]
+        if isinstance(leaf, Mapping):
+            _check_state(what, at, leaf)
+            continue
+        if not ends:
+            hint = did_you_mean(name, (tensor + end for tensor in _TENSORS for end in (SCALE, HISTORY, PROBE)))
+            raise ValueError(
+                f"{what}: {at} is no leaf of FP8 state, which are named {{tensor}}{SCALE} and {{tensor}}{HISTORY}; "
+                f"pass the collection as `init` returns it{f' ({hint})' if hint else ''}."
+            )
+        shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+        if not _may_be_state(dtype):
+            got = type(leaf).__name__ if dtype is None else dtype
+            raise TypeError(
+                f"{what}: {at} is {got}; FP8 state is arrays of float32: leave it out when casting parameters."
+            )
+        size = {SCALE: 1, PROBE: 4}.get(ends[0])
+        if not shape or (size and shape[-1] != size):
+            raise ValueError(f"{what}: {at} has shape {shape}; pass one of shape [..., {size or 'L'}], as `init` does.")
+        other = node.get(name.removesuffix(SCALE) + HISTORY) if ends == [SCALE] else None
+        if other is not None and getattr(other, "shape", shape)[:-1] != shape[:-1]:
+            raise ValueError(
+                f"{what}: {at} has shape {shape}, but its history {other.shape}; pass both with the same leading axes."
+            )
+
+
+def _may_be_state(dtype) -> bool:
+    """Integers as well, as a state written by hand may have; and the type of amaxes, see `combine`."""
+    if dtype is None or jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return dtype is not None
+    return dtype == jnp.float32 or jnp.issubdtype(dtype, jnp.integer)
+
+
+def check_same_state(what: str, name: str, metas: Mapping, other: str, expected: Mapping):
+    """Raises ValueError, naming `what` and a leaf, unless the two hold the same leaves of the same shapes."""
+    got, want = (
+        {jax.tree_util.keystr(path, simple=True, separator="/"): jnp.shape(leaf) for path, leaf in found}
+        for found in map(lambda tree: jax.tree_util.tree_flatten_with_path(tree)[0], (metas, expected))
+    )
+    for path in sorted({*got, *want}):
+        if got.get(path) != want.get(path):
+            of = [f"a leaf of shape {tree[path]}" if path in tree else "none" for tree in (got, want)]
+            raise ValueError(
+                f"{what}: at {FP8_COLLECTION}/{path} {name} has {of[0]}, but {other} {of[1]}; pass those of one model."
+            )
+
+
+def _complete(what, node, recipe, path, scale):
+    """`node` with a fresh leaf where a scale has no history beside it, or `scale` where a history has none."""
+    if not isinstance(node, Mapping):
+        return node
+    out = {name: _complete(what, child, recipe, f"{path}/{name}", scale) for name, child in node.items()}
+    for name, leaf in node.items():
+        for have, lack in ((SCALE, HISTORY), (HISTORY, SCALE)):
+            sibling = name.removesuffix(have) + lack
+            if not name.endswith(have) or sibling in node:
+                continue
+            warnings.warn(f"{what}: {path} has no {sibling}; it is restored as fresh state.", stacklevel=3)
+            fresh = (recipe or DelayedScaling()).fresh_state()[lack]
+            out[sibling] = jnp.full((*leaf.shape[:-1], *fresh.shape), scale if lack == SCALE else 0.0)
+    return type(node)(out)
+
+
+def _tensors_of(metas) -> list[str]:
+    """The paths of the tensors, in the order of the leaves."""
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(metas)]
+    return [path.removesuffix(SCALE) for path in paths if path.endswith(SCALE)]
+
+
+@partial(jax.jit, static_argnums=2)
+def _repair(metas, previous, recipe):
+    """(`metas` in range, untouched ones as they were in `previous`; bool[n]: which tensors are not touched)."""
+    untouched = {}
+
+    def kept(path, state, *old):
+        state = tuple(like(new, o) for new, o in zip(state, *old)) if old else state
+        reached = (state[0] != 0) | jnp.any(state[1] != 0, -1, keepdims=True)
+        untouched[path.removeprefix(f"{FP8_COLLECTION}/")] = ~jnp.all(_replicated(reached))
+        return (jnp.where(reached, new, o) for new, o in zip(state, *old)) if old else state
+
+    metas = map_tensors(kept, metas, *(() if previous is None else (previous,)))
+    paths, treedef = jax.tree_util.tree_flatten_with_path(metas)
+    leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in paths}
+    tensors = _tensors_of(metas)
+    by_length = {}
+    for name in tensors:
+        length = leaves[name + HISTORY].shape[-1]
+        check_history_length(f"update_fp8_metas: {name + HISTORY}", length, recipe)
+        by_length.setdefault(length, []).append(name)
+    for length, names in by_length.items():
+        histories = [_replicated(leaves[n + HISTORY]).reshape(-1, length) for n in names]
+        scales = [_replicated(leaves[n + SCALE]).reshape(-1) for n in names]
+        bwd = jnp.concatenate(
+            [jnp.full(s.shape, direction_of(n.rsplit("/", 1)[-1]) == "bwd") for n, s in zip(names, scales)]
+        )
+        state = jnp.concatenate(scales), jnp.concatenate(histories)
+        fixed = (recipe or DelayedScaling()).mended(*state, bwd, in_force=recipe is not None)
+        at = 0
+        for n, s in zip(names, scales):
+            for suffix, values in zip((SCALE, HISTORY), fixed):
+                old = leaves[n + suffix]
+                leaves[n + suffix] = like(values[at : at + s.size].reshape(old.shape), old)
+            at += s.size
+    return jax.tree_util.tree_unflatten(treedef, leaves.values()), jnp.asarray([untouched[name] for name in tensors])
+
+
+def _replicated(x):
+    """x, on an Explicit mesh on every device: leaves of different shardings are mended together."""
+    return jax.sharding.reshard(x, PartitionSpec()) if on_explicit_mesh(jax.typeof(x)) else x
+
+
+def check_history_length(what: str, length: int, recipe: DelayedScaling | None):
+    """Raises ValueError if a stored history of `length` does not fit the recipe (None fits all)."""
+    if recipe is not None and length != recipe.amax_history_len:
+        raise ValueError(
+            f"{what} has length {length}, but the recipe in force has amax_history_len={recipe.amax_history_len}; "
+            f"convert the state with {CONVERTER}(collections, recipe), that of an NNX module with "
+            f"te_jax.nnx.convert_fp8_state(module, recipe), or use amax_history_len={length}."
+        )
+
+
+def convert_fp8_metas(collections, recipe: Recipe):
+    """`collections` as the FP8 state of `recipe`, which is its own from the next step on; without it for a recipe that
+    has none.
+
+    collections: as in `update_fp8_metas`. Histories get the recipe's length, with the newest amaxes; scales become what
+                 the recipe makes of these, and stay as they are where none is recorded. A leaf without its sibling
+                 is completed, with a warning.
+
+    Raises TypeError if `recipe` is not a recipe instance, and for what `update_fp8_metas` refuses.
+    """
+    check_recipe("convert_fp8_metas", recipe)
+    check_collections("convert_fp8_metas", collections)
+    if FP8_COLLECTION not in collections:
+        return collections
+    if not recipe.has_state:
+        return type(collections)({name: value for name, value in collections.items() if name != FP8_COLLECTION})
+
+    def convert(path, state):
+        return recipe.adopted(*state[:2], recipe.fp8_format.max(direction_of(path.rsplit("/", 1)[-1])))
+
+    metas = _complete("convert_fp8_metas", collections[FP8_COLLECTION], recipe, FP8_COLLECTION, scale=1.0)
+    return update_collections({FP8_COLLECTION: map_tensors(convert, metas)}, collections)
