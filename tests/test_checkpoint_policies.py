@@ -214,7 +214,7 @@ def test_names_of_users(name, count):
     with in_force(name):
         loss, variables = case(module)
         jaxpr = jax.make_jaxpr(jax.grad(loss))(variables, X).jaxpr
-    named = [eqn.params["name"] for eqn in jaxpr.eqns if eqn.primitive.name == "name"]  # top-level
+    named = [eqn.params["name"] for eqn in equations(jaxpr) if eqn.primitive.name == "name"]
     assert named.count("quantized") == count
     assert {GEMM, QUANTIZED, KERNEL, "ffn1", "ffn2"} <= set(named)
 
