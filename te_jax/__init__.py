@@ -3,6 +3,7 @@
 import importlib
 from importlib import metadata
 
+from te_jax import checkpoint_policies as checkpoint_policies
 from te_jax import recipe as recipe
 from te_jax.combine import combine_by_max as combine_by_max
 from te_jax.combine import max_fp8_metas as max_fp8_metas

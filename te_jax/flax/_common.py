@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from te_jax._types import on_explicit_mesh, varying
+from te_jax.checkpoint_policies import GEMM, named
 from te_jax.flax._state import describe
 from te_jax.layers import QuantizedKernel
 from te_jax.layers._specs import explicit_spec
@@ -162,9 +163,9 @@ def lora(module: nn.Module, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Arr
     group, rank = b.shape[:-2], b.shape[-2]
     contracted = a.ndim - len(group) - 1
     dims = tuple(range(x.ndim - contracted, x.ndim)), tuple(range(contracted))
-    down = lax.dot_general(x, a.astype(x.dtype), (dims, ((), ())))
+    down = named(lax.dot_general(x, a.astype(x.dtype), (dims, ((), ()))), GEMM)
     down = down.reshape(*x.shape[: x.ndim - contracted], math.prod(group), rank)
-    up = jnp.einsum("...gr,grf->...gf", down, b.astype(x.dtype).reshape(-1, *b.shape[-2:]))
+    up = named(jnp.einsum("...gr,grf->...gf", down, b.astype(x.dtype).reshape(-1, *b.shape[-2:])), GEMM)
     alpha = module.low_rank_adaptation_alpha
     factor = 1.0 if alpha is None else alpha / rank
     return (up * factor).reshape(*x.shape[: x.ndim - contracted], *group, b.shape[-1]).astype(x.dtype)

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
@@ -25,6 +24,7 @@ from jax.sharding import PartitionSpec
 
 from te_jax import fp8
 from te_jax._types import like, varying
+from te_jax.checkpoint_policies import GEMM, KERNEL, QUANTIZED, STATISTICS, named
 from te_jax.fp8 import DenseMetas, cotangent
 from te_jax.layers._specs import dense_spec, explicit_spec
 from te_jax.ops.gemm import dot, gemm, gemm_sum
@@ -264,7 +264,9 @@ def quantize_kernel(kernel, meta, use: Uses, config: Config) -> Fp8Tensor:
         if kernel.data is not None or kernel.data_t is not None:
             return kernel.read(use, config.contract)
         return quantize_kernel(kernel.wide, meta, use, config)._replace(onto=kernel.onto)
-    return quantize_tensor("kernel", kernel, meta, config.contract, config.kernel, use, config)[0]
+    q = quantize_tensor("kernel", kernel, meta, config.contract, config.kernel, use, config)[0]
+    # Not what fprop alone reads, nor the array itself, which is kept anyway.
+    return _tagged(q, KERNEL, config, leave=("data_t", "scale_inv_t", "wide", "onto"))
 
 
 def _column_sums(x, split):
@@ -309,7 +311,7 @@ def fprop(x: Fp8Tensor, w: Fp8Tensor, bias, config: Config, residual=None) -> ja
     if recipe.override_linear_precision[0]:
         lead = x.wide.ndim - contract
         y = dot(x.wide, range(lead, lead + contract), w.wide, range(contract), dtype, out_spec=config.spec)
-        return plain_sum(y, bias, residual)
+        return plain_sum(named(y, GEMM), bias, residual)
     options = dict(contract=contract, out_dtype=dtype, out_spec=config.spec)
     return _multiply(0, x.rows, w.columns, config, bias, residual, **options)
 
@@ -373,7 +375,18 @@ def saved(x: Fp8Tensor, w: Fp8Tensor, config: Config, wgrad: bool) -> tuple[Fp8T
             onto=w.onto and w.onto._replace(grad=for_wgrad(w.onto.grad, True)),
         ),
     )
-    return jax.tree.map(lambda a: checkpoint_name(a, config.checkpoint), kept) if config.checkpoint else kept
+    return _tagged(kept[0], QUANTIZED, config, leave=("onto",)), kept[1]
+
+
+def _tagged(q: Fp8Tensor, name: str, config: Config, leave: tuple[str, ...] = ()) -> Fp8Tensor:
+    """`q` named for `jax.checkpoint` policies: `name` (scalars, and what was seen of the tensor: STATISTICS), and the
+    config's name too. leave: fields that are not named."""
+
+    def tag(field, a):
+        small = field == "amax" or a is None or not a.ndim
+        return named(a, STATISTICS if small else name, config.checkpoint)
+
+    return q._replace(**{field: tag(field, a) for field, a in q._asdict().items() if field not in leave})
 
 
 @custom_vmap

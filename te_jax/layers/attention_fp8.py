@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 
 from te_jax._types import align, like
+from te_jax.checkpoint_policies import ATTENTION, QUANTIZED, STATISTICS, named
 from te_jax.fp8 import AttentionMetas, TensorMeta, cotangent, seen
 from te_jax.ops.attention import undivided_groups
 from te_jax.ops.attention_check import Options, check_options
@@ -149,13 +149,11 @@ def _attention(q, k, v, metas, config):
 def _attention_fwd(q, k, v, metas, config):
     by, dtype = _scales(metas), config.recipe.fp8_format.dtype("fwd")
     operands, amaxes = zip(*map(partial(_stored, dtype=dtype), (q, k, v), metas, by))
-    attrs = dict(causal=config.causal, scale=config.scale)
+    operands, attrs = named(operands, QUANTIZED), dict(causal=config.causal, scale=config.scale)
     data, lse, amax = attention_fp8_fwd(*operands, forward_scales(by.q, by.k, by.v, by.o), **attrs)
-    saved = (data, lse, (*amaxes, amax))
-    if not config.fp8_backward:
-        saved = (_dequantized(data, by.o, q.dtype), *saved[1:])
-    if config.checkpoint:  # a policy that saves this name runs the kernel once
-        saved = jax.tree.map(lambda x: checkpoint_name(x, config.checkpoint), saved)
+    data = data if config.fp8_backward else _dequantized(data, by.o, q.dtype)
+    # A policy that saves one of these names runs the kernel once.
+    saved = named((*named((data, lse), ATTENTION), named((*amaxes, amax), STATISTICS)), config.checkpoint)
     out = _dequantized(saved[0], by.o, q.dtype) if config.fp8_backward else saved[0]
     return out, _Saved(operands, *saved, metas)
 

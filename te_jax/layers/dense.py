@@ -7,6 +7,7 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
 from te_jax import fp8
 from te_jax._types import align, like
+from te_jax.checkpoint_policies import GEMM, named
 from te_jax.layers import _fp8
 from te_jax.layers._fp8 import Config, wide_of
 from te_jax.layers._specs import dense_spec
@@ -53,7 +54,7 @@ def dense(
     if recipe is None:
         spec = dense_spec(jax.typeof(x), jax.typeof(kernel), contract, _type(residual if out is None else out))
         y = dot(x, range(x.ndim - contract, x.ndim), kernel, range(contract), x.dtype, out_spec=spec)
-        return _fp8.plain_sum(y, bias, residual)
+        return _fp8.plain_sum(named(y, GEMM), bias, residual)
     config = Config.of(x, kernel, bias, contract, recipe, checkpoint, residual, _type(out), grad_axes)
     return _staged_dense(*align(x, kernel, bias, residual), metas or fp8.STATELESS, config)
 

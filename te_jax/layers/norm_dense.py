@@ -11,6 +11,7 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
 from te_jax import fp8
 from te_jax._types import align, like
+from te_jax.checkpoint_policies import STATISTICS, named
 from te_jax.layers import _fp8
 from te_jax.layers._fp8 import Config, Fp8Tensor, Uses, wide_of
 from te_jax.layers._specs import explicit_spec
@@ -172,7 +173,7 @@ def _norm_dense_fwd(x, gamma, beta, projections, static):
     y, ln_out, q, weights, stats = _forward(x, gamma, beta, projections, static, train=True, wgrad=any(wgrads))
     operands = [_fp8.saved(q, w, *rest) for w, *rest in zip(weights, static[0], wgrads)]
     out = y, ln_out, x if static[-1] else None
-    return out, (operands, [p.metas for p in projections], (x, stats, gamma, beta))
+    return out, (operands, [p.metas for p in projections], (x, named(stats, STATISTICS), gamma, beta))
 
 
 def _norm_dense_bwd(static, residuals, cotangents):

@@ -6,13 +6,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 from jax.sharding import PartitionSpec
 
 from te_jax import fp8
 from te_jax._types import align, like
+from te_jax.checkpoint_policies import STATISTICS, named
 from te_jax.layers import _fp8
 from te_jax.layers._fp8 import Config, Fp8Tensor, wide_of
 from te_jax.layers.dense import check_dense, check_residual, dense
@@ -81,7 +81,7 @@ def layernorm_mlp(
     if recipe is None:
         options = dict(norm=norm, zero_centered_gamma=zero_centered_gamma, epsilon=epsilon)
         z, _ = layernorm_dense(x, wi, gamma, beta, wi_bias, name=name, **options)
-        z = checkpoint_name(z, middle_name) if middle_name else z
+        z = named(z, middle_name)
         a = constrain(act_op.activation(z, activations, activation_params), middle_axes)
         return dense(a, wo, wo_bias, x if through else added, out=x if added is None else None, name=name)
     first = Config.of(x, wi, wi_bias, 1, recipe, checkpoint)
@@ -157,7 +157,7 @@ def _forward(x, gamma, beta, wi, wo, wi_bias, wo_bias, added, metas, static, tra
     q0, _, stats = quantize_norm(x, gamma, beta, metas[0].x, use0["x"], config0, attrs)
     w0 = _fp8.quantize_kernel(wi, metas[0].kernel, use0["kernel"], config0)
     z = _fp8.fprop(q0, w0, wi_bias, config0)
-    z = checkpoint_name(z, middle_name) if middle_name else z
+    z = named(z, middle_name)
     z = constrain(z, _with_slots(middle_axes))
     q1 = _quantize_activation(z, metas[1].x, use1["x"], config1, act)
     w1 = _fp8.quantize_kernel(wo, metas[1].kernel, use1["kernel"], config1)
@@ -177,7 +177,7 @@ def _norm_mlp_fwd(*args):
     x, gamma, beta, *_, metas = operands = values_of(operands)
     y, first, second, z, stats = _forward(*operands, static, train=True, wgrads=wgrads)
     saved = [_fp8.saved(*of, config, wgrad) for of, config, wgrad in zip((first, second), static[0], wgrads)]
-    return y, (saved, z, metas, (x, stats, gamma, beta))
+    return y, (saved, z, metas, (x, named(stats, STATISTICS), gamma, beta))
 
 
 def _norm_mlp_bwd(static, residuals, dy):

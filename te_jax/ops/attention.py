@@ -8,10 +8,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from te_jax._types import align, varying
+from te_jax.checkpoint_policies import ATTENTION, named
 from te_jax.ops.attention_check import Options, check_options
 from te_jax.ops.attention_form import HIDES, attention, form_of, only_band
 from te_jax.ops.attention_mask import MASK_TYPES as MASK_TYPES
@@ -210,9 +210,7 @@ def dot_product_attention(
         _warn_long(choice.refused["cudnn"])
     arrays = (options.total_bias(s, t), options.hidden(s, t), _kept(q, t, options, dropout_rng), options.offset(q))
     out, *others = _plain(*align(q, k, v, *arrays), options)
-    out = restore(out)
-    out = checkpoint_name(out, context_checkpoint_name) if context_checkpoint_name else out
-    return _asked(options, out, *others)
+    return _asked(options, named(restore(out), ATTENTION, context_checkpoint_name), *others)
 
 
 def _op(operands, options: Options, key, name, interleaved: bool = False):

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
 from te_jax._types import align, like
+from te_jax.checkpoint_policies import ATTENTION, named
 from te_jax.ops.attention_check import Options
 from te_jax.ops.attention_context_plan import OPEN, Call, Layout, Plan
 from te_jax.ops.attention_form import attention_bwd_of, attention_fwd_of, form_of, gradient_of_sink, with_sink
@@ -242,8 +242,7 @@ def _context_fwd(q, k, v, sink, rows, spec):
         sums = _on_device(plans, device, run, sums, q, *keys, _place(step, device, spec), rows)
     out, lse = with_sink(*(_nothing_seen(q, v) if sums is None else sums), sink)
     out = like(out, jax.typeof(q).update(shape=out.shape))
-    if spec.name:
-        out, lse = (checkpoint_name(x, spec.name) for x in (out, lse))
+    out, lse = named((out, lse), ATTENTION, spec.name)
     return (out, lse), (q, k, v, sink, rows, out, lse)
 
 

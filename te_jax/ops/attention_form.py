@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from te_jax._types import like
+from te_jax.checkpoint_policies import ATTENTION, named
 from te_jax.ops.attention_check import Options
 from te_jax.ops.attention_mask import Band
 from te_jax.ops.attention_op import BACKWARD, FORWARD, parts_of
@@ -169,10 +169,8 @@ def _attention_fwd(operands, bias, sink, segments, rng, attrs, name):
     if bias is not None:  # queries that see no key
         blind = lse < HIDES
         out, lse = jnp.where(_of_rows(blind), 0, out), jnp.where(blind, -jnp.inf, lse)
-    results = [*with_sink(out, lse, sink), *drawn]
-    if name:  # a policy that saves this name saves all that the backward pass needs of the forward kernel
-        results = [checkpoint_name(x, name) for x in results]
-    out, lse, *drawn = results
+    # A policy that saves one of these names saves all that the backward pass needs of the forward kernel.
+    out, lse, *drawn = named([*with_sink(out, lse, sink), *drawn], ATTENTION, name)
     return (out, lse), (operands, bias, sink, segments, out, lse, drawn[0] if drawn else None)
 
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from te_jax import _lib
 from te_jax._op import Op
 from te_jax._types import align, like, on_explicit_mesh
+from te_jax.checkpoint_policies import GEMM, named
 from te_jax.ops.quantize import FLOATS, fill
 
 FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -201,10 +202,10 @@ def gemm(
     if is_fp8:
         attrs |= dict(in_place=True) if in_place else {}
         specs = None if out_spec is None else (out_spec,)
-        return gemm_op(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, out_specs=specs, **attrs)[0]
+        return named(gemm_op(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, out_specs=specs, **attrs)[0], GEMM)
     if lhs_scale_inv is not None or rhs_scale_inv is not None:
         raise TypeError(f"te_gemm: scales are given, but lhs is {lhs.dtype}; they go with FP8 operands alone.")
-    return _gemm(*align(lhs, rhs, bias, c), tuple(attrs.items()))
+    return named(_gemm(*align(lhs, rhs, bias, c), tuple(attrs.items())), GEMM)
 
 
 def save_tuning(path) -> int:

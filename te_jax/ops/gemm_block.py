@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from te_jax._op import Op
+from te_jax.checkpoint_policies import GEMM, named
 from te_jax.ops.gemm import FP8, FP8_ALIGNED, WORKSPACE, finished
 from te_jax.ops.quantize import fill, transpose
 from te_jax.ops.quantize_block import BLOCK, check_gpu, spread
@@ -143,4 +144,4 @@ def gemm_block(
     attrs |= dict(in_place=True) if in_place else {}
     scales = (None, rhs_scale_inv) if square else (rhs_scale_inv, None)
     specs = None if out_spec is None else (out_spec,)
-    return gemm_block_op(lhs, rhs, lhs_scale_inv, *scales, bias, c, out_specs=specs, **attrs)[0]
+    return named(gemm_block_op(lhs, rhs, lhs_scale_inv, *scales, bias, c, out_specs=specs, **attrs)[0], GEMM)

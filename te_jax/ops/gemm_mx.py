@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from te_jax import _lib
 from te_jax._op import Op
+from te_jax.checkpoint_policies import GEMM, named
 from te_jax.ops.gemm import FP8_ALIGNED, finished
 from te_jax.ops.gemm_block import check_types, dequantized, outer_axes, product
 from te_jax.ops.quantize import fill
@@ -98,4 +99,4 @@ def gemm_mx(
             raise TypeError(f"te_gemm_mx: {name} is {a.dtype}; pass float8_e8m0fnu.")
     attrs = dict(outer=outer, out_dtype=jnp.dtype(out_dtype))
     specs = None if out_spec is None else (out_spec,)
-    return gemm_mx_op(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, out_specs=specs, **attrs)[0]
+    return named(gemm_mx_op(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, out_specs=specs, **attrs)[0], GEMM)

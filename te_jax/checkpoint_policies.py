@@ -1,0 +1,104 @@
+"""Policies for `jax.checkpoint`, `nn.remat` and `nnx.remat` that know what te_jax computes.
+
+    from te_jax.checkpoint_policies import ATTENTION, GEMM, save
+    layer = nn.remat(Layer, policy=save(GEMM, ATTENTION))
+
+A policy says of each primitive whether its results are kept for the backward pass. Kernels of te_jax are no dots, so
+policies such as `jax.checkpoint_policies.dots_saveable` compute FP8 products again. What is worth keeping has a name
+instead (`jax.ad_checkpoint.checkpoint_name`), under every recipe and without one, on every mesh, beside the names that
+users give by fields of modules. The policies of this module save those names:
+
+GEMM:       the output of each GEMM of the forward pass, in FP8 or not.
+ATTENTION:  the output of attention, and what else the gradient needs of its forward kernel.
+QUANTIZED:  activations in FP8, in the layout that the gradient of a kernel reads, and FP8 attention's operands.
+KERNEL:     kernels in FP8, in the layout that the gradient of the activations reads.
+STATISTICS: scales and amaxes of whole tensors, and norms' statistics: at most 8 bytes for each row.
+
+QUANTIZED and KERNEL go beside GEMM: a GEMM that runs again reads other layouts, and quantizes again. With all names the
+backward pass computes again what is elementwise alone, and without FP8 norms and activations.
+
+`jax.checkpoint_policies.save_only_these_names` takes the names too. Its `save_any_names_but_these` saves, as of any
+names, all of these that it is not given.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from te_jax._check import did_you_mean
+
+_NAME = "te_jax.checkpoint_policies"
+_PREFIX = "te_"
+GEMM = _PREFIX + "gemm"
+ATTENTION = _PREFIX + "attention"
+QUANTIZED = _PREFIX + "quantized"
+KERNEL = _PREFIX + "quantized_kernel"
+STATISTICS = _PREFIX + "statistics"
+NAMES = (GEMM, ATTENTION, QUANTIZED, KERNEL, STATISTICS)
+
+
+def named(tree: Any, *names: str | None) -> Any:
+    """`tree`, whose arrays have all of these names for policies; those that are None are left out."""
+    for name in names:
+        tree = tree if name is None else checkpoint_name(tree, name)
+    return tree
+
+
+def save(*names: str) -> Callable[..., bool]:
+    """A policy that keeps what has one of `names`: of this module, or of fields such as `ffn1_ckpt_name`.
+
+    STATISTICS are kept too. Other policies can be added by `jax.checkpoint_policies.save_from_both_policies`.
+
+    Raises TypeError for a name that is no string; ValueError without names, and for one that begins with "te_" and is
+    not of this module.
+    """
+    _check(f"{_NAME}.save", "names", names)
+    return jax.checkpoint_policies.save_only_these_names(*names, STATISTICS)
+
+
+def offload(*names: str, save: Sequence[str] = ()) -> Callable[..., Any]:
+    """A policy that keeps what has one of `names` in the memory of the host, and what has one of `save` on the device.
+
+    The rest is as in `save`: STATISTICS stay on the device. What is kept goes to pinned memory in the forward pass and
+    comes back in the backward pass; it is for large tensors, and is no gain where the GPU waits for it. jax combines no
+    such policy with others.
+
+    Raises TypeError and ValueError as `save`, ValueError for a name in both.
+    """
+    _check(f"{_NAME}.offload", "names", names)
+    if isinstance(save, str):
+        raise TypeError(f"{_NAME}.offload: save is {save!r}; pass a tuple of names, as in save=({save!r},).")
+    _check(f"{_NAME}.offload", "save", save or (STATISTICS,))
+    if twice := sorted({*names} & {*save, STATISTICS}):
+        way_out = "STATISTICS always stay on the device" if twice == [STATISTICS] else "leave it out of one"
+        raise ValueError(f"{_NAME}.offload: {twice[0]!r} is in names, but is saved on the device; {way_out}.")
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=sorted({*save, STATISTICS}),
+        names_which_can_be_offloaded=list(names),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
+def _check(where: str, argument: str, names: Sequence[str]):
+    if not names:
+        raise ValueError(f"{where}: {argument} is empty, so nothing is kept; pass some of {', '.join(NAMES)}.")
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"{where}: {argument} has {name!r}; pass strings, such as te_jax.checkpoint_policies.GEMM.")
+        if name.startswith(_PREFIX) and name not in NAMES:
+            hint = did_you_mean(name, NAMES)
+            raise ValueError(
+                f"{where}: {argument} has {name!r}, which nothing in te_jax is named; pass some of {', '.join(NAMES)}"
+                f"{f' ({hint})' if hint else ''}."
+            )
+
+
+_jax = jax.checkpoint_policies
+te_gemms_saveable = save(GEMM)  # these three by the names that users of TransformerEngine know
+dots_and_te_gemms_with_no_batch_dims = _jax.save_from_both_policies(
+    _jax.dots_with_no_batch_dims_saveable, te_gemms_saveable
+)
+checkpoint_dots_and_te_gemms = _jax.save_from_both_policies(_jax.dots_saveable, te_gemms_saveable)
