@@ -4,13 +4,16 @@ check("LayerNorm `norm`", "epsilon", epsilon, number(above=0))
 # ValueError: LayerNorm `norm`: epsilon is -1.0; pass a number above 0.
 """
 
+import dataclasses
 import difflib
+import functools
+import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -45,12 +48,44 @@ class Kind:
 
 
 def check(where: str, name: str, value, kind: Kind) -> None:
-    """Raises TypeError or ValueError, "{where}: {name} is {value!r}; pass {kind}.", unless `value` is of `kind`."""
+    """Raises TypeError or ValueError, "{where}: {name} is {value!r}; pass {kind}.", unless `value` is of `kind`.
+
+    None where a value is needed is a ValueError.
+    """
     if kind.accepts(value):
         return
-    error = ValueError if kind.is_type(value) else TypeError
+    error = ValueError if value is None or kind.is_type(value) else TypeError
     hint = kind.hint(value)
-    raise error(f"{where}: {name} is {value!r}; pass {kind.text}{f' ({hint})' if hint else ''}.")
+    raise error(f"{where}: {name} is {shown(value)}; pass {kind.text}{f' ({hint})' if hint else ''}.")
+
+
+def shown(value) -> str:
+    """`value` in an error: an array by type and shape."""
+    return f"{value.dtype}{list(value.shape)}" if ARRAY.is_type(value) and value.shape else repr(value)
+
+
+def check_names(where: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises TypeError for a keyword in `given` that is not `known`, with what may have been meant."""
+    known = tuple(known)
+    for name in given:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"it takes {', '.join(known)}."
+            raise TypeError(f"{where}: got an unexpected keyword argument {name!r}; {hint}")
+
+
+def bind(where: str, signature: inspect.Signature, args: tuple, kwargs: dict) -> inspect.BoundArguments:
+    """`signature.bind(*args, **kwargs)`, whose TypeErrors name `where`, and what an unknown keyword may mean."""
+    check_names(where, kwargs, signature.parameters)
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{where}: {error}; it takes {', '.join(signature.parameters)}.") from None
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Warns of what an argument does not do, once in a process for each text."""
+    warnings.warn(text, stacklevel=4)
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
@@ -58,6 +93,19 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
     lower = {each.lower(): each for each in known}
     close = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.6)
     return f"did you mean {lower[close[0]]!r}?" if close else ""
+
+
+class KnownFields:
+    """Base of dataclasses whose constructor tells unknown names in the words of this file."""
+
+    def __new__(cls, *args, **kwargs):
+        check_names(cls.__name__, kwargs, (f.name for f in dataclasses.fields(cls) if f.init))
+        return super().__new__(cls)
+
+
+def plain(name: str) -> str:
+    """A name as it is compared where case, "-" and "_" make no difference: "NO-BIAS" -> "no_bias"."""
+    return name.lower().replace("-", "_")
 
 
 def _is_int(value) -> bool:
@@ -70,22 +118,31 @@ def _is_number(value) -> bool:
 
 def _dtype(value) -> np.dtype | None:
     try:
-        return jnp.dtype(value)
+        return None if value is None else jnp.dtype(value)
     except TypeError:
         return None
 
 
-def integer(least: int | None = None) -> Kind:
-    """Ints, but no bools: all, or those from `least` on."""
+def is_dtype(value) -> bool:
+    """Whether `value` is a dtype, or the name or class of one."""
+    return _dtype(value) is not None
+
+
+def integer(least: int | None = None, most: int | None = None) -> Kind:
+    """Ints, but no bools: all, or those from `least` on, up to `most`. Floats are a ValueError."""
     text = {None: "an int", 0: "an int of at least 0", 1: "a positive int"}.get(least, f"an int of at least {least}")
-    return Kind(text, _is_int, lambda value: least is None or value >= least)
+    text = text if most is None else f"an int from {least} to {most}"
+    is_in = lambda value: _is_int(value) and (least is None or value >= least) and (most is None or value <= most)
+    return Kind(text, _is_number, is_in)
 
 
-def number(least: float | None = None, above: float | None = None, below: float | None = None) -> Kind:
-    """Finite ints and floats within bounds: from `least` on, above `above`, below `below`."""
+def number(
+    least: float | None = None, above: float | None = None, below: float | None = None, most: float | None = None
+) -> Kind:
+    """Finite ints and floats within bounds: from `least` on, above `above`, below `below`, up to `most`."""
     bounds = [
         f"{word} {bound:g}"
-        for word, bound in (("at least", least), ("above", above), ("below", below))
+        for word, bound in (("at least", least), ("above", above), ("below", below), ("at most", most))
         if bound is not None
     ]
 
@@ -95,11 +152,11 @@ def number(least: float | None = None, above: float | None = None, below: float 
             and (least is None or value >= least)
             and (above is None or value > above)
             and (below is None or value < below)
+            and (most is None or value <= most)
         )
 
-    return Kind(
-        " ".join(["a finite number" if not bounds else "a number", " and ".join(bounds)]).strip(), _is_number, is_in
-    )
+    text = " ".join(["a finite number" if not bounds else "a number", " and ".join(bounds)]).strip()
+    return Kind(text, _is_number, is_in)
 
 
 def one_of(*names: str, normalize: Callable[[str], str] = str) -> Kind:
@@ -108,23 +165,36 @@ def one_of(*names: str, normalize: Callable[[str], str] = str) -> Kind:
     return Kind(text, lambda v: isinstance(v, str), lambda v: normalize(v) in names, lambda v: did_you_mean(v, names))
 
 
+def _is_sequence(value) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
 def tuple_of(kind: Kind, length: int | None = None) -> Kind:
     """Tuples and lists of `kind`, of `length` if that is given."""
     count = "a tuple" if length is None else f"a tuple of {length}"
-    is_type = lambda value: isinstance(value, Sequence) and not isinstance(value, str | bytes)
     is_in = lambda value: (length is None or len(value) == length) and all(map(kind.accepts, value))
-    return Kind(f"{count}, each {kind.text}", is_type, is_in)
+    return Kind(f"{count}, each {kind.text}", _is_sequence, is_in)
 
 
 NONE = Kind("None", lambda value: value is None)
 BOOL = Kind("True or False", lambda value: isinstance(value, bool | np.bool_))
 STRING = Kind("a string", lambda value: isinstance(value, str))
-FUNCTION = Kind("a function", callable)
+FUNCTION = Kind("a function", lambda value: callable(value) and not isinstance(value, type))
 RATE = number(least=0, below=1)  # of dropout
 FLOATING = Kind(
     "a floating dtype, such as jnp.bfloat16",
-    lambda value: _dtype(value) is not None,
-    lambda value: jnp.issubdtype(_dtype(value), jnp.floating),
+    is_dtype,
+    lambda value: jnp.issubdtype(_dtype(value), jnp.floating) and _dtype(value).itemsize > 1,  # none of FP8
     lambda value: did_you_mean(value, ("bfloat16", "float16", "float32", "float64")) if isinstance(value, str) else "",
 )
-ARRAY = Kind("an array", lambda value: isinstance(value, jax.Array | np.ndarray | np.generic))
+ARRAY = Kind("an array", lambda value: hasattr(value, "dtype") and hasattr(value, "shape"))  # or a ShapeDtypeStruct
+
+
+def array_of(*dtypes, text: str) -> Kind:
+    """Arrays of a dtype that is one of `dtypes`, or of a class of them."""
+    is_one = lambda value: any(jnp.issubdtype(value.dtype, dtype) for dtype in dtypes)
+    return Kind(text, lambda value: ARRAY.is_type(value) and is_one(value))
+
+
+FLOATS_ARRAY = array_of(jnp.floating, text="an array of a floating dtype")
+INTEGERS = array_of(jnp.integer, text="an integer array")

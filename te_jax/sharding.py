@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
+from te_jax._check import KnownFields
 from te_jax._scope import Scope
 from te_jax._types import on_explicit_mesh
 
@@ -33,7 +34,7 @@ W_JOINED_AXES = "nvte_w_joined"
 
 
 @dataclass(frozen=True)
-class MeshResource:
+class MeshResource(KnownFields):
     """The mesh axis behind each kind of parallelism; None where there is none.
 
     dp_resource:   data parallel: the batch.
@@ -183,15 +184,24 @@ def extend_logical_axis_rules(rules: Sequence[tuple]) -> Sequence[tuple]:
 
     rules: pairs (logical name, mesh axis | tuple of mesh axes | None), as `flax.linen.logical_axis_rules`
            takes them.
-    Without a mesh in force (`jax.set_mesh`) `rules` come back as they are.
-    Raises ValueError for a malformed rule, for a te_jax name with another value than the MeshResource gives
-    it, and for a mesh without a MeshResource.
+    Without a mesh in force (`jax.set_mesh`), and without a MeshResource that names an axis of one, `rules` come back as
+    they are.
+    Raises ValueError for a malformed rule, for a te_jax name with another value than the MeshResource gives it, for a
+    mesh without a MeshResource, and for a MeshResource that names axes without a mesh: `with mesh:` puts none in force
+    that jax shows.
     """
     for rule in rules:
         _check_rule(rule)
-    if not _axis_sizes():
-        return rules
     resource = current_mesh_resource()
+    if not _axis_sizes():
+        named = {} if resource is None else {f.name: getattr(resource, f.name) for f in fields(resource)}
+        named = ", ".join(f"{role}={axis!r}" for role, axis in named.items() if axis is not None)
+        if named:
+            raise ValueError(
+                f"extend_logical_axis_rules: the MeshResource in force is MeshResource({named}), but no mesh is; enter "
+                "`jax.set_mesh(mesh)`, which also takes the place of `with mesh:`, or leave the MeshResource out."
+            )
+        return rules
     if resource is None:
         raise ValueError(
             "extend_logical_axis_rules: a mesh is in force, but no MeshResource; enter "

@@ -6,13 +6,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from te_jax._check import shown
 from te_jax._types import on_explicit_mesh, varying
 from te_jax.checkpoint_policies import GEMM, named
+from te_jax.flax._fields import LORA_SCOPES
 from te_jax.flax._state import describe
 from te_jax.layers import QuantizedKernel
 from te_jax.layers._specs import explicit_spec
@@ -27,17 +30,6 @@ from te_jax.sharding import (
 
 Initializer = Callable  # (key, shape, dtype) -> array
 Axes = tuple[str | None, ...]
-
-LORA_SCOPES = {  # scope -> (qkv projections, output projection, MLP)
-    "none": (False, False, False),
-    "all": (True, True, True),
-    "qkv_proj": (True, False, False),
-    "output_proj": (False, True, False),
-    "mlp": (False, False, True),
-    "exclude_qkv_proj": (False, True, True),
-    "exclude_output_proj": (True, False, True),
-    "exclude_mlp": (True, True, False),
-}
 
 
 def split_tree(params: Mapping[str, Any], first: Callable[[tuple[str, ...]], bool]) -> tuple[dict, dict]:
@@ -84,7 +76,42 @@ def parameter(
         if isinstance(held, QuantizedKernel):
             return held
     dtype = module.dtype if module.params_dtype is None else module.params_dtype
-    return module.param(name, nn.with_logical_partitioning(init, tuple(axes)), tuple(shape), dtype)
+    where = f"{describe(module)}: parameter {name}"
+    return module.param(name, _boxed(where, init, tuple(axes)), tuple(shape), dtype)
+
+
+def _boxed(where: str, init: Initializer, axes: Axes) -> Initializer:
+    """`init`, its array in a box with the logical `axes`; a box that `init` made itself stays, with its names.
+
+    Raises TypeError or ValueError, naming `where`, for an initializer that gives something else than asked for, and for
+    another number of names than of axes.
+    """
+
+    def init_in_box(key, shape, dtype):
+        made = init(key, shape, dtype)
+        value = nn.meta.unbox(made)
+        if not isinstance(value, jax.Array | np.ndarray) or value.shape != shape:
+            raise TypeError(
+                f"{where}: its initializer gave {shown(value)} for shape {shape}; pass a function (key, shape, dtype) "
+                "that gives an array of this shape, or one in a box of nn.with_partitioning."
+            )
+        box = made if isinstance(made, nn.meta.AxisMetadata) else nn.LogicallyPartitioned(made, names=axes)
+        names = getattr(box, "names", ())
+        if names and len(names) != len(shape):
+            raise ValueError(
+                f"{where}: its logical axes are {names}, but its shape is {shape}; give a name, or None, for each axis."
+            )
+        return box
+
+    return init_in_box
+
+
+def stack_kernels(draws: Sequence[jax.Array], axis: int, name: str | None) -> jax.Array:
+    """Kernels of one initializer side by side, along a new axis; in boxes as theirs, with `name` for that axis."""
+    stacked = jnp.stack(list(map(nn.meta.unbox, draws)), axis)
+    if not isinstance(draws[0], nn.meta.AxisMetadata):
+        return stacked
+    return draws[0].replace_boxed(stacked).add_axis(axis % stacked.ndim, {nn.PARTITION_NAME: name})
 
 
 def kernel_initializer(init: Initializer | None, contracted: int = 1, distribution="truncated_normal") -> Initializer:
@@ -111,11 +138,6 @@ def check_floating(module: nn.Module, **arrays):
 def in_compute_dtype(module: nn.Module, x: jax.Array) -> jax.Array:
     """x in `module.dtype` where `params_dtype` makes that the type of the computation; else as it is."""
     return x if module.params_dtype is None else x.astype(module.dtype)
-
-
-def later(module: nn.Module, field: str, value):
-    """The error for a field whose work is not in this version."""
-    return ValueError(f"{describe(module)}: {field}={value!r} is not in this version of te_jax; leave it out.")
 
 
 def activation_axes(module: nn.Module, *names: str | None) -> tuple[str | None, ...]:
@@ -176,18 +198,13 @@ def lora_parameters(
 ):
     """(A, B) of `lora`: A is drawn as the kernel is, B starts at 0."""
     rank = module.low_rank_adaptation_dim
-    if rank < 1:
-        raise ValueError(f"{describe(module)}: low_rank_adaptation_dim is {rank}; pass at least 1.")
     a_shape, b_shape = (*contracted, *features[:-1], rank), (*features[:-1], rank, features[-1])
-    a = parameter(module, f"{prefix}lora_a_kernel", init, (None,) * len(a_shape), a_shape)
+    drawn = lambda key, shape, dtype: nn.meta.unbox(init(key, shape, dtype))  # the names are those of another shape
+    a = parameter(module, f"{prefix}lora_a_kernel", drawn, (None,) * len(a_shape), a_shape)
     b = parameter(module, f"{prefix}lora_b_kernel", nn.initializers.zeros, (None,) * len(b_shape), b_shape)
     return a, b
 
 
 def lora_scope(module: nn.Module) -> tuple[bool, bool, bool]:
     """`low_rank_adaptation_scope` -> whether (qkv projections, output projection, MLP) are adapted."""
-    scope = module.low_rank_adaptation_scope
-    if scope not in LORA_SCOPES:
-        known = ", ".join(LORA_SCOPES)
-        raise ValueError(f"{describe(module)}: low_rank_adaptation_scope is {scope!r}; pass one of {known}.")
-    return LORA_SCOPES[scope]
+    return LORA_SCOPES[module.low_rank_adaptation_scope]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import AxisType
 
+from te_jax.flax._fields import STRATEGIES
 from te_jax.flax._state import describe
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.sharding import (
@@ -19,8 +20,6 @@ from te_jax.sharding import (
     logical_axis_map,
     reorder_causal_load_balancing,
 )
-
-STRATEGIES = {"DEFAULT": "default", "ALL_GATHER": "all_gather", "ALLGATHER": "all_gather", "RING": "ring"}
 
 
 class Context(NamedTuple):
@@ -35,13 +34,9 @@ class Context(NamedTuple):
     def of(cls, module: nn.Module) -> "Context | None":
         """What the fields of `module` and the MeshResource in force ask for; None: the sequence is not cut.
 
-        Raises ValueError for an unknown strategy, an axis that the mesh lacks or that has another part.
+        Raises ValueError for an axis that the mesh lacks or that has another part.
         """
         strategy = module.context_parallel_strategy
-        if not isinstance(strategy, str) or strategy.upper() not in STRATEGIES:
-            raise ValueError(
-                f"{describe(module)}: context_parallel_strategy is {strategy!r}; pass one of {tuple(STRATEGIES)}."
-            )
         field, resource = module.context_parallel_axis, current_mesh_resource()
         balanced, mesh = module.context_parallel_causal_load_balanced, jax.sharding.get_abstract_mesh()
         axis = field or (resource.cp_resource if field == "" and resource is not None else None)

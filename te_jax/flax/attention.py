@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from te_jax.flax._common import check_floating, later
+from te_jax._check import FLOATING, NONE
+from te_jax.flax._common import check_floating
 from te_jax.flax._context import Context
+from te_jax.flax._fields import Module, check_call, groups_divide_heads, later, nothing_of_later
 from te_jax.flax._state import attention_metas, describe, recipe_of
 from te_jax.layers.attention_fp8 import attention_fp8, attention_fp8_refuses, untouched
 from te_jax.ops.attention import (
@@ -22,7 +24,6 @@ from te_jax.ops.attention_op import parts_of
 from te_jax.ops.attention_reference import parts
 from te_jax.sharding import HEAD_AXES
 
-LAYOUTS = ("bs3hd", "bshd_bs2hd", "bshd_bshd_bshd", "t3hd", "thd_t2hd", "thd_thd_thd")
 # Where checkpoints hold the learnable softmax's offset; new ones get the first.
 _OFFSET_SCOPES = ("_FusedDotProductAttention_0", "_UnfusedDotProductAttention_0")
 
@@ -41,7 +42,7 @@ class _SoftmaxOffset(nn.Module):
         return self.param("softmax_offset", init, (1, self.num_attention_heads, 1, 1), jnp.float32)
 
 
-class DotProductAttention(nn.Module):
+class DotProductAttention(Module):
     """softmax(scale * q.k + bias, masked) . v, with logits in float32.
 
     head_dim, num_attention_heads, num_gqa_groups: d, h, g (None: h).
@@ -104,6 +105,9 @@ class DotProductAttention(nn.Module):
     score_mod_bprop: Callable | None = None
     return_max_logit: bool = False
 
+    own_kinds = {"dtype": NONE | FLOATING}
+    rules = (groups_divide_heads, nothing_of_later)
+
     @nn.compact
     def __call__(
         self,
@@ -128,6 +132,7 @@ class DotProductAttention(nn.Module):
         Raises ValueError (TypeError for dtypes) for shapes that contradict the fields and for unknown field
         values.
         """
+        check_call(self, deterministic=deterministic)
         self._refuse(score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
         arrays = self._unpack(query, key, value)
         self._check(*parts_of(*arrays), sequence_descriptor)
@@ -150,6 +155,7 @@ class DotProductAttention(nn.Module):
             return_max_logit=self.return_max_logit,
             seq_major=self.transpose_batch_sequence,
             context_checkpoint_name=self.context_checkpoint_name,
+            name=describe(self),
         )
         out, max_logit = result if self.return_max_logit else (result, None)
         if self.transpose_batch_sequence:
@@ -172,9 +178,9 @@ class DotProductAttention(nn.Module):
             return result
         return jax.tree.map(lambda x: untouched(x, metas), result)
 
-    def _attend_in_parallel(self, context: Context, arrays, metas, *, seq_major, dropout_rng, **options):
+    def _attend_in_parallel(self, context: Context, arrays, metas, *, seq_major, dropout_rng, name, **options):
         """`context_parallel_attention`; the sequence of FP8's state, which it does not use, stays as it is."""
-        del seq_major, dropout_rng  # of memory; the rate is refused
+        del seq_major, dropout_rng, name  # of memory; the rate is refused; it has errors of its own
         q, k, v = parts(*arrays)
         out = context_parallel_attention(
             q, k, v, axis=context.axis, strategy=context.strategy, load_balanced=context.load_balanced,
@@ -195,8 +201,6 @@ class DotProductAttention(nn.Module):
     def _unpack(self, query, key, value):
         """(qkv,), (query, kv) or (query, key, value), as `qkv_layout` has them, batch first."""
         layout = self.qkv_layout.lower()
-        if layout not in LAYOUTS:
-            raise ValueError(f"{describe(self)}: qkv_layout is {self.qkv_layout!r}; pass one of {LAYOUTS}.")
         separate = layout.count("_") + 1  # how many arrays the layout has
         arrays = (("query", query, 1), ("key", key, 2), ("value", value, 3))
         for name, x, _ in arrays[separate:]:
@@ -223,6 +227,14 @@ class DotProductAttention(nn.Module):
                     f"{describe(self)}: {name} has shape {x.shape}, but the fields say {heads} heads of "
                     f"width {width} in its last two axes: num_attention_heads, num_gqa_groups, head_dim."
                 )
+        for name, x in (("key", key), ("value", value)):
+            if x.dtype != query.dtype:
+                raise TypeError(f"{describe(self)}: {name} is {x.dtype}, but query is {query.dtype}; cast one of them.")
+            if x.shape[:-2] != key.shape[:-2] or x.shape[0] != query.shape[0]:
+                raise ValueError(
+                    f"{describe(self)}: query has shape {query.shape}, key {key.shape}, value {value.shape}; pass one "
+                    "batch size, and one length of keys and values."
+                )
         if self.dtype is not None and jnp.dtype(self.dtype) != query.dtype:
             raise ValueError(
                 f"{describe(self)}: dtype is {jnp.dtype(self.dtype)}, query is {query.dtype}; leave it None."
@@ -234,20 +246,12 @@ class DotProductAttention(nn.Module):
             )
 
     def _refuse(self, **tensors):
-        """ValueError for the fields whose work is not in this version."""
-        fields = {name: getattr(self, name) for name in ("score_mod", "score_mod_bprop")} | tensors
-        for name, value in fields.items():
+        """ValueError for arguments whose work is not in this version."""
+        for name, value in tensors.items():
             if value is not None:
-                raise later(self, name, value)
+                raise ValueError(f"{describe(self)}: {later(name, value)}.")
 
 
 def groups_of(module: nn.Module) -> int:
-    """g, the heads of keys and values. ValueError unless the query heads split evenly into groups."""
-    heads = module.num_attention_heads
-    groups = heads if module.num_gqa_groups is None else module.num_gqa_groups
-    if heads < 1 or groups < 1 or heads % groups:
-        raise ValueError(
-            f"{describe(module)}: num_attention_heads={heads} does not split into num_gqa_groups={groups}; "
-            "pass a divisor of it."
-        )
-    return groups
+    """g, the heads of keys and values."""
+    return module.num_gqa_groups or module.num_attention_heads

@@ -9,7 +9,6 @@ from te_jax._types import align, on_explicit_mesh
 from te_jax.flax._common import activation_axes
 from te_jax.flax._state import describe
 from te_jax.ops.attention import MASK_TYPES, SequenceDescriptor
-from te_jax.ops.attention_check import is_int
 from te_jax.ops.attention_mask import Band
 from te_jax.sharding import BATCH_AXES, HEAD_AXES, HIDDEN_AXES, SEQLEN_AXES
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
@@ -89,7 +88,7 @@ class KVCache:
             return None if self._counts is None else SequenceDescriptor.from_seqlens(self._counts)
         if self._ends_together:
             queries = jnp.sum(self._fits, 1, dtype=jnp.int32)
-            return SequenceDescriptor.from_seqlens((queries, self.positions[:, 0] + queries))
+            return SequenceDescriptor.from_seqlens((queries, jnp.clip(self.positions[:, 0] + queries, 0, self._size)))
         slots = jnp.broadcast_to(jnp.arange(self._size), self._written.shape)
         ids = self._fits.astype(jnp.int32), self._written.astype(jnp.int32)
         return SequenceDescriptor.from_segment_ids_and_pos(ids, (self.positions, slots))
@@ -102,7 +101,7 @@ class KVCache:
     @property
     def _band(self) -> Band:
         module = self._module
-        return Band.of(MASK_TYPES.get(module.attn_mask_type, MASK_TYPES["no_mask"]), module.window_size)
+        return Band.of(MASK_TYPES[module.attn_mask_type], module.window_size)
 
     @property
     def _ends_together(self) -> bool:
@@ -131,8 +130,6 @@ class KVCache:
     def _capacity(self, asked: int | None) -> int:
         """T. In `init` max_decode_length, or the length of the inputs; the cache's own where there is one."""
         module, s = self._module, self._s
-        if asked is not None and (not is_int(asked) or asked < 1):
-            raise ValueError(f"{describe(module)}: max_decode_length is {asked!r}; pass None or an int of at least 1.")
         if not self.fresh:
             size = module.get_variable(COLLECTION, "cached_key").shape[1 - self._batch]
             if asked not in (None, size):

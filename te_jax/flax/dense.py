@@ -17,21 +17,13 @@ from te_jax.flax._common import (
     lora_parameters,
     parameter,
 )
+from te_jax.flax._fields import Module, as_tuple, check_call, last_axis_alone, norm_type, widths_are_positive
 from te_jax.flax._state import dense_metas, describe, recipe_of
 from te_jax.flax.kernels import kernel_operand
-from te_jax.flax.norm import norm_kind, norm_parameters
+from te_jax.flax.norm import norm_parameters
 from te_jax.layers import Projection, dense, layernorm_dense
 from te_jax.sharding import check_current_mesh_resource
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
-
-
-def as_tuple(value) -> tuple[int, ...]:
-    return tuple(value) if isinstance(value, tuple | list) else (value,)
-
-
-def check_features(module: nn.Module, name: str, features: tuple[int, ...]):
-    if not features or any(not isinstance(n, int) or n < 1 for n in features):
-        raise ValueError(f"{describe(module)}: {name} is {features}; pass positive ints.")
 
 
 def trailing_axes(module: nn.Module, ndim: int) -> int:
@@ -46,7 +38,7 @@ def trailing_axes(module: nn.Module, ndim: int) -> int:
     return len(axes)
 
 
-class DenseGeneral(nn.Module):
+class DenseGeneral(Module):
     """y = x . kernel + bias over the trailing axes of x; in FP8 under `te_jax.autocast`.
 
     features:  width(s) of the output.
@@ -82,6 +74,8 @@ class DenseGeneral(nn.Module):
     params_dtype: jnp.dtype | None = None
     return_bias: bool = False
 
+    rules = (widths_are_positive,)
+
     @nn.compact
     def __call__(
         self,
@@ -106,10 +100,10 @@ class DenseGeneral(nn.Module):
         Raises TypeError for inputs that are not floating, ValueError for axes that are not trailing, for a kernel of
         another shape and for one beside a parameter, and for return_bias with operands.
         """
+        check_call(self, operands=operands)
         check_floating(self, inputs=inputs)
         inputs = in_compute_dtype(self, inputs)
         features, contract = as_tuple(self.features), trailing_axes(self, inputs.ndim)
-        check_features(self, "features", features)
         inputs = constrain(inputs, self.input_axes or None)
         contracted = inputs.shape[inputs.ndim - contract :]
         init = kernel_initializer(self.kernel_init, contract)
@@ -129,7 +123,7 @@ class DenseGeneral(nn.Module):
         return (y, bias) if self.return_bias else y
 
 
-class LayerNormDenseGeneral(nn.Module):
+class LayerNormDenseGeneral(Module):
     """LayerNorm or RMSNorm, then a dense layer; under `te_jax.autocast` the norm writes FP8 directly.
 
     Fields of the norm as in `LayerNorm`, of the dense layer as in `DenseGeneral`; `axis` must be -1.
@@ -172,6 +166,8 @@ class LayerNormDenseGeneral(nn.Module):
     params_dtype: jnp.dtype | None = None
     return_bias: bool = False
 
+    rules = (widths_are_positive, last_axis_alone)
+
     @nn.compact
     def __call__(
         self,
@@ -193,12 +189,10 @@ class LayerNormDenseGeneral(nn.Module):
         Raises TypeError for inputs that are not floating, ValueError for an axis other than the last and for what
         `DenseGeneral` refuses of a kernel.
         """
+        check_call(self, return_input=return_input)
         check_floating(self, inputs=inputs)
         inputs = in_compute_dtype(self, inputs)
         features = as_tuple(self.features)
-        check_features(self, "features", features)
-        if trailing_axes(self, inputs.ndim) != 1:
-            raise ValueError(f"{describe(self)}: axis is {self.axis!r}; this module contracts the last axis alone.")
         inputs = constrain(inputs, self.layernorm_input_axes)
         width = inputs.shape[-1]
         norm = norm_parameters(self, width, self.ln_bias_init, self.ln_bias_axes) if self.enable_layernorm else None
@@ -269,4 +263,5 @@ def norm_dense(
 
 def norm_options(module) -> dict:
     """The fields of a norm, as the layers take them."""
-    return dict(norm=norm_kind(module), zero_centered_gamma=module.zero_centered_gamma, epsilon=module.epsilon)
+    kind = norm_type(module.layernorm_type)
+    return dict(norm=kind, zero_centered_gamma=module.zero_centered_gamma, epsilon=module.epsilon)

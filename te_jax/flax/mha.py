@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from te_jax._check import Kind, check
 from te_jax._types import on_explicit_mesh
 from te_jax.flax._common import (
     Initializer,
@@ -17,8 +18,18 @@ from te_jax.flax._common import (
     kernel_initializer,
     lora_scope,
     residual_axes,
+    stack_kernels,
 )
 from te_jax.flax._context import Context
+from te_jax.flax._fields import (
+    FIELDS,
+    Module,
+    check_call,
+    groups_divide_heads,
+    nothing_of_later,
+    rotary_fields_fit,
+    warn_unused,
+)
 from te_jax.flax._state import describe, recipe_of
 from te_jax.flax.attention import DotProductAttention, groups_of
 from te_jax.flax.cache import KVCache
@@ -26,7 +37,7 @@ from te_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral
 from te_jax.layers._specs import entries
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.ops.attention_reference import parts
-from te_jax.ops.rope import Scaling, check_rotary, rope
+from te_jax.ops.rope import Scaling, check_positions, rope
 from te_jax.sharding import (
     BATCH_AXES,
     HEAD_AXES,
@@ -44,7 +55,7 @@ from te_jax.sharding import (
 )
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
-_DEPRECATED = {  # old field -> what to use instead
+_OLDER = {  # old field -> what to use instead
     "num_heads": "num_attention_heads",
     "dropout_rate": "attention_dropout",
     "output_layernorm": "input_layernorm",
@@ -54,7 +65,7 @@ _DEPRECATED = {  # old field -> what to use instead
 _QKV, _QUERY_KV, _QUERY_KEY_VALUE = ("qkv",), ("query", "kv"), ("query", "key", "value")
 
 
-class MultiHeadAttention(nn.Module):
+class MultiHeadAttention(Module):
     """Multi-head attention (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762), with norm, GQA and RoPE.
 
     Self-attention where `inputs_kv` is None, or is `inputs_q` itself, or where the parameters hold `qkv`
@@ -132,13 +143,15 @@ class MultiHeadAttention(nn.Module):
     context_parallel_strategy: str = "DEFAULT"
     params_dtype: jnp.dtype | None = None
 
+    own_kinds = {old: Kind(f"None: an older name of {new}", lambda value: True) for old, new in _OLDER.items()}
+    rules = (groups_divide_heads, rotary_fields_fit, nothing_of_later)
+
     def __post_init__(self):
-        for old, new in _DEPRECATED.items():
+        for old, new in _OLDER.items():
             if getattr(self, old) is not None:
                 raise ValueError(f"MultiHeadAttention: {old} is an older name; use {new}.")
-        for name in ("head_dim", "num_attention_heads"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"MultiHeadAttention: {name} is {getattr(self, name)!r}; pass a positive int.")
+        for name in ("head_dim", "num_attention_heads"):  # required, so missing ones are told at once
+            check("MultiHeadAttention", name, getattr(self, name), FIELDS[name])
         super().__post_init__()
 
     @nn.compact
@@ -187,10 +200,13 @@ class MultiHeadAttention(nn.Module):
         Raises ValueError for parameters or a cache of another configuration, naming both, and for decode=True without
         a cache or in cross-attention; TypeError for a cache of another dtype.
         """
+        check_call(self, decode=decode, deterministic=deterministic, norm_output=norm_output)
+        check_call(self, max_decode_length=max_decode_length)
+        if max_decode_length is not None and not decode:
+            warn_unused(self, f"max_decode_length is {max_decode_length}, but decode is False: no cache is made")
         self_attention = inputs_kv is None or inputs_kv is inputs_q
         inputs_kv = None if self_attention else self._checked("inputs_kv", inputs_kv)
         inputs_q = self._checked("inputs_q", inputs_q)
-        check_rotary_fields(self, self.head_dim, self.enable_rotary_pos_emb, "enable_rotary_pos_emb")
         names = self._projections(inputs_q, inputs_kv)
         inputs = inputs_q, None if names == _QKV else inputs_kv
         cache = self._cache(*inputs, mask, max_decode_length) if decode else None
@@ -340,6 +356,8 @@ class MultiHeadAttention(nn.Module):
         if positions is not None and inputs_kv is not None:
             raise ValueError(f"{describe(self)}: positions are for self-attention; pass a SequenceDescriptor as mask.")
         if positions is not None:
+            rows = inputs_q.shape[1::-1] if self.transpose_batch_sequence else inputs_q.shape[:2]
+            check_positions(describe(self), positions, rows)
             return positions, positions
         described = mask if isinstance(mask, SequenceDescriptor) else None
         sources = (inputs_q, inputs_q if inputs_kv is None else inputs_kv)
@@ -460,29 +478,16 @@ def _on_all_devices(query, key, value):
     return each(key), value if value is None else each(value)
 
 
-def check_rotary_fields(module: nn.Module, head_dim: int, on: bool, switches: str):
-    """rotary_pos_emb_dim and rotary_pos_emb_scaling of a module whose `switches` turn RoPE on."""
-    for name in ("rotary_pos_emb_dim", "rotary_pos_emb_scaling"):
-        if not on and getattr(module, name) is not None:
-            raise ValueError(
-                f"{describe(module)}: {name} is {getattr(module, name)!r}, but RoPE is off; set {switches}, or leave "
-                f"{name} out."
-            )
-    check_rotary(
-        describe(module), head_dim, module.rotary_pos_emb_dim, module.rotary_pos_emb_scaling, "rotary_pos_emb_"
-    )
-
-
 def _stacked(*inits: Initializer) -> Initializer:
     """One init for kernels side by side, [in, n, out]: a key each, drawn as (in, out): fan-in is `in`."""
 
     def init(key, shape, dtype):
         keys = jax.random.split(key, len(inits))
         each = (shape[0], shape[-1])
-        return jnp.stack([draw(k, each, dtype) for draw, k in zip(inits, keys)], axis=-2)
+        return stack_kernels([draw(k, each, dtype) for draw, k in zip(inits, keys)], -2, W_JOINED_AXES)
 
     return init
 
 
 def _divided(init: Initializer, by: float) -> Initializer:
-    return lambda key, shape, dtype: init(key, shape, dtype) / by
+    return lambda key, shape, dtype: jax.tree.map(lambda x: x / by, init(key, shape, dtype))  # in a box or not

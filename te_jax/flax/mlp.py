@@ -17,18 +17,20 @@ from te_jax.flax._common import (
     lora,
     lora_parameters,
     parameter,
+    stack_kernels,
 )
-from te_jax.flax._state import describe, recipe_of
-from te_jax.flax.dense import check_features, norm_dense, norm_options, operand, trailing_axes
+from te_jax.flax._fields import Module, activations_take_their_params, check_call, last_axis_alone
+from te_jax.flax._state import recipe_of
+from te_jax.flax.dense import norm_dense, norm_options, operand
 from te_jax.flax.norm import norm_parameters
 from te_jax.layers import dense, layernorm_mlp
 from te_jax.layers.norm_mlp import split_residual
-from te_jax.ops.activation import activation, slots, supported
+from te_jax.ops.activation import activation, supported
 from te_jax.sharding import gathered_axes
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
 
-class LayerNormMLP(nn.Module):
+class LayerNormMLP(Module):
     """y = wo . dropout(activation(wi . norm(x))); both GEMMs in FP8 under `te_jax.autocast`.
 
     intermediate_dim: F, the width between the two GEMMs.
@@ -85,6 +87,8 @@ class LayerNormMLP(nn.Module):
     params_dtype: jnp.dtype | None = None
     return_bias: bool = False
 
+    rules = (last_axis_alone, activations_take_their_params)
+
     @nn.compact
     def __call__(
         self,
@@ -106,12 +110,9 @@ class LayerNormMLP(nn.Module):
         Raises TypeError for inputs that are not floating, ValueError for unknown activations or their
         parameters, and for what `DenseGeneral` refuses of a kernel.
         """
+        check_call(self, deterministic=deterministic)
         check_floating(self, inputs=inputs)
         inputs = in_compute_dtype(self, inputs)
-        check_features(self, "intermediate_dim", (self.intermediate_dim,))
-        if trailing_axes(self, inputs.ndim) != 1:
-            raise ValueError(f"{describe(self)}: axis is {self.axis!r}; this module contracts the last axis alone.")
-        slots(self.activations)  # its errors come before any parameter is made
         inputs = constrain(inputs, self.layernorm_input_axes)
         norm, wi, wo = self._parameters(inputs.shape[-1], wi_kernel, wo_kernel)
         bias, wo = wo[1], (wo[0], None if self.return_bias else wo[1], wo[2])
@@ -176,7 +177,7 @@ class LayerNormMLP(nn.Module):
             for _ in range(shape[1]):
                 key, one = jax.random.split(key)
                 kernels.append(each(one, (shape[0], shape[2]), dtype))
-            return jnp.stack(kernels, axis=1)
+            return stack_kernels(kernels, 1, self.kernel_axes_1[1] if self.kernel_axes_1 else None)
 
         norm = norm_parameters(self, width, self.ln_bias_init, self.ln_bias_axes) if self.enable_layernorm else None
         wi_kernel = parameter(self, "wi_kernel", stacked, self.kernel_axes_1, (width, parts, middle), wi_kernel)

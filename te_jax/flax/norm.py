@@ -5,18 +5,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from te_jax.flax._common import Axes, Initializer, check_floating, in_compute_dtype, parameter
+from te_jax.flax._fields import Module, norm_type
 from te_jax.flax._state import describe
 from te_jax.layers import layernorm
-
-
-def norm_kind(module: nn.Module) -> str:
-    """`layernorm_type` as "layernorm" or "rmsnorm", whatever its case, "-" and "_"; else ValueError."""
-    kind = module.layernorm_type.lower().replace("-", "").replace("_", "")
-    if kind not in ("layernorm", "rmsnorm"):
-        raise ValueError(
-            f'{describe(module)}: layernorm_type is {module.layernorm_type!r}; pass "layernorm" or "rmsnorm".'
-        )
-    return kind
 
 
 def norm_parameters(
@@ -25,12 +16,12 @@ def norm_parameters(
     """`scale` [width] and `ln_bias` [width], None for RMSNorm."""
     identity = nn.initializers.zeros if module.zero_centered_gamma else nn.initializers.ones
     gamma = parameter(module, "scale", module.scale_init or identity, module.scale_axes, (width,))
-    if norm_kind(module) == "rmsnorm":
+    if norm_type(module.layernorm_type) == "rmsnorm":
         return gamma, None
     return gamma, parameter(module, "ln_bias", bias_init, bias_axes, (width,))
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(Module):
     """LayerNorm (https://arxiv.org/abs/1607.06450) or RMSNorm (https://arxiv.org/abs/1910.07467).
 
     epsilon:             added to the variance (RMSNorm: to the mean square).
@@ -64,7 +55,8 @@ class LayerNorm(nn.Module):
             x,
             gamma,
             beta,
-            norm=norm_kind(self),
+            norm=norm_type(self.layernorm_type),
             zero_centered_gamma=self.zero_centered_gamma,
             epsilon=self.epsilon,
+            name=describe(self),
         )

@@ -6,6 +6,7 @@ import numpy as np
 from flax import linen as nn
 
 from te_jax.flax._common import Axes, Initializer, in_compute_dtype, parameter
+from te_jax.flax._fields import Module, check_call
 from te_jax.flax._state import describe
 
 
@@ -19,7 +20,7 @@ def _distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
     return np.where(distance < exact, distance, np.minimum(wide, num_buckets - 1)).astype(np.int32)
 
 
-class RelativePositionBiases(nn.Module):
+class RelativePositionBiases(Module):
     """A learned bias per head and bucket of (key position - query position).
 
     num_buckets:   at least 4 and even if `bidirectional`, where half of them serve each sign.
@@ -46,9 +47,7 @@ class RelativePositionBiases(nn.Module):
         Raises ValueError for lengths that are not ints of at least 1 and for buckets that do not fit the
         distance.
         """
-        for name, length in (("q_seqlen", q_seqlen), ("k_seqlen", k_seqlen)):
-            if not isinstance(length, int | np.integer) or length < 1:
-                raise ValueError(f"{describe(self)}: {name} is {length!r}; pass a Python int of at least 1.")
+        check_call(self, q_seqlen=q_seqlen, k_seqlen=k_seqlen, bidirectional=bidirectional)
         buckets = self.num_buckets // 2 if bidirectional else self.num_buckets
         if buckets < 2 or (bidirectional and self.num_buckets % 2) or self.max_distance <= buckets // 2:
             raise ValueError(

@@ -1,6 +1,5 @@
 """TransformerLayer: encoder or decoder block of the modules of this package."""
 
-import enum
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -16,9 +15,25 @@ from te_jax.flax._common import (
     lora_scope,
     residual_axes,
 )
+from te_jax.flax._fields import (
+    Module,
+    TransformerLayerType,
+    activations_take_their_params,
+    check_call,
+    cross_fields_need_a_decoder,
+    groups_divide_heads,
+    has_relative_embedding,
+    head_width,
+    head_width_is_known,
+    is_decoder,
+    nothing_of_later,
+    parallel_layers_are_encoders,
+    relative_embedding_is_a_bias,
+    rotary_fields_fit,
+)
 from te_jax.flax._state import describe
 from te_jax.flax.cache import extent
-from te_jax.flax.mha import MultiHeadAttention, check_rotary_fields
+from te_jax.flax.mha import MultiHeadAttention
 from te_jax.flax.mlp import LayerNormMLP
 from te_jax.flax.norm import LayerNorm
 from te_jax.flax.relpos import RelativePositionBiases
@@ -36,14 +51,7 @@ from te_jax.sharding import (
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
 
-class TransformerLayerType(enum.Enum):
-    """What a `TransformerLayer` is; the strings are accepted too."""
-
-    ENCODER = "encoder"  # self-attention and MLP
-    DECODER = "decoder"  # with cross-attention between them
-
-
-class TransformerLayer(nn.Module):
+class TransformerLayer(Module):
     """One transformer layer: self-attention, in a decoder cross-attention, MLP; each with norm and residual.
 
     With parallel_attention_mlp: x + attention(norm(x)) + mlp(norm(x)) (https://arxiv.org/abs/2204.02311, section 2).
@@ -137,6 +145,17 @@ class TransformerLayer(nn.Module):
     context_parallel_strategy: str = "DEFAULT"
     params_dtype: jnp.dtype | None = None
 
+    rules = (
+        head_width_is_known,
+        groups_divide_heads,
+        rotary_fields_fit,
+        cross_fields_need_a_decoder,
+        activations_take_their_params,
+        relative_embedding_is_a_bias,
+        parallel_layers_are_encoders,
+        nothing_of_later,
+    )
+
     @nn.compact
     def __call__(
         self,
@@ -167,10 +186,10 @@ class TransformerLayer(nn.Module):
         that contradict parallel_attention_mlp, and for parameters that the fields leave without use: `relpos_bias`
         without enable_relative_embedding, `mlp/scale` with parallel_shared_layernorm.
         """
-        is_decoder = self._layer_type() is TransformerLayerType.DECODER
-        self._check(inputs, encoded, encoder_decoder_mask, is_decoder)
-        self._check_parallel(is_decoder)
-        name = "self_attention" if is_decoder else "attention"
+        decoder = is_decoder(self)
+        check_call(self, deterministic=deterministic, decode=decode, max_decode_length=max_decode_length)
+        self._check(inputs, encoded, encoder_decoder_mask, decoder)
+        name = "self_attention" if decoder else "attention"
         inputs = self._residual_layout(in_compute_dtype(self, inputs))
         dropped = (self.hidden_dropout > 0 or self.drop_path > 0) and not deterministic
         in_kernels = not dropped and not self.apply_residual_connection_post_layernorm
@@ -178,7 +197,7 @@ class TransformerLayer(nn.Module):
             inputs,
             None,
             attention_mask,
-            self._relative_bias(inputs, not is_decoder, name if decode else None, max_decode_length),
+            self._relative_bias(inputs, not decoder, name if decode else None, max_decode_length),
             decode=decode,
             deterministic=deterministic,
             score_mod_tensors=score_mod_tensors,
@@ -193,7 +212,7 @@ class TransformerLayer(nn.Module):
             x, _ = self._mlp()(source, deterministic=deterministic, residual=x)
             return self._add(x, inputs, None, deterministic, in_kernels)
         x = self._add(x, inputs, normed, deterministic, in_kernels)
-        if is_decoder:
+        if decoder:
             cross = self._attention("encoder_decoder_attention", cross=True, padded=encoder_decoder_mask is not None)
             y, normed = cross(x, encoded, encoder_decoder_mask, deterministic=deterministic, residual=in_kernels)
             x = self._add(y, x, normed, deterministic, in_kernels)
@@ -201,58 +220,19 @@ class TransformerLayer(nn.Module):
         x = self._add(z, x, normed, deterministic, in_kernels)
         return self._last_norm()(x) if self.output_layernorm else x
 
-    def _layer_type(self) -> TransformerLayerType:
-        try:
-            return TransformerLayerType(self.layer_type)
-        except ValueError:
-            known = tuple(kind.value for kind in TransformerLayerType)
-            raise ValueError(f"{describe(self)}: layer_type is {self.layer_type!r}; pass one of {known}.") from None
-
-    def _check(self, inputs, encoded, encoder_decoder_mask, is_decoder):
+    def _check(self, inputs, encoded, encoder_decoder_mask, decoder: bool):
         check_floating(self, inputs=inputs)
         if inputs.ndim != 3 or inputs.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"{describe(self)}: inputs has shape {inputs.shape}, but hidden_size is {self.hidden_size}; "
                 f"pass [batch, sequence, {self.hidden_size}]."
             )
-        if is_decoder and encoded is None:
+        if decoder and encoded is None:
             raise ValueError(f"{describe(self)}: a decoder layer needs `encoded`, the encoder's output [b, t, H].")
-        if not is_decoder:
+        if not decoder:
             for name, value in (("encoded", encoded), ("encoder_decoder_mask", encoder_decoder_mask)):
                 if value is not None:
                     raise ValueError(f'{describe(self)}: {name} is given, but layer_type is "encoder"; use "decoder".')
-        heads = self.num_attention_heads
-        if heads < 1 or (self.kv_channels is None and self.hidden_size % heads):
-            raise ValueError(
-                f"{describe(self)}: hidden_size={self.hidden_size} does not split into num_attention_heads="
-                f"{self.num_attention_heads}; pass a divisor, or kv_channels."
-            )
-        rotary = self.enable_rotary_pos_emb or (is_decoder and self.cross_rotary_pos_emb)
-        switches = "enable_rotary_pos_emb" + (" or cross_rotary_pos_emb" if is_decoder else "")
-        check_rotary_fields(self, self._head_dim(), rotary, switches)
-
-    def _head_dim(self) -> int:
-        return self.kv_channels or self.hidden_size // self.num_attention_heads
-
-    def _check_parallel(self, is_decoder):
-        if not self.parallel_attention_mlp:
-            if self.parallel_shared_layernorm:
-                raise ValueError(
-                    f"{describe(self)}: parallel_shared_layernorm is True, but parallel_attention_mlp is False; set "
-                    "both, or neither: one after the other, attention and MLP cannot share a norm."
-                )
-            return
-        if is_decoder:
-            raise ValueError(
-                f'{describe(self)}: parallel_attention_mlp is True, but layer_type is "decoder"; use "encoder" '
-                '(with self_attn_mask_type "causal" for a language model): cross-attention has no place in it.'
-            )
-        for name in ("apply_residual_connection_post_layernorm", "output_layernorm"):
-            if getattr(self, name):
-                raise ValueError(
-                    f"{describe(self)}: parallel_attention_mlp and {name} are both True; set one of them: a parallel "
-                    "layer has its norms before attention and MLP, its residual connection before the norms."
-                )
         held = self.get_variable("params", "mlp") if self.has_variable("params", "mlp") else {}
         if self.parallel_shared_layernorm and "scale" in held:
             raise ValueError(
@@ -266,18 +246,13 @@ class TransformerLayer(nn.Module):
     def _relative_bias(self, inputs, bidirectional: bool, cached: str | None, max_decode_length):
         """[1, h, s, s]; [1 or b, h, s, T] on the cache of the self-attention of name `cached`; None where relative
         embedding is off."""
-        if not self.enable_relative_embedding and self.relative_embedding is None:
+        if not has_relative_embedding(self):
             if self.has_variable("params", "relpos_bias"):
                 raise ValueError(
                     f"{describe(self)}: the parameters hold `relpos_bias`, but enable_relative_embedding is "
                     "False; set it True, or drop the parameter."
                 )
             return None
-        if self.self_attn_bias_type == "no_bias":
-            raise ValueError(
-                f'{describe(self)}: self_attn_bias_type is "no_bias", but relative embedding is on; leave '
-                "the type None."
-            )
         module = self.relative_embedding or RelativePositionBiases(
             num_buckets=32,
             max_distance=128,
@@ -296,7 +271,7 @@ class TransformerLayer(nn.Module):
     def _attention(self, name: str, cross: bool, padded: bool = True) -> MultiHeadAttention:
         rotary = self.cross_rotary_pos_emb if cross else self.enable_rotary_pos_emb
         return MultiHeadAttention(
-            head_dim=self._head_dim(),
+            head_dim=head_width(self),
             num_attention_heads=self.num_attention_heads,
             num_gqa_groups=self.num_gqa_groups,
             attention_dropout=self.attention_dropout,

@@ -6,6 +6,7 @@ import jax
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
 from te_jax import fp8
+from te_jax._check import check, integer
 from te_jax._types import align, like
 from te_jax.checkpoint_policies import GEMM, named
 from te_jax.layers import _fp8
@@ -13,7 +14,7 @@ from te_jax.layers._fp8 import Config, wide_of
 from te_jax.layers._specs import dense_spec
 from te_jax.layers.kernel import QuantizedKernel, taken
 from te_jax.ops.gemm import dot
-from te_jax.ops.quantize import FLOATS
+from te_jax.ops.quantize import FLOAT
 
 
 def dense(
@@ -72,8 +73,9 @@ def check_residual(name, residual, shape, dtype):
 def check_dense(name, x, kernel, bias, contract, recipe, metas):
     """Raises ValueError or TypeError, naming the layer, for operands that make no dense layer."""
     for what, a in (("x", x), ("kernel", kernel), ("bias", bias)):
-        if a is not None and a.dtype not in FLOATS:
-            raise TypeError(f"{name}: {what} is {a.dtype}; use float32, bfloat16 or float16.")
+        if a is not None or what != "bias":
+            check(name, what, a, FLOAT)
+    check(name, "contract", contract, integer())
     if not 1 <= contract <= min(x.ndim, kernel.ndim):
         raise ValueError(f"{name}: contract is {contract}; x has {x.ndim} axes, kernel {kernel.ndim}: use fewer.")
     inner, outer = x.shape[x.ndim - contract :], kernel.shape[:contract]

@@ -10,6 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
 from te_jax import fp8
+from te_jax._check import BOOL, check
 from te_jax._types import align, like
 from te_jax.checkpoint_policies import STATISTICS, named
 from te_jax.layers import _fp8
@@ -22,11 +23,22 @@ from te_jax.ops.gemm import gemm_sum
 from te_jax.ops.norm_block import norm_block_fwd
 
 
-def layernorm(x, gamma, beta=None, *, norm="layernorm", zero_centered_gamma=False, epsilon=1e-6) -> jax.Array:
+def layernorm(
+    x,
+    gamma,
+    beta=None,
+    *,
+    norm="layernorm",
+    zero_centered_gamma=False,
+    epsilon=1e-6,
+    name: str = "te_jax.layers.layernorm",
+) -> jax.Array:
     """LayerNorm or RMSNorm ("rmsnorm", beta None) over the last axis of x [..., h]; gamma, beta [h]. -> x's type.
 
-    zero_centered_gamma: gamma + 1 is applied. Raises ValueError or TypeError as `te_jax.ops.norm.norm`.
+    zero_centered_gamma: gamma + 1 is applied. epsilon: above 0. name: what errors call this layer. Raises ValueError or
+    TypeError as `te_jax.ops.norm.norm`.
     """
+    norm_op.check(name, x, gamma, beta, norm, epsilon, zero_centered_gamma)
     return norm_op.norm(x, gamma, beta, kind=norm, zero_centered=zero_centered_gamma, eps=epsilon)
 
 
@@ -70,11 +82,15 @@ def layernorm_dense(
     """
     projections = (Projection(kernel, bias, metas), *also)
     projections = [p._replace(kernel=taken(name, p.kernel, 1, recipe)) for p in projections]
-    norm_op.check(name, x, gamma, beta, norm)
+    norm_op.check(name, x, gamma, beta, norm, epsilon, zero_centered_gamma)
+    check(name, "return_layernorm_output", return_layernorm_output, BOOL)
+    check(name, "return_input", return_input, BOOL)
     for p in projections:
         check_dense(name, x, wide_of(p.kernel), p.bias, 1, recipe, p.metas)
     if recipe is None:
-        ln_out = layernorm(x, gamma, beta, norm=norm, zero_centered_gamma=zero_centered_gamma, epsilon=epsilon)
+        ln_out = layernorm(
+            x, gamma, beta, norm=norm, zero_centered_gamma=zero_centered_gamma, epsilon=epsilon, name=name
+        )
         each = _dense_of_one_sum if also else _dense_each
         y = each(*align(ln_out, *(w for p in projections for w in (p.kernel, p.bias))))
     else:

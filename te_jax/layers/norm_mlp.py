@@ -11,6 +11,7 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 from jax.sharding import PartitionSpec
 
 from te_jax import fp8
+from te_jax._check import check
 from te_jax._types import align, like
 from te_jax.checkpoint_policies import STATISTICS, named
 from te_jax.layers import _fp8
@@ -71,7 +72,9 @@ def layernorm_mlp(
     Returns y of x's type. Raises ValueError for sizes that do not match and activations that `supported` does not
     know, TypeError for operands that are not float.
     """
-    norm_op.check(name, x, gamma, beta, norm)
+    norm_op.check(name, x, gamma, beta, norm, epsilon, zero_centered_gamma)
+    check(name, "activations", activations, act_op.ACTIVATIONS)
+    act_op.check_params(name, "activation_params", activations, activation_params)
     wi, wo = (taken(name, kernel, 1, recipe) for kernel in (wi, wo))
     check_dense(name, x, wide_of(wi), wi_bias, 1, recipe, metas and metas[0])
     middle_type = ShapedArray((*x.shape[:-1], wide_of(wi).shape[-1]), x.dtype)

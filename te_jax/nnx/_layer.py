@@ -17,6 +17,8 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import ShapeDtypeStruct
 
+from te_jax._check import bind
+from te_jax.flax._fields import check_fields
 from te_jax.flax._state import describe, on_missing_state
 from te_jax.flax.cache import COLLECTION as CACHE
 from te_jax.fp8 import FP8_COLLECTION, current_recipe
@@ -73,7 +75,7 @@ class Layer(nnx.Module):
     def __init__(self, *args, rngs: nnx.Rngs | None = None, **kwargs):
         part = args[0] if args and isinstance(args[0], nn.Module) else None  # its parent gives it its variables
         if part is None:
-            bound = _signature(type(self)).bind(*args, rngs=rngs, **kwargs)
+            bound = bind(type(self).__name__, _signature(type(self)), args, {"rngs": rngs, **kwargs})
             bound.apply_defaults()
             fields = {name: bound.arguments.pop(name) for name in _fields(self.linen_type)}
             for name, value in fields.items():
@@ -92,6 +94,7 @@ class Layer(nnx.Module):
         if not isinstance(rngs, nnx.Rngs):
             raise TypeError(f"{type(self).__name__}: rngs is {rngs!r}; pass nnx.Rngs(seed).")
         del bound.arguments["rngs"]
+        check_fields(self.linen)  # before sizes follow from them
         self._initialise(type(self).inputs(self.linen, **bound.arguments), rngs)
         if self._drops:
             self.rngs = rngs[self._stream].fork()
@@ -138,7 +141,7 @@ class Layer(nnx.Module):
         Raises what the Linen module raises; ValueError where dropout has no key, and where the recipe in force needs
         FP8 state that the module lacks.
         """
-        call = _call(type(self.linen)).bind(*args, **kwargs)
+        call = bind(type(self).__name__, _call(type(self.linen)), args, kwargs)
         if hasattr(self, "deterministic") and call.arguments.get("deterministic") is None:
             call.arguments["deterministic"] = self.deterministic
         variables, replaced = self._gather()
@@ -258,8 +261,11 @@ def _variable(collection: str, name: str, value) -> nnx.Variable:
     """The variable of a leaf as `init` returns it, in a box with its logical axes or bare."""
     metadata = {}
     rules, mesh = nn.get_logical_axis_rules(), jax.sharding.get_abstract_mesh()
-    if isinstance(value, nn.LogicallyPartitioned) and rules and not mesh.empty:
-        metadata["out_sharding"] = tuple(nn.logical_to_mesh_axes(value.names, rules))
+    if isinstance(value, nn.LogicallyPartitioned):
+        if rules and not mesh.empty:
+            metadata["out_sharding"] = tuple(nn.logical_to_mesh_axes(value.names, rules))
+    elif isinstance(value, nn.Partitioned) and not mesh.empty:  # mesh axes already
+        metadata["out_sharding"] = tuple(value.names)
     kind = nnx.LoRAParam if collection == "params" and "lora_" in name else _TYPES[collection]
     return kind(nn.meta.unbox(value), **metadata)
 

@@ -1,7 +1,7 @@
 """The NNX modules: each names its Linen module, and the sizes that its parameters follow from."""
 
 import te_jax.flax as te_flax
-from te_jax.flax.dense import as_tuple
+from te_jax.flax._fields import as_tuple
 from te_jax.nnx._layer import Layer, example
 
 

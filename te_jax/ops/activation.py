@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from te_jax._amax import amax
+from te_jax._check import Kind, check, did_you_mean, number
 from te_jax._op import Op
-from te_jax.ops.quantize import saturate, tiles, transpose
+from te_jax.ops.quantize import fp8_type, saturate, tiles, transpose
 
 # Clamped SwiGLU of gpt-oss (https://arxiv.org/abs/2508.10925): the defaults of its model card.
 CLAMPED_DEFAULTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
@@ -65,6 +66,45 @@ _FROM_JAX_NN = (
 ).split()
 
 
+# Names that others have for a pair of these.
+_PAIRS = {
+    "swiglu": ("silu", "linear"),
+    "geglu": ("gelu", "linear"),
+    "reglu": ("relu", "linear"),
+    "glu": ("sigmoid", "linear"),
+}
+_NAMES = (*_ACTIVATIONS, *_FROM_JAX_NN)
+
+
+def _is_known(name) -> bool:
+    return callable(name) or (isinstance(name, str) and name.lower() in _NAMES)
+
+
+def _meant(names) -> str:
+    """Which of the names is none, and what may have been meant."""
+    for name in (names,) if isinstance(names, str) else names if isinstance(names, Sequence) else ():
+        if not isinstance(name, str) and not callable(name):
+            return f"{name!r} is neither a name nor a function"
+        if isinstance(name, str) and name.lower() in _PAIRS:
+            return f"{name!r} is {_PAIRS[name.lower()]}"
+        if not _is_known(name):
+            return f"{name!r} is not known; {did_you_mean(name, _NAMES) or 'pass one of ' + ', '.join(_NAMES)}"
+    return ""
+
+
+ACTIVATIONS = Kind(
+    'a tuple of names and functions, one for each slot, such as ("gelu",) or ("silu", "linear")',
+    lambda names: (
+        isinstance(names, str)
+        or (isinstance(names, Sequence) and all(isinstance(name, str) or callable(name) for name in names))
+    ),
+    lambda names: not isinstance(names, str) and len(names) > 0 and all(map(_is_known, names)),
+    _meant,
+)
+
+_FINITE = Kind("a finite number", lambda value: True, number().accepts)
+
+
 def slots(names: Sequence[str | Callable]) -> tuple[str | Callable, ...]:
     """The activation of each slot of the A axis.
 
@@ -73,31 +113,25 @@ def slots(names: Sequence[str | Callable]) -> tuple[str | Callable, ...]:
 
     Raises ValueError for an unknown name, TypeError for what is neither a name nor a function.
     """
-    if isinstance(names, str) or not names:
-        raise ValueError(f'activation: names is {names!r}; pass a tuple such as ("gelu",) or ("silu", "linear").')
+    check("activation", "names", names, ACTIVATIONS)
     lower = tuple(name.lower() if isinstance(name, str) else name for name in names)
-    for name in lower:
-        if not isinstance(name, str) and not callable(name):
-            raise TypeError(f"activation: {name!r} is neither a name nor a function.")
-        if isinstance(name, str) and name not in _ACTIVATIONS and name not in _FROM_JAX_NN:
-            known = ", ".join([*_ACTIVATIONS, *_FROM_JAX_NN])
-            raise ValueError(f"activation: {name!r} is not known; pass one of {known}, or a function.")
     return lower[::-1] if lower[0] in ("linear", "clamped_linear") else lower
 
 
-def _parameters(names: Sequence[str | Callable], params: Mapping | None) -> dict[str, float]:
-    given = dict(params or {})
-    clamped = any(isinstance(name, str) and name.startswith("clamped_") for name in names)
+def check_params(where: str, argument: str, names: Sequence[str | Callable], params: Mapping | None) -> None:
+    """Raises ValueError or TypeError, naming `where` and its `argument`, for parameters that these activations lack."""
+    clamped = any(isinstance(name, str) and name.lower().startswith("clamped_") for name in names)
     known = tuple(CLAMPED_DEFAULTS) if clamped else ()
-    for key, value in given.items():
+    for key, value in (params or {}).items():
         if key not in known:
-            raise ValueError(
-                f"activation: activation_params has {key!r}, but {tuple(map(str, names))} takes "
-                f"{', '.join(known) or 'none (they belong to clamped_silu and clamped_linear)'}."
-            )
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"activation: activation_params[{key!r}] is {value!r}; pass a finite number.")
-    return {**CLAMPED_DEFAULTS, **given}
+            takes = did_you_mean(key, known) or ", ".join(known) or "none (they belong to clamped_silu, clamped_linear)"
+            raise ValueError(f"{where}: {argument} has {key!r}, but {tuple(map(str, names))} takes {takes}.")
+        check(where, f"{argument}[{key!r}]", value, _FINITE)
+
+
+def _parameters(names: Sequence[str | Callable], params: Mapping | None) -> dict[str, float]:
+    check_params("activation", "params", names, params)
+    return {**CLAMPED_DEFAULTS, **(params or {})}
 
 
 def activation(x: jax.Array, names: Sequence[str | Callable], params: Mapping | None = None) -> jax.Array:
@@ -203,7 +237,7 @@ def check_same_dtype(op, dy, x):
 
 def _bwd_dtypes(dy, x, scale, *, dtype, **_):
     check_same_dtype("te_activation_bwd", dy, x)
-    return x, dtype, dtype, jnp.float32, jnp.float32
+    return x, fp8_type("te_activation_bwd", dtype), dtype, jnp.float32, jnp.float32
 
 
 def kind_of(x, names: tuple) -> int:
@@ -227,7 +261,7 @@ activation_fwd = Op(
     replicated="a",
     combine={"amax": "max"},
     fenced="y",
-    dtypes=lambda x, scale, *, dtype, **_: (x, dtype, dtype, jnp.float32),
+    dtypes=lambda x, scale, *, dtype, **_: (x, fp8_type("te_activation_fwd", dtype), dtype, jnp.float32),
     partials={"amax": lambda x, *args, **attrs: _tiles(x)},
     reference=_fwd_reference,
     cuda=_cuda,

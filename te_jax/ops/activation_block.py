@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from te_jax._op import Op
 from te_jax.ops import activation as act
+from te_jax.ops.quantize import fp8_type
 from te_jax.ops.quantize_block import BLOCK, check_gpu, rows_reference
 
 
@@ -21,12 +22,12 @@ def _bwd_reference(dy, x, *, dtype, power_2, epsilon, **attrs):
 
 
 def _fwd_dtypes(x, *, dtype, **_):
-    return dtype, dtype, jnp.float32, jnp.float32
+    return fp8_type("te_activation_block_fwd", dtype), dtype, jnp.float32, jnp.float32
 
 
 def _bwd_dtypes(dy, x, *, dtype, **_):
     act.check_same_dtype("te_activation_block_bwd", dy, x)
-    return dtype, dtype, *(jnp.float32,) * 3
+    return fp8_type("te_activation_block_bwd", dtype), dtype, *(jnp.float32,) * 3
 
 
 def _cuda(op, call, *operands, names, **attrs):

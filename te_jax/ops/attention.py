@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from te_jax._check import NONE, check, one_of
 from te_jax._types import align, varying
 from te_jax.checkpoint_policies import ATTENTION, named
-from te_jax.ops.attention_check import Options, check_options
+from te_jax.ops.attention_check import Options, check_options, warn_of_padding
 from te_jax.ops.attention_form import HIDES, attention, form_of, only_band
 from te_jax.ops.attention_mask import MASK_TYPES as MASK_TYPES
 from te_jax.ops.attention_mask import SequenceDescriptor as SequenceDescriptor
@@ -27,6 +28,7 @@ from te_jax.ops.attention_reference import finite_top, mix, scores
 from te_jax.ops.attention_reference import parts as reference_parts
 
 _OP = "dot_product_attention"
+_IMPLEMENTATION = NONE | one_of("cudnn", "xla")
 _LONG = 4096  # beyond its square the s x t logits in memory deserve a warning
 
 # ---- all of it, in plain JAX -----------------------------------------------------------------------
@@ -99,8 +101,7 @@ def _why_not_cudnn(q, k, v, options: Options) -> str:
 
 
 def _choose(q, k, v, options: Options, implementation) -> AttentionChoice:
-    if implementation not in (None, "cudnn", "xla"):
-        raise ValueError(f"{_OP}: implementation is {implementation!r}; pass None, 'cudnn' or 'xla'.")
+    check(_OP, "implementation", implementation, _IMPLEMENTATION)
     why_not = _why_not_cudnn(q, k, v, options)
     if implementation == "cudnn" and why_not:
         raise ValueError(f"{_OP}: implementation is 'cudnn', but {why_not}; pass None or 'xla'.")
@@ -147,6 +148,7 @@ def dot_product_attention(
     return_lse: bool = False,
     seq_major: bool = False,
     context_checkpoint_name: str | None = None,
+    name: str = _OP,
 ):
     """softmax(scale * q k^T + bias, masked) v per head, with logits, softmax and sums in f32.
 
@@ -186,6 +188,7 @@ def dot_product_attention(
     seq_major:      the operands are turned from [s, b, heads, d]: cuDNN reads and writes them there by strides, if
                     it needs no lengths. The result is the same.
     context_checkpoint_name: names the output, and lse and the dropout's seeds with it, for `jax.checkpoint` policies.
+    name:           what errors call this attention.
 
     Returns [b..., s, h, e] of q's dtype, or a tuple of that and what else is asked for, in the order above.
     Raises ValueError or TypeError for arguments that do not fit, and where a forced cuDNN cannot serve.
@@ -197,8 +200,9 @@ def dot_product_attention(
         softmax_type=softmax_type, softmax_offset=softmax_offset, scale=scale, window_size=window_size,
         dropout_rate=dropout_rate, dropout_rng=dropout_rng, sequence_descriptor=sequence_descriptor,
         deterministic=deterministic, return_max_logit=return_max_logit, return_lse=return_lse, seq_major=seq_major,
-        context_checkpoint_name=context_checkpoint_name,
+        context_checkpoint_name=context_checkpoint_name, name=name,
     )  # fmt: skip
+    warn_of_padding(name, attn_mask_type, mask, sequence_descriptor)
     choice = _choose(q, k, v, options, implementation)
     q, restore = undivided_groups(q, k.shape[-2])
     dropout_rng = _own_key(dropout_rng, q, k, v) if options.dropout_rate else None
@@ -255,7 +259,9 @@ def _of_joined(op, name, operands, interleaved, implementation, kwargs):
         raise ValueError(f"{op}: {name} has shape {tuple(joined.shape)}; pass [b..., tokens, {wanted}].")
     operands = (*apart, jnp.swapaxes(joined, -3, -2) if interleaved else joined)  # only in name: see `Op.layout`
     parts = parts_of(*operands)
+    kwargs.setdefault("name", op)
     options = check_options(op, *parts, **kwargs)
+    warn_of_padding(kwargs["name"], options.attn_mask_type, options.mask, options.sequence_descriptor)
     if _choose(*parts, options, implementation).implementation == "xla":
         return dot_product_attention(*reference_parts(*operands), implementation=implementation, **kwargs)
     q, restore = (operands[0], lambda out: out) if n == 3 else undivided_groups(operands[0], parts[1].shape[-2])

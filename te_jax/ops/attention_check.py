@@ -1,17 +1,44 @@
 """The arguments of `dot_product_attention`, checked and put into their plain forms."""
 
 import math
-import numbers
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
+from te_jax._check import (
+    ARRAY,
+    BOOL,
+    NONE,
+    RATE,
+    STRING,
+    Kind,
+    check,
+    integer,
+    number,
+    one_of,
+    plain,
+    tuple_of,
+    warn_once,
+)
 from te_jax.ops.attention_bias import alibi_bias
 from te_jax.ops.attention_mask import MASK_TYPES, Band, SequenceDescriptor, either
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias")
 SOFTMAX_TYPES = ("vanilla", "off_by_one", "learnable")  # off-by-one is the same as off_by_one
+MASK_TYPE = one_of(*MASK_TYPES)
+BIAS_TYPE = NONE | one_of(*BIAS_TYPES, normalize=plain)
+SOFTMAX_TYPE = one_of(*SOFTMAX_TYPES, normalize=plain)
+_INTS = tuple_of(integer(), 2)
+WINDOW = Kind(
+    "None or (left, right), two ints, negative for open",
+    lambda window: True,
+    lambda window: window is None or _INTS.accepts(window),
+)
+_SCALE = Kind(
+    "None or a finite Python number (scale q for one that is traced)",
+    lambda scale: number().accepts(scale),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,31 +106,30 @@ def check_options(
     softmax_type="vanilla", softmax_offset=None, scale=None, window_size=None, dropout_rate=0.0,
     dropout_rng=None, sequence_descriptor=None,
     deterministic=False, return_max_logit=False, return_lse=False, seq_major=False,
-    context_checkpoint_name=None, needs_rng=True, alibi_slopes=None,
+    context_checkpoint_name=None, needs_rng=True, alibi_slopes=None, name=None,
 ) -> Options:  # fmt: skip
-    """Raises ValueError or TypeError that names `op`, the argument, its value and the way out."""
+    """Raises ValueError or TypeError that names `op` (or the caller's `name`), the argument, its value and the way
+    out."""
+    op = name or op
     _check_operands(op, q, k, v)
     batch, s, h, t = q.shape[:-3], q.shape[-3], q.shape[-2], k.shape[-3]
-    if attn_mask_type not in MASK_TYPES:
-        raise ValueError(f"{op}: attn_mask_type is {attn_mask_type!r}; pass one of {', '.join(MASK_TYPES)}.")
+    check(op, "attn_mask_type", attn_mask_type, MASK_TYPE)
     _check_broadcast(op, "bias", bias, (*batch, h, s, t), "a floating", jnp.floating)
     _check_broadcast(op, "mask", mask, (*batch, h, s, t), "a bool or integer", jnp.bool_, jnp.integer)
-    _check_bias_type(op, attn_bias_type, bias)
+    attn_bias_type = _bias_type(op, attn_bias_type, bias)
     if sequence_descriptor is not None:
         if not isinstance(sequence_descriptor, SequenceDescriptor):
             kind = type(sequence_descriptor).__name__
             raise TypeError(f"{op}: sequence_descriptor is a {kind}; pass a SequenceDescriptor, or use `mask`.")
         sequence_descriptor.check(op, batch, s, t)
-    for name, flag in (
+    for argument, flag in (
         ("deterministic", deterministic),
         ("return_max_logit", return_max_logit),
         ("return_lse", return_lse),
         ("seq_major", seq_major),
     ):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{op}: {name} is {flag!r}; pass True or False.")
-    if not isinstance(context_checkpoint_name, (str, type(None))):
-        raise TypeError(f"{op}: context_checkpoint_name is {context_checkpoint_name!r}; pass a string or None.")
+        check(op, argument, flag, BOOL)
+    check(op, "context_checkpoint_name", context_checkpoint_name, NONE | STRING)
     if alibi_slopes is not None:
         _check_alibi(op, alibi_slopes, len(batch), h, attn_bias_type, sequence_descriptor)
     window = _window(op, window_size)
@@ -118,16 +144,18 @@ def check_options(
         softmax_offset=softmax_offset,
         scale=_scale(op, scale, q.shape[-1]),
         dropout_rate=_dropout_rate(op, dropout_rate, dropout_rng, needs_rng),
-        deterministic=deterministic,
+        deterministic=bool(deterministic),
         sequence_descriptor=sequence_descriptor,
-        return_max_logit=return_max_logit,
-        return_lse=return_lse,
-        seq_major=seq_major,
+        return_max_logit=bool(return_max_logit),
+        return_lse=bool(return_lse),
+        seq_major=bool(seq_major),
         alibi_slopes=alibi_slopes,
     )
 
 
 def _check_operands(op, q, k, v):
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check(op, name, x, ARRAY)
     shapes = (
         f"q[b..., s, h, d] is {tuple(q.shape)}, k[b..., t, g, d] {tuple(k.shape)}, v[b..., t, g, e] {tuple(v.shape)}"
     )
@@ -167,13 +195,15 @@ def _check_broadcast(op, name, x, shape, kind, *dtypes):
         raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, which does not broadcast; pass {want}.")
 
 
-def _check_bias_type(op, kind, bias):
-    if kind is not None and kind not in BIAS_TYPES:
-        raise ValueError(f"{op}: attn_bias_type is {kind!r}; pass None or one of {', '.join(BIAS_TYPES)}.")
+def _bias_type(op, given, bias) -> str | None:
+    """`given` in lower case."""
+    check(op, "attn_bias_type", given, BIAS_TYPE)
+    kind = given and plain(given)
     if kind == "no_bias" and bias is not None:
         raise ValueError(f"{op}: attn_bias_type is 'no_bias', but bias has shape {tuple(bias.shape)}; leave one out.")
     if kind not in (None, "no_bias") and bias is None:
         raise ValueError(f"{op}: attn_bias_type is {kind!r}, but bias is None; pass a bias, or leave the type None.")
+    return kind
 
 
 def _check_alibi(op, slopes, batch_axes, h, bias_type, described):
@@ -195,9 +225,8 @@ def _check_alibi(op, slopes, batch_axes, h, bias_type, described):
 
 
 def _softmax_type(op, kind, offset, h) -> str:
-    name = kind.replace("-", "_") if isinstance(kind, str) else kind
-    if name not in SOFTMAX_TYPES:
-        raise ValueError(f"{op}: softmax_type is {kind!r}; pass one of {', '.join(SOFTMAX_TYPES)}.")
+    check(op, "softmax_type", kind, SOFTMAX_TYPE)
+    name = plain(kind)
     if (name == "learnable") != (offset is not None):
         given = "None" if offset is None else f"given, of shape {tuple(offset.shape)}"
         raise ValueError(f"{op}: softmax_type is {kind!r}, but softmax_offset is {given}; 'learnable' alone takes it.")
@@ -211,28 +240,28 @@ def _softmax_type(op, kind, offset, h) -> str:
 
 
 def _window(op, window) -> tuple[int, int] | None:
-    if window is None:
-        return None
-    if not isinstance(window, (tuple, list)) or len(window) != 2 or not all(is_int(size) for size in window):
-        raise ValueError(f"{op}: window_size is {window!r}; pass None or (left, right), two ints, negative for open.")
-    return int(window[0]), int(window[1])
-
-
-def is_int(x) -> bool:
-    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+    check(op, "window_size", window, WINDOW)
+    return None if window is None else (int(window[0]), int(window[1]))
 
 
 def _scale(op, scale, d) -> float:
     if scale is None:
         return 1.0 / math.sqrt(d) if d else 1.0
-    if not isinstance(scale, numbers.Real) or not math.isfinite(scale):
-        raise TypeError(f"{op}: scale is {scale!r}; pass a finite Python number (scale q for one that is traced).")
+    check(op, "scale", scale, _SCALE)
     return float(scale)
 
 
 def _dropout_rate(op, rate, rng, needs_rng) -> float:
-    if not isinstance(rate, numbers.Real) or not 0 <= rate < 1:
-        raise ValueError(f"{op}: dropout_rate is {rate!r}; pass a number in [0, 1).")
+    check(op, "dropout_rate", rate, RATE)
     if rate > 0 and rng is None and needs_rng:
         raise ValueError(f"{op}: dropout_rate is {rate}, but dropout_rng is None; pass a jax.random key.")
     return float(rate)
+
+
+def warn_of_padding(op: str, mask_type: str, mask, described: SequenceDescriptor | None) -> None:
+    """Warns, once, where a padding type has nothing that tells what is padding."""
+    if MASK_TYPES[mask_type].padding and mask is None and described is None:
+        warn_once(
+            f"{op}: attn_mask_type is {mask_type!r}, but neither mask nor sequence_descriptor says what is padding, so "
+            "nothing is; pass one of them, or a type without padding."
+        )

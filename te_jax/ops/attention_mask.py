@@ -5,7 +5,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+
+from te_jax._check import warn_once
 
 
 class MaskType(NamedTuple):
@@ -193,6 +196,8 @@ class SequenceDescriptor:
                     f"{op}: sequence_descriptor.{field} of the {name} has shape {array.shape}, needs "
                     f"{(*want, 'n') if packed else want}; pass a pair where queries and keys differ."
                 )
+            if self.segment_ids is None:
+                _warn_of_lengths(f"{op}: sequence_descriptor.seqlens of the {name}", array, size)
 
     def hides(self, band: Band, s: int, t: int) -> jax.Array:
         """bool[b, s, t]: keys of other segments, padding, and what is outside of `band`.
@@ -210,6 +215,15 @@ class SequenceDescriptor:
             return 0
         queries = jnp.sum(q_ids[..., :, None] == q_ids[..., None, :], -1)
         return (jnp.sum(same, -1) - queries)[..., None]
+
+
+def _warn_of_lengths(what: str, lengths, size: int):
+    """Warns, once, of lengths beyond the row, where their values are known."""
+    known = isinstance(lengths, np.ndarray | jax.Array) and not isinstance(lengths, jax.core.Tracer)
+    if not known or not lengths.size or not getattr(lengths, "is_fully_addressable", True):
+        return
+    if (most := int(np.max(np.asarray(lengths)))) > size:
+        warn_once(f"{what} has {most}, but a row has {size} tokens; it counts as {size}: pass lengths up to that.")
 
 
 def _pair(name: str, value) -> tuple[jax.Array, jax.Array]:

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from te_jax._amax import amax
+from te_jax._check import BOOL, number, one_of
+from te_jax._check import check as check_kind
 from te_jax._op import Op
 from te_jax._types import align, like
-from te_jax.ops.quantize import FLOATS, saturate, tiles
+from te_jax.ops.quantize import FLOAT, fp8_type, saturate, tiles
 
 KINDS = ("layernorm", "rmsnorm")
 _ROWS_PER_CTA, _MOST_CTAS = 8, 132  # csrc/norm_bwd.cu: one CTA on each multiprocessor of an H200, with a partial sum
@@ -49,7 +51,7 @@ norm_fwd = Op(
     replicated="h",
     combine={"amax": "max"},
     fenced="y",
-    dtypes=lambda x, gamma, beta, scale, *, dtype, **_: (x, dtype, dtype, jnp.float32, jnp.float32, jnp.float32),
+    dtypes=lambda x, gamma, beta, scale, *, dtype, **_: (x, fp8_type("te_norm_fwd", dtype), dtype, *(jnp.float32,) * 3),
     partials={"amax": lambda x, *args, **attrs: _amax_places(x)},
     workspace=_workspace,
     reference=_fwd_reference,
@@ -98,15 +100,16 @@ before its one rounding.
 """
 
 
-def check(op: str, x, gamma, beta, kind: str):
+def check(op: str, x, gamma, beta, kind: str, epsilon: float, zero_centered: bool):
     """Raises ValueError or TypeError, naming `op`, where the arguments make no norm."""
-    if kind not in KINDS:
-        raise ValueError(f"{op}: norm is {kind!r}; use one of {', '.join(KINDS)}.")
+    check_kind(op, "norm", kind, one_of(*KINDS))
+    check_kind(op, "epsilon", epsilon, number(above=0))
+    check_kind(op, "zero_centered_gamma", zero_centered, BOOL)
     if kind == "rmsnorm" and beta is not None:
         raise ValueError(f"{op}: RMSNorm has no beta; pass beta=None or norm='layernorm'.")
     for name, a in (("x", x), ("gamma", gamma), ("beta", beta)):
-        if a is not None and a.dtype not in FLOATS:
-            raise TypeError(f"{op}: {name} is {a.dtype}; use float32, bfloat16 or float16.")
+        if a is not None or name != "beta":
+            check_kind(op, name, a, FLOAT)
 
 
 def norm(x, gamma, beta=None, *, kind="layernorm", zero_centered=False, eps=1e-6) -> jax.Array:
@@ -116,7 +119,7 @@ def norm(x, gamma, beta=None, *, kind="layernorm", zero_centered=False, eps=1e-6
     kind: "layernorm" or "rmsnorm" (without beta). Differentiable in x, gamma and beta. Raises ValueError for an
     unknown kind or sizes that do not match, TypeError for operands that are not floating point.
     """
-    check("te_norm_fwd", x, gamma, beta, kind)
+    check("te_norm_fwd", x, gamma, beta, kind, eps, zero_centered)
     return _norm(*align(x, gamma, beta), kind == "rmsnorm", bool(zero_centered), float(eps))
 
 

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 
 from te_jax._op import Op
 from te_jax.ops.norm import norm_fwd, statistics_workspace
+from te_jax.ops.quantize import fp8_type
 from te_jax.ops.quantize_block import on_hopper, rows_reference
 
 
@@ -17,7 +18,7 @@ norm_block_fwd = Op(
     "x: m... m h, gamma: h, beta?: h -> data?: m... m h, data_t?: h m... m, scale_inv?: h/128 m... m, "
     "scale_inv_t?: m... m/128 h, mean?: m... m, rstd: m... m",
     replicated="h",
-    dtypes=lambda x, gamma, beta, *, dtype, **_: (dtype, dtype, *(jnp.float32,) * 4),
+    dtypes=lambda x, gamma, beta, *, dtype, **_: (fp8_type("te_norm_block_fwd", dtype), dtype, *(jnp.float32,) * 4),
     workspace=statistics_workspace,
     reference=_reference,
     cuda=on_hopper("te_norm_block_fwd"),

@@ -5,10 +5,21 @@ from math import ceil, prod
 import jax.numpy as jnp
 
 from te_jax._amax import amax
+from te_jax._check import Kind, array_of, check, is_dtype
 from te_jax._op import Op
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+FLOAT = array_of(*FLOATS, text="an array of float32, bfloat16 or float16")
+FP8_TYPE = Kind(
+    "float8_e4m3fn or float8_e5m2", is_dtype, lambda value: jnp.dtype(value) in (jnp.float8_e4m3fn, jnp.float8_e5m2)
+)
 _TILE_ROWS, _TILE_COLUMNS = 256, 64  # csrc/tile.cuh
+
+
+def fp8_type(op: str, dtype):
+    """`dtype`, the FP8 type that the op `op` is to write. Raises TypeError or ValueError for another."""
+    check(op, "dtype", dtype, FP8_TYPE)
+    return dtype
 
 
 def saturate(x, dtype):
@@ -52,7 +63,7 @@ quantize = Op(
     "x: m... n..., scale?: -> data?: m... n..., data_t?: n... m..., amax?:, dbias?: n...",
     combine={"amax": "max", "dbias": "sum"},
     ranks={"m...": "split"},
-    dtypes=lambda x, scale, *, split, dtype: (dtype, dtype, jnp.float32, jnp.float32),
+    dtypes=lambda x, scale, *, split, dtype: (fp8_type("te_quantize", dtype), dtype, jnp.float32, jnp.float32),
     partials={"amax": _tiles, "dbias": lambda *args, **attrs: _tiles(*args, **attrs)[:1]},
     reference=_reference,
 )

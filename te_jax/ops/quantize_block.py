@@ -8,7 +8,7 @@ from jax import lax
 from te_jax import _lib
 from te_jax._amax import amax
 from te_jax._op import Op
-from te_jax.ops.quantize import fill, saturate, transpose
+from te_jax.ops.quantize import fill, fp8_type, saturate, transpose
 from te_jax.recipe._base import scale_of_amax
 
 BLOCK = 128
@@ -106,7 +106,7 @@ quantize_block = Op(
     "dbias?: n... n",
     combine={"dbias": "sum"},
     ranks={"m...": "lead"},
-    dtypes=lambda x, *, dtype, **_: (dtype, dtype, *(jnp.float32,) * 5),
+    dtypes=lambda x, *, dtype, **_: (fp8_type("te_quantize_block", dtype), dtype, *(jnp.float32,) * 5),
     partials={"dbias": _row_tiles},
     reference=_reference,
     cuda=on_hopper("te_quantize_block"),

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 
 from te_jax._op import Op
+from te_jax.ops.quantize import fp8_type
 from te_jax.ops.quantize_block import in_rows
 from te_jax.recipe.mxfp8 import MXFP8BlockScaling, scale_inv_of_amax
 
@@ -24,7 +25,7 @@ quantize_mx = Op(
     "scale_inv_t?: m... m/32 n... n, dbias?: n... n",
     combine={"dbias": "sum"},
     ranks={"m...": "lead"},
-    dtypes=lambda x, *, dtype, **_: (dtype, dtype, *(jnp.float8_e8m0fnu,) * 2, jnp.float32),
+    dtypes=lambda x, *, dtype, **_: (fp8_type("te_quantize_mx", dtype), dtype, *(jnp.float8_e8m0fnu,) * 2, jnp.float32),
     reference=_reference,
     composed=True,
 )

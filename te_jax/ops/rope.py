@@ -10,15 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from te_jax._check import FLOATS_ARRAY, INTEGERS, Kind, KnownFields, array_of, check, integer, number, one_of, tuple_of
 from te_jax._op import Op
 from te_jax._types import align
 from te_jax.ops.quantize import FLOATS
 
 GROUP_METHODS = ("consecutive", "alternate")
+METHOD = one_of(*GROUP_METHODS)
+_PAIR = tuple_of(number(above=0), 2)
+_POSITIONS = array_of(jnp.integer, jnp.float32, jnp.float64, text="an array of integers or float32")  # bf16 ends at 256
+WINDOWS = Kind("(w0, w1) with 0 < w0 < w1", _PAIR.is_type, lambda pair: _PAIR.accepts(pair) and pair[0] < pair[1])
 
 
 @dataclass(frozen=True)
-class Scaling(abc.ABC):
+class Scaling(KnownFields, abc.ABC):
     """Makes a model's frequencies fit for `factor` times the positions that it was trained with."""
 
     factor: float
@@ -143,7 +148,7 @@ def rope(
     """Turns each pair of channels of x by an angle that grows with its position.
 
     x:            [b, s, h, d], d even, floating
-    positions:    [b, s] or [s], in tokens; None is 0 .. s-1
+    positions:    [b, s] or [s], in tokens, integers or float32; None is 0 .. s-1
     windows:      (w0, w1): pair i turns by positions / (w0 * (w1 / w0)**(2i / r)) radians
     group_method: "consecutive" pairs channels (2i, 2i + 1), "alternate" pairs (i, i + r/2)
     turned:       given, x is [b, s, n, h, d], as a joined projection gives queries, keys and values: the first
@@ -181,21 +186,26 @@ _rope.defvjp(_rope_fwd, _rope_bwd)
 
 
 def _check(x, positions, windows, group_method, turned, rotary_dim, scaling):
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"rope: x is {x.dtype}; pass a floating dtype.")
+    check("rope", "x", x, FLOATS_ARRAY)
     if x.ndim != (4 if turned is None else 5) or x.shape[-1] % 2:
         axes = "[b, s, h, d]" if turned is None else "[b, s, n, h, d]"
         raise ValueError(f"rope: x has shape {x.shape}; pass {axes} with an even d.")
-    if turned is not None and not 1 <= turned <= x.shape[2]:
-        raise ValueError(f"rope: turned is {turned}; x of shape {x.shape} has 1 to {x.shape[2]} slots to turn.")
-    if group_method not in GROUP_METHODS:
-        raise ValueError(f"rope: group_method is {group_method!r}; pass one of {GROUP_METHODS}.")
-    if len(windows) != 2 or not 0 < windows[0] < windows[1]:
-        raise ValueError(f"rope: windows is {windows!r}; pass (w0, w1) with 0 < w0 < w1.")
+    if turned is not None:
+        check("rope", "turned", turned, integer(1, x.shape[2]))
+    check("rope", "group_method", group_method, METHOD)
+    check("rope", "windows", windows, WINDOWS)
     check_rotary("rope", x.shape[-1], rotary_dim, scaling)
-    if positions is not None and positions.shape not in ((x.shape[1],), x.shape[:2], (1, x.shape[1])):
+    if positions is not None:
+        check_positions("rope", positions, x.shape[:2], _POSITIONS)
+
+
+def check_positions(caller: str, positions, rows: tuple[int, ...], kind: Kind = INTEGERS):
+    """Raises TypeError for positions that are not of `kind`, ValueError for others than [b, s] or [s] of b, s = `rows`."""
+    check(caller, "positions", positions, kind)
+    if positions.shape not in (rows, rows[1:], (1, *rows[1:])):
         raise ValueError(
-            f"rope: positions has shape {positions.shape}, but x[b, s, h, d] has shape {x.shape}; pass [b, s] or [s]."
+            f"{caller}: positions has shape {positions.shape}; pass a position of each token, {list(rows)} or "
+            f"{list(rows[1:])}."
         )
 
 

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from te_jax._check import KnownFields
+
 
 class _Max(NamedTuple):
     max_fwd: float  # largest finite value of the forward type
@@ -35,7 +37,7 @@ class Format(enum.Enum):
         return self.value.max_bwd if direction == "bwd" else self.value.max_fwd
 
 
-class Recipe:
+class Recipe(KnownFields):
     """What is asked of a recipe: three facts about it, and pure functions of one tensor's numbers.
 
     A recipe is a frozen dataclass with fields of its own and these: fp8_format, override_linear_precision, reduce_amax,
@@ -87,7 +89,7 @@ class Recipe:
     def _need_number(self, field: str, least: float, most: float, text: str):
         """Makes the field a float."""
         value = getattr(self, field)
-        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        number = isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_)
         self._need(number and least <= value <= most, field, text)  # not so of NaN
         object.__setattr__(self, field, float(value))
 

@@ -1,6 +1,5 @@
 """Delayed scaling: a tensor's scale follows from its amaxes in past steps."""
 
-import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import numpy as np
 from te_jax._amax import amax as largest
 from te_jax.recipe._base import Format, Recipe, bounded
 
+_MARGIN = 32  # that is E5M2's whole range, from its least number to its largest
 SCALE, HISTORY = "_scale", "_amax_history"  # how the names of a tensor's leaves end
 
 
@@ -68,8 +68,7 @@ class DelayedScaling(Recipe):
             whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
             self._need(whole and value >= 1, field, "pass an int of at least 1")
             set_(self, field, int(value))
-        finite = isinstance(self.margin, numbers.Real) and math.isfinite(self.margin)
-        self._need(finite, "margin", "pass a finite number of powers of 2")
+        self._need_number("margin", -_MARGIN, _MARGIN, f"pass a number of powers of 2 from -{_MARGIN} to {_MARGIN}")
         known = callable(self.amax_compute_algo) or self.amax_compute_algo in ("max", "most_recent")
         self._need(known, "amax_compute_algo", 'pass "max", "most_recent" or a function of the history')
         scaling = self.scaling_factor_compute_algo

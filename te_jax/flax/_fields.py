@@ -1,0 +1,336 @@
+"""What the fields and call arguments of the modules may be, each declared once: for Linen and NNX, for errors, and for
+the table in docs/fields.md (tests/test_fields.py writes it).
+
+A name means the same in every module, so `FIELDS` has it once; what a field needs beside it are the rules of its class.
+"""
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable, Mapping
+
+from flax import linen as nn
+
+from te_jax._check import (
+    BOOL,
+    FLOATING,
+    FUNCTION,
+    NONE,
+    RATE,
+    STRING,
+    Kind,
+    KnownFields,
+    check,
+    integer,
+    number,
+    one_of,
+    plain,
+    tuple_of,
+    warn_once,
+)
+from te_jax.flax._state import describe
+from te_jax.ops.activation import ACTIVATIONS, check_params
+from te_jax.ops.attention_check import BIAS_TYPE, MASK_TYPE, SOFTMAX_TYPE, WINDOW
+from te_jax.ops.rope import METHOD, WINDOWS, Scaling, check_rotary
+
+LAYOUTS = ("bs3hd", "bshd_bs2hd", "bshd_bshd_bshd", "t3hd", "thd_t2hd", "thd_thd_thd")
+STRATEGIES = {"DEFAULT": "default", "ALL_GATHER": "all_gather", "ALLGATHER": "all_gather", "RING": "ring"}
+LORA_SCOPES = {  # scope -> (qkv projections, output projection, MLP)
+    "none": (False, False, False),
+    "all": (True, True, True),
+    "qkv_proj": (True, False, False),
+    "output_proj": (False, True, False),
+    "mlp": (False, False, True),
+    "exclude_qkv_proj": (False, True, True),
+    "exclude_output_proj": (True, False, True),
+    "exclude_mlp": (True, True, False),
+}
+
+
+class TransformerLayerType(enum.Enum):
+    """What a `TransformerLayer` is; the strings are accepted too."""
+
+    ENCODER = "encoder"  # self-attention and MLP
+    DECODER = "decoder"  # with cross-attention between them
+
+
+# -- kinds ------------------------------------------------------------------------------------------------------
+
+
+def norm_type(name: str) -> str:
+    """`layernorm_type` as "layernorm" or "rmsnorm", whatever its case, "-" and "_"."""
+    return plain(name).replace("_", "")
+
+
+_INIT = Kind("an initializer, f(key, shape, dtype) -> array", FUNCTION.is_type)
+_AXES = tuple_of(NONE | STRING | tuple_of(STRING))
+_LOGICAL_AXES = Kind("a tuple of logical axis names and None", _AXES.is_type, _AXES.is_in)
+_POSITIVE, _SIZES = integer(1), tuple_of(integer(1))
+_WIDTHS = Kind(
+    "a positive int, or a tuple of them",
+    lambda value: _POSITIVE.is_type(value) or (_SIZES.is_type(value) and all(map(_POSITIVE.is_type, value))),
+)
+_INTS = integer() | tuple_of(integer())
+_PARAMS = Kind("a dict of their parameters", lambda value: isinstance(value, Mapping))
+_SCALING = Kind(
+    "None, LinearScaling, NTKScaling or Llama3Scaling of te_jax.ops.rope",
+    lambda value: value is None or isinstance(value, Scaling),
+)
+_LAYER_TYPE = Kind(
+    "one of ('encoder', 'decoder') or a TransformerLayerType",
+    lambda value: isinstance(value, str | TransformerLayerType),
+    lambda value: isinstance(value, TransformerLayerType) or value in [kind.value for kind in TransformerLayerType],
+)
+_RELATIVE = Kind(
+    "a module as RelativePositionBiases is, None or False (enable_relative_embedding switches on T5's)",
+    lambda value: value is None or isinstance(value, bool) or FUNCTION.is_type(value),
+    lambda value: value is not True,
+)
+_ABSENT = Kind("None: not in this version", lambda value: True)  # `nothing_of_later` has words for it
+
+
+def _each(kind: Kind, names: str) -> dict[str, Kind]:
+    return dict.fromkeys(names.split(), kind)
+
+
+FIELDS: dict[str, Kind] = {
+    # sizes
+    **_each(_WIDTHS, "features"),
+    **_each(_POSITIVE, "head_dim num_attention_heads hidden_size mlp_hidden_size intermediate_dim"),
+    **_each(_POSITIVE, "low_rank_adaptation_dim max_segments_per_seq max_distance"),
+    **_each(integer(2), "num_buckets"),
+    **_each(NONE | _POSITIVE, "num_gqa_groups kv_channels"),
+    **_each(_INTS, "axis"),
+    # numbers
+    **_each(number(above=0), "epsilon layernorm_epsilon"),
+    **_each(RATE, "attention_dropout hidden_dropout intermediate_dropout intermediate_dropout_rate drop_path"),
+    **_each(NONE | number(), "low_rank_adaptation_alpha scale_factor"),
+    **_each(NONE | number(above=0), "depth_scaling"),
+    **_each(tuple_of(integer(-3, 2)), "hidden_dropout_dims"),
+    **_each(tuple_of(integer()), "intermediate_dropout_dims intermediate_hidden_dropout_dims"),
+    **_each(WINDOW, "window_size cross_window_size"),
+    # switches
+    **_each(BOOL, "use_bias enable_layernorm zero_centered_gamma return_layernorm_output return_bias"),
+    **_each(BOOL, "input_layernorm output_layernorm apply_residual_connection_post_layernorm fuse_qkv_params"),
+    **_each(BOOL, "enable_low_rank_adaptation enable_sequence_parallel scale_attn_logits scaled_query_init"),
+    **_each(BOOL, "float32_logits float32_attention_logits return_max_logit"),
+    **_each(BOOL, "enable_rotary_pos_emb cross_rotary_pos_emb enable_relative_embedding"),
+    **_each(BOOL, "parallel_attention_mlp parallel_shared_layernorm context_parallel_causal_load_balanced"),
+    **_each(NONE | BOOL, "transpose_batch_sequence"),  # None: False, as older code spells it
+    # names
+    **_each(one_of("layernorm", "rmsnorm", normalize=norm_type), "layernorm_type"),
+    **_each(MASK_TYPE, "attn_mask_type self_attn_mask_type"),
+    **_each(BIAS_TYPE, "attn_bias_type self_attn_bias_type"),
+    **_each(SOFTMAX_TYPE, "softmax_type"),
+    **_each(one_of(*LAYOUTS, normalize=str.lower), "qkv_layout"),
+    **_each(one_of(*STRATEGIES, normalize=str.upper), "context_parallel_strategy"),
+    **_each(one_of(*LORA_SCOPES), "low_rank_adaptation_scope"),
+    **_each(_LAYER_TYPE, "layer_type"),
+    **_each(STRING, "dropout_rng_name intermediate_dropout_rng_name ffn1_ckpt_name ffn2_ckpt_name"),
+    **_each(NONE | STRING, "context_checkpoint_name quantization_checkpoint_name context_parallel_axis"),
+    # parameters
+    **_each(FLOATING, "dtype"),
+    **_each(NONE | FLOATING, "params_dtype"),
+    **_each(_INIT, "bias_init ln_bias_init embedding_init"),
+    **_each(NONE | _INIT, "kernel_init scale_init mha_kernel_init mlp_kernel_init"),
+    **_each(_LOGICAL_AXES, "kernel_axes kernel_axes_1 kernel_axes_2 bias_axes bias_axes_1 bias_axes_2"),
+    **_each(_LOGICAL_AXES, "scale_axes ln_bias_axes embedding_axes"),
+    **_each(NONE | _LOGICAL_AXES, "input_axes layernorm_input_axes dot_input_axes dot_1_input_axes dot_2_input_axes"),
+    # activations, positions
+    **_each(ACTIVATIONS, "activations mlp_activations"),
+    **_each(NONE | _PARAMS, "activation_params mlp_activation_params"),
+    **_each(WINDOWS, "rotary_pos_emb_windows"),
+    **_each(METHOD, "rotary_pos_emb_group_method"),
+    **_each(NONE | integer(), "rotary_pos_emb_dim"),
+    **_each(_SCALING, "rotary_pos_emb_scaling"),
+    **_each(_RELATIVE, "relative_embedding"),
+    **_each(_ABSENT, "score_mod score_mod_bprop"),
+}
+
+CALL: dict[str, Kind] = {
+    **_each(BOOL, "deterministic decode norm_output return_input operands bidirectional"),
+    **_each(NONE | _POSITIVE, "max_decode_length"),
+    **_each(_POSITIVE, "q_seqlen k_seqlen"),
+}
+
+
+def check_call(module: nn.Module, **arguments) -> None:
+    """Raises TypeError or ValueError for a call argument that is not of its kind."""
+    for name, value in arguments.items():
+        check(describe(module), name, value, CALL[name])
+
+
+def warn_unused(module: nn.Module, text: str) -> None:
+    """Warns, once, of what was asked of `module` and has no effect."""
+    warn_once(f"{describe(module)}: {text}.")
+
+
+# -- the modules ------------------------------------------------------------------------------------------------
+
+Rule = Callable[["Module"], str | None]  # -> what is wrong with the fields; nothing: None, "" or False
+
+
+class Module(KnownFields, nn.Module):
+    """A Flax module whose fields are checked when it gets its scope and so its path: a submodule where it is made, any
+    other by `init` and `apply`.
+
+    A class may name kinds of its own for names that mean something else there, and the rules between its fields; a
+    rule's docstring stands in the docs.
+    """
+
+    # Without annotations, which would make fields of them.
+    own_kinds = {}  # field -> Kind
+    rules = ()
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.scope is not None:
+            check_fields(self)
+
+
+def check_fields(module: Module) -> None:
+    """Raises TypeError or ValueError for a field that is not of its kind, and where a rule says no."""
+    for name, kind in kinds_of(type(module)):
+        check(describe(module), name, getattr(module, name), kind)
+    for rule in module.rules:
+        if text := rule(module):
+            raise ValueError(f"{describe(module)}: {text}.")
+
+
+@functools.cache
+def kinds_of(cls: type[Module]) -> tuple[tuple[str, Kind], ...]:
+    """(field, kind) of a module class; fields that a user's subclass adds have none."""
+    kinds = FIELDS | cls.own_kinds
+    return tuple((field.name, kinds[field.name]) for field in dataclasses.fields(cls) if field.name in kinds)
+
+
+# -- rules ------------------------------------------------------------------------------------------------------
+
+
+def nothing_of_later(module) -> str | None:
+    """`score_mod` and `score_mod_bprop` are not in this version."""
+    for name in ("score_mod", "score_mod_bprop"):
+        if getattr(module, name) is not None:
+            return later(name, getattr(module, name))
+
+
+def as_tuple(value) -> tuple[int, ...]:
+    """An int, or a tuple or list of them, as a tuple."""
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def later(name: str, value) -> str:
+    """What is wrong with an argument whose work is not in this version."""
+    return f"{name}={value!r} is not in this version of te_jax; leave it out"
+
+
+def widths_are_positive(module) -> str | None:
+    """`features` are at least 1, and at least one."""
+    features = as_tuple(module.features)
+    if not _SIZES.accepts(features) or not features:
+        return f"features is {features}; pass positive ints"
+
+
+def last_axis_alone(module) -> str | None:
+    """`axis` is -1, or (-1,)."""
+    if module.axis not in (-1, (-1,), [-1]):
+        return f"axis is {module.axis!r}; this module contracts the last axis alone: leave it -1"
+
+
+def groups_divide_heads(module) -> str | None:
+    """`num_gqa_groups` divides `num_attention_heads`."""
+    heads, groups = module.num_attention_heads, module.num_gqa_groups
+    if groups is not None and heads % groups:
+        return f"num_attention_heads={heads} does not split into num_gqa_groups={groups}; pass a divisor of it"
+
+
+def head_width_is_known(module) -> str | None:
+    """`num_attention_heads` divides `hidden_size`, unless `kv_channels` is given."""
+    if module.kv_channels is None and module.hidden_size % module.num_attention_heads:
+        return (
+            f"hidden_size={module.hidden_size} does not split into num_attention_heads={module.num_attention_heads}; "
+            "pass a divisor, or kv_channels"
+        )
+
+
+def rotary_fields_fit(module) -> str | None:
+    """`rotary_pos_emb_dim` and `rotary_pos_emb_scaling` need RoPE; it turns an even number of a head's channels."""
+    decoder = getattr(module, "cross_rotary_pos_emb", False) and is_decoder(module)
+    on = module.enable_rotary_pos_emb or decoder
+    names = "enable_rotary_pos_emb" + (" or cross_rotary_pos_emb" if is_decoder(module) else "")
+    for name in ("rotary_pos_emb_dim", "rotary_pos_emb_scaling"):
+        if not on and getattr(module, name) is not None:
+            return f"{name} is {getattr(module, name)!r}, but RoPE is off; set {names}, or leave {name} out"
+    if not on:
+        return None
+    width, dim = head_width(module), module.rotary_pos_emb_dim
+    check_rotary(describe(module), width, dim, module.rotary_pos_emb_scaling, "rotary_pos_emb_")
+    if dim is None and width % 2:
+        return f"RoPE is on, but a head has {width} channels; pass an even number of them, or rotary_pos_emb_dim"
+
+
+def cross_fields_need_a_decoder(module) -> str | None:
+    """`cross_window_size` and `cross_rotary_pos_emb` are a decoder's alone; else a warning."""
+    for name in ("cross_window_size", "cross_rotary_pos_emb"):
+        if getattr(module, name) and not is_decoder(module):
+            text = f'{name} is {getattr(module, name)!r}, but layer_type is "encoder", which has no cross-attention'
+            warn_unused(module, f'{text}; leave it out, or use "decoder"')
+
+
+def activations_take_their_params(module) -> str | None:
+    """The activation parameters are those of the activations that are named."""
+    field = "activations" if hasattr(module, "activations") else "mlp_activations"
+    params = field.replace("activations", "activation_params")
+    check_params(describe(module), params, getattr(module, field), getattr(module, params))
+
+
+def relative_embedding_is_a_bias(module) -> str | None:
+    """`self_attn_bias_type` and relative embedding go together: the layer has no other bias."""
+    on, kind = has_relative_embedding(module), module.self_attn_bias_type
+    if module.enable_relative_embedding and module.relative_embedding is False:
+        return "enable_relative_embedding is True, but relative_embedding is False; leave one of them out"
+    if on and kind is not None and plain(kind) == "no_bias":
+        return f"self_attn_bias_type is {kind!r}, but relative embedding is on; leave the type None"
+    if not on and kind is not None and plain(kind) != "no_bias":
+        return f"self_attn_bias_type is {kind!r}, but relative embedding is off; set it on, or leave the type None"
+
+
+def parallel_layers_are_encoders(module) -> str | None:
+    """`parallel_attention_mlp` is an encoder's alone, with its norms before attention and MLP;
+    `parallel_shared_layernorm` needs it."""
+    if not module.parallel_attention_mlp:
+        return module.parallel_shared_layernorm and (
+            "parallel_shared_layernorm is True, but parallel_attention_mlp is False; set both, or neither: one after "
+            "the other, attention and MLP cannot share a norm"
+        )
+    if is_decoder(module):
+        return (
+            'parallel_attention_mlp is True, but layer_type is "decoder"; use "encoder" (with self_attn_mask_type '
+            '"causal" for a language model): cross-attention has no place in it'
+        )
+    for name in ("apply_residual_connection_post_layernorm", "output_layernorm"):
+        if getattr(module, name):
+            return (
+                f"parallel_attention_mlp and {name} are both True; set one of them: a parallel layer has its norms "
+                "before attention and MLP, its residual connection before the norms"
+            )
+
+
+# -- what follows from fields -----------------------------------------------------------------------------------
+
+
+def is_decoder(module) -> bool:
+    """Whether `layer_type` of a module that has it says so."""
+    return getattr(module, "layer_type", None) in (TransformerLayerType.DECODER, TransformerLayerType.DECODER.value)
+
+
+def head_width(module) -> int:
+    """d, the channels of a head."""
+    if hasattr(module, "head_dim"):
+        return module.head_dim
+    return module.kv_channels or module.hidden_size // module.num_attention_heads
+
+
+def has_relative_embedding(module) -> bool:
+    """Whether a `TransformerLayer` adds relative position biases."""
+    return module.enable_relative_embedding or bool(callable(module.relative_embedding))
