@@ -1,36 +1,41 @@
-# `make train` and `make test` need nothing but Python 3.11+ (and, for the CUDA extension, a C++ compiler).
+# `make train` and `make test` need nothing but Python 3.11+, and a C++ compiler where they build the CUDA extension.
 PYTHON ?= python3
 VENV ?= .venv
-# CUDA=0: no CUDA extension. CUDA=1: build it, with nvcc from PyPI if there is none. auto: where a GPU or nvcc 13 is.
+# CUDA=0: no CUDA extension. CUDA=1: build it, with nvcc from PyPI if there is none. auto: 1 where a GPU is.
+# TE_JAX_CUDA_ARCHS says what for ("90a-real", "all"); else it is the GPU's own architecture, or all without one.
 CUDA ?= auto
 # Arguments of examples/train_gpt.py and of `python -m benchmarks`; of pytest.
 ARGS ?=
 TESTS ?=
 
-GPU := $(shell if nvidia-smi -L >/dev/null 2>&1 || test -e /dev/nvidia0; then echo yes; fi)
-MODE := $(if $(GPU),$(CUDA:auto=1),$(CUDA))
-JAX := $(if $(GPU),jax[cuda13],jax)
+GPU := $(shell $(PYTHON) cmake/locate.py --gpu 2>/dev/null)
+MODE := $(if $(GPU),$(CUDA:auto=1),$(CUDA:auto=0))
+BUILD := $(filter 1,$(MODE))
+ARCHS := $(subst ;, ,$(or $(TE_JAX_CUDA_ARCHS),$(GPU),all))
+EXTRAS := examples test $(if $(GPU),cuda13)
 # Workers would fight for the memory of one GPU; on CPU, compilation in one process uses one core.
 WORKERS := $(if $(GPU),,-n 2 --dist worksteal)
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INSTALLED := $(VENV)/.installed-cuda-$(MODE)
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*.* build_backend/*.py csrc/*) $(shell find third_party -type f)
 CXX_SOURCES := $(wildcard csrc/*)
+# What an installation is made of; the stamp names what was built.
+INSTALLED := $(VENV)/.installed-$(if $(BUILD),$(subst $() ,+,$(strip $(ARCHS))),pure)
+SOURCES := pyproject.toml $(wildcard build_backend/*.py) \
+  $(if $(BUILD),CMakeLists.txt te_jax/_archs.py $(wildcard cmake/*.*) $(CXX_SOURCES) $(shell find third_party -type f))
 export TE_JAX_BUILD_CUDA := $(MODE)
 
-.PHONY: help train test bench lint format cuda-check clean
+.PHONY: help train test bench wheel lint format clean
 
 help:
 	@echo "make train ARGS=...   install into $(VENV), train a GPT: ARGS=\"--preset tiny --compare\" (ARGS=--help lists all)"
 	@echo "make test TESTS=...   install into $(VENV), run the tests: TESTS=\"tests/test_norm.py -k odd\""
 	@echo "make bench ARGS=...   install into $(VENV), measure ops and layers on a GPU: ARGS=\"--suite layers --only 'gpt layer'\""
+	@echo "make wheel            build a wheel for all architectures into dist/"
 	@echo "make lint             ruff and clang-format"
 	@echo "make format           let both rewrite the sources"
-	@echo "make cuda-check       compile all CUDA sources for sm_90a, warnings are errors"
 	@echo "make clean            remove $(VENV) and build/"
-	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) CUDA=$(CUDA) (auto, 1, 0)"
+	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) CUDA=$(CUDA) (1 builds the CUDA extension, 0 does not, auto does where a GPU is)"
 
 train: $(INSTALLED)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -47,21 +52,32 @@ $(BIN)/python:
 	@echo "== virtual environment $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 
-# Python sources are used in place. A change of the build's sources installs again; the stamp names the mode.
+# Python sources are used in place; a change of the build's sources installs again.
 # No build isolation: objects in build/ stay valid, and the CUDA headers that jax brings are found.
 $(INSTALLED): $(SOURCES) | $(BIN)/python
 	@rm -f $(VENV)/.installed-*
-	@echo "== 1/3 $(JAX) and build tools$(if $(GPU), (an NVIDIA GPU is here))"
-	$(PIP) install "$(JAX)" scikit-build-core nanobind "cmake>=3.26" ninja
-	@echo "== 2/3 CUDA compiler and headers that are not here yet (up to 1 GB)"
-	$(BIN)/python cmake/locate.py --requires > $(VENV)/cuda-wheels.txt
+	@$(BIN)/python -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	  print(*project["dependencies"], *sum(map(project["optional-dependencies"].get, sys.argv[1:]), []), sep="\n")' \
+	  $(EXTRAS) > $(VENV)/packages.txt
+ifeq ($(BUILD),)
+	@echo "== 1/2 $$(wc -l < $(VENV)/packages.txt) packages and what they need: jax, Flax, what examples and tests import"
+	$(PIP) install -r $(VENV)/packages.txt scikit-build-core
+	@echo "== 2/2 te_jax, without its CUDA extension$(if $(GPU),, (no GPU is here; CUDA=1 builds it all the same))"
+	$(PIP) install --no-build-isolation --no-deps -e .
+else
+	@echo "== 1/3 $$(wc -l < $(VENV)/packages.txt) packages and what they need: jax, Flax, what examples and tests import; build tools"
+	$(PIP) install -r $(VENV)/packages.txt scikit-build-core nanobind "cmake>=3.26" ninja
+	@$(BIN)/python cmake/locate.py --requires > $(VENV)/cuda-wheels.txt
+	@echo "== 2/3 $$(wc -w < $(VENV)/cuda-wheels.txt) wheels of NVIDIA's compiler and headers that are not here (at most 1 GB)"
 	$(PIP) install -r $(VENV)/cuda-wheels.txt
-	@echo "== 3/3 te_jax; compiling its CUDA extension takes some minutes"
-	$(PIP) install --no-build-isolation -e ".[examples,test$(if $(GPU),$(comma)cuda13)]"
+	@echo "== 3/3 te_jax with its CUDA extension for $(ARCHS), some minutes for each; [n/N] counts the files"
+	$(PIP) install -v --no-build-isolation --no-deps -e .
+endif
 	@touch $@
 	@$(BIN)/python -m te_jax
 
-comma := ,
+wheel:
+	TE_JAX_BUILD_CUDA=1 TE_JAX_CUDA_ARCHS=all $(PYTHON) -m pip wheel --no-deps -w dist .
 
 $(VENV)/.lint: pyproject.toml | $(BIN)/python
 	$(PIP) install $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["lint"])')
@@ -76,10 +92,6 @@ format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)
-
-cuda-check: $(INSTALLED)
-	$(BIN)/cmake -S . -B build/cuda-check -G Ninja -DTE_JAX_WERROR=ON -DTE_JAX_CUDA_ARCHS=90a-real -DPython_EXECUTABLE=$(abspath $(BIN)/python)
-	$(BIN)/cmake --build build/cuda-check
 
 clean:
 	rm -rf $(VENV) build

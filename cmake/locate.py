@@ -1,9 +1,12 @@
-"""Find nvcc 13 and the CUDA headers: in the system, else in NVIDIA's Python wheels.
+"""What to build, and with what: the GPUs here, nvcc 13 and the CUDA headers, of the system or of NVIDIA's wheels.
 
 CMakeLists.txt reads the printed KEY=VALUE lines; the build backend and the Makefile ask for the wheels that
-are missing (`--requires`). Only the standard library: it runs before anything is installed.
+are missing (`--requires`), the Makefile for the architectures of the GPUs here (`--gpu`). Only the standard
+library: it runs before anything is installed.
 """
 
+import ctypes
+import importlib.util
 import os
 import re
 import shutil
@@ -23,9 +26,13 @@ HEADERS = {
     "CUDNN_FRONTEND_INCLUDE": ("cudnn_frontend.h", ["include"], "nvidia-cudnn-frontend==1.18.0"),
 }
 
+_spec = importlib.util.spec_from_file_location("_archs", Path(__file__).parent.parent / "te_jax" / "_archs.py")
+archs = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(archs)
+
 
 def build_mode() -> str:
-    """TE_JAX_BUILD_CUDA: "1" build the extension, "0" do not, "auto" (default) if nvcc is found."""
+    """TE_JAX_BUILD_CUDA: "1" build the extension, "0" do not, "auto" (default) where a GPU or nvcc 13 is."""
     mode = os.environ.get("TE_JAX_BUILD_CUDA") or "auto"
     if mode not in ("auto", "0", "1"):
         raise SystemExit(f"te_jax: TE_JAX_BUILD_CUDA is {mode!r}; it can be auto, 1 or 0")
@@ -34,7 +41,45 @@ def build_mode() -> str:
 
 def builds_extension() -> bool:
     mode = build_mode()
-    return mode == "1" or (mode == "auto" and find_nvcc() is not None)
+    return mode == "1" or (mode == "auto" and bool(gpu_architectures() or find_nvcc()))
+
+
+def architectures() -> list[str]:
+    """Those to compile for: TE_JAX_CUDA_ARCHS ("all", or some), else those of the GPUs here, else all."""
+    asked = re.split("[;, ]+", os.environ.get("TE_JAX_CUDA_ARCHS", "").strip())
+    if asked == ["all"]:
+        return [*archs.ALL]
+    return asked if asked != [""] else gpu_architectures() or [*archs.ALL]
+
+
+def gpu_architectures() -> list[str]:
+    """Those of the GPUs that this process sees and te_jax has kernels for."""
+    found = map(archs.best, gpu_capabilities())
+    return [*dict.fromkeys(arch for arch in found if arch)]
+
+
+def cuda_driver():
+    """The driver's library, initialized; None where there is no GPU to use."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return driver if driver.cuInit(0) == 0 else None
+
+
+def gpu_capabilities() -> list[tuple[int, int]]:
+    """Compute capabilities of the GPUs that this process sees."""
+    driver, count, part = cuda_driver(), ctypes.c_int(0), ctypes.c_int(0)
+    if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    capabilities = []
+    for device in range(count.value):
+        parts = []
+        for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+            driver.cuDeviceGetAttribute(ctypes.byref(part), attribute, device)
+            parts.append(part.value)
+        capabilities.append(tuple(parts))
+    return capabilities
 
 
 def site_folders() -> list[Path]:
@@ -104,7 +149,7 @@ def locate() -> dict[str, str]:
         given = [os.environ[key]] if os.environ.get(key) else []
         wheels = [site / folder for site in site_folders() for folder in folders]
         found[key] = find_folder(header, [*given, *system, *wheels])
-    return found
+    return found | {"ARCHS": ",".join(architectures())}
 
 
 def requirements() -> list[str]:
@@ -119,6 +164,8 @@ def requirements() -> list[str]:
 if __name__ == "__main__":
     if "--requires" in sys.argv:
         print(*requirements(), sep="\n")
+    elif "--gpu" in sys.argv:
+        print(*gpu_architectures())
     else:
         for key, value in locate().items():
             print(f"{key}={value}")

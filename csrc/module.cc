@@ -33,9 +33,10 @@ nb::dict Registrations() {
 }
 
 // Library versions as these libraries number them; None with a reason in "<name>_error" where one cannot be
-// loaded.
+// loaded. The architectures of the kernels, as in "80-real,90a-real".
 nb::dict Versions() {
   nb::dict versions;
+  versions["architectures"] = TE_JAX_CUDA_ARCHS;
   versions["cudart"] = CUDART_VERSION;  // linked in
   int driver = 0;                       // the newest CUDA version the driver supports; 0: no driver
   if (cudaDriverGetVersion(&driver) != cudaSuccess) driver = 0;

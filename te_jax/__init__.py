@@ -1,8 +1,8 @@
 """FP8 transformers in JAX and Flax on NVIDIA GPUs; the same code in plain JAX everywhere else."""
 
 import importlib
-from importlib import metadata
 
+from te_jax import _versions
 from te_jax import checkpoint_policies as checkpoint_policies
 from te_jax import recipe as recipe
 from te_jax.combine import combine_by_max as combine_by_max
@@ -31,8 +31,6 @@ def __getattr__(name):
 
 
 NVTE_FP8_COLLECTION_NAME = FP8_COLLECTION  # the name that users of TransformerEngine know
+__version__ = _versions.installed("te_jax") or "0.0.0"  # run from a source tree that is not installed
 
-try:
-    __version__ = metadata.version("te_jax")
-except metadata.PackageNotFoundError:  # run from a source tree that is not installed
-    __version__ = "0.0.0"
+_versions.warn_if_untested()

@@ -1,7 +1,6 @@
 """`python -m te_jax [--json]`: what te_jax can do on this machine; where it cannot, why and what to do."""
 
 import argparse
-import importlib.metadata
 import json
 import pathlib
 import platform
@@ -9,18 +8,11 @@ import re
 
 import jax
 
-from te_jax import _lib
+from te_jax import _lib, _versions
 from te_jax.ops import gemm_mx, quantize_block
 
 FP8_CAPABILITY = (8, 9)  # Ada; the first tensor cores with FP8
 ATTENTION_CAPABILITY = (8, 0)
-
-
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def driver_version() -> str | None:
@@ -88,7 +80,7 @@ def report() -> dict:
     device, driver, status = devices(), driver_version(), _lib.status()
     cuda = _lib.has_cuda_device()
     plugin = _lib.jax_cuda_plugin()
-    versions = {name: version(name) for name in ("te_jax", "jax", "jaxlib", "flax")}
+    versions = {name: _versions.installed(name) or "not installed" for name in ("te_jax", "jax", "jaxlib", "flax")}
     versions["CUDA plugin"] = f"{plugin[1]} (CUDA {plugin[0]})" if plugin else "not installed"
     versions["python"] = platform.python_version()
     return {
@@ -100,6 +92,7 @@ def report() -> dict:
             "built": status.built,
             "loads": status.loads,
             "reason": status.reason,
+            "architectures": status.architectures,
             "cuda": status.cuda and _lib.cuda_text(status.cuda),
             "driver_cuda": status.driver and _lib.cuda_text(status.driver),
             "cublaslt": status.cublaslt and _lib.library_text(status.cublaslt),
@@ -112,7 +105,9 @@ def report() -> dict:
 def rows(found: dict):
     """(label, text) lines of the report."""
     device, extension = found["device"], found["extension"]
-    yield from found["versions"].items()
+    for name, version in found["versions"].items():
+        reason = _versions.untested(name, version)
+        yield name, f"{version} ({reason})" if reason else version
     if device["count"]:
         capability = f", compute capability {device['capability']}" if device["capability"] else ""
         yield "device", f"{device['count']} x {device['kind']} ({device['platform']}{capability})"
@@ -121,7 +116,8 @@ def rows(found: dict):
     driver_cuda = f", CUDA up to {extension['driver_cuda']}" if extension["driver_cuda"] else ""
     yield "NVIDIA driver", f"{found['driver']}{driver_cuda}" if found["driver"] else "none"
     yield "lowering", f"ops lower to {found['lowering']}"
-    built = f"built for CUDA {extension['cuda']}" if extension["cuda"] else "built" * extension["built"]
+    architectures = ", ".join(extension["architectures"])
+    built = f"built for CUDA {extension['cuda']} ({architectures})" if extension["cuda"] else "built" * extension["built"]
     loads = "loads" if extension["loads"] else "does not load"
     yield "extension", f"{built}, {loads}" if built else "not built"
     if extension["reason"]:

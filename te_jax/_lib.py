@@ -12,6 +12,8 @@ from types import ModuleType
 
 import jax
 
+from te_jax import _archs
+
 CUDA_MAJOR = 13  # the extension is built for it and looks up lib*.so.13
 # 9.15.1. Before it attention's gradients are NaN in cases (9.12, https://github.com/NVIDIA/cudnn-frontend/issues/160),
 # or read out of bounds in CUDA graphs where the key length is no multiple of 128 (cudnn-frontend 1.16, release notes).
@@ -23,7 +25,7 @@ _LIBRARY_PACKAGES = {
     "libnvrtc.so.13": ("nvidia.cu13", "nvidia.cuda_nvrtc"),
     "libcudnn.so.9": ("nvidia.cudnn",),
 }
-_REBUILD = "Install it where nvcc 13 is found, or with TE_JAX_BUILD_CUDA=1 to fetch nvcc from PyPI."
+_REBUILD = "Install it again where the GPU is, or with TE_JAX_BUILD_CUDA=1 to build it anywhere."
 _lock = threading.RLock()
 
 
@@ -34,6 +36,7 @@ class Status:
     built: bool  # te_jax was installed with it
     loads: bool  # `load()` succeeds
     reason: str  # why not, and what to do; "" if it loads
+    architectures: tuple[str, ...] = ()  # built for, such as "90a-real"
     cuda: int | None = None  # built with
     driver: int | None = None  # the newest CUDA the driver supports
     cublaslt: int | None = None  # cublasLtGetVersion()
@@ -60,6 +63,7 @@ def status() -> Status:
             built=True,
             loads=not reason,
             reason=reason,
+            architectures=_architectures(versions),
             cuda=versions["cudart"],
             driver=versions["driver"] or None,
             cublaslt=versions["cublaslt"],
@@ -173,7 +177,25 @@ def _unusable(versions: dict) -> str:
         )
     if versions["cublaslt"] is None:
         return f"te_jax: {versions['cublaslt_error']}"
-    return ""
+    return _without_kernels(_architectures(versions), compute_capability())
+
+
+def _architectures(versions: dict) -> tuple[str, ...]:
+    return tuple(versions["architectures"].split(","))
+
+
+def _without_kernels(architectures: tuple[str, ...], capability: str | None) -> str:
+    """Why a GPU of this capability cannot run kernels for these architectures; "" if it can, or there is none."""
+    if capability is None:
+        return ""
+    gpu = tuple(map(int, capability.split(".")))
+    if any(_archs.serves(arch, gpu) for arch in architectures):
+        return ""
+    way_out = "Install te_jax again on this machine, or with TE_JAX_CUDA_ARCHS=all."
+    if _archs.best(gpu) is None:
+        way_out = f"te_jax has kernels for {', '.join(_archs.ALL)} alone: JAX_PLATFORMS=cpu runs plain JAX."
+    built = ", ".join(architectures)
+    return f"te_jax: the CUDA extension is built for {built}, but this GPU has compute capability {capability}. {way_out}"
 
 
 def _attention_unusable(versions: dict) -> str:

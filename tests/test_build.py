@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -29,8 +30,9 @@ def load_module(path):
 def locate(monkeypatch):
     """cmake/locate.py in an environment without CUDA."""
     module = load_module(ROOT / "cmake" / "locate.py")
-    for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH", "TE_JAX_BUILD_CUDA", *module.HEADERS):
+    for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH", "TE_JAX_BUILD_CUDA", "TE_JAX_CUDA_ARCHS", *module.HEADERS):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(module, "cuda_driver", lambda: None)
     monkeypatch.setattr(module.shutil, "which", lambda name: None)
     monkeypatch.setattr(module, "site_folders", list)
     real_isfile = os.path.isfile
@@ -76,6 +78,67 @@ def test_wheels_are_asked_for_where_nvcc_or_headers_are_missing(locate, monkeypa
     assert not any("frontend" in wheel for wheel in wheels)
     monkeypatch.setenv("TE_JAX_BUILD_CUDA", "0")
     assert locate.requirements() == []
+
+
+def fake_driver(*capabilities):
+    """What cmake/locate.py asks of libcuda, as a driver with these GPUs answers."""
+
+    def get_count(count):
+        count._obj.value = len(capabilities)
+        return 0
+
+    def get_attribute(value, attribute, device):
+        value._obj.value = capabilities[device][{75: 0, 76: 1}[attribute]]
+        return 0
+
+    return types.SimpleNamespace(cuDeviceGetCount=get_count, cuDeviceGetAttribute=get_attribute)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "compiled"),
+    [
+        ([(9, 0), (9, 0)], ["90a-real"]),
+        ([(8, 6), (9, 0)], ["80-real", "90a-real"]),
+        ([(8, 9)], ["89-real"]),
+        ([(10, 3)], ["100f-real"]),
+        ([(13, 0)], ["120-virtual"]),
+        ([(7, 5)], []),  # no kernels for it: as without a GPU
+    ],
+)
+def test_a_gpu_has_its_own_architecture_built_and_no_other(locate, monkeypatch, capabilities, compiled):
+    monkeypatch.setattr(locate, "cuda_driver", lambda: fake_driver(*capabilities))
+    assert locate.gpu_architectures() == compiled
+    assert locate.architectures() == (compiled or [*locate.archs.ALL])
+    assert locate.builds_extension() == bool(compiled), "no nvcc is needed: wheels have it"
+    assert locate.requirements()[:1] == (locate.NVCC_WHEELS[:1] if compiled else [])
+
+
+@pytest.mark.parametrize(("asked", "built"), [("90a-real", 1), ("80-real;90a-real", 2), ("89-real,80-real", 2), ("all", 6)])
+def test_architectures_that_are_asked_for(locate, monkeypatch, asked, built):
+    monkeypatch.setattr(locate, "cuda_driver", lambda: fake_driver((12, 0)))
+    monkeypatch.setenv("TE_JAX_CUDA_ARCHS", asked)
+    assert len(locate.architectures()) == built
+    assert set(locate.architectures()) <= set(locate.archs.ALL)
+
+
+def make(*arguments, folder):
+    """What `make -n` would run, in a virtual environment that is not there yet."""
+    removed = ("TE_JAX_BUILD_CUDA", "TE_JAX_CUDA_ARCHS", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+    environment = {name: value for name, value in os.environ.items() if name not in removed}
+    command = ["make", "-n", f"PYTHON={sys.executable}", f"VENV={folder / 'venv'}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment).stdout
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_make_compiles_nothing_without_a_gpu_unless_asked(tmp_path):
+    # Also where nvcc 13 is.
+    plain = make("test", "GPU=", folder=tmp_path)
+    assert ".installed-pure" in plain and "locate.py --requires" not in plain and "1/2" in plain and "2/2" in plain
+    asked = make("test", "GPU=", "CUDA=1", "TE_JAX_CUDA_ARCHS=90a-real", folder=tmp_path)
+    assert ".installed-90a-real\n" in asked and "locate.py --requires" in asked and "3/3" in asked
+    with_gpu = make("train", "GPU=80-real 90a-real", folder=tmp_path)
+    assert ".installed-80-real+90a-real\n" in with_gpu and "examples test cuda13 " in with_gpu
+    assert ".installed-pure" in make("test", "GPU=90a-real", "CUDA=0", folder=tmp_path)
 
 
 def test_unknown_build_mode(locate, monkeypatch):

@@ -2,18 +2,21 @@
 
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 import types
 
 import jax
 import pytest
 
 from te_jax import __main__ as main
-from te_jax import _lib
+from te_jax import _lib, _versions
 
-VERSIONS = {"cudart": 13000, "driver": 13000, "cublaslt": 130100, "cudnn": 91900}
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+VERSIONS = {"architectures": "80-real,90a-real", "cudart": 13000, "driver": 13000, "cublaslt": 130100, "cudnn": 91900}
 
 
 def run(*args):
@@ -37,6 +40,7 @@ def extension(monkeypatch):
     monkeypatch.setattr(_lib, "_built", lambda: True)
     monkeypatch.setattr(_lib.importlib, "import_module", lambda name: module)
     monkeypatch.setattr(_lib, "jax_cuda_plugin", lambda: (13, "0.10.2"))
+    monkeypatch.setattr(_lib, "compute_capability", lambda: "9.0")
     monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda name, *_, **__: registered.append(name))
     yield types.SimpleNamespace(module=module, versions=versions, registered=registered)
     for cached in (_lib._import, _lib._checked_module, _lib._registered_module):
@@ -55,7 +59,7 @@ def test_report_on_cpu():
 
 def test_report_as_json():
     found = json.loads(run("-m", "te_jax", "--json"))
-    assert found["versions"]["jaxlib"] == main.version("jaxlib")
+    assert found["versions"]["jaxlib"] == _versions.installed("jaxlib")
     assert found["device"]["platform"] == "cpu"
     assert not found["features"]["fused attention"]["available"]
 
@@ -75,6 +79,7 @@ def test_load_when_usable(extension):
     status = _lib.status()
     assert status.loads and status.built and not status.reason and not status.attention
     assert (status.cuda, status.cudnn) == (13000, 91900)
+    assert status.architectures == ("80-real", "90a-real")
 
 
 def test_not_built(extension, monkeypatch):
@@ -110,6 +115,23 @@ def test_missing_cublaslt(extension):
     extension.versions |= {"cublaslt": None, "cublaslt_error": "cannot load libcublasLt.so.13"}
     with pytest.raises(RuntimeError, match="cannot load libcublasLt"):
         _lib.load()
+
+
+@pytest.mark.parametrize(
+    ("capability", "reason"),
+    [
+        ("8.6", ""),
+        ("9.0", ""),
+        ("10.0", "built for 80-real, 90a-real, but this GPU has compute capability 10.0. Install .*TE_JAX_CUDA_ARCHS=all"),
+        ("7.5", "but this GPU has compute capability 7.5. te_jax has kernels for 80-real, .* alone: JAX_PLATFORMS=cpu"),
+    ],
+)
+def test_an_extension_without_kernels_for_this_gpu(extension, monkeypatch, capability, reason):
+    monkeypatch.setattr(_lib, "compute_capability", lambda: capability)
+    assert bool(_lib.status().reason) == bool(reason) and re.search(reason, _lib.status().reason)
+    if reason:
+        with pytest.raises(RuntimeError, match=reason):
+            _lib.load()
 
 
 @pytest.mark.parametrize(
@@ -163,3 +185,40 @@ def test_features_by_compute_capability(capability, fp8, attention):
 def test_a_gpu_that_jax_does_not_use_is_named():
     found = main.features({"capability": None}, False, _lib.Status(False, False, "not built"), "580.65")
     assert "pip install -U 'jax[cuda13]'" in found["fused attention"]["detail"]
+
+
+TOLD = """
+import importlib.metadata, sys, warnings
+found = importlib.metadata.version
+importlib.metadata.version = lambda name: sys.argv[1] if name == "flax" else found(name)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import te_jax, te_jax.flax, te_jax.nnx
+print(*(str(each.message) for each in caught if str(each.message).startswith("te_jax")), sep="\\n")
+"""
+
+
+def test_a_version_beyond_the_newest_tested_is_told_once():
+    newest = _versions.NEWEST_TESTED["flax"]
+    told = run("-c", TOLD, "99.0").splitlines()
+    assert len(told) == 1
+    assert told[0].startswith(f"te_jax: flax is 99.0, newer than {newest}, ") and f"flax=={newest}" in told[0]
+    assert run("-c", TOLD, newest).split() == []
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "beyond"),
+    [("jax", "0.10.2", False), ("jax", "0.12.0.1", False), ("jax", "0.12.0.2", True), ("jax", "0.12.1.dev3", True),
+     ("jax", "0.100", True), ("flax", "0.9.9", False), ("flax", "1.0rc1", True), ("flax", None, False),
+     ("jaxlib", "99", False)],
+)  # fmt: skip
+def test_which_versions_are_beyond(package, version, beyond):
+    assert bool(_versions.untested(package, version)) == beyond
+
+
+def test_supported_versions_are_said_alike():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest = dict(found.groups() for text in project["dependencies"] if (found := re.match(r"(\w+)>=([\d.]+)$", text)))
+    said = (ROOT / "README.md").read_text()
+    for package, newest in _versions.NEWEST_TESTED.items():
+        assert f"{package.replace('flax', 'Flax')} {oldest[package]} to {newest}" in said

@@ -1,0 +1,41 @@
+"""The newest jax and Flax that te_jax is tested with. The oldest stand in pyproject.toml; .ci/run tests both ends."""
+
+import re
+import warnings
+from importlib import metadata
+
+NEWEST_TESTED = {"jax": "0.12.0.1", "flax": "0.12.12"}
+
+
+def installed(package: str) -> str | None:
+    """The installed version; None where there is none, as in a source tree."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def untested(package: str, version: str | None) -> str:
+    """How `version` of jax or flax lies beyond what is tested; "" if it does not, or is not known."""
+    newest = NEWEST_TESTED.get(package)
+    if newest is None or version is None or _release(version) <= _release(newest):
+        return ""
+    return f"newer than {newest}, the newest that te_jax is tested with"
+
+
+def warn_if_untested() -> None:
+    """A UserWarning for each package that is newer than what is tested. `import te_jax` calls it, once in a process."""
+    for package in NEWEST_TESTED:
+        version = installed(package)
+        if reason := untested(package, version):
+            warnings.warn(
+                f"te_jax: {package} is {version}, {reason}; update te_jax, or where something fails install "
+                f"{package}=={NEWEST_TESTED[package]}. warnings.filterwarnings('ignore', 'te_jax: {package} is') before "
+                "the import hides this.",
+                stacklevel=3,
+            )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """ "0.12.1.dev3" -> (0, 12, 1)."""
+    return tuple(map(int, re.match(r"\d+(\.\d+)*", version)[0].split(".")))
