@@ -10,6 +10,7 @@
 #include <thread>
 #include <utility>
 
+#include "device.h"
 #include "dl.h"
 #include "module.h"
 
@@ -105,20 +106,8 @@ ffi::Error FindPlan(cudaStream_t stream, const GraphRecipe& recipe, Device& devi
 int QueryDevice() {
   int current = 0, count = 0;
   if (cudaGetDevice(&current) != cudaSuccess || cudaGetDeviceCount(&count) != cudaSuccess) return current;
-  using GetState = int (*)(int device, unsigned* flags, int* active);  // cuDevicePrimaryCtxGetState
-  void* symbol = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  if (cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &symbol, 12000, cudaEnableDefault,
-                                       &found) != cudaSuccess ||
-      !symbol)
-    return current;
-  const auto is_active = [&](int device) {
-    unsigned flags = 0;
-    int active = 0;
-    return reinterpret_cast<GetState>(symbol)(device, &flags, &active) == 0 && active;
-  };
-  for (int device = 0; device < count && !is_active(current); ++device)
-    if (is_active(device)) return device;
+  for (int device = 0; device < count && !HasContext(current); ++device)
+    if (HasContext(device)) return device;
   return current;
 }
 

@@ -1,6 +1,7 @@
 #include "gemm_lt.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 
 #include "dl.h"
@@ -144,7 +145,7 @@ cublasStatus_t Heuristic(cublasLtHandle_t handle, const Descriptors& descriptors
                                                        &reductions, sizeof(reductions));
   // Asked for one it may answer otherwise than with the first of many; one is what most frameworks ask for.
   for (const int most : {1, kMost}) {
-    cublasLtMatmulHeuristicResult_t results[kMost];
+    cublasLtMatmulHeuristicResult_t results[kMost] = {};  // algorithms are compared byte by byte
     int count = 0;
     if (status == CUBLAS_STATUS_SUCCESS)
       status = Lt().cublasLtMatmulAlgoGetHeuristic(handle, descriptors.matmul, descriptors.a, descriptors.b,
@@ -152,9 +153,7 @@ cublasStatus_t Heuristic(cublasLtHandle_t handle, const Descriptors& descriptors
                                                    &count);
     for (int i = 0; i < count && status == CUBLAS_STATUS_SUCCESS; ++i) {
       const Algo& algo = results[i].algo;
-      const auto same = [&](const Algo& a) { return std::memcmp(&a, &algo, sizeof(algo)) == 0; };
-      if (results[i].state == CUBLAS_STATUS_SUCCESS && std::none_of(algos->begin(), algos->end(), same))
-        algos->push_back(algo);
+      if (results[i].state == CUBLAS_STATUS_SUCCESS && !Has(*algos, algo)) algos->push_back(algo);
     }
   }
   Lt().cublasLtMatmulPreferenceDestroy(preference);
@@ -179,8 +178,7 @@ ffi::Error AddRelatives(cublasLtHandle_t handle, const GemmKey& key, const Descr
   constexpr size_t kMost = 96;
   constexpr uint32_t kLastOption = 7;  // what they mean is cuBLASLt's; on Hopper there are 8
   const auto add = [&](const Algo& algo) {
-    const auto same = [&](const Algo& a) { return std::memcmp(&a, &algo, sizeof(algo)) == 0; };
-    if (algos->size() < kMost && std::none_of(algos->begin(), algos->end(), same) &&
+    if (algos->size() < kMost && !Has(*algos, algo) &&
         CheckStatus(handle, key, descriptors, algo) == CUBLAS_STATUS_SUCCESS)
       algos->push_back(algo);
   };
@@ -234,6 +232,37 @@ std::string Describe(const GemmKey& key) {
                 key.fast_accum ? " fast" : "", scales, key.workspace);
 }
 
+bool FindKey(const std::string& text, GemmKey* key) {
+  char lhs[16], rhs[16], out[16];
+  GemmKey found;
+  found.tune = true;
+  const size_t comma = text.find(", ");
+  if (std::sscanf(text.c_str(), "m%ld n%ld k%ld %15s x %15s -> %15[^ ,]", &found.m, &found.n, &found.k, lhs,
+                  rhs, out) != 6 ||
+      comma == std::string::npos || std::sscanf(text.c_str() + comma, ", %zu", &found.workspace) != 1 ||
+      std::min({found.m, found.n, found.k}) < 1)
+    return false;
+  constexpr int kTypes[] = {-1, CUDA_R_32F, CUDA_R_16BF, CUDA_R_16F, CUDA_R_8F_E4M3, CUDA_R_8F_E5M2};
+  for (const int type : kTypes) {
+    if (TypeName(type) == std::string(lhs)) found.lhs = type;
+    if (TypeName(type) == std::string(rhs)) found.rhs = type;
+    if (TypeName(type) == std::string(out)) found.out = type;
+  }
+  // What is left to know are a few flags: that one key of all has the text, Describe says itself.
+  for (const int bias : kTypes)
+    for (const Scales scales : {Scales::kTensor, Scales::kRows, Scales::kRowsBySquares})
+      for (const int flags : {0, 1, 2, 3}) {
+        found.bias = bias, found.scales = scales, found.c = flags & 1, found.fast_accum = flags & 2;
+        if (Describe(*key = found) == text) return true;
+      }
+  return false;
+}
+
+bool Has(const Algos& algos, const Algo& algo) {
+  return std::any_of(algos.begin(), algos.end(),
+                     [&](const Algo& a) { return std::memcmp(&a, &algo, sizeof(algo)) == 0; });
+}
+
 ffi::Error CreateHandle(cublasLtHandle_t* handle) {
   if (!Lt().error.empty()) return ffi::Error::Internal("te_gemm: " + Lt().error);
   TE_LT(Lt().cublasLtCreate(handle));
@@ -263,13 +292,6 @@ ffi::Error Candidates(cublasLtHandle_t handle, const GemmKey& key, Algos* algos)
                       Format("te_gemm: cuBLASLt has no algorithm for %s on this GPU (status %d, %s)",
                              Describe(key).c_str(), int(status), StatusName(status)));
   return key.tune ? AddRelatives(handle, key, descriptors, algos) : ffi::Error::Success();
-}
-
-ffi::Error Check(cublasLtHandle_t handle, const GemmKey& key, const Algo& algo) {
-  Descriptors descriptors;
-  TE_TRY(descriptors.Make(key, {}));
-  TE_LT(CheckStatus(handle, key, descriptors, algo));
-  return ffi::Error::Success();
 }
 
 }  // namespace te

@@ -38,7 +38,8 @@ struct GemmKey {
   size_t workspace = 0;  // bytes
   bool fast_accum = false;
   Scales scales = Scales::kTensor;
-  bool tune = false;  // time the candidates, else take the heuristic's first
+  bool tune =
+      false;  // time the candidates, else take the heuristic's first; a loaded choice comes before both
 
   auto operator<=>(const GemmKey&) const = default;
   bool fp8() const { return IsFp8(lhs) || IsFp8(rhs); }
@@ -47,6 +48,9 @@ struct GemmKey {
 
 // All of the key but `tune`, as text: in messages, and as the name of a tuned choice in a file.
 std::string Describe(const GemmKey& key);
+
+// The key, to be tuned, that Describe has this text of. Whether there is one.
+bool FindKey(const std::string& text, GemmKey* key);
 
 struct GemmOperands {
   const void* lhs = nullptr;
@@ -70,10 +74,10 @@ ffi::Error Matmul(cudaStream_t stream, cublasLtHandle_t handle, const GemmKey& k
                   const GemmOperands& operands);
 
 // The algorithms that run `key` on the handle's device, the heuristic's first guess in front; more than those
-// of the heuristic where key.tune. Never empty.
+// of the heuristic where key.tune. Never empty, and the same in every process: they follow from the key, the
+// model of the device and the version of cuBLASLt. Pointers have no part in it (the heuristic takes them for
+// aligned to 256 bytes, its default), and the workspace is of one size (te_jax/ops/gemm.py).
 ffi::Error Candidates(cublasLtHandle_t handle, const GemmKey& key, Algos* algos);
-
-// An error unless `algo` runs `key` on the handle's device.
-ffi::Error Check(cublasLtHandle_t handle, const GemmKey& key, const Algo& algo);
+bool Has(const Algos& algos, const Algo& algo);
 
 }  // namespace te

@@ -4,7 +4,10 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <stdexcept>
+#include <thread>
 
+#include "device.h"
 #include "gemm_tune.h"
 #include "module.h"
 
@@ -16,7 +19,10 @@ struct Plan {
   int64_t algos = 0;   // candidates; 0: the choice was loaded
   int64_t chosen = 0;  // index of the one in use
   double ms = 0;       // its median time; 0: not timed
+  bool tuned = true;   // timed or loaded, not the heuristic's first
 };
+
+std::atomic<bool> tune_all = false;  // see TuneAllGemms
 
 struct Loaded {
   Algo algo;
@@ -83,31 +89,23 @@ ffi::Error CurrentDevice(const Device** out) {
   return ffi::Error::Success();
 }
 
-ffi::Error TakeLoaded(const Device& device, const GemmKey& key, Plan* plan, bool* taken) {
-  Loaded loaded;
-  {
-    std::lock_guard<std::mutex> lock(device.kind->mutex);
-    const auto it = device.kind->loaded.find(Describe(key));
-    *taken = it != device.kind->loaded.end();
-    if (*taken) loaded = it->second;
-  }
-  if (!*taken) return ffi::Error::Success();
-  if (const ffi::Error error = Check(device.handle, key, loaded.algo); error.failure())
-    return ffi::Error::Internal("te_gemm: the loaded choice for " + Describe(key) + " does not run on " +
-                                device.kind->name + " (" + error.message() + "): remove it from the file");
-  *plan = {loaded.algo, 0, 0, loaded.ms};
-  return ffi::Error::Success();
+// The loaded choice for `key`, if there is one.
+bool TakeLoaded(const Device& device, const GemmKey& key, Plan* plan) {
+  std::lock_guard<std::mutex> lock(device.kind->mutex);
+  const auto it = device.kind->loaded.find(Describe(key));
+  if (it == device.kind->loaded.end()) return false;
+  *plan = {it->second.algo, 0, 0, it->second.ms};
+  return true;
 }
 
-ffi::Error MakePlan(cudaStream_t stream, const Device& device, const GemmKey& key, Plan* plan) {
-  if (key.tune) {
-    bool taken = false;
-    TE_TRY(TakeLoaded(device, key, plan, &taken));
-    if (taken) return ffi::Error::Success();
-  }
+ffi::Error MakePlan(cudaStream_t stream, const Device& device, const GemmKey& asked, Plan* plan) {
+  if (TakeLoaded(device, asked, plan)) return ffi::Error::Success();
+  GemmKey key = asked;
+  key.tune = asked.tune || tune_all;
   Algos algos;
   TE_TRY(Candidates(device.handle, key, &algos));
   plan->algos = int64_t(algos.size());
+  plan->tuned = key.tune;
   if (key.tune && algos.size() > 1) {
     const auto run = [&](int64_t i, const GemmOperands& operands) {
       return Matmul(stream, device.handle, key, algos[i], operands).success();
@@ -171,26 +169,65 @@ std::vector<GemmPlan> GemmPlans() {
   for (auto& [name, kind] : AllKinds().by_name) {
     std::lock_guard<std::mutex> kind_lock(kind.mutex);
     for (const auto& [key, plan] : kind.plans)
-      out.push_back({name, Describe(key), key.tune, Hex(plan.algo), plan.algos, plan.chosen, plan.ms});
+      out.push_back({name, Describe(key), plan.tuned, Hex(plan.algo), plan.algos, plan.chosen, plan.ms});
   }
   return out;
 }
 
-bool LoadGemmPlan(const std::string& device, const std::string& key, const std::string& algo, double ms) {
+void TuneAllGemms(bool on) { tune_all = on; }
+
+namespace {
+
+// The device of this kind that a question from Python is asked of; -1: there is none. One that this process
+// uses, if it uses one.
+int DeviceOfKind(const std::string& kind) {
+  int count = 0, found = -1;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) return -1;
+  for (int i = 0; i < count; ++i) {
+    std::string name;
+    if (KindName(i, &name).failure() || name != kind) continue;
+    if (HasContext(i)) return i;
+    if (found < 0) found = i;
+  }
+  return found;
+}
+
+// An error unless the tuner itself might choose `algo` on the device.
+ffi::Error CheckChoice(int ordinal, const GemmKey& key, const Algo& algo) {
+  TE_CUDA(cudaSetDevice(ordinal));
+  const Device* device = nullptr;
+  TE_TRY(CurrentDevice(&device));
+  Algos algos;
+  TE_TRY(Candidates(device->handle, key, &algos));
+  TE_CHECK(Has(algos, algo), "algo is none of the %zu that the tuner would try here", algos.size());
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+bool CheckGemmPlan(const std::string& device, const std::string& gemm, const std::string& algo) {
+  Algo found;
+  if (!FromHex(algo, &found)) throw std::runtime_error("algo must be 128 hexadecimal digits");
+  GemmKey key;
+  if (!FindKey(gemm, &key)) throw std::runtime_error("gemm names no product of te_gemm or te_gemm_block");
+  const int ordinal = DeviceOfKind(device);
+  if (ordinal < 0) return false;
+  ffi::Error error = ffi::Error::Success();
+  // A thread of its own has a current device of its own.
+  std::thread([&] { error = CheckChoice(ordinal, key, found); }).join();
+  if (error.failure()) throw std::runtime_error(error.message());
+  return true;
+}
+
+bool LoadGemmPlan(const std::string& device, const std::string& gemm, const std::string& algo, double ms) {
   Loaded loaded;
   loaded.ms = ms;
-  if (!FromHex(algo, &loaded.algo)) throw std::runtime_error("algo must be 128 hexadecimal digits");
-  int count = 0;
-  if (cudaGetDeviceCount(&count) != cudaSuccess) count = 0;
-  std::string name;
-  for (int i = 0; i < count && name != device; ++i)
-    if (KindName(i, &name).failure()) name.clear();
-  if (count == 0 || name != device) return false;
+  if (!FromHex(algo, &loaded.algo)) return false;
   Kind& kind = *FindKind(device);
   std::lock_guard<std::mutex> lock(kind.mutex);
   for (const auto& [known, plan] : kind.plans)
-    if (known.tune && Describe(known) == key) return std::memcmp(&plan.algo, &loaded.algo, sizeof(Algo)) == 0;
-  kind.loaded[key] = loaded;
+    if (Describe(known) == gemm && std::memcmp(&plan.algo, &loaded.algo, sizeof(Algo)) != 0) return false;
+  kind.loaded[gemm] = loaded;
   return true;
 }
 

@@ -92,6 +92,8 @@ NB_MODULE(_cuda, m) {
   m.def("device_count", &te::DeviceCount);
   m.def("compute_capability", &te::ComputeCapability, "device"_a);
   m.def("gemm_plans", &te::GemmPlanDicts);
+  m.def("tune_all_gemms", &te::TuneAllGemms, "on"_a);
+  m.def("check_gemm_plan", &te::CheckGemmPlan, "device"_a, "key"_a, "algo"_a);
   m.def("load_gemm_plan", &te::LoadGemmPlan, "device"_a, "key"_a, "algo"_a, "ms"_a);
   m.def("cudnn_plan_builds", &te::CudnnPlanBuilds);
   m.def("attention_workspace", &te::AttentionWorkspace, "kind"_a, "dtype"_a, "b"_a, "s"_a, "t"_a, "h"_a,

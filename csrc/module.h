@@ -27,9 +27,16 @@ struct GemmPlan {
 };
 std::vector<GemmPlan> GemmPlans();
 
-// gemm_plan.cc: the choice that a GEMM of this key takes when it first runs, instead of being timed. Returns
-// whether it will: not if no device here is of that kind, or if it has run with another. Throws
-// std::runtime_error if `algo` is not what GemmPlan has.
+// gemm_plan.cc: whether GEMMs that run for the first time from here on are timed, whatever they ask for.
+void TuneAllGemms(bool on);
+
+// gemm_plan.cc: whether a device here is of that kind. Throws std::runtime_error where `key` or `algo` is not
+// as GemmPlan has it, or where the tuner would not choose `algo` for it on that device: what cuBLASLt runs
+// besides may add up in fewer bits.
+bool CheckGemmPlan(const std::string& device, const std::string& key, const std::string& algo);
+
+// gemm_plan.cc: the choice, as CheckGemmPlan takes it, that a GEMM of this key takes when it first runs.
+// Returns whether it will: not if it has run with another.
 bool LoadGemmPlan(const std::string& device, const std::string& key, const std::string& algo, double ms);
 
 // cudnn_graph.cc: how many cuDNN plans this process has built, failures included.

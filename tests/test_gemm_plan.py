@@ -1,5 +1,6 @@
 """The GEMM beyond its op case: the operand c, the tuner, tuned choices in a file."""
 
+import ctypes
 import json
 import subprocess
 import sys
@@ -60,11 +61,16 @@ class Extension:
     def gemm_plans(self):
         return self.plans
 
-    def load_gemm_plan(self, device, key, algo, ms):
+    def check_gemm_plan(self, device, key, algo):
         if len(algo) != 128:
             raise RuntimeError("algo must be 128 hexadecimal digits")
-        self.loaded.append((device, key, algo, ms))
+        if algo.startswith("ff"):
+            raise RuntimeError("algo is none of the 8 that the tuner would try here")
         return device == "NVIDIA H200, 132 SMs"
+
+    def load_gemm_plan(self, device, key, algo, ms):
+        self.loaded.append((device, key, algo, ms))
+        return True
 
 
 def test_a_file_holds_what_was_tuned(monkeypatch, tmp_path):
@@ -91,17 +97,51 @@ def test_other_devices_and_versions_are_left_out(monkeypatch, tmp_path):
         (lambda text: text.replace("0a0a", "0a"), "RuntimeError: algo must be 128"),
         (lambda text: text[:40], "JSONDecodeError"),
         (lambda text: "[1]", "TypeError"),
+        (lambda text: text.replace('"0a0a', '"ff0a'), "RuntimeError: algo is none of the 8"),
+        (lambda text: text.replace('"0a0a', '"0b0a'), "ValueError: line 1 chooses otherwise"),
+        (lambda text: text.replace("130100", '"130100"'), "TypeError: cublaslt is '130100'"),
+        (lambda text: text.replace("0.5", "NaN"), "ValueError: ms is nan"),
     ],
-    ids=["key", "algo", "cut", "list"],
+    ids=["key", "algo", "cut", "list", "precision", "two choices", "version", "ms"],
 )
-def test_a_damaged_file_is_named(change, problem, monkeypatch, tmp_path):
-    monkeypatch.setattr(_lib, "load", Extension)
+def test_a_damaged_file_is_named_and_not_taken(change, problem, monkeypatch, tmp_path):
+    extension = Extension()
+    monkeypatch.setattr(_lib, "load", lambda: extension)
     save_tuning(tmp_path / "t")
     (tmp_path / "t").write_text("".join([line := (tmp_path / "t").read_text(), change(line)]))
     with pytest.raises(ValueError, match=rf"load_tuning: .*/t, line 2 is not of save_tuning \({problem}"):
         load_tuning(tmp_path / "t")
+    assert not extension.loaded
     with pytest.raises(FileNotFoundError, match="nowhere"):
         load_tuning(tmp_path / "nowhere")
+
+
+@pytest.mark.gpu
+def test_an_edited_algorithm_is_not_taken(tmp_path):
+    """One whose partial sums are rounded to the type of the result: cuBLASLt would run it."""
+    x = jnp.ones((512, 4096), E4M3)
+    run = jax.jit(lambda x: gemm(x, x, jnp.float32(1), jnp.float32(1), tune=True))
+    before = np.asarray(run(x), np.float32)
+    assert save_tuning(tmp_path / "t") >= 1
+    lines = (tmp_path / "t").read_text().splitlines()
+    saved = json.loads(next(line for line in lines if "m512 n512 k4096" in line))
+    algo = ctypes.create_string_buffer(bytes.fromhex(saved["algo"]), 64)
+    _lib.load().versions()  # opens cuBLASLt
+    set_attribute = ctypes.CDLL("libcublasLt.so.13").cublasLtMatmulAlgoConfigSetAttribute
+    for which in (2, 3):  # in how many parts k is cut: 4; the reduction scheme: 4, in the type of the result
+        assert set_attribute(algo, which, ctypes.byref(ctypes.c_uint32(4)), ctypes.c_size_t(4)) == 0
+    edited = json.dumps(saved | {"algo": algo.raw.hex()})
+    (tmp_path / "t").write_text("\n".join([*(line for line in lines if saved["gemm"] not in line), edited]) + "\n")
+    with pytest.raises(ValueError, match="load_tuning: .*algo is none of the .* that the tuner would try here"):
+        load_tuning(tmp_path / "t")
+    np.testing.assert_array_equal(np.asarray(run(x), np.float32), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changed", ["m512 n512 k4096 f32 x f32 -> f16", "m0 n512 k4096", "a product"])
+def test_a_gemm_that_is_none_is_not_taken(changed):
+    with pytest.raises(RuntimeError, match="names no product"):
+        _lib.load().check_gemm_plan("no device", changed, "00" * 64)
 
 
 _PROCESS = """
@@ -114,7 +154,7 @@ taken = load_tuning(path) if loads else None
 bits = []
 for m, n, k, fast in [(512, 1024, 4096, True), (1000, 512, 8192, False), (256, 256, 16384, True)]:
     operand = lambda seed, shape: jax.random.normal(jax.random.key(seed), shape).astype(jnp.float8_e4m3fn)
-    run = jax.jit(lambda *a: gemm(*a, jnp.float32(1), jnp.float32(1), fast_accum=fast))
+    run = jax.jit(lambda *a: gemm(*a, jnp.float32(1), jnp.float32(1), fast_accum=fast, tune=not loads))
     out = run(operand(0, (m, k)), operand(1, (n, k)))
     bits.append(hashlib.sha256(jax.device_get(out).tobytes()).hexdigest())
 saved = None if loads else save_tuning(path)
@@ -148,7 +188,8 @@ def test_tuning_keeps_split_accumulation(types, mnk, rng):
     rows = np.asarray(lhs[:64], np.float64) @ np.asarray(rhs, np.float64).T
 
     def error(fast):
-        run = jax.jit(lambda *a: gemm(*a, jnp.float32(1), jnp.float32(1), out_dtype=f32, fast_accum=fast)[:64])
+        options = dict(out_dtype=f32, fast_accum=fast, tune=True)
+        run = jax.jit(lambda *a: gemm(*a, jnp.float32(1), jnp.float32(1), **options)[:64])
         return np.linalg.norm(np.asarray(run(lhs, rhs)) - rows) / np.linalg.norm(rows)
 
     split, fast = error(False), error(True)

@@ -1,19 +1,20 @@
-"""GEMM through cuBLASLt, FP8 or not. Both operands are K-major: the layout that FP8 needs on Hopper."""
+"""GEMM through cuBLASLt, FP8 or not. Both operands are K-major: the layout that FP8 needs on Hopper.
 
-import json
+Which of cuBLASLt's algorithms run, and how others are asked for, is in gemm_tuning.py.
+"""
+
 from functools import partial
 from math import prod
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from te_jax import _lib
 from te_jax._op import Op
 from te_jax._types import align, like, on_explicit_mesh
 from te_jax.checkpoint_policies import GEMM, named
+from te_jax.ops.gemm_tuning import load_tuning, save_tuning, tune_all  # noqa: F401  (beside what they tune)
 from te_jax.ops.quantize import FLOATS, fill
 
 FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -144,7 +145,7 @@ gemm_sum_op = Op(
 
 
 def gemm_sum(
-    terms, c=None, *, lead: int, out_dtype, fast_accum: bool = False, tune: bool = True, out_spec=None
+    terms, c=None, *, lead: int, out_dtype, fast_accum: bool = False, tune: bool = False, out_spec=None
 ) -> jax.Array:
     """The sum of lhs @ rhs^T over terms (lhs [*m, *k], rhs [*n, *k], lhs_scale_inv, rhs_scale_inv), plus c [*m, *n].
 
@@ -177,7 +178,7 @@ def gemm(
     contract: int = 1,
     out_dtype=None,
     fast_accum: bool = False,
-    tune: bool = True,
+    tune: bool = False,
     in_place: bool = False,
     out_spec: PartitionSpec | None = None,
 ) -> jax.Array:
@@ -190,7 +191,8 @@ def gemm(
     c:           [*m, *n] of out_dtype, added in f32 before the one rounding: a sum over microbatches or a residual.
     out_dtype:   f32, bf16 or f16; default bf16 for FP8 operands, else theirs.
     fast_accum:  FP8 partial sums stay in the tensor core's reduced precision: faster, some 1e-3 less exact.
-    tune:        times cuBLASLt's candidates once per shape at first use, and remembers the fastest; see `save_tuning`.
+    tune:        False: cuBLASLt's first guess, the same in every process. True: its candidates are timed once per shape
+                 at first use, so that another process may choose another and give other bits; see `tune_all`.
     in_place:    the FP8 product takes the place of c, which nothing reads later (XLA would copy it): of sums.
     out_spec:    on an Explicit mesh, the sharding wanted of the result; None: the operands', the left one's first.
 
@@ -206,42 +208,6 @@ def gemm(
     if lhs_scale_inv is not None or rhs_scale_inv is not None:
         raise TypeError(f"te_gemm: scales are given, but lhs is {lhs.dtype}; they go with FP8 operands alone.")
     return named(_gemm(*align(lhs, rhs, bias, c), tuple(attrs.items())), GEMM)
-
-
-def save_tuning(path) -> int:
-    """Writes the choices of all tuned GEMMs that ran in this process to the file `path`. Returns their number.
-
-    JSON, one GEMM a line: device kind, cuBLASLt version, what the GEMM is, the algorithm, its ms. Files of several
-    machines may be joined.
-    """
-    module = _lib.load()
-    version = module.versions()["cublaslt"]
-    chosen = [plan for plan in module.gemm_plans() if plan["tuned"]]
-    lines = [
-        json.dumps({"device": p["device"], "cublaslt": version, "gemm": p["key"], "algo": p["algo"], "ms": p["ms"]})
-        for p in chosen
-    ]
-    Path(path).write_text("".join(line + "\n" for line in lines))
-    return len(lines)
-
-
-def load_tuning(path) -> int:
-    """Takes the choices in a file of `save_tuning`: their GEMMs are not timed, and give the bits they gave there.
-
-    Call it first: a GEMM that has run keeps its choice. Lines of another device kind or another cuBLASLt are left out.
-    Returns how many were taken. Raises OSError if `path` cannot be read, ValueError if a line is not of `save_tuning`.
-    """
-    module = _lib.load()
-    version, taken = module.versions()["cublaslt"], 0
-    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
-        try:
-            saved = json.loads(line)
-            entry = (saved["device"], saved["gemm"], saved["algo"], float(saved["ms"]))
-            taken += saved["cublaslt"] == version and module.load_gemm_plan(*entry)
-        except (ValueError, KeyError, TypeError, RuntimeError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"load_tuning: {path}, line {number} is not of save_tuning ({reason}).") from error
-    return taken
 
 
 def dot(lhs, lhs_axes, rhs, rhs_axes, out_dtype, precision=None, out_spec: PartitionSpec | None = None) -> jax.Array:

@@ -125,7 +125,7 @@ def gemm_block(
     square: bool,
     contract: int = 1,
     out_dtype=jnp.bfloat16,
-    tune: bool = True,
+    tune: bool = False,
     in_place: bool = False,
     out_spec: PartitionSpec | None = None,
 ) -> jax.Array:

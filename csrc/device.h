@@ -1,0 +1,22 @@
+// What a question from Python may ask of the devices without touching them.
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace te {
+
+// Whether this process uses the device. To open a context on another takes it hundreds of MB.
+inline bool HasContext(int device) {
+  using GetState = int (*)(int device, unsigned* flags, int* active);  // cuDevicePrimaryCtxGetState
+  void* symbol = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  if (cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &symbol, 12000, cudaEnableDefault,
+                                       &found) != cudaSuccess ||
+      !symbol)
+    return false;
+  unsigned flags = 0;
+  int active = 0;
+  return reinterpret_cast<GetState>(symbol)(device, &flags, &active) == 0 && active;
+}
+
+}  // namespace te
