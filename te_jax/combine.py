@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from te_jax._amaxes import ARRAYS, amax_type, from_amaxes, is_amaxes, largest, movable, to_amaxes
-from te_jax._check import FUNCTION, check
+from te_jax._check import FUNCTION, Kind, check
 from te_jax.fp8 import FP8_COLLECTION, current_recipe, direction_of
 from te_jax.fp8_metas import check_collections, check_history_length, check_same_state, map_tensors, update_collections
 from te_jax.layers.parameters import has_kernels, slots, with_slots
@@ -166,12 +166,7 @@ def value_and_grad(fun, argnums=0, has_aux: bool = False):
         value = reach(value, [s[FP8_COLLECTION] for s in states])
         return (value, *map(_as_stored, aux)) if has_aux else value
 
-    compiled = set()  # by static arguments
-
-    @partial(jax.jit, static_argnums=(1, 2))
-    def run(arrays, static, treedef):
-        leaves = [array if array is not None else value for array, (*_, value) in zip(arrays, static)]
-        args, kwargs = jax.tree.unflatten(treedef, leaves)
+    def run(*args, **kwargs):
         in_range = [i for i in differentiated if -len(args) <= i < len(args)]
         narrow = {i: args[i] for i in in_range if has_kernels(args[i])}
 
@@ -182,8 +177,21 @@ def value_and_grad(fun, argnums=0, has_aux: bool = False):
         with errors_of_amaxes("value_and_grad"):
             return jax.value_and_grad(of_slots, argnums, has_aux)(*args, **kwargs)
 
-    @wraps(fun)
-    def value_and_grad_of_fun(*args, **kwargs):
+    return wraps(fun)(_compiled(run, differentiated, getattr(fun, "__name__", repr(fun))))
+
+
+def _compiled(f, differentiated: tuple[int, ...], name: str):
+    """`jax.jit(f)` where what cannot be traced is static: of the arguments that are not differentiated all but arrays
+    and numbers with a fraction."""
+    seen = set()  # static arguments
+
+    @partial(jax.jit, static_argnums=(1, 2))
+    def run(arrays, static, treedef):
+        leaves = [array if array is not None else value for array, (*_, value) in zip(arrays, static)]
+        args, kwargs = jax.tree.unflatten(treedef, leaves)
+        return f(*args, **kwargs)
+
+    def compiled(*args, **kwargs):
         traced = {i % len(args) for i in differentiated if -len(args) <= i < len(args)}
         marks = [jax.tree.map(lambda _, i=i: i in traced, a) for i, a in enumerate(args)]
         marks = jax.tree.leaves((marks, jax.tree.map(lambda _: False, kwargs)))
@@ -192,23 +200,34 @@ def value_and_grad(fun, argnums=0, has_aux: bool = False):
         arrays = [a if d else None for a, d in zip(leaves, dynamic)]
         # With their type: 1 and True are equal, but do not compute the same.
         static = tuple((None,) if d else (type(a), a) for a, d in zip(leaves, dynamic))
-        if static not in compiled and len(compiled) < _MANY:
-            compiled.add(static)
-            if len(compiled) == _MANY:
-                _tell_of_many(fun, static)
+        for _, value in (s for s in static if len(s) == 2):
+            check("value_and_grad", f"an argument of {name}", value, _HASHABLE)
+        if static not in seen and len(seen) < _MANY:
+            seen.add(static)
+            if len(seen) == _MANY:
+                _tell_of_many(name, static)
         return run(arrays, static, treedef)
 
-    return value_and_grad_of_fun
+    return compiled
+
+
+def _is_hashable(value) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 _TRACED = ARRAYS | float | complex
+_HASHABLE = Kind("an array, a number or something hashable", _is_hashable)
 _MANY = 8
 
 
-def _tell_of_many(fun, static):
+def _tell_of_many(name: str, static):
     values = [value for *_, value in static if isinstance(value, int) and not isinstance(value, bool)]
     warnings.warn(
-        f"value_and_grad: {getattr(fun, '__name__', fun)} was compiled for {_MANY} values of its static arguments"
+        f"value_and_grad: {name} was compiled for {_MANY} values of its static arguments"
         f"{f', the last {values[0]}' if values else ''}; pass what changes, such as a step, as an array: "
         "jnp.asarray(step).",
         stacklevel=3,
