@@ -6,36 +6,31 @@ modules prevent that (`fp8.fork`), but not where the uses meet outside of them: 
 these, to the top of the differentiated function, and what comes up to it are amaxes of a type whose sum is the max.
 """
 
+import contextlib
 import operator
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial, wraps
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from te_jax._amax import amax as amax_of
+from te_jax._amaxes import ARRAYS, amax_type, from_amaxes, is_amaxes, largest, movable, to_amaxes
+from te_jax._check import FUNCTION, Kind, check
 from te_jax.fp8 import FP8_COLLECTION, current_recipe, direction_of
-from te_jax.fp8_metas import check_history_length, map_tensors, update_collections
+from te_jax.fp8_metas import check_collections, check_history_length, check_same_state, map_tensors, update_collections
 from te_jax.layers.parameters import has_kernels, slots, with_slots
 from te_jax.ops.scaling import next_state
 from te_jax.recipe.delayed import HISTORY
-
-
-def _amax_type():
-    """f32 whose sum is the max. Imported here, for Flax takes a second to import."""
-    from flax.linen.fp8_ops import fm32
-
-    return fm32
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _receive(scale, amax_history, recipe, direction, probe=None):
     """scale f32[..., 1], amax_history f32[..., L] and, if there is one, probe f32[..., 4] -> the same for the modules,
     all but the scale in the type of amaxes."""
-    in_type = lambda leaf: lax.convert_element_type(leaf, _amax_type())
-    return scale, in_type(amax_history), *(() if probe is None else (in_type(probe),))
+    return scale, to_amaxes(amax_history), *(() if probe is None else (to_amaxes(probe),))
 
 
 def _receive_fwd(scale, amax_history, recipe, direction, probe):
@@ -46,6 +41,9 @@ def _receive_bwd(recipe, direction, state, cotangents):
     _, *seen = (lax.convert_element_type(g, jnp.float32) for g in cotangents)
     amax = amax_of(jnp.maximum(seen[0], 0.0), (seen[0].ndim - 1,))  # -inf if nothing used the state
     return *next_state(recipe, *state, amax, direction), jnp.maximum(seen[1], 0.0) if seen[1:] else None
+    seen = [from_amaxes(g) for g in cotangents[1:]]
+    amax = largest(seen[0], -1)  # 0 if nothing used the state
+    return *next_state(recipe, *state, amax, direction), *(seen[1:] or [None])
 
 
 _receive.defvjp(_receive_fwd, _receive_bwd)
@@ -73,11 +71,13 @@ def combine_by_max(collections):
     For the first line of a function to be differentiated, under the autocast that its modules run in; outside of
     autocast, and under a recipe without state, `collections` is returned as it is. The cotangent is the new state, as
     without it: if a state is used several times, by modules, by scan steps or in several `apply`s, it is made from the
-    largest amax of all. To be called under `jax.jit`, since jax cannot add up the type outside;
-    `te_jax.value_and_grad` sees to both.
+    largest amax of all. To be called under `jax.jit`, since jax cannot add up the type outside; and between here and
+    the modules jax cannot differentiate all that moves elements, such as `a[i]` of a stacked state.
+    `te_jax.value_and_grad` sees to all of this.
 
-    Raises ValueError for a history of another length than the recipe's.
+    Raises ValueError for a history of another length than the recipe's, and for what is no FP8 state.
     """
+    check_collections("combine_by_max", collections)
     recipe = current_recipe()
     if recipe is None or not recipe.has_state or FP8_COLLECTION not in collections:
         return collections
@@ -101,17 +101,22 @@ def max_fp8_metas(before, microbatches):
     they always are for L = 2, that cannot be told from having seen the same once more, and it counts as this. A
     history of length 1 holds no amax: there the smallest scale is taken, the old one too if a microbatch kept it.
 
-    Raises ValueError for trees of different structure.
+    Raises ValueError for trees of different structure, for leaves that are not stacked, and for what is no FP8 state.
     """
+    what = "max_fp8_metas"
+    check_collections(what, before, "before")
+    check_collections(what, microbatches, "microbatches")
     if FP8_COLLECTION not in before:
         return microbatches
     got, want = (jax.tree.structure(tree.get(FP8_COLLECTION)) for tree in (microbatches, before))
     if got != want:
         raise ValueError(
-            f"max_fp8_metas: microbatches hold {got}, but before {want}; pass gradients with respect to `before`."
+            f"{what}: microbatches hold {got}, but before {want}; pass gradients with respect to `before`."
         )
-    largest = map_tensors(_largest, microbatches[FP8_COLLECTION], before[FP8_COLLECTION])
-    return update_collections({FP8_COLLECTION: largest}, microbatches)
+    one = jax.tree.map(lambda leaf: jax.eval_shape(lambda a: a[0], leaf), microbatches[FP8_COLLECTION])
+    check_same_state(what, "one of the microbatches (along the first axis)", one, "before", before[FP8_COLLECTION])
+    of_largest = map_tensors(_largest, microbatches[FP8_COLLECTION], before[FP8_COLLECTION])
+    return update_collections({FP8_COLLECTION: of_largest}, microbatches)
 
 
 def _largest(path, new, old):
@@ -136,32 +141,36 @@ def value_and_grad(fun, argnums=0, has_aux: bool = False):
     that live in FP8 have gradients.
 
     fun, argnums, has_aux: as in `jax.value_and_grad`. Every `fp8_metas` within the differentiated arguments is
-                           converted; its gradient is the new state: the old one where no module read it. In the place
+                           converted; its gradient is the new state: the old one where no module read it, and outside
+                           of autocast. Between its arguments and the modules `fun` may move a state's elements as it
+                           likes (slices, indices, stacks, loops over layers), but not compute with them. In the place
                            of a QuantizedKernel (`te_jax.flax.fp8_params`) the gradient holds an array [*C, *F] of its
                            dtype: that of its dequantized values where layers multiply by it, or `dequantize` made them.
                            What `fun` makes of its leaves, such as a sum of squares of all parameters, has none.
 
     The function that it returns is compiled as by `jax.jit`: build it once, not in every step. Of the arguments that
-    are not differentiated, arrays are traced, all else (bool, int, str, ...) is static and must be hashable.
+    are not differentiated, arrays and Python's floats and complex numbers are traced, so another value compiles
+    nothing. All else (bool, int, str, ...) is static and must be hashable: an int may be a size or a count of steps.
+
+    Raises TypeError where `fun` computes with FP8 state. Warns of state that nothing in `fun` reads under autocast.
     """
+    check("value_and_grad", "fun", fun, FUNCTION)
     differentiated = tuple(argnums) if isinstance(argnums, Sequence) else (operator.index(argnums),)
 
     def converted(*args, **kwargs):
-        args = list(args)
+        args, receive = list(args), combine_by_max if _is_in_force() else _kept
         for i in differentiated:
-            args[i] = jax.tree.map(lambda a: combine_by_max(a) if _has_state(a) else a, args[i], is_leaf=_has_state)
-        out = fun(*args, **kwargs)
+            args[i] = jax.tree.map(lambda a: receive(a) if _has_state(a) else a, args[i], is_leaf=_has_state)
+        out, is_read = movable(fun)(*args, **kwargs)
         states = [
             leaf for i in differentiated for leaf in jax.tree.leaves(args[i], is_leaf=_has_state) if _has_state(leaf)
         ]
+        _tell_of_unread(args, is_read)
         value, *aux = out if has_aux else (out,)
         value = reach(value, [s[FP8_COLLECTION] for s in states])
         return (value, *map(_as_stored, aux)) if has_aux else value
 
-    @partial(jax.jit, static_argnums=(1, 2))
-    def run(arrays, static, treedef):
-        leaves = [array if array is not None else value for array, (*_, value) in zip(arrays, static)]
-        args, kwargs = jax.tree.unflatten(treedef, leaves)
+    def run(*args, **kwargs):
         in_range = [i for i in differentiated if -len(args) <= i < len(args)]
         narrow = {i: args[i] for i in in_range if has_kernels(args[i])}
 
@@ -169,23 +178,125 @@ def value_and_grad(fun, argnums=0, has_aux: bool = False):
             return converted(*_with(args, {i: with_slots(params, args[i]) for i, params in narrow.items()}), **kwargs)
 
         args = _with(args, {i: slots(params) for i, params in narrow.items()})
-        return jax.value_and_grad(of_slots, argnums, has_aux)(*args, **kwargs)
+        with errors_of_amaxes("value_and_grad"):
+            return jax.value_and_grad(of_slots, argnums, has_aux)(*args, **kwargs)
 
-    @wraps(fun)
-    def value_and_grad_of_fun(*args, **kwargs):
+    return wraps(fun)(_compiled(run, differentiated, getattr(fun, "__name__", repr(fun))))
+
+
+def _compiled(f, differentiated: tuple[int, ...], name: str):
+    """`jax.jit(f)` where what cannot be traced is static: of the arguments that are not differentiated all but arrays
+    and numbers with a fraction."""
+    seen = set()  # static arguments
+
+    @partial(jax.jit, static_argnums=(1, 2))
+    def run(arrays, static, treedef):
+        leaves = [array if array is not None else value for array, (*_, value) in zip(arrays, static)]
+        args, kwargs = jax.tree.unflatten(treedef, leaves)
+        return f(*args, **kwargs)
+
+    def compiled(*args, **kwargs):
         traced = {i % len(args) for i in differentiated if -len(args) <= i < len(args)}
         marks = [jax.tree.map(lambda _, i=i: i in traced, a) for i, a in enumerate(args)]
         marks = jax.tree.leaves((marks, jax.tree.map(lambda _: False, kwargs)))
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        dynamic = [mark or isinstance(a, jax.Array | np.ndarray | np.generic) for a, mark in zip(leaves, marks)]
+        dynamic = [mark or isinstance(a, _TRACED) for a, mark in zip(leaves, marks)]
         arrays = [a if d else None for a, d in zip(leaves, dynamic)]
-        # With type and sign: 1, 1.0 and True are equal, as are 0.0 and -0.0, but do not compute the same.
-        static = tuple(
-            (None,) if d else (type(a), repr(a) if isinstance(a, float) else "", a) for a, d in zip(leaves, dynamic)
-        )
+        # With their type: 1 and True are equal, but do not compute the same.
+        static = tuple((None,) if d else (type(a), a) for a, d in zip(leaves, dynamic))
+        for _, value in (s for s in static if len(s) == 2):
+            check("value_and_grad", f"an argument of {name}", value, _HASHABLE)
+        if static not in seen and len(seen) < _MANY:
+            seen.add(static)
+            if len(seen) == _MANY:
+                _tell_of_many(name, static)
         return run(arrays, static, treedef)
 
-    return value_and_grad_of_fun
+    return compiled
+
+
+def _is_hashable(value) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+_TRACED = ARRAYS | float | complex
+_HASHABLE = Kind("an array, a number or something hashable", _is_hashable)
+_MANY = 8
+
+
+def _tell_of_many(name: str, static):
+    values = [value for *_, value in static if isinstance(value, int) and not isinstance(value, bool)]
+    warnings.warn(
+        f"value_and_grad: {name} was compiled for {_MANY} values of its static arguments"
+        f"{f', the last {values[0]}' if values else ''}; pass what changes, such as a step, as an array: "
+        "jnp.asarray(step).",
+        stacklevel=3,
+    )
+
+
+def _is_in_force() -> bool:
+    """Whether the recipe in force has state."""
+    recipe = current_recipe()
+    return recipe is not None and recipe.has_state
+
+
+def _kept(collections):
+    """`collections` where no recipe in force has state: the gradient of state that no module reads is the state."""
+    return update_collections({FP8_COLLECTION: _keep(collections[FP8_COLLECTION])}, collections)
+
+
+@jax.custom_vjp
+def _keep(metas):
+    return metas
+
+
+def _keep_bwd(metas, grads):
+    """A module may have read it all the same, under an autocast of its own."""
+
+    def of_tensor(_, new, old):
+        read = (new[0] != 0) | jnp.any(new[1] != 0, -1, keepdims=True)
+        return (jnp.where(read, n, o) for n, o in zip(new, old))
+
+    return (map_tensors(of_tensor, grads, metas),)
+
+
+_keep.defvjp(lambda metas: (metas, metas), _keep_bwd)
+
+
+def _tell_of_unread(args, is_read: list[bool]):
+    """is_read: of the leaves of `args` that are arrays."""
+    names = []
+    arrays = [(path, leaf) for path, leaf in jax.tree.leaves_with_path(args) if isinstance(leaf, ARRAYS)]
+    for (path, array), used in zip(arrays, is_read):
+        if is_amaxes(array) and not used:
+            keys = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
+            names.append("/".join(keys[keys.index(FP8_COLLECTION) :]).removesuffix(HISTORY))
+    if names:
+        more = f" and {len(names) - 1} more" if names[1:] else ""
+        warnings.warn(
+            f"value_and_grad: no module reads the FP8 state {names[0]}{more}, so it stays as it is; pass the state "
+            "that `init` made of the modules that run, under the same recipe.",
+            stacklevel=2,
+        )
+
+
+@contextlib.contextmanager
+def errors_of_amaxes(what: str):
+    """Says in the words of FP8 state what jax says of the type of amaxes."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        text = str(error).partition("\n")[0]
+        if amax_type().name not in text or not type(error).__module__.startswith("builtins"):
+            raise
+        raise TypeError(
+            f"{what}: FP8 state is computed with between the arguments and the modules ({text}); slice, index, stack, "
+            "reshape or select it there, and compute with it outside of the differentiated function."
+        ) from error
 
 
 def _with(args, others):
@@ -202,5 +313,4 @@ def _has_state(node):
 
 def _as_stored(aux):
     """aux with f32 where it holds a state that `combine_by_max` converted, as that of `apply(mutable=...)`."""
-    of_state = lambda a: hasattr(a, "dtype") and a.dtype == _amax_type()
-    return jax.tree.map(lambda a: lax.convert_element_type(a, jnp.float32) if of_state(a) else a, aux)
+    return jax.tree.map(lambda a: lax.convert_element_type(a, jnp.float32) if is_amaxes(a) else a, aux)

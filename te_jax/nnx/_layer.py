@@ -8,7 +8,8 @@ import contextlib
 import dataclasses
 import inspect
 import math
-from functools import cache
+import warnings
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from te_jax.flax._fields import check_fields
 from te_jax.flax._state import describe, on_missing_state
 from te_jax.flax.cache import COLLECTION as CACHE
 from te_jax.fp8 import FP8_COLLECTION, current_recipe
+from te_jax.recipe.delayed import SCALE
 
 
 class Fp8State(nnx.Variable):
@@ -145,6 +147,7 @@ class Layer(nnx.Module):
         if hasattr(self, "deterministic") and call.arguments.get("deterministic") is None:
             call.arguments["deterministic"] = self.deterministic
         variables, replaced = self._gather()
+        _heed_gradients(type(self).__name__, variables)
         decode = call.arguments.get("decode", False)
         keys = {} if call.arguments.get("deterministic", True) else self._keys(rngs)
         options = dict(rngs=keys, mutable=[CACHE] if decode else False)
@@ -268,6 +271,39 @@ def _variable(collection: str, name: str, value) -> nnx.Variable:
         metadata["out_sharding"] = tuple(value.names)
     kind = nnx.LoRAParam if collection == "params" and "lora_" in name else _TYPES[collection]
     return kind(nn.meta.unbox(value), **metadata)
+
+
+def _heed_gradients(name: str, variables: dict):
+    """Tells of parameters that are differentiated while FP8 state is not, as by `nnx.value_and_grad`."""
+    recipe = current_recipe()
+    if recipe is None or not recipe.has_state:
+        return
+    states = [x for (collection, *_, leaf), x in variables.items() if collection == FP8_COLLECTION and SCALE in leaf]
+    parameters = jax.tree.leaves([x for (collection, *_), x in variables.items() if collection == "params"])
+    floating = [x for x in parameters if jnp.issubdtype(x.dtype, jnp.floating)]
+    if states and floating:
+        _watch(name, floating, states)  # its result is of no use, and computes nothing
+
+
+@partial(jax.jit, static_argnums=0, inline=True)  # outside of it `jax.shard_map` has no rule for symbolic zeros
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _watch(name, parameters, states):
+    return jnp.zeros(())
+
+
+def _watch_fwd(name, parameters, states):
+    moving, states_too = (any(x.perturbed for x in tree) for tree in (parameters, states))
+    if moving and not states_too:
+        warnings.warn(
+            f"{name}: gradients of parameters are taken, but not of the FP8 state, which so stays as it is; use "
+            "te_jax.nnx.value_and_grad, which moves it, in the place of nnx.value_and_grad, unless the scales are to "
+            "stay.",
+            stacklevel=2,
+        )
+    return jnp.zeros(()), None
+
+
+_watch.__wrapped__.defvjp(_watch_fwd, lambda name, _, g: (None, None), symbolic_zeros=True)
 
 
 def _calling(replaced: dict):

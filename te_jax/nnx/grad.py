@@ -5,7 +5,8 @@ from functools import partial, wraps
 
 from flax import nnx
 
-from te_jax.combine import combine_by_max, reach
+from te_jax._check import FUNCTION, check, integer
+from te_jax.combine import combine_by_max, errors_of_amaxes, reach
 from te_jax.fp8 import FP8_COLLECTION, current_recipe
 from te_jax.fp8_metas import update_fp8_metas
 from te_jax.nnx._layer import Fp8State
@@ -25,15 +26,21 @@ def value_and_grad(f: Callable, *, argnums: int = 0, has_aux: bool = False, wrt=
     After a call the FP8 state in the model is that after one step under the recipe in force: all uses of a tensor in
     `f`, of a layer called twice, of shared weights, in the steps of an `nnx.scan` or over microbatches, combine by
     their largest amax. A call outside of autocast, or of a model without FP8 state, changes none. For a plain
-    `nnx.value_and_grad` the FP8 state is a constant. Each call is a step of it: put microbatches into `f`, for under
-    `optax.MultiSteps` it moves with each, not with the parameters.
+    `nnx.value_and_grad` the FP8 state is a constant, and a warning says so. Each call is a step of it: put microbatches
+    into `f`, for under `optax.MultiSteps` it moves with each, not with the parameters.
 
     It is compiled as by `nnx.jit`: build it once, or call it within `nnx.jit`. Arguments that are bool, str, None or
     functions are static.
 
-    Raises ValueError where the recipe in force has no state, but the model does, and for histories of another length
-    than the recipe's.
+    FP8 state that `f` takes out of its modules may be mapped and looped over (`nnx.vmap`, `nnx.scan`), but not sliced,
+    as by `a[i]`: jax has no gradient of that (`te_jax.value_and_grad` has).
+
+    Raises TypeError for such slices, ValueError where the recipe in force has no state, but the model does, and for
+    histories of another length than the recipe's.
     """
+
+    check("te_jax.nnx.value_and_grad", "f", f, FUNCTION)
+    check("te_jax.nnx.value_and_grad", "argnums", argnums, integer())
 
     @partial(nnx.jit, static_argnums=(0, 1))
     def run(static, model_at, args, kwargs):
@@ -53,7 +60,8 @@ def value_and_grad(f: Callable, *, argnums: int = 0, has_aux: bool = False, wrt=
             return _combined(f, args, kwargs, model_at, has_aux) if moves else f(*args, **kwargs)
 
         differentiated = nnx.DiffState(model_at, nnx.Any(wrt, Fp8State) if moves else wrt)
-        value, grads = nnx.value_and_grad(call, argnums=differentiated, has_aux=has_aux)(*args, kwargs)
+        with errors_of_amaxes("te_jax.nnx.value_and_grad"):
+            value, grads = nnx.value_and_grad(call, argnums=differentiated, has_aux=has_aux)(*args, kwargs)
         if moves:
             new, grads = nnx.split_state(grads, Fp8State, ...)
             nnx.update(model, with_collections(new, update_fp8_metas(collections_of(new))))

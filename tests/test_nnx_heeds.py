@@ -1,0 +1,63 @@
+"""What an NNX module says of FP8 state that nobody moves, and of what its gradient cannot pass through."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import te_jax as te
+import te_jax.nnx as te_nnx
+from te_jax.recipe import DelayedScaling
+
+RECIPE = DelayedScaling(amax_history_len=4)
+X = jnp.ones((4, 16))
+
+
+def loss_of(model, x):
+    return jnp.sum(model(x))
+
+
+@pytest.fixture(scope="module")
+def model():
+    with te.autocast(recipe=RECIPE):
+        return te_nnx.DenseGeneral(16, 16, rngs=nnx.Rngs(0))
+
+
+def told(call) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+
+
+def test_gradients_that_leave_fp8_state_as_it_is(model):
+    def within(f, *args):
+        with te.autocast(recipe=RECIPE):
+            return f(*args)
+
+    (text,) = told(lambda: within(nnx.value_and_grad(loss_of), model, X))
+    assert "DenseGeneral" in text and "te_jax.nnx.value_and_grad" in text
+    assert told(lambda: within(te_nnx.value_and_grad(loss_of), model, X)) == []
+    assert told(lambda: within(loss_of, model, X)) == []  # no gradient
+    assert told(lambda: within(jax.grad(lambda x: loss_of(model, x)), X)) == []  # of the inputs alone
+
+
+def test_state_without_autocast(model):
+    (text,) = told(lambda: model(X))
+    assert "DenseGeneral: there is FP8 state" in text and "te_jax.autocast(False)" in text
+    with te.autocast(False):
+        assert told(lambda: model(X)) == []
+
+
+def test_slices_of_state(model):
+    """They need `te_jax.value_and_grad`, which traces the function first."""
+
+    def loss(model, x):
+        graph, state = nnx.split(model)
+        both = jax.tree.map(lambda a: jnp.stack([a, a]), state)
+        return loss_of(nnx.merge(graph, jax.tree.map(lambda a: a[0], both)), x)
+
+    with te.autocast(recipe=RECIPE), pytest.raises(TypeError, match="te_jax.nnx.value_and_grad: FP8 state is"):
+        te_nnx.value_and_grad(loss)(model, X)
