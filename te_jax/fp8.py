@@ -25,6 +25,7 @@ from te_jax import sharding
 from te_jax._op import amax_across, like, on_explicit_mesh, varying
 from te_jax.ops.scaling import next_state
 from te_jax.recipe import DelayedScaling, Recipe
+from te_jax.recipe._exclude import warn_of_strays
 from te_jax.recipe.delayed import HISTORY, SCALE
 
 FP8_COLLECTION = "fp8_metas"
@@ -53,6 +54,7 @@ def autocast(enabled: bool = False, recipe: Recipe | None = None, mesh_resource=
     keep = contextlib.nullcontext() if mesh_resource is None else sharding.global_shard_guard(mesh_resource)
     with keep, _recipe(recipe if enabled else None):
         yield
+    warn_of_strays(recipe.exclude)
 
 
 def check_recipe(what: str, recipe):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from te_jax._check import KnownFields
+from te_jax._check import ARRAY, Kind, KnownFields, check, integer
 from te_jax._op import on_explicit_mesh
 
 # Logical axes of activations ...
@@ -30,6 +30,14 @@ W_NO_SHARD_AXES = "nvte_w_no_shard"
 W_FSDP_AXES = "nvte_w_fsdp"
 W_TP_AXES = "nvte_w_tp"
 W_JOINED_AXES = "nvte_w_joined"
+
+
+_AXIS = Kind(
+    "the name of a mesh axis, or None", lambda axis: axis is None or isinstance(axis, str), lambda axis: axis != ""
+)
+_RULES = Kind(
+    "a tuple of pairs (logical name, mesh axis, tuple of them or None)", lambda x: isinstance(x, tuple | list)
+)
 
 
 @dataclass(frozen=True)
@@ -55,8 +63,7 @@ class MeshResource(KnownFields):
     def __post_init__(self):
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and not isinstance(value, str):
-                raise TypeError(f"MeshResource: {field.name} is {value!r}; pass the name of a mesh axis, or None.")
+            check("MeshResource", field.name, value, _AXIS)
         self._check_roles()
 
     def _check_roles(self):
@@ -188,6 +195,7 @@ def extend_logical_axis_rules(rules: Sequence[tuple]) -> Sequence[tuple]:
     mesh without a MeshResource, and for a MeshResource that names axes without a mesh: `with mesh:` puts none in force
     that jax shows.
     """
+    check("extend_logical_axis_rules", "rules", rules, _RULES)
     for rule in rules:
         _check_rule(rule)
     resource = current_mesh_resource()
@@ -243,13 +251,18 @@ def inverse_reorder_causal_load_balancing(x, cp_size: int, axis: int = 1):
 
 def causal_load_balanced_positions(size: int, cp_size: int) -> np.ndarray:
     """i32[size]: where each token of a reordered sequence was before, as RoPE's `positions`."""
+    check("causal_load_balanced_positions", "size", size, integer(1))
     return reorder_causal_load_balancing(np.arange(size, dtype=np.int32), cp_size, axis=0)
+
+
+_DEVICES = Kind("how many devices share a sequence, at least 1", lambda size: True, integer(1).accepts)
 
 
 def _chunks(name: str, x, cp_size: int, axis: int):
     """-> x with its `axis` cut into [2 cp_size, size of a chunk], the axis from the front."""
-    if not isinstance(cp_size, int) or cp_size < 1:
-        raise ValueError(f"{name}: cp_size is {cp_size!r}; pass how many devices share a sequence, at least 1.")
+    check(name, "x", x, ARRAY)
+    check(name, "cp_size", cp_size, _DEVICES)
+    check(name, "axis", axis, integer())
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"{name}: axis is {axis}, but x has shape {tuple(x.shape)}; pass the sequence's axis.")
     axis %= x.ndim

@@ -30,8 +30,8 @@ def value_and_grad(f: Callable, *, argnums: int = 0, has_aux: bool = False, wrt=
     It is compiled as by `nnx.jit`: build it once, or call it within `nnx.jit`. Arguments that are bool, str, None or
     functions are static.
 
-    Raises ValueError where the recipe in force has no state, but the model does, and for histories of another length
-    than the recipe's.
+    Raises ValueError for a `wrt` that takes in FP8 state, where the recipe in force has no state, but the model does,
+    and for histories of another length than the recipe's.
     """
 
     @partial(nnx.jit, static_argnums=(0, 1))
@@ -40,6 +40,11 @@ def value_and_grad(f: Callable, *, argnums: int = 0, has_aux: bool = False, wrt=
         for at, value in static:
             args[at] = value
         recipe, model = current_recipe(), args[model_at]
+        if nnx.state(model, nnx.All(wrt, Fp8State)):
+            raise ValueError(
+                f"te_jax.nnx.value_and_grad: wrt is {wrt!r}, which takes FP8 state for parameters; pass wrt=nnx.Param "
+                "here and to nnx.Optimizer: FP8 state moves beside them."
+            )
         moves = recipe is not None and bool(nnx.state(model, Fp8State))
         if moves and not recipe.has_state:
             raise ValueError(

@@ -219,7 +219,11 @@ class SequenceDescriptor:
 
 def _warn_of_lengths(what: str, lengths, size: int):
     """Warns, once, of lengths beyond the row, where their values are known."""
-    known = isinstance(lengths, np.ndarray | jax.Array) and not isinstance(lengths, jax.core.Tracer)
+    known = (
+        isinstance(size, int)
+        and isinstance(lengths, np.ndarray | jax.Array)
+        and not isinstance(lengths, jax.core.Tracer)
+    )
     if not known or not lengths.size or not getattr(lengths, "is_fully_addressable", True):
         return
     if (most := int(np.max(np.asarray(lengths)))) > size:
