@@ -61,6 +61,9 @@ def check(where: str, name: str, value, kind: Kind) -> None:
 
 def shown(value) -> str:
     """`value` in an error: an array by type and shape."""
+    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
+        inner = ", ".join(map(shown, value))
+        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
     return f"{value.dtype}{list(value.shape)}" if ARRAY.is_type(value) and value.shape else repr(value)
 
 

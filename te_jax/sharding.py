@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from te_jax._check import ARRAY, Kind, KnownFields, check, integer
+from te_jax._check import ARRAY, NONE, STRING, Kind, KnownFields, check, integer
 from te_jax._op import on_explicit_mesh
 
 # Logical axes of activations ...
@@ -32,12 +32,10 @@ W_TP_AXES = "nvte_w_tp"
 W_JOINED_AXES = "nvte_w_joined"
 
 
-_AXIS = Kind(
-    "the name of a mesh axis, or None", lambda axis: axis is None or isinstance(axis, str), lambda axis: axis != ""
-)
-_RULES = Kind(
-    "a tuple of pairs (logical name, mesh axis, tuple of them or None)", lambda x: isinstance(x, tuple | list)
-)
+_NAME = NONE | STRING
+_AXIS = Kind("the name of a mesh axis, or None", _NAME.is_type, lambda axis: axis != "")
+_PAIR = "a pair (logical name, mesh axis, tuple of them or None)"
+_RULES = Kind(f"a tuple, each {_PAIR}", lambda rules: isinstance(rules, tuple | list))
 
 
 @dataclass(frozen=True)
@@ -283,9 +281,7 @@ def _check_rule(rule) -> None:
         axes = rule[1] if isinstance(rule[1], tuple | list) else (rule[1],)
         if rule[1] is None or all(isinstance(axis, str) for axis in axes):
             return
-    raise ValueError(
-        f"extend_logical_axis_rules: the rule {rule!r} is not a pair (logical name, mesh axis, tuple of them or None)."
-    )
+    raise ValueError(f"extend_logical_axis_rules: the rule {rule!r} is not {_PAIR}.")
 
 
 def head_axes() -> tuple[str, ...]:
