@@ -61,6 +61,9 @@ def check(where: str, name: str, value, kind: Kind) -> None:
 
 def shown(value) -> str:
     """`value` in an error: an array by type and shape."""
+    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
+        inner = ", ".join(map(shown, value))
+        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
     return f"{value.dtype}{list(value.shape)}" if ARRAY.is_type(value) and value.shape else repr(value)
 
 
@@ -90,8 +93,9 @@ def warn_once(text: str) -> None:
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """ "did you mean 'x'?" where a known name is close to `name`, else ""."""
-    lower = {each.lower(): each for each in known}
-    close = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.6)
+    lower, given = {each.lower(): each for each in known}, str(name).lower()
+    close = difflib.get_close_matches(given, lower, n=1, cutoff=0.6)
+    close = close or [each for each in lower if len(given) > 2 and each.startswith(given)]  # the start of one
     return f"did you mean {lower[close[0]]!r}?" if close else ""
 
 
@@ -121,6 +125,11 @@ def _dtype(value) -> np.dtype | None:
         return None if value is None else jnp.dtype(value)
     except TypeError:
         return None
+
+
+def _meant_dtype(name: str) -> str:
+    short = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
+    return did_you_mean(short.get(name.lower(), name), ("bfloat16", "float16", "float32", "float64"))
 
 
 def is_dtype(value) -> bool:
@@ -185,7 +194,7 @@ FLOATING = Kind(
     "a floating dtype, such as jnp.bfloat16",
     is_dtype,
     lambda value: jnp.issubdtype(_dtype(value), jnp.floating) and _dtype(value).itemsize > 1,  # none of FP8
-    lambda value: did_you_mean(value, ("bfloat16", "float16", "float32", "float64")) if isinstance(value, str) else "",
+    lambda value: _meant_dtype(value) if isinstance(value, str) else "",
 )
 ARRAY = Kind("an array", lambda value: hasattr(value, "dtype") and hasattr(value, "shape"))  # or a ShapeDtypeStruct
 

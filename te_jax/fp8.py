@@ -29,6 +29,7 @@ from te_jax._scope import Scope
 from te_jax._types import varying
 from te_jax.ops.scaling import next_state
 from te_jax.recipe import DelayedScaling, Recipe
+from te_jax.recipe._exclude import warn_of_strays
 
 FP8_COLLECTION = "fp8_metas"
 PROBE = "_probe"  # how the name of a leaf ends whose cotangent is what `seen` says of the tensor
@@ -81,6 +82,8 @@ def _autocast(value: Recipe | str | None, mesh_resource):
     keep = contextlib.nullcontext() if mesh_resource is None else sharding.global_shard_guard(mesh_resource)
     with keep, _recipe(value):
         yield
+    if isinstance(value, Recipe):
+        warn_of_strays(value.exclude)
 
 
 def check_recipe(what: str, recipe):

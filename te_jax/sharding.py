@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from te_jax._check import KnownFields
+from te_jax._check import ARRAY, NONE, STRING, Kind, KnownFields, check, integer
 from te_jax._scope import Scope
 from te_jax._types import on_explicit_mesh
 
@@ -31,6 +31,12 @@ W_NO_SHARD_AXES = "nvte_w_no_shard"
 W_FSDP_AXES = "nvte_w_fsdp"
 W_TP_AXES = "nvte_w_tp"
 W_JOINED_AXES = "nvte_w_joined"
+
+
+_NAME = NONE | STRING
+_AXIS = Kind("the name of a mesh axis, or None", _NAME.is_type, lambda axis: axis != "")
+_PAIR = "a pair (logical name, mesh axis, tuple of them or None)"
+_RULES = Kind(f"a tuple, each {_PAIR}", lambda rules: isinstance(rules, tuple | list))
 
 
 @dataclass(frozen=True)
@@ -56,8 +62,7 @@ class MeshResource(KnownFields):
     def __post_init__(self):
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and not isinstance(value, str):
-                raise TypeError(f"MeshResource: {field.name} is {value!r}; pass the name of a mesh axis, or None.")
+            check("MeshResource", field.name, value, _AXIS)
         self._check_roles()
 
     def _check_roles(self):
@@ -190,6 +195,7 @@ def extend_logical_axis_rules(rules: Sequence[tuple]) -> Sequence[tuple]:
     mesh without a MeshResource, and for a MeshResource that names axes without a mesh: `with mesh:` puts none in force
     that jax shows.
     """
+    check("extend_logical_axis_rules", "rules", rules, _RULES)
     for rule in rules:
         _check_rule(rule)
     resource = current_mesh_resource()
@@ -245,13 +251,18 @@ def inverse_reorder_causal_load_balancing(x, cp_size: int, axis: int = 1):
 
 def causal_load_balanced_positions(size: int, cp_size: int) -> np.ndarray:
     """i32[size]: where each token of a reordered sequence was before, as RoPE's `positions`."""
+    check("causal_load_balanced_positions", "size", size, integer(1))
     return reorder_causal_load_balancing(np.arange(size, dtype=np.int32), cp_size, axis=0)
+
+
+_DEVICES = Kind("how many devices share a sequence, at least 1", lambda size: True, integer(1).accepts)
 
 
 def _chunks(name: str, x, cp_size: int, axis: int):
     """-> x with its `axis` cut into [2 cp_size, size of a chunk], the axis from the front."""
-    if not isinstance(cp_size, int) or cp_size < 1:
-        raise ValueError(f"{name}: cp_size is {cp_size!r}; pass how many devices share a sequence, at least 1.")
+    check(name, "x", x, ARRAY)
+    check(name, "cp_size", cp_size, _DEVICES)
+    check(name, "axis", axis, integer())
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"{name}: axis is {axis}, but x has shape {tuple(x.shape)}; pass the sequence's axis.")
     axis %= x.ndim
@@ -272,9 +283,7 @@ def _check_rule(rule) -> None:
         axes = rule[1] if isinstance(rule[1], tuple | list) else (rule[1],)
         if rule[1] is None or all(isinstance(axis, str) for axis in axes):
             return
-    raise ValueError(
-        f"extend_logical_axis_rules: the rule {rule!r} is not a pair (logical name, mesh axis, tuple of them or None)."
-    )
+    raise ValueError(f"extend_logical_axis_rules: the rule {rule!r} is not {_PAIR}.")
 
 
 def head_axes() -> tuple[str, ...]:

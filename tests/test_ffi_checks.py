@@ -1,14 +1,8 @@
 """FFI handlers refuse what is not as the axis rule of their op says, before they look at any memory."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from ffi_calls import TARGETS, survey
 from host_cuda import library

@@ -147,6 +147,15 @@ FIELDS: dict[str, Kind] = {
     **_each(_ABSENT, "score_mod score_mod_bprop"),
 }
 
+# The sizes that the constructors of NNX take beside the fields, by their annotation.
+SIZES: dict[object, Kind] = {
+    int: _POSITIVE,
+    int | None: NONE | _POSITIVE,
+    int | tuple[int, ...]: Kind(
+        _WIDTHS.text, _WIDTHS.is_type, lambda value: _SIZES.accepts(as_tuple(value)) and as_tuple(value) != ()
+    ),
+}
+
 CALL: dict[str, Kind] = {
     **_each(BOOL, "deterministic decode norm_output return_input operands bidirectional"),
     **_each(NONE | _POSITIVE, "max_decode_length"),
@@ -263,10 +272,10 @@ def rotary_fields_fit(module) -> str | None:
             return f"{name} is {getattr(module, name)!r}, but RoPE is off; set {names}, or leave {name} out"
     if not on:
         return None
-    width, dim = head_width(module), module.rotary_pos_emb_dim
-    check_rotary(describe(module), width, dim, module.rotary_pos_emb_scaling, "rotary_pos_emb_")
-    if dim is None and width % 2:
-        return f"RoPE is on, but a head has {width} channels; pass an even number of them, or rotary_pos_emb_dim"
+    width, by = head_width(module), "head_dim" if hasattr(module, "head_dim") else "kv_channels"
+    check_rotary(describe(module), width, module.rotary_pos_emb_dim, module.rotary_pos_emb_scaling, "rotary_pos_emb_")
+    if width % 2:
+        return f"RoPE is on, but a head has {width} channels; give it an even number of them, by {by}"
 
 
 def cross_fields_need_a_decoder(module) -> str | None:

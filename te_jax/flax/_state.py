@@ -3,7 +3,6 @@
 import warnings
 import weakref
 from contextvars import ContextVar
-from fnmatch import fnmatchcase
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from te_jax import fp8
 from te_jax.fp8 import FP8_COLLECTION, AttentionMetas, DenseMetas, TensorMeta
 from te_jax.fp8_metas import check_history_length
 from te_jax.recipe import DelayedScaling, Recipe
+from te_jax.recipe._exclude import excludes
 from te_jax.recipe.delayed import HISTORY, SCALE
 
 # Attribute of a bound module, {tensor: (recipe, trace, meta)}: what is left of a state that it already used
@@ -39,9 +39,7 @@ def recipe_of(module: nn.Module, *below: str) -> Recipe | None:
     recipe = fp8.current_recipe()
     if recipe is None or not recipe.exclude:
         return recipe
-    path = *module.path, *below
-    chain = ["/".join(path[: i + 1]) for i in range(len(path))]
-    return None if any(fnmatchcase(each, pattern) for each in chain for pattern in recipe.exclude) else recipe
+    return None if excludes(recipe.exclude, (*module.path, *below)) else recipe
 
 
 def dense_metas(module: nn.Module, postfix: str = "") -> DenseMetas | None:

@@ -6,7 +6,7 @@ import jax
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
 from te_jax import fp8
-from te_jax._check import check, integer
+from te_jax._check import ARRAY, NONE, STRING, Kind, check, integer
 from te_jax._types import align, like
 from te_jax.checkpoint_policies import GEMM, named
 from te_jax.layers import _fp8
@@ -50,6 +50,7 @@ def dense(
     Returns y of x's type. Raises ValueError for sizes that do not match, TypeError for operands that are not float.
     """
     kernel = taken(name, kernel, contract, recipe)
+    check(name, "checkpoint", checkpoint, NONE | STRING)
     check_dense(name, x, wide_of(kernel), bias, contract, recipe, metas)
     check_residual(name, residual, (*x.shape[: x.ndim - contract], *wide_of(kernel).shape[contract:]), x.dtype)
     if recipe is None:
@@ -60,12 +61,16 @@ def dense(
     return _staged_dense(*align(x, kernel, bias, residual), metas or fp8.STATELESS, config)
 
 
+METAS = NONE | Kind("fp8.DenseMetas", lambda metas: isinstance(metas, fp8.DenseMetas))
+
+
 def _type(x):
     return None if x is None else jax.typeof(x)
 
 
 def check_residual(name, residual, shape, dtype):
     """Raises ValueError, naming the layer, for a residual that is not of the output's shape and type."""
+    check(name, "residual", residual, NONE | ARRAY)
     if residual is not None and (residual.shape != shape or residual.dtype != dtype):
         raise ValueError(f"{name}: residual is {residual.dtype}{residual.shape}, but the output {dtype}{shape}.")
 
@@ -85,7 +90,10 @@ def check_dense(name, x, kernel, bias, contract, recipe, metas):
         )
     if bias is not None and bias.shape != kernel.shape[contract:]:
         raise ValueError(f"{name}: bias is {bias.shape}, but kernel's features are {kernel.shape[contract:]}.")
+    check(name, "metas", metas, METAS)
     if recipe is None:
+        if metas is not None:
+            raise ValueError(f"{name}: metas are given, but recipe is None; pass their recipe, or leave them out.")
         return
     fp8.check_recipe(name, recipe)
     fp8.check_metas(name, "metas", metas, recipe, "pass fp8.DenseMetas")

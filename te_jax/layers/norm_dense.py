@@ -10,7 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
 from te_jax import fp8
-from te_jax._check import BOOL, check
+from te_jax._check import BOOL, NONE, STRING, Kind, check, tuple_of
 from te_jax._types import align, like
 from te_jax.checkpoint_policies import STATISTICS, named
 from te_jax.layers import _fp8
@@ -50,6 +50,9 @@ class Projection(NamedTuple):
     metas: fp8.DenseMetas | None  # under a recipe with state
 
 
+_ALSO = tuple_of(Kind("a Projection", lambda p: isinstance(p, Projection)))
+
+
 def layernorm_dense(
     x,
     kernel,
@@ -80,6 +83,8 @@ def layernorm_dense(
                   of all products, and under a recipe ln_out is quantized once, with the scale of the first. ln_out's
                   gradient through all of them crosses devices as one sum.
     """
+    check(name, "also", also, _ALSO)
+    check(name, "checkpoint", checkpoint, NONE | STRING)
     projections = (Projection(kernel, bias, metas), *also)
     projections = [p._replace(kernel=taken(name, p.kernel, 1, recipe)) for p in projections]
     norm_op.check(name, x, gamma, beta, norm, epsilon, zero_centered_gamma)

@@ -11,18 +11,20 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 from jax.sharding import PartitionSpec
 
 from te_jax import fp8
-from te_jax._check import check
+from te_jax._check import NONE, STRING, check, tuple_of
 from te_jax._types import align, like
 from te_jax.checkpoint_policies import STATISTICS, named
 from te_jax.layers import _fp8
 from te_jax.layers._fp8 import Config, Fp8Tensor, wide_of
-from te_jax.layers.dense import check_dense, check_residual, dense
+from te_jax.layers.dense import METAS, check_dense, check_residual, dense
 from te_jax.layers.kernel import QuantizedKernel, taken
 from te_jax.layers.norm_dense import layernorm_dense, norm_attrs, norm_backward, quantize_norm
 from te_jax.ops import activation as act_op
 from te_jax.ops import norm as norm_op
 from te_jax.ops.activation_block import activation_block_bwd, activation_block_fwd
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
+
+_METAS = NONE | tuple_of(METAS, 2)  # of wi and of wo
 
 
 def split_residual(residual: bool | jax.Array):
@@ -76,7 +78,14 @@ def layernorm_mlp(
     check(name, "activations", activations, act_op.ACTIVATIONS)
     act_op.check_params(name, "activation_params", activations, activation_params)
     wi, wo = (taken(name, kernel, 1, recipe) for kernel in (wi, wo))
+    check(name, "metas", metas, _METAS)
+    check(name, "checkpoint", checkpoint, NONE | STRING)
     check_dense(name, x, wide_of(wi), wi_bias, 1, recipe, metas and metas[0])
+    if wide_of(wi).ndim != 3 or wide_of(wi).shape[1] != len(activations):
+        raise ValueError(
+            f"{name}: wi has shape {wide_of(wi).shape}; pass [h, A, F], with A = {len(activations)} slots for "
+            f"{len(activations)} activations."
+        )
     middle_type = ShapedArray((*x.shape[:-1], wide_of(wi).shape[-1]), x.dtype)
     check_dense(name, middle_type, wide_of(wo), wo_bias, 1, recipe, metas and metas[1])
     through, added = split_residual(residual)

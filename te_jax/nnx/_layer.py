@@ -18,8 +18,8 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import ShapeDtypeStruct
 
-from te_jax._check import bind
-from te_jax.flax._fields import check_fields
+from te_jax._check import bind, check
+from te_jax.flax._fields import SIZES, check_fields
 from te_jax.flax._state import describe, on_missing_state
 from te_jax.flax.cache import COLLECTION as CACHE
 from te_jax.fp8 import FP8_COLLECTION, current_recipe
@@ -97,6 +97,9 @@ class Layer(nnx.Module):
             raise TypeError(f"{type(self).__name__}: rngs is {rngs!r}; pass nnx.Rngs(seed).")
         del bound.arguments["rngs"]
         check_fields(self.linen)  # before sizes follow from them
+        for name, size in bound.arguments.items():
+            if kind := SIZES.get(bound.signature.parameters[name].annotation):
+                check(type(self).__name__, name, size, kind)
         self._initialise(type(self).inputs(self.linen, **bound.arguments), rngs)
         if self._drops:
             self.rngs = rngs[self._stream].fork()

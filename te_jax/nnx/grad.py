@@ -35,8 +35,8 @@ def value_and_grad(f: Callable, *, argnums: int = 0, has_aux: bool = False, wrt=
     FP8 state that `f` takes out of its modules may be mapped and looped over (`nnx.vmap`, `nnx.scan`), but not sliced,
     as by `a[i]`: jax has no gradient of that (`te_jax.value_and_grad` has).
 
-    Raises TypeError for such slices, ValueError where the recipe in force has no state, but the model does, and for
-    histories of another length than the recipe's.
+    Raises TypeError for such slices, ValueError for a `wrt` that takes in FP8 state, where the recipe in force has no
+    state, but the model does, and for histories of another length than the recipe's.
     """
 
     check("te_jax.nnx.value_and_grad", "f", f, FUNCTION)
@@ -48,6 +48,11 @@ def value_and_grad(f: Callable, *, argnums: int = 0, has_aux: bool = False, wrt=
         for at, value in static:
             args[at] = value
         recipe, model = current_recipe(), args[model_at]
+        if nnx.state(model, nnx.All(wrt, Fp8State)):
+            raise ValueError(
+                f"te_jax.nnx.value_and_grad: wrt is {wrt!r}, which takes FP8 state for parameters; pass wrt=nnx.Param "
+                "here and to nnx.Optimizer: FP8 state moves beside them."
+            )
         moves = recipe is not None and bool(nnx.state(model, Fp8State))
         if moves and not recipe.has_state:
             raise ValueError(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from te_jax._amax import amax
-from te_jax._check import Kind, check, did_you_mean, number
+from te_jax._check import FLOATS_ARRAY, Kind, check, did_you_mean, number
 from te_jax._op import Op
 from te_jax.ops.quantize import fp8_type, saturate, tiles, transpose
 
@@ -147,8 +147,7 @@ def activation(x: jax.Array, names: Sequence[str | Callable], params: Mapping | 
     """
     order = slots(names)
     values = _parameters(order, params)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"activation: x is {x.dtype}; pass a floating dtype.")
+    check("activation", "x", x, FLOATS_ARRAY)
     if x.ndim < 2 or x.shape[-2] != len(order):
         raise ValueError(
             f"activation: axis A of x[... A, F] is {x.shape[-2] if x.ndim > 1 else 'missing'} in x of shape "

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from te_jax._check import NONE, check, one_of
+from te_jax._check import ARRAY, BOOL, NONE, check, one_of
 from te_jax._types import align, varying
 from te_jax.checkpoint_policies import ATTENTION, named
 from te_jax.ops.attention_check import Options, check_options, warn_of_padding
@@ -193,6 +193,8 @@ def dot_product_attention(
     Returns [b..., s, h, e] of q's dtype, or a tuple of that and what else is asked for, in the order above.
     Raises ValueError or TypeError for arguments that do not fit, and where a forced cuDNN cannot serve.
     """
+    for argument, x in (("q", q), ("k", k), ("v", v)):
+        check(name, argument, x, ARRAY)
     q, k, v = map(jnp.asarray, (q, k, v))
     options = check_options(
         _OP, q, k, v, bias=bias, mask=mask, attn_mask_type=attn_mask_type, attn_bias_type=attn_bias_type,
@@ -252,6 +254,9 @@ def dot_product_attention_kv_packed(
 
 
 def _of_joined(op, name, operands, interleaved, implementation, kwargs):
+    check(op, "interleaved", interleaved, BOOL)
+    for x in operands:
+        check(op, name if x is operands[-1] else "q", x, ARRAY)
     *apart, joined = map(jnp.asarray, operands)
     n, at = 4 - len(operands), -2 if interleaved else -3
     if joined.ndim < 4 or joined.shape[at] != n:

@@ -1,10 +1,10 @@
 """ALiBi, attention with linear biases (Press et al. 2022, https://arxiv.org/abs/2108.12409)."""
 
-import numbers
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from te_jax._check import check, integer
 
 
 def alibi_slopes(num_heads: int) -> jax.Array:
@@ -15,8 +15,7 @@ def alibi_slopes(num_heads: int) -> jax.Array:
 
     Raises ValueError for a number of heads that is not a positive int.
     """
-    if not isinstance(num_heads, numbers.Integral) or num_heads < 1:
-        raise ValueError(f"alibi_slopes: num_heads is {num_heads!r}; pass an int of at least 1.")
+    check("alibi_slopes", "num_heads", num_heads, integer(1))
     p = 1 << (int(num_heads).bit_length() - 1)
     exponents = np.concatenate([np.arange(1, p + 1) / p, np.arange(1, 2 * p, 2) / (2 * p)])[:num_heads]
     return jnp.asarray(2.0 ** (-8 * exponents), jnp.float32)
@@ -40,8 +39,7 @@ def alibi_bias(
     if not jnp.issubdtype(slopes.dtype, jnp.floating):
         raise TypeError(f"alibi_bias: slopes is {slopes.dtype}; pass a floating dtype.")
     for name, length in (("s", s), ("t", t)):
-        if not isinstance(length, numbers.Integral) or length < 0:
-            raise ValueError(f"alibi_bias: {name} is {length!r}; pass an int of at least 0.")
+        check("alibi_bias", name, length, integer(0))
     if bottom_right and q_offset is not None:
         raise ValueError(f"alibi_bias: bottom_right is True and q_offset is {q_offset}; pass one of them.")
     first = jnp.asarray((t - s if bottom_right else 0) if q_offset is None else q_offset)

@@ -35,6 +35,7 @@ WINDOW = Kind(
     lambda window: True,
     lambda window: window is None or _INTS.accepts(window),
 )
+_KEY = NONE | Kind("a jax.random key", ARRAY.is_type)
 _SCALE = Kind(
     "None or a finite Python number (scale q for one that is traced)",
     lambda scale: number().accepts(scale),
@@ -253,6 +254,7 @@ def _scale(op, scale, d) -> float:
 
 def _dropout_rate(op, rate, rng, needs_rng) -> float:
     check(op, "dropout_rate", rate, RATE)
+    check(op, "dropout_rng", rng, _KEY)
     if rate > 0 and rng is None and needs_rng:
         raise ValueError(f"{op}: dropout_rate is {rate}, but dropout_rng is None; pass a jax.random key.")
     return float(rate)

@@ -219,8 +219,9 @@ class SequenceDescriptor:
 
 def _warn_of_lengths(what: str, lengths, size: int):
     """Warns, once, of lengths beyond the row, where their values are known."""
-    known = isinstance(lengths, np.ndarray | jax.Array) and not isinstance(lengths, jax.core.Tracer)
-    if not known or not lengths.size or not getattr(lengths, "is_fully_addressable", True):
+    if isinstance(lengths, jax.core.Tracer) or not isinstance(lengths, np.ndarray | jax.Array) or not lengths.size:
+        return
+    if not isinstance(size, int) or not getattr(lengths, "is_fully_addressable", True):
         return
     if (most := int(np.max(np.asarray(lengths)))) > size:
         warn_once(f"{what} has {most}, but a row has {size} tokens; it counts as {size}: pass lengths up to that.")

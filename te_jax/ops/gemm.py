@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from te_jax._check import ARRAY, BOOL, NONE, Kind, check, integer, is_dtype
 from te_jax._op import Op
 from te_jax._types import align, like, on_explicit_mesh
 from te_jax.checkpoint_policies import GEMM, named
@@ -19,6 +20,7 @@ from te_jax.ops.quantize import FLOATS, fill
 
 FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 FP8_ALIGNED = 16  # cuBLASLt's FP8 kernels take N and K in multiples of 16 elements
+_OUT = NONE | Kind("float32, bfloat16 or float16", is_dtype, lambda dtype: jnp.dtype(dtype) in FLOATS)
 WORKSPACE = 32 << 20  # bytes; what NVIDIA recommends for Hopper's cuBLASLt kernels
 
 
@@ -156,6 +158,8 @@ def gemm_sum(
     lead: how many axes m has. c: of out_dtype. The other arguments are those of `gemm`. More than three terms take
     another sum. Not differentiable. Raises ValueError for sizes, TypeError for types that do not match.
     """
+    if not terms:
+        raise ValueError("gemm_sum: terms is empty; pass at least one (lhs, rhs, lhs_scale_inv, rhs_scale_inv).")
     terms = [(lhs, rhs if lhs.dtype in FP8 else rhs.astype(lhs.dtype), *scales) for lhs, rhs, *scales in terms]
     attrs = dict(lead=lead, out_dtype=jnp.dtype(out_dtype), fast_accum=bool(fast_accum), tune=bool(tune))
     precision = jax.config.jax_default_matmul_precision  # read here: shards are traced when XLA compiles
@@ -198,6 +202,12 @@ def gemm(
 
     Differentiable unless the operands are FP8. Raises ValueError for sizes, TypeError for types that do not match.
     """
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        check("te_gemm", name, x, ARRAY)
+    for name, flag in (("fast_accum", fast_accum), ("tune", tune), ("in_place", in_place)):
+        check("te_gemm", name, flag, BOOL)
+    check("te_gemm", "contract", contract, integer(1))
+    check("te_gemm", "out_dtype", out_dtype, _OUT)
     is_fp8 = lhs.dtype in FP8
     out_dtype = jnp.dtype(out_dtype or (jnp.bfloat16 if is_fp8 else lhs.dtype))
     attrs = dict(contract=contract, out_dtype=out_dtype, fast_accum=bool(fast_accum), tune=bool(tune))

@@ -1,8 +1,6 @@
 """Rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864)."""
 
 import abc
-import math
-import numbers
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -22,6 +20,9 @@ _POSITIONS = array_of(jnp.integer, jnp.float32, jnp.float64, text="an array of i
 WINDOWS = Kind("(w0, w1) with 0 < w0 < w1", _PAIR.is_type, lambda pair: _PAIR.accepts(pair) and pair[0] < pair[1])
 
 
+_FACTOR = number(above=0)
+
+
 @dataclass(frozen=True)
 class Scaling(KnownFields, abc.ABC):
     """Makes a model's frequencies fit for `factor` times the positions that it was trained with."""
@@ -32,7 +33,7 @@ class Scaling(KnownFields, abc.ABC):
         name = type(self).__name__
         for field in fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, numbers.Real) or not 0 < value < math.inf:
+            if not _FACTOR.accepts(value):
                 raise ValueError(f"{name}: {field.name} is {value!r}; pass a positive finite number.")
         if self.factor < 1:
             raise ValueError(f"{name}: factor is {self.factor}; pass how many times more positions, at least 1.")
@@ -200,7 +201,7 @@ def _check(x, positions, windows, group_method, turned, rotary_dim, scaling):
 
 
 def check_positions(caller: str, positions, rows: tuple[int, ...], kind: Kind = INTEGERS):
-    """Raises TypeError for positions that are not of `kind`, ValueError for others than [b, s] or [s] of b, s = `rows`."""
+    """Raises TypeError for positions not of `kind`, ValueError for others than [b, s] or [s] of b, s = `rows`."""
     check(caller, "positions", positions, kind)
     if positions.shape not in (rows, rows[1:], (1, *rows[1:])):
         raise ValueError(
@@ -216,7 +217,7 @@ def check_rotary(caller: str, d: int, dim, scaling, prefix: str = ""):
     type of scaling.
     """
     dim_name, scaling_name = (f"{prefix}dim", f"{prefix}scaling") if prefix else ("rotary_dim", "scaling")
-    if dim is not None and not (isinstance(dim, numbers.Integral) and 2 <= dim <= d and dim % 2 == 0):
+    if dim is not None and not (integer(2, d).accepts(dim) and dim % 2 == 0):
         raise ValueError(f"{caller}: {dim_name} is {dim!r}; pass None or an even int of 2 to {d}, a head's width.")
     if scaling is not None and not isinstance(scaling, Scaling):
         raise TypeError(

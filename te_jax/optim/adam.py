@@ -26,7 +26,6 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from te_jax._check import ARRAY, BOOL, FUNCTION, Kind, check, number
-from te_jax._op import mesh_axes
 from te_jax._placement import mesh_axes
 from te_jax._types import on_explicit_mesh
 from te_jax.fp8 import FP8_COLLECTION
