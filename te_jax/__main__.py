@@ -117,7 +117,9 @@ def rows(found: dict):
     yield "NVIDIA driver", f"{found['driver']}{driver_cuda}" if found["driver"] else "none"
     yield "lowering", f"ops lower to {found['lowering']}"
     architectures = ", ".join(extension["architectures"])
-    built = f"built for CUDA {extension['cuda']} ({architectures})" if extension["cuda"] else "built" * extension["built"]
+    built = (
+        f"built for CUDA {extension['cuda']} ({architectures})" if extension["cuda"] else "built" * extension["built"]
+    )
     loads = "loads" if extension["loads"] else "does not load"
     yield "extension", f"{built}, {loads}" if built else "not built"
     if extension["reason"]:

@@ -195,7 +195,9 @@ def _without_kernels(architectures: tuple[str, ...], capability: str | None) -> 
     if _archs.best(gpu) is None:
         way_out = f"te_jax has kernels for {', '.join(_archs.ALL)} alone: JAX_PLATFORMS=cpu runs plain JAX."
     built = ", ".join(architectures)
-    return f"te_jax: the CUDA extension is built for {built}, but this GPU has compute capability {capability}. {way_out}"
+    return (
+        f"te_jax: the CUDA extension is built for {built}, but this GPU has compute capability {capability}. {way_out}"
+    )
 
 
 def _attention_unusable(versions: dict) -> str:

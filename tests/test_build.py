@@ -113,7 +113,9 @@ def test_a_gpu_has_its_own_architecture_built_and_no_other(locate, monkeypatch, 
     assert locate.requirements()[:1] == (locate.NVCC_WHEELS[:1] if compiled else [])
 
 
-@pytest.mark.parametrize(("asked", "built"), [("90a-real", 1), ("80-real;90a-real", 2), ("89-real,80-real", 2), ("all", 6)])
+@pytest.mark.parametrize(
+    ("asked", "built"), [("90a-real", 1), ("80-real;90a-real", 2), ("89-real,80-real", 2), ("all", 6)]
+)
 def test_architectures_that_are_asked_for(locate, monkeypatch, asked, built):
     monkeypatch.setattr(locate, "cuda_driver", lambda: fake_driver((12, 0)))
     monkeypatch.setenv("TE_JAX_CUDA_ARCHS", asked)
