@@ -42,10 +42,11 @@ def test_every_block_says_its_language(document):
         assert found[2] in ("python", "python gpu", "sh", "text"), f"{document}: {found[0]}"
 
 
-# The guide goes on from the README. The others stand alone.
-@pytest.mark.parametrize(
-    "documents", [("README.md", "docs/guide.md"), ("docs/several_devices.md",), ("docs/performance.md",)], ids=" ".join
-)
+TOGETHER = ("README.md", "docs/guide.md")  # the guide goes on from the README; the others stand alone
+ALONE = [(name,) for name in DOCUMENTS if name not in TOGETHER and any(blocks(name, "python"))]
+
+
+@pytest.mark.parametrize("documents", [TOGETHER, *ALONE], ids=" ".join)
 def test_python_blocks_run(documents, monkeypatch):
     monkeypatch.setattr(_op, "ops", dict(_op.ops))  # "How to add an op" adds one
     names = {"__name__": "__main__"}
@@ -64,7 +65,7 @@ def test_python_blocks_run(documents, monkeypatch):
 
 
 def commands(document):
-    """The words of each command in the document: lines of `sh` blocks, and `python ...`, `make ...`, `pip ...` in the text."""
+    """The words of each command in the document: lines of `sh` blocks, and `python ...` and the like in the text."""
     text = (ROOT / document).read_text()
     inline = re.findall(r"`((?:python|make|pip) [^`]+)`", FENCE.sub("", text))
     lines = [line for *_, block in blocks(document, "sh") for line in block.splitlines()] + inline
