@@ -29,9 +29,9 @@ def warn_if_untested() -> None:
         version = installed(package)
         if reason := untested(package, version):
             warnings.warn(
-                f"te_jax: {package} is {version}, {reason}; update te_jax, or where something fails install "
-                f"{package}=={NEWEST_TESTED[package]}. warnings.filterwarnings('ignore', 'te_jax: {package} is') before "
-                "the import hides this.",
+                f"te_jax: {package} is {version}, {reason}; update te_jax, or install {package}=="
+                f"{NEWEST_TESTED[package]} where something fails. To go on without this text call "
+                f"warnings.filterwarnings('ignore', 'te_jax: {package} is') before the import.",
                 stacklevel=3,
             )
 

@@ -122,7 +122,10 @@ def test_missing_cublaslt(extension):
     [
         ("8.6", ""),
         ("9.0", ""),
-        ("10.0", "built for 80-real, 90a-real, but this GPU has compute capability 10.0. Install .*TE_JAX_CUDA_ARCHS=all"),
+        (
+            "10.0",
+            "built for 80-real, 90a-real, but this GPU has compute capability 10.0. Install .*TE_JAX_CUDA_ARCHS=all",
+        ),
         ("7.5", "but this GPU has compute capability 7.5. te_jax has kernels for 80-real, .* alone: JAX_PLATFORMS=cpu"),
     ],
 )
