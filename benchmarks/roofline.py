@@ -1,25 +1,28 @@
 """The roofline of a result as a picture: rates over intensity below the measured ceilings, te_jax's rows as bars."""
 
+import collections
 import importlib.util
 import pathlib
+import sys
 
-_COLOURS = {
-    "te_jax fp8 fast": "tab:green",
-    "te_jax fp8 current": "tab:cyan",
-    "te_jax fp8 block": "tab:purple",
-    "te_jax fp8": "tab:olive",
-    "te_jax bf16": "tab:blue",
-    "te_jax": "tab:green",
-    "": "tab:gray",
-}
+# Last, as in run.py.
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "examples"))
+
+from gpt import colours
 
 
 def available() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def _colour(impl: str) -> str:
-    return next(colour for prefix, colour in _COLOURS.items() if impl.startswith(prefix))
+def colour(impl: str) -> str:
+    """Of an implementation, by its recipe: "te_jax fp8 block" has that of "block" in any plot."""
+    if not impl.startswith("te_jax"):
+        return colours.OTHERS
+    words = impl.split()
+    if "fp8" in words:
+        return next((colours.OF[word] for word in words if word in colours.OF), colours.OF["delayed"])
+    return colours.OF.get(words[-1], colours.NO_RECIPE)
 
 
 def draw(result: dict, path: pathlib.Path) -> bool:
@@ -30,9 +33,13 @@ def draw(result: dict, path: pathlib.Path) -> bool:
     from matplotlib.figure import Figure  # no pyplot: no display, no state
 
     ours = [row for row in rows if row["impl"].startswith("te_jax")]
-    figure = Figure(figsize=(17, max(7, 1 + 0.17 * len(ours))), layout="constrained")
-    _roofs(figure.add_subplot(1, 2, 1), ceilings, rows)
-    _bars(figure.add_subplot(1, 2, 2), ours)
+    products = [row for row in rows if row["flops"] and _moved(row)]
+    panels = 2 if products else 1  # what only moves bytes has no place under the roofs
+    figure = Figure(figsize=(8.5 * panels, max(7, 1 + 0.17 * len(ours))), layout="constrained")
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    if products:
+        _roofs(axes[0], ceilings, products)
+    _bars(axes[-1], ours)
     figure.suptitle(f"{result['machine']['device']}, {result['machine']['date'][:10]}, {result['timing']}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
@@ -40,8 +47,10 @@ def draw(result: dict, path: pathlib.Path) -> bool:
 
 
 def _roofs(axes, ceilings: dict, rows: list[dict]):
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
     copy = ceilings["copy"]["sustained"]
-    points = [(row["flops"] / _moved(row), row["tflops"], row["impl"]) for row in rows if row["flops"] and _moved(row)]
+    points = [(row["flops"] / _moved(row), row["tflops"], row["impl"]) for row in rows]
     peaks = [ceilings[name]["sustained"] for name in ("fp8", "bf16")]
     left = min([peak / copy / 4 for peak in peaks] + [x for x, _, _ in points])
     right = max([peak / copy * 4 for peak in peaks] + [x for x, _, _ in points]) * 1.5
@@ -49,15 +58,21 @@ def _roofs(axes, ceilings: dict, rows: list[dict]):
         knee = peak / copy
         axes.plot([left, knee, right], [left * copy, peak, peak], color="black", linewidth=1)
         axes.annotate(f"{name} GEMM {peak:.4g} TFLOP/s", (right, peak), ha="right", va="bottom")
-    axes.annotate(f"copy {copy:.3g} TB/s", (left, left * copy), va="bottom")
+    axes.annotate(f"  copy {copy:.3g} TB/s", (left, left * copy), va="center")
+    drawn = collections.Counter()
     for impl in dict.fromkeys(impl for _, _, impl in points):
         x, y = zip(*(point[:2] for point in points if point[2] == impl))
-        marker = "o" if impl.startswith("te_jax") else "x"
-        axes.plot(x, y, marker, color=_colour(impl), markersize=5, alpha=0.7, label=impl)
+        shade = colour(impl)
+        marker = ("x+1234" if shade == colours.OTHERS else "os^Dv<>")[drawn[shade] % 6]  # one recipe, several ways
+        drawn[shade] += 1
+        axes.plot(x, y, marker, color=shade, markersize=5, alpha=0.7, label=impl)
     axes.set(xscale="log", yscale="log", title="Rows with multiplications")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes.yaxis.set_minor_formatter(FuncFormatter(lambda y, _: f"{y:g}" if f"{y:g}"[0] in "25" else ""))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set(xlabel="FLOP per byte of arguments and results", ylabel="TFLOP/s")
-    if points:
-        axes.legend(fontsize=8)
+    axes.legend(fontsize=8)
 
 
 def _moved(row) -> float:
@@ -65,8 +80,8 @@ def _moved(row) -> float:
 
 
 def _bars(axes, rows: list[dict]):
-    names = [f"{row['case']} | {row['impl'].removeprefix('te_jax ')}" for row in rows]
-    axes.barh(names, [row["fraction"] for row in rows], color=[_colour(row["impl"]) for row in rows], alpha=0.7)
+    names = [f"{row['case']} | {row['impl'].removeprefix('te_jax ')}".removesuffix(" | te_jax") for row in rows]
+    axes.barh(names, [row["fraction"] for row in rows], color=[colour(row["impl"]) for row in rows], alpha=0.7)
     for place, row in enumerate(rows):
         if row.get("beside"):
             # The fastest other implementation of the same case does the same work: its bar would end here.
@@ -75,4 +90,5 @@ def _bars(axes, rows: list[dict]):
     axes.invert_yaxis()
     axes.margins(y=0.005)
     axes.tick_params(axis="y", labelsize=6)
-    axes.set(title="te_jax, fraction of the ceiling; | the fastest beside it")
+    beside = "; | the fastest beside it" if any(row.get("beside") for row in rows) else ""
+    axes.set(title="te_jax, fraction of the ceiling" + beside, xlabel="time at the ceiling over measured time")

@@ -22,19 +22,28 @@ from train_gpt import fp8_recipe
 
 
 def load(directory: pathlib.Path, bf16: bool):
-    """(model, variables, recipe or None) of the last checkpoint in `directory`. ValueError if there is none."""
-    checkpoints = checkpoint.Checkpoints(directory) if directory.is_dir() else None
-    run = checkpoints and checkpoints.last_run()
-    if not run:
+    """(model, variables, recipe or None) of the last whole checkpoint in `directory`. ValueError if there is none."""
+
+    def read(path):
+        run = checkpoint.read_run(path)
+        model, trained = model_of(run)
+        init = lambda key: nn.meta.unbox(steps.initial(model, optax.identity(), trained, key, 1))
+        shapes = jax.eval_shape(init, jax.random.key(0))
+        return checkpoint.read_weights(path, shapes.params, {} if bf16 else shapes.fp8), run
+
+    found = checkpoint.newest(directory, read)
+    if found is None:
         raise ValueError(f"there is no checkpoint in {directory}: train one with train_gpt.py, or give --checkpoint")
+    items, run, _ = found
+    model, trained = model_of(run)
+    return model, {"params": items["state"]["params"], **items.get("fp8", {})}, None if bf16 else trained
+
+
+def model_of(run: dict):
+    """(model, recipe or None) of a checkpoint's `run`."""
     key = run["key"]
     model = GPT(config.Model.of(key), max_len=key["seq_len"], fp8_params=key.get("fp8_params", False))
-    trained = fp8_recipe(argparse.Namespace(**key)) if run["precision"] == "fp8" else None
-    init = lambda key: nn.meta.unbox(steps.initial(model, optax.identity(), trained, key, 1))
-    shapes = jax.eval_shape(init, jax.random.key(0))
-    params, fp8 = checkpoints.restore_weights(shapes.params, {} if bf16 else shapes.fp8)
-    checkpoints.close()
-    return model, {"params": params, **fp8}, None if bf16 else trained
+    return model, fp8_recipe(argparse.Namespace(**key)) if run["precision"] == "fp8" else None
 
 
 def chooser(greedy: bool, temperature: float, top_k: int):

@@ -7,13 +7,13 @@ to --out, with --fp8-report what became of the tensors in FP8. See examples/READ
 """
 
 import collections
-import itertools
+import contextlib
 import pathlib
 import sys
 import time
 
 import jax
-from gpt import checkpoint, cluster, config, data, flops, health, mesh, nnx_steps, plot, report, steps
+from gpt import checkpoint, cluster, config, data, flops, health, mesh, nnx_steps, plot, report, rundir, steps
 from gpt.progress import Progress
 
 from te_jax import recipe as te_recipe
@@ -63,70 +63,86 @@ def new_progress(args, precision: str, start: int, devices: jax.sharding.Mesh | 
     return Progress(precision, start, args.steps, tokens, step_flops, peak, shown=cluster.is_first())
 
 
+class Training:
+    """One run from its start, or from its last checkpoint, to --steps or --stop-at."""
+
+    def __init__(self, args, precision: str, corpus: data.Corpus, devices: jax.sharding.Mesh | None, checkpoints):
+        """checkpoints: `checkpoint.Checkpoints`, or None to save nothing."""
+        self.args, self.precision, self.checkpoints = args, precision, checkpoints
+        self.recipe = recipe = fp8_recipe(args) if precision == "fp8" else None
+        self.api = api = nnx_steps if args.api == "nnx" else steps
+        self.model = model = api.make_model(args)
+        optimizer = steps.make_optimizer(args.lr, args.warmup, args.steps, args.optimizer, args.fp8_params)
+        shardings = api.state_shardings(model, optimizer, recipe, devices)
+        self.monitor = health.monitor(args, recipe, shardings)
+        self.state = api.init_state(model, optimizer, recipe, args.seed, shardings)
+        self.parameters = sum(p.size for p in jax.tree.leaves(self.state.params))
+        self.run = {"key": config.resume_key(args, corpus.sha256), "losses": [], "held_out": [], "fp8_report": []}
+        if checkpoints and args.resume and (found := checkpoints.restore(api.saved(self.state), self.run["key"])):
+            self.state, self.run = api.resumed(self.state, found[0]), self.run | found[1]
+        self.run["precision"] = precision  # the checkpoint may be of a run in the other one
+
+        self.start, self.stop = int(self.state.step), last_step(args)
+        where = f"steps {self.start} to {self.stop} of {args.steps}"
+        print(f"{precision}: {self.parameters / 1e6:.1f}M parameters, {where}", flush=True)
+        self.batch, self.eval_data = batches(args, corpus, devices)
+        self.train_step, self.compile_seconds = None, None
+        if self.start < self.stop:  # else the checkpoint is of a finished run
+            began = time.perf_counter()
+            self.train_step = api.compiled_step(model, optimizer, recipe, shardings, self.state, self.batch(0))
+            self.compile_seconds = time.perf_counter() - began
+            print(f"{precision}: compiled in {self.compile_seconds:.1f} s", flush=True)
+        self.progress = new_progress(args, precision, self.start, devices)
+        self.pending = collections.deque()
+
+    def steps(self) -> None:
+        """Trains to the end."""
+        args = self.args
+        eval_loss = self.api.make_eval_loss(self.model, self.recipe)
+        for step in range(self.start + 1, self.stop + 1):
+            windows = self.batch(step - 1)
+            if self.monitor and self.monitor.due(step):
+                self.read_losses(0)
+                self.run["fp8_report"].append(self.monitor.look(step, self.api.saved(self.state), windows))
+                self.progress.pause()
+            self.progress.issues()
+            self.state, loss = self.train_step(self.state, windows)
+            self.pending.append(loss)
+            evaluate = args.eval_every and self.eval_data and (step % args.eval_every == 0 or step == args.steps)
+            every = args.checkpoint_every
+            save = self.checkpoints and ((every and step % every == 0) or step == self.stop)
+            pause = evaluate or save or step == self.stop
+            self.read_losses(0 if pause else LATE)
+            if evaluate:
+                found = held_out_loss(eval_loss, self.state, self.eval_data)
+                self.run["held_out"].append([step, found])
+                self.progress.note(f"{self.precision}: held-out loss {found:.4f} at step {step}")
+            if save:
+                self.checkpoints.save(self.api.saved(self.state), self.run)
+            if pause:
+                self.progress.pause()
+
+    def read_losses(self, left: int) -> None:
+        """Waits for the losses of all steps that were issued but the last `left`."""
+        while len(self.pending) > left:
+            self.run["losses"].append(float(self.pending.popleft()))
+            self.progress.add(self.run["losses"][-1])
+
+    def close(self) -> None:
+        self.progress.bar.close()
+        if self.monitor:
+            self.monitor.close()
+
+
 def train(args, precision: str, corpus: data.Corpus, out: pathlib.Path, devices: jax.sharding.Mesh | None) -> dict:
-    """One run from its start, or from its last checkpoint, to --steps or --stop-at; see `summary`."""
-    recipe = fp8_recipe(args) if precision == "fp8" else None
-    api = nnx_steps if args.api == "nnx" else steps
-    model = api.make_model(args)
-    optimizer = steps.make_optimizer(args.lr, args.warmup, args.steps, args.optimizer, args.fp8_params)
-    shardings = api.state_shardings(model, optimizer, recipe, devices)
-    monitor = health.monitor(args, recipe, shardings)
-    state = api.init_state(model, optimizer, recipe, args.seed, shardings)
-    parameters = sum(p.size for p in jax.tree.leaves(state.params))
-
-    run = {"key": config.resume_key(args, len(corpus.train)), "losses": [], "held_out": [], "fp8_report": []}
-    checkpoints = None if args.no_checkpoint else checkpoint.Checkpoints(out / precision)
-    if checkpoints and args.resume and (found := checkpoints.restore(api.saved(state), run["key"])):
-        state, run = api.resumed(state, found[0]), run | found[1]
-    run["precision"] = precision  # the checkpoint may be of a run in the other one
-    start, stop = int(state.step), min(args.steps, args.stop_at or args.steps)
-    print(
-        f"{precision}: {parameters / 1e6:.1f}M parameters, steps {start} to {stop} of {args.steps}",
-        flush=True,
-    )
-
-    batch, eval_data = batches(args, corpus, devices)
-    train_step, compile_seconds = None, None
-    if start < stop:  # else the checkpoint is of a finished run
-        began = time.perf_counter()
-        train_step = api.compiled_step(model, optimizer, recipe, shardings, state, batch(0))
-        compile_seconds = time.perf_counter() - began
-        print(f"{precision}: compiled in {compile_seconds:.1f} s", flush=True)
-    eval_loss = api.make_eval_loss(model, recipe)
-    progress = new_progress(args, precision, start, devices)
-    pending = collections.deque()
-
-    def read_losses(left: int):
-        while len(pending) > left:
-            run["losses"].append(float(pending.popleft()))
-            progress.add(run["losses"][-1])
-
-    for step in range(start + 1, stop + 1):
-        windows = batch(step - 1)
-        if monitor and monitor.due(step):
-            read_losses(0)
-            run["fp8_report"].append(monitor.look(step, api.saved(state), windows))
-            progress.pause()
-        state, loss = train_step(state, windows)
-        pending.append(loss)
-        evaluate = args.eval_every and eval_data and (step % args.eval_every == 0 or step == args.steps)
-        save = checkpoints and ((args.checkpoint_every and step % args.checkpoint_every == 0) or step == stop)
-        pause = evaluate or save or step == stop
-        read_losses(0 if pause else LATE)
-        if evaluate:
-            run["held_out"].append([step, held_out_loss(eval_loss, state, eval_data)])
-            progress.note(f"{precision}: held-out loss {run['held_out'][-1][1]:.4f} at step {step}")
-        if save:
-            checkpoints.save(api.saved(state), run)
-        if pause:
-            progress.pause()
-    progress.bar.close()
-    if checkpoints:
-        checkpoints.close()
-    if monitor:
-        monitor.close()
-        report_health(args, run["fp8_report"])
-    return {"parameters": parameters, "compile_s": compile_seconds, **summary(run, progress)}
+    """What `Training` does; see `summary`."""
+    saving = contextlib.nullcontext() if args.no_checkpoint else checkpoint.opened(out / precision)
+    with saving as checkpoints, contextlib.closing(Training(args, precision, corpus, devices, checkpoints)) as training:
+        training.steps()
+    if training.monitor:
+        report_health(args, training.run["fp8_report"])
+    speed = {"parameters": training.parameters, "compile_s": training.compile_seconds}
+    return {**speed, **summary(training.run, training.progress)}
 
 
 def report_health(args, looks: list[dict]) -> None:
@@ -155,43 +171,49 @@ def summary(run: dict, progress: Progress) -> dict:
     }
 
 
-def keep_earlier(out: pathlib.Path) -> None:
-    """A new run must not overwrite the checkpoints of another: they move to `earlier-N` beside it."""
-    names = ("fp8", "bf16", "results.json", "loss.png", *health.FILES)
-    found = [out / name for name in names if (out / name).exists()]
-    if not found:
-        return
-    earlier = next(p for n in itertools.count(1) if not (p := out / f"earlier-{n}").exists())
-    earlier.mkdir()
-    for path in found:
-        path.rename(earlier / path.name)
-    print(f"note: {out} held a run; it is in {earlier} now (--resume would have continued it)")
+def last_step(args) -> int:
+    return min(args.steps, args.stop_at or args.steps)
+
+
+class CutShort(Exception):
+    """Training began, and something ended it."""
 
 
 def run(args, out: pathlib.Path) -> int:
     """All that is asked for, on all devices; the exit code. Raises what stops it."""
-    devices = mesh.make(args)
-    mesh.check(args)
-    if not args.resume and cluster.is_first():
-        keep_earlier(out)
-    cluster.wait_for_all("earlier runs are out of the way")
-    corpus = data.load(args.data)
-    data.check_length(corpus, args.seq_len)
-    precisions = ("fp8", "bf16") if args.compare else (args.precision,)
-    key, stop = config.resume_key(args, len(corpus.train)), min(args.steps, args.stop_at or args.steps)
-    earlier = report.read(pathlib.Path(args.against), key, precisions, stop) if args.against else {}
-    kind = jax.devices()[0].device_kind + (f", mesh {mesh.described(args.mesh)}" if devices else "")
-    print(f"device: {kind}; preset: {args.preset}; text: {corpus.source}", flush=True)
-    with mesh.scope(devices, args.sequence_parallel):
-        runs = {precision: train(args, precision, corpus, out, devices) for precision in precisions}
+    with contextlib.ExitStack() as held, cluster.only_first_prints():
+        with cluster.all_or_none():
+            devices = mesh.make(args)
+            mesh.check(args)
+            corpus = data.load(args.data)
+            data.check_length(corpus, args.seq_len)
+            precisions = ("fp8", "bf16") if args.compare else (args.precision,)
+            key = config.resume_key(args, corpus.sha256)
+            path = args.against and pathlib.Path(args.against)
+            earlier = report.read(path, key, precisions, last_step(args)) if path else {}
+            if cluster.is_first():
+                held.enter_context(rundir.locked(out))
+                if not args.resume:
+                    rundir.keep_earlier(out)
+        kind = jax.devices()[0].device_kind + (f", mesh {mesh.described(args.mesh)}" if devices else "")
+        print(f"device: {kind}; preset: {args.preset}; text: {corpus.source}", flush=True)
+        try:
+            with mesh.scope(devices, args.sequence_parallel):
+                runs = {precision: train(args, precision, corpus, out, devices) for precision in precisions}
+            return reported(args, out, key, corpus, kind, runs, earlier)
+        except OSError as error:
+            raise CutShort(error) from error
 
+
+def reported(args, out: pathlib.Path, key: dict, corpus: data.Corpus, kind: str, runs: dict, earlier: dict) -> int:
+    """Writes and prints what the runs came to; the exit code."""
     gap = report.gap(runs["fp8"]["losses"], runs["bf16"]["losses"]) if args.compare else None
     distances = {name: report.distance(runs[name]["losses"], curve) for name, curve in earlier.items()}
     settings = {**vars(args), **key}
     settings.pop("model")
     if cluster.is_first():
         report.write(out / "results.json", settings, corpus.source, runs, gap, distances)
-        plot.save(out / "loss.png", runs, gap, f"byte-level GPT, {args.preset}, {kind}")
+        plot.save(out / "loss.png", plot.curves(runs, args.recipe), f"byte-level GPT, {args.preset}, {kind}")
     print(*report.lines(runs, gap, distances), f"wrote {out / 'loss.png'} and {out / 'results.json'}", sep="\n")
     if args.check_gap is not None and not report.within(gap, args.check_gap):
         print(f"train_gpt: the mean gap exceeds {args.check_gap}", file=sys.stderr)
@@ -204,18 +226,27 @@ def run(args, out: pathlib.Path) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The exit code: 0; 1 where a check failed or something cut training short; 2 where it could not begin; 130 after
+    Ctrl-C."""
     args = config.parser().parse_args(argv)
+    out = pathlib.Path(args.out)
     try:
+        config.need("tqdm", "matplotlib")
         cluster.start(args)
         args = config.complete(args, default_preset="medium" if jax.default_backend() == "gpu" else "tiny")
-        out = pathlib.Path(args.out)
-        out.mkdir(parents=True, exist_ok=True)
-        with cluster.only_first_prints():
-            return run(args, out)
-    except (OSError, ValueError, FloatingPointError) as error:
+        return run(args, out)
+    except (CutShort, KeyboardInterrupt) as error:
+        stopped = isinstance(error, KeyboardInterrupt)
+        what, code = ("stopped by Ctrl-C", 130) if stopped else (error, 1)
+        print(f"train_gpt: {what}; {rundir.way_on(out, not args.no_checkpoint)}", file=sys.stderr)
+        return code
+    except FloatingPointError as error:
+        print(f"train_gpt: {error}", file=sys.stderr)
+        return 1
+    except (OSError, ValueError) as error:
         print(f"train_gpt: {error}", file=sys.stderr)
         return 2
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cluster.leave(main)

@@ -1,9 +1,7 @@
 """The examples run, resume bit for bit, and say what they should. How well they learn is not tested here."""
 
-import contextlib
-import io
 import json
-import pathlib
+import re
 import shutil
 import sys
 import types
@@ -12,20 +10,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
+from example_runs import EXAMPLES, SMALL, compiled_once, train  # noqa: F401
 
 from te_jax import recipe
 
-EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
+import plot_runs  # isort: skip
+import train_gpt  # isort: skip
+from gpt import (  # isort: skip
+    checkpoint,
+    colours,
+    config,
+    data,
+    flops,
+    health,
+    plot,
+    progress,
+    report,
+    steps,
+)
+from gpt.model import GPT
 
-import train_gpt  # noqa: E402
-from gpt import checkpoint, config, data, flops, health, plot, report, steps  # noqa: E402
-from gpt.model import GPT  # noqa: E402
-
-TEXT = str(EXAMPLES / "README.md")
-SMALL = "--preset tiny --layers 1 --seq-len 32 --batch-size 4 --steps 12 --amax-history-len 4 --eval-every 6"
-SMALL = [*SMALL.split(), "--data", TEXT]
 LLAMA = config.Model(
     layers=2, hidden=64, ffn=96, heads=4, gqa_groups=2, norm="rmsnorm", activations=("silu", "linear"),
     use_bias=False, rope=True, tie_embeddings=False,
@@ -61,28 +65,6 @@ with te.fp8_autocast(enabled=True, fp8_recipe=fp8_recipe):
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """Runs that resume, and those that differ in what is no part of their program, take it from jax's cache."""
-    names = "compilation_cache_dir", "persistent_cache_min_compile_time_secs", "persistent_cache_min_entry_size_bytes"
-    before = [getattr(jax.config, f"jax_{name}") for name in names]
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("programs")), 0, -1)):
-        jax.config.update(f"jax_{name}", value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in zip(names, before):
-        jax.config.update(f"jax_{name}", value)
-    compilation_cache.reset_cache()
-
-
-def train(out, *arguments) -> tuple[int, dict, str]:
-    """(exit code, results.json, stdout) of train_gpt.py."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        code = train_gpt.main([*SMALL, "--out", str(out), *arguments])
-    return code, json.loads((out / "results.json").read_text()), said.getvalue()
-
-
 def saved_state(directory) -> dict:
     manager = checkpoint.ocp.CheckpointManager(directory)
     args = checkpoint.ocp.args
@@ -95,9 +77,9 @@ def saved_state(directory) -> dict:
 # -- quickstart --------------------------------------------------------------------------------
 
 
-def smaller(program: str) -> str:
+def smaller(program: str, sizes: str = "2, 16, 64") -> str:
     assert "= 32, 128, 1024" in program
-    return program.replace("= 32, 128, 1024", "= 2, 16, 64")
+    return program.replace("= 32, 128, 1024", f"= {sizes}")
 
 
 def test_quickstart_is_the_program_as_printed():
@@ -108,12 +90,15 @@ def test_quickstart_is_the_program_as_printed():
         position = ours.index(line, position) + 1
 
 
-def test_quickstart_runs_and_its_metas_change(capsys):
-    exec(smaller((EXAMPLES / "quickstart.py").read_text()), {})
+def test_quickstart_learns_and_shows_its_scales(capsys):
+    exec(smaller((EXAMPLES / "quickstart.py").read_text(), "4, 64, 64"), {})
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 10
-    # Scales follow the first step's amaxes; then the data is the same, so only the three histories roll.
-    assert "6 of 6" in lines[0] and all("3 of 6" in line for line in lines[1:])
+    losses, x, kernel, grad = np.array([re.findall(r"[a-z] ([\d.e+]+)", line) for line in lines], float).T
+    assert (np.diff(losses) < 0).all() and losses[-1] < losses[0] / 100
+    assert x[0] == kernel[0] == grad[0] == 1 and (x[1:] == x[1]).all()
+    assert (np.diff(kernel[1:]) <= 0).all() and kernel[-1] < kernel[1], "the kernel grows"
+    assert (grad[1:] > 1e6).all(), "the gradient is small"
 
 
 @pytest.mark.parametrize(
@@ -237,7 +222,7 @@ def test_resume_needs_the_same_arguments_and_a_new_run_keeps_the_earlier(tmp_pat
     assert len(results["runs"]["bf16"]["losses"]) == 2
     other = [*options, "--precision", "bf16", "--resume", "--lr", "1"]
     assert train_gpt.main([*SMALL, "--out", str(tmp_path), *other]) == 2
-    assert f"lr {config.PRESETS['tiny'].lr} there, 1.0 now" in capsys.readouterr().err
+    assert f"lr is {config.PRESETS['tiny'].lr} there, 1.0 here" in capsys.readouterr().err
     # The checkpoint of a bf16 run, continued in FP8: fresh scales and a note.
     shutil.copytree(tmp_path / "bf16", tmp_path / "fp8")
     _, results, said = train(tmp_path, *options, "--resume", "--stop-at", "3")
@@ -291,17 +276,66 @@ def test_batches_are_a_function_of_seed_and_step():
     assert len(fixed) == 3 and fixed[0][0][0] == 0 and fixed[-1][-1][-1] == 16
 
 
+def labels(axes) -> list[str]:
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
 def test_plot_draws_both_curves_and_the_gap():
+    losses = np.linspace(3.0, 1.0, 200)
     runs = {
-        "fp8": {"losses": [3.0, 2.0, 1.5], "held_out": [[3, 1.7]]},
-        "bf16": {"losses": [3.0, 1.9, 1.4], "held_out": [[3, 1.6]]},
+        "fp8": {"losses": list(losses + 0.25), "held_out": [[200, 1.7]]},
+        "bf16": {"losses": list(losses), "held_out": [[200, 1.6]]},
     }
-    figure = plot.draw(runs, report.gap(runs["fp8"]["losses"], runs["bf16"]["losses"]), "title")
-    top, bottom = ([text.get_text() for text in axes.get_legend().get_texts()] for axes in figure.axes)
-    assert top == ["fp8, training", "fp8, held-out", "bf16, training", "bf16, held-out"]
-    assert bottom == ["fp8 - bf16"]
-    one = plot.draw({"fp8": {"losses": [3.0], "held_out": []}}, None, "title")
-    assert len(one.axes) == 1
+    figure = plot.draw(plot.curves(runs, "current"), "title")
+    kinds = ["each step", "centred mean of 5 steps", "held-out text"]
+    assert labels(figure.axes[0]) == [f"{name}, {kind}" for name in ("current", "bf16") for kind in kinds]
+    assert labels(figure.axes[1]) == ["each step", "current: +0.2500 over the last 20 steps"]
+    for line in figure.axes[0].lines:
+        assert line.get_color() == colours.OF[line.get_label().split(",")[0]]
+    # Smoothed, what is straight stays where it is, to both ends.
+    np.testing.assert_allclose(figure.axes[0].lines[4].get_ydata(), losses, rtol=1e-12)
+    short = plot.draw(plot.curves({"fp8": {"losses": [3.0, 2.0], "held_out": []}}, "delayed"), "title")
+    assert labels(short.axes[0]) == ["delayed, each step"] and len(short.axes) == 1
+
+
+def test_smooth_is_centred():
+    step = np.repeat([0.0, 1.0], 50)
+    smoothed = plot.smooth(step, 11)
+    assert smoothed[49] + smoothed[50] == pytest.approx(1.0) and smoothed[44] == 0 and smoothed[55] == 1
+    np.testing.assert_array_equal(plot.smooth(step, 1), step)
+
+
+def test_plot_of_several_results(tmp_path, capsys):
+    """One colour for a recipe, whatever else is drawn; the gaps of thinned curves."""
+    paths = []
+    for place, recipe_name in enumerate(["bf16", "delayed", "current", "block", "fixed", "mxfp8"]):
+        precision = "bf16" if recipe_name == "bf16" else "fp8"
+        run = {"losses": [[4 * n, 2.0 + 0.01 * place] for n in range(1, 51)], "held_out": []}
+        args = {"recipe": recipe_name, "preset": "tiny", "seed": 0}
+        paths.append(tmp_path / f"{recipe_name}.json")
+        paths[-1].write_text(json.dumps({"args": args, "device": {"kind": "cpu"}, "runs": {precision: run}}))
+    figure = plot.draw(*plot.read(paths))
+    assert labels(figure.axes[0]) == list(colours.OF)
+    gaps = ["delayed: +0.0100", "current: +0.0200", "block: +0.0300", "fixed: +0.0400", "mxfp8: +0.0500"]
+    assert labels(figure.axes[1]) == [f"{gap} over the last 20 steps" for gap in gaps]
+    assert len(set(colours.OF.values()) | {colours.NO_RECIPE, colours.OTHERS}) == len(colours.OF) + 2
+    assert plot_runs.main([str(paths[0]), str(paths[1]), "--out", str(tmp_path / "x.png")]) == 0
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert plot_runs.main([str(paths[1]), str(paths[1])]) == 2
+    assert "two runs are delayed" in capsys.readouterr().err
+
+
+def test_steps_are_timed_though_each_is_looked_at(capsys):
+    """As with --fp8-report of a short run: a pause before every step."""
+    bar = progress.Progress("fp8", 0, 3, tokens=8, flops=1.0, peak=None)
+    for _ in range(3):
+        bar.pause()
+        bar.issues()
+        bar.add(1.0)
+    bar.bar.close()
+    assert len(bar.seconds) == 2, "all but the first"
+    run = {"losses": [1.0], "held_out": [], "step_ms": None, "tokens_per_s": None, "mfu": None}
+    assert "no step was timed" in report.lines({"fp8": run}, None, {})[0]
 
 
 def test_heat_maps_have_a_row_for_each_layer():
@@ -325,12 +359,13 @@ def test_distance():
 
 
 def test_an_earlier_curve_of_other_settings_is_refused(tmp_path):
-    path, key = tmp_path / "results.json", {"seed": 0, "activations": ["gelu"]}
+    path, key = tmp_path / "results.json", {"seed": 0, "activations": ["gelu"], "text_sha256": "a"}
     runs = {"fp8": {"losses": [[1, 5.0], [2, 4.0]]}}
     path.write_text(json.dumps({"args": key, "runs": runs}))
     assert report.read(path, key, ("fp8",), 2) == {"fp8": [[1, 5.0], [2, 4.0]]}
     for changed, precisions, last, message in (
         ({"seed": 1}, ("fp8",), 2, "seed is 0 there, 1 here"),
+        ({"text_sha256": "b"}, ("fp8",), 2, "text_sha256 is 'a' there, 'b' here"),
         ({}, ("fp8", "bf16"), 2, "it has fp8, not bf16"),
         ({}, ("fp8",), 3, "fp8 ends at step 2 there, at 3 here"),
     ):

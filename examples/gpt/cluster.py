@@ -2,9 +2,12 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+import sys
+import traceback
+from collections.abc import Callable, Iterator
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 
@@ -54,3 +57,39 @@ def wait_for_all(what: str) -> None:
     """Returns once all processes have called it with the same `what`."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(what)
+
+
+def all_agree(fine: bool) -> bool:
+    """Whether `fine` is true in all processes, each of which calls this."""
+    return fine if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(fine)).all())
+
+
+@contextlib.contextmanager
+def all_or_none() -> Iterator[None]:
+    """All processes get to its end, or none gets beyond: a ValueError or OSError in one is an error in all, instead of
+    a wait without end for the one that left."""
+    failed = None
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        failed = error
+    fine = all_agree(failed is None)
+    if failed:
+        raise failed
+    if not fine:
+        raise ValueError("another process cannot go on: see what it says")
+
+
+def leave(main: Callable[[], int]) -> None:
+    """Ends the process with the exit code of `main`; where that is not 0, without a wait for threads (of orbax) or
+    processes that may wait for this one."""
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if code == 0:
+        sys.exit()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib.util
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,9 +229,32 @@ def _complete_report(p: argparse.ArgumentParser, args: argparse.Namespace) -> No
     args.fp8_report = args.fp8_report or args.out
 
 
-def resume_key(args: argparse.Namespace, text_bytes: int) -> dict:
+def resume_key(args: argparse.Namespace, text_sha256: str) -> dict:
     """What must be equal for a resumed run to be the same run; JSON types."""
     fields = ("seed", "batch_size", "seq_len", "steps", "lr", "warmup", "optimizer", "recipe", "amax_history_len",
-              "dropout", "data", "api", "fp8_params")  # fmt: skip
+              "dropout", "api", "fp8_params")  # fmt: skip
     model = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(args.model).items()}
-    return {**{f: getattr(args, f) for f in fields}, **model, "text_bytes": text_bytes}
+    return {**{f: getattr(args, f) for f in fields}, **model, "text_sha256": text_sha256}
+
+
+TEXT = "text_sha256"
+
+
+def differing(there: dict, here: dict) -> list[str]:
+    """In words, what of the `resume_key` `here` is other in that of an earlier run, `there`."""
+    known = [name for name in here if name != TEXT or TEXT in there]
+    return [f"{k} is {there.get(k)!r} there, {here[k]!r} here" for k in known if there.get(k) != here[k]]
+
+
+def check_same(where: str, there: dict, here: dict, way_out: str) -> None:
+    """ValueError where `differing` finds something; a note where an earlier run `where` does not tell its text."""
+    if found := differing(there, here):
+        raise ValueError(f"{where} is of another run ({'; '.join(found)}): {way_out}")
+    if TEXT not in there:
+        print(f"note: {where} does not tell the hash of its text; that it is the same one is not checked")
+
+
+def need(*packages: str) -> None:
+    """ValueError where one of `packages`, which te_jax itself can do without, is not installed."""
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"{' and '.join(missing)} not installed: pip install {' '.join(missing)}")

@@ -14,6 +14,7 @@ class Corpus(NamedTuple):
     train: np.ndarray  # u8[n]
     held_out: np.ndarray  # u8[n]
     source: str  # in words
+    sha256: str  # of all bytes
 
 
 def load(files: list[str] | None = None) -> Corpus:
@@ -30,7 +31,8 @@ def load(files: list[str] | None = None) -> Corpus:
         paths, source = library_files(root), f"Python's standard library, {root}"
     text = np.frombuffer(b"".join(p.read_bytes() for p in paths), np.uint8)
     cut = len(text) - int(len(text) * HELD_OUT)
-    return Corpus(text[:cut], text[cut:], f"{source}: {len(paths)} files, {len(text) / 1e6:.1f} MB")
+    described = f"{source}: {len(paths)} files, {len(text) / 1e6:.1f} MB"
+    return Corpus(text[:cut], text[cut:], described, hashlib.sha256(text).hexdigest())
 
 
 def library_files(root: pathlib.Path) -> list[pathlib.Path]:

@@ -7,9 +7,6 @@ from typing import get_type_hints
 
 import jax
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LogNorm, Normalize
-from matplotlib.figure import Figure
 
 import te_jax as te
 from te_jax.stats import TensorStats
@@ -111,8 +108,12 @@ def grid(looks: list[dict], number: str) -> np.ndarray:
     return np.array(columns, float).T  # None becomes NaN
 
 
-def draw(looks: list[dict], title: str) -> Figure:
-    """Four heat maps with a row for each layer of each tensor and a column for each look."""
+def draw(looks: list[dict], title: str):
+    """A figure of four heat maps with a row for each layer of each tensor and a column for each look."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.figure import Figure
+
     first = looks[0]["tensors"]
     layers = [len(tensor["amax"]) for tensor in first.values()]
     rows, places = sum(layers), np.cumsum([0, *layers])

@@ -6,8 +6,6 @@ import statistics
 import sys
 import time
 
-import tqdm
-
 WINDOW = 20  # steps that the bar's rate looks back
 
 
@@ -18,14 +16,23 @@ class Progress:
     """
 
     def __init__(self, name: str, start: int, total: int, tokens: int, flops: float, peak: float | None, shown=True):
+        import tqdm  # for a run alone: --help needs none
+
         self.tokens, self.flops, self.peak = tokens, flops, peak
-        self.seconds: list[float] = []  # from one step's end to the next one's
+        self.seconds: list[float] = []  # from one step's end, or from its issue to an idle device, to its own end
         self.last: float | None = None
+        self.started = False
         # Into a file the bar writes a line now and then, on a terminal it moves.
         self.file = sys.stderr if shown else open(os.devnull, "w")  # a disabled bar would not count
         slow = 0.2 if self.file.isatty() else 15.0
         options = dict(unit="step", mininterval=slow, dynamic_ncols=True, file=self.file)
         self.bar = tqdm.tqdm(total=total, initial=start, desc=name, **options)
+
+    def issues(self) -> None:
+        """A step is issued now. The first one is not timed: what it needs may still be on its way to the device."""
+        if self.started and self.last is None:
+            self.last = time.perf_counter()
+        self.started = True
 
     def add(self, loss: float) -> None:
         """FloatingPointError if the loss is not finite: nothing good comes after it."""
@@ -40,7 +47,7 @@ class Progress:
             raise FloatingPointError(f"the loss is {loss} at step {self.bar.n}: try a smaller --lr")
 
     def pause(self) -> None:
-        """What happens between now and the next step's end is not a step's time."""
+        """The device is idle: what happens between now and the next step's issue is not a step's time."""
         self.last = None
 
     def note(self, text: str) -> None:

@@ -11,6 +11,8 @@ import sys
 import jax
 import numpy as np
 
+from . import config
+
 POINTS = 500  # of a loss curve in results.json
 SMOOTHED = 20  # points of a curve whose mean is compared with an earlier run's
 
@@ -44,9 +46,7 @@ def read(path: pathlib.Path, key: dict, precisions: tuple[str, ...], steps: int)
         args, curves = found["args"], {name: run["losses"] for name, run in found["runs"].items()}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--against {path}: this is no results.json of train_gpt.py ({error!r})") from error
-    for name, value in key.items():
-        if args.get(name) != value:
-            raise ValueError(f"--against {path}: {name} is {args.get(name)!r} there, {value!r} here: make both equal")
+    config.check_same(f"--against {path}", args, key, "make both equal")
     for name in precisions:
         if name not in curves:
             raise ValueError(f"--against {path}: it has {', '.join(curves)}, not {name}: run that there too")
@@ -107,6 +107,8 @@ def lines(runs: dict[str, dict], gap: dict | None, distances: dict) -> list[str]
             parts.append(f"held-out {run['held_out'][-1][1]:.4f}")
         if run["step_ms"]:
             parts.append(f"{run['step_ms']:.1f} ms a step, {run['tokens_per_s']:,.0f} tokens/s")
+        else:
+            parts.append("no step was timed (from the second one of a run on, they are)")
         if run["mfu"]:
             parts.append(f"MFU {run['mfu']:.1%}")
         said.append("; ".join(parts))

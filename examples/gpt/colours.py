@@ -1,0 +1,13 @@
+"""The one table of colours: a recipe has its own in every plot of the examples and the benchmarks."""
+
+BF16 = "bf16"
+OF = {
+    BF16: "tab:blue",
+    "delayed": "tab:orange",
+    "current": "tab:green",
+    "block": "tab:purple",
+    "fixed": "tab:brown",
+    "mxfp8": "tab:pink",
+}
+NO_RECIPE = "tab:cyan"  # of te_jax, but the same under all recipes
+OTHERS = "tab:gray"  # not te_jax

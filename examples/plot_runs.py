@@ -1,0 +1,32 @@
+"""Draw runs of train_gpt.py from what they wrote, beside each other: losses, and the gap of each to the one in bf16.
+
+    python examples/plot_runs.py runs/gpt/results.json runs/current/results.json --out gaps.png
+
+A file that has several runs, of --compare, gives them all.
+"""
+
+import argparse
+import pathlib
+import sys
+
+from gpt import config, plot
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description="Draw runs of train_gpt.py beside each other: losses, gaps to bf16.")
+    p.add_argument("results", help="results.json of a run, one for each recipe", nargs="+", type=pathlib.Path)
+    p.add_argument("--out", help="[default: loss.png beside the first file]", type=pathlib.Path, metavar="PNG")
+    args = p.parse_args(argv)
+    out = args.out or args.results[0].with_name("loss.png")
+    try:
+        config.need("matplotlib")
+        plot.save(out, *plot.read(args.results))
+    except (OSError, ValueError) as error:
+        print(f"plot_runs: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
