@@ -15,7 +15,8 @@ from jax import ShapeDtypeStruct, lax
 from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from te_jax._op import amax_across, like, varying
+from te_jax._amax import amax_across
+from te_jax._types import like, varying
 
 # Operations whose gradients jax has for this type, and functions that bring their own.
 _OF_JAX = {
