@@ -11,6 +11,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from te_jax._arrays import as_jax
 from te_jax._op import on_explicit_mesh, varying
 from te_jax.flax._state import describe
 from te_jax.layers import QuantizedKernel
@@ -62,7 +63,7 @@ def parameter(
     """
     holds = module.has_variable("params", name)
     if given is not None:
-        check_floating(module, **{name: given})
+        given = floating(module, name, given)
         if holds:
             raise ValueError(
                 f"{describe(module)}: {name} is passed, but the parameters hold one too; leave it out of one of them."
@@ -99,12 +100,13 @@ def kernel_initializer(init: Initializer | None, contracted: int = 1, distributi
     return default
 
 
-def check_floating(module: nn.Module, **arrays):
-    """TypeError naming the first argument that is not a floating-point array."""
-    for name, x in arrays.items():
-        if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
-            kind = getattr(x, "dtype", type(x).__name__)
-            raise TypeError(f"{describe(module)}: {name} is {kind}; pass an array of a floating dtype.")
+def floating(module: nn.Module, name: str, x) -> jax.Array:
+    """The argument x as jax takes it. TypeError naming it, if it is not a floating-point array."""
+    (x,) = as_jax(x)
+    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
+        kind = getattr(x, "dtype", type(x).__name__)
+        raise TypeError(f"{describe(module)}: {name} is {kind}; pass an array of a floating dtype.")
+    return x
 
 
 def in_compute_dtype(module: nn.Module, x: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from te_jax.flax._common import check_floating, later
+from te_jax.flax._common import floating, later
 from te_jax.flax._context import Context
 from te_jax.flax._state import attention_metas, describe, recipe_of
 from te_jax.layers.attention_fp8 import attention_fp8, attention_fp8_refuses, untouched
@@ -202,13 +202,12 @@ class DotProductAttention(nn.Module):
         for name, x, _ in arrays[separate:]:
             if x is not None:
                 raise ValueError(f"{describe(self)}: {name} must be None with qkv_layout {layout!r}.")
-        for name, x, at in arrays[:separate]:
-            check_floating(self, **{name: x})
+        given = tuple(floating(self, name, x) for name, x, _ in arrays[:separate])
+        for x, (name, _, at) in zip(given, arrays):
             slots = 4 - separate if at == separate else 1  # k, v share the last array
             shape = "[b, s, heads, d]" if slots == 1 else f"[b, s, {slots}, heads, d]"
             if x.ndim != (4 if slots == 1 else 5) or (slots > 1 and x.shape[2] != slots):
                 raise ValueError(f"{describe(self)}: {name} has shape {x.shape}; qkv_layout {layout!r} takes {shape}.")
-        given = tuple(x for _, x, _ in arrays[:separate])
         return tuple(jnp.swapaxes(x, 0, 1) for x in given) if self.transpose_batch_sequence else given
 
     def _check(self, query, key, value, sequence_descriptor):

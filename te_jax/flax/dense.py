@@ -10,7 +10,7 @@ from flax import linen as nn
 from te_jax.flax._common import (
     Axes,
     Initializer,
-    check_floating,
+    floating,
     in_compute_dtype,
     kernel_initializer,
     lora,
@@ -106,8 +106,7 @@ class DenseGeneral(nn.Module):
         Raises TypeError for inputs that are not floating, ValueError for axes that are not trailing, for a kernel of
         another shape and for one beside a parameter, and for return_bias with operands.
         """
-        check_floating(self, inputs=inputs)
-        inputs = in_compute_dtype(self, inputs)
+        inputs = in_compute_dtype(self, floating(self, "inputs", inputs))
         features, contract = as_tuple(self.features), trailing_axes(self, inputs.ndim)
         check_features(self, "features", features)
         inputs = constrain(inputs, self.input_axes or None)
@@ -193,8 +192,7 @@ class LayerNormDenseGeneral(nn.Module):
         Raises TypeError for inputs that are not floating, ValueError for an axis other than the last and for what
         `DenseGeneral` refuses of a kernel.
         """
-        check_floating(self, inputs=inputs)
-        inputs = in_compute_dtype(self, inputs)
+        inputs = in_compute_dtype(self, floating(self, "inputs", inputs))
         features = as_tuple(self.features)
         check_features(self, "features", features)
         if trailing_axes(self, inputs.ndim) != 1:

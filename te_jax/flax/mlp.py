@@ -11,7 +11,7 @@ from te_jax.flax._common import (
     Axes,
     Dropout,
     Initializer,
-    check_floating,
+    floating,
     in_compute_dtype,
     kernel_initializer,
     lora,
@@ -106,8 +106,7 @@ class LayerNormMLP(nn.Module):
         Raises TypeError for inputs that are not floating, ValueError for unknown activations or their
         parameters, and for what `DenseGeneral` refuses of a kernel.
         """
-        check_floating(self, inputs=inputs)
-        inputs = in_compute_dtype(self, inputs)
+        inputs = in_compute_dtype(self, floating(self, "inputs", inputs))
         check_features(self, "intermediate_dim", (self.intermediate_dim,))
         if trailing_axes(self, inputs.ndim) != 1:
             raise ValueError(f"{describe(self)}: axis is {self.axis!r}; this module contracts the last axis alone.")

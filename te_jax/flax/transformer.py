@@ -11,7 +11,7 @@ from te_jax.flax._common import (
     Dropout,
     Initializer,
     activation_axes,
-    check_floating,
+    floating,
     in_compute_dtype,
     lora_scope,
     residual_axes,
@@ -168,6 +168,7 @@ class TransformerLayer(nn.Module):
         without enable_relative_embedding, `mlp/scale` with parallel_shared_layernorm.
         """
         is_decoder = self._layer_type() is TransformerLayerType.DECODER
+        inputs = floating(self, "inputs", inputs)
         self._check(inputs, encoded, encoder_decoder_mask, is_decoder)
         self._check_parallel(is_decoder)
         name = "self_attention" if is_decoder else "attention"
@@ -209,7 +210,6 @@ class TransformerLayer(nn.Module):
             raise ValueError(f"{describe(self)}: layer_type is {self.layer_type!r}; pass one of {known}.") from None
 
     def _check(self, inputs, encoded, encoder_decoder_mask, is_decoder):
-        check_floating(self, inputs=inputs)
         if inputs.ndim != 3 or inputs.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"{describe(self)}: inputs has shape {inputs.shape}, but hidden_size is {self.hidden_size}; "

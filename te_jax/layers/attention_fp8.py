@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 
+from te_jax._arrays import as_jax
 from te_jax._op import align, like
 from te_jax.fp8 import AttentionMetas, TensorMeta, cotangent, seen
 from te_jax.ops.attention import undivided_groups
@@ -99,6 +100,7 @@ def attention_fp8(
 
     Returns [b..., s, h, d] of q's type. Raises ValueError or TypeError for what FP8 attention does not serve.
     """
+    q, k, v = as_jax(q, k, v)
     options = check_options(_NAME, q, k, v, **kwargs)
     if reason := _why_not(q, k, v, options):
         raise ValueError(f"{_NAME}: {reason}; use te_jax.ops.attention.dot_product_attention.")

@@ -6,6 +6,7 @@ import jax
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
 from te_jax import fp8
+from te_jax._arrays import as_jax
 from te_jax._op import align, like
 from te_jax.layers import _fp8
 from te_jax.layers._fp8 import Config, wide_of
@@ -47,6 +48,7 @@ def dense(
 
     Returns y of x's type. Raises ValueError for sizes that do not match, TypeError for operands that are not float.
     """
+    x, kernel, bias, residual = as_jax(x, kernel, bias, residual)
     kernel = taken(name, kernel, contract, recipe)
     check_dense(name, x, wide_of(kernel), bias, contract, recipe, metas)
     check_residual(name, residual, (*x.shape[: x.ndim - contract], *wide_of(kernel).shape[contract:]), x.dtype)

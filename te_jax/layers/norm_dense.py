@@ -10,6 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
 from te_jax import fp8
+from te_jax._arrays import as_jax
 from te_jax._op import align, like
 from te_jax.layers import _fp8
 from te_jax.layers._fp8 import Config, Fp8Tensor, Uses, wide_of
@@ -67,7 +68,8 @@ def layernorm_dense(
                   of all products, and under a recipe ln_out is quantized once, with the scale of the first. ln_out's
                   gradient through all of them crosses devices as one sum.
     """
-    projections = (Projection(kernel, bias, metas), *also)
+    x, gamma, beta = as_jax(x, gamma, beta)
+    projections = [Projection(*as_jax(*p)) for p in ((kernel, bias, metas), *also)]
     projections = [p._replace(kernel=taken(name, p.kernel, 1, recipe)) for p in projections]
     norm_op.check(name, x, gamma, beta, norm)
     for p in projections:

@@ -12,6 +12,7 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 from jax.sharding import PartitionSpec
 
 from te_jax import fp8
+from te_jax._arrays import as_jax
 from te_jax._op import align, like
 from te_jax.layers import _fp8
 from te_jax.layers._fp8 import Config, Fp8Tensor, wide_of
@@ -71,6 +72,7 @@ def layernorm_mlp(
     Returns y of x's type. Raises ValueError for sizes that do not match and activations that `supported` does not
     know, TypeError for operands that are not float.
     """
+    x, gamma, beta, wi, wo, wi_bias, wo_bias, residual = as_jax(x, gamma, beta, wi, wo, wi_bias, wo_bias, residual)
     norm_op.check(name, x, gamma, beta, norm)
     wi, wo = (taken(name, kernel, 1, recipe) for kernel in (wi, wo))
     check_dense(name, x, wide_of(wi), wi_bias, 1, recipe, metas and metas[0])

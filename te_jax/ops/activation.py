@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from te_jax._amax import amax
+from te_jax._arrays import as_jax
 from te_jax._op import Op
 from te_jax.ops.quantize import saturate, tiles, transpose
 
@@ -111,7 +112,7 @@ def activation(x: jax.Array, names: Sequence[str | Callable], params: Mapping | 
     Raises ValueError for unknown names or params and for a wrong A, TypeError for a dtype that is not
     floating.
     """
-    order = slots(names)
+    (x,), order = as_jax(x), slots(names)
     values = _parameters(order, params)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"activation: x is {x.dtype}; pass a floating dtype.")

@@ -11,6 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from te_jax._arrays import as_rank
 from te_jax._op import align, varying
 from te_jax.ops.attention_check import Options, check_options
 from te_jax.ops.attention_form import HIDES, attention, form_of, only_band
@@ -42,9 +43,9 @@ def _plain(q, k, v, bias, hidden, kept, offset, options: Options):
     if bias is None:
         logits = options.scale * logits
     elif options.pre_scale:
-        logits = options.scale * (logits + bias.astype(logits.dtype))
+        logits = options.scale * (logits + as_rank(bias.astype(logits.dtype), logits.ndim))
     else:
-        logits = options.scale * logits + bias.astype(logits.dtype)
+        logits = options.scale * logits + as_rank(bias.astype(logits.dtype), logits.ndim)
     if bias is not None:
         logits = jnp.where(logits < HIDES, -jnp.inf, logits)
     if hidden is not None:
@@ -53,6 +54,7 @@ def _plain(q, k, v, bias, hidden, kept, offset, options: Options):
     others = tuple(axis for axis in range(logits.ndim) if axis != logits.ndim - 3)
     max_logit = jnp.max(top, others, initial=-jnp.inf)
     max_logit = jnp.where(jnp.any(jnp.isnan(logits), others), jnp.nan, max_logit)  # a maximum drops it (_amax.py)
+    offset = None if offset is None else as_rank(offset, top.ndim)
     top = finite_top(top if offset is None else jnp.maximum(top, offset))
     weights = jnp.exp(logits - top)
     total = jnp.sum(weights, -1, keepdims=True)
