@@ -122,7 +122,7 @@ def max_fp8_metas(before, microbatches):
 def _largest(path, new, old):
     """(scales f32[k, ..., 1], histories f32[k, ..., L]), the state before -> that of the largest amax. Of probes
     f32[k, ..., 4] the largest numbers."""
-    (scales, histories, *probes), (scale, history, *_) = new, old
+    (scales, histories, *probes), (scale, history) = new, (leaf[None] for leaf in old[:2])
     if history.shape[-1] == 1:
         order = jnp.where(scales > 0, -scales, -jnp.inf)[..., 0]
     else:
@@ -131,7 +131,7 @@ def _largest(path, new, old):
         seen = (changed | steady) & jnp.isfinite(histories[..., -1])
         order = jnp.where(seen, histories[..., -1], -1.0)
     count = scales.shape[0]
-    chosen = jnp.arange(count).reshape(count, *[1] * (order.ndim - 1)) == jnp.argmax(order, 0)
+    chosen = jnp.arange(count).reshape(count, *[1] * (order.ndim - 1)) == jnp.argmax(order, 0, keepdims=True)
     of_chosen = (jnp.sum(jnp.where(chosen[..., None], x, 0.0), 0) for x in new[:2])  # exact: the rest is 0
     return *of_chosen, *(amax_of(probe, (0,)) for probe in probes)
 

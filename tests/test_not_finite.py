@@ -147,7 +147,7 @@ def test_activations_at_the_ends(dtype):
 
     with np.errstate(all="ignore"):
         wide = lambda a: np.asarray(a, np.float64)
-        for name, (y, dx, fused) in jax.jit(lambda: {name: of(name) for name in NAMES})().items():
+        for name, (y, dx, fused) in jax.jit(lambda: {n: of(n) for n in NAMES})().items():
             (f, slope), (gate, gate_slope) = slot0(name, wide(x0)), slot1(name, wide(x1))
             # u is off by 2**-22 of itself, and x u s (1 - s) less than 1. In the derivative 1 - s is off by 2**-24,
             # times x u'(x), which is 36 at most where that counts.

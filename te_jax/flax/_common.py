@@ -12,6 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from te_jax._arrays import as_jax
 from te_jax._check import shown
 from te_jax._types import on_explicit_mesh, varying
 from te_jax.checkpoint_policies import GEMM, named
@@ -55,7 +56,7 @@ def parameter(
     """
     holds = module.has_variable("params", name)
     if given is not None:
-        check_floating(module, **{name: given})
+        given = floating(module, name, given)
         if holds:
             raise ValueError(
                 f"{describe(module)}: {name} is passed, but the parameters hold one too; leave it out of one of them."
@@ -127,12 +128,13 @@ def kernel_initializer(init: Initializer | None, contracted: int = 1, distributi
     return default
 
 
-def check_floating(module: nn.Module, **arrays):
-    """TypeError naming the first argument that is not a floating-point array."""
-    for name, x in arrays.items():
-        if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
-            kind = getattr(x, "dtype", type(x).__name__)
-            raise TypeError(f"{describe(module)}: {name} is {kind}; pass an array of a floating dtype.")
+def floating(module: nn.Module, name: str, x) -> jax.Array:
+    """The argument x as jax takes it. TypeError naming it, if it is not a floating-point array."""
+    (x,) = as_jax(x)
+    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
+        kind = getattr(x, "dtype", type(x).__name__)
+        raise TypeError(f"{describe(module)}: {name} is {kind}; pass an array of a floating dtype.")
+    return x
 
 
 def in_compute_dtype(module: nn.Module, x: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from te_jax._check import FLOATING, NONE
-from te_jax.flax._common import check_floating
+from te_jax.flax._common import floating
 from te_jax.flax._context import Context
 from te_jax.flax._fields import Module, check_call, groups_divide_heads, later, nothing_of_later
 from te_jax.flax._state import attention_metas, describe, recipe_of
@@ -206,13 +206,12 @@ class DotProductAttention(Module):
         for name, x, _ in arrays[separate:]:
             if x is not None:
                 raise ValueError(f"{describe(self)}: {name} must be None with qkv_layout {layout!r}.")
-        for name, x, at in arrays[:separate]:
-            check_floating(self, **{name: x})
+        given = tuple(floating(self, name, x) for name, x, _ in arrays[:separate])
+        for x, (name, _, at) in zip(given, arrays):
             slots = 4 - separate if at == separate else 1  # k, v share the last array
             shape = "[b, s, heads, d]" if slots == 1 else f"[b, s, {slots}, heads, d]"
             if x.ndim != (4 if slots == 1 else 5) or (slots > 1 and x.shape[2] != slots):
                 raise ValueError(f"{describe(self)}: {name} has shape {x.shape}; qkv_layout {layout!r} takes {shape}.")
-        given = tuple(x for _, x, _ in arrays[:separate])
         return tuple(jnp.swapaxes(x, 0, 1) for x in given) if self.transpose_batch_sequence else given
 
     def _check(self, query, key, value, sequence_descriptor):

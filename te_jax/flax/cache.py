@@ -52,12 +52,12 @@ class KVCache:
         self._padding = self._variable("cache_padding", inputs, (self._batch,), jnp.int32)
 
         self._counts = self._lengths(mask, b)
-        token, counts = jnp.arange(self._s), self._s if self._counts is None else self._counts[:, None]
+        token, counts = jnp.arange(self._s)[None], self._s if self._counts is None else self._counts[:, None]
         start = (self._index.value - self._padding.value)[:, None]
         self.positions = start + token
         self._real = jnp.broadcast_to(token < counts, self.positions.shape)
         self._fits = self._real & (start >= 0) & (self.positions < self._size)
-        self._written = jnp.arange(self._size) < start + counts  # [b, T], after this call
+        self._written = jnp.arange(self._size)[None] < start + counts  # [b, T], after this call
 
     def extend(self, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Writes the call's keys and values [b, s, g, d]; returns all, [b, T, g, d], values 0 where none is written.
@@ -71,7 +71,7 @@ class KVCache:
         if self._module.is_initializing():
             return key, value
         # An index of its own for each token that is not written, so that indices are unique.
-        slots = jnp.where(self._fits, self.positions, self._size + jnp.arange(self._s))
+        slots = jnp.where(self._fits, self.positions, self._size + jnp.arange(self._s)[None])
         keys = self._write(cached_key.value, key, slots)
         values = self._write(cached_value.value, value, slots)
         cached_key.value, cached_value.value = keys, values

@@ -10,7 +10,7 @@ from flax import linen as nn
 from te_jax.flax._common import (
     Axes,
     Initializer,
-    check_floating,
+    floating,
     in_compute_dtype,
     kernel_initializer,
     lora,
@@ -101,8 +101,7 @@ class DenseGeneral(Module):
         another shape and for one beside a parameter, and for return_bias with operands.
         """
         check_call(self, operands=operands)
-        check_floating(self, inputs=inputs)
-        inputs = in_compute_dtype(self, inputs)
+        inputs = in_compute_dtype(self, floating(self, "inputs", inputs))
         features, contract = as_tuple(self.features), trailing_axes(self, inputs.ndim)
         inputs = constrain(inputs, self.input_axes or None)
         contracted = inputs.shape[inputs.ndim - contract :]
@@ -190,8 +189,7 @@ class LayerNormDenseGeneral(Module):
         `DenseGeneral` refuses of a kernel.
         """
         check_call(self, return_input=return_input)
-        check_floating(self, inputs=inputs)
-        inputs = in_compute_dtype(self, inputs)
+        inputs = in_compute_dtype(self, floating(self, "inputs", inputs))
         features = as_tuple(self.features)
         inputs = constrain(inputs, self.layernorm_input_axes)
         width = inputs.shape[-1]

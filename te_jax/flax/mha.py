@@ -13,7 +13,7 @@ from te_jax._types import on_explicit_mesh
 from te_jax.flax._common import (
     Initializer,
     activation_axes,
-    check_floating,
+    floating,
     in_compute_dtype,
     kernel_initializer,
     lora_scope,
@@ -218,7 +218,7 @@ class MultiHeadAttention(Module):
 
     def _checked(self, name: str, x):
         """An input in the type of the computation."""
-        check_floating(self, **{name: x})
+        x = floating(self, name, x)
         if x.ndim != 3:
             raise ValueError(f"{describe(self)}: {name} has shape {x.shape}; pass [batch, sequence, width].")
         return in_compute_dtype(self, x)
@@ -310,14 +310,18 @@ class MultiHeadAttention(Module):
 
     def _joined(self, joined):
         """[b, s, n, heads*d] -> [b, s, n, heads, d]."""
-        joined = self._divisible(joined).reshape(*joined.shape[:3], -1, self.head_dim)
+        joined = self._split(joined)
         axes = activation_axes(self, BATCH_AXES, SEQLEN_AXES, JOINED_AXES, HEAD_AXES, HIDDEN_AXES)
         return constrain(joined, axes) if self._fits(joined) else joined
 
     def _heads(self, x):
-        x = self._divisible(x).reshape(*x.shape[:2], -1, self.head_dim)
+        x = self._split(x)
         axes = activation_axes(self, BATCH_AXES, SEQLEN_AXES, HEAD_AXES, HIDDEN_AXES)
         return constrain(x, axes) if self._fits(x) else x
+
+    def _split(self, x):
+        """[..., heads*d] -> [..., heads, d]."""
+        return self._divisible(x).reshape(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)
 
     def _divisible(self, x):
         """x [..., heads*d], whole on every device where the devices of tensor parallelism do not divide the heads: so
@@ -438,7 +442,7 @@ class MultiHeadAttention(Module):
 
     def _output(self, context, inputs_q, residual):
         """The last projection: [b, s, h, d] -> [b, s, H], as inputs_q, with `residual` added if it is not None."""
-        context = context.reshape(*context.shape[:2], -1)
+        context = context.reshape(*context.shape[:2], math.prod(context.shape[2:]))
         context = constrain(context, activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_TP_AXES))
         outside, whole = residual_axes(self), activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES)
         project = DenseGeneral(
@@ -474,7 +478,7 @@ def _on_all_devices(query, key, value):
     if copies == 1:
         return key, value
     repeat = lambda x: jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], copies, x.shape[-1]))
-    each = lambda x: place_axis(repeat(x).reshape(*x.shape[:-2], -1, x.shape[-1]), -2, names)
+    each = lambda x: place_axis(repeat(x).reshape(*x.shape[:-2], x.shape[-2] * copies, x.shape[-1]), -2, names)
     return each(key), value if value is None else each(value)
 
 

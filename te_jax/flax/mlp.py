@@ -11,7 +11,7 @@ from te_jax.flax._common import (
     Axes,
     Dropout,
     Initializer,
-    check_floating,
+    floating,
     in_compute_dtype,
     kernel_initializer,
     lora,
@@ -111,8 +111,7 @@ class LayerNormMLP(Module):
         parameters, and for what `DenseGeneral` refuses of a kernel.
         """
         check_call(self, deterministic=deterministic)
-        check_floating(self, inputs=inputs)
-        inputs = in_compute_dtype(self, inputs)
+        inputs = in_compute_dtype(self, floating(self, "inputs", inputs))
         inputs = constrain(inputs, self.layernorm_input_axes)
         norm, wi, wo = self._parameters(inputs.shape[-1], wi_kernel, wo_kernel)
         bias, wo = wo[1], (wo[0], None if self.return_bias else wo[1], wo[2])

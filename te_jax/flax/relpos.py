@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from te_jax._arrays import as_rank
 from te_jax.flax._common import Axes, Initializer, in_compute_dtype, parameter
 from te_jax.flax._fields import Module, check_call
 from te_jax.flax._state import describe
@@ -57,7 +58,8 @@ class RelativePositionBiases(Module):
         shape = (self.num_attention_heads, self.num_buckets)
         table = parameter(self, "rel_embedding", self.embedding_init, self.embedding_axes, shape)
         first = jnp.asarray(q_offset)[..., None, None]
-        relative = jnp.arange(k_seqlen) - (jnp.arange(q_seqlen)[:, None] + first)  # [q, k] or [b, q, k]
+        place = jnp.arange(k_seqlen)[None] - jnp.arange(q_seqlen)[:, None]
+        relative = as_rank(place, first.ndim) - first  # [q, k] or [b, q, k]
         distance = jnp.abs(relative) if bidirectional else jnp.maximum(-relative, 0)
         bucket_of = jnp.asarray(_distance_buckets(buckets, self.max_distance))
         bucket = bucket_of[jnp.minimum(distance, self.max_distance)]

@@ -10,7 +10,7 @@ from te_jax.flax._common import (
     Dropout,
     Initializer,
     activation_axes,
-    check_floating,
+    floating,
     in_compute_dtype,
     lora_scope,
     residual_axes,
@@ -188,6 +188,7 @@ class TransformerLayer(Module):
         """
         decoder = is_decoder(self)
         check_call(self, deterministic=deterministic, decode=decode, max_decode_length=max_decode_length)
+        inputs = floating(self, "inputs", inputs)
         self._check(inputs, encoded, encoder_decoder_mask, decoder)
         name = "self_attention" if decoder else "attention"
         inputs = self._residual_layout(in_compute_dtype(self, inputs))
@@ -221,7 +222,6 @@ class TransformerLayer(Module):
         return self._last_norm()(x) if self.output_layernorm else x
 
     def _check(self, inputs, encoded, encoder_decoder_mask, decoder: bool):
-        check_floating(self, inputs=inputs)
         if inputs.ndim != 3 or inputs.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"{describe(self)}: inputs has shape {inputs.shape}, but hidden_size is {self.hidden_size}; "

@@ -23,6 +23,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
 from te_jax import fp8
+from te_jax._arrays import as_rank
 from te_jax._types import like, varying
 from te_jax.checkpoint_policies import GEMM, KERNEL, QUANTIZED, STATISTICS, named
 from te_jax.fp8 import DenseMetas, cotangent
@@ -318,7 +319,7 @@ def fprop(x: Fp8Tensor, w: Fp8Tensor, bias, config: Config, residual=None) -> ja
 
 def plain_sum(y, bias, residual) -> jax.Array:
     """y [*B, *F] with bias [*F] and residual [*B, *F], where they are given."""
-    y = y if bias is None else y + bias.astype(y.dtype)
+    y = y if bias is None else y + as_rank(bias.astype(y.dtype), y.ndim)
     return y if residual is None else y + residual.astype(y.dtype)
 
 

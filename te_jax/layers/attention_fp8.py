@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 
+from te_jax._arrays import as_jax
 from te_jax._types import align, like
 from te_jax.checkpoint_policies import ATTENTION, QUANTIZED, STATISTICS, named
 from te_jax.fp8 import AttentionMetas, TensorMeta, cotangent, seen
@@ -99,6 +100,7 @@ def attention_fp8(
 
     Returns [b..., s, h, d] of q's type. Raises ValueError or TypeError for what FP8 attention does not serve.
     """
+    q, k, v = as_jax(q, k, v)
     options = check_options(_NAME, q, k, v, **kwargs)
     if reason := _why_not(q, k, v, options):
         raise ValueError(f"{_NAME}: {reason}; use te_jax.ops.attention.dot_product_attention.")

@@ -6,6 +6,7 @@ import jax
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
 from te_jax import fp8
+from te_jax._arrays import as_jax
 from te_jax._check import ARRAY, NONE, STRING, Kind, check, integer
 from te_jax._types import align, like
 from te_jax.checkpoint_policies import GEMM, named
@@ -49,6 +50,7 @@ def dense(
 
     Returns y of x's type. Raises ValueError for sizes that do not match, TypeError for operands that are not float.
     """
+    x, kernel, bias, residual = as_jax(x, kernel, bias, residual)
     kernel = taken(name, kernel, contract, recipe)
     check(name, "checkpoint", checkpoint, NONE | STRING)
     check_dense(name, x, wide_of(kernel), bias, contract, recipe, metas)

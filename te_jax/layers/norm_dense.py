@@ -10,6 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
 from te_jax import fp8
+from te_jax._arrays import as_jax
 from te_jax._check import BOOL, NONE, STRING, Kind, check, tuple_of
 from te_jax._types import align, like
 from te_jax.checkpoint_policies import STATISTICS, named
@@ -85,7 +86,8 @@ def layernorm_dense(
     """
     check(name, "also", also, _ALSO)
     check(name, "checkpoint", checkpoint, NONE | STRING)
-    projections = (Projection(kernel, bias, metas), *also)
+    x, gamma, beta = as_jax(x, gamma, beta)
+    projections = [Projection(*as_jax(*p)) for p in ((kernel, bias, metas), *also)]
     projections = [p._replace(kernel=taken(name, p.kernel, 1, recipe)) for p in projections]
     norm_op.check(name, x, gamma, beta, norm, epsilon, zero_centered_gamma)
     check(name, "return_layernorm_output", return_layernorm_output, BOOL)

@@ -11,6 +11,7 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 from jax.sharding import PartitionSpec
 
 from te_jax import fp8
+from te_jax._arrays import as_jax
 from te_jax._check import NONE, STRING, check, tuple_of
 from te_jax._types import align, like
 from te_jax.checkpoint_policies import STATISTICS, named
@@ -74,6 +75,7 @@ def layernorm_mlp(
     Returns y of x's type. Raises ValueError for sizes that do not match and activations that `supported` does not
     know, TypeError for operands that are not float.
     """
+    x, gamma, beta, wi, wo, wi_bias, wo_bias, residual = as_jax(x, gamma, beta, wi, wo, wi_bias, wo_bias, residual)
     norm_op.check(name, x, gamma, beta, norm, epsilon, zero_centered_gamma)
     check(name, "activations", activations, act_op.ACTIVATIONS)
     act_op.check_params(name, "activation_params", activations, activation_params)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from te_jax._amax import amax
+from te_jax._arrays import as_jax
 from te_jax._check import FLOATS_ARRAY, Kind, check, did_you_mean, number
 from te_jax._op import Op
 from te_jax.ops.quantize import fp8_type, saturate, tiles, transpose
@@ -145,7 +146,7 @@ def activation(x: jax.Array, names: Sequence[str | Callable], params: Mapping | 
     Raises ValueError for unknown names or params and for a wrong A, TypeError for a dtype that is not
     floating.
     """
-    order = slots(names)
+    (x,), order = as_jax(x), slots(names)
     values = _parameters(order, params)
     check("activation", "x", x, FLOATS_ARRAY)
     if x.ndim < 2 or x.shape[-2] != len(order):

@@ -1,13 +1,13 @@
 """Activations of the MLP straight to FP8 with a scale for each block of 128, in both layouts, forward and backward."""
 
 from functools import partial
-from math import ceil, prod
+from math import prod
 
 import jax.numpy as jnp
 
 from te_jax._op import Op
 from te_jax.ops import activation as act
-from te_jax.ops.quantize import fp8_type
+from te_jax.ops.quantize import fp8_type, parts
 from te_jax.ops.quantize_block import BLOCK, check_gpu, rows_reference
 
 
@@ -57,7 +57,7 @@ activation_block_bwd = Op(
     replicated="a",
     combine={"dbias": "sum"},
     dtypes=_bwd_dtypes,
-    partials={"dbias": lambda dy, x, **attrs: (prod(x[:-3]) * ceil(x[-3] / BLOCK),)},
+    partials={"dbias": lambda dy, x, **attrs: (prod(x[:-3]) * parts(x[-3], BLOCK),)},
     reference=_bwd_reference,
     cuda=partial(_cuda, "te_activation_block_bwd"),
 )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from te_jax._arrays import as_rank
 from te_jax._check import ARRAY, BOOL, NONE, check, one_of
 from te_jax._types import align, varying
 from te_jax.checkpoint_policies import ATTENTION, named
@@ -44,9 +45,9 @@ def _plain(q, k, v, bias, hidden, kept, offset, options: Options):
     if bias is None:
         logits = options.scale * logits
     elif options.pre_scale:
-        logits = options.scale * (logits + bias.astype(logits.dtype))
+        logits = options.scale * (logits + as_rank(bias.astype(logits.dtype), logits.ndim))
     else:
-        logits = options.scale * logits + bias.astype(logits.dtype)
+        logits = options.scale * logits + as_rank(bias.astype(logits.dtype), logits.ndim)
     if bias is not None:
         logits = jnp.where(logits < HIDES, -jnp.inf, logits)
     if hidden is not None:
@@ -55,6 +56,7 @@ def _plain(q, k, v, bias, hidden, kept, offset, options: Options):
     others = tuple(axis for axis in range(logits.ndim) if axis != logits.ndim - 3)
     max_logit = jnp.max(top, others, initial=-jnp.inf)
     max_logit = jnp.where(jnp.any(jnp.isnan(logits), others), jnp.nan, max_logit)  # a maximum drops it (_amax.py)
+    offset = None if offset is None else as_rank(offset, top.ndim)
     top = finite_top(top if offset is None else jnp.maximum(top, offset))
     weights = jnp.exp(logits - top)
     total = jnp.sum(weights, -1, keepdims=True)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from te_jax._arrays import as_rank
 from te_jax._check import check, integer
 
 
@@ -47,5 +48,7 @@ def alibi_bias(
         raise ValueError(f"alibi_bias: q_offset has shape {first.shape}; pass an int, [] or [b].")
     if not jnp.issubdtype(first.dtype, jnp.integer):
         raise TypeError(f"alibi_bias: q_offset is {first.dtype}; pass an integer dtype.")
-    distance = jnp.abs(first[..., None, None] + jnp.arange(s)[:, None] - jnp.arange(t))  # [s, t] or [b, s, t]
-    return -slopes.astype(jnp.float32)[:, None, None] * distance[..., None, :, :].astype(jnp.float32)
+    place = jnp.arange(s)[:, None] - jnp.arange(t)[None]
+    distance = jnp.abs(first[..., None, None] + as_rank(place, first.ndim + 2))  # [s, t] or [b, s, t]
+    each = as_rank(slopes.astype(jnp.float32)[:, None, None], first.ndim + 3)
+    return -each * distance[..., None, :, :].astype(jnp.float32)

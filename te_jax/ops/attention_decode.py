@@ -45,7 +45,7 @@ def one_query(run, q, k, v, segments):
 def _of_parts(segments, queries: int, parts: int, width: int):
     """i32[b, 4] of one query and its keys -> i32[b * parts, 1, 4] of `queries` and the keys that lie in each part."""
     first_query, count, first, keys = (x[:, None] for x in segments.T)
-    at = width * jnp.arange(parts, dtype=segments.dtype)
+    at = width * jnp.arange(parts, dtype=segments.dtype)[None]
     begin, end = (jnp.clip(x - at, 0, width) for x in (first, first + keys))
     there = (first_query >= 0) & (count > 0)
     each = jnp.stack(jnp.broadcast_arrays(0, jnp.where(there, queries, 0), begin, end - begin), -1)

@@ -1,6 +1,7 @@
 """Which keys a query sees: mask types, windows, and the segments of packed or padded rows."""
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from te_jax._arrays import as_rank
 from te_jax._check import warn_once
 
 
@@ -76,13 +78,14 @@ class Band(NamedTuple):
 
     def hides_of(self, s: int, t: int) -> jax.Array | None:
         """bool[s, t] for rows of one segment."""
-        return self.hides(jnp.arange(t) - jnp.arange(s)[:, None] - self.shift(s, t))
+        return self.hides(jnp.arange(t)[None] - jnp.arange(s)[:, None] - self.shift(s, t))
 
 
 def either(*masks: jax.Array | None) -> jax.Array | None:
     """True where one of the masks is; None is a mask that is False everywhere."""
     given = [m for m in masks if m is not None]
-    return None if not given else given[0] if len(given) == 1 else jnp.logical_or(given[0], either(*given[1:]))
+    ndim = max((m.ndim for m in given), default=0)
+    return reduce(jnp.logical_or, (as_rank(m, ndim) for m in given)) if given else None
 
 
 @jax.tree_util.register_dataclass
@@ -137,7 +140,7 @@ class SequenceDescriptor:
         if self.segment_ids is None:
             return self
         numbers = jnp.arange(1, most + 1)[:, None]
-        inside = tuple(ids[..., None, :] == numbers for ids in self.segment_ids)  # [b, n, s]
+        inside = tuple(ids[..., None, :] == as_rank(numbers, ids.ndim + 1) for ids in self.segment_ids)  # [b, n, s]
         lens = tuple(jnp.sum(x, -1, dtype=jnp.int32) for x in inside)
         starts = tuple(jnp.where(n > 0, jnp.argmax(x, -1), -1).astype(jnp.int32) for n, x in zip(lens, inside))
         return SequenceDescriptor(seqlens=lens, seq_offsets=starts)
@@ -170,8 +173,10 @@ class SequenceDescriptor:
         index = jnp.arange(size)
         if self.seq_offsets is None:
             lens = self.seqlens[side][..., None]
+            index = as_rank(index, lens.ndim)
             return (index < lens).astype(jnp.int32), jnp.broadcast_to(index, (*lens.shape[:-1], size))
         lens = self.seqlens[side][..., None]  # [b, n, 1]
+        index = as_rank(index, lens.ndim)
         starts = self.seq_offsets[side][..., : lens.shape[-2], None]
         inside = (index >= starts) & (index < starts + lens) & (starts >= 0) & (lens > 0)  # [b, n, size]
         number = jnp.arange(1, lens.shape[-2] + 1)[:, None]

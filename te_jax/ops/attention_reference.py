@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from te_jax._arrays import as_rank
 from te_jax.ops.attention_mask import Band, SequenceDescriptor
 
 
@@ -94,7 +95,8 @@ def _logits(q, k, biases, segments, *, left, right, bottom_right, scale):
     logits, s, t = scale * scores(q, k), q.shape[-3], k.shape[-3]
     for form, bias in zip(BIAS_FORMS, biases, strict=True):
         if bias is not None:
-            logits += (bias if "h" in form or not form else bias[..., None, :, :]).astype(logits.dtype)
+            bias = bias if "h" in form or not form else bias[..., None, :, :]
+            logits += as_rank(bias.astype(logits.dtype), logits.ndim)
     band = Band(*(None if size < 0 else size for size in (left, right)), bottom_right)
     if segments is None:
         hidden = band.trimmed(s, t).hides_of(s, t)

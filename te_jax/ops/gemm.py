@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from te_jax._arrays import as_rank
 from te_jax._check import ARRAY, BOOL, NONE, Kind, check, integer, is_dtype
 from te_jax._op import Op
 from te_jax._types import align, like, on_explicit_mesh
@@ -55,7 +56,8 @@ def _reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, out
 def finished(out, bias, c, out_dtype):
     """out f32 [*m, *n] with bias [*n] and c [*m, *n], where they are given, in one rounding."""
     if bias is not None:
-        out = out + bias.astype(out_dtype).astype(jnp.float32)  # as in the epilogue, bias comes in the result's type
+        bias = bias.astype(out_dtype).astype(jnp.float32)  # as in the epilogue, bias comes in the result's type
+        out = out + as_rank(bias, out.ndim)
     if c is not None:
         out = out + c.astype(jnp.float32)
     return out.astype(out_dtype)

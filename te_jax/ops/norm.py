@@ -2,29 +2,36 @@
 https://arxiv.org/abs/1910.07467), forward, backward, and straight to FP8 in both layouts."""
 
 from functools import partial
-from math import ceil, prod
+from math import prod
 
 import jax
 import jax.numpy as jnp
+from jax.core import max_dim, min_dim
 
 from te_jax._amax import amax
+from te_jax._arrays import as_jax, as_rank
 from te_jax._check import BOOL, number, one_of
 from te_jax._check import check as check_kind
 from te_jax._op import Op
 from te_jax._types import align, like
-from te_jax.ops.quantize import FLOAT, fp8_type, saturate, tiles
+from te_jax.ops.quantize import FLOAT, fp8_type, parts, saturate, tiles
 
 KINDS = ("layernorm", "rmsnorm")
 _ROWS_PER_CTA, _MOST_CTAS = 8, 132  # csrc/norm_bwd.cu: one CTA on each multiprocessor of an H200, with a partial sum
 
 
+def _factor(gamma, zero_centered, ndim):
+    """f32 [..., h] of gamma [h], to multiply an array of `ndim` axes by."""
+    return as_rank(gamma.astype(jnp.float32) + (1.0 if zero_centered else 0.0), ndim)
+
+
 def _fwd_reference(x, gamma, beta, scale, *, eps, rms, zero_centered, dtype):
-    x32, g = x.astype(jnp.float32), gamma.astype(jnp.float32) + (1.0 if zero_centered else 0.0)
+    x32, g = x.astype(jnp.float32), _factor(gamma, zero_centered, x.ndim)
     mean = jnp.zeros(x.shape[:-1]) if rms else jnp.mean(x32, -1)
     centered = x32 - mean[..., None]
     rstd = jax.lax.rsqrt(jnp.mean(jnp.square(centered), -1) + eps)
     y = centered * rstd[..., None] * g
-    y = y if beta is None else y + beta.astype(jnp.float32)
+    y = y if beta is None else y + as_rank(beta.astype(jnp.float32), y.ndim)
     data = None if scale is None else saturate(y * scale, dtype)
     data_t = None if scale is None else jnp.moveaxis(data, -1, 0)
     return y.astype(x.dtype), data, data_t, mean, rstd, amax(y)
@@ -68,7 +75,7 @@ eps: float. rms: RMSNorm. zero_centered: gamma + 1 is applied. dtype: the FP8 ty
 
 
 def _bwd_reference(dy, x, mean, rstd, gamma, dres, *, rms, zero_centered):
-    dy32, g = dy.astype(jnp.float32), gamma.astype(jnp.float32) + (1.0 if zero_centered else 0.0)
+    dy32, g = dy.astype(jnp.float32), _factor(gamma, zero_centered, x.ndim)
     centered = x.astype(jnp.float32) - (0.0 if rms else mean[..., None])
     xhat = centered * rstd[..., None]
     dxhat = dy32 * g
@@ -81,7 +88,7 @@ def _bwd_reference(dy, x, mean, rstd, gamma, dres, *, rms, zero_centered):
 
 
 def _row_groups(dy, *args, **attrs):
-    return (max(1, min(ceil(prod(dy[:-1]) / _ROWS_PER_CTA), _MOST_CTAS)),)
+    return (max_dim(1, min_dim(parts(prod(dy[:-1]), _ROWS_PER_CTA), _MOST_CTAS)),)
 
 
 norm_bwd = Op(
@@ -119,6 +126,7 @@ def norm(x, gamma, beta=None, *, kind="layernorm", zero_centered=False, eps=1e-6
     kind: "layernorm" or "rmsnorm" (without beta). Differentiable in x, gamma and beta. Raises ValueError for an
     unknown kind or sizes that do not match, TypeError for operands that are not floating point.
     """
+    x, gamma, beta = as_jax(x, gamma, beta)
     check("te_norm_fwd", x, gamma, beta, kind, eps, zero_centered)
     return _norm(*align(x, gamma, beta), kind == "rmsnorm", bool(zero_centered), float(eps))
 

@@ -1,6 +1,6 @@
 """Quantize to FP8: one reading of the source writes both layouts that FP8 GEMMs want, its amax, and its column sums."""
 
-from math import ceil, prod
+from math import prod
 
 import jax.numpy as jnp
 
@@ -31,9 +31,15 @@ def saturate(x, dtype):
     return jnp.clip(x, -fp8_max, fp8_max).astype(dtype)
 
 
+def parts(size, of):
+    """How many parts of `of` elements, of which the last may be cut, `size` makes; int, or symbolic in `jax.export`.
+    In this form jax knows that they are enough, and one at least."""
+    return -(-size // of)
+
+
 def fill(x, axis, multiple):
     """x with zeros behind it along `axis`, up to a multiple of `multiple`."""
-    more = -x.shape[axis] % multiple
+    more = parts(x.shape[axis], multiple) * multiple - x.shape[axis]
     return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)]) if more else x
 
 
@@ -51,7 +57,7 @@ def _reference(x, scale, *, split, dtype):
 
 def tiles(m, n):
     """Rows and columns of tiles: one partial amax for each, one partial column sum for each row of them."""
-    return ceil(m / _TILE_ROWS), ceil(n / _TILE_COLUMNS)
+    return parts(m, _TILE_ROWS), parts(n, _TILE_COLUMNS)
 
 
 def _tiles(x, *args, split, **attrs):

@@ -1,6 +1,6 @@
 """Quantize to FP8 with a scale for each block: one reading of the source writes both layouts, each with its scales."""
 
-from math import ceil, prod
+from math import prod
 
 import jax.numpy as jnp
 from jax import lax
@@ -8,7 +8,7 @@ from jax import lax
 from te_jax import _lib
 from te_jax._amax import amax
 from te_jax._op import Op
-from te_jax.ops.quantize import fill, fp8_type, saturate, transpose
+from te_jax.ops.quantize import fill, fp8_type, parts, saturate, transpose
 from te_jax.recipe._base import scale_of_amax
 
 BLOCK = 128
@@ -51,8 +51,9 @@ def spread(values, axis, size, block=BLOCK):
 
 def _amaxes(x, axis, block=BLOCK):
     """The largest |x| of each block along `axis`; NaN where there is one."""
+    blocks = parts(x.shape[axis], block)
     x = fill(x, axis, block)
-    return amax(x.reshape(*x.shape[:axis], x.shape[axis] // block, block, *x.shape[axis + 1 :]), (axis + 1,))
+    return amax(x.reshape(*x.shape[:axis], blocks, block, *x.shape[axis + 1 :]), (axis + 1,))
 
 
 def in_rows(x, lead, dtype, block, law):
@@ -96,7 +97,7 @@ def rows_reference(x, lead, dtype, power_2, epsilon):
 
 def _row_tiles(x, *, lead, **attrs):
     """One partial column sum for each row of tiles."""
-    return (prod(x[:lead]) * ceil(x[lead] / BLOCK),)
+    return (prod(x[:lead]) * parts(x[lead], BLOCK),)
 
 
 quantize_block = Op(

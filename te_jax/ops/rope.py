@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from te_jax._arrays import as_jax, as_rank
 from te_jax._check import FLOATS_ARRAY, INTEGERS, Kind, KnownFields, array_of, check, integer, number, one_of, tuple_of
 from te_jax._op import Op
 from te_jax._types import align
@@ -98,7 +99,7 @@ def _inverse_frequencies(windows, rotary_dim: int, scaling: Scaling | None) -> n
 def _reference(x, positions, inv_freq, *, turned, consecutive, inverse):
     half = inv_freq.shape[0]
     # An f32 frequency and an f32 product: an angle is off by angle * 2**-23 at most, as those that models train with.
-    angle = positions[..., None] * inv_freq  # [b..., s, r/2]
+    angle = positions[..., None] * as_rank(inv_freq, positions.ndim + 1)  # [b..., s, r/2]
     cos, sin = (f(angle)[..., None, None, :] for f in (jnp.cos, jnp.sin))  # [b..., s, 1, 1, r/2]
     sin = -sin if inverse else sin
     x, slots = x[..., :turned, :, :], x[..., turned:, :, :]
@@ -161,6 +162,7 @@ def rope(
     Raises ValueError for wrong shapes, windows, widths or method, TypeError for a dtype that is not floating and for a
     scaling of another type.
     """
+    x, positions = as_jax(x, positions)
     _check(x, positions, windows, group_method, turned, rotary_dim, scaling)
     positions = jnp.arange(x.shape[1]) if positions is None else positions
     positions = jnp.broadcast_to(positions, x.shape[:2]).astype(jnp.float32)

@@ -300,7 +300,8 @@ def _random(count, x):
     """Multiples of 2**-12 in [0, 1), of x's shape, by the step count and the place."""
     bits = jnp.zeros_like(x, jnp.uint32) + count.astype(jnp.uint32) * jnp.uint32(_ODD)
     for axis in range(x.ndim):
-        place = jnp.arange(x.shape[axis], dtype=jnp.uint32).reshape(-1, *[1] * (x.ndim - 1 - axis))
+        place = jnp.arange(x.shape[axis], dtype=jnp.uint32)
+        place = place.reshape(*[1] * axis, place.size, *[1] * (x.ndim - 1 - axis))
         bits += place * jnp.uint32(pow(_ODD, axis + 2, 2**32))
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # the end of MurmurHash3: each bit depends on all
         bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
