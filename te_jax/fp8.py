@@ -280,12 +280,13 @@ def cotangent(
         whole = jnp.stack([amax, meta.scale, jnp.float32(jnp.inf), jnp.float32(jnp.inf)])
         amax = jnp.where(amax == 0, 0.0, whole)
     shared = varying(amax) - varying(meta.amax)
-    if shared and not recipe.reduce_amax:
+    sizes = jax.sharding.get_abstract_mesh().shape
+    if any(sizes[name] > 1 for name in shared) and not recipe.reduce_amax:
         raise ValueError(
             f"DelayedScaling(reduce_amax=False): fp8_metas do not vary over mesh axis {sorted(shared)}, but the "
             "tensor does; pass fp8_metas sharded over that axis, or use reduce_amax=True."
         )
-    if recipe.reduce_amax and (reduced := varying(amax) - stage_axes):
+    if reduced := (varying(amax) - stage_axes if recipe.reduce_amax else shared):
         amax = amax_across(amax, tuple(sorted(reduced)))
     lacks = tuple(sorted(varying(meta.amax) - varying(amax)))
     amax = lax.pcast(amax, lacks, to="varying") if lacks else amax

@@ -106,9 +106,11 @@ def global_shard_guard(resource: MeshResource | None) -> Iterator[None]:
 
 
 def stage_axes() -> frozenset[str]:
-    """The mesh axes whose devices hold different layers (pp_resource): tensors there share no statistics."""
+    """The mesh axes whose devices hold different layers (pp_resource, of several devices): tensors there share no
+    statistics."""
     resource = current_mesh_resource()
-    return frozenset(() if resource is None or resource.pp_resource is None else (resource.pp_resource,))
+    axis = None if resource is None else resource.pp_resource
+    return frozenset(() if axis is None or _axis_sizes().get(axis) == 1 else (axis,))
 
 
 def _axis_sizes() -> dict[str, int]:
@@ -235,6 +237,8 @@ def reorder_causal_load_balancing(x, cp_size: int, axis: int = 1):
     Works on numpy arrays, best before they are sharded. Raises ValueError if 2 cp_size does not divide the axis.
     """
     chunks, axis = _chunks("reorder_causal_load_balancing", x, cp_size, axis)
+    if cp_size == 1:
+        return x
     xp = np if isinstance(x, np.ndarray) else jnp
     first, second = xp.split(chunks, 2, axis)
     return xp.stack([first, xp.flip(second, axis)], axis + 1).reshape(x.shape)
@@ -243,6 +247,8 @@ def reorder_causal_load_balancing(x, cp_size: int, axis: int = 1):
 def inverse_reorder_causal_load_balancing(x, cp_size: int, axis: int = 1):
     """The inverse of `reorder_causal_load_balancing`: x with its `axis` in the order of the sequence again."""
     chunks, axis = _chunks("inverse_reorder_causal_load_balancing", x, cp_size, axis)
+    if cp_size == 1:
+        return x
     xp = np if isinstance(x, np.ndarray) else jnp
     pairs = chunks.reshape(*x.shape[:axis], cp_size, 2, *chunks.shape[axis + 1 :])
     first, second = (xp.take(pairs, i, axis + 1) for i in (0, 1))
@@ -259,19 +265,20 @@ _DEVICES = Kind("how many devices share a sequence, at least 1", lambda size: Tr
 
 
 def _chunks(name: str, x, cp_size: int, axis: int):
-    """-> x with its `axis` cut into [2 cp_size, size of a chunk], the axis from the front."""
+    """-> x with its `axis` cut into [2 cp_size, size of a chunk] ([1, size] for one device), the axis from the
+    front."""
     check(name, "x", x, ARRAY)
     check(name, "cp_size", cp_size, _DEVICES)
     check(name, "axis", axis, integer())
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"{name}: axis is {axis}, but x has shape {tuple(x.shape)}; pass the sequence's axis.")
-    axis %= x.ndim
-    if x.shape[axis] % (2 * cp_size):
+    axis, chunks = axis % x.ndim, 2 * cp_size if cp_size > 1 else 1
+    if x.shape[axis] % chunks:
         raise ValueError(
-            f"{name}: axis {axis} of x has {x.shape[axis]} positions, which {2 * cp_size} chunks (2 for each of "
+            f"{name}: axis {axis} of x has {x.shape[axis]} positions, which {chunks} chunks (2 for each of "
             f"cp_size={cp_size} devices) do not divide; pad the sequence."
         )
-    return x.reshape(*x.shape[:axis], 2 * cp_size, -1, *x.shape[axis + 1 :]), axis
+    return x.reshape(*x.shape[:axis], chunks, -1, *x.shape[axis + 1 :]), axis
 
 
 def _one(value):

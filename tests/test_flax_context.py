@@ -1,5 +1,7 @@
 """The modules' context_parallel_* fields: numbers of one device, RoPE's positions, the MeshResource, errors."""
 
+import warnings
+
 import collectives
 import flax
 import flax_reference as ref
@@ -14,7 +16,8 @@ from test_sharded_layers import KINDS, LAYER_BOUND, check_equal, check_state, gr
 import te_jax as te
 import te_jax.flax as te_flax
 from te_jax import recipe
-from te_jax.ops.attention import SequenceDescriptor
+from te_jax.ops.attention import SequenceDescriptor, dot_product_attention
+from te_jax.ops.attention_context import context_parallel_attention
 from te_jax.sharding import (
     MeshResource,
     global_shard_guard,
@@ -272,3 +275,72 @@ def test_mesh_resource_without_a_mesh():
     want = module.apply({}, q, q, q)
     with global_shard_guard(MeshResource(cp_resource="cp")):
         close(module.apply({}, q, q, q), want)
+
+
+def one_device_mesh(kind):
+    return jax.make_mesh((2, 1), ("dp", "cp"), axis_types=(KINDS[kind],) * 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_axis_of_one_device_cuts_nothing(kind):
+    """So masks, dropout, biases and any length work as without the axis, in whatever order."""
+    q, bias = data(B, 15, 4, 8), data(1, 4, 15, 15)
+    mask = jnp.asarray(np.random.default_rng(3).random((B, 1, 15, 15)) < 0.3)
+    fields = dict(head_dim=8, num_attention_heads=4, attention_dropout=0.25, attn_bias_type="post_scale_bias")
+    attend = lambda module: lambda q: module.apply({}, q, q, q, None, bias, mask=mask, rngs={"dropout": KEY})
+    want = attend(te_flax.DotProductAttention(**fields))(q)
+    cut = dict(context_parallel_causal_load_balanced=True, context_parallel_strategy="ring")
+    mesh = one_device_mesh(kind)
+    with jax.set_mesh(mesh), global_shard_guard(MeshResource("dp", cp_resource="cp")):
+        placed = jax.device_put(q, NamedSharding(mesh, PartitionSpec("dp", "cp")))
+        fns = [
+            attend(te_flax.DotProductAttention(**fields, **more)) for more in (cut, dict(context_parallel_axis="cp"))
+        ]
+        for got in jax.jit(lambda q: [fn(q) for fn in fns])(placed):
+            close(got, want)
+        named = dict(axis="cp", batch_axis=("dp", "cp"), head_axis="cp", load_balanced=True)
+        options = dict(bias=bias, mask=mask, dropout_rate=0.25, dropout_rng=KEY, attn_mask_type="causal")
+        got = jax.jit(lambda q: context_parallel_attention(q, q, q, **named, **options))(placed)
+    close(got, dot_product_attention(q, q, q, **options))
+    np.testing.assert_array_equal(reorder_causal_load_balancing(np.arange(15), 1, 0), np.arange(15))
+    np.testing.assert_array_equal(inverse_reorder_causal_load_balancing(np.arange(15), 1, 0), np.arange(15))
+
+
+def test_what_an_axis_of_one_device_leaves_as_it_is():
+    """FP8 attention, decoding, and the segments of several rows with RoPE."""
+    x, tokens = data(B, S, H, dtype=jnp.bfloat16), data(B, 3, H)
+    fp8 = te_flax.MultiHeadAttention(head_dim=16, num_attention_heads=2, dtype=jnp.bfloat16)
+    order = dict(context_parallel_causal_load_balanced=True)
+    packed, kinds = data(B, S, H), dict(attn_mask_type="padding_causal")
+    with te.autocast(True, recipe.DelayedScaling(fp8_dpa=True)):
+        variables = fp8.init(KEY, x)
+        want = jax.jit(fp8.apply)(variables, x)[0]
+    params = mha(**kinds).init(KEY, packed)
+    of_segments = lambda **fields: jax.jit(lambda x: mha(**kinds, **fields).apply(params, x, None, SEGMENTS)[0])(packed)
+    decoded = lambda **fields: mha(**fields).init_with_output(KEY, tokens, decode=True)[0][0]
+    wants = of_segments(), decoded()
+    with jax.set_mesh(one_device_mesh("auto")), global_shard_guard(MeshResource("dp", cp_resource="cp")):
+        with te.autocast(True, recipe.DelayedScaling(fp8_dpa=True)), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            got = jax.jit(fp8.apply)(variables, x)[0]
+        close((of_segments(**order), decoded(**order)), wants)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+@pytest.mark.parametrize("reduce_amax", [True, False])
+def test_fp8_state_on_a_stage_axis_of_one_device(reduce_amax):
+    """It need not vary over an axis that has no second device, of pipelines or of data."""
+    chosen, x = recipe.DelayedScaling(amax_history_len=4, reduce_amax=reduce_amax), data(8, 16)
+    module = te_flax.DenseGeneral(features=16)
+    with te.autocast(True, chosen):
+        metas, params = flax.core.pop(nn.meta.unbox(module.init(KEY, x)), "params")
+        loss = lambda metas, x: jnp.sum(module.apply({"params": params, **metas}, x))
+        want = jax.grad(loss)(metas, x)
+        with jax.set_mesh(jax.make_mesh((1,), ("pp",), axis_types=(AxisType.Auto,))):
+            with global_shard_guard(MeshResource(pp_resource="pp")):
+                got = jax.jit(
+                    jax.shard_map(
+                        jax.grad(loss), in_specs=(PartitionSpec(), PartitionSpec("pp")), out_specs=PartitionSpec()
+                    )
+                )(metas, x)
+    jax.tree.map(np.testing.assert_array_equal, got, want)

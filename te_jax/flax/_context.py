@@ -32,7 +32,8 @@ class Context(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module) -> "Context | None":
-        """What the fields of `module` and the MeshResource in force ask for; None: the sequence is not cut.
+        """What the fields of `module` and the MeshResource in force ask for; None: the sequence is not cut, as along an
+        axis of one device.
 
         Raises ValueError for an axis that the mesh lacks or that has another part.
         """
@@ -51,6 +52,8 @@ class Context(NamedTuple):
         if axis not in mesh.axis_names:
             has = f"has the axes {mesh.axis_names}" if mesh.axis_names else "is none; enter jax.set_mesh(mesh)"
             raise ValueError(f"{describe(module)}: {given}, but the mesh in force {has}.")
+        if mesh.shape[axis] == 1:
+            return None
         check_cuts_sequence_alone(f"{describe(module)}: {given}", axis, resource)
         return cls(axis, mesh.shape[axis], balanced, STRATEGIES[strategy.upper()])
 

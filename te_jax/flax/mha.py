@@ -389,7 +389,7 @@ class MultiHeadAttention(Module):
     def _cache(self, inputs_q, inputs_kv, mask, max_decode_length) -> KVCache:
         if inputs_kv is not None:
             raise ValueError(f"{describe(self)}: decode=True is for self-attention; leave inputs_kv or decode out.")
-        if self.context_parallel_causal_load_balanced:
+        if self.context_parallel_causal_load_balanced and Context.of(self) is not None:
             raise ValueError(
                 f"{describe(self)}: context_parallel_causal_load_balanced is True, but decode=True; a cache holds "
                 "tokens in the order of the sequence: decode with a module that has it False."
@@ -424,7 +424,7 @@ class MultiHeadAttention(Module):
             softmax_type=self.softmax_type,
             score_mod=self.score_mod,
             score_mod_bprop=self.score_mod_bprop,
-            context_parallel_causal_load_balanced=self.context_parallel_causal_load_balanced,
+            context_parallel_causal_load_balanced=self.context_parallel_causal_load_balanced and not cache,
             context_parallel_axis=None if cache else self.context_parallel_axis,
             context_parallel_strategy=self.context_parallel_strategy,
             name="DotProductAttention_0",

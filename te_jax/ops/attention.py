@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from te_jax._arrays import as_rank
 from te_jax._check import ARRAY, BOOL, NONE, check, one_of
-from te_jax._types import align, varying
+from te_jax._types import align, on_explicit_mesh, varying
 from te_jax.checkpoint_policies import ATTENTION, named
 from te_jax.ops.attention_check import Options, check_options, warn_of_padding
 from te_jax.ops.attention_form import HIDES, attention, form_of, only_band
@@ -216,9 +216,11 @@ def dot_product_attention(
     s, t = q.shape[-3], k.shape[-3]
     if s * t > _LONG**2 and implementation is None:
         _warn_long(choice.refused["cudnn"])
+    q, restore_rows = _whole_rows(q)
+    k, v = _whole_rows(k)[0], _whole_rows(v)[0]
     arrays = (options.total_bias(s, t), options.hidden(s, t), _kept(q, t, options, dropout_rng), options.offset(q))
     out, *others = _plain(*align(q, k, v, *arrays), options)
-    return _asked(options, named(restore(out), ATTENTION, context_checkpoint_name), *others)
+    return _asked(options, named(restore(restore_rows(out)), ATTENTION, context_checkpoint_name), *others)
 
 
 def _op(operands, options: Options, key, name, interleaved: bool = False):
@@ -297,6 +299,18 @@ def undivided_groups(q, g: int):
         return q, lambda out: out
     gathered = jax.sharding.reshard(q, PartitionSpec(*spec[:-2], None, spec[-1]))
     return gathered, lambda out: jax.sharding.reshard(out, PartitionSpec(*spec[:-1], None))
+
+
+def _whole_rows(x):
+    """-> x [b..., tokens, heads, d], on an Explicit mesh with the tokens on every device, for types would split logits
+    and sums by them; and what shards out as x was."""
+    spec = jax.typeof(x).sharding.spec
+    if not on_explicit_mesh(jax.typeof(x)) or spec[-3] is None:
+        return x, lambda out: out
+    shard = lambda a, names: jax.sharding.reshard(
+        a, PartitionSpec(*jax.typeof(a).sharding.spec[:-3], names, *spec[-2:])
+    )
+    return shard(x, None), lambda out: shard(out, spec[-3])
 
 
 def _kept(q, t: int, options: Options, rng) -> jax.Array | None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from te_jax._types import align
+from te_jax._types import align, splittable_axes
 from te_jax.ops.attention import dot_product_attention, undivided_groups
 from te_jax.ops.attention_check import Options, check_options
 from te_jax.ops.attention_context_plan import OPEN, Layout
@@ -45,6 +45,7 @@ def context_parallel_attention(
     alibi_slopes=None,
     attn_bias_type: str | None = None,
     dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
     return_max_logit: bool = False,
 ):
     """`dot_product_attention` with the sequence cut along a mesh axis: each device has s / cp queries, and t / cp keys.
@@ -67,7 +68,8 @@ def context_parallel_attention(
                     numbers (all_gather: b * (s / chunks) * t), chunks = cp or 2 cp, and skip no block.
     attn_mask_type, window_size, softmax_type, softmax_offset, scale, deterministic, return_lse,
     context_checkpoint_name: as in `dot_product_attention`. The saved residuals are q, k, v, out and lse of the device.
-    bias, mask, alibi_slopes, attn_bias_type, dropout_rate, return_max_logit: refused.
+    bias, mask, alibi_slopes, attn_bias_type, dropout_rate, return_max_logit: refused, but where `axis` has one device:
+                    nothing is cut there, and the call is `dot_product_attention` (dropout_rng: with dropout_rate).
 
     Sums over devices, of partial results and of gradients, are f32. Returns as `dot_product_attention`; with
     return_lse a pair.
@@ -76,33 +78,34 @@ def context_parallel_attention(
     Source: Ring Attention (https://arxiv.org/abs/2310.01889); Llama 3 (https://arxiv.org/abs/2407.21783), section
     3.3.2.
     """
-    _refuse(
-        bias=bias, mask=mask, alibi_slopes=alibi_slopes, attn_bias_type=None if attn_bias_type == "no_bias" else
-        attn_bias_type, dropout_rate=dropout_rate or None, return_max_logit=return_max_logit or None,
-    )  # fmt: skip
-    q, k, v = map(jnp.asarray, (q, k, v))
-    options = check_options(
-        _OP, q, k, v, attn_mask_type=attn_mask_type, window_size=window_size, softmax_type=softmax_type,
+    place, ring = _Mesh.of(axis, batch_axis, head_axis), _is_ring(strategy)
+    if not isinstance(load_balanced, bool):
+        raise TypeError(f"{_OP}: load_balanced is {load_balanced!r}; pass True or False.")
+    taken = dict(
+        attn_mask_type=attn_mask_type, window_size=window_size, softmax_type=softmax_type,
         softmax_offset=softmax_offset, scale=scale, deterministic=deterministic, return_lse=return_lse,
         context_checkpoint_name=context_checkpoint_name,
     )  # fmt: skip
-    place = _Mesh.of(axis, batch_axis, head_axis)
-    layout = _layout(q, k, place, load_balanced)
-    if layout.cp == 1:
-        return dot_product_attention(
-            q, k, v, attn_mask_type=attn_mask_type, window_size=window_size, sequence_descriptor=sequence_descriptor,
-            softmax_type=softmax_type, softmax_offset=softmax_offset, scale=scale, deterministic=deterministic,
-            return_lse=return_lse, context_checkpoint_name=context_checkpoint_name,
-        )  # fmt: skip
-    rows, spec = _spec(q, sequence_descriptor, options, layout, axis, _is_ring(strategy), context_checkpoint_name)
+    refused = dict(
+        bias=bias, mask=mask, alibi_slopes=alibi_slopes, attn_bias_type=attn_bias_type, dropout_rate=dropout_rate,
+        return_max_logit=return_max_logit,
+    )  # fmt: skip
+    if place.cp == 1:  # nothing is cut
+        others = dict(sequence_descriptor=sequence_descriptor, dropout_rng=dropout_rng)
+        return dot_product_attention(q, k, v, **taken, **refused, **others)
+    _refuse(**refused)
+    q, k, v = map(jnp.asarray, (q, k, v))
+    options, layout = check_options(_OP, q, k, v, **taken), _layout(q, k, place, load_balanced)
+    rows, spec = _spec(q, sequence_descriptor, options, layout, axis, ring, context_checkpoint_name)
     _check_gpu(q, k, v, options, spec)
     out, lse = place.run(q, k, v, _sink(options, q), rows, spec)
     return (out, lse) if return_lse else out
 
 
-def _refuse(**arguments):
+def _refuse(*, attn_bias_type, **arguments):
+    arguments["attn_bias_type"] = None if attn_bias_type == "no_bias" else attn_bias_type
     for name, value in arguments.items():
-        if value is not None:
+        if value is not None and value is not False and not (name == "dropout_rate" and value == 0):
             shown = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") and value.ndim else repr(value)
             raise ValueError(
                 f"{_OP}: {name} is {shown}, which attention over a cut sequence does not support; {_TAKES}. Leave "
@@ -134,8 +137,6 @@ def _check_gpu(q, k, v, options: Options, spec: Spec):
 
 def _layout(q, k, place: "_Mesh", load_balanced) -> Layout:
     """How the sequences lie; ValueError if they cannot be cut."""
-    if not isinstance(load_balanced, bool):
-        raise TypeError(f"{_OP}: load_balanced is {load_balanced!r}; pass True or False.")
     chunks = 2 if load_balanced else 1
     pieces = chunks * (1 if place.is_inside else place.cp)
     for name, x in (("q", q), ("k and v", k)):
@@ -214,13 +215,14 @@ class _Mesh(NamedTuple):
                 if name not in mesh.axis_names:
                     has = f"has the axes {mesh.axis_names}" if mesh.axis_names else "is none; enter jax.set_mesh(mesh)"
                     raise ValueError(f"{_OP}: {role} is {named[role]!r}, but the mesh in force {has}.")
-                if name in roles:
+                if name in roles and mesh.shape[name] > 1:
                     raise ValueError(
                         f"{_OP}: mesh axis {name!r} is both {roles[name]} and {role}; an axis cuts one of them: name "
                         "another."
                     )
                 roles[name] = role
-        return cls(axis, parts["batch_axis"], parts["head_axis"], mesh)
+        cutting = lambda names: tuple(name for name in names if mesh.shape[name] > 1)
+        return cls(axis, cutting(parts["batch_axis"]), cutting(parts["head_axis"]), mesh)
 
     @property
     def cp(self) -> int:
@@ -243,7 +245,7 @@ class _Mesh(NamedTuple):
             out, lse = _per_device(q, k, v, sink, rows, spec)
             return restored(out), lse
         manual = {name for names in (*lead, heads) for name in names} | {self.axis}
-        manual |= {name for name in self.mesh.axis_names if self._type(name) == AxisType.Explicit}
+        manual |= splittable_axes(self.mesh)
         one = lambda names: names or None
         batch = tuple(map(one, lead))
         tokens = PartitionSpec(*batch, self.axis, one(heads), None)

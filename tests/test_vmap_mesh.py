@@ -1,0 +1,74 @@
+"""`jax.vmap` of modules over an axis that a mesh splits, as that of experts: the numbers of one device, and no example
+crosses devices."""
+
+import collectives
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import te_jax as te
+import te_jax.flax as te_flax
+from te_jax import recipe
+
+pytestmark = pytest.mark.usefixtures("on_host")
+
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+RECIPES = {
+    "wide": None,
+    "delayed": recipe.DelayedScaling(amax_history_len=4),
+    "current": recipe.Float8CurrentScaling(),
+    "blocks": recipe.Float8BlockScaling(),
+}
+EXPERTS = 8  # two on each device
+
+
+class Layers(nn.Module):
+    """A dense layer, and an MLP with its norm."""
+
+    @nn.compact
+    def __call__(self, x):
+        return te_flax.LayerNormMLP(intermediate_dim=48)(te_flax.DenseGeneral(features=32)(x))[0]
+
+
+def step(call, chosen):
+    """(variables, x) -> the loss of all examples, and its gradients by the variables and x."""
+
+    def loss(variables, x):
+        with te.autocast(chosen is not None, chosen):
+            return jnp.sum(jnp.sin(call(variables, x)))
+
+    return jax.value_and_grad(loss, argnums=(0, 1))
+
+
+def operands(rng, module, chosen, examples):
+    """Variables of every example, and x."""
+    x = rng.standard_normal((examples, 2, 8, 16)).astype(np.float32)
+    with te.autocast(chosen is not None, chosen):
+        init = jax.vmap(module.init)(jax.random.split(jax.random.key(0), examples), x)
+    return nn.meta.unbox(init), x
+
+
+def assert_close(got, want):
+    """As f32 sums of 1024 terms at most (a bias's gradient, and the loss) in another order."""
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1024 * 2.0**-24, atol=1024 * 2.0**-24 * np.abs(w).max(initial=0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chosen", RECIPES)
+def test_experts_stay_where_they_are(chosen, kind, rng):
+    """Only the loss crosses devices; gradients and FP8 state lie as what they are of."""
+    module, mesh = Layers(), jax.make_mesh((4, 2), ("ep", "b"), axis_types=(KINDS[kind],) * 2)
+    arrays = operands(rng, module, RECIPES[chosen], EXPERTS)
+    run = step(jax.vmap(module.apply), RECIPES[chosen])
+    with jax.set_mesh(mesh):
+        placed = jax.tree.map(lambda a: jax.device_put(np.asarray(a), NamedSharding(mesh, P("ep"))), arrays)
+    program, found = collectives.compiled(run, *placed, mesh=mesh)
+    assert [(c.kind, c.bytes) for c in found] == [("all-reduce", 4)]
+    got = program(*placed)
+    assert all(g.sharding.spec[0] == "ep" for g in jax.tree.leaves(got[1]))
+    assert_close(got, jax.jit(run)(*arrays))
