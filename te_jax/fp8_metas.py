@@ -115,7 +115,7 @@ def check_collections(what: str, collections, name: str = "collections"):
     its `fp8_metas`, if there, are FP8 state."""
     check(what, name, collections, _COLLECTIONS)
     if FP8_COLLECTION in collections:
-        _check_state(what, FP8_COLLECTION, collections[FP8_COLLECTION])
+        check_state(what, collections[FP8_COLLECTION])
 
 
 _COLLECTIONS = Kind(
@@ -124,13 +124,14 @@ _COLLECTIONS = Kind(
 )
 
 
-def _check_state(what: str, path: str, node):
+def check_state(what: str, node, path: str = FP8_COLLECTION):
+    """Raises ValueError or TypeError, naming `what` and the place, unless `node` is FP8 state."""
     if not isinstance(node, Mapping):
         raise TypeError(f"{what}: {path} is {type(node).__name__}; pass the dict of FP8 state that `init` returns.")
     for name, leaf in node.items():
         at, ends = f"{path}/{name}", [end for end in ENDINGS if str(name).endswith(end)]
         if isinstance(leaf, Mapping):
-            _check_state(what, at, leaf)
+            check_state(what, leaf, at)
             continue
         if not ends:
             hint = did_you_mean(name, (tensor + end for tensor in _TENSORS for end in ENDINGS))
