@@ -30,9 +30,11 @@ from te_jax._types import varying
 from te_jax.ops.scaling import next_state
 from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.recipe._exclude import warn_of_strays
+from te_jax.recipe.delayed import HISTORY, SCALE
 
 FP8_COLLECTION = "fp8_metas"
 PROBE = "_probe"  # how the name of a leaf ends whose cotangent is what `seen` says of the tensor
+ENDINGS = SCALE, HISTORY, PROBE
 
 _OFF = "off"  # in force where FP8 was switched off by name, unlike None, where nobody said anything
 _recipe = Scope("te_jax.autocast")

@@ -10,7 +10,16 @@ from jax.sharding import PartitionSpec
 
 from te_jax._check import Kind, check, did_you_mean
 from te_jax._types import like, on_explicit_mesh
-from te_jax.fp8 import FP8_COLLECTION, PROBE, AttentionMetas, DenseMetas, check_recipe, current_recipe, direction_of
+from te_jax.fp8 import (
+    ENDINGS,
+    FP8_COLLECTION,
+    PROBE,
+    AttentionMetas,
+    DenseMetas,
+    check_recipe,
+    current_recipe,
+    direction_of,
+)
 from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.recipe.delayed import HISTORY, SCALE
 
@@ -106,7 +115,7 @@ def check_collections(what: str, collections, name: str = "collections"):
     its `fp8_metas`, if there, are FP8 state."""
     check(what, name, collections, _COLLECTIONS)
     if FP8_COLLECTION in collections:
-        _check_state(what, FP8_COLLECTION, collections[FP8_COLLECTION])
+        check_state(what, collections[FP8_COLLECTION])
 
 
 _COLLECTIONS = Kind(
@@ -115,16 +124,17 @@ _COLLECTIONS = Kind(
 )
 
 
-def _check_state(what: str, path: str, node):
+def check_state(what: str, node, path: str = FP8_COLLECTION):
+    """Raises ValueError or TypeError, naming `what` and the place, unless `node` is FP8 state."""
     if not isinstance(node, Mapping):
         raise TypeError(f"{what}: {path} is {type(node).__name__}; pass the dict of FP8 state that `init` returns.")
     for name, leaf in node.items():
-        at, ends = f"{path}/{name}", [end for end in (SCALE, HISTORY, PROBE) if str(name).endswith(end)]
+        at, ends = f"{path}/{name}", [end for end in ENDINGS if str(name).endswith(end)]
         if isinstance(leaf, Mapping):
-            _check_state(what, at, leaf)
+            check_state(what, leaf, at)
             continue
         if not ends:
-            hint = did_you_mean(name, (tensor + end for tensor in _TENSORS for end in (SCALE, HISTORY, PROBE)))
+            hint = did_you_mean(name, (tensor + end for tensor in _TENSORS for end in ENDINGS))
             raise ValueError(
                 f"{what}: {at} is no leaf of FP8 state, which are named {{tensor}}{SCALE} and {{tensor}}{HISTORY}; "
                 f"pass the collection as `init` returns it{f' ({hint})' if hint else ''}."

@@ -10,7 +10,7 @@ import numpy as np
 
 from te_jax import fp8
 from te_jax.fp8 import FP8_COLLECTION, direction_of
-from te_jax.fp8_metas import map_tensors, update_collections
+from te_jax.fp8_metas import check_state, map_tensors, update_collections
 from te_jax.recipe import Recipe
 
 
@@ -46,7 +46,7 @@ def fp8_probes(collections):
     probes out of the steps that are not looked at. Uses of one state, microbatches under `te_jax.value_and_grad`, and
     shards inside `shard_map` give the largest of their numbers; elsewhere a sharded array is counted as a whole.
 
-    Raises ValueError without `fp8_metas`, as under recipes without state.
+    Raises ValueError without `fp8_metas`, as under recipes without state, and for what is no FP8 state.
     """
     metas = _metas_of("fp8_probes", collections)
 
@@ -82,6 +82,7 @@ def _metas_of(what: str, tree) -> Mapping:
     holds = lambda node: isinstance(node, Mapping) and FP8_COLLECTION in node
     found = [node[FP8_COLLECTION] for node in jax.tree.leaves(tree, is_leaf=holds) if holds(node)]
     if len(found) == 1:
+        check_state(what, found[0])
         return found[0]
     if found:
         raise ValueError(f"{what}: this {kind} holds {len(found)} collections {FP8_COLLECTION!r}; pass one of them.")

@@ -148,7 +148,7 @@ def make_train_step(model: GPT, optimizer, recipe, shardings: TrainState | None 
             of_both = value_and_grad(step_loss(model, state, batch), argnums=(0, 1))
             loss, (grads, fp8) = of_both(state.params, state.fp8)
             # The "gradient" of the FP8 state is its next value: amaxes recorded, scales following.
-            fp8 = te.update_fp8_metas(fp8)
+            fp8 = te.update_fp8_metas(fp8, previous=state.fp8)
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = te.optim.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, opt_state, fp8, state.rng), loss

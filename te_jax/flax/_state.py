@@ -1,16 +1,20 @@
 """Where a module finds its FP8 state: variables of collection `fp8_metas`, created, checked, handed out."""
 
+import re
 import warnings
 import weakref
+from collections.abc import Mapping
 from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from flax.core import tracers
+from flax.core import tracers, unfreeze
+from flax.traverse_util import flatten_dict
 
 from te_jax import fp8
+from te_jax._check import did_you_mean
 from te_jax.fp8 import FP8_COLLECTION, AttentionMetas, DenseMetas, TensorMeta
 from te_jax.fp8_metas import check_history_length
 from te_jax.recipe import DelayedScaling, Recipe
@@ -22,6 +26,8 @@ from te_jax.recipe.delayed import HISTORY, SCALE
 # pass ends. (Scopes would not do as keys: Flax gives a module a new one after each call.)
 _LEFT = "_fp8_left"
 _warned: weakref.WeakSet = weakref.WeakSet()  # root scopes that got a note about state: missing, or not asked for
+
+_POSTFIX = re.compile(r"_[01](?=_)")  # of the tensors of a module with two GEMMs
 
 # What te_jax.nnx has in the place of `_note`, to raise.
 on_missing_state: ContextVar = ContextVar("on_missing_state", default=None)
@@ -54,8 +60,8 @@ def dense_metas(module: nn.Module, postfix: str = "") -> DenseMetas | None:
     Missing variables are created where the collection is mutable; else the call starts from fresh constants.
     Both are told by a warning, save in `init`; so is state that is there while nobody has said whether FP8 is on.
 
-    Raises ValueError for a stored history of another length than the recipe's, for other wrong shapes, and
-    for two recipes in one pass; TypeError for leaves that are not float32.
+    Raises ValueError for a stored history of another length than the recipe's, for other wrong shapes, for leaves of
+    other names, and for two recipes in one pass; TypeError for leaves that are not float32.
     """
     recipe = recipe_of(module)
     _heed(module, DenseMetas._fields[0] + postfix)
@@ -76,9 +82,22 @@ def attention_metas(module: nn.Module) -> AttentionMetas | None:
     return AttentionMetas(*(_tensor_meta(module, name, recipe) for name in AttentionMetas._fields))
 
 
+def _check_names(module: nn.Module):
+    """ValueError for a leaf that no module has: a mistyped name, or the state of another library."""
+    known = [tensor + end for tensor in (*DenseMetas._fields, *AttentionMetas._fields) for end in fp8.ENDINGS]
+    for name, leaf in module.variables.get(FP8_COLLECTION, {}).items():
+        if not isinstance(leaf, Mapping) and _POSTFIX.sub("", name) not in known:
+            hint = did_you_mean(name, known)
+            raise ValueError(
+                f"{describe(module)}: {FP8_COLLECTION} has a leaf {name!r}, which no module reads; rename or drop it"
+                f"{f' ({hint})' if hint else ''}."
+            )
+
+
 def _tensor_meta(module: nn.Module, tensor: str, recipe: DelayedScaling) -> TensorMeta:
     left = vars(module).get(_LEFT)
     if left is None:
+        _check_names(module)
         object.__setattr__(module, _LEFT, left := {})  # Flax refuses plain assignment outside of setup
     trace = tracers.current_trace()
     before = left.get(tensor)
@@ -156,4 +175,12 @@ def _note(module: nn.Module, name: str, mutable: bool):
             f"autocast, or apply once with mutable=[{FP8_COLLECTION!r}] and keep the collection that comes "
             "back"
         )
-    _warn_once(module, f"{FP8_COLLECTION} lacks {name}: {then}.")
+    _warn_once(module, f"{FP8_COLLECTION} lacks {name}{_held_instead(module)}: {then}.")
+
+
+def _held_instead(module: nn.Module) -> str:
+    """The path of state that resembles the module's, where that has none at all."""
+    held = flatten_dict(unfreeze(module.scope.root.variables().get(FP8_COLLECTION, {})))
+    paths = {"/".join(path[:-1]) for path in held}
+    close = did_you_mean("/".join(module.path), paths) if "/".join(module.path) not in paths else ""
+    return f", but has state of another module ({close})" if close else ""

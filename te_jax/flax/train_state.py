@@ -17,7 +17,7 @@ from te_jax.combine import max_fp8_metas, value_and_grad
 from te_jax.flax._common import join_trees, split_tree
 from te_jax.flax.kernels import WGRAD_COLLECTION
 from te_jax.fp8 import FP8_COLLECTION, current_recipe, direction_of
-from te_jax.fp8_metas import check_collections, map_tensors, update_fp8_metas
+from te_jax.fp8_metas import check_collections, check_same_state, map_tensors, update_fp8_metas
 from te_jax.layers.parameters import slots
 from te_jax.optim import apply_updates, beside
 from te_jax.optim.master import check_masters
@@ -158,6 +158,9 @@ class TrainState(train_state.TrainState):
                 f"TrainState.apply_gradients: the gradient of fp8 is {got}, but the state holds {held}; differentiate "
                 "with respect to state.fp8."
             )
+        if self.fp8:
+            named = "the gradient of fp8", fp8[FP8_COLLECTION], "the state", self.fp8[FP8_COLLECTION]
+            check_same_state("TrainState.apply_gradients", *named)
         return grads, fp8
 
     def accumulate_gradients(self, loss_fn: Callable, microbatches, wgrads: Mapping[str, Any] | None = None):
