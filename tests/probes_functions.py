@@ -8,7 +8,7 @@ from probes import Probe
 
 import te_jax as te
 from te_jax import recipe as recipes
-from te_jax.fp8 import DenseMetas, TensorMeta
+from te_jax.fp8 import AttentionMetas, DenseMetas, TensorMeta
 from te_jax.layers import (
     Projection,
     attention_fp8,
@@ -264,8 +264,12 @@ JOINED = [
     Probe("segment_pos of another shape",
           lambda: SequenceDescriptor.from_segment_ids_and_pos(O((2, 4), int), O((2, 5), int)), V, "segment_pos"),
     Probe("attention_fp8: f32", shaped(attention_fp8, Q, Q, Q, recipe=DELAYED, metas=None), V, "q is float32, not bf"),
+    Probe("attention_fp8: no metas", shaped(attention_fp8, *[O((2, 4, 2, 16), jnp.bfloat16)] * 3, recipe=DELAYED,
+          metas=None), V, "metas is None; pass fp8.AttentionMetas"),
+    Probe("attention_fp8: backward", shaped(attention_fp8, *[O((2, 4, 2, 16), jnp.bfloat16)] * 3, recipe=DELAYED,
+          metas=AttentionMetas(*[META] * 9), backward="f8"), V, "backward is 'f8'; .*'fp8'"),
     Probe("attention_fp8: recipe", shaped(attention_fp8, *[O((2, 4, 2, 16), jnp.bfloat16)] * 3, recipe=CURRENT,
-          metas=None), V, "use DelayedScaling"),
+          metas=AttentionMetas(*[META] * 9)), V, "use DelayedScaling"),
     Probe("context: no mesh", shaped(context_parallel_attention, Q, Q, Q, axis="cp"), V, r"jax.set_mesh\(mesh\)"),
     Probe("context: strategy", shaped(context_parallel_attention, Q, Q, Q, axis=3), V, "axis is 3; pass names"),
 ]  # fmt: skip

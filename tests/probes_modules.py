@@ -375,6 +375,8 @@ CALLS = [
     Probe("deterministic='no'", lambda: made(MLP, {}, deterministic="no"), T, "deterministic is 'no'"),
     Probe("deterministic=1", lambda: made(CORE, {}, deterministic=1), T, "deterministic is 1"),
     Probe("norm_output=0", lambda: made(MHA, {}, norm_output=0), T, "norm_output is 0"),
+    Probe("residual='yes'", lambda: made(MHA, {}, residual="yes"), T, "residual is 'yes'; pass True or False"),
+    Probe("residual=1", lambda: made(MLP, {}, residual=1), T, "residual is 1"),
     Probe("operands=1", lambda: made(DENSE, {}, operands=1), T, "operands is 1"),
     Probe("return_input=1", lambda: made(NORM_DENSE, {}, return_input=1), T, "return_input is 1"),
     Probe("bidirectional=1", lambda: made(BIASES, {}, S, S, 1), T, "bidirectional is 1"),
@@ -472,6 +474,8 @@ NNX = [
     Probe("nnx call without inputs", nnx_called(te_nnx.LayerNorm, H, call=((), {})), T, "LayerNorm: missing .*'x'"),
     Probe("nnx call of ints", nnx_called(te_nnx.LayerNorm, H, call=((jnp.ones((B, H), int),), {})), T, "x is int32"),
     Probe("nnx another width", nnx_called(te_nnx.LayerNorm, 8), V, r"scale has shape \(8,\)"),
+    Probe("nnx rngs=3", nnx_called(te_nnx.TransformerLayer, **LAYER | dict(hidden_dropout=0.1),
+          call=((jnp.ones((B, S, H)),), dict(rngs=3))), T, "TransformerLayer: rngs is 3; pass nnx.Rngs"),
     Probe("nnx module", nnx_called(te_nnx.DenseGeneral, H, 8)),
 ]  # fmt: skip
 

@@ -110,7 +110,7 @@ class LayerNormMLP(Module):
         Raises TypeError for inputs that are not floating, ValueError for unknown activations or their
         parameters, and for what `DenseGeneral` refuses of a kernel.
         """
-        check_call(self, deterministic=deterministic)
+        check_call(self, deterministic=deterministic, residual=residual)
         check_floating(self, inputs=inputs)
         inputs = in_compute_dtype(self, inputs)
         inputs = constrain(inputs, self.layernorm_input_axes)
