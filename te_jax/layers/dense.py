@@ -6,7 +6,7 @@ import jax
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
 from te_jax import fp8
-from te_jax._check import ARRAY, NONE, STRING, Kind, check, integer
+from te_jax._check import ARRAY, NONE, STRING, Kind, check, integer, warn_once
 from te_jax._op import align, like
 from te_jax.layers import _fp8
 from te_jax.layers._fp8 import Config, wide_of
@@ -92,7 +92,7 @@ def check_dense(name, x, kernel, bias, contract, recipe, metas):
     check(name, "metas", metas, METAS)
     if recipe is None:
         if metas is not None:
-            raise ValueError(f"{name}: metas are given, but recipe is None; pass their recipe, or leave them out.")
+            warn_once(f"{name}: metas are given, but recipe is None, so nothing is in FP8; pass their recipe, or no metas.")
         return
     fp8.check_recipe(name, recipe)
     fp8.check_metas(name, "metas", metas, recipe, "pass fp8.DenseMetas")
