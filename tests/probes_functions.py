@@ -86,7 +86,7 @@ DENSE = probes(
         ("recipe True", {"recipe": True}, T, "recipe is True"),
         ("no metas", {"recipe": DELAYED}, V, "metas is None under DelayedScaling; pass fp8.DenseMetas"),
         ("metas without state", {"recipe": CURRENT, "metas": METAS}, V, "no state: pass None"),
-        ("metas without a recipe", {"metas": METAS}, W, "metas are given, but recipe is None, .*pass their recipe"),
+        ("metas without a recipe", {"metas": METAS}, W, "metas are given, but recipe is None.*pass both"),
         ("metas a dict", {"recipe": DELAYED, "metas": {}}, T, "metas is .*DenseMetas"),
         ("residual of another shape", {"residual": O((4, 4))}, V, r"residual is float32\(4, 4\)"),
         ("residual of another type", {"residual": O((4, 3), jnp.bfloat16)}, V, "residual is bfloat16"),

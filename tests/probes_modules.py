@@ -146,7 +146,6 @@ NUMBERS = [
     (MHA, dict(rotary_pos_emb_windows=(10000, 1)), V, "rotary_pos_emb_windows is .*0 < w0 < w1"),
     (MHA, dict(rotary_pos_emb_windows=10000), T, "rotary_pos_emb_windows is 10000"),
     (MHA, dict(rotary_pos_emb_windows=(0, 10000)), V, "rotary_pos_emb_windows is"),
-    (MHA, dict(enable_rotary_pos_emb=True, rotary_pos_emb_dim=4), None, ""),
     (TRANSFORMER, dict(hidden_size="32"), T, "hidden_size is '32'; pass a positive int"),
     (TRANSFORMER, dict(hidden_size=15), V, "hidden_size=15 does not split .*kv_channels"),
     (TRANSFORMER, dict(mlp_hidden_size=0), V, "mlp_hidden_size is 0"),
