@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from flax import linen as nn
 
 from te_jax._check import (
+    ARRAY,
     BOOL,
     FLOATING,
     FUNCTION,
@@ -160,6 +161,7 @@ CALL: dict[str, Kind] = {
     **_each(BOOL, "deterministic decode norm_output return_input operands bidirectional"),
     **_each(NONE | _POSITIVE, "max_decode_length"),
     **_each(_POSITIVE, "q_seqlen k_seqlen"),
+    **_each(BOOL | ARRAY, "residual"),
 }
 
 
@@ -199,11 +201,12 @@ class Module(KnownFields, nn.Module):
 
 def check_fields(module: Module) -> None:
     """Raises TypeError or ValueError for a field that is not of its kind, and where a rule says no."""
+    where = describe(module)
     for name, kind in kinds_of(type(module)):
-        check(describe(module), name, getattr(module, name), kind)
+        check(where, name, getattr(module, name), kind)
     for rule in module.rules:
         if text := rule(module):
-            raise ValueError(f"{describe(module)}: {text}.")
+            raise ValueError(f"{where}: {text}.")
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from te_jax.ops.attention import (
     dot_product_attention_kv_packed,
     dot_product_attention_packed,
 )
+from te_jax.ops.attention_check import warn_of_padding
 from te_jax.ops.attention_context import context_parallel_attention
 from te_jax.ops.attention_op import parts_of
 from te_jax.ops.attention_reference import parts
@@ -138,6 +139,8 @@ class DotProductAttention(Module):
         self._check(*parts_of(*arrays), sequence_descriptor)
         if sequence_descriptor is not None and self.max_segments_per_seq > 1:
             sequence_descriptor = sequence_descriptor.of_runs(self.max_segments_per_seq)
+        if not self.is_initializing():  # then shapes alone count
+            warn_of_padding(describe(self), self.attn_mask_type, mask, sequence_descriptor)
         dropping = self.attention_dropout > 0 and not deterministic
         result = self._attend(
             arrays,

@@ -110,7 +110,7 @@ class LayerNormMLP(Module):
         Raises TypeError for inputs that are not floating, ValueError for unknown activations or their
         parameters, and for what `DenseGeneral` refuses of a kernel.
         """
-        check_call(self, deterministic=deterministic)
+        check_call(self, deterministic=deterministic, residual=residual)
         inputs = in_compute_dtype(self, floating(self, "inputs", inputs))
         inputs = constrain(inputs, self.layernorm_input_axes)
         norm, wi, wo = self._parameters(inputs.shape[-1], wi_kernel, wo_kernel)

@@ -86,7 +86,8 @@ class TransformerLayer(Module):
 
     Parameters: `attention` (encoder), or `self_attention` and `encoder_decoder_attention` (decoder), as
     `MultiHeadAttention`; `mlp` as `LayerNormMLP`; `relpos_bias/rel_embedding` or `relative_embedding/...`;
-    `output_layernorm`.
+    `output_layernorm`. They are in boxes with logical axes, so `nn.scan` and `nn.vmap` over layers want
+    metadata_params={nn.PARTITION_NAME: None}, or a name for the axis of layers.
     """
 
     hidden_size: int = 512

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from te_jax._arrays import as_jax
+from te_jax._check import NONE, Kind, check, one_of
 from te_jax._types import align, like
 from te_jax.checkpoint_policies import ATTENTION, QUANTIZED, STATISTICS, named
 from te_jax.fp8 import AttentionMetas, TensorMeta, cotangent, seen
@@ -28,6 +29,8 @@ from te_jax.recipe import DelayedScaling
 from te_jax.sharding import stage_axes
 
 _NAME = "te_jax.layers.attention_fp8"
+_METAS = Kind("fp8.AttentionMetas", lambda metas: isinstance(metas, AttentionMetas))
+_BACKWARD = NONE | one_of("fp8", "bf16")
 
 
 class _Config(NamedTuple):
@@ -104,13 +107,13 @@ def attention_fp8(
     options = check_options(_NAME, q, k, v, **kwargs)
     if reason := _why_not(q, k, v, options):
         raise ValueError(f"{_NAME}: {reason}; use te_jax.ops.attention.dot_product_attention.")
+    check(_NAME, "metas", metas, _METAS)
+    check(_NAME, "backward", backward, _BACKWARD)
     if not isinstance(recipe, DelayedScaling):
         raise ValueError(f"{_NAME}: recipe is {recipe}; only delayed scales are in this version: use DelayedScaling.")
     s, t = q.shape[-3], k.shape[-3]
     causal = options.band.trimmed(s, t).right is not None
     fp8_backward = _fp8_backward(q, k, causal) if backward is None else backward == "fp8"
-    if backward not in (None, "fp8", "bf16"):
-        raise ValueError(f"{_NAME}: backward is {backward!r}; pass None, 'fp8' or 'bf16'.")
     if fp8_backward and (reason := cudnn_refuses_fp8(q, k, backward=True)):
         raise ValueError(f"{_NAME}: backward is 'fp8', but {reason}; pass None or 'bf16'.")
     q, restore = undivided_groups(q, k.shape[-2])

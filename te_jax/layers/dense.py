@@ -7,7 +7,7 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
 from te_jax import fp8
 from te_jax._arrays import as_jax
-from te_jax._check import ARRAY, NONE, STRING, Kind, check, integer
+from te_jax._check import ARRAY, NONE, STRING, Kind, check, integer, warn_once
 from te_jax._types import align, like
 from te_jax.checkpoint_policies import GEMM, named
 from te_jax.layers import _fp8
@@ -95,7 +95,7 @@ def check_dense(name, x, kernel, bias, contract, recipe, metas):
     check(name, "metas", metas, METAS)
     if recipe is None:
         if metas is not None:
-            raise ValueError(f"{name}: metas are given, but recipe is None; pass their recipe, or leave them out.")
+            warn_once(f"{name}: metas are given, but recipe is None, so nothing is in FP8; pass both, or none.")
         return
     fp8.check_recipe(name, recipe)
     fp8.check_metas(name, "metas", metas, recipe, "pass fp8.DenseMetas")

@@ -18,7 +18,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import ShapeDtypeStruct
 
-from te_jax._check import bind, check
+from te_jax._check import Kind, bind, check
 from te_jax.flax._fields import SIZES, check_fields
 from te_jax.flax._state import describe, on_missing_state
 from te_jax.flax.cache import COLLECTION as CACHE
@@ -222,10 +222,14 @@ class Layer(nnx.Module):
                 f"{type(self).__name__}: dropout needs a key; pass rngs=nnx.Rngs({self._stream}=seed), or "
                 "deterministic=True."
             )
+        check(type(self).__name__, "rngs", rngs, _RNGS)
         stream = rngs[self._stream] if isinstance(rngs, nnx.Rngs) else rngs
         return {self._stream: stream() if isinstance(stream, nnx.RngStream) else stream}
 
 
+_RNGS = Kind(
+    "nnx.Rngs, one of its streams or a key", lambda rngs: isinstance(rngs, nnx.Rngs | nnx.RngStream | jax.Array)
+)
 _layers: dict[type[nn.Module], type[Layer]] = {}  # the class that stands for a Linen module
 
 

@@ -206,7 +206,8 @@ def dot_product_attention(
         deterministic=deterministic, return_max_logit=return_max_logit, return_lse=return_lse, seq_major=seq_major,
         context_checkpoint_name=context_checkpoint_name, name=name,
     )  # fmt: skip
-    warn_of_padding(name, attn_mask_type, mask, sequence_descriptor)
+    if name == _OP:  # modules warn themselves, but not while they are initialized
+        warn_of_padding(name, attn_mask_type, mask, sequence_descriptor)
     choice = _choose(q, k, v, options, implementation)
     q, restore = undivided_groups(q, k.shape[-2])
     dropout_rng = _own_key(dropout_rng, q, k, v) if options.dropout_rate else None
@@ -268,9 +269,10 @@ def _of_joined(op, name, operands, interleaved, implementation, kwargs):
         raise ValueError(f"{op}: {name} has shape {tuple(joined.shape)}; pass [b..., tokens, {wanted}].")
     operands = (*apart, jnp.swapaxes(joined, -3, -2) if interleaved else joined)  # only in name: see `Op.layout`
     parts = parts_of(*operands)
-    kwargs.setdefault("name", op)
     options = check_options(op, *parts, **kwargs)
-    warn_of_padding(kwargs["name"], options.attn_mask_type, options.mask, options.sequence_descriptor)
+    if "name" not in kwargs:
+        warn_of_padding(op, options.attn_mask_type, options.mask, options.sequence_descriptor)
+        kwargs["name"] = op
     if _choose(*parts, options, implementation).implementation == "xla":
         return dot_product_attention(*reference_parts(*operands), implementation=implementation, **kwargs)
     q, restore = (operands[0], lambda out: out) if n == 3 else undivided_groups(operands[0], parts[1].shape[-2])
