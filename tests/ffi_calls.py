@@ -34,13 +34,13 @@ class Call(NamedTuple):
         jax.block_until_ready(jax.jit(lambda *args: call(*args, **self.attrs))(*map(zeros, self.operands.values())))
 
     def _layouts(self):
-        ranks = {k: tuple(len(a.shape) for a in arrays.values()) for k, arrays in (("input", self.operands),
-                                                                                  ("output", self.results))}  # fmt: skip
-        keep = lambda kind: [
-            layout if len(layout) == rank else tuple(range(rank))
-            for layout, rank in zip(self.options[f"{kind}_layouts"], ranks[kind], strict=True)
+        """Those of the lowering, row-major where the number of axes is another."""
+        of = lambda arrays, layouts: [
+            layout if len(layout) == len(a.shape) else tuple(range(len(a.shape)))
+            for a, layout in zip(arrays.values(), layouts, strict=True)
         ]
-        return {f"{kind}_layouts": keep(kind) for kind in ranks} if "input_layouts" in self.options else {}
+        given = {"input_layouts": self.operands, "output_layouts": self.results}
+        return {name: of(arrays, self.options[name]) for name, arrays in given.items() if name in self.options}
 
 
 def zeros(like):

@@ -1,7 +1,6 @@
 """FFI handlers refuse what is not as the axis rule of their op says, before they look at any memory."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,3 +35,46 @@ def test_wrong_calls_are_refused(handlers):
     assert not accepted, "\n".join([f"{len(accepted)} of {sum(each['calls'] for each in found)}", *accepted])
     for each in found:  # they get as far as their launch
         assert all("UNIMPLEMENTED" in said or "no GPU" in said for said in each["right"]), each
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(
+    "dtype,bias_dtype", [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")]
+)
+def test_a_gemm_of_no_products_is_bias_plus_c(dtype, bias_dtype, in_place, handlers, rng):
+    """te_gemm with k = 0, by its kernel on the CPU: of FP8 operands where the bias of an f32 result is bf16."""
+    m, n = 3, 48
+    lhs_dtype = dtype if dtype == bias_dtype else jnp.float8_e4m3fn
+    c, bias = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((m, n), (n,)))
+    c, bias = c.astype(dtype), bias.astype(bias_dtype)
+    results = jax.ShapeDtypeStruct((m, n), dtype), jax.ShapeDtypeStruct((64,), jnp.uint8)
+    aliases = {5: 0} if in_place else {}
+    call = jax.ffi.ffi_call("host_te_gemm", results, input_output_aliases=aliases)
+    absent = jnp.zeros((0,), jnp.float32)
+    operands = jnp.zeros((m, 0), lhs_dtype), jnp.zeros((n, 0), lhs_dtype), absent, absent
+    run = lambda bias, c: call(*operands, bias, c, contract=1, fast_accum=False, tune=False)[0]
+    exact = np.asarray(bias, np.float32) + np.asarray(c, np.float32)
+    np.testing.assert_array_equal(run(bias, c), jnp.asarray(exact).astype(dtype))
+    np.testing.assert_array_equal(run(absent, c), c)
+    if not in_place:
+        np.testing.assert_array_equal(run(bias, absent), jnp.broadcast_to(bias.astype(dtype), (m, n)))
+        np.testing.assert_array_equal(run(absent, absent), jnp.zeros((m, n), dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+def test_wrong_calls_are_refused_on_the_gpu():
+    """In a process of its own; if a call ends it, in another from the next target on."""
+    left, found, died = list(TARGETS), [], []
+    while left:
+        command = [sys.executable, str(HERE / "ffi_calls.py"), *left]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        found += lines
+        left = left[len(lines) :]
+        if left:
+            died.append(f"{left.pop(0)}: exit code {done.returncode}: {done.stderr[-1000:]}")
+    assert not died, died
+    accepted = [what for each in found for what in each["accepted"]]
+    assert not accepted, "\n".join(accepted)
+    assert not [each for each in found if any(each["right"])]  # right calls succeed, also after the wrong ones
