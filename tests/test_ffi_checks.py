@@ -12,6 +12,8 @@ import pytest
 from ffi_calls import TARGETS, survey
 from host_cuda import library
 
+from te_jax import _lib
+
 HERE = Path(__file__).parent
 
 
@@ -37,28 +39,47 @@ def test_wrong_calls_are_refused(handlers):
         assert all("UNIMPLEMENTED" in said or "no GPU" in said for said in each["right"]), each
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize(
-    "dtype,bias_dtype", [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")]
-)
-def test_a_gemm_of_no_products_is_bias_plus_c(dtype, bias_dtype, in_place, handlers, rng):
-    """te_gemm with k = 0, by its kernel on the CPU: of FP8 operands where the bias of an f32 result is bf16."""
-    m, n = 3, 48
-    lhs_dtype = dtype if dtype == bias_dtype else jnp.float8_e4m3fn
+def check_no_products(prefix, target, dtype, bias_dtype, in_place, rng):
+    """`target` with k = 0; of FP8 operands where the bias of an f32 result is bf16."""
+    m, n = 4, 48
+    is_block = target == "te_gemm_block"
+    lhs_dtype = dtype if dtype == bias_dtype and not is_block else jnp.float8_e4m3fn
     c, bias = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((m, n), (n,)))
     c, bias = c.astype(dtype), bias.astype(bias_dtype)
     results = jax.ShapeDtypeStruct((m, n), dtype), jax.ShapeDtypeStruct((64,), jnp.uint8)
-    aliases = {5: 0} if in_place else {}
-    call = jax.ffi.ffi_call("host_te_gemm", results, input_output_aliases=aliases)
     absent = jnp.zeros((0,), jnp.float32)
-    operands = jnp.zeros((m, 0), lhs_dtype), jnp.zeros((n, 0), lhs_dtype), absent, absent
-    run = lambda bias, c: call(*operands, bias, c, contract=1, fast_accum=False, tune=False)[0]
+    scales = (jnp.zeros((0, m)), jnp.zeros((0, n)), absent) if is_block else (absent, absent)
+    operands = jnp.zeros((m, 0), lhs_dtype), jnp.zeros((n, 0), lhs_dtype), *scales
+    aliases = {len(operands) + 1: 0} if in_place else {}
+    call = jax.ffi.ffi_call(f"{prefix}{target}", results, input_output_aliases=aliases)
+    attrs = dict(outer=0) if is_block else dict(contract=1, fast_accum=False)
+    run = jax.jit(lambda bias, c: call(*operands, bias, c, tune=False, **attrs)[0])
     exact = np.asarray(bias, np.float32) + np.asarray(c, np.float32)
     np.testing.assert_array_equal(run(bias, c), jnp.asarray(exact).astype(dtype))
-    np.testing.assert_array_equal(run(absent, c), c)
     if not in_place:
+        np.testing.assert_array_equal(run(absent, c), c)
         np.testing.assert_array_equal(run(bias, absent), jnp.broadcast_to(bias.astype(dtype), (m, n)))
         np.testing.assert_array_equal(run(absent, absent), jnp.zeros((m, n), dtype))
+
+
+NO_PRODUCTS = [
+    ("te_gemm", "float32", "float32", False),
+    ("te_gemm", "bfloat16", "bfloat16", True),
+    ("te_gemm", "float32", "bfloat16", False),
+    ("te_gemm_block", "bfloat16", "bfloat16", False),
+]
+
+
+@pytest.mark.parametrize("case", NO_PRODUCTS, ids=str)
+def test_a_gemm_of_no_products_is_bias_plus_c(case, handlers, rng):
+    check_no_products("host_", *case, rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", NO_PRODUCTS, ids=str)
+def test_a_gemm_of_no_products_is_bias_plus_c_on_the_gpu(case, rng):
+    _lib.require_for_lowering()
+    check_no_products("", *case, rng)
 
 
 @pytest.mark.gpu

@@ -162,8 +162,9 @@ def install(library: Path) -> list[str]:
     """Registers the kernels with jax's CPU and lowers their ops to them there -> the ops' names."""
     from te_jax._op import ops
 
-    for name, handler in targets(library).items():
+    found = targets(library)
+    for name, handler in found.items():
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
         op = ops[name]
         mlir.register_lowering(op.primitive, partial(op._lower, op._run_cuda), platform="cpu")
-    return list(targets(library))
+    return list(found)
