@@ -2,8 +2,8 @@
 
     python benchmarks/overlap.py --out overlap.json [--role fsdp] [--impl 'te_jax fp8 fast'] [--only REGEX]
 
-Each candidate runs in a process of its own, for XLA reads its flags once. GEMM algorithms are chosen in the first and
-kept. Weak scaling is the time of the same program, unrolled as much, on one GPU over that on all.
+Each candidate runs in a process of its own, for XLA reads its flags once. Weak scaling is the time of the same program,
+unrolled as much, on one GPU over that on all.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -28,7 +27,6 @@ import meshes
 import report
 import timing
 
-from te_jax.ops import gemm
 from te_jax.sharding import recommended_xla_flags
 
 _PROFILED = 5  # steps
@@ -80,21 +78,17 @@ def measure(args) -> dict:
     place = ("fsdp", 1) if candidate.one else (args.role, jax.device_count())
     models = meshes.models(args.tiny, jax.device_count())
     model, role, count = next(each for each in models if (each[1].name, each[2]) == place)
-    if args.tuning and timing.on_gpu() and pathlib.Path(args.tuning).exists():
-        gemm.load_tuning(args.tuning)
     model = replace(model, unroll=model.depth if candidate.unrolled else 1)
     call = meshes.trainee(model, args.impl, role, count).build(backward=True)
     times = timing.queued(call, args.calls, args.repeat)
-    if args.tuning and timing.on_gpu():
-        gemm.save_tuning(args.tuning)
     found = kernels.record(call, _PROFILED, lambda data: exposure(data, _PROFILED))
     row = {"ms": statistics.median(times), "all_ms": times, "peak_bytes": call.peak_bytes, "compile_s": call.compile_s}
     return {"machine": machine.describe(), "model": model.name, "row": row | found}
 
 
-def in_own_process(name: str, args, tuning: str) -> dict:
+def in_own_process(name: str, args) -> dict:
     """What `measure` returns, or {"row": {"error": ...}}."""
-    words = ["--measure", name, "--role", args.role, "--impl", args.impl, "--tuning", tuning]
+    words = ["--measure", name, "--role", args.role, "--impl", args.impl]
     words += ["--calls", str(args.calls), "--repeat", str(args.repeat), *(["--tiny"] if args.tiny else [])]
     flags = f"{os.environ.get('XLA_FLAGS', '')} {CANDIDATES[name].flags}".strip()
     try:
@@ -115,15 +109,14 @@ def in_own_process(name: str, args, tuning: str) -> dict:
 def measure_all(args) -> dict:
     result = {"role": args.role, "impl": args.impl, "rows": {}}
     names = [name for name in CANDIDATES if re.search(args.only or "", name)]
-    with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            found = in_own_process(name, args, f"{folder}/tuning.jsonl")
-            row = found.pop("row")
-            result |= found
-            result["rows"][name] = {"flags": CANDIDATES[name].flags} | row
-            print(f"{name}: {row.get('error') or round(row['ms'], 3)}", file=sys.stderr, flush=True)
-            if args.out:  # after each row: a run that is cut short leaves what it has
-                args.out.write_text(json.dumps(result, indent=1) + "\n")
+    for name in names:
+        found = in_own_process(name, args)
+        row = found.pop("row")
+        result |= found
+        result["rows"][name] = {"flags": CANDIDATES[name].flags} | row
+        print(f"{name}: {row.get('error') or round(row['ms'], 3)}", file=sys.stderr, flush=True)
+        if args.out:  # after each row: a run that is cut short leaves what it has
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
 
@@ -151,7 +144,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--repeat", type=int, default=4, help="of each measurement [default: 4]")
     p.add_argument("--tiny", action="store_true", help="tiny sizes: to try the program without a GPU")
     p.add_argument("--measure", choices=CANDIDATES, help=argparse.SUPPRESS)  # one candidate, in this process
-    p.add_argument("--tuning", help=argparse.SUPPRESS)
     return p
 
 

@@ -35,6 +35,8 @@ import training
 from cases import Case
 from peers import PEERS
 
+from te_jax.ops.gemm import tune_all
+
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -51,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--repeat", type=int, default=3, help="of each measurement [default: 3]")
     p.add_argument("--calls", type=int, default=timing.CALLS, help=f"issued back to back [default: {timing.CALLS}]")
     p.add_argument("--profile", action="store_true", help="also the time in kernels, by jax.profiler")
+    p.add_argument("--tune", action="store_true", help="time cuBLASLt's algorithms, where its first guess runs else")
     p.add_argument("--tiny", action="store_true", help="tiny sizes: to try the program without a GPU")
     p.add_argument("--list", action="store_true", help="print the rows' names and leave")
     return p
@@ -174,6 +177,8 @@ def main(argv=None) -> int:
         if not args.tiny and not timing.on_gpu():
             print("no GPU here; --tiny tries the program without one, --list shows the rows", file=sys.stderr)
             return 2
+        if args.tune and timing.on_gpu():
+            tune_all()
         result = measure_all(found, args)
     show(result, old)
     if args.out:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 CALLS = 30  # issued back to back
-_WARM_UP = 5  # plans, tuned algorithms and CUDA graphs are made by then
+_WARM_UP = 5  # plans and CUDA graphs are made by then, and algorithms tuned
 _BEYOND_L2 = 256 << 20  # bytes; several times the L2 cache of an H200
 
 

@@ -71,9 +71,10 @@ ffi::Error CheckArrays(const Call& call, GemmAxes* axes) {
 }
 
 // All of `key` but the scales and how to accumulate.
-ffi::Error MakeKey(const Call& call, GemmAxes* axes, GemmKey* key) {
-  TE_TRY(CheckArrays(call, axes));
-  key->m = axes->m.count(), key->n = axes->n.count(), key->k = axes->k.count();
+ffi::Error MakeKey(const Call& call, GemmKey* key) {
+  GemmAxes axes;
+  TE_TRY(CheckArrays(call, &axes));
+  key->m = axes.m.count(), key->n = axes.n.count(), key->k = axes.k.count();
   key->lhs = CudaType(call.lhs.element_type());
   key->rhs = CudaType(call.rhs.element_type());
   key->out = CudaType(call.out->element_type());
@@ -115,8 +116,7 @@ ffi::Error Run(cudaStream_t stream, const Call& call, const GemmKey& key, const 
 // Without scales FP8 operands are taken as they are.
 ffi::Error KeyOfTensors(const Call& call, const Arg& lhs_scale_inv, const Arg& rhs_scale_inv, bool fast_accum,
                         GemmKey* key) {
-  GemmAxes axes;
-  TE_TRY(MakeKey(call, &axes, key));
+  TE_TRY(MakeKey(call, key));
   const Need need = AbsentIf(!key->fp8());
   key->fast_accum = fast_accum && key->fp8();  // of no effect on other types: one plan for both
   return Expect(call.op, {{"lhs_scale_inv", &lhs_scale_inv, ffi::F32, {}, need},
@@ -146,8 +146,7 @@ ffi::Error KeyOfBlocks(const Call& call, const Arg& lhs_scale_inv, const Arg& rh
   TE_TRY(ExpectRank(call.op, "rhs", call.rhs, 2, true));
   TE_CHECK(call.contract == 1, "%s: outer is %ld; pass 0: lhs and rhs are matrices", call.op,
            long(call.contract - 1));
-  GemmAxes axes;
-  TE_TRY(MakeKey(call, &axes, key));
+  TE_TRY(MakeKey(call, key));
   TE_CHECK(key->fp8(), "%s: lhs is %s; pass FP8 operands", call.op,
            Types::Name(call.lhs.element_type()).c_str());
   TE_CHECK(key->k % 128 == 0 && key->m % 4 == 0,

@@ -13,10 +13,31 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from op_cases import CASES, Case
+from op_cases import CASES, E4M3, E5M2, Case
 
 KERNELS = [case for case in CASES if not case.declared.composed]
 TARGETS = tuple(dict.fromkeys(case.op for case in KERNELS))
+
+
+def _with_other_operands() -> Iterator[Case]:
+    """Calls whose kernel takes what those of `op_cases` leave to XLA, or leave out."""
+    by_name = {case.name: case for case in KERNELS}
+    bf16, f32 = jnp.dtype(jnp.bfloat16), jnp.float32
+    for name, types in (
+        ("gemm_bias_c", (bf16, bf16, None, None)),
+        ("gemm_block_square_bias_c", (E5M2, E4M3, f32, None, f32)),
+    ):
+        case = by_name[name]  # an f32 result's bias is added outside
+        yield replace(case, name=f"{name}_bf16", dtypes=(*types, bf16, bf16), attrs=case.attrs | dict(out_dtype=bf16))
+    case = by_name["attention_bias_h_bwd"]
+    for at, form in enumerate(("dbias_bh", "dbias_b", None, "dbias")):
+        if form:
+            biases = [f32 if i == at else None for i in range(4)]
+            dtypes, outputs = (*case.dtypes[:4], *biases, *case.dtypes[8:]), (*case.outputs[:3], form)
+            yield replace(case, name=f"attention_{form}", dtypes=dtypes, outputs=outputs)
+
+
+CALLS = (*KERNELS, *_with_other_operands())
 
 
 class Call(NamedTuple):
@@ -34,13 +55,13 @@ class Call(NamedTuple):
         jax.block_until_ready(jax.jit(lambda *args: call(*args, **self.attrs))(*map(zeros, self.operands.values())))
 
     def _layouts(self):
-        ranks = {k: tuple(len(a.shape) for a in arrays.values()) for k, arrays in (("input", self.operands),
-                                                                                  ("output", self.results))}  # fmt: skip
-        keep = lambda kind: [
-            layout if len(layout) == rank else tuple(range(rank))
-            for layout, rank in zip(self.options[f"{kind}_layouts"], ranks[kind], strict=True)
+        """Those of the lowering, row-major where the number of axes is another."""
+        of = lambda arrays, layouts: [
+            layout if len(layout) == len(a.shape) else tuple(range(len(a.shape)))
+            for a, layout in zip(arrays.values(), layouts, strict=True)
         ]
-        return {f"{kind}_layouts": keep(kind) for kind in ranks} if "input_layouts" in self.options else {}
+        given = {"input_layouts": self.operands, "output_layouts": self.results}
+        return {name: of(arrays, self.options[name]) for name, arrays in given.items() if name in self.options}
 
 
 def zeros(like):
@@ -113,7 +134,7 @@ def _wrong(call: Call, name: str, like) -> Iterator[tuple[str, tuple, Any]]:
 def wrong_calls(target: str) -> Iterator[tuple[str, Call]]:
     """(what is wrong, the call). A buffer that an earlier case of the target has is not taken again."""
     seen = set()
-    for case in (case for case in KERNELS if case.op == target):
+    for case in (case for case in CALLS if case.op == target):
         call = recorded(case)
         for kind in ("operands", "results"):
             for name, like in getattr(call, kind).items():

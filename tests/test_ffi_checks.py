@@ -1,11 +1,18 @@
 """FFI handlers refuse what is not as the axis rule of their op says, before they look at any memory."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from ffi_calls import TARGETS, survey
 from host_cuda import library
+
+from te_jax import _lib
 
 HERE = Path(__file__).parent
 
@@ -30,3 +37,65 @@ def test_wrong_calls_are_refused(handlers):
     assert not accepted, "\n".join([f"{len(accepted)} of {sum(each['calls'] for each in found)}", *accepted])
     for each in found:  # they get as far as their launch
         assert all("UNIMPLEMENTED" in said or "no GPU" in said for said in each["right"]), each
+
+
+def check_no_products(prefix, target, dtype, bias_dtype, in_place, rng):
+    """`target` with k = 0; of FP8 operands where the bias of an f32 result is bf16."""
+    m, n = 4, 48
+    is_block = target == "te_gemm_block"
+    lhs_dtype = dtype if dtype == bias_dtype and not is_block else jnp.float8_e4m3fn
+    c, bias = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((m, n), (n,)))
+    c, bias = c.astype(dtype), bias.astype(bias_dtype)
+    results = jax.ShapeDtypeStruct((m, n), dtype), jax.ShapeDtypeStruct((64,), jnp.uint8)
+    absent = jnp.zeros((0,), jnp.float32)
+    scales = (jnp.zeros((0, m)), jnp.zeros((0, n)), absent) if is_block else (absent, absent)
+    operands = jnp.zeros((m, 0), lhs_dtype), jnp.zeros((n, 0), lhs_dtype), *scales
+    aliases = {len(operands) + 1: 0} if in_place else {}
+    call = jax.ffi.ffi_call(f"{prefix}{target}", results, input_output_aliases=aliases)
+    attrs = dict(outer=0) if is_block else dict(contract=1, fast_accum=False)
+    run = jax.jit(lambda bias, c: call(*operands, bias, c, tune=False, **attrs)[0])
+    exact = np.asarray(bias, np.float32) + np.asarray(c, np.float32)
+    np.testing.assert_array_equal(run(bias, c), jnp.asarray(exact).astype(dtype))
+    if not in_place:
+        np.testing.assert_array_equal(run(absent, c), c)
+        np.testing.assert_array_equal(run(bias, absent), jnp.broadcast_to(bias.astype(dtype), (m, n)))
+        np.testing.assert_array_equal(run(absent, absent), jnp.zeros((m, n), dtype))
+
+
+NO_PRODUCTS = [
+    ("te_gemm", "float32", "float32", False),
+    ("te_gemm", "bfloat16", "bfloat16", True),
+    ("te_gemm", "float32", "bfloat16", False),
+    ("te_gemm_block", "bfloat16", "bfloat16", False),
+]
+
+
+@pytest.mark.parametrize("case", NO_PRODUCTS, ids=str)
+def test_a_gemm_of_no_products_is_bias_plus_c(case, handlers, rng):
+    check_no_products("host_", *case, rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", NO_PRODUCTS, ids=str)
+def test_a_gemm_of_no_products_is_bias_plus_c_on_the_gpu(case, rng):
+    _lib.require_for_lowering()
+    check_no_products("", *case, rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+def test_wrong_calls_are_refused_on_the_gpu():
+    """In a process of its own; if a call ends it, in another from the next target on."""
+    left, found, died = list(TARGETS), [], []
+    while left:
+        command = [sys.executable, str(HERE / "ffi_calls.py"), *left]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        found += lines
+        left = left[len(lines) :]
+        if left:
+            died.append(f"{left.pop(0)}: exit code {done.returncode}: {done.stderr[-1000:]}")
+    assert not died, died
+    accepted = [what for each in found for what in each["accepted"]]
+    assert not accepted, "\n".join(accepted)
+    assert not [each for each in found if any(each["right"])]  # right calls succeed, also after the wrong ones

@@ -1,19 +1,18 @@
 """The CUDA lowering of every op against what its C++ handler declares: operands, results, attributes, layouts."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from ffi_calls import KERNELS, for_cudnn
 from op_cases import CASES, E5M2
 
 from te_jax import _lib
 from te_jax.ops import attention
 
 CSRC = Path(__file__).parents[1] / "csrc"
-KERNELS = [case for case in CASES if not case.declared.composed]
 MLIR_TYPE = {"int64_t": "i64", "double": "f64", "bool": "i1"}
 
 
@@ -31,13 +30,8 @@ def declared_handlers():
 
 def cuda_calls(case, rng):
     """The custom calls in the op's CUDA lowering, made here without any CUDA."""
-    if case.op == "te_attention_fp8_bwd":  # cuDNN takes multiples of 128
-        case = replace(case, sizes={**case.sizes, "s": 128, "t": 128})
-    args = case.args(rng)
-    if case.op.startswith("te_attention"):  # ... and 16-bit types
-        is_wide = lambda a: a is not None and a.ndim >= 4 and a.dtype == jnp.float32
-        half = lambda a: a.astype(jnp.bfloat16) if is_wide(a) else a
-        args = [half(a) for a in args]
+    case, narrow = for_cudnn(case)
+    args = [narrow(a) for a in case.args(rng)]
     given = [a for a in args if a is not None]
 
     def fn(*given):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from te_jax import _lib
-from te_jax.ops.gemm import gemm, load_tuning, save_tuning
+from te_jax.ops.gemm import gemm, load_tuning, save_tuning, tune_all
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 f32, bf16 = jnp.float32, jnp.bfloat16
@@ -58,6 +58,9 @@ class Extension:
     def versions(self):
         return {"cublaslt": self.version}
 
+    def tune_all_gemms(self, on):
+        self.tuning = on
+
     def gemm_plans(self):
         return self.plans
 
@@ -88,6 +91,16 @@ def test_other_devices_and_versions_are_left_out(monkeypatch, tmp_path):
     assert load_tuning(tmp_path / "t") == 1
     monkeypatch.setattr(_lib, "load", lambda: Extension(130200))
     assert load_tuning(tmp_path / "t") == 0
+
+
+def test_all_gemms_are_tuned_if_asked(monkeypatch):
+    extension = Extension()
+    monkeypatch.setattr(_lib, "load", lambda: extension)
+    for on in (True, False):
+        tune_all(on)
+        assert extension.tuning is on
+    with pytest.raises(TypeError, match="tune_all: on is 'gpt.jsonl'; pass True or False"):
+        tune_all("gpt.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -176,6 +189,24 @@ def test_a_second_process_starts_tuned(tmp_path):
     assert first["bits"] == second["bits"]
     assert [plan[:2] for plan in first["plans"]] == [plan[:2] for plan in second["plans"]]
     assert all(algos > 1 for *_, algos in first["plans"]) and all(algos == 0 for *_, algos in second["plans"])
+
+
+@pytest.mark.gpu
+def test_a_gemm_is_timed_if_it_first_runs_while_all_are_tuned():
+    def plan(n):
+        x = jnp.ones((n, 208), E4M3)
+        jax.block_until_ready(jax.jit(lambda x: gemm(x, x, jnp.float32(1), jnp.float32(1)))(x))
+        return next(p for p in _lib.load().gemm_plans() if p["key"].startswith(f"m{n} n{n} k208 "))
+
+    before = plan(304)
+    assert not before["tuned"] and before["chosen"] == 0
+    tune_all()
+    try:
+        assert plan(304) == before
+        assert plan(320)["tuned"] and plan(320)["ms"] > 0
+    finally:
+        tune_all(False)
+    assert not plan(336)["tuned"]
 
 
 @pytest.mark.gpu

@@ -39,6 +39,6 @@ def test_a_missing_barrier_is_seen(tmp_path, monkeypatch, cuda_include):
     """What the harness is for: without the barrier behind the table of sines RoPE reads what is not there yet."""
     monkeypatch.setattr(library, "SOURCES", ("rope",))
     kept = library.as_cpp
-    monkeypatch.setattr(library, "as_cpp", lambda source: kept(source).replace("__syncthreads();", ""))
+    monkeypatch.setattr(library, "as_cpp", lambda *source: kept(*source).replace("__syncthreads();", ""))
     done = run_tests(library.build(tmp_path, cuda_include), "rope and 199")
     assert "12 failed" in done.stdout, done.stdout[-3000:]

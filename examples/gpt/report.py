@@ -1,6 +1,7 @@
 """What a run leaves behind: results.json, the gap between two runs, and how far a curve is from an earlier one."""
 
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import pathlib
@@ -36,6 +37,11 @@ def thin(losses: list[float]) -> list[list[float]]:
     blocks = np.array_split(np.asarray(losses), min(POINTS, len(losses)))
     ends = np.cumsum([len(b) for b in blocks])
     return [[int(end), float(block.mean())] for end, block in zip(ends, blocks, strict=True)]
+
+
+def digest(losses: list[float]) -> str:
+    """SHA-256 of the losses of all steps, of which `thin` keeps means: two runs are equal bit for bit if it is."""
+    return hashlib.sha256(np.asarray(losses, np.float64).tobytes()).hexdigest()
 
 
 def read(path: pathlib.Path, key: dict, precisions: tuple[str, ...], steps: int) -> dict[str, list]:
@@ -83,6 +89,9 @@ def versions() -> dict[str, str]:
 def write(path: pathlib.Path, args: dict, text: str, runs: dict[str, dict], gap: dict | None, distances: dict) -> None:
     """`runs`: by precision, each with its whole `losses`; `distances`: by precision, from an earlier run."""
     device = jax.devices()[0]
+    curves = {
+        name: {"losses": thin(run["losses"]), "losses_sha256": digest(run["losses"])} for name, run in runs.items()
+    }
     results = {
         "command": shlex.join([pathlib.Path(sys.executable).name, *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -90,7 +99,7 @@ def write(path: pathlib.Path, args: dict, text: str, runs: dict[str, dict], gap:
         "versions": versions(),
         "text": text,
         "args": args,
-        "runs": {name: {**run, "losses": thin(run["losses"])} for name, run in runs.items()},
+        "runs": {name: run | curves[name] for name, run in runs.items()},
         "gap_last_tenth": gap,
         "distances": distances,
     }
@@ -118,6 +127,9 @@ def lines(runs: dict[str, dict], gap: dict | None, distances: dict) -> list[str]
             f"mean size {gap['mean_abs']:.4f}"
         )
     for name, found in distances.items():
+        if found["largest"] == 0:
+            said.append(f"{name} against the earlier run: all points of the curve are equal bit for bit")
+            continue
         said.append(
             f"{name} against the earlier run: losses differ by {found['largest']:.1e} nats at most (step "
             f"{found['step']}), means over {found['points']} points by {found['largest_of_means']:.1e}"
