@@ -27,23 +27,30 @@ def colour(impl: str) -> str:
 
 def draw(result: dict, path: pathlib.Path) -> bool:
     """Writes a PNG; False where the result has no ceilings or no row to show. Needs matplotlib."""
+    drawn = figure(result)
+    if drawn:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        drawn.savefig(path, dpi=110)
+    return drawn is not None
+
+
+def figure(result: dict):
+    """What `draw` writes, or None."""
     ceilings, rows = result.get("ceilings"), [row for row in result["rows"] if row.get("fraction")]
     if not ceilings or not rows:
-        return False
+        return None
     from matplotlib.figure import Figure  # no pyplot: no display, no state
 
     ours = [row for row in rows if row["impl"].startswith("te_jax")]
     products = [row for row in rows if row["flops"] and _moved(row)]
     panels = 2 if products else 1  # what only moves bytes has no place under the roofs
-    figure = Figure(figsize=(8.5 * panels, max(7, 1 + 0.17 * len(ours))), layout="constrained")
-    axes = figure.subplots(1, panels, squeeze=False)[0]
+    drawn = Figure(figsize=(8.5 * panels, max(7, 1 + 0.17 * len(ours))), layout="constrained")
+    axes = drawn.subplots(1, panels, squeeze=False)[0]
     if products:
         _roofs(axes[0], ceilings, products)
     _bars(axes[-1], ours)
-    figure.suptitle(f"{result['machine']['device']}, {result['machine']['date'][:10]}, {result['timing']}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    return True
+    drawn.suptitle(f"{result['machine']['device']}, {result['machine']['date'][:10]}, {result['timing']}")
+    return drawn
 
 
 def _roofs(axes, ceilings: dict, rows: list[dict]):
@@ -59,12 +66,12 @@ def _roofs(axes, ceilings: dict, rows: list[dict]):
         axes.plot([left, knee, right], [left * copy, peak, peak], color="black", linewidth=1)
         axes.annotate(f"{name} GEMM {peak:.4g} TFLOP/s", (right, peak), ha="right", va="bottom")
     axes.annotate(f"  copy {copy:.3g} TB/s", (left, left * copy), va="center")
-    drawn = collections.Counter()
+    used = collections.Counter()
     for impl in dict.fromkeys(impl for _, _, impl in points):
         x, y = zip(*(point[:2] for point in points if point[2] == impl))
         shade = colour(impl)
-        marker = ("x+1234" if shade == colours.OTHERS else "os^Dv<>")[drawn[shade] % 6]  # one recipe, several ways
-        drawn[shade] += 1
+        marker = ("x+1234" if shade == colours.OTHERS else "os^Dv<>")[used[shade] % 6]  # one recipe, several ways
+        used[shade] += 1
         axes.plot(x, y, marker, color=shade, markersize=5, alpha=0.7, label=impl)
     axes.set(xscale="log", yscale="log", title="Rows with multiplications")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))

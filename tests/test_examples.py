@@ -222,7 +222,7 @@ def test_resume_needs_the_same_arguments_and_a_new_run_keeps_the_earlier(tmp_pat
     assert len(results["runs"]["bf16"]["losses"]) == 2
     other = [*options, "--precision", "bf16", "--resume", "--lr", "1"]
     assert train_gpt.main([*SMALL, "--out", str(tmp_path), *other]) == 2
-    assert f"lr is {config.PRESETS['tiny'].lr} there, 1.0 here" in capsys.readouterr().err
+    assert f"lr {config.PRESETS['tiny'].lr} there, 1.0 now" in capsys.readouterr().err
     # The checkpoint of a bf16 run, continued in FP8: fresh scales and a note.
     shutil.copytree(tmp_path / "bf16", tmp_path / "fp8")
     _, results, said = train(tmp_path, *options, "--resume", "--stop-at", "3")
@@ -364,8 +364,8 @@ def test_an_earlier_curve_of_other_settings_is_refused(tmp_path):
     path.write_text(json.dumps({"args": key, "runs": runs}))
     assert report.read(path, key, ("fp8",), 2) == {"fp8": [[1, 5.0], [2, 4.0]]}
     for changed, precisions, last, message in (
-        ({"seed": 1}, ("fp8",), 2, "seed is 0 there, 1 here"),
-        ({"text_sha256": "b"}, ("fp8",), 2, "text_sha256 is 'a' there, 'b' here"),
+        ({"seed": 1}, ("fp8",), 2, "seed 0 there, 1 now"),
+        ({"text_sha256": "b"}, ("fp8",), 2, "text_sha256 a there, b now"),
         ({}, ("fp8", "bf16"), 2, "it has fp8, not bf16"),
         ({}, ("fp8",), 3, "fp8 ends at step 2 there, at 3 here"),
     ):

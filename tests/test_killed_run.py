@@ -15,6 +15,7 @@ import jax.numpy as jnp
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
+import train_gpt  # noqa: E402
 from gpt import checkpoint, steps  # noqa: E402
 
 EVERY, STEPS = 3, 200
@@ -51,7 +52,7 @@ def saved_steps(directory: pathlib.Path) -> list[int]:
     return sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal())
 
 
-def test_a_killed_run_resumes_bit_for_bit(tmp_path):
+def test_a_killed_run_resumes_bit_for_bit(tmp_path, capsys):
     out, delay = tmp_path / "killed", random.uniform(0, 1.5)
     print(f"killed {delay:.3f} s after its first checkpoint")
     started = [killed := start(out, "--checkpoint-every", str(EVERY))]
@@ -60,6 +61,8 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path):
             assert killed.poll() is None, finished(killed)
             time.sleep(0.01)
         started.append(whole := start(tmp_path / "whole", "--no-checkpoint"))
+        assert train_gpt.main([*RUN, "--out", str(out), "--resume"]) == 2, "it took the directory of a run that goes on"
+        assert f"another run writes to {out} (process {killed.pid} on " in capsys.readouterr().err
         time.sleep(delay)
         assert killed.poll() is None, "it was over before the signal"
         os.kill(killed.pid, signal.SIGKILL)

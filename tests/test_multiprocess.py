@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import generate  # noqa: E402
 import train_gpt  # noqa: E402
-from gpt import checkpoint  # noqa: E402
+from gpt import checkpoint, rundir  # noqa: E402
 
 RUN = "--preset tiny --layers 1 --seq-len 32 --batch-size 8 --steps 6 --amax-history-len 4 --eval-every 0"
 RUN = [*RUN.split(), "--checkpoint-every", "3", "--data", str(ROOT / "examples" / "README.md")]
@@ -126,15 +126,27 @@ def test_each_process_takes_its_part_of_a_sequence(whole):
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(whole, tmp_path):
+    """From the checkpoint before one of which a file is damaged that not all processes read."""
     out = stopped(whole, tmp_path)
+    shutil.copytree(whole[0] / "fp8" / "6", out / "fp8" / "6")
+    files = (out / "fp8" / "6" / "state" / "ocdbt.process_1" / "d").iterdir()
+    os.truncate(max(files, key=lambda file: file.stat().st_size), 10)
     said = two_processes(out, "--resume")
     assert [one.returncode for one in said] == [0, 0], said[0].stderr[-3000:]
-    assert "steps 3 to 6 of 6" in said[0].stdout
+    assert "steps 3 to 6 of 6" in said[0].stdout and "damaged-6 now" in said[0].stdout
     assert losses(out) == losses(whole[0])
     got, want = saved(out, 6), saved(whole[0], 6)
     assert got.keys() == want.keys() and any("fp8_metas" in name for name in got)
     for name in want:
         np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+
+
+def test_an_error_in_one_process_ends_both(tmp_path):
+    """Process 0 alone asks for the lock, which is held here."""
+    with rundir.locked(tmp_path):
+        said = two_processes(tmp_path)
+    assert [one.returncode for one in said] == [2, 2], said[0].stderr[-3000:] + said[1].stderr[-3000:]
+    assert "another run writes to" in said[0].stderr and "another process cannot go on" in said[1].stderr
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices: run it on a CPU")

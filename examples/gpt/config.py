@@ -243,7 +243,7 @@ TEXT = "text_sha256"
 def differing(there: dict, here: dict) -> list[str]:
     """In words, what of the `resume_key` `here` is other in that of an earlier run, `there`."""
     known = [name for name in here if name != TEXT or TEXT in there]
-    return [f"{k} is {there.get(k)!r} there, {here[k]!r} here" for k in known if there.get(k) != here[k]]
+    return [f"{k} {there.get(k)} there, {here[k]} now" for k in known if there.get(k) != here[k]]
 
 
 def check_same(where: str, there: dict, here: dict, way_out: str) -> None:

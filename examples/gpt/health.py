@@ -1,6 +1,5 @@
 """FP8 health: what becomes of the tensors of each layer when they are quantized, over the steps of a run."""
 
-import json
 import math
 import pathlib
 from typing import get_type_hints
@@ -11,7 +10,7 @@ import numpy as np
 import te_jax as te
 from te_jax.stats import TensorStats
 
-from . import cluster, steps
+from . import cluster, report, steps
 
 FILES = JSON, PNG = "fp8_report.json", "fp8_report.png"
 
@@ -86,9 +85,8 @@ def _scalars(tensors: dict):
 def write(directory: pathlib.Path, every: int, looks: list[dict], title: str) -> None:
     """fp8_report.json, and fp8_report.png with the numbers over layers and steps. looks: of `Health.look`, in order."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / JSON).write_text(
-        json.dumps({"every": every, "numbers": MEANINGS, "null": "not known, or not finite", "looks": looks}) + "\n"
-    )
+    content = {"every": every, "numbers": MEANINGS, "null": "not known, or not finite", "looks": looks}
+    report.write_json(directory / JSON, content)
     draw(looks, title).savefig(directory / PNG, dpi=110)
 
 

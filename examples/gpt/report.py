@@ -103,7 +103,14 @@ def write(path: pathlib.Path, args: dict, text: str, runs: dict[str, dict], gap:
         "gap_last_tenth": gap,
         "distances": distances,
     }
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    write_json(path, results, indent=1)
+
+
+def write_json(path: pathlib.Path, content: dict, **options) -> None:
+    """All of it or nothing: on a full disk an earlier file stays as it was."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(content, **options) + "\n")
+    partial.replace(path)
 
 
 def lines(runs: dict[str, dict], gap: dict | None, distances: dict) -> list[str]:
