@@ -47,7 +47,9 @@ ALONE = [(name,) for name in DOCUMENTS if name not in TOGETHER and any(blocks(na
 
 
 @pytest.mark.parametrize("documents", [TOGETHER, *ALONE], ids=" ".join)
-def test_python_blocks_run(documents, monkeypatch):
+def test_python_blocks_run(documents, monkeypatch, request):
+    if documents in ALONE:  # they are of several devices
+        request.getfixturevalue("on_host")
     monkeypatch.setattr(_op, "ops", dict(_op.ops))  # "How to add an op" adds one
     names = {"__name__": "__main__"}
     with warnings.catch_warnings():
