@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from te_jax._check import ARRAY, BOOL, check
 from te_jax.flax._state import describe, recipe_of
 from te_jax.fp8 import DenseMetas, current_recipe
 from te_jax.layers import QuantizedKernel, quantize_kernel
@@ -85,9 +86,26 @@ def _make(module, name, kernel, contract, metas, recipe, what):
         module.put_variable(KERNEL_COLLECTION, name, q)
 
 
-def _made(what: str, purpose: str, model, variables, args, kwargs) -> dict:
+def _check_call(what: str, model, gradients=True):
+    if not isinstance(model, nn.Module):
+        is_class = isinstance(model, type) and issubclass(model, nn.Module)
+        hint = f": {model.__name__}(...)" if is_class else ", such as the `linen` of a te_jax.nnx module"
+        raise TypeError(f"{what}: model is {model!r}; pass a Linen module{hint}.")
+    check(what, "gradients", gradients, BOOL)
     if current_recipe() is None:
         raise ValueError(f"{what}: there is no recipe in force; call it under te_jax.autocast(True, recipe).")
+
+
+def _check_variables(what: str, variables):
+    way_out = 'pass {"params": params} and the other collections of `init`'
+    if not isinstance(variables, Mapping):
+        raise TypeError(f"{what}: variables is {type(variables).__name__}; {way_out}.")
+    if "params" not in variables:
+        raise ValueError(f"{what}: variables has {sorted(variables)}, no 'params'; {way_out}.")
+
+
+def _made(what: str, purpose: str, model, variables, args, kwargs) -> dict:
+    _check_variables(what, variables)
     collection = _collection(purpose)
     others = {name: jax.lax.stop_gradient(v) for name, v in variables.items() if name != collection}
 
@@ -123,11 +141,13 @@ def fp8_kernels(model: nn.Module, variables: Mapping[str, Any], *args, gradients
     quantization is computed. `nn.scan` and `nn.vmap` around modules need `variable_axes={"fp8_kernels": 0}`, as for
     params.
 
-    Raises ValueError outside of autocast, where a transform lacks that, and where no module multiplies in FP8. Modules
-    raise it for entries of another recipe or shape.
+    Raises ValueError outside of autocast, where a transform lacks that, for variables without params, and where no
+    module multiplies in FP8; TypeError for a model that is no Linen module. Modules raise ValueError for entries of
+    another recipe or shape.
     """
-    purpose = _CACHE if gradients else _INFERENCE
-    return dict(_made("te_jax.flax.fp8_kernels", purpose, model, variables, args, kwargs))
+    what, purpose = "te_jax.flax.fp8_kernels", _CACHE if gradients else _INFERENCE
+    _check_call(what, model, gradients)
+    return dict(_made(what, purpose, model, variables, args, kwargs))
 
 
 def wgrads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> dict:
@@ -142,7 +162,9 @@ def wgrads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> d
     Arguments and errors are as of `fp8_kernels`; `nn.scan` and `nn.vmap` need `variable_axes={"wgrads": 0}`, never
     variable_broadcast.
     """
-    return dict(_made("te_jax.flax.wgrads", _WGRADS, model, variables, args, kwargs))
+    what = "te_jax.flax.wgrads"
+    _check_call(what, model)
+    return dict(_made(what, _WGRADS, model, variables, args, kwargs))
 
 
 def fp8_params(model: nn.Module, variables: Mapping[str, Any], *args, gradients: bool = False, **kwargs) -> dict:
@@ -163,8 +185,9 @@ def fp8_params(model: nn.Module, variables: Mapping[str, Any], *args, gradients:
     logical axes stay, around the data in the order of its axes. The rest is as in `fp8_kernels`. Call it under
     `jax.jit` with the initialisation or the restoring of arrays that need not exist in whole; `fp8_model_init` does so.
     """
-    purpose = _BOTH_LAYOUTS if gradients else _PARAMETERS
-    made = _made("te_jax.flax.fp8_params", purpose, model, variables, args, kwargs)[KERNEL_COLLECTION]
+    what, purpose = "te_jax.flax.fp8_params", _BOTH_LAYOUTS if gradients else _PARAMETERS
+    _check_call(what, model, gradients)
+    made = _made(what, purpose, model, variables, args, kwargs)[KERNEL_COLLECTION]
     params = flatten_dict(variables["params"])
     for path, q in flatten_dict(made).items():
         params[path] = _boxed(q, params[path])
@@ -184,13 +207,18 @@ def _boxed(q: QuantizedKernel, kernel):
 
 def dequantize_params(params):
     """A tree with each QuantizedKernel in it as an array again, of the dtype that it had before `fp8_params`; boxes of
-    logical axes are gone from these."""
+    logical axes are gone from these. Raises TypeError for a leaf that is no array."""
+    for leaf in jax.tree.leaves(params):
+        if not (ARRAY.accepts(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)):
+            raise TypeError(f"te_jax.flax.dequantize_params: params has {leaf!r}; pass a tree of arrays.")
     return map_kernels(lambda q: nn.meta.unbox(q).dequantize(), params)
 
 
 def fp8_model_init(model: nn.Module, rngs, *args, gradients: bool = False, **kwargs) -> dict:
     """`model.init(rngs, *args, **kwargs)` by one compiled program, with kernels as `fp8_params` makes them: in other
     dtypes they exist within it alone."""
+
+    _check_call("te_jax.flax.fp8_model_init", model, gradients)
 
     def init(rngs):
         variables = model.init(rngs, *args, **kwargs)

@@ -10,6 +10,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from te_jax import fp8
+from te_jax._check import ARRAY, BOOL, check, integer
 from te_jax.layers import _fp8
 from te_jax.layers._fp8 import Accumulator, Config, Fp8Tensor, Uses
 from te_jax.ops.gemm_block import dequantized
@@ -134,6 +135,10 @@ def quantize_kernel(
     Raises TypeError for a kernel that is not float and for no recipe, ValueError for a wrong `contract` or `meta`.
     """
     fp8.check_recipe(name, recipe)
+    check(name, "contract", contract, integer(least=1))
+    check(name, "gradients", gradients, BOOL)
+    if not ARRAY.accepts(kernel):
+        raise TypeError(f"{name}: kernel is of the type {type(kernel).__name__}; pass an array.")
     if kernel.dtype not in FLOATS:
         raise TypeError(f"{name}: kernel is {kernel.dtype}; use float32, bfloat16 or float16.")
     if not 1 <= contract < kernel.ndim + (not recipe.block_scaled):

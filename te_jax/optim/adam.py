@@ -16,6 +16,7 @@ hash of the step count and of the place in the array: runs repeat bit for bit, o
 """
 
 import math
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -24,13 +25,24 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from te_jax._check import ARRAY, BOOL, FUNCTION, Kind, check, number
 from te_jax._op import mesh_axes, on_explicit_mesh
+from te_jax.fp8 import FP8_COLLECTION
 from te_jax.layers._specs import entries
+from te_jax.layers.parameters import is_kernel
 
 _NAME = "te_jax.optim.adamw_fp8"
 _BLOCK = 128  # elements of the last axis that share a scale
 _UNITS = 16.0  # mu is stored in roots / 16: up to 448 / 16 = 28 roots; the bound is 7.3 for b1, b2 = 0.9, 0.999
+_ROOTS = 448 / _UNITS
 _ODD = 2654435769  # 2**32 over the golden ratio: its powers give neighbours along each axis distant numbers
+
+WAY_OUT = "put te_jax.optim.master_weights around the whole optimizer, optax.MultiSteps included"
+# Of numbers that `optax.inject_hyperparams` made arrays nothing is known but their types.
+_ARRAY = Kind("a scalar array", lambda value: isinstance(value, jax.Array), lambda value: value.ndim == 0)
+_SIZE = number(least=0) | _ARRAY
+_DECAY = number(least=0, below=1) | _ARRAY
+_RATE = number(least=0) | Kind("a schedule", FUNCTION.is_type) | _ARRAY
 
 
 class AdamFp8State(NamedTuple):
@@ -56,11 +68,14 @@ def adamw_fp8(
     """`optax.adamw` (https://arxiv.org/abs/1711.05101, algorithm 2) whose moments take 3 bytes a parameter, not 8.
 
     The arguments are those of `optax.adamw`; schedules, masks and `optax.inject_hyperparams` work as there. The moments
-    and the update are computed in f32 from the stored ones; see `scale_by_adam_fp8`.
+    and the update are computed in f32 from the stored ones; see `scale_by_adam_fp8`, also for what is raised. A
+    negative weight_decay or learning_rate is a ValueError too, a mask that is not of bools a TypeError.
     """
+    check(_NAME, "learning_rate", learning_rate, _RATE)
+    check(_NAME, "weight_decay", weight_decay, _SIZE)
     return optax.chain(
-        scale_by_adam_fp8(b1, b2, eps, eps_root, nesterov=nesterov),
-        optax.add_decayed_weights(weight_decay, mask),
+        _scale_by_adam(_NAME, b1, b2, eps, eps_root, nesterov),
+        optax.add_decayed_weights(weight_decay, _checked_mask(mask)),
         optax.scale_by_learning_rate(learning_rate),
     )
 
@@ -74,23 +89,32 @@ def scale_by_adam_fp8(b1=0.9, b2=0.999, eps=1e-8, eps_root=0.0, *, nesterov=Fals
 
     A gradient that is inf or NaN, or whose square is inf, spoils its own element's moments, as in optax, and no others.
 
-    Raises TypeError for parameters that are not floating; ValueError on an Explicit mesh whose shards of the last axis
-    do not hold whole blocks (those of Auto axes need not).
+    Raises TypeError for parameters and gradients that are not floating, and for arguments of another type; ValueError
+    for arguments out of range (b2 has to be above b1**2, which bounds the quotient of the moments), for parameters in
+    FP8 (see `master_weights`) and FP8 state among them, and on an Explicit mesh whose shards of the last axis do not
+    hold whole blocks (those of Auto axes need not). Warns of b1 and b2 whose bound is beyond what E4M3 holds, and where
+    both eps and eps_root are 0.
     """
+    return _scale_by_adam("te_jax.optim.scale_by_adam_fp8", b1, b2, eps, eps_root, nesterov)
+
+
+def _scale_by_adam(where: str, b1, b2, eps, eps_root, nesterov) -> optax.GradientTransformation:
+    """`scale_by_adam_fp8`, which errors call `where`."""
+    _check_constants(where, b1, b2, eps, eps_root, nesterov)
 
     def init(params):
         def fresh(path, p):
-            if not jnp.issubdtype(p.dtype, jnp.floating):
-                name = jax.tree_util.keystr(path)
-                raise TypeError(f"{_NAME}: parameter {name} is {p.dtype}; mask it out, or pass a floating dtype.")
+            _check_parameter(where, path, p)
             exponent = jnp.zeros_like(jnp.max(_blocks(p), -1), jnp.int8)
             return jnp.zeros_like(p, jnp.float8_e4m3fn), jnp.zeros_like(p, jnp.float16), exponent  # lie as p does
 
-        state = jax.tree_util.tree_map_with_path(fresh, params)
+        check_no_fp8_state(where, params)
+        state = jax.tree_util.tree_map_with_path(fresh, params, is_leaf=is_kernel)
         return AdamFp8State(jnp.zeros((), jnp.int32), *_transposed(state, params, 3))
 
     def update(updates, state, params=None):
         del params
+        _check_gradients(where, updates, state)
         count = optax.safe_increment(state.count)
         corrected = lambda moment, decay, steps: moment / (1 - decay**steps)
 
@@ -110,6 +134,98 @@ def scale_by_adam_fp8(b1=0.9, b2=0.999, eps=1e-8, eps_root=0.0, *, nesterov=Fals
     return optax.GradientTransformation(init, update)
 
 
+def _check_constants(where, b1, b2, eps, eps_root, nesterov):
+    for name, value, kind in (
+        *(("b1", b1, _DECAY), ("b2", b2, _DECAY), ("eps", eps, _SIZE), ("eps_root", eps_root, _SIZE)),
+        ("nesterov", nesterov, BOOL),
+    ):
+        check(where, name, value, kind)
+    known = lambda *values: not any(isinstance(value, jax.Array) for value in values)
+    if known(eps, eps_root) and eps == eps_root == 0:
+        warnings.warn(
+            f"{where}: eps is {eps!r} and eps_root {eps_root!r}, so that an element whose gradients are 0 becomes NaN; "
+            "pass eps=1e-8.",
+            stacklevel=4,
+        )
+    if not known(b1, b2) or b1 == 0:  # no first moment is kept
+        return
+    if b1**2 >= b2:
+        raise ValueError(
+            f"{where}: b2 is {b2!r}, but b1 is {b1!r}, and E4M3 cannot hold a first moment that outlives the root of "
+            f"the second; pass b2 above b1**2 = {b1**2:g}, or use optax.adamw."
+        )
+    bound = (1 - b1) / math.sqrt((1 - b2) * (1 - b1**2 / b2))
+    if bound > _ROOTS:
+        warnings.warn(
+            f"{where}: b1 is {b1!r} and b2 {b2!r}: after a gradient {_ROOTS:g} times the usual size or more the first "
+            f"moment can be {bound:.0f} roots of the second, of which {_ROOTS:g} are kept; pass a larger b1 or a "
+            "smaller b2, or use optax.adamw.",
+            stacklevel=4,
+        )
+
+
+def _check_parameter(where, path, p):
+    name = jax.tree_util.keystr(path)
+    if is_kernel(p):
+        raise ValueError(f"{where}: parameter {name} lives in FP8; {WAY_OUT}.")
+    if not ARRAY.accepts(p):
+        raise TypeError(f"{where}: parameter {name} is {p!r}; pass an array.")
+    if not jnp.issubdtype(p.dtype, jnp.floating):
+        raise TypeError(f"{where}: parameter {name} is {p.dtype}; mask it out, or pass a floating dtype.")
+    if jnp.finfo(p.dtype).bits < 16:
+        raise ValueError(
+            f"{where}: parameter {name} is {p.dtype}, in which no update can be added up; keep it in FP8 by "
+            "te_jax.flax.fp8_params with te_jax.optim.master_weights, or pass 16 bits or more."
+        )
+
+
+def _check_gradients(where, updates, state):
+    if not isinstance(state, AdamFp8State):
+        raise TypeError(f"{where}: state is {type(state).__name__}; pass what init returned, or the last update.")
+    have, held = jax.tree.structure(updates), jax.tree.structure(state.mu)
+    if have != held:
+        raise ValueError(
+            f"{where}: updates are of another tree than the state, {have} instead of {held}; init again, or pass the "
+            "gradients of the parameters that init was given."
+        )
+
+    def one(path, g, mu):
+        name = jax.tree_util.keystr(path)
+        if not jnp.issubdtype(g.dtype, jnp.floating):
+            raise TypeError(f"{where}: the gradient of {name} is {g.dtype.name}; pass a floating dtype.")
+        if g.shape != mu.shape:
+            raise ValueError(
+                f"{where}: the gradient of {name} has shape {g.shape}, but its parameter had {mu.shape}; pass that of "
+                "the same parameter, or init again."
+            )
+
+    jax.tree_util.tree_map_with_path(one, updates, state.mu)
+
+
+def check_no_fp8_state(where: str, params):
+    """Raises ValueError, naming `where`, for parameters beside which there is FP8 state, which no optimizer moves."""
+    is_state = lambda key: getattr(key, "key", None) == FP8_COLLECTION
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_kernel)
+    if any(is_state(key) for path, _ in leaves for key in path):
+        raise ValueError(
+            f"{where}: params holds the collection {FP8_COLLECTION}, whose next value is its gradient, no update; pass "
+            "params alone, as te_jax.flax.TrainState does, or wrap the optimizer by te_jax.flax.fp8_masked."
+        )
+
+
+def _checked_mask(mask):
+    """`mask` of `optax.add_decayed_weights`, checked to be of bools: any text would be true."""
+    if callable(mask):
+        return lambda params: _checked_mask(mask(params))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(mask):
+        if not BOOL.accepts(leaf):
+            at = f" at {jax.tree_util.keystr(path)}" if path else ""
+            raise TypeError(
+                f"{_NAME}: mask has {leaf!r}{at}; pass a tree of True and False like params, or a function to one."
+            )
+    return mask
+
+
 def state_sharding(leaf, sharding: Sharding) -> Sharding:
     """Where a leaf of the state (array or type) of a parameter that lies as `sharding` says lies: there too, but on all
     devices along the last axis if that is of scales, and the devices do not divide their number.
@@ -117,8 +233,15 @@ def state_sharding(leaf, sharding: Sharding) -> Sharding:
     For `jax.jit(out_shardings=...)`, as by
 
         optax.tree.map_params(tx, te_jax.optim.state_sharding, jax.eval_shape(tx.init, params), shardings_of_params)
+
+    Raises TypeError for anything else.
     """
-    if not isinstance(sharding, NamedSharding) or len(sharding.spec) < max(leaf.ndim, 1):
+    where = "te_jax.optim.state_sharding"
+    if not isinstance(sharding, Sharding):
+        raise TypeError(f"{where}: sharding is {sharding!r}; pass a sharding, such as NamedSharding(mesh, spec).")
+    if not hasattr(leaf, "shape"):
+        raise TypeError(f"{where}: leaf is {leaf!r}; pass an array, or its jax.ShapeDtypeStruct.")
+    if not isinstance(sharding, NamedSharding) or len(sharding.spec) < max(len(leaf.shape), 1):
         return sharding
     *lead, last = sharding.spec
     if leaf.shape[-1] % math.prod(sharding.mesh.shape[name] for name in mesh_axes(last)) == 0:
