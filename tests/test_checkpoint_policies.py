@@ -183,7 +183,7 @@ def test_each_tensor_is_saved_once(capsys):
     are his."""
     module = te_flax.LayerNormMLP(2 * H, dtype=jnp.bfloat16, ffn1_ckpt_name="mine")
 
-    def saved(name, policy, more=None):
+    def saved(name, policy, more=None, module=module):
         with in_force(name):
             loss, variables = case(module)
             variables = jax.tree.map(lambda a: jnp.ones(a.shape, a.dtype), variables)
@@ -203,6 +203,8 @@ def test_each_tensor_is_saved_once(capsys):
         **{z: 1, y: 1, "f8_e4m3fn[32,1,16]": 1, "f8_e4m3fn[64,1,16]": 1},  # GEMMs, x of wgrad
         **{"f8_e4m3fn[32,1,64]": 1, "f8_e4m3fn[64,32]": 1, "f32[1,16]": 2},  # kernels, mean and rstd
     }
+    attention = te_flax.MultiHeadAttention(16, 2, num_gqa_groups=1, dtype=jnp.bfloat16)  # query and kv of one norm
+    assert saved("delayed", policies.save(QUANTIZED), module=attention)["f8_e4m3fn[32,1,16]"] == 2  # out's x beside
     kernels = {"f8_e4m3fn[32,1,64]": 0, "f8_e4m3fn[64,32]": 0}
     assert saved("current", policies.save(*NAMES), "kernels") == +Counter(got | kernels)
 
