@@ -13,12 +13,12 @@ from timing import Call
 from te_jax.checkpoint_policies import ATTENTION, GEMM, NAMES, QUANTIZED, offload, save, te_gemms_saveable
 
 IMPLS = ("te_jax bf16", "te_jax fp8", "te_jax fp8 current")
-NARROW = ("combined_qkv_proj", "query_proj", "combined_kv_proj", "out_proj", "ffn2")
+PROJECTIONS = ("query_proj", "combined_kv_proj", "out_proj")
 POLICIES = {
     "nothing": None,
     "jax's dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "attention": save(ATTENTION),
-    "attention, GEMMs but ffn1": save(ATTENTION, *NARROW),
+    "attention, projections": save(ATTENTION, *PROJECTIONS),
     "GEMMs": te_gemms_saveable,
     "GEMMs, attention": save(GEMM, ATTENTION),
     "GEMMs, attention, quantized": save(GEMM, ATTENTION, QUANTIZED),
