@@ -98,12 +98,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Stack:
-    """`depth` layers by `nn.scan`: `unroll` of them are compiled, and run `depth` times in all."""
+    """`depth` layers by `nn.scan`: `unroll` of them are compiled, and run `depth` times in all. remat: each is under
+    `nn.remat` with this policy."""
 
     name: str
     depth: int
     layer: Layer
     unroll: int = 1
+    remat: bool = False
+    policy: Callable | None = None
 
     @property
     def shape(self):
@@ -148,16 +151,19 @@ class _Scanned(nn.Module):
 
     @nn.compact
     def __call__(self, x, deterministic: bool = True):
+        stack = self.stack
+        # The flag is a Python bool: the layer asks for it while it is traced.
+        step = nn.remat(_Step, policy=stack.policy, prevent_cse=False, static_argnums=(2,)) if stack.remat else _Step
         layers = nn.scan(
-            _Step,
+            step,
             variable_axes={"params": 0, FP8_COLLECTION: 0, nn.fp8_ops.OVERWRITE_WITH_GRADIENT: 0},
             split_rngs={"params": True, "dropout": True},
-            length=self.stack.depth,
-            unroll=self.stack.unroll,
+            length=stack.depth,
+            unroll=stack.unroll,
             in_axes=nn.broadcast,
             metadata_params={nn.PARTITION_NAME: None},
         )
-        return layers(self.stack.layer, self.dot, self.plain, name="layers")(x, deterministic)[0]
+        return layers(stack.layer, self.dot, self.plain, name="layers")(x, deterministic)[0]
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
     python -m benchmarks --out results.json --suite layers --only 'gpt layer' --compare old.json
 
 The suite "all" is ops and layers; "scaling" are GPT layers over tokens and width; "microbatches" steps of
-four of them, with kernels quantized in each or once, and gradients added up by XLA or inside of GEMMs; "meshes" are
-layers on all GPUs, "training" whole steps of a GPT of 1.08B there. The ceilings are measured first.
+four of them, with kernels quantized in each or once, and gradients added up by XLA or inside of GEMMs; "remat" is a
+stack of Llama layers under jax.checkpoint, by policy; "meshes" are layers on all GPUs, "training" whole steps of a GPT
+of 1.08B there. The ceilings are measured first.
 Times are `queued`: the wall time of 30 jitted calls issued back to back, over 30; the median of the repeats.
 All results are returned, data is random normal, FP8 scales are settled first.
 """
@@ -28,6 +29,7 @@ import machine
 import meshes
 import microbatches
 import ops
+import remat
 import report
 import roofline
 import timing
@@ -43,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--out", metavar="FILE", type=pathlib.Path, help="JSON, rewritten after each row; beside it the roofline, .png"
     )
-    suites = ("ops", "layers", "scaling", "microbatches", "meshes", "training", "all")
+    suites = ("ops", "layers", "scaling", "microbatches", "remat", "meshes", "training", "all")
     p.add_argument("--suite", choices=suites, default="all")
     p.add_argument("--only", metavar="REGEX", help='rows whose "case | implementation" matches')
     p.add_argument(
@@ -69,6 +71,8 @@ def chosen(args) -> list[Case]:
         found += layers.scaling_cases(args.tiny)
     if args.suite == "microbatches":
         found += microbatches.cases(args.tiny)
+    if args.suite == "remat":
+        found += remat.cases(args.tiny)
     if args.suite == "meshes":
         found += meshes.cases(args.tiny)
     if args.suite == "training":

@@ -1,14 +1,18 @@
 """What runs again in the backward pass under `jax.checkpoint` with te_jax's policies, by the calls in the jaxpr."""
 
+import dataclasses
 import functools
+import pathlib
 import re
 from collections import Counter
+from math import prod
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from jax.extend.core import Literal
 from jax.sharding import AxisType, PartitionSpec
 
 import te_jax as te
@@ -144,6 +148,7 @@ class Stack(nn.Module):
 
     policy: object = None
     remat: bool = True
+    fields: dict = dataclasses.field(default_factory=lambda: LAYER)
 
     @nn.compact
     def __call__(self, x):
@@ -153,7 +158,7 @@ class Stack(nn.Module):
         scan = nn.scan(
             body, variable_axes=axes, split_rngs={"params": True}, length=2, metadata_params={nn.PARTITION_NAME: None}
         )
-        return scan(te_flax.TransformerLayer(**LAYER), x, None)[0]
+        return scan(te_flax.TransformerLayer(**self.fields), x, None)[0]
 
 
 def test_lifted_layers_give_the_same():
@@ -183,7 +188,7 @@ def test_each_tensor_is_saved_once(capsys):
     are his."""
     module = te_flax.LayerNormMLP(2 * H, dtype=jnp.bfloat16, ffn1_ckpt_name="mine")
 
-    def saved(name, policy, more=None):
+    def saved(name, policy, more=None, module=module):
         with in_force(name):
             loss, variables = case(module)
             variables = jax.tree.map(lambda a: jnp.ones(a.shape, a.dtype), variables)
@@ -203,8 +208,39 @@ def test_each_tensor_is_saved_once(capsys):
         **{z: 1, y: 1, "f8_e4m3fn[32,1,16]": 1, "f8_e4m3fn[64,1,16]": 1},  # GEMMs, x of wgrad
         **{"f8_e4m3fn[32,1,64]": 1, "f8_e4m3fn[64,32]": 1, "f32[1,16]": 2},  # kernels, mean and rstd
     }
+    attention = te_flax.MultiHeadAttention(16, 2, num_gqa_groups=1, dtype=jnp.bfloat16)  # query and kv of one norm
+    assert saved("delayed", policies.save(QUANTIZED), module=attention)["f8_e4m3fn[32,1,16]"] == 2  # out's x beside
     kernels = {"f8_e4m3fn[32,1,64]": 0, "f8_e4m3fn[64,32]": 0}
     assert saved("current", policies.save(*NAMES), "kernels") == +Counter(got | kernels)
+
+
+def kept(policy, remat: bool, name: str) -> tuple[int, int]:
+    """MB on the device and on the host that a Llama layer of 8192 tokens keeps for its backward pass."""
+    sizes = dict(hidden_size=4096, mlp_hidden_size=14336, num_attention_heads=32, num_gqa_groups=8, use_bias=False)
+    module = Stack(policy, remat, {**LAYER, **sizes})
+    with in_force(name):
+        x = jax.ShapeDtypeStruct((1, 8192, 4096), jnp.bfloat16)
+        variables = jax.eval_shape(lambda x: nn.meta.unbox(module.init(jax.random.key(0), x)), x)
+        jaxpr = jax.make_jaxpr(lambda *args: jax.vjp(module.apply, *args)[1])(variables, x).jaxpr
+    residuals = {v for v in jaxpr.outvars if not isinstance(v, Literal)} - set(jaxpr.invars)
+    sums = Counter()
+    for v in residuals:
+        sums["host" in str(v.aval)] += prod(v.aval.shape) * v.aval.dtype.itemsize
+    return tuple(round(sums[on_host] / 2e6) for on_host in (False, True))  # of two layers
+
+
+@pytest.mark.parametrize(("name", "column"), [("delayed", 1), ("bf16", 2)])
+def test_table_of_the_guide(name, column):
+    guide = (pathlib.Path(__file__).parents[1] / "docs" / "guide.md").read_text()
+    rows = re.search(r"\| policy \| MB in FP8 .*?\n\|[-|]*\n(.*?)\n\n", guide, re.S)[1].splitlines()
+    for row in rows:
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        text = re.search("`(.*?)`", cells[0])[1] if "`" in cells[0] else "None"
+        remat = cells[0] != "no `jax.checkpoint`"
+        policy = eval(text if remat else "None", vars(policies) | {"jax": jax})
+        said = [int(number) for number in re.findall(r"\d+", cells[column])]
+        assert [*said, 0][:2] == list(kept(policy, remat, name)), row
+    assert len(rows) == 10
 
 
 @pytest.mark.parametrize(("name", "count"), [("delayed", 12), ("current", 8), ("block", 8)])

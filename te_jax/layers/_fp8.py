@@ -376,7 +376,14 @@ def saved(x: Fp8Tensor, w: Fp8Tensor, config: Config, wgrad: bool) -> tuple[Fp8T
             onto=w.onto and w.onto._replace(grad=for_wgrad(w.onto.grad, True)),
         ),
     )
-    return _tagged(kept[0], QUANTIZED, config, leave=("onto",)), kept[1]
+    return kept
+
+
+def by_name(x: Fp8Tensor, config: Config) -> Fp8Tensor:
+    """`x` for `saved`, named for `jax.checkpoint` policies: once for all layers that read it, for each name that is
+    given to an array makes another one of it to keep."""
+    of_fprop = ("data", *(("scale_inv",) if config.recipe.block_scaled else ()))
+    return _tagged(x, QUANTIZED, config, leave=(*of_fprop, "onto"))
 
 
 def _tagged(q: Fp8Tensor, name: str, config: Config, leave: tuple[str, ...] = ()) -> Fp8Tensor:

@@ -121,7 +121,7 @@ def _dense_fwd(x, kernel, bias, residual, metas, config):
     wgrad = _fp8.has_gradient(kernel)
     x, kernel, bias, residual, metas = values_of((x, kernel, bias, residual, metas))
     q, w = _quantize(x, kernel, metas, config, train=True, wgrad=wgrad)
-    return _fp8.fprop(q, w, bias, config, residual), (*_fp8.saved(q, w, config, wgrad), metas)
+    return _fp8.fprop(q, w, bias, config, residual), (*_fp8.saved(_fp8.by_name(q, config), w, config, wgrad), metas)
 
 
 def _dense_bwd(config, residuals, dy):

@@ -194,6 +194,7 @@ def _norm_dense_fwd(x, gamma, beta, projections, static):
     wgrads = [_fp8.has_gradient(p.kernel) for p in projections]
     x, gamma, beta, projections = values_of((x, gamma, beta, projections))
     y, ln_out, q, weights, stats = _forward(x, gamma, beta, projections, static, train=True, wgrad=any(wgrads))
+    q = _fp8.by_name(q, static[0][0])
     operands = [_fp8.saved(q, w, *rest) for w, *rest in zip(weights, static[0], wgrads)]
     out = y, ln_out, x if static[-1] else None
     return out, (operands, [p.metas for p in projections], (x, named(stats, STATISTICS), gamma, beta))

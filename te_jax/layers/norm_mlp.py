@@ -190,7 +190,8 @@ def _norm_mlp_fwd(*args):
     wgrads = tuple(map(_fp8.has_gradient, operands[3:5]))
     x, gamma, beta, *_, metas = operands = values_of(operands)
     y, first, second, z, stats = _forward(*operands, static, train=True, wgrads=wgrads)
-    saved = [_fp8.saved(*of, config, wgrad) for of, config, wgrad in zip((first, second), static[0], wgrads)]
+    each = zip((first, second), static[0], wgrads)
+    saved = [_fp8.saved(_fp8.by_name(q, config), w, config, wgrad) for (q, w), config, wgrad in each]
     return y, (saved, z, metas, (x, named(stats, STATISTICS), gamma, beta))
 
 

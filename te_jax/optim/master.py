@@ -72,8 +72,8 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
         check_no_fp8_state(_NAME, params)
         if not has_kernels(params):
             warnings.warn(
-                f"{_NAME}: params holds no kernel in FP8, so there are no masters, and updates go to params as they "
-                "are; make them by te_jax.flax.fp8_params, or leave out this wrapper, which is put around once.",
+                f"{_NAME}: params holds no kernel in FP8, so there are no masters, and params are updated as they are; "
+                "make them by te_jax.flax.fp8_params, or leave out this wrapper, which is put around once.",
                 stacklevel=2,
             )
         start = lambda q: dequantized(q) if q.tensor.wide is None else q.tensor.wide
