@@ -196,7 +196,14 @@ FLOATING = Kind(
     lambda value: jnp.issubdtype(_dtype(value), jnp.floating) and _dtype(value).itemsize > 1,  # none of FP8
     lambda value: _meant_dtype(value) if isinstance(value, str) else "",
 )
-ARRAY = Kind("an array", lambda value: hasattr(value, "dtype") and hasattr(value, "shape"))  # or a ShapeDtypeStruct
+
+
+def _is_array(value) -> bool:
+    """Also a ShapeDtypeStruct and what stands for an array, as an nnx.Variable, but no QuantizedKernel."""
+    return hasattr(value, "dtype") and hasattr(value, "shape") and not dataclasses.is_dataclass(value)
+
+
+ARRAY = Kind("an array", _is_array)
 
 
 def array_of(*dtypes, text: str) -> Kind:

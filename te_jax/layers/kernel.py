@@ -10,7 +10,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from te_jax import fp8
-from te_jax._check import BOOL, Kind, check, integer
+from te_jax._check import BOOL, check, integer
 from te_jax.layers import _fp8
 from te_jax.layers._fp8 import Accumulator, Config, Fp8Tensor, Uses
 from te_jax.ops.gemm_block import dequantized
@@ -117,9 +117,6 @@ def turned(axes: tuple, first: int, second: int) -> tuple:
     return axes[:lead] + axes[lead + first :] + axes[lead : lead + first]
 
 
-_WIDE = Kind(FLOAT.text, lambda kernel: FLOAT.accepts(kernel) and not isinstance(kernel, QuantizedKernel))
-
-
 def quantize_kernel(
     kernel: jax.Array,
     *,
@@ -138,7 +135,7 @@ def quantize_kernel(
     Raises TypeError for a kernel that is not float and for no recipe, ValueError for a wrong `contract` or `meta`.
     """
     fp8.check_recipe(name, recipe)
-    check(name, "kernel", kernel, _WIDE)
+    check(name, "kernel", kernel, FLOAT)
     check(name, "contract", contract, integer(1))
     check(name, "gradients", gradients, BOOL)
     if not 1 <= contract < kernel.ndim + (not recipe.block_scaled):
