@@ -113,7 +113,7 @@ def max_fp8_metas(before, microbatches):
         raise ValueError(
             f"{what}: microbatches hold {got}, but before {want}; pass gradients with respect to `before`."
         )
-    one = jax.tree.map(lambda leaf: jax.eval_shape(lambda a: a[0], leaf), microbatches[FP8_COLLECTION])
+    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), microbatches[FP8_COLLECTION])
     check_same_state(what, "one of the microbatches (along the first axis)", one, "before", before[FP8_COLLECTION])
     of_largest = map_tensors(_largest, microbatches[FP8_COLLECTION], before[FP8_COLLECTION])
     return update_collections({FP8_COLLECTION: of_largest}, microbatches)

@@ -62,7 +62,8 @@ def update_fp8_metas(collections, previous=None):
     in force no scale is larger than its history allows. One fused computation for all tensors.
 
     Without `previous` a tensor whose gradient is 0 starts again, for nothing here holds what it had learned. A warning
-    says so; but not of tracers, whose values nobody knows: within `jax.jit` pass `previous`.
+    says so, for which the call waits until the values are there; but not of tracers, whose values nobody knows: within
+    `jax.jit` pass `previous`.
 
     A state that autodiff added up (two `apply`s in one loss, gradients summed over microbatches) is brought into range
     once, but its history holds sums: where that may happen, differentiate with `te_jax.value_and_grad`.
