@@ -386,6 +386,11 @@ CALLS = [
     Probe("slots=0", lambda: made(TRANSFORMER, {}, decode=True, max_decode_length=0), V, "max_decode_length is 0"),
     Probe("slots", lambda: made(MHA, {}, decode=True, max_decode_length=8)["cache"]),
     Probe("int inputs", lambda: made(DENSE, {}, ShapeDtypeStruct((B, H), jnp.int32)), T, "inputs is int32"),
+    Probe("a scalar", lambda: made(NORM, {}, ShapeDtypeStruct((), jnp.float32)), V, r"LayerNorm: x is .*\[..., H\]"),
+    Probe("a scalar to an MLP", lambda: made(MLP, {}, ShapeDtypeStruct((), jnp.float32)), V, r"inputs is .*\[..., H\]"),
+    Probe("dropout along axis 3",
+          lambda: made(MLP, dict(intermediate_dropout_rate=0.1, intermediate_hidden_dropout_dims=(3,))), V,
+          r"intermediate_hidden_dropout_dims is \(3,\); .*from -3 to 2"),
     Probe("a list as inputs", lambda: DENSE(8).init(KEY, [[1.0] * H]), T, "inputs is list; pass an array"),
     Probe("inputs of two axes", lambda: made(MHA, {}, ShapeDtypeStruct((B, H), jnp.float32)), V, "inputs_q has shape"),
     Probe("another width", lambda: made(TRANSFORMER, dict(hidden_size=8)), V, "hidden_size is 8; pass"),
@@ -436,6 +441,9 @@ CALLS = [
     Probe("box of out", lambda: boxes(made(MHA, dict(kernel_init=BOXED)))["out/kernel"] == ("in", "out")),
     Probe("box of too few names", lambda: made(DENSE, dict(
         kernel_init=nn.with_partitioning(nn.initializers.normal(), ("in",)))), V, "its logical axes are"),
+    Probe("nnx.with_partitioning",
+          lambda: made(MLP, dict(kernel_init=nnx.with_partitioning(nn.initializers.normal(), ("in", "out")))), T,
+          "parameter wi_kernel: its initializer gave VariableMetadata.*nn.with_partitioning"),
     Probe("box beside LoRA", lambda: boxes(made(DENSE, dict(kernel_init=BOXED, enable_low_rank_adaptation=True)))
           ["lora_a_kernel"] == (None, None)),
 ]  # fmt: skip

@@ -109,7 +109,10 @@ def _boxed(where: str, init: Initializer, axes: Axes) -> Initializer:
 
 def stack_kernels(draws: Sequence[jax.Array], axis: int, name: str | None) -> jax.Array:
     """Kernels of one initializer side by side, along a new axis; in boxes as theirs, with `name` for that axis."""
-    stacked = jnp.stack(list(map(nn.meta.unbox, draws)), axis)
+    values = list(map(nn.meta.unbox, draws))
+    if not all(isinstance(value, jax.Array | np.ndarray) for value in values):
+        return draws[0]  # which `parameter` refuses, by its name
+    stacked = jnp.stack(values, axis)
     if not isinstance(draws[0], nn.meta.AxisMetadata):
         return stacked
     return draws[0].replace_boxed(stacked).add_axis(axis % stacked.ndim, {nn.PARTITION_NAME: name})

@@ -107,8 +107,8 @@ FIELDS: dict[str, Kind] = {
     **_each(RATE, "attention_dropout hidden_dropout intermediate_dropout intermediate_dropout_rate drop_path"),
     **_each(NONE | number(), "low_rank_adaptation_alpha scale_factor"),
     **_each(NONE | number(above=0), "depth_scaling"),
-    **_each(tuple_of(integer(-3, 2)), "hidden_dropout_dims"),
-    **_each(tuple_of(integer()), "intermediate_dropout_dims intermediate_hidden_dropout_dims"),
+    **_each(tuple_of(integer(-3, 2)), "hidden_dropout_dims intermediate_dropout_dims"),
+    **_each(tuple_of(integer()), "intermediate_hidden_dropout_dims"),
     **_each(WINDOW, "window_size cross_window_size"),
     # switches
     **_each(BOOL, "use_bias enable_layernorm zero_centered_gamma return_layernorm_output return_bias"),
@@ -162,6 +162,7 @@ CALL: dict[str, Kind] = {
     **_each(NONE | _POSITIVE, "max_decode_length"),
     **_each(_POSITIVE, "q_seqlen k_seqlen"),
     **_each(BOOL | ARRAY, "residual"),
+    **_each(Kind("an array [..., H]", lambda x: True, lambda x: getattr(x, "ndim", 1) > 0), "inputs x"),
 }
 
 

@@ -188,7 +188,7 @@ class LayerNormDenseGeneral(Module):
         Raises TypeError for inputs that are not floating, ValueError for an axis other than the last and for what
         `DenseGeneral` refuses of a kernel.
         """
-        check_call(self, return_input=return_input)
+        check_call(self, inputs=inputs, return_input=return_input)
         inputs = in_compute_dtype(self, floating(self, "inputs", inputs))
         features = as_tuple(self.features)
         inputs = constrain(inputs, self.layernorm_input_axes)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from te_jax._check import check, integer, tuple_of
 from te_jax.flax._common import (
     Axes,
     Dropout,
@@ -20,7 +21,7 @@ from te_jax.flax._common import (
     stack_kernels,
 )
 from te_jax.flax._fields import Module, activations_take_their_params, check_call, last_axis_alone
-from te_jax.flax._state import recipe_of
+from te_jax.flax._state import describe, recipe_of
 from te_jax.flax.dense import norm_dense, norm_options, operand
 from te_jax.flax.norm import norm_parameters
 from te_jax.layers import dense, layernorm_mlp
@@ -110,7 +111,7 @@ class LayerNormMLP(Module):
         Raises TypeError for inputs that are not floating, ValueError for unknown activations or their
         parameters, and for what `DenseGeneral` refuses of a kernel.
         """
-        check_call(self, deterministic=deterministic, residual=residual)
+        check_call(self, inputs=inputs, deterministic=deterministic, residual=residual)
         inputs = in_compute_dtype(self, floating(self, "inputs", inputs))
         inputs = constrain(inputs, self.layernorm_input_axes)
         norm, wi, wo = self._parameters(inputs.shape[-1], wi_kernel, wo_kernel)
@@ -153,6 +154,8 @@ class LayerNormMLP(Module):
         z = activation(z, self.activations, self.activation_params)
         if self.intermediate_dropout_rate > 0:
             dims, stream = tuple(self.intermediate_hidden_dropout_dims), self.intermediate_dropout_rng_name
+            within = tuple_of(integer(-z.ndim, z.ndim - 1))
+            check(describe(self), "intermediate_hidden_dropout_dims", dims, within)
             z = Dropout(self.intermediate_dropout_rate, dims, rng_collection=stream)(z, deterministic)
         z = constrain(z, self.dot_2_input_axes)
         kernel, call = operand(self, wo[0], "_1")

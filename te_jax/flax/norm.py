@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from te_jax.flax._common import Axes, Initializer, floating, in_compute_dtype, parameter
-from te_jax.flax._fields import Module, norm_type
+from te_jax.flax._fields import Module, check_call, norm_type
 from te_jax.flax._state import describe
 from te_jax.layers import layernorm
 
@@ -48,6 +48,7 @@ class LayerNorm(Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., H] -> the same shape and dtype. Raises TypeError for a dtype that is not floating."""
+        check_call(self, x=x)
         x = in_compute_dtype(self, floating(self, "x", x))
         gamma, beta = norm_parameters(self, x.shape[-1], self.bias_init, self.bias_axes)
         return layernorm(

@@ -39,8 +39,7 @@ def layernorm(
     zero_centered_gamma: gamma + 1 is applied. epsilon: above 0. name: what errors call this layer. Raises ValueError or
     TypeError as `te_jax.ops.norm.norm`.
     """
-    norm_op.check(name, x, gamma, beta, norm, epsilon, zero_centered_gamma)
-    return norm_op.norm(x, gamma, beta, kind=norm, zero_centered=zero_centered_gamma, eps=epsilon)
+    return norm_op.norm(x, gamma, beta, kind=norm, zero_centered=zero_centered_gamma, eps=epsilon, name=name)
 
 
 class Projection(NamedTuple):

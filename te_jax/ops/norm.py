@@ -119,15 +119,16 @@ def check(op: str, x, gamma, beta, kind: str, epsilon: float, zero_centered: boo
             check_kind(op, name, a, FLOAT)
 
 
-def norm(x, gamma, beta=None, *, kind="layernorm", zero_centered=False, eps=1e-6) -> jax.Array:
+def norm(x, gamma, beta=None, *, kind="layernorm", zero_centered=False, eps=1e-6, name="te_norm_fwd") -> jax.Array:
     """LayerNorm or RMSNorm over the last axis, statistics in f32.
 
     x [..., h], gamma [h], beta [h] or None -> [..., h] of x's type. zero_centered: gamma + 1 is applied.
-    kind: "layernorm" or "rmsnorm" (without beta). Differentiable in x, gamma and beta. Raises ValueError for an
-    unknown kind or sizes that do not match, TypeError for operands that are not floating point.
+    kind: "layernorm" or "rmsnorm" (without beta). eps: above 0. name: what errors call this norm. Differentiable in x,
+    gamma and beta. Raises ValueError for an unknown kind or sizes that do not match, TypeError for operands that are
+    not floating point.
     """
     x, gamma, beta = as_jax(x, gamma, beta)
-    check("te_norm_fwd", x, gamma, beta, kind, eps, zero_centered)
+    check(name, x, gamma, beta, kind, eps, zero_centered)
     return _norm(*align(x, gamma, beta), kind == "rmsnorm", bool(zero_centered), float(eps))
 
 
