@@ -20,6 +20,7 @@ from te_jax._op import ops
 from te_jax.ops.activation import activation
 from te_jax.ops.attention import SequenceDescriptor, dot_product_attention
 from te_jax.ops.attention_bias import alibi_bias, alibi_slopes
+from te_jax.ops.attention_context import context_parallel_attention
 from te_jax.ops.norm import norm
 from te_jax.ops.rope import rope
 
@@ -165,8 +166,8 @@ def attention_of_all_kinds(q, offset, slopes):
         jnp.full((b, 2), 2), jnp.broadcast_to(jnp.arange(0, 6, 2), (b, 3))
     )
     ids = SequenceDescriptor.from_segment_ids_and_pos(jnp.ones((b, s), int)).of_runs(2)
-    for implementation in (None, "xla"):
-        call = partial(dot_product_attention, q, q, q, implementation=implementation)
+    for x in (q, q.astype(jnp.bfloat16)):  # plain JAX, the ops
+        call = partial(dot_product_attention, x, x, x)
         for described in (lengths, packed, ids):
             yield call(sequence_descriptor=described, attn_mask_type="padding_causal")
         yield call(mask=jnp.zeros((s, s), bool), attn_mask_type="causal", bias=jnp.ones((s, s)))
@@ -180,6 +181,23 @@ def test_attention_says_its_ranks(ranks_said):
     q, offset = jnp.ones((2, S, 4, 16)), jnp.ones(4)
     loss = lambda *args: sum(jnp.sum(y) for y in jax.tree.leaves(list(attention_of_all_kinds(*args))))
     jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, offset, alibi_slopes(4))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_context_parallelism_says_its_ranks(strategy, ranks_said):
+    q, offset = jnp.ones((2, 32, 4, 16)), jnp.ones(4)
+    packed = SequenceDescriptor.from_seqlens_and_offsets(jnp.full((2, 2), 12), jnp.array([[0, 16], [2, 20]]))
+    mesh = jax.make_mesh((4,), ("cp",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(q, offset):
+        run = partial(context_parallel_attention, axis="cp", strategy=strategy)
+        causal = run(
+            q, q, q, attn_mask_type="causal", load_balanced=True, softmax_type="learnable", softmax_offset=offset
+        )
+        return jnp.sum(causal + run(q, q, q, attn_mask_type="padding_causal", sequence_descriptor=packed))
+
+    with jax.set_mesh(mesh):
+        jax.jit(jax.grad(loss, (0, 1))).lower(q, offset)
 
 
 def test_decoding_says_its_ranks(ranks_said):
