@@ -148,11 +148,14 @@ _COLUMNS = {
 
 def fp8_stats_table(stats: Mapping[str, TensorStats]) -> str:
     """The numbers of `fp8_stats` as text, a line for each tensor; of a tensor with several layers the largest amax,
-    saturation, underflow and trend, and the least scale, headroom and number of recorded amaxes. "-": not known."""
+    saturation, underflow and trend, and the least scale, headroom and number of recorded amaxes. "-": not known. An
+    amax of "nan": a probed tensor holds a NaN."""
     lines = [["tensor", "layers", *_COLUMNS]]
     for path, tensor in stats.items():
-        cells = [_cell(getattr(tensor, name), *how) for name, how in _COLUMNS.items()]
-        lines.append([path, str(np.size(tensor.amax)), *cells])
+        cells = {name: _cell(getattr(tensor, name), *how) for name, how in _COLUMNS.items()}
+        if np.any(np.isnan(tensor.amax) & ~np.isnan(tensor.saturation)):
+            cells["amax"] = "nan"
+        lines.append([path, str(np.size(tensor.amax)), *cells.values()])
     widths = [max(map(len, column)) for column in zip(*lines)]
     aligned = lambda line: [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:]))]
     return "\n".join("  ".join(aligned(line)) for line in lines)

@@ -17,6 +17,7 @@ from te_jax.ops.quantize import quantize
 from te_jax.ops.quantize_block import quantize_block
 from te_jax.ops.scaling import scale_update
 from te_jax.recipe import DelayedScaling
+from te_jax.stats import TensorStats, fp8_stats_table
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 # -- amaxes -----------------------------------------------------------------------------------------------------------
@@ -170,3 +171,14 @@ def same(got, want, atol, which):
     np.testing.assert_array_equal(got[~finite], want[~finite], which)
     error = np.abs(got - want)[finite] - (np.broadcast_to(atol, want.shape)[finite])
     assert (error <= (float(info.eps) + 2.0**-20) * np.abs(want[finite])).all(), (which, error.max())
+
+
+# -- what is told -----------------------------------------------------------------------------------------------------
+
+
+def test_the_table_tells_a_nan():
+    """Of a probed tensor; without a probe an amax of NaN says that none is recorded."""
+    tensor = lambda amax, saturation: TensorStats(amax, 1.0, np.nan, saturation, saturation, np.nan, 0.0)
+    of_layers = tensor(np.array([2.0, np.nan]), np.array([0.0, 0.0]))
+    lines = fp8_stats_table(dict(probed=of_layers, unknown=tensor(np.nan, np.nan), good=tensor(3.0, 0.0)))
+    assert [line.split()[2] for line in lines.splitlines()[1:]] == ["nan", "-", "3"]

@@ -44,9 +44,9 @@ NET = Net()  # one, for states of which jax asks whether they have the same stru
 initial = cache(lambda module: jax.jit(module.init))
 
 
-def create(tx, recipe=RECIPE, module=NET):
+def create(tx, recipe=RECIPE, module=NET, width=16):
     with te.autocast(recipe is not None, recipe):
-        others, params = flax.core.pop(nn.meta.unbox(initial(module)(jax.random.key(0), data(8, 16))), "params")
+        others, params = flax.core.pop(nn.meta.unbox(initial(module)(jax.random.key(0), data(8, width))), "params")
         return te_flax.TrainState.create(apply_fn=module.apply, params=params, tx=tx, collections=others)
 
 

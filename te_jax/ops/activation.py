@@ -142,7 +142,8 @@ def activation(x: jax.Array, names: Sequence[str | Callable], params: Mapping | 
     names:  one per slot, see `slots`; a function maps an array [..., F] to one of the same shape
     params: `limit`, `alpha`, `glu_linear_offset` of clamped_silu and clamped_linear
 
-    Returns [..., F] of x.dtype; computed in float32. The gradient keeps x alone and computes the rest again.
+    Returns [..., F] of x.dtype; computed in float32. The gradient keeps x alone and computes the rest again; of
+    activations that are not `jax.nn`'s own it is right up to the largest finite x.
     Raises ValueError for unknown names or params and for a wrong A, TypeError for a dtype that is not
     floating.
     """

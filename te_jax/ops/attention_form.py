@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from te_jax._arrays import as_rank
 from te_jax._types import like
 from te_jax.checkpoint_policies import ATTENTION, named
 from te_jax.ops.attention_check import Options
@@ -211,7 +212,8 @@ def with_sink(out, lse, sink):
     """out and lse where a logit of each head, `sink`, joins the softmax."""
     if sink is None:
         return out, lse
-    total = jnp.logaddexp(lse, sink[:, None])  # all keys lose to it what their sum of exponentials lacks
+    # All keys lose to it what their sum of exponentials lacks.
+    total = jnp.logaddexp(lse, as_rank(sink[:, None], lse.ndim))
     share = jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - total))
     return (out * _of_rows(share)).astype(out.dtype), total
 
@@ -237,5 +239,5 @@ def gradient_of_sink(sink, out, lse, dout):
         return None
     wide = jnp.promote_types(out.dtype, jnp.float32)
     delta = jnp.swapaxes(jnp.sum(dout.astype(wide) * out.astype(wide), -1), -1, -2)  # [b..., h, s]
-    by_head = -jnp.sum(jnp.exp(sink[:, None] - lse) * delta, (*range(lse.ndim - 2), -1))
+    by_head = -jnp.sum(jnp.exp(as_rank(sink[:, None], lse.ndim) - lse) * delta, (*range(lse.ndim - 2), -1))
     return like(by_head if sink.size == by_head.size else jnp.sum(by_head, keepdims=True), sink)

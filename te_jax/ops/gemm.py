@@ -86,7 +86,7 @@ def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, ou
     in_place = {"c": "out"} if in_place and c is not None else None
     options = dict(contract=1, out_dtype=call_dtype, in_place=in_place, **attrs)
     (out,) = call(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, **options)
-    out = sum((x.astype(jnp.float32) for x in after), out[:, :n])
+    out = sum((as_rank(x.astype(jnp.float32), 2) for x in after), out[:, :n])
     return (out.astype(out_dtype).reshape(*m_axes, *n_axes),)
 
 

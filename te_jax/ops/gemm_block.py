@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from te_jax._arrays import as_rank
 from te_jax._op import Op
 from te_jax.checkpoint_policies import GEMM, named
 from te_jax.ops.gemm import FP8, FP8_ALIGNED, WORKSPACE, finished
@@ -96,7 +97,7 @@ def _cuda(
     options = dict(outer=0, out_dtype=out_dtype, in_place=in_place, **attrs)
     (out,) = call(lhs, rhs, *scales, inside, c, **options)
     out = out[:m].reshape(*m_axes, *filled)[..., : n_axes[-1]]
-    return (out if after is None else out + after,)
+    return (out if after is None else out + as_rank(after, out.ndim),)
 
 
 gemm_block_op = Op(
