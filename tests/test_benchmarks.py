@@ -173,24 +173,6 @@ def test_compare_and_load(tmp_path, capsys):
         run.main(["--load", str(tmp_path / "other.json")])
 
 
-@pytest.mark.skipif(not roofline.available(), reason="matplotlib is not installed")
-@pytest.mark.parametrize("name, panels", [("ops", 1), ("dropout_te", 2)])
-def test_a_panel_has_something_to_show_and_a_recipe_its_colour(name, panels):
-    result = report.load(ROOT / "docs" / "results" / "h200" / f"{name}.json")
-    axes = roofline.figure(result).axes
-    assert len(axes) == panels
-    bars = [row for row in result["rows"] if row.get("fraction") and row["impl"].startswith("te_jax")]
-    assert len(axes[-1].patches) == len(bars)
-    points = axes[0].get_legend_handles_labels() if panels == 2 else ([], [])
-    colours = {label: line.get_color() for line, label in zip(*points)}
-    assert colours == {impl: roofline.colour(impl) for impl in colours} and bool(colours) == (panels == 2)
-    found = [
-        roofline.colour(f"te_jax{impl}") for impl in ("", " bf16", " fp8", " fp8 current", " fp8 block", " fp8 fixed")
-    ]
-    assert len({*found, roofline.colour("flax bf16")}) == 7
-    assert roofline.colour("te_jax fp8 fast") == roofline.colour("te_jax fp8")
-
-
 def test_memory_summary():
     row = lambda impl, peak: {"case": "gpt layer fwd+bwd", "impl": impl, "peak_bytes": peak, "saved_bytes": int(1e9)}
     assert not report.memory([row("te_jax fp8", 2)])
