@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from te_jax import fp8
+from te_jax import checkpoint_policies, fp8
 from te_jax.fp8 import AttentionMetas
 from te_jax.layers import attention_fp8
 from te_jax.layers.attention_fp8 import attention_fp8_refuses
@@ -264,6 +264,7 @@ def test_remat_runs_the_kernel_once(rng):
         return count(program.jaxpr, "te_attention_fp8_fwd")
 
     assert kernels(jax.checkpoint_policies.save_only_these_names("context")) == 1
+    assert kernels(checkpoint_policies.save(checkpoint_policies.ATTENTION)) == 1
     assert kernels(None) == 2
 
 
