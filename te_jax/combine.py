@@ -174,7 +174,7 @@ def value_and_grad(fun, argnums=0, has_aux: bool = False):
             return converted(*_with(args, {i: with_slots(params, args[i]) for i, params in narrow.items()}), **kwargs)
 
         args = _with(args, {i: slots(params) for i, params in narrow.items()})
-        with errors_of_amaxes("value_and_grad"):
+        with errors_of_amaxes("value_and_grad", "slice, index, stack, reshape or select it outside of jax.custom_vjp"):
             return jax.value_and_grad(of_slots, argnums, has_aux)(*args, **kwargs)
 
     return wraps(fun)(_compiled(run, differentiated, getattr(fun, "__name__", repr(fun))))
@@ -281,7 +281,7 @@ def _tell_of_unread(args, is_read: list[bool]):
 
 
 @contextlib.contextmanager
-def errors_of_amaxes(what: str):
+def errors_of_amaxes(what: str, way_out: str):
     """Says in the words of FP8 state what jax says of the type of amaxes."""
     try:
         yield
@@ -290,8 +290,8 @@ def errors_of_amaxes(what: str):
         if amax_type().name not in text or not type(error).__module__.startswith("builtins"):
             raise
         raise TypeError(
-            f"{what}: FP8 state is computed with between the arguments and the modules ({text}); slice, index, stack, "
-            "reshape or select it there, and compute with it outside of the differentiated function."
+            f"{what}: FP8 state is computed with between the arguments and the modules, or moved within what cannot be "
+            f"traced first ({text}); {way_out}, and compute with it outside of the differentiated function."
         ) from error
 
 

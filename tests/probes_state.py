@@ -380,7 +380,7 @@ GRADS = [
         "value_and_grad of twice the state",
         lambda: grad_of(doubled),
         TypeError,
-        "FP8 state is computed with.*slice, ind",
+        "FP8 state is computed with.*slice, index",
     ),
     Probe(
         "value_and_grad of unread state",

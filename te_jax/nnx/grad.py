@@ -60,7 +60,7 @@ def value_and_grad(f: Callable, *, argnums: int = 0, has_aux: bool = False, wrt=
             return _combined(f, args, kwargs, model_at, has_aux) if moves else f(*args, **kwargs)
 
         differentiated = nnx.DiffState(model_at, nnx.Any(wrt, Fp8State) if moves else wrt)
-        with errors_of_amaxes("te_jax.nnx.value_and_grad"):
+        with errors_of_amaxes("te_jax.nnx.value_and_grad", "map and loop over it by nnx.vmap and nnx.scan"):
             value, grads = nnx.value_and_grad(call, argnums=differentiated, has_aux=has_aux)(*args, kwargs)
         if moves:
             new, grads = nnx.split_state(grads, Fp8State, ...)
