@@ -104,6 +104,10 @@ AUTOCAST = [
         TypeError,
         "sharding_resource is .* beside mesh_resource.*pass one",
     ),
+    Probe("a decorated function", lambda: te.autocast(recipe=RECIPE)(fp8.current_recipe)() == RECIPE),
+    Probe(
+        "a decorated coroutine", lambda: te.autocast(recipe=RECIPE)(waits), TypeError, "decorates waits.*around a call"
+    ),
     Probe("two tasks wait inside of autocasts", lambda: in_tasks(waits, waits), RuntimeError, AROUND),
     Probe("two tasks wait inside of guards", lambda: in_tasks(*[lambda: waits(guard)] * 2), RuntimeError, AROUND),
     Probe("a task asks beside one that waits", lambda: in_tasks(waits, asks), RuntimeError, AROUND),
