@@ -39,7 +39,6 @@ def value_and_grad(f: Callable, *, argnums: int = 0, has_aux: bool = False, wrt=
     Raises TypeError for such slices, ValueError where the recipe in force has no state, but the model does, and for
     histories of another length than the recipe's.
     """
-
     check("te_jax.nnx.value_and_grad", "f", f, FUNCTION)
     check("te_jax.nnx.value_and_grad", "argnums", argnums, integer())
 
