@@ -5,6 +5,7 @@ jax has the sum of that type, and the gradients of some operations that move ele
 moves amaxes it puts an operation with a gradient of its own, in loops, branches and on manual meshes too.
 """
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 
@@ -26,7 +27,6 @@ _OF_JAX = {
 }
 _TO_ONE_PLACE = {"dynamic_update_slice", "pad", "slice", "split", "unstack"}  # that move no element to several
 _TO_VARYING = {"pcast", "pvary"}
-
 
 ARRAYS = jax.Array | np.ndarray | np.generic
 
@@ -66,11 +66,26 @@ def _of_bits(bits):
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
+@contextlib.contextmanager
+def errors_of_amaxes(what: str, way_out: str):
+    """Says in the words of FP8 state what jax says of the type of amaxes."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        text = str(error).partition("\n")[0]
+        if amax_type().name not in text or not type(error).__module__.startswith("builtins"):
+            raise
+        raise TypeError(
+            f"{what}: FP8 state is computed with between the arguments and the modules, or moved within what cannot be "
+            f"traced first ({text}); {way_out}, and compute with it outside of the differentiated function."
+        ) from error
+
+
 def movable(f: Callable) -> Callable:
     """f, in which amaxes may be moved by whatever does not compute with them, and a list of booleans: which of the
     arrays among its arguments, by their leaves, anything in f reads.
 
-    It is traced once, and returns arrays. Raises TypeError where f computes with amaxes.
+    It is traced once, and returns arrays. Where f computes with amaxes, jax raises what `errors_of_amaxes` words.
     """
 
     def moved(*args, **kwargs):
@@ -104,7 +119,7 @@ def _rewritten_eqn(eqn: core.JaxprEqn) -> core.JaxprEqn:
     if any(map(_jaxprs_in, eqn.params.values())):
         return eqn.replace(params={name: _of_param(value) for name, value in eqn.params.items()})
     call = _traced(partial(_move, eqn), [v.aval for v in eqn.invars])
-    return call.replace(invars=eqn.invars, outvars=eqn.outvars)
+    return call.replace(invars=eqn.invars, outvars=eqn.outvars, ctx=eqn.ctx, source_info=eqn.source_info)
 
 
 def _traced(f, types: list) -> core.JaxprEqn:

@@ -6,7 +6,6 @@ modules prevent that (`fp8.fork`), but not where the uses meet outside of them: 
 these, to the top of the differentiated function, and what comes up to it are amaxes of a type whose sum is the max.
 """
 
-import contextlib
 import operator
 import warnings
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from te_jax._amax import amax as amax_of
-from te_jax._amaxes import ARRAYS, amax_type, from_amaxes, is_amaxes, largest, movable, to_amaxes
+from te_jax._amaxes import ARRAYS, errors_of_amaxes, from_amaxes, is_amaxes, largest, movable, to_amaxes
 from te_jax._check import FUNCTION, Kind, check
 from te_jax.fp8 import FP8_COLLECTION, current_recipe, direction_of
 from te_jax.fp8_metas import check_collections, check_history_length, check_same_state, map_tensors, update_collections
@@ -178,7 +177,7 @@ def value_and_grad(fun, argnums=0, has_aux: bool = False):
             return converted(*_with(args, {i: with_slots(params, args[i]) for i, params in narrow.items()}), **kwargs)
 
         args = _with(args, {i: slots(params) for i, params in narrow.items()})
-        with errors_of_amaxes("value_and_grad"):
+        with errors_of_amaxes("value_and_grad", "slice, index, stack, reshape or select it outside of jax.custom_vjp"):
             return jax.value_and_grad(of_slots, argnums, has_aux)(*args, **kwargs)
 
     return wraps(fun)(_compiled(run, differentiated, getattr(fun, "__name__", repr(fun))))
@@ -282,21 +281,6 @@ def _tell_of_unread(args, is_read: list[bool]):
             "that `init` made of the modules that run, under the same recipe.",
             stacklevel=2,
         )
-
-
-@contextlib.contextmanager
-def errors_of_amaxes(what: str):
-    """Says in the words of FP8 state what jax says of the type of amaxes."""
-    try:
-        yield
-    except (TypeError, ValueError, NotImplementedError) as error:
-        text = str(error).partition("\n")[0]
-        if amax_type().name not in text or not type(error).__module__.startswith("builtins"):
-            raise
-        raise TypeError(
-            f"{what}: FP8 state is computed with between the arguments and the modules ({text}); slice, index, stack, "
-            "reshape or select it there, and compute with it outside of the differentiated function."
-        ) from error
 
 
 def _with(args, others):

@@ -9,9 +9,11 @@ nothing.
 
 import contextlib
 import functools
+import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from typing import NamedTuple
 
 import jax
@@ -52,7 +54,7 @@ _ENABLED = Kind("True or False", lambda value: value is None or BOOL.accepts(val
 
 
 def autocast(enabled: bool | None = None, recipe: Recipe | None = None, mesh_resource=None):
-    """A context manager: modules and layers called inside run their GEMMs in FP8.
+    """A context manager, and decorator of functions: modules and layers called inside run their GEMMs in FP8.
 
     enabled:       True; or False, which switches FP8 off, also inside of an outer autocast, and is how to mean it where
                    a model has FP8 state. None: on if there is a recipe, else off.
@@ -63,8 +65,8 @@ def autocast(enabled: bool | None = None, recipe: Recipe | None = None, mesh_res
     and in the function that a thread runs, for a thread knows nothing of its starter's. Two tasks that both wait inside
     of one raise RuntimeError, as do a module traced under another task's and blocks left in another order.
 
-    Raises TypeError if `enabled` is not a bool or `recipe` not a recipe instance, ValueError if a mesh axis of
-    `mesh_resource` is not in the mesh. Warns where nothing is given at all.
+    Raises TypeError if `enabled` is not a bool or `recipe` not a recipe instance, and as a decorator of coroutines and
+    generators; ValueError if a mesh axis of `mesh_resource` is not in the mesh. Warns where nothing is given at all.
     """
     check("autocast", "enabled", enabled, _ENABLED)
     if recipe is not None:
@@ -75,17 +77,39 @@ def autocast(enabled: bool | None = None, recipe: Recipe | None = None, mesh_res
             stacklevel=2,
         )
     if enabled is None:
-        return _autocast(recipe, mesh_resource)
-    return _autocast((recipe or DelayedScaling()) if enabled else _OFF, mesh_resource)
+        return _Autocast(recipe, mesh_resource)
+    return _Autocast((recipe or DelayedScaling()) if enabled else _OFF, mesh_resource)
 
 
-@contextlib.contextmanager
-def _autocast(value: Recipe | str | None, mesh_resource):
-    keep = contextlib.nullcontext() if mesh_resource is None else sharding.global_shard_guard(mesh_resource)
-    with keep, _recipe(value):
-        yield
-    if isinstance(value, Recipe):
-        warn_of_strays(value.exclude)
+class _Autocast(contextlib.ContextDecorator):
+    """What `autocast` returns: a context manager that may be entered again, and a decorator of functions."""
+
+    def __init__(self, value: Recipe | str | None, mesh_resource):
+        self._options = value, mesh_resource
+        self._entered = []  # (thread, what it is to leave), the innermost last
+
+    def __enter__(self):
+        value, mesh_resource = self._options
+        with contextlib.ExitStack() as stack:
+            if mesh_resource is not None:
+                stack.enter_context(sharding.global_shard_guard(mesh_resource))
+            stack.enter_context(_recipe(value))
+            self._entered.append((threading.get_ident(), stack.pop_all()))
+
+    def __exit__(self, *error):
+        here = [at for at, (thread, _) in enumerate(self._entered) if thread == threading.get_ident()]
+        _, stack = self._entered.pop(here[-1] if here else -1)
+        if isinstance(self._options[0], Recipe) and error[0] is None:
+            warn_of_strays(self._options[0].exclude)
+        return stack.__exit__(*error)
+
+    def __call__(self, f):
+        if any(is_so(f) for is_so in (iscoroutinefunction, isgeneratorfunction, isasyncgenfunction)):
+            raise TypeError(
+                f"autocast: it decorates {f.__qualname__}, whose body runs after the call of it is over; enter it "
+                "inside of the function, around a call that neither waits nor yields."
+            )
+        return super().__call__(f)
 
 
 def check_recipe(what: str, recipe):

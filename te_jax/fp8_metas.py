@@ -165,10 +165,7 @@ def _may_be_state(dtype) -> bool:
 
 def check_same_state(what: str, name: str, metas: Mapping, other: str, expected: Mapping):
     """Raises ValueError, naming `what` and a leaf, unless the two hold the same leaves of the same shapes."""
-    got, want = (
-        {jax.tree_util.keystr(path, simple=True, separator="/"): jnp.shape(leaf) for path, leaf in found}
-        for found in map(lambda tree: jax.tree_util.tree_flatten_with_path(tree)[0], (metas, expected))
-    )
+    got, want = ({path: jnp.shape(leaf) for path, leaf in _by_path(tree).items()} for tree in (metas, expected))
     for path in sorted({*got, *want}):
         if got.get(path) != want.get(path):
             of = [f"a leaf of shape {tree[path]}" if path in tree else "none" for tree in (got, want)]
@@ -195,45 +192,46 @@ def _complete(what, node, recipe, path, scale):
 
 def _tensors_of(metas) -> list[str]:
     """The paths of the tensors, in the order of the leaves."""
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(metas)]
-    return [path.removesuffix(SCALE) for path in paths if path.endswith(SCALE)]
+    return [path.removesuffix(SCALE) for path in _by_path(metas) if path.endswith(SCALE)]
+
+
+def _by_path(tree) -> dict:
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): leaf for p, leaf in jax.tree.leaves_with_path(tree)}
 
 
 @partial(jax.jit, static_argnums=2)
 def _repair(metas, previous, recipe):
     """(`metas` in range, untouched ones as they were in `previous`; bool[n]: which tensors are not touched)."""
-    untouched = {}
-
-    def kept(path, state, *old):
-        state = tuple(like(new, o) for new, o in zip(state, *old)) if old else state
-        reached = (state[0] != 0) | jnp.any(state[1] != 0, -1, keepdims=True)
-        untouched[path.removeprefix(f"{FP8_COLLECTION}/")] = ~jnp.all(_replicated(reached))
-        return (jnp.where(reached, new, o) for new, o in zip(state, *old)) if old else state
-
-    metas = map_tensors(kept, metas, *(() if previous is None else (previous,)))
-    paths, treedef = jax.tree_util.tree_flatten_with_path(metas)
-    leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in paths}
-    tensors = _tensors_of(metas)
-    by_length = {}
-    for name in tensors:
+    leaves, before, untouched, by_length = _by_path(metas), _by_path(previous), {}, {}
+    for name in _tensors_of(metas):
         length = leaves[name + HISTORY].shape[-1]
         check_history_length(f"update_fp8_metas: {name + HISTORY}", length, recipe)
         by_length.setdefault(length, []).append(name)
     for length, names in by_length.items():
-        histories = [_replicated(leaves[n + HISTORY]).reshape(-1, length) for n in names]
-        scales = [_replicated(leaves[n + SCALE]).reshape(-1) for n in names]
-        bwd = jnp.concatenate(
-            [jnp.full(s.shape, direction_of(n.rsplit("/", 1)[-1]) == "bwd") for n, s in zip(names, scales)]
-        )
-        state = jnp.concatenate(scales), jnp.concatenate(histories)
-        fixed = (recipe or DelayedScaling()).mended(*state, bwd, in_force=recipe is not None)
+
+        def state_of(tree, names=names, length=length):
+            shapes = (SCALE, -1), (HISTORY, (-1, length))
+            return [jnp.concatenate([_replicated(tree[n + end]).reshape(s) for n in names]) for end, s in shapes]
+
+        scales, histories = state_of(leaves)
+        reached = (scales != 0) | jnp.any(histories != 0, 1)
+        if before:
+            old_scales, old_histories = state_of(before)
+            scales = jnp.where(reached, scales, old_scales)
+            histories = jnp.where(reached[:, None], histories, old_histories)
+        sizes = [leaves[n + SCALE].size for n in names]
+        are_bwd = [jnp.full(size, direction_of(n.rsplit("/", 1)[-1]) == "bwd") for n, size in zip(names, sizes)]
+        in_force = recipe is not None
+        fixed = (recipe or DelayedScaling()).mended(scales, histories, jnp.concatenate(are_bwd), in_force=in_force)
         at = 0
-        for n, s in zip(names, scales):
-            for suffix, values in zip((SCALE, HISTORY), fixed):
-                old = leaves[n + suffix]
-                leaves[n + suffix] = like(values[at : at + s.size].reshape(old.shape), old)
-            at += s.size
-    return jax.tree_util.tree_unflatten(treedef, leaves.values()), jnp.asarray([untouched[name] for name in tensors])
+        for n, size in zip(names, sizes):
+            for end, values in zip((SCALE, HISTORY), fixed):
+                old = leaves[n + end]
+                leaves[n + end] = like(values[at : at + size].reshape(old.shape), old)
+            untouched[n] = ~jnp.all(reached[at : at + size])
+            at += size
+    metas = jax.tree.unflatten(jax.tree.structure(metas), leaves.values())
+    return metas, jnp.asarray([untouched[name] for name in _tensors_of(metas)])
 
 
 def _replicated(x):

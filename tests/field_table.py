@@ -31,11 +31,11 @@ docstrings. A value of another type is a TypeError, one out of range a ValueErro
 come from `init` and `apply`, or from the constructor of an NNX module, and name the module, its path, the field, its
 value and the way out:
 
-```
+```text
 MultiHeadAttention `attention`: num_attention_heads=8 does not split into num_gqa_groups=3; pass a divisor of it.
 ```
 
-This file is made of the declarations in `te_jax/flax/_fields.py`, by `python tests/field_table.py`.
+This file is made of the declarations in `te_jax/flax/_fields.py`, which tests/field_table.py writes down.
 """
 
 

@@ -104,6 +104,10 @@ AUTOCAST = [
         TypeError,
         "sharding_resource is .* beside mesh_resource.*pass one",
     ),
+    Probe("a decorated function", lambda: te.autocast(recipe=RECIPE)(fp8.current_recipe)() == RECIPE),
+    Probe(
+        "a decorated coroutine", lambda: te.autocast(recipe=RECIPE)(waits), TypeError, "decorates waits.*around a call"
+    ),
     Probe("two tasks wait inside of autocasts", lambda: in_tasks(waits, waits), RuntimeError, AROUND),
     Probe("two tasks wait inside of guards", lambda: in_tasks(*[lambda: waits(guard)] * 2), RuntimeError, AROUND),
     Probe("a task asks beside one that waits", lambda: in_tasks(waits, asks), RuntimeError, AROUND),
@@ -380,7 +384,7 @@ GRADS = [
         "value_and_grad of twice the state",
         lambda: grad_of(doubled),
         TypeError,
-        "FP8 state is computed with.*slice, ind",
+        "FP8 state is computed with.*slice, index",
     ),
     Probe(
         "value_and_grad of unread state",

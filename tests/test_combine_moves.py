@@ -105,7 +105,7 @@ def written(kernels, metas):
 
 
 def remat(kernels, metas):
-    return static(kernels, metas, jax.checkpoint(layer)) + jax.checkpoint(static)(kernels, metas)
+    return jax.checkpoint(partial(static, layer=jax.checkpoint(layer)))(kernels, metas)
 
 
 WAYS = [static, twice, scan, dynamic, stacked, in_stages, indexed, rolled, repeated, of_cond, written, remat]

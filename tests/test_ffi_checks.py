@@ -26,11 +26,16 @@ def handlers(tmp_path_factory):
     found = library.targets(library.build_handlers(tmp_path_factory.mktemp("handlers"), include))
     for name, handler in found.items():
         jax.ffi.register_ffi_target(f"host_{name}", handler, platform="cpu")
+    return found
+
+
+@pytest.fixture
+def on_cpu(handlers):
     with jax.default_device(jax.devices("cpu")[0]):
-        yield found
+        yield
 
 
-def test_wrong_calls_are_refused(handlers):
+def test_wrong_calls_are_refused(handlers, on_cpu):
     assert handlers.keys() == set(TARGETS)
     found = [survey(target, f"host_{target}") for target in TARGETS]
     accepted = [what for each in found for what in each["accepted"]]
@@ -71,7 +76,7 @@ NO_PRODUCTS = [
 
 
 @pytest.mark.parametrize("case", NO_PRODUCTS, ids=str)
-def test_a_gemm_of_no_products_is_bias_plus_c(case, handlers, rng):
+def test_a_gemm_of_no_products_is_bias_plus_c(case, on_cpu, rng):
     check_no_products("host_", *case, rng)
 
 

@@ -76,7 +76,7 @@ def test_a_nan_in_a_history_keeps_the_scale():
 
 
 @pytest.mark.parametrize("in_force", [True, False])
-@pytest.mark.parametrize("margin", [8, -8, 100])
+@pytest.mark.parametrize("margin", [8, -8, 32])
 def test_a_mended_scale_is_a_normal_number(margin, in_force):
     """As are those of the law: (448 / 3.3e38) / 2**8 is none, nor is 448 / 1e-44 * 2**8."""
     recipe, tiny, largest = DelayedScaling(margin=margin, amax_history_len=2), 2.0**-126, float(np.finfo("f4").max)

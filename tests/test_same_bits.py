@@ -1,6 +1,7 @@
 """The same bits in every process: nothing that a training step runs is chosen by timing."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -55,9 +56,11 @@ print(json.dumps({jax.tree_util.keystr(path): bits(leaf) for path, leaf in leave
 """
 
 
-def test_two_processes_train_to_the_same_bits():
-    root = Path(__file__).parents[1]
-    start = lambda: subprocess.Popen([sys.executable, "-c", _STEPS], stdout=subprocess.PIPE, text=True, cwd=root)
+def test_two_processes_train_to_the_same_bits(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(Path(te.__file__).parents[1])}  # the te_jax that is tested
+    start = lambda: subprocess.Popen(
+        [sys.executable, "-c", _STEPS], stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
+    )
     if jax.default_backend() == "gpu":  # one after the other: each takes most of the memory
         texts = [start().communicate(timeout=600)[0] for _ in range(2)]
     else:

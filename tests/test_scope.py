@@ -195,6 +195,26 @@ class TestEnabled:
             with pytest.raises(TypeError, match=f"autocast: enabled is .*; pass True or False.*{hint}"):
                 entry(enabled, RECIPE)
 
+    def test_decorates_functions(self):
+        block = te.autocast(recipe=RECIPE)
+        asks = block(lambda depth: (fp8.current_recipe(), depth and asks(depth - 1)))
+        assert asks(1) == (RECIPE, (RECIPE, 0)) and fp8.current_recipe() is None
+        for _ in range(2):
+            with block, block:
+                assert fp8.current_recipe() == RECIPE
+
+        async def coroutine(): ...
+
+        def generator():
+            yield
+
+        async def both():
+            yield
+
+        for f in (coroutine, generator, both):
+            with pytest.raises(TypeError, match=f"{f.__name__}, whose body runs after.*around a call"):
+                block(f)
+
     def test_nothing_given_is_told(self):
         with pytest.warns(UserWarning, match="FP8 stays off; pass True, a recipe, or False"):
             block = te.autocast()

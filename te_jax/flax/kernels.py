@@ -100,7 +100,7 @@ def _check_variables(what: str, variables):
     way_out = 'pass {"params": params} and the other collections of `init`'
     if not isinstance(variables, Mapping):
         raise TypeError(f"{what}: variables is {type(variables).__name__}; {way_out}.")
-    if "params" not in variables:
+    if variables and "params" not in variables:  # none at all: kernels of the caller alone
         raise ValueError(f"{what}: variables has {sorted(variables)}, no 'params'; {way_out}.")
 
 

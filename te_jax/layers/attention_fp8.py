@@ -107,10 +107,10 @@ def attention_fp8(
     options = check_options(_NAME, q, k, v, **kwargs)
     if reason := _why_not(q, k, v, options):
         raise ValueError(f"{_NAME}: {reason}; use te_jax.ops.attention.dot_product_attention.")
-    check(_NAME, "metas", metas, _METAS)
-    check(_NAME, "backward", backward, _BACKWARD)
     if not isinstance(recipe, DelayedScaling):
         raise ValueError(f"{_NAME}: recipe is {recipe}; only delayed scales are in this version: use DelayedScaling.")
+    check(_NAME, "metas", metas, _METAS)
+    check(_NAME, "backward", backward, _BACKWARD)
     s, t = q.shape[-3], k.shape[-3]
     causal = options.band.trimmed(s, t).right is not None
     fp8_backward = _fp8_backward(q, k, causal) if backward is None else backward == "fp8"
@@ -156,6 +156,8 @@ def _attention_fwd(q, k, v, metas, config):
     operands, amaxes = zip(*map(partial(_stored, dtype=dtype), (q, k, v), metas, by))
     operands, attrs = named(operands, QUANTIZED), dict(causal=config.causal, scale=config.scale)
     data, lse, amax = attention_fp8_fwd(*operands, forward_scales(by.q, by.k, by.v, by.o), **attrs)
+    # cuDNN's amax drops a NaN of the output, which the operands' tell.
+    amax = jnp.where(jnp.isnan(sum(each.reshape(-1)[0] for each in amaxes)), jnp.nan, amax)
     data = data if config.fp8_backward else _dequantized(data, by.o, q.dtype)
     # A policy that saves one of these names runs the kernel once.
     saved = named((*named((data, lse), ATTENTION), named((*amaxes, amax), STATISTICS)), config.checkpoint)

@@ -288,7 +288,7 @@ def _heed_gradients(name: str, variables: dict):
     states = [x for (collection, *_, leaf), x in variables.items() if collection == FP8_COLLECTION and SCALE in leaf]
     parameters = jax.tree.leaves([x for (collection, *_), x in variables.items() if collection == "params"])
     floating = [x for x in parameters if jnp.issubdtype(x.dtype, jnp.floating)]
-    if states and floating:
+    if states and any(isinstance(x, jax.core.Tracer) for x in floating):
         _watch(name, floating, states)  # its result is of no use, and computes nothing
 
 

@@ -5,8 +5,9 @@ from functools import partial, wraps
 
 from flax import nnx
 
+from te_jax._amaxes import errors_of_amaxes
 from te_jax._check import FUNCTION, check, integer
-from te_jax.combine import combine_by_max, errors_of_amaxes, reach
+from te_jax.combine import combine_by_max, reach
 from te_jax.fp8 import FP8_COLLECTION, current_recipe
 from te_jax.fp8_metas import update_fp8_metas
 from te_jax.nnx._layer import Fp8State
@@ -38,7 +39,6 @@ def value_and_grad(f: Callable, *, argnums: int = 0, has_aux: bool = False, wrt=
     Raises TypeError for such slices, ValueError for a `wrt` that takes in FP8 state, where the recipe in force has no
     state, but the model does, and for histories of another length than the recipe's.
     """
-
     check("te_jax.nnx.value_and_grad", "f", f, FUNCTION)
     check("te_jax.nnx.value_and_grad", "argnums", argnums, integer())
 
@@ -65,7 +65,7 @@ def value_and_grad(f: Callable, *, argnums: int = 0, has_aux: bool = False, wrt=
             return _combined(f, args, kwargs, model_at, has_aux) if moves else f(*args, **kwargs)
 
         differentiated = nnx.DiffState(model_at, nnx.Any(wrt, Fp8State) if moves else wrt)
-        with errors_of_amaxes("te_jax.nnx.value_and_grad"):
+        with errors_of_amaxes("te_jax.nnx.value_and_grad", "map and loop over it by nnx.vmap and nnx.scan"):
             value, grads = nnx.value_and_grad(call, argnums=differentiated, has_aux=has_aux)(*args, kwargs)
         if moves:
             new, grads = nnx.split_state(grads, Fp8State, ...)
