@@ -2,7 +2,8 @@
 
 An `Op` is one jax primitive. On CUDA it lowers to the FFI target of the same name, elsewhere to `reference`. From
 the axis rule follow the shape checks, the result shapes, the vmap rule, the Shardy rule, the per-device call with its
-psum or pmax, and the explicit-sharding types. This is the one file that knows jax's machinery.
+psum or pmax, and the explicit-sharding types. This is the one file that knows jax's machinery; `_placement.py` says
+which mesh axes split a call.
 """
 
 from functools import cache, partial
@@ -87,6 +88,7 @@ class Op:
         self.primitive = Primitive(name)
         self.primitive.multiple_results = True
         self.primitive.def_abstract_eval(self._abstract_eval)
+        self.primitive.def_impl(self._evaluate)
         mlir.register_lowering(self.primitive, partial(self._lower, self._run_reference))
         if cuda or not composed:
             mlir.register_lowering(self.primitive, self._lower_cuda, platform="cuda")
@@ -158,6 +160,15 @@ class Op:
             return ShapedArray(out.shape, out.dtype, sharding=replicated, manual_axis_type=vary)
 
         return [aval(out) for out in self._results([a.shape for a in args], [a.dtype for a in args], **params)]
+
+    def _evaluate(self, *args, **params):
+        """Under `jax.disable_jit`, where no `jax.jit` is around the primitive."""
+        with jax.disable_jit(False):
+            return self._compiled(_key(params))(*args)
+
+    @cache  # noqa: B019  (ops live as long as the process)
+    def _compiled(self, key):
+        return jax.jit(partial(self.primitive.bind, **{name: value for name, _, value in key}))
 
     def _run_reference(self, *args, inputs, outputs, **attrs):
         return self._chosen(self.reference(*self._fill(args, inputs), **attrs), outputs)

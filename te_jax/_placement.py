@@ -10,7 +10,6 @@ Nothing here is traced.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 
 import numpy as np
@@ -117,16 +116,17 @@ def mesh_axes(entry) -> tuple[str, ...]:
 
 
 def spec_of_sharding(mesh, info) -> PartitionSpec:
-    """How the mesh axes split an operand or result; an axis of it that they split in another way is as if unsplit."""
+    """How the mesh axes split an operand or result; an axis of it that they split in another way is as if unsplit.
+
+    The compiler may split an axis of a size that its shards do not divide. So the sharding is asked about an array
+    that it divides in any case, and `place` takes what divides the real one.
+    """
     if info.sharding is None or mesh.empty or not info.shape:
         return PartitionSpec()
-    try:
-        where = info.sharding.devices_indices_map(info.shape)
-    except AssertionError:  # jax's, for an axis of a size that its shards do not divide
-        return PartitionSpec()
+    where = info.sharding.devices_indices_map((mesh.size,) * len(info.shape))
     slices = [where[device] for device in mesh.devices.flat]
     starts = [np.reshape([s[i].start or 0 for s in slices], mesh.devices.shape) for i in range(len(info.shape))]
-    return PartitionSpec(*map(partial(_splitting_axes, mesh), starts, info.shape))
+    return PartitionSpec(*(_splitting_axes(mesh, each, mesh.size) for each in starts))
 
 
 def _splitting_axes(mesh, starts, size):

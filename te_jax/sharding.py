@@ -5,6 +5,9 @@ those who shard by Flax's logical names; `extend_logical_axis_rules` turns it in
 """
 
 import contextlib
+import functools
+import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
@@ -14,6 +17,7 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from te_jax._check import ARRAY, NONE, STRING, Kind, KnownFields, check, integer
+from te_jax._placement import mesh_axes
 from te_jax._scope import Scope
 from te_jax._types import on_explicit_mesh
 
@@ -346,6 +350,8 @@ def with_sharding_constraint_by_logical_axes(x: jax.Array, axes: Sequence[str | 
 
     Does nothing where there is nothing to say: axes None, no rules, no mesh; nor under Explicit or Manual
     mesh axes, where the array's type says it already.
+    An axis that the devices of its mesh axes do not divide is split over fewer of these, or stays whole; a warning says
+    so, once, unless its size is 1.
     Raises ValueError if `axes` has another length than x, or a rule names an axis that the mesh lacks.
     """
     from flax import linen as nn  # late: the ops do not need Flax
@@ -368,7 +374,31 @@ def with_sharding_constraint_by_logical_axes(x: jax.Array, axes: Sequence[str | 
             f"with_sharding_constraint: the logical axis rules map {tuple(axes)} to mesh axis {name!r}, but "
             f"the mesh in force has the axes {mesh.axis_names}."
         )
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+    return jax.lax.with_sharding_constraint(x, _dividing(spec, x.shape, mesh))
+
+
+def _dividing(spec, shape: tuple[int, ...], mesh) -> PartitionSpec:
+    """`spec` with the mesh axes alone, the outer ones first, whose devices divide the array's axes: shards of different
+    sizes suit no kernel, which would gather them, each for itself."""
+    kept = []
+    for axis, (entry, size) in enumerate(zip(spec, shape)):
+        names = mesh_axes(entry)
+        fitting = names
+        while size % math.prod(mesh.shape[name] for name in fitting):
+            fitting = fitting[:-1]
+        if fitting != names and size > 1:
+            _warn_undivided(axis, size, names, math.prod(mesh.shape[name] for name in names))
+        kept.append(fitting or None)
+    return PartitionSpec(*kept)
+
+
+@functools.cache
+def _warn_undivided(axis: int, size: int, names: tuple[str, ...], devices: int):
+    warnings.warn(
+        f"with_sharding_constraint: axis {axis} of an activation is {size}, which the {devices} devices of mesh axes "
+        f"{names} do not divide; it is split over fewer of them, or over none. Pad it to a multiple of {devices}.",
+        stacklevel=4,
+    )
 
 
 # Names and meaning: https://docs.jax.dev/en/latest/gpu_performance_tips.html

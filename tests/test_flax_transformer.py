@@ -458,3 +458,18 @@ def test_kv_channels():
     x = data(B, S, H)
     params = layer(num_attention_heads=5, kv_channels=8).init(KEY, x)["params"]
     assert ref.shapes(params)["attention"]["qkv"]["kernel"] == (H, 3, 40)
+
+
+def test_without_jit(rng):
+    """`jax.disable_jit` evaluates every op by itself: forward and backward, with FP8 state."""
+    module = te_flax.TransformerLayer(
+        hidden_size=16, mlp_hidden_size=32, num_attention_heads=2, hidden_dropout=0.0, attention_dropout=0.0
+    )
+    x = jnp.asarray(rng.standard_normal((2, 4, 16)), jnp.float32)
+    with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
+        variables = nn.meta.unbox(jax.jit(module.init)(jax.random.key(0), x))
+        step = jax.value_and_grad(lambda variables: jnp.sum(jnp.sin(module.apply(variables, x))))
+        want = jax.jit(step)(variables)
+        with jax.disable_jit():
+            got = step(variables)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5), got, want)

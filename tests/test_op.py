@@ -185,6 +185,9 @@ def test_eager_jit_scan_remat(case: Case, rng):
     variants = {"jit": fn, "scan": last, "remat": jax.checkpoint(fn)}
     for name, got in joined({name: (variant, given) for name, variant in variants.items()}).items():
         close(got, want, name)
+    with jax.disable_jit():
+        close(fn(*given), want, "disable_jit")
+        close([each[0] for each in jax.vmap(fn)(*(a[None] for a in given))], want, "vmap, disable_jit")
 
 
 def test_every_op_has_a_case():

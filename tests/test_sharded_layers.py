@@ -17,9 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 import te_jax as te
 import te_jax.flax as te_flax
-from te_jax import recipe
+from te_jax import recipe, sharding
 from te_jax.flax._common import Dropout
 from te_jax.ops.attention import dot_product_attention
+from te_jax.ops.norm import norm
 from te_jax.sharding import global_shard_guard
 
 pytestmark = pytest.mark.usefixtures("on_host")
@@ -258,6 +259,105 @@ def test_transformer_layer(name, kind, dtype):
     check_equal((got[0], got[1][0], got[1][2]), (want[0], want[1][0], want[1][2]), LAYER_BOUND[dtype])
     each = [minimum(what, name, True, jnp.dtype(dtype).itemsize) for what in WIDTHS]
     check_collectives(found, {key: tuple(map(sum, zip(*(m[key] for m in each)))) for key in each[0]})
+
+
+# -- sizes that the mesh does not divide ---------------------------------------------------------------------
+
+
+UNDIVIDED = {  # name: batch, sequence, the mesh, sequence parallelism, how many gathers at most
+    "sequence-15": (2, 15, dict(dp=2, tp=4), True, 0),
+    "sequence-17": (2, 17, dict(dp=2, tp=4), True, 0),
+    "batch-6": (6, 8, dict(dp=4, tp=2), False, 0),
+    "batch-1": (1, 8, dict(dp=2, tp=4), False, 0),
+    "batch-3-fsdp": (3, 8, dict(fsdp=4, tp=2), False, 4),  # of kernels, or of the product of the shard of one
+}
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["f32", "fp8"])
+@pytest.mark.parametrize("name", UNDIVIDED)
+def test_undivided_sizes(name, fp8, recwarn):
+    """Under Auto axes: what cannot be split stays whole, rather than be gathered for each kernel."""
+    b, s, sizes, sp, gathers = UNDIVIDED[name]
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    roles = {("tpsp" if sp and axis == "tp" else axis) + "_resource": axis for axis in sizes}
+    module, rng = module_of("mlp", sp, dtype=jnp.float32), np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.normal(size=(b, s, H)), jnp.float32) for _ in range(2)]
+    with te.autocast(fp8, RECIPE):
+        others, params = flax.core.pop(jax.jit(module.init)(KEY, arrays[0]), "params")
+        want = jax.jit(gradients(module))(nn.meta.unbox(params), others, *arrays)
+        sharding._warn_undivided.cache_clear()
+        got, found = run_on(mesh, te.MeshResource(**roles), module, params, others, arrays, P("dp" if sp else None))
+    check_equal((got[0], got[1][0], got[1][2]), (want[0], want[1][0], want[1][2]), LAYER_BOUND[jnp.float32])
+    assert sum(c.kind == "all-gather" for c in found if c.bytes > SMALL) <= gathers, found
+    assert not {c.kind for c in found} - {"all-gather", "all-reduce", "reduce-scatter"}, found
+    said = [str(w.message) for w in recwarn if "do not divide" in str(w.message)]
+    size = max(n for n in (b, s) if n not in (8, 2))
+    assert len(said) == (size > 1) and all(f" is {size}, which the 4 devices of mesh axes" in text for text in said)
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (2, 15, 64), (1, 64)], ids=str)
+def test_undivided_shards_of_an_op(shape):
+    """A constraint of the user's own, which XLA takes for any size, and hands on to the result: a gather of each."""
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,))
+    spec = P(*[None] * (x.ndim - 2), "a")
+    run = lambda x, gamma: norm(jax.lax.with_sharding_constraint(x, spec), gamma)
+    operands = [jax.device_put(a, NamedSharding(mesh, P())) for a in (x, np.ones(64, np.float32))]
+    program, found = collectives.compiled(run, *operands, mesh=mesh)
+    np.testing.assert_allclose(program(*operands), norm(x, jnp.ones(64)), rtol=1e-5, atol=1e-6)
+    assert len(found) <= 2, found
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        te_flax.DenseGeneral(features=64, use_bias=True),
+        te_flax.LayerNormDenseGeneral(features=64),
+    ],
+    ids=["dense", "norm"],
+)
+def test_column_parallel_shards_below_a_block(module):
+    """Float8BlockScaling leaves blocks whole that a mesh would cut; the layer's type is that of its operands."""
+    x, mesh = data(jnp.float32)[:2], jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+
+    def loss(variables, x):
+        y = module.apply(variables, x)
+        return jnp.sum(jnp.sin(y[0] if isinstance(y, tuple) else y))
+
+    with te.autocast(True, recipe.Float8BlockScaling()):
+        variables = nn.meta.unbox(module.init(KEY, x))
+        step = jax.value_and_grad(loss, (0, 1))
+        want = jax.jit(step)(variables, x)
+        with jax.set_mesh(mesh):
+            put = lambda leaf, spec: jax.device_put(np.asarray(leaf), NamedSharding(mesh, spec))
+            placed = jax.tree.map(lambda leaf: put(leaf, P(None, "tp") if leaf.ndim == 2 else P()), variables)
+            got = jax.jit(step)(placed, put(x, P("dp", "tp")))
+    check_equal(got, want, 1e-5)
+
+
+# -- axes of one device --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+def test_explicit_axes_of_one_device(sp):
+    """As without them: plain attention, whose logits a type would else split twice, with a mask, and FP8."""
+    names = ("dp", "fsdp", "tp", "cp", "pp")
+    mesh = jax.make_mesh((2, 1, 1, 1, 1), names, axis_types=(AxisType.Explicit,) * 5)
+    roles = {("tpsp" if sp and axis == "tp" else axis) + "_resource": axis for axis in names}
+    module, arrays = module_of("layer", sp, dtype=jnp.float32), [data(jnp.float32, seed) for seed in (0, 1)]
+    mask = jnp.asarray(np.random.default_rng(3).random((B, 1, S, S)) < 0.3)
+
+    class Masked:
+        def apply(self, variables, x):
+            return module.apply(variables, x, None, mask)
+
+    with te.autocast(True, RECIPE):
+        others, params = flax.core.pop(jax.jit(module.init)(KEY, arrays[0]), "params")
+        want = jax.jit(gradients(Masked()))(nn.meta.unbox(params), others, *arrays)
+        spec = P(("dp", "fsdp"), ("cp", "tp") if sp else "cp")
+        got, found = run_on(mesh, te.MeshResource(**roles), Masked(), params, others, arrays, spec)
+    check_equal((got[0], got[1][0], got[1][2]), (want[0], want[1][0], want[1][2]), LAYER_BOUND[jnp.float32])
+    assert {(c.kind, c.axes) for c in found} == {("all-reduce", ("dp",))}
 
 
 # -- grouped heads -------------------------------------------------------------------------------------------

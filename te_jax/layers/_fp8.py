@@ -314,7 +314,9 @@ def fprop(x: Fp8Tensor, w: Fp8Tensor, bias, config: Config, residual=None) -> ja
         y = dot(x.wide, range(lead, lead + contract), w.wide, range(contract), dtype, out_spec=config.spec)
         return plain_sum(named(y, GEMM), bias, residual)
     options = dict(contract=contract, out_dtype=dtype, out_spec=config.spec)
-    return _multiply(0, x.rows, w.columns, config, bias, residual, **options)
+    y = _multiply(0, x.rows, w.columns, config, bias, residual, **options)
+    # A layer has one type, however its operands may be split: blocks that a mesh would cut are not.
+    return y if config.spec is None else jax.sharding.reshard(y, config.spec)
 
 
 def plain_sum(y, bias, residual) -> jax.Array:
