@@ -48,13 +48,10 @@ class Kind:
 
 
 def check(where: str, name: str, value, kind: Kind) -> None:
-    """Raises TypeError or ValueError, "{where}: {name} is {value!r}; pass {kind}.", unless `value` is of `kind`.
-
-    None where a value is needed is a ValueError.
-    """
+    """Raises TypeError or ValueError, "{where}: {name} is {value!r}; pass {kind}.", unless `value` is of `kind`."""
     if kind.accepts(value):
         return
-    error = ValueError if value is None or kind.is_type(value) else TypeError
+    error = ValueError if kind.is_type(value) else TypeError
     hint = kind.hint(value)
     raise error(f"{where}: {name} is {shown(value)}; pass {kind.text}{f' ({hint})' if hint else ''}.")
 
