@@ -68,8 +68,8 @@ class TransformerLayer(Module):
     self_attn_mask_type, self_attn_bias_type: of self-attention; cross-attention masks by "padding", without a
         bias.
     enable_relative_embedding: T5's relative position biases (32 buckets, distance 128). False here.
-    relative_embedding: None or False, or a module of the user's for them, called as `RelativePositionBiases` is (with q_offset when
-                        decoding alone); a module switches them on.
+    relative_embedding: None or False, or a module of the user's for them, which switches them on; it is called as
+                        `RelativePositionBiases` is (with q_offset when decoding alone).
     drop_path:          rate at which a sample skips a sub-block (https://arxiv.org/abs/1603.09382).
     window_size, enable_rotary_pos_emb: of self-attention alone; cross_window_size and cross_rotary_pos_emb
                         are theirs in cross-attention. A decoder whose weights were trained with both must ask
