@@ -210,7 +210,7 @@ def check_fields(module: Module) -> None:
             raise ValueError(f"{where}: {text}.")
 
 
-@functools.cache
+@functools.lru_cache(256)  # `nn.remat` and others make classes
 def kinds_of(cls: type[Module]) -> tuple[tuple[str, Kind], ...]:
     """(field, kind) of a module class; fields that a user's subclass adds have none."""
     kinds = FIELDS | cls.own_kinds
