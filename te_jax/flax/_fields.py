@@ -174,7 +174,7 @@ def check_call(module: nn.Module, **arguments) -> None:
 
 def warn_unused(module: nn.Module, text: str) -> None:
     """Warns, once, of what was asked of `module` and has no effect."""
-    warn_once(f"{describe(module)}: {text}.")
+    warn_once(describe(module), f"{text}.")
 
 
 # -- the modules ------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def check_fields(module: Module) -> None:
 
 @functools.lru_cache(256)  # `nn.remat` and others make classes
 def kinds_of(cls: type[Module]) -> tuple[tuple[str, Kind], ...]:
-    """(field, kind) of a module class; fields that a user's subclass adds have none."""
+    """(field, kind) of a module class; a field of another name, of a user's subclass, has none."""
     kinds = FIELDS | cls.own_kinds
     return tuple((field.name, kinds[field.name]) for field in dataclasses.fields(cls) if field.name in kinds)
 

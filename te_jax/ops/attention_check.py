@@ -264,6 +264,7 @@ def warn_of_padding(op: str, mask_type: str, mask, described: SequenceDescriptor
     """Warns, once, where a padding type has nothing that tells what is padding."""
     if MASK_TYPES[mask_type].padding and mask is None and described is None:
         warn_once(
-            f"{op}: attn_mask_type is {mask_type!r}, but neither mask nor sequence_descriptor says what is padding, so "
-            "nothing is; pass one of them, or a type without padding."
+            op,
+            f"attn_mask_type is {mask_type!r}, but neither mask nor sequence_descriptor says what is padding, so nothing "
+            "is; pass one of them, or a type without padding.",
         )
