@@ -265,6 +265,6 @@ def warn_of_padding(op: str, mask_type: str, mask, described: SequenceDescriptor
     if MASK_TYPES[mask_type].padding and mask is None and described is None:
         warn_once(
             op,
-            f"attn_mask_type is {mask_type!r}, but neither mask nor sequence_descriptor says what is padding, so nothing "
-            "is; pass one of them, or a type without padding.",
+            f"attn_mask_type is {mask_type!r}, but neither mask nor sequence_descriptor says what is padding, so "
+            "nothing is; pass one of them, or a type without padding.",
         )
