@@ -269,7 +269,7 @@ JOINED = [
     Probe("attention_fp8: backward", shaped(attention_fp8, *[O((2, 4, 2, 16), jnp.bfloat16)] * 3, recipe=DELAYED,
           metas=AttentionMetas(*[META] * 9), backward="f8"), V, "backward is 'f8'; .*'fp8'"),
     Probe("attention_fp8: recipe", shaped(attention_fp8, *[O((2, 4, 2, 16), jnp.bfloat16)] * 3, recipe=CURRENT,
-          metas=AttentionMetas(*[META] * 9)), V, "use DelayedScaling"),
+          metas=None), V, "use DelayedScaling"),
     Probe("context: no mesh", shaped(context_parallel_attention, Q, Q, Q, axis="cp"), V, r"jax.set_mesh\(mesh\)"),
     Probe("context: strategy", shaped(context_parallel_attention, Q, Q, Q, axis=3), V, "axis is 3; pass names"),
 ]  # fmt: skip

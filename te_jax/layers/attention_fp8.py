@@ -105,10 +105,10 @@ def attention_fp8(
     options = check_options(_NAME, q, k, v, **kwargs)
     if reason := _why_not(q, k, v, options):
         raise ValueError(f"{_NAME}: {reason}; use te_jax.ops.attention.dot_product_attention.")
-    check(_NAME, "metas", metas, _METAS)
-    check(_NAME, "backward", backward, _BACKWARD)
     if not isinstance(recipe, DelayedScaling):
         raise ValueError(f"{_NAME}: recipe is {recipe}; only delayed scales are in this version: use DelayedScaling.")
+    check(_NAME, "metas", metas, _METAS)
+    check(_NAME, "backward", backward, _BACKWARD)
     s, t = q.shape[-3], k.shape[-3]
     causal = options.band.trimmed(s, t).right is not None
     fp8_backward = _fp8_backward(q, k, causal) if backward is None else backward == "fp8"
