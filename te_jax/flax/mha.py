@@ -201,7 +201,7 @@ class MultiHeadAttention(Module):
         a cache or in cross-attention; TypeError for a cache of another dtype.
         """
         check_call(self, decode=decode, deterministic=deterministic, norm_output=norm_output)
-        check_call(self, max_decode_length=max_decode_length, residual=residual)
+        check_call(self, max_decode_length=max_decode_length, residual=residual, mask=mask, bias=bias)
         if max_decode_length is not None and not decode:
             warn_unused(self, f"max_decode_length is {max_decode_length}, but decode is False: no cache is made")
         self_attention = inputs_kv is None or inputs_kv is inputs_q

@@ -190,6 +190,7 @@ class TransformerLayer(Module):
         decoder = is_decoder(self)
         check_call(self, deterministic=deterministic, decode=decode, max_decode_length=max_decode_length)
         self._check(inputs, encoded, encoder_decoder_mask, decoder)
+        check_call(self, attention_mask=attention_mask, encoder_decoder_mask=encoder_decoder_mask)
         name = "self_attention" if decoder else "attention"
         inputs = self._residual_layout(in_compute_dtype(self, inputs))
         dropped = (self.hidden_dropout > 0 or self.drop_path > 0) and not deterministic
