@@ -6,7 +6,6 @@ check("LayerNorm `norm`", "epsilon", epsilon, number(above=0))
 
 import dataclasses
 import difflib
-import functools
 import inspect
 import math
 import warnings
@@ -48,13 +47,10 @@ class Kind:
 
 
 def check(where: str, name: str, value, kind: Kind) -> None:
-    """Raises TypeError or ValueError, "{where}: {name} is {value!r}; pass {kind}.", unless `value` is of `kind`.
-
-    None where a value is needed is a ValueError.
-    """
+    """Raises TypeError or ValueError, "{where}: {name} is {value!r}; pass {kind}.", unless `value` is of `kind`."""
     if kind.accepts(value):
         return
-    error = ValueError if value is None or kind.is_type(value) else TypeError
+    error = ValueError if kind.is_type(value) else TypeError
     hint = kind.hint(value)
     raise error(f"{where}: {name} is {shown(value)}; pass {kind.text}{f' ({hint})' if hint else ''}.")
 
@@ -85,10 +81,14 @@ def bind(where: str, signature: inspect.Signature, args: tuple, kwargs: dict) ->
         raise TypeError(f"{where}: {error}; it takes {', '.join(signature.parameters)}.") from None
 
 
-@functools.cache
-def warn_once(text: str) -> None:
-    """Warns of what an argument does not do, once in a process for each text."""
-    warnings.warn(text, stacklevel=4)
+told: set[str] = set()  # what `warn_once` has said in this process
+
+
+def warn_once(where: str, text: str) -> None:
+    """Warns "{where}: {text}" of what an argument does not do; once for each text, whichever module comes first."""
+    if text not in told:
+        told.add(text)
+        warnings.warn(f"{where}: {text}", stacklevel=4)
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:

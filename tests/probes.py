@@ -25,7 +25,7 @@ class Probe(NamedTuple):
 
 def ended(probe: Probe) -> str:
     """How `probe` ends otherwise than it should; "" if it ends so."""
-    _check.warn_once.cache_clear()  # each probe hears its own
+    _check.told.clear()  # each probe hears its own
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:

@@ -1,4 +1,4 @@
-"""Probes of the modules of te_jax.flax and te_jax.nnx: their fields, call arguments and parameters."""
+"""Probes of the modules of te_jax.flax: their fields, call arguments and parameters."""
 
 import warnings
 
@@ -6,14 +6,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax import ShapeDtypeStruct
 from probes import Probe
 
 import te_jax as te
 import te_jax.flax as te_flax
-import te_jax.nnx as te_nnx
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.ops.rope import LinearScaling, NTKScaling
 
@@ -84,19 +82,19 @@ NUMBERS = [
     (DENSE, dict(features=()), V, r"features is \(\)"),
     (DENSE, dict(features=(8, 0)), V, r"features is \(8, 0\); pass positive"),
     (DENSE, dict(features=-4), V, "features .*-4"),
-    (DENSE, dict(features=None), V, "features is None"),
+    (DENSE, dict(features=None), T, "features is None"),
     (DENSE, dict(features=np.int64(8)), None, ""),
     (DENSE, dict(features=[2, 4]), None, ""),
     (DENSE, dict(axis="last"), T, "axis is 'last'; pass an int"),
     (DENSE, dict(axis=-1.0), V, "axis is -1.0; pass an int"),
-    (DENSE, dict(axis=None), V, "axis is None"),
+    (DENSE, dict(axis=None), T, "axis is None"),
     (NORM_DENSE, dict(axis=0), V, "axis is 0; this module contracts the last"),
     (NORM_DENSE, dict(features="8"), T, "features is '8'"),
     (NORM_DENSE, dict(epsilon=0), V, "epsilon is 0; pass a number above 0"),
     (NORM_DENSE, dict(epsilon=-1e-6), V, "epsilon is -1e-06"),
     (NORM_DENSE, dict(epsilon="1e-6"), T, "epsilon is '1e-6'"),
     (NORM_DENSE, dict(epsilon=float("nan")), V, "epsilon is nan"),
-    (NORM_DENSE, dict(epsilon=None), V, "epsilon is None"),
+    (NORM_DENSE, dict(epsilon=None), T, "epsilon is None"),
     (NORM_DENSE, dict(depth_scaling=0.0), V, "depth_scaling is 0.0; pass None or a number above 0"),
     (NORM_DENSE, dict(depth_scaling="2"), T, "depth_scaling is '2'"),
     (NORM, dict(epsilon=float("inf")), V, "epsilon is inf"),
@@ -199,7 +197,7 @@ SWITCHES = [
             (TRANSFORMER, "enable_sequence_parallel", "tp"),
         ]
     ],
-    (MHA, dict(input_layernorm=None), V, "input_layernorm is None"),
+    (MHA, dict(input_layernorm=None), T, "input_layernorm is None"),
     (NORM, dict(transpose_batch_sequence="no"), T, "transpose_batch_sequence is 'no'"),
     (NORM, dict(transpose_batch_sequence=None), None, ""),
     (DENSE, dict(use_bias=np.bool_(True)), None, ""),
@@ -212,11 +210,11 @@ SWITCHES = [
 
 NAMES = [
     (NORM, dict(layernorm_type="batchnorm"), V, "layernorm_type is 'batchnorm'; .*'rmsnorm'"),
-    (NORM, dict(layernorm_type=None), V, "layernorm_type is None"),
+    (NORM, dict(layernorm_type=None), T, "layernorm_type is None"),
     (NORM, dict(layernorm_type="RMS-Norm"), None, ""),
     (NORM_DENSE, dict(layernorm_type="layer norm"), V, "did you mean 'layernorm'"),
     (CORE, dict(attn_mask_type="casual"), V, "attn_mask_type is 'casual'; .*did you mean 'causal'"),
-    (CORE, dict(attn_mask_type=None), V, "attn_mask_type is None"),
+    (CORE, dict(attn_mask_type=None), T, "attn_mask_type is None"),
     (CORE, dict(attn_mask_type="Causal"), V, "did you mean 'causal'"),
     (CORE, dict(attn_bias_type="alibi"), V, "attn_bias_type is 'alibi'"),
     (CORE, dict(attn_bias_type="NO_BIAS"), None, ""),
@@ -225,13 +223,13 @@ NAMES = [
     (CORE, dict(softmax_type="off-by-one"), None, ""),
     (CORE, dict(softmax_type=1), T, "softmax_type is 1"),
     (CORE, dict(qkv_layout="sbhd"), V, "qkv_layout is 'sbhd'; .*'bshd_bshd_bshd'"),
-    (CORE, dict(qkv_layout=None), V, "qkv_layout is None"),
+    (CORE, dict(qkv_layout=None), T, "qkv_layout is None"),
     (CORE, dict(qkv_layout="BSHD_BSHD_BSHD"), None, ""),
     (CORE, dict(context_parallel_strategy="STAR"), V, "context_parallel_strategy is 'STAR'; .*'RING'"),
     (CORE, dict(context_parallel_axis=0), T, "context_parallel_axis is 0"),
     (CORE, dict(context_parallel_axis="cp"), V, "context_parallel_axis is 'cp', .*jax.set_mesh"),
     (CORE, dict(context_checkpoint_name=3), T, "context_checkpoint_name is 3"),
-    (CORE, dict(dropout_rng_name=None, attention_dropout=0.1), V, "dropout_rng_name is None"),
+    (CORE, dict(dropout_rng_name=None, attention_dropout=0.1), T, "dropout_rng_name is None"),
     (CORE, dict(score_mod=max), V, "score_mod=.*not in this version"),
     (MHA, dict(low_rank_adaptation_scope="qkv"), V, "low_rank_adaptation_scope is 'qkv'; .*did you mean 'qkv_proj'"),
     (MHA, dict(low_rank_adaptation_scope=True), T, "low_rank_adaptation_scope is True"),
@@ -239,7 +237,7 @@ NAMES = [
     (MHA, dict(num_heads=2), V, "num_heads is an older name; use num_attention_heads"),
     (MHA, dict(fuse_qkv=True), V, "fuse_qkv is an older name; use fuse_qkv_params"),
     (TRANSFORMER, dict(layer_type="both"), V, "layer_type is 'both'; .*'decoder'"),
-    (TRANSFORMER, dict(layer_type=None), V, "layer_type is None"),
+    (TRANSFORMER, dict(layer_type=None), T, "layer_type is None"),
     (TRANSFORMER, dict(layer_type=1), T, "layer_type is 1"),
     (TRANSFORMER, dict(layer_type="Encoder"), V, "layer_type is 'Encoder'"),
     (TRANSFORMER, dict(self_attn_mask_type="bidirectional"), V, "self_attn_mask_type is 'bidirectional'"),
@@ -262,7 +260,7 @@ NAMES = [
     (MLP, dict(activations=("swiglu",)), V, r"'swiglu' is \('silu', 'linear'\)"),
     (MLP, dict(activations=("GeGLU",)), V, r"'GeGLU' is \('gelu', 'linear'\)"),
     (MLP, dict(activations=()), V, r"activations is \(\)"),
-    (MLP, dict(activations=None), V, "activations is None"),
+    (MLP, dict(activations=None), T, "activations is None"),
     (MLP, dict(activations=(None,)), T, "None is neither a name nor a function"),
     (MLP, dict(activations=("geul",)), V, "did you mean 'gelu'"),
     (MLP, dict(activations=("SiLU", "Linear")), None, ""),
@@ -271,7 +269,7 @@ NAMES = [
     (MLP, dict(activations=("clamped_silu", "clamped_linear"), activation_params={"limits": 1.0}), V, "mean 'limit'"),
     (MLP, dict(activations=("clamped_silu", "clamped_linear"), activation_params={"limit": "7"}), V, "'limit'.*'7'"),
     (MLP, dict(activation_params=3), T, "activation_params is 3; pass None or a dict"),
-    (MLP, dict(ffn1_ckpt_name=None), V, "ffn1_ckpt_name is None"),
+    (MLP, dict(ffn1_ckpt_name=None), T, "ffn1_ckpt_name is None"),
     (DENSE, dict(quantization_checkpoint_name=1), T, "quantization_checkpoint_name is 1"),
 ]
 
@@ -281,7 +279,7 @@ PARAMETERS = [
     (DENSE, dict(dtype=jnp.int32), V, "dtype is .*int32.*pass a floating dtype"),
     (DENSE, dict(dtype=jnp.int8), V, "dtype is .*int8"),
     (DENSE, dict(dtype=jnp.float8_e4m3fn), V, "dtype is .*float8_e4m3fn"),
-    (DENSE, dict(dtype=None), V, "dtype is None"),
+    (DENSE, dict(dtype=None), T, "dtype is None"),
     (DENSE, dict(dtype=16), T, "dtype is 16"),
     (DENSE, dict(dtype=complex), V, "dtype is .*complex"),
     (DENSE, dict(dtype="bfloat16"), None, ""),
@@ -295,18 +293,18 @@ PARAMETERS = [
     (DENSE, dict(kernel_init=jnp.zeros((H, 8))), T, r"kernel_init is float32\[16, 8\]"),
     (DENSE, dict(kernel_init=lambda key, shape, dtype: 0.0), T, "parameter kernel: its initializer gave 0.0"),
     (DENSE, dict(kernel_init=lambda key, shape, dtype: jnp.zeros(shape[::-1])), T, "its initializer gave .*8, 16"),
-    (DENSE, dict(bias_init=None), V, "bias_init is None"),
+    (DENSE, dict(bias_init=None), T, "bias_init is None"),
     (DENSE, dict(bias_init=0.0), T, "bias_init is 0.0"),
     (NORM, dict(scale_init=1.0), T, "scale_init is 1.0"),
     (TRANSFORMER, dict(mha_kernel_init="normal"), T, "mha_kernel_init is 'normal'"),
     (TRANSFORMER, dict(mlp_kernel_init=3), T, "mlp_kernel_init is 3"),
-    (BIASES, dict(embedding_init=None), V, "embedding_init is None"),
+    (BIASES, dict(embedding_init=None), T, "embedding_init is None"),
     (DENSE, dict(kernel_axes="embed"), T, "kernel_axes is 'embed'; pass a tuple"),
     (DENSE, dict(kernel_axes=("embed", "mlp", "more")), V, "parameter kernel: its logical axes are .*each axis"),
     (DENSE, dict(kernel_axes=(0, 1)), V, r"kernel_axes is \(0, 1\)"),
     (DENSE, dict(kernel_axes=["embed", None]), None, ""),
     (DENSE, dict(input_axes="batch"), T, "input_axes is 'batch'"),
-    (NORM, dict(scale_axes=None), V, "scale_axes is None"),
+    (NORM, dict(scale_axes=None), T, "scale_axes is None"),
     (MLP, dict(kernel_axes_1=("embed", "mlp")), V, "parameter wi_kernel: its logical axes"),
     (MLP, dict(kernel_axes_2=1), T, "kernel_axes_2 is 1"),
 ]
@@ -370,7 +368,7 @@ CALLS = [
     Probe("path of a core", in_block(CORE, window_size=3), V, "DotProductAttention `mine`: window_size is 3"),
     Probe("decode='yes'", lambda: made(MHA, {}, decode="yes"), T, "decode is 'yes'; pass True or False"),
     Probe("decode=1", lambda: made(TRANSFORMER, {}, decode=1), T, "TransformerLayer: decode is 1"),
-    Probe("deterministic=None", lambda: made(TRANSFORMER, {}, deterministic=None), V, "deterministic is None"),
+    Probe("deterministic=None", lambda: made(TRANSFORMER, {}, deterministic=None), T, "deterministic is None"),
     Probe("deterministic='no'", lambda: made(MLP, {}, deterministic="no"), T, "deterministic is 'no'"),
     Probe("deterministic=1", lambda: made(CORE, {}, deterministic=1), T, "deterministic is 1"),
     Probe("norm_output=0", lambda: made(MHA, {}, norm_output=0), T, "norm_output is 0"),
@@ -406,6 +404,11 @@ CALLS = [
           "DotProductAttention: attn_bias_type is 'no_bias', but bias"),
     Probe("NO_BIAS and a bias", lambda: made(CORE, dict(attn_bias_type="NO_BIAS"), bias=jnp.zeros((1, N, S, S))), V,
           "'no_bias', but bias"),
+    Probe("float mask of a layer", lambda: made(TRANSFORMER, {}, attention_mask=jnp.zeros((S, S))), T,
+          "TransformerLayer: attention_mask is float32.*True where a key is masked out"),
+    Probe("mask as a string", lambda: made(MHA, {}, mask="causal"), T, "MultiHeadAttention: mask is .causal.; .*Seq"),
+    Probe("bias of bools", lambda: made(MHA, {}, bias=jnp.zeros((S, S), bool)), T, "MultiHeadAttention: bias is bool"),
+    Probe("mask of a layer", lambda: made(TRANSFORMER, {}, attention_mask=np.zeros((B, 1, S, S), np.int32))),
     Probe("float mask", lambda: made(CORE, {}, mask=jnp.zeros((S, S))), T, "DotProductAttention: mask is float32"),
     Probe("mask of another length", lambda: made(CORE, {}, mask=jnp.zeros((S, 5), bool)), V, "mask has shape"),
     Probe("padding without a mask", lambda: applied(CORE, dict(attn_mask_type="padding")), W,
@@ -449,54 +452,6 @@ CALLS = [
 ]  # fmt: skip
 
 
-def nnx_made(cls, *args, **fields):
-    return lambda: nnx.eval_shape(lambda: cls(*args, **fields, rngs=nnx.Rngs(0)))
-
-
-def nnx_called(cls, *args, call=(), **fields):
-    def run():
-        module = cls(*args, **fields, rngs=nnx.Rngs(0))
-        return module(*(call[0] if call else (jnp.ones((B, S, H)),)), **(call[1] if call else {}))
-
-    return lambda: nnx.eval_shape(run)
-
-
-NNX = [
-    Probe("nnx no in_features", nnx_made(te_nnx.DenseGeneral, features=8), T, "DenseGeneral: missing .*'in_features'"),
-    Probe("nnx typo", nnx_made(te_nnx.DenseGeneral, H, 8, use_bais=True), T, "DenseGeneral: .*did you mean 'use_bias'"),
-    Probe("nnx out_features", nnx_made(te_nnx.Linear, H, out_features=8), T, "DenseGeneral: .*'out_features'"),
-    Probe("nnx in_features='16'", nnx_made(te_nnx.DenseGeneral, "16", 8), T, "DenseGeneral: in_features is '16'"),
-    Probe("nnx in_features=0", nnx_made(te_nnx.DenseGeneral, 0, 8), V, "DenseGeneral: in_features is 0"),
-    Probe("nnx num_features=-1", nnx_made(te_nnx.LayerNorm, -1), V, "LayerNorm: num_features is -1"),
-    Probe("nnx dtype", nnx_made(te_nnx.DenseGeneral, H, 8, dtype="bf16"), T, "DenseGeneral: dtype is 'bf16'"),
-    Probe("nnx hidden_size='32'", nnx_made(te_nnx.TransformerLayer, hidden_size="32"), T, "hidden_size is '32'"),
-    Probe("nnx head_dim=None", nnx_made(te_nnx.MultiHeadAttention, H), V, "head_dim is None"),
-    Probe("nnx kv_features", nnx_made(te_nnx.MultiHeadAttention, H, 8, 2, kv_features=1.5), V, "kv_features is 1.5"),
-    Probe("nnx features=True", nnx_made(te_nnx.Linear, H, True), T, "DenseGeneral: features is True"),
-    Probe("nnx no rngs", lambda: te_nnx.DenseGeneral(H, 8), T, r"DenseGeneral: rngs is None; pass nnx.Rngs\(seed\)"),
-    Probe("nnx swiglu", nnx_made(te_nnx.LayerNormMLP, H, 8, activations="swiglu"), V, r"\('silu', 'linear'\)"),
-    Probe("nnx epsilon", nnx_made(te_nnx.RMSNorm, H, epsilon=-1), V, "LayerNorm: epsilon is -1"),
-    Probe("nnx call typo", nnx_called(te_nnx.LayerNormMLP, H, 8, call=((jnp.ones((B, H)),), dict(determinstic=True))),
-          T, "LayerNormMLP: .*did you mean 'deterministic'"),
-    Probe("nnx call without inputs", nnx_called(te_nnx.LayerNorm, H, call=((), {})), T, "LayerNorm: missing .*'x'"),
-    Probe("nnx call of ints", nnx_called(te_nnx.LayerNorm, H, call=((jnp.ones((B, H), int),), {})), T, "x is int32"),
-    Probe("nnx another width", nnx_called(te_nnx.LayerNorm, 8), V, r"scale has shape \(8,\)"),
-    Probe("nnx rngs=3", nnx_called(te_nnx.TransformerLayer, **LAYER | dict(hidden_dropout=0.1),
-          call=((jnp.ones((B, S, H)),), dict(rngs=3))), T, "TransformerLayer: rngs is 3; pass nnx.Rngs"),
-    Probe("nnx module", nnx_called(te_nnx.DenseGeneral, H, 8)),
-]  # fmt: skip
-
-
-def optimized(wrt):
-    """A step of an NNX optimizer over what `wrt` says, in FP8."""
-    with te.autocast(True, te.recipe.DelayedScaling(amax_history_len=2)):
-        model = te_nnx.LayerNorm(H, rngs=nnx.Rngs(0))
-        model.fp8 = te_nnx.Fp8State(jnp.ones(1))
-        loss, grads = te_nnx.value_and_grad(lambda model: jnp.sum(model(jnp.ones((B, H)))), wrt=wrt)(model)
-        nnx.Optimizer(model, optax.sgd(0.1), wrt=wrt).update(model, grads)
-    return True
-
-
 def excluded(pattern):
     """A model of two dense layers, `first` and `lm_head`, under a recipe that excludes `pattern`."""
 
@@ -518,10 +473,9 @@ def silent(call):
 
 
 OTHERS = [
-    Probe("nnx wrt=nnx.Variable", lambda: optimized(nnx.Variable), V, "wrt .*FP8 state.*nnx.Param"),
     Probe("exclude of no module", lambda: excluded("lm_hed"), W, "exclude .*'lm_hed'.*did you mean 'lm_head'"),
     Probe("exclude of a module", lambda: silent(lambda: excluded("lm_head"))),
     Probe("exclude by a pattern", lambda: silent(lambda: excluded("lm_*"))),
 ]
 
-PROBES = [*field_probes([*NUMBERS, *SWITCHES, *NAMES, *PARAMETERS, *UNKNOWN]), *CALLS, *NNX, *OTHERS]
+PROBES = [*field_probes([*NUMBERS, *SWITCHES, *NAMES, *PARAMETERS, *UNKNOWN]), *CALLS, *OTHERS]

@@ -67,9 +67,9 @@ def test_a_layer_in_a_scan_says_its_path():
 def test_false_is_no_relative_embedding():
     layer = te_flax.TransformerLayer(16, 8, 2, hidden_dropout=0.0, attention_dropout=0.0)
     x = jnp.ones((2, 4, 16))
-    variables = layer.init(KEY, x)
+    variables = jax.eval_shape(layer.init, KEY, x)
     off = layer.clone(relative_embedding=False)
-    np.testing.assert_array_equal(off.apply(variables, x), layer.apply(variables, x))
+    assert str(jax.make_jaxpr(off.apply)(variables, x)) == str(jax.make_jaxpr(layer.apply)(variables, x))
 
 
 # -- boxes of initializers --------------------------------------------------------------------------------------

@@ -9,18 +9,21 @@ import enum
 import functools
 from collections.abc import Callable, Mapping
 
+import jax.numpy as jnp
 from flax import linen as nn
 
 from te_jax._check import (
     ARRAY,
     BOOL,
     FLOATING,
+    FLOATS_ARRAY,
     FUNCTION,
     NONE,
     RATE,
     STRING,
     Kind,
     KnownFields,
+    array_of,
     check,
     integer,
     number,
@@ -32,6 +35,7 @@ from te_jax._check import (
 from te_jax.flax._state import describe
 from te_jax.ops.activation import ACTIVATIONS, check_params
 from te_jax.ops.attention_check import BIAS_TYPE, MASK_TYPE, SOFTMAX_TYPE, WINDOW
+from te_jax.ops.attention_mask import SequenceDescriptor
 from te_jax.ops.rope import METHOD, WINDOWS, Scaling, check_rotary
 
 LAYOUTS = ("bs3hd", "bshd_bs2hd", "bshd_bshd_bshd", "t3hd", "thd_t2hd", "thd_thd_thd")
@@ -157,11 +161,19 @@ SIZES: dict[object, Kind] = {
     ),
 }
 
+_MASK = (
+    NONE
+    | Kind("a SequenceDescriptor", lambda value: isinstance(value, SequenceDescriptor))
+    | array_of(jnp.bool_, jnp.integer, text="a bool or integer array, True where a key is masked out")
+)
+
 CALL: dict[str, Kind] = {
     **_each(BOOL, "deterministic decode norm_output return_input operands bidirectional"),
     **_each(NONE | _POSITIVE, "max_decode_length"),
     **_each(_POSITIVE, "q_seqlen k_seqlen"),
     **_each(BOOL | ARRAY, "residual"),
+    **_each(_MASK, "mask attention_mask encoder_decoder_mask"),
+    **_each(NONE | FLOATS_ARRAY, "bias"),
     **_each(Kind("an array [..., H]", lambda x: True, lambda x: getattr(x, "ndim", 1) > 0), "inputs x"),
 }
 
@@ -174,7 +186,7 @@ def check_call(module: nn.Module, **arguments) -> None:
 
 def warn_unused(module: nn.Module, text: str) -> None:
     """Warns, once, of what was asked of `module` and has no effect."""
-    warn_once(f"{describe(module)}: {text}.")
+    warn_once(describe(module), f"{text}.")
 
 
 # -- the modules ------------------------------------------------------------------------------------------------
@@ -210,9 +222,9 @@ def check_fields(module: Module) -> None:
             raise ValueError(f"{where}: {text}.")
 
 
-@functools.cache
+@functools.lru_cache(256)  # `nn.remat` and others make classes
 def kinds_of(cls: type[Module]) -> tuple[tuple[str, Kind], ...]:
-    """(field, kind) of a module class; fields that a user's subclass adds have none."""
+    """(field, kind) of a module class; a field of another name, of a user's subclass, has none."""
     kinds = FIELDS | cls.own_kinds
     return tuple((field.name, kinds[field.name]) for field in dataclasses.fields(cls) if field.name in kinds)
 

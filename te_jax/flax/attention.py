@@ -49,9 +49,10 @@ class DotProductAttention(Module):
     head_dim, num_attention_heads, num_gqa_groups: d, h, g (None: h).
     attention_dropout:    rate of dropout on the probabilities, unless `deterministic`.
     attn_mask_type:       no_mask, padding, causal, causal_bottom_right, padding_causal,
-                          padding_causal_bottom_right, in all spellings of `te_jax.ops.attention`.
+                          padding_causal_bottom_right, in all spellings of `te_jax.ops.attention`. A padding type
+                          without a mask or descriptor hides nothing more, and warns.
     attn_bias_type:       None ("post_scale_bias" where a bias is given), "no_bias", "pre_scale_bias",
-                          "post_scale_bias".
+                          "post_scale_bias", in any case.
     dtype:                deprecated; None, or the query's.
     float32_logits:       accepted; logits are float32 always.
     qkv_layout:           bshd_bshd_bshd; bs3hd (all in `query` [b, s, 3, h, d], cuDNN reads them there);

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from te_jax._check import Kind, check
+from te_jax._check import Kind
 from te_jax._types import on_explicit_mesh
 from te_jax.flax._common import (
     Initializer,
@@ -22,7 +22,6 @@ from te_jax.flax._common import (
 )
 from te_jax.flax._context import Context
 from te_jax.flax._fields import (
-    FIELDS,
     Module,
     check_call,
     groups_divide_heads,
@@ -150,8 +149,9 @@ class MultiHeadAttention(Module):
         for old, new in _OLDER.items():
             if getattr(self, old) is not None:
                 raise ValueError(f"MultiHeadAttention: {old} is an older name; use {new}.")
-        for name in ("head_dim", "num_attention_heads"):  # required, so missing ones are told at once
-            check("MultiHeadAttention", name, getattr(self, name), FIELDS[name])
+        for name in ("head_dim", "num_attention_heads"):
+            if getattr(self, name) is None:
+                raise ValueError(f"MultiHeadAttention: {name} is None; it is required: pass a positive int.")
         super().__post_init__()
 
     @nn.compact
@@ -201,7 +201,7 @@ class MultiHeadAttention(Module):
         a cache or in cross-attention; TypeError for a cache of another dtype.
         """
         check_call(self, decode=decode, deterministic=deterministic, norm_output=norm_output)
-        check_call(self, max_decode_length=max_decode_length, residual=residual)
+        check_call(self, max_decode_length=max_decode_length, residual=residual, mask=mask, bias=bias)
         if max_decode_length is not None and not decode:
             warn_unused(self, f"max_decode_length is {max_decode_length}, but decode is False: no cache is made")
         self_attention = inputs_kv is None or inputs_kv is inputs_q

@@ -68,8 +68,8 @@ class TransformerLayer(Module):
     self_attn_mask_type, self_attn_bias_type: of self-attention; cross-attention masks by "padding", without a
         bias.
     enable_relative_embedding: T5's relative position biases (32 buckets, distance 128). False here.
-    relative_embedding: a module of the user's for them, called as `RelativePositionBiases` is (with q_offset when
-                        decoding alone); it switches them on.
+    relative_embedding: None or False, or a module of the user's for them, which switches them on; it is called as
+                        `RelativePositionBiases` is (with q_offset when decoding alone).
     drop_path:          rate at which a sample skips a sub-block (https://arxiv.org/abs/1603.09382).
     window_size, enable_rotary_pos_emb: of self-attention alone; cross_window_size and cross_rotary_pos_emb
                         are theirs in cross-attention. A decoder whose weights were trained with both must ask
@@ -191,6 +191,7 @@ class TransformerLayer(Module):
         check_call(self, deterministic=deterministic, decode=decode, max_decode_length=max_decode_length)
         inputs = floating(self, "inputs", inputs)
         self._check(inputs, encoded, encoder_decoder_mask, decoder)
+        check_call(self, attention_mask=attention_mask, encoder_decoder_mask=encoder_decoder_mask)
         name = "self_attention" if decoder else "attention"
         inputs = self._residual_layout(in_compute_dtype(self, inputs))
         dropped = (self.hidden_dropout > 0 or self.drop_path > 0) and not deterministic

@@ -95,7 +95,7 @@ def check_dense(name, x, kernel, bias, contract, recipe, metas):
     check(name, "metas", metas, METAS)
     if recipe is None:
         if metas is not None:
-            warn_once(f"{name}: metas are given, but recipe is None, so nothing is in FP8; pass both, or none.")
+            warn_once(name, "metas are given, but recipe is None, so nothing is in FP8; pass both, or none.")
         return
     fp8.check_recipe(name, recipe)
     fp8.check_metas(name, "metas", metas, recipe, "pass fp8.DenseMetas")

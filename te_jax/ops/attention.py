@@ -166,7 +166,8 @@ def dot_product_attention(
         Type, mask, window and descriptor each hide keys. A query that sees none gets zeros, and no gradient.
     bias:           floating [s, t] or [b..., h, s, t], with 1 where it broadcasts; differentiable. Below -2**99 it
                     hides a key.
-    attn_bias_type: None or "post_scale_bias"; "pre_scale_bias": softmax(scale * (q k^T + bias)); "no_bias".
+    attn_bias_type: None or "post_scale_bias"; "pre_scale_bias": softmax(scale * (q k^T + bias)); "no_bias"; in
+                    any case.
     alibi_slopes:   [h], adds -slope * |query position - key position| to the scaled logits (`alibi_slopes(h)` in
                     te_jax.ops.attention_bias); for rows of one segment. Differentiable.
     softmax_type:   "vanilla"; what joins the sum of exponentials: "off_by_one": 1; "learnable":

@@ -1,7 +1,7 @@
 """The arguments of `dot_product_attention`, checked and put into their plain forms."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from te_jax.ops.attention_mask import MASK_TYPES, Band, SequenceDescriptor, eith
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias")
 SOFTMAX_TYPES = ("vanilla", "off_by_one", "learnable")  # off-by-one is the same as off_by_one
-MASK_TYPE = one_of(*MASK_TYPES)
+MASK_TYPE = replace(one_of(*MASK_TYPES), text=f"one of {', '.join(MASK_TYPES)}")
 BIAS_TYPE = NONE | one_of(*BIAS_TYPES, normalize=plain)
 SOFTMAX_TYPE = one_of(*SOFTMAX_TYPES, normalize=plain)
 _INTS = tuple_of(integer(), 2)
@@ -264,6 +264,7 @@ def warn_of_padding(op: str, mask_type: str, mask, described: SequenceDescriptor
     """Warns, once, where a padding type has nothing that tells what is padding."""
     if MASK_TYPES[mask_type].padding and mask is None and described is None:
         warn_once(
-            f"{op}: attn_mask_type is {mask_type!r}, but neither mask nor sequence_descriptor says what is padding, so "
-            "nothing is; pass one of them, or a type without padding."
+            op,
+            f"attn_mask_type is {mask_type!r}, but neither mask nor sequence_descriptor says what is padding, so "
+            "nothing is; pass one of them, or a type without padding.",
         )

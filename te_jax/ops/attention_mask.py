@@ -202,7 +202,7 @@ class SequenceDescriptor:
                     f"{(*want, 'n') if packed else want}; pass a pair where queries and keys differ."
                 )
             if self.segment_ids is None:
-                _warn_of_lengths(f"{op}: sequence_descriptor.seqlens of the {name}", array, size)
+                _warn_of_lengths(op, f"sequence_descriptor.seqlens of the {name}", array, size)
 
     def hides(self, band: Band, s: int, t: int) -> jax.Array:
         """bool[b, s, t]: keys of other segments, padding, and what is outside of `band`.
@@ -222,14 +222,14 @@ class SequenceDescriptor:
         return (jnp.sum(same, -1) - queries)[..., None]
 
 
-def _warn_of_lengths(what: str, lengths, size: int):
+def _warn_of_lengths(op: str, what: str, lengths, size: int):
     """Warns, once, of lengths beyond the row, where their values are known."""
     if isinstance(lengths, jax.core.Tracer) or not isinstance(lengths, np.ndarray | jax.Array) or not lengths.size:
         return
     if not isinstance(size, int) or not getattr(lengths, "is_fully_addressable", True):
         return
     if (most := int(np.max(np.asarray(lengths)))) > size:
-        warn_once(f"{what} has {most}, but a row has {size} tokens; it counts as {size}: pass lengths up to that.")
+        warn_once(op, f"{what} has {most}, but a row has {size} tokens; it counts as {size}: pass lengths up to that.")
 
 
 def _pair(name: str, value) -> tuple[jax.Array, jax.Array]:

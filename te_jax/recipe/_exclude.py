@@ -21,4 +21,6 @@ def warn_of_strays(patterns: tuple[str, ...]) -> None:
         if not any(fnmatchcase(path, pattern) for path in paths):
             some = ", ".join(sorted(paths, key=lambda path: (path.count("/"), path))[:8])
             hint = did_you_mean(pattern, paths) or f"there are {some}."
-            warn_once(f"autocast: the recipe's exclude has {pattern!r}, which is the path of no module in FP8; {hint}")
+            warn_once(
+                "autocast", f"the recipe's exclude has {pattern!r}, which is the path of no module in FP8; {hint}"
+            )

@@ -24,7 +24,7 @@ class DelayedScaling(Recipe):
     A = max(history) or history[0]; scale = (fp8_max / A) / 2**margin; roll the history by -1 and clear slot 0. An amax
     that is 0 or not finite leaves history and scale as they are; an infinite scale is clamped to the largest float.
 
-    margin:             powers of 2 kept free above the amax.
+    margin:             powers of 2 kept free above the amax, from -32 to 32.
     interval:           the scale changes every `interval` steps, the first of them included. -1 (older code) means 1.
     fp8_format:         Format.HYBRID or Format.E4M3.
     amax_history_len:   how many amaxes a scale sees, the current one among them.
@@ -39,7 +39,8 @@ class DelayedScaling(Recipe):
     fp8_mha:            projections and attention hand over FP8 tensors: not in this version, must be False.
     split_accumulator:  (fprop, dgrad, wgrad): True adds partial sums in full precision, False is the faster mode.
     exclude:            patterns (`fnmatch`) of Flax module paths that stay out of FP8, with all below them, such as
-                        ("lm_head", "layers_0", "*/mlp"). Layers of one `nn.scan` are one module.
+                        ("lm_head", "layers_0", "*/mlp"). Layers of one `nn.scan` are one module. One that names no
+                        module is told by a warning where the autocast ends.
 
     Raises ValueError (TypeError for a wrong type) at construction, naming the field, its value and what is allowed.
     """
