@@ -72,3 +72,20 @@ def test_experts_stay_where_they_are(chosen, kind, rng):
     got = program(*placed)
     assert all(g.sharding.spec[0] == "ep" for g in jax.tree.leaves(got[1]))
     assert_close(got, jax.jit(run)(*arrays))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_that_examples_share(kind, rng):
+    """Its amaxes are those of all examples, on all devices; nothing else crosses them but the loss."""
+    module, mesh = te_flax.DenseGeneral(features=16), jax.make_mesh((4,), ("ep",), axis_types=(KINDS[kind],))
+    variables, x = operands(rng, module, RECIPES["delayed"], EXPERTS)
+    params, metas = {"params": variables["params"]}, jax.tree.map(lambda leaf: leaf[0], variables["fp8_metas"])
+    apply = jax.vmap(lambda params, metas, x: module.apply({**params, "fp8_metas": metas}, x), (0, None, 0))
+    run = step(lambda variables, x: apply(*variables, x), RECIPES["delayed"])
+    want = jax.jit(run)((params, metas), x)
+    with jax.set_mesh(mesh):
+        put = lambda tree, spec: jax.tree.map(lambda a: jax.device_put(np.asarray(a), NamedSharding(mesh, spec)), tree)
+        placed = (put(params, P("ep")), put(metas, P())), put(x, P("ep"))
+    program, found = collectives.compiled(run, *placed, mesh=mesh)
+    assert {c.kind for c in found} == {"all-reduce"} and max(c.bytes for c in found) <= 16
+    assert_close(program(*placed), want)

@@ -12,9 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
 
-from te_jax._types import align, like
+from te_jax._types import align, like, splittable_axes
 from te_jax.checkpoint_policies import ATTENTION, named
 from te_jax.ops.attention_check import Options
 from te_jax.ops.attention_context_plan import OPEN, Call, Layout, Plan
@@ -214,7 +213,7 @@ def _distributed(dx, spec: Spec):
     dx = reorder_causal_load_balancing(dx, spec.layout.cp, dx.ndim - 3) if spec.layout.balanced else dx
     scatter = lambda x: lax.psum_scatter(x, spec.axis, scatter_dimension=x.ndim - 3, tiled=True)
     given = jax.typeof(dx).sharding
-    explicit = {n for n, kind in zip(given.mesh.axis_names, given.mesh.axis_types) if kind == AxisType.Explicit}
+    explicit = splittable_axes(given.mesh)
     if not explicit:
         return scatter(dx)
     # jax 0.10 cannot lower it beside Explicit axes
