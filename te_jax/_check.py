@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 
 
 @dataclass(frozen=True)
@@ -196,14 +198,8 @@ FLOATING = Kind(
     lambda value: jnp.issubdtype(_dtype(value), jnp.floating) and _dtype(value).itemsize > 1,  # none of FP8
     lambda value: _meant_dtype(value) if isinstance(value, str) else "",
 )
-
-
-def _is_array(value) -> bool:
-    """Also a ShapeDtypeStruct and what stands for an array, as an nnx.Variable, but no QuantizedKernel."""
-    return hasattr(value, "dtype") and hasattr(value, "shape") and not dataclasses.is_dataclass(value)
-
-
-ARRAY = Kind("an array", _is_array)
+_ARRAYS = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | ShapedArray  # or what stands for one
+ARRAY = Kind("an array", lambda value: isinstance(value, _ARRAYS))
 
 
 def array_of(*dtypes, text: str) -> Kind:

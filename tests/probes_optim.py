@@ -100,7 +100,7 @@ def _policy(name, call, outcome=None, words=""):
 where = r"te_jax\.optim\.adamw_fp8: "
 ARGUMENTS = [
     _adamw("learning_rate text", dict(learning_rate="1e-3"), TypeError, where + "learning_rate is '1e-3'; pass a num"),
-    _adamw("learning_rate None", dict(learning_rate=None), ValueError, where + "learning_rate is None; pass a number"),
+    _adamw("learning_rate None", dict(learning_rate=None), TypeError, where + "learning_rate is None; pass a number"),
     _adamw("learning_rate bool", dict(learning_rate=True), TypeError, where + "learning_rate is True; pass a number"),
     _adamw("learning_rate negative", dict(learning_rate=-1e-3), ValueError, where + "learning_rate is -0.001; pass"),
     _adamw("learning_rate nan", dict(learning_rate=float("nan")), ValueError, where + "learning_rate is nan; pass"),
@@ -128,7 +128,7 @@ ARGUMENTS = [
     _adamw("eps_root negative", dict(eps_root=-1e-8), ValueError, where + "eps_root is -1e-08; pass a number"),
     _adamw("weight_decay negative", dict(weight_decay=-0.1), ValueError, where + "weight_decay is -0.1; pass a number"),
     _adamw("weight_decay text", dict(weight_decay="0.1"), TypeError, where + "weight_decay is '0.1'; pass a number"),
-    _adamw("weight_decay None", dict(weight_decay=None), ValueError, where + "weight_decay is None; pass a number"),
+    _adamw("weight_decay None", dict(weight_decay=None), TypeError, where + "weight_decay is None; pass a number"),
     _adamw("nesterov text", dict(nesterov="no"), TypeError, where + "nesterov is 'no'; pass True or False"),
     _adamw("nesterov int", dict(nesterov=1), TypeError, where + "nesterov is 1; pass True or False"),
     Probe("scale_by_adam_fp8 b1", lambda: te.optim.scale_by_adam_fp8(1.5), ValueError, "scale_by_adam_fp8: b1 is 1.5;"),
@@ -288,7 +288,7 @@ PARAMETERS = [
         lambda x: te_flax.fp8_model_init(te_flax.DenseGeneral, KEY, x)), X), TypeError,
         r"te_jax\.flax\.fp8_model_init: model is .*; pass a Linen module"),
     Probe("fp8_model_init gradients", lambda: _shapes(_under(
-        lambda x: te_flax.fp8_model_init(MODEL, KEY, x, gradients=None)), X), ValueError,
+        lambda x: te_flax.fp8_model_init(MODEL, KEY, x, gradients=None)), X), TypeError,
         r"te_jax\.flax\.fp8_model_init: gradients is None; pass True or False"),
     Probe("fp8_model_init no autocast", lambda: _shapes(lambda x: te_flax.fp8_model_init(MODEL, KEY, x), X), ValueError,
           r"te_jax\.flax\.fp8_model_init: there is no recipe in force; call it under"),

@@ -243,7 +243,7 @@ UPDATE = [
         TypeError,
         "update_fp8_metas: collections is .*; pass a dict",
     ),
-    Probe("update of None", lambda: update(None), ValueError, "update_fp8_metas: collections is None; pass a dict"),
+    Probe("update of None", lambda: update(None), TypeError, "update_fp8_metas: collections is None; pass a dict"),
     Probe(
         "update of an array as metas", lambda: update({"fp8_metas": BF16}), TypeError, "fp8_metas is .*; pass the dict"
     ),
@@ -320,7 +320,7 @@ WHOLE = [
     Probe("convert", lambda: convert(state(length=8))),
     Probe("convert to a recipe without", lambda: te.convert_fp8_metas({"a": 1, **state()}, CURRENT) == {"a": 1}),
     Probe("convert, a recipe class", lambda: convert(state(), DelayedScaling), TypeError, r"pass an instance: Delayed"),
-    Probe("convert, None", lambda: convert(None), ValueError, "convert_fp8_metas: collections is None; pass a dict"),
+    Probe("convert, None", lambda: convert(None), TypeError, "convert_fp8_metas: collections is None; pass a dict"),
     Probe("convert, leaf misspelt", lambda: convert(state(**MISSPELT)), ValueError, "x_scal is no leaf.*'x_scale'"),
     Probe("convert, bf16", lambda: convert(state(x_scale=BF16)), TypeError, "x_scale is bfloat16.*float32"),
     Probe(
@@ -336,7 +336,7 @@ WHOLE = [
     Probe("max", lambda: largest(state(), stacked())),
     Probe("max, not stacked", lambda: largest(state(), state()), ValueError, "one of the microbatches.*one model"),
     Probe("max, another tree", lambda: largest(state(), stacked(of="a")), ValueError, "gradients with respect to"),
-    Probe("max, None", lambda: largest(None, stacked()), ValueError, "max_fp8_metas: before is None; pass a dict"),
+    Probe("max, None", lambda: largest(None, stacked()), TypeError, "max_fp8_metas: before is None; pass a dict"),
     Probe("max, a list", lambda: largest(state(), [state()] * 2), TypeError, "microbatches is .*; pass a dict"),
     Probe("probes, leaf misspelt", lambda: probed(state(**MISSPELT)), ValueError, "x_scal is no leaf.*'x_scale'"),
     Probe(
@@ -453,7 +453,7 @@ TRAIN = [
         "create, bf16 state", lambda: train(collections=state(x_scale=BF16)), TypeError, "x_scale is bfloat16.*float32"
     ),
     Probe("with_fp8 of metas alone", lambda: train().with_fp8(state()["fp8_metas"]), ValueError, "with_fp8: fp8 has"),
-    Probe("with_fp8(None)", lambda: train().with_fp8(None), ValueError, "with_fp8: fp8 is None; pass a dict"),
+    Probe("with_fp8(None)", lambda: train().with_fp8(None), TypeError, "with_fp8: fp8 is None; pass a dict"),
     Probe("apply_gradients", stepped),
     Probe("apply_gradients of zeros", lambda: stepped({"fp8_metas": ZERO})),
     Probe(
@@ -470,7 +470,7 @@ TRAIN = [
     Probe(
         "nnx.value_and_grad of no function",
         lambda: te_nnx.value_and_grad(None),
-        ValueError,
+        TypeError,
         "f is None; pass a function",
     ),
     Probe(

@@ -450,7 +450,7 @@ def test_kernels_get_what_is_on_a_device():
         (dict(alibi_slopes=jnp.ones(H)), ValueError, "alibi_slopes is of shape"),
         (dict(dropout_rate=0.1), ValueError, "dropout_rate is 0.1, which attention over a cut sequence does not"),
         (dict(return_max_logit=True), ValueError, "return_max_logit is True"),
-        (dict(attn_mask_type="diagonal"), ValueError, "attn_mask_type is 'diagonal'; pass one of 'no_mask'"),
+        (dict(attn_mask_type="diagonal"), ValueError, "attn_mask_type is 'diagonal'; pass one of no_mask"),
         (dict(sequence_descriptor=jnp.ones(2)), TypeError, "pass a SequenceDescriptor"),
         (
             dict(sequence_descriptor=lengths(1, 2, 3)),
