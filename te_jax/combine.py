@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from te_jax._amax import amax as amax_of
-from te_jax._amaxes import ARRAYS, errors_of_amaxes, from_amaxes, is_amaxes, largest, movable, to_amaxes
+from te_jax._amax_type import ARRAYS, errors_of_amaxes, from_amaxes, is_amaxes, largest, movable, to_amaxes
 from te_jax._check import FUNCTION, Kind, check
 from te_jax.fp8 import FP8_COLLECTION, current_recipe, direction_of
 from te_jax.fp8_metas import check_collections, check_history_length, check_same_state, map_tensors, update_collections

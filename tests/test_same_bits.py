@@ -26,6 +26,7 @@ if big:
     layer = te_flax.TransformerLayer(
         hidden_size=2048, mlp_hidden_size=8192, num_attention_heads=16, hidden_dropout=0.0, attention_dropout=0.0,
         self_attn_mask_type="causal", dtype=jnp.bfloat16, fuse_qkv_params=True,
+        deterministic_gradients=True,
     )
 else:
     layer = te_flax.LayerNormMLP(intermediate_dim=32, intermediate_dropout_rate=0.0, dtype=jnp.bfloat16)
@@ -57,7 +58,10 @@ print(json.dumps({jax.tree_util.keystr(path): bits(leaf) for path, leaf in leave
 
 
 def test_two_processes_train_to_the_same_bits(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(Path(te.__file__).parents[1])}  # the te_jax that is tested
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(te.__file__).parents[1]),  # the te_jax that is tested
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true",
+    }
     start = lambda: subprocess.Popen(
         [sys.executable, "-c", _STEPS], stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
     )

@@ -12,7 +12,10 @@ from jax.experimental import multihost_utils
 
 
 def start(args) -> None:
-    """--devices, and --coordinator with --processes and --process-id. Raises ValueError where they do not fit."""
+    """--deterministic, --devices, and --coordinator with --processes and --process-id. Raises ValueError where they do
+    not fit."""
+    if args.deterministic:  # read when jax is first used
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true"
     if args.devices is not None:
         jax.config.update("jax_num_cpu_devices", args.devices)
     numbers = {"--processes": args.processes, "--process-id": args.process_id}

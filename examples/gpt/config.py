@@ -138,6 +138,8 @@ def parser() -> argparse.ArgumentParser:
         "[default: a fiftieth of --steps]", type=int, metavar="N")  # fmt: skip
     add(p, "--tensorboard", "the numbers of --fp8-report as scalars for TensorBoard, too (needs tensorboardX)",
         metavar="DIR")  # fmt: skip
+    add(p, "--deterministic", "the same bits in every run on GPUs of one model: attention's gradients and XLA's own "
+        "choices too, for about 2 %% of the time", action="store_true")  # fmt: skip
     add(p, "--remat", "recompute each layer in the backward pass", action="store_true")
     add(p, "--dropout", "rate on the residual branches [default: 0]", type=float, default=0.0)
     many = p.add_argument_group("several devices")

@@ -13,7 +13,7 @@ from .config import Model
 VOCAB = 256  # a token is a byte
 
 
-def layer_fields(config: Model, dropout: float) -> dict:
+def layer_fields(config: Model, dropout: float, deterministic_gradients: bool = False) -> dict:
     """The fields of a `TransformerLayer`."""
     return dict(
         hidden_size=config.hidden,
@@ -29,6 +29,7 @@ def layer_fields(config: Model, dropout: float) -> dict:
         fuse_qkv_params=True,
         hidden_dropout=dropout,
         attention_dropout=0.0,
+        deterministic_gradients=deterministic_gradients,
     )
 
 
@@ -54,12 +55,13 @@ class Block(nn.Module):
     sequence_parallel: bool = False
     cp: int = 1
     cp_strategy: str = "DEFAULT"
+    deterministic_gradients: bool = False
 
     @nn.compact
     def __call__(self, x, lengths):
         c = self.config
         layer = te_flax.TransformerLayer(
-            **layer_fields(c, self.dropout),
+            **layer_fields(c, self.dropout, self.deterministic_gradients),
             enable_sequence_parallel=self.sequence_parallel,
             # The axis itself is the MeshResource's. RoPE turns by the places that the order says.
             context_parallel_causal_load_balanced=self.cp > 1,
@@ -84,6 +86,7 @@ class GPT(nn.Module):
     fp8_params: kernels are parameters in FP8, where there is a recipe: see `steps.initial`.
     cp: devices of the MeshResource's cp_resource, which divide the sequence; with 2 or more, tokens and logits are in
         the order of `reorder_causal_load_balancing`. cp_strategy: how attention gets keys and values of all of it.
+    deterministic_gradients: of attention: the same bits in every run.
     """
 
     config: Model
@@ -94,6 +97,7 @@ class GPT(nn.Module):
     cp: int = 1
     cp_strategy: str = "DEFAULT"
     fp8_params: bool = False
+    deterministic_gradients: bool = False
 
     @nn.compact
     def __call__(self, tokens, lengths=None, positions=None, *, decode=False, max_decode_length=None) -> jax.Array:
@@ -125,7 +129,7 @@ class GPT(nn.Module):
             metadata_params={nn.PARTITION_NAME: None},
         )
         fields = (self.dropout, decode, max_decode_length, self.sequence_parallel, self.cp, self.cp_strategy)
-        x, _ = layers(c, *fields, name="layers")(x, lengths)
+        x, _ = layers(c, *fields, self.deterministic_gradients, name="layers")(x, lengths)
         x = te_flax.LayerNorm(layernorm_type=c.norm, name="final_norm")(x)
 
         head = embedding

@@ -17,9 +17,17 @@ from .model import VOCAB, embedded, layer_fields, logits_of
 
 
 class GPT(nnx.Module):
-    """tokens int[b, s] -> logits f32[b, s, 256]. max_len: of learned positions; remat: see `model.GPT`."""
+    """tokens int[b, s] -> logits f32[b, s, 256]. max_len: of learned positions; the others as in `model.GPT`."""
 
-    def __init__(self, config: Model, *, max_len: int, remat: bool = False, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: Model,
+        *,
+        max_len: int,
+        remat: bool = False,
+        deterministic_gradients: bool = False,
+        rngs: nnx.Rngs,
+    ):
         table = lambda rows: nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (rows, config.hidden), jnp.float32))
         self.remat = remat
         self.embedding = table(VOCAB)
@@ -29,7 +37,7 @@ class GPT(nnx.Module):
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap
         def stacked(rngs):
-            return te_nnx.TransformerLayer(**layer_fields(config, dropout=0.0), rngs=rngs)
+            return te_nnx.TransformerLayer(**layer_fields(config, 0.0, deterministic_gradients), rngs=rngs)
 
         # One layer, whose parameters and FP8 state have a leading layer axis.
         self.layers = stacked(rngs)
@@ -67,7 +75,8 @@ class Training(nnx.Module):
 
 def make_model(args):
     """A function of `rngs` to the model."""
-    return partial(GPT, args.model, max_len=args.seq_len, remat=args.remat)
+    fields = dict(max_len=args.seq_len, remat=args.remat, deterministic_gradients=args.deterministic)
+    return partial(GPT, args.model, **fields)
 
 
 def state_shardings(model, optimizer, recipe, on) -> None:

@@ -38,6 +38,7 @@ def make_model(args) -> GPT:
         cp=args.cp,
         cp_strategy=args.cp_strategy or "DEFAULT",
         fp8_params=args.fp8_params,
+        deterministic_gradients=args.deterministic,
     )
 
 

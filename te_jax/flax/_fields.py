@@ -118,7 +118,7 @@ FIELDS: dict[str, Kind] = {
     **_each(BOOL, "use_bias enable_layernorm zero_centered_gamma return_layernorm_output return_bias"),
     **_each(BOOL, "input_layernorm output_layernorm apply_residual_connection_post_layernorm fuse_qkv_params"),
     **_each(BOOL, "enable_low_rank_adaptation enable_sequence_parallel scale_attn_logits scaled_query_init"),
-    **_each(BOOL, "float32_logits float32_attention_logits return_max_logit"),
+    **_each(BOOL, "float32_logits float32_attention_logits return_max_logit deterministic_gradients"),
     **_each(BOOL, "enable_rotary_pos_emb cross_rotary_pos_emb enable_relative_embedding"),
     **_each(BOOL, "parallel_attention_mlp parallel_shared_layernorm context_parallel_causal_load_balanced"),
     **_each(NONE | BOOL, "transpose_batch_sequence"),  # None: False, as older code spells it

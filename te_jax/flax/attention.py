@@ -74,6 +74,7 @@ class DotProductAttention(Module):
                           per head).
     score_mod, score_mod_bprop: not in this version.
     return_max_logit:     also return the largest logit of each head, f32[h].
+    deterministic_gradients: the gradients are the same bits in every run, which cuDNN does not promise else.
 
     Under a recipe with fp8_dpa=True it is `te_jax.layers.attention_fp8` of a full or causal call in bf16 or f16
     that has none of the other options, with a head dim of 16, 32, .. 128. Other calls are told by a warning,
@@ -106,6 +107,7 @@ class DotProductAttention(Module):
     score_mod: Callable | None = None
     score_mod_bprop: Callable | None = None
     return_max_logit: bool = False
+    deterministic_gradients: bool = False
 
     own_kinds = {"dtype": NONE | FLOATING}
     rules = (groups_divide_heads, nothing_of_later)
@@ -157,6 +159,7 @@ class DotProductAttention(Module):
             dropout_rng=self.make_rng(self.dropout_rng_name) if dropping else None,
             sequence_descriptor=sequence_descriptor,
             return_max_logit=self.return_max_logit,
+            deterministic=self.deterministic_gradients,
             seq_major=self.transpose_batch_sequence,
             context_checkpoint_name=self.context_checkpoint_name,
             name=describe(self),

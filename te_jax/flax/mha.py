@@ -141,6 +141,7 @@ class MultiHeadAttention(Module):
     context_parallel_axis: str | None = ""
     context_parallel_strategy: str = "DEFAULT"
     params_dtype: jnp.dtype | None = None
+    deterministic_gradients: bool = False
 
     own_kinds = {old: Kind(f"None: an older name of {new}", lambda value: True) for old, new in _OLDER.items()}
     rules = (groups_divide_heads, rotary_fields_fit, nothing_of_later)
@@ -427,6 +428,7 @@ class MultiHeadAttention(Module):
             context_parallel_causal_load_balanced=self.context_parallel_causal_load_balanced and not cache,
             context_parallel_axis=None if cache else self.context_parallel_axis,
             context_parallel_strategy=self.context_parallel_strategy,
+            deterministic_gradients=self.deterministic_gradients,
             name="DotProductAttention_0",
         )(
             query,

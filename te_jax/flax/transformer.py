@@ -145,6 +145,7 @@ class TransformerLayer(Module):
     context_parallel_axis: str | None = ""
     context_parallel_strategy: str = "DEFAULT"
     params_dtype: jnp.dtype | None = None
+    deterministic_gradients: bool = False
 
     rules = (
         head_width_is_known,
@@ -311,6 +312,7 @@ class TransformerLayer(Module):
             context_parallel_causal_load_balanced=self.context_parallel_causal_load_balanced,
             context_parallel_axis=self.context_parallel_axis,
             context_parallel_strategy=self.context_parallel_strategy,
+            deterministic_gradients=self.deterministic_gradients,
             name=name,
         )
 

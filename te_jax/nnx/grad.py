@@ -5,7 +5,7 @@ from functools import partial, wraps
 
 from flax import nnx
 
-from te_jax._amaxes import errors_of_amaxes
+from te_jax._amax_type import errors_of_amaxes
 from te_jax._check import FUNCTION, check, integer
 from te_jax.combine import combine_by_max, reach
 from te_jax.fp8 import FP8_COLLECTION, current_recipe
