@@ -194,7 +194,7 @@ attention_fp8_fwd = Op(
 
 scales: f32[6], the `ForwardScales`. causal: query i sees keys 0 .. i. scale: float, of the logits.
 out: E4M3, saturate(o * scales.out). lse: f32, natural log of the sum of exp(logits) over the keys seen.
-amax: f32 [], max |o| before it is scaled and rounded.
+amax: f32 [], max |o| before it is scaled and rounded; of a NaN in o cuDNN's tells nothing.
 
 The probabilities that meet v are E4M3 too. They are rounded relative to a row's largest, in cuDNN the largest up to
 that block of keys; the sum that divides them is of the unrounded.
