@@ -1,6 +1,7 @@
 """PEP 517 backend: scikit-build-core, with the build requirements that this machine lacks.
 
-Without nvcc (or with TE_JAX_BUILD_CUDA=0) te_jax is pure Python: neither CMake nor a compiler is needed then.
+Where neither a GPU nor nvcc 13 is, or with TE_JAX_BUILD_CUDA=0, te_jax is pure Python: neither CMake nor a compiler is
+needed then.
 """
 
 import sys

@@ -105,17 +105,4 @@ ffi::Error DispatchFloat(ffi::DataType dtype, Fn&& fn) {
   }
 }
 
-// The same for FP8: __nv_fp8_e4m3 (E4M3FN) or __nv_fp8_e5m2.
-template <typename Fn>
-ffi::Error DispatchFp8(ffi::DataType dtype, Fn&& fn) {
-  switch (dtype) {
-    case ffi::F8E4M3FN:
-      return fn.template operator()<__nv_fp8_e4m3>();
-    case ffi::F8E5M2:
-      return fn.template operator()<__nv_fp8_e5m2>();
-    default:
-      return ffi::Error::InvalidArgument(Format("expected f8e4m3fn or f8e5m2, got dtype %d", int(dtype)));
-  }
-}
-
 }  // namespace te

@@ -4,7 +4,6 @@ check("LayerNorm `norm`", "epsilon", epsilon, number(above=0))
 # ValueError: LayerNorm `norm`: epsilon is -1.0; pass a number above 0.
 """
 
-import dataclasses
 import difflib
 import inspect
 import math
@@ -102,10 +101,13 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
 
 
 class KnownFields:
-    """Base of dataclasses whose constructor tells unknown names in the words of this file."""
+    """Base of dataclasses whose constructor tells unknown names in the words of this file; not that of a subclass with
+    an `__init__` of its own."""
 
     def __new__(cls, *args, **kwargs):
-        check_names(cls.__name__, kwargs, (f.name for f in dataclasses.fields(cls) if f.init))
+        owner = next(each for each in cls.__mro__ if "__init__" in vars(each))
+        if "__dataclass_params__" in vars(owner) and owner.__dataclass_params__.init:
+            check_names(cls.__name__, kwargs, (f.name for f in cls.__dataclass_fields__.values() if f.init))
         return super().__new__(cls)
 
 

@@ -58,7 +58,7 @@ def status() -> Status:
         except RuntimeError as error:
             return Status(_built(), False, str(error), attention=str(error))
         versions = module.versions()
-        reason = _unusable(versions)
+        reason = _unusable(versions) or _without_kernels(_architectures(versions), compute_capability())
         return Status(
             built=True,
             loads=not reason,
@@ -134,6 +134,9 @@ def _checked_module() -> ModuleType:
 def _registered_module() -> ModuleType:
     # Only once the extension is known to be usable: XLA keeps what is registered for the life of the process.
     module = _checked_module()
+    # Here, where a program is lowered for a GPU: to ask for its capability starts jax's backends.
+    if reason := _without_kernels(_architectures(module.versions()), compute_capability()):
+        raise RuntimeError(reason)
     for name, stages in module.registrations().items():
         jax.ffi.register_ffi_target(name, stages, platform="CUDA")
     return module
@@ -177,7 +180,7 @@ def _unusable(versions: dict) -> str:
         )
     if versions["cublaslt"] is None:
         return f"te_jax: {versions['cublaslt_error']}"
-    return _without_kernels(_architectures(versions), compute_capability())
+    return ""
 
 
 def _architectures(versions: dict) -> tuple[str, ...]:

@@ -340,9 +340,9 @@ class Op:
             return self._bind(inner, [next(examples) if m else a for a, m in zip(args, is_mapped)])
 
         examples = [a for a, m in zip(args, is_mapped) if m]
-        if len(examples[0]) > 1:
-            return tuple(lax.map(one, examples))
-        return tuple(jnp.expand_dims(out, 0) for out in one([jnp.squeeze(a, 0) for a in examples]))
+        if examples[0].shape[0] == 1:
+            return tuple(jnp.expand_dims(out, 0) for out in one([jnp.squeeze(a, 0) for a in examples]))
+        return tuple(lax.map(one, examples))
 
     def _bind(self, params, args):
         if params.get("mapped"):

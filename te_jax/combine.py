@@ -37,9 +37,6 @@ def _receive_fwd(scale, amax_history, recipe, direction, probe):
 
 
 def _receive_bwd(recipe, direction, state, cotangents):
-    _, *seen = (lax.convert_element_type(g, jnp.float32) for g in cotangents)
-    amax = amax_of(jnp.maximum(seen[0], 0.0), (seen[0].ndim - 1,))  # -inf if nothing used the state
-    return *next_state(recipe, *state, amax, direction), jnp.maximum(seen[1], 0.0) if seen[1:] else None
     seen = [from_amaxes(g) for g in cotangents[1:]]
     amax = largest(seen[0], -1)  # 0 if nothing used the state
     return *next_state(recipe, *state, amax, direction), *(seen[1:] or [None])

@@ -87,6 +87,7 @@ class _Autocast(contextlib.ContextDecorator):
     def __init__(self, value: Recipe | str | None, mesh_resource):
         self._options = value, mesh_resource
         self._entered = []  # (thread, what it is to leave), the innermost last
+        self._lock = threading.Lock()  # a decorated function may run in several threads
 
     def __enter__(self):
         value, mesh_resource = self._options
@@ -94,14 +95,16 @@ class _Autocast(contextlib.ContextDecorator):
             if mesh_resource is not None:
                 stack.enter_context(sharding.global_shard_guard(mesh_resource))
             stack.enter_context(_recipe(value))
-            self._entered.append((threading.get_ident(), stack.pop_all()))
+            with self._lock:
+                self._entered.append((threading.get_ident(), stack.pop_all()))
 
     def __exit__(self, *error):
-        here = [at for at, (thread, _) in enumerate(self._entered) if thread == threading.get_ident()]
-        _, stack = self._entered.pop(here[-1] if here else -1)
+        with self._lock:
+            here = [at for at, (thread, _) in enumerate(self._entered) if thread == threading.get_ident()]
+            _, stack = self._entered.pop(here[-1] if here else -1)
+        stack.__exit__(*error)
         if isinstance(self._options[0], Recipe) and error[0] is None:
             warn_of_strays(self._options[0].exclude)
-        return stack.__exit__(*error)
 
     def __call__(self, f):
         if any(is_so(f) for is_so in (iscoroutinefunction, isgeneratorfunction, isasyncgenfunction)):

@@ -89,9 +89,11 @@ def update_fp8_metas(collections, previous=None):
             "the modules ran under."
         )
     metas, before = (None if tree is None else tree[FP8_COLLECTION] for tree in (collections, previous))
-    metas = _complete(what, metas, recipe, FP8_COLLECTION, scale=-1.0)  # mended from its history
     if before is not None:
         check_same_state(what, "collections", metas, "previous", before)
+        with warnings.catch_warnings(action="ignore"):  # the next line tells of the same leaf
+            before = _complete(what, before, recipe, FP8_COLLECTION, scale=-1.0)
+    metas = _complete(what, metas, recipe, FP8_COLLECTION, scale=-1.0)  # mended from its history
     metas, untouched = _repair(metas, before, recipe)
     if previous is None and not isinstance(untouched, jax.core.Tracer) and untouched.is_fully_replicated:
         _tell_of_untouched(metas, untouched)

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 import te_jax as te
+import te_jax.flax as te_flax
 from te_jax import fp8, sharding
 from te_jax.recipe import DelayedScaling, Float8CurrentScaling
 
@@ -223,3 +225,21 @@ class TestEnabled:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             te.autocast(False), te.autocast(mesh_resource=te.MeshResource())
+
+
+def test_a_warning_as_an_error_leaves_the_block():
+    """Of a pattern that names no module."""
+    recipe = DelayedScaling(exclude=("lm_hed",))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="lm_hed"):
+            with te.autocast(recipe=recipe):
+                nn.Sequential([te_flax.DenseGeneral(4)]).init(jax.random.key(0), jnp.ones((2, 4)))
+    assert te.fp8.current_recipe() is None
+
+
+def test_a_decorated_function_in_many_threads():
+    inside = te.autocast(recipe=DelayedScaling())(te.fp8.current_recipe)
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(lambda _: inside() == DelayedScaling(), range(2000)))
+    assert te.fp8.current_recipe() is None

@@ -257,8 +257,8 @@ def widths_are_positive(module) -> str | None:
 
 
 def last_axis_alone(module) -> str | None:
-    """`axis` is -1, or (-1,)."""
-    if module.axis not in (-1, (-1,), [-1]):
+    """`axis` is the last one, -1."""
+    if len(as_tuple(module.axis)) != 1:
         return f"axis is {module.axis!r}; this module contracts the last axis alone: leave it -1"
 
 

@@ -167,6 +167,8 @@ def _warn_once(module: nn.Module, text: str):
 
 
 def _note(module: nn.Module, name: str, mutable: bool):
+    if module.scope.root in _warned:
+        return
     if mutable:
         then = "it is restored as fresh state (scale 1, empty history)"
     else:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from te_jax._check import FLOATING, NONE
+from te_jax._check import FLOATING, NONE, plain
 from te_jax.flax._common import floating
 from te_jax.flax._context import Context
 from te_jax.flax._fields import Module, check_call, groups_divide_heads, later, nothing_of_later
@@ -199,7 +199,7 @@ class DotProductAttention(Module):
         return untouched(out, metas)
 
     def _softmax_offset(self) -> jax.Array | None:
-        if self.softmax_type != "learnable":
+        if plain(self.softmax_type) != "learnable":
             return None
         new, other = _OFFSET_SCOPES
         held = other if self.has_variable("params", other) and not self.has_variable("params", new) else new

@@ -190,6 +190,7 @@ class LayerNormDenseGeneral(Module):
         """
         check_call(self, inputs=inputs, return_input=return_input)
         inputs = in_compute_dtype(self, floating(self, "inputs", inputs))
+        trailing_axes(self, inputs.ndim)  # raises unless `axis` is the last
         features = as_tuple(self.features)
         inputs = constrain(inputs, self.layernorm_input_axes)
         width = inputs.shape[-1]

@@ -22,7 +22,7 @@ from te_jax.flax._common import (
 )
 from te_jax.flax._fields import Module, activations_take_their_params, check_call, last_axis_alone
 from te_jax.flax._state import describe, recipe_of
-from te_jax.flax.dense import norm_dense, norm_options, operand
+from te_jax.flax.dense import norm_dense, norm_options, operand, trailing_axes
 from te_jax.flax.norm import norm_parameters
 from te_jax.layers import dense, layernorm_mlp
 from te_jax.layers.norm_mlp import split_residual
@@ -113,6 +113,7 @@ class LayerNormMLP(Module):
         """
         check_call(self, inputs=inputs, deterministic=deterministic, residual=residual)
         inputs = in_compute_dtype(self, floating(self, "inputs", inputs))
+        trailing_axes(self, inputs.ndim)  # raises unless `axis` is the last
         inputs = constrain(inputs, self.layernorm_input_axes)
         norm, wi, wo = self._parameters(inputs.shape[-1], wi_kernel, wo_kernel)
         bias, wo = wo[1], (wo[0], None if self.return_bias else wo[1], wo[2])

@@ -252,18 +252,18 @@ def _plausible(path, new, old):
     reached = scale != 0
     moved = reached & (jnp.any(history != old_history, -1, keepdims=True) | (scale != old_scale))
     rolled = jnp.concatenate([history[..., :1], old_history[..., 2:], history[..., -1:]], -1)
-    recipe = current_recipe()
-    if recipe is None or not recipe.has_state:  # which update_fp8_metas refuses
-        return scale, jnp.where(moved, rolled, history)
-    law = partial(recipe.new_state, fp8_max=recipe.fp8_format.max(direction_of(path.rsplit("/", 1)[-1])))
-    amax = jnp.where(moved, rolled[..., -1:], 0.0)[..., 0]
-    by_law, _ = jnp.vectorize(law, signature="(i),(n),()->(i),(n)")(old_scale, old_history, amax)
     times = scale / old_scale
     of_old = jnp.isclose(history[..., 1:], times * old_history[..., 1:], rtol=1e-6, atol=0)
-    # N times the state before: no use saw an amax. One step may end at twice the state too, where the law says so.
-    summed = (times > 1.5) & jnp.all(of_old, -1, keepdims=True) & ~jnp.isclose(scale, by_law, rtol=1e-6, atol=0)
-    if not recipe.scale_is_of_history:  # else update_fp8_metas bounds it
-        scale = jnp.where(reached, jnp.minimum(scale, by_law), scale)
+    # N times the state before: no use saw an amax.
+    summed = (times > 1.5) & jnp.all(of_old, -1, keepdims=True)
+    recipe = current_recipe()
+    if recipe is not None and recipe.has_state:
+        law = partial(recipe.new_state, fp8_max=recipe.fp8_format.max(direction_of(path.rsplit("/", 1)[-1])))
+        amax = jnp.where(moved, rolled[..., -1:], 0.0)[..., 0]
+        by_law, _ = jnp.vectorize(law, signature="(i),(n),()->(i),(n)")(old_scale, old_history, amax)
+        summed &= ~jnp.isclose(scale, by_law, rtol=1e-6, atol=0)  # one step may end there too
+        if not recipe.scale_is_of_history:  # else update_fp8_metas bounds it
+            scale = jnp.where(reached, jnp.minimum(scale, by_law), scale)
     return jnp.where(summed, old_scale, scale), jnp.where(summed, old_history, jnp.where(moved, rolled, history))
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from te_jax._arrays import as_rank
+from te_jax._arrays import as_jax, as_rank
 from te_jax._check import ARRAY, BOOL, NONE, check, one_of
 from te_jax._types import align, on_explicit_mesh, varying
 from te_jax.checkpoint_policies import ATTENTION, named
@@ -55,7 +55,8 @@ def _plain(q, k, v, bias, hidden, kept, offset, options: Options):
     top = jnp.max(logits, -1, keepdims=True, initial=-jnp.inf)
     others = tuple(axis for axis in range(logits.ndim) if axis != logits.ndim - 3)
     max_logit = jnp.max(top, others, initial=-jnp.inf)
-    max_logit = jnp.where(jnp.any(jnp.isnan(logits), others), jnp.nan, max_logit)  # a maximum drops it (_amax.py)
+    if options.return_max_logit:  # a maximum drops a NaN (_amax.py)
+        max_logit = jnp.where(jnp.any(jnp.isnan(logits), others), jnp.nan, max_logit)
     offset = None if offset is None else as_rank(offset, top.ndim)
     top = finite_top(top if offset is None else jnp.maximum(top, offset))
     weights = jnp.exp(logits - top)
@@ -196,9 +197,9 @@ def dot_product_attention(
     Returns [b..., s, h, e] of q's dtype, or a tuple of that and what else is asked for, in the order above.
     Raises ValueError or TypeError for arguments that do not fit, and where a forced cuDNN cannot serve.
     """
+    q, k, v = as_jax(q, k, v)
     for argument, x in (("q", q), ("k", k), ("v", v)):
         check(name, argument, x, ARRAY)
-    q, k, v = map(jnp.asarray, (q, k, v))
     options = check_options(
         _OP, q, k, v, bias=bias, mask=mask, attn_mask_type=attn_mask_type, attn_bias_type=attn_bias_type,
         alibi_slopes=alibi_slopes,
@@ -261,9 +262,10 @@ def dot_product_attention_kv_packed(
 
 def _of_joined(op, name, operands, interleaved, implementation, kwargs):
     check(op, "interleaved", interleaved, BOOL)
+    operands = as_jax(*operands)
     for x in operands:
         check(op, name if x is operands[-1] else "q", x, ARRAY)
-    *apart, joined = map(jnp.asarray, operands)
+    *apart, joined = operands
     n, at = 4 - len(operands), -2 if interleaved else -3
     if joined.ndim < 4 or joined.shape[at] != n:
         wanted = f"heads, {n}, d" if interleaved else f"{n}, heads, d"

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
+from te_jax._check import plain
 from te_jax._types import align, splittable_axes
 from te_jax.ops.attention import dot_product_attention, undivided_groups
 from te_jax.ops.attention_check import Options, check_options
@@ -103,7 +104,7 @@ def context_parallel_attention(
 
 
 def _refuse(*, attn_bias_type, **arguments):
-    arguments["attn_bias_type"] = None if attn_bias_type == "no_bias" else attn_bias_type
+    arguments["attn_bias_type"] = None if attn_bias_type and plain(attn_bias_type) == "no_bias" else attn_bias_type
     for name, value in arguments.items():
         if value is not None and value is not False and not (name == "dropout_rate" and value == 0):
             shown = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") and value.ndim else repr(value)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from te_jax._arrays import as_rank
+from te_jax._arrays import as_jax, as_rank
 from te_jax._check import ARRAY, BOOL, NONE, Kind, check, integer, is_dtype
 from te_jax._op import Op
 from te_jax._types import align, like, on_explicit_mesh
@@ -204,6 +204,7 @@ def gemm(
 
     Differentiable unless the operands are FP8. Raises ValueError for sizes, TypeError for types that do not match.
     """
+    lhs, rhs, bias, c = as_jax(lhs, rhs, bias, c)
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         check("te_gemm", name, x, ARRAY)
     for name, flag in (("fast_accum", fast_accum), ("tune", tune), ("in_place", in_place)):

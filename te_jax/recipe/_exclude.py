@@ -5,6 +5,7 @@ from fnmatch import fnmatchcase
 from te_jax._check import did_you_mean, warn_once
 
 _asked: dict[tuple[str, ...], set[str]] = {}  # exclude -> the paths that it was asked about, in this process
+_searched: dict[tuple[str, ...], int] = {}  # exclude -> how many paths there were when strays were looked for
 
 
 def excludes(patterns: tuple[str, ...], path: tuple[str, ...]) -> bool:
@@ -15,12 +16,14 @@ def excludes(patterns: tuple[str, ...], path: tuple[str, ...]) -> bool:
 
 
 def warn_of_strays(patterns: tuple[str, ...]) -> None:
-    """Warns, once, of patterns that name none of the modules that there were, if there were any."""
-    paths = _asked.get(patterns, set())
-    for pattern in patterns if paths else ():
+    """Warns, once, of patterns that name none of the modules that there were so far, if there were any."""
+    paths = _asked.get(patterns, set()).copy()  # other threads may add to it
+    if _searched.get(patterns, 0) == len(paths):
+        return
+    _searched[patterns] = len(paths)
+    for pattern in patterns:
         if not any(fnmatchcase(path, pattern) for path in paths):
             some = ", ".join(sorted(paths, key=lambda path: (path.count("/"), path))[:8])
             hint = did_you_mean(pattern, paths) or f"there are {some}."
-            warn_once(
-                "autocast", f"the recipe's exclude has {pattern!r}, which is the path of no module in FP8; {hint}"
-            )
+            text = f"the recipe's exclude has {pattern!r}, which is the path of no module in FP8 so far; {hint}"
+            warn_once("autocast", text)
