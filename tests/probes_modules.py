@@ -221,6 +221,7 @@ NAMES = [
     (CORE, dict(attn_bias_type=False), T, "attn_bias_type is False"),
     (CORE, dict(softmax_type="sink"), V, "softmax_type is 'sink'"),
     (CORE, dict(softmax_type="off-by-one"), None, ""),
+    (CORE, dict(softmax_type="Learnable"), None, ""),
     (CORE, dict(softmax_type=1), T, "softmax_type is 1"),
     (CORE, dict(qkv_layout="sbhd"), V, "qkv_layout is 'sbhd'; .*'bshd_bshd_bshd'"),
     (CORE, dict(qkv_layout=None), T, "qkv_layout is None"),

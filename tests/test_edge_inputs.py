@@ -229,3 +229,12 @@ def test_training_says_its_ranks(ranks_said):
             return state.apply_gradients(grads=grads), te.fp8_stats(probed), te.convert_fp8_metas(state.fp8, recipe)
 
     jax.jit(steps).lower(x)
+
+
+def test_no_examples_and_one():
+    """Of an axis that `jax.vmap` maps, where each example has a kernel of its own."""
+    step = jax.jit(jax.vmap(jax.grad(lambda w, x: jnp.sum(layers.dense(x, w, recipe=recipes.Float8CurrentScaling())))))
+    for examples in (0, 1):
+        w, x = jnp.ones((examples, 16, 8)), jnp.ones((examples, 4, 16))
+        # Exact but for the two factors that undo the scales, each rounded once.
+        np.testing.assert_allclose(step(w, x), np.full((examples, 16, 8), 4.0), rtol=2.0**-22)

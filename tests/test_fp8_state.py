@@ -157,3 +157,11 @@ def test_floats_are_traced_and_what_compiles_often_is_told():
     assert "scaled was compiled for 8 values of its static arguments, the last 9" in text and "jnp.asarray" in text
     with pytest.raises(TypeError, match="an argument of scaled is .*; pass an array"):
         grad(jnp.ones(2), {1, 2})
+
+
+def test_a_missing_leaf_is_mended_beside_previous():
+    """Which lacks it too."""
+    state = {"fp8_metas": {"x_amax_history": jnp.asarray([0.0, 2.0])}}
+    with pytest.warns(UserWarning, match="fp8_metas has no x_scale; it is restored"):
+        new = te.update_fp8_metas(state, previous=state)["fp8_metas"]
+    assert new["x_scale"] == 448 / 2
