@@ -14,7 +14,7 @@ from op_cases import CASES
 
 import te_jax as te
 import te_jax.flax as te_flax
-from te_jax import layers, optim
+from te_jax import _lib, layers, optim
 from te_jax import recipe as recipes
 from te_jax._op import ops
 from te_jax.ops.activation import activation
@@ -79,6 +79,12 @@ def everything(recipe, which=tuple(MODULES)):
 
 
 @pytest.fixture
+def for_any_gpu(monkeypatch):
+    """Lowering for CUDA asks for no GPU that is here, which may be too old for a recipe."""
+    monkeypatch.setattr(_lib, "compute_capability", lambda: None)
+
+
+@pytest.fixture
 def ranks_said():
     with jax.numpy_rank_promotion("raise"):
         yield
@@ -98,7 +104,7 @@ def test_empty_batch(name, ranks_said):
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_symbolic_batch(name, platform, ranks_said):
+def test_symbolic_batch(name, platform, ranks_said, for_any_gpu):
     which = ("dense", "mlp", "attention") if name == "block" else ("dense", "mlp", "layer")
     (b,), (run, variables) = export.symbolic_shape("b"), everything(RECIPES[name], which)
     xs = {n: jax.ShapeDtypeStruct(inputs(MODULES[n][1], b), jnp.float32) for n in which}
@@ -153,7 +159,7 @@ def test_numpy_inputs_of_layers_and_ops():
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_ops_say_their_ranks(case, ranks_said, rng):
+def test_ops_say_their_ranks(case, ranks_said, for_any_gpu, rng):
     args = case.args(rng)
     jax.eval_shape(partial(case.declared.reference, **case.attrs), *args)
     jax.jit(lambda *args: case(*args)).trace(*args).lower(lowering_platforms=("cuda",))
@@ -183,6 +189,7 @@ def test_attention_says_its_ranks(ranks_said):
     jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, offset, alibi_slopes(4))
 
 
+@pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 def test_context_parallelism_says_its_ranks(strategy, ranks_said):
     q, offset = jnp.ones((2, 32, 4, 16)), jnp.ones(4)
@@ -236,5 +243,5 @@ def test_no_examples_and_one():
     step = jax.jit(jax.vmap(jax.grad(lambda w, x: jnp.sum(layers.dense(x, w, recipe=recipes.Float8CurrentScaling())))))
     for examples in (0, 1):
         w, x = jnp.ones((examples, 16, 8)), jnp.ones((examples, 4, 16))
-        # Exact but for the two factors that undo the scales, each rounded once.
-        np.testing.assert_allclose(step(w, x), np.full((examples, 16, 8), 4.0), rtol=2.0**-22)
+        # Exact but for the two factors that undo the scales: a division of XLA's is right to 2 ulp on a GPU, 2**-22.
+        np.testing.assert_allclose(step(w, x), np.full((examples, 16, 8), 4.0), rtol=2.0**-20)
