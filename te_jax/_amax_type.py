@@ -16,7 +16,7 @@ from jax import ShapeDtypeStruct, lax
 from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from te_jax._amax import amax_across
+from te_jax._amax import amax, amax_across
 from te_jax._types import like, varying
 
 # Operations whose gradients jax has for this type, and functions that bring their own.
@@ -51,11 +51,6 @@ def from_amaxes(x: jax.Array) -> jax.Array:
 def is_amaxes(x) -> bool:
     """Whether x, an array or the type of one, is of the type of amaxes."""
     return getattr(x, "dtype", None) == amax_type()
-
-
-def largest(amaxes: jax.Array, axes) -> jax.Array:
-    """The maximum of f32[...], none below 0, along `axes`; NaN where there is one, which XLA's maximum may lose."""
-    return _of_bits(jnp.max(_bits(amaxes), axes))
 
 
 def _bits(amaxes):  # of numbers that are not negative, as those the larger one is the larger
@@ -189,7 +184,7 @@ def _gradients(eqn, run_with, values, grads):
     if eqn.primitive.name == "broadcast_in_dim":
         (x,), (grad,) = values, grads
         kept = [to for to, size in zip(eqn.params["broadcast_dimensions"], x.shape) if size == grad.shape[to]]
-        return [like(largest(grad, [i for i in range(grad.ndim) if i not in kept]).reshape(x.shape), x)]
+        return [like(amax(grad, tuple(i for i in range(grad.ndim) if i not in kept)).reshape(x.shape), x)]
     # Any other: where the numbers of the elements went, their gradients are.
     ends = np.cumsum([x.size for x in values])
     numbers = [jnp.arange(end - x.size, end, dtype=jnp.int32).reshape(x.shape) for x, end in zip(values, ends)]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from te_jax._amax import amax as amax_of
-from te_jax._amax_type import ARRAYS, errors_of_amaxes, from_amaxes, is_amaxes, largest, movable, to_amaxes
+from te_jax._amax_type import ARRAYS, errors_of_amaxes, from_amaxes, is_amaxes, movable, to_amaxes
 from te_jax._check import FUNCTION, Kind, check
 from te_jax.fp8 import FP8_COLLECTION, current_recipe, direction_of
 from te_jax.fp8_metas import check_collections, check_history_length, check_same_state, map_tensors, update_collections
@@ -38,7 +38,7 @@ def _receive_fwd(scale, amax_history, recipe, direction, probe):
 
 def _receive_bwd(recipe, direction, state, cotangents):
     seen = [from_amaxes(g) for g in cotangents[1:]]
-    amax = largest(seen[0], -1)  # 0 if nothing used the state
+    amax = amax_of(seen[0], (seen[0].ndim - 1,))  # 0 if nothing used the state
     return *next_state(recipe, *state, amax, direction), *(seen[1:] or [None])
 
 
