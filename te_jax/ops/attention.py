@@ -15,7 +15,7 @@ from te_jax._check import ARRAY, BOOL, NONE, check, one_of
 from te_jax._types import align, on_explicit_mesh, varying
 from te_jax.checkpoint_policies import ATTENTION, named
 from te_jax.ops.attention_check import Options, check_options, warn_of_padding
-from te_jax.ops.attention_form import HIDES, attention, form_of, only_band
+from te_jax.ops.attention_form import form_of, only_band
 from te_jax.ops.attention_mask import MASK_TYPES as MASK_TYPES
 from te_jax.ops.attention_mask import SequenceDescriptor as SequenceDescriptor
 from te_jax.ops.attention_op import attention_bwd as attention_bwd
@@ -25,8 +25,9 @@ from te_jax.ops.attention_op import attention_kv_fwd as attention_kv_fwd
 from te_jax.ops.attention_op import attention_packed_bwd as attention_packed_bwd
 from te_jax.ops.attention_op import attention_packed_fwd as attention_packed_fwd
 from te_jax.ops.attention_op import cudnn_refuses, cudnn_refuses_backward, gpu_refuses, parts_of
-from te_jax.ops.attention_reference import finite_top, mix, scores
+from te_jax.ops.attention_reference import HIDES, finite_top, mix, scores
 from te_jax.ops.attention_reference import parts as reference_parts
+from te_jax.ops.attention_vjp import attention
 
 _OP = "dot_product_attention"
 _IMPLEMENTATION = NONE | one_of("cudnn", "xla")

@@ -17,9 +17,10 @@ from te_jax._types import align, like, splittable_axes
 from te_jax.checkpoint_policies import ATTENTION, named
 from te_jax.ops.attention_check import Options
 from te_jax.ops.attention_context_plan import OPEN, Call, Layout, Plan
-from te_jax.ops.attention_form import attention_bwd_of, attention_fwd_of, form_of, gradient_of_sink, with_sink
+from te_jax.ops.attention_form import form_of
 from te_jax.ops.attention_mask import Band, SequenceDescriptor
 from te_jax.ops.attention_reference import merged, wide
+from te_jax.ops.attention_vjp import attention_bwd_of, attention_fwd_of, gradient_of_sink, with_sink
 from te_jax.sharding import inverse_reorder_causal_load_balancing, reorder_causal_load_balancing
 
 
@@ -224,7 +225,7 @@ def _distributed(dx, spec: Spec):
 def context_attention(q, k, v, sink, rows, spec: Spec):
     """-> out, lse (not differentiable) of this device's queries [b..., s/cp, h, d], where `spec.axis` is manual.
 
-    k, v: this device's. sink: as in `attention_form.attention`. rows: as `spec.rows` says, of whole rows, on each
+    k, v: this device's. sink: as in `attention_vjp.attention`. rows: as `spec.rows` says, of whole rows, on each
     device; None for Rows.WHOLE. All vary over the same manual axes.
     """
     return _context_fwd(q, k, v, sink, rows, spec)[0]
