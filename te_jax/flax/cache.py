@@ -9,7 +9,7 @@ from te_jax._types import align, on_explicit_mesh
 from te_jax.flax._common import activation_axes
 from te_jax.flax._state import describe
 from te_jax.ops.attention import MASK_TYPES, SequenceDescriptor
-from te_jax.ops.attention_mask import Band
+from te_jax.ops.attention.mask import Band
 from te_jax.sharding import BATCH_AXES, HEAD_AXES, HIDDEN_AXES, SEQLEN_AXES
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 

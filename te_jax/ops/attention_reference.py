@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from te_jax._arrays import as_rank
-from te_jax.ops.attention_mask import Band, SequenceDescriptor
+from te_jax.ops.attention.mask import Band, SequenceDescriptor
 
 HIDDEN = -(2.0**100)
 """A bias that hides a key: far below all logits, and so far from -inf that its product with log2(e) is finite."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from te_jax._arrays import as_rank
 from te_jax._types import like
 from te_jax.checkpoint_policies import ATTENTION, named
-from te_jax.ops.attention_form import Attrs, Form
+from te_jax.ops.attention.form import Attrs, Form
 from te_jax.ops.attention_op import BACKWARD, FORWARD, parts_of
 from te_jax.ops.attention_reference import BIAS_FORMS, HIDES
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from te_jax.ops.attention_check import Options
-from te_jax.ops.attention_mask import Band
+from te_jax.ops.attention.mask import Band
+from te_jax.ops.attention.options import AttentionOptions
 from te_jax.ops.attention_reference import HIDDEN, wide
 
 
@@ -42,72 +42,44 @@ class Form(NamedTuple):
     attrs: Attrs
 
 
-def form_of(options: Options, q, k) -> Form:
+def form_of(options: AttentionOptions, q, k) -> Form:
     """What the ops are asked for. A mask, and what cuDNN cannot combine, becomes a bias, with a number for "hidden"."""
-    s, t, described = q.shape[-3], k.shape[-3], options.sequence_descriptor
+    s, t = q.shape[-3], k.shape[-3]
+    band, described, rest = _mask_of(options, s, t)
     bias = options.total_bias(s, t)
     if options.pre_scale:  # in f32, unless a power of two is exact in any type
         bias = options.scale * (bias if frexp(options.scale)[0] in (0.5, -0.5) else bias.astype(wide(bias)))
-    hidden = options.masked()
-    band, by_lengths = _band(options, s, t), False
-    if described is not None:
-        by_lengths = hidden is None and described.segment_ids is None and (bias is None or described.starts_at_zero)
-    served = _served(band, options, s, t) if described is None or by_lengths else None
-    if served is None:
-        hidden, served, by_lengths = options.hidden(s, t), Band(None, None, False), False
-    bias = _bias(bias, hidden, q)
-    segments = described.segments() if by_lengths else None
-    if not by_lengths and _wants_lengths(served, bias, s, t):
+    bias = _bias(bias, rest.hides(s, t), q)
+    segments = None if described is None else described.segments()
+    if described is None and _wants_lengths(band, s, t, bias is not None):
         segments = jnp.broadcast_to(jnp.array([0, s, 0, t], jnp.int32), (*q.shape[:-3], 1, 4))
-    left, right = (-1 if size is None else size for size in served[:2])
+    left, right = (-1 if size is None else size for size in band[:2])
     attrs = Attrs(
-        left, right, served.bottom_right, options.seq_major and segments is None, options.scale,
-        options.dropout_rate, options.deterministic, options.has_bias,
+        left, right, band.bottom_right, options.seq_major and segments is None, options.scale,
+        options.dropout_rate, options.deterministic, options.has_bias, options.interleaved,
     )  # fmt: skip
     return Form(bias, segments, attrs)
 
 
-def only_band(options: Options, q, k) -> bool:
+def only_band(options: AttentionOptions, q, k) -> bool:
     """Whether attributes alone say which keys are hidden: `form_of` gives neither bias nor segments."""
     s, t = q.shape[-3], k.shape[-3]
-    if options.mask is not None or options.sequence_descriptor is not None or options.has_bias:
-        return False
-    served = _served(_band(options, s, t), options, s, t)
-    return served is not None and not _wants_lengths(served, None, s, t)
+    band, described, rest = _mask_of(options, s, t)
+    return not options.has_bias and described is None and rest.is_open and not _wants_lengths(band, s, t, False)
 
 
-def _band(options: Options, s: int, t: int) -> Band:
-    """The band, without what cuts nothing."""
-    band = options.band
-    if options.sequence_descriptor is None:
-        band = band.trimmed(s, t)
-        band = band._replace(bottom_right=band.bottom_right and s != t)
-    elif band.bottom_right and s == 1 and options.sequence_descriptor.segment_ids is None:
-        band = band._replace(right=None)  # the one query is at the last key
-    return band._replace(bottom_right=band.bottom_right and band[:2] != (None, None))
+def _mask_of(options: AttentionOptions, s: int, t: int):
+    return options.mask.split(s, t, has_bias=options.has_bias, drops=options.dropout_rate > 0)
 
 
-def _served(band: Band, options: Options, s: int, t: int) -> Band | None:
-    """The band as cuDNN takes it beside what else the call has; None if it does not."""
-    if s == 1 and band[:2] != (None, None):
-        return None  # with a causal mask cuDNN is wrong for one query and grouped heads (release notes of 9.18)
-    plain = not options.has_bias and options.dropout_rate == 0  # its bottom-right bands are for these
-    if options.sequence_descriptor is not None:
-        return band if plain or not band.bottom_right else None
-    if plain and options.mask is None:
-        return band
-    band = band.top_left(s, t)
-    return None if band is None or (band.left is not None and options.has_bias and s > t) else band
-
-
-def _wants_lengths(band: Band, bias, s: int, t: int) -> bool:
+def _wants_lengths(band: Band, s: int, t: int, has_bias: bool) -> bool:
     """Whether cuDNN needs to be told that rows are full.
 
     For queries that see no key. And beside a bias, where t is no multiple of 128: the gradients of 9.19 take the rest
     of the last tile for keys with logit 0, and give NaN for queries whose lse is below -88
     (https://github.com/pytorch/pytorch/issues/196678).
     """
-    return (s > t and (band.left is not None or band.bottom_right)) or (bias is not None and t % 128 != 0)
+    return (s > t and (band.left is not None or band.bottom_right)) or (has_bias and t % 128 != 0)
 
 
 def _bias(bias, hidden, q) -> jax.Array | None:
