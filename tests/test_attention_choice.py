@@ -1,16 +1,21 @@
 """Which implementation dot_product_attention takes and why; its errors; what it lowers to on CUDA."""
 
+import inspect
+import itertools
 import warnings
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from attention_oracle import operands
 
-from te_jax import _check
+from te_jax import _check, autocast
 from te_jax.ops import attention
-from te_jax.ops.attention import SequenceDescriptor, dot_product_attention, explain_attention
+from te_jax.ops.attention import Mask, SequenceDescriptor, dot_product_attention, explain_attention
+from te_jax.ops.attention.mask import Band
+from te_jax.recipe import DelayedScaling
 
 # ---- the choice ----------------------------------------------------------------------------------
 
@@ -46,6 +51,69 @@ def test_explain_says_which_and_why():
     assert "k has 1" in explain_attention(q, struct(1, 2), struct(1, 2)).refused["cudnn"]
     assert explain_attention(struct(1, 8), k, k).implementation == "cudnn"
     assert "q has 1" in explain_attention(struct(1, 8), k, k, dropout_rate=0.1).refused["cudnn"]
+
+
+def test_explain_speaks_for_fp8():
+    q, k = (jax.ShapeDtypeStruct((2, 128, heads, 64), jnp.bfloat16) for heads in (8, 2))
+    fp8 = DelayedScaling(fp8_dpa=True)
+    assert explain_attention(q, k, k, recipe=fp8, attn_mask_type="causal").implementation == "fp8"
+    assert explain_attention(q, k, k, recipe=DelayedScaling()).implementation == "cudnn"
+    with autocast(recipe=fp8):
+        assert explain_attention(q, k, k).implementation == "fp8"
+        for kwargs in (dict(dropout_rate=0.1), dict(implementation="xla"), dict(window_size=(3, 0))):
+            choice, (name,) = explain_attention(q, k, k, **kwargs), kwargs
+            assert choice.implementation == kwargs.get("implementation", "cudnn")
+            assert name in choice.refused["fp8"]
+    with pytest.raises(TypeError, match="explain_attention: recipe is .*an instance"):
+        explain_attention(q, k, k, recipe=DelayedScaling)
+
+
+# ---- keywords and masks --------------------------------------------------------------------------
+
+
+def test_signatures_show_every_keyword():
+    shown = inspect.signature(dot_product_attention).parameters
+    assert [*shown][:3] == ["q", "k", "v"] and len(shown) == 3 + len(attention.AttentionKeywords.__annotations__)
+    assert shown["attn_mask_type"].default == "no_mask" and shown["scale"].annotation == float | None
+    for function in (attention.dot_product_attention_packed, explain_attention):
+        assert {*inspect.signature(function).parameters} > {*shown} - {"q", "k", "v"}
+    with pytest.raises(TypeError, match="'windowsize'; did you mean 'window_size'"):
+        dot_product_attention(*[jnp.zeros(K)] * 3, windowsize=(1, 1))
+
+
+def test_masks_compose():
+    rng = np.random.default_rng(0)
+    array = jnp.asarray(rng.random((2, 1, 6, 9)) < 0.3)
+    lens = SequenceDescriptor.from_seqlens((jnp.array([6, 3]), jnp.array([4, 9])))
+    parts = Mask.of_type("causal"), Mask.of_type("no_mask", (2, 3)), Mask(array=array), Mask(array=~array[:1])
+    both, want = parts[0], parts[0].hides(6, 9)
+    for each in parts[1:]:
+        both, want = both & each, want | each.hides(6, 9)
+    np.testing.assert_array_equal(both.hides(6, 9), want)
+    assert both.band == Band(2, 0) and "'causal' with window_size None and " in both.label
+    np.testing.assert_array_equal(
+        (parts[1] & Mask(segments=lens) & parts[2]).hides(6, 9), Mask(parts[1].band, lens).hides(6, 9) | array
+    )
+    assert Mask().is_open and Mask().hides(6, 9) is None and not both.is_open
+    for other, text in ((Mask.of_type("causal_bottom_right"), "different corners"), (Mask(segments=lens), "segments")):
+        with pytest.raises(ValueError, match=text):
+            Mask.of_type("causal") & Mask(segments=lens) & other
+
+
+@pytest.mark.parametrize("described", [None, "lengths", "ids"])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("drops", [False, True])
+def test_what_cudnn_is_told_hides_the_same(described, has_bias, drops):
+    lens = SequenceDescriptor.from_seqlens((jnp.array([6, 3]), jnp.array([4, 9])))
+    for s, t in ((1, 9), (6, 9), (9, 9), (12, 9)):
+        pad = lambda ids, size: jnp.pad(ids, ((0, 0), (0, size - ids.shape[-1])))
+        ids = tuple(pad(jnp.array([[1], [2]]).repeat(min(size, 5), 1), size) for size in (s, t))
+        segments = {None: None, "lengths": lens, "ids": SequenceDescriptor.from_segment_ids_and_pos(ids)}[described]
+        for kind, window in itertools.product(("no_mask", "causal", "causal_bottom_right"), (None, (2, 1), (-1, 3))):
+            mask = Mask.of_type(kind, window) & Mask(segments=segments)
+            band, told, rest = mask.split(s, t, has_bias=has_bias, drops=drops)
+            got, want = (each.hides(s, t) for each in (Mask(band, told) & Mask(rest.band, rest.segments), mask))
+            assert (got is None) == (want is None) and (want is None or np.array_equal(got, want)), (kind, window, s, t)
 
 
 def test_long_plain_attention_warns_once_with_the_reason():

@@ -1,19 +1,17 @@
 """Scaled dot-product attention: cuDNN (FlashAttention, https://arxiv.org/abs/2205.14135) or plain JAX."""
 
-from math import prod
 from typing import Unpack
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import PartitionSpec
 
 from te_jax._arrays import as_jax
 from te_jax._check import ARRAY, BOOL, check, warn_once
-from te_jax._types import align, on_explicit_mesh, varying
+from te_jax._types import align
 from te_jax.checkpoint_policies import ATTENTION, named
 from te_jax.ops.attention.form import form_of
 from te_jax.ops.attention.options import AttentionKeywords, AttentionOptions, check_options, takes_options
+from te_jax.ops.attention.placement import own_key, undivided_groups, whole_rows
 from te_jax.ops.attention.resolve import AttentionChoice, resolve
 from te_jax.ops.attention_op import parts_of
 from te_jax.ops.attention_reference import attend, parts
@@ -115,14 +113,14 @@ def _attend_joined(function, name, operands, interleaved, options):
 def execute(choice: AttentionChoice, operands, options: AttentionOptions):
     """What `choice`, "cudnn" or "xla", returns for (q, k, v), (q, kv) or (qkv,): out, or a tuple of out and what else
     is asked for."""
-    q, k, _ = parts_of(*operands)
     if choice.implementation == "cudnn":
         out, lse, max_logit = *_attend_cudnn(operands, options), None
     else:
+        q, k, v = parts(*operands)
         if q.shape[-3] * k.shape[-3] > _LONG**2 and options.implementation is None:
             text = f"plain JAX keeps s x t logits of more than {_LONG} x {_LONG} in memory, because"
             warn_once(options.name, f"{text} {choice.refused['cudnn']}.")
-        out, lse, max_logit = _attend_xla(*parts(*operands), options)
+        out, lse, max_logit = _attend_xla(q, k, v, options)
     more = [max_logit.astype(jnp.float32)] if options.return_max_logit else []
     more += [lse.astype(jnp.float32)] if options.return_lse else []
     return (out, *more) if more else out
@@ -139,7 +137,7 @@ def _attend_cudnn(operands, options: AttentionOptions):
     sink = None if sink is None else sink.reshape(-1)
     words = None
     if options.dropout_rate:  # random bits for every row and head of a query: u32[b..., h, 4]
-        words = jax.random.bits(_own_key(options.dropout_rng, *operands), (*q.shape[:-3], q.shape[-2], 4), jnp.uint32)
+        words = jax.random.bits(own_key(options.dropout_rng, *operands), (*q.shape[:-3], q.shape[-2], 4), jnp.uint32)
     *operands, bias, sink, segments, rng = align(*operands, form.bias, sink, form.segments, words)
     name = options.context_checkpoint_name
     out, lse = attention(tuple(operands), bias, sink, segments, rng, form.attrs, name)
@@ -153,11 +151,11 @@ def _attend_xla(q, k, v, options: AttentionOptions):
     factor = None
     if options.dropout_rate:
         kept = jax.random.bernoulli(
-            _own_key(options.dropout_rng, q, k, v), 1 - options.dropout_rate, (*q.shape[:-3], q.shape[-2], s, t)
+            own_key(options.dropout_rng, q, k, v), 1 - options.dropout_rate, (*q.shape[:-3], q.shape[-2], s, t)
         )
         factor = kept / jnp.float32(1 - options.dropout_rate)
-    q, restore_rows = _whole_rows(q)
-    k, v = _whole_rows(k)[0], _whole_rows(v)[0]
+    q, restore_rows = whole_rows(q)
+    k, v = whole_rows(k)[0], whole_rows(v)[0]
     arrays = (options.total_bias(s, t), options.mask.hides(s, t), factor, options.offset(q))
     q, k, v, bias, hidden, factor, offset = align(q, k, v, *arrays)
     out, lse, max_logit = attend(
@@ -165,32 +163,3 @@ def _attend_xla(q, k, v, options: AttentionOptions):
         pre_scale=options.pre_scale,
     )  # fmt: skip
     return named(restore(restore_rows(out)), ATTENTION, options.context_checkpoint_name), lse, max_logit
-
-
-def _own_key(key: jax.Array, *arrays: jax.Array) -> jax.Array:
-    """`key`, made another one on every device of the manual mesh axes over which the arrays vary and it does not."""
-    for name in sorted(frozenset().union(*map(varying, arrays)) - varying(key)):
-        key = jax.random.fold_in(key, lax.axis_index(name))
-    return key
-
-
-def undivided_groups(q, g: int):
-    """-> q, its heads gathered if an Explicit mesh cuts through groups, and what shards out as q was."""
-    spec, mesh = jax.typeof(q).sharding.spec, jax.typeof(q).sharding.mesh
-    names = spec[-2] if isinstance(spec[-2], tuple) else (spec[-2],)
-    if g % prod(mesh.shape[name] for name in names if name is not None) == 0:
-        return q, lambda out: out
-    gathered = jax.sharding.reshard(q, PartitionSpec(*spec[:-2], None, spec[-1]))
-    return gathered, lambda out: jax.sharding.reshard(out, PartitionSpec(*spec[:-1], None))
-
-
-def _whole_rows(x):
-    """-> x [b..., tokens, heads, d], on an Explicit mesh with the tokens on every device, for types would split logits
-    and sums by them; and what shards out as x was."""
-    spec = jax.typeof(x).sharding.spec
-    if not on_explicit_mesh(jax.typeof(x)) or spec[-3] is None:
-        return x, lambda out: out
-    shard = lambda a, names: jax.sharding.reshard(
-        a, PartitionSpec(*jax.typeof(a).sharding.spec[:-3], names, *spec[-2:])
-    )
-    return shard(x, None), lambda out: shard(out, spec[-3])

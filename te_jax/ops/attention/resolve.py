@@ -2,10 +2,12 @@
 
 from typing import NamedTuple, Unpack
 
+from te_jax.fp8 import check_recipe, current_recipe
 from te_jax.ops.attention.form import only_band
 from te_jax.ops.attention.options import AttentionKeywords, AttentionOptions, check_options, takes_options
 from te_jax.ops.attention_fp8 import fp8_refuses
 from te_jax.ops.attention_op import cudnn_refuses, cudnn_refuses_backward, gpu_refuses
+from te_jax.recipe import Recipe
 
 
 class AttentionChoice(NamedTuple):
@@ -26,7 +28,7 @@ class AttentionChoice(NamedTuple):
 def resolve(q, k, v, options: AttentionOptions, *, recipe=None, cut=None) -> AttentionChoice:
     """The implementation that serves q, k, v (arrays, or their types) with `options`.
 
-    recipe: a recipe with fp8_dpa=True where the caller has FP8 state; None for no FP8.
+    recipe: the recipe of a caller that attends in FP8 where it can; None for no FP8.
     cut:    how a mesh axis cuts the sequence; its method `refuses(q, k, v, options)` says why the devices cannot
             attend together, "" if they can. None for whole sequences.
 
@@ -36,28 +38,21 @@ def resolve(q, k, v, options: AttentionOptions, *, recipe=None, cut=None) -> Att
     if recipe is not None:
         reason = "a mesh axis cuts the sequence" if cut is not None else fp8_refuses(q, k, v, options)
         if not reason:
-            served = "the recipe has fp8_dpa=True, and FP8 attention serves this call"
+            served = "the recipe asks for FP8 attention, which serves this call"
             return AttentionChoice("fp8", dict.fromkeys(("cudnn", "xla"), served))
         refused["fp8"] = reason
-    if cut is None:
-        choice = _resolve_wide(q, k, v, options)
-        return choice._replace(refused=refused | choice.refused)
-    if reason := cut.refuses(q, k, v, options):
-        raise ValueError(f"{options.name}: {reason}")
-    return AttentionChoice(
-        "context_parallel", refused | dict.fromkeys(("cudnn", "xla"), "a mesh axis cuts the sequence")
-    )
-
-
-def _resolve_wide(q, k, v, options: AttentionOptions) -> AttentionChoice:
-    """`resolve` without FP8."""
-    why_not = _cudnn_refuses_call(q, k, v, options)
-    if options.implementation == "cudnn" and why_not:
-        raise ValueError(f"{options.name}: implementation is 'cudnn', but {why_not}; pass None or 'xla'.")
-    if options.implementation == "xla" or why_not:
-        return AttentionChoice("xla", {"cudnn": why_not or "implementation is 'xla'"})
-    reason = "cuDNN serves this call without the s x t logits in memory"
-    return AttentionChoice("cudnn", {"xla": "implementation is 'cudnn'" if options.implementation else reason})
+    if cut is not None:
+        if reason := cut.refuses(q, k, v, options):
+            raise ValueError(f"{options.name}: {reason}")
+        whole = dict.fromkeys(("cudnn", "xla"), "a mesh axis cuts the sequence")
+        return AttentionChoice("context_parallel", refused | whole)
+    reason = _cudnn_refuses_call(q, k, v, options)
+    if options.implementation == "cudnn" and reason:
+        raise ValueError(f"{options.name}: implementation is 'cudnn', but {reason}; pass None or 'xla'.")
+    if options.implementation == "xla" or reason:
+        return AttentionChoice("xla", refused | {"cudnn": reason or "implementation is 'xla'"})
+    asked = "implementation is 'cudnn'" if options.implementation else ""
+    return AttentionChoice("cudnn", refused | {"xla": asked or "cuDNN serves this call without s x t logits in memory"})
 
 
 def _cudnn_refuses_call(q, k, v, options: AttentionOptions) -> str:
@@ -79,11 +74,21 @@ def _cudnn_refuses_call(q, k, v, options: AttentionOptions) -> str:
 
 
 @takes_options()
-def explain_attention(q, k, v, **options: Unpack[AttentionKeywords]) -> AttentionChoice:
-    """Which implementation `dot_product_attention` takes with these arguments, and why not the others.
+def explain_attention(
+    q, k, v, *, recipe: Recipe | None = None, **options: Unpack[AttentionKeywords]
+) -> AttentionChoice:
+    """Which implementation attention takes with these arguments, and why not the others.
 
-    Arrays may be `jax.ShapeDtypeStruct`s, and `dropout_rng` may be left out. Raises what that call raises.
+    q, k, v, options: as in `dot_product_attention`; arrays may be `jax.ShapeDtypeStruct`s, and `dropout_rng` may be
+            left out.
+    recipe: the recipe of the call; None is the one in force (`te_jax.autocast`). With fp8_dpa=True the answer is what
+            `te_jax.flax.DotProductAttention` does, which attends in FP8 where FP8 attention serves the call;
+            `dot_product_attention` itself is never in FP8.
+
+    Raises what the call raises.
     """
-    return resolve(
-        q, k, v, check_options(explain_attention, q, k, v, options, op="dot_product_attention", needs_rng=False)
-    )
+    checked = check_options(explain_attention, q, k, v, options, op="dot_product_attention", needs_rng=False)
+    recipe = current_recipe() if recipe is None else recipe
+    if recipe is not None:
+        check_recipe("explain_attention", recipe)
+    return resolve(q, k, v, checked, recipe=recipe if recipe is not None and recipe.fp8_dpa else None)
