@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from attention_oracle import visible
 
 from te_jax.ops.attention import SequenceDescriptor
 
@@ -236,17 +237,6 @@ def _lengths(rows, n, s, t, rng):
     return (s, int(rng.integers(1, t + 1))) if n == 0 else (int(rng.integers(1, s + 1)), int(rng.integers(1, t + 1)))
 
 
-def sees(queries: int, keys: int, mask_type: str, window) -> np.ndarray:
-    """bool[queries, keys] of one segment."""
-    i, j = np.ogrid[:queries, :keys]
-    at = i + (keys - queries if mask_type.endswith("bottom_right") else 0)
-    left, right = window or (-1, -1)
-    seen = np.ones((queries, keys), bool)
-    seen &= (j <= at) | ("causal" not in mask_type)
-    seen &= (j >= at - left) | (left < 0)
-    return seen & ((j <= at + right) | (right < 0))
-
-
 def descriptor(case: Case, rows, s: int, t: int) -> SequenceDescriptor | None:
     kind, _, fill = case.rows.partition("_")
     if kind == "none":
@@ -300,9 +290,10 @@ def problem(case: Case, gpu: bool = False, numbers: bool = True) -> Problem:
     window = _window(case, s, t) if case.window == "edge" else WINDOWS[case.window][gpu]
     rows = segments(case, s, t, rng)
     seen = np.zeros((case.batch, case.heads[0], s, t), bool)
+    corner = dict(causal="causal" in case.mask_type, bottom_right=case.mask_type.endswith("bottom_right"))
     for n, row in enumerate(rows):
         for q_tokens, k_tokens in row:
-            block = sees(len(q_tokens), len(k_tokens), case.mask_type, window)
+            block = visible(len(q_tokens), len(k_tokens), window=window or (-1, -1), **corner)
             seen[n][:, q_tokens[:, None], k_tokens] = block
     arrays = {"sequence_descriptor": descriptor(case, rows, s, t)}
     if case.mask != "none":

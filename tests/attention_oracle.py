@@ -1,4 +1,4 @@
-"""Attention in float64 numpy, row by row, written apart from te_jax, and what the attention tests share."""
+"""Attention in float64 numpy, head by head, written apart from te_jax, and what the attention tests share."""
 
 from functools import partial
 
@@ -66,20 +66,12 @@ def check(got, want, dtype=jnp.float32):
         assert error(value, want[name]) <= (fwd if name == "out" else bwd), (name, error(value, want[name]))
 
 
-def sees(i, j, s, t, *, causal=False, bottom_right=False, window=(-1, -1)):
-    """Whether query i of s sees key j of t."""
-    at = i + (t - s) if bottom_right else i
-    left, right = window
-    if causal and j > at:
-        return False
-    if left >= 0 and j < at - left:
-        return False
-    return not (right >= 0 and j > at + right)
-
-
-def visible(s, t, **kwargs):
-    """bool[s, t]."""
-    return np.array([[sees(i, j, s, t, **kwargs) for j in range(t)] for i in range(s)], bool).reshape(s, t)
+def visible(s, t, *, causal=False, bottom_right=False, window=(-1, -1)):
+    """bool[s, t]: whether query i of s sees key j of t."""
+    i, j = np.ogrid[:s, :t]
+    at, (left, right) = i + (t - s if bottom_right else 0), window
+    seen = (j <= at) | (not causal)
+    return seen & ((j >= at - left) | (left < 0)) & ((j <= at + right) | (right < 0))
 
 
 def attend(q, k, v, *, seen, scale, bias=None, pre_scale=False, joins=None, factor=None, dout=None):
@@ -89,60 +81,40 @@ def attend(q, k, v, *, seen, scale, bias=None, pre_scale=False, joins=None, fact
     factor: [b, h, s, t], by which dropout multiplies the probabilities.
     """
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    b, s, h, d = q.shape
-    t, g = k.shape[1:3]
-    bias = np.zeros((b, h, s, t)) if bias is None else np.broadcast_to(np.asarray(bias, np.float64), (b, h, s, t))
-    factor = np.ones((b, h, s, t)) if factor is None else factor
-    dout = np.zeros((b, s, h, v.shape[-1])) if dout is None else np.asarray(dout, np.float64)
-    seen = np.broadcast_to(seen, (b, h, s, t))
-    got = dict(out=np.zeros((b, s, h, v.shape[-1])), lse=np.full((b, h, s), -np.inf), dq=np.zeros_like(q))
+    (b, s, h, _), (t, g, e) = q.shape, v.shape[1:]
+    spread = lambda x: np.broadcast_to(x, (b, h, s, t))
+    bias, factor, seen = spread(0.0 if bias is None else bias), spread(1.0 if factor is None else factor), spread(seen)
+    dout = np.zeros((b, s, h, e)) if dout is None else np.asarray(dout, np.float64)
+    got = dict(out=np.zeros((b, s, h, e)), lse=np.zeros((b, h, s)), dq=np.zeros_like(q))
     got |= dict(dk=np.zeros_like(k), dv=np.zeros_like(v), dbias=np.zeros((b, h, s, t)), djoins=np.zeros(h))
-    for n, head, i in np.ndindex(b, h, s):
-        keys, group = np.nonzero(seen[n, head, i])[0], head // (h // g)
-        if keys.size == 0:
-            continue
-        row_k, row_v, row_bias = k[n, keys, group], v[n, keys, group], bias[n, head, i, keys]
-        dots = row_k @ q[n, i, head]
-        logits = scale * (dots + row_bias) if pre_scale else scale * dots + row_bias
-        extra = -np.inf if joins is None else float(joins[head])
-        top = max(logits.max(), extra)
-        total = np.exp(logits - top).sum() + np.exp(extra - top)
-        probs, dropped = np.exp(logits - top) / total, factor[n, head, i, keys]
-        row_dout = dout[n, i, head]
-        got["out"][n, i, head] = (probs * dropped) @ row_v
-        got["lse"][n, head, i] = top + np.log(total)
-        dprobs = (row_v @ row_dout) * dropped
-        mean = probs @ dprobs
+    for n, head in np.ndindex(b, h):
+        at, group = (n, slice(None), head), (n, slice(None), head // (h // g))
+        dots, extra = q[at] @ k[group].T, -np.inf if joins is None else float(joins[head])
+        logits = scale * (dots + bias[n, head]) if pre_scale else scale * dots + bias[n, head]
+        logits = np.where(seen[n, head], logits, -np.inf)
+        top = np.maximum(logits.max(-1, keepdims=True), extra)
+        top = np.where(top == -np.inf, 0, top)
+        weights, joined = np.exp(logits - top), np.exp(extra - top)
+        total = weights.sum(-1, keepdims=True) + joined
+        blind = total == 0  # a query that sees nothing: its probabilities are 0
+        total = np.where(blind, 1, total)
+        probs = weights / total
+        dropped = probs * factor[n, head]
+        got["out"][at] = dropped @ v[group]
+        got["lse"][n, head] = np.where(blind, -np.inf, top + np.log(total))[:, 0]
+        dprobs = dout[at] @ v[group].T * factor[n, head]
+        mean = (probs * dprobs).sum(-1, keepdims=True)
         dlogits = probs * (dprobs - mean)
-        got["djoins"][head] -= np.exp(extra - top) / total * mean
-        got["dbias"][n, head, i, keys] = dlogits * (scale if pre_scale else 1)
-        got["dq"][n, i, head] = scale * dlogits @ row_k
-        got["dk"][n, keys, group] += scale * np.outer(dlogits, q[n, i, head])
-        got["dv"][n, keys, group] += np.outer(probs * dropped, row_dout)
+        got["djoins"][head] -= (joined / total * mean).sum()
+        got["dbias"][n, head] = dlogits * (scale if pre_scale else 1)
+        got["dq"][at] = scale * dlogits @ k[group]
+        got["dk"][group] += scale * dlogits.T @ q[at]
+        got["dv"][group] += dropped.T @ dout[at]
     return got
 
 
 def attend_dense(q, k, v, dout, *, causal, scale, factor=None):
-    """out, lse, dq, dk, dv as `attend`, vectorised over one head at a time, for large arrays."""
-    q, k, v, dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
-    h, ratio = q.shape[2], q.shape[2] // k.shape[2]
-    out, lse = np.zeros(dout.shape), np.zeros((q.shape[0], h, q.shape[1]))
-    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
-    for n, head in np.ndindex(q.shape[0], h):
-        g = head // ratio
-        logits = scale * q[n, :, head] @ k[n, :, g].T
-        if causal:
-            logits[np.triu(np.ones(logits.shape, bool), 1)] = -np.inf
-        top = logits.max(-1, keepdims=True)
-        weights = np.exp(logits - top)
-        total = weights.sum(-1, keepdims=True)
-        probs = weights / total
-        dropped = np.ones_like(probs) if factor is None else factor[n, head]
-        out[n, :, head] = (probs * dropped) @ v[n, :, g]
-        lse[n, head] = (top + np.log(total))[:, 0]
-        dprobs = dropped * (dout[n, :, head] @ v[n, :, g].T)
-        dlogits = probs * (dprobs - (probs * dprobs).sum(-1, keepdims=True))
-        dq[n, :, head] = scale * dlogits @ k[n, :, g]
-        dk[n, :, g] += scale * dlogits.T @ q[n, :, head]
-        dv[n, :, g] += (probs * dropped).T @ dout[n, :, head]
-    return out, lse, dq, dk, dv
+    """out, lse, dq, dk, dv of full or causal attention."""
+    seen = visible(q.shape[1], k.shape[1], causal=causal)
+    got = attend(q, k, v, seen=seen, scale=scale, factor=factor, dout=dout)
+    return tuple(got[name] for name in ("out", "lse", "dq", "dk", "dv"))

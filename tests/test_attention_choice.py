@@ -105,7 +105,7 @@ def test_masks_compose():
 @pytest.mark.parametrize("drops", [False, True])
 def test_what_cudnn_is_told_hides_the_same(described, has_bias, drops):
     lens = SequenceDescriptor.from_seqlens((jnp.array([6, 3]), jnp.array([4, 9])))
-    for s, t in ((1, 9), (6, 9), (9, 9), (12, 9)):
+    for s, t in ((1, 9), (6, 9), (12, 9)):
         pad = lambda ids, size: jnp.pad(ids, ((0, 0), (0, size - ids.shape[-1])))
         ids = tuple(pad(jnp.array([[1], [2]]).repeat(min(size, 5), 1), size) for size in (s, t))
         segments = {None: None, "lengths": lens, "ids": SequenceDescriptor.from_segment_ids_and_pos(ids)}[described]
