@@ -11,7 +11,7 @@ from flax import linen as nn
 from te_jax._check import FLOATING, NONE, plain
 from te_jax.flax._common import floating
 from te_jax.flax._context import Context
-from te_jax.flax._fields import Module, check_call, groups_divide_heads, later, nothing_of_later
+from te_jax.flax._fields import Module, check_call, groups_divide_heads, groups_of
 from te_jax.flax._state import attention_metas, describe, recipe_of
 from te_jax.layers.attention_fp8 import attention_fp8, attention_fp8_refuses, untouched
 from te_jax.ops.attention import (
@@ -110,7 +110,7 @@ class DotProductAttention(Module):
     deterministic_gradients: bool = False
 
     own_kinds = {"dtype": NONE | FLOATING}
-    rules = (groups_divide_heads, nothing_of_later)
+    rules = (groups_divide_heads,)
 
     @nn.compact
     def __call__(
@@ -137,7 +137,7 @@ class DotProductAttention(Module):
         values.
         """
         check_call(self, deterministic=deterministic)
-        self._refuse(score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
+        check_call(self, score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
         arrays = self._unpack(query, key, value)
         self._check(*parts_of(*arrays), sequence_descriptor)
         if sequence_descriptor is not None and self.max_segments_per_seq > 1:
@@ -250,14 +250,3 @@ class DotProductAttention(Module):
                 f"{describe(self)}: qkv_layout {self.qkv_layout!r} has several segments per row; pass a "
                 "sequence_descriptor that tells where they are."
             )
-
-    def _refuse(self, **tensors):
-        """ValueError for arguments whose work is not in this version."""
-        for name, value in tensors.items():
-            if value is not None:
-                raise ValueError(f"{describe(self)}: {later(name, value)}.")
-
-
-def groups_of(module: nn.Module) -> int:
-    """g, the heads of keys and values."""
-    return module.num_gqa_groups or module.num_attention_heads
