@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from attention_oracle import operands
 
+from te_jax import _check
 from te_jax.ops import attention
 from te_jax.ops.attention import SequenceDescriptor, dot_product_attention, explain_attention
 
@@ -50,14 +51,14 @@ def test_explain_says_which_and_why():
 def test_long_plain_attention_warns_once_with_the_reason():
     struct = jax.ShapeDtypeStruct((1, 4104, 1, 8), jnp.float32)
     trace = lambda **kwargs: jax.eval_shape(lambda x: dot_product_attention(x, x, x, **kwargs), struct)
-    attention._warn_long.cache_clear()
+    _check.told.clear()
     with pytest.warns(UserWarning, match="4096.*float32"):
         trace()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trace()
         trace(implementation="xla")  # asked for
-        attention._warn_long.cache_clear()
+        _check.told.clear()
         jax.eval_shape(lambda x: dot_product_attention(x[:, :1], x, x), struct)  # one token on a long cache
 
 

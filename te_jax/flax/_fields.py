@@ -36,8 +36,8 @@ from te_jax.flax import _refused
 from te_jax.flax._refused import Refused
 from te_jax.flax._state import describe
 from te_jax.ops.activation import ACTIVATIONS, check_params
-from te_jax.ops.attention_check import BIAS_TYPE, MASK_TYPE, SOFTMAX_TYPE, WINDOW
-from te_jax.ops.attention_mask import SequenceDescriptor
+from te_jax.ops.attention import SequenceDescriptor
+from te_jax.ops.attention.options import BIAS_TYPE, MASK_TYPE, SOFTMAX_TYPE, WINDOW
 from te_jax.ops.rope import METHOD, WINDOWS, Scaling, check_rotary
 
 LAYOUTS = ("bs3hd", "bshd_bs2hd", "bshd_bshd_bshd", "t3hd", "thd_t2hd", "thd_thd_thd")

@@ -19,7 +19,7 @@ from te_jax.ops.attention import (
     dot_product_attention_kv_packed,
     dot_product_attention_packed,
 )
-from te_jax.ops.attention_check import warn_of_padding
+from te_jax.ops.attention.options import warn_of_padding
 from te_jax.ops.attention_context import context_parallel_attention
 from te_jax.ops.attention_op import parts_of
 from te_jax.ops.attention_reference import parts

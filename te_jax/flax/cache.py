@@ -8,8 +8,8 @@ from jax.sharding import PartitionSpec
 from te_jax._types import align, on_explicit_mesh
 from te_jax.flax._common import activation_axes
 from te_jax.flax._state import describe
-from te_jax.ops.attention import MASK_TYPES, SequenceDescriptor
-from te_jax.ops.attention_mask import Band
+from te_jax.ops.attention import Mask, SequenceDescriptor
+from te_jax.ops.attention.mask import Band
 from te_jax.ops.attention_reference import parts
 from te_jax.sharding import BATCH_AXES, HEAD_AXES, HIDDEN_AXES, SEQLEN_AXES
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
@@ -108,12 +108,12 @@ class KVCache:
     @property
     def _band(self) -> Band:
         module = self._module
-        return Band.of(MASK_TYPES[module.attn_mask_type], module.window_size)
+        return Mask.of_type(module.attn_mask_type, module.window_size).band
 
     @property
     def _ends_together(self) -> bool:
         """Whether lengths say what a query sees: all keys, or a band that ends with the last query at the last key."""
-        return self._band.right == 0 or self._band[:2] == (None, None)
+        return self._band.right == 0 or self._band.is_open
 
     def columns(self, name: str, x):
         """A mask or bias, whose last axis is the T slots (or 1), cut to the keys that there are."""

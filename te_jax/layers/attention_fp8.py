@@ -12,8 +12,8 @@ from te_jax._check import NONE, Kind, check, one_of
 from te_jax._types import align, like
 from te_jax.checkpoint_policies import ATTENTION, QUANTIZED, STATISTICS, named
 from te_jax.fp8 import AttentionMetas, TensorMeta, cotangent, seen
-from te_jax.ops.attention import undivided_groups
-from te_jax.ops.attention_check import Options, check_options
+from te_jax.ops.attention import dot_product_attention, undivided_groups
+from te_jax.ops.attention.options import check_options
 from te_jax.ops.attention_fp8 import (
     LARGEST_SCALE,
     attention_fp8_bwd,
@@ -21,7 +21,7 @@ from te_jax.ops.attention_fp8 import (
     backward_scales,
     cudnn_refuses_fp8,
     forward_scales,
-    gpu_refuses_fp8,
+    fp8_refuses,
 )
 from te_jax.ops.attention_op import attention_bwd
 from te_jax.ops.quantize import quantize
@@ -57,30 +57,8 @@ class _Saved(NamedTuple):
 
 def attention_fp8_refuses(q, k, v, **kwargs) -> str:
     """Why `attention_fp8` does not serve a call with these keywords of `dot_product_attention`; "" if it does."""
-    return _why_not(q, k, v, check_options(_NAME, q, k, v, needs_rng=False, **kwargs))
-
-
-def _why_not(q, k, v, options: Options) -> str:
-    s, t = q.shape[-3], k.shape[-3]
-    left, right, _ = options.band.trimmed(s, t)
-    served = left is None and (right is None or right == options.band.shift(s, t) == 0)
-    mask = f"attn_mask_type {options.attn_mask_type!r} with window_size {options.window_size}"
-    for is_asked, what in (
-        (options.has_bias, "a bias is given"),
-        (options.mask is not None, "a mask is given"),
-        (options.sequence_descriptor is not None, "a sequence_descriptor (or a cache) is given"),
-        (options.dropout_rate > 0, f"dropout_rate is {options.dropout_rate}"),
-        (options.softmax_type != "vanilla", f"softmax_type is {options.softmax_type!r}"),
-        (options.return_max_logit or options.return_lse, "return_max_logit or return_lse is set"),
-        (options.scale <= 0, f"scale is {options.scale}"),
-        (options.deterministic, "deterministic is set"),
-        (not served, f"{mask} on {s} queries and {t} keys is neither full nor causal from the top left"),
-        (q.dtype not in (jnp.bfloat16, jnp.float16), f"q is {q.dtype}, not bfloat16 or float16"),
-        (v.shape[-1] != q.shape[-1], f"the head dim of v is {v.shape[-1]}, of q {q.shape[-1]}"),
-    ):
-        if is_asked:
-            return what
-    return cudnn_refuses_fp8(q, k) or gpu_refuses_fp8()
+    options = check_options(dot_product_attention, q, k, v, kwargs, op=_NAME, needs_rng=False)
+    return fp8_refuses(q, k, v, options)
 
 
 def attention_fp8(
@@ -104,15 +82,15 @@ def attention_fp8(
     Returns [b..., s, h, d] of q's type. Raises ValueError or TypeError for what FP8 attention does not serve.
     """
     q, k, v = as_jax(q, k, v)
-    options = check_options(_NAME, q, k, v, **kwargs)
-    if reason := _why_not(q, k, v, options):
+    options = check_options(dot_product_attention, q, k, v, kwargs, op=_NAME)
+    if reason := fp8_refuses(q, k, v, options):
         raise ValueError(f"{_NAME}: {reason}; use te_jax.ops.attention.dot_product_attention.")
     if not isinstance(recipe, DelayedScaling):
         raise ValueError(f"{_NAME}: recipe is {recipe}; only delayed scales are in this version: use DelayedScaling.")
     check(_NAME, "metas", metas, _METAS)
     check(_NAME, "backward", backward, _BACKWARD)
     s, t = q.shape[-3], k.shape[-3]
-    causal = options.band.trimmed(s, t).right is not None
+    causal = options.mask.band.trimmed(s, t).right is not None
     fp8_backward = _fp8_backward(q, k, causal) if backward is None else backward == "fp8"
     if fp8_backward and (reason := cudnn_refuses_fp8(q, k, backward=True)):
         raise ValueError(f"{_NAME}: backward is 'fp8', but {reason}; pass None or 'bf16'.")

@@ -10,10 +10,10 @@ from jax.sharding import AxisType, PartitionSpec
 from te_jax._check import plain
 from te_jax._types import align, splittable_axes
 from te_jax.ops.attention import dot_product_attention, undivided_groups
-from te_jax.ops.attention_check import Options, check_options
+from te_jax.ops.attention.mask import SequenceDescriptor
+from te_jax.ops.attention.options import AttentionOptions, check_options
 from te_jax.ops.attention_context_plan import OPEN, Layout
 from te_jax.ops.attention_context_run import Rows, Spec, context_attention
-from te_jax.ops.attention_mask import SequenceDescriptor
 from te_jax.ops.attention_op import cudnn_refuses, gpu_refuses
 
 _OP = "context_parallel_attention"
@@ -96,7 +96,7 @@ def context_parallel_attention(
         return dot_product_attention(q, k, v, **taken, **refused, **others)
     _refuse(**refused)
     q, k, v = map(jnp.asarray, (q, k, v))
-    options, layout = check_options(_OP, q, k, v, **taken), _layout(q, k, place, load_balanced)
+    options, layout = check_options(dot_product_attention, q, k, v, taken, op=_OP), _layout(q, k, place, load_balanced)
     rows, spec = _spec(q, sequence_descriptor, options, layout, axis, ring, context_checkpoint_name)
     _check_gpu(q, k, v, options, spec)
     out, lse = place.run(q, k, v, _sink(options, q), rows, spec)
@@ -120,7 +120,7 @@ def _is_ring(strategy) -> bool:
     return strategy == "ring"
 
 
-def _check_gpu(q, k, v, options: Options, spec: Spec):
+def _check_gpu(q, k, v, options: AttentionOptions, spec: Spec):
     if options.scale <= 0:
         raise ValueError(f"{_OP}: scale is {options.scale}; pass a positive one (change the sign of q).")
     if cudnn_refuses(q, k, v):
@@ -152,9 +152,9 @@ def _layout(q, k, place: "_Mesh", load_balanced) -> Layout:
     return Layout(place.cp, load_balanced, whole * q.shape[-3], whole * k.shape[-3])
 
 
-def _spec(q, described, options: Options, layout: Layout, axis: str, ring: bool, name):
+def _spec(q, described, options: AttentionOptions, layout: Layout, axis: str, ring: bool, name):
     """-> what of the sequence descriptor the devices need, and how they take it."""
-    s, t, band, kind, rows = layout.s, layout.t, options.band, Rows.WHOLE, None
+    s, t, band, kind, rows = layout.s, layout.t, options.mask.band, Rows.WHOLE, None
     if described is not None:
         if not isinstance(described, SequenceDescriptor):
             got = type(described).__name__
@@ -185,7 +185,7 @@ def _differ(described: SequenceDescriptor, s: int, t: int) -> jax.Array:
     return jnp.any((there(0) != there(2)) | (there(0) & ~same), -1)
 
 
-def _sink(options: Options, q) -> jax.Array | None:
+def _sink(options: AttentionOptions, q) -> jax.Array | None:
     """What joins the softmax: f32[h] or [1]; None: nothing."""
     offset = options.offset(q)
     return None if offset is None else offset.reshape(-1)

@@ -7,9 +7,9 @@ https://arxiv.org/abs/2407.21783, section 3.3.2).
 
 from typing import NamedTuple
 
-from te_jax.ops.attention_mask import Band
+from te_jax.ops.attention.mask import Band
 
-OPEN = Band(None, None, False)
+OPEN = Band()
 
 
 class Call(NamedTuple):

@@ -15,11 +15,12 @@ from jax import lax
 
 from te_jax._types import align, like, splittable_axes
 from te_jax.checkpoint_policies import ATTENTION, named
-from te_jax.ops.attention_check import Options
+from te_jax.ops.attention.form import form_of
+from te_jax.ops.attention.mask import Band, Mask, SequenceDescriptor
+from te_jax.ops.attention.options import AttentionOptions
 from te_jax.ops.attention_context_plan import OPEN, Call, Layout, Plan
-from te_jax.ops.attention_form import attention_bwd_of, attention_fwd_of, form_of, gradient_of_sink, with_sink
-from te_jax.ops.attention_mask import Band, SequenceDescriptor
 from te_jax.ops.attention_reference import merged, wide
+from te_jax.ops.attention_vjp import attention_bwd_of, attention_fwd_of, gradient_of_sink, with_sink
 from te_jax.sharding import inverse_reorder_causal_load_balancing, reorder_causal_load_balancing
 
 
@@ -89,12 +90,8 @@ def _form(call: Call, q, k, place: _Place, rows, spec: Spec):
             described = _segments_within(rows, (q_at, q_size), (k_at, k_size), up_to_query)
         else:
             band, described = spec.band, _tokens_within(rows, (q_at, q_size), (k_at, k_size))
-    options = Options(
-        bias=None, pre_scale=False, mask=None, attn_mask_type="no_mask", band=band, window_size=None,
-        softmax_type="vanilla", softmax_offset=None, scale=spec.scale, dropout_rate=0.0,
-        deterministic=spec.deterministic, sequence_descriptor=described, return_max_logit=False, return_lse=False,
-        seq_major=False, alibi_slopes=None,
-    )  # fmt: skip
+    mask = Mask(band, described)
+    options = AttentionOptions(mask=mask, scale=spec.scale, deterministic=spec.deterministic)
     return form_of(options, q, k)
 
 
@@ -224,7 +221,7 @@ def _distributed(dx, spec: Spec):
 def context_attention(q, k, v, sink, rows, spec: Spec):
     """-> out, lse (not differentiable) of this device's queries [b..., s/cp, h, d], where `spec.axis` is manual.
 
-    k, v: this device's. sink: as in `attention_form.attention`. rows: as `spec.rows` says, of whole rows, on each
+    k, v: this device's. sink: as in `attention_vjp.attention`. rows: as `spec.rows` says, of whole rows, on each
     device; None for Rows.WHOLE. All vary over the same manual axes.
     """
     return _context_fwd(q, k, v, sink, rows, spec)[0]

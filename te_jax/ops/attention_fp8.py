@@ -10,7 +10,8 @@ from jax import lax
 from te_jax import _lib
 from te_jax._amax import amax
 from te_jax._op import Op
-from te_jax.ops.attention_mask import Band
+from te_jax.ops.attention.mask import Band
+from te_jax.ops.attention.options import AttentionOptions
 from te_jax.ops.attention_op import flat
 from te_jax.ops.attention_reference import finite_top, group_heads, mix, scores
 from te_jax.ops.quantize import saturate
@@ -149,6 +150,31 @@ def gpu_refuses_fp8() -> str:
     if capability is None or capability.split(".")[0] in ("9", "10"):
         return ""
     return f"the GPU has compute capability {capability}; cuDNN's FP8 attention needs 9.0 (Hopper) or 10.x (Blackwell)"
+
+
+def fp8_refuses(q, k, v, options: AttentionOptions) -> str:
+    """Why FP8 attention does not serve this call; "" if it does."""
+    s, t = q.shape[-3], k.shape[-3]
+    mask = options.mask
+    left, right, _ = mask.band.trimmed(s, t)
+    served = left is None and (right is None or right == mask.band.shift(s, t) == 0)
+    for is_asked, what in (
+        (options.has_bias, "a bias is given"),
+        (mask.array is not None, "a mask is given"),
+        (mask.segments is not None, "a sequence_descriptor (or a cache) is given"),
+        (options.dropout_rate > 0, f"dropout_rate is {options.dropout_rate}"),
+        (options.softmax_type != "vanilla", f"softmax_type is {options.softmax_type!r}"),
+        (options.return_max_logit or options.return_lse, "return_max_logit or return_lse is set"),
+        (options.scale <= 0, f"scale is {options.scale}"),
+        (options.deterministic, "deterministic is set"),
+        (options.implementation is not None, f"implementation is {options.implementation!r}"),
+        (not served, f"{mask.label} on {s} queries and {t} keys is neither full nor causal from the top left"),
+        (q.dtype not in (jnp.bfloat16, jnp.float16), f"q is {q.dtype}, not bfloat16 or float16"),
+        (v.shape[-1] != q.shape[-1], f"the head dim of v is {v.shape[-1]}, of q {q.shape[-1]}"),
+    ):
+        if is_asked:
+            return what
+    return cudnn_refuses_fp8(q, k) or gpu_refuses_fp8()
 
 
 def _workspace(kind, q, k, dtype, *, outputs, causal, scale) -> int:

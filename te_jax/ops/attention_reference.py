@@ -7,7 +7,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from te_jax._arrays import as_rank
-from te_jax.ops.attention_mask import Band, SequenceDescriptor
+from te_jax.ops.attention.mask import Band, SequenceDescriptor
+
+HIDDEN = -(2.0**100)
+"""A bias that hides a key: far below all logits, and so far from -inf that its product with log2(e) is finite."""
+HIDES = HIDDEN / 2
+"""The bound below which a logit is taken for hidden."""
 
 
 def wide(x):
@@ -80,9 +85,9 @@ def kept(row, rate, s, t):
 
 
 def _dropped(words, rate, s, t):
-    """What dropout multiplies the probabilities by: f32[b..., h, s, t] drawn from u32[b..., h, 4]; 1 without words."""
+    """What dropout multiplies the probabilities by: f32[b..., h, s, t] drawn from u32[b..., h, 4]; None without."""
     if words is None:
-        return 1.0
+        return None
     drawn = jax.vmap(lambda row: kept(row, rate, s, t))(words.reshape(-1, words.shape[-1]))
     return drawn.reshape(*words.shape[:-1], s, t) / jnp.float32(1 - rate)
 
@@ -90,47 +95,94 @@ def _dropped(words, rate, s, t):
 BIAS_FORMS = ("bh", "b", "h", "")  # which of the axes b..., h a bias [.., s, t] has
 
 
-def _logits(q, k, biases, segments, *, left, right, bottom_right, scale):
-    """f32[b..., h, s, t] of f32 operands; -inf where a key is hidden."""
-    logits, s, t = scale * scores(q, k), q.shape[-3], k.shape[-3]
-    for form, bias in zip(BIAS_FORMS, biases, strict=True):
-        if bias is not None:
-            bias = bias if "h" in form or not form else bias[..., None, :, :]
-            logits += as_rank(bias.astype(logits.dtype), logits.ndim)
-    band = Band(*(None if size < 0 else size for size in (left, right)), bottom_right)
-    if segments is None:
-        hidden = band.trimmed(s, t).hides_of(s, t)
+def attend(q, k, v, *, bias=None, hidden=None, factor=None, offset=None, scale, pre_scale=False):
+    """softmax(scale * q k^T + bias) v per head, in plain JAX: what the attention ops mean, and what users get off CUDA.
+
+    q [b..., s, h, d], k [b..., t, g, d], v [b..., t, g, e]. Logits, softmax and sums are in f32 (f64 for f64); the
+    probabilities are rounded to v's dtype, and their gradients to the operands' dtypes.
+
+    bias:      [h, s, t] with any axes before and 1 where it broadcasts, or None. A logit below `HIDES` hides its key.
+    hidden:    bool, broadcastable to [b..., h, s, t], True where a query does not see a key; None: all keys are seen.
+    factor:    what dropout multiplies the probabilities by, broadcastable to [b..., h, s, t]; None without dropout.
+    offset:    [h, 1, 1], a logit of each head that joins the sum of exponentials; None if nothing does.
+    pre_scale: the bias is added before the scale is applied.
+
+    Returns out [b..., s, h, e] of q's dtype, lse [b..., h, s], the logarithm of each query's sum of exponentials, -inf
+    if the query sees no key, and max_logit [h], the largest logit of each head. A query that sees no key has out 0.
+    Differentiable in q, k, v, bias and offset; lse and max_logit are not.
+    """
+    logits = _logits(q, k, bias, hidden, scale=scale, pre_scale=pre_scale)
+    top = jnp.max(logits, -1, keepdims=True, initial=-jnp.inf)
+    others = tuple(axis for axis in range(logits.ndim) if axis != logits.ndim - 3)
+    max_logit = jnp.max(top, others, initial=-jnp.inf)
+    max_logit = jnp.where(jnp.any(jnp.isnan(logits), others), jnp.nan, max_logit)  # a maximum drops a NaN (_amax.py)
+    offset = None if offset is None else as_rank(offset, top.ndim)
+    top = finite_top(top if offset is None else jnp.maximum(top, offset))
+    weights = jnp.exp(logits - top)
+    total = jnp.sum(weights, -1, keepdims=True)
+    total = total if offset is None else total + jnp.exp(offset - top)
+    probs = weights / jnp.where(total == 0, 1, total)
+    # The gradient of a probability, dout v of any numbers, may be inf in f16: 0 where the probability does not count,
+    # not inf * 0.
+    if hidden is not None:
+        probs = jnp.where(hidden, 0, probs)
+    if factor is not None:
+        probs = jnp.where(factor == 0, 0, probs * factor)
+    lse = (top + jnp.log(total))[..., 0]
+    return mix(probs.astype(v.dtype), v).astype(q.dtype), *map(lax.stop_gradient, (lse, max_logit))
+
+
+def _logits(q, k, bias, hidden, *, scale, pre_scale=False):
+    """f32[b..., h, s, t]; -inf where a key is hidden. The arguments are as in `attend`."""
+    logits = scores(q, k)
+    bias = None if bias is None else as_rank(bias.astype(logits.dtype), logits.ndim)
+    if bias is None:
+        logits = scale * logits
     else:
-        lens, starts = ((segments[..., i], segments[..., i + 2]) for i in (1, 0))
-        described = SequenceDescriptor.from_seqlens_and_offsets(lens, starts)
-        hidden = described.hides(band, s, t)[..., None, :, :]
+        logits = scale * (logits + bias) if pre_scale else scale * logits + bias
+        logits = jnp.where(logits < HIDES, -jnp.inf, logits)
     return logits if hidden is None else jnp.where(hidden, -jnp.inf, logits)
 
 
-def _forward(q, k, v, bias_bh, bias_b, bias_h, bias, segments, rng, *, dropout_rate, **attrs):
-    q32, k32, v32 = (x.astype(wide(x)) for x in (q, k, v))
-    logits = _logits(q32, k32, (bias_bh, bias_b, bias_h, bias), segments, **attrs)
-    top = finite_top(jnp.max(logits, -1, keepdims=True, initial=-jnp.inf))
-    weights = jnp.exp(logits - top)
-    total = jnp.sum(weights, -1, keepdims=True)
-    probs = weights / jnp.where(total == 0, 1, total)
-    out = mix(probs * _dropped(rng, dropout_rate, *logits.shape[-2:]), v32)
-    lse = (top + jnp.log(total))[..., 0]
+def _hidden(s, t, segments, *, left, right, bottom_right):
+    """bool, broadcastable to [b..., h, s, t]: the keys that the attributes and segments of an op hide; None: none."""
+    band = Band(*(None if size < 0 else size for size in (left, right)), bottom_right)
+    if segments is None:
+        return band.trimmed(s, t).hides_of(s, t)
+    lens, starts = ((segments[..., i], segments[..., i + 2]) for i in (1, 0))
+    return SequenceDescriptor.from_seqlens_and_offsets(lens, starts).hides(band, s, t)[..., None, :, :]
+
+
+def _one_bias(*biases):
+    """The bias that is there, with axes that broadcast to [b..., h, s, t]; None if there is none."""
+    for form, bias in zip(BIAS_FORMS, biases, strict=True):
+        if bias is not None:
+            return bias[..., None, :, :] if form == "b" else bias
+    return None
+
+
+def _forward(q, k, v, bias_bh, bias_b, bias_h, bias, segments, rng, *, dropout_rate, scale, **band):
+    s, t = q.shape[-3], k.shape[-3]
+    out, lse, _ = attend(
+        *(x.astype(wide(x)) for x in (q, k, v)), bias=_one_bias(bias_bh, bias_b, bias_h, bias),
+        hidden=_hidden(s, t, segments, **band), factor=_dropped(rng, dropout_rate, s, t), scale=scale,
+    )  # fmt: skip
     return out.astype(q.dtype), lse.astype(jnp.float32), rng
 
 
 def _backward(
     dout, q, k, v, bias_bh, bias_b, bias_h, bias, segments, out, lse, drawn,
-    *, dropout_rate, deterministic, **attrs,
+    *, dropout_rate, deterministic, scale, **band,
 ):  # fmt: skip
     del deterministic  # XLA's sums have a fixed order
     types, g, biases = (q.dtype, k.dtype, v.dtype), k.shape[-2], (bias_bh, bias_b, bias_h, bias)
     dout, q, k, v, out = (x.astype(wide(x)) for x in (dout, q, k, v, out))
-    probs = jnp.exp(_logits(q, k, biases, segments, **attrs) - finite_top(lse)[..., None])
-    factor = _dropped(drawn, dropout_rate, *probs.shape[-2:])
+    s, t = q.shape[-3], k.shape[-3]
+    logits = _logits(q, k, _one_bias(*biases), _hidden(s, t, segments, **band), scale=scale)
+    probs = jnp.exp(logits - finite_top(lse)[..., None])
+    factor = 1.0 if drawn is None else _dropped(drawn, dropout_rate, s, t)
     delta = jnp.swapaxes(jnp.sum(dout * out, -1), -1, -2)  # [b..., h, s]: the sum of probs * dprobs over t
     dlogits = probs * (factor * scores(dout, v) - delta[..., None])
-    scale = attrs["scale"]
     dq = scale * mix(dlogits, k)
     dk = scale * _einsum("...grst,...sgrd->...tgd", group_heads(dlogits, g), _group(q, g))
     dv = _einsum("...grst,...sgre->...tge", group_heads(probs * factor, g), _group(dout, g))

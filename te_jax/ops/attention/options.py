@@ -1,7 +1,10 @@
-"""The arguments of `dot_product_attention`, checked and put into their plain forms."""
+"""What attention is asked for: the keywords of the public functions, and the one value that they become."""
 
+import inspect
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +17,7 @@ from te_jax._check import (
     STRING,
     Kind,
     check,
+    check_names,
     integer,
     number,
     one_of,
@@ -21,8 +25,8 @@ from te_jax._check import (
     tuple_of,
     warn_once,
 )
+from te_jax.ops.attention.mask import MASK_TYPES, Mask, SequenceDescriptor
 from te_jax.ops.attention_bias import alibi_bias
-from te_jax.ops.attention_mask import MASK_TYPES, Band, SequenceDescriptor, either
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias")
 SOFTMAX_TYPES = ("vanilla", "off_by_one", "learnable")  # off-by-one is the same as off_by_one
@@ -40,62 +44,99 @@ _SCALE = Kind(
     "None or a finite Python number (scale q for one that is traced)",
     lambda scale: number().accepts(scale),
 )
+_IMPLEMENTATION = NONE | one_of("cudnn", "xla")
 
 
-@dataclass(frozen=True, eq=False)
-class Options:
-    """All arguments but q, k, v, the key and the implementation."""
+class AttentionKeywords(TypedDict, total=False):
+    """The keywords of the public functions, each with its type and default. `dot_product_attention` explains them."""
 
-    bias: jax.Array | None
-    pre_scale: bool
-    mask: jax.Array | None
-    attn_mask_type: str
-    band: Band
-    window_size: tuple[int, int] | None
-    softmax_type: str
-    softmax_offset: jax.Array | None
+    bias: Annotated[jax.Array | None, None]
+    mask: Annotated[jax.Array | None, None]
+    attn_mask_type: Annotated[str, "no_mask"]
+    attn_bias_type: Annotated[str | None, None]
+    alibi_slopes: Annotated[jax.Array | None, None]
+    softmax_type: Annotated[str, "vanilla"]
+    softmax_offset: Annotated[jax.Array | None, None]
+    scale: Annotated[float | None, None]
+    window_size: Annotated[tuple[int, int] | None, None]
+    dropout_rate: Annotated[float, 0.0]
+    dropout_rng: Annotated[jax.Array | None, None]
+    sequence_descriptor: Annotated[SequenceDescriptor | None, None]
+    deterministic: Annotated[bool, False]
+    implementation: Annotated[str | None, None]
+    return_max_logit: Annotated[bool, False]
+    return_lse: Annotated[bool, False]
+    seq_major: Annotated[bool, False]
+    context_checkpoint_name: Annotated[str | None, None]
+    name: Annotated[str | None, None]
+
+
+_DEFAULTS = {name: kind.__metadata__[0] for name, kind in AttentionKeywords.__annotations__.items()}
+
+
+def takes_options(*, without: Iterable[str] = ()) -> Callable:
+    """Decorates a function of `**options: Unpack[AttentionKeywords]`: its signature shows them all but `without`."""
+    kinds = {name: kind for name, kind in AttentionKeywords.__annotations__.items() if name not in without}
+
+    def with_signature(function):
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        options = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS[name], annotation=kind.__origin__)
+            for name, kind in kinds.items()
+        ]
+        function.__signature__ = signature.replace(parameters=[*own, *options])
+        return function
+
+    return with_signature
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AttentionOptions:
+    """What attention is asked for, checked, in its plain form. A public function makes it; all below takes it whole."""
+
+    mask: Mask = Mask()
+    bias: jax.Array | None = None
+    pre_scale: bool = False  # the scale multiplies the bias too
+    alibi_slopes: jax.Array | None = None
+    softmax_type: str = "vanilla"
+    softmax_offset: jax.Array | None = None
     scale: float
-    dropout_rate: float
-    deterministic: bool
-    sequence_descriptor: SequenceDescriptor | None
-    return_max_logit: bool
-    return_lse: bool
-    seq_major: bool
-    alibi_slopes: jax.Array | None
+    dropout_rate: float = 0.0
+    dropout_rng: jax.Array | None = None
+    deterministic: bool = False
+    return_max_logit: bool = False
+    return_lse: bool = False
+    seq_major: bool = False  # the arrays were turned from [s, b, heads, d]
+    interleaved: bool = False  # joined arrays were turned from [b..., tokens, heads, 3 or 2, d]
+    implementation: str | None = None
+    context_checkpoint_name: str | None = None
+    name: str = "dot_product_attention"  # what errors call the caller
+
+    def replace(self, **changes) -> "AttentionOptions":
+        """These options with `changes`."""
+        return replace(self, **changes)
 
     @property
     def has_bias(self) -> bool:
         return self.bias is not None or self.alibi_slopes is not None
 
     def total_bias(self, s: int, t: int) -> jax.Array | None:
-        """`bias` and that of ALiBi."""
+        """The sum of `bias` and ALiBi's; None without both."""
         if self.alibi_slopes is None:
             return self.bias
-        at, described = {}, self.sequence_descriptor
-        if described is not None and self.band.bottom_right:
+        at, described, band = {}, self.mask.segments, self.mask.band
+        if described is not None and band.bottom_right:
             queries, keys = (jnp.clip(x, 0, size) for x, size in zip(described.seqlens, (s, t)))
             at = dict(q_offset=keys - queries)
-        elif self.band.bottom_right:
+        elif band.bottom_right:
             at = dict(bottom_right=True)
         alibi = alibi_bias(self.alibi_slopes, s, t, **at)
         alibi = alibi if alibi.ndim == 4 else alibi[None]
         return alibi if self.bias is None else self.bias + alibi
 
-    def masked(self) -> jax.Array | None:
-        """True where `mask` hides a key; None without one."""
-        return None if self.mask is None else jnp.asarray(self.mask) != 0
-
-    def hidden(self, s: int, t: int) -> jax.Array | None:
-        """True where a key is hidden, broadcastable to [b..., h, s, t]; None: nowhere."""
-        described = self.sequence_descriptor
-        if described is None:
-            by_type = self.band.trimmed(s, t).hides_of(s, t)
-        else:
-            by_type = described.hides(self.band, s, t)[..., None, :, :]
-        return either(by_type, self.masked())
-
     def offset(self, q) -> jax.Array | None:
-        """What joins the softmax, as a logit: [h, 1, 1], or a number; None: nothing."""
+        """The logit that joins the softmax, [h, 1, 1] or [1, 1, 1]; None if nothing does."""
         wide = jnp.promote_types(q.dtype, jnp.float32)
         if self.softmax_type == "learnable":
             return self.softmax_offset.astype(wide).reshape(-1, 1, 1)
@@ -103,55 +144,41 @@ class Options:
 
 
 def check_options(
-    op, q, k, v, *, bias=None, mask=None, attn_mask_type="no_mask", attn_bias_type=None,
-    softmax_type="vanilla", softmax_offset=None, scale=None, window_size=None, dropout_rate=0.0,
-    dropout_rng=None, sequence_descriptor=None,
-    deterministic=False, return_max_logit=False, return_lse=False, seq_major=False,
-    context_checkpoint_name=None, needs_rng=True, alibi_slopes=None, name=None,
-) -> Options:  # fmt: skip
-    """Raises ValueError or TypeError that names `op` (or the caller's `name`), the argument, its value and the way
-    out."""
-    op = name or op
+    function: Callable, q, k, v, given: Mapping, *, op: str = "", interleaved=False, needs_rng=True, warns=False
+) -> AttentionOptions:
+    """The options that a call of `function`, which `takes_options`, was given for q, k, v (arrays, or their types).
+
+    op: what errors call the function unless `given` has a name; "" is its own name.
+    interleaved: see `AttentionOptions`. needs_rng: dropout without its key is an error.
+    warns: warn of a padding type without padding, unless `given` has a name: who has one warns.
+
+    Raises ValueError or TypeError that names the function, the argument, its value and the way out.
+    """
+    op = given.get("name") or op or function.__name__
+    check_names(op, given, (p.name for p in function.__signature__.parameters.values() if p.kind is p.KEYWORD_ONLY))
+    given, is_named = _DEFAULTS | given, given.get("name") is not None
     _check_operands(op, q, k, v)
-    batch, s, h, t = q.shape[:-3], q.shape[-3], q.shape[-2], k.shape[-3]
-    check(op, "attn_mask_type", attn_mask_type, MASK_TYPE)
-    _check_broadcast(op, "bias", bias, (*batch, h, s, t), "a floating", jnp.floating)
-    _check_broadcast(op, "mask", mask, (*batch, h, s, t), "a bool or integer", jnp.bool_, jnp.integer)
-    attn_bias_type = _bias_type(op, attn_bias_type, bias)
-    if sequence_descriptor is not None:
-        if not isinstance(sequence_descriptor, SequenceDescriptor):
-            kind = type(sequence_descriptor).__name__
-            raise TypeError(f"{op}: sequence_descriptor is a {kind}; pass a SequenceDescriptor, or use `mask`.")
-        sequence_descriptor.check(op, batch, s, t)
-    for argument, flag in (
-        ("deterministic", deterministic),
-        ("return_max_logit", return_max_logit),
-        ("return_lse", return_lse),
-        ("seq_major", seq_major),
-    ):
-        check(op, argument, flag, BOOL)
-    check(op, "context_checkpoint_name", context_checkpoint_name, NONE | STRING)
-    if alibi_slopes is not None:
-        _check_alibi(op, alibi_slopes, len(batch), h, attn_bias_type, sequence_descriptor)
-    window = _window(op, window_size)
-    return Options(
-        bias=bias,
-        pre_scale=attn_bias_type == "pre_scale_bias",
-        mask=mask,
-        attn_mask_type=attn_mask_type,
-        band=Band.of(MASK_TYPES[attn_mask_type], window),
-        window_size=window,
-        softmax_type=_softmax_type(op, softmax_type, softmax_offset, h),
-        softmax_offset=softmax_offset,
-        scale=_scale(op, scale, q.shape[-1]),
-        dropout_rate=_dropout_rate(op, dropout_rate, dropout_rng, needs_rng),
-        deterministic=bool(deterministic),
-        sequence_descriptor=sequence_descriptor,
-        return_max_logit=bool(return_max_logit),
-        return_lse=bool(return_lse),
-        seq_major=bool(seq_major),
-        alibi_slopes=alibi_slopes,
+    batch, h, d = q.shape[:-3], q.shape[-2], q.shape[-1]
+    bias_type = _bias_type(op, given, (*batch, h, q.shape[-3], k.shape[-3]))
+    checked = given | dict(
+        mask=_mask(op, given, (*batch, h, q.shape[-3], k.shape[-3])),
+        pre_scale=bias_type == "pre_scale_bias",
+        softmax_type=_softmax_type(op, given["softmax_type"], given["softmax_offset"], h),
+        scale=_scale(op, given["scale"], d),
+        dropout_rate=_dropout_rate(op, given["dropout_rate"], given["dropout_rng"], needs_rng),
+        interleaved=interleaved,
+        name=op,
     )
+    for name in ("deterministic", "return_max_logit", "return_lse", "seq_major"):
+        check(op, name, given[name], BOOL)
+        checked[name] = bool(given[name])
+    check(op, "context_checkpoint_name", given["context_checkpoint_name"], NONE | STRING)
+    check(op, "implementation", given["implementation"], _IMPLEMENTATION)
+    if given["alibi_slopes"] is not None:
+        _check_alibi(op, given["alibi_slopes"], len(batch), h, bias_type, given["sequence_descriptor"])
+    if warns and not is_named:
+        warn_of_padding(op, given["attn_mask_type"], given["mask"], given["sequence_descriptor"])
+    return AttentionOptions(**{field.name: checked[field.name] for field in fields(AttentionOptions)})
 
 
 def _check_operands(op, q, k, v):
@@ -196,10 +223,27 @@ def _check_broadcast(op, name, x, shape, kind, *dtypes):
         raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, which does not broadcast; pass {want}.")
 
 
-def _bias_type(op, given, bias) -> str | None:
-    """`given` in lower case."""
-    check(op, "attn_bias_type", given, BIAS_TYPE)
-    kind = given and plain(given)
+def _mask(op, given: Mapping, shape) -> Mask:
+    """The mask that hides all that the keywords hide."""
+    kind, window, described = given["attn_mask_type"], given["window_size"], given["sequence_descriptor"]
+    check(op, "attn_mask_type", kind, MASK_TYPE)
+    check(op, "window_size", window, WINDOW)
+    _check_broadcast(op, "mask", given["mask"], shape, "a bool or integer", jnp.bool_, jnp.integer)
+    if described is not None:
+        if not isinstance(described, SequenceDescriptor):
+            got = type(described).__name__
+            raise TypeError(f"{op}: sequence_descriptor is a {got}; pass a SequenceDescriptor, or use `mask`.")
+        described.check(op, shape[:-3], *shape[-2:])
+    window = None if window is None else (int(window[0]), int(window[1]))
+    return Mask.of_type(kind, window) & Mask(segments=described) & Mask(array=given["mask"])
+
+
+def _bias_type(op, given: Mapping, shape) -> str | None:
+    """The type of the bias in lower case."""
+    kind, bias = given["attn_bias_type"], given["bias"]
+    _check_broadcast(op, "bias", bias, shape, "a floating", jnp.floating)
+    check(op, "attn_bias_type", kind, BIAS_TYPE)
+    kind = kind and plain(kind)
     if kind == "no_bias" and bias is not None:
         raise ValueError(f"{op}: attn_bias_type is 'no_bias', but bias has shape {tuple(bias.shape)}; leave one out.")
     if kind not in (None, "no_bias") and bias is None:
@@ -238,11 +282,6 @@ def _softmax_type(op, kind, offset, h) -> str:
     if tuple(offset.shape) not in ((h,), (h, 1, 1), (1, h, 1, 1)):
         raise ValueError(f"{op}: softmax_offset has shape {tuple(offset.shape)}; pass [h] or [1, h, 1, 1], h = {h}.")
     return name
-
-
-def _window(op, window) -> tuple[int, int] | None:
-    check(op, "window_size", window, WINDOW)
-    return None if window is None else (int(window[0]), int(window[1]))
 
 
 def _scale(op, scale, d) -> float:

@@ -42,15 +42,29 @@ class Band(NamedTuple):
     The position of query i is i, or i + t - s with `bottom_right`.
     """
 
-    left: int | None
-    right: int | None
-    bottom_right: bool
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = False
 
     @classmethod
     def of(cls, mask_type: MaskType, window: tuple[int, int] | None) -> "Band":
         """What type and window leave visible. A negative side of the window is open."""
         left, right = (None if size < 0 else size for size in window or (-1, -1))
         return cls(left, 0 if mask_type.causal else right, mask_type.bottom_right)
+
+    def __and__(self, other: "Band") -> "Band":
+        """The band of the keys that both leave visible. Raises ValueError where they count positions differently."""
+        if self.is_open or other.is_open:
+            return other if self.is_open else self
+        if self.bottom_right != other.bottom_right:
+            raise ValueError(f"Band: {self} and {other} count from different corners; trim one of them to s and t.")
+        sides = zip(self[:2], other[:2])
+        return Band(*(min((x for x in pair if x is not None), default=None) for pair in sides), self.bottom_right)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether every query sees every key."""
+        return self.left is None and self.right is None
 
     def shift(self, s: int, t: int) -> int:
         """The position of query 0 among the keys."""
@@ -220,6 +234,86 @@ class SequenceDescriptor:
             return 0
         queries = jnp.sum(q_ids[..., :, None] == q_ids[..., None, :], -1)
         return (jnp.sum(same, -1) - queries)[..., None]
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Which keys a query sees: those that neither the band, nor the segments, nor the array hides.
+
+    `a & b` hides what `a` hides and what `b` hides.
+
+    band:     positions around a query's own, in its row or, with segments, within its segment.
+    segments: a token sees the tokens of its own segment; None: each row is one segment.
+    array:    bool or integer, [s, t] or [b..., h, s, t] with 1 where it broadcasts; True, 1 hide a key. None: no key.
+    label:    what errors call the band.
+    """
+
+    band: Band = Band()
+    segments: SequenceDescriptor | None = None
+    array: jax.Array | None = None
+    label: str = ""
+
+    @classmethod
+    def of_type(cls, attn_mask_type: str, window_size: tuple[int, int] | None = None) -> "Mask":
+        """The mask of a name of MASK_TYPES and a window."""
+        label = f"attn_mask_type {attn_mask_type!r} with window_size {window_size}"
+        return cls(Band.of(MASK_TYPES[attn_mask_type], window_size), label=label)
+
+    def __and__(self, other: "Mask") -> "Mask":
+        if self.segments is not None and other.segments is not None:
+            raise ValueError("Mask: both masks have segments; give one of them as an array (`Mask(array=...)`).")
+        array = self.array if other.array is None else either(self.hidden_by_array, other.hidden_by_array)
+        array = other.array if self.array is None else array
+        label = " and ".join(each for each in (self.label, other.label) if each)
+        return Mask(self.band & other.band, self.segments or other.segments, array, label)
+
+    @property
+    def hidden_by_array(self) -> jax.Array | None:
+        """True where `array` hides a key; None without one."""
+        return None if self.array is None else jnp.asarray(self.array) != 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether every query sees every key, whatever values the arrays have."""
+        return self.band.is_open and self.segments is None and self.array is None
+
+    def hides(self, s: int, t: int) -> jax.Array | None:
+        """True where a key is hidden, broadcastable to [b..., h, s, t]; None: every query sees every key."""
+        if self.segments is None:
+            by_band = self.band.trimmed(s, t).hides_of(s, t)
+        else:
+            by_band = self.segments.hides(self.band, s, t)[..., None, :, :]
+        return either(by_band, self.hidden_by_array)
+
+    def split(self, s: int, t: int, *, has_bias: bool, drops: bool) -> tuple[Band, SequenceDescriptor | None, "Mask"]:
+        """This mask in the terms of cuDNN: (the attributes of the op, its operand `segments`, what becomes a bias).
+
+        has_bias, drops: the call has a bias, or dropout, beside which cuDNN takes fewer masks.
+        """
+        array, described = self.array, self.segments
+        by_lengths = described is None or (
+            array is None and described.segment_ids is None and (not has_bias or described.starts_at_zero)
+        )
+        band = self._of_cudnn(s, t, has_bias=has_bias, drops=drops) if by_lengths else None
+        return (Band(), None, self) if band is None else (band, described, Mask(array=array))
+
+    def _of_cudnn(self, s: int, t: int, *, has_bias: bool, drops: bool) -> Band | None:
+        """The band as cuDNN takes it beside what else the call has; None if it does not."""
+        band, plain = self.band, not has_bias and not drops  # its bottom-right bands are for plain calls
+        if self.segments is None:
+            band = band.trimmed(s, t)
+            band = band._replace(bottom_right=band.bottom_right and s != t)
+        elif band.bottom_right and s == 1:
+            band = band._replace(right=None)  # the one query is at the last key
+        band = band._replace(bottom_right=band.bottom_right and not band.is_open)
+        if s == 1 and not band.is_open:
+            return None  # with a causal mask cuDNN is wrong for one query and grouped heads (release notes of 9.18)
+        if self.segments is not None:
+            return band if plain or not band.bottom_right else None
+        if plain and self.array is None:
+            return band
+        band = band.top_left(s, t)
+        return None if band is None or (band.left is not None and has_bias and s > t) else band
 
 
 def _warn_of_lengths(op: str, what: str, lengths, size: int):

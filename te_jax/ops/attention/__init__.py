@@ -1,0 +1,19 @@
+"""Scaled dot-product attention: read api, options, resolve, then what was chosen."""
+
+from te_jax.ops.attention.api import dot_product_attention as dot_product_attention
+from te_jax.ops.attention.api import dot_product_attention_kv_packed as dot_product_attention_kv_packed
+from te_jax.ops.attention.api import dot_product_attention_packed as dot_product_attention_packed
+from te_jax.ops.attention.api import undivided_groups as undivided_groups
+from te_jax.ops.attention.mask import MASK_TYPES as MASK_TYPES
+from te_jax.ops.attention.mask import Mask as Mask
+from te_jax.ops.attention.mask import SequenceDescriptor as SequenceDescriptor
+from te_jax.ops.attention.options import AttentionKeywords as AttentionKeywords
+from te_jax.ops.attention.options import AttentionOptions as AttentionOptions
+from te_jax.ops.attention.resolve import AttentionChoice as AttentionChoice
+from te_jax.ops.attention.resolve import explain_attention as explain_attention
+from te_jax.ops.attention_op import attention_bwd as attention_bwd
+from te_jax.ops.attention_op import attention_fwd as attention_fwd
+from te_jax.ops.attention_op import attention_kv_bwd as attention_kv_bwd
+from te_jax.ops.attention_op import attention_kv_fwd as attention_kv_fwd
+from te_jax.ops.attention_op import attention_packed_bwd as attention_packed_bwd
+from te_jax.ops.attention_op import attention_packed_fwd as attention_packed_fwd
