@@ -3,7 +3,6 @@
 from te_jax.ops.attention.api import dot_product_attention as dot_product_attention
 from te_jax.ops.attention.api import dot_product_attention_kv_packed as dot_product_attention_kv_packed
 from te_jax.ops.attention.api import dot_product_attention_packed as dot_product_attention_packed
-from te_jax.ops.attention.api import undivided_groups as undivided_groups
 from te_jax.ops.attention.mask import MASK_TYPES as MASK_TYPES
 from te_jax.ops.attention.mask import Mask as Mask
 from te_jax.ops.attention.mask import SequenceDescriptor as SequenceDescriptor

@@ -1,6 +1,5 @@
 """Scaled dot-product attention: cuDNN (FlashAttention, https://arxiv.org/abs/2205.14135) or plain JAX."""
 
-from math import prod
 from typing import Unpack
 
 import jax
@@ -12,7 +11,9 @@ from te_jax._arrays import as_jax
 from te_jax._check import ARRAY, BOOL, check, warn_once
 from te_jax._types import align, on_explicit_mesh, varying
 from te_jax.checkpoint_policies import ATTENTION, named
+from te_jax.ops.attention.context import attend_cut
 from te_jax.ops.attention.form import form_of
+from te_jax.ops.attention.mesh import undivided_groups
 from te_jax.ops.attention.options import AttentionKeywords, AttentionOptions, check_options, takes_options
 from te_jax.ops.attention.resolve import AttentionChoice, resolve
 from te_jax.ops.attention_op import parts_of
@@ -113,10 +114,12 @@ def _attend_joined(function, name, operands, interleaved, options):
 
 
 def execute(choice: AttentionChoice, operands, options: AttentionOptions):
-    """What `choice`, "cudnn" or "xla", returns for (q, k, v), (q, kv) or (qkv,): out, or a tuple of out and what else
+    """What `choice`, which is not "fp8", returns for (q, k, v), (q, kv) or (qkv,): out, or a tuple of out and what else
     is asked for."""
     q, k, _ = parts_of(*operands)
-    if choice.implementation == "cudnn":
+    if choice.implementation == "context_parallel":
+        out, lse, max_logit = *attend_cut(*parts(*operands), options), None
+    elif choice.implementation == "cudnn":
         out, lse, max_logit = *_attend_cudnn(operands, options), None
     else:
         if q.shape[-3] * k.shape[-3] > _LONG**2 and options.implementation is None:
@@ -172,16 +175,6 @@ def _own_key(key: jax.Array, *arrays: jax.Array) -> jax.Array:
     for name in sorted(frozenset().union(*map(varying, arrays)) - varying(key)):
         key = jax.random.fold_in(key, lax.axis_index(name))
     return key
-
-
-def undivided_groups(q, g: int):
-    """-> q, its heads gathered if an Explicit mesh cuts through groups, and what shards out as q was."""
-    spec, mesh = jax.typeof(q).sharding.spec, jax.typeof(q).sharding.mesh
-    names = spec[-2] if isinstance(spec[-2], tuple) else (spec[-2],)
-    if g % prod(mesh.shape[name] for name in names if name is not None) == 0:
-        return q, lambda out: out
-    gathered = jax.sharding.reshard(q, PartitionSpec(*spec[:-2], None, spec[-1]))
-    return gathered, lambda out: jax.sharding.reshard(out, PartitionSpec(*spec[:-1], None))
 
 
 def _whole_rows(x):

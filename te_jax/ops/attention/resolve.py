@@ -1,8 +1,11 @@
 """Which implementation a call of attention takes: the one place where that is decided."""
 
+from collections.abc import Mapping
 from typing import NamedTuple, Unpack
 
+from te_jax.ops.attention.context import context_refuses
 from te_jax.ops.attention.form import only_band
+from te_jax.ops.attention.mesh import Cut
 from te_jax.ops.attention.options import AttentionKeywords, AttentionOptions, check_options, takes_options
 from te_jax.ops.attention_fp8 import fp8_refuses
 from te_jax.ops.attention_op import cudnn_refuses, cudnn_refuses_backward, gpu_refuses
@@ -23,34 +26,28 @@ class AttentionChoice(NamedTuple):
         return "; ".join([self.implementation, *refused])
 
 
-def resolve(q, k, v, options: AttentionOptions, *, recipe=None, cut=None) -> AttentionChoice:
+def resolve(q, k, v, options: AttentionOptions, *, recipe=None) -> AttentionChoice:
     """The implementation that serves q, k, v (arrays, or their types) with `options`.
 
     recipe: a recipe with fp8_dpa=True where the caller has FP8 state; None for no FP8.
-    cut:    how a mesh axis cuts the sequence; its method `refuses(q, k, v, options)` says why the devices cannot
-            attend together, "" if they can. None for whole sequences.
 
-    Raises ValueError where an implementation is asked for that does not serve the call.
+    Raises ValueError where an implementation, or a cut sequence, is asked for that does not serve the call.
     """
-    refused = {}
-    if recipe is not None:
-        reason = "a mesh axis cuts the sequence" if cut is not None else fp8_refuses(q, k, v, options)
-        if not reason:
-            served = "the recipe has fp8_dpa=True, and FP8 attention serves this call"
-            return AttentionChoice("fp8", dict.fromkeys(("cudnn", "xla"), served))
-        refused["fp8"] = reason
-    if cut is None:
+    if recipe is None:
+        return _resolve_wide(q, k, v, options)
+    if reason := fp8_refuses(q, k, v, options):
         choice = _resolve_wide(q, k, v, options)
-        return choice._replace(refused=refused | choice.refused)
-    if reason := cut.refuses(q, k, v, options):
-        raise ValueError(f"{options.name}: {reason}")
-    return AttentionChoice(
-        "context_parallel", refused | dict.fromkeys(("cudnn", "xla"), "a mesh axis cuts the sequence")
-    )
+        return choice._replace(refused={"fp8": reason, **choice.refused})
+    served = "the recipe has fp8_dpa=True, and FP8 attention serves this call"
+    return AttentionChoice("fp8", dict.fromkeys(("cudnn", "xla"), served))
 
 
 def _resolve_wide(q, k, v, options: AttentionOptions) -> AttentionChoice:
     """`resolve` without FP8."""
+    if options.cut is not None:
+        if reason := context_refuses(q, k, v, options):
+            raise ValueError(f"{options.name}: {reason}.")
+        return AttentionChoice("context_parallel", dict.fromkeys(("cudnn", "xla"), options.cut.text))
     why_not = _cudnn_refuses_call(q, k, v, options)
     if options.implementation == "cudnn" and why_not:
         raise ValueError(f"{options.name}: implementation is 'cudnn', but {why_not}; pass None or 'xla'.")
@@ -79,11 +76,18 @@ def _cudnn_refuses_call(q, k, v, options: AttentionOptions) -> str:
 
 
 @takes_options()
-def explain_attention(q, k, v, **options: Unpack[AttentionKeywords]) -> AttentionChoice:
-    """Which implementation `dot_product_attention` takes with these arguments, and why not the others.
+def explain_attention(
+    q, k, v, *, recipe=None, context: Mapping | None = None, **options: Unpack[AttentionKeywords]
+) -> AttentionChoice:
+    """Which implementation attention takes with these arguments, and why not the others.
+
+    recipe:  for the modules of `te_jax.flax` under `te_jax.autocast(True, recipe)`, which may have fp8_dpa=True; None
+             for `dot_product_attention`.
+    context: for `context_parallel_attention`, a dict of its arguments of that function's own: axis and others.
 
     Arrays may be `jax.ShapeDtypeStruct`s, and `dropout_rng` may be left out. Raises what that call raises.
     """
-    return resolve(
-        q, k, v, check_options(explain_attention, q, k, v, options, op="dot_product_attention", needs_rng=False)
-    )
+    op = "dot_product_attention" if context is None else "context_parallel_attention"
+    cut = None if context is None else Cut.of(op, **context)
+    checked = check_options(explain_attention, q, k, v, options, op=op, cut=cut, needs_rng=False)
+    return resolve(q, k, v, checked, recipe=recipe if recipe is not None and recipe.fp8_dpa else None)
