@@ -68,6 +68,19 @@ def test_explain_speaks_for_fp8():
         explain_attention(q, k, k, recipe=DelayedScaling)
 
 
+def test_explain_speaks_for_cut_sequences():
+    q, k = (jax.ShapeDtypeStruct((2, 128, heads, 64), jnp.bfloat16) for heads in (8, 2))
+    with jax.set_mesh(jax.make_mesh((2, 1), ("cp", "one"))):
+        choice = explain_attention(q, k, k, axis="cp", attn_mask_type="causal", recipe=DelayedScaling(fp8_dpa=True))
+        assert choice.implementation == "context_parallel" and {*choice.refused} == {"fp8", "cudnn", "xla"}
+        assert all("'cp' cuts the sequence" in reason for reason in choice.refused.values())
+        assert explain_attention(q, k, k, axis="one").implementation == "cudnn"
+        with pytest.raises(ValueError, match="^context_parallel_attention: bias is of shape.*Leave bias out"):
+            explain_attention(q, k, k, axis="cp", bias=jnp.zeros((128, 128)))
+        with pytest.raises(ValueError, match="^context_parallel_attention: strategy is 'rong'"):
+            explain_attention(q, k, k, axis="cp", strategy="rong")
+
+
 # ---- keywords and masks --------------------------------------------------------------------------
 
 

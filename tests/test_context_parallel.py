@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from te_jax.ops.attention import SequenceDescriptor, dot_product_attention
+from te_jax.ops.attention.context_plan import Layout
 from te_jax.ops.attention.mask import Band
 from te_jax.ops.attention_context import context_parallel_attention
-from te_jax.ops.attention_context_plan import Layout
 from te_jax.sharding import (
     causal_load_balanced_positions,
     inverse_reorder_causal_load_balancing,

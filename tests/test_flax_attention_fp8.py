@@ -11,8 +11,7 @@ from flax import linen as nn
 
 import te_jax as te
 import te_jax.flax as te_flax
-from te_jax import recipe
-from te_jax.flax import attention as module
+from te_jax import _check, recipe
 from te_jax.fp8 import AttentionMetas
 from te_jax.ops.attention import SequenceDescriptor
 
@@ -30,7 +29,7 @@ bf16 = jnp.bfloat16
 def fp8():
     with te.fp8_autocast(True, RECIPE), warnings.catch_warnings():
         warnings.simplefilter("error")
-        module._warn_wide.cache_clear()
+        _check.told.clear()
         yield
 
 

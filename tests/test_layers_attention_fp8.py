@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from te_jax import checkpoint_policies, fp8
 from te_jax.fp8 import AttentionMetas
 from te_jax.layers import attention_fp8
-from te_jax.layers.attention_fp8 import attention_fp8_refuses
+from te_jax.ops.attention import explain_attention
 from te_jax.ops.attention_fp8 import backward_scales, forward_scales
 from te_jax.recipe import DelayedScaling, Format
 
@@ -232,6 +232,12 @@ def test_refused(text, kwargs, rng):
 def test_refused_operands():
     of = lambda *shape, dtype=bf16: jax.ShapeDtypeStruct(shape, dtype)
     q = of(2, 24, 4, 16)
+
+    def attention_fp8_refuses(*arrays, **kwargs):
+        choice = explain_attention(*arrays, recipe=RECIPE, **kwargs)
+        assert (choice.implementation == "fp8") == ("fp8" not in choice.refused)
+        return choice.refused.get("fp8", "")
+
     assert attention_fp8_refuses(q, q, q) == "" == attention_fp8_refuses(q, q, q, attn_mask_type="causal")
     assert "float32" in attention_fp8_refuses(*(of(2, 24, 4, 16, dtype=jnp.float32),) * 3)
     assert "head dim of v is 32" in attention_fp8_refuses(q, q, of(2, 24, 4, 32))

@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from te_jax.flax._fields import STRATEGIES
 from te_jax.flax._state import describe
 from te_jax.ops.attention import SequenceDescriptor
+from te_jax.ops.attention.mesh import Cut
 from te_jax.sharding import (
     BATCH_AXES,
     HEAD_AXES,
@@ -57,19 +58,20 @@ class Context(NamedTuple):
         check_cuts_sequence_alone(f"{describe(module)}: {given}", axis, resource)
         return cls(axis, mesh.shape[axis], balanced, STRATEGIES[strategy.upper()])
 
-    def placement(self, batch: int, groups: int) -> dict:
-        """The mesh axes of batch and heads that no type shows, by the MeshResource in force."""
+    def cut(self, module: nn.Module, q, k) -> Cut:
+        """The cut of q [b, s, h, d] and k [b, t, g, d]; the MeshResource in force says the mesh axes of batch and heads
+        that no type shows."""
         resource, mesh = current_mesh_resource(), jax.sharding.get_abstract_mesh()
-        if resource is None:
-            return {}
-        types, logical = dict(zip(mesh.axis_names, mesh.axis_types)), logical_axis_map(resource)
+        logical = {} if resource is None else logical_axis_map(resource)
+        types = dict(zip(mesh.axis_names, mesh.axis_types))
         named = {}
-        for argument, name, size in (("batch_axis", BATCH_AXES, batch), ("head_axis", HEAD_AXES, groups)):
-            axes = (logical[name],) if isinstance(logical[name], str) else logical[name] or ()
+        for argument, name, size in (("batch_axis", BATCH_AXES, q.shape[0]), ("head_axis", HEAD_AXES, k.shape[-2])):
+            axes = logical.get(name) or ()
+            axes = (axes,) if isinstance(axes, str) else axes
             axes = tuple(axis for axis in axes if types.get(axis) == AxisType.Auto and mesh.shape[axis] > 1)
             if axes and size % prod(mesh.shape[axis] for axis in axes) == 0:
                 named[argument] = axes
-        return named
+        return Cut.of(describe(module), self.axis, self.strategy, self.load_balanced, **named)
 
     def positions(self, length: int, side: int, described: SequenceDescriptor | None) -> jax.Array | None:
         """RoPE's positions of `length` tokens, as the module has them: [length], or [b, length] by the descriptor.

@@ -32,6 +32,8 @@ from te_jax._check import (
     tuple_of,
     warn_once,
 )
+from te_jax.flax import _refused
+from te_jax.flax._refused import Refused
 from te_jax.flax._state import describe
 from te_jax.ops.activation import ACTIVATIONS, check_params
 from te_jax.ops.attention import SequenceDescriptor
@@ -91,7 +93,9 @@ _RELATIVE = Kind(
     lambda value: value is None or isinstance(value, bool) or FUNCTION.is_type(value),
     lambda value: value is not True,
 )
-_ABSENT = Kind("None: not in this version", lambda value: True)  # `nothing_of_later` has words for it
+_REQUIRED = Kind(  # None, a default that stands before other fields, is a ValueError
+    _POSITIVE.text, lambda value: value is None or _POSITIVE.is_type(value), _POSITIVE.accepts
+)
 
 
 def _each(kind: Kind, names: str) -> dict[str, Kind]:
@@ -101,7 +105,8 @@ def _each(kind: Kind, names: str) -> dict[str, Kind]:
 FIELDS: dict[str, Kind] = {
     # sizes
     **_each(_WIDTHS, "features"),
-    **_each(_POSITIVE, "head_dim num_attention_heads hidden_size mlp_hidden_size intermediate_dim"),
+    **_each(_REQUIRED, "head_dim num_attention_heads"),
+    **_each(_POSITIVE, "hidden_size mlp_hidden_size intermediate_dim"),
     **_each(_POSITIVE, "low_rank_adaptation_dim max_segments_per_seq max_distance"),
     **_each(integer(2), "num_buckets"),
     **_each(NONE | _POSITIVE, "num_gqa_groups kv_channels"),
@@ -149,7 +154,7 @@ FIELDS: dict[str, Kind] = {
     **_each(NONE | integer(), "rotary_pos_emb_dim"),
     **_each(_SCALING, "rotary_pos_emb_scaling"),
     **_each(_RELATIVE, "relative_embedding"),
-    **_each(_ABSENT, "score_mod score_mod_bprop"),
+    **_refused.FIELDS,
 }
 
 # The sizes that the constructors of NNX take beside the fields, by their annotation.
@@ -175,13 +180,21 @@ CALL: dict[str, Kind] = {
     **_each(_MASK, "mask attention_mask encoder_decoder_mask"),
     **_each(NONE | FLOATS_ARRAY, "bias"),
     **_each(Kind("an array [..., H]", lambda x: True, lambda x: getattr(x, "ndim", 1) > 0), "inputs x"),
+    **_refused.CALL,
 }
 
 
 def check_call(module: nn.Module, **arguments) -> None:
     """Raises TypeError or ValueError for a call argument that is not of its kind."""
     for name, value in arguments.items():
+        _refuse(module, name, value, CALL[name])
         check(describe(module), name, value, CALL[name])
+
+
+def _refuse(module: nn.Module, name: str, value, kind: Kind) -> None:
+    """Raises ValueError, in the words of `_refused.py`, for a value of a name that is there only to be refused."""
+    if isinstance(kind, Refused) and not kind.accepts(value):
+        raise ValueError(f"{describe(module)}: {kind.error.format(name=name, value=value)}.")
 
 
 def warn_unused(module: nn.Module, text: str) -> None:
@@ -208,6 +221,8 @@ class Module(KnownFields, nn.Module):
 
     def __post_init__(self):
         super().__post_init__()
+        for name, kind in kinds_of(type(self)):
+            _refuse(self, name, getattr(self, name), kind)
         if self.scope is not None:
             check_fields(self)
 
@@ -232,21 +247,9 @@ def kinds_of(cls: type[Module]) -> tuple[tuple[str, Kind], ...]:
 # -- rules ------------------------------------------------------------------------------------------------------
 
 
-def nothing_of_later(module) -> str | None:
-    """`score_mod` and `score_mod_bprop` are not in this version."""
-    for name in ("score_mod", "score_mod_bprop"):
-        if getattr(module, name) is not None:
-            return later(name, getattr(module, name))
-
-
 def as_tuple(value) -> tuple[int, ...]:
     """An int, or a tuple or list of them, as a tuple."""
     return tuple(value) if isinstance(value, tuple | list) else (value,)
-
-
-def later(name: str, value) -> str:
-    """What is wrong with an argument whose work is not in this version."""
-    return f"{name}={value!r} is not in this version of te_jax; leave it out"
 
 
 def widths_are_positive(module) -> str | None:
@@ -344,9 +347,20 @@ def parallel_layers_are_encoders(module) -> str | None:
 # -- what follows from fields -----------------------------------------------------------------------------------
 
 
+def shared_fields(module: Module, cls: type[Module]) -> dict:
+    """The fields of `module` that mean the same in `cls`: those of one name and one kind."""
+    kinds = dict(kinds_of(type(module)))
+    return {name: getattr(module, name) for name, kind in kinds_of(cls) if kinds.get(name) is kind}
+
+
 def is_decoder(module) -> bool:
     """Whether `layer_type` of a module that has it says so."""
     return getattr(module, "layer_type", None) in (TransformerLayerType.DECODER, TransformerLayerType.DECODER.value)
+
+
+def groups_of(module) -> int:
+    """g, the heads of keys and values."""
+    return module.num_gqa_groups or module.num_attention_heads
 
 
 def head_width(module) -> int:

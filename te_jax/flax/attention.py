@@ -1,8 +1,6 @@
 """DotProductAttention: layouts, the softmax offset's parameter, dropout keys, one call."""
 
-import warnings
 from collections.abc import Callable
-from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -11,27 +9,16 @@ from flax import linen as nn
 from te_jax._check import FLOATING, NONE, plain
 from te_jax.flax._common import floating
 from te_jax.flax._context import Context
-from te_jax.flax._fields import Module, check_call, groups_divide_heads, later, nothing_of_later
+from te_jax.flax._fields import Module, check_call, groups_divide_heads, groups_of
 from te_jax.flax._state import attention_metas, describe, recipe_of
-from te_jax.layers.attention_fp8 import attention_fp8, attention_fp8_refuses, untouched
-from te_jax.ops.attention import (
-    dot_product_attention,
-    dot_product_attention_kv_packed,
-    dot_product_attention_packed,
-)
-from te_jax.ops.attention.options import warn_of_padding
-from te_jax.ops.attention_context import context_parallel_attention
+from te_jax.layers.attention_fp8 import attend
+from te_jax.ops.attention import dot_product_attention
+from te_jax.ops.attention.options import check_options, warn_of_padding
 from te_jax.ops.attention_op import parts_of
-from te_jax.ops.attention_reference import parts
 from te_jax.sharding import HEAD_AXES
 
 # Where checkpoints hold the learnable softmax's offset; new ones get the first.
 _OFFSET_SCOPES = ("_FusedDotProductAttention_0", "_UnfusedDotProductAttention_0")
-
-
-@cache
-def _warn_wide(reason: str):
-    warnings.warn(f"DotProductAttention: not in FP8, though the recipe has fp8_dpa=True: {reason}.", stacklevel=4)
 
 
 class _SoftmaxOffset(nn.Module):
@@ -110,7 +97,7 @@ class DotProductAttention(Module):
     deterministic_gradients: bool = False
 
     own_kinds = {"dtype": NONE | FLOATING}
-    rules = (groups_divide_heads, nothing_of_later)
+    rules = (groups_divide_heads,)
 
     @nn.compact
     def __call__(
@@ -137,16 +124,27 @@ class DotProductAttention(Module):
         values.
         """
         check_call(self, deterministic=deterministic)
-        self._refuse(score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
+        check_call(self, score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
         arrays = self._unpack(query, key, value)
         self._check(*parts_of(*arrays), sequence_descriptor)
         if sequence_descriptor is not None and self.max_segments_per_seq > 1:
             sequence_descriptor = sequence_descriptor.of_runs(self.max_segments_per_seq)
         if not self.is_initializing():  # then shapes alone count
             warn_of_padding(describe(self), self.attn_mask_type, mask, sequence_descriptor)
-        dropping = self.attention_dropout > 0 and not deterministic
-        result = self._attend(
-            arrays,
+        metas, context = attention_metas(self), Context.of(self)
+        cut = None if context is None else context.cut(self, *parts_of(*arrays)[:2])
+        keywords = self._keywords(sequence_descriptor, bias, mask, deterministic)
+        options = check_options(dot_product_attention, *parts_of(*arrays), keywords, cut=cut)
+        result = attend(arrays, options, recipe_of(self), metas)
+        out, max_logit = result if self.return_max_logit else (result, None)
+        if self.transpose_batch_sequence:
+            out = jnp.swapaxes(out, 0, 1)
+        return (out, max_logit) if self.return_max_logit else out
+
+    def _keywords(self, sequence_descriptor, bias, mask, deterministic: bool) -> dict:
+        """The keywords of `dot_product_attention`."""
+        drops = self.attention_dropout > 0 and not deterministic
+        return dict(
             bias=bias,
             mask=mask,
             attn_mask_type=self.attn_mask_type,
@@ -155,48 +153,15 @@ class DotProductAttention(Module):
             softmax_offset=self._softmax_offset(),
             scale=self.scale_factor,
             window_size=self.window_size,
-            dropout_rate=self.attention_dropout if dropping else 0.0,
-            dropout_rng=self.make_rng(self.dropout_rng_name) if dropping else None,
+            dropout_rate=self.attention_dropout if drops else 0.0,
+            dropout_rng=self.make_rng(self.dropout_rng_name) if drops else None,
             sequence_descriptor=sequence_descriptor,
             return_max_logit=self.return_max_logit,
             deterministic=self.deterministic_gradients,
-            seq_major=self.transpose_batch_sequence,
+            seq_major=bool(self.transpose_batch_sequence),
             context_checkpoint_name=self.context_checkpoint_name,
             name=describe(self),
         )
-        out, max_logit = result if self.return_max_logit else (result, None)
-        if self.transpose_batch_sequence:
-            out = jnp.swapaxes(out, 0, 1)
-        return (out, max_logit) if self.return_max_logit else out
-
-    def _attend(self, arrays, **options):
-        """`dot_product_attention`, in FP8 where the recipe says so and FP8 attention serves the call."""
-        metas, context = attention_metas(self), Context.of(self)
-        if context is not None:
-            return self._attend_in_parallel(context, arrays, metas, **options)
-        if metas is not None:
-            why_not = attention_fp8_refuses(*parts_of(*arrays), **options)
-            if not why_not:
-                return attention_fp8(*parts(*arrays), recipe=recipe_of(self), metas=metas, **options)
-            _warn_wide(why_not)
-        attend = (dot_product_attention_packed, dot_product_attention_kv_packed, dot_product_attention)[len(arrays) - 1]
-        result = attend(*arrays, **options)
-        if metas is None:
-            return result
-        return jax.tree.map(lambda x: untouched(x, metas), result)
-
-    def _attend_in_parallel(self, context: Context, arrays, metas, *, seq_major, dropout_rng, name, **options):
-        """`context_parallel_attention`; the sequence of FP8's state, which it does not use, stays as it is."""
-        del seq_major, dropout_rng, name  # of memory; the rate is refused; it has errors of its own
-        q, k, v = parts(*arrays)
-        out = context_parallel_attention(
-            q, k, v, axis=context.axis, strategy=context.strategy, load_balanced=context.load_balanced,
-            **context.placement(q.shape[0], k.shape[-2]), **options,
-        )  # fmt: skip
-        if metas is None:
-            return out
-        _warn_wide(f"mesh axis {context.axis!r} cuts the sequence")
-        return untouched(out, metas)
 
     def _softmax_offset(self) -> jax.Array | None:
         if plain(self.softmax_type) != "learnable":
@@ -250,14 +215,3 @@ class DotProductAttention(Module):
                 f"{describe(self)}: qkv_layout {self.qkv_layout!r} has several segments per row; pass a "
                 "sequence_descriptor that tells where they are."
             )
-
-    def _refuse(self, **tensors):
-        """ValueError for arguments whose work is not in this version."""
-        for name, value in tensors.items():
-            if value is not None:
-                raise ValueError(f"{describe(self)}: {later(name, value)}.")
-
-
-def groups_of(module: nn.Module) -> int:
-    """g, the heads of keys and values."""
-    return module.num_gqa_groups or module.num_attention_heads

@@ -8,8 +8,9 @@ from jax.sharding import PartitionSpec
 from te_jax._types import align, on_explicit_mesh
 from te_jax.flax._common import activation_axes
 from te_jax.flax._state import describe
-from te_jax.ops.attention import MASK_TYPES, SequenceDescriptor
+from te_jax.ops.attention import Mask, SequenceDescriptor
 from te_jax.ops.attention.mask import Band
+from te_jax.ops.attention_reference import parts
 from te_jax.sharding import BATCH_AXES, HEAD_AXES, HIDDEN_AXES, SEQLEN_AXES
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
@@ -27,7 +28,7 @@ class KVCache:
     cache_padding: i32[b], how many of them were padding. The next token's position is cache_index - cache_padding.
 
     Padding, and tokens at positions from T on, or of a row whose index is negative, are not written. The latter get
-    NaN: `poisoned`.
+    NaN: `spoil_lost`.
     """
 
     positions: jax.Array  # i32[b, s], of the call's tokens
@@ -59,28 +60,31 @@ class KVCache:
         self._fits = self._real & (start >= 0) & (self.positions < self._size)
         self._written = jnp.arange(self._size)[None] < start + counts  # [b, T], after this call
 
-    def extend(self, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Writes the call's keys and values [b, s, g, d]; returns all, [b, T, g, d], values 0 where none is written.
+    def extend(self, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Writes the keys and values of the call, which lie in `Projected.arrays`, and returns what attention reads.
 
-        In `init` the cache stays empty, and the results are the call's own. Raises ValueError for a cache of another
-        shape, TypeError for one of another dtype.
+        That is (query, keys, values) with the T slots of each row, values 0 where none is written; or `arrays`, where
+        this call makes the cache. In `init` the cache stays empty. Raises ValueError for a cache of another shape,
+        TypeError for one of another dtype.
         """
+        query, key, value = parts(*arrays)
         axes = tuple(None if axis == 1 - self._batch else axis for axis in range(4))
         cached_key = self._variable("cached_key", key, axes, key.dtype)
         cached_value = self._variable("cached_value", value, axes, value.dtype)
         if self._module.is_initializing():
-            return key, value
+            return arrays
         # An index of its own for each token that is not written, so that indices are unique.
         slots = jnp.where(self._fits, self.positions, self._size + jnp.arange(self._s)[None])
-        keys = self._write(cached_key.value, key, slots)
-        values = self._write(cached_value.value, value, slots)
-        cached_key.value, cached_value.value = keys, values
+        cached_key.value = self._write(cached_key.value, key, slots)
+        cached_value.value = self._write(cached_value.value, value, slots)
         self._index.value = self._index.value + self._s
         if self._counts is not None:
             self._padding.value = self._padding.value + (self._s - self._counts)
+        if self.fresh:
+            return arrays
         # A probability of 0 does not hide a NaN that an empty slot may hold.
         written = jnp.expand_dims(self._written.T if self._batch else self._written, (2, 3))
-        return keys, jnp.where(written, values, 0)
+        return query, cached_key.value, jnp.where(written, cached_value.value, 0)
 
     def descriptor(self) -> SequenceDescriptor | None:
         """Which slots each token may see, as far as the cache knows; None: all."""
@@ -93,20 +97,23 @@ class KVCache:
         ids = self._fits.astype(jnp.int32), self._written.astype(jnp.int32)
         return SequenceDescriptor.from_segment_ids_and_pos(ids, (self.positions, slots))
 
-    def mask_type(self, name: str) -> str:
-        """`name` as it reads on the cache, where the top left and the bottom right are the same: positions count from
-        the row's first token."""
-        return name if self.fresh or self._band.right != 0 else "padding_causal_bottom_right"
+    def fields(self) -> dict:
+        """The fields of attention that read otherwise on the cache. It is not cut along an axis; and positions count
+        from the row's first token, so that the top left and the bottom right are the same."""
+        whole = dict(context_parallel_axis=None, context_parallel_causal_load_balanced=False)
+        if self.fresh or self._band.right != 0:
+            return whole
+        return whole | dict(attn_mask_type="padding_causal_bottom_right")
 
     @property
     def _band(self) -> Band:
         module = self._module
-        return Band.of(MASK_TYPES[module.attn_mask_type], module.window_size)
+        return Mask.of_type(module.attn_mask_type, module.window_size).band
 
     @property
     def _ends_together(self) -> bool:
         """Whether lengths say what a query sees: all keys, or a band that ends with the last query at the last key."""
-        return self._band.right == 0 or self._band[:2] == (None, None)
+        return self._band.right == 0 or self._band.is_open
 
     def columns(self, name: str, x):
         """A mask or bias, whose last axis is the T slots (or 1), cut to the keys that there are."""
@@ -119,7 +126,7 @@ class KVCache:
             )
         return x[..., : self._s] if self.fresh else x
 
-    def poisoned(self, context: jax.Array) -> jax.Array:
+    def spoil_lost(self, context: jax.Array) -> jax.Array:
         """context [b, s, ...], NaN at tokens for which the cache has no slot."""
         if self.fresh:
             return context  # they were counted at trace time

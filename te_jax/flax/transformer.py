@@ -26,10 +26,10 @@ from te_jax.flax._fields import (
     head_width,
     head_width_is_known,
     is_decoder,
-    nothing_of_later,
     parallel_layers_are_encoders,
     relative_embedding_is_a_bias,
     rotary_fields_fit,
+    shared_fields,
 )
 from te_jax.flax._state import describe
 from te_jax.flax.cache import extent
@@ -155,7 +155,6 @@ class TransformerLayer(Module):
         activations_take_their_params,
         relative_embedding_is_a_bias,
         parallel_layers_are_encoders,
-        nothing_of_later,
     )
 
     @nn.compact
@@ -190,6 +189,7 @@ class TransformerLayer(Module):
         """
         decoder = is_decoder(self)
         check_call(self, deterministic=deterministic, decode=decode, max_decode_length=max_decode_length)
+        check_call(self, score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
         inputs = floating(self, "inputs", inputs)
         self._check(inputs, encoded, encoder_decoder_mask, decoder)
         check_call(self, attention_mask=attention_mask, encoder_decoder_mask=encoder_decoder_mask)
@@ -204,8 +204,6 @@ class TransformerLayer(Module):
             self._relative_bias(inputs, not decoder, name if decode else None, max_decode_length),
             decode=decode,
             deterministic=deterministic,
-            score_mod_tensors=score_mod_tensors,
-            score_mod_bprop_tensors=score_mod_bprop_tensors,
             positions=positions,
             residual=in_kernels,
             norm_output=False,
@@ -273,64 +271,32 @@ class TransformerLayer(Module):
 
     def _attention(self, name: str, cross: bool, padded: bool = True) -> MultiHeadAttention:
         rotary = self.cross_rotary_pos_emb if cross else self.enable_rotary_pos_emb
-        return MultiHeadAttention(
+        own = dict(
             head_dim=head_width(self),
-            num_attention_heads=self.num_attention_heads,
-            num_gqa_groups=self.num_gqa_groups,
-            attention_dropout=self.attention_dropout,
-            dropout_rng_name=self.dropout_rng_name,
             input_layernorm=cross or not self.output_layernorm,
-            layernorm_type=self.layernorm_type,
-            layernorm_epsilon=self.layernorm_epsilon,
             return_layernorm_output=self.apply_residual_connection_post_layernorm or self.parallel_shared_layernorm,
-            zero_centered_gamma=self.zero_centered_gamma,
             kernel_init=self.mha_kernel_init,
-            use_bias=self.use_bias,
-            bias_init=self.bias_init,
             attn_mask_type=("padding" if padded else "no_mask") if cross else self.self_attn_mask_type,
             attn_bias_type="no_bias" if cross else self.self_attn_bias_type,
             enable_rotary_pos_emb=rotary,
-            rotary_pos_emb_windows=self.rotary_pos_emb_windows,
-            rotary_pos_emb_group_method=self.rotary_pos_emb_group_method,
             rotary_pos_emb_dim=self.rotary_pos_emb_dim if rotary else None,
             rotary_pos_emb_scaling=self.rotary_pos_emb_scaling if rotary else None,
-            low_rank_adaptation_scope=self.low_rank_adaptation_scope,
-            low_rank_adaptation_dim=self.low_rank_adaptation_dim,
-            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
-            dtype=self.dtype,
-            params_dtype=self.params_dtype,
-            fuse_qkv_params=self.fuse_qkv_params,
-            transpose_batch_sequence=self.transpose_batch_sequence,
-            enable_sequence_parallel=self.enable_sequence_parallel,
-            scale_attn_logits=self.scale_attn_logits,
-            scaled_query_init=self.scaled_query_init,
             float32_logits=self.float32_attention_logits,
             window_size=self.cross_window_size if cross else self.window_size,
-            softmax_type=self.softmax_type,
-            score_mod=self.score_mod,
-            score_mod_bprop=self.score_mod_bprop,
-            context_parallel_causal_load_balanced=self.context_parallel_causal_load_balanced,
-            context_parallel_axis=self.context_parallel_axis,
-            context_parallel_strategy=self.context_parallel_strategy,
-            deterministic_gradients=self.deterministic_gradients,
-            name=name,
         )
+        return MultiHeadAttention(**shared_fields(self, MultiHeadAttention) | own, name=name)
 
     def _mlp(self) -> LayerNormMLP:
         shared = self.parallel_shared_layernorm
-        return LayerNormMLP(
+        own = dict(
             intermediate_dim=self.mlp_hidden_size,
             enable_layernorm=not shared,
-            layernorm_type=self.layernorm_type,
             epsilon=self.layernorm_epsilon,
-            zero_centered_gamma=self.zero_centered_gamma,
             scale_axes=(W_NO_SHARD_AXES,),
             ln_bias_axes=(W_NO_SHARD_AXES,),
             kernel_init=self.mlp_kernel_init,
             kernel_axes_1=(W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES),
             kernel_axes_2=(W_TP_AXES, W_FSDP_AXES),
-            use_bias=self.use_bias,
-            bias_init=self.bias_init,
             bias_axes_1=(W_JOINED_AXES, W_TP_AXES),
             bias_axes_2=(W_NO_SHARD_AXES,),
             return_layernorm_output=self.apply_residual_connection_post_layernorm,
@@ -340,17 +306,12 @@ class TransformerLayer(Module):
             intermediate_dropout_rate=self.intermediate_dropout,
             intermediate_hidden_dropout_dims=self.intermediate_dropout_dims,
             enable_low_rank_adaptation=lora_scope(self)[2],
-            low_rank_adaptation_dim=self.low_rank_adaptation_dim,
-            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
-            dtype=self.dtype,
-            params_dtype=self.params_dtype,
             # A shared norm comes from attention, where its whole sequence was gathered for the first GEMM.
             layernorm_input_axes=None if shared else residual_axes(self),
             dot_1_input_axes=activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES),
             dot_2_input_axes=activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_TP_AXES),
-            transpose_batch_sequence=self.transpose_batch_sequence,
-            name="mlp",
         )
+        return LayerNormMLP(**shared_fields(self, LayerNormMLP) | own, name="mlp")
 
     def _last_norm(self) -> LayerNorm:
         return LayerNorm(

@@ -8,12 +8,16 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from te_jax._arrays import as_jax
-from te_jax._check import NONE, Kind, check, one_of
+from te_jax._check import NONE, Kind, check, one_of, warn_once
 from te_jax._types import align, like
 from te_jax.checkpoint_policies import ATTENTION, QUANTIZED, STATISTICS, named
 from te_jax.fp8 import AttentionMetas, TensorMeta, cotangent, seen
-from te_jax.ops.attention import dot_product_attention, undivided_groups
-from te_jax.ops.attention.options import check_options
+from te_jax.ops.attention.api import dot_product_attention, execute
+from te_jax.ops.attention.form import form_of
+from te_jax.ops.attention.mask import Band
+from te_jax.ops.attention.mesh import undivided_groups
+from te_jax.ops.attention.options import AttentionOptions, check_options
+from te_jax.ops.attention.resolve import resolve
 from te_jax.ops.attention_fp8 import (
     LARGEST_SCALE,
     attention_fp8_bwd,
@@ -23,9 +27,11 @@ from te_jax.ops.attention_fp8 import (
     forward_scales,
     fp8_refuses,
 )
-from te_jax.ops.attention_op import attention_bwd
+from te_jax.ops.attention_op import parts_of
+from te_jax.ops.attention_reference import parts
+from te_jax.ops.attention_vjp import attention_bwd_of
 from te_jax.ops.quantize import quantize
-from te_jax.recipe import DelayedScaling
+from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.sharding import stage_axes
 
 _NAME = "te_jax.layers.attention_fp8"
@@ -37,12 +43,15 @@ class _Config(NamedTuple):
     """What is static."""
 
     recipe: DelayedScaling
-    causal: bool
-    scale: float
+    options: AttentionOptions  # without arrays; the mask is open, or causal from the top left
     fp8_backward: bool
-    checkpoint: str | None
     types: tuple[ShapedArray, ...]  # of q, k, v: their gradients have the same
     stage_axes: frozenset[str]  # as in `_fp8.Config`
+
+    @property
+    def attrs(self) -> dict:
+        """The attributes of the FP8 ops."""
+        return dict(causal=self.options.mask.band.right is not None, scale=self.options.scale)
 
 
 class _Saved(NamedTuple):
@@ -55,10 +64,22 @@ class _Saved(NamedTuple):
     metas: AttentionMetas
 
 
-def attention_fp8_refuses(q, k, v, **kwargs) -> str:
-    """Why `attention_fp8` does not serve a call with these keywords of `dot_product_attention`; "" if it does."""
-    options = check_options(dot_product_attention, q, k, v, kwargs, op=_NAME, needs_rng=False)
-    return fp8_refuses(q, k, v, options)
+def attend(operands, options: AttentionOptions, recipe: Recipe | None, metas: AttentionMetas | None):
+    """Attention of (q, k, v), (q, kv) or (qkv,), by the plan that `resolve` makes: in FP8 where the caller has FP8
+    state and FP8 attention serves the call. Another call of such a caller warns, once for each reason.
+
+    recipe, metas: as in `attention_fp8`; metas None: never in FP8.
+
+    Returns as `dot_product_attention`, and raises what it raises, or `context_parallel_attention`.
+    """
+    choice = resolve(*parts_of(*operands), options, recipe=None if metas is None else recipe)
+    if choice.implementation == "fp8":
+        return _attend_fp8(*parts(*operands), options, recipe, metas)
+    out = execute(choice, operands, options)
+    if metas is None:
+        return out
+    warn_once(options.name, f"not in FP8, though the recipe has fp8_dpa=True: {choice.refused['fp8']}.")
+    return jax.tree.map(lambda x: _keep_state(x, metas), out)
 
 
 def attention_fp8(
@@ -89,14 +110,18 @@ def attention_fp8(
         raise ValueError(f"{_NAME}: recipe is {recipe}; only delayed scales are in this version: use DelayedScaling.")
     check(_NAME, "metas", metas, _METAS)
     check(_NAME, "backward", backward, _BACKWARD)
-    s, t = q.shape[-3], k.shape[-3]
-    causal = options.mask.band.trimmed(s, t).right is not None
-    fp8_backward = _fp8_backward(q, k, causal) if backward is None else backward == "fp8"
-    if fp8_backward and (reason := cudnn_refuses_fp8(q, k, backward=True)):
+    if backward == "fp8" and (reason := cudnn_refuses_fp8(q, k, backward=True)):
         raise ValueError(f"{_NAME}: backward is 'fp8', but {reason}; pass None or 'bf16'.")
+    return _attend_fp8(q, k, v, options, recipe, metas, backward)
+
+
+def _attend_fp8(q, k, v, options: AttentionOptions, recipe, metas, backward: str | None = None):
+    """`attention_fp8` of a call that `fp8_refuses` does not refuse."""
+    causal = options.mask.band.trimmed(q.shape[-3], k.shape[-3]).right is not None
+    fp8_backward = _fp8_backward(q, k, causal) if backward is None else backward == "fp8"
     q, restore = undivided_groups(q, k.shape[-2])
-    name, types = kwargs.get("context_checkpoint_name"), tuple(map(jax.typeof, (q, k, v)))
-    config = _Config(recipe, causal, options.scale, fp8_backward, name, types, stage_axes())
+    types, static = tuple(map(jax.typeof, (q, k, v))), options.static(Band(right=0 if causal else None))
+    config = _Config(recipe, static, fp8_backward, types, stage_axes())
     return restore(_attention(*align(q, k, v), metas, config))
 
 
@@ -114,13 +139,13 @@ def _scales(metas: AttentionMetas) -> AttentionMetas:
     return AttentionMetas(*(jnp.clip(meta.scale, 1 / LARGEST_SCALE, LARGEST_SCALE) for meta in metas))
 
 
-def _stored(x, meta: TensorMeta, scale, dtype) -> tuple[jax.Array, jax.Array]:
+def _store(x, meta: TensorMeta, scale, dtype) -> tuple[jax.Array, jax.Array]:
     """x [b..., s, h, d] in FP8, and what was seen of it."""
     data, amax = quantize(x, scale, outputs=("data", "amax"), split=x.ndim - 2, dtype=dtype)
     return data, seen(meta, amax, scale, lambda: x, dtype)
 
 
-def _dequantized(data, scale, dtype) -> jax.Array:
+def _dequantize(data, scale, dtype) -> jax.Array:
     return (data.astype(jnp.float32) * (1 / scale)).astype(dtype)
 
 
@@ -131,15 +156,16 @@ def _attention(q, k, v, metas, config):
 
 def _attention_fwd(q, k, v, metas, config):
     by, dtype = _scales(metas), config.recipe.fp8_format.dtype("fwd")
-    operands, amaxes = zip(*map(partial(_stored, dtype=dtype), (q, k, v), metas, by))
-    operands, attrs = named(operands, QUANTIZED), dict(causal=config.causal, scale=config.scale)
-    data, lse, amax = attention_fp8_fwd(*operands, forward_scales(by.q, by.k, by.v, by.o), **attrs)
-    # cuDNN's amax drops a NaN of the output, which the operands' tell.
+    operands, amaxes = zip(*map(partial(_store, dtype=dtype), (q, k, v), metas, by))
+    operands = named(operands, QUANTIZED)
+    data, lse, amax = attention_fp8_fwd(*operands, forward_scales(by.q, by.k, by.v, by.o), **config.attrs)
+    # cuDNN's amax drops a NaN of the output; the operands' amaxes do not.
     amax = jnp.where(jnp.isnan(sum(each.reshape(-1)[0] for each in amaxes)), jnp.nan, amax)
-    data = data if config.fp8_backward else _dequantized(data, by.o, q.dtype)
+    data = data if config.fp8_backward else _dequantize(data, by.o, q.dtype)
     # A policy that saves one of these names runs the kernel once.
-    saved = named((*named((data, lse), ATTENTION), named((*amaxes, amax), STATISTICS)), config.checkpoint)
-    out = _dequantized(saved[0], by.o, q.dtype) if config.fp8_backward else saved[0]
+    name = config.options.context_checkpoint_name
+    saved = named((*named((data, lse), ATTENTION), named((*amaxes, amax), STATISTICS)), name)
+    out = _dequantize(saved[0], by.o, q.dtype) if config.fp8_backward else saved[0]
     return out, _Saved(operands, *saved, metas)
 
 
@@ -156,34 +182,29 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 def _fp8_grads(config, saved: _Saved, dout):
     """dq, dk, dv; the amaxes of do, dq, dk, dv, dp."""
     by, dtype = _scales(saved.metas), config.recipe.fp8_format.dtype("bwd")
-    data, do_amax = _stored(dout, saved.metas.do, by.do, dtype)
+    data, do_amax = _store(dout, saved.metas.do, by.do, dtype)
     scales = backward_scales(by.q, by.k, by.v, by.o, by.do, by.dp, by.dq, by.dk, by.dv)
-    attrs = dict(causal=config.causal, scale=config.scale)
-    *grads, dq, dk, dv, dp = attention_fp8_bwd(data, *saved.operands, saved.out, saved.lse, scales, **attrs)
-    wide = (_dequantized(grad, scale, dout.dtype) for grad, scale in zip(grads, (by.dq, by.dk, by.dv)))
+    *grads, dq, dk, dv, dp = attention_fp8_bwd(data, *saved.operands, saved.out, saved.lse, scales, **config.attrs)
+    wide = (_dequantize(grad, scale, dout.dtype) for grad, scale in zip(grads, (by.dq, by.dk, by.dv)))
     return wide, (do_amax, dq, dk, dv, dp)
 
 
 def _wide_grads(config, saved: _Saved, dout):
-    """The same in q's type: no gradient is quantized.
+    """dq, dk, dv in q's type, and no amaxes: no gradient is quantized.
 
-    Of the operands that the forward kernel read: with others, exp(logits - lse) would not add up to 1, and with a scale
-    that has become too large, which clips them, not even stay finite.
+    They are gradients of the operands that the forward kernel read: with others, exp(logits - lse) would not add up to
+    1, and with a scale that has become too large, which clips them, not even stay finite.
     """
     by = _scales(saved.metas)
-    wide = (_dequantized(x, scale, dout.dtype) for x, scale in zip(saved.operands, by))
-    band = dict(left=-1, right=0 if config.causal else -1, bottom_right=False)
-    attrs = dict(band, seq_major=False, scale=config.scale, dropout_rate=0.0, deterministic=False)
-    absent = (None,) * 5  # biases, segments
-    operands = (dout, *wide, *absent, saved.out, saved.lse, None)
-    return attention_bwd(*operands, outputs=("dq", "dk", "dv"), **attrs), (None,) * 5
+    wide = tuple(_dequantize(x, scale, dout.dtype) for x, scale in zip(saved.operands, by))
+    return attention_bwd_of(wide, form_of(config.options, *wide[:2]), dout, saved.out, saved.lse), (None,) * 5
 
 
 @jax.custom_vjp
-def untouched(out: jax.Array, metas: AttentionMetas) -> jax.Array:
-    """out, of an attention that quantized nothing: the new state is the old one. (That of metas which no result
-    depends on would be 0.)"""
+def _keep_state(out: jax.Array, metas: AttentionMetas) -> jax.Array:
+    """out, of an attention that quantized nothing: the new state is the old one. (Metas that no result depends on would
+    get a new state of zeros.)"""
     return out
 
 
-untouched.defvjp(lambda out, metas: (out, metas), lambda metas, dout: (dout, jax.tree.map(jnp.zeros_like, metas)))
+_keep_state.defvjp(lambda out, metas: (out, metas), lambda metas, dout: (dout, jax.tree.map(jnp.zeros_like, metas)))

@@ -159,6 +159,7 @@ def fp8_refuses(q, k, v, options: AttentionOptions) -> str:
     left, right, _ = mask.band.trimmed(s, t)
     served = left is None and (right is None or right == mask.band.shift(s, t) == 0)
     for is_asked, what in (
+        (options.cut is not None, options.cut and options.cut.text),
         (options.has_bias, "a bias is given"),
         (mask.array is not None, "a mask is given"),
         (mask.segments is not None, "a sequence_descriptor (or a cache) is given"),

@@ -8,7 +8,6 @@ from te_jax.ops.attention.mask import Mask as Mask
 from te_jax.ops.attention.mask import SequenceDescriptor as SequenceDescriptor
 from te_jax.ops.attention.options import AttentionKeywords as AttentionKeywords
 from te_jax.ops.attention.options import AttentionOptions as AttentionOptions
-from te_jax.ops.attention.placement import undivided_groups as undivided_groups
 from te_jax.ops.attention.resolve import AttentionChoice as AttentionChoice
 from te_jax.ops.attention.resolve import explain_attention as explain_attention
 from te_jax.ops.attention_op import attention_bwd as attention_bwd

@@ -9,9 +9,10 @@ from te_jax._arrays import as_jax
 from te_jax._check import ARRAY, BOOL, check, warn_once
 from te_jax._types import align
 from te_jax.checkpoint_policies import ATTENTION, named
+from te_jax.ops.attention.context import attend_cut
 from te_jax.ops.attention.form import form_of
+from te_jax.ops.attention.mesh import own_key, undivided_groups, whole_rows
 from te_jax.ops.attention.options import AttentionKeywords, AttentionOptions, check_options, takes_options
-from te_jax.ops.attention.placement import own_key, undivided_groups, whole_rows
 from te_jax.ops.attention.resolve import AttentionChoice, resolve
 from te_jax.ops.attention_op import parts_of
 from te_jax.ops.attention_reference import attend, parts
@@ -111,9 +112,11 @@ def _attend_joined(function, name, operands, interleaved, options):
 
 
 def execute(choice: AttentionChoice, operands, options: AttentionOptions):
-    """What `choice`, "cudnn" or "xla", returns for (q, k, v), (q, kv) or (qkv,): out, or a tuple of out and what else
+    """What `choice`, which is not "fp8", returns for (q, k, v), (q, kv) or (qkv,): out, or a tuple of out and what else
     is asked for."""
-    if choice.implementation == "cudnn":
+    if choice.implementation == "context_parallel":
+        out, lse, max_logit = *attend_cut(*parts(*operands), options), None
+    elif choice.implementation == "cudnn":
         out, lse, max_logit = *_attend_cudnn(operands, options), None
     else:
         q, k, v = parts(*operands)

@@ -236,7 +236,7 @@ class SequenceDescriptor:
         return (jnp.sum(same, -1) - queries)[..., None]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Mask:
     """Which keys a query sees: those that neither the band, nor the segments, nor the array hides.
 

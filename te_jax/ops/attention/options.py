@@ -25,7 +25,8 @@ from te_jax._check import (
     tuple_of,
     warn_once,
 )
-from te_jax.ops.attention.mask import MASK_TYPES, Mask, SequenceDescriptor
+from te_jax.ops.attention.mask import MASK_TYPES, Band, Mask, SequenceDescriptor
+from te_jax.ops.attention.mesh import Cut
 from te_jax.ops.attention_bias import alibi_bias
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias")
@@ -91,7 +92,7 @@ def takes_options(*, without: Iterable[str] = ()) -> Callable:
     return with_signature
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
     """What attention is asked for, checked, in its plain form. A public function makes it; all below takes it whole."""
 
@@ -111,11 +112,19 @@ class AttentionOptions:
     interleaved: bool = False  # joined arrays were turned from [b..., tokens, heads, 3 or 2, d]
     implementation: str | None = None
     context_checkpoint_name: str | None = None
+    cut: Cut | None = None  # the mesh axis that cuts the sequence
     name: str = "dot_product_attention"  # what errors call the caller
 
     def replace(self, **changes) -> "AttentionOptions":
         """These options with `changes`."""
         return replace(self, **changes)
+
+    def static(self, band: Band) -> "AttentionOptions":
+        """These options without arrays, and with `band` as the mask: what may stand where jax takes no arrays."""
+        return replace(
+            self, mask=Mask(band), bias=None, alibi_slopes=None, softmax_type="vanilla", softmax_offset=None,
+            dropout_rng=None, seq_major=False, interleaved=False,
+        )  # fmt: skip
 
     @property
     def has_bias(self) -> bool:
@@ -144,12 +153,14 @@ class AttentionOptions:
 
 
 def check_options(
-    function: Callable, q, k, v, given: Mapping, *, op: str = "", interleaved=False, needs_rng=True, warns=False
-) -> AttentionOptions:
+    function: Callable, q, k, v, given: Mapping, *, op: str = "", cut: Cut | None = None, interleaved=False,
+    needs_rng=True, warns=False,
+) -> AttentionOptions:  # fmt: skip
     """The options that a call of `function`, which `takes_options`, was given for q, k, v (arrays, or their types).
 
     op: what errors call the function unless `given` has a name; "" is its own name.
-    interleaved: see `AttentionOptions`. needs_rng: dropout without its key is an error.
+    cut, interleaved: see `AttentionOptions`.
+    needs_rng: dropout without its key is an error.
     warns: warn of a padding type without padding, unless `given` has a name: who has one warns.
 
     Raises ValueError or TypeError that names the function, the argument, its value and the way out.
@@ -158,6 +169,7 @@ def check_options(
     check_names(op, given, (p.name for p in function.__signature__.parameters.values() if p.kind is p.KEYWORD_ONLY))
     given, is_named = _DEFAULTS | given, given.get("name") is not None
     _check_operands(op, q, k, v)
+    q, k, v = (q, k, v) if cut is None else cut.whole(q, k, v)
     batch, h, d = q.shape[:-3], q.shape[-2], q.shape[-1]
     bias_type = _bias_type(op, given, (*batch, h, q.shape[-3], k.shape[-3]))
     checked = given | dict(
@@ -166,6 +178,7 @@ def check_options(
         softmax_type=_softmax_type(op, given["softmax_type"], given["softmax_offset"], h),
         scale=_scale(op, given["scale"], d),
         dropout_rate=_dropout_rate(op, given["dropout_rate"], given["dropout_rng"], needs_rng),
+        cut=cut,
         interleaved=interleaved,
         name=op,
     )

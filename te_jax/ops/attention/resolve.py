@@ -3,7 +3,9 @@
 from typing import NamedTuple, Unpack
 
 from te_jax.fp8 import check_recipe, current_recipe
+from te_jax.ops.attention.context import context_refuses
 from te_jax.ops.attention.form import only_band
+from te_jax.ops.attention.mesh import Axes, Cut
 from te_jax.ops.attention.options import AttentionKeywords, AttentionOptions, check_options, takes_options
 from te_jax.ops.attention_fp8 import fp8_refuses
 from te_jax.ops.attention_op import cudnn_refuses, cudnn_refuses_backward, gpu_refuses
@@ -25,27 +27,24 @@ class AttentionChoice(NamedTuple):
         return "; ".join([self.implementation, *refused])
 
 
-def resolve(q, k, v, options: AttentionOptions, *, recipe=None, cut=None) -> AttentionChoice:
+def resolve(q, k, v, options: AttentionOptions, *, recipe: Recipe | None = None) -> AttentionChoice:
     """The implementation that serves q, k, v (arrays, or their types) with `options`.
 
     recipe: the recipe of a caller that attends in FP8 where it can; None for no FP8.
-    cut:    how a mesh axis cuts the sequence; its method `refuses(q, k, v, options)` says why the devices cannot
-            attend together, "" if they can. None for whole sequences.
 
-    Raises ValueError where an implementation is asked for that does not serve the call.
+    Raises ValueError where an implementation, or a cut sequence, is asked for that does not serve the call.
     """
     refused = {}
     if recipe is not None:
-        reason = "a mesh axis cuts the sequence" if cut is not None else fp8_refuses(q, k, v, options)
+        reason = fp8_refuses(q, k, v, options)
         if not reason:
             served = "the recipe asks for FP8 attention, which serves this call"
             return AttentionChoice("fp8", dict.fromkeys(("cudnn", "xla"), served))
         refused["fp8"] = reason
-    if cut is not None:
-        if reason := cut.refuses(q, k, v, options):
-            raise ValueError(f"{options.name}: {reason}")
-        whole = dict.fromkeys(("cudnn", "xla"), "a mesh axis cuts the sequence")
-        return AttentionChoice("context_parallel", refused | whole)
+    if options.cut is not None:
+        if reason := context_refuses(q, k, v, options):
+            raise ValueError(f"{options.name}: {reason}.")
+        return AttentionChoice("context_parallel", refused | dict.fromkeys(("cudnn", "xla"), options.cut.text))
     reason = _cudnn_refuses_call(q, k, v, options)
     if options.implementation == "cudnn" and reason:
         raise ValueError(f"{options.name}: implementation is 'cudnn', but {reason}; pass None or 'xla'.")
@@ -75,8 +74,9 @@ def _cudnn_refuses_call(q, k, v, options: AttentionOptions) -> str:
 
 @takes_options()
 def explain_attention(
-    q, k, v, *, recipe: Recipe | None = None, **options: Unpack[AttentionKeywords]
-) -> AttentionChoice:
+    q, k, v, *, recipe: Recipe | None = None, axis: str | None = None, strategy: str = "default",
+    load_balanced: bool = False, batch_axis: Axes = None, head_axis: Axes = None, **options: Unpack[AttentionKeywords],
+) -> AttentionChoice:  # fmt: skip
     """Which implementation attention takes with these arguments, and why not the others.
 
     q, k, v, options: as in `dot_product_attention`; arrays may be `jax.ShapeDtypeStruct`s, and `dropout_rng` may be
@@ -84,10 +84,14 @@ def explain_attention(
     recipe: the recipe of the call; None is the one in force (`te_jax.autocast`). With fp8_dpa=True the answer is what
             `te_jax.flax.DotProductAttention` does, which attends in FP8 where FP8 attention serves the call;
             `dot_product_attention` itself is never in FP8.
+    axis, strategy, load_balanced, batch_axis, head_axis: as in `context_parallel_attention`, whose answer it is with an
+            axis.
 
     Raises what the call raises.
     """
-    checked = check_options(explain_attention, q, k, v, options, op="dot_product_attention", needs_rng=False)
+    op = "dot_product_attention" if axis is None else "context_parallel_attention"
+    cut = None if axis is None else Cut.of(op, axis, strategy, load_balanced, batch_axis, head_axis)
+    checked = check_options(explain_attention, q, k, v, options, op=op, cut=cut, needs_rng=False)
     recipe = current_recipe() if recipe is None else recipe
     if recipe is not None:
         check_recipe("explain_attention", recipe)

@@ -15,10 +15,11 @@ from jax import lax
 
 from te_jax._types import align, like, splittable_axes
 from te_jax.checkpoint_policies import ATTENTION, named
+from te_jax.ops.attention.context_plan import OPEN, Call, Layout, Plan
 from te_jax.ops.attention.form import form_of
 from te_jax.ops.attention.mask import Band, Mask, SequenceDescriptor
+from te_jax.ops.attention.mesh import Cut
 from te_jax.ops.attention.options import AttentionOptions
-from te_jax.ops.attention_context_plan import OPEN, Call, Layout, Plan
 from te_jax.ops.attention_reference import merged, wide
 from te_jax.ops.attention_vjp import attention_bwd_of, attention_fwd_of, gradient_of_sink, with_sink
 from te_jax.sharding import inverse_reorder_causal_load_balancing, reorder_causal_load_balancing
@@ -33,26 +34,35 @@ class Rows(Enum):
 
 
 class Spec(NamedTuple):
-    """All that is static."""
+    """What is static.
 
-    axis: str
+    options: without arrays; its mask is the band in the whole sequence, or within segments, from the top left if rows
+        have segments.
+    """
+
+    options: AttentionOptions
     layout: Layout
-    ring: bool
-    band: Band  # in the whole sequence, or within segments
     rows: Rows
-    scale: float
-    deterministic: bool
-    name: str | None  # of out and lse, for checkpoint policies
+
+    @property
+    def cut(self) -> Cut:
+        """The mesh axis that cuts the sequence."""
+        return self.options.cut
+
+    @property
+    def band(self) -> Band:
+        """The band of `options`."""
+        return self.options.mask.band
 
     @property
     def cuts_by_band(self) -> bool:
         """Whether the band says which blocks are hidden; else segments or tokens say it."""
-        return self.rows is Rows.WHOLE or (self.rows is Rows.SEGMENTS and self.ring)
+        return self.rows is Rows.WHOLE or (self.rows is Rows.SEGMENTS and self.cut.ring)
 
     def steps(self) -> list[tuple[int, list[Plan]]]:
         """(how far the keys have gone around, the plan of each device), for each step."""
         band, fuse = self.band if self.cuts_by_band else OPEN, self.rows is Rows.WHOLE
-        return _steps(self.layout, self.ring, band, fuse)
+        return _steps(self.layout, self.cut.ring, band, fuse)
 
 
 @cache
@@ -70,7 +80,7 @@ class _Place(NamedTuple):
 def _place(step: int, device, spec: Spec) -> _Place:
     layout, (q_size, k_size) = spec.layout, spec.layout.sizes()
     queries = tuple(chunk * q_size for chunk in layout.held(device))
-    if not spec.ring:
+    if not spec.cut.ring:
         return _Place(queries, (jnp.zeros_like(device),))
     return _Place(queries, tuple(chunk * k_size for chunk in layout.held((device - step) % layout.cp)))
 
@@ -85,14 +95,12 @@ def _form(call: Call, q, k, place: _Place, rows, spec: Spec):
         q_size, k_size = call.q[1], call.k[1]
         q_at, k_at = place.queries[call.q[0] // q_size], place.keys[call.k[0] // k_size]
         if spec.rows is Rows.SEGMENTS:
-            up_to_query = not spec.ring and spec.band.right == 0
+            up_to_query = not spec.cut.ring and spec.band.right == 0
             band = spec.band._replace(bottom_right=True) if up_to_query else call.band
             described = _segments_within(rows, (q_at, q_size), (k_at, k_size), up_to_query)
         else:
             band, described = spec.band, _tokens_within(rows, (q_at, q_size), (k_at, k_size))
-    mask = Mask(band, described)
-    options = AttentionOptions(mask=mask, scale=spec.scale, deterministic=spec.deterministic)
-    return form_of(options, q, k)
+    return form_of(spec.options.replace(mask=Mask(band, described)), q, k)
 
 
 def _segments_within(segments, queries, keys, up_to_query: bool) -> SequenceDescriptor:
@@ -196,19 +204,19 @@ def _passed_on(arrays, by: int, spec: Spec):
     cp = spec.layout.cp
     if by % cp == 0:
         return arrays
-    return tuple(lax.ppermute(x, spec.axis, [(i, (i + by) % cp) for i in range(cp)]) for x in arrays)
+    return tuple(lax.ppermute(x, spec.cut.axis, [(i, (i + by) % cp) for i in range(cp)]) for x in arrays)
 
 
 def _collected(x, spec: Spec):
     """Keys or values of all devices, in the order of the sequence."""
-    x = lax.all_gather(x, spec.axis, axis=x.ndim - 3, tiled=True)
+    x = lax.all_gather(x, spec.cut.axis, axis=x.ndim - 3, tiled=True)
     return inverse_reorder_causal_load_balancing(x, spec.layout.cp, x.ndim - 3) if spec.layout.balanced else x
 
 
 def _distributed(dx, spec: Spec):
     """The transpose of `_collected`: each device gets the sum of its part."""
     dx = reorder_causal_load_balancing(dx, spec.layout.cp, dx.ndim - 3) if spec.layout.balanced else dx
-    scatter = lambda x: lax.psum_scatter(x, spec.axis, scatter_dimension=x.ndim - 3, tiled=True)
+    scatter = lambda x: lax.psum_scatter(x, spec.cut.axis, scatter_dimension=x.ndim - 3, tiled=True)
     given = jax.typeof(dx).sharding
     explicit = splittable_axes(given.mesh)
     if not explicit:
@@ -219,7 +227,7 @@ def _distributed(dx, spec: Spec):
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def context_attention(q, k, v, sink, rows, spec: Spec):
-    """-> out, lse (not differentiable) of this device's queries [b..., s/cp, h, d], where `spec.axis` is manual.
+    """-> out, lse (not differentiable) of this device's queries [b..., s/cp, h, d], where `spec.cut.axis` is manual.
 
     k, v: this device's. sink: as in `attention_vjp.attention`. rows: as `spec.rows` says, of whole rows, on each
     device; None for Rows.WHOLE. All vary over the same manual axes.
@@ -228,8 +236,8 @@ def context_attention(q, k, v, sink, rows, spec: Spec):
 
 
 def _context_fwd(q, k, v, sink, rows, spec):
-    device, sums, at = lax.axis_index(spec.axis), None, 0
-    keys = (k, v) if spec.ring else tuple(_collected(x, spec) for x in (k, v))
+    device, sums, at = lax.axis_index(spec.cut.axis), None, 0
+    keys = (k, v) if spec.cut.ring else tuple(_collected(x, spec) for x in (k, v))
     for step, plans in spec.steps():
         keys, at = _passed_on(keys, step - at, spec), step
         if sums is None and (len(set(plans)) > 1 or not plans[0]):
@@ -238,25 +246,25 @@ def _context_fwd(q, k, v, sink, rows, spec):
         sums = _on_device(plans, device, run, sums, q, *keys, _place(step, device, spec), rows)
     out, lse = with_sink(*(_nothing_seen(q, v) if sums is None else sums), sink)
     out = like(out, jax.typeof(q).update(shape=out.shape))
-    out, lse = named((out, lse), ATTENTION, spec.name)
+    out, lse = named((out, lse), ATTENTION, spec.options.context_checkpoint_name)
     return (out, lse), (q, k, v, sink, rows, out, lse)
 
 
 def _context_bwd(spec, residuals, cotangents):
     q, k, v, sink, rows, out, lse = residuals
     dout, _ = cotangents
-    device, at = lax.axis_index(spec.axis), 0
+    device, at = lax.axis_index(spec.cut.axis), 0
     # Keys and values come from the other devices once more: without the barrier the compiler would find the collectives
     # of the forward pass to be the same, and keep what they gave until now.
     dout, k, v = lax.optimization_barrier((dout, k, v))
-    keys = (k, v) if spec.ring else tuple(_collected(x, spec) for x in (k, v))
+    keys = (k, v) if spec.cut.ring else tuple(_collected(x, spec) for x in (k, v))
     dq, *dkeys = align(*(jnp.zeros_like(x, wide(x)) for x in (q, *keys)), q)[:3]
     for step, plans in spec.steps():
         keys, dkeys = (_passed_on(x, step - at, spec) for x in (keys, tuple(dkeys)))
         at, run = step, partial(_added, spec=spec)
         operands = (dout, q, *keys, out, lse, _place(step, device, spec), rows)
         dq, *dkeys = _on_device(plans, device, run, (dq, *dkeys), *operands)
-    dkeys = _passed_on(tuple(dkeys), -at, spec) if spec.ring else (_distributed(x, spec) for x in dkeys)
+    dkeys = _passed_on(tuple(dkeys), -at, spec) if spec.cut.ring else (_distributed(x, spec) for x in dkeys)
     grads = tuple(like(grad, x) for grad, x in zip((dq, *dkeys), (q, k, v)))
     return *grads, gradient_of_sink(sink, out, lse, dout), None
 

@@ -1,0 +1,214 @@
+"""The projections of MultiHeadAttention: to queries, keys and values by heads, and from the heads' output."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+
+from te_jax._types import on_explicit_mesh
+from te_jax.flax._common import (
+    Initializer,
+    activation_axes,
+    kernel_initializer,
+    lora_scope,
+    residual_axes,
+    stack_kernels,
+)
+from te_jax.flax._fields import groups_of, shared_fields
+from te_jax.flax._state import describe, recipe_of
+from te_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral
+from te_jax.layers._specs import entries
+from te_jax.sharding import (
+    BATCH_AXES,
+    HEAD_AXES,
+    HIDDEN_AXES,
+    HIDDEN_TP_AXES,
+    JOINED_AXES,
+    SEQLEN_AXES,
+    W_FSDP_AXES,
+    W_JOINED_AXES,
+    W_NO_SHARD_AXES,
+    W_TP_AXES,
+    gathered_axes,
+    head_axes,
+    place_axis,
+)
+from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
+
+QKV, QUERY_KV, QUERY_KEY_VALUE = ("qkv",), ("query", "kv"), ("query", "key", "value")
+
+
+class Projected(NamedTuple):
+    """What the projections make of the inputs.
+
+    arrays: by heads, as attention reads them: (qkv [b, s, 3, h, d],), or (query [b, s, h, d], kv [b, t, 2, g, d]), or
+        (query, key [b, t, g, d], value [b, t, g, d]); with transpose_batch_sequence [s, b, ...].
+    normed: the norm's output [b, s, H], or None.
+    through: the inputs for the residual connection, whose gradient the norm's kernel adds; or None.
+    """
+
+    arrays: tuple[jax.Array, ...]
+    normed: jax.Array | None
+    through: jax.Array | None
+
+
+def projection_names(module: nn.Module, inputs_q, inputs_kv) -> tuple[str, ...]:
+    """The names of the projections: those that the fields ask for, or those that the parameters have.
+
+    Raises ValueError for parameters of another configuration, naming both.
+    """
+    self_attention = inputs_kv is None
+    fusable = module.fuse_qkv_params and groups_of(module) == module.num_attention_heads
+    due = QUERY_KEY_VALUE if not module.fuse_qkv_params else QKV if self_attention and fusable else QUERY_KV
+    held = tuple(name for name in ("qkv", *QUERY_KEY_VALUE, "kv") if module.has_variable("params", name))
+    if module.is_initializing() or not held or set(held) == set(due):
+        return due
+    if held == QKV and fusable and inputs_kv.shape == inputs_q.shape:
+        return QKV  # self-attention whose two arguments lost their identity on the way
+    kind = "self-attention" if self_attention else "cross-attention"
+    raise ValueError(
+        f"{describe(module)}: the parameters hold {held}, but {kind} with "
+        f"fuse_qkv_params={module.fuse_qkv_params}, num_attention_heads={module.num_attention_heads}, "
+        f"num_gqa_groups={groups_of(module)} reads {due}. Pass inputs_kv=None for self-attention, or the "
+        "fields that the parameters were made with."
+    )
+
+
+def project(module: nn.Module, names, inputs_q, inputs_kv, norm_output: bool, residual: bool) -> Projected:
+    """The projections `names` of inputs_q [b, s, H] and inputs_kv [b, t, Hk]; None is self-attention.
+
+    norm_output, residual: whether `normed` and `through` are wanted.
+    """
+    fields = _fields_by_name(module)
+    norm = dict(
+        enable_layernorm=module.input_layernorm,
+        epsilon=module.layernorm_epsilon,
+        scale_axes=(W_NO_SHARD_AXES,),
+        ln_bias_axes=(W_NO_SHARD_AXES,),
+        layernorm_input_axes=residual_axes(module),
+        dot_input_axes=activation_axes(module, BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES),
+    )
+    shared = shared_fields(module, LayerNormDenseGeneral) | norm
+    others = {name: DenseGeneral(**fields[name], name=name) for name in names[1:]}
+    # Three projections of one norm: it is quantized once, and under FP8 not even written.
+    alike = len({recipe_of(module, name) for name in names}) == 1
+    share = bool(others) and inputs_kv is None and alike and not fields["query"]["enable_low_rank_adaptation"]
+    also = [other(inputs_q, operands=True) for other in others.values()] if share else ()
+    if others and inputs_kv is None and (norm_output or not share):
+        shared["return_layernorm_output"] = True
+    first = LayerNormDenseGeneral(**shared | fields[names[0]], name=names[0])
+    products, normed, *through = first(inputs_q, return_input=residual, also=also)
+    if not share:
+        source = normed if inputs_kv is None else inputs_kv
+        products = (products, *(other(source) for other in others.values()))
+    arrays = tuple(_by_heads(module, name, x) for name, x in zip(names, products))
+    return Projected(arrays, normed, through[0] if through else None)
+
+
+def _fields_by_name(module) -> dict[str, dict]:
+    """The fields of each projection's module, by its name."""
+    wide, narrow = module.num_attention_heads * module.head_dim, groups_of(module) * module.head_dim
+    each = kernel_initializer(module.kernel_init, distribution="normal")
+    draw_query = _divided(each, math.sqrt(module.head_dim)) if module.scaled_query_init else each
+    shared = shared_fields(module, DenseGeneral) | dict(enable_low_rank_adaptation=lora_scope(module)[0])
+    joined = dict(kernel_axes=(W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES), bias_axes=(W_JOINED_AXES, W_TP_AXES))
+    single = dict(kernel_axes=(W_FSDP_AXES, W_TP_AXES), bias_axes=(W_TP_AXES,))
+    own = dict(
+        qkv=dict(features=(3, wide), kernel_init=_stacked(draw_query, each, each), **joined),
+        query=dict(features=wide, kernel_init=draw_query, **single),
+        kv=dict(features=(2, narrow), kernel_init=_stacked(each, each), **joined),
+        key=dict(features=narrow, kernel_init=each, **single),
+        value=dict(features=narrow, kernel_init=each, **single),
+    )
+    return {name: shared | fields for name, fields in own.items()}
+
+
+def project_output(module: nn.Module, context, inputs_q, residual):
+    """The last projection, context [b, s, h, d] -> [b, s, H], as inputs_q; with `residual` added if it is not None."""
+    context = context.reshape(*context.shape[:2], math.prod(context.shape[2:]))
+    context = constrain(context, activation_axes(module, BATCH_AXES, SEQLEN_AXES, HIDDEN_TP_AXES))
+    outside, whole = residual_axes(module), activation_axes(module, BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES)
+    own = dict(
+        features=inputs_q.shape[-1],
+        kernel_init=kernel_initializer(module.kernel_init, distribution="normal"),
+        kernel_axes=(W_TP_AXES, W_FSDP_AXES),
+        bias_axes=(W_NO_SHARD_AXES,),
+        enable_low_rank_adaptation=lora_scope(module)[1],
+    )
+    dense = DenseGeneral(**shared_fields(module, DenseGeneral) | own, name="out")
+    out = dense(context, residual=residual, out=inputs_q, grad_axes=gathered_axes(outside, whole))
+    return checkpoint_name(constrain(out, outside), "out_proj")
+
+
+# -- heads ------------------------------------------------------------------------------------------------------
+
+
+def _by_heads(module, name: str, x):
+    """x [b, s, heads*d] or [b, s, n, heads*d] of projection `name` -> [..., heads, d], placed by the logical axes where
+    the devices of tensor parallelism divide the heads."""
+    joined = x.ndim == 4
+    x = _divisible(module, checkpoint_name(x, f"combined_{name}_proj" if joined else f"{name}_proj"))
+    x = x.reshape(*x.shape[:-1], x.shape[-1] // module.head_dim, module.head_dim)
+    axes = (BATCH_AXES, SEQLEN_AXES, *((JOINED_AXES,) if joined else ()), HEAD_AXES, HIDDEN_AXES)
+    return constrain(x, activation_axes(module, *axes)) if x.shape[-2] % _split_over(x, -2)[1] == 0 else x
+
+
+def _divisible(module, x):
+    """x [..., heads*d], whole on every device where the devices of tensor parallelism do not divide the heads, as may
+    be with heads of keys and values. ValueError where they do not divide the heads of queries."""
+    names, devices = _split_over(x, -1)
+    heads = x.shape[-1] // module.head_dim
+    if heads % devices == 0:
+        return x
+    if module.num_attention_heads % devices:
+        raise ValueError(
+            f"{describe(module)}: num_attention_heads is {module.num_attention_heads}, but tensor parallelism over the "
+            f"mesh axes {names} has {devices} devices; use a multiple of {devices} heads, or fewer devices."
+        )
+    return place_axis(x, -1, ())
+
+
+def _split_over(x, axis: int) -> tuple[tuple[str, ...], int]:
+    """The mesh axes that split the heads, which lie on `axis` of x, and the number of their devices."""
+    aval = jax.typeof(x)
+    if on_explicit_mesh(aval):
+        names, mesh = entries(aval)[axis], aval.sharding.mesh
+    else:
+        names, mesh = head_axes(), jax.sharding.get_abstract_mesh()
+    return names, math.prod(mesh.shape[name] for name in names)
+
+
+def repeat_groups(query, *others):
+    """`Projected.arrays` with each head of keys and values repeated for the devices of tensor parallelism that share
+    it, where these do not divide g. A device then has the one head that its queries read, as in Megatron."""
+    if not others:
+        return (query,)
+    names, devices = _split_over(query, -2)
+    g = others[0].shape[-2]
+    copies = math.lcm(g, devices) // g
+    if copies == 1:
+        return query, *others
+    repeat = lambda x: jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], copies, x.shape[-1]))
+    each = lambda x: place_axis(repeat(x).reshape(*x.shape[:-2], x.shape[-2] * copies, x.shape[-1]), -2, names)
+    return query, *map(each, others)
+
+
+# -- initial values ---------------------------------------------------------------------------------------------
+
+
+def _stacked(*inits: Initializer) -> Initializer:
+    """One init for kernels side by side, [in, n, out]: a key each, drawn as (in, out): fan-in is `in`."""
+
+    def init(key, shape, dtype):
+        keys = jax.random.split(key, len(inits))
+        each = (shape[0], shape[-1])
+        return stack_kernels([draw(k, each, dtype) for draw, k in zip(inits, keys)], -2, W_JOINED_AXES)
+
+    return init
+
+
+def _divided(init: Initializer, by: float) -> Initializer:
+    return lambda key, shape, dtype: jax.tree.map(lambda x: x / by, init(key, shape, dtype))  # in a box or not

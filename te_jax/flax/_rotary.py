@@ -1,0 +1,59 @@
+"""The rotary positions of MultiHeadAttention: where each token stands, and what is turned by it."""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from te_jax.flax._context import Context
+from te_jax.flax._state import describe
+from te_jax.ops.attention import SequenceDescriptor
+from te_jax.ops.rope import check_positions, rope
+
+# Of the arrays that are turned, which slots of [b, s, n, h, d], counted from the first; None: the array has no slots.
+# By how many arrays hold q, k and v; the last of them is, or has, the values, which are not turned.
+_TURNED = {1: (2,), 2: (None, 1), 3: (None, None)}
+
+
+def rotate(module: nn.Module, arrays, positions, mask, inputs_q, inputs_kv, decode: bool) -> tuple[jax.Array, ...]:
+    """`Projected.arrays` with queries and keys turned by RoPE.
+
+    positions: [b, s] or [s], of the tokens of self-attention; None: by `mask`, if that is a SequenceDescriptor, and by
+    the axis that cuts the sequence, else 0, 1, 2, ...
+    """
+    at = _positions(module, positions, mask, inputs_q, inputs_kv, decode)
+    turns = zip(arrays, at, _TURNED[len(arrays)])
+    turned = [_rotate(module, x, where, slots) for x, where, slots in turns]
+    return *turned, *arrays[len(turned) :]
+
+
+def _positions(module, positions, mask, inputs_q, inputs_kv, decode: bool):
+    """The positions of the queries and of the keys; None is 0, 1, 2, ..."""
+    if positions is not None and inputs_kv is not None:
+        raise ValueError(f"{describe(module)}: positions are for self-attention; pass a SequenceDescriptor as mask.")
+    if positions is not None:
+        rows = inputs_q.shape[1::-1] if module.transpose_batch_sequence else inputs_q.shape[:2]
+        check_positions(describe(module), positions, rows)
+        return positions, positions
+    described = mask if isinstance(mask, SequenceDescriptor) else None
+    sources = (inputs_q, inputs_q if inputs_kv is None else inputs_kv)
+    lengths = tuple(x.shape[0 if module.transpose_batch_sequence else 1] for x in sources)
+    if (context := None if decode else Context.of(module)) is not None:
+        return tuple(context.positions(length, side, described) for side, length in enumerate(lengths))
+    if described is None:
+        return None, None
+    (_, at_q), (_, at_kv) = described.tokens(*lengths)
+    return at_q, at_kv
+
+
+def _rotate(module, x, positions, slots: int | None):
+    """RoPE of x [b, s, h, d], or of the first `slots` of [b, s, n, h, d]."""
+    turn = dict(
+        windows=module.rotary_pos_emb_windows,
+        group_method=module.rotary_pos_emb_group_method,
+        turned=slots,
+        rotary_dim=module.rotary_pos_emb_dim,
+        scaling=module.rotary_pos_emb_scaling,
+    )
+    if not module.transpose_batch_sequence:
+        return rope(x, positions, **turn)
+    return jnp.swapaxes(rope(jnp.swapaxes(x, 0, 1), positions, **turn), 0, 1)
