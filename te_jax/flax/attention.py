@@ -126,15 +126,16 @@ class DotProductAttention(Module):
         check_call(self, deterministic=deterministic)
         check_call(self, score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
         arrays = self._unpack(query, key, value)
-        self._check(*parts_of(*arrays), sequence_descriptor)
+        types = parts_of(*arrays)
+        self._check(*types, sequence_descriptor)
         if sequence_descriptor is not None and self.max_segments_per_seq > 1:
             sequence_descriptor = sequence_descriptor.of_runs(self.max_segments_per_seq)
         if not self.is_initializing():  # then shapes alone count
             warn_of_padding(describe(self), self.attn_mask_type, mask, sequence_descriptor)
         metas, context = attention_metas(self), Context.of(self)
-        cut = None if context is None else context.cut(self, *parts_of(*arrays)[:2])
+        cut = None if context is None else context.cut(self, *types[:2])
         keywords = self._keywords(sequence_descriptor, bias, mask, deterministic)
-        options = check_options(dot_product_attention, *parts_of(*arrays), keywords, cut=cut)
+        options = check_options(dot_product_attention, *types, keywords, cut=cut)
         result = attend(arrays, options, recipe_of(self), metas)
         out, max_logit = result if self.return_max_logit else (result, None)
         if self.transpose_batch_sequence:
