@@ -33,17 +33,20 @@ def masks(out):
 
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey, partial(jax.random.key, impl="rbg")])
 @pytest.mark.parametrize("g", [H, 1])
-def test_rate_and_the_same_mask_backward(make_key, g):
-    q, k, v, dout = arrays(g=g)
-    got = run(q, k, v, dout, dropout_rate=RATE, dropout_rng=make_key(7), implementation="cudnn")
+@pytest.mark.parametrize(("dtype", "implementation"), [(jnp.bfloat16, "cudnn"), (jnp.float32, "xla")])
+def test_rate_and_the_same_mask_backward(make_key, g, dtype, implementation):
+    q, k, v, dout = arrays(g=g, dtype=dtype)
+    got = run(q, k, v, dout, dropout_rate=RATE, dropout_rng=make_key(7), implementation=implementation)
     kept = masks(got["out"])
     assert abs(kept.mean() - (1 - RATE)) < 4 * np.sqrt(RATE * (1 - RATE) / kept.size)  # 4 sigma: 1 in 16000 fails
-    check(got, attend(q, k, v, seen=True, scale=0.25, factor=kept / (1 - RATE), dout=dout), jnp.bfloat16)
-    call = partial(dot_product_attention, q, k, v, dropout_rate=RATE)
-    np.testing.assert_array_equal(masks(call(dropout_rng=make_key(7))), kept)
-    assert np.any(masks(call(dropout_rng=make_key(8))) != kept)
+    check(got, attend(q, k, v, seen=True, scale=0.25, factor=kept / (1 - RATE), dout=dout), dtype)
+    call = partial(dot_product_attention, q, k, v)
+    np.testing.assert_array_equal(masks(call(dropout_rate=RATE, dropout_rng=make_key(7))), kept)
+    assert np.any(masks(call(dropout_rate=RATE, dropout_rng=make_key(8))) != kept)
     flat = kept.reshape(-1, S * S)
     assert len(np.unique(flat, axis=0)) == len(flat)  # every row and head has its own
+    none = call(dropout_rate=0.0, dropout_rng=make_key(7))
+    check(dict(out=none), attend(q, k, v, seen=True, scale=0.25), dtype)
 
 
 def test_packed_draws_the_same():

@@ -10,7 +10,7 @@ from jax import lax
 from te_jax import _lib
 from te_jax._amax import amax
 from te_jax._op import Op
-from te_jax.ops.attention.mask import Band
+from te_jax.ops.attention.mask import Band, Mask
 from te_jax.ops.attention.options import AttentionOptions
 from te_jax.ops.attention_op import flat
 from te_jax.ops.attention_reference import finite_top, group_heads, mix, scores
@@ -83,7 +83,8 @@ def _wide(*arrays):
 def _logits(q, k, factor, causal):
     """The logits f32[b..., h, s, t] of f32 operands."""
     logits = factor * scores(q, k)
-    return jnp.where(Band(None, 0, False).hides_of(*logits.shape[-2:]), -jnp.inf, logits) if causal else logits
+    hidden = Mask(Band(right=0)).hides(*logits.shape[-2:]) if causal else None
+    return logits if hidden is None else jnp.where(hidden, -jnp.inf, logits)
 
 
 def _round(x, scale, dtype):

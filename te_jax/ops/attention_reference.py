@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from te_jax._arrays import as_rank
-from te_jax.ops.attention.mask import Band, SequenceDescriptor
+from te_jax.ops.attention.mask import Band, Mask, SequenceDescriptor
 
 HIDDEN = -(2.0**100)
 """A bias that hides a key: far below all logits, and so far from -inf that its product with log2(e) is finite."""
@@ -147,10 +147,10 @@ def _logits(q, k, bias, hidden, *, scale, pre_scale=False):
 def _hidden(s, t, segments, *, left, right, bottom_right):
     """bool, broadcastable to [b..., h, s, t]: the keys that the attributes and segments of an op hide; None: none."""
     band = Band(*(None if size < 0 else size for size in (left, right)), bottom_right)
-    if segments is None:
-        return band.trimmed(s, t).hides_of(s, t)
-    lens, starts = ((segments[..., i], segments[..., i + 2]) for i in (1, 0))
-    return SequenceDescriptor.from_seqlens_and_offsets(lens, starts).hides(band, s, t)[..., None, :, :]
+    if segments is not None:
+        lens, starts = ((segments[..., i], segments[..., i + 2]) for i in (1, 0))
+        segments = SequenceDescriptor.from_seqlens_and_offsets(lens, starts)
+    return Mask(band, segments).hides(s, t)
 
 
 def _one_bias(*biases):

@@ -14,11 +14,11 @@ from te_jax._check import warn_once
 
 
 class MaskType(NamedTuple):
-    """What a name of `attn_mask_type` means. Padding itself comes from the mask or the SequenceDescriptor."""
+    """What a name of `attn_mask_type` means. A mask array or a SequenceDescriptor says which tokens are padding."""
 
     padding: bool
     causal: bool
-    bottom_right: bool = False  # the last query sees the last key; else the first query sees the first key
+    bottom_right: bool = False  # the last query is at the last key's position; else the first is at the first key's
 
 
 MASK_TYPES = {
@@ -48,7 +48,7 @@ class Band(NamedTuple):
 
     @classmethod
     def of(cls, mask_type: MaskType, window: tuple[int, int] | None) -> "Band":
-        """What type and window leave visible. A negative side of the window is open."""
+        """The band of the keys that the type and the window leave visible. A negative side of the window is open."""
         left, right = (None if size < 0 else size for size in window or (-1, -1))
         return cls(left, 0 if mask_type.causal else right, mask_type.bottom_right)
 
@@ -71,7 +71,7 @@ class Band(NamedTuple):
         return t - s if self.bottom_right else 0
 
     def trimmed(self, s: int, t: int) -> "Band":
-        """The same on s queries and t keys, with the sides that cut nothing open."""
+        """This band for s queries and t keys, with a side open if it hides no key."""
         left, right, shift = self.left, self.right, self.shift(s, t)
         if left is not None and left >= s - 1 + shift:  # the last query still sees key 0
             left = None
@@ -80,23 +80,19 @@ class Band(NamedTuple):
         return self._replace(left=left, right=right)
 
     def hides(self, distance: jax.Array) -> jax.Array | None:
-        """`distance` is key position - query position. True where it is outside; None: nowhere."""
+        """True where distance, key position - query position, is outside of the band; None: nowhere."""
         below = None if self.left is None else distance < -self.left
         return either(below, None if self.right is None else distance > self.right)
 
     def top_left(self, s: int, t: int) -> "Band | None":
-        """The same band on s queries and t keys, as one from the top left; None if there is none."""
+        """The band that counts from the top left and hides the same of s queries and t keys; None if there is none."""
         shift = self.shift(s, t)
         left, right = (None if size is None else size + by for size, by in ((self.left, -shift), (self.right, shift)))
         return None if min(left or 0, right or 0) < 0 else Band(left, right, False)
 
-    def hides_of(self, s: int, t: int) -> jax.Array | None:
-        """bool[s, t] for rows of one segment."""
-        return self.hides(jnp.arange(t)[None] - jnp.arange(s)[:, None] - self.shift(s, t))
-
 
 def either(*masks: jax.Array | None) -> jax.Array | None:
-    """True where one of the masks is; None is a mask that is False everywhere."""
+    """True where one of the masks is True; None stands for a mask that is False everywhere."""
     given = [m for m in masks if m is not None]
     ndim = max((m.ndim for m in given), default=0)
     return reduce(jnp.logical_or, (as_rank(m, ndim) for m in given)) if given else None
@@ -105,9 +101,9 @@ def either(*masks: jax.Array | None) -> jax.Array | None:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class SequenceDescriptor:
-    """The segments of each row of a batch: tokens attend within their segment, padding sees nothing.
+    """The segments of each row of a batch: a token attends within its segment, and padding sees nothing.
 
-    Make it with one of the `from_` functions. A pytree; every field is None or a pair (of queries, of keys).
+    The `from_` functions make one. It is a pytree; every field is None or a pair (of queries, of keys).
     """
 
     seqlens: tuple[jax.Array, jax.Array] | None = None  # i32[b] (one segment) or i32[b, n], tokens
@@ -149,8 +145,11 @@ class SequenceDescriptor:
         return cls(segment_ids=ids, segment_pos=pos)
 
     def of_runs(self, most: int) -> "SequenceDescriptor":
-        """Segment ids as lengths and offsets, which kernels read without an s x t mask: for ids 1 .. `most` of which
-        each is one run of tokens at consecutive positions. Larger ids count as padding."""
+        """This descriptor with lengths and offsets in place of segment ids: kernels read them without an s x t mask.
+
+        It means the same where each id of 1 .. `most` is one run of tokens at consecutive positions. Larger ids count
+        as padding.
+        """
         if self.segment_ids is None:
             return self
         numbers = jnp.arange(1, most + 1)[:, None]
@@ -165,12 +164,15 @@ class SequenceDescriptor:
         return self.segment_ids is None and self.seq_offsets is None
 
     def segments(self) -> jax.Array:
-        """i32[b, n, 4]: of each segment the first query, the queries, the first key, the keys. Not of segment ids."""
+        """i32[b, n, 4]: each segment's first query, number of queries, first key and number of keys.
+
+        A descriptor of segment ids has none of this.
+        """
         lens, starts = self.seqlens, self.seq_offsets
         if starts is None:
             lens = tuple(x[..., None] for x in lens)
             starts = tuple(map(jnp.zeros_like, lens))
-        n = max(1, *(x.shape[-1] for x in lens))  # of none at all: one that is not there
+        n = max(1, *(x.shape[-1] for x in lens))  # without any segment: one that is not there
         fill = lambda x, value: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n - x.shape[-1])], constant_values=value)
         columns = [
             c for start, size in zip(starts, lens) for c in (fill(start[..., : size.shape[-1]], -1), fill(size, 0))
@@ -219,7 +221,7 @@ class SequenceDescriptor:
                 _warn_of_lengths(op, f"sequence_descriptor.seqlens of the {name}", array, size)
 
     def hides(self, band: Band, s: int, t: int) -> jax.Array:
-        """bool[b, s, t]: keys of other segments, padding, and what is outside of `band`.
+        """bool[b, s, t], True for keys of other segments, for padding, and outside of `band`.
 
         Positions count within the segment; a bottom-right band ends where the segment's queries and keys end.
         """
@@ -262,8 +264,9 @@ class Mask:
     def __and__(self, other: "Mask") -> "Mask":
         if self.segments is not None and other.segments is not None:
             raise ValueError("Mask: both masks have segments; give one of them as an array (`Mask(array=...)`).")
-        array = self.array if other.array is None else either(self.hidden_by_array, other.hidden_by_array)
-        array = other.array if self.array is None else array
+        array = other.array if self.array is None else self.array
+        if self.array is not None and other.array is not None:
+            array = either(self.hidden_by_array, other.hidden_by_array)
         label = " and ".join(each for each in (self.label, other.label) if each)
         return Mask(self.band & other.band, self.segments or other.segments, array, label)
 
@@ -279,11 +282,12 @@ class Mask:
 
     def hides(self, s: int, t: int) -> jax.Array | None:
         """True where a key is hidden, broadcastable to [b..., h, s, t]; None: every query sees every key."""
-        if self.segments is None:
-            by_band = self.band.trimmed(s, t).hides_of(s, t)
+        if self.segments is not None:
+            hidden = self.segments.hides(self.band, s, t)[..., None, :, :]
         else:
-            by_band = self.segments.hides(self.band, s, t)[..., None, :, :]
-        return either(by_band, self.hidden_by_array)
+            distance = jnp.arange(t)[None] - jnp.arange(s)[:, None] - self.band.shift(s, t)
+            hidden = self.band.trimmed(s, t).hides(distance)
+        return either(hidden, self.hidden_by_array)
 
     def split(self, s: int, t: int, *, has_bias: bool, drops: bool) -> tuple[Band, SequenceDescriptor | None, "Mask"]:
         """This mask in the terms of cuDNN: (the attributes of the op, its operand `segments`, what becomes a bias).
@@ -317,7 +321,7 @@ class Mask:
 
 
 def _warn_of_lengths(op: str, what: str, lengths, size: int):
-    """Warns, once, of lengths beyond the row, where their values are known."""
+    """Warns, once, of lengths beyond the row, if their values are known."""
     if isinstance(lengths, jax.core.Tracer) or not isinstance(lengths, np.ndarray | jax.Array) or not lengths.size:
         return
     if not isinstance(size, int) or not getattr(lengths, "is_fully_addressable", True):
@@ -337,7 +341,7 @@ def _pair(name: str, value) -> tuple[jax.Array, jax.Array]:
 
 
 def _positions(ids: jax.Array) -> jax.Array:
-    """Distance from the first token of each run of equal ids."""
+    """Each token's distance from the first token of its run of equal ids."""
     index = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
     before = jnp.concatenate([ids[..., :1] - 1, ids[..., :-1]], axis=-1)
     starts = jnp.where(ids != before, index, 0)

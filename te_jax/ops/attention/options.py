@@ -73,20 +73,20 @@ class AttentionKeywords(TypedDict, total=False):
 
 
 _DEFAULTS = {name: kind.__metadata__[0] for name, kind in AttentionKeywords.__annotations__.items()}
+_PARAMETERS = [
+    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS[name], annotation=kind.__origin__)
+    for name, kind in AttentionKeywords.__annotations__.items()
+]
 
 
 def takes_options(*, without: Iterable[str] = ()) -> Callable:
     """Decorates a function of `**options: Unpack[AttentionKeywords]`: its signature shows them all but `without`."""
-    kinds = {name: kind for name, kind in AttentionKeywords.__annotations__.items() if name not in without}
 
     def with_signature(function):
         signature = inspect.signature(function)
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        options = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS[name], annotation=kind.__origin__)
-            for name, kind in kinds.items()
-        ]
-        function.__signature__ = signature.replace(parameters=[*own, *options])
+        shown = [p for p in _PARAMETERS if p.name not in without]
+        function.__signature__ = signature.replace(parameters=[*own, *shown])
         return function
 
     return with_signature
