@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from te_jax.ops.attention import SequenceDescriptor, dot_product_attention
+from te_jax.ops.attention import SequenceDescriptor, dot_product_attention, explain_attention
 from te_jax.ops.attention.context_plan import Layout
 from te_jax.ops.attention.mask import Band
 from te_jax.ops.attention_context import context_parallel_attention
+from te_jax.recipe import DelayedScaling
 from te_jax.sharding import (
     causal_load_balanced_positions,
     inverse_reorder_causal_load_balancing,
@@ -480,3 +481,15 @@ def test_an_axis_that_cuts_something_else():
     q, k, v = (jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, None, "cp"))) for x in operands(g=4)[:3])
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="'cp' cuts the sequence, but q has its head axis on it"):
         context_parallel_attention(q, k, v, axis="cp")
+
+
+def test_explain_speaks_for_a_cut_sequence():
+    q, k, v, _ = operands()
+    with jax.set_mesh(mesh_of(4, AUTO)):
+        choice = explain_attention(q, k, v, axis="cp", strategy="ring", attn_mask_type="causal")
+        assert choice.implementation == "context_parallel" and "'cp' cuts the sequence" in choice.refused["cudnn"]
+        assert "'cp' cuts" in explain_attention(q, k, v, axis="cp", recipe=DelayedScaling(fp8_dpa=True)).refused["fp8"]
+        with pytest.raises(ValueError, match="context_parallel_attention: bias is of shape"):
+            explain_attention(q, k, v, axis="cp", bias=jnp.ones((S, S)))
+    with jax.set_mesh(mesh_of(1, AUTO)):
+        assert explain_attention(q, k, v, axis="cp").implementation == "xla", "one device cuts nothing, and f32 is plain"
