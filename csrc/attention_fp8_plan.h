@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "cudnn_graph.h"
-#include "expect.h"
+#include "check.h"
 
 namespace te {
 

@@ -79,7 +79,7 @@ def test_a_composed_op_calls_the_kernels_of_others(case, rng, monkeypatch):
 def test_attention_op_is_exact_where_cudnn_is_not_used():
     """f32 attention has no cuDNN kernel: the op's CUDA lowering is then its reference."""
     q = jnp.ones((1, 8, 2, 16))
-    attrs = dict(left=-1, right=0, bottom_right=False, seq_major=False, scale=0.25, dropout_rate=0.0)
-    call = lambda q: attention.attention_fwd(q, q, q, *(None,) * 6, outputs=("out", "lse"), **attrs)
+    attrs = dict(left=-1, right=0, bottom_right=False, seq_major=False, interleaved=False, scale=0.25, dropout_rate=0.0)
+    call = lambda q: attention.attention_fwd(q, q, q, *(None,) * 5, outputs=("out", "lse"), **attrs)
     text = jax.jit(call).trace(q)
     assert "custom_call @te_attention" not in text.lower(lowering_platforms=("cuda",)).as_text()

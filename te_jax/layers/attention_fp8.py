@@ -195,8 +195,9 @@ def _wide_grads(config, saved: _Saved, dout):
     by = _scales(saved.metas)
     wide = (_dequantized(x, scale, dout.dtype) for x, scale in zip(saved.operands, by))
     band = dict(left=-1, right=0 if config.causal else -1, bottom_right=False)
-    attrs = dict(band, seq_major=False, scale=config.scale, dropout_rate=0.0, deterministic=False)
-    absent = (None,) * 5  # biases, segments
+    memory = dict(seq_major=False, interleaved=False)
+    attrs = dict(band, **memory, scale=config.scale, dropout_rate=0.0, deterministic=False)
+    absent = (None,) * 4  # kv, qkv, bias, segments
     operands = (dout, *wide, *absent, saved.out, saved.lse, None)
     return attention_bwd(*operands, outputs=("dq", "dk", "dv"), **attrs), (None,) * 5
 

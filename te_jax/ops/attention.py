@@ -20,10 +20,6 @@ from te_jax.ops.attention_mask import MASK_TYPES as MASK_TYPES
 from te_jax.ops.attention_mask import SequenceDescriptor as SequenceDescriptor
 from te_jax.ops.attention_op import attention_bwd as attention_bwd
 from te_jax.ops.attention_op import attention_fwd as attention_fwd
-from te_jax.ops.attention_op import attention_kv_bwd as attention_kv_bwd
-from te_jax.ops.attention_op import attention_kv_fwd as attention_kv_fwd
-from te_jax.ops.attention_op import attention_packed_bwd as attention_packed_bwd
-from te_jax.ops.attention_op import attention_packed_fwd as attention_packed_fwd
 from te_jax.ops.attention_op import cudnn_refuses, cudnn_refuses_backward, gpu_refuses, parts_of
 from te_jax.ops.attention_reference import HIDES, finite_top, mix, scores
 from te_jax.ops.attention_reference import parts as reference_parts
