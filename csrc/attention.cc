@@ -54,11 +54,12 @@ Status SetArrays(Call* call, AttentionTensor first, const char* const (&names)[5
   const auto needed = [](bool is_there) { return is_there ? kRequired : kAbsent; };
   const bool apart = key.joined == 1, qkv = key.joined == 3;
   const Types halves = first == kQ ? kHalves : Types(call->type);
-  TE_TRY(Expect(call->op, {{names[0], a.q, halves, {key.b, key.s, key.h, key.d}, needed(!qkv)},
-                           {names[1], a.k, call->type, {key.b, key.t, key.g, key.d}, needed(apart)},
-                           {names[2], a.v, call->type, {key.b, key.t, key.g, key.e}, needed(apart)},
-                           {names[3], a.kv, call->type, {key.b, key.t, 2, key.g, key.d}, needed(!apart && !qkv)},
-                           {names[4], a.qkv, halves, {key.b, key.s, 3, key.h, key.d}, needed(qkv)}}));
+  TE_TRY(
+      Expect(call->op, {{names[0], a.q, halves, {key.b, key.s, key.h, key.d}, needed(!qkv)},
+                        {names[1], a.k, call->type, {key.b, key.t, key.g, key.d}, needed(apart)},
+                        {names[2], a.v, call->type, {key.b, key.t, key.g, key.e}, needed(apart)},
+                        {names[3], a.kv, call->type, {key.b, key.t, 2, key.g, key.d}, needed(!apart && !qkv)},
+                        {names[4], a.qkv, halves, {key.b, key.s, 3, key.h, key.d}, needed(qkv)}}));
   const auto part = [&](const Tensor& array, int64_t i) -> void* {
     return static_cast<uint16_t*>(array.data) + i * (key.interleaved ? key.d : key.g * key.d);
   };
@@ -91,9 +92,8 @@ Status SetOptions(Call* call, const Options& o) {
   key.deterministic = o.deterministic;
   TE_TRY(SetBias(call, o.bias));
   const bool drops = key.dropout_rate > 0 && !key.empty();
-  TE_TRY(
-      Expect(call->op, {{"segments", o.segments, S32, {key.b, Axes(o.segments)[1], 4}, kOptional},
-                        {"rng", o.rng, U32, {key.b, key.h, 4}, RequiredIf(drops)}}));
+  TE_TRY(Expect(call->op, {{"segments", o.segments, S32, {key.b, Axes(o.segments)[1], 4}, kOptional},
+                           {"rng", o.rng, U32, {key.b, key.h, 4}, RequiredIf(drops)}}));
   if (Present(o.segments)) {
     TE_CHECK(!key.seq_major, "%s: no segments in arrays [s, b, heads, d]", call->op);
     key.segments = Axes(o.segments)[1];
@@ -145,11 +145,10 @@ Status Run(Stage stage, cudaStream_t stream, Call& call, std::initializer_list<T
   const int64_t bytes = (workspace.bytes() - SegmentBytes(key)) / 256 * 256;
   if (key.segments) {
     TE_CHECK(bytes >= 0, "%s: the workspace has %ld bytes", call.op, long(workspace.bytes()));
-    if (key.dbias)
-      TE_CUDA(cudaMemsetAsync(call.pointers.at(kDBias), 0, 2 * key.bias_axes().count(), stream));
+    if (key.dbias) TE_CUDA(cudaMemsetAsync(call.pointers.at(kDBias), 0, 2 * key.bias_axes().count(), stream));
     TE_TRY(FillOutside(stream, call));
-    TE_TRY(PutSegments(stream, key, call.segments, static_cast<char*>(workspace.data) + bytes,
-                       &call.pointers));
+    TE_TRY(
+        PutSegments(stream, key, call.segments, static_cast<char*>(workspace.data) + bytes, &call.pointers));
   }
   return RunGraph(stream, recipe, std::move(call.pointers), workspace.data, bytes);
 }
@@ -161,9 +160,9 @@ Status LaunchAttentionFwd(Stage stage, cudaStream_t stream, Arg q, Arg k, Arg v,
                           int64_t right, bool bottom_right, bool seq_major, bool interleaved, double scale,
                           double dropout_rate) {
   Call call{"te_attention_fwd"};
-  TE_TRY(Describe(&call, {q, k, v, kv, qkv},
-                  {bias, segments, rng, left, right, bottom_right, seq_major, interleaved, scale,
-                   dropout_rate}));
+  TE_TRY(Describe(
+      &call, {q, k, v, kv, qkv},
+      {bias, segments, rng, left, right, bottom_right, seq_major, interleaved, scale, dropout_rate}));
   const AttentionKey& key = call.key;
   TE_TRY(Expect(call.op, {{"out", out, call.type, key.out_axes()},
                           {"lse", lse, F32, key.lse_axes()},

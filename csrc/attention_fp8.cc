@@ -66,9 +66,9 @@ Status LaunchAttentionFp8Fwd(Stage stage, cudaStream_t stream, Arg q, Arg k, Arg
   Fp8Attention a;
   const Operands given{q, k, v, scales, kForwardScales, workspace, causal, scale};
   TE_TRY(Describe(given, &a));
-  TE_TRY(Expect(a.op(), {{"out", out, F8E4M3FN, a.query_axes()},
-                         {"lse", lse, F32, a.lse_axes()},
-                         {"amax", amax, F32, {}}}));
+  TE_TRY(Expect(
+      a.op(),
+      {{"out", out, F8E4M3FN, a.query_axes()}, {"lse", lse, F32, a.lse_axes()}, {"amax", amax, F32, {}}}));
   TE_CHECK(a.t > 0 || !Present(lse), "%s: no key to attend to: t is 0", a.op());
   return Run(stage, stream, a, given, {{kOut, out.data}, {kLse, lse.data}, {kAmaxOut, amax.data}}, {out, lse},
              {amax});

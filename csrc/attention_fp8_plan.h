@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "cudnn_graph.h"
 #include "check.h"
+#include "cudnn_graph.h"
 
 namespace te {
 

@@ -102,7 +102,7 @@ int64_t SegmentBytes(const AttentionKey& key) {
 }
 
 Status PutSegments(cudaStream_t stream, const AttentionKey& key, const int32_t* segments, void* scratch,
-                       GraphPointers* pointers) {
+                   GraphPointers* pointers) {
   const int64_t count = key.sequences();
   auto* at = static_cast<int64_t*>(scratch);
   auto* lens = reinterpret_cast<int32_t*>(static_cast<char*>(scratch) + Align(8 * 5 * (count + 1)));
@@ -121,7 +121,7 @@ Status PutSegments(cudaStream_t stream, const AttentionKey& key, const int32_t* 
 }
 
 Status FillOutside(cudaStream_t stream, const AttentionKey& key, const int32_t* segments,
-                       std::initializer_list<TokenRows> arrays) {
+                   std::initializer_list<TokenRows> arrays) {
   Arrays all{};
   std::copy(arrays.begin(), arrays.end(), all.rows);
   const bool keys =

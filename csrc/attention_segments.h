@@ -15,7 +15,7 @@ int64_t SegmentBytes(const AttentionKey& key);
 // below 0 is unused. A sequence loses what its row cannot hold, and the queries that see no key: nobody
 // computes these.
 Status PutSegments(cudaStream_t stream, const AttentionKey& key, const int32_t* segments, void* scratch,
-                       GraphPointers* pointers);
+                   GraphPointers* pointers);
 
 // What one array has for each token of the queries or of the keys: `count` times `words` of 4 bytes, `stride`
 // words apart; from one token to the next are `token` words.
@@ -30,6 +30,6 @@ constexpr uint32_t kMinusInfinity = 0xff800000u;  // f32
 
 // Fills the rows of the tokens that PutSegments leaves out: nobody else writes them. At most 3 arrays.
 Status FillOutside(cudaStream_t stream, const AttentionKey& key, const int32_t* segments,
-                       std::initializer_list<TokenRows> arrays);
+                   std::initializer_list<TokenRows> arrays);
 
 }  // namespace te

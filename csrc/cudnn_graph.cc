@@ -129,16 +129,15 @@ Status FindGraph(cudaStream_t stream, const GraphRecipe& recipe, int64_t* worksp
 }
 
 Status RunGraph(cudaStream_t stream, const GraphRecipe& recipe, GraphPointers pointers, void* workspace,
-                    int64_t workspace_bytes) try {
+                int64_t workspace_bytes) try {
   Locked locked;
   TE_TRY(LockDevice(stream, &locked));
   const Plan* plan = nullptr;
   TE_TRY(FindPlan(stream, recipe, *locked.device, &plan));
   if (plan->workspace > workspace_bytes)
-    return Failure(recipe.text +
-                                Format(": the workspace has %ld bytes, needs %ld: compile on the GPU that "
-                                       "runs it",
-                                       long(workspace_bytes), long(plan->workspace)));
+    return Failure(recipe.text + Format(": the workspace has %ld bytes, needs %ld: compile on the GPU that "
+                                        "runs it",
+                                        long(workspace_bytes), long(plan->workspace)));
   if (auto status = plan->graph->execute(locked.device->handle, pointers, workspace); status.is_bad())
     return Failure(recipe.text + ": cuDNN: " + status.get_message());
   return {};

@@ -29,7 +29,7 @@ Status FindGraph(cudaStream_t stream, const GraphRecipe& recipe, int64_t* worksp
 
 // Enqueues the graph: no allocation, no synchronization.
 Status RunGraph(cudaStream_t stream, const GraphRecipe& recipe, GraphPointers pointers, void* workspace,
-                    int64_t workspace_bytes);
+                int64_t workspace_bytes);
 
 // FindGraph for a question from Python, which has no stream. Throws std::runtime_error with cuDNN's reason if
 // there is no plan.

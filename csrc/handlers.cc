@@ -19,5 +19,11 @@ TE_HANDLER(te_rope, LaunchRope, "consecutive", "inverse", "turned");
 TE_HANDLER(te_scale_update, LaunchScaleUpdate, "fp8_max", "interval", "margin", "newest");
 TE_HANDLER_INIT(te_gemm, LaunchGemm, "contract", "fast_accum", "tune");
 TE_HANDLER_INIT(te_gemm_block, LaunchGemmBlock, "outer", "tune");
+TE_HANDLER_INIT(te_attention_fwd, LaunchAttentionFwd, "left", "right", "bottom_right", "seq_major",
+                "interleaved", "scale", "dropout_rate");
+TE_HANDLER_INIT(te_attention_bwd, LaunchAttentionBwd, "left", "right", "bottom_right", "seq_major",
+                "interleaved", "scale", "dropout_rate", "deterministic");
+TE_HANDLER_INIT(te_attention_fp8_fwd, LaunchAttentionFp8Fwd, "causal", "scale");
+TE_HANDLER_INIT(te_attention_fp8_bwd, LaunchAttentionFp8Bwd, "causal", "scale");
 
 }  // namespace te

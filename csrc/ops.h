@@ -84,4 +84,34 @@ Status LaunchGemmBlock(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg l
                        Arg rhs_scale_inv, Arg rhs_block_inv, Arg bias, Arg c, Ret out, Ret workspace,
                        int64_t outer, bool tune);
 
+// softmax(scale * q k^T + bias, masked) v per head. q [b, s, h, d], k [b, t, g, d], v [b, t, g, e]; or q and
+// kv [b, t, 2, g, d]; or qkv [b, s, 3, h, d]; interleaved, kv and qkv lie as [b, t, g, 2, d], [b, s, h, 3,
+// d]; seq_major, arrays lie as [s, b, ...]. bias? [b or 1, h or 1, s, t]; segments? i32 [b, n, 4]: the rows
+// are full without; rng? u32 [b, h, 4], whose first words are seed and offset, i64 each -> out [b, s, h, e],
+// lse f32 [b, h, s], natural logarithm, with segments [b, s, h] in that place; drawn: absent, the caller
+// makes it; a workspace u8.
+Status LaunchAttentionFwd(Stage stage, cudaStream_t stream, Arg q, Arg k, Arg v, Arg kv, Arg qkv, Arg bias,
+                          Arg segments, Arg rng, Ret out, Ret lse, Ret drawn, Ret workspace, int64_t left,
+                          int64_t right, bool bottom_right, bool seq_major, bool interleaved, double scale,
+                          double dropout_rate);
+
+// dout [b, s, h, e], the operands and results of the forward pass -> the gradients of what attends, each as
+// its operand, and dbias? as bias, of q's type.
+Status LaunchAttentionBwd(Stage stage, cudaStream_t stream, Arg dout, Arg q, Arg k, Arg v, Arg kv, Arg qkv,
+                          Arg bias, Arg segments, Arg out, Arg lse, Arg rng, Ret dq, Ret dk, Ret dv, Ret dkv,
+                          Ret dqkv, Ret dbias, Ret workspace, int64_t left, int64_t right, bool bottom_right,
+                          bool seq_major, bool interleaved, double scale, double dropout_rate,
+                          bool deterministic);
+
+// The same on FP8. q [b, s, h, d], k and v [b, t, g, d] E4M3, scales f32 [6]: fp8::OfBoth, fp8::OfForward ->
+// out E4M3 [b, s, h, d], lse f32 [b, h, s], amax f32 [], a workspace u8.
+Status LaunchAttentionFp8Fwd(Stage stage, cudaStream_t stream, Arg q, Arg k, Arg v, Arg scales, Ret out,
+                             Ret lse, Ret amax, Ret workspace, bool causal, double scale);
+
+// dout E4M3 or E5M2 [b, s, h, d], scales f32 [12]: fp8::OfBoth, fp8::OfBackward -> dq [b, s, h, d], dk and dv
+// [b, t, g, d] of dout's type, four amaxes f32 [], a workspace u8.
+Status LaunchAttentionFp8Bwd(Stage stage, cudaStream_t stream, Arg dout, Arg q, Arg k, Arg v, Arg out,
+                             Arg lse, Arg scales, Ret dq, Ret dk, Ret dv, Ret dq_amax, Ret dk_amax,
+                             Ret dv_amax, Ret dp_amax, Ret workspace, bool causal, double scale);
+
 }  // namespace te
