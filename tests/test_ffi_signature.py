@@ -29,13 +29,9 @@ def declared_handlers():
         for match in re.finditer(r"^TE_HANDLER(?:_INIT)?\((.*?)\);$", path.read_text(), re.S | re.M):
             text = match[1]
             name, launcher = (part.strip() for part in text.split(",")[:2])
-            attrs = dict((name, t) for t, name in re.findall(r"\.Attr<([\w:]+)>\(\"(\w+)\"\)", text))
-            counts = (len(re.findall(r"\.Arg<", text)), len(re.findall(r"\.Ret<", text)))
-            if launcher in launchers:
-                types, names = launchers[launcher], re.findall(r'"(\w+)"', text)
-                counts = types.count("Arg"), types.count("Ret")
-                attrs = dict(zip(names, types[sum(counts) :], strict=True))
-            handlers[name] = (*counts, attrs)
+            types, names = launchers[launcher], re.findall(r'"(\w+)"', text)
+            counts = types.count("Arg"), types.count("Ret")
+            handlers[name] = (*counts, dict(zip(names, types[sum(counts) :], strict=True)))
     return handlers
 
 

@@ -45,7 +45,7 @@ LAUNCHED = ("gemm_empty.cu",)
 HANDLERS = (
     *(f"{name}.cu" for name in SOURCES),
     *("norm_fwd.cu", "norm_fwd_t.cu", "norm_bwd.cu", "norm_block.cu", "gemm_empty.cu", "gemm.cc"),
-    *("attention.cc", "attention_call.cc", "attention_fp8.cc"),
+    *("attention.cc", "attention_fp8.cc"),
 )
 _LAUNCHED = '::te::Status{::te::Status::kUnimplemented, "launched"}'
 _NO_GPU = f"""
@@ -61,45 +61,35 @@ extern "C" cudaError_t cudaDeviceGetAttribute(int*, cudaDeviceAttr, int) {{ retu
 extern "C" cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {{ return cudaErrorNoDevice; }}
 """
 
-# csrc/attention* and cudnn_* as long as they include common.h.
 _NO_CUDNN = """
 #include "attention_fp8_plan.h"
 #include "attention_segments.h"
 namespace te {
 GraphRecipe AttentionRecipe(const AttentionKey&) { return {}; }
 GraphRecipe Fp8AttentionRecipe(const Fp8Attention&) { return {}; }
-ffi::Error FindGraph(cudaStream_t, const GraphRecipe&, int64_t*) { return LAUNCHED; }
-ffi::Error RunGraph(cudaStream_t, const GraphRecipe&, GraphPointers, void*, int64_t) { return LAUNCHED; }
+Status FindGraph(cudaStream_t, const GraphRecipe&, int64_t*) { return LAUNCHED; }
+Status RunGraph(cudaStream_t, const GraphRecipe&, GraphPointers, void*, int64_t) { return LAUNCHED; }
 int64_t GraphWorkspace(const GraphRecipe&) { return 0; }
 int64_t SegmentBytes(const AttentionKey&) { return 0; }
-ffi::Error PutSegments(cudaStream_t, const AttentionKey&, const int32_t*, void*, GraphPointers*) {
+Status PutSegments(cudaStream_t, const AttentionKey&, const int32_t*, void*, GraphPointers*) {
   return LAUNCHED;
 }
-ffi::Error FillOutside(cudaStream_t, const AttentionKey&, const int32_t*, std::initializer_list<TokenRows>) {
+Status FillOutside(cudaStream_t, const AttentionKey&, const int32_t*, std::initializer_list<TokenRows>) {
   return LAUNCHED;
 }
 }  // namespace te
-""".replace("LAUNCHED", '::xla::ffi::Error(::xla::ffi::ErrorCode::kUnimplemented, "launched")')
+""".replace("LAUNCHED", _LAUNCHED)
 
 
 def as_cpp(source: str, launches: bool = True) -> str:
     """A source of csrc as C++ for host_cuda.h. Without `launches` kernels are empty, and who launches one returns an
     error."""
-    for handler in _initialized(source):
-        source = re.sub(rf"\b{handler}\(cudaStream_t stream, ", f"{handler}(", source)
-    source = source.replace(".Ctx<Stream>()\n", "\n")
     source = source.replace("ffi::PlatformStream<cudaStream_t>;", "host_cuda::NoStream;")
     source = source.replace('#include "xla/ffi/api/ffi.h"', '#include "no_stream.h"')
     source = _DYNAMIC_SHARED.sub(r"\1* \2 = static_cast<\1*>(::host_cuda::Cta::Get().shared());", source)
     if launches:
         return _LAUNCH.sub(r"::host_cuda::Launch(\2, \3, \4, [&] { \1(\5); });", source)
     return _LAUNCH.sub(f"return {_LAUNCHED};", _KERNEL.sub(r"\1 {} \2\n", source))
-
-
-def _initialized(source: str) -> list[str]:
-    """The functions of the handlers that have two."""
-    pairs = re.findall(r"TE_HANDLER_INIT\(\s*\w+, (\w+)[^,]*, (\w+)", source)
-    return [name for pair in dict.fromkeys(pairs) for name in dict.fromkeys(pair)]
 
 
 def _of_launchers_in(sources: str, handlers: str) -> str:
