@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from op_cases import CASES, E4M3, Case
 
 from te_jax._op import Op, ops
-from te_jax.ops import attention_reference
+from te_jax.ops import attention_op, attention_reference
 from te_jax.ops.gemm import gemm, gemm_sum
 
 AXES = ("a", "b")  # mesh axes of 4 and 2 devices
@@ -376,3 +376,34 @@ def test_attributes_of_another_type_lower_anew():
         return fn.trace(jnp.ones((2, 8))).lower(lowering_platforms=("cuda",)).as_text()
 
     assert "eps = 1 : i64" in text(1) and "eps = 1.000000e+00 : f64" in text(1.0)
+
+
+@pytest.mark.parametrize("ones", [(), (0,), (1,), (0, 1), (2,), (0, 1, 2)], ids=str)
+def test_bias_of_a_part_of_the_batch(ones, rng):
+    """The CUDA lowering, with plain JAX in the place of the kernel, which has one batch axis: of 1 or all rows."""
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+    q, k, v, dout = draw(2, 3, 8, 4, 16), draw(2, 3, 8, 2, 16), draw(2, 3, 8, 2, 8), draw(2, 3, 8, 4, 8)
+    bias = draw(*(1 if axis in ones else size for axis, size in enumerate((2, 3, 4))), 8, 8)
+    attrs = dict(left=-1, right=0, bottom_right=False, seq_major=False, interleaved=False, scale=0.3, dropout_rate=0.0)
+    operands = q, k, v, None, None, bias, None
+    seen = []
+
+    def kernel(plain, at):
+        def call(*args, outputs=("dq", "dk", "dv", None, None, "dbias"), **attrs):
+            seen.append(args[at].shape)
+            return [r for r, name in zip(plain(*args, **attrs), outputs) if name]
+
+        return call
+
+    out, lse, _ = attention_op._forward(kernel(attention_reference.forward, 5), *operands, None, **attrs)
+    close((out, lse), attention_reference.forward(*operands, None, **attrs)[:2])
+    after = out, lse, None
+    backward = kernel(attention_reference.backward, 6)
+    got = attention_op._backward(backward, dout, *operands, *after, **attrs, deterministic=True)
+    want = attention_reference.backward(dout, *operands, *after, **attrs, deterministic=True)
+    close(got[:3], want[:3])
+    of_bias, wanted = (np.asarray(grads[-1], np.float32) for grads in (got, want))
+    assert of_bias.shape == bias.shape  # rounded before up to 3 rows are added up
+    assert np.abs(of_bias - wanted).max() <= (0 if len({0, 1} & set(ones)) != 1 else 4 * 2**-8) * np.abs(wanted).max()
+    rows = 1 if {0, 1} <= set(ones) else 6
+    assert seen == [(rows, 1 if 2 in ones else 4, 8, 8)] * 2
