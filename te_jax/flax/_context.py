@@ -33,10 +33,10 @@ class Context(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module) -> "Context | None":
-        """What the fields of `module` and the MeshResource in force ask for; None: the sequence is not cut, as along an
-        axis of one device.
+        """The context that the fields of `module` and the MeshResource in force ask for; None: the sequence is not cut,
+        or it is cut along an axis of one device.
 
-        Raises ValueError for an axis that the mesh lacks or that has another part.
+        Raises ValueError for an axis that the mesh lacks, or that shards something else.
         """
         strategy = module.context_parallel_strategy
         field, resource = module.context_parallel_axis, current_mesh_resource()
@@ -74,9 +74,10 @@ class Context(NamedTuple):
         return Cut.of(describe(module), self.axis, self.strategy, self.load_balanced, **named)
 
     def positions(self, length: int, side: int, described: SequenceDescriptor | None) -> jax.Array | None:
-        """RoPE's positions of `length` tokens, as the module has them: [length], or [b, length] by the descriptor.
+        """The positions, for RoPE, of the `length` tokens that the module has: [length], or [b, length] by the
+        descriptor; None: 0, 1, 2, ...
 
-        side: 0 of queries, 1 of keys. None: 0, 1, 2, ...
+        side: 0 for queries, 1 for keys.
         """
         mesh = jax.sharding.get_abstract_mesh()
         inside = dict(zip(mesh.axis_names, mesh.axis_types))[self.axis] == AxisType.Manual

@@ -1,7 +1,8 @@
 """What the fields and call arguments of the modules may be, each declared once: for Linen and NNX, for errors, and for
-the table in docs/fields.md (tests/test_fields.py writes it).
+the table in docs/fields.md, which tests/field_table.py writes.
 
-A name means the same in every module, so `FIELDS` has it once; what a field needs beside it are the rules of its class.
+A name means the same in every module, so `FIELDS` has it once, and a module hands it on by name (`shared_fields`). What
+fields need beside each other are the rules of a class. Names that are there only to be refused are in `_refused.py`.
 """
 
 import dataclasses
@@ -157,7 +158,7 @@ FIELDS: dict[str, Kind] = {
     **_refused.FIELDS,
 }
 
-# The sizes that the constructors of NNX take beside the fields, by their annotation.
+# The kinds of the sizes that the constructors of NNX take beside the fields, by annotation.
 SIZES: dict[object, Kind] = {
     int: _POSITIVE,
     int | None: NONE | _POSITIVE,
@@ -306,7 +307,7 @@ def cross_fields_need_a_decoder(module) -> str | None:
 
 
 def activations_take_their_params(module) -> str | None:
-    """The activation parameters are those of the activations that are named."""
+    """The activation parameters are parameters of the activations that are named."""
     field = "activations" if hasattr(module, "activations") else "mlp_activations"
     params = field.replace("activations", "activation_params")
     check_params(describe(module), params, getattr(module, field), getattr(module, params))

@@ -147,28 +147,24 @@ def project_output(module: nn.Module, context, inputs_q, residual):
 
 
 def _by_heads(module, name: str, x):
-    """x [b, s, heads*d] or [b, s, n, heads*d] of projection `name` -> [..., heads, d], placed by the logical axes where
-    the devices of tensor parallelism divide the heads."""
-    joined = x.ndim == 4
-    x = _divisible(module, checkpoint_name(x, f"combined_{name}_proj" if joined else f"{name}_proj"))
-    x = x.reshape(*x.shape[:-1], x.shape[-1] // module.head_dim, module.head_dim)
-    axes = (BATCH_AXES, SEQLEN_AXES, *((JOINED_AXES,) if joined else ()), HEAD_AXES, HIDDEN_AXES)
-    return constrain(x, activation_axes(module, *axes)) if x.shape[-2] % _split_over(x, -2)[1] == 0 else x
+    """x [b, s, heads*d] or [b, s, n, heads*d] of projection `name` -> [..., heads, d], placed by the logical axes.
 
-
-def _divisible(module, x):
-    """x [..., heads*d], whole on every device where the devices of tensor parallelism do not divide the heads, as may
-    be with heads of keys and values. ValueError where they do not divide the heads of queries."""
+    Where the devices of tensor parallelism do not divide the heads, as may be with heads of keys and values, x is whole
+    on every device. ValueError where they do not divide the heads of queries either.
+    """
+    joined, heads = x.ndim == 4, x.shape[-1] // module.head_dim
+    x = checkpoint_name(x, f"combined_{name}_proj" if joined else f"{name}_proj")
     names, devices = _split_over(x, -1)
-    heads = x.shape[-1] // module.head_dim
+    by_heads = (*x.shape[:-1], heads, module.head_dim)
     if heads % devices == 0:
-        return x
+        axes = (BATCH_AXES, SEQLEN_AXES, *((JOINED_AXES,) if joined else ()), HEAD_AXES, HIDDEN_AXES)
+        return constrain(x.reshape(by_heads), activation_axes(module, *axes))
     if module.num_attention_heads % devices:
         raise ValueError(
             f"{describe(module)}: num_attention_heads is {module.num_attention_heads}, but tensor parallelism over the "
             f"mesh axes {names} has {devices} devices; use a multiple of {devices} heads, or fewer devices."
         )
-    return place_axis(x, -1, ())
+    return place_axis(x, -1, ()).reshape(by_heads)
 
 
 def _split_over(x, axis: int) -> tuple[tuple[str, ...], int]:

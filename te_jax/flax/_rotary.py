@@ -1,5 +1,7 @@
 """The rotary positions of MultiHeadAttention: where each token stands, and what is turned by it."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -20,9 +22,17 @@ def rotate(module: nn.Module, arrays, positions, mask, inputs_q, inputs_kv, deco
     positions: [b, s] or [s], of the tokens of self-attention; None: by `mask`, if that is a SequenceDescriptor, and by
     the axis that cuts the sequence, else 0, 1, 2, ...
     """
+    turn = partial(
+        rope,
+        windows=module.rotary_pos_emb_windows,
+        group_method=module.rotary_pos_emb_group_method,
+        rotary_dim=module.rotary_pos_emb_dim,
+        scaling=module.rotary_pos_emb_scaling,
+    )
+    batch_first = (lambda x: jnp.swapaxes(x, 0, 1)) if module.transpose_batch_sequence else (lambda x: x)
     at = _positions(module, positions, mask, inputs_q, inputs_kv, decode)
     turns = zip(arrays, at, _TURNED[len(arrays)])
-    turned = [_rotate(module, x, where, slots) for x, where, slots in turns]
+    turned = [batch_first(turn(batch_first(x), where, turned=slots)) for x, where, slots in turns]
     return *turned, *arrays[len(turned) :]
 
 
@@ -43,17 +53,3 @@ def _positions(module, positions, mask, inputs_q, inputs_kv, decode: bool):
         return None, None
     (_, at_q), (_, at_kv) = described.tokens(*lengths)
     return at_q, at_kv
-
-
-def _rotate(module, x, positions, slots: int | None):
-    """RoPE of x [b, s, h, d], or of the first `slots` of [b, s, n, h, d]."""
-    turn = dict(
-        windows=module.rotary_pos_emb_windows,
-        group_method=module.rotary_pos_emb_group_method,
-        turned=slots,
-        rotary_dim=module.rotary_pos_emb_dim,
-        scaling=module.rotary_pos_emb_scaling,
-    )
-    if not module.transpose_batch_sequence:
-        return rope(x, positions, **turn)
-    return jnp.swapaxes(rope(jnp.swapaxes(x, 0, 1), positions, **turn), 0, 1)

@@ -31,45 +31,46 @@ class _SoftmaxOffset(nn.Module):
 
 
 class DotProductAttention(Module):
-    """softmax(scale * q.k + bias, masked) . v, with logits in float32.
+    """softmax(scale * q k^T + bias, masked) v per head, with logits in float32.
 
     head_dim, num_attention_heads, num_gqa_groups: d, h, g (None: h).
-    attention_dropout:    rate of dropout on the probabilities, unless `deterministic`.
+    attention_dropout:    the rate of dropout on the probabilities, unless `deterministic`.
     attn_mask_type:       no_mask, padding, causal, causal_bottom_right, padding_causal,
                           padding_causal_bottom_right, in all spellings of `te_jax.ops.attention`. A padding type
                           without a mask or descriptor hides nothing more, and warns.
     attn_bias_type:       None ("post_scale_bias" where a bias is given), "no_bias", "pre_scale_bias",
                           "post_scale_bias", in any case.
-    dtype:                deprecated; None, or the query's.
+    dtype:                deprecated; None, or the dtype of the query.
     float32_logits:       accepted; logits are float32 always.
-    qkv_layout:           bshd_bshd_bshd; bs3hd (all in `query` [b, s, 3, h, d], cuDNN reads them there);
-                          bshd_bs2hd (`key` [b, t, 2, g, d]); t3hd, thd_t2hd, thd_thd_thd: the same shapes,
-                          several segments per row.
+    qkv_layout:           bshd_bshd_bshd; bs3hd (`query` [b, s, 3, h, d] has q, k and v, and cuDNN reads them there);
+                          bshd_bs2hd (`key` [b, t, 2, g, d] has k and v); t3hd, thd_t2hd, thd_thd_thd have these
+                          shapes too, with several segments per row.
     scale_factor:         None is 1 / sqrt(head_dim).
     transpose_batch_sequence: arrays are [s, b, ...].
     window_size:          (l, r): query i sees keys i - l .. i + r; negative is open; None is all.
-    max_segments_per_seq: 1 limits nothing. More: segment ids go up to that number, each id is one run of tokens, and
-                          positions are consecutive in it; cuDNN then takes them as lengths, without an s x t mask.
+    max_segments_per_seq: 1 limits nothing. A larger number promises that segment ids go up to it, that each id is one
+                          run of tokens, and that positions are consecutive in a run; cuDNN then takes the segments as
+                          lengths, without an s x t mask.
     context_parallel_axis: the mesh axis that cuts the sequence (`te_jax.ops.attention_context`); "" is the cp_resource
-                          of the MeshResource in force, None is none. Arrays are whole ones; inside a `jax.shard_map`
-                          over the axis, a device's part of the sequence.
+                          of the MeshResource in force, None is no axis. Arrays are whole; inside a `jax.shard_map` over
+                          the axis, they are a device's part of the sequence.
     context_parallel_strategy: "ALL_GATHER" (also "DEFAULT", "ALLGATHER") or "RING", in any case.
     context_parallel_causal_load_balanced: tokens are in the order of
                           `te_jax.sharding.reorder_causal_load_balancing`; a sequence_descriptor is not.
-    context_checkpoint_name: name of the output for `jax.checkpoint` policies.
+    context_checkpoint_name: the name of the output for `jax.checkpoint` policies.
     softmax_type:         "vanilla", "off_by_one" (1 joins the denominator), "learnable" (exp of a parameter
-                          per head).
+                          per head joins it).
     score_mod, score_mod_bprop: not in this version.
     return_max_logit:     also return the largest logit of each head, f32[h].
-    deterministic_gradients: the gradients are the same bits in every run, which cuDNN does not promise else.
+    deterministic_gradients: the gradients are the same bits in every run, which cuDNN does not promise otherwise.
 
-    Under a recipe with fp8_dpa=True it is `te_jax.layers.attention_fp8` of a full or causal call in bf16 or f16
-    that has none of the other options, with a head dim of 16, 32, .. 128. Other calls are told by a warning,
-    once, and are in the arrays' type. State either way: `{q,k,v,o,do,dq,dk,dv,dp}_scale` and
-    `..._amax_history` of `fp8_metas`.
+    Under a recipe with fp8_dpa=True, a full or causal call in bf16 or f16 that has none of the other options, with a
+    head dim of 16, 32, .. 128, is `te_jax.layers.attention_fp8`. Another call warns, once, and computes in the dtype
+    of the arrays (`te_jax.explain_attention` says why). Both have the state `{q,k,v,o,do,dq,dk,dv,dp}_scale` and
+    `..._amax_history` in `fp8_metas`.
 
-    Parameter, of the learnable softmax alone: `_FusedDotProductAttention_0/softmax_offset` f32[1, h, 1, 1];
-    parameters that hold it under `_UnfusedDotProductAttention_0` are read there.
+    The learnable softmax has a parameter, `_FusedDotProductAttention_0/softmax_offset` f32[1, h, 1, 1]; parameters that
+    hold it under `_UnfusedDotProductAttention_0` are read there.
     """
 
     head_dim: int
@@ -126,15 +127,16 @@ class DotProductAttention(Module):
         check_call(self, deterministic=deterministic)
         check_call(self, score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
         arrays = self._unpack(query, key, value)
-        self._check(*parts_of(*arrays), sequence_descriptor)
+        types = parts_of(*arrays)
+        self._check(*types, sequence_descriptor)
         if sequence_descriptor is not None and self.max_segments_per_seq > 1:
             sequence_descriptor = sequence_descriptor.of_runs(self.max_segments_per_seq)
         if not self.is_initializing():  # then shapes alone count
             warn_of_padding(describe(self), self.attn_mask_type, mask, sequence_descriptor)
         metas, context = attention_metas(self), Context.of(self)
-        cut = None if context is None else context.cut(self, *parts_of(*arrays)[:2])
+        cut = None if context is None else context.cut(self, *types[:2])
         keywords = self._keywords(sequence_descriptor, bias, mask, deterministic)
-        options = check_options(dot_product_attention, *parts_of(*arrays), keywords, cut=cut)
+        options = check_options(dot_product_attention, *types, keywords, cut=cut)
         result = attend(arrays, options, recipe_of(self), metas)
         out, max_logit = result if self.return_max_logit else (result, None)
         if self.transpose_batch_sequence:
@@ -171,7 +173,7 @@ class DotProductAttention(Module):
         return _SoftmaxOffset(self.num_attention_heads, name=held)()
 
     def _unpack(self, query, key, value):
-        """(qkv,), (query, kv) or (query, key, value), as `qkv_layout` has them, batch first."""
+        """(qkv,), (query, kv) or (query, key, value), as `qkv_layout` says, batch first."""
         layout = self.qkv_layout.lower()
         separate = layout.count("_") + 1  # how many arrays the layout has
         arrays = (("query", query, 1), ("key", key, 2), ("value", value, 3))

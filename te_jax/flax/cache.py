@@ -18,24 +18,26 @@ COLLECTION = "cache"
 
 
 class KVCache:
-    """The cache of one self-attention of g heads of width d, during one call: s tokens for each of b rows.
+    """The cache of one self-attention of g heads of width d, during one call with s tokens for each of b rows.
 
-    Variables in the scope of the module, for rows of at most T tokens:
+    The module's scope has these variables, for rows of at most T tokens:
 
     cached_key, cached_value: [b, T, g, d], or [T, b, g, d] with transpose_batch_sequence, in the activations' dtype.
         Slot j holds a row's token j: a token's slot is its position, whatever padding came before it.
-    cache_index:   i32[], tokens that every row was given, padding included.
-    cache_padding: i32[b], how many of them were padding. The next token's position is cache_index - cache_padding.
+    cache_index:   i32[], the tokens that every row was given, padding included.
+    cache_padding: i32[b], how many of the tokens were padding. The next token's position is cache_index -
+        cache_padding.
 
-    Padding, and tokens at positions from T on, or of a row whose index is negative, are not written. The latter get
-    NaN: `spoil_lost`.
+    Neither padding is written, nor a token at position T or later, nor a token of a row whose index is negative. The
+    results for such tokens are NaN (`spoil_lost`), but for padding.
     """
 
-    positions: jax.Array  # i32[b, s], of the call's tokens
-    fresh: bool  # made by this call: its own keys are all that there are
+    positions: jax.Array  # i32[b, s], the positions of the call's tokens
+    fresh: bool  # whether this call makes the cache: then there are no keys but its own
 
     def __init__(self, module: nn.Module, inputs: jax.Array, mask, max_decode_length: int | None):
-        """inputs: [b, s, H] ([s, b, H]). mask: what the call got; a `SequenceDescriptor` tells lengths.
+        """inputs: [b, s, H] ([s, b, H] with transpose_batch_sequence). mask: the mask that the call got; a
+        `SequenceDescriptor` says the lengths of the rows.
 
         Raises ValueError where there is no cache to read or to write, for more tokens than it has slots, for another
         batch size than its own, and for descriptors of segments.
@@ -87,7 +89,7 @@ class KVCache:
         return query, cached_key.value, jnp.where(written, cached_value.value, 0)
 
     def descriptor(self) -> SequenceDescriptor | None:
-        """Which slots each token may see, as far as the cache knows; None: all."""
+        """The slots that each token may see, as far as the cache knows; None: all slots."""
         if self.fresh:
             return None if self._counts is None else SequenceDescriptor.from_seqlens(self._counts)
         if self._ends_together:
@@ -112,11 +114,11 @@ class KVCache:
 
     @property
     def _ends_together(self) -> bool:
-        """Whether lengths say what a query sees: all keys, or a band that ends with the last query at the last key."""
+        """Whether lengths say what a query sees: all keys, or keys up to its own position, counted from the end."""
         return self._band.right == 0 or self._band.is_open
 
     def columns(self, name: str, x):
-        """A mask or bias, whose last axis is the T slots (or 1), cut to the keys that there are."""
+        """A mask or bias, whose last axis is the T slots (or 1), cut to the keys that attention reads."""
         if x is None or not getattr(x, "ndim", 0):
             return x
         if x.shape[-1] not in (1, self._size):
@@ -129,13 +131,13 @@ class KVCache:
     def spoil_lost(self, context: jax.Array) -> jax.Array:
         """context [b, s, ...], NaN at tokens for which the cache has no slot."""
         if self.fresh:
-            return context  # they were counted at trace time
+            return context  # the tokens were counted at trace time
         lost = self._real & ~self._fits
         lost = jnp.expand_dims(lost.T if self._batch else lost, tuple(range(2, context.ndim)))
         return jnp.where(lost, jnp.nan, context)
 
     def _capacity(self, asked: int | None) -> int:
-        """T. In `init` max_decode_length, or the length of the inputs; the cache's own where there is one."""
+        """T: the slots of the cache that is there, else max_decode_length, or in `init` the length of the inputs."""
         module, s = self._module, self._s
         if not self.fresh:
             size = module.get_variable(COLLECTION, "cached_key").shape[1 - self._batch]
@@ -158,9 +160,9 @@ class KVCache:
         return size
 
     def _variable(self, name: str, like: jax.Array, axes: tuple[int | None, ...], dtype):
-        """A variable of these axes of `like`, and on the mesh placed as they are; None: the slots.
+        """A variable with these axes of `like`, placed on the mesh as they are; an axis None has the slots.
 
-        ValueError or TypeError for one that is held and does not fit.
+        Raises ValueError or TypeError for a variable that is there already and does not fit.
         """
         shape = tuple(self._size if axis is None else like.shape[axis] for axis in axes)
 
@@ -186,8 +188,10 @@ class KVCache:
         return variable
 
     def _lengths(self, mask, b: int) -> jax.Array | None:
-        """i32[b], how many of the call's tokens are not padding; None: all. They are queries and keys at once: of a
-        descriptor's two lengths those of the queries count."""
+        """i32[b], how many of the call's tokens are not padding; None: all of them.
+
+        Tokens are queries and keys at once: of the two lengths in a descriptor, the queries' count.
+        """
         if not isinstance(mask, SequenceDescriptor):
             return None
         lengths = None if mask.seqlens is None or mask.seq_offsets is not None else mask.seqlens[0]
@@ -200,22 +204,22 @@ class KVCache:
         return jnp.clip(lengths, 0, self._s).astype(jnp.int32)
 
     def _write(self, cached: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
-        """cached [b, T, g, d] with new [b, s, g, d] in the slots [b, s]; what is out of bounds is dropped."""
+        """cached [b, T, g, d] with new [b, s, g, d] in the slots [b, s]; a slot out of bounds is dropped."""
         batch = self._batch
         if on_explicit_mesh(jax.typeof(new)):
             spec = list(jax.typeof(new).sharding.spec)
             spec[1 - batch] = None  # a shard holds whole rows
             cached, new = (jax.sharding.reshard(x, PartitionSpec(*spec)) for x in (cached, new))
             slots = jax.sharding.reshard(slots, PartitionSpec(spec[batch], None))
-        # By rows, so that the batch stays an axis that the partitioner knows as such.
+        # The writes go by rows, so that the partitioner sees that the batch stays an axis.
         write = lambda row, tokens, at: row.at[at].set(tokens, mode="drop", unique_indices=True)
         out = jax.vmap(write, (batch, batch, 0), batch)(cached, new, slots)
         return constrain(out, activation_axes(self._module, BATCH_AXES, SEQLEN_AXES, HEAD_AXES, HIDDEN_AXES))
 
 
 def extent(module: nn.Module, child: str, s: int, max_decode_length: int | None):
-    """(T, the rows' next positions: i32[b], or 0 for all) of the cache that self-attention `child` of `module` has, or
-    is about to make for s tokens."""
+    """-> T, and the next position of each row, i32[b], or 0 for all rows, of the cache that self-attention `child` of
+    `module` has, or is about to make for s tokens."""
     held = module.get_variable(COLLECTION, child) if module.has_variable(COLLECTION, child) else {}
     if module.is_initializing() or "cached_key" not in held:
         return max_decode_length or s, 0

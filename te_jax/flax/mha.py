@@ -36,27 +36,28 @@ class MultiHeadAttention(Module):
     (under `jax.jit` and `nn.remat` two arguments are never the same object: pass None).
 
     head_dim, num_attention_heads, num_gqa_groups: d, h, g (None: h).
-    input_layernorm:       a norm on inputs_q; keys and values see it in self-attention alone.
+    input_layernorm:       a norm on inputs_q, which keys and values read in self-attention alone.
     return_layernorm_output: the second result is the norm's output.
     enable_rotary_pos_emb, rotary_pos_emb_windows, rotary_pos_emb_group_method: see `te_jax.ops.rope`.
-    rotary_pos_emb_dim:    the first channels of a head that RoPE turns, an even int; None is all of them.
+    rotary_pos_emb_dim:    how many of a head's channels, the first ones, RoPE turns, an even int; None is all of them.
     rotary_pos_emb_scaling: `LinearScaling`, `NTKScaling` or `Llama3Scaling` of `te_jax.ops.rope`, for longer contexts.
     low_rank_adaptation_scope: none, all, qkv_proj, output_proj, mlp, exclude_qkv_proj, exclude_output_proj,
                                exclude_mlp.
-    fuse_qkv_params:       one kernel for q, k, v (self-attention, g == h), or for k, v (else); False: three
-                           kernels.
+    fuse_qkv_params:       one parameter for q, k, v (self-attention, g == h), or for k, v (otherwise); False: three
+                           parameters.
     enable_sequence_parallel: the sequence axis is constrained to nvte_seqlen_tp outside the GEMMs.
     scale_attn_logits:     divide logits by sqrt(d).
     scaled_query_init:     draw the query kernel divided by sqrt(d). Weights that TransformerEngine trained
                            with its defaults need False for the first, True for the second.
-    context_parallel_*:    as in `DotProductAttention`; RoPE turns each token by its place in the sequence. Decoding is
-                           not cut.
-    params_dtype:          of the parameters, if not None; then inputs are cast to `dtype`, and the output has it.
-    Others as in `DotProductAttention`. score_mod and score_mod_bprop are not in this version; num_heads,
-    dropout_rate, output_layernorm, apply_residual_connection_post_layernorm and fuse_qkv are older names, and
-    refused with the newer one.
+    context_parallel_*:    as in `DotProductAttention`; RoPE turns each token by its place in the sequence. A call that
+                           decodes is not cut.
+    params_dtype:          the dtype of the parameters, if not None; then inputs are cast to `dtype`, and the output has
+                           it.
+    Other fields are as in `DotProductAttention`. score_mod and score_mod_bprop are not in this version; num_heads,
+    dropout_rate, output_layernorm, apply_residual_connection_post_layernorm and fuse_qkv are older names: the error
+    says the newer name.
 
-    Parameters, H and Hk the widths of inputs_q and inputs_kv:
+    Parameters, where H and Hk are the widths of inputs_q and inputs_kv:
     `qkv/{scale, ln_bias}` [H], `qkv/kernel` [H, 3, h*d]; or
     `query/{scale, ln_bias}` [H], `query/kernel` [H, h*d], `kv/kernel` [Hk, 2, g*d]; or
     `query/...`, `key/kernel`, `value/kernel` [Hk, g*d]; and always `out/kernel` [h*d, H].
@@ -130,17 +131,17 @@ class MultiHeadAttention(Module):
     ) -> tuple[jax.Array, jax.Array | None]:
         """inputs_q [b, s, H], inputs_kv [b, t, Hk] -> ([b, s, H], norm output [b, s, H] or None).
 
-        With transpose_batch_sequence all of them are [s, b, ...].
+        With transpose_batch_sequence these arrays are [s, b, ...].
 
         mask: a `SequenceDescriptor`, or an array broadcastable to [b, 1, s, t], True (or 1) = masked out.
         bias: broadcastable to [b, h, s, t].
-        positions: [b, s] or [s] for RoPE in self-attention, of the tokens as the inputs have them; None is 0 .. s-1, or
-            the descriptor's positions, in the order that context_parallel_causal_load_balanced says; inside a
-            `jax.shard_map` over the context-parallel axis, those of the device's part.
+        positions: [b, s] or [s], the positions for RoPE in self-attention, in the order of the inputs; None is
+            0 .. s-1, or the descriptor's positions, in the order that context_parallel_causal_load_balanced says.
+            Inside a `jax.shard_map` over the context-parallel axis, the positions of the device's part.
         residual: inputs_q are added to the first result; under FP8 inside of the kernels, forward and backward.
 
-        norm_output: False leaves out the norm's output, which is else also returned by self-attention with GQA or
-            separate kernels; with return_layernorm_output it is there in any case.
+        norm_output: False leaves out the norm's output, which self-attention with GQA or separate parameters would
+            return too; with return_layernorm_output it is returned in any case.
 
         decode: self-attention continues the sequences of collection `cache`, which must be mutable: the inputs are the
             next s >= 1 tokens of each row. Keys are those of the cache and of the inputs, RoPE counts on, and mask
@@ -149,9 +150,9 @@ class MultiHeadAttention(Module):
             A call that finds no cache makes it: `init` an empty one of max_decode_length slots (None: s), any other
             call one of max_decode_length slots, and writes its tokens.
             Prompts of different lengths: pass them padded on the right, and as mask
-            `SequenceDescriptor.from_seqlens(lengths)`, i32[b] (of two lengths those of the queries count); the padding
-            takes no slots, and no later call needs to know of it. To take n tokens back, subtract n from `cache_index`.
-            Tokens past the last slot get NaN; more than T in one call are refused.
+            `SequenceDescriptor.from_seqlens(lengths)`, i32[b] (of two lengths, the queries' count); the padding takes
+            no slots, and no later call needs to know of it. To take n tokens back, subtract n from `cache_index`.
+            Tokens past the last slot get NaN; more than T tokens in one call are refused.
         max_decode_length: T, the slots of a cache that this call makes; without decode it has no use.
 
         Raises ValueError for parameters or a cache of another configuration, naming both, and for decode=True without
@@ -178,7 +179,7 @@ class MultiHeadAttention(Module):
         return project_output(self, context, inputs_q, through), normed
 
     def _check_input(self, name: str, x):
-        """An input in the type of the computation."""
+        """An input [batch, sequence, width] in the dtype of the computation."""
         x = floating(self, name, x)
         if x.ndim != 3:
             raise ValueError(f"{describe(self)}: {name} has shape {x.shape}; pass [batch, sequence, width].")

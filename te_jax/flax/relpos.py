@@ -12,7 +12,7 @@ from te_jax.flax._state import describe
 
 
 def _distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
-    """int32[max_distance + 1]: the bucket of each distance; the last one also serves all larger distances."""
+    """int32[max_distance + 1]: the bucket of each distance; the last entry also serves all larger distances."""
     exact = num_buckets // 2  # one bucket per distance, then logarithmically wider ones
     distance = np.arange(max_distance + 1, dtype=np.float32)
     # The eps keeps log(0) finite and lifts quotients that rounding left just under a bucket's edge.
@@ -24,10 +24,10 @@ def _distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
 class RelativePositionBiases(Module):
     """A learned bias per head and bucket of (key position - query position).
 
-    num_buckets:   at least 4 and even if `bidirectional`, where half of them serve each sign.
-    max_distance:  from here on all distances share a bucket; must exceed the number of exact buckets.
-    dtype:         of the table and of the result.
-    params_dtype:  of the table, if not None.
+    num_buckets:   the number of buckets; at least 4 and even if `bidirectional`, where half of them serve each sign.
+    max_distance:  all distances from here on share a bucket; must exceed the number of exact buckets.
+    dtype:         the dtype of the table and of the result.
+    params_dtype:  the dtype of the table, if not None.
 
     Parameter: `rel_embedding` [h, num_buckets].
     """
@@ -42,8 +42,9 @@ class RelativePositionBiases(Module):
 
     @nn.compact
     def __call__(self, q_seqlen: int, k_seqlen: int, bidirectional: bool = True, *, q_offset=0) -> jax.Array:
-        """-> [1, h, q_seqlen, k_seqlen], or [b, ...]: q_offset is the position of the first query, an int or a traced
-        int32[], or int32[b], one for each row.
+        """-> [1, h, q_seqlen, k_seqlen], or [b, h, q_seqlen, k_seqlen] with a q_offset for each row.
+
+        q_offset: the position of the first query, an int or int32[], or int32[b], which may be traced.
 
         Raises ValueError for lengths that are not ints of at least 1 and for buckets that do not fit the
         distance.

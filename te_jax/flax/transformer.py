@@ -57,32 +57,34 @@ class TransformerLayer(Module):
     With parallel_attention_mlp: x + attention(norm(x)) + mlp(norm(x)) (https://arxiv.org/abs/2204.02311, section 2).
 
     hidden_size, mlp_hidden_size, num_attention_heads, num_gqa_groups: H, F, h, g (None: h).
-    hidden_dropout, hidden_dropout_dims: rate after each sub-block, and the axes that share one mask.
-    attention_dropout, intermediate_dropout, intermediate_dropout_dims: of the probabilities; after the
-    activation.
+    hidden_dropout, hidden_dropout_dims: the rate of dropout after each sub-block, and the axes that share one mask.
+    attention_dropout: the rate of dropout on the probabilities.
+    intermediate_dropout, intermediate_dropout_dims: the rate of dropout after the activation, and the axes that share
+                        one mask.
     dropout_rng_name:   the random stream of all dropout in the layer.
-    mha_kernel_init, mlp_kernel_init: None is scaling by fan-in, normal and truncated normal.
-    apply_residual_connection_post_layernorm: residuals start behind the norms.
-    output_layernorm:   a norm at the end instead of the one before self-attention.
+    mha_kernel_init, mlp_kernel_init: None scales by fan-in; attention's is normal, the MLP's truncated normal.
+    apply_residual_connection_post_layernorm: residual connections start behind the norms.
+    output_layernorm:   a norm at the end instead of the norm before self-attention.
     layer_type:         `TransformerLayerType` or its string.
-    self_attn_mask_type, self_attn_bias_type: of self-attention; cross-attention masks by "padding", without a
-        bias.
+    self_attn_mask_type, self_attn_bias_type: the types of self-attention; cross-attention masks by "padding", without a
+                        bias.
     enable_relative_embedding: T5's relative position biases (32 buckets, distance 128). False here.
-    relative_embedding: None or False, or a module of the user's for them, which switches them on; it is called as
-                        `RelativePositionBiases` is (with q_offset when decoding alone).
-    drop_path:          rate at which a sample skips a sub-block (https://arxiv.org/abs/1603.09382).
-    window_size, enable_rotary_pos_emb: of self-attention alone; cross_window_size and cross_rotary_pos_emb
-                        are theirs in cross-attention. A decoder whose weights were trained with both must ask
-                        for both.
+    relative_embedding: None or False, or a module that gives such biases, which switches them on; it is called as
+                        `RelativePositionBiases` is, with q_offset only when decoding.
+    drop_path:          the rate at which a sample skips a sub-block (https://arxiv.org/abs/1603.09382).
+    window_size, enable_rotary_pos_emb: for self-attention alone; cross_window_size and cross_rotary_pos_emb are for
+                        cross-attention. A decoder whose weights were trained with both must ask for both.
     scale_attn_logits, scaled_query_init: as in `MultiHeadAttention`.
-    kv_channels:        width of a head; None is hidden_size / num_attention_heads.
+    kv_channels:        the width of a head; None is hidden_size / num_attention_heads.
     parallel_attention_mlp: attention and MLP read the same input, and one residual connection takes their sum, behind
                         one dropout and one drop path. Each has a norm of its own, as in Falcon 40B. Encoders only.
-    parallel_shared_layernorm: with it, the MLP reads the norm of attention and has none, as in Falcon 7B and GPT-J.
-    context_parallel_*: as in `MultiHeadAttention`, of both attentions: with context_parallel_causal_load_balanced
-                        `encoded` is in that order too.
-    params_dtype:       of the parameters, if not None; then inputs are cast to `dtype`, and the output has it.
-    score_mod, score_mod_bprop: not in this version. Others as in `MultiHeadAttention` and `LayerNormMLP`.
+    parallel_shared_layernorm: the MLP reads the norm of attention and has none, as in Falcon 7B and GPT-J; needs
+                        parallel_attention_mlp.
+    context_parallel_*: as in `MultiHeadAttention`, for both attentions: with context_parallel_causal_load_balanced
+                        `encoded` is in the balanced order too.
+    params_dtype:       the dtype of the parameters, if not None; then inputs are cast to `dtype`, and the output has
+                        it.
+    score_mod, score_mod_bprop: not in this version. Other fields are as in `MultiHeadAttention` and `LayerNormMLP`.
 
     Parameters: `attention` (encoder), or `self_attention` and `encoder_decoder_attention` (decoder), as
     `MultiHeadAttention`; `mlp` as `LayerNormMLP`; `relpos_bias/rel_embedding` or `relative_embedding/...`;
@@ -178,8 +180,8 @@ class TransformerLayer(Module):
         attention_mask, encoder_decoder_mask: a `SequenceDescriptor`, or an array broadcastable to
             [b, 1, s, t], True (or 1) = masked out. None masks nothing beyond what the mask type does.
         decode: self-attention continues the sequences of collection `cache`, in its scope: inputs are the next s >= 1
-            tokens of each row. See `MultiHeadAttention` for prompts of different lengths, for masks (their columns are
-            the T slots of the cache), and for what a call without a cache does. Cross-attention reads `encoded` anew.
+            tokens of each row. `MultiHeadAttention` explains prompts of different lengths, masks (their columns are the
+            T slots of the cache), and what a call without a cache does. Cross-attention reads `encoded` anew.
         max_decode_length: T, the slots of a cache that this call makes; without decode it has no use.
         positions: [b, s] or [s] for RoPE in self-attention.
 
@@ -326,7 +328,7 @@ class TransformerLayer(Module):
         )
 
     def _add(self, x, residual, normed, deterministic: bool, added: bool):
-        """The end of a sub-block: dropout, drop path, residual. added: the block's kernels have done it all."""
+        """The end of a sub-block: dropout, drop path, residual. added: the kernels have added the residual already."""
         if added:
             return self._residual_layout(x)
         stream = self.dropout_rng_name

@@ -40,12 +40,12 @@ _BACKWARD = NONE | one_of("fp8", "bf16")
 
 
 class _Config(NamedTuple):
-    """What is static."""
+    """The static argument of `_attention`."""
 
     recipe: DelayedScaling
     options: AttentionOptions  # without arrays; the mask is open, or causal from the top left
     fp8_backward: bool
-    types: tuple[ShapedArray, ...]  # of q, k, v: their gradients have the same
+    types: tuple[ShapedArray, ...]  # the types of q, k, v, and of their gradients
     stage_axes: frozenset[str]  # as in `_fp8.Config`
 
     @property
@@ -55,12 +55,12 @@ class _Config(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """What the backward pass reads."""
+    """The residuals of the backward pass."""
 
     operands: tuple[jax.Array, ...]  # q, k, v in FP8
-    out: jax.Array  # in FP8 for FP8 gradients, else in q's type
+    out: jax.Array  # in FP8 if gradients are, else in q's type
     lse: jax.Array  # f32[b..., h, s]
-    amaxes: tuple[jax.Array, ...]  # as `fp8.cotangent` takes them, of q, k, v and the output
+    amaxes: tuple[jax.Array, ...]  # amaxes of q, k, v and the output, as `fp8.cotangent` takes them
     metas: AttentionMetas
 
 
@@ -94,13 +94,16 @@ def attention_fp8(
 ) -> jax.Array:
     """`dot_product_attention` of operands that are quantized with delayed scales, full or causal.
 
-    q [b..., s, h, d], k, v [b..., t, g, d] of bf16 or f16; d a multiple of 16 up to 128; s and t at least 2.
-    metas:    their cotangents are the amaxes of this step; bf16 gradients leave those of gradients as they are.
-    backward: "fp8": gradients in FP8, through cuDNN of d = 128 and multiples of 128 for s and t; "bf16": in q's type;
-              None: the faster one.
-    kwargs:   of `dot_product_attention`. context_checkpoint_name names what the backward pass needs of the kernel.
+    q [b..., s, h, d], k, v [b..., t, g, d], bf16 or f16; d is a multiple of 16 up to 128, s and t are at least 2.
 
-    Returns [b..., s, h, d] of q's type. Raises ValueError or TypeError for what FP8 attention does not serve.
+    metas:    the FP8 state, whose cotangents are the amaxes of this step. With bf16 gradients, the state of gradients
+              stays as it is.
+    backward: "fp8": gradients in FP8, for d = 128 and multiples of 128 for s and t; "bf16": gradients in q's dtype;
+              None: the faster one.
+    kwargs:   keywords of `dot_product_attention`. context_checkpoint_name names what the backward pass needs of the
+              kernel.
+
+    Returns [b..., s, h, d] of q's dtype. Raises ValueError or TypeError for what FP8 attention does not serve.
     """
     q, k, v = as_jax(q, k, v)
     options = check_options(dot_product_attention, q, k, v, kwargs, op=_NAME)
@@ -135,12 +138,12 @@ def _fp8_backward(q, k, causal: bool) -> bool:
 
 
 def _scales(metas: AttentionMetas) -> AttentionMetas:
-    """The scale of each tensor, f32[], within the range that cuDNN takes."""
+    """The scale f32[] of each tensor, within the range that cuDNN takes."""
     return AttentionMetas(*(jnp.clip(meta.scale, 1 / LARGEST_SCALE, LARGEST_SCALE) for meta in metas))
 
 
 def _store(x, meta: TensorMeta, scale, dtype) -> tuple[jax.Array, jax.Array]:
-    """x [b..., s, h, d] in FP8, and what was seen of it."""
+    """-> x [b..., s, h, d] in FP8, and its amax as `fp8.cotangent` takes it."""
     data, amax = quantize(x, scale, outputs=("data", "amax"), split=x.ndim - 2, dtype=dtype)
     return data, seen(meta, amax, scale, lambda: x, dtype)
 
@@ -180,7 +183,7 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 def _fp8_grads(config, saved: _Saved, dout):
-    """dq, dk, dv; the amaxes of do, dq, dk, dv, dp."""
+    """-> (dq, dk, dv), and the amaxes of (do, dq, dk, dv, dp)."""
     by, dtype = _scales(saved.metas), config.recipe.fp8_format.dtype("bwd")
     data, do_amax = _store(dout, saved.metas.do, by.do, dtype)
     scales = backward_scales(by.q, by.k, by.v, by.o, by.do, by.dp, by.dq, by.dk, by.dv)
@@ -190,7 +193,7 @@ def _fp8_grads(config, saved: _Saved, dout):
 
 
 def _wide_grads(config, saved: _Saved, dout):
-    """dq, dk, dv in q's type, and no amaxes: no gradient is quantized.
+    """-> (dq, dk, dv) in q's type, and no amaxes: no gradient is quantized.
 
     They are gradients of the operands that the forward kernel read: with others, exp(logits - lse) would not add up to
     1, and with a scale that has become too large, which clips them, not even stay finite.

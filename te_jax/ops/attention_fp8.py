@@ -18,31 +18,31 @@ from te_jax.ops.quantize import saturate
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 S_SCALE = 256.0
-"""What probabilities are multiplied with before E4M3: they are 1 at most, before and after their sum divides them, so
-that they need no state. A power of two, below 448, multiplies exactly and leaves room."""
-
+"""The scale of probabilities before E4M3. They are 1 at most, before and after their sum divides them, so they need no
+state. A power of two below 448 multiplies exactly and leaves room."""
 
 LARGEST_SCALE = 2.0**60
-"""cuDNN takes the amax of what it multiplied with a scale, and divides it: with a scale of 0 that is NaN, and inf where
-the product overflows. Neither moves a scale, so that it would stay. Numbers up to 2**68 are safe under this one."""
+"""The largest scale that cuDNN is given. It takes the amax of a product with the scale and divides the amax by the
+scale again: with a scale of 0 the quotient is NaN, and where the product overflows it is inf. Neither moves a delayed
+scale, which would then stay. Numbers up to 2**68 are safe under this bound."""
 
 
 class ForwardScales(NamedTuple):
-    """Scales of the forward pass, f32[] each: x is stored as x * scale, and is data * inv.
+    """Scales of the forward pass, f32[] each: x is stored as data = x * scale, and read as data * inv.
 
-    All of them are positive, and of results and of the gradient of q k^T between 1 / LARGEST_SCALE and LARGEST_SCALE.
+    All scales are positive; the scale of a result lies between 1 / LARGEST_SCALE and LARGEST_SCALE.
     """
 
     q_inv: jax.Array
     k_inv: jax.Array
     v_inv: jax.Array
-    s: jax.Array  # of the probabilities
+    s: jax.Array  # scales the probabilities
     s_inv: jax.Array
     out: jax.Array
 
 
 class BackwardScales(NamedTuple):
-    """Scales of the backward pass; the first five are the forward pass's."""
+    """Scales of the backward pass; the first five are the scales of the forward pass."""
 
     q_inv: jax.Array
     k_inv: jax.Array
@@ -51,7 +51,7 @@ class BackwardScales(NamedTuple):
     s_inv: jax.Array
     out_inv: jax.Array
     dout_inv: jax.Array
-    dp: jax.Array  # of the gradient of q k^T
+    dp: jax.Array  # scales the gradient of q k^T, within the bounds of a result
     dp_inv: jax.Array
     dq: jax.Array
     dk: jax.Array
@@ -59,12 +59,12 @@ class BackwardScales(NamedTuple):
 
 
 def forward_scales(q, k, v, out) -> jax.Array:
-    """The operand `scales` of `attention_fp8_fwd` from the scales that tensors were, or are to be, multiplied with."""
+    """f32[6], the operand `scales` of `attention_fp8_fwd`, from the scale of each tensor."""
     return _pack(ForwardScales(1 / q, 1 / k, 1 / v, S_SCALE, 1 / S_SCALE, out))
 
 
 def backward_scales(q, k, v, out, dout, dp, dq, dk, dv) -> jax.Array:
-    """The operand `scales` of `attention_fp8_bwd` from the scales that tensors were, or are to be, multiplied with."""
+    """f32[12], the operand `scales` of `attention_fp8_bwd`, from the scale of each tensor."""
     inverse = (1 / q, 1 / k, 1 / v, S_SCALE, 1 / S_SCALE, 1 / out, 1 / dout)
     return _pack(BackwardScales(*inverse, dp, 1 / dp, dq, dk, dv))
 
@@ -81,14 +81,14 @@ def _wide(*arrays):
 
 
 def _logits(q, k, factor, causal):
-    """f32[b..., h, s, t] of f32 operands."""
+    """The logits f32[b..., h, s, t] of f32 operands."""
     logits = factor * scores(q, k)
     hidden = Mask(Band(right=0)).hides(*logits.shape[-2:]) if causal else None
     return logits if hidden is None else jnp.where(hidden, -jnp.inf, logits)
 
 
-def _rounded(x, scale, dtype):
-    """x * scale as it is stored, in f32. The barrier keeps the rounding: XLA drops a cast there and back on a GPU."""
+def _round(x, scale, dtype):
+    """x * scale as it is stored, in f32. The barrier keeps the rounding: on a GPU, XLA drops a cast and its inverse."""
     return lax.optimization_barrier(saturate(x * scale, dtype)).astype(jnp.float32)
 
 
@@ -97,9 +97,9 @@ def _fwd_reference(q, k, v, scales, *, causal, scale):
     q, k, v = _wide(q, k, v)
     logits = _logits(q, k, scale * by.q_inv * by.k_inv, causal)
     top = finite_top(jnp.max(logits, -1, keepdims=True, initial=-jnp.inf))
-    weights = jnp.exp(logits - top)  # cuDNN rounds these, and divides the product by the sum of the unrounded
+    weights = jnp.exp(logits - top)  # cuDNN rounds the weights, and divides by the sum of the unrounded ones
     total = jnp.sum(weights, -1, keepdims=True)
-    out = mix(_rounded(weights, by.s, dtype), v) * (by.s_inv * by.v_inv)
+    out = mix(_round(weights, by.s, dtype), v) * (by.s_inv * by.v_inv)
     out = out / jnp.swapaxes(jnp.where(total == 0, 1, total), -2, -3)
     return saturate(out * by.out, dtype), (top + jnp.log(total))[..., 0], amax(out)
 
@@ -117,10 +117,10 @@ def _bwd_reference(dout, q, k, v, out, lse, scales, *, causal, scale):
     delta = jnp.sum(dout * out, -1) * (by.dout_inv * by.out_inv)  # [b..., s, h]: the sum of probs * dprobs over t
     dprobs = scores(dout, v) * (by.dout_inv * by.v_inv)
     dp = scale * probs * (dprobs - jnp.swapaxes(delta, -1, -2)[..., None])
-    dp8 = _rounded(dp, by.dp, dtype)
+    dp8 = _round(dp, by.dp, dtype)
     dq = mix(dp8, k) * (by.dp_inv * by.k_inv)
     dk = _onto_keys(dp8, q, g) * (by.dp_inv * by.q_inv)
-    dv = _onto_keys(_rounded(probs, by.s, forward), dout, g) * (by.s_inv * by.dout_inv)
+    dv = _onto_keys(_round(probs, by.s, forward), dout, g) * (by.s_inv * by.dout_inv)
     stored = [saturate(x * factor, dtype) for x, factor in ((dq, by.dq), (dk, by.dk), (dv, by.dv))]
     return (*stored, *map(amax, (dq, dk, dv, dp)))
 
@@ -180,8 +180,8 @@ def fp8_refuses(q, k, v, options: AttentionOptions) -> str:
 
 
 def _workspace(kind, q, k, dtype, *, outputs, causal, scale) -> int:
-    """Bytes, from cuDNN's plan where there is a GPU; else (cross-lowering) from above."""
-    del outputs  # all of them, always
+    """The bytes of scratch memory, by cuDNN's plan where there is a GPU; else (cross-lowering) an upper bound."""
+    del outputs  # the kernel always has all of them
     (b, s, h, d), (t, g) = q.shape, k.shape[1:3]
     module = _lib.require_for_lowering()
     if module:
@@ -189,12 +189,12 @@ def _workspace(kind, q, k, dtype, *, outputs, causal, scale) -> int:
     slack = 16 << 20
     if kind == "fwd":
         return slack + 8 * b * h * s
-    # dq, dk, dv of every query head in f32, row sums, and all six operands once more, transposed.
+    # The bound counts dq, dk, dv of every query head in f32, row sums, and all six operands once more, transposed.
     return slack + b * h * (4 * (s * (d + 2) + 2 * t * d) + (3 * s + 3 * t) * d)
 
 
 def _fwd_cuda(call, q, k, v, scales, **attrs):
-    if cudnn_refuses_fp8(q, k) or gpu_refuses_fp8():  # the op means the same for every size
+    if cudnn_refuses_fp8(q, k) or gpu_refuses_fp8():  # plain JAX serves every size
         return _fwd_reference(q, k, v, scales, **attrs)
     out, lse, amax = call(*(flat(x, 3) for x in (q, k, v)), scales, **attrs)
     return [*(x.reshape(*q.shape[:-3], *x.shape[1:]) for x in (out, lse)), amax]
@@ -220,12 +220,12 @@ attention_fp8_fwd = Op(
 )
 """softmax(scale * q k^T) v per head on E4M3 operands; query head i reads key head i // r.
 
-scales: f32[6], the `ForwardScales`. causal: query i sees keys 0 .. i. scale: float, of the logits.
+scales: f32[6], the `ForwardScales`. causal: query i sees keys 0 .. i. scale: float, multiplies the logits.
 out: E4M3, saturate(o * scales.out). lse: f32, natural log of the sum of exp(logits) over the keys seen.
-amax: f32 [], max |o| before it is scaled and rounded; of a NaN in o cuDNN's tells nothing.
+amax: f32 [], max |o| before o is scaled and rounded; cuDNN's amax leaves out a NaN in o.
 
-The probabilities that meet v are E4M3 too. They are rounded relative to a row's largest, in cuDNN the largest up to
-that block of keys; the sum that divides them is of the unrounded.
+The probabilities that meet v are E4M3 too. They are rounded relative to the largest one of a row (in cuDNN, the largest
+one up to that block of keys), and divided by the sum of the unrounded ones.
 """
 
 attention_fp8_bwd = Op(
@@ -239,9 +239,9 @@ attention_fp8_bwd = Op(
     workspace=lambda dout, q, k, *_, **attrs: _workspace("bwd", q, k, dout.dtype, **attrs),
     cuda=_bwd_cuda,
 )
-"""The gradients of `attention_fp8_fwd`'s o from its operands and results, and the gradient dout of E4M3 or E5M2.
+"""The gradients of `attention_fp8_fwd`, from its operands and results and the gradient dout, E4M3 or E5M2.
 
-scales: f32[12], the `BackwardScales`. dq, dk, dv: of dout's type, saturate(gradient * its scale).
-*_amax: f32 [], max |gradient| before it is scaled and rounded. dp is the gradient of q k^T, that is
-scale * probs * (dprobs - delta); it meets k and q in dout's type, times scales.dp.
+scales: f32[12], the `BackwardScales`. dq, dk, dv: saturate(gradient * its scale), in dout's type.
+*_amax: f32 [], max |gradient| before the gradient is scaled and rounded. dp, the gradient of q k^T, is
+scale * probs * (dprobs - delta); it meets k and q multiplied by scales.dp, in dout's type.
 """

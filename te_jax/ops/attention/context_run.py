@@ -28,13 +28,13 @@ from te_jax.sharding import inverse_reorder_causal_load_balancing, reorder_causa
 class Rows(Enum):
     """What says which tokens of a row belong together, beside the band."""
 
-    WHOLE = "nothing: each row is one segment"
+    WHOLE = "nothing says it: each row is one segment"
     SEGMENTS = "i32[b..., n, 4]: the segments of the whole row, as the attention ops have them"
     TOKENS = "(ids, positions) of the row's queries, and of its keys: i32[b..., s], i32[b..., t]"
 
 
 class Spec(NamedTuple):
-    """What is static.
+    """The static arguments of `context_attention`.
 
     options: without arrays; its mask is the band in the whole sequence, or within segments, from the top left if rows
         have segments.
@@ -71,7 +71,7 @@ def _steps(layout, ring, band, fuse):
 
 
 class _Place(NamedTuple):
-    """Where in the sequence the chunks lie that a device works on: i32[] each."""
+    """Where in the sequence the chunks begin that a device works on, i32[] each."""
 
     queries: tuple[jax.Array, ...]
     keys: tuple[jax.Array, ...]
@@ -89,7 +89,7 @@ def _place(step: int, device, spec: Spec) -> _Place:
 
 
 def _form(call: Call, q, k, place: _Place, rows, spec: Spec):
-    """The call's operands beside q, k, v: what of the rows' segments or tokens it covers."""
+    """The `Form` of a call on q, k: its band, and what it covers of the rows' segments or tokens."""
     band, described = call.band, None
     if spec.rows is not Rows.WHOLE:
         q_size, k_size = call.q[1], call.k[1]
@@ -104,10 +104,10 @@ def _form(call: Call, q, k, place: _Place, rows, spec: Spec):
 
 
 def _segments_within(segments, queries, keys, up_to_query: bool) -> SequenceDescriptor:
-    """What of the segments lies among `queries` and `keys` (first position, how many), counted from there.
+    """The parts of the segments that lie among `queries` and `keys` (first position, how many), counted from there.
 
-    up_to_query: no keys after the last query, of segments that have the same tokens as queries and as keys. A
-    bottom-right band then is where it is in the whole segment.
+    up_to_query: leave out the keys after the last query; the segments have the same tokens as queries and as keys. A
+        bottom-right band then has the place that it has in the whole segment.
     """
     starts, lens = [], []
     limit = None
@@ -140,11 +140,12 @@ def _cut(x, part):
 
 
 def _cut_lse(lse, part):
-    """The same of [b..., h, s]."""
+    """Positions part[0] .. part[0] + part[1] - 1 of lse [b..., h, s]."""
     return lse if part == (0, lse.shape[-1]) else lax.slice_in_dim(lse, part[0], sum(part), axis=lse.ndim - 1)
 
 
 def _put(x, at, axis, value):
+    """x with `value` from position `at` of `axis` on."""
     return value if value.shape == x.shape else lax.dynamic_update_slice_in_dim(x, value, at, x.ndim + axis)
 
 
@@ -152,7 +153,7 @@ def _put(x, at, axis, value):
 
 
 def _on_device(plans: list[Plan], device, run, *operands):
-    """`run` with the plan of this device: a branch for each plan that differs."""
+    """run(plan, *operands) with the plan of this device, by a branch for each plan that differs."""
     unique = list(dict.fromkeys(plans))
     if len(unique) == 1:
         return run(unique[0], *operands)
@@ -160,8 +161,8 @@ def _on_device(plans: list[Plan], device, run, *operands):
     return lax.switch(branch, [partial(run, plan) for plan in unique], *operands)
 
 
-def _seen_more(plan: Plan, sums, q, k, v, place, rows, *, spec: Spec):
-    """`sums`, (out, lse) of the keys so far or None, and what the plan's calls add; out not yet of q's type."""
+def _see_more(plan: Plan, sums, q, k, v, place, rows, *, spec: Spec):
+    """(out, lse) of the keys so far, `sums` or None, and of the keys of the plan's calls; out is wider than q."""
     for call in plan:
         part = _cut(q, call.q), _cut(k, call.k), _cut(v, call.k)
         form = _form(call, *part[:2], place, rows, spec)
@@ -170,21 +171,21 @@ def _seen_more(plan: Plan, sums, q, k, v, place, rows, *, spec: Spec):
             if call.q[1] == q.shape[-3]:
                 sums = new[0].astype(wide(q)), new[1]
                 continue
-            sums = _nothing_seen(q, v)
+            sums = _see_nothing(q, v)
         old = _cut(sums[0], call.q), _cut_lse(sums[1], call.q)
         out, lse = merged([old, new])
         sums = _put(sums[0], call.q[0], -3, out), _put(sums[1], call.q[0], -1, lse)
     return sums
 
 
-def _nothing_seen(q, v):
-    """out, lse of queries that have seen no key."""
+def _see_nothing(q, v):
+    """(out, lse) of queries that have seen no key."""
     out = jnp.broadcast_to(jnp.zeros_like(q[..., :1], wide(q)), (*q.shape[:-1], v.shape[-1]))
     return tuple(align(out, jnp.full_like(jnp.swapaxes(q[..., 0], -1, -2), -jnp.inf, jnp.float32), q))[:2]
 
 
-def _added(plan: Plan, grads, dout, q, k, v, out, lse, place, rows, *, spec: Spec):
-    """`grads`, the f32 sums dq, dk, dv, and what the plan's calls add."""
+def _add_grads(plan: Plan, grads, dout, q, k, v, out, lse, place, rows, *, spec: Spec):
+    """`grads`, the f32 sums (dq, dk, dv), with the gradients of the plan's calls added."""
     for call in plan:
         part = _cut(q, call.q), _cut(k, call.k), _cut(v, call.k)
         form = _form(call, *part[:2], place, rows, spec)
@@ -199,29 +200,29 @@ def _added(plan: Plan, grads, dout, q, k, v, out, lse, place, rows, *, spec: Spe
 # ---- all steps -------------------------------------------------------------------------------------
 
 
-def _passed_on(arrays, by: int, spec: Spec):
-    """The arrays of the device that is `by` before this one on the ring."""
+def _pass_on(arrays, by: int, spec: Spec):
+    """The arrays of the device that stands `by` places before this one on the ring."""
     cp = spec.layout.cp
     if by % cp == 0:
         return arrays
     return tuple(lax.ppermute(x, spec.cut.axis, [(i, (i + by) % cp) for i in range(cp)]) for x in arrays)
 
 
-def _collected(x, spec: Spec):
-    """Keys or values of all devices, in the order of the sequence."""
+def _collect(x, spec: Spec):
+    """The keys or values of all devices, in the order of the sequence."""
     x = lax.all_gather(x, spec.cut.axis, axis=x.ndim - 3, tiled=True)
     return inverse_reorder_causal_load_balancing(x, spec.layout.cp, x.ndim - 3) if spec.layout.balanced else x
 
 
-def _distributed(dx, spec: Spec):
-    """The transpose of `_collected`: each device gets the sum of its part."""
+def _distribute(dx, spec: Spec):
+    """The transpose of `_collect`: each device gets the sum of its part over all devices."""
     dx = reorder_causal_load_balancing(dx, spec.layout.cp, dx.ndim - 3) if spec.layout.balanced else dx
     scatter = lambda x: lax.psum_scatter(x, spec.cut.axis, scatter_dimension=x.ndim - 3, tiled=True)
     given = jax.typeof(dx).sharding
     explicit = splittable_axes(given.mesh)
     if not explicit:
         return scatter(dx)
-    # jax 0.10 cannot lower it beside Explicit axes
+    # jax 0.10 cannot lower psum_scatter beside Explicit axes
     return jax.shard_map(scatter, in_specs=(given.spec,), out_specs=given.spec, axis_names=explicit)(dx)
 
 
@@ -229,22 +230,22 @@ def _distributed(dx, spec: Spec):
 def context_attention(q, k, v, sink, rows, spec: Spec):
     """-> out, lse (not differentiable) of this device's queries [b..., s/cp, h, d], where `spec.cut.axis` is manual.
 
-    k, v: this device's. sink: as in `attention_vjp.attention`. rows: as `spec.rows` says, of whole rows, on each
-    device; None for Rows.WHOLE. All vary over the same manual axes.
+    k, v: the part of this device. sink: as in `attention_vjp.attention`. rows: the whole rows, on each device, as
+    `spec.rows` says; None for Rows.WHOLE. All arrays vary over the same manual axes.
     """
     return _context_fwd(q, k, v, sink, rows, spec)[0]
 
 
 def _context_fwd(q, k, v, sink, rows, spec):
     device, sums, at = lax.axis_index(spec.cut.axis), None, 0
-    keys = (k, v) if spec.cut.ring else tuple(_collected(x, spec) for x in (k, v))
+    keys = (k, v) if spec.cut.ring else tuple(_collect(x, spec) for x in (k, v))
     for step, plans in spec.steps():
-        keys, at = _passed_on(keys, step - at, spec), step
+        keys, at = _pass_on(keys, step - at, spec), step
         if sums is None and (len(set(plans)) > 1 or not plans[0]):
-            sums = _nothing_seen(q, v)
-        run = partial(_seen_more, spec=spec)
+            sums = _see_nothing(q, v)
+        run = partial(_see_more, spec=spec)
         sums = _on_device(plans, device, run, sums, q, *keys, _place(step, device, spec), rows)
-    out, lse = with_sink(*(_nothing_seen(q, v) if sums is None else sums), sink)
+    out, lse = with_sink(*(_see_nothing(q, v) if sums is None else sums), sink)
     out = like(out, jax.typeof(q).update(shape=out.shape))
     out, lse = named((out, lse), ATTENTION, spec.options.context_checkpoint_name)
     return (out, lse), (q, k, v, sink, rows, out, lse)
@@ -254,17 +255,17 @@ def _context_bwd(spec, residuals, cotangents):
     q, k, v, sink, rows, out, lse = residuals
     dout, _ = cotangents
     device, at = lax.axis_index(spec.cut.axis), 0
-    # Keys and values come from the other devices once more: without the barrier the compiler would find the collectives
-    # of the forward pass to be the same, and keep what they gave until now.
+    # Keys and values come from the other devices once more. Without the barrier the compiler would take the collectives
+    # of the forward pass for the same ones, and keep their results until here.
     dout, k, v = lax.optimization_barrier((dout, k, v))
-    keys = (k, v) if spec.cut.ring else tuple(_collected(x, spec) for x in (k, v))
+    keys = (k, v) if spec.cut.ring else tuple(_collect(x, spec) for x in (k, v))
     dq, *dkeys = align(*(jnp.zeros_like(x, wide(x)) for x in (q, *keys)), q)[:3]
     for step, plans in spec.steps():
-        keys, dkeys = (_passed_on(x, step - at, spec) for x in (keys, tuple(dkeys)))
-        at, run = step, partial(_added, spec=spec)
+        keys, dkeys = (_pass_on(x, step - at, spec) for x in (keys, tuple(dkeys)))
+        at, run = step, partial(_add_grads, spec=spec)
         operands = (dout, q, *keys, out, lse, _place(step, device, spec), rows)
         dq, *dkeys = _on_device(plans, device, run, (dq, *dkeys), *operands)
-    dkeys = _passed_on(tuple(dkeys), -at, spec) if spec.cut.ring else (_distributed(x, spec) for x in dkeys)
+    dkeys = _pass_on(tuple(dkeys), -at, spec) if spec.cut.ring else (_distribute(x, spec) for x in dkeys)
     grads = tuple(like(grad, x) for grad, x in zip((dq, *dkeys), (q, k, v)))
     return *grads, gradient_of_sink(sink, out, lse, dout), None
 
