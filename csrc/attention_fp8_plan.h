@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
+#include "check.h"
 #include "cudnn_graph.h"
-#include "expect.h"
 
 namespace te {
 

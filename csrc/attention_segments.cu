@@ -101,8 +101,8 @@ int64_t SegmentBytes(const AttentionKey& key) {
   return key.segments ? Align(8 * 5 * (count + 1)) + Align(4 * 2 * count) : 0;
 }
 
-ffi::Error PutSegments(cudaStream_t stream, const AttentionKey& key, const int32_t* segments, void* scratch,
-                       GraphPointers* pointers) {
+Status PutSegments(cudaStream_t stream, const AttentionKey& key, const int32_t* segments, void* scratch,
+                   GraphPointers* pointers) {
   const int64_t count = key.sequences();
   auto* at = static_cast<int64_t*>(scratch);
   auto* lens = reinterpret_cast<int32_t*>(static_cast<char*>(scratch) + Align(8 * 5 * (count + 1)));
@@ -120,8 +120,8 @@ ffi::Error PutSegments(cudaStream_t stream, const AttentionKey& key, const int32
   TE_LAUNCHED();
 }
 
-ffi::Error FillOutside(cudaStream_t stream, const AttentionKey& key, const int32_t* segments,
-                       std::initializer_list<TokenRows> arrays) {
+Status FillOutside(cudaStream_t stream, const AttentionKey& key, const int32_t* segments,
+                   std::initializer_list<TokenRows> arrays) {
   Arrays all{};
   std::copy(arrays.begin(), arrays.end(), all.rows);
   const bool keys =

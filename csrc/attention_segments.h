@@ -14,8 +14,8 @@ int64_t SegmentBytes(const AttentionKey& key);
 // [b, segments, 4], the first query of each, its queries, its first key, its keys; a segment that begins
 // below 0 is unused. A sequence loses what its row cannot hold, and the queries that see no key: nobody
 // computes these.
-ffi::Error PutSegments(cudaStream_t stream, const AttentionKey& key, const int32_t* segments, void* scratch,
-                       GraphPointers* pointers);
+Status PutSegments(cudaStream_t stream, const AttentionKey& key, const int32_t* segments, void* scratch,
+                   GraphPointers* pointers);
 
 // What one array has for each token of the queries or of the keys: `count` times `words` of 4 bytes, `stride`
 // words apart; from one token to the next are `token` words.
@@ -29,7 +29,7 @@ struct TokenRows {
 constexpr uint32_t kMinusInfinity = 0xff800000u;  // f32
 
 // Fills the rows of the tokens that PutSegments leaves out: nobody else writes them. At most 3 arrays.
-ffi::Error FillOutside(cudaStream_t stream, const AttentionKey& key, const int32_t* segments,
-                       std::initializer_list<TokenRows> arrays);
+Status FillOutside(cudaStream_t stream, const AttentionKey& key, const int32_t* segments,
+                   std::initializer_list<TokenRows> arrays);
 
 }  // namespace te

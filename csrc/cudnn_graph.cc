@@ -38,10 +38,11 @@ struct Device {
 std::atomic<int64_t> builds = 0;
 
 // Kept with the plan's failure, so that the user knows the way out.
-ffi::Error NoPlan(const GraphRecipe& recipe, const std::string& reason) {
-  return ffi::Error(ffi::ErrorCode::kUnimplemented,
-                    recipe.text + ": cuDNN: " + reason + "; implementation=\"xla\" does not need cuDNN.");
+Status NoPlan(const GraphRecipe& recipe, const std::string& reason) {
+  return {Status::kUnimplemented,
+          recipe.text + ": cuDNN: " + reason + "; implementation=\"xla\" does not need cuDNN."};
 }
+Status Failure(const std::string& message) { return {Status::kInternal, message}; }
 
 // The current device's state, locked, its handle on `stream`.
 struct Locked {
@@ -49,11 +50,11 @@ struct Locked {
   std::unique_lock<std::mutex> lock;
 };
 
-ffi::Error LockDevice(cudaStream_t stream, Locked* out) {
-  if (!Cudnn().handle) return ffi::Error::Internal("cuDNN graphs: " + Cudnn().error);
+Status LockDevice(cudaStream_t stream, Locked* out) {
+  if (!Cudnn().handle) return Failure("cuDNN graphs: " + Cudnn().error);
   if (const size_t version = cudnnGetVersion(); version < kOldestCudnn)
-    return ffi::Error(ffi::ErrorCode::kUnimplemented,
-                      Format("cuDNN graphs: cuDNN is %zu, needs %zu or later", version, kOldestCudnn));
+    return {Status::kUnimplemented,
+            Format("cuDNN graphs: cuDNN is %zu, needs %zu or later", version, kOldestCudnn)};
   int ordinal = 0;
   TE_CUDA(cudaGetDevice(&ordinal));
   static auto* mutex = new std::mutex;
@@ -66,13 +67,13 @@ ffi::Error LockDevice(cudaStream_t stream, Locked* out) {
   cudnnHandle_t& handle = out->device->handle;
   if (!handle)
     if (const cudnnStatus_t status = cudnnCreate(&handle); status != CUDNN_STATUS_SUCCESS)
-      return ffi::Error::Internal(std::string("cudnnCreate: ") + cudnnGetErrorString(status));
+      return Failure(std::string("cudnnCreate: ") + cudnnGetErrorString(status));
   if (const cudnnStatus_t status = cudnnSetStream(handle, stream); status != CUDNN_STATUS_SUCCESS)
-    return ffi::Error::Internal(std::string("cudnnSetStream: ") + cudnnGetErrorString(status));
-  return ffi::Error::Success();
+    return Failure(std::string("cudnnSetStream: ") + cudnnGetErrorString(status));
+  return {};
 }
 
-ffi::Error Build(cudnnHandle_t handle, const GraphRecipe& recipe, Plan* plan) {
+Status Build(cudnnHandle_t handle, const GraphRecipe& recipe, Plan* plan) {
   ++builds;
   auto graph = std::make_shared<fe::graph::Graph>();
   recipe.add(*graph);
@@ -81,24 +82,24 @@ ffi::Error Build(cudnnHandle_t handle, const GraphRecipe& recipe, Plan* plan) {
   if (auto status = graph->get_workspace_size(plan->workspace); status.is_bad())
     return NoPlan(recipe, status.get_message());
   plan->graph = std::move(graph);
-  return ffi::Error::Success();
+  return {};
 }
 
 // The plan of `recipe`, built if there is none yet. A plan, once made, stays where it is: a captured graph
 // may read its host-side constants.
-ffi::Error FindPlan(cudaStream_t stream, const GraphRecipe& recipe, Device& device, const Plan** plan) {
+Status FindPlan(cudaStream_t stream, const GraphRecipe& recipe, Device& device, const Plan** plan) {
   if (const auto it = device.plans.find(recipe.text); it != device.plans.end()) {
     *plan = &it->second;
-    return ffi::Error::Success();
+    return {};
   }
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   if (stream) TE_CUDA(cudaStreamIsCapturing(stream, &capture));  // a host query has none
   if (capture != cudaStreamCaptureStatusNone)
-    return ffi::Error::Internal(recipe.text + ": no plan while its stream is being captured");
+    return Failure(recipe.text + ": no plan while its stream is being captured");
   Plan built;
   TE_TRY(Build(device.handle, recipe, &built));
   *plan = &device.plans.emplace(recipe.text, std::move(built)).first->second;
-  return ffi::Error::Success();
+  return {};
 }
 
 // The device that answers a host query: the current one, or else the first that this process already uses. A
@@ -116,46 +117,45 @@ int QueryDevice() {
 int64_t CudnnPlanBuilds() { return builds; }
 
 // The frontend throws where its containers or the standard library do: no exception may reach XLA.
-ffi::Error FindGraph(cudaStream_t stream, const GraphRecipe& recipe, int64_t* workspace) try {
+Status FindGraph(cudaStream_t stream, const GraphRecipe& recipe, int64_t* workspace) try {
   Locked locked;
   TE_TRY(LockDevice(stream, &locked));
   const Plan* plan = nullptr;
   TE_TRY(FindPlan(stream, recipe, *locked.device, &plan));
-  *workspace = plan->workspace;
-  return ffi::Error::Success();
+  if (workspace) *workspace = plan->workspace;
+  return {};
 } catch (const std::exception& e) {
   return NoPlan(recipe, e.what());
 }
 
-ffi::Error RunGraph(cudaStream_t stream, const GraphRecipe& recipe, GraphPointers pointers, void* workspace,
-                    int64_t workspace_bytes) try {
+Status RunGraph(cudaStream_t stream, const GraphRecipe& recipe, GraphPointers pointers, void* workspace,
+                int64_t workspace_bytes) try {
   Locked locked;
   TE_TRY(LockDevice(stream, &locked));
   const Plan* plan = nullptr;
   TE_TRY(FindPlan(stream, recipe, *locked.device, &plan));
   if (plan->workspace > workspace_bytes)
-    return ffi::Error::Internal(recipe.text +
-                                Format(": the workspace has %ld bytes, needs %ld: compile on the GPU that "
-                                       "runs it",
-                                       long(workspace_bytes), long(plan->workspace)));
+    return Failure(recipe.text + Format(": the workspace has %ld bytes, needs %ld: compile on the GPU that "
+                                        "runs it",
+                                        long(workspace_bytes), long(plan->workspace)));
   if (auto status = plan->graph->execute(locked.device->handle, pointers, workspace); status.is_bad())
-    return ffi::Error::Internal(recipe.text + ": cuDNN: " + status.get_message());
-  return ffi::Error::Success();
+    return Failure(recipe.text + ": cuDNN: " + status.get_message());
+  return {};
 } catch (const std::exception& e) {
-  return ffi::Error::Internal(recipe.text + ": cuDNN: " + e.what());
+  return Failure(recipe.text + ": cuDNN: " + e.what());
 }
 
 int64_t GraphWorkspace(const GraphRecipe& recipe) {
   int64_t workspace = 0;
-  ffi::Error error = ffi::Error::Success();
+  Status error;
   // A thread of its own has a current device of its own.
   std::thread([&, device = QueryDevice()] {
     if (const cudaError_t status = cudaSetDevice(device); status != cudaSuccess)
-      error = ffi::Error::Internal(std::string("cudaSetDevice: ") + cudaGetErrorString(status));
+      error = Failure(std::string("cudaSetDevice: ") + cudaGetErrorString(status));
     else
       error = FindGraph(nullptr, recipe, &workspace);
   }).join();
-  if (error.failure()) throw std::runtime_error(error.message());
+  if (error.failure()) throw std::runtime_error(error.message);
   return workspace;
 }
 

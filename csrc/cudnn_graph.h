@@ -1,11 +1,12 @@
 // cuDNN graphs: built once for each description and device, then looked up. cudnn_graph.cc.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <unordered_map>
 
-#include "common.h"
+#include "status.h"
 
 namespace cudnn_frontend::graph {
 class Graph;
@@ -22,13 +23,13 @@ struct GraphRecipe {
   std::function<void(cudnn_frontend::graph::Graph&)> add;  // data types, tensors and nodes
 };
 
-// Bytes of workspace that the graph needs on the current device. The first call builds its plan, which loads
-// modules and allocates: `stream` must not be capturing then.
-ffi::Error FindGraph(cudaStream_t stream, const GraphRecipe& recipe, int64_t* workspace);
+// Finds the graph's plan for the current device, and the bytes of workspace that it needs. The first call
+// builds the plan, which loads modules and allocates: `stream` must not be capturing then.
+Status FindGraph(cudaStream_t stream, const GraphRecipe& recipe, int64_t* workspace = nullptr);
 
 // Enqueues the graph: no allocation, no synchronization.
-ffi::Error RunGraph(cudaStream_t stream, const GraphRecipe& recipe, GraphPointers pointers, void* workspace,
-                    int64_t workspace_bytes);
+Status RunGraph(cudaStream_t stream, const GraphRecipe& recipe, GraphPointers pointers, void* workspace,
+                int64_t workspace_bytes);
 
 // FindGraph for a question from Python, which has no stream. Throws std::runtime_error with cuDNN's reason if
 // there is no plan.

@@ -95,7 +95,7 @@ class Op:
         ops[name] = self
 
     def _check_declaration(self):
-        factors = lambda o: {f for a in o.axes for f in factors_of(a)}
+        factors = lambda o: {f for a in o.axes if a not in o.broadcast for f in factors_of(a)}
         free = set().union(*map(factors, self.rule.inputs)) - self.replicated
         for out in self.rule.outputs:
             if (lost := free - factors(out)) and out.name not in self.combine:
@@ -138,6 +138,7 @@ class Op:
         """-> the rule of this call, its group ranks, its axis sizes. filled: see `Rule.sizes`. mapped: see `_each`."""
         rule = self.rule.select(inputs, outputs).mapped(mapped)
         ranks = rule.ranks(self.name, map(len, shapes), {g: attrs[a] for g, a in self.rank_attrs.items()})
+        rule = rule.broadcast(shapes, ranks)
         return rule, ranks, rule.sizes(self.name, shapes, ranks, filled)
 
     def _fill(self, args, inputs):
@@ -240,28 +241,27 @@ class Op:
         mapped = custom_vmap(call)
 
         @mapped.def_vmap
-        def rule(size, batched, *args):
-            group = self._absorbing_group(batched, params)
-            outs = (
-                self._map(params, batched, args) if group is None else self._absorb(group, size, params, batched, args)
-            )
+        def map_call(size, batched, *args):
+            rule, ranks, _ = self._solve([a.shape[1:] if b else a.shape for a, b in zip(args, batched)], **params)
+            group = self._absorbing_group(rule, batched)
+            if group is None:
+                outs = self._map(params, batched, args)
+            else:
+                outs = self._absorb(rule, ranks, group, size, params, batched, args)
             return tuple(outs), (True,) * len(outs)
 
         return jax.jit(mapped)
 
-    def _absorbing_group(self, batched, params):
+    def _absorbing_group(self, rule, batched):
         """The axis group that a mapped axis can join, or None: all mapped operands and all results must have it."""
-        rule = self.rule.select(params["inputs"], params["outputs"])
         for group in rule.groups:
             takers = [o for o, b in zip(rule.inputs, batched) if b]
-            if group not in self.replicated and all(group in o.axes for o in (*takers, *rule.outputs)):
+            if group not in self.replicated and all(o.has(group) for o in (*takers, *rule.outputs)):
                 return group
         return None
 
-    def _absorb(self, group, size, params, batched, args):
+    def _absorb(self, rule, ranks, group, size, params, batched, args):
         """One call, in which the mapped axis (axis 0 of every mapped operand) is one more of `group`."""
-        shapes = [a.shape[1:] if b else a.shape for a, b in zip(args, batched)]
-        rule, ranks, _ = self._solve(shapes, **params)
 
         def position(o):
             before = o.axes[: o.axes.index(group)]
@@ -273,7 +273,8 @@ class Op:
             at = position(o)
             if is_mapped:
                 return jnp.moveaxis(a, 0, at)
-            return jnp.broadcast_to(jnp.expand_dims(a, at), (*a.shape[:at], size, *a.shape[at:]))
+            is_one = group in o.broadcast and all(out.like != o.name for out in rule.outputs)
+            return jnp.broadcast_to(jnp.expand_dims(a, at), (*a.shape[:at], 1 if is_one else size, *a.shape[at:]))
 
         joined = [join(*o) for o in zip(rule.inputs, args, batched)]
         params = _asking(params, batched, args, map(position, rule.outputs))

@@ -4,10 +4,18 @@
 
 Names left of `:` are operands, then come their axes. `h` is one axis, `m...` any number of axes (a group; plain
 `...` is one too), `(g r)` one axis made of two (r is the inner one), `k/128` an axis with an entry for each block of
-128 along `k`, of which the last may be cut. `name?` may be absent in a call. From this one line follow the checks, the
-result shapes, the vmap rule and the shardings.
+128 along `k`, of which the last may be cut. `name?` may be absent in a call.
+
+    "logits: b... (g r) s t, bias?: ~b... ~(g r) s t -> y: b... (g r) s t, dbias?: =bias"
+
+`~b...` may be 1, as jax broadcasts: of a group each axis by itself, of `(g r)` the whole. An axis that is 1 is then a
+factor of its own, `b...0~`: the operand lacks `b...0`. A result with the axes `=bias` has the shape of operand `bias`.
+An inner factor `r` that no operand tells is 1.
+
+From this one line follow the checks, the result shapes, the vmap rule and the shardings.
 """
 
+import re
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -37,32 +45,38 @@ def factors_of(axis: Axis) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand or result: its name, its axes, and whether a call may leave it out."""
+    """One operand or result: its name, its axes, and whether a call may leave it out.
+
+    broadcast: the axes that may be 1. ones: the factors (of a split axis the outer one) that are 1 so in this call.
+    like:      the operand that a result has the axes of.
+    """
 
     name: str
     axes: tuple[Axis, ...]
     optional: bool = False
+    broadcast: frozenset[Axis] = frozenset()
+    ones: frozenset[str] = frozenset()
+    like: str = ""
 
     @classmethod
     def parse(cls, text: str) -> "Operand":
         """`"data_t?: n... m..."` -> Operand."""
-        name, axes = text.split(":")
-        out: list[Axis] = []
-        group: list[str] | None = None
-        for word in axes.replace("(", " ( ").replace(")", " ) ").split():
-            if word == "(":
-                group = []
-            elif word == ")":
-                out.append(tuple(group))
-                group = None
-            else:
-                (out if group is None else group).append(word)
-        name = name.strip()
-        return cls(name.rstrip("?"), tuple(out), name.endswith("?"))
+        name, axes = map(str.strip, text.split(":"))
+        like = axes.removeprefix("=") if axes.startswith("=") else ""
+        words = [] if like else re.findall(r"~?\([^)]*\)|[^\s()]+", axes)
+        parts = [w.lstrip("~") for w in words]
+        out = [tuple(w.strip("()").split()) if w.startswith("(") else w for w in parts]
+        broadcast = frozenset(a for a, w in zip(out, words) if w.startswith("~"))
+        return cls(name.rstrip("?"), tuple(out), name.endswith("?"), broadcast, like=like)
 
     def __str__(self):
         words = (a if isinstance(a, str) else "(" + " ".join(a) + ")" for a in self.axes)
-        return f"{self.name}[{' '.join(words)}]"
+        marked = ("~" * (a in self.broadcast) + word for a, word in zip(self.axes, words))
+        return f"{self.name}[{' '.join(marked)}]"
+
+    def has(self, group: str) -> bool:
+        """Whether `group` is among the axes, and none of it is broadcast in this call."""
+        return group in self.axes and not any(f.startswith(group) for f in self.ones)
 
 
 @dataclass(frozen=True)
@@ -75,8 +89,10 @@ class Rule:
     @classmethod
     def parse(cls, text: str) -> "Rule":
         """`"x: m k, w: n k -> y: m n"` -> Rule."""
-        lhs, rhs = text.split("->")
-        return cls(*(tuple(map(Operand.parse, side.split(","))) for side in (lhs, rhs)))
+        inputs, outputs = (tuple(map(Operand.parse, side.split(","))) for side in text.split("->"))
+        named = {o.name: o for o in inputs}
+        same = lambda o: replace(o, axes=named[o.like].axes, broadcast=named[o.like].broadcast) if o.like else o
+        return cls(inputs, tuple(map(same, outputs)))
 
     def select(self, inputs, outputs) -> "Rule":
         """The rule of a call with just these operands and results (by name)."""
@@ -131,19 +147,29 @@ class Rule:
             pending = later
         return ranks
 
-    def expand(self, operand: Operand, ranks) -> tuple[Axis, ...]:
-        """The axes of `operand`, one entry per array axis: `m...` becomes `m...0 m...1`."""
-        out: list[Axis] = []
-        for axis in operand.axes:
-            out += [f"{axis}{i}" for i in range(ranks[axis])] if is_group(axis) else [axis]
-        return tuple(out)
+    def broadcast(self, shapes, ranks) -> "Rule":
+        """The rule of a call with operands of these shapes, which says where they are broadcast: `Operand.ones`."""
 
-    def sizes(self, op: str, shapes, ranks, filled: bool = False, **known: int) -> dict[str, int]:
+        def ones(operand, shape):
+            may = [a in operand.broadcast for a in operand.axes for _ in _array_axes(a, ranks)]
+            each = zip(self.leading(operand, ranks), shape, may, strict=True)
+            return frozenset(factor for factor, size, is_marked in each if is_marked and size == 1)
+
+        found = {o.name: ones(o, shape) for o, shape in zip(self.inputs, shapes, strict=True) if o.broadcast}
+        of = lambda o, name: replace(o, ones=found.get(name, o.ones))
+        return Rule(tuple(of(o, o.name) for o in self.inputs), tuple(of(o, o.like) for o in self.outputs))
+
+    def expand(self, operand: Operand, ranks) -> tuple[Axis, ...]:
+        """The axes of `operand`, one entry per array axis: `m...` becomes `m...0 m...1`, or `m...0~` if that is 1."""
+        axes = (a for axis in operand.axes for a in _array_axes(axis, ranks))
+        return tuple(f"{factors_of(a)[0]}~" if factors_of(a)[0] in operand.ones else a for a in axes)
+
+    def sizes(self, op: str, shapes, ranks, filled: bool = False) -> dict[str, int]:
         """Solves every axis name for its size. Raises ValueError naming both operands on a clash.
 
         filled: axes in blocks may have more entries, with which the lowering filled them up for its kernel.
         """
-        sizes, seen = dict(known), dict.fromkeys(known, "the op")
+        sizes, seen = {}, {}
 
         def bind(factor, size, operand):
             if sizes.setdefault(factor, size) != size:
@@ -170,6 +196,8 @@ class Rule:
                 bind(f, size // rest if rest else 0, operand)
             if prod(sizes[f] for f in axis) != size:
                 raise ValueError(f"{op}: {operand} has an axis of {size}, but {axis} is {[sizes[f] for f in axis]}.")
+        for axis in (a for o in self.outputs for a in o.axes if isinstance(a, tuple)):
+            sizes |= {f: 1 for f in axis[1:] if f not in sizes}
         for axis, size, operand in blocked:
             if size < _entries(axis, sizes) or (size > _entries(axis, sizes) and not filled):
                 factor, block = block_of(axis)
@@ -234,6 +262,11 @@ class Rule:
         rule = " -> ".join(", ".join(map(text, side)) for side in (self.inputs, self.outputs))
         inner = {names[f]: inner_sizes[f] for f in names if f not in whole}
         return rule, inner, tuple(names[f] for f in names if f in fixed)
+
+
+def _array_axes(axis: Axis, ranks) -> list[Axis]:
+    """What `axis` stands for, one entry per array axis."""
+    return [f"{axis}{i}" for i in range(ranks[axis])] if is_group(axis) else [axis]
 
 
 def _together(axis: Axis) -> tuple[str, ...]:

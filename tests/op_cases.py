@@ -1,6 +1,7 @@
 """One small call of every op: the case list that the generated tests walk over."""
 
-from dataclasses import dataclass, field
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,7 @@ class Case:
     attrs: dict = field(default_factory=dict)
     outputs: tuple | None = None
     ranks: dict = field(default_factory=dict)
+    ones: dict = field(default_factory=dict)  # {operand: its factors that are broadcast}
 
     @property
     def declared(self) -> Op:
@@ -45,7 +47,9 @@ class Case:
 
     def shapes(self) -> list[tuple[int, ...]]:
         ranks = {g: self.ranks.get(g, 2) for g in self.declared.rule.groups}
-        return [self.declared.rule.shape(o, ranks, self.sizes) for o in self.declared.rule.inputs]
+        operands = [replace(o, ones=frozenset(self.ones.get(o.name, ()))) for o in self.declared.rule.inputs]
+        sizes = defaultdict(lambda: 1, self.sizes)  # of what is broadcast, too, and of what is absent
+        return [self.declared.rule.shape(o, ranks, sizes) for o in operands]
 
     def args(self, rng: np.random.Generator) -> list:
         """Fresh random operands; None where absent. lse and the like are made consistent by `prepare`."""
@@ -77,14 +81,15 @@ _norm_sizes = {"...0": 8, "...1": 8, "h": 24}
 _mlp_sizes = {"m...0": 8, "m...1": 8, "a": 2, "f": 24}
 _swiglu = activation.attributes(("silu", "linear"))
 _attention_sizes = {"b...0": 8, "s": 8, "t": 8, "g": 8, "r": 2, "d": 16, "e": 8, "w": 4, "n": 1, "f": 4}
+_kv_sizes = {**_attention_sizes, "c": 2, "e": 16}
+_qkv_sizes = {**_kv_sizes, "c": 3, "r": 1}
 _fp8_sizes = {"b...0": 4, "s": 4, "t": 4, "g": 4, "r": 2, "d": 128}
-_packed_sizes = {"b...0": 8, "s": 8, "t": 8, "c": 3, "h": 8, "d": 16, "w": 4, "n": 1, "f": 4}
 _attention_ranks = {"b...": 1}
-_attention = dict(left=-1, right=0, bottom_right=False, seq_major=False, scale=0.25, dropout_rate=0.0)
-_joined = dict(_attention, interleaved=False)
-_kv_sizes = {**_attention_sizes, "c": 2}
+_memory = dict(seq_major=False, interleaved=False)
+_attention = dict(_memory, left=-1, right=0, bottom_right=False, scale=0.25, dropout_rate=0.0)
 _attention_dropout = dict(_attention, dropout_rate=0.3)
-_absent = (None,) * 5  # biases and segments
+_absent = (None,) * 4  # kv, qkv, bias, segments
+_qkv = (*(None,) * 4, f32)
 _law = dict(dtype=E4M3, power_2=False, epsilon=0.0)
 _blocks = dict(_law, lead=1, square=False)
 _rows = ("data", "data_t", "scale_inv", "scale_inv_t", "dbias")
@@ -203,34 +208,40 @@ CASES = [
     ),
     Case(
         "attention_segments_bias_b_fwd", "te_attention_fwd", _attention_sizes,
-        (*(f32,) * 3, None, f32, None, None, i32, None), dict(_attention, left=2), ("out", "lse"), _attention_ranks,
+        (*(f32,) * 3, None, None, f32, i32, None), dict(_attention, left=2), ("out", "lse"), _attention_ranks,
+        {"bias": ("g",)},
     ),
     Case(
         "attention_bias_h_bwd", "te_attention_bwd", _attention_sizes,
-        (*(f32,) * 4, None, None, f32, None, None, f32, f32, None), dict(_attention, deterministic=True, right=-1),
-        ("dq", "dk", "dv", "dbias_h"), _attention_ranks,
+        (*(f32,) * 4, None, None, f32, None, f32, f32, None), dict(_attention, deterministic=True, right=-1),
+        ("dq", "dk", "dv", "dbias"), _attention_ranks, {"bias": ("b...0",)},
+    ),
+    Case(
+        "attention_bias_part_of_b_bwd", "te_attention_bwd", {**_attention_sizes, "b...1": 4, "g": 4},
+        (*(f32,) * 4, None, None, f32, None, f32, f32, None), dict(_attention, deterministic=True),
+        ("dq", "dk", "dv", "dbias"), {}, {"bias": ("b...0",)},
     ),
     Case(
         "attention_segments_bwd", "te_attention_bwd", _attention_sizes,
-        (*(f32,) * 4, *(None,) * 4, i32, f32, f32, None),
+        (*(f32,) * 4, *(None,) * 3, i32, f32, f32, None),
         dict(_attention, deterministic=False, bottom_right=True), ("dq", "dk", "dv"), _attention_ranks,
     ),
     Case(
-        "attention_packed_fwd", "te_attention_packed_fwd", _packed_sizes, (f32, *_absent, None), _joined,
+        "attention_qkv_fwd", "te_attention_fwd", _qkv_sizes, (*_qkv, *(None,) * 3), _attention,
         ("out", "lse"), _attention_ranks,
     ),
     Case(
-        "attention_kv_segments_fwd", "te_attention_kv_fwd", _kv_sizes, (f32, f32, *(None,) * 4, i32, None), _joined,
-        ("out", "lse"), _attention_ranks,
+        "attention_kv_segments_fwd", "te_attention_fwd", _kv_sizes,
+        (f32, None, None, f32, None, None, i32, None), _attention, ("out", "lse"), _attention_ranks,
     ),
     Case(
-        "attention_kv_bwd", "te_attention_kv_bwd", _kv_sizes, (*(f32,) * 3, *_absent, f32, f32, None),
-        dict(_joined, deterministic=False), ("dq", "dkv"), _attention_ranks,
+        "attention_kv_bwd", "te_attention_bwd", _kv_sizes, (f32, f32, None, None, f32, *(None,) * 3, f32, f32, None),
+        dict(_attention, deterministic=False), ("dq", "dkv"), _attention_ranks,
     ),
     Case(
-        "attention_packed_bias_bwd", "te_attention_packed_bwd", _packed_sizes,
-        (f32, f32, None, None, None, f32, None, f32, f32, None), dict(_joined, deterministic=False),
-        ("dqkv", "dbias"), _attention_ranks,
+        "attention_qkv_bias_bwd", "te_attention_bwd", _qkv_sizes,
+        (f32, *_qkv, f32, None, f32, f32, None), dict(_attention, deterministic=False),
+        ("dqkv", "dbias"), _attention_ranks, {"bias": ("b...0", "g")},
     ),
     Case(
         "attention_fp8_fwd", "te_attention_fp8_fwd", {**_fp8_sizes, "n": 6}, (E4M3, E4M3, E4M3, f32),

@@ -235,8 +235,16 @@ def test_descriptor_is_a_pytree_and_derives_positions():
 def test_op_results(causal):
     q, k, v, dout = operands(SHAPES["gqa_s<t"], jnp.bfloat16)
     want = attend(q, k, v, seen=visible(5, 9, causal=causal), scale=0.3, dout=dout)
-    attrs = dict(left=-1, right=0 if causal else -1, bottom_right=False, seq_major=False, scale=0.3, dropout_rate=0.0)
-    none = (None,) * 5  # biases and segments
+    attrs = dict(
+        left=-1,
+        right=0 if causal else -1,
+        bottom_right=False,
+        seq_major=False,
+        interleaved=False,
+        scale=0.3,
+        dropout_rate=0.0,
+    )
+    none = (None,) * 4  # kv, qkv, bias and segments
     out, lse = attention.attention_fwd(q, k, v, *none, None, outputs=("out", "lse"), **attrs)
     assert lse.dtype == jnp.float32
     np.testing.assert_allclose(lse, want["lse"], rtol=1e-5, atol=1e-5)

@@ -31,8 +31,8 @@ GPU_SHAPES = {  # b, s, t, h, g, d, e
 }
 
 
-NO_EXTRAS = (None,) * 5  # biases and segments
-ATTRS = dict(left=-1, right=-1, bottom_right=False, seq_major=False, scale=0.125, dropout_rate=0.0)
+NO_EXTRAS = (None,) * 4  # kv, qkv, bias and segments
+ATTRS = dict(left=-1, right=-1, bottom_right=False, seq_major=False, interleaved=False, scale=0.125, dropout_rate=0.0)
 
 
 @pytest.mark.gpu
@@ -144,8 +144,10 @@ def test_projection_goes_to_the_kernel_uncopied(groups):
     variables = module.init(jax.random.key(0), x)
     step = jax.jit(jax.grad(lambda v, x: jnp.sum(module.apply(v, x)[0].astype(jnp.float32)), (0, 1)))
     text = step.lower(variables, x).compile().as_text()
-    name, parts = ("packed", 3) if groups == 8 else ("kv", 2)
-    assert f"te_attention_{name}_fwd" in text and f"te_attention_{name}_bwd" in text
+    parts = 3 if groups == 8 else 2
+    for name in ("te_attention_fwd", "te_attention_bwd"):
+        (call,) = (line for line in text.splitlines() if f'custom_call_target="{name}"' in line)
+        assert f"bf16[2,256,{parts},{groups},64]" in call
     one = rf"= bf16\[2,256,(1,)?{groups},64\]\S* (copy|slice|fusion)"
     all_of_them = rf"= bf16\[2,256,{parts},\S* (copy|concat|fusion)"
     moved = [line for line in text.splitlines() if re.search(one, line) or re.search(all_of_them, line)]

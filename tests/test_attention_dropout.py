@@ -14,7 +14,7 @@ from te_jax.ops import attention, attention_op, attention_reference
 from te_jax.ops.attention import dot_product_attention, dot_product_attention_packed
 
 B, S, H, D, RATE = 4, 16, 4, 16, 0.3
-ATTRS = dict(left=-1, right=-1, bottom_right=False, seq_major=False, scale=0.25, dropout_rate=RATE)
+ATTRS = dict(left=-1, right=-1, bottom_right=False, seq_major=False, interleaved=False, scale=0.25, dropout_rate=RATE)
 
 
 def arrays(b=B, h=H, g=H, dtype=jnp.bfloat16):
@@ -103,10 +103,10 @@ def _kernel(plain, is_forward):
 def kernel(monkeypatch):
     """The ops with their CUDA lowering, around a kernel in plain JAX that draws as cuDNN does."""
     plain = attention_reference
-    forward, backward = _kernel(partial(plain.forward, 1), True), _kernel(partial(plain.backward, 1), False)
-    lowered = lambda *args, **attrs: attention_op._forward(1, forward, *args, **attrs)
+    forward, backward = _kernel(plain.forward, True), _kernel(plain.backward, False)
+    lowered = lambda *args, **attrs: attention_op._forward(forward, *args, **attrs)
     monkeypatch.setattr(attention.attention_fwd, "reference", lowered)
-    lowered_bwd = lambda *args, **attrs: (*attention_op._backward(1, backward, *args, **attrs), *(None,) * 4)
+    lowered_bwd = lambda *args, **attrs: (*attention_op._backward(backward, *args, **attrs), *(None,) * 3)
     monkeypatch.setattr(attention.attention_bwd, "reference", lowered_bwd)
     jax.clear_caches()
     yield
@@ -176,7 +176,7 @@ def test_constraints_that_differ_forward_and_backward(kernel):
 def test_a_mask_of_other_shards_gives_nan(kernel):
     q, k, v, dout = arrays()
     words = jax.random.bits(jax.random.key(0), (B, H, 4), jnp.uint32)
-    none = (None,) * 5  # biases and segments
+    none = (None,) * 4  # kv, qkv, bias and segments
     out, lse, drawn = jax.jit(lambda *args: attention.attention_fwd(*args[:3], *none, args[3], **ATTRS))(q, k, v, words)
     backward = lambda *args: attention.attention_bwd(
         *args[:4], *none, *args[4:], outputs=("dq", "dk", "dv"), deterministic=False, **ATTRS

@@ -76,8 +76,7 @@ def test_parts_go_to_the_kernel_as_they_lie(kind, interleaved):
     loss = lambda *x: jnp.sum(attend(*x, interleaved=interleaved).astype(jnp.float32))
     step = jax.jit(jax.grad(loss, len(arrays) - 1))
     text = step.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    name = "kv" if kind == "kv" else "packed"
-    calls = [line for line in text.splitlines() if f"custom_call @te_attention_{name}_" in line]
+    calls = [line for line in text.splitlines() if "custom_call @te_attention_" in line]
     fwd, bwd = calls
     turned, straight = ("dense<[4, 2, 3, 1, 0]>", "dense<[4, 3, 2, 1, 0]>")
     assert [line.count(turned if interleaved else straight) for line in (fwd, bwd)] == [1, 2]
@@ -108,20 +107,23 @@ def test_projection_goes_to_the_kernel_uncopied(fields):
     """b 2, s 8, 4 heads of 16: neither q, k, v nor their gradients are cut out, put together or transposed."""
     x = jnp.ones((2, 8, 32), jnp.bfloat16)
     fields = dict(head_dim=16, num_attention_heads=4, dtype=jnp.bfloat16) | fields
-    for name, module, others in (
-        ("packed", te_flax.MultiHeadAttention(**fields), ()),
-        ("kv", te_flax.MultiHeadAttention(**fields, num_gqa_groups=2), ()),
-        ("kv", te_flax.MultiHeadAttention(**fields, attn_mask_type="no_mask"), (jnp.ones((2, 5, 32), jnp.bfloat16),)),
+    for parts, module, others in (
+        (3, te_flax.MultiHeadAttention(**fields), ()),
+        (2, te_flax.MultiHeadAttention(**fields, num_gqa_groups=2), ()),
+        (2, te_flax.MultiHeadAttention(**fields, attn_mask_type="no_mask"), (jnp.ones((2, 5, 32), jnp.bfloat16),)),
     ):
-        _check_uncopied(name, module, fields, x, *others)
+        _check_uncopied(parts, module, fields, x, *others)
 
 
-def _check_uncopied(name, module, fields, *inputs):
+def _check_uncopied(parts, module, fields, *inputs):
     variables = jax.eval_shape(module.init, jax.random.key(0), *inputs)
     step = jax.jit(jax.grad(lambda v, *x: jnp.sum(module.apply(v, *x)[0].astype(jnp.float32)), (0, 1)))
     text = step.trace(variables, *inputs).lower(lowering_platforms=("cuda",)).as_text()
-    assert all(text.count(f"custom_call @te_attention_{name}_{kind}(") == 1 for kind in ("fwd", "bwd"))
-    calls = 0 if "enable_rotary_pos_emb" not in fields else 2 if name == "packed" else 4
+    fwd, bwd = (line for line in text.splitlines() if "custom_call @te_attention_" in line)
+    assert "@te_attention_fwd(" in fwd and "@te_attention_bwd(" in bwd
+    joined = rf"tensor<2x\dx{parts}x\dx16xbf16>"
+    assert [len(re.findall(joined, line)) for line in (fwd, bwd)] == [1, 2]
+    calls = 0 if "enable_rotary_pos_emb" not in fields else 2 if parts == 3 else 4
     assert text.count("custom_call @te_rope(") == calls
     tokens = [found[0] for found in COPIES.finditer(text) if "<2x8x" in found[0] or "<2x5x" in found[0]]
     assert not tokens, tokens  # others are of weights

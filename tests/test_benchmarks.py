@@ -285,7 +285,7 @@ def test_inspect_hlo(tmp_path, capsys):
     assert report["verdict"] == {"te_gemm": 12, "expected": 12, "dots_left": 0, "good": True}
     counts = report["counts"]["te"]
     assert counts["te_norm_fwd"] == counts["te_norm_bwd"] == 2
-    assert counts["te_attention_packed_fwd"] == counts["te_attention_packed_bwd"] == 1
+    assert counts["te_attention_fwd"] == counts["te_attention_bwd"] == 1
     assert "te_gemm: 12" in capsys.readouterr().out
 
 

@@ -17,14 +17,21 @@ MLIR_TYPE = {"int64_t": "i64", "double": "f64", "bool": "i1"}
 
 
 def declared_handlers():
-    """name -> (number of operands, number of results, {attribute: type}), read off the TE_HANDLER lines in csrc/."""
+    """name -> (number of operands, number of results, {attribute: type}): the TE_HANDLER lines in csrc/, which name the
+    attributes, and the parameters of their launchers in csrc/*.h."""
+    launchers = {}
+    for path in CSRC.glob("*.h"):
+        for name, parameters in re.findall(r"^Status (Launch\w+)\((.*?)\);$", path.read_text(), re.S | re.M):
+            types = [parameter.split()[0] for parameter in parameters.split(",")]
+            launchers[name] = [kind for kind in types if kind not in ("Stage", "cudaStream_t")]
     handlers = {}
-    for path in [*CSRC.glob("*.cu"), *CSRC.glob("*.cc")]:
+    for path in CSRC.glob("*.cc"):
         for match in re.finditer(r"^TE_HANDLER(?:_INIT)?\((.*?)\);$", path.read_text(), re.S | re.M):
             text = match[1]
-            attrs = dict((name, t) for t, name in re.findall(r"\.Attr<([\w:]+)>\(\"(\w+)\"\)", text))
-            counts = (len(re.findall(r"\.Arg<", text)), len(re.findall(r"\.Ret<", text)))
-            handlers[text.split(",")[0].strip()] = (*counts, attrs)
+            name, launcher = (part.strip() for part in text.split(",")[:2])
+            types, names = launchers[launcher], re.findall(r'"(\w+)"', text)
+            counts = types.count("Arg"), types.count("Ret")
+            handlers[name] = (*counts, dict(zip(names, types[sum(counts) :], strict=True)))
     return handlers
 
 
@@ -79,7 +86,7 @@ def test_a_composed_op_calls_the_kernels_of_others(case, rng, monkeypatch):
 def test_attention_op_is_exact_where_cudnn_is_not_used():
     """f32 attention has no cuDNN kernel: the op's CUDA lowering is then its reference."""
     q = jnp.ones((1, 8, 2, 16))
-    attrs = dict(left=-1, right=0, bottom_right=False, seq_major=False, scale=0.25, dropout_rate=0.0)
-    call = lambda q: attention.attention_fwd(q, q, q, *(None,) * 6, outputs=("out", "lse"), **attrs)
+    attrs = dict(left=-1, right=0, bottom_right=False, seq_major=False, interleaved=False, scale=0.25, dropout_rate=0.0)
+    call = lambda q: attention.attention_fwd(q, q, q, *(None,) * 5, outputs=("out", "lse"), **attrs)
     text = jax.jit(call).trace(q)
     assert "custom_call @te_attention" not in text.lower(lowering_platforms=("cuda",)).as_text()

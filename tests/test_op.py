@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 from op_cases import CASES, E4M3, Case
 
 from te_jax._op import Op, ops
-from te_jax._rule import Rule
-from te_jax.ops import attention_reference
+from te_jax.ops import attention_op, attention_reference
 from te_jax.ops.gemm import gemm, gemm_sum
 
 AXES = ("a", "b")  # mesh axes of 4 and 2 devices
@@ -69,14 +68,15 @@ def solve(case, args):
     rule = op.rule.select(names, case.outputs or [o.name for o in op.rule.outputs])
     given = [a for a in args if a is not None]
     known = {g: case.attrs[a] for g, a in op.rank_attrs.items()}
-    return rule, rule.ranks(op.name, [a.ndim for a in given], known), given
+    ranks = rule.ranks(op.name, [a.ndim for a in given], known)
+    return rule.broadcast([a.shape for a in given], ranks), ranks, given
 
 
 def placements(case, args):
     """Every factor on each of the two mesh axes, alone and beside another factor -> specs of the operands."""
     rule, ranks, _ = solve(case, args)
     factors = list(dict.fromkeys(f for o in rule.operands for f in rule.leading(o, ranks)))
-    factors = [f for f in factors if case.sizes[f] % 4 == 0]  # q, k, v side by side do not go on 4 devices
+    factors = [f for f in factors if case.sizes.get(f, 1) % 4 == 0]  # not q, k, v side by side, nor what is broadcast
     pairs = [(f, factors[i - 1 - i % 2]) for i, f in enumerate(factors) if len(factors) > 1]
     for chosen in [(None, None), *((f, None) for f in factors), *((None, f) for f in factors), *pairs]:
         axis_of = {f: axis for f, axis in zip(chosen, AXES) if f is not None}
@@ -199,8 +199,8 @@ def test_vmap_joins_a_group(case: Case, rng):
     """A mapped axis that the kernel can take as one more of its own axes does not become a loop."""
     args = case.args(rng)
     rule, _, given = solve(case, args)
-    free = [g for g in rule.groups if g not in case.declared.replicated and all(g in o.axes for o in rule.outputs)]
-    mapped = [bool(free) and free[0] in o.axes for o in rule.inputs] if free else [True] * len(given)
+    free = [g for g in rule.groups if g not in case.declared.replicated and all(o.has(g) for o in rule.outputs)]
+    mapped = [o.has(free[0]) for o in rule.inputs] if free else [True] * len(given)
     axes = [0 if m else None for m in mapped]
     stacked = [np.stack([a, a]) if m else a for a, m in zip(given, mapped)]
     jaxpr = jax.make_jaxpr(jax.vmap(call(case, args), axes))(*stacked)
@@ -233,30 +233,6 @@ def test_vmap_over_a_sharded_axis(case: Case, kind, rng, on_host):
         for i in range(8):
             example = [of[i] if m else a for of, a, m in zip(stacked, given, mapped)]
             close([each[i] for each in map(np.asarray, got)], one(*example), f"{mapped}, example {i}")
-
-
-class TestRule:
-    def test_sizes_clash(self):
-        rule = Rule.parse("lhs: m... k, rhs: n k -> out: m... n")
-        with pytest.raises(ValueError, match=r"te_x: axis `k` is 1000 in rhs\[n k\], but 1024 in lhs\[m\.\.\. k\]"):
-            rule.sizes("te_x", [(8, 4, 1024), (7, 1000)], {"m...": 2})
-
-    def test_rank(self):
-        rule = Rule.parse("lhs: m k, rhs: n k -> out: m n")
-        with pytest.raises(ValueError, match=r"te_x: lhs\[m k\] has 3 axes, needs 2"):
-            rule.ranks("te_x", [3, 2], {})
-
-    def test_open_group(self):
-        rule = Rule.parse("x: m... n... -> y: n... m...")
-        with pytest.raises(ValueError, match="leaves the rank of its axis groups open"):
-            rule.ranks("te_x", [3], {})
-        assert rule.ranks("te_x", [3], {"m...": 1}) == {"m...": 1, "n...": 2}
-
-    def test_split_axis(self):
-        rule = Rule.parse("q: s (g r), k: t g -> o: s (g r)")
-        assert rule.sizes("te_x", [(3, 8), (5, 2)], {}) == {"s": 3, "t": 5, "g": 2, "r": 4}
-        with pytest.raises(ValueError, match=r"q\[s \(g r\)\] has an axis of 8, which g = 3 does not divide"):
-            rule.sizes("te_x", [(3, 8), (5, 3)], {})
 
 
 def test_lost_axis_is_refused():
@@ -357,6 +333,7 @@ def test_shards_are_not_gathered(case: Case, kind, rng, on_host):
     mesh = jax.make_mesh((4, 2), AXES, axis_types=KINDS[kind])
     fixed, fn = rule.matches(case.declared.replicated, ranks), call(case, args)
     split = {True: {}, False: {}}  # factors that cost an all-reduce, and the others -> operands that they split
+    fixed |= {f for o in rule.inputs for f in rule.leading(o, ranks) if f not in case.sizes}  # what is broadcast
     for factor in dict.fromkeys(f for o in rule.inputs for f in rule.leading(o, ranks) if f not in fixed):
         specs = [P(*("a" if f == factor else None for f in rule.leading(o, ranks))) for o in rule.inputs]
         sums = any(factor not in rule.leading(o, ranks) for o in rule.outputs)
@@ -399,3 +376,34 @@ def test_attributes_of_another_type_lower_anew():
         return fn.trace(jnp.ones((2, 8))).lower(lowering_platforms=("cuda",)).as_text()
 
     assert "eps = 1 : i64" in text(1) and "eps = 1.000000e+00 : f64" in text(1.0)
+
+
+@pytest.mark.parametrize("ones", [(), (0,), (1,), (0, 1), (2,), (0, 1, 2)], ids=str)
+def test_bias_of_a_part_of_the_batch(ones, rng):
+    """The CUDA lowering, with plain JAX in the place of the kernel, which has one batch axis: of 1 or all rows."""
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+    q, k, v, dout = draw(2, 3, 8, 4, 16), draw(2, 3, 8, 2, 16), draw(2, 3, 8, 2, 8), draw(2, 3, 8, 4, 8)
+    bias = draw(*(1 if axis in ones else size for axis, size in enumerate((2, 3, 4))), 8, 8)
+    attrs = dict(left=-1, right=0, bottom_right=False, seq_major=False, interleaved=False, scale=0.3, dropout_rate=0.0)
+    operands = q, k, v, None, None, bias, None
+    seen = []
+
+    def kernel(plain, at):
+        def call(*args, outputs=("dq", "dk", "dv", None, None, "dbias"), **attrs):
+            seen.append(args[at].shape)
+            return [r for r, name in zip(plain(*args, **attrs), outputs) if name]
+
+        return call
+
+    out, lse, _ = attention_op._forward(kernel(attention_reference.forward, 5), *operands, None, **attrs)
+    close((out, lse), attention_reference.forward(*operands, None, **attrs)[:2])
+    after = out, lse, None
+    backward = kernel(attention_reference.backward, 6)
+    got = attention_op._backward(backward, dout, *operands, *after, **attrs, deterministic=True)
+    want = attention_reference.backward(dout, *operands, *after, **attrs, deterministic=True)
+    close(got[:3], want[:3])
+    of_bias, wanted = (np.asarray(grads[-1], np.float32) for grads in (got, want))
+    assert of_bias.shape == bias.shape  # rounded before up to 3 rows are added up
+    assert np.abs(of_bias - wanted).max() <= (0 if len({0, 1} & set(ones)) != 1 else 4 * 2**-8) * np.abs(wanted).max()
+    rows = 1 if {0, 1} <= set(ones) else 6
+    assert seen == [(rows, 1 if 2 in ones else 4, 8, 8)] * 2

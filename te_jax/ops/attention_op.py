@@ -1,6 +1,6 @@
 """The attention ops: cuDNN (FlashAttention, https://arxiv.org/abs/2205.14135) on CUDA, plain JAX elsewhere."""
 
-from functools import cache, partial
+from functools import cache
 from math import prod
 
 import jax
@@ -10,7 +10,6 @@ from te_jax import _lib
 from te_jax._op import Op
 from te_jax.ops import attention_reference as reference
 from te_jax.ops.attention_decode import one_query
-from te_jax.ops.attention_reference import BIAS_FORMS
 
 # ---- what cuDNN takes ----------------------------------------------------------------------------
 
@@ -76,23 +75,22 @@ def parts_of(*operands):
 # ---- the CUDA call -------------------------------------------------------------------------------
 
 
-def _workspace(kind, operands, biases, segments, *, outputs, interleaved=False, deterministic=False, **attrs) -> int:
+def _workspace(q, k, v, kv, qkv, bias, segments, *rest, outputs, deterministic=False, **attrs) -> int:
     """Bytes, from cuDNN's plan where there is a GPU; else (cross-lowering) from above."""
+    operands = present(q, k, v, kv, qkv)
     q, _, v = parts_of(*operands)
     (b, s, h, d), (t, g, e) = q.shape, v.shape[1:]
-    form, bias = next(((f, x) for f, x in zip(BIAS_FORMS, biases, strict=True) if x is not None), ("", None))
-    dbias = any(name.startswith("dbias") for name in outputs)
+    is_forward, dbias = "out" in outputs, "dbias" in outputs
     module = _lib.require_for_lowering()
     if module:
         return module.attention_workspace(
-            kind, "bf16" if q.dtype == jnp.bfloat16 else "f16", b, s, t, h, g, d, e, joined=4 - len(operands),
-            interleaved=interleaved, segments=0 if segments is None else segments.shape[1], deterministic=deterministic,
-            bias_b=0 if bias is None else b if "b" in form else 1,
-            bias_h=0 if bias is None else h if "h" in form else 1,
-            bias_f32=bias is not None and bias.dtype == jnp.float32, dbias=dbias, **attrs,
+            "fwd" if is_forward else "bwd", "bf16" if q.dtype == jnp.bfloat16 else "f16", b, s, t, h, g, d, e,
+            joined=4 - len(operands), segments=0 if segments is None else segments.shape[1],
+            bias_b=0 if bias is None else bias.shape[0], bias_h=0 if bias is None else bias.shape[1],
+            bias_f32=bias is not None and bias.dtype == jnp.float32, dbias=dbias, deterministic=deterministic, **attrs,
         )  # fmt: skip
     slack = (16 << 20) + (64 * b * segments.shape[1] if segments is not None else 0)
-    if kind == "fwd":
+    if is_forward:
         return slack + 8 * b * h * s
     whole = 4 * b * h * (s * (d + 2) + t * (d + e))  # f32 dq, row sums, and dk, dv of every query head
     return slack + whole + (2 * b * h * (s + 128) * (t + 128) if deterministic or dbias else 0)
@@ -103,18 +101,23 @@ def flat(x, axes):
     return None if x is None else x.reshape(prod(x.shape[: x.ndim - axes]), *x.shape[x.ndim - axes :])
 
 
-def _extras(biases, segments):
-    """Biases and segments with the batch as one axis."""
-    each = (flat(x, 3 if form == "bh" else 2) if "b" in form else x for form, x in zip(BIAS_FORMS, biases))
-    return (*each, flat(segments, 2))
+def _bias_of_rows(bias, batch):
+    """The bias with the batch as one axis, of 1 or all rows: the kernel takes no part of the batch broadcast."""
+    if bias is None:
+        return None
+    lead = bias.shape[:-3]
+    whole = batch if any(size > 1 for size in lead) else lead
+    return flat(jnp.broadcast_to(bias, (*whole, *bias.shape[-3:])), 3)
 
 
 _SEQUENCES = ("q", "k", "v", "kv", "qkv", "out", "dout", "dq", "dk", "dv", "dkv", "dqkv")
 
 
-def _layout(name, ndim, *, seq_major, interleaved=False, **attrs):
+def _layout(name, ndim, *, seq_major, interleaved, **attrs):
     """How an array lies in the kernel's memory: its axes from the outermost to the innermost."""
     axes = tuple(range(ndim))
+    if ndim < 3:  # one that is absent
+        return axes
     if seq_major and name in _SEQUENCES:
         axes = (1, 0, *axes[2:])
     return (*axes[:2], 3, 2, 4) if interleaved and name in ("kv", "qkv", "dkv", "dqkv") else axes
@@ -147,35 +150,34 @@ def _lse_if_drawn_here(lse, drawn):
     return jnp.where(jnp.all(drawn == _numbered(seed, drawn.shape[:-1])), lse, jnp.nan)
 
 
-def _split(operands, joined: int):
-    """The operands of a forward op -> what attends, biases, segments, and what is left. joined: of q, k, v in one."""
-    n = 4 - joined
-    return operands[:n], operands[n : n + 4], operands[n + 4], operands[n + 5 :]
+def present(*operands):
+    """The operands that a call has."""
+    return tuple(x for x in operands if x is not None)
 
 
-def _forward(joined, call, *operands, **attrs):
-    """The lowering of a forward op of q, k, v [b..., s, ...], `joined` of which lie in one array."""
-    operands, biases, segments, (rng,) = _split(operands, joined)
-    q, k, v = parts_of(*operands)
+def _forward(call, *operands, **attrs):
+    """The lowering of the forward op."""
+    *arrays, bias, segments, rng = operands
+    q, k, v = parts_of(*present(*arrays))
     if cudnn_refuses(q, k, v) or (rng is not None and cudnn_refuses_backward(q)):
         # The op means the same for every type and size.
-        return reference.forward(joined, *operands, *biases, segments, rng, **attrs)
-    if joined == 1 and _is_one_query(q, biases, segments, rng, **attrs):
-        run = lambda q, k, v, segments: _run(call, q, k, v, *biases, segments, None, **attrs)
-        return *one_query(run, *operands, segments), None
+        return reference.forward(*operands, **attrs)
+    if len(present(*arrays)) == 3 and _is_one_query(q, bias, segments, rng, **attrs):
+        run = lambda q, k, v, segments: _run(call, q, k, v, None, None, None, segments, None, **attrs)
+        return *one_query(run, *present(*arrays), segments), None
     batch, drawn = q.shape[:-3], _drawn_here(rng)
-    each = (flat(x, x.ndim - len(batch)) for x in operands)
-    out, lse = _run(call, *each, *_extras(biases, segments), flat(drawn, 2), **attrs)
+    each = (None if x is None else flat(x, x.ndim - len(batch)) for x in arrays)
+    out, lse = _run(call, *each, _bias_of_rows(bias, batch), flat(segments, 2), flat(drawn, 2), **attrs)
     if segments is not None and lse.shape[-1] == 1:
         # For single queries of given lengths cuDNN 9.19 gives a wrong lse. Where nobody reads it XLA drops all of this.
-        lse = reference.forward(joined, *operands, *biases, segments, rng, **attrs)[1]
+        lse = reference.forward(*operands, **attrs)[1]
     return (*(x.reshape(*batch, *x.shape[1:]) for x in (out, lse)), drawn)
 
 
-def _is_one_query(q, biases, segments, rng, *, left, right, seq_major, **attrs) -> bool:
+def _is_one_query(q, bias, segments, rng, *, left, right, seq_major, **attrs) -> bool:
     """Whether `one_query` serves the call."""
     seen_by_all = left == right == -1 and (segments is None or segments.shape[-2] == 1)
-    return q.shape[-3] == 1 and seen_by_all and rng is None and not seq_major and all(x is None for x in biases)
+    return q.shape[-3] == 1 and seen_by_all and rng is None and not seq_major and bias is None
 
 
 def _run(call, *operands, **attrs):
@@ -186,74 +188,55 @@ def _run(call, *operands, **attrs):
     return out, lse
 
 
-def _backward(joined, call, dout, *operands, **attrs):
-    """The lowering of a backward op."""
-    operands, biases, segments, (out, lse, drawn) = _split(operands, joined)
-    q, k, v = parts_of(*operands)
+def _backward(call, dout, *operands, **attrs):
+    """The lowering of the backward op."""
+    *arrays, bias, segments, out, lse, drawn = operands
+    q, k, v = parts_of(*present(*arrays))
     if cudnn_refuses(q, k, v) or cudnn_refuses_backward(q):
-        return reference.backward(joined, dout, *operands, *biases, segments, out, lse, drawn, **attrs)
-    each = lambda x: flat(x, x.ndim - len(q.shape[:-3]))
+        return reference.backward(dout, *operands, **attrs)
+    batch = q.shape[:-3]
+    each = lambda x: None if x is None else flat(x, x.ndim - len(batch))
     lse = each(_lse_if_drawn_here(lse, drawn))
     if segments is not None:
         lse = jnp.swapaxes(lse, 1, 2).reshape(lse.shape)
-    extras, like = _extras(biases, segments), [*operands, *(x for x in biases if x is not None)]
-    grads = call(each(dout), *map(each, operands), *extras, each(out), lse, flat(drawn, 2), **attrs)
-    return [grad.reshape(x.shape) for grad, x in zip(grads, like)]  # without dbias: the bias is left over
+    extras = _bias_of_rows(bias, batch), flat(segments, 2)
+    grads = call(each(dout), *map(each, arrays), *extras, each(out), lse, flat(drawn, 2), **attrs)
+    attended = present(*arrays)
+    dbias = [_gradient_of_bias(grad, bias, batch) for grad in grads[len(attended) :]]
+    return [*(grad.reshape(x.shape) for grad, x in zip(grads, attended)), *dbias]
+
+
+def _gradient_of_bias(grad, bias, batch):
+    """The gradient of the bias from the gradient of what `_bias_of_rows` makes of it."""
+    if grad.size == bias.size:
+        return grad.reshape(bias.shape)
+    return reference.sum_to(grad.reshape(*batch, *bias.shape[-3:]), bias.shape)
 
 
 # ---- the ops -------------------------------------------------------------------------------------
 
-# How many of q, k, v lie in one array -> the operands that attend, their gradients, out, and the heads of q.
-_ARRAYS = {
-    1: ("q: b... s (g r) d, k: b... t g d, v: b... t g e", "dq: b... s (g r) d, dk: b... t g d, dv: b... t g e",
-        "b... s (g r) e", "(g r)"),
-    2: ("q: b... s (g r) d, kv: b... t c g d", "dq: b... s (g r) d, dkv: b... t c g d", "b... s (g r) d", "(g r)"),
-    3: ("qkv: b... s c h d", "dqkv: b... s c h d", "b... s h d", "h"),
-}  # fmt: skip
+_ARRAYS = "q?: b... s (g r) d, k?: b... t g d, v?: b... t g e, kv?: b... t c g e, qkv?: b... s c g e"
+_EXTRAS = "bias?: ~b... ~(g r) s t, segments?: b... n f"
+_OUT, _LSE, _WORDS = "b... s (g r) e", "b... (g r) s", "b... (g r) w"
 _REPLICATED = "s t c d e r w n f"
 
-
-def _extra_axes(heads: str) -> str:
-    return f"bias_bh?: b... {heads} s t, bias_b?: b... s t, bias_h?: {heads} s t, bias?: s t, segments?: b... n f"
-
-
-def _forward_op(name: str, joined: int) -> Op:
-    arrays, _, out, heads = _ARRAYS[joined]
-    return Op(
-        name,
-        f"{arrays}, {_extra_axes(heads)}, rng?: b... {heads} w -> "
-        f"out: {out}, lse: b... {heads} s, drawn?: b... {heads} w",
-        replicated=_REPLICATED,
-        fenced="out lse",
-        dtypes=lambda q, *rest, **attrs: (q, jnp.float32, rest[-1]),
-        reference=partial(reference.forward, joined),
-        workspace=lambda *operands, **attrs: _workspace("fwd", *_split(operands, joined)[:3], **attrs),
-        layout=_layout,
-        cuda=partial(_forward, joined),
-    )
-
-
-def _backward_op(name: str, joined: int) -> Op:
-    arrays, gradients, out, heads = _ARRAYS[joined]
-    return Op(
-        name,
-        f"dout: {out}, {arrays}, {_extra_axes(heads)}, out: {out}, lse: b... {heads} s, drawn?: b... {heads} w -> "
-        f"{gradients}, dbias_bh?: b... {heads} s t, dbias_b?: b... s t, dbias_h?: {heads} s t, dbias?: s t",
-        replicated=_REPLICATED,
-        combine=dict.fromkeys(("dbias_b", "dbias_h", "dbias"), "sum"),
-        dtypes=lambda dout, *operands, **attrs: (*operands[: 4 - joined], *(operands[0],) * 4),
-        reference=partial(reference.backward, joined),
-        workspace=lambda dout, *operands, **attrs: _workspace("bwd", *_split(operands, joined)[:3], **attrs),
-        layout=_layout,
-        cuda=partial(_backward, joined),
-    )
-
-
-attention_fwd = _forward_op("te_attention_fwd", 1)
+attention_fwd = Op(
+    "te_attention_fwd",
+    f"{_ARRAYS}, {_EXTRAS}, rng?: {_WORDS} -> out: {_OUT}, lse: {_LSE}, drawn?: {_WORDS}",
+    replicated=_REPLICATED,
+    fenced="out lse",
+    dtypes=lambda *operands, **attrs: (present(*operands)[0], jnp.float32, operands[-1]),
+    reference=reference.forward,
+    workspace=_workspace,
+    layout=_layout,
+    cuda=_forward,
+)
 """softmax(scale * q k^T + bias, masked) v per head; query head i reads key head i // r.
 
 q, k, v: bf16 or f16 through cuDNN, any floating type elsewhere. scale: float.
-bias_bh, bias_b, bias_h, bias: one bias, by the axes that it has beside s and t; f32 or of q's type.
+kv: k and v side by side (c = 2), as one projection makes them, in the place of both; qkv: q, k and v (c = 3, r = 1).
+    They are not copied. interleaved: in the kernel's memory they lie as [b..., t, g, 2, d] and [b..., s, h, 3, d].
+bias: f32 or of q's type.
 left, right: int, a query sees the keys from `left` before its position to `right` after it; -1 is open.
 bottom_right: the last query (of a segment) is at the last key, else the first one is at the first.
 segments: i32[b..., n, 4], the first query of each segment, its queries, its first key, its keys: tokens see their
@@ -265,21 +248,19 @@ out: of q's type. lse: f32, natural log of the sum of exp(logits) over the keys 
 drawn: with rng: what the backward pass draws the same mask from. The mask depends on the sharding where cuDNN draws it.
 """
 
-attention_bwd = _backward_op("te_attention_bwd", 1)
-"""The gradients of `attention_fwd`'s out from its operands and results. deterministic: bitwise repeatable.
+attention_bwd = Op(
+    "te_attention_bwd",
+    f"dout: {_OUT}, {_ARRAYS}, {_EXTRAS}, out: {_OUT}, lse: {_LSE}, drawn?: {_WORDS} -> "
+    "dq?: =q, dk?: =k, dv?: =v, dkv?: =kv, dqkv?: =qkv, dbias?: =bias",
+    replicated=_REPLICATED,
+    combine={"dbias": "sum"},
+    dtypes=lambda dout, *operands, **attrs: (*operands[:5], present(*operands)[0]),
+    reference=reference.backward,
+    workspace=lambda dout, *operands, **attrs: _workspace(*operands, **attrs),
+    layout=_layout,
+    cuda=_backward,
+)
+"""The gradients of `attention_fwd`'s out by what attends, and by the bias, from its operands and results.
 
-That of a bias is of q's type.
+deterministic: bitwise repeatable. The bias's gradient is of q's type.
 """
-
-attention_kv_fwd, attention_kv_bwd = _forward_op("te_attention_kv_fwd", 2), _backward_op("te_attention_kv_bwd", 2)
-"""The same of k, v side by side in one array, c = 2, as one projection makes them: none is copied.
-
-interleaved: in the kernel's memory kv lies as [b..., t, g, 2, d], and its gradient.
-"""
-
-attention_packed_fwd = _forward_op("te_attention_packed_fwd", 3)
-attention_packed_bwd = _backward_op("te_attention_packed_bwd", 3)
-"""The same of q, k, v side by side, c = 3; interleaved as [b..., s, h, 3, d]."""
-
-FORWARD = {1: attention_fwd, 2: attention_kv_fwd, 3: attention_packed_fwd}
-BACKWARD = {1: attention_bwd, 2: attention_kv_bwd, 3: attention_packed_bwd}

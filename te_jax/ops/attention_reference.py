@@ -92,9 +92,6 @@ def _dropped(words, rate, s, t):
     return drawn.reshape(*words.shape[:-1], s, t) / jnp.float32(1 - rate)
 
 
-BIAS_FORMS = ("bh", "b", "h", "")  # which of the axes b..., h a bias [.., s, t] has
-
-
 def attend(q, k, v, *, bias=None, hidden=None, factor=None, offset=None, scale, pre_scale=False):
     """softmax(scale * q k^T + bias) v per head, in plain JAX: what the attention ops mean, and what users get off CUDA.
 
@@ -153,48 +150,6 @@ def _hidden(s, t, segments, *, left, right, bottom_right):
     return Mask(band, segments).hides(s, t)
 
 
-def _one_bias(*biases):
-    """The bias that is there, with axes that broadcast to [b..., h, s, t]; None if there is none."""
-    for form, bias in zip(BIAS_FORMS, biases, strict=True):
-        if bias is not None:
-            return bias[..., None, :, :] if form == "b" else bias
-    return None
-
-
-def _forward(q, k, v, bias_bh, bias_b, bias_h, bias, segments, rng, *, dropout_rate, scale, **band):
-    s, t = q.shape[-3], k.shape[-3]
-    out, lse, _ = attend(
-        *(x.astype(wide(x)) for x in (q, k, v)), bias=_one_bias(bias_bh, bias_b, bias_h, bias),
-        hidden=_hidden(s, t, segments, **band), factor=_dropped(rng, dropout_rate, s, t), scale=scale,
-    )  # fmt: skip
-    return out.astype(q.dtype), lse.astype(jnp.float32), rng
-
-
-def _backward(
-    dout, q, k, v, bias_bh, bias_b, bias_h, bias, segments, out, lse, drawn,
-    *, dropout_rate, deterministic, scale, **band,
-):  # fmt: skip
-    del deterministic  # XLA's sums have a fixed order
-    types, g, biases = (q.dtype, k.dtype, v.dtype), k.shape[-2], (bias_bh, bias_b, bias_h, bias)
-    dout, q, k, v, out = (x.astype(wide(x)) for x in (dout, q, k, v, out))
-    s, t = q.shape[-3], k.shape[-3]
-    logits = _logits(q, k, _one_bias(*biases), _hidden(s, t, segments, **band), scale=scale)
-    probs = jnp.exp(logits - finite_top(lse)[..., None])
-    factor = 1.0 if drawn is None else _dropped(drawn, dropout_rate, s, t)
-    delta = jnp.swapaxes(jnp.sum(dout * out, -1), -1, -2)  # [b..., h, s]: the sum of probs * dprobs over t
-    dlogits = probs * (factor * scores(dout, v) - delta[..., None])
-    dq = scale * mix(dlogits, k)
-    dk = scale * _einsum("...grst,...sgrd->...tgd", group_heads(dlogits, g), _group(q, g))
-    dv = _einsum("...grst,...sgre->...tge", group_heads(probs * factor, g), _group(dout, g))
-    rows = tuple(range(dlogits.ndim - 3))
-    lost = {"bh": (), "b": (-3,), "h": rows, "": (*rows, -3)}
-    grads = [grad.astype(dtype) for grad, dtype in zip((dq, dk, dv), types, strict=True)]
-    return grads + [
-        None if bias is None else jnp.sum(dlogits, lost[form]).astype(types[0])
-        for form, bias in zip(BIAS_FORMS, biases, strict=True)
-    ]
-
-
 def parts(*operands):
     """q, k, v of (q, k, v), of (q, kv [b..., t, 2, g, d]) or of (qkv [b..., s, 3, h, d],)."""
     *apart, joined = operands
@@ -202,17 +157,40 @@ def parts(*operands):
     return operands if missing == 1 else (*apart, *(joined[..., i, :, :] for i in range(missing)))
 
 
-def forward(joined, *operands, seq_major, interleaved=False, **attrs):
-    """-> out, lse, drawn of the forward op of q, k, v, `joined` of which lie in one array."""
+def forward(*operands, dropout_rate, scale, seq_major, interleaved, **band):
+    """-> out, lse, drawn of the forward op."""
     del seq_major, interleaved  # of memory alone
-    n = 4 - joined
-    return _forward(*parts(*operands[:n]), *operands[n:], **attrs)
+    *arrays, bias, segments, rng = operands
+    q, k, v = parts(*(x for x in arrays if x is not None))
+    s, t = q.shape[-3], k.shape[-3]
+    out, lse, _ = attend(
+        *(x.astype(wide(x)) for x in (q, k, v)), bias=bias, hidden=_hidden(s, t, segments, **band),
+        factor=_dropped(rng, dropout_rate, s, t), scale=scale,
+    )  # fmt: skip
+    return out.astype(q.dtype), lse.astype(jnp.float32), rng
 
 
-def backward(joined, dout, *operands, seq_major, interleaved=False, **attrs):
-    """-> the gradients of the same, and of the biases (None where there is none)."""
-    del seq_major, interleaved
-    n = 4 - joined
-    grads = _backward(dout, *parts(*operands[:n]), *operands[n:], **attrs)
-    apart, rest = grads[: n - 1], grads[n - 1 : 3]
-    return [*apart, *(rest if joined == 1 else [jnp.stack(rest, axis=-3)]), *grads[3:]]
+def backward(dout, *operands, dropout_rate, scale, seq_major, interleaved, deterministic, **band):
+    """-> the gradients of what attends, as it lies, and of the bias (None where there is none)."""
+    del seq_major, interleaved, deterministic  # of memory alone; XLA's sums have a fixed order
+    *arrays, bias, segments, out, lse, drawn = operands
+    parted = parts(*(x for x in arrays if x is not None))
+    (s, *_), (t, g, _) = parted[0].shape[-3:], parted[1].shape[-3:]
+    dout, q, k, v, out = (x.astype(wide(x)) for x in (dout, *parted, out))
+    logits = _logits(q, k, bias, _hidden(s, t, segments, **band), scale=scale)
+    probs = jnp.exp(logits - finite_top(lse)[..., None])
+    factor = 1.0 if drawn is None else _dropped(drawn, dropout_rate, s, t)
+    delta = jnp.swapaxes(jnp.sum(dout * out, -1), -1, -2)  # [b..., h, s]: the sum of probs * dprobs over t
+    dlogits = probs * (factor * scores(dout, v) - delta[..., None])
+    dq = scale * mix(dlogits, k)
+    dk = scale * _einsum("...grst,...sgrd->...tgd", group_heads(dlogits, g), _group(q, g))
+    dv = _einsum("...grst,...sgre->...tge", group_heads(probs * factor, g), _group(dout, g))
+    of_arrays = dq, dk, dv, (dk, dv), (dq, dk, dv)
+    whole = lambda grad, x: (jnp.stack(grad, axis=-3) if isinstance(grad, tuple) else grad).astype(x.dtype)
+    dbias = None if bias is None else sum_to(dlogits, bias.shape).astype(parted[0].dtype)
+    return [*(None if x is None else whole(grad, x) for grad, x in zip(of_arrays, arrays, strict=True)), dbias]
+
+
+def sum_to(x, shape):
+    """`x` summed over the axes that are 1 in `shape`."""
+    return jnp.sum(x, [i for i, (got, want) in enumerate(zip(x.shape, shape)) if got != want], keepdims=True)

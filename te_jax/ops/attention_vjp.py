@@ -1,4 +1,4 @@
-"""The attention ops under one vjp: the bias in their slots, what joins the softmax, names for checkpoint policies."""
+"""The attention ops under one vjp: the bias's shape, what joins the softmax, names for checkpoint policies."""
 
 from functools import partial
 
@@ -9,13 +9,13 @@ from te_jax._arrays import as_rank
 from te_jax._types import like
 from te_jax.checkpoint_policies import ATTENTION, named
 from te_jax.ops.attention.form import Attrs, Form
-from te_jax.ops.attention_op import BACKWARD, FORWARD, parts_of
-from te_jax.ops.attention_reference import BIAS_FORMS, HIDES
+from te_jax.ops.attention_op import attention_bwd, attention_fwd, parts_of
+from te_jax.ops.attention_reference import HIDES, sum_to
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def attention(operands, bias, sink, segments, rng, attrs: Attrs, name: str | None):
-    """-> out, lse (not differentiable) of the forward ops, in the terms of `Form`.
+    """-> out, lse (not differentiable) of the forward op, in the terms of `Form`.
 
     operands: (q, k, v), (q, kv) or (qkv,).
 
@@ -26,11 +26,9 @@ def attention(operands, bias, sink, segments, rng, attrs: Attrs, name: str | Non
 
 
 def _attention_fwd(operands, bias, sink, segments, rng, attrs, name):
-    joined = 4 - len(operands)
     outputs = ("out", "lse") if rng is None else ("out", "lse", "drawn")
-    q, k, _ = parts_of(*operands)
-    slots = _slots(bias, q.shape, k.shape[-3])
-    out, lse, *drawn = FORWARD[joined](*operands, *slots, segments, rng, outputs=outputs, **attrs.forward(joined))
+    arrays = *_slots(operands), _whole(bias, operands), segments, rng
+    out, lse, *drawn = attention_fwd(*arrays, outputs=outputs, **attrs.forward())
     if bias is not None:  # queries that see no key
         blind = lse < HIDES
         out, lse = jnp.where(_of_rows(blind), 0, out), jnp.where(blind, -jnp.inf, lse)
@@ -42,19 +40,16 @@ def _attention_fwd(operands, bias, sink, segments, rng, attrs, name):
 def _attention_bwd(attrs, name, residuals, cotangents):
     operands, bias, sink, segments, out, lse, drawn = residuals
     dout, _ = cotangents
-    joined, (q, k, _) = 4 - len(operands), parts_of(*operands)
-    slots = _slots(bias, q.shape, k.shape[-3])
-    outputs = {1: ("dq", "dk", "dv"), 2: ("dq", "dkv"), 3: ("dqkv",)}[joined]
-    if attrs.has_dbias:
-        (form,) = (f for f, slot in zip(BIAS_FORMS, slots) if slot is not None)
-        outputs += (f"dbias_{form}" if form else "dbias",)
+    outputs = (*(f"d{name}" for name in _NAMES[len(operands)]), *("dbias",) * attrs.has_dbias)
+    arrays, whole = _slots(operands), _whole(bias, operands)
     # exp(low - 0) is 0: no gradient comes of queries that see no key.
     seen = lse if bias is None else jnp.where(lse == -jnp.inf, 0, lse)
-    grads = BACKWARD[joined](
-        dout, *operands, *slots, segments, out, seen, drawn, outputs=outputs, **attrs.backward(joined)
-    )
+    grads = attention_bwd(dout, *arrays, whole, segments, out, seen, drawn, outputs=outputs, **attrs.backward())
     doperands = tuple(like(grad, x) for grad, x in zip(grads, operands))
-    dbias = _of_slot(grads[len(operands)], bias, len(q.shape)) if attrs.has_dbias else None
+    dbias = None
+    if attrs.has_dbias:
+        full = as_rank(bias, whole.ndim)
+        dbias = like(sum_to(grads[-1], full.shape).reshape(bias.shape), bias)
     return doperands, dbias, gradient_of_sink(sink, out, lse, dout), None, None
 
 
@@ -87,16 +82,6 @@ def _of_rows(x):
     return jnp.swapaxes(x, -1, -2)[..., None]
 
 
-def _of_slot(grad, bias, ndim):
-    """The gradient of the slot of `bias`, as that of `bias`: summed where it was broadcast."""
-    full = (1,) * (ndim - bias.ndim) + bias.shape
-    has_batch, has_heads = any(size > 1 for size in full[:-3]), full[-3] > 1
-    grad = grad if has_heads else jnp.expand_dims(grad, -3)
-    grad = grad if has_batch else grad.reshape((1,) * (ndim - 3) + grad.shape)
-    summed = tuple(i for i, (got, want) in enumerate(zip(grad.shape, full)) if got != want)
-    return like(jnp.sum(grad, summed, keepdims=True).reshape(bias.shape), bias)
-
-
 def gradient_of_sink(sink, out, lse, dout):
     """The probability of the sink, times what the output would lose to it; None without one."""
     if sink is None:
@@ -107,16 +92,19 @@ def gradient_of_sink(sink, out, lse, dout):
     return like(by_head if sink.size == by_head.size else jnp.sum(by_head, keepdims=True), sink)
 
 
-def _slots(bias, q_shape, t) -> tuple[jax.Array | None, ...]:
-    """The bias in the ops' four operands, by the axes that it has: bh, b, h or none."""
-    slots = dict.fromkeys(BIAS_FORMS)
+_NAMES = {3: ("q", "k", "v"), 2: ("q", "kv"), 1: ("qkv",)}
+
+
+def _slots(operands):
+    """(q, k, v), (q, kv) or (qkv,) -> q, k, v, kv, qkv, None where absent."""
+    given = dict(zip(_NAMES[len(operands)], operands))
+    return [given.get(name) for name in ("q", "k", "v", "kv", "qkv")]
+
+
+def _whole(bias, operands):
+    """The bias [b... or 1, h or 1, s, t]."""
     if bias is None:
-        return tuple(slots.values())
-    *batch, s, h, _ = q_shape
-    bias = bias.reshape((1,) * (len(q_shape) - bias.ndim) + bias.shape)
-    has_batch, has_heads = any(size > 1 for size in bias.shape[:-3]), bias.shape[-3] > 1
-    form = "b" * has_batch + "h" * has_heads
-    shape = (*(batch if has_batch else ()), *((h,) if has_heads else ()), s, t)
-    lead = bias.shape[:-3] if has_batch else ()
-    bias = bias.reshape(*lead, *bias.shape[-3 + (not has_heads) :])
-    return tuple((slots | {form: jnp.broadcast_to(bias, shape)}).values())
+        return None
+    q, k, _ = parts_of(*operands)
+    bias = as_rank(bias, len(q.shape))
+    return jnp.broadcast_to(bias, (*bias.shape[:-2], q.shape[-3], k.shape[-3]))

@@ -12,7 +12,3 @@ from te_jax.ops.attention.resolve import AttentionChoice as AttentionChoice
 from te_jax.ops.attention.resolve import explain_attention as explain_attention
 from te_jax.ops.attention_op import attention_bwd as attention_bwd
 from te_jax.ops.attention_op import attention_fwd as attention_fwd
-from te_jax.ops.attention_op import attention_kv_bwd as attention_kv_bwd
-from te_jax.ops.attention_op import attention_kv_fwd as attention_kv_fwd
-from te_jax.ops.attention_op import attention_packed_bwd as attention_packed_bwd
-from te_jax.ops.attention_op import attention_packed_fwd as attention_packed_fwd

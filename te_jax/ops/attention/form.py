@@ -24,14 +24,14 @@ class Attrs(NamedTuple):
     has_dbias: bool
     interleaved: bool = False  # of arrays that hold several of q, k, v
 
-    def forward(self, joined: int) -> dict:
-        """The attributes of the forward op for which `joined` of q, k, v lie in one array."""
-        others = ("deterministic", "has_dbias", *(("interleaved",) if joined == 1 else ()))
+    def forward(self) -> dict:
+        """The attributes of the forward op."""
+        others = ("deterministic", "has_dbias")
         return {name: value for name, value in self._asdict().items() if name not in others}
 
-    def backward(self, joined: int) -> dict:
+    def backward(self) -> dict:
         """The attributes of the backward op."""
-        return self.forward(joined) | dict(deterministic=self.deterministic)
+        return self.forward() | dict(deterministic=self.deterministic)
 
 
 class Form(NamedTuple):
