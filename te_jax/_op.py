@@ -36,7 +36,7 @@ ops: dict[str, "Op"] = {}  # every declared op by name: what the generated tests
 
 
 class Op:
-    """One kernel.
+    """A kernel as one jax primitive.
 
     name:       jax primitive, FFI target, HLO op and profiler name in one.
     rule:       the axes, see `_rule.py`.
@@ -112,14 +112,14 @@ class Op:
         """
         wanted = {} if out_specs is None else dict(out_specs=tuple(out_specs))
         params = self._params(args, outputs, attrs | wanted)
-        return self._staged(_key(params))(*(a for a in args if a is not None))
+        return self._mappable_call(_key(params))(*(a for a in args if a is not None))
 
     def on_shard(self, *args, outputs=None, **attrs):
-        """The same for operands that are on one device, inside the reference of a composed op."""
+        """The results of a call on operands of one device, inside the reference of a composed op."""
         return self._bind(self._params(args, outputs, attrs), [a for a in args if a is not None])
 
     def _params(self, args, outputs, attrs) -> dict:
-        """What is static of a call."""
+        """The static parameters of a call: attributes, and the names of operands and results that it has."""
         present = tuple(o.name for o, a in zip(self.rule.inputs, args, strict=True) if a is not None)
         for o in self.rule.inputs:
             if o.name not in present and not o.optional:
@@ -165,10 +165,10 @@ class Op:
     def _evaluate(self, *args, **params):
         """Under `jax.disable_jit`, where no `jax.jit` is around the primitive."""
         with jax.disable_jit(False):
-            return self._compiled(_key(params))(*args)
+            return self._compile(_key(params))(*args)
 
     @cache  # noqa: B019  (ops live as long as the process)
-    def _compiled(self, key):
+    def _compile(self, key):
         return jax.jit(partial(self.primitive.bind, **{name: value for name, _, value in key}))
 
     def _run_reference(self, *args, inputs, outputs, **attrs):
@@ -231,11 +231,11 @@ class Op:
     # -- vmap ---------------------------------------------------------------------------------------------------
 
     @cache  # noqa: B019  (ops live as long as the process)
-    def _staged(self, key):
+    def _mappable_call(self, key):
         params = {name: value for name, _, value in key}
 
         def call(*args):
-            return self._distributed(params, *args)
+            return self._distribute(params, *args)
 
         call.__name__ = self.name
         mapped = custom_vmap(call)
@@ -277,21 +277,21 @@ class Op:
             return jnp.broadcast_to(jnp.expand_dims(a, at), (*a.shape[:at], 1 if is_one else size, *a.shape[at:]))
 
         joined = [join(*o) for o in zip(rule.inputs, args, batched)]
-        params = _asking(params, batched, args, map(position, rule.outputs))
+        params = _ask_with_mapped(params, batched, args, map(position, rule.outputs))
         if attr := self.rank_attrs.get(group):
             params = {**params, attr: params[attr] + 1}
-        outs = self._staged(_key(params))(*joined)
+        outs = self._mappable_call(_key(params))(*joined)
         return [jnp.moveaxis(out, position(o), 0) for o, out in zip(rule.outputs, outs)]
 
     def _map(self, params, batched, args):
         """One call with one more mapped axis: devices split it, and each then calls the kernel for its examples."""
         level = tuple(name for name, b in zip(params["inputs"], batched) if b)
-        params = _asking(params, batched, args, (0 for _ in params["outputs"]))
-        return self._staged(_key({**params, "mapped": (level, *params.get("mapped", ()))}))(*args)
+        params = _ask_with_mapped(params, batched, args, (0 for _ in params["outputs"]))
+        return self._mappable_call(_key({**params, "mapped": (level, *params.get("mapped", ()))}))(*args)
 
     # -- many devices -------------------------------------------------------------------------------------------
 
-    def _distributed(self, params, *args):
+    def _distribute(self, params, *args):
         params = dict(params)
         wanted = params.pop("out_specs", None)  # of an Explicit mesh; elsewhere the compiler asks for shardings
         rule, ranks, sizes = self._solve([a.shape for a in args], **params)
@@ -388,7 +388,7 @@ class Op:
         return jnp.where(jnp.all(jnp.stack(first)), arg, 0).astype(arg.dtype) if first else arg
 
 
-def _asking(params, batched, args, positions) -> dict:
+def _ask_with_mapped(params, batched, args, positions) -> dict:
     """`params` of a call with a mapped axis at these positions of its results: `out_specs` with what splits it."""
     if "out_specs" not in params:
         return params

@@ -36,13 +36,13 @@ class Placement:
 
     @property
     def in_specs(self) -> list[PartitionSpec]:
-        """Of all operands."""
+        """The PartitionSpecs of all operands."""
         left = next(filter(None, self.scattered), {})
         return [self._spec(factors, left if i in self.later else {}) for i, factors in enumerate(self.ins)]
 
     @property
     def out_specs(self) -> list[PartitionSpec]:
-        """Of all results."""
+        """The PartitionSpecs of all results."""
         return list(map(self._spec, self.outs, self.scattered))
 
     def _spec(self, factors, more):
