@@ -156,48 +156,39 @@ struct GradientSource {
   }
 };
 
-inline Status MakeActivation(const char* op, int64_t kind, int64_t slots, double limit, double alpha,
-                             double offset, Activation* out) {
-  TE_CHECK(kind >= 0 && kind < kKinds, "%s: kind is %ld", op, long(kind));
-  TE_CHECK(kind != kClampedSilu || slots == 2, "%s: clamped_silu is gated", op);
-  const double log2e = 1.4426950408889634, gelu = 2 * std::sqrt(2 / 3.14159265358979323846);
-  const double c0 = kind == kGelu ? gelu : kind == kQuickGelu ? 1.702 : kind == kClampedSilu ? alpha : 1.0;
-  const double c1 = kind == kGelu ? gelu * 0.044715 : 0.0;
-  *out = {float(-log2e * c0),
-          float(-log2e * c1),
-          float(c0),
-          float(3 * c1),
-          kind == kRelu || kind == kSquaredRelu,
-          kind == kSquaredRelu,
-          kind == kClampedSilu,
-          float(limit),
-          float(offset)};
-  return {};
-}
-
-// x: [m..., a, f].
-struct SlotAxes {
+// A call: x is [m..., a, f].
+struct ActivationCall {
   Axes m;
   int64_t a, f;
+  Activation act;
 };
 
 // rank: the least that x has.
-inline Status GetSlotAxes(const char* op, const Tensor& x, int64_t rank, SlotAxes* out) {
+inline Status GetActivation(const char* op, const Tensor& x, int64_t rank, int64_t kind, double limit,
+                            double alpha, double offset, ActivationCall* out) {
   TE_TRY(ExpectRank(op, "x", x, rank));
   const Axes all(x);
   TE_TRY(Expect(op, {{"x", x, kFloats, all}}));
-  *out = {all.Without(2), all[all.rank() - 2], all.last()};
+  out->m = all.Without(2), out->a = all[all.rank() - 2], out->f = all.last();
   TE_CHECK(out->a == 1 || out->a == 2,
            "%s: x is %s; pass an array with an axis of 1 or 2 slots before the last", op, x.shape().c_str());
   TE_CHECK(out->m.count() * out->a <= UINT32_MAX && out->f <= UINT32_MAX, "%s: x %s is too large", op,
            x.shape().c_str());
+  TE_CHECK(kind >= 0 && kind < kKinds, "%s: kind is %ld", op, long(kind));
+  TE_CHECK(kind != kClampedSilu || out->a == 2, "%s: clamped_silu is gated", op);
+  const double log2e = 1.4426950408889634, gelu = 2 * std::sqrt(2 / 3.14159265358979323846);
+  const double c0 = kind == kGelu ? gelu : kind == kQuickGelu ? 1.702 : kind == kClampedSilu ? alpha : 1.0;
+  const double c1 = kind == kGelu ? gelu * 0.044715 : 0.0;
+  out->act = Activation(float(-log2e * c0), float(-log2e * c1), float(c0), float(3 * c1),
+                        kind == kRelu || kind == kSquaredRelu, kind == kSquaredRelu, kind == kClampedSilu,
+                        float(limit), float(offset));
   return {};
 }
 
 // Calls fn.operator()<T, a>().
 template <typename Fn>
-Status DispatchSlots(const Tensor& x, int64_t a, Fn&& fn) {
-  return DispatchFloat(x.type, [&]<typename T>() -> Status {
+Status DispatchSlots(Type type, int64_t a, Fn&& fn) {
+  return DispatchFloat(type, [&]<typename T>() -> Status {
     return a == 1 ? fn.template operator()<T, 1>() : fn.template operator()<T, 2>();
   });
 }

@@ -38,17 +38,15 @@ Status LaunchActivationBlockFwd(cudaStream_t stream, Arg x, Ret data, Ret data_t
                                 Ret scale_inv_t, int64_t kind, double limit, double alpha,
                                 double glu_linear_offset, bool power_2, double epsilon) {
   const char* op = "te_activation_block_fwd";
-  SlotAxes of;
-  TE_TRY(GetSlotAxes(op, x, 3, &of));
-  Activation act;
-  TE_TRY(MakeActivation(op, kind, of.a, limit, alpha, glu_linear_offset, &act));
+  ActivationCall of;
+  TE_TRY(GetActivation(op, x, 3, kind, limit, alpha, glu_linear_offset, &of));
   BlockArgs a;
   const BlockArrays arrays{data, data_t, scale_inv, scale_inv_t, kNone};
   TE_TRY(GetBlockArgs(op, of.m, {}, of.f, arrays, power_2, epsilon, &a));
   if (!Present(x)) return {};
-  return DispatchSlots(x, of.a, [&]<typename T, int kA>() -> Status {
+  return DispatchSlots(x.type, of.a, [&]<typename T, int kA>() -> Status {
     using Source = Rounded<ActivationSource<T, kA>>;
-    const Source source{{Data<T>(x), a.q, act}};
+    const Source source{{Data<T>(x), a.q, of.act}};
     return LaunchBlocks(stream, te_activation_block_fwd_kernels<Source>, source, a, Aligned(source.x));
   });
 }
@@ -57,18 +55,16 @@ Status LaunchActivationBlockBwd(cudaStream_t stream, Arg dy, Arg x, Ret data, Re
                                 Ret scale_inv_t, Ret dbias, int64_t kind, double limit, double alpha,
                                 double glu_linear_offset, bool power_2, double epsilon) {
   const char* op = "te_activation_block_bwd";
-  SlotAxes of;
-  TE_TRY(GetSlotAxes(op, x, 3, &of));
+  ActivationCall of;
+  TE_TRY(GetActivation(op, x, 3, kind, limit, alpha, glu_linear_offset, &of));
   TE_TRY(Expect(op, {{"dy", dy, x.type, of.m + Axes{of.f}}}));
-  Activation act;
-  TE_TRY(MakeActivation(op, kind, of.a, limit, alpha, glu_linear_offset, &act));
   BlockArgs a;
   const BlockArrays arrays{data, data_t, scale_inv, scale_inv_t, dbias};
   TE_TRY(GetBlockArgs(op, of.m, {of.a}, of.f, arrays, power_2, epsilon, &a));
   if (!Present(x)) return {};
-  return DispatchSlots(x, of.a, [&]<typename T, int kA>() -> Status {
+  return DispatchSlots(x.type, of.a, [&]<typename T, int kA>() -> Status {
     using Source = Rounded<GradientSource<T, kA>>;
-    const Source source{{Data<T>(dy), Data<T>(x), a.q, act}};
+    const Source source{{Data<T>(dy), Data<T>(x), a.q, of.act}};
     return LaunchBlocks(stream, te_activation_block_bwd_kernels<Source>, source, a,
                         Aligned(source.dy) && Aligned(source.x));
   });

@@ -56,28 +56,6 @@ class Axes {
 
 inline int64_t CeilDiv(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
-inline std::string Name(Type type) {
-  switch (type) {
-    case F32:
-      return "f32";
-    case BF16:
-      return "bf16";
-    case F16:
-      return "f16";
-    case F8E4M3FN:
-      return "f8e4m3fn";
-    case F8E5M2:
-      return "f8e5m2";
-    case U8:
-      return "u8";
-    case S32:
-      return "i32";
-    case U32:
-      return "u32";
-  }
-  return "type " + std::to_string(int(type));
-}
-
 // A set of element types.
 class Types {
  public:

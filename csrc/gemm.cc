@@ -1,10 +1,9 @@
 // te_gemm: out[m, n] = lhs[m, k] @ rhs[n, k]^T * lhs_scale_inv * rhs_scale_inv (+ bias[n]) (+ c[m, n]),
 // through cuBLASLt. te_gemm_block: the same of FP8 with a scale for each block of 128 along k.
 // A plan (the algorithm for one shape) is made in the initialize stage; execution only looks it up.
-#include "check.h"
+#include "gemm.h"
+
 #include "dl.h"
-#include "gemm_empty.h"
-#include "gemm_plan.h"
 #include "module.h"
 #include "ops.h"
 
@@ -16,24 +15,6 @@ const dl::Library& CublasLt() {
 }
 
 namespace {
-
-// -1: cuBLASLt does not multiply this type here.
-int CudaType(Type type) {
-  switch (type) {
-    case F32:
-      return CUDA_R_32F;
-    case BF16:
-      return CUDA_R_16BF;
-    case F16:
-      return CUDA_R_16F;
-    case F8E4M3FN:
-      return CUDA_R_8F_E4M3;
-    case F8E5M2:
-      return CUDA_R_8F_E5M2;
-    default:
-      return -1;
-  }
-}
 
 // The arrays of both ops but the scales; the last `contract` axes of lhs and rhs are k.
 struct Call {
@@ -60,8 +41,8 @@ Status MakeKey(const Call& call, bool tune, GemmKey* key) {
                           {"c", call.c, result, m + n, kOptional},
                           {"workspace", call.workspace, U8, {Axes(call.workspace)[0]}}}));
   key->m = m.count(), key->n = n.count(), key->k = k.count();
-  key->lhs = CudaType(type), key->rhs = CudaType(call.rhs.type), key->out = CudaType(result);
-  if (Present(call.bias)) key->bias = CudaType(call.bias.type);
+  key->lhs = type, key->rhs = call.rhs.type, key->out = result;
+  if (Present(call.bias)) key->bias = call.bias.type;
   key->c = Present(call.c);
   TE_CHECK(!key->fp8() || (key->k % 16 == 0 && key->n % 16 == 0),
            "%s: FP8 needs k and n to be multiples of 16, got %ld, %ld", call.op, long(key->k), long(key->n));

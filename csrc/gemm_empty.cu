@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "fp8.cuh"
-#include "gemm_empty.h"
+#include "gemm.h"
 
 namespace te {
 namespace {

@@ -1,10 +1,9 @@
-#include "gemm_lt.h"
-
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
 
 #include "dl.h"
+#include "gemm.h"
 #include "module.h"
 
 namespace te {
@@ -49,21 +48,30 @@ const Functions& Lt() {
 }
 
 const char* StatusName(cublasStatus_t status) {
-  switch (status) {
-    case CUBLAS_STATUS_NOT_INITIALIZED:
-      return "not initialized";
-    case CUBLAS_STATUS_ALLOC_FAILED:
-      return "allocation failed";
-    case CUBLAS_STATUS_INVALID_VALUE:
-      return "invalid value";
-    case CUBLAS_STATUS_ARCH_MISMATCH:
-      return "this GPU's architecture lacks it";
-    case CUBLAS_STATUS_EXECUTION_FAILED:
-      return "execution failed";
-    case CUBLAS_STATUS_NOT_SUPPORTED:
-      return "not supported";
+  constexpr std::pair<cublasStatus_t, const char*> kNames[] = {
+      {CUBLAS_STATUS_NOT_INITIALIZED, "not initialized"},
+      {CUBLAS_STATUS_ALLOC_FAILED, "allocation failed"},
+      {CUBLAS_STATUS_INVALID_VALUE, "invalid value"},
+      {CUBLAS_STATUS_ARCH_MISMATCH, "this GPU's architecture lacks it"},
+      {CUBLAS_STATUS_EXECUTION_FAILED, "execution failed"},
+      {CUBLAS_STATUS_NOT_SUPPORTED, "not supported"}};
+  for (const auto& [known, name] : kNames)
+    if (known == status) return name;
+  return "internal error";
+}
+
+cudaDataType_t CudaType(Type type) {
+  switch (type) {
+    case BF16:
+      return CUDA_R_16BF;
+    case F16:
+      return CUDA_R_16F;
+    case F8E4M3FN:
+      return CUDA_R_8F_E4M3;
+    case F8E5M2:
+      return CUDA_R_8F_E5M2;
     default:
-      return "internal error";
+      return CUDA_R_32F;
   }
 }
 
@@ -94,14 +102,14 @@ class Descriptors {
     if (operands.rhs_scale_inv) TE_TRY(Set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, operands.rhs_scale_inv));
     if (operands.lhs_scale_inv) TE_TRY(Set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, operands.lhs_scale_inv));
     if (key.scales != Scales::kTensor) TE_TRY(SetBlocks(key, operands));
-    if (key.bias >= 0) {
+    if (key.bias != kNoType) {
       TE_TRY(Set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS));
-      TE_TRY(Set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, int32_t(key.bias)));
+      TE_TRY(Set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, int32_t(CudaType(key.bias))));
       TE_TRY(Set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, operands.bias));
     }
-    TE_LT(Lt().cublasLtMatrixLayoutCreate(&a, cudaDataType_t(key.rhs), key.k, key.n, key.k));
-    TE_LT(Lt().cublasLtMatrixLayoutCreate(&b, cudaDataType_t(key.lhs), key.k, key.m, key.k));
-    TE_LT(Lt().cublasLtMatrixLayoutCreate(&d, cudaDataType_t(key.out), key.n, key.m, key.n));
+    TE_LT(Lt().cublasLtMatrixLayoutCreate(&a, CudaType(key.rhs), key.k, key.n, key.k));
+    TE_LT(Lt().cublasLtMatrixLayoutCreate(&b, CudaType(key.lhs), key.k, key.m, key.k));
+    TE_LT(Lt().cublasLtMatrixLayoutCreate(&d, CudaType(key.out), key.n, key.m, key.n));
     return {};
   }
 
@@ -185,7 +193,7 @@ Status AddRelatives(cublasLtHandle_t handle, const GemmKey& key, const Descripto
   for (const bool other_accumulation : {false, true}) {
     if (other_accumulation && (!key.fp8() || key.scales != Scales::kTensor)) continue;
     GemmKey like = key;
-    like.bias = -1;
+    like.bias = kNoType;
     if (other_accumulation) like.fast_accum = !key.fast_accum;
     Descriptors related;
     TE_TRY(related.Make(like, {}));
@@ -205,31 +213,14 @@ Status AddRelatives(cublasLtHandle_t handle, const GemmKey& key, const Descripto
 
 }  // namespace
 
-const char* TypeName(int type) {
-  switch (type) {
-    case CUDA_R_32F:
-      return "f32";
-    case CUDA_R_16BF:
-      return "bf16";
-    case CUDA_R_16F:
-      return "f16";
-    case CUDA_R_8F_E4M3:
-      return "f8e4m3fn";
-    case CUDA_R_8F_E5M2:
-      return "f8e5m2";
-    default:
-      return "?";
-  }
-}
-
 std::string Describe(const GemmKey& key) {
   const char* scales = key.scales == Scales::kTensor ? ""
                        : key.scales == Scales::kRows ? " 1x128 by 1x128"
                                                      : " 1x128 by 128x128";
-  return Format("m%ld n%ld k%ld %s x %s -> %s%s%s%s%s%s, %zu bytes of workspace", long(key.m), long(key.n),
-                long(key.k), TypeName(key.lhs), TypeName(key.rhs), TypeName(key.out),
-                key.bias < 0 ? "" : " + bias ", key.bias < 0 ? "" : TypeName(key.bias), key.c ? " + c" : "",
-                key.fast_accum ? " fast" : "", scales, key.workspace);
+  const std::string bias = key.bias == kNoType ? "" : " + bias " + Name(key.bias);
+  return Format("m%ld n%ld k%ld %s x %s -> %s%s%s%s%s, %zu bytes of workspace", long(key.m), long(key.n),
+                long(key.k), Name(key.lhs).c_str(), Name(key.rhs).c_str(), Name(key.out).c_str(),
+                bias.c_str(), key.c ? " + c" : "", key.fast_accum ? " fast" : "", scales, key.workspace);
 }
 
 bool FindKey(const std::string& text, GemmKey* key) {
@@ -242,14 +233,14 @@ bool FindKey(const std::string& text, GemmKey* key) {
       comma == std::string::npos || std::sscanf(text.c_str() + comma, ", %zu", &found.workspace) != 1 ||
       std::min({found.m, found.n, found.k}) < 1)
     return false;
-  constexpr int kTypes[] = {-1, CUDA_R_32F, CUDA_R_16BF, CUDA_R_16F, CUDA_R_8F_E4M3, CUDA_R_8F_E5M2};
-  for (const int type : kTypes) {
-    if (TypeName(type) == std::string(lhs)) found.lhs = type;
-    if (TypeName(type) == std::string(rhs)) found.rhs = type;
-    if (TypeName(type) == std::string(out)) found.out = type;
+  constexpr Type kTypes[] = {kNoType, F32, BF16, F16, F8E4M3FN, F8E5M2};
+  for (const Type type : kTypes) {
+    if (Name(type) == lhs) found.lhs = type;
+    if (Name(type) == rhs) found.rhs = type;
+    if (Name(type) == out) found.out = type;
   }
   // What is left to know are a few flags: that one key of all has the text, Describe says itself.
-  for (const int bias : kTypes)
+  for (const Type bias : kTypes)
     for (const Scales scales : {Scales::kTensor, Scales::kRows, Scales::kRowsBySquares})
       for (const int flags : {0, 1, 2, 3}) {
         found.bias = bias, found.scales = scales, found.c = flags & 1, found.fast_accum = flags & 2;

@@ -1,5 +1,3 @@
-#include "gemm_plan.h"
-
 #include <atomic>
 #include <cstring>
 #include <map>
@@ -8,7 +6,7 @@
 #include <thread>
 
 #include "device.h"
-#include "gemm_tune.h"
+#include "gemm.h"
 #include "module.h"
 
 namespace te {
@@ -24,18 +22,13 @@ struct Plan {
 
 std::atomic<bool> tune_all = false;  // see TuneAllGemms
 
-struct Loaded {
-  Algo algo;
-  double ms = 0;
-};
-
 // All devices of a kind (model) take the same algorithms, so that replicas agree bit for bit. Never
 // destroyed: XLA may run handlers while the process exits.
 struct Kind {
   std::string name;
   std::mutex mutex;
   std::map<GemmKey, Plan> plans;
-  std::map<std::string, Loaded> loaded;  // by Describe(key)
+  std::map<std::string, Plan> loaded;  // by Describe(key)
 };
 
 struct Device {
@@ -94,7 +87,7 @@ bool TakeLoaded(const Device& device, const GemmKey& key, Plan* plan) {
   std::lock_guard<std::mutex> lock(device.kind->mutex);
   const auto it = device.kind->loaded.find(Describe(key));
   if (it == device.kind->loaded.end()) return false;
-  *plan = {it->second.algo, 0, 0, it->second.ms};
+  *plan = it->second;
   return true;
 }
 
@@ -220,7 +213,7 @@ bool CheckGemmPlan(const std::string& device, const std::string& gemm, const std
 }
 
 bool LoadGemmPlan(const std::string& device, const std::string& gemm, const std::string& algo, double ms) {
-  Loaded loaded;
+  Plan loaded;
   loaded.ms = ms;
   if (!FromHex(algo, &loaded.algo)) return false;
   Kind& kind = *FindKind(device);

@@ -1,15 +1,13 @@
-#include "gemm_tune.h"
-
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <numeric>
 #include <vector>
 
+#include "gemm.h"
+
 namespace te {
 namespace {
-
-size_t Width(int type) { return type == CUDA_R_32F ? 4 : IsFp8(type) ? 1 : 2; }
 
 // Memory of this call alone, from the stream's pool: cudaMalloc and cudaFree would wait for the whole device,
 // and the operands themselves must not be touched (results may share memory with live values).
@@ -33,7 +31,7 @@ class Scratch {
   }
 
   // Random values of about unit size: power draw, and with it the clock, depends on the bits.
-  void* TakeRandom(size_t bytes, int type);
+  void* TakeRandom(size_t bytes, Type type);
 
  private:
   cudaStream_t stream_;
@@ -45,24 +43,24 @@ struct TopByte {
   uint8_t keep, set;
 };
 
-TopByte Finite(int type) {
+TopByte Finite(Type type) {
   switch (type) {
-    case CUDA_R_8F_E4M3:
+    case F8E4M3FN:
       return {0x9f, 0x20};  // s 01xx mmm: 2^-3 .. 2^0
-    case CUDA_R_8F_E5M2:
-    case CUDA_R_16F:
+    case F8E5M2:
+    case F16:
       return {0x8f, 0x30};  // s 011xx mm: 2^-3 .. 2^0
     default:
       return {0x81, 0x3e};  // bf16, f32: s 0111 11xx: 2^-3 .. 2^0
   }
 }
 
-void* Scratch::TakeRandom(size_t bytes, int type) {
+void* Scratch::TakeRandom(size_t bytes, Type type) {
   auto* p = static_cast<char*>(Take(bytes));
   if (!p) return nullptr;
   constexpr size_t kChunk = 1 << 20;
   std::vector<uint8_t> host(std::min(bytes, kChunk));
-  const size_t width = Width(type);
+  const size_t width = size_t(Width(type));
   const TopByte top = Finite(type);
   uint32_t state = 0x9e3779b9u;
   for (size_t i = 0; i < host.size(); ++i) {
@@ -82,20 +80,21 @@ void* Scratch::TakeRandom(size_t bytes, int type) {
 }
 
 bool TakeOperands(Scratch& scratch, const GemmKey& key, GemmOperands* operands) {
-  operands->lhs = scratch.TakeRandom(size_t(key.m * key.k) * Width(key.lhs), key.lhs);
-  operands->rhs = scratch.TakeRandom(size_t(key.n * key.k) * Width(key.rhs), key.rhs);
-  operands->out = scratch.Take(size_t(key.m * key.n) * Width(key.out));
+  operands->lhs = scratch.TakeRandom(size_t(key.m * key.k * Width(key.lhs)), key.lhs);
+  operands->rhs = scratch.TakeRandom(size_t(key.n * key.k * Width(key.rhs)), key.rhs);
+  operands->out = scratch.Take(size_t(key.m * key.n * Width(key.out)));
   if (!operands->lhs || !operands->rhs || !operands->out) return false;
   if (key.workspace && !(operands->workspace = scratch.Take(key.workspace))) return false;
-  if (key.bias >= 0 && !(operands->bias = scratch.TakeRandom(size_t(key.n) * Width(key.bias), key.bias)))
+  if (key.bias != kNoType &&
+      !(operands->bias = scratch.TakeRandom(size_t(key.n * Width(key.bias)), key.bias)))
     return false;
-  if (key.c && !(operands->c = scratch.TakeRandom(size_t(key.m * key.n) * Width(key.out), key.out)))
+  if (key.c && !(operands->c = scratch.TakeRandom(size_t(key.m * key.n * Width(key.out)), key.out)))
     return false;
   if (key.fp8()) {
     const size_t rows = std::max(key.m, key.n),
                  blocks = (key.k + 511) / 512 * 4;  // as many as any layout has
     const size_t count = key.scales == Scales::kTensor ? 1 : rows * blocks;
-    auto* scale = static_cast<float*>(scratch.TakeRandom(count * sizeof(float), CUDA_R_32F));
+    auto* scale = static_cast<float*>(scratch.TakeRandom(count * sizeof(float), F32));
     if (!scale) return false;
     operands->lhs_scale_inv = operands->rhs_scale_inv = scale;
   }

@@ -7,9 +7,7 @@
 #include "tensor.h"
 #include "xla/ffi/api/ffi.h"
 
-namespace te {
-
-namespace ffi_adapter {
+namespace te::ffi_adapter {
 
 namespace ffi = xla::ffi;
 using Stream = ffi::PlatformStream<cudaStream_t>;
@@ -26,16 +24,7 @@ T Parameter(T& other) {
 }
 
 inline ffi::Error ErrorOf(const Status& status) {
-  switch (status.code) {
-    case Status::kOk:
-      return ffi::Error::Success();
-    case Status::kInvalidArgument:
-      return ffi::Error::InvalidArgument(status.message);
-    case Status::kUnimplemented:
-      return ffi::Error(ffi::ErrorCode::kUnimplemented, status.message);
-    default:
-      return ffi::Error::Internal(status.message);
-  }
+  return status.failure() ? ffi::Error(ffi::ErrorCode(status.code), status.message) : ffi::Error::Success();
 }
 
 // Binds the launcher's parameters P in turn, attributes to the next of `names`.
@@ -72,8 +61,7 @@ auto* MakeHandler(Status (*launch)(Stage, P...), std::initializer_list<const cha
   return Bind<kStage, P...>(ffi::Ffi::Bind<kStage>(), names.begin(), run);
 }
 
-}  // namespace ffi_adapter
-}  // namespace te
+}  // namespace te::ffi_adapter
 
 #define TE_FFI_HANDLER(stage, launch, ...)                                                        \
   +[](XLA_FFI_CallFrame* frame) {                                                                 \

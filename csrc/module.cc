@@ -52,19 +52,6 @@ nb::dict Versions() {
   return versions;
 }
 
-int DeviceCount() {
-  int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
-}
-
-nb::tuple ComputeCapability(int device) {
-  int major = 0, minor = 0;
-  cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
-  return nb::make_tuple(major, minor);
-}
-
 nb::list GemmPlanDicts() {
   nb::list plans;
   for (const GemmPlan& plan : GemmPlans()) {
@@ -89,8 +76,6 @@ NB_MODULE(_cuda, m) {
   m.def("ffi_api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
   m.def("set_library_path", &te::dl::SetLibraryPath, "soname"_a, "path"_a);
   m.def("versions", &te::Versions);
-  m.def("device_count", &te::DeviceCount);
-  m.def("compute_capability", &te::ComputeCapability, "device"_a);
   m.def("gemm_plans", &te::GemmPlanDicts);
   m.def("tune_all_gemms", &te::TuneAllGemms, "on"_a);
   m.def("check_gemm_plan", &te::CheckGemmPlan, "device"_a, "key"_a, "algo"_a);

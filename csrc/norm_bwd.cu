@@ -317,18 +317,9 @@ Status LaunchNormBwd(cudaStream_t stream, Arg dy, Arg x, Arg mean, Arg rstd, Arg
   const int64_t h = all.last(), rows = of_rows.count();
   if (!Present(x)) return Zero(stream, {dgamma, dbeta});  // the partial sums are there nevertheless
   const int64_t ctas = partial[0];
-  const NormBwdArgs args{Data<void>(dy),
-                         Data<void>(x),
-                         Data<float>(mean),
-                         Data<float>(rstd),
-                         WeightsOf(gamma),
-                         Data<void>(dres),
-                         Data<void>(dx),
-                         Data<float>(dgamma),
-                         Data<float>(dbeta),
-                         rows,
-                         h,
-                         zero_centered};
+  const NormBwdArgs args(Data<void>(dy), Data<void>(x), Data<float>(mean), Data<float>(rstd),
+                         WeightsOf(gamma), Data<void>(dres), Data<void>(dx), Data<float>(dgamma),
+                         Data<float>(dbeta), rows, h, zero_centered);
   return DispatchFloat(x.type, [&]<typename T>() -> Status {
     return rms ? LaunchRows<T, true>(stream, args, ctas) : LaunchRows<T, false>(stream, args, ctas);
   });

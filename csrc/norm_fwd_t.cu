@@ -54,12 +54,8 @@ Status LaunchNormFwdTransposed(cudaStream_t stream, const NormFwdArgs& args, Typ
   TE_TRY(Tiles::Of("te_norm_fwd", stream, args, (args.rows + kTileRows - 1) / kTileRows,
                    (args.h + kTileColumns - 1) / kTileColumns, workspace, &tiles));
   return DispatchFloat(x_type, [&]<typename T>() -> Status {
-    const TileResults<T> results{args.scale,   static_cast<T*>(args.y),
-                                 args.data,    args.data_t,
-                                 args.amax,    nullptr,
-                                 args.rows,    args.h,
-                                 tiles.chunks, tiles.strips,
-                                 e5m2};
+    const TileResults<T> results(args.scale, static_cast<T*>(args.y), args.data, args.data_t, args.amax,
+                                 nullptr, args.rows, args.h, tiles.chunks, tiles.strips, e5m2);
     const auto kernel = vectors ? te_norm_fwd_tiles<T, true> : te_norm_fwd_tiles<T, false>;
     kernel<<<tiles.ctas(), kTileThreads, 0, stream>>>(args, results, tiles);
     TE_LAUNCHED();

@@ -83,23 +83,16 @@ __global__ void __launch_bounds__(kThreads) te_rope(const RopeArgs<T> a) {
   }
 }
 
-// The kernel of the widest accesses that the turned channels and the others both divide into.
-template <typename T, bool kConsecutive, int kPairs>
-auto Widest(const RopeArgs<T>& args) {
-  if constexpr (kPairs > 1) {
-    const bool aligned = Aligned(args.x) && Aligned(args.y);
-    if (!aligned || args.half % kPairs || args.d / 2 % kPairs)
-      return Widest<T, kConsecutive, kPairs / 2>(args);
-  }
-  return te_rope<T, kPairs, kConsecutive>;
-}
-
-template <typename T, bool kConsecutive>
-Status Launch(cudaStream_t stream, const RopeArgs<T>& args) {
-  // From accesses of 16 bytes down.
-  const auto kernel = Widest<T, kConsecutive, 16 / sizeof(T) / (kConsecutive ? 2 : 1)>(args);
-  const int64_t ctas = (args.rows + args.rows_per_cta - 1) / args.rows_per_cta;
-  kernel<<<unsigned(ctas), kThreads, size_t(args.rows_per_cta) * args.half * sizeof(float2), stream>>>(args);
+// Runs the kernel of the widest accesses that the turned channels and the others both divide into: of kPairs,
+// or of fewer.
+template <bool kConsecutive, int kPairs, typename T>
+Status Launch(cudaStream_t stream, const RopeArgs<T>& a) {
+  if constexpr (kPairs > 1)
+    if (!Aligned(a.x) || !Aligned(a.y) || a.half % kPairs || a.d / 2 % kPairs)
+      return Launch<kConsecutive, kPairs / 2>(stream, a);
+  const auto kernel = te_rope<T, kPairs, kConsecutive>;
+  const unsigned ctas = CeilDiv(a.rows, a.rows_per_cta);
+  kernel<<<ctas, kThreads, size_t(a.rows_per_cta) * a.half * sizeof(float2), stream>>>(a);
   TE_LAUNCHED();
 }
 
@@ -127,18 +120,11 @@ Status LaunchRope(cudaStream_t stream, Arg x, Arg positions, Arg inv_freq, Ret y
   const int64_t fit = std::min(int64_t(kMostRows), kSharedBytes / table);
   const int rows_per_cta = int(std::clamp<int64_t>(kElements / (h * d), 1, fit));
   return DispatchFloat(x.type, [&]<typename T>() -> Status {
-    const RopeArgs<T> args{Data<T>(x),
-                           Data<float>(positions),
-                           Data<float>(inv_freq),
-                           Data<T>(y),
-                           rows,
-                           int(h),
-                           int(turned * per_slot),
-                           int(d),
-                           int(half),
-                           rows_per_cta,
-                           inverse ? -1.f : 1.f};
-    return consecutive ? Launch<T, true>(stream, args) : Launch<T, false>(stream, args);
+    const RopeArgs<T> args(Data<T>(x), Data<float>(positions), Data<float>(inv_freq), Data<T>(y), rows,
+                           int(h), int(turned * per_slot), int(d), int(half), rows_per_cta,
+                           inverse ? -1.f : 1.f);
+    constexpr int kPairs = 16 / sizeof(T);  // accesses of 16 bytes
+    return consecutive ? Launch<true, kPairs / 2>(stream, args) : Launch<false, kPairs>(stream, args);
   });
 }
 

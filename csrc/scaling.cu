@@ -80,16 +80,9 @@ Status LaunchScaleUpdate(cudaStream_t stream, Arg scale, Arg history, Arg amax, 
                      {"new_history", new_history, F32, b + Axes{l}}}));
   TE_CHECK(interval >= 1 && interval <= (1 << 24), "%s: interval is %ld; pass 1 to 2^24", op, long(interval));
   if (b.count() == 0) return {};
-  const ScaleUpdateArgs args{Data<float>(scale),
-                             Data<float>(history),
-                             Data<float>(amax),
-                             Data<float>(new_scale),
-                             Data<float>(new_history),
-                             l,
-                             float(fp8_max),
-                             float(std::exp2(margin)),
-                             int(interval),
-                             newest};
+  const ScaleUpdateArgs args(Data<float>(scale), Data<float>(history), Data<float>(amax),
+                             Data<float>(new_scale), Data<float>(new_history), l, float(fp8_max),
+                             float(std::exp2(margin)), int(interval), newest);
   te_scale_update<<<unsigned(b.count()), kThreads, 0, stream>>>(args);
   TE_LAUNCHED();
 }

@@ -10,7 +10,7 @@
 namespace te {
 
 struct [[nodiscard]] Status {
-  enum Code { kOk, kInvalidArgument, kUnimplemented, kInternal };
+  enum Code { kOk = 0, kInvalidArgument = 3, kUnimplemented = 12, kInternal = 13 };  // XLA's numbers
   Code code = kOk;
   std::string message;
 

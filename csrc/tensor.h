@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <string>
+#include <utility>
 
 #include "status.h"
 
@@ -23,6 +24,15 @@ enum class Type : int {
   F8E4M3FN = 20,
 };
 using enum Type;
+
+inline std::string Name(Type type) {
+  constexpr std::pair<Type, const char*> kNames[] = {{F32, "f32"},           {BF16, "bf16"},     {F16, "f16"},
+                                                     {F8E4M3FN, "f8e4m3fn"}, {F8E5M2, "f8e5m2"}, {U8, "u8"},
+                                                     {S32, "i32"},           {U32, "u32"}};
+  for (const auto& [listed, name] : kNames)
+    if (listed == type) return name;
+  return "type " + std::to_string(int(type));
+}
 
 // Bytes of an element of a listed type.
 constexpr int64_t Width(Type type) {

@@ -286,17 +286,10 @@ template <typename Source>
 Status LaunchTiles(const char* op, cudaStream_t stream, const TileKernel<Source> (&kernels)[2][2],
                    const Source& source, bool aligned, int64_t m, int64_t n, const TileArrays& b) {
   using T = typename Source::Type;
-  const TileResults<T> a{b.fp8() ? Data<float>(b.scale) : nullptr,
-                         Data<T>(b.wide),
-                         Data<uint8_t>(b.data),
-                         Data<uint8_t>(b.data_t),
-                         Data<float>(b.amax),
-                         Data<float>(b.dbias),
-                         m,
-                         n,
-                         unsigned(CeilDiv(m, kTileRows)),
-                         unsigned(CeilDiv(n, kTileColumns)),
-                         IsE5M2(b.data, b.data_t)};
+  const TileResults<T> a(b.fp8() ? Data<float>(b.scale) : nullptr, Data<T>(b.wide), Data<uint8_t>(b.data),
+                         Data<uint8_t>(b.data_t), Data<float>(b.amax), Data<float>(b.dbias), m, n,
+                         unsigned(CeilDiv(m, kTileRows)), unsigned(CeilDiv(n, kTileColumns)),
+                         IsE5M2(b.data, b.data_t));
   TE_CHECK(Aligned(a.data_t), "%s: data_t is not aligned to 16 bytes", op);
   const bool vectors = aligned && n % 8 == 0 && Aligned(a.wide) && Aligned(a.data);
   const bool amax_alone = a.amax && !a.wide && !b.fp8() && !a.dbias;

@@ -49,7 +49,7 @@ HANDLERS = (
 )
 _LAUNCHED = '::te::Status{::te::Status::kUnimplemented, "launched"}'
 _NO_GPU = f"""
-#include "gemm_plan.h"
+#include "gemm.h"
 namespace te {{
 Status FindGemm(cudaStream_t, const GemmKey&, GemmChoice*) {{ return {_LAUNCHED}; }}
 Status Matmul(cudaStream_t, cublasLtHandle_t, const GemmKey&, const Algo&, const GemmOperands&) {{
