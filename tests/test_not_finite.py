@@ -94,7 +94,7 @@ def test_a_mended_scale_is_a_normal_number(margin, in_force):
     old = np.float32([1e-44, np.inf, 0.0, np.nan, 1.0, -1.0])
     scales, top = (a.reshape(-1) for a in np.meshgrid(old, amaxes))
     histories = jnp.stack([jnp.zeros(len(top)), top], 1)
-    mend = jax.jit(lambda *state: recipe.mended(*state, jnp.zeros(len(top), bool), in_force))
+    mend = jax.jit(lambda *state: recipe.mend_states(*state, jnp.zeros(len(top), bool), in_force))
     got = mend(jnp.asarray(scales), histories)
     assert (got[0] >= tiny).all() and (got[0] <= largest).all()
     for again, first in zip(mend(*got), got):

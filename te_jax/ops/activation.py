@@ -13,7 +13,8 @@ from te_jax._amax import amax
 from te_jax._arrays import as_jax
 from te_jax._check import FLOATS_ARRAY, Kind, check, did_you_mean, number
 from te_jax._op import Op
-from te_jax.ops.quantize import fp8_type, saturate, tiles, transpose
+from te_jax.ops.quantize import BLOCK, check_gpu, fp8_type, parts, rows_reference, saturate, tiles, transpose
+from te_jax.ops.source import Source
 
 # Clamped SwiGLU of gpt-oss (https://arxiv.org/abs/2508.10925): the defaults of its model card.
 CLAMPED_DEFAULTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
@@ -295,3 +296,77 @@ data   FP8 [*m, a, f], data_t FP8 [a, f, *m]: the f32 dx, times scale, saturated
 amax   f32[]: max |f32 dx|
 dbias  f32[a, f]: the sum over m of the f32 dx, for the bias gradient
 """
+
+
+# -- with a scale for each block ------------------------------------------------------------------------------
+
+
+def _block_fwd_reference(x, *, dtype, power_2, epsilon, **attrs):
+    y, *_ = activation_fwd.reference(x, None, dtype=dtype, **attrs)
+    return rows_reference(y, y.ndim - 2, dtype, power_2, epsilon)[:4]
+
+
+def _block_bwd_reference(dy, x, *, dtype, power_2, epsilon, **attrs):
+    dx, *_ = activation_bwd.reference(dy, x, None, dtype=dtype, **attrs)
+    return rows_reference(dx, dx.ndim - 3, dtype, power_2, epsilon)
+
+
+def _block_fwd_dtypes(x, *, dtype, **_):
+    return fp8_type("te_activation_block_fwd", dtype), dtype, jnp.float32, jnp.float32
+
+
+def _block_bwd_dtypes(dy, x, *, dtype, **_):
+    check_same_dtype("te_activation_block_bwd", dy, x)
+    return fp8_type("te_activation_block_bwd", dtype), dtype, *(jnp.float32,) * 3
+
+
+def _block_cuda(op, call, *operands, names, **attrs):
+    check_gpu(op)
+    return call(*operands, kind=kind_of(operands[-1], names), **attrs)
+
+
+activation_block_fwd = Op(
+    "te_activation_block_fwd",
+    "x: m... m a f -> data?: m... m f, data_t?: f m... m, scale_inv?: f/128 m... m, scale_inv_t?: m... m/128 f",
+    replicated="a",
+    dtypes=_block_fwd_dtypes,
+    reference=_block_fwd_reference,
+    cuda=partial(_block_cuda, "te_activation_block_fwd"),
+)
+"""te_quantize_block, in blocks of 1 x 128, of what te_activation_fwd makes of x f32|bf16|f16 [*m, m, a, f] in x's type,
+which is not written: data, data_t, scale_inv and scale_inv_t of y [*m, m, f], as chosen by `outputs`.
+
+Attributes as `te_jax.ops.activation.attributes` makes them; dtype, power_2, epsilon and RuntimeError of
+te_quantize_block.
+"""
+
+activation_block_bwd = Op(
+    "te_activation_block_bwd",
+    "dy: m... m f, x: m... m a f -> data?: m... m a f, data_t?: a f m... m, scale_inv?: a f/128 m... m, "
+    "scale_inv_t?: m... m/128 a f, dbias?: a f",
+    replicated="a",
+    combine={"dbias": "sum"},
+    dtypes=_block_bwd_dtypes,
+    partials={"dbias": lambda dy, x, **attrs: (math.prod(x[:-3]) * parts(x[-3], BLOCK),)},
+    reference=_block_bwd_reference,
+    cuda=partial(_block_cuda, "te_activation_block_bwd"),
+)
+"""The same of dx [*m, m, a, f], which te_activation_bwd makes of dy [*m, m, f] of x's type and x; and
+
+dbias  f32[a, f]: the sum over *m and m of dx in x's type, for the bias gradient
+"""
+
+
+# -- by a recipe's granularity --------------------------------------------------------------------------------
+
+
+def source(x, attrs: dict) -> Source:
+    """act(x) [*m, f] of x [*m, a, f]; attrs: of `attributes`."""
+    ops = {0: (activation_fwd, attrs), BLOCK: (activation_block_fwd, attrs)}
+    return Source(ops, (x,), x.ndim - 2, "y")
+
+
+def grad_source(dy, x, attrs: dict) -> Source:
+    """The gradient [*m, a, f] of x from that of act(x), dy [*m, f]; attrs: of `attributes`."""
+    ops = {0: (activation_bwd, attrs), BLOCK: (activation_block_bwd, attrs)}
+    return Source(ops, (dy, x), x.ndim - 2, "dx")

@@ -14,7 +14,8 @@ from te_jax._check import BOOL, number, one_of
 from te_jax._check import check as check_kind
 from te_jax._op import Op
 from te_jax._types import align, like
-from te_jax.ops.quantize import FLOAT, fp8_type, parts, saturate, tiles
+from te_jax.ops.quantize import BLOCK, FLOAT, fp8_type, on_hopper, parts, rows_reference, saturate, tiles
+from te_jax.ops.source import Source
 
 KINDS = ("layernorm", "rmsnorm")
 _ROWS_PER_CTA, _MOST_CTAS = 8, 132  # csrc/norm_bwd.cu: one CTA on each multiprocessor of an H200, with a partial sum
@@ -72,6 +73,34 @@ amax   f32[]: max |y|
 
 eps: float. rms: RMSNorm. zero_centered: gamma + 1 is applied. dtype: the FP8 type, a jnp.dtype.
 """
+
+
+def _block_reference(x, gamma, beta, *, dtype, power_2, epsilon, **attrs):
+    y, _, _, mean, rstd, _ = norm_fwd.reference(x, gamma, beta, None, dtype=dtype, **attrs)
+    return *rows_reference(y, y.ndim - 2, dtype, power_2, epsilon)[:4], mean, rstd
+
+
+norm_block_fwd = Op(
+    "te_norm_block_fwd",
+    "x: m... m h, gamma: h, beta?: h -> data?: m... m h, data_t?: h m... m, scale_inv?: h/128 m... m, "
+    "scale_inv_t?: m... m/128 h, mean?: m... m, rstd: m... m",
+    replicated="h",
+    dtypes=lambda x, gamma, beta, *, dtype, **_: (fp8_type("te_norm_block_fwd", dtype), dtype, *(jnp.float32,) * 4),
+    workspace=statistics_workspace,
+    reference=_block_reference,
+    cuda=on_hopper("te_norm_block_fwd"),
+)
+"""te_quantize_block, in blocks of 1 x 128, of what te_norm_fwd makes of x f32|bf16|f16 [*m, m, h] in x's type, which is
+not written: data, data_t, scale_inv and scale_inv_t of y [*m, m, h], as chosen by `outputs`, and the statistics.
+
+gamma, beta, mean, rstd, eps, rms and zero_centered as in te_norm_fwd; dtype, power_2, epsilon and RuntimeError of
+te_quantize_block.
+"""
+
+
+def source(x, gamma, beta, attrs: dict) -> Source:
+    """norm(x) [..., h]; attrs: eps, rms and zero_centered."""
+    return Source({0: (norm_fwd, attrs), BLOCK: (norm_block_fwd, attrs)}, (x, gamma, beta), x.ndim - 1, "y")
 
 
 def _bwd_reference(dy, x, mean, rstd, gamma, dres, *, rms, zero_centered):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from te_jax.recipe._base import Format, Recipe
+from te_jax.recipe._granularity import Granularity
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,6 @@ class Float8BlockScaling(Recipe):
     fp8_mha: bool = False
     exclude: tuple[str, ...] = ()
 
-    block: ClassVar[int] = 128
     reduce_amax: ClassVar[bool] = True  # no block is on two devices
     split_accumulator: ClassVar[tuple[bool, bool, bool]] = (True, True, True)
 
@@ -50,6 +50,7 @@ class Float8BlockScaling(Recipe):
         self._check_epsilon()
         self._check_no_attention()
 
-    def block_law(self, tensor: str) -> dict:
-        """Attributes of `te_quantize_block`."""
-        return dict(square=tensor == "kernel", power_2=not self.use_f32_scales, epsilon=self.amax_epsilon)
+    @property
+    def granularity(self) -> Granularity:
+        """Blocks of 128, of weights 128 x 128, with the attributes of `te_quantize_block`."""
+        return Granularity(128, True, (("power_2", not self.use_f32_scales), ("epsilon", self.amax_epsilon)))

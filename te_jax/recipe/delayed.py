@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax._amax import amax as largest
-from te_jax.recipe._base import Format, Recipe, bounded
+from te_jax.recipe._base import Format, Recipe, bound_scale
 
 _MARGIN = 32  # that is E5M2's whole range, from its least number to its largest
 SCALE, HISTORY = "_scale", "_amax_history"  # how the names of a tensor's leaves end
@@ -120,9 +120,9 @@ class DelayedScaling(Recipe):
             new = fp8_max / amax / 2.0**self.margin
         else:
             new = jnp.asarray(self.scaling_factor_compute_algo(amax, scale, fp8_max, self), jnp.float32)
-        return bounded(new, amax, scale)
+        return bound_scale(new, amax, scale)
 
-    def adopted(self, scale: jax.Array, history: jax.Array, fp8_max: float):
+    def adopt_state(self, scale: jax.Array, history: jax.Array, fp8_max: float):
         """The state f32[..., 1], f32[..., n] that another recipe left, as this one's: the newest amaxes, and the scale
         that they set."""
         length = self.amax_history_len
@@ -132,7 +132,7 @@ class DelayedScaling(Recipe):
         new = amaxes[..., amaxes.shape[-1] - length :].at[..., :1].set(0)
         return jnp.vectorize(follow, signature="(l),(),(i)->(i)")(before, amaxes[..., -1], scale), new
 
-    def mended(self, scales: jax.Array, histories: jax.Array, bwd: jax.Array, in_force: bool = True):
+    def mend_states(self, scales: jax.Array, histories: jax.Array, bwd: jax.Array, in_force: bool = True):
         """States of n tensors without what no step leaves behind: scales f32[n], histories f32[n, L] -> the same.
 
         bwd:      bool[n], which are gradients.
@@ -145,9 +145,9 @@ class DelayedScaling(Recipe):
         if in_force:  # else the gradients' type is not known, and the smaller maximum is safe
             fp8_max = jnp.where(bwd, self.fp8_format.max("bwd"), fp8_max)
         top = largest(newer, (1,))
-        allowed = bounded(fp8_max / top / 2.0**self.margin, top, jnp.inf)  # inf where nothing is recorded
+        allowed = bound_scale(fp8_max / top / 2.0**self.margin, top, jnp.inf)  # inf where nothing is recorded
         fresh = jnp.where(top == 0, 1.0, allowed)
-        scales = jnp.where(scales > 0, bounded(scales, 1.0, 1.0), fresh)  # NaN is not either
+        scales = jnp.where(scales > 0, bound_scale(scales, 1.0, 1.0), fresh)  # NaN is not either
         if in_force and self.scale_is_of_history:
             scales = jnp.minimum(scales, allowed)
         return scales, jnp.concatenate([slot0, newer], 1)

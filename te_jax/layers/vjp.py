@@ -1,0 +1,114 @@
+"""What the custom_vjps of the layers share: which gradients are asked for, what is kept for them, a weight's gradient.
+
+Where the weight is not differentiated (a frozen one, as beside LoRA), there is no wgrad, and nothing is written or kept
+for it: autodiff says so by `symbolic_zeros` of the custom_vjps.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
+
+from te_jax._types import like, varying
+from te_jax.checkpoint_policies import QUANTIZED
+from te_jax.fp8 import DenseMetas, cotangent
+from te_jax.layers.config import Config
+from te_jax.layers.gemms import wgrad as wgrad_gemm
+from te_jax.layers.produce import tag
+from te_jax.layers.tensor import Accumulator, Fp8Tensor, wide_of
+
+
+def jit_layer(layer, static: int):
+    """A custom_vjp with symbolic zeros, under jit: outside of it `jax.shard_map` has no rule for one. static: index of
+    the static argument."""
+    return jax.jit(layer, static_argnums=static, inline=True)
+
+
+def has_gradient(weight) -> bool:
+    """Whether a layer's weight, as its custom_vjp gets it, is differentiated.
+
+    Raises ValueError if its array is, but not the accumulator that the gradient would go to.
+    """
+    differentiated = wide_of(weight).perturbed
+    if not isinstance(weight, Fp8Tensor) or weight.onto is None:
+        return differentiated
+    if differentiated and not weight.onto.grad.perturbed:
+        raise ValueError(
+            "te_jax.layers: a kernel is differentiated, but not its entry in the collection wgrads, which its gradient "
+            "would go to; differentiate with respect to the collection, or leave it out."
+        )
+    return weight.onto.grad.perturbed
+
+
+def instantiate(cotangent):
+    """A cotangent as an array, which autodiff passes as a `SymbolicZero` where it is 0; None stays None."""
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    aval = cotangent.aval
+    zeros, varies = jnp.zeros(aval.shape), tuple(sorted(varying(aval)))
+    return like(lax.pcast(zeros, varies, to="varying") if varies else zeros, aval)
+
+
+def tag_for_wgrad(x: Fp8Tensor, config: Config) -> Fp8Tensor:
+    """What wgrad may read of x, for `save`, named for `jax.checkpoint` policies: once for all layers that read x, for
+    each name that is given to an array makes another one of it to keep."""
+    x = x._replace(data=None, scale_inv=None, scale_inv_t=x.columns[1])
+    return tag(x, QUANTIZED, config, leave=("onto",))
+
+
+def save(x: Fp8Tensor, w: Fp8Tensor, config: Config, wgrad: bool) -> tuple[Fp8Tensor, Fp8Tensor]:
+    """What is left of x, as `tag_for_wgrad` gives it, and w for the backward pass: what dgrad and wgrad read.
+
+    Without wgrad there are empty arrays in the place of what it would read, and an amax of 0 where nothing else wanted
+    one: jax remembers one structure of a traced function's residuals, whatever it is differentiated by.
+    """
+    fprop_wide, dgrad_wide, wgrad_wide = config.recipe.override_linear_precision
+    for_wgrad = lambda a, read: (a if wgrad else jnp.zeros((0,))) if read else None
+    observed = config.recipe.has_state and not (fprop_wide and wgrad_wide)
+    kept = x._replace(
+        data_t=for_wgrad(x.data_t, not wgrad_wide),
+        wide=for_wgrad(x.wide, wgrad_wide),
+        scale_inv_t=for_wgrad(x.scale_inv_t, not wgrad_wide),
+        amax=jnp.zeros(()) if observed and x.amax is None else x.amax,
+    )
+    onto = w.onto and w.onto._replace(grad=for_wgrad(w.onto.grad, True))
+    return kept, w._replace(data_t=None, scale_inv_t=None, wide=w.wide if dgrad_wide else None, onto=onto)
+
+
+def reads_wgrad(x: Fp8Tensor) -> bool:
+    """Of x, as `save` left it: whether wgrad is to be computed."""
+    return (x.wide if x.data_t is None else x.data_t).size > 0
+
+
+@custom_vmap
+def _once(total, before):
+    """`total`, made of `before`, which examples must not share: autodiff would add it up as often."""
+    return total
+
+
+@_once.def_vmap
+def _once_vmap(size, batched, total, before):
+    if batched[0] and not batched[1]:
+        raise ValueError(
+            f"te_jax.layers: jax.vmap of {size} examples shares an entry of the collection wgrads; map the collection "
+            "too, or leave it out."
+        )
+    return _once(total, before), batched[0]
+
+
+def differentiate_weight(x: Fp8Tensor, w: Fp8Tensor, grad: Fp8Tensor, metas: DenseMetas, config: Config):
+    """The gradient of the weight [*C, *F] and the cotangents of `metas`, from the gradient [*B, *F] of y as
+    `quantize_grad` gives it.
+
+    The gradient is of the weight's type, None without wgrad; of an Fp8Tensor it is that of `onto`, or else of `wide`.
+    """
+    amaxes = (x.amax, w.amax, grad.amax)
+    dmetas = DenseMetas(*(cotangent(m, amax, config.recipe, config.stage_axes) for m, amax in zip(metas, amaxes)))
+    if not reads_wgrad(x):
+        return Fp8Tensor() if config.stored else None, dmetas
+    if w.onto is not None:
+        total = like(wgrad_gemm(x, grad, config, w.onto.grad), w.onto.grad)
+        return Fp8Tensor(onto=Accumulator(_once(total, w.onto.grad), w.onto.uses * 0 + 1)), dmetas
+    dweight = like(wgrad_gemm(x, grad, config), config.weight)
+    return Fp8Tensor(wide=dweight) if config.stored else dweight, dmetas
