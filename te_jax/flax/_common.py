@@ -19,7 +19,6 @@ from te_jax.checkpoint_policies import GEMM, named
 from te_jax.flax._fields import LORA_SCOPES
 from te_jax.flax._state import describe
 from te_jax.layers import QuantizedKernel
-from te_jax.layers._specs import explicit_spec
 from te_jax.sharding import (
     BATCH_AXES,
     HIDDEN_AXES,
@@ -27,6 +26,7 @@ from te_jax.sharding import (
     SEQLEN_CP_AXES,
     SEQLEN_TP_AXES,
     current_mesh_resource,
+    explicit_spec,
 )
 
 Initializer = Callable  # (key, shape, dtype) -> array

@@ -8,20 +8,9 @@ parallelism, and x is. A MeshResource in force says it for axes that it names, a
 
 from jax.sharding import PartitionSpec
 
-from te_jax._placement import mesh_axes
 from te_jax._types import on_explicit_mesh
-from te_jax.sharding import current_mesh_resource
-
-
-def entries(aval) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes of each axis of an array's type."""
-    spec = (*aval.sharding.spec, *[None] * (aval.ndim - len(aval.sharding.spec)))
-    return tuple(map(mesh_axes, spec))
-
-
-def spec_of(axes) -> PartitionSpec:
-    """The PartitionSpec of `entries`."""
-    return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in axes))
+from te_jax.sharding import current_mesh_resource, entries, spec_of
+from te_jax.sharding import explicit_spec as explicit_spec
 
 
 def dense_spec(x, kernel, contract: int, out=None) -> PartitionSpec | None:
@@ -55,8 +44,3 @@ def _shards_data(name: str, axis: int) -> bool:
     if resource is not None and name in (resource.tpsp_resource, resource.tp_resource):
         return False
     return axis == 0
-
-
-def explicit_spec(aval) -> PartitionSpec | None:
-    """The sharding that a type shows; None off Explicit meshes."""
-    return spec_of(entries(aval)) if on_explicit_mesh(aval) else None

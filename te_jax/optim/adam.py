@@ -29,8 +29,8 @@ from te_jax._check import ARRAY, BOOL, FUNCTION, Kind, check, number
 from te_jax._placement import mesh_axes
 from te_jax._types import on_explicit_mesh
 from te_jax.fp8 import FP8_COLLECTION
-from te_jax.layers._specs import entries
 from te_jax.layers.parameters import is_kernel
+from te_jax.sharding import entries
 
 _NAME = "te_jax.optim.adamw_fp8"
 _BLOCK = 128  # elements of the last axis that share a scale
