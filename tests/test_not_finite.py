@@ -14,8 +14,7 @@ from te_jax.ops.activation import activation, activation_bwd, activation_fwd, at
 from te_jax.ops.attention import dot_product_attention
 from te_jax.ops.attention_fp8 import attention_fp8_bwd, attention_fp8_fwd, backward_scales, forward_scales
 from te_jax.ops.norm import norm_fwd
-from te_jax.ops.quantize import quantize
-from te_jax.ops.quantize_block import quantize_block
+from te_jax.ops.quantize import quantize, quantize_block
 from te_jax.ops.scaling import scale_update
 from te_jax.recipe import DelayedScaling
 from te_jax.stats import TensorStats, fp8_stats_table

@@ -13,9 +13,9 @@ from te_jax._check import ARRAY, BOOL, check
 from te_jax.flax._state import describe, recipe_of
 from te_jax.fp8 import DenseMetas, current_recipe
 from te_jax.layers import QuantizedKernel, quantize_kernel
-from te_jax.layers._fp8 import Accumulator
-from te_jax.layers.kernel import check_quantized, turned
 from te_jax.layers.parameters import map_kernels, of_parameters
+from te_jax.layers.tensor import Accumulator
+from te_jax.layers.weight import check_quantized, swap_groups
 
 KERNEL_COLLECTION = "fp8_kernels"
 _WAY_OUT = "make the collection anew under this recipe, by te_jax.flax.fp8_kernels, or leave it out"
@@ -198,7 +198,7 @@ def _boxed(q: QuantizedKernel, kernel):
     """`q` with its data in a box as that of `kernel`, if it has one."""
     if not isinstance(kernel, nn.Partitioned):
         return q
-    names = turned(kernel.names, q.contract, q.features)
+    names = swap_groups(kernel.names, q.contract, q.features)
     data = {"data_t": kernel.replace(value=q.tensor.data_t, names=names)}
     if q.tensor.data is not None:
         data["data"] = kernel.replace(value=q.tensor.data)

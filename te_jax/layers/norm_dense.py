@@ -5,7 +5,6 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
@@ -14,14 +13,24 @@ from te_jax._arrays import as_jax
 from te_jax._check import BOOL, NONE, STRING, Kind, check, tuple_of
 from te_jax._types import align, like
 from te_jax.checkpoint_policies import STATISTICS, named
-from te_jax.layers import _fp8
-from te_jax.layers._fp8 import Config, Fp8Tensor, Uses, wide_of
 from te_jax.layers._specs import explicit_spec
+from te_jax.layers.config import Config
 from te_jax.layers.dense import check_dense, dense
-from te_jax.layers.kernel import QuantizedKernel, taken
+from te_jax.layers.gemms import dgrad, fprop
+from te_jax.layers.produce import Role, produce, quantize_grad, quantize_weight
+from te_jax.layers.tensor import LayerUses, wide_of
+from te_jax.layers.vjp import (
+    differentiate_weight,
+    has_gradient,
+    instantiate,
+    jit_layer,
+    reads_wgrad,
+    save,
+    tag_for_wgrad,
+)
+from te_jax.layers.weight import QuantizedKernel, resolve_weight
 from te_jax.ops import norm as norm_op
 from te_jax.ops.gemm import gemm_sum
-from te_jax.ops.norm_block import norm_block_fwd
 
 
 def layernorm(
@@ -87,7 +96,7 @@ def layernorm_dense(
     check(name, "checkpoint", checkpoint, NONE | STRING)
     x, gamma, beta = as_jax(x, gamma, beta)
     projections = [Projection(*as_jax(*p)) for p in ((kernel, bias, metas), *also)]
-    projections = [p._replace(kernel=taken(name, p.kernel, 1, recipe)) for p in projections]
+    projections = [p._replace(kernel=resolve_weight(name, p.kernel, 1, recipe)) for p in projections]
     norm_op.check(name, x, gamma, beta, norm, epsilon, zero_centered_gamma)
     check(name, "return_layernorm_output", return_layernorm_output, BOOL)
     check(name, "return_input", return_input, BOOL)
@@ -101,12 +110,12 @@ def layernorm_dense(
         y = each(*align(ln_out, *(w for p in projections for w in (p.kernel, p.bias))))
     else:
         attrs = norm_attrs(norm, zero_centered_gamma, epsilon)
-        configs = tuple(Config.of(x, p.kernel, p.bias, 1, recipe, checkpoint) for p in projections)
+        configs = tuple(Config.of(x, p.kernel, p.bias, 1, recipe, checkpoint=checkpoint) for p in projections)
         x, gamma, beta, *weights = align(x, gamma, beta, *(w for p in projections for w in (p.kernel, p.bias)))
         metas = [p.metas or fp8.STATELESS for p in projections]
         aligned = tuple(map(Projection, weights[::2], weights[1::2], metas))
         static = configs, attrs, bool(return_layernorm_output), bool(return_input)
-        y, ln_out, x = _staged_norm_dense(x, gamma, beta, aligned, static)
+        y, ln_out, x = _run_norm_dense(x, gamma, beta, aligned, static)
     out = y if also else y[0], ln_out if return_layernorm_output else None
     return (*out, x) if return_input else out
 
@@ -137,31 +146,11 @@ def norm_attrs(norm, zero_centered_gamma, epsilon) -> tuple:
     return (("eps", float(epsilon)), ("rms", norm == "rmsnorm"), ("zero_centered", bool(zero_centered_gamma)))
 
 
-def quantize_norm(x, gamma, beta, meta, use: Uses, config: Config, attrs, with_ln_out=False):
+def quantize_norm(x, gamma, beta, role: Role, config: Config, attrs, with_ln_out=False):
     """norm(x) as its GEMMs read it, norm(x) of x's type if asked for, and the statistics (mean or None, rstd)."""
-    run = partial(norm_op.norm_fwd, dtype=_fp8.fp8_type("x", config), **dict(attrs))
-    mean = () if dict(attrs)["rms"] else ("mean",)
-    if config.recipe.block_scaled:
-        if _fp8.fuses_blocks(use, config) and not with_ln_out:
-            op = partial(norm_block_fwd, x, gamma, beta, **dict(attrs))
-            q, got = _fp8.fused_blocks("x", op, use, config, (*mean, "rstd"))
-            return q, None, (got.get("mean"), got["rstd"])
-        y, *stats = run(x, gamma, beta, None, outputs=("y", *mean, "rstd"))
-        q, _ = _fp8.quantize_blocks("x", y, y.ndim - 1, use, config)
-        return q, y if with_ln_out else None, (stats[0] if mean else None, stats[-1])
-    measure = lambda: run(x, gamma, beta, None, outputs=("rstd", "amax"))[1]
-    scale = _fp8.scale_of("x", meta, measure, config.x, use, config)
-    outputs = (
-        *(("y",) if with_ln_out or use.wide else ()),
-        *use.layouts,
-        *mean,
-        "rstd",
-        *_fp8.statistics(use, config),
-    )  # in the op's order
-    operands = x, gamma, beta, scale if use.layouts else None
-    wide = lambda: run(x.astype(jnp.float32), gamma, beta, None, outputs=("y", "rstd"))[0]
-    got = _fp8.probed(dict(zip(outputs, run(*operands, outputs=outputs))), "x", meta, scale, wide, config)
-    q = Fp8Tensor.of(got, got["y"] if use.wide else None, scale)
+    attrs = dict(attrs)
+    others = (*(["y"] if with_ln_out else []), *([] if attrs["rms"] else ["mean"]), "rstd")
+    q, got = produce(norm_op.source(x, gamma, beta, attrs), role, config, others)
     return q, got["y"] if with_ln_out else None, (got.get("mean"), got["rstd"])
 
 
@@ -174,12 +163,12 @@ def norm_backward(dnorm, x, stats, gamma, beta, attrs, dresidual=None):
 
 def _forward(x, gamma, beta, projections, static, train, wgrad):
     configs, attrs, with_ln_out, _ = static
-    use = _fp8.uses(configs[0].recipe, train, wgrad)
-    q, ln_out, stats = quantize_norm(x, gamma, beta, projections[0].metas.x, use["x"], configs[0], attrs, with_ln_out)
-    weights = [
-        _fp8.quantize_kernel(p.kernel, p.metas.kernel, use["kernel"], config) for p, config in zip(projections, configs)
-    ]
-    y = tuple(_fp8.fprop(q, w, p.bias, config) for w, p, config in zip(weights, projections, configs))
+    uses = LayerUses.of(configs[0].recipe, train, wgrad)
+    role = Role("x", projections[0].metas.x, uses.x, configs[0].x)
+    q, ln_out, stats = quantize_norm(x, gamma, beta, role, configs[0], attrs, with_ln_out)
+    each = list(zip(projections, configs))
+    weights = [quantize_weight(p.kernel, p.metas.kernel, uses.weight, config) for p, config in each]
+    y = tuple(fprop(q, w, p.bias, config) for w, (p, config) in zip(weights, each))
     return y, ln_out, q, weights, stats
 
 
@@ -190,11 +179,11 @@ def _norm_dense(x, gamma, beta, projections, static):
 
 
 def _norm_dense_fwd(x, gamma, beta, projections, static):
-    wgrads = [_fp8.has_gradient(p.kernel) for p in projections]
+    wgrads = [has_gradient(p.kernel) for p in projections]
     x, gamma, beta, projections = values_of((x, gamma, beta, projections))
     y, ln_out, q, weights, stats = _forward(x, gamma, beta, projections, static, train=True, wgrad=any(wgrads))
-    q = _fp8.by_name(q, static[0][0])
-    operands = [_fp8.saved(q, w, *rest) for w, *rest in zip(weights, static[0], wgrads)]
+    q = tag_for_wgrad(q, static[0][0])
+    operands = [save(q, w, *rest) for w, *rest in zip(weights, static[0], wgrads)]
     out = y, ln_out, x if static[-1] else None
     return out, (operands, [p.metas for p in projections], (x, named(stats, STATISTICS), gamma, beta))
 
@@ -206,18 +195,18 @@ def _norm_dense_bwd(static, residuals, cotangents):
     dln_out, dx_out = (None if isinstance(d, SymbolicZero) else d for d in others)  # None also if it is no result
     grads, dbiases = zip(
         *(
-            _fp8.quantize_grad(_fp8.materialized(d), m.grad, config, q.for_wgrad)
+            quantize_grad(instantiate(d), m.grad, config, reads_wgrad(q))
             for d, m, config, (q, _) in zip(dy, metas, configs, operands)
         )
     )
-    dnorm = _fp8.dgrad([(grad, w, config) for grad, (_, w), config in zip(grads, operands, configs)], dln_out)
+    dnorm = dgrad([(grad, w, config) for grad, (_, w), config in zip(grads, operands, configs)], dln_out)
     dprojections = []
     for (q, w), grad, m, dbias, config in zip(operands, grads, metas, dbiases, configs):
-        dkernel, dmetas = _fp8.kernel_grads(q, w, grad, m, config)
+        dkernel, dmetas = differentiate_weight(q, w, grad, m, config)
         dprojections.append(Projection(dkernel, dbias, dmetas))
     dx, dgamma, dbeta = norm_backward(like(dnorm, x), x, stats, gamma, beta, attrs, dx_out)
     return dx, dgamma, dbeta, tuple(dprojections)
 
 
 _norm_dense.defvjp(_norm_dense_fwd, _norm_dense_bwd, symbolic_zeros=True)
-_staged_norm_dense = _fp8.staged(_norm_dense, 4)
+_run_norm_dense = jit_layer(_norm_dense, 4)
