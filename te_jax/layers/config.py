@@ -6,7 +6,7 @@ import jax
 from jax.core import ShapedArray
 from jax.sharding import PartitionSpec
 
-from te_jax.layers._specs import dense_spec, explicit_spec
+from te_jax.layers._specs import dense_spec
 from te_jax.layers.tensor import Fp8Tensor, wide_of
 from te_jax.recipe import Recipe
 from te_jax.sharding import stage_axes
@@ -17,19 +17,26 @@ class Config(NamedTuple):
 
     recipe: Recipe
     contract: int  # axes in C
-    features: int  # axes in F
     x: ShapedArray | None  # the types of the operands: their gradients have the same
     weight: ShapedArray
     bias: ShapedArray | None = None
     residual: ShapedArray | None = None
     checkpoint: str | None = None  # name of the saved tensors, for jax.checkpoint policies
     stage_axes: frozenset[str] = frozenset()  # over which layers differ, read here: the backward pass is elsewhere
-    spec: PartitionSpec | None = None  # of y, on an Explicit mesh; as are the next two
-    x_spec: PartitionSpec | None = None
-    weight_spec: PartitionSpec | None = None
+    spec: PartitionSpec | None = None  # of y, on an Explicit mesh
     grad_spec: PartitionSpec | None = None  # of the gradient of y where its GEMMs read it, if y lies otherwise
     stored: bool = False  # the weight is an Fp8Tensor: its `wide` alone has a gradient
     on_mesh: bool = False  # one of several devices is in force (`jax.set_mesh`): there may be sums over them
+
+    @property
+    def features(self) -> int:
+        """Axes in F."""
+        return self.weight.ndim - self.contract
+
+    @property
+    def lead(self) -> int:
+        """Axes in B."""
+        return self.x.ndim - self.contract
 
     @classmethod
     def of(
@@ -43,13 +50,10 @@ class Config(NamedTuple):
         return cls(
             recipe,
             contract,
-            array.ndim - contract,
             *types,
             checkpoint,
             stage_axes(),
             spec,
-            explicit_spec(x),
-            explicit_spec(array),
             grad_spec if whole == spec else whole,
             isinstance(weight, Fp8Tensor),
             jax.sharding.get_abstract_mesh().size > 1,

@@ -1,31 +1,19 @@
 """y = x . kernel + bias, in FP8 where a recipe is given."""
 
-from functools import partial
-
 import jax
-from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 from jax.sharding import PartitionSpec
 
 from te_jax import fp8
 from te_jax._arrays import as_jax
 from te_jax._check import ARRAY, NONE, STRING, Kind, check, integer, warn_once
-from te_jax._types import align, like
+from te_jax._types import align
 from te_jax.checkpoint_policies import GEMM, named
 from te_jax.layers._specs import dense_spec
 from te_jax.layers.config import Config
-from te_jax.layers.gemms import dgrad, fprop, plain_sum
-from te_jax.layers.produce import Role, quantize_grad, quantize_tensor, quantize_weight
-from te_jax.layers.tensor import LayerUses, wide_of
-from te_jax.layers.vjp import (
-    differentiate_weight,
-    has_gradient,
-    instantiate,
-    jit_layer,
-    reads_wgrad,
-    save,
-    tag_for_wgrad,
-)
-from te_jax.layers.weight import QuantizedKernel, resolve_weight
+from te_jax.layers.gemms import plain_sum
+from te_jax.layers.projections import Operands, Static, project
+from te_jax.layers.tensor import wide_of
+from te_jax.layers.weight import Projection, QuantizedKernel, resolve_weight
 from te_jax.ops.gemm import dot
 from te_jax.ops.quantize import FLOAT
 
@@ -73,7 +61,9 @@ def dense(
         return plain_sum(named(y, GEMM), bias, residual)
     others = dict(checkpoint=checkpoint, residual=residual, out=_type(out), grad_spec=grad_spec)
     config = Config.of(x, weight, bias, contract, recipe, **others)
-    return _run_dense(*align(x, weight, bias, residual), metas or fp8.STATELESS, config)
+    x, weight, bias, residual = align(x, weight, bias, residual)
+    operands = Operands(x, (Projection(weight, bias, metas or fp8.STATELESS),), residual=residual)
+    return project(operands, Static((config,)))[0][0]
 
 
 METAS = NONE | Kind("fp8.DenseMetas", lambda metas: isinstance(metas, fp8.DenseMetas))
@@ -116,36 +106,3 @@ def check_dense(name, x, kernel, bias, contract, recipe, metas):
         if a.ndim - contract < recipe.granularity.free_axes:
             kind = type(recipe).__name__
             raise ValueError(f"{name}: {what} has no axis but those contracted, {kind} needs one more; pass {add}.")
-
-
-def _quantize(x, weight, metas, config, train, wgrad):
-    uses = LayerUses.of(config.recipe, train, wgrad)
-    q, _ = quantize_tensor(x, x.ndim - config.contract, Role("x", metas.x, uses.x, config.x), config)
-    return q, quantize_weight(weight, metas.kernel, uses.weight, config)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _dense(x, weight, bias, residual, metas, config):
-    q, w = _quantize(x, weight, metas, config, train=False, wgrad=False)
-    return fprop(q, w, bias, config, residual)
-
-
-def _dense_fwd(x, weight, bias, residual, metas, config):
-    wgrad = has_gradient(weight)
-    x, weight, bias, residual, metas = values_of((x, weight, bias, residual, metas))
-    q, w = _quantize(x, weight, metas, config, train=True, wgrad=wgrad)
-    return fprop(q, w, bias, config, residual), (*save(tag_for_wgrad(q, config), w, config, wgrad), metas)
-
-
-def _dense_bwd(config, residuals, dy):
-    q, w, metas = residuals
-    dy = instantiate(dy)
-    grad, dbias = quantize_grad(dy, metas.grad, config, reads_wgrad(q))
-    dx = like(dgrad([(grad, w, config)]), config.x)
-    dweight, dmetas = differentiate_weight(q, w, grad, metas, config)
-    dresidual = like(dy, config.residual) if config.residual is not None else None
-    return dx, dweight, dbias, dresidual, dmetas
-
-
-_dense.defvjp(_dense_fwd, _dense_bwd, symbolic_zeros=True)
-_run_dense = jit_layer(_dense, 5)

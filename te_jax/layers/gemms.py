@@ -4,6 +4,7 @@ import jax
 
 from te_jax._arrays import as_rank
 from te_jax.checkpoint_policies import GEMM, named
+from te_jax.layers._specs import explicit_spec
 from te_jax.layers.config import Config
 from te_jax.layers.tensor import Fp8Tensor
 from te_jax.ops.gemm import dot, gemm, gemm_sum
@@ -22,8 +23,8 @@ def fprop(x: Fp8Tensor, w: Fp8Tensor, bias, config: Config, residual=None) -> ja
     """x [*B, *C], w [*C, *F] -> [*B, *F], plus bias [*F] and residual [*B, *F]."""
     contract, dtype = config.contract, config.x.dtype
     if config.recipe.override_linear_precision[_FPROP]:
-        lead = x.wide.ndim - contract
-        y = dot(x.wide, range(lead, lead + contract), w.wide, range(contract), dtype, out_spec=config.spec)
+        axes = range(config.lead, config.x.ndim), range(contract)
+        y = dot(x.wide, axes[0], w.wide, axes[1], dtype, out_spec=config.spec)
         return plain_sum(named(y, GEMM), bias, residual)
     options = dict(contract=contract, out_dtype=dtype, out_spec=config.spec, **_options(_FPROP, config))
     (lhs, lhs_inv), (rhs, rhs_inv) = x.rows, w.columns
@@ -45,16 +46,16 @@ def dgrad(terms, onto=None) -> jax.Array:
     high = config.recipe.override_linear_precision[_DGRAD]
     narrow = lambda dy, w: (dy.data, w.data, dy.scale_inv, w.scale_inv)
     pairs = [(dy.wide, w.wide, None, None) if high else narrow(dy, w) for dy, w, _ in terms]
-    options = dict(lead=len(config.x.shape) - config.contract, out_dtype=config.x.dtype, out_spec=config.x_spec)
+    options = dict(lead=config.lead, out_dtype=config.x.dtype, out_spec=explicit_spec(config.x))
     return gemm_sum(pairs, onto, **options, **_options(_DGRAD, config))
 
 
 def wgrad(x: Fp8Tensor, dy: Fp8Tensor, config: Config, onto=None) -> jax.Array:
     """x [*B, *C] and dy [*B, *F] -> dw [*C, *F], of the weight's type, or f32 plus `onto`."""
-    dtype, lead = config.weight.dtype if onto is None else onto.dtype, len(config.x.shape) - config.contract
+    dtype, lead = config.weight.dtype if onto is None else onto.dtype, config.lead
     if config.recipe.override_linear_precision[_WGRAD]:
-        product = dot(x.wide, range(lead), dy.wide, range(lead), dtype, out_spec=config.weight_spec)
+        product = dot(x.wide, range(lead), dy.wide, range(lead), dtype, out_spec=explicit_spec(config.weight))
         return product if onto is None else onto + product
-    options = dict(contract=lead, out_dtype=dtype, out_spec=config.weight_spec, **_options(_WGRAD, config))
+    options = dict(contract=lead, out_dtype=dtype, out_spec=explicit_spec(config.weight), **_options(_WGRAD, config))
     (lhs, lhs_inv), (rhs, rhs_inv) = x.columns, dy.columns
     return gemm(lhs, rhs, lhs_inv, rhs_inv, c=onto, in_place=onto is not None, **options)

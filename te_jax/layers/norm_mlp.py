@@ -18,19 +18,12 @@ from te_jax.checkpoint_policies import STATISTICS, named
 from te_jax.layers.config import Config
 from te_jax.layers.dense import METAS, check_dense, check_residual, dense
 from te_jax.layers.gemms import dgrad, fprop
-from te_jax.layers.norm_dense import Projection, layernorm_dense, norm_attrs, norm_backward, quantize_norm
+from te_jax.layers.norm_dense import layernorm_dense
 from te_jax.layers.produce import Role, produce, quantize_grad, quantize_weight
+from te_jax.layers.projections import quantize_norm
 from te_jax.layers.tensor import LayerUses, wide_of
-from te_jax.layers.vjp import (
-    differentiate_weight,
-    has_gradient,
-    instantiate,
-    jit_layer,
-    reads_wgrad,
-    save,
-    tag_for_wgrad,
-)
-from te_jax.layers.weight import QuantizedKernel, resolve_weight
+from te_jax.layers.vjp import Saved, differentiate_weight, has_gradient, instantiate, jit_layer, save, tag_for_wgrad
+from te_jax.layers.weight import Projection, QuantizedKernel, resolve_weight
 from te_jax.ops import activation as act_op
 from te_jax.ops import norm as norm_op
 from te_jax.sharding import constrain_to_spec
@@ -114,8 +107,8 @@ def layernorm_mlp(
     others = dict(residual=added, out=jax.typeof(x if added is None else added), grad_spec=grad_spec)
     second = Config.of(middle_type, wo, wo_bias, 1, recipe, checkpoint=checkpoint, **others)
     act = tuple(act_op.attributes(activations, activation_params).items())
-    attrs = norm_attrs(norm, zero_centered_gamma, epsilon)
-    static = _Static(first, second, attrs, act, through, middle_name, middle_spec)
+    norm = norm_op.Norm.of(norm, zero_centered_gamma, epsilon)
+    static = _Static(first, second, norm, act, through, middle_name, middle_spec)
     metas = (m or fp8.STATELESS for m in metas or (None, None))
     x, gamma, beta, wi, wo, wi_bias, wo_bias, added = align(x, gamma, beta, wi, wo, wi_bias, wo_bias, added)
     projections = map(Projection, (wi, wo), (wi_bias, wo_bias), metas)
@@ -138,7 +131,7 @@ class _Static(NamedTuple):
 
     wi: Config
     wo: Config
-    norm: tuple  # of `norm_attrs`
+    norm: norm_op.Norm
     act: tuple  # (name, value) pairs of `act_op.attributes`
     through: bool  # x is the residual
     middle_name: str | None
@@ -180,32 +173,34 @@ def _norm_mlp_fwd(operands, static):
     wgrads = has_gradient(operands.wi.kernel), has_gradient(operands.wo.kernel)
     x, gamma, beta, wi, wo, _ = operands = values_of(operands)
     y, *pairs, z, stats = _forward(operands, static, train=True, wgrads=wgrads)
-    each = zip(pairs, (static.wi, static.wo), wgrads)
-    saved = [save(tag_for_wgrad(q, config), w, config, wgrad) for (q, w), config, wgrad in each]
-    return y, (saved, z, (wi.metas, wo.metas), (x, named(stats, STATISTICS), gamma, beta))
+    each = zip(pairs, (wi, wo), (static.wi, static.wo), wgrads)
+    saved = [save(tag_for_wgrad(q, config), w, p.metas, config, wgrad) for (q, w), p, config, wgrad in each]
+    return y, (saved, z, (x, named(stats, STATISTICS), gamma, beta))
 
 
 def _norm_mlp_bwd(static: _Static, residuals, dy):
-    (first, second), z, metas, (x, stats, gamma, beta) = residuals
+    (first, second), z, (x, stats, gamma, beta) = residuals
     dy = instantiate(dy)
-    grad, dbias = quantize_grad(dy, metas[1].grad, static.wo, reads_wgrad(second[0]))
-    da = constrain_to_spec(dgrad([(grad, second[1], static.wo)]), static.middle_spec)
-    dweight, dmetas = differentiate_weight(*second, grad, metas[1], static.wo)
-    if not static.wo.on_mesh:  # what dweight is made of is free before the largest tensors of the layer are there
-        da, dweight = lax.optimization_barrier((da, dweight))
-    dwo = Projection(dweight, dbias, dmetas)
-    grad, dbias = _quantize_activation_grad(da, z, metas[0].grad, static, reads_wgrad(first[0]))
-    dnorm = like(dgrad([(grad, first[1], static.wi)]), static.wi.x)
-    dweight, dmetas = differentiate_weight(*first, grad, metas[0], static.wi)
-    dx, dgamma, dbeta = norm_backward(dnorm, x, stats, gamma, beta, static.norm, dy if static.through else None)
+    grad, dbias = quantize_grad(dy, second.metas.grad, static.wo, second.wgrad)
+    da = constrain_to_spec(dgrad([(grad, second.weight, static.wo)]), static.middle_spec)
+    dwo = differentiate_weight(second, grad, dbias, static.wo)
+    if not static.wo.on_mesh:  # what dwo is made of is free before the largest tensors of the layer are there
+        da, dkernel = lax.optimization_barrier((da, dwo.kernel))
+        dwo = dwo._replace(kernel=dkernel)
+    grad, dbias = _quantize_activation_grad(da, z, first, static)
+    dnorm = like(dgrad([(grad, first.weight, static.wi)]), static.wi.x)
+    dwi = differentiate_weight(first, grad, dbias, static.wi)
+    dres = dy if static.through else None
+    dx, dgamma, dbeta = norm_op.backward(dnorm, x, *stats, gamma, beta, dres=dres, **static.norm.of_backward)
     dadded = None if static.wo.residual is None else like(dy, static.wo.residual)
-    return (_Operands(dx, dgamma, dbeta, Projection(dweight, dbias, dmetas), dwo, dadded),)
+    return (_Operands(dx, dgamma, dbeta, dwi, dwo, dadded),)
 
 
-def _quantize_activation_grad(da, z, meta, static: _Static, wgrad: bool):
+def _quantize_activation_grad(da, z, saved: Saved, static: _Static):
     """The gradient of the activation's input z from that of its output, as the GEMMs read it, and of the bias."""
     config = static.wi
-    role = Role("grad", meta, LayerUses.of(config.recipe, train=True, wgrad=wgrad).grad, jax.typeof(z))
+    uses = LayerUses.of(config.recipe, train=True, wgrad=saved.wgrad).grad
+    role = Role("grad", saved.metas.grad, uses, jax.typeof(z))
     source = act_op.grad_source(da, z, dict(static.act))
     if config.bias is None:
         return produce(source, role, config)[0], None

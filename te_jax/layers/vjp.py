@@ -4,6 +4,8 @@ Where the weight is not differentiated (a frozen one, as beside LoRA), there is 
 for it: autodiff says so by `symbolic_zeros` of the custom_vjps.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -17,6 +19,7 @@ from te_jax.layers.config import Config
 from te_jax.layers.gemms import wgrad as wgrad_gemm
 from te_jax.layers.produce import tag
 from te_jax.layers.tensor import Accumulator, Fp8Tensor, wide_of
+from te_jax.layers.weight import Projection
 
 
 def jit_layer(layer, static: int):
@@ -57,8 +60,21 @@ def tag_for_wgrad(x: Fp8Tensor, config: Config) -> Fp8Tensor:
     return tag(x, QUANTIZED, config, leave=("onto",))
 
 
-def save(x: Fp8Tensor, w: Fp8Tensor, config: Config, wgrad: bool) -> tuple[Fp8Tensor, Fp8Tensor]:
-    """What is left of x, as `tag_for_wgrad` gives it, and w for the backward pass: what dgrad and wgrad read.
+class Saved(NamedTuple):
+    """What the backward pass of one GEMM reads."""
+
+    x: Fp8Tensor
+    weight: Fp8Tensor
+    metas: DenseMetas
+
+    @property
+    def wgrad(self) -> bool:
+        """Whether the weight has a gradient."""
+        return (self.x.wide if self.x.data_t is None else self.x.data_t).size > 0
+
+
+def save(x: Fp8Tensor, w: Fp8Tensor, metas: DenseMetas, config: Config, wgrad: bool) -> Saved:
+    """What dgrad and wgrad read of x, as `tag_for_wgrad` gives it, and of w.
 
     Without wgrad there are empty arrays in the place of what it would read, and an amax of 0 where nothing else wanted
     one: jax remembers one structure of a traced function's residuals, whatever it is differentiated by.
@@ -73,12 +89,8 @@ def save(x: Fp8Tensor, w: Fp8Tensor, config: Config, wgrad: bool) -> tuple[Fp8Te
         amax=jnp.zeros(()) if observed and x.amax is None else x.amax,
     )
     onto = w.onto and w.onto._replace(grad=for_wgrad(w.onto.grad, True))
-    return kept, w._replace(data_t=None, scale_inv_t=None, wide=w.wide if dgrad_wide else None, onto=onto)
-
-
-def reads_wgrad(x: Fp8Tensor) -> bool:
-    """Of x, as `save` left it: whether wgrad is to be computed."""
-    return (x.wide if x.data_t is None else x.data_t).size > 0
+    w = w._replace(data_t=None, scale_inv_t=None, wide=w.wide if dgrad_wide else None, onto=onto)
+    return Saved(kept, w, metas)
 
 
 @custom_vmap
@@ -97,18 +109,21 @@ def _once_vmap(size, batched, total, before):
     return _once(total, before), batched[0]
 
 
-def differentiate_weight(x: Fp8Tensor, w: Fp8Tensor, grad: Fp8Tensor, metas: DenseMetas, config: Config):
-    """The gradient of the weight [*C, *F] and the cotangents of `metas`, from the gradient [*B, *F] of y as
-    `quantize_grad` gives it.
+def differentiate_weight(saved: Saved, grad: Fp8Tensor, dbias, config: Config) -> Projection:
+    """The cotangents of weight [*C, *F], bias and FP8 state, from the gradient [*B, *F] of y and that of the bias as
+    `quantize_grad` gives them.
 
-    The gradient is of the weight's type, None without wgrad; of an Fp8Tensor it is that of `onto`, or else of `wide`.
+    The weight's is of its type, None without wgrad; of an Fp8Tensor it is that of `onto`, or else of `wide`.
     """
+    x, w, metas = saved
     amaxes = (x.amax, w.amax, grad.amax)
     dmetas = DenseMetas(*(cotangent(m, amax, config.recipe, config.stage_axes) for m, amax in zip(metas, amaxes)))
-    if not reads_wgrad(x):
-        return Fp8Tensor() if config.stored else None, dmetas
-    if w.onto is not None:
+    if not saved.wgrad:
+        dweight = None
+    elif w.onto is None:
+        dweight = like(wgrad_gemm(x, grad, config), config.weight)
+    else:
         total = like(wgrad_gemm(x, grad, config, w.onto.grad), w.onto.grad)
-        return Fp8Tensor(onto=Accumulator(_once(total, w.onto.grad), w.onto.uses * 0 + 1)), dmetas
-    dweight = like(wgrad_gemm(x, grad, config), config.weight)
-    return Fp8Tensor(wide=dweight) if config.stored else dweight, dmetas
+        onto = Accumulator(_once(total, w.onto.grad), w.onto.uses * 0 + 1)
+        return Projection(Fp8Tensor(onto=onto), dbias, dmetas)
+    return Projection(Fp8Tensor(wide=dweight) if config.stored else dweight, dbias, dmetas)

@@ -92,6 +92,14 @@ class QuantizedKernel:
         return transpose(values, self.features).astype(self.dtype)
 
 
+class Projection(NamedTuple):
+    """The parameters of a dense layer, and its FP8 state."""
+
+    kernel: jax.Array | QuantizedKernel  # [h, *F]
+    bias: jax.Array | None  # [*F]
+    metas: fp8.DenseMetas | None  # under a recipe with state
+
+
 @jax.custom_vjp
 def _with_gradient(values, slot):
     """`values`, whose gradient is that of `slot`, of the same type."""
@@ -139,8 +147,7 @@ def quantize_kernel(
 
 def quantize_alone(weight: jax.Array, meta, uses: Uses, recipe: Recipe, contract: int) -> Fp8Tensor:
     """The tensor of a QuantizedKernel, outside of a layer, in the layouts that `uses` says."""
-    features = weight.ndim - contract
-    config = Config(recipe, contract, features, None, jax.typeof(weight), stage_axes=stage_axes())
+    config = Config(recipe, contract, None, jax.typeof(weight), stage_axes=stage_axes())
     return quantize_weight(weight, meta, uses, config)
 
 

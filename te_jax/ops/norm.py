@@ -3,6 +3,7 @@ https://arxiv.org/abs/1910.07467), forward, backward, and straight to FP8 in bot
 
 from functools import partial
 from math import prod
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -98,8 +99,32 @@ te_quantize_block.
 """
 
 
-def source(x, gamma, beta, attrs: dict) -> Source:
-    """norm(x) [..., h]; attrs: eps, rms and zero_centered."""
+class Norm(NamedTuple):
+    """The attributes of te_norm_fwd, but for the FP8 type."""
+
+    eps: float
+    rms: bool
+    zero_centered: bool
+
+    @classmethod
+    def of(cls, kind: str, zero_centered: bool, eps: float) -> "Norm":
+        """From arguments that `check` accepts."""
+        return cls(float(eps), kind == "rmsnorm", bool(zero_centered))
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """The results of te_norm_fwd that te_norm_bwd reads."""
+        return ("rstd",) if self.rms else ("mean", "rstd")
+
+    @property
+    def of_backward(self) -> dict[str, bool]:
+        """The attributes of te_norm_bwd."""
+        return dict(rms=self.rms, zero_centered=self.zero_centered)
+
+
+def source(x, gamma, beta, norm: Norm) -> Source:
+    """norm(x) [..., h]."""
+    attrs = norm._asdict()
     return Source({0: (norm_fwd, attrs), BLOCK: (norm_block_fwd, attrs)}, (x, gamma, beta), x.ndim - 1, "y")
 
 
@@ -158,19 +183,17 @@ def norm(x, gamma, beta=None, *, kind="layernorm", zero_centered=False, eps=1e-6
     """
     x, gamma, beta = as_jax(x, gamma, beta)
     check(name, x, gamma, beta, kind, eps, zero_centered)
-    return _norm(*align(x, gamma, beta), kind == "rmsnorm", bool(zero_centered), float(eps))
+    return _norm(*align(x, gamma, beta), Norm.of(kind, zero_centered, eps))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _norm(x, gamma, beta, rms, zero_centered, eps):
-    return _norm_fwd(x, gamma, beta, rms, zero_centered, eps)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _norm(x, gamma, beta, norm):
+    return _norm_fwd(x, gamma, beta, norm)[0]
 
 
-def _norm_fwd(x, gamma, beta, rms, zero_centered, eps):
-    stats = ("rstd",) if rms else ("mean", "rstd")
-    attrs = dict(eps=eps, rms=rms, zero_centered=zero_centered, dtype=jnp.dtype(jnp.float8_e4m3fn))
-    y, *mean, rstd = norm_fwd(x, gamma, beta, None, outputs=("y", *stats), **attrs)
-    return y, (x, mean[0] if mean else None, rstd, gamma, beta)
+def _norm_fwd(x, gamma, beta, norm):
+    got = source(x, gamma, beta, norm).run(("y", *norm.statistics), jnp.dtype(jnp.float8_e4m3fn))
+    return got["y"], (x, got.get("mean"), got["rstd"], gamma, beta)
 
 
 def backward(dy, x, mean, rstd, gamma, beta, *, rms, zero_centered, dres=None):
@@ -184,8 +207,4 @@ def backward(dy, x, mean, rstd, gamma, beta, *, rms, zero_centered, dres=None):
     return like(dx, x), like(dgamma, gamma), like(dbeta[0], beta) if dbeta else None
 
 
-def _norm_bwd(rms, zero_centered, eps, residuals, dy):
-    return backward(dy, *residuals, rms=rms, zero_centered=zero_centered)
-
-
-_norm.defvjp(_norm_fwd, _norm_bwd)
+_norm.defvjp(_norm_fwd, lambda norm, residuals, dy: backward(dy, *residuals, **norm.of_backward))
