@@ -11,7 +11,7 @@ import numpy as np
 from te_jax import fp8
 from te_jax.fp8 import FP8_COLLECTION, direction_of
 from te_jax.fp8_metas import check_state, map_tensors, update_collections
-from te_jax.recipe import Recipe
+from te_jax.recipe import DelayedScaling, Recipe
 
 
 class TensorStats(NamedTuple):
@@ -72,7 +72,7 @@ def fp8_stats(state_or_grads, recipe: Recipe | None = None) -> dict[str, TensorS
     state, and if there are several.
     """
     metas = _metas_of("fp8_stats", state_or_grads)
-    recipe = recipe or fp8.get_delayed_scaling()
+    recipe = recipe or fp8.current_recipe() or DelayedScaling()
     fp8.check_recipe("fp8_stats", recipe)
     return _stats(metas, recipe)
 
@@ -106,7 +106,7 @@ def _stats(metas, recipe: Recipe) -> dict[str, TensorStats]:
 
 
 def _of_tensor(scale, history, probe=None, *, fp8_max: float) -> TensorStats:
-    """scale f32[..., 1], history f32[..., L], probe f32[..., 4] as `fp8.seen` gives it."""
+    """scale f32[..., 1], history f32[..., L], probe f32[..., 4] as `fp8.observation` gives it."""
     scale, amaxes = scale[..., 0], history[..., 1:]  # slot 0 holds none between steps
     recorded = jnp.isfinite(amaxes) & (amaxes > 0)
     count = jnp.sum(recorded, -1, dtype=jnp.float32)

@@ -46,7 +46,7 @@ def kernel_operand(module: nn.Module, name: str, kernel, contract: int, metas: D
                 f"{what} cannot be made: a transform around the module does not pass the collection on; give `nn.scan` "
                 f"or `nn.vmap` variable_axes={{{collection!r}: 0}}, as it has for params."
             )
-        _make(module, name, kernel, contract, metas, recipe, what)
+        _put_entry(module, name, kernel, contract, metas, recipe, what)
         return kernel
     entry = kernel if in_fp8 else None
     if not in_fp8 and module.has_variable(KERNEL_COLLECTION, name):
@@ -68,7 +68,7 @@ def _collection(purpose: str | None) -> str:
     return WGRAD_COLLECTION if purpose == _WGRADS else KERNEL_COLLECTION
 
 
-def _make(module, name, kernel, contract, metas, recipe, what):
+def _put_entry(module, name, kernel, contract, metas, recipe, what):
     if _making.value == _WGRADS:
         kernel = kernel.dequantize() if isinstance(kernel, QuantizedKernel) else kernel
         zeros = jnp.zeros_like(kernel, jnp.float32)
@@ -104,7 +104,7 @@ def _check_variables(what: str, variables):
         raise ValueError(f"{what}: variables has {sorted(variables)}, no 'params'; {way_out}.")
 
 
-def _made(what: str, purpose: str, model, variables, args, kwargs) -> dict:
+def _collect(what: str, purpose: str, model, variables, args, kwargs) -> dict:
     _check_variables(what, variables)
     collection = _collection(purpose)
     others = {name: jax.lax.stop_gradient(v) for name, v in variables.items() if name != collection}
@@ -147,7 +147,7 @@ def fp8_kernels(model: nn.Module, variables: Mapping[str, Any], *args, gradients
     """
     what, purpose = "te_jax.flax.fp8_kernels", _CACHE if gradients else _INFERENCE
     _check_call(what, model, gradients)
-    return dict(_made(what, purpose, model, variables, args, kwargs))
+    return dict(_collect(what, purpose, model, variables, args, kwargs))
 
 
 def wgrads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> dict:
@@ -164,7 +164,7 @@ def wgrads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> d
     """
     what = "te_jax.flax.wgrads"
     _check_call(what, model)
-    return dict(_made(what, _WGRADS, model, variables, args, kwargs))
+    return dict(_collect(what, _WGRADS, model, variables, args, kwargs))
 
 
 def fp8_params(model: nn.Module, variables: Mapping[str, Any], *args, gradients: bool = False, **kwargs) -> dict:
@@ -187,14 +187,14 @@ def fp8_params(model: nn.Module, variables: Mapping[str, Any], *args, gradients:
     """
     what, purpose = "te_jax.flax.fp8_params", _BOTH_LAYOUTS if gradients else _PARAMETERS
     _check_call(what, model, gradients)
-    made = _made(what, purpose, model, variables, args, kwargs)[KERNEL_COLLECTION]
+    made = _collect(what, purpose, model, variables, args, kwargs)[KERNEL_COLLECTION]
     params = flatten_dict(variables["params"])
     for path, q in flatten_dict(made).items():
-        params[path] = _boxed(q, params[path])
+        params[path] = _box(q, params[path])
     return {**variables, "params": unflatten_dict(params)}
 
 
-def _boxed(q: QuantizedKernel, kernel):
+def _box(q: QuantizedKernel, kernel):
     """`q` with its data in a box as that of `kernel`, if it has one."""
     if not isinstance(kernel, nn.Partitioned):
         return q

@@ -26,7 +26,7 @@ from te_jax.flax.dense import norm_dense, norm_options, operand, trailing_axes
 from te_jax.flax.norm import norm_parameters
 from te_jax.layers import dense, layernorm_mlp
 from te_jax.layers.norm_mlp import split_residual
-from te_jax.ops.activation import activation, supported
+from te_jax.ops.activation import activation, is_fused
 from te_jax.sharding import gathered_spec, resolve_logical_axes
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
@@ -119,7 +119,7 @@ class LayerNormMLP(Module):
         bias, wo = wo[1], (wo[0], None if self.return_bias else wo[1], wo[2])
         drop = self.intermediate_dropout_rate > 0 and not deterministic
         plain = drop or wi[2] is not None or self.return_layernorm_output or norm is None
-        if recipe_of(self) is not None and not plain and supported(self.activations):
+        if recipe_of(self) is not None and not plain and is_fused(self.activations):
             y = self._fused(inputs, norm, wi, wo, residual)
             out = checkpoint_name(constrain(y, self.layernorm_input_axes), self.ffn2_ckpt_name), None
         else:

@@ -15,12 +15,12 @@ from te_jax._arrays import as_jax
 from te_jax._check import NONE, STRING, check, tuple_of
 from te_jax._types import align, like
 from te_jax.checkpoint_policies import STATISTICS, named
+from te_jax.layers import projections
 from te_jax.layers.config import Config
 from te_jax.layers.dense import METAS, check_dense, check_residual, dense
 from te_jax.layers.gemms import dgrad, fprop
 from te_jax.layers.norm_dense import layernorm_dense
 from te_jax.layers.produce import Role, produce, quantize_grad, quantize_weight
-from te_jax.layers.projections import quantize_norm
 from te_jax.layers.tensor import LayerUses, wide_of
 from te_jax.layers.vjp import Saved, differentiate_weight, has_gradient, instantiate, jit_layer, save, tag_for_wgrad
 from te_jax.layers.weight import Projection, QuantizedKernel, resolve_weight
@@ -75,7 +75,7 @@ def layernorm_mlp(
                  its input is, and the gradient of its output.
     grad_spec:   of `dense`, for the second GEMM.
 
-    Returns y of x's type. Raises ValueError for sizes that do not match and activations that `supported` does not
+    Returns y of x's type. Raises ValueError for sizes that do not match and activations that `is_fused` does not
     know, TypeError for operands that are not float.
     """
     x, gamma, beta, wi, wo, wi_bias, wo_bias, residual = as_jax(x, gamma, beta, wi, wo, wi_bias, wo_bias, residual)
@@ -111,8 +111,8 @@ def layernorm_mlp(
     static = _Static(first, second, norm, act, through, middle_name, middle_spec)
     metas = (m or fp8.STATELESS for m in metas or (None, None))
     x, gamma, beta, wi, wo, wi_bias, wo_bias, added = align(x, gamma, beta, wi, wo, wi_bias, wo_bias, added)
-    projections = map(Projection, (wi, wo), (wi_bias, wo_bias), metas)
-    return _run_norm_mlp(_Operands(x, gamma, beta, *projections, added), static)
+    both = map(Projection, (wi, wo), (wi_bias, wo_bias), metas)
+    return _run_norm_mlp(_Operands(x, gamma, beta, *both, added), static)
 
 
 class _Operands(NamedTuple):
@@ -151,15 +151,14 @@ def _typed(aval, beside, spec):
 
 def _forward(operands: _Operands, static: _Static, train: bool, wgrads):
     x, gamma, beta, wi, wo, added = operands
-    uses = [LayerUses.of(static.wi.recipe, train, wgrad) for wgrad in wgrads]
-    role = Role("x", wi.metas.x, uses[0].x, static.wi.x)
-    q0, _, stats = quantize_norm(x, gamma, beta, role, static.wi, static.norm)
-    w0 = quantize_weight(wi.kernel, wi.metas.kernel, uses[0].weight, static.wi)
-    z = named(fprop(q0, w0, wi.bias, static.wi), static.middle_name)
+    first = projections.Operands(x, (wi,), gamma, beta), projections.Static((static.wi,), static.norm)
+    ((z,), *_), q0, (w0,), stats = projections.forward(*first, train, wgrads[:1])
+    z = named(z, static.middle_name)
     z = constrain_to_spec(z, static.slots_spec)
-    role = Role("x", wo.metas.x, uses[1].x, jax.typeof(z))
+    uses = LayerUses.of(static.wo.recipe, train, wgrads[1])
+    role = Role("x", wo.metas.x, uses.x, jax.typeof(z))
     q1, _ = produce(act_op.source(z, dict(static.act)), role, static.wo)
-    w1 = quantize_weight(wo.kernel, wo.metas.kernel, uses[1].weight, static.wo)
+    w1 = quantize_weight(wo.kernel, wo.metas.kernel, uses.weight, static.wo)
     y = fprop(q1, w1, wo.bias, static.wo, x if static.through else added)
     return y, (q0, w0), (q1, w1), z, stats
 

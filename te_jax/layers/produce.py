@@ -49,7 +49,7 @@ def produce(source: Source, role: Role, config: Config, others: tuple[str, ...] 
     statistics = ("amax",) if recipe.has_state else ()
     got = source.run((*beside, *uses.layouts, *statistics), dtype, granularity, scale)
     if "amax" in got:
-        got["amax"] = fp8.seen(role.meta, got["amax"], scale, lambda: source.exact(dtype), dtype)
+        got["amax"] = fp8.observation(role.meta, got["amax"], scale, lambda: source.exact(dtype), dtype)
     if scale is not None:
         got["scale_inv"] = 1.0 / scale
     fields = {name: got[name] for name in Fp8Tensor._fields if name in got}

@@ -37,38 +37,36 @@ class Static(NamedTuple):
     with_input: bool = False
 
 
-def quantize_norm(x, gamma, beta, role: Role, config: Config, norm: norm_op.Norm, with_ln_out=False):
-    """norm(x) as its GEMMs read it, norm(x) of x's type if asked for, and the statistics (mean or None, rstd)."""
-    others = (*(["y"] if with_ln_out else []), *norm.statistics)
-    q, got = produce(norm_op.source(x, gamma, beta, norm), role, config, others)
-    return q, got["y"] if with_ln_out else None, (got.get("mean"), got["rstd"])
+def forward(operands: Operands, static: Static, train: bool, wgrads):
+    """The results, and for the backward pass x or its norm in FP8, the weights, and the norm's statistics.
 
-
-def _forward(operands: Operands, static: Static, train: bool, wgrads):
+    wgrads: whether the weight of each projection has a gradient.
+    """
     x, projections, gamma, beta, residual = operands
     config = static.configs[0]
     uses = LayerUses.of(config.recipe, train, any(wgrads))
     role = Role("x", projections[0].metas.x, uses.x, config.x)
     if static.norm is None:
-        q, _ = quantize_tensor(x, config.lead, role, config)
-        ln_out = stats = None
+        (q, _), got = quantize_tensor(x, config.lead, role, config), {}
     else:
-        q, ln_out, stats = quantize_norm(x, gamma, beta, role, config, static.norm, static.with_ln_out)
+        others = (*(["y"] if static.with_ln_out else []), *static.norm.statistics)
+        q, got = produce(norm_op.source(x, gamma, beta, static.norm), role, config, others)
     each = list(zip(projections, static.configs))
     weights = [quantize_weight(p.kernel, p.metas.kernel, uses.weight, config) for p, config in each]
     y = tuple(fprop(q, w, p.bias, config, residual) for w, (p, config) in zip(weights, each))
-    return (y, ln_out, x if static.with_input else None), q, weights, stats
+    results = y, got["y"] if static.with_ln_out else None, x if static.with_input else None
+    return results, q, weights, (got.get("mean"), got.get("rstd"))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _project(operands, static):
-    return _forward(operands, static, train=False, wgrads=())[0]
+    return forward(operands, static, train=False, wgrads=())[0]
 
 
 def _project_fwd(operands, static):
     wgrads = [has_gradient(p.kernel) for p in operands.projections]
     x, projections, gamma, beta, _ = operands = values_of(operands)
-    out, q, weights, stats = _forward(operands, static, train=True, wgrads=wgrads)
+    out, q, weights, stats = forward(operands, static, train=True, wgrads=wgrads)
     q = tag_for_wgrad(q, static.configs[0])
     each = zip(weights, projections, static.configs, wgrads)
     saved = [save(q, w, p.metas, config, wgrad) for w, p, config, wgrad in each]

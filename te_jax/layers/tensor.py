@@ -64,7 +64,7 @@ class Fp8Tensor(NamedTuple):
     wide: jax.Array | None = None  # [*m, *n], unquantized, for a GEMM out of FP8
     scale_inv: jax.Array | None = None  # f32[], or of each block of data
     scale_inv_t: jax.Array | None = None  # of each block of data_t; None with one scale for both
-    amax: jax.Array | None = None  # f32[], or f32[4] of a probed tensor (`fp8.seen`); None without state
+    amax: jax.Array | None = None  # f32[], or f32[4] of a probed tensor (`fp8.observation`); None without state
     onto: Accumulator | None = None  # of a weight
 
     @property

@@ -189,7 +189,7 @@ _FUSED = {
 }
 
 
-def supported(names: Sequence[str | Callable]) -> bool:
+def is_fused(names: Sequence[str | Callable]) -> bool:
     """Whether `te_activation_fwd` and `te_activation_bwd` offer these activations, else there is `activation` alone.
 
     Raises as `slots` does.

@@ -145,7 +145,7 @@ def _amaxes(x, axis, block=BLOCK):
     return amax(x.reshape(*x.shape[:axis], blocks, block, *x.shape[axis + 1 :]), (axis + 1,))
 
 
-def in_rows(x, lead, dtype, block, law):
+def quantize_rows(x, lead, dtype, block, law):
     """data, data_t, scale_inv and scale_inv_t of x f32 [*m, m, *n, n] in blocks of 1 x `block`.
 
     law: the amaxes of blocks -> their scales, and the inverses as they are stored.
@@ -175,7 +175,7 @@ def _block_reference(x, *, lead, dtype, square, power_2, epsilon):
         scale = law(amax)
         return scale, 1.0 / scale
 
-    return *in_rows(x, lead, dtype, BLOCK, with_inverse), None, None, dbias
+    return *quantize_rows(x, lead, dtype, BLOCK, with_inverse), None, None, dbias
 
 
 def rows_reference(x, lead, dtype, power_2, epsilon):
@@ -227,7 +227,7 @@ def _mx_reference(x, *, lead, dtype):
         return 1.0 / scale_inv.astype(jnp.float32), scale_inv
 
     x = x.astype(jnp.float32)
-    return *in_rows(x, lead, dtype, MX_BLOCK, law), jnp.sum(x, tuple(range(lead + 1)))
+    return *quantize_rows(x, lead, dtype, MX_BLOCK, law), jnp.sum(x, tuple(range(lead + 1)))
 
 
 quantize_mx = Op(
