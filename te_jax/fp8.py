@@ -266,7 +266,7 @@ def scale_of(
     """The scale (f32[]) that a layer quantizes a tensor with.
 
     measure: -> the tensor's amax, f32[]; called where the recipe scales by it. tensor: a field of `DenseMetas`.
-    shards:  inside `shard_map`, the mesh axes over which the tensor is sharded; its amax is that of all shards.
+    shards:  inside `shard_map`, the mesh axes over which the tensor is sharded; its amax is the largest of all shards.
 
     Raises ValueError under `shard_map(check_vma=False)`, where these axes are not known, unless the recipe reduces no
     amax.

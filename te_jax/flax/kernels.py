@@ -13,7 +13,7 @@ from te_jax._check import ARRAY, BOOL, check
 from te_jax.flax._state import describe, recipe_of
 from te_jax.fp8 import DenseMetas, current_recipe
 from te_jax.layers import QuantizedKernel, quantize_kernel
-from te_jax.layers.parameters import map_kernels, of_parameters
+from te_jax.layers.parameters import map_kernels
 from te_jax.layers.tensor import Accumulator
 from te_jax.layers.weight import check_quantized, swap_groups
 
@@ -77,7 +77,7 @@ def _put_entry(module, name, kernel, contract, metas, recipe, what):
     meta = metas and metas.kernel._replace(amax=metas.kernel.scale)  # the token of one that is not probed
     of_params = _making.value in (_PARAMETERS, _BOTH_LAYOUTS)
     if of_params:
-        recipe, meta = of_parameters(recipe), None
+        recipe, meta = recipe.for_parameters(), None
     gradients = _making.value in (_CACHE, _BOTH_LAYOUTS)
     q = quantize_kernel(kernel, recipe=recipe, contract=contract, meta=meta, gradients=gradients, name=what)
     if of_params:
@@ -130,7 +130,7 @@ def fp8_kernels(model: nn.Module, variables: Mapping[str, Any], *args, gradients
         loss_fn = lambda params, fp8, x: loss(model.apply({"params": params, **fp8, **kernels}, x))
 
     Modules that find their entry quantize no kernel; results, gradients and FP8 state are the same bit for bit, and the
-    gradient is that of the parameters. It is for several passes between two changes of the parameters: microbatches,
+    gradient goes to the parameters. It is for several passes between two changes of the parameters: microbatches,
     within the jitted step, and inference. Nothing can tell that the parameters are others since: make it anew in every
     step. Without a name in it, as for kernels that the caller passes, a module quantizes as ever.
 
@@ -177,7 +177,7 @@ def fp8_params(model: nn.Module, variables: Mapping[str, Any], *args, gradients:
     `te_jax.value_and_grad` (to `jax.grad` they are constants), with `te_jax.optim.master_weights` for their masters.
 
     gradients: True: both layouts are kept, 2 bytes a number. A backward pass under MXFP8, whose other layout cannot be
-               made of the one, needs that, or a recipe without dgrad in FP8. False: that of fprop alone, which is
+               made of the one, needs that, or a recipe without dgrad in FP8. False: fprop's layout alone is kept, and
                transposed for dgrad.
 
     Scales are those of the recipe in force, of the kernel's own amax where that has state, which then stays as it is.
@@ -195,7 +195,7 @@ def fp8_params(model: nn.Module, variables: Mapping[str, Any], *args, gradients:
 
 
 def _box(q: QuantizedKernel, kernel):
-    """`q` with its data in a box as that of `kernel`, if it has one."""
+    """`q` with its data in a box like the one around `kernel`, if there is one."""
     if not isinstance(kernel, nn.Partitioned):
         return q
     names = swap_groups(kernel.names, q.contract, q.features)

@@ -29,10 +29,12 @@ def layernorm(
     epsilon=1e-6,
     name: str = "te_jax.layers.layernorm",
 ) -> jax.Array:
-    """LayerNorm or RMSNorm ("rmsnorm", beta None) over the last axis of x [..., h]; gamma, beta [h]. -> x's type.
+    """LayerNorm, or RMSNorm where norm is "rmsnorm" and beta None, over the last axis of x [..., h]; gamma, beta [h].
 
-    zero_centered_gamma: gamma + 1 is applied. epsilon: above 0. name: what errors call this layer. Raises ValueError or
-    TypeError as `te_jax.ops.norm.norm`.
+    zero_centered_gamma: gamma + 1 is applied. epsilon: above 0. name: what errors call this layer.
+
+    Returns an array of x's shape and type. Raises ValueError for an unknown norm or sizes that do not match, TypeError
+    for operands that are not floating point.
     """
     return norm_op.norm(x, gamma, beta, kind=norm, zero_centered=zero_centered_gamma, eps=epsilon, name=name)
 
@@ -58,17 +60,20 @@ def layernorm_dense(
     checkpoint=None,
     name: str = "te_jax.layers.layernorm_dense",
 ) -> tuple[jax.Array, ...]:
-    """(y, ln_out or None): ln_out = norm(x), y[*B, *F] = ln_out[*B, h] . kernel[h, *F] + bias[*F].
+    """y[*B, *F] = ln_out[*B, h] . kernel[h, *F] + bias[*F] with ln_out = norm(x).
 
-    x [*B, h]; gamma, beta [h]; the other arguments as in `layernorm` and `dense`. Under a recipe ln_out is quantized
-    from f32, before it is rounded to x's type; after that under one of block scales. Raises ValueError or TypeError as
-    they do.
+    x [*B, h]; gamma, beta [h]; the other arguments are described in `layernorm` and `dense`. Under a recipe ln_out is
+    quantized from f32, before it is rounded to x's type; under a recipe of block scales it is rounded first.
 
+    return_layernorm_output: the second result is ln_out, else None.
     return_input: a third result is x itself, for a residual connection: the gradient that comes back through it is
                   added in the norm's backward kernel, not in a pass of its own.
-    also:         more kernels that read ln_out, as those of keys and values beside that of queries. y is then the tuple
-                  of all products, and under a recipe ln_out is quantized once, with the scale of the first. ln_out's
-                  gradient through all of them crosses devices as one sum.
+    also:         more kernels that read ln_out, as keys and values have beside queries. y is then the tuple of all
+                  products, and under a recipe ln_out is quantized once, with the scale of the first. The gradient that
+                  ln_out gets from all of them crosses devices as one sum.
+
+    Returns (y, ln_out or None), or (y, ln_out or None, x). Raises ValueError for sizes that do not match, TypeError for
+    operands that are not float.
     """
     check(name, "also", also, _ALSO)
     check(name, "checkpoint", checkpoint, NONE | STRING)

@@ -32,7 +32,7 @@ _METAS = NONE | tuple_of(METAS, 2)  # of wi and of wo
 
 
 def split_residual(residual: bool | jax.Array):
-    """-> whether it is the layer's own input, and the array that it is else, or None."""
+    """Whether the residual is the layer's own input, and the array that it is otherwise, or None."""
     added = None if isinstance(residual, bool) else residual
     return added is None and residual, added
 
@@ -65,15 +65,16 @@ def layernorm_mlp(
     x [*B, h]; gamma, beta [h] as in `layernorm`.
 
     activations, activation_params: as in `te_jax.ops.activation.activation`.
-    residual:    True: x is added to y; both directions of it are done inside of kernels. An array of y's shape and type
-                 is added in the GEMM, before it rounds.
+    residual:    True: x is added to y, forward and backward inside of kernels. An array of y's shape and type is added
+                 in the GEMM, before it rounds.
     recipe:      None for plain JAX in x's type, else a recipe, and if it has state `metas` of wi and of wo. The norm's
                  output, the activation and the gradient of its input are quantized from f32, without being written in
                  x's type; under a recipe of block scales they are rounded to it first.
-    checkpoint:  name of the quantized residuals, for `jax.checkpoint` policies; middle_name: of the activation's input.
+    checkpoint:  name of the quantized tensors that are kept for the backward pass, for `jax.checkpoint` policies.
+    middle_name: name of the activation's input, for the same policies.
     middle_spec: under Auto mesh axes, the sharding [*B, F] that the activation's output is constrained to; under FP8
                  its input is, and the gradient of its output.
-    grad_spec:   of `dense`, for the second GEMM.
+    grad_spec:   as in `dense`, for the second GEMM.
 
     Returns y of x's type. Raises ValueError for sizes that do not match and activations that `is_fused` does not
     know, TypeError for operands that are not float.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from te_jax.layers.tensor import Uses
 from te_jax.layers.weight import GradientSlot, QuantizedKernel, check_quantized, quantize_alone, swap_groups
-from te_jax.recipe import Float8CurrentScaling, Recipe
+from te_jax.recipe import Recipe
 
 
 def second(_, other, *more):
@@ -36,15 +36,6 @@ def map_kernels(of_kernels, params, *rest, of_others=lambda leaf, *more: leaf):
     return jax.tree.map(at, params, *rest, is_leaf=lambda node: is_kernel(node) or _is_box(node))
 
 
-def of_parameters(recipe: Recipe) -> Recipe:
-    """The recipe by which parameters are quantized. Scales of delayed scaling are those of steps to come: a parameter
-    has that of its own amax."""
-    if not recipe.has_state:
-        return recipe
-    shared = {name: getattr(recipe, name) for name in ("fp8_format", "override_linear_precision")}
-    return Float8CurrentScaling(**shared)
-
-
 def _is_box(leaf) -> bool:
     return hasattr(leaf, "names") and hasattr(leaf, "unbox")  # Flax takes a second to import
 
@@ -55,7 +46,7 @@ def unbox(tree):
 
 
 def array_of(q: QuantizedKernel, array: jax.Array):
-    """`array` [..., *C, *F] in a box as that of `q`, if it has one."""
+    """`array` [..., *C, *F], in a box like the one around the data of `q`, if there is one."""
     box = q.tensor.data if q.tensor.data_t is None else q.tensor.data_t
     if not _is_box(box):
         return array
@@ -86,7 +77,7 @@ def with_slots(params, arrays):
 
 def requantize(q: QuantizedKernel, array, recipe: Recipe, what: str) -> QuantizedKernel:
     """`array` [..., *C, *F] in the place of `q`: with its layouts, dtype and boxes, quantized as `recipe`, which is one
-    of `of_parameters`, quantizes a kernel.
+    of `Recipe.for_parameters`, quantizes a kernel.
 
     Raises ValueError, naming `what`, if `recipe` is of another form than `q`.
     """

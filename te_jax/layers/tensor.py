@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 
-from te_jax.ops.quantize import MX_BLOCK, block_of_weight, transpose
+from te_jax.ops.quantize import transpose_weight
 from te_jax.recipe import Recipe
 
 
@@ -83,23 +83,17 @@ class Fp8Tensor(NamedTuple):
         return self.columns if self.data is None else self.rows
 
     def read(self, use: Uses, split: int) -> "Fp8Tensor":
-        """What GEMMs read of a weight; `split` axes in m. A layout that is missing is transposed from the other, as are
-        the scales of its blocks of 128 x 128. Raises ValueError for a missing layout of MXFP8."""
+        """What GEMMs read of a weight; `split` axes in m. A layout that is missing is transposed from the other.
+
+        Raises ValueError where that cannot be done.
+        """
         got = self
-        lacks = (use.data and self.data is None) or (use.data_t and self.data_t is None)
-        if lacks and block_of_weight(self.held[1]) == MX_BLOCK:
-            raise ValueError(
-                "te_jax.layers: an MXFP8 kernel holds one layout, and its blocks of 1 x 32 are not those of the other, "
-                "which a backward pass reads; quantize it with gradients=True, or take dgrad out of FP8: "
-                "override_linear_precision=(False, True, False)."
-            )
         if use.data and self.data is None:
-            back = self.data_t.ndim - split
-            scale_inv = self.scale_inv if self.scale_inv_t is None else transpose(self.scale_inv_t, back)
-            got = got._replace(data=transpose(self.data_t, back), scale_inv=scale_inv)
+            data, scale_inv = transpose_weight(*self.columns, self.data_t.ndim - split)
+            got = got._replace(data=data, scale_inv=scale_inv)
         if use.data_t and self.data_t is None:
-            scale_inv_t = transpose(self.scale_inv, split) if self.scale_inv.ndim else None
-            got = got._replace(data_t=transpose(self.data, split), scale_inv_t=scale_inv_t)
+            data_t, scale_inv_t = transpose_weight(*self.rows, split)
+            got = got._replace(data_t=data_t, scale_inv_t=scale_inv_t)
         return got._replace(**{name: None for name, is_read in use._asdict().items() if not is_read})
 
 

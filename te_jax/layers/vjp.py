@@ -23,8 +23,10 @@ from te_jax.layers.weight import Projection
 
 
 def jit_layer(layer, static: int):
-    """A custom_vjp with symbolic zeros, under jit: outside of it `jax.shard_map` has no rule for one. static: index of
-    the static argument."""
+    """A custom_vjp with symbolic zeros, under jit: without jit `jax.shard_map` has no rule for one.
+
+    static: index of the static argument.
+    """
     return jax.jit(layer, static_argnums=static, inline=True)
 
 
@@ -45,7 +47,7 @@ def has_gradient(weight) -> bool:
 
 
 def instantiate(cotangent):
-    """A cotangent as an array, which autodiff passes as a `SymbolicZero` where it is 0; None stays None."""
+    """The cotangent as an array of zeros where autodiff passes a `SymbolicZero`, else as it is."""
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
     aval = cotangent.aval
@@ -54,8 +56,10 @@ def instantiate(cotangent):
 
 
 def tag_for_wgrad(x: Fp8Tensor, config: Config) -> Fp8Tensor:
-    """What wgrad may read of x, for `save`, named for `jax.checkpoint` policies: once for all layers that read x, for
-    each name that is given to an array makes another one of it to keep."""
+    """What wgrad may read of x, for `save`, named for `jax.checkpoint` policies.
+
+    Call it once for all layers that read x: each name makes one more array that a policy may keep.
+    """
     x = x._replace(data=None, scale_inv=None, scale_inv_t=x.columns[1])
     return tag(x, QUANTIZED, config, leave=("onto",))
 
@@ -110,10 +114,12 @@ def _once_vmap(size, batched, total, before):
 
 
 def differentiate_weight(saved: Saved, grad: Fp8Tensor, dbias, config: Config) -> Projection:
-    """The cotangents of weight [*C, *F], bias and FP8 state, from the gradient [*B, *F] of y and that of the bias as
-    `quantize_grad` gives them.
+    """The cotangents of weight [*C, *F], bias and FP8 state.
 
-    The weight's is of its type, None without wgrad; of an Fp8Tensor it is that of `onto`, or else of `wide`.
+    grad, dbias: the gradients of y [*B, *F] and of the bias, as `quantize_grad` returns them.
+
+    The weight's cotangent has the weight's type, and is None without wgrad. Where the weight is an Fp8Tensor, `onto`
+    has the cotangent if there is an accumulator, else `wide`.
     """
     x, w, metas = saved
     amaxes = (x.amax, w.amax, grad.amax)

@@ -51,7 +51,7 @@ class QuantizedKernel:
 
     @property
     def ndim(self) -> int:
-        """As of an array."""
+        """The number of axes, those of a stack included."""
         return len(self.shape)
 
     @property
@@ -67,16 +67,16 @@ class QuantizedKernel:
         return self.tensor.data is None and self.tensor.data_t is None
 
     def with_wide(self, wide: jax.Array | GradientSlot | None) -> "QuantizedKernel":
-        """The same beside the array that it was made of, beside a slot for its gradient, or without either."""
+        """This kernel beside the array that it was made of, beside a slot for its gradient, or without either."""
         return replace(self, tensor=self.tensor._replace(wide=wide))
 
     def with_accumulator(self, onto: Accumulator | None) -> "QuantizedKernel":
-        """The same with a gradient that is added onto another in the wgrad GEMM: see `wgrads`."""
+        """This kernel with a gradient that is added onto another one in the wgrad GEMM: see `te_jax.flax.wgrads`."""
         return replace(self, tensor=self.tensor._replace(onto=onto))
 
     @classmethod
     def unquantized(cls, wide: jax.Array, contract: int) -> "QuantizedKernel":
-        """A kernel that the layer is to quantize after all."""
+        """A kernel [*C, *F] that the layer is to quantize after all."""
         return cls(Fp8Tensor(wide=wide), contract, wide.ndim - contract, wide.dtype)
 
     def dequantize(self) -> jax.Array:
@@ -102,7 +102,7 @@ class Projection(NamedTuple):
 
 @jax.custom_vjp
 def _with_gradient(values, slot):
-    """`values`, whose gradient is that of `slot`, of the same type."""
+    """`values`, whose gradient goes to `slot`, an array of their type."""
     return values
 
 
@@ -125,10 +125,10 @@ def quantize_kernel(
     gradients: bool = True,
     name: str = "te_jax.layers.quantize_kernel",
 ) -> QuantizedKernel:
-    """kernel f32, bf16 or f16 [*C, *F] -> the same in FP8 alone, as the layers would quantize it.
+    """Quantizes kernel [*C, *F] of f32, bf16 or f16 as the layers would; the result holds FP8 alone.
 
     contract:  axes in C.
-    meta:      under a recipe with state, that of the kernel in the layer's `metas`.
+    meta:      the kernel's entry in the layer's `metas`, under a recipe with state.
     gradients: whether a backward pass will read it. False: only the layout that fprop reads is made.
 
     Raises TypeError for a kernel that is not float and for no recipe, ValueError for a wrong `contract` or `meta`.

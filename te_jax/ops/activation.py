@@ -22,8 +22,8 @@ CLAMPED_DEFAULTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _sigmoid_gated(x, c0, c1=0.0):
-    """x * sigmoid(c0 x + c1 x**3). Autodiff of it multiplies 0 by inf where x is large: its derivative stands below, as
-    in csrc/activation.cuh."""
+    """x * sigmoid(c0 x + c1 x**3). It has a derivative of its own, as in csrc/activation.cuh: autodiff would multiply 0
+    by inf where x is large."""
     return x * _sigmoid(x, c0, c1)
 
 
@@ -351,7 +351,8 @@ activation_block_bwd = Op(
     reference=_block_bwd_reference,
     cuda=partial(_block_cuda, "te_activation_block_bwd"),
 )
-"""The same of dx [*m, m, a, f], which te_activation_bwd makes of dy [*m, m, f] of x's type and x; and
+"""te_quantize_block, in blocks of 1 x 128, of the gradient that te_activation_bwd makes of dy [*m, m, f] and x
+[*m, m, a, f], which is not written: data, data_t, scale_inv and scale_inv_t of dx [*m, m, a, f], and
 
 dbias  f32[a, f]: the sum over *m and m of dx in x's type, for the bias gradient
 """
@@ -361,12 +362,12 @@ dbias  f32[a, f]: the sum over *m and m of dx in x's type, for the bias gradient
 
 
 def source(x, attrs: dict) -> Source:
-    """act(x) [*m, f] of x [*m, a, f]; attrs: of `attributes`."""
+    """act(x) [*m, f] of x [*m, a, f]. attrs: as `attributes` returns them."""
     ops = {0: (activation_fwd, attrs), BLOCK: (activation_block_fwd, attrs)}
     return Source(ops, (x,), x.ndim - 2, "y")
 
 
 def grad_source(dy, x, attrs: dict) -> Source:
-    """The gradient [*m, a, f] of x from that of act(x), dy [*m, f]; attrs: of `attributes`."""
+    """The gradient [*m, a, f] of x from dy [*m, f], the gradient of act(x). attrs: as `attributes` returns them."""
     ops = {0: (activation_bwd, attrs), BLOCK: (activation_block_bwd, attrs)}
     return Source(ops, (dy, x), x.ndim - 2, "dx")

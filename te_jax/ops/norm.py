@@ -197,7 +197,7 @@ def _norm_fwd(x, gamma, beta, norm):
 
 
 def backward(dy, x, mean, rstd, gamma, beta, *, rms, zero_centered, dres=None):
-    """-> dx, dgamma, dbeta (None without beta), of the types of x, gamma and beta.
+    """Returns dx, dgamma and dbeta (None without beta), of the types of x, gamma and beta.
 
     dres [..., h]: the gradient of x by another way, a residual connection; dx is the sum of both, rounded once.
     """

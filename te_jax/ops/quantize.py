@@ -204,9 +204,9 @@ quantize_block = Op(
 """x f32|bf16|f16 [*m, m, *n, n] -> results in this order, as chosen by `outputs`:
 
 data        FP8 [*m, m, *n, n]: saturate(x * scale of the element's block), from f32 math
-data_t      FP8 [*n, n, *m, m]: the same with the blocks of this layout
+data_t      FP8 [*n, n, *m, m]: the transpose, quantized with the blocks of this layout
 scale_inv   f32 [*n, ceil(n / 128), *m, m]: 1 / scale of each block of 128 of data along n, of which the last may be cut
-scale_inv_t f32 [*m, ceil(m / 128), *n, n]: of data_t along m
+scale_inv_t f32 [*m, ceil(m / 128), *n, n]: 1 / scale of each block of 128 of data_t along m
 block_inv   f32 [*m, ceil(m / 128), *n, ceil(n / 128)]: of blocks of 128 x 128, in the order of data's axes
 block_inv_t f32 [*n, ceil(n / 128), *m, ceil(m / 128)]: its transpose
 dbias       f32 [*n, n]: the sum of x over *m and m, for the bias gradient
@@ -216,8 +216,8 @@ lead: number of axes in *m. dtype: the FP8 type, a jnp.dtype. square: blocks of 
 
 On CUDA, RuntimeError while it is lowered for a GPU that is not of compute capability 9.0.
 
-A scale is fp8_max / max(amax of the block, epsilon). The contracted axis comes first in those of 1 x 128, and last in
-those of 128 x 128: so cuBLASLt reads them.
+A scale is fp8_max / max(amax of the block, epsilon). The contracted axis comes first in the scales of 1 x 128, and last
+in the scales of 128 x 128, which is how cuBLASLt reads them.
 """
 
 
@@ -246,7 +246,7 @@ data, data_t, dbias: as of `te_quantize_block`, with blocks of 1 x 32
 scale_inv           float8_e8m0fnu [*n, ceil(n / 32), *m, m]: what each block of 32 of data along n is multiplied by
 scale_inv_t         float8_e8m0fnu [*m, ceil(m / 32), *n, n]: of data_t along m
 
-lead: number of axes in *m. dtype: the FP8 type, a jnp.dtype. The law is that of `recipe.MXFP8BlockScaling`.
+lead: number of axes in *m. dtype: the FP8 type, a jnp.dtype. Scales follow the law of `recipe.MXFP8BlockScaling`.
 """
 
 
@@ -265,9 +265,25 @@ def block_of_weight(scale_inv: jax.Array) -> int:
     return MX_BLOCK if scale_inv.dtype == jnp.float8_e8m0fnu else BLOCK if scale_inv.ndim else 0
 
 
+def transpose_weight(data: jax.Array, scale_inv: jax.Array, split: int) -> tuple[jax.Array, jax.Array]:
+    """A weight [*m, *n] in FP8 and its inverse scales -> the same in the layout [*n, *m]. split: axes in m.
+
+    Raises ValueError for MXFP8, whose blocks differ between the layouts.
+    """
+    if block_of_weight(scale_inv) == MX_BLOCK:
+        raise ValueError(
+            "te_jax.layers: an MXFP8 kernel holds one layout, and its blocks of 1 x 32 are not those of the other, "
+            "which a backward pass reads; quantize it with gradients=True, or take dgrad out of FP8: "
+            "override_linear_precision=(False, True, False)."
+        )
+    return transpose(data, split), transpose(scale_inv, split) if scale_inv.ndim else scale_inv
+
+
 def dequantize_weight(data: jax.Array, scale_inv: jax.Array, split: int) -> jax.Array:
-    """f32 [*m, *n] of a weight in FP8 and its inverse scales: one, those of blocks of 128 x 128, or MXFP8's. split:
-    axes in m."""
+    """The values, f32, of a weight [*m, *n] in FP8. split: axes in m.
+
+    scale_inv: one, one for each block of 128 x 128, or MXFP8's for each block of 1 x 32.
+    """
     block = block_of_weight(scale_inv)
     if block == MX_BLOCK:
         return dequantize_rows(data, scale_inv, data.ndim - split, MX_BLOCK)

@@ -16,7 +16,6 @@ from te_jax.layers.parameters import (
     has_kernels,
     is_kernel,
     map_kernels,
-    of_parameters,
     requantize,
     second,
     unbox,
@@ -97,7 +96,7 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
         by, inner_state = inner.update(grads, state.inner, with_arrays(params, state.master), **extra)
         moved = lambda q, master, u: optax.apply_updates(master, u)
         master = map_kernels(moved, params, state.master, by, of_others=second)
-        made = lambda q, u, master: Requantized(requantize(q, master, of_parameters(recipe), f"{_NAME}: a parameter"))
+        made = lambda q, u, master: Requantized(requantize(q, master, recipe.for_parameters(), f"{_NAME}: a parameter"))
         new = map_kernels(made, params, by, master, of_others=second)
         return new, MasterWeightsState(master, inner_state)
 

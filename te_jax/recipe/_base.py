@@ -68,6 +68,10 @@ class Recipe(KnownFields):
         """
         raise NotImplementedError(f"{type(self).__name__}.scale")
 
+    def for_parameters(self) -> "Recipe":
+        """The recipe by which parameters that live in FP8 are quantized."""
+        return self
+
     def fresh_state(self) -> dict[str, np.ndarray]:
         """State of a tensor that was never seen, f32 leaves by the end of their names; {} without state."""
         return {}
