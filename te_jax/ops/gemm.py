@@ -20,7 +20,7 @@ from te_jax._op import Op
 from te_jax._types import align, like, on_explicit_mesh
 from te_jax.checkpoint_policies import GEMM, named
 from te_jax.ops.gemm_tuning import load_tuning, save_tuning, tune_all  # noqa: F401  (beside what they tune)
-from te_jax.ops.quantize import BLOCK, FLOATS, MX_BLOCK, check_gpu, dequantize_rows, fill, spread
+from te_jax.ops.quantize import BLOCK, FLOATS, MX_BLOCK, check_gpu, dequantize_rows, dequantize_weight, fill
 
 FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 _MX_SCALE = jnp.dtype(jnp.float8_e8m0fnu)
@@ -43,18 +43,28 @@ def _dtypes(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, out_dt
         raise TypeError(
             "te_gemm: lhs_scale_inv and rhs_scale_inv go with FP8 operands, both of them, and with no others."
         )
+    return _out_dtypes("te_gemm", c, out_dtype)
+
+
+def _out_dtypes(op: str, c, out_dtype):
     if c is not None and c != out_dtype:
-        raise TypeError(f"te_gemm: c is {c}, but out is {out_dtype}; pass c in the type of out, or set out_dtype.")
+        raise TypeError(f"{op}: c is {c}, but out is {out_dtype}; pass c in the type of out, or set out_dtype.")
     return (out_dtype,)
 
 
 def _reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, out_dtype, **_):
     wide = [a.astype(jnp.float32) if a.dtype in FP8 else a for a in (lhs, rhs)]
-    axes = [tuple(range(a.ndim - contract, a.ndim)) for a in wide]
-    out = lax.dot_general(*wide, (axes, ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    out = _dot_last(*wide, contract)
     if lhs_scale_inv is not None:
         out = out * (lhs_scale_inv * rhs_scale_inv)
     return (add_epilogue(out, bias, c, out_dtype),)
+
+
+def _dot_last(left, right, contract):
+    """f32 left @ right^T over the last `contract` axes of both."""
+    axes = [tuple(range(a.ndim - contract, a.ndim)) for a in (left, right)]
+    highest = dict(precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    return lax.dot_general(left, right, (axes, ((), ())), **highest)
 
 
 def add_epilogue(out, bias, c, out_dtype):
@@ -111,14 +121,13 @@ gemm_op = Op(
 # -- a scale for each block -----------------------------------------------------------------------------------
 
 
-def _check_block_types(op: str, lhs, rhs, *others, out_dtype, **_):
-    """The types of the results. Raises TypeError, naming `op`, for operands that it does not multiply or add."""
-    c = others[-1]
+def _block_dtypes(op: str, lhs, rhs, *others, out_dtype, **_):
+    *scales, _, c = others
+    if sum(scale is not None for scale in scales) != 2:
+        raise ValueError(f"{op}: pass lhs_scale_inv, and one of rhs_scale_inv and rhs_block_inv.")
     if any(all(d != f for f in FP8) for d in (lhs, rhs)) or lhs == rhs == jnp.float8_e5m2:
         raise TypeError(f"{op}: lhs is {lhs}, rhs is {rhs}; pass float8_e4m3fn, or float8_e5m2 for one of them.")
-    if c is not None and c != out_dtype:
-        raise TypeError(f"{op}: c is {c}, but out is {out_dtype}; pass c in the type of out, or set out_dtype.")
-    return (out_dtype,)
+    return _out_dtypes(op, c, out_dtype)
 
 
 def _outer_axes(op: str, contract: int) -> int:
@@ -128,29 +137,14 @@ def _outer_axes(op: str, contract: int) -> int:
     return contract - 1
 
 
-def _check_scales(rhs_scale_inv, rhs_block_inv):
-    if (rhs_scale_inv is None) == (rhs_block_inv is None):
-        raise ValueError("te_gemm_block: pass one of rhs_scale_inv and rhs_block_inv.")
-
-
 def _block_reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, rhs_block_inv, bias, c, *, outer, out_dtype, **_):
-    _check_scales(rhs_scale_inv, rhs_block_inv)
     contract = outer + 1
     if rhs_block_inv is None:
         right = dequantize_rows(rhs, rhs_scale_inv, contract, BLOCK)
     else:
-        r = rhs.ndim - contract - 1
-        each = spread(spread(rhs_block_inv, r, rhs.shape[r]), rhs.ndim - 1, rhs.shape[-1])
-        right = rhs.astype(jnp.float32) * each
+        right = dequantize_weight(rhs, rhs_block_inv, rhs.ndim - contract)
     out = _dot_last(dequantize_rows(lhs, lhs_scale_inv, contract, BLOCK), right, contract)
     return (add_epilogue(out, bias, c, out_dtype),)
-
-
-def _dot_last(left, right, contract):
-    """f32 left @ right^T over the last `contract` axes of both."""
-    axes = [tuple(range(a.ndim - contract, a.ndim)) for a in (left, right)]
-    highest = dict(precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-    return lax.dot_general(left, right, (axes, ((), ())), **highest)
 
 
 def _block_cuda(
@@ -158,7 +152,6 @@ def _block_cuda(
 ):
     """Flattens to two axes and fills up with zeros: contracted axes to whole blocks, m to a multiple of 4 and n to one
     of 16, as cuBLASLt wants them; rows in cut blocks of 128 x 128 too, where n has more axes."""
-    _check_scales(rhs_scale_inv, rhs_block_inv)
     check_gpu("te_gemm_block")
     contract, square = outer + 1, rhs_block_inv is not None
     m_axes, n_axes = lhs.shape[: lhs.ndim - contract], rhs.shape[: rhs.ndim - contract]
@@ -197,7 +190,7 @@ gemm_block_op = Op(
     once=("bias", "c"),
     ranks={"k...": "outer"},
     fenced="out",
-    dtypes=partial(_check_block_types, "te_gemm_block"),
+    dtypes=partial(_block_dtypes, "te_gemm_block"),
     reference=_block_reference,
     workspace=lambda *args, **attrs: WORKSPACE,
     cuda=_block_cuda,
@@ -242,7 +235,7 @@ gemm_mx_op = Op(
     combine={"out": "sum"},
     once=("bias", "c"),
     ranks={"k...": "outer"},
-    dtypes=partial(_check_block_types, "te_gemm_mx"),
+    dtypes=partial(_block_dtypes, "te_gemm_mx"),
     reference=_mx_reference,
     composed=True,
     cuda=_mx_cuda,
