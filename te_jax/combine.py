@@ -20,7 +20,7 @@ from te_jax._amax_type import ARRAYS, errors_of_amaxes, from_amaxes, is_amaxes, 
 from te_jax._check import FUNCTION, Kind, check
 from te_jax.fp8 import FP8_COLLECTION, current_recipe, direction_of
 from te_jax.fp8_metas import check_collections, check_history_length, check_same_state, map_tensors, update_collections
-from te_jax.layers.parameters import has_kernels, slots, with_slots
+from te_jax.layers.parameters import gradient_slots, has_kernels, with_slots
 from te_jax.ops.scaling import next_state
 from te_jax.recipe.delayed import HISTORY
 
@@ -173,7 +173,7 @@ def value_and_grad(fun, argnums=0, has_aux: bool = False):
         def of_slots(*args, **kwargs):
             return converted(*_with(args, {i: with_slots(params, args[i]) for i, params in narrow.items()}), **kwargs)
 
-        args = _with(args, {i: slots(params) for i, params in narrow.items()})
+        args = _with(args, {i: gradient_slots(params) for i, params in narrow.items()})
         with errors_of_amaxes("value_and_grad", "slice, index, stack, reshape or select it outside of jax.custom_vjp"):
             return jax.value_and_grad(of_slots, argnums, has_aux)(*args, **kwargs)
 

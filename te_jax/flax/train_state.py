@@ -18,7 +18,7 @@ from te_jax.flax._common import join_trees, split_tree
 from te_jax.flax.kernels import WGRAD_COLLECTION
 from te_jax.fp8 import FP8_COLLECTION, current_recipe, direction_of
 from te_jax.fp8_metas import check_collections, check_same_state, map_tensors, update_fp8_metas
-from te_jax.layers.parameters import slots
+from te_jax.layers.parameters import gradient_slots
 from te_jax.optim import apply_updates, beside
 from te_jax.optim.master import check_masters
 
@@ -144,7 +144,9 @@ class TrainState(train_state.TrainState):
 
     def _checked(self, grads):
         """(gradient of params, next fp8) in the containers of `self.fp8`."""
-        if not self.fp8 and jax.tree.structure(grads) == jax.tree.structure(jax.eval_shape(slots, self.params)):
+        if not self.fp8 and jax.tree.structure(grads) == jax.tree.structure(
+            jax.eval_shape(gradient_slots, self.params)
+        ):
             return grads, {}
         if not (isinstance(grads, tuple) and len(grads) == 2 and isinstance(grads[1], Mapping)):
             raise TypeError(
@@ -196,8 +198,10 @@ class TrainState(train_state.TrainState):
             uses = {path: entry.uses for path, entry in flatten_dict(wgrads).items()}
             return (total, wgrads), (loss, fp8, uses)
 
-        like = slots(self.params)
-        start = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), slots(params))
+        like = gradient_slots(self.params)
+        start = jax.tree.map(
+            lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), gradient_slots(params)
+        )
         (total, wgrads), (losses, fp8, uses) = lax.scan(body, (start, wgrads), microbatches)
         sums = {path[1:]: _once(entry.grad, uses[path]) for path, entry in flatten_dict(wgrads).items()}
         leaves = jax.tree.leaves(whole(unflatten_dict(sums), total))

@@ -80,7 +80,7 @@ def layernorm_dense(
     x, gamma, beta = as_jax(x, gamma, beta)
     projections = [Projection(*as_jax(*p)) for p in ((kernel, bias, metas), *also)]
     projections = [p._replace(kernel=resolve_weight(name, p.kernel, 1, recipe)) for p in projections]
-    norm_op.check(name, x, gamma, beta, norm, epsilon, zero_centered_gamma)
+    norm_op.check_norm(name, x, gamma, beta, norm, epsilon, zero_centered_gamma)
     check(name, "return_layernorm_output", return_layernorm_output, BOOL)
     check(name, "return_input", return_input, BOOL)
     for p in projections:

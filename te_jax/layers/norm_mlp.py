@@ -22,7 +22,15 @@ from te_jax.layers.gemms import dgrad, fprop
 from te_jax.layers.norm_dense import layernorm_dense
 from te_jax.layers.produce import Role, produce, quantize_grad, quantize_weight
 from te_jax.layers.tensor import LayerUses, wide_of
-from te_jax.layers.vjp import Saved, differentiate_weight, has_gradient, instantiate, jit_layer, save, tag_for_wgrad
+from te_jax.layers.vjp import (
+    Saved,
+    differentiate_weight,
+    has_gradient,
+    instantiate,
+    jit_layer,
+    save_for_backward,
+    tag_for_wgrad,
+)
 from te_jax.layers.weight import Projection, QuantizedKernel, resolve_weight
 from te_jax.ops import activation as act_op
 from te_jax.ops import norm as norm_op
@@ -80,7 +88,7 @@ def layernorm_mlp(
     know, TypeError for operands that are not float.
     """
     x, gamma, beta, wi, wo, wi_bias, wo_bias, residual = as_jax(x, gamma, beta, wi, wo, wi_bias, wo_bias, residual)
-    norm_op.check(name, x, gamma, beta, norm, epsilon, zero_centered_gamma)
+    norm_op.check_norm(name, x, gamma, beta, norm, epsilon, zero_centered_gamma)
     check(name, "activations", activations, act_op.ACTIVATIONS)
     act_op.check_params(name, "activation_params", activations, activation_params)
     wi, wo = (resolve_weight(name, kernel, 1, recipe) for kernel in (wi, wo))
@@ -153,12 +161,12 @@ def _typed(aval, beside, spec):
 def _forward(operands: _Operands, static: _Static, train: bool, wgrads):
     x, gamma, beta, wi, wo, added = operands
     first = projections.Operands(x, (wi,), gamma, beta), projections.Static((static.wi,), static.norm)
-    ((z,), *_), q0, (w0,), stats = projections.forward(*first, train, wgrads[:1])
+    ((z,), *_), q0, (w0,), stats = projections.multiply(*first, train, wgrads[:1])
     z = named(z, static.middle_name)
     z = constrain_to_spec(z, static.slots_spec)
     uses = LayerUses.of(static.wo.recipe, train, wgrads[1])
     role = Role("x", wo.metas.x, uses.x, jax.typeof(z))
-    q1, _ = produce(act_op.source(z, dict(static.act)), role, static.wo)
+    q1, _ = produce(act_op.activation_source(z, dict(static.act)), role, static.wo)
     w1 = quantize_weight(wo.kernel, wo.metas.kernel, uses.weight, static.wo)
     y = fprop(q1, w1, wo.bias, static.wo, x if static.through else added)
     return y, (q0, w0), (q1, w1), z, stats
@@ -174,7 +182,9 @@ def _norm_mlp_fwd(operands, static):
     x, gamma, beta, wi, wo, _ = operands = values_of(operands)
     y, *pairs, z, stats = _forward(operands, static, train=True, wgrads=wgrads)
     each = zip(pairs, (wi, wo), (static.wi, static.wo), wgrads)
-    saved = [save(tag_for_wgrad(q, config), w, p.metas, config, wgrad) for (q, w), p, config, wgrad in each]
+    saved = [
+        save_for_backward(tag_for_wgrad(q, config), w, p.metas, config, wgrad) for (q, w), p, config, wgrad in each
+    ]
     return y, (saved, z, (x, named(stats, STATISTICS), gamma, beta))
 
 
@@ -191,7 +201,7 @@ def _norm_mlp_bwd(static: _Static, residuals, dy):
     dnorm = like(dgrad([(grad, first.weight, static.wi)]), static.wi.x)
     dwi = differentiate_weight(first, grad, dbias, static.wi)
     dres = dy if static.through else None
-    dx, dgamma, dbeta = norm_op.backward(dnorm, x, *stats, gamma, beta, dres=dres, **static.norm.of_backward)
+    dx, dgamma, dbeta = norm_op.norm_backward(dnorm, x, *stats, gamma, beta, dres=dres, **static.norm.of_backward)
     dadded = None if static.wo.residual is None else like(dy, static.wo.residual)
     return (_Operands(dx, dgamma, dbeta, dwi, dwo, dadded),)
 
@@ -201,7 +211,7 @@ def _quantize_activation_grad(da, z, saved: Saved, static: _Static):
     config = static.wi
     uses = LayerUses.of(config.recipe, train=True, wgrad=saved.wgrad).grad
     role = Role("grad", saved.metas.grad, uses, jax.typeof(z))
-    source = act_op.grad_source(da, z, dict(static.act))
+    source = act_op.activation_grad_source(da, z, dict(static.act))
     if config.bias is None:
         return produce(source, role, config)[0], None
     grad, got = produce(source, role, config, ("dbias",))

@@ -45,7 +45,7 @@ def unbox(tree):
     return jax.tree.map(lambda leaf: leaf.unbox(False) if _is_box(leaf) else leaf, tree, is_leaf=_is_box)
 
 
-def array_of(q: QuantizedKernel, array: jax.Array):
+def box_array(q: QuantizedKernel, array: jax.Array):
     """`array` [..., *C, *F], in a box like the one around the data of `q`, if there is one."""
     box = q.tensor.data if q.tensor.data_t is None else q.tensor.data_t
     if not _is_box(box):
@@ -56,7 +56,7 @@ def array_of(q: QuantizedKernel, array: jax.Array):
 
 def dequantize_boxed(q: QuantizedKernel):
     """Its values in f32, [..., *C, *F]."""
-    return array_of(q, replace(unbox(q), dtype=jnp.dtype(jnp.float32)).dequantize())
+    return box_array(q, replace(unbox(q), dtype=jnp.dtype(jnp.float32)).dequantize())
 
 
 def with_arrays(params, arrays):
@@ -64,14 +64,16 @@ def with_arrays(params, arrays):
     return map_kernels(second, params, arrays)
 
 
-def slots(params):
+def gradient_slots(params):
     """`params` with zeros [..., *C, *F] of its dtype in the place of each QuantizedKernel: the form of the gradient."""
-    return map_kernels(lambda q: array_of(q, jnp.zeros_like(unbox(q).dequantize())), params)
+    return map_kernels(lambda q: box_array(q, jnp.zeros_like(unbox(q).dequantize())), params)
 
 
 def with_slots(params, arrays):
-    """`arrays`, of `slots`, with the QuantizedKernels of `params` in their places again, whose gradients go to them.
-    Nothing reads the values that stood there."""
+    """`arrays`, as `gradient_slots` makes them, with the QuantizedKernels of `params` in their places again.
+
+    Gradients of these kernels go to the arrays that stood there, whose values nothing reads.
+    """
     return map_kernels(lambda q, array: q.with_wide(GradientSlot(array)), params, arrays, of_others=second)
 
 

@@ -62,7 +62,7 @@ def quantize_tensor(
     """x [*m, *n], with `split` axes in m, as its GEMMs read it, and its column sums f32[*n] if asked for. square:
     its blocks of 128 are 128 x 128."""
     if role.uses.layouts:
-        q, got = produce(quantize_ops.source(x, split, square), role, config, ("dbias",) if with_dbias else ())
+        q, got = produce(quantize_ops.array_source(x, split, square), role, config, ("dbias",) if with_dbias else ())
     else:
         q, got = Fp8Tensor(), dict(dbias=jnp.sum(x.astype(jnp.float32), tuple(range(split)))) if with_dbias else {}
     return q._replace(wide=x if role.uses.wide else None), got.get("dbias")

@@ -13,7 +13,14 @@ from te_jax.layers.config import Config
 from te_jax.layers.gemms import dgrad, fprop
 from te_jax.layers.produce import Role, produce, quantize_grad, quantize_tensor, quantize_weight
 from te_jax.layers.tensor import LayerUses
-from te_jax.layers.vjp import differentiate_weight, has_gradient, instantiate, jit_layer, save, tag_for_wgrad
+from te_jax.layers.vjp import (
+    differentiate_weight,
+    has_gradient,
+    instantiate,
+    jit_layer,
+    save_for_backward,
+    tag_for_wgrad,
+)
 from te_jax.layers.weight import Projection
 from te_jax.ops import norm as norm_op
 
@@ -37,7 +44,7 @@ class Static(NamedTuple):
     with_input: bool = False
 
 
-def forward(operands: Operands, static: Static, train: bool, wgrads):
+def multiply(operands: Operands, static: Static, train: bool, wgrads):
     """The results, and for the backward pass x or its norm in FP8, the weights, and the norm's statistics.
 
     wgrads: whether the weight of each projection has a gradient.
@@ -50,7 +57,7 @@ def forward(operands: Operands, static: Static, train: bool, wgrads):
         (q, _), got = quantize_tensor(x, config.lead, role, config), {}
     else:
         others = (*(["y"] if static.with_ln_out else []), *static.norm.statistics)
-        q, got = produce(norm_op.source(x, gamma, beta, static.norm), role, config, others)
+        q, got = produce(norm_op.norm_source(x, gamma, beta, static.norm), role, config, others)
     each = list(zip(projections, static.configs))
     weights = [quantize_weight(p.kernel, p.metas.kernel, uses.weight, config) for p, config in each]
     y = tuple(fprop(q, w, p.bias, config, residual) for w, (p, config) in zip(weights, each))
@@ -60,16 +67,16 @@ def forward(operands: Operands, static: Static, train: bool, wgrads):
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _project(operands, static):
-    return forward(operands, static, train=False, wgrads=())[0]
+    return multiply(operands, static, train=False, wgrads=())[0]
 
 
 def _project_fwd(operands, static):
     wgrads = [has_gradient(p.kernel) for p in operands.projections]
     x, projections, gamma, beta, _ = operands = values_of(operands)
-    out, q, weights, stats = forward(operands, static, train=True, wgrads=wgrads)
+    out, q, weights, stats = multiply(operands, static, train=True, wgrads=wgrads)
     q = tag_for_wgrad(q, static.configs[0])
     each = zip(weights, projections, static.configs, wgrads)
-    saved = [save(q, w, p.metas, config, wgrad) for w, p, config, wgrad in each]
+    saved = [save_for_backward(q, w, p.metas, config, wgrad) for w, p, config, wgrad in each]
     return out, (saved, None if static.norm is None else (x, named(stats, STATISTICS), gamma, beta))
 
 
@@ -85,7 +92,7 @@ def _project_bwd(static, residuals, cotangents):
     dprojections, dgamma, dbeta = tuple(dprojections), None, None
     if of_norm is not None:
         x, stats, gamma, beta = of_norm
-        dx, dgamma, dbeta = norm_op.backward(dx, x, *stats, gamma, beta, dres=dx_out, **static.norm.of_backward)
+        dx, dgamma, dbeta = norm_op.norm_backward(dx, x, *stats, gamma, beta, dres=dx_out, **static.norm.of_backward)
     dresidual = None if config.residual is None else like(dy[0], config.residual)
     return (Operands(dx, dprojections, dgamma, dbeta, dresidual),)
 

@@ -56,7 +56,7 @@ def instantiate(cotangent):
 
 
 def tag_for_wgrad(x: Fp8Tensor, config: Config) -> Fp8Tensor:
-    """What wgrad may read of x, for `save`, named for `jax.checkpoint` policies.
+    """What wgrad may read of x, for `save_for_backward`, named for `jax.checkpoint` policies.
 
     Call it once for all layers that read x: each name makes one more array that a policy may keep.
     """
@@ -77,7 +77,7 @@ class Saved(NamedTuple):
         return (self.x.wide if self.x.data_t is None else self.x.data_t).size > 0
 
 
-def save(x: Fp8Tensor, w: Fp8Tensor, metas: DenseMetas, config: Config, wgrad: bool) -> Saved:
+def save_for_backward(x: Fp8Tensor, w: Fp8Tensor, metas: DenseMetas, config: Config, wgrad: bool) -> Saved:
     """What dgrad and wgrad read of x, as `tag_for_wgrad` gives it, and of w.
 
     Without wgrad there are empty arrays in the place of what it would read, and an amax of 0 where nothing else wanted

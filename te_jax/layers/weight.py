@@ -18,7 +18,7 @@ from te_jax.ops.quantize import FLOAT, block_of_weight, dequantize_weight, trans
 from te_jax.recipe import Recipe
 from te_jax.sharding import stage_axes
 
-WAY_OUT = (
+_WAY_OUT = (
     "quantize the kernel again under the recipe in force, by te_jax.layers.quantize_kernel or te_jax.flax.fp8_params"
 )
 
@@ -151,7 +151,7 @@ def quantize_alone(weight: jax.Array, meta, uses: Uses, recipe: Recipe, contract
     return quantize_weight(weight, meta, uses, config)
 
 
-def check_quantized(what: str, q: QuantizedKernel, shape, contract: int, recipe: Recipe, way_out: str = WAY_OUT):
+def check_quantized(what: str, q: QuantizedKernel, shape, contract: int, recipe: Recipe, way_out: str = _WAY_OUT):
     """Raises ValueError, naming `what`, unless `q` is a kernel of this shape as `recipe` reads it."""
     form = lambda dtype, shape, contract, blocks: (
         f"{jnp.dtype(dtype).name}{list(shape)} with {f'scales of blocks of {blocks}' if blocks else 'one scale'}, "

@@ -13,7 +13,7 @@ from te_jax._amax import amax
 from te_jax._arrays import as_jax
 from te_jax._check import FLOATS_ARRAY, Kind, check, did_you_mean, number
 from te_jax._op import Op
-from te_jax.ops.quantize import BLOCK, check_gpu, fp8_type, parts, rows_reference, saturate, tiles, transpose
+from te_jax.ops.quantize import BLOCK, check_block_gpu, fp8_type, parts, rows_reference, saturate, tiles, transpose
 from te_jax.ops.source import Source
 
 # Clamped SwiGLU of gpt-oss (https://arxiv.org/abs/2508.10925): the defaults of its model card.
@@ -321,7 +321,7 @@ def _block_bwd_dtypes(dy, x, *, dtype, **_):
 
 
 def _block_cuda(op, call, *operands, names, **attrs):
-    check_gpu(op)
+    check_block_gpu(op)
     return call(*operands, kind=kind_of(operands[-1], names), **attrs)
 
 
@@ -361,13 +361,13 @@ dbias  f32[a, f]: the sum over *m and m of dx in x's type, for the bias gradient
 # -- by a recipe's granularity --------------------------------------------------------------------------------
 
 
-def source(x, attrs: dict) -> Source:
+def activation_source(x, attrs: dict) -> Source:
     """act(x) [*m, f] of x [*m, a, f]. attrs: as `attributes` returns them."""
     ops = {0: (activation_fwd, attrs), BLOCK: (activation_block_fwd, attrs)}
     return Source(ops, (x,), x.ndim - 2, "y")
 
 
-def grad_source(dy, x, attrs: dict) -> Source:
+def activation_grad_source(dy, x, attrs: dict) -> Source:
     """The gradient [*m, a, f] of x from dy [*m, f], the gradient of act(x). attrs: as `attributes` returns them."""
     ops = {0: (activation_bwd, attrs), BLOCK: (activation_block_bwd, attrs)}
     return Source(ops, (dy, x), x.ndim - 2, "dx")

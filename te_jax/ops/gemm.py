@@ -20,7 +20,7 @@ from te_jax._op import Op
 from te_jax._types import align, like, on_explicit_mesh
 from te_jax.checkpoint_policies import GEMM, named
 from te_jax.ops.gemm_tuning import load_tuning, save_tuning, tune_all  # noqa: F401  (beside what they tune)
-from te_jax.ops.quantize import BLOCK, FLOATS, MX_BLOCK, check_gpu, dequantize_rows, dequantize_weight, fill
+from te_jax.ops.quantize import BLOCK, FLOATS, MX_BLOCK, check_block_gpu, dequantize_rows, dequantize_weight, fill
 
 FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 _MX_SCALE = jnp.dtype(jnp.float8_e8m0fnu)
@@ -152,7 +152,7 @@ def _block_cuda(
 ):
     """Flattens to two axes and fills up with zeros: contracted axes to whole blocks, m to a multiple of 4 and n to one
     of 16, as cuBLASLt wants them; rows in cut blocks of 128 x 128 too, where n has more axes."""
-    check_gpu("te_gemm_block")
+    check_block_gpu("te_gemm_block")
     contract, square = outer + 1, rhs_block_inv is not None
     m_axes, n_axes = lhs.shape[: lhs.ndim - contract], rhs.shape[: rhs.ndim - contract]
     m, k = prod(m_axes), prod(lhs.shape[lhs.ndim - contract :])
@@ -208,7 +208,7 @@ def _mx_reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, outer, out
 def _mx_cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, outer, out_dtype):
     """XLA's block-scaled product, of two axes and whole blocks. It brings the scales into the order in which tensor
     cores read them. Bias and c are added to an f32 product, so that there is one rounding."""
-    check_gpu("te_gemm_mx", MX_BLOCK)
+    check_block_gpu("te_gemm_mx", MX_BLOCK)
     contract = outer + 1
     m_axes, n_axes = lhs.shape[: lhs.ndim - contract], rhs.shape[: rhs.ndim - contract]
     m, n = prod(m_axes), prod(n_axes)

@@ -11,8 +11,7 @@ from jax.core import max_dim, min_dim
 
 from te_jax._amax import amax
 from te_jax._arrays import as_jax, as_rank
-from te_jax._check import BOOL, number, one_of
-from te_jax._check import check as check_kind
+from te_jax._check import BOOL, check, number, one_of
 from te_jax._op import Op
 from te_jax._types import align, like
 from te_jax.ops.quantize import BLOCK, FLOAT, fp8_type, on_hopper, parts, rows_reference, saturate, tiles
@@ -108,7 +107,7 @@ class Norm(NamedTuple):
 
     @classmethod
     def of(cls, kind: str, zero_centered: bool, eps: float) -> "Norm":
-        """From arguments that `check` accepts."""
+        """From arguments that `check_norm` accepts."""
         return cls(float(eps), kind == "rmsnorm", bool(zero_centered))
 
     @property
@@ -122,7 +121,7 @@ class Norm(NamedTuple):
         return dict(rms=self.rms, zero_centered=self.zero_centered)
 
 
-def source(x, gamma, beta, norm: Norm) -> Source:
+def norm_source(x, gamma, beta, norm: Norm) -> Source:
     """norm(x) [..., h]."""
     attrs = norm._asdict()
     return Source({0: (norm_fwd, attrs), BLOCK: (norm_block_fwd, attrs)}, (x, gamma, beta), x.ndim - 1, "y")
@@ -161,16 +160,16 @@ before its one rounding.
 """
 
 
-def check(op: str, x, gamma, beta, kind: str, epsilon: float, zero_centered: bool):
+def check_norm(op: str, x, gamma, beta, kind: str, epsilon: float, zero_centered: bool):
     """Raises ValueError or TypeError, naming `op`, where the arguments make no norm."""
-    check_kind(op, "norm", kind, one_of(*KINDS))
-    check_kind(op, "epsilon", epsilon, number(above=0))
-    check_kind(op, "zero_centered_gamma", zero_centered, BOOL)
+    check(op, "norm", kind, one_of(*KINDS))
+    check(op, "epsilon", epsilon, number(above=0))
+    check(op, "zero_centered_gamma", zero_centered, BOOL)
     if kind == "rmsnorm" and beta is not None:
         raise ValueError(f"{op}: RMSNorm has no beta; pass beta=None or norm='layernorm'.")
     for name, a in (("x", x), ("gamma", gamma), ("beta", beta)):
         if a is not None or name != "beta":
-            check_kind(op, name, a, FLOAT)
+            check(op, name, a, FLOAT)
 
 
 def norm(x, gamma, beta=None, *, kind="layernorm", zero_centered=False, eps=1e-6, name="te_norm_fwd") -> jax.Array:
@@ -182,7 +181,7 @@ def norm(x, gamma, beta=None, *, kind="layernorm", zero_centered=False, eps=1e-6
     not floating point.
     """
     x, gamma, beta = as_jax(x, gamma, beta)
-    check(name, x, gamma, beta, kind, eps, zero_centered)
+    check_norm(name, x, gamma, beta, kind, eps, zero_centered)
     return _norm(*align(x, gamma, beta), Norm.of(kind, zero_centered, eps))
 
 
@@ -192,11 +191,11 @@ def _norm(x, gamma, beta, norm):
 
 
 def _norm_fwd(x, gamma, beta, norm):
-    got = source(x, gamma, beta, norm).run(("y", *norm.statistics), jnp.dtype(jnp.float8_e4m3fn))
+    got = norm_source(x, gamma, beta, norm).run(("y", *norm.statistics), jnp.dtype(jnp.float8_e4m3fn))
     return got["y"], (x, got.get("mean"), got["rstd"], gamma, beta)
 
 
-def backward(dy, x, mean, rstd, gamma, beta, *, rms, zero_centered, dres=None):
+def norm_backward(dy, x, mean, rstd, gamma, beta, *, rms, zero_centered, dres=None):
     """Returns dx, dgamma and dbeta (None without beta), of the types of x, gamma and beta.
 
     dres [..., h]: the gradient of x by another way, a residual connection; dx is the sum of both, rounded once.
@@ -207,4 +206,4 @@ def backward(dy, x, mean, rstd, gamma, beta, *, rms, zero_centered, dres=None):
     return like(dx, x), like(dgamma, gamma), like(dbeta[0], beta) if dbeta else None
 
 
-_norm.defvjp(_norm_fwd, lambda norm, residuals, dy: backward(dy, *residuals, **norm.of_backward))
+_norm.defvjp(_norm_fwd, lambda norm, residuals, dy: norm_backward(dy, *residuals, **norm.of_backward))

@@ -1,7 +1,7 @@
 """Quantize to FP8: one reading of the source writes both layouts that FP8 GEMMs want, and its column sums.
 
 te_quantize has one scale for the tensor, te_quantize_block one for each block of 128, te_quantize_mx one for each block
-of 32; `source` is all of them, to be chosen by a recipe's granularity.
+of 32; `array_source` offers all of them, to be chosen by a recipe's granularity.
 """
 
 from functools import partial
@@ -114,7 +114,7 @@ def unusable(block: int, capability: str) -> str:
     return ""
 
 
-def check_gpu(op: str, block: int = BLOCK):
+def check_block_gpu(op: str, block: int = BLOCK):
     """Raises RuntimeError, naming `op`, where the GPU has no products of such blocks: csrc/*_block.cu need not be
     compiled for it."""
     _lib.check_gpu(op, partial(unusable, block))
@@ -124,7 +124,7 @@ def on_hopper(op: str):
     """The `cuda` of an Op of this name that is one custom call."""
 
     def run(call, *operands, **attrs):
-        check_gpu(op)
+        check_block_gpu(op)
         return call(*operands, **attrs)
 
     return run
@@ -253,7 +253,7 @@ lead: number of axes in *m. dtype: the FP8 type, a jnp.dtype. Scales follow the 
 # -- by a recipe's granularity --------------------------------------------------------------------------------
 
 
-def source(x: jax.Array, split: int, square: bool = False) -> Source:
+def array_source(x: jax.Array, split: int, square: bool = False) -> Source:
     """x [*m, *n], which is there, with `split` axes in m; square: its blocks of 128 are 128 x 128."""
     blocks = dict(lead=split - 1)
     ops = {0: (quantize, dict(split=split)), BLOCK: (quantize_block, blocks | dict(square=square))}

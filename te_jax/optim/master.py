@@ -11,7 +11,7 @@ from te_jax._check import ARRAY
 from te_jax.fp8 import current_recipe
 from te_jax.layers import QuantizedKernel
 from te_jax.layers.parameters import (
-    array_of,
+    box_array,
     dequantize_boxed,
     has_kernels,
     is_kernel,
@@ -177,6 +177,6 @@ def beside(params, arrays):
             raise TypeError(f"{where}: arrays holds {array.dtype} for a kernel of {shape}; {way_out}.")
         if array.shape != shape:
             raise ValueError(f"{where}: arrays holds {array.shape} for a kernel of {shape}; {way_out}.")
-        return q.with_wide(array_of(q, array.astype(jnp.float32)))
+        return q.with_wide(box_array(q, array.astype(jnp.float32)))
 
     return map_kernels(one, params, arrays)
