@@ -16,8 +16,15 @@ from te_jax._check import Kind, check
 from te_jax.combine import max_fp8_metas, value_and_grad
 from te_jax.flax._common import join_trees, split_tree
 from te_jax.flax.kernels import WGRAD_COLLECTION
-from te_jax.fp8 import FP8_COLLECTION, current_recipe, direction_of
-from te_jax.fp8_metas import check_collections, check_same_state, map_tensors, update_fp8_metas
+from te_jax.fp8 import FP8_COLLECTION
+from te_jax.fp8_metas import (
+    check_collections,
+    check_same_state,
+    direction_at,
+    map_tensors,
+    recipe_with_state,
+    update_fp8_metas,
+)
 from te_jax.layers.parameters import slots
 from te_jax.optim import apply_updates, beside
 from te_jax.optim.master import check_masters
@@ -269,9 +276,8 @@ def _undo_sum(path, new, old):
     uses = jnp.round(scale / old_scale)
     copies = jnp.all(_equal_but_for_rounding(history, uses * old_history, uses), -1, keepdims=True)
     summed = (uses > 1) & copies & _equal_but_for_rounding(scale, uses * old_scale, uses)
-    recipe = current_recipe()
-    if recipe is not None and recipe.has_state:
-        law = partial(recipe.new_state, fp8_max=recipe.fp8_format.max(direction_of(path.rsplit("/", 1)[-1])))
+    if (recipe := recipe_with_state()) is not None:
+        law = partial(recipe.new_state, fp8_max=recipe.fp8_format.max(direction_at(path)))
         amax = jnp.where(moved, rolled[..., -1:], 0.0)[..., 0]
         by_law, _ = jnp.vectorize(law, signature="(i),(n),()->(i),(n)")(old_scale, old_history, amax)
         summed &= ~_equal_but_for_rounding(scale, by_law, history.shape[-1])  # A law may add up the whole history.
