@@ -9,7 +9,7 @@ import re
 import jax
 
 from te_jax import _lib, _versions
-from te_jax.ops import gemm_mx, quantize_block
+from te_jax.ops.quantize import BLOCK, MX_BLOCK, unusable
 
 FP8_CAPABILITY = (8, 9)  # Ada has the first tensor cores with FP8.
 ATTENTION_CAPABILITY = (8, 0)
@@ -67,8 +67,8 @@ def features(device: dict, cuda: bool, status: _lib.Status, driver: str | None) 
     )
     kernels = "CUDA kernels and cuBLASLt"
     return dict.fromkeys(SCALES_OF_TENSORS, feature(fp8, kernels)) | {
-        "Float8BlockScaling": feature(status.reason or quantize_block.unusable(capability), kernels),
-        "MXFP8BlockScaling": feature(status.reason or gemm_mx.unusable(capability), "XLA and cuDNN, not tested"),
+        "Float8BlockScaling": feature(status.reason or unusable(BLOCK, capability), kernels),
+        "MXFP8BlockScaling": feature(status.reason or unusable(MX_BLOCK, capability), "XLA and cuDNN, not tested"),
         "fused attention": feature(attention, "cuDNN, bf16 and f16"),
     }
 

@@ -243,7 +243,7 @@ def _repair(metas, previous, recipe):
         sizes = [leaves[n + SCALE].size for n in names]
         are_bwd = [jnp.full(size, direction_at(n) == "bwd") for n, size in zip(names, sizes)]
         in_force = recipe is not None
-        fixed = (recipe or DelayedScaling()).mended(scales, histories, jnp.concatenate(are_bwd), in_force=in_force)
+        fixed = (recipe or DelayedScaling()).mend_states(scales, histories, jnp.concatenate(are_bwd), in_force=in_force)
         at = 0
         for n, size in zip(names, sizes):
             for end, values in zip((SCALE, HISTORY), fixed):
@@ -289,7 +289,7 @@ def convert_fp8_metas(collections, recipe: Recipe):
         return type(collections)({name: value for name, value in collections.items() if name != FP8_COLLECTION})
 
     def convert(path, state):
-        return recipe.adopted(*state[:2], recipe.fp8_format.max(direction_at(path)))
+        return recipe.adopt_state(*state[:2], recipe.fp8_format.max(direction_at(path)))
 
     metas = _complete("convert_fp8_metas", collections[FP8_COLLECTION], recipe, FP8_COLLECTION, scale=1.0)
     return update_collections({FP8_COLLECTION: map_tensors(convert, metas)}, collections)

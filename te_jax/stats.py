@@ -107,7 +107,7 @@ def _stats(metas, recipe: Recipe) -> dict[str, TensorStats]:
 
 
 def _of_tensor(scale, history, probe=None, *, fp8_max: float) -> TensorStats:
-    """scale f32[..., 1], history f32[..., L], probe f32[..., 4] as `fp8.seen` gives it."""
+    """scale f32[..., 1], history f32[..., L], probe f32[..., 4] as `fp8.observation` gives it."""
     scale, amaxes = scale[..., 0], history[..., 1:]  # Slot 0 holds no amax between steps.
     recorded = jnp.isfinite(amaxes) & (amaxes > 0)
     count = jnp.sum(recorded, -1, dtype=jnp.float32)

@@ -13,9 +13,9 @@ from te_jax._check import ARRAY, BOOL, check
 from te_jax.flax._state import describe, recipe_of
 from te_jax.fp8 import DenseMetas, current_recipe
 from te_jax.layers import QuantizedKernel, quantize_kernel
-from te_jax.layers._fp8 import Accumulator
-from te_jax.layers.kernel import check_quantized, turned
-from te_jax.layers.parameters import map_kernels, of_parameters
+from te_jax.layers.parameters import map_kernels
+from te_jax.layers.tensor import Accumulator
+from te_jax.layers.weight import check_quantized, swap_groups
 
 KERNEL_COLLECTION = "fp8_kernels"
 _WAY_OUT = "make the collection anew under this recipe, by te_jax.flax.fp8_kernels, or leave it out"
@@ -46,7 +46,7 @@ def kernel_operand(module: nn.Module, name: str, kernel, contract: int, metas: D
                 f"{what} cannot be made: a transform around the module does not pass the collection on; give `nn.scan` "
                 f"or `nn.vmap` variable_axes={{{collection!r}: 0}}, as it has for params."
             )
-        _make(module, name, kernel, contract, metas, recipe, what)
+        _put_entry(module, name, kernel, contract, metas, recipe, what)
         return kernel
     entry = kernel if in_fp8 else None
     if not in_fp8 and module.has_variable(KERNEL_COLLECTION, name):
@@ -68,7 +68,7 @@ def _collection(purpose: str | None) -> str:
     return WGRAD_COLLECTION if purpose == _WGRADS else KERNEL_COLLECTION
 
 
-def _make(module, name, kernel, contract, metas, recipe, what):
+def _put_entry(module, name, kernel, contract, metas, recipe, what):
     if _making.value == _WGRADS:
         kernel = kernel.dequantize() if isinstance(kernel, QuantizedKernel) else kernel
         zeros = jnp.zeros_like(kernel, jnp.float32)
@@ -77,7 +77,7 @@ def _make(module, name, kernel, contract, metas, recipe, what):
     meta = metas and metas.kernel._replace(amax=metas.kernel.scale)  # the token of one that is not probed
     of_params = _making.value in (_PARAMETERS, _BOTH_LAYOUTS)
     if of_params:
-        recipe, meta = of_parameters(recipe), None
+        recipe, meta = recipe.for_parameters(), None
     gradients = _making.value in (_CACHE, _BOTH_LAYOUTS)
     q = quantize_kernel(kernel, recipe=recipe, contract=contract, meta=meta, gradients=gradients, name=what)
     if of_params:
@@ -104,7 +104,7 @@ def _check_variables(what: str, variables):
         raise ValueError(f"{what}: variables has {sorted(variables)}, no 'params'; {way_out}.")
 
 
-def _made(what: str, purpose: str, model, variables, args, kwargs) -> dict:
+def _collect(what: str, purpose: str, model, variables, args, kwargs) -> dict:
     _check_variables(what, variables)
     collection = _collection(purpose)
     others = {name: jax.lax.stop_gradient(v) for name, v in variables.items() if name != collection}
@@ -130,7 +130,7 @@ def fp8_kernels(model: nn.Module, variables: Mapping[str, Any], *args, gradients
         loss_fn = lambda params, fp8, x: loss(model.apply({"params": params, **fp8, **kernels}, x))
 
     Modules that find their entry quantize no kernel; results, gradients and FP8 state are the same bit for bit, and the
-    gradient is that of the parameters. It is for several passes between two changes of the parameters: microbatches,
+    gradient goes to the parameters. It is for several passes between two changes of the parameters: microbatches,
     within the jitted step, and inference. Nothing can tell that the parameters are others since: make it anew in every
     step. Without a name in it, as for kernels that the caller passes, a module quantizes as ever.
 
@@ -147,7 +147,7 @@ def fp8_kernels(model: nn.Module, variables: Mapping[str, Any], *args, gradients
     """
     what, purpose = "te_jax.flax.fp8_kernels", _CACHE if gradients else _INFERENCE
     _check_call(what, model, gradients)
-    return dict(_made(what, purpose, model, variables, args, kwargs))
+    return dict(_collect(what, purpose, model, variables, args, kwargs))
 
 
 def wgrads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> dict:
@@ -164,7 +164,7 @@ def wgrads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> d
     """
     what = "te_jax.flax.wgrads"
     _check_call(what, model)
-    return dict(_made(what, _WGRADS, model, variables, args, kwargs))
+    return dict(_collect(what, _WGRADS, model, variables, args, kwargs))
 
 
 def fp8_params(model: nn.Module, variables: Mapping[str, Any], *args, gradients: bool = False, **kwargs) -> dict:
@@ -177,7 +177,7 @@ def fp8_params(model: nn.Module, variables: Mapping[str, Any], *args, gradients:
     `te_jax.value_and_grad` (to `jax.grad` they are constants), with `te_jax.optim.master_weights` for their masters.
 
     gradients: True: both layouts are kept, 2 bytes a number. A backward pass under MXFP8, whose other layout cannot be
-               made of the one, needs that, or a recipe without dgrad in FP8. False: that of fprop alone, which is
+               made of the one, needs that, or a recipe without dgrad in FP8. False: fprop's layout alone is kept, and
                transposed for dgrad.
 
     Scales are those of the recipe in force, of the kernel's own amax where that has state, which then stays as it is.
@@ -187,18 +187,18 @@ def fp8_params(model: nn.Module, variables: Mapping[str, Any], *args, gradients:
     """
     what, purpose = "te_jax.flax.fp8_params", _BOTH_LAYOUTS if gradients else _PARAMETERS
     _check_call(what, model, gradients)
-    made = _made(what, purpose, model, variables, args, kwargs)[KERNEL_COLLECTION]
+    made = _collect(what, purpose, model, variables, args, kwargs)[KERNEL_COLLECTION]
     params = flatten_dict(variables["params"])
     for path, q in flatten_dict(made).items():
-        params[path] = _boxed(q, params[path])
+        params[path] = _box(q, params[path])
     return {**variables, "params": unflatten_dict(params)}
 
 
-def _boxed(q: QuantizedKernel, kernel):
-    """`q` with its data in a box as that of `kernel`, if it has one."""
+def _box(q: QuantizedKernel, kernel):
+    """`q` with its data in a box like the one around `kernel`, if there is one."""
     if not isinstance(kernel, nn.Partitioned):
         return q
-    names = turned(kernel.names, q.contract, q.features)
+    names = swap_groups(kernel.names, q.contract, q.features)
     data = {"data_t": kernel.replace(value=q.tensor.data_t, names=names)}
     if q.tensor.data is not None:
         data["data"] = kernel.replace(value=q.tensor.data)

@@ -11,7 +11,7 @@ from te_jax._arrays import as_jax
 from te_jax._check import NONE, Kind, check, one_of
 from te_jax._types import align, like
 from te_jax.checkpoint_policies import ATTENTION, QUANTIZED, STATISTICS, named
-from te_jax.fp8 import AttentionMetas, TensorMeta, cotangent, seen
+from te_jax.fp8 import AttentionMetas, TensorMeta, cotangent, observation
 from te_jax.ops.attention import undivided_groups
 from te_jax.ops.attention_check import Options, check_options
 from te_jax.ops.attention_fp8 import (
@@ -139,7 +139,7 @@ def _scales(metas: AttentionMetas) -> AttentionMetas:
 def _stored(x, meta: TensorMeta, scale, dtype) -> tuple[jax.Array, jax.Array]:
     """x [b..., s, h, d] in FP8, and what was seen of it."""
     data, amax = quantize(x, scale, outputs=("data", "amax"), split=x.ndim - 2, dtype=dtype)
-    return data, seen(meta, amax, scale, lambda: x, dtype)
+    return data, observation(meta, amax, scale, lambda: x, dtype)
 
 
 def _dequantized(data, scale, dtype) -> jax.Array:

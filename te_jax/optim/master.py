@@ -12,14 +12,13 @@ from te_jax.fp8 import current_recipe
 from te_jax.layers import QuantizedKernel
 from te_jax.layers.parameters import (
     array_of,
-    dequantized,
+    dequantize_boxed,
     has_kernels,
     is_kernel,
     map_kernels,
-    of_parameters,
-    requantized,
+    requantize,
     second,
-    unboxed,
+    unbox,
     with_arrays,
 )
 from te_jax.optim.adam import USE_MASTERS, check_no_fp8_state
@@ -76,7 +75,7 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
                 "make them by te_jax.flax.fp8_params, or leave out this wrapper, which is put around once.",
                 stacklevel=2,
             )
-        start = lambda q: dequantized(q) if q.tensor.wide is None else q.tensor.wide
+        start = lambda q: dequantize_boxed(q) if q.tensor.wide is None else q.tensor.wide
         master = map_kernels(start, params, of_others=lambda _: None)
         return MasterWeightsState(master, inner.init(with_arrays(params, master)))
 
@@ -97,7 +96,7 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
         by, inner_state = inner.update(grads, state.inner, with_arrays(params, state.master), **extra)
         moved = lambda q, master, u: optax.apply_updates(master, u)
         master = map_kernels(moved, params, state.master, by, of_others=second)
-        made = lambda q, u, master: Requantized(requantized(q, master, of_parameters(recipe), f"{_THIS}: a parameter"))
+        made = lambda q, u, master: Requantized(requantize(q, master, recipe.for_parameters(), f"{_THIS}: a parameter"))
         new = map_kernels(made, params, by, master, of_others=second)
         return new, MasterWeightsState(master, inner_state)
 
@@ -111,11 +110,11 @@ def _check_kernel_gradients(params, grads):
     def one(path, q, g):
         if not is_kernel(q):
             return
-        name, g = jax.tree_util.keystr(path), unboxed(g)
+        name, g = jax.tree_util.keystr(path), unbox(g)
         way_out = "pass the gradient that te_jax.value_and_grad returns"
         if not ARRAY.accepts(g):
             raise TypeError(f"{_THIS}: the gradient of {name} is {type(g).__name__}, but no array; {way_out}.")
-        if g.shape != (shape := unboxed(q).shape):
+        if g.shape != (shape := unbox(q).shape):
             raise ValueError(
                 f"{_THIS}: the gradient of {name} is {g.dtype}{list(g.shape)}, but the kernel {list(shape)}; {way_out}."
             )
@@ -174,7 +173,7 @@ def beside(params, arrays):
         )
 
     def one(q, array):
-        array, shape = unboxed(array), unboxed(q).shape
+        array, shape = unbox(array), unbox(q).shape
         if is_kernel(array):
             raise TypeError(f"{where}: arrays holds a QuantizedKernel of {shape}; {way_out}.")
         if not jnp.issubdtype(array.dtype, jnp.floating):
