@@ -17,8 +17,8 @@ from te_jax.recipe import DelayedScaling, Recipe
 class TensorStats(NamedTuple):
     """Numbers of one tensor, f32[...] over the leading axes of its state (one for each layer of an `nn.scan`).
 
-    NaN stands for a number that is not known. For a probed tensor that was quantized, amax and scale are those of this
-    step: the largest |x|, possibly inf or NaN, and the factor before the cast. From the state alone they are the newest
+    NaN stands for a number that is not known. A probe gives amax and scale of the step in which the tensor was
+    quantized: the largest |x|, possibly inf or NaN, and the factor before the cast. The state alone gives the newest
     recorded amax (NaN without one) and the scale that the next step will use.
     """
 

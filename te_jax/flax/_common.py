@@ -86,7 +86,7 @@ def parameter(
 
 
 def _init_in_box(where: str, init: Initializer, axes: Axes) -> Initializer:
-    """An initializer whose array is that of `init`, in a box with the logical axes `axes`, or in the box of `init`.
+    """An initializer for the array of `init`, in a box with the logical axes `axes`, or in the box of `init`.
 
     It raises, naming `where`, TypeError for an array of another shape or no array, ValueError for another number of
     names than of axes.

@@ -179,7 +179,7 @@ def _warn_of_missing(module: nn.Module, name: str, mutable: bool):
 
 
 def _similar_state(module: nn.Module) -> str:
-    """A hint at state whose path is close to that of `module`, "" if `module` has state of its own."""
+    """A hint at state whose path is close to the path of `module`, "" if `module` has state of its own."""
     held = flatten_dict(unfreeze(module.scope.root.variables().get(FP8_COLLECTION, {})))
     paths = {"/".join(path[:-1]) for path in held}
     close = did_you_mean("/".join(module.path), paths) if "/".join(module.path) not in paths else ""

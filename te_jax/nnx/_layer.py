@@ -65,13 +65,13 @@ class Layer(nnx.Module):
 
     A subclass has the Linen module's class as `linen_type` and returns in `inputs` what to initialize it with. The
     constructor takes the arguments of `inputs`, then the fields of the Linen module, and `rngs`. A module that is made
-    under `te_jax.autocast` has the FP8 state of that recipe. Initial values are those of Linen's `init` with the key
+    under `te_jax.autocast` has the FP8 state of that recipe. Initial values equal Linen's `init` with the key
     `rngs.params()`. Under a mesh and logical axis rules (`flax.linen.logical_axis_rules`) parameters are sharded by
     them, which their metadata `out_sharding` says.
     """
 
     linen_type: type[nn.Module] = nn.Module
-    defaults: dict = {}  # Defaults of fields that differ from those of the Linen module.
+    defaults: dict = {}  # Defaults of fields that the Linen module has others for.
     init_fields: dict = {}  # Fields that the Linen module has while it is initialized.
 
     def __init_subclass__(cls, **kwargs):

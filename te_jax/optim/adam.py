@@ -68,8 +68,8 @@ def adamw_fp8(
 ) -> optax.GradientTransformation:
     """`optax.adamw` (https://arxiv.org/abs/1711.05101, algorithm 2) whose moments take 3 bytes a parameter, not 8.
 
-    The arguments are those of `optax.adamw`; schedules, masks and `optax.inject_hyperparams` work as there. Moments and
-    updates are computed in f32 (see `scale_by_adam_fp8`).
+    The arguments are the same as for `optax.adamw`; schedules, masks and `optax.inject_hyperparams` work as there.
+    Moments and updates are computed in f32 (see `scale_by_adam_fp8`).
 
     Raises as `scale_by_adam_fp8`; ValueError for a negative weight_decay or learning_rate, TypeError for a mask that is
     not of bools.
