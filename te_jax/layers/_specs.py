@@ -1,9 +1,10 @@
 """Shardings of a dense layer's results on an Explicit mesh: what is gathered, and where a sum is left scattered.
 
-Under Auto axes the compiler decides this from the shardings around the layer; here types must say it. A mesh axis that
-splits x[*B, *C] along B and also kernel[*C, *F] along F cannot split the product along both. Along the first axis of B,
-the batch, it shards data (FSDP), and the kernel is gathered; along another one, the sequence, it is that of tensor
-parallelism, and x is. A MeshResource in force says it for axes that it names, as for arrays [s, b, ...].
+Under Auto axes the compiler decides this from the shardings around the layer; on Explicit axes types must say it. A
+mesh axis that splits x[*B, *C] along B and also kernel[*C, *F] along F cannot split the product along both. If it
+splits the first axis of B, the batch, it shards data (FSDP), and the kernel is gathered. If it splits another axis of
+B, the sequence, it serves tensor parallelism, and x is gathered. A role in the MeshResource in force goes before this,
+which serves arrays [s, b, ...] too.
 """
 
 from jax.sharding import PartitionSpec

@@ -24,8 +24,8 @@ W_FSDP_AXES = "nvte_w_fsdp"
 W_TP_AXES = "nvte_w_tp"
 W_JOINED_AXES = "nvte_w_joined"
 
-_PAIR = "a pair (logical name, mesh axis, tuple of them or None)"
-_RULES = Kind(f"a tuple, each {_PAIR}", lambda rules: isinstance(rules, tuple | list))
+_RULE_FORM = "a pair (logical name, mesh axis, tuple of them or None)"
+_RULES = Kind(f"a tuple, each {_RULE_FORM}", lambda rules: isinstance(rules, tuple | list))
 
 
 def logical_axis_map(resource: MeshResource) -> dict[str, str | tuple[str, ...] | None]:
@@ -115,7 +115,7 @@ def _check_rule(rule) -> None:
         axes = rule[1] if isinstance(rule[1], tuple | list) else (rule[1],)
         if rule[1] is None or all(isinstance(axis, str) for axis in axes):
             return
-    raise ValueError(f"extend_logical_axis_rules: the rule {rule!r} is not {_PAIR}.")
+    raise ValueError(f"extend_logical_axis_rules: the rule {rule!r} is not {_RULE_FORM}.")
 
 
 def head_axes() -> tuple[str, ...]:

@@ -10,8 +10,7 @@ from jax.sharding import AbstractMesh, AxisType
 from te_jax._check import NONE, STRING, Kind, KnownFields, check
 from te_jax._scope import Scope
 
-_NAME = NONE | STRING
-_AXIS = Kind("the name of a mesh axis, or None", _NAME.is_type, lambda axis: axis != "")
+_AXIS = Kind("the name of a mesh axis, or None", (NONE | STRING).is_type, lambda axis: axis != "")
 
 
 @dataclass(frozen=True)
