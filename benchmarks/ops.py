@@ -17,14 +17,11 @@ from timing import compiled, normal, on_gpu, queued, sets
 from te_jax.fp8 import AttentionMetas, TensorMeta
 from te_jax.layers import attention_fp8
 from te_jax.ops import activation as activation_op
-from te_jax.ops import activation_block
 from te_jax.ops import norm as norm_op
 from te_jax.ops.attention import dot_product_attention
 from te_jax.ops.gemm import gemm
-from te_jax.ops.gemm_block import gemm_block
-from te_jax.ops.norm_block import norm_block_fwd
-from te_jax.ops.quantize import quantize
-from te_jax.ops.quantize_block import quantize_block
+from te_jax.ops.norm import norm_block_fwd
+from te_jax.ops.quantize import quantize, quantize_block
 from te_jax.ops.rope import rope
 from te_jax.recipe import DelayedScaling
 
@@ -197,7 +194,7 @@ def _gemms(shapes) -> Iterator[Case]:
 def _block_gemm(m, n, k, square):
     """Scales of 1x128 by 128x128 blocks (fprop, dgrad), or 1x128 by 1x128 (wgrad)."""
     scales = jnp.ones((k // 128, m)), jnp.ones((n // 128, k // 128) if square else (k // 128, n))
-    return compiled(partial(gemm_block, square=square), [(normal(0, (m, k), E4M3), normal(1, (n, k), E4M3), *scales)])
+    return compiled(partial(gemm, square=square), [(normal(0, (m, k), E4M3), normal(1, (n, k), E4M3), *scales)])
 
 
 def _block_gemms(shapes) -> Iterator[Case]:
@@ -275,7 +272,7 @@ def _activation_block(names, shape, backward):
     """The same with a scale for each block of 1 x 128."""
     rows, columns = shape
     outputs = ("data", "data_t", "scale_inv", "scale_inv_t", *(("dbias",) if backward else ()))
-    op = activation_block.activation_block_bwd if backward else activation_block.activation_block_fwd
+    op = activation_op.activation_block_bwd if backward else activation_op.activation_block_fwd
     law = dict(dtype=E4M3, power_2=True, epsilon=0.0)
     x = lambda seed: normal(2 * seed, (rows, len(names), columns))
     operands = lambda seed: (normal(2 * seed + 1, shape), x(seed)) if backward else (x(seed),)

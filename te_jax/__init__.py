@@ -31,6 +31,6 @@ def __getattr__(name):
 
 
 NVTE_FP8_COLLECTION_NAME = FP8_COLLECTION  # the name that users of TransformerEngine know
-__version__ = _versions.installed("te_jax") or "0.0.0"  # run from a source tree that is not installed
+__version__ = _versions.installed_version("te_jax") or "0.0.0"  # run from a source tree that is not installed
 
 _versions.warn_if_untested()

@@ -1,4 +1,4 @@
-"""`python -m te_jax [--json]`: what te_jax can do on this machine; where it cannot, why and what to do."""
+"""`python -m te_jax [--json]`: what te_jax can do on this machine, why not, and what to do about it."""
 
 import argparse
 import json
@@ -9,13 +9,16 @@ import re
 import jax
 
 from te_jax import _lib, _versions
-from te_jax.ops import gemm_mx, quantize_block
+from te_jax.ops.quantize import BLOCK, MX_BLOCK, unusable
 
-FP8_CAPABILITY = (8, 9)  # Ada; the first tensor cores with FP8
+FP8_CAPABILITY = (8, 9)  # Ada has the first tensor cores with FP8.
 ATTENTION_CAPABILITY = (8, 0)
+SCALES_OF_TENSORS = ("DelayedScaling", "Float8CurrentScaling", "FixedScaling")
+PACKAGES = ("te_jax", "jax", "jaxlib", "flax")
 
 
 def driver_version() -> str | None:
+    """The version of the NVIDIA driver, None if there is none."""
     try:
         text = pathlib.Path("/proc/driver/nvidia/version").read_text()
     except OSError:
@@ -25,7 +28,7 @@ def driver_version() -> str | None:
 
 
 def devices() -> dict:
-    """The devices of jax's default backend."""
+    """The devices of jax's default backend: platform, count, and the kind and compute capability of the first."""
     try:
         found = jax.devices()
     except RuntimeError as error:
@@ -36,10 +39,12 @@ def devices() -> dict:
 
 
 def feature(reason: str, how: str) -> dict:
+    """The report on one feature. reason: Why it is not available, "" if it is. how: What serves it."""
     return {"available": not reason, "detail": reason or how}
 
 
 def capability_reason(what: str, capability: str | None, minimum: tuple[int, int], way_out: str) -> str:
+    """Why a GPU of `capability` cannot do `what`, which needs `minimum`; "" if it can."""
     have = tuple(int(part) for part in (capability or "0.0").split("."))
     if have >= minimum:
         return ""
@@ -48,39 +53,32 @@ def capability_reason(what: str, capability: str | None, minimum: tuple[int, int
 
 
 def features(device: dict, cuda: bool, status: _lib.Status, driver: str | None) -> dict:
+    """{recipe or "fused attention": its `feature`} on this device; cuda: whether jax has a CUDA device."""
     if not cuda:
         install = "pip install -U 'jax[cuda13]'" if driver else "needs an NVIDIA GPU and jax[cuda13]"
         plain = feature("", f"as plain JAX, right but not fast; FP8 kernels: {install}")
-        return {
-            "DelayedScaling": plain,
-            "Float8CurrentScaling": plain,
-            "FixedScaling": plain,
-            "Float8BlockScaling": plain,
-            "MXFP8BlockScaling": plain,
-            "fused attention": feature(f"no CUDA device in jax, attention is plain JAX: {install}", ""),
-        }
+        attention = feature(f"no CUDA device in jax, attention is plain JAX: {install}", "")
+        recipes = *SCALES_OF_TENSORS, "Float8BlockScaling", "MXFP8BlockScaling"
+        return dict.fromkeys(recipes, plain) | {"fused attention": attention}
     capability = device["capability"]
     fp8 = status.reason or capability_reason("FP8", capability, FP8_CAPABILITY, "train without autocast")
     attention = status.attention or capability_reason(
         "fused attention", capability, ATTENTION_CAPABILITY, "use the plain-JAX implementation"
     )
-    return {
-        "DelayedScaling": feature(fp8, "CUDA kernels and cuBLASLt"),
-        "Float8CurrentScaling": feature(fp8, "CUDA kernels and cuBLASLt"),
-        "FixedScaling": feature(fp8, "CUDA kernels and cuBLASLt"),
-        "Float8BlockScaling": feature(
-            status.reason or quantize_block.unusable(capability), "CUDA kernels and cuBLASLt"
-        ),
-        "MXFP8BlockScaling": feature(status.reason or gemm_mx.unusable(capability), "XLA and cuDNN, not tested"),
+    kernels = "CUDA kernels and cuBLASLt"
+    return dict.fromkeys(SCALES_OF_TENSORS, feature(fp8, kernels)) | {
+        "Float8BlockScaling": feature(status.reason or unusable(BLOCK, capability), kernels),
+        "MXFP8BlockScaling": feature(status.reason or unusable(MX_BLOCK, capability), "XLA and cuDNN, not tested"),
         "fused attention": feature(attention, "cuDNN, bf16 and f16"),
     }
 
 
 def report() -> dict:
+    """All that the command says, as `--json` prints it."""
     device, driver, status = devices(), driver_version(), _lib.status()
     cuda = _lib.has_cuda_device()
     plugin = _lib.jax_cuda_plugin()
-    versions = {name: _versions.installed(name) or "not installed" for name in ("te_jax", "jax", "jaxlib", "flax")}
+    versions = {name: _versions.installed_version(name) or "not installed" for name in PACKAGES}
     versions["CUDA plugin"] = f"{plugin[1]} (CUDA {plugin[0]})" if plugin else "not installed"
     versions["python"] = platform.python_version()
     return {
@@ -103,10 +101,10 @@ def report() -> dict:
 
 
 def rows(found: dict):
-    """(label, text) lines of the report."""
+    """The lines of the report as (label, text)."""
     device, extension = found["device"], found["extension"]
     for name, version in found["versions"].items():
-        reason = _versions.untested(name, version)
+        reason = _versions.reason_untested(name, version)
         yield name, f"{version} ({reason})" if reason else version
     if device["count"]:
         capability = f", compute capability {device['capability']}" if device["capability"] else ""

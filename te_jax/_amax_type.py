@@ -1,8 +1,9 @@
-"""The type of amaxes, f32 whose sum under autodiff is the max, and how values of it may be moved about.
+"""The type of amaxes: f32 whose sum under autodiff is the max.
 
-jax has the sum of that type, and the gradients of some operations that move elements; those of others it does not have
-(`x[i]` pads with a zero that it cannot make, what was broadcast is summed). `movable` traces a function, and where it
-moves amaxes it puts an operation with a gradient of its own, in loops, branches and on manual meshes too.
+jax has the sum of this type and the gradients of some operations that move its elements, but not of all: the gradient
+of `x[i]` pads with a zero that jax cannot make, the gradient of a broadcast is a sum. `movable` traces a function and
+replaces operations that move amaxes by operations with a gradient of their own, also in loops, branches and on manual
+meshes.
 """
 
 import contextlib
@@ -19,21 +20,21 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, use_abstract_me
 from te_jax._amax import amax, amax_across
 from te_jax._types import like, varying
 
-# Operations whose gradients jax has for this type, and functions that bring their own.
+# Operations whose gradients jax has for this type, and functions with a gradient of their own.
 _OF_JAX = {
     *("add_any", "convert_element_type", "custom_jvp_call", "custom_vjp_call", "from_edtype", "to_edtype"),
     *("concatenate", "copy", "dynamic_slice", "optimization_barrier", "reshape", "reshard", "rev", "select_n"),
     *("sharding_constraint", "squeeze", "transpose"),
 }
-_TO_ONE_PLACE = {"dynamic_update_slice", "pad", "slice", "split", "unstack"}  # that move no element to several
+_TO_ONE_PLACE = {"dynamic_update_slice", "pad", "slice", "split", "unstack"}  # They move no element to two places.
 _TO_VARYING = {"pcast", "pvary"}
 
 ARRAYS = jax.Array | np.ndarray | np.generic
 
 
 def amax_type():
-    """The dtype. Imported here, for Flax takes a second to import."""
-    from flax.linen.fp8_ops import fm32
+    """The dtype of amaxes."""
+    from flax.linen.fp8_ops import fm32  # Imported here, since Flax takes a second to import.
 
     return fm32
 
@@ -44,16 +45,16 @@ def to_amaxes(x: jax.Array) -> jax.Array:
 
 
 def from_amaxes(x: jax.Array) -> jax.Array:
-    """x, of the type of amaxes, as f32[...], where -inf was the gradient of what nothing used: there 0."""
+    """x, of the type of amaxes, as f32[...]; -inf, the gradient of a value without uses, becomes 0."""
     return jnp.maximum(lax.convert_element_type(x, jnp.float32), 0.0)
 
 
 def is_amaxes(x) -> bool:
-    """Whether x, an array or the type of one, is of the type of amaxes."""
+    """Whether x, an array or the type of one, has the type of amaxes."""
     return getattr(x, "dtype", None) == amax_type()
 
 
-def _bits(amaxes):  # of numbers that are not negative, as those the larger one is the larger
+def _bits(amaxes):  # Bits of non-negative floats have the order of the floats.
     return lax.bitcast_convert_type(jnp.abs(amaxes), jnp.uint32)
 
 
@@ -63,7 +64,7 @@ def _of_bits(bits):
 
 @contextlib.contextmanager
 def errors_of_amaxes(what: str, way_out: str):
-    """Says in the words of FP8 state what jax says of the type of amaxes."""
+    """Rewords errors of jax about the type of amaxes as errors about FP8 state. what, way_out: For the text."""
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -77,13 +78,14 @@ def errors_of_amaxes(what: str, way_out: str):
 
 
 def movable(f: Callable) -> Callable:
-    """f, in which amaxes may be moved by whatever does not compute with them, and a list of booleans: which of the
-    arrays among its arguments, by their leaves, anything in f reads.
+    """A function of the arguments of f that returns what f returns, and which arrays f reads.
 
-    It is traced once, and returns arrays. Where f computes with amaxes, jax raises what `errors_of_amaxes` words.
+    In it any operation that does not compute with amaxes may move them. f is traced once, and its results are arrays.
+    Which arrays f reads is a list of booleans, one for each leaf of the arguments that is an array. Where f computes
+    with amaxes, jax raises an error for `errors_of_amaxes` to reword.
     """
 
-    def moved(*args, **kwargs):
+    def run(*args, **kwargs):
         leaves, treedef = jax.tree.flatten((args, kwargs))
         is_array = [isinstance(leaf, ARRAYS) for leaf in leaves]
         arrays = [leaf for leaf, is_so in zip(leaves, is_array) if is_so]
@@ -94,32 +96,35 @@ def movable(f: Callable) -> Callable:
             return f(*args, **kwargs)
 
         closed, out = jax.make_jaxpr(flat, return_shape=True)(*arrays)
-        jaxpr = _rewritten(closed.jaxpr)
+        jaxpr = _rewrite(closed.jaxpr)
         uses = [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]
         read = {v for v in uses if not isinstance(v, core.Literal)}
         results = core.jaxpr_as_fun(closed.replace(jaxpr=jaxpr))(*arrays)
         return jax.tree.unflatten(jax.tree.structure(out), results), [v in read for v in jaxpr.invars]
 
-    return moved
+    return run
 
 
-def _rewritten(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    eqns = [_rewritten_eqn(eqn) for eqn in jaxpr.eqns]
+def _rewrite(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """`jaxpr` with `_move` in place of operations that move amaxes and have no gradient."""
+    eqns = [_rewrite_eqn(eqn) for eqn in jaxpr.eqns]
     return jaxpr.replace(eqns=eqns) if any(a is not b for a, b in zip(eqns, jaxpr.eqns)) else jaxpr
 
 
-def _rewritten_eqn(eqn: core.JaxprEqn) -> core.JaxprEqn:
+def _rewrite_eqn(eqn: core.JaxprEqn) -> core.JaxprEqn:
     if eqn.primitive.name in _OF_JAX or not any(is_amaxes(v.aval) for v in eqn.invars):
         return eqn
     if any(map(_jaxprs_in, eqn.params.values())):
-        return eqn.replace(params={name: _of_param(value) for name, value in eqn.params.items()})
-    call = _traced(partial(_move, eqn), [v.aval for v in eqn.invars])
+        return eqn.replace(params={name: _rewrite_param(value) for name, value in eqn.params.items()})
+    call = _trace_call(partial(_move, eqn), [v.aval for v in eqn.invars])
     return call.replace(invars=eqn.invars, outvars=eqn.outvars, ctx=eqn.ctx, source_info=eqn.source_info)
 
 
-def _traced(f, types: list) -> core.JaxprEqn:
-    """The one call that f, of values of `types`, makes. Within a `shard_map` jax says over what they vary, so there it
-    is traced within one too."""
+def _trace_call(f, types: list) -> core.JaxprEqn:
+    """The one call that f makes, traced for values of `types`.
+
+    Values in a `shard_map` vary over mesh axes; for them f is traced within a `shard_map` too.
+    """
     inner = types[0].sharding.mesh
     manual = set(inner.manual_axes)
     mesh = inner.update_axis_types(dict.fromkeys(manual, AxisType.Auto)) if manual else inner
@@ -129,7 +134,7 @@ def _traced(f, types: list) -> core.JaxprEqn:
         f(*(lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(values, over)))
         return ()
 
-    # Specs name no manual axis: the types are those of values that each device has one of.
+    # Specs name no manual axis: in a `shard_map` a type is the type of each device's value.
     values = [ShapeDtypeStruct(t.shape, t.dtype, sharding=NamedSharding(mesh, t.sharding.spec)) for t in types]
     with use_abstract_mesh(mesh):
         if not manual:
@@ -143,16 +148,16 @@ def _jaxprs_in(param) -> bool:
     return any(isinstance(p, core.ClosedJaxpr | core.Jaxpr) for p in params)
 
 
-def _of_param(param):
+def _rewrite_param(param):
     if isinstance(param, core.ClosedJaxpr):
-        return param.replace(jaxpr=_rewritten(param.jaxpr))
+        return param.replace(jaxpr=_rewrite(param.jaxpr))
     if isinstance(param, core.Jaxpr):
-        return _rewritten(param)
-    return tuple(map(_of_param, param)) if _jaxprs_in(param) else param
+        return _rewrite(param)
+    return tuple(map(_rewrite_param, param)) if _jaxprs_in(param) else param
 
 
 def _move(eqn: core.JaxprEqn, *operands):
-    """What eqn makes of its operands. The gradient of an amax is the largest of those of all places it is moved to."""
+    """The results of `eqn`. The gradient of an amax is the largest over the places that it is moved to."""
     are = [is_amaxes(x) for x in operands]
 
     def run(operands):
@@ -176,16 +181,16 @@ def _move(eqn: core.JaxprEqn, *operands):
 
 
 def _gradients(eqn, run_with, values, grads):
-    """The gradients of `values`, f32, by those of the results that `run_with(values)` has."""
+    """The gradients of `values`, f32, from `grads`, the gradients of the results of `run_with(values)`."""
     if eqn.primitive.name in _TO_VARYING:
         return [amax_across(grads[0], tuple(eqn.params["axes"]))]
-    if eqn.primitive.name in _TO_ONE_PLACE:  # so that no sum has more than one term that is not 0
+    if eqn.primitive.name in _TO_ONE_PLACE:  # Sums in the gradient have one term that is not 0.
         return jax.vjp(lambda *values: run_with(values), *values)[1](grads)
     if eqn.primitive.name == "broadcast_in_dim":
         (x,), (grad,) = values, grads
         kept = [to for to, size in zip(eqn.params["broadcast_dimensions"], x.shape) if size == grad.shape[to]]
         return [like(amax(grad, tuple(i for i in range(grad.ndim) if i not in kept)).reshape(x.shape), x)]
-    # Any other: where the numbers of the elements went, their gradients are.
+    # Any other operation moves the numbers of the elements to where their gradients are.
     ends = np.cumsum([x.size for x in values])
     numbers = [jnp.arange(end - x.size, end, dtype=jnp.int32).reshape(x.shape) for x, end in zip(values, ends)]
     of_all = jnp.zeros(ends[-1], jnp.uint32)

@@ -1,4 +1,4 @@
-"""What an argument may be: declared once as a `Kind`, checked and worded alike everywhere.
+"""Kinds of argument values, each declared once, and the one wording of errors about arguments.
 
 check("LayerNorm `norm`", "epsilon", epsilon, number(above=0))
 # ValueError: LayerNorm `norm`: epsilon is -1.0; pass a number above 0.
@@ -22,10 +22,10 @@ from jax.core import ShapedArray
 class Kind:
     """The values that an argument may take.
 
-    text:    completes "pass ...", as in "a positive int"; the docs' tables of fields show it too.
-    is_type: value -> whether it is of the right type; a TypeError where not.
-    is_in:   value of that type -> whether it is in range; a ValueError where not.
-    hint:    value that was refused -> what the caller may have meant, "" if nothing is known.
+    text:    Completes "pass ...", as in "a positive int". The docs' tables of fields show it too.
+    is_type: value -> whether it has the right type. If not, `check` raises TypeError.
+    is_in:   value of that type -> whether it is in range. If not, `check` raises ValueError.
+    hint:    A refused value -> what the caller may have meant, "" if nothing is known.
     """
 
     text: str
@@ -53,19 +53,19 @@ def check(where: str, name: str, value, kind: Kind) -> None:
         return
     error = ValueError if kind.is_type(value) else TypeError
     hint = kind.hint(value)
-    raise error(f"{where}: {name} is {shown(value)}; pass {kind.text}{f' ({hint})' if hint else ''}.")
+    raise error(f"{where}: {name} is {show(value)}; pass {kind.text}{f' ({hint})' if hint else ''}.")
 
 
-def shown(value) -> str:
-    """`value` in an error: an array by type and shape."""
+def show(value) -> str:
+    """`value` as errors show it: an array by its dtype and shape."""
     if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
-        inner = ", ".join(map(shown, value))
+        inner = ", ".join(map(show, value))
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
     return f"{value.dtype}{list(value.shape)}" if ARRAY.is_type(value) and value.shape else repr(value)
 
 
 def check_names(where: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raises TypeError for a keyword in `given` that is not `known`, with what may have been meant."""
+    """Raises TypeError for a keyword in `given` that is not `known`, with a close known one if there is one."""
     known = tuple(known)
     for name in given:
         if name not in known:
@@ -74,7 +74,7 @@ def check_names(where: str, given: Iterable[str], known: Iterable[str]) -> None:
 
 
 def bind(where: str, signature: inspect.Signature, args: tuple, kwargs: dict) -> inspect.BoundArguments:
-    """`signature.bind(*args, **kwargs)`, whose TypeErrors name `where`, and what an unknown keyword may mean."""
+    """`signature.bind(*args, **kwargs)`, whose TypeErrors name `where`, as `check_names` does for unknown keywords."""
     check_names(where, kwargs, signature.parameters)
     try:
         return signature.bind(*args, **kwargs)
@@ -82,11 +82,11 @@ def bind(where: str, signature: inspect.Signature, args: tuple, kwargs: dict) ->
         raise TypeError(f"{where}: {error}; it takes {', '.join(signature.parameters)}.") from None
 
 
-told: set[str] = set()  # what `warn_once` has said in this process
+told: set[str] = set()  # The texts of `warn_once` in this process.
 
 
 def warn_once(where: str, text: str) -> None:
-    """Warns "{where}: {text}" of what an argument does not do; once for each text, whichever module comes first."""
+    """Warns "{where}: {text}", once for each text, whichever module comes first."""
     if text not in told:
         told.add(text)
         warnings.warn(f"{where}: {text}", stacklevel=4)
@@ -96,13 +96,15 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """ "did you mean 'x'?" where a known name is close to `name`, else ""."""
     lower, given = {each.lower(): each for each in known}, str(name).lower()
     close = difflib.get_close_matches(given, lower, n=1, cutoff=0.6)
-    close = close or [each for each in lower if len(given) > 2 and each.startswith(given)]  # the start of one
+    close = close or [each for each in lower if len(given) > 2 and each.startswith(given)]  # A prefix of one.
     return f"did you mean {lower[close[0]]!r}?" if close else ""
 
 
 class KnownFields:
-    """Base of dataclasses whose constructor tells unknown names in the words of this file; not that of a subclass with
-    an `__init__` of its own."""
+    """Base of dataclasses whose constructor raises for unknown names as `check_names` does.
+
+    A subclass with an `__init__` of its own is not checked.
+    """
 
     def __new__(cls, *args, **kwargs):
         owner = next(each for each in cls.__mro__ if "__init__" in vars(each))
@@ -112,7 +114,7 @@ class KnownFields:
 
 
 def plain(name: str) -> str:
-    """A name as it is compared where case, "-" and "_" make no difference: "NO-BIAS" -> "no_bias"."""
+    """`name` in lower case with "_" for "-", for comparisons that ignore both: "NO-BIAS" -> "no_bias"."""
     return name.lower().replace("-", "_")
 
 
@@ -142,7 +144,7 @@ def is_dtype(value) -> bool:
 
 
 def integer(least: int | None = None, most: int | None = None) -> Kind:
-    """Ints, but no bools: all, or those from `least` on, up to `most`. Floats are a ValueError."""
+    """Ints from `least` to `most` (None: without that bound). A bool is a TypeError, a float a ValueError."""
     text = {None: "an int", 0: "an int of at least 0", 1: "a positive int"}.get(least, f"an int of at least {least}")
     text = text if most is None else f"an int from {least} to {most}"
     is_in = lambda value: _is_int(value) and (least is None or value >= least) and (most is None or value <= most)
@@ -152,7 +154,7 @@ def integer(least: int | None = None, most: int | None = None) -> Kind:
 def number(
     least: float | None = None, above: float | None = None, below: float | None = None, most: float | None = None
 ) -> Kind:
-    """Finite ints and floats within bounds: from `least` on, above `above`, below `below`, up to `most`."""
+    """Finite ints and floats x with least <= x, above < x, x < below and x <= most (None: without that bound)."""
     bounds = [
         f"{word} {bound:g}"
         for word, bound in (("at least", least), ("above", above), ("below", below), ("at most", most))
@@ -173,7 +175,7 @@ def number(
 
 
 def one_of(*names: str, normalize: Callable[[str], str] = str) -> Kind:
-    """Strings that `normalize` makes one of `names`."""
+    """Strings that are one of `names` after `normalize`."""
     text = "one of " + ", ".join(map(repr, names))
     return Kind(text, lambda v: isinstance(v, str), lambda v: normalize(v) in names, lambda v: did_you_mean(v, names))
 
@@ -183,7 +185,7 @@ def _is_sequence(value) -> bool:
 
 
 def tuple_of(kind: Kind, length: int | None = None) -> Kind:
-    """Tuples and lists of `kind`, of `length` if that is given."""
+    """Tuples and lists whose elements are of `kind`, of `length` elements (None: of any number)."""
     count = "a tuple" if length is None else f"a tuple of {length}"
     is_in = lambda value: (length is None or len(value) == length) and all(map(kind.accepts, value))
     return Kind(f"{count}, each {kind.text}", _is_sequence, is_in)
@@ -193,19 +195,19 @@ NONE = Kind("None", lambda value: value is None)
 BOOL = Kind("True or False", lambda value: isinstance(value, bool | np.bool_))
 STRING = Kind("a string", lambda value: isinstance(value, str))
 FUNCTION = Kind("a function", lambda value: callable(value) and not isinstance(value, type))
-RATE = number(least=0, below=1)  # of dropout
+RATE = number(least=0, below=1)  # Rates of dropout.
 FLOATING = Kind(
     "a floating dtype, such as jnp.bfloat16",
     is_dtype,
-    lambda value: jnp.issubdtype(_dtype(value), jnp.floating) and _dtype(value).itemsize > 1,  # none of FP8
+    lambda value: jnp.issubdtype(_dtype(value), jnp.floating) and _dtype(value).itemsize > 1,  # FP8 is refused.
     lambda value: _meant_dtype(value) if isinstance(value, str) else "",
 )
-_ARRAYS = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | ShapedArray  # or what stands for one
-ARRAY = Kind("an array", lambda value: isinstance(value, _ARRAYS))
+_ARRAY_TYPES = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | ShapedArray  # Types of arrays count too.
+ARRAY = Kind("an array", lambda value: isinstance(value, _ARRAY_TYPES))
 
 
 def array_of(*dtypes, text: str) -> Kind:
-    """Arrays of a dtype that is one of `dtypes`, or of a class of them."""
+    """Arrays whose dtype is one of `dtypes`, each a dtype or a class of dtypes."""
     is_one = lambda value: any(jnp.issubdtype(value.dtype, dtype) for dtype in dtypes)
     return Kind(text, lambda value: ARRAY.is_type(value) and is_one(value))
 

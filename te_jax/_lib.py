@@ -14,12 +14,13 @@ import jax
 
 from te_jax import _archs
 
-CUDA_MAJOR = 13  # the extension is built for it and looks up lib*.so.13
-# 9.15.1. Before it attention's gradients are NaN in cases (9.12, https://github.com/NVIDIA/cudnn-frontend/issues/160),
-# or read out of bounds in CUDA graphs where the key length is no multiple of 128 (cudnn-frontend 1.16, release notes).
+CUDA_MAJOR = 13  # The extension is built for it and looks up lib*.so.13.
+# 9.15.1. In earlier versions gradients of attention can be NaN (9.12,
+# https://github.com/NVIDIA/cudnn-frontend/issues/160), or attention reads out of bounds in CUDA graphs where the key
+# length is no multiple of 128 (cudnn-frontend 1.16, release notes).
 CUDNN_MINIMUM = 91501
 
-# Library: the packages of NVIDIA's wheels whose lib/ may hold it, newest layout first.
+# {library: packages of NVIDIA's wheels whose lib/ may hold it}, the newest layout of the wheels first.
 _LIBRARY_PACKAGES = {
     "libcublasLt.so.13": ("nvidia.cu13", "nvidia.cublas"),
     "libnvrtc.so.13": ("nvidia.cu13", "nvidia.cuda_nvrtc"),
@@ -33,30 +34,30 @@ _lock = threading.RLock()
 class Status:
     """What the CUDA extension can do here. CUDA versions are 1000 * major + 10 * minor; None if not known."""
 
-    built: bool  # te_jax was installed with it
-    loads: bool  # `load()` succeeds
-    reason: str  # why not, and what to do; "" if it loads
-    architectures: tuple[str, ...] = ()  # built for, such as "90a-real"
-    cuda: int | None = None  # built with
-    driver: int | None = None  # the newest CUDA the driver supports
-    cublaslt: int | None = None  # cublasLtGetVersion()
-    cudnn: int | None = None  # cudnnGetVersion()
-    attention: str = ""  # why fused attention is not available; "" if it is
+    built: bool  # Whether te_jax was installed with the extension.
+    loads: bool  # Whether `load()` succeeds.
+    reason: str  # Why `load()` fails, and what to do; "" if it succeeds.
+    architectures: tuple[str, ...] = ()  # Architectures that the extension is built for, such as "90a-real".
+    cuda: int | None = None  # The CUDA version that it is built with.
+    driver: int | None = None  # The newest CUDA version that the driver supports.
+    cublaslt: int | None = None  # cublasLtGetVersion().
+    cudnn: int | None = None  # cudnnGetVersion().
+    attention: str = ""  # Why fused attention is not available; "" if it is.
 
 
 def load() -> ModuleType:
-    """The extension, ready to use. RuntimeError that says why it cannot be used, and the way out."""
+    """The extension, ready to use. Raises RuntimeError, with the reason and the way out, if it cannot be used."""
     with _lock:
         return _checked_module()
 
 
 def status() -> Status:
-    """Never raises."""
+    """The status of the extension on this machine. Never raises."""
     with _lock:
         try:
             module = _import()
         except RuntimeError as error:
-            return Status(_built(), False, str(error), attention=str(error))
+            return Status(_is_built(), False, str(error), attention=str(error))
         versions = module.versions()
         reason = _unusable(versions) or _without_kernels(_architectures(versions), compute_capability())
         return Status(
@@ -73,10 +74,10 @@ def status() -> Status:
 
 
 def require_for_lowering() -> ModuleType | None:
-    """The extension with all its FFI targets registered, where this process has a CUDA device.
+    """The extension with all its FFI targets registered, None if this process has no CUDA device.
 
-    Without one (cross-lowering, export) None: XLA looks targets up when it compiles, not when jax lowers.
-    Raises RuntimeError, as `load()`, if there is a device but the extension cannot be used.
+    Lowering for CUDA without a device (cross-lowering, export) needs no targets: XLA looks them up when it compiles.
+    Raises RuntimeError, as `load()` does, if there is a device but the extension cannot be used.
     """
     if not has_cuda_device():
         return None
@@ -87,29 +88,32 @@ def require_for_lowering() -> ModuleType | None:
 def has_cuda_device() -> bool:
     try:
         return bool(jax.devices("cuda"))
-    except RuntimeError:  # jax has no such backend, or was told not to use it
+    except RuntimeError:  # jax has no CUDA backend, or was told not to use it.
         return False
 
 
 def compute_capability() -> str | None:
-    """Of this process's GPU, such as "9.0"; None without one."""
+    """The compute capability of this process's first GPU, such as "9.0"; None without a GPU."""
     return str(jax.devices("cuda")[0].compute_capability) if has_cuda_device() else None
 
 
 def check_gpu(op: str, unusable: Callable[[str], str]):
-    """Raises RuntimeError, naming `op`, if `unusable` has a reason against this GPU's compute capability."""
+    """Raises RuntimeError, naming `op`, if `unusable` gives a reason against this GPU's compute capability.
+
+    unusable: compute capability -> the reason why `op` cannot run there, "" if it can.
+    """
     capability = compute_capability()
     if capability and (reason := unusable(capability)):
         raise RuntimeError(f"{op}: {reason}.")
 
 
-def _built() -> bool:
+def _is_built() -> bool:
     return importlib.util.find_spec("te_jax._cuda") is not None
 
 
 @functools.cache
 def _import() -> ModuleType:
-    if not _built():
+    if not _is_built():
         raise RuntimeError(f"te_jax was installed without its CUDA extension. {_REBUILD}")
     try:
         module = importlib.import_module("te_jax._cuda")
@@ -132,9 +136,9 @@ def _checked_module() -> ModuleType:
 
 @functools.cache
 def _registered_module() -> ModuleType:
-    # Only once the extension is known to be usable: XLA keeps what is registered for the life of the process.
+    # The module is checked first: XLA keeps registered targets for the life of the process.
     module = _checked_module()
-    # Here, where a program is lowered for a GPU: to ask for its capability starts jax's backends.
+    # The GPU is checked here and not at import, since to ask for its capability starts jax's backends.
     if reason := _without_kernels(_architectures(module.versions()), compute_capability()):
         raise RuntimeError(reason)
     for name, stages in module.registrations().items():
@@ -156,7 +160,7 @@ def _wheel_library(soname: str, packages: tuple[str, ...]) -> str | None:
 
 
 def jax_cuda_plugin() -> tuple[int, str] | None:
-    """(CUDA major, version) of the installed jax CUDA plugin; the one of CUDA 13 if there are more."""
+    """(CUDA major, version) of the installed jax CUDA plugin, None if there is none; that for CUDA 13 goes first."""
     for major in (CUDA_MAJOR, CUDA_MAJOR + 1, CUDA_MAJOR - 1):
         try:
             return major, importlib.metadata.version(f"jax-cuda{major}-plugin")
@@ -188,7 +192,7 @@ def _architectures(versions: dict) -> tuple[str, ...]:
 
 
 def _without_kernels(architectures: tuple[str, ...], capability: str | None) -> str:
-    """Why a GPU of this capability cannot run kernels for these architectures; "" if it can, or there is none."""
+    """Why a GPU of `capability` cannot run kernels for `architectures`; "" if it can, and without a GPU (None)."""
     if capability is None:
         return ""
     gpu = tuple(map(int, capability.split(".")))
@@ -218,5 +222,5 @@ def cuda_text(version: int) -> str:
 
 
 def library_text(version: int) -> str:
-    """90501 -> "9.5.1": cuDNN 9 and cuBLASLt 13 count 10000 * major + 100 * minor + patch."""
+    """90501 -> "9.5.1". Versions of cuDNN 9 and cuBLASLt 13 are 10000 * major + 100 * minor + patch."""
     return f"{version // 10000}.{version % 10000 // 100}.{version % 100}"

@@ -1,4 +1,4 @@
-"""The newest jax and Flax that te_jax is tested with. The oldest stand in pyproject.toml; .ci/run tests both ends."""
+"""The newest jax and Flax that te_jax is tested with. pyproject.toml has the oldest; .ci/run tests both ends."""
 
 import re
 import warnings
@@ -7,16 +7,16 @@ from importlib import metadata
 NEWEST_TESTED = {"jax": "0.12.0.1", "flax": "0.12.12"}
 
 
-def installed(package: str) -> str | None:
-    """The installed version; None where there is none, as in a source tree."""
+def installed_version(package: str) -> str | None:
+    """The installed version of `package`; None if it is not installed, as te_jax in a source tree."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
-def untested(package: str, version: str | None) -> str:
-    """How `version` of jax or flax lies beyond what is tested; "" if it does not, or is not known."""
+def reason_untested(package: str, version: str | None) -> str:
+    """Why `version` of `package` is not tested: it is newer than the newest tested one. Else, and for None, ""."""
     newest = NEWEST_TESTED.get(package)
     if newest is None or version is None or _release(version) <= _release(newest):
         return ""
@@ -24,10 +24,10 @@ def untested(package: str, version: str | None) -> str:
 
 
 def warn_if_untested() -> None:
-    """A UserWarning for each package that is newer than what is tested. `import te_jax` calls it, once in a process."""
+    """Warns (UserWarning) of each package that is newer than the newest tested one. `import te_jax` calls it once."""
     for package in NEWEST_TESTED:
-        version = installed(package)
-        if reason := untested(package, version):
+        version = installed_version(package)
+        if reason := reason_untested(package, version):
             warnings.warn(
                 f"te_jax: {package} is {version}, {reason}; update te_jax, or install {package}=="
                 f"{NEWEST_TESTED[package]} where something fails. To go on without this text call "

@@ -3,22 +3,22 @@
     from te_jax.checkpoint_policies import ATTENTION, GEMM, save
     layer = nn.remat(Layer, policy=save(GEMM, ATTENTION))
 
-A policy says of each primitive whether its results are kept for the backward pass. Kernels of te_jax are no dots, so
-policies such as `jax.checkpoint_policies.dots_saveable` compute FP8 products again. What is worth keeping has a name
-instead (`jax.ad_checkpoint.checkpoint_name`), under every recipe and without one, on every mesh, beside the names that
-users give by fields of modules. The policies of this module save those names:
+A policy decides for each primitive whether its results are kept for the backward pass. FP8 GEMMs of te_jax are no
+dots, so policies such as `jax.checkpoint_policies.dots_saveable` compute them again. Instead, results that are worth
+keeping have names (`jax.ad_checkpoint.checkpoint_name`), under every recipe and without one, on every mesh, beside the
+names that users give by fields of modules. The policies of this module save by these names:
 
-GEMM:       the output of each GEMM of the forward pass, in FP8 or not.
-ATTENTION:  the output of attention, and what else the gradient needs of its forward kernel.
-QUANTIZED:  activations in FP8, in the layout that the gradient of a kernel reads, and FP8 attention's operands.
-KERNEL:     kernels in FP8, in the layout that the gradient of the activations reads.
-STATISTICS: scales and amaxes of whole tensors, and norms' statistics: at most 8 bytes for each row.
+GEMM:       The output of each GEMM of the forward pass, in FP8 or not.
+ATTENTION:  The output of attention, and the other results of its forward kernel that the gradient needs.
+QUANTIZED:  Activations in FP8, in the layout that the gradient of a weight reads, and the operands of FP8 attention.
+KERNEL:     Weights in FP8, in the layout that the gradient of the activations reads.
+STATISTICS: Scales and amaxes of whole tensors, and the statistics of norms: at most 8 bytes for each row.
 
-QUANTIZED and KERNEL go beside GEMM: a GEMM that runs again reads other layouts, and quantizes again. With all names the
-backward pass computes again what is elementwise alone, and without FP8 norms and activations.
+Use QUANTIZED and KERNEL together with GEMM: a GEMM that runs again reads other layouts, and quantizes again. With all
+names the backward pass computes elementwise operations again, and without FP8 norms and activations.
 
-`jax.checkpoint_policies.save_only_these_names` takes the names too. Its `save_any_names_but_these` saves, as of any
-names, all of these that it is not given.
+`jax.checkpoint_policies.save_only_these_names` takes the names too. `jax.checkpoint_policies.save_any_names_but_these`
+saves all of these names that it is not given.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from te_jax._check import did_you_mean
 
-_NAME = "te_jax.checkpoint_policies"
+_MODULE = "te_jax.checkpoint_policies"
 _PREFIX = "te_"
 GEMM = _PREFIX + "gemm"
 ATTENTION = _PREFIX + "attention"
@@ -40,40 +40,42 @@ NAMES = (GEMM, ATTENTION, QUANTIZED, KERNEL, STATISTICS)
 
 
 def named(tree: Any, *names: str | None) -> Any:
-    """`tree`, whose arrays have all of these names for policies; those that are None are left out."""
+    """`tree`, whose arrays have all of `names` for policies; None among them is skipped."""
     for name in names:
         tree = tree if name is None else checkpoint_name(tree, name)
     return tree
 
 
 def save(*names: str) -> Callable[..., bool]:
-    """A policy that keeps what has one of `names`: of this module, or of fields such as `ffn1_ckpt_name`.
+    """A policy that keeps arrays with one of `names`, which are names of this module or of fields of modules, such as
+    `ffn1_ckpt_name`.
 
-    STATISTICS are kept too. Other policies can be added by `jax.checkpoint_policies.save_from_both_policies`.
+    It keeps STATISTICS too. `jax.checkpoint_policies.save_from_both_policies` combines it with other policies.
 
-    Raises TypeError for a name that is no string; ValueError without names, and for one that begins with "te_" and is
-    not of this module.
+    Raises TypeError for a name that is no string; ValueError without names, and for a name that begins with "te_" and
+    is not of this module.
     """
-    _check(f"{_NAME}.save", "names", names)
+    _check_policy_names(f"{_MODULE}.save", "names", names)
     return jax.checkpoint_policies.save_only_these_names(*names, STATISTICS)
 
 
 def offload(*names: str, save: Sequence[str] = ()) -> Callable[..., Any]:
-    """A policy that keeps what has one of `names` in the memory of the host, and what has one of `save` on the device.
+    """A policy that keeps arrays with one of `names` in the memory of the host, and those with one of `save` on the
+    device.
 
-    The rest is as in `save`: STATISTICS stay on the device. What is kept goes to pinned memory in the forward pass and
-    comes back in the backward pass; it is for large tensors, and is no gain where the GPU waits for it. jax combines no
-    such policy with others.
+    STATISTICS stay on the device. Offloaded arrays go to pinned memory in the forward pass and come back in the
+    backward pass. That serves large tensors, and gains nothing where the GPU waits for them. jax does not combine such
+    a policy with others.
 
-    Raises TypeError and ValueError as `save`, ValueError for a name in both.
+    Raises TypeError and ValueError as `save` does, and ValueError for a name in both.
     """
-    _check(f"{_NAME}.offload", "names", names)
+    _check_policy_names(f"{_MODULE}.offload", "names", names)
     if isinstance(save, str):
-        raise TypeError(f"{_NAME}.offload: save is {save!r}; pass a tuple of names, as in save=({save!r},).")
-    _check(f"{_NAME}.offload", "save", save or (STATISTICS,))
+        raise TypeError(f"{_MODULE}.offload: save is {save!r}; pass a tuple of names, as in save=({save!r},).")
+    _check_policy_names(f"{_MODULE}.offload", "save", save or (STATISTICS,))
     if twice := sorted({*names} & {*save, STATISTICS}):
         way_out = "STATISTICS always stay on the device" if twice == [STATISTICS] else "leave it out of one"
-        raise ValueError(f"{_NAME}.offload: {twice[0]!r} is in names, but is saved on the device; {way_out}.")
+        raise ValueError(f"{_MODULE}.offload: {twice[0]!r} is in names, but is saved on the device; {way_out}.")
     return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=sorted({*save, STATISTICS}),
         names_which_can_be_offloaded=list(names),
@@ -82,7 +84,8 @@ def offload(*names: str, save: Sequence[str] = ()) -> Callable[..., Any]:
     )
 
 
-def _check(where: str, argument: str, names: Sequence[str]):
+def _check_policy_names(where: str, argument: str, names: Sequence[str]):
+    """Raises TypeError or ValueError, naming `where` and `argument`, unless policies can take `names`."""
     if not names:
         raise ValueError(f"{where}: {argument} is empty, so nothing is kept; pass some of {', '.join(NAMES)}.")
     for name in names:
@@ -97,7 +100,7 @@ def _check(where: str, argument: str, names: Sequence[str]):
 
 
 _jax = jax.checkpoint_policies
-te_gemms_saveable = save(GEMM)  # these three by the names that users of TransformerEngine know
+te_gemms_saveable = save(GEMM)  # TransformerEngine has this policy and the next two under the same names.
 dots_and_te_gemms_with_no_batch_dims = _jax.save_from_both_policies(
     _jax.dots_with_no_batch_dims_saveable, te_gemms_saveable
 )

@@ -1,9 +1,9 @@
-"""FP8 state whose uses combine by max wherever autodiff adds them up.
+"""FP8 state whose uses combine by max where autodiff would add them up.
 
-Autodiff adds the cotangents of a value that is used twice. For a module that is applied twice in one `apply` the
-modules prevent that (`fp8.fork`), but not where the uses meet outside of them: one `nn.remat` module called twice,
-`nn.scan` with variable_broadcast, two `apply`s in one loss, a scan over microbatches. Here the law moves out of all of
-these, to the top of the differentiated function, and what comes up to it are amaxes of a type whose sum is the max.
+Autodiff adds the cotangents of a value that is used twice. The modules prevent that for a module that is applied twice
+in one `apply` (`fp8.fork`), but not where the uses meet outside of modules: one `nn.remat` module called twice,
+`nn.scan` with variable_broadcast, two `apply`s in one loss, a scan over microbatches. This file moves the law of the
+recipe to the top of the differentiated function. The cotangents below it are amaxes, of a type whose sum is the max.
 """
 
 import operator
@@ -18,17 +18,27 @@ from jax import lax
 from te_jax._amax import amax as amax_of
 from te_jax._amax_type import ARRAYS, errors_of_amaxes, from_amaxes, is_amaxes, movable, to_amaxes
 from te_jax._check import FUNCTION, Kind, check
-from te_jax.fp8 import FP8_COLLECTION, current_recipe, direction_of
-from te_jax.fp8_metas import check_collections, check_history_length, check_same_state, map_tensors, update_collections
-from te_jax.layers.parameters import has_kernels, slots, with_slots
+from te_jax.fp8 import FP8_COLLECTION
+from te_jax.fp8_metas import (
+    check_collections,
+    check_history_length,
+    check_same_state,
+    direction_at,
+    map_tensors,
+    recipe_with_state,
+    update_collections,
+)
+from te_jax.layers.parameters import gradient_slots, has_kernels, with_slots
 from te_jax.ops.scaling import next_state
 from te_jax.recipe.delayed import HISTORY
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _receive(scale, amax_history, recipe, direction, probe=None):
-    """scale f32[..., 1], amax_history f32[..., L] and, if there is one, probe f32[..., 4] -> the same for the modules,
-    all but the scale in the type of amaxes."""
+    """The state of a tensor as its modules receive it: the scale, and history and probe in the type of amaxes.
+
+    scale: f32[..., 1]. amax_history: f32[..., L]. probe: f32[..., 4] or None, which is left out of the result.
+    """
     return scale, to_amaxes(amax_history), *(() if probe is None else (to_amaxes(probe),))
 
 
@@ -38,7 +48,7 @@ def _receive_fwd(scale, amax_history, recipe, direction, probe):
 
 def _receive_bwd(recipe, direction, state, cotangents):
     seen = [from_amaxes(g) for g in cotangents[1:]]
-    amax = amax_of(seen[0], (seen[0].ndim - 1,))  # 0 if nothing used the state
+    amax = amax_of(seen[0], (seen[0].ndim - 1,))  # 0 if nothing used the state.
     return *next_state(recipe, *state, amax, direction), *(seen[1:] or [None])
 
 
@@ -47,12 +57,13 @@ _receive.defvjp(_receive_fwd, _receive_bwd)
 
 @jax.custom_vjp
 def reach(value, states):
-    """value; and the backward pass reaches all states, also those that no module read, whose gradient would be 0."""
+    """`value`. Its backward pass reaches all of `states`: the gradient of state that no module read would be 0."""
     return value
 
 
 def _no_amax(leaf):
-    """zeros_like; by way of f32, since those of the type of amaxes do not vary over mesh axes as `leaf` does."""
+    """Zeros like `leaf`, made in f32: zeros_like of the type of amaxes does not vary over the mesh axes that `leaf`
+    varies over."""
     return lax.convert_element_type(jnp.zeros_like(lax.convert_element_type(leaf, jnp.float32)), leaf.dtype)
 
 
@@ -60,44 +71,47 @@ reach.defvjp(lambda value, states: (value, states), lambda states, g: (g, jax.tr
 
 
 def combine_by_max(collections):
-    """`collections` with the FP8 state in a form of which any uses combine by max under autodiff.
+    """`collections` with its FP8 state in a form whose uses combine by max under autodiff.
 
-    collections: variables with or without `fp8_metas`, a dict or FrozenDict.
+    collections: Variables with or without `fp8_metas`, a dict or FrozenDict.
 
-    For the first line of a function to be differentiated, under the autocast that its modules run in; outside of
-    autocast, and under a recipe without state, `collections` is returned as it is. The cotangent is the new state, as
-    without it: if a state is used several times, by modules, by scan steps or in several `apply`s, it is made from the
-    largest amax of all. To be called under `jax.jit`, since jax cannot add up the type outside; and between here and
-    the modules jax cannot differentiate all that moves elements, such as `a[i]` of a stacked state.
-    `te_jax.value_and_grad` sees to all of this.
+    Call it in the first line of a function to be differentiated, under the autocast of its modules. Outside of autocast
+    and under a recipe without state `collections` is returned as it is. The cotangent is the new state. For a state
+    with several uses, by modules, by scan steps or in several `apply`s, it is made from the largest amax of all.
 
-    Raises ValueError for a history of another length than the recipe's, and for what is no FP8 state.
+    jax adds up the type of amaxes under `jax.jit` alone, and cannot differentiate every operation that moves its
+    elements, such as `a[i]` of a stacked state. `te_jax.value_and_grad` has neither limit.
+
+    Raises ValueError for a history of another length than the recipe has, ValueError or TypeError for malformed FP8
+    state.
     """
     check_collections("combine_by_max", collections)
-    recipe = current_recipe()
-    if recipe is None or not recipe.has_state or FP8_COLLECTION not in collections:
+    recipe = recipe_with_state()
+    if recipe is None or FP8_COLLECTION not in collections:
         return collections
 
     def receive(path, state):
         check_history_length(path + HISTORY, state[1].shape[-1], recipe)
-        return _receive(*state[:2], recipe, direction_of(path.rsplit("/", 1)[-1]), *state[2:])
+        return _receive(*state[:2], recipe, direction_at(path), *state[2:])
 
     return update_collections({FP8_COLLECTION: map_tensors(receive, collections[FP8_COLLECTION])}, collections)
 
 
 def max_fp8_metas(before, microbatches):
-    """The FP8 state after one step whose gradients were taken microbatch by microbatch: as after the one whose amax is
-    the largest, tensor by tensor.
+    """The FP8 state after one step whose gradients were taken microbatch by microbatch.
 
-    before:       the collection `fp8_metas` (in a dict or FrozenDict) that every microbatch started from.
-    microbatches: the k gradients with respect to it, stacked along a new first axis, as `lax.scan` and `jax.vmap`
+    Each tensor has the state after the microbatch with its largest amax.
+
+    before:       The collection `fp8_metas` (in a dict or FrozenDict) that every microbatch started from.
+    microbatches: The k gradients with respect to it, stacked along a new first axis, as `lax.scan` and `jax.vmap`
                   return them: leaves f32[k, ..., 1] and f32[k, ..., L]. Other collections pass through.
 
-    A microbatch that saw no finite amax counts only if all did so. If the last L - 1 recorded amaxes are equal, as
-    they always are for L = 2, that cannot be told from having seen the same once more, and it counts as this. A
-    history of length 1 holds no amax: there the smallest scale is taken, the old one too if a microbatch kept it.
+    A microbatch that saw no finite amax counts only if no microbatch did. Where the last L - 1 recorded amaxes are
+    equal, as they always are for L = 2, a microbatch that saw none looks like one that saw the same amax again, and
+    counts as the latter. A history of length 1 holds no amax: the smallest scale is taken, which may be the old one.
 
-    Raises ValueError for trees of different structure, for leaves that are not stacked, and for what is no FP8 state.
+    Raises ValueError for trees of different structure and for leaves that are not stacked, ValueError or TypeError for
+    malformed FP8 state.
     """
     what = "max_fp8_metas"
     check_collections(what, before, "before")
@@ -116,8 +130,10 @@ def max_fp8_metas(before, microbatches):
 
 
 def _largest(path, new, old):
-    """(scales f32[k, ..., 1], histories f32[k, ..., L]), the state before -> that of the largest amax. Of probes
-    f32[k, ..., 4] the largest numbers."""
+    """The state of the microbatch with the largest amax; of probes the largest numbers.
+
+    new: (scales f32[k, ..., 1], histories f32[k, ..., L]), and probes f32[k, ..., 4] or none. old: the state before.
+    """
     (scales, histories, *probes), (scale, history) = new, (leaf[None] for leaf in old[:2])
     if history.shape[-1] == 1:
         order = jnp.where(scales > 0, -scales, -jnp.inf)[..., 0]
@@ -128,40 +144,42 @@ def _largest(path, new, old):
         order = jnp.where(seen, histories[..., -1], -1.0)
     count = scales.shape[0]
     chosen = jnp.arange(count).reshape(count, *[1] * (order.ndim - 1)) == jnp.argmax(order, 0, keepdims=True)
-    of_chosen = (jnp.sum(jnp.where(chosen[..., None], x, 0.0), 0) for x in new[:2])  # exact: the rest is 0
+    of_chosen = (jnp.sum(jnp.where(chosen[..., None], x, 0.0), 0) for x in new[:2])  # Exact: one term is not 0.
     return *of_chosen, *(amax_of(probe, (0,)) for probe in probes)
 
 
 def value_and_grad(fun, argnums=0, has_aux: bool = False):
-    """`jax.value_and_grad` under which all uses of an FP8 state combine by max, as `combine_by_max` says, and kernels
-    that live in FP8 have gradients.
+    """`jax.value_and_grad` for functions of FP8 state and of parameters that live in FP8.
 
-    fun, argnums, has_aux: as in `jax.value_and_grad`. Every `fp8_metas` within the differentiated arguments is
-                           converted; its gradient is the new state: the old one where no module read it, and outside
-                           of autocast. Between its arguments and the modules `fun` may move a state's elements as it
-                           likes (slices, indices, stacks, loops over layers), but not compute with them. In the place
-                           of a QuantizedKernel (`te_jax.flax.fp8_params`) the gradient holds an array [*C, *F] of its
-                           dtype: that of its dequantized values where layers multiply by it, or `dequantize` made them.
-                           What `fun` makes of its leaves, such as a sum of squares of all parameters, has none.
+    fun, argnums, has_aux: As in `jax.value_and_grad`.
+
+    All uses of an FP8 state combine by max (`combine_by_max`). The gradient of each `fp8_metas` within the
+    differentiated arguments is its new state: the old one where no module read it, and outside of autocast. Between its
+    arguments and the modules `fun` may move the elements of a state (slices, indices, stacks, loops over layers), but
+    not compute with them.
+
+    In place of a QuantizedKernel (`te_jax.flax.fp8_params`) the gradient holds an array [*C, *F] of its dtype: the
+    gradient of the dequantized values, from layers that multiply by it and from `dequantize`. What `fun` computes from
+    its leaves in another way, such as a sum of squares of all parameters, has no gradient.
 
     The function that it returns is compiled as by `jax.jit`: build it once, not in every step. Of the arguments that
-    are not differentiated, arrays and Python's floats and complex numbers are traced, so another value compiles
-    nothing. All else (bool, int, str, ...) is static and must be hashable: an int may be a size or a count of steps.
+    are not differentiated, arrays, floats and complex numbers are traced, so another value does not compile again. All
+    others (bool, int, str, ...) are static and must be hashable: an int may be a size or a count of steps.
 
     Raises TypeError where `fun` computes with FP8 state. Warns of state that nothing in `fun` reads under autocast.
     """
     check("value_and_grad", "fun", fun, FUNCTION)
     differentiated = tuple(argnums) if isinstance(argnums, Sequence) else (operator.index(argnums),)
 
-    def converted(*args, **kwargs):
-        args, receive = list(args), combine_by_max if _is_in_force() else _kept
+    def of_states(*args, **kwargs):
+        args, receive = list(args), _keep_unread if recipe_with_state() is None else combine_by_max
         for i in differentiated:
             args[i] = jax.tree.map(lambda a: receive(a) if _has_state(a) else a, args[i], is_leaf=_has_state)
         out, is_read = movable(fun)(*args, **kwargs)
         states = [
             leaf for i in differentiated for leaf in jax.tree.leaves(args[i], is_leaf=_has_state) if _has_state(leaf)
         ]
-        _tell_of_unread(args, is_read)
+        _warn_of_unread(args, is_read)
         value, *aux = out if has_aux else (out,)
         value = reach(value, [s[FP8_COLLECTION] for s in states])
         return (value, *map(_as_stored, aux)) if has_aux else value
@@ -171,19 +189,21 @@ def value_and_grad(fun, argnums=0, has_aux: bool = False):
         narrow = {i: args[i] for i in in_range if has_kernels(args[i])}
 
         def of_slots(*args, **kwargs):
-            return converted(*_with(args, {i: with_slots(params, args[i]) for i, params in narrow.items()}), **kwargs)
+            return of_states(*_with(args, {i: with_slots(params, args[i]) for i, params in narrow.items()}), **kwargs)
 
-        args = _with(args, {i: slots(params) for i, params in narrow.items()})
+        args = _with(args, {i: gradient_slots(params) for i, params in narrow.items()})
         with errors_of_amaxes("value_and_grad", "slice, index, stack, reshape or select it outside of jax.custom_vjp"):
             return jax.value_and_grad(of_slots, argnums, has_aux)(*args, **kwargs)
 
-    return wraps(fun)(_compiled(run, differentiated, getattr(fun, "__name__", repr(fun))))
+    return wraps(fun)(_compile(run, differentiated, getattr(fun, "__name__", repr(fun))))
 
 
-def _compiled(f, differentiated: tuple[int, ...], name: str):
-    """`jax.jit(f)` where what cannot be traced is static: of the arguments that are not differentiated all but arrays
-    and numbers with a fraction."""
-    seen = set()  # static arguments
+def _compile(f, differentiated: tuple[int, ...], name: str):
+    """`jax.jit(f)`, whose static arguments are all that are neither differentiated nor of `_TRACED`.
+
+    differentiated: Their positions. name: Of the function, for errors.
+    """
+    seen = set()  # Static arguments.
 
     @partial(jax.jit, static_argnums=(1, 2))
     def run(arrays, static, treedef):
@@ -191,7 +211,7 @@ def _compiled(f, differentiated: tuple[int, ...], name: str):
         args, kwargs = jax.tree.unflatten(treedef, leaves)
         return f(*args, **kwargs)
 
-    def compiled(*args, **kwargs):
+    def call(*args, **kwargs):
         traced = {i % len(args) for i in differentiated if -len(args) <= i < len(args)}
         marks = [jax.tree.map(lambda _, i=i: i in traced, a) for i, a in enumerate(args)]
         marks = jax.tree.leaves((marks, jax.tree.map(lambda _: False, kwargs)))
@@ -205,10 +225,10 @@ def _compiled(f, differentiated: tuple[int, ...], name: str):
         if static not in seen and len(seen) < _MANY:
             seen.add(static)
             if len(seen) == _MANY:
-                _tell_of_many(name, static)
+                _warn_of_many(name, static)
         return run(arrays, static, treedef)
 
-    return compiled
+    return call
 
 
 def _is_hashable(value) -> bool:
@@ -224,7 +244,7 @@ _HASHABLE = Kind("an array, a number or something hashable", _is_hashable)
 _MANY = 8
 
 
-def _tell_of_many(name: str, static):
+def _warn_of_many(name: str, static):
     values = [value for *_, value in static if isinstance(value, int) and not isinstance(value, bool)]
     warnings.warn(
         f"value_and_grad: {name} was compiled for {_MANY} values of its static arguments"
@@ -234,14 +254,8 @@ def _tell_of_many(name: str, static):
     )
 
 
-def _is_in_force() -> bool:
-    """Whether the recipe in force has state."""
-    recipe = current_recipe()
-    return recipe is not None and recipe.has_state
-
-
-def _kept(collections):
-    """`collections` where no recipe in force has state: the gradient of state that no module reads is the state."""
+def _keep_unread(collections):
+    """`collections`, where the gradient of state that no module reads is the state: for no recipe with state."""
     return update_collections({FP8_COLLECTION: _keep(collections[FP8_COLLECTION])}, collections)
 
 
@@ -251,7 +265,7 @@ def _keep(metas):
 
 
 def _keep_bwd(metas, grads):
-    """A module may have read it all the same, under an autocast of its own."""
+    """The state where its gradient is 0, else the gradient: a module may have an autocast of its own."""
 
     def of_tensor(_, new, old):
         read = (new[0] != 0) | jnp.any(new[1] != 0, -1, keepdims=True)
@@ -263,8 +277,8 @@ def _keep_bwd(metas, grads):
 _keep.defvjp(lambda metas: (metas, metas), _keep_bwd)
 
 
-def _tell_of_unread(args, is_read: list[bool]):
-    """is_read: of the leaves of `args` that are arrays."""
+def _warn_of_unread(args, is_read: list[bool]):
+    """Warns of FP8 state in `args` that nothing reads. is_read: For each leaf of `args` that is an array."""
     names = []
     arrays = [(path, leaf) for path, leaf in jax.tree.leaves_with_path(args) if isinstance(leaf, ARRAYS)]
     for (path, array), used in zip(arrays, is_read):
@@ -281,7 +295,7 @@ def _tell_of_unread(args, is_read: list[bool]):
 
 
 def _with(args, others):
-    """args with `others`, by index."""
+    """`args` with the arguments `others` ({index: argument}) in their places."""
     args = list(args)
     for i, other in others.items():
         args[i] = other
@@ -293,5 +307,5 @@ def _has_state(node):
 
 
 def _as_stored(aux):
-    """aux with f32 where it holds a state that `combine_by_max` converted, as that of `apply(mutable=...)`."""
+    """`aux` with state in f32: `apply(mutable=...)` returns the state that `combine_by_max` converted."""
     return jax.tree.map(lambda a: lax.convert_element_type(a, jnp.float32) if is_amaxes(a) else a, aux)

@@ -35,7 +35,7 @@ from te_jax.recipe._exclude import warn_of_strays
 from te_jax.recipe.delayed import HISTORY, SCALE
 
 FP8_COLLECTION = "fp8_metas"
-PROBE = "_probe"  # how the name of a leaf ends whose cotangent is what `seen` says of the tensor
+PROBE = "_probe"  # how the name of a leaf ends whose cotangent is what `observation` says of the tensor
 ENDINGS = SCALE, HISTORY, PROBE
 
 _OFF = "off"  # in force where FP8 was switched off by name, unlike None, where nobody said anything
@@ -155,9 +155,15 @@ def is_switched_off() -> bool:
     return _recipe.value == _OFF
 
 
-def get_delayed_scaling() -> Recipe:
-    """The recipe in force, whichever it is, or the default one outside of `autocast`."""
-    return current_recipe() or DelayedScaling()
+def get_delayed_scaling() -> DelayedScaling:
+    """The `DelayedScaling` in force, or the default one where no recipe is.
+
+    Raises ValueError where another recipe is in force.
+    """
+    recipe = current_recipe() or DelayedScaling()
+    if not isinstance(recipe, DelayedScaling):
+        raise ValueError(f"get_delayed_scaling: the recipe in force is {recipe}; te_jax.fp8.current_recipe returns it.")
+    return recipe
 
 
 # -- the state of one tensor ------------------------------------------------------------------------------------
@@ -168,7 +174,7 @@ class TensorMeta(NamedTuple):
 
     scale: jax.Array  # f32[], the tensor is multiplied by it
     amax: jax.Array  # f32[], a token: its cotangent is the tensor's amax in this step, 0 if it was not quantized
-    # f32[4] where there is a probe: the cotangent is what `seen` says, 0 if it was not quantized
+    # f32[4] where there is a probe: the cotangent is what `observation` says, 0 if it was not quantized
 
 
 class DenseMetas(NamedTuple):
@@ -260,7 +266,7 @@ def scale_of(
     """The scale (f32[]) that a layer quantizes a tensor with.
 
     measure: -> the tensor's amax, f32[]; called where the recipe scales by it. tensor: a field of `DenseMetas`.
-    shards:  inside `shard_map`, the mesh axes over which the tensor is sharded; its amax is that of all shards.
+    shards:  inside `shard_map`, the mesh axes over which the tensor is sharded; its amax is the largest of all shards.
 
     Raises ValueError under `shard_map(check_vma=False)`, where these axes are not known, unless the recipe reduces no
     amax.
@@ -273,7 +279,9 @@ def scale_of(
     return recipe.scale(tensor, None if meta is None else meta.scale, amax, fp8_max)
 
 
-def seen(meta: TensorMeta | None, amax: jax.Array, scale: jax.Array, wide: Callable[[], jax.Array], dtype) -> jax.Array:
+def observation(
+    meta: TensorMeta | None, amax: jax.Array, scale: jax.Array, wide: Callable[[], jax.Array], dtype
+) -> jax.Array:
     """The amax (f32[]) of a tensor that a layer quantized to `dtype` with `scale`; of a probed one f32[4]: its amax,
     the scale, the fraction of its elements that are beyond the largest FP8 value (inf too), and the fraction of those
     that are not 0 which become 0.
@@ -294,8 +302,10 @@ def seen(meta: TensorMeta | None, amax: jax.Array, scale: jax.Array, wide: Calla
 def cotangent(
     meta: TensorMeta | None, amax: jax.Array | None, recipe: Recipe, stage_axes: frozenset[str] = frozenset()
 ) -> TensorMeta | None:
-    """The cotangent that a layer returns for `meta`: it saw `amax`, as `seen` returns it (None: it quantized nothing);
-    that of a kernel's own tensors is f32[] for a probe too, whose fractions are then inf: not known.
+    """The cotangent that a layer returns for `meta`.
+
+    amax: as `observation` returns it; None where the layer quantized nothing. A tensor that never leaves its CUDA
+          kernel has f32[] for a probe too, whose fractions are then inf: not known.
 
     Inside `shard_map` the amax is reduced over all devices but those along `stage_axes`. Raises ValueError where
     `recipe.reduce_amax` forbids that but the state is shared, and under `shard_map(check_vma=False)`.

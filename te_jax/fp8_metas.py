@@ -1,4 +1,4 @@
-"""The FP8 state of a model, the collection `fp8_metas`: what it must look like, its step, its way to another recipe."""
+"""The FP8 state of a model, the collection `fp8_metas`: its form, its repair after a step, its conversion."""
 
 import warnings
 from collections.abc import Mapping
@@ -23,20 +23,34 @@ from te_jax.fp8 import (
 from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.recipe.delayed import HISTORY, SCALE
 
-CONVERTER = "te_jax.convert_fp8_metas"  # named in errors about stored state
+_CONVERTER = "te_jax.convert_fp8_metas"  # Errors about stored state name it.
 _TENSORS = (*DenseMetas._fields, *AttentionMetas._fields)
 
 
+def direction_at(path: str) -> str:
+    """`fp8.direction_of` the tensor at a path such as "fp8_metas/mlp/x_0"."""
+    return direction_of(path.rsplit("/", 1)[-1])
+
+
+def recipe_with_state() -> DelayedScaling | None:
+    """The recipe in force if it has state, else None."""
+    recipe = current_recipe()
+    return recipe if recipe is not None and recipe.has_state else None
+
+
 def update_collections(new, original):
-    """`original` (dict or FrozenDict) with the top-level collections of `new` in their place, in `original`'s type."""
+    """`original` (a dict or FrozenDict; the result is of its type), its collections replaced by those in `new`."""
     return type(original)({**original, **new})
 
 
 def map_tensors(f, metas: Mapping, *others: Mapping, path: str = FP8_COLLECTION):
-    """`metas` with each tensor's (scale, amax_history), or (scale, amax_history, probe) where it has one, as f(path of
-    the tensor, these, those of `others`) says; leaves that f does not return stay, and it may return a new probe.
+    """`metas` with new state for each tensor.
 
-    A scale or history without the other stays as it is.
+    f: (path of the tensor, its leaves, its leaves in each of `others`) -> its new leaves. The leaves are (scale,
+       amax_history), or (scale, amax_history, probe) where the tensor has a probe. f may return fewer leaves, and the
+       others stay; or a probe where there was none.
+
+    A scale without a history, and a history without a scale, stays as it is.
     """
     out = {
         k: map_tensors(f, v, *(o[k] for o in others), path=f"{path}/{k}") if isinstance(v, Mapping) else v
@@ -53,23 +67,23 @@ def map_tensors(f, metas: Mapping, *others: Mapping, path: str = FP8_COLLECTION)
 def update_fp8_metas(collections, previous=None):
     """Checks and repairs the FP8 state among `collections`; all other collections pass through.
 
-    collections: gradients with respect to the non-parameter collections, or the collections themselves; a dict or
+    collections: Gradients with respect to the non-parameter collections, or the collections themselves; a dict or
                  FrozenDict. Without `fp8_metas` it is returned as it is.
-    previous:    the collections before the step: what no module read in it, whose gradient is 0, stays as it was there.
+    previous:    The collections before the step. Tensors that no module read in the step, whose gradient is 0, keep the
+                 state that they have there.
 
-    Pure and idempotent: the gradient already is the new state. What is not finite or out of range is mended (an
-    amax becomes 0, a scale follows its history, a missing leaf is made fresh, with a warning), and under the recipe
-    in force no scale is larger than its history allows. One fused computation for all tensors.
+    The function is pure and idempotent: the gradient already is the new state. Values that are not finite or out of
+    range are repaired (an amax becomes 0, a scale follows its history, a missing leaf is made fresh, with a warning),
+    and under the recipe in force no scale is larger than its history allows. All tensors are one fused computation.
 
-    Without `previous` a tensor whose gradient is 0 starts again, for nothing here holds what it had learned. A warning
-    says so, for which the call waits until the values are there; but not of tracers, whose values nobody knows: within
-    `jax.jit` pass `previous`.
+    Without `previous` a tensor whose gradient is 0 starts again from fresh state. A warning says so, for which the call
+    waits until the values are computed. Tracers have no values to warn of: pass `previous` within `jax.jit`.
 
     A state that autodiff added up (two `apply`s in one loss, gradients summed over microbatches) is brought into range
-    once, but its history holds sums: where that may happen, differentiate with `te_jax.value_and_grad`.
+    once, but its history holds sums: differentiate with `te_jax.value_and_grad` where that may happen.
 
-    Raises ValueError for a history of another length than the recipe in force has, for any state under a recipe
-    without, for what is no FP8 state, and for a `previous` of another structure; TypeError for leaves that are not
+    Raises ValueError for a history of another length than the recipe in force has, for any state under a recipe without
+    state, for malformed FP8 state, and for a `previous` of another structure; TypeError for leaves that are not
     float32.
     """
     what = "update_fp8_metas"
@@ -82,25 +96,25 @@ def update_fp8_metas(collections, previous=None):
     if FP8_COLLECTION not in collections:
         return collections
     recipe = current_recipe()
-    if recipe is not None and not recipe.has_state:  # its modules did not read the state: the gradient is 0
+    if recipe is not None and not recipe.has_state:  # Its modules did not read the state, so the gradient is 0.
         raise ValueError(
             f"update_fp8_metas: there is a collection {FP8_COLLECTION!r}, but {type(recipe).__name__}, the recipe in "
-            f"force, has no state; drop it with {CONVERTER}(collections, recipe), or call this under the recipe that "
+            f"force, has no state; drop it with {_CONVERTER}(collections, recipe), or call this under the recipe that "
             "the modules ran under."
         )
     metas, before = (None if tree is None else tree[FP8_COLLECTION] for tree in (collections, previous))
     if before is not None:
         check_same_state(what, "collections", metas, "previous", before)
-        with warnings.catch_warnings(action="ignore"):  # the next line tells of the same leaf
+        with warnings.catch_warnings(action="ignore"):  # The second call warns of the same leaf.
             before = _complete(what, before, recipe, FP8_COLLECTION, scale=-1.0)
-    metas = _complete(what, metas, recipe, FP8_COLLECTION, scale=-1.0)  # mended from its history
+    metas = _complete(what, metas, recipe, FP8_COLLECTION, scale=-1.0)  # `_repair` makes a scale of the history.
     metas, untouched = _repair(metas, before, recipe)
     if previous is None and not isinstance(untouched, jax.core.Tracer) and untouched.is_fully_replicated:
-        _tell_of_untouched(metas, untouched)
+        _warn_of_untouched(metas, untouched)
     return update_collections({FP8_COLLECTION: metas}, collections)
 
 
-def _tell_of_untouched(metas, untouched: jax.Array):
+def _warn_of_untouched(metas, untouched: jax.Array):
     names = [name for name, is_so in zip(_tensors_of(metas), jax.device_get(untouched)) if is_so]
     if names:
         more = f" and {len(names) - 1} more" if names[1:] else ""
@@ -114,8 +128,8 @@ def _tell_of_untouched(metas, untouched: jax.Array):
 
 
 def check_collections(what: str, collections, name: str = "collections"):
-    """Raises, naming `what`, TypeError unless `collections` is a dict or FrozenDict, and ValueError or TypeError unless
-    its `fp8_metas`, if there, are FP8 state."""
+    """Raises TypeError, naming `what`, unless `collections` is a dict or FrozenDict; as `check_state` for `fp8_metas`
+    in it."""
     check(what, name, collections, _COLLECTIONS)
     if FP8_COLLECTION in collections:
         check_state(what, collections[FP8_COLLECTION])
@@ -128,7 +142,7 @@ _COLLECTIONS = Kind(
 
 
 def check_state(what: str, node, path: str = FP8_COLLECTION):
-    """Raises ValueError or TypeError, naming `what` and the place, unless `node` is FP8 state."""
+    """Raises ValueError or TypeError, naming `what` and the path, unless `node` is FP8 state."""
     if not isinstance(node, Mapping):
         raise TypeError(f"{what}: {path} is {type(node).__name__}; pass the dict of FP8 state that `init` returns.")
     for name, leaf in node.items():
@@ -159,14 +173,15 @@ def check_state(what: str, node, path: str = FP8_COLLECTION):
 
 
 def _may_be_state(dtype) -> bool:
-    """Integers as well, as a state written by hand may have; and the type of amaxes, see `combine`."""
+    """Whether FP8 state may have leaves of `dtype`: float32, integers (of a state written by hand) or amaxes (see
+    `combine`)."""
     if dtype is None or jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         return dtype is not None
     return dtype == jnp.float32 or jnp.issubdtype(dtype, jnp.integer)
 
 
 def check_same_state(what: str, name: str, metas: Mapping, other: str, expected: Mapping):
-    """Raises ValueError, naming `what` and a leaf, unless the two hold the same leaves of the same shapes."""
+    """Raises ValueError, naming `what` and a leaf, unless `metas` and `expected` have the same leaves and shapes."""
     got, want = ({path: jnp.shape(leaf) for path, leaf in _by_path(tree).items()} for tree in (metas, expected))
     for path in sorted({*got, *want}):
         if got.get(path) != want.get(path):
@@ -177,7 +192,7 @@ def check_same_state(what: str, name: str, metas: Mapping, other: str, expected:
 
 
 def _complete(what, node, recipe, path, scale):
-    """`node` with a fresh leaf where a scale has no history beside it, or `scale` where a history has none."""
+    """`node` with a fresh history where a scale has none, and `scale` where a history has none; each with a warning."""
     if not isinstance(node, Mapping):
         return node
     out = {name: _complete(what, child, recipe, f"{path}/{name}", scale) for name, child in node.items()}
@@ -193,17 +208,21 @@ def _complete(what, node, recipe, path, scale):
 
 
 def _tensors_of(metas) -> list[str]:
-    """The paths of the tensors, in the order of the leaves."""
+    """The paths of the tensors in `metas`, in the order of the leaves."""
     return [path.removesuffix(SCALE) for path in _by_path(metas) if path.endswith(SCALE)]
 
 
 def _by_path(tree) -> dict:
+    """{path: leaf}."""
     return {jax.tree_util.keystr(p, simple=True, separator="/"): leaf for p, leaf in jax.tree.leaves_with_path(tree)}
 
 
 @partial(jax.jit, static_argnums=2)
 def _repair(metas, previous, recipe):
-    """(`metas` in range, untouched ones as they were in `previous`; bool[n]: which tensors are not touched)."""
+    """`metas` in range, where untouched tensors have the state of `previous`; and which tensors are untouched, bool[n].
+
+    A tensor is untouched where its scale and history are 0, the gradient of state that no module read.
+    """
     leaves, before, untouched, by_length = _by_path(metas), _by_path(previous), {}, {}
     for name in _tensors_of(metas):
         length = leaves[name + HISTORY].shape[-1]
@@ -213,7 +232,7 @@ def _repair(metas, previous, recipe):
 
         def state_of(tree, names=names, length=length):
             shapes = (SCALE, -1), (HISTORY, (-1, length))
-            return [jnp.concatenate([_replicated(tree[n + end]).reshape(s) for n in names]) for end, s in shapes]
+            return [jnp.concatenate([_replicate(tree[n + end]).reshape(s) for n in names]) for end, s in shapes]
 
         scales, histories = state_of(leaves)
         reached = (scales != 0) | jnp.any(histories != 0, 1)
@@ -222,9 +241,9 @@ def _repair(metas, previous, recipe):
             scales = jnp.where(reached, scales, old_scales)
             histories = jnp.where(reached[:, None], histories, old_histories)
         sizes = [leaves[n + SCALE].size for n in names]
-        are_bwd = [jnp.full(size, direction_of(n.rsplit("/", 1)[-1]) == "bwd") for n, size in zip(names, sizes)]
+        are_bwd = [jnp.full(size, direction_at(n) == "bwd") for n, size in zip(names, sizes)]
         in_force = recipe is not None
-        fixed = (recipe or DelayedScaling()).mended(scales, histories, jnp.concatenate(are_bwd), in_force=in_force)
+        fixed = (recipe or DelayedScaling()).mend_states(scales, histories, jnp.concatenate(are_bwd), in_force=in_force)
         at = 0
         for n, size in zip(names, sizes):
             for end, values in zip((SCALE, HISTORY), fixed):
@@ -236,30 +255,31 @@ def _repair(metas, previous, recipe):
     return metas, jnp.asarray([untouched[name] for name in _tensors_of(metas)])
 
 
-def _replicated(x):
-    """x, on an Explicit mesh on every device: leaves of different shardings are mended together."""
+def _replicate(x):
+    """x, on every device of an Explicit mesh: leaves of different shardings are concatenated."""
     return jax.sharding.reshard(x, PartitionSpec()) if on_explicit_mesh(jax.typeof(x)) else x
 
 
 def check_history_length(what: str, length: int, recipe: DelayedScaling | None):
-    """Raises ValueError if a stored history of `length` does not fit the recipe (None fits all)."""
+    """Raises ValueError, which begins with `what`, if a stored history of `length` does not fit `recipe` (None: all
+    fit)."""
     if recipe is not None and length != recipe.amax_history_len:
         raise ValueError(
             f"{what} has length {length}, but the recipe in force has amax_history_len={recipe.amax_history_len}; "
-            f"convert the state with {CONVERTER}(collections, recipe), that of an NNX module with "
+            f"convert the state with {_CONVERTER}(collections, recipe), that of an NNX module with "
             f"te_jax.nnx.convert_fp8_state(module, recipe), or use amax_history_len={length}."
         )
 
 
 def convert_fp8_metas(collections, recipe: Recipe):
-    """`collections` as the FP8 state of `recipe`, which is its own from the next step on; without it for a recipe that
-    has none.
+    """`collections` with its FP8 state converted to `recipe`, or without FP8 state for a recipe that has none.
 
-    collections: as in `update_fp8_metas`. Histories get the recipe's length, with the newest amaxes; scales become what
-                 the recipe makes of these, and stay as they are where none is recorded. A leaf without its sibling
-                 is completed, with a warning.
+    collections: As in `update_fp8_metas`.
 
-    Raises TypeError if `recipe` is not a recipe instance, and for what `update_fp8_metas` refuses.
+    Histories get the recipe's length and keep the newest amaxes. Scales become what the recipe makes of these amaxes,
+    and stay as they are where none is recorded. A leaf without its sibling is completed, with a warning.
+
+    Raises TypeError if `recipe` is not a recipe instance, ValueError or TypeError for malformed FP8 state.
     """
     check_recipe("convert_fp8_metas", recipe)
     check_collections("convert_fp8_metas", collections)
@@ -269,7 +289,7 @@ def convert_fp8_metas(collections, recipe: Recipe):
         return type(collections)({name: value for name, value in collections.items() if name != FP8_COLLECTION})
 
     def convert(path, state):
-        return recipe.adopted(*state[:2], recipe.fp8_format.max(direction_of(path.rsplit("/", 1)[-1])))
+        return recipe.adopt_state(*state[:2], recipe.fp8_format.max(direction_at(path)))
 
     metas = _complete("convert_fp8_metas", collections[FP8_COLLECTION], recipe, FP8_COLLECTION, scale=1.0)
     return update_collections({FP8_COLLECTION: map_tensors(convert, metas)}, collections)

@@ -1,4 +1,4 @@
-"""How well tensors fit into FP8: what their state tells, and what probes see of the tensors themselves."""
+"""How well tensors fit into FP8, from their FP8 state and from probes, which count elements of the tensors."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -9,18 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax import fp8
-from te_jax.fp8 import FP8_COLLECTION, direction_of
-from te_jax.fp8_metas import check_state, map_tensors, update_collections
-from te_jax.recipe import Recipe
+from te_jax.fp8 import FP8_COLLECTION
+from te_jax.fp8_metas import check_state, direction_at, map_tensors, update_collections
+from te_jax.recipe import DelayedScaling, Recipe
 
 
 class TensorStats(NamedTuple):
-    """Numbers of one tensor, f32[...] over the leading axes of its state (one for each layer of an `nn.scan`). NaN:
-    not known.
+    """Numbers of one tensor, f32[...] over the leading axes of its state (one for each layer of an `nn.scan`).
 
-    Of a probed tensor that was quantized amax and scale are of that step: the largest |x|, possibly inf or NaN, and
-    what it was multiplied by. From the state alone they are the newest recorded amax (NaN without one), and the scale
-    that the next step will use.
+    NaN stands for a number that is not known. A probe gives amax and scale of the step in which the tensor was
+    quantized: the largest |x|, possibly inf or NaN, and the factor before the cast. The state alone gives the newest
+    recorded amax (NaN without one) and the scale that the next step will use.
     """
 
     amax: Annotated[jax.Array, "largest absolute value, in units of the tensor"]
@@ -33,51 +32,53 @@ class TensorStats(NamedTuple):
 
 
 def fp8_probes(collections):
-    """`collections` with a probe beside the FP8 state of each tensor: a leaf `{tensor}_probe`, f32[..., 4], whose
-    gradient tells `fp8_stats` what became of the tensor when it was quantized.
+    """`collections` with a probe beside the FP8 state of each tensor.
+
+    A probe is a leaf `{tensor}_probe`, f32[..., 4]. Its gradient tells `fp8_stats` how the tensor was quantized.
 
         _, grads = te_jax.value_and_grad(loss_fn, argnums=1)(params, te_jax.fp8_probes(state.fp8))
         stats = te_jax.fp8_stats(grads)
 
-    collections: variables or FP8 state, a dict or FrozenDict with `fp8_metas`. Probes in it
-                 start again.
+    collections: Variables or FP8 state, a dict or FrozenDict with `fp8_metas`. Probes in it are set to 0.
 
-    All but the probes' gradients is as without them. The layers then read each tensor once more, to count: leave
-    probes out of the steps that are not looked at. Uses of one state, microbatches under `te_jax.value_and_grad`, and
-    shards inside `shard_map` give the largest of their numbers; elsewhere a sharded array is counted as a whole.
+    Results, gradients and FP8 state are the same with probes. To count, the layers read each tensor once more: leave
+    probes out of steps whose numbers nobody looks at. Several uses of one state, microbatches under
+    `te_jax.value_and_grad` and shards inside `shard_map` give the largest of their numbers; elsewhere a sharded array
+    is counted as a whole.
 
-    Raises ValueError without `fp8_metas`, as under recipes without state, and for what is no FP8 state.
+    Raises ValueError without `fp8_metas`, as under recipes without state, and for malformed FP8 state.
     """
     metas = _metas_of("fp8_probes", collections)
 
-    def probed(path, state):
+    def add_probe(path, state):
         scale, history, *_ = state
         return scale, history, jnp.broadcast_to(jnp.zeros_like(scale), (*scale.shape[:-1], 4))
 
-    return update_collections({FP8_COLLECTION: map_tensors(probed, metas)}, collections)
+    return update_collections({FP8_COLLECTION: map_tensors(add_probe, metas)}, collections)
 
 
 def fp8_stats(state_or_grads, recipe: Recipe | None = None) -> dict[str, TensorStats]:
     """How well each tensor fits into FP8, by its path in `fp8_metas`, such as "layers/mlp/x_0".
 
-    state_or_grads: collections with `fp8_metas` (a dict or FrozenDict), gradients with respect to them (which are the
+    state_or_grads: Collections with `fp8_metas` (a dict or FrozenDict), gradients with respect to them (which are the
                     next state) or a tuple of gradients that holds them, or a training state with an attribute `fp8`.
-    recipe:         whose formats the tensors have. None: the one in force, or `DelayedScaling()` outside of autocast.
+    recipe:         The recipe whose formats the tensors have. None: the recipe in force, or `DelayedScaling()` outside
+                    of autocast.
 
-    `saturation` and `underflow` need the tensors: they are known of gradients with respect to `fp8_probes(state)`,
-    else NaN. The tensors inside of FP8 attention (o, dq, dk, dv, dp) never leave cuDNN: of those a probe knows the amax
-    alone.
+    `saturation` and `underflow` are known from gradients with respect to `fp8_probes(state)`, else NaN. The tensors
+    inside FP8 attention (o, dq, dk, dv, dp) never leave cuDNN: their probes know the amax alone.
 
-    A pure function, one computation for all tensors. Raises ValueError without `fp8_metas`, as under recipes without
-    state, and if there are several.
+    The function is pure, and one computation for all tensors. Raises ValueError without `fp8_metas`, as under recipes
+    without state, and for several collections `fp8_metas`.
     """
     metas = _metas_of("fp8_stats", state_or_grads)
-    recipe = recipe or fp8.get_delayed_scaling()
+    recipe = recipe or fp8.current_recipe() or DelayedScaling()
     fp8.check_recipe("fp8_stats", recipe)
     return _stats(metas, recipe)
 
 
 def _metas_of(what: str, tree) -> Mapping:
+    """The collection `fp8_metas` in `tree`. Raises ValueError, naming `what`, unless there is exactly one."""
     kind, tree = type(tree).__name__, getattr(tree, "fp8", tree)
     holds = lambda node: isinstance(node, Mapping) and FP8_COLLECTION in node
     found = [node[FP8_COLLECTION] for node in jax.tree.leaves(tree, is_leaf=holds) if holds(node)]
@@ -97,7 +98,7 @@ def _stats(metas, recipe: Recipe) -> dict[str, TensorStats]:
     out = {}
 
     def note(path, state):
-        fp8_max = recipe.fp8_format.max(direction_of(path.rsplit("/", 1)[-1]))
+        fp8_max = recipe.fp8_format.max(direction_at(path))
         out[path.removeprefix(f"{FP8_COLLECTION}/")] = _of_tensor(*state, fp8_max=fp8_max)
         return state
 
@@ -106,8 +107,8 @@ def _stats(metas, recipe: Recipe) -> dict[str, TensorStats]:
 
 
 def _of_tensor(scale, history, probe=None, *, fp8_max: float) -> TensorStats:
-    """scale f32[..., 1], history f32[..., L], probe f32[..., 4] as `fp8.seen` gives it."""
-    scale, amaxes = scale[..., 0], history[..., 1:]  # slot 0 holds none between steps
+    """scale f32[..., 1], history f32[..., L], probe f32[..., 4] as `fp8.observation` gives it."""
+    scale, amaxes = scale[..., 0], history[..., 1:]  # Slot 0 holds no amax between steps.
     recorded = jnp.isfinite(amaxes) & (amaxes > 0)
     count = jnp.sum(recorded, -1, dtype=jnp.float32)
     newest = amaxes[..., -1] if amaxes.shape[-1] else jnp.zeros_like(scale)
@@ -116,14 +117,14 @@ def _of_tensor(scale, history, probe=None, *, fp8_max: float) -> TensorStats:
     if probe is not None:
         seen = probe[..., 1] > 0
         amax, scale = jnp.where(seen, probe[..., 0], amax), jnp.where(seen, probe[..., 1], scale)
-        # A fraction of inf stands for one that is not known.
+        # A fraction of inf stands for an unknown one.
         saturation, underflow = (jnp.where(seen & (probe[..., i] <= 1), probe[..., i], jnp.nan) for i in (2, 3))
     headroom = np.log2(fp8_max) - jnp.log2(amax) - jnp.log2(scale)
     return TensorStats(amax, scale, headroom, saturation, underflow, _slope(amaxes, recorded, count), count)
 
 
 def _slope(amaxes, recorded, count):
-    """f32[...]: the slope of log2(amaxes f32[..., n]) against their places, by least squares over those recorded."""
+    """f32[...]: the least-squares slope of log2(amaxes f32[..., n]) over their indices, of recorded amaxes alone."""
     log = jnp.where(recorded, jnp.log2(jnp.where(recorded, amaxes, 1.0)), 0.0)
     mean = lambda values: jnp.sum(jnp.where(recorded, values, 0.0), -1, keepdims=True) / count[..., None]
     places = jnp.broadcast_to(jnp.arange(amaxes.shape[-1], dtype=jnp.float32), amaxes.shape)
@@ -134,7 +135,7 @@ def _slope(amaxes, recorded, count):
 
 # -- on the host --------------------------------------------------------------------------------------------------
 
-# Of several layers the table shows the worst: how that is found, and how it is written.
+# How the table finds the worst of several layers, and how it writes it.
 _COLUMNS = {
     "amax": (np.max, "{:.3g}"),
     "scale": (np.min, "{:.3g}"),
@@ -147,9 +148,12 @@ _COLUMNS = {
 
 
 def fp8_stats_table(stats: Mapping[str, TensorStats]) -> str:
-    """The numbers of `fp8_stats` as text, a line for each tensor; of a tensor with several layers the largest amax,
-    saturation, underflow and trend, and the least scale, headroom and number of recorded amaxes. "-": not known. An
-    amax of "nan": a probed tensor holds a NaN."""
+    """The numbers of `fp8_stats` as text, one line for each tensor.
+
+    A tensor with several layers shows the largest amax, saturation, underflow and trend, and the least scale, headroom
+    and number of recorded amaxes. "-" stands for a number that is not known, an amax of "nan" for a NaN in a probed
+    tensor.
+    """
     lines = [["tensor", "layers", *_COLUMNS]]
     for path, tensor in stats.items():
         cells = {name: _cell(getattr(tensor, name), *how) for name, how in _COLUMNS.items()}

@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config, items):
         from host_cuda import library as host
 
         # They declare the ops.
-        from te_jax.ops import activation, activation_block, quantize, quantize_block, rope, scaling  # noqa: F401
+        from te_jax.ops import activation, quantize, rope, scaling  # noqa: F401
 
         host.install(library)
         return
@@ -99,11 +99,11 @@ def on_host():
 @pytest.fixture(autouse=True)
 def refused_on_host(request):
     """Runs tests of MXFP8 and of block scaling, as their names say it, on a CPU device where the GPU has none."""
-    from te_jax.ops import gemm_mx, quantize_block
+    from te_jax.ops.quantize import BLOCK, MX_BLOCK, unusable
 
     capability, name = getattr(jax.devices()[0], "compute_capability", None), request.node.nodeid.lower()
-    unusable = {"mx": gemm_mx.unusable, "block": quantize_block.unusable}
-    refused = capability and any(word in name and reason(str(capability)) for word, reason in unusable.items())
+    blocks = {"mx": MX_BLOCK, "block": BLOCK}
+    refused = capability and any(word in name and unusable(block, str(capability)) for word, block in blocks.items())
     with jax.default_device(jax.devices("cpu")[0]) if refused else contextlib.nullcontext():
         yield
 

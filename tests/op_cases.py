@@ -10,17 +10,11 @@ import numpy as np
 from te_jax._op import Op, ops
 from te_jax.ops import (  # noqa: F401  (declares the ops)
     activation,
-    activation_block,
     attention,
     attention_fp8,
     gemm,
-    gemm_block,
-    gemm_mx,
     norm,
-    norm_block,
     quantize,
-    quantize_block,
-    quantize_mx,
     rope,
     scaling,
 )

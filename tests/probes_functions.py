@@ -29,8 +29,7 @@ from te_jax.ops.attention_bias import alibi_bias, alibi_slopes
 from te_jax.ops.attention_context import context_parallel_attention
 from te_jax.ops.gemm import gemm, gemm_sum
 from te_jax.ops.norm import norm, norm_fwd
-from te_jax.ops.quantize import quantize
-from te_jax.ops.quantize_block import quantize_block
+from te_jax.ops.quantize import quantize, quantize_block
 from te_jax.ops.rope import LinearScaling, Llama3Scaling, NTKScaling, rope
 from te_jax.sharding import (
     MeshResource,

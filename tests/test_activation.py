@@ -14,8 +14,8 @@ from te_jax.ops.activation import (
     activation_bwd,
     activation_fwd,
     attributes,
+    is_fused,
     slots,
-    supported,
 )
 
 
@@ -170,9 +170,9 @@ def test_fp8_is_not_rounded_twice(rng):
 
 
 def test_what_is_fused():
-    assert all(supported(names) for names in FUSED) and supported(("Linear", "SiLU"))
+    assert all(is_fused(names) for names in FUSED) and is_fused(("Linear", "SiLU"))
     for names in (("tanh",), ("linear",), ("silu", "relu"), ("clamped_silu",), ("clamped_silu", "linear"), (abs,)):
-        assert not supported(names)
+        assert not is_fused(names)
         with pytest.raises(ValueError, match="is not fused"):
             attributes(names)
     params = attributes(("clamped_linear", "clamped_silu"), {"limit": 2})

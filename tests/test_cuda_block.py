@@ -7,12 +7,16 @@ import numpy as np
 import pytest
 from test_cuda_ops import activation_case, bits_equal, odd_values
 
-from te_jax.ops.activation import activation_bwd, activation_fwd, attributes
-from te_jax.ops.activation_block import activation_block_bwd, activation_block_fwd
-from te_jax.ops.gemm_block import gemm_block
-from te_jax.ops.norm import norm_fwd
-from te_jax.ops.norm_block import norm_block_fwd
-from te_jax.ops.quantize_block import quantize_block
+from te_jax.ops.activation import (
+    activation_block_bwd,
+    activation_block_fwd,
+    activation_bwd,
+    activation_fwd,
+    attributes,
+)
+from te_jax.ops.gemm import gemm
+from te_jax.ops.norm import norm_block_fwd, norm_fwd
+from te_jax.ops.quantize import quantize_block
 
 pytestmark = pytest.mark.gpu
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
@@ -142,6 +146,6 @@ def test_gemm_block(mnk, square, types, tune, rng):
     """Of the larger ones some rows: float64 takes long."""
     m, n, k = mnk
     operands, want, size = oracle.gemm_case(((m,), (n,), (k,)), square, types, bf16, rng, rows=min(m, 64))
-    got = jax.jit(lambda *a: gemm_block(*a, square=square, tune=tune))(*operands)
+    got = jax.jit(lambda *a: gemm(*a, square=square, tune=tune))(*operands)
     assert got.shape == (m, n)
     oracle.check_gemm(got[: len(want)], want, size, k, bf16)

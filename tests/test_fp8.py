@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import te_jax as te
 from te_jax import fp8
-from te_jax.recipe import DelayedScaling, Format
+from te_jax.recipe import DelayedScaling, FixedScaling, Format
 
 RECIPE = DelayedScaling(amax_history_len=4)
 
@@ -41,6 +41,8 @@ class TestAutocast:
         assert fp8.current_recipe() is None
         with te.fp8_autocast(enabled=True, fp8_recipe=RECIPE):
             assert fp8.current_recipe() == te.get_delayed_scaling() == RECIPE
+            with te.autocast(recipe=FixedScaling()), pytest.raises(ValueError, match="get_delayed_scaling: the recipe"):
+                te.get_delayed_scaling()
             with te.autocast(enabled=False):
                 assert fp8.current_recipe() is None
             with te.autocast(enabled=True):

@@ -171,7 +171,7 @@ def test_dense_under_other_recipes(recipe, rng):
     (each, both), one = run(x, w)
     assert_equal(both, each)
     assert_equal(*one)
-    if recipe.block:
+    if recipe.granularity.block:
         with pytest.raises(ValueError, match="one layout.*gradients=True"):
             jax.grad(lambda x: jnp.sum(layer_of("dense", recipe, None, False)(x, w, None)))(x)
 

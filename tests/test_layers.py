@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 import te_jax as te
 from te_jax import fp8
 from te_jax.layers import dense, layernorm, layernorm_dense
-from te_jax.ops.norm import backward as norm_backward
-from te_jax.ops.norm import norm_fwd
+from te_jax.ops.norm import norm_backward, norm_fwd
 from te_jax.recipe import DelayedScaling, Format
 
 TENSORS = ("x", "kernel", "grad")

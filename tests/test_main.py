@@ -37,7 +37,7 @@ def extension(monkeypatch):
         registrations=lambda: {"te_norm_fwd": {"execute": object()}},
         set_library_path=lambda soname, path: None,
     )
-    monkeypatch.setattr(_lib, "_built", lambda: True)
+    monkeypatch.setattr(_lib, "_is_built", lambda: True)
     monkeypatch.setattr(_lib.importlib, "import_module", lambda name: module)
     monkeypatch.setattr(_lib, "jax_cuda_plugin", lambda: (13, "0.10.2"))
     monkeypatch.setattr(_lib, "compute_capability", lambda: "9.0")
@@ -59,7 +59,7 @@ def test_report_on_cpu():
 
 def test_report_as_json():
     found = json.loads(run("-m", "te_jax", "--json"))
-    assert found["versions"]["jaxlib"] == _versions.installed("jaxlib")
+    assert found["versions"]["jaxlib"] == _versions.installed_version("jaxlib")
     assert found["device"]["platform"] == "cpu"
     assert not found["features"]["fused attention"]["available"]
 
@@ -83,7 +83,7 @@ def test_load_when_usable(extension):
 
 
 def test_not_built(extension, monkeypatch):
-    monkeypatch.setattr(_lib, "_built", lambda: False)
+    monkeypatch.setattr(_lib, "_is_built", lambda: False)
     with pytest.raises(RuntimeError, match="installed without its CUDA extension.*TE_JAX_BUILD_CUDA=1"):
         _lib.load()
     assert not _lib.status().built and _lib.status().attention
@@ -218,7 +218,7 @@ def test_a_version_beyond_the_newest_tested_is_told_once():
      ("jaxlib", "99", False)],
 )  # fmt: skip
 def test_which_versions_are_beyond(package, version, beyond):
-    assert bool(_versions.untested(package, version)) == beyond
+    assert bool(_versions.reason_untested(package, version)) == beyond
 
 
 def test_supported_versions_are_said_alike():

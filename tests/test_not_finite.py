@@ -14,8 +14,7 @@ from te_jax.ops.activation import activation, activation_bwd, activation_fwd, at
 from te_jax.ops.attention import dot_product_attention
 from te_jax.ops.attention_fp8 import attention_fp8_bwd, attention_fp8_fwd, backward_scales, forward_scales
 from te_jax.ops.norm import norm_fwd
-from te_jax.ops.quantize import quantize
-from te_jax.ops.quantize_block import quantize_block
+from te_jax.ops.quantize import quantize, quantize_block
 from te_jax.ops.scaling import scale_update
 from te_jax.recipe import DelayedScaling
 from te_jax.stats import TensorStats, fp8_stats_table
@@ -94,7 +93,7 @@ def test_a_mended_scale_is_a_normal_number(margin, in_force):
     old = np.float32([1e-44, np.inf, 0.0, np.nan, 1.0, -1.0])
     scales, top = (a.reshape(-1) for a in np.meshgrid(old, amaxes))
     histories = jnp.stack([jnp.zeros(len(top)), top], 1)
-    mend = jax.jit(lambda *state: recipe.mended(*state, jnp.zeros(len(top), bool), in_force))
+    mend = jax.jit(lambda *state: recipe.mend_states(*state, jnp.zeros(len(top), bool), in_force))
     got = mend(jnp.asarray(scales), histories)
     assert (got[0] >= tiny).all() and (got[0] <= largest).all()
     for again, first in zip(mend(*got), got):

@@ -21,10 +21,9 @@ import te_jax as te
 import te_jax.flax as te_flax
 from te_jax import _lib
 from te_jax.layers import Projection, dense, layernorm, layernorm_dense, layernorm_mlp
-from te_jax.ops import gemm_block as gemm_room
 from te_jax.ops.activation import activation
-from te_jax.ops.gemm_block import gemm_block, gemm_block_op
-from te_jax.ops.quantize_block import quantize_block
+from te_jax.ops.gemm import gemm, gemm_block_op
+from te_jax.ops.quantize import quantize_block
 from te_jax.recipe import Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
 
 RECIPE = Float8BlockScaling()
@@ -152,7 +151,7 @@ squares = pytest.mark.parametrize("square", [False, True], ids=["1x128", "128x12
 def test_gemm(sizes, square, types, out, rng):
     operands, want, size = oracle.gemm_case(sizes, square, types, out, rng)
     options = dict(square=square, contract=len(sizes[2]), out_dtype=out)
-    got = jax.jit(lambda *a: gemm_block(*a, **options))(*operands)
+    got = jax.jit(lambda *a: gemm(*a, **options))(*operands)
     oracle.check_gemm(got, want, size, np.prod(sizes[2]), out)
 
 
@@ -173,9 +172,9 @@ def test_gemm_fills_up(sizes, square, rng):
 
     scales = (None, rhs_inv) if square else (rhs_inv, None)
     attrs = dict(outer=len(sizes[2]) - 1, out_dtype=jnp.dtype(bf16), tune=False)
-    (got,) = jax.jit(functools.partial(gemm_room._cuda, call, **attrs))(lhs, rhs, lhs_inv, *scales, bias, c)
+    (got,) = jax.jit(functools.partial(gemm_block_op.cuda, call, **attrs))(lhs, rhs, lhs_inv, *scales, bias, c)
     oracle.check_gemm(got, want, size, np.prod(sizes[2]), bf16)
-    run = jax.jit(lambda *operands: gemm_block(*operands, square=square, contract=len(sizes[2]), tune=False))
+    run = jax.jit(lambda *operands: gemm(*operands, square=square, contract=len(sizes[2]), tune=False))
     text = run.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
     calls = [line for line in text.splitlines() if "custom_call @te_gemm_block" in line]
     rows, blocks = -(-np.prod(sizes[1]) // 128), -(-np.prod(sizes[2]) // 512) * 4
@@ -187,13 +186,13 @@ def test_gemm_fills_up(sizes, square, rng):
 def test_gemm_refuses(monkeypatch):
     x, one = jnp.ones((4, 200), E4M3), jnp.ones((2, 4))
     with pytest.raises(ValueError, match=r"te_gemm_block: axis `k` is 200: 2 blocks of 128, but rhs_scale_inv.* has 1"):
-        gemm_block(x, x, one, one[:1], square=False)
+        gemm(x, x, one, one[:1], square=False)
     with pytest.raises(TypeError, match="lhs is bfloat16.*pass float8_e4m3fn, or float8_e5m2 for one of them"):
-        gemm_block(x.astype(bf16), x, one, one, square=False)
+        gemm(x.astype(bf16), x, one, one, square=False)
     with pytest.raises(TypeError, match="te_gemm_block: c is float32, but out is bfloat16"):
-        gemm_block(x, x, one, one, c=jnp.ones((4, 4)), square=False)
+        gemm(x, x, one, one, c=jnp.ones((4, 4)), square=False)
     with pytest.raises(ValueError, match="te_gemm_block: contract is 0"):
-        gemm_block(x, x, one, one, square=False, contract=0)
+        gemm(x, x, one, one, square=False, contract=0)
     blackwell = type("Device", (), dict(compute_capability="10.0"))
     monkeypatch.setattr(_lib, "has_cuda_device", lambda: True)
     monkeypatch.setattr(jax, "devices", lambda *args: [blackwell])
@@ -201,7 +200,7 @@ def test_gemm_refuses(monkeypatch):
     with pytest.raises(
         RuntimeError, match=r"te_gemm_block: .*9\.0 \(Hopper\) alone, this GPU has 10\.0: use recipe\.Fl"
     ):
-        gemm_room._cuda(None, *operands, outer=0, out_dtype=jnp.dtype(bf16))
+        gemm_block_op.cuda(None, *operands, outer=0, out_dtype=jnp.dtype(bf16))
 
 
 # -- layers --------------------------------------------------------------------------------------------------

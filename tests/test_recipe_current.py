@@ -311,7 +311,7 @@ def test_jit_retraces_between_recipes(rng):
 
     @jax.jit
     def f(x, w):
-        traced.append(te.get_delayed_scaling())
+        traced.append(te.fp8.current_recipe())
         return dense(x, w, recipe=traced[-1])
 
     for recipe in (*OPTIONS, RECIPE):

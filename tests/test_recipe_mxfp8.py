@@ -13,9 +13,8 @@ from test_recipe_block import check_dense, check_on_mesh, losses_of_steps, uneve
 
 from te_jax import _lib
 from te_jax.layers import dense
-from te_jax.ops import gemm_mx as gemm_room
-from te_jax.ops.gemm_mx import gemm_mx
-from te_jax.ops.quantize_mx import quantize_mx
+from te_jax.ops.gemm import gemm, gemm_mx_op
+from te_jax.ops.quantize import quantize_mx
 from te_jax.recipe import Float8BlockScaling, Format, MXFP8BlockScaling
 from te_jax.recipe.mxfp8 import scale_inv_of_amax
 
@@ -138,7 +137,7 @@ gemm_cases = pytest.mark.parametrize("sizes", GEMMS.values(), ids=GEMMS)
 def test_gemm(sizes, rng):
     types, out = ((E4M3, E4M3), f32) if len(sizes[2]) > 1 else ((E5M2, E4M3), bf16)
     operands, want, size = oracle.gemm_case(sizes, False, types, out, rng, block=32)
-    got = jax.jit(lambda *a: gemm_mx(*a, contract=len(sizes[2]), out_dtype=out))(*operands)
+    got = jax.jit(lambda *a: gemm(*a, contract=len(sizes[2]), out_dtype=out))(*operands)
     oracle.check_gemm(got, want, size, np.prod(sizes[2]), out)
 
 
@@ -162,27 +161,27 @@ def test_gemm_on_cuda(sizes, rng, monkeypatch):
         want = want - np.asarray(bias, np.float64) - np.asarray(c, np.float64)
         operands += [None, None]
     monkeypatch.setattr(_lib, "has_cuda_device", lambda: False)  # a GPU here may be too old
-    run = jax.jit(lambda *operands: gemm_mx(*operands, contract=len(sizes[2])))
+    run = jax.jit(lambda *operands: gemm(*operands, contract=len(sizes[2])))
     text = run.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @__op$block_scaled_dot") == (0 not in sum(sizes, ()))
     monkeypatch.setattr(jax.nn, "scaled_matmul", as_documented)
     attrs = dict(outer=len(sizes[2]) - 1, out_dtype=jnp.dtype(bf16))
-    (got,) = jax.jit(lambda *operands: gemm_room._cuda(None, *operands, **attrs))(*operands)
+    (got,) = jax.jit(lambda *operands: gemm_mx_op.cuda(None, *operands, **attrs))(*operands)
     oracle.check_gemm(got, want, size, np.prod(sizes[2]), bf16)
 
 
 def test_gemm_refuses(monkeypatch):
     x, scales = jnp.ones((4, 40), E4M3), jnp.ones((2, 4), jnp.float8_e8m0fnu)
     with pytest.raises(ValueError, match=r"te_gemm_mx: axis `k` is 40: 2 blocks of 32, but rhs_scale_inv.* has 1"):
-        gemm_mx(x, x, scales, scales[:1])
+        gemm(x, x, scales, scales[:1])
     with pytest.raises(TypeError, match="te_gemm_mx: rhs_scale_inv is float32; pass float8_e8m0fnu"):
-        gemm_mx(x, x, scales, jnp.ones((2, 4)))
+        gemm(x, x, scales, jnp.ones((2, 4)))
     with pytest.raises(TypeError, match="te_gemm_mx: lhs is float8_e5m2, rhs is float8_e5m2; pass float8_e4m3fn"):
-        gemm_mx(x.astype(E5M2), x.astype(E5M2), scales, scales)
+        gemm(x.astype(E5M2), x.astype(E5M2), scales, scales)
     with pytest.raises(TypeError, match="te_gemm_mx: c is float32, but out is bfloat16"):
-        gemm_mx(x, x, scales, scales, c=jnp.ones((4, 4)))
+        gemm(x, x, scales, scales, c=jnp.ones((4, 4)))
     with pytest.raises(ValueError, match="te_gemm_mx: contract is 0"):
-        gemm_mx(x, x, scales, scales, contract=0)
+        gemm(x, x, scales, scales, contract=0)
 
 
 @pytest.mark.parametrize("capability", ["8.9", "9.0", "10.0", "12.0"])

@@ -285,7 +285,7 @@ def test_undivided_sizes(name, fp8, recwarn):
     with te.autocast(fp8, RECIPE):
         others, params = flax.core.pop(jax.jit(module.init)(KEY, arrays[0]), "params")
         want = jax.jit(gradients(module))(nn.meta.unbox(params), others, *arrays)
-        sharding._warn_undivided.cache_clear()
+        sharding.constraints._warn_undivided.cache_clear()
         got, found = run_on(mesh, te.MeshResource(**roles), module, params, others, arrays, P("dp" if sp else None))
     check_equal((got[0], got[1][0], got[1][2]), (want[0], want[1][0], want[1][2]), LAYER_BOUND[jnp.float32])
     assert sum(c.kind == "all-gather" for c in found if c.bytes > SMALL) <= gathers, found

@@ -186,7 +186,7 @@ def test_kernels_of_probed_variables_serve_a_pass_without_probes():
 
 def test_more_elements_than_an_integer_counts():
     meta = fp8.TensorMeta(jnp.ones(()), jnp.zeros(4))
-    count = lambda x: fp8.seen(meta, jnp.ones(()), meta.scale, lambda: x, jnp.float8_e4m3fn)
+    count = lambda x: fp8.observation(meta, jnp.ones(()), meta.scale, lambda: x, jnp.float8_e4m3fn)
     assert jax.eval_shape(count, jax.ShapeDtypeStruct((2**17, 2**15), jnp.bfloat16)).shape == (4,)
 
 

@@ -293,42 +293,49 @@ def moved(state, scale, history, gradient=0.0):
     "options",
     [
         {},
+        dict(amax_history_len=2),
         dict(interval=3),
         dict(interval=4, amax_history_len=2),
         dict(amax_compute_algo="most_recent"),
         dict(amax_compute_algo=lambda newest_first: jnp.mean(newest_first)),
         dict(scaling_factor_compute_algo=lambda amax, scale, top, _: jnp.minimum(2 * scale, top / amax)),
     ],
-    ids=["max", "interval", "interval, short", "most_recent", "mean", "doubling"],
+    ids=["max", "short", "interval", "interval, short", "most_recent", "mean", "doubling"],
 )
 def test_is_the_law_where_amaxes_repeat(options):
-    """A step that sees the amax that all of the history holds is told from one that sees none."""
+    """A step that sees the amax that all of the history holds is told from one that sees none, and one that doubles
+    scale and history (4, 1, 2 in a history of 2) from a sum."""
     recipe = DelayedScaling(**{"amax_history_len": L, **options})
     state, step = of_one_tensor(recipe), jax.jit(moved)
     law = jax.jit(partial(recipe.new_state, fp8_max=448.0))
     want = pair(state)
     with te.autocast(True, recipe):
-        for amax in np.float32([8.0, 1.0, 2.0, *[1.0] * 12]):
+        for amax in np.float32([8.0, 1.0, 2.0, 4.0, 1.0, 2.0, *[1.0] * 12]):
             want = law(*want, amax)
             state = step(state, *law(*pair(state), amax))
             assert_equal(pair(state), want)
     assert pair(state)[0] == 448
 
 
-def test_sums_of_states_that_saw_nothing_leave_the_old_one():
-    """Two uses that autodiff added up, whose gradients become 0: neither history nor scale may run away."""
+@pytest.mark.parametrize("uses", [2, 3, 7, 100])
+def test_sums_of_states_that_saw_nothing_leave_the_old_one(uses):
+    """Uses that autodiff added up, whose gradients become 0: neither history nor scale may run away."""
     recipe = DelayedScaling(amax_history_len=L)
     state, law = of_one_tensor(recipe), partial(recipe.new_state, fp8_max=448.0)
 
     @jax.jit
     def step(state, amax):
         scale, history = law(*pair(state), amax)
-        return moved(state, 2 * scale, 2 * history)
+        add = lambda leaf: lax.fori_loop(1, uses, lambda _, total: total + leaf, leaf)
+        return moved(state, add(scale), add(history))
 
     with te.autocast(True, recipe):
-        for amax in [0.0, 0.0, 1.0, 1.0, *[0.0] * 20]:
+        for amax in [0.0, 0.0, 0.7, 0.7, *[0.0] * 20]:
             state = step(state, jnp.float32(amax))
-    assert_equal(pair(state), (np.full(1, 448 / 2, np.float32), np.asarray([0, 0, 2, 2], np.float32)))
+    total = np.float32(0)
+    for _ in range(uses):
+        total += np.float32(0.7)
+    assert_equal(pair(state), (np.float32([448]) / total, np.asarray([0, 0, total, total], np.float32)))
 
 
 @pytest.mark.parametrize("amaxes", [[100, 1, 2], [1, 100, 2], [1, 2, 100, 1]])

@@ -1,4 +1,4 @@
-"""What the modules share: parameters in boxes, default initialisers, checks, low-rank adaptation."""
+"""Parts that modules share: parameters in boxes, default initializers, checks, low-rank adaptation."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +13,12 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from te_jax._arrays import as_jax
-from te_jax._check import shown
+from te_jax._check import show
 from te_jax._types import on_explicit_mesh, varying
 from te_jax.checkpoint_policies import GEMM, named
 from te_jax.flax._fields import LORA_SCOPES
 from te_jax.flax._state import describe
 from te_jax.layers import QuantizedKernel
-from te_jax.layers._specs import explicit_spec
 from te_jax.sharding import (
     BATCH_AXES,
     HIDDEN_AXES,
@@ -27,32 +26,37 @@ from te_jax.sharding import (
     SEQLEN_CP_AXES,
     SEQLEN_TP_AXES,
     current_mesh_resource,
+    explicit_spec,
 )
 
 Initializer = Callable  # (key, shape, dtype) -> array
-Axes = tuple[str | None, ...]
+Axes = tuple[str | None, ...]  # Logical axis names, one for each dimension.
 
 
 def split_tree(params: Mapping[str, Any], first: Callable[[tuple[str, ...]], bool]) -> tuple[dict, dict]:
-    """Two trees: the leaves to whose path `first` says yes, and all others."""
+    """Two trees: the leaves whose path `first` accepts, and all others."""
     leaves = flatten_dict(params)
     chosen = {path: leaf for path, leaf in leaves.items() if first(path)}
     return unflatten_dict(chosen), unflatten_dict({path: leaf for path, leaf in leaves.items() if path not in chosen})
 
 
 def join_trees(some: Mapping[str, Any], others: Mapping[str, Any]) -> dict:
-    """The tree of which `split_tree` made the two."""
+    """The tree that `split_tree` split into these two."""
     return unflatten_dict(flatten_dict(others) | flatten_dict(some))
 
 
 def parameter(
     module: nn.Module, name: str, init: Initializer, axes: Axes, shape: Sequence[int], given=None
 ) -> jax.Array | QuantizedKernel:
-    """One parameter, of `params_dtype` or else `dtype` of the module, boxed with its logical axes; or as `fp8_params`
-    put it into its place; or `given`, an array or QuantizedKernel of the caller's, instead of which there is none.
+    """The parameter `name` of `module`, of `shape`.
 
-    Raises ValueError if what is held or given has another shape, as where the inputs are wider than those of `init`,
-    and if a parameter is held beside the one given; TypeError if that is not floating.
+    It has the module's `params_dtype`, or `dtype` where that is None, and is created in a box with the logical axes
+    `axes`. A QuantizedKernel that `fp8_params` put in its place is returned as it is.
+
+    given: An array or QuantizedKernel that the caller uses instead of a parameter, which is then not created.
+
+    Raises ValueError if the parameter or `given` has another shape, as where inputs are wider than at `init`, and if
+    the module holds the parameter beside `given`; TypeError if `given` is not floating.
     """
     holds = module.has_variable("params", name)
     if given is not None:
@@ -78,14 +82,14 @@ def parameter(
             return held
     dtype = module.dtype if module.params_dtype is None else module.params_dtype
     where = f"{describe(module)}: parameter {name}"
-    return module.param(name, _boxed(where, init, tuple(axes)), tuple(shape), dtype)
+    return module.param(name, _init_in_box(where, init, tuple(axes)), tuple(shape), dtype)
 
 
-def _boxed(where: str, init: Initializer, axes: Axes) -> Initializer:
-    """`init`, its array in a box with the logical `axes`; a box that `init` made itself stays, with its names.
+def _init_in_box(where: str, init: Initializer, axes: Axes) -> Initializer:
+    """An initializer for the array of `init`, in a box with the logical axes `axes`, or in the box of `init`.
 
-    Raises TypeError or ValueError, naming `where`, for an initializer that gives something else than asked for, and for
-    another number of names than of axes.
+    It raises, naming `where`, TypeError for an array of another shape or no array, ValueError for another number of
+    names than of axes.
     """
 
     def init_in_box(key, shape, dtype):
@@ -93,7 +97,7 @@ def _boxed(where: str, init: Initializer, axes: Axes) -> Initializer:
         value = nn.meta.unbox(made)
         if not isinstance(value, jax.Array | np.ndarray) or value.shape != shape:
             raise TypeError(
-                f"{where}: its initializer gave {shown(value)} for shape {shape}; pass a function (key, shape, dtype) "
+                f"{where}: its initializer gave {show(value)} for shape {shape}; pass a function (key, shape, dtype) "
                 "that gives an array of this shape, or one in a box of nn.with_partitioning."
             )
         box = made if isinstance(made, nn.meta.AxisMetadata) else nn.LogicallyPartitioned(made, names=axes)
@@ -108,10 +112,10 @@ def _boxed(where: str, init: Initializer, axes: Axes) -> Initializer:
 
 
 def stack_kernels(draws: Sequence[jax.Array], axis: int, name: str | None) -> jax.Array:
-    """Kernels of one initializer side by side, along a new axis; in boxes as theirs, with `name` for that axis."""
+    """Weights of one initializer, stacked along a new axis; in a box as theirs, with `name` for the new axis."""
     values = list(map(nn.meta.unbox, draws))
     if not all(isinstance(value, jax.Array | np.ndarray) for value in values):
-        return draws[0]  # which `parameter` refuses, by its name
+        return draws[0]  # `parameter` raises for it.
     stacked = jnp.stack(values, axis)
     if not isinstance(draws[0], nn.meta.AxisMetadata):
         return stacked
@@ -119,7 +123,7 @@ def stack_kernels(draws: Sequence[jax.Array], axis: int, name: str | None) -> ja
 
 
 def kernel_initializer(init: Initializer | None, contracted: int = 1, distribution="truncated_normal") -> Initializer:
-    """`init`, or scaling by fan-in, which is the product of the first `contracted` axes alone."""
+    """`init`, or for None variance scaling by fan-in, the product of the first `contracted` axes."""
     if init is not None:
         return init
 
@@ -132,7 +136,7 @@ def kernel_initializer(init: Initializer | None, contracted: int = 1, distributi
 
 
 def floating(module: nn.Module, name: str, x) -> jax.Array:
-    """The argument x as jax takes it. TypeError naming it, if it is not a floating-point array."""
+    """The argument x as a jax array. Raises TypeError, naming it, unless its dtype is floating."""
     (x,) = as_jax(x)
     if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
         kind = getattr(x, "dtype", type(x).__name__)
@@ -141,13 +145,16 @@ def floating(module: nn.Module, name: str, x) -> jax.Array:
 
 
 def in_compute_dtype(module: nn.Module, x: jax.Array) -> jax.Array:
-    """x in `module.dtype` where `params_dtype` makes that the type of the computation; else as it is."""
+    """x in `module.dtype` if the module has a `params_dtype`, which makes `dtype` the type of computation; else x."""
     return x if module.params_dtype is None else x.astype(module.dtype)
 
 
 def activation_axes(module: nn.Module, *names: str | None) -> tuple[str | None, ...]:
-    """(batch, sequence, ...) in the order of the module's arrays. Where a MeshResource has a cp_resource, that is
-    what a sequence which would be whole lies on: attention alone needs more of it."""
+    """The logical axes `names` (batch, sequence, ...) in the order of the module's arrays.
+
+    Under a MeshResource with a cp_resource, that splits the sequence where it would be whole: attention alone needs
+    other shards of it.
+    """
     resource = current_mesh_resource()
     if resource is not None and resource.cp_resource is not None:
         names = tuple(SEQLEN_CP_AXES if name == SEQLEN_AXES else name for name in names)
@@ -155,14 +162,14 @@ def activation_axes(module: nn.Module, *names: str | None) -> tuple[str | None, 
 
 
 def residual_axes(module: nn.Module) -> tuple[str | None, ...]:
-    """Those of [b, s, H] outside the GEMMs, where sequence parallelism divides the sequence."""
+    """The logical axes of [b, s, H] outside the GEMMs, where sequence parallelism splits the sequence."""
     sequence = SEQLEN_TP_AXES if module.enable_sequence_parallel else SEQLEN_AXES
     return activation_axes(module, BATCH_AXES, sequence, HIDDEN_AXES)
 
 
 class Dropout(nn.Dropout):
-    """`flax.linen.Dropout` on any mesh: Flax's own mask has no sharding where types show them, and inside `shard_map`
-    all shards would get the same one."""
+    """`flax.linen.Dropout` on any mesh: Flax's mask has no sharding on Explicit meshes, and inside `shard_map` all
+    shards would draw the same one."""
 
     def __call__(self, inputs: jax.Array, deterministic: bool) -> jax.Array:
         """inputs [...] -> the same shape, type and sharding."""
@@ -185,7 +192,7 @@ class Dropout(nn.Dropout):
 def lora(module: nn.Module, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     """x.A.B * (alpha / r): low-rank adaptation (Hu et al. 2021, https://arxiv.org/abs/2106.09685).
 
-    x [..., *C], a [*C, *G, r], b [*G, r, f] -> [..., *G, f] in x.dtype; alpha None means a factor of 1.
+    x [..., *C], a [*C, *G, r], b [*G, r, f] -> [..., *G, f] in x.dtype. The factor is 1 if alpha is None.
     """
     group, rank = b.shape[:-2], b.shape[-2]
     contracted = a.ndim - len(group) - 1
@@ -201,15 +208,15 @@ def lora(module: nn.Module, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Arr
 def lora_parameters(
     module: nn.Module, init: Initializer, contracted: Sequence[int], features: Sequence[int], prefix=""
 ):
-    """(A, B) of `lora`: A is drawn as the kernel is, B starts at 0."""
+    """The parameters (A, B) of `lora`: `init` draws A, B starts at 0."""
     rank = module.low_rank_adaptation_dim
     a_shape, b_shape = (*contracted, *features[:-1], rank), (*features[:-1], rank, features[-1])
-    drawn = lambda key, shape, dtype: nn.meta.unbox(init(key, shape, dtype))  # the names are those of another shape
-    a = parameter(module, f"{prefix}lora_a_kernel", drawn, (None,) * len(a_shape), a_shape)
+    draw = lambda *args: nn.meta.unbox(init(*args))  # A box of `init` has names for another shape.
+    a = parameter(module, f"{prefix}lora_a_kernel", draw, (None,) * len(a_shape), a_shape)
     b = parameter(module, f"{prefix}lora_b_kernel", nn.initializers.zeros, (None,) * len(b_shape), b_shape)
     return a, b
 
 
 def lora_scope(module: nn.Module) -> tuple[bool, bool, bool]:
-    """`low_rank_adaptation_scope` -> whether (qkv projections, output projection, MLP) are adapted."""
+    """Whether `low_rank_adaptation_scope` adapts (qkv projections, output projection, MLP)."""
     return LORA_SCOPES[module.low_rank_adaptation_scope]

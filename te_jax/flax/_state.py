@@ -1,4 +1,4 @@
-"""Where a module finds its FP8 state: variables of collection `fp8_metas`, created, checked, handed out."""
+"""The FP8 state of a module: its variables in the collection `fp8_metas` are created, checked and handed out here."""
 
 import re
 import warnings
@@ -21,15 +21,15 @@ from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.recipe._exclude import excludes
 from te_jax.recipe.delayed import HISTORY, SCALE
 
-# Attribute of a bound module, {tensor: (recipe, trace, meta)}: what is left of a state that it already used
-# in this pass. Each `apply` and each lifted transform binds modules of its own, so the tracers go when the
-# pass ends. (Scopes would not do as keys: Flax gives a module a new one after each call.)
+# Attribute of a bound module, {tensor: (recipe, trace, meta)}: the other branch of the fork of each state that the
+# module used in this pass. Each `apply` and each lifted transform binds modules of its own, so the tracers are gone
+# when the pass ends. Scopes cannot be the keys: Flax gives a module a new one after each call.
 _LEFT = "_fp8_left"
-_warned: weakref.WeakSet = weakref.WeakSet()  # root scopes that got a note about state: missing, or not asked for
+_warned: weakref.WeakSet = weakref.WeakSet()  # Root scopes for which a warning about state was given.
 
-_POSTFIX = re.compile(r"_[01](?=_)")  # of the tensors of a module with two GEMMs
+_POSTFIX = re.compile(r"_[01](?=_)")  # Tensors of a module with two GEMMs have such a postfix.
 
-# What te_jax.nnx has in the place of `_note`, to raise.
+# te_jax.nnx sets a function to call instead of `_warn_of_missing`, which raises.
 on_missing_state: ContextVar = ContextVar("on_missing_state", default=None)
 
 
@@ -40,8 +40,8 @@ def describe(module: nn.Module) -> str:
 
 
 def recipe_of(module: nn.Module, *below: str) -> Recipe | None:
-    """The recipe for `module`, or for the one of that name below it; None outside of autocast and for those that it
-    excludes."""
+    """The recipe in force for `module`, or for the submodule at the path `below`; None outside of autocast and for a
+    module that the recipe excludes."""
     recipe = fp8.current_recipe()
     if recipe is None or not recipe.exclude:
         return recipe
@@ -51,39 +51,40 @@ def recipe_of(module: nn.Module, *below: str) -> Recipe | None:
 def dense_metas(module: nn.Module, postfix: str = "") -> DenseMetas | None:
     """The FP8 state of one dense layer of `module`, None outside of autocast and under a recipe without state.
 
-    Variables `{x,kernel,grad}{postfix}_scale` f32[1] and `..._amax_history` f32[amax_history_len] of
-    `fp8_metas`. A second call in one pass hands out the other branch of a fork, so that two uses combine by
-    the larger amax. This does not reach through a lifted transform: a module that two calls of `nn.remat`
-    share, all steps of an `nn.scan` by variable_broadcast, or two `apply`s in one loss get the sum of their
-    states from autodiff, unless `te_jax.value_and_grad` or `te_jax.combine_by_max` is used.
+    It is the variables `{x,kernel,grad}{postfix}_scale` f32[1] and `..._amax_history` f32[amax_history_len] of
+    `fp8_metas`. A second call in one pass returns the other branch of a fork, so that two uses combine by the larger
+    amax. A fork does not reach through a lifted transform: for a module that two calls of `nn.remat` share, for all
+    steps of an `nn.scan` by variable_broadcast and for two `apply`s in one loss autodiff adds the states up, unless
+    `te_jax.value_and_grad` or `te_jax.combine_by_max` is used.
 
-    Missing variables are created where the collection is mutable; else the call starts from fresh constants.
-    Both are told by a warning, save in `init`; so is state that is there while nobody has said whether FP8 is on.
+    Missing variables are created where the collection is mutable; else the call starts from fresh constants. A warning
+    says so, except in `init`. Another warns of state that is there while no autocast is in force.
 
-    Raises ValueError for a stored history of another length than the recipe's, for other wrong shapes, for leaves of
-    other names, and for two recipes in one pass; TypeError for leaves that are not float32.
+    Raises ValueError for a stored history of another length than the recipe has, for other wrong shapes, for leaves of
+    unknown names, and for two recipes in one pass; TypeError for leaves that are not float32.
     """
     recipe = recipe_of(module)
-    _heed(module, DenseMetas._fields[0] + postfix)
+    _warn_without_autocast(module, DenseMetas._fields[0] + postfix)
     if recipe is None or not recipe.has_state:
         return None
     return DenseMetas(*(_tensor_meta(module, name + postfix, recipe) for name in DenseMetas._fields))
 
 
 def attention_metas(module: nn.Module) -> AttentionMetas | None:
-    """The FP8 state of the attention in `module`, as `dense_metas` has it; None without `fp8_dpa`.
+    """The FP8 state of the attention in `module`, found as `dense_metas` does; None unless the recipe has `fp8_dpa`.
 
-    Variables `{q,k,v,o,do,dq,dk,dv,dp}_scale` and `..._amax_history`, whether or not the call quantizes them all.
+    It is the variables `{q,k,v,o,do,dq,dk,dv,dp}_scale` and `..._amax_history`, also of tensors that the call does not
+    quantize.
     """
     recipe = recipe_of(module)
-    _heed(module, AttentionMetas._fields[0])
+    _warn_without_autocast(module, AttentionMetas._fields[0])
     if recipe is None or not recipe.fp8_dpa:
         return None
     return AttentionMetas(*(_tensor_meta(module, name, recipe) for name in AttentionMetas._fields))
 
 
 def _check_names(module: nn.Module):
-    """ValueError for a leaf that no module has: a mistyped name, or the state of another library."""
+    """Raises ValueError for a leaf that no module has: a mistyped name, or state of another library."""
     known = [tensor + end for tensor in (*DenseMetas._fields, *AttentionMetas._fields) for end in fp8.ENDINGS]
     for name, leaf in module.variables.get(FP8_COLLECTION, {}).items():
         if not isinstance(leaf, Mapping) and _POSTFIX.sub("", name) not in known:
@@ -98,7 +99,7 @@ def _tensor_meta(module: nn.Module, tensor: str, recipe: DelayedScaling) -> Tens
     left = vars(module).get(_LEFT)
     if left is None:
         _check_names(module)
-        object.__setattr__(module, _LEFT, left := {})  # Flax refuses plain assignment outside of setup
+        object.__setattr__(module, _LEFT, left := {})  # Flax refuses plain assignment outside of setup.
     trace = tracers.current_trace()
     before = left.get(tensor)
     if before is not None and before[1] == trace:
@@ -108,9 +109,9 @@ def _tensor_meta(module: nn.Module, tensor: str, recipe: DelayedScaling) -> Tens
                 "FP8 state follows one recipe: apply it under one, or use two modules."
             )
         meta = before[2]
-    else:  # also in an inner trace, whose tracers must not stay behind
+    else:  # The tensor is new in this trace: tracers of an inner trace must not leave it.
         meta = fp8.observe(
-            *_stored(module, tensor, recipe),
+            *(_leaf(module, tensor + end, fresh, recipe) for end, fresh in recipe.fresh_state().items()),
             recipe,
             fp8.direction_of(tensor),
             module.get_variable(FP8_COLLECTION, tensor + fp8.PROBE),
@@ -120,16 +121,12 @@ def _tensor_meta(module: nn.Module, tensor: str, recipe: DelayedScaling) -> Tens
     return meta
 
 
-def _stored(module: nn.Module, tensor: str, recipe: DelayedScaling):
-    """(scale f32[1], amax_history f32[L]) of a tensor, from the collection or fresh."""
-    return tuple(_leaf(module, tensor + end, fresh, recipe) for end, fresh in recipe.fresh_state().items())
-
-
 def _leaf(module: nn.Module, name: str, fresh: np.ndarray, recipe: DelayedScaling):
+    """The leaf `name` of the state of `module`, checked: a scale f32[1] or a history f32[L]; `fresh` where it lacks."""
     mutable = module.is_mutable_collection(FP8_COLLECTION)
     if not module.has_variable(FP8_COLLECTION, name):
         if not module.is_initializing():
-            (on_missing_state.get() or _note)(module, name, mutable)
+            (on_missing_state.get() or _warn_of_missing)(module, name, mutable)
         if not mutable:
             return jnp.asarray(fresh)
     value = module.variable(FP8_COLLECTION, name, lambda: jnp.asarray(fresh)).value
@@ -147,8 +144,8 @@ def _leaf(module: nn.Module, name: str, fresh: np.ndarray, recipe: DelayedScalin
     return value
 
 
-def _heed(module: nn.Module, tensor: str):
-    """Tells of a module that has the state of `tensor` where nobody says whether it is to run in FP8."""
+def _warn_without_autocast(module: nn.Module, tensor: str):
+    """Warns if `module` has the state of `tensor`, but neither autocast(True) nor autocast(False) is in force."""
     if fp8.current_recipe() is None and not fp8.is_switched_off():
         if module.has_variable(FP8_COLLECTION, tensor + SCALE):
             _warn_once(
@@ -160,13 +157,14 @@ def _heed(module: nn.Module, tensor: str):
 
 
 def _warn_once(module: nn.Module, text: str):
-    """A warning of `module`, the first of one `apply`."""
+    """Warns, naming `module`, unless a module of the same `apply` warned before."""
     if module.scope.root not in _warned:
         _warned.add(module.scope.root)
         warnings.warn(f"{describe(module)}: {text}", stacklevel=3)
 
 
-def _note(module: nn.Module, name: str, mutable: bool):
+def _warn_of_missing(module: nn.Module, name: str, mutable: bool):
+    """Warns that the leaf `name` of the state of `module` is missing. mutable: whether `fp8_metas` is."""
     if module.scope.root in _warned:
         return
     if mutable:
@@ -177,11 +175,11 @@ def _note(module: nn.Module, name: str, mutable: bool):
             f"autocast, or apply once with mutable=[{FP8_COLLECTION!r}] and keep the collection that comes "
             "back"
         )
-    _warn_once(module, f"{FP8_COLLECTION} lacks {name}{_held_instead(module)}: {then}.")
+    _warn_once(module, f"{FP8_COLLECTION} lacks {name}{_similar_state(module)}: {then}.")
 
 
-def _held_instead(module: nn.Module) -> str:
-    """The path of state that resembles the module's, where that has none at all."""
+def _similar_state(module: nn.Module) -> str:
+    """A hint at state whose path is close to the path of `module`, "" if `module` has state of its own."""
     held = flatten_dict(unfreeze(module.scope.root.variables().get(FP8_COLLECTION, {})))
     paths = {"/".join(path[:-1]) for path in held}
     close = did_you_mean("/".join(module.path), paths) if "/".join(module.path) not in paths else ""

@@ -22,7 +22,7 @@ from te_jax.flax._state import dense_metas, describe, recipe_of
 from te_jax.flax.kernels import kernel_operand
 from te_jax.flax.norm import norm_parameters
 from te_jax.layers import Projection, dense, layernorm_dense
-from te_jax.sharding import check_current_mesh_resource
+from te_jax.sharding import check_current_mesh_resource, resolve_logical_axes
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
 
@@ -94,7 +94,7 @@ class DenseGeneral(Module):
                   parameter `kernel`, which there is none of then.
         residual: [..., *features], added to the output; under FP8 inside of the GEMM, before it rounds.
         out:      an array of the output's shape, as which it is sharded on an Explicit mesh; see `layers.dense`.
-        grad_axes: see `layers.dense`.
+        grad_axes: logical axes of the output's gradient where GEMMs read it, as `grad_spec` of `layers.dense` has them.
         operands: nothing is multiplied: returns what `LayerNormDenseGeneral(...)(..., also=...)` takes.
 
         Raises TypeError for inputs that are not floating, ValueError for axes that are not trailing, for a kernel of
@@ -116,7 +116,8 @@ class DenseGeneral(Module):
         if operands:
             return Projection(kernel, bias, call["metas"])
         added = None if self.return_bias else bias
-        y = dense(inputs, kernel, added, residual, contract=contract, out=out, grad_axes=grad_axes, **call)
+        grad_spec = resolve_logical_axes(grad_axes)
+        y = dense(inputs, kernel, added, residual, contract=contract, out=out, grad_spec=grad_spec, **call)
         if self.enable_low_rank_adaptation:
             y = y + lora(self, inputs, *lora_parameters(self, init, contracted, features))
         return (y, bias) if self.return_bias else y

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +13,25 @@ from te_jax._check import ARRAY, BOOL, check
 from te_jax.flax._state import describe, recipe_of
 from te_jax.fp8 import DenseMetas, current_recipe
 from te_jax.layers import QuantizedKernel, quantize_kernel
-from te_jax.layers._fp8 import Accumulator
-from te_jax.layers.kernel import check_quantized, turned
-from te_jax.layers.parameters import map_kernels, of_parameters
+from te_jax.layers.parameters import map_kernels
+from te_jax.layers.tensor import Accumulator
+from te_jax.layers.weight import check_quantized, swap_groups
 
-KERNEL_COLLECTION = "fp8_kernels"
+KERNEL_COLLECTION, WGRAD_COLLECTION = "fp8_kernels", "wgrads"
 _WAY_OUT = "make the collection anew under this recipe, by te_jax.flax.fp8_kernels, or leave it out"
-WGRAD_COLLECTION = "wgrads"
-_CACHE, _INFERENCE, _WGRADS = "cache", "inference", "wgrads"
-_PARAMETERS, _BOTH_LAYOUTS = "parameters", "parameters in both layouts"
 
-# What modules are to put into the collection, for whom. No matter of the collection being mutable alone: with
-# `mutable=True`, as for batch statistics, it would come back, and be passed on to the next step's other parameters.
-_making = jax.make_user_context(None)
+
+class _Order(NamedTuple):
+    """What modules are to put into a collection."""
+
+    collection: str
+    gradients: bool = True  # of kernels, whether a backward pass is to read them
+    as_parameters: bool = False  # kernels are to take the place of parameters
+
+
+# The order in force. It is not enough that the collection is mutable: with `mutable=True`, as for batch statistics, it
+# would come back, and be passed on to the next step's other parameters.
+_order = jax.make_user_context(None)
 
 
 def kernel_operand(module: nn.Module, name: str, kernel, contract: int, metas: DenseMetas | None):
@@ -34,19 +40,25 @@ def kernel_operand(module: nn.Module, name: str, kernel, contract: int, metas: D
 
     Raises ValueError for an entry that the recipe in force does not read so, or of a kernel of another shape.
     """
-    recipe = recipe_of(module)
-    in_fp8 = isinstance(kernel, QuantizedKernel)
-    if recipe is None or not module.has_variable("params", name) or (in_fp8 and _making.value not in (None, _WGRADS)):
+    recipe, order = recipe_of(module), _order.value
+    in_fp8, collection = isinstance(kernel, QuantizedKernel), order.collection if order else KERNEL_COLLECTION
+    made = in_fp8 and order is not None and collection == KERNEL_COLLECTION
+    if recipe is None or made or not module.has_variable("params", name):
         return kernel
-    collection = _collection(_making.value)
     what = f"{describe(module)}: {collection} entry {name}"
-    if _making.value is not None:
+    if order is not None:
         if not module.is_mutable_collection(collection):
             raise ValueError(
                 f"{what} cannot be made: a transform around the module does not pass the collection on; give `nn.scan` "
                 f"or `nn.vmap` variable_axes={{{collection!r}: 0}}, as it has for params."
             )
-        _make(module, name, kernel, contract, metas, recipe, what)
+        if collection == WGRAD_COLLECTION:
+            array = kernel.dequantize() if in_fp8 else kernel
+            entry = Accumulator(jnp.zeros_like(array, jnp.float32), jnp.zeros(()))
+        else:
+            entry = _quantize(order, kernel, recipe, contract, metas, what)
+        if entry is not None:
+            module.put_variable(collection, name, entry)
         return kernel
     entry = kernel if in_fp8 else None
     if not in_fp8 and module.has_variable(KERNEL_COLLECTION, name):
@@ -64,26 +76,15 @@ def kernel_operand(module: nn.Module, name: str, kernel, contract: int, metas: D
     return (entry or QuantizedKernel.unquantized(kernel, contract)).with_accumulator(onto)
 
 
-def _collection(purpose: str | None) -> str:
-    return WGRAD_COLLECTION if purpose == _WGRADS else KERNEL_COLLECTION
-
-
-def _make(module, name, kernel, contract, metas, recipe, what):
-    if _making.value == _WGRADS:
-        kernel = kernel.dequantize() if isinstance(kernel, QuantizedKernel) else kernel
-        zeros = jnp.zeros_like(kernel, jnp.float32)
-        module.put_variable(WGRAD_COLLECTION, name, Accumulator(zeros, jnp.zeros(())))
-        return
-    meta = metas and metas.kernel._replace(amax=metas.kernel.scale)  # the token of one that is not probed
-    of_params = _making.value in (_PARAMETERS, _BOTH_LAYOUTS)
-    if of_params:
-        recipe, meta = of_parameters(recipe), None
-    gradients = _making.value in (_CACHE, _BOTH_LAYOUTS)
-    q = quantize_kernel(kernel, recipe=recipe, contract=contract, meta=meta, gradients=gradients, name=what)
-    if of_params:
+def _quantize(order: _Order, kernel, recipe, contract, metas, what) -> QuantizedKernel | None:
+    """The entry of a kernel, None if nothing reads it in FP8."""
+    meta = metas and metas.kernel._replace(amax=metas.kernel.scale)  # the token of a tensor that is not probed
+    if order.as_parameters:
+        recipe, meta = recipe.for_parameters(), None
+    q = quantize_kernel(kernel, recipe=recipe, contract=contract, meta=meta, gradients=order.gradients, name=what)
+    if order.as_parameters:
         q = replace(q, tensor=q.tensor._replace(amax=None))  # nobody will ask
-    if not q.empty:
-        module.put_variable(KERNEL_COLLECTION, name, q)
+    return None if q.empty else q
 
 
 def _check_call(what: str, model, gradients=True):
@@ -104,13 +105,13 @@ def _check_variables(what: str, variables):
         raise ValueError(f"{what}: variables has {sorted(variables)}, no 'params'; {way_out}.")
 
 
-def _made(what: str, purpose: str, model, variables, args, kwargs) -> dict:
+def _collect(what: str, order: _Order, model, variables, args, kwargs) -> dict:
     _check_variables(what, variables)
-    collection = _collection(purpose)
+    collection = order.collection
     others = {name: jax.lax.stop_gradient(v) for name, v in variables.items() if name != collection}
 
     def run(variables):
-        with _making(purpose):
+        with _order(order):
             written = model.apply(variables, *args, mutable=nn.DenyList("params"), **kwargs)[1]
         return {name: made for name, made in written.items() if name == collection}
 
@@ -130,7 +131,7 @@ def fp8_kernels(model: nn.Module, variables: Mapping[str, Any], *args, gradients
         loss_fn = lambda params, fp8, x: loss(model.apply({"params": params, **fp8, **kernels}, x))
 
     Modules that find their entry quantize no kernel; results, gradients and FP8 state are the same bit for bit, and the
-    gradient is that of the parameters. It is for several passes between two changes of the parameters: microbatches,
+    gradient goes to the parameters. It is for several passes between two changes of the parameters: microbatches,
     within the jitted step, and inference. Nothing can tell that the parameters are others since: make it anew in every
     step. Without a name in it, as for kernels that the caller passes, a module quantizes as ever.
 
@@ -145,9 +146,9 @@ def fp8_kernels(model: nn.Module, variables: Mapping[str, Any], *args, gradients
     module multiplies in FP8; TypeError for a model that is no Linen module. Modules raise ValueError for entries of
     another recipe or shape.
     """
-    what, purpose = "te_jax.flax.fp8_kernels", _CACHE if gradients else _INFERENCE
+    what = "te_jax.flax.fp8_kernels"
     _check_call(what, model, gradients)
-    return dict(_made(what, purpose, model, variables, args, kwargs))
+    return dict(_collect(what, _Order(KERNEL_COLLECTION, bool(gradients)), model, variables, args, kwargs))
 
 
 def wgrads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> dict:
@@ -164,7 +165,7 @@ def wgrads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> d
     """
     what = "te_jax.flax.wgrads"
     _check_call(what, model)
-    return dict(_made(what, _WGRADS, model, variables, args, kwargs))
+    return dict(_collect(what, _Order(WGRAD_COLLECTION), model, variables, args, kwargs))
 
 
 def fp8_params(model: nn.Module, variables: Mapping[str, Any], *args, gradients: bool = False, **kwargs) -> dict:
@@ -177,7 +178,7 @@ def fp8_params(model: nn.Module, variables: Mapping[str, Any], *args, gradients:
     `te_jax.value_and_grad` (to `jax.grad` they are constants), with `te_jax.optim.master_weights` for their masters.
 
     gradients: True: both layouts are kept, 2 bytes a number. A backward pass under MXFP8, whose other layout cannot be
-               made of the one, needs that, or a recipe without dgrad in FP8. False: that of fprop alone, which is
+               made of the one, needs that, or a recipe without dgrad in FP8. False: fprop's layout alone is kept, and
                transposed for dgrad.
 
     Scales are those of the recipe in force, of the kernel's own amax where that has state, which then stays as it is.
@@ -185,20 +186,22 @@ def fp8_params(model: nn.Module, variables: Mapping[str, Any], *args, gradients:
     logical axes stay, around the data in the order of its axes. The rest is as in `fp8_kernels`. Call it under
     `jax.jit` with the initialisation or the restoring of arrays that need not exist in whole; `fp8_model_init` does so.
     """
-    what, purpose = "te_jax.flax.fp8_params", _BOTH_LAYOUTS if gradients else _PARAMETERS
+    what = "te_jax.flax.fp8_params"
     _check_call(what, model, gradients)
-    made = _made(what, purpose, model, variables, args, kwargs)[KERNEL_COLLECTION]
+    made = _collect(what, _Order(KERNEL_COLLECTION, bool(gradients), True), model, variables, args, kwargs)[
+        KERNEL_COLLECTION
+    ]
     params = flatten_dict(variables["params"])
     for path, q in flatten_dict(made).items():
-        params[path] = _boxed(q, params[path])
+        params[path] = _box(q, params[path])
     return {**variables, "params": unflatten_dict(params)}
 
 
-def _boxed(q: QuantizedKernel, kernel):
-    """`q` with its data in a box as that of `kernel`, if it has one."""
+def _box(q: QuantizedKernel, kernel):
+    """`q` with its data in a box like the one around `kernel`, if there is one."""
     if not isinstance(kernel, nn.Partitioned):
         return q
-    names = turned(kernel.names, q.contract, q.features)
+    names = swap_groups(kernel.names, q.contract, q.features)
     data = {"data_t": kernel.replace(value=q.tensor.data_t, names=names)}
     if q.tensor.data is not None:
         data["data"] = kernel.replace(value=q.tensor.data)

@@ -9,7 +9,7 @@ from flax.traverse_util import flatten_dict
 
 from te_jax.flax._common import join_trees, split_tree
 
-ENDINGS = ("lora_a_kernel", "lora_b_kernel")
+_LORA_ENDINGS = ("lora_a_kernel", "lora_b_kernel")
 _NONE = (
     "no parameter is of low-rank adaptation; set enable_low_rank_adaptation of the dense modules, or "
     "low_rank_adaptation_scope of a TransformerLayer."
@@ -29,7 +29,7 @@ def split_lora(params: Mapping[str, Any]) -> tuple[dict, dict]:
     moments of it alone. Raises ValueError if there is no such parameter, TypeError for what is no mapping.
     """
     _check_mapping("te_jax.flax.split_lora", "params", params)
-    lora, base = split_tree(params, lambda path: path[-1].endswith(ENDINGS))
+    lora, base = split_tree(params, lambda path: path[-1].endswith(_LORA_ENDINGS))
     if not lora:
         raise ValueError(f"te_jax.flax.split_lora: {_NONE}")
     return lora, base
@@ -64,7 +64,7 @@ def lora_mask(params):
     (`optax.masked` alone would pass the other gradients on as updates.) `split_lora` saves their computation too.
     Raises ValueError if there is no such parameter.
     """
-    mask = jax.tree_util.tree_map_with_path(lambda path, _: _name(path).endswith(ENDINGS), params)
+    mask = jax.tree_util.tree_map_with_path(lambda path, _: _name(path).endswith(_LORA_ENDINGS), params)
     if not any(jax.tree.leaves(mask)):
         raise ValueError(f"te_jax.flax.lora_mask: {_NONE}")
     return mask

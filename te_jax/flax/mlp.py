@@ -26,8 +26,8 @@ from te_jax.flax.dense import norm_dense, norm_options, operand, trailing_axes
 from te_jax.flax.norm import norm_parameters
 from te_jax.layers import dense, layernorm_mlp
 from te_jax.layers.norm_mlp import split_residual
-from te_jax.ops.activation import activation, supported
-from te_jax.sharding import gathered_axes
+from te_jax.ops.activation import activation, is_fused
+from te_jax.sharding import gathered_spec, resolve_logical_axes
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
 
@@ -119,7 +119,7 @@ class LayerNormMLP(Module):
         bias, wo = wo[1], (wo[0], None if self.return_bias else wo[1], wo[2])
         drop = self.intermediate_dropout_rate > 0 and not deterministic
         plain = drop or wi[2] is not None or self.return_layernorm_output or norm is None
-        if recipe_of(self) is not None and not plain and supported(self.activations):
+        if recipe_of(self) is not None and not plain and is_fused(self.activations):
             y = self._fused(inputs, norm, wi, wo, residual)
             out = checkpoint_name(constrain(y, self.layernorm_input_axes), self.ffn2_ckpt_name), None
         else:
@@ -129,6 +129,7 @@ class LayerNormMLP(Module):
     def _fused(self, inputs, norm, wi, wo, residual):
         """Everything under one vjp: the activation and its gradient are quantized where they are computed."""
         (wi_kernel, first), (wo_kernel, second) = operand(self, wi[0], "_0"), operand(self, wo[0], "_1")
+        middle = (*inputs.shape[:-1], self.intermediate_dim)
         return layernorm_mlp(
             inputs,
             *norm,
@@ -136,8 +137,8 @@ class LayerNormMLP(Module):
             activations=self.activations,
             activation_params=self.activation_params,
             residual=residual,
-            middle_axes=self.dot_2_input_axes,
-            grad_axes=self._grad_axes(),
+            middle_spec=resolve_logical_axes(self.dot_2_input_axes, middle),
+            grad_spec=self._grad_spec(inputs),
             middle_name=self.ffn1_ckpt_name,
             **norm_options(self),
             **first | dict(metas=(first["metas"], second["metas"])),
@@ -160,15 +161,15 @@ class LayerNormMLP(Module):
             z = Dropout(self.intermediate_dropout_rate, dims, rng_collection=stream)(z, deterministic)
         z = constrain(z, self.dot_2_input_axes)
         kernel, call = operand(self, wo[0], "_1")
-        y = dense(z, kernel, wo[1], through if own else added, out=inputs, grad_axes=self._grad_axes(), **call)
+        y = dense(z, kernel, wo[1], through if own else added, out=inputs, grad_spec=self._grad_spec(inputs), **call)
         if adapt:
             y = y + lora(self, z, *wo[2])
         y = checkpoint_name(constrain(y, self.layernorm_input_axes), self.ffn2_ckpt_name)
         return y, (normed if self.return_layernorm_output else None)
 
-    def _grad_axes(self):
-        """The logical axes of the output's gradient where GEMMs read it, if they are others than outside."""
-        return gathered_axes(self.layernorm_input_axes, self.dot_1_input_axes)
+    def _grad_spec(self, inputs):
+        """The sharding of the output's gradient where GEMMs read it, if it lies otherwise outside."""
+        return gathered_spec(self.layernorm_input_axes, self.dot_1_input_axes, inputs.shape)
 
     def _parameters(self, width: int, wi_kernel, wo_kernel):
         """(gamma, beta) or None; (kernel, bias, LoRA) of wi, of wo. The order of creation fixes the keys."""

@@ -1,4 +1,4 @@
-"""A training state with FP8 in it, and optimizers that leave FP8 state alone."""
+"""A training state that holds FP8 state, and optimizers that leave FP8 state alone."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,9 +16,16 @@ from te_jax._check import Kind, check
 from te_jax.combine import max_fp8_metas, value_and_grad
 from te_jax.flax._common import join_trees, split_tree
 from te_jax.flax.kernels import WGRAD_COLLECTION
-from te_jax.fp8 import FP8_COLLECTION, current_recipe, direction_of
-from te_jax.fp8_metas import check_collections, check_same_state, map_tensors, update_fp8_metas
-from te_jax.layers.parameters import slots
+from te_jax.fp8 import FP8_COLLECTION
+from te_jax.fp8_metas import (
+    check_collections,
+    check_same_state,
+    direction_at,
+    map_tensors,
+    recipe_with_state,
+    update_fp8_metas,
+)
+from te_jax.layers.parameters import gradient_slots
 from te_jax.optim import apply_updates, beside
 from te_jax.optim.master import check_masters
 
@@ -39,15 +46,15 @@ class TrainState(train_state.TrainState):
                 value, grads = te_jax.value_and_grad(loss_fn, argnums=(0, 1))(state.params, state.fp8)
                 return state.apply_gradients(grads=grads), value
 
-    Only `params` go through `tx`, so no clipping, decay or moment sees a scale, and the optimizer's state is the same
-    with FP8 and without: `with_fp8` makes an FP8 state of a bf16 one, and the other way round.
+    Only `params` go through `tx`: no clipping, decay or moment sees a scale, and the optimizer's state is the same with
+    FP8 and without. `with_fp8` turns a bf16 state into an FP8 state and back.
 
     Parameters that live in FP8 (`fp8_params`) are trained with `tx=te_jax.optim.master_weights(...)`.
     """
 
-    fp8: Mapping[str, Any]  # {"fp8_metas": scales and amax histories, f32}; {} without FP8
-    fp8_microbatch: Mapping[str, Any]  # under optax.MultiSteps: `fp8` after the step under way, so far; else {}
-    collections: Mapping[str, Any]  # the others, as batch_stats, by name
+    fp8: Mapping[str, Any]  # {"fp8_metas": scales and amax histories, f32}; {} without FP8.
+    fp8_microbatch: Mapping[str, Any]  # Under optax.MultiSteps, `fp8` as microbatches so far would leave it; else {}.
+    collections: Mapping[str, Any]  # Other collections by name, such as batch_stats.
 
     @classmethod
     def create(
@@ -55,31 +62,34 @@ class TrainState(train_state.TrainState):
     ):
         """The state before the first step.
 
-        collections: all that `init` returned beside `params`, by name; `fp8_metas` among them becomes `fp8`.
-        masters:     what `fp8_params` made `params` of, to start from; else their dequantized values are.
-        kwargs:      fields of a subclass.
+        collections: All that `init` returned beside `params`, by name; `fp8_metas` among them becomes `fp8`.
+        masters:     The parameters that `fp8_params` quantized to `params`: the master copies start from them. None:
+                     from the dequantized values of `params`.
+        kwargs:      Fields of a subclass.
 
-        Raises ValueError if `tx` holds more than one `optax.MultiSteps`, for parameters in FP8 if it is not
-        `te_jax.optim.master_weights`, for FP8 state among `params`, and for collections that are none.
+        Raises ValueError if `tx` holds more than one `optax.MultiSteps`, for parameters in FP8 unless `tx` is
+        `te_jax.optim.master_weights`, and for FP8 state among `params`; TypeError for collections that are no dict.
         """
         _check_params(params)
         fp8, others = {}, {}
-        check("TrainState.create", "collections", collections, _COLLECTIONS)
+        check("TrainState.create", "collections", collections, _OTHER_COLLECTIONS)
         for name, collection in (collections or {}).items():
             (fp8 if name == FP8_COLLECTION else others)[name] = collection
         start = params if masters is None else beside(params, masters)
         fields = dict(apply_fn=apply_fn, params=start, tx=tx, fp8={}, fp8_microbatch={}, collections=others)
         state = super().create(**fields, **kwargs).with_fp8(fp8)
-        state = state.replace(params=params, step=jnp.zeros((), jnp.int32))  # a Python int would be traced twice
+        state = state.replace(params=params, step=jnp.zeros((), jnp.int32))  # A Python int would be traced twice.
         check_masters("TrainState.create", params, state.opt_state)
         return state
 
     def with_fp8(self, fp8: Mapping[str, Any]) -> "TrainState":
-        """The state with other FP8 state: {} for bf16, {"fp8_metas": ...} of a fresh state for FP8, or
-        `te_jax.convert_fp8_metas(state.fp8, recipe)` to go on with another recipe.
+        """The state with `fp8` in place of its FP8 state.
 
-        Microbatches of a step under way (`optax.MultiSteps`) leave no trace in it. Raises ValueError for other keys,
-        and for what is no FP8 state.
+        fp8: {} for bf16, {"fp8_metas": ...} of a fresh state for FP8, or `te_jax.convert_fp8_metas(state.fp8, recipe)`
+             to go on with another recipe.
+
+        The amaxes of earlier microbatches of an unfinished step (`optax.MultiSteps`) are dropped. Raises ValueError for
+        other keys, ValueError or TypeError for malformed FP8 state.
         """
         check_collections("TrainState.with_fp8", fp8, "fp8")
         if unknown := set(fp8) - {FP8_COLLECTION}:
@@ -94,32 +104,34 @@ class TrainState(train_state.TrainState):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """All that `apply_fn` reads, as for evaluation: {"params": ..., "fp8_metas": ..., ...}."""
+        """All variables that `apply_fn` reads: {"params": ..., "fp8_metas": ..., ...}."""
         return {"params": self.params, **self.fp8, **self.collections}
 
     def apply_gradients(self, *, grads, tx_args: Mapping[str, Any] | None = None, **kwargs) -> "TrainState":
-        """The state after one step, or one microbatch of `optax.MultiSteps`; under the autocast of the loss.
+        """The state after one step, or after one microbatch of `optax.MultiSteps`.
 
-        grads:   the gradients with respect to (params, fp8), as `value_and_grad(loss_fn, argnums=(0, 1))` and
-                 `accumulate_gradients` return them. That of fp8 is its next value: it is checked and repaired
-                 (`te_jax.update_fp8_metas`), and kept as it was for tensors that the backward pass did not reach. If
+        Call it under the autocast of the loss.
+
+        grads:   The gradients with respect to (params, fp8), as `value_and_grad(loss_fn, argnums=(0, 1))` and
+                 `accumulate_gradients` return them. The gradient of fp8 is its next value. It is checked and repaired
+                 (`te_jax.update_fp8_metas`), and tensors that the backward pass did not reach keep their state. If
                  autodiff added up uses that `te_jax.value_and_grad` would have combined, no scale becomes too large,
-                 and sums do not add up over steps where all uses of a tensor saw an amax, or none did. Without FP8
+                 and sums do not grow from step to step where all uses of a tensor saw an amax, or none did. Without FP8
                  state the gradient of params alone will do.
-        tx_args: keyword arguments for `tx.update`, such as the `value` of `optax.contrib.reduce_on_plateau`.
-        kwargs:  fields to replace, such as collections=the updated ones.
+        tx_args: Keyword arguments for `tx.update`, such as the `value` of `optax.contrib.reduce_on_plateau`.
+        kwargs:  Fields to replace, such as `collections` by the updated ones.
 
-        Under `optax.MultiSteps` scales and histories move with the parameters, by the largest amax of all microbatches
-        but those that its `should_skip_update_fn` rejects.
+        Under `optax.MultiSteps` scales and histories change when the parameters do, by the largest amax of all
+        microbatches but those that `should_skip_update_fn` rejects.
 
-        Raises TypeError for other gradients, ValueError for those of another FP8 state and for histories of another
-        length than that of the recipe in force.
+        Raises TypeError for gradients of another form, ValueError for gradients of another FP8 state and for histories
+        of another length than the recipe in force has.
         """
-        grads, fp8 = self._checked(grads)
+        grads, fp8 = self._split_gradients(grads)
         if self.fp8:
-            new = map_tensors(_plausible, fp8[FP8_COLLECTION], self.fp8[FP8_COLLECTION])
+            new = map_tensors(_undo_sum, fp8[FP8_COLLECTION], self.fp8[FP8_COLLECTION])
             fp8 = update_fp8_metas({FP8_COLLECTION: new}, previous=self.fp8)
-        state = self._optimized(grads, tx_args or {}, kwargs)
+        state = self._optimize(grads, tx_args or {}, kwargs)
         before, after = _multi_steps(self.opt_state), _multi_steps(state.opt_state)
         if not self.fp8 or before is None:
             return state.replace(fp8=fp8)
@@ -127,13 +139,16 @@ class TrainState(train_state.TrainState):
         where = lambda condition, *trees: jax.tree.map(partial(jnp.where, condition), *trees)
         so_far = where(before.mini_step == 0, fp8, max_fp8_metas(self.fp8, both))
         stepped = after.gradient_step != before.gradient_step
-        skipped = ~stepped & (after.mini_step == before.mini_step)  # by `should_skip_update_fn`
+        skipped = ~stepped & (after.mini_step == before.mini_step)  # `should_skip_update_fn` rejected it.
         so_far = where(skipped, self.fp8_microbatch, so_far)
         return state.replace(fp8=where(stepped, so_far, self.fp8), fp8_microbatch=so_far)
 
-    def _optimized(self, grads, tx_args, others) -> "TrainState":
-        """The state after `tx`, with the fields `others` and `fp8` as it was. What Flax's own FP8 modules hold in
-        params does not go through `tx`: as in the step of Flax's `TrainState`, its gradient takes its place."""
+    def _optimize(self, grads, tx_args, others) -> "TrainState":
+        """The state after `tx`, with the fields `others` replaced and `fp8` unchanged.
+
+        The FP8 state that Flax's own modules hold in params does not go through `tx`: its gradient takes its place, as
+        in the step of Flax's `TrainState`.
+        """
         check_masters("TrainState.apply_gradients", self.params, self.opt_state)
         of_flax = isinstance(grads, Mapping) and OVERWRITE_WITH_GRADIENT in grads
         dparams, params = (tree["params"] if of_flax else tree for tree in (grads, self.params))
@@ -142,9 +157,11 @@ class TrainState(train_state.TrainState):
         params = {**grads, "params": params} if of_flax else params
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **others)
 
-    def _checked(self, grads):
-        """(gradient of params, next fp8) in the containers of `self.fp8`."""
-        if not self.fp8 and jax.tree.structure(grads) == jax.tree.structure(jax.eval_shape(slots, self.params)):
+    def _split_gradients(self, grads):
+        """(gradient of params, next fp8), the latter in the containers of `self.fp8`. Raises as `apply_gradients`."""
+        if not self.fp8 and jax.tree.structure(grads) == jax.tree.structure(
+            jax.eval_shape(gradient_slots, self.params)
+        ):
             return grads, {}
         if not (isinstance(grads, tuple) and len(grads) == 2 and isinstance(grads[1], Mapping)):
             raise TypeError(
@@ -164,28 +181,29 @@ class TrainState(train_state.TrainState):
         return grads, fp8
 
     def accumulate_gradients(self, loss_fn: Callable, microbatches, wgrads: Mapping[str, Any] | None = None):
-        """(loss, grads) of k microbatches, one after the other (`lax.scan`): the mean loss f32[], and the gradients for
-        `apply_gradients`, those of params as means (added up in f32), that of fp8 by the largest amax.
+        """(loss, grads) of k microbatches, one after the other (`lax.scan`).
 
-        loss_fn:      (params, fp8, microbatch) -> the loss, f32[]
-        microbatches: arrays [k, ...]
-        wgrads:       of `te_jax.flax.wgrads`: the gradients of its kernels are added up inside of their GEMMs. `fp8`
-                      then has the collection beside the FP8 state, for `apply`. A kernel that a microbatch does not use
-                      just once, as where `loss_fn` leaves the collection out or each device under `shard_map` uses it,
-                      gets NaN; under `jax.vmap` it is an error. To the loss these kernels are constants: it has to hand
-                      them to their modules as they are, and what else it makes of them, such as a term of weight
-                      decay, a factor or `lax.stop_gradient`, is not in the gradient.
+        loss_fn:      (params, fp8, microbatch) -> the loss, f32[].
+        microbatches: A tree of arrays [k, ...].
+        wgrads:       The collection of `te_jax.flax.wgrads`: the gradients of its kernels are added up inside their
+                      GEMMs. `fp8` then holds the collection beside the FP8 state, for `apply`. A kernel gets NaN for
+                      its gradient unless each microbatch uses it exactly once: `loss_fn` must not leave the collection
+                      out, nor each device under `shard_map` use the kernel. Under `jax.vmap` it is an error. These
+                      kernels are constants of the loss, which has to hand them to their modules unchanged: a term of
+                      weight decay, a factor or `lax.stop_gradient` is not in the gradient.
 
-        Uses of one module within a loss combine by max too. Activations of one microbatch are in memory at a time. For
-        the inside of a jitted step: it traces `loss_fn` anew in each call. Raises ValueError for wgrads of other
-        parameters.
+        Returns the mean loss f32[] and the gradients for `apply_gradients`: the mean gradients of params, added up in
+        f32, and the FP8 state of the largest amaxes, also over several uses of one module within a loss.
+
+        The activations of one microbatch are in memory at a time. Call it inside a jitted step, since each call traces
+        `loss_fn` anew. Raises ValueError for wgrads of other parameters.
         """
         wgrads = {} if wgrads is None else dict(wgrads)
         self._check_wgrads(wgrads)
         fused, params = {}, self.params
         if wgrads:
             fused, params = split_tree(params, flatten_dict(wgrads[WGRAD_COLLECTION]).__contains__)
-        whole = lambda fused, others: join_trees(fused, others) if fused else others  # else any tree
+        whole = lambda fused, others: join_trees(fused, others) if fused else others  # Without wgrads any tree will do.
         run = value_and_grad(lambda params, *others: loss_fn(whole(fused, params), *others), argnums=(0, 1))
 
         def body(total, microbatch):
@@ -196,10 +214,12 @@ class TrainState(train_state.TrainState):
             uses = {path: entry.uses for path, entry in flatten_dict(wgrads).items()}
             return (total, wgrads), (loss, fp8, uses)
 
-        like = slots(self.params)
-        start = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), slots(params))
+        like = gradient_slots(self.params)
+        start = jax.tree.map(
+            lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), gradient_slots(params)
+        )
         (total, wgrads), (losses, fp8, uses) = lax.scan(body, (start, wgrads), microbatches)
-        sums = {path[1:]: _once(entry.grad, uses[path]) for path, entry in flatten_dict(wgrads).items()}
+        sums = {path[1:]: _nan_unless_used_once(entry.grad, uses[path]) for path, entry in flatten_dict(wgrads).items()}
         leaves = jax.tree.leaves(whole(unflatten_dict(sums), total))
         total = jax.tree.unflatten(jax.tree.structure(like), leaves)
         mean = jax.tree.map(lambda t, p: (t / losses.shape[0]).astype(p.dtype), total, like)
@@ -219,11 +239,11 @@ class TrainState(train_state.TrainState):
             )
 
 
-_COLLECTIONS = Kind("a dict of collections by name", lambda value: value is None or isinstance(value, Mapping))
+_OTHER_COLLECTIONS = Kind("a dict of collections by name", lambda value: value is None or isinstance(value, Mapping))
 
 
 def _check_params(params):
-    """ValueError if FP8 state is among the parameters, which an optimizer would treat as weights."""
+    """Raises ValueError if FP8 state is among the parameters: an optimizer would treat it as weights."""
     for path, _ in jax.tree.leaves_with_path(params):
         names = [getattr(key, "key", getattr(key, "name", None)) for key in path]
         if FP8_COLLECTION in names:
@@ -234,17 +254,22 @@ def _check_params(params):
             )
 
 
-def _once(total, uses):
-    """total f32[..., *C, *F], NaN for kernels that a microbatch did not use once, by uses f32[k, ...]."""
+def _nan_unless_used_once(total, uses):
+    """The gradients `total` f32[..., *C, *F], NaN for kernels that some microbatch did not use exactly once.
+
+    uses: f32[k, ...], how often each of the k microbatches used each kernel.
+    """
     right = jnp.all(uses == 1, 0)
     return jnp.where(right.reshape(right.shape + (1,) * (total.ndim - right.ndim)), total, jnp.nan)
 
 
-def _plausible(path, new, old):
-    """`new`, (scale f32[..., 1], history f32[..., L]), as one step can have made it of `old`: itself where one did.
+def _undo_sum(path, new, old):
+    """The next state (scale f32[..., 1], history f32[..., L]) where `new` may be a sum over N uses, added by autodiff.
 
-    Added up N times by autodiff, a history would grow by N in every step. But all except its newest amax is known, and
-    with that the recipe in force says the scale. A tensor that no module read, whose scale is 0, is passed through.
+    One step drops the oldest amax of `old` and appends one: `new` decides the newest amax alone, and a sum of amaxes is
+    at least each of them. The scale is at most what the recipe in force makes of that. N uses that saw no amax add up
+    to N times `old`, which then stays, unless one step has the same result. A history of length 1 cannot be checked,
+    and a scale of 0 (no module read the tensor) is passed through.
     """
     (scale, history, *_), (old_scale, old_history, *_) = new, old
     if history.shape[-1] == 1:
@@ -252,23 +277,26 @@ def _plausible(path, new, old):
     reached = scale != 0
     moved = reached & (jnp.any(history != old_history, -1, keepdims=True) | (scale != old_scale))
     rolled = jnp.concatenate([history[..., :1], old_history[..., 2:], history[..., -1:]], -1)
-    times = scale / old_scale
-    of_old = jnp.isclose(history[..., 1:], times * old_history[..., 1:], rtol=1e-6, atol=0)
-    # N times the state before: no use saw an amax.
-    summed = (times > 1.5) & jnp.all(of_old, -1, keepdims=True)
-    recipe = current_recipe()
-    if recipe is not None and recipe.has_state:
-        law = partial(recipe.new_state, fp8_max=recipe.fp8_format.max(direction_of(path.rsplit("/", 1)[-1])))
+    uses = jnp.round(scale / old_scale)
+    copies = jnp.all(_equal_but_for_rounding(history, uses * old_history, uses), -1, keepdims=True)
+    summed = (uses > 1) & copies & _equal_but_for_rounding(scale, uses * old_scale, uses)
+    if (recipe := recipe_with_state()) is not None:
+        law = partial(recipe.new_state, fp8_max=recipe.fp8_format.max(direction_at(path)))
         amax = jnp.where(moved, rolled[..., -1:], 0.0)[..., 0]
         by_law, _ = jnp.vectorize(law, signature="(i),(n),()->(i),(n)")(old_scale, old_history, amax)
-        summed &= ~jnp.isclose(scale, by_law, rtol=1e-6, atol=0)  # one step may end there too
-        if not recipe.scale_is_of_history:  # else update_fp8_metas bounds it
+        summed &= ~_equal_but_for_rounding(scale, by_law, history.shape[-1])  # A law may add up the whole history.
+        if not recipe.scale_is_of_history:  # Else update_fp8_metas bounds the scale.
             scale = jnp.where(reached, jnp.minimum(scale, by_law), scale)
     return jnp.where(summed, old_scale, scale), jnp.where(summed, old_history, jnp.where(moved, rolled, history))
 
 
+def _equal_but_for_rounding(x, y, additions):
+    """Whether x and y, f32 sums of so many positive terms, may be one value but for the rounding of the additions."""
+    return jnp.abs(x - y) <= additions * jnp.finfo(jnp.float32).eps * jnp.abs(y)
+
+
 def _multi_steps(opt_state) -> optax.MultiStepsState | None:
-    """The state of the `optax.MultiSteps` in an optimizer. ValueError if there are several."""
+    """The state of the `optax.MultiSteps` in an optimizer. Raises ValueError if there are several."""
     is_one = lambda node: isinstance(node, optax.MultiStepsState)
     ones_in = lambda tree: [node for node in jax.tree.leaves(tree, is_leaf=is_one) if is_one(node)]
     found = ones_in(opt_state)
@@ -284,15 +312,15 @@ def _multi_steps(opt_state) -> optax.MultiStepsState | None:
 def fp8_masked(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """`tx` for trees that hold FP8 state beside parameters, as {"params": ..., "fp8_metas": ...}.
 
-    All below a key `fp8_metas` stays out of norms, moments and decay, and its update is 0: the next FP8 state is the
-    gradient itself, not something to be added. So a step is
+    Leaves below a key `fp8_metas` stay out of norms, moments and decay, and their updates are 0: the next FP8 state is
+    its gradient, not a sum with it. A step is
 
         updates, opt_state = tx.update(grads, opt_state, variables)
         variables = optax.apply_updates(variables, updates)
         new_fp8 = te_jax.update_fp8_metas({"fp8_metas": grads["fp8_metas"]})
         variables = te_jax.update_collections(new_fp8, variables)
 
-    `TrainState` needs no such wrapper: parameters alone go through its optimizer.
+    `TrainState` needs no such wrapper: only parameters go through its optimizer.
     """
 
     def labels(tree):

@@ -2,9 +2,9 @@
 
 from te_jax.layers.attention_fp8 import attention_fp8 as attention_fp8
 from te_jax.layers.dense import dense as dense
-from te_jax.layers.kernel import QuantizedKernel as QuantizedKernel
-from te_jax.layers.kernel import quantize_kernel as quantize_kernel
-from te_jax.layers.norm_dense import Projection as Projection
 from te_jax.layers.norm_dense import layernorm as layernorm
 from te_jax.layers.norm_dense import layernorm_dense as layernorm_dense
 from te_jax.layers.norm_mlp import layernorm_mlp as layernorm_mlp
+from te_jax.layers.weight import Projection as Projection
+from te_jax.layers.weight import QuantizedKernel as QuantizedKernel
+from te_jax.layers.weight import quantize_kernel as quantize_kernel

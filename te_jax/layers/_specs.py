@@ -1,27 +1,17 @@
 """Shardings of a dense layer's results on an Explicit mesh: what is gathered, and where a sum is left scattered.
 
-Under Auto axes the compiler decides this from the shardings around the layer; here types must say it. A mesh axis that
-splits x[*B, *C] along B and also kernel[*C, *F] along F cannot split the product along both. Along the first axis of B,
-the batch, it shards data (FSDP), and the kernel is gathered; along another one, the sequence, it is that of tensor
-parallelism, and x is. A MeshResource in force says it for axes that it names, as for arrays [s, b, ...].
+Under Auto axes the compiler decides this from the shardings around the layer; on Explicit axes types must say it. A
+mesh axis that splits x[*B, *C] along B and also kernel[*C, *F] along F cannot split the product along both. If it
+splits the first axis of B, the batch, it shards data (FSDP), and the kernel is gathered. If it splits another axis of
+B, the sequence, it serves tensor parallelism, and x is gathered. A role in the MeshResource in force goes before this,
+which serves arrays [s, b, ...] too.
 """
 
 from jax.sharding import PartitionSpec
 
-from te_jax._placement import mesh_axes
 from te_jax._types import on_explicit_mesh
-from te_jax.sharding import current_mesh_resource
-
-
-def entries(aval) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes of each axis of an array's type."""
-    spec = (*aval.sharding.spec, *[None] * (aval.ndim - len(aval.sharding.spec)))
-    return tuple(map(mesh_axes, spec))
-
-
-def spec_of(axes) -> PartitionSpec:
-    """The PartitionSpec of `entries`."""
-    return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in axes))
+from te_jax.sharding import current_mesh_resource, entries, spec_of
+from te_jax.sharding import explicit_spec as explicit_spec
 
 
 def dense_spec(x, kernel, contract: int, out=None) -> PartitionSpec | None:
@@ -55,8 +45,3 @@ def _shards_data(name: str, axis: int) -> bool:
     if resource is not None and name in (resource.tpsp_resource, resource.tp_resource):
         return False
     return axis == 0
-
-
-def explicit_spec(aval) -> PartitionSpec | None:
-    """The sharding that a type shows; None off Explicit meshes."""
-    return spec_of(entries(aval)) if on_explicit_mesh(aval) else None

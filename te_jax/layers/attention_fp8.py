@@ -11,7 +11,7 @@ from te_jax._arrays import as_jax
 from te_jax._check import NONE, Kind, check, one_of, warn_once
 from te_jax._types import align, like
 from te_jax.checkpoint_policies import ATTENTION, QUANTIZED, STATISTICS, named
-from te_jax.fp8 import AttentionMetas, TensorMeta, cotangent, seen
+from te_jax.fp8 import AttentionMetas, TensorMeta, cotangent, observation
 from te_jax.ops.attention.api import dot_product_attention, execute
 from te_jax.ops.attention.form import form_of
 from te_jax.ops.attention.mask import Band
@@ -145,7 +145,7 @@ def _scales(metas: AttentionMetas) -> AttentionMetas:
 def _store(x, meta: TensorMeta, scale, dtype) -> tuple[jax.Array, jax.Array]:
     """-> x [b..., s, h, d] in FP8, and its amax as `fp8.cotangent` takes it."""
     data, amax = quantize(x, scale, outputs=("data", "amax"), split=x.ndim - 2, dtype=dtype)
-    return data, seen(meta, amax, scale, lambda: x, dtype)
+    return data, observation(meta, amax, scale, lambda: x, dtype)
 
 
 def _dequantize(data, scale, dtype) -> jax.Array:

@@ -1,19 +1,19 @@
 """y = x . kernel + bias, in FP8 where a recipe is given."""
 
-from functools import partial
-
 import jax
-from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
+from jax.sharding import PartitionSpec
 
 from te_jax import fp8
 from te_jax._arrays import as_jax
 from te_jax._check import ARRAY, NONE, STRING, Kind, check, integer, warn_once
-from te_jax._types import align, like
+from te_jax._types import align
 from te_jax.checkpoint_policies import GEMM, named
-from te_jax.layers import _fp8
-from te_jax.layers._fp8 import Config, wide_of
 from te_jax.layers._specs import dense_spec
-from te_jax.layers.kernel import QuantizedKernel, taken
+from te_jax.layers.config import Config
+from te_jax.layers.gemms import plain_sum
+from te_jax.layers.projections import Operands, Static, project
+from te_jax.layers.tensor import wide_of
+from te_jax.layers.weight import Projection, QuantizedKernel, resolve_weight
 from te_jax.ops.gemm import dot
 from te_jax.ops.quantize import FLOAT
 
@@ -29,7 +29,7 @@ def dense(
     metas: fp8.DenseMetas | None = None,
     checkpoint=None,
     out=None,
-    grad_axes=None,
+    grad_spec: PartitionSpec | None = None,
     name: str = "te_jax.layers.dense",
 ) -> jax.Array:
     """y[*B, *F] = x[*B, *C] . kernel[*C, *F] + bias[*F] + residual[*B, *F].
@@ -44,23 +44,26 @@ def dense(
     checkpoint: name under which the quantized residuals are tagged for `jax.checkpoint` policies.
     out:        an array of y's shape. On an Explicit mesh a sum over shards of C stays scattered as this is, or as the
                 residual is without it.
-    grad_axes:  logical axes [*B, *F] that the FP8 gradient of y is gathered to, once for both GEMMs that read it, where
-                y lies otherwise outside, as under sequence parallelism.
+    grad_spec:  under Auto mesh axes, the sharding [*B, *F] that the FP8 gradient of y is gathered to, once for both
+                GEMMs that read it, where y lies otherwise outside, as under sequence parallelism.
     name:       what errors call this layer.
 
     Returns y of x's type. Raises ValueError for sizes that do not match, TypeError for operands that are not float.
     """
     x, kernel, bias, residual = as_jax(x, kernel, bias, residual)
-    kernel = taken(name, kernel, contract, recipe)
+    weight = resolve_weight(name, kernel, contract, recipe)
     check(name, "checkpoint", checkpoint, NONE | STRING)
-    check_dense(name, x, wide_of(kernel), bias, contract, recipe, metas)
-    check_residual(name, residual, (*x.shape[: x.ndim - contract], *wide_of(kernel).shape[contract:]), x.dtype)
+    check_dense(name, x, wide_of(weight), bias, contract, recipe, metas)
+    check_residual(name, residual, (*x.shape[: x.ndim - contract], *wide_of(weight).shape[contract:]), x.dtype)
     if recipe is None:
-        spec = dense_spec(jax.typeof(x), jax.typeof(kernel), contract, _type(residual if out is None else out))
-        y = dot(x, range(x.ndim - contract, x.ndim), kernel, range(contract), x.dtype, out_spec=spec)
-        return _fp8.plain_sum(named(y, GEMM), bias, residual)
-    config = Config.of(x, kernel, bias, contract, recipe, checkpoint, residual, _type(out), grad_axes)
-    return _staged_dense(*align(x, kernel, bias, residual), metas or fp8.STATELESS, config)
+        spec = dense_spec(jax.typeof(x), jax.typeof(weight), contract, _type(residual if out is None else out))
+        y = dot(x, range(x.ndim - contract, x.ndim), weight, range(contract), x.dtype, out_spec=spec)
+        return plain_sum(named(y, GEMM), bias, residual)
+    others = dict(checkpoint=checkpoint, residual=residual, out=_type(out), grad_spec=grad_spec)
+    config = Config.of(x, weight, bias, contract, recipe, **others)
+    x, weight, bias, residual = align(x, weight, bias, residual)
+    operands = Operands(x, (Projection(weight, bias, metas or fp8.STATELESS),), residual=residual)
+    return project(operands, Static((config,)))[0][0]
 
 
 METAS = NONE | Kind("fp8.DenseMetas", lambda metas: isinstance(metas, fp8.DenseMetas))
@@ -100,39 +103,6 @@ def check_dense(name, x, kernel, bias, contract, recipe, metas):
     fp8.check_recipe(name, recipe)
     fp8.check_metas(name, "metas", metas, recipe, "pass fp8.DenseMetas")
     for what, a, add in (("x", x, "x[None]"), ("kernel", kernel, "kernel[..., None]")):
-        if recipe.block_scaled and a.ndim == contract:
+        if a.ndim - contract < recipe.granularity.free_axes:
             kind = type(recipe).__name__
             raise ValueError(f"{name}: {what} has no axis but those contracted, {kind} needs one more; pass {add}.")
-
-
-def _quantize(x, kernel, metas, config, train, wgrad):
-    use = _fp8.uses(config.recipe, train, wgrad)
-    q, _ = _fp8.quantize_tensor("x", x, metas.x, x.ndim - config.contract, config.x, use["x"], config)
-    return q, _fp8.quantize_kernel(kernel, metas.kernel, use["kernel"], config)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _dense(x, kernel, bias, residual, metas, config):
-    q, w = _quantize(x, kernel, metas, config, train=False, wgrad=False)
-    return _fp8.fprop(q, w, bias, config, residual)
-
-
-def _dense_fwd(x, kernel, bias, residual, metas, config):
-    wgrad = _fp8.has_gradient(kernel)
-    x, kernel, bias, residual, metas = values_of((x, kernel, bias, residual, metas))
-    q, w = _quantize(x, kernel, metas, config, train=True, wgrad=wgrad)
-    return _fp8.fprop(q, w, bias, config, residual), (*_fp8.saved(_fp8.by_name(q, config), w, config, wgrad), metas)
-
-
-def _dense_bwd(config, residuals, dy):
-    q, w, metas = residuals
-    dy = _fp8.materialized(dy)
-    grad, dbias = _fp8.quantize_grad(dy, metas.grad, config, q.for_wgrad)
-    dx = like(_fp8.dgrad([(grad, w, config)]), config.x)
-    dkernel, dmetas = _fp8.kernel_grads(q, w, grad, metas, config)
-    dresidual = like(dy, config.residual) if config.residual is not None else None
-    return dx, dkernel, dbias, dresidual, dmetas
-
-
-_dense.defvjp(_dense_fwd, _dense_bwd, symbolic_zeros=True)
-_staged_dense = _fp8.staged(_dense, 5)

@@ -2,26 +2,21 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
-from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
 from te_jax import fp8
 from te_jax._arrays import as_jax
 from te_jax._check import BOOL, NONE, STRING, Kind, check, tuple_of
 from te_jax._types import align, like
-from te_jax.checkpoint_policies import STATISTICS, named
-from te_jax.layers import _fp8
-from te_jax.layers._fp8 import Config, Fp8Tensor, Uses, wide_of
 from te_jax.layers._specs import explicit_spec
+from te_jax.layers.config import Config
 from te_jax.layers.dense import check_dense, dense
-from te_jax.layers.kernel import QuantizedKernel, taken
+from te_jax.layers.projections import Operands, Static, project
+from te_jax.layers.tensor import wide_of
+from te_jax.layers.weight import Projection, resolve_weight
 from te_jax.ops import norm as norm_op
 from te_jax.ops.gemm import gemm_sum
-from te_jax.ops.norm_block import norm_block_fwd
 
 
 def layernorm(
@@ -34,20 +29,14 @@ def layernorm(
     epsilon=1e-6,
     name: str = "te_jax.layers.layernorm",
 ) -> jax.Array:
-    """LayerNorm or RMSNorm ("rmsnorm", beta None) over the last axis of x [..., h]; gamma, beta [h]. -> x's type.
+    """LayerNorm, or RMSNorm where norm is "rmsnorm" and beta None, over the last axis of x [..., h]; gamma, beta [h].
 
-    zero_centered_gamma: gamma + 1 is applied. epsilon: above 0. name: what errors call this layer. Raises ValueError or
-    TypeError as `te_jax.ops.norm.norm`.
+    zero_centered_gamma: gamma + 1 is applied. epsilon: above 0. name: what errors call this layer.
+
+    Returns an array of x's shape and type. Raises ValueError for an unknown norm or sizes that do not match, TypeError
+    for operands that are not floating point.
     """
     return norm_op.norm(x, gamma, beta, kind=norm, zero_centered=zero_centered_gamma, eps=epsilon, name=name)
-
-
-class Projection(NamedTuple):
-    """One of several dense layers that read the same norm."""
-
-    kernel: jax.Array | QuantizedKernel  # [h, *F]
-    bias: jax.Array | None  # [*F]
-    metas: fp8.DenseMetas | None  # under a recipe with state
 
 
 _ALSO = tuple_of(Kind("a Projection", lambda p: isinstance(p, Projection)))
@@ -71,24 +60,27 @@ def layernorm_dense(
     checkpoint=None,
     name: str = "te_jax.layers.layernorm_dense",
 ) -> tuple[jax.Array, ...]:
-    """(y, ln_out or None): ln_out = norm(x), y[*B, *F] = ln_out[*B, h] . kernel[h, *F] + bias[*F].
+    """y[*B, *F] = ln_out[*B, h] . kernel[h, *F] + bias[*F] with ln_out = norm(x).
 
-    x [*B, h]; gamma, beta [h]; the other arguments as in `layernorm` and `dense`. Under a recipe ln_out is quantized
-    from f32, before it is rounded to x's type; after that under one of block scales. Raises ValueError or TypeError as
-    they do.
+    x [*B, h]; gamma, beta [h]; the other arguments are described in `layernorm` and `dense`. Under a recipe ln_out is
+    quantized from f32, before it is rounded to x's type; under a recipe of block scales it is rounded first.
 
+    return_layernorm_output: the second result is ln_out, else None.
     return_input: a third result is x itself, for a residual connection: the gradient that comes back through it is
                   added in the norm's backward kernel, not in a pass of its own.
-    also:         more kernels that read ln_out, as those of keys and values beside that of queries. y is then the tuple
-                  of all products, and under a recipe ln_out is quantized once, with the scale of the first. ln_out's
-                  gradient through all of them crosses devices as one sum.
+    also:         more kernels that read ln_out, as keys and values have beside queries. y is then the tuple of all
+                  products, and under a recipe ln_out is quantized once, with the scale of the first. The gradient that
+                  ln_out gets from all of them crosses devices as one sum.
+
+    Returns (y, ln_out or None), or (y, ln_out or None, x). Raises ValueError for sizes that do not match, TypeError for
+    operands that are not float.
     """
     check(name, "also", also, _ALSO)
     check(name, "checkpoint", checkpoint, NONE | STRING)
     x, gamma, beta = as_jax(x, gamma, beta)
     projections = [Projection(*as_jax(*p)) for p in ((kernel, bias, metas), *also)]
-    projections = [p._replace(kernel=taken(name, p.kernel, 1, recipe)) for p in projections]
-    norm_op.check(name, x, gamma, beta, norm, epsilon, zero_centered_gamma)
+    projections = [p._replace(kernel=resolve_weight(name, p.kernel, 1, recipe)) for p in projections]
+    norm_op.check_norm(name, x, gamma, beta, norm, epsilon, zero_centered_gamma)
     check(name, "return_layernorm_output", return_layernorm_output, BOOL)
     check(name, "return_input", return_input, BOOL)
     for p in projections:
@@ -100,13 +92,12 @@ def layernorm_dense(
         each = _dense_of_one_sum if also else _dense_each
         y = each(*align(ln_out, *(w for p in projections for w in (p.kernel, p.bias))))
     else:
-        attrs = norm_attrs(norm, zero_centered_gamma, epsilon)
-        configs = tuple(Config.of(x, p.kernel, p.bias, 1, recipe, checkpoint) for p in projections)
-        x, gamma, beta, *weights = align(x, gamma, beta, *(w for p in projections for w in (p.kernel, p.bias)))
+        configs = tuple(Config.of(x, p.kernel, p.bias, 1, recipe, checkpoint=checkpoint) for p in projections)
         metas = [p.metas or fp8.STATELESS for p in projections]
-        aligned = tuple(map(Projection, weights[::2], weights[1::2], metas))
-        static = configs, attrs, bool(return_layernorm_output), bool(return_input)
-        y, ln_out, x = _staged_norm_dense(x, gamma, beta, aligned, static)
+        x, gamma, beta, weights = align(x, gamma, beta, [p[:2] for p in projections])
+        operands = Operands(x, tuple(Projection(*w, m) for w, m in zip(weights, metas)), gamma, beta)
+        static = configs, norm_op.Norm.of(norm, zero_centered_gamma, epsilon)
+        y, ln_out, x = project(operands, Static(*static, bool(return_layernorm_output), bool(return_input)))
     out = y if also else y[0], ln_out if return_layernorm_output else None
     return (*out, x) if return_input else out
 
@@ -130,94 +121,3 @@ def _dense_bwd(residuals, dy):
 
 
 _dense_of_one_sum.defvjp(lambda *args: (_dense_each(*args), args), _dense_bwd)
-
-
-def norm_attrs(norm, zero_centered_gamma, epsilon) -> tuple:
-    """The static attributes of te_norm_fwd, hashable."""
-    return (("eps", float(epsilon)), ("rms", norm == "rmsnorm"), ("zero_centered", bool(zero_centered_gamma)))
-
-
-def quantize_norm(x, gamma, beta, meta, use: Uses, config: Config, attrs, with_ln_out=False):
-    """norm(x) as its GEMMs read it, norm(x) of x's type if asked for, and the statistics (mean or None, rstd)."""
-    run = partial(norm_op.norm_fwd, dtype=_fp8.fp8_type("x", config), **dict(attrs))
-    mean = () if dict(attrs)["rms"] else ("mean",)
-    if config.recipe.block_scaled:
-        if _fp8.fuses_blocks(use, config) and not with_ln_out:
-            op = partial(norm_block_fwd, x, gamma, beta, **dict(attrs))
-            q, got = _fp8.fused_blocks("x", op, use, config, (*mean, "rstd"))
-            return q, None, (got.get("mean"), got["rstd"])
-        y, *stats = run(x, gamma, beta, None, outputs=("y", *mean, "rstd"))
-        q, _ = _fp8.quantize_blocks("x", y, y.ndim - 1, use, config)
-        return q, y if with_ln_out else None, (stats[0] if mean else None, stats[-1])
-    measure = lambda: run(x, gamma, beta, None, outputs=("rstd", "amax"))[1]
-    scale = _fp8.scale_of("x", meta, measure, config.x, use, config)
-    outputs = (
-        *(("y",) if with_ln_out or use.wide else ()),
-        *use.layouts,
-        *mean,
-        "rstd",
-        *_fp8.statistics(use, config),
-    )  # in the op's order
-    operands = x, gamma, beta, scale if use.layouts else None
-    wide = lambda: run(x.astype(jnp.float32), gamma, beta, None, outputs=("y", "rstd"))[0]
-    got = _fp8.probed(dict(zip(outputs, run(*operands, outputs=outputs))), "x", meta, scale, wide, config)
-    q = Fp8Tensor.of(got, got["y"] if use.wide else None, scale)
-    return q, got["y"] if with_ln_out else None, (got.get("mean"), got["rstd"])
-
-
-def norm_backward(dnorm, x, stats, gamma, beta, attrs, dresidual=None):
-    """-> dx + dresidual, dgamma, dbeta."""
-    attrs = dict(attrs)
-    kind = dict(rms=attrs["rms"], zero_centered=attrs["zero_centered"])
-    return norm_op.backward(dnorm, x, *stats, gamma, beta, dres=dresidual, **kind)
-
-
-def _forward(x, gamma, beta, projections, static, train, wgrad):
-    configs, attrs, with_ln_out, _ = static
-    use = _fp8.uses(configs[0].recipe, train, wgrad)
-    q, ln_out, stats = quantize_norm(x, gamma, beta, projections[0].metas.x, use["x"], configs[0], attrs, with_ln_out)
-    weights = [
-        _fp8.quantize_kernel(p.kernel, p.metas.kernel, use["kernel"], config) for p, config in zip(projections, configs)
-    ]
-    y = tuple(_fp8.fprop(q, w, p.bias, config) for w, p, config in zip(weights, projections, configs))
-    return y, ln_out, q, weights, stats
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _norm_dense(x, gamma, beta, projections, static):
-    y, ln_out, *_ = _forward(x, gamma, beta, projections, static, train=False, wgrad=False)
-    return y, ln_out, x if static[-1] else None
-
-
-def _norm_dense_fwd(x, gamma, beta, projections, static):
-    wgrads = [_fp8.has_gradient(p.kernel) for p in projections]
-    x, gamma, beta, projections = values_of((x, gamma, beta, projections))
-    y, ln_out, q, weights, stats = _forward(x, gamma, beta, projections, static, train=True, wgrad=any(wgrads))
-    q = _fp8.by_name(q, static[0][0])
-    operands = [_fp8.saved(q, w, *rest) for w, *rest in zip(weights, static[0], wgrads)]
-    out = y, ln_out, x if static[-1] else None
-    return out, (operands, [p.metas for p in projections], (x, named(stats, STATISTICS), gamma, beta))
-
-
-def _norm_dense_bwd(static, residuals, cotangents):
-    operands, metas, (x, stats, gamma, beta) = residuals
-    configs, attrs, *_ = static
-    dy, *others = cotangents
-    dln_out, dx_out = (None if isinstance(d, SymbolicZero) else d for d in others)  # None also if it is no result
-    grads, dbiases = zip(
-        *(
-            _fp8.quantize_grad(_fp8.materialized(d), m.grad, config, q.for_wgrad)
-            for d, m, config, (q, _) in zip(dy, metas, configs, operands)
-        )
-    )
-    dnorm = _fp8.dgrad([(grad, w, config) for grad, (_, w), config in zip(grads, operands, configs)], dln_out)
-    dprojections = []
-    for (q, w), grad, m, dbias, config in zip(operands, grads, metas, dbiases, configs):
-        dkernel, dmetas = _fp8.kernel_grads(q, w, grad, m, config)
-        dprojections.append(Projection(dkernel, dbias, dmetas))
-    dx, dgamma, dbeta = norm_backward(like(dnorm, x), x, stats, gamma, beta, attrs, dx_out)
-    return dx, dgamma, dbeta, tuple(dprojections)
-
-
-_norm_dense.defvjp(_norm_dense_fwd, _norm_dense_bwd, symbolic_zeros=True)
-_staged_norm_dense = _fp8.staged(_norm_dense, 4)

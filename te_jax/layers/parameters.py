@@ -9,9 +9,9 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from te_jax.layers._fp8 import Uses
-from te_jax.layers.kernel import GradientSlot, QuantizedKernel, check_quantized, quantized, turned
-from te_jax.recipe import Float8CurrentScaling, Recipe
+from te_jax.layers.tensor import Uses
+from te_jax.layers.weight import GradientSlot, QuantizedKernel, check_quantized, quantize_alone, swap_groups
+from te_jax.recipe import Recipe
 
 
 def second(_, other, *more):
@@ -36,36 +36,27 @@ def map_kernels(of_kernels, params, *rest, of_others=lambda leaf, *more: leaf):
     return jax.tree.map(at, params, *rest, is_leaf=lambda node: is_kernel(node) or _is_box(node))
 
 
-def of_parameters(recipe: Recipe) -> Recipe:
-    """The recipe by which parameters are quantized. Scales of delayed scaling are those of steps to come: a parameter
-    has that of its own amax."""
-    if not recipe.has_state:
-        return recipe
-    shared = {name: getattr(recipe, name) for name in ("fp8_format", "override_linear_precision")}
-    return Float8CurrentScaling(**shared)
-
-
 def _is_box(leaf) -> bool:
     return hasattr(leaf, "names") and hasattr(leaf, "unbox")  # Flax takes a second to import
 
 
-def unboxed(tree):
+def unbox(tree):
     """`tree` without boxes of logical axes."""
     return jax.tree.map(lambda leaf: leaf.unbox(False) if _is_box(leaf) else leaf, tree, is_leaf=_is_box)
 
 
-def array_of(q: QuantizedKernel, array: jax.Array):
-    """`array` [..., *C, *F] in a box as that of `q`, if it has one."""
+def box_array(q: QuantizedKernel, array: jax.Array):
+    """`array` [..., *C, *F], in a box like the one around the data of `q`, if there is one."""
     box = q.tensor.data if q.tensor.data_t is None else q.tensor.data_t
     if not _is_box(box):
         return array
-    names = box.names if q.tensor.data_t is None else turned(box.names, q.features, q.contract)
+    names = box.names if q.tensor.data_t is None else swap_groups(box.names, q.features, q.contract)
     return box.replace(value=array, names=names)
 
 
-def dequantized(q: QuantizedKernel):
+def dequantize_boxed(q: QuantizedKernel):
     """Its values in f32, [..., *C, *F]."""
-    return array_of(q, replace(unboxed(q), dtype=jnp.dtype(jnp.float32)).dequantize())
+    return box_array(q, replace(unbox(q), dtype=jnp.dtype(jnp.float32)).dequantize())
 
 
 def with_arrays(params, arrays):
@@ -73,20 +64,22 @@ def with_arrays(params, arrays):
     return map_kernels(second, params, arrays)
 
 
-def slots(params):
+def gradient_slots(params):
     """`params` with zeros [..., *C, *F] of its dtype in the place of each QuantizedKernel: the form of the gradient."""
-    return map_kernels(lambda q: array_of(q, jnp.zeros_like(unboxed(q).dequantize())), params)
+    return map_kernels(lambda q: box_array(q, jnp.zeros_like(unbox(q).dequantize())), params)
 
 
 def with_slots(params, arrays):
-    """`arrays`, of `slots`, with the QuantizedKernels of `params` in their places again, whose gradients go to them.
-    Nothing reads the values that stood there."""
+    """`arrays`, as `gradient_slots` makes them, with the QuantizedKernels of `params` in their places again.
+
+    Gradients of these kernels go to the arrays that stood there, whose values nothing reads.
+    """
     return map_kernels(lambda q, array: q.with_wide(GradientSlot(array)), params, arrays, of_others=second)
 
 
-def requantized(q: QuantizedKernel, array, recipe: Recipe, what: str) -> QuantizedKernel:
+def requantize(q: QuantizedKernel, array, recipe: Recipe, what: str) -> QuantizedKernel:
     """`array` [..., *C, *F] in the place of `q`: with its layouts, dtype and boxes, quantized as `recipe`, which is one
-    of `of_parameters`, quantizes a kernel.
+    of `Recipe.for_parameters`, quantizes a kernel.
 
     Raises ValueError, naming `what`, if `recipe` is of another form than `q`.
     """
@@ -96,7 +89,7 @@ def requantized(q: QuantizedKernel, array, recipe: Recipe, what: str) -> Quantiz
             return jax.vmap(one)(q, array)
         check_quantized(what, q, q.shape, q.contract, recipe)
         use = Uses(q.tensor.data is not None, q.tensor.data_t is not None, False)
-        return replace(q, tensor=quantized(array, None, use, recipe, q.contract))
+        return replace(q, tensor=quantize_alone(array, None, use, recipe, q.contract))
 
-    new = one(unboxed(q), unboxed(array))
+    new = one(unbox(q), unbox(array))
     return jax.tree.map(lambda old, new: old.replace(value=new) if _is_box(old) else new, q, new, is_leaf=_is_box)

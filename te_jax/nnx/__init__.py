@@ -1,4 +1,4 @@
-"""Flax NNX modules: those of `te_jax.flax`, their variables as attributes, and FP8 state as `Fp8State`."""
+"""Flax NNX modules for the modules of `te_jax.flax`, with variables as attributes and FP8 state as `Fp8State`."""
 
 from te_jax.nnx._layer import Fp8State as Fp8State
 from te_jax.nnx._layer import Layer as Layer

@@ -1,7 +1,7 @@
-"""A module of `te_jax.flax` as an NNX module: variables are attributes, submodules are modules.
+"""Modules of `te_jax.flax` as NNX modules: variables and submodules are attributes.
 
-What is computed, and with which parameters, stands in the Linen modules alone. A `Layer` is built from one: `lazy_init`
-makes the variables, which become attributes, and a call hands them to `apply`. So the two agree bit for bit.
+The Linen modules alone define parameters and computations. A `Layer` holds a Linen module: `lazy_init` makes the
+variables, which become attributes, and a call hands them to `apply`. So both give the same results, bit for bit.
 """
 
 import contextlib
@@ -23,50 +23,56 @@ from te_jax.flax._fields import SIZES, check_fields
 from te_jax.flax._state import describe, on_missing_state
 from te_jax.flax.cache import COLLECTION as CACHE
 from te_jax.fp8 import FP8_COLLECTION, current_recipe
+from te_jax.fp8_metas import recipe_with_state
 from te_jax.recipe.delayed import SCALE
 
 
 class Fp8State(nnx.Variable):
-    """A leaf of FP8 state, as `te_jax.fp8` has it: `{tensor}_scale` f32[1] or `{tensor}_amax_history` f32[L].
+    """A leaf of FP8 state: `{tensor}_scale` f32[1] or `{tensor}_amax_history` f32[L].
 
-    No `nnx.Param`: `nnx.grad` and `nnx.Optimizer(..., wrt=nnx.Param)` leave it alone; `te_jax.nnx.value_and_grad` moves
-    it.
+    It is no `nnx.Param`, so `nnx.grad` and `nnx.Optimizer(..., wrt=nnx.Param)` leave it alone.
+    `te_jax.nnx.value_and_grad` updates it.
     """
 
 
-_TYPES = {"params": nnx.Param, FP8_COLLECTION: Fp8State, CACHE: nnx.Cache}  # of variables, by Linen's collections
-nnx.register_variable_name(FP8_COLLECTION, Fp8State, overwrite=True)  # what nnx.bridge.ToNNX makes of it
+# {Linen collection: type of its variables}
+_TYPES = {"params": nnx.Param, FP8_COLLECTION: Fp8State, CACHE: nnx.Cache}
+nnx.register_variable_name(FP8_COLLECTION, Fp8State, overwrite=True)  # For nnx.bridge.ToNNX.
 
 
 def collection_of(variable: nnx.Variable) -> str | None:
-    """The Linen collection that a variable belongs to; None: none of those that `te_jax.flax` has."""
+    """The Linen collection of a variable, None if it belongs to no collection of `te_jax.flax`."""
     return next((name for name, kind in _TYPES.items() if isinstance(variable, kind)), None)
 
 
 def example(*features: int) -> ShapeDtypeStruct:
-    """Inputs [batch, sequence, *features], as `lazy_init` wants them: sizes that the mesh in force divides."""
-    size = 2 * math.prod(jax.sharding.get_abstract_mesh().shape.values())  # twice: balanced causal attention
+    """Inputs [batch, sequence, *features] for `lazy_init`, of sizes that the mesh in force divides."""
+    # The factor of 2 is for balanced causal attention, which cuts each device's sequence in two.
+    size = 2 * math.prod(jax.sharding.get_abstract_mesh().shape.values())
     return ShapeDtypeStruct((size, size, *features), jnp.bfloat16)
 
 
 class Layer(nnx.Module):
     """A module of `te_jax.flax` with its variables.
 
-    Attributes: the parameters (`nnx.Param`, those of low-rank adaptation `nnx.LoRAParam`), under autocast the FP8 state
-    (`Fp8State`), when decoding the cache (`nnx.Cache`), and the submodules, all named as in the Linen module's
-    collections; `linen`, the Linen module, whose fields can be read here too; `deterministic`, False: what calls go by
-    that do not say it; `rngs`, the stream of dropout's keys, where some rate is not 0.
+    The attributes are named as in the collections of the Linen module: parameters (`nnx.Param`; those of low-rank
+    adaptation are `nnx.LoRAParam`), the FP8 state under autocast (`Fp8State`), the cache when decoding (`nnx.Cache`)
+    and submodules. Further attributes:
 
-    A subclass names the Linen module as `linen_type` and says in `inputs` what it is initialised with. The constructor
-    takes the arguments of `inputs`, then the Linen module's fields, and `rngs`. Made under `te_jax.autocast` a module
-    has the FP8 state of that recipe. Initial values are those of Linen's `init` with the key `rngs.params()`. Where a
-    mesh and logical axis rules (`flax.linen.logical_axis_rules`) are in force, parameters lie by them, and tell so in
-    their metadata `out_sharding`.
+    linen:         The Linen module. Its fields can be read as attributes too.
+    deterministic: False. The default of calls.
+    rngs:          The stream of keys for dropout, where some rate is not 0; else None.
+
+    A subclass has the Linen module's class as `linen_type` and returns in `inputs` what to initialize it with. The
+    constructor takes the arguments of `inputs`, then the fields of the Linen module, and `rngs`. A module that is made
+    under `te_jax.autocast` has the FP8 state of that recipe. Initial values equal Linen's `init` with the key
+    `rngs.params()`. Under a mesh and logical axis rules (`flax.linen.logical_axis_rules`) parameters are sharded by
+    them, which their metadata `out_sharding` says.
     """
 
     linen_type: type[nn.Module] = nn.Module
-    defaults: dict = {}  # of fields, where they are others than the Linen module's
-    init_fields: dict = {}  # that the Linen module has while it is initialised
+    defaults: dict = {}  # Defaults of fields that the Linen module has others for.
+    init_fields: dict = {}  # Fields that the Linen module has while it is initialized.
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -75,7 +81,7 @@ class Layer(nnx.Module):
             cls.__signature__ = _signature(cls)
 
     def __init__(self, *args, rngs: nnx.Rngs | None = None, **kwargs):
-        part = args[0] if args and isinstance(args[0], nn.Module) else None  # its parent gives it its variables
+        part = args[0] if args and isinstance(args[0], nn.Module) else None  # Its parent sets its variables.
         if part is None:
             bound = bind(type(self).__name__, _signature(type(self)), args, {"rngs": rngs, **kwargs})
             bound.apply_defaults()
@@ -87,7 +93,7 @@ class Layer(nnx.Module):
                         f"te_jax.flax, and assign the attribute {name} of what comes out."
                     )
         self.linen = self.linen_type(**fields, parent=None) if part is None else part
-        self.parts = ()  # pairs (name, Linen module) of the submodules
+        self.parts = ()  # Pairs (name, Linen module) of the submodules.
         if "deterministic" in _call(type(self.linen)).parameters:
             self.deterministic = False
         self.rngs = nnx.data(None)
@@ -96,25 +102,27 @@ class Layer(nnx.Module):
         if not isinstance(rngs, nnx.Rngs):
             raise TypeError(f"{type(self).__name__}: rngs is {rngs!r}; pass nnx.Rngs(seed).")
         del bound.arguments["rngs"]
-        check_fields(self.linen)  # before sizes follow from them
+        check_fields(self.linen)  # `inputs` computes sizes from fields.
         for name, size in bound.arguments.items():
             if kind := SIZES.get(bound.signature.parameters[name].annotation):
                 check(type(self).__name__, name, size, kind)
-        self._initialise(type(self).inputs(self.linen, **bound.arguments), rngs)
+        self._initialize(type(self).inputs(self.linen, **bound.arguments), rngs)
         if self._drops:
             self.rngs = rngs[self._stream].fork()
 
     @staticmethod
     def inputs(linen: nn.Module) -> tuple:
-        """Arguments of `linen`'s call, arrays as ShapeDtypeStructs; further parameters are the constructor's."""
+        """The arguments to initialize `linen` with, arrays as ShapeDtypeStructs. The constructor takes the other
+        parameters of this method."""
         raise NotImplementedError
 
-    def _initialise(self, inputs: tuple, rngs: nnx.Rngs):
-        modules = {}  # by path
+    def _initialize(self, inputs: tuple, rngs: nnx.Rngs):
+        """Sets variables and submodules as attributes, as Linen's `lazy_init` with `inputs` makes them."""
+        modules = {}  # {path: Linen module}
 
         def note(call, args, kwargs, context):
             if context.method_name == "__call__":
-                modules[context.module.path] = _detached(context.module)
+                modules[context.module.path] = _detach(context.module)
             return call(*args, **kwargs)
 
         def call(linen, *arrays):
@@ -136,12 +144,13 @@ class Layer(nnx.Module):
             setattr(node, name, _variable(collection, name, value))
 
     def __call__(self, *args, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None, **kwargs):
-        """As the Linen module's call, with `deterministic` (None: the attribute) where that has it.
+        """The result of the Linen module's call with these arguments.
 
-        rngs: where dropout's key comes from in place of the attribute.
-        decode=True reads and writes the cache of the module's attributes; see `te_jax.flax.MultiHeadAttention`.
+        rngs: The source of dropout's key, in place of the attribute.
 
-        A submodule that was replaced is called in the old one's place, with its arguments.
+        `deterministic` is the attribute if it is None or not given. decode=True reads and writes the cache in the
+        module's attributes; see `te_jax.flax.MultiHeadAttention`. A submodule that was replaced is called in place of
+        the old one, with its arguments.
 
         Raises what the Linen module raises; ValueError where dropout has no key, and where the recipe in force needs
         FP8 state that the module lacks.
@@ -150,11 +159,12 @@ class Layer(nnx.Module):
         if hasattr(self, "deterministic") and call.arguments.get("deterministic") is None:
             call.arguments["deterministic"] = self.deterministic
         variables, replaced = self._gather()
-        _heed_gradients(type(self).__name__, variables)
+        _warn_of_lone_gradients(type(self).__name__, variables)
         decode = call.arguments.get("decode", False)
         keys = {} if call.arguments.get("deterministic", True) else self._keys(rngs)
         options = dict(rngs=keys, mutable=[CACHE] if decode else False)
-        with _errors_of_state(), nn.intercept_methods(_calling(replaced)) if replaced else contextlib.nullcontext():
+        intercepted = nn.intercept_methods(_intercept(replaced)) if replaced else contextlib.nullcontext()
+        with _errors_of_state(), intercepted:
             out = self.linen.apply(unflatten_dict(variables), *call.args, **options, **call.kwargs)
         if not decode:
             return out
@@ -170,7 +180,7 @@ class Layer(nnx.Module):
         return out
 
     def set_view(self, deterministic: bool | None = None):
-        """For `nnx.view`."""
+        """Sets the attribute `deterministic`; `nnx.view` calls this."""
         if deterministic is not None and hasattr(self, "deterministic"):
             self.deterministic = deterministic
 
@@ -189,8 +199,8 @@ class Layer(nnx.Module):
         super().__setattr__(name, value)
 
     def _gather(self, path: tuple[str, ...] = ()) -> tuple[dict, dict]:
-        """The values of the variables, by (collection, *path, name), and the modules that were put in the place of
-        submodules, by path; `path` is that of this one."""
+        """{(collection, *path, name): value} of the variables, and {path: module} of the modules that replaced
+        submodules. path: The path of this module."""
         parts, variables, replaced = dict(self.parts), {}, {}
         for name, value in vars(self).items():
             if isinstance(value, nnx.Variable) and (collection := collection_of(value)):
@@ -204,12 +214,13 @@ class Layer(nnx.Module):
 
     @property
     def _drops(self) -> bool:
-        """Whether some rate of dropout is not 0."""
+        """Whether some dropout rate is above 0."""
         values = (getattr(self.linen, name) for name in _fields(type(self.linen)) if "drop" in name)
         return any(isinstance(value, int | float) and value > 0 for value in values)
 
     @property
     def _stream(self) -> str:
+        """The name of the stream of keys for dropout."""
         fields = [name for name in _fields(type(self.linen)) if name.endswith("rng_name")]
         return getattr(self.linen, fields[0])
 
@@ -230,7 +241,7 @@ class Layer(nnx.Module):
 _RNGS = Kind(
     "nnx.Rngs, one of its streams or a key", lambda rngs: isinstance(rngs, nnx.Rngs | nnx.RngStream | jax.Array)
 )
-_layers: dict[type[nn.Module], type[Layer]] = {}  # the class that stands for a Linen module
+_layers: dict[type[nn.Module], type[Layer]] = {}  # {Linen class: the class for its submodules}
 
 
 @cache
@@ -241,14 +252,14 @@ def _fields(linen_type: type[nn.Module]) -> tuple[str, ...]:
 @cache
 def _call(linen_type: type[nn.Module]) -> inspect.Signature:
     signature = inspect.signature(linen_type.__call__)
-    return signature.replace(parameters=list(signature.parameters.values())[1:])  # without self
+    return signature.replace(parameters=list(signature.parameters.values())[1:])  # Without self.
 
 
 @cache
 def _signature(cls: type[Layer]) -> inspect.Signature:
-    """Of the constructor: the parameters of `inputs`, the fields, rngs."""
+    """The signature of the constructor: parameters of `inputs`, fields of the Linen module, rngs."""
     parameter = inspect.Parameter
-    sizes = list(inspect.signature(cls.inputs).parameters.values())[1:]  # without the Linen module
+    sizes = list(inspect.signature(cls.inputs).parameters.values())[1:]  # Without the Linen module.
     fields = []
     for f in dataclasses.fields(cls.linen_type):
         if f.name in _fields(cls.linen_type):
@@ -260,39 +271,41 @@ def _signature(cls: type[Layer]) -> inspect.Signature:
     return inspect.Signature([*by_place, *fields, *(p for p in sizes if p not in by_place), rngs])
 
 
-def _detached(linen: nn.Module) -> nn.Module:
-    """A submodule alone, with the default initialisers: its parent's are functions made in its call, equal to nothing,
-    and two layers of equal fields shall be one to `nnx.jit`."""
+def _detach(linen: nn.Module) -> nn.Module:
+    """A submodule without its parent, and with default initializers.
+
+    The parent makes initializers in its call, and such a function equals no other; but `nnx.jit` has to see two layers
+    of equal fields as equal.
+    """
     inits = {f.name: f.default for f in dataclasses.fields(linen) if f.name.endswith("_init")}
     return linen.clone(parent=None, name=None, **inits)
 
 
 def _variable(collection: str, name: str, value) -> nnx.Variable:
-    """The variable of a leaf as `init` returns it, in a box with its logical axes or bare."""
+    """The variable for a leaf that `init` returned, in a box with its logical axes or without a box."""
     metadata = {}
     rules, mesh = nn.get_logical_axis_rules(), jax.sharding.get_abstract_mesh()
     if isinstance(value, nn.LogicallyPartitioned):
         if rules and not mesh.empty:
             metadata["out_sharding"] = tuple(nn.logical_to_mesh_axes(value.names, rules))
-    elif isinstance(value, nn.Partitioned) and not mesh.empty:  # mesh axes already
+    elif isinstance(value, nn.Partitioned) and not mesh.empty:  # Its names are mesh axes.
         metadata["out_sharding"] = tuple(value.names)
     kind = nnx.LoRAParam if collection == "params" and "lora_" in name else _TYPES[collection]
     return kind(nn.meta.unbox(value), **metadata)
 
 
-def _heed_gradients(name: str, variables: dict):
-    """Tells of parameters that are differentiated while FP8 state is not, as by `nnx.value_and_grad`."""
-    recipe = current_recipe()
-    if recipe is None or not recipe.has_state:
+def _warn_of_lone_gradients(name: str, variables: dict):
+    """Warns of parameters that are differentiated while FP8 state is not, as by `nnx.value_and_grad`."""
+    if recipe_with_state() is None:
         return
     states = [x for (collection, *_, leaf), x in variables.items() if collection == FP8_COLLECTION and SCALE in leaf]
     parameters = jax.tree.leaves([x for (collection, *_), x in variables.items() if collection == "params"])
     floating = [x for x in parameters if jnp.issubdtype(x.dtype, jnp.floating)]
     if states and any(isinstance(x, jax.core.Tracer) for x in floating):
-        _watch(name, floating, states)  # its result is of no use, and computes nothing
+        _watch(name, floating, states)  # Its result is not used, so it computes nothing.
 
 
-@partial(jax.jit, static_argnums=0, inline=True)  # outside of it `jax.shard_map` has no rule for symbolic zeros
+@partial(jax.jit, static_argnums=0, inline=True)  # `jax.shard_map` has no rule for symbolic zeros.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _watch(name, parameters, states):
     return jnp.zeros(())
@@ -313,9 +326,9 @@ def _watch_fwd(name, parameters, states):
 _watch.__wrapped__.defvjp(_watch_fwd, lambda name, _, g: (None, None), symbolic_zeros=True)
 
 
-def _calling(replaced: dict):
-    """An interceptor that calls the modules of `replaced` where Linen calls a submodule of that path."""
-    root = None  # of the `apply` that this is for; the replacing modules may have theirs
+def _intercept(replaced: dict):
+    """An interceptor that calls the modules of `replaced`, {path: module}, in place of Linen's submodules."""
+    root = None  # The root scope of this `apply`: a replacing module may have an `apply` of its own.
 
     def interceptor(call, args, kwargs, context):
         nonlocal root
@@ -329,7 +342,7 @@ def _calling(replaced: dict):
 
 @contextlib.contextmanager
 def _errors_of_state():
-    """Within it missing FP8 state is an error: fresh state would be forgotten, and another time it is again."""
+    """Makes missing FP8 state an error within the block: each call would start from fresh state and forget it."""
 
     def refuse(module, name, mutable):
         recipe = type(current_recipe()).__name__

@@ -1,4 +1,4 @@
-"""Variables between NNX modules and Linen's collections, and FP8 state between recipes."""
+"""Conversion of variables between NNX modules and Linen's collections, and of FP8 state between recipes."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -12,18 +12,20 @@ from te_jax.fp8_metas import convert_fp8_metas
 from te_jax.nnx._layer import Fp8State, collection_of
 from te_jax.recipe import Recipe
 
-Module = TypeVar("Module", bound=nnx.Module)
+AnyModule = TypeVar("AnyModule", bound=nnx.Module)
 
 
 def collections_of(state: nnx.State) -> dict:
-    """{collection: {name: ... array}}: Linen's form of a state; of variables that `te_jax.flax` has no collection for,
-    nothing. Indices, as of an nnx.List, become strings."""
+    """The variables of `state` in Linen's form, {collection: {name: ... array}}.
+
+    Variables that belong to no collection of `te_jax.flax` are left out. Indices, as of an nnx.List, become strings.
+    """
     found = ((collection_of(variable), path, variable) for path, variable in nnx.to_flat_state(state))
     return unflatten_dict({(of, *map(str, path)): variable.get_value() for of, path, variable in found if of})
 
 
 def with_collections(state: nnx.State, collections: Mapping) -> nnx.State:
-    """The inverse of `collections_of`: the variables of `state` that are in `collections`, with the values there."""
+    """The variables of `state` that are in `collections`, with the values there: the inverse of `collections_of`."""
     values, new = flatten_dict(collections), []
     for path, variable in nnx.to_flat_state(state):
         key = collection_of(variable), *map(str, path)
@@ -33,22 +35,23 @@ def with_collections(state: nnx.State, collections: Mapping) -> nnx.State:
 
 
 def to_linen(module: nnx.Module) -> dict:
-    """{"params": ..., "fp8_metas": ..., "cache": ...} of an NNX module: what the Linen module of the same structure
-    takes in `apply`. A collection without variables is left out.
+    """The variables of an NNX module for `apply` of the Linen module of the same structure.
 
-    Any `nnx.Param`, `Fp8State` and `nnx.Cache` counts, in any nnx.Module, under the path of its attributes. A stack of
-    layers that `nnx.vmap` made is what `nn.scan` makes with variable_axes 0.
+    Returns {"params": ..., "fp8_metas": ..., "cache": ...} without empty collections: every `nnx.Param`, `Fp8State` and
+    `nnx.Cache` of any nnx.Module, under the path of its attributes. A stack of layers made by `nnx.vmap` has the form
+    of a stack that `nn.scan` makes with variable_axes 0.
     """
     return collections_of(nnx.state(module))
 
 
-def from_linen(variables: Mapping, module: Module) -> Module:
-    """`module` with the variables of a Linen module of the same structure, in place; a collection that is absent stays.
+def from_linen(variables: Mapping, module: AnyModule) -> AnyModule:
+    """`module`, which gets the variables of a Linen module of the same structure in place.
 
-    variables: {"params": ..., "fp8_metas": ..., "cache": ...}, in boxes or not, as `init` returns them.
+    variables: {"params": ..., "fp8_metas": ..., "cache": ...} as `init` returns them, in boxes or not. The module keeps
+               its variables of a collection that is absent.
 
-    FP8 state may come with another length of histories, so that of `te_jax.convert_fp8_metas` can be taken.
-    Raises ValueError, naming the first, for leaves that only one of the two has, and for other shapes or dtypes.
+    Histories of FP8 state may have another length, as `te_jax.convert_fp8_metas` may return them. Raises ValueError,
+    naming the first leaf, for leaves that only one of the two has, and for other shapes or dtypes.
     """
     state, variables = nnx.state(module), nn.meta.unbox(variables)
     new, held = flatten_dict(dict(variables)), flatten_dict(collections_of(state))
@@ -71,11 +74,11 @@ def from_linen(variables: Mapping, module: Module) -> Module:
     return module
 
 
-def convert_fp8_state(module: Module, recipe: Recipe) -> Module:
-    """`module` with its FP8 state as that of `recipe`, in place: `te_jax.convert_fp8_metas` of it; without any for a
-    recipe that has none.
+def convert_fp8_state(module: AnyModule, recipe: Recipe) -> AnyModule:
+    """`module`, whose FP8 state is converted to `recipe` in place (`te_jax.convert_fp8_metas`), or removed for a recipe
+    without state.
 
-    Raises ValueError for a module without FP8 state under a recipe that has some.
+    Raises ValueError for a module without FP8 state and a recipe with state.
     """
     state = nnx.state(module, Fp8State)
     collections = convert_fp8_metas(collections_of(state), recipe)

@@ -1,4 +1,4 @@
-"""Gradients of parameters, and with them the step of the FP8 state."""
+"""Gradients of parameters, together with the step of the FP8 state."""
 
 from collections.abc import Callable
 from functools import partial, wraps
@@ -15,29 +15,29 @@ from te_jax.nnx.convert import collections_of, with_collections
 
 
 def value_and_grad(f: Callable, *, argnums: int = 0, has_aux: bool = False, wrt=nnx.Param) -> Callable:
-    """`nnx.value_and_grad` of a module that moves the module's FP8 state, too.
+    """`nnx.value_and_grad` of a module, which updates the module's FP8 state too.
 
         loss, grads = te_jax.nnx.value_and_grad(loss_fn)(model, batch)
         optimizer.update(model, grads)
 
-    f:       (model, ...) -> loss f32[], or (loss, aux) with has_aux; it may change the state of its modules.
-    argnums: which argument is the module.
-    wrt:     the filter of the variables that get gradients. What it returns holds these alone.
+    f:       (model, ...) -> loss f32[], or (loss, aux) with has_aux. It may change the state of its modules.
+    argnums: The position of the module among the arguments.
+    wrt:     The filter of the variables that get gradients. The returned gradients hold these alone.
 
-    After a call the FP8 state in the model is that after one step under the recipe in force: all uses of a tensor in
-    `f`, of a layer called twice, of shared weights, in the steps of an `nnx.scan` or over microbatches, combine by
-    their largest amax. A call outside of autocast, or of a model without FP8 state, changes none. For a plain
-    `nnx.value_and_grad` the FP8 state is a constant, and a warning says so. Each call is a step of it: put microbatches
-    into `f`, for under `optax.MultiSteps` it moves with each, not with the parameters.
+    Each call is one step of the FP8 state in the model, under the recipe in force. All uses of a tensor in `f`, by a
+    layer called twice, by shared weights, in the steps of an `nnx.scan` or over microbatches, combine by their largest
+    amax. A call outside of autocast, or of a model without FP8 state, changes no state. Put microbatches into `f`:
+    under `optax.MultiSteps` the state would move with each microbatch, not with the parameters. A plain
+    `nnx.value_and_grad` treats FP8 state as a constant, and a warning says so.
 
-    It is compiled as by `nnx.jit`: build it once, or call it within `nnx.jit`. Arguments that are bool, str, None or
-    functions are static.
+    The function that it returns is compiled as by `nnx.jit`: build it once, or call it within `nnx.jit`. Arguments that
+    are bool, str, None or functions are static.
 
     FP8 state that `f` takes out of its modules may be mapped and looped over (`nnx.vmap`, `nnx.scan`), but not sliced,
-    as by `a[i]`: jax has no gradient of that (`te_jax.value_and_grad` has).
+    as by `a[i]`: jax has no gradient of that. `te_jax.value_and_grad` has.
 
-    Raises TypeError for such slices, ValueError for a `wrt` that takes in FP8 state, where the recipe in force has no
-    state, but the model does, and for histories of another length than the recipe's.
+    Raises TypeError for such slices; ValueError for a `wrt` that selects FP8 state, for a model with FP8 state under a
+    recipe without state, and for histories of another length than the recipe has.
     """
     check("te_jax.nnx.value_and_grad", "f", f, FUNCTION)
     check("te_jax.nnx.value_and_grad", "argnums", argnums, integer())
@@ -62,7 +62,7 @@ def value_and_grad(f: Callable, *, argnums: int = 0, has_aux: bool = False, wrt=
 
         def call(*args):
             *args, kwargs = args
-            return _combined(f, args, kwargs, model_at, has_aux) if moves else f(*args, **kwargs)
+            return _combine_uses(f, args, kwargs, model_at, has_aux) if moves else f(*args, **kwargs)
 
         differentiated = nnx.DiffState(model_at, nnx.Any(wrt, Fp8State) if moves else wrt)
         with errors_of_amaxes("te_jax.nnx.value_and_grad", "map and loop over it by nnx.vmap and nnx.scan"):
@@ -86,8 +86,8 @@ def _is_static(argument) -> bool:
     return argument is None or isinstance(argument, bool | str) or function
 
 
-def _combined(f: Callable, args, kwargs, model_at: int, has_aux: bool):
-    """What `f` returns; all uses of the model's FP8 state in it combine by max, see `te_jax.combine`."""
+def _combine_uses(f: Callable, args, kwargs, model_at: int, has_aux: bool):
+    """The result of `f`, in which all uses of the model's FP8 state combine by max (see `te_jax.combine`)."""
     model = args[model_at]
     state = nnx.state(model, Fp8State)
     amaxes = combine_by_max(collections_of(state))

@@ -1,4 +1,4 @@
-"""The NNX modules: each names its Linen module, and the sizes that its parameters follow from."""
+"""The NNX modules: each has the class of its Linen module, and the sizes that its parameters follow from."""
 
 import te_jax.flax as te_flax
 from te_jax.flax._fields import as_tuple
@@ -8,7 +8,7 @@ from te_jax.nnx._layer import Layer, example
 class DenseGeneral(Layer):
     """`te_jax.flax.DenseGeneral` of inputs [..., in_features]: `DenseGeneral(256, 1024, rngs=nnx.Rngs(0))`.
 
-    in_features: the width of the contracted axis; a tuple for several (`axis`).
+    in_features: The width of the contracted axis, or a tuple of widths for several (`axis`).
     """
 
     linen_type = te_flax.DenseGeneral
@@ -61,7 +61,7 @@ class DotProductAttention(Layer):
     """`te_jax.flax.DotProductAttention`."""
 
     linen_type = te_flax.DotProductAttention
-    init_fields = {"qkv_layout": "bshd_bshd_bshd", "dtype": None}  # the parameters follow from neither
+    init_fields = {"qkv_layout": "bshd_bshd_bshd", "dtype": None}  # The parameters follow from neither.
 
     @staticmethod
     def inputs(linen):
@@ -73,7 +73,7 @@ class DotProductAttention(Layer):
 class MultiHeadAttention(Layer):
     """`te_jax.flax.MultiHeadAttention` of inputs_q [b, s, in_features].
 
-    kv_features: the width of inputs_kv, for cross-attention; None is self-attention.
+    kv_features: The width of inputs_kv, for cross-attention; None is self-attention.
     """
 
     linen_type = te_flax.MultiHeadAttention
@@ -90,13 +90,13 @@ class RelativePositionBiases(Layer):
 
     @staticmethod
     def inputs(linen):
-        return 2, 2, linen.num_buckets % 2 == 0  # only then are they for both directions
+        return 2, 2, linen.num_buckets % 2 == 0  # An odd number of buckets serves one direction.
 
 
 class TransformerLayer(Layer):
     """`te_jax.flax.TransformerLayer`.
 
-    encoded_features: the width of `encoded`, of a decoder; None is hidden_size.
+    encoded_features: The width of a decoder's argument `encoded`; None is hidden_size.
     """
 
     linen_type = te_flax.TransformerLayer

@@ -13,7 +13,8 @@ from te_jax._amax import amax
 from te_jax._arrays import as_jax
 from te_jax._check import FLOATS_ARRAY, Kind, check, did_you_mean, number
 from te_jax._op import Op
-from te_jax.ops.quantize import fp8_type, saturate, tiles, transpose
+from te_jax.ops.quantize import BLOCK, check_block_gpu, fp8_type, parts, rows_reference, saturate, tiles, transpose
+from te_jax.ops.source import Source
 
 # Clamped SwiGLU of gpt-oss (https://arxiv.org/abs/2508.10925): the defaults of its model card.
 CLAMPED_DEFAULTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
@@ -21,8 +22,8 @@ CLAMPED_DEFAULTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _sigmoid_gated(x, c0, c1=0.0):
-    """x * sigmoid(c0 x + c1 x**3). Autodiff of it multiplies 0 by inf where x is large: its derivative stands below, as
-    in csrc/activation.cuh."""
+    """x * sigmoid(c0 x + c1 x**3). It has a derivative of its own, as in csrc/activation.cuh: autodiff would multiply 0
+    by inf where x is large."""
     return x * _sigmoid(x, c0, c1)
 
 
@@ -188,7 +189,7 @@ _FUSED = {
 }
 
 
-def supported(names: Sequence[str | Callable]) -> bool:
+def is_fused(names: Sequence[str | Callable]) -> bool:
     """Whether `te_activation_fwd` and `te_activation_bwd` offer these activations, else there is `activation` alone.
 
     Raises as `slots` does.
@@ -295,3 +296,78 @@ data   FP8 [*m, a, f], data_t FP8 [a, f, *m]: the f32 dx, times scale, saturated
 amax   f32[]: max |f32 dx|
 dbias  f32[a, f]: the sum over m of the f32 dx, for the bias gradient
 """
+
+
+# -- with a scale for each block ------------------------------------------------------------------------------
+
+
+def _block_fwd_reference(x, *, dtype, power_2, epsilon, **attrs):
+    y, *_ = activation_fwd.reference(x, None, dtype=dtype, **attrs)
+    return rows_reference(y, y.ndim - 2, dtype, power_2, epsilon)[:4]
+
+
+def _block_bwd_reference(dy, x, *, dtype, power_2, epsilon, **attrs):
+    dx, *_ = activation_bwd.reference(dy, x, None, dtype=dtype, **attrs)
+    return rows_reference(dx, dx.ndim - 3, dtype, power_2, epsilon)
+
+
+def _block_fwd_dtypes(x, *, dtype, **_):
+    return fp8_type("te_activation_block_fwd", dtype), dtype, jnp.float32, jnp.float32
+
+
+def _block_bwd_dtypes(dy, x, *, dtype, **_):
+    check_same_dtype("te_activation_block_bwd", dy, x)
+    return fp8_type("te_activation_block_bwd", dtype), dtype, *(jnp.float32,) * 3
+
+
+def _block_cuda(op, call, *operands, names, **attrs):
+    check_block_gpu(op)
+    return call(*operands, kind=kind_of(operands[-1], names), **attrs)
+
+
+activation_block_fwd = Op(
+    "te_activation_block_fwd",
+    "x: m... m a f -> data?: m... m f, data_t?: f m... m, scale_inv?: f/128 m... m, scale_inv_t?: m... m/128 f",
+    replicated="a",
+    dtypes=_block_fwd_dtypes,
+    reference=_block_fwd_reference,
+    cuda=partial(_block_cuda, "te_activation_block_fwd"),
+)
+"""te_quantize_block, in blocks of 1 x 128, of what te_activation_fwd makes of x f32|bf16|f16 [*m, m, a, f] in x's type,
+which is not written: data, data_t, scale_inv and scale_inv_t of y [*m, m, f], as chosen by `outputs`.
+
+Attributes as `te_jax.ops.activation.attributes` makes them; dtype, power_2, epsilon and RuntimeError of
+te_quantize_block.
+"""
+
+activation_block_bwd = Op(
+    "te_activation_block_bwd",
+    "dy: m... m f, x: m... m a f -> data?: m... m a f, data_t?: a f m... m, scale_inv?: a f/128 m... m, "
+    "scale_inv_t?: m... m/128 a f, dbias?: a f",
+    replicated="a",
+    combine={"dbias": "sum"},
+    dtypes=_block_bwd_dtypes,
+    partials={"dbias": lambda dy, x, **attrs: (math.prod(x[:-3]) * parts(x[-3], BLOCK),)},
+    reference=_block_bwd_reference,
+    cuda=partial(_block_cuda, "te_activation_block_bwd"),
+)
+"""te_quantize_block, in blocks of 1 x 128, of the gradient that te_activation_bwd makes of dy [*m, m, f] and x
+[*m, m, a, f], which is not written: data, data_t, scale_inv and scale_inv_t of dx [*m, m, a, f], and
+
+dbias  f32[a, f]: the sum over *m and m of dx in x's type, for the bias gradient
+"""
+
+
+# -- by a recipe's granularity --------------------------------------------------------------------------------
+
+
+def activation_source(x, attrs: dict) -> Source:
+    """act(x) [*m, f] of x [*m, a, f]. attrs: as `attributes` returns them."""
+    ops = {0: (activation_fwd, attrs), BLOCK: (activation_block_fwd, attrs)}
+    return Source(ops, (x,), x.ndim - 2, "y")
+
+
+def activation_grad_source(dy, x, attrs: dict) -> Source:
+    """The gradient [*m, a, f] of x from dy [*m, f], the gradient of act(x). attrs: as `attributes` returns them."""
+    ops = {0: (activation_bwd, attrs), BLOCK: (activation_block_bwd, attrs)}
+    return Source(ops, (dy, x), x.ndim - 2, "dx")

@@ -1,4 +1,7 @@
-"""GEMM through cuBLASLt, FP8 or not. Both operands are K-major: the layout that FP8 needs on Hopper.
+"""GEMM, FP8 or not. Both operands are K-major: the layout that FP8 needs on Hopper.
+
+FP8 operands have one scale each (te_gemm) or one for each block of 128 (te_gemm_block), both through cuBLASLt, or for
+each block of 32 (te_gemm_mx), through XLA from Blackwell on. `gemm` is all of them, by the form of the scales.
 
 Which of cuBLASLt's algorithms run, and how others are asked for, is in gemm_tuning.py.
 """
@@ -17,9 +20,10 @@ from te_jax._op import Op
 from te_jax._types import align, like, on_explicit_mesh
 from te_jax.checkpoint_policies import GEMM, named
 from te_jax.ops.gemm_tuning import load_tuning, save_tuning, tune_all  # noqa: F401  (beside what they tune)
-from te_jax.ops.quantize import FLOATS, fill
+from te_jax.ops.quantize import BLOCK, FLOATS, MX_BLOCK, check_block_gpu, dequantize_rows, dequantize_weight, fill
 
 FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+_MX_SCALE = jnp.dtype(jnp.float8_e8m0fnu)
 FP8_ALIGNED = 16  # cuBLASLt's FP8 kernels take N and K in multiples of 16 elements
 _OUT = NONE | Kind("float32, bfloat16 or float16", is_dtype, lambda dtype: jnp.dtype(dtype) in FLOATS)
 WORKSPACE = 32 << 20  # bytes; what NVIDIA recommends for Hopper's cuBLASLt kernels
@@ -39,21 +43,31 @@ def _dtypes(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, out_dt
         raise TypeError(
             "te_gemm: lhs_scale_inv and rhs_scale_inv go with FP8 operands, both of them, and with no others."
         )
+    return _out_dtypes("te_gemm", c, out_dtype)
+
+
+def _out_dtypes(op: str, c, out_dtype):
     if c is not None and c != out_dtype:
-        raise TypeError(f"te_gemm: c is {c}, but out is {out_dtype}; pass c in the type of out, or set out_dtype.")
+        raise TypeError(f"{op}: c is {c}, but out is {out_dtype}; pass c in the type of out, or set out_dtype.")
     return (out_dtype,)
 
 
 def _reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, out_dtype, **_):
     wide = [a.astype(jnp.float32) if a.dtype in FP8 else a for a in (lhs, rhs)]
-    axes = [tuple(range(a.ndim - contract, a.ndim)) for a in wide]
-    out = lax.dot_general(*wide, (axes, ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    out = _dot_last(*wide, contract)
     if lhs_scale_inv is not None:
         out = out * (lhs_scale_inv * rhs_scale_inv)
-    return (finished(out, bias, c, out_dtype),)
+    return (add_epilogue(out, bias, c, out_dtype),)
 
 
-def finished(out, bias, c, out_dtype):
+def _dot_last(left, right, contract):
+    """f32 left @ right^T over the last `contract` axes of both."""
+    axes = [tuple(range(a.ndim - contract, a.ndim)) for a in (left, right)]
+    highest = dict(precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    return lax.dot_general(left, right, (axes, ((), ())), **highest)
+
+
+def add_epilogue(out, bias, c, out_dtype):
     """out f32 [*m, *n] with bias [*n] and c [*m, *n], where they are given, in one rounding."""
     if bias is not None:
         bias = bias.astype(out_dtype).astype(jnp.float32)  # as in the epilogue, bias comes in the result's type
@@ -76,7 +90,7 @@ def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, ou
     bias_inside = inside and out_dtype != jnp.float32  # an f32 epilogue would round the bias to bf16
     after = [x for x, is_inside in ((bias, bias_inside), (c, inside)) if x is not None and not is_inside]
     if 0 in (m, n, k):  # nothing to multiply
-        return (finished(jnp.zeros((m, n)), bias, c, out_dtype).reshape(*m_axes, *n_axes),)
+        return (add_epilogue(jnp.zeros((m, n)), bias, c, out_dtype).reshape(*m_axes, *n_axes),)
     lhs, rhs = lhs.reshape(m, k), rhs.reshape(n, k)
     bias, c = bias if bias_inside else None, c if inside else None
     if is_fp8:
@@ -103,6 +117,132 @@ gemm_op = Op(
     cuda=_cuda,
 )
 
+
+# -- a scale for each block -----------------------------------------------------------------------------------
+
+
+def _block_dtypes(op: str, lhs, rhs, *others, out_dtype, **_):
+    *scales, _, c = others
+    if sum(scale is not None for scale in scales) != 2:
+        raise ValueError(f"{op}: pass lhs_scale_inv, and one of rhs_scale_inv and rhs_block_inv.")
+    if any(all(d != f for f in FP8) for d in (lhs, rhs)) or lhs == rhs == jnp.float8_e5m2:
+        raise TypeError(f"{op}: lhs is {lhs}, rhs is {rhs}; pass float8_e4m3fn, or float8_e5m2 for one of them.")
+    return _out_dtypes(op, c, out_dtype)
+
+
+def _outer_axes(op: str, contract: int) -> int:
+    """How many of the contracted axes have no blocks. Raises ValueError, naming `op`, where none is contracted."""
+    if contract < 1:
+        raise ValueError(f"{op}: contract is {contract}; blocks lie along a contracted axis: pass 1 or more.")
+    return contract - 1
+
+
+def _block_reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, rhs_block_inv, bias, c, *, outer, out_dtype, **_):
+    contract = outer + 1
+    if rhs_block_inv is None:
+        right = dequantize_rows(rhs, rhs_scale_inv, contract, BLOCK)
+    else:
+        right = dequantize_weight(rhs, rhs_block_inv, rhs.ndim - contract)
+    out = _dot_last(dequantize_rows(lhs, lhs_scale_inv, contract, BLOCK), right, contract)
+    return (add_epilogue(out, bias, c, out_dtype),)
+
+
+def _block_cuda(
+    call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, rhs_block_inv, bias, c, *, outer, out_dtype, in_place=False, **attrs
+):
+    """Flattens to two axes and fills up with zeros: contracted axes to whole blocks, m to a multiple of 4 and n to one
+    of 16, as cuBLASLt wants them; rows in cut blocks of 128 x 128 too, where n has more axes."""
+    check_block_gpu("te_gemm_block")
+    contract, square = outer + 1, rhs_block_inv is not None
+    m_axes, n_axes = lhs.shape[: lhs.ndim - contract], rhs.shape[: rhs.ndim - contract]
+    m, k = prod(m_axes), prod(lhs.shape[lhs.ndim - contract :])
+    bias = None if bias is None else bias.astype(out_dtype)
+    if 0 in (m, *n_axes, k):  # nothing to multiply
+        return (add_epilogue(jnp.zeros((*m_axes, *n_axes)), bias, c, out_dtype),)
+    n_up = BLOCK if square else FP8_ALIGNED
+    lhs, rhs = fill(lhs, lhs.ndim - 1, BLOCK), fill(fill(rhs, rhs.ndim - 1, BLOCK), len(n_axes) - 1, n_up)
+    k_up = prod(lhs.shape[lhs.ndim - contract :])
+    blocks, filled = k_up // BLOCK, rhs.shape[: len(n_axes)]
+    n = prod(filled)
+    columns = lambda a, lead: fill(a, a.ndim - 1, n_up).reshape(*lead, n)
+    lhs, rhs = fill(lhs.reshape(m, k_up), 0, 4), rhs.reshape(n, k_up)
+    lhs_scale_inv = fill(lhs_scale_inv.reshape(blocks, m), 1, 4)
+    if square:
+        rhs_block_inv = fill(rhs_block_inv.reshape(-1, blocks), 1, 4)
+    else:
+        rhs_scale_inv = columns(rhs_scale_inv, (blocks,))
+    c = None if c is None else fill(columns(c, (m,)), 0, 4)
+    after = bias if out_dtype == jnp.float32 else None  # an f32 epilogue would round the bias to bf16
+    inside = None if bias is None or after is not None else columns(bias, ())
+    scales = lhs_scale_inv, rhs_scale_inv, rhs_block_inv
+    in_place = {"c": "out"} if in_place and c is not None else None
+    options = dict(outer=0, out_dtype=out_dtype, in_place=in_place, **attrs)
+    (out,) = call(lhs, rhs, *scales, inside, c, **options)
+    out = out[:m].reshape(*m_axes, *filled)[..., : n_axes[-1]]
+    return (out if after is None else out + as_rank(after, out.ndim),)
+
+
+gemm_block_op = Op(
+    "te_gemm_block",
+    "lhs: m... k... k, rhs: n... n k... k, lhs_scale_inv: k... k/128 m..., rhs_scale_inv?: k... k/128 n... n, "
+    "rhs_block_inv?: n... n/128 k... k/128, bias?: n... n, c?: m... n... n -> out: m... n... n",
+    combine={"out": "sum"},
+    once=("bias", "c"),
+    ranks={"k...": "outer"},
+    fenced="out",
+    dtypes=partial(_block_dtypes, "te_gemm_block"),
+    reference=_block_reference,
+    workspace=lambda *args, **attrs: WORKSPACE,
+    cuda=_block_cuda,
+)
+
+
+def _mx_reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, outer, out_dtype):
+    left, right = (
+        dequantize_rows(lhs, lhs_scale_inv, outer + 1, MX_BLOCK),
+        dequantize_rows(rhs, rhs_scale_inv, outer + 1, MX_BLOCK),
+    )
+    return (add_epilogue(_dot_last(left, right, outer + 1), bias, c, out_dtype),)
+
+
+def _mx_cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, outer, out_dtype):
+    """XLA's block-scaled product, of two axes and whole blocks. It brings the scales into the order in which tensor
+    cores read them. Bias and c are added to an f32 product, so that there is one rounding."""
+    check_block_gpu("te_gemm_mx", MX_BLOCK)
+    contract = outer + 1
+    m_axes, n_axes = lhs.shape[: lhs.ndim - contract], rhs.shape[: rhs.ndim - contract]
+    m, n = prod(m_axes), prod(n_axes)
+    plain = bias is None and c is None
+    if 0 in (m, n, lhs.size):  # nothing to multiply
+        return (add_epilogue(jnp.zeros((*m_axes, *n_axes)), bias, c, out_dtype),)
+
+    def operand(a, scale_inv, rows):  # -> [1, rows, k], [1, rows, k / 32]; what fills up rows is cut off again
+        filled = fill(a, a.ndim - 1, MX_BLOCK).reshape(rows, -1)
+        scales = scale_inv.reshape(-1, rows).T
+        return [fill(x, 0, FP8_ALIGNED)[None] for x in (filled, scales)]
+
+    (left, left_scales), (right, right_scales) = operand(lhs, lhs_scale_inv, m), operand(rhs, rhs_scale_inv, n)
+    wide = out_dtype if plain else jnp.dtype(jnp.float32)
+    out = jax.nn.scaled_matmul(left, right, left_scales, right_scales, preferred_element_type=wide)
+    out = out[0, :m, :n].reshape(*m_axes, *n_axes)
+    return (out if plain else add_epilogue(out, bias, c, out_dtype),)
+
+
+gemm_mx_op = Op(
+    "te_gemm_mx",
+    "lhs: m... k... k, rhs: n... k... k, lhs_scale_inv: k... k/32 m..., rhs_scale_inv: k... k/32 n..., "
+    "bias?: n..., c?: m... n... -> out: m... n...",
+    combine={"out": "sum"},
+    once=("bias", "c"),
+    ranks={"k...": "outer"},
+    dtypes=partial(_block_dtypes, "te_gemm_mx"),
+    reference=_mx_reference,
+    composed=True,
+    cuda=_mx_cuda,
+)
+
+
+# -- a sum of products ----------------------------------------------------------------------------------------
 
 _TERMS = 3  # of one sum: queries, keys and values
 
@@ -149,13 +289,13 @@ gemm_sum_op = Op(
 
 
 def gemm_sum(
-    terms, c=None, *, lead: int, out_dtype, fast_accum: bool = False, tune: bool = False, out_spec=None
+    terms, c=None, *, lead: int, out_dtype, square=False, fast_accum: bool = False, tune: bool = False, out_spec=None
 ) -> jax.Array:
     """The sum of lhs @ rhs^T over terms (lhs [*m, *k], rhs [*n, *k], lhs_scale_inv, rhs_scale_inv), plus c [*m, *n].
 
-    Where devices split k, it is their sum that crosses them, once, instead of each product. k may differ from term to
-    term. FP8 terms (with scales f32[]) are chained through `c` of `gemm`; others (scales None) are XLA's products of
-    lhs's type, added in out_dtype.
+    Where devices split k, it is their sum that crosses them, once, instead of each product; with scales of blocks each
+    product crosses. k may differ from term to term. FP8 terms (with scales as in `gemm`) are chained through `c` of
+    `gemm`; others (scales None) are XLA's products of lhs's type, added in out_dtype.
 
     lead: how many axes m has. c: of out_dtype. The other arguments are those of `gemm`. More than three terms take
     another sum. Not differentiable. Raises ValueError for sizes, TypeError for types that do not match.
@@ -163,6 +303,11 @@ def gemm_sum(
     if not terms:
         raise ValueError("gemm_sum: terms is empty; pass at least one (lhs, rhs, lhs_scale_inv, rhs_scale_inv).")
     terms = [(lhs, rhs if lhs.dtype in FP8 else rhs.astype(lhs.dtype), *scales) for lhs, rhs, *scales in terms]
+    if _in_blocks(terms[0][2]):
+        options = dict(out_dtype=out_dtype, square=square, tune=tune, out_spec=out_spec)
+        for lhs, rhs, *scales in terms:
+            c = gemm(lhs, rhs, *scales, c=c, contract=lhs.ndim - lead, **options)
+        return c
     attrs = dict(lead=lead, out_dtype=jnp.dtype(out_dtype), fast_accum=bool(fast_accum), tune=bool(tune))
     precision = jax.config.jax_default_matmul_precision  # read here: shards are traced when XLA compiles
     specs = None if out_spec is None else (out_spec,)
@@ -171,6 +316,9 @@ def gemm_sum(
         absent = [None] * (4 * _TERMS - len(some))
         (c,) = gemm_sum_op(*some, *absent, c, out_specs=specs, precision=precision, **attrs)
     return c
+
+
+# -- one product ----------------------------------------------------------------------------------------------
 
 
 def gemm(
@@ -183,6 +331,7 @@ def gemm(
     *,
     contract: int = 1,
     out_dtype=None,
+    square: bool = False,
     fast_accum: bool = False,
     tune: bool = False,
     in_place: bool = False,
@@ -192,35 +341,65 @@ def gemm(
 
     lhs, rhs:    FP8 (E4M3 x E4M3, or E4M3 with E5M2), or both f32, bf16 or f16. The last `contract` axes are k.
                  Any sizes: FP8 sizes that are no multiple of 16 are padded inside.
-    *_scale_inv: f32[], with FP8 operands: what they are multiplied by.
+    *_scale_inv: with FP8 operands, what they are multiplied by, as `te_jax.ops.quantize` gives it: f32[]; or of each
+                 block along the last axis of k, which is cut at its end, [*k', *m] and [*k', *n], where k' is k with
+                 its last axis in blocks: f32 of blocks of 128, float8_e8m0fnu of blocks of 32.
+    square:      rhs_scale_inv is of blocks of 128 x 128, [*n', *k']: `block_inv` of te_quantize_block.
     bias:        [*n], added in the epilogue.
     c:           [*m, *n] of out_dtype, added in f32 before the one rounding: a sum over microbatches or a residual.
     out_dtype:   f32, bf16 or f16; default bf16 for FP8 operands, else theirs.
-    fast_accum:  FP8 partial sums stay in the tensor core's reduced precision: faster, some 1e-3 less exact.
+    fast_accum:  FP8 partial sums stay in the tensor core's reduced precision: faster, some 1e-3 less exact. Sums over
+                 blocks are always scaled and added in f32.
     tune:        False: cuBLASLt's first guess, the same in every process. True: its candidates are timed once per shape
                  at first use, so that another process may choose another and give other bits; see `tune_all`.
     in_place:    the FP8 product takes the place of c, which nothing reads later (XLA would copy it): of sums.
     out_spec:    on an Explicit mesh, the sharding wanted of the result; None: the operands', the left one's first.
 
-    Differentiable unless the operands are FP8. Raises ValueError for sizes, TypeError for types that do not match.
+    Differentiable unless the operands are FP8. Raises ValueError for sizes, TypeError for types that do not match, and
+    RuntimeError while a product of blocks is lowered for a GPU that has none: of 128 are for compute capability 9.0, of
+    32 for 10.0 and newer, where tune and in_place do nothing.
     """
     lhs, rhs, bias, c = as_jax(lhs, rhs, bias, c)
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         check("te_gemm", name, x, ARRAY)
-    for name, flag in (("fast_accum", fast_accum), ("tune", tune), ("in_place", in_place)):
+    for name, flag in (("square", square), ("fast_accum", fast_accum), ("tune", tune), ("in_place", in_place)):
         check("te_gemm", name, flag, BOOL)
-    check("te_gemm", "contract", contract, integer(1))
     check("te_gemm", "out_dtype", out_dtype, _OUT)
-    is_fp8 = lhs.dtype in FP8
-    out_dtype = jnp.dtype(out_dtype or (jnp.bfloat16 if is_fp8 else lhs.dtype))
+    in_blocks, is_fp8 = _in_blocks(lhs_scale_inv), lhs.dtype in FP8
+    out_dtype = jnp.dtype(out_dtype or (jnp.bfloat16 if is_fp8 or in_blocks else lhs.dtype))
+    specs = None if out_spec is None else (out_spec,)
+    of_c = dict(in_place=True) if in_place else {}
+    if in_blocks:
+        operands = lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c
+        attrs = dict(out_dtype=out_dtype, tune=bool(tune), **of_c)
+        return named(_gemm_of_blocks(operands, contract, square, specs, attrs), GEMM)
+    check("te_gemm", "contract", contract, integer(1))
     attrs = dict(contract=contract, out_dtype=out_dtype, fast_accum=bool(fast_accum), tune=bool(tune))
     if is_fp8:
-        attrs |= dict(in_place=True) if in_place else {}
-        specs = None if out_spec is None else (out_spec,)
+        attrs |= of_c
         return named(gemm_op(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, out_specs=specs, **attrs)[0], GEMM)
     if lhs_scale_inv is not None or rhs_scale_inv is not None:
         raise TypeError(f"te_gemm: scales are given, but lhs is {lhs.dtype}; they go with FP8 operands alone.")
     return named(_gemm(*align(lhs, rhs, bias, c), tuple(attrs.items())), GEMM)
+
+
+def _in_blocks(scale_inv) -> bool:
+    return scale_inv is not None and jnp.ndim(scale_inv) > 0
+
+
+def _gemm_of_blocks(operands, contract: int, square: bool, specs, attrs) -> jax.Array:
+    """te_gemm_mx or te_gemm_block, by the type of the scales."""
+    lhs, rhs, *scales, bias, c = operands
+    types = [a.dtype for a in scales if a is not None]
+    if _MX_SCALE in types:
+        for name, dtype in zip(("lhs_scale_inv", "rhs_scale_inv"), types):
+            if dtype != _MX_SCALE:
+                raise TypeError(f"te_gemm_mx: {name} is {dtype}; pass float8_e8m0fnu.")
+        outer = _outer_axes("te_gemm_mx", contract)
+        return gemm_mx_op(*operands, out_specs=specs, outer=outer, out_dtype=attrs["out_dtype"])[0]
+    scales = (scales[0], None, scales[1]) if square else (*scales, None)
+    outer = _outer_axes("te_gemm_block", contract)
+    return gemm_block_op(lhs, rhs, *scales, bias, c, out_specs=specs, outer=outer, **attrs)[0]
 
 
 def dot(lhs, lhs_axes, rhs, rhs_axes, out_dtype, precision=None, out_spec: PartitionSpec | None = None) -> jax.Array:

@@ -3,6 +3,7 @@ https://arxiv.org/abs/1910.07467), forward, backward, and straight to FP8 in bot
 
 from functools import partial
 from math import prod
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,11 @@ from jax.core import max_dim, min_dim
 
 from te_jax._amax import amax
 from te_jax._arrays import as_jax, as_rank
-from te_jax._check import BOOL, number, one_of
-from te_jax._check import check as check_kind
+from te_jax._check import BOOL, check, number, one_of
 from te_jax._op import Op
 from te_jax._types import align, like
-from te_jax.ops.quantize import FLOAT, fp8_type, parts, saturate, tiles
+from te_jax.ops.quantize import BLOCK, FLOAT, fp8_type, on_hopper, parts, rows_reference, saturate, tiles
+from te_jax.ops.source import Source
 
 KINDS = ("layernorm", "rmsnorm")
 _ROWS_PER_CTA, _MOST_CTAS = 8, 132  # csrc/norm_bwd.cu: one CTA on each multiprocessor of an H200, with a partial sum
@@ -74,6 +75,58 @@ eps: float. rms: RMSNorm. zero_centered: gamma + 1 is applied. dtype: the FP8 ty
 """
 
 
+def _block_reference(x, gamma, beta, *, dtype, power_2, epsilon, **attrs):
+    y, _, _, mean, rstd, _ = norm_fwd.reference(x, gamma, beta, None, dtype=dtype, **attrs)
+    return *rows_reference(y, y.ndim - 2, dtype, power_2, epsilon)[:4], mean, rstd
+
+
+norm_block_fwd = Op(
+    "te_norm_block_fwd",
+    "x: m... m h, gamma: h, beta?: h -> data?: m... m h, data_t?: h m... m, scale_inv?: h/128 m... m, "
+    "scale_inv_t?: m... m/128 h, mean?: m... m, rstd: m... m",
+    replicated="h",
+    dtypes=lambda x, gamma, beta, *, dtype, **_: (fp8_type("te_norm_block_fwd", dtype), dtype, *(jnp.float32,) * 4),
+    workspace=statistics_workspace,
+    reference=_block_reference,
+    cuda=on_hopper("te_norm_block_fwd"),
+)
+"""te_quantize_block, in blocks of 1 x 128, of what te_norm_fwd makes of x f32|bf16|f16 [*m, m, h] in x's type, which is
+not written: data, data_t, scale_inv and scale_inv_t of y [*m, m, h], as chosen by `outputs`, and the statistics.
+
+gamma, beta, mean, rstd, eps, rms and zero_centered as in te_norm_fwd; dtype, power_2, epsilon and RuntimeError of
+te_quantize_block.
+"""
+
+
+class Norm(NamedTuple):
+    """The attributes of te_norm_fwd, but for the FP8 type."""
+
+    eps: float
+    rms: bool
+    zero_centered: bool
+
+    @classmethod
+    def of(cls, kind: str, zero_centered: bool, eps: float) -> "Norm":
+        """From arguments that `check_norm` accepts."""
+        return cls(float(eps), kind == "rmsnorm", bool(zero_centered))
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """The results of te_norm_fwd that te_norm_bwd reads."""
+        return ("rstd",) if self.rms else ("mean", "rstd")
+
+    @property
+    def of_backward(self) -> dict[str, bool]:
+        """The attributes of te_norm_bwd."""
+        return dict(rms=self.rms, zero_centered=self.zero_centered)
+
+
+def norm_source(x, gamma, beta, norm: Norm) -> Source:
+    """norm(x) [..., h]."""
+    attrs = norm._asdict()
+    return Source({0: (norm_fwd, attrs), BLOCK: (norm_block_fwd, attrs)}, (x, gamma, beta), x.ndim - 1, "y")
+
+
 def _bwd_reference(dy, x, mean, rstd, gamma, dres, *, rms, zero_centered):
     dy32, g = dy.astype(jnp.float32), _factor(gamma, zero_centered, x.ndim)
     centered = x.astype(jnp.float32) - (0.0 if rms else mean[..., None])
@@ -107,16 +160,16 @@ before its one rounding.
 """
 
 
-def check(op: str, x, gamma, beta, kind: str, epsilon: float, zero_centered: bool):
+def check_norm(op: str, x, gamma, beta, kind: str, epsilon: float, zero_centered: bool):
     """Raises ValueError or TypeError, naming `op`, where the arguments make no norm."""
-    check_kind(op, "norm", kind, one_of(*KINDS))
-    check_kind(op, "epsilon", epsilon, number(above=0))
-    check_kind(op, "zero_centered_gamma", zero_centered, BOOL)
+    check(op, "norm", kind, one_of(*KINDS))
+    check(op, "epsilon", epsilon, number(above=0))
+    check(op, "zero_centered_gamma", zero_centered, BOOL)
     if kind == "rmsnorm" and beta is not None:
         raise ValueError(f"{op}: RMSNorm has no beta; pass beta=None or norm='layernorm'.")
     for name, a in (("x", x), ("gamma", gamma), ("beta", beta)):
         if a is not None or name != "beta":
-            check_kind(op, name, a, FLOAT)
+            check(op, name, a, FLOAT)
 
 
 def norm(x, gamma, beta=None, *, kind="layernorm", zero_centered=False, eps=1e-6, name="te_norm_fwd") -> jax.Array:
@@ -128,24 +181,22 @@ def norm(x, gamma, beta=None, *, kind="layernorm", zero_centered=False, eps=1e-6
     not floating point.
     """
     x, gamma, beta = as_jax(x, gamma, beta)
-    check(name, x, gamma, beta, kind, eps, zero_centered)
-    return _norm(*align(x, gamma, beta), kind == "rmsnorm", bool(zero_centered), float(eps))
+    check_norm(name, x, gamma, beta, kind, eps, zero_centered)
+    return _norm(*align(x, gamma, beta), Norm.of(kind, zero_centered, eps))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _norm(x, gamma, beta, rms, zero_centered, eps):
-    return _norm_fwd(x, gamma, beta, rms, zero_centered, eps)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _norm(x, gamma, beta, norm):
+    return _norm_fwd(x, gamma, beta, norm)[0]
 
 
-def _norm_fwd(x, gamma, beta, rms, zero_centered, eps):
-    stats = ("rstd",) if rms else ("mean", "rstd")
-    attrs = dict(eps=eps, rms=rms, zero_centered=zero_centered, dtype=jnp.dtype(jnp.float8_e4m3fn))
-    y, *mean, rstd = norm_fwd(x, gamma, beta, None, outputs=("y", *stats), **attrs)
-    return y, (x, mean[0] if mean else None, rstd, gamma, beta)
+def _norm_fwd(x, gamma, beta, norm):
+    got = norm_source(x, gamma, beta, norm).run(("y", *norm.statistics), jnp.dtype(jnp.float8_e4m3fn))
+    return got["y"], (x, got.get("mean"), got["rstd"], gamma, beta)
 
 
-def backward(dy, x, mean, rstd, gamma, beta, *, rms, zero_centered, dres=None):
-    """-> dx, dgamma, dbeta (None without beta), of the types of x, gamma and beta.
+def norm_backward(dy, x, mean, rstd, gamma, beta, *, rms, zero_centered, dres=None):
+    """Returns dx, dgamma and dbeta (None without beta), of the types of x, gamma and beta.
 
     dres [..., h]: the gradient of x by another way, a residual connection; dx is the sum of both, rounded once.
     """
@@ -155,8 +206,4 @@ def backward(dy, x, mean, rstd, gamma, beta, *, rms, zero_centered, dres=None):
     return like(dx, x), like(dgamma, gamma), like(dbeta[0], beta) if dbeta else None
 
 
-def _norm_bwd(rms, zero_centered, eps, residuals, dy):
-    return backward(dy, *residuals, rms=rms, zero_centered=zero_centered)
-
-
-_norm.defvjp(_norm_fwd, _norm_bwd)
+_norm.defvjp(_norm_fwd, lambda norm, residuals, dy: norm_backward(dy, *residuals, **norm.of_backward))

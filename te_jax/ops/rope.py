@@ -40,7 +40,7 @@ class Scaling(KnownFields, abc.ABC):
             raise ValueError(f"{name}: factor is {self.factor}; pass how many times more positions, at least 1.")
 
     @abc.abstractmethod
-    def scaled(self, inv_freq: np.ndarray) -> np.ndarray:
+    def scale_frequencies(self, inv_freq: np.ndarray) -> np.ndarray:
         """f64[r/2], the highest first -> f64[r/2]."""
 
 
@@ -48,7 +48,7 @@ class Scaling(KnownFields, abc.ABC):
 class LinearScaling(Scaling):
     """Position interpolation (Chen et al. 2023, https://arxiv.org/abs/2306.15595): all positions / factor."""
 
-    def scaled(self, inv_freq):
+    def scale_frequencies(self, inv_freq):
         return inv_freq / self.factor
 
 
@@ -58,7 +58,7 @@ class NTKScaling(Scaling):
     windows[0], becomes base * factor**(r / (r - 2)), r = rotary_dim. The lowest frequency falls by factor, the highest
     stays."""
 
-    def scaled(self, inv_freq):
+    def scale_frequencies(self, inv_freq):
         return inv_freq * self.factor ** -np.linspace(0, 1, inv_freq.size)
 
 
@@ -83,7 +83,7 @@ class Llama3Scaling(Scaling):
                 "the second must be the larger."
             )
 
-    def scaled(self, inv_freq):
+    def scale_frequencies(self, inv_freq):
         turns = self.original_max_position * inv_freq / (2 * np.pi)
         kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
         return inv_freq * (kept + (1 - kept) / self.factor)
@@ -93,7 +93,7 @@ def _inverse_frequencies(windows, rotary_dim: int, scaling: Scaling | None) -> n
     """f32[r/2], radians per position. The powers are f64: an f32 power's error would turn far positions wrong."""
     w0, w1 = map(float, windows)
     inv_freq = 1 / (w0 * (w1 / w0) ** (np.arange(0, rotary_dim, 2) / rotary_dim))
-    return (scaling.scaled(inv_freq) if scaling else inv_freq).astype(np.float32)
+    return (scaling.scale_frequencies(inv_freq) if scaling else inv_freq).astype(np.float32)
 
 
 def _reference(x, positions, inv_freq, *, turned, consecutive, inverse):

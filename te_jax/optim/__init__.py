@@ -1,4 +1,4 @@
-"""Optimizers (optax) around FP8: moments that are stored in it, and masters of parameters that live in it."""
+"""Optimizers (optax) for FP8: moments stored in FP8, and master copies of parameters that live in FP8."""
 
 from te_jax.optim.adam import AdamFp8State as AdamFp8State
 from te_jax.optim.adam import adamw_fp8 as adamw_fp8

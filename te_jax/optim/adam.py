@@ -1,18 +1,18 @@
 """AdamW whose two moments take 3 bytes a parameter instead of 8.
 
-What is stored of each parameter, and why:
+Each parameter has two stored values:
 
-- The square root of the second moment in f16, over a scale for each block of the last axis, so that an outlier costs
-  the elements of its block alone their precision (Dettmers et al. 2021, https://arxiv.org/abs/2110.02861, section 2.1).
-  The second moment needs the finer type: g**2 spans twice the exponents of g (Peng et al. 2023,
-  https://arxiv.org/abs/2310.18313, section 2.2). Of the root, f16 holds a range of 2**40 in each block.
-- The first moment in E4M3, in units of that root: a scale for each element, which costs nothing. The quotient is what
-  the update is made of, and it is bounded: |mu| <= sqrt(nu) (1 - b1) / sqrt((1 - b2) (1 - b1**2 / b2)), by Cauchy and
-  Schwarz. So no moment is lost beside a large neighbour, and no root is too small for its moment.
+- The square root of the second moment in f16, divided by a scale for each block of the last axis. An outlier costs
+  precision in its own block alone (Dettmers et al. 2021, https://arxiv.org/abs/2110.02861, section 2.1). The second
+  moment needs the finer type: g**2 spans twice the exponents of g (Peng et al. 2023, https://arxiv.org/abs/2310.18313,
+  section 2.2). The root in f16 has a range of 2**40 in each block.
+- The first moment in E4M3, divided by that root: a scale for each element without further memory. The update is made
+  of this quotient, which is bounded by Cauchy and Schwarz: |mu| <= sqrt(nu) (1 - b1) / sqrt((1 - b2) (1 - b1**2 / b2)).
+  So no moment is lost beside a large neighbour, and no root is too small for its moment.
 
-A moment moves by a small part of itself in a step, 1 - b1 or 1 - b2, and would never move if that were less than half
-a unit in the last place. So rounding is stochastic: on average a moment decays as it should. The random numbers are a
-hash of the step count and of the place in the array: runs repeat bit for bit, on any mesh, and there is no key.
+A step changes a moment by a small part of itself, 1 - b1 or 1 - b2, which rounding to nearest would drop below half a
+unit in the last place. So rounding is stochastic: on average a moment decays as it should. The random numbers are a
+hash of the step count and of the index in the array: runs repeat bit for bit, on any mesh, and need no key.
 """
 
 import math
@@ -29,17 +29,17 @@ from te_jax._check import ARRAY, BOOL, FUNCTION, Kind, check, number
 from te_jax._placement import mesh_axes
 from te_jax._types import on_explicit_mesh
 from te_jax.fp8 import FP8_COLLECTION
-from te_jax.layers._specs import entries
 from te_jax.layers.parameters import is_kernel
+from te_jax.sharding import entries
 
-_NAME = "te_jax.optim.adamw_fp8"
-_BLOCK = 128  # elements of the last axis that share a scale
-_UNITS = 16.0  # mu is stored in roots / 16: up to 448 / 16 = 28 roots; the bound is 7.3 for b1, b2 = 0.9, 0.999
+_ADAMW = "te_jax.optim.adamw_fp8"
+_BLOCK = 128  # Elements of the last axis that share a scale.
+_UNITS = 16.0  # mu is stored in units of root / 16, which reach 448 / 16 = 28 roots; b1, b2 = 0.9, 0.999 need 7.3.
 _ROOTS = 448 / _UNITS
-_ODD = 2654435769  # 2**32 over the golden ratio: its powers give neighbours along each axis distant numbers
+_ODD = 2654435769  # 2**32 over the golden ratio: its powers give neighbours along each axis distant numbers.
 
-WAY_OUT = "put te_jax.optim.master_weights around the whole optimizer, optax.MultiSteps included"
-# Of numbers that `optax.inject_hyperparams` made arrays nothing is known but their types.
+USE_MASTERS = "put te_jax.optim.master_weights around the whole optimizer, optax.MultiSteps included"
+# `optax.inject_hyperparams` makes numbers arrays, whose values are not known.
 _ARRAY = Kind("a scalar array", lambda value: isinstance(value, jax.Array), lambda value: value.ndim == 0)
 _SIZE = number(least=0) | _ARRAY
 _DECAY = number(least=0, below=1) | _ARRAY
@@ -49,10 +49,10 @@ _RATE = number(least=0) | Kind("a schedule", FUNCTION.is_type) | _ARRAY
 class AdamFp8State(NamedTuple):
     """The state of `scale_by_adam_fp8`; each tree has the structure of the parameters."""
 
-    count: jax.Array  # i32[], steps so far
-    mu: Any  # E4M3, of the parameter's shape [..., n]: 16 times the first moment over the root of the second
-    root_nu: Any  # f16, of the parameter's shape: the square root of the second moment over its block's scale
-    exponent: Any  # i8[..., blocks]; the scale is 2**exponent, so it never rounds. [1] of a scalar parameter
+    count: jax.Array  # i32[], the number of steps.
+    mu: Any  # E4M3, of the parameter's shape [..., n]: 16 times the first moment over the root of the second.
+    root_nu: Any  # f16, of the parameter's shape: the square root of the second moment over its block's scale.
+    exponent: Any  # i8[..., blocks], [1] for a scalar parameter: the scale is 2**exponent, which never rounds.
 
 
 def adamw_fp8(
@@ -68,54 +68,57 @@ def adamw_fp8(
 ) -> optax.GradientTransformation:
     """`optax.adamw` (https://arxiv.org/abs/1711.05101, algorithm 2) whose moments take 3 bytes a parameter, not 8.
 
-    The arguments are those of `optax.adamw`; schedules, masks and `optax.inject_hyperparams` work as there. The moments
-    and the update are computed in f32 from the stored ones; see `scale_by_adam_fp8`, also for what is raised. A
-    negative weight_decay or learning_rate is a ValueError too, a mask that is not of bools a TypeError.
+    The arguments are the same as for `optax.adamw`; schedules, masks and `optax.inject_hyperparams` work as there.
+    Moments and updates are computed in f32 (see `scale_by_adam_fp8`).
+
+    Raises as `scale_by_adam_fp8`; ValueError for a negative weight_decay or learning_rate, TypeError for a mask that is
+    not of bools.
     """
-    check(_NAME, "learning_rate", learning_rate, _RATE)
-    check(_NAME, "weight_decay", weight_decay, _SIZE)
+    check(_ADAMW, "learning_rate", learning_rate, _RATE)
+    check(_ADAMW, "weight_decay", weight_decay, _SIZE)
     return optax.chain(
-        _scale_by_adam(_NAME, b1, b2, eps, eps_root, nesterov),
-        optax.add_decayed_weights(weight_decay, _checked_mask(mask)),
+        _scale_by_adam(_ADAMW, b1, b2, eps, eps_root, nesterov),
+        optax.add_decayed_weights(weight_decay, _check_mask(mask)),
         optax.scale_by_learning_rate(learning_rate),
     )
 
 
 def scale_by_adam_fp8(b1=0.9, b2=0.999, eps=1e-8, eps_root=0.0, *, nesterov=False) -> optax.GradientTransformation:
-    """`optax.scale_by_adam` with an `AdamFp8State`. Parameters of any floating dtype; updates are of the gradients'.
+    """`optax.scale_by_adam` with an `AdamFp8State`.
 
-    Blocks are of 128 elements of the last axis where 128 divides it, else each row is one. mu and root_nu lie as their
-    parameter does, and nothing of their size crosses devices: of blocks that shards of the last axis divide, maxima do.
-    The scales lie so too where the devices divide their number (`state_sharding`).
+    Parameters may have any floating dtype of 16 bits or more; updates have the dtype of the gradients. A block is 128
+    elements of the last axis where 128 divides it, else a whole row. mu and root_nu are sharded as their parameter, and
+    the scales too where the devices divide their number (`state_sharding`). Only maxima of blocks cross devices, where
+    shards of the last axis cut blocks.
 
-    A gradient that is inf or NaN, or whose square is inf, spoils its own element's moments, as in optax, and no others.
+    A gradient that is inf or NaN, or whose square is inf, spoils the moments of its own element alone, as in optax.
 
     Raises TypeError for parameters and gradients that are not floating, and for arguments of another type; ValueError
     for arguments out of range (b2 has to be above b1**2, which bounds the quotient of the moments), for parameters in
-    FP8 (see `master_weights`) and FP8 state among them, and on an Explicit mesh whose shards of the last axis do not
-    hold whole blocks (those of Auto axes need not). Warns of b1 and b2 whose bound is beyond what E4M3 holds, and where
-    both eps and eps_root are 0.
+    FP8 (see `master_weights`), for FP8 state among the parameters, and on an Explicit mesh whose shards of the last
+    axis do not hold whole blocks (Auto axes have no such limit). Warns of b1 and b2 whose quotient may exceed the range
+    of E4M3, and of eps and eps_root that are both 0.
     """
     return _scale_by_adam("te_jax.optim.scale_by_adam_fp8", b1, b2, eps, eps_root, nesterov)
 
 
 def _scale_by_adam(where: str, b1, b2, eps, eps_root, nesterov) -> optax.GradientTransformation:
-    """`scale_by_adam_fp8`, which errors call `where`."""
+    """`scale_by_adam_fp8`; errors begin with `where`."""
     _check_constants(where, b1, b2, eps, eps_root, nesterov)
 
     def init(params):
         def fresh(path, p):
             _check_parameter(where, path, p)
             exponent = jnp.zeros_like(jnp.max(_blocks(p), -1), jnp.int8)
-            return jnp.zeros_like(p, jnp.float8_e4m3fn), jnp.zeros_like(p, jnp.float16), exponent  # lie as p does
+            return jnp.zeros_like(p, jnp.float8_e4m3fn), jnp.zeros_like(p, jnp.float16), exponent  # Sharded as p.
 
         check_no_fp8_state(where, params)
         state = jax.tree_util.tree_map_with_path(fresh, params, is_leaf=is_kernel)
-        return AdamFp8State(jnp.zeros((), jnp.int32), *_transposed(state, params, 3))
+        return AdamFp8State(jnp.zeros((), jnp.int32), *_unzip(state, params, 3))
 
     def update(updates, state, params=None):
         del params
-        _check_gradients(where, updates, state)
+        _check_updates(where, updates, state)
         count = optax.safe_increment(state.count)
         corrected = lambda moment, decay, steps: moment / (1 - decay**steps)
 
@@ -124,12 +127,12 @@ def _scale_by_adam(where: str, b1, b2, eps, eps_root, nesterov) -> optax.Gradien
             mu, nu = _moments(*stored)
             mu, nu = b1 * mu + (1 - b1) * grad, b2 * nu + (1 - b2) * grad**2
             ahead = corrected(mu, b1, count)
-            if nesterov:  # as optax, after Dozat 2016, https://openreview.net/pdf?id=OM0jvwB8jIp57ZJjtNEZ
+            if nesterov:  # Dozat 2016, https://openreview.net/pdf?id=OM0jvwB8jIp57ZJjtNEZ, as in optax.
                 ahead = b1 * corrected(mu, b1, count + 1) + (1 - b1) * corrected(grad, b1, count)
             by = ahead / (jnp.sqrt(corrected(nu, b2, count) + eps_root) + eps)
-            return by.reshape(g.shape).astype(g.dtype), *_stored(mu, jnp.sqrt(nu), count, g.shape)
+            return by.reshape(g.shape).astype(g.dtype), *_store(mu, jnp.sqrt(nu), count, g.shape)
 
-        by, *moments = _transposed(jax.tree.map(step, updates, *state[1:]), updates, 4)
+        by, *moments = _unzip(jax.tree.map(step, updates, *state[1:]), updates, 4)
         return by, AdamFp8State(count, *moments)
 
     return optax.GradientTransformation(init, update)
@@ -148,7 +151,7 @@ def _check_constants(where, b1, b2, eps, eps_root, nesterov):
             "pass eps=1e-8.",
             stacklevel=4,
         )
-    if not known(b1, b2) or b1 == 0:  # no first moment is kept
+    if not known(b1, b2) or b1 == 0:  # With b1 = 0 no first moment is kept.
         return
     if b1**2 >= b2:
         raise ValueError(
@@ -168,7 +171,7 @@ def _check_constants(where, b1, b2, eps, eps_root, nesterov):
 def _check_parameter(where, path, p):
     name = jax.tree_util.keystr(path)
     if is_kernel(p):
-        raise ValueError(f"{where}: parameter {name} lives in FP8; {WAY_OUT}.")
+        raise ValueError(f"{where}: parameter {name} lives in FP8; {USE_MASTERS}.")
     if not ARRAY.accepts(p):
         raise TypeError(f"{where}: parameter {name} is {p!r}; pass an array.")
     if not jnp.issubdtype(p.dtype, jnp.floating):
@@ -180,7 +183,7 @@ def _check_parameter(where, path, p):
         )
 
 
-def _check_gradients(where, updates, state):
+def _check_updates(where, updates, state):
     if not isinstance(state, AdamFp8State):
         raise TypeError(f"{where}: state is {type(state).__name__}; pass what init returned, or the last update.")
     have, held = jax.tree.structure(updates), jax.tree.structure(state.mu)
@@ -204,7 +207,7 @@ def _check_gradients(where, updates, state):
 
 
 def check_no_fp8_state(where: str, params):
-    """Raises ValueError, naming `where`, for parameters beside which there is FP8 state, which no optimizer moves."""
+    """Raises ValueError, naming `where`, for a collection of FP8 state among `params`: no optimizer may update it."""
     is_state = lambda key: getattr(key, "key", None) == FP8_COLLECTION
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_kernel)
     if any(is_state(key) for path, _ in leaves for key in path):
@@ -214,28 +217,30 @@ def check_no_fp8_state(where: str, params):
         )
 
 
-def _checked_mask(mask):
-    """`mask` of `optax.add_decayed_weights`, checked to be of bools: any text would be true."""
+def _check_mask(mask):
+    """`mask` of `optax.add_decayed_weights`. Raises TypeError unless its leaves are bools: a string would be true."""
     if callable(mask):
-        return lambda params: _checked_mask(mask(params))
+        return lambda params: _check_mask(mask(params))
     for path, leaf in jax.tree_util.tree_leaves_with_path(mask):
         if not BOOL.accepts(leaf):
             at = f" at {jax.tree_util.keystr(path)}" if path else ""
             raise TypeError(
-                f"{_NAME}: mask has {leaf!r}{at}; pass a tree of True and False like params, or a function to one."
+                f"{_ADAMW}: mask has {leaf!r}{at}; pass a tree of True and False like params, or a function to one."
             )
     return mask
 
 
 def state_sharding(leaf, sharding: Sharding) -> Sharding:
-    """Where a leaf of the state (array or type) of a parameter that lies as `sharding` says lies: there too, but on all
-    devices along the last axis if that is of scales, and the devices do not divide their number.
+    """The sharding of a leaf of the optimizer's state, for a parameter with `sharding`.
 
-    For `jax.jit(out_shardings=...)`, as by
+    leaf: An array or its type. It is sharded as its parameter; but scales whose number the devices along the last axis
+          do not divide are replicated along it.
+
+    For `jax.jit(out_shardings=...)` map it over the state:
 
         optax.tree.map_params(tx, te_jax.optim.state_sharding, jax.eval_shape(tx.init, params), shardings_of_params)
 
-    Raises TypeError for anything else.
+    Raises TypeError for a sharding or a leaf of another type.
     """
     where = "te_jax.optim.state_sharding"
     if not isinstance(sharding, Sharding):
@@ -250,15 +255,15 @@ def state_sharding(leaf, sharding: Sharding) -> Sharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*lead), memory_kind=sharding.memory_kind)
 
 
-def _transposed(tree, outer, width: int):
-    """A tree like `outer` with tuples of `width` for leaves -> as many trees."""
+def _unzip(tree, outer, width: int):
+    """A list of `width` trees of the structure of `outer`, from one whose leaves are tuples of `width`."""
     structure = jax.tree.structure(outer)
     leaves = structure.flatten_up_to(tree)
     return [structure.unflatten([leaf[i] for leaf in leaves]) for i in range(width)]
 
 
 def _blocks(x):
-    """[..., n] -> [..., blocks, elements]."""
+    """x [..., n] as [..., blocks, elements]. Raises ValueError for shards on an Explicit mesh that cut blocks."""
     n = x.shape[-1] if x.ndim else 1
     block = n if n % _BLOCK else _BLOCK
     if x.ndim and n != block and on_explicit_mesh(jax.typeof(x)):
@@ -266,54 +271,60 @@ def _blocks(x):
         shard = n // math.prod(aval.sharding.mesh.shape[name] for name in entries(aval)[-1])
         if shard % block:
             raise ValueError(
-                f"{_NAME}: the last axis of a parameter of shape {x.shape} has shards of {shard}, but scales are of "
+                f"{_ADAMW}: the last axis of a parameter of shape {x.shape} has shards of {shard}, but scales are of "
                 f"blocks of {block}; divide another axis, or use a mesh of Auto axes."
             )
     return x.reshape(*x.shape[:-1], n // block, block)
 
 
 def _moments(mu, root_nu, exponent):
-    """The stored moments in f32, [..., blocks, elements]."""
-    root = _blocks(root_nu).astype(jnp.float32) * _scale(exponent)
+    """(mu, nu) in f32 [..., blocks, elements] from the stored values."""
+    root = _blocks(root_nu).astype(jnp.float32) * _power_of_2(exponent)
     return _blocks(mu).astype(jnp.float32) / _UNITS * root, root**2
 
 
-def _stored(mu, root, count, shape):
-    """(mu, root_nu, exponent) of AdamFp8State, of a parameter of `shape`, from f32 [..., blocks, elements]."""
+def _store(mu, root, count, shape):
+    """(mu, root_nu, exponent) as AdamFp8State stores them, mu and root_nu in `shape`.
+
+    mu, root: The first moment and the root of the second, f32 [..., blocks, elements].
+    """
     random = _random(count, root)
     largest = jnp.max(jnp.where(jnp.isfinite(root), root, 0), -1)
     bits = lax.bitcast_convert_type(largest / float(jnp.finfo(jnp.float16).max), jnp.int32)
-    exponent = (bits >> 23) - 127 + (bits & 0x7FFFFF != 0)  # ceil(log2(.)); at the least that of a normal number
+    exponent = (bits >> 23) - 127 + (bits & 0x7FFFFF != 0)  # ceil(log2(.)), at least -127.
     exponent = jnp.clip(exponent, -126, 126).astype(jnp.int8)
-    root_nu = _rounded(root / _scale(exponent), random, jnp.float16)
-    unit = root_nu.astype(jnp.float32) * _scale(exponent) / _UNITS
+    root_nu = _round_stochastically(root / _power_of_2(exponent), random, jnp.float16)
+    unit = root_nu.astype(jnp.float32) * _power_of_2(exponent) / _UNITS
     ratio = jnp.where(unit == 0, 0, mu / unit)
-    return _rounded(ratio, random, jnp.float8_e4m3fn).reshape(shape), root_nu.reshape(shape), exponent
+    return _round_stochastically(ratio, random, jnp.float8_e4m3fn).reshape(shape), root_nu.reshape(shape), exponent
 
 
-def _scale(exponent):
+def _power_of_2(exponent):
     """2**exponent, exactly: i8[..., blocks] -> f32[..., blocks, 1]."""
     return lax.bitcast_convert_type((exponent.astype(jnp.int32) + 127) << 23, jnp.float32)[..., None]
 
 
 def _random(count, x):
-    """Multiples of 2**-12 in [0, 1), of x's shape, by the step count and the place."""
+    """Multiples of 2**-12 in [0, 1), f32 in the shape of x, a hash of the step count and the index."""
     bits = jnp.zeros_like(x, jnp.uint32) + count.astype(jnp.uint32) * jnp.uint32(_ODD)
     for axis in range(x.ndim):
         place = jnp.arange(x.shape[axis], dtype=jnp.uint32)
         place = place.reshape(*[1] * axis, place.size, *[1] * (x.ndim - 1 - axis))
         bits += place * jnp.uint32(pow(_ODD, axis + 2, 2**32))
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # the end of MurmurHash3: each bit depends on all
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # The end of MurmurHash3: each bit depends on all.
         bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
     return (bits >> 20).astype(jnp.float32) * 2.0**-12
 
 
-def _rounded(x, random, dtype):
-    """x, f32, in the narrower `dtype`: of its two neighbours the one away from 0 if `random` is at least the distance
-    from that in units in the last place. Finite values saturate; inf and NaN stay, as NaN in E4M3."""
+def _round_stochastically(x, random, dtype):
+    """x, f32, rounded to the narrower `dtype`.
+
+    The result is the neighbour away from 0 if `random` is at least its distance in units in the last place, else the
+    other one. Finite values saturate; inf and NaN stay, as NaN in E4M3.
+    """
     info = jnp.finfo(dtype)
     bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
-    exponent = jnp.maximum(bits, (info.minexp + 127) << 23) & 0x7F800000  # of subnormals that of the smallest normal
+    exponent = jnp.maximum(bits, (info.minexp + 127) << 23) & 0x7F800000  # Subnormals have the smallest one.
     ulp = lax.bitcast_convert_type(exponent, jnp.float32) * 2.0**-info.nmant
     size = jnp.minimum(jnp.floor(jnp.abs(x) / ulp + random) * ulp, float(info.max))
     return jnp.where(jnp.isfinite(x), jnp.copysign(size, x), x).astype(dtype)

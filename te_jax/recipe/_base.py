@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from te_jax._check import KnownFields
+from te_jax.recipe._granularity import TENSOR, Granularity
 
 
 class _Max(NamedTuple):
@@ -47,7 +48,9 @@ class Recipe(KnownFields):
 
     has_state: ClassVar[bool] = False  # in `fp8_metas`: see `DelayedScaling` for the methods that it takes
     needs_amax: ClassVar[bool] = False  # `scale` wants the tensor's own amax: its source is read once more for it
-    block: ClassVar[int] = 0  # numbers with a scale of their own, which the op that quantizes finds; no `scale`
+    granularity: ClassVar[Granularity] = (
+        TENSOR  # with blocks the op that quantizes finds the scales, and `scale` is not asked
+    )
 
     fp8_format: Format
     override_linear_precision: tuple[bool, bool, bool]
@@ -57,15 +60,6 @@ class Recipe(KnownFields):
     split_accumulator: tuple[bool, bool, bool]
     exclude: tuple[str, ...]
 
-    @property
-    def block_scaled(self) -> bool:
-        """Whether scales are of blocks."""
-        return self.block > 0
-
-    def block_law(self, tensor: str) -> dict:
-        """With scales of blocks, the attributes of the op that quantizes `tensor` (as in `scale`)."""
-        return {}
-
     def scale(self, tensor: str, stored: jax.Array | None, amax: jax.Array | None, fp8_max: float) -> jax.Array:
         """f32[]: what a tensor is multiplied by before it is cast to the type that ends at `fp8_max`.
 
@@ -73,6 +67,10 @@ class Recipe(KnownFields):
         amax: f32[], its own, None unless `needs_amax`.
         """
         raise NotImplementedError(f"{type(self).__name__}.scale")
+
+    def for_parameters(self) -> "Recipe":
+        """The recipe by which parameters that live in FP8 are quantized."""
+        return self
 
     def fresh_state(self) -> dict[str, np.ndarray]:
         """State of a tensor that was never seen, f32 leaves by the end of their names; {} without state."""
@@ -119,7 +117,7 @@ class Recipe(KnownFields):
         self._need(not self.fp8_mha, "fp8_mha", text)
 
 
-def bounded(scale: jax.Array, amax: jax.Array, otherwise) -> jax.Array:
+def bound_scale(scale: jax.Array, amax: jax.Array, otherwise) -> jax.Array:
     """`scale`, computed from `amax`, within the normal floats; `otherwise` where amax is 0 or not finite."""
     float32 = jnp.finfo(jnp.float32)
     usable = jnp.isfinite(amax) & (amax > 0) & ~jnp.isnan(scale)
@@ -129,7 +127,7 @@ def bounded(scale: jax.Array, amax: jax.Array, otherwise) -> jax.Array:
 def scale_of_amax(amax: jax.Array, fp8_max: float, epsilon: float, power_2: bool) -> jax.Array:
     """fp8_max / max(amax, epsilon), f32[...] of amax f32[...]; 1 where the amax is 0 or not finite, an infinite one
     clamped to the largest float. power_2: rounded down to a power of 2."""
-    scale = bounded(fp8_max / jnp.maximum(amax, epsilon), amax, 1.0)
+    scale = bound_scale(fp8_max / jnp.maximum(amax, epsilon), amax, 1.0)
     if not power_2:
         return scale
     exponent = lax.bitcast_convert_type(scale, jnp.uint32) & jnp.uint32(0xFF << 23)  # log2 might round up

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from te_jax.recipe._base import Format, Recipe
+from te_jax.recipe._granularity import Granularity
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,7 @@ class Float8BlockScaling(Recipe):
     Activations and gradients have blocks of 1 x 128 along the axis that their GEMM contracts, so each of their two
     layouts has scales of its own; weights have blocks of 128 x 128, the same in both. Blocks run along the last of the
     contracted axes (of the features, the tokens of an example) and are cut at its end; `te_gemm_block` fills cut ones
-    with zeros. The law of a block is that of `Float8CurrentScaling`: scale = fp8_max / max(amax, amax_epsilon).
+    with zeros. A block follows the law of `Float8CurrentScaling`: scale = fp8_max / max(amax, amax_epsilon).
 
     A mesh that splits such an axis into shards of whole blocks moves nothing. Else, as where 2 devices share 300
     features, the tensor is gathered along it before it is quantized: the numbers are those of one device. Inside
@@ -40,7 +41,6 @@ class Float8BlockScaling(Recipe):
     fp8_mha: bool = False
     exclude: tuple[str, ...] = ()
 
-    block: ClassVar[int] = 128
     reduce_amax: ClassVar[bool] = True  # no block is on two devices
     split_accumulator: ClassVar[tuple[bool, bool, bool]] = (True, True, True)
 
@@ -50,6 +50,7 @@ class Float8BlockScaling(Recipe):
         self._check_epsilon()
         self._check_no_attention()
 
-    def block_law(self, tensor: str) -> dict:
-        """Attributes of `te_quantize_block`."""
-        return dict(square=tensor == "kernel", power_2=not self.use_f32_scales, epsilon=self.amax_epsilon)
+    @property
+    def granularity(self) -> Granularity:
+        """Blocks of 128, of weights 128 x 128, with the attributes of `te_quantize_block`."""
+        return Granularity(128, True, (("power_2", not self.use_f32_scales), ("epsilon", self.amax_epsilon)))

@@ -14,7 +14,7 @@ class Float8CurrentScaling(Recipe):
     saturates (an inf becomes the largest FP8 value), and there is no state: no `fp8_metas`.
 
     The law: scale = fp8_max / max(amax, amax_epsilon), an infinite one clamped to the largest float; 1 where the amax
-    is 0 or not finite. The amax of an array over a mesh is that of the whole array.
+    is 0 or not finite. An array over a mesh has one amax, of the whole array.
 
     What it costs over `DelayedScaling`: one more reading of each tensor's source, by a kernel whose one result is the
     amax, before that which writes FP8. (To have it write the tensor in a wide type too, and to quantize that, moves as

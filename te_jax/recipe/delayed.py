@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax._amax import amax as largest
-from te_jax.recipe._base import Format, Recipe, bounded
+from te_jax.recipe._base import Format, Recipe, bound_scale
+from te_jax.recipe.current import Float8CurrentScaling
 
 _MARGIN = 32  # that is E5M2's whole range, from its least number to its largest
 SCALE, HISTORY = "_scale", "_amax_history"  # how the names of a tensor's leaves end
@@ -18,7 +19,7 @@ SCALE, HISTORY = "_scale", "_amax_history"  # how the names of a tensor's leaves
 
 @dataclass(frozen=True)
 class DelayedScaling(Recipe):
-    """Scales from the amaxes of past steps (Micikevicius et al. 2022, section 3.3).
+    """Scales that follow from the amaxes of past steps (Micikevicius et al. 2022, section 3.3).
 
     The law, per tensor and step: quantize with the stored scale; put the step's amax into slot 0 of the history;
     A = max(history) or history[0]; scale = (fp8_max / A) / 2**margin; roll the history by -1 and clear slot 0. An amax
@@ -77,8 +78,14 @@ class DelayedScaling(Recipe):
         self._need(scaling is None or callable(scaling), "scaling_factor_compute_algo", text)
 
     def scale(self, tensor: str, stored: jax.Array, amax: None, fp8_max: float) -> jax.Array:
-        """f32[]: the stored one."""
+        """The stored scale, f32[]."""
         return stored
+
+    def for_parameters(self) -> Recipe:
+        """`Float8CurrentScaling`: a scale of past amaxes moves from step to step, a stored parameter keeps its own."""
+        return Float8CurrentScaling(
+            fp8_format=self.fp8_format, override_linear_precision=self.override_linear_precision
+        )
 
     def fresh_state(self) -> dict[str, np.ndarray]:
         """A scale of 1, f32[1], and an empty history, f32[amax_history_len]."""
@@ -120,11 +127,13 @@ class DelayedScaling(Recipe):
             new = fp8_max / amax / 2.0**self.margin
         else:
             new = jnp.asarray(self.scaling_factor_compute_algo(amax, scale, fp8_max, self), jnp.float32)
-        return bounded(new, amax, scale)
+        return bound_scale(new, amax, scale)
 
-    def adopted(self, scale: jax.Array, history: jax.Array, fp8_max: float):
-        """The state f32[..., 1], f32[..., n] that another recipe left, as this one's: the newest amaxes, and the scale
-        that they set."""
+    def adopt_state(self, scale: jax.Array, history: jax.Array, fp8_max: float):
+        """This recipe's state from the scale f32[..., 1] and history f32[..., n] that another recipe left.
+
+        Returns the scale that the newest amaxes set, and their history.
+        """
         length = self.amax_history_len
         amaxes = jnp.pad(history[..., 1:], [(0, 0)] * (history.ndim - 1) + [(length + 1, 0)])  # the newest one is last
         before = amaxes[..., -length - 1 : -1].at[..., :1].set(0)  # the history that the newest one came to
@@ -132,8 +141,8 @@ class DelayedScaling(Recipe):
         new = amaxes[..., amaxes.shape[-1] - length :].at[..., :1].set(0)
         return jnp.vectorize(follow, signature="(l),(),(i)->(i)")(before, amaxes[..., -1], scale), new
 
-    def mended(self, scales: jax.Array, histories: jax.Array, bwd: jax.Array, in_force: bool = True):
-        """States of n tensors without what no step leaves behind: scales f32[n], histories f32[n, L] -> the same.
+    def mend_states(self, scales: jax.Array, histories: jax.Array, bwd: jax.Array, in_force: bool = True):
+        """Repairs states of n tensors, scales f32[n] and histories f32[n, L], that no step could have left behind.
 
         bwd:      bool[n], which are gradients.
         in_force: the states follow this recipe. Else neither its interval nor its formats count.
@@ -145,9 +154,9 @@ class DelayedScaling(Recipe):
         if in_force:  # else the gradients' type is not known, and the smaller maximum is safe
             fp8_max = jnp.where(bwd, self.fp8_format.max("bwd"), fp8_max)
         top = largest(newer, (1,))
-        allowed = bounded(fp8_max / top / 2.0**self.margin, top, jnp.inf)  # inf where nothing is recorded
+        allowed = bound_scale(fp8_max / top / 2.0**self.margin, top, jnp.inf)  # inf where nothing is recorded
         fresh = jnp.where(top == 0, 1.0, allowed)
-        scales = jnp.where(scales > 0, bounded(scales, 1.0, 1.0), fresh)  # NaN is not either
+        scales = jnp.where(scales > 0, bound_scale(scales, 1.0, 1.0), fresh)  # NaN is not either
         if in_force and self.scale_is_of_history:
             scales = jnp.minimum(scales, allowed)
         return scales, jnp.concatenate([slot0, newer], 1)

@@ -50,5 +50,5 @@ class FixedScaling(Recipe):
         self._check_no_attention()
 
     def scale(self, tensor: str, stored: None, amax: None, fp8_max: float) -> jax.Array:
-        """f32[]: that of its field."""
+        """The scale in the tensor's field, f32[]."""
         return jnp.full((), getattr(self, f"{tensor}_scale"), jnp.float32)

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from te_jax.recipe._base import Format, Recipe
+from te_jax.recipe._granularity import Granularity
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class MXFP8BlockScaling(Recipe):
     fp8_mha: bool = False
     exclude: tuple[str, ...] = ()
 
-    block: ClassVar[int] = 32
+    granularity: ClassVar[Granularity] = Granularity(32)
     reduce_amax: ClassVar[bool] = True  # no block is on two devices
     split_accumulator: ClassVar[tuple[bool, bool, bool]] = (True, True, True)
 

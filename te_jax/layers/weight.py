@@ -1,4 +1,4 @@
-"""Kernels that are quantized before the layer that multiplies them: once for many steps, or for good."""
+"""Weights that are quantized before the layer that multiplies them: once for many steps, or for good."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,24 +11,22 @@ from jax.custom_derivatives import SymbolicZero
 
 from te_jax import fp8
 from te_jax._check import BOOL, check, integer
-from te_jax.layers import _fp8
-from te_jax.layers._fp8 import Accumulator, Config, Fp8Tensor, Uses
-from te_jax.ops.gemm_block import dequantized
-from te_jax.ops.quantize import FLOAT, transpose
-from te_jax.ops.quantize_block import BLOCK, spread
-from te_jax.ops.quantize_mx import BLOCK as MX_BLOCK
+from te_jax.layers.config import Config
+from te_jax.layers.produce import quantize_weight
+from te_jax.layers.tensor import Accumulator, Fp8Tensor, LayerUses, Uses
+from te_jax.ops.quantize import FLOAT, block_of_weight, dequantize_weight, transpose
 from te_jax.recipe import Recipe
 from te_jax.sharding import stage_axes
 
-WAY_OUT = (
+_WAY_OUT = (
     "quantize the kernel again under the recipe in force, by te_jax.layers.quantize_kernel or te_jax.flax.fp8_params"
 )
 
 
 class GradientSlot(NamedTuple):
-    """In the place of a kernel's array: where the gradient of one that lives in FP8 goes."""
+    """Stands in the place of a weight's array: where the gradient of a weight that lives in FP8 goes."""
 
-    array: jax.Array  # [*C, *F] of the kernel's dtype; nothing reads its values
+    array: jax.Array  # [*C, *F] of the weight's dtype; nothing reads its values
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("tensor",), meta_fields=("contract", "features", "dtype"))
@@ -53,15 +51,15 @@ class QuantizedKernel:
 
     @property
     def ndim(self) -> int:
-        """As of an array."""
+        """The number of axes, those of a stack included."""
         return len(self.shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the kernel, [*C, *F] behind the axes of a stack."""
+        """The shape of the kernel, [*C, *F] behind the axes of a stack."""
         if self.tensor.data is not None:
             return self.tensor.data.shape
-        return turned(self.tensor.data_t.shape, self.features, self.contract)
+        return swap_groups(self.tensor.data_t.shape, self.features, self.contract)
 
     @property
     def empty(self) -> bool:
@@ -69,16 +67,16 @@ class QuantizedKernel:
         return self.tensor.data is None and self.tensor.data_t is None
 
     def with_wide(self, wide: jax.Array | GradientSlot | None) -> "QuantizedKernel":
-        """The same beside the array that it was made of, beside a slot for its gradient, or without either."""
+        """This kernel beside the array that it was made of, beside a slot for its gradient, or without either."""
         return replace(self, tensor=self.tensor._replace(wide=wide))
 
     def with_accumulator(self, onto: Accumulator | None) -> "QuantizedKernel":
-        """The same with a gradient that is added onto another in the wgrad GEMM: see `wgrads`."""
+        """This kernel with a gradient that is added onto another one in the wgrad GEMM: see `te_jax.flax.wgrads`."""
         return replace(self, tensor=self.tensor._replace(onto=onto))
 
     @classmethod
     def unquantized(cls, wide: jax.Array, contract: int) -> "QuantizedKernel":
-        """A kernel that the layer is to quantize after all."""
+        """A kernel [*C, *F] that the layer is to quantize after all."""
         return cls(Fp8Tensor(wide=wide), contract, wide.ndim - contract, wide.dtype)
 
     def dequantize(self) -> jax.Array:
@@ -87,32 +85,33 @@ class QuantizedKernel:
             return jax.vmap(QuantizedKernel.dequantize)(self)
         if isinstance(self.tensor.wide, GradientSlot):
             return _with_gradient(lax.stop_gradient(self.with_wide(None).dequantize()), self.tensor.wide.array)
-        if self.tensor.in_rows:
-            return self._dequantized_rows().astype(self.dtype)
-        data, scale = self.tensor.read(Uses(True, False, False), self.contract).rows
-        if scale.ndim:
-            for axis in (self.contract - 1, data.ndim - 1):
-                scale = spread(scale, axis, data.shape[axis])
-        return (data.astype(jnp.float32) * scale).astype(self.dtype)
+        data, scale_inv = self.tensor.held
+        if self.tensor.data is not None:
+            return dequantize_weight(data, scale_inv, self.contract).astype(self.dtype)
+        values = dequantize_weight(data, scale_inv, self.features)
+        return transpose(values, self.features).astype(self.dtype)
 
-    def _dequantized_rows(self) -> jax.Array:
-        t = self.tensor
-        if t.data_t is None:
-            return dequantized(*t.rows, self.features, MX_BLOCK)
-        return transpose(dequantized(*t.columns, self.contract, MX_BLOCK), self.features)
+
+class Projection(NamedTuple):
+    """The parameters of a dense layer, and its FP8 state."""
+
+    kernel: jax.Array | QuantizedKernel  # [h, *F]
+    bias: jax.Array | None  # [*F]
+    metas: fp8.DenseMetas | None  # under a recipe with state
 
 
 @jax.custom_vjp
 def _with_gradient(values, slot):
-    """`values`, whose gradient is that of `slot`, of the same type."""
+    """`values`, whose gradient goes to `slot`, an array of their type."""
     return values
 
 
 _with_gradient.defvjp(lambda values, slot: (values, None), lambda _, g: (None, g))
 
 
-def turned(axes: tuple, first: int, second: int) -> tuple:
-    """What an array has of each axis, [..., *first, *second] -> [..., *second, *first], by their numbers."""
+def swap_groups(axes: tuple, first: int, second: int) -> tuple:
+    """`axes`, one entry for each axis of an array [..., *first, *second], in the order [..., *second, *first]. first,
+    second: how many axes each group has."""
     lead = len(axes) - first - second
     return axes[:lead] + axes[lead + first :] + axes[lead : lead + first]
 
@@ -126,10 +125,10 @@ def quantize_kernel(
     gradients: bool = True,
     name: str = "te_jax.layers.quantize_kernel",
 ) -> QuantizedKernel:
-    """kernel f32, bf16 or f16 [*C, *F] -> the same in FP8 alone, as the layers would quantize it.
+    """Quantizes kernel [*C, *F] of f32, bf16 or f16 as the layers would; the result holds FP8 alone.
 
     contract:  axes in C.
-    meta:      under a recipe with state, that of the kernel in the layer's `metas`.
+    meta:      the kernel's entry in the layer's `metas`, under a recipe with state.
     gradients: whether a backward pass will read it. False: only the layout that fprop reads is made.
 
     Raises TypeError for a kernel that is not float and for no recipe, ValueError for a wrong `contract` or `meta`.
@@ -138,41 +137,39 @@ def quantize_kernel(
     check(name, "kernel", kernel, FLOAT)
     check(name, "contract", contract, integer(1))
     check(name, "gradients", gradients, BOOL)
-    if not 1 <= contract < kernel.ndim + (not recipe.block_scaled):
+    if not 1 <= contract <= kernel.ndim - recipe.granularity.free_axes:
         raise ValueError(f"{name}: contract is {contract}, but kernel has {kernel.ndim} axes; use fewer.")
     fp8.check_metas(name, "meta", meta, recipe, "pass one")
-    use = _fp8.uses(recipe, train=gradients, wgrad=False)["kernel"]
-    made = quantized(*lax.stop_gradient((kernel, meta)), use._replace(wide=False), recipe, contract)
+    uses = LayerUses.of(recipe, train=gradients, wgrad=False).weight
+    made = quantize_alone(*lax.stop_gradient((kernel, meta)), uses._replace(wide=False), recipe, contract)
     return QuantizedKernel(made, contract, kernel.ndim - contract, kernel.dtype)
 
 
-def quantized(kernel: jax.Array, meta, use: Uses, recipe: Recipe, contract: int) -> Fp8Tensor:
-    """The tensor of a QuantizedKernel, in the layouts that `use` says."""
-    features = kernel.ndim - contract
-    config = Config(recipe, contract, features, None, jax.typeof(kernel), stage_axes=stage_axes())
-    return _fp8.quantize_kernel(kernel, meta, use, config)
+def quantize_alone(weight: jax.Array, meta, uses: Uses, recipe: Recipe, contract: int) -> Fp8Tensor:
+    """The tensor of a QuantizedKernel, outside of a layer, in the layouts that `uses` says."""
+    config = Config(recipe, contract, None, jax.typeof(weight), stage_axes=stage_axes())
+    return quantize_weight(weight, meta, uses, config)
 
 
-def check_quantized(what: str, q: QuantizedKernel, shape, contract: int, recipe: Recipe, way_out: str = WAY_OUT):
+def check_quantized(what: str, q: QuantizedKernel, shape, contract: int, recipe: Recipe, way_out: str = _WAY_OUT):
     """Raises ValueError, naming `what`, unless `q` is a kernel of this shape as `recipe` reads it."""
     form = lambda dtype, shape, contract, blocks: (
         f"{jnp.dtype(dtype).name}{list(shape)} with {f'scales of blocks of {blocks}' if blocks else 'one scale'}, "
         f"of which {contract} axes are contracted"
     )
-    wants = _fp8.uses(recipe, train=True, wgrad=False)["kernel"].layouts
+    wants = LayerUses.of(recipe, train=True, wgrad=False).weight.layouts
     if q.empty and not wants:
         return
-    need = form(recipe.fp8_format.dtype("fwd"), shape, contract, recipe.block)
+    need = form(recipe.fp8_format.dtype("fwd"), shape, contract, recipe.granularity.block)
     if q.empty:
         raise ValueError(f"{what} holds nothing in FP8, but {type(recipe).__name__} needs {need}; {way_out}.")
     data, scale = q.tensor.held
-    block = MX_BLOCK if q.tensor.in_rows else BLOCK if scale.ndim else 0
-    if (have := form(data.dtype, q.shape, q.contract, block)) != need:
+    if (have := form(data.dtype, q.shape, q.contract, block_of_weight(scale))) != need:
         raise ValueError(f"{what} is {have}, but {type(recipe).__name__} needs {need}; {way_out}.")
 
 
-def taken(name: str, kernel, contract: int, recipe: Recipe | None):
-    """A layer's kernel, which may be a QuantizedKernel: the array, or an Fp8Tensor that has `wide`.
+def resolve_weight(name: str, kernel, contract: int, recipe: Recipe | None):
+    """A layer's weight, which may be a QuantizedKernel: the array, or an Fp8Tensor that has `wide`.
 
     Raises ValueError, naming the layer, for one of another form than the recipe reads, and where what it has in FP8 is
     differentiated.
@@ -195,11 +192,11 @@ def taken(name: str, kernel, contract: int, recipe: Recipe | None):
 
 @partial(jax.jit, static_argnums=1, inline=True)
 def _constant(tensor: Fp8Tensor, name: str) -> Fp8Tensor:
-    return lax.stop_gradient(_checked(tensor, name))
+    return lax.stop_gradient(_check_constant(tensor, name))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _checked(tensor, name):
+def _check_constant(tensor, name):
     return tensor
 
 
@@ -213,4 +210,4 @@ def _refuse(name, primals, tangents):
     return primals[0], tangents[0]
 
 
-_checked.defjvp(_refuse, symbolic_zeros=True)
+_check_constant.defjvp(_refuse, symbolic_zeros=True)

@@ -1,0 +1,60 @@
+"""What is static of one dense layer in FP8."""
+
+from typing import NamedTuple
+
+import jax
+from jax.core import ShapedArray
+from jax.sharding import PartitionSpec
+
+from te_jax.layers._specs import dense_spec
+from te_jax.layers.tensor import Fp8Tensor, wide_of
+from te_jax.recipe import Recipe
+from te_jax.sharding import stage_axes
+
+
+class Config(NamedTuple):
+    """The static facts of y[*B, *F] = x[*B, *C] . weight[*C, *F] + bias[*F] + residual[*B, *F] under a recipe."""
+
+    recipe: Recipe
+    contract: int  # axes in C
+    x: ShapedArray | None  # the types of the operands: their gradients have the same
+    weight: ShapedArray
+    bias: ShapedArray | None = None
+    residual: ShapedArray | None = None
+    checkpoint: str | None = None  # name of the saved tensors, for jax.checkpoint policies
+    stage_axes: frozenset[str] = frozenset()  # over which layers differ, read here: the backward pass is elsewhere
+    spec: PartitionSpec | None = None  # of y, on an Explicit mesh
+    grad_spec: PartitionSpec | None = None  # of the gradient of y where its GEMMs read it, if y lies otherwise
+    stored: bool = False  # the weight is an Fp8Tensor: its `wide` alone has a gradient
+    on_mesh: bool = False  # one of several devices is in force (`jax.set_mesh`): there may be sums over them
+
+    @property
+    def features(self) -> int:
+        """Axes in F."""
+        return self.weight.ndim - self.contract
+
+    @property
+    def lead(self) -> int:
+        """Axes in B."""
+        return self.x.ndim - self.contract
+
+    @classmethod
+    def of(
+        cls, x, weight, bias, contract, recipe, *, checkpoint=None, residual=None, out=None, grad_spec=None
+    ) -> "Config":
+        """The config of a layer with these operands. out: a type of y's shape, whose sharding y takes where it can.
+        grad_spec: of the gradient under Auto axes; on an Explicit mesh the types say it."""
+        typeof = lambda a: a if a is None or isinstance(a, ShapedArray) else jax.typeof(a)
+        x, array, bias, residual = types = [typeof(a) for a in (x, wide_of(weight), bias, residual)]
+        spec, whole = dense_spec(x, array, contract, out or residual), dense_spec(x, array, contract)
+        return cls(
+            recipe,
+            contract,
+            *types,
+            checkpoint,
+            stage_axes(),
+            spec,
+            grad_spec if whole == spec else whole,
+            isinstance(weight, Fp8Tensor),
+            jax.sharding.get_abstract_mesh().size > 1,
+        )

@@ -1,0 +1,61 @@
+"""The three GEMMs of a dense layer, of tensors as `tensor.Fp8Tensor` holds them."""
+
+import jax
+
+from te_jax._arrays import as_rank
+from te_jax.checkpoint_policies import GEMM, named
+from te_jax.layers._specs import explicit_spec
+from te_jax.layers.config import Config
+from te_jax.layers.tensor import Fp8Tensor
+from te_jax.ops.gemm import dot, gemm, gemm_sum
+
+_FPROP, _DGRAD, _WGRAD = range(3)  # places in `override_linear_precision` and `split_accumulator`
+
+
+def _options(which: int, config: Config) -> dict:
+    """What the recipe says of this GEMM; the right operand of fprop and dgrad is the weight."""
+    recipe = config.recipe
+    square = recipe.granularity.square and which != _WGRAD
+    return dict(square=square, fast_accum=not recipe.split_accumulator[which])
+
+
+def fprop(x: Fp8Tensor, w: Fp8Tensor, bias, config: Config, residual=None) -> jax.Array:
+    """x [*B, *C], w [*C, *F] -> [*B, *F], plus bias [*F] and residual [*B, *F]."""
+    contract, dtype = config.contract, config.x.dtype
+    if config.recipe.override_linear_precision[_FPROP]:
+        axes = range(config.lead, config.x.ndim), range(contract)
+        y = dot(x.wide, axes[0], w.wide, axes[1], dtype, out_spec=config.spec)
+        return plain_sum(named(y, GEMM), bias, residual)
+    options = dict(contract=contract, out_dtype=dtype, out_spec=config.spec, **_options(_FPROP, config))
+    (lhs, lhs_inv), (rhs, rhs_inv) = x.rows, w.columns
+    y = gemm(lhs, rhs, lhs_inv, rhs_inv, bias, residual, **options)
+    # A layer has one type, however its operands may be split: blocks that a mesh would cut are not.
+    return y if config.spec is None else jax.sharding.reshard(y, config.spec)
+
+
+def plain_sum(y, bias, residual) -> jax.Array:
+    """y [*B, *F] with bias [*F] and residual [*B, *F], where they are given."""
+    y = y if bias is None else y + as_rank(bias.astype(y.dtype), y.ndim)
+    return y if residual is None else y + residual.astype(y.dtype)
+
+
+def dgrad(terms, onto=None) -> jax.Array:
+    """The sum of dy w^T over terms (dy [*B, *F], w [*C, *F], config) of one x -> dx [*B, *C], plus `onto` of its shape
+    and type: what reaches x by another way."""
+    config = terms[0][2]
+    high = config.recipe.override_linear_precision[_DGRAD]
+    narrow = lambda dy, w: (dy.data, w.data, dy.scale_inv, w.scale_inv)
+    pairs = [(dy.wide, w.wide, None, None) if high else narrow(dy, w) for dy, w, _ in terms]
+    options = dict(lead=config.lead, out_dtype=config.x.dtype, out_spec=explicit_spec(config.x))
+    return gemm_sum(pairs, onto, **options, **_options(_DGRAD, config))
+
+
+def wgrad(x: Fp8Tensor, dy: Fp8Tensor, config: Config, onto=None) -> jax.Array:
+    """x [*B, *C] and dy [*B, *F] -> dw [*C, *F], of the weight's type, or f32 plus `onto`."""
+    dtype, lead = config.weight.dtype if onto is None else onto.dtype, config.lead
+    if config.recipe.override_linear_precision[_WGRAD]:
+        product = dot(x.wide, range(lead), dy.wide, range(lead), dtype, out_spec=explicit_spec(config.weight))
+        return product if onto is None else onto + product
+    options = dict(contract=lead, out_dtype=dtype, out_spec=explicit_spec(config.weight), **_options(_WGRAD, config))
+    (lhs, lhs_inv), (rhs, rhs_inv) = x.columns, dy.columns
+    return gemm(lhs, rhs, lhs_inv, rhs_inv, c=onto, in_place=onto is not None, **options)

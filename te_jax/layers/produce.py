@@ -1,0 +1,118 @@
+"""From a tensor's source to the tensor as GEMMs read it: measure, scale, choose results, run, probe.
+
+A producer says by which ops its tensor comes about, and from what operands (`ops.source.Source`); the recipe says what
+shares a scale (`Recipe.granularity`). An op of that granularity writes FP8 at once. Where there is none, or none that
+also writes what else is asked for, the tensor is written in its own type and quantized from there.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+
+from te_jax import fp8
+from te_jax._types import like, varying
+from te_jax.checkpoint_policies import KERNEL, STATISTICS, named
+from te_jax.layers.config import Config
+from te_jax.layers.tensor import Fp8Tensor, LayerUses, Uses
+from te_jax.ops import quantize as quantize_ops
+from te_jax.ops.source import Source
+from te_jax.sharding import constrain_to_spec
+
+
+class Role(NamedTuple):
+    """The part that a tensor plays in a layer."""
+
+    name: str  # a field of `DenseMetas`
+    meta: fp8.TensorMeta | None
+    uses: Uses
+    # A type that varies over the mesh axes that shard the tensor inside `shard_map`. For an operand it is the type from
+    # before `align`, which makes replicated operands vary.
+    shards_of: ShapedArray
+
+
+def produce(source: Source, role: Role, config: Config, others: tuple[str, ...] = ()) -> tuple[Fp8Tensor, dict]:
+    """The tensor of `source` as its GEMMs read it, and the results of its op by name, `others` among them."""
+    recipe, uses = config.recipe, role.uses
+    granularity = recipe.granularity
+    dtype = recipe.fp8_format.dtype(fp8.direction_of(role.name))
+    beside = (*others, source.wide) if uses.wide and source.wide else others
+    if not (uses.layouts and source.offers(granularity, beside)):
+        got = source.run((*others, source.wide), dtype)
+        return quantize_tensor(got[source.wide], source.split, role, config)[0], got
+    scale = None
+    if source.takes_scale(granularity):
+        measure = lambda: source.run(("amax",), dtype)["amax"]
+        shards = varying(role.shards_of) - config.stage_axes
+        scale = fp8.scale_of(role.meta, measure, recipe, role.name, shards)
+    statistics = ("amax",) if recipe.has_state else ()
+    got = source.run((*beside, *uses.layouts, *statistics), dtype, granularity, scale)
+    if "amax" in got:
+        got["amax"] = fp8.observation(role.meta, got["amax"], scale, lambda: source.exact(dtype), dtype)
+    if scale is not None:
+        got["scale_inv"] = 1.0 / scale
+    fields = {name: got[name] for name in Fp8Tensor._fields if name in got}
+    return Fp8Tensor(**fields, wide=got[source.wide] if uses.wide and source.wide else None), got
+
+
+def quantize_tensor(
+    x, split: int, role: Role, config: Config, with_dbias=False, square=False
+) -> tuple[Fp8Tensor, jax.Array | None]:
+    """x [*m, *n], with `split` axes in m, as its GEMMs read it, and its column sums f32[*n] if asked for. square:
+    its blocks of 128 are 128 x 128."""
+    if role.uses.layouts:
+        q, got = produce(quantize_ops.array_source(x, split, square), role, config, ("dbias",) if with_dbias else ())
+    else:
+        q, got = Fp8Tensor(), dict(dbias=jnp.sum(x.astype(jnp.float32), tuple(range(split)))) if with_dbias else {}
+    return q._replace(wide=x if role.uses.wide else None), got.get("dbias")
+
+
+def quantize_weight(weight, meta, uses: Uses, config: Config) -> Fp8Tensor:
+    """weight [*C, *F] as its GEMMs read it; an Fp8Tensor was quantized before, if it has data."""
+    if isinstance(weight, Fp8Tensor):
+        if weight.data is not None or weight.data_t is not None:
+            return weight.read(uses, config.contract)
+        return quantize_weight(weight.wide, meta, uses, config)._replace(onto=weight.onto)
+    role, square = Role("kernel", meta, uses, config.weight), config.recipe.granularity.square
+    q, _ = quantize_tensor(weight, config.contract, role, config, square=square)
+    # Not what fprop alone reads, nor the array itself, which is kept anyway.
+    return tag(q, KERNEL, config, leave=("data_t", "scale_inv_t", "wide", "onto"))
+
+
+def quantize_grad(dy, meta, config: Config, wgrad: bool) -> tuple[Fp8Tensor, jax.Array | None]:
+    """dy [*B, *F] -> the tensor as the backward GEMMs read it, and the gradient of the bias, if there is one.
+
+    Both GEMMs read all of dy where y was left scattered. With the same scales in both layouts one layout crosses
+    devices once, and is transposed there. Else the layouts differ, and are as many bytes as dy in 16 bits: dy crosses.
+    """
+    uses = LayerUses.of(config.recipe, train=True, wgrad=wgrad).grad
+    split, has_bias = dy.ndim - config.features, config.bias is not None
+    one_crosses = config.recipe.granularity.shared
+    if uses.layouts and not one_crosses:
+        dy = _gather(dy, config)
+    late = one_crosses and config.grad_spec is not None and uses.data and uses.data_t
+    written = uses._replace(data_t=False) if late else uses
+    grad, dbias = quantize_tensor(dy, split, Role("grad", meta, written, jax.typeof(dy)), config, has_bias)
+    if late:
+        data = _gather(grad.data, config)
+        grad = grad._replace(data=data, data_t=quantize_ops.transpose(data, split))
+    return grad, like(dbias, config.bias) if has_bias else None
+
+
+def _gather(a, config: Config):
+    """The gradient of y as its GEMMs read it on a mesh."""
+    if config.spec is None:
+        return constrain_to_spec(a, config.grad_spec)
+    return a if config.grad_spec is None else jax.sharding.reshard(a, config.grad_spec)
+
+
+def tag(q: Fp8Tensor, name: str, config: Config, leave: tuple[str, ...] = ()) -> Fp8Tensor:
+    """`q` named for `jax.checkpoint` policies: by `name` (scalars and what was seen of the tensor: STATISTICS) and by
+    the config's name. leave: fields that are not named."""
+
+    def one(field, a):
+        small = field == "amax" or a is None or not a.ndim
+        return named(a, STATISTICS if small else name, config.checkpoint)
+
+    return q._replace(**{field: one(field, a) for field, a in q._asdict().items() if field not in leave})

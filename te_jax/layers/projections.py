@@ -1,0 +1,101 @@
+"""FP8 GEMMs of weights that read one tensor, or its norm, under one custom_vjp: `dense` and `layernorm_dense`."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
+
+from te_jax._types import like
+from te_jax.checkpoint_policies import STATISTICS, named
+from te_jax.layers.config import Config
+from te_jax.layers.gemms import dgrad, fprop
+from te_jax.layers.produce import Role, produce, quantize_grad, quantize_tensor, quantize_weight
+from te_jax.layers.tensor import LayerUses
+from te_jax.layers.vjp import (
+    differentiate_weight,
+    has_gradient,
+    instantiate,
+    jit_layer,
+    save_for_backward,
+    tag_for_wgrad,
+)
+from te_jax.layers.weight import Projection
+from te_jax.ops import norm as norm_op
+
+
+class Operands(NamedTuple):
+    """What is differentiated."""
+
+    x: jax.Array
+    projections: tuple[Projection, ...]
+    gamma: jax.Array | None = None
+    beta: jax.Array | None = None
+    residual: jax.Array | None = None  # of the one projection's result
+
+
+class Static(NamedTuple):
+    """What is not differentiated."""
+
+    configs: tuple[Config, ...]  # of the projections
+    norm: norm_op.Norm | None = None
+    with_ln_out: bool = False
+    with_input: bool = False
+
+
+def multiply(operands: Operands, static: Static, train: bool, wgrads):
+    """The results, and for the backward pass x or its norm in FP8, the weights, and the norm's statistics.
+
+    wgrads: whether the weight of each projection has a gradient.
+    """
+    x, projections, gamma, beta, residual = operands
+    config = static.configs[0]
+    uses = LayerUses.of(config.recipe, train, any(wgrads))
+    role = Role("x", projections[0].metas.x, uses.x, config.x)
+    if static.norm is None:
+        (q, _), got = quantize_tensor(x, config.lead, role, config), {}
+    else:
+        others = (*(["y"] if static.with_ln_out else []), *static.norm.statistics)
+        q, got = produce(norm_op.norm_source(x, gamma, beta, static.norm), role, config, others)
+    each = list(zip(projections, static.configs))
+    weights = [quantize_weight(p.kernel, p.metas.kernel, uses.weight, config) for p, config in each]
+    y = tuple(fprop(q, w, p.bias, config, residual) for w, (p, config) in zip(weights, each))
+    results = y, got["y"] if static.with_ln_out else None, x if static.with_input else None
+    return results, q, weights, (got.get("mean"), got.get("rstd"))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _project(operands, static):
+    return multiply(operands, static, train=False, wgrads=())[0]
+
+
+def _project_fwd(operands, static):
+    wgrads = [has_gradient(p.kernel) for p in operands.projections]
+    x, projections, gamma, beta, _ = operands = values_of(operands)
+    out, q, weights, stats = multiply(operands, static, train=True, wgrads=wgrads)
+    q = tag_for_wgrad(q, static.configs[0])
+    each = zip(weights, projections, static.configs, wgrads)
+    saved = [save_for_backward(q, w, p.metas, config, wgrad) for w, p, config, wgrad in each]
+    return out, (saved, None if static.norm is None else (x, named(stats, STATISTICS), gamma, beta))
+
+
+def _project_bwd(static, residuals, cotangents):
+    saved, of_norm = residuals
+    dy = list(map(instantiate, cotangents[0]))
+    dln_out, dx_out = (None if isinstance(d, SymbolicZero) else d for d in cotangents[1:])  # None also if no result
+    each = list(zip(saved, static.configs))
+    grads, dbiases = zip(*(quantize_grad(d, s.metas.grad, config, s.wgrad) for d, (s, config) in zip(dy, each)))
+    config = static.configs[0]
+    dx = like(dgrad([(grad, s.weight, config) for grad, (s, config) in zip(grads, each)], dln_out), config.x)
+    dprojections = (differentiate_weight(s, *g, config) for g, (s, config) in zip(zip(grads, dbiases), each))
+    dprojections, dgamma, dbeta = tuple(dprojections), None, None
+    if of_norm is not None:
+        x, stats, gamma, beta = of_norm
+        dx, dgamma, dbeta = norm_op.norm_backward(dx, x, *stats, gamma, beta, dres=dx_out, **static.norm.of_backward)
+    dresidual = None if config.residual is None else like(dy[0], config.residual)
+    return (Operands(dx, dprojections, dgamma, dbeta, dresidual),)
+
+
+_project.defvjp(_project_fwd, _project_bwd, symbolic_zeros=True)
+project = jit_layer(_project, 1)

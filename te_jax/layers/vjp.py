@@ -1,0 +1,135 @@
+"""What the custom_vjps of the layers share: which gradients are asked for, what is kept for them, a weight's gradient.
+
+Where the weight is not differentiated (a frozen one, as beside LoRA), there is no wgrad, and nothing is written or kept
+for it: autodiff says so by `symbolic_zeros` of the custom_vjps.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
+
+from te_jax._types import like, varying
+from te_jax.checkpoint_policies import QUANTIZED
+from te_jax.fp8 import DenseMetas, cotangent
+from te_jax.layers.config import Config
+from te_jax.layers.gemms import wgrad as wgrad_gemm
+from te_jax.layers.produce import tag
+from te_jax.layers.tensor import Accumulator, Fp8Tensor, wide_of
+from te_jax.layers.weight import Projection
+
+
+def jit_layer(layer, static: int):
+    """A custom_vjp with symbolic zeros, under jit: without jit `jax.shard_map` has no rule for one.
+
+    static: index of the static argument.
+    """
+    return jax.jit(layer, static_argnums=static, inline=True)
+
+
+def has_gradient(weight) -> bool:
+    """Whether a layer's weight, as its custom_vjp gets it, is differentiated.
+
+    Raises ValueError if its array is, but not the accumulator that the gradient would go to.
+    """
+    differentiated = wide_of(weight).perturbed
+    if not isinstance(weight, Fp8Tensor) or weight.onto is None:
+        return differentiated
+    if differentiated and not weight.onto.grad.perturbed:
+        raise ValueError(
+            "te_jax.layers: a kernel is differentiated, but not its entry in the collection wgrads, which its gradient "
+            "would go to; differentiate with respect to the collection, or leave it out."
+        )
+    return weight.onto.grad.perturbed
+
+
+def instantiate(cotangent):
+    """The cotangent as an array of zeros where autodiff passes a `SymbolicZero`, else as it is."""
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    aval = cotangent.aval
+    zeros, varies = jnp.zeros(aval.shape), tuple(sorted(varying(aval)))
+    return like(lax.pcast(zeros, varies, to="varying") if varies else zeros, aval)
+
+
+def tag_for_wgrad(x: Fp8Tensor, config: Config) -> Fp8Tensor:
+    """What wgrad may read of x, for `save_for_backward`, named for `jax.checkpoint` policies.
+
+    Call it once for all layers that read x: each name makes one more array that a policy may keep.
+    """
+    x = x._replace(data=None, scale_inv=None, scale_inv_t=x.columns[1])
+    return tag(x, QUANTIZED, config, leave=("onto",))
+
+
+class Saved(NamedTuple):
+    """What the backward pass of one GEMM reads."""
+
+    x: Fp8Tensor
+    weight: Fp8Tensor
+    metas: DenseMetas
+
+    @property
+    def wgrad(self) -> bool:
+        """Whether the weight has a gradient."""
+        return (self.x.wide if self.x.data_t is None else self.x.data_t).size > 0
+
+
+def save_for_backward(x: Fp8Tensor, w: Fp8Tensor, metas: DenseMetas, config: Config, wgrad: bool) -> Saved:
+    """What dgrad and wgrad read of x, as `tag_for_wgrad` gives it, and of w.
+
+    Without wgrad there are empty arrays in the place of what it would read, and an amax of 0 where nothing else wanted
+    one: jax remembers one structure of a traced function's residuals, whatever it is differentiated by.
+    """
+    fprop_wide, dgrad_wide, wgrad_wide = config.recipe.override_linear_precision
+    for_wgrad = lambda a, read: (a if wgrad else jnp.zeros((0,))) if read else None
+    observed = config.recipe.has_state and not (fprop_wide and wgrad_wide)
+    kept = x._replace(
+        data_t=for_wgrad(x.data_t, not wgrad_wide),
+        wide=for_wgrad(x.wide, wgrad_wide),
+        scale_inv_t=for_wgrad(x.scale_inv_t, not wgrad_wide),
+        amax=jnp.zeros(()) if observed and x.amax is None else x.amax,
+    )
+    onto = w.onto and w.onto._replace(grad=for_wgrad(w.onto.grad, True))
+    w = w._replace(data_t=None, scale_inv_t=None, wide=w.wide if dgrad_wide else None, onto=onto)
+    return Saved(kept, w, metas)
+
+
+@custom_vmap
+def _once(total, before):
+    """`total`, made of `before`, which examples must not share: autodiff would add it up as often."""
+    return total
+
+
+@_once.def_vmap
+def _once_vmap(size, batched, total, before):
+    if batched[0] and not batched[1]:
+        raise ValueError(
+            f"te_jax.layers: jax.vmap of {size} examples shares an entry of the collection wgrads; map the collection "
+            "too, or leave it out."
+        )
+    return _once(total, before), batched[0]
+
+
+def differentiate_weight(saved: Saved, grad: Fp8Tensor, dbias, config: Config) -> Projection:
+    """The cotangents of weight [*C, *F], bias and FP8 state.
+
+    grad, dbias: the gradients of y [*B, *F] and of the bias, as `quantize_grad` returns them.
+
+    The weight's cotangent has the weight's type, and is None without wgrad. Where the weight is an Fp8Tensor, `onto`
+    has the cotangent if there is an accumulator, else `wide`.
+    """
+    x, w, metas = saved
+    amaxes = (x.amax, w.amax, grad.amax)
+    dmetas = DenseMetas(*(cotangent(m, amax, config.recipe, config.stage_axes) for m, amax in zip(metas, amaxes)))
+    if not saved.wgrad:
+        dweight = None
+    elif w.onto is None:
+        dweight = like(wgrad_gemm(x, grad, config), config.weight)
+    else:
+        total = like(wgrad_gemm(x, grad, config, w.onto.grad), w.onto.grad)
+        onto = Accumulator(_once(total, w.onto.grad), w.onto.uses * 0 + 1)
+        return Projection(Fp8Tensor(onto=onto), dbias, dmetas)
+    return Projection(Fp8Tensor(wide=dweight) if config.stored else dweight, dbias, dmetas)

@@ -1,0 +1,53 @@
+"""What a tensor is quantized from: the ops that compute it, and what they are called with."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from te_jax._op import Op
+from te_jax.recipe._granularity import TENSOR, Granularity
+
+
+class Source(NamedTuple):
+    """A tensor [*m, *n] that is quantized where it is read or computed; on the host what a `Source` of csrc/tile.cuh is
+    in a kernel.
+
+    An op that writes it in FP8 has results `data` and `data_t` in this order of axes and transposed. One of scales of
+    blocks has their inverses too (`scale_inv`, or `block_inv` of square blocks, and each with `_t`); one of a single
+    scale has it as its last operand `scale`, and `amax` among its results.
+    """
+
+    ops: dict[int, tuple[Op, dict]]  # the op, and its attributes beside the law of a block, by `Granularity.block`
+    operands: tuple[jax.Array | None, ...]  # of each of the ops, but for the scale
+    split: int  # axes in m
+    wide: str | None = None  # the result of the op of one scale that is the tensor itself; None: the operand is
+
+    def offers(self, granularity: Granularity, names) -> bool:
+        """Whether there is an op of this granularity that has the results `names`."""
+        op, _ = self.ops.get(granularity.block, (None, None))
+        return op is not None and {o.name for o in op.rule.outputs}.issuperset(names)
+
+    def takes_scale(self, granularity: Granularity) -> bool:
+        """Whether the op of this granularity is given a scale, else it finds the scales itself."""
+        return any(o.name == "scale" for o in self.ops[granularity.block][0].rule.inputs)
+
+    def run(self, names, dtype, granularity: Granularity = TENSOR, scale=None) -> dict[str, jax.Array]:
+        """The results `names` of the op of this granularity, with the inverse scales of each layout among them.
+
+        dtype: the FP8 type. scale: f32[], with FP8 results of an op that takes one.
+        """
+        op, attrs = self.ops[granularity.block]
+        inverse = "block_inv" if attrs.get("square") else "scale_inv"
+        wanted = {*names, *(name.replace("data", inverse) for name in names)}
+        outputs = tuple(o.name for o in op.rule.outputs if o.name in wanted or not o.optional)
+        operands = (*self.operands, scale) if self.takes_scale(granularity) else self.operands
+        results = op(*operands, outputs=outputs, dtype=dtype, **attrs, **dict(granularity.law))
+        return {name.replace("block_inv", "scale_inv"): a for name, a in zip(outputs, results, strict=True)}
+
+    def exact(self, dtype) -> jax.Array:
+        """The tensor in f32, before any rounding."""
+        if self.wide is None:
+            return self.operands[0]
+        operands = tuple(a if a is None else a.astype(jnp.float32) for a in self.operands)
+        return self._replace(operands=operands).run((self.wide,), dtype)[self.wide]

@@ -1,0 +1,97 @@
+"""Shardings of arrays: what types show, and constraints."""
+
+import functools
+import math
+import warnings
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import PartitionSpec
+
+from te_jax._placement import mesh_axes
+from te_jax._types import on_explicit_mesh
+from te_jax.sharding.logical_axes import head_axes, resolve_logical_axes
+from te_jax.sharding.resource import auto_mesh
+
+
+def entries(aval) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes that split each axis of an array of type `aval`."""
+    spec = (*aval.sharding.spec, *[None] * (aval.ndim - len(aval.sharding.spec)))
+    return tuple(map(mesh_axes, spec))
+
+
+def spec_of(axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    """The PartitionSpec whose `entries` are `axes`."""
+    return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in axes))
+
+
+def explicit_spec(aval) -> PartitionSpec | None:
+    """The sharding that the type `aval` shows; None off Explicit meshes."""
+    return spec_of(entries(aval)) if on_explicit_mesh(aval) else None
+
+
+def place_axis(x: jax.Array, axis: int, names: tuple[str, ...]) -> jax.Array:
+    """x with one axis split over the mesh axes `names` (() makes it whole) and the others as they were.
+
+    On a mesh of Auto axes an axis is made whole only where heads are split (`head_axes`). Without a mesh x is returned
+    as it is.
+    """
+    at = axis % x.ndim
+    if on_explicit_mesh(jax.typeof(x)):
+        split = entries(jax.typeof(x))
+        return jax.sharding.reshard(x, spec_of((*split[:at], names, *split[at + 1 :])))
+    if not names and not head_axes():
+        return x
+    spec = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    spec[at] = names or None
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+def with_sharding_constraint_by_logical_axes(x: jax.Array, axes: Sequence[str | None] | None) -> jax.Array:
+    """x, constrained to what Flax's logical axis rules in force make of `axes`, one name or None per dimension.
+
+    Returns x as it is where there is nothing to constrain: for axes None, without rules, without a mesh, and under
+    Explicit or Manual mesh axes, where the array's type says how it is sharded.
+    An axis that the devices of its mesh axes do not divide is split over fewer of these, or stays whole; a warning says
+    so, once, unless its size is 1.
+
+    Raises ValueError if `axes` has another length than x, or a rule names an axis that the mesh lacks.
+    """
+    return constrain_to_spec(x, resolve_logical_axes(axes, x.shape))
+
+
+def constrain_to_spec(x: jax.Array, spec: PartitionSpec | None) -> jax.Array:
+    """x, constrained to `spec`, of as many entries as x has dimensions; x as it is for None, and without a mesh of Auto
+    axes.
+
+    An axis that the devices of its mesh axes do not divide is treated as `with_sharding_constraint_by_logical_axes`
+    says.
+    """
+    mesh = auto_mesh()
+    if spec is None or mesh is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, _divide(spec, x.shape, mesh))
+
+
+def _divide(spec, shape: tuple[int, ...], mesh) -> PartitionSpec:
+    """`spec` without the inner mesh axes whose devices do not divide the array's axes: each kernel would gather shards
+    of different sizes for itself."""
+    kept = []
+    for axis, (entry, size) in enumerate(zip(spec, shape)):
+        names = mesh_axes(entry)
+        fitting = names
+        while size % math.prod(mesh.shape[name] for name in fitting):
+            fitting = fitting[:-1]
+        if fitting != names and size > 1:
+            _warn_undivided(axis, size, names, math.prod(mesh.shape[name] for name in names))
+        kept.append(fitting or None)
+    return PartitionSpec(*kept)
+
+
+@functools.cache
+def _warn_undivided(axis: int, size: int, names: tuple[str, ...], devices: int):
+    warnings.warn(
+        f"with_sharding_constraint: axis {axis} of an activation is {size}, which the {devices} devices of mesh axes "
+        f"{names} do not divide; it is split over fewer of them, or over none. Pad it to a multiple of {devices}.",
+        stacklevel=5,  # The caller of `with_sharding_constraint_by_logical_axes`.
+    )

@@ -1,0 +1,138 @@
+"""The mesh in force, and the part that a MeshResource gives each of its axes."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+from te_jax._check import NONE, STRING, Kind, KnownFields, check
+from te_jax._scope import Scope
+
+_AXIS = Kind("the name of a mesh axis, or None", (NONE | STRING).is_type, lambda axis: axis != "")
+
+
+@dataclass(frozen=True)
+class MeshResource(KnownFields):
+    """The mesh axis behind each kind of parallelism; None where there is none.
+
+    dp_resource:   Data parallelism: splits the batch.
+    tp_resource:   Tensor parallelism: splits heads and the hidden width.
+    tpsp_resource: Tensor and sequence parallelism: splits what tp splits, and the sequence outside the GEMMs (beside
+                   cp, if both are there). Only one of tp and tpsp may have more than one device.
+    fsdp_resource: Fully sharded data parallelism: splits the batch (beside dp, if both are there) and the weights.
+    pp_resource, cp_resource, ep_resource: Pipeline, context (the sequence in attention) and expert parallelism.
+
+    Raises TypeError for a field that is no string, ValueError for an axis that two fields name.
+    """
+
+    dp_resource: str | None = None
+    tp_resource: str | None = None
+    tpsp_resource: str | None = None
+    fsdp_resource: str | None = None
+    pp_resource: str | None = None
+    cp_resource: str | None = None
+    ep_resource: str | None = None
+
+    def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            check("MeshResource", field.name, value, _AXIS)
+        self._check_roles()
+
+    def _check_roles(self):
+        roles = {}
+        for field in fields(self):
+            axis = getattr(self, field.name)
+            if axis is not None and roles.setdefault(axis, field.name) != field.name:
+                raise ValueError(
+                    f"MeshResource: {roles[axis]} and {field.name} are both {axis!r}; give each an axis of its own, "
+                    "or leave one None (fsdp shards the batch as well, tpsp is tensor parallelism too)."
+                )
+
+
+ShardingResource = MeshResource  # The name in older code, which knows the first two fields.
+
+# The value is part of the jit cache key: a function traced under another MeshResource is traced again.
+_mesh_resource = Scope("te_jax.sharding.global_shard_guard")
+
+
+def current_mesh_resource() -> MeshResource | None:
+    """The MeshResource in force, None if there is none.
+
+    Raises RuntimeError where another task or thread entered it.
+    """
+    return _mesh_resource.value
+
+
+@contextlib.contextmanager
+def global_shard_guard(resource: MeshResource | None) -> Iterator[None]:
+    """Puts `resource` in force within a `with` block; None leaves the outer one in force.
+
+    The block belongs to the task and the thread that enter it, as a block of `te_jax.autocast` does.
+
+    Raises TypeError for another value, ValueError if a mesh is in force and lacks one of the axes.
+    """
+    if resource is None:
+        yield
+        return
+    if not isinstance(resource, MeshResource):
+        raise TypeError(f"global_shard_guard: resource is {resource!r}; pass a te_jax.MeshResource.")
+    check_mesh_resource(resource)
+    with _mesh_resource(resource):
+        yield
+
+
+def stage_axes() -> frozenset[str]:
+    """The mesh axis whose devices hold different layers (pp_resource), unless it has one device: the devices along it
+    share no statistics of tensors."""
+    resource = current_mesh_resource()
+    axis = None if resource is None else resource.pp_resource
+    return frozenset(() if axis is None or mesh_sizes().get(axis) == 1 else (axis,))
+
+
+def mesh_sizes() -> dict[str, int]:
+    """The axes of the mesh in force, and how many devices each has; {} without a mesh."""
+    return dict(jax.sharding.get_abstract_mesh().shape)
+
+
+def auto_mesh() -> AbstractMesh | None:
+    """The mesh in force, if all its axes are Auto: constraints act there alone. Else None."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh if set(mesh.axis_types) == {AxisType.Auto} else None
+
+
+def check_mesh_resource(resource: MeshResource) -> None:
+    """Raises ValueError if the mesh in force lacks an axis of `resource`, or tp and tpsp both have several devices."""
+    sizes = mesh_sizes()
+    if not sizes:
+        return
+    for field in fields(resource):
+        axis = getattr(resource, field.name)
+        if axis is not None and axis not in sizes:
+            raise ValueError(
+                f"MeshResource: {field.name} is {axis!r}, but the mesh in force has the axes {tuple(sizes)}; "
+                "name one of them, or None."
+            )
+    tp, tpsp = resource.tp_resource, resource.tpsp_resource
+    if sizes.get(tp, 1) > 1 and sizes.get(tpsp, 1) > 1:
+        raise ValueError(
+            f"MeshResource: tp_resource {tp!r} has {sizes[tp]} devices and tpsp_resource {tpsp!r} has "
+            f"{sizes[tpsp]}; only one of the two may have more than one."
+        )
+
+
+def check_cuts_sequence_alone(given: str, axis: str, resource: MeshResource | None) -> None:
+    """Raises ValueError, which begins with `given`, if `axis` splits the sequence in attention and another axis too."""
+    if resource is None or mesh_sizes().get(axis, 1) == 1:
+        return
+    for name in ("dp_resource", "fsdp_resource", "tp_resource", "tpsp_resource", "pp_resource"):
+        if getattr(resource, name) == axis:
+            raise ValueError(f"{given}, and {name} is the same mesh axis; an axis cuts one of them: name another.")
+
+
+def check_current_mesh_resource() -> None:
+    """Checks the MeshResource in force (`check_mesh_resource`), since its mesh may have been set after it."""
+    if (resource := current_mesh_resource()) is not None:
+        check_mesh_resource(resource)
