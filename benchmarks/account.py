@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kernels import COPIES, Event, union
+from .kernels import COPIES, Event, union
 
 SMALL_US = 5.0  # XLA's kernels below this are one class
 

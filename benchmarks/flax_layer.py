@@ -5,25 +5,18 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from ops import jax_nn_attention, rotate
+
+from .attention import of_jax
+from .ops import rotate
 
 
 def norm(llama: bool, param_dtype) -> nn.Module:
     return (nn.RMSNorm if llama else nn.LayerNorm)(dtype=jnp.bfloat16, param_dtype=param_dtype)
 
 
-class Dense(nn.Module):
-    """nn.Dense in bf16. dot: what multiplies, a `dot_general_cls` of Flax."""
-
-    features: int
-    use_bias: bool = False
-    dot: Callable | None = None
-    param_dtype: jnp.dtype = jnp.bfloat16
-
-    @nn.compact
-    def __call__(self, x):
-        dtypes = dict(dtype=jnp.bfloat16, param_dtype=self.param_dtype)
-        return nn.Dense(self.features, use_bias=self.use_bias, dot_general_cls=self.dot, **dtypes)(x)
+def dense(features: int, use_bias: bool = False, dot: Callable | None = None, param_dtype=jnp.bfloat16) -> nn.Module:
+    """dot: what multiplies, a `dot_general_cls` of Flax."""
+    return nn.Dense(features, use_bias, dtype=jnp.bfloat16, param_dtype=param_dtype, dot_general_cls=dot)
 
 
 class Mlp(nn.Module):
@@ -39,13 +32,13 @@ class Mlp(nn.Module):
     def __call__(self, x):
         width, more = x.shape[-1], (self.use_bias, self.dot, self.param_dtype)
         y = norm(self.llama, self.param_dtype)(x)
-        y = Dense(2 * self.ffn if self.llama else self.ffn, *more)(y)
+        y = dense(2 * self.ffn if self.llama else self.ffn, *more)(y)
         if self.llama:
             gate, up = jnp.split(y, 2, -1)
             y = nn.silu(gate) * up
         else:
             y = nn.gelu(y, approximate=True)
-        return Dense(width, *more)(y)
+        return dense(width, *more)(y)
 
 
 class Layer(nn.Module):
@@ -65,7 +58,7 @@ class Layer(nn.Module):
         b, s, hidden = x.shape
         dim, more = hidden // self.heads, (not self.llama, self.dot, self.param_dtype)
         y = norm(self.llama, self.param_dtype)(x)
-        qkv = Dense((self.heads + 2 * self.groups) * dim, *more)(y)
+        qkv = dense((self.heads + 2 * self.groups) * dim, *more)(y)
         if self.by_group:
             qkv = qkv.reshape(b, s, self.groups, -1, dim)
             q, k, v = qkv[..., :-2, :].reshape(b, s, self.heads, dim), qkv[..., -2, :], qkv[..., -1, :]
@@ -73,8 +66,8 @@ class Layer(nn.Module):
             q, k, v = jnp.split(qkv.reshape(b, s, -1, dim), (self.heads, self.heads + self.groups), 2)
         if self.llama:
             q, k = rotate(q), rotate(k)
-        y = jax_nn_attention(q, k, v).reshape(b, s, hidden)
-        x = x + self._drop(Dense(hidden, *more)(y), deterministic)
+        y = of_jax(q, k, v, is_causal=True).reshape(b, s, hidden)
+        x = x + self._drop(dense(hidden, *more)(y), deterministic)
         return x + self._drop(Mlp(self.ffn, self.llama, *more)(x), deterministic)
 
     def _drop(self, x, deterministic: bool) -> jax.Array:

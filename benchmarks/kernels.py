@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
-from timing import Call
+
+from .timing import Call
 
 # The driver's calls that start work, by the names that CUPTI gives them: "cuLaunchKernelEx", "cuGraphLaunch".
 _GRAPH_LAUNCH = re.compile(r"^cu(da)?GraphLaunch")

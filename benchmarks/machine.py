@@ -28,7 +28,7 @@ def describe() -> dict:
         "packages": {name: version for name in _PACKAGES.split() if (version := _version(name))},
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", "-m", __package__, *sys.argv[1:]]),
     }
 
 

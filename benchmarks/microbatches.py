@@ -6,12 +6,13 @@ from functools import partial
 
 import jax.numpy as jnp
 import optax
-from cases import Case
-from layers import RECIPES, Layer, trainee
-from timing import Call, compiled, normal
 
 import te_jax as te
 import te_jax.flax as te_flax
+
+from .cases import Case
+from .layers import RECIPES, Layer, trainee
+from .timing import Call, compiled, normal
 
 MICROBATCHES = 4
 IMPLS = ("te_jax fp8", "te_jax fp8 block")

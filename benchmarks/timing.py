@@ -57,6 +57,19 @@ def compiled(fn: Callable, inputs: Sequence[tuple], donate: Sequence[int] = (), 
     return Call(run, inputs, lower_end - began, end - lower_end, *_memory(run))
 
 
+def passes(forward: Callable, inputs: Sequence[tuple], backward: bool) -> Call:
+    """The call forward(*operands, *others), with `backward` also the gradients of the operands, on each (operands, dy,
+    others) of `inputs`; dy is the cotangent."""
+
+    def both(operands, dy, others):
+        y, vjp = jax.vjp(lambda *operands: forward(*operands, *others), *operands)
+        return y, vjp(dy)
+
+    if backward:
+        return compiled(both, inputs)
+    return compiled(forward, [(*operands, *others) for operands, _, others in inputs])
+
+
 def queued(call: Call, calls: int = CALLS, repeat: int = 3) -> list[float]:
     """ms per call: wall time of `calls` calls issued back to back and waited for together, over their number.
 

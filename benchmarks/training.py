@@ -7,30 +7,22 @@ implementations parameters and AdamW's moments are f32, activations, embedding a
 layers. No layer is computed again in the backward pass (no remat); plain Flax keeps most for it, some 70 GB on one GPU.
 """
 
-import pathlib
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-# Last, as in run.py.
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "examples"))
-
-import flax_layer
 import jax
 import jax.numpy as jnp
-import layers
-import meshes
 import optax
-from cases import Case
 from flax import linen as nn
-from gpt import flops as gpt_flops
-from gpt import steps
-from timing import Call, compiled
 
 import te_jax.flax as te_flax
 from te_jax import sharding
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as placed
+
+from . import flax_layer, gpt, layers, meshes
+from .cases import Case
+from .timing import Call, compiled
 
 _SETTLE = 5  # steps before those that are measured: by then scales follow their amaxes
 
@@ -118,7 +110,7 @@ class Trainee(meshes.Trainee):
     """A Gpt by one implementation. Its x are tokens, its dy the tokens behind them."""
 
     def __init__(self, model: Gpt, impl: str):
-        self.optimizer = steps.make_optimizer(lr=1e-4, warmup=10, steps=10_000)
+        self.optimizer = gpt.steps.make_optimizer(lr=1e-4, warmup=10, steps=10_000)
         super().__init__(model, impl, model.role, model.gpus)
 
     def _data(self):
@@ -180,31 +172,28 @@ def figures(model: Gpt, fp8: bool, device_kind: str, ms: float) -> dict:
     tokens = model.tokens / (ms * 1e-3)
     found = {"tokens_per_s": tokens, "tokens_per_s_per_gpu": tokens / model.gpus}
     for key, precision in (("mfu", "bf16"), *([("mfu_fp8", "fp8")] if fp8 else [])):
-        if peak := gpt_flops.peak(device_kind, precision):
+        if peak := gpt.flops.peak(device_kind, precision):
             found[key] = model.flops / (ms * 1e-3) / (model.gpus * peak)
     return found
 
 
-def _build(model, impl):
-    return Trainee(model, impl).training()
+def _placed_models(tiny: bool, count: int) -> Iterator[tuple[Gpt, meshes.Role, int]]:
+    return ((model, model.role, model.gpus) for model in models(tiny, count))
 
 
 def cases(tiny: bool) -> Iterator[Case]:
-    """Rates are those of one GPU. There is no attention over a cut sequence in plain Flax."""
+    """Rates are those of one GPU."""
     kind = jax.devices()[0].device_kind
-    for model in models(tiny, jax.device_count()):
-        for impl in meshes.IMPLS:
-            if impl in layers.FLAX_DOTS and model.role is meshes.CP:
-                continue
-            fp8 = "fp8" in impl
-            yield Case(
-                model.name,
-                impl,
-                partial(_build, model, impl),
-                flops=model.flops / model.gpus,
-                fp8_flops=model.stack.gemm_flops(backward=True) / model.gpus if fp8 else 0.0,
-                suite="training",
-                tokens=model.tokens,
-                calls=10,
-                figures=partial(figures, model, fp8, kind),
-            )
+    for model, _, gpus, impl in meshes.trainees(tiny, _placed_models):
+        fp8 = "fp8" in impl
+        yield Case(
+            model.name,
+            impl,
+            build=partial(lambda *made: Trainee(*made).training(), model, impl),
+            flops=model.flops / gpus,
+            fp8_flops=model.stack.gemm_flops(backward=True) / gpus if fp8 else 0.0,
+            suite="training",
+            tokens=model.tokens,
+            calls=10,
+            figures=partial(figures, model, fp8, kind),
+        )
