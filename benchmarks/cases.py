@@ -2,8 +2,7 @@
 
 import json
 import pathlib
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -60,11 +59,6 @@ class Case:
         """A published figure as ms; `unit` is "ms", "TFLOP/s" or "TB/s"."""
         amount = self.flops if unit == "TFLOP/s" else self.bytes
         return figure if unit == "ms" else amount / (figure * 1e12) * 1e3
-
-
-def select(cases: Iterable[Case], pattern: str | None) -> list[Case]:
-    """The cases whose `name | impl` matches the regular expression, all if None."""
-    return [case for case in cases if not pattern or re.search(pattern, case.label)]
 
 
 @cache

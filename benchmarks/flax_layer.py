@@ -1,8 +1,8 @@
 """The same layers in plain Flax: what XLA makes of them, in bf16 or with Flax's own FP8 dot."""
 
 from collections.abc import Callable
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
@@ -42,33 +42,24 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """A transformer layer, norms first: gpt (LayerNorm, gelu, biases) or llama (RMSNorm, SwiGLU, RoPE)."""
+    """A transformer layer, norms first, of the sizes of a `layers.Layer`."""
 
-    ffn: int
-    heads: int
-    groups: int
-    llama: bool = False
-    hidden_dropout: float = 0.0
+    sizes: Any
     dot: Callable | None = None
-    param_dtype: jnp.dtype = jnp.bfloat16
-    by_group: bool = False  # a group's heads beside its key and value: tensor parallelism cuts between groups
 
     @nn.compact
     def __call__(self, x, deterministic: bool = True):
-        b, s, hidden = x.shape
-        dim, more = hidden // self.heads, (not self.llama, self.dot, self.param_dtype)
-        y = norm(self.llama, self.param_dtype)(x)
-        qkv = dense((self.heads + 2 * self.groups) * dim, *more)(y)
-        if self.by_group:
-            qkv = qkv.reshape(b, s, self.groups, -1, dim)
-            q, k, v = qkv[..., :-2, :].reshape(b, s, self.heads, dim), qkv[..., -2, :], qkv[..., -1, :]
+        of, (b, s, hidden) = self.sizes, x.shape
+        dim, more = hidden // of.heads, (not of.llama, self.dot, of.param_dtype)
+        qkv = dense((of.heads + 2 * of.groups) * dim, *more)(norm(of.llama, of.param_dtype)(x))
+        if of.cut == "tp":  # between groups: a group's heads lie beside its key and value
+            qkv = qkv.reshape(b, s, of.groups, -1, dim)
+            q, k, v = qkv[..., :-2, :].reshape(b, s, of.heads, dim), qkv[..., -2, :], qkv[..., -1, :]
         else:
-            q, k, v = jnp.split(qkv.reshape(b, s, -1, dim), (self.heads, self.heads + self.groups), 2)
-        if self.llama:
+            q, k, v = jnp.split(qkv.reshape(b, s, -1, dim), (of.heads, of.heads + of.groups), 2)
+        if of.llama:
             q, k = rotate(q), rotate(k)
         y = of_jax(q, k, v, is_causal=True).reshape(b, s, hidden)
-        x = x + self._drop(dense(hidden, *more)(y), deterministic)
-        return x + self._drop(Mlp(self.ffn, self.llama, *more)(x), deterministic)
-
-    def _drop(self, x, deterministic: bool) -> jax.Array:
-        return nn.Dropout(self.hidden_dropout)(x, deterministic) if self.hidden_dropout else x
+        drop = lambda x: nn.Dropout(of.hidden_dropout)(x, deterministic) if of.hidden_dropout else x
+        x = x + drop(dense(hidden, *more)(y))
+        return x + drop(Mlp(of.ffn, of.llama, *more)(x))

@@ -41,6 +41,10 @@ class Model:
     out_shape = property(lambda self: self.shape)
     tokens = property(lambda self: prod(self.shape[:-1]))
 
+    def module(self, impl: str) -> nn.Module | None:
+        """None where the implementation lacks a part."""
+        return self.te() if impl in RECIPES else self.flax(FLAX_DOTS[impl])
+
     def gemm_flops(self, backward: bool) -> float:
         return 2 * self.tokens * self.weights * (3 if backward else 1)
 
@@ -96,10 +100,7 @@ class Layer(Model):
         )
 
     def flax(self, dot) -> nn.Module | None:
-        if self.attention_dropout:
-            return None  # jax.nn has none
-        sizes = self.ffn, self.heads, self.groups, self.llama
-        return flax_layer.Layer(*sizes, self.hidden_dropout, dot, self.param_dtype, by_group=self.cut == "tp")
+        return None if self.attention_dropout else flax_layer.Layer(self, dot)  # jax.nn has no dropout
 
     @property
     def weights(self):
@@ -126,11 +127,8 @@ class Stack(Model):
     dropout = property(lambda self: self.layer.dropout)
     weights = property(lambda self: self.depth * self.layer.weights)
 
-    def te(self):
-        return _Scanned(self)
-
-    def flax(self, dot):
-        return _Scanned(self, dot, plain=True)
+    def module(self, impl):
+        return _Scanned(self, impl)
 
     def attention_flops(self, backward):
         return self.depth * self.layer.attention_flops(backward)
@@ -140,21 +138,16 @@ class _Step(nn.Module):
     """A layer in the shape that `nn.scan` wants."""
 
     layer: Layer
-    dot: Callable | None
-    plain: bool
+    impl: str
 
     @nn.compact
     def __call__(self, x, deterministic):
-        layer = self.layer.flax(self.dot) if self.plain else self.layer.te()
-        return layer(x, deterministic=deterministic), None
+        return self.layer.module(self.impl)(x, deterministic=deterministic), None
 
 
 class _Scanned(nn.Module):
-    """plain: of plain Flax."""
-
     stack: Stack
-    dot: Callable | None = None
-    plain: bool = False
+    impl: str
 
     @nn.compact
     def __call__(self, x, deterministic: bool = True):
@@ -171,7 +164,7 @@ class _Scanned(nn.Module):
             in_axes=nn.broadcast,
             metadata_params={nn.PARTITION_NAME: None},
         )
-        return layers(stack.layer, self.dot, self.plain, name="layers")(x, deterministic)[0]
+        return layers(stack.layer, self.impl, name="layers")(x, deterministic)[0]
 
 
 @dataclass(frozen=True)
@@ -256,7 +249,7 @@ class Trainee:
 
     def __post_init__(self):
         self.is_te, self.recipe = self.impl in RECIPES, RECIPES.get(self.impl)
-        self.module = self.model.te() if self.is_te else self.model.flax(FLAX_DOTS[self.impl])
+        self.module = self.model.module(self.impl)
         self.options = {}
         if isinstance(self.model, Layer | Stack):
             self.options["deterministic"] = not self.model.dropout
@@ -366,7 +359,7 @@ def case(model: Model, impl: str, backward: bool, **more) -> Case:
 def cases(tiny: bool) -> Iterator[Case]:
     for model in models(tiny):
         for impl in IMPLS:
-            if impl in FLAX_DOTS and model.flax(None) is None:
+            if model.module(impl) is None:
                 continue
             if impl != "te_jax fp8 fast" and not isinstance(model, Stack):  # forward, both recipes are the same
                 yield case(model, impl, backward=False)

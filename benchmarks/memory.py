@@ -27,7 +27,7 @@ def measure(way: str, layers: int, hidden: int, tokens: int) -> dict:
     """Bytes of the parameters, by their sizes and as the device's allocator counts them (None on a CPU), and the peak
     of a forward pass by XLA's analysis."""
     layer = Layer("", 1, tokens, hidden, hidden * 7 // 2, hidden // 128, max(1, hidden // 512), llama=True)
-    model, x = Stack("", layers, layer).te(), normal(0, layer.shape)
+    model, x = Stack("", layers, layer).module("te_jax bf16"), normal(0, layer.shape)
     with te.autocast(True, RECIPE):
         init = partial(te_flax.fp8_model_init, model) if way == "fp8" else model.init
         held = jax.block_until_ready(nn.meta.unbox(jax.jit(init)(jax.random.key(0), x)))

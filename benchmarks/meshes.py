@@ -1,6 +1,6 @@
 """Cases of a few layers on all GPUs: data, fully sharded, tensor + sequence and context parallel, and on one GPU."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -115,10 +115,9 @@ def models(tiny: bool, count: int) -> Iterator[tuple[layers.Stack, Role, int]]:
         yield layers.Stack(name, depth, layer), role, gpus
 
 
-def trainees(tiny: bool, models: Callable) -> Iterator[tuple]:
-    """(model, role, GPUs, impl) of models(tiny, the number of GPUs). There is no attention over a cut sequence in plain
-    Flax."""
-    for model, role, gpus in models(tiny, jax.device_count()):
+def trainees(models: Iterable[tuple]) -> Iterator[tuple]:
+    """(model, role, GPUs, impl) for each (model, role, GPUs). Plain Flax has no attention over a cut sequence."""
+    for model, role, gpus in models:
         for impl in IMPLS:
             if role is not CP or impl not in layers.FLAX_DOTS:
                 yield model, role, gpus, impl
@@ -126,7 +125,7 @@ def trainees(tiny: bool, models: Callable) -> Iterator[tuple]:
 
 def cases(tiny: bool) -> Iterator[Case]:
     """Rates are those of one GPU."""
-    for model, role, gpus, impl in trainees(tiny, models):
+    for model, role, gpus, impl in trainees(models(tiny, jax.device_count())):
         make = partial(layers.trainee, model, impl, role, gpus, make=Trainee)
         case = layers.case(model, impl, backward=True, suite="meshes", calls=4 if role is CP else 10)
         work = dict(flops=case.flops / gpus, fp8_flops=case.fp8_flops / gpus)

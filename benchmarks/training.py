@@ -46,11 +46,8 @@ class Gpt:
     def tokens(self):
         return self.stack.tokens
 
-    def te(self):
-        return _Gpt(self)
-
-    def flax(self, dot):
-        return _Gpt(self, dot, plain=True)
+    def module(self, impl):
+        return _Gpt(self, impl)
 
     @property
     def flops(self):
@@ -64,8 +61,7 @@ class _Gpt(nn.Module):
     """tokens i32[b, s] -> logits bf16[b, s, vocab]; beside te_jax's layers or plain Flax's, all is plain JAX."""
 
     sizes: Gpt
-    dot: Callable | None = None
-    plain: bool = False
+    impl: str
 
     @nn.compact
     def __call__(self, tokens):
@@ -78,10 +74,11 @@ class _Gpt(nn.Module):
         positions = self.param("positions", normal, (layer.seq, layer.hidden), jnp.float32)
         if layer.cut == "cp":
             positions = sharding.reorder_causal_load_balancing(positions, self.sizes.gpus, axis=0)
-        length = sharding.SEQLEN_AXES if self.plain else sharding.SEQLEN_TP_AXES
+        plain = self.impl in layers.FLAX_DOTS
+        length = sharding.SEQLEN_AXES if plain else sharding.SEQLEN_TP_AXES
         x = placed(embedding[tokens] + positions.astype(jnp.bfloat16), (sharding.BATCH_AXES, length, None))
-        stack = self.sizes.stack.flax(self.dot) if self.plain else self.sizes.stack.te()
-        norm = flax_layer.norm(llama=False, param_dtype=jnp.float32) if self.plain else te_flax.LayerNorm()
+        stack = self.sizes.stack.module(self.impl)
+        norm = flax_layer.norm(llama=False, param_dtype=jnp.float32) if plain else te_flax.LayerNorm()
         logits = jnp.einsum("bsh,vh->bsv", norm(stack(x)), embedding)
         return placed(logits, (sharding.BATCH_AXES, sharding.SEQLEN_CP_AXES, sharding.W_TP_AXES))
 
@@ -177,14 +174,11 @@ def figures(model: Gpt, fp8: bool, device_kind: str, ms: float) -> dict:
     return found
 
 
-def _placed_models(tiny: bool, count: int) -> Iterator[tuple[Gpt, meshes.Role, int]]:
-    return ((model, model.role, model.gpus) for model in models(tiny, count))
-
-
 def cases(tiny: bool) -> Iterator[Case]:
     """Rates are those of one GPU."""
     kind = jax.devices()[0].device_kind
-    for model, _, gpus, impl in meshes.trainees(tiny, _placed_models):
+    placed_models = ((model, model.role, model.gpus) for model in models(tiny, jax.device_count()))
+    for model, _, gpus, impl in meshes.trainees(placed_models):
         fp8 = "fp8" in impl
         yield Case(
             model.name,

@@ -17,7 +17,9 @@ FULL = list(training.models(tiny=False, count=8))
 
 def weights(model: training.Gpt):
     """Sizes of the parameters that are multiplied by, and of all."""
-    shapes = jax.eval_shape(model.flax(None).init, jax.random.key(0), jnp.zeros((1, model.stack.layer.seq), jnp.int32))
+    shapes = jax.eval_shape(
+        model.module("flax bf16").init, jax.random.key(0), jnp.zeros((1, model.stack.layer.seq), jnp.int32)
+    )
     leaves = jax.tree_util.tree_leaves_with_path(shapes["params"])
     size = lambda *names: sum(leaf.size for path, leaf in leaves if jax.tree_util.keystr(path).endswith(names))
     return size("['kernel']", "['embedding'].value"), size("")
