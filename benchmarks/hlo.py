@@ -15,26 +15,16 @@ _TOP = 30
 
 def count_stablehlo(text: str) -> dict:
     """Custom calls and dots of a lowered module. A function that is called twice counts twice."""
-    own, calls = (collections.defaultdict(collections.Counter) for _ in range(2))
-    name = None
-    for line in text.splitlines():
-        if found := re.match(r"\s*func\.func \w+ @([\w.$-]+)", line):
-            name = found[1]
-        for target in re.findall(r"stablehlo\.custom_call @([\w.$-]+)", line):
-            own[name][target] += 1
-        if "stablehlo.dot_general" in line:
-            types = re.findall(r"[x<]((?:bf|f|ui|i)\d+\w*)>", line.rsplit(":", 1)[-1])
-            own[name]["dot " + " ".join(types)] += 1
-        if "custom_call" not in line:
-            calls[name].update(re.findall(r"(?:func\.)?call @([\w.$-]+)", line))
+    bodies = dict(re.findall(r"func\.func \w+ @([\w.$-]+)(.*?)(?=func\.func \w+ @|\Z)", text, re.DOTALL))
 
-    def total(function):
-        result = collections.Counter(own[function])
-        for callee, times in calls[function].items():
-            result.update({key: times * count for key, count in total(callee).items()})
-        return result
+    def count(function: str) -> collections.Counter:
+        body = bodies[function]
+        found = collections.Counter(re.findall(r"stablehlo\.custom_call @([\w.$-]+)", body))
+        for types in re.findall(r"stablehlo\.dot_general.*:(.*)", body):
+            found["dot " + " ".join(re.findall(r"[x<]((?:bf|f|ui|i)\d+\w*)>", types))] += 1
+        return sum(map(count, re.findall(r"\bcall @([\w.$-]+)", body)), found)
 
-    return _split(total("main"))
+    return _split(count("main"))
 
 
 def count_hlo(text: str) -> dict:

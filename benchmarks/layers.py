@@ -72,13 +72,8 @@ class Layer(Model):
     cut: str = ""  # what cuts the sequence on a mesh: "tp" outside of the GEMMs, "cp" everywhere
     param_dtype: jnp.dtype = jnp.bfloat16
 
-    @property
-    def shape(self):
-        return (self.batch, self.seq, self.hidden)
-
-    @property
-    def dropout(self) -> bool:
-        return bool(self.hidden_dropout or self.attention_dropout)
+    shape = property(lambda self: (self.batch, self.seq, self.hidden))
+    dropout = property(lambda self: self.hidden_dropout or self.attention_dropout)
 
     def te(self) -> nn.Module:
         return te_flax.TransformerLayer(
@@ -176,13 +171,10 @@ class Mlp(Model):
     ffn: int
     use_bias: bool
 
+    sizes = property(lambda self: f"{self.hidden}-{self.ffn}-{self.hidden}")
+    name = property(lambda self: f"LayerNormMLP {self.rows} tokens {self.sizes}{', biases' * self.use_bias}")
     shape = property(lambda self: (self.rows, self.hidden))
     weights = property(lambda self: 2 * self.hidden * self.ffn)
-
-    @property
-    def name(self):
-        biases = ", biases" if self.use_bias else ""
-        return f"LayerNormMLP {self.rows} tokens {self.hidden}-{self.ffn}-{self.hidden}{biases}"
 
     def te(self):
         return te_flax.LayerNormMLP(intermediate_dim=self.ffn, use_bias=self.use_bias, dtype=jnp.bfloat16)

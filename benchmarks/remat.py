@@ -11,7 +11,7 @@ from te_jax.checkpoint_policies import ATTENTION, GEMM, NAMES, QUANTIZED, offloa
 
 from . import layers
 from .cases import Case
-from .layers import Layer, Stack
+from .layers import Stack
 from .timing import Call
 
 IMPLS = ("te_jax bf16", "te_jax fp8", "te_jax fp8 current")
@@ -36,9 +36,8 @@ def _build(model: Stack, impl: str) -> Call:
 
 def model(tiny: bool) -> Stack:
     """Eight layers of the width of Llama's 8B; the parameters take 3.5 GB, their gradients as much."""
-    batch, seq, *rest = (1, 64, 64, 96, 4, 2) if tiny else (1, 8192, 4096, 14336, 32, 8)
-    depth = 2 if tiny else 8
-    return Stack(f"{depth} llama layers, {batch * seq} tokens", depth, Layer("", batch, seq, *rest, llama=True))
+    depth, layer = 2 if tiny else 8, layers.named("llama layer", tiny)
+    return Stack(f"{depth} llama layers, {layer.tokens} tokens", depth, layer)
 
 
 def cases(tiny: bool) -> Iterator[Case]:

@@ -22,10 +22,7 @@ SUITES = {
     "layers": (layers.cases, "transformer layers, their parts, a small model"),
     "all": (lambda tiny: [*ops.cases(tiny), *layers.cases(tiny)], "ops and layers"),
     "scaling": (layers.scaling_cases, "GPT layers over tokens and width"),
-    "microbatches": (
-        microbatches.cases,
-        "steps of four microbatches: kernels quantized in each or once, gradients added up by XLA or inside of GEMMs",
-    ),
+    "microbatches": (microbatches.cases, "steps of four microbatches: what is done in each, and what once"),
     "remat": (remat.cases, "a stack of Llama layers under jax.checkpoint, by policy"),
     "meshes": (meshes.cases, "layers on all GPUs"),
     "training": (training.cases, "whole steps of a GPT of 1.08B parameters on all GPUs"),
