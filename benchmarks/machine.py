@@ -83,4 +83,4 @@ class Sampler:
         self._file.seek(0)
         number = lambda text: float(text) if text.strip().replace(".", "", 1).isdigit() else None
         names = [name for name, _ in self.FIELDS.values()]
-        self.samples = [dict(zip(names, map(number, line.split(",")))) for line in self._file]
+        self.samples = [dict(zip(names, map(number, line.split(",")))) for line in self._file if line.endswith("\n")]
