@@ -19,18 +19,7 @@ def test_a_candidate_runs_in_its_own_process(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(overlap, "CANDIDATES", dict(overlap.CANDIDATES))
     overlap.CANDIDATES["unrolled, no flags"] = overlap.Candidate("--xla_gpu_no_such_flag=true", unrolled=True)
     out = tmp_path / "overlap.json"
-    args = [
-        "overlap",
-        "--tiny",
-        "--calls",
-        "1",
-        "--repeat",
-        "1",
-        "--only",
-        "unrolled, (rec|no flags)",
-        "--out",
-        str(out),
-    ]
+    args = "overlap --tiny --calls 1 --repeat 1 --only".split() + ["unrolled, (rec|no flags)", "--out", str(out)]
     assert main(args) == 1
     result = json.loads(out.read_text())
     row, failed = (result["rows"][f"unrolled, {name}"] for name in ("recommended", "no flags"))
