@@ -6,6 +6,7 @@ VENV ?= .venv
 CUDA ?= auto
 # Arguments of examples/train_gpt.py and of `python -m benchmarks`; of pytest.
 ARGS ?=
+SUITE ?= all
 TESTS ?=
 
 GPU := $(shell $(PYTHON) cmake/locate.py --gpu 2>/dev/null)
@@ -25,12 +26,13 @@ SOURCES := pyproject.toml $(wildcard build_backend/*.py) \
   $(if $(BUILD),CMakeLists.txt te_jax/_archs.py $(wildcard cmake/*.*) $(CXX_SOURCES) $(shell find third_party -type f))
 export TE_JAX_BUILD_CUDA := $(MODE)
 
-.PHONY: help train test bench wheel lint format clean
+.PHONY: help train test bench tables wheel lint format clean
 
 help:
 	@echo "make train ARGS=...   install into $(VENV), train a GPT: ARGS=\"--preset tiny --compare\" (ARGS=--help lists all)"
 	@echo "make test TESTS=...   install into $(VENV), run the tests: TESTS=\"tests/test_norm.py -k odd\""
-	@echo "make bench ARGS=...   install into $(VENV), measure ops and layers on a GPU: ARGS=\"--suite layers --only 'gpt layer'\""
+	@echo "make bench ARGS=...   install into $(VENV), measure ops and layers on a GPU: SUITE=layers ARGS=\"--only 'gpt layer'\""
+	@echo "make tables           write the documents' tables of figures from docs/results"
 	@echo "make wheel            build a wheel for all architectures into dist/"
 	@echo "make lint             ruff and clang-format"
 	@echo "make format           let both rewrite the sources"
@@ -45,7 +47,10 @@ test: $(INSTALLED)
 
 # An --out of ARGS comes later and wins.
 bench: $(INSTALLED)
-	$(BIN)/python -m benchmarks --out build/bench/bench.json $(ARGS)
+	$(BIN)/python -m benchmarks $(SUITE) --out build/bench/bench.json $(ARGS)
+
+tables: $(INSTALLED)
+	$(BIN)/python -m benchmarks tables
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(f"te_jax needs Python 3.11 or newer, $(PYTHON) is {sys.version.split()[0]}: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'

@@ -1,1 +1,1 @@
-"""Benchmarks of te_jax: `python benchmarks/run.py --help`."""
+"""Benchmarks of te_jax: `python -m benchmarks --help`."""

@@ -1,12 +1,98 @@
-"""`python -m benchmarks`: the same as `python benchmarks/run.py`."""
+"""Benchmarks of te_jax: times beside its peers, memory, launches, and where the time goes."""
 
+import argparse
 import pathlib
-import runpy
 import sys
 
-HERE = pathlib.Path(__file__).resolve().parent
+from . import hlo, layers, memory, overlap, report, run, step_trace, tables, timing
 
-# The source tree's te_jax has no CUDA extension: it must not hide an installed one. run.py appends it last.
-sys.path = [path for path in sys.path if pathlib.Path(path or ".").resolve() != HERE.parent]
-sys.path.insert(0, str(HERE))
-runpy.run_path(str(HERE / "run.py"), run_name="__main__")
+_MODELS = tuple(model.name for model in layers.gpt_and_llama(tiny=True))
+# Of each option: its type or its choices, and its help. `file` is an argument.
+_OPTIONS = {
+    "file": (pathlib.Path, "an earlier JSON, of rows or of `trace`"),
+    "out": (pathlib.Path, "JSON, rewritten after each row; beside it the roofline of rows, .png"),
+    "text": (pathlib.Path, "the module's text"),
+    "folder": (pathlib.Path, "keep the profiler's files here"),
+    "compare": (pathlib.Path, "an earlier JSON: each row's time against its own"),
+    "only": (str, 'regular expression: of rows, by "case | implementation", or of candidates'),
+    "repeat": (int, "of each measurement"),
+    "calls": (int, "issued back to back"),
+    "steps": (int, "under the profiler"),
+    "layers": (int, "in the stack"),
+    "hidden": (int, "width of a layer"),
+    "tokens": (int, "in the row"),
+    "model": (_MODELS, "what is measured"),
+    "impl": (layers.IMPLS, "by whom"),
+    "role": (("fsdp", "dp", "tp"), "of all GPUs"),
+    "profile": (bool, "also the time in kernels, by jax.profiler"),
+    "tune": (bool, "time cuBLASLt's algorithms, where its first guess runs else"),
+    "tiny": (bool, "tiny sizes: to try the program without a GPU"),
+    "list": (bool, "print the rows' names and leave"),
+    "check": (bool, "write nothing; exit with 1 where a table is not what its figures make it"),
+    "measure": (str, argparse.SUPPRESS),  # one of those that get processes of their own, in this process
+}
+_ROWS = dict(out=None, only=None, compare=None, repeat=3, calls=timing.CALLS, profile=0, tune=0, tiny=0, list=0)
+_LAYER = dict(out=None, text=None, model=_MODELS[0], tiny=0)
+
+
+def _show(args) -> int:
+    result = report.load(args.file)
+    step_trace.show(result) if "queued_ms" in result else run.show(result, args.file, args.compare)
+    return 0
+
+
+# Of each command: what runs it, its options with their defaults, and a line of help.
+COMMANDS = {
+    **{name: (run.main, _ROWS, f"time {text}") for name, (_, text) in run.SUITES.items()},
+    "trace": (
+        step_trace.main,
+        dict(**_LAYER, folder=None, impl="te_jax fp8 fast", calls=150),
+        "a layer's step: every kernel's time, work and fraction of the ceiling, idle time, clock and power",
+    ),
+    "hlo": (
+        hlo.main,
+        dict(**_LAYER, impl="te_jax fp8", steps=10),
+        "a layer's step: custom calls, kernels, launches, and whether two runs give the same bits",
+    ),
+    "overlap": (
+        overlap.main,
+        dict(out=None, role="fsdp", impl="te_jax fp8 fast", only=None, calls=10, repeat=4, tiny=0, measure=None),
+        "what XLA hides of the collectives of layers on all GPUs, by flags and unrolling",
+    ),
+    "memory": (
+        memory.main,
+        dict(out=None, layers=16, hidden=4096, tokens=2048, measure=None),
+        "memory of inference with parameters in bf16 and in FP8",
+    ),
+    "show": (_show, dict(file=None, compare=None), "show an earlier JSON, measure nothing"),
+    "tables": (tables.main, dict(check=0), "write the measured tables of the documents"),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (function, options, text) in COMMANDS.items():
+        description = f"{text[0].upper()}{text[1:]}. {sys.modules[function.__module__].__doc__}"
+        command = commands.add_parser(name, help=text, description=description)
+        for option, default in options.items():
+            kind, said = _OPTIONS[option]
+            if kind is bool:
+                command.add_argument(f"--{option}", action="store_true", help=said)
+                continue
+            value = dict(choices=kind) if isinstance(kind, tuple) else dict(type=kind, metavar=option.upper())
+            if option == "file":
+                command.add_argument(option, help=said, **value)
+            else:
+                said += "" if default is None else " [default: %(default)s]"
+                command.add_argument(f"--{option}", default=default, help=said, **value)
+    return p
+
+
+def main(argv=None) -> int:
+    args = parser().parse_args(argv)
+    return COMMANDS[args.command][0](args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

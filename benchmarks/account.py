@@ -6,44 +6,26 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kernels import COPIES, Event, union
+from .kernels import COPIES, Event, times
 
 SMALL_US = 5.0  # XLA's kernels below this are one class
 
-# Families of kernels by name; the first that matches. cuBLASLt's are called nvjet.
+# Families of work, each by the names of its kernels and of its custom calls; the first that matches. cuBLASLt's kernels
+# are called nvjet.
 _FAMILIES = [
-    ("memset, memcpy", COPIES),
-    ("attention forward", re.compile(r"sdpa.*(fprop|fwd)|fmha.*fwd")),
-    ("attention backward", re.compile(r"sdpa|fmha|flash|dot_do_o|convert_dq")),
-    ("norm forward", re.compile(r"te::.*NormFwd")),
-    ("norm backward", re.compile(r"te::.*NormBwd")),
-    ("activation backward", re.compile(r"te::.*(Gradient|ActivationBwd)")),
-    ("activation forward", re.compile(r"te::.*Activation")),
-    ("quantize", re.compile(r"te::.*Quantize")),
-    ("rope", re.compile(r"te::.*Rope")),
-    ("scale update", re.compile(r"te::.*Scale")),
-    ("other te_jax", re.compile(r"\bte::")),
-    ("GEMM", re.compile(r"nvjet|gemm|cublas|cutlass|xmma", re.IGNORECASE)),
+    ("memset, memcpy", COPIES, None),
+    ("attention forward", r"sdpa.*(fprop|fwd)|fmha.*fwd", r"te_attention_.*fwd|__cudnn\$fmha(?!.*Backward)"),
+    ("attention backward", r"sdpa|fmha|flash|dot_do_o|convert_dq", r"te_attention_.*bwd|__cudnn\$fmha"),
+    ("norm forward", r"te::.*NormFwd", r"te_norm_.*fwd"),
+    ("norm backward", r"te::.*NormBwd", r"te_norm_.*bwd"),
+    ("activation backward", r"te::.*(Gradient|ActivationBwd)", r"te_activation_.*bwd"),
+    ("activation forward", r"te::.*Activation", r"te_activation_.*fwd"),
+    ("quantize", r"te::.*Quantize", r"te_quantize"),
+    ("rope", r"te::.*Rope", r"te_rope"),
+    ("scale update", r"te::.*Scale", r"te_scale_update"),
+    ("other te_jax", r"\bte::", None),
+    ("GEMM", r"(?i:nvjet|gemm|cublas|cutlass|xmma)", None),
 ]
-_CALLS = {
-    "te_attention_fwd": "attention forward",
-    "te_attention_bwd": "attention backward",
-    "te_attention_kv_fwd": "attention forward",
-    "te_attention_kv_bwd": "attention backward",
-    "te_attention_packed_fwd": "attention forward",
-    "te_attention_packed_bwd": "attention backward",
-    "te_norm_fwd": "norm forward",
-    "te_norm_bwd": "norm backward",
-    "te_activation_fwd": "activation forward",
-    "te_activation_bwd": "activation backward",
-    "te_norm_block_fwd": "norm forward",
-    "te_activation_block_fwd": "activation forward",
-    "te_activation_block_bwd": "activation backward",
-    "te_quantize": "quantize",
-    "te_quantize_block": "quantize",
-    "te_rope": "rope",
-    "te_scale_update": "scale update",
-}
 _HELPERS = re.compile(r"splitk|reduce", re.IGNORECASE)  # of cuBLASLt's: a second kernel for one product
 _GEMM_CALL = re.compile(r"te_gemm|__cublas\$|__triton_gemm")
 _NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
@@ -105,9 +87,7 @@ def _work(name, opcode, operands, results, rest, tokens) -> Work:
     moved = sum(map(_bytes, [*(array for arrays in operands for array in arrays), *results]))
     if _GEMM_CALL.search(target) or "gemm_fusion" in name:
         return _gemm(name, operands, results, rest, tokens, moved)
-    family = _CALLS.get(target, "XLA")
-    if target.startswith("__cudnn$fmha"):
-        family = "attention backward" if "Backward" in target else "attention forward"
+    family = next((name for name, _, call in _FAMILIES if call and re.match(call, target)), "XLA")
     large = max((array for arrays in operands for array in arrays), key=_bytes, default=("", ()))
     label = f"{target or opcode} {large[0]}[{','.join(map(str, large[1]))}]"
     return Work(name, family, label, bytes=moved)
@@ -131,7 +111,7 @@ def _gemm(name, operands, results, rest, tokens, moved) -> Work:
 
 
 def family(kernel: str) -> str:
-    return next((name for name, pattern in _FAMILIES if pattern.search(kernel)), "XLA")
+    return next((name for name, pattern, _ in _FAMILIES if re.search(pattern, kernel)), "XLA")
 
 
 def per_step(events: Sequence[Event], steps: int) -> list[list[Event]]:
@@ -182,19 +162,15 @@ def account(events: Sequence[Event], steps: int, found: Sequence[Work], brief: i
     kernels = []
     for place, work in enumerate(match(each[0], found)):
         name, ms = each[0][place].name, mean(place, each[:brief])
-        kind = work.family if work and work.family != "XLA" else family(name)
+        work = work or Work(name, "XLA", "")
+        kind = family(name) if work.family == "XLA" else work.family
         if kind == "XLA":
             kind = f"XLA, {'under' if ms * 1e3 < SMALL_US else 'from'} {SMALL_US:g} us"
-        kernel = {"kernel": name, "class": kind, "label": work.label if work else "", "ms": ms}
-        kernel |= {"sustained_ms": mean(place, each[-settled:]), "flops": work.flops if work else 0.0}
-        kernel |= {"bytes": work.bytes if work else 0.0, "fp8": bool(work and work.fp8)}
-        kernels.append(kernel)
-    return {
-        "kernels": kernels,
-        "classes": _classes(kernels, found),
-        "brief": _times(each[:brief]),
-        "sustained": _times(each[-settled:]),
-    }
+        kernel = {"kernel": name, "class": kind, "ms": ms, "sustained_ms": mean(place, each[-settled:])}
+        kernels.append(kernel | {key: getattr(work, key) for key in ("label", "flops", "bytes", "fp8")})
+    phases = {"brief": each[:brief], "sustained": each[-settled:]}
+    phases = {name: times([event for step in steps for event in step], len(steps)) for name, steps in phases.items()}
+    return {"kernels": kernels, "classes": _classes(kernels, found), **phases}
 
 
 def _classes(kernels, found) -> list[dict]:
@@ -212,16 +188,6 @@ def _classes(kernels, found) -> list[dict]:
             total |= {"flops": 0.0, "bytes": 0.0}
         classes.append({"class": name, "count": len(group), **total, "fp8": any(work.fp8 for work in own)})
     return sorted(classes, key=lambda each: -each["ms"])
-
-
-def _times(steps) -> dict[str, float]:
-    """ms per step: from the first start to the last end, in kernels, and neither."""
-    events = [event for step in steps for event in step]
-    span = max(event.end for event in events) - min(event.start for event in events)
-    busy = union([(event.start, event.end) for event in events])
-    total = sum(event.end - event.start for event in events)
-    per_step = 1e6 * len(steps)
-    return {"span_ms": span / per_step, "kernel_ms": total / per_step, "idle_ms": (span - busy) / per_step}
 
 
 def rate(row: dict, ceilings: dict, key: str = "ms", kind: str = "brief") -> tuple[str, float | None]:

@@ -1,10 +1,12 @@
 """What is measured: a case is one computation by one implementation."""
 
-import re
-from collections.abc import Callable, Iterable
+import json
+import pathlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
-from timing import Call
+from .timing import Call
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,7 @@ class Case:
     flops, bytes: what the computation needs at least: each input read once, each result written once.
     fp8_flops: of `flops`, those in FP8; the others are in bf16.
     measure: (calls, repeat) -> ms per call, in place of `build` where another process measures.
-    suite:   as of `--suite`.
+    suite:   the command that measures it.
     link:    the bytes go between GPUs, so that no ceiling of one GPU bounds them.
     tokens:  of a layer's step; 0 where time per token says nothing.
     calls:   issued back to back at most: a long call needs fewer for the same precision.
@@ -35,35 +37,32 @@ class Case:
     link: bool = False
     tokens: int = 0
     calls: int | None = None
-    figures: Callable[[float], dict] | None = None
+    figures: Callable[[float], dict] = lambda ms: {}
 
     @property
     def label(self) -> str:
         return f"{self.name} | {self.impl}"
 
+    def rates(self, ms: float) -> tuple[float | None, float | None]:
+        """TFLOP/s and TB/s; None where the case does not count them."""
+        tflops, tbs = (amount / (ms * 1e-3) / 1e12 if amount else None for amount in (self.flops, self.bytes))
+        return tflops, tbs
 
-def select(cases: Iterable[Case], pattern: str | None) -> list[Case]:
-    """The cases whose `name | impl` matches the regular expression, all if None."""
-    return [case for case in cases if not pattern or re.search(pattern, case.label)]
+    def floor_ms(self, ceilings: dict) -> float:
+        """The time that the work takes at the ceilings of `ceilings.measure`: the multiplications, or the traffic if
+        that takes longer."""
+        at = lambda amount, name: amount / (ceilings[name]["sustained"] * 1e12) * 1e3
+        products = at(self.fp8_flops, "fp8") + at(self.flops - self.fp8_flops, "bf16")
+        return max(products, at(self.bytes, "copy"))
 
-
-def rate(case: Case, ms: float) -> tuple[float | None, float | None]:
-    """TFLOP/s and TB/s; None where the case does not count them."""
-    per_second = lambda amount: amount / (ms * 1e-3) / 1e12 if amount else None
-    return per_second(case.flops), per_second(case.bytes)
-
-
-def floor_ms(case: Case, ceilings: dict) -> float:
-    """The time that the work takes at the ceilings of `ceilings.measure`: the multiplications, or the traffic if that
-    takes longer."""
-    at = lambda amount, name: amount / (ceilings[name]["sustained"] * 1e12) * 1e3
-    products = at(case.fp8_flops, "fp8") + at(case.flops - case.fp8_flops, "bf16")
-    return max(products, at(case.bytes, "copy"))
+    def peer_ms(self, figure: float, unit: str) -> float:
+        """A published figure as ms; `unit` is "ms", "TFLOP/s" or "TB/s"."""
+        amount = self.flops if unit == "TFLOP/s" else self.bytes
+        return figure if unit == "ms" else amount / (figure * 1e12) * 1e3
 
 
-def peer_ms(case: Case, value: float, unit: str) -> float:
-    """A published figure as ms; `unit` is "ms", "TFLOP/s" or "TB/s"."""
-    if unit == "ms":
-        return value
-    amount = case.flops if unit == "TFLOP/s" else case.bytes
-    return amount / (value * 1e12) * 1e3
+@cache
+def peers() -> dict[tuple[str, str], dict]:
+    """The published figures: (case name, impl) -> {"figure", "unit", "whose"}."""
+    figures = json.loads(pathlib.Path(__file__).with_name("peers.json").read_text())["figures"]
+    return {(each.pop("case"), each.pop("impl")): each for each in figures}

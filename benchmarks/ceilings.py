@@ -1,8 +1,9 @@
 """What this GPU does at best, measured: a copy of device memory, and large GEMMs in FP8 and bf16."""
 
 import jax.numpy as jnp
-from ops import bf16_gemm, fp8_gemm
-from timing import Call, compiled, normal, queued, sustained
+
+from .ops import bf16_gemm, fp8_gemm
+from .timing import Call, compiled, normal, queued, sustained
 
 _SECONDS = 1.0  # of calls; the clock settles within some 0.1 s
 UNITS = {"copy": "TB/s", "fp8": "TFLOP/s", "bf16": "TFLOP/s"}

@@ -1,29 +1,22 @@
 """The same layers in plain Flax: what XLA makes of them, in bf16 or with Flax's own FP8 dot."""
 
 from collections.abc import Callable
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from ops import jax_nn_attention, rotate
+
+from .attention import of_jax
+from .ops import rotate
 
 
 def norm(llama: bool, param_dtype) -> nn.Module:
     return (nn.RMSNorm if llama else nn.LayerNorm)(dtype=jnp.bfloat16, param_dtype=param_dtype)
 
 
-class Dense(nn.Module):
-    """nn.Dense in bf16. dot: what multiplies, a `dot_general_cls` of Flax."""
-
-    features: int
-    use_bias: bool = False
-    dot: Callable | None = None
-    param_dtype: jnp.dtype = jnp.bfloat16
-
-    @nn.compact
-    def __call__(self, x):
-        dtypes = dict(dtype=jnp.bfloat16, param_dtype=self.param_dtype)
-        return nn.Dense(self.features, use_bias=self.use_bias, dot_general_cls=self.dot, **dtypes)(x)
+def dense(features: int, use_bias: bool = False, dot: Callable | None = None, param_dtype=jnp.bfloat16) -> nn.Module:
+    """dot: what multiplies, a `dot_general_cls` of Flax."""
+    return nn.Dense(features, use_bias, dtype=jnp.bfloat16, param_dtype=param_dtype, dot_general_cls=dot)
 
 
 class Mlp(nn.Module):
@@ -39,43 +32,34 @@ class Mlp(nn.Module):
     def __call__(self, x):
         width, more = x.shape[-1], (self.use_bias, self.dot, self.param_dtype)
         y = norm(self.llama, self.param_dtype)(x)
-        y = Dense(2 * self.ffn if self.llama else self.ffn, *more)(y)
+        y = dense(2 * self.ffn if self.llama else self.ffn, *more)(y)
         if self.llama:
             gate, up = jnp.split(y, 2, -1)
             y = nn.silu(gate) * up
         else:
             y = nn.gelu(y, approximate=True)
-        return Dense(width, *more)(y)
+        return dense(width, *more)(y)
 
 
 class Layer(nn.Module):
-    """A transformer layer, norms first: gpt (LayerNorm, gelu, biases) or llama (RMSNorm, SwiGLU, RoPE)."""
+    """A transformer layer, norms first, of the sizes of a `layers.Layer`."""
 
-    ffn: int
-    heads: int
-    groups: int
-    llama: bool = False
-    hidden_dropout: float = 0.0
+    sizes: Any
     dot: Callable | None = None
-    param_dtype: jnp.dtype = jnp.bfloat16
-    by_group: bool = False  # a group's heads beside its key and value: tensor parallelism cuts between groups
 
     @nn.compact
     def __call__(self, x, deterministic: bool = True):
-        b, s, hidden = x.shape
-        dim, more = hidden // self.heads, (not self.llama, self.dot, self.param_dtype)
-        y = norm(self.llama, self.param_dtype)(x)
-        qkv = Dense((self.heads + 2 * self.groups) * dim, *more)(y)
-        if self.by_group:
-            qkv = qkv.reshape(b, s, self.groups, -1, dim)
-            q, k, v = qkv[..., :-2, :].reshape(b, s, self.heads, dim), qkv[..., -2, :], qkv[..., -1, :]
+        of, (b, s, hidden) = self.sizes, x.shape
+        dim, more = hidden // of.heads, (not of.llama, self.dot, of.param_dtype)
+        qkv = dense((of.heads + 2 * of.groups) * dim, *more)(norm(of.llama, of.param_dtype)(x))
+        if of.cut == "tp":  # between groups: a group's heads lie beside its key and value
+            qkv = qkv.reshape(b, s, of.groups, -1, dim)
+            q, k, v = qkv[..., :-2, :].reshape(b, s, of.heads, dim), qkv[..., -2, :], qkv[..., -1, :]
         else:
-            q, k, v = jnp.split(qkv.reshape(b, s, -1, dim), (self.heads, self.heads + self.groups), 2)
-        if self.llama:
+            q, k, v = jnp.split(qkv.reshape(b, s, -1, dim), (of.heads, of.heads + of.groups), 2)
+        if of.llama:
             q, k = rotate(q), rotate(k)
-        y = jax_nn_attention(q, k, v).reshape(b, s, hidden)
-        x = x + self._drop(Dense(hidden, *more)(y), deterministic)
-        return x + self._drop(Mlp(self.ffn, self.llama, *more)(x), deterministic)
-
-    def _drop(self, x, deterministic: bool) -> jax.Array:
-        return nn.Dropout(self.hidden_dropout)(x, deterministic) if self.hidden_dropout else x
+        y = of_jax(q, k, v, is_causal=True).reshape(b, s, hidden)
+        drop = lambda x: nn.Dropout(of.hidden_dropout)(x, deterministic) if of.hidden_dropout else x
+        x = x + drop(dense(hidden, *more)(y))
+        return x + drop(Mlp(of.ffn, of.llama, *more)(x))

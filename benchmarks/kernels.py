@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
-from timing import Call
+
+from .timing import Call
 
 # The driver's calls that start work, by the names that CUPTI gives them: "cuLaunchKernelEx", "cuGraphLaunch".
 _GRAPH_LAUNCH = re.compile(r"^cu(da)?GraphLaunch")
@@ -57,16 +58,15 @@ def summary(data: jax.profiler.ProfileData, steps: int) -> dict:
         by_name[name][0] += 1
         by_name[name][1] += (end - start) / 1e6
     top = sorted(by_name.items(), key=lambda item: -item[1][1])
-    busy = union([event[1:] for event in events])
-    span = max((e[2] for e in events), default=0) - min((e[1] for e in events), default=0)
+    spent = times(events, steps)
     graphs, launches, calls = _host_launches(data)
     return {
         "steps": steps,
         "kernels_per_step": len(kernels) / steps,
         "copies_per_step": (len(events) - len(kernels)) / steps,
-        "kernel_ms": sum(end - start for _, start, end in events) / 1e6 / steps,
-        "busy_ms": busy / 1e6 / steps,
-        "span_ms": span / 1e6 / steps,
+        "kernel_ms": spent["kernel_ms"],
+        "busy_ms": spent["span_ms"] - spent["idle_ms"],
+        "span_ms": spent["span_ms"],
         "graph_launches_per_step": graphs / steps,
         "kernel_launches_per_step": launches / steps,
         "host_calls_per_step": {name: count / steps for name, count in calls.most_common()},
@@ -95,6 +95,13 @@ def _host_launches(data):
             calls.update(event.name for event in events if _CUDA_CALL.match(event.name))
     count = lambda pattern: sum(number for name, number in calls.items() if pattern.match(name))
     return count(_GRAPH_LAUNCH), count(_KERNEL_LAUNCH), calls
+
+
+def times(events: list[Event], steps: int) -> dict[str, float]:
+    """ms per step: from the first start to the last end, in kernels, and neither."""
+    span = max((event.end for event in events), default=0) - min((event.start for event in events), default=0)
+    total, idle = sum(event.end - event.start for event in events), span - union(event[1:] for event in events)
+    return {key: ns / 1e6 / steps for key, ns in (("span_ms", span), ("kernel_ms", total), ("idle_ms", idle))}
 
 
 def union(intervals) -> float:

@@ -2,23 +2,24 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from math import prod
 
-import flax_layer
 import jax
 import jax.numpy as jnp
-from cases import Case
 from flax import linen as nn
 from jax.extend.core import Literal
-from ops import attention_flops
-from timing import Call, compiled, normal
 
 import te_jax as te
 import te_jax.flax as te_flax
 from te_jax import recipe as te_recipe
+from te_jax.flax.kernels import KERNEL_COLLECTION
 from te_jax.fp8 import FP8_COLLECTION
+
+from . import attention, flax_layer
+from .cases import Case
+from .timing import Call, compiled, normal, on_gpu
 
 _SETTLE = 4  # steps; the scales of delayed scaling stand still on repeated data after the second
 FAST = (False, False, False)  # fast accumulation in fprop, dgrad and wgrad
@@ -34,8 +35,28 @@ FLAX_DOTS = {"flax bf16": None, "flax fp8 direct": nn.fp8_ops.Fp8DirectDotGenera
 IMPLS = (*RECIPES, *FLAX_DOTS)
 
 
+class Model:
+    """Sizes of what is measured: `name`, `shape` of the input, `weights` that each token is multiplied by."""
+
+    out_shape = property(lambda self: self.shape)
+    tokens = property(lambda self: prod(self.shape[:-1]))
+
+    def module(self, impl: str) -> nn.Module | None:
+        """None where the implementation lacks a part."""
+        return self.te() if impl in RECIPES else self.flax(FLAX_DOTS[impl])
+
+    def gemm_flops(self, backward: bool) -> float:
+        return 2 * self.tokens * self.weights * (3 if backward else 1)
+
+    def attention_flops(self, backward: bool) -> float:
+        return 0.0
+
+    def flops(self, backward: bool) -> float:
+        return self.gemm_flops(backward) + self.attention_flops(backward)
+
+
 @dataclass(frozen=True)
-class Layer:
+class Layer(Model):
     """Sizes of a transformer layer."""
 
     name: str
@@ -51,9 +72,8 @@ class Layer:
     cut: str = ""  # what cuts the sequence on a mesh: "tp" outside of the GEMMs, "cp" everywhere
     param_dtype: jnp.dtype = jnp.bfloat16
 
-    @property
-    def shape(self):
-        return (self.batch, self.seq, self.hidden)
+    shape = property(lambda self: (self.batch, self.seq, self.hidden))
+    dropout = property(lambda self: self.hidden_dropout or self.attention_dropout)
 
     def te(self) -> nn.Module:
         return te_flax.TransformerLayer(
@@ -75,29 +95,19 @@ class Layer:
         )
 
     def flax(self, dot) -> nn.Module | None:
-        if self.attention_dropout:
-            return None  # jax.nn has none
-        sizes = self.ffn, self.heads, self.groups, self.llama
-        return flax_layer.Layer(*sizes, self.hidden_dropout, dot, self.param_dtype, by_group=self.cut == "tp")
+        return None if self.attention_dropout else flax_layer.Layer(self, dot)  # jax.nn has no dropout
 
     @property
-    def tokens(self):
-        return self.batch * self.seq
-
-    def flops(self, backward: bool) -> float:
-        return self.gemm_flops(backward) + self.attention_flops(backward)
-
-    def gemm_flops(self, backward: bool) -> float:
-        attention = self.hidden * (2 * self.hidden + 2 * self.groups * self.hidden // self.heads)
-        gemms = 2 * self.tokens * (attention + self.hidden * self.ffn * (3 if self.llama else 2))
-        return gemms * (3 if backward else 1)
+    def weights(self):
+        of_attention = self.hidden * (2 * self.hidden + 2 * self.groups * self.hidden // self.heads)
+        return of_attention + self.hidden * self.ffn * (3 if self.llama else 2)
 
     def attention_flops(self, backward: bool) -> float:
-        return attention_flops(self.batch, self.seq, self.heads, self.hidden // self.heads, backward)
+        return attention.flops(self.batch, self.seq, self.heads, self.hidden // self.heads, backward)
 
 
 @dataclass(frozen=True)
-class Stack:
+class Stack(Model):
     """`depth` layers by `nn.scan`: `unroll` of them are compiled, and run `depth` times in all. remat: each is under
     `nn.remat` with this policy."""
 
@@ -108,81 +118,63 @@ class Stack:
     remat: bool = False
     policy: Callable | None = None
 
-    @property
-    def shape(self):
-        return self.layer.shape
+    shape = property(lambda self: self.layer.shape)
+    dropout = property(lambda self: self.layer.dropout)
+    weights = property(lambda self: self.depth * self.layer.weights)
 
-    @property
-    def tokens(self):
-        return self.layer.tokens
+    def module(self, impl):
+        return _Scanned(self, impl)
 
-    def te(self):
-        return _Scanned(self)
-
-    def flax(self, dot):
-        return _Scanned(self, dot, plain=True)
-
-    def flops(self, backward):
-        return self.depth * self.layer.flops(backward)
-
-    def gemm_flops(self, backward):
-        return self.depth * self.layer.gemm_flops(backward)
+    def attention_flops(self, backward):
+        return self.depth * self.layer.attention_flops(backward)
 
 
 class _Step(nn.Module):
     """A layer in the shape that `nn.scan` wants."""
 
     layer: Layer
-    dot: Callable | None
-    plain: bool
+    impl: str
 
     @nn.compact
     def __call__(self, x, deterministic):
-        layer = self.layer.flax(self.dot) if self.plain else self.layer.te()
-        return layer(x, deterministic=deterministic), None
+        return self.layer.module(self.impl)(x, deterministic=deterministic), None
 
 
 class _Scanned(nn.Module):
-    """plain: of plain Flax."""
-
     stack: Stack
-    dot: Callable | None = None
-    plain: bool = False
+    impl: str
 
     @nn.compact
     def __call__(self, x, deterministic: bool = True):
         stack = self.stack
         # The flag is a Python bool: the layer asks for it while it is traced.
         step = nn.remat(_Step, policy=stack.policy, prevent_cse=False, static_argnums=(2,)) if stack.remat else _Step
+        of_each = ("params", FP8_COLLECTION, KERNEL_COLLECTION, nn.fp8_ops.OVERWRITE_WITH_GRADIENT)
         layers = nn.scan(
             step,
-            variable_axes={"params": 0, FP8_COLLECTION: 0, nn.fp8_ops.OVERWRITE_WITH_GRADIENT: 0},
+            variable_axes=dict.fromkeys(of_each, 0),
             split_rngs={"params": True, "dropout": True},
             length=stack.depth,
             unroll=stack.unroll,
             in_axes=nn.broadcast,
             metadata_params={nn.PARTITION_NAME: None},
         )
-        return layers(stack.layer, self.dot, self.plain, name="layers")(x, deterministic)[0]
+        return layers(stack.layer, self.impl, name="layers")(x, deterministic)[0]
 
 
 @dataclass(frozen=True)
-class Mlp:
+class Mlp(Model):
     """Sizes of a LayerNormMLP."""
 
-    tokens: int
+    rows: int
     hidden: int
     ffn: int
     use_bias: bool
 
-    @property
-    def name(self):
-        biases = ", biases" if self.use_bias else ""
-        return f"LayerNormMLP {self.tokens} tokens {self.hidden}-{self.ffn}-{self.hidden}{biases}"
-
-    @property
-    def shape(self):
-        return (self.tokens, self.hidden)
+    sizes = property(lambda self: f"{self.hidden}-{self.ffn}-{self.hidden}")
+    name = property(lambda self: f"LayerNormMLP {self.rows} tokens {self.sizes}{', biases' * self.use_bias}")
+    shape = property(lambda self: (self.rows, self.hidden))
+    weights = property(lambda self: 2 * self.hidden * self.ffn)
 
     def te(self):
         return te_flax.LayerNormMLP(intermediate_dim=self.ffn, use_bias=self.use_bias, dtype=jnp.bfloat16)
@@ -190,65 +182,52 @@ class Mlp:
     def flax(self, dot):
         return flax_layer.Mlp(self.ffn, use_bias=self.use_bias, dot=dot)
 
-    def flops(self, backward):
-        return self.gemm_flops(backward)
-
-    def gemm_flops(self, backward):
-        return 4 * self.tokens * self.hidden * self.ffn * (3 if backward else 1)
-
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(Model):
     """Sizes of a dense layer, named m x n x k."""
 
     m: int
     n: int
     k: int
 
-    @property
-    def name(self):
-        return f"dense {self.m}x{self.n}x{self.k}"
-
-    @property
-    def shape(self):
-        return (self.m, self.k)
+    name = property(lambda self: f"dense {self.m}x{self.n}x{self.k}")
+    shape = property(lambda self: (self.m, self.k))
+    out_shape = property(lambda self: (self.m, self.n))
+    weights = property(lambda self: self.n * self.k)
 
     def te(self):
         return te_flax.DenseGeneral(features=self.n, use_bias=False, dtype=jnp.bfloat16)
 
     def flax(self, dot):
-        return flax_layer.Dense(self.n, dot=dot)
-
-    @property
-    def tokens(self):
-        return self.m
-
-    def flops(self, backward):
-        return self.gemm_flops(backward)
-
-    def gemm_flops(self, backward):
-        return 2 * self.m * self.n * self.k * (3 if backward else 1)
+        return flax_layer.dense(self.n, dot=dot)
 
 
-def models(tiny: bool) -> list:
+def gpt_and_llama(tiny: bool) -> tuple[Layer, Layer]:
     if tiny:
-        gpt, llama = ("gpt layer", 2, 32, 64, 128, 4, 4), ("llama layer", 1, 64, 64, 96, 4, 2)
-        mlp, dense = (64, 32, 64), [(64, 32, 48)]
-        small, depth = ("", 2, 16, 32, 64, 2, 2), 2
-    else:
-        gpt, llama = ("gpt layer", 4, 2048, 4096, 16384, 32, 32), ("llama layer", 1, 8192, 4096, 14336, 32, 8)
-        mlp, dense = (8192, 4096, 16384), [(8192, 4096, 16384), (8192, 16384, 4096)]
-        small, depth = ("", 8, 512, 1024, 4096, 16, 16), 8
-    sizes = gpt[1:]
+        return Layer("gpt layer", 2, 32, 64, 128, 4, 4), Layer("llama layer", 1, 64, 64, 96, 4, 2, llama=True)
+    gpt, llama = (4, 2048, 4096, 16384, 32, 32), (1, 8192, 4096, 14336, 32, 8)
+    return Layer("gpt layer", *gpt), Layer("llama layer", *llama, llama=True)
+
+
+def named(name: str, tiny: bool) -> Layer:
+    return next(layer for layer in gpt_and_llama(tiny) if layer.name == name)
+
+
+def models(tiny: bool) -> list[Model]:
+    gpt, llama = gpt_and_llama(tiny)
+    mlp = (64, 32, 64) if tiny else (8192, 4096, 16384)
+    dense = [(64, 32, 48)] if tiny else [(8192, 4096, 16384), (8192, 16384, 4096)]
+    small, depth = (Layer("", 2, 16, 32, 64, 2, 2), 2) if tiny else (Layer("", 8, 512, 1024, 4096, 16, 16), 8)
     return [
-        Layer(*gpt),
-        Layer("gpt layer, dropout 0.1", *sizes, hidden_dropout=0.1, attention_dropout=0.1),
-        Layer("gpt layer, hidden dropout 0.1", *sizes, hidden_dropout=0.1),
-        Layer(*llama, llama=True),
+        gpt,
+        replace(gpt, name="gpt layer, dropout 0.1", hidden_dropout=0.1, attention_dropout=0.1),
+        replace(gpt, name="gpt layer, hidden dropout 0.1", hidden_dropout=0.1),
+        llama,
         Mlp(*mlp, use_bias=True),
         Mlp(*mlp, use_bias=False),
         *(Dense(*each) for each in dense),
-        Stack("small model, 8 layers h1024 b8 s512", depth, Layer(*small)),
+        Stack("small model, 8 layers h1024 b8 s512", depth, small),
     ]
 
 
@@ -256,25 +235,22 @@ def models(tiny: bool) -> list:
 class Trainee:
     """One model by one implementation: parameters, settled FP8 state, compiled passes."""
 
-    model: Layer | Stack | Mlp | Dense
+    model: Model
     impl: str
     module: nn.Module = field(init=False)
 
     def __post_init__(self):
-        is_te = self.impl in RECIPES
-        self.recipe = RECIPES.get(self.impl)
-        self.module = self.model.te() if is_te else self.model.flax(FLAX_DOTS[self.impl])
+        self.is_te, self.recipe = self.impl in RECIPES, RECIPES.get(self.impl)
+        self.module = self.model.module(self.impl)
         self.options = {}
         if isinstance(self.model, Layer | Stack):
-            layer = self.model if isinstance(self.model, Layer) else self.model.layer
-            self.options["deterministic"] = not (layer.hidden_dropout or layer.attention_dropout)
+            self.options["deterministic"] = not self.model.dropout
         self.x, self.dy = self._data()
         self.key = jax.random.PRNGKey(3)  # raw: typed keys take a slower path into compiled functions
         self.params, self.fresh = self._init()
 
     def _data(self):
-        width = (self.model.n,) if isinstance(self.model, Dense) else self.model.shape[-1:]
-        return normal(1, self.model.shape), normal(2, self.model.shape[:-1] + width)
+        return normal(1, self.model.shape), normal(2, self.model.out_shape)
 
     def _scope(self):
         return te.autocast(enabled=True, recipe=self.recipe) if self.recipe else contextlib.nullcontext()
@@ -311,6 +287,12 @@ class Trainee:
         """The training pass, on fresh FP8 state. options: XLA's compiler options."""
         with self._scope():
             return compiled(self.step, [self.train_inputs(self.fresh)], **options)
+
+    def compile_for_profiler(self) -> Call:
+        """The training pass on settled state. XLA replaces CUDA graphs by single launches while a profiler watches,
+        unless told not to."""
+        options = {"xla_enable_command_buffers_during_profiling": True} if on_gpu() else {}
+        return self.compile(**options)._replace(inputs=[self.train_inputs(self.state)])
 
     def lower_for_cuda(self) -> jax.stages.Lowered:
         """The training pass, on any machine."""
@@ -350,26 +332,26 @@ class Trainee:
 
 
 @lru_cache(maxsize=1)  # forward and training of one model follow each other; two models need not fit
-def trainee(model, impl: str) -> Trainee:
-    return Trainee(model, impl)
+def trainee(model, impl: str, *place, make: Callable = Trainee) -> Trainee:
+    return make(model, impl, *place)
 
 
-def _build(model, impl, backward):
-    return trainee(model, impl).build(backward)
-
-
-def case(model, impl: str, backward: bool, **more) -> Case:
-    build = partial(_build, model, impl, backward)
-    fp8 = model.gemm_flops(backward) if "fp8" in impl else 0.0
-    name = f"{model.name} {'fwd+bwd' if backward else 'fwd'}"
-    more = dict(suite="layers", tokens=model.tokens) | more
-    return Case(name, impl, build, model.flops(backward), fp8_flops=fp8, **more)
+def case(model: Model, impl: str, backward: bool, **more) -> Case:
+    """more: fields of the case."""
+    defaults = dict(
+        build=lambda: trainee(model, impl).build(backward),
+        flops=model.flops(backward),
+        fp8_flops=model.gemm_flops(backward) if "fp8" in impl else 0.0,
+        suite="layers",
+        tokens=model.tokens,
+    )
+    return Case(f"{model.name} {'fwd+bwd' if backward else 'fwd'}", impl, **defaults | more)
 
 
 def cases(tiny: bool) -> Iterator[Case]:
     for model in models(tiny):
         for impl in IMPLS:
-            if impl in FLAX_DOTS and model.flax(None) is None:
+            if model.module(impl) is None:
                 continue
             if impl != "te_jax fp8 fast" and not isinstance(model, Stack):  # forward, both recipes are the same
                 yield case(model, impl, backward=False)

@@ -1,5 +1,6 @@
 """What a result was measured on: devices, driver, versions, command line, date; clock and power as it ran."""
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -7,7 +8,8 @@ import platform
 import shlex
 import subprocess
 import sys
-import threading
+import tempfile
+import time
 
 import jax
 
@@ -15,20 +17,23 @@ import te_jax
 from te_jax import _lib
 
 _PACKAGES = "jax jaxlib flax jax-cuda13-plugin nvidia-cublas nvidia-cudnn-cu13 nvidia-cuda-runtime torch"
+_LIBRARIES = ("cuda", "cublaslt", "cudnn")
 
 
 def describe() -> dict:
-    device = jax.devices()[0]
+    device, status = jax.devices()[0], _lib.status()
+    extension = {"extension": status.loads} | {key: getattr(status, key) for key in ("reason", *_LIBRARIES)}
+    found = {each.name: each.version for each in importlib.metadata.distributions()}
     return {
         "device": device.device_kind,
         "devices": jax.device_count(),
         "compute_capability": getattr(device, "compute_capability", None),
         "driver": _driver(),
-        "te_jax": {"version": te_jax.__version__, **_extension()},
-        "packages": {name: version for name in _PACKAGES.split() if (version := _version(name))},
+        "te_jax": {"version": te_jax.__version__, **extension},
+        "packages": {name: found[name] for name in _PACKAGES.split() if name in found},
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", "-m", __package__, *sys.argv[1:]]),
     }
 
 
@@ -37,19 +42,6 @@ def line(found: dict) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in found["packages"].items())
     where = f"{found['devices']}x {found['device']}, driver {found['driver']}"
     return f"{where}, te_jax {found['te_jax']['version']}, {packages}"
-
-
-def _extension() -> dict:
-    status = _lib.status()
-    versions = {"cuda": status.cuda, "cublaslt": status.cublaslt, "cudnn": status.cudnn}
-    return {"extension": status.loads, "reason": status.reason, **versions}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _driver() -> str | None:
@@ -76,26 +68,19 @@ class Sampler:
         # nvidia-smi counts all GPUs of the host, or takes names: CUDA_VISIBLE_DEVICES has either.
         gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
         query = ["nvidia-smi", "-i", gpu, f"--query-gpu={','.join(self.FIELDS)}", "--format=csv,noheader,nounits"]
-        self.samples, self._started, self._process = [], threading.Event(), None
-        try:
-            self._process = subprocess.Popen([*query, "-lms", str(self._MS)], stdout=subprocess.PIPE, text=True)
-        except OSError:
-            return self
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        self._started.wait(self._STARTS_WITHIN)
-        self.samples.clear()
+        self.samples, self._process, self._file = [], None, tempfile.TemporaryFile("w+")
+        with contextlib.suppress(OSError):
+            self._process = subprocess.Popen([*query, "-lms", str(self._MS)], stdout=self._file)
+            began = time.monotonic()
+            while not os.fstat(self._file.fileno()).st_size and time.monotonic() - began < self._STARTS_WITHIN:
+                time.sleep(0.01)
         return self
-
-    def _read(self):
-        for line in self._process.stdout:
-            number = lambda text: float(text) if text.strip().replace(".", "", 1).isdigit() else None
-            self.samples.append(dict(zip((name for name, _ in self.FIELDS.values()), map(number, line.split(",")))))
-            self._started.set()
-        self._started.set()
 
     def __exit__(self, *error):
         if self._process:
             self._process.terminate()
             self._process.wait()
-            self._reader.join()
+        self._file.seek(0)
+        number = lambda text: float(text) if text.strip().replace(".", "", 1).isdigit() else None
+        names = [name for name, _ in self.FIELDS.values()]
+        self.samples = [dict(zip(names, map(number, line.split(",")))) for line in self._file if line.endswith("\n")]

@@ -1,14 +1,12 @@
 """Cases of a few layers on all GPUs: data, fully sharded, tensor + sequence and context parallel, and on one GPU."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 
 import jax
-import layers
 import numpy as np
-from cases import Case
 from flax import linen as nn
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -16,6 +14,9 @@ from jax.sharding import PartitionSpec as P
 import te_jax as te
 import te_jax.flax as te_flax
 from te_jax.sharding import reorder_causal_load_balancing
+
+from . import layers
+from .cases import Case
 
 IMPLS = ("te_jax bf16", "te_jax fp8", "te_jax fp8 fast", "flax bf16")
 _AXIS = "gpus"  # the one axis of the mesh
@@ -65,21 +66,18 @@ class Trainee(layers.Trainee):
     def _on_mesh(self, *spec):
         return NamedSharding(self.mesh, P(*spec))
 
-    def _is_te(self):
-        return self.impl in layers.RECIPES
-
     def _like_x(self):
-        return self._on_mesh(*(self.role.x if self._is_te() else self.role.x_of_flax))
+        return self._on_mesh(*(self.role.x if self.is_te else self.role.x_of_flax))
 
     def _placed(self, x):
         x = reorder_causal_load_balancing(x, self.count) if self.role is CP else x
         return jax.device_put(x, self._like_x())
 
     def _kernel_of_flax(self, path, given):
-        """`given`, but for kernels of plain Flax: .../Dense_0/Dense_0/kernel, whose outer name tells which it is."""
+        """`given`, but for kernels of plain Flax: .../Dense_0/kernel goes in, .../Dense_1/kernel comes out."""
         if path[-1].key != "kernel":
             return given
-        return self._on_mesh(*(self.role.column if path[-3].key == "Dense_0" else self.role.row))
+        return self._on_mesh(*(self.role.column if path[-2].key == "Dense_0" else self.role.row))
 
     def _init(self):
         self.x, self.dy = map(self._placed, (self.x, self.dy))
@@ -87,7 +85,7 @@ class Trainee(layers.Trainee):
         with self._scope():
             boxed = jax.eval_shape(self.boxed_init, key, self.x)
             specs = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed["params"]), self.mesh)
-            if not self._is_te():
+            if not self.is_te:
                 specs = jax.tree_util.tree_map_with_path(self._kernel_of_flax, specs)
             state = {name: nn.unbox(each) for name, each in boxed.items() if name != "params"}
             self.shardings = specs, jax.tree.map(lambda _: self._on_mesh(), state)
@@ -97,11 +95,6 @@ class Trainee(layers.Trainee):
         x_like, (params_like, state_like) = self._like_x(), self.shardings
         out = super().step(params, state, x, dy, key)
         return jax.lax.with_sharding_constraint(out, (x_like, params_like, state_like, x_like))
-
-
-@lru_cache(maxsize=1)
-def trainee(*args) -> Trainee:
-    return Trainee(*args)
 
 
 def places(count: int) -> Iterator[tuple[Role, int, str]]:
@@ -122,20 +115,18 @@ def models(tiny: bool, count: int) -> Iterator[tuple[layers.Stack, Role, int]]:
         yield layers.Stack(name, depth, layer), role, gpus
 
 
-def _build(*args):
-    return trainee(*args).build(backward=True)
+def trainees(models: Iterable[tuple]) -> Iterator[tuple]:
+    """(model, role, GPUs, impl) for each (model, role, GPUs). Plain Flax has no attention over a cut sequence."""
+    for model, role, gpus in models:
+        for impl in IMPLS:
+            if role is not CP or impl not in layers.FLAX_DOTS:
+                yield model, role, gpus, impl
 
 
 def cases(tiny: bool) -> Iterator[Case]:
-    """Rates are those of one GPU. There is no attention over a cut sequence in plain Flax."""
-    for model, role, gpus in models(tiny, jax.device_count()):
-        for impl in IMPLS:
-            if impl in layers.FLAX_DOTS and role is CP:
-                continue
-            case = layers.case(model, impl, backward=True, suite="meshes", calls=4 if role is CP else 10)
-            yield replace(
-                case,
-                build=partial(_build, model, impl, role, gpus),
-                flops=case.flops / gpus,
-                fp8_flops=case.fp8_flops / gpus,
-            )
+    """Rates are those of one GPU."""
+    for model, role, gpus, impl in trainees(models(tiny, jax.device_count())):
+        make = partial(layers.trainee, model, impl, role, gpus, make=Trainee)
+        case = layers.case(model, impl, backward=True, suite="meshes", calls=4 if role is CP else 10)
+        work = dict(flops=case.flops / gpus, fp8_flops=case.fp8_flops / gpus)
+        yield replace(case, build=lambda make=make: make().build(backward=True), **work)

@@ -2,16 +2,18 @@
 their gradients added up by XLA, or inside of the wgrad GEMM (te_jax.flax.wgrads)."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import jax.numpy as jnp
 import optax
-from cases import Case
-from layers import RECIPES, Layer, trainee
-from timing import Call, compiled, normal
 
 import te_jax as te
 import te_jax.flax as te_flax
+
+from .cases import Case
+from .layers import RECIPES, Layer, named, trainee
+from .timing import Call, compiled, normal
 
 MICROBATCHES = 4
 IMPLS = ("te_jax fp8", "te_jax fp8 block")
@@ -42,9 +44,8 @@ def _build(model: Layer, impl: str, cached: bool, fused: bool) -> Call:
 
 def models(tiny: bool) -> list[Layer]:
     """GPT layers: the fewer tokens in a microbatch, the more its kernels cost."""
-    sizes = [(1, 32, 64, 128, 4)] if tiny else [(1, 2048, 4096, 16384, 32), (4, 2048, 4096, 16384, 32)]
-    name = "gpt layer, {} microbatches of {} tokens".format
-    return [Layer(name(MICROBATCHES, b * s), b, s, *rest, rest[-1]) for b, s, *rest in sizes]
+    layer, name = named("gpt layer", tiny), f"gpt layer, {MICROBATCHES} microbatches of {{}} tokens".format
+    return [replace(layer, name=name(batch * layer.seq), batch=batch) for batch in ([1] if tiny else [1, 4])]
 
 
 def cases(tiny: bool) -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""Cases of single ops: GEMM, quantize, activations, norms, rope, attention; beside them plain JAX, Flax and torch."""
+"""Cases of single ops: GEMM, quantize, activations, norms, rope; beside them plain JAX, Flax and torch."""
 
 import time
 from collections.abc import Iterator
@@ -7,57 +7,35 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
-import masks
-import torch_gemm
-from cases import Case
 from flax import linen as nn
 from jax.sharding import PartitionSpec
-from timing import compiled, normal, on_gpu, queued, sets
 
-from te_jax.fp8 import AttentionMetas, TensorMeta
-from te_jax.layers import attention_fp8
 from te_jax.ops import activation as activation_op
 from te_jax.ops import norm as norm_op
-from te_jax.ops.attention import dot_product_attention
 from te_jax.ops.gemm import gemm
 from te_jax.ops.norm import norm_block_fwd
 from te_jax.ops.quantize import quantize, quantize_block
 from te_jax.ops.rope import rope
-from te_jax.recipe import DelayedScaling
+
+from . import attention, torch_gemm
+from .cases import Case
+from .timing import compiled, normal, on_gpu, passes, queued, sets
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
-GEMM_MNK = [
-    (8192, 8192, 8192),
-    (8192, 4096, 16384),
-    (8192, 16384, 4096),
-    (8192, 12288, 4096),
-    (8192, 4096, 4096),
-    (4096, 4096, 7168),
-    (4096, 7168, 16384),
-    (4096, 4096, 4096),
-    (2048, 2048, 2048),
-    (1024, 1024, 1024),
-]
+# m n k
+GEMM_MNK = ["8192 8192 8192", "8192 4096 16384", "8192 16384 4096", "8192 12288 4096", "8192 4096 4096"]
+GEMM_MNK += ["4096 4096 7168", "4096 7168 16384", "4096 4096 4096", "2048 2048 2048", "1024 1024 1024"]
+GEMM_MNK = [tuple(map(int, sizes.split())) for sizes in GEMM_MNK]
 BLOCK_MNK = [(8192, 8192, 8192), (4096, 4096, 7168)]
 ROWS_COLUMNS = [(8192, 4096), (8192, 16384)]
 RESIDUAL_MNK = (8192, 4096, 16384)
 FP8_RESULTS = ("data", "data_t", "amax")
+BLOCKS = dict(power_2=True, epsilon=0.0)  # the law of block scales
 ACTIVATIONS = {"gelu": ("gelu",), "swiglu": ("silu", "linear")}
 ACTIVATION_SHAPE = (8192, 16384)
 ROPE = (1, 8192, 32, 128)  # b, s, h, d
 NORM_SHAPES = [(8192, 4096), (32768, 8192)]
-ATTENTION = [  # b, s, h, g, d
-    (4, 4096, 32, 32, 128),
-    (4, 4096, 32, 8, 128),
-    (4, 2048, 32, 32, 128),
-    (1, 8192, 32, 8, 128),
-    (1, 8192, 64, 8, 128),
-    (1, 16384, 32, 8, 128),
-    (8, 4096, 32, 32, 64),
-]
-ATTENTION_FP8 = (1, 8192, 64, 8, 128)
-TINY_ATTENTION = (1, 128, 4, 2, 64)
 
 
 def cases(tiny: bool) -> list[Case]:
@@ -65,16 +43,23 @@ def cases(tiny: bool) -> list[Case]:
     found = [*_copy(tiny), *_gemms([(32, 48, 64)] if tiny else GEMM_MNK)]
     found += _block_gemms([(32, 128, 256)] if tiny else BLOCK_MNK)
     found += _quantizes([(32, 64)] if tiny else ROWS_COLUMNS)
-    found += [*_residual_gemm((32, 48, 64) if tiny else RESIDUAL_MNK)]
+    found += _residual_gemm((32, 48, 64) if tiny else RESIDUAL_MNK)
     found += _activations((32, 64) if tiny else ACTIVATION_SHAPE)
     found += _norms([(16, 64)] if tiny else NORM_SHAPES)
     found += _ropes((1, 16, 4, 32) if tiny else ROPE)
-    found += _attentions([TINY_ATTENTION] if tiny else ATTENTION, TINY_ATTENTION if tiny else ATTENTION_FP8)
-    return [*found, *masks.cases(tiny), *_collectives(tiny)]
+    return [*found, *attention.cases(tiny), *_collectives(tiny)]
 
 
 def _by(*sizes: int) -> str:
     return "x".join(map(str, sizes))
+
+
+def _named(op, reference, *operands, outputs, **attrs) -> dict:
+    """The results of `op` or of its reference that `outputs` names, by name."""
+    if not reference:
+        return dict(zip(outputs, op(*operands, outputs=outputs, **attrs)))
+    results = zip((output.name for output in op.rule.outputs), op.reference(*operands, **attrs))
+    return {name: result for name, result in results if name in outputs}
 
 
 # -- ceilings ------------------------------------------------------------------------------------------------
@@ -82,31 +67,25 @@ def _by(*sizes: int) -> str:
 
 def _copy(tiny) -> Iterator[Case]:
     n = 64 if tiny else 32768
-
-    def build():
-        return compiled(lambda x: x + 1, [(normal(0, (n, n)),)])
-
+    build = lambda: compiled(lambda x: x + 1, [(normal(0, (n, n)),)])
     yield Case(f"copy {_by(n, n)}", "xla", build, bytes=2 * 2 * n * n)
+
+
+def _collective(name, size, count):
+    mesh = jax.make_mesh((count,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec, gathers = PartitionSpec("data"), name == "all_gather"
+    collective = lambda x: getattr(jax.lax, name)(x, axis_name="data")
+    out = dict(out_specs=spec, check_vma=False) if gathers else dict(out_specs=PartitionSpec())
+    x = jax.device_put(normal(0, (count, size // 2)), jax.sharding.NamedSharding(mesh, spec))
+    return compiled(jax.shard_map(collective, mesh=mesh, in_specs=spec, **out), [(x,)])
 
 
 def _collectives(tiny) -> Iterator[Case]:
     count = jax.device_count()
-    if count < 2:
-        return
-    mesh = jax.make_mesh((count,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = PartitionSpec("data")
-    for megabytes in [0.001] if tiny else [512, 64]:
+    for megabytes in ([0.001] if tiny else [512, 64]) if count > 1 else []:
         size = int(megabytes * 1e6)
         for name in ("psum", "all_gather"):
-
-            def build(name=name, size=size):
-                reduce = partial(getattr(jax.lax, name), axis_name="data")
-                out = spec if name == "all_gather" else PartitionSpec()
-                gather = dict(check_vma=False) if name == "all_gather" else {}
-                fn = jax.shard_map(lambda x: reduce(x), mesh=mesh, in_specs=spec, out_specs=out, **gather)
-                x = jax.device_put(normal(0, (count, size // 2)), jax.sharding.NamedSharding(mesh, spec))
-                return compiled(fn, [(x,)])
-
+            build = partial(_collective, name, size, count)
             yield Case(f"{name} {megabytes} MB per GPU, {count} GPUs", "xla", build, bytes=size, link=True)
 
 
@@ -165,10 +144,9 @@ def _gemm_plus_residual(m, n, k, inside):
 
 
 def _residual_gemm(mnk) -> Iterator[Case]:
-    m, n, k = mnk
-    row = partial(_gemm_case, m, n, k, name=f"gemm + residual {_by(m, n, k)}", residual=True)
-    yield row("te_jax fp8 fast", partial(_gemm_plus_residual, m, n, k, True))
-    yield row("te_gemm, xla adds", partial(_gemm_plus_residual, m, n, k, False))
+    row = partial(_gemm_case, *mnk, name=f"gemm + residual {_by(*mnk)}", residual=True)
+    yield row("te_jax fp8 fast", partial(_gemm_plus_residual, *mnk, True))
+    yield row("te_gemm, xla adds", partial(_gemm_plus_residual, *mnk, False))
 
 
 def _gemm_case(m, n, k, impl, build=None, measure=None, name=None, times=1, residual=False):
@@ -179,16 +157,16 @@ def _gemm_case(m, n, k, impl, build=None, measure=None, name=None, times=1, resi
 
 
 def _gemms(shapes) -> Iterator[Case]:
-    for m, n, k in shapes:
-        row = partial(_gemm_case, m, n, k)
-        yield from _ours_and_torch(row, (m, n, k), "fast")
-        if m == n == k == 4096:
-            yield row("te_jax fp8 fast tuned", partial(fp8_gemm, m, n, k, fast_accum=True, tune=True))
-        yield from _ours_and_torch(row, (m, n, k), "split")
-        yield row("xla bf16", partial(bf16_gemm, m, n, k))
-    for m, n, k in [shape for shape in shapes if max(shape) <= 2048]:  # jax's dispatch of one call takes longer
-        row = partial(_gemm_case, m, n, k, name=f"20 gemms {_by(m, n, k)}", times=20)
-        yield from _ours_and_torch(row, (m, n, k), "fast", times=20)
+    for mnk in shapes:
+        row = partial(_gemm_case, *mnk)
+        yield from _ours_and_torch(row, mnk, "fast")
+        if mnk == (4096, 4096, 4096):
+            yield row("te_jax fp8 fast tuned", partial(fp8_gemm, *mnk, fast_accum=True, tune=True))
+        yield from _ours_and_torch(row, mnk, "split")
+        yield row("xla bf16", partial(bf16_gemm, *mnk))
+    for mnk in [shape for shape in shapes if max(shape) <= 2048]:  # jax's dispatch of one call takes longer
+        row = partial(_gemm_case, *mnk, name=f"20 gemms {_by(*mnk)}", times=20)
+        yield from _ours_and_torch(row, mnk, "fast", times=20)
 
 
 def _block_gemm(m, n, k, square):
@@ -198,9 +176,9 @@ def _block_gemm(m, n, k, square):
 
 
 def _block_gemms(shapes) -> Iterator[Case]:
-    for m, n, k in shapes:
+    for mnk in shapes:
         for impl, square in (("te_jax fp8 block", True), ("te_jax fp8 block wgrad", False)):
-            yield _gemm_case(m, n, k, impl, partial(_block_gemm, m, n, k, square))
+            yield _gemm_case(*mnk, impl, partial(_block_gemm, *mnk, square))
 
 
 # -- quantize ------------------------------------------------------------------------------------------------
@@ -208,19 +186,12 @@ def _block_gemms(shapes) -> Iterator[Case]:
 
 def _quantize_block(shape, square):
     kind = "block_inv" if square else "scale_inv"
-    attrs = dict(lead=0, dtype=E4M3, square=square, power_2=True, epsilon=0.0)
-    fn = partial(quantize_block, outputs=("data", "data_t", kind, f"{kind}_t"), **attrs)
-    return compiled(fn, sets(lambda seed: (normal(seed, shape),)))
+    attrs = dict(lead=0, dtype=E4M3, square=square, outputs=("data", "data_t", kind, f"{kind}_t"), **BLOCKS)
+    return compiled(partial(quantize_block, **attrs), sets(lambda seed: (normal(seed, shape),)))
 
 
 def _quantize(shape, dtype, outputs, reference):
-    attrs = dict(split=1, dtype=dtype)
-
-    def plain(x, scale):
-        results = dict(zip(("data", "data_t", "amax", "dbias"), quantize.reference(x, scale, **attrs)))
-        return [results[name] for name in outputs]
-
-    fn = plain if reference else partial(quantize, outputs=outputs, **attrs)
+    fn = partial(_named, quantize, reference, outputs=outputs, split=1, dtype=dtype)
     return compiled(fn, sets(lambda seed: (normal(seed, shape), jnp.float32(64.0))))
 
 
@@ -242,9 +213,14 @@ def _quantizes(shapes) -> Iterator[Case]:
 # -- activations ---------------------------------------------------------------------------------------------
 
 
+def _activation_operands(names, shape, backward, seed):
+    """dy (backward) and x."""
+    x = normal(2 * seed, (shape[0], len(names), shape[1]))
+    return (normal(2 * seed + 1, shape), x) if backward else (x,)
+
+
 def _activation(names, shape, backward, outputs, fused):
     """Straight to te_quantize's results. Unfused: plain JAX, and te_quantize behind it."""
-    rows, columns = shape
     dtype = E5M2 if backward else E4M3
 
     def fn(*operands):
@@ -260,23 +236,15 @@ def _activation(names, shape, backward, outputs, fused):
             wide = result(*operands)
         return quantize(wide, scale, split=1, dtype=dtype, outputs=outputs)
 
-    def operands(seed):
-        x = normal(2 * seed, (rows, len(names), columns))
-        dy = (normal(2 * seed + 1, shape),) if backward else ()
-        return *dy, x, jnp.float32(64.0)
-
-    return compiled(fn, sets(operands))
+    return compiled(fn, sets(lambda seed: (*_activation_operands(names, shape, backward, seed), jnp.float32(64.0))))
 
 
 def _activation_block(names, shape, backward):
-    """The same with a scale for each block of 1 x 128."""
-    rows, columns = shape
+    """The same op with a scale for each block of 1 x 128."""
     outputs = ("data", "data_t", "scale_inv", "scale_inv_t", *(("dbias",) if backward else ()))
     op = activation_op.activation_block_bwd if backward else activation_op.activation_block_fwd
-    law = dict(dtype=E4M3, power_2=True, epsilon=0.0)
-    x = lambda seed: normal(2 * seed, (rows, len(names), columns))
-    operands = lambda seed: (normal(2 * seed + 1, shape), x(seed)) if backward else (x(seed),)
-    return compiled(partial(op, outputs=outputs, **law, **activation_op.attributes(names)), sets(operands))
+    fn = partial(op, outputs=outputs, dtype=E4M3, **BLOCKS, **activation_op.attributes(names))
+    return compiled(fn, sets(partial(_activation_operands, names, shape, backward)))
 
 
 def _activations(shape) -> Iterator[Case]:
@@ -286,15 +254,14 @@ def _activations(shape) -> Iterator[Case]:
             # Forward, of each element: x of all slots, both layouts. Backward: dy, x, both layouts of all slots.
             read = prod(shape) * (2 * slots + 2 * backward)
             size = read + prod(shape) * 2 * (slots if backward else 1)
-            name = f"d{kind} to fp8, both layouts, dbias" if backward else f"{kind} to fp8, both layouts"
+            name = f"{'d' * backward}{kind} to fp8, both layouts{', dbias' * backward} {_by(*shape)}"
             outputs = (*FP8_RESULTS, *(("dbias",) if backward else ()))
             for impl in ("te_jax", "xla, te_quantize"):
                 build = partial(_activation, names, shape, backward, outputs, impl == "te_jax")
-                yield Case(f"{name} {_by(*shape)}", impl, build, bytes=size)
+                yield Case(name, impl, build, bytes=size)
             amax = partial(_activation, names, shape, backward, ("amax",), True)
             yield Case(f"{'d' * backward}{kind}, amax alone {_by(*shape)}", "te_jax", amax, bytes=read)
-            in_blocks = partial(_activation_block, names, shape, backward)
-            yield Case(f"{name} {_by(*shape)}", "te_jax, 1x128", in_blocks, bytes=size)
+            yield Case(name, "te_jax, 1x128", partial(_activation_block, names, shape, backward), bytes=size)
 
 
 # -- norms ---------------------------------------------------------------------------------------------------
@@ -307,48 +274,34 @@ def _norm_operands(kind, shape, seed):
     return normal(seed + 2, shape), weights, normal(seed + 3, shape)
 
 
-def _flax_norm(kind, x, weights):
-    types = dict(dtype=x.dtype, param_dtype=x.dtype)
-    module = nn.RMSNorm(**types) if kind == "rmsnorm" else nn.LayerNorm(**types)
-    return module.apply({"params": dict(zip(("scale", "bias"), weights))}, x)
-
-
 def _norm(kind, shape, impl, backward):
-    def forward(x, weights):
-        if impl == "flax":
-            return _flax_norm(kind, x, weights)
-        return norm_op.norm(x, *weights, kind=kind)
+    def forward(x, *weights):
+        if impl == "te_jax":
+            return norm_op.norm(x, *weights, kind=kind)
+        module = (nn.RMSNorm if kind == "rmsnorm" else nn.LayerNorm)(dtype=x.dtype, param_dtype=x.dtype)
+        return module.apply({"params": dict(zip(("scale", "bias"), weights))}, x)
 
-    def both(x, weights, dy):
-        y, vjp = jax.vjp(forward, x, weights)
-        return y, vjp(dy)
+    def inputs(seed):
+        x, weights, dy = _norm_operands(kind, shape, 4 * seed)
+        return (x, *weights), dy, ()
 
-    inputs = sets(lambda seed: _norm_operands(kind, shape, 4 * seed))
-    return compiled(both, inputs) if backward else compiled(forward, [each[:2] for each in inputs])
+    return passes(forward, sets(inputs), backward)
 
 
 def _norm_to_fp8(kind, shape, reference, backward):
     rms = kind == "rmsnorm"
-    stats = ("rstd",) if rms else ("mean", "rstd")
     law = dict(rms=rms, zero_centered=False)
-
-    def call(op, *operands, outputs, **attrs):
-        """The results that `outputs` names, by name."""
-        if not reference:
-            return dict(zip(outputs, op(*operands, outputs=outputs, **attrs)))
-        named = zip((o.name for o in op.rule.outputs), op.reference(*operands, **attrs))
-        return {name: out for name, out in named if name in outputs}
 
     def forward(x, weights, scale):
         operands = (x, weights[0], None if rms else weights[1], scale)
-        outputs = ("data", "data_t", *stats, "amax")
-        return call(norm_op.norm_fwd, *operands, outputs=outputs, eps=1e-6, dtype=E4M3, **law)
+        outputs = ("data", "data_t", *(() if rms else ("mean",)), "rstd", "amax")
+        return _named(norm_op.norm_fwd, reference, *operands, outputs=outputs, eps=1e-6, dtype=E4M3, **law)
 
     def both(x, weights, scale, dy):
         y = forward(x, weights, scale)
         operands = (dy, x, y.get("mean"), y["rstd"], weights[0], None)
         outputs = ("dx", "dgamma", *(() if rms else ("dbeta",)))
-        return y, call(norm_op.norm_bwd, *operands, outputs=outputs, **law)
+        return y, _named(norm_op.norm_bwd, reference, *operands, outputs=outputs, **law)
 
     def inputs(seed):
         x, weights, dy = _norm_operands(kind, shape, 4 * seed)
@@ -359,16 +312,11 @@ def _norm_to_fp8(kind, shape, reference, backward):
 
 def _norm_block(kind, shape):
     """Forward, with a scale for each block of 1 x 128."""
-    stats = ("rstd",) if kind == "rmsnorm" else ("mean", "rstd")
-    outputs = ("data", "data_t", "scale_inv", "scale_inv_t", *stats)
-    attrs = dict(eps=1e-6, rms=kind == "rmsnorm", zero_centered=False, dtype=E4M3, power_2=True, epsilon=0.0)
-    fn = lambda x, gamma, beta=None: norm_block_fwd(x, gamma, beta, outputs=outputs, **attrs)
-
-    def inputs(seed):
-        x, weights, _ = _norm_operands(kind, shape, 4 * seed)
-        return x, *weights
-
-    return compiled(fn, sets(inputs))
+    rms = kind == "rmsnorm"
+    outputs = ("data", "data_t", "scale_inv", "scale_inv_t", *(() if rms else ("mean",)), "rstd")
+    attrs = dict(outputs=outputs, eps=1e-6, rms=rms, zero_centered=False, dtype=E4M3, **BLOCKS)
+    fn = lambda x, weights: norm_block_fwd(x, weights[0], None if rms else weights[1], **attrs)
+    return compiled(fn, sets(lambda seed: _norm_operands(kind, shape, 4 * seed)[:2]))
 
 
 def _norms(shapes) -> Iterator[Case]:
@@ -397,67 +345,8 @@ def rotate(x):
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).astype(x.dtype)
 
 
-def _rope(shape, turn):
-    return compiled(turn, sets(lambda seed: (normal(seed, shape),)))
-
-
 def _ropes(shape) -> Iterator[Case]:
     b, s, h, d = shape
     for impl, turn in (("te_jax", partial(rope, group_method="alternate")), ("xla", rotate)):
-        yield Case(f"rope b{b} s{s} h{h} d{d}", impl, partial(_rope, shape, turn), bytes=4 * prod(shape))
-
-
-# -- attention -----------------------------------------------------------------------------------------------
-
-
-def jax_nn_attention(q, k, v):
-    """Causal attention as plain JAX users have it: through cuDNN on a GPU."""
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if on_gpu() else None)
-
-
-def _te_attention(q, k, v):
-    implementation = "cudnn" if on_gpu() else None
-    return dot_product_attention(q, k, v, attn_mask_type="causal", implementation=implementation)
-
-
-def _te_attention_fp8(recipe, metas, q, k, v):
-    return attention_fp8(q, k, v, recipe=recipe, metas=metas, attn_mask_type="causal")
-
-
-def _attention_fp8(sizes, backward):
-    """As a layer calls it: operands are quantized with delayed scales, results and gradients are bf16."""
-    recipe = DelayedScaling(fp8_dpa=True)
-    by = dict(q=100.0, k=100.0, v=100.0, o=100.0, do=1e4, dq=1e4, dk=1e4, dv=1e4, dp=1e4)  # of normal data
-    metas = AttentionMetas(**{name: TensorMeta(jnp.float32(scale), jnp.float32(0)) for name, scale in by.items()})
-    return _attention(sizes, partial(_te_attention_fp8, recipe, metas), backward)
-
-
-def _attention(sizes, forward, backward):
-    b, s, h, g, d = sizes
-    q, k, v, dout = (normal(i, (b, s, heads, d)) for i, heads in enumerate((h, g, g, h)))
-
-    def both(q, k, v, dout):
-        out, vjp = jax.vjp(forward, q, k, v)
-        return out, vjp(dout)
-
-    return compiled(both, [(q, k, v, dout)]) if backward else compiled(forward, [(q, k, v)])
-
-
-def attention_flops(b, s, h, d, backward=False) -> float:
-    """Causal: half of the two products; the backward pass has five, with one computed again."""
-    return 4 * b * h * s * s * d / 2 * (3.5 if backward else 1)
-
-
-def _attentions(sizes, fp8) -> Iterator[Case]:
-    """fp8: the one of `sizes` that has rows in FP8; its gradients are bf16 by the layer's rule."""
-    for b, s, h, g, d in sizes:
-        name = f"attention b{b} s{s} h{h}/{g} d{d} causal"
-        for impl, forward in (("te_jax", _te_attention), ("jax.nn cudnn", jax_nn_attention)):
-            for suffix, backward in (("fwd", False), ("fwd+bwd", True)):
-                build = partial(_attention, (b, s, h, g, d), forward, backward)
-                yield Case(f"{name} {suffix}", impl, build, attention_flops(b, s, h, d, backward))
-        if (b, s, h, g, d) == fp8:
-            for suffix, backward in (("fwd", False), ("fwd+bwd", True)):
-                flops = attention_flops(b, s, h, d, backward)
-                build = partial(_attention_fp8, (b, s, h, g, d), backward)
-                yield Case(f"{name} {suffix}", "te_jax fp8", build, flops, fp8_flops=attention_flops(b, s, h, d))
+        build = lambda turn=turn: compiled(turn, sets(lambda seed: (normal(seed, shape),)))
+        yield Case(f"rope b{b} s{s} h{h} d{d}", impl, build, bytes=4 * prod(shape))

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from functools import partial
 
 import jax
-from cases import Case
-from layers import Layer, Stack, trainee
-from timing import Call
 
 from te_jax.checkpoint_policies import ATTENTION, GEMM, NAMES, QUANTIZED, offload, save, te_gemms_saveable
+
+from . import layers
+from .cases import Case
+from .layers import Stack
+from .timing import Call
 
 IMPLS = ("te_jax bf16", "te_jax fp8", "te_jax fp8 current")
 PROJECTIONS = ("query_proj", "combined_kv_proj", "out_proj")
@@ -28,23 +30,22 @@ POLICIES = {
 
 
 def _build(model: Stack, impl: str) -> Call:
-    one = trainee(model, impl)
+    one = layers.trainee(model, impl)
     return one.build(backward=True)._replace(saved_bytes=one.saved_bytes())
 
 
 def model(tiny: bool) -> Stack:
     """Eight layers of the width of Llama's 8B; the parameters take 3.5 GB, their gradients as much."""
-    batch, seq, *rest = (1, 64, 64, 96, 4, 2) if tiny else (1, 8192, 4096, 14336, 32, 8)
-    depth = 2 if tiny else 8
-    return Stack(f"{depth} llama layers, {batch * seq} tokens", depth, Layer("", batch, seq, *rest, llama=True))
+    depth, layer = 2 if tiny else 8, layers.named("llama layer", tiny)
+    return Stack(f"{depth} llama layers, {layer.tokens} tokens", depth, layer)
 
 
 def cases(tiny: bool) -> Iterator[Case]:
     plain = model(tiny)
-    flops, fp8_flops = plain.flops(backward=True), plain.gemm_flops(backward=True)
+    remat = lambda policy: dataclasses.replace(plain, remat=True, policy=policy)
+    stacks = {"no remat": plain, **{f"remat saves {name}": remat(policy) for name, policy in POLICIES.items()}}
     for impl in IMPLS:
-        more = dict(suite="remat", tokens=plain.tokens, calls=10, fp8_flops=fp8_flops if "fp8" in impl else 0.0)
-        yield Case(plain.name, f"{impl}, no remat", partial(_build, plain, impl), flops, **more)
-        for name, policy in POLICIES.items():
-            stack = dataclasses.replace(plain, remat=True, policy=policy)
-            yield Case(plain.name, f"{impl}, remat saves {name}", partial(_build, stack, impl), flops, **more)
+        for way, stack in stacks.items():
+            build = partial(_build, stack, impl)
+            case = layers.case(stack, impl, backward=True, suite="remat", calls=10, build=build)
+            yield dataclasses.replace(case, name=plain.name, impl=f"{impl}, {way}")

@@ -4,15 +4,31 @@ import json
 import math
 import pathlib
 
+from . import ceilings, machine
+
 GB = 1e9
 
 
 def load(path: pathlib.Path) -> dict:
     """An earlier result. Raises ValueError where the file holds none."""
     result = json.loads(path.read_text())
-    if not isinstance(result, dict) or "rows" not in result:
+    if not isinstance(result, dict) or not {"rows", "queued_ms"} & result.keys():
         raise ValueError(f"{path}: no result of `python -m benchmarks`: it has no `rows`.")
     return result
+
+
+def write(result: dict, out: pathlib.Path | None, text: str = "", text_out: pathlib.Path | None = None):
+    """The result as JSON into `out`, and text into `text_out`, each where it is given."""
+    for path, content in ((out, json.dumps(result, indent=1) + "\n"), (text_out, text)):
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+
+
+def show_heading(result: dict):
+    print(machine.line(result["machine"]))
+    if "ceilings" in result:
+        print(ceilings.line(result["ceilings"]))
 
 
 def in_order(rows: list[dict]) -> list[dict]:
@@ -51,18 +67,18 @@ def _peer(row):
 
 # Of each column: its name, the key that a row needs for it, and what it shows.
 _COLUMNS = [
-    ("case", "case", lambda row: row["case"]),
-    ("implementation", "impl", lambda row: row["impl"]),
-    ("ms", "ms", lambda row: f"{row['ms']:.4f}"),
-    ("min", "min_ms", lambda row: f"{row['min_ms']:.4f}"),
+    ("case", "case", "{case}".format_map),
+    ("implementation", "impl", "{impl}".format_map),
+    ("ms", "ms", "{ms:.4f}".format_map),
+    ("min", "min_ms", "{min_ms:.4f}".format_map),
     ("rate", "ms", _rate),
-    ("of ceiling", "fraction", lambda row: f"{row['fraction']:.2f}"),
-    ("us/token", "us_per_token", lambda row: f"{row['us_per_token']:.3f}"),
-    ("tokens/s", "tokens_per_s", lambda row: f"{row['tokens_per_s']:.0f}"),
-    ("a GPU", "tokens_per_s_per_gpu", lambda row: f"{row['tokens_per_s_per_gpu']:.0f}"),
-    ("MFU", "mfu", lambda row: f"{row['mfu']:.3f}"),
-    ("of FP8's peak", "mfu_fp8", lambda row: f"{row['mfu_fp8']:.3f}"),
-    ("in kernels", "profile", lambda row: f"{row['profile']['kernel_ms']:.4f}"),
+    ("of ceiling", "fraction", "{fraction:.2f}".format_map),
+    ("us/token", "us_per_token", "{us_per_token:.3f}".format_map),
+    ("tokens/s", "tokens_per_s", "{tokens_per_s:.0f}".format_map),
+    ("a GPU", "tokens_per_s_per_gpu", "{tokens_per_s_per_gpu:.0f}".format_map),
+    ("MFU", "mfu", "{mfu:.3f}".format_map),
+    ("of FP8's peak", "mfu_fp8", "{mfu_fp8:.3f}".format_map),
+    ("in kernels", "profile", "{profile[kernel_ms]:.4f}".format_map),
     ("peak GB", "peak_bytes", lambda row: f"{row['peak_bytes'] / GB:.2f}"),
     ("beside it", "beside", lambda row: ", ".join(f"{ratio:.2f}x {impl}" for impl, ratio in row["beside"].items())),
     ("against old", "old_ms", lambda row: f"{row['ms'] / row['old_ms']:.3f}x ({row['old_ms']:.4f})"),
@@ -92,27 +108,18 @@ def columns(lines: list[list[str]]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
 
 
-_MEMORY_OF = ("gpt layer fwd+bwd", "llama layer fwd+bwd")
-
-
 def memory(rows: list[dict]) -> list[str]:
     """Peak memory of FP8 over bf16, a line for each layer."""
     lines = []
-    for case in _MEMORY_OF:
-        peaks = {row["impl"]: row for row in rows if row["case"] == case and row.get("peak_bytes")}
+    for case in ("gpt layer fwd+bwd", "llama layer fwd+bwd"):
+        peaks = {row["impl"]: row["peak_bytes"] / GB for row in rows if row["case"] == case and row.get("peak_bytes")}
         if not peaks.keys() >= {"te_jax fp8", "te_jax bf16"}:
             continue
         fp8 = peaks["te_jax fp8"]
-        ratios = [
-            f"{fp8['peak_bytes'] / peaks[impl]['peak_bytes']:.3f} of {impl}'s {peaks[impl]['peak_bytes'] / GB:.3f} GB"
-            for impl in ("te_jax bf16", "flax bf16", "flax fp8 direct")
-            if impl in peaks
-        ]
-        saved = [
-            f"{impl} {row['saved_bytes'] / GB:.3f} GB"
-            for impl, row in peaks.items()
-            if impl.startswith("te_jax") and row.get("saved_bytes")
-        ]
+        others = [impl for impl in ("te_jax bf16", "flax bf16", "flax fp8 direct") if impl in peaks]
+        ratios = ", ".join(f"{fp8 / peaks[impl]:.3f} of {impl}'s {peaks[impl]:.3f} GB" for impl in others)
+        saved = [row for row in rows if row["case"] == case and row["impl"].startswith("te_jax")]
+        saved = [f"{row['impl']} {row['saved_bytes'] / GB:.3f} GB" for row in saved if row.get("saved_bytes")]
         kept = f"; kept for the backward pass: {', '.join(saved)}" if saved else ""
-        lines.append(f"FP8 / bf16 peak, {case}: {fp8['peak_bytes'] / GB:.3f} GB, {', '.join(ratios)}{kept}")
+        lines.append(f"FP8 / bf16 peak, {case}: {fp8:.3f} GB, {ratios}{kept}")
     return lines

@@ -3,12 +3,8 @@
 import collections
 import importlib.util
 import pathlib
-import sys
 
-# Last, as in run.py.
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "examples"))
-
-from gpt import colours
+from .gpt import colours
 
 
 def available() -> bool:

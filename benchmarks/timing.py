@@ -53,8 +53,24 @@ def compiled(fn: Callable, inputs: Sequence[tuple], donate: Sequence[int] = (), 
     lowered = jax.jit(fn, donate_argnums=donate).lower(*inputs[0])
     lower_end = time.perf_counter()
     run = lowered.compile(compiler_options=options or None)
-    end = time.perf_counter()
-    return Call(run, inputs, lower_end - began, end - lower_end, *_memory(run))
+    seconds = lower_end - began, time.perf_counter() - lower_end
+    if (memory := run.memory_analysis()) is None:
+        return Call(run, inputs, *seconds)
+    io = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return Call(run, inputs, *seconds, int(io + memory.temp_size_in_bytes - memory.alias_size_in_bytes), int(io))
+
+
+def passes(forward: Callable, inputs: Sequence[tuple], backward: bool) -> Call:
+    """The call forward(*operands, *others), with `backward` also the gradients of the operands, on each (operands, dy,
+    others) of `inputs`; dy is the cotangent."""
+
+    def both(operands, dy, others):
+        y, vjp = jax.vjp(lambda *operands: forward(*operands, *others), *operands)
+        return y, vjp(dy)
+
+    if backward:
+        return compiled(both, inputs)
+    return compiled(forward, [(*operands, *others) for operands, _, others in inputs])
 
 
 def queued(call: Call, calls: int = CALLS, repeat: int = 3) -> list[float]:
@@ -77,14 +93,6 @@ def sustained(call: Call, seconds: float) -> float:
     return queued(call, calls=max(10, ceil(seconds / 2 * 1e3 / ms)), repeat=2)[-1]
 
 
-def same_bits(one, other) -> bool:
-    """Whether two trees of arrays are equal bit for bit."""
-    raw = lambda a: jax.lax.bitcast_convert_type(a, f"uint{8 * a.dtype.itemsize}")
-    equal = jax.jit(lambda a, b: jnp.array_equal(raw(a), raw(b)))
-    pairs = zip(*map(jax.tree.leaves, (one, other)), strict=True)
-    return all(bool(equal(a, b)) for a, b in pairs)
-
-
 def digest(tree) -> str:
     """SHA-256 of the arrays' bytes: equal in two processes where the results are equal bit for bit."""
     found = hashlib.sha256()
@@ -93,17 +101,9 @@ def digest(tree) -> str:
     return found.hexdigest()
 
 
+def same_bits(one, other) -> bool:
+    return digest(one) == digest(other)
+
+
 def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
-
-
-def _memory(executable) -> tuple[int | None, int | None]:
-    """Peak bytes, and those of arguments and results alone."""
-    try:
-        memory = executable.memory_analysis()
-    except (NotImplementedError, RuntimeError):
-        return None, None
-    if memory is None:
-        return None, None
-    io = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    return int(io + memory.temp_size_in_bytes - memory.alias_size_in_bytes), int(io)

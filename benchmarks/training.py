@@ -7,30 +7,22 @@ implementations parameters and AdamW's moments are f32, activations, embedding a
 layers. No layer is computed again in the backward pass (no remat); plain Flax keeps most for it, some 70 GB on one GPU.
 """
 
-import pathlib
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-# Last, as in run.py.
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "examples"))
-
-import flax_layer
 import jax
 import jax.numpy as jnp
-import layers
-import meshes
 import optax
-from cases import Case
 from flax import linen as nn
-from gpt import flops as gpt_flops
-from gpt import steps
-from timing import Call, compiled
 
 import te_jax.flax as te_flax
 from te_jax import sharding
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as placed
+
+from . import flax_layer, gpt, layers, meshes
+from .cases import Case
+from .timing import Call, compiled
 
 _SETTLE = 5  # steps before those that are measured: by then scales follow their amaxes
 
@@ -54,11 +46,8 @@ class Gpt:
     def tokens(self):
         return self.stack.tokens
 
-    def te(self):
-        return _Gpt(self)
-
-    def flax(self, dot):
-        return _Gpt(self, dot, plain=True)
+    def module(self, impl):
+        return _Gpt(self, impl)
 
     @property
     def flops(self):
@@ -72,8 +61,7 @@ class _Gpt(nn.Module):
     """tokens i32[b, s] -> logits bf16[b, s, vocab]; beside te_jax's layers or plain Flax's, all is plain JAX."""
 
     sizes: Gpt
-    dot: Callable | None = None
-    plain: bool = False
+    impl: str
 
     @nn.compact
     def __call__(self, tokens):
@@ -86,10 +74,11 @@ class _Gpt(nn.Module):
         positions = self.param("positions", normal, (layer.seq, layer.hidden), jnp.float32)
         if layer.cut == "cp":
             positions = sharding.reorder_causal_load_balancing(positions, self.sizes.gpus, axis=0)
-        length = sharding.SEQLEN_AXES if self.plain else sharding.SEQLEN_TP_AXES
+        plain = self.impl in layers.FLAX_DOTS
+        length = sharding.SEQLEN_AXES if plain else sharding.SEQLEN_TP_AXES
         x = placed(embedding[tokens] + positions.astype(jnp.bfloat16), (sharding.BATCH_AXES, length, None))
-        stack = self.sizes.stack.flax(self.dot) if self.plain else self.sizes.stack.te()
-        norm = flax_layer.norm(llama=False, param_dtype=jnp.float32) if self.plain else te_flax.LayerNorm()
+        stack = self.sizes.stack.module(self.impl)
+        norm = flax_layer.norm(llama=False, param_dtype=jnp.float32) if plain else te_flax.LayerNorm()
         logits = jnp.einsum("bsh,vh->bsv", norm(stack(x)), embedding)
         return placed(logits, (sharding.BATCH_AXES, sharding.SEQLEN_CP_AXES, sharding.W_TP_AXES))
 
@@ -118,7 +107,7 @@ class Trainee(meshes.Trainee):
     """A Gpt by one implementation. Its x are tokens, its dy the tokens behind them."""
 
     def __init__(self, model: Gpt, impl: str):
-        self.optimizer = steps.make_optimizer(lr=1e-4, warmup=10, steps=10_000)
+        self.optimizer = gpt.steps.make_optimizer(lr=1e-4, warmup=10, steps=10_000)
         super().__init__(model, impl, model.role, model.gpus)
 
     def _data(self):
@@ -180,31 +169,25 @@ def figures(model: Gpt, fp8: bool, device_kind: str, ms: float) -> dict:
     tokens = model.tokens / (ms * 1e-3)
     found = {"tokens_per_s": tokens, "tokens_per_s_per_gpu": tokens / model.gpus}
     for key, precision in (("mfu", "bf16"), *([("mfu_fp8", "fp8")] if fp8 else [])):
-        if peak := gpt_flops.peak(device_kind, precision):
+        if peak := gpt.flops.peak(device_kind, precision):
             found[key] = model.flops / (ms * 1e-3) / (model.gpus * peak)
     return found
 
 
-def _build(model, impl):
-    return Trainee(model, impl).training()
-
-
 def cases(tiny: bool) -> Iterator[Case]:
-    """Rates are those of one GPU. There is no attention over a cut sequence in plain Flax."""
+    """Rates are those of one GPU."""
     kind = jax.devices()[0].device_kind
-    for model in models(tiny, jax.device_count()):
-        for impl in meshes.IMPLS:
-            if impl in layers.FLAX_DOTS and model.role is meshes.CP:
-                continue
-            fp8 = "fp8" in impl
-            yield Case(
-                model.name,
-                impl,
-                partial(_build, model, impl),
-                flops=model.flops / model.gpus,
-                fp8_flops=model.stack.gemm_flops(backward=True) / model.gpus if fp8 else 0.0,
-                suite="training",
-                tokens=model.tokens,
-                calls=10,
-                figures=partial(figures, model, fp8, kind),
-            )
+    placed_models = ((model, model.role, model.gpus) for model in models(tiny, jax.device_count()))
+    for model, _, gpus, impl in meshes.trainees(placed_models):
+        fp8 = "fp8" in impl
+        yield Case(
+            model.name,
+            impl,
+            build=partial(lambda *made: Trainee(*made).training(), model, impl),
+            flops=model.flops / gpus,
+            fp8_flops=model.stack.gemm_flops(backward=True) / gpus if fp8 else 0.0,
+            suite="training",
+            tokens=model.tokens,
+            calls=10,
+            figures=partial(figures, model, fp8, kind),
+        )

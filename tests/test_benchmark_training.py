@@ -2,20 +2,14 @@
 
 import json
 import math
-import pathlib
-import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "benchmarks"))
-
-import layers
-import meshes
-import run
-import training
+from benchmarks import ceilings, layers, meshes, training
+from benchmarks.__main__ import main
 
 COUNT = jax.device_count()
 FULL = list(training.models(tiny=False, count=8))
@@ -23,7 +17,9 @@ FULL = list(training.models(tiny=False, count=8))
 
 def weights(model: training.Gpt):
     """Sizes of the parameters that are multiplied by, and of all."""
-    shapes = jax.eval_shape(model.flax(None).init, jax.random.key(0), jnp.zeros((1, model.stack.layer.seq), jnp.int32))
+    shapes = jax.eval_shape(
+        model.module("flax bf16").init, jax.random.key(0), jnp.zeros((1, model.stack.layer.seq), jnp.int32)
+    )
     leaves = jax.tree_util.tree_leaves_with_path(shapes["params"])
     size = lambda *names: sum(leaf.size for path, leaf in leaves if jax.tree_util.keystr(path).endswith(names))
     return size("['kernel']", "['embedding'].value"), size("")
@@ -69,11 +65,11 @@ def test_figures():
 
 def test_row(tmp_path, capsys, monkeypatch):
     found = {"sustained": 1.0, "brief": 1.0}
-    monkeypatch.setattr(run.ceilings, "measure", lambda tiny: dict.fromkeys(("copy", "fp8", "bf16"), found))
+    monkeypatch.setattr(ceilings, "measure", lambda tiny: dict.fromkeys(("copy", "fp8", "bf16"), found))
     only = rf" dp={COUNT} step \| te_jax fp8 fast"
     out = tmp_path / "results.json"
-    args = ["--tiny", "--calls", "1", "--repeat", "1", "--suite", "training", "--only", only, "--out", str(out)]
-    assert run.main(args) == 0
+    args = ["training", "--tiny", "--calls", "1", "--repeat", "1", "--only", only, "--out", str(out)]
+    assert main(args) == 0
     (row,) = json.loads(out.read_text())["rows"]
     assert row["tokens_per_s"] == pytest.approx(COUNT * row["tokens_per_s_per_gpu"])
     assert row["tokens_per_s"] == pytest.approx(1e6 / row["us_per_token"])
@@ -87,7 +83,7 @@ def test_kernels_of_flax_are_cut_as_megatron_cuts_them():
     trainee = training.Trainee(model, "flax bf16")
     cuts, _ = trainee.shardings
     (layer,) = cuts["_Scanned_0"]["layers"].values()
-    spec = lambda dense: dense["Dense_0"]["kernel"].spec
+    spec = lambda dense: dense["kernel"].spec
     axis = meshes.TP.row[1]
     for part in (layer, layer["Mlp_0"]):
         assert spec(part["Dense_0"]) == P(None, None, axis)

@@ -1,7 +1,6 @@
 """The benchmarks run, at tiny sizes, and count what they say they count. Speed is not tested here."""
 
 import dataclasses
-import importlib.util
 import json
 import pathlib
 import re
@@ -13,32 +12,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks import account, ceilings, hlo, kernels, layers, machine, memory, ops, report, run, tables, timing
+from benchmarks.__main__ import COMMANDS, main
+from benchmarks.cases import Case, peers
+
 ROOT = pathlib.Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import account  # noqa: E402
-import cases as cases_module  # noqa: E402
-import inference_memory  # noqa: E402
-import inspect_hlo  # noqa: E402
-import kernels  # noqa: E402
-import layers  # noqa: E402
-import machine  # noqa: E402
-import ops  # noqa: E402
-import report  # noqa: E402
-import roofline  # noqa: E402
-import run  # noqa: E402
-import timing  # noqa: E402
-from cases import Case  # noqa: E402
-from peers import PEERS  # noqa: E402
-
-# By its path: `trace` is also a module of Python's own.
-_spec = importlib.util.spec_from_file_location("layer_trace", ROOT / "benchmarks" / "trace.py")
-trace = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(trace)
-
 ALL_FULL = [*ops.cases(tiny=False), *layers.cases(tiny=False)]
 SCALING = list(layers.scaling_cases(tiny=False))
-RESULTS = sorted((ROOT / "docs" / "results").glob("**/*bench*.json"))
+RESULTS = [tables.RESULTS / f"{name}.json" for name in ("h200/remat", "h200/microbatches", "h200x4/meshes")]
 # One of each kind: the others differ in sizes and types.
 ONE_OF_EACH = (
     r"copy|gemm.*te_jax.*fast$|dswiglu.*te_jax|rope.*te_jax|quantize both layouts, dbias.*te_jax|rmsnorm.*bwd \| flax"
@@ -49,7 +30,7 @@ ONE_OF_EACH = (
 def test_all_peers_have_a_row():
     """A published figure belongs to a row of ours, under its very name; torch and other GPUs are not here."""
     labels = {(case.name, case.impl) for case in ALL_FULL}
-    missing = {key for key in PEERS if key not in labels and "torch" not in key[1] and "GPUs" not in key[0]}
+    missing = {key for key in peers() if key not in labels and "torch" not in key[1] and "GPUs" not in key[0]}
     assert not missing
 
 
@@ -108,10 +89,10 @@ def test_flops(label, tflop):
 
 def test_a_peers_figure_in_ms():
     case = Case("copy", "xla", flops=2e12, bytes=4e9)
-    assert cases_module.peer_ms(case, 3.0, "ms") == 3.0
-    assert cases_module.peer_ms(case, 1000, "TFLOP/s") == pytest.approx(2.0)
-    assert cases_module.peer_ms(case, 4.0, "TB/s") == pytest.approx(1.0)
-    assert cases_module.rate(case, 2.0) == (pytest.approx(1000), pytest.approx(2.0))
+    assert case.peer_ms(3.0, "ms") == 3.0
+    assert case.peer_ms(1000, "TFLOP/s") == pytest.approx(2.0)
+    assert case.peer_ms(4.0, "TB/s") == pytest.approx(1.0)
+    assert case.rates(2.0) == (pytest.approx(1000), pytest.approx(2.0))
 
 
 CEILINGS = {
@@ -122,15 +103,21 @@ CEILINGS = {
 
 
 def test_the_floor_is_the_slower_of_multiplications_and_traffic():
-    ms = lambda **work: cases_module.floor_ms(Case("x", "y", **work), CEILINGS)
+    ms = lambda **work: Case("x", "y", **work).floor_ms(CEILINGS)
     assert ms(flops=1.8e12, fp8_flops=1.2e12) == pytest.approx(2.0)  # 1 ms each
     assert ms(flops=1.2e12, fp8_flops=1.2e12, bytes=8e9) == pytest.approx(2.0)
     assert ms(bytes=4e9) == pytest.approx(1.0)
 
 
+@pytest.fixture
+def known_ceilings(monkeypatch):
+    """Not measured: test_run does."""
+    monkeypatch.setattr(ceilings, "measure", lambda tiny: CEILINGS)
+
+
 def test_run(tmp_path, capsys):
     out = tmp_path / "new" / "results.json"
-    code = run.main(["--tiny", "--calls", "2", "--repeat", "2", "--only", ONE_OF_EACH, "--out", str(out)])
+    code = main(["all", "--tiny", "--calls", "2", "--repeat", "2", "--only", ONE_OF_EACH, "--out", str(out)])
     printed, result = capsys.readouterr().out, json.loads(out.read_text())
     assert code == 0, printed
     assert {row["suite"] for row in result["rows"]} == {"ops", "layers"}
@@ -144,7 +131,7 @@ def test_run(tmp_path, capsys):
     assert {name: set(kinds) for name, kinds in result["ceilings"].items()} == dict.fromkeys(
         ("copy", "fp8", "bf16"), {"sustained", "brief"}
     )
-    if roofline.available():
+    if run.roofline.available():
         assert out.with_suffix(".png").stat().st_size > 10_000
     assert result["machine"]["packages"]["jax"] == jax.__version__
     assert {"device", "driver", "te_jax", "date", "command"} <= result["machine"].keys()
@@ -155,13 +142,12 @@ def test_run(tmp_path, capsys):
 
 def test_compare_and_load(tmp_path, capsys):
     """Results made by earlier versions of the program load too."""
-    assert RESULTS
     for path in RESULTS:
         old = report.load(path)
         half = {**old, "rows": [dict(row, ms=row["ms"] / 2) if "ms" in row else row for row in old["rows"][:-1]]}
         new = tmp_path / path.name
         new.write_text(json.dumps(half))
-        assert run.main(["--load", str(new), "--compare", str(path)]) == 0
+        assert main(["show", str(new), "--compare", str(path)]) == 0
         printed = capsys.readouterr().out
         assert f"{len(old['rows']) - 1} rows, geometric mean of new time over old: 0.500" in printed
         row = old["rows"][0]
@@ -170,7 +156,7 @@ def test_compare_and_load(tmp_path, capsys):
         )
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ValueError, match="other.json: no result"):
-        run.main(["--load", str(tmp_path / "other.json")])
+        main(["show", str(tmp_path / "other.json")])
 
 
 def test_memory_summary():
@@ -184,7 +170,7 @@ def test_memory_summary():
 def test_without_a_gpu_full_sizes_are_refused(capsys):
     if timing.on_gpu():
         pytest.skip("here is a GPU")
-    assert run.main(["--only", "gpt layer"]) == 2
+    assert main(["all", "--only", "gpt layer"]) == 2
     assert "--tiny" in capsys.readouterr().err
 
 
@@ -198,10 +184,10 @@ def test_without_a_gpu_full_sizes_are_refused(capsys):
         ("meshes", f"tp={jax.device_count()} .*te_jax bf16"),
     ],
 )
-def test_other_suites_run(suite, only, tmp_path):
+def test_other_suites_run(suite, only, tmp_path, known_ceilings):
     out = tmp_path / "results.json"
-    args = ["--tiny", "--calls", "1", "--repeat", "1", "--suite", suite, "--only", only, "--out", str(out)]
-    assert run.main(args) == 0
+    args = [suite, "--tiny", "--calls", "1", "--repeat", "1", "--only", only, "--out", str(out)]
+    assert main(args) == 0
     (row,) = json.loads(out.read_text())["rows"]
     assert row["suite"] == suite and row["us_per_token"] > 0 and row["peak_bytes"] > row["io_bytes"]
 
@@ -241,25 +227,25 @@ def test_two_runs_of_a_layer_give_the_same_bits(name, impl):
 def test_scanned_layers_run_each_kernel_once(impl):
     """What the backward pass keeps of a layer is written into a stack, by no second run of a kernel (`_op._FENCES`)."""
     layer = layers.Layer("llama layer", 2, 256, 512, 1024, 8, 4, llama=True)
-    counts = lambda model: inspect_hlo.count_hlo(layers.trainee(model, impl).train_call.run.as_text())["te"]
+    counts = lambda model: hlo.count_hlo(layers.trainee(model, impl).train_call.run.as_text())["te"]
     assert counts(layers.Stack("two llama layers", 2, layer)) == counts(layer)
 
 
-def test_a_row_that_fails_says_why_and_stops_nothing(capsys, monkeypatch):
+def test_a_row_that_fails_says_why_and_stops_nothing(capsys, monkeypatch, known_ceilings):
     def fails():
         raise RuntimeError("no plan")
 
     good = Case("good", "xla", lambda: timing.compiled(jnp.sin, [(timing.normal(0, (8,)),)]), bytes=32)
     monkeypatch.setattr(run, "chosen", lambda args: [Case("bad", "te_jax", fails), good])
-    assert run.main(["--tiny", "--calls", "1"]) == 1
+    assert main(["ops", "--tiny", "--calls", "1"]) == 1
     printed = capsys.readouterr().out
     assert re.search(r"bad +te_jax +error +RuntimeError: no plan", printed) and "good" in printed
 
 
 def test_list_and_no_match(capsys):
-    assert run.main(["--list", "--suite", "layers", "--only", "gpt layer fwd"]) == 0
+    assert main(["layers", "--list", "--only", "gpt layer fwd"]) == 0
     assert "gpt layer fwd+bwd | te_jax fp8 fast" in capsys.readouterr().out
-    assert run.main(["--only", "nothing like this"]) == 1
+    assert main(["all", "--only", "nothing like this"]) == 1
 
 
 def test_settled_state_stands_still():
@@ -278,9 +264,9 @@ def test_parameters_are_random():
         assert float(jnp.std(leaf.astype(jnp.float32))) > 0.005, path
 
 
-def test_inspect_hlo(tmp_path, capsys):
+def test_hlo(tmp_path, capsys):
     out = tmp_path / "hlo.json"
-    assert inspect_hlo.main(["--tiny", "--out", str(out)]) == 0
+    assert main(["hlo", "--tiny", "--out", str(out)]) == 0
     report = json.loads(out.read_text())
     assert report["verdict"] == {"te_gemm": 12, "expected": 12, "dots_left": 0, "good": True}
     counts = report["counts"]["te"]
@@ -298,7 +284,7 @@ def test_stablehlo_functions_count_as_often_as_they_are_called():
       func.func private @f(%0: tensor<2x2xbf16>) {
         %1 = stablehlo.custom_call @te_gemm(%0) : (tensor<2x2xbf16>) -> tensor<2x2xbf16>
     """  # noqa: E501
-    assert inspect_hlo.count_stablehlo(text) == {
+    assert hlo.count_stablehlo(text) == {
         "te": {"te_gemm": 2},
         "dots": {"dot bf16 bf16 f32": 1},
         "other": {},
@@ -313,7 +299,7 @@ def test_compiled_module_counts():
       %f.4 = bf16[8]{0} fusion(%a), kind=kLoop, calls=%fused
       %call = bf16[8]{0} call(%a), to_apply=%command_buffer.7
     """  # noqa: E501
-    counts = inspect_hlo.count_hlo(text)
+    counts = hlo.count_hlo(text)
     assert counts["te"] == {"te_gemm": 1}
     assert counts["dots"] == {"__cublas$lt$matmul": 1, "dot bf16": 1}
     assert (counts["fusions"], counts["command_buffers"]) == (1, 1)
@@ -443,9 +429,9 @@ def test_account():
         account.per_step(events[1:], 3)
 
 
-def test_trace(tmp_path, capsys):
+def test_trace(tmp_path, capsys, known_ceilings):
     out = tmp_path / "new" / "trace.json"
-    assert trace.main(["--tiny", "--calls", "2", "--out", str(out)]) == 0
+    assert main(["trace", "--tiny", "--calls", "2", "--out", str(out)]) == 0
     result = json.loads(out.read_text())
     assert result["sustained_ms"] > 0 and {"ceilings", "machine", "samples", "queued_ms"} <= result.keys()
     sample = {"sm_clock": 1470.0, "power": 690.0, "temperature": None}
@@ -457,7 +443,7 @@ def test_trace(tmp_path, capsys):
         each |= {"bytes": 1e6, "fp8": True}
     out.write_text(json.dumps({**result, **more, "ceilings": CEILINGS}))
     capsys.readouterr()
-    assert trace.main(["--load", str(out)]) == 0
+    assert main(["show", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "sm_clock: median 1470 MHz" in printed and "temperature" not in printed
     assert "1.200 ms a step = 1.100 in kernels - 0.100 side by side + 0.200 idle" in printed
@@ -482,10 +468,35 @@ def test_sampler(tmp_path, monkeypatch):
 
 def test_inference_memory():
     """All kernels in FP8, so half the bytes but for norms and scales; and a forward pass makes no wide copy of them."""
-    bf16, fp8 = (inference_memory.measured(way, layers=3, hidden=256, tokens=16) for way in ("bf16", "fp8"))
+    bf16, fp8 = (memory.measure(way, layers=3, hidden=256, tokens=16) for way in ("bf16", "fp8"))
     assert fp8["parameter_bytes"] / bf16["parameter_bytes"] == pytest.approx(0.5, abs=2e-3)
     saved = bf16["forward_peak_bytes"] - fp8["forward_peak_bytes"]
     assert saved > 0.9 * (bf16["parameter_bytes"] - fp8["parameter_bytes"])
+
+
+def test_the_documents_have_the_tables_that_their_figures_make():
+    """Else `make tables` was not run, or a figure was typed in."""
+    assert main(["tables", "--check"]) == 0
+
+
+def test_a_figure_of_no_result_is_refused():
+    with pytest.raises(KeyError, match="3 entries are .*gpt layer fwd.bwd . te_jax fp8 current"):
+        tables.figure("h200/layers : gpt layer fwd+bwd | te_jax fp8 current")
+    with pytest.raises(KeyError, match="0 entries are .*gpt layer . flax"):
+        tables.figure("h200/layers : gpt layer | flax : ms = .1f")
+    assert tables.figure("h200/layers : gpt layer fwd+bwd | te_jax bf16 = .1f * 1e-1") == "1.7"
+
+
+def test_no_file_shadows_a_module_of_python():
+    names = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"__init__", "__main__"}
+    assert not names & sys.stdlib_module_names
+
+
+def test_every_command_says_what_it_does(capsys):
+    for command in COMMANDS:
+        with pytest.raises(SystemExit, match="0"):
+            main([command, "--help"])
+        assert COMMANDS[command][2].split()[-1] in capsys.readouterr().out
 
 
 def test_on_gpu_script_is_bash():

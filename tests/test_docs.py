@@ -85,8 +85,9 @@ class Parsed(BaseException):
 
 
 def check_python(words, monkeypatch):
+    run = runpy.run_path
     if words[0] == "-m":
-        words = [f"{words[1]}/__main__.py", *words[2:]]
+        run, words = lambda path, run_name: runpy.run_module(words[0], run_name=run_name), words[1:]
     path, parse_args = ROOT / words[0], argparse.ArgumentParser.parse_args
 
     def parse(parser, argv=None):
@@ -99,13 +100,13 @@ def check_python(words, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(path.parent), *sys.path])
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
     with pytest.raises(Parsed):
-        runpy.run_path(str(path), run_name="__main__")
+        run(str(path), run_name="__main__")
 
 
 def check_make(words, monkeypatch):
     assert words[0] + ":" in re.findall(r"^\w+:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     arguments = dict(word.split("=", 1) for word in words[1:])
-    assert set(arguments) <= {"ARGS", "TESTS", "CUDA", "VENV", "PYTHON"}
+    assert set(arguments) <= {"ARGS", "SUITE", "TESTS", "CUDA", "VENV", "PYTHON"}
     if words[0] == "train":
         check_python(["examples/train_gpt.py", *shlex.split(arguments.get("ARGS", ""))], monkeypatch)
 

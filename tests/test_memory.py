@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType
 
 import te_jax as te
-import te_jax.flax as te_flax
+from benchmarks import layers
 from te_jax.layers import layernorm_mlp
 from te_jax.recipe import DelayedScaling, Float8CurrentScaling
 
@@ -44,12 +44,8 @@ def test_second_gradient_of_a_kernel_comes_first(platform):
 @pytest.mark.gpu
 def test_llama_layer_takes_no_more_than_in_bf16():
     """Arguments, results and temporaries of forward and backward, by XLA's analysis of the program. Nothing runs."""
-    layer = te_flax.TransformerLayer(
-        hidden_size=4096, mlp_hidden_size=14336, num_attention_heads=32, num_gqa_groups=8, layernorm_type="rmsnorm",
-        mlp_activations=("silu", "linear"), use_bias=False, self_attn_mask_type="causal", enable_rotary_pos_emb=True,
-        hidden_dropout=0.0, attention_dropout=0.0, dtype=jnp.bfloat16,
-    )  # fmt: skip
-    x = jax.ShapeDtypeStruct((1, 8192, 4096), jnp.bfloat16)
+    model = layers.named("llama layer", tiny=False)
+    layer, x = model.te(), jax.ShapeDtypeStruct(model.shape, jnp.bfloat16)
 
     def peak(recipe):
         with te.autocast(recipe is not None, recipe):

@@ -1,18 +1,15 @@
-"""benchmarks/overlap.py at tiny sizes, and how it counts."""
+"""`python -m benchmarks overlap` at tiny sizes, and how it counts."""
 
 import json
 import os
-import pathlib
 import subprocess
 import sys
 
 import jax
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import overlap  # noqa: E402
+from benchmarks import overlap
+from benchmarks.__main__ import main
 
 
 def test_a_candidate_runs_in_its_own_process(tmp_path, capsys, monkeypatch):
@@ -22,8 +19,8 @@ def test_a_candidate_runs_in_its_own_process(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(overlap, "CANDIDATES", dict(overlap.CANDIDATES))
     overlap.CANDIDATES["unrolled, no flags"] = overlap.Candidate("--xla_gpu_no_such_flag=true", unrolled=True)
     out = tmp_path / "overlap.json"
-    args = ["--tiny", "--calls", "1", "--repeat", "1", "--only", "unrolled, (rec|no flags)", "--out", str(out)]
-    assert overlap.main(args) == 1
+    args = "overlap --tiny --calls 1 --repeat 1 --only".split() + ["unrolled, (rec|no flags)", "--out", str(out)]
+    assert main(args) == 1
     result = json.loads(out.read_text())
     row, failed = (result["rows"][f"unrolled, {name}"] for name in ("recommended", "no flags"))
     assert "fsdp=2" in result["model"] and row["ms"] > 0 and row["peak_bytes"] > 0
