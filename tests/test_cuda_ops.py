@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cuda_cases import activation_case, bits_equal, odd_values
 
 from te_jax.ops import scaling
 from te_jax.ops.activation import activation_bwd, activation_fwd, attributes
@@ -17,23 +18,6 @@ pytestmark = pytest.mark.gpu
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 OUT = ("data", "data_t", "amax", "dbias")
-
-
-def bits_equal(got, want):
-    """Bit for bit; a NaN equals any NaN."""
-    got, want = np.asarray(got), np.asarray(want)
-    nan = np.isnan(want.astype(np.float32))
-    assert (np.isnan(got.astype(np.float32)) == nan).all()
-    raw = f"u{want.itemsize}"
-    differ = (got.view(raw) != want.view(raw)) & ~nan
-    assert not differ.any(), f"{differ.sum()} of {differ.size} differ, first at {np.argwhere(differ)[:3].tolist()}"
-
-
-def odd_values(rng, shape, dtype):
-    """Normal data over many binades, with zeros, an inf and a NaN where there is room."""
-    x = rng.standard_normal(shape) * np.exp2(rng.integers(-12, 12, shape))
-    x[rng.random(shape) < 0.05] = 0.0
-    return jnp.asarray(x.astype(np.float32).astype(dtype))
 
 
 SHAPES = [(1, 1), (1, 1001), (1001, 1), (16, 16), (64, 64), (65, 63), (199, 1001), (1000, 72), (8192, 4096), (7, 65536),
@@ -145,14 +129,6 @@ def values_equal(got, want):
     for g, w in zip(got, want, strict=True):
         assert g.dtype == w.dtype
         np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32))
-
-
-def activation_case(names, shape, dtype, rng):
-    x = (rng.standard_normal((shape[0], len(names), shape[1])) * 4).astype(np.float32).astype(dtype)
-    x[: shape[0] // 3, :, : shape[1] // 3] *= np.array(8, dtype)  # saturated
-    x[shape[0] // 2] = 0
-    dy = rng.standard_normal(shape).astype(np.float32).astype(dtype)
-    return jnp.asarray(dy), jnp.asarray(x), np.float32(rng.uniform(1, 30))
 
 
 @pytest.mark.parametrize("shape", ACTIVATION_SHAPES, ids=str)
