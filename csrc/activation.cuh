@@ -156,8 +156,8 @@ struct GradientSource {
   }
 };
 
-inline ffi::Error MakeActivation(const char* op, int64_t kind, int64_t slots, double limit, double alpha,
-                                 double offset, Activation* out) {
+inline Status MakeActivation(const char* op, int64_t kind, int64_t slots, double limit, double alpha,
+                             double offset, Activation* out) {
   TE_CHECK(kind >= 0 && kind < kKinds, "%s: kind is %ld", op, long(kind));
   TE_CHECK(kind != kClampedSilu || slots == 2, "%s: clamped_silu is gated", op);
   const double log2e = 1.4426950408889634, gelu = 2 * std::sqrt(2 / 3.14159265358979323846);
@@ -172,7 +172,7 @@ inline ffi::Error MakeActivation(const char* op, int64_t kind, int64_t slots, do
           kind == kClampedSilu,
           float(limit),
           float(offset)};
-  return ffi::Error::Success();
+  return {};
 }
 
 // x: [m..., a, f].
@@ -182,22 +182,22 @@ struct SlotAxes {
 };
 
 // rank: the least that x has.
-inline ffi::Error GetSlotAxes(const char* op, const Arg& x, size_t rank, SlotAxes* out) {
+inline Status GetSlotAxes(const char* op, const Tensor& x, int64_t rank, SlotAxes* out) {
   TE_TRY(ExpectRank(op, "x", x, rank));
   const Axes all(x);
-  TE_TRY(Expect(op, {{"x", &x, kFloats, all}}));
+  TE_TRY(Expect(op, {{"x", x, kFloats, all}}));
   *out = {all.Without(2), all[all.rank() - 2], all.last()};
   TE_CHECK(out->a == 1 || out->a == 2,
-           "%s: x is %s; pass an array with an axis of 1 or 2 slots before the last", op, Shape(x).c_str());
+           "%s: x is %s; pass an array with an axis of 1 or 2 slots before the last", op, x.shape().c_str());
   TE_CHECK(out->m.count() * out->a <= UINT32_MAX && out->f <= UINT32_MAX, "%s: x %s is too large", op,
-           Shape(x).c_str());
-  return ffi::Error::Success();
+           x.shape().c_str());
+  return {};
 }
 
 // Calls fn.operator()<T, a>().
 template <typename Fn>
-ffi::Error DispatchSlots(const Arg& x, int64_t a, Fn&& fn) {
-  return DispatchFloat(x.element_type(), [&]<typename T>() -> ffi::Error {
+Status DispatchSlots(const Tensor& x, int64_t a, Fn&& fn) {
+  return DispatchFloat(x.type, [&]<typename T>() -> Status {
     return a == 1 ? fn.template operator()<T, 1>() : fn.template operator()<T, 2>();
   });
 }

@@ -4,6 +4,7 @@
 
 #include "activation.cuh"
 #include "block_tile.cuh"
+#include "ops.h"
 
 namespace te {
 namespace {
@@ -18,7 +19,6 @@ struct Rounded : Source {
                                    : sizeof(typename Source::Raw) > 32 ? 2
                                                                        : kBlockRows;
   static constexpr int kCtas = Source::kSlots * sizeof(T) > 4 ? 1 : 2;
-  static constexpr bool kSquare = false;
 
   __device__ __forceinline__ void Results(const typename Source::Raw& raw,
                                           Vec<T, 8> (&x)[Source::kSlots]) const {
@@ -29,77 +29,49 @@ struct Rounded : Source {
   }
 };
 
-ffi::Error LaunchActivation(cudaStream_t stream, Arg x, Ret data, Ret data_t, Ret scale_inv, Ret scale_inv_t,
-                            int64_t kind, double limit, double alpha, double glu_linear_offset, bool power_2,
-                            double epsilon) {
+TE_BLOCK_KERNELS(te_activation_block_fwd);
+TE_BLOCK_KERNELS(te_activation_block_bwd);
+
+}  // namespace
+
+Status LaunchActivationBlockFwd(cudaStream_t stream, Arg x, Ret data, Ret data_t, Ret scale_inv,
+                                Ret scale_inv_t, int64_t kind, double limit, double alpha,
+                                double glu_linear_offset, bool power_2, double epsilon) {
   const char* op = "te_activation_block_fwd";
   SlotAxes of;
   TE_TRY(GetSlotAxes(op, x, 3, &of));
   Activation act;
   TE_TRY(MakeActivation(op, kind, of.a, limit, alpha, glu_linear_offset, &act));
   BlockArgs a;
-  const BlockBuffers buffers{data, data_t, scale_inv, scale_inv_t, nullptr};
-  TE_TRY(GetBlockArgs(op, of.m, {}, of.f, buffers, &a));
-  a.power_2 = power_2, a.epsilon = float(epsilon);
-  if (x.element_count() == 0) return ffi::Error::Success();
-  return DispatchSlots(x, of.a, [&]<typename T, int kA>() -> ffi::Error {
-    const Rounded<ActivationSource<T, kA>> source{{Data<T>(x), a.q, act}};
-    return LaunchBlocks(stream, source, a, Aligned(source.x));
+  const BlockArrays arrays{data, data_t, scale_inv, scale_inv_t, kNone};
+  TE_TRY(GetBlockArgs(op, of.m, {}, of.f, arrays, power_2, epsilon, &a));
+  if (!Present(x)) return {};
+  return DispatchSlots(x, of.a, [&]<typename T, int kA>() -> Status {
+    using Source = Rounded<ActivationSource<T, kA>>;
+    const Source source{{Data<T>(x), a.q, act}};
+    return LaunchBlocks(stream, te_activation_block_fwd_kernels<Source>, source, a, Aligned(source.x));
   });
 }
 
-ffi::Error LaunchGradient(cudaStream_t stream, Arg dy, Arg x, Ret data, Ret data_t, Ret scale_inv,
-                          Ret scale_inv_t, Ret dbias, int64_t kind, double limit, double alpha,
-                          double glu_linear_offset, bool power_2, double epsilon) {
+Status LaunchActivationBlockBwd(cudaStream_t stream, Arg dy, Arg x, Ret data, Ret data_t, Ret scale_inv,
+                                Ret scale_inv_t, Ret dbias, int64_t kind, double limit, double alpha,
+                                double glu_linear_offset, bool power_2, double epsilon) {
   const char* op = "te_activation_block_bwd";
   SlotAxes of;
   TE_TRY(GetSlotAxes(op, x, 3, &of));
-  TE_TRY(Expect(op, {{"dy", &dy, x.element_type(), of.m + Axes{of.f}}}));
+  TE_TRY(Expect(op, {{"dy", dy, x.type, of.m + Axes{of.f}}}));
   Activation act;
   TE_TRY(MakeActivation(op, kind, of.a, limit, alpha, glu_linear_offset, &act));
   BlockArgs a;
-  const BlockBuffers buffers{data, data_t, scale_inv, scale_inv_t, &dbias};
-  TE_TRY(GetBlockArgs(op, of.m, {of.a}, of.f, buffers, &a));
-  a.power_2 = power_2, a.epsilon = float(epsilon);
-  if (x.element_count() == 0) return ffi::Error::Success();
-  return DispatchSlots(x, of.a, [&]<typename T, int kA>() -> ffi::Error {
-    const Rounded<GradientSource<T, kA>> source{{Data<T>(dy), Data<T>(x), a.q, act}};
-    return LaunchBlocks(stream, source, a, Aligned(source.dy) && Aligned(source.x));
+  const BlockArrays arrays{data, data_t, scale_inv, scale_inv_t, dbias};
+  TE_TRY(GetBlockArgs(op, of.m, {of.a}, of.f, arrays, power_2, epsilon, &a));
+  if (!Present(x)) return {};
+  return DispatchSlots(x, of.a, [&]<typename T, int kA>() -> Status {
+    using Source = Rounded<GradientSource<T, kA>>;
+    const Source source{{Data<T>(dy), Data<T>(x), a.q, act}};
+    return LaunchBlocks(stream, te_activation_block_bwd_kernels<Source>, source, a,
+                        Aligned(source.dy) && Aligned(source.x));
   });
 }
-
-}  // namespace
-
-TE_HANDLER(te_activation_block_fwd, LaunchActivation,
-           Bind()
-               .Ctx<Stream>()
-               .Arg<Arg>()  // x: m... m a f
-               .Ret<Arg>()  // data?: m... m f
-               .Ret<Arg>()  // data_t?: f m... m
-               .Ret<Arg>()  // scale_inv?: f32 f/128 m... m
-               .Ret<Arg>()  // scale_inv_t?: f32 m... m/128 f
-               .Attr<int64_t>("kind")
-               .Attr<double>("limit")
-               .Attr<double>("alpha")
-               .Attr<double>("glu_linear_offset")
-               .Attr<bool>("power_2")
-               .Attr<double>("epsilon"));
-
-TE_HANDLER(te_activation_block_bwd, LaunchGradient,
-           Bind()
-               .Ctx<Stream>()
-               .Arg<Arg>()  // dy: m... m f
-               .Arg<Arg>()  // x: m... m a f
-               .Ret<Arg>()  // data?: m... m a f
-               .Ret<Arg>()  // data_t?: a f m... m
-               .Ret<Arg>()  // scale_inv?: f32 a f/128 m... m
-               .Ret<Arg>()  // scale_inv_t?: f32 m... m/128 a f
-               .Ret<Arg>()  // dbias?: partial [*m * m/128, a, f]
-               .Attr<int64_t>("kind")
-               .Attr<double>("limit")
-               .Attr<double>("alpha")
-               .Attr<double>("glu_linear_offset")
-               .Attr<bool>("power_2")
-               .Attr<double>("epsilon"));
 
 }  // namespace te

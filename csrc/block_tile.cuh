@@ -73,14 +73,6 @@ __device__ inline void StoreBlockColumns(const uint32_t* tile, uint8_t* data_t, 
   }
 }
 
-__device__ __forceinline__ uint2 Quantize8(const float (&f)[8], bool e5m2) {
-  if (e5m2)
-    return make_uint2(Saturate4<__nv_fp8_e5m2>(f[0], f[1], f[2], f[3]),
-                      Saturate4<__nv_fp8_e5m2>(f[4], f[5], f[6], f[7]));
-  return make_uint2(Saturate4<__nv_fp8_e4m3>(f[0], f[1], f[2], f[3]),
-                    Saturate4<__nv_fp8_e4m3>(f[4], f[5], f[6], f[7]));
-}
-
 // 8 columns of a row of data, of which `columns` are inside.
 template <bool kVectors>
 __device__ __forceinline__ void StoreBlockRow(uint8_t* p, uint2 q, int columns) {
@@ -260,7 +252,9 @@ __device__ __forceinline__ uint2 QuantizeRow(const Vec<T, 8>& x, const float* sc
   float f[8];
 #pragma unroll
   for (int j = 0; j < 8; ++j) f[j] = x[j] * scales[j * step];
-  return Quantize8(f, e5m2);
+  uint2 q;  // two returns, not one of either type: so compiled, the kernels are those that were measured
+  if (e5m2) return Quantize8<__nv_fp8_e5m2>(f, q.x, q.y), q;
+  return Quantize8<__nv_fp8_e4m3>(f, q.x, q.y), q;
 }
 
 // All results of one tile, whose elements its threads hold. Of several in turn, each meets barriers between
@@ -301,8 +295,7 @@ __device__ __forceinline__ void WriteBlocks(const Vec<T, 8> (&x)[kBlockRows], co
 //   Type      of the values, before they are quantized
 //   Raw       what is read for 8 neighbours of a row
 //   kSlots    results for each of these: 1, or n, side by side
-//   kSquare   whether blocks may be 128 x 128; it and the next are for LaunchBlocks
-//   kCtas     on one multiprocessor
+//   kCtas     on one multiprocessor, for TE_BLOCK_KERNELS
 //   kInFlight rows that a thread has on their way
 //   Load<kVectors>(row, column, columns) -> Raw: 8 columns from `column` on, of which `columns` are inside;
 //             row: of m and p; column: of n and q, or of q with kSlots of n; zeros outside give values of
@@ -346,26 +339,34 @@ __device__ __forceinline__ void WriteBlockTile(const Source& source, const Block
     WriteBlocks<kVectors, kSquare>(x[s], at, a, shared);
 }
 
-// A CTA has one tile.
-template <typename Source, bool kVectors, bool kSquare>
-__global__ void __launch_bounds__(kBlockThreads, Source::kCtas)
-    BlockKernel(const Source source, const BlockArgs a, const Divisor by_strips) {
-  __shared__ BlockShared shared;
-  const Split at = by_strips.Of(blockIdx.x);
-  WriteBlockTile<kVectors, kSquare>(source, a, at.quotient, at.rest, shared);
-}
+template <typename Source>
+using BlockKernel = void (*)(const Source, const BlockArgs, const Divisor);
 
-// Results of a call: the scales are those of rows, or of squares.
-struct BlockBuffers {
-  Ret &data, &data_t, &inv, &inv_t;
-  Ret* dbias;  // nullptr: the op has none
+// Defines the kernel of an op, whose CTAs have one tile each, under the op's name, for profiles.
+// name_kernels: without vectors and with.
+#define TE_BLOCK_KERNELS(name)                                                     \
+  template <typename Source, bool kSquare, bool kVectors>                          \
+  __global__ void __launch_bounds__(kBlockThreads, Source::kCtas)                  \
+      name(const Source source, const BlockArgs a, const Divisor by_strips) {      \
+    __shared__ BlockShared shared;                                                 \
+    const Split at = by_strips.Of(blockIdx.x);                                     \
+    WriteBlockTile<kVectors, kSquare>(source, a, at.quotient, at.rest, shared);    \
+  }                                                                                \
+  template <typename Source, bool kSquare = false>                                 \
+  constexpr BlockKernel<Source> name##_kernels[2] = {name<Source, kSquare, false>, \
+                                                     name<Source, kSquare, true>}
+
+// The results of a call: the scales are those of rows, or of squares. kNone where the op has none.
+struct BlockArrays {
+  Tensor data, data_t, inv, inv_t, dbias;
   const char *inv_name = "scale_inv", *inv_t_name = "scale_inv_t";
 };
 
 // The arguments for values of rows [m..., p] (`rows`) and columns [n..., q], once the results are as
 // expected.
-inline ffi::Error GetBlockArgs(const char* op, const Axes& rows, const Axes& n_axes, int64_t q,
-                               const BlockBuffers& b, BlockArgs* out, bool square = false) {
+inline Status GetBlockArgs(const char* op, const Axes& rows, const Axes& n_axes, int64_t q,
+                           const BlockArrays& b, bool power_2, double epsilon, BlockArgs* out,
+                           bool square = false) {
   const Axes m_axes = rows.Without(1), columns = n_axes + Axes{q};
   const int64_t m = m_axes.count(), p = rows.last(), ps = CeilDiv(p, kBlock), n = n_axes.count(),
                 qs = CeilDiv(q, kBlock);
@@ -374,34 +375,30 @@ inline ffi::Error GetBlockArgs(const char* op, const Axes& rows, const Axes& n_a
   const Axes row_blocks = m_axes + Axes{ps}, column_blocks = n_axes + Axes{qs};
   const Axes inv = square ? row_blocks + column_blocks : column_blocks + rows;
   const Axes inv_t = square ? column_blocks + row_blocks : row_blocks + columns;
-  TE_TRY(
-      Expect(op, {{"data", &*b.data, kFp8, rows + columns, kOptional},
-                  {"data_t", &*b.data_t, Fp8Like(b.data), columns + rows, kOptional},
-                  {b.inv_name, &*b.inv, ffi::F32, inv, kOptional},
-                  {b.inv_t_name, &*b.inv_t, ffi::F32, inv_t, kOptional},
-                  {"dbias", b.dbias ? &**b.dbias : nullptr, ffi::F32, Axes{m * ps} + columns, kOptional}}));
+  TE_TRY(Expect(op, {{"data", b.data, kFp8, rows + columns, kOptional},
+                     {"data_t", b.data_t, Fp8Like(b.data), columns + rows, kOptional},
+                     {b.inv_name, b.inv, F32, inv, kOptional},
+                     {b.inv_t_name, b.inv_t, F32, inv_t, kOptional},
+                     {"dbias", b.dbias, F32, Axes{m * ps} + columns, kOptional}}));
   BlockArgs a{};
   a.m = m, a.p = p, a.n = n, a.q = q, a.ps = ps, a.qs = qs;
   a.by_ps = Divisor(std::max(a.ps, 1u)), a.by_qs = Divisor(std::max(a.qs, 1u));
   a.data = Data<uint8_t>(b.data), a.data_t = Data<uint8_t>(b.data_t);
   a.inv = Data<float>(b.inv), a.inv_t = Data<float>(b.inv_t);
-  a.dbias = b.dbias ? Data<float>(*b.dbias) : nullptr;
+  a.dbias = Data<float>(b.dbias);
   a.e5m2 = IsE5M2(b.data, b.data_t);
-  a.fp8_max = a.e5m2 ? 57344.f : 448.f;
+  a.fp8_max = a.e5m2 ? 57344.f : 448.f, a.power_2 = power_2, a.epsilon = float(epsilon);
   TE_CHECK(Aligned(a.data_t), "%s: data_t is not aligned to 16 bytes", op);
   *out = a;
-  return ffi::Error::Success();
+  return {};
 }
 
 // aligned: the rows of the sources; the results are looked at here.
 template <typename Source>
-ffi::Error LaunchBlocks(cudaStream_t stream, const Source& source, const BlockArgs& a, bool aligned,
-                        bool square = false) {
+Status LaunchBlocks(cudaStream_t stream, const BlockKernel<Source> (&kernels)[2], const Source& source,
+                    const BlockArgs& a, bool aligned) {
   const unsigned strips = a.n / Source::kSlots * a.qs;
-  const bool vectors = aligned && Aligned(a.data) && a.q % 8 == 0;
-  auto kernel = vectors ? BlockKernel<Source, true, false> : BlockKernel<Source, false, false>;
-  if constexpr (Source::kSquare)
-    if (square) kernel = vectors ? BlockKernel<Source, true, true> : BlockKernel<Source, false, true>;
+  const auto kernel = kernels[aligned && Aligned(a.data) && a.q % 8 == 0];
   kernel<<<a.m * a.ps * strips, kBlockThreads, 0, stream>>>(source, a, Divisor(strips));
   TE_LAUNCHED();
 }

@@ -1,5 +1,6 @@
-// Shared by every op: operands, error returns, dtype dispatch, registration. Host code that loads a CUDA
-// library or shows a function to Python declares it in module.h.
+// TO BE DELETED with expect.h: attention*.cc and cudnn_*.cc alone include these two. tensor.h, status.h,
+// check.h and handler.h stand in their place. Shared by every op: operands, error returns, dtype dispatch,
+// registration. Host code that loads a CUDA library or shows a function to Python declares it in module.h.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,6 +18,7 @@
 #include "xla/ffi/api/ffi.h"
 
 namespace te {
+inline namespace old {
 
 namespace ffi = xla::ffi;
 using Stream = ffi::PlatformStream<cudaStream_t>;
@@ -105,4 +107,22 @@ ffi::Error DispatchFloat(ffi::DataType dtype, Fn&& fn) {
   }
 }
 
+}  // namespace old
 }  // namespace te
+
+// Defines the FFI handler `name` and registers it. In namespace te, at file scope:
+//   TE_HANDLER(te_norm_fwd, Launch, Bind().Ctx<Stream>().Arg<Arg>().Ret<Arg>().Attr<double>("eps"));
+// Every handler may be captured into a CUDA graph: it does not allocate, synchronize or build plans.
+#define TE_HANDLER(name, execute, ...)                                \
+  XLA_FFI_DEFINE_HANDLER(name, execute, ::xla::ffi::Ffi::__VA_ARGS__, \
+                         {::xla::ffi::Traits::kCmdBufferCompatible}); \
+  [[maybe_unused]] static const bool name##_registered = ::te::Register({#name, name, nullptr})
+
+// The same with an initialize stage, which runs before execution, is never captured and may build plans. Both
+// functions take the same operands, results and attributes; the binding starts after Bind():
+//   TE_HANDLER_INIT(te_gemm, Execute, Initialize, .Ctx<Stream>().Arg<Arg>().Ret<Arg>());
+#define TE_HANDLER_INIT(name, execute, initialize, ...)                                                 \
+  XLA_FFI_DEFINE_HANDLER(name, execute, ::xla::ffi::Ffi::Bind() __VA_ARGS__,                            \
+                         {::xla::ffi::Traits::kCmdBufferCompatible});                                   \
+  XLA_FFI_DEFINE_HANDLER(name##_initialize, initialize, ::xla::ffi::Ffi::BindInitialize() __VA_ARGS__); \
+  [[maybe_unused]] static const bool name##_registered = ::te::Register({#name, name, name##_initialize})

@@ -1,9 +1,10 @@
 // Division by a number that the host knows.
 #pragma once
 
-#include <bit>
+#include <cuda_runtime.h>
 
-#include "common.h"
+#include <bit>
+#include <cstdint>
 
 namespace te {
 

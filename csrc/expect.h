@@ -9,6 +9,7 @@
 #include "common.h"
 
 namespace te {
+inline namespace old {
 
 // The sizes of a buffer's axes: single ones, and runs of those of another buffer.
 class Axes {
@@ -158,4 +159,5 @@ inline ffi::Error ExpectRank(const char* op, const char* name, const Arg& a, siz
   return ffi::Error::Success();
 }
 
+}  // namespace old
 }  // namespace te

@@ -1,10 +1,14 @@
 // Device helpers for rows of numbers: vector loads and stores, the saturating cast to FP8, byte transposes.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
 #include <cstring>
 #include <type_traits>
 
-#include "expect.h"
+#include "check.h"
 
 namespace te {
 
@@ -30,9 +34,6 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vec {
       words[i / kPerWord] |= Word(__builtin_bit_cast(uint16_t, value)) << i % kPerWord * 16;
   }
 };
-
-// Does `p` allow 16-byte accesses? (nullptr does.)
-inline bool Aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
 template <int N, typename T>
 __device__ __forceinline__ Vec<T, N> Load(const T* p) {
@@ -97,9 +98,6 @@ __device__ __forceinline__ Vec<T, N> Round(const float (&f)[N]) {
   return out;
 }
 
-// The bits of |f|. Unsigned maxima of them order numbers < inf < NaN: an amax keeps a NaN.
-__device__ __forceinline__ unsigned AbsBits(float f) { return __float_as_uint(f) & 0x7fffffffu; }
-
 template <typename Q>
 constexpr __nv_fp8_interpretation_t kInterpretation = __NV_E4M3;
 template <>
@@ -119,9 +117,31 @@ __device__ __forceinline__ uint8_t Saturate(float f) {
   return __nv_cvt_float_to_fp8(f, __NV_SATFINITE, kInterpretation<Q>);
 }
 
-// Of the FP8 results of `op`, whether they are E5M2; E4M3 where neither is wanted.
-inline bool IsE5M2(Ret& data, Ret& data_t) {
-  return (Present(data) ? data : data_t)->element_type() == ffi::F8E5M2;
+// Eight f32 -> eight FP8 in two words.
+template <typename Q>
+__device__ __forceinline__ void Quantize8(const float (&f)[8], uint32_t& low, uint32_t& high) {
+  low = Saturate4<Q>(f[0], f[1], f[2], f[3]), high = Saturate4<Q>(f[4], f[5], f[6], f[7]);
+}
+// The type told apart at run time, not by a template: half as many kernels to compile.
+__device__ __forceinline__ void Quantize8(const float (&f)[8], bool e5m2, uint32_t& low, uint32_t& high) {
+  if (e5m2)
+    Quantize8<__nv_fp8_e5m2>(f, low, high);
+  else
+    Quantize8<__nv_fp8_e4m3>(f, low, high);
+}
+
+// Whether the FP8 results of a call are E5M2; E4M3 where neither is wanted.
+inline bool IsE5M2(const Tensor& data, const Tensor& data_t) {
+  return (Present(data) ? data : data_t).type == F8E5M2;
+}
+
+// Runs `fn.operator()<T>()` with the CUDA type of `type`: float, __nv_bfloat16 or __half.
+template <typename Fn>
+Status DispatchFloat(Type type, Fn&& fn) {
+  if (type == F32) return fn.template operator()<float>();
+  if (type == BF16) return fn.template operator()<__nv_bfloat16>();
+  if (type == F16) return fn.template operator()<__half>();
+  return {Status::kInvalidArgument, "expected f32, bf16 or f16, got " + Name(type)};
 }
 
 // 4 x 4 bytes: byte j of word i <-> byte i of word j.

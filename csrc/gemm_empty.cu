@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "fp8.cuh"
 #include "gemm_empty.h"
 
 namespace te {
@@ -10,7 +11,7 @@ constexpr int64_t kMostCtas = 1024;
 
 template <typename T, typename B>
 __global__ void __launch_bounds__(kThreads)
-    BiasPlusCKernel(const B* bias, const T* c, T* out, int64_t count, int64_t n) {
+    te_gemm_empty(const B* bias, const T* c, T* out, int64_t count, int64_t n) {
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < count;
        i += gridDim.x * int64_t{kThreads}) {
     const float b = bias ? static_cast<float>(bias[i % n]) : 0.f;
@@ -19,18 +20,18 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T, typename B>
-ffi::Error Launch(cudaStream_t stream, const Arg& bias, const Arg& c, const Arg& out, int64_t n) {
-  const int64_t count = out.element_count(), ctas = std::min((count + kThreads - 1) / kThreads, kMostCtas);
-  const auto kernel = BiasPlusCKernel<T, B>;
+Status Launch(cudaStream_t stream, const Tensor& bias, const Tensor& c, const Tensor& out, int64_t n) {
+  const int64_t count = out.count(), ctas = std::min((count + kThreads - 1) / kThreads, kMostCtas);
+  const auto kernel = te_gemm_empty<T, B>;
   kernel<<<unsigned(ctas), kThreads, 0, stream>>>(Data<B>(bias), Data<T>(c), Data<T>(out), count, n);
   TE_LAUNCHED();
 }
 
 }  // namespace
 
-ffi::Error BiasPlusC(cudaStream_t stream, const Arg& bias, const Arg& c, const Arg& out, int64_t n) {
-  return DispatchFloat(out.element_type(), [&]<typename T>() -> ffi::Error {
-    if (bias.element_type() == ffi::BF16) return Launch<T, __nv_bfloat16>(stream, bias, c, out, n);
+Status BiasPlusC(cudaStream_t stream, const Tensor& bias, const Tensor& c, const Tensor& out, int64_t n) {
+  return DispatchFloat(out.type, [&]<typename T>() -> Status {
+    if (bias.type == BF16) return Launch<T, __nv_bfloat16>(stream, bias, c, out, n);
     return Launch<T, T>(stream, bias, c, out, n);
   });
 }

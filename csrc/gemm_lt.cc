@@ -67,11 +67,11 @@ const char* StatusName(cublasStatus_t status) {
   }
 }
 
-#define TE_LT(expr)                                                              \
-  do {                                                                           \
-    if (cublasStatus_t s_ = (expr); s_ != CUBLAS_STATUS_SUCCESS)                 \
-      return ::xla::ffi::Error::Internal(                                        \
-          Format("te_gemm: %s: status %d, %s", #expr, int(s_), StatusName(s_))); \
+#define TE_LT(expr)                                                                        \
+  do {                                                                                     \
+    if (cublasStatus_t s_ = (expr); s_ != CUBLAS_STATUS_SUCCESS)                           \
+      return Status{Status::kInternal,                                                     \
+                    Format("te_gemm: %s: status %d, %s", #expr, int(s_), StatusName(s_))}; \
   } while (0)
 
 // The host-side descriptors of one call (made in 0.1 us): they hold the scale and bias pointers, which change
@@ -86,7 +86,7 @@ class Descriptors {
       if (layout) Lt().cublasLtMatrixLayoutDestroy(layout);
   }
 
-  ffi::Error Make(const GemmKey& key, const GemmOperands& operands) {
+  Status Make(const GemmKey& key, const GemmOperands& operands) {
     TE_LT(Lt().cublasLtMatmulDescCreate(&matmul, CUBLAS_COMPUTE_32F, CUDA_R_32F));  // f32 operands: no TF32
     TE_TRY(Set(CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T));
     TE_TRY(Set(CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N));
@@ -102,20 +102,20 @@ class Descriptors {
     TE_LT(Lt().cublasLtMatrixLayoutCreate(&a, cudaDataType_t(key.rhs), key.k, key.n, key.k));
     TE_LT(Lt().cublasLtMatrixLayoutCreate(&b, cudaDataType_t(key.lhs), key.k, key.m, key.k));
     TE_LT(Lt().cublasLtMatrixLayoutCreate(&d, cudaDataType_t(key.out), key.n, key.m, key.n));
-    return ffi::Error::Success();
+    return {};
   }
 
   cublasLtMatmulDesc_t matmul = nullptr;
   cublasLtMatrixLayout_t a = nullptr, b = nullptr, d = nullptr;
 
  private:
-  ffi::Error SetBlocks(const GemmKey& key, const GemmOperands& operands) {
+  Status SetBlocks(const GemmKey& key, const GemmOperands& operands) {
     const bool squares = key.scales == Scales::kRowsBySquares;
     TE_TRY(
         Set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, int32_t(squares ? CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F
                                                                : CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F)));
     TE_TRY(Set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, int32_t(CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F)));
-    if (operands.lhs_scale_inv) return ffi::Error::Success();
+    if (operands.lhs_scale_inv) return {};
     // To look for algorithms the modes want pointers; nothing is read there.
     const auto* some = reinterpret_cast<const float*>(uintptr_t{256});
     TE_TRY(Set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, some));
@@ -123,9 +123,9 @@ class Descriptors {
   }
 
   template <typename T>
-  ffi::Error Set(cublasLtMatmulDescAttributes_t attribute, T value) {
+  Status Set(cublasLtMatmulDescAttributes_t attribute, T value) {
     TE_LT(Lt().cublasLtMatmulDescSetAttribute(matmul, attribute, &value, sizeof(value)));
-    return ffi::Error::Success();
+    return {};
   }
 };
 
@@ -173,8 +173,8 @@ cublasStatus_t CheckStatus(cublasLtHandle_t handle, const GemmKey& key, const De
 // Adds what the heuristic does not offer for this GEMM but runs it: its guesses for a GEMM without bias, for
 // the other accumulation and without workspace, and all of them with every custom option. On an H200 the
 // fastest is among these for most large FP8 GEMMs with fast accumulation, by up to 9 % with a bias.
-ffi::Error AddRelatives(cublasLtHandle_t handle, const GemmKey& key, const Descriptors& descriptors,
-                        Algos* algos) {
+Status AddRelatives(cublasLtHandle_t handle, const GemmKey& key, const Descriptors& descriptors,
+                    Algos* algos) {
   constexpr size_t kMost = 96;
   constexpr uint32_t kLastOption = 7;  // what they mean is cuBLASLt's; on Hopper there are 8
   const auto add = [&](const Algo& algo) {
@@ -200,7 +200,7 @@ ffi::Error AddRelatives(cublasLtHandle_t handle, const GemmKey& key, const Descr
       if (Lt().cublasLtMatmulAlgoConfigSetAttribute(&algo, CUBLASLT_ALGO_CONFIG_CUSTOM_OPTION, &option,
                                                     sizeof(option)) == CUBLAS_STATUS_SUCCESS)
         add(algo);  // which leaves out what is not supported
-  return ffi::Error::Success();
+  return {};
 }
 
 }  // namespace
@@ -263,14 +263,14 @@ bool Has(const Algos& algos, const Algo& algo) {
                      [&](const Algo& a) { return std::memcmp(&a, &algo, sizeof(algo)) == 0; });
 }
 
-ffi::Error CreateHandle(cublasLtHandle_t* handle) {
-  if (!Lt().error.empty()) return ffi::Error::Internal("te_gemm: " + Lt().error);
+Status CreateHandle(cublasLtHandle_t* handle) {
+  if (!Lt().error.empty()) return {Status::kInternal, "te_gemm: " + Lt().error};
   TE_LT(Lt().cublasLtCreate(handle));
-  return ffi::Error::Success();
+  return {};
 }
 
-ffi::Error Matmul(cudaStream_t stream, cublasLtHandle_t handle, const GemmKey& key, const Algo& algo,
-                  const GemmOperands& operands) {
+Status Matmul(cudaStream_t stream, cublasLtHandle_t handle, const GemmKey& key, const Algo& algo,
+              const GemmOperands& operands) {
   Descriptors descriptors;
   TE_TRY(descriptors.Make(key, operands));
   const float one = 1.f, beta = key.c ? 1.f : 0.f;
@@ -278,20 +278,20 @@ ffi::Error Matmul(cudaStream_t stream, cublasLtHandle_t handle, const GemmKey& k
   const cublasStatus_t status = Lt().cublasLtMatmul(
       handle, descriptors.matmul, &one, operands.rhs, descriptors.a, operands.lhs, descriptors.b, &beta, c,
       descriptors.d, operands.out, descriptors.d, &algo, operands.workspace, key.workspace, stream);
-  if (status == CUBLAS_STATUS_SUCCESS) return ffi::Error::Success();
-  return ffi::Error::Internal(
-      Format("te_gemm: %s: status %d, %s", Describe(key).c_str(), int(status), StatusName(status)));
+  if (status == CUBLAS_STATUS_SUCCESS) return {};
+  return {Status::kInternal,
+          Format("te_gemm: %s: status %d, %s", Describe(key).c_str(), int(status), StatusName(status))};
 }
 
-ffi::Error Candidates(cublasLtHandle_t handle, const GemmKey& key, Algos* algos) {
+Status Candidates(cublasLtHandle_t handle, const GemmKey& key, Algos* algos) {
   Descriptors descriptors;
   TE_TRY(descriptors.Make(key, {}));
   const cublasStatus_t status = Heuristic(handle, descriptors, key.workspace, algos);
   if (algos->empty())
-    return ffi::Error(ffi::ErrorCode::kUnimplemented,
-                      Format("te_gemm: cuBLASLt has no algorithm for %s on this GPU (status %d, %s)",
-                             Describe(key).c_str(), int(status), StatusName(status)));
-  return key.tune ? AddRelatives(handle, key, descriptors, algos) : ffi::Error::Success();
+    return {Status::kUnimplemented,
+            Format("te_gemm: cuBLASLt has no algorithm for %s on this GPU (status %d, %s)",
+                   Describe(key).c_str(), int(status), StatusName(status))};
+  return key.tune ? AddRelatives(handle, key, descriptors, algos) : Status{};
 }
 
 }  // namespace te

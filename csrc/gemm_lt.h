@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "common.h"
+#include "status.h"
 
 namespace te {
 
@@ -17,9 +17,8 @@ inline bool IsFp8(int type) { return type == CUDA_R_8F_E4M3 || type == CUDA_R_8F
 const char* TypeName(int type);  // cudaDataType_t -> "bf16"
 
 // What the scales of FP8 operands are of. In blocks they are f32 and aligned to 16 bytes; with L = ceil(k /
-// 128)
-// ("128-element 1D and 128x128 2D Block Scaling" in cuBLAS's documentation, whose A and B are our rhs and
-// lhs):
+// 128) ("128-element 1D and 128x128 2D Block Scaling" in cuBLAS's documentation, whose A and B are our rhs
+// and lhs):
 //   1 x 128    [L, m] or [L, n]: one of each block along k of a row, the rows innermost; m, n: multiples of 4
 //   128 x 128  [ceil(n / 128), L]: k innermost, L rounded up to a multiple of 4
 // Not offered: lhs and rhs both 128 x 128, fast accumulation, another compute capability than 9.0.
@@ -67,17 +66,17 @@ using Algo = cublasLtMatmulAlgo_t;
 using Algos = std::vector<Algo>;
 
 // A handle for the current device.
-ffi::Error CreateHandle(cublasLtHandle_t* handle);
+Status CreateHandle(cublasLtHandle_t* handle);
 
 // Enqueues the GEMM: no allocation on the device, no synchronization.
-ffi::Error Matmul(cudaStream_t stream, cublasLtHandle_t handle, const GemmKey& key, const Algo& algo,
-                  const GemmOperands& operands);
+Status Matmul(cudaStream_t stream, cublasLtHandle_t handle, const GemmKey& key, const Algo& algo,
+              const GemmOperands& operands);
 
 // The algorithms that run `key` on the handle's device, the heuristic's first guess in front; more than those
 // of the heuristic where key.tune. Never empty, and the same in every process: they follow from the key, the
 // model of the device and the version of cuBLASLt. Pointers have no part in it (the heuristic takes them for
 // aligned to 256 bytes, its default), and the workspace is of one size (te_jax/ops/gemm.py).
-ffi::Error Candidates(cublasLtHandle_t handle, const GemmKey& key, Algos* algos);
+Status Candidates(cublasLtHandle_t handle, const GemmKey& key, Algos* algos);
 bool Has(const Algos& algos, const Algo& algo);
 
 }  // namespace te

@@ -53,11 +53,11 @@ Kinds& AllKinds() {
   return *kinds;
 }
 
-ffi::Error KindName(int ordinal, std::string* name) {
+Status KindName(int ordinal, std::string* name) {
   cudaDeviceProp properties;
   TE_CUDA(cudaGetDeviceProperties(&properties, ordinal));
   *name = Format("%s, %d SMs", properties.name, properties.multiProcessorCount);
-  return ffi::Error::Success();
+  return {};
 }
 
 Kind* FindKind(const std::string& name) {
@@ -68,7 +68,7 @@ Kind* FindKind(const std::string& name) {
 }
 
 // Every call of the handler passes here: once a device is known, two loads.
-ffi::Error CurrentDevice(const Device** out) {
+Status CurrentDevice(const Device** out) {
   constexpr int kMost = 64;
   static std::atomic<const Device*> devices[kMost];
   static auto* mutex = new std::mutex;
@@ -76,9 +76,9 @@ ffi::Error CurrentDevice(const Device** out) {
   TE_CUDA(cudaGetDevice(&ordinal));
   TE_CHECK(ordinal < kMost, "te_gemm: device %d; it knows %d of them", ordinal, kMost);
   *out = devices[ordinal].load(std::memory_order_acquire);
-  if (*out) return ffi::Error::Success();
+  if (*out) return {};
   std::lock_guard<std::mutex> lock(*mutex);
-  if ((*out = devices[ordinal].load(std::memory_order_relaxed))) return ffi::Error::Success();
+  if ((*out = devices[ordinal].load(std::memory_order_relaxed))) return {};
   std::string name;
   TE_TRY(KindName(ordinal, &name));
   Device device;
@@ -86,7 +86,7 @@ ffi::Error CurrentDevice(const Device** out) {
   device.kind = FindKind(name);
   *out = new Device(device);
   devices[ordinal].store(*out, std::memory_order_release);
-  return ffi::Error::Success();
+  return {};
 }
 
 // The loaded choice for `key`, if there is one.
@@ -98,8 +98,8 @@ bool TakeLoaded(const Device& device, const GemmKey& key, Plan* plan) {
   return true;
 }
 
-ffi::Error MakePlan(cudaStream_t stream, const Device& device, const GemmKey& asked, Plan* plan) {
-  if (TakeLoaded(device, asked, plan)) return ffi::Error::Success();
+Status MakePlan(cudaStream_t stream, const Device& device, const GemmKey& asked, Plan* plan) {
+  if (TakeLoaded(device, asked, plan)) return {};
   GemmKey key = asked;
   key.tune = asked.tune || tune_all;
   Algos algos;
@@ -108,14 +108,14 @@ ffi::Error MakePlan(cudaStream_t stream, const Device& device, const GemmKey& as
   plan->tuned = key.tune;
   if (key.tune && algos.size() > 1) {
     const auto run = [&](int64_t i, const GemmOperands& operands) {
-      return Matmul(stream, device.handle, key, algos[i], operands).success();
+      return Matmul(stream, device.handle, key, algos[i], operands).code == Status::kOk;
     };
     const Timing timing = TuneGemm(stream, key, plan->algos, run);
     plan->chosen = timing.fastest;
     plan->ms = timing.ms;
   }
   plan->algo = algos[plan->chosen];
-  return ffi::Error::Success();
+  return {};
 }
 
 // The 64 opaque bytes of an algorithm, which NVIDIA lets one store for the same version of cuBLASLt.
@@ -137,7 +137,7 @@ bool FromHex(const std::string& text, Algo* algo) {
 
 }  // namespace
 
-ffi::Error FindGemm(cudaStream_t stream, const GemmKey& key, GemmChoice* choice) {
+Status FindGemm(cudaStream_t stream, const GemmKey& key, GemmChoice* choice) {
   const Device* device = nullptr;
   TE_TRY(CurrentDevice(&device));
   choice->handle = device->handle;
@@ -146,21 +146,21 @@ ffi::Error FindGemm(cudaStream_t stream, const GemmKey& key, GemmChoice* choice)
     std::lock_guard<std::mutex> lock(kind.mutex);
     if (const auto it = kind.plans.find(key); it != kind.plans.end()) {
       choice->algo = it->second.algo;
-      return ffi::Error::Success();
+      return {};
     }
   }
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   TE_CUDA(cudaStreamIsCapturing(stream, &capture));
   if (capture != cudaStreamCaptureStatusNone)
-    return ffi::Error::Internal("te_gemm: no plan for " + Describe(key) +
-                                " while its stream is being captured");
+    return {Status::kInternal,
+            "te_gemm: no plan for " + Describe(key) + " while its stream is being captured"};
   // Outside the lock: one device must not wait for the work queued on another. Of two that finish, the first
   // counts.
   Plan plan;
   TE_TRY(MakePlan(stream, *device, key, &plan));
   std::lock_guard<std::mutex> lock(kind.mutex);
   choice->algo = kind.plans.emplace(key, plan).first->second.algo;
-  return ffi::Error::Success();
+  return {};
 }
 
 std::vector<GemmPlan> GemmPlans() {
@@ -193,14 +193,14 @@ int DeviceOfKind(const std::string& kind) {
 }
 
 // An error unless the tuner itself might choose `algo` on the device.
-ffi::Error CheckChoice(int ordinal, const GemmKey& key, const Algo& algo) {
+Status CheckChoice(int ordinal, const GemmKey& key, const Algo& algo) {
   TE_CUDA(cudaSetDevice(ordinal));
   const Device* device = nullptr;
   TE_TRY(CurrentDevice(&device));
   Algos algos;
   TE_TRY(Candidates(device->handle, key, &algos));
   TE_CHECK(Has(algos, algo), "algo is none of the %zu that the tuner would try here", algos.size());
-  return ffi::Error::Success();
+  return {};
 }
 
 }  // namespace
@@ -212,10 +212,10 @@ bool CheckGemmPlan(const std::string& device, const std::string& gemm, const std
   if (!FindKey(gemm, &key)) throw std::runtime_error("gemm names no product of te_gemm or te_gemm_block");
   const int ordinal = DeviceOfKind(device);
   if (ordinal < 0) return false;
-  ffi::Error error = ffi::Error::Success();
+  Status error;
   // A thread of its own has a current device of its own.
   std::thread([&] { error = CheckChoice(ordinal, key, found); }).join();
-  if (error.failure()) throw std::runtime_error(error.message());
+  if (error.failure()) throw std::runtime_error(error.message);
   return true;
 }
 

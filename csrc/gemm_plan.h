@@ -13,6 +13,6 @@ struct GemmChoice {
 // The algorithm for `key` on the current device. The first call makes the plan: the choice that was loaded,
 // or else the heuristic's first, or with key.tune or TuneAllGemms the fastest of the candidates, which are
 // timed on `stream`; it must not be capturing then.
-ffi::Error FindGemm(cudaStream_t stream, const GemmKey& key, GemmChoice* choice);
+Status FindGemm(cudaStream_t stream, const GemmKey& key, GemmChoice* choice);
 
 }  // namespace te

@@ -13,52 +13,40 @@ struct Gpu {
   int index, sms, shared_bytes;  // shared memory of a CTA at most
 };
 
-inline ffi::Error CurrentGpu(Gpu* out) {
+inline Status CurrentGpu(Gpu* out) {
   TE_CUDA(cudaGetDevice(&out->index));
   TE_CUDA(cudaDeviceGetAttribute(&out->sms, cudaDevAttrMultiProcessorCount, out->index));
   TE_CUDA(cudaDeviceGetAttribute(&out->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, out->index));
-  return ffi::Error::Success();
+  return {};
 }
 
 constexpr int kStaticBytes = 3072;  // of shared memory: no kernel has more beside a dynamic part
 
-// Lets kKernel have all the shared memory of a CTA. -> the virtual architecture that it was compiled for (90:
-// sm_90), which may be older than the device. Asks CUDA once per kernel and device; threads that race learn
-// the same.
+// Lets kKernel have all the shared memory of a CTA. Asks CUDA once per kernel and device; threads that race
+// do the same.
 template <auto kKernel>
-ffi::Error Prepare(const Gpu& gpu, int* arch) {
-  static std::atomic<int> known[64];
+Status Prepare(const Gpu& gpu) {
+  static std::atomic<bool> known[64];
   const bool keep = gpu.index < 64;
-  *arch = keep ? known[gpu.index].load(std::memory_order_relaxed) : 0;
-  if (*arch > 0) return ffi::Error::Success();
-  cudaFuncAttributes found;
-  TE_CUDA(cudaFuncGetAttributes(&found, kKernel));
+  if (keep && known[gpu.index].load(std::memory_order_relaxed)) return {};
   TE_CUDA(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                gpu.shared_bytes - kStaticBytes));
-  *arch = found.ptxVersion;
-  if (keep) known[gpu.index].store(*arch, std::memory_order_relaxed);
-  return ffi::Error::Success();
+  if (keep) known[gpu.index].store(true, std::memory_order_relaxed);
+  return {};
 }
 
-// Shared memory by its 32-bit address. The compiler takes many instructions more for generic pointers, and
-// the kernels of norms issue about as many instructions as they can while they wait for memory.
 __device__ __forceinline__ uint32_t SharedAddress(const void* p) { return __cvta_generic_to_shared(p); }
 
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> LoadShared(uint32_t address) {
   Vec<T, N> out;
 #pragma unroll
-  for (int i = 0; i < int(N * sizeof(T) / 16); ++i)
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(out.words[4 * i]), "=r"(out.words[4 * i + 1]), "=r"(out.words[4 * i + 2]),
-                   "=r"(out.words[4 * i + 3])
-                 : "r"(address + 16 * i));
+  for (int i = 0; i < int(N * sizeof(T) / 16); ++i) {
+    const uint4 v = LoadShared16(address + 16 * i);
+    out.words[4 * i] = v.x, out.words[4 * i + 1] = v.y, out.words[4 * i + 2] = v.z,
+                  out.words[4 * i + 3] = v.w;
+  }
   return out;
-}
-
-__device__ __forceinline__ void StoreShared(uint32_t address, float a, float b, float c, float d) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d)
-               : "memory");
 }
 
 // 8 neighbours of a row, if `inside`, on their way to shared memory until WaitForPrefetch.
@@ -66,28 +54,20 @@ template <typename T>
 __device__ __forceinline__ void Prefetch8(uint32_t address, const T* p, bool inside) {
 #pragma unroll
   for (int i = 0; i < int(sizeof(T) / 2); ++i)
-    asm volatile(
-        "{\n.reg .pred inside;\nsetp.ne.b32 inside, %2, 0;\n"
-        "@inside cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(address + 16 * i),
-        "l"(reinterpret_cast<const uint4*>(p) + i), "r"(int(inside))
-        : "memory");
+    Prefetch16(address + 16 * i, reinterpret_cast<const uint4*>(p) + i, inside);
 }
-__device__ __forceinline__ void CommitPrefetch() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // All but the last `pending` (0 .. 3) committed groups of the thread have arrived.
 __device__ __forceinline__ void WaitForPrefetch(int pending) {
   switch (pending) {
     case 0:
-      asm volatile("cp.async.wait_group 0;" ::: "memory");
-      break;
+      return WaitForPrefetch<0>();
     case 1:
-      asm volatile("cp.async.wait_group 1;" ::: "memory");
-      break;
+      return WaitForPrefetch<1>();
     case 2:
-      asm volatile("cp.async.wait_group 2;" ::: "memory");
-      break;
+      return WaitForPrefetch<2>();
     default:
-      asm volatile("cp.async.wait_group 3;" ::: "memory");
+      WaitForPrefetch<3>();
   }
 }
 
@@ -98,9 +78,7 @@ struct Weights {
   bool half;  // f16, not bf16
 };
 
-inline Weights WeightsOf(const Arg& a) {
-  return {Data<char>(a), a.element_type() == ffi::F32 ? 4 : 2, a.element_type() == ffi::F16};
-}
+inline Weights WeightsOf(const Tensor& a) { return {Data<char>(a), a.type == F32 ? 4 : 2, a.type == F16}; }
 
 // N neighbours from column c on, in f32. All threads take the same branch.
 template <int N>
@@ -196,13 +174,6 @@ __device__ __forceinline__ Affine<8> StagedAffine(uint32_t staged, int width, in
   return out;
 }
 
-// The larger of amax and |y|, NaN if one is: in one instruction, which AbsBits takes two for.
-__device__ __forceinline__ float AbsMax(float amax, float y) {
-  float out;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(amax), "f"(fabsf(y)));
-  return out;
-}
-
 // y in f32 of N neighbours of a row, from x - mean: exact in a row of equal numbers. Returns amax and |y|'s
 // maximum.
 template <int N>
@@ -210,7 +181,7 @@ __device__ __forceinline__ float Normalize(float (&x)[N], float rstd, const Affi
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     x[i] = x[i] * rstd * affine.gamma[i] + affine.beta[i];
-    amax = AbsMax(amax, x[i]);
+    amax = MaxNan(amax, fabsf(x[i]));
   }
   return amax;
 }
@@ -223,31 +194,33 @@ __device__ __forceinline__ void StoreRow(const NormFwdArgs& a, float (&y)[N], fl
     return;
   else if (!a.data)
     return;
-  else if constexpr (N == 8)
-    *reinterpret_cast<uint2*>(a.data + offset) =
-        make_uint2(Saturate4<Q>(y[0] * scale, y[1] * scale, y[2] * scale, y[3] * scale),
-                   Saturate4<Q>(y[4] * scale, y[5] * scale, y[6] * scale, y[7] * scale));
-  else
+  else if constexpr (N == 8) {
+    float scaled[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) scaled[i] = y[i] * scale;
+    uint2 q;
+    Quantize8<Q>(scaled, q.x, q.y);
+    *reinterpret_cast<uint2*>(a.data + offset) = q;
+  } else
     a.data[offset] = Saturate<Q>(y[0] * scale);
 }
 
-// Operands and statistics that all norms have.
-struct NormBuffers {
-  const Arg &x, &gamma, &beta;
-  Ret &mean, &rstd;
+// The operands of a forward call, and the statistics. ExpectNorm checks them, NormFwdArgsOf takes them; what
+// else the arguments have is to be filled in.
+struct NormArrays {
+  Tensor x, gamma, beta, mean, rstd;
 };
 
-inline ffi::Error ExpectNorm(const char* op, const NormBuffers& b, bool rms) {
+inline Status ExpectNorm(const char* op, const NormArrays& b, bool rms) {
   const Axes all(b.x), rows = all.Without(1), h{all.last()};
-  return Expect(op, {{"x", &b.x, kFloats, rows + h},
-                     {"gamma", &b.gamma, kFloats, h},
-                     {"beta", &b.beta, kFloats, h, AbsentIf(rms)},
-                     {"mean", &*b.mean, ffi::F32, rows, AbsentIf(rms)},
-                     {"rstd", &*b.rstd, ffi::F32, rows}});
+  return Expect(op, {{"x", b.x, kFloats, rows + h},
+                     {"gamma", b.gamma, kFloats, h},
+                     {"beta", b.beta, kFloats, h, AbsentIf(rms)},
+                     {"mean", b.mean, F32, rows, AbsentIf(rms)},
+                     {"rstd", b.rstd, F32, rows}});
 }
 
-// What is above of the arguments; the rest is as it was made.
-inline NormFwdArgs NormFwdArgsOf(const NormBuffers& b, double eps, bool rms, bool zero_centered) {
+inline NormFwdArgs NormFwdArgsOf(const NormArrays& b, double eps, bool rms, bool zero_centered) {
   NormFwdArgs out{};
   out.x = Data<void>(b.x), out.gamma = WeightsOf(b.gamma), out.beta = WeightsOf(b.beta);
   out.mean = Data<float>(b.mean), out.rstd = Data<float>(b.rstd);
@@ -256,15 +229,8 @@ inline NormFwdArgs NormFwdArgsOf(const NormBuffers& b, double eps, bool rms, boo
   return out;
 }
 
-// Those of rows without columns.
-inline ffi::Error UndefinedStats(cudaStream_t stream, Ret& mean, Ret& rstd) {
-  if (Present(mean)) TE_CUDA(cudaMemsetAsync(mean->untyped_data(), -1, mean->size_bytes(), stream));
-  if (Present(rstd)) TE_CUDA(cudaMemsetAsync(rstd->untyped_data(), -1, rstd->size_bytes(), stream));
-  return ffi::Error::Success();
-}
-
 // norm_fwd_t.cu: with data_t.
-ffi::Error LaunchNormFwdTransposed(cudaStream_t stream, const NormFwdArgs& args, ffi::DataType x_type,
-                                   bool e5m2, const Arg& workspace);
+Status LaunchNormFwdTransposed(cudaStream_t stream, const NormFwdArgs& args, Type x_type, bool e5m2,
+                               const Tensor& workspace);
 
 }  // namespace te

@@ -4,6 +4,7 @@
 
 #include "block_tile.cuh"
 #include "norm_tiles.cuh"
+#include "ops.h"
 
 namespace te {
 namespace {
@@ -39,7 +40,7 @@ struct BlockNormSource : NormSource<T, kBlock> {
 
 template <typename T, bool kVectors>
 __global__ void __launch_bounds__(kBlockThreads, kCtas)
-    NormBlocks(const NormFwdArgs a, const BlockArgs results, const Tiles tiles) {
+    te_norm_block_fwd(const NormFwdArgs a, const BlockArgs results, const Tiles tiles) {
   __shared__ float2 stats[kBlock];
   __shared__ BlockShared shared;
   const auto task = tiles.TaskOf(blockIdx.x);
@@ -60,50 +61,30 @@ __global__ void __launch_bounds__(kBlockThreads, kCtas)
   WriteBlockTile<kVectors, false>(source, results, task.chunk, task.part, shared);
 }
 
-ffi::Error LaunchNormBlock(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Ret data, Ret data_t,
-                           Ret scale_inv, Ret scale_inv_t, Ret mean, Ret rstd, Ret workspace, double eps,
-                           bool rms, bool zero_centered, bool power_2, double epsilon) {
+}  // namespace
+
+Status LaunchNormBlockFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Ret data, Ret data_t,
+                          Ret scale_inv, Ret scale_inv_t, Ret mean, Ret rstd, Ret workspace, double eps,
+                          bool rms, bool zero_centered, bool power_2, double epsilon) {
   const char* op = "te_norm_block_fwd";
-  const NormBuffers buffers{x, gamma, beta, mean, rstd};
+  const NormArrays arrays{x, gamma, beta, mean, rstd};
   TE_TRY(ExpectRank(op, "x", x, 2));
-  TE_TRY(ExpectNorm(op, buffers, rms));
+  TE_TRY(ExpectNorm(op, arrays, rms));
   const Axes rows = Axes(x).Without(1);
-  TE_TRY(Expect(op, {{"workspace", &*workspace, ffi::U8, {8 * rows.count()}}}));
+  TE_TRY(Expect(op, {{"workspace", workspace, U8, {8 * rows.count()}}}));
   BlockArgs results;
-  TE_TRY(
-      GetBlockArgs(op, rows, {}, Axes(x).last(), {data, data_t, scale_inv, scale_inv_t, nullptr}, &results));
-  if (x.element_count() == 0) return UndefinedStats(stream, mean, rstd);
-  NormFwdArgs args = NormFwdArgsOf(buffers, eps, rms, zero_centered);
-  results.power_2 = power_2, results.epsilon = float(epsilon);
+  TE_TRY(GetBlockArgs(op, rows, {}, Axes(x).last(), {data, data_t, scale_inv, scale_inv_t, kNone}, power_2,
+                      epsilon, &results));
+  if (!Present(x)) return Fill(stream, 0xff, {mean, rstd});  // rows without columns have undefined statistics
+  NormFwdArgs args = NormFwdArgsOf(arrays, eps, rms, zero_centered);
   args.data = results.data;
   Tiles tiles;
-  TE_TRY(Tiles::Of(op, stream, args, int64_t{results.m} * results.ps, results.qs, *workspace, &tiles));
-  return DispatchFloat(x.element_type(), [&]<typename T>() -> ffi::Error {
-    const auto kernel = args.vectors() ? NormBlocks<T, true> : NormBlocks<T, false>;
+  TE_TRY(Tiles::Of(op, stream, args, int64_t{results.m} * results.ps, results.qs, workspace, &tiles));
+  return DispatchFloat(x.type, [&]<typename T>() -> Status {
+    const auto kernel = args.vectors() ? te_norm_block_fwd<T, true> : te_norm_block_fwd<T, false>;
     kernel<<<tiles.ctas(), kBlockThreads, 0, stream>>>(args, results, tiles);
     TE_LAUNCHED();
   });
 }
-
-}  // namespace
-
-TE_HANDLER(te_norm_block_fwd, LaunchNormBlock,
-           Bind()
-               .Ctx<Stream>()
-               .Arg<Arg>()  // x: m... m h
-               .Arg<Arg>()  // gamma: h
-               .Arg<Arg>()  // beta?: h
-               .Ret<Arg>()  // data?: m... m h
-               .Ret<Arg>()  // data_t?: h m... m
-               .Ret<Arg>()  // scale_inv?: f32 h/128 m... m
-               .Ret<Arg>()  // scale_inv_t?: f32 m... m/128 h
-               .Ret<Arg>()  // mean?: f32 m... m
-               .Ret<Arg>()  // rstd: f32 m... m
-               .Ret<Arg>()  // workspace
-               .Attr<double>("eps")
-               .Attr<bool>("rms")
-               .Attr<bool>("zero_centered")
-               .Attr<bool>("power_2")
-               .Attr<double>("epsilon"));
 
 }  // namespace te

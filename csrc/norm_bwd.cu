@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "norm.cuh"
+#include "ops.h"
 #include "reduce.cuh"
 
 namespace te {
@@ -78,7 +79,8 @@ __device__ void StoreColumnSums(float (&sums)[kVecs][8], float* scratch, int pit
 // gamma is in shared memory, if `staged`, and xhat and dxhat are computed twice. blockDim.y rows are in work
 // at once and wait for nobody. Beyond h, rows are filled up with zeros to `width`.
 template <typename T, int kVecs, bool kRms>
-__global__ void __launch_bounds__(kThreads, 1) NormBwdRows(const NormBwdArgs a, int stages, bool staged) {
+__global__ void __launch_bounds__(kThreads, 1)
+    te_norm_bwd_rows(const NormBwdArgs a, int stages, bool staged) {
   constexpr bool kKeep = kVecs < 4;
   extern __shared__ uint4 dynamic[];  // gamma f32 [width]; ring T [blockDim.y, stages, 2 or 3, width]
   __shared__ float2 scratch[2][kMostWarps];
@@ -221,7 +223,7 @@ __device__ RowStats LongRowStats(const NormBwdArgs& a, int64_t row, float2 (&scr
 }
 
 template <typename T, bool kRms, int N>
-__global__ void __launch_bounds__(kThreads) NormBwdLongRows(const NormBwdArgs a) {
+__global__ void __launch_bounds__(kThreads) te_norm_bwd_long_rows(const NormBwdArgs a) {
   __shared__ float2 scratch[2][kMostWarps];
   __shared__ RowStats stats[kLongRows];
   float* partial_dgamma = a.dgamma + blockIdx.x * a.h;
@@ -265,7 +267,7 @@ __global__ void __launch_bounds__(kThreads) NormBwdLongRows(const NormBwdArgs a)
 }
 
 template <typename T, bool kRms>
-ffi::Error LaunchRows(cudaStream_t stream, const NormBwdArgs& a, int64_t ctas) {
+Status LaunchRows(cudaStream_t stream, const NormBwdArgs& a, int64_t ctas) {
   Gpu gpu;
   TE_TRY(CurrentGpu(&gpu));
   const bool vectors = a.h % 8 == 0 && Aligned(a.x) && Aligned(a.dy) && Aligned(a.dx) &&
@@ -278,42 +280,42 @@ ffi::Error LaunchRows(cudaStream_t stream, const NormBwdArgs& a, int64_t ctas) {
   const bool staged = vecs_of_thread == 4 && gamma_bytes + 2 * row_bytes <= bytes;
   const int64_t room = (bytes - (staged ? gamma_bytes : 0)) / row_bytes;  // rows
   if (!vectors || x > kThreads || room < 1) {
-    const auto kernel = vectors ? NormBwdLongRows<T, kRms, 8> : NormBwdLongRows<T, kRms, 1>;
+    const auto kernel = vectors ? te_norm_bwd_long_rows<T, kRms, 8> : te_norm_bwd_long_rows<T, kRms, 1>;
     kernel<<<ctas, kThreads, 0, stream>>>(a);
     TE_LAUNCHED();
   }
-  const auto launch = [&]<auto kKernel>() -> ffi::Error {
-    int arch;
-    TE_TRY(Prepare<kKernel>(gpu, &arch));
+  const auto launch = [&]<auto kKernel>() -> Status {
+    TE_TRY(Prepare<kKernel>(gpu));
     const int64_t y = std::max(int64_t{1}, std::min(kThreads / x, room / 2));  // rows at once
     const int64_t stages = std::min(room / y, int64_t{kStages});
     const int64_t ring_bytes = (staged ? gamma_bytes : 0) + y * stages * row_bytes;
     kKernel<<<ctas, dim3(x, y), ring_bytes, stream>>>(a, stages, staged);
     TE_LAUNCHED();
   };
-  if (vecs_of_thread == 1) return launch.template operator()<NormBwdRows<T, 1, kRms>>();
-  if (vecs_of_thread == 2) return launch.template operator()<NormBwdRows<T, 2, kRms>>();
-  return launch.template operator()<NormBwdRows<T, 4, kRms>>();
+  if (vecs_of_thread == 1) return launch.template operator()<te_norm_bwd_rows<T, 1, kRms>>();
+  if (vecs_of_thread == 2) return launch.template operator()<te_norm_bwd_rows<T, 2, kRms>>();
+  return launch.template operator()<te_norm_bwd_rows<T, 4, kRms>>();
 }
 
-ffi::Error LaunchNormBwd(cudaStream_t stream, Arg dy, Arg x, Arg mean, Arg rstd, Arg gamma, Arg dres, Ret dx,
-                         Ret dgamma, Ret dbeta, bool rms, bool zero_centered) {
+}  // namespace
+
+Status LaunchNormBwd(cudaStream_t stream, Arg dy, Arg x, Arg mean, Arg rstd, Arg gamma, Arg dres, Ret dx,
+                     Ret dgamma, Ret dbeta, bool rms, bool zero_centered) {
   const char* op = "te_norm_bwd";
   TE_TRY(ExpectRank(op, "x", x, 1));
   const Axes all(x), of_rows = all.Without(1), partial{std::max<int64_t>(Axes(dgamma)[0], 1), all.last()};
-  const auto type = x.element_type();
-  TE_TRY(Expect(op, {{"x", &x, kFloats, all},
-                     {"dy", &dy, type, all},
-                     {"mean", &mean, ffi::F32, of_rows, rms ? kAbsent : kRequired},
-                     {"rstd", &rstd, ffi::F32, of_rows},
-                     {"gamma", &gamma, kFloats, {all.last()}},
-                     {"dres", &dres, type, all, kOptional},
-                     {"dx", &*dx, type, all},
-                     {"dgamma", &*dgamma, ffi::F32, partial},
-                     {"dbeta", &*dbeta, ffi::F32, partial, AbsentIf(rms)}}));
+  const auto type = x.type;
+  TE_TRY(Expect(op, {{"x", x, kFloats, all},
+                     {"dy", dy, type, all},
+                     {"mean", mean, F32, of_rows, rms ? kAbsent : kRequired},
+                     {"rstd", rstd, F32, of_rows},
+                     {"gamma", gamma, kFloats, {all.last()}},
+                     {"dres", dres, type, all, kOptional},
+                     {"dx", dx, type, all},
+                     {"dgamma", dgamma, F32, partial},
+                     {"dbeta", dbeta, F32, partial, AbsentIf(rms)}}));
   const int64_t h = all.last(), rows = of_rows.count();
-  if (x.element_count() == 0)
-    return Zero(stream, {&*dgamma, &*dbeta});  // the partial sums are there nevertheless
+  if (!Present(x)) return Zero(stream, {dgamma, dbeta});  // the partial sums are there nevertheless
   const int64_t ctas = partial[0];
   const NormBwdArgs args{Data<void>(dy),
                          Data<void>(x),
@@ -327,26 +329,9 @@ ffi::Error LaunchNormBwd(cudaStream_t stream, Arg dy, Arg x, Arg mean, Arg rstd,
                          rows,
                          h,
                          zero_centered};
-  return DispatchFloat(x.element_type(), [&]<typename T>() -> ffi::Error {
+  return DispatchFloat(x.type, [&]<typename T>() -> Status {
     return rms ? LaunchRows<T, true>(stream, args, ctas) : LaunchRows<T, false>(stream, args, ctas);
   });
 }
-
-}  // namespace
-
-TE_HANDLER(te_norm_bwd, LaunchNormBwd,
-           Bind()
-               .Ctx<Stream>()
-               .Arg<Arg>()  // dy: ... h
-               .Arg<Arg>()  // x: ... h
-               .Arg<Arg>()  // mean?: ...
-               .Arg<Arg>()  // rstd: ...
-               .Arg<Arg>()  // gamma: h
-               .Arg<Arg>()  // dres?: ... h
-               .Ret<Arg>()  // dx: ... h
-               .Ret<Arg>()  // dgamma: partial [p, h]
-               .Ret<Arg>()  // dbeta?: partial [p, h]
-               .Attr<bool>("rms")
-               .Attr<bool>("zero_centered"));
 
 }  // namespace te

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "norm.cuh"
+#include "ops.h"
 #include "reduce.cuh"
 #include "tensor_sums.cuh"
 
@@ -73,7 +74,7 @@ __device__ __forceinline__ float2 RowStats(const NormFwdArgs& a, const Vec<T, 8>
 // FP8 type, void without FP8 results.
 template <typename T, typename Q, int kVecs>
 __global__ void __launch_bounds__(kVecs > 4 ? kMostThreads : kThreads, 1)
-    NormFwdRows(const NormFwdArgs a, int stages) {
+    te_norm_fwd_rows(const NormFwdArgs a, int stages) {
   constexpr bool kStaged = kVecs <= kStagedVecs;
   extern __shared__ uint4 dynamic[];  // gamma, beta f32 [width] each; ring T [blockDim.y, stages, width]
   __shared__ float2 scratch[2][kMostWarps];
@@ -144,7 +145,7 @@ __global__ void __launch_bounds__(kVecs > 4 ? kMostThreads : kThreads, 1)
 // CTA, one after the other, read three times (LayerNorm) or twice (RMSNorm), after the first time from L1 or
 // L2.
 template <typename T, typename Q, int N>
-__global__ void __launch_bounds__(kMostThreads) NormFwdLongRows(const NormFwdArgs a) {
+__global__ void __launch_bounds__(kMostThreads) te_norm_fwd_long_rows(const NormFwdArgs a) {
   __shared__ float2 scratch[2][kMostWarps];
   const int64_t first_row = int64_t{blockIdx.x} * kAmaxRows, end = min(first_row + kAmaxRows, a.rows);
   const float scale = a.scale ? *a.scale : 1.f, inv_h = 1.f / a.h;
@@ -187,7 +188,7 @@ __global__ void __launch_bounds__(kMostThreads) NormFwdLongRows(const NormFwdArg
   if (!std::is_void_v<Q>) StoreAmax(a, amax);
 }
 
-// How NormFwdRows cuts a row.
+// How te_norm_fwd_rows cuts a row.
 struct Cut {
   int vecs_of_thread, x;            // x threads
   int64_t affine_bytes, row_bytes;  // of shared memory
@@ -195,7 +196,7 @@ struct Cut {
 };
 
 template <typename T, typename Q>
-ffi::Error LaunchRows(cudaStream_t stream, const NormFwdArgs& a) {
+Status LaunchRows(cudaStream_t stream, const NormFwdArgs& a) {
   Gpu gpu;
   TE_TRY(CurrentGpu(&gpu));
   const bool vectors = a.vectors();
@@ -211,13 +212,12 @@ ffi::Error LaunchRows(cudaStream_t stream, const NormFwdArgs& a) {
   if (of.x > kMostThreads || of.room < 2) of = cut(8);
   if (!vectors || of.x > kMostThreads || of.room < 2) {
     const int threads = a.h / (vectors ? 8 : 1) <= kThreads / 3 ? kThreads / 3 : kMostThreads;
-    const auto kernel = vectors ? NormFwdLongRows<T, Q, 8> : NormFwdLongRows<T, Q, 1>;
+    const auto kernel = vectors ? te_norm_fwd_long_rows<T, Q, 8> : te_norm_fwd_long_rows<T, Q, 1>;
     kernel<<<(a.rows + kAmaxRows - 1) / kAmaxRows, threads, 0, stream>>>(a);
     TE_LAUNCHED();
   }
-  const auto launch = [&]<auto kKernel>() -> ffi::Error {
-    int arch;
-    TE_TRY(Prepare<kKernel>(gpu, &arch));
+  const auto launch = [&]<auto kKernel>() -> Status {
+    TE_TRY(Prepare<kKernel>(gpu));
     const int64_t rows_of_sm = (a.rows + gpu.sms - 1) / gpu.sms;
     const int64_t most = (of.vecs_of_thread > 4 ? kMostThreads : kThreads) / of.x;
     const int y = std::min({most, of.room / 2, rows_of_sm});  // rows at once; of more than a warp at most 12
@@ -227,60 +227,41 @@ ffi::Error LaunchRows(cudaStream_t stream, const NormFwdArgs& a) {
     kKernel<<<ctas, dim3(of.x, y), of.affine_bytes + y * stages * of.row_bytes, stream>>>(a, stages);
     TE_LAUNCHED();
   };
-  if (of.vecs_of_thread == 1) return launch.template operator()<NormFwdRows<T, Q, 1>>();
-  if (of.vecs_of_thread == 2) return launch.template operator()<NormFwdRows<T, Q, 2>>();
-  if (of.vecs_of_thread == 4) return launch.template operator()<NormFwdRows<T, Q, 4>>();
-  return launch.template operator()<NormFwdRows<T, Q, 8>>();
-}
-
-ffi::Error LaunchNormFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Arg scale, Ret y, Ret data,
-                         Ret data_t, Ret mean, Ret rstd, Ret amax, Ret workspace, double eps, bool rms,
-                         bool zero_centered) {
-  const char* op = "te_norm_fwd";
-  const NormBuffers buffers{x, gamma, beta, mean, rstd};
-  TE_TRY(ExpectRank(op, "x", x, 1));
-  TE_TRY(ExpectNorm(op, buffers, rms));
-  const Axes all(x), rows = all.Without(1), h{all.last()};
-  const Axes places{CeilDiv(rows.count(), kTileRows), AmaxStrips(all.last())};
-  TE_TRY(Expect(op, {{"scale", &scale, ffi::F32, {}, RequiredIf(Present(data) || Present(data_t))},
-                     {"y", &*y, x.element_type(), all, kOptional},
-                     {"data", &*data, kFp8, all, kOptional},
-                     {"data_t", &*data_t, Fp8Like(data), h + rows, kOptional},
-                     {"amax", &*amax, ffi::F32, places, kOptional},
-                     {"workspace", &*workspace, ffi::U8, {8 * rows.count()}, RequiredIf(Present(data_t))}}));
-  if (x.element_count() == 0) {  // the partial amax is there nevertheless
-    TE_TRY(Zero(stream, {&*amax}));
-    return UndefinedStats(stream, mean, rstd);
-  }
-  NormFwdArgs args = NormFwdArgsOf(buffers, eps, rms, zero_centered);
-  const bool e5m2 = IsE5M2(data, data_t);
-  args.scale = Data<float>(scale), args.y = Data<void>(y), args.amax = Data<float>(amax);
-  args.data = Data<uint8_t>(data), args.data_t = Data<uint8_t>(data_t);
-  if (Present(data_t)) return LaunchNormFwdTransposed(stream, args, x.element_type(), e5m2, *workspace);
-  return DispatchFloat(x.element_type(), [&]<typename T>() -> ffi::Error {
-    if (!Present(data) && !Present(amax)) return LaunchRows<T, void>(stream, args);
-    return e5m2 ? LaunchRows<T, __nv_fp8_e5m2>(stream, args) : LaunchRows<T, __nv_fp8_e4m3>(stream, args);
-  });
+  if (of.vecs_of_thread == 1) return launch.template operator()<te_norm_fwd_rows<T, Q, 1>>();
+  if (of.vecs_of_thread == 2) return launch.template operator()<te_norm_fwd_rows<T, Q, 2>>();
+  if (of.vecs_of_thread == 4) return launch.template operator()<te_norm_fwd_rows<T, Q, 4>>();
+  return launch.template operator()<te_norm_fwd_rows<T, Q, 8>>();
 }
 
 }  // namespace
 
-TE_HANDLER(te_norm_fwd, LaunchNormFwd,
-           Bind()
-               .Ctx<Stream>()
-               .Arg<Arg>()  // x: ... h
-               .Arg<Arg>()  // gamma: h
-               .Arg<Arg>()  // beta?: h
-               .Arg<Arg>()  // scale?: f32 []
-               .Ret<Arg>()  // y?: ... h
-               .Ret<Arg>()  // data?: ... h
-               .Ret<Arg>()  // data_t?: h ...
-               .Ret<Arg>()  // mean?: ...
-               .Ret<Arg>()  // rstd: ...
-               .Ret<Arg>()  // amax?: partial [ceil(rows / 256), max(64, ceil(h / 64))]
-               .Ret<Arg>()  // workspace: for data_t
-               .Attr<double>("eps")
-               .Attr<bool>("rms")
-               .Attr<bool>("zero_centered"));
+Status LaunchNormFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Arg scale, Ret y, Ret data, Ret data_t,
+                     Ret mean, Ret rstd, Ret amax, Ret workspace, double eps, bool rms, bool zero_centered) {
+  const char* op = "te_norm_fwd";
+  const NormArrays arrays{x, gamma, beta, mean, rstd};
+  TE_TRY(ExpectRank(op, "x", x, 1));
+  TE_TRY(ExpectNorm(op, arrays, rms));
+  const Axes all(x), rows = all.Without(1), h{all.last()};
+  const Axes places{CeilDiv(rows.count(), kTileRows), AmaxStrips(all.last())};
+  TE_TRY(Expect(op, {{"scale", scale, F32, {}, RequiredIf(Present(data) || Present(data_t))},
+                     {"y", y, x.type, all, kOptional},
+                     {"data", data, kFp8, all, kOptional},
+                     {"data_t", data_t, Fp8Like(data), h + rows, kOptional},
+                     {"amax", amax, F32, places, kOptional},
+                     {"workspace", workspace, U8, {8 * rows.count()}, RequiredIf(Present(data_t))}}));
+  if (!Present(x)) {  // the partial amax is there nevertheless
+    TE_TRY(Zero(stream, {amax}));
+    return Fill(stream, 0xff, {mean, rstd});  // rows without columns have undefined statistics
+  }
+  NormFwdArgs args = NormFwdArgsOf(arrays, eps, rms, zero_centered);
+  const bool e5m2 = IsE5M2(data, data_t);
+  args.scale = Data<float>(scale), args.y = Data<void>(y), args.amax = Data<float>(amax);
+  args.data = Data<uint8_t>(data), args.data_t = Data<uint8_t>(data_t);
+  if (Present(data_t)) return LaunchNormFwdTransposed(stream, args, x.type, e5m2, workspace);
+  return DispatchFloat(x.type, [&]<typename T>() -> Status {
+    if (!Present(data) && !Present(amax)) return LaunchRows<T, void>(stream, args);
+    return e5m2 ? LaunchRows<T, __nv_fp8_e5m2>(stream, args) : LaunchRows<T, __nv_fp8_e4m3>(stream, args);
+  });
+}
 
 }  // namespace te

@@ -26,7 +26,7 @@ struct TileSource : NormSource<T, kTileRows> {
 
 template <typename T, bool kVectors>
 __global__ void __launch_bounds__(kTileThreads, kCtas)
-    NormFwdTiles(const NormFwdArgs a, const TileResults<T> results, const Tiles tiles) {
+    te_norm_fwd_tiles(const NormFwdArgs a, const TileResults<T> results, const Tiles tiles) {
   __shared__ float2 stats[kTileRows];
   const auto task = tiles.TaskOf(blockIdx.x);
   const int64_t row0 = int64_t{task.chunk} * kTileRows;
@@ -46,21 +46,21 @@ __global__ void __launch_bounds__(kTileThreads, kCtas)
 
 }  // namespace
 
-ffi::Error LaunchNormFwdTransposed(cudaStream_t stream, const NormFwdArgs& args, ffi::DataType x_type,
-                                   bool e5m2, const Arg& workspace) {
+Status LaunchNormFwdTransposed(cudaStream_t stream, const NormFwdArgs& args, Type x_type, bool e5m2,
+                               const Tensor& workspace) {
   TE_CHECK(Aligned(args.data_t), "te_norm_fwd: data_t is not aligned to 16 bytes");
   const bool vectors = args.vectors();
   Tiles tiles;
   TE_TRY(Tiles::Of("te_norm_fwd", stream, args, (args.rows + kTileRows - 1) / kTileRows,
                    (args.h + kTileColumns - 1) / kTileColumns, workspace, &tiles));
-  return DispatchFloat(x_type, [&]<typename T>() -> ffi::Error {
+  return DispatchFloat(x_type, [&]<typename T>() -> Status {
     const TileResults<T> results{args.scale,   static_cast<T*>(args.y),
                                  args.data,    args.data_t,
                                  args.amax,    nullptr,
                                  args.rows,    args.h,
                                  tiles.chunks, tiles.strips,
                                  e5m2};
-    const auto kernel = vectors ? NormFwdTiles<T, true> : NormFwdTiles<T, false>;
+    const auto kernel = vectors ? te_norm_fwd_tiles<T, true> : te_norm_fwd_tiles<T, false>;
     kernel<<<tiles.ctas(), kTileThreads, 0, stream>>>(args, results, tiles);
     TE_LAUNCHED();
   });

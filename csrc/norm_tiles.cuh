@@ -51,8 +51,8 @@ struct NormTiles {
   }
 
   // All rows' statistics are unknown then. workspace: `known`.
-  static ffi::Error Of(const char* op, cudaStream_t stream, const NormFwdArgs& args, int64_t chunks,
-                       int64_t strips, const Arg& workspace, NormTiles* out) {
+  static Status Of(const char* op, cudaStream_t stream, const NormFwdArgs& args, int64_t chunks,
+                   int64_t strips, const Tensor& workspace, NormTiles* out) {
     TE_CHECK(chunks * (kStatsOfChunk + strips) <= INT32_MAX && args.h <= INT32_MAX,
              "%s: x [%ld, %ld] is too large", op, long(args.rows), long(args.h));
     Gpu gpu;
@@ -61,8 +61,7 @@ struct NormTiles {
                   ahead = std::min(chunks, (kCtas * gpu.sms + both - 1) / both);
     *out = {unsigned(chunks),          unsigned(strips),        unsigned(ahead),
             Divisor(unsigned(strips)), Divisor(unsigned(both)), Data<uint64_t>(workspace)};
-    TE_CUDA(cudaMemsetAsync(out->known, 0xff, workspace.size_bytes(), stream));
-    return ffi::Error::Success();
+    return Fill(stream, 0xff, {workspace});
   }
 };
 

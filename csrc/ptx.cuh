@@ -2,6 +2,10 @@
 // (tests/host_cuda) can put its own in their place.
 #pragma once
 
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
 namespace te {
 
 // 2^x: 2 ulp. 1 / x: 1 ulp. Both take subnormals for 0.
@@ -23,5 +27,55 @@ __device__ __forceinline__ float MinNan(float a, float b) {
   asm("min.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
   return a;
 }
+
+// Barrier `index` (1 to 15; 0 is __syncthreads') of `threads` threads of a CTA.
+__device__ __forceinline__ void NamedBarrier(unsigned index, unsigned threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(index), "r"(threads) : "memory");
+}
+
+// Shared memory by its 32-bit address. The compiler takes many instructions more for generic pointers, and
+// the kernels of norms issue about as many instructions as they can while they wait for memory.
+__device__ __forceinline__ uint4 LoadShared16(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address));
+  return v;
+}
+__device__ __forceinline__ void StoreShared(uint32_t address, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+
+// 16 bytes, if `inside`, on their way to shared memory until WaitForPrefetch.
+__device__ __forceinline__ void Prefetch16(uint32_t address, const uint4* p, bool inside) {
+  asm volatile(
+      "{\n.reg .pred inside;\nsetp.ne.b32 inside, %2, 0;\n"
+      "@inside cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(address),
+      "l"(p), "r"(int(inside))
+      : "memory");
+}
+__device__ __forceinline__ void CommitPrefetch() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// All but the last kPending committed groups of the thread have arrived.
+template <int kPending>
+__device__ __forceinline__ void WaitForPrefetch() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// On the tensor cores, with words of two numbers: d += A [16, 16] times B [16, 8].
+#define TE_MMA(type)                                                         \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                 \
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                       \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+template <bool kHalf>
+__device__ __forceinline__ void MultiplyAdd(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (kHalf)
+    TE_MMA("f16");
+  else
+    TE_MMA("bf16");
+}
+#undef TE_MMA
 
 }  // namespace te

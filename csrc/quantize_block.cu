@@ -2,6 +2,7 @@
 // written.
 
 #include "block_tile.cuh"
+#include "ops.h"
 
 namespace te {
 namespace {
@@ -11,7 +12,6 @@ struct BlockQuantizeSource {
   using Type = T;
   using Raw = Vec<T, 8>;
   static constexpr int kSlots = 1, kCtas = 2, kInFlight = kBlockRows;
-  static constexpr bool kSquare = true;
   const T* x;        // [m, p, n, q]
   unsigned columns;  // n q
 
@@ -23,51 +23,34 @@ struct BlockQuantizeSource {
   __device__ __forceinline__ void Results(const Raw& raw, Vec<T, 8> (&x)[1]) const { x[0] = raw; }
 };
 
-ffi::Error LaunchQuantizeBlock(cudaStream_t stream, Arg x, Ret data, Ret data_t, Ret scale_inv,
-                               Ret scale_inv_t, Ret block_inv, Ret block_inv_t, Ret dbias, int64_t lead,
-                               bool square, bool power_2, double epsilon) {
-  const char* op = "te_quantize_block";
-  const Axes all(x);
-  TE_CHECK(lead >= 0 && lead + 2 <= all.rank(), "%s: lead is %ld, x is %s; pass 0 to the axes of x less 2",
-           op, long(lead), Shape(x).c_str());
-  const Axes rows = all.First(lead + 1), columns = all.From(lead + 1);
-  TE_TRY(Expect(
-      op, {{"x", &x, kFloats, all},
-           {square ? "scale_inv" : "block_inv", &*(square ? scale_inv : block_inv), ffi::F32, {}, kAbsent},
-           {square ? "scale_inv_t" : "block_inv_t",
-            &*(square ? scale_inv_t : block_inv_t),
-            ffi::F32,
-            {},
-            kAbsent}}));
-  BlockArgs a;
-  const BlockBuffers buffers =
-      square ? BlockBuffers{data, data_t, block_inv, block_inv_t, &dbias, "block_inv", "block_inv_t"}
-             : BlockBuffers{data, data_t, scale_inv, scale_inv_t, &dbias};
-  TE_TRY(GetBlockArgs(op, rows, columns.Without(1), columns.last(), buffers, &a, square));
-  a.power_2 = power_2, a.epsilon = float(epsilon);
-  if (x.element_count() == 0) return ffi::Error::Success();
-  return DispatchFloat(x.element_type(), [&]<typename T>() -> ffi::Error {
-    const BlockQuantizeSource<T> source{Data<T>(x), a.columns()};
-    return LaunchBlocks(stream, source, a, Aligned(source.x), square);
-  });
-}
+TE_BLOCK_KERNELS(te_quantize_block);
 
 }  // namespace
 
-TE_HANDLER(te_quantize_block, LaunchQuantizeBlock,
-           Bind()
-               .Ctx<Stream>()
-               .Arg<Arg>()  // x: m... m n... n
-               .Ret<Arg>()  // data?: m... m n... n
-               .Ret<Arg>()  // data_t?: n... n m... m
-               .Ret<Arg>()  // scale_inv?: f32 n... n/128 m... m
-               .Ret<Arg>()  // scale_inv_t?: f32 m... m/128 n... n
-               .Ret<Arg>()  // block_inv?: f32 m... m/128 n... n/128
-               .Ret<Arg>()  // block_inv_t?: f32 n... n/128 m... m/128
-               .Ret<Arg>()  // dbias?: partial [*m * m/128, n... n]
-               .Attr<int64_t>("lead")
-               .Attr<bool>("square")
-               .Attr<bool>("power_2")
-               .Attr<double>("epsilon"));
+Status LaunchQuantizeBlock(cudaStream_t stream, Arg x, Ret data, Ret data_t, Ret scale_inv, Ret scale_inv_t,
+                           Ret block_inv, Ret block_inv_t, Ret dbias, int64_t lead, bool square, bool power_2,
+                           double epsilon) {
+  const char* op = "te_quantize_block";
+  const Axes all(x);
+  TE_CHECK(lead >= 0 && lead + 2 <= all.rank(), "%s: lead is %ld, x is %s; pass 0 to the axes of x less 2",
+           op, long(lead), x.shape().c_str());
+  const Axes rows = all.First(lead + 1), columns = all.From(lead + 1);
+  const BlockArrays of_rows{data, data_t, scale_inv, scale_inv_t, dbias};
+  const BlockArrays of_squares{data, data_t, block_inv, block_inv_t, dbias, "block_inv", "block_inv_t"};
+  const BlockArrays &arrays = square ? of_squares : of_rows, &others = square ? of_rows : of_squares;
+  TE_TRY(Expect(op, {{"x", x, kFloats, all},
+                     {others.inv_name, others.inv, F32, {}, kAbsent},
+                     {others.inv_t_name, others.inv_t, F32, {}, kAbsent}}));
+  BlockArgs a;
+  TE_TRY(GetBlockArgs(op, rows, columns.Without(1), columns.last(), arrays, power_2, epsilon, &a, square));
+  if (!Present(x)) return {};
+  return DispatchFloat(x.type, [&]<typename T>() -> Status {
+    using Source = BlockQuantizeSource<T>;
+    const Source source{Data<T>(x), a.columns()};
+    const auto& kernels =
+        square ? te_quantize_block_kernels<Source, true> : te_quantize_block_kernels<Source>;
+    return LaunchBlocks(stream, kernels, source, a, Aligned(source.x));
+  });
+}
 
 }  // namespace te

@@ -2,7 +2,7 @@
 // is fixed.
 #pragma once
 
-#include "common.h"
+#include "ptx.cuh"
 
 namespace te {
 
@@ -24,7 +24,7 @@ __device__ __forceinline__ unsigned WarpMax(unsigned v) { return __reduce_max_sy
 // Of the 16 barriers of a CTA, 0 is __syncthreads': at most 15 rows of more than a warp each.
 __device__ __forceinline__ void RowBarrier() {
   if (blockDim.x == 32) return __syncwarp();
-  asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "r"(blockDim.x) : "memory");
+  NamedBarrier(threadIdx.y + 1, blockDim.x);
 }
 
 // Sums of two values over the blockDim.x threads (a multiple of 32, at most 512) that share a threadIdx.y;

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "fp8.cuh"
+#include "ops.h"
 
 namespace te {
 namespace {
@@ -29,7 +30,7 @@ struct RopeArgs {
 // kPairs neighbouring pairs at a time, aligned to their size. Consecutive: pair i is (2i, 2i + 1); else
 // (i, i + half), and behind them (2i, 2i + 1) again.
 template <typename T, int kPairs, bool kConsecutive>
-__global__ void __launch_bounds__(kThreads) Rope(const RopeArgs<T> a) {
+__global__ void __launch_bounds__(kThreads) te_rope(const RopeArgs<T> a) {
   extern __shared__ float2 turns[];  // [rows_per_cta, half]: cos, sin
   const int64_t row0 = blockIdx.x * int64_t(a.rows_per_cta);
   const int rows = min(int64_t(a.rows_per_cta), a.rows - row0), half = a.half;
@@ -90,11 +91,11 @@ auto Widest(const RopeArgs<T>& args) {
     if (!aligned || args.half % kPairs || args.d / 2 % kPairs)
       return Widest<T, kConsecutive, kPairs / 2>(args);
   }
-  return Rope<T, kPairs, kConsecutive>;
+  return te_rope<T, kPairs, kConsecutive>;
 }
 
 template <typename T, bool kConsecutive>
-ffi::Error Launch(cudaStream_t stream, const RopeArgs<T>& args) {
+Status Launch(cudaStream_t stream, const RopeArgs<T>& args) {
   // From accesses of 16 bytes down.
   const auto kernel = Widest<T, kConsecutive, 16 / sizeof(T) / (kConsecutive ? 2 : 1)>(args);
   const int64_t ctas = (args.rows + args.rows_per_cta - 1) / args.rows_per_cta;
@@ -102,27 +103,30 @@ ffi::Error Launch(cudaStream_t stream, const RopeArgs<T>& args) {
   TE_LAUNCHED();
 }
 
-ffi::Error LaunchRope(cudaStream_t stream, Arg x, Arg positions, Arg inv_freq, Ret y, bool consecutive,
-                      bool inverse, int64_t turned) {
+}  // namespace
+
+Status LaunchRope(cudaStream_t stream, Arg x, Arg positions, Arg inv_freq, Ret y, bool consecutive,
+                  bool inverse, int64_t turned) {
   TE_TRY(ExpectRank("te_rope", "x", x, 4));
   const Axes all(x), tokens = all.Without(3);
   const int64_t slots = all[tokens.rank()], per_slot = all[tokens.rank() + 1], d = all.last();
   const int64_t h = slots * per_slot, rows = tokens.count(), half = Axes(inv_freq).last();
-  TE_TRY(Expect("te_rope", {{"x", &x, kFloats, all},
-                            {"positions", &positions, ffi::F32, tokens},
-                            {"inv_freq", &inv_freq, ffi::F32, {half}},
-                            {"y", &*y, x.element_type(), all}}));
-  if (x.element_count() == 0) return ffi::Error::Success();
-  TE_CHECK(turned >= 0 && turned <= slots, "te_rope: turned is %ld, x is %s", long(turned), Shape(x).c_str());
+  TE_TRY(Expect("te_rope", {{"x", x, kFloats, all},
+                            {"positions", positions, F32, tokens},
+                            {"inv_freq", inv_freq, F32, {half}},
+                            {"y", y, x.type, all}}));
+  if (!Present(x)) return {};
+  TE_CHECK(turned >= 0 && turned <= slots, "te_rope: turned is %ld, x is %s", long(turned),
+           x.shape().c_str());
   TE_CHECK(d % 2 == 0 && half >= 1 && 2 * half <= d,
            "te_rope: inv_freq is %s, x is %s; pass one frequency for each pair of channels that turns",
-           Shape(inv_freq).c_str(), Shape(x).c_str());
+           inv_freq.shape().c_str(), x.shape().c_str());
   const int64_t table = half * int64_t(sizeof(float2));
   TE_CHECK(table <= kSharedBytes && h * d <= INT32_MAX / kMostRows, "te_rope: x%s has too wide a head",
-           Shape(x).c_str());
+           x.shape().c_str());
   const int64_t fit = std::min(int64_t(kMostRows), kSharedBytes / table);
   const int rows_per_cta = int(std::clamp<int64_t>(kElements / (h * d), 1, fit));
-  return DispatchFloat(x.element_type(), [&]<typename T>() -> ffi::Error {
+  return DispatchFloat(x.type, [&]<typename T>() -> Status {
     const RopeArgs<T> args{Data<T>(x),
                            Data<float>(positions),
                            Data<float>(inv_freq),
@@ -137,18 +141,5 @@ ffi::Error LaunchRope(cudaStream_t stream, Arg x, Arg positions, Arg inv_freq, R
     return consecutive ? Launch<T, true>(stream, args) : Launch<T, false>(stream, args);
   });
 }
-
-}  // namespace
-
-TE_HANDLER(te_rope, LaunchRope,
-           Bind()
-               .Ctx<Stream>()
-               .Arg<Arg>()  // x: b... s n h d
-               .Arg<Arg>()  // positions: f32 b... s
-               .Arg<Arg>()  // inv_freq: f32 r
-               .Ret<Arg>()  // y: b... s n h d
-               .Attr<bool>("consecutive")
-               .Attr<bool>("inverse")
-               .Attr<int64_t>("turned"));
 
 }  // namespace te

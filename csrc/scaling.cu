@@ -3,8 +3,8 @@
 
 #include <cmath>
 
-#include "expect.h"
-#include "ptx.cuh"
+#include "check.h"
+#include "ops.h"
 #include "reduce.cuh"
 
 namespace te {
@@ -24,7 +24,7 @@ struct ScaleUpdateArgs {
   bool newest;  // the scale follows this step's amax alone, not the largest of the history
 };
 
-__global__ void __launch_bounds__(kThreads) ScaleUpdate(const ScaleUpdateArgs a) {
+__global__ void __launch_bounds__(kThreads) te_scale_update(const ScaleUpdateArgs a) {
   __shared__ float tops[kThreads / 32];
   const float* history = a.history + blockIdx.x * a.l;
   float* new_history = a.new_history + blockIdx.x * a.l;
@@ -66,18 +66,20 @@ __global__ void __launch_bounds__(kThreads) ScaleUpdate(const ScaleUpdateArgs a)
   a.new_scale[blockIdx.x] = changes ? fminf(fmaxf(wanted, 1.17549435e-38f), 3.40282347e38f) : scale;
 }
 
-ffi::Error LaunchScaleUpdate(cudaStream_t stream, Arg scale, Arg history, Arg amax, Ret new_scale,
-                             Ret new_history, double fp8_max, int64_t interval, double margin, bool newest) {
+}  // namespace
+
+Status LaunchScaleUpdate(cudaStream_t stream, Arg scale, Arg history, Arg amax, Ret new_scale,
+                         Ret new_history, double fp8_max, int64_t interval, double margin, bool newest) {
   const char* op = "te_scale_update";
   const Axes b(amax);
   const int64_t l = std::max<int64_t>(Axes(history).last(), 1);
-  TE_TRY(Expect(op, {{"amax", &amax, ffi::F32, b},
-                     {"scale", &scale, ffi::F32, b},
-                     {"amax_history", &history, ffi::F32, b + Axes{l}},
-                     {"new_scale", &*new_scale, ffi::F32, b},
-                     {"new_history", &*new_history, ffi::F32, b + Axes{l}}}));
+  TE_TRY(Expect(op, {{"amax", amax, F32, b},
+                     {"scale", scale, F32, b},
+                     {"amax_history", history, F32, b + Axes{l}},
+                     {"new_scale", new_scale, F32, b},
+                     {"new_history", new_history, F32, b + Axes{l}}}));
   TE_CHECK(interval >= 1 && interval <= (1 << 24), "%s: interval is %ld; pass 1 to 2^24", op, long(interval));
-  if (b.count() == 0) return ffi::Error::Success();
+  if (b.count() == 0) return {};
   const ScaleUpdateArgs args{Data<float>(scale),
                              Data<float>(history),
                              Data<float>(amax),
@@ -88,23 +90,8 @@ ffi::Error LaunchScaleUpdate(cudaStream_t stream, Arg scale, Arg history, Arg am
                              float(std::exp2(margin)),
                              int(interval),
                              newest};
-  ScaleUpdate<<<unsigned(b.count()), kThreads, 0, stream>>>(args);
+  te_scale_update<<<unsigned(b.count()), kThreads, 0, stream>>>(args);
   TE_LAUNCHED();
 }
-
-}  // namespace
-
-TE_HANDLER(te_scale_update, LaunchScaleUpdate,
-           Bind()
-               .Ctx<Stream>()
-               .Arg<Arg>()  // scale: f32 b...
-               .Arg<Arg>()  // amax_history: f32 b... l
-               .Arg<Arg>()  // amax: f32 b...
-               .Ret<Arg>()  // new_scale: f32 b...
-               .Ret<Arg>()  // new_history: f32 b... l
-               .Attr<double>("fp8_max")
-               .Attr<int64_t>("interval")
-               .Attr<double>("margin")
-               .Attr<bool>("newest"));
 
 }  // namespace te

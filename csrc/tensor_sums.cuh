@@ -15,10 +15,11 @@ template <typename T>
 class TensorSums {
  public:
   __device__ __forceinline__ void Add(const Vec<T, 8>& v, bool squares_alone) {
-    constexpr uint32_t kOnes = std::is_same_v<T, __half> ? 0x3c003c00 : 0x3f803f80;
-    if (!squares_alone) MultiplyAdd(rows_, v, kOnes, kOnes);
-    MultiplyAdd(upper_, v, v.words[0], v.words[2]);
-    MultiplyAdd(lower_, v, v.words[1], v.words[3]);
+    constexpr bool kHalf = std::is_same_v<T, __half>;
+    constexpr uint32_t kOnes = kHalf ? 0x3c003c00 : 0x3f803f80;
+    if (!squares_alone) MultiplyAdd<kHalf>(rows_, v.words, kOnes, kOnes);
+    MultiplyAdd<kHalf>(upper_, v.words, v.words[0], v.words[2]);
+    MultiplyAdd<kHalf>(lower_, v.words, v.words[1], v.words[3]);
   }
   // The lane's share: to be summed over the warp.
   __device__ __forceinline__ float Sum() const { return Lane() % 4 == 0 ? rows_[0] + rows_[2] : 0.f; }
@@ -28,20 +29,6 @@ class TensorSums {
   }
 
  private:
-  static __device__ __forceinline__ void MultiplyAdd(float (&d)[4], const Vec<T, 8>& a, uint32_t b0,
-                                                     uint32_t b1) {
-    if constexpr (std::is_same_v<T, __half>)
-      asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-          "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-          : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-          : "r"(a.words[0]), "r"(a.words[1]), "r"(a.words[2]), "r"(a.words[3]), "r"(b0), "r"(b1));
-    else
-      asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-          "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-          : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-          : "r"(a.words[0]), "r"(a.words[1]), "r"(a.words[2]), "r"(a.words[3]), "r"(b0), "r"(b1));
-  }
-
   float rows_[4] = {}, upper_[4] = {}, lower_[4] = {};  // D of each
 };
 

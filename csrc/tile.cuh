@@ -172,13 +172,7 @@ __device__ __forceinline__ void WriteTile(const Source& source, const TileResult
         }
         f[s][j] *= scale;
       }
-      if (a.e5m2) {  // told apart here, not by the template: half as many kernels to compile
-        q[s][0][i] = Saturate4<__nv_fp8_e5m2>(f[s][0], f[s][1], f[s][2], f[s][3]);
-        q[s][1][i] = Saturate4<__nv_fp8_e5m2>(f[s][4], f[s][5], f[s][6], f[s][7]);
-      } else {
-        q[s][0][i] = Saturate4<__nv_fp8_e4m3>(f[s][0], f[s][1], f[s][2], f[s][3]);
-        q[s][1][i] = Saturate4<__nv_fp8_e4m3>(f[s][4], f[s][5], f[s][6], f[s][7]);
-      }
+      Quantize8(f[s], a.e5m2, q[s][0][i], q[s][1][i]);
       if (kVectors && a.data && inside)
         __stcs(reinterpret_cast<uint2*>(a.data + at), make_uint2(q[s][0][i], q[s][1][i]));
       if (i < 3) continue;
@@ -207,19 +201,11 @@ __device__ __forceinline__ void WriteTile(const Source& source, const TileResult
   }
 }
 
-// A CTA has one tile.
-template <typename Source, bool kVectors>
-__global__ void __launch_bounds__(kTileThreads, Source::kCtas)
-    TileKernel(const Source source, const TileResults<typename Source::Type> a) {
-  WriteTile<kVectors>(source, a, blockIdx.x);
-}
-
 // The amax alone, of a tile: no data to keep, so there is room for twice as many CTAs. The kernel that then
 // writes FP8 reads the sources again, from the first tile on: here that one is the last, for what was read
 // last is still in L2.
-template <typename Source, bool kVectors>
-__global__ void __launch_bounds__(kTileThreads, 4)
-    AmaxKernel(const Source source, const TileResults<typename Source::Type> a) {
+template <bool kVectors, typename Source>
+__device__ __forceinline__ void WriteAmax(const Source& source, const TileResults<typename Source::Type>& a) {
   constexpr int kRowsAtOnce = kTileThreads / kGroups;
   constexpr int kWindow = Source::kWindow < 2 ? Source::kWindow : 2;
   __shared__ unsigned amax_of_warps[kMostWarps];
@@ -253,54 +239,68 @@ __global__ void __launch_bounds__(kTileThreads, 4)
   if (threadIdx.x == 0) a.amax[index] = __uint_as_float(peak);
 }
 
-// Operands and results beside the sources of a call.
-struct TileBuffers {
-  const Arg& scale;
+template <typename Source>
+using TileKernel = void (*)(const Source, const TileResults<typename Source::Type>);
+
+// Defines the kernels of an op, whose CTAs have one tile each. They have the op's name, for profiles: `name`
+// writes everything, name_amax the amax alone. name_kernels: both, without vectors and with.
+#define TE_TILE_KERNELS(name)                                                        \
+  template <typename Source, bool kVectors>                                          \
+  __global__ void __launch_bounds__(kTileThreads, Source::kCtas)                     \
+      name(const Source source, const TileResults<typename Source::Type> a) {        \
+    WriteTile<kVectors>(source, a, blockIdx.x);                                      \
+  }                                                                                  \
+  template <typename Source, bool kVectors>                                          \
+  __global__ void __launch_bounds__(kTileThreads, 4)                                 \
+      name##_amax(const Source source, const TileResults<typename Source::Type> a) { \
+    WriteAmax<kVectors>(source, a);                                                  \
+  }                                                                                  \
+  template <typename Source>                                                         \
+  constexpr TileKernel<Source> name##_kernels[2][2] = {                              \
+      {name<Source, false>, name<Source, true>}, {name##_amax<Source, false>, name##_amax<Source, true>}}
+
+// The arrays of a call beside its sources; kNone where the op has none.
+struct TileArrays {
+  Tensor scale;
   const char* wide_name;
-  Ret* wide;  // nullptr: the op has none
-  Ret &data, &data_t, &amax;
-  Ret* dbias;  // nullptr: the op has none
+  Tensor wide, data, data_t, amax, dbias;
+
+  bool fp8() const { return Present(data) || Present(data_t); }
 };
 
 // Rows of axes m, columns of axes n, the slots' among them; wide is of x's type.
-inline ffi::Error ExpectTiles(const char* op, const Arg& x, const Axes& m, const Axes& n, int64_t slots,
-                              const TileBuffers& b) {
+inline Status ExpectTiles(const char* op, const Tensor& x, const Axes& m, const Axes& n, int64_t slots,
+                          const TileArrays& b) {
   const int64_t chunks = CeilDiv(m.count(), kTileRows), strips = CeilDiv(n.count() / slots, kTileColumns);
-  const auto given = [](Ret* r) { return r ? &**r : nullptr; };
-  return Expect(op, {{"scale", &b.scale, ffi::F32, {}, RequiredIf(Present(b.data) || Present(b.data_t))},
-                     {b.wide_name, given(b.wide), x.element_type(), m + n, kOptional},
-                     {"data", &*b.data, kFp8, m + n, kOptional},
-                     {"data_t", &*b.data_t, Fp8Like(b.data), n + m, kOptional},
-                     {"amax", &*b.amax, ffi::F32, {chunks, strips}, kOptional},
-                     {"dbias", given(b.dbias), ffi::F32, Axes{chunks} + n, kOptional}});
+  return Expect(op, {{"scale", b.scale, F32, {}, RequiredIf(b.fp8())},
+                     {b.wide_name, b.wide, x.type, m + n, kOptional},
+                     {"data", b.data, kFp8, m + n, kOptional},
+                     {"data_t", b.data_t, Fp8Like(b.data), n + m, kOptional},
+                     {"amax", b.amax, F32, {chunks, strips}, kOptional},
+                     {"dbias", b.dbias, F32, Axes{chunks} + n, kOptional}});
 }
 
-// The results of m rows and, in each slot, n columns.
-template <typename T>
-TileResults<T> TileResultsOf(int64_t m, int64_t n, const TileBuffers& b) {
-  const bool fp8 = Present(b.data) || Present(b.data_t);
-  return {fp8 ? Data<float>(b.scale) : nullptr,
-          b.wide ? Data<T>(*b.wide) : nullptr,
-          Data<uint8_t>(b.data),
-          Data<uint8_t>(b.data_t),
-          Data<float>(b.amax),
-          b.dbias ? Data<float>(*b.dbias) : nullptr,
-          m,
-          n,
-          unsigned(CeilDiv(m, kTileRows)),
-          unsigned(CeilDiv(n, kTileColumns)),
-          IsE5M2(b.data, b.data_t)};
-}
-
-// aligned: those of the source; the results are looked at here.
+// Runs the op's kernels on m rows and, in each slot, n columns. aligned: the source; the results are looked
+// at here.
 template <typename Source>
-ffi::Error LaunchTiles(const char* op, cudaStream_t stream, const Source& source,
-                       const TileResults<typename Source::Type>& a, bool aligned) {
+Status LaunchTiles(const char* op, cudaStream_t stream, const TileKernel<Source> (&kernels)[2][2],
+                   const Source& source, bool aligned, int64_t m, int64_t n, const TileArrays& b) {
+  using T = typename Source::Type;
+  const TileResults<T> a{b.fp8() ? Data<float>(b.scale) : nullptr,
+                         Data<T>(b.wide),
+                         Data<uint8_t>(b.data),
+                         Data<uint8_t>(b.data_t),
+                         Data<float>(b.amax),
+                         Data<float>(b.dbias),
+                         m,
+                         n,
+                         unsigned(CeilDiv(m, kTileRows)),
+                         unsigned(CeilDiv(n, kTileColumns)),
+                         IsE5M2(b.data, b.data_t)};
   TE_CHECK(Aligned(a.data_t), "%s: data_t is not aligned to 16 bytes", op);
-  const bool vectors = aligned && a.n % 8 == 0 && Aligned(a.wide) && Aligned(a.data);
-  auto kernel = vectors ? TileKernel<Source, true> : TileKernel<Source, false>;
-  if (a.amax && !a.wide && !a.data && !a.data_t && !a.dbias)
-    kernel = vectors ? AmaxKernel<Source, true> : AmaxKernel<Source, false>;
+  const bool vectors = aligned && n % 8 == 0 && Aligned(a.wide) && Aligned(a.data);
+  const bool amax_alone = a.amax && !a.wide && !b.fp8() && !a.dbias;
+  const auto kernel = kernels[amax_alone][vectors];
   kernel<<<a.chunks * a.strips, kTileThreads, 0, stream>>>(source, a);
   TE_LAUNCHED();
 }

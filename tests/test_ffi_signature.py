@@ -17,14 +17,25 @@ MLIR_TYPE = {"int64_t": "i64", "double": "f64", "bool": "i1"}
 
 
 def declared_handlers():
-    """name -> (number of operands, number of results, {attribute: type}), read off the TE_HANDLER lines in csrc/."""
+    """name -> (number of operands, number of results, {attribute: type}): the TE_HANDLER lines in csrc/, which name the
+    attributes, and the parameters of their launchers in csrc/*.h."""
+    launchers = {}
+    for path in CSRC.glob("*.h"):
+        for name, parameters in re.findall(r"^Status (Launch\w+)\((.*?)\);$", path.read_text(), re.S | re.M):
+            types = [parameter.split()[0] for parameter in parameters.split(",")]
+            launchers[name] = [kind for kind in types if kind not in ("Stage", "cudaStream_t")]
     handlers = {}
-    for path in [*CSRC.glob("*.cu"), *CSRC.glob("*.cc")]:
+    for path in CSRC.glob("*.cc"):
         for match in re.finditer(r"^TE_HANDLER(?:_INIT)?\((.*?)\);$", path.read_text(), re.S | re.M):
             text = match[1]
+            name, launcher = (part.strip() for part in text.split(",")[:2])
             attrs = dict((name, t) for t, name in re.findall(r"\.Attr<([\w:]+)>\(\"(\w+)\"\)", text))
             counts = (len(re.findall(r"\.Arg<", text)), len(re.findall(r"\.Ret<", text)))
-            handlers[text.split(",")[0].strip()] = (*counts, attrs)
+            if launcher in launchers:
+                types, names = launchers[launcher], re.findall(r'"(\w+)"', text)
+                counts = types.count("Arg"), types.count("Ret")
+                attrs = dict(zip(names, types[sum(counts) :], strict=True))
+            handlers[name] = (*counts, attrs)
     return handlers
 
 

@@ -26,9 +26,8 @@ SOURCES = (
 )  # no tensor cores, no asynchronous copies
 
 _LAUNCH = re.compile(r"(\w+)<<<(.+?), (.+?), (.+?), stream>>>\((.*?)\);", re.DOTALL)
-# Their bodies end, as clang-format has them, with the first brace that is not indented.
-_KERNEL = re.compile(r"(__global__ void[^{;]*?\)) \{\n.*?\n\}\n", re.DOTALL)
-_ASM = re.compile(r"\basm( volatile)?\(.*?\);", re.DOTALL)
+# Their bodies end, as clang-format has them, with the first brace that is not indented; in a macro with the last.
+_KERNEL = re.compile(r"(__global__ void[^{;]*?\)) \{ *\\?\n.*?(?:\n\}\n|\n  \} +(\\)\n)", re.DOTALL)
 _DYNAMIC_SHARED = re.compile(r"extern __shared__ (\w+) (\w+)\[\];")
 _TAIL = """
 #include "registry.h"
@@ -48,53 +47,66 @@ HANDLERS = (
     *("norm_fwd.cu", "norm_fwd_t.cu", "norm_bwd.cu", "norm_block.cu", "gemm_empty.cu", "gemm.cc"),
     *("attention.cc", "attention_call.cc", "attention_fp8.cc"),
 )
-_LAUNCHED = '::xla::ffi::Error(::xla::ffi::ErrorCode::kUnimplemented, "launched")'
+_LAUNCHED = '::te::Status{::te::Status::kUnimplemented, "launched"}'
 _NO_GPU = f"""
-#include "attention_fp8_plan.h"
-#include "attention_segments.h"
 #include "gemm_plan.h"
 namespace te {{
-ffi::Error FindGemm(cudaStream_t, const GemmKey&, GemmChoice*) {{ return {_LAUNCHED}; }}
-ffi::Error Matmul(cudaStream_t, cublasLtHandle_t, const GemmKey&, const Algo&, const GemmOperands&) {{
-  return {_LAUNCHED};
-}}
-GraphRecipe AttentionRecipe(const AttentionKey&) {{ return {{}}; }}
-GraphRecipe Fp8AttentionRecipe(const Fp8Attention&) {{ return {{}}; }}
-ffi::Error FindGraph(cudaStream_t, const GraphRecipe&, int64_t*) {{ return {_LAUNCHED}; }}
-ffi::Error RunGraph(cudaStream_t, const GraphRecipe&, GraphPointers, void*, int64_t) {{ return {_LAUNCHED}; }}
-int64_t GraphWorkspace(const GraphRecipe&) {{ return 0; }}
-int64_t SegmentBytes(const AttentionKey&) {{ return 0; }}
-ffi::Error PutSegments(cudaStream_t, const AttentionKey&, const int32_t*, void*, GraphPointers*) {{
-  return {_LAUNCHED};
-}}
-ffi::Error FillOutside(cudaStream_t, const AttentionKey&, const int32_t*, std::initializer_list<TokenRows>) {{
+Status FindGemm(cudaStream_t, const GemmKey&, GemmChoice*) {{ return {_LAUNCHED}; }}
+Status Matmul(cudaStream_t, cublasLtHandle_t, const GemmKey&, const Algo&, const GemmOperands&) {{
   return {_LAUNCHED};
 }}
 }}  // namespace te
 extern "C" cudaError_t cudaGetDevice(int*) {{ return cudaErrorNoDevice; }}
 extern "C" cudaError_t cudaDeviceGetAttribute(int*, cudaDeviceAttr, int) {{ return cudaErrorNoDevice; }}
-extern "C" cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) {{ return cudaErrorNoDevice; }}
 extern "C" cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {{ return cudaErrorNoDevice; }}
 """
+
+# csrc/attention* and cudnn_* as long as they include common.h.
+_NO_CUDNN = """
+#include "attention_fp8_plan.h"
+#include "attention_segments.h"
+namespace te {
+GraphRecipe AttentionRecipe(const AttentionKey&) { return {}; }
+GraphRecipe Fp8AttentionRecipe(const Fp8Attention&) { return {}; }
+ffi::Error FindGraph(cudaStream_t, const GraphRecipe&, int64_t*) { return LAUNCHED; }
+ffi::Error RunGraph(cudaStream_t, const GraphRecipe&, GraphPointers, void*, int64_t) { return LAUNCHED; }
+int64_t GraphWorkspace(const GraphRecipe&) { return 0; }
+int64_t SegmentBytes(const AttentionKey&) { return 0; }
+ffi::Error PutSegments(cudaStream_t, const AttentionKey&, const int32_t*, void*, GraphPointers*) {
+  return LAUNCHED;
+}
+ffi::Error FillOutside(cudaStream_t, const AttentionKey&, const int32_t*, std::initializer_list<TokenRows>) {
+  return LAUNCHED;
+}
+}  // namespace te
+""".replace("LAUNCHED", '::xla::ffi::Error(::xla::ffi::ErrorCode::kUnimplemented, "launched")')
 
 
 def as_cpp(source: str, launches: bool = True) -> str:
     """A source of csrc as C++ for host_cuda.h. Without `launches` kernels are empty, and who launches one returns an
     error."""
-    # Only handlers get their stream from jax; what they call gets it from them, here a null stream of that name.
-    for handler in re.findall(r"TE_HANDLER\(\w+, (\w+),", source) + _initialized(source):
+    for handler in _initialized(source):
         source = re.sub(rf"\b{handler}\(cudaStream_t stream, ", f"{handler}(", source)
-    source = source.replace(".Ctx<Stream>()", "")
+    source = source.replace(".Ctx<Stream>()\n", "\n")
+    source = source.replace("ffi::PlatformStream<cudaStream_t>;", "host_cuda::NoStream;")
+    source = source.replace('#include "xla/ffi/api/ffi.h"', '#include "no_stream.h"')
     source = _DYNAMIC_SHARED.sub(r"\1* \2 = static_cast<\1*>(::host_cuda::Cta::Get().shared());", source)
     if launches:
         return _LAUNCH.sub(r"::host_cuda::Launch(\2, \3, \4, [&] { \1(\5); });", source)
-    return _LAUNCH.sub(f"return {_LAUNCHED};", _ASM.sub(";", _KERNEL.sub(r"\1 {}\n", source)))
+    return _LAUNCH.sub(f"return {_LAUNCHED};", _KERNEL.sub(r"\1 {} \2\n", source))
 
 
 def _initialized(source: str) -> list[str]:
     """The functions of the handlers that have two."""
     pairs = re.findall(r"TE_HANDLER_INIT\(\s*\w+, (\w+)[^,]*, (\w+)", source)
     return [name for pair in dict.fromkeys(pairs) for name in dict.fromkeys(pair)]
+
+
+def _of_launchers_in(sources: str, handlers: str) -> str:
+    """The handlers alone whose launchers are defined in the sources."""
+    is_there = lambda line: re.search(rf"^Status {line[1]}\(", sources, re.MULTILINE)
+    return re.sub(r"^TE_HANDLER\w*\(\w+, (\w+),.*?\);$", lambda line: line[0] if is_there(line) else "", handlers,
+                  flags=re.MULTILINE | re.DOTALL)  # fmt: skip
 
 
 def cuda_include() -> str:
@@ -106,16 +118,17 @@ def cuda_include() -> str:
 
 def build(folder: Path, cuda_include: str) -> Path:
     """Compiles the kernels into `folder` -> the library. Raises RuntimeError with the compiler's words."""
-    return _compile(folder, cuda_include, [f"{name}.cu" for name in SOURCES], _TAIL, "-O1")
+    return _compile(folder, cuda_include, [f"{name}.cu" for name in SOURCES], {"tail": _TAIL}, "-O1")
 
 
 def build_handlers(folder: Path, cuda_include: str) -> Path:
     """The same of all handlers, without kernels: a call that a handler does not refuse ends as UNIMPLEMENTED, or as
     INTERNAL for want of a device."""
-    return _compile(folder, cuda_include, HANDLERS, _TAIL + _NO_GPU, "-O0", "-fpermissive", launches=False)
+    parts = {"tail": _TAIL + _NO_GPU, "no_cudnn": _NO_CUDNN}
+    return _compile(folder, cuda_include, HANDLERS, parts, "-O0", "-fpermissive", launches=False)
 
 
-def _compile(folder: Path, cuda_include: str, sources, tail: str, *flags: str, launches: bool = True) -> Path:
+def _compile(folder: Path, cuda_include: str, sources, parts: dict, *flags: str, launches: bool = True) -> Path:
     here = Path(__file__).parent
     for path in ROOT.glob("csrc/*.*"):
         if path.suffix in (".h", ".cuh"):
@@ -124,16 +137,18 @@ def _compile(folder: Path, cuda_include: str, sources, tail: str, *flags: str, l
         (folder / path.name).write_text(path.read_text())
     run = lambda name: launches or name in LAUNCHED
     units = {Path(name).stem: as_cpp((ROOT / "csrc" / name).read_text(), run(name)) for name in sources}
-    for name, part in (units | {"tail": tail}).items():
+    handlers = (ROOT / "csrc/handlers.cc").read_text()
+    units |= parts | {"handlers": _of_launchers_in("\n".join(units.values()), handlers)}
+    for name, part in units.items():
         (folder / f"{name}.cc").write_text('#include "head.h"\n' + part)
     stream = "namespace te { static const cudaStream_t stream = nullptr; }\n"
-    (folder / "head.h").write_text(f'#pragma once\n#include "host_cuda.h"\n#include "common.h"\n{stream}')
+    (folder / "head.h").write_text(f'#pragma once\n#include "host_cuda.h"\n{stream}')
     includes = [f"-I{folder}", f"-I{ROOT / 'third_party/xla_ffi'}", f"-isystem{cuda_include}"]
     # Checked copies of libc's functions, which some distributions turn on, take a jump to another fiber for an error.
     command = ["g++", "-std=c++20", *flags, "-fPIC", "-w", "-ffp-contract=off", "-U_FORTIFY_SOURCE", *includes]
     # Parsed once for all: most of the time goes into headers.
     _run([*command, "-x", "c++-header", str(folder / "head.h"), "-o", str(folder / "head.h.gch")])
-    files = [str(folder / f"{name}.cc") for name in (*units, "tail")]
+    files = [str(folder / f"{name}.cc") for name in units]
     _run([*command, "-shared", *files, "-o", str(folder / "host_kernels.so")])
     return folder / "host_kernels.so"
 

@@ -1,0 +1,87 @@
+// The launchers of all ops, for whoever calls them: handlers.cc for XLA. A launcher checks every operand and
+// result, then enqueues its kernels on the stream; it neither allocates nor synchronizes. The comments give
+// shapes: arrays are row-major, `m...` is any number of axes, `?` marks an array that may be absent, which
+// then has no elements. Partial results are [parts, ...], to be summed or maximized by the caller.
+#pragma once
+
+#include "tensor.h"
+
+namespace te {
+
+// FP8 with one scale. x [m..., n...], whose first `split` axes are m; scale? f32 [] -> data? [m..., n...],
+// data_t? [n..., m...], amax? f32 [ceil(m / 256), ceil(n / 64)], dbias? f32 [ceil(m / 256), n...].
+Status LaunchQuantize(cudaStream_t stream, Arg x, Arg scale, Ret data, Ret data_t, Ret amax, Ret dbias,
+                      int64_t split);
+
+// FP8 with a scale for each block of 128. x [m..., p, n..., q], where m are the first `lead` axes -> data? as
+// x, data_t? [n..., q, m..., p]; of blocks 1 x 128 scale_inv? f32 [n..., q/128, m..., p], scale_inv_t? f32
+// [m..., p/128, n..., q]; of blocks 128 x 128 (square) block_inv? f32 [m..., p/128, n..., q/128],
+// block_inv_t? f32 [n..., q/128, m..., p/128]; dbias? f32 [m * p/128, n..., q].
+Status LaunchQuantizeBlock(cudaStream_t stream, Arg x, Ret data, Ret data_t, Ret scale_inv, Ret scale_inv_t,
+                           Ret block_inv, Ret block_inv_t, Ret dbias, int64_t lead, bool square, bool power_2,
+                           double epsilon);
+
+// The activation of the MLP, of a slots (1 or 2), and its gradient, to FP8 with one scale. x [m..., a, f],
+// scale? f32 [] -> y? [m..., f], data? [m..., f], data_t? [f, m...], amax? f32 [ceil(m / 256), ceil(f / 64)].
+Status LaunchActivationFwd(cudaStream_t stream, Arg x, Arg scale, Ret y, Ret data, Ret data_t, Ret amax,
+                           int64_t kind, double limit, double alpha, double glu_linear_offset);
+
+// dy [m..., f] and x, scale as above -> dx? [m..., a, f], data? [m..., a, f], data_t? [a, f, m...], amax? as
+// above, dbias? f32 [ceil(m / 256), a, f].
+Status LaunchActivationBwd(cudaStream_t stream, Arg dy, Arg x, Arg scale, Ret dx, Ret data, Ret data_t,
+                           Ret amax, Ret dbias, int64_t kind, double limit, double alpha,
+                           double glu_linear_offset);
+
+// The two with a scale for each block of 128. x [m..., a, f], m of one axis or more -> data?, data_t? as
+// above, scale_inv? f32 [f/128, m...], scale_inv_t? f32 [m.../128, f]: the last axis of m in blocks.
+Status LaunchActivationBlockFwd(cudaStream_t stream, Arg x, Ret data, Ret data_t, Ret scale_inv,
+                                Ret scale_inv_t, int64_t kind, double limit, double alpha,
+                                double glu_linear_offset, bool power_2, double epsilon);
+
+// dy [m..., f] and x -> data?, data_t? as above, scale_inv? f32 [a, f/128, m...], scale_inv_t? f32 [m.../128,
+// a, f], dbias? f32 [parts, a, f].
+Status LaunchActivationBlockBwd(cudaStream_t stream, Arg dy, Arg x, Ret data, Ret data_t, Ret scale_inv,
+                                Ret scale_inv_t, Ret dbias, int64_t kind, double limit, double alpha,
+                                double glu_linear_offset, bool power_2, double epsilon);
+
+// LayerNorm and RMSNorm of the last axis. x [..., h], gamma [h], beta? [h], scale? f32 [] -> y? [..., h],
+// data?
+// [..., h], data_t? [h, ...], mean? f32 [...], rstd f32 [...], amax? f32 [ceil(rows / 256), max(64, ceil(h /
+// 64))]; workspace u8 [8 * rows] where data_t is there.
+Status LaunchNormFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Arg scale, Ret y, Ret data, Ret data_t,
+                     Ret mean, Ret rstd, Ret amax, Ret workspace, double eps, bool rms, bool zero_centered);
+
+// The same to FP8 with a scale for each block of 128. x [m..., h], m of one axis or more -> data? [m..., h],
+// data_t? [h, m...], scale_inv? f32 [h/128, m...], scale_inv_t? f32 [m.../128, h], mean?, rstd, workspace.
+Status LaunchNormBlockFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Ret data, Ret data_t,
+                          Ret scale_inv, Ret scale_inv_t, Ret mean, Ret rstd, Ret workspace, double eps,
+                          bool rms, bool zero_centered, bool power_2, double epsilon);
+
+// dy, x, dres? [..., h], mean? and rstd f32 [...], gamma [h] -> dx [..., h], dgamma f32 [parts, h], dbeta?
+// f32 [parts, h], for any number of parts.
+Status LaunchNormBwd(cudaStream_t stream, Arg dy, Arg x, Arg mean, Arg rstd, Arg gamma, Arg dres, Ret dx,
+                     Ret dgamma, Ret dbeta, bool rms, bool zero_centered);
+
+// x [..., s, n, h, d], of whose n slots the first `turned` turn; positions f32 [..., s], inv_freq f32 [r] ->
+// y as x.
+Status LaunchRope(cudaStream_t stream, Arg x, Arg positions, Arg inv_freq, Ret y, bool consecutive,
+                  bool inverse, int64_t turned);
+
+// One step of delayed scaling. scale f32 [b...], amax_history f32 [b..., l], amax f32 [b...] -> new_scale
+// [b...], new_history [b..., l].
+Status LaunchScaleUpdate(cudaStream_t stream, Arg scale, Arg amax_history, Arg amax, Ret new_scale,
+                         Ret new_history, double fp8_max, int64_t interval, double margin, bool newest);
+
+// lhs [m..., k...], rhs [n..., k...], of whose axes the last `contract` are k; lhs_scale_inv?, rhs_scale_inv?
+// f32
+// [], bias? [n...], c? [m..., n...] -> out [m..., n...], and a workspace u8 of any size.
+Status LaunchGemm(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv, Arg rhs_scale_inv,
+                  Arg bias, Arg c, Ret out, Ret workspace, int64_t contract, bool fast_accum, bool tune);
+
+// The same of matrices with a scale for each block of 128 along k: lhs_scale_inv f32 [k/128, m], and
+// rhs_scale_inv f32 [k/128, n] or rhs_block_inv f32 [n/128, k/128 up to a multiple of 4]. outer is 0.
+Status LaunchGemmBlock(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv,
+                       Arg rhs_scale_inv, Arg rhs_block_inv, Arg bias, Arg c, Ret out, Ret workspace,
+                       int64_t outer, bool tune);
+
+}  // namespace te
