@@ -1,5 +1,5 @@
-"""Block scaling: quantize and GEMM against numpy, layers against float64 and their parts, modules; transforms, and
-meshes where blocks are cut. Meshes that split whole blocks: the op cases of test_op.py."""
+"""Block scaling: quantize and GEMM against numpy, layers against float64. More is in test_recipe_layers.py (layers,
+meshes that cut blocks) and test_op.py (meshes that split whole blocks)."""
 
 import functools
 
@@ -19,10 +19,8 @@ from te_jax.ops.quantize_block import quantize_block
 from te_jax.recipe import Float8BlockScaling, Float8CurrentScaling, Format
 
 RECIPE = Float8BlockScaling()
-OPTIONS = [RECIPE, Float8BlockScaling(True, Format.HYBRID, amax_epsilon=0.5)]
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 f32, bf16 = jnp.float32, jnp.bfloat16
-options = pytest.mark.parametrize("recipe", OPTIONS, ids=["default", "f32-hybrid"])
 
 
 # -- quantize ------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Current scaling: its law, and layers and modules against the same mathematics in plain JAX, where every tensor goes
-through FP8 with its own amax; under transforms. On meshes: test_recipe_current_mesh.py."""
+"""Current scaling: layers and modules against the same mathematics in plain JAX, where every tensor goes through FP8
+with its own amax; under transforms. Its law: test_recipe.py; on meshes: test_recipe_current_mesh.py."""
 
 import functools
 import math

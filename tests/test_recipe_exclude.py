@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from flax_reference import unboxed
-from test_flax_state import data
+from flax_reference import data, unboxed
 
 import te_jax as te
 import te_jax.flax as te_flax

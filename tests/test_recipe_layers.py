@@ -23,12 +23,8 @@ f32, bf16 = jnp.float32, jnp.bfloat16
 
 def short(case):
     """An id of a test; conftest.py asks ids which of block scaling and MXFP8 a GPU must have."""
-    names = {
-        Float8BlockScaling: "block",
-        Float8CurrentScaling: "current",
-        FixedScaling: "fixed",
-        MXFP8BlockScaling: "mx",
-    }
+    blocks = {Float8BlockScaling: "block", MXFP8BlockScaling: "mx"}
+    names = {Float8CurrentScaling: "current", FixedScaling: "fixed"} | blocks
     return names.get(case if isinstance(case, type) else type(case))
 
 

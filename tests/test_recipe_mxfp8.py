@@ -1,5 +1,5 @@
-"""MXFP8: its law, quantize and GEMM against numpy, what the CUDA lowering asks of XLA, layers, meshes. More is in
-test_recipe_block.py (layers) and test_op.py (ops)."""
+"""MXFP8: its law, quantize and GEMM against numpy, what the CUDA lowering asks of XLA. More is in
+test_recipe_layers.py (layers, meshes) and test_op.py (ops)."""
 
 import block_oracle as oracle
 import jax
