@@ -27,3 +27,8 @@ def activation_case(names, shape, dtype, rng):
     x[shape[0] // 2] = 0
     dy = rng.standard_normal(shape).astype(np.float32).astype(dtype)
     return jnp.asarray(dy), jnp.asarray(x), np.float32(rng.uniform(1, 30))
+
+
+def rel(got, want):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
