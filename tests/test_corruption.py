@@ -18,8 +18,8 @@ from flax import linen as nn
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from shared_uses import CASES
+from small_net import NET, RECIPE, L, close, create, data, loss_fn, make_step, newest
 from states import assert_equal
-from training import NET, RECIPE, L, close, create, data, loss_fn, make_step, newest
 
 import te_jax as te
 import te_jax.flax as te_flax

@@ -12,8 +12,8 @@ from flax import linen as nn
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, Fp8DirectDotGeneralOp
 from flax.training import train_state
 from jax import lax
+from small_net import RECIPE, K, L, close, create, data, loss_fn, make_step, newest
 from states import assert_equal, restored, saved
-from training import RECIPE, K, L, close, create, data, loss_fn, make_step, newest
 
 import te_jax as te
 import te_jax.flax as te_flax
