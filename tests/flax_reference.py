@@ -9,6 +9,10 @@ import rope_oracle
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
+def data(*shape, dtype=jnp.float32, seed=1):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
 def unboxed(variables):
     return flax.core.meta.unbox(variables)
 

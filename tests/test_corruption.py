@@ -17,8 +17,9 @@ import pytest
 from flax import linen as nn
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from test_combine import CASES
-from test_train_state import NET, RECIPE, L, assert_equal, close, create, data, loss_fn, make_step, newest
+from shared_uses import CASES
+from small_net import NET, RECIPE, L, close, create, data, loss_fn, make_step, newest
+from states import assert_equal
 
 import te_jax as te
 import te_jax.flax as te_flax

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_cuda_ops import activation_case, bits_equal, odd_values
+from cuda_cases import activation_case, bits_equal, odd_values
 
 from te_jax.ops.activation import (
     activation_block_bwd,

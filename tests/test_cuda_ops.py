@@ -1,15 +1,13 @@
 """On the GPU: every CUDA op against its plain-JAX reference or a float64 meaning, at odd and large sizes."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cuda_cases import activation_case, bits_equal, odd_values, rel
 
 from te_jax.ops import scaling
 from te_jax.ops.activation import activation_bwd, activation_fwd, attributes
-from te_jax.ops.gemm import gemm, gemm_op, gemm_sum
 from te_jax.ops.norm import norm_bwd, norm_fwd
 from te_jax.ops.quantize import quantize
 
@@ -17,23 +15,6 @@ pytestmark = pytest.mark.gpu
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 OUT = ("data", "data_t", "amax", "dbias")
-
-
-def bits_equal(got, want):
-    """Bit for bit; a NaN equals any NaN."""
-    got, want = np.asarray(got), np.asarray(want)
-    nan = np.isnan(want.astype(np.float32))
-    assert (np.isnan(got.astype(np.float32)) == nan).all()
-    raw = f"u{want.itemsize}"
-    differ = (got.view(raw) != want.view(raw)) & ~nan
-    assert not differ.any(), f"{differ.sum()} of {differ.size} differ, first at {np.argwhere(differ)[:3].tolist()}"
-
-
-def odd_values(rng, shape, dtype):
-    """Normal data over many binades, with zeros, an inf and a NaN where there is room."""
-    x = rng.standard_normal(shape) * np.exp2(rng.integers(-12, 12, shape))
-    x[rng.random(shape) < 0.05] = 0.0
-    return jnp.asarray(x.astype(np.float32).astype(dtype))
 
 
 SHAPES = [(1, 1), (1, 1001), (1001, 1), (16, 16), (64, 64), (65, 63), (199, 1001), (1000, 72), (8192, 4096), (7, 65536),
@@ -147,22 +128,20 @@ def values_equal(got, want):
         np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32))
 
 
-def activation_case(names, shape, dtype, rng):
-    x = (rng.standard_normal((shape[0], len(names), shape[1])) * 4).astype(np.float32).astype(dtype)
-    x[: shape[0] // 3, :, : shape[1] // 3] *= np.array(8, dtype)  # saturated
-    x[shape[0] // 2] = 0
-    dy = rng.standard_normal(shape).astype(np.float32).astype(dtype)
-    return jnp.asarray(dy), jnp.asarray(x), np.float32(rng.uniform(1, 30))
-
-
-@pytest.mark.parametrize("shape", ACTIVATION_SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [bf16, f16, f32], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("names", ACTIVATIONS, ids="-".join)
-def test_activation(names, dtype, shape, rng):
-    dy, x, scale = activation_case(names, shape, dtype, rng)
+def test_activation(names, dtype, rng):
+    """All shapes in one program: six take several times as long to compile."""
+    cases = [activation_case(names, shape, dtype, rng) for shape in ACTIVATION_SHAPES]
     attrs = attributes(names)
     run = lambda dy, *a: (activation_fwd(*a, dtype=E4M3, **attrs), activation_bwd(dy, *a, dtype=E5M2, **attrs))
-    fwd, bwd = jax.jit(run)(dy, x, scale)
+    every = jax.jit(lambda cases: [run(*operands) for operands in cases])(cases)
+    for operands, results in zip(cases, every, strict=True):
+        check_activation(names, *operands, *results)
+
+
+def check_activation(names, dy, x, scale, fwd, bwd):
+    attrs, dtype, shape = attributes(names), x.dtype, dy.shape
     if names[0] in EXACT:
         want_fwd = activation_fwd.reference(x, scale, dtype=E4M3, **attrs)
         want_bwd = activation_bwd.reference(dy, x, scale, dtype=E5M2, **attrs)
@@ -206,17 +185,20 @@ def test_amax_alone(names, dtype, shape, rng):
     dy, x, scale = activation_case(names or ("relu",), shape, dtype, rng)
     attrs = dict(attributes(names), dtype=E5M2) if names else dict(split=1, dtype=E4M3)
 
-    @partial(jax.jit, static_argnums=0)
     def run(outputs, scale, dy, x):
         if not names:
             return [quantize(x[:, 0], scale, outputs=outputs, **attrs)[-1]]
         fwd = activation_fwd(x, scale, outputs=outputs, **attrs)
         return fwd[-1], activation_bwd(dy, x, scale, outputs=outputs, **attrs)[-1]
 
+    @jax.jit
+    def both(scale, dy, x):
+        return run(("amax",), None, dy, x), run(("data", "amax"), scale, dy, x)
+
     for row, column in ((0, 0), (-1, -1), (rng.integers(shape[0]), rng.integers(shape[1]))):
         for value in (1000.0, np.nan):
             operands = dy.at[row, column].set(3.0), x.at[row, :, column].set(value)
-            alone, beside = run(("amax",), None, *operands), run(("data", "amax"), scale, *operands)
+            alone, beside = both(scale, *operands)
             np.testing.assert_array_equal(np.asarray(alone), np.asarray(beside))  # a NaN equals a NaN
             assert names or np.isnan(value) or float(alone[0]) == value
             assert not np.isnan(value) or np.isnan(alone[0])
@@ -273,111 +255,6 @@ def test_activation_empty():
         fwd = jax.jit(lambda x: activation_fwd(x, jnp.float32(1), dtype=E4M3, **attrs))(x)
         bwd = jax.jit(lambda dy, x: activation_bwd(dy, x, jnp.float32(1), dtype=E5M2, **attrs))(dy, x)
         assert float(fwd[3]) == float(bwd[3]) == 0.0 and bwd[0].shape == shape and not np.asarray(bwd[4]).any()
-
-
-def rel(got, want):
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    return np.linalg.norm(got - want) / np.linalg.norm(want)
-
-
-def fp8_operand(rng, shape, dtype):
-    return jnp.asarray(rng.standard_normal(shape), f32).astype(dtype)
-
-
-MNK = [
-    (16, 16, 16),
-    (1, 16, 32),
-    (199, 1001, 333),
-    (512, 256, 1024),
-    (8192, 4096, 4096),
-    (1000, 50257, 128),
-    (17, 48, 16),
-]
-
-
-@pytest.mark.parametrize("mnk", MNK, ids=str)
-@pytest.mark.parametrize("types", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=str)
-@pytest.mark.parametrize("out", [f32, bf16, f16], ids=lambda d: d.__name__)
-@pytest.mark.parametrize("fast", [False, True], ids=["split", "fast"])
-def test_gemm_fp8(mnk, types, out, fast, rng):
-    m, n, k = mnk
-    lhs, rhs = fp8_operand(rng, (m, k), types[0]), fp8_operand(rng, (n, k), types[1])
-    scales = jnp.float32(0.25 / k**0.5), jnp.float32(1.7)
-    bias = jnp.asarray(rng.standard_normal(n), f32)
-    got = jax.jit(lambda *a: gemm(*a, out_dtype=out, fast_accum=fast))(lhs, rhs, *scales, bias)
-    want = np.asarray(lhs, np.float32) @ np.asarray(rhs, np.float32).T * np.float32(scales[0] * scales[1])
-    want = want + np.asarray(bias.astype(out), np.float32)
-    # bf16 rounds by 2**-9 at most, 1.1e-3 in the root mean square; Hopper adds FP8 products with 14 bits at least.
-    assert rel(got, want) < 2e-3
-
-
-@pytest.mark.parametrize("dtype,bound", [(f32, 1e-5), (bf16, 2e-3), (f16, 5e-4)], ids=["f32", "bf16", "f16"])
-@pytest.mark.parametrize("mnk", [(199, 1001, 333), (512, 256, 1024)], ids=str)
-def test_gemm_wide(dtype, bound, mnk, rng):
-    m, n, k = mnk
-    lhs, rhs = (jnp.asarray(rng.standard_normal(s), f32).astype(dtype) for s in ((m, k), (n, k)))
-    bias = jnp.asarray(rng.standard_normal(n), dtype)
-    got = jax.jit(lambda *a: gemm(a[0], a[1], bias=a[2]))(lhs, rhs, bias)
-    want = np.asarray(lhs, np.float64) @ np.asarray(rhs, np.float64).T + np.asarray(bias, np.float64)
-    assert rel(got, want) < bound
-
-
-@pytest.mark.parametrize("mnk", [(199, 1001, 333), (512, 256, 1024), (17, 48, 16)], ids=str)
-@pytest.mark.parametrize("operands", [E4M3, bf16, f32], ids=["e4m3", "bf16", "f32"])
-@pytest.mark.parametrize("out", [f32, bf16, f16], ids=lambda d: d.__name__)
-@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
-def test_gemm_adds_c_before_it_rounds(mnk, operands, out, with_bias, rng):
-    m, n, k = mnk
-    lhs, rhs = fp8_operand(rng, (m, k), operands), fp8_operand(rng, (n, k), operands)
-    scales = (jnp.float32(0.25), jnp.float32(1.7)) if operands == E4M3 else (None, None)
-    bias = jnp.asarray(rng.standard_normal(n), f32).astype(out) if with_bias else None
-    exact = np.asarray(lhs, np.float64) @ np.asarray(rhs, np.float64).T
-    exact = exact * (float(scales[0]) * float(scales[1]) if operands == E4M3 else 1.0)
-    # c cancels the product: what is left is what a product rounded before the sum would lose.
-    c = jnp.asarray(-exact + rng.standard_normal((m, n)), f32).astype(out)
-    got = jax.jit(lambda *a: gemm(*a, out_dtype=out))(lhs, rhs, *scales, bias, c)
-    want = exact + np.asarray(c, np.float64) + (np.asarray(bias, np.float64) if with_bias else 0)
-    # Of the largest terms: f32 keeps 2**-24 per addition, FP8 products 14 bits at least; then out rounds.
-    size = np.abs(np.asarray(lhs, np.float64)) @ np.abs(np.asarray(rhs, np.float64)).T
-    size = size * (float(scales[0]) * float(scales[1]) if operands == E4M3 else 1.0)
-    step = float(jnp.finfo(out).eps) / 2
-    error = np.abs(np.asarray(got, np.float64) - want)
-    assert got.dtype == out
-    assert (error <= size * 2.0 ** (-13 if operands == E4M3 else -20) + 1.01 * step * np.abs(want) + 1e-6).all()
-
-
-@pytest.mark.parametrize("operands", [E4M3, bf16, f32], ids=["e4m3", "bf16", "f32"])
-@pytest.mark.parametrize("out", [f32, bf16], ids=lambda d: d.__name__)
-def test_gemm_sum(operands, out, rng):
-    """Three products of different k and a c, as the gradient of what queries, keys and values are made of."""
-    m, n = 199, 256
-    terms = [[fp8_operand(rng, (size, *k), operands) for size in (m, n)] for k in [(64,), (2, 48), (33,)]]
-    scales = (jnp.float32(0.25), jnp.float32(1.7)) if operands == E4M3 else (None, None)
-    factor = float(scales[0] * scales[1]) if operands == E4M3 else 1.0
-    flat = [[np.asarray(a, np.float64).reshape(a.shape[0], -1) for a in term] for term in terms]
-    c = jnp.asarray(rng.standard_normal((m, n)), f32).astype(out)
-    run = lambda terms, c: gemm_sum([(*term, *scales) for term in terms], c, lead=1, out_dtype=out)
-    got = jax.jit(run)(terms, c)
-    want = sum((lhs @ rhs.T * factor for lhs, rhs in flat), np.asarray(c, np.float64))
-    # A rounding after each of three products: of bf16 2**-9, of f32 next to nothing beside FP8's 14 bits of a product.
-    size = sum((abs(lhs) @ abs(rhs).T * factor for lhs, rhs in flat), abs(np.asarray(c, np.float64)))
-    step = float(jnp.finfo(out).eps) / 2
-    error = np.abs(np.asarray(got, np.float64) - want)
-    assert got.dtype == out
-    assert (error <= size * (2.0 ** (-13 if operands == E4M3 else -20) + 4 * step) + 1e-6).all()
-
-
-def test_gemm_c_of_an_empty_sum(rng):
-    c = jnp.asarray(rng.standard_normal((3, 5)), bf16)
-    np.testing.assert_array_equal(gemm(jnp.zeros((3, 0), bf16), jnp.zeros((5, 0), bf16), c=c), c)
-
-
-def test_gemm_many_axes(rng):
-    lhs, rhs = fp8_operand(rng, (3, 8, 5, 16), E4M3), fp8_operand(rng, (2, 24, 5, 16), E4M3)
-    one = jnp.float32(1.0)
-    attrs = dict(contract=2, out_dtype=jnp.dtype(f32), fast_accum=False, tune=True)
-    got = jax.jit(lambda *a: gemm_op(*a, None, None, **attrs))(lhs, rhs, one, one)[0]
-    assert rel(got, gemm_op.reference(lhs, rhs, one, one, None, None, **attrs)[0]) < 1e-3
 
 
 NORM_SHAPES = [(1, 1), (3, 7), (199, 1001), (1024, 4096), (33, 8192), (5, 65536), (2, 65535), (257, 768), (4097, 128),

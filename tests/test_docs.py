@@ -16,7 +16,9 @@ import tomllib
 import warnings
 
 import jax
+import numpy as np
 import pytest
+from flax import nnx
 
 from te_jax import _op
 
@@ -42,6 +44,22 @@ def test_every_block_says_its_language(document):
         assert found[2] in ("python", "python gpu", "python cpu", "sh", "text"), f"{document}: {found[0]}"
 
 
+def check_nnx(names):
+    assert float(names["loss"]) < float(names["first"])
+    assert isinstance(names["nnx_model"], nnx.Module) and float(names["nnx_model"].mlp.x_0_amax_history[-1]) > 0
+
+
+def check_mesh(names):
+    kernel = names["variables"]["params"]["mlp"]["wi_kernel"]
+    assert kernel.addressable_data(0).size * 8 == kernel.size
+    assert names["y"].sharding.spec[:2] == ("fsdp", "tp") and np.isfinite(names["y"]).all()
+
+
+# {document: (words of one of its programs, what holds of its names behind it)}
+DONE = {
+    "docs/guide.md": ("from flax import nnx", check_nnx),
+    "docs/several_devices.md": ("out_shardings=nn.logical_to_mesh_sharding", check_mesh),
+}
 TOGETHER = ("README.md", "docs/guide.md")  # the guide goes on from the README; the others stand alone
 ALONE = [(name,) for name in DOCUMENTS if name not in TOGETHER and any(blocks(name, "python"))]
 
@@ -55,10 +73,14 @@ def test_python_blocks_run(documents, monkeypatch, request):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # a program that we print is no reason for a warning
         for document in documents:
+            words, check = DONE.get(document, ("", None))
             for info, line, text in blocks(document, "python"):
                 code = compile("\n" * line + text, str(ROOT / document), "exec")  # tracebacks name the line
                 if info[1:] in ([], [jax.default_backend()]):
                     exec(code, names)
+                if check and words in text:
+                    check = check(names)
+            assert check is None, f"{document}: no program has {words}"
     if "loss" in names:
         assert jax.numpy.isfinite(names["loss"])
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ffi_calls import TARGETS, survey
+from ffi_calls import TARGETS, outcomes, survey
 from host_cuda import library
 
 from te_jax import _lib
@@ -37,7 +37,7 @@ def on_cpu(handlers):
 
 def test_wrong_calls_are_refused(handlers, on_cpu):
     assert handlers.keys() == set(TARGETS)
-    found = [survey(target, f"host_{target}") for target in TARGETS]
+    found = [survey(target, f"host_{target}", outcomes) for target in TARGETS]
     accepted = [what for each in found for what in each["accepted"]]
     assert not accepted, "\n".join([f"{len(accepted)} of {sum(each['calls'] for each in found)}", *accepted])
     for each in found:  # they get as far as their launch

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from test_sharded_layers import KINDS, LAYER_BOUND, check_equal, check_state, gradients, run_on
+from sharded import KINDS, LAYER_BOUND, check_equal, check_state, gradients, run_on
 
 import te_jax as te
 import te_jax.flax as te_flax

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax_reference import data
 from jax.test_util import check_grads
 
 import te_jax as te
@@ -14,10 +15,6 @@ import te_jax.flax as te_flax
 
 KEY = jax.random.key(0)
 CLOSE = dict(rtol=2e-5, atol=2e-5)  # float32 sums of at most 100 terms of order 1
-
-
-def data(*shape, dtype=jnp.float32, seed=1):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def make(module, *args):

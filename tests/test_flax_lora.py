@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax_reference import data
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -16,10 +17,6 @@ from te_jax.recipe import DelayedScaling, FixedScaling, Float8BlockScaling, Floa
 
 KEY = jax.random.key(0)
 DENSE, NORM_DENSE, MLP = te_flax.DenseGeneral, te_flax.LayerNormDenseGeneral, te_flax.LayerNormMLP
-
-
-def data(*shape, dtype=jnp.float32, seed=1):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def first(y):

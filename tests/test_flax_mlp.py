@@ -6,14 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax_reference import data
 
 import te_jax.flax as te_flax
 
 KEY = jax.random.key(0)
-
-
-def data(*shape, dtype=jnp.float32, seed=1):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 @pytest.mark.parametrize("activations", [("gelu",), ("silu", "linear"), ("linear", "silu")])

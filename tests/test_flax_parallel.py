@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax_reference import data
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import te_jax as te
@@ -25,10 +26,6 @@ FALCON_7B = SHARED | dict(num_gqa_groups=1, enable_rotary_pos_emb=True)
 # Compiling these programs takes the time; LLVM's optimizations are most of it, and they run once.
 _OPTIONS = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
 jit = partial(jax.jit, compiler_options=_OPTIONS)
-
-
-def data(*shape, dtype=jnp.float32, seed=1):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def layer(**fields):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from conftest import fp8_sum_error
 from flax import linen as nn
+from flax_reference import data
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -23,10 +24,6 @@ from te_jax.flax import _state
 KEY = jax.random.key(0)
 L = 4
 RECIPE = recipe.DelayedScaling(amax_history_len=L)
-
-
-def data(*shape, dtype=jnp.float32, seed=1):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_layers import data, fresh_state, observed
+from layer_cases import data, fresh_state, observed
 
 import te_jax as te
 import te_jax.flax as te_flax

@@ -25,21 +25,19 @@ KINDS = {
 all_cases = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-@pytest.fixture(autouse=True)
-def quickly_drawn(request, monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def quickly_drawn():
     """Dropout from one multiplication: an op's rule does not depend on the generator, and Threefry takes XLA a second
-    of compilation for each of some hundred programs."""
-    if "dropout" not in request.node.name:
-        yield
-        return
+    of compilation for each of some hundred programs. Of the whole module: what was traced is forgotten twice."""
 
     def kept(row, rate, s, t):
         mixed = (row[0] ^ jnp.arange(s * t, dtype=jnp.uint32)) * jnp.uint32(2654435761)
         return (mixed >> 8).reshape(s, t) >= jnp.uint32(rate * 2**24)
 
-    monkeypatch.setattr(attention_reference, "kept", kept)
-    jax.clear_caches()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_reference, "kept", kept)
+        jax.clear_caches()
+        yield
     jax.clear_caches()
 
 

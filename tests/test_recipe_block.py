@@ -1,68 +1,28 @@
-"""Block scaling: quantize and GEMM against numpy, layers against float64 and their parts, modules; transforms, and
-meshes where blocks are cut. Meshes that split whole blocks: the op cases of test_op.py."""
+"""Block scaling: quantize and GEMM against numpy, layers against float64. More is in test_recipe_layers.py (layers,
+meshes that cut blocks) and test_op.py (meshes that split whole blocks)."""
 
 import functools
-import math
 
 import block_oracle as oracle
-import collectives
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_sharded_layers as sharded
-from flax import linen as nn
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
-from test_layers import close, data
+from layer_cases import data
+from recipe_cases import near, results, uneven
 
-import te_jax as te
-import te_jax.flax as te_flax
 from te_jax import _lib
-from te_jax.layers import Projection, dense, layernorm, layernorm_dense, layernorm_mlp
-from te_jax.ops.activation import activation
+from te_jax.layers import Projection, dense, layernorm, layernorm_dense
 from te_jax.ops.gemm import gemm, gemm_block_op
 from te_jax.ops.quantize import quantize_block
-from te_jax.recipe import Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
+from te_jax.recipe import Float8BlockScaling, Float8CurrentScaling, Format
 
 RECIPE = Float8BlockScaling()
-OPTIONS = [RECIPE, Float8BlockScaling(True, Format.HYBRID, amax_epsilon=0.5)]
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 f32, bf16 = jnp.float32, jnp.bfloat16
-options = pytest.mark.parametrize("recipe", OPTIONS, ids=["default", "f32-hybrid"])
-
-
-@pytest.mark.parametrize(
-    "error,text,kwargs",
-    [
-        (ValueError, "Float8BlockScaling: fp8_format is .*E5M2 has too few bits", dict(fp8_format=Format.E5M2)),
-        (ValueError, "use_f32_scales is 1; pass a bool", dict(use_f32_scales=1)),
-        *((ValueError, "amax_epsilon is", dict(amax_epsilon=e)) for e in (-1e-6, math.nan, "0", True)),
-        (ValueError, "override_linear_precision is", dict(override_linear_precision=True)),
-        (ValueError, r"fp8_dpa is True; .*DelayedScaling\(fp8_dpa=True\)", dict(fp8_dpa=True)),
-        (ValueError, "fp8_mha is True", dict(fp8_mha=True)),
-        (TypeError, "split_accumulator", dict(split_accumulator=(False, False, False))),
-    ],
-)
-def test_refused(error, text, kwargs):
-    with pytest.raises(error, match=text):
-        Float8BlockScaling(**kwargs)
-
-
-def test_value_semantics():
-    assert Float8BlockScaling(amax_epsilon=0) == RECIPE and hash(Float8BlockScaling()) == hash(RECIPE)
-    assert RECIPE not in (Float8CurrentScaling(), OPTIONS[1])
 
 
 # -- quantize ------------------------------------------------------------------------------------------------
-
-
-def uneven(rng, *shape):
-    """Over many binades, so that blocks have amaxes of their own; a part is zero."""
-    x = rng.standard_normal(shape) * np.exp2(rng.integers(-20, 8, shape))
-    x[tuple(slice(size // 2) for size in shape)] *= 0
-    return x.astype(np.float32)
 
 
 SHAPES = {
@@ -206,43 +166,11 @@ def test_gemm_refuses(monkeypatch):
 # -- layers --------------------------------------------------------------------------------------------------
 
 
-def results(layer, *args):
-    """y, and the gradients of all arguments."""
-    y, vjp = jax.vjp(layer, *args)
-    (dy,) = data(np.random.default_rng(1), y.shape, dtype=y.dtype)
-    return y, vjp(dy)
-
-
 def error_of(x, axis, top, mantissa, lowest):
     """How far FP8 may be off x: half a step of normal numbers, or of the subnormal ones at the scale of its block,
     whose amax becomes `top` or half of it."""
     amax = np.abs(x).max(axis, keepdims=True)
     return np.maximum(np.abs(x) * 2.0 ** -(mantissa + 1), 2 * amax / top * 2.0 ** (lowest - mantissa - 1))
-
-
-@options
-@pytest.mark.parametrize("dtype", [f32, bf16], ids=["f32", "bf16"])
-def test_dense(recipe, dtype, rng):
-    check_dense(recipe, 130, 140, dtype, rng)
-
-
-def check_dense(recipe, tokens, features, dtype, rng):
-    """Two axes are contracted. Against numpy's blocks: sums in another order, then one rounding."""
-    x, residual = data(rng, (2, tokens, 2, features), (2, tokens, 2, 20), dtype=dtype)
-    w, bias = data(rng, (2, features, 2, 20), (2, 20))
-    x = x * jnp.exp2(jnp.arange(features) % 7 * 2.0).astype(dtype)
-    layer = lambda *a: dense(*a, contract=2, recipe=recipe)
-    y, (dx, dw, dbias, dresidual) = jax.jit(functools.partial(results, layer))(x, w * 0.01, bias, residual)
-    (dy,) = data(np.random.default_rng(1), y.shape, dtype=dtype)
-    operands = [np.asarray(a, np.float32) for a in (x, w * 0.01, dy)]
-    added = [np.asarray(a.astype(dtype), np.float64) for a in (bias, residual)]  # bias is rounded to y's type first
-    wants, sizes = ([*oracle.dense(*operands, 2, recipe, of)] for of in (np.array, np.abs))
-    wants[0], sizes[0] = wants[0] + sum(added), sizes[0] + sum(map(np.abs, added))
-    terms, types = (2 * features, 40, 2 * tokens), (dtype, dtype, f32)
-    for got, want, size, of_sum, out in zip((y, dx, dw), wants, sizes, terms, types):
-        oracle.check_gemm(got, want, size, of_sum, out)
-    close(dbias, np.asarray(dy, np.float32).sum((0, 1)))
-    np.testing.assert_array_equal(dresidual, dy)
 
 
 def test_dense_is_near_f32(rng):
@@ -256,24 +184,6 @@ def test_dense_is_near_f32(rng):
     for got, (a, ea, b, eb) in zip((y, *vjp(dy)), products, strict=True):
         bound = ea @ np.abs(b) + np.abs(a) @ eb + ea @ eb + np.abs(a) @ np.abs(b) * 2.0**-16
         assert (np.abs(got - a @ b) <= bound).all()
-
-
-@pytest.mark.parametrize("recipe", [Float8BlockScaling, MXFP8BlockScaling])
-@pytest.mark.parametrize("override", [(True, False, False), (False, True, False), (False, False, True), (True,) * 3])
-def test_override(override, recipe, rng):
-    recipe = recipe(override_linear_precision=override)
-    x, w, dy = data(rng, (130, 24), (24, 10), (130, 10))
-    y, vjp = jax.vjp(lambda *a: dense(*a, recipe=recipe), x, w)
-    narrow = oracle.dense(*map(np.asarray, (x, w, dy)), 1, recipe)
-    for got, wide, *wants in zip((y, *vjp(dy)), override, (x @ w, dy @ w.T, x.T @ dy), narrow):
-        close(got, wants[not wide])
-
-
-def near(got, want):
-    """The same ops in another program: where f32 noise or a bf16 step before a quantization crosses an edge of FP8, a
-    number of some hundred differs by 2**-3 of itself."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert np.linalg.norm(got - want) <= 2.0**-6 * np.linalg.norm(want) + 1e-30
 
 
 def test_layernorm_dense_is_its_parts(rng):
@@ -292,25 +202,7 @@ def test_layernorm_dense_is_its_parts(rng):
         normed = layernorm(x, gamma, beta)
         return flat(dense(normed, w, bias, recipe=RECIPE), dense(normed, w2, recipe=RECIPE), normed)
 
-    run = lambda layer: jax.jit(functools.partial(results, layer))(x, gamma, w, w2, bias)
-    jax.tree.map(near, run(whole), run(parts))
-
-
-@pytest.mark.parametrize("recipe", [RECIPE, MXFP8BlockScaling()], ids=["block", "mxfp8"])
-def test_layernorm_mlp_is_its_parts(recipe, rng):
-    names = "silu", "linear"
-    x, gamma, wi, wo = data(rng, (3, 50, 24), (24,), (24, len(names), 140), (140, 24), dtype=bf16)
-    bi, bo = data(rng, (len(names), 140), (24,), dtype=bf16)
-
-    def whole(x, gamma, wi, wo, bi, bo):
-        options = dict(norm="rmsnorm", activations=names, residual=True, recipe=recipe)
-        return layernorm_mlp(x, gamma, None, wi, wo, bi, bo, **options)
-
-    def parts(x, gamma, wi, wo, bi, bo):
-        z = dense(layernorm(x, gamma, norm="rmsnorm"), wi, bi, recipe=recipe)
-        return dense(activation(z, names), wo, bo, x, recipe=recipe)
-
-    run = lambda layer: jax.jit(functools.partial(results, layer))(x, gamma, wi, wo, bi, bo)
+    run = lambda layer: results(layer, x, gamma, w, w2, bias)
     jax.tree.map(near, run(whole), run(parts))
 
 
@@ -330,99 +222,3 @@ def test_layers_need_an_axis_of_rows():
         dense(x, w, recipe=RECIPE)
     with pytest.raises(ValueError, match=r"dense: kernel has no axis but.*; pass kernel\[..., None\]"):
         dense(jnp.ones((4, 16)), x, recipe=RECIPE)
-
-
-# -- transforms ----------------------------------------------------------------------------------------------
-
-
-def test_vmap_is_a_loop_over_examples(rng):
-    x, gamma, wi, wo = data(rng, (3, 4, 16), (16,), (16, 1, 24), (24, 16))
-    x = x * jnp.array([1e-3, 1.0, 1e3])[:, None, None]
-    mlp = lambda x, *w: layernorm_mlp(x, w[0], None, *w[1:], norm="rmsnorm", residual=True, recipe=RECIPE)
-    step = lambda x, *w: results(jax.checkpoint(mlp), x, *w)
-    got = jax.jit(jax.vmap(step, (0, None, None, None)))(x, gamma, wi, wo)
-    run = jax.jit(step)
-    jax.tree.map(near, got, jax.tree.map(lambda *a: jnp.stack(a), *(run(one, gamma, wi, wo) for one in x)))
-
-
-# -- meshes --------------------------------------------------------------------------------------------------
-
-CUT = {  # b, s, C, F of x and kernel, and how 4 x 2 devices share them
-    "tokens": ((2, 192, 128, 128), P(None, "tp"), P()),  # 1.5 blocks for each: gathered
-    "features": ((4, 8, 384, 160), P("dp", None, "tp"), P("tp")),
-    "kernel": ((4, 8, 128, 320), P("dp"), P(None, "tp")),
-    "whole": ((4, 128, 256, 256), P("dp", None, "tp"), P("tp")),
-}
-
-
-@pytest.mark.usefixtures("on_host")
-@pytest.mark.parametrize("kind", sharded.KINDS)
-@pytest.mark.parametrize("name", CUT)
-def test_cut_blocks_on_a_mesh(name, kind, rng):
-    found = check_on_mesh(RECIPE, *CUT[name], kind, rng)
-    if name == "whole":  # row parallel: nothing is gathered
-        assert not [kind for kind, *_ in found if kind == "all-gather"], found
-
-
-def check_on_mesh(recipe, sizes, x_spec, w_spec, kind, rng):
-    """The numbers of one device, also where shards would have parts of blocks; the gradient of y lies as y does. -> the
-    collectives."""
-    b, s, c, f = sizes
-    x, w, weight = (jnp.asarray(uneven(rng, *shape)) for shape in ((b, s, c), (c, f), (b, s, f)))
-    step = jax.value_and_grad(lambda x, w: jnp.sum(dense(x, w, recipe=recipe) * weight), (0, 1))
-    want = jax.jit(step)(x, w)
-    mesh = jax.make_mesh((4, 2), ("dp", "tp"), axis_types=(sharded.KINDS[kind],) * 2)
-    with jax.set_mesh(mesh):
-        x, w = (jax.device_put(np.asarray(a), NamedSharding(mesh, spec)) for a, spec in ((x, x_spec), (w, w_spec)))
-        if kind == "explicit":
-            y_spec = jax.eval_shape(lambda x, w: dense(x, w, recipe=recipe), x, w).sharding
-            weight = jax.device_put(np.asarray(weight), NamedSharding(mesh, y_spec.spec))
-        program, found = collectives.compiled(jax.jit(step), x, w, mesh=mesh)
-        got = program(x, w)
-    jax.tree.map(close, got, want)
-    return found
-
-
-@pytest.mark.usefixtures("on_host")
-@pytest.mark.parametrize("kind", sharded.KINDS)
-def test_modules_on_a_mesh(kind, monkeypatch):
-    """Sequence parallelism: the gradients of row-parallel layers are gathered before they are quantized."""
-    monkeypatch.setattr(sharded, "RECIPE", RECIPE)
-    monkeypatch.setattr(sharded, "on_one_device", functools.cache(sharded.on_one_device.__wrapped__))
-    _, others, want = sharded.on_one_device("mlp", True, bf16)
-    got, _ = sharded.on_mesh.__wrapped__("mlp", "dp-fsdp-tp-sp", kind, True, bf16)
-    assert others == got[1][1] == {}
-    sharded.check_equal((got[0], got[1][0], got[1][2]), (want[0], want[1][0], want[1][2]), 2e-2)
-
-
-# -- modules -------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def losses_of_steps(recipe):
-    """Of five steps of a layer without FP8 state, or without FP8."""
-    fields = dict(hidden_size=16, mlp_hidden_size=144, num_attention_heads=2, hidden_dropout=0.0)
-    module = te_flax.TransformerLayer(**fields, attention_dropout=0.0)
-    (x,) = data(np.random.default_rng(0), (1, 140, 16))
-    with te.autocast(recipe is not None, recipe):
-        state, params = flax.core.pop(nn.meta.unbox(jax.jit(module.init)(jax.random.key(0), x)), "params")
-        assert state == {}
-
-        @jax.jit
-        def step(params):
-            loss = lambda params: jnp.mean(module.apply({"params": params}, x) ** 2)
-            value, grads = te.value_and_grad(loss)(params)
-            return value, jax.tree.map(lambda p, g: p - 3e-2 * g, params, grads)
-
-        found = []
-        for _ in range(5):
-            loss, params = step(params)
-            found.append(float(loss))
-    return np.array(found)
-
-
-def test_a_transformer_layer_trains():
-    """The losses are those of f32 up to what FP8 may do to a step."""
-    got, want = losses_of_steps(RECIPE), losses_of_steps(None)
-    assert (np.diff(got) < 0).all() and got[-1] < 0.97 * got[0]
-    np.testing.assert_allclose(got, want, rtol=2.0**-5)

@@ -1,5 +1,5 @@
-"""Current scaling: its law, and layers and modules against the same mathematics in plain JAX, where every tensor goes
-through FP8 with its own amax; under transforms. On meshes: test_recipe_current_mesh.py."""
+"""Current scaling: layers and modules against the same mathematics in plain JAX, where every tensor goes through FP8
+with its own amax; under transforms. Its law: test_recipe.py; on meshes: test_recipe_current_mesh.py."""
 
 import functools
 import math
@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from jax import lax
-from test_layers import close, data, fresh_state, observed, qdq, reference_norm, with_gradients
+from layer_cases import close, data, fresh_state, observed, qdq, reference_norm
+from recipe_cases import near, own, results
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -27,78 +28,7 @@ options = pytest.mark.parametrize("recipe", OPTIONS, ids=["default", "power_2"])
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "bf16"])
 
 
-# -- the law -------------------------------------------------------------------------------------------------
-
-
-def law(recipe, amax, top):
-    """In Python."""
-    if not math.isfinite(amax) or amax == 0:
-        return 1.0
-    scale = min(top / max(amax, recipe.amax_epsilon), 3.4028234663852886e38)
-    return 2.0 ** math.floor(math.log2(scale)) if recipe.power_2_scale else scale
-
-
-@functools.cache
-def scale_of(recipe, top):
-    return jax.jit(lambda amax: recipe.scale("x", None, amax, top))
-
-
-@options
-@pytest.mark.parametrize("top", [448.0, 57344.0])
-@pytest.mark.parametrize("amax", [2.890625, 448.0, 1.0, 0.1, 1e-30, 1e-37, 3e38, 0.0, math.inf, math.nan])
-def test_law(recipe, amax, top):
-    got = float(scale_of(recipe, top)(jnp.float32(amax)))
-    assert got == pytest.approx(law(recipe, float(np.float32(amax)), top), rel=0 if recipe.power_2_scale else 2**-23)
-
-
-def test_power_of_2_is_exact_where_a_logarithm_is_not():
-    """Just under a power of 2, where log2 in f32 is the integer above."""
-    below = float(np.nextafter(np.float32(8), np.float32(0)))
-    recipe = Float8CurrentScaling(power_2_scale=True)
-    assert float(recipe.scale("x", None, jnp.float32(1 / 2**20), below / 2**20)) == 4.0
-
-
-@pytest.mark.parametrize(
-    "error,text,kwargs",
-    [
-        (ValueError, "Float8CurrentScaling: fp8_format is .*E5M2 has too few bits", dict(fp8_format=Format.E5M2)),
-        (TypeError, "pass a recipe.Format", dict(fp8_format="HYBRID")),
-        (ValueError, "power_2_scale is 1; pass a bool", dict(power_2_scale=1)),
-        *((ValueError, "amax_epsilon is", dict(amax_epsilon=e)) for e in (-1e-6, math.nan, math.inf, 1e39, "0", True)),
-        (ValueError, "override_linear_precision is", dict(override_linear_precision=(True,))),
-        (ValueError, "split_accumulator is", dict(split_accumulator=True)),
-        (ValueError, "reduce_amax is None", dict(reduce_amax=None)),
-        (ValueError, r"fp8_dpa is True; .*DelayedScaling\(fp8_dpa=True\)", dict(fp8_dpa=True)),
-        (ValueError, "fp8_mha is True", dict(fp8_mha=True)),
-        (TypeError, "margin", dict(margin=0)),
-    ],
-)
-def test_refused(error, text, kwargs):
-    with pytest.raises(error, match=text):
-        Float8CurrentScaling(**kwargs)
-
-
-@pytest.mark.parametrize("recipe", [Float8CurrentScaling, "current"])
-def test_no_recipe(recipe):
-    with pytest.raises(TypeError, match="dense: recipe is .*; pass "):
-        dense(jnp.ones((2, 4)), jnp.ones((4, 3)), recipe=recipe)
-
-
-def test_value_semantics():
-    assert Float8CurrentScaling(amax_epsilon=0) == RECIPE and hash(Float8CurrentScaling()) == hash(RECIPE)
-    assert RECIPE not in (DelayedScaling(), OPTIONS[1])
-
-
 # -- layers --------------------------------------------------------------------------------------------------
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def own(x, direction, recipe):
-    """What FP8 makes of x [...], with x's own scale; f32."""
-    top, amax = recipe.fp8_format.max(direction), jnp.max(jnp.abs(x.astype(jnp.float32)))
-    scale = top / jnp.maximum(amax, recipe.amax_epsilon)
-    scale = jnp.exp2(jnp.floor(jnp.log2(scale))) if recipe.power_2_scale else scale
-    return qdq(x, jnp.where(jnp.isfinite(amax) & (amax > 0), scale, 1.0), recipe.fp8_format.dtype(direction))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -165,26 +95,6 @@ def emulated_norm_mlp(
     return emulated_dense(a, wo, wo_bias, residual, recipe=recipe, dtype=x.dtype)
 
 
-def near(got, want, dtype=jnp.float32):
-    """Norms and activations are compiled otherwise here than in their ops: where their f32 noise, or a bf16 number that
-    it moved by a step of 2**-8, crosses an edge of FP8, a byte differs by a step, 2**-3 (2**-2 in E5M2). Of 300 bytes
-    one or two do, each 1 / sqrt(300) of the norm. A scale that is off by a tenth moves most: some 2**-5."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert np.linalg.norm(got - want) <= 2.0**-6 * np.linalg.norm(want) + 1e-30
-
-
-def results(layer, *args):
-    """y, and the gradients of all arguments; of one program."""
-
-    @jax.jit
-    def run(*args):
-        y, vjp = jax.vjp(layer, *args)
-        (dy,) = data(np.random.default_rng(1), y.shape, dtype=y.dtype)
-        return y, vjp(dy)
-
-    return run(*args)
-
-
 @options
 @dtypes
 def test_dense(recipe, dtype, rng):
@@ -193,21 +103,6 @@ def test_dense(recipe, dtype, rng):
     w, bias = data(rng, (6, 8, 2, 20), (2, 20))
     run = lambda layer: results(lambda *a: layer(*a, contract=2, recipe=recipe), x, w * 0.01, bias, residual)
     jax.tree.map(functools.partial(close, dtype=dtype), run(dense), run(emulated_dense))
-
-
-@pytest.mark.parametrize("override", [(True, False, False), (False, True, False), (False, False, True), (True,) * 3])
-def test_override(override, rng):
-    recipe = Float8CurrentScaling(override_linear_precision=override)
-    x, w, dy = data(rng, (6, 24), (24, 10), (6, 10))
-    y, grads = with_gradients(lambda *a: dense(*a, recipe=recipe), x, w, dy=dy)
-    exact = results_of_gemms(x, w, dy)
-    narrow = results_of_gemms(*(own(a, way, recipe) for a, way in ((x, "fwd"), (w, "fwd"), (dy, "bwd"))))
-    for got, wide, *wants in zip((y, *grads), override, exact, narrow):
-        close(got, wants[not wide])
-
-
-def results_of_gemms(x, w, dy):
-    return x @ w, dy @ w.T, x.T @ dy
 
 
 @options
@@ -271,21 +166,6 @@ def test_an_outlier_after_small_batches_does_not_saturate(rng):
 
 def mlp(x, gamma, wi, wo):
     return layernorm_mlp(x, gamma, None, wi, wo, norm="rmsnorm", residual=True, recipe=RECIPE)
-
-
-def test_vmap_is_a_loop_over_examples(rng):
-    """Each with scales of its own: they differ by powers of 10."""
-    x, gamma, wi, wo = data(rng, (3, 4, 16), (16,), (16, 1, 24), (24, 16))
-    x = x * jnp.array([1e-3, 1.0, 1e3])[:, None, None]
-    step = lambda x, *w: results(mlp, x, *w)
-    of_dense = lambda x: dense(x, wi[:, 0], recipe=RECIPE)
-    got, y = jax.jit(lambda x, *w: (jax.vmap(step, (0, None, None, None))(x, *w), jax.vmap(of_dense)(x)))(
-        x, gamma, wi, wo
-    )
-    alone = jax.jit(step)
-    each = [alone(one, gamma, wi, wo) for one in x]
-    jax.tree.map(near, got, jax.tree.map(lambda *a: np.stack(a), *each))
-    close(y[0], emulated_dense(x[0], wi[:, 0], recipe=RECIPE))
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "remat"])

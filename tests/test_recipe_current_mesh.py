@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_sharded_layers as sharded
+import sharded
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_layers import close, data
-from test_recipe_current import results
+from layer_cases import close, data
+from recipe_cases import results
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -108,20 +108,6 @@ def test_layernorm_mlp(kind, rng):
     np.testing.assert_array_equal(np.delete(got, 2), np.delete(want, 2))
     np.testing.assert_allclose(got[2], want[2], rtol=2.0**-20)
     assert np.linalg.norm(y - want_y) <= 2.0**-6 * np.linalg.norm(want_y)  # see `near` of test_recipe_current.py
-
-
-@kinds
-@pytest.mark.parametrize("name", ["dp-tp", "dp-fsdp-tp-sp"])
-@pytest.mark.parametrize("what", ["mlp", "mha"])
-def test_modules(what, name, kind, monkeypatch):
-    """Numbers of one device, and no collective beyond those under delayed scaling but of single numbers."""
-    monkeypatch.setattr(sharded, "RECIPE", RECIPE)
-    monkeypatch.setattr(sharded, "on_one_device", functools.cache(sharded.on_one_device.__wrapped__))
-    _, others, want = sharded.on_one_device(what, True, jnp.bfloat16)
-    got, found = sharded.on_mesh.__wrapped__(what, name, kind, True, jnp.bfloat16)
-    assert others == got[1][1] == {}
-    sharded.check_equal((got[0], got[1][0], got[1][2]), (want[0], want[1][0], want[1][2]), 2e-2)
-    sharded.check_collectives(found, sharded.minimum(what, name, True, 2))
 
 
 # -- shard_map -----------------------------------------------------------------------------------------------

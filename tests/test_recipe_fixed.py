@@ -1,7 +1,6 @@
 """Fixed scales: layers against plain JAX, modules against delayed scaling with the same scales, transforms and meshes;
 and that nothing looks for an amax."""
 
-import math
 import re
 
 import collectives
@@ -14,9 +13,8 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_layers import TENSORS, close, data, emulated, with_gradients
-from test_recipe_block import losses_of_steps
-from test_recipe_current import near
+from layer_cases import TENSORS, close, data, emulated, with_gradients
+from recipe_cases import near
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -28,31 +26,6 @@ RECIPE = FixedScaling()
 SCALES = dict(x_scale=3.0, kernel_scale=100.0, grad_scale=0.5)
 KEY = jax.random.key(0)
 LAYER = dict(hidden_size=16, mlp_hidden_size=24, num_attention_heads=2, hidden_dropout=0.0, attention_dropout=0.0)
-
-
-@pytest.mark.parametrize(
-    "error,text,kwargs",
-    [
-        (ValueError, "FixedScaling: fp8_format is .*E5M2 has too few bits", dict(fp8_format=Format.E5M2)),
-        *(
-            (ValueError, f"FixedScaling: {field} is .*; pass a number from 2\\*\\*-126", {field: bad})
-            for field, bad in zip([*SCALES] * 3, (0, -1.0, math.nan, math.inf, "1", True, 2.0**127, 1e-39, None))
-        ),
-        (ValueError, "override_linear_precision is", dict(override_linear_precision=True)),
-        (ValueError, "split_accumulator is", dict(split_accumulator=None)),
-        (ValueError, r"fp8_dpa is True; .*DelayedScaling\(fp8_dpa=True\)", dict(fp8_dpa=True)),
-        (ValueError, "fp8_mha is True", dict(fp8_mha=True)),
-        (TypeError, "reduce_amax", dict(reduce_amax=True)),
-    ],
-)
-def test_refused(error, text, kwargs):
-    with pytest.raises(error, match=text):
-        FixedScaling(**kwargs)
-
-
-def test_value_semantics():
-    assert FixedScaling(x_scale=1, kernel_scale=64) == RECIPE and hash(FixedScaling(exclude=[])) == hash(RECIPE)
-    assert RECIPE not in (FixedScaling(2.0), Float8CurrentScaling(), DelayedScaling())
 
 
 @pytest.mark.parametrize("override", [(False,) * 3, (True, False, False), (False, True, True)], ids=str)
@@ -160,10 +133,3 @@ def test_nothing_crosses_devices_for_a_scale(kind, rng):
         got = program(*operands)
     jax.tree.map(close, got, want)
     assert [(each.kind, each.bytes) for each in found] == [("all-reduce", 4 * w.size)]
-
-
-def test_a_transformer_layer_trains():
-    """With the scales that are there by default; the losses are those of f32 up to what FP8 may do to a step."""
-    got, want = losses_of_steps(RECIPE), losses_of_steps(None)
-    assert (np.diff(got) < 0).all() and got[-1] < 0.97 * got[0]
-    np.testing.assert_allclose(got, want, rtol=2.0**-5)

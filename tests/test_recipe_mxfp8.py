@@ -1,47 +1,25 @@
-"""MXFP8: its law, quantize and GEMM against numpy, what the CUDA lowering asks of XLA, layers, meshes. More is in
-test_recipe_block.py (layers) and test_op.py (ops)."""
+"""MXFP8: its law, quantize and GEMM against numpy, what the CUDA lowering asks of XLA. More is in
+test_recipe_layers.py (layers, meshes) and test_op.py (ops)."""
 
 import block_oracle as oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_sharded_layers as sharded
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from test_recipe_block import check_dense, check_on_mesh, losses_of_steps, uneven
+from recipe_cases import uneven
 
 from te_jax import _lib
 from te_jax.layers import dense
 from te_jax.ops.gemm import gemm, gemm_mx_op
 from te_jax.ops.quantize import quantize_mx
-from te_jax.recipe import Float8BlockScaling, Format, MXFP8BlockScaling
+from te_jax.recipe import MXFP8BlockScaling
 from te_jax.recipe.mxfp8 import scale_inv_of_amax
 
 RECIPE = MXFP8BlockScaling()
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 f32, bf16 = jnp.float32, jnp.bfloat16
-
-
-@pytest.mark.parametrize(
-    "error,text,kwargs",
-    [
-        (ValueError, "MXFP8BlockScaling: fp8_format is .*E5M2 has too few bits", dict(fp8_format=Format.E5M2)),
-        (ValueError, "override_linear_precision is", dict(override_linear_precision=True)),
-        (ValueError, r"fp8_dpa is True; .*DelayedScaling\(fp8_dpa=True\)", dict(fp8_dpa=True)),
-        (ValueError, "fp8_mha is True", dict(fp8_mha=True)),
-        (TypeError, "margin", dict(margin=0)),
-        (TypeError, "split_accumulator", dict(split_accumulator=(False, False, False))),
-    ],
-)
-def test_refused(error, text, kwargs):
-    with pytest.raises(error, match=text):
-        MXFP8BlockScaling(**kwargs)
-
-
-def test_value_semantics():
-    assert MXFP8BlockScaling(exclude=[]) == RECIPE and hash(MXFP8BlockScaling(exclude=[])) == hash(RECIPE)
-    assert RECIPE not in (Float8BlockScaling(), MXFP8BlockScaling(Format.HYBRID))
 
 
 # -- the law -------------------------------------------------------------------------------------------------
@@ -213,26 +191,3 @@ def test_each_shard_lowers_to_xlas_product(monkeypatch):
     (call,) = [line for line in text.splitlines() if "custom_call @__op$block_scaled_dot" in line]
     operands = "tensor<1x32x64xf8E4M3FN>, tensor<1x48x64xf8E4M3FN>, tensor<1x32x2xf8E8M0FNU>, tensor<1x48x2xf8E8M0FNU>"
     assert f"({operands}) -> tensor<1x32x48xf32>" in call
-
-
-# -- layers --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [f32, bf16], ids=["f32", "bf16"])
-@pytest.mark.parametrize("fp8_format", [Format.E4M3, Format.HYBRID])
-def test_dense(fp8_format, dtype, rng):
-    check_dense(MXFP8BlockScaling(fp8_format), 33, 40, dtype, rng)
-
-
-@pytest.mark.usefixtures("on_host")
-@pytest.mark.parametrize("kind", sharded.KINDS)
-def test_cut_blocks_on_a_mesh(kind, rng):
-    """Two devices share 1.5 blocks each of the features."""
-    check_on_mesh(RECIPE, (4, 8, 96, 40), P("dp", None, "tp"), P("tp"), kind, rng)
-
-
-def test_a_transformer_layer_trains():
-    """The losses are those of f32 up to what FP8 may do to a step."""
-    got, want = losses_of_steps(RECIPE), losses_of_steps(None)
-    assert (np.diff(got) < 0).all() and got[-1] < 0.97 * got[0]
-    np.testing.assert_allclose(got, want, rtol=2.0**-5)

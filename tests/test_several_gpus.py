@@ -11,7 +11,7 @@ import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_sharded_layers import KINDS, LAYER_BOUND, RECIPE, check_equal, gradients, run_on
+from sharded import KINDS, LAYER_BOUND, RECIPE, check_equal, gradients, run_on
 
 import te_jax as te
 import te_jax.flax as te_flax

@@ -2,7 +2,6 @@
 (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053; sequence parallelism: Korthikanti et al. 2022,
 https://arxiv.org/abs/2205.05198; FSDP: Zhao et al. 2023, https://arxiv.org/abs/2304.11277)."""
 
-import contextlib
 import functools
 
 import collectives
@@ -14,6 +13,30 @@ import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from sharded import (
+    KEY,
+    KINDS,
+    LAYER_BOUND,
+    MESHES,
+    RECIPE,
+    SMALL,
+    WIDTHS,
+    B,
+    H,
+    S,
+    check_collectives,
+    check_equal,
+    check_state,
+    data,
+    gradients,
+    minimum,
+    module_of,
+    on_mesh,
+    on_one_device,
+    relative_error,
+    resource,
+    run_on,
+)
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -21,181 +44,11 @@ from te_jax import recipe, sharding
 from te_jax.flax._common import Dropout
 from te_jax.ops.attention import dot_product_attention
 from te_jax.ops.norm import norm
-from te_jax.sharding import global_shard_guard
 
 pytestmark = pytest.mark.usefixtures("on_host")
 
-B, S, H, F, HEADS = 8, 16, 64, 128, 8
-RECIPE = recipe.DelayedScaling(amax_history_len=4)
-KEY = jax.random.key(0)
-
-MESHES = {  # sizes of the mesh axes; sp: the sequence lies on tp outside of the GEMMs
-    "dp": dict(dp=8),
-    "fsdp": dict(fsdp=8),
-    "tp": dict(tp=8),
-    "tp-sp": dict(tp=8),
-    "dp-tp": dict(dp=2, tp=4),
-    "dp-fsdp-tp": dict(dp=2, fsdp=2, tp=2),
-    "dp-fsdp-tp-sp": dict(dp=2, fsdp=2, tp=2),
-}
-KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-WIDTHS = {"mlp": (F, F), "mha": (3 * H, H)}  # of the column-parallel product, of the row-parallel operand
-
-
-def resource(name) -> te.MeshResource:
-    """The roles of the mesh axes."""
-    roles = {f"{axis}_resource": axis for axis in MESHES[name]}
-    if name.endswith("sp"):
-        roles["tpsp_resource"] = roles.pop("tp_resource")
-    return te.MeshResource(**roles)
-
-
-def module_of(what, sp: bool, **fields):
-    """The module under test, with logical names on its parameters and activations."""
-    seq = "nvte_seqlen_tp" if sp else "nvte_seqlen"
-    if what == "mha":
-        fields = dict(head_dim=H // HEADS, num_attention_heads=HEADS, enable_sequence_parallel=sp) | fields
-        return te_flax.MultiHeadAttention(**fields)
-    if what == "layer":
-        own = dict(hidden_size=H, mlp_hidden_size=F, num_attention_heads=HEADS, enable_sequence_parallel=sp)
-        return te_flax.TransformerLayer(**own | dict(hidden_dropout=0.0, attention_dropout=0.0) | fields)
-    return te_flax.LayerNormMLP(
-        intermediate_dim=F,
-        scale_axes=("nvte_w_no_shard",),
-        ln_bias_axes=("nvte_w_no_shard",),
-        kernel_axes_1=("nvte_w_fsdp", "nvte_w_joined", "nvte_w_tp"),
-        kernel_axes_2=("nvte_w_tp", "nvte_w_fsdp"),
-        layernorm_input_axes=("nvte_batch", seq, "nvte_hidden"),
-        dot_1_input_axes=("nvte_batch", "nvte_seqlen", "nvte_hidden"),
-        dot_2_input_axes=("nvte_batch", "nvte_seqlen", "nvte_hidden_tp"),
-        **fields,
-    )
-
-
-def data(dtype, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(B, S, H)), dtype)
-
-
-def gradients(module):
-    """(params, state, x, w) -> loss, its gradients by the first three; w makes every output count differently."""
-
-    def loss(params, others, x, w):
-        y = module.apply({"params": params, **others}, x)
-        y = y[0] if isinstance(y, tuple) else y
-        return jnp.sum(y.astype(jnp.float32) * w)
-
-    return jax.value_and_grad(loss, argnums=(0, 1, 2))
-
-
-@functools.cache
-def on_one_device(what, fp8, dtype, fields=()):
-    """(parameters in boxes, state, loss and gradients) of the module without a mesh."""
-    module, x = module_of(what, False, dtype=dtype, **dict(fields)), data(dtype)
-    with te.autocast(fp8, RECIPE):
-        others, params = flax.core.pop(jax.jit(module.init)(KEY, x), "params")
-        return params, others, jax.jit(gradients(module))(nn.meta.unbox(params), others, x, data(dtype, 1))
-
-
-@functools.cache
-def on_mesh(what, name, kind, fp8, dtype, fields=()):
-    """(loss and gradients, collectives) on the mesh `name`, gradients sharded as what they belong to."""
-    params, others, _ = on_one_device(what, fp8, dtype, fields)
-    module, sizes = module_of(what, name.endswith("sp"), dtype=dtype, **dict(fields)), MESHES[name]
-    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(KINDS[kind],) * len(sizes))
-    batch = tuple(axis for axis in ("dp", "fsdp") if axis in sizes)
-    spec = P(batch or None, "tp" if name.endswith("sp") else None)
-    arrays = [data(dtype, seed) for seed in (0, 1)]
-    with te.autocast(fp8, RECIPE):
-        return run_on(mesh, resource(name), module, params, others, arrays, spec)
-
-
-def run_on(mesh, resource, module, params, others, arrays, spec):
-    """(loss and gradients, collectives): parameters, in boxes, by their logical names, x and w of `arrays` by `spec`,
-    the state on every device; gradients are sharded as what they belong to."""
-    with jax.set_mesh(mesh), global_shard_guard(resource):
-        rules = te_flax.extend_logical_axis_rules(())
-        specs = nn.logical_to_mesh_sharding(nn.get_partition_spec(params), mesh, rules)
-        operands = (
-            jax.tree.map(jax.device_put, jax.tree.map(np.asarray, nn.meta.unbox(params)), specs),
-            jax.device_put(others, NamedSharding(mesh, P())),
-            *(jax.device_put(np.asarray(a), NamedSharding(mesh, spec)) for a in arrays),
-        )
-        out = None, jax.tree.map(lambda a: a.sharding, operands[:3])
-        with nn.logical_axis_rules(rules) if AxisType.Auto in mesh.axis_types else contextlib.nullcontext():
-            step = jax.jit(gradients(module), out_shardings=out)
-            program, found = collectives.compiled(step, *operands, mesh=mesh)
-        return program(*operands), found
-
 
 # -- the minimum ---------------------------------------------------------------------------------------------
-
-
-def minimum(what, name, fp8: bool, size: int) -> dict:
-    """{(kind, type, mesh axes): (number, bytes on a device)} of a block, forward and backward, data of `size` bytes.
-
-    Of an all-gather and a reduce-scatter the larger side counts. Per block with the column-parallel kernel [H, n1] and
-    the row-parallel [n2, H], for the T tokens of a data-parallel rank:
-
-    dp    one all-reduce of each kernel's gradient (a shard of it, beside fsdp and tp)
-    fsdp  an all-gather of each kernel forward, one backward, of FP8; a reduce-scatter of its gradient
-    tp    an all-reduce of [T, H] forward, one backward
-    sp    reduce-scatters in their place; all-gathers of x forward, of x and of the output's gradient backward, of FP8
-    """
-    sizes, wide = MESHES[name], {2: "bf16", 4: "f32"}[size]
-    dp, fsdp, tp, sp = (*(sizes.get(axis, 1) for axis in ("dp", "fsdp", "tp")), name.endswith("sp"))
-    tokens = B * S * H // (dp * fsdp)
-    kernels = sum(H * n for n in WIDTHS[what]) // tp
-    gathered, width = ("f8e4m3fn", 1) if fp8 else (wide, size)
-    table = {}
-    if dp > 1:
-        table["all-reduce", wide, "dp"] = (2, kernels // fsdp * size)
-    if fsdp > 1:
-        times = 2 if fp8 else 1  # without FP8 it is XLA that keeps what was gathered
-        table["all-gather", gathered, "fsdp"] = (2 * times, times * kernels * width)
-        table["reduce-scatter", wide, "fsdp"] = (2, kernels * size)
-    if tp > 1:
-        table["reduce-scatter" if sp else "all-reduce", wide, "tp"] = (2, 2 * tokens * size)
-    if sp and fp8:
-        table["all-gather", "f8e4m3fn", "tp"] = (2, 2 * tokens)
-        table["all-gather", "f8e5m2", "tp"] = (1, tokens)
-    elif sp:
-        table["all-gather", wide, "tp"] = (2, 2 * tokens * size)
-    return table
-
-
-SMALL = 512  # bytes: amaxes, the loss, gradients of norms
-
-
-def check_collectives(found, want: dict):
-    assert collectives.table(found, SMALL) == want
-    small = [c for c in found if c.bytes <= SMALL]
-    assert {c.kind for c in small} <= {"all-reduce"}, small
-
-
-def relative_error(got, want) -> float:
-    got, want = (np.asarray(a, np.float32) for a in (got, want))
-    return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30))
-
-
-def check_equal(got, want, bound):
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        assert a.shape == b.shape and a.dtype == b.dtype
-        assert relative_error(a, b) < bound, (jax.tree_util.keystr(path), relative_error(a, b))
-
-
-def check_state(got, want):
-    """Scales and histories are the same on all devices; those of the block's input and of kernels bit for bit those of
-    one device, for their amax passes no sum that a mesh orders otherwise. The rest are amaxes behind sums of another
-    order: bf16 partial sums of 8 devices (2**-8 each), and FP8 numbers on an edge that fall to the other side."""
-    got, want = (flax.traverse_util.flatten_dict(nn.meta.unbox(state), sep="/") for state in (got, want))
-    assert got.keys() == want.keys()
-    for name, leaf in got.items():
-        for shard in leaf.addressable_shards:
-            np.testing.assert_array_equal(shard.data, leaf.addressable_shards[0].data)
-        tensor = name.rsplit("/", 1)[-1]
-        if tensor.startswith("kernel") or name in ("fp8_metas/qkv/x_scale", "fp8_metas/x_0_scale"):
-            np.testing.assert_array_equal(leaf, want[name], err_msg=name)
-        np.testing.assert_allclose(leaf, want[name], rtol=2e-2, err_msg=name)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -203,8 +56,8 @@ def check_state(got, want):
 @pytest.mark.parametrize("what", WIDTHS)
 def test_fp8(what, name, kind):
     """bf16 data, so that attention goes through its op."""
-    _, _, want = on_one_device(what, True, jnp.bfloat16)
-    got, found = on_mesh(what, name, kind, True, jnp.bfloat16)
+    _, _, want = on_one_device(what, RECIPE, jnp.bfloat16)
+    got, found = on_mesh(what, name, kind, RECIPE, jnp.bfloat16)
     check_state(got[1][1], want[1][1])
     check_equal((got[0], got[1][0], got[1][2]), (want[0], want[1][0], want[1][2]), 2e-2)
     check_collectives(found, minimum(what, name, True, 2))
@@ -214,8 +67,8 @@ def test_fp8(what, name, kind):
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("what", WIDTHS)
 def test_f32_numbers(what, name, kind):
-    _, _, want = on_one_device(what, False, jnp.float32)
-    check_equal(on_mesh(what, name, kind, False, jnp.float32)[0], want, 1e-5)
+    _, _, want = on_one_device(what, None, jnp.float32)
+    check_equal(on_mesh(what, name, kind, None, jnp.float32)[0], want, 1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -223,7 +76,7 @@ def test_f32_numbers(what, name, kind):
 @pytest.mark.parametrize("what", WIDTHS)
 def test_f32_collectives(what, name, kind):
     """XLA gathers a kernel once, and keeps it, or once for each direction."""
-    found = on_mesh(what, name, kind, False, jnp.float32)[1]
+    found = on_mesh(what, name, kind, None, jnp.float32)[1]
     want, got = minimum(what, name, False, 4), collectives.table(found, SMALL)
     if (gather := ("all-gather", "f32", "fsdp")) in want and got.get(gather, (0,))[0] == 4:
         want[gather] = (4, 2 * want[gather][1])
@@ -233,7 +86,7 @@ def test_f32_collectives(what, name, kind):
 def test_wgrad_out_of_fp8():
     """By `override_linear_precision`: activations are not gathered for it, and the sum is scattered, as in FP8."""
     name, wide = "dp-fsdp-tp", recipe.DelayedScaling(amax_history_len=4, override_linear_precision=(False, False, True))
-    params, others, _ = on_one_device("mlp", True, jnp.float32)
+    params, others, _ = on_one_device("mlp", RECIPE, jnp.float32)
     mesh = jax.make_mesh((2, 2, 2), tuple(MESHES[name]), axis_types=(AxisType.Explicit,) * 3)
     arrays, module = [data(jnp.float32, seed) for seed in (0, 1)], module_of("mlp", False)
     with te.autocast(True, wide):
@@ -243,19 +96,13 @@ def test_wgrad_out_of_fp8():
     check_collectives(found, minimum("mlp", name, True, 4))
 
 
-# Partial sums are rounded to bf16 on each device: 2**-9 of a number moves one FP8 number in 64 (E4M3, steps of 2**-3;
-# in 128 for E5M2, 2**-2) to a neighbour, 1 or 2 % of a tensor. The gradient of qkv sees some ten such tensors. In f32
-# next to none of them moves.
-LAYER_BOUND = {jnp.bfloat16: 8e-2, jnp.float32: 5e-3}
-
-
 @pytest.mark.parametrize("dtype", LAYER_BOUND, ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["dp-fsdp-tp", "dp-fsdp-tp-sp"])
 def test_transformer_layer(name, kind, dtype):
     """The collectives are those of its two blocks, and none between them."""
-    _, _, want = on_one_device("layer", True, dtype)
-    got, found = on_mesh("layer", name, kind, True, dtype)
+    _, _, want = on_one_device("layer", RECIPE, dtype)
+    got, found = on_mesh("layer", name, kind, RECIPE, dtype)
     check_equal((got[0], got[1][0], got[1][2]), (want[0], want[1][0], want[1][2]), LAYER_BOUND[dtype])
     each = [minimum(what, name, True, jnp.dtype(dtype).itemsize) for what in WIDTHS]
     check_collectives(found, {key: tuple(map(sum, zip(*(m[key] for m in each)))) for key in each[0]})
@@ -366,30 +213,32 @@ def test_explicit_axes_of_one_device(sp):
 GROUPED = (("num_gqa_groups", 2),)  # of 8 query heads, on 4 devices
 
 
-@pytest.mark.parametrize(("fp8", "dtype"), [(False, jnp.bfloat16), (True, jnp.float32)], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(("recipe", "dtype"), [(None, jnp.bfloat16), (RECIPE, jnp.float32)], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_fewer_groups_than_devices(kind, fp8, dtype):
+def test_fewer_groups_than_devices(kind, recipe, dtype):
     """Keys and values are replicated over tp; in bf16 through the op, which cannot split 2 heads over 4 devices."""
-    _, _, want = on_one_device("mha", fp8, dtype, GROUPED)
-    got, _ = on_mesh("mha", "dp-tp", kind, fp8, dtype, GROUPED)
+    _, _, want = on_one_device("mha", recipe, dtype, GROUPED)
+    got, _ = on_mesh("mha", "dp-tp", kind, recipe, dtype, GROUPED)
     check_equal(got, want, 1e-5 if dtype == jnp.float32 else 2e-2)
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["kv", "k-v"])
-@pytest.mark.parametrize(("fp8", "dtype"), [(False, jnp.bfloat16), (True, jnp.float32)], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(("recipe", "dtype"), [(None, jnp.bfloat16), (RECIPE, jnp.float32)], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["dp-tp", "dp-fsdp-tp-sp"])
-def test_grouped_collectives(name, kind, fp8, dtype, fused):
+def test_grouped_collectives(name, kind, recipe, dtype, fused):
     """Two or three projections of one norm cross tp as one does: the gradients of their input as one sum.
 
     The bounds are those of the blocks above: bf16 partial sums of each device, in f32 the order of sums.
     """
     fields = (("num_gqa_groups", 4), ("fuse_qkv_params", fused))
-    _, _, want = on_one_device("mha", fp8, dtype, fields)
-    got, found = on_mesh("mha", name, kind, fp8, dtype, fields)
+    _, _, want = on_one_device("mha", recipe, dtype, fields)
+    got, found = on_mesh("mha", name, kind, recipe, dtype, fields)
     check_equal(got, want, 1e-5 if dtype == jnp.float32 else 2e-2)
     over_tp = lambda table: {key: entry for key, entry in table.items() if key[2] == "tp"}
-    assert over_tp(collectives.table(found, SMALL)) == over_tp(minimum("mha", name, fp8, jnp.dtype(dtype).itemsize))
+    assert over_tp(collectives.table(found, SMALL)) == over_tp(
+        minimum("mha", name, recipe is not None, jnp.dtype(dtype).itemsize)
+    )
 
 
 # -- errors --------------------------------------------------------------------------------------------------

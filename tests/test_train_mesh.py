@@ -114,8 +114,8 @@ def compare_looks(got, want):
 @needs_8
 def test_a_divided_sequence_goes_on_with_another_mesh(one_device, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "SMALL", [word for word in SMALL if word != "--no-checkpoint"])
-    train(tmp_path, "--mesh", "fsdp=2,cp=4", "--cp-strategy", "ring", "--remat", "--stop-at", "3")
-    compare(train(tmp_path, "--mesh", "dp=2,fsdp=2,cp=2", "--resume"), one_device)
+    train(tmp_path, "--mesh", "fsdp=4,cp=2", "--cp-strategy", "ring", "--remat", "--stop-at", "3")
+    compare(train(tmp_path, "--mesh", "dp=2,cp=4", "--resume"), one_device)
 
 
 @needs_8
@@ -266,16 +266,6 @@ def test_documented_commands():
         mesh.check(config.parse(words[2:], "medium"))
 
 
-@needs_8
-def test_documented_program():
-    program, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    scope = {}
-    exec(program, scope)
-    kernel = scope["variables"]["params"]["mlp"]["wi_kernel"]
-    assert kernel.addressable_data(0).size * 8 == kernel.size
-    assert scope["y"].sharding.spec[:2] == ("fsdp", "tp") and np.isfinite(scope["y"]).all()
-
-
 # -- around the program ------------------------------------------------------------------------
 
 CACHED = """
@@ -295,7 +285,7 @@ mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(AxisType[sys.argv[2]],) *
 with jax.set_mesh(mesh), te.autocast(True, te.recipe.DelayedScaling(amax_history_len=4)):
     layer = te_flax.TransformerLayer(hidden_size=16, mlp_hidden_size=32, num_attention_heads=2, attention_dropout=0.0)
     x = jax.random.normal(jax.random.key(0), (4, 8, 16), jnp.bfloat16)
-    variables = layer.init({"params": jax.random.key(1), "dropout": jax.random.key(2)}, x)
+    variables = jax.jit(layer.init)({"params": jax.random.key(1), "dropout": jax.random.key(2)}, x)
     state, params = flax.core.pop(variables, "params")
     rules = (("nvte_w_tp", "tp"), *((name, None) for name in ("nvte_w_no_shard", "nvte_w_fsdp", "nvte_w_joined")))
     specs = flax.linen.logical_to_mesh_sharding(flax.linen.get_partition_spec(params), mesh, rules)

@@ -1,6 +1,6 @@
 """te_jax.flax.TrainState and fp8_masked: parameters through optax, FP8 state by its gradient."""
 
-from functools import cache, partial
+from functools import partial
 
 import flax
 import jax
@@ -12,25 +12,14 @@ from flax import linen as nn
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, Fp8DirectDotGeneralOp
 from flax.training import train_state
 from jax import lax
+from small_net import RECIPE, K, L, close, create, data, loss_fn, make_step, newest
 from states import assert_equal, restored, saved
 
 import te_jax as te
 import te_jax.flax as te_flax
 from te_jax.recipe import DelayedScaling
 
-L, K = 4, 3  # length of a history, microbatches
-RECIPE = DelayedScaling(amax_history_len=L)
 FACTORS = np.asarray([2.0, 7.0, 3.0], np.float32)  # the second microbatch has the largest amax
-
-
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return te_flax.DenseGeneral(4, name="second")(nn.gelu(te_flax.DenseGeneral(16, name="first")(x)))
-
-
-def data(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def microbatches(seed=0):
@@ -38,41 +27,7 @@ def microbatches(seed=0):
     return data(K, 8, 16, seed=seed) * FACTORS[:, None, None]
 
 
-NET = Net()  # one, for states of which jax asks whether they have the same structure
-
-
-initial = cache(lambda module: jax.jit(module.init))
-
-
-def create(tx, recipe=RECIPE, module=NET, width=16):
-    with te.autocast(recipe is not None, recipe):
-        others, params = flax.core.pop(nn.meta.unbox(initial(module)(jax.random.key(0), data(8, width))), "params")
-        return te_flax.TrainState.create(apply_fn=module.apply, params=params, tx=tx, collections=others)
-
-
-def loss_fn(params, fp8, x):
-    return jnp.mean(NET.apply({"params": params, **fp8}, x) ** 2)
-
-
 GRADIENTS = jax.jit(te.value_and_grad(loss_fn, (0, 1)))
-
-
-def make_step(recipe=RECIPE, value_and_grad=te.value_and_grad, loss_fn=loss_fn, **options):
-    @partial(jax.jit, **options)
-    def step(state, x):
-        with te.autocast(recipe is not None, recipe):
-            loss, grads = value_and_grad(loss_fn, argnums=(0, 1))(state.params, state.fp8, x)
-            return state.apply_gradients(grads=grads), loss
-
-    return step
-
-
-def close(got, want, rtol=1e-5, atol=1e-6):
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=rtol, atol=atol), got, want)
-
-
-def newest(fp8, tensor="x", layer="first"):
-    return float(fp8["fp8_metas"][layer][f"{tensor}_amax_history"][-1])
 
 
 def test_is_the_loop_by_hand_and_donates():

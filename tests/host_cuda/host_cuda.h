@@ -16,6 +16,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <vector>
 
@@ -152,7 +153,10 @@ class Cta {
   std::mt19937 random_{0};
 };
 
+// XLA's CPU backend may run calls of one program at the same time; kernels take turns.
 inline void Launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& kernel) {
+  static std::mutex one_at_a_time;
+  const std::lock_guard lock(one_at_a_time);
   gridDim = grid, blockDim = block;
   for (unsigned z = 0; z < grid.z; ++z)
     for (unsigned y = 0; y < grid.y; ++y)
