@@ -104,7 +104,7 @@ def kernel(monkeypatch):
     """The ops with their CUDA lowering, around a kernel in plain JAX that draws as cuDNN does."""
     plain = attention_reference
     forward, backward = _kernel(plain.forward, True), _kernel(plain.backward, False)
-    lowered = lambda *args, **attrs: attention_op._forward(forward, *args, **attrs)
+    lowered = lambda *args, **attrs: attention_op._call_forward(forward, *args, **attrs)
     monkeypatch.setattr(attention.attention_fwd, "reference", lowered)
     lowered_bwd = lambda *args, **attrs: (*attention_op._backward(backward, *args, **attrs), *(None,) * 3)
     monkeypatch.setattr(attention.attention_bwd, "reference", lowered_bwd)

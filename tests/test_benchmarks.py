@@ -5,7 +5,6 @@ import json
 import pathlib
 import re
 import subprocess
-import sys
 import time
 
 import jax
@@ -485,11 +484,6 @@ def test_a_figure_of_no_result_is_refused():
     with pytest.raises(KeyError, match="0 entries are .*gpt layer . flax"):
         tables.figure("h200/layers : gpt layer | flax : ms = .1f")
     assert tables.figure("h200/layers : gpt layer fwd+bwd | te_jax bf16 = .1f * 1e-1") == "1.7"
-
-
-def test_no_file_shadows_a_module_of_python():
-    names = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"__init__", "__main__"}
-    assert not names & sys.stdlib_module_names
 
 
 def test_every_command_says_what_it_does(capsys):

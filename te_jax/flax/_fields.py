@@ -78,7 +78,7 @@ _WIDTHS = Kind(
     "a positive int, or a tuple of them",
     lambda value: _POSITIVE.is_type(value) or (_SIZES.is_type(value) and all(map(_POSITIVE.is_type, value))),
 )
-_INTS = integer() | tuple_of(integer())
+_TWO_INTS = integer() | tuple_of(integer())
 _PARAMS = Kind("a dict of their parameters", lambda value: isinstance(value, Mapping))
 _SCALING = Kind(
     "None, LinearScaling, NTKScaling or Llama3Scaling of te_jax.ops.rope",
@@ -111,7 +111,7 @@ FIELDS: dict[str, Kind] = {
     **_each(_POSITIVE, "low_rank_adaptation_dim max_segments_per_seq max_distance"),
     **_each(integer(2), "num_buckets"),
     **_each(NONE | _POSITIVE, "num_gqa_groups kv_channels"),
-    **_each(_INTS, "axis"),
+    **_each(_TWO_INTS, "axis"),
     # numbers
     **_each(number(above=0), "epsilon layernorm_epsilon"),
     **_each(RATE, "attention_dropout hidden_dropout intermediate_dropout intermediate_dropout_rate drop_path"),

@@ -18,7 +18,7 @@ from te_jax.layers.tensor import Accumulator
 from te_jax.layers.weight import check_quantized, swap_groups
 
 KERNEL_COLLECTION, WGRAD_COLLECTION = "fp8_kernels", "wgrads"
-_WAY_OUT = "make the collection anew under this recipe, by te_jax.flax.fp8_kernels, or leave it out"
+_NO_KERNELS_HINT = "make the collection anew under this recipe, by te_jax.flax.fp8_kernels, or leave it out"
 
 
 class _Order(NamedTuple):
@@ -63,7 +63,7 @@ def kernel_operand(module: nn.Module, name: str, kernel, contract: int, metas: D
     entry = kernel if in_fp8 else None
     if not in_fp8 and module.has_variable(KERNEL_COLLECTION, name):
         entry = nn.meta.unbox(module.get_variable(KERNEL_COLLECTION, name))
-        check_quantized(what, entry, kernel.shape, contract, recipe, _WAY_OUT)
+        check_quantized(what, entry, kernel.shape, contract, recipe, _NO_KERNELS_HINT)
         entry = entry.with_wide(kernel)
     if not module.has_variable(WGRAD_COLLECTION, name):
         return kernel if entry is None else entry
@@ -105,7 +105,7 @@ def _check_variables(what: str, variables):
         raise ValueError(f"{what}: variables has {sorted(variables)}, no 'params'; {way_out}.")
 
 
-def _collect(what: str, order: _Order, model, variables, args, kwargs) -> dict:
+def _collect_kernels(what: str, order: _Order, model, variables, args, kwargs) -> dict:
     _check_variables(what, variables)
     collection = order.collection
     others = {name: jax.lax.stop_gradient(v) for name, v in variables.items() if name != collection}
@@ -148,7 +148,7 @@ def fp8_kernels(model: nn.Module, variables: Mapping[str, Any], *args, gradients
     """
     what = "te_jax.flax.fp8_kernels"
     _check_call(what, model, gradients)
-    return dict(_collect(what, _Order(KERNEL_COLLECTION, bool(gradients)), model, variables, args, kwargs))
+    return dict(_collect_kernels(what, _Order(KERNEL_COLLECTION, bool(gradients)), model, variables, args, kwargs))
 
 
 def wgrads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> dict:
@@ -165,7 +165,7 @@ def wgrads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> d
     """
     what = "te_jax.flax.wgrads"
     _check_call(what, model)
-    return dict(_collect(what, _Order(WGRAD_COLLECTION), model, variables, args, kwargs))
+    return dict(_collect_kernels(what, _Order(WGRAD_COLLECTION), model, variables, args, kwargs))
 
 
 def fp8_params(model: nn.Module, variables: Mapping[str, Any], *args, gradients: bool = False, **kwargs) -> dict:
@@ -188,7 +188,7 @@ def fp8_params(model: nn.Module, variables: Mapping[str, Any], *args, gradients:
     """
     what = "te_jax.flax.fp8_params"
     _check_call(what, model, gradients)
-    made = _collect(what, _Order(KERNEL_COLLECTION, bool(gradients), True), model, variables, args, kwargs)[
+    made = _collect_kernels(what, _Order(KERNEL_COLLECTION, bool(gradients), True), model, variables, args, kwargs)[
         KERNEL_COLLECTION
     ]
     params = flatten_dict(variables["params"])

@@ -35,7 +35,7 @@ from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.sharding import stage_axes
 
 _NAME = "te_jax.layers.attention_fp8"
-_METAS = Kind("fp8.AttentionMetas", lambda metas: isinstance(metas, AttentionMetas))
+_ATTENTION_METAS = Kind("fp8.AttentionMetas", lambda metas: isinstance(metas, AttentionMetas))
 _BACKWARD = NONE | one_of("fp8", "bf16")
 
 
@@ -111,7 +111,7 @@ def attention_fp8(
         raise ValueError(f"{_NAME}: {reason}; use te_jax.ops.attention.dot_product_attention.")
     if not isinstance(recipe, DelayedScaling):
         raise ValueError(f"{_NAME}: recipe is {recipe}; only delayed scales are in this version: use DelayedScaling.")
-    check(_NAME, "metas", metas, _METAS)
+    check(_NAME, "metas", metas, _ATTENTION_METAS)
     check(_NAME, "backward", backward, _BACKWARD)
     if backward == "fp8" and (reason := cudnn_refuses_fp8(q, k, backward=True)):
         raise ValueError(f"{_NAME}: backward is 'fp8', but {reason}; pass None or 'bf16'.")
@@ -154,10 +154,10 @@ def _dequantize(data, scale, dtype) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attention(q, k, v, metas, config):
-    return _attention_fwd(q, k, v, metas, config)[0]
+    return _attention_fp8_fwd(q, k, v, metas, config)[0]
 
 
-def _attention_fwd(q, k, v, metas, config):
+def _attention_fp8_fwd(q, k, v, metas, config):
     by, dtype = _scales(metas), config.recipe.fp8_format.dtype("fwd")
     operands, amaxes = zip(*map(partial(_store, dtype=dtype), (q, k, v), metas, by))
     operands = named(operands, QUANTIZED)
@@ -172,14 +172,14 @@ def _attention_fwd(q, k, v, metas, config):
     return out, _Saved(operands, *saved, metas)
 
 
-def _attention_bwd(config, saved: _Saved, dout):
+def _attention_fp8_bwd(config, saved: _Saved, dout):
     grads, amaxes = (_fp8_grads if config.fp8_backward else _wide_grads)(config, saved, dout)
     every = zip(saved.metas, (*saved.amaxes, *amaxes))
     dmetas = (cotangent(meta, amax, config.recipe, config.stage_axes) for meta, amax in every)
     return *(like(grad, x) for grad, x in zip(grads, config.types)), AttentionMetas(*dmetas)
 
 
-_attention.defvjp(_attention_fwd, _attention_bwd)
+_attention.defvjp(_attention_fp8_fwd, _attention_fp8_bwd)
 
 
 def _fp8_grads(config, saved: _Saved, dout):

@@ -158,7 +158,7 @@ def _typed(aval, beside, spec):
     return ShapedArray(aval.shape, aval.dtype, sharding=beside.sharding.update(spec=PartitionSpec(*spec)))
 
 
-def _forward(operands: _Operands, static: _Static, train: bool, wgrads):
+def _mlp_forward(operands: _Operands, static: _Static, train: bool, wgrads):
     x, gamma, beta, wi, wo, added = operands
     first = projections.Operands(x, (wi,), gamma, beta), projections.Static((static.wi,), static.norm)
     ((z,), *_), q0, (w0,), stats = projections.multiply(*first, train, wgrads[:1])
@@ -174,13 +174,13 @@ def _forward(operands: _Operands, static: _Static, train: bool, wgrads):
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _norm_mlp(operands, static):
-    return _forward(operands, static, train=False, wgrads=(False, False))[0]
+    return _mlp_forward(operands, static, train=False, wgrads=(False, False))[0]
 
 
 def _norm_mlp_fwd(operands, static):
     wgrads = has_gradient(operands.wi.kernel), has_gradient(operands.wo.kernel)
     x, gamma, beta, wi, wo, _ = operands = values_of(operands)
-    y, *pairs, z, stats = _forward(operands, static, train=True, wgrads=wgrads)
+    y, *pairs, z, stats = _mlp_forward(operands, static, train=True, wgrads=wgrads)
     each = zip(pairs, (wi, wo), (static.wi, static.wo), wgrads)
     saved = [
         save_for_backward(tag_for_wgrad(q, config), w, p.metas, config, wgrad) for (q, w), p, config, wgrad in each

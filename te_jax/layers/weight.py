@@ -200,7 +200,7 @@ def _check_constant(tensor, name):
     return tensor
 
 
-def _refuse(name, primals, tangents):
+def _refuse_weight(name, primals, tangents):
     if any(not isinstance(t, SymbolicZero) for t in jax.tree.leaves(tangents)):
         raise ValueError(
             f"{name}: a kernel that lives in FP8, or its copy in FP8, is differentiated, but it is a constant to "
@@ -210,4 +210,4 @@ def _refuse(name, primals, tangents):
     return primals[0], tangents[0]
 
 
-_check_constant.defjvp(_refuse, symbolic_zeros=True)
+_check_constant.defjvp(_refuse_weight, symbolic_zeros=True)

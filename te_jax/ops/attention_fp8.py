@@ -80,7 +80,7 @@ def _wide(*arrays):
     return tuple(x.astype(jnp.float32) for x in arrays)
 
 
-def _logits(q, k, factor, causal):
+def _scaled_logits(q, k, factor, causal):
     """The logits f32[b..., h, s, t] of f32 operands."""
     logits = factor * scores(q, k)
     hidden = Mask(Band(right=0)).hides(*logits.shape[-2:]) if causal else None
@@ -95,7 +95,7 @@ def _round(x, scale, dtype):
 def _fwd_reference(q, k, v, scales, *, causal, scale):
     by, dtype = ForwardScales(*scales), q.dtype
     q, k, v = _wide(q, k, v)
-    logits = _logits(q, k, scale * by.q_inv * by.k_inv, causal)
+    logits = _scaled_logits(q, k, scale * by.q_inv * by.k_inv, causal)
     top = finite_top(jnp.max(logits, -1, keepdims=True, initial=-jnp.inf))
     weights = jnp.exp(logits - top)  # cuDNN rounds the weights, and divides by the sum of the unrounded ones
     total = jnp.sum(weights, -1, keepdims=True)
@@ -113,7 +113,7 @@ def _onto_keys(x, y, g):
 def _bwd_reference(dout, q, k, v, out, lse, scales, *, causal, scale):
     by, dtype, forward, g = BackwardScales(*scales), dout.dtype, q.dtype, k.shape[-2]
     dout, q, k, v, out = _wide(dout, q, k, v, out)
-    probs = jnp.exp(_logits(q, k, scale * by.q_inv * by.k_inv, causal) - finite_top(lse)[..., None])
+    probs = jnp.exp(_scaled_logits(q, k, scale * by.q_inv * by.k_inv, causal) - finite_top(lse)[..., None])
     delta = jnp.sum(dout * out, -1) * (by.dout_inv * by.out_inv)  # [b..., s, h]: the sum of probs * dprobs over t
     dprobs = scores(dout, v) * (by.dout_inv * by.v_inv)
     dp = scale * probs * (dprobs - jnp.swapaxes(delta, -1, -2)[..., None])

@@ -155,7 +155,7 @@ def present(*operands):
     return tuple(x for x in operands if x is not None)
 
 
-def _forward(call, *operands, **attrs):
+def _call_forward(call, *operands, **attrs):
     """The lowering of the forward op."""
     *arrays, bias, segments, rng = operands
     q, k, v = parts_of(*present(*arrays))
@@ -217,19 +217,19 @@ def _gradient_of_bias(grad, bias, batch):
 
 _ARRAYS = "q?: b... s (g r) d, k?: b... t g d, v?: b... t g e, kv?: b... t c g e, qkv?: b... s c g e"
 _EXTRAS = "bias?: ~b... ~(g r) s t, segments?: b... n f"
-_OUT, _LSE, _WORDS = "b... s (g r) e", "b... (g r) s", "b... (g r) w"
+_OF_QUERIES, _LSE, _WORDS = "b... s (g r) e", "b... (g r) s", "b... (g r) w"
 _REPLICATED = "s t c d e r w n f"
 
 attention_fwd = Op(
     "te_attention_fwd",
-    f"{_ARRAYS}, {_EXTRAS}, rng?: {_WORDS} -> out: {_OUT}, lse: {_LSE}, drawn?: {_WORDS}",
+    f"{_ARRAYS}, {_EXTRAS}, rng?: {_WORDS} -> out: {_OF_QUERIES}, lse: {_LSE}, drawn?: {_WORDS}",
     replicated=_REPLICATED,
     fenced="out lse",
     dtypes=lambda *operands, **attrs: (present(*operands)[0], jnp.float32, operands[-1]),
     reference=reference.forward,
     workspace=_workspace,
     layout=_layout,
-    cuda=_forward,
+    cuda=_call_forward,
 )
 """softmax(scale * q k^T + bias, masked) v per head; query head i reads key head i // r.
 
@@ -250,7 +250,7 @@ drawn: with rng: what the backward pass draws the same mask from. The mask depen
 
 attention_bwd = Op(
     "te_attention_bwd",
-    f"dout: {_OUT}, {_ARRAYS}, {_EXTRAS}, out: {_OUT}, lse: {_LSE}, drawn?: {_WORDS} -> "
+    f"dout: {_OF_QUERIES}, {_ARRAYS}, {_EXTRAS}, out: {_OF_QUERIES}, lse: {_LSE}, drawn?: {_WORDS} -> "
     "dq?: =q, dk?: =k, dv?: =v, dkv?: =kv, dqkv?: =qkv, dbias?: =bias",
     replicated=_REPLICATED,
     combine={"dbias": "sum"},

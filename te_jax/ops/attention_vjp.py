@@ -40,7 +40,7 @@ def _attention_fwd(operands, bias, sink, segments, rng, attrs, name):
 def _attention_bwd(attrs, name, residuals, cotangents):
     operands, bias, sink, segments, out, lse, drawn = residuals
     dout, _ = cotangents
-    outputs = (*(f"d{name}" for name in _NAMES[len(operands)]), *("dbias",) * attrs.has_dbias)
+    outputs = (*(f"d{name}" for name in _OPERANDS[len(operands)]), *("dbias",) * attrs.has_dbias)
     arrays, whole = _slots(operands), _whole(bias, operands)
     # exp(low - 0) is 0: no gradient comes of queries that see no key.
     seen = lse if bias is None else jnp.where(lse == -jnp.inf, 0, lse)
@@ -92,12 +92,12 @@ def gradient_of_sink(sink, out, lse, dout):
     return like(by_head if sink.size == by_head.size else jnp.sum(by_head, keepdims=True), sink)
 
 
-_NAMES = {3: ("q", "k", "v"), 2: ("q", "kv"), 1: ("qkv",)}
+_OPERANDS = {3: ("q", "k", "v"), 2: ("q", "kv"), 1: ("qkv",)}
 
 
 def _slots(operands):
     """(q, k, v), (q, kv) or (qkv,) -> q, k, v, kv, qkv, None where absent."""
-    given = dict(zip(_NAMES[len(operands)], operands))
+    given = dict(zip(_OPERANDS[len(operands)], operands))
     return [given.get(name) for name in ("q", "k", "v", "kv", "qkv")]
 
 

@@ -130,7 +130,7 @@ def _scale_by_adam(where: str, b1, b2, eps, eps_root, nesterov) -> optax.Gradien
             if nesterov:  # Dozat 2016, https://openreview.net/pdf?id=OM0jvwB8jIp57ZJjtNEZ, as in optax.
                 ahead = b1 * corrected(mu, b1, count + 1) + (1 - b1) * corrected(grad, b1, count)
             by = ahead / (jnp.sqrt(corrected(nu, b2, count) + eps_root) + eps)
-            return by.reshape(g.shape).astype(g.dtype), *_store(mu, jnp.sqrt(nu), count, g.shape)
+            return by.reshape(g.shape).astype(g.dtype), *_store_moment(mu, jnp.sqrt(nu), count, g.shape)
 
         by, *moments = _unzip(jax.tree.map(step, updates, *state[1:]), updates, 4)
         return by, AdamFp8State(count, *moments)
@@ -283,7 +283,7 @@ def _moments(mu, root_nu, exponent):
     return _blocks(mu).astype(jnp.float32) / _UNITS * root, root**2
 
 
-def _store(mu, root, count, shape):
+def _store_moment(mu, root, count, shape):
     """(mu, root_nu, exponent) as AdamFp8State stores them, mu and root_nu in `shape`.
 
     mu, root: The first moment and the root of the second, f32 [..., blocks, elements].

@@ -62,7 +62,7 @@ class Layout(NamedTuple):
         for i, q_chunk in enumerate(self.held(mine)):
             for j, k_chunk in enumerate(self.held(theirs)):
                 call = visible((q_chunk * q_size + shift, q_size), (k_chunk * k_size, k_size), band)
-                calls += _move(call, i * q_size, j * k_size)
+                calls += _shift_call(call, i * q_size, j * k_size)
         return _fuse(calls) if fuse else tuple(calls)
 
     def gathered(self, band: Band, fuse: bool) -> list[Plan]:
@@ -73,7 +73,7 @@ class Layout(NamedTuple):
             calls = []
             for i, chunk in enumerate(self.held(device)):
                 call = visible((chunk * q_size + shift, q_size), (0, self.t), band)
-                calls += _move(call, i * q_size, 0)
+                calls += _shift_call(call, i * q_size, 0)
             return _fuse(calls) if fuse else tuple(calls)
 
         return [plan(device) for device in range(self.cp)]
@@ -101,7 +101,7 @@ def visible(queries: tuple[int, int], keys: tuple[int, int], band: Band) -> Call
     return Call((first_q - q, n_q), (first_k - k, n_k), cut)
 
 
-def _move(call: Call | None, q: int, k: int) -> list[Call]:
+def _shift_call(call: Call | None, q: int, k: int) -> list[Call]:
     """The call, counted from q queries and k keys earlier."""
     return [] if call is None else [Call((call.q[0] + q, call.q[1]), (call.k[0] + k, call.k[1]), call.band)]
 
