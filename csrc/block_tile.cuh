@@ -215,7 +215,7 @@ __device__ __forceinline__ void ColumnScales(const Vec<T, 8> (&x)[kBlockRows], c
   }
 }
 
-// Those of the thread's rows, each of which half a warp shares. Four lanes each find one of them.
+// The scales of the thread's rows, each of which half a warp shares. Four lanes each find one of them.
 template <typename T>
 __device__ __forceinline__ void RowScales(const Vec<T, 8> (&x)[kBlockRows], const BlockPlace& at,
                                           const BlockArgs& a, float (&scales)[kBlockRows]) {

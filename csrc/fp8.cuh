@@ -40,7 +40,8 @@ __device__ __forceinline__ Vec<T, N> Load(const T* p) {
   return *reinterpret_cast<const Vec<T, N>*>(p);
 }
 
-// The same for data read once: evicted first, so that it does not push out of L2 what the next kernel wants.
+// Loads N neighbours that are read once: they are evicted first, so that they do not push out of L2 what the
+// next kernel wants.
 template <int N, typename T>
 __device__ __forceinline__ Vec<T, N> LoadOnce(const T* p) {
   if constexpr (N * sizeof(T) >= 16) {

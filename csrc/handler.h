@@ -78,7 +78,8 @@ auto* MakeHandler(Status (*launch)(Stage, P...), std::initializer_list<const cha
   [[maybe_unused]] static const bool name##_registered = \
       ::te::Register({#name, TE_FFI_HANDLER(kExecute, launch, __VA_ARGS__), nullptr})
 
-// The same of a launcher that takes a Stage: its kInitialize becomes the FFI's stage of that name.
+// Registers a launcher whose first parameter is a Stage, as TE_HANDLER does, and its kInitialize as the FFI's
+// stage of that name.
 #define TE_HANDLER_INIT(name, launch, ...)                                  \
   [[maybe_unused]] static const bool name##_registered =                    \
       ::te::Register({#name, TE_FFI_HANDLER(kExecute, launch, __VA_ARGS__), \

@@ -45,13 +45,12 @@ Status LaunchActivationBlockBwd(cudaStream_t stream, Arg dy, Arg x, Ret data, Re
                                 double glu_linear_offset, bool power_2, double epsilon);
 
 // LayerNorm and RMSNorm of the last axis. x [..., h], gamma [h], beta? [h], scale? f32 [] -> y? [..., h],
-// data?
-// [..., h], data_t? [h, ...], mean? f32 [...], rstd f32 [...], amax? f32 [ceil(rows / 256), max(64, ceil(h /
-// 64))]; workspace u8 [8 * rows] where data_t is there.
+// data? [..., h], data_t? [h, ...], mean? f32 [...], rstd f32 [...], amax? f32 [ceil(rows / 256), max(64,
+// ceil(h / 64))]; workspace u8 [8 * rows] where data_t is there.
 Status LaunchNormFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Arg scale, Ret y, Ret data, Ret data_t,
                      Ret mean, Ret rstd, Ret amax, Ret workspace, double eps, bool rms, bool zero_centered);
 
-// The same to FP8 with a scale for each block of 128. x [m..., h], m of one axis or more -> data? [m..., h],
+// The norms to FP8 with a scale for each block of 128. x [m..., h], m of one axis or more -> data? [m..., h],
 // data_t? [h, m...], scale_inv? f32 [h/128, m...], scale_inv_t? f32 [m.../128, h], mean?, rstd, workspace.
 Status LaunchNormBlockFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Ret data, Ret data_t,
                           Ret scale_inv, Ret scale_inv_t, Ret mean, Ret rstd, Ret workspace, double eps,
@@ -73,13 +72,13 @@ Status LaunchScaleUpdate(cudaStream_t stream, Arg scale, Arg amax_history, Arg a
                          Ret new_history, double fp8_max, int64_t interval, double margin, bool newest);
 
 // lhs [m..., k...], rhs [n..., k...], of whose axes the last `contract` are k; lhs_scale_inv?, rhs_scale_inv?
-// f32
-// [], bias? [n...], c? [m..., n...] -> out [m..., n...], and a workspace u8 of any size.
+// f32 [], bias? [n...], c? [m..., n...] -> out [m..., n...], and a workspace u8 of any size.
 Status LaunchGemm(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv, Arg rhs_scale_inv,
                   Arg bias, Arg c, Ret out, Ret workspace, int64_t contract, bool fast_accum, bool tune);
 
-// The same of matrices with a scale for each block of 128 along k: lhs_scale_inv f32 [k/128, m], and
-// rhs_scale_inv f32 [k/128, n] or rhs_block_inv f32 [n/128, k/128 up to a multiple of 4]. outer is 0.
+// The product of matrices lhs [m, k], rhs [n, k] with a scale for each block of 128 along k: lhs_scale_inv
+// f32 [k/128, m], and rhs_scale_inv f32 [k/128, n] or rhs_block_inv f32 [n/128, k/128 up to a multiple of 4].
+// outer is 0.
 Status LaunchGemmBlock(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv,
                        Arg rhs_scale_inv, Arg rhs_block_inv, Arg bias, Arg c, Ret out, Ret workspace,
                        int64_t outer, bool tune);
@@ -103,8 +102,8 @@ Status LaunchAttentionBwd(Stage stage, cudaStream_t stream, Arg dout, Arg q, Arg
                           bool seq_major, bool interleaved, double scale, double dropout_rate,
                           bool deterministic);
 
-// The same on FP8. q [b, s, h, d], k and v [b, t, g, d] E4M3, scales f32 [6]: fp8::OfBoth, fp8::OfForward ->
-// out E4M3 [b, s, h, d], lse f32 [b, h, s], amax f32 [], a workspace u8.
+// Attention on FP8 operands. q [b, s, h, d], k and v [b, t, g, d] E4M3, scales f32 [6]: fp8::OfBoth,
+// fp8::OfForward -> out E4M3 [b, s, h, d], lse f32 [b, h, s], amax f32 [], a workspace u8.
 Status LaunchAttentionFp8Fwd(Stage stage, cudaStream_t stream, Arg q, Arg k, Arg v, Arg scales, Ret out,
                              Ret lse, Ret amax, Ret workspace, bool causal, double scale);
 

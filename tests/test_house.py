@@ -28,7 +28,6 @@ LEFT: dict[str, set[str]] = {
         "csrc/tile.cuh: WriteTile",
         "examples/gpt/config.py: parser",
     },
-    "names": {"attend", "parts"},
 }
 
 # Names that stand in two modules of te_jax, and why.

@@ -20,7 +20,6 @@ from te_jax.flax._common import (
 from te_jax.flax._fields import groups_of, shared_fields
 from te_jax.flax._state import describe, recipe_of
 from te_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral
-from te_jax.layers._specs import entries
 from te_jax.sharding import (
     BATCH_AXES,
     HEAD_AXES,
@@ -32,6 +31,7 @@ from te_jax.sharding import (
     W_JOINED_AXES,
     W_NO_SHARD_AXES,
     W_TP_AXES,
+    entries,
     gathered_axes,
     head_axes,
     place_axis,

@@ -11,7 +11,7 @@ from te_jax.flax._common import floating
 from te_jax.flax._context import Context
 from te_jax.flax._fields import Module, check_call, groups_divide_heads, groups_of
 from te_jax.flax._state import attention_metas, describe, recipe_of
-from te_jax.layers.attention_fp8 import attend
+from te_jax.layers.attention_fp8 import attend_by_recipe
 from te_jax.ops.attention import dot_product_attention
 from te_jax.ops.attention.options import check_options, warn_of_padding
 from te_jax.ops.attention_op import parts_of
@@ -137,7 +137,7 @@ class DotProductAttention(Module):
         cut = None if context is None else context.cut(self, *types[:2])
         keywords = self._keywords(sequence_descriptor, bias, mask, deterministic)
         options = check_options(dot_product_attention, *types, keywords, cut=cut)
-        result = attend(arrays, options, recipe_of(self), metas)
+        result = attend_by_recipe(arrays, options, recipe_of(self), metas)
         out, max_logit = result if self.return_max_logit else (result, None)
         if self.transpose_batch_sequence:
             out = jnp.swapaxes(out, 0, 1)

@@ -10,7 +10,7 @@ from te_jax.flax._common import activation_axes
 from te_jax.flax._state import describe
 from te_jax.ops.attention import Mask, SequenceDescriptor
 from te_jax.ops.attention.mask import Band
-from te_jax.ops.attention_reference import parts
+from te_jax.ops.attention_reference import split_joined
 from te_jax.sharding import BATCH_AXES, HEAD_AXES, HIDDEN_AXES, SEQLEN_AXES
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
@@ -69,7 +69,7 @@ class KVCache:
         this call makes the cache. In `init` the cache stays empty. Raises ValueError for a cache of another shape,
         TypeError for one of another dtype.
         """
-        query, key, value = parts(*arrays)
+        query, key, value = split_joined(*arrays)
         axes = tuple(None if axis == 1 - self._batch else axis for axis in range(4))
         cached_key = self._variable("cached_key", key, axes, key.dtype)
         cached_value = self._variable("cached_value", value, axes, value.dtype)

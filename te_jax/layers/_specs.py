@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec
 
 from te_jax._types import on_explicit_mesh
 from te_jax.sharding import current_mesh_resource, entries, spec_of
-from te_jax.sharding import explicit_spec as explicit_spec
 
 
 def dense_spec(x, kernel, contract: int, out=None) -> PartitionSpec | None:

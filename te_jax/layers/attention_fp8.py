@@ -28,7 +28,7 @@ from te_jax.ops.attention_fp8 import (
     fp8_refuses,
 )
 from te_jax.ops.attention_op import parts_of
-from te_jax.ops.attention_reference import parts
+from te_jax.ops.attention_reference import split_joined
 from te_jax.ops.attention_vjp import attention_bwd_of
 from te_jax.ops.quantize import quantize
 from te_jax.recipe import DelayedScaling, Recipe
@@ -46,7 +46,7 @@ class _Config(NamedTuple):
     options: AttentionOptions  # without arrays; the mask is open, or causal from the top left
     fp8_backward: bool
     types: tuple[ShapedArray, ...]  # the types of q, k, v, and of their gradients
-    stage_axes: frozenset[str]  # as in `_fp8.Config`
+    stage_axes: frozenset[str]  # as in `config.Config`
 
     @property
     def attrs(self) -> dict:
@@ -64,7 +64,7 @@ class _Saved(NamedTuple):
     metas: AttentionMetas
 
 
-def attend(operands, options: AttentionOptions, recipe: Recipe | None, metas: AttentionMetas | None):
+def attend_by_recipe(operands, options: AttentionOptions, recipe: Recipe | None, metas: AttentionMetas | None):
     """Attention of (q, k, v), (q, kv) or (qkv,), by the plan that `resolve` makes: in FP8 where the caller has FP8
     state and FP8 attention serves the call. Another call of such a caller warns, once for each reason.
 
@@ -74,7 +74,7 @@ def attend(operands, options: AttentionOptions, recipe: Recipe | None, metas: At
     """
     choice = resolve(*parts_of(*operands), options, recipe=None if metas is None else recipe)
     if choice.implementation == "fp8":
-        return _attend_fp8(*parts(*operands), options, recipe, metas)
+        return _attend_fp8(*split_joined(*operands), options, recipe, metas)
     out = execute(choice, operands, options)
     if metas is None:
         return out

@@ -4,10 +4,10 @@ import jax
 
 from te_jax._arrays import as_rank
 from te_jax.checkpoint_policies import GEMM, named
-from te_jax.layers._specs import explicit_spec
 from te_jax.layers.config import Config
 from te_jax.layers.tensor import Fp8Tensor
 from te_jax.ops.gemm import dot, gemm, gemm_sum
+from te_jax.sharding import explicit_spec
 
 _FPROP, _DGRAD, _WGRAD = range(3)  # places in `override_linear_precision` and `split_accumulator`
 

@@ -9,7 +9,6 @@ from te_jax import fp8
 from te_jax._arrays import as_jax
 from te_jax._check import BOOL, NONE, STRING, Kind, check, tuple_of
 from te_jax._types import align, like
-from te_jax.layers._specs import explicit_spec
 from te_jax.layers.config import Config
 from te_jax.layers.dense import check_dense, dense
 from te_jax.layers.projections import Operands, Static, project
@@ -17,6 +16,7 @@ from te_jax.layers.tensor import wide_of
 from te_jax.layers.weight import Projection, resolve_weight
 from te_jax.ops import norm as norm_op
 from te_jax.ops.gemm import gemm_sum
+from te_jax.sharding import explicit_spec
 
 
 def layernorm(

@@ -150,7 +150,7 @@ def _hidden(s, t, segments, *, left, right, bottom_right):
     return Mask(band, segments).hides(s, t)
 
 
-def parts(*operands):
+def split_joined(*operands):
     """q, k, v of (q, k, v), of (q, kv [b..., t, 2, g, d]) or of (qkv [b..., s, 3, h, d],)."""
     *apart, joined = operands
     missing = 3 - len(apart)
@@ -161,7 +161,7 @@ def forward(*operands, dropout_rate, scale, seq_major, interleaved, **band):
     """-> out, lse, drawn of the forward op."""
     del seq_major, interleaved  # of memory alone
     *arrays, bias, segments, rng = operands
-    q, k, v = parts(*(x for x in arrays if x is not None))
+    q, k, v = split_joined(*(x for x in arrays if x is not None))
     s, t = q.shape[-3], k.shape[-3]
     out, lse, _ = attend(
         *(x.astype(wide(x)) for x in (q, k, v)), bias=bias, hidden=_hidden(s, t, segments, **band),
@@ -174,7 +174,7 @@ def backward(dout, *operands, dropout_rate, scale, seq_major, interleaved, deter
     """-> the gradients of what attends, as it lies, and of the bias (None where there is none)."""
     del seq_major, interleaved, deterministic  # of memory alone; XLA's sums have a fixed order
     *arrays, bias, segments, out, lse, drawn = operands
-    parted = parts(*(x for x in arrays if x is not None))
+    parted = split_joined(*(x for x in arrays if x is not None))
     (s, *_), (t, g, _) = parted[0].shape[-3:], parted[1].shape[-3:]
     dout, q, k, v, out = (x.astype(wide(x)) for x in (dout, *parted, out))
     logits = _logits(q, k, bias, _hidden(s, t, segments, **band), scale=scale)

@@ -10,7 +10,7 @@ from te_jax._types import like
 from te_jax.checkpoint_policies import ATTENTION, named
 from te_jax.ops.attention.form import Attrs, Form
 from te_jax.ops.attention_op import attention_bwd, attention_fwd, parts_of
-from te_jax.ops.attention_reference import HIDES, sum_to
+from te_jax.ops.attention_reference import HIDES, sum_to, wide
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -86,8 +86,8 @@ def gradient_of_sink(sink, out, lse, dout):
     """The probability of the sink, times what the output would lose to it; None without one."""
     if sink is None:
         return None
-    wide = jnp.promote_types(out.dtype, jnp.float32)
-    delta = jnp.swapaxes(jnp.sum(dout.astype(wide) * out.astype(wide), -1), -1, -2)  # [b..., h, s]
+    dtype = wide(out)
+    delta = jnp.swapaxes(jnp.sum(dout.astype(dtype) * out.astype(dtype), -1), -1, -2)  # [b..., h, s]
     by_head = -jnp.sum(jnp.exp(as_rank(sink[:, None], lse.ndim) - lse) * delta, (*range(lse.ndim - 2), -1))
     return like(by_head if sink.size == by_head.size else jnp.sum(by_head, keepdims=True), sink)
 

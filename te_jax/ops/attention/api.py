@@ -15,7 +15,7 @@ from te_jax.ops.attention.mesh import own_key, undivided_groups, whole_rows
 from te_jax.ops.attention.options import AttentionKeywords, AttentionOptions, check_options, takes_options
 from te_jax.ops.attention.resolve import AttentionChoice, resolve
 from te_jax.ops.attention_op import parts_of
-from te_jax.ops.attention_reference import attend, parts
+from te_jax.ops.attention_reference import attend, split_joined
 from te_jax.ops.attention_vjp import attention
 
 _LONG = 4096  # beyond its square the s x t logits in memory deserve a warning
@@ -115,11 +115,11 @@ def execute(choice: AttentionChoice, operands, options: AttentionOptions):
     """What `choice`, which is not "fp8", returns for (q, k, v), (q, kv) or (qkv,): out, or a tuple of out and what else
     is asked for."""
     if choice.implementation == "context_parallel":
-        out, lse, max_logit = *attend_cut(*parts(*operands), options), None
+        out, lse, max_logit = *attend_cut(*split_joined(*operands), options), None
     elif choice.implementation == "cudnn":
         out, lse, max_logit = *_attend_cudnn(operands, options), None
     else:
-        q, k, v = parts(*operands)
+        q, k, v = split_joined(*operands)
         if q.shape[-3] * k.shape[-3] > _LONG**2 and options.implementation is None:
             text = f"plain JAX keeps s x t logits of more than {_LONG} x {_LONG} in memory, because"
             warn_once(options.name, f"{text} {choice.refused['cudnn']}.")

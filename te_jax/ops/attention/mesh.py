@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from te_jax._check import BOOL, check
+from te_jax._placement import mesh_axes
 from te_jax._types import on_explicit_mesh, splittable_axes, varying
 
 STRATEGIES = ("default", "all_gather", "ring")
@@ -18,8 +19,7 @@ Axes = str | tuple[str, ...] | None
 def undivided_groups(q, g: int):
     """-> q, its heads gathered if an Explicit mesh cuts through groups, and what shards out as q was."""
     spec, mesh = jax.typeof(q).sharding.spec, jax.typeof(q).sharding.mesh
-    names = spec[-2] if isinstance(spec[-2], tuple) else (spec[-2],)
-    if g % prod(mesh.shape[name] for name in names if name is not None) == 0:
+    if g % prod(mesh.shape[name] for name in mesh_axes(spec[-2])) == 0:
         return q, lambda out: out
     gathered = jax.sharding.reshard(q, PartitionSpec(*spec[:-2], None, spec[-1]))
     return gathered, lambda out: jax.sharding.reshard(out, PartitionSpec(*spec[:-1], None))
@@ -143,7 +143,7 @@ class Cut(NamedTuple):
         given = jax.typeof(q).sharding
         explicit = [()] * q.ndim
         if given.mesh.axis_names == self.mesh.axis_names:
-            explicit = [tuple(n for n in _entry(e) if self._type(n) == AxisType.Explicit) for e in given.spec]
+            explicit = [tuple(n for n in mesh_axes(e) if self._type(n) == AxisType.Explicit) for e in given.spec]
         *lead, _, heads, _ = explicit
         return lead, heads
 
@@ -189,17 +189,12 @@ class Cut(NamedTuple):
 
     def _explicit(self, spec) -> PartitionSpec:
         """The part of `spec` that types show."""
-        kept = (tuple(n for n in _entry(entry) if self._type(n) == AxisType.Explicit) for entry in spec)
+        kept = (tuple(n for n in mesh_axes(entry) if self._type(n) == AxisType.Explicit) for entry in spec)
         return PartitionSpec(*(names or None for names in kept))
 
 
-def _entry(value) -> tuple[str, ...]:
-    """An entry of a PartitionSpec as a tuple of mesh axes."""
-    return () if value is None else value if isinstance(value, tuple) else (value,)
-
-
 def _names(op: str, role: str, value) -> tuple[str, ...]:
-    names = _entry(value)
+    names = mesh_axes(value)
     if not all(isinstance(name, str) and name for name in names):
         raise ValueError(f"{op}: {role} is {value!r}; pass names of mesh axes.")
     return names
