@@ -30,7 +30,7 @@ enum Array : int64_t { kQ = 1, kK, kV, kOut, kLse, kDOut, kDQ, kDK, kDV };
 enum Statistic : int64_t { kAmaxS = 16, kAmaxOut, kAmaxDQ, kAmaxDK, kAmaxDV, kAmaxDP };
 constexpr int64_t kScales = 32;  // + i: element i of the operand `scales`
 
-// The elements of `scales`, as te_jax/ops/attention_fp8.py packs them: what a value is multiplied with to be
+// The elements of `scales`, as te_jax/ops/attention/fp8.py packs them: what a value is multiplied with to be
 // stored in FP8, and with Inv what a stored one is multiplied with. S are the probabilities, DP the gradient
 // of q k^T.
 enum OfBoth { kQInv, kKInv, kVInv, kS, kSInv };

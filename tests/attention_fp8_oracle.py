@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from te_jax.ops.attention_fp8 import BackwardScales, ForwardScales
+from te_jax.ops.attention.fp8 import BackwardScales, ForwardScales
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 

@@ -11,7 +11,6 @@ from te_jax._op import Op, ops
 from te_jax.ops import (  # noqa: F401  (declares the ops)
     activation,
     attention,
-    attention_fp8,
     gemm,
     norm,
     quantize,

@@ -4,15 +4,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from te_jax.ops import attention_reference
-from te_jax.ops.attention_decode import one_query, parts_of_row
+from te_jax.ops.attention import reference
+from te_jax.ops.attention.decode import one_query, parts_of_row
 
 NO_BIAS = (None,) * 3  # kv, qkv, bias
 ATTRS = dict(left=-1, right=-1, bottom_right=False, seq_major=False, interleaved=False, scale=0.3, dropout_rate=0.0)
 
 
 def forward(q, k, v, segments):
-    out, lse, _ = attention_reference.forward(q, k, v, *NO_BIAS, segments, None, **ATTRS)
+    out, lse, _ = reference.forward(q, k, v, *NO_BIAS, segments, None, **ATTRS)
     return out, lse
 
 

@@ -10,8 +10,8 @@ from attention_oracle import attend, check, one_hot_values, operands, run, visib
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from te_jax.ops import attention, attention_op, attention_reference
-from te_jax.ops.attention import dot_product_attention, dot_product_attention_packed
+from te_jax.ops import attention
+from te_jax.ops.attention import dot_product_attention, dot_product_attention_packed, op, reference
 
 B, S, H, D, RATE = 4, 16, 4, 16, 0.3
 ATTRS = dict(left=-1, right=-1, bottom_right=False, seq_major=False, interleaved=False, scale=0.25, dropout_rate=RATE)
@@ -89,7 +89,7 @@ def _kernel(plain, is_forward):
         *args, drawn = args
         q, k = args[:2] if is_forward else args[1:3]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention_reference, "_dropped", lambda *_: _kernel_factor(drawn, q, k.shape[1]))
+            patch.setattr(reference, "_dropped", lambda *_: _kernel_factor(drawn, q, k.shape[1]))
             results = plain(*args, drawn, **attrs)
         if is_forward:
             return results[:2]
@@ -102,11 +102,10 @@ def _kernel(plain, is_forward):
 @pytest.fixture
 def kernel(monkeypatch):
     """The ops with their CUDA lowering, around a kernel in plain JAX that draws as cuDNN does."""
-    plain = attention_reference
-    forward, backward = _kernel(plain.forward, True), _kernel(plain.backward, False)
-    lowered = lambda *args, **attrs: attention_op._call_forward(forward, *args, **attrs)
+    forward, backward = _kernel(reference.forward, True), _kernel(reference.backward, False)
+    lowered = lambda *args, **attrs: op._call_forward(forward, *args, **attrs)
     monkeypatch.setattr(attention.attention_fwd, "reference", lowered)
-    lowered_bwd = lambda *args, **attrs: (*attention_op._backward(backward, *args, **attrs), *(None,) * 3)
+    lowered_bwd = lambda *args, **attrs: (*op._backward(backward, *args, **attrs), *(None,) * 3)
     monkeypatch.setattr(attention.attention_bwd, "reference", lowered_bwd)
     jax.clear_caches()
     yield

@@ -15,7 +15,7 @@ from attention_fp8_oracle import (
     stored_close,
 )
 
-from te_jax.ops.attention_fp8 import (
+from te_jax.ops.attention.fp8 import (
     LARGEST_SCALE,
     S_SCALE,
     attention_fp8_bwd,

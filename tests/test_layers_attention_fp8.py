@@ -14,7 +14,7 @@ from te_jax import checkpoint_policies, fp8
 from te_jax.fp8 import AttentionMetas
 from te_jax.layers import attention_fp8
 from te_jax.ops.attention import explain_attention
-from te_jax.ops.attention_fp8 import backward_scales, forward_scales
+from te_jax.ops.attention.fp8 import backward_scales, forward_scales
 from te_jax.recipe import DelayedScaling, Format
 
 L = 4

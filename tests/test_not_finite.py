@@ -12,7 +12,7 @@ from te_jax._op import ops
 from te_jax.layers import attention_fp8
 from te_jax.ops.activation import activation, activation_bwd, activation_fwd, attributes
 from te_jax.ops.attention import dot_product_attention
-from te_jax.ops.attention_fp8 import attention_fp8_bwd, attention_fp8_fwd, backward_scales, forward_scales
+from te_jax.ops.attention.fp8 import attention_fp8_bwd, attention_fp8_fwd, backward_scales, forward_scales
 from te_jax.ops.norm import norm_fwd
 from te_jax.ops.quantize import quantize, quantize_block
 from te_jax.ops.scaling import scale_update

@@ -13,8 +13,8 @@ from te_jax.flax._fields import Module, check_call, groups_divide_heads, groups_
 from te_jax.flax._state import attention_metas, describe, recipe_of
 from te_jax.layers.attention_fp8 import attend_by_recipe
 from te_jax.ops.attention import dot_product_attention
+from te_jax.ops.attention.op import parts_of
 from te_jax.ops.attention.options import check_options, warn_of_padding
-from te_jax.ops.attention_op import parts_of
 from te_jax.sharding import HEAD_AXES
 
 # Where checkpoints hold the learnable softmax's offset; new ones get the first.

@@ -10,7 +10,7 @@ from te_jax.flax._common import activation_axes
 from te_jax.flax._state import describe
 from te_jax.ops.attention import Mask, SequenceDescriptor
 from te_jax.ops.attention.mask import Band
-from te_jax.ops.attention_reference import split_joined
+from te_jax.ops.attention.reference import split_joined
 from te_jax.sharding import BATCH_AXES, HEAD_AXES, HIDDEN_AXES, SEQLEN_AXES
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 

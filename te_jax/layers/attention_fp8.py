@@ -14,11 +14,7 @@ from te_jax.checkpoint_policies import ATTENTION, QUANTIZED, STATISTICS, named
 from te_jax.fp8 import AttentionMetas, TensorMeta, cotangent, observation
 from te_jax.ops.attention.api import dot_product_attention, execute
 from te_jax.ops.attention.form import form_of
-from te_jax.ops.attention.mask import Band
-from te_jax.ops.attention.mesh import undivided_groups
-from te_jax.ops.attention.options import AttentionOptions, check_options
-from te_jax.ops.attention.resolve import resolve
-from te_jax.ops.attention_fp8 import (
+from te_jax.ops.attention.fp8 import (
     LARGEST_SCALE,
     attention_fp8_bwd,
     attention_fp8_fwd,
@@ -27,9 +23,13 @@ from te_jax.ops.attention_fp8 import (
     forward_scales,
     fp8_refuses,
 )
-from te_jax.ops.attention_op import parts_of
-from te_jax.ops.attention_reference import split_joined
-from te_jax.ops.attention_vjp import attention_bwd_of
+from te_jax.ops.attention.mask import Band
+from te_jax.ops.attention.mesh import undivided_groups
+from te_jax.ops.attention.op import parts_of
+from te_jax.ops.attention.options import AttentionOptions, check_options
+from te_jax.ops.attention.reference import split_joined
+from te_jax.ops.attention.resolve import resolve
+from te_jax.ops.attention.vjp import attention_bwd_of
 from te_jax.ops.quantize import quantize
 from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.sharding import stage_axes

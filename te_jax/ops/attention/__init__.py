@@ -6,9 +6,9 @@ from te_jax.ops.attention.api import dot_product_attention_packed as dot_product
 from te_jax.ops.attention.mask import MASK_TYPES as MASK_TYPES
 from te_jax.ops.attention.mask import Mask as Mask
 from te_jax.ops.attention.mask import SequenceDescriptor as SequenceDescriptor
+from te_jax.ops.attention.op import attention_bwd as attention_bwd
+from te_jax.ops.attention.op import attention_fwd as attention_fwd
 from te_jax.ops.attention.options import AttentionKeywords as AttentionKeywords
 from te_jax.ops.attention.options import AttentionOptions as AttentionOptions
 from te_jax.ops.attention.resolve import AttentionChoice as AttentionChoice
 from te_jax.ops.attention.resolve import explain_attention as explain_attention
-from te_jax.ops.attention_op import attention_bwd as attention_bwd
-from te_jax.ops.attention_op import attention_fwd as attention_fwd

@@ -12,11 +12,11 @@ from te_jax.checkpoint_policies import ATTENTION, named
 from te_jax.ops.attention.context import attend_cut
 from te_jax.ops.attention.form import form_of
 from te_jax.ops.attention.mesh import own_key, undivided_groups, whole_rows
+from te_jax.ops.attention.op import parts_of
 from te_jax.ops.attention.options import AttentionKeywords, AttentionOptions, check_options, takes_options
+from te_jax.ops.attention.reference import attend, split_joined
 from te_jax.ops.attention.resolve import AttentionChoice, resolve
-from te_jax.ops.attention_op import parts_of
-from te_jax.ops.attention_reference import attend, split_joined
-from te_jax.ops.attention_vjp import attention
+from te_jax.ops.attention.vjp import attention
 
 _LONG = 4096  # beyond its square the s x t logits in memory deserve a warning
 

@@ -9,8 +9,8 @@ from te_jax._types import align
 from te_jax.ops.attention.context_plan import Layout
 from te_jax.ops.attention.context_run import Rows, Spec, context_attention
 from te_jax.ops.attention.mask import SequenceDescriptor
+from te_jax.ops.attention.op import cudnn_refuses, gpu_refuses
 from te_jax.ops.attention.options import AttentionOptions
-from te_jax.ops.attention_op import cudnn_refuses, gpu_refuses
 
 
 def context_refuses(q, k, v, options: AttentionOptions) -> str:

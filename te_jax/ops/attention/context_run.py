@@ -20,8 +20,8 @@ from te_jax.ops.attention.form import form_of
 from te_jax.ops.attention.mask import Band, Mask, SequenceDescriptor
 from te_jax.ops.attention.mesh import Cut
 from te_jax.ops.attention.options import AttentionOptions
-from te_jax.ops.attention_reference import merged, wide
-from te_jax.ops.attention_vjp import attention_bwd_of, attention_fwd_of, gradient_of_sink, with_sink
+from te_jax.ops.attention.reference import merged, wide
+from te_jax.ops.attention.vjp import attention_bwd_of, attention_fwd_of, gradient_of_sink, with_sink
 from te_jax.sharding import inverse_reorder_causal_load_balancing, reorder_causal_load_balancing
 
 
@@ -230,7 +230,7 @@ def _distribute(dx, spec: Spec):
 def context_attention(q, k, v, sink, rows, spec: Spec):
     """-> out, lse (not differentiable) of this device's queries [b..., s/cp, h, d], where `spec.cut.axis` is manual.
 
-    k, v: the part of this device. sink: as in `attention_vjp.attention`. rows: the whole rows, on each device, as
+    k, v: the part of this device. sink: as in `vjp.attention`. rows: the whole rows, on each device, as
     `spec.rows` says; None for Rows.WHOLE. All arrays vary over the same manual axes.
     """
     return _context_fwd(q, k, v, sink, rows, spec)[0]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from te_jax.ops.attention.mask import Band
 from te_jax.ops.attention.options import AttentionOptions
-from te_jax.ops.attention_reference import HIDDEN, wide
+from te_jax.ops.attention.reference import HIDDEN, wide
 
 
 class Attrs(NamedTuple):

@@ -5,10 +5,10 @@ from typing import NamedTuple, Unpack
 from te_jax.fp8 import check_recipe, current_recipe
 from te_jax.ops.attention.context import context_refuses
 from te_jax.ops.attention.form import only_band
+from te_jax.ops.attention.fp8 import fp8_refuses
 from te_jax.ops.attention.mesh import Axes, Cut
+from te_jax.ops.attention.op import cudnn_refuses, cudnn_refuses_backward, gpu_refuses
 from te_jax.ops.attention.options import AttentionKeywords, AttentionOptions, check_options, takes_options
-from te_jax.ops.attention_fp8 import fp8_refuses
-from te_jax.ops.attention_op import cudnn_refuses, cudnn_refuses_backward, gpu_refuses
 from te_jax.recipe import Recipe
 
 

@@ -9,8 +9,8 @@ from te_jax._arrays import as_rank
 from te_jax._types import like
 from te_jax.checkpoint_policies import ATTENTION, named
 from te_jax.ops.attention.form import Attrs, Form
-from te_jax.ops.attention_op import attention_bwd, attention_fwd, parts_of
-from te_jax.ops.attention_reference import HIDES, sum_to, wide
+from te_jax.ops.attention.op import attention_bwd, attention_fwd, parts_of
+from te_jax.ops.attention.reference import HIDES, sum_to, wide
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))

@@ -4,7 +4,7 @@ from math import prod
 
 import jax.numpy as jnp
 
-from te_jax.ops.attention_reference import merged
+from te_jax.ops.attention.reference import merged
 
 _BUSY = 128  # CTAs: about a wave of the GPUs of today; the kernel has one for each row and head of keys
 _LEAST = 512  # keys of a part: below, what a part costs besides is no longer small

@@ -11,9 +11,9 @@ from te_jax import _lib
 from te_jax._amax import amax
 from te_jax._op import Op
 from te_jax.ops.attention.mask import Band, Mask
+from te_jax.ops.attention.op import flat
 from te_jax.ops.attention.options import AttentionOptions
-from te_jax.ops.attention_op import flat
-from te_jax.ops.attention_reference import finite_top, group_heads, mix, scores
+from te_jax.ops.attention.reference import finite_top, group_heads, mix, scores
 from te_jax.ops.quantize import saturate
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)

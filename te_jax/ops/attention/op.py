@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from te_jax import _lib
 from te_jax._op import Op
-from te_jax.ops import attention_reference as reference
-from te_jax.ops.attention_decode import one_query
+from te_jax.ops.attention import reference
+from te_jax.ops.attention.decode import one_query
 
 # ---- what cuDNN takes ----------------------------------------------------------------------------
 
