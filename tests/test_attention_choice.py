@@ -283,6 +283,27 @@ def test_one_query_has_no_causal_mask():
     assert "right = 0" in _call(2, 256, attn_mask_type="causal")
 
 
+def test_explain_says_what_is_lowered_as_decoding():
+    lens = SequenceDescriptor.from_seqlens((jnp.array([1, 1]), jnp.array([20, 256])))
+    two = SequenceDescriptor.from_seqlens_and_offsets(jnp.ones((2, 2), int), jnp.tile(jnp.array([0, 1]), (2, 1)))
+    for is_step, kwargs in (
+        (True, dict(softmax_type="off_by_one")),
+        (True, dict(attn_mask_type="causal_bottom_right")),
+        (True, dict(attn_mask_type="padding_causal_bottom_right", sequence_descriptor=lens)),
+        (True, dict(sequence_descriptor=lens, attn_mask_type="padding", seq_major=True)),
+        (False, dict(seq_major=True)),
+        (False, dict(attn_mask_type="causal")),
+        (False, dict(sequence_descriptor=two, attn_mask_type="padding")),
+        (False, dict(bias=jnp.zeros((1, 256)))),
+        (False, dict(mask=jnp.zeros((1, 256), bool))),
+        (False, dict(alibi_slopes=jnp.ones(4))),
+    ):
+        q, k, v, _ = operands((2, 1, 256, 4, 2, 64, 32), jnp.bfloat16)
+        assert explain_attention(q, k, v, **kwargs).decodes == is_step, kwargs
+        assert ("(tensor<2x2x2x64xbf16>, " in _call(1, 256, **kwargs)) == is_step, kwargs  # r queries, g heads
+    assert "step of decoding" in str(explain_attention(q, k, v)) and "step" not in str(explain_attention(k, k, v))
+
+
 @pytest.mark.parametrize("t", [256, 320])
 def test_a_bias_comes_with_lengths(t):
     """Where the last tile of 128 keys is not full."""

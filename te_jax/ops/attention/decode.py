@@ -18,6 +18,14 @@ def parts_of_row(rows: int, t: int) -> int:
     return parts
 
 
+def is_one_query(queries: int, segments: int, *, sees_all: bool, adds: bool) -> bool:
+    """Whether `one_query` serves rows of `queries` queries and at most `segments` segments.
+
+    sees_all: no band hides a key of the segment. adds: there is a bias, dropout, or an array in sequence-major order.
+    """
+    return queries == 1 and segments <= 1 and sees_all and not adds
+
+
 def one_query(run, q, k, v, segments):
     """`attention_fwd` of q [b..., 1, (g r), d] without mask, bias and dropout -> out, lse.
 

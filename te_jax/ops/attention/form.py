@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from te_jax.ops.attention.decode import is_one_query
 from te_jax.ops.attention.mask import Band
 from te_jax.ops.attention.options import AttentionOptions
 from te_jax.ops.attention.reference import HIDDEN, wide
@@ -66,6 +67,15 @@ def only_band(options: AttentionOptions, q, k) -> bool:
     s, t = q.shape[-3], k.shape[-3]
     band, described, rest = _mask_of(options, s, t)
     return not options.has_bias and described is None and rest.is_open and not _wants_lengths(band, s, t, False)
+
+
+def decodes(options: AttentionOptions, q, k) -> bool:
+    """Whether what `form_of` asks for is lowered as `decode.one_query`."""
+    s, t = q.shape[-3], k.shape[-3]
+    band, described, rest = _mask_of(options, s, t)
+    number = 0 if described is None else jax.eval_shape(described.segments).shape[-2]
+    adds = options.has_bias or not rest.is_open or options.dropout_rate > 0 or (options.seq_major and not number)
+    return is_one_query(s, number, sees_all=band.is_open, adds=adds)
 
 
 def _mask_of(options: AttentionOptions, s: int, t: int):

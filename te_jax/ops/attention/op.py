@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from te_jax import _lib
 from te_jax._op import Op
 from te_jax.ops.attention import reference
-from te_jax.ops.attention.decode import one_query
+from te_jax.ops.attention.decode import is_one_query, one_query
 
 # ---- what cuDNN takes ----------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ def _call_forward(call, *operands, **attrs):
     if cudnn_refuses(q, k, v) or (rng is not None and cudnn_refuses_backward(q)):
         # The op means the same for every type and size.
         return reference.forward(*operands, **attrs)
-    if len(present(*arrays)) == 3 and _is_one_query(q, bias, segments, rng, **attrs):
+    if len(present(*arrays)) == 3 and _decodes(q, bias, segments, rng, **attrs):
         run = lambda q, k, v, segments: _run(call, q, k, v, None, None, None, segments, None, **attrs)
         return *one_query(run, *present(*arrays), segments), None
     batch, drawn = q.shape[:-3], _drawn_here(rng)
@@ -174,10 +174,10 @@ def _call_forward(call, *operands, **attrs):
     return (*(x.reshape(*batch, *x.shape[1:]) for x in (out, lse)), drawn)
 
 
-def _is_one_query(q, bias, segments, rng, *, left, right, seq_major, **attrs) -> bool:
-    """Whether `one_query` serves the call."""
-    seen_by_all = left == right == -1 and (segments is None or segments.shape[-2] == 1)
-    return q.shape[-3] == 1 and seen_by_all and rng is None and not seq_major and bias is None
+def _decodes(q, bias, segments, rng, *, left, right, seq_major, **attrs) -> bool:
+    number = 0 if segments is None else segments.shape[-2]
+    adds = bias is not None or rng is not None or seq_major
+    return is_one_query(q.shape[-3], number, sees_all=left == right == -1, adds=adds)
 
 
 def _run(call, *operands, **attrs):

@@ -4,7 +4,7 @@ from typing import NamedTuple, Unpack
 
 from te_jax.fp8 import check_recipe, current_recipe
 from te_jax.ops.attention.context import context_refuses
-from te_jax.ops.attention.form import only_band
+from te_jax.ops.attention.form import decodes, only_band
 from te_jax.ops.attention.fp8 import fp8_refuses
 from te_jax.ops.attention.mesh import Axes, Cut
 from te_jax.ops.attention.op import cudnn_refuses, cudnn_refuses_backward, gpu_refuses
@@ -17,14 +17,18 @@ class AttentionChoice(NamedTuple):
 
     implementation: "cudnn" (its ops are plain JAX off CUDA), "xla" (plain JAX), "fp8" or "context_parallel".
     refused:        implementation -> the reason.
+    decodes:        "cudnn" computes the one query of each row as a step of decoding: the query heads of a group are
+                    queries of one head, and long rows are cut into parts where few rows keep the GPU busy. That is in
+                    the op's CUDA lowering, which knows the rows of a device; k, v joined in one array stay as they lie.
     """
 
     implementation: str
     refused: dict[str, str]
+    decodes: bool = False
 
     def __str__(self):
         refused = (f"not {name}: {reason}" for name, reason in self.refused.items())
-        return "; ".join([self.implementation, *refused])
+        return "; ".join([self.implementation + " (a step of decoding)" * self.decodes, *refused])
 
 
 def resolve(q, k, v, options: AttentionOptions, *, recipe: Recipe | None = None) -> AttentionChoice:
@@ -51,7 +55,8 @@ def resolve(q, k, v, options: AttentionOptions, *, recipe: Recipe | None = None)
     if options.implementation == "xla" or reason:
         return AttentionChoice("xla", refused | {"cudnn": reason or "implementation is 'xla'"})
     asked = "implementation is 'cudnn'" if options.implementation else ""
-    return AttentionChoice("cudnn", refused | {"xla": asked or "cuDNN serves this call without s x t logits in memory"})
+    refused["xla"] = asked or "cuDNN serves this call without s x t logits in memory"
+    return AttentionChoice("cudnn", refused, decodes(options, q, k))
 
 
 def _cudnn_refuses_call(q, k, v, options: AttentionOptions) -> str:
