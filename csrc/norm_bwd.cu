@@ -37,6 +37,12 @@ struct RowStats {
   float mean, rstd, mean_dxhat, mean_dxhat_xhat;
 };
 
+// mean and rstd of a row; zeros beyond the last.
+template <bool kRms>
+__device__ __forceinline__ float2 StatsOf(const NormBwdArgs& a, int64_t row) {
+  return row < a.rows ? make_float2(kRms ? 0.f : a.mean[row], a.rstd[row]) : make_float2(0.f, 0.f);
+}
+
 // rstd * (dxhat - mean_dxhat - xhat * mean_dxhat_xhat)
 __device__ __forceinline__ float InputGradient(float dxhat, float xhat, const RowStats& s) {
   return fmaf(dxhat, s.rstd, -fmaf(xhat, s.rstd * s.mean_dxhat_xhat, s.rstd * s.mean_dxhat));
@@ -46,6 +52,30 @@ template <typename T, int N>
 __device__ __forceinline__ void AddTo(float (&sums)[N], const Vec<T, N>& v) {
 #pragma unroll
   for (int i = 0; i < N; ++i) sums[i] += v[i];
+}
+
+// Adds 8 columns of a row to the row's sums, which will be its means, and to the columns' sums over rows.
+template <bool kRms>
+__device__ __forceinline__ void AddColumns(const float (&g)[8], const float (&xhat)[8],
+                                           const float (&dxhat)[8], RowStats& s, float (&dgamma)[8],
+                                           float (&dbeta)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (!kRms) s.mean_dxhat += dxhat[i], dbeta[i] += g[i];
+    s.mean_dxhat_xhat += dxhat[i] * xhat[i];
+    dgamma[i] += g[i] * xhat[i];
+  }
+}
+
+// Turns the sums that each thread has of a row into the row's means.
+template <bool kRms>
+__device__ __forceinline__ void FinishMeans(RowStats& s, float inv_h, float2* scratch) {
+  if constexpr (kRms) {
+    s.mean_dxhat_xhat = RowSum(s.mean_dxhat_xhat, scratch) * inv_h;
+  } else {
+    const float2 sums = RowSum(s.mean_dxhat, s.mean_dxhat_xhat, scratch);
+    s.mean_dxhat = sums.x * inv_h, s.mean_dxhat_xhat = sums.y * inv_h;
+  }
 }
 
 // Adds up what the blockDim.y rows in work at once had in `sums`, and writes it to partial [h]. scratch: for
@@ -73,26 +103,19 @@ __device__ void StoreColumnSums(float (&sums)[kVecs][8], float* scratch, int pit
     if (threadIdx.y == 0 && c + k * stride < h) Store(partial + c + k * stride, Round<float>(sums[k]));
 }
 
-// blockDim.x threads have a row, 8 * kVecs columns each: its and the next rows' x, dy and dres are on their
-// way to shared memory, in places of their own, so that no barrier is needed. Registers hold the sums of the
-// thread's columns over all rows of the CTA, and gamma, xhat and dxhat where they suffice (kVecs < 4); else
-// gamma is in shared memory, if `staged`, and xhat and dxhat are computed twice. blockDim.y rows are in work
-// at once and wait for nobody. Beyond h, rows are filled up with zeros to `width`.
-template <typename T, int kVecs, bool kRms>
-__global__ void __launch_bounds__(kThreads, 1)
-    te_norm_bwd_rows(const NormBwdArgs a, int stages, bool staged) {
-  constexpr bool kKeep = kVecs < 4;
-  extern __shared__ uint4 dynamic[];  // gamma f32 [width]; ring T [blockDim.y, stages, 2 or 3, width]
-  __shared__ float2 scratch[2][kMostWarps];
-  const float inv_h = 1.f / a.h;
-  const int h = a.h, c = threadIdx.x * 8, stride = blockDim.x * 8, width = stride * kVecs;
-  const uint32_t row_bytes = width * sizeof(T), slot_bytes = (a.dres ? 3 : 2) * row_bytes;
-  const uint32_t gamma_at = SharedAddress(dynamic);
-  const uint32_t ring =
-      gamma_at + (staged ? width * 4 : 0) + threadIdx.y * stages * slot_bytes + c * sizeof(T);
-  const int64_t step = int64_t{gridDim.x} * blockDim.y;
+// The part that a thread of te_norm_bwd_rows has of its rows: 8 * kVecs columns, `stride` apart, in slots of
+// shared memory T [2 or 3, width] (x, dy and, if there, dres), and gamma of these columns.
+template <typename T, int kVecs>
+struct RowPart {
+  static constexpr bool kKeep = kVecs < 4;  // registers suffice for gamma
+  const NormBwdArgs& a;
+  int h, c, stride, width;  // c: of the first column
+  uint32_t row_bytes;
+  uint32_t gamma_at;  // f32 [width] in shared memory, if `staged`
+  bool staged;
 
-  const auto prefetch = [&](int64_t row, uint32_t at) {
+  // Sends the row on its way to the slot where the thread has `at`.
+  __device__ void Prefetch(int64_t row, uint32_t at) const {
     const int64_t from = row * h + c;
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
@@ -103,38 +126,34 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (a.dres) Prefetch8(to + 2 * row_bytes, static_cast<const T*>(a.dres) + from + k * stride, inside);
     }
     CommitPrefetch();
-  };
-  int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-  for (int s = 0; s < stages; ++s) {
-    for (int k = 0; k < kVecs; ++k)
-      for (int i = 0; i < int(sizeof(T) / 2) && c + k * stride >= h; ++i) {
-        const uint32_t to = ring + s * slot_bytes + k * stride * sizeof(T) + i * 16;
-        StoreShared(to, 0.f, 0.f, 0.f, 0.f), StoreShared(to + row_bytes, 0.f, 0.f, 0.f, 0.f);
-      }
-    if (s + 1 < stages) prefetch(row + s * step, ring + s * slot_bytes);
   }
 
-  float kept_gamma[kKeep ? kVecs : 1][8] = {};
-  if constexpr (kKeep) {
+  // Fetches gamma, into registers or shared memory. To be called once, before Normalize.
+  __device__ __forceinline__ void FetchGamma(float (&kept_gamma)[kKeep ? kVecs : 1][8]) const {
+    if constexpr (kKeep) {
 #pragma unroll
-    for (int k = 0; k < kVecs; ++k)
-      if (c + k * stride < h) LoadGamma(a.gamma, a.zero_centered, c + k * stride, kept_gamma[k]);
-  } else if (staged) {  // each thread its own columns; blockDim.y is 1
-    for (int i = c; i < width; i += stride) {
-      float gamma[8] = {};
-      if (i < h) LoadGamma(a.gamma, a.zero_centered, i, gamma);
-      Stage8(gamma_at, width, i, gamma);
+      for (int k = 0; k < kVecs; ++k)
+        if (c + k * stride < h) LoadGamma(a.gamma, a.zero_centered, c + k * stride, kept_gamma[k]);
+    } else if (staged) {  // each thread its own columns; blockDim.y is 1
+      for (int i = c; i < width; i += stride) {
+        float gamma[8] = {};
+        if (i < h) LoadGamma(a.gamma, a.zero_centered, i, gamma);
+        Stage8(gamma_at, width, i, gamma);
+      }
     }
   }
-  // xhat and dxhat of the k-th 8 columns of the row at `at`. dy: g.
-  const auto normalized = [&](uint32_t at, int k, const RowStats& s, float (&g)[8], float (&xhat)[8],
-                              float (&dxhat)[8]) {
+
+  // Computes g (dy in f32), xhat and dxhat of the k-th 8 columns of the row at `at`; beyond h g and dxhat are
+  // 0.
+  __device__ __forceinline__ void Normalize(uint32_t at, int k, const RowStats& s,
+                                            const float (&kept_gamma)[8], float (&g)[8], float (&xhat)[8],
+                                            float (&dxhat)[8]) const {
     const Vec<T, 8> x = LoadShared<T, 8>(at + k * stride * sizeof(T));
     const Vec<T, 8> dy = LoadShared<T, 8>(at + k * stride * sizeof(T) + row_bytes);
     float gamma[8] = {};
     if constexpr (kKeep) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) gamma[i] = kept_gamma[k][i];
+      for (int i = 0; i < 8; ++i) gamma[i] = kept_gamma[i];
     } else if (staged) {
       LoadStaged8(gamma_at, width, c + k * stride, gamma);
     } else if (c + k * stride < h) {
@@ -142,44 +161,63 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) g[i] = dy[i], xhat[i] = (x[i] - s.mean) * s.rstd, dxhat[i] = g[i] * gamma[i];
-  };
+  }
+};
+
+// blockDim.x threads have a row, 8 * kVecs columns each: its and the next rows' x, dy and dres are on their
+// way to shared memory, in places of their own, so that no barrier is needed. Registers hold the sums of the
+// thread's columns over all rows of the CTA, and gamma, xhat and dxhat where they suffice (kVecs < 4); else
+// gamma is in shared memory, if `staged`, and xhat and dxhat are computed twice. blockDim.y rows are in work
+// at once and wait for nobody. Beyond h, rows are filled up with zeros to `width`.
+template <typename T, int kVecs, bool kRms>
+__global__ void __launch_bounds__(kThreads, 1)
+    te_norm_bwd_rows(const NormBwdArgs a, int stages, bool staged) {
+  constexpr bool kKeep = RowPart<T, kVecs>::kKeep;
+  extern __shared__ uint4 dynamic[];  // gamma f32 [width]; ring T [blockDim.y, stages, 2 or 3, width]
+  __shared__ float2 scratch[2][kMostWarps];
+  const float inv_h = 1.f / a.h;
+  const int h = a.h, c = threadIdx.x * 8, stride = blockDim.x * 8, width = stride * kVecs;
+  const uint32_t row_bytes = width * sizeof(T), slot_bytes = (a.dres ? 3 : 2) * row_bytes;
+  const uint32_t gamma_at = SharedAddress(dynamic);
+  const uint32_t ring =
+      gamma_at + (staged ? width * 4 : 0) + threadIdx.y * stages * slot_bytes + c * sizeof(T);
+  const int64_t step = int64_t{gridDim.x} * blockDim.y;
+  const RowPart<T, kVecs> part{a, h, c, stride, width, row_bytes, gamma_at, staged};
+  int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+  for (int s = 0; s < stages; ++s) {
+    for (int k = 0; k < kVecs; ++k)
+      for (int i = 0; i < int(sizeof(T) / 2) && c + k * stride >= h; ++i) {
+        const uint32_t to = ring + s * slot_bytes + k * stride * sizeof(T) + i * 16;
+        StoreShared(to, 0.f, 0.f, 0.f, 0.f), StoreShared(to + row_bytes, 0.f, 0.f, 0.f, 0.f);
+      }
+    if (s + 1 < stages) part.Prefetch(row + s * step, ring + s * slot_bytes);
+  }
+  float kept_gamma[kKeep ? kVecs : 1][8] = {};
+  part.FetchGamma(kept_gamma);
 
   float dgamma[kVecs][8] = {}, dbeta[kVecs][8] = {};
-  const auto stats_of = [&](int64_t row) {  // mean, rstd
-    return row < a.rows ? make_float2(kRms ? 0.f : a.mean[row], a.rstd[row]) : make_float2(0.f, 0.f);
-  };
-  float2 next = stats_of(row), after = stats_of(row + step);
+  float2 next = StatsOf<kRms>(a, row), after = StatsOf<kRms>(a, row + step);
   int turn = 0;
   const uint32_t ring_end = ring + stages * slot_bytes;
   uint32_t now = ring, last = ring_end - slot_bytes;  // the slots of this row and of the one before
   for (; row < a.rows; row += step) {
-    prefetch(row + (stages - 1) * step, last);
+    part.Prefetch(row + (stages - 1) * step, last);
     RowStats s{next.x, next.y, 0.f, 0.f};
-    next = after, after = stats_of(row + 2 * step);
+    next = after, after = StatsOf<kRms>(a, row + 2 * step);
     WaitForPrefetch(stages - 1);
     float g[8], xhat[kKeep ? kVecs : 1][8], dxhat[kKeep ? kVecs : 1][8];
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       const int kept = kKeep ? k : 0;
-      normalized(now, k, s, g, xhat[kept], dxhat[kept]);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {  // g and dxhat are zero beyond h
-        if (!kRms) s.mean_dxhat += dxhat[kept][i], dbeta[k][i] += g[i];
-        s.mean_dxhat_xhat += dxhat[kept][i] * xhat[kept][i];
-        dgamma[k][i] += g[i] * xhat[kept][i];
-      }
+      part.Normalize(now, k, s, kept_gamma[kept], g, xhat[kept], dxhat[kept]);
+      AddColumns<kRms>(g, xhat[kept], dxhat[kept], s, dgamma[k], dbeta[k]);
     }
-    if constexpr (kRms) {
-      s.mean_dxhat_xhat = RowSum(s.mean_dxhat_xhat, scratch[turn ^= 1]) * inv_h;
-    } else {
-      const float2 sums = RowSum(s.mean_dxhat, s.mean_dxhat_xhat, scratch[turn ^= 1]);
-      s.mean_dxhat = sums.x * inv_h, s.mean_dxhat_xhat = sums.y * inv_h;
-    }
+    FinishMeans<kRms>(s, inv_h, scratch[turn ^= 1]);
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       const int kept = kKeep ? k : 0;
       float dx[8];
-      if (!kKeep) normalized(now, k, s, g, xhat[kept], dxhat[kept]);
+      if (!kKeep) part.Normalize(now, k, s, kept_gamma[kept], g, xhat[kept], dxhat[kept]);
 #pragma unroll
       for (int i = 0; i < 8; ++i) dx[i] = InputGradient(dxhat[kept][i], xhat[kept][i], s);
       if (a.dres) AddTo(dx, LoadShared<T, 8>(now + k * stride * sizeof(T) + 2 * row_bytes));

@@ -68,6 +68,16 @@ __device__ __forceinline__ float2 RowStats(const NormFwdArgs& a, const Vec<T, 8>
   return make_float2(mean, rsqrtf(RowSum(sum, scratch[turn ^= 1]) * inv_h + a.eps));
 }
 
+// gamma and beta, by all threads, to `staged`, where StagedAffine finds them; zeros from h to `width`.
+__device__ __forceinline__ void StageAffine(const NormFwdArgs& a, uint32_t staged, int width, int h,
+                                            int stride) {
+  for (int i = (threadIdx.y * blockDim.x + threadIdx.x) * 8; i < width; i += blockDim.y * stride) {
+    const Affine<8> affine = i < h ? LoadAffine<8>(a, i) : Affine<8>{};
+    Stage8(staged, width, i, affine.gamma), Stage8(staged + width * 4, width, i, affine.beta);
+  }
+  __syncthreads();
+}
+
 // blockDim.x threads have a row, 8 * kVecs columns each: their next rows are on their way to shared memory,
 // in places of their own, so that no barrier is needed; in registers x is f32, unpacked once. blockDim.y such
 // rows are in work at once and wait for nobody. Beyond h, rows are filled up with zeros to `width`. Q: the
@@ -100,11 +110,7 @@ __global__ void __launch_bounds__(kVecs > 4 ? kMostThreads : kThreads, 1)
     if (s + 1 < stages) prefetch(row + s * step, ring + s * slot_bytes);
   }
   if constexpr (kStaged) {
-    for (int i = (threadIdx.y * blockDim.x + threadIdx.x) * 8; i < width; i += blockDim.y * stride) {
-      const Affine<8> affine = i < h ? LoadAffine<8>(a, i) : Affine<8>{};
-      Stage8(affine_at, width, i, affine.gamma), Stage8(affine_at + width * 4, width, i, affine.beta);
-    }
-    __syncthreads();
+    StageAffine(a, affine_at, width, h, stride);
   }
 
   float amax = 0.f;

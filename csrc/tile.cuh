@@ -117,6 +117,33 @@ __device__ inline void StoreColumnSums(const float* scratch, float* dbias, int c
   dbias[c] = sum;
 }
 
+// Where a tile lies in the results, and what of it is inside.
+struct TilePlace {
+  int64_t chunk, row0, column0;
+  int rows, columns;
+};
+
+template <typename T>
+__device__ __forceinline__ TilePlace PlaceOf(const TileResults<T>& a, unsigned index) {
+  const int64_t chunk = index / a.strips, row0 = chunk * kTileRows,
+                column0 = index % a.strips * int64_t{kTileColumns};
+  return {chunk, row0, column0, int(min(a.m - row0, int64_t{kTileRows})),
+          int(min(a.n - column0, int64_t{kTileColumns}))};
+}
+
+// The tile and the warps' sums of slot `s` -> what WriteTile has not yet written, behind a barrier.
+template <bool kVectors, typename Source>
+__device__ __forceinline__ void StoreTile(const uint32_t* tile, const float* sums, const TilePlace& at, int s,
+                                          const TileResults<typename Source::Type>& a) {
+  const int64_t stride = a.n * Source::kSlots;
+  if (!kVectors && a.data)
+    StoreRowBytes(tile, a.data + at.row0 * stride + s * a.n + at.column0, stride, at.rows, at.columns);
+  if (a.data_t)
+    StoreColumns(tile, a.data_t + (s * a.n + at.column0) * a.m + at.row0, a.m, at.rows, at.columns);
+  if (Source::kSums && a.dbias)
+    StoreColumnSums(sums, a.dbias + (at.chunk * Source::kSlots + s) * a.n + at.column0, at.columns);
+}
+
 // Source:
 //   Type      of x and of the wide result
 //   Raw       what is read for 8 neighbours of a row
@@ -136,19 +163,18 @@ __device__ __forceinline__ void WriteTile(const Source& source, const TileResult
   alignas(16) __shared__ uint32_t tiles[kSlots][kTileWords];
   alignas(8) __shared__ float sums_of_warps[kSlots][Source::kSums ? kTileThreads / 32 * kTileColumns : 1];
   __shared__ unsigned amax_of_warps[kMostWarps];
-  const int64_t chunk = index / a.strips, strip = index % a.strips;
-  const int64_t row0 = chunk * kTileRows, column0 = strip * kTileColumns, stride = a.n * kSlots;
-  const int rows = min(a.m - row0, int64_t{kTileRows}), columns = min(a.n - column0, int64_t{kTileColumns});
+  const TilePlace at = PlaceOf(a, index);
+  const int64_t stride = a.n * kSlots;
   const int c = threadIdx.x % kGroups * 8, r = threadIdx.x / kGroups * 4;  // of the thread in the first band
 
   const auto load = [&](int k) {  // the thread's k-th row
     const int row = k / 4 * kBandRows + r + k % 4;
-    return source.template Load<kVectors>(row0 + row, column0 + c, row < rows ? columns - c : 0);
+    return source.template Load<kVectors>(at.row0 + row, at.column0 + c, row < at.rows ? at.columns - c : 0);
   };
   typename Source::Raw window[kWindow];
 #pragma unroll
   for (int k = 0; k < kWindow; ++k) window[k] = load(k);
-  if constexpr (requires { source.Await(row0, rows); }) source.Await(row0, rows);
+  if constexpr (requires { source.Await(at.row0, at.rows); }) source.Await(at.row0, at.rows);
 
   const float scale = a.scale ? *a.scale : 1.f;
   float amax = 0.f, sums[kSlots][8] = {};
@@ -156,17 +182,17 @@ __device__ __forceinline__ void WriteTile(const Source& source, const TileResult
 #pragma unroll
   for (int k = 0; k < kThreadRows; ++k) {
     const int row = k / 4 * kBandRows + r + k % 4, i = k % 4;
-    const bool inside = row < rows && c < columns;
+    const bool inside = row < at.rows && c < at.columns;
     float f[kSlots][8];
     source.Values(window[k % kWindow], f);
     if (k + kWindow < kThreadRows) window[k % kWindow] = load(k + kWindow);
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) {
-      const int64_t at = (row0 + row) * stride + s * a.n + column0 + c;
-      if (a.wide && inside) StoreWide<kVectors>(a.wide + at, f[s], columns - c);
+      const int64_t offset = (at.row0 + row) * stride + s * a.n + at.column0 + c;
+      if (a.wide && inside) StoreWide<kVectors>(a.wide + offset, f[s], at.columns - c);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        if (kVectors ? inside : row < rows && c + j < columns) {
+        if (kVectors ? inside : row < at.rows && c + j < at.columns) {
           amax = MaxNan(amax, fabsf(f[s][j]));
           if (Source::kSums) sums[s][j] += f[s][j];
         }
@@ -174,7 +200,7 @@ __device__ __forceinline__ void WriteTile(const Source& source, const TileResult
       }
       Quantize8(f[s], a.e5m2, q[s][0][i], q[s][1][i]);
       if (kVectors && a.data && inside)
-        __stcs(reinterpret_cast<uint2*>(a.data + at), make_uint2(q[s][0][i], q[s][1][i]));
+        __stcs(reinterpret_cast<uint2*>(a.data + offset), make_uint2(q[s][0][i], q[s][1][i]));
       if (i < 3) continue;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -188,17 +214,11 @@ __device__ __forceinline__ void WriteTile(const Source& source, const TileResult
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) WarpColumnSums(sums[s], sums_of_warps[s]);
   }
-  const unsigned peak =
-      CtaMax(__float_as_uint(amax), amax_of_warps);  // its barrier completes all tiles and sums
+  // The barrier of CtaMax completes all tiles and sums.
+  const unsigned peak = CtaMax(__float_as_uint(amax), amax_of_warps);
   if (a.amax && threadIdx.x == 0) a.amax[index] = __uint_as_float(peak);
 #pragma unroll
-  for (int s = 0; s < kSlots; ++s) {
-    if (!kVectors && a.data)
-      StoreRowBytes(tiles[s], a.data + row0 * stride + s * a.n + column0, stride, rows, columns);
-    if (a.data_t) StoreColumns(tiles[s], a.data_t + (s * a.n + column0) * a.m + row0, a.m, rows, columns);
-    if (Source::kSums && a.dbias)
-      StoreColumnSums(sums_of_warps[s], a.dbias + (chunk * kSlots + s) * a.n + column0, columns);
-  }
+  for (int s = 0; s < kSlots; ++s) StoreTile<kVectors, Source>(tiles[s], sums_of_warps[s], at, s, a);
 }
 
 // The amax alone, of a tile: no data to keep, so there is room for twice as many CTAs. The kernel that then

@@ -98,73 +98,97 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         description="Train a byte-level GPT in FP8, and with --compare in bf16 beside it.",
     )
+    for add_some in (_add_training, _add_run, _add_report, _add_step, _add_devices, _add_overrides):
+        add_some(p)
+    return p
 
-    def add(group, name, help, **options):
-        group.add_argument(name, help=help, **options)
 
-    add(p, "--preset", "model size [default: medium on a GPU, tiny without]", choices=PRESETS)
-    add(p, "--precision", "of the GEMMs [default: fp8]", choices=("fp8", "bf16"), default="fp8")
-    add(p, "--recipe", "scales of FP8 tensors: from past steps or their own amax, fixed, of blocks [default: delayed]",
+def _add(group, name: str, help: str, **options) -> None:
+    group.add_argument(name, help=help, **options)
+
+
+def _add_training(p: argparse.ArgumentParser) -> None:
+    """What is trained, on what."""
+    _add(p, "--preset", "model size [default: medium on a GPU, tiny without]", choices=PRESETS)
+    _add(p, "--precision", "of the GEMMs [default: fp8]", choices=("fp8", "bf16"), default="fp8")
+    _add(p, "--recipe", "scales of FP8 tensors: from past steps or their own amax, fixed, of blocks [default: delayed]",
         choices=("delayed", "current", "fixed", "block", "mxfp8"), default="delayed")  # fmt: skip
-    add(p, "--api", "Flax modules of the model: Linen, or NNX, which trains on one device, without dropout "
+    _add(p, "--api", "Flax modules of the model: Linen, or NNX, which trains on one device, without dropout "
         "[default: linen]", choices=("linen", "nnx"), default="linen")  # fmt: skip
-    add(p, "--optimizer", "AdamW, or te_jax's with moments of 3 bytes a parameter instead of 8 [default: adamw]",
+    _add(p, "--optimizer", "AdamW, or te_jax's with moments of 3 bytes a parameter instead of 8 [default: adamw]",
         choices=("adamw", "adamw_fp8"), default="adamw")  # fmt: skip
-    add(p, "--fp8-params", "kernels are parameters in FP8, with masters in f32 in the optimizer (Linen)",
+    _add(p, "--fp8-params", "kernels are parameters in FP8, with masters in f32 in the optimizer (Linen)",
         action="store_true")  # fmt: skip
-    add(p, "--compare", "train in both, from one seed and on the same batches", action="store_true")
-    add(p, "--data", "your own text [default: Python's library source]", nargs="+", metavar="FILE")
-    add(
+    _add(p, "--compare", "train in both, from one seed and on the same batches", action="store_true")
+    _add(p, "--data", "your own text [default: Python's library source]", nargs="+", metavar="FILE")
+    _add(
         p,
         "--out",
         "checkpoints, loss.png and results.json go here [default: runs/gpt]",
         default="runs/gpt",
         metavar="DIR",
     )
-    add(p, "--seed", "of parameters, batches and dropout [default: 0]", type=int, default=0)
-    add(p, "--resume", "continue from the last checkpoint in --out, if any", action="store_true")
-    add(p, "--checkpoint-every", "steps; 0: at the end alone", type=int, default=0, metavar="N")
-    add(p, "--no-checkpoint", "save none (one holds 12 bytes a parameter)", action="store_true")
-    add(p, "--stop-at", "save and leave here, to --resume later", type=int, metavar="STEP")
-    add(p, "--check-gap", "exit 1 if the mean gap (FP8 - bf16) over the last tenth of the steps exceeds X nats "
+    _add(p, "--seed", "of parameters, batches and dropout [default: 0]", type=int, default=0)
+
+
+def _add_run(p: argparse.ArgumentParser) -> None:
+    """Where a run begins and ends, what it saves, and what it is compared with."""
+    _add(p, "--resume", "continue from the last checkpoint in --out, if any", action="store_true")
+    _add(p, "--checkpoint-every", "steps; 0: at the end alone", type=int, default=0, metavar="N")
+    _add(p, "--no-checkpoint", "save none (one holds 12 bytes a parameter)", action="store_true")
+    _add(p, "--stop-at", "save and leave here, to --resume later", type=int, metavar="STEP")
+    _add(p, "--check-gap", "exit 1 if the mean gap (FP8 - bf16) over the last tenth of the steps exceeds X nats "
         "(needs --compare)", type=float, metavar="X")  # fmt: skip
-    add(p, "--against", "results.json of an earlier run, as on another --mesh: how far the losses are from its own",
+    _add(p, "--against", "results.json of an earlier run, as on another --mesh: how far the losses are from its own",
         metavar="FILE")  # fmt: skip
-    add(p, "--check-against", "exit 1 if their means over 20 steps differ by more than X nats (needs --against)",
+    _add(p, "--check-against", "exit 1 if their means over 20 steps differ by more than X nats (needs --against)",
         type=float, metavar="X")  # fmt: skip
-    add(p, "--fp8-report", "how well the FP8 tensors of each layer fit, over the steps: a table, fp8_report.json and "
+
+
+def _add_report(p: argparse.ArgumentParser) -> None:
+    """What is told of the FP8 tensors."""
+    _add(p, "--fp8-report", "how well the FP8 tensors of each layer fit, over the steps: a table, fp8_report.json and "
         "fp8_report.png in DIR [default: in --out]", nargs="?", const="", metavar="DIR")  # fmt: skip
-    add(p, "--fp8-report-every", "steps from one look to the next, each of which repeats the passes of a step "
+    _add(p, "--fp8-report-every", "steps from one look to the next, each of which repeats the passes of a step "
         "[default: a fiftieth of --steps]", type=int, metavar="N")  # fmt: skip
-    add(p, "--tensorboard", "the numbers of --fp8-report as scalars for TensorBoard, too (needs tensorboardX)",
+    _add(p, "--tensorboard", "the numbers of --fp8-report as scalars for TensorBoard, too (needs tensorboardX)",
         metavar="DIR")  # fmt: skip
-    add(p, "--deterministic", "the same bits in every run on GPUs of one model: attention's gradients and XLA's own "
+
+
+def _add_step(p: argparse.ArgumentParser) -> None:
+    """How a step computes."""
+    _add(p, "--deterministic", "the same bits in every run on GPUs of one model: attention's gradients and XLA's own "
         "choices too, for about 2 %% of the time", action="store_true")  # fmt: skip
-    add(p, "--remat", "recompute each layer in the backward pass", action="store_true")
-    add(p, "--dropout", "rate on the residual branches [default: 0]", type=float, default=0.0)
+    _add(p, "--remat", "recompute each layer in the backward pass", action="store_true")
+    _add(p, "--dropout", "rate on the residual branches [default: 0]", type=float, default=0.0)
+
+
+def _add_devices(p: argparse.ArgumentParser) -> None:
     many = p.add_argument_group("several devices")
     divided = "dp the batch; fsdp batch, parameters, optimizer; cp the sequence; tp heads and widths"
-    add(many, "--mesh", f"what how many devices divide: {divided} [default: one device]", type=mesh_sizes,
+    _add(many, "--mesh", f"what how many devices divide: {divided} [default: one device]", type=mesh_sizes,
         metavar="dp=2,fsdp=2,tp=2")  # fmt: skip
-    add(many, "--sequence-parallel", "tp divides the sequence too, outside of the GEMMs", action="store_true")
-    add(many, "--cp", "N devices divide the sequence: cp=N of --mesh [default: 1]", type=int, metavar="N")
-    add(many, "--cp-strategy", "keys and values are collected, or go around [default: all_gather]",
+    _add(many, "--sequence-parallel", "tp divides the sequence too, outside of the GEMMs", action="store_true")
+    _add(many, "--cp", "N devices divide the sequence: cp=N of --mesh [default: 1]", type=int, metavar="N")
+    _add(many, "--cp-strategy", "keys and values are collected, or go around [default: all_gather]",
         choices=("all_gather", "ring"))  # fmt: skip
-    add(many, "--devices", "of each process; on a CPU alone, which has 1 else", type=int, metavar="N")
-    add(many, "--coordinator", "address of process 0; auto: from Slurm or Open MPI", metavar="HOST:PORT")
-    add(many, "--processes", "started in all, each with its --process-id", type=int, metavar="N")
-    add(many, "--process-id", "0 to N - 1; process 0 prints and writes", type=int, metavar="I")
+    _add(many, "--devices", "of each process; on a CPU alone, which has 1 else", type=int, metavar="N")
+    _add(many, "--coordinator", "address of process 0; auto: from Slurm or Open MPI", metavar="HOST:PORT")
+    _add(many, "--processes", "started in all, each with its --process-id", type=int, metavar="N")
+    _add(many, "--process-id", "0 to N - 1; process 0 prints and writes", type=int, metavar="I")
+
+
+def _add_overrides(p: argparse.ArgumentParser) -> None:
     override = p.add_argument_group("overrides of the preset")
-    add(override, "--layers", "of the transformer", type=int)
-    add(override, "--batch-size", "sequences per step", type=int)
-    add(override, "--seq-len", "bytes per sequence", type=int)
-    add(override, "--steps", "to train for; the schedule ends there", type=int)
-    add(override, "--lr", "peak learning rate", type=float)
-    add(override, "--warmup", "steps of linear warm-up", type=int)
-    add(override, "--eval-every", "held-out loss every N steps; 0: never", type=int, metavar="N")
-    add(override, "--eval-batches", "held-out batches", type=int, metavar="N")
-    add(override, "--amax-history-len", "steps that an FP8 scale looks back", type=int, metavar="N")
-    return p
+    _add(override, "--layers", "of the transformer", type=int)
+    _add(override, "--batch-size", "sequences per step", type=int)
+    _add(override, "--seq-len", "bytes per sequence", type=int)
+    _add(override, "--steps", "to train for; the schedule ends there", type=int)
+    _add(override, "--lr", "peak learning rate", type=float)
+    _add(override, "--warmup", "steps of linear warm-up", type=int)
+    _add(override, "--eval-every", "held-out loss every N steps; 0: never", type=int, metavar="N")
+    _add(override, "--eval-batches", "held-out batches", type=int, metavar="N")
+    _add(override, "--amax-history-len", "steps that an FP8 scale looks back", type=int, metavar="N")
 
 
 def parse(argv: list[str] | None, default_preset: str) -> argparse.Namespace:
