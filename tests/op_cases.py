@@ -16,6 +16,7 @@ from te_jax.ops import (  # noqa: F401  (declares the ops)
     norm,
     quantize,
     rope,
+    router,
     scaling,
 )
 
@@ -94,6 +95,14 @@ CASES = [
     Case(
         "rope", "te_rope", {"b...0": 8, "s": 8, "n": 8, "h": 8, "d": 16, "r": 4}, (f32, f32, f32),
         dict(turned=2, consecutive=True, inverse=False), None, {"b...": 1},
+    ),
+    Case(
+        "router", "te_router_fwd", {"m...0": 8, "m...1": 8, "e": 16, "k": 4}, (f32, f32),
+        vars(router.RouterOptions(4, "sigmoid", num_groups=4, group_topk=2)),
+    ),
+    Case(
+        "router_bwd", "te_router_bwd", {"m...0": 8, "m...1": 8, "e": 16, "k": 4}, (f32, f32, i32),
+        vars(router.RouterOptions(4)),
     ),
     Case(
         "scale_update", "te_scale_update", {"b...0": 8, "l": 16}, (f32, f32, f32),
