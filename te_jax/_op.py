@@ -197,7 +197,8 @@ class Op:
         raw = dict.fromkeys((o.name for o in self.rule.outputs), absent) | results
         for name in self.partials.keys() & results.keys():
             parts = self.partials[name](*self._fill(shapes, inputs), **attrs)
-            raw[name] = jax.ShapeDtypeStruct((*parts, *results[name].shape), jnp.float32)
+            dtype = jnp.int32 if jnp.issubdtype(results[name].dtype, jnp.integer) else jnp.float32
+            raw[name] = jax.ShapeDtypeStruct((*parts, *results[name].shape), dtype)
         if self.workspace:
             size = self.workspace(*args, outputs=outputs, **attrs)
             raw["workspace"] = jax.ShapeDtypeStruct((size,), jnp.uint8)

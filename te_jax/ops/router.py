@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import NamedTuple
 
 import jax
@@ -170,6 +171,30 @@ def _backward_reference(dweights, logits, experts, **options):
 
 # ---- the ops -------------------------------------------------------------------------------------
 
+_MOST_EXPERTS = 1024  # csrc/router.cu has a token's scores in shared memory
+
+
+def _cuda(reference, call, *operands, **options):
+    if operands[1 if reference is _backward_reference else 0].shape[-1] > _MOST_EXPERTS:
+        return reference(*operands, **options)
+    kernel = RouterOptions(**options)
+    return call(
+        *operands,
+        topk=kernel.topk,
+        sigmoid=kernel.score_function == "sigmoid",
+        scores_first=kernel.scores_first,
+        normalizes=kernel.normalizes,
+        scaling_factor=float(kernel.scaling_factor),
+        num_groups=kernel.num_groups,
+        group_topk=kernel.group_topk or kernel.num_groups,
+    )
+
+
+def _parts(logits, *_, **attrs):
+    """How many parts of the counts the kernel returns."""
+    return (min(max(1, -(-prod(logits[:-1]) // 16)), 1024),)
+
+
 router_fwd = Op(
     "te_router_fwd",
     "logits: m... e, expert_bias?: e -> weights: m... k, experts: m... k, counts: e",
@@ -177,8 +202,9 @@ router_fwd = Op(
     combine={"counts": "sum"},
     sizes={"k": "topk"},
     dtypes=lambda *_, **options: (jnp.float32, jnp.int32, jnp.int32),
+    partials={"counts": _parts},
     reference=_forward_reference,
-    composed=True,
+    cuda=partial(_cuda, _forward_reference),
 )
 """`route` of f32 logits; the attributes are the fields of `RouterOptions`."""
 
@@ -188,9 +214,9 @@ router_bwd = Op(
     replicated="e k",
     dtypes=lambda *_, **options: (jnp.float32,),
     reference=_backward_reference,
-    composed=True,
+    cuda=partial(_cuda, _backward_reference),
 )
-"""The gradient of the logits of `router_fwd` from that of the weights."""
+"""The gradient of the logits of `router_fwd` from the gradient of the weights."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
