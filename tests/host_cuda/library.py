@@ -37,12 +37,12 @@ extern "C" const char* te_host_name(size_t i) { return i < te::Registry().size()
 extern "C" void* te_host_handler(size_t i) { return reinterpret_cast<void*>(te::Registry()[i].execute); }
 extern "C" cudaError_t cudaGetLastError() { return cudaSuccess; }
 extern "C" const char* cudaGetErrorString(cudaError_t) { return "no GPU"; }
-extern "C" cudaError_t __attribute__((weak)) cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {
-  return cudaSuccess;
-}
 extern "C" cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
   return std::memset(p, value, bytes), cudaSuccess;
 }
+"""
+_SHARED_MEMORY = """
+extern "C" cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 """
 # All handlers without kernels, but for LAUNCHED: who gets as far as a launch, a plan or a device hears so.
 LAUNCHED = ("gemm_empty.cu",)
@@ -112,13 +112,13 @@ def cuda_include() -> str:
 
 def build(folder: Path, cuda_include: str) -> Path:
     """Compiles the kernels into `folder` -> the library. Raises RuntimeError with the compiler's words."""
-    return _compile(folder, cuda_include, [f"{name}.cu" for name in SOURCES], {"tail": _TAIL}, "-O1")
+    return _compile(folder, cuda_include, [f"{name}.cu" for name in SOURCES], {"tail": _TAIL + _SHARED_MEMORY}, "-O1")
 
 
 def build_handlers(folder: Path, cuda_include: str) -> Path:
     """The same of all handlers, without kernels: a call that a handler does not refuse ends as UNIMPLEMENTED, or as
     INTERNAL for want of a device."""
-    parts = {"tail": _TAIL.replace('extern "C" cudaError_t __attribute__((weak)) cudaFuncSetAttribute', "static cudaError_t unused") + _NO_GPU, "no_cudnn": _NO_CUDNN}
+    parts = {"tail": _TAIL + _NO_GPU, "no_cudnn": _NO_CUDNN}
     return _compile(folder, cuda_include, HANDLERS, parts, "-O0", "-fpermissive", launches=False)
 
 
