@@ -48,7 +48,7 @@ class Op:
                 them.
     apart:      axes that are summed in different terms of a sum: one mesh axis may split several of them.
     ranks:      {group: attr}: the attribute that holds the group's number of axes.
-    sizes:      {axis: attr}: the attribute that holds the size of an axis that no operand has.
+    sizes:      {axis: (**attrs) -> the size of an axis that no operand has}.
     fenced:     results that the forward pass reads, and may keep for the backward pass: see _FENCES.
     partials:   {result: (operand shapes, **attrs) -> leading shape}: the CUDA kernel returns partial results with these
                 leading axes, f32, or i32 of integers; XLA finishes them by `combine`. No atomics, nothing to zero.
@@ -83,7 +83,7 @@ class Op:
     ):
         self.name, self.rule, self.dtypes, self.reference = name, Rule.parse(rule), dtypes, reference
         self.replicated, self.combine, self.once = frozenset(replicated.split()), combine or {}, frozenset(once)
-        self.rank_attrs, self.size_attrs = ranks or {}, sizes or {}
+        self.rank_attrs, self.sizes = ranks or {}, sizes or {}
         self.partials, self.workspace = partials or {}, workspace
         self.fenced = frozenset(fenced.split()) if _FENCES else ()
         self.apart, self.layout, self.cuda, self.composed = frozenset(apart.split()), layout, cuda, composed
@@ -142,7 +142,7 @@ class Op:
         rule = self.rule.select(inputs, outputs).mapped(mapped)
         ranks = rule.ranks(self.name, map(len, shapes), {g: attrs[a] for g, a in self.rank_attrs.items()})
         rule = rule.broadcast(shapes, ranks)
-        known = {axis: attrs[attr] for axis, attr in self.size_attrs.items()}
+        known = {axis: size(**attrs) for axis, size in self.sizes.items()}
         return rule, ranks, rule.sizes(self.name, shapes, ranks, filled, known)
 
     def _fill(self, args, inputs):
