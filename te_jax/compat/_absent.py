@@ -34,8 +34,8 @@ ABSENT: dict[str, dict[str, str]] = {
     },
     "transformer_engine.jax.cpp_extensions": {
         **dict.fromkeys(
-            "gemm grouped_gemm quantize quantize_dbias grouped_quantize act_lu dact_lu quantize_dact_dbias layernorm_fwd "
-            "layernorm_bwd rmsnorm_fwd rmsnorm_bwd normalization_fwd normalization_bwd fused_attn_fwd fused_attn_bwd "
+            "gemm grouped_gemm quantize quantize_dbias grouped_quantize act_lu dact_lu quantize_dact_dbias "
+            "layernorm_fwd layernorm_bwd rmsnorm_fwd rmsnorm_bwd normalization_fwd normalization_bwd fused_attn_fwd fused_attn_bwd "
             "BasePrimitive register_primitive sanitize_dims get_non_contracting_dims".split(),
             _OPS,
         ),

@@ -11,6 +11,7 @@ import numpy as np
 from te_jax import sharding
 from te_jax._check import warn_once
 from te_jax.compat._absent import absent
+from te_jax.compat.transformer_engine.jax.flax.transformer import DotProductAttention
 from te_jax.compat.transformer_engine_jax import (
     NVTE_Bias_Type,
     NVTE_Fused_Attn_Backend,
@@ -19,7 +20,6 @@ from te_jax.compat.transformer_engine_jax import (
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
 )
-from te_jax.compat.transformer_engine.jax.flax.transformer import DotProductAttention
 from te_jax.ops.attention import MASK_TYPES, explain_attention
 from te_jax.ops.attention import SequenceDescriptor as SequenceDescriptor
 
@@ -201,8 +201,8 @@ def fused_attn(
 ) -> jax.Array:
     """Attention of `qkv`, (qkv,), (q, kv) or (q, k, v) as `qkv_layout` says, by `te_jax.flax.DotProductAttention`.
 
-    sequence_descriptor: or a mask [b, 1, s, t] in its place, True where a key is masked out. As in the incumbent, a mask
-        counts for the types with padding alone; a warning says so. There it is exact, with holes and for every head.
+    sequence_descriptor: or a mask [b, 1, s, t] in its place, True where a key is masked out. As in the incumbent, a
+        mask counts for the types with padding alone, and a warning says so. There it is exact, with holes and by head.
     seed: a key for dropout, which there is with is_training alone.
     softmax_offset: [1, h, 1, 1], of AttnSoftmaxType.LEARNABLE_SOFTMAX.
     context_parallel_causal_load_balanced: tokens are in the order of ReorderStrategy.DualChunkSwap, if an axis cuts
@@ -352,7 +352,9 @@ def _check_strategy(name: str, strategy, stripe_size) -> ReorderStrategy:
     if not isinstance(strategy, ReorderStrategy):
         raise TypeError(f"{name}: strategy is {strategy!r}; pass a ReorderStrategy.")
     if stripe_size is not None and (strategy is not ReorderStrategy.Striped or stripe_size < 1):
-        raise ValueError(f"{name}: stripe_size is {stripe_size!r}; pass at least 1, with ReorderStrategy.Striped alone.")
+        raise ValueError(
+            f"{name}: stripe_size is {stripe_size!r}; pass at least 1, with ReorderStrategy.Striped alone."
+        )
     return strategy
 
 
