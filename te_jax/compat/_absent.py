@@ -35,8 +35,8 @@ ABSENT: dict[str, dict[str, str]] = {
     "transformer_engine.jax.cpp_extensions": {
         **dict.fromkeys(
             "gemm grouped_gemm quantize quantize_dbias grouped_quantize act_lu dact_lu quantize_dact_dbias "
-            "layernorm_fwd layernorm_bwd rmsnorm_fwd rmsnorm_bwd normalization_fwd normalization_bwd fused_attn_fwd fused_attn_bwd "
-            "BasePrimitive register_primitive sanitize_dims get_non_contracting_dims".split(),
+            "layernorm_fwd layernorm_bwd rmsnorm_fwd rmsnorm_bwd normalization_fwd normalization_bwd fused_attn_fwd "
+            "fused_attn_bwd sanitize_dims BasePrimitive register_primitive get_non_contracting_dims".split(),
             _OPS,
         ),
         "is_softmax_kernel_available": "te_jax has no softmax outside of attention: use jax.nn.softmax",

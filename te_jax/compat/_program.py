@@ -117,12 +117,9 @@ class _Program(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call):
         self.generic_visit(node)
-        called, keywords = node.func, node.keywords
-        if (
-            isinstance(called, ast.Name | ast.Attribute)
-            and getattr(called, "attr", getattr(called, "id", "")) == "partial"
-        ):
-            called = node.args[0] if node.args else called
+        called, arguments = node.func, node.args
+        if ast.unparse(called) in ("partial", "functools.partial") and arguments:
+            called, *arguments = arguments
         path = self._path(called)
         if path is None or not self._is_static(path):
             return

@@ -81,8 +81,10 @@ class DelayedScaling(_recipe.DelayedScaling):
 
 
 class Float8CurrentScaling(_recipe.Float8CurrentScaling):
-    """`te_jax.recipe.Float8CurrentScaling` with the arguments of the incumbent; `use_power_2_scales` and the parameters of
-    the GEMMs are honoured."""
+    """`te_jax.recipe.Float8CurrentScaling` with the arguments of the incumbent.
+
+    use_power_2_scales and the parameters of the three GEMMs are honoured.
+    """
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ class DotProductAttention(te_flax.DotProductAttention):
 
 
 class MultiHeadAttention(te_flax.MultiHeadAttention):
-    """`te_jax.flax.MultiHeadAttention` with T5's logits: not divided by sqrt(d), unlike the query kernel's initial values."""
+    """`te_jax.flax.MultiHeadAttention` with T5's logits: the query kernel starts divided by sqrt(d), they are not."""
 
     scale_attn_logits: bool = False
     scaled_query_init: bool = True
