@@ -26,7 +26,7 @@ from jax.sharding import AxisType
 from te_jax import sharding
 from te_jax._amax import amax as amax_of
 from te_jax._amax import amax_across
-from te_jax._check import BOOL, Kind, check
+from te_jax._check import BOOL, NONE, Kind, check, one_of
 from te_jax._scope import Scope
 from te_jax._types import varying
 from te_jax.ops.scaling import next_state
@@ -35,11 +35,14 @@ from te_jax.recipe._exclude import warn_of_strays
 from te_jax.recipe.delayed import HISTORY, SCALE
 
 FP8_COLLECTION = "fp8_metas"
+# Where Flax's own FP8 products have their state, and training loops that know them look for it.
+OVERWRITE_COLLECTION = "_overwrite_with_gradient"
+STATE_COLLECTIONS = FP8_COLLECTION, OVERWRITE_COLLECTION
 PROBE = "_probe"  # how the name of a leaf ends whose cotangent is what `observation` says of the tensor
 ENDINGS = SCALE, HISTORY, PROBE
 
 _OFF = "off"  # in force where FP8 was switched off by name, unlike None, where nobody said anything
-_recipe = Scope("te_jax.autocast")
+_recipe, _collection = Scope("te_jax.autocast"), Scope("te_jax.autocast")
 
 
 # -- the recipe in force ----------------------------------------------------------------------------------------
@@ -53,47 +56,59 @@ def _recipe_hint(value) -> str:
 _ENABLED = Kind("True or False", lambda value: value is None or BOOL.accepts(value), hint=_recipe_hint)
 
 
-def autocast(enabled: bool | None = None, recipe: Recipe | None = None, mesh_resource=None):
+COLLECTION = NONE | one_of(*STATE_COLLECTIONS)
+
+
+def autocast(
+    enabled: bool | None = None, recipe: Recipe | None = None, mesh_resource=None, *, collection: str | None = None
+):
     """A context manager, and decorator of functions: modules and layers called inside run their GEMMs in FP8.
 
     enabled:       True; or False, which switches FP8 off, also inside of an outer autocast, and is how to mean it where
                    a model has FP8 state. None: on if there is a recipe, else off.
     recipe:        a recipe instance; None means `recipe.DelayedScaling()`.
     mesh_resource: a `te_jax.MeshResource`; None keeps the outer one.
+    collection:    where the Linen modules have their FP8 state, under recipes that have some: "fp8_metas", their own
+                   default, or "_overwrite_with_gradient", for training loops that take the gradient of that collection
+                   for its next value. None keeps the outer one.
 
     It belongs to the task and the thread that enter it. Enter it around a call, never around an `await` or a `yield`,
     and in the function that a thread runs, for a thread knows nothing of its starter's. Two tasks that both wait inside
     of one raise RuntimeError, as do a module traced under another task's and blocks left in another order.
 
     Raises TypeError if `enabled` is not a bool or `recipe` not a recipe instance, and as a decorator of coroutines and
-    generators; ValueError if a mesh axis of `mesh_resource` is not in the mesh. Warns where nothing is given at all.
+    generators; ValueError if a mesh axis of `mesh_resource` is not in the mesh, and for another collection. Warns where
+    nothing is given at all.
     """
     check("autocast", "enabled", enabled, _ENABLED)
     if recipe is not None:
         check_recipe("autocast", recipe)
-    if enabled is None and recipe is None and mesh_resource is None:
+    check("autocast", "collection", collection, COLLECTION)
+    if all(argument is None for argument in (enabled, recipe, mesh_resource, collection)):
         warnings.warn(
             "autocast: enabled is None and there is no recipe, so FP8 stays off; pass True, a recipe, or False.",
             stacklevel=2,
         )
     if enabled is None:
-        return _Autocast(recipe, mesh_resource)
-    return _Autocast((recipe or DelayedScaling()) if enabled else _OFF, mesh_resource)
+        return _Autocast(recipe, mesh_resource, collection)
+    return _Autocast((recipe or DelayedScaling()) if enabled else _OFF, mesh_resource, collection)
 
 
 class _Autocast(contextlib.ContextDecorator):
     """What `autocast` returns: a context manager that may be entered again, and a decorator of functions."""
 
-    def __init__(self, value: Recipe | str | None, mesh_resource):
-        self._options = value, mesh_resource
+    def __init__(self, value: Recipe | str | None, mesh_resource, collection: str | None):
+        self._options = value, mesh_resource, collection
         self._entered = []  # (thread, what it is to leave), the innermost last
         self._lock = threading.Lock()  # a decorated function may run in several threads
 
     def __enter__(self):
-        value, mesh_resource = self._options
+        value, mesh_resource, collection = self._options
         with contextlib.ExitStack() as stack:
             if mesh_resource is not None:
                 stack.enter_context(sharding.global_shard_guard(mesh_resource))
+            if collection is not None:
+                stack.enter_context(_collection(collection))
             stack.enter_context(_recipe(value))
             with self._lock:
                 self._entered.append((threading.get_ident(), stack.pop_all()))
@@ -148,6 +163,11 @@ def current_recipe() -> Recipe | None:
     Raises RuntimeError under the autocast of another task or thread.
     """
     return None if _recipe.value == _OFF else _recipe.value
+
+
+def state_collection(default: str = FP8_COLLECTION) -> str:
+    """The collection of FP8 state that the autocast in force says, else `default`."""
+    return _collection.value or default
 
 
 def is_switched_off() -> bool:

@@ -21,6 +21,7 @@ MODULES = [
         "DotProductAttention",
         "MultiHeadAttention",
         "RelativePositionBiases",
+        "DotGeneral",
         "TransformerLayer",
     )
 ]

@@ -34,9 +34,11 @@ from te_jax._check import (
 from te_jax.flax import _refused
 from te_jax.flax._refused import Refused
 from te_jax.flax._state import describe
+from te_jax.fp8 import COLLECTION
 from te_jax.ops.activation import ACTIVATIONS, check_params
 from te_jax.ops.attention.options import BIAS_TYPE, DESCRIPTOR, MASK_ARRAY, MASK_TYPE, SOFTMAX_TYPE, WINDOW
 from te_jax.ops.rope import METHOD, WINDOWS, Scaling, check_rotary
+from te_jax.recipe import Recipe
 
 LAYOUTS = ("bs3hd", "bshd_bs2hd", "bshd_bshd_bshd", "t3hd", "thd_t2hd", "thd_thd_thd")
 STRATEGIES = {"DEFAULT": "default", "ALL_GATHER": "all_gather", "ALLGATHER": "all_gather", "RING": "ring"}
@@ -91,6 +93,7 @@ _RELATIVE = Kind(
     lambda value: value is None or isinstance(value, bool) or FUNCTION.is_type(value),
     lambda value: value is not True,
 )
+_RECIPE = Kind("a recipe, such as te_jax.recipe.DelayedScaling()", lambda value: isinstance(value, Recipe))
 _REQUIRED = Kind(  # None, a default that stands before other fields, is a ValueError
     _POSITIVE.text, lambda value: value is None or _POSITIVE.is_type(value), _POSITIVE.accepts
 )
@@ -137,6 +140,9 @@ FIELDS: dict[str, Kind] = {
     **_each(_LAYER_TYPE, "layer_type"),
     **_each(STRING, "dropout_rng_name intermediate_dropout_rng_name ffn1_ckpt_name ffn2_ckpt_name"),
     **_each(NONE | STRING, "context_checkpoint_name quantization_checkpoint_name context_parallel_axis"),
+    # FP8
+    **_each(NONE | _RECIPE, "recipe"),
+    **_each(COLLECTION, "collection"),
     # parameters
     **_each(FLOATING, "dtype"),
     **_each(NONE | FLOATING, "params_dtype"),

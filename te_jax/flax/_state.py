@@ -1,4 +1,5 @@
-"""The FP8 state of a module: its variables in the collection `fp8_metas` are created, checked and handed out here."""
+"""The FP8 state of a module: its variables in a collection, `fp8_metas` unless the module or the autocast says another,
+are created, checked and handed out here."""
 
 import re
 import warnings
@@ -15,7 +16,7 @@ from flax.traverse_util import flatten_dict
 
 from te_jax import fp8
 from te_jax._check import did_you_mean
-from te_jax.fp8 import FP8_COLLECTION, AttentionMetas, DenseMetas, TensorMeta
+from te_jax.fp8 import AttentionMetas, DenseMetas, TensorMeta, state_collection
 from te_jax.fp8_metas import check_history_length
 from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.recipe._exclude import excludes
@@ -27,7 +28,7 @@ from te_jax.recipe.delayed import HISTORY, SCALE
 _LEFT = "_fp8_left"
 _warned: weakref.WeakSet = weakref.WeakSet()  # Root scopes for which a warning about state was given.
 
-_POSTFIX = re.compile(r"_[01](?=_)")  # Tensors of a module with two GEMMs have such a postfix.
+_POSTFIX = re.compile(r"_\d+(?=_)")  # Tensors of a module with several GEMMs have such a postfix.
 
 # te_jax.nnx sets a function to call instead of `_warn_of_missing`, which raises.
 on_missing_state: ContextVar = ContextVar("on_missing_state", default=None)
@@ -39,20 +40,36 @@ def describe(module: nn.Module) -> str:
     return type(module).__name__ + (f" `{path}`" if path else "")
 
 
-def recipe_of(module: nn.Module, *below: str) -> Recipe | None:
+def recipe_of(module: nn.Module, *below: str, own: Recipe | None = None) -> Recipe | None:
     """The recipe in force for `module`, or for the submodule at the path `below`; None outside of autocast and for a
-    module that the recipe excludes."""
+    module that the recipe excludes.
+
+    own: a recipe of the module's own, in force also outside of autocast, but not under `autocast(False)`. Raises
+         ValueError where it and the recipe of the autocast have state and differ: one law moves all state of a step.
+    """
     recipe = fp8.current_recipe()
+    if own is not None and not fp8.is_switched_off():
+        if recipe is not None and recipe.has_state and own.has_state and recipe != own:
+            raise ValueError(
+                f"{describe(module)}: its recipe is {own}, but the autocast in force has {recipe}; use one recipe with "
+                "state for all, or leave the module's None."
+            )
+        recipe = own
     if recipe is None or not recipe.exclude:
         return recipe
     return None if excludes(recipe.exclude, (*module.path, *below)) else recipe
 
 
-def dense_metas(module: nn.Module, postfix: str = "") -> DenseMetas | None:
+def dense_metas(
+    module: nn.Module, postfix: str = "", *, own: Recipe | None = None, collection: str | None = None
+) -> DenseMetas | None:
     """The FP8 state of one dense layer of `module`, None outside of autocast and under a recipe without state.
 
-    It is the variables `{x,kernel,grad}{postfix}_scale` f32[1] and `..._amax_history` f32[amax_history_len] of
-    `fp8_metas`. A second call in one pass returns the other branch of a fork, so that two uses combine by the larger
+    own:        A recipe of the module's own, as in `recipe_of`.
+    collection: Where the state lives; None: as the autocast in force says.
+
+    It is the variables `{x,kernel,grad}{postfix}_scale` f32[1] and `..._amax_history` f32[amax_history_len] of the
+    collection. A second call in one pass returns the other branch of a fork, so that two uses combine by the larger
     amax. A fork does not reach through a lifted transform: for a module that two calls of `nn.remat` share, for all
     steps of an `nn.scan` by variable_broadcast and for two `apply`s in one loss autodiff adds the states up, unless
     `te_jax.value_and_grad` or `te_jax.combine_by_max` is used.
@@ -63,11 +80,12 @@ def dense_metas(module: nn.Module, postfix: str = "") -> DenseMetas | None:
     Raises ValueError for a stored history of another length than the recipe has, for other wrong shapes, for leaves of
     unknown names, and for two recipes in one pass; TypeError for leaves that are not float32.
     """
-    recipe = recipe_of(module)
-    _warn_without_autocast(module, DenseMetas._fields[0] + postfix)
+    recipe, collection = recipe_of(module, own=own), collection or state_collection()
+    if own is None:
+        _warn_without_autocast(module, DenseMetas._fields[0] + postfix, collection)
     if recipe is None or not recipe.has_state:
         return None
-    return DenseMetas(*(_tensor_meta(module, name + postfix, recipe) for name in DenseMetas._fields))
+    return DenseMetas(*(_tensor_meta(module, name + postfix, recipe, collection) for name in DenseMetas._fields))
 
 
 def attention_metas(module: nn.Module) -> AttentionMetas | None:
@@ -76,29 +94,29 @@ def attention_metas(module: nn.Module) -> AttentionMetas | None:
     It is the variables `{q,k,v,o,do,dq,dk,dv,dp}_scale` and `..._amax_history`, also of tensors that the call does not
     quantize.
     """
-    recipe = recipe_of(module)
-    _warn_without_autocast(module, AttentionMetas._fields[0])
+    recipe, collection = recipe_of(module), state_collection()
+    _warn_without_autocast(module, AttentionMetas._fields[0], collection)
     if recipe is None or not recipe.fp8_dpa:
         return None
-    return AttentionMetas(*(_tensor_meta(module, name, recipe) for name in AttentionMetas._fields))
+    return AttentionMetas(*(_tensor_meta(module, name, recipe, collection) for name in AttentionMetas._fields))
 
 
-def _check_names(module: nn.Module):
+def _check_names(module: nn.Module, collection: str):
     """Raises ValueError for a leaf that no module has: a mistyped name, or state of another library."""
     known = [tensor + end for tensor in (*DenseMetas._fields, *AttentionMetas._fields) for end in fp8.ENDINGS]
-    for name, leaf in module.variables.get(FP8_COLLECTION, {}).items():
+    for name, leaf in module.variables.get(collection, {}).items():
         if not isinstance(leaf, Mapping) and _POSTFIX.sub("", name) not in known:
             hint = did_you_mean(name, known)
             raise ValueError(
-                f"{describe(module)}: {FP8_COLLECTION} has a leaf {name!r}, which no module reads; rename or drop it"
+                f"{describe(module)}: {collection} has a leaf {name!r}, which no module reads; rename or drop it"
                 f"{f' ({hint})' if hint else ''}."
             )
 
 
-def _tensor_meta(module: nn.Module, tensor: str, recipe: DelayedScaling) -> TensorMeta:
+def _tensor_meta(module: nn.Module, tensor: str, recipe: DelayedScaling, collection: str) -> TensorMeta:
     left = vars(module).get(_LEFT)
     if left is None:
-        _check_names(module)
+        _check_names(module, collection)
         object.__setattr__(module, _LEFT, left := {})  # Flax refuses plain assignment outside of setup.
     trace = tracers.current_trace()
     before = left.get(tensor)
@@ -111,46 +129,46 @@ def _tensor_meta(module: nn.Module, tensor: str, recipe: DelayedScaling) -> Tens
         meta = before[2]
     else:  # The tensor is new in this trace: tracers of an inner trace must not leave it.
         meta = fp8.observe(
-            *(_leaf(module, tensor + end, fresh, recipe) for end, fresh in recipe.fresh_state().items()),
+            *(_leaf(module, tensor + end, fresh, recipe, collection) for end, fresh in recipe.fresh_state().items()),
             recipe,
             fp8.direction_of(tensor),
-            module.get_variable(FP8_COLLECTION, tensor + fp8.PROBE),
+            module.get_variable(collection, tensor + fp8.PROBE),
         )
     meta, rest = fp8.fork(meta)
     left[tensor] = (recipe, trace, rest)
     return meta
 
 
-def _leaf(module: nn.Module, name: str, fresh: np.ndarray, recipe: DelayedScaling):
+def _leaf(module: nn.Module, name: str, fresh: np.ndarray, recipe: DelayedScaling, collection: str):
     """The leaf `name` of the state of `module`, checked: a scale f32[1] or a history f32[L]; `fresh` where it lacks."""
-    mutable = module.is_mutable_collection(FP8_COLLECTION)
-    if not module.has_variable(FP8_COLLECTION, name):
+    mutable = module.is_mutable_collection(collection)
+    if not module.has_variable(collection, name):
         if not module.is_initializing():
-            (on_missing_state.get() or _warn_of_missing)(module, name, mutable)
+            (on_missing_state.get() or _warn_of_missing)(module, name, mutable, collection)
         if not mutable:
             return jnp.asarray(fresh)
-    value = module.variable(FP8_COLLECTION, name, lambda: jnp.asarray(fresh)).value
-    what = f"{describe(module)}: {FP8_COLLECTION} leaf {name}"
+    value = module.variable(collection, name, lambda: jnp.asarray(fresh)).value
+    what = f"{describe(module)}: {collection} leaf {name}"
     combined = name.endswith(HISTORY) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
     if value.dtype != jnp.float32 and not combined:
         raise TypeError(f"{what} is {value.dtype}; FP8 state is float32: leave it out when casting parameters.")
     if value.ndim != 1 or (name.endswith(SCALE) and value.shape != (1,)):
         raise ValueError(
             f"{what} has shape {value.shape}, but a module of its own has a 1-d leaf here; state stacked by "
-            '`nn.scan` or `nn.vmap` needs variable_axes={"fp8_metas": 0}.'
+            f'`nn.scan` or `nn.vmap` needs variable_axes={{"{collection}": 0}}.'
         )
     if name.endswith(HISTORY):
         check_history_length(what, value.shape[0], recipe)
     return value
 
 
-def _warn_without_autocast(module: nn.Module, tensor: str):
+def _warn_without_autocast(module: nn.Module, tensor: str, collection: str):
     """Warns if `module` has the state of `tensor`, but neither autocast(True) nor autocast(False) is in force."""
     if fp8.current_recipe() is None and not fp8.is_switched_off():
-        if module.has_variable(FP8_COLLECTION, tensor + SCALE):
+        if module.has_variable(collection, tensor + SCALE):
             _warn_once(
                 module,
-                f"there is FP8 state ({FP8_COLLECTION}), but no te_jax.autocast is in force where this call is traced, "
+                f"there is FP8 state ({collection}), but no te_jax.autocast is in force where this call is traced, "
                 "so it runs without FP8 and the state's gradient is 0. Enter te_jax.autocast(True, recipe) inside of "
                 "the jitted function, in the thread that calls it; or te_jax.autocast(False), if that is meant.",
             )
@@ -163,8 +181,8 @@ def _warn_once(module: nn.Module, text: str):
         warnings.warn(f"{describe(module)}: {text}", stacklevel=3)
 
 
-def _warn_of_missing(module: nn.Module, name: str, mutable: bool):
-    """Warns that the leaf `name` of the state of `module` is missing. mutable: whether `fp8_metas` is."""
+def _warn_of_missing(module: nn.Module, name: str, mutable: bool, collection: str):
+    """Warns that the leaf `name` of the state of `module` is missing. mutable: whether the collection is."""
     if module.scope.root in _warned:
         return
     if mutable:
@@ -172,15 +190,15 @@ def _warn_of_missing(module: nn.Module, name: str, mutable: bool):
     else:
         then = (
             "this call uses fresh state (scale 1, empty history) and keeps none. Initialise under the same "
-            f"autocast, or apply once with mutable=[{FP8_COLLECTION!r}] and keep the collection that comes "
+            f"autocast, or apply once with mutable=[{collection!r}] and keep the collection that comes "
             "back"
         )
-    _warn_once(module, f"{FP8_COLLECTION} lacks {name}{_similar_state(module)}: {then}.")
+    _warn_once(module, f"{collection} lacks {name}{_similar_state(module, collection)}: {then}.")
 
 
-def _similar_state(module: nn.Module) -> str:
+def _similar_state(module: nn.Module, collection: str) -> str:
     """A hint at state whose path is close to the path of `module`, "" if `module` has state of its own."""
-    held = flatten_dict(unfreeze(module.scope.root.variables().get(FP8_COLLECTION, {})))
+    held = flatten_dict(unfreeze(module.scope.root.variables().get(collection, {})))
     paths = {"/".join(path[:-1]) for path in held}
     close = did_you_mean("/".join(module.path), paths) if "/".join(module.path) not in paths else ""
     return f", but has state of another module ({close})" if close else ""

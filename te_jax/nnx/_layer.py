@@ -344,7 +344,7 @@ def _intercept(replaced: dict):
 def _errors_of_state():
     """Makes missing FP8 state an error within the block: each call would start from fresh state and forget it."""
 
-    def refuse(module, name, mutable):
+    def refuse(module, name, mutable, collection):
         recipe = type(current_recipe()).__name__
         raise ValueError(
             f"{describe(module)}: {recipe} is in force, but there is no FP8 state {name}; make the module under "

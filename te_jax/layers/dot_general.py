@@ -1,0 +1,94 @@
+"""`jax.lax.dot_general` with a weight as its right operand, in FP8 where a recipe is given."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from te_jax import fp8
+from te_jax._arrays import as_jax
+from te_jax._types import on_explicit_mesh
+from te_jax.layers.dense import dense
+from te_jax.ops.quantize import FLOAT
+from te_jax.recipe import Recipe
+
+Axes = Sequence[int]
+
+
+def why_not_fp8(lhs, rhs, dimension_numbers) -> str | None:
+    """Why this product is none that `dense` computes, None if it is one."""
+    (contracted, _), (batch, _) = dimension_numbers
+    if len(batch):
+        return f"it has {len(batch)} batch axes, as a product of two activations"
+    if not len(contracted):
+        return "it contracts no axis"
+    if wrong := [a.dtype.name for a in (lhs, rhs) if not FLOAT.accepts(a)]:
+        return f"an operand is {wrong[0]}"
+    return None
+
+
+def dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: tuple[tuple[Axes, Axes], tuple[Axes, Axes]],
+    precision=None,
+    preferred_element_type=None,
+    out_sharding=None,
+    *,
+    recipe: Recipe | None = None,
+    metas: fp8.DenseMetas | None = None,
+    checkpoint: str | None = None,
+    name: str = "te_jax.layers.dot_general",
+) -> jax.Array:
+    """`jax.lax.dot_general(lhs, rhs, dimension_numbers, ...)`, whose operands are quantized under `recipe`.
+
+    lhs:        f32, bf16 or f16 [...], the activation.
+    rhs:        f32, bf16 or f16 [...], the weight.
+    dimension_numbers: ((axes of lhs, axes of rhs), (batch axes of lhs, of rhs)). Under a recipe some axes are
+                contracted, and there are no batch axes.
+    precision:  under a recipe None or the default one, since FP8 has no other.
+    preferred_element_type: dtype of the result and of the sum. None: what the operands promote to.
+    out_sharding: of the result, a PartitionSpec or NamedSharding; None as `dense` has it.
+    recipe, metas, checkpoint, name: as in `dense`. Without a recipe this is `jax.lax.dot_general`.
+
+    Returns [*free axes of lhs, *free axes of rhs]. Raises ValueError under a recipe for batch axes, operands of
+    other dtypes, no contracted axis and a higher precision; otherwise as `dense`.
+    """
+    if recipe is None:
+        types = dict(precision=precision, preferred_element_type=preferred_element_type)
+        return lax.dot_general(lhs, rhs, dimension_numbers, out_sharding=out_sharding, **types)
+    lhs, rhs = as_jax(lhs, rhs)
+    if why := why_not_fp8(lhs, rhs, dimension_numbers):
+        raise ValueError(f"{name}: dimension_numbers is {dimension_numbers!r}, but {why}; use jax.lax.dot_general.")
+    _check_precision(name, precision)
+    dtype = jnp.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
+    # Sorted as lhs has them: mostly they are its last axes, and nothing is moved.
+    pairs = sorted((a % lhs.ndim, b % rhs.ndim) for a, b in zip(*dimension_numbers[0]))
+    inner, outer = zip(*pairs)
+    x = jnp.transpose(lhs, [*(i for i in range(lhs.ndim) if i not in inner), *inner])
+    weight = jnp.transpose(rhs, [*outer, *(i for i in range(rhs.ndim) if i not in outer)])
+    contract, least = len(inner), recipe.granularity.free_axes
+    shape = (*x.shape[: x.ndim - contract], *weight.shape[contract:])
+    x = x[None] if x.ndim - contract < least else x
+    weight = weight[..., None] if weight.ndim - contract < least else weight
+    # The sum is rounded to x's type: exact for a wider one, and what FP8 makes of the values is the same.
+    x = x.astype(jnp.promote_types(x.dtype, dtype))
+    y = dense(x, weight, contract=contract, recipe=recipe, metas=metas, checkpoint=checkpoint, name=name)
+    y = (y if y.shape == shape else y.reshape(shape)).astype(dtype)
+    if out_sharding is None:
+        return y
+    place = jax.sharding.reshard if on_explicit_mesh(jax.typeof(y)) else lax.with_sharding_constraint
+    return place(y, out_sharding)
+
+
+_DEFAULT = (None, lax.Precision.DEFAULT, "default", "fastest", "bfloat16")
+
+
+def _check_precision(name: str, precision):
+    each = precision if isinstance(precision, tuple | list) else (precision,)
+    if any(p not in _DEFAULT for p in each):
+        raise ValueError(
+            f"{name}: precision is {precision!r}, but operands in FP8 have 3 bits behind the point; leave it None, or "
+            "keep the product out of FP8 (the recipe's exclude, or no dot_general of te_jax)."
+        )
