@@ -5,6 +5,7 @@ check("LayerNorm `norm`", "epsilon", epsilon, number(above=0))
 """
 
 import difflib
+import enum
 import inspect
 import math
 import warnings
@@ -93,7 +94,8 @@ def warn_once(where: str, text: str) -> None:
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """ "did you mean 'x'?" where a known name is close to `name`, else ""."""
+    """ "did you mean 'x'?" where a known name is close to `name`, or to the name of an enum's member, else ""."""
+    name = name.name if isinstance(name, enum.Enum) else name
     lower, given = {each.lower(): each for each in known}, str(name).lower()
     close = difflib.get_close_matches(given, lower, n=1, cutoff=0.6)
     close = close or [each for each in lower if len(given) > 2 and each.startswith(given)]  # A prefix of one.

@@ -153,7 +153,7 @@ ERRORS = {
     "batch": (ValueError, r"axis `b...`", dict(k=(3, 8, 2, 16))),
     "rank": (ValueError, "number of axes", dict(q=(8, 4, 16))),
     "flat": (ValueError, "at least 3", dict(q=(8, 64), k=(8, 64), v=(8, 64))),
-    "mask type": (ValueError, "attn_mask_type is 'Causal'.*padding_causal", dict(attn_mask_type="Causal")),
+    "mask type": (ValueError, "attn_mask_type is 'Casual'.*padding_causal", dict(attn_mask_type="Casual")),
     "bias type": (ValueError, "attn_bias_type is 'alibi'", dict(attn_bias_type="alibi")),
     "bias type without bias": (ValueError, "bias is None", dict(attn_bias_type="post_scale_bias")),
     "no_bias with bias": (ValueError, "'no_bias'", dict(attn_bias_type="no_bias", bias=jnp.zeros((8, 8)))),

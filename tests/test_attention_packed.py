@@ -90,7 +90,7 @@ def test_parts_go_to_the_kernel_as_they_lie(kind, interleaved):
     [
         (jnp.ones((2, 6, 2, 2, 16)), {}, r"qkv has shape \(2, 6, 2, 2, 16\); pass \[b\.\.\., tokens, 3, heads, d\]"),
         (jnp.ones((3, 2, 16)), {}, "qkv has shape"),
-        (jnp.ones((2, 6, 3, 2, 16)), dict(attn_mask_type="Causal"), "attn_mask_type is 'Causal'"),
+        (jnp.ones((2, 6, 3, 2, 16)), dict(attn_mask_type="Casual"), "attn_mask_type is 'Casual'"),
         (jnp.ones((2, 6, 3, 2, 16)), dict(implementation="cudnn"), "float32; cuDNN takes"),
     ],
 )

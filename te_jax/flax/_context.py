@@ -34,7 +34,7 @@ class Context(NamedTuple):
     @classmethod
     def of(cls, module: nn.Module) -> "Context | None":
         """The context that the fields of `module` and the MeshResource in force ask for; None: the sequence is not cut,
-        or it is cut along an axis of one device.
+        or it is cut along an axis of one device, or `module` is initializing without a mesh, where shapes alone count.
 
         Raises ValueError for an axis that the mesh lacks, or that shards something else.
         """
@@ -50,6 +50,8 @@ class Context(NamedTuple):
                 )
             return None
         given = f"context_parallel_axis is {axis!r}" if field else f"cp_resource of the MeshResource is {axis!r}"
+        if module.is_initializing() and not mesh.axis_names:
+            return None
         if axis not in mesh.axis_names:
             has = f"has the axes {mesh.axis_names}" if mesh.axis_names else "is none; enter jax.set_mesh(mesh)"
             raise ValueError(f"{describe(module)}: {given}, but the mesh in force {has}.")

@@ -10,7 +10,6 @@ import enum
 import functools
 from collections.abc import Callable, Mapping
 
-import jax.numpy as jnp
 from flax import linen as nn
 
 from te_jax._check import (
@@ -24,7 +23,6 @@ from te_jax._check import (
     STRING,
     Kind,
     KnownFields,
-    array_of,
     check,
     integer,
     number,
@@ -38,8 +36,7 @@ from te_jax.flax._refused import Refused
 from te_jax.flax._state import describe
 from te_jax.fp8 import COLLECTION
 from te_jax.ops.activation import ACTIVATIONS, check_params
-from te_jax.ops.attention import SequenceDescriptor
-from te_jax.ops.attention.options import BIAS_TYPE, MASK_TYPE, SOFTMAX_TYPE, WINDOW
+from te_jax.ops.attention.options import BIAS_TYPE, DESCRIPTOR, MASK_ARRAY, MASK_TYPE, SOFTMAX_TYPE, WINDOW
 from te_jax.ops.rope import METHOD, WINDOWS, Scaling, check_rotary
 from te_jax.recipe import Recipe
 
@@ -119,6 +116,7 @@ FIELDS: dict[str, Kind] = {
     **_each(number(above=0), "epsilon layernorm_epsilon"),
     **_each(RATE, "attention_dropout hidden_dropout intermediate_dropout intermediate_dropout_rate drop_path"),
     **_each(NONE | number(), "low_rank_adaptation_alpha scale_factor"),
+    **_each(NONE | RATE, "cross_drop_path"),
     **_each(NONE | number(above=0), "depth_scaling"),
     **_each(tuple_of(integer(-3, 2)), "hidden_dropout_dims intermediate_dropout_dims"),
     **_each(tuple_of(integer()), "intermediate_hidden_dropout_dims"),
@@ -173,11 +171,7 @@ SIZES: dict[object, Kind] = {
     ),
 }
 
-_MASK = (
-    NONE
-    | Kind("a SequenceDescriptor", lambda value: isinstance(value, SequenceDescriptor))
-    | array_of(jnp.bool_, jnp.integer, text="a bool or integer array, True where a key is masked out")
-)
+_MASK = NONE | DESCRIPTOR | MASK_ARRAY
 
 CALL: dict[str, Kind] = {
     **_each(BOOL, "deterministic decode norm_output return_input operands bidirectional"),
@@ -305,8 +299,8 @@ def rotary_fields_fit(module) -> str | None:
 
 
 def cross_fields_need_a_decoder(module) -> str | None:
-    """`cross_window_size` and `cross_rotary_pos_emb` are a decoder's alone; else a warning."""
-    for name in ("cross_window_size", "cross_rotary_pos_emb"):
+    """`cross_window_size`, `cross_rotary_pos_emb` and `cross_drop_path` are a decoder's alone; else a warning."""
+    for name in ("cross_window_size", "cross_rotary_pos_emb", "cross_drop_path"):
         if getattr(module, name) and not is_decoder(module):
             text = f'{name} is {getattr(module, name)!r}, but layer_type is "encoder", which has no cross-attention'
             warn_unused(module, f'{text}; leave it out, or use "decoder"')

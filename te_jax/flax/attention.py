@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
 from te_jax._check import FLOATING, NONE, plain
@@ -12,9 +13,9 @@ from te_jax.flax._context import Context
 from te_jax.flax._fields import Module, check_call, groups_divide_heads, groups_of
 from te_jax.flax._state import attention_metas, describe, recipe_of
 from te_jax.layers.attention_fp8 import attend_by_recipe
-from te_jax.ops.attention import dot_product_attention
+from te_jax.ops.attention import SequenceDescriptor, dot_product_attention
 from te_jax.ops.attention.op import parts_of
-from te_jax.ops.attention.options import check_options, warn_of_padding
+from te_jax.ops.attention.options import check_options, sort_masks, warn_of_padding
 from te_jax.sharding import HEAD_AXES
 
 # Where checkpoints hold the learnable softmax's offset; new ones get the first.
@@ -30,14 +31,25 @@ class _SoftmaxOffset(nn.Module):
         return self.param("softmax_offset", init, (1, self.num_attention_heads, 1, 1), jnp.float32)
 
 
+def mask_of_rows(module: nn.Module, mask, rows: int):
+    """`mask`, an array or a SequenceDescriptor, unless `module` is initializing and the mask is one of another number
+    of rows than the inputs: then None, for shapes alone count, and inputs of one row may stand for a batch."""
+    if not module.is_initializing() or mask is None:
+        return mask
+    parts = jax.tree.leaves(mask) if isinstance(mask, SequenceDescriptor) else [mask]
+    least = 1 if isinstance(mask, SequenceDescriptor) else 3  # axes of a part that has rows
+    own = rows if isinstance(mask, SequenceDescriptor) else 1  # an array of one row broadcasts
+    return mask if all(np.ndim(x) < least or x.shape[0] in (own, rows) for x in parts) else None
+
+
 class DotProductAttention(Module):
     """softmax(scale * q k^T + bias, masked) v per head, with logits in float32.
 
     head_dim, num_attention_heads, num_gqa_groups: d, h, g (None: h).
     attention_dropout:    the rate of dropout on the probabilities, unless `deterministic`.
     attn_mask_type:       no_mask, padding, causal, causal_bottom_right, padding_causal,
-                          padding_causal_bottom_right, in all spellings of `te_jax.ops.attention`. A padding type
-                          without a mask or descriptor hides nothing more, and warns.
+                          padding_causal_bottom_right, in all spellings of `te_jax.ops.attention` and in any case. A
+                          padding type without a mask or descriptor hides nothing more, and warns.
     attn_bias_type:       None ("post_scale_bias" where a bias is given), "no_bias", "pre_scale_bias",
                           "post_scale_bias", in any case.
     dtype:                deprecated; None, or the dtype of the query.
@@ -116,9 +128,11 @@ class DotProductAttention(Module):
     ):
         """query [b, s, h, d], key [b, t, g, d], value [b, t, g, dv] (see `qkv_layout`) -> [b, s, h, dv].
 
-        sequence_descriptor: lengths or segments of the rows, instead of `mask`.
+        sequence_descriptor: lengths or segments of the rows; or what `mask` may be.
         bias: broadcastable to [b, h, s, t].
-        mask: broadcastable to [b, 1, s, t], True (or 1) where a key is masked out.
+        mask: broadcastable to [b, h, s, t] or [b, g, h / g, s, t], True (or 1) where a key is masked out, whatever the
+            mask type; or a `SequenceDescriptor`. While the module is initializing, a mask or descriptor of another
+            batch size than the inputs' has no effect.
 
         Returns the output, or (output, max_logit f32[h]) with `return_max_logit`.
         Raises ValueError (TypeError for dtypes) for shapes that contradict the fields and for unknown field
@@ -128,7 +142,10 @@ class DotProductAttention(Module):
         check_call(self, score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
         arrays = self._unpack(query, key, value)
         types = parts_of(*arrays)
+        mask, sequence_descriptor = sort_masks(describe(self), mask, sequence_descriptor)
         self._check(*types, sequence_descriptor)
+        rows = types[0].shape[0]
+        mask, sequence_descriptor = (mask_of_rows(self, each, rows) for each in (mask, sequence_descriptor))
         if sequence_descriptor is not None and self.max_segments_per_seq > 1:
             sequence_descriptor = sequence_descriptor.of_runs(self.max_segments_per_seq)
         if not self.is_initializing():  # then shapes alone count

@@ -21,7 +21,7 @@ from te_jax.flax._fields import (
 from te_jax.flax._projections import QKV, project, project_output, projection_names, repeat_groups
 from te_jax.flax._rotary import rotate
 from te_jax.flax._state import describe
-from te_jax.flax.attention import DotProductAttention
+from te_jax.flax.attention import DotProductAttention, mask_of_rows
 from te_jax.flax.cache import KVCache
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.ops.rope import Scaling
@@ -133,7 +133,8 @@ class MultiHeadAttention(Module):
 
         With transpose_batch_sequence these arrays are [s, b, ...].
 
-        mask: a `SequenceDescriptor`, or an array broadcastable to [b, 1, s, t], True (or 1) = masked out.
+        mask: a `SequenceDescriptor`, or an array broadcastable to [b, h, s, t] or [b, g, h / g, s, t], True (or 1) =
+            masked out. While the module is initializing, one of another batch size than the inputs' has no effect.
         bias: broadcastable to [b, h, s, t].
         positions: [b, s] or [s], the positions for RoPE in self-attention, in the order of the inputs; None is
             0 .. s-1, or the descriptor's positions, in the order that context_parallel_causal_load_balanced says.
@@ -166,6 +167,7 @@ class MultiHeadAttention(Module):
         self_attention = inputs_kv is None or inputs_kv is inputs_q
         inputs_kv = None if self_attention else self._check_input("inputs_kv", inputs_kv)
         inputs_q = self._check_input("inputs_q", inputs_q)
+        mask = mask_of_rows(self, mask, inputs_q.shape[1 if self.transpose_batch_sequence else 0])
         names = projection_names(self, inputs_q, inputs_kv)
         inputs = inputs_q, None if names == QKV else inputs_kv
         cache = self._cache(*inputs, mask, max_decode_length) if decode else None

@@ -72,6 +72,7 @@ class TransformerLayer(Module):
     relative_embedding: None or False, or a module that gives such biases, which switches them on; it is called as
                         `RelativePositionBiases` is, with q_offset only when decoding.
     drop_path:          the rate at which a sample skips a sub-block (https://arxiv.org/abs/1603.09382).
+    cross_drop_path:    this rate for cross-attention; None is drop_path. TransformerEngine's decoders have 0.
     window_size, enable_rotary_pos_emb: for self-attention alone; cross_window_size and cross_rotary_pos_emb are for
                         cross-attention. A decoder whose weights were trained with both must ask for both.
     scale_attn_logits, scaled_query_init: as in `MultiHeadAttention`.
@@ -148,7 +149,9 @@ class TransformerLayer(Module):
     context_parallel_strategy: str = "DEFAULT"
     params_dtype: jnp.dtype | None = None
     deterministic_gradients: bool = False
+    cross_drop_path: float | None = None
 
+    any_width = False  # a subclass may set it: inputs of any width, and hidden_size gives the width of a head alone
     rules = (
         head_width_is_known,
         groups_divide_heads,
@@ -197,7 +200,7 @@ class TransformerLayer(Module):
         check_call(self, attention_mask=attention_mask, encoder_decoder_mask=encoder_decoder_mask)
         name = "self_attention" if decoder else "attention"
         inputs = self._residual_layout(in_compute_dtype(self, inputs))
-        dropped = (self.hidden_dropout > 0 or self.drop_path > 0) and not deterministic
+        dropped = max(self.hidden_dropout, self.drop_path, self._cross_drop_path) > 0 and not deterministic
         in_kernels = not dropped and not self.apply_residual_connection_post_layernorm
         x, normed = self._attention(name, cross=False)(
             inputs,
@@ -219,16 +222,17 @@ class TransformerLayer(Module):
         if decoder:
             cross = self._attention("encoder_decoder_attention", cross=True, padded=encoder_decoder_mask is not None)
             y, normed = cross(x, encoded, encoder_decoder_mask, deterministic=deterministic, residual=in_kernels)
-            x = self._add(y, x, normed, deterministic, in_kernels)
+            x = self._add(y, x, normed, deterministic, in_kernels, self._cross_drop_path)
         z, normed = self._mlp()(x, deterministic=deterministic, residual=in_kernels)
         x = self._add(z, x, normed, deterministic, in_kernels)
         return self._last_norm()(x) if self.output_layernorm else x
 
     def _check(self, inputs, encoded, encoder_decoder_mask, decoder: bool):
-        if inputs.ndim != 3 or inputs.shape[-1] != self.hidden_size:
+        if inputs.ndim != 3 or not (self.any_width or inputs.shape[-1] == self.hidden_size):
+            wide = f", or hidden_size={inputs.shape[-1]} and kv_channels={head_width(self)}: the same heads"
             raise ValueError(
                 f"{describe(self)}: inputs has shape {inputs.shape}, but hidden_size is {self.hidden_size}; "
-                f"pass [batch, sequence, {self.hidden_size}]."
+                f"pass [batch, sequence, {self.hidden_size}]{wide if inputs.ndim == 3 else ''}."
             )
         if decoder and encoded is None:
             raise ValueError(f"{describe(self)}: a decoder layer needs `encoded`, the encoder's output [b, t, H].")
@@ -242,6 +246,11 @@ class TransformerLayer(Module):
                 f"{describe(self)}: the parameters hold `mlp/scale`, but parallel_shared_layernorm is True; set it "
                 "False, or drop the parameters of the MLP's norm."
             )
+
+    @property
+    def _cross_drop_path(self) -> float:
+        own = self.drop_path if self.cross_drop_path is None else self.cross_drop_path
+        return own if is_decoder(self) else 0.0
 
     def _residual_layout(self, x):
         return constrain(x, residual_axes(self))
@@ -327,17 +336,21 @@ class TransformerLayer(Module):
             name="output_layernorm",
         )
 
-    def _add(self, x, residual, normed, deterministic: bool, added: bool):
-        """The end of a sub-block: dropout, drop path, residual. added: the kernels have added the residual already."""
+    def _add(self, x, residual, normed, deterministic: bool, added: bool, drop_path: float | None = None):
+        """The end of a sub-block: dropout, drop path, residual.
+
+        added: the kernels have added the residual already. drop_path: None is the field.
+        """
         if added:
             return self._residual_layout(x)
         stream = self.dropout_rng_name
         if self.hidden_dropout > 0:
             x = Dropout(self.hidden_dropout, tuple(self.hidden_dropout_dims), rng_collection=stream)(x, deterministic)
-        if self.drop_path > 0:
+        drop_path = self.drop_path if drop_path is None else drop_path
+        if drop_path > 0:
             batch = 1 if self.transpose_batch_sequence else 0
             shared = tuple(axis for axis in range(x.ndim) if axis != batch)
-            x = Dropout(self.drop_path, shared, rng_collection=stream)(x, deterministic)
+            x = Dropout(drop_path, shared, rng_collection=stream)(x, deterministic)
         if self.apply_residual_connection_post_layernorm:
             residual = normed
         return self._residual_layout(x + residual)

@@ -28,12 +28,13 @@ def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: U
     q [b..., s, h, d], k [b..., t, g, d], v [b..., t, g, e] of one floating dtype. Query head i reads key head
     i // (h / g).
 
-    attn_mask_type: a name of MASK_TYPES. Causal: query i sees keys 0 .. i; bottom right: 0 .. i + t - s.
-    mask:           bool or integer, [s, t] or [b..., h, s, t] with 1 where it broadcasts; True, 1 hide a key, which
-                    must be finite all the same.
+    attn_mask_type: a name of MASK_TYPES, in any case. Causal: query i sees keys 0 .. i; bottom right: 0 .. i + t - s.
+    mask:           bool or integer, [s, t], [b..., h, s, t] or [b..., g, h / g, s, t] with 1 where it broadcasts; True,
+                    1 hide a key, which must be finite all the same. A SequenceDescriptor is taken here too.
     window_size:    (l, r): query i sees keys i - l .. i + r (i + t - s in place of i for bottom-right types).
                     A negative side is open.
-    sequence_descriptor: lengths or segments of the rows; type and window count within a segment.
+    sequence_descriptor: lengths or segments of the rows; type and window count within a segment. An array is taken
+        here too, as `mask`.
         Type, mask, window and descriptor each hide keys. A query that sees none gets zeros, and no gradient.
     bias:           floating [s, t] or [b..., h, s, t], with 1 where it broadcasts; differentiable. Below -2**99 it
                     hides a key.

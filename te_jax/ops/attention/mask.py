@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from te_jax._arrays import as_rank
-from te_jax._check import warn_once
+from te_jax._check import plain, warn_once
 
 
 class MaskType(NamedTuple):
@@ -34,6 +34,11 @@ MASK_TYPES = {
     "bottom_right_causal_padding": MaskType(True, True, True),
     "bottom_right_padding_causal": MaskType(True, True, True),
 }
+
+
+def mask_type(name: str) -> MaskType:
+    """What a name of MASK_TYPES, in any case, means."""
+    return MASK_TYPES[plain(name)]
 
 
 class Band(NamedTuple):
@@ -257,9 +262,9 @@ class Mask:
 
     @classmethod
     def of_type(cls, attn_mask_type: str, window_size: tuple[int, int] | None = None) -> "Mask":
-        """The mask of a name of MASK_TYPES and a window."""
+        """The mask of a name of MASK_TYPES, in any case, and a window."""
         label = f"attn_mask_type {attn_mask_type!r} with window_size {window_size}"
-        return cls(Band.of(MASK_TYPES[attn_mask_type], window_size), label=label)
+        return cls(Band.of(mask_type(attn_mask_type), window_size), label=label)
 
     def __and__(self, other: "Mask") -> "Mask":
         if self.segments is not None and other.segments is not None:

@@ -16,6 +16,7 @@ from te_jax._check import (
     RATE,
     STRING,
     Kind,
+    array_of,
     check,
     check_names,
     integer,
@@ -25,13 +26,13 @@ from te_jax._check import (
     tuple_of,
     warn_once,
 )
-from te_jax.ops.attention.mask import MASK_TYPES, Band, Mask, SequenceDescriptor
+from te_jax.ops.attention.mask import MASK_TYPES, Band, Mask, SequenceDescriptor, mask_type
 from te_jax.ops.attention.mesh import Cut
 from te_jax.ops.attention_bias import alibi_bias
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias")
 SOFTMAX_TYPES = ("vanilla", "off_by_one", "learnable")  # off-by-one is the same as off_by_one
-MASK_TYPE = replace(one_of(*MASK_TYPES), text=f"one of {', '.join(MASK_TYPES)}")
+MASK_TYPE = replace(one_of(*MASK_TYPES, normalize=plain), text=f"one of {', '.join(MASK_TYPES)}")
 BIAS_TYPE = NONE | one_of(*BIAS_TYPES, normalize=plain)
 SOFTMAX_TYPE = one_of(*SOFTMAX_TYPES, normalize=plain)
 _INTS = tuple_of(integer(), 2)
@@ -40,6 +41,8 @@ WINDOW = Kind(
     lambda window: True,
     lambda window: window is None or _INTS.accepts(window),
 )
+MASK_ARRAY = array_of(jnp.bool_, jnp.integer, text="a bool or integer array, True where a key is masked out")
+DESCRIPTOR = Kind("a SequenceDescriptor", lambda value: isinstance(value, SequenceDescriptor))
 _KEY = NONE | Kind("a jax.random key", ARRAY.is_type)
 _SCALE = Kind(
     "None or a finite Python number (scale q for one that is traced)",
@@ -168,12 +171,15 @@ def check_options(
     op = given.get("name") or op or function.__name__
     check_names(op, given, (p.name for p in function.__signature__.parameters.values() if p.kind is p.KEYWORD_ONLY))
     given, is_named = _DEFAULTS | given, given.get("name") is not None
+    mask, described = sort_masks(op, given["mask"], given["sequence_descriptor"])
+    given |= dict(mask=mask, sequence_descriptor=described)
     _check_operands(op, q, k, v)
     q, k, v = (q, k, v) if cut is None else cut.whole(q, k, v)
     batch, h, d = q.shape[:-3], q.shape[-2], q.shape[-1]
-    bias_type = _bias_type(op, given, (*batch, h, q.shape[-3], k.shape[-3]))
+    shape = (*batch, h, q.shape[-3], k.shape[-3])
+    bias_type = _bias_type(op, given, shape)
     checked = given | dict(
-        mask=_mask(op, given, (*batch, h, q.shape[-3], k.shape[-3])),
+        mask=_mask(op, given, shape, k.shape[-2]),
         pre_scale=bias_type == "pre_scale_bias",
         softmax_type=_softmax_type(op, given["softmax_type"], given["softmax_offset"], h),
         scale=_scale(op, given["scale"], d),
@@ -230,25 +236,51 @@ def _check_broadcast(op, name, x, shape, kind, *dtypes):
         other = "bias" if name == "mask" else "mask"
         raise TypeError(f"{op}: {name} is {got}; pass {kind} array (the other kind goes into `{other}`).")
     want = f"[s, t] or [b..., h, s, t] = {list(shape)} with 1 where it broadcasts"
+    want += " (or [b..., g, h / g, s, t])" if name == "mask" else ""
     if x.ndim not in (2, len(shape)):
         raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}; pass {want}. Axes are not guessed.")
     if any(got not in (1, size) for got, size in zip(x.shape, shape[-x.ndim :])):
         raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, which does not broadcast; pass {want}.")
 
 
-def _mask(op, given: Mapping, shape) -> Mask:
+def sort_masks(op: str, mask, described) -> tuple[jax.Array | None, SequenceDescriptor | None]:
+    """(the array, the descriptor) of the arguments `mask` and `sequence_descriptor`, each of which may be either.
+
+    Raises ValueError, naming `op`, for two of a kind.
+    """
+    moved = MASK_ARRAY.accepts(described), DESCRIPTOR.accepts(mask)
+    if not any(moved):
+        return mask, described
+    if all(moved) or (mask if moved[0] else described) is None:
+        return described, mask
+    what = "arrays" if moved[0] else "SequenceDescriptors"
+    way = "pass one array that is True where one of them is" if moved[0] else "pass one of them"
+    raise ValueError(f"{op}: mask and sequence_descriptor are both {what}; {way}.")
+
+
+def _ungrouped(mask, shape, g: int):
+    """A mask [b..., g, h / g, s, t], with 1 where it broadcasts, as [b..., h or 1, s, t]; another as it is."""
+    heads = (g, shape[-3] // max(g, 1))
+    if getattr(mask, "ndim", 0) != len(shape) + 1 or any(n not in (1, m) for n, m in zip(mask.shape[-4:-2], heads)):
+        return mask
+    if mask.shape[-4:-2] == (1, 1):
+        return mask.reshape(*mask.shape[:-4], *mask.shape[-3:])
+    whole = jnp.broadcast_to(mask, (*mask.shape[:-4], *heads, *mask.shape[-2:]))
+    return whole.reshape(*mask.shape[:-4], shape[-3], *mask.shape[-2:])
+
+
+def _mask(op, given: Mapping, shape, g: int) -> Mask:
     """The mask that hides all that the keywords hide."""
     kind, window, described = given["attn_mask_type"], given["window_size"], given["sequence_descriptor"]
     check(op, "attn_mask_type", kind, MASK_TYPE)
     check(op, "window_size", window, WINDOW)
-    _check_broadcast(op, "mask", given["mask"], shape, "a bool or integer", jnp.bool_, jnp.integer)
+    array = _ungrouped(given["mask"], shape, g)
+    _check_broadcast(op, "mask", array, shape, "a bool or integer", jnp.bool_, jnp.integer)
     if described is not None:
-        if not isinstance(described, SequenceDescriptor):
-            got = type(described).__name__
-            raise TypeError(f"{op}: sequence_descriptor is a {got}; pass a SequenceDescriptor, or use `mask`.")
+        check(op, "sequence_descriptor", described, DESCRIPTOR | MASK_ARRAY)
         described.check(op, shape[:-3], *shape[-2:])
     window = None if window is None else (int(window[0]), int(window[1]))
-    return Mask.of_type(kind, window) & Mask(segments=described) & Mask(array=given["mask"])
+    return Mask.of_type(kind, window) & Mask(segments=described) & Mask(array=array)
 
 
 def _bias_type(op, given: Mapping, shape) -> str | None:
@@ -312,11 +344,11 @@ def _dropout_rate(op, rate, rng, needs_rng) -> float:
     return float(rate)
 
 
-def warn_of_padding(op: str, mask_type: str, mask, described: SequenceDescriptor | None) -> None:
+def warn_of_padding(op: str, kind: str, mask, described: SequenceDescriptor | None) -> None:
     """Warns, once, where a padding type has nothing that tells what is padding."""
-    if MASK_TYPES[mask_type].padding and mask is None and described is None:
+    if mask_type(kind).padding and mask is None and described is None:
         warn_once(
             op,
-            f"attn_mask_type is {mask_type!r}, but neither mask nor sequence_descriptor says what is padding, so "
+            f"attn_mask_type is {kind!r}, but neither mask nor sequence_descriptor says what is padding, so "
             "nothing is; pass one of them, or a type without padding.",
         )

@@ -1,0 +1,49 @@
+"""`python -m te_jax.compat run` and `check`: programs that are written for TransformerEngine, on te_jax."""
+
+import argparse
+import pathlib
+import runpy
+import sys
+
+from te_jax.compat import install
+
+
+def run(program: str, arguments: list[str], *, is_module: bool) -> None:
+    """Runs a program, or a module as `python -m` does, where `import transformer_engine` finds te_jax.compat."""
+    install()
+    sys.argv = [program, *arguments]
+    if is_module:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        return
+    sys.path[0] = str(pathlib.Path(program).resolve().parent)  # `python -m` has put the working folder there.
+    runpy.run_path(program, run_name="__main__")
+
+
+def check(paths: list[str]) -> bool:
+    """Prints what in the programs needs an edit, "path:line: text" each; returns whether nothing does."""
+    from te_jax.compat._program import findings  # It imports all of te_jax.compat.
+
+    found = [(path, *finding) for path in paths for finding in findings(pathlib.Path(path).read_text(), path)]
+    for path, line, text in found:
+        print(f"{path}:{line}: {text}")
+    return not found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m te_jax.compat", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    runs = commands.add_parser("run", help="run a program unedited")
+    runs.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is a module, as for `python -m`")
+    runs.add_argument("program", metavar="PROGRAM")
+    runs.add_argument("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER)
+    checks = commands.add_parser("check", help="list what needs an edit; exit status 1 if anything does")
+    checks.add_argument("files", metavar="FILE.py", nargs="+")
+    given = parser.parse_args()
+    if given.command == "run":
+        run(given.program, given.arguments, is_module=given.is_module)
+    elif not check(given.files):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

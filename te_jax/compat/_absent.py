@@ -1,0 +1,97 @@
+"""What the incumbent has and te_jax.compat does not serve: each name once, with the reason and the way out.
+
+A module of te_jax.compat has `__getattr__ = absent("transformer_engine. ...")`, so that an import of such a name, or a
+use of it, says why. `python -m te_jax.compat check` reads the same table.
+"""
+
+_QUANTIZED = "te_jax quantizes inside of its layers: give `quantizer_set` to dense, layernorm_dense or layernorm_mlp"
+_OPS = "it is an internal op of the incumbent: use the functions of `.dense`, `.layernorm` and `.attention`"
+_MOE = "te_jax has no layer of experts yet: compose `.router`, `.permutation` and `.dense.grouped_dense`"
+_MESH = "use `jax.lax` and the axes of the MeshResource directly"
+_SCORE = "te_jax has no score_mod: cuDNN's callbacks have no plain-JAX form. Give a bias or a mask"
+
+ABSENT: dict[str, dict[str, str]] = {
+    "transformer_engine": {
+        "pytorch": "te_jax serves JAX alone",
+    },
+    "transformer_engine.common": {
+        "load_framework_extension": "there is no C extension to load",
+    },
+    "transformer_engine.jax": {
+        "debug": "te_jax.fp8_probes and te_jax.fp8_stats show what happens to tensors in FP8",
+        "ep": _MOE,
+        "moe": _MOE,
+        "triton_extensions": "te_jax has no Triton kernels: use jax.experimental.pallas",
+    },
+    "transformer_engine.jax.attention": {
+        "fused_attn_thd": "it is deprecated: use fused_attn with a SequenceDescriptor",
+    },
+    "transformer_engine.jax.flax": {
+        "_MoEBlock": _MOE,
+    },
+    "transformer_engine.jax.flax.module": {
+        "Softmax": "te_jax's attention has the scale, the mask and the softmax in it: use DotProductAttention",
+    },
+    "transformer_engine.jax.cpp_extensions": {
+        **dict.fromkeys(
+            "gemm grouped_gemm quantize quantize_dbias grouped_quantize act_lu dact_lu quantize_dact_dbias "
+            "layernorm_fwd layernorm_bwd rmsnorm_fwd rmsnorm_bwd normalization_fwd normalization_bwd fused_attn_fwd "
+            "fused_attn_bwd sanitize_dims BasePrimitive register_primitive get_non_contracting_dims".split(),
+            _OPS,
+        ),
+        "is_softmax_kernel_available": "te_jax has no softmax outside of attention: use jax.nn.softmax",
+        "make_fused_attn_score_mod_config": _SCORE,
+        "validate_fused_attn_score_mod": _SCORE,
+        **dict.fromkeys(("activation", "base", "normalization", "quantization", "amax", "topk", "router"), _OPS),
+        "ep": _MOE,
+        "flex_attention": _SCORE,
+        "softmax": "use jax.nn.softmax",
+    },
+    "transformer_engine.jax.quantize": {
+        **dict.fromkeys(
+            "ScaledTensor ScaledTensor1x ScaledTensor2x GroupedScaledTensor1x NoScaleTensor GroupedNoScaleTensor "
+            "ScaledTensorFactory ScalingModeToDequantizerMap DelayedScaleQuantizer CurrentScaleQuantizer "
+            "BlockScaleQuantizer NVFP4Quantizer GroupedQuantizer TensorUsage QuantizeMeta QuantizeMetaSet apply_rht "
+            "get_rht_matrix get_wgrad_sign_vector get_sign_from_vector compute_scale_from_amax "
+            "apply_padding_to_scale_inv remove_padding_from_scale_inv".split(),
+            _QUANTIZED,
+        ),
+        "is_fp8_gemm_with_all_layouts_supported": "te_jax chooses layouts itself",
+    },
+    "transformer_engine.jax.sharding": {
+        **dict.fromkeys(
+            "lax_paral_op get_mesh_axis_rank get_mesh_axis_rank_host all_reduce_sum_along_dp_fsdp "
+            "all_reduce_sum_along_dp_fsdp_tpsp all_reduce_max_along_all_axes_except_PP get_padded_spec "
+            "with_sharding_constraint".split(),
+            _MESH,
+        ),
+    },
+    "transformer_engine.jax.softmax": {
+        **dict.fromkeys(
+            ("softmax", "SoftmaxFusionType"),
+            "te_jax has no softmax outside of attention: use jax.nn.softmax, or dot_product_attention",
+        ),
+    },
+    "transformer_engine_jax": {
+        **dict.fromkeys(("registrations", "get_fused_attn_backend"), "there is no C extension of that name"),
+    },
+}
+
+
+def why_absent(path: str) -> str:
+    """Why te_jax.compat does not serve the dotted `path` of the incumbent; "" if the table does not have it."""
+    module, _, name = path.rpartition(".")
+    text = ABSENT.get(module, {}).get(name, "")
+    return text or (why_absent(module) if module else "")
+
+
+def absent(module: str):
+    """`__getattr__` of the incumbent's `module`. It raises ImportError for a name of the table, for `from module import
+    name` would not hand on the text of an AttributeError; AttributeError for any other name."""
+
+    def __getattr__(name):
+        if text := why_absent(f"{module}.{name}"):
+            raise ImportError(f"{module}.{name} is not in te_jax.compat; {text}.", name=module)
+        raise AttributeError(f"module {module!r} of te_jax.compat has no attribute {name!r}")
+
+    return __getattr__

@@ -1,0 +1,6 @@
+"""`transformer_engine.common`: the recipes."""
+
+from te_jax.compat._absent import absent
+from te_jax.compat.transformer_engine.common import recipe as recipe
+
+__getattr__ = absent("transformer_engine.common")

@@ -1,0 +1,399 @@
+"""`transformer_engine.jax.attention`: the enums of the incumbent, and its functions over te_jax's attention."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from te_jax import sharding
+from te_jax._check import warn_once
+from te_jax.compat._absent import absent
+from te_jax.compat.transformer_engine.jax.flax.transformer import DotProductAttention
+from te_jax.compat.transformer_engine_jax import (
+    NVTE_Bias_Type,
+    NVTE_Fused_Attn_Backend,
+    NVTE_Mask_Type,
+    NVTE_QKV_Format,
+    NVTE_QKV_Layout,
+    NVTE_Softmax_Type,
+)
+from te_jax.ops.attention import MASK_TYPES, explain_attention
+from te_jax.ops.attention import SequenceDescriptor as SequenceDescriptor
+
+__getattr__ = absent("transformer_engine.jax.attention")
+
+
+class AttnBiasType(Enum):
+    """`attn_bias_type` of te_jax."""
+
+    NO_BIAS = NVTE_Bias_Type.NVTE_NO_BIAS
+    PRE_SCALE_BIAS = NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS
+    POST_SCALE_BIAS = NVTE_Bias_Type.NVTE_POST_SCALE_BIAS
+
+
+class AttnMaskType(Enum):
+    """`attn_mask_type` of te_jax."""
+
+    NO_MASK = NVTE_Mask_Type.NVTE_NO_MASK
+    PADDING_MASK = NVTE_Mask_Type.NVTE_PADDING_MASK
+    CAUSAL_MASK = NVTE_Mask_Type.NVTE_CAUSAL_MASK
+    PADDING_CAUSAL_MASK = NVTE_Mask_Type.NVTE_PADDING_CAUSAL_MASK
+    CAUSAL_BOTTOM_RIGHT_MASK = NVTE_Mask_Type.NVTE_CAUSAL_BOTTOM_RIGHT_MASK
+    PADDING_CAUSAL_BOTTOM_RIGHT_MASK = NVTE_Mask_Type.NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK
+
+    @property
+    def te_jax_name(self) -> str:
+        """A name of te_jax.ops.attention.MASK_TYPES."""
+        return "no_mask" if self is AttnMaskType.NO_MASK else self.name.removesuffix("_MASK").lower()
+
+    def is_causal(self) -> bool:
+        """Whether a query sees no key behind its position."""
+        return MASK_TYPES[self.te_jax_name].causal
+
+    def is_padding(self) -> bool:
+        """Whether a mask or a descriptor says what is padding."""
+        return MASK_TYPES[self.te_jax_name].padding
+
+    def is_bottom_right(self) -> bool:
+        """Whether the last query stands at the last key."""
+        return MASK_TYPES[self.te_jax_name].bottom_right
+
+
+class AttnSoftmaxType(Enum):
+    """`softmax_type` of te_jax."""
+
+    VANILLA_SOFTMAX = NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
+    OFF_BY_ONE_SOFTMAX = NVTE_Softmax_Type.NVTE_OFF_BY_ONE_SOFTMAX
+    LEARNABLE_SOFTMAX = NVTE_Softmax_Type.NVTE_LEARNABLE_SOFTMAX
+
+    @property
+    def te_jax_name(self) -> str:
+        """A `softmax_type` of te_jax."""
+        return self.name.removesuffix("_SOFTMAX").lower()
+
+    @classmethod
+    def from_str(cls, softmax_type: str) -> "AttnSoftmaxType":
+        """The member of te_jax's name "vanilla", "off_by_one" or "learnable"."""
+        names = {member.te_jax_name: member for member in cls}
+        if softmax_type not in names:
+            raise ValueError(f"AttnSoftmaxType: softmax_type is {softmax_type!r}; pass one of {', '.join(names)}.")
+        return names[softmax_type]
+
+
+class QKVFormat(Enum):
+    """The order of the axes: sequence first, batch first, or batch first with several segments per row."""
+
+    SBHD = NVTE_QKV_Format.NVTE_SBHD
+    BSHD = NVTE_QKV_Format.NVTE_BSHD
+    THD = NVTE_QKV_Format.NVTE_THD
+
+
+class QKVLayout(Enum):
+    """`qkv_layout` of te_jax: which of query, key and value lie in one array."""
+
+    BS3HD = NVTE_QKV_Layout.NVTE_BS3HD
+    BSHD_BS2HD = NVTE_QKV_Layout.NVTE_BSHD_BS2HD
+    BSHD_BSHD_BSHD = NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD
+    T3HD = NVTE_QKV_Layout.NVTE_T3HD
+    THD_T2HD = NVTE_QKV_Layout.NVTE_THD_T2HD
+    THD_THD_THD = NVTE_QKV_Layout.NVTE_THD_THD_THD
+
+    @property
+    def arrays(self) -> int:
+        """How many arrays the layout has."""
+        return self.name.count("_") + 1
+
+    def get_qkv_format(self) -> QKVFormat:
+        """BSHD or THD."""
+        return QKVFormat.THD if self.is_thd() else QKVFormat.BSHD
+
+    def is_qkvpacked(self) -> bool:
+        """Whether query, key and value are one array."""
+        return self.arrays == 1
+
+    def is_kvpacked(self) -> bool:
+        """Whether key and value are one array."""
+        return self.arrays == 2
+
+    def is_separate(self) -> bool:
+        """Whether query, key and value are three arrays."""
+        return self.arrays == 3
+
+    def is_thd(self) -> bool:
+        """Whether a row has several segments."""
+        return self.name.startswith("T")
+
+    def _with(self, arrays: int) -> "QKVLayout":
+        return next(each for each in QKVLayout if each.is_thd() == self.is_thd() and each.arrays == arrays)
+
+    def to_qkvpacked(self) -> "QKVLayout":
+        """The layout of this format with one array."""
+        return self._with(1)
+
+    def to_kvpacked(self) -> "QKVLayout":
+        """The layout of this format with key and value in one array."""
+        return self._with(2)
+
+    def to_separate(self) -> "QKVLayout":
+        """The layout of this format with three arrays."""
+        return self._with(3)
+
+
+class CPStrategy(Enum):
+    """`context_parallel_strategy` of te_jax, by name."""
+
+    DEFAULT = 0
+    ALL_GATHER = 1
+    RING = 2
+
+
+class ReorderStrategy(Enum):
+    """Which tokens a device of context parallelism gets: two chunks, one from either end, or every n-th stripe.
+
+    te_jax's attention knows the first of them alone, so that `Striped` reorders data that only code of the user's
+    own can attend to.
+    """
+
+    DualChunkSwap = 0
+    Striped = 1
+
+
+def canonicalize_attn_mask_type(attn_mask_type: str) -> AttnMaskType:
+    """The member of a mask type of te_jax, in any of its spellings. Raises ValueError for another string."""
+    if attn_mask_type not in MASK_TYPES:
+        raise ValueError(f"attn_mask_type is {attn_mask_type!r}; pass one of {', '.join(MASK_TYPES)}.")
+    kind = MASK_TYPES[attn_mask_type]
+    return next(member for member in AttnMaskType if MASK_TYPES[member.te_jax_name] == kind)
+
+
+# -- attention ---------------------------------------------------------------------------------------------------
+
+
+def fused_attn(
+    qkv: Sequence[jax.Array],
+    bias: jax.Array | None,
+    sequence_descriptor: SequenceDescriptor | jax.Array | None = None,
+    seed: jax.Array | None = None,
+    attn_bias_type: AttnBiasType = AttnBiasType.NO_BIAS,
+    attn_mask_type: AttnMaskType = AttnMaskType.NO_MASK,
+    qkv_layout: QKVLayout = QKVLayout.BSHD_BSHD_BSHD,
+    softmax_type: AttnSoftmaxType = AttnSoftmaxType.VANILLA_SOFTMAX,
+    scaling_factor: float | None = None,
+    dropout_probability: float = 0.0,
+    is_training: bool = True,
+    max_segments_per_seq: int = 1,
+    window_size: tuple[int, int] | None = None,
+    context_parallel_strategy: CPStrategy = CPStrategy.DEFAULT,
+    context_parallel_causal_load_balanced: bool = False,
+    context_parallel_axis: str = "",
+    context_checkpoint_name: str = "context",
+    softmax_offset: jax.Array | None = None,
+    stripe_size: int | None = None,
+    score_mod=None,
+    score_mod_bprop=None,
+    score_mod_tensors=None,
+    score_mod_bprop_tensors=None,
+    *,
+    mask: jax.Array | None = None,
+) -> jax.Array:
+    """Attention of `qkv`, (qkv,), (q, kv) or (q, k, v) as `qkv_layout` says, by `te_jax.flax.DotProductAttention`.
+
+    sequence_descriptor: or a mask [b, 1, s, t] in its place, True where a key is masked out. As in the incumbent, a
+        mask counts for the types with padding alone, and a warning says so. There it is exact, with holes and by head.
+    seed: a key for dropout, which there is with is_training alone.
+    softmax_offset: [1, h, 1, 1], of AttnSoftmaxType.LEARNABLE_SOFTMAX.
+    context_parallel_causal_load_balanced: tokens are in the order of ReorderStrategy.DualChunkSwap, if an axis cuts
+        them.
+    mask: the name of `sequence_descriptor` in older code.
+
+    Returns [b, s, h, dv]. Raises ValueError for score_mod and stripe_size, and what the module raises.
+    """
+    for name, value in (("score_mod", score_mod), ("stripe_size", stripe_size)):
+        if value is not None:
+            way_out = "give a bias or a mask" if name == "score_mod" else "use ReorderStrategy.DualChunkSwap"
+            raise ValueError(f"fused_attn: {name} is {value!r}, which te_jax does not have; {way_out}.")
+    described = mask if sequence_descriptor is None else sequence_descriptor
+    mask = None if isinstance(described, SequenceDescriptor) else described
+    if mask is not None and not attn_mask_type.is_padding():
+        warn_once("fused_attn", f"a mask of {mask.shape} is given, which {attn_mask_type} ignores; leave it out.")
+        mask = None
+    query, last = qkv[0], qkv[-1]
+    learnable = softmax_type is AttnSoftmaxType.LEARNABLE_SOFTMAX
+    module = DotProductAttention(
+        head_dim=query.shape[-1],
+        num_attention_heads=query.shape[-2],
+        num_gqa_groups=last.shape[-2],
+        attention_dropout=dropout_probability,
+        attn_mask_type=attn_mask_type.te_jax_name,
+        attn_bias_type=attn_bias_type.name.lower(),
+        qkv_layout=qkv_layout.name.lower(),
+        scale_factor=scaling_factor,
+        window_size=window_size,
+        max_segments_per_seq=max_segments_per_seq,
+        context_parallel_causal_load_balanced=context_parallel_causal_load_balanced and _is_cut(context_parallel_axis),
+        context_parallel_axis=context_parallel_axis,
+        context_parallel_strategy=context_parallel_strategy.name,
+        context_checkpoint_name=context_checkpoint_name,
+        softmax_type=softmax_type.te_jax_name,
+    )
+    variables = {"params": {"_FusedDotProductAttention_0": {"softmax_offset": softmax_offset}}} if learnable else {}
+    described = _first_segments(described, max_segments_per_seq) if mask is None else None
+    return module.apply(
+        variables, *qkv, *(None,) * (3 - len(qkv)), described, bias, mask=mask, deterministic=not is_training,
+        rngs=None if seed is None else {"dropout": seed},
+    )  # fmt: skip
+
+
+def _is_cut(axis: str) -> bool:
+    """Whether the mesh in force cuts the sequence along `axis`, "" for the cp_resource in force."""
+    resource = sharding.current_mesh_resource()
+    axis = axis or (resource and resource.cp_resource)
+    return jax.sharding.get_abstract_mesh().shape.get(axis, 1) > 1
+
+
+def _first_segments(described, most: int):
+    """The descriptor without the columns of lengths and offsets past `most` segments, of which the caller has none."""
+    if described is None or described.seq_offsets is None:
+        return described if isinstance(described, SequenceDescriptor) else None
+    cut = lambda pair, columns: tuple(each[..., :columns] for each in pair)
+    return SequenceDescriptor.from_seqlens_and_offsets(
+        cut(described.seqlens, most), cut(described.seq_offsets, most + 1)
+    )
+
+
+@dataclass(frozen=True)
+class FusedAttnHelper:
+    """The arguments of `is_fused_attn_kernel_available`."""
+
+    is_training: bool
+    q_dtype: jnp.dtype
+    kv_dtype: jnp.dtype
+    qkv_layout: QKVLayout
+    attn_bias_type: AttnBiasType
+    attn_mask_type: AttnMaskType
+    softmax_type: AttnSoftmaxType
+    dropout_probability: float
+    q_num_heads: int
+    kv_num_heads: int
+    q_max_seqlen: int
+    kv_max_seqlen: int
+    head_dim_qk: int
+    head_dim_v: int
+    window_size: tuple[int, int] | None = None
+
+    def is_fused_attn_kernel_available(self) -> bool:
+        """Whether te_jax takes cuDNN for such attention, where there is a GPU; what it does not take it for is served
+        in plain JAX."""
+        kv = (1, self.kv_max_seqlen, self.kv_num_heads)
+        struct = jax.ShapeDtypeStruct
+        q = struct((1, self.q_max_seqlen, self.q_num_heads, self.head_dim_qk), self.q_dtype)
+        k, v = (struct((*kv, d), self.kv_dtype) for d in (self.head_dim_qk, self.head_dim_v))
+        biased = self.attn_bias_type is not AttnBiasType.NO_BIAS
+        learnable = self.softmax_type is AttnSoftmaxType.LEARNABLE_SOFTMAX
+        choice = explain_attention(
+            q,
+            k,
+            v,
+            bias=struct((1, self.q_num_heads, self.q_max_seqlen, self.kv_max_seqlen), self.q_dtype) if biased else None,
+            attn_bias_type=self.attn_bias_type.name.lower(),
+            attn_mask_type=self.attn_mask_type.te_jax_name,
+            softmax_type=self.softmax_type.te_jax_name,
+            softmax_offset=struct((self.q_num_heads,), jnp.float32) if learnable else None,
+            window_size=self.window_size,
+            dropout_rate=self.dropout_probability if self.is_training else 0.0,
+        )
+        return choice.implementation in ("cudnn", "fp8")
+
+    def get_fused_attn_backend(self) -> NVTE_Fused_Attn_Backend:
+        """`is_fused_attn_kernel_available` as a member of the incumbent's enum."""
+        found = self.is_fused_attn_kernel_available()
+        return NVTE_Fused_Attn_Backend["NVTE_F16_arbitrary_seqlen" if found else "NVTE_No_Backend"]
+
+    @staticmethod
+    def is_non_deterministic_allowed() -> bool:
+        """True: te_jax asks for deterministic gradients by an argument, and reads no environment variable for it."""
+        return True
+
+
+def is_fused_attn_kernel_available(*args, **kwargs) -> bool:
+    """Whether te_jax takes cuDNN for attention with the fields of `FusedAttnHelper`, where there is a GPU."""
+    return FusedAttnHelper(*args, **kwargs).is_fused_attn_kernel_available()
+
+
+# -- orders and masks --------------------------------------------------------------------------------------------
+
+
+def reorder_causal_load_balancing(tensor, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size=None):
+    """`tensor` with its axis `seq_dim` in the order that balances causal attention over cp_size devices.
+
+    stripe_size: of ReorderStrategy.Striped, how many tokens lie together; None is 1.
+
+    Raises ValueError for a size that does not divide the axis, and for stripe_size beside another strategy.
+    """
+    if _check_strategy("reorder_causal_load_balancing", strategy, stripe_size) is ReorderStrategy.Striped:
+        return _exchange(tensor, seq_dim, (-1, cp_size, stripe_size or 1))
+    return sharding.reorder_causal_load_balancing(tensor, cp_size, axis=seq_dim)
+
+
+def inverse_reorder_causal_load_balancing(
+    tensor, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size=None
+):
+    """The inverse of `reorder_causal_load_balancing`."""
+    name = "inverse_reorder_causal_load_balancing"
+    if _check_strategy(name, strategy, stripe_size) is ReorderStrategy.Striped:
+        return _exchange(tensor, seq_dim, (cp_size, -1, stripe_size or 1))
+    return sharding.inverse_reorder_causal_load_balancing(tensor, cp_size, axis=seq_dim)
+
+
+def _check_strategy(name: str, strategy, stripe_size) -> ReorderStrategy:
+    if not isinstance(strategy, ReorderStrategy):
+        raise TypeError(f"{name}: strategy is {strategy!r}; pass a ReorderStrategy.")
+    if stripe_size is not None and (strategy is not ReorderStrategy.Striped or stripe_size < 1):
+        raise ValueError(
+            f"{name}: stripe_size is {stripe_size!r}; pass at least 1, with ReorderStrategy.Striped alone."
+        )
+    return strategy
+
+
+def _exchange(x, axis: int, shape: tuple[int, int, int]):
+    """x with the first two of the three axes of `shape`, which make its `axis`, exchanged. One of the sizes is -1."""
+    xp, axis = (np if isinstance(x, np.ndarray) else jnp), axis % x.ndim
+    known = -shape[0] * shape[1] * shape[2]
+    if x.shape[axis] % known:
+        raise ValueError(f"axis {axis} has {x.shape[axis]} tokens, which {known} do not divide; pad the sequence.")
+    parts = x.reshape(*x.shape[:axis], *shape, *x.shape[axis + 1 :])
+    return xp.swapaxes(parts, axis, axis + 1).reshape(x.shape)
+
+
+def run_length_fill(segment_ids) -> jax.Array:
+    """i32 of the shape of segment_ids [..., s]: how many tokens the run has that a token is in; 0 where the id is 0."""
+    ids = jnp.asarray(segment_ids)
+    index, last = jnp.arange(ids.shape[-1]), ids.ndim - 1
+    changes = ids[..., 1:] != ids[..., :-1]
+    edge = jnp.ones((*ids.shape[:-1], 1), bool)
+    begins, ends = jnp.concatenate([edge, changes], -1), jnp.concatenate([changes, edge], -1)
+    first = jax.lax.cummax(jnp.where(begins, index, 0), axis=last)
+    final = jax.lax.cummin(jnp.where(ends, index, ids.shape[-1]), axis=last, reverse=True)
+    return jnp.where(ids == 0, 0, final - first + 1).astype(jnp.int32)
+
+
+def make_swa_mask(
+    segment_pos_q, segment_pos_kv, window_size=None, dtype=jnp.float32, segment_ids_q=None, segment_ids_kv=None
+) -> jax.Array:
+    """[b, 1, s, t] of `dtype`: 1 where the window (left, right) around a query's position shows a key, else 0.
+
+    Positions count from the start of a segment, or from its end where both ids are given; the right side is then open.
+    A negative side, and a window of None, is open.
+    """
+    left, right = (None if side < 0 else side for side in window_size or (-1, -1))
+    if segment_ids_q is not None and segment_ids_kv is not None:
+        segment_pos_q = segment_pos_q - run_length_fill(segment_ids_q)
+        segment_pos_kv = segment_pos_kv - run_length_fill(segment_ids_kv)
+        right = None
+    distance = (segment_pos_kv[..., None, :] - segment_pos_q[..., :, None])[..., None, :, :]
+    seen = jnp.ones(distance.shape, bool)
+    seen = seen if left is None else seen & (distance >= -left)
+    return (seen if right is None else seen & (distance <= right)).astype(dtype)

@@ -1,0 +1,61 @@
+"""`transformer_engine.jax.dense`: te_jax.layers.dense with the arguments of the incumbent."""
+
+from collections.abc import Sequence
+
+import jax
+
+from te_jax import layers
+from te_jax._check import warn_once
+from te_jax.compat._absent import absent
+from te_jax.compat.transformer_engine.jax.cpp_extensions.gemm import CollectiveOpSet, noop_collective_op_set
+from te_jax.compat.transformer_engine.jax.quantize.quantizer import QuantizerSet, noop_quantizer_set
+from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
+
+__getattr__ = absent("transformer_engine.jax.dense")
+
+
+def dense(
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None = None,
+    contracting_dims: tuple[Sequence[int], Sequence[int]] = ((1,), (0,)),
+    transpose_batch_sequence: bool = False,
+    input_axes: tuple[str, ...] | None = None,
+    kernel_axes: tuple[str, ...] | None = None,
+    output_axes: tuple[str, ...] | None = None,
+    collective_op_set: CollectiveOpSet = noop_collective_op_set,
+    quantizer_set: QuantizerSet = noop_quantizer_set,
+) -> jax.Array:
+    """y[*B, *F] = x[*B, *C] . kernel[*C, *F] + bias[*F], in FP8 where `quantizer_set` has a recipe.
+
+    contracting_dims: the axes of x and of kernel in C: the last ones of x, and the first ones of kernel.
+    transpose_batch_sequence: without effect: shardings say how arrays lie.
+    *_axes: logical axes that the arrays are constrained to.
+    collective_op_set: the sums and gathers are XLA's, whatever it says; a warning tells of it once.
+
+    Raises ValueError for other axes, and what `te_jax.layers.dense` raises.
+    """
+    del transpose_batch_sequence
+    check_collective("dense", collective_op_set)
+    contract = _contracted(x, kernel, contracting_dims)
+    x, kernel = constrain(x, input_axes), constrain(kernel, kernel_axes)
+    y = layers.dense(x, kernel, bias, contract=contract, **quantizer_set._asdict())
+    return constrain(y, output_axes)
+
+
+def check_collective(where: str, given: CollectiveOpSet) -> None:
+    """Warns, once, where `given` asks for a GEMM that communicates."""
+    if given != noop_collective_op_set:
+        warn_once(where, f"te_jax has no GEMM with {given.forward} inside; XLA gathers and sums, with the same result.")
+
+
+def _contracted(x, kernel, dims) -> int:
+    """How many axes are contracted. Raises ValueError unless they are x's last and kernel's first, in order."""
+    of_x, of_kernel = (tuple(axis % a.ndim for axis in axes) for a, axes in zip((x, kernel), dims))
+    n = len(of_x)
+    if of_x != tuple(range(x.ndim - n, x.ndim)) or of_kernel != tuple(range(n)):
+        raise ValueError(
+            f"dense: contracting_dims are {dims}, for x {x.shape} and kernel {kernel.shape}; move the contracted axes "
+            "to the end of x and to the front of kernel."
+        )
+    return n

@@ -1,0 +1,26 @@
+"""`transformer_engine.jax.layernorm`."""
+
+import jax
+
+from te_jax import layers
+from te_jax.compat._absent import absent
+from te_jax.flax._fields import norm_type as canonicalize_norm_type
+
+__getattr__ = absent("transformer_engine.jax.layernorm")
+
+
+def layernorm(
+    x: jax.Array,
+    gamma: jax.Array,
+    beta: jax.Array | None,
+    norm_type: str,
+    zero_centered_gamma: bool = False,
+    epsilon: float = 1e-6,
+    quantizer=None,
+) -> jax.Array:
+    """`te_jax.layers.layernorm`. Raises ValueError for a quantizer: `layernorm_dense` has the norm and its quantization
+    in one kernel."""
+    if quantizer is not None:
+        raise ValueError("layernorm: quantizer is given, but the result is a plain array; use layernorm_dense.")
+    norm = canonicalize_norm_type(norm_type)
+    return layers.layernorm(x, gamma, beta, norm=norm, zero_centered_gamma=zero_centered_gamma, epsilon=epsilon)

@@ -1,0 +1,73 @@
+"""`transformer_engine.jax.layernorm_mlp`."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+
+from te_jax import layers
+from te_jax.checkpoint_policies import named
+from te_jax.compat._absent import absent
+from te_jax.compat.transformer_engine.jax.cpp_extensions.gemm import CollectiveOpSet, noop_collective_op_set
+from te_jax.compat.transformer_engine.jax.dense import check_collective
+from te_jax.compat.transformer_engine.jax.layernorm import canonicalize_norm_type
+from te_jax.compat.transformer_engine.jax.quantize.quantizer import QuantizerSet, noop_quantizer_set
+from te_jax.sharding import resolve_logical_axes
+from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
+
+__getattr__ = absent("transformer_engine.jax.layernorm_mlp")
+
+
+def layernorm_mlp(
+    x: jax.Array,
+    gamma: jax.Array,
+    beta: jax.Array | None,
+    kernels: Sequence[jax.Array],
+    biases: Sequence[jax.Array | None],
+    norm_type: str,
+    zero_centered_gamma: bool = False,
+    epsilon: float = 1e-6,
+    transpose_batch_sequence: bool = False,
+    norm_input_axes: tuple[str, ...] | None = None,
+    dot_1_input_axes: tuple[str, ...] | None = None,
+    dot_2_input_axes: tuple[str, ...] | None = None,
+    kernel_1_axes: tuple[str, ...] | None = None,
+    kernel_2_axes: tuple[str, ...] | None = None,
+    ffn1_ckpt_name: str = "ffn1",
+    ffn2_ckpt_name: str = "ffn2",
+    activation_type: Sequence[str | Callable] = ("gelu",),
+    activation_params: dict | None = None,
+    collective_op_sets: Sequence[CollectiveOpSet] = (noop_collective_op_set,) * 2,
+    quantizer_sets: Sequence[QuantizerSet] = (noop_quantizer_set,) * 2,
+) -> jax.Array:
+    """The MLP of kernels [h, A, F] and [F, o] behind a norm (`te_jax.layers.layernorm_mlp`).
+
+    transpose_batch_sequence and dot_1_input_axes are without effect: the norm's output is no array of its own in FP8.
+    The recipe of both quantizer sets must be the same.
+    """
+    del transpose_batch_sequence, dot_1_input_axes
+    for each in collective_op_sets:
+        check_collective("layernorm_mlp", each)
+    first, second = (each._asdict() for each in quantizer_sets)
+    if first["recipe"] != second["recipe"]:
+        raise ValueError(
+            f"layernorm_mlp: quantizer_sets have the recipes {first['recipe']} and {second['recipe']}; give both one."
+        )
+    metas = (first.pop("metas"), second["metas"])
+    y = layers.layernorm_mlp(
+        constrain(x, norm_input_axes),
+        gamma,
+        beta,
+        constrain(kernels[0], kernel_1_axes),
+        constrain(kernels[1], kernel_2_axes),
+        *biases,
+        activations=activation_type,
+        activation_params=activation_params,
+        norm=canonicalize_norm_type(norm_type),
+        zero_centered_gamma=zero_centered_gamma,
+        epsilon=epsilon,
+        metas=None if metas[0] is None else metas,
+        middle_name=ffn1_ckpt_name,
+        middle_spec=resolve_logical_axes(dot_2_input_axes),
+        **first,
+    )
+    return named(y, ffn2_ckpt_name)

@@ -1,0 +1,5 @@
+"""`transformer_engine.jax.router`."""
+
+from te_jax.compat._absent import absent
+
+__getattr__ = absent("transformer_engine.jax.router")
