@@ -19,6 +19,9 @@ BOUND = {
     jnp.float16: (2 * 2**-12, 4 * 2**-12),
 }
 
+# The attributes of the ops for queries that see all keys, and no dropout; `scale` is to be added.
+OPEN = dict(left=-1, right=-1, bottom_right=False, seq_major=False, interleaved=False, dropout_rate=0.0)
+
 
 def operands(shape, dtype=jnp.float32, seed=0):
     """q, k, v, dout."""

@@ -106,6 +106,20 @@ def gemm_case(sizes, square, types, out, rng, rows=None, block=128):
     return (lhs, rhs, lhs_inv, rhs_inv, bias, c), of(np.array), of(np.abs)
 
 
+def check_row_sums(got, x, split):
+    """f32 sums of x [rows..., columns...] over its rows, the first `split` axes, in any order."""
+    wide, rows = np.asarray(x, np.float64), tuple(range(split))
+    assert (np.abs(got - wide.sum(rows)) <= np.abs(wide).sum(rows) * x.size * 2.0**-24).all()
+
+
+def check_same_but_for(row, column, got, want):
+    """Of (data, data_t, inverse scales of both): all of data but for the block `row`, of data_t but for `column`."""
+    for i, block in enumerate((row, column, row, column)):
+        others = np.ones_like(want[i], bool)
+        others[block] = False
+        np.testing.assert_array_equal(got[i][others], want[i][others])
+
+
 def check_gemm(got, want, size, terms, out):
     """Sums of f32 in any order, or of blocks on tensor cores, then one rounding. A block is four sums of 32 products
     there, each of which is cut 13 bits below its largest term."""

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jax.sharding import AxisType
 from layer_cases import data, qdq
 
 import te_jax as te
@@ -14,13 +15,14 @@ import te_jax.flax as te_flax
 
 
 def results(layer, *args):
-    """y, and the gradients of all arguments; of one program."""
+    """y, and the gradients of all arguments; of one program. On a mesh the gradient of y is placed as y is."""
 
     @jax.jit
     def run(*args):
         y, vjp = jax.vjp(layer, *args)
         (dy,) = data(np.random.default_rng(1), y.shape, dtype=y.dtype)
-        return y, vjp(dy)
+        explicit = AxisType.Explicit in jax.typeof(y).sharding.mesh.axis_types
+        return y, vjp(jax.sharding.reshard(dy, jax.typeof(y).sharding) if explicit else dy)
 
     return run(*args)
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_oracle import BOUND, attend, check, error, operands, run, visible
+from attention_oracle import BOUND, OPEN, attend, check, error, operands, run, visible
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from te_jax.ops import attention
@@ -235,15 +235,7 @@ def test_descriptor_is_a_pytree_and_derives_positions():
 def test_op_results(causal):
     q, k, v, dout = operands(SHAPES["gqa_s<t"], jnp.bfloat16)
     want = attend(q, k, v, seen=visible(5, 9, causal=causal), scale=0.3, dout=dout)
-    attrs = dict(
-        left=-1,
-        right=0 if causal else -1,
-        bottom_right=False,
-        seq_major=False,
-        interleaved=False,
-        scale=0.3,
-        dropout_rate=0.0,
-    )
+    attrs = dict(OPEN, right=0 if causal else -1, scale=0.3)
     none = (None,) * 4  # kv, qkv, bias and segments
     out, lse = attention.attention_fwd(q, k, v, *none, None, outputs=("out", "lse"), **attrs)
     assert lse.dtype == jnp.float32

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_oracle import operands
+from attention_oracle import OPEN, operands
 
 from te_jax import _check, autocast
 from te_jax.ops import attention
@@ -234,13 +234,8 @@ def test_one_query_has_plain_gradients():
     call = jax.jit(lambda q, k, v, d: jax.vjp(dot_product_attention, q, k, v)[1](d))
     text = call.trace(q, k, v, dout).lower(lowering_platforms=("cuda",)).as_text()
     assert "custom_call @te_attention_fwd(" in text and "custom_call @te_attention_bwd(" not in text
-    words, attrs = (
-        jnp.zeros((2, 4, 4), jnp.uint32),
-        dict(left=-1, right=-1, bottom_right=False, seq_major=False, interleaved=False),
-    )
-    dropped = lambda q, k, v: attention.attention_fwd(
-        q, k, v, *(None,) * 4, words, scale=1.0, dropout_rate=0.5, **attrs
-    )
+    words, attrs = jnp.zeros((2, 4, 4), jnp.uint32), dict(OPEN, scale=1.0, dropout_rate=0.5)
+    dropped = lambda q, k, v: attention.attention_fwd(q, k, v, *(None,) * 4, words, **attrs)
     text = jax.jit(dropped).trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
     assert "custom_call" not in text
 

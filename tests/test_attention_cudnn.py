@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_oracle import attend_dense, error, one_hot_values, operands, run
+from attention_oracle import OPEN, attend_dense, error, one_hot_values, operands, run
 
 import te_jax.flax as te_flax
 from te_jax.ops import attention
@@ -32,7 +32,7 @@ GPU_SHAPES = {  # b, s, t, h, g, d, e
 
 
 NO_EXTRAS = (None,) * 4  # kv, qkv, bias and segments
-ATTRS = dict(left=-1, right=-1, bottom_right=False, seq_major=False, interleaved=False, scale=0.125, dropout_rate=0.0)
+ATTRS = dict(OPEN, scale=0.125)
 
 
 @pytest.mark.gpu

@@ -3,12 +3,13 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_oracle import OPEN
 
 from te_jax.ops.attention import reference
 from te_jax.ops.attention.decode import one_query, parts_of_row
 
 NO_BIAS = (None,) * 3  # kv, qkv, bias
-ATTRS = dict(left=-1, right=-1, bottom_right=False, seq_major=False, interleaved=False, scale=0.3, dropout_rate=0.0)
+ATTRS = dict(OPEN, scale=0.3)
 
 
 def forward(q, k, v, segments):

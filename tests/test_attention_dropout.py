@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_oracle import attend, check, one_hot_values, operands, run, visible
+from attention_oracle import OPEN, attend, check, one_hot_values, operands, run, visible
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -14,7 +14,7 @@ from te_jax.ops import attention
 from te_jax.ops.attention import dot_product_attention, dot_product_attention_packed, op, reference
 
 B, S, H, D, RATE = 4, 16, 4, 16, 0.3
-ATTRS = dict(left=-1, right=-1, bottom_right=False, seq_major=False, interleaved=False, scale=0.25, dropout_rate=RATE)
+ATTRS = dict(OPEN, scale=0.25, dropout_rate=RATE)
 
 
 def arrays(b=B, h=H, g=H, dtype=jnp.bfloat16):

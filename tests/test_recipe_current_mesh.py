@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import sharded
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from layer_cases import close, data
-from recipe_cases import results
+from layer_cases import close
+from recipe_cases import near, results
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -69,25 +69,12 @@ def test_dense(kind, specs, bad, rng):
     with jax.set_mesh(mesh):
         placed = [jax.device_put(np.asarray(a), NamedSharding(mesh, spec)) for a, spec in zip((x, w), specs)]
         got = leaves(*placed)
-        got_step = step_on_mesh(layer, *placed) if bad is None else None
+        got_step = results(layer, *placed) if bad is None else None
     assert sorted(str(leaf.dtype) for leaf in want) == ["float32"] * 2 + ["float8_e4m3fn"] * 2
     for a, b in zip(got, want):  # in f32, where numpy takes a NaN for a NaN
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
     if bad is None:
         jax.tree.map(close, got_step, want_step)
-
-
-def step_on_mesh(layer, *args):
-    """`results`, with the gradient of y placed as y is."""
-
-    @jax.jit
-    def run(*args):
-        y, vjp = jax.vjp(layer, *args)
-        (dy,) = data(np.random.default_rng(1), y.shape, dtype=y.dtype)
-        explicit = AxisType.Explicit in jax.typeof(y).sharding.mesh.axis_types
-        return y, vjp(jax.sharding.reshard(dy, jax.typeof(y).sharding) if explicit else dy)
-
-    return run(*args)
 
 
 @kinds
@@ -107,7 +94,7 @@ def test_layernorm_mlp(kind, rng):
     assert len(want) == 4  # of x, wi, the activation, wo
     np.testing.assert_array_equal(np.delete(got, 2), np.delete(want, 2))
     np.testing.assert_allclose(got[2], want[2], rtol=2.0**-20)
-    assert np.linalg.norm(y - want_y) <= 2.0**-6 * np.linalg.norm(want_y)  # see `near` of test_recipe_current.py
+    near(y, want_y)
 
 
 # -- shard_map -----------------------------------------------------------------------------------------------
