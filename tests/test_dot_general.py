@@ -358,6 +358,12 @@ def test_a_function_with_two_products():
     wrong = te_flax.wrap_function_in_te_state_module(lambda generate: generate("qkv"), DELAYED, "f")
     with pytest.raises(ValueError, match="TEWrapper_f: postfix is 'qkv'; pass"):
         wrong().init(KEY)
+    grouped = lambda rule: te_flax.wrap_function_in_te_state_module(
+        lambda generate: generate(n_groups=3).checkpoint, rule, None, "mine"
+    )()
+    assert grouped(recipe.FixedScaling()).apply({}) == "mine"
+    with pytest.raises(ValueError, match="n_groups is 3, but DelayedScaling has state"):
+        grouped(DELAYED).apply({})
 
 
 def test_state_of_own_modules_in_the_other_collection():

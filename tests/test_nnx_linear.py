@@ -15,7 +15,7 @@ from states import data
 import te_jax as te
 import te_jax.flax as te_flax
 import te_jax.nnx as te_nnx
-from te_jax import recipe
+from te_jax import _check, recipe
 
 RNG = np.random.default_rng(0)
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
@@ -75,12 +75,13 @@ def test_state_moves_or_says_so():
     x, steps = data(RNG, 4, 16), []
     with te.autocast(recipe=DELAYED):
         model = Mlp(te_nnx.DotGeneral)
+        step = te_nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2))
         for k in (1, 2):
-            te_nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2))(model, k * x)
+            step(model, k * x)
             steps.append(float(model.wi.dot_general.x_amax_history[-1]))
         assert steps == [float(jnp.max(jnp.abs(x))), 2 * float(jnp.max(jnp.abs(x)))]
         with pytest.warns(UserWarning, match="DotGeneral: gradients of parameters are taken, but not of the FP8 state"):
-            nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2))(model, x)
+            nnx.jit(nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2))).eval_shape(model, x)
         late = Mlp()
         for _, module in nnx.iter_modules(late):
             if isinstance(module, nnx.Linear | nnx.LinearGeneral):
@@ -137,6 +138,15 @@ def test_a_linen_module_in_the_bridge():
         return jnp.mean(nnx.merge(graphdef, params, state, rest, copy=True)(x) ** 2)
 
     nnx.update(model, grads(params, state)[1])
+    (history,) = (leaf for path, leaf in jax.tree.leaves_with_path(nnx.state(model)) if "x_amax" in str(path))
+    assert history[-1] == jnp.max(jnp.abs(x))
+    grad = te_nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))
+    _check.told.clear()
+    with pytest.warns(UserWarning, match="FP8 state of the type _overwrite_with_gradient.* stays as it is; make"):
+        grad(model)
+    with te.autocast(recipe=DELAYED, collection="fp8_metas"):
+        model = nnx.bridge.ToNNX(nn.Dense(8, dot_general_cls=cls), rngs=rngs()).lazy_init(x)
+        grad(model)
     (history,) = (leaf for path, leaf in jax.tree.leaves_with_path(nnx.state(model)) if "x_amax" in str(path))
     assert history[-1] == jnp.max(jnp.abs(x))
 
