@@ -358,21 +358,28 @@ def test_a_function_with_two_products():
     wrong = te_flax.wrap_function_in_te_state_module(lambda generate: generate("qkv"), DELAYED, "f")
     with pytest.raises(ValueError, match="TEWrapper_f: postfix is 'qkv'; pass"):
         wrong().init(KEY)
+    grouped = lambda rule: te_flax.wrap_function_in_te_state_module(
+        lambda generate: generate(n_groups=3).checkpoint, rule, None, "mine"
+    )()
+    assert grouped(recipe.FixedScaling()).apply({}) == "mine"
+    with pytest.raises(ValueError, match="n_groups is 3, but DelayedScaling has state"):
+        grouped(DELAYED).apply({})
 
 
 def test_state_of_own_modules_in_the_other_collection():
     """Nothing else changes: results, the law, training states, reports, conversion."""
     x, model = data(RNG, 4, 16), te_flax.DenseGeneral(8)
 
-    def loss(params, fp8):
-        return sum(jnp.mean(model.apply({"params": params, **fp8}, k * x) ** 2) for k in (1, 2))
+    def loss(params, fp8, factor):
+        variables = {"params": params, **fp8}
+        return jnp.mean(model.apply(variables, factor * x) ** 2 + model.apply(variables, 3 * x))
 
     @jax.jit
     def run(x):
         others, params = flax.core.pop(nn.meta.unbox(model.init(KEY, x)), "params")
         state = te_flax.TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1), collections=others)
-        loss_and_grads = te.value_and_grad(loss, (0, 1))(state.params, state.fp8)
-        state = state.apply_gradients(grads=loss_and_grads[1])
+        _, grads = state.accumulate_gradients(loss, jnp.arange(1.0, 3.0))
+        state = state.apply_gradients(grads=grads)
         converted = te.convert_fp8_metas(state.fp8, recipe.DelayedScaling(amax_history_len=7))
         return others, state.params, te.fp8_stats(state), [state.fp8, converted, te.fp8_probes(state.fp8)]
 
@@ -384,7 +391,7 @@ def test_state_of_own_modules_in_the_other_collection():
             with te.autocast(False):  # keeps the collection of the outer one
                 assert not te.fp8.current_recipe() and te.fp8.state_collection() == name
         results.append((equal[1:], [tree[name] for tree in trees]))
-    assert newest(trees[0]) == 2 * jnp.max(jnp.abs(x))
+    assert newest(trees[0]) == 3 * jnp.max(jnp.abs(x))
     jax.tree.map(np.testing.assert_array_equal, *results)
     assert te.convert_fp8_metas(trees[0], recipe.FixedScaling()) == {}
     with pytest.raises(ValueError, match="autocast: collection is 'params'; pass None or one of"):

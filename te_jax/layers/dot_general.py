@@ -13,8 +13,6 @@ from te_jax.ops.quantize import FLOAT
 from te_jax.recipe import Recipe
 from te_jax.sharding import place_output
 
-Axes = Sequence[int]
-
 
 def why_not_fp8(lhs, rhs, dimension_numbers) -> str | None:
     """Why this product is none that `dense` computes, None if it is one."""
@@ -31,7 +29,7 @@ def why_not_fp8(lhs, rhs, dimension_numbers) -> str | None:
 def dot_general(
     lhs: jax.Array,
     rhs: jax.Array,
-    dimension_numbers: tuple[tuple[Axes, Axes], tuple[Axes, Axes]],
+    dimension_numbers: tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]],
     precision=None,
     preferred_element_type=None,
     out_sharding=None,
