@@ -16,14 +16,13 @@ import pytest
 
 _FLAGS = "--xla_force_host_platform_device_count=8"
 # On a CPU the tests compile some thousand programs, each run once: not worth LLVM's optimizations, nor its cutting them
-# in parts for several cores.
-_QUICK = " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-if importlib.util.find_spec("jax_cuda13_plugin"):
-    _QUICK = ""
-if _QUICK and importlib.metadata.version("jaxlib") < "0.11":
-    _QUICK += " --xla_cpu_use_fusion_emitters=false"  # compiles in half the time; later XLA has no other way
+# in parts for several cores. Programs that a test starts take these flags where they are short, too.
+QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+if importlib.metadata.version("jaxlib") < "0.11":
+    QUICK += " --xla_cpu_use_fusion_emitters=false"  # compiles in half the time; later XLA has no other way
+_OURS = _FLAGS if importlib.util.find_spec("jax_cuda13_plugin") else f"{_FLAGS} {QUICK}"
 _OUTSIDE = os.environ.get("XLA_FLAGS", "")
-os.environ["XLA_FLAGS"] = f"{_FLAGS}{_QUICK} {_OUTSIDE}".strip()
+os.environ["XLA_FLAGS"] = f"{_OURS} {_OUTSIDE}".strip()
 
 import jax  # noqa: E402
 

@@ -174,7 +174,7 @@ def test_attention_inside_shard_map(mask, balanced):
     """RoPE counts on from device to device."""
     kinds = dict(attn_mask_type="causal" if mask is None else "padding_causal")
     x, weights = data(B, S, H), data(B, S, H, seed=2)
-    params = ref.unboxed(mha(**kinds).init(KEY, x))["params"]
+    params = ref.unboxed(jax.jit(mha(**kinds).init)(KEY, x))["params"]
     want = jax.jit(loss_and_gradients(mha(**kinds), mask))(params, x, weights)
     mesh = jax.make_mesh((4,), ("cp",), axis_types=(AxisType.Explicit,))
     module = mha(context_parallel_axis="cp", context_parallel_causal_load_balanced=balanced, **kinds)
@@ -200,9 +200,9 @@ def test_joined_projection_and_positions_of_the_user():
     """bs3hd; positions are of the tokens as they lie."""
     x = data(B, S, H)
     module = mha(context_parallel_axis="cp", context_parallel_causal_load_balanced=True)
-    params = mha().init(KEY, x)["params"]
+    params = jax.jit(mha().init)(KEY, x)["params"]
     at = 3 + 2 * jnp.arange(S)
-    want = mha().apply({"params": params}, x, positions=at)[0]
+    want = jax.jit(lambda x: mha().apply({"params": params}, x, positions=at)[0])(x)
     with jax.set_mesh(jax.make_mesh((4,), ("cp",), axis_types=(AxisType.Auto,))):
         positions = reorder_causal_load_balancing(at, 4, axis=0)
         run = jax.jit(lambda x: module.apply({"params": params}, x, positions=positions)[0])
@@ -214,7 +214,7 @@ def test_fp8_attention_is_told_to_be_wide():
     x = data(B, S, H, dtype=jnp.bfloat16)
     fp8 = recipe.DelayedScaling(fp8_dpa=True)
     with te.autocast(True, fp8):
-        variables = mha(dtype=jnp.bfloat16).init(KEY, x)
+        variables = jax.jit(mha(dtype=jnp.bfloat16).init)(KEY, x)
         module = mha(dtype=jnp.bfloat16, context_parallel_axis="cp")
         with jax.set_mesh(jax.make_mesh((2,), ("cp",), axis_types=(AxisType.Auto,))):
             with pytest.warns(UserWarning, match="not in FP8.*mesh axis 'cp' cuts the sequence"):
@@ -225,7 +225,7 @@ def test_fp8_attention_is_told_to_be_wide():
 def test_decoding_is_not_cut():
     x = data(B, 3, H)
     module = mha()
-    run = lambda: module.init_with_output(KEY, x, decode=True)[0][0]
+    run = lambda: jax.jit(lambda x: module.init_with_output(KEY, x, decode=True)[0][0])(x)
     want = run()
     with jax.set_mesh(jax.make_mesh((2,), ("cp",), axis_types=(AxisType.Auto,))):
         with global_shard_guard(MeshResource(cp_resource="cp")):
@@ -288,7 +288,7 @@ def test_an_axis_of_one_device_cuts_nothing(kind):
     mask = jnp.asarray(np.random.default_rng(3).random((B, 1, 15, 15)) < 0.3)
     fields = dict(head_dim=8, num_attention_heads=4, attention_dropout=0.25, attn_bias_type="post_scale_bias")
     attend = lambda module: lambda q: module.apply({}, q, q, q, None, bias, mask=mask, rngs={"dropout": KEY})
-    want = attend(te_flax.DotProductAttention(**fields))(q)
+    want = jax.jit(attend(te_flax.DotProductAttention(**fields)))(q)
     cut = dict(context_parallel_causal_load_balanced=True, context_parallel_strategy="ring")
     mesh = one_device_mesh(kind)
     with jax.set_mesh(mesh), global_shard_guard(MeshResource("dp", cp_resource="cp")):
@@ -301,7 +301,7 @@ def test_an_axis_of_one_device_cuts_nothing(kind):
         named = dict(axis="cp", batch_axis=("dp", "cp"), head_axis="cp", load_balanced=True)
         options = dict(bias=bias, mask=mask, dropout_rate=0.25, dropout_rng=KEY, attn_mask_type="causal")
         got = jax.jit(lambda q: context_parallel_attention(q, q, q, **named, **options))(placed)
-    close(got, dot_product_attention(q, q, q, **options))
+    close(got, jax.jit(lambda q: dot_product_attention(q, q, q, **options))(q))
     np.testing.assert_array_equal(reorder_causal_load_balancing(np.arange(15), 1, 0), np.arange(15))
     np.testing.assert_array_equal(inverse_reorder_causal_load_balancing(np.arange(15), 1, 0), np.arange(15))
 
@@ -313,11 +313,12 @@ def test_what_an_axis_of_one_device_leaves_as_it_is():
     order = dict(context_parallel_causal_load_balanced=True)
     packed, kinds = data(B, S, H), dict(attn_mask_type="padding_causal")
     with te.autocast(True, recipe.DelayedScaling(fp8_dpa=True)):
-        variables = fp8.init(KEY, x)
+        variables = jax.jit(fp8.init)(KEY, x)
         want = jax.jit(fp8.apply)(variables, x)[0]
-    params = mha(**kinds).init(KEY, packed)
+    params = jax.jit(mha(**kinds).init)(KEY, packed)
     of_segments = lambda **fields: jax.jit(lambda x: mha(**kinds, **fields).apply(params, x, None, SEGMENTS)[0])(packed)
-    decoded = lambda **fields: mha(**fields).init_with_output(KEY, tokens, decode=True)[0][0]
+    decode = lambda module: jax.jit(lambda x: module.init_with_output(KEY, x, decode=True)[0][0])
+    decoded = lambda **fields: decode(mha(**fields))(tokens)
     wants = of_segments(), decoded()
     with jax.set_mesh(one_device_mesh("auto")), global_shard_guard(MeshResource("dp", cp_resource="cp")):
         with te.autocast(True, recipe.DelayedScaling(fp8_dpa=True)), warnings.catch_warnings():

@@ -11,6 +11,7 @@ import sys
 import time
 
 import jax.numpy as jnp
+from conftest import QUICK
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -27,7 +28,7 @@ def start(out: pathlib.Path, *arguments) -> subprocess.Popen:
     """Runs beside each other share their compiled programs."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # for quick compilation
+        "XLA_FLAGS": QUICK,
         "JAX_COMPILATION_CACHE_DIR": str(out.parent / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

@@ -11,6 +11,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from conftest import QUICK
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -51,9 +52,8 @@ def two_processes(out, *arguments) -> list[subprocess.CompletedProcess]:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    flags = "--xla_backend_optimization_level=0"  # for quick compilation
     path = os.pathsep.join(map(str, (ROOT, ROOT / "examples")))
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": path}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK, "PYTHONPATH": path}
     common = [*RUN, "--out", str(out), "--devices", "4", "--mesh", "dp=2,fsdp=2,tp=2", *arguments]
     together = ["--coordinator", f"localhost:{port}", "--processes", "2", "--process-id"]
     commands = [[sys.executable, "-c", PROGRAM, *common, *together, str(i)] for i in range(2)]

@@ -275,8 +275,9 @@ def test_transformations(rng):
     assert_same(scanned, carry, flips=0.01)
 
     twice = jax.tree.map(lambda x: jnp.stack([x, 3 * x]), (params, at(0)))
-    mapped, state = jax.vmap(lambda p, g: tx.update(g, tx.init(p), p))(*twice)
-    alone = [tx.update(at(i, twice[1]), tx.init(params), params) for i in range(2)]
+    begin = jax.jit(lambda p, g: tx.update(g, tx.init(p), p))
+    mapped, state = jax.jit(jax.vmap(begin))(*twice)
+    alone = [begin(params, at(i, twice[1])) for i in range(2)]
     assert_same((mapped, state), jax.tree.map(lambda *x: jnp.stack(x), *alone), flips=0.01)
 
     first = tx.update(at(0), tx.init(params), params)[0]

@@ -7,6 +7,7 @@ import sys
 
 import jax
 import pytest
+from conftest import QUICK
 
 from benchmarks import overlap
 from benchmarks.__main__ import main
@@ -15,7 +16,7 @@ from benchmarks.__main__ import main
 def test_a_candidate_runs_in_its_own_process(tmp_path, capsys, monkeypatch):
     """Unrolled layers, on all devices; what fails is a row with its error."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0")
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count=2 {QUICK}")
     monkeypatch.setattr(overlap, "CANDIDATES", dict(overlap.CANDIDATES))
     overlap.CANDIDATES["unrolled, no flags"] = overlap.Candidate("--xla_gpu_no_such_flag=true", unrolled=True)
     out = tmp_path / "overlap.json"

@@ -13,6 +13,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from conftest import QUICK
 from flax import linen as nn
 
 from te_jax import recipe, sharding
@@ -313,8 +314,7 @@ def in_new_process(program, *arguments, flags=""):
 
 def test_an_explicit_mesh_hits_the_persistent_compilation_cache(tmp_path):
     """In a second process. (With "Auto" it misses: `custom_partitioning` puts an address into the program.)"""
-    quick = "--xla_backend_optimization_level=0"
-    first, second = (in_new_process(CACHED, tmp_path, "Explicit", flags=quick).split() for _ in range(2))
+    first, second = (in_new_process(CACHED, tmp_path, "Explicit", flags=QUICK).split() for _ in range(2))
     assert first[:2] == ["0", "1"] and second[:2] == ["1", "0"]
     assert first[2] == second[2] and float(first[2]) > 0
 
