@@ -41,16 +41,13 @@ JAXX_Quantize_Layout = _enum("JAXX_Quantize_Layout", "ROWWISE COLWISE ROWWISE_CO
 JAXX_Collective_Op = _enum("JAXX_Collective_Op", "NONE ALL_GATHER REDUCE_SCATTER")
 
 
-_CUDNN = 91900  # What cuDNN 9.19 attends to is what the plain JAX of te_jax does.
-
-
 def get_cudnn_version() -> int:
     """The version of the cuDNN that te_jax found, as cuDNN encodes it (91900 is 9.19.0).
 
-    Programs ask for it to know what attention can do, so where there is no cuDNN it is the version whose attention te_jax
-    computes in plain JAX: 9.19.
+    Programs ask for it to know what attention can do. Where there is no cuDNN it is the oldest one that te_jax takes,
+    for its plain JAX computes all that this one does.
     """
-    return _lib.status().cudnn or _CUDNN
+    return _lib.status().cudnn or _lib.CUDNN_MINIMUM
 
 
 def get_device_compute_capability(gpu_id: int = 0) -> int:
