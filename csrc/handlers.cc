@@ -16,6 +16,10 @@ TE_HANDLER(te_norm_fwd, LaunchNormFwd, "eps", "rms", "zero_centered");
 TE_HANDLER(te_norm_block_fwd, LaunchNormBlockFwd, "eps", "rms", "zero_centered", "power_2", "epsilon");
 TE_HANDLER(te_norm_bwd, LaunchNormBwd, "rms", "zero_centered");
 TE_HANDLER(te_rope, LaunchRope, "consecutive", "inverse", "turned");
+TE_HANDLER(te_router_fwd, LaunchRouterFwd, "topk", "sigmoid", "scores_first", "normalizes", "scaling_factor",
+           "num_groups", "group_topk");
+TE_HANDLER(te_router_bwd, LaunchRouterBwd, "topk", "sigmoid", "scores_first", "normalizes", "scaling_factor",
+           "num_groups", "group_topk");
 TE_HANDLER(te_scale_update, LaunchScaleUpdate, "fp8_max", "interval", "margin", "newest");
 TE_HANDLER_INIT(te_gemm, LaunchGemm, "contract", "fast_accum", "tune");
 TE_HANDLER_INIT(te_gemm_block, LaunchGemmBlock, "outer", "tune");

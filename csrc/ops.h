@@ -113,4 +113,15 @@ Status LaunchAttentionFp8Bwd(Stage stage, cudaStream_t stream, Arg dout, Arg q, 
                              Arg lse, Arg scales, Ret dq, Ret dk, Ret dv, Ret dq_amax, Ret dk_amax,
                              Ret dv_amax, Ret dp_amax, Ret workspace, bool causal, double scale);
 
+// The experts of each token. logits f32 [m..., e], expert_bias? f32 [e] -> weights f32 [m..., topk], experts
+// i32 [m..., topk], counts i32 [parts, e], parts = min(1024, max(1, ceil(m / 16))).
+Status LaunchRouterFwd(cudaStream_t stream, Arg logits, Arg expert_bias, Ret weights, Ret experts, Ret counts,
+                       int64_t topk, bool sigmoid, bool scores_first, bool normalizes, double scaling_factor,
+                       int64_t num_groups, int64_t group_topk);
+
+// dweights f32 [m..., topk], logits f32 [m..., e], experts i32 [m..., topk] -> dlogits f32 [m..., e].
+Status LaunchRouterBwd(cudaStream_t stream, Arg dweights, Arg logits, Arg experts, Ret dlogits, int64_t topk,
+                       bool sigmoid, bool scores_first, bool normalizes, double scaling_factor,
+                       int64_t num_groups, int64_t group_topk);
+
 }  // namespace te

@@ -48,9 +48,10 @@ class Op:
                 them.
     apart:      axes that are summed in different terms of a sum: one mesh axis may split several of them.
     ranks:      {group: attr}: the attribute that holds the group's number of axes.
+    sizes:      {axis: (**attrs) -> the size of an axis that no operand has}.
     fenced:     results that the forward pass reads, and may keep for the backward pass: see _FENCES.
-    partials:   {result: (operand shapes, **attrs) -> leading shape}: the CUDA kernel returns f32 partial results with
-                these leading axes; XLA finishes them by `combine`. No atomics, nothing to zero.
+    partials:   {result: (operand shapes, **attrs) -> leading shape}: the CUDA kernel returns partial results with these
+                leading axes, f32, or i32 of integers; XLA finishes them by `combine`. No atomics, nothing to zero.
     workspace:  (operand shapes and dtypes, outputs=, **attrs) -> bytes of a last uint8 result that the CUDA call alone
                 has; outputs are the names of the chosen results.
     layout:     (name, ndim, **attrs) -> the order in memory of an operand's or result's axes in the CUDA call, the
@@ -72,6 +73,7 @@ class Op:
         once=(),
         apart="",
         ranks=None,
+        sizes=None,
         fenced="",
         partials=None,
         workspace=None,
@@ -81,7 +83,8 @@ class Op:
     ):
         self.name, self.rule, self.dtypes, self.reference = name, Rule.parse(rule), dtypes, reference
         self.replicated, self.combine, self.once = frozenset(replicated.split()), combine or {}, frozenset(once)
-        self.rank_attrs, self.partials, self.workspace = ranks or {}, partials or {}, workspace
+        self.rank_attrs, self.sizes = ranks or {}, sizes or {}
+        self.partials, self.workspace = partials or {}, workspace
         self.fenced = frozenset(fenced.split()) if _FENCES else ()
         self.apart, self.layout, self.cuda, self.composed = frozenset(apart.split()), layout, cuda, composed
         self._check_declaration()
@@ -139,7 +142,8 @@ class Op:
         rule = self.rule.select(inputs, outputs).mapped(mapped)
         ranks = rule.ranks(self.name, map(len, shapes), {g: attrs[a] for g, a in self.rank_attrs.items()})
         rule = rule.broadcast(shapes, ranks)
-        return rule, ranks, rule.sizes(self.name, shapes, ranks, filled)
+        known = {axis: size(**attrs) for axis, size in self.sizes.items()}
+        return rule, ranks, rule.sizes(self.name, shapes, ranks, filled, known)
 
     def _fill(self, args, inputs):
         """One entry per declared operand, None where absent."""
@@ -193,7 +197,8 @@ class Op:
         raw = dict.fromkeys((o.name for o in self.rule.outputs), absent) | results
         for name in self.partials.keys() & results.keys():
             parts = self.partials[name](*self._fill(shapes, inputs), **attrs)
-            raw[name] = jax.ShapeDtypeStruct((*parts, *results[name].shape), jnp.float32)
+            dtype = jnp.int32 if jnp.issubdtype(results[name].dtype, jnp.integer) else jnp.float32
+            raw[name] = jax.ShapeDtypeStruct((*parts, *results[name].shape), dtype)
         if self.workspace:
             size = self.workspace(*args, outputs=outputs, **attrs)
             raw["workspace"] = jax.ShapeDtypeStruct((size,), jnp.uint8)

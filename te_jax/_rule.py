@@ -164,12 +164,14 @@ class Rule:
         axes = (a for axis in operand.axes for a in _array_axes(axis, ranks))
         return tuple(f"{factors_of(a)[0]}~" if factors_of(a)[0] in operand.ones else a for a in axes)
 
-    def sizes(self, op: str, shapes, ranks, filled: bool = False) -> dict[str, int]:
+    def sizes(self, op: str, shapes, ranks, filled: bool = False, known=None) -> dict[str, int]:
         """Solves every axis name for its size. Raises ValueError naming both operands on a clash.
 
         filled: axes in blocks may have more entries, with which the lowering filled them up for its kernel.
+        known:  sizes that the call's attributes say.
         """
-        sizes, seen = {}, {}
+        sizes = dict(known or {})
+        seen = dict.fromkeys(sizes, "the attributes")
 
         def bind(factor, size, operand):
             if sizes.setdefault(factor, size) != size:

@@ -13,9 +13,12 @@ from te_jax.ops import (  # noqa: F401  (declares the ops)
     attention,
     attention_fp8,
     gemm,
+    gemm_grouped,
+    grouped,
     norm,
     quantize,
     rope,
+    router,
     scaling,
 )
 
@@ -51,7 +54,11 @@ class Case:
         for operand, shape, dtype in zip(self.declared.rule.inputs, self.shapes(), self.dtypes, strict=True):
             is_scale = "scale" in operand.name or operand.name.endswith("_inv")
             values = rng.uniform(0.5, 2.0, shape) if is_scale else rng.standard_normal(shape)
-            if dtype == u32:  # random bits
+            if operand.name == "offsets":  # of groups of 128 rows, with a tail behind them
+                args.append(128 * np.arange(shape[0], dtype=np.int32))
+            elif operand.name == "counts":
+                args.append(rng.integers(0, 129, shape, np.int32))
+            elif dtype == u32:  # random bits
                 args.append(rng.integers(0, 2**32, shape, np.uint32))
             elif dtype == i32:  # a segment: its first query, its queries, its first key, its keys
                 args.append(rng.integers(0, 6, shape, np.int32))
@@ -73,6 +80,7 @@ def _groups(*names, first=8, second=8):
 f32, bf16, e8m0, u32, i32 = jnp.float32, jnp.bfloat16, jnp.float8_e8m0fnu, jnp.uint32, jnp.int32
 _norm_sizes = {"...0": 8, "...1": 8, "h": 24}
 _mlp_sizes = {"m...0": 8, "m...1": 8, "a": 2, "f": 24}
+_relu = activation.attributes(("relu",))
 _swiglu = activation.attributes(("silu", "linear"))
 _attention_sizes = {"b...0": 8, "s": 8, "t": 8, "g": 8, "r": 2, "d": 16, "e": 8, "w": 4, "n": 1, "f": 4}
 _kv_sizes = {**_attention_sizes, "c": 2, "e": 16}
@@ -89,11 +97,22 @@ _blocks = dict(_law, lead=1, square=False)
 _rows = ("data", "data_t", "scale_inv", "scale_inv_t", "dbias")
 _of_rows = {"m...": 1, "n...": 0}
 _products = dict(out_dtype=jnp.dtype(f32), tune=False)
+_groups_sizes = {"r": 384, "e": 2, "o": 3, "a": 2, "f": 8}
+_group_in_blocks = {"r": 128, "e": 1, "o": 2, "a": 1, "f": 512}
+_grouped = dict(out_dtype=jnp.dtype(f32), fast_accum=False)
 
 CASES = [
     Case(
         "rope", "te_rope", {"b...0": 8, "s": 8, "n": 8, "h": 8, "d": 16, "r": 4}, (f32, f32, f32),
         dict(turned=2, consecutive=True, inverse=False), None, {"b...": 1},
+    ),
+    Case(
+        "router", "te_router_fwd", {"m...0": 8, "m...1": 8, "e": 16, "k": 4}, (f32, f32),
+        vars(router.RouterOptions(4, "sigmoid", num_groups=4, group_topk=2)),
+    ),
+    Case(
+        "router_bwd", "te_router_bwd", {"m...0": 8, "m...1": 8, "e": 16, "k": 4}, (f32, f32, i32),
+        vars(router.RouterOptions(4)),
     ),
     Case(
         "scale_update", "te_scale_update", {"b...0": 8, "l": 16}, (f32, f32, f32),
@@ -148,6 +167,47 @@ CASES = [
         {"n...": 1, "k0...": 1, "k2...": 1},
     ),
     Case(
+        "gemm_grouped_bias", "te_gemm_grouped", {**_groups_sizes, "k": 16, "n...0": 8, "n": 8},
+        (E4M3, E5M2, i32, i32, f32, f32, None, None, f32), dict(_grouped, outer=0), None, {"n...": 1, "k...": 0},
+        {"lhs_scale_inv": ("e",)},
+    ),
+    Case(
+        "gemm_grouped_block", "te_gemm_grouped", {**_group_in_blocks, "k": 512, "n": 512},
+        (E4M3, E4M3, i32, i32, None, None, f32, f32, None), dict(_grouped, outer=0), None, {"n...": 0, "k...": 0},
+    ),
+    Case(
+        "gemm_grouped_wgrad", "te_gemm_grouped_wgrad", {**_groups_sizes, "n...0": 4, "n...1": 4, "k...0": 8},
+        (f32, f32, i32, i32, None, None, None, None, f32), _grouped, None, {"k...": 1},
+    ),
+    Case(
+        "gemm_grouped_wgrad_block", "te_gemm_grouped_wgrad", {**_groups_sizes, "r": 512, "n...0": 8, "k...0": 8},
+        (E4M3, E5M2, i32, i32, None, None, f32, f32, None), _grouped, None, {"n...": 1, "k...": 1},
+    ),
+    Case(
+        "quantize_stacked", "te_quantize_stacked", {"e...0": 8, "m...0": 8, "n...0": 8}, (bf16, f32),
+        dict(stack=1, split=1, dtype=E4M3), None, {"e...": 1, "m...": 1, "n...": 1},
+    ),
+    Case(
+        "quantize_stacked_block", "te_quantize_stacked_block", {"e...0": 4, "m": 512, "n": 512}, (bf16,),
+        dict(_law, stack=1, lead=0), None, {"e...": 1, "m...": 0, "n...": 0},
+    ),
+    Case(
+        "swiglu_grouped", "te_activation_grouped_fwd", _groups_sizes, (f32, i32, i32, f32, f32),
+        dict(_swiglu, dtype=E4M3),
+    ),
+    Case(
+        "swiglu_grouped_bwd", "te_activation_grouped_bwd", _groups_sizes, (f32, f32, i32, i32, None, f32),
+        dict(_swiglu, dtype=E5M2),
+    ),
+    Case(
+        "relu_grouped_block", "te_activation_grouped_block_fwd", _group_in_blocks, (bf16, i32, i32, None),
+        dict(_relu, **_law),
+    ),
+    Case(
+        "relu_grouped_bwd_block", "te_activation_grouped_block_bwd", _group_in_blocks, (f32, f32, i32, i32, None),
+        dict(_relu, **_law),
+    ),
+    Case(
         "layernorm_fp8", "te_norm_fwd", _norm_sizes, (f32, f32, f32, f32),
         dict(eps=1e-6, rms=False, zero_centered=True, dtype=E4M3),
     ),
@@ -182,7 +242,7 @@ CASES = [
     Case("swiglu_bwd_fp8", "te_activation_bwd", _mlp_sizes, (f32, f32, f32), dict(_swiglu, dtype=E5M2)),
     Case(
         "relu_bwd", "te_activation_bwd", {**_mlp_sizes, "a": 1}, (f32, f32, None),
-        dict(activation.attributes(("relu",)), dtype=E5M2), ("dx", "dbias"),
+        dict(_relu, dtype=E5M2), ("dx", "dbias"),
     ),
     Case(
         "swiglu_block", "te_activation_block_fwd", {"m...0": 4, "m": 512, "a": 2, "f": 512}, (bf16,),

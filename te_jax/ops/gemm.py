@@ -25,28 +25,35 @@ from te_jax.ops.quantize import BLOCK, FLOATS, MX_BLOCK, check_block_gpu, dequan
 FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 _MX_SCALE = jnp.dtype(jnp.float8_e8m0fnu)
 FP8_ALIGNED = 16  # cuBLASLt's FP8 kernels take N and K in multiples of 16 elements
-_OUT = NONE | Kind("float32, bfloat16 or float16", is_dtype, lambda dtype: jnp.dtype(dtype) in FLOATS)
+OUT_DTYPE = NONE | Kind("float32, bfloat16 or float16", is_dtype, lambda dtype: jnp.dtype(dtype) in FLOATS)
 WORKSPACE = 32 << 20  # bytes; what NVIDIA recommends for Hopper's cuBLASLt kernels
 
 
-def _dtypes(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, out_dtype, **_):
+def check_factors(op: str, lhs, rhs, scales: int):
+    """Raises TypeError, naming `op`, for operands of types that tensor cores do not multiply, or with `scales` inverse
+    scales in all, which are not 2 of FP8 operands and 0 of others."""
     is_fp8 = [any(d == f for f in FP8) for d in (lhs, rhs)]
     if not all(is_fp8) and (lhs != rhs or all(lhs != f for f in FLOATS)):
         raise TypeError(
-            f"te_gemm: lhs is {lhs}, rhs is {rhs}; pass two FP8 operands, or two of one type among f32, bf16, f16."
+            f"{op}: lhs is {lhs}, rhs is {rhs}; pass two FP8 operands, or two of one type among f32, bf16, f16."
         )
     if all(is_fp8) and lhs == rhs == jnp.float8_e5m2:
         raise TypeError(
-            "te_gemm: lhs and rhs are both float8_e5m2, which tensor cores do not multiply; use E4M3 for one."
+            f"{op}: lhs and rhs are both float8_e5m2, which tensor cores do not multiply; use E4M3 for one."
         )
-    if all(is_fp8) != (lhs_scale_inv is not None and rhs_scale_inv is not None):
+    if scales != 2 * all(is_fp8):
         raise TypeError(
-            "te_gemm: lhs_scale_inv and rhs_scale_inv go with FP8 operands, both of them, and with no others."
+            f"{op}: lhs_scale_inv and rhs_scale_inv go with FP8 operands, both of them, and with no others."
         )
-    return _out_dtypes("te_gemm", c, out_dtype)
 
 
-def _out_dtypes(op: str, c, out_dtype):
+def _dtypes(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, out_dtype, **_):
+    check_factors("te_gemm", lhs, rhs, sum(scale is not None for scale in (lhs_scale_inv, rhs_scale_inv)))
+    return result_dtypes("te_gemm", c, out_dtype)
+
+
+def result_dtypes(op: str, c, out_dtype):
+    """The types of the results of a product. Raises TypeError, naming `op`, for a sum `c` of another."""
     if c is not None and c != out_dtype:
         raise TypeError(f"{op}: c is {c}, but out is {out_dtype}; pass c in the type of out, or set out_dtype.")
     return (out_dtype,)
@@ -54,13 +61,13 @@ def _out_dtypes(op: str, c, out_dtype):
 
 def _reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, out_dtype, **_):
     wide = [a.astype(jnp.float32) if a.dtype in FP8 else a for a in (lhs, rhs)]
-    out = _dot_last(*wide, contract)
+    out = dot_last(*wide, contract)
     if lhs_scale_inv is not None:
         out = out * (lhs_scale_inv * rhs_scale_inv)
     return (add_epilogue(out, bias, c, out_dtype),)
 
 
-def _dot_last(left, right, contract):
+def dot_last(left, right, contract):
     """f32 left @ right^T over the last `contract` axes of both."""
     axes = [tuple(range(a.ndim - contract, a.ndim)) for a in (left, right)]
     highest = dict(precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
@@ -127,7 +134,7 @@ def _block_dtypes(op: str, lhs, rhs, *others, out_dtype, **_):
         raise ValueError(f"{op}: pass lhs_scale_inv, and one of rhs_scale_inv and rhs_block_inv.")
     if any(all(d != f for f in FP8) for d in (lhs, rhs)) or lhs == rhs == jnp.float8_e5m2:
         raise TypeError(f"{op}: lhs is {lhs}, rhs is {rhs}; pass float8_e4m3fn, or float8_e5m2 for one of them.")
-    return _out_dtypes(op, c, out_dtype)
+    return result_dtypes(op, c, out_dtype)
 
 
 def _outer_axes(op: str, contract: int) -> int:
@@ -143,7 +150,7 @@ def _block_reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, rhs_block_inv, bias
         right = dequantize_rows(rhs, rhs_scale_inv, contract, BLOCK)
     else:
         right = dequantize_weight(rhs, rhs_block_inv, rhs.ndim - contract)
-    out = _dot_last(dequantize_rows(lhs, lhs_scale_inv, contract, BLOCK), right, contract)
+    out = dot_last(dequantize_rows(lhs, lhs_scale_inv, contract, BLOCK), right, contract)
     return (add_epilogue(out, bias, c, out_dtype),)
 
 
@@ -202,7 +209,7 @@ def _mx_reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, outer, out
         dequantize_rows(lhs, lhs_scale_inv, outer + 1, MX_BLOCK),
         dequantize_rows(rhs, rhs_scale_inv, outer + 1, MX_BLOCK),
     )
-    return (add_epilogue(_dot_last(left, right, outer + 1), bias, c, out_dtype),)
+    return (add_epilogue(dot_last(left, right, outer + 1), bias, c, out_dtype),)
 
 
 def _mx_cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, outer, out_dtype):
@@ -364,7 +371,7 @@ def gemm(
         check("te_gemm", name, x, ARRAY)
     for name, flag in (("square", square), ("fast_accum", fast_accum), ("tune", tune), ("in_place", in_place)):
         check("te_gemm", name, flag, BOOL)
-    check("te_gemm", "out_dtype", out_dtype, _OUT)
+    check("te_gemm", "out_dtype", out_dtype, OUT_DTYPE)
     in_blocks, is_fp8 = _in_blocks(lhs_scale_inv), lhs.dtype in FP8
     out_dtype = jnp.dtype(out_dtype or (jnp.bfloat16 if is_fp8 or in_blocks else lhs.dtype))
     specs = None if out_spec is None else (out_spec,)

@@ -49,5 +49,6 @@ class Source(NamedTuple):
         """The tensor in f32, before any rounding."""
         if self.wide is None:
             return self.operands[0]
-        operands = tuple(a if a is None else a.astype(jnp.float32) for a in self.operands)
+        wider = lambda a: a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a
+        operands = tuple(a if a is None else wider(a) for a in self.operands)
         return self._replace(operands=operands).run((self.wide,), dtype)[self.wide]

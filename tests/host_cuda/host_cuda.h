@@ -18,6 +18,7 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <utility>
 #include <vector>
 
 #undef __shared__
@@ -36,8 +37,8 @@ inline dim3 blockDim, gridDim;
 
 namespace host_cuda {
 
-// Serves one thread of a CTA after the other. Started by a ucontext, then switched to by jumps: swapcontext makes two
-// system calls.
+// Serves one thread of a CTA after the other. Started by a ucontext, then switched to by jumps: swapcontext
+// makes two system calls.
 struct Fiber {
   ucontext_t start;
   jmp_buf resume;
@@ -207,6 +208,9 @@ void __stcs(T* p, const T& value) {
 template <typename T>
 void __stcg(T* p, const T& value) {
   *p = value;
+}
+inline int atomicAdd(int* p, int value) {  // a fiber runs until it waits
+  return std::exchange(*p, *p + value);
 }
 inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 // Named by kernels that are compiled without their bodies alone.

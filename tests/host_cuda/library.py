@@ -22,6 +22,7 @@ SOURCES = (
     "activation",
     "activation_block",
     "rope",
+    "router",
     "scaling",
 )  # no tensor cores, no asynchronous copies
 
@@ -39,6 +40,9 @@ extern "C" const char* cudaGetErrorString(cudaError_t) { return "no GPU"; }
 extern "C" cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
   return std::memset(p, value, bytes), cudaSuccess;
 }
+"""
+_SHARED_MEMORY = """
+extern "C" cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 """
 # All handlers without kernels, but for LAUNCHED: who gets as far as a launch, a plan or a device hears so.
 LAUNCHED = ("gemm_empty.cu",)
@@ -108,7 +112,7 @@ def cuda_include() -> str:
 
 def build(folder: Path, cuda_include: str) -> Path:
     """Compiles the kernels into `folder` -> the library. Raises RuntimeError with the compiler's words."""
-    return _compile(folder, cuda_include, [f"{name}.cu" for name in SOURCES], {"tail": _TAIL}, "-O1")
+    return _compile(folder, cuda_include, [f"{name}.cu" for name in SOURCES], {"tail": _TAIL + _SHARED_MEMORY}, "-O1")
 
 
 def build_handlers(folder: Path, cuda_include: str) -> Path:

@@ -1,0 +1,259 @@
+"""Grouped GEMM: the rows of groups (`te_jax.ops.permute.Groups`) times the weight of their expert, and wgrad, a product
+for each expert that sums over its rows. Where groups begin and how long they are is known on the device alone.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from te_jax._arrays import as_jax
+from te_jax._check import ARRAY, BOOL, INTEGERS, check, integer
+from te_jax._op import Op
+from te_jax._types import align, like
+from te_jax.checkpoint_policies import GEMM, named
+from te_jax.ops.gemm import FP8, OUT_DTYPE, add_epilogue, check_factors, dot_last, result_dtypes
+from te_jax.ops.grouped import check_groups, expert_of_row, expert_of_tile, sum_of_experts, tokens_alone
+from te_jax.ops.permute import ALIGNMENT, combine, group, permute
+from te_jax.ops.quantize import BLOCK, FLOAT, dequantize_rows, dequantize_weight
+
+_ROWS_OP, _WGRAD_OP = "te_gemm_grouped", "te_gemm_grouped_wgrad"
+
+
+def _grouped_dtypes(op: str, *operands, out_dtype, **_):
+    lhs, rhs, offsets, counts, *scales, of_out = operands
+    one_scale, in_blocks = ([scale is not None for scale in pair] for pair in (scales[:2], scales[2:4]))
+    if any(one_scale) and any(in_blocks):
+        raise TypeError(f"{op}: scales of blocks are given for one operand alone; quantize both in blocks of 128.")
+    check_factors(op, lhs, rhs, sum(one_scale + in_blocks))
+    check_groups(op, offsets, counts)
+    return result_dtypes(op, of_out if op == _WGRAD_OP else None, out_dtype)
+
+
+def _inverse(lhs_scale_inv, rhs_scale_inv, counts):
+    """f32[E]: what the products of each expert are multiplied by."""
+    if lhs_scale_inv is None:
+        return jnp.ones(counts.shape, jnp.float32)
+    return jnp.broadcast_to(lhs_scale_inv * rhs_scale_inv, counts.shape)
+
+
+def _wide(a):
+    return a.astype(jnp.float32) if a.dtype in FP8 else a
+
+
+def _rows_reference(
+    lhs, rhs, offsets, counts, lhs_scale_inv, rhs_scale_inv, lhs_row_inv, rhs_block_inv, bias, *, outer, out_dtype, **_
+):
+    """One tile of rows after the other: an array of all products, or of the weights of all tiles, might not fit."""
+    contract, inverse, rows = outer + 1, _inverse(lhs_scale_inv, rhs_scale_inv, counts), lhs.shape[0]
+    left = _wide(lhs) if lhs_row_inv is None else dequantize_rows(lhs, lhs_row_inv, contract, BLOCK)
+
+    def tile(operands):
+        left, expert = operands
+        weight = _wide(rhs[expert])
+        if rhs_block_inv is not None:
+            weight = dequantize_weight(weight, rhs_block_inv[expert], weight.ndim - contract)
+        out = dot_last(left, weight, contract) * inverse[expert]
+        return add_epilogue(out, None if bias is None else bias[expert], None, out_dtype)
+
+    experts = jnp.minimum(expert_of_tile(offsets, rows), counts.shape[0] - 1)
+    out = lax.map(tile, (left.reshape(rows // ALIGNMENT, ALIGNMENT, *left.shape[1:]), experts))
+    _, is_token = expert_of_row(offsets, counts, rows)
+    return (tokens_alone(out.reshape(rows, *out.shape[2:]), is_token),)
+
+
+def _wgrad_reference(
+    lhs, rhs, offsets, counts, lhs_scale_inv, rhs_scale_inv, lhs_row_inv, rhs_row_inv, c, *, out_dtype, **_
+):
+    rows = lhs.shape[-1]
+    _, is_token = expert_of_row(offsets, counts, rows)
+
+    def tiles(a, inverse):  # [..., R] -> [R / 128, ..., 128]
+        a = _wide(a) if inverse is None else dequantize_rows(a, inverse, 1, BLOCK)
+        a = tokens_alone(a, is_token, a.ndim - 1)
+        return jnp.moveaxis(a.reshape(*a.shape[:-1], rows // ALIGNMENT, ALIGNMENT), -2, 0)
+
+    both = tiles(lhs, lhs_row_inv), tiles(rhs, rhs_row_inv)
+    shape = *counts.shape, *lhs.shape[:-1], *rhs.shape[:-1]
+    out = sum_of_experts(lambda left, right: dot_last(left, right, 1), both, expert_of_tile(offsets, rows), shape)
+    inverse = _inverse(lhs_scale_inv, rhs_scale_inv, counts)
+    return (add_epilogue(out * jnp.expand_dims(inverse, tuple(range(1, out.ndim))), None, c, out_dtype),)
+
+
+gemm_grouped_op = Op(
+    _ROWS_OP,
+    "lhs: r k... k, rhs: e n... n k... k, offsets: o, counts: e, lhs_scale_inv?: ~e, rhs_scale_inv?: ~e, "
+    "lhs_row_inv?: k... k/128 r, rhs_block_inv?: e n... n/128 k... k/128, bias?: e n... n -> out: r n... n",
+    replicated="r e o",
+    combine={"out": "sum"},
+    once=("bias",),
+    ranks={"k...": "outer"},
+    dtypes=partial(_grouped_dtypes, _ROWS_OP),
+    reference=_rows_reference,
+    composed=True,
+)
+
+gemm_grouped_wgrad_op = Op(
+    _WGRAD_OP,
+    "lhs: n... r, rhs: k... r, offsets: o, counts: e, lhs_scale_inv?: ~e, rhs_scale_inv?: ~e, "
+    "lhs_row_inv?: r/128 n..., rhs_row_inv?: r/128 k..., c?: e n... k... -> out: e n... k...",
+    replicated="r e o",
+    dtypes=partial(_grouped_dtypes, _WGRAD_OP),
+    reference=_wgrad_reference,
+    composed=True,
+)
+
+
+def gemm_grouped(
+    lhs,
+    rhs,
+    offsets,
+    counts,
+    lhs_scale_inv=None,
+    rhs_scale_inv=None,
+    bias=None,
+    *,
+    contract: int = 1,
+    out_dtype=None,
+    fast_accum: bool = False,
+) -> jax.Array:
+    """Rows times the transposed weight of their expert, accumulated in f32:
+    out[r, *n] = sum_k lhs[r, *k] rhs[expert of r, *n, *k].
+
+    lhs:         [R, *k], R a multiple of 128. rhs: [E, *n, *k]. FP8 both (not both E5M2), or both f32, bf16 or f16. The
+                 last `contract` axes are k.
+    offsets:     i32[E + 1], multiples of 128: the group of expert e is lhs[offsets[e] : offsets[e + 1]].
+    counts:      i32[E]: how many rows of its group, the first ones, are tokens'. The result has zeros in the rows that
+                 pad a group, whatever lhs has there. The tail, behind the last group, is read by nobody.
+    *_scale_inv: with FP8 operands, what they are multiplied by: of both f32[] or f32[E]; or of blocks of 128 along the
+                 last axis of k, which is cut at its end: [*k', R] of lhs, `scale_inv` of te_quantize_block, and
+                 [E, *n', *k'] of rhs, `block_inv` of te_quantize_stacked_block.
+    bias:        [E, *n], added to the rows of its expert.
+    out_dtype:   f32, bf16 or f16; default bf16 for FP8 operands, else theirs.
+    fast_accum:  as in `gemm`.
+
+    Differentiable by lhs, rhs and bias unless the operands are FP8. Raises ValueError for sizes, TypeError for types
+    that do not match.
+    """
+    lhs, rhs, offsets, counts, bias = as_jax(lhs, rhs, offsets, counts, bias)
+    _check_arrays(_ROWS_OP, lhs, rhs, offsets, counts, 0)
+    check(_ROWS_OP, "contract", contract, integer(1))
+    attrs = dict(outer=contract - 1, **_attributes(_ROWS_OP, lhs, out_dtype, fast_accum))
+    if lhs.dtype in FP8 or lhs_scale_inv is not None or rhs_scale_inv is not None:
+        scales = _forms(lhs_scale_inv, rhs_scale_inv)
+        return named(gemm_grouped_op(lhs, rhs, offsets, counts, *scales, bias, **attrs)[0], GEMM)
+    return named(_gemm_grouped(*align(lhs, rhs, bias, offsets, counts), tuple(attrs.items())), GEMM)
+
+
+def gemm_grouped_wgrad(
+    lhs,
+    rhs,
+    offsets,
+    counts,
+    lhs_scale_inv=None,
+    rhs_scale_inv=None,
+    c=None,
+    *,
+    out_dtype=None,
+    fast_accum: bool = False,
+) -> jax.Array:
+    """The product of each expert's rows of two transposed buffers, accumulated in f32:
+    out[e, *n, *k] = sum over the tokens r of expert e of lhs[*n, r] rhs[*k, r].
+
+    lhs:         [*n, R], rhs: [*k, R], of the types that `gemm_grouped` takes. Pass zeros in the rows that pad a group,
+                 as all ops of te_jax write them: a kernel multiplies them, though they are no tokens'.
+    offsets, counts: as of `gemm_grouped`.
+    *_scale_inv: with FP8 operands, what they are multiplied by: of both f32[] or f32[E]; or of blocks of 128 rows,
+                 [R / 128, *n] and [R / 128, *k], `scale_inv_t` of te_quantize_block.
+    c:           [E, *n, *k] of out_dtype, added in f32 before the one rounding: a sum over microbatches.
+    out_dtype:   f32, bf16 or f16; default bf16 for FP8 operands, else theirs.
+    fast_accum:  as in `gemm`.
+
+    An expert without tokens has zeros, or c. Not differentiable. Raises as `gemm_grouped` does.
+    """
+    lhs, rhs, offsets, counts, c = as_jax(lhs, rhs, offsets, counts, c)
+    _check_arrays(_WGRAD_OP, lhs, rhs, offsets, counts, -1)
+    attrs = _attributes(_WGRAD_OP, lhs, out_dtype, fast_accum)
+    scales = _forms(lhs_scale_inv, rhs_scale_inv)
+    return named(gemm_grouped_wgrad_op(lhs, rhs, offsets, counts, *scales, c, **attrs)[0], GEMM)
+
+
+def _check_arrays(op: str, lhs, rhs, offsets, counts, of_rows: int):
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        check(op, name, x, ARRAY)
+        if x.ndim < 2:
+            raise ValueError(f"{op}: {name} has the shape {x.shape}; pass an array of two axes or more.")
+    for name, x in (("offsets", offsets), ("counts", counts)):
+        check(op, name, x, INTEGERS)
+    if offsets.ndim != 1 or offsets.shape[0] != counts.size + 1:
+        raise ValueError(
+            f"{op}: offsets has the shape {offsets.shape}, counts {counts.shape}; pass the first row of each group "
+            "and the end of the last, i32[E + 1], beside the tokens of each expert, i32[E]."
+        )
+    if lhs.shape[of_rows] % ALIGNMENT:
+        raise ValueError(f"{op}: lhs has {lhs.shape[of_rows]} rows; pass a buffer of a multiple of {ALIGNMENT}.")
+
+
+def _attributes(op: str, lhs, out_dtype, fast_accum) -> dict:
+    check(op, "out_dtype", out_dtype, OUT_DTYPE)
+    check(op, "fast_accum", fast_accum, BOOL)
+    return dict(
+        out_dtype=jnp.dtype(out_dtype or (jnp.bfloat16 if lhs.dtype in FP8 else lhs.dtype)), fast_accum=bool(fast_accum)
+    )
+
+
+def _forms(lhs_scale_inv, rhs_scale_inv):
+    """The four operands of scales: of one scale or one for each expert, f32[1 or E], then of blocks."""
+    pair = lhs_scale_inv, rhs_scale_inv
+    in_blocks = [scale is not None and jnp.ndim(scale) > 1 for scale in pair]
+    given = lambda scale, is_block: None if scale is None or is_block else jnp.reshape(scale, (-1,))
+    return *map(given, pair, in_blocks), *(scale if is_block else None for scale, is_block in zip(pair, in_blocks))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _gemm_grouped(lhs, rhs, bias, offsets, counts, attrs):
+    return gemm_grouped_op(lhs, rhs, offsets, counts, *(None,) * 4, bias, **dict(attrs))[0]
+
+
+def _gemm_grouped_bwd(attrs, residuals, dout):
+    lhs, rhs, bias, offsets, counts = residuals
+    contract, n = dict(attrs)["outer"] + 1, dout.ndim - 1
+    _, is_token = expert_of_row(offsets, counts, lhs.shape[0])
+    columns = lambda x: jnp.moveaxis(tokens_alone(x, is_token), 0, -1)
+    exact = dict(out_dtype=jnp.dtype(jnp.float32), fast_accum=False)
+    of_groups, dout = (offsets, counts, *(None,) * 4), dout.astype(lhs.dtype)
+    of_inputs = jnp.transpose(rhs, (0, *range(n + 1, n + 1 + contract), *range(1, n + 1)))
+    (dlhs,) = gemm_grouped_op(dout, of_inputs, *of_groups, None, outer=n - 1, **exact)
+    (drhs,) = gemm_grouped_wgrad_op(columns(dout), columns(lhs), *of_groups, None, **exact)
+    if bias is None:
+        return like(dlhs, lhs), like(drhs, rhs), None, None, None
+    ones = jnp.ones((1, lhs.shape[0]), dout.dtype)
+    (dbias,) = gemm_grouped_wgrad_op(columns(dout), ones, *of_groups, None, **exact)
+    return like(dlhs, lhs), like(drhs, rhs), like(jnp.squeeze(dbias, -1), bias), None, None
+
+
+_gemm_grouped.defvjp(lambda *args: (_gemm_grouped(*args), args[:5]), _gemm_grouped_bwd)
+
+
+def grouped_dense(x, kernel, group_sizes, bias=None) -> jax.Array:
+    """x times the kernel of each row's group, for rows that lie group behind group: [T, N] of x's type.
+
+    x:           f32, bf16 or f16 [T, K]; its first group_sizes[0] rows are those of kernel[0], and so on
+    kernel:      [E, K, N], cast to x's type. bias: [E, N]
+    group_sizes: i32[E]. Rows behind the last group have zeros, as of `jax.lax.ragged_dot`.
+
+    Differentiable by x, kernel and bias. Raises ValueError for sizes, TypeError for types that do not match.
+    """
+    x, kernel, group_sizes, bias = as_jax(x, kernel, group_sizes, bias)
+    where = "te_jax.ops.gemm_grouped.grouped_dense"
+    for name, a, ndim in (("x", x, 2), ("kernel", kernel, 3), ("group_sizes", group_sizes, 1)):
+        check(where, name, a, INTEGERS if ndim == 1 else FLOAT)
+        if a.ndim != ndim:
+            raise ValueError(f"{where}: {name} has the shape {a.shape}; pass x[T, K], kernel[E, K, N], group_sizes[E].")
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    experts = jnp.searchsorted(ends, jnp.arange(x.shape[0], dtype=jnp.int32), side="right")
+    groups = group(experts[:, None], group_sizes.shape[0])
+    weight = jnp.swapaxes(kernel, 1, 2).astype(x.dtype)
+    out = gemm_grouped(permute(x, groups), weight, groups.offsets, groups.counts, bias=bias)
+    return combine(out, groups, jnp.ones(groups.rows.shape, jnp.float32))

@@ -1,0 +1,260 @@
+"""What an MLP of experts quantizes between its grouped products: stacked weights, and the activation and its gradient
+over the rows of groups (`te_jax.ops.permute.Groups`), each with a scale and an amax for every expert.
+
+The rows that pad a group, and those of the tail, may hold anything: they enter no result but as zeros in their place. A
+kernel leaves the tail of a result as it was.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from te_jax._amax import amax
+from te_jax._op import Op
+from te_jax.ops.activation import activation_bwd, activation_fwd, check_same_dtype
+from te_jax.ops.permute import ALIGNMENT
+from te_jax.ops.quantize import fp8_type, quantize, quantize_block, rows_reference, saturate, transpose
+
+# -- rows of groups -------------------------------------------------------------------------------------------
+
+
+def expert_of_tile(offsets: jax.Array, rows: int) -> jax.Array:
+    """i32[rows / 128]: the expert of each tile of 128 rows, E behind the last group."""
+    starts = jnp.arange(rows // ALIGNMENT, dtype=offsets.dtype) * ALIGNMENT
+    return jnp.searchsorted(offsets[1:], starts, side="right", method="compare_all").astype(jnp.int32)
+
+
+def expert_of_row(offsets: jax.Array, counts: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """(i32[rows], bool[rows]): the expert of each row, E - 1 behind the last group; whether the row is a token's."""
+    expert = jnp.repeat(expert_of_tile(offsets, rows), ALIGNMENT, total_repeat_length=rows)
+    inside = jnp.minimum(expert, counts.shape[0] - 1)
+    at = jnp.arange(rows, dtype=offsets.dtype) - offsets[inside]
+    return inside, (expert < counts.shape[0]) & (at < counts[inside])
+
+
+def tokens_alone(x: jax.Array, is_token: jax.Array, axis: int = 0) -> jax.Array:
+    """x with zeros in the place of rows that are no tokens. axis: the axis of rows."""
+    return jnp.where(jnp.expand_dims(is_token, [i for i in range(x.ndim) if i != axis]), x, jnp.zeros((), x.dtype))
+
+
+def sum_of_experts(part, tiles, experts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """f32[shape], for each of shape[0] experts the sum of part(*tile) over its tiles, in their order.
+
+    part: what a tile adds, f32[shape[1:]]. tiles: arrays with the tiles in front. experts: i32, of each tile; what is
+    not below shape[0] is left out.
+    """
+
+    def add(sums, tile):
+        expert, *tile = tile
+        return sums.at[expert].add(part(*tile), mode="drop"), None
+
+    return lax.scan(add, jnp.zeros(shape, jnp.float32), (experts, *tiles))[0]
+
+
+def _in_tiles(x):
+    """[R, ...] -> [R / 128, 128, ...]"""
+    return x.reshape(x.shape[0] // ALIGNMENT, ALIGNMENT, *x.shape[1:])
+
+
+def _amax_of_experts(x, offsets, counts):
+    """f32[E] of x f32 [R, ...], 0 without tokens. x has zeros where there are none."""
+    tiles = _in_tiles(x)
+    bits = lax.bitcast_convert_type(amax(tiles, tuple(range(1, tiles.ndim))), jnp.uint32)
+    largest = jnp.zeros(counts.shape, jnp.uint32).at[expert_of_tile(offsets, x.shape[0])].max(bits, mode="drop")
+    return lax.bitcast_convert_type(largest, jnp.float32)
+
+
+def _dbias_of_experts(dx, offsets, counts):
+    """f32[E, ...]: the sum of dx f32 [R, ...] over the rows of each expert."""
+    experts = expert_of_tile(offsets, dx.shape[0])
+    return sum_of_experts(lambda tile: jnp.sum(tile, 0), (_in_tiles(dx),), experts, (*counts.shape, *dx.shape[1:]))
+
+
+# -- stacked weights ------------------------------------------------------------------------------------------
+
+
+def _of_stack(reference, stack: int):
+    """`reference` of one expert, for experts along the first `stack` axes of all operands and results."""
+    return reference if stack == 0 else jax.vmap(_of_stack(reference, stack - 1))
+
+
+def _stacked_reference(x, scale, *, stack, **attrs):
+    return _of_stack(lambda x, scale: quantize.reference(x, scale, **attrs)[:3], stack)(x, scale)
+
+
+def _stacked_block_reference(x, *, stack, **attrs):
+    data, data_t, _, _, *inverses, _ = _of_stack(lambda x: quantize_block.reference(x, square=True, **attrs), stack)(x)
+    return data, data_t, *inverses
+
+
+quantize_stacked = Op(
+    "te_quantize_stacked",
+    "x: e... m... n..., scale?: e... -> data?: e... m... n..., data_t?: e... n... m..., amax?: e...",
+    combine={"amax": "max"},
+    ranks={"e...": "stack", "m...": "split"},
+    dtypes=lambda x, scale, *, dtype, **_: (fp8_type("te_quantize_stacked", dtype), dtype, jnp.float32),
+    reference=_stacked_reference,
+    composed=True,
+)
+"""te_quantize of the weights of experts, each with a scale of its own: x f32|bf16|f16 [*e, *m, *n], scale f32[*e] (with
+FP8 results) -> results in this order, as chosen by `outputs`:
+
+data   FP8 [*e, *m, *n]: saturate(x * scale of the expert), from f32 math
+data_t FP8 [*e, *n, *m]: the transpose of each expert's
+amax   f32[*e]: max |x| of each expert; NaN or inf where it has one
+
+stack: number of axes in e, 1 of stacked weights. split: number of axes in m. dtype: the FP8 type, a jnp.dtype.
+"""
+
+quantize_stacked_block = Op(
+    "te_quantize_stacked_block",
+    "x: e... m... m n... n -> data?: e... m... m n... n, data_t?: e... n... n m... m, "
+    "block_inv?: e... m... m/128 n... n/128, block_inv_t?: e... n... n/128 m... m/128",
+    ranks={"e...": "stack", "m...": "lead"},
+    dtypes=lambda x, *, dtype, **_: (fp8_type("te_quantize_stacked_block", dtype), dtype, *(jnp.float32,) * 2),
+    reference=_stacked_block_reference,
+    composed=True,
+)
+"""te_quantize_block of the weights of experts, in blocks of 128 x 128: x f32|bf16|f16 [*e, *m, m, *n, n] -> the results
+of that name for each expert, with *e in front.
+
+stack: number of axes in e. lead: number of axes in *m. dtype, power_2, epsilon: those of te_quantize_block.
+"""
+
+
+# -- activations ----------------------------------------------------------------------------------------------
+
+
+def _biased(x, bias, expert, is_token):
+    """f32 x [R, a, f] plus the bias [E, a, f] of each row's expert; zeros where there is no token."""
+    wide = x.astype(jnp.float32)
+    return tokens_alone(wide if bias is None else wide + bias.astype(jnp.float32)[expert], is_token)
+
+
+def _quantized(y, scale, expert, is_token, dtype):
+    """FP8 y f32 [R, ...] times the scale of each row's expert, f32[E] or [1]; and its transpose."""
+    if scale is None:
+        return None, None
+    each = scale[expert if scale.shape[0] > 1 else jnp.zeros_like(expert)]
+    data = saturate(y * jnp.expand_dims(jnp.where(is_token, each, 0.0), tuple(range(1, y.ndim))), dtype)
+    return data, transpose(data, 1)
+
+
+def _grouped_fwd_reference(x, offsets, counts, bias, scale, *, dtype, **attrs):
+    expert, is_token = expert_of_row(offsets, counts, x.shape[0])
+    y, *_ = activation_fwd.reference(_biased(x, bias, expert, is_token), None, dtype=dtype, **attrs)
+    y = tokens_alone(y, is_token)
+    amaxes = _amax_of_experts(y, offsets, counts)
+    return y.astype(x.dtype), *_quantized(y, scale, expert, is_token, dtype), amaxes
+
+
+def _grouped_bwd_reference(dy, x, offsets, counts, bias, scale, *, dtype, **attrs):
+    expert, is_token = expert_of_row(offsets, counts, x.shape[0])
+    wide = tokens_alone(dy, is_token).astype(jnp.float32), _biased(x, bias, expert, is_token)
+    dx, *_ = activation_bwd.reference(*wide, None, dtype=dtype, **attrs)
+    dx = tokens_alone(dx, is_token)
+    sums = _amax_of_experts(dx, offsets, counts), _dbias_of_experts(dx, offsets, counts)
+    return dx.astype(x.dtype), *_quantized(dx, scale, expert, is_token, dtype), *sums
+
+
+def _grouped_block_fwd_reference(x, offsets, counts, bias, *, dtype, power_2, epsilon, **attrs):
+    y, *_ = _grouped_fwd_reference(x, offsets, counts, bias, None, dtype=dtype, **attrs)
+    return rows_reference(y, 0, dtype, power_2, epsilon)[:4]
+
+
+def _grouped_block_bwd_reference(dy, x, offsets, counts, bias, *, dtype, power_2, epsilon, **attrs):
+    dx, *_ = _grouped_bwd_reference(dy, x, offsets, counts, bias, None, dtype=dtype, **attrs)
+    dbias = _dbias_of_experts(dx.astype(jnp.float32), offsets, counts)
+    return *rows_reference(dx, 0, dtype, power_2, epsilon)[:4], dbias
+
+
+def _grouped_types(op: str, of_x: int, results: tuple):
+    """The `dtypes` of the op of this name, whose operand of_x is x; of_dy, where there is one, before it. results: None
+    stands for x's type, "fp8" for the FP8 type."""
+
+    def types(*operands, dtype, **_):
+        x, offsets, counts = operands[of_x : of_x + 3]
+        if of_x:
+            check_same_dtype(op, operands[0], x)
+        check_groups(op, offsets, counts)
+        named = {None: x, "fp8": fp8_type(op, dtype)}
+        return tuple(named.get(each, each) for each in results)
+
+    return types
+
+
+def check_groups(op: str, offsets, counts):
+    """Raises TypeError, naming `op`, unless both types are int32."""
+    for name, dtype in (("offsets", offsets), ("counts", counts)):
+        if dtype != jnp.int32:
+            raise TypeError(f"{op}: {name} is {dtype}; pass int32.")
+
+
+activation_grouped_fwd = Op(
+    "te_activation_grouped_fwd",
+    "x: r a f, offsets: o, counts: e, bias?: e a f, scale?: ~e -> y?: r f, data?: r f, data_t?: f r, amax?: e",
+    replicated="r a o e",
+    combine={"amax": "max"},
+    dtypes=_grouped_types("te_activation_grouped_fwd", 0, (None, "fp8", "fp8", jnp.float32)),
+    reference=_grouped_fwd_reference,
+    composed=True,
+)
+"""te_activation_fwd over the rows of groups: x f32|bf16|f16 [R, a, f], offsets i32[E + 1] and counts i32[E] of
+`Groups`, bias [E, a, f], scale f32[E] or [1] (with FP8 results) -> as chosen by `outputs`:
+
+y      [R, f] of x's type: the product over a of names[a]((x + bias of the row's expert)[..., a, :]), in f32 until here
+data   FP8 [R, f], data_t FP8 [f, R]: the f32 y, times the scale of the row's expert, saturated
+amax   f32[E]: max |f32 y| of each expert, 0 without tokens
+
+All are 0 in rows that are no tokens. Attributes: those of te_activation_fwd.
+"""
+
+activation_grouped_bwd = Op(
+    "te_activation_grouped_bwd",
+    "dy: r f, x: r a f, offsets: o, counts: e, bias?: e a f, scale?: ~e "
+    "-> dx?: r a f, data?: r a f, data_t?: a f r, amax?: e, dbias?: e a f",
+    replicated="r a o e",
+    combine={"amax": "max"},
+    dtypes=_grouped_types("te_activation_grouped_bwd", 1, (None, "fp8", "fp8", jnp.float32, jnp.float32)),
+    reference=_grouped_bwd_reference,
+    composed=True,
+)
+"""The backward pass of te_activation_grouped_fwd: dy [R, f] of x's type and its operands -> as chosen:
+
+dx     [R, a, f] of x's type: dy times the derivative by x, in f32 until here
+data   FP8 [R, a, f], data_t FP8 [a, f, R]: the f32 dx, times the scale of the row's expert, saturated
+amax   f32[E]: max |f32 dx| of each expert, 0 without tokens
+dbias  f32[E, a, f]: the sum of the f32 dx over the rows of each expert, for the bias gradient
+
+dx, data and data_t are 0 in rows that are no tokens.
+"""
+
+activation_grouped_block_fwd = Op(
+    "te_activation_grouped_block_fwd",
+    "x: r a f, offsets: o, counts: e, bias?: e a f "
+    "-> data?: r f, data_t?: f r, scale_inv?: f/128 r, scale_inv_t?: r/128 f",
+    replicated="r a o e",
+    dtypes=_grouped_types("te_activation_grouped_block_fwd", 0, ("fp8", "fp8", jnp.float32, jnp.float32)),
+    reference=_grouped_block_fwd_reference,
+    composed=True,
+)
+"""te_quantize_block, in blocks of 1 x 128, of what te_activation_grouped_fwd makes of its operands in x's type: data,
+data_t, scale_inv and scale_inv_t of y [R, f], as chosen by `outputs`. A block holds rows of one expert.
+
+Attributes: those of te_activation_block_fwd.
+"""
+
+activation_grouped_block_bwd = Op(
+    "te_activation_grouped_block_bwd",
+    "dy: r f, x: r a f, offsets: o, counts: e, bias?: e a f "
+    "-> data?: r a f, data_t?: a f r, scale_inv?: a f/128 r, scale_inv_t?: r/128 a f, dbias?: e a f",
+    replicated="r a o e",
+    dtypes=_grouped_types("te_activation_grouped_block_bwd", 1, ("fp8", "fp8", *(jnp.float32,) * 3)),
+    reference=_grouped_block_bwd_reference,
+    composed=True,
+)
+"""The same of the gradient that te_activation_grouped_bwd makes: data, data_t, scale_inv and scale_inv_t of dx
+[R, a, f], and
+
+dbias  f32[E, a, f]: the sum over the rows of each expert of dx in x's type, for the bias gradient
+"""

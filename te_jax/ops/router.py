@@ -1,0 +1,290 @@
+"""Routers of mixtures of experts: the experts that a token goes to, their weights, and what keeps their loads even."""
+
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from te_jax._arrays import as_jax
+from te_jax._check import BOOL, FLOATS_ARRAY, INTEGERS, NONE, KnownFields, check, integer, number, one_of
+from te_jax._op import Op
+from te_jax._types import align, like
+
+_NAME = "te_jax.ops.router"
+SCORE_FUNCTIONS = ("softmax", "sigmoid")
+_SCORE_FUNCTION = one_of(*SCORE_FUNCTIONS)
+
+
+@dataclass(frozen=True)
+class RouterOptions(KnownFields):
+    """How a router chooses experts and weighs them.
+
+    topk:            k, the experts of a token.
+    score_function:  "softmax": a token's scores are the softmax of its logits; "sigmoid": each logit's sigmoid.
+    use_pre_softmax: with "softmax": True takes it over all experts, before the choice; False over the k chosen ones,
+                     whose weights then add up to 1. "sigmoid" makes no use of it.
+    normalize:       divides the weights of a token by their sum, or by 1e-20 where that is less. None: with "sigmoid"
+                     and k > 1 (Liu et al. 2024, https://arxiv.org/abs/2412.19437, section 2.1.2).
+    scaling_factor:  multiplies the weights at the end.
+    num_groups:      G, neighbouring experts form G groups of equal size (those of one node, say).
+    group_topk:      a token's experts are of the `group_topk` groups with the largest sums of their
+                     max(1, k // group_topk) largest scores (the same section); None: of all groups.
+
+    Raises ValueError (TypeError for a wrong type) that names the field, its value and what is allowed.
+    """
+
+    topk: int
+    score_function: str = "softmax"
+    use_pre_softmax: bool = False
+    normalize: bool | None = None
+    scaling_factor: float = 1.0
+    num_groups: int = 1
+    group_topk: int | None = None
+
+    def __post_init__(self):
+        name = type(self).__name__
+        for field, kind in (
+            ("topk", integer(1)),
+            ("score_function", _SCORE_FUNCTION),
+            ("use_pre_softmax", BOOL),
+            ("normalize", NONE | BOOL),
+            ("scaling_factor", number()),
+            ("num_groups", integer(1)),
+            ("group_topk", NONE | integer(1, self.num_groups if integer(1).accepts(self.num_groups) else None)),
+        ):
+            check(name, field, getattr(self, field), kind)
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether the weights of a token are divided by their sum."""
+        return self.score_function == "sigmoid" and self.topk > 1 if self.normalize is None else self.normalize
+
+    @property
+    def scores_first(self) -> bool:
+        """Whether the choice is made by scores; else it is made by logits, and the chosen ones' softmax follows."""
+        return self.score_function == "sigmoid" or self.use_pre_softmax
+
+    def check_experts(self, num_experts: int) -> None:
+        """Raises ValueError unless a choice among `num_experts` experts is possible."""
+        name, groups = type(self).__name__, self.group_topk or self.num_groups
+        if num_experts % self.num_groups:
+            raise ValueError(
+                f"{name}: num_groups is {self.num_groups}, which does not divide {num_experts} experts; pass a divisor."
+            )
+        if self.topk > (most := num_experts // self.num_groups * groups):
+            raise ValueError(
+                f"{name}: topk is {self.topk}, but a token chooses among {most} of {num_experts} experts; pass at most "
+                f"{most}."
+            )
+
+
+class Routing(NamedTuple):
+    """What a router says of T tokens and E experts."""
+
+    weights: jax.Array  # f32[..., T, k], the largest choice first
+    experts: jax.Array  # i32[..., T, k]
+    counts: jax.Array  # i32[E], the pairs (token, choice) of each expert
+
+
+def route(logits: jax.Array, options: RouterOptions, *, expert_bias: jax.Array | None = None) -> Routing:
+    """The k experts of every token, in the order of their scores, and their weights; differentiable in the logits.
+
+    logits:      floating [..., T, E], computed with in f32.
+    expert_bias: floating [E], added to the scores where experts are chosen, and not where they are weighed
+                 (Wang et al. 2024, https://arxiv.org/abs/2408.15664). It has no gradient: see `updated_expert_bias`.
+
+    Of equal scores the expert with the lower index is chosen. A token with a NaN among its logits, or whose softmax has
+    none for the infinities among them, still gets k experts, and its weights are NaN.
+    Raises ValueError or TypeError for arguments that do not fit.
+    """
+    (logits,) = as_jax(logits)
+    check(_NAME, "logits", logits, FLOATS_ARRAY)
+    if logits.ndim < 1:
+        raise ValueError(f"{_NAME}: logits has shape {logits.shape}; pass [..., T, E].")
+    options.check_experts(num_experts := logits.shape[-1])
+    if expert_bias is not None:
+        (expert_bias,) = as_jax(expert_bias)
+        check(_NAME, "expert_bias", expert_bias, FLOATS_ARRAY)
+        if expert_bias.shape != (num_experts,):
+            raise ValueError(
+                f"{_NAME}: expert_bias has shape {expert_bias.shape}, logits {logits.shape}; pass [{num_experts}]."
+            )
+        expert_bias = lax.stop_gradient(expert_bias.astype(jnp.float32))
+    wide, expert_bias = align(logits.astype(jnp.float32), expert_bias)
+    return Routing(*_route(wide, expert_bias, options))
+
+
+# ---- the meaning, in plain JAX ---------------------------------------------------------------------
+
+
+def _scores(logits, options: RouterOptions):
+    if not options.scores_first:
+        return logits
+    return jax.nn.softmax(logits, -1) if options.score_function == "softmax" else jax.nn.sigmoid(logits)
+
+
+def _weigh(logits, experts, options: RouterOptions):
+    """f32[m..., k]: the weights of the chosen experts, differentiable in the logits f32[m..., e]."""
+    picked = jnp.take_along_axis(_scores(logits, options), experts, -1)
+    weights = picked if options.scores_first else jax.nn.softmax(picked, -1)
+    if options.normalizes:
+        weights = weights / jnp.maximum(jnp.sum(weights, -1, keepdims=True), 1e-20)
+    return options.scaling_factor * weights
+
+
+def _among_groups(choice, options: RouterOptions):
+    """`choice` f32[m..., e], -inf outside of the best groups."""
+    if options.group_topk in (None, options.num_groups):
+        return choice
+    groups = choice.reshape(*choice.shape[:-1], options.num_groups, -1)
+    best, _ = lax.top_k(groups, min(max(1, options.topk // options.group_topk), groups.shape[-1]))
+    _, chosen = lax.top_k(jnp.sum(best, -1), options.group_topk)
+    is_chosen = jnp.any(chosen[..., None] == jnp.arange(options.num_groups), -2)
+    return jnp.where(is_chosen[..., None], groups, -jnp.inf).reshape(choice.shape)
+
+
+def _choose(logits, expert_bias, options: RouterOptions):
+    """i32[m..., k]: the experts with the largest scores."""
+    choice = _scores(logits, options)
+    choice = choice if expert_bias is None else choice + expert_bias
+    choice = jnp.where(jnp.isnan(choice), -jnp.inf, jnp.where(choice == 0, 0, choice))  # top_k puts -0 below 0
+    return lax.top_k(_among_groups(choice, options), options.topk)[1]
+
+
+def _forward_reference(logits, expert_bias, **options):
+    options = RouterOptions(**options)
+    experts, num_experts = _choose(logits, expert_bias, options), logits.shape[-1]
+    weights = _weigh(logits, experts, options)
+    weights = jnp.where(jnp.any(jnp.isnan(logits), -1, keepdims=True), jnp.nan, weights)
+    counts = jnp.zeros(num_experts, jnp.int32).at[experts.reshape(-1)].add(1)
+    return weights, experts, counts
+
+
+def _backward_reference(dweights, logits, experts, **options):
+    _, transpose = jax.vjp(lambda logits: _weigh(logits, experts, RouterOptions(**options)), logits)
+    return transpose(dweights)
+
+
+# ---- the ops -------------------------------------------------------------------------------------
+
+_MOST_EXPERTS = 1024  # csrc/router.cu has a token's scores in shared memory
+
+
+def _cuda(reference, call, *operands, **options):
+    if operands[1 if reference is _backward_reference else 0].shape[-1] > _MOST_EXPERTS:
+        return reference(*operands, **options)
+    kernel = RouterOptions(**options)
+    return call(
+        *operands,
+        topk=kernel.topk,
+        sigmoid=kernel.score_function == "sigmoid",
+        scores_first=kernel.scores_first,
+        normalizes=kernel.normalizes,
+        scaling_factor=float(kernel.scaling_factor),
+        num_groups=kernel.num_groups,
+        group_topk=kernel.group_topk or kernel.num_groups,
+    )
+
+
+def _parts(logits, *_, **attrs):
+    """How many parts of the counts the kernel returns."""
+    return (min(max(1, -(-prod(logits[:-1]) // 16)), 1024),)
+
+
+router_fwd = Op(
+    "te_router_fwd",
+    "logits: m... e, expert_bias?: e -> weights: m... k, experts: m... k, counts: e",
+    replicated="e k",
+    combine={"counts": "sum"},
+    sizes={"k": lambda topk, **_: topk},
+    dtypes=lambda *_, **options: (jnp.float32, jnp.int32, jnp.int32),
+    partials={"counts": _parts},
+    reference=_forward_reference,
+    cuda=partial(_cuda, _forward_reference),
+)
+"""`route` of f32 logits; the attributes are the fields of `RouterOptions`."""
+
+router_bwd = Op(
+    "te_router_bwd",
+    "dweights: m... k, logits: m... e, experts: m... k -> dlogits: m... e",
+    replicated="e k",
+    dtypes=lambda *_, **options: (jnp.float32,),
+    reference=_backward_reference,
+    cuda=partial(_cuda, _backward_reference),
+)
+"""The gradient of the logits of `router_fwd` from the gradient of the weights."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _route(logits, expert_bias, options: RouterOptions):
+    return _route_fwd(logits, expert_bias, options)[0]
+
+
+def _route_fwd(logits, expert_bias, options):
+    weights, experts, counts = router_fwd(logits, expert_bias, **vars(options))
+    return (weights, experts, counts), (logits, expert_bias, experts)
+
+
+def _route_bwd(options, saved, cotangents):
+    logits, expert_bias, experts = saved
+    (dlogits,) = router_bwd(cotangents[0], logits, experts, **vars(options))
+    return like(dlogits, logits), None if expert_bias is None else jnp.zeros_like(expert_bias)
+
+
+_route.defvjp(_route_fwd, _route_bwd)
+
+
+# ---- even loads ------------------------------------------------------------------------------------
+
+
+def load_balancing_loss(logits: jax.Array, experts: jax.Array, options: RouterOptions, *, per_sequence: bool = False):
+    """f32[]: E / (T k) * sum over experts of (pairs of a token and a choice) * (mean score), 1 for even loads.
+
+    The loss of Fedus et al. 2021 (https://arxiv.org/abs/2101.03961, section 2.2) for k choices. The scores are the
+    softmax of the logits, or with "sigmoid" the sigmoids over their sum (Liu et al. 2024,
+    https://arxiv.org/abs/2412.19437, section 2.1.2); the counts have no gradient.
+
+    logits:       floating [..., T, E]. experts: i32[..., T, k], of `route`.
+    per_sequence: the mean of each sequence's own loss, T being the tokens of one; else all tokens are one batch.
+    A NaN among the logits makes it NaN.
+    """
+    logits, experts = as_jax(logits, experts)
+    check(_NAME, "logits", logits, FLOATS_ARRAY)
+    check(_NAME, "experts", experts, INTEGERS)
+    check(_NAME, "per_sequence", per_sequence, BOOL)
+    if experts.shape != (*logits.shape[:-1], options.topk):
+        raise ValueError(
+            f"{_NAME}: experts has shape {experts.shape}, logits {logits.shape}; pass those of `route`, "
+            f"{(*logits.shape[:-1], options.topk)}."
+        )
+    num_experts, logits = logits.shape[-1], logits.astype(jnp.float32)
+    if options.score_function == "softmax":
+        scores = jax.nn.softmax(logits, -1)
+    else:
+        scores = jax.nn.sigmoid(logits)
+        scores = scores / jnp.maximum(jnp.sum(scores, -1, keepdims=True), 1e-20)
+    tokens = -2 if per_sequence else tuple(range(logits.ndim - 1))
+    chosen = jnp.sum(jax.nn.one_hot(experts, num_experts, dtype=jnp.float32), -2)
+    each = jnp.mean(chosen, tokens) * jnp.mean(scores, tokens)
+    return num_experts / options.topk * jnp.mean(jnp.sum(each, -1))
+
+
+def z_loss(logits: jax.Array) -> jax.Array:
+    """f32[]: the mean over tokens of logsumexp(logits)**2, which keeps logits [..., T, E] small (Zoph et al. 2022,
+    https://arxiv.org/abs/2202.08906, section 3.2)."""
+    check(_NAME, "logits", logits, FLOATS_ARRAY)
+    return jnp.mean(jax.nn.logsumexp(jnp.asarray(logits, jnp.float32), -1) ** 2)
+
+
+def updated_expert_bias(expert_bias: jax.Array, counts: jax.Array, rate: float) -> jax.Array:
+    """expert_bias [E] for the next step: `rate` more for each expert below the mean load, `rate` less for each above.
+
+    counts: [E], of `Routing`, added up over all devices and microbatches of a step. Source: Wang et al. 2024
+    (https://arxiv.org/abs/2408.15664), algorithm 1.
+    """
+    counts = jnp.asarray(counts, jnp.float32)
+    return expert_bias + jnp.asarray(rate * jnp.sign(jnp.mean(counts) - counts), expert_bias.dtype)
