@@ -18,14 +18,15 @@ from jax import lax
 from te_jax._amax import amax as amax_of
 from te_jax._amax_type import ARRAYS, errors_of_amaxes, from_amaxes, is_amaxes, movable, to_amaxes
 from te_jax._check import FUNCTION, Kind, check
-from te_jax.fp8 import FP8_COLLECTION
+from te_jax.fp8 import STATE_COLLECTIONS
 from te_jax.fp8_metas import (
     check_collections,
     check_history_length,
     check_same_state,
     direction_at,
-    map_tensors,
+    map_states,
     recipe_with_state,
+    states_in,
     update_collections,
 )
 from te_jax.layers.parameters import gradient_slots, has_kernels, with_slots
@@ -87,14 +88,14 @@ def combine_by_max(collections):
     """
     check_collections("combine_by_max", collections)
     recipe = recipe_with_state()
-    if recipe is None or FP8_COLLECTION not in collections:
+    if recipe is None:
         return collections
 
     def receive(path, state):
         check_history_length(path + HISTORY, state[1].shape[-1], recipe)
         return _receive(*state[:2], recipe, direction_at(path), *state[2:])
 
-    return update_collections({FP8_COLLECTION: map_tensors(receive, collections[FP8_COLLECTION])}, collections)
+    return map_states(receive, collections)
 
 
 def max_fp8_metas(before, microbatches):
@@ -116,17 +117,17 @@ def max_fp8_metas(before, microbatches):
     what = "max_fp8_metas"
     check_collections(what, before, "before")
     check_collections(what, microbatches, "microbatches")
-    if FP8_COLLECTION not in before:
+    if not states_in(before):
         return microbatches
-    got, want = (jax.tree.structure(tree.get(FP8_COLLECTION)) for tree in (microbatches, before))
-    if got != want:
-        raise ValueError(
-            f"{what}: microbatches hold {got}, but before {want}; pass gradients with respect to `before`."
-        )
-    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), microbatches[FP8_COLLECTION])
-    check_same_state(what, "one of the microbatches (along the first axis)", one, "before", before[FP8_COLLECTION])
-    of_largest = map_tensors(_largest, microbatches[FP8_COLLECTION], before[FP8_COLLECTION])
-    return update_collections({FP8_COLLECTION: of_largest}, microbatches)
+    for name in states_in(before):
+        got, want = (jax.tree.structure(tree.get(name)) for tree in (microbatches, before))
+        if got != want:
+            raise ValueError(
+                f"{what}: microbatches hold {got}, but before {want}; pass gradients with respect to `before`."
+            )
+        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), microbatches[name])
+        check_same_state(what, "one of the microbatches (along the first axis)", one, "before", before[name], name)
+    return map_states(_largest, microbatches, before)
 
 
 def _largest(path, new, old):
@@ -181,7 +182,7 @@ def value_and_grad(fun, argnums=0, has_aux: bool = False):
         ]
         _warn_of_unread(args, is_read)
         value, *aux = out if has_aux else (out,)
-        value = reach(value, [s[FP8_COLLECTION] for s in states])
+        value = reach(value, [s[name] for s in states for name in states_in(s)])
         return (value, *map(_as_stored, aux)) if has_aux else value
 
     def run(*args, **kwargs):
@@ -256,25 +257,26 @@ def _warn_of_many(name: str, static):
 
 def _keep_unread(collections):
     """`collections`, where the gradient of state that no module reads is the state: for no recipe with state."""
-    return update_collections({FP8_COLLECTION: _keep(collections[FP8_COLLECTION])}, collections)
+    kept = _keep({name: collections[name] for name in states_in(collections)})
+    return update_collections(kept, collections)
 
 
 @jax.custom_vjp
-def _keep(metas):
-    return metas
+def _keep(states):
+    return states
 
 
-def _keep_bwd(metas, grads):
+def _keep_bwd(states, grads):
     """The state where its gradient is 0, else the gradient: a module may have an autocast of its own."""
 
     def of_tensor(_, new, old):
         read = (new[0] != 0) | jnp.any(new[1] != 0, -1, keepdims=True)
         return (jnp.where(read, n, o) for n, o in zip(new, old))
 
-    return (map_tensors(of_tensor, grads, metas),)
+    return (map_states(of_tensor, grads, states),)
 
 
-_keep.defvjp(lambda metas: (metas, metas), _keep_bwd)
+_keep.defvjp(lambda states: (states, states), _keep_bwd)
 
 
 def _warn_of_unread(args, is_read: list[bool]):
@@ -284,7 +286,8 @@ def _warn_of_unread(args, is_read: list[bool]):
     for (path, array), used in zip(arrays, is_read):
         if is_amaxes(array) and not used:
             keys = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
-            names.append("/".join(keys[keys.index(FP8_COLLECTION) :]).removesuffix(HISTORY))
+            at = next(i for i, key in enumerate(keys) if key in STATE_COLLECTIONS)
+            names.append("/".join(keys[at:]).removesuffix(HISTORY))
     if names:
         more = f" and {len(names) - 1} more" if names[1:] else ""
         warnings.warn(
@@ -303,7 +306,7 @@ def _with(args, others):
 
 
 def _has_state(node):
-    return isinstance(node, Mapping) and FP8_COLLECTION in node
+    return isinstance(node, Mapping) and bool(states_in(node))
 
 
 def _as_stored(aux):

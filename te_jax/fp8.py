@@ -165,6 +165,11 @@ def current_recipe() -> Recipe | None:
     return None if _recipe.value == _OFF else _recipe.value
 
 
+def in_collection(collection: str):
+    """A context manager that puts FP8 state into `collection`, whatever an autocast around it says."""
+    return _collection(collection)
+
+
 def state_collection(default: str = FP8_COLLECTION) -> str:
     """The collection of FP8 state that the autocast in force says, else `default`."""
     return _collection.value or default

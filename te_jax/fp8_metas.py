@@ -1,4 +1,8 @@
-"""The FP8 state of a model, the collection `fp8_metas`: its form, its repair after a step, its conversion."""
+"""The FP8 state of a model: its form, its repair after a step, its conversion.
+
+It is the collection `fp8_metas`, or `_overwrite_with_gradient` (`te_jax.autocast(collection=...)`, the products inside
+of Flax's own modules), or both. `states_in` finds it.
+"""
 
 import warnings
 from collections.abc import Mapping
@@ -13,7 +17,9 @@ from te_jax._types import like, on_explicit_mesh
 from te_jax.fp8 import (
     ENDINGS,
     FP8_COLLECTION,
+    OVERWRITE_COLLECTION,
     PROBE,
+    STATE_COLLECTIONS,
     AttentionMetas,
     DenseMetas,
     check_recipe,
@@ -36,6 +42,35 @@ def recipe_with_state() -> DelayedScaling | None:
     """The recipe in force if it has state, else None."""
     recipe = current_recipe()
     return recipe if recipe is not None and recipe.has_state else None
+
+
+def states_in(collections) -> list[str]:
+    """The names of the collections of FP8 state among `collections`.
+
+    `_overwrite_with_gradient` is none where it is that of Flax's own FP8 products, whose leaves have names of their
+    own. Raises ValueError where it holds theirs and te_jax's: one law does not fit both.
+    """
+    names = [name for name in STATE_COLLECTIONS if name in collections]
+    others = collections[OVERWRITE_COLLECTION] if OVERWRITE_COLLECTION in names else {}
+    leaves = [str(getattr(path[-1], "key", path[-1])) for path, _ in jax.tree.leaves_with_path(others) if path]
+    of_flax = [name for name in leaves if name.startswith(("input_", "output_grad_"))]
+    if not of_flax:
+        return names
+    if any(name.startswith(("x_", "grad_")) for name in leaves):
+        raise ValueError(
+            f"{OVERWRITE_COLLECTION} holds state of Flax's FP8 products ({of_flax[0]}) beside te_jax's; use one kind "
+            "of product in a model, or jax.value_and_grad and an optimizer of the parameters alone."
+        )
+    return [name for name in names if name != OVERWRITE_COLLECTION]
+
+
+def map_states(f, collections, *others):
+    """`collections`, with `map_tensors` of each of its collections of FP8 state. others: have the same ones."""
+    new = {
+        name: map_tensors(f, collections[name], *(o[name] for o in others), path=name)
+        for name in states_in(collections)
+    }
+    return update_collections(new, collections) if new else collections
 
 
 def update_collections(new, original):
@@ -68,7 +103,7 @@ def update_fp8_metas(collections, previous=None):
     """Checks and repairs the FP8 state among `collections`; all other collections pass through.
 
     collections: Gradients with respect to the non-parameter collections, or the collections themselves; a dict or
-                 FrozenDict. Without `fp8_metas` it is returned as it is.
+                 FrozenDict. Without FP8 state it is returned as it is.
     previous:    The collections before the step. Tensors that no module read in the step, whose gradient is 0, keep the
                  state that they have there.
 
@@ -88,30 +123,35 @@ def update_fp8_metas(collections, previous=None):
     """
     what = "update_fp8_metas"
     check_collections(what, collections)
+    names = states_in(collections)
     if previous is not None:
         check_collections(what, previous, "previous")
-        if (FP8_COLLECTION in previous) != (FP8_COLLECTION in collections):
-            has, lacks = ("previous", "collections") if FP8_COLLECTION in previous else ("collections", "previous")
-            raise ValueError(f"{what}: {has} has {FP8_COLLECTION!r}, but {lacks} has none; pass those of one model.")
-    if FP8_COLLECTION not in collections:
-        return collections
+        for name in set(names) ^ set(states_in(previous)):
+            has, lacks = ("collections", "previous") if name in names else ("previous", "collections")
+            raise ValueError(f"{what}: {has} has {name!r}, but {lacks} has none; pass those of one model.")
+    for name in names:
+        metas, untouched = _next_state(what, collections[name], None if previous is None else previous[name], name)
+        if previous is None and not isinstance(untouched, jax.core.Tracer) and untouched.is_fully_replicated:
+            _warn_of_untouched(metas, untouched)
+        collections = update_collections({name: metas}, collections)
+    return collections
+
+
+def _next_state(what: str, metas, before, collection: str):
+    """`_repair` of the state in `collection`, `metas`; `before` may be None."""
     recipe = current_recipe()
     if recipe is not None and not recipe.has_state:  # Its modules did not read the state, so the gradient is 0.
         raise ValueError(
-            f"update_fp8_metas: there is a collection {FP8_COLLECTION!r}, but {type(recipe).__name__}, the recipe in "
+            f"{what}: there is a collection {collection!r}, but {type(recipe).__name__}, the recipe in "
             f"force, has no state; drop it with {_CONVERTER}(collections, recipe), or call this under the recipe that "
             "the modules ran under."
         )
-    metas, before = (None if tree is None else tree[FP8_COLLECTION] for tree in (collections, previous))
     if before is not None:
-        check_same_state(what, "collections", metas, "previous", before)
+        check_same_state(what, "collections", metas, "previous", before, collection)
         with warnings.catch_warnings(action="ignore"):  # The second call warns of the same leaf.
-            before = _complete(what, before, recipe, FP8_COLLECTION, scale=-1.0)
-    metas = _complete(what, metas, recipe, FP8_COLLECTION, scale=-1.0)  # `_repair` makes a scale of the history.
-    metas, untouched = _repair(metas, before, recipe)
-    if previous is None and not isinstance(untouched, jax.core.Tracer) and untouched.is_fully_replicated:
-        _warn_of_untouched(metas, untouched)
-    return update_collections({FP8_COLLECTION: metas}, collections)
+            before = _complete(what, before, recipe, collection, scale=-1.0)
+    metas = _complete(what, metas, recipe, collection, scale=-1.0)  # `_repair` makes a scale of the history.
+    return _repair(metas, before, recipe)
 
 
 def _warn_of_untouched(metas, untouched: jax.Array):
@@ -128,11 +168,11 @@ def _warn_of_untouched(metas, untouched: jax.Array):
 
 
 def check_collections(what: str, collections, name: str = "collections"):
-    """Raises TypeError, naming `what`, unless `collections` is a dict or FrozenDict; as `check_state` for `fp8_metas`
-    in it."""
+    """Raises TypeError, naming `what`, unless `collections` is a dict or FrozenDict; as `check_state` for the FP8
+    state in it."""
     check(what, name, collections, _COLLECTIONS)
-    if FP8_COLLECTION in collections:
-        check_state(what, collections[FP8_COLLECTION])
+    for state in states_in(collections):
+        check_state(what, collections[state], state)
 
 
 _COLLECTIONS = Kind(
@@ -180,14 +220,16 @@ def _may_be_state(dtype) -> bool:
     return dtype == jnp.float32 or jnp.issubdtype(dtype, jnp.integer)
 
 
-def check_same_state(what: str, name: str, metas: Mapping, other: str, expected: Mapping):
+def check_same_state(
+    what: str, name: str, metas: Mapping, other: str, expected: Mapping, collection: str = FP8_COLLECTION
+):
     """Raises ValueError, naming `what` and a leaf, unless `metas` and `expected` have the same leaves and shapes."""
     got, want = ({path: jnp.shape(leaf) for path, leaf in _by_path(tree).items()} for tree in (metas, expected))
     for path in sorted({*got, *want}):
         if got.get(path) != want.get(path):
             of = [f"a leaf of shape {tree[path]}" if path in tree else "none" for tree in (got, want)]
             raise ValueError(
-                f"{what}: at {FP8_COLLECTION}/{path} {name} has {of[0]}, but {other} {of[1]}; pass those of one model."
+                f"{what}: at {collection}/{path} {name} has {of[0]}, but {other} {of[1]}; pass those of one model."
             )
 
 
@@ -283,13 +325,12 @@ def convert_fp8_metas(collections, recipe: Recipe):
     """
     check_recipe("convert_fp8_metas", recipe)
     check_collections("convert_fp8_metas", collections)
-    if FP8_COLLECTION not in collections:
-        return collections
+    names = states_in(collections)
     if not recipe.has_state:
-        return type(collections)({name: value for name, value in collections.items() if name != FP8_COLLECTION})
+        return type(collections)({name: value for name, value in collections.items() if name not in names})
 
     def convert(path, state):
         return recipe.adopt_state(*state[:2], recipe.fp8_format.max(direction_at(path)))
 
-    metas = _complete("convert_fp8_metas", collections[FP8_COLLECTION], recipe, FP8_COLLECTION, scale=1.0)
-    return update_collections({FP8_COLLECTION: map_tensors(convert, metas)}, collections)
+    whole = {name: _complete("convert_fp8_metas", collections[name], recipe, name, scale=1.0) for name in names}
+    return map_states(convert, update_collections(whole, collections)) if names else collections

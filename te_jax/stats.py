@@ -10,7 +10,7 @@ import numpy as np
 
 from te_jax import fp8
 from te_jax.fp8 import FP8_COLLECTION
-from te_jax.fp8_metas import check_state, direction_at, map_tensors, update_collections
+from te_jax.fp8_metas import check_state, direction_at, map_states, states_in
 from te_jax.recipe import DelayedScaling, Recipe
 
 
@@ -48,13 +48,13 @@ def fp8_probes(collections):
 
     Raises ValueError without `fp8_metas`, as under recipes without state, and for malformed FP8 state.
     """
-    metas = _metas_of("fp8_probes", collections)
+    _states_of("fp8_probes", collections)
 
     def add_probe(path, state):
         scale, history, *_ = state
         return scale, history, jnp.broadcast_to(jnp.zeros_like(scale), (*scale.shape[:-1], 4))
 
-    return update_collections({FP8_COLLECTION: map_tensors(add_probe, metas)}, collections)
+    return map_states(add_probe, collections)
 
 
 def fp8_stats(state_or_grads, recipe: Recipe | None = None) -> dict[str, TensorStats]:
@@ -71,20 +71,22 @@ def fp8_stats(state_or_grads, recipe: Recipe | None = None) -> dict[str, TensorS
     The function is pure, and one computation for all tensors. Raises ValueError without `fp8_metas`, as under recipes
     without state, and for several collections `fp8_metas`.
     """
-    metas = _metas_of("fp8_stats", state_or_grads)
+    states = _states_of("fp8_stats", state_or_grads)
     recipe = recipe or fp8.current_recipe() or DelayedScaling()
     fp8.check_recipe("fp8_stats", recipe)
-    return _stats(metas, recipe)
+    return _stats(states, recipe)
 
 
-def _metas_of(what: str, tree) -> Mapping:
-    """The collection `fp8_metas` in `tree`. Raises ValueError, naming `what`, unless there is exactly one."""
+def _states_of(what: str, tree) -> dict[str, Mapping]:
+    """{collection: FP8 state} of `tree`. Raises ValueError, naming `what`, unless there is one state."""
     kind, tree = type(tree).__name__, getattr(tree, "fp8", tree)
-    holds = lambda node: isinstance(node, Mapping) and FP8_COLLECTION in node
-    found = [node[FP8_COLLECTION] for node in jax.tree.leaves(tree, is_leaf=holds) if holds(node)]
+    holds = lambda node: isinstance(node, Mapping) and bool(states_in(node))
+    found = [node for node in jax.tree.leaves(tree, is_leaf=holds) if holds(node)]
     if len(found) == 1:
-        check_state(what, found[0])
-        return found[0]
+        states = {name: found[0][name] for name in states_in(found[0])}
+        for name, metas in states.items():
+            check_state(what, metas, name)
+        return states
     if found:
         raise ValueError(f"{what}: this {kind} holds {len(found)} collections {FP8_COLLECTION!r}; pass one of them.")
     raise ValueError(
@@ -94,15 +96,15 @@ def _metas_of(what: str, tree) -> Mapping:
 
 
 @partial(jax.jit, static_argnums=1)
-def _stats(metas, recipe: Recipe) -> dict[str, TensorStats]:
+def _stats(states, recipe: Recipe) -> dict[str, TensorStats]:
     out = {}
 
     def note(path, state):
         fp8_max = recipe.fp8_format.max(direction_at(path))
-        out[path.removeprefix(f"{FP8_COLLECTION}/")] = _of_tensor(*state, fp8_max=fp8_max)
+        out[path.split("/", 1)[1]] = _of_tensor(*state, fp8_max=fp8_max)
         return state
 
-    map_tensors(note, metas)
+    map_states(note, states)
     return out
 
 

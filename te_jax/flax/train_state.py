@@ -16,13 +16,14 @@ from te_jax._check import Kind, check
 from te_jax.combine import max_fp8_metas, value_and_grad
 from te_jax.flax._common import join_trees, split_tree
 from te_jax.flax.kernels import WGRAD_COLLECTION
-from te_jax.fp8 import FP8_COLLECTION
+from te_jax.fp8 import FP8_COLLECTION, STATE_COLLECTIONS
 from te_jax.fp8_metas import (
     check_collections,
     check_same_state,
     direction_at,
-    map_tensors,
+    map_states,
     recipe_with_state,
+    states_in,
     update_fp8_metas,
 )
 from te_jax.layers.parameters import gradient_slots
@@ -52,7 +53,8 @@ class TrainState(train_state.TrainState):
     Parameters that live in FP8 (`fp8_params`) are trained with `tx=te_jax.optim.master_weights(...)`.
     """
 
-    fp8: Mapping[str, Any]  # {"fp8_metas": scales and amax histories, f32}; {} without FP8.
+    # {"fp8_metas": scales and amax histories, f32}, or in "_overwrite_with_gradient"; {} without FP8.
+    fp8: Mapping[str, Any]
     fp8_microbatch: Mapping[str, Any]  # Under optax.MultiSteps, `fp8` as microbatches so far would leave it; else {}.
     collections: Mapping[str, Any]  # Other collections by name, such as batch_stats.
 
@@ -62,7 +64,7 @@ class TrainState(train_state.TrainState):
     ):
         """The state before the first step.
 
-        collections: All that `init` returned beside `params`, by name; `fp8_metas` among them becomes `fp8`.
+        collections: All that `init` returned beside `params`, by name; FP8 state among them becomes `fp8`.
         masters:     The parameters that `fp8_params` quantized to `params`: the master copies start from them. None:
                      from the dequantized values of `params`.
         kwargs:      Fields of a subclass.
@@ -74,7 +76,7 @@ class TrainState(train_state.TrainState):
         fp8, others = {}, {}
         check("TrainState.create", "collections", collections, _OTHER_COLLECTIONS)
         for name, collection in (collections or {}).items():
-            (fp8 if name == FP8_COLLECTION else others)[name] = collection
+            (fp8 if name in states_in(collections) else others)[name] = collection
         start = params if masters is None else beside(params, masters)
         fields = dict(apply_fn=apply_fn, params=start, tx=tx, fp8={}, fp8_microbatch={}, collections=others)
         state = super().create(**fields, **kwargs).with_fp8(fp8)
@@ -92,7 +94,7 @@ class TrainState(train_state.TrainState):
         other keys, ValueError or TypeError for malformed FP8 state.
         """
         check_collections("TrainState.with_fp8", fp8, "fp8")
-        if unknown := set(fp8) - {FP8_COLLECTION}:
+        if unknown := set(fp8) - set(states_in(fp8)):
             raise ValueError(
                 f"TrainState.with_fp8: fp8 has {sorted(unknown)}; pass {{}}, or {{{FP8_COLLECTION!r}: ...}} as `init` "
                 "returns it."
@@ -129,8 +131,7 @@ class TrainState(train_state.TrainState):
         """
         grads, fp8 = self._split_gradients(grads)
         if self.fp8:
-            new = map_tensors(_undo_sum, fp8[FP8_COLLECTION], self.fp8[FP8_COLLECTION])
-            fp8 = update_fp8_metas({FP8_COLLECTION: new}, previous=self.fp8)
+            fp8 = update_fp8_metas(map_states(_undo_sum, fp8, self.fp8), previous=self.fp8)
         state = self._optimize(grads, tx_args or {}, kwargs)
         before, after = _multi_steps(self.opt_state), _multi_steps(state.opt_state)
         if not self.fp8 or before is None:
@@ -175,9 +176,9 @@ class TrainState(train_state.TrainState):
                 f"TrainState.apply_gradients: the gradient of fp8 is {got}, but the state holds {held}; differentiate "
                 "with respect to state.fp8."
             )
-        if self.fp8:
-            named = "the gradient of fp8", fp8[FP8_COLLECTION], "the state", self.fp8[FP8_COLLECTION]
-            check_same_state("TrainState.apply_gradients", *named)
+        for name, metas in self.fp8.items():
+            named = "the gradient of fp8", fp8[name], "the state", metas
+            check_same_state("TrainState.apply_gradients", *named, name)
         return grads, fp8
 
     def accumulate_gradients(self, loss_fn: Callable, microbatches, wgrads: Mapping[str, Any] | None = None):
@@ -312,8 +313,8 @@ def _multi_steps(opt_state) -> optax.MultiStepsState | None:
 def fp8_masked(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """`tx` for trees that hold FP8 state beside parameters, as {"params": ..., "fp8_metas": ...}.
 
-    Leaves below a key `fp8_metas` stay out of norms, moments and decay, and their updates are 0: the next FP8 state is
-    its gradient, not a sum with it. A step is
+    Leaves below a key `fp8_metas` or `_overwrite_with_gradient` stay out of norms, moments and decay, and their updates
+    are 0: the next FP8 state is its gradient, not a sum with it. A step is
 
         updates, opt_state = tx.update(grads, opt_state, variables)
         variables = optax.apply_updates(variables, updates)
@@ -324,7 +325,8 @@ def fp8_masked(tx: optax.GradientTransformation) -> optax.GradientTransformation
     """
 
     def labels(tree):
-        in_fp8 = lambda path: FP8_COLLECTION in jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        keys = lambda path: jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        in_fp8 = lambda path: not set(STATE_COLLECTIONS).isdisjoint(keys(path))
         return jax.tree_util.tree_map_with_path(lambda path, _: "fp8" if in_fp8(path) else "other", tree)
 
     return optax.partition({"fp8": optax.set_to_zero(), "other": tx}, labels)

@@ -8,10 +8,10 @@ from jax import lax
 
 from te_jax import fp8
 from te_jax._arrays import as_jax
-from te_jax._types import on_explicit_mesh
 from te_jax.layers.dense import dense
 from te_jax.ops.quantize import FLOAT
 from te_jax.recipe import Recipe
+from te_jax.sharding import place_output
 
 Axes = Sequence[int]
 
@@ -68,18 +68,16 @@ def dot_general(
     inner, outer = zip(*pairs)
     x = jnp.transpose(lhs, [*(i for i in range(lhs.ndim) if i not in inner), *inner])
     weight = jnp.transpose(rhs, [*outer, *(i for i in range(rhs.ndim) if i not in outer)])
-    contract, least = len(inner), recipe.granularity.free_axes
+    contract = len(inner)
     shape = (*x.shape[: x.ndim - contract], *weight.shape[contract:])
-    x = x[None] if x.ndim - contract < least else x
-    weight = weight[..., None] if weight.ndim - contract < least else weight
+    # Each GEMM of the backward pass contracts the free axes of one operand, and needs one.
+    x = x[None] if x.ndim == contract else x
+    weight = weight[..., None] if weight.ndim == contract else weight
     # The sum is rounded to x's type: exact for a wider one, and what FP8 makes of the values is the same.
     x = x.astype(jnp.promote_types(x.dtype, dtype))
     y = dense(x, weight, contract=contract, recipe=recipe, metas=metas, checkpoint=checkpoint, name=name)
     y = (y if y.shape == shape else y.reshape(shape)).astype(dtype)
-    if out_sharding is None:
-        return y
-    place = jax.sharding.reshard if on_explicit_mesh(jax.typeof(y)) else lax.with_sharding_constraint
-    return place(y, out_sharding)
+    return y if out_sharding is None else place_output(y, out_sharding)
 
 
 _DEFAULT = (None, lax.Precision.DEFAULT, "default", "fastest", "bfloat16")

@@ -5,6 +5,7 @@ from te_jax.nnx._layer import Layer as Layer
 from te_jax.nnx.convert import convert_fp8_state as convert_fp8_state
 from te_jax.nnx.convert import from_linen as from_linen
 from te_jax.nnx.convert import to_linen as to_linen
+from te_jax.nnx.dot_general import DotGeneral as DotGeneral
 from te_jax.nnx.grad import value_and_grad as value_and_grad
 from te_jax.nnx.modules import DenseGeneral as DenseGeneral
 from te_jax.nnx.modules import DotProductAttention as DotProductAttention

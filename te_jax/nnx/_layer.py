@@ -22,7 +22,7 @@ from te_jax._check import Kind, bind, check
 from te_jax.flax._fields import SIZES, check_fields
 from te_jax.flax._state import describe, on_missing_state
 from te_jax.flax.cache import COLLECTION as CACHE
-from te_jax.fp8 import FP8_COLLECTION, current_recipe
+from te_jax.fp8 import FP8_COLLECTION, current_recipe, in_collection
 from te_jax.fp8_metas import recipe_with_state
 from te_jax.recipe.delayed import SCALE
 
@@ -78,12 +78,12 @@ class Layer(nnx.Module):
         super().__init_subclass__(**kwargs)
         _layers.setdefault(cls.linen_type, cls)
         if "__init__" not in vars(cls):
-            cls.__signature__ = _signature(cls)
+            cls.__signature__ = signature_of(cls)
 
     def __init__(self, *args, rngs: nnx.Rngs | None = None, **kwargs):
         part = args[0] if args and isinstance(args[0], nn.Module) else None  # Its parent sets its variables.
         if part is None:
-            bound = bind(type(self).__name__, _signature(type(self)), args, {"rngs": rngs, **kwargs})
+            bound = bind(type(self).__name__, signature_of(type(self)), args, {"rngs": rngs, **kwargs})
             bound.apply_defaults()
             fields = {name: bound.arguments.pop(name) for name in _fields(self.linen_type)}
             for name, value in fields.items():
@@ -131,7 +131,7 @@ class Layer(nnx.Module):
             return linen(*(next(arrays) if isinstance(x, ShapeDtypeStruct) else x for x in inputs), **options)
 
         arrays = [x for x in inputs if isinstance(x, ShapeDtypeStruct)]
-        with nn.intercept_methods(note):
+        with nn.intercept_methods(note), in_collection(FP8_COLLECTION):
             variables = self.linen.clone(**self.init_fields).lazy_init({"params": rngs.params()}, *arrays, method=call)
         for (collection, *path, name), value in flatten_dict(variables).items():
             node = self
@@ -159,12 +159,12 @@ class Layer(nnx.Module):
         if hasattr(self, "deterministic") and call.arguments.get("deterministic") is None:
             call.arguments["deterministic"] = self.deterministic
         variables, replaced = self._gather()
-        _warn_of_lone_gradients(type(self).__name__, variables)
+        warn_of_lone_gradients(type(self).__name__, variables)
         decode = call.arguments.get("decode", False)
         keys = {} if call.arguments.get("deterministic", True) else self._keys(rngs)
         options = dict(rngs=keys, mutable=[CACHE] if decode else False)
         intercepted = nn.intercept_methods(_intercept(replaced)) if replaced else contextlib.nullcontext()
-        with _errors_of_state(), intercepted:
+        with _errors_of_state(), intercepted, in_collection(FP8_COLLECTION):
             out = self.linen.apply(unflatten_dict(variables), *call.args, **options, **call.kwargs)
         if not decode:
             return out
@@ -256,7 +256,7 @@ def _call(linen_type: type[nn.Module]) -> inspect.Signature:
 
 
 @cache
-def _signature(cls: type[Layer]) -> inspect.Signature:
+def signature_of(cls: type[Layer]) -> inspect.Signature:
     """The signature of the constructor: parameters of `inputs`, fields of the Linen module, rngs."""
     parameter = inspect.Parameter
     sizes = list(inspect.signature(cls.inputs).parameters.values())[1:]  # Without the Linen module.
@@ -294,7 +294,7 @@ def _variable(collection: str, name: str, value) -> nnx.Variable:
     return kind(nn.meta.unbox(value), **metadata)
 
 
-def _warn_of_lone_gradients(name: str, variables: dict):
+def warn_of_lone_gradients(name: str, variables: dict):
     """Warns of parameters that are differentiated while FP8 state is not, as by `nnx.value_and_grad`."""
     if recipe_with_state() is None:
         return

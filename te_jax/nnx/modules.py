@@ -1,17 +1,59 @@
 """The NNX modules: each has the class of its Linen module, and the sizes that its parameters follow from."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from flax import nnx
+
 import te_jax.flax as te_flax
 from te_jax.flax._fields import as_tuple
 from te_jax.nnx._layer import Layer, example
+from te_jax.nnx._linear import fields_from_nnx, with_linear_arguments
+from te_jax.sharding import place_output
 
 
+@with_linear_arguments
 class DenseGeneral(Layer):
     """`te_jax.flax.DenseGeneral` of inputs [..., in_features]: `DenseGeneral(256, 1024, rngs=nnx.Rngs(0))`.
 
     in_features: The width of the contracted axis, or a tuple of widths for several (`axis`).
+
+    It takes the arguments of `nnx.Linear` and `nnx.LinearGeneral` too:
+
+    out_features:    Another name of `features`.
+    param_dtype:     Of the parameters; `dtype` beside it is that of the computation, to which inputs are cast, and None
+                     computes in the type of the inputs. Without param_dtype, `dtype` is that of the parameters.
+    kernel_metadata, bias_metadata: Metadata of the variables, such as dict(out_sharding=(None, "tp")).
+    precision, promote_dtype, preferred_element_type, dot_general, dot_general_cls, batch_axis: Their defaults alone;
+                     others raise ValueError with the way out.
     """
 
     linen_type = te_flax.DenseGeneral
+
+    def __init__(
+        self,
+        *args,
+        rngs: nnx.Rngs | None = None,
+        kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
+        bias_metadata: Mapping[str, Any] = MappingProxyType({}),
+        **kwargs,
+    ):
+        super().__init__(*args, rngs=rngs, **fields_from_nnx(type(self).__name__, kwargs))
+        for name, metadata in (("kernel", kernel_metadata), ("bias", bias_metadata)):
+            if metadata and name in vars(self):
+                held = vars(self)[name]
+                setattr(self, name, type(held)(held.get_value(), **{**held.get_metadata(), **metadata}))
+
+    def __call__(self, inputs: jax.Array, out_sharding=None, **kwargs):
+        """As `te_jax.flax.DenseGeneral`. out_sharding: of the output, a PartitionSpec or NamedSharding."""
+        out = super().__call__(inputs, **kwargs)
+        if out_sharding is None:
+            return out
+        y, *bias = out if isinstance(out, tuple) else (out,)
+        y = place_output(y, out_sharding)
+        return (y, *bias) if bias else y
 
     @staticmethod
     def inputs(linen, in_features: int | tuple[int, ...]):

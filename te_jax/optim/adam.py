@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from te_jax._check import ARRAY, BOOL, FUNCTION, Kind, check, number
 from te_jax._placement import mesh_axes
 from te_jax._types import on_explicit_mesh
-from te_jax.fp8 import FP8_COLLECTION
+from te_jax.fp8 import STATE_COLLECTIONS
 from te_jax.layers.parameters import is_kernel
 from te_jax.sharding import entries
 
@@ -208,11 +208,11 @@ def _check_updates(where, updates, state):
 
 def check_no_fp8_state(where: str, params):
     """Raises ValueError, naming `where`, for a collection of FP8 state among `params`: no optimizer may update it."""
-    is_state = lambda key: getattr(key, "key", None) == FP8_COLLECTION
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_kernel)
-    if any(is_state(key) for path, _ in leaves for key in path):
+    names = (getattr(key, "key", None) for path, _ in leaves for key in path)
+    if held := next((name for name in names if name in STATE_COLLECTIONS), None):
         raise ValueError(
-            f"{where}: params holds the collection {FP8_COLLECTION}, whose next value is its gradient, no update; pass "
+            f"{where}: params holds the collection {held}, whose next value is its gradient, no update; pass "
             "params alone, as te_jax.flax.TrainState does, or wrap the optimizer by te_jax.flax.fp8_masked."
         )
 

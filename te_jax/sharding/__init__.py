@@ -8,6 +8,7 @@ from te_jax.sharding.constraints import constrain_to_spec as constrain_to_spec
 from te_jax.sharding.constraints import entries as entries
 from te_jax.sharding.constraints import explicit_spec as explicit_spec
 from te_jax.sharding.constraints import place_axis as place_axis
+from te_jax.sharding.constraints import place_output as place_output
 from te_jax.sharding.constraints import spec_of as spec_of
 from te_jax.sharding.constraints import (
     with_sharding_constraint_by_logical_axes as with_sharding_constraint_by_logical_axes,

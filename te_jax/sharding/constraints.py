@@ -47,6 +47,12 @@ def place_axis(x: jax.Array, axis: int, names: tuple[str, ...]) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
 
+def place_output(y: jax.Array, sharding) -> jax.Array:
+    """y sharded as an argument `out_sharding` says, a PartitionSpec or NamedSharding, on a mesh of any axis types."""
+    place = jax.sharding.reshard if on_explicit_mesh(jax.typeof(y)) else jax.lax.with_sharding_constraint
+    return place(y, sharding)
+
+
 def with_sharding_constraint_by_logical_axes(x: jax.Array, axes: Sequence[str | None] | None) -> jax.Array:
     """x, constrained to what Flax's logical axis rules in force make of `axes`, one name or None per dimension.
 
