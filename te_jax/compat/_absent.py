@@ -6,7 +6,7 @@ use of it, says why. `python -m te_jax.compat check` reads the same table.
 
 _QUANTIZED = "te_jax quantizes inside of its layers: give `quantizer_set` to dense, layernorm_dense or layernorm_mlp"
 _OPS = "it is an internal op of the incumbent: use the functions of `.dense`, `.layernorm` and `.attention`"
-_MOE = "te_jax has no layer of experts yet: compose `.router`, `.permutation` and `.dense.grouped_dense`"
+_MOE = "te_jax has no layer of experts yet: compose te_jax.ops.router, te_jax.ops.permute and te_jax.ops.gemm_grouped"
 _MESH = "use `jax.lax` and the axes of the MeshResource directly"
 _SCORE = "te_jax has no score_mod: cuDNN's callbacks have no plain-JAX form. Give a bias or a mask"
 
@@ -57,6 +57,21 @@ ABSENT: dict[str, dict[str, str]] = {
             _QUANTIZED,
         ),
         "is_fp8_gemm_with_all_layouts_supported": "te_jax chooses layouts itself",
+    },
+    "transformer_engine.jax.permutation": {
+        **dict.fromkeys(
+            ("token_dispatch", "token_combine"),
+            "use group, permute and combine of te_jax.ops.permute, which take the experts of te_jax.ops.router.route",
+        ),
+        **dict.fromkeys(
+            "sort_chunks_by_index routing_map_to_selected_experts PureJaxPermState pure_jax_token_dispatch "
+            "pure_jax_token_combine compute_ragged_all_to_all_params compute_reverse_ragged_all_to_all_params "
+            "local_permute_after_a2a local_unpermute_before_a2a".split(),
+            "te_jax has no expert parallelism yet",
+        ),
+    },
+    "transformer_engine.jax.router": {
+        "fused_moe_aux_loss": "use te_jax.ops.router.load_balancing_loss, which takes logits and experts",
     },
     "transformer_engine.jax.sharding": {
         **dict.fromkeys(

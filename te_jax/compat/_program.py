@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -91,6 +92,17 @@ class _Program(ast.NodeVisitor):
             elif self._serves(node, path):
                 self.names[alias.asname or alias.name] = path
 
+    def visit_Try(self, node: ast.Try):
+        """A program that catches what te_jax.compat raises needs no edit for it."""
+        caught = {name for handler in node.handlers for name in _names_of(handler.type)}
+        before = len(self.found)
+        for each in node.body:
+            self.visit(each)
+        if caught & _CAUGHT:
+            del self.found[before:]
+        for each in (*node.handlers, *node.orelse, *node.finalbody):
+            self.visit(each)
+
     def _path(self, node: ast.AST) -> str | None:
         """The dotted path of the incumbent that an expression means."""
         if isinstance(node, ast.Name):
@@ -138,7 +150,9 @@ class _Program(ast.NodeVisitor):
     def _check_recipe(self, node: ast.Call, cls: type[Recipe], arguments, given: dict[str, ast.expr]):
         """Makes the recipe, where all of its arguments are literals or members of te_jax's enums."""
         try:
-            cls(*map(self._value, arguments), **{name: self._value(value) for name, value in given.items()})
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # What is only warned of needs no edit.
+                cls(*map(self._value, arguments), **{name: self._value(value) for name, value in given.items()})
         except _Unknown:
             pass
         except (TypeError, ValueError) as error:
@@ -173,19 +187,28 @@ class _Program(ast.NodeVisitor):
         for name, value in given.items():
             if name not in known:
                 self._say(value, f"{target.__name__} has no argument {name!r}; it takes {', '.join(known)}.")
-            elif name in _REFUSED and not _is_none(value):
-                self._say(value, f"{target.__name__}: te_jax has no {name}; {_REFUSED[name]}.")
+            elif (way_out := _REFUSED.get((target.__name__, name))) and not _is_none(value):
+                self._say(value, f"{target.__name__}: te_jax has no {name}; {way_out}.")
 
 
-_REFUSED = {
-    "score_mod": "give a bias or a mask",
-    "stripe_size": "use ReorderStrategy.DualChunkSwap",
-    "quantizer": "use layernorm_dense or layernorm_mlp, which quantize in the kernel",
+_REFUSED = {  # (function, argument): the way out
+    ("activation", "quantizer"): "use layernorm_mlp, which quantizes in the kernel",
+    ("fused_attn", "score_mod"): "give a bias or a mask",
+    ("fused_attn", "stripe_size"): "use ReorderStrategy.DualChunkSwap",
+    ("layernorm", "quantizer"): "use layernorm_dense or layernorm_mlp, which quantize in the kernel",
 }
+_CAUGHT = {"ImportError", "ModuleNotFoundError", "AttributeError", "TypeError", "ValueError", "Exception"}
 
 
 class _Unknown(Exception):
     """An argument's value is not known before the program runs."""
+
+
+def _names_of(node: ast.expr | None) -> list[str]:
+    """The names of what an `except` catches; a bare one is "Exception"."""
+    if node is None:
+        return ["Exception"]
+    return [ast.unparse(each) for each in (node.elts if isinstance(node, ast.Tuple) else [node])]
 
 
 def _is_none(node: ast.expr) -> bool:

@@ -42,8 +42,12 @@ JAXX_Collective_Op = _enum("JAXX_Collective_Op", "NONE ALL_GATHER REDUCE_SCATTER
 
 
 def get_cudnn_version() -> int:
-    """The version of the cuDNN that te_jax found, as cuDNN encodes it (91900 is 9.19.0); 0 without one."""
-    return _lib.status().cudnn or 0
+    """The version of the cuDNN that te_jax found, as cuDNN encodes it (91900 is 9.19.0).
+
+    Programs ask for it to know what attention can do. Where there is no cuDNN it is the oldest one that te_jax takes,
+    for its plain JAX computes all that this one does.
+    """
+    return _lib.status().cudnn or _lib.CUDNN_MINIMUM
 
 
 def get_device_compute_capability(gpu_id: int = 0) -> int:

@@ -11,7 +11,7 @@ __getattr__ = absent("transformer_engine.jax.cpp_extensions")
 
 
 def get_cudnn_version() -> tuple[int, int, int]:
-    """(major, minor, patch) of the cuDNN that te_jax found, zeros without one."""
+    """(major, minor, patch) of `transformer_engine_jax.get_cudnn_version`."""
     version = transformer_engine_jax.get_cudnn_version()
     return version // 10000, version % 10000 // 100, version % 100
 

@@ -8,6 +8,7 @@ from te_jax.compat.transformer_engine.jax.flax.module import LayerNorm as LayerN
 from te_jax.compat.transformer_engine.jax.flax.module import LayerNormDenseGeneral as LayerNormDenseGeneral
 from te_jax.compat.transformer_engine.jax.flax.module import LayerNormMLP as LayerNormMLP
 from te_jax.compat.transformer_engine.jax.flax.module import make_dot_general_cls as make_dot_general_cls
+from te_jax.compat.transformer_engine.jax.flax.module import make_grouped_dense_cls as make_grouped_dense_cls
 from te_jax.compat.transformer_engine.jax.flax.module import (
     wrap_function_in_te_state_module as wrap_function_in_te_state_module,
 )

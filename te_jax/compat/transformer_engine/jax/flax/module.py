@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from te_jax.compat._absent import absent
+from te_jax.compat.transformer_engine.jax.dense import grouped_dense
 from te_jax.compat.transformer_engine.jax.quantize.quantizer import QuantizerSet
 from te_jax.flax import DenseGeneral as DenseGeneral
 from te_jax.flax import LayerNorm as LayerNorm
@@ -12,6 +13,7 @@ from te_jax.flax import LayerNormMLP as LayerNormMLP
 from te_jax.flax.dot_general import QuantizingModule
 from te_jax.flax.dot_general import make_dot_general_cls as make_dot_general_cls
 from te_jax.flax.dot_general import wrap_function_in_te_state_module as wrap_function_in_te_state_module
+from te_jax.recipe import Recipe
 
 __getattr__ = absent("transformer_engine.jax.flax.module")
 
@@ -22,6 +24,25 @@ class TransformerEngineBase(QuantizingModule):
     def generate_quantizer_set(self, *args, **kwargs) -> QuantizerSet:
         """As `te_jax.flax.dot_general.QuantizingModule.generate_quantizer_set`, whose arguments it takes; a pytree."""
         return QuantizerSet(**super().generate_quantizer_set(*args, **kwargs)._asdict())
+
+
+def make_grouped_dense_cls(quantization_recipe: Recipe | None, quantization_checkpoint_name: str | None = None):
+    """A module, not a class, which is called as `(x, kernel, group_sizes)` and gives `grouped_dense` of them.
+
+    Raises ValueError for a recipe: grouped products are not in FP8 yet.
+    """
+    if quantization_recipe is not None:
+        raise ValueError(
+            f"make_grouped_dense_cls: quantization_recipe is {quantization_recipe}; pass None: grouped products are not in "
+            "FP8 yet."
+        )
+
+    def ragged_dot(generate_quantizer_set, x, kernel, group_sizes, **kwargs):
+        return grouped_dense(x, kernel, group_sizes)
+
+    return wrap_function_in_te_state_module(
+        ragged_dot, None, quantization_checkpoint_name=quantization_checkpoint_name
+    )()
 
 
 def _normalize_axes(axes, ndim: int) -> tuple[int, ...]:
