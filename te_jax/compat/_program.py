@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from te_jax._check import did_you_mean
-from te_jax.compat._absent import why_absent
+from te_jax.compat._absent import INTERNAL, why_absent
 from te_jax.compat._install import NAMES
 from te_jax.flax._fields import Module, kinds_of
 from te_jax.flax._refused import Refused
@@ -138,6 +138,9 @@ class _Program(ast.NodeVisitor):
         try:
             target = resolve(path)
         except (ImportError, AttributeError):
+            return
+        if isinstance(target, ModuleType):  # `cpp_extensions.gemm` is a function of the incumbent, and a module too.
+            self._say(node, f"{path} is no function in te_jax.compat; {INTERNAL}.")
             return
         given = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
         if isinstance(target, type) and issubclass(target, Recipe):
