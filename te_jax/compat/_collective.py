@@ -26,7 +26,7 @@ class CollectiveOp(Enum):
         return self is CollectiveOp.NONE
 
 
-_BACKWARD = {
+_UNDOES = {
     CollectiveOp.NONE: CollectiveOp.NONE,
     CollectiveOp.ALL_GATHER: CollectiveOp.REDUCE_SCATTER,
     CollectiveOp.REDUCE_SCATTER: CollectiveOp.ALL_GATHER,
@@ -43,7 +43,7 @@ class CollectiveOpSet:
     @staticmethod
     def create(forward_collective_op: CollectiveOp) -> "CollectiveOpSet":
         """The set whose backward pass undoes the forward one."""
-        return CollectiveOpSet(forward_collective_op, _BACKWARD[forward_collective_op])
+        return CollectiveOpSet(forward_collective_op, _UNDOES[forward_collective_op])
 
 
 noop_collective_op_set = CollectiveOpSet.create(CollectiveOp.NONE)

@@ -211,10 +211,7 @@ def fused_attn(
 
     Returns [b, s, h, dv]. Raises ValueError for score_mod and stripe_size, and what the module raises.
     """
-    for name, value in (("score_mod", score_mod), ("stripe_size", stripe_size)):
-        if value is not None:
-            way_out = "give a bias or a mask" if name == "score_mod" else "use ReorderStrategy.DualChunkSwap"
-            raise ValueError(f"fused_attn: {name} is {value!r}, which te_jax does not have; {way_out}.")
+    _check_served(score_mod, stripe_size)
     mask = mask if sequence_descriptor is None else sequence_descriptor
     described, mask = (mask, None) if isinstance(mask, SequenceDescriptor) else (None, mask)
     if mask is not None and not attn_mask_type.is_padding():
@@ -245,6 +242,15 @@ def fused_attn(
         variables, *qkv, *(None,) * (3 - len(qkv)), described, bias, mask=mask, deterministic=not is_training,
         rngs=None if seed is None else {"dropout": seed},
     )  # fmt: skip
+
+
+def _check_served(score_mod, stripe_size) -> None:
+    for name, value, way_out in (
+        ("score_mod", score_mod, "give a bias or a mask"),
+        ("stripe_size", stripe_size, "use ReorderStrategy.DualChunkSwap"),
+    ):
+        if value is not None:
+            raise ValueError(f"fused_attn: {name} is {value!r}, which te_jax does not have; {way_out}.")
 
 
 def _is_cut(axis: str) -> bool:
