@@ -10,10 +10,11 @@ from host_cuda import library
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = [str(ROOT / "tests" / name) for name in ("test_cuda_ops.py", "test_cuda_block.py", "test_recipe_block.py",
-                                                   "test_cuda_rope.py", "test_router.py")]  # fmt: skip
+                                                   "test_cuda_rope.py", "test_permute.py", "test_router.py")]  # fmt: skip
 # Large sizes show what a GPU does at speed; here they would only take long.
 SELECTION = (
-    "(amax_alone or quantize or activation or rope or scale_update or router) and not (8192 or 65536 or 12288 or large)"
+    "(amax_alone or quantize or activation or rope or scale_update or permute or (router and (8-2 or experts))) "
+    "and not (8192 or 65536 or 12288 or large)"
 )
 
 
