@@ -19,8 +19,8 @@ constexpr int64_t kMostRows = (int64_t{1} << 31) - 1;
 // ---- te_group ----------------------------------------------------------------------------------------
 
 constexpr int kGroupWarps = 8, kGroupThreads = 32 * kGroupWarps;
-constexpr int kStrip = 256,
-              kChunk = kGroupWarps * kStrip;  // pairs of a warp, of a CTA; permute.py has kChunk too
+constexpr int kStrip = 256;                   // pairs of a warp
+constexpr int kChunk = kGroupWarps * kStrip;  // pairs of a CTA; te_jax/ops/permute.py has it too
 constexpr int kChunksAtOnce = 16;
 
 struct GroupArgs {

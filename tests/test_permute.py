@@ -239,6 +239,27 @@ def test_tokens_on_a_mesh(kind, rng, on_host):
         np.testing.assert_allclose(np.asarray(g), w, rtol=2.0**-20, atol=2.0**-18)
 
 
+def test_vmap_scan_and_remat(rng):
+    """Examples of a batch, each with its own groups, as one by one; also in a scan whose steps are computed again."""
+    experts = jnp.asarray(rng.integers(0, 3, (3, 5, 2)), jnp.int32)
+    x, weights = (jnp.asarray(rng.standard_normal((3, 5, n)), jnp.float32) for n in (8, 2))
+
+    def loss(x, weights, experts):
+        groups = group(experts, 3)
+        return jnp.sum(combine(jnp.tanh(permute(x, groups)), groups, weights) ** 2)
+
+    def scanned(x, weights, experts):
+        step = jax.checkpoint(lambda total, each: (total + loss(*each), None))
+        return jax.lax.scan(step, 0.0, (x, weights, experts))[0]
+
+    grad = jax.grad(loss, (0, 1))
+    run = lambda *args: (jax.vmap(grad)(*args), jax.grad(scanned, (0, 1))(*args), [grad(*each) for each in zip(*args)])
+    mapped, steps, singly = jax.jit(run)(x, weights, experts)
+    want = jax.tree.map(lambda *each: np.stack(each), *singly)
+    for got in (mapped, steps):  # f32 sums of few terms in another order of operations
+        jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2.0**-18, atol=2.0**-18), got, want)
+
+
 GROUPS = group(jnp.zeros((4, 2), jnp.int32), 3)
 X, W = jnp.ones((4, 8)), jnp.ones((4, 2))
 

@@ -222,6 +222,7 @@ group_op = Op(
         "e": lambda num_experts, **_: num_experts,
         "r": lambda buffer, **_: buffer,
     },
+    fenced="offsets counts rows slots",
     dtypes=lambda *_, **attrs: (jnp.int32,) * 4,
     workspace=_group_workspace,
     reference=_group_reference,
@@ -234,6 +235,7 @@ permute_op = Op(
     "x: m... h, slots: r, offsets: f, weights?: m... k, scale?: -> rows?: r h, data?: r h, data_t?: h r, amax?:",
     replicated="m... k f r",
     combine={"amax": "max"},
+    fenced="rows",
     dtypes=lambda x, *_, dtype, **__: (x, fp8_type("te_permute", dtype), dtype, jnp.float32),
     partials={"amax": _tiles},
     reference=_permute_reference,
@@ -253,6 +255,7 @@ combine_op = Op(
     "te_combine",
     "rows: r h, positions: m... k, weights?: m... k -> y: m... h",
     replicated="r k",
+    fenced="y",
     dtypes=lambda rows, *_, **attrs: (rows,),
     reference=_combine_reference,
 )

@@ -205,6 +205,7 @@ router_fwd = Op(
     "logits: m... e, expert_bias?: e -> weights: m... k, experts: m... k, counts: e",
     replicated="e k",
     combine={"counts": "sum"},
+    fenced="weights experts",
     sizes={"k": lambda topk, **_: topk},
     dtypes=lambda *_, **options: (jnp.float32, jnp.int32, jnp.int32),
     partials={"counts": _parts},
