@@ -21,6 +21,7 @@ SOURCES = (
     "quantize_block",
     "activation",
     "activation_block",
+    "permute",
     "rope",
     "router",
     "scaling",
