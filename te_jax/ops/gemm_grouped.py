@@ -38,7 +38,7 @@ def _inverse(lhs_scale_inv, rhs_scale_inv, counts):
     return jnp.broadcast_to(lhs_scale_inv * rhs_scale_inv, counts.shape)
 
 
-def _wide(a):
+def _widened(a):
     return a.astype(jnp.float32) if a.dtype in FP8 else a
 
 
@@ -47,11 +47,11 @@ def _rows_reference(
 ):
     """One tile of rows after the other: an array of all products, or of the weights of all tiles, might not fit."""
     contract, inverse, rows = outer + 1, _inverse(lhs_scale_inv, rhs_scale_inv, counts), lhs.shape[0]
-    left = _wide(lhs) if lhs_row_inv is None else dequantize_rows(lhs, lhs_row_inv, contract, BLOCK)
+    left = _widened(lhs) if lhs_row_inv is None else dequantize_rows(lhs, lhs_row_inv, contract, BLOCK)
 
     def tile(operands):
         left, expert = operands
-        weight = _wide(rhs[expert])
+        weight = _widened(rhs[expert])
         if rhs_block_inv is not None:
             weight = dequantize_weight(weight, rhs_block_inv[expert], weight.ndim - contract)
         out = dot_last(left, weight, contract) * inverse[expert]
@@ -70,7 +70,7 @@ def _wgrad_reference(
     _, is_token = expert_of_row(offsets, counts, rows)
 
     def tiles(a, inverse):  # [..., R] -> [R / 128, ..., 128]
-        a = _wide(a) if inverse is None else dequantize_rows(a, inverse, 1, BLOCK)
+        a = _widened(a) if inverse is None else dequantize_rows(a, inverse, 1, BLOCK)
         a = tokens_alone(a, is_token, a.ndim - 1)
         return jnp.moveaxis(a.reshape(*a.shape[:-1], rows // ALIGNMENT, ALIGNMENT), -2, 0)
 
