@@ -157,6 +157,7 @@ def gemm_grouped_wgrad(
     *,
     out_dtype=None,
     fast_accum: bool = False,
+    in_place: bool = False,
 ) -> jax.Array:
     """The product of each expert's rows of two transposed buffers, accumulated in f32:
     out[e, *n, *k] = sum over the tokens r of expert e of lhs[*n, r] rhs[*k, r].
@@ -168,13 +169,14 @@ def gemm_grouped_wgrad(
                  [R / 128, *n] and [R / 128, *k], `scale_inv_t` of te_quantize_block.
     c:           [E, *n, *k] of out_dtype, added in f32 before the one rounding: a sum over microbatches.
     out_dtype:   f32, bf16 or f16; default bf16 for FP8 operands, else theirs.
-    fast_accum:  as in `gemm`.
+    fast_accum, in_place: as in `gemm`.
 
     An expert without tokens has zeros, or c. Not differentiable. Raises as `gemm_grouped` does.
     """
     lhs, rhs, offsets, counts, c = as_jax(lhs, rhs, offsets, counts, c)
     _check_arrays(_WGRAD_OP, lhs, rhs, offsets, counts, -1)
-    attrs = _attributes(_WGRAD_OP, lhs, out_dtype, fast_accum)
+    check(_WGRAD_OP, "in_place", in_place, BOOL)
+    attrs = _attributes(_WGRAD_OP, lhs, out_dtype, fast_accum) | (dict(in_place=True) if in_place else {})
     scales = _forms(lhs_scale_inv, rhs_scale_inv)
     return named(gemm_grouped_wgrad_op(lhs, rhs, offsets, counts, *scales, c, **attrs)[0], GEMM)
 
