@@ -173,20 +173,6 @@ def test_meshes(strategy, mesh, case="causal_packed"):
     check(operands(), mesh_of(2, types), variants, case=case, **named)
 
 
-def test_mapped_over_an_axis_that_the_mesh_splits():
-    """`jax.vmap` over an Explicit axis, forward and backward."""
-    arrays = [jnp.stack([x, x[::-1]]) for x in operands(16, 16)]
-    f = partial(dot_product_attention, attn_mask_type="causal", return_lse=True)
-    want, mesh = jax.jit(jax.vmap(with_gradients(f)))(*arrays), mesh_of(2, EXPLICIT)
-    with jax.set_mesh(mesh):
-        runs = [program(mesh, strategy=strategy, attn_mask_type="causal")[0] for strategy in STRATEGIES]
-        placed = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("other", None, "cp"))) for x in arrays]
-        got = jax.jit(lambda *x: [jax.vmap(run)(*x) for run in runs])(*placed)
-    for results, strategy in zip(got, STRATEGIES):
-        compare(results, want, 1e-5, strategy)
-        assert all(jax.typeof(x).sharding.spec[0] == "other" for x in results), strategy
-
-
 @pytest.mark.parametrize("g", [1, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_groups(strategy, g):

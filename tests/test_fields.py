@@ -72,7 +72,7 @@ def test_a_scan_that_does_not_name_the_axis_of_layers():
     assert kernel == nn.LogicallyPartitioned(kernel.value, kernel.names) and kernel != 1
     assert np.all(np.isfinite(out))
     named = jax.eval_shape(scan(metadata_params={nn.PARTITION_NAME: "layers"}).init, key, x, None)
-    with pytest.raises(ValueError, match="axis of layers None.*'layers' at axis 0; pass metadata_params"):
+    with pytest.raises(ValueError, match="axis of layers None.*'layers' there; pass metadata_params"):
         jax.eval_shape(scan().apply, named, x, None)
 
 

@@ -105,9 +105,9 @@ class Box(nn.LogicallyPartitioned):
         held = self.names[index] if index < len(self.names) else None
         if held != (name := params[nn.PARTITION_NAME]):
             raise ValueError(
-                f"nn.scan or nn.vmap: metadata_params names the axis of layers {name!r}, but parameters of logical axes "
-                f"{self.names} have {held!r} at axis {index}; pass metadata_params={{nn.PARTITION_NAME: {held!r}}}, as "
-                "where they were initialised."
+                f"nn.scan or nn.vmap: metadata_params names the axis of layers {name!r}, but parameters with the axes "
+                f"{self.names} have {held!r} there; pass metadata_params={{nn.PARTITION_NAME: {held!r}}}, as where "
+                "they were initialised."
             )
         return super().remove_axis(index, params)
 
