@@ -144,6 +144,18 @@ __device__ __forceinline__ void StoreTile(const uint32_t* tile, const float* sum
     StoreColumnSums(sums, a.dbias + (at.chunk * Source::kSlots + s) * a.n + at.column0, at.columns);
 }
 
+// Whether nobody reads the rows of the tile that begins with row0, by Source::Skips; its amax is then 0.
+template <typename Source>
+__device__ __forceinline__ bool LeavesOut(const Source& source, const TileResults<typename Source::Type>& a,
+                                          int64_t row0, unsigned index) {
+  if constexpr (requires { source.Skips(row0); }) {
+    if (!source.Skips(row0)) return false;
+    if (a.amax && threadIdx.x == 0) a.amax[index] = 0.f;
+    return true;
+  }
+  return false;
+}
+
 // Source:
 //   Type      of x and of the wide result
 //   Raw       what is read for 8 neighbours of a row
@@ -167,12 +179,7 @@ __device__ __forceinline__ void WriteTile(const Source& source, const TileResult
   const TilePlace at = PlaceOf(a, index);
   const int64_t stride = a.n * kSlots;
   const int c = threadIdx.x % kGroups * 8, r = threadIdx.x / kGroups * 4;  // of the thread in the first band
-  if constexpr (requires { source.Skips(row0); }) {
-    if (source.Skips(row0)) {
-      if (a.amax && threadIdx.x == 0) a.amax[index] = 0.f;
-      return;
-    }
-  }
+  if (LeavesOut(source, a, at.row0, index)) return;
 
   const auto load = [&](int k) {  // the thread's k-th row
     const int row = k / 4 * kBandRows + r + k % 4;
@@ -240,12 +247,7 @@ __device__ __forceinline__ void WriteAmax(const Source& source, const TileResult
   const int64_t row0 = index / a.strips * int64_t{kTileRows};
   const int64_t column = index % a.strips * int64_t{kTileColumns} + threadIdx.x % kGroups * 8;
   const int rows = min(a.m - row0, int64_t{kTileRows}), columns = min(a.n - column, int64_t{8});
-  if constexpr (requires { source.Skips(row0); }) {
-    if (source.Skips(row0)) {
-      if (threadIdx.x == 0) a.amax[index] = 0.f;
-      return;
-    }
-  }
+  if (LeavesOut(source, a, row0, index)) return;
 
   const auto row_of = [](int k) { return int(threadIdx.x) / kGroups + k * kRowsAtOnce; };  // of the tile
   const auto load = [&](int k) {
