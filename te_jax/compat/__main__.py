@@ -19,7 +19,7 @@ def run(program: str, arguments: list[str], *, is_module: bool) -> None:
     runpy.run_path(program, run_name="__main__")
 
 
-def check(paths: list[str]) -> bool:
+def list_edits(paths: list[str]) -> bool:
     """Prints what in the programs needs an edit, "path:line: text" each; returns whether nothing does."""
     from te_jax.compat._program import findings  # It imports all of te_jax.compat.
 
@@ -29,7 +29,7 @@ def check(paths: list[str]) -> bool:
     return not found
 
 
-def main() -> None:
+def command() -> None:
     parser = argparse.ArgumentParser(prog="python -m te_jax.compat", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     runs = commands.add_parser("run", help="run a program unedited")
@@ -41,9 +41,9 @@ def main() -> None:
     given = parser.parse_args()
     if given.command == "run":
         run(given.program, given.arguments, is_module=given.is_module)
-    elif not check(given.files):
+    elif not list_edits(given.files):
         sys.exit(1)
 
 
 if __name__ == "__main__":
-    main()
+    command()

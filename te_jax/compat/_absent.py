@@ -5,7 +5,7 @@ use of it, says why. `python -m te_jax.compat check` reads the same table.
 """
 
 _QUANTIZED = "te_jax quantizes inside of its layers: give `quantizer_set` to dense, layernorm_dense or layernorm_mlp"
-_OPS = "it is an internal op of the incumbent: use the functions of `.dense`, `.layernorm` and `.attention`"
+INTERNAL = "it is an internal op of the incumbent: use the functions of `.dense`, `.layernorm` and `.attention`"
 _MOE = "te_jax has no layer of experts yet: compose te_jax.ops.router, te_jax.ops.permute and te_jax.ops.gemm_grouped"
 _MESH = "use `jax.lax` and the axes of the MeshResource directly"
 _SCORE = "te_jax has no score_mod: cuDNN's callbacks have no plain-JAX form. Give a bias or a mask"
@@ -34,15 +34,15 @@ ABSENT: dict[str, dict[str, str]] = {
     },
     "transformer_engine.jax.cpp_extensions": {
         **dict.fromkeys(
-            "gemm grouped_gemm quantize quantize_dbias grouped_quantize act_lu dact_lu quantize_dact_dbias "
+            "grouped_gemm quantize quantize_dbias grouped_quantize act_lu dact_lu quantize_dact_dbias "
             "layernorm_fwd layernorm_bwd rmsnorm_fwd rmsnorm_bwd normalization_fwd normalization_bwd fused_attn_fwd "
             "fused_attn_bwd sanitize_dims BasePrimitive register_primitive get_non_contracting_dims".split(),
-            _OPS,
+            INTERNAL,
         ),
         "is_softmax_kernel_available": "te_jax has no softmax outside of attention: use jax.nn.softmax",
         "make_fused_attn_score_mod_config": _SCORE,
         "validate_fused_attn_score_mod": _SCORE,
-        **dict.fromkeys(("activation", "base", "normalization", "quantization", "amax", "topk", "router"), _OPS),
+        **dict.fromkeys(("activation", "base", "normalization", "quantization", "amax", "topk", "router"), INTERNAL),
         "ep": _MOE,
         "flex_attention": _SCORE,
         "softmax": "use jax.nn.softmax",

@@ -8,7 +8,7 @@ import sys
 
 from te_jax.compat._absent import why_absent
 
-_HOME = "te_jax.compat."
+HOME = "te_jax.compat."
 NAMES = ("transformer_engine", "transformer_engine_jax")
 
 
@@ -16,7 +16,7 @@ class _Alias(importlib.abc.Loader):
     """Loads te_jax.compat's module in the place of one of another name: one module with two names."""
 
     def create_module(self, spec):
-        module = importlib.import_module(_HOME + spec.name)
+        module = importlib.import_module(HOME + spec.name)
         self.spec = module.__spec__
         return module
 
@@ -31,13 +31,13 @@ class _Finder(importlib.abc.MetaPathFinder):
         if fullname.partition(".")[0] not in NAMES:
             return None
         try:
-            served = importlib.util.find_spec(_HOME + fullname) is not None
+            served = importlib.util.find_spec(HOME + fullname) is not None
         except ModuleNotFoundError:
             served = False
         if not served:
             text = why_absent(fullname) or "te_jax has nothing of that name"
             raise ModuleNotFoundError(f"{fullname} is not in te_jax.compat; {text}.", name=fullname)
-        package = importlib.util.find_spec(_HOME + fullname).submodule_search_locations is not None
+        package = importlib.util.find_spec(HOME + fullname).submodule_search_locations is not None
         return importlib.machinery.ModuleSpec(fullname, _Alias(), origin="te_jax.compat", is_package=package)
 
 

@@ -9,13 +9,12 @@ from types import ModuleType
 from typing import Any
 
 from te_jax._check import did_you_mean
-from te_jax.compat._absent import why_absent
-from te_jax.compat._install import NAMES
+from te_jax.compat._absent import INTERNAL, why_absent
+from te_jax.compat._install import HOME, NAMES
 from te_jax.flax._fields import Module, kinds_of
 from te_jax.flax._refused import Refused
 from te_jax.recipe import Recipe
 
-_HOME = "te_jax.compat."
 Finding = tuple[int, str]  # A line, and what is wrong there.
 
 
@@ -27,7 +26,7 @@ def findings(source: str, name: str = "<program>") -> list[Finding]:
     return sorted(set(program.found))
 
 
-def resolve(path: str) -> Any:
+def served(path: str) -> Any:
     """The object at the dotted `path` of the incumbent. Raises ImportError or AttributeError, with the reason."""
     names, at = path.split("."), 1
     found = _module(names[0])
@@ -50,9 +49,9 @@ def _has(module: ModuleType, name: str) -> bool:
 
 def _module(path: str) -> ModuleType:
     try:
-        return importlib.import_module(_HOME + path)
+        return importlib.import_module(HOME + path)
     except ModuleNotFoundError as error:
-        if error.name != _HOME + path:
+        if error.name != HOME + path:
             raise
         text = why_absent(path) or "te_jax has nothing of that name"
         raise ImportError(f"{path} is not in te_jax.compat; {text}.") from None
@@ -70,7 +69,7 @@ class _Program(ast.NodeVisitor):
 
     def _serves(self, node: ast.AST, path: str) -> bool:
         try:
-            resolve(path)
+            served(path)
         except (ImportError, AttributeError) as error:
             self._say(node, str(error))
             return False
@@ -122,7 +121,7 @@ class _Program(ast.NodeVisitor):
         """Whether all but the last name of `path` are modules and classes: attributes of other values are not looked
         up."""
         try:
-            owner = resolve(path.rpartition(".")[0])
+            owner = served(path.rpartition(".")[0])
         except (ImportError, AttributeError):
             return True
         return isinstance(owner, ModuleType | type)
@@ -136,8 +135,11 @@ class _Program(ast.NodeVisitor):
         if path is None or not self._is_static(path):
             return
         try:
-            target = resolve(path)
+            target = served(path)
         except (ImportError, AttributeError):
+            return
+        if isinstance(target, ModuleType):  # `cpp_extensions.gemm` is a function of the incumbent, and a module too.
+            self._say(node, f"{path} is no function in te_jax.compat; {INTERNAL}.")
             return
         given = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
         if isinstance(target, type) and issubclass(target, Recipe):
@@ -160,7 +162,7 @@ class _Program(ast.NodeVisitor):
 
     def _value(self, node: ast.expr) -> Any:
         if path := self._path(node):
-            return resolve(path)
+            return served(path)
         try:
             return ast.literal_eval(node)
         except ValueError:

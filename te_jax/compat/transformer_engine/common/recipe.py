@@ -29,7 +29,7 @@ class QParams:
     fp4_2d_quantization: bool = False
 
 
-def _refuse(where: str, name: str, value, allowed, way_out: str) -> None:
+def _allow(where: str, name: str, value, allowed, way_out: str) -> None:
     if value != allowed:
         raise ValueError(f"{where}: {name} is {value!r}; {way_out}.")
 
@@ -65,7 +65,7 @@ class DelayedScaling(_recipe.DelayedScaling):
         backward_override: str | None = None,
         **others,
     ):
-        _refuse("DelayedScaling", "backward_override", backward_override, None, _NO_OVERRIDE)
+        _allow("DelayedScaling", "backward_override", backward_override, None, _NO_OVERRIDE)
         _check_fields(DelayedScaling, others)
         super().__init__(
             margin=margin,
@@ -99,7 +99,7 @@ class Float8CurrentScaling(_recipe.Float8CurrentScaling):
         **others,
     ):
         _ignore("Float8CurrentScaling", others, ("margin", "amax_history_len", "amax_compute_algo"))
-        _refuse("Float8CurrentScaling", "backward_override", backward_override, None, _NO_OVERRIDE)
+        _allow("Float8CurrentScaling", "backward_override", backward_override, None, _NO_OVERRIDE)
         _check_fields(Float8CurrentScaling, others)
         given = dict(
             power_2_scale=use_power_2_scales,
@@ -128,15 +128,15 @@ class Float8BlockScaling(_recipe.Float8BlockScaling):
         **others,
     ):
         where = "Float8BlockScaling"
-        _refuse(where, "backward_override", backward_override, None, _NO_OVERRIDE)
+        _allow(where, "backward_override", backward_override, None, _NO_OVERRIDE)
         for name, value, allowed in (
             ("x_block_scaling_dim", x_block_scaling_dim, 1),
             ("w_block_scaling_dim", w_block_scaling_dim, 2),
             ("grad_block_scaling_dim", grad_block_scaling_dim, 1),
         ):
-            _refuse(where, name, value, allowed, f"te_jax has blocks of dimension {allowed} there; leave it out")
+            _allow(where, name, value, allowed, f"te_jax has blocks of dimension {allowed} there; leave it out")
         gemms = _split(fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad)
-        _refuse(where, "use_split_accumulator of a GEMM", all(gemms), True, "block scales need full sums: use True")
+        _allow(where, "use_split_accumulator of a GEMM", all(gemms), True, "block scales need full sums: use True")
         _check_fields(Float8BlockScaling, others)
         super().__init__(
             use_f32_scales=use_f32_scales, fp8_format=fp8_format, fp8_dpa=fp8_dpa, fp8_mha=fp8_mha, **others
@@ -157,9 +157,9 @@ class MXFP8BlockScaling(_recipe.MXFP8BlockScaling):
         **others,
     ):
         where = "MXFP8BlockScaling"
-        _refuse(where, "margin", margin, 0, "scales are powers of 2 of each block's amax; leave it 0")
-        _refuse(where, "enable_2d_quantization", enable_2d_quantization, False, "blocks are 1 x 32; leave it False")
-        _refuse(where, "backward_override", backward_override, None, _NO_OVERRIDE)
+        _allow(where, "margin", margin, 0, "scales are powers of 2 of each block's amax; leave it 0")
+        _allow(where, "enable_2d_quantization", enable_2d_quantization, False, "blocks are 1 x 32; leave it False")
+        _allow(where, "backward_override", backward_override, None, _NO_OVERRIDE)
         _check_fields(MXFP8BlockScaling, others)
         super().__init__(fp8_format=fp8_format, fp8_dpa=fp8_dpa, fp8_mha=fp8_mha, **others)
 

@@ -211,12 +211,9 @@ def fused_attn(
 
     Returns [b, s, h, dv]. Raises ValueError for score_mod and stripe_size, and what the module raises.
     """
-    for name, value in (("score_mod", score_mod), ("stripe_size", stripe_size)):
-        if value is not None:
-            way_out = "give a bias or a mask" if name == "score_mod" else "use ReorderStrategy.DualChunkSwap"
-            raise ValueError(f"fused_attn: {name} is {value!r}, which te_jax does not have; {way_out}.")
-    described = mask if sequence_descriptor is None else sequence_descriptor
-    mask = None if isinstance(described, SequenceDescriptor) else described
+    _check_served(score_mod, stripe_size)
+    mask = mask if sequence_descriptor is None else sequence_descriptor
+    described, mask = (mask, None) if isinstance(mask, SequenceDescriptor) else (None, mask)
     if mask is not None and not attn_mask_type.is_padding():
         warn_once("fused_attn", f"a mask of {mask.shape} is given, which {attn_mask_type} ignores; leave it out.")
         mask = None
@@ -240,11 +237,20 @@ def fused_attn(
         softmax_type=softmax_type.te_jax_name,
     )
     variables = {"params": {"_FusedDotProductAttention_0": {"softmax_offset": softmax_offset}}} if learnable else {}
-    described = _first_segments(described, max_segments_per_seq) if mask is None else None
+    described = _first_segments(described, max_segments_per_seq)
     return module.apply(
         variables, *qkv, *(None,) * (3 - len(qkv)), described, bias, mask=mask, deterministic=not is_training,
         rngs=None if seed is None else {"dropout": seed},
     )  # fmt: skip
+
+
+def _check_served(score_mod, stripe_size) -> None:
+    for name, value, way_out in (
+        ("score_mod", score_mod, "give a bias or a mask"),
+        ("stripe_size", stripe_size, "use ReorderStrategy.DualChunkSwap"),
+    ):
+        if value is not None:
+            raise ValueError(f"fused_attn: {name} is {value!r}, which te_jax does not have; {way_out}.")
 
 
 def _is_cut(axis: str) -> bool:
@@ -254,10 +260,10 @@ def _is_cut(axis: str) -> bool:
     return jax.sharding.get_abstract_mesh().shape.get(axis, 1) > 1
 
 
-def _first_segments(described, most: int):
+def _first_segments(described: SequenceDescriptor | None, most: int) -> SequenceDescriptor | None:
     """The descriptor without the columns of lengths and offsets past `most` segments, of which the caller has none."""
     if described is None or described.seq_offsets is None:
-        return described if isinstance(described, SequenceDescriptor) else None
+        return described
     cut = lambda pair, columns: tuple(each[..., :columns] for each in pair)
     return SequenceDescriptor.from_seqlens_and_offsets(
         cut(described.seqlens, most), cut(described.seq_offsets, most + 1)

@@ -7,7 +7,7 @@ import jax
 from te_jax import layers
 from te_jax._check import warn_once
 from te_jax.compat._absent import absent
-from te_jax.compat.transformer_engine.jax.cpp_extensions.gemm import CollectiveOpSet, noop_collective_op_set
+from te_jax.compat._collective import CollectiveOpSet, noop_collective_op_set
 from te_jax.compat.transformer_engine.jax.quantize.quantizer import QuantizerSet, noop_quantizer_set
 from te_jax.ops import gemm_grouped
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain

@@ -33,8 +33,8 @@ def make_grouped_dense_cls(quantization_recipe: Recipe | None, quantization_chec
     """
     if quantization_recipe is not None:
         raise ValueError(
-            f"make_grouped_dense_cls: quantization_recipe is {quantization_recipe}; pass None: grouped products are not in "
-            "FP8 yet."
+            f"make_grouped_dense_cls: quantization_recipe is {quantization_recipe}; pass None: grouped products are "
+            "not in FP8 yet."
         )
 
     def ragged_dot(generate_quantizer_set, x, kernel, group_sizes, **kwargs):
