@@ -92,7 +92,7 @@ class Op:
         self.primitive.multiple_results = True
         self.primitive.def_abstract_eval(self._abstract_eval)
         self.primitive.def_impl(self._evaluate)
-        mlir.register_lowering(self.primitive, partial(self._lower, self._run_reference))
+        mlir.register_lowering(self.primitive, partial(self._lower, self._traced_reference))
         if cuda or not composed:
             mlir.register_lowering(self.primitive, self._lower_cuda, platform="cuda")
         ops[name] = self
@@ -177,6 +177,14 @@ class Op:
 
     def _run_reference(self, *args, inputs, outputs, **attrs):
         return self._chosen(self.reference(*self._fill(args, inputs), **attrs), outputs)
+
+    def _traced_reference(self, *args, **params):
+        """Traced once for operands of the same shapes: tracing references was half of the time to lower a layer."""
+        return self._reference_of(_key(params))(*args)
+
+    @cache  # noqa: B019  (ops live as long as the process)
+    def _reference_of(self, key):
+        return jax.jit(partial(self._run_reference, **{name: value for name, _, value in key}), inline=True)
 
     def _run_cuda(self, *args, inputs, outputs, **attrs):
         call = partial(self._custom_call, outputs=outputs)

@@ -1,6 +1,9 @@
 """Tests that follow from each op's rule: every factor on every mesh axis, every vmap pattern, every kind of mesh."""
 
+import functools
 import itertools
+import math
+import random
 
 import jax
 import jax.numpy as jnp
@@ -158,14 +161,30 @@ def test_shard_map(case: Case, manual, rng, on_host):
         close(got, want, placement)
 
 
+@functools.cache
+def mapped_axes(count):
+    """Over which axis each of `count` operands is mapped, if any. All ways for up to 3 operands; of more, so few that
+    any two are mapped in each way beside each other."""
+    ways = list(itertools.product([None, 0, -1], repeat=count))[1:]
+    if count <= 3:
+        return ways
+    beside = {way: set(itertools.combinations(enumerate(way), 2)) for way in random.Random(0).sample(ways, 80)}
+    chosen, left = [], set().union(*beside.values())
+    assert len(left) == 9 * math.comb(count, 2)
+    while left:
+        chosen.append(max(beside, key=lambda way: len(beside[way] & left)))
+        left -= beside[chosen[-1]]
+    return chosen
+
+
 @all_cases
 def test_vmap(case: Case, rng):
     """Each operand mapped over its first axis, its last axis, or not at all: equal to a loop over examples."""
+    case = case.small()
     args = case.args(rng)
     fn = jax.jit(call(case, args))
     examples = [[np.asarray(a) for a in case.args(rng) if a is not None] for _ in range(3)]
-    patterns = list(itertools.product([None, 0, -1], repeat=len(examples[0])))[1:]
-    patterns = patterns if len(patterns) < 30 else patterns[:: len(patterns) // 25]
+    patterns = mapped_axes(len(examples[0]))
     stack = lambda axes: [xs[0] if ax is None else np.stack(xs, ax) for ax, xs in zip(axes, zip(*examples))]
     got = joined({str(axes): (jax.vmap(fn, axes), stack(axes)) for axes in patterns})
     for axes in patterns:
@@ -176,6 +195,7 @@ def test_vmap(case: Case, rng):
 
 @all_cases
 def test_eager_jit_scan_remat(case: Case, rng):
+    case = case.small()
     args = case.args(rng)
     _, _, given = solve(case, args)
     fn = call(case, args)
@@ -211,7 +231,8 @@ def test_vmap_joins_a_group(case: Case, rng):
 def test_vmap_over_a_sharded_axis(case: Case, kind, rng, on_host):
     """All operands mapped, or the first alone, beside another axis on the other mesh axis: the numbers of one device,
     examples stay where they are, and nothing is gathered."""
-    args, mesh = case.args(rng), jax.make_mesh((4, 2), AXES, axis_types=KINDS[kind])
+    case, mesh = case.small(), jax.make_mesh((4, 2), AXES, axis_types=KINDS[kind])
+    args = case.args(rng)
     fn, (rule, ranks, given) = call(case, args), solve(case, args)
     stacked = [np.stack(of) for of in zip(*([a for a in case.args(rng) if a is not None] for _ in range(8)))]
     free = [f for f in rule.leading(rule.inputs[0], ranks) if f not in rule.matches(case.declared.replicated, ranks)]
