@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from te_jax._arrays import as_jax
+from te_jax._arrays import as_jax, as_rank
 from te_jax._check import BOOL, FLOATS_ARRAY, INTEGERS, NONE, KnownFields, check, integer, number, one_of
 from te_jax._op import Op
 from te_jax._types import align, like
@@ -148,14 +148,14 @@ def _among_groups(choice, options: RouterOptions):
     groups = choice.reshape(*choice.shape[:-1], options.num_groups, -1)
     best, _ = lax.top_k(groups, min(max(1, options.topk // options.group_topk), groups.shape[-1]))
     _, chosen = lax.top_k(jnp.sum(best, -1), options.group_topk)
-    is_chosen = jnp.any(chosen[..., None] == jnp.arange(options.num_groups), -2)
+    is_chosen = jnp.any(jax.nn.one_hot(chosen, options.num_groups, dtype=bool), -2)
     return jnp.where(is_chosen[..., None], groups, -jnp.inf).reshape(choice.shape)
 
 
 def _choose(logits, expert_bias, options: RouterOptions):
     """i32[m..., k]: the experts with the largest scores."""
     choice = _scores(logits, options)
-    choice = choice if expert_bias is None else choice + expert_bias
+    choice = choice if expert_bias is None else choice + as_rank(expert_bias, choice.ndim)
     choice = jnp.where(jnp.isnan(choice), -jnp.inf, jnp.where(choice == 0, 0, choice))  # top_k puts -0 below 0
     return lax.top_k(_among_groups(choice, options), options.topk)[1]
 
