@@ -126,7 +126,7 @@ def test_members_of_enums_are_refused_with_the_name_to_pass(qkv, field, member, 
         core(**{field: member}).apply({}, *qkv)
 
 
-def test_initializing_reads_shapes_alone(qkv):
+def test_initializing_reads_shapes_alone(qkv, monkeypatch):
     """Inputs of one row, and no mesh, stand for the batch and the mesh of later calls, which see the masks."""
     x = qkv[0].reshape(B, S, H * D)
     row = jax.tree.map(lambda a: a[:1], qkv)
@@ -153,6 +153,8 @@ def test_initializing_reads_shapes_alone(qkv):
     assert cut.init(KEY, *row) == {}
     with pytest.raises(ValueError, match="context_parallel_axis is 'context', but the mesh in force is none"):
         cut.apply({}, *qkv)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)  # Then no axis has more devices.
+    assert jax.eval_shape(cut.apply, {}, *qkv).shape == (B, S, H, D)
 
 
 def test_axes_of_one_device_are_no_split(qkv):

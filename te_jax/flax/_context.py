@@ -34,7 +34,8 @@ class Context(NamedTuple):
     @classmethod
     def of(cls, module: nn.Module) -> "Context | None":
         """The context that the fields of `module` and the MeshResource in force ask for; None: the sequence is not cut,
-        or it is cut along an axis of one device, or `module` is initializing without a mesh, where shapes alone count.
+        or it is cut along an axis of one device. Without a mesh that is every axis where there is one device, and all
+        that counts while `module` is initializing are shapes.
 
         Raises ValueError for an axis that the mesh lacks, or that shards something else.
         """
@@ -50,7 +51,7 @@ class Context(NamedTuple):
                 )
             return None
         given = f"context_parallel_axis is {axis!r}" if field else f"cp_resource of the MeshResource is {axis!r}"
-        if module.is_initializing() and not mesh.axis_names:
+        if not mesh.axis_names and (module.is_initializing() or jax.device_count() == 1):
             return None
         if axis not in mesh.axis_names:
             has = f"has the axes {mesh.axis_names}" if mesh.axis_names else "is none; enter jax.set_mesh(mesh)"
