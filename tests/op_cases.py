@@ -177,7 +177,7 @@ CASES = [
     ),
     Case(
         "gemm_grouped_wgrad", "te_gemm_grouped_wgrad", {**_groups_sizes, "n...0": 4, "n...1": 4, "k...0": 8},
-        (f32, f32, i32, i32, None, None, None, None, f32), _grouped, None, {"k...": 1},
+        (E4M3, E4M3, i32, i32, f32, f32, None, None, f32), _grouped, None, {"k...": 1},
     ),
     Case(
         "gemm_grouped_wgrad_block", "te_gemm_grouped_wgrad", {**_groups_sizes, "r": 512, "n...0": 8, "k...0": 8},
