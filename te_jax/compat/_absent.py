@@ -65,10 +65,6 @@ ABSENT: dict[str, dict[str, str]] = {
     },
     "transformer_engine.jax.permutation": {
         **dict.fromkeys(
-            ("token_dispatch", "token_combine"),
-            "use group, permute and combine of te_jax.ops.permute, which take the experts of te_jax.ops.router.route",
-        ),
-        **dict.fromkeys(
             "sort_chunks_by_index routing_map_to_selected_experts PureJaxPermState pure_jax_token_dispatch "
             "pure_jax_token_combine compute_ragged_all_to_all_params compute_reverse_ragged_all_to_all_params "
             "local_permute_after_a2a local_unpermute_before_a2a".split(),
