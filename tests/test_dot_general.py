@@ -331,7 +331,7 @@ def test_products_that_are_not_in_fp8_say_so_once():
     x = data(RNG, 2, 4, 16)
     batched = nn.DenseGeneral(8, batch_dims=(0,), dot_general_cls=CLS)
     _check.told.clear()
-    with pytest.warns(UserWarning, match="a product is not in FP8: it has 1 batch axes") as said:
+    with pytest.warns(UserWarning, match="a product is not in FP8: it has batch axes") as said:
         variables = batched.init(KEY, x)
         batched.apply(variables, x)
     assert len(said) == 1 and set(variables) == {"params"}
@@ -358,21 +358,28 @@ def test_a_function_with_two_products():
     wrong = te_flax.wrap_function_in_te_state_module(lambda generate: generate("qkv"), DELAYED, "f")
     with pytest.raises(ValueError, match="TEWrapper_f: postfix is 'qkv'; pass"):
         wrong().init(KEY)
+    grouped = lambda rule: te_flax.wrap_function_in_te_state_module(
+        lambda generate: generate(n_groups=3).checkpoint, rule, None, "mine"
+    )()
+    assert grouped(recipe.FixedScaling()).apply({}) == "mine"
+    with pytest.raises(ValueError, match="n_groups is 3, but DelayedScaling has state"):
+        grouped(DELAYED).apply({})
 
 
 def test_state_of_own_modules_in_the_other_collection():
     """Nothing else changes: results, the law, training states, reports, conversion."""
     x, model = data(RNG, 4, 16), te_flax.DenseGeneral(8)
 
-    def loss(params, fp8):
-        return sum(jnp.mean(model.apply({"params": params, **fp8}, k * x) ** 2) for k in (1, 2))
+    def loss(params, fp8, factor):
+        variables = {"params": params, **fp8}
+        return jnp.mean(model.apply(variables, factor * x) ** 2 + model.apply(variables, 3 * x))
 
     @jax.jit
     def run(x):
         others, params = flax.core.pop(nn.meta.unbox(model.init(KEY, x)), "params")
         state = te_flax.TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1), collections=others)
-        loss_and_grads = te.value_and_grad(loss, (0, 1))(state.params, state.fp8)
-        state = state.apply_gradients(grads=loss_and_grads[1])
+        _, grads = state.accumulate_gradients(loss, jnp.arange(1.0, 3.0))
+        state = state.apply_gradients(grads=grads)
         converted = te.convert_fp8_metas(state.fp8, recipe.DelayedScaling(amax_history_len=7))
         return others, state.params, te.fp8_stats(state), [state.fp8, converted, te.fp8_probes(state.fp8)]
 
@@ -384,11 +391,38 @@ def test_state_of_own_modules_in_the_other_collection():
             with te.autocast(False):  # keeps the collection of the outer one
                 assert not te.fp8.current_recipe() and te.fp8.state_collection() == name
         results.append((equal[1:], [tree[name] for tree in trees]))
-    assert newest(trees[0]) == 2 * jnp.max(jnp.abs(x))
+    assert newest(trees[0]) == 3 * jnp.max(jnp.abs(x))
     jax.tree.map(np.testing.assert_array_equal, *results)
     assert te.convert_fp8_metas(trees[0], recipe.FixedScaling()) == {}
     with pytest.raises(ValueError, match="autocast: collection is 'params'; pass None or one of"):
         te.autocast(recipe=DELAYED, collection="params")
+
+
+def test_beside_modules_of_te_jax():
+    """The state of a model may be in both collections, or by an autocast in one."""
+
+    class Both(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4, dot_general_cls=te_flax.DotGeneral)(te_flax.DenseGeneral(8)(x))
+
+    @jax.jit
+    def step(x):
+        others, params = flax.core.pop(nn.meta.unbox(Both().init(KEY, x)), "params")
+        state = te_flax.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1), collections=others)
+        loss = lambda params, fp8: jnp.mean(Both().apply({"params": params, **fp8}, x) ** 2)
+        return state.apply_gradients(grads=te.value_and_grad(loss, (0, 1))(state.params, state.fp8)[1]).fp8
+
+    x = data(RNG, 4, 16)
+    with te.autocast(recipe=DELAYED):
+        apart = step(x)
+    assert newest(apart["fp8_metas"]) == jnp.max(jnp.abs(x)) and newest(apart[OVERWRITE]) > 0
+    for name in apart:
+        with te.autocast(recipe=DELAYED, collection=name):
+            together = step(x)
+        assert set(together) == {name}
+        want = {**apart["fp8_metas"], **apart[OVERWRITE]}
+        jax.tree.map(np.testing.assert_array_equal, together[name], want)
 
 
 def test_in_the_training_state_of_flax():

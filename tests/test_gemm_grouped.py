@@ -87,7 +87,12 @@ def test_rows(case, rng):
 def test_wgrads(case, rng):
     """The tail holds NaN, the rows that pad a group zeros; an expert without tokens has zeros, or the sum so far."""
     experts, tokens, left, right, out, form, has_c = case
-    n, k, rows, run = N, K, buffer_rows(tokens, experts), jax.jit(partial(gemm_grouped_wgrad, out_dtype=out))
+    n, k, rows, run = (
+        N,
+        K,
+        buffer_rows(tokens, experts),
+        jax.jit(partial(gemm_grouped_wgrad, out_dtype=out, in_place=has_c)),
+    )
     for name, counts in oracle.loads(rng, experts, tokens).items():
         offsets = oracle.groups_of(counts)
         real, tail = oracle.is_token(rows, offsets, counts), np.arange(rows) >= offsets[-1]

@@ -34,6 +34,7 @@ LEFT: dict[str, set[str]] = {
 SHARED_NAMES = {
     "an NNX module has the name of its Linen module": {
         "DenseGeneral",
+        "DotGeneral",
         "DotProductAttention",
         "LayerNorm",
         "LayerNormDenseGeneral",

@@ -5,12 +5,13 @@ import inspect
 import jax
 from flax import nnx
 
+from te_jax._check import check_names
 from te_jax.nnx._layer import signature_of
 
 _OWN = "this module has its own product"
 _PROMOTE = inspect.signature(nnx.Linear.__init__).parameters["promote_dtype"].default
 _HOOK = "use nnx.Linear(dot_general=te_jax.nnx.DotGeneral())"
-_DEFAULTS = {  # argument -> (values that ask for nothing, the way out of others)
+_OF_FLAX = {  # argument -> (values that ask for nothing, the way out of others)
     "precision": ((None, "default", jax.lax.Precision.DEFAULT), "leave it None: FP8 has one precision"),
     "promote_dtype": ((None, _PROMOTE), f"say by dtype and param_dtype what is computed in, or {_HOOK}"),
     "preferred_element_type": ((None,), f"the output has the type of the inputs: cast it, or {_HOOK}"),
@@ -18,18 +19,20 @@ _DEFAULTS = {  # argument -> (values that ask for nothing, the way out of others
     "dot_general_cls": ((None,), f"{_OWN}: use nnx.LinearGeneral"),
     "batch_axis": ((None, {}), "use nnx.vmap over the module"),
 }
-_NAMES = {"out_features": "features", "param_dtype": "params_dtype"}
+_FIELD_NAMES = {"out_features": "features", "param_dtype": "params_dtype"}
+_ARGUMENTS = (*_FIELD_NAMES, "kernel_metadata", "bias_metadata", *_OF_FLAX)
 
 
-def fields_from_nnx(where: str, kwargs: dict) -> dict:
-    """`kwargs` with the names that `te_jax.flax.DenseGeneral` has for them. Raises, naming `where`, ValueError for what
-    it does not do, TypeError for one argument by two names."""
-    kwargs = dict(kwargs)
-    for name, (defaults, way_out) in _DEFAULTS.items():
+def fields_from_nnx(cls: type, kwargs: dict) -> dict:
+    """`kwargs` of the constructor of `cls` with the names that `te_jax.flax.DenseGeneral` has for them. Raises
+    ValueError for what it does not do, TypeError for unknown names and for one argument by two names."""
+    kwargs, where = dict(kwargs), cls.__name__
+    check_names(where, kwargs, (*signature_of(cls).parameters, *_ARGUMENTS))
+    for name, (defaults, way_out) in _OF_FLAX.items():
         value = kwargs.pop(name, None)
         if not any(value is default or value == default for default in defaults):
             raise ValueError(f"{where}: {name} is {value!r}; {way_out}.")
-    for name, field in _NAMES.items():
+    for name, field in _FIELD_NAMES.items():
         if name in kwargs and field in kwargs:
             raise TypeError(f"{where}: {name} is {kwargs[name]!r} beside {field}, its other name; pass one of them.")
         if name in kwargs:
@@ -44,7 +47,6 @@ def fields_from_nnx(where: str, kwargs: dict) -> dict:
 def with_linear_arguments(cls: type) -> type:
     """`cls`, whose constructor's signature shows the arguments of `nnx.Linear` beside its own."""
     parameter = inspect.Parameter
-    names = (*_NAMES, "kernel_metadata", "bias_metadata", *_DEFAULTS)
-    more = [parameter(name, parameter.KEYWORD_ONLY, default=None) for name in names]
+    more = [parameter(name, parameter.KEYWORD_ONLY, default=None) for name in _ARGUMENTS]
     cls.__signature__ = inspect.Signature([*signature_of(cls).parameters.values(), *more])
     return cls

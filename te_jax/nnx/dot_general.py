@@ -26,7 +26,7 @@ class DotGeneral(Layer):
 
         for _, module in nnx.iter_modules(model):
             if isinstance(module, nnx.Linear | nnx.LinearGeneral):
-                module.dot_general = te_nnx.DotGeneral()
+                module.dot_general = nnx.data(te_nnx.DotGeneral())
 
     `dot_general_cls` of `nnx.LinearGeneral` makes an instance in each call, which forgets its state: use it under
     recipes without state alone.

@@ -6,9 +6,9 @@ from functools import partial, wraps
 from flax import nnx
 
 from te_jax._amax_type import errors_of_amaxes
-from te_jax._check import FUNCTION, check, integer
+from te_jax._check import FUNCTION, check, integer, warn_once
 from te_jax.combine import combine_by_max, reach
-from te_jax.fp8 import FP8_COLLECTION, current_recipe
+from te_jax.fp8 import FP8_COLLECTION, OVERWRITE_COLLECTION, current_recipe
 from te_jax.fp8_metas import update_fp8_metas
 from te_jax.nnx._layer import Fp8State
 from te_jax.nnx.convert import collections_of, with_collections
@@ -52,6 +52,13 @@ def value_and_grad(f: Callable, *, argnums: int = 0, has_aux: bool = False, wrt=
             raise ValueError(
                 f"te_jax.nnx.value_and_grad: wrt is {wrt!r}, which takes FP8 state for parameters; pass wrt=nnx.Param "
                 "here and to nnx.Optimizer: FP8 state moves beside them."
+            )
+        if nnx.state(model, lambda _, variable: type(variable).__name__ == OVERWRITE_COLLECTION):
+            warn_once(
+                "te_jax.nnx.value_and_grad",
+                f"the model has FP8 state of the type {OVERWRITE_COLLECTION}, as of Linen modules in nnx.bridge.ToNNX, "
+                'which stays as it is; make the model under te_jax.autocast(..., collection="fp8_metas"), or take the '
+                "gradient of that state for its next value.",
             )
         moves = recipe is not None and bool(nnx.state(model, Fp8State))
         if moves and not recipe.has_state:

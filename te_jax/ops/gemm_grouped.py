@@ -38,7 +38,7 @@ def _inverse(lhs_scale_inv, rhs_scale_inv, counts):
     return jnp.broadcast_to(lhs_scale_inv * rhs_scale_inv, counts.shape)
 
 
-def _wide(a):
+def _widened(a):
     return a.astype(jnp.float32) if a.dtype in FP8 else a
 
 
@@ -47,11 +47,11 @@ def _rows_reference(
 ):
     """One tile of rows after the other: an array of all products, or of the weights of all tiles, might not fit."""
     contract, inverse, rows = outer + 1, _inverse(lhs_scale_inv, rhs_scale_inv, counts), lhs.shape[0]
-    left = _wide(lhs) if lhs_row_inv is None else dequantize_rows(lhs, lhs_row_inv, contract, BLOCK)
+    left = _widened(lhs) if lhs_row_inv is None else dequantize_rows(lhs, lhs_row_inv, contract, BLOCK)
 
     def tile(operands):
         left, expert = operands
-        weight = _wide(rhs[expert])
+        weight = _widened(rhs[expert])
         if rhs_block_inv is not None:
             weight = dequantize_weight(weight, rhs_block_inv[expert], weight.ndim - contract)
         out = dot_last(left, weight, contract) * inverse[expert]
@@ -70,7 +70,7 @@ def _wgrad_reference(
     _, is_token = expert_of_row(offsets, counts, rows)
 
     def tiles(a, inverse):  # [..., R] -> [R / 128, ..., 128]
-        a = _wide(a) if inverse is None else dequantize_rows(a, inverse, 1, BLOCK)
+        a = _widened(a) if inverse is None else dequantize_rows(a, inverse, 1, BLOCK)
         a = tokens_alone(a, is_token, a.ndim - 1)
         return jnp.moveaxis(a.reshape(*a.shape[:-1], rows // ALIGNMENT, ALIGNMENT), -2, 0)
 
@@ -157,6 +157,7 @@ def gemm_grouped_wgrad(
     *,
     out_dtype=None,
     fast_accum: bool = False,
+    in_place: bool = False,
 ) -> jax.Array:
     """The product of each expert's rows of two transposed buffers, accumulated in f32:
     out[e, *n, *k] = sum over the tokens r of expert e of lhs[*n, r] rhs[*k, r].
@@ -168,13 +169,14 @@ def gemm_grouped_wgrad(
                  [R / 128, *n] and [R / 128, *k], `scale_inv_t` of te_quantize_block.
     c:           [E, *n, *k] of out_dtype, added in f32 before the one rounding: a sum over microbatches.
     out_dtype:   f32, bf16 or f16; default bf16 for FP8 operands, else theirs.
-    fast_accum:  as in `gemm`.
+    fast_accum, in_place: as in `gemm`.
 
     An expert without tokens has zeros, or c. Not differentiable. Raises as `gemm_grouped` does.
     """
     lhs, rhs, offsets, counts, c = as_jax(lhs, rhs, offsets, counts, c)
     _check_arrays(_WGRAD_OP, lhs, rhs, offsets, counts, -1)
-    attrs = _attributes(_WGRAD_OP, lhs, out_dtype, fast_accum)
+    check(_WGRAD_OP, "in_place", in_place, BOOL)
+    attrs = _attributes(_WGRAD_OP, lhs, out_dtype, fast_accum) | (dict(in_place=True) if in_place else {})
     scales = _forms(lhs_scale_inv, rhs_scale_inv)
     return named(gemm_grouped_wgrad_op(lhs, rhs, offsets, counts, *scales, c, **attrs)[0], GEMM)
 

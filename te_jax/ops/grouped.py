@@ -126,7 +126,8 @@ stack: number of axes in e. lead: number of axes in *m. dtype, power_2, epsilon:
 
 
 def _biased(x, bias, expert, is_token):
-    """f32 x [R, a, f] plus the bias [E, a, f] of each row's expert; zeros where there is no token."""
+    """f32 x [R, a, f] plus the bias [E, a, f] of each row's expert; zeros where there is no token, which all fused
+    activations keep."""
     wide = x.astype(jnp.float32)
     return tokens_alone(wide if bias is None else wide + bias.astype(jnp.float32)[expert], is_token)
 
@@ -143,7 +144,6 @@ def _quantized(y, scale, expert, is_token, dtype):
 def _grouped_fwd_reference(x, offsets, counts, bias, scale, *, dtype, **attrs):
     expert, is_token = expert_of_row(offsets, counts, x.shape[0])
     y, *_ = activation_fwd.reference(_biased(x, bias, expert, is_token), None, dtype=dtype, **attrs)
-    y = tokens_alone(y, is_token)
     amaxes = _amax_of_experts(y, offsets, counts)
     return y.astype(x.dtype), *_quantized(y, scale, expert, is_token, dtype), amaxes
 
@@ -152,7 +152,6 @@ def _grouped_bwd_reference(dy, x, offsets, counts, bias, scale, *, dtype, **attr
     expert, is_token = expert_of_row(offsets, counts, x.shape[0])
     wide = tokens_alone(dy, is_token).astype(jnp.float32), _biased(x, bias, expert, is_token)
     dx, *_ = activation_bwd.reference(*wide, None, dtype=dtype, **attrs)
-    dx = tokens_alone(dx, is_token)
     sums = _amax_of_experts(dx, offsets, counts), _dbias_of_experts(dx, offsets, counts)
     return dx.astype(x.dtype), *_quantized(dx, scale, expert, is_token, dtype), *sums
 
