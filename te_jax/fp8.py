@@ -1,10 +1,10 @@
 """FP8 state: the recipe in force, the scale of a tensor, and how a training step turns amaxes into new scales.
 
-A recipe with state (`has_state`) has it in the collection `fp8_metas`: f32 leaves `{tensor}_scale` [1] and
-`{tensor}_amax_history` [L], and where it is probed (`te_jax.fp8_probes`) `{tensor}_probe` [4], possibly with leading
-axes from `nn.scan` or `nn.vmap`. A tensor is x, kernel or grad of a GEMM, or one of `AttentionMetas`. The cotangent of
-the collection is the new state, so `jax.grad` with respect to it is the update, and a forward pass alone changes
-nothing.
+A recipe with state (`has_state`) has it in the collection `fp8_metas`, or in the other of `STATE_COLLECTIONS`: f32
+leaves `{tensor}_scale` [1] and `{tensor}_amax_history` [L], and where it is probed (`te_jax.fp8_probes`)
+`{tensor}_probe` [4], possibly with leading axes from `nn.scan` or `nn.vmap`. A tensor is x, kernel or grad of a GEMM,
+or one of `AttentionMetas`. The cotangent of the collection is the new state, so `jax.grad` with respect to it is the
+update, and a forward pass alone changes nothing.
 """
 
 import contextlib

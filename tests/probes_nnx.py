@@ -35,7 +35,9 @@ def optimized(wrt):
 PROBES = [
     Probe("nnx no in_features", nnx_made(te_nnx.DenseGeneral, features=8), T, "DenseGeneral: missing .*'in_features'"),
     Probe("nnx typo", nnx_made(te_nnx.DenseGeneral, H, 8, use_bais=True), T, "DenseGeneral: .*did you mean 'use_bias'"),
-    Probe("nnx out_features", nnx_made(te_nnx.Linear, H, out_features=8), T, "DenseGeneral: .*'out_features'"),
+    Probe("nnx out_features", nnx_made(te_nnx.Linear, H, out_features=8)),
+    Probe("nnx out_feature", nnx_made(te_nnx.Linear, H, out_feature=8), T, "DenseGeneral: .*mean 'out_features'"),
+    Probe("nnx DotGeneral(class)", nnx_made(te_nnx.DotGeneral, te.recipe.DelayedScaling), T, "DotGeneral: recipe is"),
     Probe("nnx in_features='16'", nnx_made(te_nnx.DenseGeneral, "16", 8), T, "DenseGeneral: in_features is '16'"),
     Probe("nnx in_features=0", nnx_made(te_nnx.DenseGeneral, 0, 8), V, "DenseGeneral: in_features is 0"),
     Probe("nnx num_features=-1", nnx_made(te_nnx.LayerNorm, -1), V, "LayerNorm: num_features is -1"),

@@ -84,6 +84,10 @@ AUTOCAST = [
     Probe("autocast(np.True_, D)", lambda: ask_in(np.True_, RECIPE)() == (RECIPE, False)),
     Probe("autocast(False, D)", lambda: ask_in(False, RECIPE)() == (None, True)),
     Probe("autocast(False) inside", lambda: [*map(entered, (True, False))][1] == (None, True)),
+    Probe(
+        "autocast(collection='x')", ask_in(recipe=RECIPE, collection="x"), ValueError, "collection is 'x'; pass None"
+    ),
+    Probe("autocast(collection=1)", ask_in(recipe=RECIPE, collection=1), TypeError, "collection is 1; pass None or"),
     Probe("autocast(mesh_resource=...)", lambda: ask_in(mesh_resource=te.MeshResource())() == (None, False)),
     Probe("fp8_autocast(fp8_recipe=D)", lambda: ask_in(of=te.fp8_autocast, fp8_recipe=RECIPE)()[0] == RECIPE),
     Probe("fp8_autocast(sharding_resource=...)", ask_in(True, of=te.fp8_autocast, sharding_resource=te.MeshResource())),

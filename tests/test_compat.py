@@ -347,6 +347,42 @@ def test_router(rng):
         te.router.fused_topk_with_score_function(logits, 2, compute_aux_scores=True)
 
 
+@pytest.mark.parametrize("align_size", [None, 32])
+def test_tokens_go_to_their_experts_and_back(rng, align_size):
+    """Against loops: token 2 goes to no expert, the others to one or two of four."""
+    x = jnp.asarray(rng.standard_normal((2, 3, 8)), jnp.float32)
+    chosen = np.array([[0, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1], [1, 0, 0, 1]])
+    probs = jnp.asarray(chosen * rng.uniform(0.1, 1, chosen.shape), jnp.float32)
+    dispatch = lambda x, map: te.permutation.token_dispatch(x, map, 9, probs.reshape(2, 3, 4), align_size)
+    rows, weights, row_id_map, padding, counts = jax.jit(dispatch)(x, jnp.asarray(chosen).reshape(2, 3, 4))
+    tokens = [(e, t) for e in range(4) for t in range(6) if chosen[t, e]]
+    begin = 0
+    for expert, size in enumerate(np.asarray(counts)):
+        own = [t for e, t in tokens if e == expert]
+        np.testing.assert_array_equal(rows[begin : begin + len(own)], x.reshape(6, 8)[np.array(own, int)])
+        np.testing.assert_array_equal(weights[begin : begin + len(own)], probs[np.array(own, int), expert])
+        assert (
+            size == len(own)
+            if align_size is None
+            else size % 128 == 0 and not rows[begin + len(own) : begin + size].any()
+        )
+        begin += size
+    assert (padding is None) == (align_size is None) and not rows[begin:].any()
+    back = te.permutation.token_combine(rows, row_id_map, probs, padding)
+    np.testing.assert_allclose(back, x.reshape(6, 8) * probs.sum(-1, keepdims=True), rtol=1e-6)
+    back = te.permutation.token_combine(rows, row_id_map, None, padding)
+    np.testing.assert_allclose(back, x.reshape(6, 8) * chosen.sum(-1, keepdims=True), rtol=1e-6)
+
+    def there_and_back(x):
+        rows, _, row_id_map, padding, _ = dispatch(x, jnp.asarray(chosen).reshape(2, 3, 4))
+        return jnp.sum(te.permutation.token_combine(rows, row_id_map, probs, padding))
+
+    dx = jax.grad(there_and_back)(x).reshape(6, 8)
+    np.testing.assert_allclose(dx, np.broadcast_to(probs.sum(-1, keepdims=True), (6, 8)), rtol=1e-6)
+    many = dispatch(x, jnp.ones((2, 3, 4)))[0]
+    assert jnp.isnan(many).any()  # A token may have ceil(9 / 6) experts here, and each has four.
+
+
 # -- modules -----------------------------------------------------------------------------------------------------
 
 

@@ -93,6 +93,8 @@ def without_the_alias(monkeypatch):
     monkeypatch.setattr(sys, "meta_path", kept)
     for name in [name for name in sys.modules if name.partition(".")[0] in _install.NAMES]:
         monkeypatch.delitem(sys.modules, name)
+    yield
+    sys.modules.pop("transformer_engine", None)
 
 
 def test_no_other_package_is_replaced(without_the_alias, monkeypatch, tmp_path):
@@ -108,7 +110,6 @@ def test_no_other_package_is_replaced(without_the_alias, monkeypatch, tmp_path):
     importlib.import_module("transformer_engine")
     with pytest.raises(ImportError, match="imported already"):
         install()
-    monkeypatch.delitem(sys.modules, "transformer_engine")
 
 
 CHECKED = """

@@ -331,7 +331,7 @@ def test_products_that_are_not_in_fp8_say_so_once():
     x = data(RNG, 2, 4, 16)
     batched = nn.DenseGeneral(8, batch_dims=(0,), dot_general_cls=CLS)
     _check.told.clear()
-    with pytest.warns(UserWarning, match="a product is not in FP8: it has 1 batch axes") as said:
+    with pytest.warns(UserWarning, match="a product is not in FP8: it has batch axes") as said:
         variables = batched.init(KEY, x)
         batched.apply(variables, x)
     assert len(said) == 1 and set(variables) == {"params"}
@@ -396,6 +396,33 @@ def test_state_of_own_modules_in_the_other_collection():
     assert te.convert_fp8_metas(trees[0], recipe.FixedScaling()) == {}
     with pytest.raises(ValueError, match="autocast: collection is 'params'; pass None or one of"):
         te.autocast(recipe=DELAYED, collection="params")
+
+
+def test_beside_modules_of_te_jax():
+    """The state of a model may be in both collections, or by an autocast in one."""
+
+    class Both(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4, dot_general_cls=te_flax.DotGeneral)(te_flax.DenseGeneral(8)(x))
+
+    @jax.jit
+    def step(x):
+        others, params = flax.core.pop(nn.meta.unbox(Both().init(KEY, x)), "params")
+        state = te_flax.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1), collections=others)
+        loss = lambda params, fp8: jnp.mean(Both().apply({"params": params, **fp8}, x) ** 2)
+        return state.apply_gradients(grads=te.value_and_grad(loss, (0, 1))(state.params, state.fp8)[1]).fp8
+
+    x = data(RNG, 4, 16)
+    with te.autocast(recipe=DELAYED):
+        apart = step(x)
+    assert newest(apart["fp8_metas"]) == jnp.max(jnp.abs(x)) and newest(apart[OVERWRITE]) > 0
+    for name in apart:
+        with te.autocast(recipe=DELAYED, collection=name):
+            together = step(x)
+        assert set(together) == {name}
+        want = {**apart["fp8_metas"], **apart[OVERWRITE]}
+        jax.tree.map(np.testing.assert_array_equal, together[name], want)
 
 
 def test_in_the_training_state_of_flax():

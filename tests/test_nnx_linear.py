@@ -224,3 +224,12 @@ def test_one_argument_by_two_names():
             te_nnx.Linear(16, rngs=rngs(), **both)
     with pytest.raises(TypeError, match="DenseGeneral: .*features"):
         te_nnx.Linear(16, 8, out_features=8, rngs=rngs())
+
+
+def test_a_subclass_takes_them_too():
+    class Mine(te_nnx.Linear):
+        pass
+
+    assert (
+        "out_features" in Mine.__signature__.parameters and Mine(16, out_features=8, rngs=rngs()).kernel.shape[1] == 8
+    )

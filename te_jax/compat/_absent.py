@@ -15,12 +15,15 @@ ABSENT: dict[str, dict[str, str]] = {
         "pytorch": "te_jax serves JAX alone",
     },
     "transformer_engine.common": {
+        "utils": "it is internal to the incumbent",
         "load_framework_extension": "there is no C extension to load",
     },
     "transformer_engine.jax": {
         "debug": "te_jax.fp8_probes and te_jax.fp8_stats show what happens to tensors in FP8",
         "ep": _MOE,
         "moe": _MOE,
+        "fp8": "newer releases have it as `.quantize`: import from there",
+        "fused_attn": "newer releases have it as `.attention`: import from there",
         "triton_extensions": "te_jax has no Triton kernels: use jax.experimental.pallas",
     },
     "transformer_engine.jax.attention": {
@@ -28,6 +31,7 @@ ABSENT: dict[str, dict[str, str]] = {
     },
     "transformer_engine.jax.flax": {
         "_MoEBlock": _MOE,
+        "moe": _MOE,
     },
     "transformer_engine.jax.flax.module": {
         "Softmax": "te_jax's attention has the scale, the mask and the softmax in it: use DotProductAttention",
@@ -56,13 +60,10 @@ ABSENT: dict[str, dict[str, str]] = {
             "apply_padding_to_scale_inv remove_padding_from_scale_inv".split(),
             _QUANTIZED,
         ),
+        **dict.fromkeys(("tensor", "metadata", "dequantizer", "hadamard"), _QUANTIZED),
         "is_fp8_gemm_with_all_layouts_supported": "te_jax chooses layouts itself",
     },
     "transformer_engine.jax.permutation": {
-        **dict.fromkeys(
-            ("token_dispatch", "token_combine"),
-            "use group, permute and combine of te_jax.ops.permute, which take the experts of te_jax.ops.router.route",
-        ),
         **dict.fromkeys(
             "sort_chunks_by_index routing_map_to_selected_experts PureJaxPermState pure_jax_token_dispatch "
             "pure_jax_token_combine compute_ragged_all_to_all_params compute_reverse_ragged_all_to_all_params "

@@ -28,19 +28,17 @@ def findings(source: str, name: str = "<program>") -> list[Finding]:
 
 def served(path: str) -> Any:
     """The object at the dotted `path` of the incumbent. Raises ImportError or AttributeError, with the reason."""
-    names, at = path.split("."), 1
-    found = _module(names[0])
-    while at < len(names):
-        if isinstance(found, ModuleType) and not _has(found, names[at]):
-            found = _module(".".join(names[: at + 1]))
-        else:
-            found = getattr(found, names[at])
-        at += 1
+    at, *names = path.split(".")
+    found = _module(at)
+    for name in names:
+        at = f"{at}.{name}"
+        is_submodule = isinstance(found, ModuleType) and not _has(found, name)
+        found = _module(at) if is_submodule else getattr(found, name)
     return found
 
 
 def _has(module: ModuleType, name: str) -> bool:
-    """`hasattr`, which a reason of `_absent.py`, an ImportError, does not leave."""
+    """`hasattr` of modules that raise ImportError for names of `_absent.py`."""
     try:
         return hasattr(module, name)
     except ImportError:

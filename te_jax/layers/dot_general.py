@@ -18,7 +18,7 @@ def why_not_fp8(lhs, rhs, dimension_numbers) -> str | None:
     """Why this product is none that `dense` computes, None if it is one."""
     (contracted, _), (batch, _) = dimension_numbers
     if len(batch):
-        return f"it has {len(batch)} batch axes, as a product of two activations"
+        return "it has batch axes, as a product of two activations or of a weight for each example"
     if not len(contracted):
         return "it contracts no axis"
     if wrong := [a.dtype.name for a in (lhs, rhs) if not FLOAT.accepts(a)]:
@@ -60,7 +60,7 @@ def dot_general(
     if why := why_not_fp8(lhs, rhs, dimension_numbers):
         raise ValueError(f"{name}: dimension_numbers is {dimension_numbers!r}, but {why}; use jax.lax.dot_general.")
     _check_precision(name, precision)
-    dtype = jnp.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
+    dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else jnp.dtype(preferred_element_type)
     # Sorted as lhs has them: mostly they are its last axes, and nothing is moved.
     pairs = sorted((a % lhs.ndim, b % rhs.ndim) for a, b in zip(*dimension_numbers[0]))
     inner, outer = zip(*pairs)
@@ -85,6 +85,6 @@ def _check_precision(name: str, precision):
     each = precision if isinstance(precision, tuple | list) else (precision,)
     if any(p not in _DEFAULT for p in each):
         raise ValueError(
-            f"{name}: precision is {precision!r}, but operands in FP8 have 3 bits behind the point; leave it None, or "
-            "keep the product out of FP8 (the recipe's exclude, or no dot_general of te_jax)."
+            f"{name}: precision is {precision!r}, but operands in FP8 have 2 or 3 bits behind the point; leave it "
+            "None, or keep the product out of FP8 (the recipe's exclude, or no dot_general of te_jax)."
         )

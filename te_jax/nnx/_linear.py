@@ -5,6 +5,7 @@ import inspect
 import jax
 from flax import nnx
 
+from te_jax._check import check_names
 from te_jax.nnx._layer import signature_of
 
 _OWN = "this module has its own product"
@@ -19,12 +20,14 @@ _OF_FLAX = {  # argument -> (values that ask for nothing, the way out of others)
     "batch_axis": ((None, {}), "use nnx.vmap over the module"),
 }
 _FIELD_NAMES = {"out_features": "features", "param_dtype": "params_dtype"}
+_ARGUMENTS = (*_FIELD_NAMES, "kernel_metadata", "bias_metadata", *_OF_FLAX)
 
 
-def fields_from_nnx(where: str, kwargs: dict) -> dict:
-    """`kwargs` with the names that `te_jax.flax.DenseGeneral` has for them. Raises, naming `where`, ValueError for what
-    it does not do, TypeError for one argument by two names."""
-    kwargs = dict(kwargs)
+def fields_from_nnx(cls: type, kwargs: dict) -> dict:
+    """`kwargs` of the constructor of `cls` with the names that `te_jax.flax.DenseGeneral` has for them. Raises
+    ValueError for what it does not do, TypeError for unknown names and for one argument by two names."""
+    kwargs, where = dict(kwargs), cls.__name__
+    check_names(where, kwargs, (*signature_of(cls).parameters, *_ARGUMENTS))
     for name, (defaults, way_out) in _OF_FLAX.items():
         value = kwargs.pop(name, None)
         if not any(value is default or value == default for default in defaults):
@@ -44,7 +47,6 @@ def fields_from_nnx(where: str, kwargs: dict) -> dict:
 def with_linear_arguments(cls: type) -> type:
     """`cls`, whose constructor's signature shows the arguments of `nnx.Linear` beside its own."""
     parameter = inspect.Parameter
-    names = (*_FIELD_NAMES, "kernel_metadata", "bias_metadata", *_OF_FLAX)
-    more = [parameter(name, parameter.KEYWORD_ONLY, default=None) for name in names]
+    more = [parameter(name, parameter.KEYWORD_ONLY, default=None) for name in _ARGUMENTS]
     cls.__signature__ = inspect.Signature([*signature_of(cls).parameters.values(), *more])
     return cls

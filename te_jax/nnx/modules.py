@@ -32,6 +32,11 @@ class DenseGeneral(Layer):
 
     linen_type = te_flax.DenseGeneral
 
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "__init__" not in vars(cls):
+            with_linear_arguments(cls)
+
     def __init__(
         self,
         *args,
@@ -40,7 +45,7 @@ class DenseGeneral(Layer):
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
         **kwargs,
     ):
-        super().__init__(*args, rngs=rngs, **fields_from_nnx(type(self).__name__, kwargs))
+        super().__init__(*args, rngs=rngs, **fields_from_nnx(type(self), kwargs))
         for name, metadata in (("kernel", kernel_metadata), ("bias", bias_metadata)):
             if metadata and name in vars(self):
                 held = vars(self)[name]
