@@ -20,6 +20,10 @@ TE_HANDLER(te_router_fwd, LaunchRouterFwd, "topk", "sigmoid", "scores_first", "n
            "num_groups", "group_topk");
 TE_HANDLER(te_router_bwd, LaunchRouterBwd, "topk", "sigmoid", "scores_first", "normalizes", "scaling_factor",
            "num_groups", "group_topk");
+TE_HANDLER(te_group, LaunchGroup, "num_experts", "buffer");
+TE_HANDLER(te_permute, LaunchPermute, "topk");
+TE_HANDLER(te_combine, LaunchCombine);
+TE_HANDLER(te_combine_bwd, LaunchCombineBwd);
 TE_HANDLER(te_scale_update, LaunchScaleUpdate, "fp8_max", "interval", "margin", "newest");
 TE_HANDLER_INIT(te_gemm, LaunchGemm, "contract", "fast_accum", "tune");
 TE_HANDLER_INIT(te_gemm_block, LaunchGemmBlock, "outer", "tune");

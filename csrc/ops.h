@@ -113,6 +113,9 @@ Status LaunchAttentionFp8Bwd(Stage stage, cudaStream_t stream, Arg dout, Arg q, 
                              Arg lse, Arg scales, Ret dq, Ret dk, Ret dv, Ret dq_amax, Ret dk_amax,
                              Ret dv_amax, Ret dp_amax, Ret workspace, bool causal, double scale);
 
+// Experts that the launchers of routers and of groups take; te_jax/ops/router.py has it too.
+inline constexpr int kMostExperts = 1024;
+
 // The experts of each token. logits f32 [m..., e], expert_bias? f32 [e] -> weights f32 [m..., topk], experts
 // i32 [m..., topk], counts i32 [parts, e], parts = min(1024, max(1, ceil(m / 16))).
 Status LaunchRouterFwd(cudaStream_t stream, Arg logits, Arg expert_bias, Ret weights, Ret experts, Ret counts,
@@ -123,5 +126,25 @@ Status LaunchRouterFwd(cudaStream_t stream, Arg logits, Arg expert_bias, Ret wei
 Status LaunchRouterBwd(cudaStream_t stream, Arg dweights, Arg logits, Arg experts, Ret dlogits, int64_t topk,
                        bool sigmoid, bool scores_first, bool normalizes, double scaling_factor,
                        int64_t num_groups, int64_t group_topk);
+
+// Where each pair of a token and an expert lies in a buffer whose groups, the runs of one expert, begin at
+// multiples of 128; pairs keep their order. experts i32 [m..., k] -> offsets i32 [num_experts + 1], the first
+// row of each group, and the end; counts i32 [num_experts], pairs of each; rows i32 [m..., k], -1 of a pair
+// whose expert is none of 0 to num_experts - 1; slots i32 [buffer], the pair of each row, -1 where there is
+// none; workspace u8 [4 * num_experts * max(1, ceil(pairs / 2048))].
+Status LaunchGroup(cudaStream_t stream, Arg experts, Ret offsets, Ret counts, Ret rows, Ret slots,
+                   Ret workspace, int64_t num_experts, int64_t buffer);
+
+// Rows of x in the order of the buffer, times their weights; zeros where a row pads, and nothing behind the
+// last group. x [m..., h], slots i32 [r], offsets i32 [e + 1], weights? f32 [m..., topk], scale? f32 [] ->
+// rows? [r, h], data? [r, h], data_t? [h, r], amax? f32 [ceil(r / 256), ceil(h / 64)].
+Status LaunchPermute(cudaStream_t stream, Arg x, Arg slots, Arg offsets, Arg weights, Arg scale, Ret rows,
+                     Ret data, Ret data_t, Ret amax, int64_t topk);
+
+// The sum of each token's rows, times their weights. rows [r, h], positions i32 [m..., k], below 0 where
+// there is no row, weights? f32 [m..., k] -> y [m..., h]. Its gradient: dy [m..., h] -> dweights f32 [m...,
+// k].
+Status LaunchCombine(cudaStream_t stream, Arg rows, Arg positions, Arg weights, Ret y);
+Status LaunchCombineBwd(cudaStream_t stream, Arg dy, Arg rows, Arg positions, Ret dweights);
 
 }  // namespace te

@@ -14,9 +14,8 @@ namespace {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kTokensOfAWarp = 4, kMostParts = 1024;  // a part is a CTA's
-constexpr int kMostExperts = 1024;
-constexpr size_t kShared = 48 << 10;  // bytes that a CTA has unasked
-constexpr float kLeastSum = 1e-20f;   // what the weights of a token are divided by at least
+constexpr size_t kShared = 48 << 10;                  // bytes that a CTA has unasked
+constexpr float kLeastSum = 1e-20f;                   // what the weights of a token are divided by at least
 
 struct RouterArgs {
   const float* logits;    // [tokens, experts]

@@ -128,6 +128,7 @@ __device__ inline void StoreColumnSums(const float* scratch, float* dbias, int c
 //   Load<kVectors, kAgain>(row, column, columns) -> Raw: 8 columns from `column` on, of which `columns` are
 //             inside; kAgain as in LoadRow, where the amax may be all that is wanted
 //   Await(row0, rows) if there: called once by all threads, behind the first Loads and before any Values
+//   Skips(row0) if there: whether nobody reads the tile's rows, of which row0 is the first; its amax is 0
 // index: of the tile, strip by strip, chunk by chunk. kVectors: n % 8 == 0, and all rows are aligned.
 template <bool kVectors, typename Source>
 __device__ __forceinline__ void WriteTile(const Source& source, const TileResults<typename Source::Type>& a,
@@ -140,6 +141,12 @@ __device__ __forceinline__ void WriteTile(const Source& source, const TileResult
   const int64_t row0 = chunk * kTileRows, column0 = strip * kTileColumns, stride = a.n * kSlots;
   const int rows = min(a.m - row0, int64_t{kTileRows}), columns = min(a.n - column0, int64_t{kTileColumns});
   const int c = threadIdx.x % kGroups * 8, r = threadIdx.x / kGroups * 4;  // of the thread in the first band
+  if constexpr (requires { source.Skips(row0); }) {
+    if (source.Skips(row0)) {
+      if (a.amax && threadIdx.x == 0) a.amax[index] = 0.f;
+      return;
+    }
+  }
 
   const auto load = [&](int k) {  // the thread's k-th row
     const int row = k / 4 * kBandRows + r + k % 4;
@@ -213,6 +220,12 @@ __device__ __forceinline__ void WriteAmax(const Source& source, const TileResult
   const int64_t row0 = index / a.strips * int64_t{kTileRows};
   const int64_t column = index % a.strips * int64_t{kTileColumns} + threadIdx.x % kGroups * 8;
   const int rows = min(a.m - row0, int64_t{kTileRows}), columns = min(a.n - column, int64_t{8});
+  if constexpr (requires { source.Skips(row0); }) {
+    if (source.Skips(row0)) {
+      if (threadIdx.x == 0) a.amax[index] = 0.f;
+      return;
+    }
+  }
 
   const auto row_of = [](int k) { return int(threadIdx.x) / kGroups + k * kRowsAtOnce; };  // of the tile
   const auto load = [&](int k) {

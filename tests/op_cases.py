@@ -16,6 +16,7 @@ from te_jax.ops import (  # noqa: F401  (declares the ops)
     gemm_grouped,
     grouped,
     norm,
+    permute,
     quantize,
     rope,
     router,
@@ -79,6 +80,7 @@ def _groups(*names, first=8, second=8):
 
 f32, bf16, e8m0, u32, i32 = jnp.float32, jnp.bfloat16, jnp.float8_e8m0fnu, jnp.uint32, jnp.int32
 _norm_sizes = {"...0": 8, "...1": 8, "h": 24}
+_permuted = {"m...0": 8, "h": 16, "k": 2, "r": 16, "f": 4}
 _mlp_sizes = {"m...0": 8, "m...1": 8, "a": 2, "f": 24}
 _relu = activation.attributes(("relu",))
 _swiglu = activation.attributes(("silu", "linear"))
@@ -114,6 +116,15 @@ CASES = [
         "router_bwd", "te_router_bwd", {"m...0": 8, "m...1": 8, "e": 16, "k": 4}, (f32, f32, i32),
         vars(router.RouterOptions(4)),
     ),
+    Case("group", "te_group", {"m...0": 8, "k": 2}, (i32,), dict(num_experts=5, buffer=768), None, {"m...": 1}),
+    Case(
+        "permute_weights", "te_permute", _permuted, (f32, i32, i32, f32, None), dict(topk=2, dtype=E5M2),
+        ("rows", "amax"), {"m...": 1},
+    ),
+    Case("permute", "te_permute", _permuted, (bf16, i32, i32, None, f32), dict(topk=2, dtype=E4M3), None, {"m...": 1}),
+    Case("combine", "te_combine", _permuted, (f32, i32, f32), {}, None, {"m...": 1}),
+    Case("combine_plain", "te_combine", _permuted, (bf16, i32, None), {}, None, {"m...": 1}),
+    Case("combine_bwd", "te_combine_bwd", _permuted, (f32, f32, i32), {}, None, {"m...": 1}),
     Case(
         "scale_update", "te_scale_update", {"b...0": 8, "l": 16}, (f32, f32, f32),
         dict(fp8_max=448.0, interval=1, margin=1.0, newest=False), None, {"b...": 1},

@@ -51,7 +51,8 @@ def weigh(row, experts, options):
     """The weights of one token's experts."""
     if any(math.isnan(v) for v in row):
         return [math.nan] * len(experts)
-    picked = [scores(row, options)[i] for i in experts]
+    each = scores(row, options)
+    picked = [each[i] for i in experts]
     if options.score_function == "softmax" and not options.use_pre_softmax:
         picked = _softmax(picked)
     if normalizes(options):

@@ -9,11 +9,12 @@ import pytest
 from host_cuda import library
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = [str(ROOT / "tests" / name) for name in ("test_cuda_ops.py", "test_cuda_block.py", "test_recipe_block.py",
-                                                   "test_cuda_rope.py", "test_router.py")]  # fmt: skip
+_NAMES = "test_cuda_ops test_cuda_block test_recipe_block test_cuda_rope test_permute test_router"
+FILES = [str(ROOT / "tests" / f"{name}.py") for name in _NAMES.split()]
 # Large sizes show what a GPU does at speed; here they would only take long.
 SELECTION = (
-    "(amax_alone or quantize or activation or rope or scale_update or router) and not (8192 or 65536 or 12288 or large)"
+    "(amax_alone or quantize or activation or rope or scale_update or permute or (router and (8-2 or experts))) "
+    "and not (8192 or 65536 or 12288 or large)"
 )
 
 
@@ -42,5 +43,6 @@ def test_a_missing_barrier_is_seen(tmp_path, monkeypatch, cuda_include):
     monkeypatch.setattr(library, "SOURCES", ("rope",))
     kept = library.as_cpp
     monkeypatch.setattr(library, "as_cpp", lambda *source: kept(*source).replace("__syncthreads();", ""))
-    done = run_tests(library.build(tmp_path, cuda_include), "rope and 199", files=FILES[-1:])
+    of_rope = [name for name in FILES if "rope" in name]
+    done = run_tests(library.build(tmp_path, cuda_include), "rope and 199", files=of_rope)
     assert "12 failed" in done.stdout, done.stdout[-3000:]

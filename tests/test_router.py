@@ -123,6 +123,42 @@ def test_shapes(shape, rng):
     assert routing.counts.tolist() == np.bincount(np.asarray(routing.experts).ravel(), minlength=8).tolist()
 
 
+def test_all_of_the_most_experts_are_chosen(rng):
+    """The kernel then needs more shared memory than there is unasked."""
+    logits = jnp.asarray(rng.standard_normal((3, 1024)), jnp.float32)
+    routing = jax.jit(route, static_argnums=1)(logits, RouterOptions(1024, use_pre_softmax=True))
+    np.testing.assert_array_equal(routing.experts, np.argsort(-np.asarray(logits), -1, kind="stable"))
+    # A softmax divides by a sum of 2**10 terms.
+    np.testing.assert_allclose(routing.weights, -np.sort(-np.asarray(jax.nn.softmax(logits))), rtol=2.0**-13)
+
+
+@pytest.mark.parametrize("experts", [1024, 1025])
+def test_many_experts(experts, rng):
+    """As many experts as the kernel takes, and one more."""
+    options = RouterOptions(64, use_pre_softmax=True)
+    logits, bias = logits_of(rng, 3, experts, jnp.float32), jnp.zeros(experts)
+    dweights = jnp.asarray(rng.standard_normal((3, 64)), jnp.float32)
+    routing, dlogits = jax.jit(routing_and_gradient, static_argnums=3)(logits, bias, dweights, options)
+    check_routing(as_rows(logits), np.zeros(experts), routing, options)
+    for row, each, d, got in zip(as_rows(logits), np.asarray(routing.experts), dweights, dlogits):
+        want = oracle.gradient(row, each, np.asarray(d, np.float64), options)
+        # A softmax divides by a sum of 2**10 terms.
+        np.testing.assert_allclose(got, want, rtol=2.0**-14, atol=2.0**-18)
+
+
+@pytest.mark.parametrize("shape, per_sequence", [((0, 8), False), ((3, 0, 8), True), ((0, 3, 8), True)])
+def test_no_tokens(shape, per_sequence):
+    """Losses are 0."""
+
+    @jax.jit
+    def losses(logits):
+        options = RouterOptions(2)
+        experts = route(logits, options).experts
+        return load_balancing_loss(logits, experts, options, per_sequence=per_sequence), z_loss(logits)
+
+    assert losses(jnp.zeros(shape)) == (0, 0)
+
+
 @pytest.mark.parametrize("per_sequence", [False, True])
 @pytest.mark.parametrize("kind", ["before", "sigmoid"])
 def test_losses(kind, per_sequence, rng):
@@ -164,6 +200,9 @@ def test_expert_bias_follows_the_loads():
         (lambda: route(jnp.ones((4, 8)), RouterOptions(2), expert_bias=jnp.ones(4)), "expert_bias has shape"),
         (lambda: route(jnp.ones(()), RouterOptions(1)), "logits has shape"),
         (lambda: load_balancing_loss(jnp.ones((4, 8)), jnp.ones((4, 3), int), RouterOptions(2)), "experts has shape"),
+        (lambda: load_balancing_loss(jnp.ones(8), jnp.ones(2, int), RouterOptions(2), per_sequence=True), "logits has"),
+        (lambda: z_loss(jnp.ones(())), "logits has shape"),
+        (lambda: updated_expert_bias(jnp.ones(4), jnp.ones(1), 0.1), "counts has shape"),
     ],
 )
 def test_errors(make, words):

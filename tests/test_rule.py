@@ -103,6 +103,14 @@ def test_sizes_clash():
         rule.sizes("te_x", [(8, 4, 1024), (7, 1000)], {"m...": 2})
 
 
+def test_sizes_that_attributes_say():
+    """An axis that no operand has, and one that an operand has otherwise."""
+    rule = Rule.parse("x: m... e -> y: m... k")
+    assert rule.sizes("te_op", [(3, 8)], {"m...": 1}, known={"k": 2}) == {"k": 2, "m...0": 3, "e": 8}
+    with pytest.raises(ValueError, match=r"te_op: axis `e` is 8 in x\[m\.\.\. e\], but 4 in the attributes; make both"):
+        rule.sizes("te_op", [(3, 8)], {"m...": 1}, known={"e": 4})
+
+
 def test_rank():
     rule = Rule.parse("lhs: m k, rhs: n k -> out: m n")
     with pytest.raises(ValueError, match=r"te_x: lhs\[m k\] has 3 axes, needs 2"):

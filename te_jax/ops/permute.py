@@ -1,13 +1,13 @@
-"""Tokens in the order of their experts and back: where each pair of a token and an expert lies in a buffer (`group`), the
-tokens gathered there (`permute`), and each token's sum of the experts' rows (`combine`).
+"""Tokens in the order of their experts and back.
 
-The buffer has R rows, a number that is known while tracing. The rows of an expert are a run, its group, that starts at a
-multiple of 128. Behind the real rows of a group lie rows that pad it up to 128: they are zeros. What lies behind the
-last group, the tail, is computed and read by nobody: on CUDA its bytes are what the memory held.
+`group` finds where each pair of a token and an expert lies in a buffer, `permute` gathers the tokens there, and
+`combine` adds up the rows of each token. The buffer has R rows, a number that is known while tracing. The rows of an
+expert are a run, its group, that starts at a multiple of 128. Behind the real rows of a group lie rows that pad it up
+to 128: they are zeros. What lies behind the last group, the tail, is computed and read by nobody: on CUDA its bytes
+are what the memory held.
 """
 
 from functools import partial
-from math import prod
 from typing import NamedTuple
 
 import jax
@@ -19,11 +19,11 @@ from te_jax._check import FLOATS_ARRAY, INTEGERS, check, integer
 from te_jax._op import Op
 from te_jax._types import align, like
 from te_jax.ops.quantize import FLOAT, fp8_type, parts, saturate, tiles
+from te_jax.ops.router import MOST_EXPERTS
 from te_jax.ops.source import Source
 
-_NAME = "te_jax.ops.permute"
+_PERMUTE = "te_jax.ops.permute"
 ALIGNMENT = 128  # of the first rows of groups; csrc/permute.cu has it too
-_MOST_EXPERTS = 1024  # csrc/permute.cu has a thread for each
 _CHUNK = 2048  # pairs of a CTA of te_group
 
 
@@ -32,7 +32,7 @@ class Groups(NamedTuple):
 
     offsets: i32[E + 1]. The group of expert e is the rows from offsets[e] to offsets[e + 1], multiples of 128.
     counts:  i32[E]. Of these, the first counts[e] belong to pairs, in the order of the pairs; the others pad.
-    rows:    i32[..., T, k]. The row of each pair; -1 of a pair whose expert is none of 0 .. E - 1.
+    rows:    i32[..., T, k]. The row of each pair; -1 of a pair whose expert is none of 0 to E - 1.
     slots:   i32[R]. The pair t * k + j of each row, and -1 where there is none.
     """
 
@@ -50,20 +50,20 @@ def buffer_rows(pairs: int, num_experts: int) -> int:
 def group(experts: jax.Array, num_experts: int) -> Groups:
     """Where each pair of a token and an expert lies in the buffer.
 
-    experts:     integers [..., T, k], as `te_jax.ops.router.route` gives them. A pair whose expert is none of 0 .. E - 1
-                 gets no row: `permute` leaves it out, and it adds 0 in `combine`.
+    experts:     integers [..., T, k], as `te_jax.ops.router.route` gives them. A pair whose expert is none of 0 to
+                 E - 1 gets no row: `permute` leaves it out, and it adds 0 in `combine`.
     num_experts: E.
 
     Raises ValueError or TypeError for arguments that do not fit.
     """
     (experts,) = as_jax(experts)
-    check(_NAME, "experts", experts, INTEGERS)
-    check(_NAME, "num_experts", num_experts, integer(1))
+    check(_PERMUTE, "experts", experts, INTEGERS)
+    check(_PERMUTE, "num_experts", num_experts, integer(1))
     if experts.ndim < 1:
-        raise ValueError(f"{_NAME}: experts has shape {experts.shape}; pass [..., T, k].")
+        raise ValueError(f"{_PERMUTE}: experts has shape {experts.shape}; pass [..., T, k].")
     buffer = buffer_rows(experts.size, num_experts)
     if buffer >= 2**31:
-        raise ValueError(f"{_NAME}: experts has shape {experts.shape}; pass fewer than 2**31 - {ALIGNMENT} E pairs.")
+        raise ValueError(f"{_PERMUTE}: experts has shape {experts.shape}; pass fewer than 2**31 - {ALIGNMENT} E pairs.")
     return Groups(*group_op(experts.astype(jnp.int32), num_experts=num_experts, buffer=buffer))
 
 
@@ -91,8 +91,7 @@ def permute_source(x: jax.Array, groups: Groups, weights: jax.Array | None = Non
 
 
 def combine(rows: jax.Array, groups: Groups, weights: jax.Array) -> jax.Array:
-    """Each token's sum of its pairs' rows times their weights: [..., T, h] of the type of `rows`; differentiable in rows
-    and weights.
+    """Each token's sum of its rows times their weights: [..., T, h] of the type of `rows`; differentiable in both.
 
     rows:    float32, bfloat16 or float16 [R, h]. groups: of `group`. weights: floating [..., T, k], used in f32.
 
@@ -100,11 +99,11 @@ def combine(rows: jax.Array, groups: Groups, weights: jax.Array) -> jax.Array:
     ValueError or TypeError for arguments that do not fit.
     """
     (rows,) = as_jax(rows)
-    check(_NAME, "rows", rows, FLOAT)
+    check(_PERMUTE, "rows", rows, FLOAT)
     _check_groups(groups)
     if rows.ndim != 2 or rows.shape[0] != groups.slots.shape[0]:
         raise ValueError(
-            f"{_NAME}: rows has shape {rows.shape}; pass [{groups.slots.shape[0]}, h], a row for each slot."
+            f"{_PERMUTE}: rows has shape {rows.shape}; pass [{groups.slots.shape[0]}, h], a row for each slot."
         )
     weights = _check_weights(weights, groups)
     return _combine(*align(rows, groups, weights))
@@ -116,26 +115,26 @@ def combine(rows: jax.Array, groups: Groups, weights: jax.Array) -> jax.Array:
 def _check_groups(groups):
     if not isinstance(groups, Groups):
         raise TypeError(
-            f"{_NAME}: groups is {type(groups).__name__}; pass the Groups that te_jax.ops.permute.group gives."
+            f"{_PERMUTE}: groups is {type(groups).__name__}; pass the Groups that te_jax.ops.permute.group gives."
         )
 
 
 def _check_tokens(name, x, groups):
     (x,) = as_jax(x)
-    check(_NAME, name, x, FLOAT)
+    check(_PERMUTE, name, x, FLOAT)
     _check_groups(groups)
     if x.ndim < 1 or x.shape[:-1] != groups.rows.shape[:-1]:
         tokens = ", ".join(map(str, groups.rows.shape[:-1]))
-        raise ValueError(f"{_NAME}: {name} has shape {x.shape}; pass [{tokens}, h], a row for each token of groups.")
+        raise ValueError(f"{_PERMUTE}: {name} has shape {x.shape}; pass [{tokens}, h], a row for each token of groups.")
     return x, groups
 
 
 def _check_weights(weights, groups):
     (weights,) = as_jax(weights)
-    check(_NAME, "weights", weights, FLOATS_ARRAY)
+    check(_PERMUTE, "weights", weights, FLOATS_ARRAY)
     if weights.shape != groups.rows.shape:
         raise ValueError(
-            f"{_NAME}: weights has shape {weights.shape}; pass {groups.rows.shape}, a weight for each pair of groups."
+            f"{_PERMUTE}: weights has shape {weights.shape}; pass {groups.rows.shape}, one for each pair of groups."
         )
     return weights.astype(jnp.float32)
 
@@ -199,6 +198,21 @@ def _combine_bwd_reference(dy, rows, positions):
 
 # ---- the ops -------------------------------------------------------------------------------------------------------
 
+
+def _group_cuda(call, experts, *, num_experts, buffer):
+    if num_experts > MOST_EXPERTS:
+        return _group_reference(experts, num_experts=num_experts, buffer=buffer)
+    return call(experts, num_experts=num_experts, buffer=buffer)
+
+
+def _group_workspace(experts, *, num_experts, **_):
+    return 4 * num_experts * max(1, parts(experts.size, _CHUNK))
+
+
+def _tiles(x, slots, *_, **attrs):
+    return tiles(slots[0], x[-1])
+
+
 group_op = Op(
     "te_group",
     "experts: m... k -> offsets: f, counts: e, rows: m... k, slots: r",
@@ -208,8 +222,11 @@ group_op = Op(
         "e": lambda num_experts, **_: num_experts,
         "r": lambda buffer, **_: buffer,
     },
+    fenced="offsets counts rows slots",
     dtypes=lambda *_, **attrs: (jnp.int32,) * 4,
+    workspace=_group_workspace,
     reference=_group_reference,
+    cuda=_group_cuda,
 )
 """`group` of i32 experts; buffer: R. All of it stays on one device: a pair's row depends on all pairs."""
 
@@ -218,7 +235,9 @@ permute_op = Op(
     "x: m... h, slots: r, offsets: f, weights?: m... k, scale?: -> rows?: r h, data?: r h, data_t?: h r, amax?:",
     replicated="m... k f r",
     combine={"amax": "max"},
+    fenced="rows",
     dtypes=lambda x, *_, dtype, **__: (x, fp8_type("te_permute", dtype), dtype, jnp.float32),
+    partials={"amax": _tiles},
     reference=_permute_reference,
 )
 """x f32|bf16|f16 [*m, h], slots i32[r] and offsets i32[f] of `Groups`, weights f32[*m, k], scale f32[] (with FP8
@@ -236,6 +255,7 @@ combine_op = Op(
     "te_combine",
     "rows: r h, positions: m... k, weights?: m... k -> y: m... h",
     replicated="r k",
+    fenced="y",
     dtypes=lambda rows, *_, **attrs: (rows,),
     reference=_combine_reference,
 )
@@ -253,18 +273,18 @@ combine_bwd_op = Op(
 """dy [*m, h] and rows [r, h] of one type, positions i32[*m, k] -> dweights f32[*m, k]: the gradient of the weights."""
 
 
-def _gather(x, groups: Groups, weights=None):
+def _permuted(x, groups: Groups, weights=None):
     attrs = dict(topk=groups.rows.shape[-1], dtype=jnp.dtype(jnp.float8_e4m3fn))  # no result has this type
     return permute_op(x, groups.slots, groups.offsets, weights, None, outputs=("rows",), **attrs)[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _permute(x, groups, aval):
-    return _gather(x, groups)
+    return _permuted(x, groups)
 
 
 def _permute_fwd(x, groups, aval):
-    return _gather(x, groups), groups
+    return _permuted(x, groups), groups
 
 
 def _permute_bwd(aval, groups, drows):
@@ -286,7 +306,7 @@ def _combine_fwd(rows, groups, weights):
 
 def _combine_bwd(saved, dy):
     rows, groups, weights = saved
-    drows = _gather(dy, groups, weights)
+    drows = _permuted(dy, groups, weights)
     (dweights,) = combine_bwd_op(dy, rows, groups.rows)
     return like(drows, rows), None, like(dweights, weights)
 

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from te_jax._arrays import as_jax
+from te_jax._arrays import as_jax, as_rank
 from te_jax._check import BOOL, FLOATS_ARRAY, INTEGERS, NONE, KnownFields, check, integer, number, one_of
 from te_jax._op import Op
 from te_jax._types import align, like
 
-_NAME = "te_jax.ops.router"
+_ROUTER = "te_jax.ops.router"
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 _SCORE_FUNCTION = one_of(*SCORE_FUNCTIONS)
 
@@ -101,21 +101,26 @@ def route(logits: jax.Array, options: RouterOptions, *, expert_bias: jax.Array |
     none for the infinities among them, still gets k experts, and its weights are NaN.
     Raises ValueError or TypeError for arguments that do not fit.
     """
-    (logits,) = as_jax(logits)
-    check(_NAME, "logits", logits, FLOATS_ARRAY)
-    if logits.ndim < 1:
-        raise ValueError(f"{_NAME}: logits has shape {logits.shape}; pass [..., T, E].")
+    logits = _check_logits(logits)
     options.check_experts(num_experts := logits.shape[-1])
     if expert_bias is not None:
         (expert_bias,) = as_jax(expert_bias)
-        check(_NAME, "expert_bias", expert_bias, FLOATS_ARRAY)
+        check(_ROUTER, "expert_bias", expert_bias, FLOATS_ARRAY)
         if expert_bias.shape != (num_experts,):
             raise ValueError(
-                f"{_NAME}: expert_bias has shape {expert_bias.shape}, logits {logits.shape}; pass [{num_experts}]."
+                f"{_ROUTER}: expert_bias has shape {expert_bias.shape}, logits {logits.shape}; pass [{num_experts}]."
             )
         expert_bias = lax.stop_gradient(expert_bias.astype(jnp.float32))
-    wide, expert_bias = align(logits.astype(jnp.float32), expert_bias)
-    return Routing(*_route(wide, expert_bias, options))
+    return Routing(*_route(*align(logits, expert_bias), options))
+
+
+def _check_logits(logits, least: int = 1):
+    """logits [..., E] of at least `least` axes, in f32."""
+    (logits,) = as_jax(logits)
+    check(_ROUTER, "logits", logits, FLOATS_ARRAY)
+    if logits.ndim < least:
+        raise ValueError(f"{_ROUTER}: logits has shape {logits.shape}; pass [..., T, E].")
+    return logits.astype(jnp.float32)
 
 
 # ---- the meaning, in plain JAX ---------------------------------------------------------------------
@@ -143,14 +148,14 @@ def _among_groups(choice, options: RouterOptions):
     groups = choice.reshape(*choice.shape[:-1], options.num_groups, -1)
     best, _ = lax.top_k(groups, min(max(1, options.topk // options.group_topk), groups.shape[-1]))
     _, chosen = lax.top_k(jnp.sum(best, -1), options.group_topk)
-    is_chosen = jnp.any(chosen[..., None] == jnp.arange(options.num_groups), -2)
+    is_chosen = jnp.any(jax.nn.one_hot(chosen, options.num_groups, dtype=bool), -2)
     return jnp.where(is_chosen[..., None], groups, -jnp.inf).reshape(choice.shape)
 
 
 def _choose(logits, expert_bias, options: RouterOptions):
     """i32[m..., k]: the experts with the largest scores."""
     choice = _scores(logits, options)
-    choice = choice if expert_bias is None else choice + expert_bias
+    choice = choice if expert_bias is None else choice + as_rank(expert_bias, choice.ndim)
     choice = jnp.where(jnp.isnan(choice), -jnp.inf, jnp.where(choice == 0, 0, choice))  # top_k puts -0 below 0
     return lax.top_k(_among_groups(choice, options), options.topk)[1]
 
@@ -171,11 +176,11 @@ def _backward_reference(dweights, logits, experts, **options):
 
 # ---- the ops -------------------------------------------------------------------------------------
 
-_MOST_EXPERTS = 1024  # csrc/router.cu has a token's scores in shared memory
+MOST_EXPERTS = 1024  # of the kernels of routers and of te_group: csrc/ops.h
 
 
 def _cuda(reference, call, *operands, **options):
-    if operands[1 if reference is _backward_reference else 0].shape[-1] > _MOST_EXPERTS:
+    if operands[1 if reference is _backward_reference else 0].shape[-1] > MOST_EXPERTS:
         return reference(*operands, **options)
     kernel = RouterOptions(**options)
     return call(
@@ -200,6 +205,7 @@ router_fwd = Op(
     "logits: m... e, expert_bias?: e -> weights: m... k, experts: m... k, counts: e",
     replicated="e k",
     combine={"counts": "sum"},
+    fenced="weights experts",
     sizes={"k": lambda topk, **_: topk},
     dtypes=lambda *_, **options: (jnp.float32, jnp.int32, jnp.int32),
     partials={"counts": _parts},
@@ -248,43 +254,58 @@ def load_balancing_loss(logits: jax.Array, experts: jax.Array, options: RouterOp
     softmax of the logits, or with "sigmoid" the sigmoids over their sum (Liu et al. 2024,
     https://arxiv.org/abs/2412.19437, section 2.1.2); the counts have no gradient.
 
-    logits:       floating [..., T, E]. experts: i32[..., T, k], of `route`.
+    logits:       floating [..., T, E].
+    experts:      integers [..., T, k], of `route`. Liu et al. count the choice that is made without a bias:
+                  `route(logits, options).experts`.
     per_sequence: the mean of each sequence's own loss, T being the tokens of one; else all tokens are one batch.
-    A NaN among the logits makes it NaN.
+
+    Without tokens it is 0; a NaN among the logits makes it NaN. Raises ValueError or TypeError for arguments
+    that do not fit.
     """
-    logits, experts = as_jax(logits, experts)
-    check(_NAME, "logits", logits, FLOATS_ARRAY)
-    check(_NAME, "experts", experts, INTEGERS)
-    check(_NAME, "per_sequence", per_sequence, BOOL)
+    check(_ROUTER, "per_sequence", per_sequence, BOOL)
+    logits = _check_logits(logits, 2 if per_sequence else 1)
+    (experts,) = as_jax(experts)
+    check(_ROUTER, "experts", experts, INTEGERS)
     if experts.shape != (*logits.shape[:-1], options.topk):
         raise ValueError(
-            f"{_NAME}: experts has shape {experts.shape}, logits {logits.shape}; pass those of `route`, "
+            f"{_ROUTER}: experts has shape {experts.shape}, logits {logits.shape}; pass those of `route`, "
             f"{(*logits.shape[:-1], options.topk)}."
         )
-    num_experts, logits = logits.shape[-1], logits.astype(jnp.float32)
+    num_experts = logits.shape[-1]
     if options.score_function == "softmax":
         scores = jax.nn.softmax(logits, -1)
     else:
         scores = jax.nn.sigmoid(logits)
         scores = scores / jnp.maximum(jnp.sum(scores, -1, keepdims=True), 1e-20)
-    tokens = -2 if per_sequence else tuple(range(logits.ndim - 1))
+    tokens = (logits.ndim - 2,) if per_sequence else tuple(range(logits.ndim - 1))
     chosen = jnp.sum(jax.nn.one_hot(experts, num_experts, dtype=jnp.float32), -2)
-    each = jnp.mean(chosen, tokens) * jnp.mean(scores, tokens)
-    return num_experts / options.topk * jnp.mean(jnp.sum(each, -1))
+    each = jnp.sum(_mean(chosen, tokens) * _mean(scores, tokens), -1)
+    return num_experts / options.topk * _mean(each, tuple(range(each.ndim)))
+
+
+def _mean(x, axes):
+    """The mean over `axes`, 0 of no elements."""
+    return jnp.sum(x, axes) / max(1, prod(x.shape[axis] for axis in axes))
 
 
 def z_loss(logits: jax.Array) -> jax.Array:
     """f32[]: the mean over tokens of logsumexp(logits)**2, which keeps logits [..., T, E] small (Zoph et al. 2022,
-    https://arxiv.org/abs/2202.08906, section 3.2)."""
-    check(_NAME, "logits", logits, FLOATS_ARRAY)
-    return jnp.mean(jax.nn.logsumexp(jnp.asarray(logits, jnp.float32), -1) ** 2)
+    https://arxiv.org/abs/2202.08906, section 3.2). Without tokens it is 0; a NaN among the logits makes it NaN."""
+    each = jax.nn.logsumexp(_check_logits(logits), -1) ** 2
+    return _mean(each, tuple(range(each.ndim)))
 
 
 def updated_expert_bias(expert_bias: jax.Array, counts: jax.Array, rate: float) -> jax.Array:
     """expert_bias [E] for the next step: `rate` more for each expert below the mean load, `rate` less for each above.
 
     counts: [E], of `Routing`, added up over all devices and microbatches of a step. Source: Wang et al. 2024
-    (https://arxiv.org/abs/2408.15664), algorithm 1.
+    (https://arxiv.org/abs/2408.15664), algorithm 1. Raises ValueError where the shapes differ.
     """
+    expert_bias, counts = as_jax(expert_bias, counts)
+    if jnp.shape(expert_bias) != jnp.shape(counts):
+        raise ValueError(
+            f"{_ROUTER}: counts has shape {jnp.shape(counts)}, expert_bias {jnp.shape(expert_bias)}; pass a count for "
+            "each expert."
+        )
     counts = jnp.asarray(counts, jnp.float32)
     return expert_bias + jnp.asarray(rate * jnp.sign(jnp.mean(counts) - counts), expert_bias.dtype)

@@ -11,6 +11,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <deque>
@@ -192,6 +193,13 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   for (int mask = 16; mask > 0; mask /= 2) value = std::max(value, __shfl_xor_sync(~0u, value, mask));
   return value;
 }
+inline unsigned __match_any_sync(unsigned, int value) {
+  unsigned peers = 0;
+  for (int other = 0; other < 32; ++other)
+    peers |= unsigned(int(host_cuda::Cta::Get().Exchange(unsigned(value), other)) == value) << other;
+  return peers;
+}
+inline int __popc(unsigned bits) { return std::popcount(bits); }
 inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
   return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xffff, b & 0xffff);
 }

@@ -21,6 +21,7 @@ SOURCES = (
     "quantize_block",
     "activation",
     "activation_block",
+    "permute",
     "rope",
     "router",
     "scaling",
@@ -99,7 +100,7 @@ def as_cpp(source: str, launches: bool = True) -> str:
 def _of_launchers_in(sources: str, handlers: str) -> str:
     """The handlers alone whose launchers are defined in the sources."""
     is_there = lambda line: re.search(rf"^Status {line[1]}\(", sources, re.MULTILINE)
-    return re.sub(r"^TE_HANDLER\w*\(\w+, (\w+),.*?\);$", lambda line: line[0] if is_there(line) else "", handlers,
+    return re.sub(r"^TE_HANDLER\w*\(\w+, (\w+)[,)].*?;$", lambda line: line[0] if is_there(line) else "", handlers,
                   flags=re.MULTILINE | re.DOTALL)  # fmt: skip
 
 
