@@ -168,6 +168,7 @@ def spoiled(x, rng, tokens):
     return x
 
 
+@np.errstate(over="ignore")
 def near(got, want, bound, dtype, about=""):
     """`got`, rounded once to `dtype`, is within `bound` of `want`; NaN and inf are where they should be."""
     info = jnp.finfo(dtype)

@@ -50,13 +50,13 @@ class Case:
 
     def args(self, rng: np.random.Generator) -> list:
         """Fresh random operands; None where absent. lse and the like are made consistent by `prepare`."""
-        args = []
+        args, is_grouped = [], any(o.name == "counts" for o in self.declared.rule.inputs)
         for operand, shape, dtype in zip(self.declared.rule.inputs, self.shapes(), self.dtypes, strict=True):
             is_scale = "scale" in operand.name or operand.name.endswith("_inv")
             values = rng.uniform(0.5, 2.0, shape) if is_scale else rng.standard_normal(shape)
-            if operand.name == "offsets":  # of groups of 128 rows, with a tail behind them
+            if is_grouped and operand.name == "offsets":  # of groups of 128 rows, with a tail behind them
                 args.append(128 * np.arange(shape[0], dtype=np.int32))
-            elif operand.name == "counts":
+            elif is_grouped and operand.name == "counts":
                 args.append(rng.integers(0, 129, shape, np.int32))
             elif dtype == u32:  # random bits
                 args.append(rng.integers(0, 2**32, shape, np.uint32))
