@@ -135,7 +135,7 @@ def update_fp8_metas(collections, previous=None):
     for name in names:
         metas, untouched = _next_state(what, collections[name], None if previous is None else previous[name], name)
         if previous is None:
-            _warn_of_fresh_starts(metas, untouched)
+            _warn_of_fresh_starts(metas, untouched, current_recipe())
         collections = update_collections({name: metas}, collections)
     return collections
 
@@ -157,14 +157,14 @@ def _next_state(what: str, metas, before, collection: str):
     return _repair(metas, before, recipe)
 
 
-def _warn_of_fresh_starts(metas, untouched: jax.Array):
+def _warn_of_fresh_starts(metas, untouched: jax.Array, recipe):
     """Warns of tensors in `metas` that start again, by `untouched` (bool[n]); of a tracer, where no recipe is in force.
 
     Under a recipe a tracer is passed over: loops that call everything under one autocast are right, and most loops.
     """
     way_out = "pass previous=the collections before the step, to keep what no module reads"
     if isinstance(untouched, jax.core.Tracer):
-        if current_recipe() is None and untouched.size:
+        if recipe is None and untouched.size:
             warnings.warn(
                 "update_fp8_metas: it is traced where no recipe is in force, and without previous: state whose "
                 "gradient is 0, as that of modules that ran without te_jax.autocast, would start again, and what it "

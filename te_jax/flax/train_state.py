@@ -130,8 +130,7 @@ class TrainState(train_state.TrainState):
         """
         grads, fp8 = self._split_gradients(grads)
         if self.fp8:
-            new = {name: map_joined(_undo_sum, fp8[name], self.fp8[name]) for name in states_in(fp8)}
-            fp8 = update_fp8_metas(new, previous=self.fp8)
+            fp8 = update_fp8_metas(map_joined(_undo_sum, fp8, self.fp8), previous=self.fp8)
         state = self._optimize(grads, tx_args or {}, kwargs)
         before, after = _multi_steps(self.opt_state), _multi_steps(state.opt_state)
         if not self.fp8 or before is None:
