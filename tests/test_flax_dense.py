@@ -218,3 +218,19 @@ def test_other_width_than_initialised(fp8):
         variables = module.init(jax.random.key(0), jnp.ones((4, 32)))
         with pytest.raises(ValueError, match=r"DenseGeneral: parameter kernel has shape \(32, 8\).*need \(12, 8\)"):
             module.apply(variables, jnp.ones((4, 12)))
+
+
+@pytest.mark.parametrize("recipe", [te.recipe.DelayedScaling(), te.recipe.Float8CurrentScaling()], ids=type)
+def test_a_single_vector_is_a_batch_of_one(recipe):
+    """As `jax.vmap` over examples gives it: its wgrad is an outer product, which contracts no axis of x."""
+    x = data(32)
+    for module in (te_flax.DenseGeneral(16), te_flax.LayerNormDenseGeneral(16), te_flax.LayerNormMLP(48)):
+
+        @jax.jit
+        def step(variables, x, module=module):
+            with te.autocast(True, recipe):
+                return jax.grad(lambda v: jnp.sum(jnp.square(jax.tree.leaves(module.apply(v, x))[0])))(variables)
+
+        with te.autocast(True, recipe):
+            variables = jax.jit(module.init)(jax.random.key(0), x)
+        jax.tree.map(np.testing.assert_array_equal, step(variables, x), step(variables, x[None]))

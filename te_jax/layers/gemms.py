@@ -56,6 +56,8 @@ def wgrad(x: Fp8Tensor, dy: Fp8Tensor, config: Config, onto=None) -> jax.Array:
     if config.recipe.override_linear_precision[_WGRAD]:
         product = dot(x.wide, range(lead), dy.wide, range(lead), dtype, out_spec=explicit_spec(config.weight))
         return product if onto is None else onto + product
-    options = dict(contract=lead, out_dtype=dtype, out_spec=explicit_spec(config.weight), **_options(_WGRAD, config))
     (lhs, lhs_inv), (rhs, rhs_inv) = x.columns, dy.columns
+    if not lead:  # A single vector, as inside of `jax.vmap`: its outer product contracts an axis of one entry.
+        lhs, rhs, lead = lhs[..., None], rhs[..., None], 1
+    options = dict(contract=lead, out_dtype=dtype, out_spec=explicit_spec(config.weight), **_options(_WGRAD, config))
     return gemm(lhs, rhs, lhs_inv, rhs_inv, c=onto, in_place=onto is not None, **options)
