@@ -302,6 +302,7 @@ __device__ __forceinline__ void WriteBlocks(const Vec<T, 8> (&x)[kBlockRows], co
 //             zero
 //   Results(Raw, Vec<Type, 8> (&)[kSlots])
 //   Await(row0, rows) if there: called once by all threads, behind the first Loads and before any Results
+//   Skips(row0) if there: whether nobody reads the tile's rows, of which row0 is the first
 // band: a row of tiles; strip: of its tiles with kSlots results each. kVectors: q % 8 == 0, and rows of the
 // sources and of data are aligned.
 template <bool kVectors, bool kSquare, typename Source>
@@ -316,6 +317,9 @@ __device__ __forceinline__ void WriteBlockTile(const Source& source, const Block
   at.row = of_band.quotient * a.p + row, at.column = slot * a.q + column;
   at.rows = min(a.p - row, kBlock), at.columns = min(a.q - column, kBlock);
   at.r = threadIdx.x / kBlockGroups * kBlockRows, at.c = threadIdx.x % kBlockGroups * 8;
+  if constexpr (requires { source.Skips(at.row); }) {
+    if (source.Skips(at.row)) return;
+  }
 
   const auto load = [&](int k) {
     const int inside = at.r + k < at.rows ? at.columns - at.c : 0;

@@ -22,6 +22,7 @@ TE_HANDLER(te_router_bwd, LaunchRouterBwd, "topk", "sigmoid", "scores_first", "n
            "num_groups", "group_topk");
 TE_HANDLER(te_group, LaunchGroup, "num_experts", "buffer");
 TE_HANDLER(te_permute, LaunchPermute, "topk");
+TE_HANDLER(te_permute_block, LaunchPermuteBlock, "topk", "power_2", "epsilon");
 TE_HANDLER(te_combine, LaunchCombine);
 TE_HANDLER(te_combine_bwd, LaunchCombineBwd);
 TE_HANDLER(te_scale_update, LaunchScaleUpdate, "fp8_max", "interval", "margin", "newest");

@@ -141,6 +141,12 @@ Status LaunchGroup(cudaStream_t stream, Arg experts, Ret offsets, Ret counts, Re
 Status LaunchPermute(cudaStream_t stream, Arg x, Arg slots, Arg offsets, Arg weights, Arg scale, Ret rows,
                      Ret data, Ret data_t, Ret amax, int64_t topk);
 
+// The same with a scale for each block of 128, of rows that are rounded to x's type first -> data? [r, h],
+// data_t? [h, r], scale_inv? f32 [h/128, r], scale_inv_t? f32 [r/128, h].
+Status LaunchPermuteBlock(cudaStream_t stream, Arg x, Arg slots, Arg offsets, Arg weights, Ret data,
+                          Ret data_t, Ret scale_inv, Ret scale_inv_t, int64_t topk, bool power_2,
+                          double epsilon);
+
 // The sum of each token's rows, times their weights. rows [r, h], positions i32 [m..., k], below 0 where
 // there is no row, weights? f32 [m..., k] -> y [m..., h]. Its gradient: dy [m..., h] -> dweights f32 [m...,
 // k].

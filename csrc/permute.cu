@@ -6,15 +6,14 @@
 
 #include <algorithm>
 
-#include "divisor.cuh"
 #include "ops.h"
+#include "permute.cuh"
 #include "tile.cuh"
 
 namespace te {
 namespace {
 
 constexpr int kAlignment = 128;  // of groups; te_jax/ops/permute.py has it too
-constexpr int64_t kMostRows = (int64_t{1} << 31) - 1;
 
 // ---- te_group ----------------------------------------------------------------------------------------
 
@@ -126,32 +125,16 @@ __global__ void __launch_bounds__(kGroupThreads) te_group_rows(const GroupArgs a
 
 // ---- te_permute --------------------------------------------------------------------------------------
 
-// Rows of x by the slots of the buffer, times their weights; zeros where a row pads.
 template <typename T>
-struct GatherSource {
+struct GatherSource : GatheredRows<T> {
   using Type = T;
-  struct Raw {
-    Vec<T, 8> x;
-    float weight;
-  };
+  using Raw = typename GatheredRows<T>::Raw;
   static constexpr int kSlots = 1, kCtas = sizeof(T) == 2 ? 4 : 3, kWindow = 4;
   static constexpr bool kSums = false;
-  const T* x;            // [tokens, n]
-  const int* slots;      // [m]: token * topk + choice, below 0 where a row pads
-  const float* weights;  // [tokens, topk] or nullptr
-  const int* end;        // of the last group
-  int64_t n;
-  Divisor topk;
-
-  // Whether no group reaches row `row0` or one behind it: nobody reads what is there.
-  __device__ __forceinline__ bool Skips(int64_t row0) const { return row0 >= *end; }
 
   template <bool kVectors, bool kAgain = false>
   __device__ __forceinline__ Raw Load(int64_t row, int64_t column, int columns) const {
-    const int slot = columns > 0 ? slots[row] : -1;
-    if (slot < 0) return {};
-    return {LoadRow<kVectors, true>(x + topk.Of(slot).quotient * n + column, columns),
-            weights ? weights[slot] : 1.f};
+    return this->template LoadSlot<kVectors>(row, column, columns);
   }
 
   __device__ __forceinline__ void Values(const Raw& raw, float (&f)[1][8]) const {
@@ -261,27 +244,15 @@ Status LaunchGroup(cudaStream_t stream, Arg experts, Ret offsets, Ret counts, Re
 Status LaunchPermute(cudaStream_t stream, Arg x, Arg slots, Arg offsets, Arg weights, Arg scale, Ret rows,
                      Ret data, Ret data_t, Ret amax, int64_t topk) {
   const char* op = "te_permute";
-  TE_TRY(ExpectRank(op, "x", x, 1));
-  TE_TRY(ExpectRank(op, "offsets", offsets, 1, true));
-  TE_TRY(ExpectRank(op, "slots", slots, 1, true));
-  const Axes tokens = Axes(x).Without(1), m{slots.count()};
-  TE_CHECK(topk >= 1 && topk <= kMostRows && m.count() <= kMostRows,
-           "%s: topk is %ld and slots has %ld rows; pass a positive topk, and less than 2^31 rows.", op,
-           long(topk), long(m.count()));
-  const int64_t n = Axes(x).last();
+  TE_TRY(ExpectGather(op, x, slots, offsets, weights, topk));
+  const int64_t m = slots.count(), n = Axes(x).last();
   const TileArrays arrays{scale, "rows", rows, data, data_t, amax, kNone};
-  TE_TRY(Expect(op, {{"slots", slots, S32, m},
-                     {"offsets", offsets, S32, Axes(offsets)},
-                     {"weights", weights, F32, tokens + Axes{topk}, kOptional}}));
-  TE_TRY(ExpectTiles(op, x, m, {n}, 1, arrays));
-  if (m.count() == 0 || n == 0) return {};
+  TE_TRY(ExpectTiles(op, x, {m}, {n}, 1, arrays));
+  if (m == 0 || n == 0) return {};
   return DispatchFloat(x.type, [&]<typename T>() {
-    const int* ends = Data<int>(offsets);
-    const GatherSource<T> source{
-        Data<T>(x), Data<int>(slots),       Data<float>(weights), ends + Axes(offsets).last() - 1,
-        n,          Divisor(unsigned(topk))};
-    return LaunchTiles(op, stream, te_permute_kernels<GatherSource<T>>, source, Aligned(source.x), m.count(),
-                       n, arrays);
+    const GatherSource<T> source{GatheredRows<T>::Of(x, slots, offsets, weights, topk)};
+    return LaunchTiles(op, stream, te_permute_kernels<GatherSource<T>>, source, Aligned(source.x), m, n,
+                       arrays);
   });
 }
 

@@ -61,6 +61,8 @@ class Case:
                 args.append(rng.integers(0, 129, shape, np.int32))
             elif dtype == u32:  # random bits
                 args.append(rng.integers(0, 2**32, shape, np.uint32))
+            elif operand.name == "offsets":  # of groups that take up all rows
+                args.append(np.full(shape, 2**20, np.int32))
             elif dtype == i32:  # a segment: its first query, its queries, its first key, its keys
                 args.append(rng.integers(0, 6, shape, np.int32))
             else:
@@ -122,6 +124,10 @@ CASES = [
         ("rows", "amax"), {"m...": 1},
     ),
     Case("permute", "te_permute", _permuted, (bf16, i32, i32, None, f32), dict(topk=2, dtype=E4M3), None, {"m...": 1}),
+    Case(
+        "permute_block", "te_permute_block", dict(_permuted, h=512, r=128), (bf16, i32, i32, f32), dict(_law, topk=2),
+        None, {"m...": 1},
+    ),
     Case("combine", "te_combine", _permuted, (f32, i32, f32), {}, None, {"m...": 1}),
     Case("combine_plain", "te_combine", _permuted, (bf16, i32, None), {}, None, {"m...": 1}),
     Case("combine_bwd", "te_combine_bwd", _permuted, (f32, f32, i32), {}, None, {"m...": 1}),

@@ -5,6 +5,7 @@ On a GPU, and with --host-kernels, these tests run the kernels.
 
 import itertools
 
+import block_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -183,6 +184,34 @@ def test_a_scale_is_exact_on_the_wide_rows(rng):
     np.testing.assert_array_equal(exact[:end], want[:end])
 
 
+@pytest.mark.parametrize("width, dtype, weighted", [(200, "bfloat16", True), (13, "float32", False)])
+@pytest.mark.parametrize("power_2", [False, True])
+def test_blocks_against_loops(width, dtype, weighted, power_2, rng):
+    """Both layouts with the scales of their own blocks, of groups that are full, cut and empty."""
+    experts = rng.choice([0, 2, 3, 5], (101, 2), p=[0.7, 0.1, 0.1, 0.1]).astype(np.int32)
+    x, weights = jnp.asarray(rng.standard_normal((101, width)), dtype), rng.random((101, 2)).astype(np.float32)
+    x = x.at[3, 2].set(jnp.nan).at[5, 1].set(jnp.inf) * jnp.asarray(rng.choice([0, 2.0**-20, 1], (101, 1)), dtype)
+    law = dict(power_2=power_2, epsilon=0.0)
+
+    @jax.jit
+    def run(x, weights, experts):
+        groups = group(experts, 5)
+        source = permute_source(x, groups, weights if weighted else None)
+        return groups, source.run(("data", "data_t"), E4M3, Float8BlockScaling(use_f32_scales=not power_2).granularity)
+
+    groups, got = run(x, weights, experts)
+    end, total = int(groups.offsets[-1]), len(groups.slots)
+    rows = oracle.permute(as_f32(x), np.asarray(groups.rows), total, weights if weighted else None)
+    rows = as_f32(jnp.asarray(rows, dtype))[:end]
+    for which, blocks, turn in (("", ((0, 1), (1, 128)), lambda a: a), ("_t", ((0, 128), (1, 1)), np.transpose)):
+        want, inverse = block_oracle.quantized(rows, *blocks, E4M3.name, **law)
+        data = turn(as_f32(got[f"data{which}"]))[:end]
+        scale_inv = np.asarray(got[f"scale_inv{which}"])
+        each = np.repeat(scale_inv, 128, 0)[: width if which == "" else total]
+        np.testing.assert_array_equal(turn(each.T)[:end] if which == "" else each[:end], inverse)
+        np.testing.assert_array_equal(data, want)
+
+
 RECIPES = {
     "current": (Float8CurrentScaling(), 0),
     "block": (Float8BlockScaling(), 128),
@@ -199,13 +228,13 @@ def test_a_layer_produces_it(name, rng):
     wide = permute(x, groups := group(experts, 3))
     config = Config(recipe, 1, jax.typeof(x), jax.typeof(x))
     q, _ = produce(permute_source(x, groups), Role("x", None, Uses(True, True, False), jax.typeof(x)), config)
-    for data, inverse, want in ((*q.rows, wide), (*q.columns, wide.T)):
+    end = int(groups.offsets[-1])
+    want, is_pad = as_f32(wide)[:end], np.asarray(groups.slots[:end]) < 0
+    for data, inverse, turn in ((*q.rows, lambda a: a), (*q.columns, np.transpose)):
         got = dequantize_rows(data, inverse, 1, block) if block else as_f32(data) * inverse
-        is_pad = np.broadcast_to(groups.slots < 0, want.shape[::-1] if want is wide else want.shape)
-        is_pad = is_pad.T if want is wide else is_pad
-        assert not as_f32(data)[is_pad].any()  # exact zeros
-        # Half a step of E4M3; of the largest number the smallest normal one is 2**-15 or less, below which steps are.
-        np.testing.assert_allclose(got, as_f32(want), rtol=2.0**-4, atol=float(np.abs(want).max()) * 2.0**-17)
+        assert not turn(as_f32(data))[:end][is_pad].any()  # exact zeros
+        # Half a step of E4M3, which is 2**-4 of a number down to 2**-15 of the largest, and below that 2**-17 of it.
+        np.testing.assert_allclose(turn(got)[:end], want, rtol=2.0**-4, atol=float(np.abs(want).max()) * 2.0**-17)
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit", "manual"])

@@ -18,7 +18,7 @@ from te_jax._arrays import as_jax
 from te_jax._check import FLOATS_ARRAY, INTEGERS, check, integer
 from te_jax._op import Op
 from te_jax._types import align, like
-from te_jax.ops.quantize import FLOAT, fp8_type, parts, saturate, tiles
+from te_jax.ops.quantize import BLOCK, FLOAT, fp8_type, on_hopper, parts, rows_reference, saturate, tiles
 from te_jax.ops.router import MOST_EXPERTS
 from te_jax.ops.source import Source
 
@@ -80,14 +80,19 @@ def permute(x: jax.Array, groups: Groups) -> jax.Array:
 
 
 def permute_source(x: jax.Array, groups: Groups, weights: jax.Array | None = None) -> Source:
-    """What `permute` gives, as layers quantize it: with one scale where the rows are gathered, with scales of blocks
-    after they are gathered in x's type. weights: f32[..., T, k], what each pair's row is multiplied by, before it is
+    """What `permute` gives, as layers quantize it where the rows are gathered; MXFP8 after they are gathered in x's
+    type. weights: f32[..., T, k], what each pair's row is multiplied by, before it is
     rounded: the gradient of `combine`'s rows, where x is that of its result."""
     x, groups = _check_tokens("x", x, groups)
     if weights is not None:
         weights = _check_weights(weights, groups)
     attrs = dict(topk=groups.rows.shape[-1])
-    return Source({0: (permute_op, attrs)}, (x, groups.slots, groups.offsets, weights), 1, "rows")
+    return Source(
+        {0: (permute_op, attrs), BLOCK: (permute_block_op, attrs)},
+        (x, groups.slots, groups.offsets, weights),
+        1,
+        "rows",
+    )
 
 
 def combine(rows: jax.Array, groups: Groups, weights: jax.Array) -> jax.Array:
@@ -162,6 +167,11 @@ def _permute_reference(x, slots, offsets, weights, scale, *, topk, dtype):
     f32 = _rows_of_slots(x, slots, topk, weights)
     data = None if scale is None else saturate(f32 * scale, dtype)
     return f32.astype(x.dtype), data, None if data is None else data.T, amax(f32)
+
+
+def _permute_block_reference(x, slots, offsets, weights, *, topk, dtype, power_2, epsilon):
+    rows = _rows_of_slots(x, slots, topk, weights).astype(x.dtype)
+    return rows_reference(rows.astype(jnp.float32), 0, dtype, power_2, epsilon)[:-1]
 
 
 def _rows_of_slots(x, slots, topk, weights):
@@ -249,6 +259,21 @@ amax   f32[]: max |f32 rows|
 
 Rows that pad a group are 0, and the tail is undefined (on a CPU 0); neither enters amax. topk: k. dtype: the FP8 type.
 The rows of the buffer are of tokens from anywhere, so devices share h alone.
+"""
+
+permute_block_op = Op(
+    "te_permute_block",
+    "x: m... h, slots: r, offsets: f, weights?: m... k -> data?: r h, data_t?: h r, scale_inv?: h/128 r, "
+    "scale_inv_t?: r/128 h",
+    replicated="m... k f r",
+    dtypes=lambda x, *_, dtype, **__: (fp8_type("te_permute_block", dtype), dtype, jnp.float32, jnp.float32),
+    reference=_permute_block_reference,
+    cuda=on_hopper("te_permute_block"),
+)
+"""The rows of `te_permute`, rounded to x's type, as `te_quantize_block` writes them in blocks of 1 x 128: data and
+data_t FP8, scale_inv f32 [ceil(h / 128), r], scale_inv_t f32 [r / 128, h], as chosen by `outputs`.
+
+No block has rows of two groups. power_2, epsilon: see `scale_of_amax`; the others as of `te_permute`.
 """
 
 combine_op = Op(

@@ -22,6 +22,7 @@ SOURCES = (
     "activation",
     "activation_block",
     "permute",
+    "permute_block",
     "rope",
     "router",
     "scaling",
