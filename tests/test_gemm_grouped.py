@@ -115,15 +115,19 @@ def test_wgrads(case, rng):
 
 def test_several_axes(rng):
     """Axes of n and k by themselves are those of one axis each."""
-    offsets, counts = np.array([0, 128, 256], np.int32), np.array([100, 3], np.int32)
+    counts = np.array([100, 3], np.int32)
+    offsets = oracle.groups_of(counts)
     shapes = (384, 2, 6), (2, 3, 5, 2, 6), (2, 3, 5)
     lhs, rhs, bias = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    x, weight = wide(lhs).reshape(384, 12), wide(rhs).reshape(2, 15, 12)
     got = gemm_grouped(lhs, rhs, offsets, counts, bias=bias, contract=2)
-    flat = gemm_grouped(lhs.reshape(384, 12), rhs.reshape(2, 15, 12), offsets, counts, bias=bias.reshape(2, 15))
-    np.testing.assert_array_equal(got, flat.reshape(384, 3, 5))
-    got = gemm_grouped_wgrad(np.moveaxis(np.asarray(got), 0, -1), np.moveaxis(lhs, 0, -1), offsets, counts)
-    flat = gemm_grouped_wgrad(flat.T, lhs.reshape(384, 12).T, offsets, counts)
-    np.testing.assert_array_equal(got, flat.reshape(2, 3, 5, 2, 6))
+    want = oracle.products(x, weight, offsets, counts, wide(bias).reshape(2, 15))
+    oracle.near(got.reshape(384, 15), *want, f32)
+    of_rows = np.moveaxis(np.asarray(got), 0, -1)
+    got = gemm_grouped_wgrad(of_rows, np.moveaxis(lhs, 0, -1), offsets, counts)
+    want = oracle.wgrads(wide(of_rows).reshape(15, 384), x.T, offsets, counts)
+    assert got.shape == (2, 3, 5, 2, 6)
+    oracle.near(got.reshape(2, 15, 12), *want, f32)
 
 
 def dense_reference(x, kernel, counts, bias):
