@@ -10,6 +10,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from te_jax._check import Kind, check, did_you_mean
@@ -112,7 +113,9 @@ def update_fp8_metas(collections, previous=None):
     and under the recipe in force no scale is larger than its history allows. All tensors are one fused computation.
 
     Without `previous` a tensor whose gradient is 0 starts again from fresh state. A warning says so, for which the call
-    waits until the values are computed. Tracers have no values to warn of: pass `previous` within `jax.jit`.
+    waits until the values are computed. Tracers have no values: within `jax.jit` a warning says so where no recipe is
+    in force, as the modules then probably ran without one. Pass `previous` there: a branch of `lax.cond` that is not
+    taken and a module that the loss leaves out have gradients of 0 too.
 
     A state that autodiff added up (two `apply`s in one loss, gradients summed over microbatches) is brought into range
     once, but its history holds sums: differentiate with `te_jax.value_and_grad` where that may happen.
@@ -131,8 +134,8 @@ def update_fp8_metas(collections, previous=None):
             raise ValueError(f"{what}: {has} has {name!r}, but {lacks} has none; pass those of one model.")
     for name in names:
         metas, untouched = _next_state(what, collections[name], None if previous is None else previous[name], name)
-        if previous is None and not isinstance(untouched, jax.core.Tracer) and untouched.is_fully_replicated:
-            _warn_of_untouched(metas, untouched)
+        if previous is None:
+            _warn_of_fresh_starts(metas, untouched, current_recipe())
         collections = update_collections({name: metas}, collections)
     return collections
 
@@ -154,17 +157,30 @@ def _next_state(what: str, metas, before, collection: str):
     return _repair(metas, before, recipe)
 
 
-def _warn_of_untouched(metas, untouched: jax.Array):
-    names = [name for name, is_so in zip(_tensors_of(metas), jax.device_get(untouched)) if is_so]
-    if names:
-        more = f" and {len(names) - 1} more" if names[1:] else ""
-        warnings.warn(
-            f"update_fp8_metas: the state of {names[0]}{more} is 0, as the gradient of what no module read under "
-            "autocast: what it had learned is not in it, and it starts again. Run the modules under "
-            "te_jax.autocast(True, recipe), and pass previous=the collections before the step, to keep what they do "
-            "not read.",
-            stacklevel=3,
-        )
+def _warn_of_fresh_starts(metas, untouched: jax.Array, recipe):
+    """Warns of tensors in `metas` that start again, by `untouched` (bool[n]); of a tracer, where no recipe is in force.
+
+    Under a recipe a tracer is passed over: loops that call everything under one autocast are right, and most loops.
+    """
+    way_out = "pass previous=the collections before the step, to keep what no module reads"
+    if isinstance(untouched, jax.core.Tracer):
+        if recipe is None and untouched.size:
+            warnings.warn(
+                "update_fp8_metas: it is traced where no recipe is in force, and without previous: state whose "
+                "gradient is 0, as that of modules that ran without te_jax.autocast, would start again, and what it "
+                f"had learned be lost. Call it under the te_jax.autocast(True, recipe) of the modules, or {way_out}.",
+                stacklevel=3,
+            )
+    elif untouched.is_fully_replicated:
+        names = [name for name, is_so in zip(_tensors_of(metas), jax.device_get(untouched)) if is_so]
+        if names:
+            more = f" and {len(names) - 1} more" if names[1:] else ""
+            warnings.warn(
+                f"update_fp8_metas: the state of {names[0]}{more} is 0, as the gradient of what no module read under "
+                "autocast: what it had learned is not in it, and it starts again. Run the modules under "
+                f"te_jax.autocast(True, recipe), and {way_out}.",
+                stacklevel=3,
+            )
 
 
 def check_collections(what: str, collections, name: str = "collections"):
@@ -270,31 +286,56 @@ def _repair(metas, previous, recipe):
         length = leaves[name + HISTORY].shape[-1]
         check_history_length(f"update_fp8_metas: {name + HISTORY}", length, recipe)
         by_length.setdefault(length, []).append(name)
-    for length, names in by_length.items():
-
-        def state_of(tree, names=names, length=length):
-            shapes = (SCALE, -1), (HISTORY, (-1, length))
-            return [jnp.concatenate([_replicate(tree[n + end]).reshape(s) for n in names]) for end, s in shapes]
-
-        scales, histories = state_of(leaves)
-        reached = (scales != 0) | jnp.any(histories != 0, 1)
+    for names in by_length.values():
+        scales, histories = _joined(leaves, names)
+        reached = (scales != 0) | jnp.any(histories != 0, 1, keepdims=True)
         if before:
-            old_scales, old_histories = state_of(before)
-            scales = jnp.where(reached, scales, old_scales)
-            histories = jnp.where(reached[:, None], histories, old_histories)
+            scales, histories = (jnp.where(reached, *of) for of in zip((scales, histories), _joined(before, names)))
         sizes = [leaves[n + SCALE].size for n in names]
         are_bwd = [jnp.full(size, direction_at(n) == "bwd") for n, size in zip(names, sizes)]
         in_force = recipe is not None
-        fixed = (recipe or DelayedScaling()).mend_states(scales, histories, jnp.concatenate(are_bwd), in_force=in_force)
-        at = 0
-        for n, size in zip(names, sizes):
-            for end, values in zip((SCALE, HISTORY), fixed):
-                old = leaves[n + end]
-                leaves[n + end] = like(values[at : at + size].reshape(old.shape), old)
-            untouched[n] = ~jnp.all(reached[at : at + size])
-            at += size
+        law = recipe or DelayedScaling()
+        fixed = law.mend_states(scales[:, 0], histories, jnp.concatenate(are_bwd), in_force=in_force)
+        leaves |= _parted(leaves, names, *fixed)
+        ends = np.cumsum(sizes)
+        untouched |= {n: ~jnp.all(reached[end - size : end]) for n, size, end in zip(names, sizes, ends)}
     metas = jax.tree.unflatten(jax.tree.structure(metas), leaves.values())
     return metas, jnp.asarray([untouched[name] for name in _tensors_of(metas)])
+
+
+def map_joined(f, metas: Mapping, *others: Mapping):
+    """`metas` with new state for each tensor, from one computation for all of one length and direction.
+
+    f: (direction, (scales f32[n, 1], histories f32[n, L]), the same of each of `others`) -> (new scales, new
+       histories). A tensor has several rows if it is stacked. A scale or history without the other stays as it is.
+    """
+    leaves, *more = map(_by_path, (metas, *others))
+    groups = {}
+    for name in _tensors_of(metas):
+        if (history := leaves.get(name + HISTORY)) is not None:
+            groups.setdefault((history.shape[-1], direction_at(name)), []).append(name)
+    for (_, direction), names in groups.items():
+        new = f(direction, _joined(leaves, names), *(_joined(tree, names) for tree in more))
+        leaves |= _parted(leaves, names, *new)
+    return jax.tree.unflatten(jax.tree.structure(metas), leaves.values())
+
+
+def _joined(leaves: dict, names: list[str]) -> tuple[jax.Array, jax.Array]:
+    """(scales f32[n, 1], histories f32[n, L]) of the tensors `names` in `leaves`, {path: leaf}, one below the other."""
+    rows = lambda x: _replicate(x).reshape(-1, x.shape[-1])
+    return tuple(jnp.concatenate([rows(leaves[name + end]) for name in names]) for end in (SCALE, HISTORY))
+
+
+def _parted(leaves: dict, names: list[str], scales: jax.Array, histories: jax.Array) -> dict:
+    """{path: leaf}, in the shapes and shardings of `leaves`, of states that `_joined` joined."""
+    parts, at = {}, 0
+    for name in names:
+        size = leaves[name + SCALE].size
+        for end, values in ((SCALE, scales), (HISTORY, histories)):
+            old = leaves[name + end]
+            parts[name + end] = like(values[at : at + size].reshape(old.shape), old)
+        at += size
+    return parts
 
 
 def _replicate(x):

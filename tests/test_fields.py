@@ -46,6 +46,36 @@ def test_subclasses_and_clones():
         module.clone(use_bias="no").init(KEY, jnp.ones((2, 3)))
 
 
+def test_a_scan_that_does_not_name_the_axis_of_layers():
+    """Its name is None then. Parameters of layers that are named differently are refused in our words."""
+
+    class Body(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return te_flax.DenseGeneral(8, kernel_axes=("embed", "mlp"))(x), None
+
+    def scan(**options):
+        axes = {"params": 0, "fp8_metas": 0}
+        return nn.scan(Body, variable_axes=axes, split_rngs={"params": True}, length=2, **options)()
+
+    key, x = jax.random.key(0), jnp.ones((4, 8))
+    with te.autocast(recipe=te.recipe.DelayedScaling(amax_history_len=4)):
+        got, want = (
+            jax.jit(scan(**options).init)(key, x, None)
+            for options in ({}, {"metadata_params": {nn.PARTITION_NAME: None}})
+        )
+        out, _ = scan().apply(got, x, None)
+    jax.tree.map(np.testing.assert_array_equal, got, want)  # Trees of the same structure, names included.
+    kernel = got["params"]["DenseGeneral_0"]["kernel"]
+    assert isinstance(kernel, nn.LogicallyPartitioned) and kernel.names == (None, "embed", "mlp")
+    assert nn.get_partition_spec(got)["params"]["DenseGeneral_0"]["kernel"] == PartitionSpec(None, "embed", "mlp")
+    assert kernel == nn.LogicallyPartitioned(kernel.value, kernel.names) and kernel != 1
+    assert np.all(np.isfinite(out))
+    named = jax.eval_shape(scan(metadata_params={nn.PARTITION_NAME: "layers"}).init, key, x, None)
+    with pytest.raises(ValueError, match="axis of layers None.*'layers' there; pass metadata_params"):
+        jax.eval_shape(scan().apply, named, x, None)
+
+
 def test_a_layer_in_a_scan_says_its_path():
     class Model(nn.Module):
         @nn.compact

@@ -1,5 +1,6 @@
 """FP8 state that no module reads: it is told, and what was learned stays. What a training state refuses."""
 
+import contextlib
 import warnings
 from functools import partial
 
@@ -66,6 +67,27 @@ def test_autocast_is_absent_where_the_call_is_traced():
         assert told(jax.jit(loss), params, fp8)[1] == []
     with te.autocast(recipe=DelayedScaling(amax_history_len=L, exclude=("first", "second"))):
         assert told(jax.jit(loss), params, fp8)[1] == []
+
+
+@pytest.mark.parametrize("block", [contextlib.nullcontext, partial(te.autocast, False)])
+def test_a_jitted_step_that_would_lose_the_state_says_so(block):
+    """Tracers show no zeros. A loop under one autocast hears nothing."""
+    params, fp8 = learned()
+
+    def step(params, fp8, **before):
+        with te.autocast(False):
+            return te.update_fp8_metas(jax.grad(loss, argnums=1)(params, fp8), **before)
+
+    def told_of(step, *args, **kwargs):
+        return told(jax.eval_shape, step, *args, **kwargs)[1]
+
+    with block():
+        texts = told_of(te.update_fp8_metas, fp8) + told_of(step, params, fp8)
+        assert len(texts) == 2 and all("no recipe is in force" in text and "pass previous=" in text for text in texts)
+        assert told_of(step, params, fp8, previous=fp8) == told_of(te.update_fp8_metas, fp8, fp8) == []
+        assert told_of(te.update_fp8_metas, {"cache": X}) == told_of(te.update_fp8_metas, {"fp8_metas": {}}) == []
+    with te.autocast(recipe=RECIPE):
+        assert told_of(lambda *args: te.update_fp8_metas(jax.grad(loss, argnums=1)(*args)), params, fp8) == []
 
 
 def test_part_of_the_modules_is_not_called():

@@ -44,6 +44,13 @@ def test_gradients_that_leave_fp8_state_as_it_is(model):
     assert told(lambda: within(jax.grad(lambda x: loss_of(model, x)), X)) == []  # of the inputs alone
 
 
+def test_an_optimizer_that_takes_fp8_state_for_parameters(model):
+    of_all = lambda: nnx.value_and_grad(loss_of, argnums=nnx.DiffState(0, nnx.Variable))(model, X)
+    with te.autocast(recipe=RECIPE):
+        (text,) = told(of_all)
+    assert "DenseGeneral: gradients of the FP8 state" in text and "nnx.Optimizer(wrt=nnx.Param)" in text
+
+
 def test_state_without_autocast(model):
     (text,) = told(lambda: model(X))
     assert "DenseGeneral: there is FP8 state" in text and "te_jax.autocast(False)" in text

@@ -1,6 +1,8 @@
 """`jax.vmap` of modules over an axis that a mesh splits, as that of experts: the numbers of one device, and no example
 crosses devices."""
 
+from functools import partial
+
 import collectives
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 import te_jax as te
 import te_jax.flax as te_flax
 from te_jax import recipe
+from te_jax.ops.attention import dot_product_attention
+from te_jax.ops.attention_context import context_parallel_attention
 
 pytestmark = pytest.mark.usefixtures("on_host")
 
@@ -89,3 +93,26 @@ def test_a_state_that_examples_share(kind, rng):
     program, found = collectives.compiled(run, *placed, mesh=mesh)
     assert {c.kind for c in found} == {"all-reduce"} and max(c.bytes for c in found) <= 16
     assert_close(program(*placed), want)
+
+
+def test_attention_over_a_cut_sequence(rng):
+    """Of both strategies, forward and backward: on an Explicit mesh collectives lie within what is mapped."""
+    arrays = [rng.standard_normal((2, 2, 16, heads, 8)).astype(np.float32) for heads in (4, 2, 2, 4)]
+    attend = partial(context_parallel_attention, axis="cp", attn_mask_type="causal")
+    calls = {strategy: partial(attend, strategy=strategy) for strategy in ("ring", "all_gather")}
+
+    def results(call):
+        def run(q, k, v, dout):
+            out, vjp = jax.vjp(call, q, k, v)
+            return out, *vjp(dout)
+
+        return jax.vmap(run)
+
+    want = jax.jit(results(partial(dot_product_attention, attn_mask_type="causal")))(*arrays)
+    mesh = jax.make_mesh((2, 2), ("ep", "cp"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, P("ep", None, "cp"))) for x in arrays]
+        got = jax.jit(lambda *x: {strategy: results(call)(*x) for strategy, call in calls.items()})(*placed)
+    for of_strategy in got.values():
+        assert all(x.sharding.spec[0] == "ep" for x in of_strategy)
+        assert_close(of_strategy, want)

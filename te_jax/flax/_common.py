@@ -85,6 +85,33 @@ def parameter(
     return module.param(name, _init_in_box(where, init, tuple(axes)), tuple(shape), dtype)
 
 
+class Box(nn.LogicallyPartitioned):
+    """A `LogicallyPartitioned` parameter, whose axes of layers may be unnamed.
+
+    Flax's box raises under an `nn.scan` or `nn.vmap` without `metadata_params`; here the new axis has the name None.
+    """
+
+    def __eq__(self, other):
+        same = isinstance(other, nn.LogicallyPartitioned)
+        return self is other or ((self.value,) == (other.value,) if same else NotImplemented)
+
+    def add_axis(self, index: int, params: Mapping[str, Any]) -> "Box":
+        """The box with a new axis at `index`, of the name that `params` (`metadata_params`) has, or None."""
+        return super().add_axis(index, {nn.PARTITION_NAME: None, **params})
+
+    def remove_axis(self, index: int, params: Mapping[str, Any]) -> "Box":
+        """The box without the axis at `index`. Raises ValueError unless that has the name that `add_axis` gives it."""
+        params = {nn.PARTITION_NAME: None, **params}
+        held = self.names[index] if index < len(self.names) else None
+        if held != (name := params[nn.PARTITION_NAME]):
+            raise ValueError(
+                f"nn.scan or nn.vmap: metadata_params names the axis of layers {name!r}, but parameters with the axes "
+                f"{self.names} have {held!r} there; pass metadata_params={{nn.PARTITION_NAME: {held!r}}}, as where "
+                "they were initialised."
+            )
+        return super().remove_axis(index, params)
+
+
 def _init_in_box(where: str, init: Initializer, axes: Axes) -> Initializer:
     """An initializer for the array of `init`, in a box with the logical axes `axes`, or in the box of `init`.
 
@@ -100,7 +127,7 @@ def _init_in_box(where: str, init: Initializer, axes: Axes) -> Initializer:
                 f"{where}: its initializer gave {show(value)} for shape {shape}; pass a function (key, shape, dtype) "
                 "that gives an array of this shape, or one in a box of nn.with_partitioning."
             )
-        box = made if isinstance(made, nn.meta.AxisMetadata) else nn.LogicallyPartitioned(made, names=axes)
+        box = made if isinstance(made, nn.meta.AxisMetadata) else Box(made, names=axes)
         names = getattr(box, "names", ())
         if names and len(names) != len(shape):
             raise ValueError(

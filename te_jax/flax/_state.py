@@ -169,8 +169,9 @@ def _warn_without_autocast(module: nn.Module, tensor: str, collection: str):
             _warn_once(
                 module,
                 f"there is FP8 state ({collection}), but no te_jax.autocast is in force where this call is traced, "
-                "so it runs without FP8 and the state's gradient is 0. Enter te_jax.autocast(True, recipe) inside of "
-                "the jitted function, in the thread that calls it; or te_jax.autocast(False), if that is meant.",
+                "so it runs without FP8 and the state's gradient is 0: te_jax.update_fp8_metas(grads, previous=state) "
+                "keeps the state then. Enter te_jax.autocast(True, recipe) inside of the jitted function, in the "
+                "thread that calls it; or te_jax.autocast(False), if that is meant.",
             )
 
 

@@ -20,8 +20,7 @@ from te_jax.fp8 import FP8_COLLECTION, STATE_COLLECTIONS
 from te_jax.fp8_metas import (
     check_collections,
     check_same_state,
-    direction_at,
-    map_states,
+    map_joined,
     recipe_with_state,
     states_in,
     update_fp8_metas,
@@ -131,7 +130,7 @@ class TrainState(train_state.TrainState):
         """
         grads, fp8 = self._split_gradients(grads)
         if self.fp8:
-            fp8 = update_fp8_metas(map_states(_undo_sum, fp8, self.fp8), previous=self.fp8)
+            fp8 = update_fp8_metas(map_joined(_undo_sum, fp8, self.fp8), previous=self.fp8)
         state = self._optimize(grads, tx_args or {}, kwargs)
         before, after = _multi_steps(self.opt_state), _multi_steps(state.opt_state)
         if not self.fp8 or before is None:
@@ -264,7 +263,7 @@ def _nan_unless_used_once(total, uses):
     return jnp.where(right.reshape(right.shape + (1,) * (total.ndim - right.ndim)), total, jnp.nan)
 
 
-def _undo_sum(path, new, old):
+def _undo_sum(direction, new, old):
     """The next state (scale f32[..., 1], history f32[..., L]) where `new` may be a sum over N uses, added by autodiff.
 
     One step drops the oldest amax of `old` and appends one: `new` decides the newest amax alone, and a sum of amaxes is
@@ -272,7 +271,7 @@ def _undo_sum(path, new, old):
     to N times `old`, which then stays, unless one step has the same result. A history of length 1 cannot be checked,
     and a scale of 0 (no module read the tensor) is passed through.
     """
-    (scale, history, *_), (old_scale, old_history, *_) = new, old
+    (scale, history), (old_scale, old_history) = new, old
     if history.shape[-1] == 1:
         return scale, history
     reached = scale != 0
@@ -282,7 +281,7 @@ def _undo_sum(path, new, old):
     copies = jnp.all(_equal_but_for_rounding(history, uses * old_history, uses), -1, keepdims=True)
     summed = (uses > 1) & copies & _equal_but_for_rounding(scale, uses * old_scale, uses)
     if (recipe := recipe_with_state()) is not None:
-        law = partial(recipe.new_state, fp8_max=recipe.fp8_format.max(direction_at(path)))
+        law = partial(recipe.new_state, fp8_max=recipe.fp8_format.max(direction))
         amax = jnp.where(moved, rolled[..., -1:], 0.0)[..., 0]
         by_law, _ = jnp.vectorize(law, signature="(i),(n),()->(i),(n)")(old_scale, old_history, amax)
         summed &= ~_equal_but_for_rounding(scale, by_law, history.shape[-1])  # A law may add up the whole history.

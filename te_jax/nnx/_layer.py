@@ -18,13 +18,13 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import ShapeDtypeStruct
 
+from te_jax._amax_type import is_amaxes
 from te_jax._check import Kind, bind, check
 from te_jax.flax._fields import SIZES, check_fields
 from te_jax.flax._state import describe, on_missing_state
 from te_jax.flax.cache import COLLECTION as CACHE
 from te_jax.fp8 import FP8_COLLECTION, current_recipe, in_collection
 from te_jax.fp8_metas import recipe_with_state
-from te_jax.recipe.delayed import SCALE
 
 
 class Fp8State(nnx.Variable):
@@ -159,7 +159,7 @@ class Layer(nnx.Module):
         if hasattr(self, "deterministic") and call.arguments.get("deterministic") is None:
             call.arguments["deterministic"] = self.deterministic
         variables, replaced = self._gather()
-        warn_of_lone_gradients(type(self).__name__, variables)
+        warn_of_plain_gradients(type(self).__name__, variables)
         decode = call.arguments.get("decode", False)
         keys = {} if call.arguments.get("deterministic", True) else self._keys(rngs)
         options = dict(rngs=keys, mutable=[CACHE] if decode else False)
@@ -294,14 +294,16 @@ def _variable(collection: str, name: str, value) -> nnx.Variable:
     return kind(nn.meta.unbox(value), **metadata)
 
 
-def warn_of_lone_gradients(name: str, variables: dict):
-    """Warns of parameters that are differentiated while FP8 state is not, as by `nnx.value_and_grad`."""
+def warn_of_plain_gradients(name: str, variables: dict):
+    """Warns of parameters that are differentiated, as by `nnx.value_and_grad`, without FP8 state or beside it."""
     if recipe_with_state() is None:
         return
-    states = [x for (collection, *_, leaf), x in variables.items() if collection == FP8_COLLECTION and SCALE in leaf]
+    states = [x for (collection, *_), x in variables.items() if collection == FP8_COLLECTION]
     parameters = jax.tree.leaves([x for (collection, *_), x in variables.items() if collection == "params"])
     floating = [x for x in parameters if jnp.issubdtype(x.dtype, jnp.floating)]
-    if states and any(isinstance(x, jax.core.Tracer) for x in floating):
+    if not states or any(map(is_amaxes, states)):  # No state, or one that te_jax's value_and_grad moves.
+        return
+    if any(isinstance(x, jax.core.Tracer) for x in floating):
         _watch(name, floating, states)  # Its result is not used, so it computes nothing.
 
 
@@ -313,13 +315,21 @@ def _watch(name, parameters, states):
 
 def _watch_fwd(name, parameters, states):
     moving, states_too = (any(x.perturbed for x in tree) for tree in (parameters, states))
-    if moving and not states_too:
-        warnings.warn(
-            f"{name}: gradients of parameters are taken, but not of the FP8 state, which so stays as it is; use "
-            "te_jax.nnx.value_and_grad, which moves it, in the place of nnx.value_and_grad, unless the scales are to "
-            "stay.",
-            stacklevel=2,
+    if not moving:
+        return jnp.zeros(()), None
+    if states_too:
+        text = (
+            "gradients of the FP8 state are taken beside those of parameters. They are its next values, which an "
+            "nnx.Optimizer(wrt=nnx.Variable) would take for gradients; use te_jax.nnx.value_and_grad, which writes "
+            "them into the module, and nnx.Optimizer(wrt=nnx.Param)."
         )
+    else:
+        text = (
+            "gradients of parameters are taken, but not of the FP8 state, which so stays as it is; use "
+            "te_jax.nnx.value_and_grad, which moves it, in the place of nnx.value_and_grad, unless the scales are to "
+            "stay."
+        )
+    warnings.warn(f"{name}: {text}", stacklevel=2)
     return jnp.zeros(()), None
 
 

@@ -7,7 +7,7 @@ from jax import ShapeDtypeStruct
 
 import te_jax.flax as te_flax
 from te_jax.fp8 import FP8_COLLECTION, current_recipe, is_switched_off
-from te_jax.nnx._layer import Layer, warn_of_lone_gradients
+from te_jax.nnx._layer import Layer, warn_of_plain_gradients
 from te_jax.recipe import Recipe
 
 _WIDTH = 128  # of the operands that the state is made with; it has the same leaves for all
@@ -67,6 +67,6 @@ class DotGeneral(Layer):
                 f"{type(self).__name__}: recipe is {own!r}, which has state, but no te_jax.autocast is in force; enter "
                 "te_jax.autocast(recipe=...) with it around te_jax.nnx.value_and_grad and other calls."
             )
-        warn_of_lone_gradients(type(self).__name__, {("params", "kernel"): rhs, **self._gather()[0]})
+        warn_of_plain_gradients(type(self).__name__, {("params", "kernel"): rhs, **self._gather()[0]})
         options = dict(out_sharding=out_sharding)
         return super().__call__(lhs, rhs, dimension_numbers, precision, preferred_element_type, **options)
