@@ -202,6 +202,7 @@ def test_a_trainer_of_diffusion_models(qkv):
     np.testing.assert_allclose(got, jax.nn.dot_product_attention(q, k, v, scale=0.3), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:fused_attn. a mask of:UserWarning")
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_trainer_with_the_function(qkv, causal):
     """In the manner of Levanter: `fused_attn` by keywords of an older release, where mask types without padding ignore

@@ -36,10 +36,11 @@ def mask_of_rows(module: nn.Module, mask, rows: int):
     of rows than the inputs: then None, for shapes alone count, and inputs of one row may stand for a batch."""
     if not module.is_initializing() or mask is None:
         return mask
-    parts = jax.tree.leaves(mask) if isinstance(mask, SequenceDescriptor) else [mask]
-    least = 1 if isinstance(mask, SequenceDescriptor) else 3  # axes of a part that has rows
-    own = rows if isinstance(mask, SequenceDescriptor) else 1  # an array of one row broadcasts
-    return mask if all(np.ndim(x) < least or x.shape[0] in (own, rows) for x in parts) else None
+    if isinstance(mask, SequenceDescriptor):
+        fits = all(x.shape[:1] == (rows,) for x in jax.tree.leaves(mask))
+    else:
+        fits = np.ndim(mask) < 3 or mask.shape[0] in (1, rows)
+    return mask if fits else None
 
 
 class DotProductAttention(Module):
