@@ -83,7 +83,7 @@ def test_equals_plain_autodiff_where_nothing_is_used_twice():
     states = []
     for value_and_grad in (jax.value_and_grad, te.value_and_grad):
         with te.autocast(True, RECIPE):
-            state, params = flax.core.pop(nn.meta.unbox(Stack().init(jax.random.key(0), x)), "params")
+            state, params = flax.core.pop(nn.meta.unbox(jax.jit(Stack().init)(jax.random.key(0), x)), "params")
             step = value_and_grad(lambda p, s, x: jnp.sum(Stack().apply({"params": p, **s}, x) ** 2), (0, 1))
             for i in range(3):
                 value, (grads, state) = jax.jit(step)(params, state, (i + 1) * x)

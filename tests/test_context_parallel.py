@@ -179,7 +179,7 @@ def test_groups(strategy, g):
     """Also of groups that the mesh does not divide, on an Explicit one; values of another width."""
     arrays, spec = operands(g=g, e=8), PartitionSpec(None, "cp", "other" if g > 1 else None)
     q_spec = PartitionSpec(None, "cp", "other")
-    mesh = mesh_of(4, EXPLICIT)
+    mesh = mesh_of(2, EXPLICIT)
     want = wanted(arrays, attn_mask_type="causal")
     with jax.set_mesh(mesh):
         f = lambda q, k, v: context_parallel_attention(
@@ -199,7 +199,7 @@ def test_inside_shard_map(types, names, case="causal_packed"):
     """With check_vma=True; the segments are of whole rows there too."""
     kwargs = dict(CASES[case])
     described = kwargs.pop("sequence_descriptor", None)
-    arrays, mesh = operands(), mesh_of(4, types)
+    arrays, mesh = operands(), mesh_of(2, types)
     want = wanted_of(case)
     spec = PartitionSpec("other", "cp") if len(names) > 1 else PartitionSpec(None, "cp")
     rows = jax.tree.map(lambda x: PartitionSpec(*spec[:1]), described)
@@ -215,13 +215,13 @@ def test_inside_shard_map(types, names, case="causal_packed"):
         lse_spec = PartitionSpec(spec[0], None, "cp")
         specs = dict(in_specs=(rows, *(spec,) * 4), out_specs=(spec, lse_spec, *(spec,) * 3), axis_names=set(names))
         runs = {strategy: jax.shard_map(partial(local, strategy), **specs) for strategy in STRATEGIES}
-        reorder = lambda x: jax.device_put(reorder_causal_load_balancing(np.asarray(x), 4), NamedSharding(mesh, spec))
+        reorder = lambda x: jax.device_put(reorder_causal_load_balancing(np.asarray(x), 2), NamedSharding(mesh, spec))
         described = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec[:1]))), described)
         both = jax.jit(lambda *args: {strategy: run(*args) for strategy, run in runs.items()})
         got = both(described, *map(reorder, arrays))
     for strategy, results in got.items():
         for i, (a, b) in enumerate(zip(results, want)):
-            a = inverse_reorder_causal_load_balancing(np.asarray(a), 4, 2 if i == 1 else 1)
+            a = inverse_reorder_causal_load_balancing(np.asarray(a), 2, 2 if i == 1 else 1)
             np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5, err_msg=strategy)
 
 

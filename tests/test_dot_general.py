@@ -218,7 +218,7 @@ def newest(state, tensor="x"):
 
 def step(model, x, grad=jax.grad, **kwargs):
     """The FP8 state after one step of `model`."""
-    others, params = flax.core.pop(model.init(KEY, x, **kwargs), "params")
+    others, params = flax.core.pop(jax.jit(lambda x: model.init(KEY, x, **kwargs))(x), "params")
     loss = lambda state, params, x: jnp.mean(model.apply({"params": params, **state}, x, **kwargs) ** 2)
     return jax.jit(grad(loss))(others, params, x)
 
@@ -259,9 +259,9 @@ def test_scan_and_vmap():
     amaxes = newest(step(Scanned(), x))
     assert amaxes.shape == (3,) and amaxes[0] == jnp.max(jnp.abs(x)) and len(set(amaxes.tolist())) == 3
     dense = nn.Dense(8, dot_general_cls=CLS)
-    variables = dense.init(KEY, x)
+    variables = jax.jit(dense.init)(KEY, x)
     loss = lambda variables: jnp.sum(jax.vmap(lambda x: dense.apply(variables, x))(x))
-    assert newest(jax.grad(loss)(variables)[OVERWRITE]) == jnp.max(jnp.abs(x))
+    assert newest(jax.jit(jax.grad(loss))(variables)[OVERWRITE]) == jnp.max(jnp.abs(x))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -276,7 +276,7 @@ def test_on_a_mesh(kind):
 
     x, model = data(RNG, 8, 4, 16), Mlp()
     loss = lambda variables, x: jnp.mean(model.apply(variables, x) ** 2)
-    variables = model.init(KEY, x)
+    variables = jax.jit(model.init)(KEY, x)
     want = jax.jit(jax.value_and_grad(loss))(variables, x)
     mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(kind,) * 2)
     with jax.set_mesh(mesh):
@@ -306,7 +306,7 @@ def test_where_a_sharding_is_asked_for():
 def test_which_recipe_counts():
     x = data(RNG, 4, 16)
     dense = nn.Dense(8, dot_general_cls=CLS)
-    variables = dense.init(KEY, x)
+    variables = jax.jit(dense.init)(KEY, x)
     plain = nn.Dense(8).apply({"params": variables["params"]}, x)
     narrow = dense.apply(variables, x)
     assert (narrow != plain).any()
@@ -428,12 +428,14 @@ def test_beside_modules_of_te_jax():
 def test_in_the_training_state_of_flax():
     """Flax's step overwrites the collection with its gradient, as a loop that pops it does."""
     x, model = data(RNG, 8, 16), nn.Dense(8, dot_general_cls=CLS)
-    start = train_state.TrainState.create(apply_fn=model.apply, params=model.init(KEY, x), tx=optax.adamw(1e-2))
-    grads = jax.grad(lambda variables: jnp.mean(start.apply_fn(variables, x) ** 2))(start.params)
+    start = train_state.TrainState.create(
+        apply_fn=model.apply, params=jax.jit(model.init)(KEY, x), tx=optax.adamw(1e-2)
+    )
+    grads = jax.jit(jax.grad(lambda variables: jnp.mean(start.apply_fn(variables, x) ** 2)))(start.params)
     after = start.apply_gradients(grads=grads)
     assert newest(after.params[OVERWRITE]) == jnp.max(jnp.abs(x))
     masked = te_flax.fp8_masked(optax.adamw(1e-2))
-    updates, _ = masked.update(grads, masked.init(start.params), start.params)
+    updates, _ = jax.jit(lambda grads, params: masked.update(grads, masked.init(params), params))(grads, start.params)
     assert not any(leaf.any() for leaf in jax.tree.leaves(updates[OVERWRITE]))
     with pytest.raises(ValueError, match="params holds the collection _overwrite_with_gradient"):
         te.optim.adamw_fp8(1e-2).init(start.params)
@@ -446,8 +448,8 @@ def test_beside_products_of_flax():
             return nn.Dense(8, dot_general_cls=CLS)(nn.Dense(16, dot_general_cls=Fp8DirectDotGeneralOp)(x))
 
     x, model = data(RNG, 4, 16), Both()
-    variables = model.init(KEY, x)
-    state = jax.grad(lambda v: model.apply(v, x).sum())(variables)[OVERWRITE]["Dense_0"]
+    variables = jax.jit(model.init)(KEY, x)
+    state = jax.jit(jax.grad(lambda v: model.apply(v, x).sum()))(variables)[OVERWRITE]["Dense_0"]
     assert newest(state) > 0
     with te.autocast(recipe=DELAYED), pytest.raises(ValueError, match="holds state of Flax's FP8 products"):
         te.value_and_grad(lambda v: model.apply(v, x).sum())(variables)

@@ -94,7 +94,7 @@ def test_layouts(layout, transposed):
 def test_learnable_softmax_offset(scope):
     q, k, v = qkv()
     module = core(softmax_type="learnable")
-    fresh = module.init(KEY, q, k, v)["params"]
+    fresh = jax.jit(module.init)(KEY, q, k, v)["params"]
     assert ref.shapes(fresh) == {"_FusedDotProductAttention_0": {"softmax_offset": (1, 4, 1, 1)}}
     box = fresh["_FusedDotProductAttention_0"]["softmax_offset"]
     assert box.names == (None, "nvte_head", None, None) and box.value.dtype == jnp.float32 and not box.value.any()
@@ -272,7 +272,7 @@ def test_rope_positions():
     with pytest.raises(ValueError, match="positions are for self-attention"):
         jax.eval_shape(mha(enable_rotary_pos_emb=True).init, KEY, x, x + 1, positions=jnp.arange(6))
     with pytest.raises(ValueError, match="enable_rotary_pos_emb"):
-        mha().init(KEY, x, positions=jnp.arange(6))
+        jax.eval_shape(mha().init, KEY, x, positions=jnp.arange(6))
 
 
 @pytest.mark.parametrize("scope", ["all", "qkv_proj", "output_proj", "none", "exclude_mlp", "exclude_qkv_proj"])
@@ -340,7 +340,7 @@ def test_keys_and_scaled_query_init():
 def test_lost_identity_follows_the_parameters():
     x = data(2, 5, H)
     module = mha()
-    variables = module.init(KEY, x)
+    variables = jax.jit(module.init)(KEY, x)
     want = module.apply(variables, x)[0]
     np.testing.assert_array_equal(module.apply(variables, x, x)[0], want)
     lost = jax.jit(lambda v, a, b: module.apply(v, a, b)[0])(variables, x, x)
@@ -351,7 +351,7 @@ def test_lost_identity_follows_the_parameters():
         module.apply(variables, x, data(2, 6, H))
     with pytest.raises(ValueError, match="fuse_qkv_params=False"):
         mha(fuse_qkv_params=False).apply(variables, x)
-    other = mha().init(KEY, x, data(2, 6, H))
+    other = jax.jit(mha().init)(KEY, x, data(2, 6, H))
     with pytest.raises(ValueError, match=r"hold \('query', 'kv'\), but self-attention .* reads \('qkv',\)"):
         module.apply(other, x)
 
@@ -399,7 +399,7 @@ def test_checkpoint_names():
 )
 def test_mha_errors(fields, kwargs, error, text):
     with pytest.raises(error, match=text):
-        mha(**fields).init(KEY, data(2, 5, H), **kwargs)
+        jax.eval_shape(lambda: mha(**fields).init(KEY, data(2, 5, H), **kwargs))
 
 
 def test_mha_fields_in_declaration_order():
@@ -447,7 +447,7 @@ def bucket(relative, num_buckets, max_distance, bidirectional):
 @pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (8, 20)])
 def test_relative_position_biases(bidirectional, num_buckets, max_distance):
     module = te_flax.RelativePositionBiases(num_buckets, max_distance, num_attention_heads=3)
-    params = module.init(KEY, 4, 4)["params"]
+    params = jax.jit(lambda: module.init(KEY, 4, 4))()["params"]
     assert boxes(params) == {("rel_embedding",): ((3, num_buckets), ("heads", "relpos_buckets"))}
     got = module.apply({"params": params}, 150, 199, bidirectional)
     table = np.asarray(params["rel_embedding"].value)

@@ -483,9 +483,9 @@ def test_errors():
         with pytest.raises(error, match=text):
             call(cache, inputs, **options)
     with pytest.raises(ValueError, match="decode=True is for self-attention"):
-        module.init(KEY, x, x[:, :3], decode=True)
+        jax.eval_shape(lambda: module.init(KEY, x, x[:, :3], decode=True))
     with pytest.raises(ValueError, match="12 tokens, but the cache has 5 slots"):
-        module.init(KEY, x, decode=True, max_decode_length=5)
+        jax.eval_shape(lambda: module.init(KEY, x, decode=True, max_decode_length=5))
     with pytest.raises(ValueError, match="'cube'"):
         module = mha(attn_mask_type="cube")
         call(held, x[:, :1])

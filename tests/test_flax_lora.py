@@ -41,16 +41,21 @@ def test_return_bias(module, fields, bias, fp8):
     x = data(6, 16)
     whole, parted = (module(**fields, use_bias=True, return_bias=parted) for parted in (False, True))
     with te.autocast(fp8, Float8CurrentScaling()):
-        params = ref.filled(whole.init(KEY, x)["params"])
+        params = ref.filled(jax.jit(whole.init)(KEY, x)["params"])
 
         def sums(params):
             *y, returned = parted.apply({"params": params}, x)
             assert returned.dtype == jnp.float32
             return jnp.sum(jnp.sin(y[0] + returned)), (y[0], returned)
 
-        (_, (y, returned)), grads = jax.value_and_grad(sums, has_aux=True)(params)
-        want, due = jax.value_and_grad(lambda p: jnp.sum(jnp.sin(first(whole.apply({"params": p}, x)))))(params)
-        np.testing.assert_allclose(y + returned, first(whole.apply({"params": params}, x)), rtol=1e-5, atol=1e-5)
+        (_, (y, returned)), grads = jax.jit(jax.value_and_grad(sums, has_aux=True))(params)
+
+        def due_sum(params):
+            y = first(whole.apply({"params": params}, x))
+            return jnp.sum(jnp.sin(y)), y
+
+        (_, want), due = jax.jit(jax.value_and_grad(due_sum, has_aux=True))(params)
+        np.testing.assert_allclose(y + returned, want, rtol=1e-5, atol=1e-5)
     over = fields.get("depth_scaling", 1.0)
     np.testing.assert_allclose(returned, ref.unboxed(params)[bias] / over, rtol=1e-6)
     np.testing.assert_allclose(ref.unboxed(grads)[bias], ref.unboxed(due)[bias], rtol=1e-4, atol=1e-4)
@@ -90,7 +95,7 @@ def test_return_bias(module, fields, bias, fp8):
 def test_params_dtype(module, x):
     """Parameters of f32, a computation in bf16, whatever the inputs are: as if they had been cast."""
     more = (data(2, 4, 16),) if x.ndim == 3 else ()
-    params = module.init(KEY, x, *more)["params"]
+    params = jax.jit(module.init)(KEY, x, *more)["params"]
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype("float32")}
     run = jax.jit(lambda *args: first(module.apply({"params": params}, *args)))
     y = run(x, *more)
@@ -120,7 +125,7 @@ def test_tied_embedding(norm):
     """One parameter with one gradient, in FP8 with a state of its own; plain JAX gives the same numbers."""
     tokens = jnp.arange(12).reshape(2, 6)
     model = Tied(norm)
-    variables = model.init(KEY, tokens)
+    variables = jax.jit(model.init)(KEY, tokens)
     assert ref.shapes(variables["params"])["Embed_0"] == {"embedding": (24, 16)}
     assert "kernel" not in variables["params"].get("head", {})
 
@@ -132,12 +137,12 @@ def test_tied_embedding(norm):
 
     params = ref.unboxed(variables["params"])
     loss = lambda f: lambda params: jnp.sum(jnp.sin(f(params)))
-    got, want = (jax.grad(loss(f))(params) for f in (lambda p: model.apply({"params": p}, tokens), due))
+    got, want = (jax.jit(jax.grad(loss(f)))(params) for f in (lambda p: model.apply({"params": p}, tokens), due))
     np.testing.assert_allclose(got["Embed_0"]["embedding"], want["Embed_0"]["embedding"], rtol=1e-4, atol=1e-5)
     with te.autocast(True, DelayedScaling(amax_history_len=4)):
-        state = model.init(KEY, tokens)["fp8_metas"]
+        state = jax.jit(model.init)(KEY, tokens)["fp8_metas"]
         assert "kernel_scale" in state["head"]
-        fp8 = model.apply({"params": params, "fp8_metas": state}, tokens)
+        fp8 = jax.jit(model.apply)({"params": params, "fp8_metas": state}, tokens)
     # Products of E4M3, 2**-4 off each: of 16 that add up at random.
     y = np.asarray(due(params))
     assert np.abs(fp8 - y).max() < 2**-3 * np.abs(y).max() and np.abs(fp8 - y).max() > 0
@@ -215,7 +220,7 @@ def test_frozen_kernels_have_no_gradient_gemm(recipe):
     """With respect to LoRA alone: the gradients and the FP8 state of the whole, but no product of a kernel's shape."""
     x, model = data(TOKENS, WIDTH), Model()
     with te.autocast(recipe is not None, recipe):
-        variables = ref.unboxed(model.init(KEY, x))
+        variables = ref.unboxed(jax.jit(model.init)(KEY, x))
         params, fp8 = ref.filled(variables.pop("params"), spread=0.1), variables
         lora, base = te_flax.split_lora(params)
         assert jax.tree.structure(te_flax.join_lora(lora, base)) == jax.tree.structure(params)
@@ -240,10 +245,10 @@ def test_frozen_kernels_have_no_gradient_gemm(recipe):
 
 def test_mask_trains_lora_alone():
     x, model = data(TOKENS, WIDTH), Model()
-    params = model.init(KEY, x)["params"]  # in their boxes
+    params = jax.jit(model.init)(KEY, x)["params"]  # in their boxes
     tx = optax.partition({True: optax.adamw(1e-2), False: optax.set_to_zero()}, te_flax.lora_mask)
-    grads = jax.grad(lambda p: jnp.sum(jnp.sin(model.apply({"params": p}, x))))(params)
-    updates, _ = tx.update(grads, tx.init(params), params)
+    grads = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(model.apply({"params": p}, x)))))(params)
+    updates, _ = jax.jit(lambda grads, params: tx.update(grads, tx.init(params), params))(grads, params)
     moved = jax.tree.map(lambda u: bool(np.any(np.asarray(u))), ref.unboxed(updates))
     lora, base = te_flax.split_lora(moved)
     assert not any(jax.tree.leaves(base))
@@ -288,13 +293,19 @@ def test_one_traced_layer_by_several_gradients(recipe, override):
     x, kernel = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 16)), jnp.float32)
     with te.autocast(True, recipe):
         module = te_flax.DenseGeneral(16)
-        variables = jax.tree.map(lambda a: kernel if a.shape == kernel.shape else a, module.init(jax.random.key(0), x))
+        variables = jax.jit(module.init)(jax.random.key(0), x)
+        variables = jax.tree.map(lambda a: kernel if a.shape == kernel.shape else a, variables)
         state, params = flax.core.pop(nn.meta.unbox(variables), "params")
         once = jax.jit(lambda params, x: module.apply({"params": params, **state}, x))
-        y, by_x = jax.vjp(lambda x: once(params, x), x)
-        _, by_all = jax.vjp(once, params, x)
-        (dx,), (dparams, dx_too) = by_x(y), by_all(y)
+
+        @jax.jit
+        def gradients(params, x):
+            y, by_x = jax.vjp(lambda x: once(params, x), x)
+            _, by_all = jax.vjp(once, params, x)
+            _, apart = jax.vjp(lambda params: module.apply({"params": params, **state}, x), params)
+            return by_x(y), by_all(y), apart(y)[0]
+
+        (dx,), (dparams, dx_too), dparams_apart = gradients(params, x)
         np.testing.assert_array_equal(dx, dx_too)
-        _, apart = jax.vjp(lambda params: module.apply({"params": params, **state}, x), params)
         close = lambda got, want: np.testing.assert_allclose(got, want, atol=2.0**-20 * np.abs(want).max())
-        jax.tree.map(close, dparams, apart(y)[0])
+        jax.tree.map(close, dparams, dparams_apart)

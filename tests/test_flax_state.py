@@ -107,7 +107,7 @@ def test_the_slots_of_the_mlp(fp8):
 def test_forward_alone_changes_nothing(fp8):
     x = data(8, 16)
     module = te_flax.DenseGeneral(8)
-    variables = module.init(KEY, x)
+    variables = jax.jit(module.init)(KEY, x)
     _, changed = module.apply(variables, x, mutable=["fp8_metas"])
     jax.tree.map(np.testing.assert_array_equal, changed["fp8_metas"], variables["fp8_metas"])
 
@@ -118,9 +118,9 @@ def test_forward_alone_changes_nothing(fp8):
 def test_missing_state_starts_fresh_with_a_note():
     x = data(8, 16)
     module = te_flax.LayerNormMLP(8)
-    bare = module.init(KEY, x)
+    bare = jax.jit(module.init)(KEY, x)
     with te.autocast(True, RECIPE):
-        full = module.init(KEY, x)
+        full = jax.jit(module.init)(KEY, x)
         with pytest.warns(
             UserWarning, match=r"LayerNormMLP: fp8_metas lacks x_0_scale.*mutable=\['fp8_metas'\]"
         ) as notes:
@@ -377,7 +377,7 @@ def test_autocast_is_part_of_the_jit_cache_key():
     x = data(8, 16)
     module = te_flax.DenseGeneral(8, use_bias=False)
     with te.autocast(True, RECIPE):
-        variables = module.init(KEY, x)
+        variables = jax.jit(module.init)(KEY, x)
     f = jax.jit(module.apply)
     plain = f(variables, x)
     with te.autocast(True, RECIPE):

@@ -171,11 +171,11 @@ def test_relative_embedding():
     want = reference(ref.f64(x), ref.f64(variables["params"]), bias=ref.f64(bias))
     np.testing.assert_allclose(module.apply(variables, x), want, rtol=1e-4, atol=2e-5)
     own = layer(relative_embedding=te_flax.RelativePositionBiases(8, 20, N))
-    assert "relative_embedding" in own.init(KEY, x)["params"]
+    assert "relative_embedding" in jax.eval_shape(own.init, KEY, x)["params"]
     with pytest.raises(ValueError, match="hold `relpos_bias`, but enable_relative_embedding is False"):
         layer().apply(variables, x)
     with pytest.raises(ValueError, match="no_bias"):
-        layer(enable_relative_embedding=True, self_attn_bias_type="no_bias").init(KEY, x)
+        jax.eval_shape(layer(enable_relative_embedding=True, self_attn_bias_type="no_bias").init, KEY, x)
 
 
 def test_rope_and_window_are_self_attentions_alone():
@@ -451,12 +451,12 @@ def test_data_parallel_without_names(kind):
 )
 def test_errors(fields, args, kwargs, error, text):
     with pytest.raises(error, match=text):
-        layer(**fields).init(KEY, *args, **kwargs)
+        jax.eval_shape(lambda: layer(**fields).init(KEY, *args, **kwargs))
 
 
 def test_kv_channels():
     x = data(B, S, H)
-    params = layer(num_attention_heads=5, kv_channels=8).init(KEY, x)["params"]
+    params = jax.eval_shape(layer(num_attention_heads=5, kv_channels=8).init, KEY, x)["params"]
     assert ref.shapes(params)["attention"]["qkv"]["kernel"] == (H, 3, 40)
 
 

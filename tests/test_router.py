@@ -170,7 +170,7 @@ def test_losses(kind, per_sequence, rng):
     counts = np.array([[np.bincount(t, minlength=8) for t in row] for row in experts])
     mean = lambda x: x.mean(1) if per_sequence else x.reshape(1, -1, 8).mean(1)
     want = np.mean([8 / 2 * sum(mean(counts)[i] * mean(scores)[i]) for i in range(len(mean(counts)))])
-    loss = lambda logits: load_balancing_loss(logits, experts, options, per_sequence=per_sequence)
+    loss = jax.jit(lambda logits: load_balancing_loss(logits, experts, options, per_sequence=per_sequence))
     np.testing.assert_allclose(loss(logits), want, rtol=2.0**-19)
     even = load_balancing_loss(jnp.zeros((4, 8)), jnp.arange(8).reshape(4, 2), options)
     np.testing.assert_allclose(even, 1, rtol=2.0**-20)
@@ -178,7 +178,7 @@ def test_losses(kind, per_sequence, rng):
     direction = jnp.asarray(rng.standard_normal(logits.shape), jnp.float32)
     slope = (loss(logits + step * direction) - loss(logits - step * direction)) / (2 * step)
     # The difference of two losses near 1 in f32, over the step, and the third derivative times step**2.
-    np.testing.assert_allclose(jnp.vdot(jax.grad(loss)(logits), direction), slope, atol=2.0**-14)
+    np.testing.assert_allclose(np.vdot(jax.jit(jax.grad(loss))(logits), direction), slope, atol=2.0**-14)
     sums = np.log(np.exp(np.asarray(logits, np.float64)).sum(-1))
     np.testing.assert_allclose(z_loss(logits), np.mean(sums**2), rtol=2.0**-19)
 

@@ -172,7 +172,7 @@ def test_column_parallel_shards_below_a_block(module):
         return jnp.sum(jnp.sin(y[0] if isinstance(y, tuple) else y))
 
     with te.autocast(True, recipe.Float8BlockScaling()):
-        variables = nn.meta.unbox(module.init(KEY, x))
+        variables = nn.meta.unbox(jax.jit(module.init)(KEY, x))
         step = jax.value_and_grad(loss, (0, 1))
         want = jax.jit(step)(variables, x)
         with jax.set_mesh(mesh):
