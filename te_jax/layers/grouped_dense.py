@@ -61,7 +61,7 @@ def grouped_dense(
     """
     x, kernel, group_sizes, bias = as_jax(x, kernel, group_sizes, bias)
     check(name, "checkpoint", checkpoint, NONE | STRING)
-    _check_operands(name, x, kernel, group_sizes, bias, recipe, metas)
+    _check_rows_of_groups(name, x, kernel, group_sizes, bias, recipe, metas)
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     experts = jnp.searchsorted(ends, jnp.arange(x.shape[0], dtype=jnp.int32), side="right")
     groups = group(experts[:, None], group_sizes.shape[0])
@@ -78,7 +78,7 @@ def grouped_dense(
     return _grouped_dense(_GroupedOperands(x, kernel, bias, metas or fp8.STATELESS), groups, config)
 
 
-def _check_operands(name, x, kernel, group_sizes, bias, recipe, metas):
+def _check_rows_of_groups(name, x, kernel, group_sizes, bias, recipe, metas):
     """Raises ValueError or TypeError, naming the layer, for operands that make no grouped dense layer."""
     shapes = "pass x[T, K], kernel[E, K, N], group_sizes[E] and bias[E, N]"
     arrays = [("x", x, 2), ("kernel", kernel, 3), ("group_sizes", group_sizes, 1)]
