@@ -328,12 +328,13 @@ def test_grouped_dense_layers(rng):
     np.testing.assert_allclose(grouped_dense(x, kernel, sizes), expected, **CLOSE)
     module = make_grouped_dense_cls(None)
     np.testing.assert_array_equal(module.apply({}, x, kernel, sizes), grouped_dense(x, kernel, sizes))
-    with pytest.raises(ValueError, match="not in FP8 yet"):
-        grouped_dense(
-            x, kernel, sizes, quantizer_set=QuantizerFactory.create_set(fp8_recipe=recipe.MXFP8BlockScaling())
-        )
-    with pytest.raises(ValueError, match="FP8 yet"):
-        make_grouped_dense_cls(recipe.MXFP8BlockScaling())
+    rule = recipe.Float8CurrentScaling()
+    expected = layers.grouped_dense(x, kernel, sizes, recipe=rule)
+    quantizers = QuantizerFactory.create_set(fp8_recipe=rule, n_groups=3)
+    np.testing.assert_array_equal(grouped_dense(x, kernel, sizes, quantizer_set=quantizers), expected)
+    np.testing.assert_array_equal(make_grouped_dense_cls(rule).apply({}, x, kernel, sizes), expected)
+    state = make_grouped_dense_cls(recipe.DelayedScaling()).init(jax.random.key(0), x, kernel, sizes)
+    assert len(state["_overwrite_with_gradient"]) == 6
 
 
 def test_router(rng):

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from te_jax.layers import grouped_dense
 from te_jax.ops.activation import attributes
-from te_jax.ops.gemm_grouped import gemm_grouped, gemm_grouped_wgrad, grouped_dense
+from te_jax.ops.gemm_grouped import gemm_grouped, gemm_grouped_wgrad
 from te_jax.ops.grouped import (
     activation_grouped_block_bwd,
     activation_grouped_block_fwd,

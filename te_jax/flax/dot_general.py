@@ -62,8 +62,8 @@ class QuantizingModule(Module):
         recipe = recipe_of(self, own=fp8_recipe)
         if recipe is not None and recipe.has_state and n_groups is not None:
             raise ValueError(
-                f"{where}: n_groups is {n_groups!r}, but {type(recipe).__name__} has state for a whole tensor; use a "
-                "recipe without state, such as te_jax.recipe.MXFP8BlockScaling()."
+                f"{where}: n_groups is {n_groups!r}, but {type(recipe).__name__} has state for a whole tensor; leave "
+                "it out, and all groups share that state, or use a recipe without state."
             )
         metas = dense_metas(self, postfix, own=fp8_recipe, collection=variable_collection)
         return QuantizerSet(recipe, metas, quantization_checkpoint_name, where)

@@ -1,12 +1,15 @@
-"""The three GEMMs of a dense layer, of tensors as `tensor.Fp8Tensor` holds them."""
+"""The three GEMMs of a dense layer, grouped ones too, of tensors as `tensor.Fp8Tensor` holds them."""
 
 import jax
+import jax.numpy as jnp
 
 from te_jax._arrays import as_rank
 from te_jax.checkpoint_policies import GEMM, named
 from te_jax.layers.config import Config
 from te_jax.layers.tensor import Fp8Tensor
 from te_jax.ops.gemm import dot, gemm, gemm_sum
+from te_jax.ops.gemm_grouped import gemm_grouped, gemm_grouped_wgrad
+from te_jax.ops.permute import Groups
 from te_jax.sharding import explicit_spec
 
 _FPROP, _DGRAD, _WGRAD = range(3)  # places in `override_linear_precision` and `split_accumulator`
@@ -61,3 +64,41 @@ def wgrad(x: Fp8Tensor, dy: Fp8Tensor, config: Config, onto=None) -> jax.Array:
         lhs, rhs, lead = lhs[..., None], rhs[..., None], 1
     options = dict(contract=lead, out_dtype=dtype, out_spec=explicit_spec(config.weight), **_options(_WGRAD, config))
     return gemm(lhs, rhs, lhs_inv, rhs_inv, c=onto, in_place=onto is not None, **options)
+
+
+# -- of experts: rows of groups, and stacked weights ----------------------------------------------------------
+
+
+def grouped_fprop(x: Fp8Tensor, w: Fp8Tensor, bias, groups: Groups, config: Config) -> jax.Array:
+    """x [R, K], w [E, K, N], bias [E, N] -> [R, N], 0 in the rows that pad a group."""
+    dtype, high, options = _grouped(_FPROP, config)
+    (lhs, lhs_inv), (rhs, rhs_inv) = x.rows, w.columns
+    if high:
+        lhs, rhs, lhs_inv, rhs_inv = x.wide, jnp.swapaxes(w.wide, 1, 2).astype(dtype), None, None
+    return gemm_grouped(lhs, rhs, groups.offsets, groups.counts, lhs_inv, rhs_inv, bias, out_dtype=dtype, **options)
+
+
+def grouped_dgrad(dy: Fp8Tensor, w: Fp8Tensor, groups: Groups, config: Config) -> jax.Array:
+    """dy [R, N], w [E, K, N] -> dx [R, K], 0 in the rows that pad a group."""
+    dtype, high, options = _grouped(_DGRAD, config)
+    (lhs, lhs_inv), (rhs, rhs_inv) = dy.rows, w.rows
+    if high:
+        lhs, rhs, lhs_inv, rhs_inv = dy.wide, w.wide.astype(dtype), None, None
+    return gemm_grouped(lhs, rhs, groups.offsets, groups.counts, lhs_inv, rhs_inv, out_dtype=dtype, **options)
+
+
+def grouped_wgrad(x: Fp8Tensor, dy: Fp8Tensor, groups: Groups, config: Config) -> jax.Array:
+    """x [R, K], dy [R, N], both with zeros in the rows that pad a group -> dw [E, K, N] of the weight's type."""
+    _, high, options = _grouped(_WGRAD, config)
+    (lhs, lhs_inv), (rhs, rhs_inv) = x.columns, dy.columns
+    if high:
+        lhs, rhs, lhs_inv, rhs_inv = x.wide.T, dy.wide.T, None, None
+    of_groups, dtype = (groups.offsets, groups.counts), config.weight.dtype
+    return gemm_grouped_wgrad(lhs, rhs, *of_groups, lhs_inv, rhs_inv, out_dtype=dtype, **options)
+
+
+def _grouped(which: int, config: Config):
+    """The type of activations, whether this GEMM reads the unquantized operands, and how it adds up."""
+    recipe = config.recipe
+    options = dict(fast_accum=not recipe.split_accumulator[which])
+    return config.x.dtype, recipe.override_linear_precision[which], options

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from te_jax import fp8
+from te_jax._amax import amax as amax_of
 from te_jax._types import like, varying
 from te_jax.checkpoint_policies import KERNEL, STATISTICS, named
 from te_jax.layers.config import Config
 from te_jax.layers.tensor import Fp8Tensor, LayerUses, Uses
 from te_jax.ops import quantize as quantize_ops
+from te_jax.ops.grouped import stacked_source
 from te_jax.ops.source import Source
 from te_jax.sharding import constrain_to_spec
 
@@ -49,7 +51,8 @@ def produce(source: Source, role: Role, config: Config, others: tuple[str, ...] 
     statistics = ("amax",) if recipe.has_state else ()
     got = source.run((*beside, *uses.layouts, *statistics), dtype, granularity, scale)
     if "amax" in got:
-        got["amax"] = fp8.observation(role.meta, got["amax"], scale, lambda: source.exact(dtype), dtype)
+        amax = amax_of(got["amax"]) if source.scales else got["amax"]  # there is one state for all experts
+        got["amax"] = fp8.observation(role.meta, amax, scale, lambda: source.exact(dtype), dtype)
     if scale is not None:
         got["scale_inv"] = 1.0 / scale
     fields = {name: got[name] for name in Fp8Tensor._fields if name in got}
@@ -78,6 +81,18 @@ def quantize_weight(weight, meta, uses: Uses, config: Config) -> Fp8Tensor:
     q, _ = quantize_tensor(weight, config.contract, role, config, square=square)
     # Not what fprop alone reads, nor the array itself, which is kept anyway.
     return tag(q, KERNEL, config, leave=("data_t", "scale_inv_t", "wide", "onto"))
+
+
+def quantize_stacked(weight, meta, uses: Uses, config: Config) -> Fp8Tensor:
+    """weight [E, K, N] as its grouped GEMMs read it: quantized for each expert, by a scale of its own where the recipe
+    scales by the amax."""
+    role, source, q = Role("kernel", meta, uses, config.weight), stacked_source(weight), Fp8Tensor()
+    if uses.layouts and source.offers(config.recipe.granularity, ()):
+        q, _ = produce(source, role._replace(uses=uses._replace(wide=False)), config)
+    elif uses.layouts:
+        q = jax.vmap(lambda each: quantize_tensor(each, 1, role, config)[0])(weight)
+    q = q._replace(wide=weight if uses.wide else None)
+    return tag(q, KERNEL, config, leave=("data_t", "scale_inv_t", "wide"))
 
 
 def quantize_grad(dy, meta, config: Config, wgrad: bool) -> tuple[Fp8Tensor, jax.Array | None]:

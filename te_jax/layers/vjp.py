@@ -113,6 +113,12 @@ def _once_vmap(size, batched, total, before):
     return _once(total, before), batched[0]
 
 
+def differentiate_metas(saved: Saved, grad: Fp8Tensor, config: Config) -> DenseMetas:
+    """The cotangent of the FP8 state. grad: the gradient of y."""
+    pairs = zip(saved.metas, (saved.x.amax, saved.weight.amax, grad.amax))
+    return DenseMetas(*(cotangent(m, amax, config.recipe, config.stage_axes) for m, amax in pairs))
+
+
 def differentiate_weight(saved: Saved, grad: Fp8Tensor, dbias, config: Config) -> Projection:
     """The cotangents of weight [*C, *F], bias and FP8 state.
 
@@ -121,9 +127,8 @@ def differentiate_weight(saved: Saved, grad: Fp8Tensor, dbias, config: Config) -
     The weight's cotangent has the weight's type, and is None without wgrad. Where the weight is an Fp8Tensor, `onto`
     has the cotangent if there is an accumulator, else `wide`.
     """
-    x, w, metas = saved
-    amaxes = (x.amax, w.amax, grad.amax)
-    dmetas = DenseMetas(*(cotangent(m, amax, config.recipe, config.stage_axes) for m, amax in zip(metas, amaxes)))
+    x, w, _ = saved
+    dmetas = differentiate_metas(saved, grad, config)
     if not saved.wgrad:
         dweight = None
     elif w.onto is None:

@@ -15,8 +15,8 @@ from te_jax._types import align, like
 from te_jax.checkpoint_policies import GEMM, named
 from te_jax.ops.gemm import FP8, OUT_DTYPE, add_epilogue, check_factors, dot_last, result_dtypes
 from te_jax.ops.grouped import check_groups, expert_of_row, expert_of_tile, sum_of_experts, tokens_alone
-from te_jax.ops.permute import ALIGNMENT, combine, group, permute
-from te_jax.ops.quantize import BLOCK, FLOAT, dequantize_rows, dequantize_weight
+from te_jax.ops.permute import ALIGNMENT
+from te_jax.ops.quantize import BLOCK, MX_BLOCK, dequantize_rows, dequantize_weight
 
 _ROWS_OP, _WGRAD_OP = "te_gemm_grouped", "te_gemm_grouped_wgrad"
 
@@ -128,7 +128,8 @@ def gemm_grouped(
                  pad a group, whatever lhs has there. The tail, behind the last group, is read by nobody.
     *_scale_inv: with FP8 operands, what they are multiplied by: of both f32[] or f32[E]; or of blocks of 128 along the
                  last axis of k, which is cut at its end: [*k', R] of lhs, `scale_inv` of te_quantize_block, and
-                 [E, *n', *k'] of rhs, `block_inv` of te_quantize_stacked_block.
+                 [E, *n', *k'] of rhs, `block_inv` of te_quantize_stacked_block. Or of MXFP8's blocks of 32: [*k', R] of
+                 lhs and [E, *k', *n] of rhs; the operands are then multiplied as bf16, which holds their values.
     bias:        [E, *n], added to the rows of its expert.
     out_dtype:   f32, bf16 or f16; default bf16 for FP8 operands, else theirs.
     fast_accum:  as in `gemm`.
@@ -141,6 +142,9 @@ def gemm_grouped(
     check(_ROWS_OP, "contract", contract, integer(1))
     attrs = dict(outer=contract - 1, **_attributes(_ROWS_OP, lhs, out_dtype, fast_accum))
     if lhs.dtype in FP8 or lhs_scale_inv is not None or rhs_scale_inv is not None:
+        if _in_mx(lhs_scale_inv, rhs_scale_inv):
+            rhs = jax.vmap(lambda each, scale_inv: _from_mx(each, scale_inv, contract))(rhs, rhs_scale_inv)
+            lhs, lhs_scale_inv, rhs_scale_inv = _from_mx(lhs, lhs_scale_inv, contract), None, None
         scales = _forms(lhs_scale_inv, rhs_scale_inv)
         return named(gemm_grouped_op(lhs, rhs, offsets, counts, *scales, bias, **attrs)[0], GEMM)
     return named(_gemm_grouped(*align(lhs, rhs, bias, offsets, counts), tuple(attrs.items())), GEMM)
@@ -166,7 +170,8 @@ def gemm_grouped_wgrad(
                  as all ops of te_jax write them: a kernel multiplies them, though they are no tokens'.
     offsets, counts: as of `gemm_grouped`.
     *_scale_inv: with FP8 operands, what they are multiplied by: of both f32[] or f32[E]; or of blocks of 128 rows,
-                 [R / 128, *n] and [R / 128, *k], `scale_inv_t` of te_quantize_block.
+                 [R / 128, *n] and [R / 128, *k], `scale_inv_t` of te_quantize_block; or of MXFP8's blocks of 32 rows,
+                 [R / 32, *n] and [R / 32, *k].
     c:           [E, *n, *k] of out_dtype, added in f32 before the one rounding: a sum over microbatches.
     out_dtype:   f32, bf16 or f16; default bf16 for FP8 operands, else theirs.
     fast_accum, in_place: as in `gemm`.
@@ -177,6 +182,9 @@ def gemm_grouped_wgrad(
     _check_arrays(_WGRAD_OP, lhs, rhs, offsets, counts, -1)
     check(_WGRAD_OP, "in_place", in_place, BOOL)
     attrs = _attributes(_WGRAD_OP, lhs, out_dtype, fast_accum) | (dict(in_place=True) if in_place else {})
+    if _in_mx(lhs_scale_inv, rhs_scale_inv):
+        lhs, rhs = _from_mx(lhs, lhs_scale_inv, 1), _from_mx(rhs, rhs_scale_inv, 1)
+        lhs_scale_inv = rhs_scale_inv = None
     scales = _forms(lhs_scale_inv, rhs_scale_inv)
     return named(gemm_grouped_wgrad_op(lhs, rhs, offsets, counts, *scales, c, **attrs)[0], GEMM)
 
@@ -213,6 +221,15 @@ def _forms(lhs_scale_inv, rhs_scale_inv):
     return *map(given, pair, in_blocks), *(scale if is_block else None for scale, is_block in zip(pair, in_blocks))
 
 
+def _in_mx(*scales_inv) -> bool:
+    return all(scale_inv is not None and scale_inv.dtype == jnp.float8_e8m0fnu for scale_inv in scales_inv)
+
+
+def _from_mx(a, scale_inv, contract: int):
+    """bf16: the values of a [*rows, *k] in MXFP8, exact from 2**-126 on. There is no grouped product of such blocks."""
+    return dequantize_rows(a, scale_inv, contract, MX_BLOCK).astype(jnp.bfloat16)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _gemm_grouped(lhs, rhs, bias, offsets, counts, attrs):
     return gemm_grouped_op(lhs, rhs, offsets, counts, *(None,) * 4, bias, **dict(attrs))[0]
@@ -236,26 +253,3 @@ def _gemm_grouped_bwd(attrs, residuals, dout):
 
 
 _gemm_grouped.defvjp(lambda *args: (_gemm_grouped(*args), args[:5]), _gemm_grouped_bwd)
-
-
-def grouped_dense(x, kernel, group_sizes, bias=None) -> jax.Array:
-    """x times the kernel of each row's group, for rows that lie group behind group: [T, N] of x's type.
-
-    x:           f32, bf16 or f16 [T, K]; its first group_sizes[0] rows are those of kernel[0], and so on
-    kernel:      [E, K, N], cast to x's type. bias: [E, N]
-    group_sizes: i32[E]. Rows behind the last group have zeros, as of `jax.lax.ragged_dot`.
-
-    Differentiable by x, kernel and bias. Raises ValueError for sizes, TypeError for types that do not match.
-    """
-    x, kernel, group_sizes, bias = as_jax(x, kernel, group_sizes, bias)
-    where = "te_jax.ops.gemm_grouped.grouped_dense"
-    for name, a, ndim in (("x", x, 2), ("kernel", kernel, 3), ("group_sizes", group_sizes, 1)):
-        check(where, name, a, INTEGERS if ndim == 1 else FLOAT)
-        if a.ndim != ndim:
-            raise ValueError(f"{where}: {name} has the shape {a.shape}; pass x[T, K], kernel[E, K, N], group_sizes[E].")
-    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
-    experts = jnp.searchsorted(ends, jnp.arange(x.shape[0], dtype=jnp.int32), side="right")
-    groups = group(experts[:, None], group_sizes.shape[0])
-    weight = jnp.swapaxes(kernel, 1, 2).astype(x.dtype)
-    out = gemm_grouped(permute(x, groups), weight, groups.offsets, groups.counts, bias=bias)
-    return combine(out, groups, jnp.ones(groups.rows.shape, jnp.float32))

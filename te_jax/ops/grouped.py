@@ -13,7 +13,8 @@ from te_jax._amax import amax
 from te_jax._op import Op
 from te_jax.ops.activation import activation_bwd, activation_fwd, check_same_dtype
 from te_jax.ops.permute import ALIGNMENT
-from te_jax.ops.quantize import fp8_type, quantize, quantize_block, rows_reference, saturate, transpose
+from te_jax.ops.quantize import BLOCK, fp8_type, quantize, quantize_block, rows_reference, saturate, transpose
+from te_jax.ops.source import Source
 
 # -- rows of groups -------------------------------------------------------------------------------------------
 
@@ -64,8 +65,8 @@ def _amax_of_experts(x, offsets, counts):
     return lax.bitcast_convert_type(largest, jnp.float32)
 
 
-def _dbias_of_experts(dx, offsets, counts):
-    """f32[E, ...]: the sum of dx f32 [R, ...] over the rows of each expert."""
+def dbias_of_experts(dx: jax.Array, offsets: jax.Array, counts: jax.Array) -> jax.Array:
+    """f32[E, ...]: the sum over each expert's rows of dx f32 [R, ...], which has zeros in the rows that pad a group."""
     experts = expert_of_tile(offsets, dx.shape[0])
     return sum_of_experts(lambda tile: jnp.sum(tile, 0), (_in_tiles(dx),), experts, (*counts.shape, *dx.shape[1:]))
 
@@ -122,6 +123,12 @@ stack: number of axes in e. lead: number of axes in *m. dtype, power_2, epsilon:
 """
 
 
+def stacked_source(weight: jax.Array) -> Source:
+    """weight [E, K, N], with a scale, or blocks, of its own for each expert; no MXFP8."""
+    ops = {0: (quantize_stacked, dict(stack=1, split=1)), BLOCK: (quantize_stacked_block, dict(stack=1, lead=0))}
+    return Source(ops, (weight,), 1, scales=weight.shape[:1])
+
+
 # -- activations ----------------------------------------------------------------------------------------------
 
 
@@ -152,7 +159,7 @@ def _grouped_bwd_reference(dy, x, offsets, counts, bias, scale, *, dtype, **attr
     expert, is_token = expert_of_row(offsets, counts, x.shape[0])
     wide = tokens_alone(dy, is_token).astype(jnp.float32), _biased(x, bias, expert, is_token)
     dx, *_ = activation_bwd.reference(*wide, None, dtype=dtype, **attrs)
-    sums = _amax_of_experts(dx, offsets, counts), _dbias_of_experts(dx, offsets, counts)
+    sums = _amax_of_experts(dx, offsets, counts), dbias_of_experts(dx, offsets, counts)
     return dx.astype(x.dtype), *_quantized(dx, scale, expert, is_token, dtype), *sums
 
 
@@ -163,7 +170,7 @@ def _grouped_block_fwd_reference(x, offsets, counts, bias, *, dtype, power_2, ep
 
 def _grouped_block_bwd_reference(dy, x, offsets, counts, bias, *, dtype, power_2, epsilon, **attrs):
     dx, *_ = _grouped_bwd_reference(dy, x, offsets, counts, bias, None, dtype=dtype, **attrs)
-    dbias = _dbias_of_experts(dx.astype(jnp.float32), offsets, counts)
+    dbias = dbias_of_experts(dx.astype(jnp.float32), offsets, counts)
     return *rows_reference(dx, 0, dtype, power_2, epsilon)[:4], dbias
 
 

@@ -1,5 +1,6 @@
 """What a tensor is quantized from: the ops that compute it, and what they are called with."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -22,6 +23,8 @@ class Source(NamedTuple):
     operands: tuple[jax.Array | None, ...]  # of each of the ops, but for the scale
     split: int  # axes in m
     wide: str | None = None  # the result of the op of one scale that is the tensor itself; None: the operand is
+    scales: tuple[int, ...] = ()  # the shape of the scale that the op takes: [E] of the weights of experts
+    elements: Callable[[], jax.Array] | None = None  # -> the tensor's elements, where the result has others beside them
 
     def offers(self, granularity: Granularity, names) -> bool:
         """Whether there is an op of this granularity that has the results `names`."""
@@ -35,10 +38,12 @@ class Source(NamedTuple):
     def run(self, names, dtype, granularity: Granularity = TENSOR, scale=None) -> dict[str, jax.Array]:
         """The results `names` of the op of this granularity, with the inverse scales of each layout among them.
 
-        dtype: the FP8 type. scale: f32[], with FP8 results of an op that takes one.
+        dtype: the FP8 type. scale: f32[] or of the shape `scales`, with FP8 results of an op that takes one.
         """
         op, attrs = self.ops[granularity.block]
-        inverse = "block_inv" if attrs.get("square") else "scale_inv"
+        square = attrs.get("square", all(o.name != "scale_inv" for o in op.rule.outputs))
+        inverse = "block_inv" if square else "scale_inv"
+        scale = None if scale is None else jnp.broadcast_to(scale, self.scales)
         wanted = {*names, *(name.replace("data", inverse) for name in names)}
         outputs = tuple(o.name for o in op.rule.outputs if o.name in wanted or not o.optional)
         operands = (*self.operands, scale) if self.takes_scale(granularity) else self.operands
@@ -46,7 +51,9 @@ class Source(NamedTuple):
         return {name.replace("block_inv", "scale_inv"): a for name, a in zip(outputs, results, strict=True)}
 
     def exact(self, dtype) -> jax.Array:
-        """The tensor in f32, before any rounding."""
+        """The tensor in f32, before any rounding; its elements in another order, where there are `elements`."""
+        if self.elements is not None:
+            return self.elements().astype(jnp.float32)
         if self.wide is None:
             return self.operands[0]
         wider = lambda a: a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a

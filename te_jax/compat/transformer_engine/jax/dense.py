@@ -9,7 +9,6 @@ from te_jax._check import warn_once
 from te_jax.compat._absent import absent
 from te_jax.compat._collective import CollectiveOpSet, noop_collective_op_set
 from te_jax.compat.transformer_engine.jax.quantize.quantizer import QuantizerSet, noop_quantizer_set
-from te_jax.ops import gemm_grouped
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
 __getattr__ = absent("transformer_engine.jax.dense")
@@ -56,13 +55,13 @@ def grouped_dense(
     quantizer_set: QuantizerSet = noop_quantizer_set,
     kernel_fsdp_info: tuple[str | None, int] = (None, -1),
 ) -> jax.Array:
-    """`te_jax.ops.gemm_grouped.grouped_dense` of x [T, K], kernel [E, K, N], group_sizes [E] and bias [E, N].
+    """`te_jax.layers.grouped_dense` of x [T, K], kernel [E, K, N], group_sizes [E] and bias [E, N], in FP8 where
+    `quantizer_set` has a recipe.
 
     precision, kernel_fsdp_info: without effect: sums are f32, and shardings say how the kernel lies.
     preferred_element_type: the type of the result, None for x's.
 
-    Raises ValueError for other contracting_dims, for group_offset, and for quantizers: grouped products of te_jax's
-    layers are not in FP8 yet.
+    Raises ValueError for other contracting_dims and for group_offset, and what `te_jax.layers.grouped_dense` raises.
     """
     del precision, kernel_fsdp_info
     where = "grouped_dense"
@@ -70,10 +69,7 @@ def grouped_dense(
         raise ValueError(f"{where}: contracting_dims are {contracting_dims}; pass x [T, K] and kernel [E, K, N].")
     if group_offset is not None:
         raise ValueError(f"{where}: group_offset is given, which te_jax has not; slice x and group_sizes.")
-    if quantizer_set.recipe is not None:
-        name = type(quantizer_set.recipe).__name__
-        raise ValueError(f"{where}: quantizer_set has {name}; grouped products are not in FP8 yet: leave it out.")
-    y = gemm_grouped.grouped_dense(x, kernel, group_sizes, bias)
+    y = layers.grouped_dense(x, kernel, group_sizes, bias, **quantizer_set._asdict())
     return y if preferred_element_type is None else y.astype(preferred_element_type)
 
 

@@ -29,19 +29,15 @@ class TransformerEngineBase(QuantizingModule):
 def make_grouped_dense_cls(quantization_recipe: Recipe | None, quantization_checkpoint_name: str | None = None):
     """A module, not a class, which is called as `(x, kernel, group_sizes)` and gives `grouped_dense` of them.
 
-    Raises ValueError for a recipe: grouped products are not in FP8 yet.
+    quantization_recipe: None: that of the autocast in force. Any recipe is served; one with state has a scale for all
+                         groups.
     """
-    if quantization_recipe is not None:
-        raise ValueError(
-            f"make_grouped_dense_cls: quantization_recipe is {quantization_recipe}; pass None: grouped products are "
-            "not in FP8 yet."
-        )
 
     def ragged_dot(generate_quantizer_set, x, kernel, group_sizes, **kwargs):
-        return grouped_dense(x, kernel, group_sizes)
+        return grouped_dense(x, kernel, group_sizes, quantizer_set=generate_quantizer_set())
 
     return wrap_function_in_te_state_module(
-        ragged_dot, None, quantization_checkpoint_name=quantization_checkpoint_name
+        ragged_dot, quantization_recipe, quantization_checkpoint_name=quantization_checkpoint_name
     )()
 
 

@@ -1,0 +1,162 @@
+"""A dense layer with a kernel for each group of rows, as of experts; in FP8 where a recipe is given."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
+
+from te_jax import fp8
+from te_jax._arrays import as_jax
+from te_jax._check import INTEGERS, NONE, STRING, check, warn_once
+from te_jax._types import align, like
+from te_jax.layers.config import Config
+from te_jax.layers.dense import METAS
+from te_jax.layers.gemms import grouped_dgrad, grouped_fprop, grouped_wgrad
+from te_jax.layers.produce import Role, produce, quantize_stacked
+from te_jax.layers.tensor import LayerUses
+from te_jax.layers.vjp import (
+    differentiate_metas,
+    has_gradient,
+    instantiate,
+    jit_layer,
+    save_for_backward,
+    tag_for_wgrad,
+)
+from te_jax.ops.gemm_grouped import gemm_grouped
+from te_jax.ops.grouped import dbias_of_experts
+from te_jax.ops.permute import Groups, combine, combine_op, group, permute, permute_source
+from te_jax.ops.quantize import FLOAT, MX_BLOCK
+from te_jax.sharding import stage_axes
+
+
+def grouped_dense(
+    x,
+    kernel,
+    group_sizes,
+    bias=None,
+    *,
+    recipe=None,
+    metas: fp8.DenseMetas | None = None,
+    checkpoint: str | None = None,
+    name: str = "te_jax.layers.grouped_dense",
+) -> jax.Array:
+    """x times the kernel of each row's group, for rows that lie group behind group: [T, N] of x's type.
+
+    x:           f32, bf16 or f16 [T, K]; its first group_sizes[0] rows are those of kernel[0], and so on
+    kernel:      f32, bf16 or f16 [E, K, N]. Quantized from its own type; without a recipe cast to x's.
+    group_sizes: i32[E]. Rows behind the last group have zeros, as of `jax.lax.ragged_dot`, and enter no amax.
+    bias:        [E, N], added to the rows of its group.
+    recipe:      None for products in x's type (f32 accumulation), else a recipe, and then `metas`. Where it scales
+                 whole tensors by their amax of this step, x and the gradient of the result have one scale each, and
+                 each kernel[e] one of its own. Blocks have rows of one group. MXFP8 operands are multiplied as bf16,
+                 which holds them exactly: a warning says once that this is no faster than bf16.
+    metas:       `fp8.DenseMetas`, as of `dense`: one scale for all kernels, whose amax is that of all of them. None
+                 under a recipe without state.
+    checkpoint, name: as in `dense`.
+
+    Differentiable by x, kernel, bias and metas; the gradients of the kernel and bias of an empty group are 0. Raises
+    ValueError for sizes, TypeError for types that do not match.
+    """
+    x, kernel, group_sizes, bias = as_jax(x, kernel, group_sizes, bias)
+    check(name, "checkpoint", checkpoint, NONE | STRING)
+    _check_rows_of_groups(name, x, kernel, group_sizes, bias, recipe, metas)
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    experts = jnp.searchsorted(ends, jnp.arange(x.shape[0], dtype=jnp.int32), side="right")
+    groups = group(experts[:, None], group_sizes.shape[0])
+    if recipe is None:
+        weight = jnp.swapaxes(kernel, 1, 2).astype(x.dtype)
+        out = gemm_grouped(permute(x, groups), weight, groups.offsets, groups.counts, bias=bias)
+        return combine(out, groups, jnp.ones(groups.rows.shape, jnp.float32))
+    if recipe.granularity.block == MX_BLOCK:
+        text = "no faster than bf16; recipe.Float8BlockScaling() multiplies in FP8"
+        warn_once(name, f"recipe is {type(recipe).__name__}, whose grouped products are of bf16: {text}.")
+    types = [a if a is None else jax.typeof(a) for a in (x, kernel, bias)]
+    config = Config(recipe, 1, *types, checkpoint=checkpoint, stage_axes=stage_axes())
+    x, kernel, bias, groups = align(x, kernel, bias, groups)
+    return _grouped_dense(_GroupedOperands(x, kernel, bias, metas or fp8.STATELESS), groups, config)
+
+
+def _check_rows_of_groups(name, x, kernel, group_sizes, bias, recipe, metas):
+    """Raises ValueError or TypeError, naming the layer, for operands that make no grouped dense layer."""
+    shapes = "pass x[T, K], kernel[E, K, N], group_sizes[E] and bias[E, N]"
+    arrays = [("x", x, 2), ("kernel", kernel, 3), ("group_sizes", group_sizes, 1)]
+    for what, a, ndim in arrays if bias is None else [*arrays, ("bias", bias, 2)]:
+        check(name, what, a, INTEGERS if ndim == 1 else FLOAT)
+        if a.ndim != ndim:
+            raise ValueError(f"{name}: {what} has the shape {a.shape}; {shapes}.")
+    experts, inner, features = kernel.shape
+    for what, a, shape in (
+        ("x", x, (x.shape[0], inner)),
+        ("group_sizes", group_sizes, (experts,)),
+        ("bias", bias, (experts, features)),
+    ):
+        if a is not None and a.shape != shape:
+            raise ValueError(f"{name}: {what} has the shape {a.shape}, beside kernel {kernel.shape}; {shapes}.")
+    check(name, "metas", metas, METAS)
+    if recipe is not None:
+        fp8.check_recipe(name, recipe)
+        fp8.check_metas(name, "metas", metas, recipe, "pass fp8.DenseMetas")
+    elif metas is not None:
+        warn_once(name, "metas are given, but recipe is None, so nothing is in FP8; pass both, or none.")
+
+
+class _GroupedOperands(NamedTuple):
+    """What is differentiated."""
+
+    x: jax.Array
+    kernel: jax.Array
+    bias: jax.Array | None
+    metas: fp8.DenseMetas
+
+
+def _rows_source(x, groups: Groups):
+    """x [T, K] in the buffer of groups. A probe counts x alone, without the rows that pad groups and the tail."""
+    tokens = lambda: jnp.where(groups.rows >= 0, x, 0)
+    return permute_source(x, groups)._replace(elements=tokens)
+
+
+def _of_tokens(rows, groups: Groups):
+    """[T, ...] of [R, ...]; 0 behind the last group."""
+    return combine_op(rows, groups.rows, None)[0]
+
+
+def _multiply(operands: _GroupedOperands, groups: Groups, config: Config, train: bool, wgrad: bool):
+    """The result, and for the backward pass x and the weights in FP8."""
+    x, kernel, bias, metas = operands
+    uses = LayerUses.of(config.recipe, train, wgrad)
+    q, _ = produce(_rows_source(x, groups), Role("x", metas.x, uses.x, config.x), config)
+    w = quantize_stacked(kernel, metas.kernel, uses.weight, config)
+    return _of_tokens(grouped_fprop(q, w, bias, groups, config), groups), q, w
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _layer(operands, groups, config):
+    return _multiply(operands, groups, config, train=False, wgrad=False)[0]
+
+
+def _layer_fwd(operands, groups, config):
+    wgrad = has_gradient(operands.kernel)
+    operands, groups = values_of((operands, groups))
+    y, q, w = _multiply(operands, groups, config, train=True, wgrad=wgrad)
+    return y, (save_for_backward(tag_for_wgrad(q, config), w, operands.metas, config, wgrad), groups)
+
+
+def _layer_bwd(config, residuals, dy):
+    saved, groups = residuals
+    dy, has_bias = instantiate(dy), config.bias is not None
+    uses = LayerUses.of(config.recipe, train=True, wgrad=saved.wgrad).grad
+    role = Role("grad", saved.metas.grad, uses, jax.typeof(dy))
+    grad, got = produce(_rows_source(dy, groups), role, config, ("rows",) if has_bias else ())
+    dx = like(_of_tokens(grouped_dgrad(grad, saved.weight, groups, config), groups), config.x)
+    dweight = like(grouped_wgrad(saved.x, grad, groups, config), config.weight) if saved.wgrad else None
+    dbias = None
+    if has_bias:
+        of_rows = got["rows"].astype(jnp.float32)
+        dbias = like(dbias_of_experts(of_rows, groups.offsets, groups.counts), config.bias)
+    return _GroupedOperands(dx, dweight, dbias, differentiate_metas(saved, grad, config)), None
+
+
+_layer.defvjp(_layer_fwd, _layer_bwd, symbolic_zeros=True)
+_grouped_dense = jit_layer(_layer, 2)
