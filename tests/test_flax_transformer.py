@@ -153,13 +153,15 @@ def test_transposed_and_cross_mask():
     hidden = (np.arange(T) >= np.asarray([T, 3])[:, None])[:, None, None]
     want = reference(ref.f64(x), ref.f64(variables["params"]), ref.f64(encoded), hidden=hidden)
     mask = jnp.broadcast_to(hidden, (B, 1, S, T))
-    got = module.apply(variables, x, encoded, None, mask)
+    got = jax.jit(module.apply)(variables, x, encoded, None, mask)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-5)
     lengths = SequenceDescriptor.from_seqlens((jnp.asarray([S, S]), jnp.asarray([T, 3])))
-    np.testing.assert_allclose(module.apply(variables, x, encoded, None, lengths), got, rtol=1e-5, atol=1e-5)
+    by_lengths = jax.jit(module.apply)(variables, x, encoded, None, lengths)
+    np.testing.assert_allclose(by_lengths, got, rtol=1e-5, atol=1e-5)
     flipped = layer(layer_type="decoder", transpose_batch_sequence=True)
-    got_flipped = flipped.apply(variables, jnp.swapaxes(x, 0, 1), jnp.swapaxes(encoded, 0, 1), None, mask)
-    np.testing.assert_allclose(jnp.swapaxes(got_flipped, 0, 1), got, rtol=1e-5, atol=1e-5)
+    swap = lambda a: np.swapaxes(a, 0, 1)
+    got_flipped = jax.jit(flipped.apply)(variables, swap(x), swap(encoded), None, mask)
+    np.testing.assert_allclose(swap(got_flipped), got, rtol=1e-5, atol=1e-5)
 
 
 def test_relative_embedding():
@@ -169,7 +171,7 @@ def test_relative_embedding():
     biases = te_flax.RelativePositionBiases(32, 128, N)
     bias = biases.apply({"params": variables["params"]["relpos_bias"]}, S, S, True)
     want = reference(ref.f64(x), ref.f64(variables["params"]), bias=ref.f64(bias))
-    np.testing.assert_allclose(module.apply(variables, x), want, rtol=1e-4, atol=2e-5)
+    np.testing.assert_allclose(jax.jit(module.apply)(variables, x), want, rtol=1e-4, atol=2e-5)
     own = layer(relative_embedding=te_flax.RelativePositionBiases(8, 20, N))
     assert "relative_embedding" in jax.eval_shape(own.init, KEY, x)["params"]
     with pytest.raises(ValueError, match="hold `relpos_bias`, but enable_relative_embedding is False"):

@@ -61,9 +61,9 @@ def test_route(experts, options, rng):
         assert dlogits.dtype == dtype
         # A gradient is rounded to the type of the logits, and is a difference of numbers up to |dweights| < 8.
         bound = dict(rtol=2.0**-17 + float(jnp.finfo(dtype).eps), atol=8 * options.scaling_factor * 2.0**-21)
-        for row, each, d, got in zip(as_rows(logits), np.asarray(routing.experts), dweights, dlogits):
-            want = oracle.gradient(row, each, np.asarray(d, np.float64), options)
-            np.testing.assert_allclose(np.asarray(got, np.float64), want, **bound)
+        for row, each, d, got in zip(as_rows(logits), *map(np.asarray, (routing.experts, dweights, dlogits))):
+            want = oracle.gradient(row, each, d.astype(np.float64), options)
+            np.testing.assert_allclose(got.astype(np.float64), want, **bound)
 
 
 def routing_and_gradient(logits, bias, dweights, options):
@@ -140,8 +140,8 @@ def test_many_experts(experts, rng):
     dweights = jnp.asarray(rng.standard_normal((3, 64)), jnp.float32)
     routing, dlogits = jax.jit(routing_and_gradient, static_argnums=3)(logits, bias, dweights, options)
     check_routing(as_rows(logits), np.zeros(experts), routing, options)
-    for row, each, d, got in zip(as_rows(logits), np.asarray(routing.experts), dweights, dlogits):
-        want = oracle.gradient(row, each, np.asarray(d, np.float64), options)
+    for row, each, d, got in zip(as_rows(logits), *map(np.asarray, (routing.experts, dweights, dlogits))):
+        want = oracle.gradient(row, each, d.astype(np.float64), options)
         # A softmax divides by a sum of 2**10 terms.
         np.testing.assert_allclose(got, want, rtol=2.0**-14, atol=2.0**-18)
 
