@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from te_jax import fp8, recipe
-from te_jax.layers import dense, grouped_dense
+from te_jax.layers import QuantizedKernel, dense, grouped_dense
 
 T, E, K, N = 141, 3, 150, 40  # blocks of 128 are cut
 SCALES = dict(x=2.0**3, kernel=3.0, grad=2.0**5)
@@ -189,6 +189,7 @@ BAD = {  # operands, keywords, error, words
     "another K": ((ONE[0][:, :3], *ONE[1:]), {}, ValueError, r"x has the shape \(7, 3\)"),
     "another N": ((*ONE, np.ones((3, 4), np.float32)), {}, ValueError, r"bias has the shape \(3, 4\)"),
     "sizes": ((*ONE[:2], np.ones(3, np.float32)), {}, TypeError, "group_sizes is float32"),
+    "quantized": ((ONE[0], QuantizedKernel.unquantized(ONE[1], 1), ONE[2]), {}, TypeError, "is a QuantizedKernel"),
     "type": ((ONE[0].astype(np.int32), *ONE[1:]), {}, TypeError, "x is int32"),
     "class": (ONE, dict(recipe=recipe.FixedScaling), TypeError, "pass an instance"),
     "no state": (ONE, dict(recipe=recipe.DelayedScaling()), ValueError, "metas is None"),

@@ -24,6 +24,7 @@ from te_jax.layers.vjp import (
     save_for_backward,
     tag_for_wgrad,
 )
+from te_jax.layers.weight import QuantizedKernel
 from te_jax.ops.gemm_grouped import gemm_grouped
 from te_jax.ops.grouped import dbias_of_experts
 from te_jax.ops.permute import Groups, combine, combine_op, group, permute, permute_source
@@ -80,6 +81,8 @@ def grouped_dense(
 
 def _check_rows_of_groups(name, x, kernel, group_sizes, bias, recipe, metas):
     """Raises ValueError or TypeError, naming the layer, for operands that make no grouped dense layer."""
+    if isinstance(kernel, QuantizedKernel):
+        raise TypeError(f"{name}: kernel is a QuantizedKernel; pass the array, which is quantized here.")
     shapes = "pass x[T, K], kernel[E, K, N], group_sizes[E] and bias[E, N]"
     arrays = [("x", x, 2), ("kernel", kernel, 3), ("group_sizes", group_sizes, 1)]
     for what, a, ndim in arrays if bias is None else [*arrays, ("bias", bias, 2)]:
