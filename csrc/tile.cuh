@@ -177,7 +177,6 @@ __device__ __forceinline__ void WriteTile(const Source& source, const TileResult
   alignas(8) __shared__ float sums_of_warps[kSlots][Source::kSums ? kTileThreads / 32 * kTileColumns : 1];
   __shared__ unsigned amax_of_warps[kMostWarps];
   const TilePlace at = PlaceOf(a, index);
-  const int64_t stride = a.n * kSlots;
   const int c = threadIdx.x % kGroups * 8, r = threadIdx.x / kGroups * 4;  // of the thread in the first band
   if (LeavesOut(source, a, at.row0, index)) return;
 
@@ -202,7 +201,7 @@ __device__ __forceinline__ void WriteTile(const Source& source, const TileResult
     if (k + kWindow < kThreadRows) window[k % kWindow] = load(k + kWindow);
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) {
-      const int64_t offset = (at.row0 + row) * stride + s * a.n + at.column0 + c;
+      const int64_t offset = (at.row0 + row) * (a.n * kSlots) + s * a.n + at.column0 + c;
       if (a.wide && inside) StoreWide<kVectors>(a.wide + offset, f[s], at.columns - c);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
