@@ -384,6 +384,15 @@ def test_tokens_go_to_their_experts_and_back(rng, align_size):
     assert jnp.isnan(many).any()  # A token may have ceil(9 / 6) experts here, and each has four.
 
 
+@pytest.mark.parametrize("tokens", [4, 0])
+def test_more_rows_than_tokens_have_experts(tokens, rng):
+    x, chosen = jnp.asarray(rng.standard_normal((tokens, 8)), jnp.float32), jnp.ones((tokens, 1))
+    rows, probs, row_id_map, padding, _ = te.permutation.token_dispatch(x, chosen, 10, chosen)
+    np.testing.assert_array_equal(rows, jnp.pad(x, ((0, 10 - tokens), (0, 0))))
+    np.testing.assert_array_equal(probs, np.arange(10) < tokens)
+    np.testing.assert_array_equal(te.permutation.token_combine(rows, row_id_map, None, padding), x)
+
+
 # -- modules -----------------------------------------------------------------------------------------------------
 
 

@@ -107,6 +107,14 @@ def test_not_finite(kind, rng):
     assert np.isfinite(route(top, options).weights[0]).all() == (kind.startswith("sigmoid"))
 
 
+def test_an_expert_of_a_hidden_group_is_never_chosen():
+    """Not even where the best group has too few experts above -inf, or a sum of infinities."""
+    inf = float("inf")
+    logits = jnp.array([[-inf, -inf, 5, -inf], [inf, -inf, 1, 2], [-inf, jnp.nan, 0, -1]])
+    experts = route(logits, RouterOptions(2, num_groups=2, group_topk=1)).experts
+    assert experts.tolist() == [[2, 3], [0, 1], [2, 3]]
+
+
 def test_ties_go_to_the_lower_index():
     for options in (RouterOptions(3), RouterOptions(3, score_function="sigmoid", num_groups=4, group_topk=2)):
         logits = jnp.array([[0.0, -0.0, 0.0, -0.0, 0.0, 0.0, -0.0, 0.0], [1, 2, 2, 1, 2, 2, 1, 2]])

@@ -246,8 +246,13 @@ def _check_broadcast(op, name, x, shape, kind, *dtypes):
 def sort_masks(op: str, mask, described) -> tuple[jax.Array | None, SequenceDescriptor | None]:
     """(the array, the descriptor) of the arguments `mask` and `sequence_descriptor`, each of which may be either.
 
-    Raises ValueError, naming `op`, for two of a kind.
+    Raises ValueError, naming `op`, for two of a kind; TypeError for an array of one axis in place of a descriptor.
     """
+    if MASK_ARRAY.accepts(described) and described.ndim < 2:
+        raise TypeError(
+            f"{op}: sequence_descriptor is an array of shape {described.shape}; pass a SequenceDescriptor, or use "
+            "`mask` for an array [s, t] or wider. SequenceDescriptor.from_seqlens makes one of lengths."
+        )
     moved = MASK_ARRAY.accepts(described), DESCRIPTOR.accepts(mask)
     if not any(moved):
         return mask, described
