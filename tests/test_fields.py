@@ -1,5 +1,7 @@
 """What fields may be: the docs' table, and what a list of probes (probes_modules.py) does not show."""
 
+from typing import Any
+
 import field_table
 import flax.linen as nn
 import jax
@@ -13,6 +15,7 @@ import te_jax as te
 import te_jax.flax as te_flax
 import te_jax.nnx as te_nnx
 from te_jax.flax import _fields
+from te_jax.flax.dot_general import QuantizingModule
 
 KEY = jax.random.key(0)
 
@@ -153,3 +156,20 @@ def test_excluded_patterns_are_told_once(recwarn):
     with te.autocast(True, te.recipe.Float8CurrentScaling(exclude=("nowhere",))):
         pass  # no module was there to be named
     assert not recwarn.list
+
+
+def test_a_users_subclass_names_its_own_fields():
+    """Names that te_jax's fields have too are its own; fields that it inherits, or gives another default, are not."""
+
+    class Mine(QuantizingModule):
+        features: str = "all"
+        dtype: Any = None
+        recipe: str = "delayed"
+
+    class Wide(te_flax.DenseGeneral):
+        features: Any = 8
+        collection: int = 3
+
+    assert Mine().dtype is None and Wide().collection == 3
+    with pytest.raises(TypeError, match="features is '8'"):
+        Wide("8")

@@ -8,6 +8,7 @@ fields need beside each other are the rules of a class. Names that are there onl
 import dataclasses
 import enum
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 
 from flax import linen as nn
@@ -240,9 +241,11 @@ def check_fields(module: Module) -> None:
 
 @functools.lru_cache(256)  # `nn.remat` and others make classes
 def kinds_of(cls: type[Module]) -> tuple[tuple[str, Kind], ...]:
-    """(field, kind) of a module class; a field of another name, of a user's subclass, has none."""
+    """(field, kind) of a module class. A field that a user's subclass adds has none, whatever its name."""
     kinds = FIELDS | cls.own_kinds
-    return tuple((field.name, kinds[field.name]) for field in dataclasses.fields(cls) if field.name in kinds)
+    bases = [base for base in cls.__mro__ if base.__module__.partition(".")[0] == __name__.partition(".")[0]]
+    ours = kinds.keys() & {name for base in bases for name in inspect.get_annotations(base)}
+    return tuple((field.name, kinds[field.name]) for field in dataclasses.fields(cls) if field.name in ours)
 
 
 # -- rules ------------------------------------------------------------------------------------------------------
