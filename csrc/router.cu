@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads) te_router_fwd(const RouterArgs a) {
     if (a.scores_first && !a.sigmoid) Softmax(scores, E);
     for (int i = Lane(); i < E; i += 32) {
       const float c = a.bias ? scores[i] + a.bias[i] : scores[i];
-      choice[i] = c != c ? -INFINITY : c == 0.f ? 0.f : c;
+      choice[i] = c != c || c == -INFINITY ? -FLT_MAX : c == 0.f ? 0.f : c;  // HideGroups has -INFINITY
     }
     __syncwarp();
     if (a.group_topk < a.num_groups) HideGroups(a, choice, picked);

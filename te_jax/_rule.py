@@ -260,7 +260,8 @@ class Rule:
 
         whole = {a for a in axes if isinstance(a, str)}
         cut = {f for f in self.blocks if pieces[f] < 2}
-        fixed = self.matches(replicated, ranks) | cut | {f"{f}/{self.blocks[f]}" for f in cut}
+        fixed = self.matches(replicated, ranks) | cut
+        fixed |= {f"{f}{part}{size}" for f, size in self.blocks.items() if f in fixed for part in "/%"}
         rule = " -> ".join(", ".join(map(text, side)) for side in (self.inputs, self.outputs))
         inner = {names[f]: inner_sizes[f] for f in names if f not in whole}
         return rule, inner, tuple(names[f] for f in names if f in fixed)

@@ -62,6 +62,8 @@ class Case:
                 args.append(rng.integers(0, 2**32, shape, np.uint32))
             elif operand.name == "offsets":  # of groups that take up all rows
                 args.append(np.full(shape, 2**20, np.int32))
+            elif operand.name == "experts" and "dlogits" in self.outputs_of:  # of one token, each another
+                args.append(np.argsort(rng.random((*shape[:-1], 16)))[..., : shape[-1]].astype(np.int32))
             elif dtype == i32:  # a segment: its first query, its queries, its first key, its keys
                 args.append(rng.integers(0, 6, shape, np.int32))
             else:

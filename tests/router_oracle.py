@@ -38,7 +38,7 @@ def choose(row, bias, options):
         of_group = [ranked[i * size : (i + 1) * size] for i in range(options.num_groups)]
         sums = [sum(sorted(g, reverse=True)[:width]) for g in of_group]
         kept = set(_best(sums, groups))
-        ranked = [v if i // size in kept else -math.inf for i, v in enumerate(ranked)]
+        return [i for i in _best(ranked, len(ranked)) if i // size in kept][: options.topk]
     return _best(ranked, options.topk)
 
 

@@ -101,7 +101,8 @@ def test_loop_over_experts(name, rng):
     run, tokens = jax.jit(both), (np.float32(0),) * 3
     for load, counts in oracle.loads(rng, E, T - 2).items():
         x, kernel, bias, dy = operands(rng, dtype)
-        got, want = run(x, kernel, bias, tokens, counts, dy)
+        with jax.default_device(jax.devices("cpu")[0]):  # sums are exact in f32, but not in a GPU's FP8 products
+            got, want = run(x, kernel, bias, tokens, counts, dy)
         if rule.has_state:  # the loop's cotangents are summed over experts, where they should be the largest
             largest = [np.abs(a).max(initial=0) for a in (x[: counts.sum()], kernel, dy[: counts.sum()])]
             np.testing.assert_array_equal(got[-1], largest, load)

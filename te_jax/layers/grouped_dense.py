@@ -51,7 +51,7 @@ def grouped_dense(
     bias:        [E, N], added to the rows of its group.
     recipe:      None for products in x's type (f32 accumulation), else a recipe, and then `metas`. Where it scales
                  whole tensors by their amax of this step, x and the gradient of the result have one scale each, and
-                 each kernel[e] one of its own. Blocks have rows of one group. MXFP8 operands are multiplied as bf16,
+                 each kernel[e] one of its own (inside `jax.shard_map`, of all devices' kernel[e]). Blocks have rows of one group. MXFP8 operands are multiplied as bf16,
                  which holds them exactly: a warning says once that this is no faster than bf16.
     metas:       `fp8.DenseMetas`, as of `dense`: one scale for all kernels, whose amax is that of all of them. None
                  under a recipe without state.

@@ -59,8 +59,8 @@ def group(experts: jax.Array, num_experts: int) -> Groups:
     (experts,) = as_jax(experts)
     check(_PERMUTE, "experts", experts, INTEGERS)
     check(_PERMUTE, "num_experts", num_experts, integer(1))
-    if experts.ndim < 1:
-        raise ValueError(f"{_PERMUTE}: experts has shape {experts.shape}; pass [..., T, k].")
+    if experts.ndim < 1 or experts.shape[-1] < 1:
+        raise ValueError(f"{_PERMUTE}: experts has shape {experts.shape}; pass [..., T, k] with k of 1 or more.")
     buffer = buffer_rows(experts.size, num_experts)
     if buffer >= 2**31:
         raise ValueError(f"{_PERMUTE}: experts has shape {experts.shape}; pass fewer than 2**31 - {ALIGNMENT} E pairs.")
@@ -100,8 +100,9 @@ def combine(rows: jax.Array, groups: Groups, weights: jax.Array) -> jax.Array:
 
     rows:    float32, bfloat16 or float16 [R, h]. groups: of `group`. weights: floating [..., T, k], used in f32.
 
-    The sums are f32, in the order of the k choices. The gradient of `rows` is 0 in the rows that pad a group. Raises
-    ValueError or TypeError for arguments that do not fit.
+    The sums are f32, in the order of the k choices. The gradient of `rows` is 0 in the rows that pad a group. Behind
+    the last group it is undefined, as `rows` is there: mask those rows (`row < groups.offsets[-1]`) before an operation
+    whose gradient adds up all rows. Raises ValueError or TypeError for arguments that do not fit.
     """
     (rows,) = as_jax(rows)
     check(_PERMUTE, "rows", rows, FLOAT)

@@ -156,7 +156,9 @@ def _choose(logits, expert_bias, options: RouterOptions):
     """i32[m..., k]: the experts with the largest scores."""
     choice = _scores(logits, options)
     choice = choice if expert_bias is None else choice + as_rank(expert_bias, choice.ndim)
-    choice = jnp.where(jnp.isnan(choice), -jnp.inf, jnp.where(choice == 0, 0, choice))  # top_k puts -0 below 0
+    # A NaN is as low as -inf, and both are above what `_among_groups` hides. top_k puts -0 below 0.
+    is_lowest = jnp.isnan(choice) | (choice == -jnp.inf)
+    choice = jnp.where(is_lowest, jnp.finfo(choice.dtype).min, jnp.where(choice == 0, 0, choice))
     return lax.top_k(_among_groups(choice, options), options.topk)[1]
 
 

@@ -42,14 +42,15 @@ def token_dispatch(
     groups = group(experts, num_experts)
     is_served = jnp.sum(experts_of, -1, keepdims=True) <= most
     rows = permute(jnp.where(is_served, inp.reshape(tokens, -1), jnp.nan).astype(inp.dtype), groups)
-    rows = jnp.where((jnp.arange(rows.shape[0]) < groups.offsets[-1])[:, None], rows, 0)  # the tail is no result
+    rows = _without_tail(rows, groups)
     if probs is not None:
         pairs = jnp.take_along_axis(probs.reshape(experts_of.shape), order, -1).reshape(-1)
         probs = jnp.where(groups.slots < 0, 0, pairs[jnp.maximum(groups.slots, 0)])
     if align_size is not None:
         return rows, probs, groups, groups.offsets[:-1] - _tight_offsets(groups), jnp.diff(groups.offsets)
     at = _places(groups)[:num_out_tokens]
-    take = lambda x: x.at[at].get(mode="fill", fill_value=0)
+    at = jnp.pad(at, (0, num_out_tokens - at.size), constant_values=rows.shape[0])  # more rows than pairs: zeros
+    take = lambda x: jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1))[at]
     return take(rows), None if probs is None else take(probs), groups, None, groups.counts
 
 
@@ -67,12 +68,18 @@ def token_combine(
     if pad_offsets is None:
         at = _places(groups)[: inp.shape[0]]
         inp = jnp.zeros((groups.slots.shape[0], inp.shape[-1]), inp.dtype).at[at].set(inp[: at.size], mode="drop")
+    inp = _without_tail(inp, groups)
     if merging_probs is None:
         return combine(inp, groups, jnp.ones(groups.rows.shape, jnp.float32))
     expert = jnp.searchsorted(groups.offsets, groups.rows, side="right") - 1
     expert = jnp.clip(expert, 0, groups.counts.shape[0] - 1)
     probs = merging_probs.reshape(groups.rows.shape[0], -1)
     return combine(inp, groups, jnp.take_along_axis(probs, expert, -1))
+
+
+def _without_tail(rows: jax.Array, groups: Groups) -> jax.Array:
+    """`rows` [R, H] with zeros behind the last group, and the same of their gradient: kernels leave memory as it is."""
+    return jnp.where((jnp.arange(rows.shape[0]) < groups.offsets[-1])[:, None], rows, 0)
 
 
 def _tight_offsets(groups: Groups) -> jax.Array:

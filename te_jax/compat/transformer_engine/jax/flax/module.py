@@ -27,14 +27,14 @@ class TransformerEngineBase(QuantizingModule):
 
 
 def make_grouped_dense_cls(quantization_recipe: Recipe | None, quantization_checkpoint_name: str | None = None):
-    """A module, not a class, which is called as `(x, kernel, group_sizes)` and gives `grouped_dense` of them.
+    """A module, not a class, which is called as `(x, kernel, group_sizes, **options)` and gives `grouped_dense` of them.
 
     quantization_recipe: None: that of the autocast in force. Any recipe is served; one with state has a scale for all
                          groups.
     """
 
     def ragged_dot(generate_quantizer_set, x, kernel, group_sizes, **kwargs):
-        return grouped_dense(x, kernel, group_sizes, quantizer_set=generate_quantizer_set())
+        return grouped_dense(x, kernel, group_sizes, quantizer_set=generate_quantizer_set(), **kwargs)
 
     return wrap_function_in_te_state_module(
         ragged_dot, quantization_recipe, quantization_checkpoint_name=quantization_checkpoint_name
