@@ -94,6 +94,12 @@ def autocast(
     return _Autocast((recipe or DelayedScaling()) if enabled else _OFF, mesh_resource, collection)
 
 
+def without_recipe(mesh_resource=None):
+    """As `autocast`, with no recipe in force inside. Unlike `autocast(False)` it leaves alone those that modules have
+    of their own."""
+    return _Autocast(None, mesh_resource, None)
+
+
 class _Autocast(contextlib.ContextDecorator):
     """What `autocast` returns: a context manager that may be entered again, and a decorator of functions."""
 
