@@ -41,7 +41,8 @@ STATE_COLLECTIONS = FP8_COLLECTION, OVERWRITE_COLLECTION
 PROBE = "_probe"  # how the name of a leaf ends whose cotangent is what `observation` says of the tensor
 ENDINGS = SCALE, HISTORY, PROBE
 
-_OFF = "off"  # in force where FP8 was switched off by name, unlike None, where nobody said anything
+# In force where FP8 was switched off by name, or no recipe put in force, unlike None, where nobody said anything.
+_OFF, _CLEARED = "off", "cleared"
 _recipe, _collection = Scope("te_jax.autocast"), Scope("te_jax.autocast")
 
 
@@ -92,6 +93,12 @@ def autocast(
     if enabled is None:
         return _Autocast(recipe, mesh_resource, collection)
     return _Autocast((recipe or DelayedScaling()) if enabled else _OFF, mesh_resource, collection)
+
+
+def without_recipe(mesh_resource=None):
+    """As `autocast`, with no recipe in force inside. Unlike `autocast(False)` it leaves alone those that modules have
+    of their own."""
+    return _Autocast(_CLEARED, mesh_resource, None)
 
 
 class _Autocast(contextlib.ContextDecorator):
@@ -162,7 +169,7 @@ def current_recipe() -> Recipe | None:
 
     Raises RuntimeError under the autocast of another task or thread.
     """
-    return None if _recipe.value == _OFF else _recipe.value
+    return None if is_off_by_request() else _recipe.value
 
 
 def in_collection(collection: str):
@@ -173,6 +180,11 @@ def in_collection(collection: str):
 def state_collection(default: str = FP8_COLLECTION) -> str:
     """The collection of FP8 state that the autocast in force says, else `default`."""
     return _collection.value or default
+
+
+def is_off_by_request() -> bool:
+    """Whether somebody said that no recipe is in force, by `autocast(False)` or `without_recipe`."""
+    return _recipe.value in (_OFF, _CLEARED)
 
 
 def is_switched_off() -> bool:

@@ -28,78 +28,14 @@ from te_jax.compat.transformer_engine.jax.attention import (
 )
 from te_jax.compat.transformer_engine.jax.dense import dense, grouped_dense
 from te_jax.compat.transformer_engine.jax.flax.module import TransformerEngineBase, make_grouped_dense_cls
-from te_jax.compat.transformer_engine.jax.flax.transformer import DotProductAttention, TransformerLayer
-from te_jax.compat.transformer_engine.jax.quantize import (
-    QuantizerFactory,
-    ScalingMode,
-    TensorSource,
-    get_quantize_config_with_recipe,
-    is_scaling_mode_supported,
+from te_jax.compat.transformer_engine.jax.flax.transformer import (
+    DotProductAttention,
+    TransformerLayer,
+    rotary_pos_emb,
 )
+from te_jax.compat.transformer_engine.jax.quantize import QuantizerFactory, ScalingMode
 from te_jax.ops.attention import MASK_TYPES
-
-# -- recipes -----------------------------------------------------------------------------------------------------
-
-
-def test_recipes_take_the_incumbents_arguments():
-    delayed = recipe.DelayedScaling(3.0, recipe.Format.E4M3, 7, "most_recent")
-    assert (delayed.margin, delayed.amax_history_len, delayed.amax_compute_algo) == (3.0, 7, "most_recent")
-    assert isinstance(delayed, te_jax.recipe.DelayedScaling) and hash(delayed) == hash(delayed)
-    fast, exact = recipe.MMParams(False), recipe.MMParams()
-    current = recipe.Float8CurrentScaling(True, fp8_gemm_dgrad=fast, fp8_gemm_wgrad=exact)
-    assert current.power_2_scale and current.split_accumulator == (False, False, True)
-    assert recipe.Float8BlockScaling(use_f32_scales=True).use_f32_scales
-    assert recipe.MXFP8BlockScaling(fp8_format=recipe.Format.HYBRID).fp8_format is recipe.Format.HYBRID
-
-
-@pytest.mark.parametrize(
-    "make, words",
-    [
-        (lambda: recipe.DelayedScaling(backward_override="dequantized"), "backward_override is 'dequantized'"),
-        (lambda: recipe.MXFP8BlockScaling(margin=1), "margin is 1"),
-        (lambda: recipe.Float8BlockScaling(x_block_scaling_dim=2), "x_block_scaling_dim is 2"),
-        (lambda: recipe.Float8BlockScaling(fp8_gemm_fprop=recipe.MMParams(False)), "use_split_accumulator"),
-        (lambda: recipe.NVFP4BlockScaling(disable_rht=True), "out of te_jax's scope"),
-        (lambda: recipe.CustomRecipe(print), "te_jax.recipe.Recipe"),
-        (lambda: recipe.DelayedScaling(fp8_mha=True), "fp8_mha is True"),
-    ],
-)
-def test_recipes_refuse(make, words):
-    with pytest.raises(ValueError, match=words):
-        make()
-
-
-def test_recipes_do_not_drop_arguments():
-    with pytest.raises(TypeError, match="amax_history_length"):
-        recipe.DelayedScaling(amax_history_length=16)
-    with pytest.warns(UserWarning, match="margin is 5.25"):
-        recipe.Float8CurrentScaling(margin=5.25)
-
-
-def test_autocast_is_off_unless_switched_on():
-    with te.autocast(recipe=recipe.Float8CurrentScaling()):
-        assert te.quantize.get_global_quantize_recipe() is None
-    with te.autocast(enabled=True):
-        assert te.quantize.get_global_quantize_recipe() == recipe.DelayedScaling()
-    with te.fp8_autocast(True, recipe.Float8CurrentScaling(), te.MeshResource()):
-        assert te.sharding.global_mesh_resource() == te.MeshResource()
-    with pytest.raises(ValueError, match="no MeshResource"):
-        te.sharding.global_mesh_resource()
-
-
-def test_a_recipe_speaks_by_the_incumbents_names():
-    config = get_quantize_config_with_recipe(recipe.DelayedScaling(2.0, amax_history_len=5))
-    assert (config.MARGIN, config.AMAX_HISTORY_LEN, config.AMAX_COMPUTE_ALGO.value) == (2.0, 5, "max")
-    assert (config.FWD_DTYPE, config.BWD_DTYPE) == (jnp.float8_e4m3fn, jnp.float8_e5m2)
-    assert config.get_scaling_mode(TensorSource.X) is ScalingMode.DELAYED_TENSOR_SCALING and config.is_fp8_enabled()
-    assert not get_quantize_config_with_recipe(None).is_fp8_enabled()
-    with pytest.raises(ValueError, match="Float8BlockScaling has no ScalingMode"):
-        get_quantize_config_with_recipe(recipe.Float8BlockScaling()).get_scaling_mode(TensorSource.X)
-    found, reason = is_scaling_mode_supported(ScalingMode.NVFP4_1D_SCALING)
-    assert not found and "NVFP4" in reason
-    if jax.default_backend() == "cpu":
-        assert is_scaling_mode_supported(ScalingMode.MXFP8_1D_SCALING) == (True, "")
-
+from te_jax.ops.rope import rope
 
 # -- attention ---------------------------------------------------------------------------------------------------
 
@@ -203,6 +139,41 @@ def test_dropout_is_for_training_alone(qkv):
     np.testing.assert_array_equal(attend(False), call(qkv))
 
 
+def test_seeds_of_dropout(qkv):
+    """Flax's module gets one key of whatever the incumbent takes; without dropout the seed is not looked at."""
+    types = AttnBiasType.NO_BIAS, AttnMaskType.NO_MASK, QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX
+    attend = jax.jit(lambda seed, rate: fused_attn(qkv, None, None, seed, *types, 0.3, rate), static_argnums=1)
+    key = jax.random.key(3, impl="threefry2x32")
+    expected = attend(key, 0.5)
+    words = jax.random.key_data(key)
+    for seed in (words, jnp.stack([words, words + 1]), jnp.stack([key, jax.random.key(4, impl="threefry2x32")])):
+        np.testing.assert_array_equal(attend(seed, 0.5), expected)
+    np.testing.assert_array_equal(attend(jnp.zeros((3, 1), jnp.int32), 0.0), attend(key, 0.0))
+
+
+def test_attention_inside_of_modules(qkv):
+    """It is a function: the module that calls it has no submodule of it."""
+
+    class Compact(nn.Module):
+        @nn.compact
+        def __call__(self, q, k, v):
+            return DotProductAttention(8, 4)(q, k, call((q, k, v)))
+
+    class Setup(nn.Module):
+        def setup(self):
+            self.dense = nn.Dense(8)
+
+        def __call__(self, q, k, v):
+            return self.dense(call((q, k, v)))
+
+    names = []
+    record = lambda f, args, kwargs, context: names.append(context.module.name) or f(*args, **kwargs)
+    with nn.intercept_methods(record):
+        jax.eval_shape(Compact().init, jax.random.key(0), *qkv)
+    assert "DotProductAttention_0" in names and "DotProductAttention_1" not in names
+    assert set(jax.eval_shape(Setup().init, jax.random.key(0), *qkv)["params"]) == {"dense"}
+
+
 def test_whether_cudnn_attends():
     ask = lambda dtype: is_fused_attn_kernel_available(
         True, dtype, dtype, QKVLayout.BSHD_BSHD_BSHD, AttnBiasType.POST_SCALE_BIAS, AttnMaskType.CAUSAL_MASK,
@@ -293,6 +264,37 @@ def test_quantizers_are_a_pytree_of_their_state():
         QuantizerFactory.create_set(scaling_mode=ScalingMode.NVFP4_1D_SCALING)
 
 
+def test_functions_in_modules_get_pytrees():
+    def product(generate_quantizer_set, x):
+        given = jax.jit(lambda quantizers: quantizers)(generate_quantizer_set("_0"))
+        assert given.x.q_dtype == jnp.float8_e4m3fn
+        return x
+
+    module = te.flax.wrap_function_in_te_state_module(product, recipe.DelayedScaling())
+    assert module.__name__ == "TEWrapper_product"
+    state = jax.eval_shape(module().init, {}, jnp.ones(3))
+    assert "x_0_scale" in state["_overwrite_with_gradient"]
+
+
+def test_logical_axes_without_rules_of_flax(rng):
+    x, kernel = jnp.ones((8, 4)), jnp.ones((4, 6))
+    axes = dict(contracting_dims=((1,), (0,)), input_axes=(te.sharding.BATCH_AXES, None))
+    axes["output_axes"] = (te.sharding.BATCH_AXES, "of_no_rule")
+    resource = te.MeshResource(dp_resource="data")
+    place = lambda: jax.jit(lambda x, kernel: dense(x, kernel, **axes))(x, kernel).sharding.spec
+    with pytest.warns(UserWarning, match=r"mesh axes data, but no mesh is in force.*jax\.set_mesh"):
+        te.autocast(mesh_resource=resource)
+    with te.sharding.global_shard_guard(resource):
+        assert te.sharding.get_sharding_map_logic_axis_to_mesh_axis() == {}
+        with pytest.raises(ValueError, match=r"axis is 'data'; no mesh is in force: enter `jax\.set_mesh"):
+            te.sharding.get_mesh_axis_size("data")
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))):
+        assert "data" not in place()
+        with te.autocast(mesh_resource=resource):
+            assert place()[0] == "data"
+            assert te.sharding.get_sharding_map_logic_axis_to_mesh_axis()[te.sharding.BATCH_AXES] == "data"
+
+
 def test_norms_in_front_of_dense_layers(rng):
     x, gamma, kernel, wi, wo = (
         jnp.asarray(rng.standard_normal(shape), jnp.float32)
@@ -333,6 +335,11 @@ def test_grouped_dense_layers(rng):
     quantizers = QuantizerFactory.create_set(fp8_recipe=rule, n_groups=3)
     np.testing.assert_array_equal(grouped_dense(x, kernel, sizes, quantizer_set=quantizers), expected)
     np.testing.assert_array_equal(make_grouped_dense_cls(rule).apply({}, x, kernel, sizes), expected)
+    narrow, wide = (x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16)), jnp.float32
+    expected = jax.lax.ragged_dot(*narrow, sizes, preferred_element_type=wide)
+    found = grouped_dense(*narrow, sizes, preferred_element_type=wide)
+    assert found.dtype == wide
+    np.testing.assert_allclose(found, expected, **CLOSE)
     state = make_grouped_dense_cls(recipe.DelayedScaling()).init(jax.random.key(0), x, kernel, sizes)
     assert len(state["_overwrite_with_gradient"]) == 6
 
@@ -421,3 +428,12 @@ def test_relative_embedding_is_switched_off_by_false(rng):
     layer = TransformerLayer(hidden_size=8, mlp_hidden_size=8, num_attention_heads=2, relative_embedding=False)
     variables = jax.eval_shape(lambda: layer.init(jax.random.key(0), x, deterministic=True))
     assert "relpos_bias" not in flax.core.unfreeze(variables)["params"]
+
+
+@pytest.mark.parametrize("method", ["consecutive", "alternate"])
+def test_rotary_positions(rng, method):
+    x = jnp.asarray(rng.standard_normal((2, 5, 3, 2, 6)), jnp.float32)
+    expected = jnp.stack([rope(x[:, :, i], windows=(1, 100), group_method=method) for i in range(3)], 2)
+    np.testing.assert_array_equal(rotary_pos_emb(x, (1, 100), False, method), expected)
+    swapped = rotary_pos_emb(x.swapaxes(0, 1), (1, 100), True, method)
+    np.testing.assert_array_equal(swapped.swapaxes(0, 1), expected)

@@ -51,17 +51,22 @@ def test_names_are_served():
 @pytest.mark.parametrize("module", ABSENT)
 def test_absent_names_say_why(module):
     for name, reason in ABSENT[module].items():
-        with pytest.raises(ImportError) as said:
+        with pytest.raises((ImportError, AttributeError)) as said:
             served(f"{module}.{name}")
         assert f"{module}.{name}" in str(said.value) and reason in str(said.value)
+        with pytest.raises(ImportError) as said:
+            exec(f"from te_jax.compat.{module} import {name}")
+        assert reason in str(said.value)
     module = importlib.import_module(f"te_jax.compat.{module}")
     with pytest.raises(AttributeError, match="nothing_of_that_name"):
         module.nothing_of_that_name  # noqa: B018
+    assert all(getattr(module, name, None) is None for name in ABSENT[module.__name__.removeprefix("te_jax.compat.")])
 
 
 # -- install, run, check -----------------------------------------------------------------------------------------
 
 PROGRAM = """
+import importlib.util
 import sys
 import transformer_engine
 import transformer_engine.jax.flax as flax
@@ -75,6 +80,8 @@ try:
     import transformer_engine.pytorch
 except ImportError as error:
     assert "JAX alone" in str(error)
+assert importlib.util.find_spec("transformer_engine.pytorch") is None
+assert importlib.util.find_spec("transformer_engine.jax") and not hasattr(transformer_engine.jax, "moe")
 print(__name__, sys.argv[1:], transformer_engine.__version__)
 """
 

@@ -172,4 +172,4 @@ def test_a_users_subclass_names_its_own_fields():
 
     assert Mine().dtype is None and Wide().collection == 3
     with pytest.raises(TypeError, match="features is '8'"):
-        Wide("8")
+        Wide("8").init(jax.random.key(0), jnp.ones((2, 4)))

@@ -51,6 +51,7 @@ SHARED_NAMES = {
         "layernorm_dense",
         "layernorm_mlp",
         "reorder_causal_load_balancing",
+        "wrap_function_in_te_state_module",
     },
     "the parts of an Op, in each module that declares one": {
         "_block_cuda",

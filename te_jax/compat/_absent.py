@@ -4,6 +4,10 @@ A module of te_jax.compat has `__getattr__ = absent("transformer_engine. ...")`,
 use of it, says why. `python -m te_jax.compat check` reads the same table.
 """
 
+import sys
+from dis import opmap
+from types import FrameType
+
 _QUANTIZED = "te_jax quantizes inside of its layers: give `quantizer_set` to dense, layernorm_dense or layernorm_mlp"
 INTERNAL = "it is an internal op of the incumbent: use the functions of `.dense`, `.layernorm` and `.attention`"
 _MOE = "te_jax has no layer of experts yet: compose te_jax.ops.router, te_jax.ops.permute and te_jax.ops.gemm_grouped"
@@ -28,6 +32,7 @@ ABSENT: dict[str, dict[str, str]] = {
     },
     "transformer_engine.jax.attention": {
         "fused_attn_thd": "it is deprecated: use fused_attn with a SequenceDescriptor",
+        "run_length_fill_flattened": "use run_length_fill, which takes ids of any rank",
     },
     "transformer_engine.jax.flax": {
         "_MoEBlock": _MOE,
@@ -44,6 +49,9 @@ ABSENT: dict[str, dict[str, str]] = {
             INTERNAL,
         ),
         "is_softmax_kernel_available": "te_jax has no softmax outside of attention: use jax.nn.softmax",
+        **dict.fromkeys(
+            ("jax_dtype_to_te_dtype", "te_dtype_to_jax_dtype"), "te_jax's functions take types of jax and no others"
+        ),
         "make_fused_attn_score_mod_config": _SCORE,
         "validate_fused_attn_score_mod": _SCORE,
         **dict.fromkeys(("activation", "base", "normalization", "quantization", "amax", "topk", "router"), INTERNAL),
@@ -61,6 +69,11 @@ ABSENT: dict[str, dict[str, str]] = {
             _QUANTIZED,
         ),
         **dict.fromkeys(("tensor", "metadata", "dequantizer", "hadamard"), _QUANTIZED),
+        **dict.fromkeys(
+            "get_quantize_config_class BaseQuantizeConfig NoOpQuantizeConfig DelayedScalingQuantizeConfig "
+            "CurrentScalingQuantizeConfig BlockScalingQuantizeConfig".split(),
+            "one class is there for all: ask get_quantize_config_with_recipe, or the recipe (recipe.delayed(), ...)",
+        ),
         "is_fp8_gemm_with_all_layouts_supported": "te_jax chooses layouts itself",
     },
     "transformer_engine.jax.permutation": {
@@ -88,6 +101,9 @@ ABSENT: dict[str, dict[str, str]] = {
             "te_jax has no softmax outside of attention: use jax.nn.softmax, or dot_product_attention",
         ),
     },
+    "transformer_engine.jax.version_utils": {
+        "jax_version_meet_requirement": "compare jax.__version_info__ with a tuple",
+    },
     "transformer_engine_jax": {
         **dict.fromkeys(("registrations", "get_fused_attn_backend"), "there is no C extension of that name"),
     },
@@ -101,13 +117,22 @@ def why_absent(path: str) -> str:
     return text or (why_absent(module) if module else "")
 
 
+def _imports(frame: FrameType) -> bool:
+    """Whether what the frame is at is a `from ... import`: no exception is of both types, so the caller decides."""
+    return frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
+
+
 def absent(module: str):
-    """`__getattr__` of the incumbent's `module`. It raises ImportError for a name of the table, for `from module import
-    name` would not hand on the text of an AttributeError; AttributeError for any other name."""
+    """`__getattr__` of the incumbent's `module`. It raises AttributeError, so that `hasattr` says no, with the reason
+    for a name of the table; to `from module import name` it raises ImportError then, for that statement drops the text
+    of an AttributeError."""
 
     def __getattr__(name):
         if text := why_absent(f"{module}.{name}"):
-            raise ImportError(f"{module}.{name} is not in te_jax.compat; {text}.", name=module)
+            text = f"{module}.{name} is not in te_jax.compat; {text}."
+            if _imports(sys._getframe(1)):
+                raise ImportError(text, name=module)
+            raise AttributeError(text, name=name)
         raise AttributeError(f"module {module!r} of te_jax.compat has no attribute {name!r}")
 
     return __getattr__

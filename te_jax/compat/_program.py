@@ -32,17 +32,9 @@ def served(path: str) -> Any:
     found = _module(at)
     for name in names:
         at = f"{at}.{name}"
-        is_submodule = isinstance(found, ModuleType) and not _has(found, name)
+        is_submodule = isinstance(found, ModuleType) and not hasattr(found, name)
         found = _module(at) if is_submodule else getattr(found, name)
     return found
-
-
-def _has(module: ModuleType, name: str) -> bool:
-    """`hasattr` of modules that raise ImportError for names of `_absent.py`."""
-    try:
-        return hasattr(module, name)
-    except ImportError:
-        return False
 
 
 def _module(path: str) -> ModuleType:

@@ -164,7 +164,7 @@ def _leaf(module: nn.Module, name: str, fresh: np.ndarray, recipe: DelayedScalin
 
 def _warn_without_autocast(module: nn.Module, tensor: str, collection: str):
     """Warns if `module` has the state of `tensor`, but neither autocast(True) nor autocast(False) is in force."""
-    if fp8.current_recipe() is None and not fp8.is_switched_off():
+    if fp8.current_recipe() is None and not fp8.is_off_by_request():
         if module.has_variable(collection, tensor + SCALE):
             _warn_once(
                 module,

@@ -48,7 +48,57 @@ def _split(*gemms: MMParams) -> tuple[bool, ...]:
 _NO_OVERRIDE = "te_jax runs the backward pass as the recipe says; use override_linear_precision for high precision"
 
 
-class DelayedScaling(_recipe.DelayedScaling):
+class _Kinds:
+    """Which recipe it is, asked of the class or of an instance."""
+
+    backward_override = None
+
+    @classmethod
+    def delayed(cls) -> bool:
+        return issubclass(cls, DelayedScaling)
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        return issubclass(cls, Float8CurrentScaling)
+
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        return issubclass(cls, DelayedScaling | Float8CurrentScaling)
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        return issubclass(cls, Float8BlockScaling)
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        return issubclass(cls, MXFP8BlockScaling)
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        return issubclass(cls, NVFP4BlockScaling)
+
+    @classmethod
+    def custom(cls) -> bool:
+        return issubclass(cls, CustomRecipe)
+
+
+class _Gemms(_Kinds):
+    """The parameters of the three GEMMs, by the incumbent's names."""
+
+    @property
+    def fp8_gemm_fprop(self) -> MMParams:
+        return MMParams(self.split_accumulator[0])
+
+    @property
+    def fp8_gemm_dgrad(self) -> MMParams:
+        return MMParams(self.split_accumulator[1])
+
+    @property
+    def fp8_gemm_wgrad(self) -> MMParams:
+        return MMParams(self.split_accumulator[2])
+
+
+class DelayedScaling(_Kinds, _recipe.DelayedScaling):
     """`te_jax.recipe.DelayedScaling` with the order of arguments of the incumbent: those that te_jax has beside them go
     by keyword."""
 
@@ -80,7 +130,7 @@ class DelayedScaling(_recipe.DelayedScaling):
         )
 
 
-class Float8CurrentScaling(_recipe.Float8CurrentScaling):
+class Float8CurrentScaling(_Gemms, _recipe.Float8CurrentScaling):
     """`te_jax.recipe.Float8CurrentScaling` with the arguments of the incumbent.
 
     use_power_2_scales and the parameters of the three GEMMs are honoured.
@@ -107,8 +157,12 @@ class Float8CurrentScaling(_recipe.Float8CurrentScaling):
         )
         super().__init__(fp8_format=fp8_format, fp8_dpa=fp8_dpa, fp8_mha=fp8_mha, **(given | others))
 
+    @property
+    def use_power_2_scales(self) -> bool:
+        return self.power_2_scale
 
-class Float8BlockScaling(_recipe.Float8BlockScaling):
+
+class Float8BlockScaling(_Gemms, _recipe.Float8BlockScaling):
     """`te_jax.recipe.Float8BlockScaling` with the arguments of the incumbent, which has no such recipe for JAX. Blocks
     are 1 x 128 of activations and gradients, 128 x 128 of weights."""
 
@@ -143,8 +197,10 @@ class Float8BlockScaling(_recipe.Float8BlockScaling):
         )
 
 
-class MXFP8BlockScaling(_recipe.MXFP8BlockScaling):
+class MXFP8BlockScaling(_Kinds, _recipe.MXFP8BlockScaling):
     """`te_jax.recipe.MXFP8BlockScaling` with the arguments of the incumbent."""
+
+    margin = 0
 
     def __init__(
         self,
@@ -164,7 +220,7 @@ class MXFP8BlockScaling(_recipe.MXFP8BlockScaling):
         super().__init__(fp8_format=fp8_format, fp8_dpa=fp8_dpa, fp8_mha=fp8_mha, **others)
 
 
-class _NotServed(Recipe):
+class NotServed(_Kinds, Recipe):
     """The base of recipes that are there for `isinstance` alone."""
 
     way_out = ""
@@ -173,13 +229,13 @@ class _NotServed(Recipe):
         raise ValueError(f"{type(self).__name__}: te_jax has no such recipe; {self.way_out}.")
 
 
-class NVFP4BlockScaling(_NotServed):
+class NVFP4BlockScaling(NotServed):
     """Not served: raises ValueError."""
 
     way_out = "FP4 needs Blackwell and is out of te_jax's scope: use MXFP8BlockScaling or Float8CurrentScaling"
 
 
-class CustomRecipe(_NotServed):
+class CustomRecipe(NotServed):
     """Not served: raises ValueError."""
 
     way_out = "write a subclass of te_jax.recipe.Recipe in its place, which says the scales of all tensors"

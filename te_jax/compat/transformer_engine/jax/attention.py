@@ -203,7 +203,8 @@ def fused_attn(
 
     sequence_descriptor: or a mask [b, 1, s, t] in its place, True where a key is masked out. As in the incumbent, a
         mask counts for the types with padding alone, and a warning says so. There it is exact, with holes and by head.
-    seed: a key for dropout, which there is with is_training alone.
+    seed: for dropout, which there is with is_training alone: a key, an array of them, of which the first counts, or at
+        least two words of 32 bits.
     softmax_offset: [1, h, 1, 1], of AttnSoftmaxType.LEARNABLE_SOFTMAX.
     context_parallel_causal_load_balanced: tokens are in the order of ReorderStrategy.DualChunkSwap, if an axis cuts
         them.
@@ -220,6 +221,7 @@ def fused_attn(
     query, last = qkv[0], qkv[-1]
     learnable = softmax_type is AttnSoftmaxType.LEARNABLE_SOFTMAX
     module = DotProductAttention(
+        parent=None,  # A caller that is a module itself would own it.
         head_dim=query.shape[-1],
         num_attention_heads=query.shape[-2],
         num_gqa_groups=last.shape[-2],
@@ -240,8 +242,16 @@ def fused_attn(
     described = _first_segments(described, max_segments_per_seq)
     return module.apply(
         variables, *qkv, *(None,) * (3 - len(qkv)), described, bias, mask=mask, deterministic=not is_training,
-        rngs=None if seed is None else {"dropout": seed},
+        rngs={"dropout": _dropout_key(seed)} if is_training and dropout_probability > 0 and seed is not None else None,
     )  # fmt: skip
+
+
+def _dropout_key(seed: jax.Array) -> jax.Array:
+    """The key that a seed gives: the first of typed keys, or the first two words of other arrays."""
+    words = jnp.asarray(seed).reshape(-1)
+    if jnp.issubdtype(words.dtype, jax.dtypes.prng_key):
+        return words[0]
+    return jax.random.wrap_key_data(words[:2].astype(jnp.uint32), impl="threefry2x32")
 
 
 def _check_served(score_mod, stripe_size) -> None:

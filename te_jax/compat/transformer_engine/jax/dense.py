@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from te_jax import layers
 from te_jax._check import warn_once
 from te_jax.compat._absent import absent
+from te_jax.compat._axes import with_sharding_constraint_by_logical_axes as constrain
 from te_jax.compat._collective import CollectiveOpSet, noop_collective_op_set
 from te_jax.compat.transformer_engine.jax.quantize.quantizer import QuantizerSet, noop_quantizer_set
-from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
 __getattr__ = absent("transformer_engine.jax.dense")
 
@@ -69,6 +70,8 @@ def grouped_dense(
         raise ValueError(f"{where}: contracting_dims are {contracting_dims}; pass x [T, K] and kernel [E, K, N].")
     if group_offset is not None:
         raise ValueError(f"{where}: group_offset is given, which te_jax has not; slice x and group_sizes.")
+    if preferred_element_type is not None:  # The sum is rounded to x's type: exact for a wider one.
+        x = x.astype(jnp.promote_types(x.dtype, preferred_element_type))
     y = layers.grouped_dense(x, kernel, group_sizes, bias, **quantizer_set._asdict())
     return y if preferred_element_type is None else y.astype(preferred_element_type)
 

@@ -4,9 +4,9 @@ import jax
 
 from te_jax import layers
 from te_jax.compat._absent import absent
+from te_jax.compat._axes import with_sharding_constraint_by_logical_axes as constrain
 from te_jax.compat.transformer_engine.jax.layernorm import canonicalize_norm_type
 from te_jax.compat.transformer_engine.jax.quantize.quantizer import QuantizerSet, noop_quantizer_set
-from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
 __getattr__ = absent("transformer_engine.jax.layernorm_dense")
 

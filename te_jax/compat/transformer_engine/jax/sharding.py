@@ -6,6 +6,9 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from te_jax.compat._absent import absent
+from te_jax.compat._axes import (
+    with_sharding_constraint_by_logical_axes as with_sharding_constraint_by_logical_axes,
+)
 from te_jax.sharding import BATCH_AXES as BATCH_AXES
 from te_jax.sharding import HEAD_AXES as HEAD_AXES
 from te_jax.sharding import HIDDEN_AXES as HIDDEN_AXES
@@ -21,9 +24,6 @@ from te_jax.sharding import W_TP_AXES as W_TP_AXES
 from te_jax.sharding import MeshResource as MeshResource
 from te_jax.sharding import current_mesh_resource, logical_axis_map
 from te_jax.sharding import global_shard_guard as global_shard_guard
-from te_jax.sharding import (
-    with_sharding_constraint_by_logical_axes as with_sharding_constraint_by_logical_axes,
-)
 
 __getattr__ = absent("transformer_engine.jax.sharding")
 
@@ -45,7 +45,11 @@ def is_mesh_available() -> bool:
 
 
 def get_sharding_map_logic_axis_to_mesh_axis() -> dict:
-    """Logical axis name -> mesh axis, by the MeshResource in force."""
+    """Logical axis name -> mesh axis, by the MeshResource in force; {} without a mesh, and where all its axes are
+    Manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if set(mesh.manual_axes) == set(mesh.axis_names):
+        return {}
     return logical_axis_map(global_mesh_resource())
 
 
@@ -70,7 +74,10 @@ def get_mesh_axis_size(axis: str | None, mesh: Mesh | AbstractMesh | None = None
     that the mesh lacks."""
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     if axis is not None and axis not in mesh.shape:
-        raise ValueError(f"get_mesh_axis_size: axis is {axis!r}; the mesh has the axes {tuple(mesh.shape)}.")
+        way_out = f"the mesh has the axes {tuple(mesh.shape)}"
+        if mesh.empty:
+            way_out = "no mesh is in force: enter `jax.set_mesh(mesh)`, for te_jax does not see `with mesh:` alone"
+        raise ValueError(f"get_mesh_axis_size: axis is {axis!r}; {way_out}.")
     return 1 if axis is None else mesh.shape[axis]
 
 

@@ -1,8 +1,12 @@
 """`transformer_engine.jax.flax.module`."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
+from te_jax._check import FUNCTION, check
 from te_jax.compat._absent import absent
 from te_jax.compat.transformer_engine.jax.dense import grouped_dense
 from te_jax.compat.transformer_engine.jax.quantize.quantizer import QuantizerSet
@@ -10,15 +14,14 @@ from te_jax.flax import DenseGeneral as DenseGeneral
 from te_jax.flax import LayerNorm as LayerNorm
 from te_jax.flax import LayerNormDenseGeneral as LayerNormDenseGeneral
 from te_jax.flax import LayerNormMLP as LayerNormMLP
-from te_jax.flax.dot_general import QuantizingModule
+from te_jax.flax import dot_general as _dot_general
 from te_jax.flax.dot_general import make_dot_general_cls as make_dot_general_cls
-from te_jax.flax.dot_general import wrap_function_in_te_state_module as wrap_function_in_te_state_module
 from te_jax.recipe import Recipe
 
 __getattr__ = absent("transformer_engine.jax.flax.module")
 
 
-class TransformerEngineBase(QuantizingModule):
+class TransformerEngineBase(_dot_general.QuantizingModule):
     """The base of modules that call functions of `.dense` with quantizers of their own."""
 
     def generate_quantizer_set(self, *args, **kwargs) -> QuantizerSet:
@@ -26,8 +29,28 @@ class TransformerEngineBase(QuantizingModule):
         return QuantizerSet(**super().generate_quantizer_set(*args, **kwargs)._asdict())
 
 
+def wrap_function_in_te_state_module(
+    f: Callable,
+    quantization_recipe: Recipe | None,
+    name: str | None = None,
+    quantization_checkpoint_name: str | None = None,
+) -> type[_dot_general.QuantizingModule]:
+    """`te_jax.flax.wrap_function_in_te_state_module`, whose f gets quantizer sets that are pytrees."""
+    check("wrap_function_in_te_state_module", "f", f, FUNCTION)
+
+    @functools.wraps(f)
+    def with_pytrees(generate, *args, **kwargs):
+        generate_quantizer_set = lambda *given, **named: QuantizerSet(**generate(*given, **named)._asdict())
+        return f(generate_quantizer_set, *args, **kwargs)
+
+    name = f.__name__ if name is None else name
+    return _dot_general.wrap_function_in_te_state_module(
+        with_pytrees, quantization_recipe, name, quantization_checkpoint_name
+    )
+
+
 def make_grouped_dense_cls(quantization_recipe: Recipe | None, quantization_checkpoint_name: str | None = None):
-    """A module, not a class, that is called as `(x, kernel, group_sizes, **options)` and gives `grouped_dense` of them.
+    """A module, not a class, which is called as `(x, kernel, group_sizes, **options)` and gives their `grouped_dense`.
 
     quantization_recipe: None: that of the autocast in force. Any recipe is served; one with state has a scale for all
                          groups.

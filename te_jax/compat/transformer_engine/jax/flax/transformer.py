@@ -1,6 +1,10 @@
 """`transformer_engine.jax.flax.transformer`: te_jax's modules with the defaults of the incumbent."""
 
+import math
 from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
 
 import te_jax.flax as te_flax
 from te_jax.compat._absent import absent
@@ -9,6 +13,7 @@ from te_jax.flax import TransformerLayerType as TransformerLayerType
 from te_jax.flax import extend_logical_axis_rules as extend_logical_axis_rules
 from te_jax.flax._context import Context
 from te_jax.flax._fields import LORA_SCOPES, is_decoder
+from te_jax.ops.rope import rope
 
 __getattr__ = absent("transformer_engine.jax.flax.transformer")
 
@@ -60,6 +65,16 @@ class TransformerLayer(te_flax.TransformerLayer):
             self.cross_window_size = self.cross_window_size or self.window_size
             self.cross_rotary_pos_emb = self.cross_rotary_pos_emb or self.enable_rotary_pos_emb
         super().__post_init__()
+
+
+def rotary_pos_emb(
+    x: jax.Array, windows: tuple[float, float], transpose_batch_sequence: bool, group_method: str = "consecutive"
+) -> jax.Array:
+    """`te_jax.ops.rope.rope` of x [b, s, ..., h, d], or [s, b, ..., h, d] where `transpose_batch_sequence` is True."""
+    sequence = 0 if transpose_batch_sequence else 1
+    positions = jax.lax.broadcasted_iota(jnp.int32, x.shape[:2], sequence)
+    rows = x.reshape(*x.shape[:2], math.prod(x.shape[2:-1]), x.shape[-1])
+    return rope(rows, positions, windows=windows, group_method=group_method).reshape(x.shape)
 
 
 @dataclass

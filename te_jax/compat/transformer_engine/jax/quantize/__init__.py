@@ -35,6 +35,8 @@ from te_jax.compat.transformer_engine.jax.quantize.quantizer import QuantizerSet
 from te_jax.compat.transformer_engine.jax.quantize.quantizer import noop_quantizer_set as noop_quantizer_set
 from te_jax.compat.transformer_engine.jax.quantize.scaling_modes import QuantizeLayout as QuantizeLayout
 from te_jax.compat.transformer_engine.jax.quantize.scaling_modes import ScalingMode as ScalingMode
-from te_jax.sharding import with_sharding_constraint_by_logical_axes as with_sharding_constraint_by_logical_axes
+from te_jax.compat.transformer_engine.jax.sharding import (
+    with_sharding_constraint_by_logical_axes as with_sharding_constraint_by_logical_axes,
+)
 
 __getattr__ = absent("transformer_engine.jax.quantize")

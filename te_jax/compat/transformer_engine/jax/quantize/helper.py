@@ -3,15 +3,18 @@
 import functools
 from enum import Enum
 
+import jax
 import jax.numpy as jnp
 
 import te_jax
 from te_jax import fp8
 from te_jax.__main__ import report
+from te_jax._check import warn_once
 from te_jax.compat._absent import absent
 from te_jax.compat.transformer_engine.common import recipe as recipes
 from te_jax.compat.transformer_engine.jax.quantize.quantizer import AmaxComputeAlgo
 from te_jax.compat.transformer_engine.jax.quantize.scaling_modes import ScalingMode, mode_of, recipe_class
+from te_jax.compat.transformer_engine.jax.sharding import MeshResource, is_mesh_available
 from te_jax.compat.transformer_engine_jax import DType as DType
 from te_jax.fp8 import FP8_COLLECTION
 from te_jax.fp8_metas import update_collections as update_collections
@@ -33,9 +36,24 @@ class TensorSource(Enum):
 def autocast(enabled: bool = False, recipe: Recipe | None = None, mesh_resource=None):
     """`te_jax.autocast`, which is off unless it is switched on. recipe: None is the incumbent's `DelayedScaling()`.
 
-    Without a mesh_resource the outer one stays in force.
+    Off means that no recipe is in force for all, not even an outer one; those that a module or a quantizer set has of
+    its own count. Without a mesh_resource the outer one stays in force. Warns, once, where a mesh_resource names axes
+    and no mesh is in force.
     """
-    return te_jax.autocast(bool(enabled), (recipe or recipes.DelayedScaling()) if enabled else None, mesh_resource)
+    _warn_without_mesh(mesh_resource)
+    if not enabled:
+        return fp8.without_recipe(mesh_resource)
+    return te_jax.autocast(True, recipe or recipes.DelayedScaling(), mesh_resource)
+
+
+def _warn_without_mesh(resource: MeshResource | None) -> None:
+    axes = [axis for axis in vars(resource).values() if axis] if isinstance(resource, MeshResource) else []
+    if axes and not is_mesh_available() and jax.device_count() > 1:
+        warn_once(
+            "autocast",
+            f"mesh_resource names the mesh axes {', '.join(axes)}, but no mesh is in force, so it places nothing; "
+            "enter `jax.set_mesh(mesh)`, for te_jax does not see `with mesh:` alone.",
+        )
 
 
 def fp8_autocast(enabled: bool = False, fp8_recipe: Recipe | None = None, mesh_resource=None):
@@ -70,6 +88,10 @@ def is_scaling_mode_supported(
     cls = recipe_class(scaling_mode)
     if cls is None:
         return False, f"{scaling_mode.name}: te_jax has no recipe of this mode"
+    return _whether_available(cls)
+
+
+def _whether_available(cls: type[Recipe]) -> tuple[bool, str]:
     found = _features()[cls.__name__]
     return found["available"], "" if found["available"] else found["detail"]
 
@@ -89,10 +111,14 @@ def get_supported_scaling_modes() -> list[ScalingMode]:
 def get_quantization_recipe(name: str) -> Recipe:
     """A recipe of `transformer_engine.common.recipe` by the name of its class. Raises ValueError for another name, and
     for one that te_jax does not serve."""
+    return _recipe_class(name)()
+
+
+def _recipe_class(name: str) -> type[Recipe]:
     cls = getattr(recipes, name, None)
-    if not (isinstance(cls, type) and issubclass(cls, Recipe)):
+    if not (isinstance(cls, type) and issubclass(cls, Recipe)) or cls in (Recipe, recipes.NotServed):
         raise ValueError(f"get_quantization_recipe: name is {name!r}; pass the name of a recipe.")
-    return cls()
+    return cls
 
 
 def get_supported_quantization_recipes() -> list[Recipe]:
@@ -102,8 +128,12 @@ def get_supported_quantization_recipes() -> list[Recipe]:
 
 
 def is_quantize_recipe_supported(recipe_name: str) -> tuple[bool, str]:
-    """`is_scaling_mode_supported` for the recipe of a name."""
-    return is_scaling_mode_supported(mode_of(get_quantization_recipe(recipe_name)))
+    """Whether te_jax computes the recipe of a name on the first device, or the reason why not. Raises ValueError for a
+    name that is none of a recipe."""
+    cls = _recipe_class(recipe_name)
+    if issubclass(cls, recipes.NotServed):
+        return False, f"{recipe_name}: {cls.way_out}"
+    return _whether_available(cls)
 
 
 # -- what a recipe says ----------------------------------------------------------------------------------------
