@@ -92,6 +92,12 @@ def test_shardy_text():
     assert inner == {"f4": 2} and fixed == ("f2", "f5")
 
 
+def test_blocks_of_an_axis_that_stays_on_one_device_stay_there_too():
+    rule, ranks, sizes = solved("x: r h -> data: r h, scale_inv: h r/128", ((512, 24),), inputs=("x",))
+    text, _, fixed = rule.shardy(ranks, sizes, {"r"})
+    assert text == "(f0 f1) f2 -> (f0 f1) f2, f2 f0" and fixed == ("f0", "f1")
+
+
 def test_inner_factor_that_no_operand_tells():
     rule, ranks, sizes = solved("q?: s (g r), qkv?: s c g -> out: s (g r)", ((5, 3, 8),), inputs=("qkv",))
     assert sizes == {"s": 5, "c": 3, "g": 8, "r": 1} and rule.shape(rule.outputs[0], ranks, sizes) == (5, 8)
