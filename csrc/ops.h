@@ -141,8 +141,8 @@ Status LaunchGroup(cudaStream_t stream, Arg experts, Ret offsets, Ret counts, Re
 Status LaunchPermute(cudaStream_t stream, Arg x, Arg slots, Arg offsets, Arg weights, Arg scale, Ret rows,
                      Ret data, Ret data_t, Ret amax, int64_t topk);
 
-// The same with a scale for each block of 128, of rows that are rounded to x's type first -> data? [r, h],
-// data_t? [h, r], scale_inv? f32 [h/128, r], scale_inv_t? f32 [r/128, h].
+// Rows as of LaunchPermute, rounded to x's type and then quantized with a scale for each block of 128 ->
+// data? [r, h], data_t? [h, r], scale_inv? f32 [h/128, r], scale_inv_t? f32 [r/128, h].
 Status LaunchPermuteBlock(cudaStream_t stream, Arg x, Arg slots, Arg offsets, Arg weights, Ret data,
                           Ret data_t, Ret scale_inv, Ret scale_inv_t, int64_t topk, bool power_2,
                           double epsilon);

@@ -80,6 +80,17 @@ def check_residual(name, residual, shape, dtype):
         raise ValueError(f"{name}: residual is {residual.dtype}{residual.shape}, but the output {dtype}{shape}.")
 
 
+def check_recipe_and_metas(name, recipe, metas):
+    """Raises TypeError or ValueError, naming the layer, unless `metas` are the state that `recipe` has. Warns of state
+    without a recipe."""
+    check(name, "metas", metas, METAS)
+    if recipe is not None:
+        fp8.check_recipe(name, recipe)
+        fp8.check_metas(name, "metas", metas, recipe, "pass fp8.DenseMetas")
+    elif metas is not None:
+        warn_once(name, "metas are given, but recipe is None, so nothing is in FP8; pass both, or none.")
+
+
 def check_dense(name, x, kernel, bias, contract, recipe, metas):
     """Raises ValueError or TypeError, naming the layer, for operands that make no dense layer."""
     for what, a in (("x", x), ("kernel", kernel), ("bias", bias)):
@@ -95,13 +106,9 @@ def check_dense(name, x, kernel, bias, contract, recipe, metas):
         )
     if bias is not None and bias.shape != kernel.shape[contract:]:
         raise ValueError(f"{name}: bias is {bias.shape}, but kernel's features are {kernel.shape[contract:]}.")
-    check(name, "metas", metas, METAS)
+    check_recipe_and_metas(name, recipe, metas)
     if recipe is None:
-        if metas is not None:
-            warn_once(name, "metas are given, but recipe is None, so nothing is in FP8; pass both, or none.")
         return
-    fp8.check_recipe(name, recipe)
-    fp8.check_metas(name, "metas", metas, recipe, "pass fp8.DenseMetas")
     for what, a, add in (("x", x, "x[None]"), ("kernel", kernel, "kernel[..., None]")):
         if a.ndim - contract < recipe.granularity.free_axes:
             kind = type(recipe).__name__

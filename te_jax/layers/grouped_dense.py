@@ -12,7 +12,7 @@ from te_jax._arrays import as_jax
 from te_jax._check import INTEGERS, NONE, STRING, check, warn_once
 from te_jax._types import align, like
 from te_jax.layers.config import Config
-from te_jax.layers.dense import METAS
+from te_jax.layers.dense import check_recipe_and_metas
 from te_jax.layers.gemms import grouped_dgrad, grouped_fprop, grouped_wgrad
 from te_jax.layers.produce import Role, produce, quantize_stacked
 from te_jax.layers.tensor import LayerUses
@@ -98,12 +98,7 @@ def _check_rows_of_groups(name, x, kernel, group_sizes, bias, recipe, metas):
     ):
         if a is not None and a.shape != shape:
             raise ValueError(f"{name}: {what} has the shape {a.shape}, beside kernel {kernel.shape}; {shapes}.")
-    check(name, "metas", metas, METAS)
-    if recipe is not None:
-        fp8.check_recipe(name, recipe)
-        fp8.check_metas(name, "metas", metas, recipe, "pass fp8.DenseMetas")
-    elif metas is not None:
-        warn_once(name, "metas are given, but recipe is None, so nothing is in FP8; pass both, or none.")
+    check_recipe_and_metas(name, recipe, metas)
 
 
 class _GroupedOperands(NamedTuple):

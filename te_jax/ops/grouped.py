@@ -259,8 +259,8 @@ activation_grouped_block_bwd = Op(
     reference=_grouped_block_bwd_reference,
     composed=True,
 )
-"""The same of the gradient that te_activation_grouped_bwd makes: data, data_t, scale_inv and scale_inv_t of dx
-[R, a, f], and
+"""te_quantize_block, in blocks of 1 x 128, of the gradient that te_activation_grouped_bwd makes of its operands in x's
+type: data, data_t, scale_inv and scale_inv_t of dx [R, a, f], and
 
 dbias  f32[E, a, f]: the sum over the rows of each expert of dx in x's type, for the bias gradient
 """
