@@ -142,13 +142,24 @@ sanitize_all() {
   # memcheck watches all kernels: cuDNN's and cuBLASLt's too, which get their workspace from us. racecheck breaks on
   # cuBLASLt's Hopper kernels (an internal error of the sanitizer), so it runs the tests of our own kernels, and watches
   # these alone.
-  local status=0
-  sanitize memcheck "" "$OURS" "$SMALL_OURS" || status=1
-  sanitize memcheck "" tests/test_cuda_ops.py "$SMALL_GEMM" || status=1
-  sanitize memcheck "" tests/test_attention_cudnn.py "$SMALL_ATTENTION" || status=1
-  sanitize memcheck "" "$EXPERTS" "$SMALL_EXPERTS" || status=1
-  sanitize racecheck _ZN2te "$OURS" "$RACES" || status=1
-  sanitize racecheck _ZN2te "$EXPERTS" "$RACES_EXPERTS" || status=1
+  # All at once: one run alone leaves the GPU idle while it compiles.
+  local status=0 number=0 run
+  local runs=()
+  aside() {
+    "$@" >"$SCRATCH/sanitize.$number" 2>&1 &
+    runs+=($!)
+    number=$((number + 1))
+  }
+  aside sanitize memcheck "" "$OURS" "$SMALL_OURS"
+  aside sanitize memcheck "" tests/test_cuda_ops.py "$SMALL_GEMM"
+  aside sanitize memcheck "" tests/test_attention_cudnn.py "$SMALL_ATTENTION"
+  aside sanitize memcheck "" "$EXPERTS" "$SMALL_EXPERTS"
+  aside sanitize racecheck _ZN2te "$OURS" "$RACES"
+  aside sanitize racecheck _ZN2te "$EXPERTS" "$RACES_EXPERTS"
+  for run in "${!runs[@]}"; do
+    wait "${runs[run]}" || status=1
+    cat "$SCRATCH/sanitize.$run"
+  done
   return $status
 }
 
