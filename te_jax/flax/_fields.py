@@ -114,7 +114,7 @@ FIELDS: dict[str, Kind] = {
     **_each(NONE | _POSITIVE, "num_gqa_groups kv_channels"),
     **_each(_TWO_INTS, "axis"),
     # numbers
-    **_each(number(above=0), "epsilon layernorm_epsilon"),
+    **_each(number(above=0), "epsilon layernorm_epsilon qk_norm_eps"),
     **_each(RATE, "attention_dropout hidden_dropout intermediate_dropout intermediate_dropout_rate drop_path"),
     **_each(NONE | number(), "low_rank_adaptation_alpha scale_factor"),
     **_each(NONE | RATE, "cross_drop_path"),
@@ -127,11 +127,12 @@ FIELDS: dict[str, Kind] = {
     **_each(BOOL, "input_layernorm output_layernorm apply_residual_connection_post_layernorm fuse_qkv_params"),
     **_each(BOOL, "enable_low_rank_adaptation enable_sequence_parallel scale_attn_logits scaled_query_init"),
     **_each(BOOL, "float32_logits float32_attention_logits return_max_logit deterministic_gradients"),
-    **_each(BOOL, "enable_rotary_pos_emb cross_rotary_pos_emb enable_relative_embedding"),
+    **_each(BOOL, "enable_rotary_pos_emb cross_rotary_pos_emb enable_relative_embedding qk_norm_before_rope"),
     **_each(BOOL, "parallel_attention_mlp parallel_shared_layernorm context_parallel_causal_load_balanced"),
     **_each(NONE | BOOL, "transpose_batch_sequence"),  # None: False, as older code spells it
     # names
     **_each(one_of("layernorm", "rmsnorm", normalize=norm_type), "layernorm_type"),
+    **_each(NONE | one_of("rmsnorm", "layernorm", "l2normalization", normalize=norm_type), "qk_norm_type"),
     **_each(MASK_TYPE, "attn_mask_type self_attn_mask_type"),
     **_each(BIAS_TYPE, "attn_bias_type self_attn_bias_type"),
     **_each(SOFTMAX_TYPE, "softmax_type"),
@@ -299,6 +300,13 @@ def rotary_fields_fit(module) -> str | None:
     check_rotary(describe(module), width, module.rotary_pos_emb_dim, module.rotary_pos_emb_scaling, "rotary_pos_emb_")
     if width % 2:
         return f"RoPE is on, but a head has {width} channels; give it an even number of them, by {by}"
+
+
+def qk_norm_fields_fit(module) -> str | None:
+    """`qk_norm_eps` and `qk_norm_before_rope` need `qk_norm_type`."""
+    if module.qk_norm_type is None and (module.qk_norm_before_rope or module.qk_norm_eps != type(module).qk_norm_eps):
+        name = "qk_norm_before_rope" if module.qk_norm_before_rope else "qk_norm_eps"
+        return f"{name} is {getattr(module, name)!r}, but qk_norm_type is None; pass 'rmsnorm', or leave {name} out"
 
 
 def cross_fields_need_a_decoder(module) -> str | None:

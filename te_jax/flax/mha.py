@@ -14,11 +14,13 @@ from te_jax.flax._fields import (
     check_call,
     groups_divide_heads,
     groups_of,
+    qk_norm_fields_fit,
     rotary_fields_fit,
     shared_fields,
     warn_unused,
 )
 from te_jax.flax._projections import QKV, project, project_output, projection_names, repeat_groups
+from te_jax.flax._qk_norm import normalize_heads
 from te_jax.flax._rotary import rotate
 from te_jax.flax._state import describe
 from te_jax.flax.attention import DotProductAttention, mask_of_rows
@@ -53,6 +55,11 @@ class MultiHeadAttention(Module):
                            decodes is not cut.
     params_dtype:          the dtype of the parameters, if not None; then inputs are cast to `dtype`, and the output has
                            it.
+    qk_norm_type:          a norm of queries and keys over the d channels of each head: "rmsnorm", "layernorm", or
+                           "l2normalization", x / sqrt(sum x**2 + eps) without parameters; spelled in any case.
+                           zero_centered_gamma counts for it too. The cache holds normed keys.
+    qk_norm_eps:           added to the mean square, the variance or the sum of squares.
+    qk_norm_before_rope:   False: the norm follows RoPE, as in Llama 4; Qwen 3 and Gemma 3 need True.
     Other fields are as in `DotProductAttention`. score_mod and score_mod_bprop are not in this version; num_heads,
     dropout_rate, output_layernorm, apply_residual_connection_post_layernorm and fuse_qkv are older names: the error
     says the newer name.
@@ -62,6 +69,7 @@ class MultiHeadAttention(Module):
     `query/{scale, ln_bias}` [H], `query/kernel` [H, h*d], `kv/kernel` [Hk, 2, g*d]; or
     `query/...`, `key/kernel`, `value/kernel` [Hk, g*d]; and always `out/kernel` [h*d, H].
     With use_bias each has a `bias` of the kernel's shape without its first axis.
+    With qk_norm_type `q_norm/{scale, ln_bias}` and `k_norm/{scale, ln_bias}` [d].
     """
 
     head_dim: int = None  # required; the default lets the error for an old field name come first
@@ -108,9 +116,12 @@ class MultiHeadAttention(Module):
     context_parallel_strategy: str = "DEFAULT"
     params_dtype: jnp.dtype | None = None
     deterministic_gradients: bool = False
+    qk_norm_type: str | None = None
+    qk_norm_eps: float = 1e-6
+    qk_norm_before_rope: bool = False
 
     own_kinds = _refused.OLDER
-    rules = (groups_divide_heads, rotary_fields_fit)
+    rules = (groups_divide_heads, rotary_fields_fit, qk_norm_fields_fit)
 
     @nn.compact
     def __call__(
@@ -172,11 +183,13 @@ class MultiHeadAttention(Module):
         inputs = inputs_q, None if names == QKV else inputs_kv
         cache = self._cache(*inputs, mask, max_decode_length) if decode else None
         arrays, normed, through = project(self, names, *inputs, norm_output, residual)
+        arrays = normalize_heads(self, arrays) if self.qk_norm_before_rope else arrays
         if self.enable_rotary_pos_emb:
             positions = cache.positions if cache and positions is None else positions
             arrays = rotate(self, arrays, positions, mask, *inputs, decode)
         elif positions is not None:
             raise ValueError(f"{describe(self)}: positions are for RoPE; set enable_rotary_pos_emb, or leave them out.")
+        arrays = arrays if self.qk_norm_before_rope else normalize_heads(self, arrays)
         context = self._attend(arrays, mask, bias, deterministic, cache)
         return project_output(self, context, inputs_q, through), normed
 

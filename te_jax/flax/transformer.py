@@ -27,6 +27,7 @@ from te_jax.flax._fields import (
     head_width_is_known,
     is_decoder,
     parallel_layers_are_encoders,
+    qk_norm_fields_fit,
     relative_embedding_is_a_bias,
     rotary_fields_fit,
     shared_fields,
@@ -85,6 +86,7 @@ class TransformerLayer(Module):
                         `encoded` is in the balanced order too.
     params_dtype:       the dtype of the parameters, if not None; then inputs are cast to `dtype`, and the output has
                         it.
+    qk_norm_*:          as in `MultiHeadAttention`, for both attentions.
     score_mod, score_mod_bprop: not in this version. Other fields are as in `MultiHeadAttention` and `LayerNormMLP`.
 
     Parameters: `attention` (encoder), or `self_attention` and `encoder_decoder_attention` (decoder), as
@@ -150,12 +152,16 @@ class TransformerLayer(Module):
     params_dtype: jnp.dtype | None = None
     deterministic_gradients: bool = False
     cross_drop_path: float | None = None
+    qk_norm_type: str | None = None
+    qk_norm_eps: float = 1e-6
+    qk_norm_before_rope: bool = False
 
     any_width = False  # a subclass may set it: inputs of any width, and hidden_size gives the width of a head alone
     rules = (
         head_width_is_known,
         groups_divide_heads,
         rotary_fields_fit,
+        qk_norm_fields_fit,
         cross_fields_need_a_decoder,
         activations_take_their_params,
         relative_embedding_is_a_bias,
