@@ -20,6 +20,7 @@ X = ShapeDtypeStruct((B, S, H), jnp.float32)
 Q = ShapeDtypeStruct((B, S, N, H // N), jnp.float32)
 KEY = jax.random.key(0)
 LAYER = dict(hidden_size=H, mlp_hidden_size=8, num_attention_heads=N, hidden_dropout=0.0, attention_dropout=0.0)
+LATENT = dict(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=8)
 REQUIRED = {
     te_flax.DenseGeneral: dict(features=8),
     te_flax.LayerNormDenseGeneral: dict(features=8),
@@ -27,10 +28,11 @@ REQUIRED = {
     te_flax.LayerNorm: {},
     te_flax.DotProductAttention: dict(head_dim=H // N, num_attention_heads=N),
     te_flax.MultiHeadAttention: dict(head_dim=H // N, num_attention_heads=N),
+    te_flax.MultiHeadLatentAttention: LATENT | dict(num_attention_heads=N),
     te_flax.RelativePositionBiases: dict(num_buckets=8, max_distance=20, num_attention_heads=N),
     te_flax.TransformerLayer: LAYER,
 }
-DENSE, NORM_DENSE, MLP, NORM, CORE, MHA, BIASES, TRANSFORMER = REQUIRED
+DENSE, NORM_DENSE, MLP, NORM, CORE, MHA, MLA, BIASES, TRANSFORMER = REQUIRED
 INPUTS = dict.fromkeys(REQUIRED, (X,)) | {CORE: (Q, Q, Q), BIASES: (S, S)}
 ENCODED = dict(encoded=X)
 
@@ -144,12 +146,6 @@ NUMBERS = [
     (MHA, dict(rotary_pos_emb_windows=(10000, 1)), V, "rotary_pos_emb_windows is .*0 < w0 < w1"),
     (MHA, dict(rotary_pos_emb_windows=10000), T, "rotary_pos_emb_windows is 10000"),
     (MHA, dict(rotary_pos_emb_windows=(0, 10000)), V, "rotary_pos_emb_windows is"),
-    (MHA, dict(qk_norm_type="RMS"), V, "qk_norm_type is 'RMS'; pass None or one of 'rmsnorm'.*did you mean 'rmsnorm'"),
-    (MHA, dict(qk_norm_type=True), T, "qk_norm_type is True"),
-    (MHA, dict(qk_norm_type="rmsnorm", qk_norm_eps=0.0), V, "qk_norm_eps is 0.0"),
-    (MHA, dict(qk_norm_before_rope=True), V, "qk_norm_before_rope is True, but qk_norm_type is None; pass 'rmsnorm'"),
-    (MHA, dict(qk_norm_eps=1e-5), V, "qk_norm_eps is 1e-05, but qk_norm_type is None"),
-    (TRANSFORMER, dict(qk_norm_before_rope=True), V, "qk_norm_before_rope is True, but qk_norm_type is None"),
     (TRANSFORMER, dict(hidden_size="32"), T, "hidden_size is '32'; pass a positive int"),
     (TRANSFORMER, dict(hidden_size=15), V, "hidden_size=15 does not split .*kv_channels"),
     (TRANSFORMER, dict(mlp_hidden_size=0), V, "mlp_hidden_size is 0"),

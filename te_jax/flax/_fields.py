@@ -112,9 +112,10 @@ FIELDS: dict[str, Kind] = {
     **_each(_POSITIVE, "low_rank_adaptation_dim max_segments_per_seq max_distance"),
     **_each(integer(2), "num_buckets"),
     **_each(NONE | _POSITIVE, "num_gqa_groups kv_channels"),
+    **_each(NONE | _POSITIVE, "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
     **_each(_TWO_INTS, "axis"),
     # numbers
-    **_each(number(above=0), "epsilon layernorm_epsilon qk_norm_eps"),
+    **_each(number(above=0), "epsilon layernorm_epsilon qk_norm_eps mscale"),
     **_each(RATE, "attention_dropout hidden_dropout intermediate_dropout intermediate_dropout_rate drop_path"),
     **_each(NONE | number(), "low_rank_adaptation_alpha scale_factor"),
     **_each(NONE | RATE, "cross_drop_path"),
@@ -278,8 +279,9 @@ def groups_divide_heads(module) -> str | None:
 
 
 def head_width_is_known(module) -> str | None:
-    """`num_attention_heads` divides `hidden_size`, unless `kv_channels` is given."""
-    if module.kv_channels is None and module.hidden_size % module.num_attention_heads:
+    """`num_attention_heads` divides `hidden_size`, unless `kv_channels` or `kv_lora_rank` is given."""
+    free = module.kv_channels is not None or module.kv_lora_rank is not None
+    if not free and module.hidden_size % module.num_attention_heads:
         return (
             f"hidden_size={module.hidden_size} does not split into num_attention_heads={module.num_attention_heads}; "
             "pass a divisor, or kv_channels"
@@ -288,6 +290,8 @@ def head_width_is_known(module) -> str | None:
 
 def rotary_fields_fit(module) -> str | None:
     """`rotary_pos_emb_dim` and `rotary_pos_emb_scaling` need RoPE; it turns an even number of a head's channels."""
+    if getattr(module, "kv_lora_rank", None) is not None:
+        return None  # see `latent_widths_fit`
     decoder = getattr(module, "cross_rotary_pos_emb", False) and is_decoder(module)
     on = module.enable_rotary_pos_emb or decoder
     names = "enable_rotary_pos_emb" + (" or cross_rotary_pos_emb" if is_decoder(module) else "")
@@ -300,6 +304,43 @@ def rotary_fields_fit(module) -> str | None:
     check_rotary(describe(module), width, module.rotary_pos_emb_dim, module.rotary_pos_emb_scaling, "rotary_pos_emb_")
     if width % 2:
         return f"RoPE is on, but a head has {width} channels; give it an even number of them, by {by}"
+
+
+_LATENT_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_NOT_LATENT = (
+    "num_gqa_groups kv_channels fuse_qkv_params scale_attn_logits scaled_query_init rotary_pos_emb_dim qk_norm_type "
+    "enable_relative_embedding self_attn_bias_type"
+).split()
+
+
+def latent_widths_fit(module) -> str | None:
+    """`kv_lora_rank`, `qk_nope_head_dim`, `qk_rope_head_dim` and `v_head_dim` are given, `qk_rope_head_dim` is even."""
+    for name in _LATENT_WIDTHS:
+        if getattr(module, name) is None:
+            return f"{name} is None; pass all of {', '.join(_LATENT_WIDTHS)}"
+    if module.qk_rope_head_dim % 2:
+        return f"qk_rope_head_dim is {module.qk_rope_head_dim}, but RoPE turns pairs of channels; pass an even number"
+    check_rotary(describe(module), module.qk_rope_head_dim, None, module.rotary_pos_emb_scaling, "rotary_pos_emb_")
+
+
+def latent_attention_stands_alone(module) -> str | None:
+    """`kv_lora_rank` makes self-attention a `MultiHeadLatentAttention`, in encoders: the other fields of that need it,
+    and fields of other attention it has no use for."""
+    changed = lambda name: getattr(module, name) != getattr(type(module), name)
+    if module.kv_lora_rank is None:
+        for name in filter(changed, (*_LATENT_WIDTHS, "q_lora_rank", "mscale")):
+            return f"{name} is {getattr(module, name)!r}, but kv_lora_rank is None; pass both, or leave {name} out"
+        return None
+    if is_decoder(module):
+        return (
+            'kv_lora_rank is given, but layer_type is "decoder"; use "encoder" (with self_attn_mask_type "causal" for '
+            "a language model): cross-attention has no latents"
+        )
+    for name in filter(changed, _NOT_LATENT):
+        return f"{name} is {getattr(module, name)!r}, which attention with a kv_lora_rank has no use for; leave it out"
+    if has_relative_embedding(module):
+        return "relative_embedding is given, which attention with a kv_lora_rank has no use for; leave it out"
+    return latent_widths_fit(module)
 
 
 def qk_norm_fields_fit(module) -> str | None:

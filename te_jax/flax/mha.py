@@ -8,12 +8,10 @@ from flax import linen as nn
 
 from te_jax.flax import _refused
 from te_jax.flax._common import Initializer, floating, in_compute_dtype
-from te_jax.flax._context import Context
 from te_jax.flax._fields import (
     Module,
     check_call,
     groups_divide_heads,
-    groups_of,
     qk_norm_fields_fit,
     rotary_fields_fit,
     shared_fields,
@@ -176,12 +174,14 @@ class MultiHeadAttention(Module):
             warn_unused(self, f"max_decode_length is {max_decode_length}, but decode is False: no cache is made")
         check_call(self, score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
         self_attention = inputs_kv is None or inputs_kv is inputs_q
-        inputs_kv = None if self_attention else self._check_input("inputs_kv", inputs_kv)
-        inputs_q = self._check_input("inputs_q", inputs_q)
+        inputs_kv = None if self_attention else input_of(self, "inputs_kv", inputs_kv)
+        inputs_q = input_of(self, "inputs_q", inputs_q)
         mask = mask_of_rows(self, mask, inputs_q.shape[1 if self.transpose_batch_sequence else 0])
         names = projection_names(self, inputs_q, inputs_kv)
         inputs = inputs_q, None if names == QKV else inputs_kv
-        cache = self._cache(*inputs, mask, max_decode_length) if decode else None
+        if decode and inputs[1] is not None:
+            raise ValueError(f"{describe(self)}: decode=True is for self-attention; leave inputs_kv or decode out.")
+        cache = KVCache(self, inputs_q, mask, max_decode_length) if decode else None
         arrays, normed, through = project(self, names, *inputs, norm_output, residual)
         arrays = normalize_heads(self, arrays) if self.qk_norm_before_rope else arrays
         if self.enable_rotary_pos_emb:
@@ -190,45 +190,35 @@ class MultiHeadAttention(Module):
         elif positions is not None:
             raise ValueError(f"{describe(self)}: positions are for RoPE; set enable_rotary_pos_emb, or leave them out.")
         arrays = arrays if self.qk_norm_before_rope else normalize_heads(self, arrays)
-        context = self._attend(arrays, mask, bias, deterministic, cache)
+        arrays = cache.extend(arrays) if cache else arrays
+        scale = None if self.scale_attn_logits else 1.0
+        context = attend_heads(self, arrays, mask, bias, deterministic, cache, scale_factor=scale)
         return project_output(self, context, inputs_q, through), normed
 
-    def _check_input(self, name: str, x):
-        """An input [batch, sequence, width] in the dtype of the computation."""
-        x = floating(self, name, x)
-        if x.ndim != 3:
-            raise ValueError(f"{describe(self)}: {name} has shape {x.shape}; pass [batch, sequence, width].")
-        return in_compute_dtype(self, x)
 
-    def _cache(self, inputs_q, inputs_kv, mask, max_decode_length) -> KVCache:
-        if inputs_kv is not None:
-            raise ValueError(f"{describe(self)}: decode=True is for self-attention; leave inputs_kv or decode out.")
-        if self.context_parallel_causal_load_balanced and Context.of(self) is not None:
-            raise ValueError(
-                f"{describe(self)}: context_parallel_causal_load_balanced is True, but decode=True; a cache holds "
-                "tokens in the order of the sequence: decode with a module that has it False."
-            )
-        return KVCache(self, inputs_q, mask, max_decode_length)
+def attend_heads(module: nn.Module, arrays, mask, bias, deterministic, cache: KVCache | None, **own) -> jax.Array:
+    """DotProductAttention of (q, k, v), (q, kv) or (qkv,), with the fields of `module` and `own` -> [b, s, h, e].
 
-    def _attend(self, arrays, mask, bias, deterministic, cache: KVCache | None):
-        """Attention of `Projected.arrays` and, when decoding, of the cache -> [b, s, h, d]."""
-        fields, described = shared_fields(self, DotProductAttention), None
-        if isinstance(mask, SequenceDescriptor):
-            mask, described = None, mask
-        if cache:
-            arrays, described = cache.extend(arrays), cache.descriptor()
-            mask, bias = cache.columns("mask", mask), cache.columns("bias", bias)
-            fields |= cache.fields()
-        arrays = repeat_groups(*arrays)
-        attend = DotProductAttention(
-            **fields
-            | dict(
-                num_gqa_groups=groups_of(self) if len(arrays) == 1 else arrays[1].shape[-2],
-                qkv_layout=_LAYOUTS[len(arrays)],
-                scale_factor=None if self.scale_attn_logits else 1.0,
-            ),
-            name="DotProductAttention_0",
-        )
-        query, key, value = (*arrays, None, None)[:3]
-        context = attend(query, key, value, described, bias, mask=mask, deterministic=deterministic)
-        return cache.spoil_lost(context) if cache else context
+    cache: when decoding, the cache whose slots keys and values are.
+    """
+    fields, described = shared_fields(module, DotProductAttention), None
+    if isinstance(mask, SequenceDescriptor):
+        mask, described = None, mask
+    if cache:
+        described = cache.descriptor()
+        mask, bias = cache.columns("mask", mask), cache.columns("bias", bias)
+        fields |= cache.fields()
+    arrays = repeat_groups(*arrays)
+    fields |= dict(num_gqa_groups=arrays[-1].shape[-2], qkv_layout=_LAYOUTS[len(arrays)], **own)
+    core = DotProductAttention(**fields, name="DotProductAttention_0")
+    query, key, value = (*arrays, None, None)[:3]
+    context = core(query, key, value, described, bias, mask=mask, deterministic=deterministic)
+    return cache.spoil_lost(context) if cache else context
+
+
+def input_of(module: nn.Module, name: str, x) -> jax.Array:
+    """The input `name`, [batch, sequence, width], in the dtype of the computation."""
+    x = floating(module, name, x)
+    if x.ndim != 3:
+        raise ValueError(f"{describe(module)}: {name} has shape {x.shape}; pass [batch, sequence, width].")
+    return in_compute_dtype(module, x)

@@ -26,6 +26,7 @@ from te_jax.flax._fields import (
     head_width,
     head_width_is_known,
     is_decoder,
+    latent_attention_stands_alone,
     parallel_layers_are_encoders,
     qk_norm_fields_fit,
     relative_embedding_is_a_bias,
@@ -35,6 +36,7 @@ from te_jax.flax._fields import (
 from te_jax.flax._state import describe
 from te_jax.flax.cache import extent
 from te_jax.flax.mha import MultiHeadAttention
+from te_jax.flax.mla import MultiHeadLatentAttention
 from te_jax.flax.mlp import LayerNormMLP
 from te_jax.flax.norm import LayerNorm
 from te_jax.flax.relpos import RelativePositionBiases
@@ -87,12 +89,14 @@ class TransformerLayer(Module):
     params_dtype:       the dtype of the parameters, if not None; then inputs are cast to `dtype`, and the output has
                         it.
     qk_norm_*:          as in `MultiHeadAttention`, for both attentions.
+    kv_lora_rank, q_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, mscale: given, self-attention is
+                        `MultiHeadLatentAttention`, which has RoPE whatever enable_rotary_pos_emb says. Encoders only.
     score_mod, score_mod_bprop: not in this version. Other fields are as in `MultiHeadAttention` and `LayerNormMLP`.
 
     Parameters: `attention` (encoder), or `self_attention` and `encoder_decoder_attention` (decoder), as
-    `MultiHeadAttention`; `mlp` as `LayerNormMLP`; `relpos_bias/rel_embedding` or `relative_embedding/...`;
-    `output_layernorm`. They are in boxes with logical axes, so `nn.scan` and `nn.vmap` over layers want
-    metadata_params={nn.PARTITION_NAME: None}, or a name for the axis of layers.
+    `MultiHeadAttention` or `MultiHeadLatentAttention`; `mlp` as `LayerNormMLP`; `relpos_bias/rel_embedding` or
+    `relative_embedding/...`; `output_layernorm`. They are in boxes with logical axes, so `nn.scan` and `nn.vmap` over
+    layers want metadata_params={nn.PARTITION_NAME: None}, or a name for the axis of layers.
     """
 
     hidden_size: int = 512
@@ -155,6 +159,12 @@ class TransformerLayer(Module):
     qk_norm_type: str | None = None
     qk_norm_eps: float = 1e-6
     qk_norm_before_rope: bool = False
+    kv_lora_rank: int | None = None
+    q_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
+    mscale: float = 1.0
 
     any_width = False  # a subclass may set it: inputs of any width, and hidden_size gives the width of a head alone
     rules = (
@@ -162,6 +172,7 @@ class TransformerLayer(Module):
         groups_divide_heads,
         rotary_fields_fit,
         qk_norm_fields_fit,
+        latent_attention_stands_alone,
         cross_fields_need_a_decoder,
         activations_take_their_params,
         relative_embedding_is_a_bias,
@@ -286,20 +297,24 @@ class TransformerLayer(Module):
         slots, first = extent(self, cached, length, max_decode_length)
         return module(length, slots, bidirectional, q_offset=first)
 
-    def _attention(self, name: str, cross: bool, padded: bool = True) -> MultiHeadAttention:
-        rotary = self.cross_rotary_pos_emb if cross else self.enable_rotary_pos_emb
+    def _attention(self, name: str, cross: bool, padded: bool = True) -> MultiHeadAttention | MultiHeadLatentAttention:
         own = dict(
-            head_dim=head_width(self),
             input_layernorm=cross or not self.output_layernorm,
             return_layernorm_output=self.apply_residual_connection_post_layernorm or self.parallel_shared_layernorm,
             kernel_init=self.mha_kernel_init,
             attn_mask_type=("padding" if padded else "no_mask") if cross else self.self_attn_mask_type,
+            window_size=self.cross_window_size if cross else self.window_size,
+        )
+        if self.kv_lora_rank is not None:
+            return MultiHeadLatentAttention(**shared_fields(self, MultiHeadLatentAttention) | own, name=name)
+        rotary = self.cross_rotary_pos_emb if cross else self.enable_rotary_pos_emb
+        own |= dict(
+            head_dim=head_width(self),
             attn_bias_type="no_bias" if cross else self.self_attn_bias_type,
             enable_rotary_pos_emb=rotary,
             rotary_pos_emb_dim=self.rotary_pos_emb_dim if rotary else None,
             rotary_pos_emb_scaling=self.rotary_pos_emb_scaling if rotary else None,
             float32_logits=self.float32_attention_logits,
-            window_size=self.cross_window_size if cross else self.window_size,
         )
         return MultiHeadAttention(**shared_fields(self, MultiHeadAttention) | own, name=name)
 
