@@ -1,8 +1,8 @@
-"""Probes of the fields and arguments of norms of queries and keys, and of latent attention."""
+"""Probes of the fields and arguments of norms of queries and keys, of latent attention, and of soft caps."""
 
 import jax.numpy as jnp
 from probes import Probe
-from probes_modules import KEY, LATENT, MHA, MLA, TRANSFORMER, B, H, N, S, T, V, X, applied, field_probes, made
+from probes_modules import CORE, KEY, LATENT, MHA, MLA, TRANSFORMER, B, H, N, S, T, V, X, applied, field_probes, made
 
 import te_jax.flax as te_flax
 from te_jax.ops.rope import NTKScaling
@@ -23,6 +23,11 @@ FIELDS = [
     (MLA, dict(mscale=0), V, "mscale is 0; pass a number above 0"),
     (MLA, dict(num_attention_heads=None), V, "num_attention_heads is None; pass a positive int"),
     (MLA, dict(num_gqa_groups=1), T, "unexpected keyword argument 'num_gqa_groups'"),
+    (CORE, dict(attn_logit_softcap=0.0), V, "attn_logit_softcap is 0.0; pass None or a number above 0"),
+    (CORE, dict(attn_logit_softcap="50"), T, "attn_logit_softcap is '50'"),
+    (MLA, dict(attn_logit_softcap=50.0), T, "unexpected keyword argument 'attn_logit_softcap'"),
+    (TRANSFORMER, dict(post_norms=1), T, "post_norms is 1; pass True or False"),
+    (TRANSFORMER, dict(post_norms=True, parallel_attention_mlp=True), V, "and post_norms are both True; set one"),
     (TRANSFORMER, LATENT, None, ""),
     (TRANSFORMER, dict(mscale=1.2), V, "mscale is 1.2, but kv_lora_rank is None"),
     (TRANSFORMER, LATENT | dict(v_head_dim=None), V, "v_head_dim is None; pass all of"),

@@ -37,7 +37,7 @@ from te_jax.flax._refused import Refused
 from te_jax.flax._state import describe
 from te_jax.fp8 import COLLECTION
 from te_jax.ops.activation import ACTIVATIONS, check_params
-from te_jax.ops.attention.options import BIAS_TYPE, DESCRIPTOR, MASK_ARRAY, MASK_TYPE, SOFTMAX_TYPE, WINDOW
+from te_jax.ops.attention.options import BIAS_TYPE, DESCRIPTOR, MASK_ARRAY, MASK_TYPE, SOFTCAP, SOFTMAX_TYPE, WINDOW
 from te_jax.ops.rope import METHOD, WINDOWS, Scaling, check_rotary
 from te_jax.recipe import Recipe
 
@@ -122,6 +122,7 @@ FIELDS: dict[str, Kind] = {
     **_each(NONE | number(above=0), "depth_scaling"),
     **_each(tuple_of(integer(-3, 2)), "hidden_dropout_dims intermediate_dropout_dims"),
     **_each(tuple_of(integer()), "intermediate_hidden_dropout_dims"),
+    **_each(SOFTCAP, "attn_logit_softcap"),
     **_each(WINDOW, "window_size cross_window_size"),
     # switches
     **_each(BOOL, "use_bias enable_layernorm zero_centered_gamma return_layernorm_output return_bias"),
@@ -129,7 +130,7 @@ FIELDS: dict[str, Kind] = {
     **_each(BOOL, "enable_low_rank_adaptation enable_sequence_parallel scale_attn_logits scaled_query_init"),
     **_each(BOOL, "float32_logits float32_attention_logits return_max_logit deterministic_gradients"),
     **_each(BOOL, "enable_rotary_pos_emb cross_rotary_pos_emb enable_relative_embedding qk_norm_before_rope"),
-    **_each(BOOL, "parallel_attention_mlp parallel_shared_layernorm context_parallel_causal_load_balanced"),
+    **_each(BOOL, "parallel_attention_mlp parallel_shared_layernorm context_parallel_causal_load_balanced post_norms"),
     **_each(NONE | BOOL, "transpose_batch_sequence"),  # None: False, as older code spells it
     # names
     **_each(one_of("layernorm", "rmsnorm", normalize=norm_type), "layernorm_type"),
@@ -309,7 +310,7 @@ def rotary_fields_fit(module) -> str | None:
 _LATENT_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _NOT_LATENT = (
     "num_gqa_groups kv_channels fuse_qkv_params scale_attn_logits scaled_query_init rotary_pos_emb_dim qk_norm_type "
-    "enable_relative_embedding self_attn_bias_type"
+    "enable_relative_embedding self_attn_bias_type attn_logit_softcap"
 ).split()
 
 
@@ -377,7 +378,7 @@ def relative_embedding_is_a_bias(module) -> str | None:
 
 
 def parallel_layers_are_encoders(module) -> str | None:
-    """`parallel_attention_mlp` is an encoder's alone, with its norms before attention and MLP;
+    """`parallel_attention_mlp` is an encoder's alone, with its norms before attention and MLP, not behind;
     `parallel_shared_layernorm` needs it."""
     if not module.parallel_attention_mlp:
         return module.parallel_shared_layernorm and (
@@ -389,7 +390,7 @@ def parallel_layers_are_encoders(module) -> str | None:
             'parallel_attention_mlp is True, but layer_type is "decoder"; use "encoder" (with self_attn_mask_type '
             '"causal" for a language model): cross-attention has no place in it'
         )
-    for name in ("apply_residual_connection_post_layernorm", "output_layernorm"):
+    for name in ("apply_residual_connection_post_layernorm", "output_layernorm", "post_norms"):
         if getattr(module, name):
             return (
                 f"parallel_attention_mlp and {name} are both True; set one of them: a parallel layer has its norms "

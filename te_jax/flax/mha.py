@@ -58,9 +58,9 @@ class MultiHeadAttention(Module):
                            zero_centered_gamma counts for it too. The cache holds normed keys.
     qk_norm_eps:           added to the mean square, the variance or the sum of squares.
     qk_norm_before_rope:   False: the norm follows RoPE, as in Llama 4; Qwen 3 and Gemma 3 need True.
-    Other fields are as in `DotProductAttention`. score_mod and score_mod_bprop are not in this version; num_heads,
-    dropout_rate, output_layernorm, apply_residual_connection_post_layernorm and fuse_qkv are older names: the error
-    says the newer name.
+    Other fields, attn_logit_softcap among them, are as in `DotProductAttention`. score_mod and score_mod_bprop are not
+    in this version; num_heads, dropout_rate, output_layernorm, apply_residual_connection_post_layernorm and fuse_qkv
+    are older names: the error says the newer name.
 
     Parameters, where H and Hk are the widths of inputs_q and inputs_kv:
     `qkv/{scale, ln_bias}` [H], `qkv/kernel` [H, 3, h*d]; or
@@ -117,6 +117,7 @@ class MultiHeadAttention(Module):
     qk_norm_type: str | None = None
     qk_norm_eps: float = 1e-6
     qk_norm_before_rope: bool = False
+    attn_logit_softcap: float | None = None
 
     own_kinds = _refused.OLDER
     rules = (groups_divide_heads, rotary_fields_fit, qk_norm_fields_fit)
