@@ -81,7 +81,7 @@ _WIDTHS = Kind(
 _TWO_INTS = integer() | tuple_of(integer())
 _PARAMS = Kind("a dict of their parameters", lambda value: isinstance(value, Mapping))
 _SCALING = Kind(
-    "None, LinearScaling, NTKScaling or Llama3Scaling of te_jax.ops.rope",
+    "None, LinearScaling, NTKScaling, Llama3Scaling or YarnScaling of te_jax.ops.rope",
     lambda value: value is None or isinstance(value, Scaling),
 )
 _LAYER_TYPE = Kind(

@@ -40,7 +40,8 @@ class MultiHeadAttention(Module):
     return_layernorm_output: the second result is the norm's output.
     enable_rotary_pos_emb, rotary_pos_emb_windows, rotary_pos_emb_group_method: see `te_jax.ops.rope`.
     rotary_pos_emb_dim:    how many of a head's channels, the first ones, RoPE turns, an even int; None is all of them.
-    rotary_pos_emb_scaling: `LinearScaling`, `NTKScaling` or `Llama3Scaling` of `te_jax.ops.rope`, for longer contexts.
+    rotary_pos_emb_scaling: `LinearScaling`, `NTKScaling`, `Llama3Scaling` or `YarnScaling` of `te_jax.ops.rope`, for
+                           longer contexts.
     low_rank_adaptation_scope: none, all, qkv_proj, output_proj, mlp, exclude_qkv_proj, exclude_output_proj,
                                exclude_mlp.
     fuse_qkv_params:       one parameter for q, k, v (self-attention, g == h), or for k, v (otherwise); False: three

@@ -40,8 +40,7 @@ class MultiHeadLatentAttention(Module):
     num_attention_heads:   h.
     kv_lora_rank, q_lora_rank: r and rq, the widths of the latents; q_lora_rank None: queries without a latent.
     qk_nope_head_dim, qk_rope_head_dim, v_head_dim: nope, rope (even) and e, the channels of a head.
-    mscale:                logits are scaled by mscale**2 / sqrt(d): YaRN's 0.1 * log(factor) + 1 for contexts `factor`
-                           times as long (https://arxiv.org/abs/2309.00071, section 3.4).
+    mscale:                logits are scaled by mscale**2 / sqrt(d); beside a `YarnScaling`, its `mscale`.
     use_bias:              of the projections down and of the last one.
     layernorm_type:        of the norm of the inputs; latents have RMSNorm in any case. layernorm_epsilon and
                            zero_centered_gamma are of all norms.
