@@ -118,7 +118,9 @@ _ANY_FLOAT = {"x", "gamma", "beta"}
 _ANY_SIZE = {("te_rope", "inv_freq", 0), ("te_norm_bwd", "dgamma", 0), *((t, "segments", 1) for t in TARGETS),
              # Experts, tokens and rows of the buffer are numbers of their own.
              ("te_permute", "offsets", 0), ("te_permute_block", "offsets", 0), ("te_combine", "rows", 0),
-             ("te_combine_bwd", "rows", 0)}  # fmt: skip
+             ("te_combine_bwd", "rows", 0),
+             # One scale, or one for each expert.
+             *((f"te_gemm_grouped{of}", f"{side}_scale_inv", 0) for of in ("", "_wgrad") for side in ("lhs", "rhs"))}  # fmt: skip
 
 
 def _wrong(call: Call, name: str, like) -> Iterator[tuple[str, tuple, Any]]:
