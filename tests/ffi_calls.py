@@ -120,7 +120,8 @@ _ANY_SIZE = {("te_rope", "inv_freq", 0), ("te_norm_bwd", "dgamma", 0), *((t, "se
              ("te_permute", "offsets", 0), ("te_permute_block", "offsets", 0), ("te_combine", "rows", 0),
              ("te_combine_bwd", "rows", 0),
              # One scale, or one for each expert.
-             *((f"te_gemm_grouped{of}", f"{side}_scale_inv", 0) for of in ("", "_wgrad") for side in ("lhs", "rhs"))}  # fmt: skip
+             *((t, name, 0) for t in ("te_gemm_grouped", "te_gemm_grouped_wgrad")
+               for name in ("lhs_scale_inv", "rhs_scale_inv"))}  # fmt: skip
 
 
 def _wrong(call: Call, name: str, like) -> Iterator[tuple[str, tuple, Any]]:

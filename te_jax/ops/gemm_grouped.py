@@ -22,7 +22,7 @@ from te_jax.ops.quantize import BLOCK, HOPPER, MX_BLOCK, dequantize_rows, dequan
 from te_jax.ops.router import MOST_EXPERTS
 
 _TMA_BYTES = 16  # of rows of an array that the kernel reads, a multiple
-_COLUMNS = 8  # of the kernel's results, a multiple
+_OUT_COLUMNS = 8  # of the kernel's results, a multiple
 _ROWS_OP, _WGRAD_OP = "te_gemm_grouped", "te_gemm_grouped_wgrad"
 
 
@@ -113,7 +113,7 @@ def _rows_cuda(call, lhs, rhs, offsets, counts, *others, outer, out_dtype, **att
     filled = rhs.shape[1 : rhs.ndim - contract]
     n = prod(filled)
     lhs, rhs = _bytes_aligned(lhs.reshape(rows, -1), 1), _bytes_aligned(rhs.reshape(counts.shape[0], n, -1), 2)
-    rhs, bias = (a if a is None else fill(a, 1, _COLUMNS) for a in (rhs, bias if bias is None else bias.reshape(-1, n)))
+    rhs, bias = fill(rhs, 1, _OUT_COLUMNS), None if bias is None else fill(bias.reshape(-1, n), 1, _OUT_COLUMNS)
     options = dict(outer=0, out_dtype=out_dtype, **attrs)
     (out,) = call(lhs, rhs, offsets, counts, *one_scale, row_inv, block_inv, bias, **options)
     return (out[:, :n].reshape(rows, *filled)[..., : n_axes[-1]],)
@@ -126,10 +126,10 @@ def _wgrad_cuda(call, lhs, rhs, offsets, counts, *others, out_dtype, in_place=Fa
         return _wgrad_reference(lhs, rhs, offsets, counts, *others, out_dtype=out_dtype, **attrs)
     *one_scale, lhs_inv, rhs_inv, c = others
     experts, n, k = counts.shape[0], prod(n_axes), prod(k_axes)
-    lhs, rhs = lhs.reshape(n, rows), fill(rhs.reshape(k, rows), 0, _COLUMNS)
+    lhs, rhs = lhs.reshape(n, rows), fill(rhs.reshape(k, rows), 0, _OUT_COLUMNS)
     if lhs_inv is not None:
-        lhs_inv, rhs_inv = lhs_inv.reshape(-1, n), fill(rhs_inv.reshape(-1, k), 1, _COLUMNS)
-    c = None if c is None else fill(c.reshape(experts, n, k), 2, _COLUMNS)
+        lhs_inv, rhs_inv = lhs_inv.reshape(-1, n), fill(rhs_inv.reshape(-1, k), 1, _OUT_COLUMNS)
+    c = None if c is None else fill(c.reshape(experts, n, k), 2, _OUT_COLUMNS)
     in_place = {"c": "out"} if in_place and c is not None else None
     options = dict(out_dtype=out_dtype, in_place=in_place, **attrs)
     (out,) = call(lhs, rhs, offsets, counts, *one_scale, lhs_inv, rhs_inv, c, **options)
