@@ -51,16 +51,18 @@ LAUNCHED = ("gemm_empty.cu",)
 HANDLERS = (
     *(f"{name}.cu" for name in SOURCES),
     *("norm_fwd.cu", "norm_fwd_t.cu", "norm_bwd.cu", "norm_block.cu", "gemm_empty.cu", "gemm.cc"),
-    *("attention.cc", "attention_fp8.cc"),
+    *("gemm_grouped.cc", "attention.cc", "attention_fp8.cc"),
 )
 _LAUNCHED = '::te::Status{::te::Status::kUnimplemented, "launched"}'
 _NO_GPU = f"""
 #include "gemm.h"
+#include "gemm_grouped.h"
 namespace te {{
 Status FindGemm(cudaStream_t, const GemmKey&, GemmChoice*) {{ return {_LAUNCHED}; }}
 Status Matmul(cudaStream_t, cublasLtHandle_t, const GemmKey&, const Algo&, const GemmOperands&) {{
   return {_LAUNCHED};
 }}
+Status grouped::Run(cudaStream_t, const Problem&) {{ return {_LAUNCHED}; }}
 }}  // namespace te
 extern "C" cudaError_t cudaGetDevice(int*) {{ return cudaErrorNoDevice; }}
 extern "C" cudaError_t cudaDeviceGetAttribute(int*, cudaDeviceAttr, int) {{ return cudaErrorNoDevice; }}
