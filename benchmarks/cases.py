@@ -26,6 +26,8 @@ class Case:
     figures: ms -> more that the row says.
     bound:   where rows are measured in turns, the implementation of the same case whose time bounds this one's from
              below, as the traffic does; "" where the traffic alone does.
+    beside:  there, those of the same case whose times this one's is shown over.
+    profiled: there, what the row says of the summary of `kernels.profile`; None: it is not traced.
     """
 
     name: str
@@ -41,6 +43,8 @@ class Case:
     calls: int | None = None
     figures: Callable[[float], dict] = lambda ms: {}
     bound: str = ""
+    beside: tuple[str, ...] = ()
+    profiled: Callable[[dict], dict] | None = None
 
     @property
     def label(self) -> str:

@@ -26,6 +26,8 @@ from .timing import Call, compiled, normal
 
 BF16 = jnp.dtype(jnp.bfloat16)
 FORMS = ("fp8 fast", "fp8 split", "fp8 block", "bf16")  # types and scales, and how FP8 is accumulated
+LOOP, RAGGED = "loop of dense fp8 fast", "ragged_dot bf16"
+TORCH = {True: "torch fp8 rowwise fast", False: "torch bf16"}  # by whether it is in FP8
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 
 
@@ -81,19 +83,20 @@ class Product:
         return {"fprop": (E4M3, E4M3), "dgrad": (gradient, E4M3), "wgrad": (E4M3, gradient)}[self.kind]
 
     def cases(self) -> Iterator[Case]:
+        beside = {"fp8 fast": (TORCH[True], LOOP), "bf16": (TORCH[False], RAGGED)}
         for form in FORMS:
-            yield self._case(f"te_jax {form}", partial(self._te_jax, form))
+            yield self._case(f"te_jax {form}", partial(self._te_jax, form), beside=beside.get(form, ()))
             yield self._case(f"dense {form}", partial(self._dense, form))
-        yield self._case("loop of dense fp8 fast", partial(self._loop, "fp8 fast"))
-        for fp8, impl in ((True, "torch fp8 rowwise fast"), (False, "torch bf16")):
+        yield self._case(LOOP, partial(self._loop, "fp8 fast"))
+        for fp8, impl in TORCH.items():
             yield self._case(impl, measure=partial(self._torch, fp8))
-        yield self._case("ragged_dot bf16", self._ragged)
+        yield self._case(RAGGED, self._ragged)
 
-    def _case(self, impl: str, build=None, measure=None) -> Case:
+    def _case(self, impl: str, build=None, measure=None, beside=()) -> Case:
         form = next((form for form in FORMS if form in impl), "fp8 fast")
         fp8_flops, size = (0, 2) if form == "bf16" else (self.flops, 1)
         weights = 1 if impl == f"dense {form}" else self.model.experts if self.contracted else self.model.active
-        more = dict(suite="grouped", bound=f"dense {form}")
+        more = dict(suite="grouped", bound=f"dense {form}", beside=beside)
         return Case(self.name, impl, build, self.flops, self.bytes(size, weights), fp8_flops, measure, **more)
 
     # -- operands ------------------------------------------------------------------------------------------------

@@ -74,6 +74,7 @@ _COLUMNS = [
     ("rate", "ms", _rate),
     ("of ceiling", "fraction", "{fraction:.2f}".format_map),
     ("of bound", "of_bound", "{of_bound:.1%}".format_map),
+    ("routing", "routing", "{routing:.1%}".format_map),
     ("MHz", "sm_clock", "{sm_clock:.0f}".format_map),
     ("W", "power", "{power:.0f}".format_map),
     ("us/token", "us_per_token", "{us_per_token:.3f}".format_map),

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import ceil
 
-from . import grouped, grouped_ops, machine, report, run, timing
+from . import grouped, grouped_ops, kernels, machine, moe, report, run, timing
 from .cases import Case
 
 COPY = 4.24e12  # bytes/s that an H200's memory moves at best, in a copy
 _ROUNDS = 4  # that count
+_TRACED = 3  # steps
 _SECONDS, _QUICK_SECONDS = 1.2, 0.1  # of a contender, in all of these
 
 SUITES = {
@@ -27,6 +28,7 @@ SUITES = {
         lambda tiny: [*grouped.cases(tiny), *grouped_ops.cases(tiny)],
         "experts' grouped products and the ops around them, in turns with torch, ragged_dot and dense products",
     ),
+    "moe": (moe.cases, "layers of experts in bf16 and FP8, in turns with ragged_dot"),
 }
 
 
@@ -35,6 +37,7 @@ class Contender:
     """One implementation in the turns of its case."""
 
     case: Case
+    call: timing.Call | None = None
     ms_of: Callable[[int], float] | None = None  # calls -> ms per call
     row: dict = field(default_factory=dict)
     times: list[float] = field(default_factory=list)  # ms per call, of each round
@@ -47,7 +50,7 @@ class Contender:
             return
         call = self.case.build()
         self.row |= {key: getattr(call, key) for key in ("trace_s", "compile_s", "peak_bytes", "io_bytes")}
-        self.ms_of = lambda calls: timing.queued(call, calls, repeat=1)[0]
+        self.call, self.ms_of = call, lambda calls: timing.queued(call, calls, repeat=1)[0]
 
     def turn(self, seconds: float, meter: machine.Meter, counts: bool):
         (ms,) = self.times[-1:] or [self.ms_of(1)]
@@ -58,6 +61,10 @@ class Contender:
         with meter.onto(self.draw):
             self.times.append(self.ms_of(calls))
 
+    def trace(self):
+        if self.case.profiled and self.call:
+            self.row |= self.case.profiled(kernels.profile(self.call, _TRACED))
+
     def attempt(self, step: Callable, *args):
         """step(*args), unless an earlier one failed. An error becomes the row's."""
         if "error" in self.row:
@@ -67,11 +74,11 @@ class Contender:
         except Exception as error:
             traceback.print_exc()
             self.row["error"] = f"{type(error).__name__}: {error}"
-            self.ms_of = None
+            self.call = self.ms_of = None
 
     def result(self) -> dict:
         """The row, but for what other rows say of it."""
-        self.ms_of = None  # its data goes
+        self.call = self.ms_of = None  # its data goes
         if "error" in self.row:
             return self.row
         times, case = self.times[1:], self.case
@@ -90,17 +97,21 @@ def measure(cases: list[Case], seconds: float, meter: machine.Meter) -> list[dic
     for number in range(_ROUNDS + 1):
         for contender in contenders:
             contender.attempt(contender.turn, seconds / _ROUNDS, meter, number > 0)
-    return _bounded(cases, [contender.result() for contender in contenders])
+    for contender in contenders:
+        contender.attempt(contender.trace)
+    return _compared(cases, [contender.result() for contender in contenders])
 
 
-def _bounded(cases: list[Case], rows: list[dict]) -> list[dict]:
-    """The rows with the least time of each that has one. A row whose bound failed has none."""
+def _compared(cases: list[Case], rows: list[dict]) -> list[dict]:
+    """The rows, each with its least time and with its time over those beside it. A row whose bound failed has none."""
     ms = {row["impl"]: row.get("ms") for row in rows}
     for case, row in zip(cases, rows, strict=True):
         products = ms.get(case.bound, 0.0)
         if "ms" in row and products is not None and case.bytes and case.bound != case.impl:
             row["bound_ms"] = max(case.bytes / COPY * 1e3, products)
             row["of_bound"] = row["bound_ms"] / row["ms"]
+        if "ms" in row and (others := [impl for impl in case.beside if ms.get(impl)]):
+            row["beside"] = {impl: row["ms"] / ms[impl] for impl in others}
     return rows
 
 

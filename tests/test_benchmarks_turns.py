@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from benchmarks import experts, machine, timing, torch_gemm, turns
+from benchmarks import experts, machine, moe, timing, torch_gemm, turns
 from benchmarks.__main__ import main
 from benchmarks.cases import Case
 
@@ -205,3 +205,41 @@ def test_rows_in_turns_show_again(tmp_path, capsys):
     (tmp_path / "a.json").write_text(json.dumps({"machine": machine.describe(), "rows": rows}))
     assert main(["show", str(tmp_path / "a.json")]) == 0
     assert re.search(r"a +te_jax fp8 +1.0000 +0.9000 +1100 TFLOP/s +91.2% +1411 +690", capsys.readouterr().out)
+
+
+def results(impl: str):
+    """y and the gradients of the parameters and of x, in f32."""
+    (model, *_) = experts.models(True)
+    call = moe.build(model, impl)
+    y, grads = call.run(*call.inputs[0])
+    leaves = {"y": y, "x": grads[-1], **grads[0]}
+    return {name: np.asarray(a, np.float32) for name, a in leaves.items()}
+
+
+def test_layers_of_experts_do_the_same_work():
+    """By te_jax and by ragged_dot in bf16, which round at other places: by 2**-9 of a number at most, on the longest
+    way of a gradient some six times, and both do. In FP8 with weights quantized once, the results are the same bits."""
+    ours, theirs = results(moe.BF16), results(moe.RAGGED)
+    for name, found in theirs.items():
+        error = np.linalg.norm(ours[name] - found) / np.linalg.norm(found)
+        assert error < 6 * 2**-8, f"{name}: {error}"
+    plain, once = (results(f"te_jax fp8 fast{way}") for way in ("", moe.ONCE))
+    for name, found in plain.items():
+        np.testing.assert_array_equal(once[name], found)
+        assert np.linalg.norm(found - ours[name]) < 0.25 * np.linalg.norm(found)  # E5M2 rounds to an eighth at most
+
+
+def test_moe(tmp_path, capsys):
+    out = tmp_path / "moe.json"
+    assert main(["moe", "--tiny", "--quick", "--only", "(FP8 weights|ragged_dot bf16)$", "--out", str(out)]) == 0
+    fp8, ragged = json.loads(out.read_text())["rows"]
+    assert fp8["beside"] == {moe.RAGGED: fp8["ms"] / ragged["ms"]} and "beside" not in ragged
+    assert fp8["suite"] == "moe" and fp8["us_per_token"] > 0 and "kernel_ms" in fp8["profile"]
+    assert fp8["flops"] == 18 * 96 * 128 * 64 + 6 * 48 * 128 * 3  # pairs h f; tokens h E
+    assert re.search(r"FP8 weights .*x ragged_dot bf16", capsys.readouterr().out)
+
+
+def test_routing_is_a_share_of_the_kernels():
+    names = ["te::te_router_fwd()", "void te::TileKernel<te::GatherSource<float>>()", "te::te_gemm_grouped()", "nvjet"]
+    top = [{"name": name, "ms": ms} for name, ms in zip(names, (1.0, 2.0, 4.0, 3.0))]
+    assert moe._routing({"kernel_ms": 10.0, "top": top})["routing"] == pytest.approx(0.3)
