@@ -20,6 +20,7 @@ MODULES = [
         "LayerNormMLP",
         "DotProductAttention",
         "MultiHeadAttention",
+        "MultiHeadLatentAttention",
         "RelativePositionBiases",
         "DotGeneral",
         "TransformerLayer",

@@ -30,6 +30,7 @@ SHARED_NAMES = {
         "LayerNormDenseGeneral",
         "LayerNormMLP",
         "MultiHeadAttention",
+        "MultiHeadLatentAttention",
         "RelativePositionBiases",
         "TransformerLayer",
     },

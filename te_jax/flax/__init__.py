@@ -17,6 +17,7 @@ from te_jax.flax.lora import join_lora as join_lora
 from te_jax.flax.lora import lora_mask as lora_mask
 from te_jax.flax.lora import split_lora as split_lora
 from te_jax.flax.mha import MultiHeadAttention as MultiHeadAttention
+from te_jax.flax.mla import MultiHeadLatentAttention as MultiHeadLatentAttention
 from te_jax.flax.mlp import LayerNormMLP as LayerNormMLP
 from te_jax.flax.norm import LayerNorm as LayerNorm
 from te_jax.flax.relpos import RelativePositionBiases as RelativePositionBiases

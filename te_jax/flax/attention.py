@@ -76,6 +76,8 @@ class DotProductAttention(Module):
     score_mod, score_mod_bprop: not in this version.
     return_max_logit:     also return the largest logit of each head, f32[h].
     deterministic_gradients: the gradients are the same bits in every run, which cuDNN does not promise otherwise.
+    attn_logit_softcap:   c: scaled logits x become c * tanh(x / c), as in Gemma 2; in plain JAX alone, which has the
+                          s x t logits in memory.
 
     Under a recipe with fp8_dpa=True, a full or causal call in bf16 or f16 that has none of the other options, with a
     head dim of 16, 32, .. 128, is `te_jax.layers.attention_fp8`. Another call warns, once, and computes in the dtype
@@ -109,6 +111,7 @@ class DotProductAttention(Module):
     score_mod_bprop: Callable | None = None
     return_max_logit: bool = False
     deterministic_gradients: bool = False
+    attn_logit_softcap: float | None = None
 
     own_kinds = {"dtype": NONE | FLOATING}
     rules = (groups_divide_heads,)
@@ -172,6 +175,7 @@ class DotProductAttention(Module):
             softmax_type=self.softmax_type,
             softmax_offset=self._softmax_offset(),
             scale=self.scale_factor,
+            logit_softcap=self.attn_logit_softcap,
             window_size=self.window_size,
             dropout_rate=self.attention_dropout if drops else 0.0,
             dropout_rng=self.make_rng(self.dropout_rng_name) if drops else None,

@@ -26,7 +26,9 @@ from te_jax.flax._fields import (
     head_width,
     head_width_is_known,
     is_decoder,
+    latent_attention_stands_alone,
     parallel_layers_are_encoders,
+    qk_norm_fields_fit,
     relative_embedding_is_a_bias,
     rotary_fields_fit,
     shared_fields,
@@ -34,6 +36,7 @@ from te_jax.flax._fields import (
 from te_jax.flax._state import describe
 from te_jax.flax.cache import extent
 from te_jax.flax.mha import MultiHeadAttention
+from te_jax.flax.mla import MultiHeadLatentAttention
 from te_jax.flax.mlp import LayerNormMLP
 from te_jax.flax.norm import LayerNorm
 from te_jax.flax.relpos import RelativePositionBiases
@@ -85,12 +88,19 @@ class TransformerLayer(Module):
                         `encoded` is in the balanced order too.
     params_dtype:       the dtype of the parameters, if not None; then inputs are cast to `dtype`, and the output has
                         it.
+    qk_norm_*:          as in `MultiHeadAttention`, for both attentions.
+    attn_logit_softcap: as in `DotProductAttention`, for both attentions.
+    post_norms:         a norm of what each sub-block gives, before dropout and residual, beside the norm before it, as
+                        in Gemma 2 (https://arxiv.org/abs/2408.00118).
+    kv_lora_rank, q_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, mscale: given, self-attention is
+                        `MultiHeadLatentAttention`, which has RoPE whatever enable_rotary_pos_emb says. Encoders only.
     score_mod, score_mod_bprop: not in this version. Other fields are as in `MultiHeadAttention` and `LayerNormMLP`.
 
     Parameters: `attention` (encoder), or `self_attention` and `encoder_decoder_attention` (decoder), as
-    `MultiHeadAttention`; `mlp` as `LayerNormMLP`; `relpos_bias/rel_embedding` or `relative_embedding/...`;
-    `output_layernorm`. They are in boxes with logical axes, so `nn.scan` and `nn.vmap` over layers want
-    metadata_params={nn.PARTITION_NAME: None}, or a name for the axis of layers.
+    `MultiHeadAttention` or `MultiHeadLatentAttention`; `mlp` as `LayerNormMLP`; `relpos_bias/rel_embedding` or
+    `relative_embedding/...`; `output_layernorm`; with post_norms `post_attention_norm` (or `post_self_attention_norm`
+    and `post_encoder_decoder_attention_norm`) and `post_mlp_norm`. They are in boxes with logical axes, so `nn.scan`
+    and `nn.vmap` over layers want metadata_params={nn.PARTITION_NAME: None}, or a name for the axis of layers.
     """
 
     hidden_size: int = 512
@@ -150,12 +160,25 @@ class TransformerLayer(Module):
     params_dtype: jnp.dtype | None = None
     deterministic_gradients: bool = False
     cross_drop_path: float | None = None
+    qk_norm_type: str | None = None
+    qk_norm_eps: float = 1e-6
+    qk_norm_before_rope: bool = False
+    attn_logit_softcap: float | None = None
+    post_norms: bool = False
+    kv_lora_rank: int | None = None
+    q_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
+    mscale: float = 1.0
 
     any_width = False  # a subclass may set it: inputs of any width, and hidden_size gives the width of a head alone
     rules = (
         head_width_is_known,
         groups_divide_heads,
         rotary_fields_fit,
+        qk_norm_fields_fit,
+        latent_attention_stands_alone,
         cross_fields_need_a_decoder,
         activations_take_their_params,
         relative_embedding_is_a_bias,
@@ -201,7 +224,7 @@ class TransformerLayer(Module):
         name = "self_attention" if decoder else "attention"
         inputs = self._residual_layout(in_compute_dtype(self, inputs))
         dropped = max(self.hidden_dropout, self.drop_path, self._cross_drop_path) > 0 and not deterministic
-        in_kernels = not dropped and not self.apply_residual_connection_post_layernorm
+        in_kernels = not (dropped or self.apply_residual_connection_post_layernorm or self.post_norms)
         x, normed = self._attention(name, cross=False)(
             inputs,
             None,
@@ -218,14 +241,15 @@ class TransformerLayer(Module):
             source = normed if self.parallel_shared_layernorm else inputs
             x, _ = self._mlp()(source, deterministic=deterministic, residual=x)
             return self._add(x, inputs, None, deterministic, in_kernels)
-        x = self._add(x, inputs, normed, deterministic, in_kernels)
+        x = self._add(self._post_norm(name, x), inputs, normed, deterministic, in_kernels)
         if decoder:
-            cross = self._attention("encoder_decoder_attention", cross=True, padded=encoder_decoder_mask is not None)
+            name = "encoder_decoder_attention"
+            cross = self._attention(name, cross=True, padded=encoder_decoder_mask is not None)
             y, normed = cross(x, encoded, encoder_decoder_mask, deterministic=deterministic, residual=in_kernels)
-            x = self._add(y, x, normed, deterministic, in_kernels, self._cross_drop_path)
+            x = self._add(self._post_norm(name, y), x, normed, deterministic, in_kernels, self._cross_drop_path)
         z, normed = self._mlp()(x, deterministic=deterministic, residual=in_kernels)
-        x = self._add(z, x, normed, deterministic, in_kernels)
-        return self._last_norm()(x) if self.output_layernorm else x
+        x = self._add(self._post_norm("mlp", z), x, normed, deterministic, in_kernels)
+        return self._norm("output_layernorm")(x) if self.output_layernorm else x
 
     def _check(self, inputs, encoded, encoder_decoder_mask, decoder: bool):
         if inputs.ndim != 3 or not (self.any_width or inputs.shape[-1] == self.hidden_size):
@@ -280,20 +304,24 @@ class TransformerLayer(Module):
         slots, first = extent(self, cached, length, max_decode_length)
         return module(length, slots, bidirectional, q_offset=first)
 
-    def _attention(self, name: str, cross: bool, padded: bool = True) -> MultiHeadAttention:
-        rotary = self.cross_rotary_pos_emb if cross else self.enable_rotary_pos_emb
+    def _attention(self, name: str, cross: bool, padded: bool = True) -> MultiHeadAttention | MultiHeadLatentAttention:
         own = dict(
-            head_dim=head_width(self),
             input_layernorm=cross or not self.output_layernorm,
             return_layernorm_output=self.apply_residual_connection_post_layernorm or self.parallel_shared_layernorm,
             kernel_init=self.mha_kernel_init,
             attn_mask_type=("padding" if padded else "no_mask") if cross else self.self_attn_mask_type,
+            window_size=self.cross_window_size if cross else self.window_size,
+        )
+        if self.kv_lora_rank is not None:
+            return MultiHeadLatentAttention(**shared_fields(self, MultiHeadLatentAttention) | own, name=name)
+        rotary = self.cross_rotary_pos_emb if cross else self.enable_rotary_pos_emb
+        own |= dict(
+            head_dim=head_width(self),
             attn_bias_type="no_bias" if cross else self.self_attn_bias_type,
             enable_rotary_pos_emb=rotary,
             rotary_pos_emb_dim=self.rotary_pos_emb_dim if rotary else None,
             rotary_pos_emb_scaling=self.rotary_pos_emb_scaling if rotary else None,
             float32_logits=self.float32_attention_logits,
-            window_size=self.cross_window_size if cross else self.window_size,
         )
         return MultiHeadAttention(**shared_fields(self, MultiHeadAttention) | own, name=name)
 
@@ -324,7 +352,11 @@ class TransformerLayer(Module):
         )
         return LayerNormMLP(**shared_fields(self, LayerNormMLP) | own, name="mlp")
 
-    def _last_norm(self) -> LayerNorm:
+    def _post_norm(self, name: str, x):
+        """x, the result of sub-block `name`, behind the norm that post_norms asks for."""
+        return self._norm(f"post_{name}_norm")(x) if self.post_norms else x
+
+    def _norm(self, name: str) -> LayerNorm:
         return LayerNorm(
             epsilon=self.layernorm_epsilon,
             layernorm_type=self.layernorm_type,
@@ -333,7 +365,7 @@ class TransformerLayer(Module):
             bias_axes=(W_NO_SHARD_AXES,),
             dtype=self.dtype,
             params_dtype=self.params_dtype,
-            name="output_layernorm",
+            name=name,
         )
 
     def _add(self, x, residual, normed, deterministic: bool, added: bool, drop_path: float | None = None):

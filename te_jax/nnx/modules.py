@@ -130,6 +130,16 @@ class MultiHeadAttention(Layer):
         return example(in_features), None if kv_features is None else example(kv_features)
 
 
+class MultiHeadLatentAttention(Layer):
+    """`te_jax.flax.MultiHeadLatentAttention` of inputs [b, s, in_features]."""
+
+    linen_type = te_flax.MultiHeadLatentAttention
+
+    @staticmethod
+    def inputs(linen, in_features: int):
+        return (example(in_features),)
+
+
 class RelativePositionBiases(Layer):
     """`te_jax.flax.RelativePositionBiases`."""
 

@@ -46,6 +46,8 @@ def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: U
                     exp(softmax_offset).
     softmax_offset: [h] or [1, h, 1, 1], compared with the scaled logits; differentiable.
     scale:          float; None is 1 / sqrt(d).
+    logit_softcap:  c > 0: scaled logits x become c * tanh(x / c) before a post-scale bias and what hides keys
+                    (Gemma 2, https://arxiv.org/abs/2408.00118, section 2). In plain JAX alone.
     dropout_rate:   in [0, 1), on the probabilities, from the key `dropout_rng` (typed or raw). One key, one mask, as
                     long as implementation, device, shapes and sharding stay; shards never share one, save along an axis
                     of `vmap` over which the key is not mapped: split the key. Inside `shard_map` with check_vma=False
@@ -164,6 +166,6 @@ def _attend_xla(q, k, v, options: AttentionOptions):
     q, k, v, bias, hidden, factor, offset = align(q, k, v, *arrays)
     out, lse, max_logit = attend(
         q, k, v, bias=bias, hidden=hidden, factor=factor, offset=offset, scale=options.scale,
-        pre_scale=options.pre_scale,
+        pre_scale=options.pre_scale, softcap=options.logit_softcap,
     )  # fmt: skip
     return named(restore(restore_rows(out)), ATTENTION, options.context_checkpoint_name), lse, max_logit

@@ -48,6 +48,7 @@ _SCALE = Kind(
     "None or a finite Python number (scale q for one that is traced)",
     lambda scale: number().accepts(scale),
 )
+SOFTCAP = NONE | number(above=0)
 _IMPLEMENTATION = NONE | one_of("cudnn", "xla")
 
 
@@ -62,6 +63,7 @@ class AttentionKeywords(TypedDict, total=False):
     softmax_type: Annotated[str, "vanilla"]
     softmax_offset: Annotated[jax.Array | None, None]
     scale: Annotated[float | None, None]
+    logit_softcap: Annotated[float | None, None]
     window_size: Annotated[tuple[int, int] | None, None]
     dropout_rate: Annotated[float, 0.0]
     dropout_rng: Annotated[jax.Array | None, None]
@@ -106,6 +108,7 @@ class AttentionOptions:
     softmax_type: str = "vanilla"
     softmax_offset: jax.Array | None = None
     scale: float
+    logit_softcap: float | None = None
     dropout_rate: float = 0.0
     dropout_rng: jax.Array | None = None
     deterministic: bool = False
@@ -192,6 +195,7 @@ def check_options(
         check(op, name, given[name], BOOL)
         checked[name] = bool(given[name])
     check(op, "context_checkpoint_name", given["context_checkpoint_name"], NONE | STRING)
+    check(op, "logit_softcap", given["logit_softcap"], SOFTCAP)
     check(op, "implementation", given["implementation"], _IMPLEMENTATION)
     if given["alibi_slopes"] is not None:
         _check_alibi(op, given["alibi_slopes"], len(batch), h, bias_type, given["sequence_descriptor"])
