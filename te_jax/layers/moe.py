@@ -14,7 +14,7 @@ from jax import lax
 from te_jax import fp8
 from te_jax._arrays import as_jax
 from te_jax._check import BOOL, NONE, STRING, Kind, KnownFields, check, number, warn_once
-from te_jax._types import align
+from te_jax._types import align, like
 from te_jax.checkpoint_policies import STATISTICS, named
 from te_jax.layers._specs import dense_spec
 from te_jax.layers.config import Config
@@ -111,8 +111,8 @@ def moe(
                  QuantizedKernels [E, H, F] that have scales of their own: each is multiplied by itself.
     wo:          [E, F, H]; likewise.
     wi_bias:     a tuple of arrays [E, F], or an array, as wi. wo_bias: [E, H].
-    expert_bias: f32[E], added to the scores for the choice alone (`route`). It has no gradient: `updated_expert_bias`
-                 makes the next one of `MoEAux.counts`.
+    expert_bias: f32[E], added to the scores for the choice alone (`route`). It has no gradient: its cotangent is
+                 `MoEAux.counts`, which autodiff adds up over microbatches and devices, for `updated_expert_bias`.
     gamma, beta, norm, zero_centered_gamma, epsilon: as of `layernorm`; [H].
     residual:    True: x is added to y. Or an array of y's shape and type.
     recipe:      None for products in x's type, else a recipe. Where it scales whole tensors, h and the gradient of y
@@ -157,6 +157,7 @@ def moe(
         y = _in_type_of_x(*operands, routing, options, middle_name)
     else:
         y = _in_fp8(*operands, routing, options, recipe, metas, checkpoint, middle_name)
+    y = y if expert_bias is None else _with_counts(*align(y, expert_bias, aux.counts))
     added = x if through else added
     return y if added is None else y + added, aux
 
@@ -227,6 +228,18 @@ def _routing(h, gate_kernel, expert_bias, options: MoEOptions) -> tuple[Routing,
         experts = jnp.where(place < capacity, experts, num_experts)
         dropped = jnp.maximum(routing.counts - capacity, 0)
     return routing._replace(experts=experts), MoEAux(balancing, z_loss(logits), routing.counts, dropped)
+
+
+@jax.custom_vjp
+def _with_counts(y, expert_bias, counts):
+    """y, whose backward pass has the counts of the experts for the cotangent of their bias."""
+    return y
+
+
+_with_counts.defvjp(
+    lambda y, expert_bias, counts: (y, (expert_bias, counts)),
+    lambda kept, dy: (dy, like(kept[1].astype(jnp.float32), kept[0]), None),
+)
 
 
 # ---- the experts -----------------------------------------------------------------------------------------------------

@@ -296,5 +296,5 @@ def _experts_of_rows(groups: Groups, row: tuple[int, ...]) -> PerExpert:
         sums = dbias_of_experts(tokens_alone(x, is_token), groups.offsets, groups.counts)
         return jnp.sum(sums, tuple(range(1, sums.ndim)))
 
-    spread = lambda of_expert: jnp.expand_dims(of_expert[expert], tuple(range(1, 1 + len(row))))
+    spread = lambda of_expert: jnp.expand_dims(jnp.asarray(of_expert)[expert], tuple(range(1, 1 + len(row))))
     return PerExpert(spread, total, jnp.maximum(groups.counts.astype(jnp.float32) * prod(row), 1.0))
