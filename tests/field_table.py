@@ -18,6 +18,7 @@ MODULES = [
         "LayerNorm",
         "LayerNormDenseGeneral",
         "LayerNormMLP",
+        "MoEBlock",
         "DotProductAttention",
         "MultiHeadAttention",
         "MultiHeadLatentAttention",

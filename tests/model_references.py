@@ -1,8 +1,11 @@
-"""The blocks of GPT-2, BERT, T5, Llama 3 and Falcon in plain Flax: nothing of te_jax is here.
+"""The blocks of GPT-2, BERT, T5, Llama 3, Falcon, Mixtral, Qwen 3 and DeepSeek-V3 in plain Flax, without te_jax.
 
 Written from the papers and the published models; layers have the names of the published checkpoints, with kernels
 [in, out] as Flax has them. Inputs are [b, s, H]; `hidden` is True at keys that no query may see.
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -178,3 +181,70 @@ class Falcon(nn.Module):
         z = linear(self.ffn, "dense_h_to_4h")(to_mlp)
         z = z * 0.5 * (1 + jax.lax.erf(z / np.sqrt(2)))
         return x + linear(width, "dense")(y) + linear(width, "dense_4h_to_h")(z)
+
+
+# -- experts -------------------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """The sum over experts of weight(token, expert) * MLP, each expert computed for all tokens.
+
+    choose: logits f32[b, s, E] -> the weights f32[b, s, E], 0 of experts that are not chosen.
+    """
+
+    ffn: int
+    count: int
+    choose: Callable
+
+    @nn.compact
+    def __call__(self, x):
+        width, draw = x.shape[-1], nn.initializers.normal()
+        shapes = {"gate_proj": (width, self.ffn), "up_proj": (width, self.ffn), "down_proj": (self.ffn, width)}
+        gate, up, down = (self.param(name, draw, (self.count, *shape)) for name, shape in shapes.items())
+        weights = self.choose(linear(self.count, "gate")(x))
+        return sum(weights[..., e, None] * ((nn.silu(x @ gate[e]) * (x @ up[e])) @ down[e]) for e in range(self.count))
+
+
+def softmax_of_best(logits, topk: int) -> jax.Array:
+    """Mixtral: the softmax over a token's k largest logits. Qwen 3 has that over all, made to sum to 1: the same."""
+    bound = jnp.sort(logits, -1)[..., -topk, None]
+    return nn.softmax(jnp.where(logits >= bound, logits, -jnp.inf))
+
+
+def sigmoids_of_groups(logits, bias, topk: int, groups: int, group_topk: int, factor: float) -> jax.Array:
+    """DeepSeek-V3: of the groups with the largest sums of their two best sigmoids the k best experts, by sigmoids plus
+    a bias; their own sigmoids, made to sum to `factor`, weigh them."""
+    scores = nn.sigmoid(logits)
+    choice = (scores + bias).reshape(*logits.shape[:-1], groups, -1)
+    of_groups = jnp.sum(jnp.sort(choice, -1)[..., -2:], -1)
+    bound = jnp.sort(of_groups, -1)[..., -group_topk, None]
+    choice = jnp.where((of_groups >= bound)[..., None], choice, -jnp.inf).reshape(logits.shape)
+    bound = jnp.sort(choice, -1)[..., -topk, None]
+    scores = jnp.where(choice >= bound, scores, 0.0)
+    return factor * scores / jnp.sum(scores, -1, keepdims=True)
+
+
+class Mixtral(nn.Module):
+    """Of Qwen 3, too: with heads of another width than the hidden one over their number, and normed."""
+
+    ffn: int
+    heads: int
+    groups: int
+    head_dim: int
+    experts: int
+    topk: int
+    epsilon: float = 1e-5
+    qk_norm: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        norm = lambda name: nn.RMSNorm(epsilon=self.epsilon, name=name)
+        d, y = self.head_dim, norm("input_layernorm")(x)
+        q = split_heads(linear(self.heads * d, "q_proj")(y), self.heads)
+        k, v = (split_heads(linear(self.groups * d, name)(y), self.groups) for name in ("k_proj", "v_proj"))
+        if self.qk_norm:
+            q, k = norm("q_norm")(q), norm("k_norm")(k)
+        y = attention(rotate(q, 1_000_000), rotate(k, 1_000_000), v, causal(x.shape[1]), d**-0.5)
+        x = x + linear(x.shape[-1], "o_proj")(y)
+        choose = partial(softmax_of_best, topk=self.topk)
+        return x + Experts(self.ffn, self.experts, choose, name="mlp")(norm("post_attention_layernorm")(x))

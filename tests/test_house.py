@@ -29,6 +29,7 @@ SHARED_NAMES = {
         "LayerNorm",
         "LayerNormDenseGeneral",
         "LayerNormMLP",
+        "MoEBlock",
         "MultiHeadAttention",
         "MultiHeadLatentAttention",
         "RelativePositionBiases",

@@ -8,9 +8,11 @@ import te_jax.flax as te_flax
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.sharding import W_FSDP_AXES, W_NO_SHARD_AXES, reorder_causal_load_balancing
 
-from .config import Model
+from .config import Experts, Model
 
 VOCAB = 256  # a token is a byte
+# Of each layer its own; the last three are of experts: the bias of the choice, terms of the loss, the loads.
+COLLECTIONS = ("params", "fp8_metas", "fp8_kernels", "cache", "expert_bias", "losses", "intermediates")
 
 
 def layer_fields(config: Model, dropout: float, deterministic_gradients: bool = False) -> dict:
@@ -30,7 +32,17 @@ def layer_fields(config: Model, dropout: float, deterministic_gradients: bool = 
         hidden_dropout=dropout,
         attention_dropout=0.0,
         deterministic_gradients=deterministic_gradients,
+        moe=config.experts and expert_fields(config.experts),
     )
+
+
+def expert_fields(experts: Experts) -> dict:
+    """The fields of a `MoEBlock` beside those of its layer."""
+    sizes = dict(num_experts=experts.count, num_experts_per_tok=experts.top_k)
+    if experts.balance == "bias":  # as in DeepSeek-V3, https://arxiv.org/abs/2412.19437
+        return sizes | dict(use_expert_bias=True, score_function="sigmoid")
+    # As in the Switch Transformer, https://arxiv.org/abs/2101.03961, and ST-MoE, https://arxiv.org/abs/2202.08906.
+    return sizes | dict(aux_loss_coeff=0.01, z_loss_coeff=0.001)
 
 
 def embedded(tokens: jax.Array, table: jax.Array) -> jax.Array:
@@ -56,6 +68,7 @@ class Block(nn.Module):
     cp: int = 1
     cp_strategy: str = "DEFAULT"
     deterministic_gradients: bool = False
+    train: bool = False
 
     @nn.compact
     def __call__(self, x, lengths):
@@ -70,7 +83,7 @@ class Block(nn.Module):
         return layer(
             x,
             attention_mask=None if lengths is None else SequenceDescriptor.from_seqlens(lengths),
-            deterministic=self.dropout == 0,
+            deterministic=self.dropout == 0 and not self.train,
             decode=self.decode,
             max_decode_length=self.max_decode_length,
         ), None
@@ -82,6 +95,7 @@ class GPT(nn.Module):
     decode:    the tokens follow those in the collection `cache`; lengths int[b] of them are not padding, None: all.
     positions: int[b, s], which learned positions need to know when decoding; RoPE counts by itself.
     max_decode_length: slots of the cache, for the call that finds none.
+    train:     experts sow into the collections `losses` (terms that keep their loads even) and `intermediates` (loads).
     sequence_parallel: the sequence is divided over the tensor-parallel devices outside of the GEMMs.
     fp8_params: kernels are parameters in FP8, where there is a recipe: see `steps.initial`.
     cp: devices of the MeshResource's cp_resource, which divide the sequence; with 2 or more, tokens and logits are in
@@ -100,7 +114,9 @@ class GPT(nn.Module):
     deterministic_gradients: bool = False
 
     @nn.compact
-    def __call__(self, tokens, lengths=None, positions=None, *, decode=False, max_decode_length=None) -> jax.Array:
+    def __call__(
+        self, tokens, lengths=None, positions=None, *, decode=False, max_decode_length=None, train=False
+    ) -> jax.Array:
         c = self.config
         # Their rows are few: a byte has 256 values. The hidden axis is divided as those of the layers' kernels are.
         table = nn.with_logical_partitioning(nn.initializers.normal(0.02), (W_NO_SHARD_AXES, W_FSDP_AXES))
@@ -122,14 +138,14 @@ class GPT(nn.Module):
         # pass.
         layers = nn.scan(
             nn.remat(Block, prevent_cse=False) if self.remat else Block,
-            variable_axes=dict.fromkeys(("params", "fp8_metas", "fp8_kernels", "cache"), 0),
+            variable_axes=dict.fromkeys(COLLECTIONS, 0),
             split_rngs={"params": True, "dropout": True},
             in_axes=nn.broadcast,
             length=c.layers,
             metadata_params={nn.PARTITION_NAME: None},
         )
         fields = (self.dropout, decode, max_decode_length, self.sequence_parallel, self.cp, self.cp_strategy)
-        x, _ = layers(c, *fields, self.deterministic_gradients, name="layers")(x, lengths)
+        x, _ = layers(c, *fields, self.deterministic_gradients, train, name="layers")(x, lengths)
         x = te_flax.LayerNorm(layernorm_type=c.norm, name="final_norm")(x)
 
         head = embedding

@@ -39,6 +39,7 @@ from te_jax.fp8 import COLLECTION
 from te_jax.ops.activation import ACTIVATIONS, check_params
 from te_jax.ops.attention.options import BIAS_TYPE, DESCRIPTOR, MASK_ARRAY, MASK_TYPE, SOFTCAP, SOFTMAX_TYPE, WINDOW
 from te_jax.ops.rope import METHOD, WINDOWS, Scaling, check_rotary
+from te_jax.ops.router import SCORE_FUNCTIONS
 from te_jax.recipe import Recipe
 
 LAYOUTS = ("bs3hd", "bshd_bs2hd", "bshd_bshd_bshd", "t3hd", "thd_t2hd", "thd_thd_thd")
@@ -84,6 +85,7 @@ _SCALING = Kind(
     "None, LinearScaling, NTKScaling, Llama3Scaling or YarnScaling of te_jax.ops.rope",
     lambda value: value is None or isinstance(value, Scaling),
 )
+_EXPERTS = Kind("a dict of fields of MoEBlock", lambda value: isinstance(value, Mapping))
 _LAYER_TYPE = Kind(
     "one of ('encoder', 'decoder') or a TransformerLayerType",
     lambda value: isinstance(value, str | TransformerLayerType),
@@ -110,6 +112,9 @@ FIELDS: dict[str, Kind] = {
     **_each(_REQUIRED, "head_dim num_attention_heads"),
     **_each(_POSITIVE, "hidden_size mlp_hidden_size intermediate_dim"),
     **_each(_POSITIVE, "low_rank_adaptation_dim max_segments_per_seq max_distance"),
+    **_each(_POSITIVE, "num_experts num_experts_per_tok num_groups"),
+    **_each(NONE | _POSITIVE, "group_topk"),
+    **_each(integer(0), "num_shared_experts"),
     **_each(integer(2), "num_buckets"),
     **_each(NONE | _POSITIVE, "num_gqa_groups kv_channels"),
     **_each(NONE | _POSITIVE, "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
@@ -119,7 +124,9 @@ FIELDS: dict[str, Kind] = {
     **_each(RATE, "attention_dropout hidden_dropout intermediate_dropout intermediate_dropout_rate drop_path"),
     **_each(NONE | number(), "low_rank_adaptation_alpha scale_factor"),
     **_each(NONE | RATE, "cross_drop_path"),
-    **_each(NONE | number(above=0), "depth_scaling"),
+    **_each(NONE | number(above=0), "depth_scaling capacity_factor"),
+    **_each(number(), "scaling_factor"),
+    **_each(number(least=0), "aux_loss_coeff z_loss_coeff"),
     **_each(tuple_of(integer(-3, 2)), "hidden_dropout_dims intermediate_dropout_dims"),
     **_each(tuple_of(integer()), "intermediate_hidden_dropout_dims"),
     **_each(SOFTCAP, "attn_logit_softcap"),
@@ -131,6 +138,8 @@ FIELDS: dict[str, Kind] = {
     **_each(BOOL, "float32_logits float32_attention_logits return_max_logit deterministic_gradients"),
     **_each(BOOL, "enable_rotary_pos_emb cross_rotary_pos_emb enable_relative_embedding qk_norm_before_rope"),
     **_each(BOOL, "parallel_attention_mlp parallel_shared_layernorm context_parallel_causal_load_balanced post_norms"),
+    **_each(BOOL, "use_pre_softmax per_sequence_loss use_expert_bias"),
+    **_each(NONE | BOOL, "normalize_weights"),  # None: as the score function's papers do
     **_each(NONE | BOOL, "transpose_batch_sequence"),  # None: False, as older code spells it
     # names
     **_each(one_of("layernorm", "rmsnorm", normalize=norm_type), "layernorm_type"),
@@ -140,6 +149,7 @@ FIELDS: dict[str, Kind] = {
     **_each(SOFTMAX_TYPE, "softmax_type"),
     **_each(one_of(*LAYOUTS, normalize=str.lower), "qkv_layout"),
     **_each(one_of(*STRATEGIES, normalize=str.upper), "context_parallel_strategy"),
+    **_each(one_of(*SCORE_FUNCTIONS), "score_function"),
     **_each(one_of(*LORA_SCOPES), "low_rank_adaptation_scope"),
     **_each(_LAYER_TYPE, "layer_type"),
     **_each(STRING, "dropout_rng_name intermediate_dropout_rng_name ffn1_ckpt_name ffn2_ckpt_name"),
@@ -153,7 +163,7 @@ FIELDS: dict[str, Kind] = {
     **_each(_INIT, "bias_init ln_bias_init embedding_init"),
     **_each(NONE | _INIT, "kernel_init scale_init mha_kernel_init mlp_kernel_init"),
     **_each(_LOGICAL_AXES, "kernel_axes kernel_axes_1 kernel_axes_2 bias_axes bias_axes_1 bias_axes_2"),
-    **_each(_LOGICAL_AXES, "scale_axes ln_bias_axes embedding_axes"),
+    **_each(_LOGICAL_AXES, "scale_axes ln_bias_axes embedding_axes gate_axes"),
     **_each(NONE | _LOGICAL_AXES, "input_axes layernorm_input_axes dot_input_axes dot_1_input_axes dot_2_input_axes"),
     # activations, positions
     **_each(ACTIVATIONS, "activations mlp_activations"),
@@ -162,6 +172,7 @@ FIELDS: dict[str, Kind] = {
     **_each(METHOD, "rotary_pos_emb_group_method"),
     **_each(NONE | integer(), "rotary_pos_emb_dim"),
     **_each(_SCALING, "rotary_pos_emb_scaling"),
+    **_each(NONE | _EXPERTS, "moe"),
     **_each(_RELATIVE, "relative_embedding"),
     **_refused.FIELDS,
 }
@@ -364,6 +375,19 @@ def activations_take_their_params(module) -> str | None:
     field = "activations" if hasattr(module, "activations") else "mlp_activations"
     params = field.replace("activations", "activation_params")
     check_params(describe(module), params, getattr(module, field), getattr(module, params))
+
+
+def experts_take_the_place_of_the_mlp(module) -> str | None:
+    """`moe` goes without `intermediate_dropout`, low-rank adaptation of the MLP and
+    `apply_residual_connection_post_layernorm`."""
+    adapted = LORA_SCOPES[module.low_rank_adaptation_scope][2] and f"{module.low_rank_adaptation_scope!r}"
+    for name, value in (
+        ("intermediate_dropout", module.intermediate_dropout),
+        ("low_rank_adaptation_scope", adapted),
+        ("apply_residual_connection_post_layernorm", module.apply_residual_connection_post_layernorm),
+    ):
+        if module.moe is not None and value:
+            return f"{name} is {value}, which experts have not; leave it out, or moe"
 
 
 def relative_embedding_is_a_bias(module) -> str | None:

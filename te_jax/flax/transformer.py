@@ -21,6 +21,7 @@ from te_jax.flax._fields import (
     activations_take_their_params,
     check_call,
     cross_fields_need_a_decoder,
+    experts_take_the_place_of_the_mlp,
     groups_divide_heads,
     has_relative_embedding,
     head_width,
@@ -38,6 +39,7 @@ from te_jax.flax.cache import extent
 from te_jax.flax.mha import MultiHeadAttention
 from te_jax.flax.mla import MultiHeadLatentAttention
 from te_jax.flax.mlp import LayerNormMLP
+from te_jax.flax.moe import MoEBlock
 from te_jax.flax.norm import LayerNorm
 from te_jax.flax.relpos import RelativePositionBiases
 from te_jax.ops.rope import Scaling
@@ -86,6 +88,8 @@ class TransformerLayer(Module):
                         parallel_attention_mlp.
     context_parallel_*: as in `MultiHeadAttention`, for both attentions: with context_parallel_causal_load_balanced
                         `encoded` is in the balanced order too.
+    moe:                fields of `MoEBlock` in a dict, such as dict(num_experts=8): experts of width mlp_hidden_size
+                        take the place of the MLP. `nn.scan` wants variable_axes for `losses` and `expert_bias` then.
     params_dtype:       the dtype of the parameters, if not None; then inputs are cast to `dtype`, and the output has
                         it.
     qk_norm_*:          as in `MultiHeadAttention`, for both attentions.
@@ -97,10 +101,11 @@ class TransformerLayer(Module):
     score_mod, score_mod_bprop: not in this version. Other fields are as in `MultiHeadAttention` and `LayerNormMLP`.
 
     Parameters: `attention` (encoder), or `self_attention` and `encoder_decoder_attention` (decoder), as
-    `MultiHeadAttention` or `MultiHeadLatentAttention`; `mlp` as `LayerNormMLP`; `relpos_bias/rel_embedding` or
-    `relative_embedding/...`; `output_layernorm`; with post_norms `post_attention_norm` (or `post_self_attention_norm`
-    and `post_encoder_decoder_attention_norm`) and `post_mlp_norm`. They are in boxes with logical axes, so `nn.scan`
-    and `nn.vmap` over layers want metadata_params={nn.PARTITION_NAME: None}, or a name for the axis of layers.
+    `MultiHeadAttention` or `MultiHeadLatentAttention`; `mlp` as `LayerNormMLP`, or `moe` as `MoEBlock`;
+    `relpos_bias/rel_embedding` or `relative_embedding/...`; `output_layernorm`; with post_norms `post_attention_norm`
+    (or `post_self_attention_norm` and `post_encoder_decoder_attention_norm`) and `post_mlp_norm`. They are in boxes
+    with logical axes, so `nn.scan` and `nn.vmap` over layers want metadata_params={nn.PARTITION_NAME: None}, or a name
+    for the axis of layers.
     """
 
     hidden_size: int = 512
@@ -171,6 +176,7 @@ class TransformerLayer(Module):
     qk_rope_head_dim: int | None = None
     v_head_dim: int | None = None
     mscale: float = 1.0
+    moe: Mapping | None = None
 
     any_width = False  # a subclass may set it: inputs of any width, and hidden_size gives the width of a head alone
     rules = (
@@ -181,6 +187,7 @@ class TransformerLayer(Module):
         latent_attention_stands_alone,
         cross_fields_need_a_decoder,
         activations_take_their_params,
+        experts_take_the_place_of_the_mlp,
         relative_embedding_is_a_bias,
         parallel_layers_are_encoders,
     )
@@ -239,7 +246,7 @@ class TransformerLayer(Module):
         )
         if self.parallel_attention_mlp:  # the MLP's second GEMM adds what attention gave
             source = normed if self.parallel_shared_layernorm else inputs
-            x, _ = self._mlp()(source, deterministic=deterministic, residual=x)
+            x, _ = self._feed_forward(source, deterministic, x)
             return self._add(x, inputs, None, deterministic, in_kernels)
         x = self._add(self._post_norm(name, x), inputs, normed, deterministic, in_kernels)
         if decoder:
@@ -247,7 +254,7 @@ class TransformerLayer(Module):
             cross = self._attention(name, cross=True, padded=encoder_decoder_mask is not None)
             y, normed = cross(x, encoded, encoder_decoder_mask, deterministic=deterministic, residual=in_kernels)
             x = self._add(self._post_norm(name, y), x, normed, deterministic, in_kernels, self._cross_drop_path)
-        z, normed = self._mlp()(x, deterministic=deterministic, residual=in_kernels)
+        z, normed = self._feed_forward(x, deterministic, in_kernels)
         x = self._add(self._post_norm("mlp", z), x, normed, deterministic, in_kernels)
         return self._norm("output_layernorm")(x) if self.output_layernorm else x
 
@@ -351,6 +358,32 @@ class TransformerLayer(Module):
             dot_2_input_axes=activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_TP_AXES),
         )
         return LayerNormMLP(**shared_fields(self, LayerNormMLP) | own, name="mlp")
+
+    def _moe(self) -> MoEBlock:
+        shared, whole = self.parallel_shared_layernorm, W_NO_SHARD_AXES
+        own = dict(
+            intermediate_dim=self.mlp_hidden_size,
+            enable_layernorm=not shared,
+            epsilon=self.layernorm_epsilon,
+            scale_axes=(whole,),
+            ln_bias_axes=(whole,),
+            kernel_init=self.mlp_kernel_init,
+            gate_axes=(whole, whole),
+            kernel_axes_1=(whole, W_FSDP_AXES, W_TP_AXES),
+            kernel_axes_2=(whole, W_TP_AXES, W_FSDP_AXES),
+            bias_axes_1=(whole, W_TP_AXES),
+            bias_axes_2=(whole, whole),
+            activations=self.mlp_activations,
+            activation_params=self.mlp_activation_params,
+            layernorm_input_axes=None if shared else residual_axes(self),
+        )
+        return MoEBlock(**shared_fields(self, MoEBlock) | own | dict(self.moe), name="moe")
+
+    def _feed_forward(self, x, deterministic: bool, residual):
+        """(MLP or experts of x, with the residual; the norm's output or None)."""
+        if self.moe is None:
+            return self._mlp()(x, deterministic=deterministic, residual=residual)
+        return self._moe()(x, deterministic, residual=residual), None
 
     def _post_norm(self, name: str, x):
         """x, the result of sub-block `name`, behind the norm that post_norms asks for."""

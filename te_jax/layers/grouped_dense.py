@@ -13,6 +13,7 @@ from te_jax._check import INTEGERS, NONE, STRING, check, warn_once
 from te_jax._types import align, like
 from te_jax.layers.config import Config
 from te_jax.layers.dense import check_recipe_and_metas
+from te_jax.layers.experts import rows_of_tokens, rows_source
 from te_jax.layers.gemms import grouped_dgrad, grouped_fprop, grouped_wgrad
 from te_jax.layers.produce import Role, produce, quantize_stacked
 from te_jax.layers.tensor import LayerUses
@@ -27,7 +28,7 @@ from te_jax.layers.vjp import (
 from te_jax.layers.weight import QuantizedKernel
 from te_jax.ops.gemm_grouped import gemm_grouped
 from te_jax.ops.grouped import dbias_of_experts
-from te_jax.ops.permute import Groups, combine, combine_op, group, permute, permute_source
+from te_jax.ops.permute import Groups, combine, group, permute
 from te_jax.ops.quantize import FLOAT, MX_BLOCK
 from te_jax.sharding import stage_axes
 
@@ -110,24 +111,13 @@ class _GroupedOperands(NamedTuple):
     metas: fp8.DenseMetas
 
 
-def _rows_source(x, groups: Groups):
-    """x [T, K] in the buffer of groups. A probe counts x alone, without the rows that pad groups and the tail."""
-    tokens = lambda: jnp.where(groups.rows >= 0, x, 0)
-    return permute_source(x, groups)._replace(elements=tokens)
-
-
-def _of_tokens(rows, groups: Groups):
-    """[T, ...] of [R, ...]; 0 behind the last group."""
-    return combine_op(rows, groups.rows, None)[0]
-
-
 def _multiply(operands: _GroupedOperands, groups: Groups, config: Config, train: bool, wgrad: bool):
     """The result, and for the backward pass x and the weights in FP8."""
     x, kernel, bias, metas = operands
     uses = LayerUses.of(config.recipe, train, wgrad)
-    q, _ = produce(_rows_source(x, groups), Role("x", metas.x, uses.x, config.x), config)
+    q, _ = produce(rows_source(x, groups), Role("x", metas.x, uses.x, config.x), config)
     w = quantize_stacked(kernel, metas.kernel, uses.weight, config)
-    return _of_tokens(grouped_fprop(q, w, bias, groups, config), groups), q, w
+    return rows_of_tokens(grouped_fprop(q, w, bias, groups, config), groups), q, w
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -147,8 +137,8 @@ def _layer_bwd(config, residuals, dy):
     dy, has_bias = instantiate(dy), config.bias is not None
     uses = LayerUses.of(config.recipe, train=True, wgrad=saved.wgrad).grad
     role = Role("grad", saved.metas.grad, uses, jax.typeof(dy))
-    grad, got = produce(_rows_source(dy, groups), role, config, ("rows",) if has_bias else ())
-    dx = like(_of_tokens(grouped_dgrad(grad, saved.weight, groups, config), groups), config.x)
+    grad, got = produce(rows_source(dy, groups), role, config, ("rows",) if has_bias else ())
+    dx = like(rows_of_tokens(grouped_dgrad(grad, saved.weight, groups, config), groups), config.x)
     dweight = like(grouped_wgrad(saved.x, grad, groups, config), config.weight) if saved.wgrad else None
     dbias = None
     if has_bias:

@@ -36,7 +36,7 @@ from te_jax.ops import activation as act_op
 from te_jax.ops import norm as norm_op
 from te_jax.sharding import constrain_to_spec
 
-_METAS = NONE | tuple_of(METAS, 2)  # of wi and of wo
+METAS_OF_TWO = NONE | tuple_of(METAS, 2)  # of wi and of wo
 
 
 def split_residual(residual: bool | jax.Array):
@@ -92,7 +92,7 @@ def layernorm_mlp(
     check(name, "activations", activations, act_op.ACTIVATIONS)
     act_op.check_params(name, "activation_params", activations, activation_params)
     wi, wo = (resolve_weight(name, kernel, 1, recipe) for kernel in (wi, wo))
-    check(name, "metas", metas, _METAS)
+    check(name, "metas", metas, METAS_OF_TWO)
     check(name, "checkpoint", checkpoint, NONE | STRING)
     check_dense(name, x, wide_of(wi), wi_bias, 1, recipe, metas and metas[0])
     if wide_of(wi).ndim != 3 or wide_of(wi).shape[1] != len(activations):

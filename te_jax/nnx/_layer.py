@@ -23,6 +23,7 @@ from te_jax._check import Kind, bind, check
 from te_jax.flax._fields import SIZES, check_fields
 from te_jax.flax._state import describe, on_missing_state
 from te_jax.flax.cache import COLLECTION as CACHE
+from te_jax.flax.moe import BIAS_COLLECTION, LOSSES
 from te_jax.fp8 import FP8_COLLECTION, current_recipe, in_collection
 from te_jax.fp8_metas import recipe_with_state
 
@@ -35,9 +36,25 @@ class Fp8State(nnx.Variable):
     """
 
 
+class ExpertBias(nnx.Variable):
+    """The bias f32[E] of a router, by which it chooses among experts. It is no `nnx.Param`: `te_jax.nnx.value_and_grad`
+    moves it, by the tokens that each expert got."""
+
+
+class Loss(nnx.Intermediate):
+    """A loss of a router, f32[], times its coefficient: the sum over the calls since it was taken by `nnx.pop`."""
+
+
 # {Linen collection: type of its variables}
-_TYPES = {"params": nnx.Param, FP8_COLLECTION: Fp8State, CACHE: nnx.Cache}
-nnx.register_variable_name(FP8_COLLECTION, Fp8State, overwrite=True)  # For nnx.bridge.ToNNX.
+_TYPES = {
+    "params": nnx.Param,
+    FP8_COLLECTION: Fp8State,
+    CACHE: nnx.Cache,
+    BIAS_COLLECTION: ExpertBias,
+    LOSSES: Loss,
+}
+for _collection in (FP8_COLLECTION, BIAS_COLLECTION, LOSSES):
+    nnx.register_variable_name(_collection, _TYPES[_collection], overwrite=True)  # For nnx.bridge.ToNNX.
 
 
 def collection_of(variable: nnx.Variable) -> str | None:
@@ -162,21 +179,18 @@ class Layer(nnx.Module):
         warn_of_plain_gradients(type(self).__name__, variables)
         decode = call.arguments.get("decode", False)
         keys = {} if call.arguments.get("deterministic", True) else self._keys(rngs)
-        options = dict(rngs=keys, mutable=[CACHE] if decode else False)
+        options = dict(rngs=keys, mutable=[LOSSES, CACHE] if decode else [LOSSES])
         intercepted = nn.intercept_methods(_intercept(replaced)) if replaced else contextlib.nullcontext()
         with _errors_of_state(), intercepted, in_collection(FP8_COLLECTION):
-            out = self.linen.apply(unflatten_dict(variables), *call.args, **options, **call.kwargs)
-        if not decode:
-            return out
-        out, written = out
-        for (_, *path, name), value in flatten_dict(written).items():
+            out, written = self.linen.apply(unflatten_dict(variables), *call.args, **options, **call.kwargs)
+        for (collection, *path, name), value in flatten_dict(written).items():
             node = self
             for part in path:
                 node = vars(node)[part]
             if name in vars(node):
                 vars(node)[name].set_value(value)
             else:
-                setattr(node, name, nnx.Cache(value))
+                setattr(node, name, _TYPES[collection](value))
         return out
 
     def set_view(self, deterministic: bool | None = None):

@@ -104,6 +104,25 @@ class LayerNormMLP(Layer):
         return (example(in_features),)
 
 
+class MoEBlock(Layer):
+    """`te_jax.flax.MoEBlock` of inputs [..., in_features].
+
+    The losses of a call are attributes `balancing_loss` and `z_loss` (`Loss`), of it or of the submodule that has them;
+    `nnx.pop(model, te_jax.nnx.Loss)` gives and removes those of a model:
+
+        y = model(x)
+        loss = loss_of(y) + sum(jax.tree.leaves(nnx.pop(model, te_jax.nnx.Loss)))
+
+    `expert_bias` is an `ExpertBias`, which `te_jax.nnx.value_and_grad` moves.
+    """
+
+    linen_type = te_flax.MoEBlock
+
+    @staticmethod
+    def inputs(linen, in_features: int):
+        return (example(in_features),)
+
+
 class DotProductAttention(Layer):
     """`te_jax.flax.DotProductAttention`."""
 

@@ -260,9 +260,9 @@ def array_source(x: jax.Array, split: int, square: bool = False) -> Source:
     return Source(ops | {MX_BLOCK: (quantize_mx, blocks)}, (x,), split)
 
 
-def block_of_weight(scale_inv: jax.Array) -> int:
-    """`Granularity.block` of a weight with these inverse scales."""
-    return MX_BLOCK if scale_inv.dtype == jnp.float8_e8m0fnu else BLOCK if scale_inv.ndim else 0
+def block_of_weight(scale_inv: jax.Array, stack: int = 0) -> int:
+    """`Granularity.block` of a weight with these inverse scales. stack: the axes in front of it, as of experts."""
+    return MX_BLOCK if scale_inv.dtype == jnp.float8_e8m0fnu else BLOCK if scale_inv.ndim > stack else 0
 
 
 def transpose_weight(data: jax.Array, scale_inv: jax.Array, split: int) -> tuple[jax.Array, jax.Array]:
