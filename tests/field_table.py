@@ -23,6 +23,7 @@ MODULES = [
         "RelativePositionBiases",
         "DotGeneral",
         "TransformerLayer",
+        "LMHead",
     )
 ]
 HEAD = """# Fields

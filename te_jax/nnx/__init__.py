@@ -13,6 +13,7 @@ from te_jax.nnx.modules import LayerNorm as LayerNorm
 from te_jax.nnx.modules import LayerNormDenseGeneral as LayerNormDenseGeneral
 from te_jax.nnx.modules import LayerNormMLP as LayerNormMLP
 from te_jax.nnx.modules import Linear as Linear
+from te_jax.nnx.modules import LMHead as LMHead
 from te_jax.nnx.modules import MultiHeadAttention as MultiHeadAttention
 from te_jax.nnx.modules import RelativePositionBiases as RelativePositionBiases
 from te_jax.nnx.modules import RMSNorm as RMSNorm
