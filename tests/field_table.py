@@ -25,6 +25,7 @@ MODULES = [
         "RelativePositionBiases",
         "DotGeneral",
         "TransformerLayer",
+        "LMHead",
     )
 ]
 HEAD = """# Fields

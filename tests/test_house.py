@@ -26,6 +26,7 @@ SHARED_NAMES = {
         "DenseGeneral",
         "DotGeneral",
         "DotProductAttention",
+        "LMHead",
         "LayerNorm",
         "LayerNormDenseGeneral",
         "LayerNormMLP",

@@ -8,6 +8,7 @@ from te_jax.flax.dot_general import QuantizerSet as QuantizerSet
 from te_jax.flax.dot_general import QuantizingModule as QuantizingModule
 from te_jax.flax.dot_general import make_dot_general_cls as make_dot_general_cls
 from te_jax.flax.dot_general import wrap_function_in_te_state_module as wrap_function_in_te_state_module
+from te_jax.flax.head import LMHead as LMHead
 from te_jax.flax.kernels import dequantize_params as dequantize_params
 from te_jax.flax.kernels import fp8_kernels as fp8_kernels
 from te_jax.flax.kernels import fp8_model_init as fp8_model_init

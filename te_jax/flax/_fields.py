@@ -131,6 +131,11 @@ FIELDS: dict[str, Kind] = {
     **_each(tuple_of(integer()), "intermediate_hidden_dropout_dims"),
     **_each(SOFTCAP, "attn_logit_softcap"),
     **_each(WINDOW, "window_size cross_window_size"),
+    # the loss
+    **_each(RATE, "label_smoothing"),
+    **_each(number(least=0), "z_loss"),
+    **_each(NONE | number(above=0), "logit_softcap"),
+    **_each(NONE | integer(), "ignore_index"),
     # switches
     **_each(BOOL, "use_bias enable_layernorm zero_centered_gamma return_layernorm_output return_bias"),
     **_each(BOOL, "input_layernorm output_layernorm apply_residual_connection_post_layernorm fuse_qkv_params"),

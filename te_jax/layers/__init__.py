@@ -5,6 +5,7 @@ from te_jax.layers.dense import dense as dense
 from te_jax.layers.dot_general import dot_general as dot_general
 from te_jax.layers.expert_weights import quantize_experts as quantize_experts
 from te_jax.layers.grouped_dense import grouped_dense as grouped_dense
+from te_jax.layers.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from te_jax.layers.moe import MoEAux as MoEAux
 from te_jax.layers.moe import MoEOptions as MoEOptions
 from te_jax.layers.moe import moe as moe

@@ -123,6 +123,16 @@ class MoEBlock(Layer):
         return (example(in_features),)
 
 
+class LMHead(Layer):
+    """`te_jax.flax.LMHead` of inputs [..., in_features]."""
+
+    linen_type = te_flax.LMHead
+
+    @staticmethod
+    def inputs(linen, in_features: int):
+        return (example(in_features),)
+
+
 class DotProductAttention(Layer):
     """`te_jax.flax.DotProductAttention`."""
 

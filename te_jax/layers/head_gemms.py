@@ -1,0 +1,117 @@
+"""The three GEMMs between hidden states and words, of a chunk of tokens at a time, in FP8 where a recipe is given.
+
+logits  z  = x W       x [T, H], W [H, V] or its transpose -> f32 [T, V]
+dgrad   dx = dz W^T    dz [T, V]                           -> [T, H] of x's type
+wgrad   dW = x^T dz    added onto a sum over chunks        -> as W lies
+
+FP8 tensors of a kernel [V, H] are those of [H, V] with their two layouts swapped, so neither is transposed in memory.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+
+from te_jax import fp8
+from te_jax._amax import amax as amax_of
+from te_jax.layers import gemms
+from te_jax.layers.config import Config
+from te_jax.layers.produce import Role, quantize_grad, quantize_tensor, quantize_weight
+from te_jax.layers.tensor import Fp8Tensor, LayerUses, Uses
+from te_jax.ops.gemm import dot
+from te_jax.recipe import Recipe
+
+
+class Head(NamedTuple):
+    """What is static of the products of a head."""
+
+    recipe: Recipe | None
+    words_first: bool  # the kernel is [V, H]
+    x: ShapedArray  # the types of the operands from before `align`, x [N, H]
+    kernel: ShapedArray
+    stage_axes: frozenset[str]
+
+    def config(self, tokens: int) -> Config:
+        """Of a chunk of `tokens` tokens."""
+        x = self.x.update(shape=(tokens, self.x.shape[1]))
+        return Config(self.recipe, 1, x, self.kernel, stage_axes=self.stage_axes)
+
+    @property
+    def hidden_axis(self) -> int:
+        """The axis of the kernel that is H."""
+        return 1 if self.words_first else 0
+
+
+class Amaxes(NamedTuple):
+    """What a pass over chunks saw of the tensors with FP8 state; None each without."""
+
+    x: jax.Array | None
+    kernel: jax.Array | None
+    grad: jax.Array | None
+
+    def cotangents(self, metas: fp8.DenseMetas, head: Head) -> fp8.DenseMetas:
+        """The cotangents of the state."""
+        if head.recipe is None:
+            return fp8.DenseMetas(None, None, None)
+        return fp8.DenseMetas(*(fp8.cotangent(m, a, head.recipe, head.stage_axes) for m, a in zip(metas, self)))
+
+
+def read_kernel(kernel: jax.Array, meta, head: Head, train: bool, wgrad: bool) -> jax.Array | Fp8Tensor:
+    """The kernel as the products of all chunks read it: in x's type, or in FP8 as a tensor [H, V]."""
+    if head.recipe is None:
+        return kernel.astype(head.x.dtype)
+    uses = LayerUses.of(head.recipe, train, wgrad).weight
+    if not head.words_first:
+        return quantize_weight(kernel, meta, uses, head.config(0))
+    q = quantize_weight(kernel, meta, Uses(uses.data_t, uses.data, uses.wide), head.config(0))
+    of_data, of_data_t = q.scale_inv, q.scale_inv_t
+    if of_data_t is not None:
+        of_data, of_data_t = of_data_t, of_data
+    wide = None if q.wide is None else q.wide.T
+    return q._replace(data=q.data_t, data_t=q.data, wide=wide, scale_inv=of_data, scale_inv_t=of_data_t)
+
+
+def read_tokens(x: jax.Array, meta, head: Head, train: bool, wgrad: bool) -> jax.Array | Fp8Tensor:
+    """x [T, H] as its products read it."""
+    if head.recipe is None:
+        return x
+    config = head.config(x.shape[0])
+    role = Role("x", meta, LayerUses.of(head.recipe, train, wgrad).x, config.x)
+    return quantize_tensor(x, 1, role, config)[0]
+
+
+def logits(x, words, head: Head, tokens: int) -> jax.Array:
+    """f32 [T, V], of what `read_tokens` and `read_kernel` give. They are never rounded to x's type."""
+    if head.recipe is None:
+        return dot(x, (1,), words, (head.hidden_axis,), jnp.float32)
+    config = head.config(tokens)
+    return gemms.fprop(x, words, None, config._replace(x=config.x.update(dtype=jnp.dtype(jnp.float32))))
+
+
+def gradients(x, words, dz: jax.Array, total, meta, head: Head, dgrad: bool):
+    """(dx, total with this chunk's dW, the amax of dz) from the gradient dz [T, V] of the logits, in x's type.
+
+    total: the sum of dW over the chunks before, or None without wgrad. dgrad: whether dx is wanted; None if not.
+    """
+    wgrad, dx = total is not None, None
+    if head.recipe is None:
+        if dgrad:
+            dx = dot(dz, (1,), words, (1 - head.hidden_axis,), head.x.dtype)
+        if wgrad:
+            left, right = (dz, x) if head.words_first else (x, dz)
+            total = total + dot(left, (0,), right, (0,), total.dtype)
+        return dx, total, None
+    config = head.config(dz.shape[0])
+    grad, _ = quantize_grad(dz, meta, config, wgrad)
+    if dgrad:
+        dx = gemms.dgrad([(grad, words, config)])
+    if wgrad:
+        left, right = (grad, x) if head.words_first else (x, grad)
+        total = gemms.wgrad(left, right, config, total)
+    return dx, total, grad.amax
+
+
+def largest(amaxes: jax.Array | None) -> jax.Array | None:
+    """The largest of the amaxes [c, ...] of c chunks."""
+    return None if amaxes is None else amax_of(amaxes, (0,))
