@@ -83,7 +83,7 @@ class MoEBlock(Module):
                        not deterministic warns if that is not mutable, for they would be lost:
 
         y, sown = model.apply(variables, x, mutable=["losses"])
-        loss = loss_of(y) + sum(jax.tree.leaves(sown))
+        loss = loss_of(y) + sum(map(jnp.sum, jax.tree.leaves(sown)))
 
     use_expert_bias:   experts are chosen with a bias, `expert_bias` f32[E] in a collection `expert_bias` of its own,
                        which no optimizer sees. The gradient of that collection is the counts of tokens, by which the

@@ -53,8 +53,8 @@ _TYPES = {
     BIAS_COLLECTION: ExpertBias,
     LOSSES: Loss,
 }
-for _collection in (FP8_COLLECTION, BIAS_COLLECTION, LOSSES):
-    nnx.register_variable_name(_collection, _TYPES[_collection], overwrite=True)  # For nnx.bridge.ToNNX.
+for _held in (FP8_COLLECTION, BIAS_COLLECTION, LOSSES):
+    nnx.register_variable_name(_held, _TYPES[_held], overwrite=True)  # For nnx.bridge.ToNNX.
 
 
 def collection_of(variable: nnx.Variable) -> str | None:
