@@ -294,6 +294,45 @@ def test_nnx_is_linen(rng):
     assert not nnx.state(model, te_nnx.Loss)
 
 
+# -- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def test_stats_of_experts(rng):
+    """Loads, what was dropped, and saturation of each expert: as table and as data of a heat map."""
+    model, x = te_flax.MoEBlock(E, K, F, capacity_factor=0.75), states.data(rng, B, S, H)
+    with te.autocast(True, RECIPE):
+        variables = jax.jit(model.init)(jax.random.key(0), x)
+        params, metas = variables["params"], variables["fp8_metas"]
+        metas["kernel_1_scale"] = jnp.array([[1e5], [1.0], [1.0], [1.0]])
+
+        def loss(metas):
+            y, sown = model.apply({"params": params, **metas}, x, mutable=["intermediates"])
+            return jnp.sum(y), sown
+
+        probed = te.fp8_probes({"fp8_metas": metas})
+        (_, sown), grads = jax.jit(lambda metas: te.value_and_grad(loss, has_aux=True)(metas))(probed)
+        stats = te.fp8_stats(grads)
+        found = te.expert_stats(sown, stats)
+    block = found[""]
+    counts = np.asarray(sown["intermediates"]["tokens_per_expert"][0])
+    np.testing.assert_array_equal(block.tokens, counts)
+    np.testing.assert_allclose(block.load, counts / (B * S * K / E), rtol=1e-6)
+    np.testing.assert_allclose(block.dropped, np.maximum(counts - 9, 0) / counts, rtol=1e-6)
+    assert block.saturation[0] > 0.9 and np.all(block.saturation[1:] == 0)
+    assert np.asarray(stats["x_1"].amax).shape == (E,)
+    head, line = te.expert_stats_table(found).splitlines()
+    assert head.split()[:4] == ["block", "layers", "experts", "tokens"] and line.split()[1:4] == ["1", "4", "48"]
+    two = jax.tree.map(lambda a: jnp.stack([a, a]), block)
+    names, values = te.expert_heat_map({"a": block, "layers/moe": two}, "tokens")
+    assert names == ["a", "layers/moe[0]", "layers/moe[1]"]
+    np.testing.assert_array_equal(values, np.stack([counts] * 3))
+    assert np.all(np.isnan(te.expert_stats(sown)[""].saturation))
+    with pytest.raises(ValueError, match="no tokens_per_expert of a MoEBlock in 'intermediates'; pass"):
+        te.expert_stats({"losses": {}})
+    with pytest.raises(ValueError, match="field is 'loads'; pass .*did you mean 'load'"):
+        te.expert_heat_map(found, "loads")
+
+
 # -- what is refused, and told ---------------------------------------------------------------------------------------
 
 X = jnp.ones((B, S, H))
