@@ -155,8 +155,8 @@ def fp8_stats_table(stats: Mapping[str, TensorStats]) -> str:
     """The numbers of `fp8_stats` as text, one line for each tensor.
 
     A tensor with several layers, or experts, shows the largest amax, saturation, underflow and trend, and the least
-    scale, headroom and number of recorded amaxes. "-" stands for a number that is not known, an amax of "nan" for a NaN in a probed
-    tensor.
+    scale, headroom and number of recorded amaxes. "-" stands for a number that is not known, an amax of "nan" for a NaN
+    in a probed tensor.
     """
     lines = [["tensor", "layers", *_COLUMNS]]
     for path, tensor in stats.items():
