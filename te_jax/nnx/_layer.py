@@ -74,7 +74,7 @@ class Layer(nnx.Module):
 
     The attributes are named as in the collections of the Linen module: parameters (`nnx.Param`; those of low-rank
     adaptation are `nnx.LoRAParam`), the FP8 state under autocast (`Fp8State`), the cache when decoding (`nnx.Cache`),
-    biases of experts (`ExpertBias`), losses of routers until they are taken (`Loss`) and submodules. Further attributes:
+    biases of experts (`ExpertBias`), losses of routers until they are taken (`Loss`) and submodules. Others:
 
     linen:         The Linen module. Its fields can be read as attributes too.
     deterministic: False. The default of calls.
