@@ -16,7 +16,8 @@ STATISTICS: Scales and amaxes of whole tensors, the statistics of norms, at most
             send tokens, 16 bytes for each of their experts.
 
 Use QUANTIZED and KERNEL together with GEMM: a GEMM that runs again reads other layouts, and quantizes again. With all
-names the backward pass computes elementwise operations again, and without FP8 norms and activations.
+names the backward pass computes elementwise operations again, norms in front of routers, and without FP8 all norms and
+activations.
 
 `jax.checkpoint_policies.save_only_these_names` takes the names too. `jax.checkpoint_policies.save_any_names_but_these`
 saves all of these names that it is not given.

@@ -15,7 +15,7 @@ from te_jax import fp8
 from te_jax._arrays import as_jax, as_rank
 from te_jax._check import BOOL, NONE, STRING, Kind, KnownFields, check, number, warn_once
 from te_jax._types import align, like
-from te_jax.checkpoint_policies import STATISTICS, named
+from te_jax.checkpoint_policies import GEMM, STATISTICS, named
 from te_jax.layers._specs import dense_spec
 from te_jax.layers.config import Config
 from te_jax.layers.dense import check_recipe_and_metas, check_residual
@@ -215,7 +215,8 @@ def _routing(h, gate_kernel, expert_bias, options: MoEOptions) -> tuple[Routing,
     precision = lax.Precision.HIGHEST if h.dtype == jnp.float32 else None  # not TF32: it decides
     h, gate_kernel, expert_bias = align(h, gate_kernel, expert_bias)
     axes = (h.ndim - 1,), gate_kernel, (0,)
-    logits = dot(h, *axes, jnp.float32, precision, dense_spec(jax.typeof(h), jax.typeof(gate_kernel), 1))
+    spec = dense_spec(jax.typeof(h), jax.typeof(gate_kernel), 1)
+    logits = named(dot(h, *axes, jnp.float32, precision, spec), GEMM)
     routing = named(route(logits, options.router, expert_bias=expert_bias), STATISTICS)
     unbiased = routing if expert_bias is None else route(logits, options.router)
     balancing = load_balancing_loss(logits, unbiased.experts, options.router, per_sequence=options.per_sequence_loss)

@@ -24,9 +24,8 @@ from te_jax.ops.source import PerExpert, Source
 def expert_of_tile(offsets: jax.Array, rows: int) -> jax.Array:
     """i32[rows / 128]: the expert of each tile of 128 rows, E behind the last group."""
     starts = jnp.arange(rows // ALIGNMENT, dtype=offsets.dtype) * ALIGNMENT
-    return jnp.sum(
-        offsets[None, 1:] <= starts[:, None], 1, dtype=jnp.int32
-    )  # jnp.searchsorted fails within `jax.shard_map`
+    # Not jnp.searchsorted, which fails within `jax.shard_map`.
+    return jnp.sum(offsets[None, 1:] <= starts[:, None], 1, dtype=jnp.int32)
 
 
 def expert_of_row(offsets: jax.Array, counts: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
