@@ -1,7 +1,8 @@
-"""Blocks of GPT-2, BERT, T5, Llama 3 and Falcon: each is a `te_jax.flax.TransformerLayer` by its arguments alone.
+"""Blocks of GPT-2, BERT, T5, Llama 3, Falcon, Mixtral, Qwen 3 and DeepSeek-V3: each is a
+`te_jax.flax.TransformerLayer` by its arguments alone.
 
     python examples/models.py                           # one of each: its parameters, and a step at a tiny size
-    python examples/models.py llama3-70b t5-11b --fp8
+    python examples/models.py llama3-70b mixtral-8x7b --fp8
 
 `tests/test_models.py` compares each block with the published architecture in plain Flax, and shows how published
 weights are named here. Weights start as the layer draws them, which is not how the papers do.
@@ -13,6 +14,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable
+from typing import NamedTuple
 
 import flax
 import jax
@@ -22,10 +24,21 @@ import te_jax as te
 import te_jax.flax as te_flax
 from te_jax import recipe
 from te_jax.ops.attention import SequenceDescriptor
+from te_jax.ops.rope import YarnScaling
 
 # "gelu" is the tanh form, which GPT-2 and T5 1.1 have. BERT and Falcon have the exact one. No kernel quantizes a
 # function of the user's as it computes: under FP8 it is plain JAX between the GEMMs.
 exact_gelu = functools.partial(jax.nn.gelu, approximate=False)
+
+
+class Latents(NamedTuple):
+    """Widths of multi-head latent attention, as the layer names them."""
+
+    q_lora_rank: int = 1536
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +53,9 @@ class Size:
     head_dim: int | None = None  # None: hidden / heads
     gated: bool = False  # T5 1.1: gelu times linear, where 1.0 has relu
     one_norm: bool = False  # Falcon 7B: attention and MLP share theirs
+    experts: int = 0  # of width ffn, in the place of the MLP; 0: none
+    topk: int = 0  # of which a token meets so many
+    latents: Latents | None = None
 
     def fields(self) -> dict:
         return dict(
@@ -48,7 +64,12 @@ class Size:
             num_attention_heads=self.heads,
             num_gqa_groups=self.groups,
             kv_channels=self.head_dim,
+            **(self.latents._asdict() if self.latents else {}),
         )
+
+    def moe(self, **more) -> dict | None:
+        """The layer's field of that name, with these fields of `MoEBlock`."""
+        return dict(num_experts=self.experts, num_experts_per_tok=self.topk, **more) if self.experts else None
 
 
 SIZES = {
@@ -72,6 +93,10 @@ SIZES = {
     "llama3-70b": Size(8192, 28672, 64, 80, groups=8),
     "falcon-7b": Size(4544, 18176, 71, 32, groups=1, one_norm=True),
     "falcon-40b": Size(8192, 32768, 128, 60, groups=8),
+    "mixtral-8x7b": Size(4096, 14336, 32, 32, groups=8, experts=8, topk=2),
+    "qwen3-30b-a3b": Size(2048, 768, 32, 48, groups=4, head_dim=128, experts=128, topk=8),
+    "deepseek-v3": Size(7168, 2048, 128, 58, experts=256, topk=8, latents=Latents()),
+    "deepseek-v3-dense": Size(7168, 18432, 128, 3, latents=Latents()),  # the first blocks
 }
 
 
@@ -145,24 +170,60 @@ def t5_decoder_block(size: Size | str = "t5-base", **fields) -> te_flax.Transfor
     return _t5_block(size, dict(layer_type="decoder", self_attn_mask_type="causal"), fields)
 
 
+# What the family of Llama shares: RMSNorm, RoPE of channels i and i + d/2, SwiGLU, no biases.
+_LLAMA = dict(
+    layernorm_type="rmsnorm",
+    layernorm_epsilon=1e-5,
+    mlp_activations=("silu", "linear"),
+    self_attn_mask_type="causal",
+    enable_rotary_pos_emb=True,
+    rotary_pos_emb_group_method="alternate",
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+
+
 def llama3_block(size: Size | str = "llama3-8b", **fields) -> te_flax.TransformerLayer:
     """Meta 2024, https://arxiv.org/abs/2407.21783. RMSNorm, RoPE, grouped keys and values, SwiGLU, no biases.
 
     Channel i of a head turns with channel i + d/2, as in Hugging Face's checkpoints; Meta's own turn neighbours: with
     those, rotary_pos_emb_group_method="consecutive".
     """
+    return _layer(size, _LLAMA | dict(rotary_pos_emb_windows=(1, 500_000)), fields)
+
+
+def mixtral_block(size: Size | str = "mixtral-8x7b", **fields) -> te_flax.TransformerLayer:
+    """Jiang et al. 2024, https://arxiv.org/abs/2401.04088. As Llama, with experts: a token meets two, weighed by the
+    softmax of their logits. To train it, add a loss that keeps their loads even: moe=dict(..., aux_loss_coeff=0.02).
+    """
+    size = SIZES[size] if isinstance(size, str) else size
+    return _layer(size, _LLAMA | dict(rotary_pos_emb_windows=(1, 1_000_000), moe=size.moe()), fields)
+
+
+def qwen3_block(size: Size | str = "qwen3-30b-a3b", **fields) -> te_flax.TransformerLayer:
+    """Qwen 2025, https://arxiv.org/abs/2505.09388. As Mixtral, with a norm of each head's queries and keys."""
+    own = dict(layernorm_epsilon=1e-6, qk_norm_type="rmsnorm", qk_norm_before_rope=True)
+    return mixtral_block(size, **own | fields)
+
+
+def deepseek_v3_block(size: Size | str = "deepseek-v3", **fields) -> te_flax.TransformerLayer:
+    """DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437: multi-head latent attention, and experts that are chosen by
+    sigmoids with a bias, in 4 of 8 groups, beside one that all tokens meet; the first three blocks have an MLP.
+
+    RoPE turns neighbouring channels, and is stretched from 4096 positions to 163840. The bias is in the collection
+    `expert_bias` (`te_jax.flax.update_expert_bias`).
+    """
+    size = SIZES[size] if isinstance(size, str) else size
+    grouped = dict(num_groups=8, group_topk=4, scaling_factor=2.5, num_shared_experts=1)
     own = dict(
-        layernorm_type="rmsnorm",
-        layernorm_epsilon=1e-5,
-        mlp_activations=("silu", "linear"),
-        self_attn_mask_type="causal",
-        enable_rotary_pos_emb=True,
-        rotary_pos_emb_windows=(1, 500_000),
-        rotary_pos_emb_group_method="alternate",
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        layernorm_epsilon=1e-6,
+        enable_rotary_pos_emb=False,  # which is that of other attentions
+        rotary_pos_emb_group_method="consecutive",
+        rotary_pos_emb_scaling=YarnScaling(),
+        mscale=YarnScaling().mscale,
+        moe=size.moe(score_function="sigmoid", use_expert_bias=True, **grouped),
     )
-    return _layer(size, own, fields)
+    return _layer(size, _LLAMA | own, fields)
 
 
 def falcon_block(size: Size | str = "falcon-7b", **fields) -> te_flax.TransformerLayer:
@@ -184,7 +245,8 @@ def falcon_block(size: Size | str = "falcon-7b", **fields) -> te_flax.Transforme
     return _layer(size, own, fields)
 
 
-SHOWN = ("gpt2", "bert-base", "t5-base", "t5-v1.1-base", "llama3-8b", "falcon-7b", "falcon-40b")
+SHOWN = ("gpt2", "bert-base", "t5-base", "t5-v1.1-base", "llama3-8b", "falcon-7b", "falcon-40b", "mixtral-8x7b")
+SHOWN += ("qwen3-30b-a3b", "deepseek-v3")
 
 FAMILIES: dict[str, tuple[Callable, ...]] = {  # the beginning of a size's name -> the blocks of the model
     "gpt2": (gpt2_block,),
@@ -192,13 +254,18 @@ FAMILIES: dict[str, tuple[Callable, ...]] = {  # the beginning of a size's name 
     "t5": (t5_encoder_block, t5_decoder_block),
     "llama3": (llama3_block,),
     "falcon": (falcon_block,),
+    "mixtral": (mixtral_block,),
+    "qwen3": (qwen3_block,),
+    "deepseek-v3": (deepseek_v3_block,),
 }
 
 
 def tiny(size: Size) -> Size:
     """The same shape of model, 64 wide."""
     groups = size.groups and max(1, 4 * size.groups // size.heads)
-    return dataclasses.replace(size, hidden=64, ffn=128, heads=4, groups=groups, head_dim=size.head_dim and 32)
+    latents = size.latents and Latents(32, 32, 16, 16, 16)
+    more = dict(groups=groups, head_dim=size.head_dim and 32, experts=min(size.experts, 16), latents=latents)
+    return dataclasses.replace(size, hidden=64, ffn=128, heads=4, **more)
 
 
 def arguments(block: te_flax.TransformerLayer, batch: int, length: int) -> dict:
@@ -234,7 +301,7 @@ def forward_and_backward(block: te_flax.TransformerLayer) -> tuple[float, float]
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(description="Blocks of five models, made of te_jax.flax.TransformerLayer.")
+    p = argparse.ArgumentParser(description="Blocks of published models, made of te_jax.flax.TransformerLayer.")
     p.add_argument("models", nargs="*", metavar="MODEL", help=f"some of {', '.join(SIZES)} [default: one of each]")
     p.add_argument("--fp8", action="store_true", help="run the tiny blocks in FP8 with delayed scaling")
     args = p.parse_args(argv)
@@ -248,7 +315,7 @@ def main(argv: list[str] | None = None) -> int:
             with te.fp8_autocast(enabled=args.fp8, fp8_recipe=recipe.DelayedScaling(amax_history_len=16)):
                 value, slope = forward_and_backward(block(tiny(size)))
             print(
-                f"{name:13} {block.__name__:16} {size.layers:2} blocks of {count:11,} parameters; tiny, "
+                f"{name:17} {block.__name__:16} {size.layers:2} blocks of {count:14,} parameters; tiny, "
                 f"{'fp8' if args.fp8 else 'bf16'}: loss {value:.4f}, gradient {slope:.4f}"
             )
     return 0

@@ -248,3 +248,47 @@ class Mixtral(nn.Module):
         x = x + linear(x.shape[-1], "o_proj")(y)
         choose = partial(softmax_of_best, topk=self.topk)
         return x + Experts(self.ffn, self.experts, choose, name="mlp")(norm("post_attention_layernorm")(x))
+
+
+def yarn(x, base=10_000, factor=40, positions=4096, fast=32, slow=1) -> jax.Array:
+    """RoPE of x [b, s, h, d], neighbouring channels, of which the slow pairs turn `factor` times slower
+    (https://arxiv.org/abs/2309.00071)."""
+    d = x.shape[-1]
+    frequency = 1.0 / base ** (np.arange(0, d, 2) / d)
+    pair = lambda turns: d * np.log(positions / (turns * 2 * np.pi)) / (2 * np.log(base))
+    low, high = max(np.floor(pair(fast)), 0), min(np.ceil(pair(slow)), d - 1)
+    share = np.clip((np.arange(d // 2) - low) / (high - low), 0, 1)
+    angle = np.arange(x.shape[1])[:, None, None] * frequency * (1 - share + share / factor)
+    cos, sin, (a, b) = np.cos(angle), np.sin(angle), (x[..., ::2], x[..., 1::2])
+    return jnp.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(x.shape)
+
+
+class DeepSeekV3(nn.Module):
+    """bias: f32[experts], of the choice."""
+
+    ffn: int
+    heads: int
+    ranks: tuple[int, int]  # of queries, of keys and values
+    dims: tuple[int, int, int]  # of a head: keys without RoPE, with it, values
+    experts: int
+    bias: tuple[float, ...]
+
+    @nn.compact
+    def __call__(self, x):
+        norm = lambda name: nn.RMSNorm(epsilon=1e-6, name=name)
+        (q_rank, kv_rank), (nope, rope, value) = self.ranks, self.dims
+        y = norm("input_layernorm")(x)
+        q = norm("q_a_layernorm")(linear(q_rank, "q_a_proj")(y))
+        q = split_heads(linear(self.heads * (nope + rope), "q_b_proj")(q), self.heads)
+        down = linear(kv_rank + rope, "kv_a_proj_with_mqa")(y)
+        up = linear(self.heads * (nope + value), "kv_b_proj")(norm("kv_a_layernorm")(down[..., :kv_rank]))
+        up, shared = split_heads(up, self.heads), yarn(down[..., None, kv_rank:])
+        q = jnp.concatenate([q[..., :nope], yarn(q[..., nope:])], -1)
+        k = jnp.concatenate([up[..., :nope], jnp.broadcast_to(shared, (*up.shape[:-1], rope))], -1)
+        scale = (0.1 * np.log(40) + 1) ** 2 * (nope + rope) ** -0.5
+        x = x + linear(x.shape[-1], "o_proj")(attention(q, k, up[..., nope:], causal(x.shape[1]), scale))
+        y = norm("post_attention_layernorm")(x)
+        choose = partial(sigmoids_of_groups, bias=np.array(self.bias), topk=8, groups=8, group_topk=4, factor=2.5)
+        z = Experts(self.ffn, self.experts, choose, name="mlp")(y)
+        shared = nn.silu(linear(self.ffn, "shared_gate_proj")(y)) * linear(self.ffn, "shared_up_proj")(y)
+        return x + z + linear(x.shape[-1], "shared_down_proj")(shared)

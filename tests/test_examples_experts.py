@@ -62,8 +62,8 @@ def test_loads():
     found = load.summary(json.loads(json.dumps(kept)))
     assert found["late"] == pytest.approx((2 + 1) / 2) and found["steps"] == 2 and found["worst"] == 2
     assert found["counts"] == [[8, 0, 4], [4, 4, 4]] and found["max_over_mean"][:1] == [3.0]
-    assert load.line("fp8", found).endswith("1.50 times the mean in a step, over the last 2 steps together 2.00 in the "
-                                            "least even layer")  # fmt: skip
+    said = load.line("fp8", found)
+    assert "1.50 times the mean in a step, over the last tenth of the steps together 2.00 in the least even" in said
     figure = load.draw({"fp8": {"load": found}, "bf16": {"load": found}}, "title")
     images = [axes.images[0].get_array() for axes in figure.axes[:2]]
     np.testing.assert_allclose(images[0], [[2, 0, 1], [1, 1, 1]])

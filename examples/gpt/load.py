@@ -49,7 +49,7 @@ def line(name: str, found: dict) -> str:
     text = f"{name}: the expert with the most tokens has {found['late']:.2f} times the mean in a step"
     if found["worst"] is None:
         return text
-    return f"{text}, over the last {found['steps']} steps together {found['worst']:.2f} in the least even layer"
+    return f"{text}, over the last tenth of the steps together {found['worst']:.2f} in the least even layer"
 
 
 def draw(runs: dict[str, dict], title: str):
@@ -58,12 +58,13 @@ def draw(runs: dict[str, dict], title: str):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     loads = {name: np.asarray(run["load"]["counts"], float) for name, run in runs.items() if run["load"]["counts"]}
     if not loads:
         return None
     layers, experts = next(iter(loads.values())).shape
-    size = (1.5 + len(loads) * min(max(3.0, 0.3 * experts), 12.0), min(max(2.5, 1.5 + 0.25 * layers), 12.0))
+    size = 2.5 + len(loads) * min(max(3.5, 0.3 * experts), 12.0), min(max(3.5, 1.5 + 0.25 * layers), 12.0)
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)  # no display needed
     figure.suptitle(title)
@@ -73,9 +74,10 @@ def draw(runs: dict[str, dict], title: str):
         image = panel.imshow(relative, aspect="auto", interpolation="nearest", cmap="RdBu_r", norm=Normalize(0, 2))
         panel.set_title(f"{name}, at most {relative.max():.2f}", fontsize="medium")
         panel.set_xlabel("expert")
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_major_locator(MaxNLocator(integer=True))
     panels[0].set_ylabel("layer")
-    label = f"tokens over the layer's mean, last {next(iter(runs.values()))['load']['steps']} steps"
-    figure.colorbar(image, ax=panels, extend="max", label=label)
+    figure.colorbar(image, ax=panels, extend="max", label="over the layer's mean, last tenth")
     return figure
 
 

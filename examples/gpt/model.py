@@ -32,7 +32,7 @@ def layer_fields(config: Model, dropout: float, deterministic_gradients: bool = 
         hidden_dropout=dropout,
         attention_dropout=0.0,
         deterministic_gradients=deterministic_gradients,
-        moe=config.experts and expert_fields(config.experts),
+        **({"moe": expert_fields(config.experts)} if config.experts else {}),
     )
 
 
