@@ -2,7 +2,7 @@
 
 `te_jax.h` says what each op takes. Here a call is made by ctypes, whose structs are read from the header:
 
-    lib = te_jax.c_api.load()
+    lib = te_jax.c_api.load_library()
     array = lambda t, type: lib.array(t.data_ptr(), type, t.shape)  # of torch, say
     args = dict(x=array(x, "BF16"), scale=array(scale, "F32"), data=array(data, "E4M3"), split=1)
     workspace = torch.empty(lib.workspace("quantize", **args), dtype=torch.uint8, device="cuda")
@@ -23,7 +23,7 @@ _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _STRUCT = re.compile(r"typedef struct (\w+) \{(.*?)\} \1;", re.DOTALL)
 _FIELDS = re.compile(r"(\w+\*?) ([^;]+);")
 _NUMBER = re.compile(r"\bTE_JAX_(\w+)(?: =)? (\d+)")
-_TYPES = re.compile(r"enum te_jax_type \{(.*?)\}", re.DOTALL)
+_TYPE_NAMES = re.compile(r"enum te_jax_type \{(.*?)\}", re.DOTALL)
 _ERRORS = {3: ValueError, 12: NotImplementedError}  # by status; RuntimeError for others
 
 
@@ -58,7 +58,7 @@ class Header:
         text = _COMMENT.sub("", (Path(include) / "te_jax.h").read_text())
         numbers = {name: int(number) for name, number in _NUMBER.findall(text)}
         self.version, self.max_rank = numbers["API_VERSION"], numbers["MAX_RANK"]
-        self.types = {name: int(number) for name, number in _NUMBER.findall(_TYPES.search(text)[1]) if int(number)}
+        self.types = {name: int(number) for name, number in _NUMBER.findall(_TYPE_NAMES.search(text)[1]) if int(number)}
         structs = self._structs(text, numbers)
         self.array = structs.pop("te_jax_array")
         self.ops = {name[len("te_jax_") : -len("_args")]: struct for name, struct in structs.items()}
@@ -147,7 +147,7 @@ class Library:
             raise _ERRORS.get(status, RuntimeError)(self._library.te_jax_error().decode())
 
 
-def load() -> Library:
+def load_library() -> Library:
     """The library that te_jax was installed with, which takes cuBLASLt from NVIDIA's wheels where they are installed.
     Raises RuntimeError if te_jax was installed without its CUDA extension."""
     library = Library(get_library(), get_include())
