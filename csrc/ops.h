@@ -1,11 +1,13 @@
-// The launchers of all ops, for whoever calls them: handlers.cc for XLA. A launcher checks every operand and
-// result, then enqueues its kernels on the stream; it neither allocates nor synchronizes. The comments give
-// shapes: arrays are row-major, `m...` is any number of axes, `?` marks an array that may be absent, which
-// then has no elements. Partial results are [parts, ...], to be summed or maximized by the caller.
+// The launchers of all ops, for whoever calls them: handlers.cc for XLA, c_api.cc for C programs. A launcher
+// checks every operand and result, then enqueues its kernels on the stream; it neither allocates nor
+// synchronizes. The comments give shapes: arrays are row-major, `m...` is any number of axes, `?` marks an
+// array that may be absent, which then has no elements. Partial results are [parts, ...], to be summed or
+// maximized by the caller.
 #pragma once
 
 #include "tensor.h"
 
+#pragma GCC visibility push(default)  // libte_jax.so has them, the extension calls them
 namespace te {
 
 // FP8 with one scale. x [m..., n...], whose first `split` axes are m; scale? f32 [] -> data? [m..., n...],
@@ -170,3 +172,4 @@ Status LaunchGemmGroupedWgrad(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets
                               Ret out, bool fast_accum);
 
 }  // namespace te
+#pragma GCC visibility pop

@@ -3,8 +3,12 @@
 import importlib
 
 from te_jax import _versions
+from te_jax import c_api as c_api
 from te_jax import checkpoint_policies as checkpoint_policies
 from te_jax import recipe as recipe
+from te_jax.c_api import get_cmake_dir as get_cmake_dir
+from te_jax.c_api import get_include as get_include
+from te_jax.c_api import get_library as get_library
 from te_jax.combine import combine_by_max as combine_by_max
 from te_jax.combine import max_fp8_metas as max_fp8_metas
 from te_jax.combine import value_and_grad as value_and_grad
