@@ -98,7 +98,7 @@ docs: $(INSTALLED) $(VENV)/.docs
 	@echo "open build/site/index.html"
 
 types: $(INSTALLED) $(VENV)/.types
-	$(BIN)/python docs/site/types.py
+	$(BIN)/python docs/site/check_types.py
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
