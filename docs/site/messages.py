@@ -42,9 +42,13 @@ def texts() -> dict[str, tuple[str, ...]]:
 
 def page() -> str:
     """All texts, for a reader who looks for one."""
-    lines = ["# All messages", "", "The texts of errors and warnings, and parts of them, by the file that has them. `...`"]
-    lines += ["stands for names, values and shapes. [Troubleshooting](troubleshooting.md) explains those that are met"]
-    lines += ["most often.", ""]
+    lines = [
+        "# All messages",
+        "",
+        "The texts of errors and warnings, and parts of them, by the file that has them. `...` stands for names,",
+        "values and shapes. [Troubleshooting](troubleshooting.md) explains those that are met most often.",
+        "",
+    ]
     for path, said in texts().items():
         lines += [f"## `{path}`", "", "```text", *said, "```", ""]
     return "\n".join(lines)

@@ -42,11 +42,10 @@ PAGES = (
     Page(
         "te_jax.checkpoint_policies",
         "te_jax.checkpoint_policies",
-        "What `jax.checkpoint` and `nn.remat` keep. The [guide](../howto/recomputation.md) has measurements.",
-        (
-            *("save", "offload", "te_gemms_saveable", "dots_and_te_gemms_with_no_batch_dims"),
-            "checkpoint_dots_and_te_gemms",
-        ),
+        "What `jax.checkpoint` and `nn.remat` keep. [Recomputation](../howto/recomputation.md) has measurements, and "
+        "the policies that have names of their own: `te_gemms_saveable`, `dots_and_te_gemms_with_no_batch_dims` and "
+        "`checkpoint_dots_and_te_gemms`.",
+        ("save", "offload"),
     ),
     Page("te_jax.ops.attention", "te_jax.ops.attention", "Scaled dot-product attention.", (
         *("dot_product_attention", "dot_product_attention_kv_packed", "dot_product_attention_packed"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial, wraps
+from typing import Any
 
 from flax import nnx
 
@@ -14,7 +15,7 @@ from te_jax.nnx._layer import Fp8State
 from te_jax.nnx.convert import collections_of, with_collections
 
 
-def value_and_grad(f: Callable, *, argnums: int = 0, has_aux: bool = False, wrt=nnx.Param) -> Callable:
+def value_and_grad(f: Callable, *, argnums: int = 0, has_aux: bool = False, wrt: Any = nnx.Param) -> Callable:
     """`nnx.value_and_grad` of a module, which updates the module's FP8 state too.
 
         loss, grads = te_jax.nnx.value_and_grad(loss_fn)(model, batch)
