@@ -1,5 +1,4 @@
-"""te_jax/nnx/modules.pyi, what type checkers see of the NNX modules. `python tests/nnx_stubs.py` writes it, where te_jax is
-installed or in PYTHONPATH.
+"""te_jax/nnx/modules.pyi, what type checkers see of the NNX modules: `python tests/nnx_stubs.py` writes it.
 
 Their constructors take the fields of Linen modules, and their calls the arguments of those modules' calls, which are
 there in no source. The stub has both, by the signatures that `inspect` shows; a test holds it equal to them.
