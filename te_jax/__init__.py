@@ -1,6 +1,7 @@
 """FP8 transformers in JAX and Flax on NVIDIA GPUs; the same code in plain JAX everywhere else."""
 
 import importlib
+from typing import TYPE_CHECKING, Any
 
 from te_jax import _versions
 from te_jax import c_api as c_api
@@ -29,8 +30,13 @@ from te_jax.stats import fp8_probes as fp8_probes
 from te_jax.stats import fp8_stats as fp8_stats
 from te_jax.stats import fp8_stats_table as fp8_stats_table
 
+if TYPE_CHECKING:
+    from te_jax import flax as flax
+    from te_jax import nnx as nnx
+    from te_jax import optim as optim
 
-def __getattr__(name):
+
+def __getattr__(name: str) -> Any:
     """`te_jax.flax`, `te_jax.nnx` and `te_jax.optim`, imported at first use: Flax and optax take a second to import."""
     if name in ("flax", "nnx", "optim"):
         return importlib.import_module(f"te_jax.{name}")

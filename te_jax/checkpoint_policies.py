@@ -102,8 +102,10 @@ def _check_policy_names(where: str, argument: str, names: Sequence[str]):
 
 
 _jax = jax.checkpoint_policies
-te_gemms_saveable = save(GEMM)  # TransformerEngine has this policy and the next two under the same names.
-dots_and_te_gemms_with_no_batch_dims = _jax.save_from_both_policies(
+te_gemms_saveable: Callable[..., Any] = save(
+    GEMM
+)  # TransformerEngine has this policy and the next two under the same names.
+dots_and_te_gemms_with_no_batch_dims: Callable[..., Any] = _jax.save_from_both_policies(
     _jax.dots_with_no_batch_dims_saveable, te_gemms_saveable
 )
-checkpoint_dots_and_te_gemms = _jax.save_from_both_policies(_jax.dots_saveable, te_gemms_saveable)
+checkpoint_dots_and_te_gemms: Callable[..., Any] = _jax.save_from_both_policies(_jax.dots_saveable, te_gemms_saveable)

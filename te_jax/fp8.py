@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from te_jax.ops.source import PerExpert
 from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.recipe._exclude import warn_of_strays
 from te_jax.recipe.delayed import HISTORY, SCALE
+from te_jax.sharding.resource import MeshResource
 
 FP8_COLLECTION = "fp8_metas"
 # Where Flax's own FP8 products have their state, and training loops that know them look for it.
@@ -62,8 +63,12 @@ COLLECTION = NONE | one_of(*STATE_COLLECTIONS)
 
 
 def autocast(
-    enabled: bool | None = None, recipe: Recipe | None = None, mesh_resource=None, *, collection: str | None = None
-):
+    enabled: bool | None = None,
+    recipe: Recipe | None = None,
+    mesh_resource: MeshResource | None = None,
+    *,
+    collection: str | None = None,
+) -> "_Autocast":
     """A context manager, and decorator of functions: modules and layers called inside run their GEMMs in FP8.
 
     enabled:       True; or False, which switches FP8 off, also inside of an outer autocast, and is how to mean it where
@@ -105,12 +110,12 @@ def without_recipe(mesh_resource=None):
 class _Autocast(contextlib.ContextDecorator):
     """What `autocast` returns: a context manager that may be entered again, and a decorator of functions."""
 
-    def __init__(self, value: Recipe | str | None, mesh_resource, collection: str | None):
+    def __init__(self, value: Recipe | str | None, mesh_resource: MeshResource | None, collection: str | None) -> None:
         self._options = value, mesh_resource, collection
         self._entered = []  # (thread, what it is to leave), the innermost last
         self._lock = threading.Lock()  # a decorated function may run in several threads
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         value, mesh_resource, collection = self._options
         with contextlib.ExitStack() as stack:
             if mesh_resource is not None:
@@ -121,7 +126,7 @@ class _Autocast(contextlib.ContextDecorator):
             with self._lock:
                 self._entered.append((threading.get_ident(), stack.pop_all()))
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: Any) -> None:
         with self._lock:
             here = [at for at, (thread, _) in enumerate(self._entered) if thread == threading.get_ident()]
             _, stack = self._entered.pop(here[-1] if here else -1)
@@ -129,7 +134,7 @@ class _Autocast(contextlib.ContextDecorator):
         if isinstance(self._options[0], Recipe) and error[0] is None:
             warn_of_strays(self._options[0].exclude)
 
-    def __call__(self, f):
+    def __call__(self, f: Callable[..., Any]) -> Callable[..., Any]:
         if any(is_so(f) for is_so in (iscoroutinefunction, isgeneratorfunction, isasyncgenfunction)):
             raise TypeError(
                 f"autocast: it decorates {f.__qualname__}, whose body runs after the call of it is over; enter it "
@@ -154,7 +159,13 @@ def check_metas(what: str, argument: str, metas, recipe: Recipe, way_out: str):
     raise ValueError(f"{what}: {argument} is {have} under {type(recipe).__name__}; {way_out}.")
 
 
-def fp8_autocast(enabled: bool | None = None, fp8_recipe=None, mesh_resource=None, *, sharding_resource=None):
+def fp8_autocast(
+    enabled: bool | None = None,
+    fp8_recipe: Recipe | None = None,
+    mesh_resource: MeshResource | None = None,
+    *,
+    sharding_resource: MeshResource | None = None,
+) -> "_Autocast":
     """The first name of `autocast`: the same with the recipe as `fp8_recipe`, and `sharding_resource` as an older name
     of `mesh_resource`. Raises TypeError for both names."""
     if mesh_resource is not None and sharding_resource is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ class TensorStats(NamedTuple):
     recorded: Annotated[jax.Array, "amaxes in the history"]
 
 
-def fp8_probes(collections):
+def fp8_probes(collections: Any) -> Any:
     """`collections` with a probe beside the FP8 state of each tensor.
 
     A probe is a leaf `{tensor}_probe`, f32[..., 4]. Its gradient tells `fp8_stats` how the tensor was quantized.
@@ -59,7 +59,7 @@ def fp8_probes(collections):
     return map_states(add_probe, collections)
 
 
-def fp8_stats(state_or_grads, recipe: Recipe | None = None) -> dict[str, TensorStats]:
+def fp8_stats(state_or_grads: Any, recipe: Recipe | None = None) -> dict[str, TensorStats]:
     """How well each tensor fits into FP8, by its path in `fp8_metas`, such as "layers/mlp/x_0".
 
     state_or_grads: Collections with `fp8_metas` (a dict or FrozenDict), gradients with respect to them (which are the

@@ -10,6 +10,7 @@ import enum
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 from flax import linen as nn
 
@@ -228,6 +229,9 @@ def warn_unused(module: nn.Module, text: str) -> None:
 Rule = Callable[["Module"], str | None]  # -> what is wrong with the fields; nothing: None, "" or False
 
 
+Rules = tuple[Callable[[Any], str | None], ...]  # a module -> what is wrong with its fields beside each other
+
+
 class Module(KnownFields, nn.Module):
     """A Flax module whose fields are checked when it gets its scope and so its path: a submodule where it is made, any
     other by `init` and `apply`.
@@ -237,10 +241,10 @@ class Module(KnownFields, nn.Module):
     """
 
     # Without annotations, which would make fields of them.
-    own_kinds = {}  # field -> Kind
-    rules = ()
+    own_kinds: ClassVar[Mapping[str, Any]] = {}  # field -> Kind
+    rules: ClassVar[Rules] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         for name, kind in kinds_of(type(self)):
             _refuse(self, name, getattr(self, name), kind)

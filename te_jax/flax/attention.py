@@ -1,6 +1,7 @@
 """DotProductAttention: layouts, the softmax offset's parameter, dropout keys, one call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from flax import linen as nn
 from te_jax._check import FLOATING, NONE, plain
 from te_jax.flax._common import floating
 from te_jax.flax._context import Context
-from te_jax.flax._fields import Module, check_call, groups_divide_heads, groups_of
+from te_jax.flax._fields import Module, Rules, check_call, groups_divide_heads, groups_of
 from te_jax.flax._state import attention_metas, describe, recipe_of
 from te_jax.layers.attention_fp8 import attend_by_recipe
 from te_jax.ops.attention import SequenceDescriptor, dot_product_attention
@@ -113,8 +114,8 @@ class DotProductAttention(Module):
     deterministic_gradients: bool = False
     attn_logit_softcap: float | None = None
 
-    own_kinds = {"dtype": NONE | FLOATING}
-    rules = (groups_divide_heads,)
+    own_kinds: ClassVar[Mapping[str, Any]] = {"dtype": NONE | FLOATING}
+    rules: ClassVar[Rules] = (groups_divide_heads,)
 
     @nn.compact
     def __call__(
@@ -122,14 +123,14 @@ class DotProductAttention(Module):
         query: jax.Array,
         key: jax.Array | None = None,
         value: jax.Array | None = None,
-        sequence_descriptor=None,
+        sequence_descriptor: jax.Array | SequenceDescriptor | None = None,
         bias: jax.Array | None = None,
         *,
         deterministic: bool = False,
         mask: jax.Array | None = None,
-        score_mod_tensors=None,
-        score_mod_bprop_tensors=None,
-    ):
+        score_mod_tensors: Any = None,
+        score_mod_bprop_tensors: Any = None,
+    ) -> Any:
         """query [b, s, h, d], key [b, t, g, d], value [b, t, g, dv] (see `qkv_layout`) -> [b, s, h, dv].
 
         sequence_descriptor: lengths or segments of the rows; or what `mask` may be.

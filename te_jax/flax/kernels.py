@@ -187,7 +187,7 @@ def _check_variables(what: str, variables):
         raise ValueError(f"{what}: variables has {sorted(variables)}, no 'params'; {way_out}.")
 
 
-def _collect_kernels(what: str, order: _Order, model, variables, args, kwargs) -> dict:
+def _collect_kernels(what: str, order: _Order, model, variables, args, kwargs) -> dict[str, Any]:
     _check_variables(what, variables)
     collection = order.collection
     others = {name: jax.lax.stop_gradient(v) for name, v in variables.items() if name != collection}
@@ -206,7 +206,9 @@ def _collect_kernels(what: str, order: _Order, model, variables, args, kwargs) -
     return made
 
 
-def fp8_kernels(model: nn.Module, variables: Mapping[str, Any], *args, gradients: bool = True, **kwargs) -> dict:
+def fp8_kernels(
+    model: nn.Module, variables: Mapping[str, Any], *args: Any, gradients: bool = True, **kwargs: Any
+) -> dict[str, Any]:
     """{"fp8_kernels": ...}: the kernels of `variables["params"]`, quantized for calls with the same parameters.
 
         kernels = te_flax.fp8_kernels(model, {"params": params, **fp8}, x)
@@ -233,7 +235,7 @@ def fp8_kernels(model: nn.Module, variables: Mapping[str, Any], *args, gradients
     return dict(_collect_kernels(what, _Order(KERNEL_COLLECTION, bool(gradients)), model, variables, args, kwargs))
 
 
-def wgrads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> dict:
+def wgrads(model: nn.Module, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """{"wgrads": ...}: for each kernel that a module multiplies under the recipe in force an `Accumulator` (grad f32
     [*C, *F], uses f32[]) of zeros, for `TrainState.accumulate_gradients(..., wgrads=...)`.
 
@@ -250,7 +252,9 @@ def wgrads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> d
     return dict(_collect_kernels(what, _Order(WGRAD_COLLECTION), model, variables, args, kwargs))
 
 
-def fp8_params(model: nn.Module, variables: Mapping[str, Any], *args, gradients: bool = False, **kwargs) -> dict:
+def fp8_params(
+    model: nn.Module, variables: Mapping[str, Any], *args: Any, gradients: bool = False, **kwargs: Any
+) -> dict[str, Any]:
     """`variables` with a QuantizedKernel in the place of each kernel that a module multiplies in FP8: half the bytes of
     bf16.
 
@@ -290,7 +294,7 @@ def _box(q: QuantizedKernel, kernel):
     return replace(q, tensor=q.tensor._replace(**data))
 
 
-def dequantize_params(params):
+def dequantize_params(params: Any) -> Any:
     """A tree with each QuantizedKernel in it as an array again, of the dtype that it had before `fp8_params`; boxes of
     logical axes are gone from these. Raises TypeError for a leaf that is no array."""
     for leaf in jax.tree.leaves(params):
@@ -299,7 +303,7 @@ def dequantize_params(params):
     return map_kernels(lambda q: nn.meta.unbox(q).dequantize(), params)
 
 
-def fp8_model_init(model: nn.Module, rngs, *args, gradients: bool = False, **kwargs) -> dict:
+def fp8_model_init(model: nn.Module, rngs: Any, *args: Any, gradients: bool = False, **kwargs: Any) -> dict[str, Any]:
     """`model.init(rngs, *args, **kwargs)` by one compiled program, with kernels as `fp8_params` makes them: in other
     dtypes they exist within it alone."""
 

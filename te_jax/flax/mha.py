@@ -1,6 +1,7 @@
 """MultiHeadAttention: projections, rotary positions, attention, output projection."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from te_jax.flax import _refused
 from te_jax.flax._common import Initializer, floating, in_compute_dtype
 from te_jax.flax._fields import (
     Module,
+    Rules,
     check_call,
     groups_divide_heads,
     qk_norm_fields_fit,
@@ -120,21 +122,21 @@ class MultiHeadAttention(Module):
     qk_norm_before_rope: bool = False
     attn_logit_softcap: float | None = None
 
-    own_kinds = _refused.OLDER
-    rules = (groups_divide_heads, rotary_fields_fit, qk_norm_fields_fit)
+    own_kinds: ClassVar[Mapping[str, Any]] = _refused.OLDER
+    rules: ClassVar[Rules] = (groups_divide_heads, rotary_fields_fit, qk_norm_fields_fit)
 
     @nn.compact
     def __call__(
         self,
         inputs_q: jax.Array,
         inputs_kv: jax.Array | None = None,
-        mask=None,
+        mask: jax.Array | SequenceDescriptor | None = None,
         bias: jax.Array | None = None,
         *,
         decode: bool = False,
         deterministic: bool = False,
-        score_mod_tensors=None,
-        score_mod_bprop_tensors=None,
+        score_mod_tensors: Any = None,
+        score_mod_bprop_tensors: Any = None,
         positions: jax.Array | None = None,
         residual: bool = False,
         norm_output: bool = True,

@@ -65,8 +65,15 @@ class TrainState(train_state.TrainState):
 
     @classmethod
     def create(
-        cls, *, apply_fn: Callable, params, tx, collections: Mapping[str, Any] | None = None, masters=None, **kwargs
-    ):
+        cls,
+        *,
+        apply_fn: Callable,
+        params: Any,
+        tx: Any,
+        collections: Mapping[str, Any] | None = None,
+        masters: Any = None,
+        **kwargs: Any,
+    ) -> "TrainState":
         """The state before the first step.
 
         collections: All that `init` returned beside `params`, by name; FP8 state among them becomes `fp8`.
@@ -116,7 +123,7 @@ class TrainState(train_state.TrainState):
         return {"params": self.params, **self.fp8, **self.collections}
 
     def apply_gradients(
-        self, *, grads, tx_args: Mapping[str, Any] | None = None, expert_bias_rate=1e-3, **kwargs
+        self, *, grads: Any, tx_args: Mapping[str, Any] | None = None, expert_bias_rate: float = 1e-3, **kwargs: Any
     ) -> "TrainState":
         """The state after one step, or after one microbatch of `optax.MultiSteps`.
 
@@ -196,7 +203,9 @@ class TrainState(train_state.TrainState):
             check_same_state("TrainState.apply_gradients", *named, name)
         return grads, fp8
 
-    def accumulate_gradients(self, loss_fn: Callable, microbatches, wgrads: Mapping[str, Any] | None = None):
+    def accumulate_gradients(
+        self, loss_fn: Callable, microbatches: Any, wgrads: Mapping[str, Any] | None = None
+    ) -> tuple[jax.Array, Any]:
         """(loss, grads) of k microbatches, one after the other (`lax.scan`).
 
         loss_fn:      (params, fp8, microbatch) -> the loss, f32[].

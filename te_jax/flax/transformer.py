@@ -1,6 +1,7 @@
 """TransformerLayer: encoder or decoder block of the modules of this package."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from te_jax.flax._common import (
 )
 from te_jax.flax._fields import (
     Module,
+    Rules,
     TransformerLayerType,
     activations_take_their_params,
     check_call,
@@ -42,6 +44,7 @@ from te_jax.flax.mlp import LayerNormMLP
 from te_jax.flax.moe import MoEBlock
 from te_jax.flax.norm import LayerNorm
 from te_jax.flax.relpos import RelativePositionBiases
+from te_jax.ops.attention import SequenceDescriptor
 from te_jax.ops.rope import Scaling
 from te_jax.sharding import (
     BATCH_AXES,
@@ -123,8 +126,8 @@ class TransformerLayer(Module):
     dropout_rng_name: str = "dropout"
     mha_kernel_init: Initializer | None = None
     mlp_kernel_init: Initializer | None = None
-    mlp_activations: Sequence[str | Callable] = ("gelu",)
-    mlp_activation_params: Mapping | None = None
+    mlp_activations: Sequence[str | Callable[..., Any]] = ("gelu",)
+    mlp_activation_params: Mapping[str, Any] | None = None
     use_bias: bool = False
     bias_init: Initializer = nn.initializers.zeros
     apply_residual_connection_post_layernorm: bool = False
@@ -179,7 +182,7 @@ class TransformerLayer(Module):
     moe: Mapping | None = None
 
     any_width = False  # a subclass may set it: inputs of any width, and hidden_size gives the width of a head alone
-    rules = (
+    rules: ClassVar[Rules] = (
         head_width_is_known,
         groups_divide_heads,
         rotary_fields_fit,
@@ -197,13 +200,13 @@ class TransformerLayer(Module):
         self,
         inputs: jax.Array,
         encoded: jax.Array | None = None,
-        attention_mask=None,
-        encoder_decoder_mask=None,
+        attention_mask: jax.Array | SequenceDescriptor | None = None,
+        encoder_decoder_mask: jax.Array | SequenceDescriptor | None = None,
         deterministic: bool = False,
         decode: bool = False,
         max_decode_length: int | None = None,
-        score_mod_tensors=None,
-        score_mod_bprop_tensors=None,
+        score_mod_tensors: Any = None,
+        score_mod_bprop_tensors: Any = None,
         *,
         positions: jax.Array | None = None,
     ) -> jax.Array:

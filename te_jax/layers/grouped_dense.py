@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
+from jax.typing import ArrayLike
 
 from te_jax import fp8
 from te_jax._arrays import as_jax
@@ -30,16 +31,17 @@ from te_jax.ops.gemm_grouped import gemm_grouped
 from te_jax.ops.grouped import dbias_of_experts
 from te_jax.ops.permute import Groups, combine, group, permute
 from te_jax.ops.quantize import FLOAT, MX_BLOCK
+from te_jax.recipe import Recipe
 from te_jax.sharding import stage_axes
 
 
 def grouped_dense(
-    x,
-    kernel,
-    group_sizes,
-    bias=None,
+    x: ArrayLike,
+    kernel: ArrayLike,
+    group_sizes: ArrayLike,
+    bias: ArrayLike | None = None,
     *,
-    recipe=None,
+    recipe: Recipe | None = None,
     metas: fp8.DenseMetas | None = None,
     checkpoint: str | None = None,
     name: str = "te_jax.layers.grouped_dense",

@@ -10,6 +10,7 @@ import inspect
 import math
 import warnings
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from te_jax.fp8 import FP8_COLLECTION, current_recipe, in_collection
 from te_jax.fp8_metas import recipe_with_state
 
 
-class Fp8State(nnx.Variable):
+class Fp8State(nnx.Variable[Any]):
     """A leaf of FP8 state: `{tensor}_scale` f32[1] or `{tensor}_amax_history` f32[L].
 
     It is no `nnx.Param`, so `nnx.grad` and `nnx.Optimizer(..., wrt=nnx.Param)` leave it alone.
@@ -88,16 +89,17 @@ class Layer(nnx.Module):
     """
 
     linen_type: type[nn.Module] = nn.Module
-    defaults: dict = {}  # Defaults of fields that the Linen module has others for.
-    init_fields: dict = {}  # Fields that the Linen module has while it is initialized.
+    defaults: dict[str, Any] = {}  # Defaults of fields that the Linen module has others for.
+    __signature__: inspect.Signature
+    init_fields: dict[str, Any] = {}  # Fields that the Linen module has while it is initialized.
 
-    def __init_subclass__(cls, **kwargs):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _layers.setdefault(cls.linen_type, cls)
         if "__init__" not in vars(cls):
             cls.__signature__ = signature_of(cls)
 
-    def __init__(self, *args, rngs: nnx.Rngs | None = None, **kwargs):
+    def __init__(self, *args: Any, rngs: nnx.Rngs | None = None, **kwargs: Any) -> None:
         part = args[0] if args and isinstance(args[0], nn.Module) else None  # Its parent sets its variables.
         if part is None:
             bound = bind(type(self).__name__, signature_of(type(self)), args, {"rngs": rngs, **kwargs})
@@ -109,11 +111,11 @@ class Layer(nnx.Module):
                         f"{type(self).__name__}: {name} is an nnx.Module, {type(value).__name__}; pass the module of "
                         f"te_jax.flax, and assign the attribute {name} of what comes out."
                     )
-        self.linen = self.linen_type(**fields, parent=None) if part is None else part
-        self.parts = ()  # Pairs (name, Linen module) of the submodules.
+        self.linen: nn.Module = self.linen_type(**fields, parent=None) if part is None else part
+        self.parts: tuple[tuple[str, nn.Module], ...] = ()  # Pairs (name, Linen module) of the submodules.
         if "deterministic" in _call(type(self.linen)).parameters:
-            self.deterministic = False
-        self.rngs = nnx.data(None)
+            self.deterministic: bool = False
+        self.rngs: Any = nnx.data(None)
         if part is not None:
             return
         if not isinstance(rngs, nnx.Rngs):
@@ -128,7 +130,7 @@ class Layer(nnx.Module):
             self.rngs = rngs[self._stream].fork()
 
     @staticmethod
-    def inputs(linen: nn.Module) -> tuple:
+    def inputs(linen: nn.Module) -> tuple[Any, ...]:
         """The arguments to initialize `linen` with, arrays as ShapeDtypeStructs. The constructor takes the other
         parameters of this method."""
         raise NotImplementedError
@@ -160,7 +162,7 @@ class Layer(nnx.Module):
                 node = vars(node)[part]
             setattr(node, name, _variable(collection, name, value))
 
-    def __call__(self, *args, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None, **kwargs):
+    def __call__(self, *args: Any, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None, **kwargs: Any) -> Any:
         """The result of the Linen module's call with these arguments.
 
         rngs: The source of dropout's key, in place of the attribute.
@@ -193,18 +195,18 @@ class Layer(nnx.Module):
                 setattr(node, name, _TYPES[collection](value))
         return out
 
-    def set_view(self, deterministic: bool | None = None):
+    def set_view(self, deterministic: bool | None = None) -> None:
         """Sets the attribute `deterministic`; `nnx.view` calls this."""
         if deterministic is not None and hasattr(self, "deterministic"):
             self.deterministic = deterministic
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         linen = vars(self).get("linen")
         if linen is None or name not in _fields(type(linen)):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(linen, name)
 
-    def __setattr__(self, name, value):
+    def __setattr__(self, name: str, value: Any) -> None:
         if "linen" in vars(self) and name in _fields(type(self.linen)) and not isinstance(value, nnx.Module):
             raise AttributeError(
                 f"{type(self).__name__}: {name} is a field, fixed when the module is made; make another module, and "

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial, wraps
+from typing import Any
 
 from flax import nnx
 
@@ -16,7 +17,7 @@ from te_jax.nnx.convert import collections_of, with_collections
 
 
 def value_and_grad(
-    f: Callable, *, argnums: int = 0, has_aux: bool = False, wrt=nnx.Param, expert_bias_rate: float = 1e-3
+    f: Callable, *, argnums: int = 0, has_aux: bool = False, wrt: Any = nnx.Param, expert_bias_rate: float = 1e-3
 ) -> Callable:
     """`nnx.value_and_grad` of a module, which updates the module's FP8 state and biases of experts too.
 

@@ -31,7 +31,7 @@ class Scaling(KnownFields, abc.ABC):
 
     factor: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         name = type(self).__name__
         for field in fields(self):
             value = getattr(self, field.name)
@@ -76,7 +76,7 @@ class Llama3Scaling(Scaling):
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(

@@ -1,6 +1,6 @@
 """Scaled dot-product attention: cuDNN (FlashAttention, https://arxiv.org/abs/2205.14135) or plain JAX."""
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ _LONG = 4096  # beyond its square the s x t logits in memory deserve a warning
 
 
 @takes_options()
-def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Unpack[AttentionKeywords]):
+def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Unpack[AttentionKeywords]) -> Any:
     """softmax(scale * q k^T + bias, masked) v per head, with logits, softmax and sums in f32.
 
     q [b..., s, h, d], k [b..., t, g, d], v [b..., t, g, e] of one floating dtype. Query head i reads key head
@@ -76,7 +76,9 @@ def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: U
 
 
 @takes_options()
-def dot_product_attention_packed(qkv: jax.Array, *, interleaved: bool = False, **options: Unpack[AttentionKeywords]):
+def dot_product_attention_packed(
+    qkv: jax.Array, *, interleaved: bool = False, **options: Unpack[AttentionKeywords]
+) -> Any:
     """`dot_product_attention` of q, k, v in qkv [b..., s, 3, h, d], or interleaved [b..., s, h, 3, d].
 
     It takes the keywords of `dot_product_attention`. cuDNN reads q, k, v and writes their gradients in place, without
@@ -88,7 +90,7 @@ def dot_product_attention_packed(qkv: jax.Array, *, interleaved: bool = False, *
 @takes_options()
 def dot_product_attention_kv_packed(
     q: jax.Array, kv: jax.Array, *, interleaved: bool = False, **options: Unpack[AttentionKeywords]
-):
+) -> Any:
     """`dot_product_attention_packed` of q [b..., s, h, d] and k, v in kv [b..., t, 2, g, d], or interleaved
     [b..., t, g, 2, d]."""
     return _attend_joined(dot_product_attention_kv_packed, "kv", (q, kv), interleaved, options)

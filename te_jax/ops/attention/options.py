@@ -4,10 +4,11 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from te_jax._check import (
     ARRAY,
@@ -121,7 +122,7 @@ class AttentionOptions:
     cut: Cut | None = None  # the mesh axis that cuts the sequence
     name: str = "dot_product_attention"  # what errors call the caller
 
-    def replace(self, **changes) -> "AttentionOptions":
+    def replace(self, **changes: Any) -> "AttentionOptions":
         """These options with `changes`."""
         return replace(self, **changes)
 
@@ -150,7 +151,7 @@ class AttentionOptions:
         alibi = alibi if alibi.ndim == 4 else alibi[None]
         return alibi if self.bias is None else self.bias + alibi
 
-    def offset(self, q) -> jax.Array | None:
+    def offset(self, q: ArrayLike) -> jax.Array | None:
         """The logit that joins the softmax, [h, 1, 1] or [1, 1, 1]; None if nothing does."""
         wide = jnp.promote_types(q.dtype, jnp.float32)
         if self.softmax_type == "learnable":
