@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import moe_oracle as oracle
 import numpy as np
 import optax
 import pytest
@@ -18,9 +19,9 @@ import te_jax.flax as te_flax
 import te_jax.nnx as te_nnx
 from te_jax import fp8, recipe
 from te_jax.checkpoint_policies import GEMM, KERNEL, QUANTIZED, save
-from te_jax.layers import quantize_experts
+from te_jax.layers import MoEOptions, quantize_experts
 from te_jax.nnx.convert import collections_of
-from te_jax.ops.router import updated_expert_bias
+from te_jax.ops.router import RouterOptions, updated_expert_bias
 from te_jax.optim import master_weights
 
 B, S, H, F, E, K = 2, 12, 32, 48, 4, 2
@@ -222,6 +223,28 @@ def test_frozen_experts_beside_lora():
         loss = lambda lora, frozen: jnp.sum(layer.apply({"params": te_flax.join_lora(lora, frozen)}, x))
         text = str(jax.make_jaxpr(jax.grad(loss))(lora, frozen))
     assert "te_gemm_grouped" in text and "te_gemm_grouped_wgrad" not in text and "te_combine_bwd" in text
+
+
+def test_layer_is_attention_and_block(rng):
+    """Experts in the place of the MLP: their norm, the residual connection, and shared experts besides."""
+    x, shared = states.data(rng, B, S, H), dict(num_shared_experts=2, score_function="sigmoid", scaling_factor=2.5)
+    layer = te_flax.TransformerLayer(**LAYER | dict(moe=LAYER["moe"] | shared), use_bias=True)
+    attention = te_flax.MultiHeadAttention(head_dim=H // 4, num_attention_heads=4, use_bias=True)
+    norm, mlp = te_flax.LayerNorm(), te_flax.LayerNormMLP(2 * F, activations=("silu", "linear"), enable_layernorm=False)
+    params = nn.meta.unbox(jax.jit(layer.init)(jax.random.key(0), x)["params"])
+    options = MoEOptions(RouterOptions(K, "sigmoid", scaling_factor=2.5))
+
+    def composed(params, x):
+        x = x + attention.apply({"params": params["attention"]}, x, deterministic=True)[0]
+        p = dict(params["moe"])
+        h = norm.apply({"params": {"scale": p["scale"], "ln_bias": p["ln_bias"]}}, x)
+        weights = p["gate_kernel"], (p["wi_0"], p["wi_1"]), p["wo"], (p["wi_0_bias"], p["wi_1_bias"]), p["wo_bias"]
+        shared = mlp.clone(use_bias=True).apply({"params": p["shared_experts"]}, h, True)[0]
+        return x + shared + oracle.loop(h.reshape(-1, H), *weights, options=options).reshape(x.shape)
+
+    layered = lambda params, x: layer.apply({"params": params}, x, deterministic=True)
+    got, want = jax.jit(lambda *a: [f(*a) for f in (layered, composed)])(params, x)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
 # -- meshes ----------------------------------------------------------------------------------------------------------
