@@ -50,11 +50,6 @@ __device__ __forceinline__ unsigned ClusterRank() {
 __device__ __forceinline__ void SyncCluster() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
-// An arrival at a NamedBarrier of `threads` without waiting.
-__device__ __forceinline__ void ArriveNamed(unsigned index, unsigned threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(index), "r"(threads) : "memory");
-}
-
 // ---- registers of the threads of a warpgroup ----
 
 template <int kRegisters>
