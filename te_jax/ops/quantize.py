@@ -20,7 +20,7 @@ from te_jax.recipe._base import scale_of_amax
 from te_jax.recipe.mxfp8 import scale_inv_of_amax
 
 BLOCK, MX_BLOCK = 128, 32
-_HOPPER, _BLACKWELL = "9.0", 10  # the compute capability of products with scales of BLOCK; the least major of MX_BLOCK
+HOPPER, _BLACKWELL = "9.0", 10  # the compute capability of products with scales of BLOCK; the least major of MX_BLOCK
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 FLOAT = array_of(*FLOATS, text="an array of float32, bfloat16 or float16")
 FP8_TYPE = Kind(
@@ -101,9 +101,9 @@ split: number of axes in m. dtype: the FP8 type, a jnp.dtype.
 
 def unusable(block: int, capability: str) -> str:
     """Why scales of blocks of this size are of no use on a GPU of this compute capability, "" if they are."""
-    if block == BLOCK and capability != _HOPPER:
+    if block == BLOCK and capability != HOPPER:
         return (
-            f"cuBLASLt multiplies with scales of 128-element blocks on compute capability {_HOPPER} (Hopper) alone, "
+            f"cuBLASLt multiplies with scales of 128-element blocks on compute capability {HOPPER} (Hopper) alone, "
             f"this GPU has {capability}: use recipe.Float8CurrentScaling or recipe.DelayedScaling"
         )
     if block == MX_BLOCK and int(capability.partition(".")[0]) < _BLACKWELL:

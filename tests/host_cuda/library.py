@@ -51,18 +51,20 @@ LAUNCHED = ("gemm_empty.cu",)
 HANDLERS = (
     *(f"{name}.cu" for name in SOURCES),
     *("norm_fwd.cu", "norm_fwd_t.cu", "norm_bwd.cu", "norm_block.cu", "gemm_empty.cu", "gemm.cc"),
-    *("attention.cc", "attention_fp8.cc"),
+    *("gemm_grouped.cc", "attention.cc", "attention_fp8.cc"),
 )
 # The C interface, whose launchers are those of the sources beside it.
 C_API = ("c_api.cc", "c_api_call.cc", "dl.cc", "finish.cu")
 _LAUNCHED = '::te::Status{::te::Status::kUnimplemented, "launched"}'
 _NO_GPU = f"""
 #include "gemm.h"
+#include "gemm_grouped.h"
 namespace te {{
 Status FindGemm(cudaStream_t, const GemmKey&, GemmChoice*) {{ return {_LAUNCHED}; }}
 Status Matmul(cudaStream_t, cublasLtHandle_t, const GemmKey&, const Algo&, const GemmOperands&) {{
   return {_LAUNCHED};
 }}
+Status grouped::Run(cudaStream_t, const Problem&) {{ return {_LAUNCHED}; }}
 }}  // namespace te
 extern "C" cudaError_t cudaGetDevice(int*) {{ return cudaErrorNoDevice; }}
 extern "C" cudaError_t cudaDeviceGetAttribute(int*, cudaDeviceAttr, int) {{ return cudaErrorNoDevice; }}
