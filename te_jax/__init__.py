@@ -18,6 +18,9 @@ from te_jax.fp8_metas import update_fp8_metas as update_fp8_metas
 from te_jax.ops.attention import explain_attention as explain_attention
 from te_jax.sharding import MeshResource as MeshResource
 from te_jax.sharding import ShardingResource as ShardingResource
+from te_jax.stats import expert_heat_map as expert_heat_map
+from te_jax.stats import expert_stats as expert_stats
+from te_jax.stats import expert_stats_table as expert_stats_table
 from te_jax.stats import fp8_probes as fp8_probes
 from te_jax.stats import fp8_stats as fp8_stats
 from te_jax.stats import fp8_stats_table as fp8_stats_table

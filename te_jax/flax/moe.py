@@ -18,6 +18,7 @@ from te_jax.layers.moe import MoEOptions, moe
 from te_jax.layers.norm_mlp import split_residual
 from te_jax.ops.norm import norm_and_input
 from te_jax.ops.router import RouterOptions, updated_expert_bias
+from te_jax.sharding import check_current_mesh_resource
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
 BIAS_COLLECTION, LOSSES = "expert_bias", "losses"
@@ -83,7 +84,7 @@ class MoEBlock(Module):
                        not deterministic warns if that is not mutable, for they would be lost:
 
         y, sown = model.apply(variables, x, mutable=["losses"])
-        loss = loss_of(y) + sum(jax.tree.leaves(sown))
+        loss = loss_of(y) + sum(map(jnp.sum, jax.tree.leaves(sown)))
 
     use_expert_bias:   experts are chosen with a bias, `expert_bias` f32[E] in a collection `expert_bias` of its own,
                        which no optimizer sees. The gradient of that collection is the counts of tokens, by which the
@@ -172,6 +173,7 @@ class MoEBlock(Module):
         return MoEOptions(router_of(self), self.activations, params, self.capacity_factor, self.per_sequence_loss)
 
     def _experts(self, h, gate, wi, wo, residual, of_norm):
+        check_current_mesh_resource()
         metas = expert_metas(self, self.num_experts)
         names = tuple(f"wi_{i}" for i in range(len(wi[0])))
         wi_kernel = expert_operand(self, names, wi[0], metas and metas[0])

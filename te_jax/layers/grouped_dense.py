@@ -66,7 +66,7 @@ def grouped_dense(
     check(name, "checkpoint", checkpoint, NONE | STRING)
     _check_rows_of_groups(name, x, kernel, group_sizes, bias, recipe, metas)
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
-    experts = jnp.searchsorted(ends, jnp.arange(x.shape[0], dtype=jnp.int32), side="right")
+    experts = jnp.sum(ends[None] <= jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], 1)  # as in `expert_of_tile`
     groups = group(experts[:, None], group_sizes.shape[0])
     if recipe is None:
         weight = jnp.swapaxes(kernel, 1, 2).astype(x.dtype)

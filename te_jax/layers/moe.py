@@ -10,12 +10,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 
 from te_jax import fp8
-from te_jax._arrays import as_jax
+from te_jax._arrays import as_jax, as_rank
 from te_jax._check import BOOL, NONE, STRING, Kind, KnownFields, check, number, warn_once
 from te_jax._types import align, like
-from te_jax.checkpoint_policies import STATISTICS, named
+from te_jax.checkpoint_policies import GEMM, STATISTICS, named
 from te_jax.layers._specs import dense_spec
 from te_jax.layers.config import Config
 from te_jax.layers.dense import check_recipe_and_metas, check_residual
@@ -215,7 +216,8 @@ def _routing(h, gate_kernel, expert_bias, options: MoEOptions) -> tuple[Routing,
     precision = lax.Precision.HIGHEST if h.dtype == jnp.float32 else None  # not TF32: it decides
     h, gate_kernel, expert_bias = align(h, gate_kernel, expert_bias)
     axes = (h.ndim - 1,), gate_kernel, (0,)
-    logits = dot(h, *axes, jnp.float32, precision, dense_spec(jax.typeof(h), jax.typeof(gate_kernel), 1))
+    spec = dense_spec(jax.typeof(h), jax.typeof(gate_kernel), 1)
+    logits = named(dot(h, *axes, jnp.float32, precision, spec), GEMM)
     routing = named(route(logits, options.router, expert_bias=expert_bias), STATISTICS)
     unbiased = routing if expert_bias is None else route(logits, options.router)
     balancing = load_balancing_loss(logits, unbiased.experts, options.router, per_sequence=options.per_sequence_loss)
@@ -224,7 +226,10 @@ def _routing(h, gate_kernel, expert_bias, options: MoEOptions) -> tuple[Routing,
         num_experts = logits.shape[-1]
         capacity = max(1, ceil(options.capacity_factor * experts.size / num_experts))
         groups = group(experts, num_experts)
-        place = groups.rows - groups.offsets[experts]  # among the pairs of the expert
+        of_expert = lambda a: as_rank(a, experts.ndim + 1)
+        is_expert = experts[..., None] == of_expert(jnp.arange(num_experts, dtype=experts.dtype))
+        # Not a gather, which Explicit axes refuse.
+        place = groups.rows - jnp.sum(jnp.where(is_expert, of_expert(groups.offsets[:-1]), 0), -1)
         experts = jnp.where(place < capacity, experts, num_experts)
         dropped = jnp.maximum(routing.counts - capacity, 0)
     return routing._replace(experts=experts), MoEAux(balancing, z_loss(logits), routing.counts, dropped)
@@ -270,7 +275,7 @@ def _in_fp8(h, weights, wi, wo, routing, options: MoEOptions, recipe, metas, che
     wi_bias = _bias_of_slots(wi_bias)
     rows = groups.slots.shape[0]
     typeof = lambda a: a if a is None else jax.typeof(a)
-    middle = jax.typeof(h).update(shape=(rows, wi[0].wide[0].shape[-1]))
+    middle = ShapedArray((rows, wi[0].wide[0].shape[-1]), h.dtype)
     config = partial(Config, recipe, 1, checkpoint=checkpoint, stage_axes=stage_axes())
     on_mesh = jax.sharding.get_abstract_mesh().size > 1
     first = config(jax.typeof(h), typeof(wi[0].wide[0]), typeof(wi_bias), on_mesh=on_mesh)

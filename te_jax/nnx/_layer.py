@@ -53,8 +53,8 @@ _TYPES = {
     BIAS_COLLECTION: ExpertBias,
     LOSSES: Loss,
 }
-for _collection in (FP8_COLLECTION, BIAS_COLLECTION, LOSSES):
-    nnx.register_variable_name(_collection, _TYPES[_collection], overwrite=True)  # For nnx.bridge.ToNNX.
+for _held in (FP8_COLLECTION, BIAS_COLLECTION):
+    nnx.register_variable_name(_held, _TYPES[_held], overwrite=True)  # For nnx.bridge.ToNNX.
 
 
 def collection_of(variable: nnx.Variable) -> str | None:
@@ -73,8 +73,8 @@ class Layer(nnx.Module):
     """A module of `te_jax.flax` with its variables.
 
     The attributes are named as in the collections of the Linen module: parameters (`nnx.Param`; those of low-rank
-    adaptation are `nnx.LoRAParam`), the FP8 state under autocast (`Fp8State`), the cache when decoding (`nnx.Cache`)
-    and submodules. Further attributes:
+    adaptation are `nnx.LoRAParam`), the FP8 state under autocast (`Fp8State`), the cache when decoding (`nnx.Cache`),
+    biases of experts (`ExpertBias`), losses of routers until they are taken (`Loss`) and submodules. Others:
 
     linen:         The Linen module. Its fields can be read as attributes too.
     deterministic: False. The default of calls.

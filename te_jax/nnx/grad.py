@@ -93,8 +93,9 @@ def value_and_grad(
             path = "/".join(map(str, nnx.to_flat_state(left)[0][0]))
             warn_once(
                 "te_jax.nnx.value_and_grad",
-                f"the function leaves losses of routers in the model, {path} and what else nobody took: add "
-                "sum(jax.tree.leaves(nnx.pop(model, te_jax.nnx.Loss))) to its loss, or set their coefficients to 0.",
+                f"the function leaves losses of routers in the model, {path} and what else nobody took: add the sum of "
+                "nnx.pop(model, te_jax.nnx.Loss) to its loss, as MoEBlock's docstring does, or set the coefficients to "
+                "0.",
             )
         return value, grads
 

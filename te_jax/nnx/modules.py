@@ -111,7 +111,7 @@ class MoEBlock(Layer):
     `nnx.pop(model, te_jax.nnx.Loss)` gives and removes those of a model:
 
         y = model(x)
-        loss = loss_of(y) + sum(jax.tree.leaves(nnx.pop(model, te_jax.nnx.Loss)))
+        loss = loss_of(y) + sum(map(jnp.sum, jax.tree.leaves(nnx.pop(model, te_jax.nnx.Loss))))
 
     `expert_bias` is an `ExpertBias`, which `te_jax.nnx.value_and_grad` moves.
     """

@@ -24,7 +24,8 @@ from te_jax.ops.source import PerExpert, Source
 def expert_of_tile(offsets: jax.Array, rows: int) -> jax.Array:
     """i32[rows / 128]: the expert of each tile of 128 rows, E behind the last group."""
     starts = jnp.arange(rows // ALIGNMENT, dtype=offsets.dtype) * ALIGNMENT
-    return jnp.searchsorted(offsets[1:], starts, side="right", method="compare_all").astype(jnp.int32)
+    # Not jnp.searchsorted, which fails within `jax.shard_map`.
+    return jnp.sum(offsets[None, 1:] <= starts[:, None], 1, dtype=jnp.int32)
 
 
 def expert_of_row(offsets: jax.Array, counts: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -288,13 +289,14 @@ def grouped_activation_grad_source(dy, x, groups: Groups, attrs: dict) -> Source
 
 
 def _experts_of_rows(groups: Groups, row: tuple[int, ...]) -> PerExpert:
-    """Of elements [R, *row]. What is no token's is left out."""
-    rows = groups.slots.shape[0]
-    expert, is_token = expert_of_row(groups.offsets, groups.counts, rows)
+    """Of elements [R, *row], zeros in the rows that pad a group. The tail is left out."""
+
+    def spread(of_expert):
+        expert, _ = expert_of_row(groups.offsets, groups.counts, groups.slots.shape[0])
+        return jnp.expand_dims(jnp.asarray(of_expert)[expert], tuple(range(1, 1 + len(row))))
 
     def total(x):
-        sums = dbias_of_experts(tokens_alone(x, is_token), groups.offsets, groups.counts)
+        sums = dbias_of_experts(x, groups.offsets, groups.counts)
         return jnp.sum(sums, tuple(range(1, sums.ndim)))
 
-    spread = lambda of_expert: jnp.expand_dims(jnp.asarray(of_expert)[expert], tuple(range(1, 1 + len(row))))
     return PerExpert(spread, total, jnp.maximum(groups.counts.astype(jnp.float32) * prod(row), 1.0))
