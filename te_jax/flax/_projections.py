@@ -205,10 +205,14 @@ def repeat_groups(query, *others):
 
 def spread_over_heads(x, like):
     """x [b, t, 1, c] for each head of like [b, t, h, ...]: [b, t, h, c], placed as these heads are."""
-    names, _ = _split_over(like, -2)
-    if on_explicit_mesh(jax.typeof(like)):  # under sequence parallelism the one head lies otherwise; it crosses devices
-        x = jax.sharding.reshard(x, spec_of((*entries(jax.typeof(like))[:-2], (), ())))
-    return place_axis(jnp.broadcast_to(x, (*like.shape[:-1], x.shape[-1])), -2, names)
+    shape, aval = (*like.shape[:-1], x.shape[-1]), jax.typeof(like)
+    if not on_explicit_mesh(aval):
+        return place_axis(jnp.broadcast_to(x, shape), -2, _split_over(like, -2)[0])
+    # The one head may lie otherwise, as under sequence parallelism. It crosses devices, and so does the sum over heads
+    # of its gradient, for which the broadcast has to be sharded where it is made.
+    x = jax.sharding.reshard(x, spec_of((*entries(aval)[:-2], (), ())))
+    spec = spec_of((*entries(aval)[:-1], ()))
+    return jax.lax.broadcast_in_dim(x, shape, range(x.ndim), out_sharding=spec)
 
 
 # -- initial values ---------------------------------------------------------------------------------------------

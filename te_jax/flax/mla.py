@@ -15,6 +15,7 @@ from te_jax.flax.cache import KVCache
 from te_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral
 from te_jax.flax.mha import attend_heads, input_of
 from te_jax.layers import QuantizedKernel, layernorm
+from te_jax.ops.attention.reference import scores
 from te_jax.ops.rope import Scaling
 from te_jax.sharding import (
     BATCH_AXES,
@@ -226,10 +227,9 @@ class MultiHeadLatentAttention(Module):
             up, _ = self._kv_up(latent[..., 0, :], norm=False)
             return self._attend(query, up, rotary, mask, bias, deterministic, cache)
         to_key, to_value = self._absorbed_kernels(weights, latent.dtype)
-        rows = "sbhd,tbd" if self.transpose_batch_sequence else "bshd,btd"
         # The rope channels come as a bias: keys that held both would be one more copy of the cache.
-        logits = jnp.einsum(f"{rows}->bhst", query[1], rotary[..., 0, :], preferred_element_type=jnp.float32)
-        bias = self._scale * logits if bias is None else self._scale * logits + cache.columns("bias", bias)
+        logits = self._scale * scores(*(jnp.swapaxes(x, 0, 1 - sequence) for x in (query[1], rotary)))
+        bias = logits if bias is None else logits + cache.columns("bias", bias)
         wide = jnp.einsum("...hn,rhn->...hr", query[0], to_key)
         own = dict(head_dim=self.kv_lora_rank, scale_factor=self._scale)
         context = attend_heads(self, (wide, latent, latent), mask, bias, deterministic, cache, **own)
