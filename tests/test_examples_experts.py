@@ -44,7 +44,7 @@ def test_senseless_arguments_of_experts(arguments, message, capsys):
 
 def test_experts_of_arguments_and_checkpoints():
     args = config.parse(["--moe", "4", "--top-k", "1", "--balance", "bias"], "tiny")
-    assert args.model.experts == config.Experts(4, 1, "bias") and args.model.hidden == config.TINY.hidden
+    assert args.model.experts == config.Experts(4, 1, "bias", 4 / 300) and args.model.hidden == config.TINY.hidden
     key = json.loads(json.dumps(config.resume_key(args, "")))
     assert config.Model.of(key) == args.model and not config.differing(key, config.resume_key(args, ""))
     early = {name: value for name, value in key.items() if name != "experts"}
@@ -102,7 +102,7 @@ def test_balanced_by_a_bias(tmp_path):
     ]
     model, variables, trained = generate.load(tmp_path / "fp8", bf16=False)
     (bias,) = jax.tree.leaves(variables["expert_bias"])
-    steps = np.asarray(bias) / 1e-3  # each moves it by -1, 0 or 1
+    steps = np.asarray(bias) / (config.BIAS_TRAVEL / 12)  # each moves it by -1, 0 or 1
     assert bias.shape == (1, 3) and steps.any() and np.abs(steps).max() < 12.5
     np.testing.assert_allclose(steps, np.round(steps), atol=1e-3)
     choose = generate.chooser(True, 1.0, 0)
