@@ -11,6 +11,7 @@ from example_runs import compiled_once, train  # noqa: F401
 
 import generate  # isort: skip
 from gpt import config, flops, load  # isort: skip
+from gpt.model import GPT  # isort: skip
 
 MOE = ["--preset", "moe-tiny", "--layers", "1", "--moe", "3", "--eval-every", "0"]
 
@@ -23,6 +24,9 @@ def test_a_token_meets_its_own_experts():
     assert flops.per_token(model, seq_len=0) == 6 * (around + model.layers * 2 * expert)
     assert (around + model.layers * 2 * expert) / 1e9 == pytest.approx(0.3, rel=0.05)
     assert (around + model.layers * 8 * expert) / 1e9 == pytest.approx(1.0, rel=0.05)
+    shapes = jax.eval_shape(GPT(model, max_len=16).init, jax.random.key(0), jnp.zeros((1, 16), jnp.int32))["params"]
+    held, norms = sum(p.size for p in jax.tree.leaves(shapes)), (2 * model.layers + 1) * model.hidden
+    assert held == around + model.layers * 8 * expert + norms
 
 
 @pytest.mark.parametrize(
