@@ -9,7 +9,6 @@ weights are named here. Weights start as the layer draws them, which is not how 
 
 import argparse
 import dataclasses
-import functools
 import math
 import sys
 from collections.abc import Callable
@@ -21,167 +20,46 @@ import jax.numpy as jnp
 import te_jax as te
 import te_jax.flax as te_flax
 from te_jax import recipe
+from te_jax.models import SIZES, ModelConfig, families
+from te_jax.models.families import Size, exact_gelu  # noqa: F401  (exact_gelu: BERT's and Falcon's)
 from te_jax.ops.attention import SequenceDescriptor
 
-# "gelu" is the tanh form, which GPT-2 and T5 1.1 have. BERT and Falcon have the exact one. No kernel quantizes a
-# function of the user's as it computes: under FP8 it is plain JAX between the GEMMs.
-exact_gelu = functools.partial(jax.nn.gelu, approximate=False)
 
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """What differs between the models of a family."""
-
-    hidden: int
-    ffn: int
-    heads: int
-    layers: int  # blocks; of T5, in the encoder and in the decoder each
-    groups: int | None = None  # of keys and values; None: as many as heads
-    head_dim: int | None = None  # None: hidden / heads
-    gated: bool = False  # T5 1.1: gelu times linear, where 1.0 has relu
-    one_norm: bool = False  # Falcon 7B: attention and MLP share theirs
-
-    def fields(self) -> dict:
-        return dict(
-            hidden_size=self.hidden,
-            mlp_hidden_size=self.ffn,
-            num_attention_heads=self.heads,
-            num_gqa_groups=self.groups,
-            kv_channels=self.head_dim,
-        )
-
-
-SIZES = {
-    "gpt2": Size(768, 3072, 12, 12),
-    "gpt2-medium": Size(1024, 4096, 16, 24),
-    "gpt2-large": Size(1280, 5120, 20, 36),
-    "gpt2-xl": Size(1600, 6400, 25, 48),
-    "bert-base": Size(768, 3072, 12, 12),
-    "bert-large": Size(1024, 4096, 16, 24),
-    "t5-small": Size(512, 2048, 8, 6),
-    "t5-base": Size(768, 3072, 12, 12),
-    "t5-large": Size(1024, 4096, 16, 24),
-    "t5-3b": Size(1024, 16384, 32, 24, head_dim=128),
-    "t5-11b": Size(1024, 65536, 128, 24, head_dim=128),
-    "t5-v1.1-small": Size(512, 1024, 6, 8, head_dim=64, gated=True),
-    "t5-v1.1-base": Size(768, 2048, 12, 12, gated=True),
-    "t5-v1.1-large": Size(1024, 2816, 16, 24, gated=True),
-    "t5-v1.1-xl": Size(2048, 5120, 32, 24, gated=True),
-    "t5-v1.1-xxl": Size(4096, 10240, 64, 24, gated=True),
-    "llama3-8b": Size(4096, 14336, 32, 32, groups=8),
-    "llama3-70b": Size(8192, 28672, 64, 80, groups=8),
-    "falcon-7b": Size(4544, 18176, 71, 32, groups=1, one_norm=True),
-    "falcon-40b": Size(8192, 32768, 128, 60, groups=8),
-}
-
-
-def _layer(size: Size | str, own: dict, fields: dict) -> te_flax.TransformerLayer:
-    """`fields` are the caller's and win."""
-    size = SIZES[size] if isinstance(size, str) else size
-    return te_flax.TransformerLayer(**size.fields() | own | fields)
+def _block(family: Callable[[Size], ModelConfig], size: Size | str, fields: dict, **own) -> te_flax.TransformerLayer:
+    """A layer of the family's models. `fields` are the caller's and win."""
+    config = family(SIZES[size] if isinstance(size, str) else size)
+    return te_flax.TransformerLayer(**config.fields_of_layer(0) | own | fields)
 
 
 def gpt2_block(size: Size | str = "gpt2", **fields) -> te_flax.TransformerLayer:
-    """Radford et al. 2019, https://openai.com/index/better-language-models. Norms come first, biases everywhere."""
-    own = dict(
-        layernorm_epsilon=1e-5,
-        use_bias=True,
-        mlp_activations=("gelu",),
-        self_attn_mask_type="causal",
-        hidden_dropout=0.1,
-        attention_dropout=0.1,
-    )
-    return _layer(size, own, fields)
+    """Of `te_jax.models.families.gpt2`."""
+    return _block(families.gpt2, size, fields)
 
 
 def bert_block(size: Size | str = "bert-base", **fields) -> te_flax.TransformerLayer:
-    """Devlin et al. 2018, https://arxiv.org/abs/1810.04805. Norms come last: y = norm(x + attention(x)), then
-    norm(y + mlp(y)).
-
-    Pass attention_mask, a `SequenceDescriptor` of lengths or an array that is True at padding.
-    """
-    own = dict(
-        layernorm_epsilon=1e-12,
-        use_bias=True,
-        mlp_activations=(exact_gelu,),
-        self_attn_mask_type="padding",
-        # The norm of the MLP is the one behind attention, and what the residual connection takes up; that of attention
-        # moves to the end of the block.
-        apply_residual_connection_post_layernorm=True,
-        output_layernorm=True,
-        hidden_dropout=0.1,
-        attention_dropout=0.1,
-    )
-    return _layer(size, own, fields)
-
-
-def _t5_block(size: Size | str, own: dict, fields: dict) -> te_flax.TransformerLayer:
-    size = SIZES[size] if isinstance(size, str) else size
-    own |= dict(
-        layernorm_type="rmsnorm",
-        layernorm_epsilon=1e-6,
-        mlp_activations=("gelu", "linear") if size.gated else ("relu",),
-        enable_relative_embedding=True,
-        scale_attn_logits=False,  # what divides them elsewhere is in the query's weights
-        scaled_query_init=True,
-        hidden_dropout=0.1,
-        attention_dropout=0.1,
-        intermediate_dropout=0.1,
-    )
-    return _layer(size, own, fields)
+    """Of `te_jax.models.families.bert`. Pass attention_mask, a `SequenceDescriptor` of lengths or an array that is True
+    at padding."""
+    return _block(families.bert, size, fields)
 
 
 def t5_encoder_block(size: Size | str = "t5-base", **fields) -> te_flax.TransformerLayer:
-    """Raffel et al. 2019, https://arxiv.org/abs/1910.10683. RMSNorm first, no biases, relative positions both ways.
-
-    T5 has one table of relative biases for all blocks of a stack: pass them one `te_flax.RelativePositionBiases` as
-    relative_embedding; else each has its own. attention_mask as of `bert_block`.
-    """
-    return _t5_block(size, dict(self_attn_mask_type="padding"), fields)
+    """Of `te_jax.models.families.t5`, with a table of relative biases of its own. attention_mask as of `bert_block`."""
+    return _block(families.t5, size, fields)
 
 
 def t5_decoder_block(size: Size | str = "t5-base", **fields) -> te_flax.TransformerLayer:
     """As `t5_encoder_block`, with relative positions of the past alone; cross-attention to `encoded` has none."""
-    return _t5_block(size, dict(layer_type="decoder", self_attn_mask_type="causal"), fields)
+    return _block(families.t5, size, fields, layer_type="decoder", self_attn_mask_type="causal")
 
 
 def llama3_block(size: Size | str = "llama3-8b", **fields) -> te_flax.TransformerLayer:
-    """Meta 2024, https://arxiv.org/abs/2407.21783. RMSNorm, RoPE, grouped keys and values, SwiGLU, no biases.
-
-    Channel i of a head turns with channel i + d/2, as in Hugging Face's checkpoints; Meta's own turn neighbours: with
-    those, rotary_pos_emb_group_method="consecutive".
-    """
-    own = dict(
-        layernorm_type="rmsnorm",
-        layernorm_epsilon=1e-5,
-        mlp_activations=("silu", "linear"),
-        self_attn_mask_type="causal",
-        enable_rotary_pos_emb=True,
-        rotary_pos_emb_windows=(1, 500_000),
-        rotary_pos_emb_group_method="alternate",
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )
-    return _layer(size, own, fields)
+    """Of `te_jax.models.families.llama3`."""
+    return _block(families.llama3, size, fields)
 
 
 def falcon_block(size: Size | str = "falcon-7b", **fields) -> te_flax.TransformerLayer:
-    """TII 2023, https://arxiv.org/abs/2311.16867. Attention and MLP read the same input: x + attention(norm(x)) +
-    mlp(norm(x)), with one norm in 7B and two in 40B; RoPE, few keys and values, no biases but those of the norms."""
-    size = SIZES[size] if isinstance(size, str) else size
-    own = dict(
-        layernorm_epsilon=1e-5,
-        mlp_activations=(exact_gelu,),
-        self_attn_mask_type="causal",
-        parallel_attention_mlp=True,
-        parallel_shared_layernorm=size.one_norm,
-        enable_rotary_pos_emb=True,
-        rotary_pos_emb_windows=(1, 10_000),
-        rotary_pos_emb_group_method="alternate",
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )
-    return _layer(size, own, fields)
+    """Of `te_jax.models.families.falcon`."""
+    return _block(families.falcon, size, fields)
 
 
 SHOWN = ("gpt2", "bert-base", "t5-base", "t5-v1.1-base", "llama3-8b", "falcon-7b", "falcon-40b")
@@ -193,6 +71,7 @@ FAMILIES: dict[str, tuple[Callable, ...]] = {  # the beginning of a size's name 
     "llama3": (llama3_block,),
     "falcon": (falcon_block,),
 }
+KNOWN = [name for name in SIZES if name.startswith(tuple(FAMILIES))]
 
 
 def tiny(size: Size) -> Size:
@@ -235,12 +114,12 @@ def forward_and_backward(block: te_flax.TransformerLayer) -> tuple[float, float]
 
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description="Blocks of five models, made of te_jax.flax.TransformerLayer.")
-    p.add_argument("models", nargs="*", metavar="MODEL", help=f"some of {', '.join(SIZES)} [default: one of each]")
+    p.add_argument("models", nargs="*", metavar="MODEL", help=f"some of {', '.join(KNOWN)} [default: one of each]")
     p.add_argument("--fp8", action="store_true", help="run the tiny blocks in FP8 with delayed scaling")
     args = p.parse_args(argv)
     for name in args.models:
-        if name not in SIZES:
-            p.error(f"there is no model {name}: give some of {', '.join(SIZES)}")
+        if name not in KNOWN:
+            p.error(f"there is no model {name}: give some of {', '.join(KNOWN)}")
     for name in args.models or SHOWN:
         size = SIZES[name]
         for block in next(blocks for family, blocks in FAMILIES.items() if name.startswith(family)):
