@@ -53,6 +53,38 @@ struct BlockScales {
   float rows[2], halves[2];
 };
 
+// Those of a tile's steps, one after the other.
+template <Sums kSums>
+struct ScaleReader {
+  const float *rows = nullptr, *halves = nullptr;
+  int lower = 0, right = 0;  // from the first of a pair to the second
+
+  // row: of the thread's first row of two, in the left factor; the other one is 8 below.
+  __device__ __forceinline__ ScaleReader(const Problem& p, const Tile& tile, int row) {
+    if constexpr (kSums == Sums::kSplit) return;
+    row = min(row, p.rows - 1);
+    rows = p.left_blocks + int64_t{tile.k / kBlock} * p.rows + row, lower = row + 8 < p.rows ? 8 : 0;
+    if constexpr (kSums == Sums::kSquares) {
+      const int along = Parts(p.k, kBlock), squares = Parts(p.columns, kBlock);
+      const int square = min(tile.right_row / kBlock, squares - 1);
+      halves = p.right_blocks + (int64_t{tile.expert} * squares + square) * along;
+      right = square + 1 < squares ? along : 0;
+    }
+  }
+
+  // Of the next step. stride: p.rows.
+  __device__ __forceinline__ BlockScales Read(int stride) {
+    BlockScales scales;
+    scales.rows[0] = rows[0], scales.rows[1] = rows[lower];
+    rows += stride;
+    if constexpr (kSums == Sums::kSquares) {
+      scales.halves[0] = halves[0], scales.halves[1] = halves[right];
+      ++halves;
+    }
+    return scales;
+  }
+};
+
 // A warp's part in the products: 16 rows of a tile.
 template <Factors kFactors, Sums kSums, typename P>
 struct Consumer {
@@ -101,21 +133,6 @@ struct Consumer {
     if (tile.steps > 0) Release(before);
   }
 
-  // Those of a tile's step. There are less than 2^31 of them in all (gemm_grouped.cc).
-  __device__ __forceinline__ BlockScales ScalesOf(const Tile& tile, int step) const {
-    BlockScales scales;
-    const int block = tile.k / kBlock + step, row = min(tile.left_row + Row(), p.rows - 1);
-    const float* of_rows = p.left_blocks + block * p.rows + row;
-    scales.rows[0] = of_rows[0], scales.rows[1] = of_rows[row + 8 < p.rows ? 8 : 0];
-    if constexpr (kSums == Sums::kSquares) {
-      const int along = Parts(p.k, kBlock), squares = Parts(p.columns, kBlock);
-      const int square = min(tile.right_row / kBlock, squares - 1);
-      const float* of_halves = p.right_blocks + (tile.expert * squares + square) * along + block;
-      scales.halves[0] = of_halves[0], scales.halves[1] = of_halves[square + 1 < squares ? along : 0];
-    }
-    return scales;
-  }
-
   // Half of a tile's columns: sums += part, times the scales of this step.
   __device__ __forceinline__ void Promote(int half, int stage, const BlockScales& scales,
                                           const float (&part)[64], float (&sums)[128]) const {
@@ -143,11 +160,12 @@ struct Consumer {
   // sums: the products of a tile, in f32 every 128 of k.
   __device__ __forceinline__ void MultiplySplit(const Tile& tile, float (&sums)[128]) {
     constexpr bool kScaled = kSums != Sums::kSplit;
+    ScaleReader<kSums> reader(p, tile, tile.left_row + Row());
     BlockScales next;  // a step ahead
-    if (kScaled && tile.steps > 0) next = ScalesOf(tile, 0);
+    if (kScaled && tile.steps > 0) next = reader.Read(p.rows);
     for (int step = 0; step < tile.steps; ++step) {
       const BlockScales scales = next;
-      if (kScaled && step + 1 < tile.steps) next = ScalesOf(tile, step + 1);
+      if (kScaled && step + 1 < tile.steps) next = reader.Read(p.rows);
       const int stage = ring.stage;
       WaitBarrier(AddressOf(&s.full[stage]), ring.parity);
       const uint64_t left = Left(stage), right = Right(stage);
