@@ -2,14 +2,15 @@
 
     python examples/generate.py --prompt "def main(" --prompt "import " --tokens 100
 
-It reads the last checkpoint of --checkpoint, and runs in the precision of training. See examples/README.md; `--help`
-lists the options.
+It reads the last checkpoint of --checkpoint, and runs in the precision of training; or, with --hf DIR, a checkpoint of
+Hugging Face's form. See examples/README.md; `--help` lists the options.
 """
 
 import argparse
 import pathlib
 import sys
 import time
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -19,6 +20,9 @@ import optax
 from gpt import checkpoint, config, steps
 from gpt.model import GPT, VOCAB
 from train_gpt import fp8_recipe
+
+from te_jax import models
+from te_jax.models import GREEDY, Sampling, read_prompts, write_tokens
 
 
 def load(directory: pathlib.Path, bf16: bool):
@@ -50,15 +54,11 @@ def model_of(run: dict):
 
 def chooser(greedy: bool, temperature: float, top_k: int):
     """(key, logits f32[b, 256]) -> the next byte of each row, i32[b]."""
+    return sampler(greedy, temperature, top_k).choose
 
-    def choose(key, logits):
-        if greedy:
-            return jnp.argmax(logits, -1).astype(jnp.int32)
-        if top_k:
-            logits = jnp.where(logits < jax.lax.top_k(logits, top_k)[0][:, -1:], -jnp.inf, logits)
-        return jax.random.categorical(key, logits / temperature).astype(jnp.int32)
 
-    return choose
+def sampler(greedy: bool, temperature: float, top_k: int) -> Sampling:
+    return GREEDY if greedy else Sampling(temperature, top_k or None)
 
 
 def last(logits: jax.Array, lengths: jax.Array) -> jax.Array:
@@ -74,26 +74,9 @@ def with_cache(model: GPT, choose, count: int):
     """
 
     def read(variables, prompts, lengths):
-        positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
-        slots = prompts.shape[1] + count
-        options = dict(decode=True, max_decode_length=slots, mutable=["cache"])
-        logits, cache = model.apply(variables, prompts, lengths, positions, **options)
-        return last(logits, lengths), cache
+        return read_prompts(model, variables, prompts, lengths, prompts.shape[1] + count)
 
-    def write(variables, state, lengths, key):
-        def step(state, i):
-            logits, cache = state
-            token = choose(jax.random.fold_in(key, i), logits)
-            positions = (lengths + i)[:, None]
-            logits, cache = model.apply(
-                {**variables, **cache}, token[:, None], None, positions, decode=True, mutable=["cache"]
-            )
-            return (logits[:, 0], cache), token
-
-        state, tokens = jax.lax.scan(step, state, jnp.arange(count))
-        return tokens.T, state
-
-    return read, write
+    return read, partial(write_tokens, model, count=count, choose=choose)
 
 
 def without_cache(model: GPT, choose, count: int):
@@ -142,10 +125,41 @@ def generate(model: GPT, variables, recipe, prompts: list[bytes], count: int, ch
     return tokens, was_read - began, time.perf_counter() - was_read
 
 
+def generate_hf(args: argparse.Namespace, sampling: Sampling) -> int:
+    """Continues the prompts with a checkpoint of Hugging Face's form."""
+    config.need("tokenizers", "safetensors")
+    import tokenizers
+
+    from te_jax import hf
+
+    folder = pathlib.Path(args.hf)
+    model, variables = hf.load(folder)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = [tokenizer.encode(prompt).ids for prompt in args.prompt]
+    lengths = np.array([len(text) for text in texts], np.int32)
+    if not lengths.all():
+        raise ValueError("a prompt is empty: give at least one word")
+    padded = np.stack([np.pad(text, (0, lengths.max() - len(text))) for text in texts]).astype(np.int32)
+    key = None if args.greedy else jax.random.key(args.seed)
+    options = dict(lengths=lengths, sampling=sampling, key=key)
+    run = jax.jit(lambda variables: models.generate(model, variables, padded, args.tokens, **options))
+    run = run.lower(variables).compile()
+    began = time.perf_counter()
+    words = np.asarray(run(variables))
+    seconds = time.perf_counter() - began
+    for prompt, row in zip(args.prompt, words):
+        print(f"=== {prompt!r}", prompt + tokenizer.decode(row.tolist()), sep="\n")
+    print(
+        f"=== {model.params_dtype.name}: {words.size} tokens in {seconds:.2f} s, {words.size / seconds:,.0f} tokens/s"
+    )
+    return 0
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description="Continue texts with a GPT that train_gpt.py trained, with a KV cache.")
     add = p.add_argument
     add("--checkpoint", help="of train_gpt.py [default: runs/gpt/fp8, else runs/gpt/bf16]", metavar="DIR")
+    add("--hf", help="a checkpoint of Hugging Face's form instead, with its tokenizer.json", metavar="DIR")
     add("--prompt", help="text to continue; repeat it for a batch", action="append", metavar="TEXT")
     add("--tokens", help="bytes to add to each prompt [default: 100]", type=int, default=100, metavar="N")
     add("--temperature", help="divides the logits [default: 0.8]", type=float, default=0.8, metavar="T")
@@ -159,8 +173,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         p.error(f"--tokens is {args.tokens}: give 1 or more")
     if not args.temperature > 0:
         p.error(f"--temperature is {args.temperature}: give more than 0, or --greedy")
-    if not 0 <= args.top_k <= VOCAB:
+    if args.top_k < 0 or (args.top_k > VOCAB and not args.hf):
         p.error(f"--top-k is {args.top_k}: give 0 to {VOCAB}")
+    if args.hf and (args.checkpoint or args.bf16 or args.no_cache):
+        p.error("--hf takes neither --checkpoint nor --bf16 nor --no-cache: leave them out")
     if args.checkpoint is None:
         args.checkpoint = next((d for d in ("runs/gpt/fp8", "runs/gpt/bf16") if pathlib.Path(d).is_dir()), "runs/gpt")
     args.prompt = args.prompt or ["def ", "class Parser:\n"]
@@ -170,8 +186,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     prompts = [prompt.encode() for prompt in args.prompt]
-    choose = chooser(args.greedy, args.temperature, args.top_k)
+    sampling = sampler(args.greedy, args.temperature, args.top_k)
+    choose = sampling.choose
     try:
+        if args.hf:
+            return generate_hf(args, sampling)
         model, variables, recipe = load(pathlib.Path(args.checkpoint), args.bf16)
         tokens, reading, writing = generate(
             model, variables, recipe, prompts, args.tokens, choose, args.seed, not args.no_cache

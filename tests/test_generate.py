@@ -1,9 +1,11 @@
 """examples/generate.py on a checkpoint of examples/train_gpt.py. How well it writes is not tested here."""
 
 import contextlib
+import importlib.machinery
 import io
 import pathlib
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -120,3 +122,33 @@ def test_senseless_arguments(arguments, capsys):
     with pytest.raises(SystemExit):
         generate.main(arguments)
     assert f"{arguments[0]} is {arguments[1]}" in capsys.readouterr().err.replace("0.0", "0")
+
+
+def test_a_checkpoint_of_another_house(monkeypatch, capsys):
+    """--hf: greedy words of a fixture of test_hf.py, behind prompts of two lengths, by a stand-in for `tokenizers`."""
+    pytest.importorskip("safetensors")
+    folder = pathlib.Path(__file__).parent / "hf_fixtures" / "llama3"
+    due = np.load(folder / "expected.npz")
+
+    class Tokenizer:
+        @staticmethod
+        def from_file(path):
+            assert path == str(folder / "tokenizer.json")
+            return Tokenizer
+
+        encode = staticmethod(lambda text: types.SimpleNamespace(ids=[int(word) for word in text.split()]))
+        decode = staticmethod(lambda ids: "".join(f" {word}" for word in ids))
+
+    stub = types.ModuleType("tokenizers")
+    stub.__spec__, stub.Tokenizer = importlib.machinery.ModuleSpec("tokenizers", None), Tokenizer
+    monkeypatch.setitem(sys.modules, "tokenizers", stub)
+    texts = [" ".join(map(str, row)) for row in (due["tokens"][0], due["tokens"][1][:4])]
+    prompts = [f"--prompt={text}" for text in texts]
+    with jax.default_matmul_precision("highest"):
+        assert generate.main([f"--hf={folder}", "--greedy", "--tokens=8", *prompts]) == 0
+    first, text, _, other, speed = capsys.readouterr().out.splitlines()
+    assert first == f"=== {texts[0]!r}" and text == " ".join([texts[0], *map(str, due["words"][0][:8])])
+    assert other.startswith(f"{texts[1]} ") and len(other.split()) == 12
+    assert speed.startswith("=== float32: 16 tokens in")
+    with pytest.raises(SystemExit):
+        generate.main(["--hf=somewhere", "--no-cache"])

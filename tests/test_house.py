@@ -37,6 +37,7 @@ SHARED_NAMES = {
         "TransformerLayer",
     },
     "the same function for Linen and for NNX": {"value_and_grad"},
+    "te_jax.hf reads and writes checkpoints": {"load", "save"},
     "te_jax.compat has the incumbent's names, which take the incumbent's arguments": {
         "DelayedScaling",
         "Float8BlockScaling",

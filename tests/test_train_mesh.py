@@ -165,7 +165,7 @@ def test_parameters_and_moments_are_divided():
 
     is_adam = lambda node: hasattr(node, "mu")
     adam = next(filter(is_adam, jax.tree.leaves(state.opt_state, is_leaf=is_adam)))
-    parts = {"kernel": 4, "wi_kernel": 4, "wo_kernel": 4, "embedding": 2, "positions": 2, "wi_bias": 2}
+    parts = {"kernel": 4, "wi_kernel": 4, "wo_kernel": 4, "embedding": 4, "positions": 2, "wi_bias": 2}
     for tree in (state.params, adam.mu, adam.nu):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             name, of = path[-1].key, path[-2].key if len(path) > 1 else ""

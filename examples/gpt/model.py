@@ -1,18 +1,15 @@
-"""A byte-level GPT of te_flax modules. Parameters are f32, activations bf16; logits and loss are f32."""
+"""A byte-level GPT. Parameters are f32, activations bf16; logits and loss are f32."""
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-import te_jax.flax as te_flax
-from te_jax.ops.attention import SequenceDescriptor
-from te_jax.sharding import W_FSDP_AXES, W_NO_SHARD_AXES, reorder_causal_load_balancing
+from te_jax.models import CausalLM, ModelConfig
+from te_jax.sharding import reorder_causal_load_balancing
 
 from .config import Experts, Model
 
 VOCAB = 256  # a token is a byte
-# Of each layer its own; the last three are of experts: the bias of the choice, terms of the loss, the loads.
-COLLECTIONS = ("params", "fp8_metas", "fp8_kernels", "cache", "expert_bias", "losses", "intermediates")
 
 
 def layer_fields(config: Model, dropout: float, deterministic_gradients: bool = False) -> dict:
@@ -57,47 +54,23 @@ def logits_of(x: jax.Array, head: jax.Array) -> jax.Array:
     return jnp.einsum("bsh,vh->bsv", x, head.astype(x.dtype), preferred_element_type=jnp.float32)
 
 
-class Block(nn.Module):
-    """One transformer layer, in the shape that `nn.scan` wants: (carry, x) -> (carry, y)."""
-
-    config: Model
-    dropout: float
-    decode: bool = False
-    max_decode_length: int | None = None
-    sequence_parallel: bool = False
-    cp: int = 1
-    cp_strategy: str = "DEFAULT"
-    deterministic_gradients: bool = False
-    train: bool = False
-
-    @nn.compact
-    def __call__(self, x, lengths):
-        c = self.config
-        layer = te_flax.TransformerLayer(
-            **layer_fields(c, self.dropout, self.deterministic_gradients),
-            enable_sequence_parallel=self.sequence_parallel,
-            # The axis itself is the MeshResource's. RoPE turns by the places that the order says.
-            context_parallel_causal_load_balanced=self.cp > 1,
-            context_parallel_strategy=self.cp_strategy,
-        )
-        return layer(
-            x,
-            attention_mask=None if lengths is None else SequenceDescriptor.from_seqlens(lengths),
-            deterministic=self.dropout == 0 and not self.train,
-            decode=self.decode,
-            max_decode_length=self.max_decode_length,
-        ), None
+def architecture(config: Model, max_len: int, layer: dict) -> ModelConfig:
+    """The model as `te_jax.models` says it. layer: fields of its layers."""
+    return ModelConfig(
+        vocab_size=VOCAB,
+        num_layers=config.layers,
+        hidden_size=config.hidden,
+        layer={name: value for name, value in layer.items() if name != "hidden_size"},
+        max_positions=None if config.rope else max_len,
+        tie_embeddings=config.tie_embeddings,
+    )
 
 
 class GPT(nn.Module):
-    """tokens int[b, s] -> logits f32[b, s, 256].
+    """tokens int[b, s] -> logits f32[b, s, 256]: a `te_jax.models.CausalLM`, whose parameters are its own.
 
-    decode:    the tokens follow those in the collection `cache`; lengths int[b] of them are not padding, None: all.
-    positions: int[b, s], which learned positions need to know when decoding; RoPE counts by itself.
-    max_decode_length: slots of the cache, for the call that finds none.
-    train:     experts sow into the collections `losses` (terms that keep their loads even) and `intermediates` (loads).
-    sequence_parallel: the sequence is divided over the tensor-parallel devices outside of the GEMMs.
     fp8_params: kernels are parameters in FP8, where there is a recipe: see `steps.initial`.
+    sequence_parallel: the sequence is divided over the tensor-parallel devices outside of the GEMMs.
     cp: devices of the MeshResource's cp_resource, which divide the sequence; with 2 or more, tokens and logits are in
         the order of `reorder_causal_load_balancing`. cp_strategy: how attention gets keys and values of all of it.
     deterministic_gradients: of attention: the same bits in every run.
@@ -113,42 +86,26 @@ class GPT(nn.Module):
     fp8_params: bool = False
     deterministic_gradients: bool = False
 
-    @nn.compact
-    def __call__(
-        self, tokens, lengths=None, positions=None, *, decode=False, max_decode_length=None, train=False
-    ) -> jax.Array:
-        c = self.config
-        # Their rows are few: a byte has 256 values. The hidden axis is divided as those of the layers' kernels are.
-        table = nn.with_logical_partitioning(nn.initializers.normal(0.02), (W_NO_SHARD_AXES, W_FSDP_AXES))
-        embedding = self.param("embedding", table, (VOCAB, c.hidden), jnp.float32)
-        x = embedded(tokens, embedding)
-        if not c.rope:
-            learned = self.param("positions", table, (self.max_len, c.hidden), jnp.float32)
-            if decode and positions is None:
-                raise ValueError("GPT: learned positions and decode=True; pass positions int[b, s].")
-            if positions is not None:
-                x = x + learned[positions]
-            else:
-                in_order = learned[: tokens.shape[1]]
-                x = x + (reorder_causal_load_balancing(in_order, self.cp, axis=0) if self.cp > 1 else in_order)
-        x = x.astype(jnp.bfloat16)
-
-        # One layer is traced and compiled, whatever their number. The FP8 state gets a leading layer axis, as
-        # the parameters and the cache do. With `remat` a layer keeps its input alone, and runs again in the backward
-        # pass.
-        layers = nn.scan(
-            nn.remat(Block, prevent_cse=False) if self.remat else Block,
-            variable_axes=dict.fromkeys(COLLECTIONS, 0),
-            split_rngs={"params": True, "dropout": True},
-            in_axes=nn.broadcast,
-            length=c.layers,
-            metadata_params={nn.PARTITION_NAME: None},
+    def setup(self):
+        layer = dict(
+            enable_sequence_parallel=self.sequence_parallel,
+            # The axis itself is the MeshResource's. RoPE turns by the places that the order says.
+            context_parallel_causal_load_balanced=self.cp > 1,
+            context_parallel_strategy=self.cp_strategy,
         )
-        fields = (self.dropout, decode, max_decode_length, self.sequence_parallel, self.cp, self.cp_strategy)
-        x, _ = layers(c, *fields, self.deterministic_gradients, train, name="layers")(x, lengths)
-        x = te_flax.LayerNorm(layernorm_type=c.norm, name="final_norm")(x)
+        layer = layer_fields(self.config, self.dropout, self.deterministic_gradients) | layer
+        # A look-up's gradient has no fixed order on a GPU, and a byte has 256 values alone.
+        options = dict(remat=self.remat, embed_by_product=True)
+        self.lm = CausalLM(architecture(self.config, self.max_len, layer), **options)
+        nn.share_scope(self, self.lm)
 
-        head = embedding
-        if not c.tie_embeddings:
-            head = self.param("head", table, (VOCAB, c.hidden), jnp.float32)
-        return logits_of(x, head)
+    def __call__(self, tokens, lengths=None, positions=None, *, train=False, **options) -> jax.Array:
+        """lengths, positions and options as of `te_jax.models.CausalLM`.
+
+        train: experts sow into the collections `losses` (terms that keep their loads even) and `intermediates` (loads).
+        """
+        if self.cp > 1 and positions is None and not self.config.rope:
+            in_order = reorder_causal_load_balancing(jnp.arange(tokens.shape[1]), self.cp, axis=0)
+            positions = jnp.broadcast_to(in_order, tokens.shape)
+        deterministic = self.dropout == 0 and not train
+        return self.lm(tokens, lengths=lengths, positions=positions, deterministic=deterministic, **options)

@@ -36,8 +36,8 @@ class LMHead(Module):
     dtype:           of the parameters.
     params_dtype:    of the parameters, if not None; then inputs are cast to `dtype`.
 
-    Parameter: `kernel` [V, H], as that of an embedding. A recipe whose `exclude` has the module's path leaves the
-    loss out of FP8.
+    Parameter: `kernel` [V, H], as that of an embedding. The FP8 state is the loss's: pass labels to `init` too. A
+    recipe whose `exclude` has the module's path leaves the loss out of FP8.
     """
 
     features: int
@@ -79,7 +79,6 @@ class LMHead(Module):
         inputs = in_compute_dtype(self, floating(self, "inputs", inputs))
         shape = (self.features, inputs.shape[-1])
         kernel = parameter(self, "kernel", self.kernel_init, self.kernel_axes, shape, kernel)
-        metas = dense_metas(self)
         if labels is None:
             return self._logits(inputs, kernel)
         (labels,) = as_jax(labels)
@@ -94,7 +93,7 @@ class LMHead(Module):
             ignore_index=self.ignore_index,
             reduction=reduction,
             recipe=recipe_of(self),
-            metas=metas,
+            metas=dense_metas(self),
             name=describe(self),
             **self._places(inputs),
         )

@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 import te_jax.flax as te_flax
@@ -130,7 +131,8 @@ class LMHead(Layer):
 
     @staticmethod
     def inputs(linen, in_features: int):
-        return (example(in_features),)
+        hidden = example(in_features)
+        return hidden, jax.ShapeDtypeStruct(hidden.shape[:-1], jnp.int32)
 
 
 class DotProductAttention(Layer):

@@ -1,0 +1,93 @@
+"""Which tensors of a checkpoint become which parameters, said once for both directions."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+
+class Recast(NamedTuple):
+    """How tensors of a checkpoint and parameters are made of each other. Both functions are traced by jax."""
+
+    ours: Callable  # (*tensors of the checkpoint) -> tuple of parameters
+    theirs: Callable  # (*parameters) -> tuple of tensors of the checkpoint
+
+
+class TensorRule(NamedTuple):
+    """One step of a conversion.
+
+    ours:   paths of parameters, "a/b", behind `stack` if there is one.
+    theirs: names of tensors; with a stack, `{i}` in them is the layer.
+    stack:  the path of layers: "layers", "encoder/layers"; None for what is outside of them.
+    """
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    form: Recast
+    stack: str | None = None
+
+
+SAME = Recast(lambda a: (a,), lambda a: (a,))
+TURNED = Recast(lambda a: (a.T,), lambda a: (a.T,))
+# Kernels [out, in] side by side: [in, n, out]; biases [out]: [n, out].
+BESIDE = Recast(
+    lambda *parts: (jnp.stack([a.T for a in parts], -2),), lambda a: tuple(a[..., i, :].T for i in range(a.shape[-2]))
+)
+# One tensor [..., n out] cut in n: [..., n, out].
+CUT_IN_3 = Recast(lambda a: (a.reshape(*a.shape[:-1], 3, -1),), lambda a: (a.reshape(*a.shape[:-2], -1),))
+ONE_OF_1 = Recast(lambda a: (a[..., None, :],), lambda a: (a[..., 0, :],))
+# A parameter that the checkpoint does not have, since it is 0 there.
+ZEROS = Recast(lambda: (), lambda a: ())
+
+
+def dense_rules(path: str, name: str, bias: bool, stack=None) -> list[TensorRule]:
+    """`path`/{kernel, bias} of a torch Linear."""
+    made = [TensorRule((f"{path}/kernel",), (f"{name}.weight",), TURNED, stack)]
+    return made + ([TensorRule((f"{path}/bias",), (f"{name}.bias",), SAME, stack)] if bias else [])
+
+
+def norm_rules(path: str, name: str, bias: bool, stack=None) -> list[TensorRule]:
+    """`path`/{scale, ln_bias} of a norm."""
+    made = [TensorRule((f"{path}/scale",), (f"{name}.weight",), SAME, stack)]
+    return made + ([TensorRule((f"{path}/ln_bias",), (f"{name}.bias",), SAME, stack)] if bias else [])
+
+
+def attention_rules(
+    path: str, q: str, k: str, v: str, out: str, *, fused: bool, bias=False, out_bias=None, stack=None
+) -> list[TensorRule]:
+    """The projections of a self-attention, of four torch Linears. fused: queries, keys and values are one parameter.
+    out_bias: None is as `bias`."""
+    parts = {"qkv": (q, k, v)} if fused else {"query": (q,), "kv": (k, v)}
+    made = []
+    for name, sources in parts.items():
+        alone = len(sources) == 1
+        made.append(
+            TensorRule((f"{path}/{name}/kernel",), _with_end(sources, "weight"), TURNED if alone else BESIDE, stack)
+        )
+        if bias:
+            made.append(
+                TensorRule((f"{path}/{name}/bias",), _with_end(sources, "bias"), SAME if alone else BESIDE, stack)
+            )
+    made += dense_rules(f"{path}/out", out, bias if out_bias is None else out_bias, stack)
+    return made + ([zero_rule(f"{path}/out/bias", stack)] if bias and out_bias is False else [])
+
+
+def mlp_rules(path: str, wi: tuple[str, ...], wo: str, bias: bool, stack=None) -> list[TensorRule]:
+    """`path`/{wi, wo}_{kernel, bias} of torch Linears; several wi are those of a gated activation."""
+    made = [
+        TensorRule((f"{path}/wi_kernel",), _with_end(wi, "weight"), BESIDE, stack),
+        TensorRule((f"{path}/wo_kernel",), (f"{wo}.weight",), TURNED, stack),
+    ]
+    if bias:
+        made.append(TensorRule((f"{path}/wi_bias",), _with_end(wi, "bias"), BESIDE, stack))
+        made.append(TensorRule((f"{path}/wo_bias",), (f"{wo}.bias",), SAME, stack))
+    return made
+
+
+def zero_rule(path: str, stack=None) -> TensorRule:
+    """A parameter that is 0."""
+    return TensorRule((path,), (), ZEROS, stack)
+
+
+def _with_end(names, end: str) -> tuple[str, ...]:
+    return tuple(f"{name}.{end}" for name in names)

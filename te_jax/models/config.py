@@ -1,0 +1,96 @@
+"""What a model is made of, as one frozen value."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from flax.core import FrozenDict
+
+from te_jax._check import BOOL, NONE, STRING, Kind, KnownFields, check, integer, number, tuple_of
+
+_LAYER_FIELDS = Kind("a dict of fields of te_jax.flax.TransformerLayer", lambda value: isinstance(value, Mapping))
+_KINDS_OF_CONFIG = {
+    "vocab_size": integer(1),
+    "num_layers": integer(1),
+    "hidden_size": integer(1),
+    "layer": _LAYER_FIELDS,
+    "pattern": tuple_of(_LAYER_FIELDS),
+    "family": STRING,
+    "num_decoder_layers": NONE | integer(1),
+    "max_positions": NONE | integer(1),
+    "token_types": integer(0),
+    "embedding_norm": BOOL,
+    "embedding_scale": number(above=0),
+    "final_norm": BOOL,
+    "head_transform": BOOL,
+    "tie_embeddings": BOOL,
+    "output_scale": number(above=0),
+    "logit_softcap": NONE | number(above=0),
+}
+_EMPTY: FrozenDict = FrozenDict()
+
+
+@dataclass(frozen=True)
+class ModelConfig(KnownFields):
+    """The architecture of a language model: sizes, and the fields of its `te_jax.flax.TransformerLayer`s.
+
+    vocab_size, num_layers, hidden_size: V; the layers, of an encoder-decoder those of the encoder; H.
+    layer:           fields of each layer beside hidden_size, such as dict(num_attention_heads=8, mlp_hidden_size=512).
+    pattern:         what differs between layers: layer i has pattern[i % len(pattern)] on top of `layer`. Such layers
+                     are not scanned.
+    family:          whose checkpoints `te_jax.hf` reads and writes: "llama", "gpt2", ...; "" is none.
+    num_decoder_layers: of an encoder-decoder; None: as many as the encoder's.
+    max_positions:   the number of learned positions; None: there are none.
+    token_types:     the number of learned token types; 0: there are none.
+    embedding_norm:  a norm behind the embeddings.
+    embedding_scale: the factor of embeddings.
+    final_norm:      a norm behind the last layer.
+    head_transform:  a dense layer, an activation and a norm before the head, and a bias of the logits, as in BERT.
+    tie_embeddings:  the embedding is the kernel of the head too.
+    output_scale:    the factor of hidden states before the head.
+    logit_softcap:   c: logits z become c tanh(z / c).
+
+    Hashable. Raises TypeError and ValueError for fields that are not of their kind.
+    """
+
+    vocab_size: int
+    num_layers: int
+    hidden_size: int
+    layer: Mapping[str, Any] = _EMPTY
+    pattern: tuple[Mapping[str, Any], ...] = ()
+    family: str = field(default="", compare=False)
+    num_decoder_layers: int | None = None
+    max_positions: int | None = None
+    token_types: int = 0
+    embedding_norm: bool = False
+    embedding_scale: float = 1.0
+    final_norm: bool = True
+    head_transform: bool = False
+    tie_embeddings: bool = True
+    output_scale: float = 1.0
+    logit_softcap: float | None = None
+
+    def __post_init__(self):
+        for name, kind in _KINDS_OF_CONFIG.items():
+            check("ModelConfig", name, getattr(self, name), kind)
+        for fields in (self.layer, *self.pattern):
+            if "hidden_size" in fields:
+                raise ValueError("ModelConfig: layer has hidden_size, which is a field of its own; leave it out there.")
+        object.__setattr__(self, "layer", FrozenDict(self.layer))
+        object.__setattr__(self, "pattern", tuple(map(FrozenDict, self.pattern)))
+
+    def with_layer(self, **fields) -> "ModelConfig":
+        """This config with other fields of its layers."""
+        return replace(self, layer={**self.layer, **fields})
+
+    def fields_of_layer(self, index: int) -> dict[str, Any]:
+        """All fields of layer `index`."""
+        own = self.pattern[index % len(self.pattern)] if self.pattern else {}
+        return {"hidden_size": self.hidden_size, **self.layer, **own}
+
+    def norm_fields(self) -> dict[str, Any]:
+        """The fields of a `te_jax.flax.LayerNorm` of the model's kind."""
+        names = dict(
+            layernorm_type="layernorm_type", layernorm_epsilon="epsilon", zero_centered_gamma="zero_centered_gamma"
+        )
+        return {to: self.layer[name] for name, to in names.items() if name in self.layer}

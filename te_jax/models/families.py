@@ -1,0 +1,310 @@
+"""The architectures of published models as `ModelConfig`s, and their sizes."""
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+
+from te_jax._check import did_you_mean
+from te_jax.models.config import ModelConfig
+from te_jax.ops.rope import Llama3Scaling, YarnScaling
+
+# "gelu" is the tanh form, which GPT-2 and T5 1.1 have. BERT and Falcon have the exact one. No kernel quantizes a
+# function of the user's as it computes: under FP8 it is plain JAX between the GEMMs.
+exact_gelu = functools.partial(jax.nn.gelu, approximate=False)
+
+
+class Latents(NamedTuple):
+    """Widths of multi-head latent attention, as the layer names them."""
+
+    q_lora_rank: int = 1536
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+
+
+@dataclass(frozen=True)
+class Size:
+    """What differs between the models of a family."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    layers: int  # blocks; of T5, in the encoder and in the decoder each
+    groups: int | None = None  # of keys and values; None: as many as heads
+    head_dim: int | None = None  # None: hidden / heads
+    gated: bool = False  # T5 1.1: gelu times linear, where 1.0 has relu
+    one_norm: bool = False  # Falcon 7B: attention and MLP share theirs
+    experts: int = 0  # of width ffn, in the place of the MLP; 0: none
+    topk: int = 0  # of which a token meets so many
+    dense: int = 0  # DeepSeek-V3: the first layers, which have an MLP of width dense_ffn instead
+    dense_ffn: int | None = None
+    latents: Latents | None = None
+    vocab: int = 32000
+    tied: bool = True
+
+    def layer(self, **fields) -> dict[str, Any]:
+        """Fields of a `TransformerLayer` of this size."""
+        return dict(
+            mlp_hidden_size=self.ffn,
+            num_attention_heads=self.heads,
+            num_gqa_groups=self.groups,
+            kv_channels=self.head_dim,
+            **(self.latents._asdict() if self.latents else {}),
+            **fields,
+        )
+
+    def moe(self, **more) -> dict[str, Any]:
+        """The layer's field of that name, with these fields of `MoEBlock`; {} without experts."""
+        sizes = dict(num_experts=self.experts, num_experts_per_tok=self.topk)
+        return dict(moe=sizes | more) if self.experts else {}
+
+    def model(self, layer: dict[str, Any], **fields) -> ModelConfig:
+        """A model of such layers."""
+        sizes = dict(vocab_size=self.vocab, num_layers=self.layers, hidden_size=self.hidden)
+        return ModelConfig(**sizes | dict(tie_embeddings=self.tied) | fields, layer=layer)
+
+
+_gpt2, _bert = functools.partial(Size, vocab=50257), functools.partial(Size, vocab=30522)
+_t5, _llama3 = functools.partial(Size, vocab=32128), functools.partial(Size, vocab=128256, groups=8, tied=False)
+_qwen3 = functools.partial(Size, head_dim=128, vocab=151936, tied=False)
+_deepseek = functools.partial(Size, latents=Latents(), vocab=129280, tied=False)
+_t5_11 = functools.partial(_t5, gated=True, tied=False)
+
+SIZES = {
+    "gpt2": _gpt2(768, 3072, 12, 12),
+    "gpt2-medium": _gpt2(1024, 4096, 16, 24),
+    "gpt2-large": _gpt2(1280, 5120, 20, 36),
+    "gpt2-xl": _gpt2(1600, 6400, 25, 48),
+    "bert-base": _bert(768, 3072, 12, 12),
+    "bert-large": _bert(1024, 4096, 16, 24),
+    "t5-small": _t5(512, 2048, 8, 6),
+    "t5-base": _t5(768, 3072, 12, 12),
+    "t5-large": _t5(1024, 4096, 16, 24),
+    "t5-3b": _t5(1024, 16384, 32, 24, head_dim=128),
+    "t5-11b": _t5(1024, 65536, 128, 24, head_dim=128),
+    "t5-v1.1-small": _t5_11(512, 1024, 6, 8, head_dim=64),
+    "t5-v1.1-base": _t5_11(768, 2048, 12, 12),
+    "t5-v1.1-large": _t5_11(1024, 2816, 16, 24),
+    "t5-v1.1-xl": _t5_11(2048, 5120, 32, 24),
+    "t5-v1.1-xxl": _t5_11(4096, 10240, 64, 24),
+    "llama2-7b": Size(4096, 11008, 32, 32, tied=False),
+    "llama2-70b": Size(8192, 28672, 64, 80, groups=8, tied=False),
+    "llama3-8b": _llama3(4096, 14336, 32, 32),
+    "llama3-70b": _llama3(8192, 28672, 64, 80),
+    "mistral-7b": Size(4096, 14336, 32, 32, groups=8, tied=False),
+    "qwen2-7b": Size(3584, 18944, 28, 28, groups=4, vocab=152064, tied=False),
+    "falcon-7b": Size(4544, 18176, 71, 32, groups=1, one_norm=True, vocab=65024),
+    "falcon-40b": Size(8192, 32768, 128, 60, groups=8, vocab=65024),
+    "mixtral-8x7b": Size(4096, 14336, 32, 32, groups=8, experts=8, topk=2, tied=False),
+    "qwen3-8b": _qwen3(4096, 12288, 32, 36, groups=8),
+    "qwen3-30b-a3b": _qwen3(2048, 768, 32, 48, groups=4, experts=128, topk=8),
+    "gemma2-9b": Size(3584, 14336, 16, 42, groups=8, head_dim=256, vocab=256000),
+    "deepseek-v3": _deepseek(7168, 2048, 128, 61, experts=256, topk=8, dense=3, dense_ffn=18432),
+}
+
+
+def gpt2(size: Size, positions: int = 1024) -> ModelConfig:
+    """Radford et al. 2019, https://openai.com/index/better-language-models. Norms come first, biases everywhere."""
+    layer = size.layer(
+        layernorm_epsilon=1e-5,
+        use_bias=True,
+        mlp_activations=("gelu",),
+        self_attn_mask_type="causal",
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+    )
+    return size.model(layer, family="gpt2", max_positions=positions)
+
+
+def bert(size: Size, positions: int = 512) -> ModelConfig:
+    """Devlin et al. 2018, https://arxiv.org/abs/1810.04805. Norms come last: y = norm(x + attention(x)), then
+    norm(y + mlp(y))."""
+    layer = size.layer(
+        layernorm_epsilon=1e-12,
+        use_bias=True,
+        mlp_activations=(exact_gelu,),
+        self_attn_mask_type="padding",
+        # The norm of the MLP is the one behind attention, and what the residual connection takes up; that of attention
+        # moves to the end of the block.
+        apply_residual_connection_post_layernorm=True,
+        output_layernorm=True,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+    )
+    others = dict(token_types=2, embedding_norm=True, final_norm=False, head_transform=True)
+    return size.model(layer, family="bert", max_positions=positions, **others)
+
+
+def t5(size: Size) -> ModelConfig:
+    """Raffel et al. 2019, https://arxiv.org/abs/1910.10683. RMSNorm first, no biases, relative positions: in the
+    encoder both ways, in the decoder of the past alone; one table of them for each stack."""
+    layer = size.layer(
+        layernorm_type="rmsnorm",
+        layernorm_epsilon=1e-6,
+        mlp_activations=("gelu", "linear") if size.gated else ("relu",),
+        self_attn_mask_type="padding",
+        enable_relative_embedding=True,
+        scale_attn_logits=False,  # what divides them elsewhere is in the query's weights
+        scaled_query_init=True,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+        intermediate_dropout=0.1,
+    )
+    return size.model(layer, family="t5", output_scale=1 / math.sqrt(size.hidden) if size.tied else 1.0)
+
+
+def llama(size: Size, base: float = 10_000, scaling: Llama3Scaling | None = None, epsilon: float = 1e-5) -> ModelConfig:
+    """Touvron et al. 2023, https://arxiv.org/abs/2307.09288. RMSNorm, RoPE, SwiGLU, no biases; large ones have fewer
+    keys and values.
+
+    Channel i of a head turns with channel i + d/2, as in Hugging Face's checkpoints; Meta's own turn neighbours: with
+    those, rotary_pos_emb_group_method="consecutive".
+    """
+    layer = size.layer(
+        layernorm_type="rmsnorm",
+        layernorm_epsilon=epsilon,
+        mlp_activations=("silu", "linear"),
+        self_attn_mask_type="causal",
+        enable_rotary_pos_emb=True,
+        rotary_pos_emb_windows=(1, base),
+        rotary_pos_emb_group_method="alternate",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    layer |= {} if scaling is None else dict(rotary_pos_emb_scaling=scaling)
+    return size.model(layer, family="llama")
+
+
+def llama3(size: Size) -> ModelConfig:
+    """Meta 2024, https://arxiv.org/abs/2407.21783. `llama` with another base of RoPE."""
+    return llama(size, base=500_000)
+
+
+def mistral(size: Size, base: float = 10_000, window: int | None = 4096) -> ModelConfig:
+    """Jiang et al. 2023, https://arxiv.org/abs/2310.06825. `llama`, whose tokens see the last `window` tokens, their
+    own among them."""
+    config = llama(size, base)
+    config = config if window is None else config.with_layer(window_size=(window - 1, 0))
+    return replace(config, family="mistral")
+
+
+def qwen2(size: Size, base: float = 1_000_000) -> ModelConfig:
+    """Qwen team 2024, https://arxiv.org/abs/2407.10671. `llama` with biases; of those the published models have the
+    queries', keys' and values' alone, and the others are 0."""
+    return replace(llama(size, base, epsilon=1e-6).with_layer(use_bias=True), family="qwen2")
+
+
+def mixtral(size: Size, base: float = 1_000_000) -> ModelConfig:
+    """Jiang et al. 2024, https://arxiv.org/abs/2401.04088. As Llama, with experts: a token meets two, weighed by the
+    softmax of their logits. To train it, add a loss that keeps their loads even: with_layer(moe=dict(...,
+    aux_loss_coeff=0.02)), which `CausalLM` sows.
+    """
+    return replace(llama(size, base).with_layer(**size.moe()), family="mixtral")
+
+
+def qwen3(size: Size, base: float = 1_000_000) -> ModelConfig:
+    """Qwen 2025, https://arxiv.org/abs/2505.09388. As Llama or, with experts, Mixtral, with a norm of each head's
+    queries and keys."""
+    norms = dict(layernorm_epsilon=1e-6, qk_norm_type="rmsnorm", qk_norm_before_rope=True)
+    family = "qwen3_moe" if size.experts else "qwen3"
+    return replace(mixtral(size, base).with_layer(**norms), family=family)
+
+
+def gemma2(size: Size, window: int = 4096, query_scalar: float = 256.0) -> ModelConfig:
+    """Gemma team 2024, https://arxiv.org/abs/2408.00118. Norms before and behind sub-blocks, whose scale is 1 more than
+    its parameter; soft caps of attention's and the model's logits; every other layer, the first among them, sees the
+    last `window` tokens.
+
+    query_scalar: attention divides by its root; the layer, by that of the width of a head, which has to be equal.
+    """
+    width = size.head_dim or size.hidden // size.heads
+    if query_scalar != width:
+        raise ValueError(f"gemma2: query_scalar is {query_scalar}, but a head has {width} channels; make both equal.")
+    layer = size.layer(
+        layernorm_type="rmsnorm",
+        layernorm_epsilon=1e-6,
+        zero_centered_gamma=True,
+        post_norms=True,
+        attn_logit_softcap=50.0,
+        mlp_activations=("gelu", "linear"),
+        self_attn_mask_type="causal",
+        enable_rotary_pos_emb=True,
+        rotary_pos_emb_windows=(1, 10_000),
+        rotary_pos_emb_group_method="alternate",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    pattern = (dict(window_size=(window - 1, 0)), {})
+    others = dict(embedding_scale=math.sqrt(size.hidden), logit_softcap=30.0)
+    return size.model(layer, family="gemma2", pattern=pattern, **others)
+
+
+def deepseek_v3(size: Size) -> ModelConfig:
+    """DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437: multi-head latent attention, and experts that are chosen by
+    sigmoids with a bias, in 4 of 8 groups, beside one that all tokens meet; the first layers have an MLP. Where there
+    are such layers, none is scanned.
+
+    RoPE turns neighbouring channels, and is stretched from 4096 positions to 163840. The bias is in the collection
+    `expert_bias` (`te_jax.flax.update_expert_bias`).
+    """
+    grouped = dict(num_groups=8, group_topk=4, scaling_factor=2.5, num_shared_experts=1)
+    first = dict(moe=None, mlp_hidden_size=size.dense_ffn)
+    pattern = (first,) * size.dense + ({},) * (size.layers - size.dense) if size.dense else ()
+    return replace(llama(size), family="", pattern=pattern).with_layer(
+        layernorm_epsilon=1e-6,
+        enable_rotary_pos_emb=False,  # which is that of other attentions
+        rotary_pos_emb_group_method="consecutive",
+        rotary_pos_emb_scaling=YarnScaling(),
+        mscale=YarnScaling().mscale,
+        **size.moe(score_function="sigmoid", use_expert_bias=True, **grouped),
+    )
+
+
+def falcon(size: Size) -> ModelConfig:
+    """TII 2023, https://arxiv.org/abs/2311.16867. Attention and MLP read the same input: x + attention(norm(x)) +
+    mlp(norm(x)), with one norm in 7B and two in 40B; RoPE, few keys and values, no biases but those of the norms."""
+    layer = size.layer(
+        layernorm_epsilon=1e-5,
+        mlp_activations=(exact_gelu,),
+        self_attn_mask_type="causal",
+        parallel_attention_mlp=True,
+        parallel_shared_layernorm=size.one_norm,
+        enable_rotary_pos_emb=True,
+        rotary_pos_emb_windows=(1, 10_000),
+        rotary_pos_emb_group_method="alternate",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    return size.model(layer, family="falcon")
+
+
+FAMILIES = {  # the beginning of a size's name -> its family
+    "gpt2": gpt2,
+    "bert": bert,
+    "t5": t5,
+    "llama3": llama3,
+    "llama2": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "falcon": falcon,
+    "mixtral": mixtral,
+    "qwen3": qwen3,
+    "gemma2": gemma2,
+    "deepseek-v3": deepseek_v3,
+}
+
+
+def published(name: str, **changes) -> ModelConfig:
+    """The config of a published model, one of `SIZES`: published("llama3-8b", num_layers=2).
+
+    changes: fields of `ModelConfig`. Raises ValueError for an unknown name.
+    """
+    if name not in SIZES:
+        hint = did_you_mean(name, SIZES)
+        raise ValueError(f"te_jax.models.published: there is no model {name!r}; {hint or 'give one of'} {[*SIZES]}.")
+    family = next(family for prefix, family in FAMILIES.items() if name.startswith(prefix))
+    return replace(family(SIZES[name]), **changes)

@@ -1,0 +1,133 @@
+"""Words one after the other, with a KV cache."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from te_jax._check import INTEGERS, NONE, KnownFields, check, integer, number
+from te_jax.models.causal import CausalLM
+from te_jax.models.encoder import EncoderDecoder
+
+
+@dataclass(frozen=True)
+class Sampling(KnownFields):
+    """How the next word is chosen.
+
+    temperature: divides the logits; 0 takes the likeliest word, whatever the other fields say.
+    top_k:       among the k likeliest words, and those as likely as the last of them; None: all.
+    top_p:       among the likeliest words whose probabilities, after temperature and top_k, add up to p, the word that
+                 reaches it included (https://arxiv.org/abs/1904.09751); None: all.
+
+    Raises TypeError and ValueError for fields out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self):
+        check("Sampling", "temperature", self.temperature, number(least=0))
+        check("Sampling", "top_k", self.top_k, NONE | integer(1))
+        check("Sampling", "top_p", self.top_p, NONE | number(above=0, most=1))
+
+    def choose(self, key, logits: jax.Array) -> jax.Array:
+        """A word for each row of logits f32[b, V]: i32[b]. key: of `jax.random`; None if greedy."""
+        if self.temperature == 0:
+            return jnp.argmax(logits, -1).astype(jnp.int32)
+        logits = logits / self.temperature
+        if self.top_k is not None:
+            least = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[0][:, -1:]
+            logits = jnp.where(logits < least, -jnp.inf, logits)
+        if self.top_p is not None:
+            logits = self._nucleus(logits)
+        return jax.random.categorical(key, logits).astype(jnp.int32)
+
+    def _nucleus(self, logits):
+        ordered = -jnp.sort(-logits, axis=-1)
+        shares = jax.nn.softmax(ordered, -1)
+        kept = jnp.cumsum(shares, -1) - shares < self.top_p  # what stands before a word does not reach p
+        least = jnp.min(jnp.where(kept, ordered, jnp.inf), -1, keepdims=True)
+        return jnp.where(logits < least, -jnp.inf, logits)
+
+
+GREEDY = Sampling(temperature=0)
+
+
+def read_prompts(
+    model: CausalLM | EncoderDecoder, variables, prompts: jax.Array, lengths: jax.Array, slots: int, **context
+) -> tuple[jax.Array, Any]:
+    """(logits f32[b, V] of the word behind each prompt, the cache).
+
+    prompts: int[b, s], padded on the right. lengths: int[b]. slots: of the cache, for prompts and what follows them.
+    context: more arguments of the model's call.
+    """
+    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
+    options = dict(lengths=lengths, positions=positions, at=lengths - 1, decode=True, max_decode_length=slots)
+    return model.apply(variables, prompts, **options, **context, mutable=["cache"])
+
+
+def write_tokens(
+    model: CausalLM | EncoderDecoder, variables, state, lengths, key, *, count: int, choose, stop_at=None, **context
+):
+    """(i32[b, count], state): the words that follow, from the result of `read_prompts`; the state goes on from there.
+
+    choose: (key, logits f32[b, V]) -> i32[b]. key: of `jax.random`, or None where `choose` wants none. stop_at: a word
+    behind which a row has nothing but it; None: there is none. context: as of `read_prompts`.
+    """
+
+    def step(carry, i):
+        (logits, cache), over = carry
+        token = choose(None if key is None else jax.random.fold_in(key, i), logits)
+        if stop_at is not None:
+            token = jnp.where(over, stop_at, token)
+            over = over | (token == stop_at)
+        positions = (lengths + i)[:, None]
+        options = dict(positions=positions, decode=True, at=jnp.zeros_like(token), mutable=["cache"])
+        return (model.apply({**variables, **cache}, token[:, None], **options, **context), over), token
+
+    (state, _), tokens = jax.lax.scan(step, (state, jnp.zeros(lengths.shape, bool)), jnp.arange(count))
+    return tokens.T, state
+
+
+def generate(
+    model: CausalLM | EncoderDecoder,
+    variables,
+    prompts: jax.Array,
+    count: int,
+    *,
+    lengths: jax.Array | None = None,
+    sampling: Sampling = GREEDY,
+    key=None,
+    stop_at: int | None = None,
+    encoded: jax.Array | None = None,
+    input_lengths: jax.Array | None = None,
+) -> jax.Array:
+    """`count` words behind each prompt: i32[b, count]. Call it under `jax.jit`, and in the autocast of the model.
+
+    prompts:  int[b, s], padded on the right.
+    lengths:  int[b], at least 1 each; None: the prompts have no padding.
+    sampling: greedy, or what `key` of `jax.random` draws from.
+    stop_at:  the word that ends a text; behind it there is nothing but it.
+    encoded, input_lengths: of an `EncoderDecoder`, whose prompts are what its decoder begins with.
+
+    Raises TypeError for prompts that are no integers, ValueError for a sampling that wants a key and gets none and
+    for more tokens than there are learned positions.
+    """
+    name = "te_jax.models.generate"
+    check(name, "prompts", prompts, INTEGERS)
+    check(name, "count", count, integer(1))
+    if key is None and sampling.temperature:
+        raise ValueError(f"{name}: key is None, but {sampling} draws words; pass jax.random.key(seed), or GREEDY.")
+    b, s = prompts.shape
+    limit = model.config.max_positions
+    if limit is not None and s + count > limit:
+        raise ValueError(
+            f"{name}: {s} + {count} tokens, but there are {limit} learned positions; pass a smaller count."
+        )
+    lengths = jnp.full((b,), s, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
+    context = {} if encoded is None else dict(encoded=encoded, input_lengths=input_lengths)
+    state = read_prompts(model, variables, prompts, lengths, s + count, **context)
+    options = dict(count=count, choose=sampling.choose, stop_at=stop_at, **context)
+    return write_tokens(model, variables, state, lengths, key, **options)[0]

@@ -1,0 +1,197 @@
+"""What the models are made of: embeddings, a stack of layers, scanned or not, and the norm behind it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.sharding import PartitionSpec
+
+import te_jax.flax as te_flax
+from te_jax._types import on_explicit_mesh
+from te_jax.flax._common import parameter
+from te_jax.flax.kernels import KERNEL_COLLECTION
+from te_jax.flax.moe import BIAS_COLLECTION, LOSSES
+from te_jax.fp8 import FP8_COLLECTION
+from te_jax.models.config import ModelConfig
+from te_jax.ops.attention import SequenceDescriptor
+from te_jax.sharding import BATCH_AXES, HIDDEN_AXES, SEQLEN_AXES, W_FSDP_AXES, W_NO_SHARD_AXES, W_TP_AXES, explicit_spec
+from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
+
+# What each layer has of its own. The last three are of experts: the bias of the choice, terms of the loss, the loads.
+_STACKED = (
+    *("params", FP8_COLLECTION, KERNEL_COLLECTION, "cache", "wgrads", "_overwrite_with_gradient"),
+    *(BIAS_COLLECTION, LOSSES, "intermediates"),
+)
+_TABLE_INIT = nn.initializers.normal(0.02)
+_TABLE = dict(num_buckets=32, max_distance=128)  # T5's
+
+
+class Block(nn.Module):
+    """One transformer layer, in the shape that `nn.scan` wants: (carry, ...) -> (carry, None)."""
+
+    fields: Mapping[str, Any]  # of the TransformerLayer
+    deterministic: bool
+    decode: bool = False
+    max_decode_length: int | None = None
+
+    @nn.compact
+    def __call__(self, x, encoded, mask, encoded_mask, positions, table):
+        fields = dict(self.fields)
+        if table is not None:
+            fields["relative_embedding"] = _biases_of(table)
+        if mask is None and fields.get("self_attn_mask_type") == "padding":
+            fields["self_attn_mask_type"] = "no_mask"  # nobody said what is padding
+        layer = te_flax.TransformerLayer(**fields)
+        turns = layer.enable_rotary_pos_emb or layer.kv_lora_rank is not None
+        rotated = dict(positions=positions) if turns and not self.decode else {}
+        x = layer(
+            x,
+            encoded,
+            mask,
+            encoded_mask,
+            deterministic=self.deterministic,
+            decode=self.decode,
+            max_decode_length=self.max_decode_length,
+            **rotated,
+        )
+        return x, None
+
+
+def _biases_of(table):
+    """A function as `TransformerLayer.relative_embedding` wants one, of a table [h, buckets] that layers share."""
+    module = te_flax.RelativePositionBiases(
+        **_TABLE, num_attention_heads=table.shape[0], dtype=table.dtype, parent=None
+    )
+
+    def biases(*args, **options):
+        return module.apply({"params": {"rel_embedding": table}}, *args, **options)
+
+    return biases
+
+
+def described(lengths) -> SequenceDescriptor | None:
+    """The mask of rows of which `lengths` i32[b] tokens are no padding; a SequenceDescriptor as it is."""
+    if lengths is None or isinstance(lengths, SequenceDescriptor):
+        return lengths
+    return SequenceDescriptor.from_seqlens(lengths)
+
+
+class Model(nn.Module):
+    """What the models share.
+
+    config:       the architecture.
+    dtype:        of activations.
+    params_dtype: of parameters.
+    scan:         one layer is traced and compiled, whatever their number, and parameters, FP8 state and caches have a
+                  leading axis of layers, in `layers`; else `layer_0`, `layer_1`, ... have their own.
+    remat:        each layer keeps its input alone, or what `remat_policy` names, for the backward pass.
+    embed_by_product: embeddings are products with one-hot rows instead of a look-up. The gradient of a look-up is a
+                  scatter, whose sums have no fixed order on a GPU; a product costs as much as a head.
+    """
+
+    config: ModelConfig
+    dtype: jnp.dtype = jnp.bfloat16
+    params_dtype: jnp.dtype = jnp.float32
+    scan: bool = True
+    remat: bool = False
+    remat_policy: Any = None
+    embed_by_product: bool = False
+
+    @property
+    def dtypes(self) -> dict:
+        return dict(dtype=self.dtype, params_dtype=self.params_dtype)
+
+    transpose_batch_sequence = False
+
+    def _table(self, name: str, rows: int, split_rows: bool = False) -> jax.Array:
+        axes = (W_TP_AXES if split_rows else W_NO_SHARD_AXES, W_FSDP_AXES)
+        return parameter(self, name, _TABLE_INIT, axes, (rows, self.config.hidden_size))
+
+    def _embed(self, embedding, tokens, positions=None, token_types=None) -> jax.Array:
+        """tokens int[b, s] -> [b, s, H] of `dtype`."""
+        c = self.config
+        x = self._rows(embedding, tokens)
+        if c.embedding_scale != 1.0:
+            x = x * jnp.asarray(c.embedding_scale, self.dtype).astype(x.dtype)
+        if c.max_positions is not None:
+            learned = self._table("positions", c.max_positions)
+            if positions is None and tokens.shape[1] > c.max_positions:
+                raise ValueError(
+                    f"{type(self).__name__}: {tokens.shape[1]} tokens, but max_positions is {c.max_positions}; pass "
+                    "fewer, or positions."
+                )
+            x = x + (learned[: tokens.shape[1]] if positions is None else _look_up(learned, positions))
+        if c.token_types:
+            kinds = jnp.zeros_like(tokens) if token_types is None else token_types
+            x = x + _look_up(self._table("token_types", c.token_types), kinds)
+        x = constrain(x.astype(self.dtype), (BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES))
+        return self._norm("embedding_norm", x) if c.embedding_norm else x
+
+    def _rows(self, embedding, tokens):
+        if not self.embed_by_product:
+            return _look_up(embedding, tokens)
+        # In f32 at the highest precision it is exact: one row times 1, plus zeros.
+        one_hot = jax.nn.one_hot(tokens, embedding.shape[0])
+        return jnp.matmul(one_hot, embedding, precision=jax.lax.Precision.HIGHEST)
+
+    def _norm(self, name: str, x):
+        return te_flax.LayerNorm(**self.config.norm_fields(), **self.dtypes, name=name)(x)
+
+    def _layers(
+        self, x, fields, *, count=None, lengths=None, encoded=None, encoded_lengths=None, positions=None, **call
+    ):
+        """x [b, s, H] through the layers and the last norm. fields: index -> the fields of a TransformerLayer. call:
+        fields of `Block`."""
+        c, count = self.config, self.config.num_layers if count is None else count
+        of = lambda index: {**fields(index), **self.dtypes}
+        table = None
+        if of(0).get("enable_relative_embedding"):
+            biases = te_flax.RelativePositionBiases(
+                **_TABLE, num_attention_heads=of(0)["num_attention_heads"], parent=None
+            )
+            shape = (biases.num_attention_heads, biases.num_buckets)
+            table = parameter(self, "relpos_bias", biases.embedding_init, biases.embedding_axes, shape)
+        args = (encoded, described(lengths), described(encoded_lengths), positions, table)
+        block = nn.remat(Block, prevent_cse=not self.scan, policy=self.remat_policy) if self.remat else Block
+        if self.scan and not c.pattern:
+            axes = dict.fromkeys(_STACKED, 0)
+            layers = nn.scan(
+                block,
+                variable_axes=axes,
+                split_rngs={"params": True, "dropout": True},
+                in_axes=nn.broadcast,
+                length=count,
+                metadata_params={nn.PARTITION_NAME: None},
+            )
+            x, _ = layers(of(0), **call, name="layers")(x, *args)
+        else:
+            for index in range(count):
+                x, _ = block(of(index), **call, name=f"layer_{index}")(x, *args)
+        return self._norm("final_norm", x) if c.final_norm else x
+
+    def _head(self, x, labels, embedding, reduction: str, bias=None):
+        """Logits f32 of hidden states x [..., H], or the loss of labels. bias: [V], of the logits."""
+        c = self.config
+        kernel = embedding if c.tie_embeddings else self._table("head", c.vocab_size, split_rows=True)
+        x = x if c.output_scale == 1.0 else x * jnp.asarray(c.output_scale, x.dtype)
+        if bias is not None:  # one more channel, which is 1
+            x = jnp.concatenate([x, jnp.ones_like(x[..., :1])], -1)
+            kernel = jnp.concatenate([kernel, bias[:, None].astype(kernel.dtype)], -1)
+        head = te_flax.LMHead(c.vocab_size, logit_softcap=c.logit_softcap, **self.dtypes, name="lm_head")
+        return head(x, labels, kernel=kernel, reduction=reduction)
+
+
+def _look_up(table, indices):
+    """table [n, H], indices int[...] -> [..., H]."""
+    if not on_explicit_mesh(jax.typeof(table)):
+        return table[indices]
+    spec = explicit_spec(jax.typeof(indices))
+    rows = jax.sharding.reshard(table, PartitionSpec(None, None))
+    return rows.at[indices].get(out_sharding=PartitionSpec(*(spec or [None] * indices.ndim), None))
+
+
+def rows_at(x, at):
+    """x [b, s, H], at int[b] -> [b, H], the rows of these tokens."""
+    return jnp.take_along_axis(x, at[:, None, None], axis=1)[:, 0]

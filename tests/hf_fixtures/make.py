@@ -1,0 +1,128 @@
+"""Writes the fixtures beside this file, with transformers and torch, which the tests do not need.
+
+    pip install torch transformers safetensors
+    python tests/hf_fixtures/make.py
+
+Each is a tiny checkpoint of random weights as transformers saves it, and `expected.npz`: what transformers computes of
+it in f32 on a CPU, logits of texts (some of which are padded) and 32 greedy words behind prompts.
+"""
+
+import pathlib
+import shutil
+
+import numpy as np
+import torch
+import transformers as hf
+
+HERE = pathlib.Path(__file__).parent
+VOCAB, WORDS = 83, 32
+_LLAMA = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+_LLAMA3 = dict(
+    rope_theta=500_000.0,
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
+_FALCON = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, bos_token_id=None)
+_FALCON |= dict(eos_token_id=None, ffn_hidden_size=48)
+_T5 = dict(vocab_size=VOCAB, d_model=32, d_kv=12, d_ff=40, num_layers=2, num_heads=4, eos_token_id=None, pad_token_id=0)
+_T5 |= dict(decoder_start_token_id=0)
+
+MODELS = {
+    "llama2": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_LLAMA | dict(num_key_value_heads=4, head_dim=12))),
+    "llama3": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_LLAMA, rope_parameters=_LLAMA3, tie_word_embeddings=True)),
+    "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**_LLAMA, sliding_window=5, attn_implementation="eager")),
+    "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**_LLAMA)),
+    "gpt2": lambda: hf.GPT2LMHeadModel(
+        hf.GPT2Config(
+            vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None
+        )
+    ),
+    "falcon-7b": lambda: hf.FalconForCausalLM(hf.FalconConfig(**_FALCON)),
+    "falcon-40b": lambda: hf.FalconForCausalLM(
+        hf.FalconConfig(**_FALCON, num_kv_heads=2, new_decoder_architecture=True)
+    ),
+    "bert": lambda: hf.BertForMaskedLM(
+        hf.BertConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=40,
+            max_position_embeddings=64,
+        )
+    ),
+    "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**_T5, feed_forward_proj="relu")),
+    "t5-v1.1": lambda: hf.T5ForConditionalGeneration(
+        hf.T5Config(**_T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False, num_decoder_layers=1)
+    ),
+}
+IN_SEVERAL_FILES = ("llama2",)
+
+
+def randomize(model):
+    """Weights that keep the size of what they multiply, norms near 1, biases that show."""
+    drawn = torch.Generator().manual_seed(0)
+    for name, p in model.named_parameters():
+        spread = 0.3 if p.ndim == 1 else p.shape[-1] ** -0.5
+        is_norm = p.ndim == 1 and name.endswith("weight")
+        table = "relative_attention_bias" in name or "embed" in name or name.endswith(("shared.weight", "wte.weight"))
+        p.data = torch.randn(p.shape, generator=drawn) * (1.0 if table else spread) + float(is_norm)
+
+
+def texts(rows: int, length: int, seed: int):
+    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def expected(name: str, model) -> dict:
+    tokens, lengths = texts(2, 11, 1), torch.tensor([11, 6])
+    mask = (torch.arange(11) < lengths[:, None]).long()
+    out = dict(tokens=tokens, lengths=lengths)
+    if name == "bert":
+        types = (torch.arange(11) > 4).long().expand(2, 11)
+        logits = model(tokens, attention_mask=mask, token_type_ids=types).logits
+        return out | dict(types=types, logits=logits)
+    greedy = dict(max_new_tokens=WORDS, do_sample=False, use_cache=True)
+    if name.startswith("t5"):
+        encoded = dict(input_ids=tokens, attention_mask=mask)
+        said = texts(2, 7, 2)
+        words = model.generate(**encoded, **greedy)[:, 1:]
+        return out | dict(said=said, logits=model(**encoded, decoder_input_ids=said).logits, words=words)
+    return out | dict(logits=model(tokens).logits, words=model.generate(tokens, **greedy, pad_token_id=0)[:, 11:])
+
+
+@torch.no_grad()
+def main():
+    for name, make in MODELS.items():
+        folder = HERE / name
+        shutil.rmtree(folder, ignore_errors=True)
+        model = make().eval()
+        randomize(model)
+        model.tie_weights()
+        if hasattr(model, "generation_config"):
+            model.generation_config.eos_token_id = None
+        small = dict(max_shard_size="40KB") if name in IN_SEVERAL_FILES else {}
+        model.save_pretrained(folder, **small)
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        arrays = {key: a.numpy() for key, a in expected(name, model).items()}
+        np.savez_compressed(
+            folder / "expected.npz", **{k: a.astype(np.int32) if a.dtype == np.int64 else a for k, a in arrays.items()}
+        )
+        logits = np.sort(arrays["logits"], -1)
+        print(name, sum(f.stat().st_size for f in folder.iterdir()), "logits up to", np.abs(logits).max())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""te_jax.hf on fixtures of tests/hf_fixtures/make.py: what transformers computes, round trips, what is refused."""
+
+import functools
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from te_jax import hf
+from te_jax.hf import files
+from te_jax.models import ModelConfig, generate
+
+pytest.importorskip("safetensors")
+from safetensors.numpy import load_file, save_file
+
+FIXTURES = pathlib.Path(__file__).parent / "hf_fixtures"
+NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/expected.npz"))
+OPTIONS = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+jit = functools.partial(jax.jit, compiler_options=OPTIONS)
+
+
+def tensors(folder) -> dict[str, np.ndarray]:
+    return {name: a for path in sorted(folder.glob("*.safetensors")) for name, a in load_file(path).items()}
+
+
+def ours(model, variables, due):
+    """The logits and greedy words of the fixture, in one program."""
+    family, lengths = model.config.family, due["lengths"]
+    if family == "bert":
+        return model.apply(variables, due["tokens"], token_types=due["types"], lengths=lengths), None
+    if family == "t5":
+        context = dict(encoded=model.apply(variables, inputs=due["tokens"], input_lengths=lengths))
+        context |= dict(input_lengths=lengths)
+        start = jnp.zeros((len(lengths), 1), jnp.int32)
+        words = generate(model, variables, start, due["words"].shape[1], **context)
+        return model.apply(variables, due["said"], **context), words
+    return model.apply(variables, due["tokens"]), generate(model, variables, due["tokens"], due["words"].shape[1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers(name, tmp_path):
+    """Logits in f32 within 1e-5 of the largest, all greedy words; and saved again, the same bytes and config."""
+    due = dict(np.load(FIXTURES / name / "expected.npz"))
+    model, variables = hf.load(FIXTURES / name)
+    logits, words = jit(functools.partial(ours, model))(variables, due)
+    known = np.arange(11) < due["lengths"][:, None] if model.config.family == "bert" else ...
+    np.testing.assert_allclose(logits[known], due["logits"][known], rtol=0, atol=1e-5 * np.abs(due["logits"]).max())
+    if words is not None:
+        np.testing.assert_array_equal(words, due["words"])
+    hf.save(tmp_path / "again", model, variables)
+    got, want = tensors(tmp_path / "again"), tensors(FIXTURES / name)
+    assert got.keys() == want.keys()
+    assert all(a.tobytes() == want[key].tobytes() and a.shape == want[key].shape for key, a in got.items())
+    assert hf.read_config(tmp_path / "again") == hf.read_config(FIXTURES / name)
+
+
+def test_bf16_in_several_files_unscanned(tmp_path):
+    """bf16 keeps its bits both ways, NaNs too; layers apart give the same tensors; files as small as asked for."""
+    source = tmp_path / "bf16"
+    shutil.copytree(FIXTURES / "qwen2", source)
+    rng = np.random.default_rng(0)
+    bits = lambda a: rng.integers(0, 2**16, a.shape, np.uint16).view(jnp.bfloat16)
+    save_file({name: bits(a) for name, a in load_file(source / files.ONE).items()}, source / files.ONE)
+    want = tensors(source)
+    for scan in (True, False):
+        model, variables = hf.load(source, scan=scan)
+        assert model.params_dtype == model.dtype == jnp.bfloat16
+        hf.save(tmp_path / f"{scan}", model, variables, max_file_bytes=10_000)
+        names = json.loads((tmp_path / f"{scan}" / files.INDEX).read_text())["weight_map"]
+        assert names.keys() == want.keys() and len(set(names.values())) > 3
+        assert {name: a.tobytes() for name, a in tensors(tmp_path / f"{scan}").items()} == {
+            name: a.tobytes() for name, a in want.items()
+        }
+        again, same = hf.load(tmp_path / f"{scan}", scan=scan)
+        assert again.config == model.config and jax.tree.structure(same) == jax.tree.structure(variables)
+    model, variables = hf.load(source, dtype=jnp.float32, compute_dtype=jnp.bfloat16)
+    assert model.params_dtype == jnp.float32 and model.dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype(jnp.float32)}
+    with pytest.raises(FileExistsError, match="give another folder"):
+        hf.save(source, model, variables)
+
+
+def test_onto_a_mesh():
+    """Each parameter where it is to be, as on one device."""
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tp"))
+    _, want = hf.load(FIXTURES / "llama3")
+    spec = lambda a: P(*[None] * (a.ndim - 2), "fsdp", "tp") if a.ndim > 1 and a.shape[-2] % 2 == 0 else P()
+    shardings = jax.tree.map(lambda a: NamedSharding(mesh, spec(a)), want)
+    _, got = hf.load(FIXTURES / "llama3", shardings=shardings)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert jax.tree.map(lambda a: a.sharding, got) == shardings
+
+
+def test_copies_and_left_out_prefixes(tmp_path):
+    """Older checkpoints: without a prefix, with masks and a copy of the embedding, which has to be one."""
+    held = load_file(FIXTURES / "gpt2" / files.ONE)
+    old = {name.removeprefix("transformer."): a for name, a in held.items()}
+    old |= {"h.0.attn.bias": np.ones((1, 1, 4, 4), np.float32), "lm_head.weight": held["transformer.wte.weight"]}
+    shutil.copytree(FIXTURES / "gpt2", tmp_path / "old")
+    save_file(old, tmp_path / "old" / files.ONE)
+    jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path / "old")[1], hf.load(FIXTURES / "gpt2")[1])
+    save_file(old | {"lm_head.weight": 2 * old["lm_head.weight"]}, tmp_path / "old" / files.ONE)
+    with pytest.raises(ValueError, match="lm_head.weight unlike transformer.wte.weight, but its config.json ties them"):
+        hf.load(tmp_path / "old")
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+WRONG = {  # what becomes of the tensors, or of config.json, and what is said
+    "missing": (lambda held: held.pop(Q), {}, rf"lacks tensors of a qwen2 .*{Q}"),
+    "extra": (lambda held: held.update(more=np.ones(3)), {}, "has tensors that are none of a qwen2.*: more"),
+    "shape": (lambda held: held.update({Q: held[Q][:5]}), {}, rf"{Q} of shape \[5, 32\]; a qwen2 has \[32, 32\]"),
+    "dtype": (lambda held: held.update({Q: held[Q].astype(int)}), {}, rf"{Q} of type I64; te_jax reads F32, BF16, F16"),
+    "one layer more": (None, dict(num_hidden_layers=3), "lacks tensors of a qwen2.*model.layers.2.*and 7 more"),
+    "one layer less": (None, dict(num_hidden_layers=1), "has tensors that are none of a qwen2"),
+    "family": (None, dict(model_type="qwen9"), "no family 'qwen9'; did you mean"),
+    "activation": (None, dict(hidden_act="gelu"), "hidden_act='gelu'; te_jax reads 'silu' alone"),
+    "window": (None, dict(use_sliding_window=True), "use_sliding_window=True"),
+    "rope": (None, dict(rope_parameters=dict(rope_type="yarn")), "rope_type='yarn'; te_jax reads default, linear"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_refused(name, tmp_path, monkeypatch):
+    """Before a tensor is read."""
+    change, config, words = WRONG[name]
+    folder = tmp_path / "wrong"
+    shutil.copytree(FIXTURES / "qwen2", folder)
+    held = load_file(folder / files.ONE)
+    if change is not None:
+        change(held)
+        save_file({key: np.ascontiguousarray(a) for key, a in held.items()}, folder / files.ONE)
+    there = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(there | config))
+    monkeypatch.setattr(files.Checkpoint, "read", None)
+    with pytest.raises(ValueError, match=words):
+        hf.load(folder)
+
+
+def test_refused_files_and_parameters(tmp_path):
+    folder = tmp_path / "some"
+    shutil.copytree(FIXTURES / "llama2", folder)
+    index = json.loads((folder / files.INDEX).read_text())
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="model-00002.*no whole checkpoint"):
+        hf.load(folder)
+    shutil.copytree(FIXTURES / "llama2", folder, dirs_exist_ok=True)
+    index["weight_map"]["nothing"] = "model-00001-of-00003.safetensors"
+    (folder / files.INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="names nothing, which no file has"):
+        hf.load(folder)
+    model, variables = hf.load(FIXTURES / "qwen2")
+    biased = jax.tree.map(lambda a: a, variables)
+    mlp = biased["params"]["layers"]["TransformerLayer_0"]["mlp"]
+    mlp["wo_bias"] = mlp["wo_bias"] + 1
+    with pytest.raises(ValueError, match="mlp/wo_bias is not 0, but a qwen2 has no such tensor"):
+        hf.save(tmp_path / "biased", model, biased)
+    del mlp["wo_bias"]
+    with pytest.raises(ValueError, match="do not both have .*wo_bias"):
+        hf.save(tmp_path / "less", model, biased)
+    nobodys = model.clone(config=ModelConfig(8, 1, 8))
+    with pytest.raises(ValueError, match="there is no family ''; there are llama"):
+        hf.save(tmp_path / "none", nobodys, variables)

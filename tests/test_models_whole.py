@@ -1,0 +1,300 @@
+"""te_jax.models: scanned and not, losses, decoding, sampling; what configs refuse."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import te_jax as te
+from te_jax.models import (
+    SIZES,
+    CausalLM,
+    EncoderDecoder,
+    EncoderLM,
+    ModelConfig,
+    Sampling,
+    generate,
+    published,
+)
+
+V, L, B, S = 37, 2, 2, 7
+KEY = jax.random.key(0)
+OPTIONS = {"xla_backend_optimization_level": 0}
+jit = functools.partial(jax.jit, compiler_options=OPTIONS) if jax.default_backend() == "cpu" else jax.jit
+
+
+def tiny(name, **layer) -> ModelConfig:
+    changes = dict(vocab_size=V, num_layers=L, hidden_size=16)
+    groups = 2 if SIZES[name].groups else None
+    own = dict(mlp_hidden_size=24, num_attention_heads=4, num_gqa_groups=groups, kv_channels=None)
+    return published(name, **changes).with_layer(**own | layer)
+
+
+def filled(variables):
+    """Parameters that tell layers apart: the initial ones, and noise."""
+    leaves, tree = jax.tree.flatten(nn.unbox(variables))
+    keys = jax.random.split(KEY, len(leaves))
+    return jax.tree.unflatten(tree, [p + 0.2 * jax.random.normal(k, p.shape, p.dtype) for k, p in zip(keys, leaves)])
+
+
+def made(cls, config, *args, **options):
+    model = cls(config, dtype=jnp.float32)
+    return model, filled(jit(functools.partial(model.init, **options))(KEY, *args))
+
+
+@pytest.fixture
+def tokens(rng):
+    return jnp.asarray(rng.integers(0, V, (B, S)))
+
+
+def unstacked(params):
+    """Parameters of a scanned model in the form of one that is not."""
+    params = dict(params)
+    layers = params.pop("layers")
+    one = lambda i: jax.tree.map(lambda a: a[i], layers)
+    return params | {f"layer_{i}": one(i) for i in range(L)}
+
+
+def test_scanned_layers_are_the_others(tokens):
+    """Logits, the loss of labels, remat; and a pattern, which scans nothing."""
+    config = tiny("llama3-8b")
+    model, variables = made(CausalLM, config, tokens)
+    flat = {"params": unstacked(variables["params"])}
+
+    def run(variables, flat, tokens):
+        apart = CausalLM(config, dtype=jnp.float32, scan=False)
+        patterned = CausalLM(config.__class__(**vars(config) | dict(pattern=({}, {}))), dtype=jnp.float32)
+        z = model.apply(variables, tokens)
+        loss = lambda m, v: m.apply(v, tokens, tokens)
+        remat = CausalLM(config, dtype=jnp.float32, remat=True)
+        grads = [
+            jax.grad(functools.partial(loss, m))(v) for m, v in ((model, variables), (remat, variables), (apart, flat))
+        ]
+        return z, apart.apply(flat, tokens), patterned.apply(flat, tokens), loss(model, variables), grads
+
+    z, *others, loss, (grads, of_remat, of_flat) = jit(run)(variables, flat, tokens)
+    for other in others:
+        np.testing.assert_allclose(other, z, atol=2.0**-18 * np.abs(z).max())
+    picked = np.take_along_axis(np.asarray(z), np.asarray(tokens)[..., None], -1)[..., 0]
+    np.testing.assert_allclose(loss, np.mean(jax.nn.logsumexp(z, -1) - picked), rtol=2.0**-20)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=2.0**-16 * np.abs(b).max())
+    jax.tree.map(close, of_remat, grads)
+    jax.tree.map(close, of_flat["params"], unstacked(grads["params"]))
+
+
+def test_experts(tokens):
+    """Each layer's losses and loads are sown beside the loss of the labels; its bias of the choice is its own."""
+    moe = dict(num_experts=4, num_experts_per_tok=2, aux_loss_coeff=0.1, z_loss_coeff=0.01, use_expert_bias=True)
+    config = tiny("mixtral-8x7b", moe=moe)
+    model, variables = made(CausalLM, config, tokens)
+    flat = {name: unstacked(collection) for name, collection in variables.items()}
+
+    def run(model, variables, tokens):
+        def loss(variables):
+            y, sown = model.apply(variables, tokens, tokens, deterministic=False, mutable=["losses", "intermediates"])
+            return y + sum(map(jnp.sum, jax.tree.leaves(sown["losses"]))), (y, sown)
+
+        return jax.value_and_grad(loss, has_aux=True)(variables), model.apply(variables, tokens, tokens)
+
+    both = jit(lambda v, flat, t: (run(model.clone(remat=True), v, t), run(model.clone(scan=False), flat, t)))
+    (((total, (y, sown)), grads), plain), (((of_apart, (_, sown_apart)), grads_apart), _) = both(
+        variables, flat, tokens
+    )
+    of_layers = sown["losses"]["layers"]["TransformerLayer_0"]["moe"]
+    assert {name: term.shape for name, term in of_layers.items()} == {"balancing_loss": (L,), "z_loss": (L,)}
+    (counts,) = sown["intermediates"]["layers"]["TransformerLayer_0"]["moe"]["tokens_per_expert"]
+    assert counts.shape == (L, 4) and np.all(np.sum(counts, 1) == 2 * B * S)
+    np.testing.assert_array_equal(grads["expert_bias"]["layers"]["TransformerLayer_0"]["moe"]["expert_bias"], counts)
+    np.testing.assert_allclose(y, plain, rtol=2.0**-20)
+    np.testing.assert_allclose(total, y + sum(np.sum(term) for term in of_layers.values()), rtol=2.0**-20)
+    # As above: sums in another order.
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=2.0**-16 * np.abs(b).max())
+    close(of_apart, total)
+    jax.tree.map(close, grads_apart, {name: unstacked(collection) for name, collection in grads.items()})
+    jax.tree.map(close, sown_apart["losses"], unstacked(sown["losses"]))
+
+
+def with_latents(name="deepseek-v3") -> ModelConfig:
+    """A dense layer and one with experts, on latent attention."""
+    narrow = dict(q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
+    moe = dict(published(name).layer["moe"]) | dict(num_experts=16)
+    return replace(tiny(name, **narrow, moe=moe), pattern=(dict(moe=None), {}))
+
+
+def test_latent_attention_turns_by_positions(tokens):
+    config = replace(with_latents().with_layer(moe=None), pattern=(), num_layers=1)
+    model, variables = made(CausalLM, config, tokens)
+
+    def run(variables, tokens):
+        in_order = jnp.broadcast_to(jnp.arange(S), tokens.shape)
+        return [model.apply(variables, tokens, positions=p) for p in (None, in_order, 3 * in_order)]
+
+    z, same, other = jit(run)(variables, tokens)
+    np.testing.assert_allclose(same, z, atol=2.0**-18 * np.abs(z).max())
+    assert np.abs(other - z).max() > 2.0**-8 * np.abs(z).max()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mistral-7b", "deepseek-v3"])
+def test_greedy_words_are_those_without_a_cache(name, tokens):
+    """Of prompts of two lengths, with learned positions, RoPE and a window, latents and experts."""
+    config = tiny(name, **({"window_size": (3, 0)} if name == "mistral-7b" else {}))
+    config = with_latents(name) if name == "deepseek-v3" else config
+    model, variables = made(CausalLM, config, tokens)
+    lengths, count = jnp.array([S, 4]), 6
+
+    def slow(variables, tokens):
+        text = jnp.pad(tokens, ((0, 0), (0, count)))
+        rows = jnp.arange(B)
+
+        def step(text, i):
+            z = model.apply(variables, text, at=lengths + i - 1)
+            token = jnp.argmax(z, -1)
+            return text.at[rows, lengths + i].set(token), (token, z)
+
+        return jax.lax.scan(step, text, jnp.arange(count))[1]
+
+    def run(variables, tokens):
+        return generate(model, variables, tokens, count, lengths=lengths), slow(variables, tokens)
+
+    got, (want, z) = jit(run)(variables, tokens)
+    first, second = -jnp.sort(-z, -1)[..., 0], -jnp.sort(-z, -1)[..., 1]
+    assert jnp.min(first - second) > 1e-4, "no ties"
+    np.testing.assert_array_equal(got, want.T)
+
+
+def test_encoder_decoder(tokens):
+    """Its loss, and greedy words with a cache, where the inputs have padding: what pads is not read."""
+    config = tiny("t5-v1.1-small")
+    model, variables = made(EncoderDecoder, config, tokens, inputs=tokens)
+    lengths, start = jnp.array([S, 3]), jnp.zeros((B, 1), int)
+
+    def run(variables, tokens, inputs):
+        encoded = model.apply(variables, inputs=inputs, input_lengths=lengths)
+        context = dict(encoded=encoded, input_lengths=lengths)
+        words = generate(model, variables, start, S, **context)
+        z = model.apply(variables, jnp.concatenate([start, words], 1)[:, :-1], inputs=inputs, input_lengths=lengths)
+        loss = model.apply(variables, tokens, words, inputs=inputs, input_lengths=lengths, reduction="none")
+        return words, z, loss
+
+    run = jit(run)
+    words, z, loss = run(variables, tokens, tokens)
+    np.testing.assert_array_equal(jnp.argmax(z, -1), words)
+    assert loss.shape == (B, S) and jnp.all(loss > 0)
+    other = tokens.at[1, 3:].add(1) % V
+    for a, b in zip(run(variables, tokens, other), (words, z, loss)):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(ValueError, match="both given, or neither"):
+        model.apply(variables, tokens)
+
+
+def test_encoder(tokens):
+    """Padding is not read; the loss is that of the logits, their bias included; hidden states have no head."""
+    model, variables = made(EncoderLM, tiny("bert-base"), tokens)
+    lengths = jnp.array([S, 3])
+    labels = jnp.where(jnp.arange(S) < lengths[:, None], tokens, -100)
+
+    def run(variables, tokens):
+        z, hidden = (model.apply(variables, tokens, lengths=lengths, hidden=h) for h in (False, True))
+        return z, hidden, model.apply(variables, tokens, labels, lengths=lengths)
+
+    z, hidden, loss = jit(run)(variables, tokens)
+    assert hidden.shape == (B, S, 16)
+    np.testing.assert_array_equal(jit(run)(variables, tokens.at[1, 3:].add(1) % V)[2], loss)
+    each = jax.nn.logsumexp(z, -1) - jnp.take_along_axis(z, tokens[..., None], -1)[..., 0]
+    np.testing.assert_allclose(loss, jnp.sum(jnp.where(labels >= 0, each, 0)) / jnp.sum(lengths), rtol=2.0**-18)
+    assert (
+        variables["params"]["head_bias"].shape == (V,) and model.init(KEY, tokens, hidden=True)["params"]["head_bias"]
+    )
+
+
+def test_sampling(rng):
+    """Shares of 4000 draws: sigma is at most 0.008. Words as likely as the last of top_k stay."""
+    shares = np.array([0.5, 0.2, 0.2, 0.1])
+    logits = jnp.log(jnp.asarray([shares, shares[::-1]]))
+    keys = jax.random.split(KEY, 4000)
+
+    def drawn(**fields):
+        words = np.asarray(jax.vmap(Sampling(**fields).choose, (0, None))(keys, logits))
+        return np.stack([np.mean(words == i, 0) for i in range(4)], 1)
+
+    for fields, want in (
+        ({}, shares),
+        (dict(top_k=1), [1, 0, 0, 0]),
+        (dict(top_k=2), np.array([5, 2, 2, 0]) / 9),
+        (dict(top_p=0.5), [1, 0, 0, 0]),
+        (dict(top_p=0.51), np.array([5, 2, 2, 0]) / 9),
+        (dict(temperature=0.5), shares**2 / np.sum(shares**2)),
+        (dict(temperature=0), [1, 0, 0, 0]),
+    ):
+        np.testing.assert_allclose(drawn(**fields), [want, want[::-1]], atol=0.04)
+    for fields, error in ((dict(temperature=-1), ValueError), (dict(top_p=0), ValueError), (dict(topk=1), TypeError)):
+        with pytest.raises(error):
+            Sampling(**fields)
+
+
+def test_a_text_ends(tokens):
+    model, variables = made(CausalLM, tiny("llama3-8b"), tokens)
+    run = jit(lambda v, t, stop: generate(model, v, t, 5, stop_at=stop))
+    free = run(variables, tokens, -1)
+    stopped = run(variables, tokens, free[0, 2])
+    np.testing.assert_array_equal(stopped[0], [*free[0, :3], free[0, 2], free[0, 2]])
+    with pytest.raises(ValueError, match="key is None"):
+        generate(model, variables, tokens, 5, sampling=Sampling())
+    learned, variables = CausalLM(tiny("gpt2")), None
+    with pytest.raises(ValueError, match="there are 1024 learned positions"):
+        generate(learned, variables, tokens, 1020)
+
+
+def test_fp8_and_mesh(tokens):
+    """A step of a scanned model on a mesh, FP8 state of layers and head included, is that of one device."""
+    recipe = te.recipe.DelayedScaling(amax_history_len=2)
+    config = tiny("llama3-8b", num_gqa_groups=4).with_layer()
+    config = ModelConfig(**vars(config) | dict(vocab_size=40))
+    model = CausalLM(config, dtype=jnp.float32)
+    tokens = jnp.tile(tokens, (4, 1))[:, :4]
+
+    def step(variables, tokens):
+        with te.autocast(recipe=recipe):
+            return te.value_and_grad(lambda v: model.apply(v, tokens, tokens))(variables)
+
+    with te.autocast(recipe=recipe):
+        boxed = jit(model.init)(KEY, tokens, tokens)
+    assert set(boxed["fp8_metas"]) == {"layers", "lm_head"}
+    variables = nn.unbox(boxed)
+    want = jit(step)(variables, tokens)
+    resource = te.MeshResource(dp_resource="dp", tp_resource="tp")
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh), te.sharding.global_shard_guard(resource):
+        rules = te.sharding.extend_logical_axis_rules(())
+        with nn.logical_axis_rules(rules):
+            shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, rules)
+            assert shardings["params"]["embedding"].spec == P("tp", None)
+            got = jit(step)(
+                jax.device_put(variables, shardings), jax.device_put(tokens, jax.NamedSharding(mesh, P("dp")))
+            )
+    # An ulp before a cast to FP8 may move a value to its neighbour, 2**-4 of it away; amaxes are those of f32.
+    np.testing.assert_allclose(got[0], want[0], rtol=2.0**-10)
+    for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1])):
+        assert np.linalg.norm(a - b) <= 2.0**-5 * np.linalg.norm(b)
+
+
+def test_configs():
+    for name, size in SIZES.items():
+        config = published(name)
+        assert config.num_layers == size.layers and hash(config) == hash(published(name))
+    for fields, error, words in (
+        (dict(vocab_size=0), ValueError, "vocab_size is 0"),
+        (dict(layers=3), TypeError, "unexpected keyword argument 'layers'"),
+        (dict(layer=dict(hidden_size=3)), ValueError, "layer has hidden_size"),
+        (dict(layer=3), TypeError, "layer is 3"),
+    ):
+        with pytest.raises(error, match=words):
+            ModelConfig(**dict(vocab_size=8, num_layers=1, hidden_size=8) | fields)
+    with pytest.raises(ValueError, match="no model 'llama-3-8b'.*did you mean 'llama3-8b'"):
+        published("llama-3-8b")
