@@ -21,7 +21,7 @@
 # SCALING_ARGS            of `python -m benchmarks scaling`
 # TRACE_ARGS              of `python -m benchmarks trace`, which runs once for the GPT and once for the Llama layer
 # HLO_ARGS                of `python -m benchmarks hlo`
-# SANITIZE_TIMEOUT        seconds for each of the four sanitizer runs [default: 300]
+# SANITIZE_TIMEOUT        seconds for each of the five sanitizer runs [default: 300]
 # TRAIN_ARGS              of examples/train_gpt.py [default: --preset medium --compare --check-gap 0.01 --no-checkpoint]
 set -uo pipefail
 
@@ -116,6 +116,7 @@ RACES='(test_quantize and 63 and bfloat16 and e4m3) or (test_activation and 257 
   (test_quantize_block_chosen and data_t) or (test_activation_block_chosen and dbias and data_t) or
   (test_norm_block_chosen and data_t)'
 SMALL_GEMM='test_gemm_fp8 and 333 and bfloat16'
+SMALL_GROUPED='test_rows and 144 or test_wgrads and 130'
 SMALL_ATTENTION='test_cudnn and bfloat16 and (odd or gqa)'
 
 # sanitize TOOL KERNELS FILES SELECTION: KERNELS is a part of their mangled names, or empty for all.
@@ -140,6 +141,7 @@ sanitize_all() {
   local status=0
   sanitize memcheck "" "$OURS" "$SMALL_OURS" || status=1
   sanitize memcheck "" tests/test_cuda_ops.py "$SMALL_GEMM" || status=1
+  sanitize memcheck "" tests/test_cuda_grouped.py "$SMALL_GROUPED" || status=1
   sanitize memcheck "" tests/test_attention_cudnn.py "$SMALL_ATTENTION" || status=1
   sanitize racecheck _ZN2te "$OURS" "$RACES" || status=1
   return $status
