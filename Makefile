@@ -19,22 +19,24 @@ WORKERS := $(if $(GPU),,-n 2 --dist worksteal)
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-CXX_SOURCES := $(wildcard csrc/*)
+CXX_SOURCES := $(wildcard csrc/*.* csrc/*/*.*)
 # What an installation is made of; the stamp names what was built.
 INSTALLED := $(VENV)/.installed-$(if $(BUILD),$(subst $() ,+,$(strip $(ARCHS))),pure)
 SOURCES := pyproject.toml $(wildcard build_backend/*.py) \
   $(if $(BUILD),CMakeLists.txt te_jax/_archs.py $(wildcard cmake/*.*) $(CXX_SOURCES) $(shell find third_party -type f))
 export TE_JAX_BUILD_CUDA := $(MODE)
 
-.PHONY: help train test bench tables wheel lint format clean
+.PHONY: help train test bench tables docs wheel lint types format clean
 
 help:
 	@echo "make train ARGS=...   install into $(VENV), train a GPT: ARGS=\"--preset tiny --compare\" (ARGS=--help lists all)"
 	@echo "make test TESTS=...   install into $(VENV), run the tests: TESTS=\"tests/test_norm.py -k odd\""
 	@echo "make bench ARGS=...   install into $(VENV), measure ops and layers on a GPU: SUITE=layers ARGS=\"--only 'gpt layer'\""
-	@echo "make tables           write the documents' tables of figures from docs/results"
-	@echo "make wheel            build a wheel for all architectures into dist/"
+	@echo "make tables           write the documents' tables and plots of figures from docs/results"
+	@echo "make docs             build the site into build/site, warnings are errors"
+	@echo "make wheel            build wheels for all architectures into dist/: PYTHONS=\"python3.11 python3.12\""
 	@echo "make lint             ruff and clang-format"
+	@echo "make types            pyright over the public names"
 	@echo "make format           let both rewrite the sources"
 	@echo "make clean            remove $(VENV) and build/"
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) CUDA=$(CUDA) (1 builds the CUDA extension, 0 does not, auto does where a GPU is)"
@@ -81,12 +83,22 @@ endif
 	@touch $@
 	@$(BIN)/python -m te_jax
 
+# One wheel for each; that of 3.12 serves later versions too.
+PYTHONS ?= python3.11 python3.12
 wheel:
-	TE_JAX_BUILD_CUDA=1 TE_JAX_CUDA_ARCHS=all $(PYTHON) -m pip wheel --no-deps -w dist .
+	$(PYTHON) cmake/wheels.py dist $(PYTHONS)
 
-$(VENV)/.lint: pyproject.toml | $(BIN)/python
-	$(PIP) install $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["lint"])')
+$(VENV)/.lint $(VENV)/.docs $(VENV)/.types: $(VENV)/.%: pyproject.toml | $(BIN)/python
+	$(PIP) install $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$*"])')
 	@touch $@
+
+docs: $(INSTALLED) $(VENV)/.docs
+	$(BIN)/python docs/site/assemble.py build/site-source
+	$(BIN)/python -m sphinx -q -W --keep-going -b html build/site-source build/site
+	@echo "open build/site/index.html"
+
+types: $(INSTALLED) $(VENV)/.types
+	$(BIN)/python docs/site/check_types.py
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -4,7 +4,7 @@ import argparse
 import pathlib
 import sys
 
-from . import hlo, layers, memory, overlap, report, run, step_trace, tables, timing
+from . import hlo, layers, memory, overlap, report, run, step_trace, tables, timing, turns
 
 _MODELS = tuple(model.name for model in layers.gpt_and_llama(tiny=True))
 # Of each option: its type or its choices, and its help. `file` is an argument.
@@ -24,6 +24,7 @@ _OPTIONS = {
     "model": (_MODELS, "what is measured"),
     "impl": (layers.IMPLS, "by whom"),
     "role": (("fsdp", "dp", "tp"), "of all GPUs"),
+    "quick": (bool, "a tenth of a second for each row, where it is a second"),
     "profile": (bool, "also the time in kernels, by jax.profiler"),
     "tune": (bool, "time cuBLASLt's algorithms, where its first guess runs else"),
     "tiny": (bool, "tiny sizes: to try the program without a GPU"),
@@ -32,6 +33,7 @@ _OPTIONS = {
     "measure": (str, argparse.SUPPRESS),  # one of those that get processes of their own, in this process
 }
 _ROWS = dict(out=None, only=None, compare=None, repeat=3, calls=timing.CALLS, profile=0, tune=0, tiny=0, list=0)
+_TURNS = dict(out=None, only=None, quick=0, tiny=0, list=0)
 _LAYER = dict(out=None, text=None, model=_MODELS[0], tiny=0)
 
 
@@ -44,6 +46,7 @@ def _show(args) -> int:
 # Of each command: what runs it, its options with their defaults, and a line of help.
 COMMANDS = {
     **{name: (run.main, _ROWS, f"time {text}") for name, (_, text) in run.SUITES.items()},
+    **{name: (turns.main, _TURNS, f"time {text}") for name, (_, text) in turns.SUITES.items()},
     "trace": (
         step_trace.main,
         dict(**_LAYER, folder=None, impl="te_jax fp8 fast", calls=150),

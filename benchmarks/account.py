@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from .kernels import COPIES, Event, times
 
+ROUTING = "router, permute, combine"
 SMALL_US = 5.0  # XLA's kernels below this are one class
 
 # Families of work, each by the names of its kernels and of its custom calls; the first that matches. cuBLASLt's kernels
@@ -18,6 +19,7 @@ _FAMILIES = [
     ("attention backward", r"sdpa|fmha|flash|dot_do_o|convert_dq", r"te_attention_.*bwd|__cudnn\$fmha"),
     ("norm forward", r"te::.*NormFwd", r"te_norm_.*fwd"),
     ("norm backward", r"te::.*NormBwd", r"te_norm_.*bwd"),
+    (ROUTING, r"te::.*(te_router|te_group_|te_combine|Gather)", r"te_(router|permute|combine|group$)"),
     ("activation backward", r"te::.*(Gradient|ActivationBwd)", r"te_activation_.*bwd"),
     ("activation forward", r"te::.*Activation", r"te_activation_.*fwd"),
     ("quantize", r"te::.*Quantize", r"te_quantize"),

@@ -24,6 +24,10 @@ class Case:
     tokens:  of a layer's step; 0 where time per token says nothing.
     calls:   issued back to back at most: a long call needs fewer for the same precision.
     figures: ms -> more that the row says.
+    bound:   where rows are measured in turns, the implementation of the same case whose time bounds this one's from
+             below, as the traffic does; "" where the traffic alone does.
+    beside:  there, those of the same case whose times this one's is shown over.
+    profiled: there, what the row says of the summary of `kernels.profile`; None: it is not traced.
     """
 
     name: str
@@ -38,6 +42,9 @@ class Case:
     tokens: int = 0
     calls: int | None = None
     figures: Callable[[float], dict] = lambda ms: {}
+    bound: str = ""
+    beside: tuple[str, ...] = ()
+    profiled: Callable[[dict], dict] | None = None
 
     @property
     def label(self) -> str:

@@ -1,6 +1,7 @@
 """What a result was measured on: devices, driver, versions, command line, date; clock and power as it ran."""
 
 import contextlib
+import ctypes
 import datetime
 import importlib.metadata
 import os
@@ -9,7 +10,9 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from dataclasses import dataclass, field
 
 import jax
 
@@ -52,6 +55,12 @@ def _driver() -> str | None:
         return None
 
 
+def _visible_gpu() -> str:
+    """The first visible GPU. nvidia-smi and NVML count all GPUs of the host, or take names: CUDA_VISIBLE_DEVICES has
+    either."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+
+
 class Sampler:
     """Clock and power of the first visible GPU, by nvidia-smi while the block runs: `samples`, empty without one."""
 
@@ -65,9 +74,13 @@ class Sampler:
     _STARTS_WITHIN = 5.0  # seconds
 
     def __enter__(self):
-        # nvidia-smi counts all GPUs of the host, or takes names: CUDA_VISIBLE_DEVICES has either.
-        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
-        query = ["nvidia-smi", "-i", gpu, f"--query-gpu={','.join(self.FIELDS)}", "--format=csv,noheader,nounits"]
+        query = [
+            "nvidia-smi",
+            "-i",
+            _visible_gpu(),
+            f"--query-gpu={','.join(self.FIELDS)}",
+            "--format=csv,noheader,nounits",
+        ]
         self.samples, self._process, self._file = [], None, tempfile.TemporaryFile("w+")
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen([*query, "-lms", str(self._MS)], stdout=self._file)
@@ -84,3 +97,64 @@ class Sampler:
         number = lambda text: float(text) if text.strip().replace(".", "", 1).isdigit() else None
         names = [name for name, _ in self.FIELDS.values()]
         self.samples = [dict(zip(names, map(number, line.split(",")))) for line in self._file if line.endswith("\n")]
+
+
+@dataclass
+class Draw:
+    """What a GPU drew over some spans of time, which add up: joules, seconds, and the clocks seen."""
+
+    joules: float = 0.0
+    seconds: float = 0.0
+    clocks: list[int] = field(default_factory=list)  # MHz
+
+    def row(self) -> dict[str, float]:
+        """The mean power in W and the mean clock in MHz; nothing where they are not known."""
+        power = {"power": self.joules / self.seconds} if self.joules else {}
+        return power | ({"sm_clock": sum(self.clocks) / len(self.clocks)} if self.clocks else {})
+
+
+class Meter:
+    """Energy and clock of the first visible GPU, by NVIDIA's management library (NVML); nothing where there is none."""
+
+    _SM_CLOCK = 1  # nvmlClockType_t
+    _EVERY_S = 0.01
+
+    def __init__(self):
+        self._gpu, self._nvml, name = ctypes.c_void_p(), None, _visible_gpu()
+        with contextlib.suppress(OSError):
+            nvml = ctypes.CDLL("libnvidia-ml.so.1")
+            found = nvml.nvmlInit_v2()
+            if not found and name.isdigit():
+                found = nvml.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(self._gpu))
+            elif not found:
+                found = nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(self._gpu))
+            self._nvml = None if found else nvml
+
+    def _joules(self) -> float:
+        """Since the driver was loaded."""
+        millijoules = ctypes.c_ulonglong()
+        self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._gpu, ctypes.byref(millijoules))
+        return millijoules.value / 1e3
+
+    def _sample(self, draw: Draw, end: threading.Event):
+        clock = ctypes.c_uint()
+        while not end.wait(self._EVERY_S):
+            if not self._nvml.nvmlDeviceGetClockInfo(self._gpu, self._SM_CLOCK, ctypes.byref(clock)):
+                draw.clocks.append(clock.value)
+
+    @contextlib.contextmanager
+    def onto(self, draw: Draw):
+        """Adds what the GPU draws within the block to `draw`."""
+        if self._nvml is None:
+            yield
+            return
+        end, before, began = threading.Event(), self._joules(), time.perf_counter()
+        sampler = threading.Thread(target=self._sample, args=(draw, end))
+        sampler.start()
+        try:
+            yield
+        finally:
+            end.set()
+            sampler.join()
+            draw.joules += self._joules() - before
+            draw.seconds += time.perf_counter() - began

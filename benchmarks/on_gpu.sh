@@ -21,7 +21,7 @@
 # SCALING_ARGS            of `python -m benchmarks scaling`
 # TRACE_ARGS              of `python -m benchmarks trace`, which runs once for the GPT and once for the Llama layer
 # HLO_ARGS                of `python -m benchmarks hlo`
-# SANITIZE_TIMEOUT        seconds for each of the four sanitizer runs [default: 300]
+# SANITIZE_TIMEOUT        seconds for each of the six sanitizer runs [default: 300]
 # TRAIN_ARGS              of examples/train_gpt.py [default: --preset medium --compare --check-gap 0.01 --no-checkpoint]
 set -uo pipefail
 
@@ -116,6 +116,11 @@ RACES='(test_quantize and 63 and bfloat16 and e4m3) or (test_activation and 257 
   (test_quantize_block_chosen and data_t) or (test_activation_block_chosen and dbias and data_t) or
   (test_norm_block_chosen and data_t)'
 SMALL_GEMM='test_gemm_fp8 and 333 and bfloat16'
+# The ops of experts run where jax runs, so their tests have no marker.
+EXPERTS='tests/test_router.py tests/test_permute.py'
+SMALL_EXPERTS='(test_route and (8-2 or 128-8)) or test_many_experts or test_against_loops or test_group_alone or
+  test_blocks_against_loops'
+RACES_EXPERTS='128-8-sigmoid-groups or 8-2-37-24-bfloat16 or (test_group_alone and 1024) or True-200-bfloat16'
 SMALL_ATTENTION='test_cudnn and bfloat16 and (odd or gqa)'
 
 # sanitize TOOL KERNELS FILES SELECTION: KERNELS is a part of their mangled names, or empty for all.
@@ -126,7 +131,7 @@ sanitize() {
   # One cudaMalloc per buffer: inside XLA's own pool no access would be out of bounds.
   XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_PYTHON_CLIENT_PREALLOCATE=false TESTS=$3 \
     run_pytest timeout -k 5 "${SANITIZE_TIMEOUT:-300}" compute-sanitizer "${options[@]}" -- \
-    -m gpu -p no:xdist --timeout 0 -k "${4//$'\n'/ }"
+    -m "gpu or not gpu" -p no:xdist --timeout 0 -k "${4//$'\n'/ }"
 }
 
 sanitize_all() {
@@ -137,11 +142,24 @@ sanitize_all() {
   # memcheck watches all kernels: cuDNN's and cuBLASLt's too, which get their workspace from us. racecheck breaks on
   # cuBLASLt's Hopper kernels (an internal error of the sanitizer), so it runs the tests of our own kernels, and watches
   # these alone.
-  local status=0
-  sanitize memcheck "" "$OURS" "$SMALL_OURS" || status=1
-  sanitize memcheck "" tests/test_cuda_ops.py "$SMALL_GEMM" || status=1
-  sanitize memcheck "" tests/test_attention_cudnn.py "$SMALL_ATTENTION" || status=1
-  sanitize racecheck _ZN2te "$OURS" "$RACES" || status=1
+  # All at once: one run alone leaves the GPU idle while it compiles.
+  local status=0 number=0 run
+  local runs=()
+  aside() {
+    "$@" >"$SCRATCH/sanitize.$number" 2>&1 &
+    runs+=($!)
+    number=$((number + 1))
+  }
+  aside sanitize memcheck "" "$OURS" "$SMALL_OURS"
+  aside sanitize memcheck "" tests/test_cuda_ops.py "$SMALL_GEMM"
+  aside sanitize memcheck "" tests/test_attention_cudnn.py "$SMALL_ATTENTION"
+  aside sanitize memcheck "" "$EXPERTS" "$SMALL_EXPERTS"
+  aside sanitize racecheck _ZN2te "$OURS" "$RACES"
+  aside sanitize racecheck _ZN2te "$EXPERTS" "$RACES_EXPERTS"
+  for run in "${!runs[@]}"; do
+    wait "${runs[run]}" || status=1
+    cat "$SCRATCH/sanitize.$run"
+  done
   return $status
 }
 

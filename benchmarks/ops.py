@@ -54,7 +54,7 @@ def _by(*sizes: int) -> str:
     return "x".join(map(str, sizes))
 
 
-def _named(op, reference, *operands, outputs, **attrs) -> dict:
+def named(op, reference, *operands, outputs, **attrs) -> dict:
     """The results of `op` or of its reference that `outputs` names, by name."""
     if not reference:
         return dict(zip(outputs, op(*operands, outputs=outputs, **attrs)))
@@ -191,7 +191,7 @@ def _quantize_block(shape, square):
 
 
 def _quantize(shape, dtype, outputs, reference):
-    fn = partial(_named, quantize, reference, outputs=outputs, split=1, dtype=dtype)
+    fn = partial(named, quantize, reference, outputs=outputs, split=1, dtype=dtype)
     return compiled(fn, sets(lambda seed: (normal(seed, shape), jnp.float32(64.0))))
 
 
@@ -295,13 +295,13 @@ def _norm_to_fp8(kind, shape, reference, backward):
     def forward(x, weights, scale):
         operands = (x, weights[0], None if rms else weights[1], scale)
         outputs = ("data", "data_t", *(() if rms else ("mean",)), "rstd", "amax")
-        return _named(norm_op.norm_fwd, reference, *operands, outputs=outputs, eps=1e-6, dtype=E4M3, **law)
+        return named(norm_op.norm_fwd, reference, *operands, outputs=outputs, eps=1e-6, dtype=E4M3, **law)
 
     def both(x, weights, scale, dy):
         y = forward(x, weights, scale)
         operands = (dy, x, y.get("mean"), y["rstd"], weights[0], None)
         outputs = ("dx", "dgamma", *(() if rms else ("dbeta",)))
-        return y, _named(norm_op.norm_bwd, reference, *operands, outputs=outputs, **law)
+        return y, named(norm_op.norm_bwd, reference, *operands, outputs=outputs, **law)
 
     def inputs(seed):
         x, weights, dy = _norm_operands(kind, shape, 4 * seed)

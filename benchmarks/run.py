@@ -44,8 +44,12 @@ SUITES = {
 }
 
 
+def matches(case: Case, only: str | None) -> bool:
+    return bool(re.search(only or "", case.label))
+
+
 def chosen(args) -> list[Case]:
-    return [case for case in SUITES[args.command][0](args.tiny) if re.search(args.only or "", case.label)]
+    return [case for case in SUITES[args.command][0](args.tiny) if matches(case, args.only)]
 
 
 def measure(case: Case, args, found_ceilings: dict) -> dict:
@@ -116,8 +120,8 @@ def show(result: dict, out: pathlib.Path | None, compare: pathlib.Path | None):
         print(f"roofline: {picture}")
 
 
-def main(args) -> int:
-    found = chosen(args)
+def refuses(found: list[Case], args) -> int | None:
+    """The exit status where `found` are not to be measured, but listed or refused, which it has printed; else None."""
     if args.list or not found:
         print("\n".join(case.label for case in found) or f"no row matches --only {args.only!r}")
         return 0 if found else 1
@@ -127,6 +131,13 @@ def main(args) -> int:
     if timing.on_gpu() and not _lib.status().loads:
         print(f"{_lib.status().reason}\nte_jax comes from {pathlib.Path(_lib.__file__).parent}.", file=sys.stderr)
         return 2
+    return None
+
+
+def main(args) -> int:
+    found = chosen(args)
+    if (status := refuses(found, args)) is not None:
+        return status
     if args.compare:
         report.load(args.compare)  # raises now, not after an hour
     if args.tune and timing.on_gpu():

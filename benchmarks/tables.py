@@ -1,4 +1,4 @@
-"""The tables of measured figures in README.md and docs/ are written from the files in docs/results.
+"""The tables of measured figures in README.md and docs/, and the plots, are written from the files in docs/results.
 
 docs/results/tables.md has each table below a heading of its name and its document. Its cells have places for figures,
 such as `{{h200/layers : gpt layer fwd+bwd | te_jax fp8; recipes : ms = .2f * 1}}`: a file, keys in it, how the number
@@ -17,7 +17,8 @@ RESULTS = ROOT / "docs" / "results"
 
 
 @cache
-def _read(name: str):
+def read(name: str):
+    """The file docs/results/{name}.json."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
@@ -32,7 +33,7 @@ def _entry(entries: list[dict], key: str, place: str) -> dict:
 
 def _value(place: str):
     name, *keys = place.split(" : ")
-    value = _read(name)
+    value = read(name)
     if " | " in keys[0]:
         value, keys = value["rows"], keys if keys[1:] else [*keys, "ms"]
     for key in keys:
@@ -71,9 +72,13 @@ def documents() -> dict[pathlib.Path, str]:
 
 
 def main(args) -> int:
-    changed = {path: text for path, text in documents().items() if path.read_text() != text}
+    from . import plots  # draws figures of this module
+
+    wanted = documents() | plots.drawings()
+    changed = {path: text for path, text in wanted.items() if not path.is_file() or path.read_text() != text}
     for path, text in changed.items():
         if not args.check:
+            path.parent.mkdir(exist_ok=True)
             path.write_text(text)
         print(
             path.relative_to(ROOT), "is not what docs/results makes it: `make tables`" if args.check else "is written"

@@ -13,12 +13,13 @@
 
 #include "divisor.cuh"
 #include "fp8.cuh"
+#include "parts.h"
 #include "ptx.cuh"
 #include "reduce.cuh"
 
 namespace te {
 
-constexpr int kBlock = 128, kBlockThreads = 512, kBlockWarps = kBlockThreads / 32;
+constexpr int kBlockThreads = 512, kBlockWarps = kBlockThreads / 32;
 constexpr int kBlockGroups = kBlock / 8;          // of 8 columns; 16 threads share a row
 constexpr int kBlockRows = 4;                     // of a thread
 constexpr int kBlockWords = kBlock / 4 * kBlock;  // of 4 FP8, of a tile
@@ -383,7 +384,7 @@ inline Status GetBlockArgs(const char* op, const Axes& rows, const Axes& n_axes,
                      {"data_t", b.data_t, Fp8Like(b.data), columns + rows, kOptional},
                      {b.inv_name, b.inv, F32, inv, kOptional},
                      {b.inv_t_name, b.inv_t, F32, inv_t, kOptional},
-                     {"dbias", b.dbias, F32, Axes{m * ps} + columns, kOptional}}));
+                     {"dbias", b.dbias, F32, Axes{BlockParts(rows)} + columns, kOptional}}));
   BlockArgs a{};
   a.m = m, a.p = p, a.n = n, a.q = q, a.ps = ps, a.qs = qs;
   a.by_ps = Divisor(std::max(a.ps, 1u)), a.by_qs = Divisor(std::max(a.qs, 1u));

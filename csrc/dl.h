@@ -1,12 +1,10 @@
-// CUDA libraries are found at run time: the extension links none of them and knows no fixed path.
-// Order: already loaded in this process (the JAX CUDA plugin loads those of the nvidia wheels), the path
-// given from Python (the wheels' folders), then plain dlopen (LD_LIBRARY_PATH, ldconfig).
+// CUDA libraries are found at run time: libte_jax.so links none of them and knows no fixed path.
+// Order: already loaded in this process (the JAX CUDA plugin loads those of the nvidia wheels), the path that
+// the caller gave (Python gives the wheels' folders), then plain dlopen (LD_LIBRARY_PATH, ldconfig).
 #pragma once
 
 #include <dlfcn.h>
 
-#include <map>
-#include <mutex>
 #include <string>
 
 namespace te::dl {
@@ -22,40 +20,10 @@ struct Library {
   }
 };
 
-struct Paths {
-  std::mutex mutex;
-  std::map<std::string, std::string> by_soname;
-};
+// Where Open is to look for a library. Returns whether it will: not if it has looked for it before.
+__attribute__((visibility("default"))) bool SetLibraryPath(const std::string& soname,
+                                                           const std::string& path);
 
-inline Paths& LibraryPaths() {
-  static auto* paths = new Paths;  // never destroyed: see Registry()
-  return *paths;
-}
-
-inline void SetLibraryPath(const std::string& soname, const std::string& path) {
-  std::lock_guard<std::mutex> lock(LibraryPaths().mutex);
-  LibraryPaths().by_soname[soname] = path;
-}
-
-inline Library Open(const std::string& soname) {
-  std::lock_guard<std::mutex> lock(LibraryPaths().mutex);
-  Library library;
-  library.handle = dlopen(soname.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
-  if (library.handle) return library;
-
-  std::string reasons;
-  const auto try_open = [&](const std::string& path) {
-    library.handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (!library.handle) reasons += std::string(reasons.empty() ? "" : "; ") + dlerror();
-    return library.handle != nullptr;
-  };
-  const auto& by_soname = LibraryPaths().by_soname;
-  const auto path = by_soname.find(soname);
-  if (path != by_soname.end() && try_open(path->second)) return library;
-  if (try_open(soname)) return library;
-  library.error =
-      "cannot load " + soname + " (" + reasons + "): install jax[cuda13] or put it on LD_LIBRARY_PATH";
-  return library;
-}
+Library Open(const std::string& soname);
 
 }  // namespace te::dl

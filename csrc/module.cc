@@ -1,11 +1,9 @@
-// te_jax._cuda: hands every registered FFI handler to Python as a capsule, and answers what this machine has.
-// Importing it needs no driver, no GPU and no CUDA library.
+// te_jax._cuda, libte_jax.so for Python: hands every registered FFI handler to Python as a capsule, and
+// answers what this machine has. Importing it needs no driver, no GPU and no CUDA library.
 
 #include "module.h"
 
-#include <cublasLt.h>
 #include <cuda_runtime.h>
-#include <cudnn.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -38,9 +36,7 @@ nb::dict Versions() {
   nb::dict versions;
   versions["architectures"] = TE_JAX_CUDA_ARCHS;
   versions["cudart"] = CUDART_VERSION;  // linked in
-  int driver = 0;                       // the newest CUDA version the driver supports; 0: no driver
-  if (cudaDriverGetVersion(&driver) != cudaSuccess) driver = 0;
-  versions["driver"] = driver;
+  versions["driver"] = DriverVersion();
   const auto add = [&](const char* name, const dl::Library& library, const char* symbol) {
     auto* version = library.Symbol<size_t()>(symbol);
     versions[name] = version ? nb::object(nb::int_(version())) : nb::object(nb::none());

@@ -1,4 +1,4 @@
-// What module.cc shows to Python besides the FFI handlers, and the files that define it.
+// What module.cc shows to Python besides the FFI handlers, and the files of libte_jax.so that define it.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,11 @@
 
 #include "dl.h"
 
+#pragma GCC visibility push(default)
 namespace te {
+
+// device.cc: the newest CUDA version that the driver supports; 0: there is no driver.
+int DriverVersion();
 
 // cudnn_stubs.cc: libcudnn.so.9, opened at first use.
 const dl::Library& Cudnn();
@@ -57,3 +61,4 @@ int64_t AttentionFp8Workspace(const std::string& kind, bool e5m2, int64_t b, int
                               int64_t g, int64_t d, bool causal, double scale);
 
 }  // namespace te
+#pragma GCC visibility pop

@@ -4,6 +4,7 @@
 #include <atomic>
 
 #include "fp8.cuh"
+#include "parts.h"
 #include "tile.cuh"
 
 namespace te {
@@ -127,16 +128,6 @@ struct NormFwdArgs {
            Aligned(beta.data);
   }
 };
-
-constexpr int kAmaxRows = 4;  // have a place at least
-// Partial amaxes: of the tiles, or of CTAs with kAmaxRows rows or more; AmaxStrips for each kTileRows rows.
-__host__ __device__ constexpr int64_t AmaxStrips(int64_t h) {
-  const int64_t strips = (h + kTileColumns - 1) / kTileColumns, least = kTileRows / kAmaxRows;
-  return strips > least ? strips : least;
-}
-__host__ __device__ constexpr int64_t AmaxPlaces(int64_t rows, int64_t h) {
-  return (rows + kTileRows - 1) / kTileRows * AmaxStrips(h);
-}
 
 // gamma and beta of N neighbours.
 template <int N>

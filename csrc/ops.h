@@ -1,11 +1,13 @@
-// The launchers of all ops, for whoever calls them: handlers.cc for XLA. A launcher checks every operand and
-// result, then enqueues its kernels on the stream; it neither allocates nor synchronizes. The comments give
-// shapes: arrays are row-major, `m...` is any number of axes, `?` marks an array that may be absent, which
-// then has no elements. Partial results are [parts, ...], to be summed or maximized by the caller.
+// The launchers of all ops, for whoever calls them: handlers.cc for XLA, c_api.cc for C programs. A launcher
+// checks every operand and result, then enqueues its kernels on the stream; it neither allocates nor
+// synchronizes. The comments give shapes: arrays are row-major, `m...` is any number of axes, `?` marks an
+// array that may be absent, which then has no elements. Partial results are [parts, ...], to be summed or
+// maximized by the caller.
 #pragma once
 
 #include "tensor.h"
 
+#pragma GCC visibility push(default)  // libte_jax.so has them, the extension calls them
 namespace te {
 
 // FP8 with one scale. x [m..., n...], whose first `split` axes are m; scale? f32 [] -> data? [m..., n...],
@@ -153,4 +155,21 @@ Status LaunchPermuteBlock(cudaStream_t stream, Arg x, Arg slots, Arg offsets, Ar
 Status LaunchCombine(cudaStream_t stream, Arg rows, Arg positions, Arg weights, Ret y);
 Status LaunchCombineBwd(cudaStream_t stream, Arg dy, Arg rows, Arg positions, Ret dweights);
 
+// Products of groups of rows with a scale for a tensor, an expert or a block of 128. offsets i32 [e + 1],
+// counts i32 [e]: groups as of LaunchGroup. lhs [r, k], rhs [e, n, k]; lhs_scale_inv?, rhs_scale_inv? f32 [e]
+// or [1]; or lhs_row_inv? f32 [k/128, r], rhs_block_inv? f32 [e, n/128, k/128]; bias? [e, n] -> out [r, n],
+// zeros in rows that pad a group; nothing behind the last one. outer is 0. The width of k is a multiple of 16
+// bytes, n one of 8.
+Status LaunchGemmGrouped(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts, Arg lhs_scale_inv,
+                         Arg rhs_scale_inv, Arg lhs_row_inv, Arg rhs_block_inv, Arg bias, Ret out,
+                         int64_t outer, bool fast_accum);
+
+// The products that sum over each group. lhs [n, r], rhs [k, r], zeros in rows that pad a group; scales as
+// above, or lhs_row_inv? f32 [r/128, n], rhs_row_inv? f32 [r/128, k]; c? [e, n, k], which out may be -> out
+// [e, n, k]. k is a multiple of 8.
+Status LaunchGemmGroupedWgrad(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts,
+                              Arg lhs_scale_inv, Arg rhs_scale_inv, Arg lhs_row_inv, Arg rhs_row_inv, Arg c,
+                              Ret out, bool fast_accum);
+
 }  // namespace te
+#pragma GCC visibility pop

@@ -9,12 +9,12 @@
 #pragma once
 
 #include "fp8.cuh"
+#include "parts.h"
 #include "ptx.cuh"
 #include "reduce.cuh"
 
 namespace te {
 
-constexpr int kTileRows = 256, kTileColumns = 64;  // te_jax/ops/quantize.py has them for the partial results
 constexpr int kTileThreads = 256;
 constexpr int kGroups = kTileColumns / 8;                 // of columns; a thread has 8 of them ...
 constexpr int kBandRows = kTileThreads / kGroups * 4;     // ... and 4 rows of each band
@@ -305,13 +305,13 @@ struct TileArrays {
 // Rows of axes m, columns of axes n, the slots' among them; wide is of x's type.
 inline Status ExpectTiles(const char* op, const Tensor& x, const Axes& m, const Axes& n, int64_t slots,
                           const TileArrays& b) {
-  const int64_t chunks = CeilDiv(m.count(), kTileRows), strips = CeilDiv(n.count() / slots, kTileColumns);
+  const Axes parts = TileParts(m.count(), n.count() / slots);
   return Expect(op, {{"scale", b.scale, F32, {}, RequiredIf(b.fp8())},
                      {b.wide_name, b.wide, x.type, m + n, kOptional},
                      {"data", b.data, kFp8, m + n, kOptional},
                      {"data_t", b.data_t, Fp8Like(b.data), n + m, kOptional},
-                     {"amax", b.amax, F32, {chunks, strips}, kOptional},
-                     {"dbias", b.dbias, F32, Axes{chunks} + n, kOptional}});
+                     {"amax", b.amax, F32, parts, kOptional},
+                     {"dbias", b.dbias, F32, parts.First(1) + n, kOptional}});
 }
 
 // Runs the op's kernels on m rows and, in each slot, n columns. aligned: the source; the results are looked

@@ -33,14 +33,16 @@ def load(directory: pathlib.Path, bf16: bool):
         model, trained = model_of(run)
         init = lambda key: nn.meta.unbox(steps.initial(model, optax.identity(), trained, key, 1))
         shapes = jax.eval_shape(init, jax.random.key(0))
-        return checkpoint.read_weights(path, shapes.params, {} if bf16 else shapes.fp8), run
+        return checkpoint.read_weights(path, shapes.params, {} if bf16 else shapes.fp8, shapes.experts), run
 
     found = checkpoint.newest(directory, read)
     if found is None:
         raise ValueError(f"there is no checkpoint in {directory}: train one with train_gpt.py, or give --checkpoint")
     items, run, _ = found
     model, trained = model_of(run)
-    return model, {"params": items["state"]["params"], **items.get("fp8", {})}, None if bf16 else trained
+    state = items["state"]
+    variables = {"params": state["params"], **state.get("experts", {}), **items.get("fp8", {})}
+    return model, variables, None if bf16 else trained
 
 
 def model_of(run: dict):

@@ -1,7 +1,8 @@
-"""Blocks of GPT-2, BERT, T5, Llama 3 and Falcon: each is a `te_jax.flax.TransformerLayer` by its arguments alone.
+"""Blocks of GPT-2, BERT, T5, Llama 3, Falcon, Mixtral, Qwen 3 and DeepSeek-V3: each is a
+`te_jax.flax.TransformerLayer` by its arguments alone.
 
     python examples/models.py                           # one of each: its parameters, and a step at a tiny size
-    python examples/models.py llama3-70b t5-11b --fp8
+    python examples/models.py llama3-70b mixtral-8x7b --fp8
 
 `tests/test_models.py` compares each block with the published architecture in plain Flax, and shows how published
 weights are named here. Weights start as the layer draws them, which is not how the papers do.
@@ -21,7 +22,7 @@ import te_jax as te
 import te_jax.flax as te_flax
 from te_jax import recipe
 from te_jax.models import SIZES, ModelConfig, families
-from te_jax.models.families import Size, exact_gelu  # noqa: F401  (exact_gelu: BERT's and Falcon's)
+from te_jax.models.families import Latents, Size, exact_gelu  # noqa: F401  (exact_gelu: BERT's and Falcon's)
 from te_jax.ops.attention import SequenceDescriptor
 
 
@@ -32,18 +33,18 @@ def _block(family: Callable[[Size], ModelConfig], size: Size | str, fields: dict
 
 
 def gpt2_block(size: Size | str = "gpt2", **fields) -> te_flax.TransformerLayer:
-    """Of `te_jax.models.families.gpt2`."""
+    """Of `te_jax.models.families.gpt2`, as the others are of the functions of their names."""
     return _block(families.gpt2, size, fields)
 
 
 def bert_block(size: Size | str = "bert-base", **fields) -> te_flax.TransformerLayer:
-    """Of `te_jax.models.families.bert`. Pass attention_mask, a `SequenceDescriptor` of lengths or an array that is True
-    at padding."""
+    """Pass attention_mask, a `SequenceDescriptor` of lengths or an array that is True at padding."""
     return _block(families.bert, size, fields)
 
 
 def t5_encoder_block(size: Size | str = "t5-base", **fields) -> te_flax.TransformerLayer:
-    """Of `te_jax.models.families.t5`, with a table of relative biases of its own. attention_mask as of `bert_block`."""
+    """With a table of relative biases of its own; pass blocks that share one a `te_flax.RelativePositionBiases` as
+    relative_embedding. attention_mask as of `bert_block`."""
     return _block(families.t5, size, fields)
 
 
@@ -57,12 +58,28 @@ def llama3_block(size: Size | str = "llama3-8b", **fields) -> te_flax.Transforme
     return _block(families.llama3, size, fields)
 
 
+def mixtral_block(size: Size | str = "mixtral-8x7b", **fields) -> te_flax.TransformerLayer:
+    """Of `te_jax.models.families.mixtral`."""
+    return _block(families.mixtral, size, fields)
+
+
+def qwen3_block(size: Size | str = "qwen3-30b-a3b", **fields) -> te_flax.TransformerLayer:
+    """Of `te_jax.models.families.qwen3`."""
+    return _block(families.qwen3, size, fields)
+
+
+def deepseek_v3_block(size: Size | str = "deepseek-v3", **fields) -> te_flax.TransformerLayer:
+    """Of `te_jax.models.families.deepseek_v3`."""
+    return _block(families.deepseek_v3, size, fields)
+
+
 def falcon_block(size: Size | str = "falcon-7b", **fields) -> te_flax.TransformerLayer:
     """Of `te_jax.models.families.falcon`."""
     return _block(families.falcon, size, fields)
 
 
-SHOWN = ("gpt2", "bert-base", "t5-base", "t5-v1.1-base", "llama3-8b", "falcon-7b", "falcon-40b")
+SHOWN = ("gpt2", "bert-base", "t5-base", "t5-v1.1-base", "llama3-8b", "falcon-7b", "falcon-40b", "mixtral-8x7b")
+SHOWN += ("qwen3-30b-a3b", "deepseek-v3")
 
 FAMILIES: dict[str, tuple[Callable, ...]] = {  # the beginning of a size's name -> the blocks of the model
     "gpt2": (gpt2_block,),
@@ -70,14 +87,21 @@ FAMILIES: dict[str, tuple[Callable, ...]] = {  # the beginning of a size's name 
     "t5": (t5_encoder_block, t5_decoder_block),
     "llama3": (llama3_block,),
     "falcon": (falcon_block,),
+    "mixtral": (mixtral_block,),
+    "qwen3": (qwen3_block,),
+    "deepseek-v3": (deepseek_v3_block,),
 }
+
+
 KNOWN = [name for name in SIZES if name.startswith(tuple(FAMILIES))]
 
 
 def tiny(size: Size) -> Size:
     """The same shape of model, 64 wide."""
     groups = size.groups and max(1, 4 * size.groups // size.heads)
-    return dataclasses.replace(size, hidden=64, ffn=128, heads=4, groups=groups, head_dim=size.head_dim and 32)
+    latents = size.latents and Latents(32, 32, 16, 16, 16)
+    more = dict(groups=groups, head_dim=size.head_dim and 32, experts=min(size.experts, 16), latents=latents)
+    return dataclasses.replace(size, hidden=64, ffn=128, heads=4, **more)
 
 
 def arguments(block: te_flax.TransformerLayer, batch: int, length: int) -> dict:
@@ -113,7 +137,7 @@ def forward_and_backward(block: te_flax.TransformerLayer) -> tuple[float, float]
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(description="Blocks of five models, made of te_jax.flax.TransformerLayer.")
+    p = argparse.ArgumentParser(description="Blocks of published models, made of te_jax.flax.TransformerLayer.")
     p.add_argument("models", nargs="*", metavar="MODEL", help=f"some of {', '.join(KNOWN)} [default: one of each]")
     p.add_argument("--fp8", action="store_true", help="run the tiny blocks in FP8 with delayed scaling")
     args = p.parse_args(argv)
@@ -127,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
             with te.fp8_autocast(enabled=args.fp8, fp8_recipe=recipe.DelayedScaling(amax_history_len=16)):
                 value, slope = forward_and_backward(block(tiny(size)))
             print(
-                f"{name:13} {block.__name__:16} {size.layers:2} blocks of {count:11,} parameters; tiny, "
+                f"{name:17} {block.__name__:16} {size.layers:2} blocks of {count:14,} parameters; tiny, "
                 f"{'fp8' if args.fp8 else 'bf16'}: loss {value:.4f}, gradient {slope:.4f}"
             )
     return 0

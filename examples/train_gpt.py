@@ -13,7 +13,7 @@ import sys
 import time
 
 import jax
-from gpt import checkpoint, cluster, config, data, flops, health, mesh, nnx_steps, plot, report, rundir, steps
+from gpt import checkpoint, cluster, config, data, flops, health, load, mesh, nnx_steps, plot, report, rundir, steps
 from gpt.progress import Progress
 
 from te_jax import recipe as te_recipe
@@ -77,7 +77,8 @@ class Training:
         self.monitor = health.monitor(args, recipe, shardings)
         self.state = api.init_state(model, optimizer, recipe, args.seed, shardings)
         self.parameters = sum(p.size for p in jax.tree.leaves(self.state.params))
-        self.run = {"key": config.resume_key(args, corpus.sha256), "losses": [], "held_out": [], "fp8_report": []}
+        key = config.resume_key(args, corpus.sha256)
+        self.run = {"key": key, "losses": [], "held_out": [], "fp8_report": [], "load": load.fresh()}
         if checkpoints and args.resume and (found := checkpoints.restore(api.saved(self.state), self.run["key"])):
             self.state, self.run = api.resumed(self.state, found[0]), self.run | found[1]
         self.run["precision"] = precision  # the checkpoint may be of a run in the other one
@@ -106,8 +107,8 @@ class Training:
                 self.run["fp8_report"].append(self.monitor.look(step, self.api.saved(self.state), windows))
                 self.progress.pause()
             self.progress.issues()
-            self.state, loss = self.train_step(self.state, windows)
-            self.pending.append(loss)
+            self.state, seen = self.train_step(self.state, windows)
+            self.pending.append(seen)
             evaluate = args.eval_every and self.eval_data and (step % args.eval_every == 0 or step == args.steps)
             every = args.checkpoint_every
             save = self.checkpoints and ((every and step % every == 0) or step == self.stop)
@@ -125,7 +126,12 @@ class Training:
     def read_losses(self, left: int) -> None:
         """Waits for the losses of all steps that were issued but the last `left`."""
         while len(self.pending) > left:
-            self.run["losses"].append(float(self.pending.popleft()))
+            seen = self.pending.popleft()
+            loss, loads = seen if self.args.model.experts else (seen, None)
+            self.run["losses"].append(float(loss))
+            if loads is not None:
+                late = len(self.run["losses"]) > self.args.steps - max(1, self.args.steps // 10)
+                load.add(self.run["load"], loads, late)
             self.progress.add(self.run["losses"][-1])
 
     def close(self) -> None:
@@ -167,6 +173,7 @@ def summary(run: dict, progress: Progress) -> dict:
         "tokens_per_s": progress.tokens_per_second(),
         "mfu": progress.utilisation(),
         "held_out": run["held_out"],
+        "load": load.summary(run["load"]),
         "losses": run["losses"],
     }
 
@@ -214,6 +221,8 @@ def reported(args, out: pathlib.Path, key: dict, corpus: data.Corpus, kind: str,
     if cluster.is_first():
         report.write(out / "results.json", settings, corpus.source, runs, gap, distances)
         plot.save(out / "loss.png", plot.curves(runs, args.recipe), f"byte-level GPT, {args.preset}, {kind}")
+        if args.model.experts and load.save(out / load.PNG, runs, f"loads of experts, {args.preset}, {kind}"):
+            print(f"wrote {out / load.PNG}")
     print(*report.lines(runs, gap, distances), f"wrote {out / 'loss.png'} and {out / 'results.json'}", sep="\n")
     if args.check_gap is not None and not report.within(gap, args.check_gap):
         print(f"train_gpt: the mean gap exceeds {args.check_gap}", file=sys.stderr)

@@ -1,10 +1,15 @@
 """FP8 transformers in JAX and Flax on NVIDIA GPUs; the same code in plain JAX everywhere else."""
 
 import importlib
+from typing import TYPE_CHECKING, Any
 
 from te_jax import _versions
+from te_jax import c_api as c_api
 from te_jax import checkpoint_policies as checkpoint_policies
 from te_jax import recipe as recipe
+from te_jax.c_api import get_cmake_dir as get_cmake_dir
+from te_jax.c_api import get_include as get_include
+from te_jax.c_api import get_library as get_library
 from te_jax.combine import combine_by_max as combine_by_max
 from te_jax.combine import max_fp8_metas as max_fp8_metas
 from te_jax.combine import value_and_grad as value_and_grad
@@ -18,12 +23,20 @@ from te_jax.fp8_metas import update_fp8_metas as update_fp8_metas
 from te_jax.ops.attention import explain_attention as explain_attention
 from te_jax.sharding import MeshResource as MeshResource
 from te_jax.sharding import ShardingResource as ShardingResource
+from te_jax.stats import expert_heat_map as expert_heat_map
+from te_jax.stats import expert_stats as expert_stats
+from te_jax.stats import expert_stats_table as expert_stats_table
 from te_jax.stats import fp8_probes as fp8_probes
 from te_jax.stats import fp8_stats as fp8_stats
 from te_jax.stats import fp8_stats_table as fp8_stats_table
 
+if TYPE_CHECKING:
+    from te_jax import flax as flax
+    from te_jax import nnx as nnx
+    from te_jax import optim as optim
 
-def __getattr__(name):
+
+def __getattr__(name: str) -> Any:
     """`te_jax.flax`, `te_jax.nnx` and `te_jax.optim`, imported at first use: Flax and optax take a second to import."""
     if name in ("flax", "nnx", "optim"):
         return importlib.import_module(f"te_jax.{name}")

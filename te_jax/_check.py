@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +108,7 @@ class KnownFields:
     A subclass with an `__init__` of its own is not checked.
     """
 
-    def __new__(cls, *args, **kwargs):
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         owner = next(each for each in cls.__mro__ if "__init__" in vars(each))
         if "__dataclass_params__" in vars(owner) and owner.__dataclass_params__.init:
             check_names(cls.__name__, kwargs, (f.name for f in cls.__dataclass_fields__.values() if f.init))

@@ -1,4 +1,4 @@
-"""The CUDA extension `te_jax._cuda`: loaded, checked and registered at the first CUDA lowering."""
+"""The CUDA extension `te_jax._cuda`, over `libte_jax.so`: loaded, checked and registered at the first CUDA lowering."""
 
 import dataclasses
 import functools
@@ -7,7 +7,7 @@ import importlib.metadata
 import importlib.util
 import pathlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import jax
@@ -26,7 +26,7 @@ _LIBRARY_PACKAGES = {
     "libnvrtc.so.13": ("nvidia.cu13", "nvidia.cuda_nvrtc"),
     "libcudnn.so.9": ("nvidia.cudnn",),
 }
-_REBUILD = "Install it again where the GPU is, or with TE_JAX_BUILD_CUDA=1 to build it anywhere."
+REBUILD = "Install it again where the GPU is, or with TE_JAX_BUILD_CUDA=1 to build it anywhere."
 _lock = threading.RLock()
 
 
@@ -114,15 +114,14 @@ def _is_built() -> bool:
 @functools.cache
 def _import() -> ModuleType:
     if not _is_built():
-        raise RuntimeError(f"te_jax was installed without its CUDA extension. {_REBUILD}")
+        raise RuntimeError(f"te_jax was installed without its CUDA extension. {REBUILD}")
     try:
         module = importlib.import_module("te_jax._cuda")
     except ImportError as error:
         reason = f"te_jax: the CUDA extension cannot be imported ({error}). Re-install te_jax."
         raise RuntimeError(reason) from error
-    for soname, packages in _LIBRARY_PACKAGES.items():
-        if path := _wheel_library(soname, packages):
-            module.set_library_path(soname, path)
+    for soname, path in library_paths():
+        module.set_library_path(soname, path)
     return module
 
 
@@ -144,6 +143,13 @@ def _registered_module() -> ModuleType:
     for name, stages in module.registrations().items():
         jax.ffi.register_ffi_target(name, stages, platform="CUDA")
     return module
+
+
+def library_paths() -> Iterator[tuple[str, str]]:
+    """(soname, path) of the libraries that are in NVIDIA's wheels here."""
+    for soname, packages in _LIBRARY_PACKAGES.items():
+        if path := _wheel_library(soname, packages):
+            yield soname, path
 
 
 def _wheel_library(soname: str, packages: tuple[str, ...]) -> str | None:

@@ -69,7 +69,7 @@ class Operand:
         broadcast = frozenset(a for a, w in zip(out, words) if w.startswith("~"))
         return cls(name.rstrip("?"), tuple(out), name.endswith("?"), broadcast, like=like)
 
-    def __str__(self):
+    def __str__(self) -> str:
         words = (a if isinstance(a, str) else "(" + " ".join(a) + ")" for a in self.axes)
         marked = ("~" * (a in self.broadcast) + word for a, word in zip(self.axes, words))
         return f"{self.name}[{' '.join(marked)}]"

@@ -12,10 +12,12 @@ GEMM:       The output of each GEMM of the forward pass, in FP8 or not.
 ATTENTION:  The output of attention, and the other results of its forward kernel that the gradient needs.
 QUANTIZED:  Activations in FP8, in the layout that the gradient of a weight reads, and the operands of FP8 attention.
 KERNEL:     Weights in FP8, in the layout that the gradient of the activations reads.
-STATISTICS: Scales and amaxes of whole tensors, and the statistics of norms: at most 8 bytes for each row.
+STATISTICS: Scales and amaxes of whole tensors, the statistics of norms, at most 8 bytes for each row, and where routers
+            send tokens, 16 bytes for each of their experts.
 
 Use QUANTIZED and KERNEL together with GEMM: a GEMM that runs again reads other layouts, and quantizes again. With all
-names the backward pass computes elementwise operations again, and without FP8 norms and activations.
+names the backward pass computes elementwise operations again, norms in front of routers, and without FP8 all norms and
+activations.
 
 `jax.checkpoint_policies.save_only_these_names` takes the names too. `jax.checkpoint_policies.save_any_names_but_these`
 saves all of these names that it is not given.
@@ -100,8 +102,10 @@ def _check_policy_names(where: str, argument: str, names: Sequence[str]):
 
 
 _jax = jax.checkpoint_policies
-te_gemms_saveable = save(GEMM)  # TransformerEngine has this policy and the next two under the same names.
-dots_and_te_gemms_with_no_batch_dims = _jax.save_from_both_policies(
+te_gemms_saveable: Callable[..., Any] = save(
+    GEMM
+)  # TransformerEngine has this policy and the next two under the same names.
+dots_and_te_gemms_with_no_batch_dims: Callable[..., Any] = _jax.save_from_both_policies(
     _jax.dots_with_no_batch_dims_saveable, te_gemms_saveable
 )
-checkpoint_dots_and_te_gemms = _jax.save_from_both_policies(_jax.dots_saveable, te_gemms_saveable)
+checkpoint_dots_and_te_gemms: Callable[..., Any] = _jax.save_from_both_policies(_jax.dots_saveable, te_gemms_saveable)

@@ -8,8 +8,9 @@ recipe to the top of the differentiated function. The cotangents below it are am
 
 import operator
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,7 @@ def _no_amax(leaf):
 reach.defvjp(lambda value, states: (value, states), lambda states, g: (g, jax.tree.map(_no_amax, states)))
 
 
-def combine_by_max(collections):
+def combine_by_max(collections: Any) -> Any:
     """`collections` with its FP8 state in a form whose uses combine by max under autodiff.
 
     collections: Variables with or without `fp8_metas`, a dict or FrozenDict.
@@ -98,7 +99,7 @@ def combine_by_max(collections):
     return map_states(receive, collections)
 
 
-def max_fp8_metas(before, microbatches):
+def max_fp8_metas(before: Any, microbatches: Any) -> Any:
     """The FP8 state after one step whose gradients were taken microbatch by microbatch.
 
     Each tensor has the state after the microbatch with its largest amax.
@@ -149,7 +150,9 @@ def _largest(path, new, old):
     return *of_chosen, *(amax_of(probe, (0,)) for probe in probes)
 
 
-def value_and_grad(fun, argnums=0, has_aux: bool = False):
+def value_and_grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
     """`jax.value_and_grad` for functions of FP8 state and of parameters that live in FP8.
 
     fun, argnums, has_aux: As in `jax.value_and_grad`.

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +30,11 @@ from te_jax._check import BOOL, NONE, Kind, check, one_of
 from te_jax._scope import Scope
 from te_jax._types import varying
 from te_jax.ops.scaling import next_state
+from te_jax.ops.source import PerExpert
 from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.recipe._exclude import warn_of_strays
 from te_jax.recipe.delayed import HISTORY, SCALE
+from te_jax.sharding.resource import MeshResource
 
 FP8_COLLECTION = "fp8_metas"
 # Where Flax's own FP8 products have their state, and training loops that know them look for it.
@@ -61,8 +63,12 @@ COLLECTION = NONE | one_of(*STATE_COLLECTIONS)
 
 
 def autocast(
-    enabled: bool | None = None, recipe: Recipe | None = None, mesh_resource=None, *, collection: str | None = None
-):
+    enabled: bool | None = None,
+    recipe: Recipe | None = None,
+    mesh_resource: MeshResource | None = None,
+    *,
+    collection: str | None = None,
+) -> "_Autocast":
     """A context manager, and decorator of functions: modules and layers called inside run their GEMMs in FP8.
 
     enabled:       True; or False, which switches FP8 off, also inside of an outer autocast, and is how to mean it where
@@ -104,12 +110,12 @@ def without_recipe(mesh_resource=None):
 class _Autocast(contextlib.ContextDecorator):
     """What `autocast` returns: a context manager that may be entered again, and a decorator of functions."""
 
-    def __init__(self, value: Recipe | str | None, mesh_resource, collection: str | None):
+    def __init__(self, value: Recipe | str | None, mesh_resource: MeshResource | None, collection: str | None) -> None:
         self._options = value, mesh_resource, collection
         self._entered = []  # (thread, what it is to leave), the innermost last
         self._lock = threading.Lock()  # a decorated function may run in several threads
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         value, mesh_resource, collection = self._options
         with contextlib.ExitStack() as stack:
             if mesh_resource is not None:
@@ -120,7 +126,7 @@ class _Autocast(contextlib.ContextDecorator):
             with self._lock:
                 self._entered.append((threading.get_ident(), stack.pop_all()))
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: Any) -> None:
         with self._lock:
             here = [at for at, (thread, _) in enumerate(self._entered) if thread == threading.get_ident()]
             _, stack = self._entered.pop(here[-1] if here else -1)
@@ -128,7 +134,7 @@ class _Autocast(contextlib.ContextDecorator):
         if isinstance(self._options[0], Recipe) and error[0] is None:
             warn_of_strays(self._options[0].exclude)
 
-    def __call__(self, f):
+    def __call__(self, f: Callable[..., Any]) -> Callable[..., Any]:
         if any(is_so(f) for is_so in (iscoroutinefunction, isgeneratorfunction, isasyncgenfunction)):
             raise TypeError(
                 f"autocast: it decorates {f.__qualname__}, whose body runs after the call of it is over; enter it "
@@ -153,7 +159,13 @@ def check_metas(what: str, argument: str, metas, recipe: Recipe, way_out: str):
     raise ValueError(f"{what}: {argument} is {have} under {type(recipe).__name__}; {way_out}.")
 
 
-def fp8_autocast(enabled: bool | None = None, fp8_recipe=None, mesh_resource=None, *, sharding_resource=None):
+def fp8_autocast(
+    enabled: bool | None = None,
+    fp8_recipe: Recipe | None = None,
+    mesh_resource: MeshResource | None = None,
+    *,
+    sharding_resource: MeshResource | None = None,
+) -> "_Autocast":
     """The first name of `autocast`: the same with the recipe as `fp8_recipe`, and `sharding_resource` as an older name
     of `mesh_resource`. Raises TypeError for both names."""
     if mesh_resource is not None and sharding_resource is not None:
@@ -207,7 +219,7 @@ def get_delayed_scaling() -> DelayedScaling:
 
 
 class TensorMeta(NamedTuple):
-    """What a layer needs to quantize one tensor, and where it leaves what it saw."""
+    """What a layer needs to quantize one tensor, and where it leaves what it saw; of E experts' tensor f32[E, ...]."""
 
     scale: jax.Array  # f32[], the tensor is multiplied by it
     amax: jax.Array  # f32[], a token: its cotangent is the tensor's amax in this step, 0 if it was not quantized
@@ -250,12 +262,12 @@ def observe(
 ) -> TensorMeta:
     """State of a tensor -> what a layer consumes. Backward, the recorded amax becomes the new state.
 
-    scale: f32[1], amax_history: f32[L], direction: "fwd" or "bwd", probe: f32[4], whose value is not read. A history
-    and a probe that `combine_by_max` has converted take the bare amax and what was seen, for the law is applied
-    further up.
+    scale: f32[1], amax_history: f32[L], direction: "fwd" or "bwd", probe: f32[4], whose value is not read; each with
+    an axis E in front for a tensor of experts. A history and a probe that `combine_by_max` has converted take the bare
+    amax and what was seen, for the law is applied further up.
     """
     # The token's value is not read, but it is mapped or varies as the state does.
-    return TensorMeta(scale[0], scale[0] if probe is None else jnp.broadcast_to(scale, probe.shape))
+    return TensorMeta(scale[..., 0], scale[..., 0] if probe is None else jnp.broadcast_to(scale, probe.shape))
 
 
 def _observe_fwd(scale, amax_history, recipe, direction, probe):
@@ -266,9 +278,9 @@ def _observe_bwd(recipe, direction, state, cotangent):
     scale, history, probe = state
     amax, dprobe = cotangent.amax, None
     if probe is not None:
-        amax, dprobe = cotangent.amax[0], lax.convert_element_type(cotangent.amax, probe.dtype)
+        amax, dprobe = cotangent.amax[..., 0], lax.convert_element_type(cotangent.amax, probe.dtype)
     if jax.dtypes.issubdtype(history.dtype, jax.dtypes.extended):
-        amaxes = jnp.broadcast_to(amax, history.shape)
+        amaxes = jnp.broadcast_to(amax[..., None], history.shape)
         return jnp.zeros_like(scale), lax.convert_element_type(amaxes, history.dtype), dprobe
     return *next_state(recipe, scale, history, amax, direction), dprobe
 
@@ -317,23 +329,30 @@ def scale_of(
 
 
 def observation(
-    meta: TensorMeta | None, amax: jax.Array, scale: jax.Array, wide: Callable[[], jax.Array], dtype
+    meta: TensorMeta | None,
+    amax: jax.Array,
+    scale: jax.Array,
+    wide: Callable[[], jax.Array],
+    dtype,
+    experts: PerExpert | None = None,
 ) -> jax.Array:
     """The amax (f32[]) of a tensor that a layer quantized to `dtype` with `scale`; of a probed one f32[4]: its amax,
     the scale, the fraction of its elements that are beyond the largest FP8 value (inf too), and the fraction of those
     that are not 0 which become 0.
 
-    wide: -> the tensor before that, called for a probe alone.
+    wide:    -> the tensor before that, called for a probe alone.
+    experts: of a tensor that has an amax and a scale for each expert, f32[E]: the result is then f32[E] or f32[E, 4].
     """
-    if meta is None or meta.amax.ndim == 0:
+    if meta is None or meta.amax.ndim == meta.scale.ndim:
         return amax
     x, limits = wide().astype(jnp.float32), jnp.finfo(dtype)
-    scaled = jnp.abs(x * scale)
-    count = lambda mask: jnp.sum(jnp.count_nonzero(mask, axis=-1).astype(jnp.float32))  # integers end at 2**31
+    spread, total, size = experts or (lambda a: a, jnp.sum, float(max(x.size, 1)))
+    scaled = jnp.abs(x * spread(scale))
+    count = lambda mask: total(jnp.count_nonzero(mask, axis=-1).astype(jnp.float32))  # integers end at 2**31
     beyond = count(scaled > float(limits.max))
     # By size, for XLA may drop a cast to FP8 and back; half of the smallest number is rounded to the even one, 0.
     lost = count((x != 0) & (scaled <= float(limits.smallest_subnormal) / 2))
-    return jnp.stack([amax, scale, beyond / float(max(x.size, 1)), lost / jnp.maximum(count(x != 0), 1)])
+    return jnp.stack([amax, scale, beyond / size, lost / jnp.maximum(count(x != 0), 1)], -1)
 
 
 def cotangent(
@@ -352,9 +371,12 @@ def cotangent(
         return None
     if amax is None:
         return TensorMeta(jnp.zeros_like(meta.scale), jnp.zeros_like(meta.amax))
+    if amax.ndim < meta.scale.ndim:  # 0: nothing was quantized
+        amax = jnp.broadcast_to(amax, meta.scale.shape)
     if amax.ndim < meta.amax.ndim:  # 0 where nothing was quantized, too
-        whole = jnp.stack([amax, meta.scale, jnp.float32(jnp.inf), jnp.float32(jnp.inf)])
-        amax = jnp.where(amax == 0, 0.0, whole)
+        unknown = jnp.full_like(amax, jnp.inf)
+        whole = jnp.stack([amax, meta.scale, unknown, unknown], -1)
+        amax = jnp.where(amax[..., None] == 0, 0.0, whole)
     shared = varying(amax) - varying(meta.amax)
     sizes = jax.sharding.get_abstract_mesh().shape
     if any(sizes[name] > 1 for name in shared) and not recipe.reduce_amax:

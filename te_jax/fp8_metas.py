@@ -7,6 +7,7 @@ of Flax's own modules), or both. `states_in` finds it.
 import warnings
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +75,7 @@ def map_states(f, collections, *others):
     return update_collections(new, collections) if new else collections
 
 
-def update_collections(new, original):
+def update_collections(new: Any, original: Any) -> Any:
     """`original` (a dict or FrozenDict; the result is of its type), its collections replaced by those in `new`."""
     return type(original)({**original, **new})
 
@@ -100,7 +101,7 @@ def map_tensors(f, metas: Mapping, *others: Mapping, path: str = FP8_COLLECTION)
     return type(metas)(out)
 
 
-def update_fp8_metas(collections, previous=None):
+def update_fp8_metas(collections: Any, previous: Any = None) -> Any:
     """Checks and repairs the FP8 state among `collections`; all other collections pass through.
 
     collections: Gradients with respect to the non-parameter collections, or the collections themselves; a dict or
@@ -354,7 +355,7 @@ def check_history_length(what: str, length: int, recipe: DelayedScaling | None):
         )
 
 
-def convert_fp8_metas(collections, recipe: Recipe):
+def convert_fp8_metas(collections: Any, recipe: Recipe) -> Any:
     """`collections` with its FP8 state converted to `recipe`, or without FP8 state for a recipe that has none.
 
     collections: As in `update_fp8_metas`.

@@ -2,20 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from te_jax import fp8
+from te_jax._check import check, one_of
 from te_jax.fp8 import FP8_COLLECTION
 from te_jax.fp8_metas import check_state, direction_at, map_states, states_in
 from te_jax.recipe import DelayedScaling, Recipe
 
 
 class TensorStats(NamedTuple):
-    """Numbers of one tensor, f32[...] over the leading axes of its state (one for each layer of an `nn.scan`).
+    """Numbers of one tensor, f32[...] over the leading axes of its state (one for each layer of an `nn.scan`, and for
+    each expert of a `MoEBlock`).
 
     NaN stands for a number that is not known. A probe gives amax and scale of the step in which the tensor was
     quantized: the largest |x|, possibly inf or NaN, and the factor before the cast. The state alone gives the newest
@@ -31,7 +33,7 @@ class TensorStats(NamedTuple):
     recorded: Annotated[jax.Array, "amaxes in the history"]
 
 
-def fp8_probes(collections):
+def fp8_probes(collections: Any) -> Any:
     """`collections` with a probe beside the FP8 state of each tensor.
 
     A probe is a leaf `{tensor}_probe`, f32[..., 4]. Its gradient tells `fp8_stats` how the tensor was quantized.
@@ -57,7 +59,7 @@ def fp8_probes(collections):
     return map_states(add_probe, collections)
 
 
-def fp8_stats(state_or_grads, recipe: Recipe | None = None) -> dict[str, TensorStats]:
+def fp8_stats(state_or_grads: Any, recipe: Recipe | None = None) -> dict[str, TensorStats]:
     """How well each tensor fits into FP8, by its path in `fp8_metas`, such as "layers/mlp/x_0".
 
     state_or_grads: Collections with `fp8_metas` (a dict or FrozenDict), gradients with respect to them (which are the
@@ -152,9 +154,9 @@ _COLUMNS = {
 def fp8_stats_table(stats: Mapping[str, TensorStats]) -> str:
     """The numbers of `fp8_stats` as text, one line for each tensor.
 
-    A tensor with several layers shows the largest amax, saturation, underflow and trend, and the least scale, headroom
-    and number of recorded amaxes. "-" stands for a number that is not known, an amax of "nan" for a NaN in a probed
-    tensor.
+    A tensor with several layers, or experts, shows the largest amax, saturation, underflow and trend, and the least
+    scale, headroom and number of recorded amaxes. "-" stands for a number that is not known, an amax of "nan" for a NaN
+    in a probed tensor.
     """
     lines = [["tensor", "layers", *_COLUMNS]]
     for path, tensor in stats.items():
@@ -162,6 +164,11 @@ def fp8_stats_table(stats: Mapping[str, TensorStats]) -> str:
         if np.any(np.isnan(tensor.amax) & ~np.isnan(tensor.saturation)):
             cells["amax"] = "nan"
         lines.append([path, str(np.size(tensor.amax)), *cells.values()])
+    return _columns(lines)
+
+
+def _columns(lines: list[list[str]]) -> str:
+    """Lines of cells as text, the first column to the left."""
     widths = [max(map(len, column)) for column in zip(*lines)]
     aligned = lambda line: [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:]))]
     return "\n".join("  ".join(aligned(line)) for line in lines)
@@ -171,3 +178,107 @@ def _cell(values: Sequence[float] | jax.Array, worst, form: str) -> str:
     values = np.asarray(values)
     known = values[~np.isnan(values)]
     return form.format(worst(known)) if known.size else "-"
+
+
+# -- experts -------------------------------------------------------------------------------------------------------
+
+_TOKENS, _DROPPED = "tokens_per_expert", "dropped"  # what a MoEBlock sows
+_OF_EXPERTS = "kernel_0", "grad_0", "x_1", "kernel_1"  # its tensors that have a scale for each expert
+
+
+class ExpertStats(NamedTuple):
+    """Numbers of the experts of one `MoEBlock`, f32[..., E], with an axis of layers in front under an `nn.scan`."""
+
+    tokens: Annotated[jax.Array, "pairs of a token and a choice"]
+    load: Annotated[jax.Array, "tokens over their mean over the experts; NaN without tokens"]
+    dropped: Annotated[jax.Array, "fraction of an expert's tokens beyond its capacity"]
+    saturation: Annotated[jax.Array, "probes: the largest of its weights, its activation and the gradient of that"]
+    underflow: Annotated[jax.Array, "probes: likewise"]
+
+
+def expert_stats(sown: Mapping, stats: Mapping[str, TensorStats] | None = None) -> dict[str, ExpertStats]:
+    """How the tokens of a call spread over experts, by the path of each `MoEBlock`, such as "layers/moe" ("" of one
+    that is the model).
+
+        _, sown = model.apply(variables, x, mutable=["losses", "intermediates"])
+        print(te_jax.expert_stats_table(te_jax.expert_stats(sown)))
+
+    sown:  What such a call returns beside its result. Several calls of a block are added up.
+    stats: Of `fp8_stats`, for saturation and underflow of each expert; else these are NaN.
+
+    Raises ValueError where nothing was sown.
+    """
+    found = sown.get("intermediates", {})
+    blocks = _blocks_in(found)
+    if not blocks:
+        raise ValueError(
+            f"expert_stats: sown has {sorted(sown)}, and no {_TOKENS} of a MoEBlock in 'intermediates'; pass what "
+            "model.apply(..., mutable=['intermediates']) returns, where nn.scan has variable_axes={'intermediates': 0}."
+        )
+    tensor = lambda path, name: (stats or {}).get(f"{path}/{name}".lstrip("/"))
+    return {path: _of_block(block, [tensor(path, name) for name in _OF_EXPERTS]) for path, block in blocks.items()}
+
+
+def _of_block(block: Mapping, tensors: Sequence[TensorStats | None]) -> ExpertStats:
+    """block: what it sowed. tensors: those of it that have a scale for each expert, None where nothing is known."""
+    tokens, dropped = (sum(jnp.asarray(a, jnp.float32) for a in block[name]) for name in (_TOKENS, _DROPPED))
+    mean = jnp.mean(tokens, -1, keepdims=True)
+    worst = lambda field: _largest_known([getattr(t, field) for t in tensors if t is not None], tokens)
+    load, fraction = tokens / jnp.where(mean > 0, mean, jnp.nan), dropped / jnp.maximum(tokens, 1)
+    return ExpertStats(tokens, load, fraction, worst("saturation"), worst("underflow"))
+
+
+def _blocks_in(node: Mapping, path: str = "") -> dict[str, Mapping]:
+    """{path: node} of the nodes that hold the counts of a block."""
+    found = {path: node} if _TOKENS in node else {}
+    for name, child in node.items():
+        if isinstance(child, Mapping):
+            found |= _blocks_in(child, f"{path}/{name}".lstrip("/"))
+    return found
+
+
+def _largest_known(values: Sequence[jax.Array], like: jax.Array) -> jax.Array:
+    """The largest of `values` that is no NaN, NaN where none is; in the shape of `like`."""
+    known = [jnp.where(jnp.isnan(a), -1.0, a) for a in values]
+    most = jnp.max(jnp.stack([jnp.full_like(like, -1.0), *known]), 0)
+    return jnp.where(most < 0, jnp.nan, most)
+
+
+def expert_heat_map(stats: Mapping[str, ExpertStats], field: str = "load") -> tuple[list[str], np.ndarray]:
+    """The names of rows and f32[rows, E] of a field of `ExpertStats`, a row for each block and layer, as
+    `matplotlib.pyplot.imshow` takes it; NaN behind the experts of a block that has fewer.
+
+    Raises ValueError for an unknown field.
+    """
+    check("expert_heat_map", "field", field, one_of(*ExpertStats._fields))
+    names, rows = [], []
+    for path, block in stats.items():
+        values = np.asarray(getattr(block, field), np.float32)
+        layers = values.reshape(-1, values.shape[-1])
+        names += [path] if values.ndim == 1 else [f"{path}[{i}]" for i in range(len(layers))]
+        rows += list(layers)
+    width = max(map(len, rows), default=0)
+    padded = [np.pad(row, (0, width - len(row)), constant_values=np.nan) for row in rows]
+    return names, np.stack(padded) if rows else np.zeros((0, 0), np.float32)
+
+
+def expert_stats_table(stats: Mapping[str, ExpertStats]) -> str:
+    """The numbers of `expert_stats` as text, one line for each block: how many layers and experts, the tokens of a
+    layer, the largest and the least load of an expert, and how many experts got no token; the fraction of all tokens
+    that were dropped; the worst saturation and underflow of an expert. "-" stands for a number that is not known."""
+    lines = [
+        ["block", "layers", "experts", "tokens", "max load", "min load", "idle", "dropped", "saturation", "underflow"]
+    ]
+    for path, block in stats.items():
+        tokens, load, dropped, saturation, underflow = (np.asarray(a) for a in block)
+        experts = tokens.shape[-1]
+        layers, total = tokens.size // experts, tokens.sum()
+        cells = [
+            *(str(layers), str(experts), f"{total / max(layers, 1):.0f}"),
+            *(_cell(load, worst, "{:.3f}") for worst in (np.max, np.min)),
+            str(np.count_nonzero(tokens == 0)),
+            f"{(dropped * tokens).sum() / max(total, 1):.1e}",
+            *(_cell(a, np.max, "{:.1e}") for a in (saturation, underflow)),
+        ]
+        lines.append([path or "-", *cells])
+    return _columns(lines)

@@ -118,7 +118,10 @@ _ANY_FLOAT = {"x", "gamma", "beta"}
 _ANY_SIZE = {("te_rope", "inv_freq", 0), ("te_norm_bwd", "dgamma", 0), *((t, "segments", 1) for t in TARGETS),
              # Experts, tokens and rows of the buffer are numbers of their own.
              ("te_permute", "offsets", 0), ("te_permute_block", "offsets", 0), ("te_combine", "rows", 0),
-             ("te_combine_bwd", "rows", 0)}  # fmt: skip
+             ("te_combine_bwd", "rows", 0),
+             # One scale, or one for each expert.
+             *((t, name, 0) for t in ("te_gemm_grouped", "te_gemm_grouped_wgrad")
+               for name in ("lhs_scale_inv", "rhs_scale_inv"))}  # fmt: skip
 
 
 def _wrong(call: Call, name: str, like) -> Iterator[tuple[str, tuple, Any]]:

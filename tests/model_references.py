@@ -1,8 +1,11 @@
-"""The blocks of GPT-2, BERT, T5, Llama 3 and Falcon in plain Flax: nothing of te_jax is here.
+"""The blocks of GPT-2, BERT, T5, Llama 3, Falcon, Mixtral, Qwen 3 and DeepSeek-V3 in plain Flax, without te_jax.
 
 Written from the papers and the published models; layers have the names of the published checkpoints, with kernels
 [in, out] as Flax has them. Inputs are [b, s, H]; `hidden` is True at keys that no query may see.
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -178,3 +181,114 @@ class Falcon(nn.Module):
         z = linear(self.ffn, "dense_h_to_4h")(to_mlp)
         z = z * 0.5 * (1 + jax.lax.erf(z / np.sqrt(2)))
         return x + linear(width, "dense")(y) + linear(width, "dense_4h_to_h")(z)
+
+
+# -- experts -------------------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """The sum over experts of weight(token, expert) * MLP, each expert computed for all tokens.
+
+    choose: logits f32[b, s, E] -> the weights f32[b, s, E], 0 of experts that are not chosen.
+    """
+
+    ffn: int
+    count: int
+    choose: Callable
+
+    @nn.compact
+    def __call__(self, x):
+        width, draw = x.shape[-1], nn.initializers.normal()
+        shapes = {"gate_proj": (width, self.ffn), "up_proj": (width, self.ffn), "down_proj": (self.ffn, width)}
+        gate, up, down = (self.param(name, draw, (self.count, *shape)) for name, shape in shapes.items())
+        weights = self.choose(linear(self.count, "gate")(x))
+        return sum(weights[..., e, None] * ((nn.silu(x @ gate[e]) * (x @ up[e])) @ down[e]) for e in range(self.count))
+
+
+def softmax_of_best(logits, topk: int) -> jax.Array:
+    """Mixtral: the softmax over a token's k largest logits. Qwen 3 has that over all, made to sum to 1: the same."""
+    bound = jnp.sort(logits, -1)[..., -topk, None]
+    return nn.softmax(jnp.where(logits >= bound, logits, -jnp.inf))
+
+
+def sigmoids_of_groups(logits, bias, topk: int, groups: int, group_topk: int, factor: float) -> jax.Array:
+    """DeepSeek-V3: of the groups with the largest sums of their two best sigmoids the k best experts, by sigmoids plus
+    a bias; their own sigmoids, made to sum to `factor`, weigh them."""
+    scores = nn.sigmoid(logits)
+    choice = (scores + bias).reshape(*logits.shape[:-1], groups, -1)
+    of_groups = jnp.sum(jnp.sort(choice, -1)[..., -2:], -1)
+    bound = jnp.sort(of_groups, -1)[..., -group_topk, None]
+    choice = jnp.where((of_groups >= bound)[..., None], choice, -jnp.inf).reshape(logits.shape)
+    bound = jnp.sort(choice, -1)[..., -topk, None]
+    scores = jnp.where(choice >= bound, scores, 0.0)
+    return factor * scores / jnp.sum(scores, -1, keepdims=True)
+
+
+class Mixtral(nn.Module):
+    """Of Qwen 3, too: with heads of another width than the hidden one over their number, and normed."""
+
+    ffn: int
+    heads: int
+    groups: int
+    head_dim: int
+    experts: int
+    topk: int
+    epsilon: float = 1e-5
+    qk_norm: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        norm = lambda name: nn.RMSNorm(epsilon=self.epsilon, name=name)
+        d, y = self.head_dim, norm("input_layernorm")(x)
+        q = split_heads(linear(self.heads * d, "q_proj")(y), self.heads)
+        k, v = (split_heads(linear(self.groups * d, name)(y), self.groups) for name in ("k_proj", "v_proj"))
+        if self.qk_norm:
+            q, k = norm("q_norm")(q), norm("k_norm")(k)
+        y = attention(rotate(q, 1_000_000), rotate(k, 1_000_000), v, causal(x.shape[1]), d**-0.5)
+        x = x + linear(x.shape[-1], "o_proj")(y)
+        choose = partial(softmax_of_best, topk=self.topk)
+        return x + Experts(self.ffn, self.experts, choose, name="mlp")(norm("post_attention_layernorm")(x))
+
+
+def yarn(x, base=10_000, factor=40, positions=4096, fast=32, slow=1) -> jax.Array:
+    """RoPE of x [b, s, h, d], neighbouring channels, of which the slow pairs turn `factor` times slower
+    (https://arxiv.org/abs/2309.00071)."""
+    d = x.shape[-1]
+    frequency = 1.0 / base ** (np.arange(0, d, 2) / d)
+    pair = lambda turns: d * np.log(positions / (turns * 2 * np.pi)) / (2 * np.log(base))
+    low, high = max(np.floor(pair(fast)), 0), min(np.ceil(pair(slow)), d - 1)
+    share = np.clip((np.arange(d // 2) - low) / (high - low), 0, 1)
+    angle = np.arange(x.shape[1])[:, None, None] * frequency * (1 - share + share / factor)
+    cos, sin, (a, b) = np.cos(angle), np.sin(angle), (x[..., ::2], x[..., 1::2])
+    return jnp.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(x.shape)
+
+
+class DeepSeekV3(nn.Module):
+    """bias: f32[experts], of the choice."""
+
+    ffn: int
+    heads: int
+    ranks: tuple[int, int]  # of queries, of keys and values
+    dims: tuple[int, int, int]  # of a head: keys without RoPE, with it, values
+    experts: int
+    bias: tuple[float, ...]
+
+    @nn.compact
+    def __call__(self, x):
+        norm = lambda name: nn.RMSNorm(epsilon=1e-6, name=name)
+        (q_rank, kv_rank), (nope, rope, value) = self.ranks, self.dims
+        y = norm("input_layernorm")(x)
+        q = norm("q_a_layernorm")(linear(q_rank, "q_a_proj")(y))
+        q = split_heads(linear(self.heads * (nope + rope), "q_b_proj")(q), self.heads)
+        down = linear(kv_rank + rope, "kv_a_proj_with_mqa")(y)
+        up = linear(self.heads * (nope + value), "kv_b_proj")(norm("kv_a_layernorm")(down[..., :kv_rank]))
+        up, shared = split_heads(up, self.heads), yarn(down[..., None, kv_rank:])
+        q = jnp.concatenate([q[..., :nope], yarn(q[..., nope:])], -1)
+        k = jnp.concatenate([up[..., :nope], jnp.broadcast_to(shared, (*up.shape[:-1], rope))], -1)
+        scale = (0.1 * np.log(40) + 1) ** 2 * (nope + rope) ** -0.5
+        x = x + linear(x.shape[-1], "o_proj")(attention(q, k, up[..., nope:], causal(x.shape[1]), scale))
+        y = norm("post_attention_layernorm")(x)
+        choose = partial(sigmoids_of_groups, bias=np.array(self.bias), topk=8, groups=8, group_topk=4, factor=2.5)
+        z = Experts(self.ffn, self.experts, choose, name="mlp")(y)
+        shared = nn.silu(linear(self.ffn, "shared_gate_proj")(y)) * linear(self.ffn, "shared_up_proj")(y)
+        return x + z + linear(x.shape[-1], "shared_down_proj")(shared)

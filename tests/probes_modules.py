@@ -20,6 +20,7 @@ X = ShapeDtypeStruct((B, S, H), jnp.float32)
 Q = ShapeDtypeStruct((B, S, N, H // N), jnp.float32)
 KEY = jax.random.key(0)
 LAYER = dict(hidden_size=H, mlp_hidden_size=8, num_attention_heads=N, hidden_dropout=0.0, attention_dropout=0.0)
+LATENT = dict(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=8)
 REQUIRED = {
     te_flax.DenseGeneral: dict(features=8),
     te_flax.LayerNormDenseGeneral: dict(features=8),
@@ -27,10 +28,11 @@ REQUIRED = {
     te_flax.LayerNorm: {},
     te_flax.DotProductAttention: dict(head_dim=H // N, num_attention_heads=N),
     te_flax.MultiHeadAttention: dict(head_dim=H // N, num_attention_heads=N),
+    te_flax.MultiHeadLatentAttention: LATENT | dict(num_attention_heads=N),
     te_flax.RelativePositionBiases: dict(num_buckets=8, max_distance=20, num_attention_heads=N),
     te_flax.TransformerLayer: LAYER,
 }
-DENSE, NORM_DENSE, MLP, NORM, CORE, MHA, BIASES, TRANSFORMER = REQUIRED
+DENSE, NORM_DENSE, MLP, NORM, CORE, MHA, MLA, BIASES, TRANSFORMER = REQUIRED
 INPUTS = dict.fromkeys(REQUIRED, (X,)) | {CORE: (Q, Q, Q), BIASES: (S, S)}
 ENCODED = dict(encoded=X)
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from te_jax.ops.rope import LinearScaling, Llama3Scaling, NTKScaling
+from te_jax.ops.rope import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
 
 
 def angles(positions, r, windows, scaling):
@@ -17,7 +17,17 @@ def angles(positions, r, windows, scaling):
     theta = [base ** (-2 * i / r) / w0 for i in range(r // 2)]
     if isinstance(scaling, Llama3Scaling):
         theta = [_llama3(t, scaling) for t in theta]
+    if isinstance(scaling, YarnScaling):
+        theta = [_yarn(t, i, r, base, scaling, w0) for i, t in enumerate(theta)]
     return positions * np.array(theta)
+
+
+def _yarn(theta, i, r, base, scaling, w0):
+    """As DeepSeek-V3's published code goes about it: by the dimensions that turn beta_fast and beta_slow times."""
+    dim = lambda times: r * np.log(scaling.original_max_position / w0 / (times * 2 * np.pi)) / (2 * np.log(base))
+    low, high = max(np.floor(dim(scaling.beta_fast)), 0), min(np.ceil(dim(scaling.beta_slow)), r - 1)
+    ramp = np.clip((i - low) / (high - low if high > low else 0.001), 0, 1)
+    return theta / scaling.factor * ramp + theta * (1 - ramp)
 
 
 def _llama3(theta, scaling):

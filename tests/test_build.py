@@ -192,14 +192,17 @@ def test_every_declared_handler_is_registered():
 
 @built
 @pytest.mark.skipif(shutil.which("readelf") is None, reason="no readelf")
-def test_no_cuda_library_is_linked_and_one_symbol_is_visible():
-    dynamic = subprocess.run(
-        ["readelf", "--wide", "--dynamic", "--dyn-syms", EXTENSION.origin],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+@pytest.mark.parametrize(
+    ("library", "seen"),
+    [("_cuda", r"PyInit__cuda"), ("libte_jax.so", r"te_jax_\w+@@TE_JAX|_ZN2te\w+@@TE_JAX_PRIVATE|TE_JAX(_PRIVATE)?")],
+)
+def test_no_cuda_library_is_linked_and_few_symbols_are_visible(library, seen):
+    extension = pathlib.Path(EXTENSION.origin)
+    path = extension if library == "_cuda" else extension.parent / library
+    command = ["readelf", "--wide", "--dynamic", "--dyn-syms", str(path)]
+    dynamic = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     needed = re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic)
     assert not [name for name in needed if re.search("cu|nv", name)], needed
-    visible = re.findall(r"(?:GLOBAL|WEAK|UNIQUE) +DEFAULT +\d+ (\S+)", dynamic)
-    assert visible == ["PyInit__cuda"]
+    assert ("libte_jax.so" in needed) == (library == "_cuda")
+    visible = re.findall(r"(?:GLOBAL|WEAK|UNIQUE) +DEFAULT +(?:ABS|\d+) (\S+)", dynamic)
+    assert visible and not [name for name in visible if not re.fullmatch(seen, name)]

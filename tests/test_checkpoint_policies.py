@@ -36,6 +36,7 @@ LAYER = dict(
 MODULES = {
     "dense": te_flax.DenseGeneral(H, dtype=jnp.bfloat16),
     "mlp": te_flax.LayerNormMLP(2 * H, activations=("silu", "linear"), dtype=jnp.bfloat16),
+    "moe": te_flax.MoEBlock(4, 2, 2 * H, dtype=jnp.bfloat16),
     "layer": te_flax.TransformerLayer(**LAYER),
 }
 X = jnp.asarray(np.random.default_rng(0).normal(size=(1, 16, H)), jnp.bfloat16)

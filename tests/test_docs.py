@@ -23,7 +23,8 @@ from flax import nnx
 from te_jax import _op
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-DOCUMENTS = ["README.md", "examples/README.md", *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")))]
+FOLDERS = ".", "examples", "docs", "docs/tutorials", "docs/api"
+DOCUMENTS = [path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.md"))]
 FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="needs the source tree")
@@ -60,15 +61,17 @@ DONE = {
     "docs/guide.md": ("from flax import nnx", check_nnx),
     "docs/several_devices.md": ("out_shardings=nn.logical_to_mesh_sharding", check_mesh),
 }
-TOGETHER = ("README.md", "docs/guide.md")  # the guide goes on from the README; the others stand alone
-ALONE = [(name,) for name in DOCUMENTS if name not in TOGETHER and any(blocks(name, "python"))]
+# What goes on from what; the others stand alone.
+TOGETHER = ("README.md", "docs/getting_started.md", "docs/ops.md", "docs/guide.md")
+TUTORIALS = tuple(f"docs/tutorials/{name}.md" for name in ("gpt", "health", "lora"))
+ALONE = [(name,) for name in DOCUMENTS if name not in (*TOGETHER, *TUTORIALS) and any(blocks(name, "python"))]
 
 
-@pytest.mark.parametrize("documents", [TOGETHER, *ALONE], ids=" ".join)
+@pytest.mark.parametrize("documents", [TOGETHER, TUTORIALS, *ALONE], ids=" ".join)
 def test_python_blocks_run(documents, monkeypatch, request):
     if documents in ALONE:  # they are of several devices
         request.getfixturevalue("on_host")
-    monkeypatch.setattr(_op, "ops", dict(_op.ops))  # "How to add an op" adds one
+    monkeypatch.setattr(_op, "ops", dict(_op.ops))  # "How to add an op" of docs/ops.md adds one
     names = {"__name__": "__main__"}
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # a program that we print is no reason for a warning

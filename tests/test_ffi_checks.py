@@ -1,5 +1,7 @@
-"""FFI handlers refuse what is not as the axis rule of their op says, before they look at any memory."""
+"""FFI handlers and the C interface refuse what is not as the axis rule of their op says, before they look at any
+memory."""
 
+import ctypes
 import json
 import subprocess
 import sys
@@ -9,21 +11,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ffi_calls import TARGETS, outcomes, survey
+from c_calls import ALIGNED, CASES, INCLUDE, OPS, arguments, workspace_bytes
+from c_calls import survey as survey_of_c
+from ffi_calls import TARGETS, outcomes, recorded, survey
 from host_cuda import library
 
-from te_jax import _lib
+from te_jax import _lib, c_api
 
 HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def handlers(tmp_path_factory):
-    """All handlers without their kernels, for jax's CPU: their names begin with host_."""
+def host_library(tmp_path_factory) -> Path:
+    """All handlers, and the C interface, without their kernels."""
     include = library.cuda_include()
     if not include:
         pytest.skip("needs g++ and the CUDA headers")
-    found = library.targets(library.build_handlers(tmp_path_factory.mktemp("handlers"), include))
+    return library.build_handlers(tmp_path_factory.mktemp("handlers"), include)
+
+
+@pytest.fixture(scope="module")
+def handlers(host_library):
+    """The handlers, for jax's CPU: their names begin with host_."""
+    found = library.targets(host_library)
     for name, handler in found.items():
         jax.ffi.register_ffi_target(f"host_{name}", handler, platform="cpu")
     return found
@@ -42,6 +52,50 @@ def test_wrong_calls_are_refused(handlers, on_cpu):
     assert not accepted, "\n".join([f"{len(accepted)} of {sum(each['calls'] for each in found)}", *accepted])
     for each in found:  # they get as far as their launch
         assert all("UNIMPLEMENTED" in said or "no GPU" in said for said in each["right"]), each
+
+
+@pytest.fixture(scope="module")
+def lib(host_library) -> c_api.Library:
+    return c_api.Library(str(host_library), str(INCLUDE))
+
+
+def test_wrong_calls_of_c_are_refused(lib):
+    """Null, wrong type, rank, size, alignment, number, and workspace, in each array of each op."""
+    assert lib.ops == OPS and {case.op for case in CASES} == {f"te_{op}" for op in OPS}
+    counts, accepted = zip(*(survey_of_c(lib, case) for case in CASES))
+    assert not any(accepted), "\n".join(sum(accepted, []))
+    assert sum(counts) > 2000
+
+
+def test_right_calls_of_c_get_as_far_as_their_launch(lib):
+    for case in CASES:
+        call = recorded(case)
+        op, args = arguments(lib, call, lambda name: ALIGNED)
+        needed = lib.workspace(op, **args)
+        assert needed == workspace_bytes(call)  # of jax's partial results: so the results are the same
+        with pytest.raises(Exception, match="launched|no GPU"):
+            lib.call(op, None, ALIGNED, needed, **args)
+
+
+def test_null_arguments_and_bad_paths_of_c_are_refused(lib, tmp_path):
+    plain = ctypes.CDLL(lib.path)
+    plain.te_jax_error.restype = ctypes.c_char_p
+    for op in lib.ops:
+        for null in (getattr(plain, f"te_jax_{op}"), getattr(plain, f"te_jax_{op}_workspace")):
+            assert null(None, None) == 3 and b"args is null" in plain.te_jax_error()
+    assert plain.te_jax_set_library_path(None, None) == 3
+    for soname, path, says in (
+        ("libcublas.so.13", str(tmp_path), "pass libcublasLt"),
+        ("libcublasLt.so.13", str(tmp_path / "none"), "cannot be read"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            lib.set_library_path(soname, path)
+    with pytest.raises(TypeError, match="quantize has no axis; its fields are x, scale, data"):
+        lib.call("quantize", None, 0, 0, axis=1)
+    with pytest.raises(ValueError, match="'quantise' is no op"):
+        lib.workspace("quantise")
+    with pytest.raises(ValueError, match="type 'GELU' and 1 axes; use I32"):
+        lib.array(0, "GELU", (1,))
 
 
 def check_no_products(prefix, target, dtype, bias_dtype, in_place, rng):

@@ -29,6 +29,7 @@ def test_every_field_is_declared_and_in_the_docs():
 
 def test_defaults_are_of_their_kinds():
     needs = dict(features=8, head_dim=8, num_attention_heads=2, num_buckets=8, max_distance=20)
+    needs |= dict(kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
     for cls in field_table.MODULES:
         names = [f.name for f in field_table.fields_of(cls)]
         _fields.check_fields(cls(**{name: value for name, value in needs.items() if name in names}, parent=None))

@@ -83,10 +83,14 @@ def from_t5(p, size) -> dict:
     return rest | {"self_attention": own, "encoder_decoder_attention": cross}
 
 
-def from_llama3(p, size) -> dict:
+def _attention_of_llama(p) -> dict:
     query = _norm(p["input_layernorm"]) | p["q_proj"]
+    return {"query": query, "kv": _side_by_side(p["k_proj"], p["v_proj"]), "out": p["o_proj"]}
+
+
+def from_llama3(p, size) -> dict:
     return {
-        "attention": {"query": query, "kv": _side_by_side(p["k_proj"], p["v_proj"]), "out": p["o_proj"]},
+        "attention": _attention_of_llama(p),
         "mlp": _norm(p["post_attention_layernorm"]) | _mlp([p["gate_proj"], p["up_proj"]], p["down_proj"]),
     }
 
@@ -102,6 +106,29 @@ def from_falcon(p, size) -> dict:
     }
 
 
+def _experts(norm, p, **more) -> dict:
+    kernels = {"gate_kernel": p["gate"]["kernel"]}
+    names = {"wi_0": "gate_proj", "wi_1": "up_proj", "wo": "down_proj"}
+    return {"moe": _norm(norm) | kernels | {ours: p[theirs] for ours, theirs in names.items()} | more}
+
+
+def from_mixtral(p, size) -> dict:
+    norms = {f"{name}_norm": _norm(p[f"{name}_norm"]) for name in "qk" if f"{name}_norm" in p}
+    return {"attention": _attention_of_llama(p) | norms} | _experts(p["post_attention_layernorm"], p["mlp"])
+
+
+def from_deepseek_v3(p, size) -> dict:
+    attention = {
+        "q_down": _norm(p["input_layernorm"]) | p["q_a_proj"],
+        "q_up": _norm(p["q_a_layernorm"]) | p["q_b_proj"],
+        "kv_down": p["kv_a_proj_with_mqa"],
+        "kv_up": _norm(p["kv_a_layernorm"]) | p["kv_b_proj"],
+        "out": p["o_proj"],
+    }
+    shared = _mlp([p["shared_gate_proj"], p["shared_up_proj"]], p["shared_down_proj"])
+    return {"attention": attention} | _experts(p["post_attention_layernorm"], p["mlp"], shared_experts=shared)
+
+
 # -- the blocks ------------------------------------------------------------------------------------------------
 
 
@@ -113,6 +140,7 @@ class Case(NamedTuple):
     length: int = 9
     memory: int = 0  # length of the encoder's output, for a decoder
     padded: bool = False
+    state: dict = {}  # variables of ours beside the parameters
 
 
 def t5(block, gated=False, **more):
@@ -124,6 +152,20 @@ def t5(block, gated=False, **more):
 def falcon(groups, one_norm):
     size = models.Size(H, F, N, layers=1, groups=groups, one_norm=one_norm)
     return Case(models.falcon_block, size, published.Falcon(F, N, groups, one_norm), from_falcon)
+
+
+def mixtral(block, **fields):
+    experts = dict(experts=5, topk=2)
+    size = models.Size(H, F, N, layers=1, groups=2, head_dim=12, **experts)
+    return Case(block, size, published.Mixtral(F, N, 2, 12, **experts, **fields), from_mixtral)
+
+
+def deepseek_v3():
+    bias = np.random.default_rng(4).normal(size=16) * 0.1
+    size = models.Size(H, F, N, layers=1, experts=16, topk=8, latents=models.Latents(24, 20, 8, 8, 12))
+    reference = published.DeepSeekV3(F, N, (24, 20), (8, 8, 12), 16, tuple(bias))
+    state = {"expert_bias": {"moe": {"expert_bias": jnp.asarray(bias, jnp.float32)}}}
+    return Case(models.deepseek_v3_block, size, reference, from_deepseek_v3, state=state)
 
 
 CASES = {
@@ -138,6 +180,9 @@ CASES = {
     ),
     "falcon 7b": falcon(groups=1, one_norm=True),
     "falcon 40b": falcon(groups=2, one_norm=False),
+    "mixtral": mixtral(models.mixtral_block),
+    "qwen3": mixtral(models.qwen3_block, epsilon=1e-6, qk_norm=True),
+    "deepseek-v3": deepseek_v3(),
 }
 
 
@@ -161,7 +206,8 @@ def weights(case):
     rng = np.random.default_rng(2)
 
     def draw(path, leaf):
-        spread = {"kernel": leaf.shape[0] ** -0.5, "embedding": 1.0, "scale": 0.2, "bias": 0.02}[path[-1].key]
+        spread = {"kernel": leaf.shape[0] ** -0.5, "embedding": 1.0, "scale": 0.2, "bias": 0.02}
+        spread = spread.get(path[-1].key, leaf.shape[-2:][0] ** -0.5)  # the others are kernels of experts
         return jnp.asarray(rng.normal(size=leaf.shape) * spread + (path[-1].key == "scale"), jnp.float32)
 
     args = reference_args(case, inputs(case))
@@ -181,7 +227,7 @@ def ours(case, params, arrays, **fields):
     masks = {"encoder_decoder_mask" if case.memory else "attention_mask": padding(case)}
     encoded = {"encoded": arrays["encoded"]} if case.memory else {}
     block = case.block(case.size, **fields)
-    return block.apply({"params": params}, arrays["x"], **encoded, **masks, deterministic=True)
+    return block.apply({"params": params, **case.state}, arrays["x"], **encoded, **masks, deterministic=True)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -226,6 +272,9 @@ OTHERS = {
         *ROPE,
         dict(parallel_attention_mlp=False),
     ],
+    "mixtral": [dict(rotary_pos_emb_windows=(1, 500_000)), dict(moe=dict(num_experts=5, num_experts_per_tok=3))],
+    "qwen3": [dict(qk_norm_before_rope=False), dict(layernorm_epsilon=1e-5)],
+    "deepseek-v3": [dict(mscale=1.0), dict(rotary_pos_emb_scaling=None)],
 }
 
 
@@ -280,6 +329,8 @@ TOTALS = {  # of the published models, and what they have beside blocks: embeddi
     "llama3-70b": (70_553_706_496, 2 * 128256 * 8192 + 8192),
     "falcon-7b": (7_217_189_760, 2 * 65024 * 4544 + 2 * 4544),
     "falcon-40b": (41_303_293_952, 65024 * 8192 + 2 * 8192),
+    "mixtral-8x7b": (46_702_792_704, 2 * 32000 * 4096 + 4096),
+    "qwen3-30b-a3b": (30_532_122_624, 2 * 151936 * 2048 + 2048),
 }
 
 
@@ -289,6 +340,15 @@ def test_published_sizes(name):
     counts = [models.parameter_count(block(name)) for block in blocks]
     total, rest = TOTALS[name]
     assert models.SIZES[name].layers * sum(counts) + rest == total
+
+
+def test_published_size_of_deepseek_v3():
+    """Whose first three blocks differ; a block's bias of the choice is no parameter here."""
+    total = 2 * 129280 * 7168 + 7168
+    for name in ("deepseek-v3", "deepseek-v3-dense"):
+        size = models.SIZES[name]
+        total += size.layers * (models.parameter_count(models.deepseek_v3_block(name)) + size.experts)
+    assert total == 671_026_419_200
 
 
 @pytest.mark.parametrize(
@@ -302,8 +362,9 @@ def test_published_sizes(name):
             ],
         ),
         (["--fp8", "falcon-7b"], [("falcon-7b", "falcon_block", "32", "207,070,080", "fp8")]),
+        (["--fp8", "deepseek-v3"], [("deepseek-v3", "deepseek_v3_block", "58", "11,507,286,016", "fp8")]),
     ],
-    ids=["bf16", "fp8"],
+    ids=["bf16", "fp8", "experts"],
 )
 def test_program(arguments, blocks, capsys):
     assert models.main(arguments) == 0

@@ -9,10 +9,18 @@ import pytest
 import rope_oracle
 
 from te_jax.ops import rope as module
-from te_jax.ops.rope import LinearScaling, Llama3Scaling, NTKScaling, rope
+from te_jax.ops.rope import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling, rope
 
 METHODS = pytest.mark.parametrize("method", ["consecutive", "alternate"])
-SCALINGS = [None, LinearScaling(4), NTKScaling(8.0), Llama3Scaling(), Llama3Scaling(32.0, 2, 3, 100)]
+SCALINGS = [
+    None,
+    LinearScaling(4),
+    NTKScaling(8.0),
+    Llama3Scaling(),
+    Llama3Scaling(32.0, 2, 3, 100),
+    YarnScaling(),
+    YarnScaling(4.0, 8, 2, 999),
+]
 
 
 def check(got, x, positions=None, **options):
@@ -122,6 +130,7 @@ def test_jit_and_vmap(rng):
         ((2, 4, 3, 6), {"rotary_dim": 4.0}, ValueError, r"rotary_dim is 4\.0"),
         ((2, 4, 3, 6), {"scaling": 8.0}, TypeError, r"scaling is 8\.0; pass None, LinearScaling"),
         ((2, 4, 3, 6), {"rotary_dim": 2, "scaling": NTKScaling(2)}, ValueError, "one pair alone has no base"),
+        ((2, 4, 3, 6), {"rotary_dim": 2, "scaling": YarnScaling()}, ValueError, "one pair alone has no base"),
         ((2, 4, 3, 6), {"positions": jnp.arange(5)}, ValueError, r"positions has shape \(5,\)"),
     ],
 )
@@ -139,6 +148,8 @@ def test_errors(shape, kwargs, error, text):
         (lambda: NTKScaling(float("inf")), "NTKScaling: factor is inf; pass a positive finite number"),
         (lambda: NTKScaling("8"), "NTKScaling: factor is '8'"),
         (lambda: Llama3Scaling(low_freq_factor=4), "Llama3Scaling: low_freq_factor is 4, high_freq_factor 4.0"),
+        (lambda: YarnScaling(beta_slow=32), r"YarnScaling: beta_fast is 32\.0, beta_slow 32; the first must be"),
+        (lambda: YarnScaling(factor=0.5), r"YarnScaling: factor is 0\.5"),
         (lambda: Llama3Scaling(original_max_position=0), "original_max_position is 0"),
     ],
 )

@@ -170,13 +170,15 @@ def newest(directory: pathlib.Path, read: Callable) -> tuple[dict, dict, list[in
     return None
 
 
-def read_weights(path: pathlib.Path, params, fp8: dict) -> dict:
-    """{"state": {"params": ...}, "fp8": ...} of a checkpoint, which must hold both; the optimizer's state is not read.
+def read_weights(path: pathlib.Path, params, fp8: dict, experts: dict) -> dict:
+    """{"state": {"params": ..., "experts": ...}, "fp8": ...} of a checkpoint, which must hold all; the optimizer's
+    state is not read.
 
-    Of the arguments shapes and dtypes count (`jax.eval_shape` gives them). {} for fp8 reads none.
+    Of the arguments shapes and dtypes count (`jax.eval_shape` gives them). {} for fp8 and experts reads none.
     """
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    wanted = {"state": {"params": params}} | ({"fp8": fp8} if fp8 else {})
+    state = {"params": params} | ({"experts": experts} if experts else {})
+    wanted = {"state": state} | ({"fp8": fp8} if fp8 else {})
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), wanted)
     reader = ocp.PyTreeCheckpointHandler()
     return {
@@ -225,4 +227,5 @@ def brief(error: BaseException) -> str:
 
 
 def _without_fp8(state: TrainState) -> dict:
-    return {k: v for k, v in state._asdict().items() if k != "fp8"}
+    """Nor an empty field, which a state of an earlier version has not."""
+    return {k: v for k, v in state._asdict().items() if k != "fp8" and (k != "experts" or v)}

@@ -6,6 +6,17 @@ import importlib.util
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+    """What stands in the place of each layer's MLP: `count` of them, of which a token goes to `top_k`."""
+
+    count: int
+    top_k: int = 2
+    balance: str = (
+        "loss"  # what keeps their loads even: a term of the loss, or a bias of the choice that moves each step
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class Model:
     """Sizes of the transformer; everything that decides the parameter tree."""
 
@@ -19,12 +30,14 @@ class Model:
     use_bias: bool = True
     rope: bool = False  # False: learned positions, which take many more steps to be of use
     tie_embeddings: bool = True
+    experts: Experts | None = None  # None: one MLP for all tokens
 
     @classmethod
     def of(cls, key: dict) -> "Model":
-        """The model of a checkpoint, from its `resume_key`."""
-        fields = {f.name: key[f.name] for f in dataclasses.fields(cls)}
-        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
+        """The model of a checkpoint, from its `resume_key`; an early one has no `experts`."""
+        fields = {f.name: key[f.name] for f in dataclasses.fields(cls) if f.name in key}
+        fields = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+        return cls(**fields | ({"experts": Experts(**fields["experts"])} if fields.get("experts") else {}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +70,34 @@ LLAMA_8B_WIDTHS = Model(
     rope=True,
     tie_embeddings=False,
 )
+# As Mixtral is made: 973M parameters, of which a token meets 294M.
+MOE_SMALL = Model(
+    layers=16,
+    hidden=1024,
+    ffn=2304,
+    heads=16,
+    norm="rmsnorm",
+    activations=("silu", "linear"),
+    use_bias=False,
+    rope=True,
+    experts=Experts(8),
+)
 
 PRESETS = {
     "tiny": Preset(
         TINY, lr=3e-3, seq_len=128, steps=300, warmup=100, eval_every=100, eval_batches=4, amax_history_len=64
     ),
+    "moe-tiny": Preset(
+        dataclasses.replace(MOE_SMALL, layers=2, hidden=128, ffn=256, heads=4),
+        lr=3e-3,
+        seq_len=128,
+        steps=300,
+        warmup=100,
+        eval_every=100,
+        eval_batches=4,
+        amax_history_len=64,
+    ),
+    "moe-small": Preset(MOE_SMALL, lr=3e-4, warmup=200),
     "small": Preset(SMALL, lr=6e-4, warmup=200),
     "medium": Preset(MEDIUM, lr=3e-4, warmup=200),
     "8b-layer": Preset(
@@ -181,6 +217,10 @@ def _add_devices(p: argparse.ArgumentParser) -> None:
 def _add_overrides(p: argparse.ArgumentParser) -> None:
     override = p.add_argument_group("overrides of the preset")
     _add(override, "--layers", "of the transformer", type=int)
+    _add(override, "--moe", "N experts in the place of each MLP, all of its width", type=int, metavar="N")
+    _add(override, "--top-k", "experts of a token [default: the preset's, or 2]", type=int, metavar="K")
+    _add(override, "--balance", "the loads of experts are kept even by a term of the loss, or by a bias of the choice "
+        "that moves a little in each step [default: loss]", choices=("loss", "bias"))  # fmt: skip
     _add(override, "--batch-size", "sequences per step", type=int)
     _add(override, "--seq-len", "bytes per sequence", type=int)
     _add(override, "--steps", "to train for; the schedule ends there", type=int)
@@ -204,7 +244,8 @@ def complete(args: argparse.Namespace, default_preset: str) -> argparse.Namespac
     for field in PRESET_FIELDS:
         if getattr(args, field) is None:
             setattr(args, field, getattr(preset, field))
-    args.model = dataclasses.replace(preset.model, layers=args.layers or preset.model.layers)
+    experts = _experts(p, args, preset.model.experts)
+    args.model = dataclasses.replace(preset.model, layers=args.layers or preset.model.layers, experts=experts)
     args.warmup = min(args.warmup, args.steps // 2)  # a short run still reaches its peak
 
     for field in ("batch_size", "seq_len", "steps", "amax_history_len"):
@@ -236,6 +277,22 @@ def complete(args: argparse.Namespace, default_preset: str) -> argparse.Namespac
         p.error("--sequence-parallel needs --mesh with tp=2 or more")
     _complete_report(p, args)
     return args
+
+
+def _experts(p: argparse.ArgumentParser, args: argparse.Namespace, preset: Experts | None) -> Experts | None:
+    given = {"count": args.moe, "top_k": args.top_k, "balance": args.balance}
+    given = {name: value for name, value in given.items() if value is not None}
+    if preset is None and not given:
+        return None
+    if preset is None and args.moe is None:
+        p.error("--top-k and --balance are of experts: give --moe N, or a preset that has them")
+    experts = dataclasses.replace(preset or Experts(0), **given)
+    if not 1 <= experts.top_k <= experts.count:
+        p.error(f"--top-k is {experts.top_k} of {experts.count} experts (--moe): give 1 to {experts.count}")
+    for flag, wrong in (("--api nnx", args.api == "nnx"), ("--mesh", args.mesh is not None)):
+        if wrong:
+            p.error(f"{flag} is for models without experts here: leave one of the two out")
+    return experts
 
 
 def _complete_report(p: argparse.ArgumentParser, args: argparse.Namespace) -> None:

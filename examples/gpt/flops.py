@@ -24,6 +24,8 @@ def per_token(c: Model, seq_len: int) -> float:
     kv_width = c.hidden * (c.gqa_groups or c.heads) // c.heads
     attention_weights = 2 * c.hidden * c.hidden + 2 * c.hidden * kv_width  # query, out; key, value
     mlp_weights = (len(c.activations) + 1) * c.hidden * c.ffn
+    if c.experts:  # a token meets its own ones, and the router
+        mlp_weights = c.experts.top_k * mlp_weights + c.hidden * c.experts.count
     scores_and_values = 2 * c.hidden * seq_len / 2
     layer = attention_weights + mlp_weights + scores_and_values
     return 3 * 2 * (c.layers * layer + c.hidden * VOCAB)

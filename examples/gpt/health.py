@@ -35,14 +35,13 @@ class Health:
 
     def look(self, step: int, state: steps.TrainState, batch) -> dict:
         """{"step": step, "tensors": {path: {number: [value of each layer]}}}; None for what is not known or not finite.
+        Of a tensor of experts there is a value of each expert of the first layer, then of the second.
 
         state, batch: those that the step starts from.
         """
         found = jax.device_get(self.stats(state, batch))
         tensors = {
-            path: {
-                name: [_plain(value) for value in np.atleast_1d(layers)] for name, layers in tensor._asdict().items()
-            }
+            path: {name: [_plain(value) for value in np.ravel(layers)] for name, layers in tensor._asdict().items()}
             for path, tensor in found.items()
         }
         if self.board:

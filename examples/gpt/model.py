@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from te_jax.models import CausalLM, ModelConfig
 from te_jax.sharding import reorder_causal_load_balancing
 
-from .config import Model
+from .config import Experts, Model
 
 VOCAB = 256  # a token is a byte
 
@@ -29,7 +29,17 @@ def layer_fields(config: Model, dropout: float, deterministic_gradients: bool = 
         hidden_dropout=dropout,
         attention_dropout=0.0,
         deterministic_gradients=deterministic_gradients,
+        **({"moe": expert_fields(config.experts)} if config.experts else {}),
     )
+
+
+def expert_fields(experts: Experts) -> dict:
+    """The fields of a `MoEBlock` beside those of its layer."""
+    sizes = dict(num_experts=experts.count, num_experts_per_tok=experts.top_k)
+    if experts.balance == "bias":  # as in DeepSeek-V3, https://arxiv.org/abs/2412.19437
+        return sizes | dict(use_expert_bias=True, score_function="sigmoid")
+    # As in the Switch Transformer, https://arxiv.org/abs/2101.03961, and ST-MoE, https://arxiv.org/abs/2202.08906.
+    return sizes | dict(aux_loss_coeff=0.01, z_loss_coeff=0.001)
 
 
 def embedded(tokens: jax.Array, table: jax.Array) -> jax.Array:
@@ -89,9 +99,12 @@ class GPT(nn.Module):
         self.lm = CausalLM(architecture(self.config, self.max_len, layer), **options)
         nn.share_scope(self, self.lm)
 
-    def __call__(self, tokens, lengths=None, positions=None, **options) -> jax.Array:
-        """lengths, positions and options as of `te_jax.models.CausalLM`."""
+    def __call__(self, tokens, lengths=None, positions=None, *, train=False, **options) -> jax.Array:
+        """lengths, positions and options as of `te_jax.models.CausalLM`. train: experts sow into the collections
+        `losses` (terms that keep their loads even) and `intermediates` (loads).
+        """
         if self.cp > 1 and positions is None and not self.config.rope:
             in_order = reorder_causal_load_balancing(jnp.arange(tokens.shape[1]), self.cp, axis=0)
             positions = jnp.broadcast_to(in_order, tokens.shape)
-        return self.lm(tokens, lengths=lengths, positions=positions, deterministic=self.dropout == 0, **options)
+        deterministic = self.dropout == 0 and not train
+        return self.lm(tokens, lengths=lengths, positions=positions, deterministic=deterministic, **options)

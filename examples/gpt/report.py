@@ -12,7 +12,7 @@ import sys
 import jax
 import numpy as np
 
-from . import config
+from . import config, load
 
 POINTS = 500  # of a loss curve in results.json
 SMOOTHED = 20  # points of a curve whose mean is compared with an earlier run's
@@ -128,6 +128,7 @@ def lines(runs: dict[str, dict], gap: dict | None, distances: dict) -> list[str]
         if run["mfu"]:
             parts.append(f"MFU {run['mfu']:.1%}")
         said.append("; ".join(parts))
+    said += [load.line(name, run["load"]) for name, run in runs.items() if run.get("load")]
     if gap:
         said.append(
             f"gap (FP8 - bf16) over the last {gap['steps']} steps: mean {gap['mean']:+.4f} nats, "

@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Iterator
 
-from . import checkpoint, health
+from . import checkpoint, health, load
 
 LOCK = "run.lock"
 
@@ -44,7 +44,7 @@ def locked(out: pathlib.Path) -> Iterator[None]:
 
 def keep_earlier(out: pathlib.Path) -> None:
     """A new run must not overwrite the checkpoints of another: they move to `earlier-N` beside it."""
-    names = ("fp8", "bf16", "results.json", "loss.png", *health.FILES)
+    names = ("fp8", "bf16", "results.json", "loss.png", load.PNG, *health.FILES)
     found = [out / name for name in names if (out / name).exists()]
     if not found:
         return

@@ -17,6 +17,9 @@ from te_jax import recipe as te_recipe
 from . import mesh
 from .model import GPT
 
+BIAS = "expert_bias"  # the collection of te_jax's
+BIAS_RATE = 1e-3  # that it moves in a step, as in DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 4.2)
+
 
 class TrainState(NamedTuple):
     """All that a step reads and writes. The data position is `step`: batches are a function of it."""
@@ -26,6 +29,7 @@ class TrainState(NamedTuple):
     opt_state: Any
     fp8: dict  # {"fp8_metas": scales and amax histories, f32}; {} in bf16
     rng: jax.Array  # u32[2], constant; folded with the step it gives the step's dropout key
+    experts: dict = {}  # {"expert_bias": f32[layers, experts]} with --balance bias
 
 
 def make_model(args) -> GPT:
@@ -67,7 +71,8 @@ def decayed(params) -> Any:
     def named(path) -> str:  # the arrays of an nnx.State lie below their names
         return [key.key for key in path if isinstance(key, jax.tree_util.DictKey)][-1]
 
-    return jax.tree_util.tree_map_with_path(lambda path, _: named(path).endswith("kernel"), params)
+    is_matrix = lambda name: name.endswith("kernel") or name in ("wi_0", "wi_1", "wo")  # the latter of experts
+    return jax.tree_util.tree_map_with_path(lambda path, _: is_matrix(named(path)), params)
 
 
 def autocast(recipe: te_recipe.Recipe | None):
@@ -85,6 +90,7 @@ def initial(model: GPT, optimizer, recipe, rng, rows: int) -> TrainState:
     """The state before the first step, in boxes with logical axis names. rows: see `init_variables`."""
     variables = init_variables(model, recipe, rng, rows)
     fp8, params = flax.core.pop(variables, "params")
+    experts = {name: fp8.pop(name) for name in (BIAS,) if name in fp8}
     with_masters = params
     if model.fp8_params and recipe is not None:
         both = isinstance(recipe, te_recipe.MXFP8BlockScaling)  # one layout cannot be made of the other
@@ -92,7 +98,7 @@ def initial(model: GPT, optimizer, recipe, rng, rows: int) -> TrainState:
             tokens = jnp.zeros((rows, model.max_len), jnp.int32)
             params = te_flax.fp8_params(model, variables, tokens, gradients=both)["params"]
         with_masters = te.optim.beside(params, with_masters)
-    return TrainState(jnp.int32(0), params, optimizer.init(with_masters), fp8, jax.random.fold_in(rng, 1))
+    return TrainState(jnp.int32(0), params, optimizer.init(with_masters), fp8, jax.random.fold_in(rng, 1), experts)
 
 
 def make_init(model: GPT, optimizer, recipe, shardings: TrainState | None = None):
@@ -130,14 +136,42 @@ def next_byte_loss(model, batch) -> jax.Array:
 
 
 def step_loss(model: GPT, state: TrainState, batch):
-    """(params, fp8) -> the loss of the step that starts from `state`."""
+    """(params, fp8, experts) -> (what the step that starts from `state` is to make small, what it says of itself).
+
+    The first is the mean loss of the bytes, with experts plus the terms that keep their loads even. The second is the
+    former; with experts (that, the tokens of each expert i32[layers, experts]).
+    """
     rngs = {"dropout": jax.random.fold_in(state.rng, state.step)} if model.dropout else {}
-    return lambda params, fp8: next_byte_loss(partial(model.apply, {"params": params, **fp8}, rngs=rngs), batch)
+
+    def loss(params, fp8, experts):
+        apply = partial(model.apply, {"params": params, **fp8, **experts}, rngs=rngs)
+        if model.config.experts is None:
+            mean = next_byte_loss(apply, batch)
+            return mean, mean
+        sown = {}
+
+        def logits_of(tokens):
+            logits, found = apply(tokens, train=True, mutable=["losses", "intermediates"])
+            sown.update(found)
+            return logits
+
+        mean = next_byte_loss(logits_of, batch)
+        terms = jax.tree.leaves(sown.get("losses", {}))
+        return mean + sum(map(jnp.sum, terms)), (mean, loads_in(sown["intermediates"]))
+
+    return loss
+
+
+def loads_in(intermediates) -> jax.Array:
+    """i32[layers, experts]: the tokens of each expert, as the layers have sown them."""
+    found = flax.traverse_util.flatten_dict(intermediates)
+    ((loads,),) = (value for path, value in found.items() if path[-1] == "tokens_per_expert")
+    return loads
 
 
 def make_train_step(model: GPT, optimizer, recipe, shardings: TrainState | None = None):
-    """jitted (state, batch) -> (state, loss); the old state's memory is reused for the new. For `batch` see
-    `next_byte_loss`.
+    """jitted (state, batch) -> (state, loss), with experts (state, (loss, their tokens)); the old state's memory is
+    reused for the new. For `batch` see `next_byte_loss`.
 
     shardings: of the state, before and after the step.
     """
@@ -146,13 +180,15 @@ def make_train_step(model: GPT, optimizer, recipe, shardings: TrainState | None 
         with autocast(recipe):
             # To jax's own, parameters in FP8 are constants.
             value_and_grad = te.value_and_grad if model.fp8_params else jax.value_and_grad
-            of_both = value_and_grad(step_loss(model, state, batch), argnums=(0, 1))
-            loss, (grads, fp8) = of_both(state.params, state.fp8)
-            # The "gradient" of the FP8 state is its next value: amaxes recorded, scales following.
+            of_all = value_and_grad(step_loss(model, state, batch), argnums=(0, 1, 2), has_aux=True)
+            (_, seen), (grads, fp8, counts) = of_all(state.params, state.fp8, state.experts)
+            # The "gradient" of the FP8 state is its next value: amaxes recorded, scales following. That of the bias of
+            # experts is how many tokens each got.
             fp8 = te.update_fp8_metas(fp8, previous=state.fp8)
+            experts = te_flax.update_expert_bias(state.experts, counts, BIAS_RATE)
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = te.optim.apply_updates(state.params, updates)
-        return TrainState(state.step + 1, params, opt_state, fp8, state.rng), loss
+        return TrainState(state.step + 1, params, opt_state, fp8, state.rng, experts), seen
 
     after = None if shardings is None else (shardings, shardings.step)
     return jax.jit(train_step, donate_argnums=0, out_shardings=after)
@@ -168,8 +204,8 @@ def make_fp8_stats(model: GPT, recipe, shardings: TrainState | None = None):
 
     def stats(state: TrainState, batch):
         with autocast(recipe):
-            loss = step_loss(model, state, batch)
-            return te.fp8_stats(jax.grad(loss, argnums=1)(state.params, te.fp8_probes(state.fp8)))
+            new_fp8 = jax.grad(step_loss(model, state, batch), argnums=1, has_aux=True)
+            return te.fp8_stats(new_fp8(state.params, te.fp8_probes(state.fp8), state.experts)[0])
 
     run = jax.jit(stats, out_shardings=None if shardings is None else shardings.step)
     return lambda state, batch: run(state._replace(opt_state=()), batch)
@@ -180,11 +216,11 @@ def make_eval_loss(model: GPT, recipe):
     model = model.clone(dropout=0.0)
 
     @jax.jit
-    def eval_loss(params, fp8, batch):
+    def eval_loss(params, others, batch):
         with autocast(recipe):
-            return next_byte_loss(partial(model.apply, {"params": params, **fp8}), batch)
+            return next_byte_loss(partial(model.apply, {"params": params, **others}), batch)
 
-    return lambda state, batch: eval_loss(state.params, state.fp8, batch)
+    return lambda state, batch: eval_loss(state.params, {**state.fp8, **state.experts}, batch)
 
 
 def saved(state: TrainState) -> TrainState:

@@ -18,7 +18,10 @@ from te_jax.flax.lora import join_lora as join_lora
 from te_jax.flax.lora import lora_mask as lora_mask
 from te_jax.flax.lora import split_lora as split_lora
 from te_jax.flax.mha import MultiHeadAttention as MultiHeadAttention
+from te_jax.flax.mla import MultiHeadLatentAttention as MultiHeadLatentAttention
 from te_jax.flax.mlp import LayerNormMLP as LayerNormMLP
+from te_jax.flax.moe import MoEBlock as MoEBlock
+from te_jax.flax.moe import update_expert_bias as update_expert_bias
 from te_jax.flax.norm import LayerNorm as LayerNorm
 from te_jax.flax.relpos import RelativePositionBiases as RelativePositionBiases
 from te_jax.flax.train_state import TrainState as TrainState

@@ -29,7 +29,7 @@ from te_jax.sharding import (
     explicit_spec,
 )
 
-Initializer = Callable  # (key, shape, dtype) -> array
+Initializer = Callable[..., Any]  # (key, shape, dtype) -> array
 Axes = tuple[str | None, ...]  # Logical axis names, one for each dimension.
 
 

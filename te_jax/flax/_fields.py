@@ -10,6 +10,7 @@ import enum
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 from flax import linen as nn
 
@@ -37,8 +38,9 @@ from te_jax.flax._refused import Refused
 from te_jax.flax._state import describe
 from te_jax.fp8 import COLLECTION
 from te_jax.ops.activation import ACTIVATIONS, check_params
-from te_jax.ops.attention.options import BIAS_TYPE, DESCRIPTOR, MASK_ARRAY, MASK_TYPE, SOFTMAX_TYPE, WINDOW
+from te_jax.ops.attention.options import BIAS_TYPE, DESCRIPTOR, MASK_ARRAY, MASK_TYPE, SOFTCAP, SOFTMAX_TYPE, WINDOW
 from te_jax.ops.rope import METHOD, WINDOWS, Scaling, check_rotary
+from te_jax.ops.router import SCORE_FUNCTIONS
 from te_jax.recipe import Recipe
 
 LAYOUTS = ("bs3hd", "bshd_bs2hd", "bshd_bshd_bshd", "t3hd", "thd_t2hd", "thd_thd_thd")
@@ -81,9 +83,10 @@ _WIDTHS = Kind(
 _TWO_INTS = integer() | tuple_of(integer())
 _PARAMS = Kind("a dict of their parameters", lambda value: isinstance(value, Mapping))
 _SCALING = Kind(
-    "None, LinearScaling, NTKScaling or Llama3Scaling of te_jax.ops.rope",
+    "None, LinearScaling, NTKScaling, Llama3Scaling or YarnScaling of te_jax.ops.rope",
     lambda value: value is None or isinstance(value, Scaling),
 )
+_EXPERTS = Kind("a dict of fields of MoEBlock", lambda value: isinstance(value, Mapping))
 _LAYER_TYPE = Kind(
     "one of ('encoder', 'decoder') or a TransformerLayerType",
     lambda value: isinstance(value, str | TransformerLayerType),
@@ -110,17 +113,24 @@ FIELDS: dict[str, Kind] = {
     **_each(_REQUIRED, "head_dim num_attention_heads"),
     **_each(_POSITIVE, "hidden_size mlp_hidden_size intermediate_dim"),
     **_each(_POSITIVE, "low_rank_adaptation_dim max_segments_per_seq max_distance"),
+    **_each(_POSITIVE, "num_experts num_experts_per_tok num_groups"),
+    **_each(NONE | _POSITIVE, "group_topk"),
+    **_each(integer(0), "num_shared_experts"),
     **_each(integer(2), "num_buckets"),
     **_each(NONE | _POSITIVE, "num_gqa_groups kv_channels"),
+    **_each(NONE | _POSITIVE, "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
     **_each(_TWO_INTS, "axis"),
     # numbers
-    **_each(number(above=0), "epsilon layernorm_epsilon"),
+    **_each(number(above=0), "epsilon layernorm_epsilon qk_norm_eps mscale"),
     **_each(RATE, "attention_dropout hidden_dropout intermediate_dropout intermediate_dropout_rate drop_path"),
     **_each(NONE | number(), "low_rank_adaptation_alpha scale_factor"),
     **_each(NONE | RATE, "cross_drop_path"),
-    **_each(NONE | number(above=0), "depth_scaling"),
+    **_each(NONE | number(above=0), "depth_scaling capacity_factor"),
+    **_each(number(), "scaling_factor"),
+    **_each(number(least=0), "aux_loss_coeff z_loss_coeff"),
     **_each(tuple_of(integer(-3, 2)), "hidden_dropout_dims intermediate_dropout_dims"),
     **_each(tuple_of(integer()), "intermediate_hidden_dropout_dims"),
+    **_each(SOFTCAP, "attn_logit_softcap"),
     **_each(WINDOW, "window_size cross_window_size"),
     # the loss
     **_each(RATE, "label_smoothing"),
@@ -132,16 +142,20 @@ FIELDS: dict[str, Kind] = {
     **_each(BOOL, "input_layernorm output_layernorm apply_residual_connection_post_layernorm fuse_qkv_params"),
     **_each(BOOL, "enable_low_rank_adaptation enable_sequence_parallel scale_attn_logits scaled_query_init"),
     **_each(BOOL, "float32_logits float32_attention_logits return_max_logit deterministic_gradients"),
-    **_each(BOOL, "enable_rotary_pos_emb cross_rotary_pos_emb enable_relative_embedding"),
-    **_each(BOOL, "parallel_attention_mlp parallel_shared_layernorm context_parallel_causal_load_balanced"),
+    **_each(BOOL, "enable_rotary_pos_emb cross_rotary_pos_emb enable_relative_embedding qk_norm_before_rope"),
+    **_each(BOOL, "parallel_attention_mlp parallel_shared_layernorm context_parallel_causal_load_balanced post_norms"),
+    **_each(BOOL, "use_pre_softmax per_sequence_loss use_expert_bias"),
+    **_each(NONE | BOOL, "normalize_weights"),  # None: as the score function's papers do
     **_each(NONE | BOOL, "transpose_batch_sequence"),  # None: False, as older code spells it
     # names
     **_each(one_of("layernorm", "rmsnorm", normalize=norm_type), "layernorm_type"),
+    **_each(NONE | one_of("rmsnorm", "layernorm", "l2normalization", normalize=norm_type), "qk_norm_type"),
     **_each(MASK_TYPE, "attn_mask_type self_attn_mask_type"),
     **_each(BIAS_TYPE, "attn_bias_type self_attn_bias_type"),
     **_each(SOFTMAX_TYPE, "softmax_type"),
     **_each(one_of(*LAYOUTS, normalize=str.lower), "qkv_layout"),
     **_each(one_of(*STRATEGIES, normalize=str.upper), "context_parallel_strategy"),
+    **_each(one_of(*SCORE_FUNCTIONS), "score_function"),
     **_each(one_of(*LORA_SCOPES), "low_rank_adaptation_scope"),
     **_each(_LAYER_TYPE, "layer_type"),
     **_each(STRING, "dropout_rng_name intermediate_dropout_rng_name ffn1_ckpt_name ffn2_ckpt_name"),
@@ -155,7 +169,7 @@ FIELDS: dict[str, Kind] = {
     **_each(_INIT, "bias_init ln_bias_init embedding_init"),
     **_each(NONE | _INIT, "kernel_init scale_init mha_kernel_init mlp_kernel_init"),
     **_each(_LOGICAL_AXES, "kernel_axes kernel_axes_1 kernel_axes_2 bias_axes bias_axes_1 bias_axes_2"),
-    **_each(_LOGICAL_AXES, "scale_axes ln_bias_axes embedding_axes"),
+    **_each(_LOGICAL_AXES, "scale_axes ln_bias_axes embedding_axes gate_axes"),
     **_each(NONE | _LOGICAL_AXES, "input_axes layernorm_input_axes dot_input_axes dot_1_input_axes dot_2_input_axes"),
     # activations, positions
     **_each(ACTIVATIONS, "activations mlp_activations"),
@@ -164,6 +178,7 @@ FIELDS: dict[str, Kind] = {
     **_each(METHOD, "rotary_pos_emb_group_method"),
     **_each(NONE | integer(), "rotary_pos_emb_dim"),
     **_each(_SCALING, "rotary_pos_emb_scaling"),
+    **_each(NONE | _EXPERTS, "moe"),
     **_each(_RELATIVE, "relative_embedding"),
     **_refused.FIELDS,
 }
@@ -214,6 +229,9 @@ def warn_unused(module: nn.Module, text: str) -> None:
 Rule = Callable[["Module"], str | None]  # -> what is wrong with the fields; nothing: None, "" or False
 
 
+Rules = tuple[Callable[[Any], str | None], ...]  # a module -> what is wrong with its fields beside each other
+
+
 class Module(KnownFields, nn.Module):
     """A Flax module whose fields are checked when it gets its scope and so its path: a submodule where it is made, any
     other by `init` and `apply`.
@@ -223,10 +241,10 @@ class Module(KnownFields, nn.Module):
     """
 
     # Without annotations, which would make fields of them.
-    own_kinds = {}  # field -> Kind
-    rules = ()
+    own_kinds: ClassVar[Mapping[str, Any]] = {}  # field -> Kind
+    rules: ClassVar[Rules] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         for name, kind in kinds_of(type(self)):
             _refuse(self, name, getattr(self, name), kind)
@@ -282,8 +300,9 @@ def groups_divide_heads(module) -> str | None:
 
 
 def head_width_is_known(module) -> str | None:
-    """`num_attention_heads` divides `hidden_size`, unless `kv_channels` is given."""
-    if module.kv_channels is None and module.hidden_size % module.num_attention_heads:
+    """`num_attention_heads` divides `hidden_size`, unless `kv_channels` or `kv_lora_rank` is given."""
+    free = module.kv_channels is not None or module.kv_lora_rank is not None
+    if not free and module.hidden_size % module.num_attention_heads:
         return (
             f"hidden_size={module.hidden_size} does not split into num_attention_heads={module.num_attention_heads}; "
             "pass a divisor, or kv_channels"
@@ -292,6 +311,8 @@ def head_width_is_known(module) -> str | None:
 
 def rotary_fields_fit(module) -> str | None:
     """`rotary_pos_emb_dim` and `rotary_pos_emb_scaling` need RoPE; it turns an even number of a head's channels."""
+    if getattr(module, "kv_lora_rank", None) is not None:
+        return None  # see `latent_widths_fit`
     decoder = getattr(module, "cross_rotary_pos_emb", False) and is_decoder(module)
     on = module.enable_rotary_pos_emb or decoder
     names = "enable_rotary_pos_emb" + (" or cross_rotary_pos_emb" if is_decoder(module) else "")
@@ -304,6 +325,50 @@ def rotary_fields_fit(module) -> str | None:
     check_rotary(describe(module), width, module.rotary_pos_emb_dim, module.rotary_pos_emb_scaling, "rotary_pos_emb_")
     if width % 2:
         return f"RoPE is on, but a head has {width} channels; give it an even number of them, by {by}"
+
+
+_LATENT_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_NOT_LATENT = (
+    "num_gqa_groups kv_channels fuse_qkv_params scale_attn_logits scaled_query_init rotary_pos_emb_dim qk_norm_type "
+    "enable_relative_embedding self_attn_bias_type attn_logit_softcap"
+).split()
+
+
+def latent_widths_fit(module) -> str | None:
+    """`kv_lora_rank`, `qk_nope_head_dim`, `qk_rope_head_dim` and `v_head_dim` are given, `qk_rope_head_dim` is even."""
+    for name in _LATENT_WIDTHS:
+        if getattr(module, name) is None:
+            return f"{name} is None; pass all of {', '.join(_LATENT_WIDTHS)}"
+    if module.qk_rope_head_dim % 2:
+        return f"qk_rope_head_dim is {module.qk_rope_head_dim}, but RoPE turns pairs of channels; pass an even number"
+    check_rotary(describe(module), module.qk_rope_head_dim, None, module.rotary_pos_emb_scaling, "rotary_pos_emb_")
+
+
+def latent_attention_stands_alone(module) -> str | None:
+    """`kv_lora_rank` makes self-attention a `MultiHeadLatentAttention`, in encoders: the other fields of that need it,
+    and fields of other attention it has no use for."""
+    changed = lambda name: getattr(module, name) != getattr(type(module), name)
+    if module.kv_lora_rank is None:
+        for name in filter(changed, (*_LATENT_WIDTHS, "q_lora_rank", "mscale")):
+            return f"{name} is {getattr(module, name)!r}, but kv_lora_rank is None; pass both, or leave {name} out"
+        return None
+    if is_decoder(module):
+        return (
+            'kv_lora_rank is given, but layer_type is "decoder"; use "encoder" (with self_attn_mask_type "causal" for '
+            "a language model): cross-attention has no latents"
+        )
+    for name in filter(changed, _NOT_LATENT):
+        return f"{name} is {getattr(module, name)!r}, which attention with a kv_lora_rank has no use for; leave it out"
+    if has_relative_embedding(module):
+        return "relative_embedding is given, which attention with a kv_lora_rank has no use for; leave it out"
+    return latent_widths_fit(module)
+
+
+def qk_norm_fields_fit(module) -> str | None:
+    """`qk_norm_eps` and `qk_norm_before_rope` need `qk_norm_type`."""
+    if module.qk_norm_type is None and (module.qk_norm_before_rope or module.qk_norm_eps != type(module).qk_norm_eps):
+        name = "qk_norm_before_rope" if module.qk_norm_before_rope else "qk_norm_eps"
+        return f"{name} is {getattr(module, name)!r}, but qk_norm_type is None; pass 'rmsnorm', or leave {name} out"
 
 
 def cross_fields_need_a_decoder(module) -> str | None:
@@ -321,6 +386,19 @@ def activations_take_their_params(module) -> str | None:
     check_params(describe(module), params, getattr(module, field), getattr(module, params))
 
 
+def experts_take_the_place_of_the_mlp(module) -> str | None:
+    """`moe` goes without `intermediate_dropout`, low-rank adaptation of the MLP and
+    `apply_residual_connection_post_layernorm`."""
+    adapted = LORA_SCOPES[module.low_rank_adaptation_scope][2] and f"{module.low_rank_adaptation_scope!r}"
+    for name, value in (
+        ("intermediate_dropout", module.intermediate_dropout),
+        ("low_rank_adaptation_scope", adapted),
+        ("apply_residual_connection_post_layernorm", module.apply_residual_connection_post_layernorm),
+    ):
+        if module.moe is not None and value:
+            return f"{name} is {value}, which experts have not; leave it out, or moe"
+
+
 def relative_embedding_is_a_bias(module) -> str | None:
     """`self_attn_bias_type` and relative embedding go together: the layer has no other bias."""
     on, kind = has_relative_embedding(module), module.self_attn_bias_type
@@ -333,7 +411,7 @@ def relative_embedding_is_a_bias(module) -> str | None:
 
 
 def parallel_layers_are_encoders(module) -> str | None:
-    """`parallel_attention_mlp` is an encoder's alone, with its norms before attention and MLP;
+    """`parallel_attention_mlp` is an encoder's alone, with its norms before attention and MLP, not behind;
     `parallel_shared_layernorm` needs it."""
     if not module.parallel_attention_mlp:
         return module.parallel_shared_layernorm and (
@@ -345,7 +423,7 @@ def parallel_layers_are_encoders(module) -> str | None:
             'parallel_attention_mlp is True, but layer_type is "decoder"; use "encoder" (with self_attn_mask_type '
             '"causal" for a language model): cross-attention has no place in it'
         )
-    for name in ("apply_residual_connection_post_layernorm", "output_layernorm"):
+    for name in ("apply_residual_connection_post_layernorm", "output_layernorm", "post_norms"):
         if getattr(module, name):
             return (
                 f"parallel_attention_mlp and {name} are both True; set one of them: a parallel layer has its norms "

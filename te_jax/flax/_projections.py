@@ -35,6 +35,7 @@ from te_jax.sharding import (
     gathered_axes,
     head_axes,
     place_axis,
+    spec_of,
 )
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
@@ -82,7 +83,16 @@ def project(module: nn.Module, names, inputs_q, inputs_kv, norm_output: bool, re
 
     norm_output, residual: whether `normed` and `through` are wanted.
     """
-    fields = _fields_by_name(module)
+    each = _fields_by_name(module)
+    fields = {name: each[name] for name in names}
+    products, normed, through = project_normed(module, fields, inputs_q, inputs_kv, norm_output, residual)
+    arrays = tuple(by_heads(module, name, x, module.head_dim) for name, x in zip(names, products))
+    return Projected(arrays, normed, through)
+
+
+def project_normed(module: nn.Module, fields: dict[str, dict], inputs_q, inputs_kv, norm_output: bool, residual: bool):
+    """-> the products of the projections `fields` (name: the fields of its module), the first of which has the norm of
+    inputs_q, and `normed` and `through` of `Projected`. The others are of inputs_kv; None: of the norm."""
     norm = dict(
         enable_layernorm=module.input_layernorm,
         epsilon=module.layernorm_epsilon,
@@ -92,20 +102,20 @@ def project(module: nn.Module, names, inputs_q, inputs_kv, norm_output: bool, re
         dot_input_axes=activation_axes(module, BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES),
     )
     shared = shared_fields(module, LayerNormDenseGeneral) | norm
-    others = {name: DenseGeneral(**fields[name], name=name) for name in names[1:]}
+    name, *rest = fields
+    others = [DenseGeneral(**fields[other], name=other) for other in rest]
     # Three projections of one norm: it is quantized once, and under FP8 not even written.
-    alike = len({recipe_of(module, name) for name in names}) == 1
-    share = bool(others) and inputs_kv is None and alike and not fields["query"]["enable_low_rank_adaptation"]
-    also = [other(inputs_q, operands=True) for other in others.values()] if share else ()
+    alike = len({recipe_of(module, name) for name in fields}) == 1
+    share = bool(others) and inputs_kv is None and alike and not lora_scope(module)[0]
+    also = [other(inputs_q, operands=True) for other in others] if share else ()
     if others and inputs_kv is None and (norm_output or not share):
         shared["return_layernorm_output"] = True
-    first = LayerNormDenseGeneral(**shared | fields[names[0]], name=names[0])
+    first = LayerNormDenseGeneral(**shared | fields[name], name=name)
     products, normed, *through = first(inputs_q, return_input=residual, also=also)
     if not share:
         source = normed if inputs_kv is None else inputs_kv
-        products = (products, *(other(source) for other in others.values()))
-    arrays = tuple(_by_heads(module, name, x) for name, x in zip(names, products))
-    return Projected(arrays, normed, through[0] if through else None)
+        products = (products, *(other(source) for other in others))
+    return products, normed, through[0] if through else None
 
 
 def _fields_by_name(module) -> dict[str, dict]:
@@ -146,25 +156,26 @@ def project_output(module: nn.Module, context, inputs_q, residual):
 # -- heads ------------------------------------------------------------------------------------------------------
 
 
-def _by_heads(module, name: str, x):
-    """x [b, s, heads*d] or [b, s, n, heads*d] of projection `name` -> [..., heads, d], placed by the logical axes.
+def by_heads(module, name: str, x, width: int):
+    """x [b, s, heads*d] or [b, s, n, heads*d] of projection `name`, d = width -> [..., heads, d], placed by the logical
+    axes.
 
     Where the devices of tensor parallelism do not divide the heads, as may be with heads of keys and values, x is whole
     on every device. ValueError where they do not divide the heads of queries either.
     """
-    joined, heads = x.ndim == 4, x.shape[-1] // module.head_dim
+    joined, heads = x.ndim == 4, x.shape[-1] // width
     x = checkpoint_name(x, f"combined_{name}_proj" if joined else f"{name}_proj")
     names, devices = _split_over(x, -1)
-    by_heads = (*x.shape[:-1], heads, module.head_dim)
+    shape = (*x.shape[:-1], heads, width)
     if heads % devices == 0:
         axes = (BATCH_AXES, SEQLEN_AXES, *((JOINED_AXES,) if joined else ()), HEAD_AXES, HIDDEN_AXES)
-        return constrain(x.reshape(by_heads), activation_axes(module, *axes))
+        return constrain(x.reshape(shape), activation_axes(module, *axes))
     if module.num_attention_heads % devices:
         raise ValueError(
             f"{describe(module)}: num_attention_heads is {module.num_attention_heads}, but tensor parallelism over the "
             f"mesh axes {names} has {devices} devices; use a multiple of {devices} heads, or fewer devices."
         )
-    return place_axis(x, -1, ()).reshape(by_heads)
+    return place_axis(x, -1, ()).reshape(shape)
 
 
 def _split_over(x, axis: int) -> tuple[tuple[str, ...], int]:
@@ -190,6 +201,18 @@ def repeat_groups(query, *others):
     repeat = lambda x: jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], copies, x.shape[-1]))
     each = lambda x: place_axis(repeat(x).reshape(*x.shape[:-2], x.shape[-2] * copies, x.shape[-1]), -2, names)
     return query, *map(each, others)
+
+
+def spread_over_heads(x, like):
+    """x [b, t, 1, c] for each head of like [b, t, h, ...]: [b, t, h, c], placed as these heads are."""
+    shape, aval = (*like.shape[:-1], x.shape[-1]), jax.typeof(like)
+    if not on_explicit_mesh(aval):
+        return place_axis(jnp.broadcast_to(x, shape), -2, _split_over(like, -2)[0])
+    # The one head may lie otherwise, as under sequence parallelism. It crosses devices, and so does the sum over heads
+    # of its gradient, for which the broadcast has to be sharded where it is made.
+    x = jax.sharding.reshard(x, spec_of((*entries(aval)[:-2], (), ())))
+    spec = spec_of((*entries(aval)[:-1], ()))
+    return jax.lax.broadcast_in_dim(x, shape, range(x.ndim), out_sharding=spec)
 
 
 # -- initial values ---------------------------------------------------------------------------------------------

@@ -88,6 +88,22 @@ def dense_metas(
     return DenseMetas(*(_tensor_meta(module, name + postfix, recipe, collection) for name in DenseMetas._fields))
 
 
+def expert_metas(module: nn.Module, experts: int) -> tuple[DenseMetas, DenseMetas] | None:
+    """The FP8 state of the two layers of `module`, whose tensors are of experts, as `te_jax.layers.moe` takes it; found
+    as `dense_metas` does.
+
+    It is `x_0`, `kernel_0`, `grad_0`, `x_1`, `kernel_1` and `grad_1`, with an axis of experts in front but for `x_0`
+    and `grad_1`.
+    """
+    recipe, collection = recipe_of(module), state_collection()
+    _warn_without_autocast(module, "x_0", collection)
+    if recipe is None or not recipe.has_state:
+        return None
+    of_layer = ("x_0", "grad_1")
+    meta = lambda name: _tensor_meta(module, name, recipe, collection, () if name in of_layer else (experts,))
+    return tuple(DenseMetas(*(meta(f"{name}_{i}") for name in DenseMetas._fields)) for i in range(2))
+
+
 def attention_metas(module: nn.Module) -> AttentionMetas | None:
     """The FP8 state of the attention in `module`, found as `dense_metas` does; None unless the recipe has `fp8_dpa`.
 
@@ -113,7 +129,8 @@ def _check_names(module: nn.Module, collection: str):
             )
 
 
-def _tensor_meta(module: nn.Module, tensor: str, recipe: DelayedScaling, collection: str) -> TensorMeta:
+def _tensor_meta(module: nn.Module, tensor: str, recipe: DelayedScaling, collection: str, lead=()) -> TensorMeta:
+    """lead: the axes in front of its state, (E,) of a tensor of experts."""
     left = vars(module).get(_LEFT)
     if left is None:
         _check_names(module, collection)
@@ -129,7 +146,10 @@ def _tensor_meta(module: nn.Module, tensor: str, recipe: DelayedScaling, collect
         meta = before[2]
     else:  # The tensor is new in this trace: tracers of an inner trace must not leave it.
         meta = fp8.observe(
-            *(_leaf(module, tensor + end, fresh, recipe, collection) for end, fresh in recipe.fresh_state().items()),
+            *(
+                _leaf(module, tensor + end, np.broadcast_to(fresh, lead + fresh.shape), recipe, collection)
+                for end, fresh in recipe.fresh_state().items()
+            ),
             recipe,
             fp8.direction_of(tensor),
             module.get_variable(collection, tensor + fp8.PROBE),
@@ -140,7 +160,8 @@ def _tensor_meta(module: nn.Module, tensor: str, recipe: DelayedScaling, collect
 
 
 def _leaf(module: nn.Module, name: str, fresh: np.ndarray, recipe: DelayedScaling, collection: str):
-    """The leaf `name` of the state of `module`, checked: a scale f32[1] or a history f32[L]; `fresh` where it lacks."""
+    """The leaf `name` of the state of `module`, checked: a scale f32[1] or a history f32[L], with the axes of `fresh`
+    in front; `fresh` where it lacks."""
     mutable = module.is_mutable_collection(collection)
     if not module.has_variable(collection, name):
         if not module.is_initializing():
@@ -152,13 +173,14 @@ def _leaf(module: nn.Module, name: str, fresh: np.ndarray, recipe: DelayedScalin
     combined = name.endswith(HISTORY) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
     if value.dtype != jnp.float32 and not combined:
         raise TypeError(f"{what} is {value.dtype}; FP8 state is float32: leave it out when casting parameters.")
-    if value.ndim != 1 or (name.endswith(SCALE) and value.shape != (1,)):
+    if value.shape[:-1] != fresh.shape[:-1] or (name.endswith(SCALE) and value.shape[-1] != 1):
+        own = f"one of shape {[*fresh.shape[:-1], '1 or L']}" if fresh.ndim > 1 else "a 1-d leaf"
         raise ValueError(
-            f"{what} has shape {value.shape}, but a module of its own has a 1-d leaf here; state stacked by "
+            f"{what} has shape {value.shape}, but a module of its own has {own} here; state stacked by "
             f'`nn.scan` or `nn.vmap` needs variable_axes={{"{collection}": 0}}.'
         )
     if name.endswith(HISTORY):
-        check_history_length(what, value.shape[0], recipe)
+        check_history_length(what, value.shape[-1], recipe)
     return value
 
 

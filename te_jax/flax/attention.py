@@ -1,6 +1,7 @@
 """DotProductAttention: layouts, the softmax offset's parameter, dropout keys, one call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from flax import linen as nn
 from te_jax._check import FLOATING, NONE, plain
 from te_jax.flax._common import floating
 from te_jax.flax._context import Context
-from te_jax.flax._fields import Module, check_call, groups_divide_heads, groups_of
+from te_jax.flax._fields import Module, Rules, check_call, groups_divide_heads, groups_of
 from te_jax.flax._state import attention_metas, describe, recipe_of
 from te_jax.layers.attention_fp8 import attend_by_recipe
 from te_jax.ops.attention import SequenceDescriptor, dot_product_attention
@@ -76,6 +77,8 @@ class DotProductAttention(Module):
     score_mod, score_mod_bprop: not in this version.
     return_max_logit:     also return the largest logit of each head, f32[h].
     deterministic_gradients: the gradients are the same bits in every run, which cuDNN does not promise otherwise.
+    attn_logit_softcap:   c: scaled logits x become c * tanh(x / c), as in Gemma 2; in plain JAX alone, which has the
+                          s x t logits in memory.
 
     Under a recipe with fp8_dpa=True, a full or causal call in bf16 or f16 that has none of the other options, with a
     head dim of 16, 32, .. 128, is `te_jax.layers.attention_fp8`. Another call warns, once, and computes in the dtype
@@ -109,9 +112,10 @@ class DotProductAttention(Module):
     score_mod_bprop: Callable | None = None
     return_max_logit: bool = False
     deterministic_gradients: bool = False
+    attn_logit_softcap: float | None = None
 
-    own_kinds = {"dtype": NONE | FLOATING}
-    rules = (groups_divide_heads,)
+    own_kinds: ClassVar[Mapping[str, Any]] = {"dtype": NONE | FLOATING}
+    rules: ClassVar[Rules] = (groups_divide_heads,)
 
     @nn.compact
     def __call__(
@@ -119,14 +123,14 @@ class DotProductAttention(Module):
         query: jax.Array,
         key: jax.Array | None = None,
         value: jax.Array | None = None,
-        sequence_descriptor=None,
+        sequence_descriptor: jax.Array | SequenceDescriptor | None = None,
         bias: jax.Array | None = None,
         *,
         deterministic: bool = False,
         mask: jax.Array | None = None,
-        score_mod_tensors=None,
-        score_mod_bprop_tensors=None,
-    ):
+        score_mod_tensors: Any = None,
+        score_mod_bprop_tensors: Any = None,
+    ) -> Any:
         """query [b, s, h, d], key [b, t, g, d], value [b, t, g, dv] (see `qkv_layout`) -> [b, s, h, dv].
 
         sequence_descriptor: lengths or segments of the rows; or what `mask` may be.
@@ -172,6 +176,7 @@ class DotProductAttention(Module):
             softmax_type=self.softmax_type,
             softmax_offset=self._softmax_offset(),
             scale=self.scale_factor,
+            logit_softcap=self.attn_logit_softcap,
             window_size=self.window_size,
             dropout_rate=self.attention_dropout if drops else 0.0,
             dropout_rng=self.make_rng(self.dropout_rng_name) if drops else None,

@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec
 
 from te_jax._types import align, on_explicit_mesh
 from te_jax.flax._common import activation_axes
+from te_jax.flax._context import Context
 from te_jax.flax._state import describe
 from te_jax.ops.attention import Mask, SequenceDescriptor
 from te_jax.ops.attention.mask import Band
@@ -15,6 +16,7 @@ from te_jax.sharding import BATCH_AXES, HEAD_AXES, HIDDEN_AXES, SEQLEN_AXES
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
 COLLECTION = "cache"
+KEYS_VALUES = ("cached_key", "cached_value")
 
 
 class KVCache:
@@ -35,21 +37,26 @@ class KVCache:
     positions: jax.Array  # i32[b, s], the positions of the call's tokens
     fresh: bool  # whether this call makes the cache: then there are no keys but its own
 
-    def __init__(self, module: nn.Module, inputs: jax.Array, mask, max_decode_length: int | None):
+    def __init__(self, module: nn.Module, inputs: jax.Array, mask, max_decode_length: int | None, names=KEYS_VALUES):
         """inputs: [b, s, H] ([s, b, H] with transpose_batch_sequence). mask: the mask that the call got; a
-        `SequenceDescriptor` says the lengths of the rows.
+        `SequenceDescriptor` says the lengths of the rows. names: of the variables of keys and values.
 
         Raises ValueError where there is no cache to read or to write, for more tokens than it has slots, for another
-        batch size than its own, and for descriptors of segments.
+        batch size than its own, for descriptors of segments, and for tokens in the order of balanced causal attention.
         """
-        self._module, self._batch = module, 1 if module.transpose_batch_sequence else 0
+        if module.context_parallel_causal_load_balanced and Context.of(module) is not None:
+            raise ValueError(
+                f"{describe(module)}: context_parallel_causal_load_balanced is True, but decode=True; a cache holds "
+                "tokens in the order of the sequence: decode with a module that has it False."
+            )
+        self._module, self._batch, self._names = module, 1 if module.transpose_batch_sequence else 0, names
         b, self._s = inputs.shape[self._batch], inputs.shape[1 - self._batch]
         if not module.is_mutable_collection(COLLECTION):
             raise ValueError(
                 f"{describe(module)}: decode=True writes the collection {COLLECTION!r}, which is not mutable here; "
                 f"call `apply` with mutable=[{COLLECTION!r}], and name it in the variable_axes of `nn.scan`."
             )
-        self.fresh = module.is_initializing() or not module.has_variable(COLLECTION, "cached_key")
+        self.fresh = module.is_initializing() or not module.has_variable(COLLECTION, names[0])
         self._size = self._capacity(max_decode_length)
         self._index = module.variable(COLLECTION, "cache_index", jnp.zeros, (), jnp.int32)
         self._padding = self._variable("cache_padding", inputs, (self._batch,), jnp.int32)
@@ -71,8 +78,8 @@ class KVCache:
         """
         query, key, value = split_joined(*arrays)
         axes = tuple(None if axis == 1 - self._batch else axis for axis in range(4))
-        cached_key = self._variable("cached_key", key, axes, key.dtype)
-        cached_value = self._variable("cached_value", value, axes, value.dtype)
+        cached_key = self._variable(self._names[0], key, axes, key.dtype)
+        cached_value = self._variable(self._names[1], value, axes, value.dtype)
         if self._module.is_initializing():
             return arrays
         # An index of its own for each token that is not written, so that indices are unique.
@@ -140,7 +147,7 @@ class KVCache:
         """T: the slots of the cache that is there, else max_decode_length, or in `init` the length of the inputs."""
         module, s = self._module, self._s
         if not self.fresh:
-            size = module.get_variable(COLLECTION, "cached_key").shape[1 - self._batch]
+            size = module.get_variable(COLLECTION, self._names[0]).shape[1 - self._batch]
             if asked not in (None, size):
                 raise ValueError(
                     f"{describe(module)}: max_decode_length is {asked}, but the cache has {size} slots; leave it out."

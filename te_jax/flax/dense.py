@@ -1,11 +1,12 @@
 """DenseGeneral and LayerNormDenseGeneral: parameters, FP8 state, one call."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.typing import ArrayLike
 
 from te_jax.flax._common import (
     Axes,
@@ -17,7 +18,7 @@ from te_jax.flax._common import (
     lora_parameters,
     parameter,
 )
-from te_jax.flax._fields import Module, as_tuple, check_call, last_axis_alone, norm_type, widths_are_positive
+from te_jax.flax._fields import Module, Rules, as_tuple, check_call, last_axis_alone, norm_type, widths_are_positive
 from te_jax.flax._state import dense_metas, describe, recipe_of
 from te_jax.flax.kernels import kernel_operand
 from te_jax.flax.norm import norm_parameters
@@ -74,7 +75,7 @@ class DenseGeneral(Module):
     params_dtype: jnp.dtype | None = None
     return_bias: bool = False
 
-    rules = (widths_are_positive,)
+    rules: ClassVar[Rules] = (widths_are_positive,)
 
     @nn.compact
     def __call__(
@@ -84,8 +85,8 @@ class DenseGeneral(Module):
         kernel: jax.Array | None = None,
         residual: jax.Array | None = None,
         operands: bool = False,
-        out=None,
-        grad_axes=None,
+        out: ArrayLike | None = None,
+        grad_axes: Any = None,
     ) -> jax.Array | tuple[jax.Array, jax.Array | None] | Projection:
         """inputs [..., *contracted] -> [..., *features] of the same dtype; with return_bias that and the bias, which is
         [*features] of the parameters' dtype, or None without use_bias.
@@ -166,7 +167,7 @@ class LayerNormDenseGeneral(Module):
     params_dtype: jnp.dtype | None = None
     return_bias: bool = False
 
-    rules = (widths_are_positive, last_axis_alone)
+    rules: ClassVar[Rules] = (widths_are_positive, last_axis_alone)
 
     @nn.compact
     def __call__(

@@ -8,7 +8,7 @@ builds it, as Flax's own FP8 products have. Parameters stay where they are.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from flax import linen as nn
@@ -92,11 +92,11 @@ class DotGeneral(QuantizingModule):
         self,
         lhs: jax.Array,
         rhs: jax.Array,
-        dimension_numbers,
-        precision=None,
-        preferred_element_type=None,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
         *,
-        out_sharding=None,
+        out_sharding: Any = None,
     ) -> jax.Array:
         """As `te_jax.layers.dot_general`."""
         call = lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding

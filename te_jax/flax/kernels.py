@@ -12,9 +12,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from te_jax._check import ARRAY, BOOL, check
 from te_jax.flax._state import describe, recipe_of
 from te_jax.fp8 import DenseMetas, current_recipe
-from te_jax.layers import QuantizedKernel, quantize_kernel
+from te_jax.layers import QuantizedKernel, quantize_experts, quantize_kernel
 from te_jax.layers.parameters import map_kernels
-from te_jax.layers.tensor import Accumulator
+from te_jax.layers.tensor import Accumulator, Fp8Tensor
 from te_jax.layers.weight import check_quantized, swap_groups
 
 KERNEL_COLLECTION, WGRAD_COLLECTION = "fp8_kernels", "wgrads"
@@ -47,38 +47,120 @@ def kernel_operand(module: nn.Module, name: str, kernel, contract: int, metas: D
         return kernel
     what = f"{describe(module)}: {collection} entry {name}"
     if order is not None:
-        if not module.is_mutable_collection(collection):
-            raise ValueError(
-                f"{what} cannot be made: a transform around the module does not pass the collection on; give `nn.scan` "
-                f"or `nn.vmap` variable_axes={{{collection!r}: 0}}, as it has for params."
-            )
         if collection == WGRAD_COLLECTION:
-            array = kernel.dequantize() if in_fp8 else kernel
-            entry = Accumulator(jnp.zeros_like(array, jnp.float32), jnp.zeros(()))
+            entry = _zeros_for(kernel)
         else:
             entry = _quantize(order, kernel, recipe, contract, metas, what)
-        if entry is not None:
-            module.put_variable(collection, name, entry)
+        _put_entry(module, collection, name, entry)
         return kernel
     entry = kernel if in_fp8 else None
     if not in_fp8 and module.has_variable(KERNEL_COLLECTION, name):
         entry = nn.meta.unbox(module.get_variable(KERNEL_COLLECTION, name))
         check_quantized(what, entry, kernel.shape, contract, recipe, _NO_KERNELS_HINT)
         entry = entry.with_wide(kernel)
-    if not module.has_variable(WGRAD_COLLECTION, name):
+    if (onto := _accumulator(module, name, kernel)) is None:
         return kernel if entry is None else entry
+    return (entry or QuantizedKernel.unquantized(kernel, contract)).with_accumulator(onto)
+
+
+def expert_operand(module: nn.Module, names: tuple[str, ...], kernels, metas: DenseMetas | None):
+    """`kernel_operand` for the parameters `names` [E, K, N] of `module`, which one activation reads, as
+    `te_jax.layers.moe` takes them.
+
+    The copy in FP8 of several is one entry, of the name in front of "_": they share a scale. Parameters that live in
+    FP8 have scales of their own.
+    """
+    recipe, order, slots = recipe_of(module), _order.value, len(names) > 1
+    plain, in_fp8 = tuple(kernels) if slots else kernels[0], [isinstance(k, QuantizedKernel) for k in kernels]
+    if recipe is None or not all(module.has_variable("params", name) for name in names):
+        return plain
+    joint, what = names[0].partition("_")[0], f"{describe(module)}: {KERNEL_COLLECTION} entry"
+    if order is not None:
+        _make_entries(module, order, names, kernels, joint, recipe, metas)
+        return plain
+    ontos = [_accumulator(module, name, kernel) for name, kernel in zip(names, kernels)]
+    if any(in_fp8):
+        each = [k if onto is None else _of_experts(k).with_accumulator(onto) for k, onto in zip(kernels, ontos)]
+        return tuple(each) if slots else each[0]
+    entry = None
+    if module.has_variable(KERNEL_COLLECTION, joint):
+        entry = nn.meta.unbox(module.get_variable(KERNEL_COLLECTION, joint))
+        experts, inner, outer = kernels[0].shape
+        shape = (experts, inner, len(names), outer) if slots else kernels[0].shape
+        check_quantized(f"{what} {joint}", entry, shape, 1, recipe, _NO_KERNELS_HINT)
+        entry = entry.with_wide(plain)
+    if None in ontos:
+        return plain if entry is None else entry
+    onto = tuple(ontos) if slots else ontos[0]
+    return (entry or _of_experts(plain, 1 + slots)).with_accumulator(onto)
+
+
+def _make_entries(module, order: _Order, names, kernels, joint: str, recipe, metas):
+    """Puts what `order` wants of the weights of experts `names` into its collection."""
+    collection = order.collection
+    if collection == WGRAD_COLLECTION:
+        for name, kernel in zip(names, kernels):
+            _put_entry(module, collection, name, _zeros_for(kernel))
+    if collection == WGRAD_COLLECTION or any(isinstance(k, QuantizedKernel) for k in kernels):
+        return
+    options = dict(gradients=order.gradients, name=f"{describe(module)}: {collection} entry")
+    if order.as_parameters:
+        for name, kernel in zip(names, kernels):
+            q = quantize_experts(kernel, recipe=recipe.for_parameters(), **options)
+            _put_entry(module, collection, name, replace(q, tensor=q.tensor._replace(amax=None)))
+    else:
+        kernel = tuple(kernels) if len(names) > 1 else kernels[0]
+        _put_entry(module, collection, joint, quantize_experts(kernel, recipe=recipe, meta=_unprobed(metas), **options))
+
+
+def _of_experts(kernel, features: int = 1) -> QuantizedKernel:
+    """A weight of experts that the layer is to quantize after all, unless it lives in FP8."""
+    if isinstance(kernel, QuantizedKernel):
+        return kernel
+    return QuantizedKernel(Fp8Tensor(wide=kernel), 1, features, jax.tree.leaves(kernel)[0].dtype)
+
+
+def _zeros_for(kernel) -> Accumulator:
+    array = kernel.dequantize() if isinstance(kernel, QuantizedKernel) else kernel
+    return Accumulator(jnp.zeros_like(array, jnp.float32), jnp.zeros(()))
+
+
+def _put_entry(module: nn.Module, collection: str, name: str, entry):
+    """Puts an entry, unless it is None or holds nothing in FP8, into the collection that is being made.
+
+    Raises ValueError where a transform keeps it from there.
+    """
+    if not module.is_mutable_collection(collection):
+        raise ValueError(
+            f"{describe(module)}: {collection} entry {name} cannot be made: a transform around the module does not "
+            f"pass the collection on; give `nn.scan` or `nn.vmap` variable_axes={{{collection!r}: 0}}, as it has for "
+            "params."
+        )
+    if entry is not None and not (isinstance(entry, QuantizedKernel) and entry.empty):
+        module.put_variable(collection, name, entry)
+
+
+def _accumulator(module: nn.Module, name: str, kernel) -> Accumulator | None:
+    """The entry of the kernel `name` in the collection wgrads. Raises ValueError for one of another kernel."""
+    if not module.has_variable(WGRAD_COLLECTION, name):
+        return None
     onto = module.get_variable(WGRAD_COLLECTION, name)
     if (onto.grad.shape, onto.grad.dtype) != (kernel.shape, jnp.float32):
         raise ValueError(
             f"{describe(module)}: {WGRAD_COLLECTION} entry {name} is {onto.grad.dtype}{list(onto.grad.shape)}, but the "
             f"kernel needs float32{list(kernel.shape)}; make the collection anew, by te_jax.flax.wgrads."
         )
-    return (entry or QuantizedKernel.unquantized(kernel, contract)).with_accumulator(onto)
+    return onto
+
+
+def _unprobed(metas: DenseMetas | None):
+    """The kernel's entry among `metas`, without a probe."""
+    return metas and metas.kernel._replace(amax=metas.kernel.scale)
 
 
 def _quantize(order: _Order, kernel, recipe, contract, metas, what) -> QuantizedKernel | None:
     """The entry of a kernel, None if nothing reads it in FP8."""
-    meta = metas and metas.kernel._replace(amax=metas.kernel.scale)  # the token of a tensor that is not probed
+    meta = _unprobed(metas)
     if order.as_parameters:
         recipe, meta = recipe.for_parameters(), None
     q = quantize_kernel(kernel, recipe=recipe, contract=contract, meta=meta, gradients=order.gradients, name=what)
@@ -105,7 +187,7 @@ def _check_variables(what: str, variables):
         raise ValueError(f"{what}: variables has {sorted(variables)}, no 'params'; {way_out}.")
 
 
-def _collect_kernels(what: str, order: _Order, model, variables, args, kwargs) -> dict:
+def _collect_kernels(what: str, order: _Order, model, variables, args, kwargs) -> dict[str, Any]:
     _check_variables(what, variables)
     collection = order.collection
     others = {name: jax.lax.stop_gradient(v) for name, v in variables.items() if name != collection}
@@ -124,7 +206,9 @@ def _collect_kernels(what: str, order: _Order, model, variables, args, kwargs) -
     return made
 
 
-def fp8_kernels(model: nn.Module, variables: Mapping[str, Any], *args, gradients: bool = True, **kwargs) -> dict:
+def fp8_kernels(
+    model: nn.Module, variables: Mapping[str, Any], *args: Any, gradients: bool = True, **kwargs: Any
+) -> dict[str, Any]:
     """{"fp8_kernels": ...}: the kernels of `variables["params"]`, quantized for calls with the same parameters.
 
         kernels = te_flax.fp8_kernels(model, {"params": params, **fp8}, x)
@@ -151,7 +235,7 @@ def fp8_kernels(model: nn.Module, variables: Mapping[str, Any], *args, gradients
     return dict(_collect_kernels(what, _Order(KERNEL_COLLECTION, bool(gradients)), model, variables, args, kwargs))
 
 
-def wgrads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> dict:
+def wgrads(model: nn.Module, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """{"wgrads": ...}: for each kernel that a module multiplies under the recipe in force an `Accumulator` (grad f32
     [*C, *F], uses f32[]) of zeros, for `TrainState.accumulate_gradients(..., wgrads=...)`.
 
@@ -168,7 +252,9 @@ def wgrads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> d
     return dict(_collect_kernels(what, _Order(WGRAD_COLLECTION), model, variables, args, kwargs))
 
 
-def fp8_params(model: nn.Module, variables: Mapping[str, Any], *args, gradients: bool = False, **kwargs) -> dict:
+def fp8_params(
+    model: nn.Module, variables: Mapping[str, Any], *args: Any, gradients: bool = False, **kwargs: Any
+) -> dict[str, Any]:
     """`variables` with a QuantizedKernel in the place of each kernel that a module multiplies in FP8: half the bytes of
     bf16.
 
@@ -208,7 +294,7 @@ def _box(q: QuantizedKernel, kernel):
     return replace(q, tensor=q.tensor._replace(**data))
 
 
-def dequantize_params(params):
+def dequantize_params(params: Any) -> Any:
     """A tree with each QuantizedKernel in it as an array again, of the dtype that it had before `fp8_params`; boxes of
     logical axes are gone from these. Raises TypeError for a leaf that is no array."""
     for leaf in jax.tree.leaves(params):
@@ -217,7 +303,7 @@ def dequantize_params(params):
     return map_kernels(lambda q: nn.meta.unbox(q).dequantize(), params)
 
 
-def fp8_model_init(model: nn.Module, rngs, *args, gradients: bool = False, **kwargs) -> dict:
+def fp8_model_init(model: nn.Module, rngs: Any, *args: Any, gradients: bool = False, **kwargs: Any) -> dict[str, Any]:
     """`model.init(rngs, *args, **kwargs)` by one compiled program, with kernels as `fp8_params` makes them: in other
     dtypes they exist within it alone."""
 

@@ -16,7 +16,7 @@ _NONE = (
 )
 
 
-def split_lora(params: Mapping[str, Any]) -> tuple[dict, dict]:
+def split_lora(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """params -> (those of low-rank adaptation, all others), each a tree without the other's leaves.
 
     For a loss that is differentiated with respect to the first alone, `join_lora` puts them together in it:
@@ -35,7 +35,7 @@ def split_lora(params: Mapping[str, Any]) -> tuple[dict, dict]:
     return lora, base
 
 
-def join_lora(lora: Mapping[str, Any], base: Mapping[str, Any]) -> dict:
+def join_lora(lora: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
     """The params of which `split_lora` made the two.
 
     Raises ValueError for a parameter that both have, or that lies where the other has parameters below; TypeError for
@@ -56,7 +56,7 @@ def join_lora(lora: Mapping[str, Any], base: Mapping[str, Any]) -> dict:
     return join_trees(lora, base)
 
 
-def lora_mask(params):
+def lora_mask(params: Any) -> Any:
     """params -> True for those of low-rank adaptation, False for the others, for optax:
 
         optax.partition({True: optax.adamw(1e-4), False: optax.set_to_zero()}, te_flax.lora_mask)

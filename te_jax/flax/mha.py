@@ -1,6 +1,7 @@
 """MultiHeadAttention: projections, rotary positions, attention, output projection."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -8,17 +9,18 @@ from flax import linen as nn
 
 from te_jax.flax import _refused
 from te_jax.flax._common import Initializer, floating, in_compute_dtype
-from te_jax.flax._context import Context
 from te_jax.flax._fields import (
     Module,
+    Rules,
     check_call,
     groups_divide_heads,
-    groups_of,
+    qk_norm_fields_fit,
     rotary_fields_fit,
     shared_fields,
     warn_unused,
 )
 from te_jax.flax._projections import QKV, project, project_output, projection_names, repeat_groups
+from te_jax.flax._qk_norm import normalize_heads
 from te_jax.flax._rotary import rotate
 from te_jax.flax._state import describe
 from te_jax.flax.attention import DotProductAttention, mask_of_rows
@@ -40,7 +42,8 @@ class MultiHeadAttention(Module):
     return_layernorm_output: the second result is the norm's output.
     enable_rotary_pos_emb, rotary_pos_emb_windows, rotary_pos_emb_group_method: see `te_jax.ops.rope`.
     rotary_pos_emb_dim:    how many of a head's channels, the first ones, RoPE turns, an even int; None is all of them.
-    rotary_pos_emb_scaling: `LinearScaling`, `NTKScaling` or `Llama3Scaling` of `te_jax.ops.rope`, for longer contexts.
+    rotary_pos_emb_scaling: `LinearScaling`, `NTKScaling`, `Llama3Scaling` or `YarnScaling` of `te_jax.ops.rope`, for
+                           longer contexts.
     low_rank_adaptation_scope: none, all, qkv_proj, output_proj, mlp, exclude_qkv_proj, exclude_output_proj,
                                exclude_mlp.
     fuse_qkv_params:       one parameter for q, k, v (self-attention, g == h), or for k, v (otherwise); False: three
@@ -53,15 +56,21 @@ class MultiHeadAttention(Module):
                            decodes is not cut.
     params_dtype:          the dtype of the parameters, if not None; then inputs are cast to `dtype`, and the output has
                            it.
-    Other fields are as in `DotProductAttention`. score_mod and score_mod_bprop are not in this version; num_heads,
-    dropout_rate, output_layernorm, apply_residual_connection_post_layernorm and fuse_qkv are older names: the error
-    says the newer name.
+    qk_norm_type:          a norm of queries and keys over the d channels of each head: "rmsnorm", "layernorm", or
+                           "l2normalization", x / sqrt(sum x**2 + eps) without parameters; spelled in any case.
+                           zero_centered_gamma counts for it too. The cache holds normed keys.
+    qk_norm_eps:           added to the mean square, the variance or the sum of squares.
+    qk_norm_before_rope:   False: the norm follows RoPE, as in Llama 4; Qwen 3 and Gemma 3 need True.
+    Other fields, attn_logit_softcap among them, are as in `DotProductAttention`. score_mod and score_mod_bprop are not
+    in this version; num_heads, dropout_rate, output_layernorm, apply_residual_connection_post_layernorm and fuse_qkv
+    are older names: the error says the newer name.
 
     Parameters, where H and Hk are the widths of inputs_q and inputs_kv:
     `qkv/{scale, ln_bias}` [H], `qkv/kernel` [H, 3, h*d]; or
     `query/{scale, ln_bias}` [H], `query/kernel` [H, h*d], `kv/kernel` [Hk, 2, g*d]; or
     `query/...`, `key/kernel`, `value/kernel` [Hk, g*d]; and always `out/kernel` [h*d, H].
     With use_bias each has a `bias` of the kernel's shape without its first axis.
+    With qk_norm_type `q_norm/{scale, ln_bias}` and `k_norm/{scale, ln_bias}` [d].
     """
 
     head_dim: int = None  # required; the default lets the error for an old field name come first
@@ -108,22 +117,26 @@ class MultiHeadAttention(Module):
     context_parallel_strategy: str = "DEFAULT"
     params_dtype: jnp.dtype | None = None
     deterministic_gradients: bool = False
+    qk_norm_type: str | None = None
+    qk_norm_eps: float = 1e-6
+    qk_norm_before_rope: bool = False
+    attn_logit_softcap: float | None = None
 
-    own_kinds = _refused.OLDER
-    rules = (groups_divide_heads, rotary_fields_fit)
+    own_kinds: ClassVar[Mapping[str, Any]] = _refused.OLDER
+    rules: ClassVar[Rules] = (groups_divide_heads, rotary_fields_fit, qk_norm_fields_fit)
 
     @nn.compact
     def __call__(
         self,
         inputs_q: jax.Array,
         inputs_kv: jax.Array | None = None,
-        mask=None,
+        mask: jax.Array | SequenceDescriptor | None = None,
         bias: jax.Array | None = None,
         *,
         decode: bool = False,
         deterministic: bool = False,
-        score_mod_tensors=None,
-        score_mod_bprop_tensors=None,
+        score_mod_tensors: Any = None,
+        score_mod_bprop_tensors: Any = None,
         positions: jax.Array | None = None,
         residual: bool = False,
         norm_output: bool = True,
@@ -165,57 +178,51 @@ class MultiHeadAttention(Module):
             warn_unused(self, f"max_decode_length is {max_decode_length}, but decode is False: no cache is made")
         check_call(self, score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
         self_attention = inputs_kv is None or inputs_kv is inputs_q
-        inputs_kv = None if self_attention else self._check_input("inputs_kv", inputs_kv)
-        inputs_q = self._check_input("inputs_q", inputs_q)
+        inputs_kv = None if self_attention else input_of(self, "inputs_kv", inputs_kv)
+        inputs_q = input_of(self, "inputs_q", inputs_q)
         mask = mask_of_rows(self, mask, inputs_q.shape[1 if self.transpose_batch_sequence else 0])
         names = projection_names(self, inputs_q, inputs_kv)
         inputs = inputs_q, None if names == QKV else inputs_kv
-        cache = self._cache(*inputs, mask, max_decode_length) if decode else None
+        if decode and inputs[1] is not None:
+            raise ValueError(f"{describe(self)}: decode=True is for self-attention; leave inputs_kv or decode out.")
+        cache = KVCache(self, inputs_q, mask, max_decode_length) if decode else None
         arrays, normed, through = project(self, names, *inputs, norm_output, residual)
+        arrays = normalize_heads(self, arrays) if self.qk_norm_before_rope else arrays
         if self.enable_rotary_pos_emb:
             positions = cache.positions if cache and positions is None else positions
             arrays = rotate(self, arrays, positions, mask, *inputs, decode)
         elif positions is not None:
             raise ValueError(f"{describe(self)}: positions are for RoPE; set enable_rotary_pos_emb, or leave them out.")
-        context = self._attend(arrays, mask, bias, deterministic, cache)
+        arrays = arrays if self.qk_norm_before_rope else normalize_heads(self, arrays)
+        arrays = cache.extend(arrays) if cache else arrays
+        scale = None if self.scale_attn_logits else 1.0
+        context = attend_heads(self, arrays, mask, bias, deterministic, cache, scale_factor=scale)
         return project_output(self, context, inputs_q, through), normed
 
-    def _check_input(self, name: str, x):
-        """An input [batch, sequence, width] in the dtype of the computation."""
-        x = floating(self, name, x)
-        if x.ndim != 3:
-            raise ValueError(f"{describe(self)}: {name} has shape {x.shape}; pass [batch, sequence, width].")
-        return in_compute_dtype(self, x)
 
-    def _cache(self, inputs_q, inputs_kv, mask, max_decode_length) -> KVCache:
-        if inputs_kv is not None:
-            raise ValueError(f"{describe(self)}: decode=True is for self-attention; leave inputs_kv or decode out.")
-        if self.context_parallel_causal_load_balanced and Context.of(self) is not None:
-            raise ValueError(
-                f"{describe(self)}: context_parallel_causal_load_balanced is True, but decode=True; a cache holds "
-                "tokens in the order of the sequence: decode with a module that has it False."
-            )
-        return KVCache(self, inputs_q, mask, max_decode_length)
+def attend_heads(module: nn.Module, arrays, mask, bias, deterministic, cache: KVCache | None, **own) -> jax.Array:
+    """DotProductAttention of (q, k, v), (q, kv) or (qkv,), with the fields of `module` and `own` -> [b, s, h, e].
 
-    def _attend(self, arrays, mask, bias, deterministic, cache: KVCache | None):
-        """Attention of `Projected.arrays` and, when decoding, of the cache -> [b, s, h, d]."""
-        fields, described = shared_fields(self, DotProductAttention), None
-        if isinstance(mask, SequenceDescriptor):
-            mask, described = None, mask
-        if cache:
-            arrays, described = cache.extend(arrays), cache.descriptor()
-            mask, bias = cache.columns("mask", mask), cache.columns("bias", bias)
-            fields |= cache.fields()
-        arrays = repeat_groups(*arrays)
-        attend = DotProductAttention(
-            **fields
-            | dict(
-                num_gqa_groups=groups_of(self) if len(arrays) == 1 else arrays[1].shape[-2],
-                qkv_layout=_LAYOUTS[len(arrays)],
-                scale_factor=None if self.scale_attn_logits else 1.0,
-            ),
-            name="DotProductAttention_0",
-        )
-        query, key, value = (*arrays, None, None)[:3]
-        context = attend(query, key, value, described, bias, mask=mask, deterministic=deterministic)
-        return cache.spoil_lost(context) if cache else context
+    cache: when decoding, the cache whose slots keys and values are.
+    """
+    fields, described = shared_fields(module, DotProductAttention), None
+    if isinstance(mask, SequenceDescriptor):
+        mask, described = None, mask
+    if cache:
+        described = cache.descriptor()
+        mask, bias = cache.columns("mask", mask), cache.columns("bias", bias)
+        fields |= cache.fields()
+    arrays = repeat_groups(*arrays)
+    fields |= dict(num_gqa_groups=arrays[-1].shape[-2], qkv_layout=_LAYOUTS[len(arrays)], **own)
+    core = DotProductAttention(**fields, name="DotProductAttention_0")
+    query, key, value = (*arrays, None, None)[:3]
+    context = core(query, key, value, described, bias, mask=mask, deterministic=deterministic)
+    return cache.spoil_lost(context) if cache else context
+
+
+def input_of(module: nn.Module, name: str, x) -> jax.Array:
+    """The input `name`, [batch, sequence, width], in the dtype of the computation."""
+    x = floating(module, name, x)
+    if x.ndim != 3:
+        raise ValueError(f"{describe(module)}: {name} has shape {x.shape}; pass [batch, sequence, width].")
+    return in_compute_dtype(module, x)

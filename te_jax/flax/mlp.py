@@ -1,6 +1,7 @@
 """LayerNormMLP: norm, dense, activation, dropout, dense."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from te_jax.flax._common import (
     parameter,
     stack_kernels,
 )
-from te_jax.flax._fields import Module, activations_take_their_params, check_call, last_axis_alone
+from te_jax.flax._fields import Module, Rules, activations_take_their_params, check_call, last_axis_alone
 from te_jax.flax._state import describe, recipe_of
 from te_jax.flax.dense import norm_dense, norm_options, operand, trailing_axes
 from te_jax.flax.norm import norm_parameters
@@ -68,8 +69,8 @@ class LayerNormMLP(Module):
     bias_axes_1: Axes = ("act", "mlp")
     bias_axes_2: Axes = ("embed",)
     return_layernorm_output: bool = False
-    activations: Sequence[str | Callable] = ("gelu",)
-    activation_params: Mapping | None = None
+    activations: Sequence[str | Callable[..., Any]] = ("gelu",)
+    activation_params: Mapping[str, Any] | None = None
     intermediate_dropout_rng_name: str = "dropout"
     intermediate_dropout_rate: float = 0.0
     intermediate_hidden_dropout_dims: Sequence[int] = ()
@@ -88,7 +89,7 @@ class LayerNormMLP(Module):
     params_dtype: jnp.dtype | None = None
     return_bias: bool = False
 
-    rules = (last_axis_alone, activations_take_their_params)
+    rules: ClassVar[Rules] = (last_axis_alone, activations_take_their_params)
 
     @nn.compact
     def __call__(

@@ -1,5 +1,7 @@
 """Relative position biases of T5 (Raffel et al. 2020, https://arxiv.org/abs/1910.10683, section 2.1)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +43,7 @@ class RelativePositionBiases(Module):
     params_dtype: jnp.dtype | None = None
 
     @nn.compact
-    def __call__(self, q_seqlen: int, k_seqlen: int, bidirectional: bool = True, *, q_offset=0) -> jax.Array:
+    def __call__(self, q_seqlen: int, k_seqlen: int, bidirectional: bool = True, *, q_offset: Any = 0) -> jax.Array:
         """-> [1, h, q_seqlen, k_seqlen], or [b, h, q_seqlen, k_seqlen] with a q_offset for each row.
 
         q_offset: the position of the first query, an int or int32[], or int32[b], which may be traced.

@@ -16,6 +16,7 @@ from te_jax._check import Kind, check
 from te_jax.combine import max_fp8_metas, value_and_grad
 from te_jax.flax._common import join_trees, split_tree
 from te_jax.flax.kernels import WGRAD_COLLECTION
+from te_jax.flax.moe import BIAS_COLLECTION, update_expert_bias
 from te_jax.fp8 import FP8_COLLECTION, STATE_COLLECTIONS
 from te_jax.fp8_metas import (
     check_collections,
@@ -50,17 +51,29 @@ class TrainState(train_state.TrainState):
     FP8 and without. `with_fp8` turns a bf16 state into an FP8 state and back.
 
     Parameters that live in FP8 (`fp8_params`) are trained with `tx=te_jax.optim.master_weights(...)`.
+
+    The biases of experts (`MoEBlock`), the collection `expert_bias`, are in `fp8` too, with FP8 and without: its
+    gradient moves them as well.
     """
 
-    # {"fp8_metas": scales and amax histories, f32}, or in "_overwrite_with_gradient"; {} without FP8.
+    # {"fp8_metas": scales and amax histories, f32}, or in "_overwrite_with_gradient"; {} without FP8. And
+    # {"expert_bias": ...} of a model that has it.
     fp8: Mapping[str, Any]
-    fp8_microbatch: Mapping[str, Any]  # Under optax.MultiSteps, `fp8` as microbatches so far would leave it; else {}.
+    # Under optax.MultiSteps, `fp8` as microbatches so far would leave it, and their counts of tokens; else {}.
+    fp8_microbatch: Mapping[str, Any]
     collections: Mapping[str, Any]  # Other collections by name, such as batch_stats.
 
     @classmethod
     def create(
-        cls, *, apply_fn: Callable, params, tx, collections: Mapping[str, Any] | None = None, masters=None, **kwargs
-    ):
+        cls,
+        *,
+        apply_fn: Callable,
+        params: Any,
+        tx: Any,
+        collections: Mapping[str, Any] | None = None,
+        masters: Any = None,
+        **kwargs: Any,
+    ) -> "TrainState":
         """The state before the first step.
 
         collections: All that `init` returned beside `params`, by name; FP8 state among them becomes `fp8`.
@@ -75,7 +88,7 @@ class TrainState(train_state.TrainState):
         fp8, others = {}, {}
         check("TrainState.create", "collections", collections, _OTHER_COLLECTIONS)
         for name, collection in (collections or {}).items():
-            (fp8 if name in states_in(collections) else others)[name] = collection
+            (fp8 if name in (*states_in(collections), BIAS_COLLECTION) else others)[name] = collection
         start = params if masters is None else beside(params, masters)
         fields = dict(apply_fn=apply_fn, params=start, tx=tx, fp8={}, fp8_microbatch={}, collections=others)
         state = super().create(**fields, **kwargs).with_fp8(fp8)
@@ -89,16 +102,17 @@ class TrainState(train_state.TrainState):
         fp8: {} for bf16, {"fp8_metas": ...} of a fresh state for FP8, or `te_jax.convert_fp8_metas(state.fp8, recipe)`
              to go on with another recipe.
 
-        The amaxes of earlier microbatches of an unfinished step (`optax.MultiSteps`) are dropped. Raises ValueError for
-        other keys, ValueError or TypeError for malformed FP8 state.
+        Biases of experts stay, unless `fp8` has others. The amaxes of earlier microbatches of an unfinished step
+        (`optax.MultiSteps`) are dropped. Raises ValueError for other keys, ValueError or TypeError for malformed FP8
+        state.
         """
         check_collections("TrainState.with_fp8", fp8, "fp8")
-        if unknown := set(fp8) - set(states_in(fp8)):
+        if unknown := set(fp8) - {*states_in(fp8), BIAS_COLLECTION}:
             raise ValueError(
                 f"TrainState.with_fp8: fp8 has {sorted(unknown)}; pass {{}}, or {{{FP8_COLLECTION!r}: ...}} as `init` "
                 "returns it."
             )
-        fp8 = dict(fp8)
+        fp8 = self._biases | dict(fp8)
         several = _multi_steps(self.opt_state) is not None
         # A copy, since donation takes each buffer once.
         return self.replace(fp8=fp8, fp8_microbatch=jax.tree.map(jnp.copy, fp8) if several else {})
@@ -108,7 +122,9 @@ class TrainState(train_state.TrainState):
         """All variables that `apply_fn` reads: {"params": ..., "fp8_metas": ..., ...}."""
         return {"params": self.params, **self.fp8, **self.collections}
 
-    def apply_gradients(self, *, grads, tx_args: Mapping[str, Any] | None = None, **kwargs) -> "TrainState":
+    def apply_gradients(
+        self, *, grads: Any, tx_args: Mapping[str, Any] | None = None, expert_bias_rate: float = 1e-3, **kwargs: Any
+    ) -> "TrainState":
         """The state after one step, or after one microbatch of `optax.MultiSteps`.
 
         Call it under the autocast of the loss.
@@ -120,10 +136,11 @@ class TrainState(train_state.TrainState):
                  and sums do not grow from step to step where all uses of a tensor saw an amax, or none did. Without FP8
                  state the gradient of params alone will do.
         tx_args: Keyword arguments for `tx.update`, such as the `value` of `optax.contrib.reduce_on_plateau`.
+        expert_bias_rate: By how much the biases of experts move, a number or f32[] (`te_jax.flax.update_expert_bias`).
         kwargs:  Fields to replace, such as `collections` by the updated ones.
 
-        Under `optax.MultiSteps` scales and histories change when the parameters do, by the largest amax of all
-        microbatches but those that `should_skip_update_fn` rejects.
+        Under `optax.MultiSteps` scales, histories and biases of experts change when the parameters do, by the largest
+        amax and the tokens of all microbatches but those that `should_skip_update_fn` rejects.
 
         Raises TypeError for gradients of another form, ValueError for gradients of another FP8 state and for histories
         of another length than the recipe in force has.
@@ -133,15 +150,21 @@ class TrainState(train_state.TrainState):
             fp8 = update_fp8_metas(map_joined(_undo_sum, fp8, self.fp8), previous=self.fp8)
         state = self._optimize(grads, tx_args or {}, kwargs)
         before, after = _multi_steps(self.opt_state), _multi_steps(state.opt_state)
+        moved = lambda fp8: update_expert_bias({**fp8, **self._biases}, fp8, expert_bias_rate)
         if not self.fp8 or before is None:
-            return state.replace(fp8=fp8)
+            return state.replace(fp8=moved(fp8))
         both = jax.tree.map(lambda *of: jnp.stack(of), self.fp8_microbatch, fp8)
         where = lambda condition, *trees: jax.tree.map(partial(jnp.where, condition), *trees)
-        so_far = where(before.mini_step == 0, fp8, max_fp8_metas(self.fp8, both))
+        so_far = where(before.mini_step == 0, fp8, _of_microbatches(self.fp8, both))
         stepped = after.gradient_step != before.gradient_step
         skipped = ~stepped & (after.mini_step == before.mini_step)  # `should_skip_update_fn` rejected it.
         so_far = where(skipped, self.fp8_microbatch, so_far)
-        return state.replace(fp8=where(stepped, so_far, self.fp8), fp8_microbatch=so_far)
+        return state.replace(fp8=where(stepped, moved(so_far), self.fp8), fp8_microbatch=so_far)
+
+    @property
+    def _biases(self) -> dict:
+        """The collection of the biases of experts, if there is one."""
+        return {name: self.fp8[name] for name in self.fp8 if name == BIAS_COLLECTION}
 
     def _optimize(self, grads, tx_args, others) -> "TrainState":
         """The state after `tx`, with the fields `others` replaced and `fp8` unchanged.
@@ -175,12 +198,14 @@ class TrainState(train_state.TrainState):
                 f"TrainState.apply_gradients: the gradient of fp8 is {got}, but the state holds {held}; differentiate "
                 "with respect to state.fp8."
             )
-        for name, metas in self.fp8.items():
+        for name, metas in ((name, self.fp8[name]) for name in states_in(self.fp8)):
             named = "the gradient of fp8", fp8[name], "the state", metas
             check_same_state("TrainState.apply_gradients", *named, name)
         return grads, fp8
 
-    def accumulate_gradients(self, loss_fn: Callable, microbatches, wgrads: Mapping[str, Any] | None = None):
+    def accumulate_gradients(
+        self, loss_fn: Callable, microbatches: Any, wgrads: Mapping[str, Any] | None = None
+    ) -> tuple[jax.Array, Any]:
         """(loss, grads) of k microbatches, one after the other (`lax.scan`).
 
         loss_fn:      (params, fp8, microbatch) -> the loss, f32[].
@@ -193,7 +218,8 @@ class TrainState(train_state.TrainState):
                       weight decay, a factor or `lax.stop_gradient` is not in the gradient.
 
         Returns the mean loss f32[] and the gradients for `apply_gradients`: the mean gradients of params, added up in
-        f32, and the FP8 state of the largest amaxes, also over several uses of one module within a loss.
+        f32, and the FP8 state of the largest amaxes, also over several uses of one module within a loss; of biases of
+        experts the counts of all tokens.
 
         The activations of one microbatch are in memory at a time. Call it inside a jitted step, since each call traces
         `loss_fn` anew. Raises ValueError for wgrads of other parameters.
@@ -223,7 +249,7 @@ class TrainState(train_state.TrainState):
         leaves = jax.tree.leaves(whole(unflatten_dict(sums), total))
         total = jax.tree.unflatten(jax.tree.structure(like), leaves)
         mean = jax.tree.map(lambda t, p: (t / losses.shape[0]).astype(p.dtype), total, like)
-        return jnp.mean(losses), (mean, max_fp8_metas(self.fp8, fp8))
+        return jnp.mean(losses), (mean, _of_microbatches(self.fp8, fp8))
 
     def _check_wgrads(self, wgrads):
         if wgrads and wgrads.keys() != {WGRAD_COLLECTION}:
@@ -237,6 +263,15 @@ class TrainState(train_state.TrainState):
                 f"TrainState.accumulate_gradients: wgrads holds {lacks[0]}, which the state's params lack; make it of "
                 "state.variables, by te_jax.flax.wgrads."
             )
+
+
+def _of_microbatches(before, fp8):
+    """`fp8`, the gradients of k microbatches stacked in front, as one: the FP8 state of the largest amaxes, and the sum
+    of the tokens of experts."""
+    one = max_fp8_metas(before, fp8)
+    if BIAS_COLLECTION not in fp8:
+        return one
+    return {**one, BIAS_COLLECTION: jax.tree.map(lambda counts: jnp.sum(counts, 0), fp8[BIAS_COLLECTION])}
 
 
 _OTHER_COLLECTIONS = Kind("a dict of collections by name", lambda value: value is None or isinstance(value, Mapping))
@@ -312,8 +347,8 @@ def _multi_steps(opt_state) -> optax.MultiStepsState | None:
 def fp8_masked(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """`tx` for trees that hold FP8 state beside parameters, as {"params": ..., "fp8_metas": ...}.
 
-    Leaves below a key `fp8_metas` or `_overwrite_with_gradient` stay out of norms, moments and decay, and their updates
-    are 0: the next FP8 state is its gradient, not a sum with it. A step is
+    Leaves below a key `fp8_metas`, `_overwrite_with_gradient` or `expert_bias` stay out of norms, moments and decay,
+    and their updates are 0: the next FP8 state is its gradient, not a sum with it. A step is
 
         updates, opt_state = tx.update(grads, opt_state, variables)
         variables = optax.apply_updates(variables, updates)
@@ -325,7 +360,7 @@ def fp8_masked(tx: optax.GradientTransformation) -> optax.GradientTransformation
 
     def labels(tree):
         keys = lambda path: jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        in_fp8 = lambda path: not set(STATE_COLLECTIONS).isdisjoint(keys(path))
+        in_fp8 = lambda path: not {*STATE_COLLECTIONS, BIAS_COLLECTION}.isdisjoint(keys(path))
         return jax.tree_util.tree_map_with_path(lambda path, _: "fp8" if in_fp8(path) else "other", tree)
 
     return optax.partition({"fp8": optax.set_to_zero(), "other": tx}, labels)

@@ -1,6 +1,7 @@
 """TransformerLayer: encoder or decoder block of the modules of this package."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +18,20 @@ from te_jax.flax._common import (
 )
 from te_jax.flax._fields import (
     Module,
+    Rules,
     TransformerLayerType,
     activations_take_their_params,
     check_call,
     cross_fields_need_a_decoder,
+    experts_take_the_place_of_the_mlp,
     groups_divide_heads,
     has_relative_embedding,
     head_width,
     head_width_is_known,
     is_decoder,
+    latent_attention_stands_alone,
     parallel_layers_are_encoders,
+    qk_norm_fields_fit,
     relative_embedding_is_a_bias,
     rotary_fields_fit,
     shared_fields,
@@ -34,9 +39,12 @@ from te_jax.flax._fields import (
 from te_jax.flax._state import describe
 from te_jax.flax.cache import extent
 from te_jax.flax.mha import MultiHeadAttention
+from te_jax.flax.mla import MultiHeadLatentAttention
 from te_jax.flax.mlp import LayerNormMLP
+from te_jax.flax.moe import MoEBlock
 from te_jax.flax.norm import LayerNorm
 from te_jax.flax.relpos import RelativePositionBiases
+from te_jax.ops.attention import SequenceDescriptor
 from te_jax.ops.rope import Scaling
 from te_jax.sharding import (
     BATCH_AXES,
@@ -83,14 +91,24 @@ class TransformerLayer(Module):
                         parallel_attention_mlp.
     context_parallel_*: as in `MultiHeadAttention`, for both attentions: with context_parallel_causal_load_balanced
                         `encoded` is in the balanced order too.
+    moe:                fields of `MoEBlock` in a dict, such as dict(num_experts=8): experts of width mlp_hidden_size
+                        take the place of the MLP. `nn.scan` wants variable_axes for `losses` and `expert_bias` then.
     params_dtype:       the dtype of the parameters, if not None; then inputs are cast to `dtype`, and the output has
                         it.
+    qk_norm_*:          as in `MultiHeadAttention`, for both attentions.
+    attn_logit_softcap: as in `DotProductAttention`, for both attentions.
+    post_norms:         a norm of what each sub-block gives, before dropout and residual, beside the norm before it, as
+                        in Gemma 2 (https://arxiv.org/abs/2408.00118).
+    kv_lora_rank, q_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, mscale: given, self-attention is
+                        `MultiHeadLatentAttention`, which has RoPE whatever enable_rotary_pos_emb says. Encoders only.
     score_mod, score_mod_bprop: not in this version. Other fields are as in `MultiHeadAttention` and `LayerNormMLP`.
 
     Parameters: `attention` (encoder), or `self_attention` and `encoder_decoder_attention` (decoder), as
-    `MultiHeadAttention`; `mlp` as `LayerNormMLP`; `relpos_bias/rel_embedding` or `relative_embedding/...`;
-    `output_layernorm`. They are in boxes with logical axes, so `nn.scan` and `nn.vmap` over layers want
-    metadata_params={nn.PARTITION_NAME: None}, or a name for the axis of layers.
+    `MultiHeadAttention` or `MultiHeadLatentAttention`; `mlp` as `LayerNormMLP`, or `moe` as `MoEBlock`;
+    `relpos_bias/rel_embedding` or `relative_embedding/...`; `output_layernorm`; with post_norms `post_attention_norm`
+    (or `post_self_attention_norm` and `post_encoder_decoder_attention_norm`) and `post_mlp_norm`. They are in boxes
+    with logical axes, so `nn.scan` and `nn.vmap` over layers want metadata_params={nn.PARTITION_NAME: None}, or a name
+    for the axis of layers.
     """
 
     hidden_size: int = 512
@@ -108,8 +126,8 @@ class TransformerLayer(Module):
     dropout_rng_name: str = "dropout"
     mha_kernel_init: Initializer | None = None
     mlp_kernel_init: Initializer | None = None
-    mlp_activations: Sequence[str | Callable] = ("gelu",)
-    mlp_activation_params: Mapping | None = None
+    mlp_activations: Sequence[str | Callable[..., Any]] = ("gelu",)
+    mlp_activation_params: Mapping[str, Any] | None = None
     use_bias: bool = False
     bias_init: Initializer = nn.initializers.zeros
     apply_residual_connection_post_layernorm: bool = False
@@ -150,14 +168,29 @@ class TransformerLayer(Module):
     params_dtype: jnp.dtype | None = None
     deterministic_gradients: bool = False
     cross_drop_path: float | None = None
+    qk_norm_type: str | None = None
+    qk_norm_eps: float = 1e-6
+    qk_norm_before_rope: bool = False
+    attn_logit_softcap: float | None = None
+    post_norms: bool = False
+    kv_lora_rank: int | None = None
+    q_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
+    mscale: float = 1.0
+    moe: Mapping | None = None
 
     any_width = False  # a subclass may set it: inputs of any width, and hidden_size gives the width of a head alone
-    rules = (
+    rules: ClassVar[Rules] = (
         head_width_is_known,
         groups_divide_heads,
         rotary_fields_fit,
+        qk_norm_fields_fit,
+        latent_attention_stands_alone,
         cross_fields_need_a_decoder,
         activations_take_their_params,
+        experts_take_the_place_of_the_mlp,
         relative_embedding_is_a_bias,
         parallel_layers_are_encoders,
     )
@@ -167,13 +200,13 @@ class TransformerLayer(Module):
         self,
         inputs: jax.Array,
         encoded: jax.Array | None = None,
-        attention_mask=None,
-        encoder_decoder_mask=None,
+        attention_mask: jax.Array | SequenceDescriptor | None = None,
+        encoder_decoder_mask: jax.Array | SequenceDescriptor | None = None,
         deterministic: bool = False,
         decode: bool = False,
         max_decode_length: int | None = None,
-        score_mod_tensors=None,
-        score_mod_bprop_tensors=None,
+        score_mod_tensors: Any = None,
+        score_mod_bprop_tensors: Any = None,
         *,
         positions: jax.Array | None = None,
     ) -> jax.Array:
@@ -201,7 +234,7 @@ class TransformerLayer(Module):
         name = "self_attention" if decoder else "attention"
         inputs = self._residual_layout(in_compute_dtype(self, inputs))
         dropped = max(self.hidden_dropout, self.drop_path, self._cross_drop_path) > 0 and not deterministic
-        in_kernels = not dropped and not self.apply_residual_connection_post_layernorm
+        in_kernels = not (dropped or self.apply_residual_connection_post_layernorm or self.post_norms)
         x, normed = self._attention(name, cross=False)(
             inputs,
             None,
@@ -216,16 +249,17 @@ class TransformerLayer(Module):
         )
         if self.parallel_attention_mlp:  # the MLP's second GEMM adds what attention gave
             source = normed if self.parallel_shared_layernorm else inputs
-            x, _ = self._mlp()(source, deterministic=deterministic, residual=x)
+            x, _ = self._feed_forward(source, deterministic, x)
             return self._add(x, inputs, None, deterministic, in_kernels)
-        x = self._add(x, inputs, normed, deterministic, in_kernels)
+        x = self._add(self._post_norm(name, x), inputs, normed, deterministic, in_kernels)
         if decoder:
-            cross = self._attention("encoder_decoder_attention", cross=True, padded=encoder_decoder_mask is not None)
+            name = "encoder_decoder_attention"
+            cross = self._attention(name, cross=True, padded=encoder_decoder_mask is not None)
             y, normed = cross(x, encoded, encoder_decoder_mask, deterministic=deterministic, residual=in_kernels)
-            x = self._add(y, x, normed, deterministic, in_kernels, self._cross_drop_path)
-        z, normed = self._mlp()(x, deterministic=deterministic, residual=in_kernels)
-        x = self._add(z, x, normed, deterministic, in_kernels)
-        return self._last_norm()(x) if self.output_layernorm else x
+            x = self._add(self._post_norm(name, y), x, normed, deterministic, in_kernels, self._cross_drop_path)
+        z, normed = self._feed_forward(x, deterministic, in_kernels)
+        x = self._add(self._post_norm("mlp", z), x, normed, deterministic, in_kernels)
+        return self._norm("output_layernorm")(x) if self.output_layernorm else x
 
     def _check(self, inputs, encoded, encoder_decoder_mask, decoder: bool):
         if inputs.ndim != 3 or not (self.any_width or inputs.shape[-1] == self.hidden_size):
@@ -280,20 +314,24 @@ class TransformerLayer(Module):
         slots, first = extent(self, cached, length, max_decode_length)
         return module(length, slots, bidirectional, q_offset=first)
 
-    def _attention(self, name: str, cross: bool, padded: bool = True) -> MultiHeadAttention:
-        rotary = self.cross_rotary_pos_emb if cross else self.enable_rotary_pos_emb
+    def _attention(self, name: str, cross: bool, padded: bool = True) -> MultiHeadAttention | MultiHeadLatentAttention:
         own = dict(
-            head_dim=head_width(self),
             input_layernorm=cross or not self.output_layernorm,
             return_layernorm_output=self.apply_residual_connection_post_layernorm or self.parallel_shared_layernorm,
             kernel_init=self.mha_kernel_init,
             attn_mask_type=("padding" if padded else "no_mask") if cross else self.self_attn_mask_type,
+            window_size=self.cross_window_size if cross else self.window_size,
+        )
+        if self.kv_lora_rank is not None:
+            return MultiHeadLatentAttention(**shared_fields(self, MultiHeadLatentAttention) | own, name=name)
+        rotary = self.cross_rotary_pos_emb if cross else self.enable_rotary_pos_emb
+        own |= dict(
+            head_dim=head_width(self),
             attn_bias_type="no_bias" if cross else self.self_attn_bias_type,
             enable_rotary_pos_emb=rotary,
             rotary_pos_emb_dim=self.rotary_pos_emb_dim if rotary else None,
             rotary_pos_emb_scaling=self.rotary_pos_emb_scaling if rotary else None,
             float32_logits=self.float32_attention_logits,
-            window_size=self.cross_window_size if cross else self.window_size,
         )
         return MultiHeadAttention(**shared_fields(self, MultiHeadAttention) | own, name=name)
 
@@ -324,7 +362,37 @@ class TransformerLayer(Module):
         )
         return LayerNormMLP(**shared_fields(self, LayerNormMLP) | own, name="mlp")
 
-    def _last_norm(self) -> LayerNorm:
+    def _moe(self) -> MoEBlock:
+        shared, whole = self.parallel_shared_layernorm, W_NO_SHARD_AXES
+        own = dict(
+            intermediate_dim=self.mlp_hidden_size,
+            enable_layernorm=not shared,
+            epsilon=self.layernorm_epsilon,
+            scale_axes=(whole,),
+            ln_bias_axes=(whole,),
+            kernel_init=self.mlp_kernel_init,
+            gate_axes=(whole, whole),
+            kernel_axes_1=(whole, W_FSDP_AXES, W_TP_AXES),
+            kernel_axes_2=(whole, W_TP_AXES, W_FSDP_AXES),
+            bias_axes_1=(whole, W_TP_AXES),
+            bias_axes_2=(whole, whole),
+            activations=self.mlp_activations,
+            activation_params=self.mlp_activation_params,
+            layernorm_input_axes=None if shared else residual_axes(self),
+        )
+        return MoEBlock(**shared_fields(self, MoEBlock) | own | dict(self.moe), name="moe")
+
+    def _feed_forward(self, x, deterministic: bool, residual):
+        """(MLP or experts of x, with the residual; the norm's output or None)."""
+        if self.moe is None:
+            return self._mlp()(x, deterministic=deterministic, residual=residual)
+        return self._moe()(x, deterministic, residual=residual), None
+
+    def _post_norm(self, name: str, x):
+        """x, the result of sub-block `name`, behind the norm that post_norms asks for."""
+        return self._norm(f"post_{name}_norm")(x) if self.post_norms else x
+
+    def _norm(self, name: str) -> LayerNorm:
         return LayerNorm(
             epsilon=self.layernorm_epsilon,
             layernorm_type=self.layernorm_type,
@@ -333,7 +401,7 @@ class TransformerLayer(Module):
             bias_axes=(W_NO_SHARD_AXES,),
             dtype=self.dtype,
             params_dtype=self.params_dtype,
-            name="output_layernorm",
+            name=name,
         )
 
     def _add(self, x, residual, normed, deterministic: bool, added: bool, drop_path: float | None = None):

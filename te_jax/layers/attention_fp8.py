@@ -1,7 +1,7 @@
 """softmax(scale * q k^T) v in FP8, with a delayed scale for every tensor that is stored."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,7 @@ def attention_fp8(
     recipe: DelayedScaling,
     metas: AttentionMetas,
     backward: str | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> jax.Array:
     """`dot_product_attention` of operands that are quantized with delayed scales, full or causal.
 

@@ -2,6 +2,7 @@
 
 import jax
 from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
 
 from te_jax import fp8
 from te_jax._arrays import as_jax
@@ -16,19 +17,20 @@ from te_jax.layers.tensor import wide_of
 from te_jax.layers.weight import Projection, QuantizedKernel, resolve_weight
 from te_jax.ops.gemm import dot
 from te_jax.ops.quantize import FLOAT
+from te_jax.recipe import Recipe
 
 
 def dense(
-    x,
+    x: ArrayLike,
     kernel: jax.Array | QuantizedKernel,
-    bias=None,
-    residual=None,
+    bias: ArrayLike | None = None,
+    residual: ArrayLike | None = None,
     *,
     contract: int = 1,
-    recipe=None,
+    recipe: Recipe | None = None,
     metas: fp8.DenseMetas | None = None,
-    checkpoint=None,
-    out=None,
+    checkpoint: str | None = None,
+    out: ArrayLike | None = None,
     grad_spec: PartitionSpec | None = None,
     name: str = "te_jax.layers.dense",
 ) -> jax.Array:

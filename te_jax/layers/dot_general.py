@@ -1,6 +1,7 @@
 """`jax.lax.dot_general` with a weight as its right operand, in FP8 where a recipe is given."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +31,9 @@ def dot_general(
     lhs: jax.Array,
     rhs: jax.Array,
     dimension_numbers: tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]],
-    precision=None,
-    preferred_element_type=None,
-    out_sharding=None,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
     *,
     recipe: Recipe | None = None,
     metas: fp8.DenseMetas | None = None,

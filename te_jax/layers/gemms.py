@@ -70,31 +70,34 @@ def wgrad(x: Fp8Tensor, dy: Fp8Tensor, config: Config, onto=None) -> jax.Array:
 
 
 def grouped_fprop(x: Fp8Tensor, w: Fp8Tensor, bias, groups: Groups, config: Config) -> jax.Array:
-    """x [R, K], w [E, K, N], bias [E, N] -> [R, N], 0 in the rows that pad a group."""
+    """x [R, K], w [E, K, *N], bias [E, *N] -> [R, *N], 0 in the rows that pad a group."""
     dtype, high, options = _grouped(_FPROP, config)
     (lhs, lhs_inv), (rhs, rhs_inv) = x.rows, w.columns
     if high:
-        lhs, rhs, lhs_inv, rhs_inv = x.wide, jnp.swapaxes(w.wide, 1, 2).astype(dtype), None, None
+        lhs, rhs, lhs_inv, rhs_inv = x.wide, jnp.moveaxis(w.wide, 1, -1).astype(dtype), None, None
     return gemm_grouped(lhs, rhs, groups.offsets, groups.counts, lhs_inv, rhs_inv, bias, out_dtype=dtype, **options)
 
 
 def grouped_dgrad(dy: Fp8Tensor, w: Fp8Tensor, groups: Groups, config: Config) -> jax.Array:
-    """dy [R, N], w [E, K, N] -> dx [R, K], 0 in the rows that pad a group."""
+    """dy [R, *N], w [E, K, *N] -> dx [R, K], 0 in the rows that pad a group."""
     dtype, high, options = _grouped(_DGRAD, config)
     (lhs, lhs_inv), (rhs, rhs_inv) = dy.rows, w.rows
     if high:
         lhs, rhs, lhs_inv, rhs_inv = dy.wide, w.wide.astype(dtype), None, None
-    return gemm_grouped(lhs, rhs, groups.offsets, groups.counts, lhs_inv, rhs_inv, out_dtype=dtype, **options)
+    options |= dict(contract=lhs.ndim - 1, out_dtype=dtype)
+    return gemm_grouped(lhs, rhs, groups.offsets, groups.counts, lhs_inv, rhs_inv, **options)
 
 
-def grouped_wgrad(x: Fp8Tensor, dy: Fp8Tensor, groups: Groups, config: Config) -> jax.Array:
-    """x [R, K], dy [R, N], both with zeros in the rows that pad a group -> dw [E, K, N] of the weight's type."""
+def grouped_wgrad(x: Fp8Tensor, dy: Fp8Tensor, groups: Groups, config: Config, onto=None) -> jax.Array:
+    """x [R, K], dy [R, N], both with zeros in the rows that pad a group -> dw [E, K, N] of the weight's type, or f32
+    plus `onto`."""
     _, high, options = _grouped(_WGRAD, config)
     (lhs, lhs_inv), (rhs, rhs_inv) = x.columns, dy.columns
     if high:
         lhs, rhs, lhs_inv, rhs_inv = x.wide.T, dy.wide.T, None, None
-    of_groups, dtype = (groups.offsets, groups.counts), config.weight.dtype
-    return gemm_grouped_wgrad(lhs, rhs, *of_groups, lhs_inv, rhs_inv, out_dtype=dtype, **options)
+    of_groups, dtype = (groups.offsets, groups.counts), config.weight.dtype if onto is None else onto.dtype
+    options |= dict(c=onto, in_place=onto is not None, out_dtype=dtype)
+    return gemm_grouped_wgrad(lhs, rhs, *of_groups, lhs_inv, rhs_inv, **options)
 
 
 def _grouped(which: int, config: Config):

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
+from jax.typing import ArrayLike
 
 from te_jax import fp8
 from te_jax._arrays import as_jax
@@ -13,6 +14,7 @@ from te_jax._check import INTEGERS, NONE, STRING, check, warn_once
 from te_jax._types import align, like
 from te_jax.layers.config import Config
 from te_jax.layers.dense import check_recipe_and_metas
+from te_jax.layers.experts import rows_of_tokens, rows_source
 from te_jax.layers.gemms import grouped_dgrad, grouped_fprop, grouped_wgrad
 from te_jax.layers.produce import Role, produce, quantize_stacked
 from te_jax.layers.tensor import LayerUses
@@ -27,18 +29,19 @@ from te_jax.layers.vjp import (
 from te_jax.layers.weight import QuantizedKernel
 from te_jax.ops.gemm_grouped import gemm_grouped
 from te_jax.ops.grouped import dbias_of_experts
-from te_jax.ops.permute import Groups, combine, combine_op, group, permute, permute_source
+from te_jax.ops.permute import Groups, combine, group, permute
 from te_jax.ops.quantize import FLOAT, MX_BLOCK
+from te_jax.recipe import Recipe
 from te_jax.sharding import stage_axes
 
 
 def grouped_dense(
-    x,
-    kernel,
-    group_sizes,
-    bias=None,
+    x: ArrayLike,
+    kernel: ArrayLike,
+    group_sizes: ArrayLike,
+    bias: ArrayLike | None = None,
     *,
-    recipe=None,
+    recipe: Recipe | None = None,
     metas: fp8.DenseMetas | None = None,
     checkpoint: str | None = None,
     name: str = "te_jax.layers.grouped_dense",
@@ -65,7 +68,7 @@ def grouped_dense(
     check(name, "checkpoint", checkpoint, NONE | STRING)
     _check_rows_of_groups(name, x, kernel, group_sizes, bias, recipe, metas)
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
-    experts = jnp.searchsorted(ends, jnp.arange(x.shape[0], dtype=jnp.int32), side="right")
+    experts = jnp.sum(ends[None] <= jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], 1)  # as in `expert_of_tile`
     groups = group(experts[:, None], group_sizes.shape[0])
     if recipe is None:
         weight = jnp.swapaxes(kernel, 1, 2).astype(x.dtype)
@@ -110,24 +113,13 @@ class _GroupedOperands(NamedTuple):
     metas: fp8.DenseMetas
 
 
-def _rows_source(x, groups: Groups):
-    """x [T, K] in the buffer of groups. A probe counts x alone, without the rows that pad groups and the tail."""
-    tokens = lambda: jnp.where(groups.rows >= 0, x, 0)
-    return permute_source(x, groups)._replace(elements=tokens)
-
-
-def _of_tokens(rows, groups: Groups):
-    """[T, ...] of [R, ...]; 0 behind the last group."""
-    return combine_op(rows, groups.rows, None)[0]
-
-
 def _multiply(operands: _GroupedOperands, groups: Groups, config: Config, train: bool, wgrad: bool):
     """The result, and for the backward pass x and the weights in FP8."""
     x, kernel, bias, metas = operands
     uses = LayerUses.of(config.recipe, train, wgrad)
-    q, _ = produce(_rows_source(x, groups), Role("x", metas.x, uses.x, config.x), config)
+    q, _ = produce(rows_source(x, groups), Role("x", metas.x, uses.x, config.x), config)
     w = quantize_stacked(kernel, metas.kernel, uses.weight, config)
-    return _of_tokens(grouped_fprop(q, w, bias, groups, config), groups), q, w
+    return rows_of_tokens(grouped_fprop(q, w, bias, groups, config), groups), q, w
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -147,8 +139,8 @@ def _layer_bwd(config, residuals, dy):
     dy, has_bias = instantiate(dy), config.bias is not None
     uses = LayerUses.of(config.recipe, train=True, wgrad=saved.wgrad).grad
     role = Role("grad", saved.metas.grad, uses, jax.typeof(dy))
-    grad, got = produce(_rows_source(dy, groups), role, config, ("rows",) if has_bias else ())
-    dx = like(_of_tokens(grouped_dgrad(grad, saved.weight, groups, config), groups), config.x)
+    grad, got = produce(rows_source(dy, groups), role, config, ("rows",) if has_bias else ())
+    dx = like(rows_of_tokens(grouped_dgrad(grad, saved.weight, groups, config), groups), config.x)
     dweight = like(grouped_wgrad(saved.x, grad, groups, config), config.weight) if saved.wgrad else None
     dbias = None
     if has_bias:

@@ -14,7 +14,7 @@ from te_jax._check import BOOL, FLOATING, INTEGERS, NONE, RATE, STRING, Kind, ch
 from te_jax._placement import mesh_axes
 from te_jax._types import align, on_explicit_mesh, splittable_axes, varying
 from te_jax.layers._specs import dense_spec
-from te_jax.layers.cross_entropy import HeadOperands, Loss, Plan, cross_entropy
+from te_jax.layers.cross_entropy import HeadOperands, LossOptions, Plan, cross_entropy
 from te_jax.layers.dense import check_recipe_and_metas
 from te_jax.layers.head_gemms import Head
 from te_jax.layers.weight import QuantizedKernel
@@ -100,7 +100,7 @@ def linear_cross_entropy(
         check(name, argument, given[argument], kind)
     _check_head_arrays(name, x, kernel, labels, words_first)
     check_recipe_and_metas(name, recipe, metas)
-    loss = Loss(float(label_smoothing), float(z_loss), logit_softcap, ignore_index)
+    loss = LossOptions(float(label_smoothing), float(z_loss), logit_softcap, ignore_index)
     dtype = (
         (jnp.bfloat16 if kernel.dtype == jnp.bfloat16 else jnp.float32)
         if accumulate_dtype is None

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import jax
+from jax.typing import ArrayLike
 
 from te_jax import fp8
 from te_jax._arrays import as_jax
@@ -16,17 +17,18 @@ from te_jax.layers.tensor import wide_of
 from te_jax.layers.weight import Projection, resolve_weight
 from te_jax.ops import norm as norm_op
 from te_jax.ops.gemm import gemm_sum
+from te_jax.recipe import Recipe
 from te_jax.sharding import explicit_spec
 
 
 def layernorm(
-    x,
-    gamma,
-    beta=None,
+    x: ArrayLike,
+    gamma: ArrayLike,
+    beta: ArrayLike | None = None,
     *,
-    norm="layernorm",
-    zero_centered_gamma=False,
-    epsilon=1e-6,
+    norm: str = "layernorm",
+    zero_centered_gamma: bool = False,
+    epsilon: float = 1e-6,
     name: str = "te_jax.layers.layernorm",
 ) -> jax.Array:
     """LayerNorm, or RMSNorm where norm is "rmsnorm" and beta None, over the last axis of x [..., h]; gamma, beta [h].
@@ -43,21 +45,21 @@ _ALSO = tuple_of(Kind("a Projection", lambda p: isinstance(p, Projection)))
 
 
 def layernorm_dense(
-    x,
-    kernel,
-    gamma,
-    beta=None,
-    bias=None,
+    x: ArrayLike,
+    kernel: ArrayLike,
+    gamma: ArrayLike,
+    beta: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     *,
-    norm="layernorm",
-    zero_centered_gamma=False,
-    epsilon=1e-6,
-    return_layernorm_output=False,
-    return_input=False,
+    norm: str = "layernorm",
+    zero_centered_gamma: bool = False,
+    epsilon: float = 1e-6,
+    return_layernorm_output: bool = False,
+    return_input: bool = False,
     also: Sequence[Projection] = (),
-    recipe=None,
+    recipe: Recipe | None = None,
     metas: fp8.DenseMetas | None = None,
-    checkpoint=None,
+    checkpoint: str | None = None,
     name: str = "te_jax.layers.layernorm_dense",
 ) -> tuple[jax.Array, ...]:
     """y[*B, *F] = ln_out[*B, h] . kernel[h, *F] + bias[*F] with ln_out = norm(x).

@@ -1,14 +1,15 @@
 """y = act(norm(x) . wi + bi) . wo + bo: the activation is computed where its input and output are quantized."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 from jax.core import ShapedArray
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
 
 from te_jax import fp8
 from te_jax._arrays import as_jax
@@ -34,9 +35,10 @@ from te_jax.layers.vjp import (
 from te_jax.layers.weight import Projection, QuantizedKernel, resolve_weight
 from te_jax.ops import activation as act_op
 from te_jax.ops import norm as norm_op
+from te_jax.recipe import Recipe
 from te_jax.sharding import constrain_to_spec
 
-_METAS = NONE | tuple_of(METAS, 2)  # of wi and of wo
+METAS_OF_TWO = NONE | tuple_of(METAS, 2)  # of wi and of wo
 
 
 def split_residual(residual: bool | jax.Array):
@@ -46,23 +48,23 @@ def split_residual(residual: bool | jax.Array):
 
 
 def layernorm_mlp(
-    x,
-    gamma,
-    beta,
+    x: ArrayLike,
+    gamma: ArrayLike,
+    beta: ArrayLike | None,
     wi: jax.Array | QuantizedKernel,
     wo: jax.Array | QuantizedKernel,
-    wi_bias=None,
-    wo_bias=None,
+    wi_bias: ArrayLike | None = None,
+    wo_bias: ArrayLike | None = None,
     *,
     activations: Sequence[str] = ("gelu",),
-    activation_params=None,
-    norm="layernorm",
-    zero_centered_gamma=False,
-    epsilon=1e-6,
+    activation_params: Mapping[str, Any] | None = None,
+    norm: str = "layernorm",
+    zero_centered_gamma: bool = False,
+    epsilon: float = 1e-6,
     residual: bool | jax.Array = False,
-    recipe=None,
+    recipe: Recipe | None = None,
     metas: tuple[fp8.DenseMetas, fp8.DenseMetas] | None = None,
-    checkpoint=None,
+    checkpoint: str | None = None,
     middle_name: str | None = None,
     middle_spec: PartitionSpec | None = None,
     grad_spec: PartitionSpec | None = None,
@@ -92,7 +94,7 @@ def layernorm_mlp(
     check(name, "activations", activations, act_op.ACTIVATIONS)
     act_op.check_params(name, "activation_params", activations, activation_params)
     wi, wo = (resolve_weight(name, kernel, 1, recipe) for kernel in (wi, wo))
-    check(name, "metas", metas, _METAS)
+    check(name, "metas", metas, METAS_OF_TWO)
     check(name, "checkpoint", checkpoint, NONE | STRING)
     check_dense(name, x, wide_of(wi), wi_bias, 1, recipe, metas and metas[0])
     if wide_of(wi).ndim != 3 or wide_of(wi).shape[1] != len(activations):

@@ -51,8 +51,9 @@ def produce(source: Source, role: Role, config: Config, others: tuple[str, ...] 
     statistics = ("amax",) if recipe.has_state else ()
     got = source.run((*beside, *uses.layouts, *statistics), dtype, granularity, scale)
     if "amax" in got:
-        amax = amax_of(got["amax"]) if source.scales else got["amax"]  # there is one state for all experts
-        got["amax"] = fp8.observation(role.meta, amax, scale, lambda: source.exact(dtype), dtype)
+        one_state = bool(source.scales) and role.meta.scale.ndim == 0  # of all experts
+        amax, experts = (amax_of(got["amax"]), None) if one_state else (got["amax"], source.experts)
+        got["amax"] = fp8.observation(role.meta, amax, scale, lambda: source.exact(dtype), dtype, experts)
     if scale is not None:
         got["scale_inv"] = 1.0 / scale
     fields = {name: got[name] for name in Fp8Tensor._fields if name in got}

@@ -113,6 +113,11 @@ def _once_vmap(size, batched, total, before):
     return _once(total, before), batched[0]
 
 
+def accumulated(total, onto: Accumulator) -> Accumulator:
+    """The cotangent of `onto`, where a wgrad GEMM made `total` of it."""
+    return Accumulator(_once(like(total, onto.grad), onto.grad), onto.uses * 0 + 1)
+
+
 def differentiate_metas(saved: Saved, grad: Fp8Tensor, config: Config) -> DenseMetas:
     """The cotangent of the FP8 state. grad: the gradient of y."""
     pairs = zip(saved.metas, (saved.x.amax, saved.weight.amax, grad.amax))
@@ -134,7 +139,6 @@ def differentiate_weight(saved: Saved, grad: Fp8Tensor, dbias, config: Config) -
     elif w.onto is None:
         dweight = like(wgrad_gemm(x, grad, config), config.weight)
     else:
-        total = like(wgrad_gemm(x, grad, config, w.onto.grad), w.onto.grad)
-        onto = Accumulator(_once(total, w.onto.grad), w.onto.uses * 0 + 1)
+        onto = accumulated(wgrad_gemm(x, grad, config, w.onto.grad), w.onto)
         return Projection(Fp8Tensor(onto=onto), dbias, dmetas)
     return Projection(Fp8Tensor(wide=dweight) if config.stored else dweight, dbias, dmetas)

@@ -62,12 +62,18 @@ class QuantizedKernel:
         return swap_groups(self.tensor.data_t.shape, self.features, self.contract)
 
     @property
+    def stack(self) -> int:
+        """The number of axes in front of C and F: of layers, of experts."""
+        return self.ndim - self.contract - self.features
+
+    @property
     def empty(self) -> bool:
         """Whether nothing is in FP8, as under a recipe that takes fprop and dgrad out of it."""
         return self.tensor.data is None and self.tensor.data_t is None
 
     def with_wide(self, wide: jax.Array | GradientSlot | None) -> "QuantizedKernel":
-        """This kernel beside the array that it was made of, beside a slot for its gradient, or without either."""
+        """This kernel beside the array that it was made of (a tuple of arrays, of weights of experts side by side),
+        beside a slot for its gradient, or without either."""
         return replace(self, tensor=self.tensor._replace(wide=wide))
 
     def with_accumulator(self, onto: Accumulator | None) -> "QuantizedKernel":
@@ -81,7 +87,7 @@ class QuantizedKernel:
 
     def dequantize(self) -> jax.Array:
         """[*C, *F] of `dtype`: data * scale_inv in f32, rounded once. The gradient goes to the slot that is there."""
-        if self.ndim > self.contract + self.features:
+        if self.stack:
             return jax.vmap(QuantizedKernel.dequantize)(self)
         if isinstance(self.tensor.wide, GradientSlot):
             return _with_gradient(lax.stop_gradient(self.with_wide(None).dequantize()), self.tensor.wide.array)
@@ -164,7 +170,7 @@ def check_quantized(what: str, q: QuantizedKernel, shape, contract: int, recipe:
     if q.empty:
         raise ValueError(f"{what} holds nothing in FP8, but {type(recipe).__name__} needs {need}; {way_out}.")
     data, scale = q.tensor.held
-    if (have := form(data.dtype, q.shape, q.contract, block_of_weight(scale))) != need:
+    if (have := form(data.dtype, q.shape, q.contract, block_of_weight(scale, q.stack))) != need:
         raise ValueError(f"{what} is {have}, but {type(recipe).__name__} needs {need}; {way_out}.")
 
 
@@ -186,8 +192,16 @@ def resolve_weight(name: str, kernel, contract: int, recipe: Recipe | None):
     if recipe is None:
         return wide
     if onto is None or not kernel.empty:
-        check_quantized(f"{name}: kernel", kernel, wide.shape, contract, recipe)
+        check_quantized(f"{name}: kernel", kernel, _shape_of(wide), contract, recipe)
     return wide if kernel.empty and onto is None else kernel.tensor._replace(wide=wide, onto=onto)
+
+
+def _shape_of(wide) -> tuple[int, ...]:
+    """The shape of a kernel; of a tuple of A arrays [E, K, N], the weights of experts side by side, [E, K, A, N]."""
+    if not isinstance(wide, tuple):
+        return wide.shape
+    experts, inner, outer = wide[0].shape
+    return experts, inner, len(wide), outer
 
 
 @partial(jax.jit, static_argnums=1, inline=True)

@@ -8,13 +8,13 @@ from flax.core import FrozenDict
 
 from te_jax._check import BOOL, NONE, STRING, Kind, KnownFields, check, integer, number, tuple_of
 
-_FIELDS = Kind("a dict of fields of te_jax.flax.TransformerLayer", lambda value: isinstance(value, Mapping))
+_LAYER_FIELDS = Kind("a dict of fields of te_jax.flax.TransformerLayer", lambda value: isinstance(value, Mapping))
 _KINDS_OF_CONFIG = {
     "vocab_size": integer(1),
     "num_layers": integer(1),
     "hidden_size": integer(1),
-    "layer": _FIELDS,
-    "pattern": tuple_of(_FIELDS),
+    "layer": _LAYER_FIELDS,
+    "pattern": tuple_of(_LAYER_FIELDS),
     "family": STRING,
     "num_decoder_layers": NONE | integer(1),
     "max_positions": NONE | integer(1),

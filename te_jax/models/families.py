@@ -1,19 +1,29 @@
-"""The architectures of GPT-2, BERT, T5, Llama, Qwen 2, Mistral and Falcon as `ModelConfig`s, and published sizes."""
+"""The architectures of published models as `ModelConfig`s, and their sizes."""
 
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from te_jax._check import did_you_mean
 from te_jax.models.config import ModelConfig
-from te_jax.ops.rope import Llama3Scaling
+from te_jax.ops.rope import Llama3Scaling, YarnScaling
 
 # "gelu" is the tanh form, which GPT-2 and T5 1.1 have. BERT and Falcon have the exact one. No kernel quantizes a
 # function of the user's as it computes: under FP8 it is plain JAX between the GEMMs.
 exact_gelu = functools.partial(jax.nn.gelu, approximate=False)
+
+
+class Latents(NamedTuple):
+    """Widths of multi-head latent attention, as the layer names them."""
+
+    q_lora_rank: int = 1536
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,9 @@ class Size:
     head_dim: int | None = None  # None: hidden / heads
     gated: bool = False  # T5 1.1: gelu times linear, where 1.0 has relu
     one_norm: bool = False  # Falcon 7B: attention and MLP share theirs
+    experts: int = 0  # of width ffn, in the place of the MLP; 0: none
+    topk: int = 0  # of which a token meets so many
+    latents: Latents | None = None
     vocab: int = 32000
     tied: bool = True
 
@@ -38,8 +51,14 @@ class Size:
             num_attention_heads=self.heads,
             num_gqa_groups=self.groups,
             kv_channels=self.head_dim,
+            **(self.latents._asdict() if self.latents else {}),
             **fields,
         )
+
+    def moe(self, **more) -> dict[str, Any]:
+        """The layer's field of that name, with these fields of `MoEBlock`; {} without experts."""
+        sizes = dict(num_experts=self.experts, num_experts_per_tok=self.topk)
+        return dict(moe=sizes | more) if self.experts else {}
 
     def model(self, layer: dict[str, Any], **fields) -> ModelConfig:
         """A model of such layers."""
@@ -49,6 +68,8 @@ class Size:
 
 _gpt2, _bert = functools.partial(Size, vocab=50257), functools.partial(Size, vocab=30522)
 _t5, _llama3 = functools.partial(Size, vocab=32128), functools.partial(Size, vocab=128256, groups=8, tied=False)
+_qwen3 = functools.partial(Size, head_dim=128, vocab=151936, tied=False)
+_deepseek = functools.partial(Size, latents=Latents(), vocab=129280, tied=False)
 _t5_11 = functools.partial(_t5, gated=True, tied=False)
 
 SIZES = {
@@ -76,6 +97,12 @@ SIZES = {
     "qwen2-7b": Size(3584, 18944, 28, 28, groups=4, vocab=152064, tied=False),
     "falcon-7b": Size(4544, 18176, 71, 32, groups=1, one_norm=True, vocab=65024),
     "falcon-40b": Size(8192, 32768, 128, 60, groups=8, vocab=65024),
+    "mixtral-8x7b": Size(4096, 14336, 32, 32, groups=8, experts=8, topk=2, tied=False),
+    "qwen3-8b": _qwen3(4096, 12288, 32, 36, groups=8),
+    "qwen3-30b-a3b": _qwen3(2048, 768, 32, 48, groups=4, experts=128, topk=8),
+    "gemma2-9b": Size(3584, 14336, 16, 42, groups=8, head_dim=256, vocab=256000),
+    "deepseek-v3": _deepseek(7168, 2048, 128, 58, experts=256, topk=8),
+    "deepseek-v3-dense": _deepseek(7168, 18432, 128, 3),  # the first blocks
 }
 
 
@@ -170,6 +197,69 @@ def qwen2(size: Size, base: float = 1_000_000) -> ModelConfig:
     return replace(llama(size, base, epsilon=1e-6).with_layer(use_bias=True), family="qwen2")
 
 
+def mixtral(size: Size, base: float = 1_000_000) -> ModelConfig:
+    """Jiang et al. 2024, https://arxiv.org/abs/2401.04088. As Llama, with experts: a token meets two, weighed by the
+    softmax of their logits. To train it, add a loss that keeps their loads even: moe=dict(..., aux_loss_coeff=0.02).
+    """
+    return replace(llama(size, base).with_layer(**size.moe()), family="mixtral")
+
+
+def qwen3(size: Size, base: float = 1_000_000) -> ModelConfig:
+    """Qwen 2025, https://arxiv.org/abs/2505.09388. As Llama or, with experts, Mixtral, with a norm of each head's
+    queries and keys."""
+    norms = dict(layernorm_epsilon=1e-6, qk_norm_type="rmsnorm", qk_norm_before_rope=True)
+    family = "qwen3_moe" if size.experts else "qwen3"
+    return replace(mixtral(size, base).with_layer(**norms), family=family)
+
+
+def gemma2(size: Size, window: int = 4096, query_scalar: float = 256.0) -> ModelConfig:
+    """Gemma team 2024, https://arxiv.org/abs/2408.00118. Norms before and behind sub-blocks, whose scale is 1 more than
+    its parameter; soft caps of attention's and the model's logits; every other layer, the first among them, sees the
+    last `window` tokens.
+
+    query_scalar: attention divides by its root; the layer, by that of the width of a head, which has to be equal.
+    """
+    width = size.head_dim or size.hidden // size.heads
+    if query_scalar != width:
+        raise ValueError(f"gemma2: query_scalar is {query_scalar}, but a head has {width} channels; make both equal.")
+    layer = size.layer(
+        layernorm_type="rmsnorm",
+        layernorm_epsilon=1e-6,
+        zero_centered_gamma=True,
+        post_norms=True,
+        attn_logit_softcap=50.0,
+        mlp_activations=("gelu", "linear"),
+        self_attn_mask_type="causal",
+        enable_rotary_pos_emb=True,
+        rotary_pos_emb_windows=(1, 10_000),
+        rotary_pos_emb_group_method="alternate",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    pattern = (dict(window_size=(window - 1, 0)), {})
+    others = dict(embedding_scale=math.sqrt(size.hidden), logit_softcap=30.0)
+    return size.model(layer, family="gemma2", pattern=pattern, **others)
+
+
+def deepseek_v3(size: Size) -> ModelConfig:
+    """DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437: multi-head latent attention, and experts that are chosen by
+    sigmoids with a bias, in 4 of 8 groups, beside one that all tokens meet; the first three blocks have an MLP, which
+    a model of this config has not.
+
+    RoPE turns neighbouring channels, and is stretched from 4096 positions to 163840. The bias is in the collection
+    `expert_bias` (`te_jax.flax.update_expert_bias`).
+    """
+    grouped = dict(num_groups=8, group_topk=4, scaling_factor=2.5, num_shared_experts=1)
+    return replace(llama(size), family="").with_layer(
+        layernorm_epsilon=1e-6,
+        enable_rotary_pos_emb=False,  # which is that of other attentions
+        rotary_pos_emb_group_method="consecutive",
+        rotary_pos_emb_scaling=YarnScaling(),
+        mscale=YarnScaling().mscale,
+        **size.moe(score_function="sigmoid", use_expert_bias=True, **grouped),
+    )
+
+
 def falcon(size: Size) -> ModelConfig:
     """TII 2023, https://arxiv.org/abs/2311.16867. Attention and MLP read the same input: x + attention(norm(x)) +
     mlp(norm(x)), with one norm in 7B and two in 40B; RoPE, few keys and values, no biases but those of the norms."""
@@ -188,7 +278,20 @@ def falcon(size: Size) -> ModelConfig:
     return size.model(layer, family="falcon")
 
 
-FAMILIES = dict(gpt2=gpt2, bert=bert, t5=t5, llama3=llama3, llama2=llama, mistral=mistral, qwen2=qwen2, falcon=falcon)
+PUBLISHED = {  # the beginning of a size's name -> its family
+    "gpt2": gpt2,
+    "bert": bert,
+    "t5": t5,
+    "llama3": llama3,
+    "llama2": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "falcon": falcon,
+    "mixtral": mixtral,
+    "qwen3": qwen3,
+    "gemma2": gemma2,
+    "deepseek-v3": deepseek_v3,
+}
 
 
 def published(name: str, **changes) -> ModelConfig:
@@ -199,5 +302,5 @@ def published(name: str, **changes) -> ModelConfig:
     if name not in SIZES:
         hint = did_you_mean(name, SIZES)
         raise ValueError(f"te_jax.models.published: there is no model {name!r}; {hint or 'give one of'} {[*SIZES]}.")
-    family = next(family for prefix, family in FAMILIES.items() if name.startswith(prefix))
+    family = next(family for prefix, family in PUBLISHED.items() if name.startswith(prefix))
     return replace(family(SIZES[name]), **changes)

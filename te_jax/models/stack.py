@@ -18,7 +18,18 @@ from te_jax.ops.attention import SequenceDescriptor
 from te_jax.sharding import BATCH_AXES, HIDDEN_AXES, SEQLEN_AXES, W_FSDP_AXES, W_NO_SHARD_AXES, W_TP_AXES, explicit_spec
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
-_STACKED = ("params", FP8_COLLECTION, KERNEL_COLLECTION, "cache", "wgrads", "_overwrite_with_gradient")
+# What each layer has of its own; the last three are of experts: the bias of the choice, terms of the loss, the loads.
+_STACKED = (
+    "params",
+    FP8_COLLECTION,
+    KERNEL_COLLECTION,
+    "cache",
+    "wgrads",
+    "_overwrite_with_gradient",
+    "expert_bias",
+    "losses",
+    "intermediates",
+)
 _TABLE_INIT = nn.initializers.normal(0.02)
 _TABLE = dict(num_buckets=32, max_distance=128)  # T5's
 

@@ -10,6 +10,7 @@ import inspect
 import math
 import warnings
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,12 @@ from te_jax._check import Kind, bind, check
 from te_jax.flax._fields import SIZES, check_fields
 from te_jax.flax._state import describe, on_missing_state
 from te_jax.flax.cache import COLLECTION as CACHE
+from te_jax.flax.moe import BIAS_COLLECTION, LOSSES
 from te_jax.fp8 import FP8_COLLECTION, current_recipe, in_collection
 from te_jax.fp8_metas import recipe_with_state
 
 
-class Fp8State(nnx.Variable):
+class Fp8State(nnx.Variable[Any]):
     """A leaf of FP8 state: `{tensor}_scale` f32[1] or `{tensor}_amax_history` f32[L].
 
     It is no `nnx.Param`, so `nnx.grad` and `nnx.Optimizer(..., wrt=nnx.Param)` leave it alone.
@@ -35,9 +37,25 @@ class Fp8State(nnx.Variable):
     """
 
 
+class ExpertBias(nnx.Variable):
+    """The bias f32[E] of a router, by which it chooses among experts. It is no `nnx.Param`: `te_jax.nnx.value_and_grad`
+    moves it, by the tokens that each expert got."""
+
+
+class Loss(nnx.Intermediate):
+    """A loss of a router, f32[], times its coefficient: the sum over the calls since it was taken by `nnx.pop`."""
+
+
 # {Linen collection: type of its variables}
-_TYPES = {"params": nnx.Param, FP8_COLLECTION: Fp8State, CACHE: nnx.Cache}
-nnx.register_variable_name(FP8_COLLECTION, Fp8State, overwrite=True)  # For nnx.bridge.ToNNX.
+_TYPES = {
+    "params": nnx.Param,
+    FP8_COLLECTION: Fp8State,
+    CACHE: nnx.Cache,
+    BIAS_COLLECTION: ExpertBias,
+    LOSSES: Loss,
+}
+for _held in (FP8_COLLECTION, BIAS_COLLECTION):
+    nnx.register_variable_name(_held, _TYPES[_held], overwrite=True)  # For nnx.bridge.ToNNX.
 
 
 def collection_of(variable: nnx.Variable) -> str | None:
@@ -56,8 +74,8 @@ class Layer(nnx.Module):
     """A module of `te_jax.flax` with its variables.
 
     The attributes are named as in the collections of the Linen module: parameters (`nnx.Param`; those of low-rank
-    adaptation are `nnx.LoRAParam`), the FP8 state under autocast (`Fp8State`), the cache when decoding (`nnx.Cache`)
-    and submodules. Further attributes:
+    adaptation are `nnx.LoRAParam`), the FP8 state under autocast (`Fp8State`), the cache when decoding (`nnx.Cache`),
+    biases of experts (`ExpertBias`), losses of routers until they are taken (`Loss`) and submodules. Others:
 
     linen:         The Linen module. Its fields can be read as attributes too.
     deterministic: False. The default of calls.
@@ -71,16 +89,17 @@ class Layer(nnx.Module):
     """
 
     linen_type: type[nn.Module] = nn.Module
-    defaults: dict = {}  # Defaults of fields that the Linen module has others for.
-    init_fields: dict = {}  # Fields that the Linen module has while it is initialized.
+    defaults: dict[str, Any] = {}  # Defaults of fields that the Linen module has others for.
+    __signature__: inspect.Signature
+    init_fields: dict[str, Any] = {}  # Fields that the Linen module has while it is initialized.
 
-    def __init_subclass__(cls, **kwargs):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _layers.setdefault(cls.linen_type, cls)
         if "__init__" not in vars(cls):
             cls.__signature__ = signature_of(cls)
 
-    def __init__(self, *args, rngs: nnx.Rngs | None = None, **kwargs):
+    def __init__(self, *args: Any, rngs: nnx.Rngs | None = None, **kwargs: Any) -> None:
         part = args[0] if args and isinstance(args[0], nn.Module) else None  # Its parent sets its variables.
         if part is None:
             bound = bind(type(self).__name__, signature_of(type(self)), args, {"rngs": rngs, **kwargs})
@@ -92,11 +111,11 @@ class Layer(nnx.Module):
                         f"{type(self).__name__}: {name} is an nnx.Module, {type(value).__name__}; pass the module of "
                         f"te_jax.flax, and assign the attribute {name} of what comes out."
                     )
-        self.linen = self.linen_type(**fields, parent=None) if part is None else part
-        self.parts = ()  # Pairs (name, Linen module) of the submodules.
+        self.linen: nn.Module = self.linen_type(**fields, parent=None) if part is None else part
+        self.parts: tuple[tuple[str, nn.Module], ...] = ()  # Pairs (name, Linen module) of the submodules.
         if "deterministic" in _call(type(self.linen)).parameters:
-            self.deterministic = False
-        self.rngs = nnx.data(None)
+            self.deterministic: bool = False
+        self.rngs: Any = nnx.data(None)
         if part is not None:
             return
         if not isinstance(rngs, nnx.Rngs):
@@ -111,7 +130,7 @@ class Layer(nnx.Module):
             self.rngs = rngs[self._stream].fork()
 
     @staticmethod
-    def inputs(linen: nn.Module) -> tuple:
+    def inputs(linen: nn.Module) -> tuple[Any, ...]:
         """The arguments to initialize `linen` with, arrays as ShapeDtypeStructs. The constructor takes the other
         parameters of this method."""
         raise NotImplementedError
@@ -143,7 +162,7 @@ class Layer(nnx.Module):
                 node = vars(node)[part]
             setattr(node, name, _variable(collection, name, value))
 
-    def __call__(self, *args, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None, **kwargs):
+    def __call__(self, *args: Any, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None, **kwargs: Any) -> Any:
         """The result of the Linen module's call with these arguments.
 
         rngs: The source of dropout's key, in place of the attribute.
@@ -162,35 +181,32 @@ class Layer(nnx.Module):
         warn_of_plain_gradients(type(self).__name__, variables)
         decode = call.arguments.get("decode", False)
         keys = {} if call.arguments.get("deterministic", True) else self._keys(rngs)
-        options = dict(rngs=keys, mutable=[CACHE] if decode else False)
+        options = dict(rngs=keys, mutable=[LOSSES, CACHE] if decode else [LOSSES])
         intercepted = nn.intercept_methods(_intercept(replaced)) if replaced else contextlib.nullcontext()
         with _errors_of_state(), intercepted, in_collection(FP8_COLLECTION):
-            out = self.linen.apply(unflatten_dict(variables), *call.args, **options, **call.kwargs)
-        if not decode:
-            return out
-        out, written = out
-        for (_, *path, name), value in flatten_dict(written).items():
+            out, written = self.linen.apply(unflatten_dict(variables), *call.args, **options, **call.kwargs)
+        for (collection, *path, name), value in flatten_dict(written).items():
             node = self
             for part in path:
                 node = vars(node)[part]
             if name in vars(node):
                 vars(node)[name].set_value(value)
             else:
-                setattr(node, name, nnx.Cache(value))
+                setattr(node, name, _TYPES[collection](value))
         return out
 
-    def set_view(self, deterministic: bool | None = None):
+    def set_view(self, deterministic: bool | None = None) -> None:
         """Sets the attribute `deterministic`; `nnx.view` calls this."""
         if deterministic is not None and hasattr(self, "deterministic"):
             self.deterministic = deterministic
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         linen = vars(self).get("linen")
         if linen is None or name not in _fields(type(linen)):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(linen, name)
 
-    def __setattr__(self, name, value):
+    def __setattr__(self, name: str, value: Any) -> None:
         if "linen" in vars(self) and name in _fields(type(self.linen)) and not isinstance(value, nnx.Module):
             raise AttributeError(
                 f"{type(self).__name__}: {name} is a field, fixed when the module is made; make another module, and "

@@ -1,7 +1,7 @@
 """Conversion of variables between NNX modules and Linen's collections, and of FP8 state between recipes."""
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flax import linen as nn
 from flax import nnx
@@ -15,7 +15,7 @@ from te_jax.recipe import Recipe
 AnyModule = TypeVar("AnyModule", bound=nnx.Module)
 
 
-def collections_of(state: nnx.State) -> dict:
+def collections_of(state: nnx.State) -> dict[str, Any]:
     """The variables of `state` in Linen's form, {collection: {name: ... array}}.
 
     Variables that belong to no collection of `te_jax.flax` are left out. Indices, as of an nnx.List, become strings.
@@ -34,7 +34,7 @@ def with_collections(state: nnx.State, collections: Mapping) -> nnx.State:
     return nnx.from_flat_state(new)
 
 
-def to_linen(module: nnx.Module) -> dict:
+def to_linen(module: nnx.Module) -> dict[str, Any]:
     """The variables of an NNX module for `apply` of the Linen module of the same structure.
 
     Returns {"params": ..., "fp8_metas": ..., "cache": ...} without empty collections: every `nnx.Param`, `Fp8State` and
@@ -44,7 +44,7 @@ def to_linen(module: nnx.Module) -> dict:
     return collections_of(nnx.state(module))
 
 
-def from_linen(variables: Mapping, module: AnyModule) -> AnyModule:
+def from_linen(variables: Mapping[str, Any], module: AnyModule) -> AnyModule:
     """`module`, which gets the variables of a Linen module of the same structure in place.
 
     variables: {"params": ..., "fp8_metas": ..., "cache": ...} as `init` returns them, in boxes or not. The module keeps

@@ -1,7 +1,10 @@
 """Products in FP8 inside of any model of Flax NNX."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from flax import nnx
 from jax import ShapeDtypeStruct
 
@@ -32,7 +35,7 @@ class DotGeneral(Layer):
     recipes without state alone.
     """
 
-    linen_type = te_flax.DotGeneral
+    linen_type: type[nn.Module] = te_flax.DotGeneral
 
     def __init__(
         self,
@@ -45,7 +48,7 @@ class DotGeneral(Layer):
         super().__init__(recipe, **fields, rngs=rngs or nnx.Rngs(0))
 
     @staticmethod
-    def inputs(linen):
+    def inputs(linen: Any) -> Any:
         operand = ShapeDtypeStruct((_WIDTH, _WIDTH), jnp.bfloat16)
         return operand, operand, (((1,), (0,)), ((), ()))
 
@@ -53,11 +56,11 @@ class DotGeneral(Layer):
         self,
         lhs: jax.Array,
         rhs: jax.Array,
-        dimension_numbers,
-        precision=None,
-        preferred_element_type=None,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
         *,
-        out_sharding=None,
+        out_sharding: Any = None,
     ) -> jax.Array:
         """As `te_jax.layers.dot_general`. Raises ValueError where FP8 state would not move: outside of an autocast that
         has the recipe of it."""

@@ -2,20 +2,24 @@
 
 from collections.abc import Callable
 from functools import partial, wraps
+from typing import Any
 
 from flax import nnx
 
 from te_jax._amax_type import errors_of_amaxes
-from te_jax._check import FUNCTION, check, integer, warn_once
+from te_jax._check import FUNCTION, check, integer, number, warn_once
 from te_jax.combine import combine_by_max, reach
+from te_jax.flax.moe import update_expert_bias
 from te_jax.fp8 import FP8_COLLECTION, OVERWRITE_COLLECTION, current_recipe
 from te_jax.fp8_metas import update_fp8_metas
-from te_jax.nnx._layer import Fp8State
+from te_jax.nnx._layer import ExpertBias, Fp8State, Loss
 from te_jax.nnx.convert import collections_of, with_collections
 
 
-def value_and_grad(f: Callable, *, argnums: int = 0, has_aux: bool = False, wrt=nnx.Param) -> Callable:
-    """`nnx.value_and_grad` of a module, which updates the module's FP8 state too.
+def value_and_grad(
+    f: Callable, *, argnums: int = 0, has_aux: bool = False, wrt: Any = nnx.Param, expert_bias_rate: float = 1e-3
+) -> Callable:
+    """`nnx.value_and_grad` of a module, which updates the module's FP8 state and biases of experts too.
 
         loss, grads = te_jax.nnx.value_and_grad(loss_fn)(model, batch)
         optimizer.update(model, grads)
@@ -23,6 +27,8 @@ def value_and_grad(f: Callable, *, argnums: int = 0, has_aux: bool = False, wrt=
     f:       (model, ...) -> loss f32[], or (loss, aux) with has_aux. It may change the state of its modules.
     argnums: The position of the module among the arguments.
     wrt:     The filter of the variables that get gradients. The returned gradients hold these alone.
+    expert_bias_rate: By how much each `ExpertBias` moves in a call, by the tokens of all its uses
+             (`te_jax.flax.update_expert_bias`).
 
     Each call is one step of the FP8 state in the model, under the recipe in force. All uses of a tensor in `f`, by a
     layer called twice, by shared weights, in the steps of an `nnx.scan` or over microbatches, combine by their largest
@@ -36,11 +42,13 @@ def value_and_grad(f: Callable, *, argnums: int = 0, has_aux: bool = False, wrt=
     FP8 state that `f` takes out of its modules may be mapped and looped over (`nnx.vmap`, `nnx.scan`), but not sliced,
     as by `a[i]`: jax has no gradient of that. `te_jax.value_and_grad` has.
 
-    Raises TypeError for such slices; ValueError for a `wrt` that selects FP8 state, for a model with FP8 state under a
+    Warns where `f` leaves losses of routers (`Loss`) in the model, which are then in no loss, and drops them. Raises
+    TypeError for such slices; ValueError for a `wrt` that selects FP8 state, for a model with FP8 state under a
     recipe without state, and for histories of another length than the recipe has.
     """
     check("te_jax.nnx.value_and_grad", "f", f, FUNCTION)
     check("te_jax.nnx.value_and_grad", "argnums", argnums, integer())
+    check("te_jax.nnx.value_and_grad", "expert_bias_rate", expert_bias_rate, number(least=0))
 
     @partial(nnx.jit, static_argnums=(0, 1))
     def run(static, model_at, args, kwargs):
@@ -71,12 +79,25 @@ def value_and_grad(f: Callable, *, argnums: int = 0, has_aux: bool = False, wrt=
             *args, kwargs = args
             return _combine_uses(f, args, kwargs, model_at, has_aux) if moves else f(*args, **kwargs)
 
-        differentiated = nnx.DiffState(model_at, nnx.Any(wrt, Fp8State) if moves else wrt)
+        moved = [kind for kind, is_so in ((Fp8State, moves), (ExpertBias, True)) if is_so]
+        differentiated = nnx.DiffState(model_at, nnx.Any(wrt, *moved))
         with errors_of_amaxes("te_jax.nnx.value_and_grad", "map and loop over it by nnx.vmap and nnx.scan"):
             value, grads = nnx.value_and_grad(call, argnums=differentiated, has_aux=has_aux)(*args, kwargs)
+        new, counts, grads = nnx.split_state(grads, Fp8State, ExpertBias, ...)
         if moves:
-            new, grads = nnx.split_state(grads, Fp8State, ...)
             nnx.update(model, with_collections(new, update_fp8_metas(collections_of(new))))
+        biases = collections_of(nnx.state(model, ExpertBias))
+        nnx.update(
+            model, with_collections(counts, update_expert_bias(biases, collections_of(counts), expert_bias_rate))
+        )
+        if left := nnx.pop(model, Loss):
+            path = "/".join(map(str, nnx.to_flat_state(left)[0][0]))
+            warn_once(
+                "te_jax.nnx.value_and_grad",
+                f"the function leaves losses of routers in the model, {path} and what else nobody took: add the sum of "
+                "nnx.pop(model, te_jax.nnx.Loss) to its loss, as MoEBlock's docstring does, or set the coefficients to "
+                "0.",
+            )
         return value, grads
 
     @wraps(f)

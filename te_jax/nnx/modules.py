@@ -105,6 +105,25 @@ class LayerNormMLP(Layer):
         return (example(in_features),)
 
 
+class MoEBlock(Layer):
+    """`te_jax.flax.MoEBlock` of inputs [..., in_features].
+
+    The losses of a call are attributes `balancing_loss` and `z_loss` (`Loss`), of it or of the submodule that has them;
+    `nnx.pop(model, te_jax.nnx.Loss)` gives and removes those of a model:
+
+        y = model(x)
+        loss = loss_of(y) + sum(map(jnp.sum, jax.tree.leaves(nnx.pop(model, te_jax.nnx.Loss))))
+
+    `expert_bias` is an `ExpertBias`, which `te_jax.nnx.value_and_grad` moves.
+    """
+
+    linen_type = te_flax.MoEBlock
+
+    @staticmethod
+    def inputs(linen, in_features: int):
+        return (example(in_features),)
+
+
 class LMHead(Layer):
     """`te_jax.flax.LMHead` of inputs [..., in_features]."""
 
@@ -140,6 +159,16 @@ class MultiHeadAttention(Layer):
     @staticmethod
     def inputs(linen, in_features: int, *, kv_features: int | None = None):
         return example(in_features), None if kv_features is None else example(kv_features)
+
+
+class MultiHeadLatentAttention(Layer):
+    """`te_jax.flax.MultiHeadLatentAttention` of inputs [b, s, in_features]."""
+
+    linen_type = te_flax.MultiHeadLatentAttention
+
+    @staticmethod
+    def inputs(linen, in_features: int):
+        return (example(in_features),)
 
 
 class RelativePositionBiases(Layer):

@@ -44,8 +44,8 @@ def context_parallel_attention(
                     numbers (all_gather: b * (s / chunks) * t), chunks = cp or 2 cp, and skip no block.
     attn_mask_type, window_size, softmax_type, softmax_offset, scale, deterministic, return_lse,
     context_checkpoint_name: as in `dot_product_attention`. The saved residuals are q, k, v, out and lse of the device.
-    bias, mask, alibi_slopes, dropout_rate, return_max_logit: refused, unless `axis` has one device: nothing is cut
-                    then, and the call is `dot_product_attention`.
+    bias, mask, alibi_slopes, dropout_rate, logit_softcap, return_max_logit: refused, unless `axis` has one device:
+                    nothing is cut then, and the call is `dot_product_attention`.
 
     Sums over devices, of partial results and of gradients, are f32. Returns as `dot_product_attention`; with
     return_lse a pair.

@@ -3,11 +3,13 @@ for each expert that sums over its rows. Where groups begin and how long they ar
 """
 
 from functools import partial
+from math import prod
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from te_jax import _lib
 from te_jax._arrays import as_jax
 from te_jax._check import ARRAY, BOOL, INTEGERS, check, integer
 from te_jax._op import Op
@@ -16,8 +18,11 @@ from te_jax.checkpoint_policies import GEMM, named
 from te_jax.ops.gemm import FP8, OUT_DTYPE, add_epilogue, check_factors, dot_last, result_dtypes
 from te_jax.ops.grouped import check_groups, expert_of_row, expert_of_tile, sum_of_experts, tokens_alone
 from te_jax.ops.permute import ALIGNMENT
-from te_jax.ops.quantize import BLOCK, MX_BLOCK, dequantize_rows, dequantize_weight
+from te_jax.ops.quantize import BLOCK, HOPPER, MX_BLOCK, dequantize_rows, dequantize_weight, fill
+from te_jax.ops.router import MOST_EXPERTS
 
+_TMA_BYTES = 16  # of rows of an array that the kernel reads, a multiple
+_OUT_COLUMNS = 8  # of the kernel's results, a multiple
 _ROWS_OP, _WGRAD_OP = "te_gemm_grouped", "te_gemm_grouped_wgrad"
 
 
@@ -81,6 +86,56 @@ def _wgrad_reference(
     return (add_epilogue(out * jnp.expand_dims(inverse, tuple(range(1, out.ndim))), None, c, out_dtype),)
 
 
+def _kernel_takes(lhs, counts) -> bool:
+    """Whether the kernel multiplies factors of this type for so many experts; XLA does otherwise."""
+    is_hopper = _lib.compute_capability() in (None, HOPPER)
+    return is_hopper and lhs.dtype != jnp.float32 and 1 <= counts.shape[0] <= MOST_EXPERTS
+
+
+def _bytes_aligned(a, axis: int):
+    """`a` with zeros behind this axis, up to a multiple of the 16 bytes that a tensor map takes."""
+    return fill(a, axis, _TMA_BYTES // a.dtype.itemsize)
+
+
+def _rows_cuda(call, lhs, rhs, offsets, counts, *others, outer, out_dtype, **attrs):
+    """Flattens to two axes. Sizes that the kernel does not take are filled up with zeros: a copy."""
+    contract = outer + 1
+    rows, n_axes = lhs.shape[0], rhs.shape[1 : rhs.ndim - contract]
+    if not _kernel_takes(lhs, counts) or 0 in (*lhs.shape, *n_axes):
+        return _rows_reference(lhs, rhs, offsets, counts, *others, outer=outer, out_dtype=out_dtype, **attrs)
+    *one_scale, row_inv, block_inv, bias = others
+    bias = None if bias is None else bias.astype(out_dtype)
+    if block_inv is not None:  # blocks may be cut at the end of one axis alone
+        lhs, rhs = (fill(a, a.ndim - 1, BLOCK) if outer else a for a in (lhs, rhs))
+        rhs, bias = (a if a is None or len(n_axes) == 1 else fill(a, len(n_axes), BLOCK) for a in (rhs, bias))
+        row_inv = row_inv.reshape(-1, rows)
+        block_inv = block_inv.reshape(counts.shape[0], -1, row_inv.shape[0])
+    filled = rhs.shape[1 : rhs.ndim - contract]
+    n = prod(filled)
+    lhs, rhs = _bytes_aligned(lhs.reshape(rows, -1), 1), _bytes_aligned(rhs.reshape(counts.shape[0], n, -1), 2)
+    rhs, bias = fill(rhs, 1, _OUT_COLUMNS), None if bias is None else fill(bias.reshape(-1, n), 1, _OUT_COLUMNS)
+    options = dict(outer=0, out_dtype=out_dtype, **attrs)
+    (out,) = call(lhs, rhs, offsets, counts, *one_scale, row_inv, block_inv, bias, **options)
+    return (out[:, :n].reshape(rows, *filled)[..., : n_axes[-1]],)
+
+
+def _wgrad_cuda(call, lhs, rhs, offsets, counts, *others, out_dtype, in_place=False, **attrs):
+    """As `_rows_cuda`; k is filled up. A sum that is no multiple of that is not added to in place."""
+    n_axes, k_axes, rows = lhs.shape[:-1], rhs.shape[:-1], lhs.shape[-1]
+    if not _kernel_takes(lhs, counts) or 0 in (*lhs.shape, *k_axes):
+        return _wgrad_reference(lhs, rhs, offsets, counts, *others, out_dtype=out_dtype, **attrs)
+    *one_scale, lhs_inv, rhs_inv, c = others
+    experts, n, k = counts.shape[0], prod(n_axes), prod(k_axes)
+    lhs, rhs = lhs.reshape(n, rows), fill(rhs.reshape(k, rows), 0, _OUT_COLUMNS)
+    if lhs_inv is not None:
+        lhs_inv, rhs_inv = lhs_inv.reshape(-1, n), fill(rhs_inv.reshape(-1, k), 1, _OUT_COLUMNS)
+    c = None if c is None else fill(c.reshape(experts, n, k), 2, _OUT_COLUMNS)
+    in_place = {"c": "out"} if in_place and c is not None else None
+    options = dict(out_dtype=out_dtype, in_place=in_place, **attrs)
+    (out,) = call(lhs, rhs, offsets, counts, *one_scale, lhs_inv, rhs_inv, c, **options)
+    return (out[..., :k].reshape(experts, *n_axes, *k_axes),)
+
+
 gemm_grouped_op = Op(
     _ROWS_OP,
     "lhs: r k... k, rhs: e n... n k... k, offsets: o, counts: e, lhs_scale_inv?: ~e, rhs_scale_inv?: ~e, "
@@ -91,7 +146,7 @@ gemm_grouped_op = Op(
     ranks={"k...": "outer"},
     dtypes=partial(_grouped_dtypes, _ROWS_OP),
     reference=_rows_reference,
-    composed=True,
+    cuda=_rows_cuda,
 )
 
 gemm_grouped_wgrad_op = Op(
@@ -101,7 +156,7 @@ gemm_grouped_wgrad_op = Op(
     replicated="r e o",
     dtypes=partial(_grouped_dtypes, _WGRAD_OP),
     reference=_wgrad_reference,
-    composed=True,
+    cuda=_wgrad_cuda,
 )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ def tune_all(on: bool = True) -> None:
     _lib.load().tune_all_gemms(bool(on))
 
 
-def save_tuning(path) -> int:
+def save_tuning(path: str | os.PathLike[str]) -> int:
     """Writes the choices of all GEMMs that were timed or loaded in this process to the file `path`. Returns their
     number.
 
@@ -38,7 +39,7 @@ def save_tuning(path) -> int:
     return len(lines)
 
 
-def load_tuning(path) -> int:
+def load_tuning(path: str | os.PathLike[str]) -> int:
     """Takes the choices in a file of `save_tuning`: their GEMMs run by them, tuned or not, and give the bits they gave
     there.
 

@@ -5,6 +5,8 @@ The rows that pad a group, and those of the tail, may hold anything: they enter 
 kernel leaves the tail of a result as it was.
 """
 
+from math import prod
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,9 +14,9 @@ from jax import lax
 from te_jax._amax import amax
 from te_jax._op import Op
 from te_jax.ops.activation import activation_bwd, activation_fwd, check_same_dtype
-from te_jax.ops.permute import ALIGNMENT
+from te_jax.ops.permute import ALIGNMENT, Groups
 from te_jax.ops.quantize import BLOCK, fp8_type, quantize, quantize_block, rows_reference, saturate, transpose
-from te_jax.ops.source import Source
+from te_jax.ops.source import PerExpert, Source
 
 # -- rows of groups -------------------------------------------------------------------------------------------
 
@@ -22,7 +24,8 @@ from te_jax.ops.source import Source
 def expert_of_tile(offsets: jax.Array, rows: int) -> jax.Array:
     """i32[rows / 128]: the expert of each tile of 128 rows, E behind the last group."""
     starts = jnp.arange(rows // ALIGNMENT, dtype=offsets.dtype) * ALIGNMENT
-    return jnp.searchsorted(offsets[1:], starts, side="right", method="compare_all").astype(jnp.int32)
+    # Not jnp.searchsorted, which fails within `jax.shard_map`.
+    return jnp.sum(offsets[None, 1:] <= starts[:, None], 1, dtype=jnp.int32)
 
 
 def expert_of_row(offsets: jax.Array, counts: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -124,9 +127,14 @@ stack: number of axes in e. lead: number of axes in *m. dtype, power_2, epsilon:
 
 
 def stacked_source(weight: jax.Array) -> Source:
-    """weight [E, K, N], with a scale, or blocks, of its own for each expert; no MXFP8."""
+    """weight [E, K, *N], with a scale, or blocks, of its own for each expert; no MXFP8."""
     ops = {0: (quantize_stacked, dict(stack=1, split=1)), BLOCK: (quantize_stacked_block, dict(stack=1, lead=0))}
-    return Source(ops, (weight,), 1, scales=weight.shape[:1])
+    experts = PerExpert(
+        lambda of_expert: jnp.expand_dims(of_expert, tuple(range(1, weight.ndim))),
+        lambda x: jnp.sum(x, tuple(range(1, x.ndim))),
+        jnp.full(weight.shape[:1], float(max(prod(weight.shape[1:]), 1))),
+    )
+    return Source(ops, (weight,), 1, scales=weight.shape[:1], experts=experts)
 
 
 # -- activations ----------------------------------------------------------------------------------------------
@@ -264,3 +272,30 @@ type: data, data_t, scale_inv and scale_inv_t of dx [R, a, f], and
 
 dbias  f32[E, a, f]: the sum over the rows of each expert of dx in x's type, for the bias gradient
 """
+
+
+def grouped_activation_source(x, groups: Groups, attrs: dict) -> Source:
+    """act(x) [R, f] of x [R, a, f], with a scale of its own for each expert. attrs: of `activation.attributes`."""
+    ops = {0: (activation_grouped_fwd, attrs), BLOCK: (activation_grouped_block_fwd, attrs)}
+    operands = x, groups.offsets, groups.counts, None
+    return Source(ops, operands, 1, "y", groups.counts.shape, experts=_experts_of_rows(groups, x.shape[2:]))
+
+
+def grouped_activation_grad_source(dy, x, groups: Groups, attrs: dict) -> Source:
+    """The gradient [R, a, f] of x from dy [R, f], the gradient of act(x), with a scale of its own for each expert."""
+    ops = {0: (activation_grouped_bwd, attrs), BLOCK: (activation_grouped_block_bwd, attrs)}
+    operands = dy, x, groups.offsets, groups.counts, None
+    return Source(ops, operands, 1, "dx", groups.counts.shape, experts=_experts_of_rows(groups, x.shape[1:]))
+
+
+def _experts_of_rows(groups: Groups, row: tuple[int, ...]) -> PerExpert:
+    """Of elements [R, *row], zeros in the rows that pad a group. The tail is left out."""
+    rows = groups.slots.shape[0]
+    expert, _ = expert_of_row(groups.offsets, groups.counts, rows)
+
+    def total(x):
+        sums = dbias_of_experts(x, groups.offsets, groups.counts)
+        return jnp.sum(sums, tuple(range(1, sums.ndim)))
+
+    spread = lambda of_expert: jnp.expand_dims(jnp.asarray(of_expert)[expert], tuple(range(1, 1 + len(row))))
+    return PerExpert(spread, total, jnp.maximum(groups.counts.astype(jnp.float32) * prod(row), 1.0))

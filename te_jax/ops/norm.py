@@ -207,3 +207,28 @@ def norm_backward(dy, x, mean, rstd, gamma, beta, *, rms, zero_centered, dres=No
 
 
 _norm.defvjp(_norm_fwd, lambda norm, residuals, dy: norm_backward(dy, *residuals, **norm.of_backward))
+
+
+def norm_and_input(x, gamma, beta=None, *, kind="layernorm", zero_centered=False, eps=1e-6, name="te_norm_fwd"):
+    """(`norm`, x itself) for a residual connection: what comes back through x is added in the backward kernel."""
+    x, gamma, beta = as_jax(x, gamma, beta)
+    check_norm(name, x, gamma, beta, kind, eps, zero_centered)
+    return _norm_and_input(*align(x, gamma, beta), Norm.of(kind, zero_centered, eps))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _norm_and_input(x, gamma, beta, norm):
+    return _norm_fwd(x, gamma, beta, norm)[0], x
+
+
+def _and_input_fwd(x, gamma, beta, norm):
+    y, residuals = _norm_fwd(x, gamma, beta, norm)
+    return (y, x), residuals
+
+
+def _and_input_bwd(norm, residuals, cotangents):
+    dy, dres = cotangents
+    return norm_backward(dy, *residuals, dres=dres, **norm.of_backward)
+
+
+_norm_and_input.defvjp(_and_input_fwd, _and_input_bwd)

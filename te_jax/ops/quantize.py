@@ -20,7 +20,7 @@ from te_jax.recipe._base import scale_of_amax
 from te_jax.recipe.mxfp8 import scale_inv_of_amax
 
 BLOCK, MX_BLOCK = 128, 32
-_HOPPER, _BLACKWELL = "9.0", 10  # the compute capability of products with scales of BLOCK; the least major of MX_BLOCK
+HOPPER, _BLACKWELL = "9.0", 10  # the compute capability of products with scales of BLOCK; the least major of MX_BLOCK
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 FLOAT = array_of(*FLOATS, text="an array of float32, bfloat16 or float16")
 FP8_TYPE = Kind(
@@ -101,9 +101,9 @@ split: number of axes in m. dtype: the FP8 type, a jnp.dtype.
 
 def unusable(block: int, capability: str) -> str:
     """Why scales of blocks of this size are of no use on a GPU of this compute capability, "" if they are."""
-    if block == BLOCK and capability != _HOPPER:
+    if block == BLOCK and capability != HOPPER:
         return (
-            f"cuBLASLt multiplies with scales of 128-element blocks on compute capability {_HOPPER} (Hopper) alone, "
+            f"cuBLASLt multiplies with scales of 128-element blocks on compute capability {HOPPER} (Hopper) alone, "
             f"this GPU has {capability}: use recipe.Float8CurrentScaling or recipe.DelayedScaling"
         )
     if block == MX_BLOCK and int(capability.partition(".")[0]) < _BLACKWELL:
@@ -260,9 +260,9 @@ def array_source(x: jax.Array, split: int, square: bool = False) -> Source:
     return Source(ops | {MX_BLOCK: (quantize_mx, blocks)}, (x,), split)
 
 
-def block_of_weight(scale_inv: jax.Array) -> int:
-    """`Granularity.block` of a weight with these inverse scales."""
-    return MX_BLOCK if scale_inv.dtype == jnp.float8_e8m0fnu else BLOCK if scale_inv.ndim else 0
+def block_of_weight(scale_inv: jax.Array, stack: int = 0) -> int:
+    """`Granularity.block` of a weight with these inverse scales. stack: the axes in front of it, as of experts."""
+    return MX_BLOCK if scale_inv.dtype == jnp.float8_e8m0fnu else BLOCK if scale_inv.ndim > stack else 0
 
 
 def transpose_weight(data: jax.Array, scale_inv: jax.Array, split: int) -> tuple[jax.Array, jax.Array]:

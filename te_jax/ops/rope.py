@@ -1,6 +1,7 @@
 """Rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864)."""
 
 import abc
+import math
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -30,7 +31,7 @@ class Scaling(KnownFields, abc.ABC):
 
     factor: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         name = type(self).__name__
         for field in fields(self):
             value = getattr(self, field.name)
@@ -75,7 +76,7 @@ class Llama3Scaling(Scaling):
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
@@ -87,6 +88,43 @@ class Llama3Scaling(Scaling):
         turns = self.original_max_position * inv_freq / (2 * np.pi)
         kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
         return inv_freq * (kept + (1 - kept) / self.factor)
+
+
+@dataclass(frozen=True)
+class YarnScaling(Scaling):
+    """YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071, section 3.2, and the models' published code).
+
+    Pairs up to the one that turns beta_fast times within original_max_position keep their frequency, those from the one
+    that turns beta_slow times on have it divided by factor; between them the share grows with the pair's number. Models
+    trained so have logits scaled by `mscale`**2 too, which `rope` does not do.
+    """
+
+    factor: float = 40.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    original_max_position: int = 4096
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.beta_slow >= self.beta_fast:
+            raise ValueError(
+                f"YarnScaling: beta_fast is {self.beta_fast}, beta_slow {self.beta_slow}; the first must be the larger."
+            )
+
+    @property
+    def mscale(self) -> float:
+        """0.1 ln(factor) + 1, by which queries and keys are to be scaled (section 3.4)."""
+        return 0.1 * math.log(self.factor) + 1
+
+    def scale_frequencies(self, inv_freq):
+        turns, ratio = self.original_max_position * inv_freq[0] / (2 * np.pi), inv_freq[0] / inv_freq[1]
+        pair = lambda times: math.log(turns / times) / math.log(ratio)
+        first, last = (
+            max(math.floor(pair(self.beta_fast)), 0),
+            min(math.ceil(pair(self.beta_slow)), 2 * inv_freq.size - 1),
+        )
+        slowed = np.clip((np.arange(inv_freq.size) - first) / max(last - first, 1e-3), 0, 1)
+        return inv_freq * (1 - slowed + slowed / self.factor)
 
 
 def _inverse_frequencies(windows, rotary_dim: int, scaling: Scaling | None) -> np.ndarray:
@@ -156,7 +194,7 @@ def rope(
     turned:       given, x is [b, s, n, h, d], as a joined projection gives queries, keys and values: the first
                   `turned` of its n slots are turned, the others copied
     rotary_dim:   r, even: the first r channels of a head are turned, the others copied; None is d
-    scaling:      of the frequencies: `LinearScaling`, `NTKScaling` or `Llama3Scaling`; None is as trained
+    scaling:      of the frequencies: `LinearScaling`, `NTKScaling`, `Llama3Scaling` or `YarnScaling`; None: as trained
 
     Returns an array as x, computed in float32: (x1 cos - x2 sin, x2 cos + x1 sin). Differentiable in x.
     Raises ValueError for wrong shapes, windows, widths or method, TypeError for a dtype that is not floating and for a
@@ -223,10 +261,10 @@ def check_rotary(caller: str, d: int, dim, scaling, prefix: str = ""):
         raise ValueError(f"{caller}: {dim_name} is {dim!r}; pass None or an even int of 2 to {d}, a head's width.")
     if scaling is not None and not isinstance(scaling, Scaling):
         raise TypeError(
-            f"{caller}: {scaling_name} is {scaling!r}; pass None, LinearScaling, NTKScaling or Llama3Scaling of "
-            "te_jax.ops.rope."
+            f"{caller}: {scaling_name} is {scaling!r}; pass None, LinearScaling, NTKScaling, Llama3Scaling or "
+            "YarnScaling of te_jax.ops.rope."
         )
-    if isinstance(scaling, NTKScaling) and (dim or d) == 2:
+    if isinstance(scaling, NTKScaling | YarnScaling) and (dim or d) == 2:
         raise ValueError(
             f"{caller}: {scaling_name} is {scaling}, but one pair alone has no base; turn at least 4 channels of a "
             "head, or pass LinearScaling."

@@ -45,7 +45,7 @@ class RouterOptions(KnownFields):
     num_groups: int = 1
     group_topk: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         name = type(self).__name__
         for field, kind in (
             ("topk", integer(1)),

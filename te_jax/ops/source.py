@@ -10,6 +10,14 @@ from te_jax._op import Op
 from te_jax.recipe._granularity import TENSOR, Granularity
 
 
+class PerExpert(NamedTuple):
+    """How numbers of E experts, f32[E], meet the elements of a tensor."""
+
+    spread: Callable[[jax.Array], jax.Array]  # f32[E] -> what the elements, each by its expert's, are multiplied by
+    total: Callable[[jax.Array], jax.Array]  # f32, of all axes of the elements but the last -> its sums, f32[E]
+    size: jax.Array  # f32[E], of elements; at least 1
+
+
 class Source(NamedTuple):
     """A tensor [*m, *n] that is quantized where it is read or computed; on the host what a `Source` of csrc/tile.cuh is
     in a kernel.
@@ -25,6 +33,7 @@ class Source(NamedTuple):
     wide: str | None = None  # the result of the op of one scale that is the tensor itself; None: the operand is
     scales: tuple[int, ...] = ()  # the shape of the scale that the op takes: [E] of the weights of experts
     elements: Callable[[], jax.Array] | None = None  # -> the tensor's elements, where the result has others beside them
+    experts: PerExpert | None = None  # whose the elements are, where `scales` is [E]
 
     def offers(self, granularity: Granularity, names) -> bool:
         """Whether there is an op of this granularity that has the results `names`."""

@@ -56,14 +56,14 @@ class AdamFp8State(NamedTuple):
 
 
 def adamw_fp8(
-    learning_rate,
-    b1=0.9,
-    b2=0.999,
-    eps=1e-8,
-    eps_root=0.0,
+    learning_rate: Any,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
     *,
-    weight_decay=1e-4,
-    mask=None,
+    weight_decay: float = 1e-4,
+    mask: Any = None,
     nesterov: bool = False,
 ) -> optax.GradientTransformation:
     """`optax.adamw` (https://arxiv.org/abs/1711.05101, algorithm 2) whose moments take 3 bytes a parameter, not 8.
@@ -83,7 +83,9 @@ def adamw_fp8(
     )
 
 
-def scale_by_adam_fp8(b1=0.9, b2=0.999, eps=1e-8, eps_root=0.0, *, nesterov=False) -> optax.GradientTransformation:
+def scale_by_adam_fp8(
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, eps_root: float = 0.0, *, nesterov: bool = False
+) -> optax.GradientTransformation:
     """`optax.scale_by_adam` with an `AdamFp8State`.
 
     Parameters may have any floating dtype of 16 bits or more; updates have the dtype of the gradients. A block is 128
@@ -230,7 +232,7 @@ def _check_mask(mask):
     return mask
 
 
-def state_sharding(leaf, sharding: Sharding) -> Sharding:
+def state_sharding(leaf: Any, sharding: Sharding) -> Sharding:
     """The sharding of a leaf of the optimizer's state, for a parameter with `sharding`.
 
     leaf: An array or its type. It is sharded as its parameter; but scales whose number the devices along the last axis

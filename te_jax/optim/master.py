@@ -122,7 +122,7 @@ def _check_kernel_gradients(params, grads):
     jax.tree_util.tree_map_with_path(one, params, grads, is_leaf=is_kernel)
 
 
-def apply_updates(params, updates):
+def apply_updates(params: Any, updates: Any) -> Any:
     """`optax.apply_updates` for the updates of `master_weights`, which replace QuantizedKernels.
 
     Raises TypeError for a QuantizedKernel whose update is not of `master_weights`, and for such an update of an array.
@@ -157,7 +157,7 @@ def check_masters(what: str, params, opt_state):
         raise ValueError(f"{what}: params holds kernels in FP8, but tx has no masters of them; {USE_MASTERS}.")
 
 
-def beside(params, arrays):
+def beside(params: Any, arrays: Any) -> Any:
     """`params` with each QuantizedKernel beside its array, from which `init` of `master_weights` makes the master.
 
     arrays: The tree that `te_jax.flax.fp8_params` quantized, of any floating dtypes, in boxes or not.

@@ -44,7 +44,7 @@ class Float8BlockScaling(Recipe):
     reduce_amax: ClassVar[bool] = True  # no block is on two devices
     split_accumulator: ClassVar[tuple[bool, bool, bool]] = (True, True, True)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check_shared()
         self._need_bool("use_f32_scales")
         self._check_epsilon()

@@ -44,7 +44,7 @@ class Float8CurrentScaling(Recipe):
 
     needs_amax: ClassVar[bool] = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check_shared()
         self._need_bool("power_2_scale")
         self._check_epsilon()

@@ -61,7 +61,7 @@ class DelayedScaling(Recipe):
 
     has_state: ClassVar[bool] = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         set_ = object.__setattr__
         self._check_shared()
         set_(self, "interval", 1 if self.interval == -1 else self.interval)
@@ -96,7 +96,9 @@ class DelayedScaling(Recipe):
         """Whether a scale is never larger than its history allows; else it may rightly be older than that."""
         return self.interval == 1 and self.amax_compute_algo == "max" and self.scaling_factor_compute_algo is None
 
-    def new_state(self, scale: jax.Array, history: jax.Array, amax: jax.Array, fp8_max: float):
+    def new_state(
+        self, scale: jax.Array, history: jax.Array, amax: jax.Array, fp8_max: float
+    ) -> tuple[jax.Array, jax.Array]:
         """One step of the law.
 
         scale:   f32[1]
@@ -129,7 +131,7 @@ class DelayedScaling(Recipe):
             new = jnp.asarray(self.scaling_factor_compute_algo(amax, scale, fp8_max, self), jnp.float32)
         return bound_scale(new, amax, scale)
 
-    def adopt_state(self, scale: jax.Array, history: jax.Array, fp8_max: float):
+    def adopt_state(self, scale: jax.Array, history: jax.Array, fp8_max: float) -> tuple[jax.Array, jax.Array]:
         """This recipe's state from the scale f32[..., 1] and history f32[..., n] that another recipe left.
 
         Returns the scale that the newest amaxes set, and their history.
@@ -141,7 +143,9 @@ class DelayedScaling(Recipe):
         new = amaxes[..., amaxes.shape[-1] - length :].at[..., :1].set(0)
         return jnp.vectorize(follow, signature="(l),(),(i)->(i)")(before, amaxes[..., -1], scale), new
 
-    def mend_states(self, scales: jax.Array, histories: jax.Array, bwd: jax.Array, in_force: bool = True):
+    def mend_states(
+        self, scales: jax.Array, histories: jax.Array, bwd: jax.Array, in_force: bool = True
+    ) -> tuple[jax.Array, jax.Array]:
         """Repairs states of n tensors, scales f32[n] and histories f32[n, L], that no step could have left behind.
 
         bwd:      bool[n], which are gradients.

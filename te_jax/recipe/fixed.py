@@ -43,7 +43,7 @@ class FixedScaling(Recipe):
 
     reduce_amax: ClassVar[bool] = True  # there is none
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check_shared()
         for field in ("x_scale", "kernel_scale", "grad_scale"):
             self._need_number(field, 2.0**-126, 2.0**126, "pass a number from 2**-126 to 2**126")  # so is its inverse

@@ -50,7 +50,7 @@ class MXFP8BlockScaling(Recipe):
     reduce_amax: ClassVar[bool] = True  # no block is on two devices
     split_accumulator: ClassVar[tuple[bool, bool, bool]] = (True, True, True)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check_shared()
         self._check_no_attention()
 

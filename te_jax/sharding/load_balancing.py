@@ -1,12 +1,14 @@
 """The order of a sequence that balances causal attention over the devices of context parallelism."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from te_jax._check import ARRAY, Kind, check, integer
 
 
-def reorder_causal_load_balancing(x, cp_size: int, axis: int = 1):
+def reorder_causal_load_balancing(x: ArrayLike, cp_size: int, axis: int = 1) -> jax.Array:
     """x with its `axis` (the sequence) in the order that balances causal attention over cp_size devices.
 
     The sequence is cut into 2 cp_size chunks, and device r gets the chunks r and 2 cp_size - 1 - r: one that sees few
@@ -26,7 +28,7 @@ def reorder_causal_load_balancing(x, cp_size: int, axis: int = 1):
     return xp.stack([first, xp.flip(second, axis)], axis + 1).reshape(x.shape)
 
 
-def inverse_reorder_causal_load_balancing(x, cp_size: int, axis: int = 1):
+def inverse_reorder_causal_load_balancing(x: ArrayLike, cp_size: int, axis: int = 1) -> jax.Array:
     """x with its `axis` in the order of the sequence again: the inverse of `reorder_causal_load_balancing`."""
     chunks, axis = _chunks("inverse_reorder_causal_load_balancing", x, cp_size, axis)
     if cp_size == 1:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -63,7 +64,7 @@ def logical_axis_map(resource: MeshResource) -> dict[str, str | tuple[str, ...] 
     }
 
 
-def extend_logical_axis_rules(rules: Sequence[tuple]) -> Sequence[tuple]:
+def extend_logical_axis_rules(rules: Sequence[tuple[Any, ...]]) -> Sequence[tuple[Any, ...]]:
     """`rules`, followed by one rule for each logical axis of te_jax, by the MeshResource in force.
 
     rules: Pairs (logical name, mesh axis | tuple of mesh axes | None), as `flax.linen.logical_axis_rules` takes them.

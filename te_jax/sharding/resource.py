@@ -35,7 +35,7 @@ class MeshResource(KnownFields):
     cp_resource: str | None = None
     ep_resource: str | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             check("MeshResource", field.name, value, _AXIS)

@@ -51,16 +51,20 @@ LAUNCHED = ("gemm_empty.cu",)
 HANDLERS = (
     *(f"{name}.cu" for name in SOURCES),
     *("norm_fwd.cu", "norm_fwd_t.cu", "norm_bwd.cu", "norm_block.cu", "gemm_empty.cu", "gemm.cc"),
-    *("attention.cc", "attention_fp8.cc"),
+    *("gemm_grouped.cc", "attention.cc", "attention_fp8.cc"),
 )
+# The C interface, whose launchers are those of the sources beside it.
+C_API = ("c_api.cc", "c_api_call.cc", "dl.cc", "finish.cu")
 _LAUNCHED = '::te::Status{::te::Status::kUnimplemented, "launched"}'
 _NO_GPU = f"""
 #include "gemm.h"
+#include "gemm_grouped.h"
 namespace te {{
 Status FindGemm(cudaStream_t, const GemmKey&, GemmChoice*) {{ return {_LAUNCHED}; }}
 Status Matmul(cudaStream_t, cublasLtHandle_t, const GemmKey&, const Algo&, const GemmOperands&) {{
   return {_LAUNCHED};
 }}
+Status grouped::Run(cudaStream_t, const Problem&) {{ return {_LAUNCHED}; }}
 }}  // namespace te
 extern "C" cudaError_t cudaGetDevice(int*) {{ return cudaErrorNoDevice; }}
 extern "C" cudaError_t cudaDeviceGetAttribute(int*, cudaDeviceAttr, int) {{ return cudaErrorNoDevice; }}
@@ -105,6 +109,15 @@ def _of_launchers_in(sources: str, handlers: str) -> str:
                   flags=re.MULTILINE | re.DOTALL)  # fmt: skip
 
 
+def _absent_launchers(sources: str) -> str:
+    """Those that the sources lack, as functions that say so: the C interface names all."""
+    text = (ROOT / "csrc/ops.h").read_text()
+    declared = re.findall(r"^Status (Launch\w+)(\(.*?\));$", text, re.MULTILINE | re.DOTALL)
+    absent = [name + of for name, of in declared if not re.search(rf"^Status {name}\(", sources, re.MULTILINE)]
+    bodies = "\n".join(f"Status {each} {{ return {_LAUNCHED}; }}" for each in absent)
+    return f'#include "ops.h"\nnamespace te {{\n{bodies}\n}}\n'
+
+
 def cuda_include() -> str:
     """The folder of the CUDA headers; "" where they, or g++, are missing."""
     found = subprocess.run([sys.executable, ROOT / "cmake/locate.py"], capture_output=True, text=True).stdout
@@ -114,27 +127,29 @@ def cuda_include() -> str:
 
 def build(folder: Path, cuda_include: str) -> Path:
     """Compiles the kernels into `folder` -> the library. Raises RuntimeError with the compiler's words."""
-    return _compile(folder, cuda_include, [f"{name}.cu" for name in SOURCES], {"tail": _TAIL + _SHARED_MEMORY}, "-O1")
+    sources = [*(f"{name}.cu" for name in SOURCES), *C_API]
+    return _compile(folder, cuda_include, sources, {"tail": _TAIL + _SHARED_MEMORY}, "-O1")
 
 
 def build_handlers(folder: Path, cuda_include: str) -> Path:
     """The same of all handlers, without kernels: a call that a handler does not refuse ends as UNIMPLEMENTED, or as
     INTERNAL for want of a device."""
     parts = {"tail": _TAIL + _NO_GPU, "no_cudnn": _NO_CUDNN}
-    return _compile(folder, cuda_include, HANDLERS, parts, "-O0", "-fpermissive", launches=False)
+    return _compile(folder, cuda_include, (*HANDLERS, *C_API), parts, "-O0", "-fpermissive", launches=False)
 
 
 def _compile(folder: Path, cuda_include: str, sources, parts: dict, *flags: str, launches: bool = True) -> Path:
     here = Path(__file__).parent
-    for path in ROOT.glob("csrc/*.*"):
+    (folder / "include").mkdir()
+    for path in (*ROOT.glob("csrc/*.*"), *ROOT.glob("csrc/include/*.*")):
         if path.suffix in (".h", ".cuh"):
-            (folder / path.name).write_text(as_cpp(path.read_text(), launches))
+            (folder / path.relative_to(ROOT / "csrc")).write_text(as_cpp(path.read_text(), launches))
     for path in here.glob("*.*h"):
         (folder / path.name).write_text(path.read_text())
     run = lambda name: launches or name in LAUNCHED
     units = {Path(name).stem: as_cpp((ROOT / "csrc" / name).read_text(), run(name)) for name in sources}
-    handlers = (ROOT / "csrc/handlers.cc").read_text()
-    units |= parts | {"handlers": _of_launchers_in("\n".join(units.values()), handlers)}
+    text, handlers = "\n".join(units.values()), (ROOT / "csrc/handlers.cc").read_text()
+    units |= parts | {"handlers": _of_launchers_in(text, handlers), "absent": _absent_launchers(text)}
     for name, part in units.items():
         (folder / f"{name}.cc").write_text('#include "head.h"\n' + part)
     stream = "namespace te { static const cudaStream_t stream = nullptr; }\n"

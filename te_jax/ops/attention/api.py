@@ -1,6 +1,6 @@
 """Scaled dot-product attention: cuDNN (FlashAttention, https://arxiv.org/abs/2205.14135) or plain JAX."""
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ _LONG = 4096  # beyond its square the s x t logits in memory deserve a warning
 
 
 @takes_options()
-def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Unpack[AttentionKeywords]):
+def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Unpack[AttentionKeywords]) -> Any:
     """softmax(scale * q k^T + bias, masked) v per head, with logits, softmax and sums in f32.
 
     q [b..., s, h, d], k [b..., t, g, d], v [b..., t, g, e] of one floating dtype. Query head i reads key head
@@ -46,6 +46,8 @@ def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: U
                     exp(softmax_offset).
     softmax_offset: [h] or [1, h, 1, 1], compared with the scaled logits; differentiable.
     scale:          float; None is 1 / sqrt(d).
+    logit_softcap:  c > 0: scaled logits x become c * tanh(x / c) before a post-scale bias and what hides keys
+                    (Gemma 2, https://arxiv.org/abs/2408.00118, section 2). In plain JAX alone.
     dropout_rate:   in [0, 1), on the probabilities, from the key `dropout_rng` (typed or raw). One key, one mask, as
                     long as implementation, device, shapes and sharding stay; shards never share one, save along an axis
                     of `vmap` over which the key is not mapped: split the key. Inside `shard_map` with check_vma=False
@@ -74,7 +76,9 @@ def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: U
 
 
 @takes_options()
-def dot_product_attention_packed(qkv: jax.Array, *, interleaved: bool = False, **options: Unpack[AttentionKeywords]):
+def dot_product_attention_packed(
+    qkv: jax.Array, *, interleaved: bool = False, **options: Unpack[AttentionKeywords]
+) -> Any:
     """`dot_product_attention` of q, k, v in qkv [b..., s, 3, h, d], or interleaved [b..., s, h, 3, d].
 
     It takes the keywords of `dot_product_attention`. cuDNN reads q, k, v and writes their gradients in place, without
@@ -86,7 +90,7 @@ def dot_product_attention_packed(qkv: jax.Array, *, interleaved: bool = False, *
 @takes_options()
 def dot_product_attention_kv_packed(
     q: jax.Array, kv: jax.Array, *, interleaved: bool = False, **options: Unpack[AttentionKeywords]
-):
+) -> Any:
     """`dot_product_attention_packed` of q [b..., s, h, d] and k, v in kv [b..., t, 2, g, d], or interleaved
     [b..., t, g, 2, d]."""
     return _attend_joined(dot_product_attention_kv_packed, "kv", (q, kv), interleaved, options)
@@ -164,6 +168,6 @@ def _attend_xla(q, k, v, options: AttentionOptions):
     q, k, v, bias, hidden, factor, offset = align(q, k, v, *arrays)
     out, lse, max_logit = attend(
         q, k, v, bias=bias, hidden=hidden, factor=factor, offset=offset, scale=options.scale,
-        pre_scale=options.pre_scale,
+        pre_scale=options.pre_scale, softcap=options.logit_softcap,
     )  # fmt: skip
     return named(restore(restore_rows(out)), ATTENTION, options.context_checkpoint_name), lse, max_logit

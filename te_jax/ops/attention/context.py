@@ -20,6 +20,7 @@ def context_refuses(q, k, v, options: AttentionOptions) -> str:
         ("mask", options.mask.array),
         ("alibi_slopes", options.alibi_slopes),
         ("dropout_rate", options.dropout_rate or None),
+        ("logit_softcap", options.logit_softcap),
         ("return_max_logit", options.return_max_logit or None),
         ("implementation", options.implementation),
     ):

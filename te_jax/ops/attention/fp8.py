@@ -168,6 +168,7 @@ def fp8_refuses(q, k, v, options: AttentionOptions) -> str:
         (options.softmax_type != "vanilla", f"softmax_type is {options.softmax_type!r}"),
         (options.return_max_logit or options.return_lse, "return_max_logit or return_lse is set"),
         (options.scale <= 0, f"scale is {options.scale}"),
+        (options.logit_softcap, f"logit_softcap is {options.logit_softcap}"),
         (options.deterministic, "deterministic is set"),
         (options.implementation is not None, f"implementation is {options.implementation!r}"),
         (not served, f"{mask.label} on {s} queries and {t} keys is neither full nor causal from the top left"),

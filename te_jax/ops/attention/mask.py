@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -117,12 +117,12 @@ class SequenceDescriptor:
     segment_pos: tuple[jax.Array, jax.Array] | None = None  # i32[b, s], i32[b, t], position in the segment
 
     @classmethod
-    def from_seqlens(cls, seqlens) -> "SequenceDescriptor":
+    def from_seqlens(cls, seqlens: Any) -> "SequenceDescriptor":
         """One segment per row, then padding. seqlens: i32[b], or a pair of them (queries, keys)."""
         return cls(seqlens=_pair("seqlens", seqlens))
 
     @classmethod
-    def from_seqlens_and_offsets(cls, seqlens, seq_offsets) -> "SequenceDescriptor":
+    def from_seqlens_and_offsets(cls, seqlens: Any, seq_offsets: Any) -> "SequenceDescriptor":
         """Segment j of a row is tokens offsets[j] .. offsets[j] + seqlens[j] - 1.
 
         seqlens: i32[b, n], seq_offsets: i32[b, n + 1] (i32[b, n] will do), or pairs of them; -1 where unused.
@@ -137,7 +137,7 @@ class SequenceDescriptor:
         return cls(seqlens=lens, seq_offsets=offsets)
 
     @classmethod
-    def from_segment_ids_and_pos(cls, segment_ids, segment_pos=None) -> "SequenceDescriptor":
+    def from_segment_ids_and_pos(cls, segment_ids: Any, segment_pos: Any = None) -> "SequenceDescriptor":
         """segment_ids: i32[b, s], from 1, 0 is padding, or a pair of them.
 
         segment_pos: the same shapes; None counts from the start of each run of equal ids.
@@ -184,7 +184,7 @@ class SequenceDescriptor:
         ]
         return jnp.stack(columns, -1).astype(jnp.int32)
 
-    def tokens(self, s: int, t: int):
+    def tokens(self, s: int, t: int) -> Any:
         """-> ((ids, pos) of the queries, (ids, pos) of the keys), i32[b, s] and i32[b, t]."""
         return tuple(self._tokens(side, size) for side, size in enumerate((s, t)))
 
@@ -204,7 +204,7 @@ class SequenceDescriptor:
         pick = lambda values: jnp.max(jnp.where(inside, values, 0), axis=-2, initial=0)
         return pick(number), pick(index - starts)
 
-    def check(self, op: str, batch: tuple[int, ...], s: int, t: int):
+    def check(self, op: str, batch: tuple[int, ...], s: int, t: int) -> None:
         """ValueError unless the arrays fit `s` queries and `t` keys in rows of shape `batch`."""
         arrays = self.seqlens if self.segment_ids is None else self.segment_ids
         for name, array, size in zip(("queries", "keys"), arrays, (s, t)):

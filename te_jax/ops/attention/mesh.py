@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -114,13 +114,13 @@ class Cut(NamedTuple):
     def _type(self, name: str):
         return dict(zip(self.mesh.axis_names, self.mesh.axis_types))[name]
 
-    def whole(self, *arrays) -> tuple:
+    def whole(self, *arrays: Any) -> tuple[Any, ...]:
         """The types of q, k, v [b..., tokens, heads, d] with the tokens of all devices."""
         by = self.cp if self.is_inside else 1
         shape = lambda x: (*x.shape[:-3], by * x.shape[-3], *x.shape[-2:])
         return tuple(jax.ShapeDtypeStruct(shape(x), x.dtype) for x in arrays)
 
-    def refuses(self, q, k) -> str:
+    def refuses(self, q: Any, k: Any) -> str:
         """Why the mesh axes do not shard q and k as they are named; "" if they do."""
         lead, heads = self._sharded(q)
         for where, names in (("batch", sum(lead, ())), ("head", heads)):
@@ -157,7 +157,7 @@ class Cut(NamedTuple):
             lead[0] += more(self.batch)
         return lead, heads + more(self.heads)
 
-    def run(self, function: Callable, q, k, v, sink, rows):
+    def run(self, function: Callable[..., Any], q: Any, k: Any, v: Any, sink: Any, rows: Any) -> Any:
         """function(q, k, v, sink, rows) -> out, lse on every device, by `shard_map` over `axis`, the axes that are
         named, and Explicit ones: the kernels then see what is on one device.
 

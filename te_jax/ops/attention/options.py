@@ -4,10 +4,11 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from te_jax._check import (
     ARRAY,
@@ -48,6 +49,7 @@ _SCALE = Kind(
     "None or a finite Python number (scale q for one that is traced)",
     lambda scale: number().accepts(scale),
 )
+SOFTCAP = NONE | number(above=0)
 _IMPLEMENTATION = NONE | one_of("cudnn", "xla")
 
 
@@ -62,6 +64,7 @@ class AttentionKeywords(TypedDict, total=False):
     softmax_type: Annotated[str, "vanilla"]
     softmax_offset: Annotated[jax.Array | None, None]
     scale: Annotated[float | None, None]
+    logit_softcap: Annotated[float | None, None]
     window_size: Annotated[tuple[int, int] | None, None]
     dropout_rate: Annotated[float, 0.0]
     dropout_rng: Annotated[jax.Array | None, None]
@@ -106,6 +109,7 @@ class AttentionOptions:
     softmax_type: str = "vanilla"
     softmax_offset: jax.Array | None = None
     scale: float
+    logit_softcap: float | None = None
     dropout_rate: float = 0.0
     dropout_rng: jax.Array | None = None
     deterministic: bool = False
@@ -118,7 +122,7 @@ class AttentionOptions:
     cut: Cut | None = None  # the mesh axis that cuts the sequence
     name: str = "dot_product_attention"  # what errors call the caller
 
-    def replace(self, **changes) -> "AttentionOptions":
+    def replace(self, **changes: Any) -> "AttentionOptions":
         """These options with `changes`."""
         return replace(self, **changes)
 
@@ -147,7 +151,7 @@ class AttentionOptions:
         alibi = alibi if alibi.ndim == 4 else alibi[None]
         return alibi if self.bias is None else self.bias + alibi
 
-    def offset(self, q) -> jax.Array | None:
+    def offset(self, q: ArrayLike) -> jax.Array | None:
         """The logit that joins the softmax, [h, 1, 1] or [1, 1, 1]; None if nothing does."""
         wide = jnp.promote_types(q.dtype, jnp.float32)
         if self.softmax_type == "learnable":
@@ -192,6 +196,7 @@ def check_options(
         check(op, name, given[name], BOOL)
         checked[name] = bool(given[name])
     check(op, "context_checkpoint_name", given["context_checkpoint_name"], NONE | STRING)
+    check(op, "logit_softcap", given["logit_softcap"], SOFTCAP)
     check(op, "implementation", given["implementation"], _IMPLEMENTATION)
     if given["alibi_slopes"] is not None:
         _check_alibi(op, given["alibi_slopes"], len(batch), h, bias_type, given["sequence_descriptor"])

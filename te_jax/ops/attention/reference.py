@@ -92,7 +92,7 @@ def _dropped(words, rate, s, t):
     return drawn.reshape(*words.shape[:-1], s, t) / jnp.float32(1 - rate)
 
 
-def attend(q, k, v, *, bias=None, hidden=None, factor=None, offset=None, scale, pre_scale=False):
+def attend(q, k, v, *, bias=None, hidden=None, factor=None, offset=None, scale, pre_scale=False, softcap=None):
     """softmax(scale * q k^T + bias) v per head, in plain JAX: what the attention ops mean, and what users get off CUDA.
 
     q [b..., s, h, d], k [b..., t, g, d], v [b..., t, g, e]. Logits, softmax and sums are in f32 (f64 for f64); the
@@ -103,12 +103,13 @@ def attend(q, k, v, *, bias=None, hidden=None, factor=None, offset=None, scale, 
     factor:    what dropout multiplies the probabilities by, broadcastable to [b..., h, s, t]; None without dropout.
     offset:    [h, 1, 1], a logit of each head that joins the sum of exponentials; None if nothing does.
     pre_scale: the bias is added before the scale is applied.
+    softcap:   c: scaled logits x become c * tanh(x / c), before a bias that is not pre_scale; None: they stay.
 
     Returns out [b..., s, h, e] of q's dtype, lse [b..., h, s], the logarithm of each query's sum of exponentials, -inf
     if the query sees no key, and max_logit [h], the largest logit of each head. A query that sees no key has out 0.
     Differentiable in q, k, v, bias and offset; lse and max_logit are not.
     """
-    logits = _logits(q, k, bias, hidden, scale=scale, pre_scale=pre_scale)
+    logits = _logits(q, k, bias, hidden, scale=scale, pre_scale=pre_scale, softcap=softcap)
     top = jnp.max(logits, -1, keepdims=True, initial=-jnp.inf)
     others = tuple(axis for axis in range(logits.ndim) if axis != logits.ndim - 3)
     max_logit = jnp.max(top, others, initial=-jnp.inf)
@@ -129,15 +130,16 @@ def attend(q, k, v, *, bias=None, hidden=None, factor=None, offset=None, scale, 
     return mix(probs.astype(v.dtype), v).astype(q.dtype), *map(lax.stop_gradient, (lse, max_logit))
 
 
-def _logits(q, k, bias, hidden, *, scale, pre_scale=False):
+def _logits(q, k, bias, hidden, *, scale, pre_scale=False, softcap=None):
     """f32[b..., h, s, t]; -inf where a key is hidden. The arguments are as in `attend`."""
     logits = scores(q, k)
     bias = None if bias is None else as_rank(bias.astype(logits.dtype), logits.ndim)
+    cap = (lambda x: x) if softcap is None else lambda x: softcap * jnp.tanh(x / softcap)
     if bias is None:
-        logits = scale * logits
+        logits = cap(scale * logits)
     else:
-        logits = scale * (logits + bias) if pre_scale else scale * logits + bias
-        logits = jnp.where(logits < HIDES, -jnp.inf, logits)
+        total = scale * (logits + bias) if pre_scale else cap(scale * logits) + bias
+        logits = jnp.where(total < HIDES, -jnp.inf, cap(total) if pre_scale else total)
     return logits if hidden is None else jnp.where(hidden, -jnp.inf, logits)
 
 

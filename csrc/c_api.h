@@ -1,0 +1,90 @@
+// A call of the C interface: its arrays become those of a launcher, which checks them; here is checked what a
+// launcher takes for granted.
+#pragma once
+
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "finish.h"
+#include "include/te_jax.h"
+
+namespace te::c_api {
+
+enum class Ask { kBytes, kPlan, kRun };  // how much workspace; the plan alone; the call
+
+constexpr int64_t kAlignment = 16, kMatrixAlignment = 128, kWorkspaceAlignment = 256;  // bytes
+
+class Call {
+ public:
+  Call(const char* op, Ask ask, cudaStream_t stream, void* workspace, int64_t workspace_bytes)
+      : op_(op),
+        ask_(ask),
+        stream_(stream),
+        workspace_(static_cast<char*>(workspace)),
+        workspace_bytes_(workspace_bytes) {}
+
+  // The caller's array. Of a bad one the call fails, with the first that was met.
+  Tensor Array(const char* name, const te_jax_array& a, Need need, int64_t alignment = kAlignment);
+
+  // Partial results in the workspace, which are finished after the launch into the caller's array, of this
+  // type and these axes; none where that is absent.
+  Tensor Partial(const char* name, const te_jax_array& a, Reduce reduce, const Axes& parts, Type type,
+                 const Axes& axes);
+
+  // Bytes of the workspace for the launcher itself.
+  Tensor Workspace(int64_t bytes) { return Reserve(U8, {bytes}); }
+
+  // An error unless it is a finite number, `least` or more, or above it.
+  void Expect(const char* name, double value, double least, bool above = false);
+
+  template <typename... P, typename... Given>
+  Status Launch(Status (*launch)(cudaStream_t, P...), const Given&... given) {
+    TE_TRY(Ready());
+    if (ask_ == Ask::kBytes) return {};
+    TE_TRY(launch(stream_, As<P>(given)...));
+    return Finish();
+  }
+  template <typename... P, typename... Given>
+  Status Launch(Status (*launch)(Stage, cudaStream_t, P...), const Given&... given) {
+    TE_TRY(Ready());
+    if (ask_ == Ask::kBytes) return {};
+    return launch(ask_ == Ask::kPlan ? Stage::kInitialize : Stage::kExecute, stream_, As<P>(given)...);
+  }
+
+  int64_t bytes() const { return bytes_; }  // of workspace that the call needs
+
+ private:
+  struct Ending {
+    Reduce reduce;
+    Tensor parts, result;
+  };
+
+  template <typename P, typename Given>
+  static P As(const Given& given) {
+    if constexpr (std::is_base_of_v<Tensor, P>)
+      return P{given};
+    else
+      return static_cast<P>(given);
+  }
+
+  Status Check(const char* name, const te_jax_array& a, int64_t alignment) const;
+  Tensor Reserve(Type type, const Axes& axes);
+  Status Ready() const;
+  Status Finish() const;
+  void Fail(Status status) {
+    if (!status_.failure()) status_ = std::move(status);
+  }
+
+  const char* op_;
+  Ask ask_;
+  cudaStream_t stream_;
+  char* workspace_;
+  int64_t workspace_bytes_, bytes_ = 0;
+  Status status_;
+  std::vector<Ending> endings_;
+  std::deque<std::vector<int64_t>> sizes_;  // of the arrays in the workspace
+};
+
+}  // namespace te::c_api

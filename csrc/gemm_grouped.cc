@@ -1,0 +1,125 @@
+// te_gemm_grouped: out[r, n] = lhs[r, k] @ rhs[expert of r, n, k]^T, times inverse scales, plus bias.
+// te_gemm_grouped_wgrad: out[e, n, k] = the sum over the rows r of expert e of lhs[n, r] rhs[k, r], plus c.
+#include "gemm_grouped.h"
+
+#include "ops.h"
+
+namespace te {
+namespace {
+
+using grouped::Problem, grouped::Sums;
+
+constexpr int64_t kMost = (int64_t{1} << 31) - 1;  // what the kernel counts in ints
+
+// The arrays of both ops but the scales of blocks.
+struct Call {
+  const char* op;
+  Tensor lhs, rhs, offsets, counts, lhs_scale_inv, rhs_scale_inv, bias, c, out;
+  bool in_blocks;
+};
+
+// One for all experts, or one for each.
+Axes ScaleAxes(const Tensor& scale, int64_t experts) {
+  return {scale.rank == 1 && scale.sizes[0] == 1 ? 1 : experts};
+}
+
+// Checks the arrays of a call whose factors are of these axes, and whose out of those -> the problem.
+Status MakeProblem(const Call& call, const Axes& rhs, const Axes& out, bool fast_accum, Problem* problem) {
+  const Type left = call.lhs.type, result = call.out.type;
+  const bool fp8 = kFp8.Have(left);
+  const int64_t experts = Axes(call.counts)[0];
+  TE_CHECK(experts >= 1 && experts <= kMostExperts, "%s: counts is %s; pass 1 to %d experts.", call.op,
+           call.counts.shape().c_str(), kMostExperts);
+  const Types rhs_types = !fp8 ? Types(left) : left == F8E5M2 ? Types(F8E4M3FN) : kFp8;
+  const Need scale = !fp8 || call.in_blocks ? kAbsent : kRequired;
+  TE_TRY(Expect(call.op,
+                {{"lhs", call.lhs, kHalves | kFp8, Axes(call.lhs)},
+                 {"rhs", call.rhs, rhs_types, rhs},
+                 {"offsets", call.offsets, S32, {experts + 1}},
+                 {"counts", call.counts, S32, {experts}},
+                 {"lhs_scale_inv", call.lhs_scale_inv, F32, ScaleAxes(call.lhs_scale_inv, experts), scale},
+                 {"rhs_scale_inv", call.rhs_scale_inv, F32, ScaleAxes(call.rhs_scale_inv, experts), scale},
+                 {"bias", call.bias, result, {experts, out.last()}, kOptional},
+                 {"c", call.c, result, out, kOptional},
+                 {"out", call.out, kFloats, out}}));
+  problem->experts = int(experts), problem->lhs = left, problem->rhs = call.rhs.type,
+  problem->result = result;
+  problem->sums = fp8 && !fast_accum ? Sums::kSplit : Sums::kFast;
+  problem->left = call.lhs.data, problem->right = call.rhs.data, problem->out = call.out.data;
+  problem->offsets = Data<int>(call.offsets), problem->counts = Data<int>(call.counts);
+  problem->left_inv = Data<float>(call.lhs_scale_inv), problem->right_inv = Data<float>(call.rhs_scale_inv);
+  problem->left_each = call.lhs_scale_inv.count() > 1, problem->right_each = call.rhs_scale_inv.count() > 1;
+  problem->bias = Data<void>(call.bias), problem->c = Data<void>(call.c);
+  return {};
+}
+
+// rows x columns: of the result; k: what is contracted.
+Status Run(cudaStream_t stream, const Call& call, int64_t rows, int64_t columns, int64_t k,
+           std::initializer_list<Tensor> blocks, Problem* problem) {
+  const int64_t buffer = problem->wgrad ? k : rows;
+  TE_CHECK(buffer % 128 == 0, "%s: lhs is %s; pass a buffer of a multiple of 128 rows.", call.op,
+           call.lhs.shape().c_str());
+  TE_CHECK(columns % 8 == 0 && k * Width(call.lhs.type) % 16 == 0,
+           "%s: lhs is %s%s, rhs %s; pass contracted axes of a multiple of 16 bytes, and 8 columns or a "
+           "multiple of them.",
+           call.op, Name(call.lhs.type).c_str(), call.lhs.shape().c_str(), call.rhs.shape().c_str());
+  const int64_t tiles = CeilDiv(rows, 128) * CeilDiv(columns, 256) * (problem->wgrad ? problem->experts : 1);
+  TE_CHECK(rows <= kMost && columns <= kMost && k <= kMost && tiles <= kMost,
+           "%s: lhs is %s, rhs %s; pass less than 2^31 rows, columns and tiles.", call.op,
+           call.lhs.shape().c_str(), call.rhs.shape().c_str());
+  for (const Tensor& a : blocks)
+    TE_CHECK(a.count() <= kMost && Aligned(Data<float>(a)),
+             "%s: scales are f32%s; pass less than 2^31, aligned to 16 bytes", call.op, a.shape().c_str());
+  for (const Tensor& a : {call.lhs, call.rhs, call.bias, call.c, call.out})
+    TE_CHECK(Aligned(Data<void>(a)), "%s: arrays must be aligned to 16 bytes", call.op);
+  problem->rows = int(rows), problem->columns = int(columns), problem->k = int(k);
+  if (!Present(call.out)) return {};
+  TE_CHECK(k > 0, "%s: lhs is %s; pass an axis to contract.", call.op, call.lhs.shape().c_str());
+  return grouped::Run(stream, *problem);
+}
+
+}  // namespace
+
+Status LaunchGemmGrouped(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts, Arg lhs_scale_inv,
+                         Arg rhs_scale_inv, Arg lhs_row_inv, Arg rhs_block_inv, Arg bias, Ret out,
+                         int64_t outer, bool fast_accum) {
+  const char* op = "te_gemm_grouped";
+  TE_TRY(ExpectRank(op, "lhs", lhs, 2, true));
+  TE_TRY(ExpectRank(op, "rhs", rhs, 3, true));
+  TE_CHECK(outer == 0, "%s: outer is %ld; pass 0: one axis is contracted.", op, long(outer));
+  const int64_t rows = lhs.sizes[0], k = lhs.sizes[1], columns = rhs.sizes[1], experts = Axes(counts)[0];
+  const bool in_blocks = Present(lhs_row_inv) || Present(rhs_block_inv);
+  const Call call{op, lhs, rhs, offsets, counts, lhs_scale_inv, rhs_scale_inv, bias, kNone, out, in_blocks};
+  Problem problem{};
+  TE_TRY(MakeProblem(call, {experts, columns, k}, {rows, columns}, fast_accum, &problem));
+  const Need blocks = !in_blocks || !kFp8.Have(lhs.type) ? kAbsent : kRequired;
+  const int64_t along = CeilDiv(k, 128);
+  TE_TRY(
+      Expect(op, {{"lhs_row_inv", lhs_row_inv, F32, {along, rows}, blocks},
+                  {"rhs_block_inv", rhs_block_inv, F32, {experts, CeilDiv(columns, 128), along}, blocks}}));
+  if (in_blocks) problem.sums = Sums::kSquares;
+  problem.left_blocks = Data<float>(lhs_row_inv), problem.right_blocks = Data<float>(rhs_block_inv);
+  return Run(stream, call, rows, columns, k, {lhs_row_inv, rhs_block_inv}, &problem);
+}
+
+Status LaunchGemmGroupedWgrad(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts,
+                              Arg lhs_scale_inv, Arg rhs_scale_inv, Arg lhs_row_inv, Arg rhs_row_inv, Arg c,
+                              Ret out, bool fast_accum) {
+  const char* op = "te_gemm_grouped_wgrad";
+  TE_TRY(ExpectRank(op, "lhs", lhs, 2, true));
+  TE_TRY(ExpectRank(op, "rhs", rhs, 2, true));
+  const int64_t rows = lhs.sizes[0], buffer = lhs.sizes[1], columns = rhs.sizes[0], experts = Axes(counts)[0];
+  const bool in_blocks = Present(lhs_row_inv) || Present(rhs_row_inv);
+  const Call call{op, lhs, rhs, offsets, counts, lhs_scale_inv, rhs_scale_inv, kNone, c, out, in_blocks};
+  Problem problem{};
+  problem.wgrad = true;
+  TE_TRY(MakeProblem(call, {columns, buffer}, {experts, rows, columns}, fast_accum, &problem));
+  const Need blocks = !in_blocks || !kFp8.Have(lhs.type) ? kAbsent : kRequired;
+  TE_TRY(Expect(op, {{"lhs_row_inv", lhs_row_inv, F32, {buffer / 128, rows}, blocks},
+                     {"rhs_row_inv", rhs_row_inv, F32, {buffer / 128, columns}, blocks}}));
+  if (in_blocks) problem.sums = Sums::kRows;
+  problem.left_blocks = Data<float>(lhs_row_inv), problem.right_blocks = Data<float>(rhs_row_inv);
+  return Run(stream, call, rows, columns, buffer, {lhs_row_inv, rhs_row_inv}, &problem);
+}
+
+}  // namespace te

@@ -1,0 +1,261 @@
+// The kernel of te_gemm_grouped and te_gemm_grouped_wgrad. A CTA stays for the whole call and computes tiles
+// of 128 x 256, by gemm_grouped_scheduler.cuh. One thread copies tiles of 128 bytes of k by tensor maps
+// (TMA), four stages ahead, those that the CTAs of its cluster share into all of them at once. Two warpgroups
+// multiply 64 rows each, in turns with what they write: the second starts a little later.
+#pragma once
+
+#include "gemm_grouped_tiles.cuh"
+#include "gemm_grouped_write.cuh"
+
+namespace te::grouped {
+
+// One thread: copies what the CTA's tiles are made of.
+template <Sums kSums, typename P, int kStep>
+__device__ __forceinline__ void Produce(const KernelArgs& args, Shared& s) {
+  constexpr unsigned kAll = (1u << P::kCluster) - 1, kHalfLeft = kLeftBytes / 2, kHalfRight = kRightBytes / 2;
+  const Problem& p = args.p;
+  const int rank = RankOf<P>();
+  Walk<P, kStep> walk(p, s);
+  Ring ring;
+  for (Tile tile; walk.Next(&tile);) {
+    const int scales = kSums == Sums::kRows ? max(0, min(kTileColumns, p.columns - tile.right_row)) : 0;
+    const int right_z = p.wgrad ? 0 : tile.expert;
+    for (int step = 0; step < tile.steps; ++step, ring.Advance()) {
+      const uint32_t full = AddressOf(&s.full[ring.stage]), left = AddressOf(s.stages[ring.stage]);
+      const uint32_t right = left + kLeftBytes;
+      const int k = tile.k + step * kStep;
+      WaitBarrier(AddressOf(&s.empty[ring.stage]), ring.parity ^ 1);
+      ArriveExpecting(full, kStageBytes + unsigned(scales * sizeof(float)));
+      if (P::kCluster == 2 && !tile.stacked) {
+        CopyBoxTo(kAll, left + rank * kHalfLeft, &args.left, full, k, tile.left_row + rank * kTileRows / 2,
+                  0);
+      } else {
+        CopyBox(left, &args.left, full, k, tile.left_row, 0);
+        CopyBox(left + kHalfLeft, &args.left, full, k, tile.left_row + kTileRows / 2, 0);
+      }
+      if (P::kCluster == 2 && tile.stacked) {
+        CopyBoxTo(kAll, right + rank * kHalfRight, &args.right, full, k,
+                  tile.right_row + rank * kTileColumns / 2, right_z);
+      } else {
+        CopyBox(right, &args.right, full, k, tile.right_row, right_z);
+        CopyBox(right + kHalfRight, &args.right, full, k, tile.right_row + kTileColumns / 2, right_z);
+      }
+      if (scales > 0)
+        CopyBytes(AddressOf(s.scales[ring.stage]),
+                  p.right_blocks + int64_t{k / kBlock} * p.columns + tile.right_row,
+                  unsigned(scales * sizeof(float)), full);
+    }
+  }
+}
+
+// The scales of a thread's two rows, and of the right factor's two blocks of 128 rows.
+struct BlockScales {
+  float rows[2], halves[2];
+};
+
+// A warp's part in the products: 16 rows of a tile.
+template <Factors kFactors, Sums kSums, typename P>
+struct Consumer {
+  static constexpr int kStep = kRowBytes / (kFactors == Factors::kBF16 || kFactors == Factors::kF16 ? 2 : 1);
+  static constexpr unsigned kTurn = 1;  // the barrier by which the second warpgroup starts later
+
+  const Problem& p;
+  Shared& s;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  Ring ring;
+  bool waits = P::kLag > 0;  // for the other warpgroup, or that one for this
+
+  // The row of the tile of a thread's first row of two; the other one is 8 below.
+  __device__ __forceinline__ int Row() const { return warp * 16 + lane / 4; }
+
+  // The CTAs that copy into this stage may do so again.
+  __device__ __forceinline__ void Release(int stage) const {
+    if (lane < P::kCluster) ArriveAt(AddressOf(&s.empty[stage]), lane);
+  }
+  __device__ __forceinline__ uint64_t Left(int stage) const {
+    return TileDescriptor(AddressOf(s.stages[stage]) + warp / 4 * (kLeftBytes / 2));
+  }
+  __device__ __forceinline__ uint64_t Right(int stage) const {
+    return TileDescriptor(AddressOf(s.stages[stage]) + kLeftBytes);
+  }
+
+  __device__ __forceinline__ void WaitForTurn() {
+    if (waits && warp >= kWarps / 2) NamedBarrier(kTurn, kConsumers), waits = false;
+  }
+  __device__ __forceinline__ void GiveTurn(bool now) {
+    if (waits && now && warp < kWarps / 2) ArriveNamed(kTurn, kConsumers), waits = false;
+  }
+
+  // sums: the products of a tile, added in the tensor cores.
+  __device__ __forceinline__ void MultiplyFast(const Tile& tile, float (&sums)[128]) {
+    int before = 0;
+    for (int step = 0; step < tile.steps; ++step) {
+      const int stage = ring.stage;
+      WaitBarrier(AddressOf(&s.full[stage]), ring.parity);
+      const uint64_t left = Left(stage), right = Right(stage);
+      BeginProducts();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) MultiplyTiles<kFactors>(sums, left + 2 * i, right + 2 * i, step | i);
+      CommitProducts();
+      WaitForProducts<1>();
+      if (step > 0) Release(before);
+      GiveTurn(step + 1 == P::kLag);
+      before = stage;
+      ring.Advance();
+    }
+    WaitForProducts<0>();
+    Settle(sums);
+    if (tile.steps > 0) Release(before);
+  }
+
+  // Those of a tile's step. There are less than 2^31 of them in all (gemm_grouped.cc).
+  __device__ __forceinline__ BlockScales ScalesOf(const Tile& tile, int step) const {
+    BlockScales scales;
+    const int block = tile.k / kBlock + step, row = min(tile.left_row + Row(), p.rows - 1);
+    const float* of_rows = p.left_blocks + block * p.rows + row;
+    scales.rows[0] = of_rows[0], scales.rows[1] = of_rows[row + 8 < p.rows ? 8 : 0];
+    if constexpr (kSums == Sums::kSquares) {
+      const int along = Parts(p.k, kBlock), squares = Parts(p.columns, kBlock);
+      const int square = min(tile.right_row / kBlock, squares - 1);
+      const float* of_halves = p.right_blocks + (tile.expert * squares + square) * along + block;
+      scales.halves[0] = of_halves[0], scales.halves[1] = of_halves[square + 1 < squares ? along : 0];
+    }
+    return scales;
+  }
+
+  // Half of a tile's columns: sums += part, times the scales of this step.
+  __device__ __forceinline__ void Promote(int half, int stage, const BlockScales& scales,
+                                          const float (&part)[64], float (&sums)[128]) const {
+    const uint32_t columns = AddressOf(&s.scales[stage][half * kTileColumns / 2 + lane % 4 * 2]);
+    float factors[2];
+    if constexpr (kSums == Sums::kSquares)
+      factors[0] = scales.rows[0] * scales.halves[half], factors[1] = scales.rows[1] * scales.halves[half];
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      float2 column;
+      if constexpr (kSums == Sums::kRows) column = LoadShared8(columns + j * 32);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& sum = sums[half * 64 + 4 * j + i];
+        if constexpr (kSums == Sums::kSplit)
+          sum += part[4 * j + i];
+        else if constexpr (kSums == Sums::kSquares)
+          sum += part[4 * j + i] * factors[i / 2];
+        else
+          sum += part[4 * j + i] * (i % 2 ? column.y : column.x) * scales.rows[i / 2];
+      }
+    }
+  }
+
+  // sums: the products of a tile, in f32 every 128 of k.
+  __device__ __forceinline__ void MultiplySplit(const Tile& tile, float (&sums)[128]) {
+    constexpr bool kScaled = kSums != Sums::kSplit;
+    for (int step = 0; step < tile.steps; ++step) {
+      BlockScales scales;
+      if (kScaled) scales = ScalesOf(tile, step);
+      const int stage = ring.stage;
+      WaitBarrier(AddressOf(&s.full[stage]), ring.parity);
+      const uint64_t left = Left(stage), right = Right(stage);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float part[64];
+        BeginProducts();
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          MultiplyTiles<kFactors>(part, left + 2 * i, right + half * (kRightBytes / 2 >> 4) + 2 * i, i);
+        CommitProducts();
+        WaitForProducts<0>();
+        Settle(part);
+        if (half == 1 && kSums != Sums::kRows) Release(stage);
+        Promote(half, stage, scales, part, sums);
+      }
+      if (kSums == Sums::kRows) {  // whose scales lie in the stage
+        __syncwarp();
+        Release(stage);
+      }
+      GiveTurn(step + 1 == P::kLag);
+      ring.Advance();
+    }
+  }
+
+  __device__ __forceinline__ void Run() {
+    const Writer writer{p, s};
+    Walk<P, kStep> walk(p, s);
+    for (Tile tile; walk.Next(&tile);) {
+      float sums[128];
+      if (kSums != Sums::kFast || tile.steps == 0) {
+#pragma unroll
+        for (int i = 0; i < 128; ++i) sums[i] = 0;
+      }
+      WaitForTurn();
+      if constexpr (kSums == Sums::kFast)
+        MultiplyFast(tile, sums);
+      else
+        MultiplySplit(tile, sums);
+      GiveTurn(true);
+      writer.Write(tile, sums);
+    }
+    WaitForTurn();  // a barrier is left as it was found
+    GiveTurn(true);
+  }
+};
+
+template <Factors kFactors, Sums kSums, typename P>
+__global__ void __launch_bounds__(kThreads, 1) te_gemm_grouped(const __grid_constant__ KernelArgs args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) uint8_t shared[];
+  Shared& s = *reinterpret_cast<Shared*>(shared);
+  if (threadIdx.x == 0) {
+    PrefetchMap(&args.left);
+    PrefetchMap(&args.right);
+    for (int i = 0; i < kStages; ++i) {
+      InitBarrier(AddressOf(&s.full[i]), 1);
+      InitBarrier(AddressOf(&s.empty[i]), kWarps * P::kCluster);
+    }
+    FenceBarrierInit();
+  }
+  MakeTables<P>(args.p, s);
+  SyncCluster();
+  if (threadIdx.x >= kConsumers) {
+    GiveRegisters<40>();
+    if (threadIdx.x == kConsumers) Produce<kSums, P, Consumer<kFactors, kSums, P>::kStep>(args, s);
+  } else {
+    TakeRegisters<232>();
+    Consumer<kFactors, kSums, P>{args.p, s}.Run();
+  }
+  SyncCluster();  // no CTA leaves before the others' last arrivals at its barriers
+#else
+  __trap();  // compiled for Hopper alone
+#endif
+}
+
+template <Factors kFactors, Sums kSums, typename P = Plan<>>
+Status Launch(cudaStream_t stream, const KernelArgs& args) {
+  const auto kernel = te_gemm_grouped<kFactors, kSums, P>;
+  static_assert(sizeof(Shared) <= 227 * 1024);
+  TE_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)));
+  int device, multiprocessors;
+  TE_CUDA(cudaGetDevice(&device));
+  TE_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  cudaLaunchAttribute cluster{.id = cudaLaunchAttributeClusterDimension};
+  cluster.val.clusterDim = {unsigned(P::kCluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(multiprocessors / P::kCluster * P::kCluster);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = sizeof(Shared);
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  TE_CUDA(cudaLaunchKernelEx(&config, kernel, args));
+  return {};
+}
+
+// By the types of the factors, of FP8.
+template <Sums kSums>
+Status LaunchFp8(cudaStream_t stream, const KernelArgs& args) {
+  if (args.p.lhs == F8E5M2) return Launch<Factors::kE5M2E4M3, kSums>(stream, args);
+  if (args.p.rhs == F8E5M2) return Launch<Factors::kE4M3E5M2, kSums>(stream, args);
+  return Launch<Factors::kE4M3, kSums>(stream, args);
+}
+
+}  // namespace te::grouped

@@ -1,0 +1,47 @@
+// What the files of te_gemm_grouped and te_gemm_grouped_wgrad share: the call as kernels take it.
+#pragma once
+
+#include <cuda.h>
+
+#include "check.h"
+
+namespace te::grouped {
+
+// How products are added: all in the tensor cores' accumulators; in f32 registers every 128 of k; so, times
+// the scales of blocks, of 1 x 128 by 128 x 128 or of 1 x 128 by 1 x 128.
+enum class Sums { kFast, kSplit, kSquares, kRows };
+
+// A product of matrices for each expert. out: [R, columns], of which an expert has the rows of its group; or
+// with `wgrad` [E, rows, columns], where the group's rows are what is summed over.
+struct Problem {
+  bool wgrad;
+  int experts, columns;
+  int rows;  // of the result, R or of an expert's product
+  int k;     // what is contracted: of each row, or with `wgrad` R
+  Type lhs, rhs, result;
+  Sums sums;
+  const void *left, *right;  // [R, k] and [E, columns, k], or [rows, R] and [columns, R]
+  const int *offsets, *counts;
+  const float *left_inv, *right_inv;  // of one scale or one for each expert; nullptr: none
+  bool left_each, right_each;         // one for each expert
+  const float *left_blocks,
+      *right_blocks;  // of blocks: [k/128, rows]; [E, columns/128, k/128] or [k/128, columns]
+  const void* bias;   // [E, columns] of the result's type, or nullptr
+  const void* c;      // as out, or nullptr
+  void* out;
+};
+
+// Enqueues the kernel. What it asks of sizes is checked by the launchers in gemm_grouped.cc.
+Status Run(cudaStream_t stream, const Problem& problem);
+
+struct KernelArgs {
+  Problem p;
+  CUtensorMap left, right;
+};
+
+// The parts of Run that are compiled apart: sums in the tensor cores, in registers, with scales of blocks.
+Status RunFast(cudaStream_t stream, const KernelArgs& args);
+Status RunSplit(cudaStream_t stream, const KernelArgs& args);
+Status RunBlocks(cudaStream_t stream, const KernelArgs& args);
+
+}  // namespace te::grouped

@@ -1,0 +1,68 @@
+// Which tiles of a grouped product a CTA computes, and in which order: pure functions of the groups, the same
+// in every CTA, so that nothing is counted in memory.
+//
+// The result of each expert is cut in tiles of 128 x 256, one for a CTA. The CTAs of a cluster take an item,
+// as many tiles side by side: one above the other, so that they share the right factor, and where an expert
+// has no rows for that, next to each other, so that they share the left one. So no row is computed for
+// nothing. Items go in bands of some columns, down the rows within a band: what clusters compute at a time is
+// about square, and what they read stays in L2.
+#pragma once
+
+#ifdef __CUDACC__
+#define TE_ANYWHERE __host__ __device__ __forceinline__
+#else
+#define TE_ANYWHERE inline
+#endif
+
+namespace te::grouped {
+
+constexpr int kTileRows = 128, kTileColumns = 256;
+
+TE_ANYWHERE constexpr int Least(int a, int b) { return a < b ? a : b; }
+TE_ANYWHERE constexpr int Parts(int n, int of) { return n / of + (n % of != 0); }
+
+// Of a cluster: the tile of its CTA 0, and where those of the others lie.
+struct Item {
+  int row, column;  // in tiles
+  bool stacked;     // rank r's is r rows below it, else r columns to its right
+
+  TE_ANYWHERE int RowOf(int rank) const { return row + (stacked ? rank : 0); }
+  TE_ANYWHERE int ColumnOf(int rank) const { return column + (stacked ? 0 : rank); }
+};
+
+// The items of one expert. span: CTAs of a cluster. band: columns of tiles, a multiple of span.
+struct Items {
+  int rows, columns;  // tiles of the expert
+  int span, band;
+
+  TE_ANYWHERE int InBand(int width) const { return rows / span * width + rows % span * Parts(width, span); }
+  TE_ANYWHERE int Count() const { return columns / band * InBand(band) + InBand(columns % band); }
+  TE_ANYWHERE Item At(int i) const {
+    const int full = InBand(band), which = i / full, first = which * band;
+    const int width = Least(band, columns - first), stacked = rows / span * width;
+    i -= which * full;
+    if (i < stacked) return {i / width * span, first + i % width, true};
+    i -= stacked;
+    const int across = Parts(width, span);
+    return {rows / span * span + i / across, first + i % across * span, false};
+  }
+};
+
+// The round-th item of a worker: there and back, so that where items become smaller no worker has the larger
+// one in every round.
+TE_ANYWHERE int ItemOf(int round, int worker, int workers) {
+  return round * workers + (round % 2 ? workers - 1 - worker : worker);
+}
+
+// Rows of a group as a kernel may trust them, whatever is in memory: within the buffer of `rows` rows, and
+// its tokens within the group.
+struct Group {
+  int first, rows, tokens;
+};
+TE_ANYWHERE Group GroupOf(int offset, int next, int count, int rows) {
+  const int first = Least(offset > 0 ? offset : 0, rows), end = Least(next, rows);
+  const int size = end > first ? end - first : 0;
+  return {first, size, Least(count > 0 ? count : 0, size)};
+}
+
+}  // namespace te::grouped

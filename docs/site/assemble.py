@@ -1,0 +1,108 @@
+"""Puts the site's sources together: the documents as they are, the guide as a page for each how-to, the reference.
+
+    python docs/site/assemble.py build/site/source
+
+Links between documents are written for a reader of the source tree; here they are turned to the pages that hold what
+they lead to. A link to what the site has not, such as a folder of results, becomes its text.
+"""
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT)]
+
+import messages  # noqa: E402
+import reference  # noqa: E402
+
+FENCE = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+OTHERS = {"examples/README.md": "examples.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+
+
+def slug(heading: str) -> str:
+    """The anchor of a heading, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+def guide() -> tuple[str, dict[str, str]]:
+    """The guide's introduction, and {heading: text} of its sections."""
+    begin, *sections = re.split(r"^## ", (ROOT / "docs" / "guide.md").read_text(), flags=re.MULTILINE)
+    return begin, {text.partition("\n")[0]: text.partition("\n")[2] for text in sections}
+
+
+def pages() -> dict[str, tuple[str, str]]:
+    """{page of the site: (document that it is from, its text)}."""
+    found = {}
+    for path in sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "tutorials").glob("*.md")]):
+        document = path.relative_to(ROOT).as_posix()
+        found[document.removeprefix("docs/")] = document, path.read_text()
+    found |= {page: (document, (ROOT / document).read_text()) for document, page in OTHERS.items()}
+    introduction, sections = guide()
+    names = "\n".join(map(slug, sections))
+    listed = f"\n```{{toctree}}\n:hidden:\n\n{names}\n```\n"
+    found["howto/index.md"] = "docs/guide.md", introduction.replace("# Guide", "# How-tos") + listed
+    for heading, text in sections.items():
+        deeper = re.sub(r"^###", "##", text, flags=re.MULTILINE)
+        found[f"howto/{slug(heading)}.md"] = "docs/guide.md", f"# {heading}\n{deeper}"
+    del found["guide.md"]
+    return found
+
+
+def target(page: str, document: str, link: str, known: dict[str, str]) -> str | None:
+    """Where a link of `document` leads from `page` of the site; None for what the site has not."""
+    path, _, anchor = link.partition("#")
+    file = os.path.normpath(os.path.join(os.path.dirname(document), path)) if path else document
+    if file == "docs/guide.md":
+        to = f"howto/{anchor}.md" if f"howto/{anchor}.md" in known.values() else "howto/index.md"
+        anchor = ""
+    else:
+        to = known.get(file)
+    if file == "README.md":
+        to, anchor = "index.md", ""
+    if file.startswith("docs/images/"):
+        to = file.removeprefix("docs/")
+    if to is None:
+        return None
+    return os.path.relpath(to, os.path.dirname(page) or ".") + (f"#{anchor}" if anchor else "")
+
+
+def relinked(page: str, document: str, text: str, known: dict[str, str]) -> str:
+    kept: list[str] = []
+    text = FENCE.sub(lambda found: kept.append(found[0]) or f"\0{len(kept) - 1}\0", text)
+
+    def link(found) -> str:
+        if re.match(r"https?:|mailto:", found[3]):
+            return found[0]
+        to = target(page, document, found[3], known)
+        return f"{found[1]}[{found[2]}]({to})" if to else found[2]
+
+    text = re.sub(r"^<!--.*-->\n", "", LINK.sub(link, text), flags=re.MULTILINE)
+    text = re.sub("\0(\\d+)\0", lambda found: kept[int(found[1])], text)
+    return re.sub(r"^( *)```python (cpu|gpu)$", r"\1```python", text, flags=re.MULTILINE)
+
+
+def main(folder: str) -> None:
+    source = Path(folder).resolve()
+    shutil.rmtree(source, ignore_errors=True)
+    shutil.copytree(HERE, source, ignore=shutil.ignore_patterns("*.pyc", "__pycache__"))
+    shutil.copytree(ROOT / "docs" / "images", source / "images")
+    found = pages()
+    known = {document: page for page, (document, _) in found.items() if not page.startswith("howto/")}
+    known |= {page: page for page in found if page.startswith("howto/")}
+    texts = {page: relinked(page, document, text, known) for page, (document, text) in found.items()}
+    texts |= {f"api/{page.title}.md": reference.page_text(page) for page in reference.PAGES}
+    texts["messages.md"] = messages.page()
+    listed = "\n".join(page.title for page in reference.PAGES)
+    texts["api/index.md"] = f"# API reference\n\nAll public names.\n\n```{{toctree}}\n:maxdepth: 1\n\n{listed}\n```\n"
+    for page, text in texts.items():
+        (source / page).parent.mkdir(exist_ok=True)
+        (source / page).write_text(text)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,61 @@
+"""Sphinx's configuration. `assemble.py` copies it beside the pages."""
+
+import os
+import sys
+import tomllib
+from pathlib import Path
+
+# The GPU, if one is here, is not needed for reading docstrings.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import docstrings  # noqa: E402
+import reference  # noqa: E402
+
+import te_jax  # noqa: E402
+
+_PROJECT = tomllib.loads((Path(te_jax.__file__).parents[1] / "pyproject.toml").read_text())["project"]
+project, release = "te_jax", _PROJECT["version"]
+copyright = "the authors of te_jax, Apache-2.0"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton"]
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["_build"]
+
+myst_heading_anchors = 3
+suppress_warnings = ["myst.header"]
+
+pygments_dark_style = "github-dark"
+html_theme = "furo"
+html_title = f"te_jax {release}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_show_sphinx = False
+copybutton_exclude = ".linenos, .gp, .go"
+html_theme_options = {"navigation_with_keys": True}
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+maximum_signature_line_length = 88
+python_use_unqualified_type_names = True
+add_module_names = False
+
+_KNOWN = reference.documented()
+
+
+def _docstring(app, what, name, obj, options, lines):
+    lines[:] = docstrings.convert(lines, _KNOWN)
+
+
+def _signature(app, what, name, obj, options, signature, returns):
+    if what not in ("class", "function", "method"):
+        return None
+    try:
+        return reference.signature(obj), ""
+    except (TypeError, ValueError):
+        return None
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", _docstring)
+    app.connect("autodoc-process-signature", _signature)

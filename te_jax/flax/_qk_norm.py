@@ -1,0 +1,39 @@
+"""The norms of queries and keys over the channels of each head (Dehghani et al. 2023, https://arxiv.org/abs/2302.05442)."""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from te_jax.flax._fields import norm_type
+from te_jax.flax._state import describe
+from te_jax.flax.norm import LayerNorm
+from te_jax.layers import layernorm
+from te_jax.ops.attention.reference import split_joined
+from te_jax.sharding import W_NO_SHARD_AXES
+
+
+def normalize_heads(module: nn.Module, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """`Projected.arrays` as (query, key, value) with queries and keys normalized by `module.qk_norm_type`; `arrays` as
+    they are where that is None."""
+    if module.qk_norm_type is None:
+        return arrays
+    query, key, value = split_joined(*arrays)
+    return _normalized(module, "q_norm", query), _normalized(module, "k_norm", key), value
+
+
+def _normalized(module: nn.Module, name: str, x: jax.Array) -> jax.Array:
+    """x [b, s, heads, d], normalized over d."""
+    kind, width = norm_type(module.qk_norm_type), x.shape[-1]
+    if kind == "l2normalization":  # x / sqrt(sum x**2 + eps) is RMSNorm's x / sqrt(mean x**2 + eps / d) / sqrt(d)
+        gamma, epsilon = jnp.full(width, width**-0.5, jnp.float32), module.qk_norm_eps / width
+        return layernorm(x, gamma, norm="rmsnorm", epsilon=epsilon, name=f"{describe(module)} {name}")
+    return LayerNorm(
+        epsilon=module.qk_norm_eps,
+        layernorm_type=kind,
+        zero_centered_gamma=module.zero_centered_gamma,
+        scale_axes=(W_NO_SHARD_AXES,),
+        bias_axes=(W_NO_SHARD_AXES,),
+        dtype=module.dtype,
+        params_dtype=module.params_dtype,
+        name=name,
+    )(x)

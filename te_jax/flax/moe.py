@@ -1,0 +1,268 @@
+"""MoEBlock: a mixture of experts, whose router sends each token to some of them."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+
+from te_jax.flax._common import Axes, Initializer, floating, in_compute_dtype, kernel_initializer, parameter
+from te_jax.flax._fields import Module, activations_take_their_params, check_call, norm_type, shared_fields, warn_unused
+from te_jax.flax._state import describe, expert_metas, recipe_of
+from te_jax.flax.dense import norm_options
+from te_jax.flax.kernels import expert_operand
+from te_jax.flax.mlp import LayerNormMLP
+from te_jax.flax.norm import norm_parameters
+from te_jax.layers.moe import MoEOptions, moe
+from te_jax.layers.norm_mlp import split_residual
+from te_jax.ops.norm import norm_and_input
+from te_jax.ops.router import RouterOptions, updated_expert_bias
+from te_jax.sharding import check_current_mesh_resource
+from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
+
+BIAS_COLLECTION, LOSSES = "expert_bias", "losses"
+
+
+def update_expert_bias(collections: Mapping, grads: Mapping, rate) -> dict:
+    """`collections` with the next biases of experts, where it has the collection `expert_bias`.
+
+    grads: the gradients with respect to it, which are the counts of tokens that each expert got, added up over uses,
+           microbatches and devices, or their mean.
+    rate:  the step of the law (`te_jax.ops.router.updated_expert_bias`), a number or f32[].
+
+    Raises ValueError where `grads` lack the collection.
+    """
+    if BIAS_COLLECTION not in collections:
+        return dict(collections)
+    if BIAS_COLLECTION not in grads:
+        raise ValueError(
+            f"update_expert_bias: grads lack the collection {BIAS_COLLECTION!r}; differentiate with respect to it: its "
+            "gradient is the counts of tokens."
+        )
+    law = lambda bias, counts: jnp.vectorize(lambda b, c: updated_expert_bias(b, c, rate), signature="(e),(e)->(e)")(
+        bias, counts
+    )
+    return {**collections, BIAS_COLLECTION: jax.tree.map(law, collections[BIAS_COLLECTION], grads[BIAS_COLLECTION])}
+
+
+def router_of(module) -> RouterOptions:
+    """The options of the router that the fields say."""
+    return RouterOptions(
+        module.num_experts_per_tok,
+        module.score_function,
+        module.use_pre_softmax,
+        module.normalize_weights,
+        module.scaling_factor,
+        module.num_groups,
+        module.group_topk,
+    )
+
+
+def tokens_find_experts(module) -> str | None:
+    """`num_groups` divides `num_experts`; a token chooses `num_experts_per_tok` of them, of `group_topk` groups."""
+    router_of(module).check_experts(module.num_experts)
+
+
+def sequences_are_rows(module) -> str | None:
+    """`per_sequence_loss` needs arrays [batch, sequence, ...]."""
+    if module.per_sequence_loss and module.transpose_batch_sequence:
+        return "per_sequence_loss and transpose_batch_sequence are both True; set one of them"
+
+
+class MoEBlock(Module):
+    """A mixture of experts: each token goes to `num_experts_per_tok` of `num_experts` MLPs act(x . wi) . wo, which are
+    computed in FP8 under `te_jax.autocast`, and gets the sum of what they say, weighed by the router.
+
+    num_experts, intermediate_dim, activations, activation_params: E, F, and as in `LayerNormMLP`. F is an expert's.
+    num_experts_per_tok, score_function, use_pre_softmax, normalize_weights, scaling_factor, num_groups, group_topk:
+                       k and the other fields of `te_jax.ops.router.RouterOptions`.
+    num_shared_experts: n: besides, all tokens go to an MLP of width n F, the submodule `shared_experts`.
+    capacity_factor:   None: no token is dropped. Else as in `te_jax.layers.MoEOptions`.
+    aux_loss_coeff, z_loss_coeff, per_sequence_loss: the losses of `te_jax.ops.router`, times these, are sown as
+                       `balancing_loss` and `z_loss` into the collection `losses`, where they are not 0. A call that is
+                       not deterministic warns if that is not mutable, for they would be lost:
+
+        y, sown = model.apply(variables, x, mutable=["losses"])
+        loss = loss_of(y) + sum(map(jnp.sum, jax.tree.leaves(sown)))
+
+    use_expert_bias:   experts are chosen with a bias, `expert_bias` f32[E] in a collection `expert_bias` of its own,
+                       which no optimizer sees. The gradient of that collection is the counts of tokens, by which the
+                       loads are evened out (`TrainState`, or `update_expert_bias`).
+    enable_layernorm:  a norm in front, as in `LayerNormMLP`, and the fields of it.
+    gate_axes, kernel_axes_1, kernel_axes_2, bias_axes_1, bias_axes_2: logical axes of the parameters.
+    ffn1_ckpt_name, ffn2_ckpt_name: names of the activation's input and of the result for `jax.checkpoint` policies.
+
+    Parameters: `gate_kernel` [H, E]; `wi_0` and, of gated activations, `wi_1` [E, H, F]; `wo` [E, F, H]; with use_bias
+    `wi_0_bias`, `wi_1_bias` [E, F] and `wo_bias` [E, H]; `scale`, `ln_bias` [H] with enable_layernorm. FP8 state:
+    `*_0_*` belongs to wi, `*_1_*` to wo, with an axis of experts in front but for `x_0_*` and `grad_1_*`. Sown into
+    `intermediates` where it is mutable: `tokens_per_expert` and `dropped`, i32[E].
+    """
+
+    num_experts: int = 8
+    num_experts_per_tok: int = 2
+    intermediate_dim: int = 2048
+    activations: Sequence[str | Callable] = ("silu", "linear")
+    activation_params: Mapping | None = None
+    score_function: str = "softmax"
+    use_pre_softmax: bool = False
+    normalize_weights: bool | None = None
+    scaling_factor: float = 1.0
+    num_groups: int = 1
+    group_topk: int | None = None
+    num_shared_experts: int = 0
+    capacity_factor: float | None = None
+    aux_loss_coeff: float = 0.0
+    z_loss_coeff: float = 0.0
+    per_sequence_loss: bool = False
+    use_expert_bias: bool = False
+    enable_layernorm: bool = False
+    layernorm_type: str = "layernorm"
+    epsilon: float = 1e-6
+    zero_centered_gamma: bool = False
+    scale_init: Initializer | None = None
+    scale_axes: Axes = ("embed",)
+    ln_bias_init: Initializer = nn.initializers.zeros
+    ln_bias_axes: Axes = ("embed",)
+    kernel_init: Initializer | None = None
+    gate_axes: Axes = ("embed", None)
+    kernel_axes_1: Axes = ("expert", "embed", "mlp")
+    kernel_axes_2: Axes = ("expert", "mlp", "embed")
+    use_bias: bool = False
+    bias_init: Initializer = nn.initializers.zeros
+    bias_axes_1: Axes = ("expert", "mlp")
+    bias_axes_2: Axes = ("expert", "embed")
+    dtype: jnp.dtype = jnp.float32
+    layernorm_input_axes: Axes | None = None
+    ffn1_ckpt_name: str = "ffn1"
+    ffn2_ckpt_name: str = "ffn2"
+    transpose_batch_sequence: bool = False
+    quantization_checkpoint_name: str | None = None
+    params_dtype: jnp.dtype | None = None
+
+    rules = (activations_take_their_params, tokens_find_experts, sequences_are_rows)
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, deterministic: bool = False, *, residual: bool | jax.Array = False):
+        """inputs [..., H] -> [..., H] of the same dtype.
+
+        deterministic: True: no losses are sown.
+        residual:      True: the inputs are added to the result. An array [..., H] of their dtype is added too.
+
+        Raises TypeError for inputs that are not floating, ValueError for what `te_jax.layers.moe` refuses and for a
+        parameter `expert_bias`, as others have it.
+        """
+        check_call(self, inputs=inputs, deterministic=deterministic, residual=residual)
+        inputs = constrain(in_compute_dtype(self, floating(self, "inputs", inputs)), self.layernorm_input_axes)
+        norm, gate, wi, wo = self._parameters(inputs.shape[-1])
+        h, of_norm = inputs, {}
+        if norm is not None and self.num_shared_experts:
+            of_op = dict(kind=norm_type(self.layernorm_type), zero_centered=self.zero_centered_gamma, eps=self.epsilon)
+            h, through = norm_and_input(inputs, *norm, **of_op, name=describe(self))
+            residual = through if split_residual(residual)[0] else residual
+        elif norm is not None:
+            of_norm = dict(gamma=norm[0], beta=norm[1], **norm_options(self))
+        y, aux = self._experts(h, gate, wi, wo, residual, of_norm)
+        self._sow(aux, deterministic)
+        if self.num_shared_experts:
+            y = self._shared()(h, deterministic, residual=y)[0]
+        return checkpoint_name(constrain(y, self.layernorm_input_axes), self.ffn2_ckpt_name)
+
+    def _options(self) -> MoEOptions:
+        params = None if self.activation_params is None else dict(self.activation_params)
+        return MoEOptions(router_of(self), self.activations, params, self.capacity_factor, self.per_sequence_loss)
+
+    def _experts(self, h, gate, wi, wo, residual, of_norm):
+        check_current_mesh_resource()
+        metas = expert_metas(self, self.num_experts)
+        names = tuple(f"wi_{i}" for i in range(len(wi[0])))
+        wi_kernel = expert_operand(self, names, wi[0], metas and metas[0])
+        wo_kernel = expert_operand(self, ("wo",), wo[0], metas and metas[1])
+        return moe(
+            h,
+            gate,
+            *(wi_kernel, wo_kernel, wi[1], wo[1]),
+            options=self._options(),
+            expert_bias=self._bias(),
+            residual=residual,
+            recipe=recipe_of(self),
+            metas=metas,
+            checkpoint=self.quantization_checkpoint_name,
+            middle_name=self.ffn1_ckpt_name,
+            name=describe(self),
+            **of_norm,
+        )
+
+    def _bias(self):
+        """f32[E], or None."""
+        if self.has_variable("params", "expert_bias"):
+            raise ValueError(
+                f"{describe(self)}: the parameters hold `expert_bias`, which an optimizer would train; move it to the "
+                f'collection {BIAS_COLLECTION!r}, {{"{BIAS_COLLECTION}": {{... {{"expert_bias": bias}}}}}}, and set '
+                "use_expert_bias."
+            )
+        if not self.use_expert_bias:
+            return None
+        if not self.has_variable(BIAS_COLLECTION, "expert_bias") and not self.is_initializing():
+            raise ValueError(
+                f"{describe(self)}: use_expert_bias is True, but the collection {BIAS_COLLECTION!r} lacks expert_bias; "
+                "pass the collection that `init` returns beside params."
+            )
+        bias = self.variable(BIAS_COLLECTION, "expert_bias", lambda: jnp.zeros(self.num_experts)).value
+        if bias.shape != (self.num_experts,):
+            raise ValueError(
+                f"{describe(self)}: {BIAS_COLLECTION} leaf expert_bias has shape {bias.shape}; pass "
+                f"[{self.num_experts}]; a stack of layers needs variable_axes={{{BIAS_COLLECTION!r}: 0}} of `nn.scan`."
+            )
+        return bias
+
+    def _sow(self, aux, deterministic: bool):
+        if self.is_initializing():  # What `init` returns would be passed on, and added to.
+            return
+        self.sow("intermediates", "tokens_per_expert", aux.counts)
+        self.sow("intermediates", "dropped", aux.dropped)
+        terms = dict(balancing_loss=(self.aux_loss_coeff, aux.balancing_loss), z_loss=(self.z_loss_coeff, aux.z_loss))
+        for name, (coefficient, loss) in terms.items():
+            if not coefficient or deterministic:
+                continue
+            if not self.is_mutable_collection(LOSSES):
+                warn_unused(
+                    self,
+                    f"{name} is asked for, but the collection {LOSSES!r} is not mutable here, so that it is in no "
+                    f"loss; apply with mutable=[{LOSSES!r}] and add what comes back (`nn.scan` needs "
+                    f"variable_axes={{{LOSSES!r}: 0}}), or pass deterministic=True",
+                )
+            self.sow(LOSSES, name, coefficient * loss, init_fn=lambda: 0.0, reduce_fn=jnp.add)
+
+    def _shared(self) -> LayerNormMLP:
+        own = dict(
+            intermediate_dim=self.num_shared_experts * self.intermediate_dim,
+            enable_layernorm=False,
+            kernel_axes_1=(self.kernel_axes_1[1], None, self.kernel_axes_1[2]),
+            kernel_axes_2=self.kernel_axes_2[1:],
+            bias_axes_1=(None, *self.bias_axes_1[1:]),
+            bias_axes_2=self.bias_axes_2[1:],
+        )
+        return LayerNormMLP(**shared_fields(self, LayerNormMLP) | own, name="shared_experts")
+
+    def _parameters(self, width: int):
+        """(gamma, beta) or None; gate_kernel; (kernels, biases) of wi; (kernels, bias) of wo. The order of creation
+        fixes the keys."""
+        experts, hidden, slots = self.num_experts, self.intermediate_dim, range(len(self.activations))
+        each = kernel_initializer(self.kernel_init)
+
+        def stacked(key, shape, dtype):  # one draw per expert, so that fan-in is that of one
+            made = jax.vmap(lambda key: each(key, shape[1:], dtype))(jax.random.split(key, shape[0]))
+            names = {nn.PARTITION_NAME: self.kernel_axes_1[0] if self.kernel_axes_1 else None}
+            return made.add_axis(0, names) if isinstance(made, nn.meta.AxisMetadata) else made
+
+        norm = norm_parameters(self, width, self.ln_bias_init, self.ln_bias_axes) if self.enable_layernorm else None
+        gate = parameter(self, "gate_kernel", each, self.gate_axes, (width, experts))
+        wi = [parameter(self, f"wi_{i}", stacked, self.kernel_axes_1, (experts, width, hidden)) for i in slots]
+        wo = parameter(self, "wo", stacked, self.kernel_axes_2, (experts, hidden, width))
+        wi_bias = wo_bias = None
+        if self.use_bias:
+            of_wi = self.bias_init, self.bias_axes_1, (experts, hidden)
+            wi_bias = [parameter(self, f"wi_{i}_bias", *of_wi) for i in slots]
+            wo_bias = parameter(self, "wo_bias", self.bias_init, self.bias_axes_2, (experts, width))
+        return norm, gate, (wi, wi_bias), ([wo], wo_bias)

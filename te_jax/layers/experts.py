@@ -1,0 +1,191 @@
+"""The MLPs of experts in FP8, over tokens whose experts are chosen, under one custom_vjp: rows are gathered where they
+are quantized, the activation and its gradient are quantized where they are computed.
+
+x and the gradient of y have one scale each. The weights, the activation and its gradient have one for each expert,
+where the recipe scales whole tensors: its FP8 state has an axis of experts then.
+"""
+
+from functools import partial, reduce
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
+
+from te_jax._types import like
+from te_jax.checkpoint_policies import named
+from te_jax.layers.config import Config
+from te_jax.layers.expert_weights import Parts, amax_of_parts, any_gradient, quantize_part, slots_at
+from te_jax.layers.gemms import grouped_dgrad, grouped_fprop, grouped_wgrad
+from te_jax.layers.produce import Role, produce
+from te_jax.layers.tensor import Fp8Tensor, LayerUses
+from te_jax.layers.vjp import (
+    Saved,
+    accumulated,
+    differentiate_metas,
+    instantiate,
+    jit_layer,
+    save_for_backward,
+    tag_for_wgrad,
+)
+from te_jax.layers.weight import Projection
+from te_jax.ops.grouped import dbias_of_experts, grouped_activation_grad_source, grouped_activation_source
+from te_jax.ops.permute import Groups, combine_bwd_op, combine_op, permute_source
+from te_jax.ops.source import Source
+
+
+class ExpertOperands(NamedTuple):
+    """What is differentiated."""
+
+    x: jax.Array  # [*B, H]
+    weights: jax.Array  # f32[*B, k], of the choices
+    wi: Projection  # of parts with slots [E, H, A, F], and a bias [E, A, F] or None
+    wo: Projection  # of one part [E, F, O], and a bias [E, O] or None
+
+
+class ExpertStatic(NamedTuple):
+    """What is static."""
+
+    wi: Config
+    wo: Config
+    slots: tuple[int, ...]  # how many of A each part of wi has
+    act: tuple  # (name, value) pairs of `activation.attributes`
+    middle_name: str | None  # of the activation's input, for `jax.checkpoint` policies
+
+    def spans(self) -> list[slice]:
+        """The slots of each part of wi."""
+        ends = [sum(self.slots[: i + 1]) for i in range(len(self.slots))]
+        return [slice(end - count, end) for end, count in zip(ends, self.slots)]
+
+
+def rows_source(x, groups: Groups, weights=None) -> Source:
+    """x [*B, H] in the buffer of groups, times the weights [*B, k] of its rows. A probe counts each token once, or with
+    weights once for each of its experts, and neither the rows that pad groups nor the tail."""
+
+    def tokens():
+        has_row = groups.rows >= 0
+        if weights is None:
+            return jnp.where(jnp.any(has_row, -1, keepdims=True), x, 0)
+        return jnp.where(has_row[..., None], x[..., None, :].astype(jnp.float32) * weights[..., None], 0)
+
+    return permute_source(x, groups, weights)._replace(elements=tokens)
+
+
+def rows_of_tokens(rows, groups: Groups):
+    """[*B, ...]: the sum of a token's rows of [R, ...]; 0 where it has none."""
+    return combine_op(rows, groups.rows, None)[0]
+
+
+def _sum(terms):
+    return reduce(jnp.add, terms)
+
+
+def _forward(operands: ExpertOperands, groups, static: ExpertStatic, train: bool, wgrads):
+    """y, and for the backward pass: x and the weights of wi, the activation and the weight of wo, the activation's
+    input and the rows of the experts' outputs."""
+    x, weights, wi, wo = operands
+    uses = LayerUses.of(static.wi.recipe, train, wgrads[0])
+    q0, _ = produce(rows_source(x, groups), Role("x", wi.metas.x, uses.x, static.wi.x), static.wi)
+    parts = tuple(quantize_part(part, wi.metas.kernel, uses.weight, static.wi, True) for part in wi.kernel)
+    bias = lambda span: None if wi.bias is None else wi.bias[:, span]
+    each = [grouped_fprop(q0, w, bias(span), groups, static.wi) for w, span in zip(parts, static.spans())]
+    z = named(each[0] if len(each) == 1 else jnp.concatenate(each, 1), static.middle_name)
+    uses = LayerUses.of(static.wo.recipe, train, wgrads[1])
+    role = Role("x", wo.metas.x, uses.x, jax.typeof(z))
+    q1, _ = produce(grouped_activation_source(z, groups, dict(static.act)), role, static.wo)
+    w1 = quantize_part(*wo.kernel, wo.metas.kernel, uses.weight, static.wo, False)
+    rows = grouped_fprop(q1, w1, wo.bias, groups, static.wo)
+    return combine_op(rows, groups.rows, weights)[0], (q0, parts), (q1, (w1,)), z, rows
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _experts(operands, groups, static):
+    return _forward(operands, groups, static, train=False, wgrads=(False, False))[0]
+
+
+def _experts_fwd(operands, groups, static):
+    wgrads = any_gradient(operands.wi.kernel), any_gradient(operands.wo.kernel)
+    of_weights = operands.weights.perturbed
+    operands, groups = values_of((operands, groups))
+    y, *pairs, z, rows = _forward(operands, groups, static, train=True, wgrads=wgrads)
+    each = zip(pairs, (operands.wi, operands.wo), (static.wi, static.wo), wgrads)
+    saved = [_save(*pair, p.metas, config, wgrad) for pair, p, config, wgrad in each]
+    rows = rows if of_weights else rows[:0]  # the router's gradient alone reads them
+    return y, (saved, z, rows, operands.weights, groups)
+
+
+def _save(q: Fp8Tensor, parts: Parts, metas, config: Config, wgrad: bool) -> Saved:
+    """As `save_for_backward`, with parts in the place of the weight."""
+    x = save_for_backward(tag_for_wgrad(q, config), Fp8Tensor(), metas, config, wgrad)
+
+    def kept(part):
+        onto = part.onto and tuple(o._replace(grad=o.grad if wgrad else jnp.zeros((0,))) for o in part.onto)
+        wide = part.wide if config.recipe.override_linear_precision[1] else None
+        return part._replace(data_t=None, scale_inv_t=None, wide=wide, onto=onto)
+
+    return x._replace(weight=tuple(map(kept, parts)))
+
+
+def _experts_bwd(static: ExpertStatic, residuals, dy):
+    (first, second), z, rows, weights, groups = residuals
+    dy = instantiate(dy)
+    dweights = like(combine_bwd_op(dy, rows, groups.rows)[0], weights) if rows.size else None
+    grad, dbias = _quantize_rows_grad(dy, weights, second, groups, static.wo)
+    (w1,) = second.weight
+    da = grouped_dgrad(grad, w1, groups, static.wo)
+    dwo = _differentiate(second, [grad], dbias, groups, static.wo, [slice(1)])
+    if not static.wo.on_mesh:  # what dwo is made of is free before the largest tensors of the layer are there
+        da, dkernel = lax.optimization_barrier((da, dwo.kernel))
+        dwo = dwo._replace(kernel=dkernel)
+    grad, dbias = _quantize_middle_grad(da, z, first, groups, static)
+    spans = static.spans()
+    each = [grouped_dgrad(slots_at(grad, s), w, groups, static.wi) for w, s in zip(first.weight, spans)]
+    dx = like(rows_of_tokens(_sum(each), groups), static.wi.x)
+    of_slots = [slots_at(grad, a) for a in range(spans[-1].stop)]
+    dwi = _differentiate(first, of_slots, dbias, groups, static.wi, spans)
+    return ExpertOperands(dx, dweights, dwi, dwo), None
+
+
+def _quantize_rows_grad(dy, weights, saved: Saved, groups, config: Config):
+    """The gradient of the rows [R, O] from dy [*B, O], as the GEMMs read it, and of their bias."""
+    uses, has_bias = LayerUses.of(config.recipe, train=True, wgrad=saved.wgrad).grad, config.bias is not None
+    role = Role("grad", saved.metas.grad, uses, jax.typeof(dy))
+    grad, got = produce(rows_source(dy, groups, weights), role, config, ("rows",) if has_bias else ())
+    if not has_bias:
+        return grad, None
+    dbias = dbias_of_experts(got["rows"].astype(jnp.float32), groups.offsets, groups.counts)
+    return grad, like(dbias, config.bias)
+
+
+def _quantize_middle_grad(da, z, saved: Saved, groups, static: ExpertStatic):
+    """The gradient of the activation's input z [R, A, F] from that of its output, as the GEMMs read it, and of the
+    bias."""
+    config = static.wi
+    uses, has_bias = LayerUses.of(config.recipe, train=True, wgrad=saved.wgrad).grad, config.bias is not None
+    role = Role("grad", saved.metas.grad, uses, jax.typeof(z))
+    source = grouped_activation_grad_source(da, z, groups, dict(static.act))
+    grad, got = produce(source, role, config, ("dbias",) if has_bias else ())
+    return grad, like(got["dbias"], config.bias) if has_bias else None
+
+
+def _differentiate(saved: Saved, grads, dbias, groups, config: Config, spans) -> Projection:
+    """The cotangents of the parts of a weight, of its bias and of its FP8 state. grads: of each slot."""
+    whole = Fp8Tensor(amax=amax_of_parts(saved.weight))
+    dmetas = differentiate_metas(saved._replace(weight=whole), grads[0], config)
+    each = zip(saved.weight, (grads[span] for span in spans))
+    kernel = tuple(_differentiate_part(saved, part, of_part, groups, config) for part, of_part in each)
+    return Projection(kernel, dbias, dmetas)
+
+
+def _differentiate_part(saved: Saved, part: Fp8Tensor, grads, groups, config: Config) -> Fp8Tensor | None:
+    if not saved.wgrad:
+        return None
+    if part.onto is None:
+        return Fp8Tensor(wide=tuple(like(grouped_wgrad(saved.x, g, groups, config), config.weight) for g in grads))
+    sums = (grouped_wgrad(saved.x, g, groups, config, onto.grad) for g, onto in zip(grads, part.onto))
+    return Fp8Tensor(onto=tuple(map(accumulated, sums, part.onto)))
+
+
+_experts.defvjp(_experts_fwd, _experts_bwd, symbolic_zeros=True)
+run_experts = jit_layer(_experts, 2)

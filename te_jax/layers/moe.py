@@ -1,0 +1,286 @@
+"""A mixture of experts: a router sends each token to k of E MLPs and adds up what they say, in FP8 where a recipe is
+given."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import ceil
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from te_jax import fp8
+from te_jax._arrays import as_jax, as_rank
+from te_jax._check import BOOL, NONE, STRING, Kind, KnownFields, check, number, warn_once
+from te_jax._types import align, like
+from te_jax.checkpoint_policies import GEMM, STATISTICS, named
+from te_jax.layers._specs import dense_spec
+from te_jax.layers.config import Config
+from te_jax.layers.dense import check_recipe_and_metas, check_residual
+from te_jax.layers.expert_weights import ExpertKernel, resolve_experts, wide_of_parts
+from te_jax.layers.experts import ExpertOperands, ExpertStatic, run_experts
+from te_jax.layers.norm_mlp import METAS_OF_TWO, split_residual
+from te_jax.layers.weight import Projection
+from te_jax.ops import activation as act_op
+from te_jax.ops import norm as norm_op
+from te_jax.ops.gemm import dot
+from te_jax.ops.gemm_grouped import gemm_grouped
+from te_jax.ops.permute import combine, group, permute
+from te_jax.ops.quantize import FLOAT, MX_BLOCK
+from te_jax.ops.router import RouterOptions, Routing, load_balancing_loss, route, z_loss
+from te_jax.sharding import stage_axes
+
+_ROUTER_OPTIONS = Kind("a RouterOptions", lambda value: isinstance(value, RouterOptions))
+
+
+@dataclass(frozen=True)
+class MoEOptions(KnownFields):
+    """How a mixture of experts works.
+
+    router:            how experts are chosen and weighed.
+    activations, activation_params: as of `layernorm_mlp`: each expert computes act(x . wi) . wo.
+    capacity_factor:   None: no token is dropped. Else an expert takes the first ceil(capacity_factor T k / E) pairs of
+                       a token and a choice, in their order, of T tokens in the call; the others get no row, and add
+                       nothing to y.
+    per_sequence_loss: the balancing loss is the mean of each sequence's own, x being [..., S, H]; else all tokens of
+                       the call are one batch.
+
+    Raises ValueError (TypeError for a wrong type) that names the field, its value and what is allowed.
+    """
+
+    router: RouterOptions
+    activations: Sequence[str] = ("silu", "linear")
+    activation_params: Mapping | None = field(default=None, hash=False)
+    capacity_factor: float | None = None
+    per_sequence_loss: bool = False
+
+    def __post_init__(self):
+        name = type(self).__name__
+        for what, kind in (
+            ("router", _ROUTER_OPTIONS),
+            ("activations", act_op.ACTIVATIONS),
+            ("capacity_factor", NONE | number(above=0)),
+            ("per_sequence_loss", BOOL),
+        ):
+            check(name, what, getattr(self, what), kind)
+        object.__setattr__(self, "activations", tuple(self.activations))
+        act_op.check_params(name, "activation_params", self.activations, self.activation_params)
+
+
+class MoEAux(NamedTuple):
+    """What a mixture of experts says beside y. The losses are as of `te_jax.ops.router`, without coefficients."""
+
+    balancing_loss: jax.Array  # f32[]; with an expert_bias of the choice that is made without it
+    z_loss: jax.Array  # f32[]
+    counts: jax.Array  # i32[E], the pairs of a token and a choice of each expert, dropped ones too
+    dropped: jax.Array  # i32[E], those beyond the expert's capacity
+
+
+def moe(
+    x,
+    gate_kernel,
+    wi: ExpertKernel,
+    wo: ExpertKernel,
+    wi_bias=None,
+    wo_bias=None,
+    *,
+    options: MoEOptions,
+    expert_bias=None,
+    gamma=None,
+    beta=None,
+    norm="layernorm",
+    zero_centered_gamma=False,
+    epsilon=1e-6,
+    residual: bool | jax.Array = False,
+    recipe=None,
+    metas: tuple[fp8.DenseMetas, fp8.DenseMetas] | None = None,
+    checkpoint: str | None = None,
+    middle_name: str | None = None,
+    name: str = "te_jax.layers.moe",
+) -> tuple[jax.Array, MoEAux]:
+    """y[*B, H] = sum over the k experts e of a token of weight_e (act(h . wi_e + wi_bias_e) . wo_e + wo_bias_e), where
+    h = norm(x), or x without gamma; and a MoEAux.
+
+    x:           f32, bf16 or f16 [*B, H]; its T tokens are one batch for the capacity and the losses.
+    gate_kernel: [H, E], cast to x's type; the logits h . gate_kernel are f32.
+    wi:          a tuple of A arrays [E, H, F], one for each of `options.activations` in the order of
+                 `te_jax.ops.activation.slots`, as (wi_0, wi_1) of gated ones; an array where A is 1. Quantized from
+                 their own type; without a recipe cast to x's. Or what `quantize_experts` makes of them. Or
+                 QuantizedKernels [E, H, F] that have scales of their own: each is multiplied by itself.
+    wo:          [E, F, H]; likewise.
+    wi_bias:     a tuple of arrays [E, F], or an array, as wi. wo_bias: [E, H].
+    expert_bias: f32[E], added to the scores for the choice alone (`route`). It has no gradient: its cotangent is
+                 `MoEAux.counts`, which autodiff adds up over microbatches and devices, for `updated_expert_bias`.
+    gamma, beta, norm, zero_centered_gamma, epsilon: as of `layernorm`; [H].
+    residual:    True: x is added to y. Or an array of y's shape and type.
+    recipe:      None for products in x's type, else a recipe. Where it scales whole tensors, h and the gradient of y
+                 have one scale each; the weights (the A arrays of an expert together), the activation and the gradient
+                 of its input one for each expert. The router is never in FP8. MXFP8 operands are multiplied as bf16,
+                 which holds them exactly: a warning says so once.
+    metas:       of wi and wo under a recipe with state: `fp8.DenseMetas` whose x (wi), grad (wo) are f32[] and whose
+                 kernel, grad (wi), x, kernel (wo) are f32[E]. An expert without tokens has amax 0, which the law of the
+                 recipe leaves alone, for the activation and its gradient.
+    checkpoint, name: as of `dense`. middle_name: of the activation's input, for `jax.checkpoint` policies.
+
+    Differentiable by all floating operands. The norm and the router stand before the custom_vjp of the experts, and
+    jax differentiates them: the router reads h in x's type, so h is written and kept in any case. Routing is named
+    STATISTICS, so that a policy does not run it again.
+
+    On a mesh the buffer of rows is whole on every device but for F and H: shard the tokens by `jax.shard_map`, where
+    counts and losses are of each device's own tokens. Raises ValueError for sizes, and under a recipe for activations
+    that `is_fused` does not know; TypeError for types that do not match.
+    """
+    x, gate_kernel, gamma, beta, expert_bias, residual = as_jax(x, gate_kernel, gamma, beta, expert_bias, residual)
+    wi, wo = resolve_experts(name, "wi", wi, recipe), resolve_experts(name, "wo", wo, recipe)
+    wi_bias = as_jax(*wi_bias) if isinstance(wi_bias, tuple | list) else None if wi_bias is None else as_jax(wi_bias)
+    (wo_bias,) = as_jax(wo_bias)
+    _check_of_moe(name, x, gate_kernel, wi, wo, wi_bias, wo_bias, options)
+    _check_recipe(name, recipe, metas, options)
+    for what, text in (("checkpoint", checkpoint), ("middle_name", middle_name)):
+        check(name, what, text, NONE | STRING)
+    through, added = split_residual(residual)
+    check_residual(name, x if through else added, x.shape, x.dtype)
+    h = x
+    if gamma is not None:
+        of_norm = dict(kind=norm, zero_centered=zero_centered_gamma, eps=epsilon, name=name)
+        if through:
+            h, x = norm_op.norm_and_input(x, gamma, beta, **of_norm)
+        else:
+            h = norm_op.norm(x, gamma, beta, **of_norm)
+    elif beta is not None:
+        raise ValueError(f"{name}: beta is given without gamma; pass both, or neither.")
+    routing, aux = _routing(h, gate_kernel, expert_bias, options)
+    operands = h, routing.weights, (wi, wi_bias), (wo, wo_bias)
+    if recipe is None:
+        y = _in_type_of_x(*operands, routing, options, middle_name)
+    else:
+        y = _in_fp8(*operands, routing, options, recipe, metas, checkpoint, middle_name)
+    y = y if expert_bias is None else _with_counts(*align(y, expert_bias, aux.counts))
+    added = x if through else added
+    return y if added is None else y + added, aux
+
+
+def _check_of_moe(name, x, gate_kernel, wi, wo, wi_bias, wo_bias, options):
+    """Raises ValueError or TypeError, naming the layer, for operands that make no mixture of experts."""
+    check(name, "options", options, Kind("a MoEOptions", lambda value: isinstance(value, MoEOptions)))
+    first, (second, *more) = wide_of_parts(wi), wide_of_parts(wo)
+    check(name, "x", x, FLOAT)
+    check(name, "gate_kernel", gate_kernel, FLOAT)
+    count = len(options.activations)
+    if len(first) != count or more:
+        what, have, need = ("wo", 1 + len(more), 1) if more else ("wi", len(first), count)
+        raise ValueError(
+            f"{name}: {what} is {have} arrays, but options.activations is {options.activations}; pass {need}, one for "
+            "each slot that reads it."
+        )
+    experts, width, hidden = first[0].shape
+    if wi_bias is not None and len(wi_bias) != count:
+        raise ValueError(f"{name}: wi_bias is {len(wi_bias)} arrays; pass {count}, one beside each of wi.")
+    shapes = [("gate_kernel", gate_kernel, (width, experts)), ("wo", second, (experts, hidden, width))]
+    shapes += [("wi_bias", bias, (experts, hidden)) for bias in wi_bias or ()]
+    shapes += [] if wo_bias is None else [("wo_bias", wo_bias, (experts, width))]
+    for what, a, shape in shapes:
+        check(name, what, a, FLOAT)
+        if a.shape != shape:
+            raise ValueError(f"{name}: {what} has the shape {a.shape}, beside wi {first[0].shape}; pass {shape}.")
+    if x.ndim < 2 or x.shape[-1] != width:
+        raise ValueError(f"{name}: x has the shape {x.shape}, beside wi {first[0].shape}; pass [..., T, {width}].")
+    options.router.check_experts(experts)
+
+
+def _check_recipe(name, recipe, metas, options):
+    """Raises ValueError or TypeError, naming the layer, unless recipe and metas serve the layer."""
+    check(name, "metas", metas, METAS_OF_TWO)
+    for each in metas or (None, None):
+        check_recipe_and_metas(name, recipe, each)
+    if recipe is None:
+        return
+    if not act_op.is_fused(options.activations):
+        raise ValueError(
+            f"{name}: options.activations is {options.activations}, whose gradient has no op that quantizes it; pass "
+            "activations that te_jax.ops.activation.is_fused knows, or recipe=None."
+        )
+    if recipe.granularity.block == MX_BLOCK:
+        text = "no faster than bf16; recipe.Float8BlockScaling() multiplies in FP8"
+        warn_once(name, f"recipe is {type(recipe).__name__}, whose grouped products are of bf16: {text}.")
+
+
+# ---- the router ------------------------------------------------------------------------------------------------------
+
+
+def _routing(h, gate_kernel, expert_bias, options: MoEOptions) -> tuple[Routing, MoEAux]:
+    """The routing without pairs beyond the capacity, whose expert is E; and what there is to say of it."""
+    precision = lax.Precision.HIGHEST if h.dtype == jnp.float32 else None  # not TF32: it decides
+    h, gate_kernel, expert_bias = align(h, gate_kernel, expert_bias)
+    axes = (h.ndim - 1,), gate_kernel, (0,)
+    spec = dense_spec(jax.typeof(h), jax.typeof(gate_kernel), 1)
+    logits = named(dot(h, *axes, jnp.float32, precision, spec), GEMM)
+    routing = named(route(logits, options.router, expert_bias=expert_bias), STATISTICS)
+    unbiased = routing if expert_bias is None else route(logits, options.router)
+    balancing = load_balancing_loss(logits, unbiased.experts, options.router, per_sequence=options.per_sequence_loss)
+    experts, dropped = routing.experts, jnp.zeros_like(routing.counts)
+    if options.capacity_factor is not None:
+        num_experts = logits.shape[-1]
+        capacity = max(1, ceil(options.capacity_factor * experts.size / num_experts))
+        groups = group(experts, num_experts)
+        of_expert = lambda a: as_rank(a, experts.ndim + 1)
+        is_expert = experts[..., None] == of_expert(jnp.arange(num_experts, dtype=experts.dtype))
+        # Not a gather, which Explicit axes refuse.
+        place = groups.rows - jnp.sum(jnp.where(is_expert, of_expert(groups.offsets[:-1]), 0), -1)
+        experts = jnp.where(place < capacity, experts, num_experts)
+        dropped = jnp.maximum(routing.counts - capacity, 0)
+    return routing._replace(experts=experts), MoEAux(balancing, z_loss(logits), routing.counts, dropped)
+
+
+@jax.custom_vjp
+def _with_counts(y, expert_bias, counts):
+    """y, whose backward pass has the counts of the experts for the cotangent of their bias."""
+    return y
+
+
+_with_counts.defvjp(
+    lambda y, expert_bias, counts: (y, (expert_bias, counts)),
+    lambda kept, dy: (dy, like(kept[1].astype(jnp.float32), kept[0]), None),
+)
+
+
+# ---- the experts -----------------------------------------------------------------------------------------------------
+
+
+def _groups(routing: Routing):
+    return named(group(routing.experts, routing.counts.shape[0]), STATISTICS)
+
+
+def _bias_of_slots(wi_bias):
+    return None if wi_bias is None else jnp.stack(wi_bias, 1)
+
+
+def _in_type_of_x(h, weights, wi, wo, routing, options: MoEOptions, middle_name):
+    """The MLPs in h's type: jax differentiates grouped products. Behind the last group nothing is added up."""
+    groups = _groups(routing)
+    of_groups = groups.offsets, groups.counts
+    kernel = jnp.moveaxis(jnp.stack(wide_of_parts(wi[0]), 2), 1, -1).astype(h.dtype)
+    z = gemm_grouped(permute(h, groups), kernel, *of_groups, bias=_bias_of_slots(wi[1]))
+    a = act_op.activation(named(z, middle_name), options.activations, options.activation_params)
+    (kernel,) = wide_of_parts(wo[0])
+    rows = gemm_grouped(a, jnp.swapaxes(kernel, 1, 2).astype(h.dtype), *of_groups, bias=wo[1])
+    return combine(rows, groups, weights)
+
+
+def _in_fp8(h, weights, wi, wo, routing, options: MoEOptions, recipe, metas, checkpoint, middle_name):
+    groups, (wi, wi_bias), (wo, wo_bias) = _groups(routing), wi, wo
+    wi_bias = _bias_of_slots(wi_bias)
+    rows = groups.slots.shape[0]
+    typeof = lambda a: a if a is None else jax.typeof(a)
+    middle = jax.typeof(h).update(shape=(rows, wi[0].wide[0].shape[-1]))
+    config = partial(Config, recipe, 1, checkpoint=checkpoint, stage_axes=stage_axes())
+    on_mesh = jax.sharding.get_abstract_mesh().size > 1
+    first = config(jax.typeof(h), typeof(wi[0].wide[0]), typeof(wi_bias), on_mesh=on_mesh)
+    second = config(middle, typeof(wo[0].wide[0]), typeof(wo_bias), on_mesh=on_mesh)
+    act = tuple(act_op.attributes(options.activations, options.activation_params).items())
+    static = ExpertStatic(first, second, tuple(len(part.wide) for part in wi), act, middle_name)
+    h, weights, groups, wi, wo, wi_bias, wo_bias = align(h, weights, groups, wi, wo, wi_bias, wo_bias)
+    both = map(Projection, (wi, wo), (wi_bias, wo_bias), (m or fp8.STATELESS for m in metas or (None, None)))
+    return run_experts(ExpertOperands(h, weights, *both), groups, static)
