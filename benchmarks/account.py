@@ -25,11 +25,12 @@ _FAMILIES = [
     ("quantize", r"te::.*Quantize", r"te_quantize"),
     ("rope", r"te::.*Rope", r"te_rope"),
     ("scale update", r"te::.*Scale", r"te_scale_update"),
+    ("grouped GEMM", r"te_gemm_grouped", r"te_gemm_grouped"),
     ("other te_jax", r"\bte::", None),
     ("GEMM", r"(?i:nvjet|gemm|cublas|cutlass|xmma)", None),
 ]
 _HELPERS = re.compile(r"splitk|reduce", re.IGNORECASE)  # of cuBLASLt's: a second kernel for one product
-_GEMM_CALL = re.compile(r"te_gemm|__cublas\$|__triton_gemm")
+_GEMM_CALL = re.compile(r"te_gemm(?!_grouped)|__cublas\$|__triton_gemm")
 _NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
 
 

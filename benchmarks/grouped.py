@@ -87,7 +87,7 @@ class Product:
         for form in FORMS:
             yield self._case(f"te_jax {form}", partial(self._te_jax, form), beside=beside.get(form, ()))
             yield self._case(f"dense {form}", partial(self._dense, form))
-        yield self._case(LOOP, partial(self._loop, "fp8 fast"))
+        yield self._case(LOOP, self._loop)
         for fp8, impl in TORCH.items():
             yield self._case(impl, measure=partial(self._torch, fp8))
         yield self._case(RAGGED, self._ragged)
@@ -134,34 +134,40 @@ class Product:
         product = partial(gemm_grouped_wgrad if self.contracted else gemm_grouped, fast_accum=form == "fp8 fast")
         return compiled(product, [(lhs, rhs, of.offsets, of.counts, *self._scales(form))])
 
-    def _dense_operands(self, form, rows, seed=0):
-        """lhs and rhs of the dense product that `rows` rows make, K-major as `gemm` takes them, and their scales."""
-        shapes = ((self.n, rows), (self.k, rows)) if self.contracted else ((rows, self.k), (self.n, self.k))
-        operands = [
-            normal(2 * seed + i, shape, dtype) for i, (shape, dtype) in enumerate(zip(shapes, self.types(form)))
-        ]
-        if form == "bf16":
-            return tuple(operands)
-        if form != "fp8 block":
-            return *operands, _positive(3, ()), _positive(4, ())
-        m, n, k = (self.n, self.k, rows) if self.contracted else (rows, self.n, self.k)
-        right = (_blocks(k), n) if self.contracted else (_blocks(n), _blocks(k))
-        return *operands, _positive(3, (_blocks(k), m)), _positive(4, right)
-
-    def _gemm(self, form):
-        square = form == "fp8 block" and not self.contracted
-        return partial(gemm, fast_accum=form == "fp8 fast", square=square)
+    def _k_major(self, rows: int, weights: tuple[int, ...], form: str) -> list[jax.Array]:
+        """lhs and rhs of dense products of so many rows, K-major as `gemm` takes them. weights: the axes in front of
+        those of one weight."""
+        rhs = (self.k, rows) if self.contracted else (*weights, self.n, self.k)
+        shapes = (self.n, rows) if self.contracted else (rows, self.k), rhs
+        return [normal(i, shape, dtype) for i, (shape, dtype) in enumerate(zip(shapes, self.types(form)))]
 
     def _dense(self, form) -> Call:
-        return compiled(self._gemm(form), [self._dense_operands(form, self.model.pairs)])
+        pairs, square, scales = self.model.pairs, form == "fp8 block" and not self.contracted, ()
+        if form == "fp8 block":
+            m, n, k = (self.n, self.k, pairs) if self.contracted else (pairs, self.n, self.k)
+            right = (_blocks(n), _blocks(k)) if square else (_blocks(k), n)
+            scales = _positive(3, (_blocks(k), m)), _positive(4, right)
+        elif form != "bf16":
+            scales = _positive(3, ()), _positive(4, ())
+        product = partial(gemm, fast_accum=form == "fp8 fast", square=square)
+        return compiled(product, [(*self._k_major(pairs, (), form), *scales)])
 
-    def _loop(self, form) -> Call:
-        """A product for each expert that has tokens. Their numbers are known on the host here, and each has arrays of
-        its own, so that nothing is copied."""
-        rows = [count for count in self.model.counts if count]
-        rows = [_blocks(count) * BLOCK for count in rows] if self.contracted else rows
-        each = [self._dense_operands(form, count, seed) for seed, count in enumerate(rows)]
-        return compiled(lambda *each: [self._gemm(form)(*operands) for operands in each], [tuple(each)])
+    def _loop(self) -> Call:
+        """A product in FP8, accumulated fast, for each expert that has tokens. Their numbers are known on the host
+        here, and each has arrays of its own, so that nothing is copied."""
+        counts = [count for count in self.model.counts if count]
+        counts = [_blocks(count) * BLOCK for count in counts] if self.contracted else counts
+        ends = np.cumsum(counts).tolist()
+        of_rows = lambda a, axis: [jax.lax.slice_in_dim(a, b - n, b, axis=axis) for n, b in zip(counts, ends)]
+
+        def split(lhs, rhs):
+            if self.contracted:
+                return list(zip(of_rows(lhs, 1), of_rows(rhs, 1)))
+            return list(zip(of_rows(lhs, 0), rhs))
+
+        each = jax.jit(split)(*self._k_major(ends[-1], (len(counts),), "fp8 fast"))
+        loop = lambda each, *scales: [gemm(*operands, *scales, fast_accum=True) for operands in each]
+        return compiled(loop, [(each, _positive(3, ()), _positive(4, ()))])
 
     def _torch(self, fp8: bool, calls: int, repeat: int) -> list[float]:
         sizes = dict(fp8=fp8, contracted=self.contracted, n=self.n, k=self.k, counts=self.model.counts)

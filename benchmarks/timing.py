@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -35,8 +36,12 @@ class Call(NamedTuple):
 
 def normal(seed: int, shape: Sequence[int], dtype=jnp.bfloat16, scale: float = 1.0) -> jax.Array:
     """Standard normal data times `scale`: zeros and constants make GPUs faster than real data does."""
-    draw = lambda key: (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
-    return jax.jit(draw)(jax.random.key(seed))
+    return _draw(jax.random.key(seed), tuple(shape), jnp.dtype(dtype), scale)
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _draw(key, shape, dtype, scale):
+    return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
 
 def sets(make: Callable[[int], tuple], limit: int = 8) -> list[tuple]:

@@ -124,12 +124,25 @@ Status Gemm(Call& call, const te_jax_gemm_args& a) {
                      a.contract, a.fast_accum, a.tune);
 }
 
+constexpr int64_t kOuter = 0;  // axes of k without blocks: there is one axis
+
 Status GemmBlock(Call& call, const te_jax_gemm_block_args& a) {
-  const int64_t outer = 0;
   return call.Launch(LaunchGemmBlock, TE_MATRIX(lhs, kRequired), TE_MATRIX(rhs, kRequired),
                      TE_ARRAY(lhs_scale_inv), TE_MAYBE(rhs_scale_inv), TE_MAYBE(rhs_block_inv),
                      TE_MAYBE(bias), TE_MATRIX(c, kOptional), TE_MATRIX(out, kRequired),
-                     call.Workspace(kGemmWorkspace), outer, a.tune);
+                     call.Workspace(kGemmWorkspace), kOuter, a.tune);
+}
+
+Status GemmGrouped(Call& call, const te_jax_gemm_grouped_args& a) {
+  return call.Launch(LaunchGemmGrouped, TE_ARRAY(lhs), TE_ARRAY(rhs), TE_ARRAY(offsets), TE_ARRAY(counts),
+                     TE_MAYBE(lhs_scale_inv), TE_MAYBE(rhs_scale_inv), TE_MAYBE(lhs_row_inv),
+                     TE_MAYBE(rhs_block_inv), TE_MAYBE(bias), TE_ARRAY(out), kOuter, a.fast_accum);
+}
+
+Status GemmGroupedWgrad(Call& call, const te_jax_gemm_grouped_wgrad_args& a) {
+  return call.Launch(LaunchGemmGroupedWgrad, TE_ARRAY(lhs), TE_ARRAY(rhs), TE_ARRAY(offsets),
+                     TE_ARRAY(counts), TE_MAYBE(lhs_scale_inv), TE_MAYBE(rhs_scale_inv),
+                     TE_MAYBE(lhs_row_inv), TE_MAYBE(rhs_row_inv), TE_MAYBE(c), TE_ARRAY(out), a.fast_accum);
 }
 
 // ---- what is visible ----
@@ -189,6 +202,8 @@ TE_C_OP(norm_block_fwd, NormBlockFwd)
 TE_C_OP(norm_bwd, NormBwd)
 TE_C_OP_PLAN(gemm, Gemm)
 TE_C_OP_PLAN(gemm_block, GemmBlock)
+TE_C_OP(gemm_grouped, GemmGrouped)
+TE_C_OP(gemm_grouped_wgrad, GemmGroupedWgrad)
 
 int te_jax_api_version() { return TE_JAX_API_VERSION; }
 

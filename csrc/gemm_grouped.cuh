@@ -1,7 +1,7 @@
 // The kernel of te_gemm_grouped and te_gemm_grouped_wgrad. A CTA stays for the whole call and computes tiles
 // of 128 x 256, by gemm_grouped_scheduler.cuh. One thread copies tiles of 128 bytes of k by tensor maps
 // (TMA), four stages ahead, those that the CTAs of its cluster share into all of them at once. Two warpgroups
-// multiply 64 rows each, in turns with what they write: the second starts a little later.
+// multiply 64 rows each.
 #pragma once
 
 #include "gemm_grouped_tiles.cuh"
@@ -53,17 +53,48 @@ struct BlockScales {
   float rows[2], halves[2];
 };
 
+// Those of a tile's steps, one after the other.
+template <Sums kSums>
+struct ScaleReader {
+  const float *rows = nullptr, *halves = nullptr;
+  int lower = 0, right = 0;  // from the first of a pair to the second
+
+  // row: of the thread's first row of two, in the left factor; the other one is 8 below.
+  __device__ __forceinline__ ScaleReader(const Problem& p, const Tile& tile, int row) {
+    if constexpr (kSums == Sums::kSplit) return;
+    row = min(row, p.rows - 1);
+    rows = p.left_blocks + int64_t{tile.k / kBlock} * p.rows + row, lower = row + 8 < p.rows ? 8 : 0;
+    if constexpr (kSums == Sums::kSquares) {
+      const int along = Parts(p.k, kBlock), squares = Parts(p.columns, kBlock);
+      const int square = min(tile.right_row / kBlock, squares - 1);
+      halves = p.right_blocks + (int64_t{tile.expert} * squares + square) * along;
+      right = square + 1 < squares ? along : 0;
+    }
+  }
+
+  // Of the next step. stride: p.rows.
+  __device__ __forceinline__ BlockScales Read(int stride) {
+    BlockScales scales;
+    scales.rows[0] = rows[0], scales.rows[1] = rows[lower];
+    rows += stride;
+    if constexpr (kSums == Sums::kSquares) {
+      scales.halves[0] = halves[0], scales.halves[1] = halves[right];
+      ++halves;
+    }
+    return scales;
+  }
+};
+
 // A warp's part in the products: 16 rows of a tile.
 template <Factors kFactors, Sums kSums, typename P>
 struct Consumer {
   static constexpr int kStep = kRowBytes / (kFactors == Factors::kBF16 || kFactors == Factors::kF16 ? 2 : 1);
-  static constexpr unsigned kTurn = 1;  // the barrier by which the second warpgroup starts later
 
   const Problem& p;
   Shared& s;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // alike in all lanes, as the compiler can see
+  const int lane = threadIdx.x % 32;
   Ring ring;
-  bool waits = P::kLag > 0;  // for the other warpgroup, or that one for this
 
   // The row of the tile of a thread's first row of two; the other one is 8 below.
   __device__ __forceinline__ int Row() const { return warp * 16 + lane / 4; }
@@ -79,15 +110,9 @@ struct Consumer {
     return TileDescriptor(AddressOf(s.stages[stage]) + kLeftBytes);
   }
 
-  __device__ __forceinline__ void WaitForTurn() {
-    if (waits && warp >= kWarps / 2) NamedBarrier(kTurn, kConsumers), waits = false;
-  }
-  __device__ __forceinline__ void GiveTurn(bool now) {
-    if (waits && now && warp < kWarps / 2) ArriveNamed(kTurn, kConsumers), waits = false;
-  }
-
-  // sums: the products of a tile, added in the tensor cores.
-  __device__ __forceinline__ void MultiplyFast(const Tile& tile, float (&sums)[128]) {
+  // sums: the products of a tile, added in the tensor cores. `meanwhile` is called while the last ones run.
+  template <typename F>
+  __device__ __forceinline__ void MultiplyFast(const Tile& tile, float (&sums)[128], F meanwhile) {
     int before = 0;
     for (int step = 0; step < tile.steps; ++step) {
       const int stage = ring.stage;
@@ -99,28 +124,13 @@ struct Consumer {
       CommitProducts();
       WaitForProducts<1>();
       if (step > 0) Release(before);
-      GiveTurn(step + 1 == P::kLag);
       before = stage;
       ring.Advance();
     }
+    meanwhile();
     WaitForProducts<0>();
     Settle(sums);
     if (tile.steps > 0) Release(before);
-  }
-
-  // Those of a tile's step. There are less than 2^31 of them in all (gemm_grouped.cc).
-  __device__ __forceinline__ BlockScales ScalesOf(const Tile& tile, int step) const {
-    BlockScales scales;
-    const int block = tile.k / kBlock + step, row = min(tile.left_row + Row(), p.rows - 1);
-    const float* of_rows = p.left_blocks + block * p.rows + row;
-    scales.rows[0] = of_rows[0], scales.rows[1] = of_rows[row + 8 < p.rows ? 8 : 0];
-    if constexpr (kSums == Sums::kSquares) {
-      const int along = Parts(p.k, kBlock), squares = Parts(p.columns, kBlock);
-      const int square = min(tile.right_row / kBlock, squares - 1);
-      const float* of_halves = p.right_blocks + (tile.expert * squares + square) * along + block;
-      scales.halves[0] = of_halves[0], scales.halves[1] = of_halves[square + 1 < squares ? along : 0];
-    }
-    return scales;
   }
 
   // Half of a tile's columns: sums += part, times the scales of this step.
@@ -150,9 +160,12 @@ struct Consumer {
   // sums: the products of a tile, in f32 every 128 of k.
   __device__ __forceinline__ void MultiplySplit(const Tile& tile, float (&sums)[128]) {
     constexpr bool kScaled = kSums != Sums::kSplit;
+    ScaleReader<kSums> reader(p, tile, tile.left_row + Row());
+    BlockScales next;  // a step ahead
+    if (kScaled && tile.steps > 0) next = reader.Read(p.rows);
     for (int step = 0; step < tile.steps; ++step) {
-      BlockScales scales;
-      if (kScaled) scales = ScalesOf(tile, step);
+      const BlockScales scales = next;
+      if (kScaled && step + 1 < tile.steps) next = reader.Read(p.rows);
       const int stage = ring.stage;
       WaitBarrier(AddressOf(&s.full[stage]), ring.parity);
       const uint64_t left = Left(stage), right = Right(stage);
@@ -173,30 +186,28 @@ struct Consumer {
         __syncwarp();
         Release(stage);
       }
-      GiveTurn(step + 1 == P::kLag);
       ring.Advance();
     }
   }
 
   __device__ __forceinline__ void Run() {
-    const Writer writer{p, s};
+    const Writer writer{p, s, warp, lane};
     Walk<P, kStep> walk(p, s);
-    for (Tile tile; walk.Next(&tile);) {
+    Tile tile, next;
+    for (bool more = walk.Next(&tile); more; tile = next) {
       float sums[128];
       if (kSums != Sums::kFast || tile.steps == 0) {
 #pragma unroll
         for (int i = 0; i < 128; ++i) sums[i] = 0;
       }
-      WaitForTurn();
+      const float scale = writer.ScaleOf(tile);  // on its way while it multiplies
       if constexpr (kSums == Sums::kFast)
-        MultiplyFast(tile, sums);
+        MultiplyFast(tile, sums, [&] { more = walk.Next(&next); });
       else
         MultiplySplit(tile, sums);
-      GiveTurn(true);
-      writer.Write(tile, sums);
+      writer.Write(tile, scale, sums);
+      if (kSums != Sums::kFast) more = walk.Next(&next);
     }
-    WaitForTurn();  // a barrier is left as it was found
-    GiveTurn(true);
   }
 };
 
@@ -218,7 +229,8 @@ __global__ void __launch_bounds__(kThreads, 1) te_gemm_grouped(const __grid_cons
   SyncCluster();
   if (threadIdx.x >= kConsumers) {
     GiveRegisters<40>();
-    if (threadIdx.x == kConsumers) Produce<kSums, P, Consumer<kFactors, kSums, P>::kStep>(args, s);
+    constexpr int kStep = Consumer<kFactors, kSums, P>::kStep;
+    if (threadIdx.x == kConsumers) Produce<kSums, P, kStep>(args, s);
   } else {
     TakeRegisters<232>();
     Consumer<kFactors, kSums, P>{args.p, s}.Run();

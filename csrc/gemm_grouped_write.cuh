@@ -13,20 +13,35 @@ struct Writer {
   Shared& s;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  // The row of the tile of a thread's first row of two; the other one is 8 below.
-  __device__ __forceinline__ int Row() const { return warp * 16 + lane / 4; }
+  // What the sums of a tile are multiplied by.
+  __device__ __forceinline__ float ScaleOf(const Tile& tile) const {
+    if (!p.left_inv) return 1.f;
+    return p.left_inv[p.left_each ? tile.expert : 0] * p.right_inv[p.right_each ? tile.expert : 0];
+  }
 
-  __device__ __forceinline__ void Write(const Tile& tile, const float (&sums)[128]) const {
+  __device__ __forceinline__ void Write(const Tile& tile, float scale, float (&sums)[128]) const {
+    if (p.bias)
+      AddBias(tile, scale, sums);
+    else if (p.left_inv)
+#pragma unroll
+      for (int i = 0; i < 128; ++i) sums[i] *= scale;
     if (p.result == F32 || p.c)
       WriteWide(tile, sums);
     else
       Write16(tile, sums);
   }
 
-  // What the sums of this tile are multiplied by.
-  __device__ __forceinline__ float ScaleOf(const Tile& tile) const {
-    if (!p.left_inv) return 1.f;
-    return p.left_inv[p.left_each ? tile.expert : 0] * p.right_inv[p.right_each ? tile.expert : 0];
+ private:
+  // sums = sums * scale + bias.
+  __device__ __forceinline__ void AddBias(const Tile& tile, float scale, float (&sums)[128]) const {
+#pragma unroll
+    for (int j = 0; j < 32; ++j) {
+      const int column = tile.right_row + 8 * j + lane % 4 * 2;
+      float2 bias = {0, 0};
+      if (column < p.columns) bias = LoadPair(p.bias, int64_t{tile.expert} * p.columns + column);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[4 * j + i] = sums[4 * j + i] * scale + (i % 2 ? bias.y : bias.x);
+    }
   }
 
   // Neighbours in a row of the result's type.
@@ -43,18 +58,6 @@ struct Writer {
     return p.result == BF16 ? Round<__nv_bfloat16>(pair).words[0] : Round<__half>(pair).words[0];
   }
 
-  // Four numbers of 8 columns: those of two neighbours in a row, and in the row 8 below; zeros where no token
-  // is.
-  __device__ __forceinline__ float4 Values(const Tile& tile, const Place& place, float scale, int j,
-                                           const float* sums) const {
-    const int column = tile.right_row + 8 * j + lane % 4 * 2;
-    float2 bias = {0, 0};
-    if (p.bias && column < p.columns) bias = LoadPair(p.bias, int64_t{tile.expert} * p.columns + column);
-    const bool upper = Row() < place.tokens, lower = Row() + 8 < place.tokens;
-    return {upper ? sums[0] * scale + bias.x : 0, upper ? sums[1] * scale + bias.y : 0,
-            lower ? sums[2] * scale + bias.x : 0, lower ? sums[3] * scale + bias.y : 0};
-  }
-
   // Where 16 bytes of a row of the warp's piece lie: a column of them, over the rows, lies in all banks.
   __device__ __forceinline__ uint32_t InPiece(int row, int chunk) const {
     return AddressOf(s.pieces[warp]) + row * 128 + ((chunk ^ row % 8) << 4);
@@ -62,27 +65,26 @@ struct Writer {
 
   // Results of 16 bits, 64 columns at a time.
   __device__ __forceinline__ void Write16(const Tile& tile, const float (&sums)[128]) const {
-    const float scale = ScaleOf(tile);
     const Place place = PlaceOf(p, s, tile);
-    uint16_t* out = static_cast<uint16_t*>(p.out) + (place.row + warp * 16) * p.columns;
+    const int first = warp * 16 + lane / 8;
 #pragma unroll
     for (int piece = 0; piece < 4; ++piece) {
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
-        const int at = piece * 8 + j;
-        const float4 left = Values(tile, place, scale, at, sums + 4 * at);
-        const float4 right = Values(tile, place, scale, at + 1, sums + 4 * at + 4);
-        StoreMatrices(InPiece(lane % 16, j + lane / 16), Pack(left.x, left.y), Pack(left.z, left.w),
-                      Pack(right.x, right.y), Pack(right.z, right.w));
+        const float* v = sums + 4 * (piece * 8 + j);
+        StoreMatrices(InPiece(lane % 16, j + lane / 16), Pack(v[0], v[1]), Pack(v[2], v[3]), Pack(v[4], v[5]),
+                      Pack(v[6], v[7]));
       }
       __syncwarp();
       const int column = tile.right_row + piece * 64 + lane % 8 * 8;
+      uint4* out =
+          reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out) + (place.row + first) * p.columns + column);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int row = lane / 8 + 4 * i;
-        const uint4 words = LoadShared16(InPiece(row, lane % 8));
-        if (warp * 16 + row < place.rows && column < p.columns)
-          *reinterpret_cast<uint4*>(out + int64_t{row} * p.columns + column) = words;
+        const uint4 words = LoadShared16(InPiece(lane / 8 + 4 * i, lane % 8));
+        const bool is_token = first + 4 * i < place.tokens;
+        if (first + 4 * i < place.rows && column < p.columns)
+          out[int64_t{i} * (p.columns / 2)] = is_token ? words : uint4{};  // 4 rows below are 4 * columns / 8
       }
       __syncwarp();
     }
@@ -90,7 +92,6 @@ struct Writer {
 
   // f32 results, and those to which c is added in f32, 32 columns at a time.
   __device__ __forceinline__ void WriteWide(const Tile& tile, const float (&sums)[128]) const {
-    const float scale = ScaleOf(tile);
     const Place place = PlaceOf(p, s, tile);
 #pragma unroll
     for (int piece = 0; piece < 8; ++piece) {
@@ -103,17 +104,17 @@ struct Writer {
         }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int at = piece * 4 + j;
-        const float4 values = Values(tile, place, scale, at, sums + 4 * at);
-        StoreShared(InPiece(lane / 4, 2 * j + lane % 4 / 2) + lane % 2 * 8, values.x, values.y);
-        StoreShared(InPiece(lane / 4 + 8, 2 * j + lane % 4 / 2) + lane % 2 * 8, values.z, values.w);
+        const float* v = sums + 4 * (piece * 4 + j);
+        StoreShared(InPiece(lane / 4, 2 * j + lane % 4 / 2) + lane % 2 * 8, v[0], v[1]);
+        StoreShared(InPiece(lane / 4 + 8, 2 * j + lane % 4 / 2) + lane % 2 * 8, v[2], v[3]);
       }
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float4 v = __builtin_bit_cast(float4, LoadShared16(InPiece(lane / 8 + 4 * i, lane % 8)));
+        const bool is_token = warp * 16 + lane / 8 + 4 * i < place.tokens;
         const float4 sum = {v.x + c[i][0].x, v.y + c[i][0].y, v.z + c[i][1].x, v.w + c[i][1].y};
-        if (IsInside(place, i, column)) Store4(At(place, i, column), sum);
+        if (IsInside(place, i, column)) Store4(At(place, i, column), is_token ? sum : float4{});
       }
       __syncwarp();
     }

@@ -1,5 +1,5 @@
-// Instructions that CUDA C++ has no name for. They stand here alone, so that a build without nvcc
-// (tests/host_cuda) can put its own in their place.
+// Instructions that CUDA C++ has no name for. They stand here and in ptx_hopper.cuh alone, so that a build
+// without nvcc (tests/host_cuda) can put its own in their place.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -31,11 +31,13 @@ __device__ __forceinline__ void ArriveExpecting(uint32_t barrier, unsigned bytes
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-// One arrival at the barrier that lies at this address in CTA `rank` of the cluster.
+// One arrival at the barrier that lies at this address in CTA `rank` of the cluster. Without
+// `.release.cluster`, which becomes a MEMBAR.ALL.GPU in every step: what was read before has been waited for,
+// and nothing was written.
 __device__ __forceinline__ void ArriveAt(uint32_t barrier, unsigned rank) {
   asm volatile(
       "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
       "r"(rank)
       : "memory");
 }
@@ -48,11 +50,6 @@ __device__ __forceinline__ unsigned ClusterRank() {
 __device__ __forceinline__ void SyncCluster() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
-// An arrival at a NamedBarrier of `threads` without waiting.
-__device__ __forceinline__ void ArriveNamed(unsigned index, unsigned threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(index), "r"(threads) : "memory");
-}
-
 // ---- registers of the threads of a warpgroup ----
 
 template <int kRegisters>

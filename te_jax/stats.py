@@ -164,10 +164,10 @@ def fp8_stats_table(stats: Mapping[str, TensorStats]) -> str:
         if np.any(np.isnan(tensor.amax) & ~np.isnan(tensor.saturation)):
             cells["amax"] = "nan"
         lines.append([path, str(np.size(tensor.amax)), *cells.values()])
-    return _columns(lines)
+    return _aligned_lines(lines)
 
 
-def _columns(lines: list[list[str]]) -> str:
+def _aligned_lines(lines: list[list[str]]) -> str:
     """Lines of cells as text, the first column to the left."""
     widths = [max(map(len, column)) for column in zip(*lines)]
     aligned = lambda line: [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:]))]
@@ -281,4 +281,4 @@ def expert_stats_table(stats: Mapping[str, ExpertStats]) -> str:
             *(_cell(a, np.max, "{:.1e}") for a in (saturation, underflow)),
         ]
         lines.append([path or "-", *cells])
-    return _columns(lines)
+    return _aligned_lines(lines)

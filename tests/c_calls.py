@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from ffi_calls import CALLS, Call, recorded
+from ffi_calls import ANY_SIZE, CALLS, Call, recorded
 
 from te_jax._op import ops
 from te_jax.c_api import Library
@@ -83,16 +83,18 @@ def _with_shape(array, shape):
     return _changed(array, rank=rank, shape=(*shape, *[0] * (len(array.shape) - rank)))
 
 
-def _wrong_arrays(array, is_optional: bool, is_bound: bool) -> Iterator[tuple[str, object]]:
+def _wrong_arrays(array, is_optional: bool, any_size) -> Iterator[tuple[str, object]]:
+    """any_size: the axes whose size the other arrays do not say; None: all, and their number."""
     shape = tuple(array.shape[: array.rank])
     yield "misaligned", _changed(array, data=array.data + 1)
     for number in (-1, 6, 99, 4 if array.type != 4 else 11):  # u8 has a number, but no array is of it
         yield f"type {number}", _changed(array, type=number)
     for rank in (-1, len(array.shape) + 1, 1 << 30):
         yield f"rank {rank}", _changed(array, rank=rank)
-    if is_bound:
+    if any_size is not None:
         yield "one axis more", _with_shape(array, (1, *shape))
     for axis in {0, len(shape) - 1} if shape else ():
+        is_bound = any_size is not None and axis not in any_size
         for size in (shape[axis] // 2 or 2, -1, _ANY) if is_bound else (-1, _ANY):
             yield f"size{axis} {size}", _with_shape(array, (*shape[:axis], size, *shape[axis + 1 :]))
     if math.prod(shape):
@@ -126,7 +128,8 @@ def wrong(lib: Library, op: str, args: dict, memory: Memory) -> Iterator[tuple[s
         elif name in optional and name not in args:
             yield f"{name} there", args | {name: lib.array(memory(name), "F32", (3, 5, 7))}
         elif name in optional:
-            changed = _wrong_arrays(args[name], optional[name], is_bound)
+            free = [axis for target, array, axis in ANY_SIZE if (target, array) == (f"te_{op}", name)]
+            changed = _wrong_arrays(args[name], optional[name], free if is_bound else None)
             yield from ((f"{name} {what}", args | {name: a}) for what, a in changed)
 
 

@@ -95,6 +95,13 @@ def on_host():
         yield
 
 
+@pytest.fixture
+def plain_jax():
+    """Runs a test of an op's plain-JAX meaning, its zeros or f32 sums, where it is what the op lowers to: on a CPU."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def refused_on_host(request):
     """Runs tests of MXFP8 and of block scaling, as their names say it, on a CPU device where the GPU has none."""

@@ -115,7 +115,7 @@ def recorded(case: Case) -> Call:
 
 # What a handler may take otherwise than the case has it: operands of another type, axes of another size.
 _ANY_FLOAT = {"x", "gamma", "beta"}
-_ANY_SIZE = {("te_rope", "inv_freq", 0), ("te_norm_bwd", "dgamma", 0), *((t, "segments", 1) for t in TARGETS),
+ANY_SIZE = {("te_rope", "inv_freq", 0), ("te_norm_bwd", "dgamma", 0), *((t, "segments", 1) for t in TARGETS),
              # Experts, tokens and rows of the buffer are numbers of their own.
              ("te_permute", "offsets", 0), ("te_permute_block", "offsets", 0), ("te_combine", "rows", 0),
              ("te_combine_bwd", "rows", 0),
@@ -138,7 +138,7 @@ def _wrong(call: Call, name: str, like) -> Iterator[tuple[str, tuple, Any]]:
     if name == "workspace" and (is_gemm or "attention" in target):  # what a plan needs, and a plan may need little
         return
     for axis in (0, 1, len(shape) - 1) if "bias" in name and len(shape) == 4 else {0, len(shape) - 1} if shape else ():
-        if (target, name, axis) not in _ANY_SIZE:
+        if (target, name, axis) not in ANY_SIZE:
             yield f"size{axis}", (*shape[:axis], shape[axis] // 2 or 2, *shape[axis + 1 :]), dtype
 
 

@@ -388,6 +388,8 @@ def test_work_of_a_compiled_module():
         ("void te::(anonymous namespace)::NormFwdTiles<__nv_bfloat16>(te::NormFwdArgs)", "norm forward"),
         ("void te::(anonymous namespace)::NormBwdRows<2, true>(te::NormBwdArgs)", "norm backward"),
         ("te::(anonymous namespace)::ScaleUpdate(te::ScaleUpdateArgs)", "scale update"),
+        ("void te::(anonymous namespace)::te_gemm_grouped<te::Form>(te::KernelArgs)", "grouped GEMM"),
+        ("void te::TileKernel<te::(anonymous namespace)::GatherSource<float>, true>()", "router, permute, combine"),
         ("void te::(anonymous namespace)::Rope<__nv_bfloat16>(te::RopeArgs)", "rope"),
         ("Memset 0", "memset, memcpy"),
         ("loop_add_fusion_2", "XLA"),

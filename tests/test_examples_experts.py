@@ -11,6 +11,7 @@ from example_runs import compiled_once, train  # noqa: F401
 
 import generate  # isort: skip
 from gpt import config, flops, load  # isort: skip
+from gpt.model import GPT  # isort: skip
 
 MOE = ["--preset", "moe-tiny", "--layers", "1", "--moe", "3", "--eval-every", "0"]
 
@@ -23,6 +24,9 @@ def test_a_token_meets_its_own_experts():
     assert flops.per_token(model, seq_len=0) == 6 * (around + model.layers * 2 * expert)
     assert (around + model.layers * 2 * expert) / 1e9 == pytest.approx(0.3, rel=0.05)
     assert (around + model.layers * 8 * expert) / 1e9 == pytest.approx(1.0, rel=0.05)
+    shapes = jax.eval_shape(GPT(model, max_len=16).init, jax.random.key(0), jnp.zeros((1, 16), jnp.int32))["params"]
+    held, norms = sum(p.size for p in jax.tree.leaves(shapes)), (2 * model.layers + 1) * model.hidden
+    assert held == around + model.layers * 8 * expert + norms
 
 
 @pytest.mark.parametrize(
@@ -44,7 +48,7 @@ def test_senseless_arguments_of_experts(arguments, message, capsys):
 
 def test_experts_of_arguments_and_checkpoints():
     args = config.parse(["--moe", "4", "--top-k", "1", "--balance", "bias"], "tiny")
-    assert args.model.experts == config.Experts(4, 1, "bias") and args.model.hidden == config.TINY.hidden
+    assert args.model.experts == config.Experts(4, 1, "bias", 4 / 300) and args.model.hidden == config.TINY.hidden
     key = json.loads(json.dumps(config.resume_key(args, "")))
     assert config.Model.of(key) == args.model and not config.differing(key, config.resume_key(args, ""))
     early = {name: value for name, value in key.items() if name != "experts"}
@@ -102,7 +106,7 @@ def test_balanced_by_a_bias(tmp_path):
     ]
     model, variables, trained = generate.load(tmp_path / "fp8", bf16=False)
     (bias,) = jax.tree.leaves(variables["expert_bias"])
-    steps = np.asarray(bias) / 1e-3  # each moves it by -1, 0 or 1
+    steps = np.asarray(bias) / (config.BIAS_TRAVEL / 12)  # each moves it by -1, 0 or 1
     assert bias.shape == (1, 3) and steps.any() and np.abs(steps).max() < 12.5
     np.testing.assert_allclose(steps, np.round(steps), atol=1e-3)
     choose = generate.chooser(True, 1.0, 0)

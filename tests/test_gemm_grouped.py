@@ -59,7 +59,7 @@ def times(values, scale):
 
 
 @pytest.mark.parametrize("case", ROWS, ids=str)
-def test_rows(case, rng):
+def test_rows(case, rng, plain_jax):
     """Rows that pad a group and the tail hold NaN; some tokens NaN or inf, which stay in their rows."""
     experts, tokens, left, right, out, form, has_bias = case
     k, n = (150, 140) if form == "blocks" else (K, N)
@@ -85,7 +85,7 @@ def test_rows(case, rng):
 
 
 @pytest.mark.parametrize("case", WGRADS, ids=str)
-def test_wgrads(case, rng):
+def test_wgrads(case, rng, plain_jax):
     """The tail holds NaN, the rows that pad a group zeros; an expert without tokens has zeros, or the sum so far."""
     experts, tokens, left, right, out, form, has_c = case
     n, k, rows, run = (

@@ -116,7 +116,7 @@ def largest_of_layer(tokens):
 TOKENS = jax.tree.map(lambda s: np.zeros(E if isinstance(s, str) else (), np.float32), SCALES)
 
 
-def test_delayed_scaling_is_the_loop(rng):
+def test_delayed_scaling_is_the_loop(rng, plain_jax):
     """y, all gradients, and the amax of each tensor of each expert; an idle expert has seen none."""
     options = MoEOptions(RouterOptions(K, "sigmoid", normalize=False), RELU)
     dy = signs(rng, T, H)
@@ -292,7 +292,7 @@ def poison(monkeypatch):
 
 
 @pytest.mark.parametrize("rule", (recipe.DelayedScaling(), recipe.Float8BlockScaling()))
-def test_tails_are_not_read(rng, monkeypatch, rule):
+def test_tails_are_not_read(rng, monkeypatch, rule, plain_jax):
     """Nor by probes, whose numbers are of each expert's tokens alone."""
     options = MoEOptions(RouterOptions(K, "sigmoid", normalize=False), RELU)
     x, _, *weights = operands(rng, signs)

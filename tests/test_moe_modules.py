@@ -11,7 +11,7 @@ import pytest
 import states
 from flax import linen as nn
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import te_jax as te
@@ -253,9 +253,9 @@ def test_layer_is_attention_and_block(rng):
 def test_mesh_and_shard_map(rng):
     """Tokens on dp, F on tp; within shard_map over dp, where each device routes its own tokens. Counts are of all."""
     axes = dict(gate_axes=(None, None), kernel_axes_1=(None, None, "tp"), kernel_axes_2=(None, "tp", None))
+    axes |= dict(capacity_factor=4.0)  # which no expert reaches, on any device
     model, x = te_flax.MoEBlock(E, K, F, use_expert_bias=True, **axes), states.data(rng, 2 * B, S, H)
     w = states.data(rng, 2 * B, S, H)  # the gradient of y, so that it is quantized alike
-    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     with te.autocast(True, RECIPE):
         variables = jax.jit(model.init)(jax.random.key(0), x)
         specs = nn.get_partition_spec(variables)
@@ -272,10 +272,13 @@ def test_mesh_and_shard_map(rng):
 
         grad = lambda f: jax.jit(lambda *a: te.value_and_grad(f)(*a))
         want = grad(loss)(variables, x, w)
-        with jax.set_mesh(mesh):
-            place = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
-            placed = jax.tree.map(place, variables, specs), place(x, P("dp")), place(w, P("dp"))
-            results = [grad(f)(*placed) for f in (loss, mapped)]
+        results = []
+        for f, kind in ((loss, AxisType.Auto), (mapped, AxisType.Auto), (loss, AxisType.Explicit)):
+            mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(kind,) * 2)
+            with jax.set_mesh(mesh):
+                place = lambda a, spec, mesh=mesh: jax.device_put(a, NamedSharding(mesh, spec))
+                placed = jax.tree.map(place, variables, specs), place(x, P("dp")), place(w, P("dp"))
+                results.append(jax.device_get(grad(f)(*placed)))
     counts = want[1]["expert_bias"]["expert_bias"]
     assert counts.sum() == x.size // H * K
     for got in results:
@@ -301,6 +304,8 @@ def test_nnx_is_linen(rng):
         def loss(model, x):
             return jnp.mean(model(x) ** 2) + sum(jax.tree.leaves(nnx.pop(model, te_nnx.Loss)))
 
+        model(5 * x)  # its losses are no part of what follows
+        assert nnx.state(model, te_nnx.Loss)
         got = te_nnx.value_and_grad(loss, expert_bias_rate=0.25)(model, x)
         run = jax.jit(lambda *a: te.value_and_grad(partial(loss_of, linen), argnums=(0, 1))(*a))
         want, (dparams, new) = run(params, variables, x)

@@ -235,7 +235,35 @@ typedef struct te_jax_gemm_block_args {
 } te_jax_gemm_block_args;
 TE_JAX_OP(gemm_block);
 
-/* Makes the plan of a product, and launches nothing: before its stream is captured. Pointers are not read. */
+/* Products of the rows of groups with the weight of their group (an expert), on Hopper. Group g has counts[g]
+   rows from row offsets[g] on, a multiple of 128; offsets i32 [e + 1], of which the last is the end, counts
+   i32 [e]. lhs [r, k], rhs [e, n, k]; for FP8 operands lhs_scale_inv?, rhs_scale_inv? f32 [e] or [1], or of
+   blocks of 128 lhs_row_inv? f32 [k/128, r] and rhs_block_inv? f32 [e, n/128, k/128]; bias? [e, n] of out's
+   type -> out [r, n], zeros in rows that pad a group, and nothing behind the last one. r is a multiple of
+   128, n of 8, the bytes of k of 16. */
+typedef struct te_jax_gemm_grouped_args {
+  te_jax_array lhs, rhs, offsets, counts, lhs_scale_inv, rhs_scale_inv, lhs_row_inv, rhs_block_inv, bias;
+  te_jax_array out;
+  int32_t fast_accum;
+  void* workspace;
+  int64_t workspace_bytes;
+} te_jax_gemm_grouped_args;
+TE_JAX_OP(gemm_grouped);
+
+/* The products that sum over each group. lhs [n, r], rhs [k, r], zeros in rows that pad a group; scales as
+   above, or lhs_row_inv? f32 [r/128, n] and rhs_row_inv? f32 [r/128, k]; c? [e, n, k] of out's type, which
+   out may be -> out [e, n, k], plus c. k is a multiple of 8. */
+typedef struct te_jax_gemm_grouped_wgrad_args {
+  te_jax_array lhs, rhs, offsets, counts, lhs_scale_inv, rhs_scale_inv, lhs_row_inv, rhs_row_inv, c;
+  te_jax_array out;
+  int32_t fast_accum;
+  void* workspace;
+  int64_t workspace_bytes;
+} te_jax_gemm_grouped_wgrad_args;
+TE_JAX_OP(gemm_grouped_wgrad);
+
+/* Makes the plan of a product of gemm or gemm_block, and launches nothing: before its stream is captured.
+ * Pointers are not read. */
 TE_JAX_PUBLIC te_jax_status te_jax_gemm_plan(const te_jax_gemm_args* args, void* stream);
 TE_JAX_PUBLIC te_jax_status te_jax_gemm_block_plan(const te_jax_gemm_block_args* args, void* stream);
 

@@ -5,6 +5,7 @@ of te_jax, whose annotations serve its authors; they are counted, and told.
 """
 
 import json
+import os
 import subprocess
 import sys
 
@@ -20,8 +21,15 @@ def public(name: str, names: dict[str, bool]) -> bool:
 
 
 def main() -> int:
-    command = ["pyright", "--verifytypes", "te_jax", "--ignoreexternal", "--outputjson"]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)["typeCompleteness"]
+    command = [sys.executable, "-m", "pyright", "--verifytypes", "te_jax", "--ignoreexternal", "--outputjson"]
+    # pyright asks the first python in PATH where packages are, and finds te_jax in the folder that it runs in.
+    environment = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"}
+    said = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=reference.ROOT)
+    try:
+        found = json.loads(said.stdout)["typeCompleteness"]
+    except (ValueError, KeyError):
+        print(said.stdout + said.stderr)
+        return 2
     names = {}
     for name, value in reference.documented().items():
         names[name] = isinstance(value, type)

@@ -54,10 +54,10 @@ class Array {
   Array& Put(const std::vector<float>& values) {
     std::vector<uint16_t> halves;
     for (float value : values) halves.push_back(ToBf16(value));
-    const void* from = type_ == TE_JAX_BF16 ? static_cast<const void*>(halves.data()) : values.data();
-    Ok(cudaMemcpy(array_.data, from, count_ * width(), cudaMemcpyHostToDevice));
+    Copy(type_ == TE_JAX_BF16 ? static_cast<const void*>(halves.data()) : values.data());
     return *this;
   }
+  void Copy(const void* from) { Ok(cudaMemcpy(array_.data, from, count_ * width(), cudaMemcpyHostToDevice)); }
   std::vector<double> Get() const {
     std::vector<char> bytes(count_ * width());
     Ok(cudaMemcpy(bytes.data(), array_.data, bytes.size(), cudaMemcpyDeviceToHost));

@@ -1,6 +1,6 @@
 // Half of a transformer's MLP in FP8, without JAX and without Python: RMSNorm straight to FP8, weights to
-// FP8, their product, SwiGLU. Each step is compared with the same math in double, of what the step before it
-// gave.
+// FP8, their product, SwiGLU; and a grouped product. Each step is compared with the same math in double, of
+// what the step before it gave.
 //
 //   te_jax_example [path of libcublasLt.so.13]
 #include <algorithm>
@@ -88,6 +88,31 @@ void CheckActivation(const Array& in, const Array& y) {
   });
 }
 
+// Rows of experts times the weight of their expert: groups of 100 and of 200 rows, which begin at multiples
+// of 128, in a buffer of 384.
+void RunGroups() {
+  constexpr int64_t kBuffer = 384, kExperts = 2;
+  const int32_t offsets[] = {0, 128, 384}, counts[] = {100, 200};
+  Array lhs(TE_JAX_BF16, {kBuffer, kWidth}), rhs(TE_JAX_BF16, {kExperts, kHidden, kWidth});
+  Array starts(TE_JAX_I32, {kExperts + 1}), sizes(TE_JAX_I32, {kExperts});
+  Array out(TE_JAX_F32, {kBuffer, kHidden});
+  lhs.Put(Random(kBuffer * kWidth, 1, 2)), rhs.Put(Random(kExperts * kHidden * kWidth, 1, 3));
+  starts.Copy(offsets), sizes.Copy(counts);
+  te_jax_gemm_grouped_args grouped = {};
+  grouped.lhs = lhs, grouped.rhs = rhs, grouped.offsets = starts, grouped.counts = sizes, grouped.out = out;
+  RUN(gemm_grouped, grouped);
+  const std::vector<double> a = lhs.Get(), b = rhs.Get(), got = out.Get();
+  Check("gemm_grouped: out", kBuffer * kHidden, [&](int64_t i) {
+    const int64_t row = i / kHidden, expert = row >= offsets[1];
+    if (row >= offsets[expert] + counts[expert]) return Pair(std::fabs(got[i]), 0);  // pads its group
+    const double *left = &a[row * kWidth], *right = &b[(expert * kHidden + i % kHidden) * kWidth];
+    double sum = 0, size = 0;
+    for (int64_t k = 0; k < kWidth; ++k) sum += left[k] * right[k], size += std::fabs(left[k] * right[k]);
+    // Products of bf16 are exact; an addition loses at most 2^-23 of what is summed, where f32 is cut off.
+    return Pair(std::fabs(got[i] - sum), std::ldexp(kWidth * size, -23));
+  });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -125,6 +150,7 @@ int main(int argc, char** argv) {
   activation.x = out.As({kRows, 2, kHidden}), activation.y = z, activation.kind = TE_JAX_SILU;
   RUN(activation_fwd, activation);
   CheckActivation(out, z);
+  RunGroups();
 
   gemm.contract = 3;  // what is wrong is a status, and nothing is launched
   const bool refused = te_jax_gemm(&gemm, nullptr) == TE_JAX_INVALID_ARGUMENT;

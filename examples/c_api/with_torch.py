@@ -1,5 +1,5 @@
-"""The steps of main.cc from PyTorch, by ctypes: RMSNorm to FP8, weights to FP8, their product, SwiGLU; and the backward
-pass of the norm. Each step is compared with PyTorch in float64.
+"""The steps of main.cc from PyTorch, by ctypes: RMSNorm to FP8, weights to FP8, their product, SwiGLU; a grouped
+product; and the backward pass of the norm. Each step is compared with PyTorch in float64.
 
     python examples/c_api/with_torch.py
 """
@@ -34,6 +34,22 @@ def check(what: str, got: torch.Tensor, exact: torch.Tensor, bound):
     print(f"{what}: agrees")
 
 
+def of_groups(counts: torch.Tensor, width: int, hidden: int):
+    """Rows of experts, counts[e] of each, times the weight of their expert; groups begin at multiples of 128."""
+    starts = torch.nn.functional.pad(((counts + 127) // 128 * 128).cumsum(0), (1, 0)).int()
+    lhs = torch.randn(int(starts[-1]), width, device="cuda").bfloat16()
+    rhs = torch.randn(len(counts), hidden, width, device="cuda").bfloat16()
+    out = empty(len(lhs), hidden, dtype=torch.bfloat16)
+    run("gemm_grouped", lhs=lhs, rhs=rhs, offsets=starts, counts=counts, out=out)
+    exact, size = torch.zeros_like(out, dtype=torch.float64), torch.zeros_like(out, dtype=torch.float64)
+    for expert, (start, count) in enumerate(zip(starts.tolist(), counts.tolist())):
+        rows = slice(start, start + count)
+        exact[rows] = lhs[rows].double() @ rhs[expert].double().T
+        size[rows] = lhs[rows].double().abs() @ rhs[expert].double().abs().T
+    # Products of bf16 are exact; each of `width` additions loses at most 2^-23 of what is summed, where f32 is cut off.
+    check("gemm_grouped: out", out, exact, BF16 * exact.abs() + width * 2.0**-23 * size)
+
+
 def main(rows: int = 300, width: int = 512, hidden: int = 256):
     torch.manual_seed(0)
     x = torch.randn(rows, width, device="cuda").bfloat16()
@@ -66,6 +82,8 @@ def main(rows: int = 300, width: int = 512, hidden: int = 256):
     gate, linear = out.double().unflatten(1, (2, hidden)).unbind(1)
     exact = torch.nn.functional.silu(gate) * linear
     check("activation: y", z, exact, BF16 * exact.abs() + 1e-30)
+
+    of_groups(torch.tensor([100, 0, 128, 200], dtype=torch.int32, device="cuda"), width, hidden)
 
     dy, dx, dgamma = torch.randn_like(x), torch.empty_like(x), torch.empty_like(gamma)
     run("norm_bwd", dy=dy, x=x, rstd=rstd, gamma=gamma, dx=dx, dgamma=dgamma, rms=1)

@@ -18,7 +18,6 @@ from . import mesh
 from .model import GPT
 
 BIAS = "expert_bias"  # the collection of te_jax's
-BIAS_RATE = 1e-3  # that it moves in a step, as in DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 4.2)
 
 
 class TrainState(NamedTuple):
@@ -185,7 +184,9 @@ def make_train_step(model: GPT, optimizer, recipe, shardings: TrainState | None 
             # The "gradient" of the FP8 state is its next value: amaxes recorded, scales following. That of the bias of
             # experts is how many tokens each got.
             fp8 = te.update_fp8_metas(fp8, previous=state.fp8)
-            experts = te_flax.update_expert_bias(state.experts, counts, BIAS_RATE)
+            experts = state.experts
+            if experts:
+                experts = te_flax.update_expert_bias(experts, counts, model.config.experts.bias_rate)
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = te.optim.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, opt_state, fp8, state.rng, experts), seen

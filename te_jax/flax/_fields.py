@@ -10,7 +10,7 @@ import enum
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from flax import linen as nn
 
@@ -229,9 +229,6 @@ def warn_unused(module: nn.Module, text: str) -> None:
 Rule = Callable[["Module"], str | None]  # -> what is wrong with the fields; nothing: None, "" or False
 
 
-Rules = tuple[Callable[[Any], str | None], ...]  # a module -> what is wrong with its fields beside each other
-
-
 class Module(KnownFields, nn.Module):
     """A Flax module whose fields are checked when it gets its scope and so its path: a submodule where it is made, any
     other by `init` and `apply`.
@@ -240,9 +237,13 @@ class Module(KnownFields, nn.Module):
     rule's docstring stands in the docs.
     """
 
-    # Without annotations, which would make fields of them.
-    own_kinds: ClassVar[Mapping[str, Any]] = {}  # field -> Kind
-    rules: ClassVar[Rules] = ()
+    # Annotations would make fields of them where it runs; without these a type checker has to guess their types.
+    if TYPE_CHECKING:
+        own_kinds: ClassVar[Mapping[str, Kind]]
+        rules: ClassVar[tuple[Rule, ...]]
+    else:
+        own_kinds = {}  # field -> Kind
+        rules = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,7 +1,7 @@
 """DotProductAttention: layouts, the softmax offset's parameter, dropout keys, one call."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from flax import linen as nn
 from te_jax._check import FLOATING, NONE, plain
 from te_jax.flax._common import floating
 from te_jax.flax._context import Context
-from te_jax.flax._fields import Module, Rules, check_call, groups_divide_heads, groups_of
+from te_jax.flax._fields import Module, check_call, groups_divide_heads, groups_of
 from te_jax.flax._state import attention_metas, describe, recipe_of
 from te_jax.layers.attention_fp8 import attend_by_recipe
 from te_jax.ops.attention import SequenceDescriptor, dot_product_attention
@@ -114,8 +114,9 @@ class DotProductAttention(Module):
     deterministic_gradients: bool = False
     attn_logit_softcap: float | None = None
 
-    own_kinds: ClassVar[Mapping[str, Any]] = {"dtype": NONE | FLOATING}
-    rules: ClassVar[Rules] = (groups_divide_heads,)
+    if not TYPE_CHECKING:  # as `Module` says
+        own_kinds = {"dtype": NONE | FLOATING}
+        rules = (groups_divide_heads,)
 
     @nn.compact
     def __call__(

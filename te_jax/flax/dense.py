@@ -1,7 +1,7 @@
 """DenseGeneral and LayerNormDenseGeneral: parameters, FP8 state, one call."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from te_jax.flax._common import (
     lora_parameters,
     parameter,
 )
-from te_jax.flax._fields import Module, Rules, as_tuple, check_call, last_axis_alone, norm_type, widths_are_positive
+from te_jax.flax._fields import Module, as_tuple, check_call, last_axis_alone, norm_type, widths_are_positive
 from te_jax.flax._state import dense_metas, describe, recipe_of
 from te_jax.flax.kernels import kernel_operand
 from te_jax.flax.norm import norm_parameters
@@ -75,7 +75,8 @@ class DenseGeneral(Module):
     params_dtype: jnp.dtype | None = None
     return_bias: bool = False
 
-    rules: ClassVar[Rules] = (widths_are_positive,)
+    if not TYPE_CHECKING:  # as `Module` says
+        rules = (widths_are_positive,)
 
     @nn.compact
     def __call__(
@@ -167,7 +168,8 @@ class LayerNormDenseGeneral(Module):
     params_dtype: jnp.dtype | None = None
     return_bias: bool = False
 
-    rules: ClassVar[Rules] = (widths_are_positive, last_axis_alone)
+    if not TYPE_CHECKING:  # as `Module` says
+        rules = (widths_are_positive, last_axis_alone)
 
     @nn.compact
     def __call__(

@@ -1,7 +1,7 @@
 """MultiHeadAttention: projections, rotary positions, attention, output projection."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,6 @@ from te_jax.flax import _refused
 from te_jax.flax._common import Initializer, floating, in_compute_dtype
 from te_jax.flax._fields import (
     Module,
-    Rules,
     check_call,
     groups_divide_heads,
     qk_norm_fields_fit,
@@ -122,8 +121,9 @@ class MultiHeadAttention(Module):
     qk_norm_before_rope: bool = False
     attn_logit_softcap: float | None = None
 
-    own_kinds: ClassVar[Mapping[str, Any]] = _refused.OLDER
-    rules: ClassVar[Rules] = (groups_divide_heads, rotary_fields_fit, qk_norm_fields_fit)
+    if not TYPE_CHECKING:  # as `Module` says
+        own_kinds = _refused.OLDER
+        rules = (groups_divide_heads, rotary_fields_fit, qk_norm_fields_fit)
 
     @nn.compact
     def __call__(

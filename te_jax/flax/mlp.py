@@ -1,7 +1,7 @@
 """LayerNormMLP: norm, dense, activation, dropout, dense."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from te_jax.flax._common import (
     parameter,
     stack_kernels,
 )
-from te_jax.flax._fields import Module, Rules, activations_take_their_params, check_call, last_axis_alone
+from te_jax.flax._fields import Module, activations_take_their_params, check_call, last_axis_alone
 from te_jax.flax._state import describe, recipe_of
 from te_jax.flax.dense import norm_dense, norm_options, operand, trailing_axes
 from te_jax.flax.norm import norm_parameters
@@ -89,7 +89,8 @@ class LayerNormMLP(Module):
     params_dtype: jnp.dtype | None = None
     return_bias: bool = False
 
-    rules: ClassVar[Rules] = (last_axis_alone, activations_take_their_params)
+    if not TYPE_CHECKING:  # as `Module` says
+        rules = (last_axis_alone, activations_take_their_params)
 
     @nn.compact
     def __call__(

@@ -1,7 +1,7 @@
 """TransformerLayer: encoder or decoder block of the modules of this package."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from te_jax.flax._common import (
 )
 from te_jax.flax._fields import (
     Module,
-    Rules,
     TransformerLayerType,
     activations_take_their_params,
     check_call,
@@ -182,18 +181,19 @@ class TransformerLayer(Module):
     moe: Mapping | None = None
 
     any_width = False  # a subclass may set it: inputs of any width, and hidden_size gives the width of a head alone
-    rules: ClassVar[Rules] = (
-        head_width_is_known,
-        groups_divide_heads,
-        rotary_fields_fit,
-        qk_norm_fields_fit,
-        latent_attention_stands_alone,
-        cross_fields_need_a_decoder,
-        activations_take_their_params,
-        experts_take_the_place_of_the_mlp,
-        relative_embedding_is_a_bias,
-        parallel_layers_are_encoders,
-    )
+    if not TYPE_CHECKING:  # as `Module` says
+        rules = (
+            head_width_is_known,
+            groups_divide_heads,
+            rotary_fields_fit,
+            qk_norm_fields_fit,
+            latent_attention_stands_alone,
+            cross_fields_need_a_decoder,
+            activations_take_their_params,
+            experts_take_the_place_of_the_mlp,
+            relative_embedding_is_a_bias,
+            parallel_layers_are_encoders,
+        )
 
     @nn.compact
     def __call__(

@@ -77,10 +77,6 @@ def rows_of_tokens(rows, groups: Groups):
     return combine_op(rows, groups.rows, None)[0]
 
 
-def _sum(terms):
-    return reduce(jnp.add, terms)
-
-
 def _forward(operands: ExpertOperands, groups, static: ExpertStatic, train: bool, wgrads):
     """y, and for the backward pass: x and the weights of wi, the activation and the weight of wo, the activation's
     input and the rows of the experts' outputs."""
@@ -141,7 +137,7 @@ def _experts_bwd(static: ExpertStatic, residuals, dy):
     grad, dbias = _quantize_middle_grad(da, z, first, groups, static)
     spans = static.spans()
     each = [grouped_dgrad(slots_at(grad, s), w, groups, static.wi) for w, s in zip(first.weight, spans)]
-    dx = like(rows_of_tokens(_sum(each), groups), static.wi.x)
+    dx = like(rows_of_tokens(reduce(jnp.add, each), groups), static.wi.x)
     of_slots = [slots_at(grad, a) for a in range(spans[-1].stop)]
     dwi = _differentiate(first, of_slots, dbias, groups, static.wi, spans)
     return ExpertOperands(dx, dweights, dwi, dwo), None

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 
 from te_jax import fp8
 from te_jax._arrays import as_jax, as_rank
@@ -274,7 +275,7 @@ def _in_fp8(h, weights, wi, wo, routing, options: MoEOptions, recipe, metas, che
     wi_bias = _bias_of_slots(wi_bias)
     rows = groups.slots.shape[0]
     typeof = lambda a: a if a is None else jax.typeof(a)
-    middle = jax.typeof(h).update(shape=(rows, wi[0].wide[0].shape[-1]))
+    middle = ShapedArray((rows, wi[0].wide[0].shape[-1]), h.dtype)
     config = partial(Config, recipe, 1, checkpoint=checkpoint, stage_axes=stage_axes())
     on_mesh = jax.sharding.get_abstract_mesh().size > 1
     first = config(jax.typeof(h), typeof(wi[0].wide[0]), typeof(wi_bias), on_mesh=on_mesh)

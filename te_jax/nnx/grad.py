@@ -56,6 +56,7 @@ def value_and_grad(
         for at, value in static:
             args[at] = value
         recipe, model = current_recipe(), args[model_at]
+        nnx.pop(model, Loss)  # of calls before this one
         if nnx.state(model, nnx.All(wrt, Fp8State)):
             raise ValueError(
                 f"te_jax.nnx.value_and_grad: wrt is {wrt!r}, which takes FP8 state for parameters; pass wrt=nnx.Param "

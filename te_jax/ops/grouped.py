@@ -290,12 +290,13 @@ def grouped_activation_grad_source(dy, x, groups: Groups, attrs: dict) -> Source
 
 def _experts_of_rows(groups: Groups, row: tuple[int, ...]) -> PerExpert:
     """Of elements [R, *row], zeros in the rows that pad a group. The tail is left out."""
-    rows = groups.slots.shape[0]
-    expert, _ = expert_of_row(groups.offsets, groups.counts, rows)
+
+    def spread(of_expert):
+        expert, _ = expert_of_row(groups.offsets, groups.counts, groups.slots.shape[0])
+        return jnp.expand_dims(jnp.asarray(of_expert)[expert], tuple(range(1, 1 + len(row))))
 
     def total(x):
         sums = dbias_of_experts(x, groups.offsets, groups.counts)
         return jnp.sum(sums, tuple(range(1, sums.ndim)))
 
-    spread = lambda of_expert: jnp.expand_dims(jnp.asarray(of_expert)[expert], tuple(range(1, 1 + len(row))))
     return PerExpert(spread, total, jnp.maximum(groups.counts.astype(jnp.float32) * prod(row), 1.0))

@@ -1,0 +1,212 @@
+// Clusters of CTAs on the CPU, for kernels that copy and multiply asynchronously: the threads of one cluster
+// are fibers that take turns in random order. A copy happens some time after it was asked for, a product no
+// sooner than it is waited for, and shared memory is NaN before: what a kernel forgets to wait for shows as a
+// wrong result. Addresses of shared memory count from its begin in the CTA of who runs.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <utility>
+#include <vector>
+
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+#undef __global__
+#define __global__
+#undef __device__
+#define __device__
+#undef __host__
+#define __host__
+#undef __forceinline__
+#define __forceinline__ inline
+#undef __grid_constant__
+#define __grid_constant__
+#define __CUDA_ARCH_FEAT_SM90_ALL
+
+inline uint3 threadIdx, blockIdx;  // of the fiber that runs
+inline dim3 gridDim;
+
+namespace cluster {
+
+[[noreturn]] inline void Fail(const char* what) {
+  std::fprintf(stderr, "%s\n", what);
+  std::abort();
+}
+
+// An mbarrier: a phase ends with its last arrival and the last byte that it expects.
+struct Barrier {
+  int arrivals = 0, missing = 0;
+  int64_t bytes = 0;
+  unsigned phases = 0;
+
+  void Arrive() {
+    if (missing == 0) Fail("an arrival too many in a phase");
+    --missing;
+    EndPhase();
+  }
+  void Bring(int64_t n) {
+    bytes -= n;
+    EndPhase();
+  }
+  void EndPhase() {
+    if (missing == 0 && bytes == 0) ++phases, missing = arrivals;
+  }
+};
+
+// Threads that wait for each other.
+struct Meeting {
+  int members = 0, there = 0;
+  unsigned round = 0;
+};
+
+using Action = std::function<void()>;
+
+struct Thread {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  int cta, index;
+  bool done = false;
+  uint32_t shown = 0;                        // to the other lanes
+  std::vector<Action> open;                  // products that are not committed
+  std::vector<std::vector<Action>> batches;  // those that are
+};
+
+struct Cta {
+  std::vector<uint8_t> memory;
+  std::map<uint32_t, Barrier> barriers;  // by address
+  Meeting all;
+  std::vector<Meeting> warps;
+
+  uint8_t* shared() {
+    return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(memory.data()) + 1023) / 1024 * 1024);
+  }
+};
+
+inline std::vector<std::unique_ptr<Thread>> threads;
+inline std::vector<Cta> ctas;
+inline Meeting everyone;
+inline std::vector<Action> copies;  // asked for
+inline Thread* self = nullptr;
+inline ucontext_t scheduler;
+inline std::mt19937 random{0};
+inline Action kernel;
+
+inline Cta& Mine() { return ctas[self->cta]; }
+inline void Pause() { swapcontext(&self->context, &scheduler); }
+
+inline void Meet(Meeting& m) {
+  const unsigned round = m.round;
+  if (++m.there == m.members)
+    m.there = 0, ++m.round;
+  else
+    while (m.round == round) Pause();
+}
+inline void MeetWarp() { Meet(Mine().warps[self->index / 32]); }
+
+// What lane `from` shows.
+inline uint32_t Exchange(uint32_t shown, int from) {
+  self->shown = shown;
+  MeetWarp();
+  const uint32_t theirs = threads[self->cta * Mine().all.members + self->index / 32 * 32 + from]->shown;
+  MeetWarp();
+  return theirs;
+}
+
+inline void Start() {
+  kernel();
+  self->done = true;
+  Pause();
+}
+
+inline void MakeThread(int cta, int index) {
+  constexpr size_t kStack = 128 << 10;
+  threads.push_back(std::make_unique<Thread>());
+  Thread& t = *threads.back();
+  t.cta = cta, t.index = index;
+  t.stack.reset(new char[kStack]);
+  getcontext(&t.context);
+  t.context.uc_stack.ss_sp = t.stack.get(), t.context.uc_stack.ss_size = kStack;
+  makecontext(&t.context, Start, 0);
+  ++everyone.members, ++ctas[cta].all.members, ++ctas[cta].warps[index / 32].members;
+}
+
+inline void CopySomething() {
+  const size_t at = random() % copies.size();
+  const Action copy = std::move(copies[at]);
+  copies.erase(copies.begin() + at);
+  copy();
+}
+
+inline void RunCluster(int first) {
+  std::vector<Thread*> ready;
+  for (const auto& t : threads) ready.push_back(t.get());
+  for (int turns = 0, copied = 0; !ready.empty(); ++turns) {
+    if (turns > copied + 100000) Fail("the threads wait for what does not come");
+    std::shuffle(ready.begin(), ready.end(), random);
+    for (Thread* t : ready) {
+      self = t;
+      threadIdx = {unsigned(t->index), 0, 0}, blockIdx = {unsigned(first + t->cta), 0, 0};
+      swapcontext(&scheduler, &t->context);
+      if (!copies.empty() && random() % 64 == 0) CopySomething(), copied = turns;
+    }
+    std::erase_if(ready, [](Thread* t) { return t->done; });
+  }
+  if (!copies.empty()) Fail("a CTA leaves while a copy is under way");
+}
+
+// `grid` CTAs, the clusters of `size` one after the other.
+inline void Launch(int grid, int size, int block, size_t shared, Action run) {
+  kernel = std::move(run), gridDim = dim3(grid);
+  for (int first = 0; first < grid; first += size) {
+    threads.clear(), ctas.clear(), everyone = {};
+    ctas.resize(size);
+    for (int cta = 0; cta < size; ++cta) {
+      ctas[cta].memory.assign(shared + 1024, 0xff), ctas[cta].warps.resize(block / 32);
+      for (int i = 0; i < block; ++i) MakeThread(cta, i);
+    }
+    RunCluster(first);
+  }
+}
+
+}  // namespace cluster
+
+inline void __syncthreads() { cluster::Meet(cluster::Mine().all); }
+inline void __syncwarp() { cluster::MeetWarp(); }
+template <typename T>
+T __shfl_sync(unsigned, T value, int from) {
+  return T(cluster::Exchange(uint32_t(value), from));
+}
+template <typename T>
+T __shfl_up_sync(unsigned, T value, int distance) {
+  const int lane = threadIdx.x % 32;
+  return T(cluster::Exchange(uint32_t(value), lane >= distance ? lane - distance : lane));
+}
+inline size_t __cvta_generic_to_shared(const void* p) {
+  return static_cast<const uint8_t*>(p) - cluster::Mine().shared();
+}
+inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
+template <typename T>
+T __ldcs(const T* p) {
+  return *p;
+}
+uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selectors);
+template <typename A, typename B>
+auto min(A a, B b) {
+  return a < b ? std::common_type_t<A, B>(a) : std::common_type_t<A, B>(b);
+}
+template <typename A, typename B>
+auto max(A a, B b) {
+  return a > b ? std::common_type_t<A, B>(a) : std::common_type_t<A, B>(b);
+}

@@ -1,0 +1,69 @@
+// One call of the kernel of grouped products on the CPU, with threads of cluster.h: from the standard input
+// its numbers and arrays, to the standard output the result.
+#include "cluster.h"
+//
+#include "gemm_grouped.cuh"
+
+namespace {
+
+using namespace te;
+using namespace te::grouped;
+
+void Read(void* to, size_t bytes) {
+  if (std::fread(to, 1, bytes, stdin) != bytes) cluster::Fail("the input ends early");
+}
+// An array behind the number of its bytes; nullptr where that is 0.
+void* ReadArray(size_t* bytes = nullptr) {
+  int64_t size;
+  Read(&size, sizeof(size));
+  void* data = size ? std::aligned_alloc(16, (size + 15) / 16 * 16) : nullptr;
+  Read(data, size);
+  if (bytes) *bytes = size;
+  return data;
+}
+
+template <Factors kFactors, Sums kSums>
+bool RunIf(const KernelArgs& args, int cluster, Factors factors) {
+  if (factors != kFactors || args.p.sums != kSums) return false;
+  const auto launch = [&]<typename P>() {
+    constexpr int kCtas = 4;
+    cluster::Launch(kCtas, P::kCluster, kThreads, sizeof(Shared),
+                    [&] { te_gemm_grouped<kFactors, kSums, P>(args); });
+  };
+  cluster == 2 ? launch.template operator()<Plan<2>>() : launch.template operator()<Plan<1>>();
+  return true;
+}
+
+}  // namespace
+
+int main() {
+  int32_t n[12];  // as below
+  Read(n, sizeof(n));
+  KernelArgs args{};
+  Problem& p = args.p;
+  p.sums = Sums(n[0]), p.wgrad = n[2], p.experts = n[3], p.rows = n[4], p.columns = n[5], p.k = n[6];
+  p.result = Type(n[7]), p.left_each = n[8], p.right_each = n[9];
+  const Factors factors = Factors(n[1]);
+  const int width = factors == Factors::kBF16 || factors == Factors::kF16 ? 2 : 1;
+  p.left = ReadArray(), p.right = ReadArray();
+  p.offsets = static_cast<int*>(ReadArray()), p.counts = static_cast<int*>(ReadArray());
+  for (const float** scale : {&p.left_inv, &p.right_inv, &p.left_blocks, &p.right_blocks})
+    *scale = static_cast<float*>(ReadArray());
+  p.bias = ReadArray(), p.c = ReadArray();
+  size_t bytes;
+  p.out = ReadArray(&bytes);  // filled with what shows that nothing was written
+  if (n[11]) p.c = p.out;     // added to in place
+  const HostMap left{static_cast<const uint8_t*>(p.left), p.k, p.rows, 1, 64, width};
+  const HostMap right{
+      static_cast<const uint8_t*>(p.right), p.k, p.columns, p.wgrad ? 1 : p.experts, 128, width};
+  static_assert(sizeof(HostMap) <= sizeof(CUtensorMap));
+  std::memcpy(&args.left, &left, sizeof(left)), std::memcpy(&args.right, &right, sizeof(right));
+  if (!(RunIf<Factors::kE4M3, Sums::kFast>(args, n[10], factors) ||
+        RunIf<Factors::kBF16, Sums::kFast>(args, n[10], factors) ||
+        RunIf<Factors::kF16, Sums::kFast>(args, n[10], factors) ||
+        RunIf<Factors::kE5M2E4M3, Sums::kSplit>(args, n[10], factors) ||
+        RunIf<Factors::kE4M3, Sums::kSquares>(args, n[10], factors) ||
+        RunIf<Factors::kE4M3E5M2, Sums::kRows>(args, n[10], factors)))
+    cluster::Fail("no such kernel is compiled here");
+  std::fwrite(p.out, 1, bytes, stdout);
+}

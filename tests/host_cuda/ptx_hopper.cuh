@@ -1,0 +1,139 @@
+// In place of csrc/ptx_hopper.cuh: the same functions in C++, for cluster.h.
+#pragma once
+
+namespace te {
+
+enum class Factors { kE4M3, kE4M3E5M2, kE5M2E4M3, kBF16, kF16 };
+
+// What a CUtensorMap stands for.
+struct HostMap {
+  const uint8_t* data;
+  int64_t k, rows, count;
+  int box, width;
+};
+
+inline cluster::Barrier& BarrierOf(int cta, uint32_t address) { return cluster::ctas[cta].barriers[address]; }
+inline uint8_t* Shared8(int cta, uint32_t address) { return cluster::ctas[cta].shared() + address; }
+inline uint32_t Swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
+
+inline void InitBarrier(uint32_t barrier, unsigned arrivals) {
+  BarrierOf(cluster::self->cta, barrier) = {int(arrivals), int(arrivals)};
+}
+inline void FenceBarrierInit() {}
+inline void WaitBarrier(uint32_t barrier, unsigned parity) {
+  while ((BarrierOf(cluster::self->cta, barrier).phases & 1) == parity) cluster::Pause();
+}
+inline void ArriveExpecting(uint32_t barrier, unsigned bytes) {
+  cluster::Barrier& mine = BarrierOf(cluster::self->cta, barrier);
+  mine.bytes += bytes;
+  mine.Arrive();
+}
+inline void ArriveAt(uint32_t barrier, unsigned rank) { BarrierOf(rank, barrier).Arrive(); }
+inline unsigned ClusterRank() { return cluster::self->cta; }
+inline void SyncCluster() { cluster::Meet(cluster::everyone); }
+template <int kRegisters>
+void GiveRegisters() {}
+template <int kRegisters>
+void TakeRegisters() {}
+
+inline void PrefetchMap(const void*) {}
+inline void CopyBoxTo(unsigned ranks, uint32_t to, const void* map, uint32_t barrier, int x, int y, int z) {
+  const HostMap m = *static_cast<const HostMap*>(map);
+  cluster::copies.push_back([=] {
+    for (int cta = 0; ranks >> cta; ++cta) {
+      if (!(ranks >> cta & 1)) continue;
+      for (int at = 0; at < m.box * 128; ++at) {
+        const int64_t column = x + at % 128 / m.width, row = y + at / 128;
+        const bool inside = column < m.k && row < m.rows && z < m.count;
+        const int64_t element = inside ? (z * m.rows + row) * m.k + column : 0;
+        *Shared8(cta, Swizzled(to + at)) = inside ? m.data[element * m.width + at % m.width] : 0;
+      }
+      BarrierOf(cta, barrier).Bring(m.box * 128);
+    }
+  });
+}
+inline void CopyBox(uint32_t to, const void* map, uint32_t barrier, int x, int y, int z) {
+  CopyBoxTo(1u << cluster::self->cta, to, map, barrier, x, y, z);
+}
+inline void CopyBytes(uint32_t to, const void* from, unsigned bytes, uint32_t barrier) {
+  if ((to | bytes | reinterpret_cast<uintptr_t>(from)) % 16)
+    cluster::Fail("a copy is not aligned to 16 bytes");
+  cluster::copies.push_back([=, cta = cluster::self->cta] {
+    std::memcpy(Shared8(cta, to), from, bytes);
+    BarrierOf(cta, barrier).Bring(bytes);
+  });
+}
+
+template <typename T>
+T FromShared(uint32_t address) {
+  T value;
+  std::memcpy(&value, Shared8(cluster::self->cta, address), sizeof(T));
+  return value;
+}
+template <typename T>
+void ToShared(uint32_t address, const T& value) {
+  std::memcpy(Shared8(cluster::self->cta, address), &value, sizeof(T));
+}
+inline uint4 LoadShared16(uint32_t address) { return FromShared<uint4>(address); }
+inline float2 LoadShared8(uint32_t address) { return FromShared<float2>(address); }
+inline void StoreShared(uint32_t address, float a, float b) { ToShared(address, float2{a, b}); }
+inline void StoreMatrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  const uint32_t words[] = {a, b, c, d};
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i) ToShared(cluster::Exchange(address, 8 * i + lane / 4) + lane % 4 * 4, words[i]);
+}
+
+inline uint64_t TileDescriptor(uint32_t address) {
+  if (address % 1024) cluster::Fail("a tile is not aligned to 1024 bytes");
+  return address >> 4;
+}
+inline void BeginProducts() {}
+inline void CommitProducts() { cluster::self->batches.push_back(std::exchange(cluster::self->open, {})); }
+template <int kPending>
+void WaitForProducts() {
+  auto& batches = cluster::self->batches;
+  for (; int(batches.size()) > kPending; batches.erase(batches.begin()))
+    for (const cluster::Action& multiply : batches.front()) multiply();
+  __syncwarp();  // the lanes wait together
+}
+template <int kCount>
+void Settle(float (&)[kCount]) {}
+
+// A number of a row of a tile, of kBF16, kF16 or FP8.
+template <typename T>
+float NumberAt(int cta, uint64_t tile, int row, int column) {
+  T number;
+  std::memcpy(&number, Shared8(cta, Swizzled(tile * 16 + row * 128 + column * sizeof(T))), sizeof(T));
+  return float(number);
+}
+
+template <typename Left, typename Right, int kCount>
+void Multiply(float (&d)[kCount], uint64_t a, uint64_t b, int adds) {
+  const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, first = threadIdx.x % 4 * 2;
+  cluster::self->open.push_back([=, sums = d, cta = cluster::self->cta] {
+    constexpr int kColumns = 32 / sizeof(Left);
+    float left[2][kColumns], right[kColumns];
+    for (int i = 0; i < 2 * kColumns; ++i)
+      left[i / kColumns][i % kColumns] = NumberAt<Left>(cta, a, row + i / kColumns * 8, i % kColumns);
+    for (int j = 0; j < kCount / 2; ++j) {  // of a pair of columns one, in both rows
+      for (int i = 0; i < kColumns; ++i) right[i] = NumberAt<Right>(cta, b, j / 2 * 8 + first + j % 2, i);
+      for (int lower = 0; lower < 2; ++lower) {
+        float sum = 0;
+        for (int i = 0; i < kColumns; ++i) sum += left[lower][i] * right[i];
+        float& to = sums[j / 2 * 4 + lower * 2 + j % 2];
+        to = adds ? to + sum : sum;
+      }
+    }
+  });
+}
+
+template <Factors kFactors, int kCount>
+void MultiplyTiles(float (&d)[kCount], uint64_t a, uint64_t b, int adds) {
+  if constexpr (kFactors == Factors::kE4M3) Multiply<__nv_fp8_e4m3, __nv_fp8_e4m3>(d, a, b, adds);
+  if constexpr (kFactors == Factors::kE4M3E5M2) Multiply<__nv_fp8_e4m3, __nv_fp8_e5m2>(d, a, b, adds);
+  if constexpr (kFactors == Factors::kE5M2E4M3) Multiply<__nv_fp8_e5m2, __nv_fp8_e4m3>(d, a, b, adds);
+  if constexpr (kFactors == Factors::kBF16) Multiply<__nv_bfloat16, __nv_bfloat16>(d, a, b, adds);
+  if constexpr (kFactors == Factors::kF16) Multiply<__half, __half>(d, a, b, adds);
+}
+
+}  // namespace te

@@ -1,0 +1,162 @@
+"""The kernel of grouped products on the CPU: its scheduler, and whole calls with threads, copies and products that come
+in any order that the kernel allows (host_cuda/cluster.h)."""
+
+import shutil
+import subprocess
+
+import grouped_oracle as oracle
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from host_cuda import library
+
+f32, bf16, f16, E4M3, E5M2 = jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2
+wide = lambda x: np.asarray(x, np.float64)
+FACTORS = {(E4M3, E4M3): 0, (E4M3, E5M2): 1, (E5M2, E4M3): 2, (bf16, bf16): 3, (f16, f16): 4}
+RESULTS = {f16: 10, f32: 11, bf16: 16}  # the numbers of csrc/tensor.h
+# sums (csrc/gemm_grouped.h), left, right, result, bias or c, CTAs of a cluster
+FAST, SPLIT, SQUARES, ROWS = range(4)
+PRODUCTS = [
+    (FAST, E4M3, E4M3, bf16, True, 2),
+    (FAST, E4M3, E4M3, f32, False, 1),
+    (FAST, bf16, bf16, f16, False, 2),
+    (FAST, f16, f16, f32, True, 2),
+    (SPLIT, E5M2, E4M3, bf16, True, 2),
+    (SQUARES, E4M3, E4M3, bf16, False, 2),
+    (SQUARES, E4M3, E4M3, f32, True, 1),
+]
+WGRADS = [
+    (FAST, E4M3, E4M3, f32, True, 2),
+    (FAST, f16, f16, f16, False, 1),
+    (SPLIT, E5M2, E4M3, f32, False, 2),
+    (SPLIT, E5M2, E4M3, bf16, True, 2),
+    (ROWS, E4M3, E5M2, f32, True, 2),
+    (ROWS, E4M3, E5M2, bf16, False, 1),
+]
+
+
+def compiled(folder, name: str):
+    """The program of host_cuda/<name>.cc."""
+    include = library.cuda_include()
+    if not include:
+        pytest.skip("needs g++ and the CUDA headers")
+    for source in (*library.ROOT.glob("csrc/*.*h"), *library.ROOT.glob("tests/host_cuda/*.*")):
+        shutil.copy(source, folder)
+    kernel = folder / "gemm_grouped.cuh"
+    shared = "extern __shared__ __align__(1024) uint8_t shared[];"
+    assert shared in kernel.read_text()
+    kernel.write_text(kernel.read_text().replace(shared, "uint8_t* shared = ::cluster::Mine().shared();"))
+    command = ["g++", "-std=c++20", "-O2", "-w", "-U_FORTIFY_SOURCE", f"-I{folder}", f"-isystem{include}"]
+    subprocess.run([*command, folder / f"{name}.cc", "-o", folder / name], check=True)
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def scheduler(tmp_path_factory):
+    return compiled(tmp_path_factory.mktemp("scheduler"), "scheduler")
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    return compiled(tmp_path_factory.mktemp("kernel"), "grouped")
+
+
+def test_every_tile_once(scheduler, rng):
+    random = [[rng.integers(0, 40), rng.integers(1, 70), 2, 8, rng.integers(1, 70)] for _ in range(300)]
+    cases = [*random, [0, 5, 2, 8, 3], [1, 1, 2, 8, 66], [7, 9, 1, 8, 132], [3, 17, 2, 4, 66], [2**14, 3, 2, 8, 66]]
+    text = "\n".join(" ".join(map(str, case)) for case in cases)
+    lines = subprocess.run([scheduler], input=text, capture_output=True, text=True, check=True).stdout.splitlines()
+    for case, line in zip(cases, lines, strict=True):
+        rows, columns, span, _, workers = case
+        tiles, share = (np.array(part.split(), int) for part in line.split("share"))
+        tiles = tiles.reshape(-1, 2)
+        assert (tiles[:, 0] < rows).all(), case
+        inside = tiles[tiles[:, 1] < columns]
+        assert len(inside) == rows * columns == len(np.unique(inside, axis=0)), case
+        # A tile beyond the columns is in a row that no pair of rows has, at the end of its last band.
+        assert len(tiles) - len(inside) <= (rows % span) * (span - 1), case
+        np.testing.assert_array_equal(np.sort(share), np.arange(len(tiles) // span), str(case))
+
+
+def call(kernel, case, wgrad, sizes, left, right, offsets, counts, scales, extra, in_place=False):
+    """The result of one call. extra: bias, or c of a wgrad, or None."""
+    sums, left_type, right_type, out, _, ctas = case
+    rows, columns, k = sizes
+    one_scale, blocks = (scales, (None, None)) if sums in (FAST, SPLIT) else ((None, None), scales)
+    each = [scale is not None and scale.size > 1 for scale in one_scale]
+    numbers = [sums, FACTORS[left_type, right_type], wgrad, len(counts), *sizes, RESULTS[out], *each, ctas, in_place]
+    result = np.full((len(counts), rows, columns) if wgrad else (rows, columns), np.nan, out)
+    bias, c = (None, extra) if wgrad else (extra, None)
+    if in_place:
+        result, c = c, None
+    arrays = left, right, offsets, counts, *one_scale, *blocks, bias, c, result
+    raw = [b"" if a is None else np.ascontiguousarray(a).tobytes() for a in arrays]
+    blob = np.array(numbers, np.int32).tobytes() + b"".join(np.int64(len(a)).tobytes() + a for a in raw)
+    done = subprocess.run([kernel], input=blob, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    return np.frombuffer(done.stdout, out).reshape(result.shape)
+
+
+def groups(rng):
+    """Some experts, of which some have no tokens, and a tail."""
+    counts = (rng.integers(1, 400, rng.integers(1, 5)) * (rng.random() < 0.8)).astype(np.int32)
+    counts[rng.integers(len(counts))] = 0
+    counts = np.append(counts, np.int32(rng.integers(1, 300)))
+    offsets = oracle.groups_of(counts)
+    rows = int(offsets[-1]) + 128
+    return counts, offsets, rows, oracle.is_token(rows, offsets, counts)
+
+
+def scales_of(rng, sums, experts, blocks, has_scale):
+    shapes = ((1,), (experts,)) if sums in (FAST, SPLIT) else blocks
+    return [rng.uniform(0.5, 2, shape).astype(np.float32) for shape in shapes] if has_scale else [None, None]
+
+
+@pytest.mark.parametrize("case", PRODUCTS, ids=str)
+def test_products(kernel, case, rng):
+    sums, left, right, out, has_bias, _ = case
+    counts, offsets, rows, real = groups(rng)
+    experts, n, k = len(counts), 8 * int(rng.integers(1, 70)), 16 * int(rng.integers(1, 22))
+    lhs = oracle.poisoned(rng.standard_normal((rows, k)), ~real).astype(left)
+    rhs = rng.standard_normal((experts, n, k)).astype(np.float32).astype(right)
+    bias = rng.standard_normal((experts, n)).astype(np.float32).astype(out) if has_bias else None
+    blocks = (-(-k // 128), rows), (experts, -(-n // 128), -(-k // 128))
+    scales = scales_of(rng, sums, experts, blocks, left not in (bf16, f16))
+    l64, r64 = np.where(real[:, None], wide(lhs), 0), wide(rhs)
+    if sums == SQUARES:
+        l64, r64 = l64 * oracle.blocks(scales[0], 0, k).T, r64 * oracle.blocks(oracle.blocks(scales[1], 1, n), 2, k)
+    elif scales[0] is not None:
+        r64 = r64 * (wide(scales[0]) * wide(scales[1]))[:, None, None]
+    want, bound = oracle.products(l64, r64, offsets, counts, None if bias is None else wide(bias))
+    got = call(kernel, case, False, (rows, n, k), lhs, rhs, offsets, counts, scales, bias)
+    end = offsets[-1]
+    oracle.near(got[:end], want[:end], bound[:end], out, str((counts, n, k)))
+    assert np.isnan(wide(got[end:])).all()  # the tail is as it was
+
+
+@pytest.mark.parametrize("case", WGRADS, ids=str)
+def test_wgrads(kernel, case, rng):
+    sums, left, right, out, has_c, _ = case
+    counts, offsets, rows, real = groups(rng)
+    experts, n, k = len(counts), int(rng.integers(1, 400)), 8 * int(rng.integers(1, 70))
+    tail = np.arange(rows) >= offsets[-1]
+    operands = [
+        oracle.poisoned(np.where(real, rng.standard_normal((size, rows)), 0), tail, 1).astype(dtype)
+        for size, dtype in ((n, left), (k, right))
+    ]
+    c = rng.standard_normal((experts, n, k)).astype(np.float32).astype(out) if has_c else None
+    scales = scales_of(rng, sums, experts, ((rows // 128, n), (rows // 128, k)), left not in (bf16, f16))
+    values, each = [np.where(real, wide(a), 0) for a in operands], 1.0
+    if sums == ROWS:
+        values = [a * oracle.blocks(scale, 0, rows).T for a, scale in zip(values, scales)]
+    elif scales[0] is not None:
+        each = (wide(scales[0]) * wide(scales[1]))[:, None, None]
+    want, bound = (a * each for a in oracle.wgrads(*values, offsets, counts))
+    if has_c:
+        want, bound = want + wide(c), bound + oracle.SPARE * oracle.U * np.abs(wide(c))
+    sizes = n, k, rows
+    got = call(kernel, case, True, sizes, *operands, offsets, counts, scales, c)
+    oracle.near(got, want, bound, out, str((counts, n, k)))
+    if has_c:
+        again = call(kernel, case, True, sizes, *operands, offsets, counts, scales, c, in_place=True)
+        assert again.tobytes() == got.tobytes()
