@@ -17,7 +17,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from te_jax._check import BOOL, FLOATING, NONE, check, did_you_mean, integer
 from te_jax.hf import files
-from te_jax.hf.families import FAMILIES, Family
+from te_jax.hf.families import FAMILIES
+from te_jax.hf.family import Family
 from te_jax.hf.rules import TensorRule
 from te_jax.models import ModelConfig
 from te_jax.models.stack import Model
@@ -267,21 +268,10 @@ def save(folder: str | Path, model: Model, variables: Mapping[str, Any], *, max_
     files.write(folder, sizes, _tensors(plan, params), max_file_bytes)
     dtype = params["embedding"].dtype.name
     architecture = dict(
-        model_type=plan.family.name, architectures=[_ARCHITECTURES[plan.family.name]], torch_dtype=dtype, dtype=dtype
+        model_type=plan.family.name, architectures=[plan.family.architecture], torch_dtype=dtype, dtype=dtype
     )
     written = plan.family.write(model.config) | architecture
     (folder / "config.json").write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
-
-
-_ARCHITECTURES = dict(
-    llama="LlamaForCausalLM",
-    mistral="MistralForCausalLM",
-    qwen2="Qwen2ForCausalLM",
-    gpt2="GPT2LMHeadModel",
-    falcon="FalconForCausalLM",
-    bert="BertForMaskedLM",
-    t5="T5ForConditionalGeneration",
-)
 
 
 def _check_parameters(plan: _Plan, params: Mapping[str, jax.Array]):

@@ -79,7 +79,7 @@ def write(folder: Path, sizes: Mapping[str, int], tensors: Iterator[tuple[str, n
 
     One file's tensors are in memory at a time. The index comes last: a folder that lacks it has no whole checkpoint.
     """
-    library, groups = _library(), list(_files_of(sizes, most))
+    library, groups = _library(), list(_by_file(sizes, most))
     names = (
         [ONE]
         if len(groups) == 1
@@ -94,7 +94,7 @@ def write(folder: Path, sizes: Mapping[str, int], tensors: Iterator[tuple[str, n
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _files_of(sizes: Mapping[str, int], most: int) -> Iterable[list[str]]:
+def _by_file(sizes: Mapping[str, int], most: int) -> Iterable[list[str]]:
     group, total = [], 0
     for name, size in sizes.items():
         if group and total + size > most:

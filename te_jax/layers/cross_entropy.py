@@ -174,7 +174,7 @@ def _each_chunk(operands: HeadOperands, labels, weights, plan: Plan):
     return _in_chunks(operands.x, tokens, 0), _in_chunks(labels, tokens, 0), _in_chunks(weights, tokens, 0)
 
 
-def _losses_of(operands: HeadOperands, labels, plan: Plan) -> jax.Array:
+def _losses_alone(operands: HeadOperands, labels, plan: Plan) -> jax.Array:
     """The losses f32 [N]."""
     head, (x, kernel, metas) = plan.head, operands
     words = head_gemms.read_kernel(kernel, metas.kernel, head, train=False, wgrad=False)
@@ -228,7 +228,7 @@ def _result(losses, plan: Plan):
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _cross_entropy(operands, labels, plan):
-    return _result(_losses_of(operands, labels, plan), plan)
+    return _result(_losses_alone(operands, labels, plan), plan)
 
 
 def _fwd(operands, labels, plan):
@@ -237,7 +237,7 @@ def _fwd(operands, labels, plan):
     operands, labels = values_of((operands, labels))
     if not plan.eager:
         flags = tuple(jnp.zeros((1 if each else 0,)) for each in wanted)
-        return _losses_of(operands, labels, plan), (operands, labels, flags)
+        return _losses_alone(operands, labels, plan), (operands, labels, flags)
     ones = align(jnp.ones(labels.shape, jnp.float32), labels)[0]
     losses, gradients = _both_ways(operands, labels, ones, plan, *wanted)
     return _result(losses, plan), (operands.metas, gradients)

@@ -282,7 +282,7 @@ def falcon(size: Size) -> ModelConfig:
     return size.model(layer, family="falcon")
 
 
-FAMILIES = {  # the beginning of a size's name -> its family
+PUBLISHED = {  # the beginning of a size's name -> its family
     "gpt2": gpt2,
     "bert": bert,
     "t5": t5,
@@ -306,5 +306,5 @@ def published(name: str, **changes) -> ModelConfig:
     if name not in SIZES:
         hint = did_you_mean(name, SIZES)
         raise ValueError(f"te_jax.models.published: there is no model {name!r}; {hint or 'give one of'} {[*SIZES]}.")
-    family = next(family for prefix, family in FAMILIES.items() if name.startswith(prefix))
+    family = next(family for prefix, family in PUBLISHED.items() if name.startswith(prefix))
     return replace(family(SIZES[name]), **changes)

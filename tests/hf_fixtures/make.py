@@ -9,6 +9,7 @@ it in f32 on a CPU, logits of texts (some of which are padded) and 32 greedy wor
 
 import pathlib
 import shutil
+import sys
 
 import numpy as np
 import torch
@@ -45,6 +46,10 @@ MODELS = {
     "llama3": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_LLAMA, rope_parameters=_LLAMA3, tie_word_embeddings=True)),
     "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**_LLAMA, sliding_window=5, attn_implementation="eager")),
     "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**_LLAMA)),
+    "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**_LLAMA, head_dim=12)),
+    "gemma2": lambda: hf.Gemma2ForCausalLM(
+        hf.Gemma2Config(**_LLAMA, head_dim=12, query_pre_attn_scalar=12, sliding_window=5, attn_implementation="eager")
+    ),
     "gpt2": lambda: hf.GPT2LMHeadModel(
         hf.GPT2Config(
             vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None
@@ -104,8 +109,10 @@ def expected(name: str, model) -> dict:
 
 
 @torch.no_grad()
-def main():
+def main(*names):
     for name, make in MODELS.items():
+        if names and name not in names:
+            continue
         folder = HERE / name
         shutil.rmtree(folder, ignore_errors=True)
         model = make().eval()
@@ -125,4 +132,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
