@@ -1,4 +1,4 @@
-"""Decoders: Llama, Mistral, Qwen 2 and 3, Gemma 2, GPT-2, Falcon."""
+"""Decoders: Llama, Mistral, Mixtral, Qwen 2 and 3, Gemma 2, GPT-2, Falcon."""
 
 from dataclasses import replace
 from typing import Any
@@ -64,22 +64,68 @@ def _read_qwen3(config):
     return _read_llama(config).with_layer(qk_norm_type="rmsnorm", qk_norm_before_rope=True, qk_norm_eps=epsilon)
 
 
-def _llama_rules(c: ModelConfig) -> list[TensorRule]:
-    fused, stack = joins_qkv(c), "layers"
-    layer, ours = "model.layers.{i}", f"{LAYER}"
+def _read_mixtral(config):
+    experts = dict(num_experts=config["num_local_experts"], num_experts_per_tok=config["num_experts_per_tok"])
+    return _read_mistral(config).with_layer(moe=experts)
+
+
+def _read_qwen3_moe(config):
+    need("qwen3_moe", config, decoder_sparse_step=1, mlp_only_layers=[])
+    experts = dict(num_experts=config.get("num_local_experts") or config["num_experts"])
+    experts["num_experts_per_tok"] = config["num_experts_per_tok"]
+    if not config.get("norm_topk_prob", False):
+        experts |= dict(use_pre_softmax=True, normalize_weights=False)
+    return _read_qwen3(config | dict(intermediate_size=config["moe_intermediate_size"])).with_layer(moe=experts)
+
+
+def _write_experts(c):
+    moe = c.layer["moe"]
+    used = dict(num_local_experts=moe["num_experts"], num_experts_per_tok=moe["num_experts_per_tok"])
+    if c.family == "mixtral":
+        return _write_mistral(c) | used
+    wide = dict(moe_intermediate_size=c.layer["mlp_hidden_size"], decoder_sparse_step=1, mlp_only_layers=[])
+    return (
+        _write_llama(c)
+        | used
+        | wide
+        | dict(num_experts=moe["num_experts"], norm_topk_prob=not moe.get("use_pre_softmax", False))
+    )
+
+
+def _feed_forward_rules(c: ModelConfig, norm: str) -> list[TensorRule]:
+    """The MLP, or the experts, of a Llama, with the norm in front."""
+    layer, ours, stack, moe = "model.layers.{i}", LAYER, "layers", c.layer.get("moe")
+    if not moe:
+        made = rules.norm_rules(f"{ours}/mlp", f"{layer}.{norm}", False, stack)
+        wi = f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"
+        return made + rules.mlp_rules(f"{ours}/mlp", wi, f"{layer}.mlp.down_proj", False, stack)
+    where, names = _EXPERTS[c.family]
+    experts = {
+        ours_of: tuple(f"{layer}.{where}.experts.{e}.{name}" for e in range(moe["num_experts"]))
+        for ours_of, name in zip(("wi_0", "wi_1", "wo"), names)
+    }
+    made = rules.norm_rules(f"{ours}/moe", f"{layer}.{norm}", False, stack)
+    return made + rules.expert_rules(f"{ours}/moe", f"{layer}.{where}.gate", experts, stack)
+
+
+_EXPERTS = {  # family -> where they are, and the names of gate, up and down
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+}
+
+
+def _llama_rules(c: ModelConfig, norm: str = "post_attention_layernorm") -> list[TensorRule]:
+    """norm: what the norm in front of the MLP is called."""
+    fused, stack, ours, own = joins_qkv(c), "layers", LAYER, "model.layers.{i}.self_attn"
     first = f"{ours}/attention/{'qkv' if fused else 'query'}"
-    own = f"{layer}.self_attn"
     bias = bool(c.layer.get("use_bias"))
     names = [f"{own}.{name}_proj" for name in "qkvo"]
     made = [
         *tables(c, "model.embed_tokens.weight"),
         *rules.norm_rules("final_norm", "model.norm", False),
-        *rules.norm_rules(first, f"{layer}.input_layernorm", False, stack),
+        *rules.norm_rules(first, "model.layers.{i}.input_layernorm", False, stack),
         *rules.attention_rules(f"{ours}/attention", *names, fused=fused, bias=bias, out_bias=False, stack=stack),
-        *rules.norm_rules(f"{ours}/mlp", f"{layer}.post_attention_layernorm", False, stack),
-        *rules.mlp_rules(
-            f"{ours}/mlp", (f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"), f"{layer}.mlp.down_proj", False, stack
-        ),
+        *_feed_forward_rules(c, norm),
     ]
     if c.layer.get("qk_norm_type"):
         for name in "qk":
@@ -124,11 +170,10 @@ def _write_gemma2(c):
 
 def _gemma2_rules(c):
     """The names of Llama's, but that `post_attention_layernorm` is a norm behind attention."""
-    layer, ours, moved = "model.layers.{i}", LAYER, "post_attention_layernorm"
-    rename = lambda name: name.replace(moved, "pre_feedforward_layernorm")
-    made = [rule._replace(theirs=tuple(map(rename, rule.theirs))) for rule in _llama_rules(c)]
-    for path, name in (("post_attention_norm", moved), ("post_mlp_norm", "post_feedforward_layernorm")):
-        made += rules.norm_rules(f"{ours}/{path}", f"{layer}.{name}", False, "layers")
+    made = _llama_rules(c, norm="pre_feedforward_layernorm")
+    for path, name in (("attention", "post_attention"), ("mlp", "post_feedforward")):
+        names = f"{LAYER}/post_{path}_norm", f"model.layers.{{i}}.{name}_layernorm"
+        made += rules.norm_rules(*names, False, "layers")
     return made
 
 
@@ -281,6 +326,8 @@ DECODERS = (
     _of_llama("mistral", "MistralForCausalLM", _read_mistral, _write_mistral),
     _of_llama("qwen2", "Qwen2ForCausalLM", _read_qwen2),
     _of_llama("qwen3", "Qwen3ForCausalLM", _read_qwen3),
+    _of_llama("mixtral", "MixtralForCausalLM", _read_mixtral, _write_experts),
+    _of_llama("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3_moe, _write_experts),
     _of_llama("gemma2", "Gemma2ForCausalLM", _read_gemma2, _write_gemma2, _gemma2_rules),
     Family("gpt2", "GPT2LMHeadModel", CausalLM, _read_gpt2, _write_gpt2, _gpt2_rules, _MASKS, "transformer."),
     Family("falcon", "FalconForCausalLM", CausalLM, _read_falcon, _write_falcon, _falcon_rules, _ROPE_TABLES),

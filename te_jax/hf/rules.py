@@ -33,6 +33,8 @@ TURNED = Recast(lambda a: (a.T,), lambda a: (a.T,))
 BESIDE = Recast(
     lambda *parts: (jnp.stack([a.T for a in parts], -2),), lambda a: tuple(a[..., i, :].T for i in range(a.shape[-2]))
 )
+# Kernels of experts [out, in]: [E, in, out].
+STACKED = Recast(lambda *parts: (jnp.stack([a.T for a in parts]),), lambda a: tuple(each.T for each in a))
 # One tensor [..., n out] cut in n: [..., n, out].
 CUT_IN_3 = Recast(lambda a: (a.reshape(*a.shape[:-1], 3, -1),), lambda a: (a.reshape(*a.shape[:-2], -1),))
 ONE_OF_1 = Recast(lambda a: (a[..., None, :],), lambda a: (a[..., 0, :],))
@@ -82,6 +84,13 @@ def mlp_rules(path: str, wi: tuple[str, ...], wo: str, bias: bool, stack=None) -
         made.append(TensorRule((f"{path}/wi_bias",), _with_end(wi, "bias"), BESIDE, stack))
         made.append(TensorRule((f"{path}/wo_bias",), (f"{wo}.bias",), SAME, stack))
     return made
+
+
+def expert_rules(path: str, router: str, experts: dict[str, tuple[str, ...]], stack=None) -> list[TensorRule]:
+    """`path`/{gate_kernel, wi_0, wi_1, wo} of torch Linears. experts: {parameter: the names, one for each expert}."""
+    made = [TensorRule((f"{path}/gate_kernel",), (f"{router}.weight",), TURNED, stack)]
+    each = ((name, _with_end(sources, "weight")) for name, sources in experts.items())
+    return made + [TensorRule((f"{path}/{name}",), sources, STACKED, stack) for name, sources in each]
 
 
 def zero_rule(path: str, stack=None) -> TensorRule:

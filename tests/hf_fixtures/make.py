@@ -47,6 +47,14 @@ MODELS = {
     "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**_LLAMA, sliding_window=5, attn_implementation="eager")),
     "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**_LLAMA)),
     "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**_LLAMA, head_dim=12)),
+    "mixtral": lambda: hf.MixtralForCausalLM(
+        hf.MixtralConfig(**_LLAMA, num_local_experts=3, num_experts_per_tok=2, sliding_window=None)
+    ),
+    "qwen3-moe": lambda: hf.Qwen3MoeForCausalLM(
+        hf.Qwen3MoeConfig(
+            **_LLAMA, head_dim=12, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, norm_topk_prob=True
+        )
+    ),
     "gemma2": lambda: hf.Gemma2ForCausalLM(
         hf.Gemma2Config(**_LLAMA, head_dim=12, query_pre_attn_scalar=12, sliding_window=5, attn_implementation="eager")
     ),
