@@ -3,8 +3,8 @@
     python cmake/wheels.py dist python3.11 python3.12
 
 One wheel for each Python named: 3.11 has its own, the one of 3.12 is of the stable ABI and serves later ones too. The
-kernels know no Python: libte_jax.so is of the same objects in both. Prints size and tag of each wheel, and fails if one is
-larger than MOST_MB, carries a library that not every Linux has, or does not load in a Python that has nothing else.
+kernels know no Python: libte_jax.so is of the same objects in both. Prints size and tag of each wheel, and fails if one
+is larger than MOST_MB, carries a library that not every Linux has, or does not load in a Python that has nothing else.
 """
 
 import os

@@ -99,7 +99,7 @@ def _feed_forward_rules(c: ModelConfig, norm: str) -> list[TensorRule]:
         made = rules.norm_rules(f"{ours}/mlp", f"{layer}.{norm}", False, stack)
         wi = f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"
         return made + rules.mlp_rules(f"{ours}/mlp", wi, f"{layer}.mlp.down_proj", False, stack)
-    where, names = _EXPERTS[c.family]
+    where, names = _NAMES_OF_EXPERTS[c.family]
     experts = {
         ours_of: tuple(f"{layer}.{where}.experts.{e}.{name}" for e in range(moe["num_experts"]))
         for ours_of, name in zip(("wi_0", "wi_1", "wo"), names)
@@ -108,7 +108,7 @@ def _feed_forward_rules(c: ModelConfig, norm: str) -> list[TensorRule]:
     return made + rules.expert_rules(f"{ours}/moe", f"{layer}.{where}.gate", experts, stack)
 
 
-_EXPERTS = {  # family -> where they are, and the names of gate, up and down
+_NAMES_OF_EXPERTS = {  # family -> where they are, and the names of gate, up and down
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
 }

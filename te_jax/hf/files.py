@@ -18,7 +18,7 @@ def _library():
         import safetensors
         import safetensors.numpy
     except ImportError as error:
-        raise ImportError("te_jax.hf needs safetensors: pip install te_jax[hf].") from error
+        raise ImportError("te_jax.hf needs safetensors: pip install safetensors.") from error
     return safetensors
 
 
