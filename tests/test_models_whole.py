@@ -142,7 +142,7 @@ def test_latent_attention_turns_by_positions(tokens):
 
 @pytest.mark.parametrize("name", ["mistral-7b", "deepseek-v3"])
 def test_greedy_words_are_those_without_a_cache(name, tokens):
-    """Of prompts of two lengths, with RoPE and a window, latents and experts; test_hf.py has other models, of one length."""
+    """Of prompts of two lengths, with RoPE, a window, latents and experts; test_hf.py has others, of one length."""
     config = tiny(name, **({"window_size": (3, 0)} if name == "mistral-7b" else {}))
     config = with_latents(name) if name == "deepseek-v3" else config
     model, variables = made(CausalLM, config, tokens)
