@@ -21,7 +21,7 @@
 # SCALING_ARGS            of `python -m benchmarks scaling`
 # TRACE_ARGS              of `python -m benchmarks trace`, which runs once for the GPT and once for the Llama layer
 # HLO_ARGS                of `python -m benchmarks hlo`
-# SANITIZE_TIMEOUT        seconds for each of the six sanitizer runs [default: 300]
+# SANITIZE_TIMEOUT        seconds for each of the seven sanitizer runs [default: 300]
 # TRAIN_ARGS              of examples/train_gpt.py [default: --preset medium --compare --check-gap 0.01 --no-checkpoint]
 set -uo pipefail
 
@@ -116,6 +116,7 @@ RACES='(test_quantize and 63 and bfloat16 and e4m3) or (test_activation and 257 
   (test_quantize_block_chosen and data_t) or (test_activation_block_chosen and dbias and data_t) or
   (test_norm_block_chosen and data_t)'
 SMALL_GEMM='test_gemm_fp8 and 333 and bfloat16'
+SMALL_GROUPED='test_rows and 144 or test_wgrads and 130'
 # The ops of experts run where jax runs, so their tests have no marker.
 EXPERTS='tests/test_router.py tests/test_permute.py'
 SMALL_EXPERTS='(test_route and (8-2 or 128-8)) or test_many_experts or test_against_loops or test_group_alone or
@@ -152,6 +153,7 @@ sanitize_all() {
   }
   aside sanitize memcheck "" "$OURS" "$SMALL_OURS"
   aside sanitize memcheck "" tests/test_cuda_ops.py "$SMALL_GEMM"
+  aside sanitize memcheck "" tests/test_cuda_grouped.py "$SMALL_GROUPED"
   aside sanitize memcheck "" tests/test_attention_cudnn.py "$SMALL_ATTENTION"
   aside sanitize memcheck "" "$EXPERTS" "$SMALL_EXPERTS"
   aside sanitize racecheck _ZN2te "$OURS" "$RACES"

@@ -249,7 +249,8 @@ Status Launch(cudaStream_t stream, const KernelArgs& args) {
   int device, multiprocessors;
   TE_CUDA(cudaGetDevice(&device));
   TE_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-  cudaLaunchAttribute cluster{.id = cudaLaunchAttributeClusterDimension};
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {unsigned(P::kCluster), 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(multiprocessors / P::kCluster * P::kCluster);

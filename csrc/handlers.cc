@@ -12,6 +12,10 @@ TE_HANDLER(te_activation_block_fwd, LaunchActivationBlockFwd, "kind", "limit", "
            "power_2", "epsilon");
 TE_HANDLER(te_activation_block_bwd, LaunchActivationBlockBwd, "kind", "limit", "alpha", "glu_linear_offset",
            "power_2", "epsilon");
+TE_HANDLER(te_activation_grouped_fwd, LaunchActivationGroupedFwd, "kind", "limit", "alpha",
+           "glu_linear_offset");
+TE_HANDLER(te_activation_grouped_bwd, LaunchActivationGroupedBwd, "kind", "limit", "alpha",
+           "glu_linear_offset");
 TE_HANDLER(te_norm_fwd, LaunchNormFwd, "eps", "rms", "zero_centered");
 TE_HANDLER(te_norm_block_fwd, LaunchNormBlockFwd, "eps", "rms", "zero_centered", "power_2", "epsilon");
 TE_HANDLER(te_norm_bwd, LaunchNormBwd, "rms", "zero_centered");

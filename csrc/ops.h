@@ -118,6 +118,21 @@ Status LaunchAttentionFp8Bwd(Stage stage, cudaStream_t stream, Arg dout, Arg q, 
 // Experts that the launchers of routers and of groups take; te_jax/ops/router.py has it too.
 inline constexpr int kMostExperts = 1024;
 
+// The activation and its gradient over rows in groups, with a scale for each expert. x [r, a, f], r a
+// multiple of 128; offsets i32 [e + 1], counts i32 [e]: groups as of LaunchGroup; bias: absent; scale? f32
+// [e] or [1]
+// -> y? [r, f], data? [r, f], data_t? [f, r], 0 in rows that pad a group, and nothing is written behind the
+// last one; amax? f32 [e]; workspace u8: f32 [r/128, ceil(f / 64)] with amax.
+Status LaunchActivationGroupedFwd(cudaStream_t stream, Arg x, Arg offsets, Arg counts, Arg bias, Arg scale,
+                                  Ret y, Ret data, Ret data_t, Ret amax, Ret workspace, int64_t kind,
+                                  double limit, double alpha, double glu_linear_offset);
+
+// dy [r, f] and x -> dx? [r, a, f], data? [r, a, f], data_t? [a, f, r], amax? as above, dbias? f32 [e, a, f];
+// workspace as above, and behind it f32 [r/128, a, f] with dbias.
+Status LaunchActivationGroupedBwd(cudaStream_t stream, Arg dy, Arg x, Arg offsets, Arg counts, Arg bias,
+                                  Arg scale, Ret dx, Ret data, Ret data_t, Ret amax, Ret dbias, Ret workspace,
+                                  int64_t kind, double limit, double alpha, double glu_linear_offset);
+
 // The experts of each token. logits f32 [m..., e], expert_bias? f32 [e] -> weights f32 [m..., topk], experts
 // i32 [m..., topk], counts i32 [parts, e], parts = min(1024, max(1, ceil(m / 16))).
 Status LaunchRouterFwd(cudaStream_t stream, Arg logits, Arg expert_bias, Ret weights, Ret experts, Ret counts,

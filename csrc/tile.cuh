@@ -9,6 +9,7 @@
 #pragma once
 
 #include "fp8.cuh"
+#include "groups.cuh"
 #include "parts.h"
 #include "ptx.cuh"
 #include "reduce.cuh"
@@ -20,16 +21,17 @@ constexpr int kGroups = kTileColumns / 8;                 // of columns; a threa
 constexpr int kBandRows = kTileThreads / kGroups * 4;     // ... and 4 rows of each band
 constexpr int kThreadRows = kTileRows / kBandRows * 4;    // of a thread
 constexpr int kTileWords = kTileRows / 4 * kTileColumns;  // of 4 FP8
+constexpr int kWarpSums = kTileThreads / 32 * kTileColumns;
 
 // What a tile kernel writes. n: columns of a slot; the slots (the A of [m, A, f]) lie side by side.
 template <typename T>
 struct TileResults {
-  const float* scale;  // [], nullptr where no FP8 is wanted
+  const float* scale;  // [], nullptr where no FP8 is wanted; of groups [experts] or [1]
   T* wide;             // [m, slots, n] or nullptr: the f32 values in the type of x
   uint8_t* data;       // [m, slots, n] or nullptr
   uint8_t* data_t;     // [slots, n, m] or nullptr
   float* amax;         // [chunks, strips] = [ceil(m / kTileRows), ceil(n / kTileColumns)] or nullptr
-  float* dbias;        // [chunks, slots, n] or nullptr
+  float* dbias;        // [chunks, slots, n] or nullptr; of groups both have bands for chunks
   int64_t m, n;
   unsigned chunks, strips;
   bool e5m2;  // data and data_t, else E4M3
@@ -40,6 +42,16 @@ struct TileResults {
 // piece.
 __device__ __forceinline__ int TileWord(int column, int word) {
   return column * (kTileRows / 4) + (word ^ (column / 8 * 4));
+}
+
+// 4 rows of 8 columns, of which each has a word for the columns 0..3 and one for 4..7 -> the transposed tile.
+__device__ __forceinline__ void StoreTransposed(uint32_t (&q)[2][4], uint32_t* tile, int column, int word) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    Transpose4x4(q[half][0], q[half][1], q[half][2], q[half][3]);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) tile[TileWord(column + half * 4 + j, word)] = q[half][j];
+  }
 }
 
 // f32 -> T, `columns` of the 8 values.
@@ -131,6 +143,40 @@ __device__ __forceinline__ TilePlace PlaceOf(const TileResults<T>& a, unsigned i
           int(min(a.n - column0, int64_t{kTileColumns}))};
 }
 
+// Whether the source's rows are in groups: each band of the tile then has an expert, so a scale and
+// statistics, of its own.
+template <typename Source>
+concept InGroups = requires { Source::groups; };
+template <typename Source>
+constexpr int kBands = InGroups<Source> ? kTileBands : 1;
+static_assert(kBandRows == kGroupRows);
+
+struct NoBands : Bands {
+  static constexpr bool unused = false;
+};
+template <typename Source>
+__device__ __forceinline__ auto BandsAt(const Source& source, int64_t row0, const float* scale) {
+  if constexpr (InGroups<Source>)
+    return source.groups.At(row0, scale);
+  else
+    return NoBands{};
+}
+
+// The maxima of the bands, of all threads -> their places.
+template <int kOfBands, typename T>
+__device__ __forceinline__ void StoreAmax(const TileResults<T>& a, unsigned index,
+                                          const float (&amax)[kOfBands],
+                                          unsigned (&amax_of_warps)[kOfBands][kMostWarps]) {
+#pragma unroll
+  for (int b = 0; b < kOfBands; ++b) {
+    const unsigned peak = CtaMax(__float_as_uint(amax[b]), amax_of_warps[b]);
+    const int64_t band = index / a.strips * int64_t{kOfBands} + b;
+    const bool inside = kOfBands == 1 || band * kGroupRows < a.m;
+    if (a.amax && inside && threadIdx.x == 0)
+      a.amax[kOfBands == 1 ? index : band * a.strips + index % a.strips] = __uint_as_float(peak);
+  }
+}
+
 // The tile and the warps' sums of slot `s` -> what WriteTile has not yet written, behind a barrier.
 template <bool kVectors, typename Source>
 __device__ __forceinline__ void StoreTile(const uint32_t* tile, const float* sums, const TilePlace& at, int s,
@@ -140,8 +186,13 @@ __device__ __forceinline__ void StoreTile(const uint32_t* tile, const float* sum
     StoreRowBytes(tile, a.data + at.row0 * stride + s * a.n + at.column0, stride, at.rows, at.columns);
   if (a.data_t)
     StoreColumns(tile, a.data_t + (s * a.n + at.column0) * a.m + at.row0, a.m, at.rows, at.columns);
-  if (Source::kSums && a.dbias)
-    StoreColumnSums(sums, a.dbias + (at.chunk * Source::kSlots + s) * a.n + at.column0, at.columns);
+#pragma unroll
+  for (int b = 0; b < kBands<Source>; ++b) {
+    const int64_t part = at.chunk * kBands<Source> + b;
+    if (Source::kSums && a.dbias && (b == 0 || b * kGroupRows < at.rows))
+      StoreColumnSums(sums + b * kWarpSums, a.dbias + (part * Source::kSlots + s) * a.n + at.column0,
+                      at.columns);
+  }
 }
 
 // Whether nobody reads the rows of the tile that begins with row0, by Source::Skips; its amax is then 0.
@@ -168,34 +219,41 @@ __device__ __forceinline__ bool LeavesOut(const Source& source, const TileResult
 //             inside; kAgain as in LoadRow, where the amax may be all that is wanted
 //   Await(row0, rows) if there: called once by all threads, behind the first Loads and before any Values
 //   Skips(row0) if there: whether nobody reads the tile's rows, of which row0 is the first; its amax is 0
+//   groups if there, GroupRows: the rows are in groups; Values(Load of 0 columns) are then 0
 // index: of the tile, strip by strip, chunk by chunk. kVectors: n % 8 == 0, and all rows are aligned.
 template <bool kVectors, typename Source>
 __device__ __forceinline__ void WriteTile(const Source& source, const TileResults<typename Source::Type>& a,
                                           unsigned index) {
   constexpr int kSlots = Source::kSlots, kWindow = Source::kWindow;
   alignas(16) __shared__ uint32_t tiles[kSlots][kTileWords];
-  alignas(8) __shared__ float sums_of_warps[kSlots][Source::kSums ? kTileThreads / 32 * kTileColumns : 1];
-  __shared__ unsigned amax_of_warps[kMostWarps];
+  constexpr int kOfBands = kBands<Source>;
+  alignas(8) __shared__ float sums_of_warps[kSlots][Source::kSums ? kOfBands * kWarpSums : 1];
+  __shared__ unsigned amax_of_warps[kOfBands][kMostWarps];
   const TilePlace at = PlaceOf(a, index);
   const int c = threadIdx.x % kGroups * 8, r = threadIdx.x / kGroups * 4;  // of the thread in the first band
   if (LeavesOut(source, a, at.row0, index)) return;
+  const auto bands = BandsAt(source, at.row0, a.scale);
+  if (bands.unused) return;
 
   const auto load = [&](int k) {  // the thread's k-th row
-    const int row = k / 4 * kBandRows + r + k % 4;
-    return source.template Load<kVectors>(at.row0 + row, at.column0 + c, row < at.rows ? at.columns - c : 0);
+    const int row = k / 4 * kBandRows + r + k % 4, end = InGroups<Source> ? bands.ends[k / 4] : at.rows;
+    return source.template Load<kVectors>(at.row0 + row, at.column0 + c, row < end ? at.columns - c : 0);
   };
   typename Source::Raw window[kWindow];
 #pragma unroll
   for (int k = 0; k < kWindow; ++k) window[k] = load(k);
   if constexpr (requires { source.Await(at.row0, at.rows); }) source.Await(at.row0, at.rows);
 
-  const float scale = a.scale ? *a.scale : 1.f;
-  float amax = 0.f, sums[kSlots][8] = {};
+  const float scale = a.scale && !InGroups<Source> ? *a.scale : 1.f;
+  float amax[kOfBands] = {}, sums[kSlots][8] = {};
   uint32_t q[kSlots][2][4];  // columns 0..3 and 4..7: first a row in a word, after the transpose a column
 #pragma unroll
   for (int k = 0; k < kThreadRows; ++k) {
     const int row = k / 4 * kBandRows + r + k % 4, i = k % 4;
     const bool inside = row < at.rows && c < at.columns;
+    // Padding stays 0 if the scale is not finite.
+    const float factor = !InGroups<Source> ? scale : row < bands.ends[k / 4] ? bands.scales[k / 4] : 0.f;
+    float& peak = amax[k / 4 % kOfBands];
     float f[kSlots][8];
     source.Values(window[k % kWindow], f);
     if (k + kWindow < kThreadRows) window[k % kWindow] = load(k + kWindow);
@@ -206,30 +264,23 @@ __device__ __forceinline__ void WriteTile(const Source& source, const TileResult
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         if (kVectors ? inside : row < at.rows && c + j < at.columns) {
-          amax = MaxNan(amax, fabsf(f[s][j]));
+          peak = MaxNan(peak, fabsf(f[s][j]));
           if (Source::kSums) sums[s][j] += f[s][j];
         }
-        f[s][j] *= scale;
+        f[s][j] *= factor;
       }
       Quantize8(f[s], a.e5m2, q[s][0][i], q[s][1][i]);
       if (kVectors && a.data && inside)
         __stcs(reinterpret_cast<uint2*>(a.data + offset), make_uint2(q[s][0][i], q[s][1][i]));
       if (i < 3) continue;
+      StoreTransposed(q[s], tiles[s], c, row / 4);
+      if (!Source::kSums || !a.dbias || (k + 1) % (kThreadRows / kOfBands)) continue;
+      WarpColumnSums(sums[s], sums_of_warps[s] + k / 4 % kOfBands * kWarpSums);  // of the band, or of all
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        Transpose4x4(q[s][half][0], q[s][half][1], q[s][half][2], q[s][half][3]);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) tiles[s][TileWord(c + half * 4 + j, row / 4)] = q[s][half][j];
-      }
+      for (int j = 0; j < 8; ++j) sums[s][j] = 0.f;
     }
   }
-  if (Source::kSums && a.dbias) {
-#pragma unroll
-    for (int s = 0; s < kSlots; ++s) WarpColumnSums(sums[s], sums_of_warps[s]);
-  }
-  // The barrier of CtaMax completes all tiles and sums.
-  const unsigned peak = CtaMax(__float_as_uint(amax), amax_of_warps);
-  if (a.amax && threadIdx.x == 0) a.amax[index] = __uint_as_float(peak);
+  StoreAmax(a, index, amax, amax_of_warps);  // its barrier completes all tiles and sums
 #pragma unroll
   for (int s = 0; s < kSlots; ++s) StoreTile<kVectors, Source>(tiles[s], sums_of_warps[s], at, s, a);
 }
@@ -241,24 +292,27 @@ template <bool kVectors, typename Source>
 __device__ __forceinline__ void WriteAmax(const Source& source, const TileResults<typename Source::Type>& a) {
   constexpr int kRowsAtOnce = kTileThreads / kGroups;
   constexpr int kWindow = Source::kWindow < 2 ? Source::kWindow : 2;
-  __shared__ unsigned amax_of_warps[kMostWarps];
+  __shared__ unsigned amax_of_warps[kBands<Source>][kMostWarps];
   const unsigned index = gridDim.x - 1 - blockIdx.x;
   const int64_t row0 = index / a.strips * int64_t{kTileRows};
   const int64_t column = index % a.strips * int64_t{kTileColumns} + threadIdx.x % kGroups * 8;
   const int rows = min(a.m - row0, int64_t{kTileRows}), columns = min(a.n - column, int64_t{8});
   if (LeavesOut(source, a, row0, index)) return;
+  const auto bands = BandsAt(source, row0, nullptr);
+  if (bands.unused) return;
 
   const auto row_of = [](int k) { return int(threadIdx.x) / kGroups + k * kRowsAtOnce; };  // of the tile
   const auto load = [&](int k) {
-    const int row = row_of(k);
-    return source.template Load<kVectors, true>(row0 + row, column, row < rows ? columns : 0);
+    const int row = row_of(k), end = InGroups<Source> ? bands.ends[k * kRowsAtOnce / kGroupRows] : rows;
+    return source.template Load<kVectors, true>(row0 + row, column, row < end ? columns : 0);
   };
   typename Source::Raw window[kWindow];
 #pragma unroll
   for (int k = 0; k < kWindow; ++k) window[k] = load(k);
-  float amax = 0.f;
+  float amax[kBands<Source>] = {};
 #pragma unroll
   for (int k = 0; k < kTileRows / kRowsAtOnce; ++k) {
+    float& peak = amax[k * kRowsAtOnce / kGroupRows % kBands<Source>];
     float f[Source::kSlots][8];
     source.Values(window[k % kWindow], f);
     if (k + kWindow < kTileRows / kRowsAtOnce) window[k % kWindow] = load(k + kWindow);
@@ -267,10 +321,9 @@ __device__ __forceinline__ void WriteAmax(const Source& source, const TileResult
     for (int s = 0; s < Source::kSlots; ++s)
 #pragma unroll
       for (int j = 0; j < 8; ++j)
-        if (kVectors || j < columns) amax = MaxNan(amax, fabsf(f[s][j]));
+        if (kVectors || j < columns) peak = MaxNan(peak, fabsf(f[s][j]));
   }
-  const unsigned peak = CtaMax(__float_as_uint(amax), amax_of_warps);
-  if (threadIdx.x == 0) a.amax[index] = __uint_as_float(peak);
+  StoreAmax(a, index, amax, amax_of_warps);
 }
 
 template <typename Source>

@@ -27,9 +27,9 @@ from te_jax.ops.attention import SequenceDescriptor
 
 
 def _block(family: Callable[[Size], ModelConfig], size: Size | str, fields: dict, **own) -> te_flax.TransformerLayer:
-    """A layer of the family's models. `fields` are the caller's and win."""
+    """The last layer of a model of the family. `fields` are the caller's and win."""
     config = family(SIZES[size] if isinstance(size, str) else size)
-    return te_flax.TransformerLayer(**config.fields_of_layer(0) | own | fields)
+    return te_flax.TransformerLayer(**config.fields_of_layer(-1) | own | fields)
 
 
 def gpt2_block(size: Size | str = "gpt2", **fields) -> te_flax.TransformerLayer:
@@ -69,7 +69,7 @@ def qwen3_block(size: Size | str = "qwen3-30b-a3b", **fields) -> te_flax.Transfo
 
 
 def deepseek_v3_block(size: Size | str = "deepseek-v3", **fields) -> te_flax.TransformerLayer:
-    """Of `te_jax.models.families.deepseek_v3`."""
+    """Of `te_jax.models.families.deepseek_v3`, with experts. The first three have moe=None, mlp_hidden_size=18432."""
     return _block(families.deepseek_v3, size, fields)
 
 
@@ -91,8 +91,6 @@ FAMILIES: dict[str, tuple[Callable, ...]] = {  # the beginning of a size's name 
     "qwen3": (qwen3_block,),
     "deepseek-v3": (deepseek_v3_block,),
 }
-
-
 KNOWN = [name for name in SIZES if name.startswith(tuple(FAMILIES))]
 
 
@@ -151,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
             with te.fp8_autocast(enabled=args.fp8, fp8_recipe=recipe.DelayedScaling(amax_history_len=16)):
                 value, slope = forward_and_backward(block(tiny(size)))
             print(
-                f"{name:17} {block.__name__:16} {size.layers:2} blocks of {count:14,} parameters; tiny, "
+                f"{name:17} {block.__name__:16} {size.layers - size.dense:2} blocks of {count:14,} parameters; tiny, "
                 f"{'fp8' if args.fp8 else 'bf16'}: loss {value:.4f}, gradient {slope:.4f}"
             )
     return 0

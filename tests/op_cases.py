@@ -221,6 +221,10 @@ CASES = [
         dict(_swiglu, dtype=E4M3),
     ),
     Case(
+        "relu_grouped", "te_activation_grouped_fwd", {**_groups_sizes, "a": 1}, (bf16, i32, i32, None, f32),
+        dict(_relu, dtype=E4M3),
+    ),
+    Case(
         "swiglu_grouped_bwd", "te_activation_grouped_bwd", _groups_sizes, (f32, f32, i32, i32, None, f32),
         dict(_swiglu, dtype=E5M2),
     ),

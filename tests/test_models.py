@@ -16,6 +16,7 @@ import pytest
 from flax import linen as nn
 
 import te_jax.flax as te_flax
+import te_jax.models as te_models
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -344,11 +345,11 @@ def test_published_sizes(name):
 
 def test_published_size_of_deepseek_v3():
     """Whose first three blocks differ; a block's bias of the choice is no parameter here."""
-    total = 2 * 129280 * 7168 + 7168
-    for name in ("deepseek-v3", "deepseek-v3-dense"):
-        size = models.SIZES[name]
-        total += size.layers * (models.parameter_count(models.deepseek_v3_block(name)) + size.experts)
-    assert total == 671_026_419_200
+    config = te_models.published("deepseek-v3")
+    layers = [config.fields_of_layer(index) for index in range(config.num_layers)]
+    dense, experts = (models.parameter_count(te_flax.TransformerLayer(**layers[i])) for i in (0, -1))
+    assert layers == [layers[0]] * 3 + [layers[-1]] * 58
+    assert 3 * dense + 58 * (experts + 256) + 2 * 129280 * 7168 + 7168 == 671_026_419_200
 
 
 @pytest.mark.parametrize(

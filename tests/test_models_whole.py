@@ -1,6 +1,7 @@
 """te_jax.models: scanned and not, losses, decoding, sampling; what configs refuse."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -87,10 +88,63 @@ def test_scanned_layers_are_the_others(tokens):
     jax.tree.map(close, of_flat["params"], unstacked(grads["params"]))
 
 
-@pytest.mark.parametrize("name", ["mistral-7b"])
+def test_experts(tokens):
+    """Each layer's losses and loads are sown beside the loss of the labels; its bias of the choice is its own."""
+    moe = dict(num_experts=4, num_experts_per_tok=2, aux_loss_coeff=0.1, z_loss_coeff=0.01, use_expert_bias=True)
+    config = tiny("mixtral-8x7b", moe=moe)
+    model, variables = made(CausalLM, config, tokens)
+    flat = {name: unstacked(collection) for name, collection in variables.items()}
+
+    def run(model, variables, tokens):
+        def loss(variables):
+            y, sown = model.apply(variables, tokens, tokens, deterministic=False, mutable=["losses", "intermediates"])
+            return y + sum(map(jnp.sum, jax.tree.leaves(sown["losses"]))), (y, sown)
+
+        return jax.value_and_grad(loss, has_aux=True)(variables), model.apply(variables, tokens, tokens)
+
+    both = jit(lambda v, flat, t: (run(model.clone(remat=True), v, t), run(model.clone(scan=False), flat, t)))
+    (((total, (y, sown)), grads), plain), (((of_apart, (_, sown_apart)), grads_apart), _) = both(
+        variables, flat, tokens
+    )
+    of_layers = sown["losses"]["layers"]["TransformerLayer_0"]["moe"]
+    assert {name: term.shape for name, term in of_layers.items()} == {"balancing_loss": (L,), "z_loss": (L,)}
+    (counts,) = sown["intermediates"]["layers"]["TransformerLayer_0"]["moe"]["tokens_per_expert"]
+    assert counts.shape == (L, 4) and np.all(np.sum(counts, 1) == 2 * B * S)
+    np.testing.assert_array_equal(grads["expert_bias"]["layers"]["TransformerLayer_0"]["moe"]["expert_bias"], counts)
+    np.testing.assert_allclose(y, plain, rtol=2.0**-20)
+    np.testing.assert_allclose(total, y + sum(np.sum(term) for term in of_layers.values()), rtol=2.0**-20)
+    # As above: sums in another order.
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=2.0**-16 * np.abs(b).max())
+    close(of_apart, total)
+    jax.tree.map(close, grads_apart, {name: unstacked(collection) for name, collection in grads.items()})
+    jax.tree.map(close, sown_apart["losses"], unstacked(sown["losses"]))
+
+
+def with_latents(name="deepseek-v3") -> ModelConfig:
+    """A dense layer and one with experts, on latent attention."""
+    narrow = dict(q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
+    moe = dict(published(name).layer["moe"]) | dict(num_experts=16)
+    return replace(tiny(name, **narrow, moe=moe), pattern=(dict(moe=None), {}))
+
+
+def test_latent_attention_turns_by_positions(tokens):
+    config = replace(with_latents().with_layer(moe=None), pattern=(), num_layers=1)
+    model, variables = made(CausalLM, config, tokens)
+
+    def run(variables, tokens):
+        in_order = jnp.broadcast_to(jnp.arange(S), tokens.shape)
+        return [model.apply(variables, tokens, positions=p) for p in (None, in_order, 3 * in_order)]
+
+    z, same, other = jit(run)(variables, tokens)
+    np.testing.assert_allclose(same, z, atol=2.0**-18 * np.abs(z).max())
+    assert np.abs(other - z).max() > 2.0**-8 * np.abs(z).max()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mistral-7b", "deepseek-v3"])
 def test_greedy_words_are_those_without_a_cache(name, tokens):
-    """Of prompts of two lengths, with RoPE and a window; test_hf.py has other models, of one length."""
+    """Of prompts of two lengths, with learned positions, RoPE and a window, latents and experts."""
     config = tiny(name, **({"window_size": (3, 0)} if name == "mistral-7b" else {}))
+    config = with_latents(name) if name == "deepseek-v3" else config
     model, variables = made(CausalLM, config, tokens)
     lengths, count = jnp.array([S, 4]), 6
 

@@ -27,8 +27,16 @@ PAGES = (
     Page("te_jax.flax", "te_jax.flax", "Modules of Flax Linen, and what goes with them."),
     Page("te_jax.nnx", "te_jax.nnx", "The same modules for Flax NNX."),
     Page("te_jax.layers", "te_jax.layers", "The functional layers that the modules call: arrays in, arrays out."),
-    Page("te_jax.models", "te_jax.models", "Whole language models, and texts that they write."),
-    Page("te_jax.hf", "te_jax.hf", "Checkpoints of Hugging Face's form, in and out.", ("load", "save", "read_config")),
+    Page(
+        "te_jax.models",
+        "te_jax.models",
+        "Whole language models of these layers. [Whole models](../howto/whole-models.md) has a program.",
+        (
+            *("ModelConfig", "published", "CausalLM", "EncoderLM", "EncoderDecoder"),
+            *("Sampling", "generate", "read_prompts", "write_tokens"),
+        ),
+    ),
+    Page("te_jax.hf", "te_jax.hf", "Checkpoints of Hugging Face's form, in and out.", ("load", "read_config", "save")),
     Page("te_jax.optim", "te_jax.optim", "Optimizers of optax with FP8 in their state."),
     Page(
         "te_jax.sharding",

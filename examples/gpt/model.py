@@ -100,8 +100,9 @@ class GPT(nn.Module):
         nn.share_scope(self, self.lm)
 
     def __call__(self, tokens, lengths=None, positions=None, *, train=False, **options) -> jax.Array:
-        """lengths, positions and options as of `te_jax.models.CausalLM`. train: experts sow into the collections
-        `losses` (terms that keep their loads even) and `intermediates` (loads).
+        """lengths, positions and options as of `te_jax.models.CausalLM`.
+
+        train: experts sow into the collections `losses` (terms that keep their loads even) and `intermediates` (loads).
         """
         if self.cp > 1 and positions is None and not self.config.rope:
             in_order = reorder_causal_load_balancing(jnp.arange(tokens.shape[1]), self.cp, axis=0)

@@ -1,5 +1,7 @@
 """LMHead: from hidden states to logits, or straight to the loss."""
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -49,7 +51,8 @@ class LMHead(Module):
     transpose_batch_sequence: bool = False
     params_dtype: jnp.dtype | None = None
 
-    own_kinds = {"features": integer(1)}
+    if not TYPE_CHECKING:  # as `Module` says
+        own_kinds = {"features": integer(1)}
 
     @nn.compact
     def __call__(

@@ -1,6 +1,8 @@
 """MultiHeadLatentAttention: keys and values of all heads from one narrow latent per token, which is what the cache
 holds."""
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -92,7 +94,8 @@ class MultiHeadLatentAttention(Module):
     deterministic_gradients: bool = False
 
     rotary_pos_emb_dim = None  # no field: all rope channels are turned
-    rules = (latent_widths_fit,)
+    if not TYPE_CHECKING:  # as `Module` says
+        rules = (latent_widths_fit,)
 
     @nn.compact
     def __call__(

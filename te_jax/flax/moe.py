@@ -1,6 +1,7 @@
 """MoEBlock: a mixture of experts, whose router sends each token to some of them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -140,7 +141,8 @@ class MoEBlock(Module):
     quantization_checkpoint_name: str | None = None
     params_dtype: jnp.dtype | None = None
 
-    rules = (activations_take_their_params, tokens_find_experts, sequences_are_rows)
+    if not TYPE_CHECKING:  # as `Module` says
+        rules = (activations_take_their_params, tokens_find_experts, sequences_are_rows)
 
     @nn.compact
     def __call__(self, inputs: jax.Array, deterministic: bool = False, *, residual: bool | jax.Array = False):

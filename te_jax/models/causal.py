@@ -13,6 +13,12 @@ class CausalLM(Model):
     with a leading axis of layers, or `layer_0/TransformerLayer_0`, ... ; `final_norm`; `head` [V, H], unless it is
     the embedding. The FP8 state of the loss is that of `lm_head`, the path that a recipe's `exclude` keeps out of FP8;
     `init` makes it where it gets labels.
+
+    What layers with experts (the field `moe`) sow has a leading axis of layers too. Their losses are no part of what
+    the model returns (`te_jax.flax.MoEBlock`):
+
+        loss, sown = model.apply(variables, tokens, labels, deterministic=False, mutable=["losses"])
+        loss = loss + sum(map(jnp.sum, jax.tree.leaves(sown)))
     """
 
     @nn.compact
@@ -35,7 +41,7 @@ class CausalLM(Model):
         lengths:       int[b], how many tokens of each row are no padding, or a `SequenceDescriptor`, as of packed rows.
         positions:     int[b, s]; learned positions need them when decoding, where RoPE counts by itself.
         at:            int[b]: the logits of these tokens of each row alone, f32[b, V].
-        deterministic: False: with dropout, from the random stream "dropout".
+        deterministic: False: with dropout, from the random stream "dropout", and experts sow losses into `losses`.
         decode:        tokens continue those in the collection `cache`, which must be mutable.
         max_decode_length: the slots of the cache, for the call that finds none.
 

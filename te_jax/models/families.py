@@ -40,6 +40,8 @@ class Size:
     one_norm: bool = False  # Falcon 7B: attention and MLP share theirs
     experts: int = 0  # of width ffn, in the place of the MLP; 0: none
     topk: int = 0  # of which a token meets so many
+    dense: int = 0  # DeepSeek-V3: the first layers, which have an MLP of width dense_ffn instead
+    dense_ffn: int | None = None
     latents: Latents | None = None
     vocab: int = 32000
     tied: bool = True
@@ -101,8 +103,7 @@ SIZES = {
     "qwen3-8b": _qwen3(4096, 12288, 32, 36, groups=8),
     "qwen3-30b-a3b": _qwen3(2048, 768, 32, 48, groups=4, experts=128, topk=8),
     "gemma2-9b": Size(3584, 14336, 16, 42, groups=8, head_dim=256, vocab=256000),
-    "deepseek-v3": _deepseek(7168, 2048, 128, 58, experts=256, topk=8),
-    "deepseek-v3-dense": _deepseek(7168, 18432, 128, 3),  # the first blocks
+    "deepseek-v3": _deepseek(7168, 2048, 128, 61, experts=256, topk=8, dense=3, dense_ffn=18432),
 }
 
 
@@ -199,7 +200,8 @@ def qwen2(size: Size, base: float = 1_000_000) -> ModelConfig:
 
 def mixtral(size: Size, base: float = 1_000_000) -> ModelConfig:
     """Jiang et al. 2024, https://arxiv.org/abs/2401.04088. As Llama, with experts: a token meets two, weighed by the
-    softmax of their logits. To train it, add a loss that keeps their loads even: moe=dict(..., aux_loss_coeff=0.02).
+    softmax of their logits. To train it, add a loss that keeps their loads even: with_layer(moe=dict(...,
+    aux_loss_coeff=0.02)), which `CausalLM` sows.
     """
     return replace(llama(size, base).with_layer(**size.moe()), family="mixtral")
 
@@ -243,14 +245,16 @@ def gemma2(size: Size, window: int = 4096, query_scalar: float = 256.0) -> Model
 
 def deepseek_v3(size: Size) -> ModelConfig:
     """DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437: multi-head latent attention, and experts that are chosen by
-    sigmoids with a bias, in 4 of 8 groups, beside one that all tokens meet; the first three blocks have an MLP, which
-    a model of this config has not.
+    sigmoids with a bias, in 4 of 8 groups, beside one that all tokens meet; the first layers have an MLP. Where there
+    are such layers, none is scanned.
 
     RoPE turns neighbouring channels, and is stretched from 4096 positions to 163840. The bias is in the collection
     `expert_bias` (`te_jax.flax.update_expert_bias`).
     """
     grouped = dict(num_groups=8, group_topk=4, scaling_factor=2.5, num_shared_experts=1)
-    return replace(llama(size), family="").with_layer(
+    first = dict(moe=None, mlp_hidden_size=size.dense_ffn)
+    pattern = (first,) * size.dense + ({},) * (size.layers - size.dense) if size.dense else ()
+    return replace(llama(size), family="", pattern=pattern).with_layer(
         layernorm_epsilon=1e-6,
         enable_rotary_pos_emb=False,  # which is that of other attentions
         rotary_pos_emb_group_method="consecutive",

@@ -12,23 +12,17 @@ import te_jax.flax as te_flax
 from te_jax._types import on_explicit_mesh
 from te_jax.flax._common import parameter
 from te_jax.flax.kernels import KERNEL_COLLECTION
+from te_jax.flax.moe import BIAS_COLLECTION, LOSSES
 from te_jax.fp8 import FP8_COLLECTION
 from te_jax.models.config import ModelConfig
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.sharding import BATCH_AXES, HIDDEN_AXES, SEQLEN_AXES, W_FSDP_AXES, W_NO_SHARD_AXES, W_TP_AXES, explicit_spec
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
-# What each layer has of its own; the last three are of experts: the bias of the choice, terms of the loss, the loads.
+# What each layer has of its own. The last three are of experts: the bias of the choice, terms of the loss, the loads.
 _STACKED = (
-    "params",
-    FP8_COLLECTION,
-    KERNEL_COLLECTION,
-    "cache",
-    "wgrads",
-    "_overwrite_with_gradient",
-    "expert_bias",
-    "losses",
-    "intermediates",
+    *("params", FP8_COLLECTION, KERNEL_COLLECTION, "cache", "wgrads", "_overwrite_with_gradient"),
+    *(BIAS_COLLECTION, LOSSES, "intermediates"),
 )
 _TABLE_INIT = nn.initializers.normal(0.02)
 _TABLE = dict(num_buckets=32, max_distance=128)  # T5's
@@ -50,7 +44,8 @@ class Block(nn.Module):
         if mask is None and fields.get("self_attn_mask_type") == "padding":
             fields["self_attn_mask_type"] = "no_mask"  # nobody said what is padding
         layer = te_flax.TransformerLayer(**fields)
-        rotated = dict(positions=positions) if layer.enable_rotary_pos_emb and not self.decode else {}
+        turns = layer.enable_rotary_pos_emb or layer.kv_lora_rank is not None
+        rotated = dict(positions=positions) if turns and not self.decode else {}
         x = layer(
             x,
             encoded,

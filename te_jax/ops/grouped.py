@@ -5,6 +5,7 @@ The rows that pad a group, and those of the tail, may hold anything: they enter 
 kernel leaves the tail of a result as it was.
 """
 
+from functools import partial
 from math import prod
 
 import jax
@@ -13,9 +14,10 @@ from jax import lax
 
 from te_jax._amax import amax
 from te_jax._op import Op
-from te_jax.ops.activation import activation_bwd, activation_fwd, check_same_dtype
+from te_jax.ops.activation import activation_bwd, activation_fwd, check_same_dtype, kind_of
 from te_jax.ops.permute import ALIGNMENT, Groups
-from te_jax.ops.quantize import BLOCK, fp8_type, quantize, quantize_block, rows_reference, saturate, transpose
+from te_jax.ops.quantize import BLOCK, fp8_type, quantize, quantize_block, rows_reference, saturate, tiles, transpose
+from te_jax.ops.router import MOST_EXPERTS
 from te_jax.ops.source import PerExpert, Source
 
 # -- rows of groups -------------------------------------------------------------------------------------------
@@ -197,6 +199,22 @@ def _grouped_types(op: str, of_x: int, results: tuple):
     return types
 
 
+def _grouped_cuda(reference, call, *operands, names, **attrs):
+    """The kernel, but of a bias and of more than MOST_EXPERTS experts `reference`."""
+    x, _, counts, bias, _ = operands[-5:]
+    if bias is not None or not 1 <= counts.shape[0] <= MOST_EXPERTS:
+        return reference(*operands, names=names, **attrs)
+    return call(*operands, kind=kind_of(x, names), **attrs)
+
+
+def _grouped_workspace(*operands, outputs, **_):
+    """Bytes of f32: for each 128 rows an amax of each strip of columns, and a sum of each column."""
+    rows, slots, features = operands[-5].shape
+    _, strips = tiles(rows, features)
+    of_band = (strips if "amax" in outputs else 0) + (slots * features if "dbias" in outputs else 0)
+    return 4 * (rows // ALIGNMENT) * of_band
+
+
 def check_groups(op: str, offsets, counts):
     """Raises TypeError, naming `op`, unless both types are int32."""
     for name, dtype in (("offsets", offsets), ("counts", counts)):
@@ -210,8 +228,9 @@ activation_grouped_fwd = Op(
     replicated="r a o e",
     combine={"amax": "max"},
     dtypes=_grouped_types("te_activation_grouped_fwd", 0, (None, "fp8", "fp8", jnp.float32)),
+    workspace=_grouped_workspace,
     reference=_grouped_fwd_reference,
-    composed=True,
+    cuda=partial(_grouped_cuda, _grouped_fwd_reference),
 )
 """te_activation_fwd over the rows of groups: x f32|bf16|f16 [R, a, f], offsets i32[E + 1] and counts i32[E] of
 `Groups`, bias [E, a, f], scale f32[E] or [1] (with FP8 results) -> as chosen by `outputs`:
@@ -220,7 +239,8 @@ y      [R, f] of x's type: the product over a of names[a]((x + bias of the row's
 data   FP8 [R, f], data_t FP8 [f, R]: the f32 y, times the scale of the row's expert, saturated
 amax   f32[E]: max |f32 y| of each expert, 0 without tokens
 
-All are 0 in rows that are no tokens. Attributes: those of te_activation_fwd.
+All are 0 in rows that pad a group; on CUDA the tail is what the memory held. Attributes: those of te_activation_fwd. A
+call with a bias is XLA's, for no layer has one.
 """
 
 activation_grouped_bwd = Op(
@@ -230,8 +250,9 @@ activation_grouped_bwd = Op(
     replicated="r a o e",
     combine={"amax": "max"},
     dtypes=_grouped_types("te_activation_grouped_bwd", 1, (None, "fp8", "fp8", jnp.float32, jnp.float32)),
+    workspace=_grouped_workspace,
     reference=_grouped_bwd_reference,
-    composed=True,
+    cuda=partial(_grouped_cuda, _grouped_bwd_reference),
 )
 """The backward pass of te_activation_grouped_fwd: dy [R, f] of x's type and its operands -> as chosen:
 
@@ -240,7 +261,7 @@ data   FP8 [R, a, f], data_t FP8 [a, f, R]: the f32 dx, times the scale of the r
 amax   f32[E]: max |f32 dx| of each expert, 0 without tokens
 dbias  f32[E, a, f]: the sum of the f32 dx over the rows of each expert, for the bias gradient
 
-dx, data and data_t are 0 in rows that are no tokens.
+dx, data and data_t are 0 in rows that pad a group, and in the tail as of te_activation_grouped_fwd.
 """
 
 activation_grouped_block_fwd = Op(

@@ -21,6 +21,8 @@ SOURCES = (
     "quantize_block",
     "activation",
     "activation_block",
+    "activation_grouped",
+    "groups",
     "permute",
     "permute_block",
     "rope",
