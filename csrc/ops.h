@@ -15,6 +15,12 @@ namespace te {
 Status LaunchQuantize(cudaStream_t stream, Arg x, Arg scale, Ret data, Ret data_t, Ret amax, Ret dbias,
                       int64_t split);
 
+// The same for each of experts. x [e..., m..., n...], whose first `stack` axes are e, and the next `split` m;
+// scale? f32 [e...] -> data? [e..., m..., n...], data_t? [e..., n..., m...], amax? f32 [ceil(m / 256), ceil(n
+// / 64), e...].
+Status LaunchQuantizeStacked(cudaStream_t stream, Arg x, Arg scale, Ret data, Ret data_t, Ret amax,
+                             int64_t stack, int64_t split);
+
 // FP8 with a scale for each block of 128. x [m..., p, n..., q], where m are the first `lead` axes -> data? as
 // x, data_t? [n..., q, m..., p]; of blocks 1 x 128 scale_inv? f32 [n..., q/128, m..., p], scale_inv_t? f32
 // [m..., p/128, n..., q]; of blocks 128 x 128 (square) block_inv? f32 [m..., p/128, n..., q/128],

@@ -123,8 +123,9 @@ def test_activation_in_blocks(case, rng):
 
 def test_stacked_weights(rng):
     """The results of te_quantize and te_quantize_block for each expert by itself; one launch's worth of a call."""
-    for experts, dtype, kind in ((1, f32, E4M3), (3, bf16, E4M3), (8, f16, E5M2)):
-        x = np.array(rng.standard_normal((experts, 2, 131, 140)), np.float32).astype(dtype)
+    for experts, dtype, kind, shape in ((1, f32, E4M3, (2, 131, 140)), (3, bf16, E4M3, (3, 112, 72)),
+                                        (8, f16, E5M2, (2, 131, 140))):  # fmt: skip
+        x = np.array(rng.standard_normal((experts, *shape)), np.float32).astype(dtype)
         x[0, 0, 0, 0], scale = np.nan, rng.uniform(1, 100, experts).astype(np.float32)
         of_tensor, law = dict(split=2, dtype=kind), dict(lead=1, dtype=kind, power_2=True, epsilon=0.0)
         got = quantize_stacked(x, scale, stack=1, **of_tensor)
@@ -136,6 +137,7 @@ def test_stacked_weights(rng):
             for a, b in zip((*got, *in_blocks), (*one, *block), strict=True):
                 np.testing.assert_array_equal(np.asarray(a[e], np.float32), np.asarray(b, np.float32))
         np.testing.assert_array_equal(np.isnan(got[2]), np.arange(experts) == 0)
+        np.testing.assert_array_equal(quantize_stacked(x, None, stack=1, outputs=("amax",), **of_tensor)[0], got[2])
 
 
 def test_no_rows():

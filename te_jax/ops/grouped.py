@@ -93,14 +93,19 @@ def _stacked_block_reference(x, *, stack, **attrs):
     return data, data_t, *inverses
 
 
+def _stacked_tiles(x, *_, stack, split, **attrs):
+    """Of an expert: one partial amax for each."""
+    return tiles(prod(x[stack : stack + split]), prod(x[stack + split :]))
+
+
 quantize_stacked = Op(
     "te_quantize_stacked",
     "x: e... m... n..., scale?: e... -> data?: e... m... n..., data_t?: e... n... m..., amax?: e...",
     combine={"amax": "max"},
     ranks={"e...": "stack", "m...": "split"},
     dtypes=lambda x, scale, *, dtype, **_: (fp8_type("te_quantize_stacked", dtype), dtype, jnp.float32),
+    partials={"amax": _stacked_tiles},
     reference=_stacked_reference,
-    composed=True,
 )
 """te_quantize of the weights of experts, each with a scale of its own: x f32|bf16|f16 [*e, *m, *n], scale f32[*e] (with
 FP8 results) -> results in this order, as chosen by `outputs`:
