@@ -17,6 +17,10 @@ TE_HANDLER(te_activation_grouped_fwd, LaunchActivationGroupedFwd, "kind", "limit
            "glu_linear_offset");
 TE_HANDLER(te_activation_grouped_bwd, LaunchActivationGroupedBwd, "kind", "limit", "alpha",
            "glu_linear_offset");
+TE_HANDLER(te_activation_grouped_block_fwd, LaunchActivationGroupedBlockFwd, "kind", "limit", "alpha",
+           "glu_linear_offset", "power_2", "epsilon");
+TE_HANDLER(te_activation_grouped_block_bwd, LaunchActivationGroupedBlockBwd, "kind", "limit", "alpha",
+           "glu_linear_offset", "power_2", "epsilon");
 TE_HANDLER(te_norm_fwd, LaunchNormFwd, "eps", "rms", "zero_centered");
 TE_HANDLER(te_norm_block_fwd, LaunchNormBlockFwd, "eps", "rms", "zero_centered", "power_2", "epsilon");
 TE_HANDLER(te_norm_bwd, LaunchNormBwd, "rms", "zero_centered");

@@ -144,10 +144,7 @@ __device__ __forceinline__ TilePlace PlaceOf(const TileResults<T>& a, unsigned i
           int(min(a.n - column0, int64_t{kTileColumns}))};
 }
 
-// Whether the source's rows are in groups: each band of the tile then has an expert, so a scale and
-// statistics, of its own.
-template <typename Source>
-concept InGroups = requires { Source::groups; };
+// Of rows in groups each band of the tile has an expert, so a scale and statistics, of its own.
 template <typename Source>
 constexpr int kBands = InGroups<Source> ? kTileBands : 1;
 static_assert(kBandRows == kGroupRows);
