@@ -13,6 +13,7 @@
 
 #include "divisor.cuh"
 #include "fp8.cuh"
+#include "groups.cuh"
 #include "parts.h"
 #include "ptx.cuh"
 #include "reduce.cuh"
@@ -304,26 +305,33 @@ __device__ __forceinline__ void WriteBlocks(const Vec<T, 8> (&x)[kBlockRows], co
 //   Results(Raw, Vec<Type, 8> (&)[kSlots])
 //   Await(row0, rows) if there: called once by all threads, behind the first Loads and before any Results
 //   Skips(row0) if there: whether nobody reads the tile's rows, of which row0 is the first
+//   groups if there, GroupRows: the rows are in groups, m is 1, and p a multiple of 128
 // band: a row of tiles; strip: of its tiles with kSlots results each. kVectors: q % 8 == 0, and rows of the
 // sources and of data are aligned.
 template <bool kVectors, bool kSquare, typename Source>
 __device__ __forceinline__ void WriteBlockTile(const Source& source, const BlockArgs& a, unsigned band,
                                                unsigned strip, BlockShared& shared) {
   constexpr int kSlots = Source::kSlots, kInFlight = Source::kInFlight;
-  const Split of_band = a.by_ps.Of(band), of_strip = a.by_qs.Of(strip);
+  const Split of_band = InGroups<Source> ? Split{0, band} : a.by_ps.Of(band), of_strip = a.by_qs.Of(strip);
   const unsigned slot = of_strip.quotient * kSlots, row = of_band.rest * kBlock,
                  column = of_strip.rest * kBlock;
   BlockPlace at;
   at.band = band, at.strip = slot * a.qs + of_strip.rest;
   at.row = of_band.quotient * a.p + row, at.column = slot * a.q + column;
-  at.rows = min(a.p - row, kBlock), at.columns = min(a.q - column, kBlock);
+  at.rows = InGroups<Source> ? kBlock : min(a.p - row, kBlock), at.columns = min(a.q - column, kBlock);
   at.r = threadIdx.x / kBlockGroups * kBlockRows, at.c = threadIdx.x % kBlockGroups * 8;
   if constexpr (requires { source.Skips(at.row); }) {
     if (source.Skips(at.row)) return;
   }
+  int end = at.rows;  // of the rows that are read
+  if constexpr (InGroups<Source>) {
+    const Bands bands = source.groups.At(at.row, nullptr);
+    if (bands.unused) return;
+    end = bands.ends[0];
+  }
 
   const auto load = [&](int k) {
-    const int inside = at.r + k < at.rows ? at.columns - at.c : 0;
+    const int inside = at.r + k < end ? at.columns - at.c : 0;
     return source.template Load<kVectors>(at.row + at.r + k, at.column + at.c, inside);
   };
   typename Source::Raw raw[kInFlight];

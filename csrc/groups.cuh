@@ -57,6 +57,9 @@ struct GroupSource : Of {
   GroupRows groups;
 };
 
+template <typename Source>
+concept InGroups = requires { Source::groups; };
+
 // Partial results of each band of 128 rows: amax f32 [bands, strips], dbias f32 [bands, columns].
 struct GroupParts {
   Tensor amax, dbias;

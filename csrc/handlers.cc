@@ -5,6 +5,7 @@
 namespace te {
 
 TE_HANDLER(te_quantize, LaunchQuantize, "split");
+TE_HANDLER(te_quantize_stacked, LaunchQuantizeStacked, "stack", "split");
 TE_HANDLER(te_quantize_block, LaunchQuantizeBlock, "lead", "square", "power_2", "epsilon");
 TE_HANDLER(te_activation_fwd, LaunchActivationFwd, "kind", "limit", "alpha", "glu_linear_offset");
 TE_HANDLER(te_activation_bwd, LaunchActivationBwd, "kind", "limit", "alpha", "glu_linear_offset");
@@ -16,6 +17,10 @@ TE_HANDLER(te_activation_grouped_fwd, LaunchActivationGroupedFwd, "kind", "limit
            "glu_linear_offset");
 TE_HANDLER(te_activation_grouped_bwd, LaunchActivationGroupedBwd, "kind", "limit", "alpha",
            "glu_linear_offset");
+TE_HANDLER(te_activation_grouped_block_fwd, LaunchActivationGroupedBlockFwd, "kind", "limit", "alpha",
+           "glu_linear_offset", "power_2", "epsilon");
+TE_HANDLER(te_activation_grouped_block_bwd, LaunchActivationGroupedBlockBwd, "kind", "limit", "alpha",
+           "glu_linear_offset", "power_2", "epsilon");
 TE_HANDLER(te_norm_fwd, LaunchNormFwd, "eps", "rms", "zero_centered");
 TE_HANDLER(te_norm_block_fwd, LaunchNormBlockFwd, "eps", "rms", "zero_centered", "power_2", "epsilon");
 TE_HANDLER(te_norm_bwd, LaunchNormBwd, "rms", "zero_centered");

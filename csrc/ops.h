@@ -15,6 +15,12 @@ namespace te {
 Status LaunchQuantize(cudaStream_t stream, Arg x, Arg scale, Ret data, Ret data_t, Ret amax, Ret dbias,
                       int64_t split);
 
+// The same for each of experts. x [e..., m..., n...], whose first `stack` axes are e, and the next `split` m;
+// scale? f32 [e...] -> data? [e..., m..., n...], data_t? [e..., n..., m...], amax? f32 [ceil(m / 256), ceil(n
+// / 64), e...].
+Status LaunchQuantizeStacked(cudaStream_t stream, Arg x, Arg scale, Ret data, Ret data_t, Ret amax,
+                             int64_t stack, int64_t split);
+
 // FP8 with a scale for each block of 128. x [m..., p, n..., q], where m are the first `lead` axes -> data? as
 // x, data_t? [n..., q, m..., p]; of blocks 1 x 128 scale_inv? f32 [n..., q/128, m..., p], scale_inv_t? f32
 // [m..., p/128, n..., q]; of blocks 128 x 128 (square) block_inv? f32 [m..., p/128, n..., q/128],
@@ -169,6 +175,19 @@ Status LaunchPermuteBlock(cudaStream_t stream, Arg x, Arg slots, Arg offsets, Ar
 // k].
 Status LaunchCombine(cudaStream_t stream, Arg rows, Arg positions, Arg weights, Ret y);
 Status LaunchCombineBwd(cudaStream_t stream, Arg dy, Arg rows, Arg positions, Ret dweights);
+
+// The activation and its gradient over rows in groups, rounded to x's type and then quantized with a scale
+// for each block of 128. Operands as of LaunchActivationGrouped* -> data?, data_t? as there, scale_inv? f32
+// [f/128, r] and [a, f/128, r], scale_inv_t? f32 [r/128, f] and [r/128, a, f], dbias? f32 [e, a, f];
+// workspace u8: f32 [r/128, a, f] with dbias.
+Status LaunchActivationGroupedBlockFwd(cudaStream_t stream, Arg x, Arg offsets, Arg counts, Arg bias,
+                                       Ret data, Ret data_t, Ret scale_inv, Ret scale_inv_t, int64_t kind,
+                                       double limit, double alpha, double glu_linear_offset, bool power_2,
+                                       double epsilon);
+Status LaunchActivationGroupedBlockBwd(cudaStream_t stream, Arg dy, Arg x, Arg offsets, Arg counts, Arg bias,
+                                       Ret data, Ret data_t, Ret scale_inv, Ret scale_inv_t, Ret dbias,
+                                       Ret workspace, int64_t kind, double limit, double alpha,
+                                       double glu_linear_offset, bool power_2, double epsilon);
 
 // Products of groups of rows with a scale for a tensor, an expert or a block of 128. offsets i32 [e + 1],
 // counts i32 [e]: groups as of LaunchGroup. lhs [r, k], rhs [e, n, k]; lhs_scale_inv?, rhs_scale_inv? f32 [e]

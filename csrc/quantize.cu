@@ -7,14 +7,14 @@
 namespace te {
 namespace {
 
-template <typename T>
+template <typename T, bool kWithSums = true>
 struct QuantizeSource {
   using Type = T;
   struct Raw {
     Vec<T, 8> x;
   };
   static constexpr int kSlots = 1, kCtas = sizeof(T) == 2 ? 4 : 3, kWindow = sizeof(T) == 2 ? 8 : 4;
-  static constexpr bool kSums = true;
+  static constexpr bool kSums = kWithSums;
   const T* x;  // [m, n]
   int64_t n;
 
@@ -30,6 +30,41 @@ struct QuantizeSource {
 };
 
 TE_TILE_KERNELS(te_quantize);
+
+// Of experts, in turns: each has as many tiles.
+template <typename Source>
+struct Stacked : Source {
+  using T = typename Source::Type;
+
+  template <typename Write>
+  __device__ __forceinline__ void Of(const TileResults<T>& all, unsigned index, Write write) const {
+    const unsigned tiles = all.chunks * all.strips, expert = index / tiles;
+    const int64_t first = expert * (all.m * all.n);
+    TileResults<T> a = all;
+    if (a.scale) a.scale += expert;
+    if (a.data) a.data += first;
+    if (a.data_t) a.data_t += first;
+    if (a.amax) a.amax += expert;
+    write(Source{this->x + first, this->n}, a, index % tiles);
+  }
+};
+
+template <typename Source, bool kVectors>
+__global__ void __launch_bounds__(kTileThreads, Source::kCtas)
+    te_quantize_stacked(const Source source, const TileResults<typename Source::Type> all) {
+  source.Of(all, blockIdx.x,
+            [](const auto& one, const auto& a, unsigned index) { WriteTile<kVectors>(one, a, index); });
+}
+template <typename Source, bool kVectors>
+__global__ void __launch_bounds__(kTileThreads, 4)
+    te_quantize_stacked_amax(const Source source, const TileResults<typename Source::Type> all) {
+  source.Of(all, gridDim.x - 1 - blockIdx.x,
+            [](const auto& one, const auto& a, unsigned index) { WriteAmax<kVectors>(one, a, index); });
+}
+template <typename Source>
+constexpr TileKernel<Source> te_quantize_stacked_kernels[2][2] = {
+    {te_quantize_stacked<Source, false>, te_quantize_stacked<Source, true>},
+    {te_quantize_stacked_amax<Source, false>, te_quantize_stacked_amax<Source, true>}};
 
 }  // namespace
 
@@ -47,6 +82,25 @@ Status LaunchQuantize(cudaStream_t stream, Arg x, Arg scale, Ret data, Ret data_
     const QuantizeSource<T> source{Data<T>(x), n.count()};
     return LaunchTiles(op, stream, te_quantize_kernels<QuantizeSource<T>>, source, Aligned(source.x),
                        m.count(), n.count(), arrays);
+  });
+}
+
+Status LaunchQuantizeStacked(cudaStream_t stream, Arg x, Arg scale, Ret data, Ret data_t, Ret amax,
+                             int64_t stack, int64_t split) {
+  const char* op = "te_quantize_stacked";
+  const Axes all(x), e = all.First(stack), one = all.From(stack), m = one.First(split), n = one.From(split);
+  TE_CHECK(stack >= 0 && split >= 0 && stack + split <= all.rank(),
+           "%s: stack is %ld, split %ld; pass numbers of axes of x%s", op, long(stack), long(split),
+           x.shape().c_str());
+  const TileArrays arrays{scale, nullptr, kNone, data, data_t, amax, kNone};
+  TE_TRY(Expect(op, {{"x", x, kFloats, all}}));
+  TE_TRY(ExpectTiles(op, x, m, n, 1, arrays, e));
+  if (!Present(x)) return {};
+  return DispatchFloat(x.type, [&]<typename T>() -> Status {
+    using Source = Stacked<QuantizeSource<T, false>>;
+    const Source source{{Data<T>(x), n.count()}};
+    return LaunchTiles(op, stream, te_quantize_stacked_kernels<Source>, source, Aligned(source.x), m.count(),
+                       n.count(), arrays, e.count());
   });
 }
 

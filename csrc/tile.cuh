@@ -34,7 +34,8 @@ struct TileResults {
   float* dbias;        // [chunks, slots, n] or nullptr; of groups both have bands for chunks
   int64_t m, n;
   unsigned chunks, strips;
-  bool e5m2;  // data and data_t, else E4M3
+  bool e5m2;              // data and data_t, else E4M3
+  int64_t amax_step = 1;  // between neighbours of amax
 };
 
 // The transposed tile: kTileColumns columns of kTileRows / 4 words of 4 rows. The xor spreads the groups of
@@ -143,10 +144,7 @@ __device__ __forceinline__ TilePlace PlaceOf(const TileResults<T>& a, unsigned i
           int(min(a.n - column0, int64_t{kTileColumns}))};
 }
 
-// Whether the source's rows are in groups: each band of the tile then has an expert, so a scale and
-// statistics, of its own.
-template <typename Source>
-concept InGroups = requires { Source::groups; };
+// Of rows in groups each band of the tile has an expert, so a scale and statistics, of its own.
 template <typename Source>
 constexpr int kBands = InGroups<Source> ? kTileBands : 1;
 static_assert(kBandRows == kGroupRows);
@@ -173,7 +171,8 @@ __device__ __forceinline__ void StoreAmax(const TileResults<T>& a, unsigned inde
     const int64_t band = index / a.strips * int64_t{kOfBands} + b;
     const bool inside = kOfBands == 1 || band * kGroupRows < a.m;
     if (a.amax && inside && threadIdx.x == 0)
-      a.amax[kOfBands == 1 ? index : band * a.strips + index % a.strips] = __uint_as_float(peak);
+      a.amax[(kOfBands == 1 ? index : band * a.strips + index % a.strips) * a.amax_step] =
+          __uint_as_float(peak);
   }
 }
 
@@ -289,11 +288,11 @@ __device__ __forceinline__ void WriteTile(const Source& source, const TileResult
 // writes FP8 reads the sources again, from the first tile on: here that one is the last, for what was read
 // last is still in L2.
 template <bool kVectors, typename Source>
-__device__ __forceinline__ void WriteAmax(const Source& source, const TileResults<typename Source::Type>& a) {
+__device__ __forceinline__ void WriteAmax(const Source& source, const TileResults<typename Source::Type>& a,
+                                          unsigned index) {
   constexpr int kRowsAtOnce = kTileThreads / kGroups;
   constexpr int kWindow = Source::kWindow < 2 ? Source::kWindow : 2;
   __shared__ unsigned amax_of_warps[kBands<Source>][kMostWarps];
-  const unsigned index = gridDim.x - 1 - blockIdx.x;
   const int64_t row0 = index / a.strips * int64_t{kTileRows};
   const int64_t column = index % a.strips * int64_t{kTileColumns} + threadIdx.x % kGroups * 8;
   const int rows = min(a.m - row0, int64_t{kTileRows}), columns = min(a.n - column, int64_t{8});
@@ -340,7 +339,7 @@ using TileKernel = void (*)(const Source, const TileResults<typename Source::Typ
   template <typename Source, bool kVectors>                                          \
   __global__ void __launch_bounds__(kTileThreads, 4)                                 \
       name##_amax(const Source source, const TileResults<typename Source::Type> a) { \
-    WriteAmax<kVectors>(source, a);                                                  \
+    WriteAmax<kVectors>(source, a, gridDim.x - 1 - blockIdx.x);                      \
   }                                                                                  \
   template <typename Source>                                                         \
   constexpr TileKernel<Source> name##_kernels[2][2] = {                              \
@@ -355,33 +354,35 @@ struct TileArrays {
   bool fp8() const { return Present(data) || Present(data_t); }
 };
 
-// Rows of axes m, columns of axes n, the slots' among them; wide is of x's type.
+// Rows of axes m, columns of axes n, the slots' among them, all for each of the axes e; wide is of x's type.
 inline Status ExpectTiles(const char* op, const Tensor& x, const Axes& m, const Axes& n, int64_t slots,
-                          const TileArrays& b) {
+                          const TileArrays& b, const Axes& e = {}) {
   const Axes parts = TileParts(m.count(), n.count() / slots);
-  return Expect(op, {{"scale", b.scale, F32, {}, RequiredIf(b.fp8())},
-                     {b.wide_name, b.wide, x.type, m + n, kOptional},
-                     {"data", b.data, kFp8, m + n, kOptional},
-                     {"data_t", b.data_t, Fp8Like(b.data), n + m, kOptional},
-                     {"amax", b.amax, F32, parts, kOptional},
-                     {"dbias", b.dbias, F32, parts.First(1) + n, kOptional}});
+  return Expect(op, {{"scale", b.scale, F32, e, RequiredIf(b.fp8())},
+                     {b.wide_name, b.wide, x.type, e + m + n, kOptional},
+                     {"data", b.data, kFp8, e + m + n, kOptional},
+                     {"data_t", b.data_t, Fp8Like(b.data), e + n + m, kOptional},
+                     {"amax", b.amax, F32, parts + e, kOptional},
+                     {"dbias", b.dbias, F32, parts.First(1) + e + n, kOptional}});
 }
 
-// Runs the op's kernels on m rows and, in each slot, n columns. aligned: the source; the results are looked
-// at here.
+// Runs the op's kernels on m rows and, in each slot, n columns, of each expert. aligned: the source; the
+// results are looked at here.
 template <typename Source>
 Status LaunchTiles(const char* op, cudaStream_t stream, const TileKernel<Source> (&kernels)[2][2],
-                   const Source& source, bool aligned, int64_t m, int64_t n, const TileArrays& b) {
+                   const Source& source, bool aligned, int64_t m, int64_t n, const TileArrays& b,
+                   int64_t experts = 1) {
   using T = typename Source::Type;
   const TileResults<T> a(b.fp8() ? Data<float>(b.scale) : nullptr, Data<T>(b.wide), Data<uint8_t>(b.data),
                          Data<uint8_t>(b.data_t), Data<float>(b.amax), Data<float>(b.dbias), m, n,
                          unsigned(CeilDiv(m, kTileRows)), unsigned(CeilDiv(n, kTileColumns)),
-                         IsE5M2(b.data, b.data_t));
+                         IsE5M2(b.data, b.data_t), experts);
+  TE_CHECK(int64_t{a.chunks} * a.strips * experts <= INT32_MAX, "%s: x has too many elements", op);
   TE_CHECK(Aligned(a.data_t), "%s: data_t is not aligned to 16 bytes", op);
   const bool vectors = aligned && n % 8 == 0 && Aligned(a.wide) && Aligned(a.data);
   const bool amax_alone = a.amax && !a.wide && !b.fp8() && !a.dbias;
   const auto kernel = kernels[amax_alone][vectors];
-  kernel<<<a.chunks * a.strips, kTileThreads, 0, stream>>>(source, a);
+  kernel<<<unsigned(a.chunks * a.strips * experts), kTileThreads, 0, stream>>>(source, a);
   TE_LAUNCHED();
 }
 

@@ -12,11 +12,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from te_jax import _lib
 from te_jax._amax import amax
 from te_jax._op import Op
 from te_jax.ops.activation import activation_bwd, activation_fwd, check_same_dtype, kind_of
 from te_jax.ops.permute import ALIGNMENT, Groups
-from te_jax.ops.quantize import BLOCK, fp8_type, quantize, quantize_block, rows_reference, saturate, tiles, transpose
+from te_jax.ops.quantize import (
+    BLOCK,
+    HOPPER,
+    fp8_type,
+    quantize,
+    quantize_block,
+    rows_reference,
+    saturate,
+    tiles,
+    transpose,
+)
 from te_jax.ops.router import MOST_EXPERTS
 from te_jax.ops.source import PerExpert, Source
 
@@ -93,14 +104,19 @@ def _stacked_block_reference(x, *, stack, **attrs):
     return data, data_t, *inverses
 
 
+def _stacked_tiles(x, *_, stack, split, **attrs):
+    """Of an expert: one partial amax for each."""
+    return tiles(prod(x[stack : stack + split]), prod(x[stack + split :]))
+
+
 quantize_stacked = Op(
     "te_quantize_stacked",
     "x: e... m... n..., scale?: e... -> data?: e... m... n..., data_t?: e... n... m..., amax?: e...",
     combine={"amax": "max"},
     ranks={"e...": "stack", "m...": "split"},
     dtypes=lambda x, scale, *, dtype, **_: (fp8_type("te_quantize_stacked", dtype), dtype, jnp.float32),
+    partials={"amax": _stacked_tiles},
     reference=_stacked_reference,
-    composed=True,
 )
 """te_quantize of the weights of experts, each with a scale of its own: x f32|bf16|f16 [*e, *m, *n], scale f32[*e] (with
 FP8 results) -> results in this order, as chosen by `outputs`:
@@ -199,17 +215,24 @@ def _grouped_types(op: str, of_x: int, results: tuple):
     return types
 
 
-def _grouped_cuda(reference, call, *operands, names, **attrs):
-    """The kernel, but of a bias and of more than MOST_EXPERTS experts `reference`."""
-    x, _, counts, bias, _ = operands[-5:]
+def _grouped_cuda(reference, at, call, *operands, names, **attrs):
+    """The kernel, but of a bias and of more than MOST_EXPERTS experts `reference`. at: of x among the operands."""
+    x, _, counts, bias = operands[at : at + 4]
     if bias is not None or not 1 <= counts.shape[0] <= MOST_EXPERTS:
         return reference(*operands, names=names, **attrs)
     return call(*operands, kind=kind_of(x, names), **attrs)
 
 
+def _grouped_block_cuda(reference, at, call, *operands, **attrs):
+    """As `_grouped_cuda`; the kernel is Hopper's."""
+    if _lib.compute_capability() not in (None, HOPPER):
+        return reference(*operands, **attrs)
+    return _grouped_cuda(reference, at, call, *operands, **attrs)
+
+
 def _grouped_workspace(*operands, outputs, **_):
     """Bytes of f32: for each 128 rows an amax of each strip of columns, and a sum of each column."""
-    rows, slots, features = operands[-5].shape
+    rows, slots, features = next(a.shape for a in operands if a.ndim == 3)
     _, strips = tiles(rows, features)
     of_band = (strips if "amax" in outputs else 0) + (slots * features if "dbias" in outputs else 0)
     return 4 * (rows // ALIGNMENT) * of_band
@@ -230,7 +253,7 @@ activation_grouped_fwd = Op(
     dtypes=_grouped_types("te_activation_grouped_fwd", 0, (None, "fp8", "fp8", jnp.float32)),
     workspace=_grouped_workspace,
     reference=_grouped_fwd_reference,
-    cuda=partial(_grouped_cuda, _grouped_fwd_reference),
+    cuda=partial(_grouped_cuda, _grouped_fwd_reference, 0),
 )
 """te_activation_fwd over the rows of groups: x f32|bf16|f16 [R, a, f], offsets i32[E + 1] and counts i32[E] of
 `Groups`, bias [E, a, f], scale f32[E] or [1] (with FP8 results) -> as chosen by `outputs`:
@@ -252,7 +275,7 @@ activation_grouped_bwd = Op(
     dtypes=_grouped_types("te_activation_grouped_bwd", 1, (None, "fp8", "fp8", jnp.float32, jnp.float32)),
     workspace=_grouped_workspace,
     reference=_grouped_bwd_reference,
-    cuda=partial(_grouped_cuda, _grouped_bwd_reference),
+    cuda=partial(_grouped_cuda, _grouped_bwd_reference, 1),
 )
 """The backward pass of te_activation_grouped_fwd: dy [R, f] of x's type and its operands -> as chosen:
 
@@ -271,7 +294,7 @@ activation_grouped_block_fwd = Op(
     replicated="r a o e",
     dtypes=_grouped_types("te_activation_grouped_block_fwd", 0, ("fp8", "fp8", jnp.float32, jnp.float32)),
     reference=_grouped_block_fwd_reference,
-    composed=True,
+    cuda=partial(_grouped_block_cuda, _grouped_block_fwd_reference, 0),
 )
 """te_quantize_block, in blocks of 1 x 128, of what te_activation_grouped_fwd makes of its operands in x's type: data,
 data_t, scale_inv and scale_inv_t of y [R, f], as chosen by `outputs`. A block holds rows of one expert.
@@ -285,8 +308,9 @@ activation_grouped_block_bwd = Op(
     "-> data?: r a f, data_t?: a f r, scale_inv?: a f/128 r, scale_inv_t?: r/128 a f, dbias?: e a f",
     replicated="r a o e",
     dtypes=_grouped_types("te_activation_grouped_block_bwd", 1, ("fp8", "fp8", *(jnp.float32,) * 3)),
+    workspace=_grouped_workspace,
     reference=_grouped_block_bwd_reference,
-    composed=True,
+    cuda=partial(_grouped_block_cuda, _grouped_block_bwd_reference, 1),
 )
 """te_quantize_block, in blocks of 1 x 128, of the gradient that te_activation_grouped_bwd makes of its operands in x's
 type: data, data_t, scale_inv and scale_inv_t of dx [R, a, f], and

@@ -22,6 +22,7 @@ SOURCES = (
     "activation",
     "activation_block",
     "activation_grouped",
+    "activation_grouped_block",
     "groups",
     "permute",
     "permute_block",
