@@ -10,8 +10,8 @@ struct BandRange {
   int64_t first, end;
 };
 __device__ __forceinline__ BandRange BandsOf(const int* offsets, int expert, int64_t bands) {
-  return {min(int64_t{offsets[expert]} / kGroupRows, bands),
-          min(int64_t{offsets[expert + 1]} / kGroupRows, bands)};
+  const auto band = [=](int offset) { return max(int64_t{0}, min(int64_t{offset} / kGroupRows, bands)); };
+  return {band(offsets[expert]), band(offsets[expert + 1])};
 }
 
 // A CTA for each expert: the partial results of its bands are neighbours.

@@ -45,9 +45,11 @@ __attribute__((format(printf, 1, 2))) inline std::string Format(const char* form
 // Returns Internal if a CUDA runtime call fails.
 #define TE_CUDA(expr)                                                                                        \
   do {                                                                                                       \
-    if (cudaError_t e_ = (expr); e_ != cudaSuccess)                                                          \
+    if (cudaError_t e_ = (expr); e_ != cudaSuccess) {                                                        \
+      (void)cudaGetLastError(); /* said here: the next launch of this thread is not to blame */              \
       return ::te::Status{::te::Status::kInternal,                                                           \
                           ::te::Format("%s:%d: %s: %s", __FILE__, __LINE__, #expr, cudaGetErrorString(e_))}; \
+    }                                                                                                        \
   } while (0)
 
 // Ends a launcher: returns success, or the error of its last kernel launch and where it happened.

@@ -235,7 +235,8 @@ __device__ __forceinline__ void WriteTile(const Source& source, const TileResult
   if (bands.unused) return;
 
   const auto load = [&](int k) {  // the thread's k-th row
-    const int row = k / 4 * kBandRows + r + k % 4, end = InGroups<Source> ? bands.ends[k / 4] : at.rows;
+    const int row = k / 4 * kBandRows + r + k % 4,
+              end = InGroups<Source> ? min(bands.ends[k / 4], at.rows) : at.rows;
     return source.template Load<kVectors>(at.row0 + row, at.column0 + c, row < end ? at.columns - c : 0);
   };
   typename Source::Raw window[kWindow];
@@ -302,7 +303,8 @@ __device__ __forceinline__ void WriteAmax(const Source& source, const TileResult
 
   const auto row_of = [](int k) { return int(threadIdx.x) / kGroups + k * kRowsAtOnce; };  // of the tile
   const auto load = [&](int k) {
-    const int row = row_of(k), end = InGroups<Source> ? bands.ends[k * kRowsAtOnce / kGroupRows] : rows;
+    const int row = row_of(k),
+              end = InGroups<Source> ? min(bands.ends[k * kRowsAtOnce / kGroupRows], rows) : rows;
     return source.template Load<kVectors, true>(row0 + row, column, row < end ? columns : 0);
   };
   typename Source::Raw window[kWindow];

@@ -97,6 +97,12 @@ def compute_capability() -> str | None:
     return str(jax.devices("cuda")[0].compute_capability) if has_cuda_device() else None
 
 
+@functools.cache
+def is_built_for(arch: str) -> bool:
+    """Whether the extension has machine code for an architecture, such as "90a"; also where there is no extension."""
+    return not _is_built() or f"{arch}-real" in status().architectures
+
+
 def check_gpu(op: str, unusable: Callable[[str], str]):
     """Raises RuntimeError, naming `op`, if `unusable` gives a reason against this GPU's compute capability.
 

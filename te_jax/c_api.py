@@ -130,6 +130,8 @@ class Library:
     def plan(self, op: str, stream: int | None, workspace_bytes: int, **args: Any) -> None:
         """Makes the plan of "gemm" or "gemm_block", and launches nothing: before the stream is captured. Raises as
         `call`."""
+        if op not in ("gemm", "gemm_block"):
+            raise ValueError(f"te_jax.c_api: {op!r} has no plan; use gemm or gemm_block.")
         self._run(f"{op}_plan", ctypes.byref(self._args(op, args, 0, workspace_bytes)), ctypes.c_void_p(stream))
 
     def set_library_path(self, soname: str, path: str) -> None:

@@ -86,11 +86,12 @@ typedef struct te_jax_quantize_args {
 } te_jax_quantize_args;
 TE_JAX_OP(quantize);
 
-/* To FP8 with a scale for each block of 128. x [m..., p, n..., q], where m are the first `lead` axes -> data?
-   as x, data_t? [n..., q, m..., p]; of blocks 1 x 128 scale_inv? f32 [n..., q/128, m..., p], scale_inv_t? f32
-   [m..., p/128, n..., q]; of blocks 128 x 128 (square) block_inv? f32 [m..., p/128, n..., q/128],
-   block_inv_t? f32 [n..., q/128, m..., p/128]; dbias? f32 [n..., q]. Numbers of blocks are rounded up. A
-   scale is fp8_max / max(amax of the block, epsilon), rounded down to a power of 2 with power_2. */
+/* To FP8 with a scale for each block of 128, which kernels of ..._block do on Hopper (9.0) alone. x [m..., p,
+   n..., q], where m are the first `lead` axes -> data? as x, data_t? [n..., q, m..., p]; of blocks 1 x 128
+   scale_inv? f32 [n..., q/128, m..., p], scale_inv_t? f32 [m..., p/128, n..., q]; of blocks 128 x 128
+   (square) block_inv? f32 [m..., p/128, n..., q/128], block_inv_t? f32 [n..., q/128, m..., p/128]; dbias? f32
+   [n..., q]. Numbers of blocks are rounded up. A scale is fp8_max / max(amax of the block, epsilon), rounded
+   down to a power of 2 with power_2. */
 typedef struct te_jax_quantize_block_args {
   te_jax_array x;
   te_jax_array data, data_t, scale_inv, scale_inv_t, block_inv, block_inv_t, dbias;

@@ -88,7 +88,7 @@ def _wgrad_reference(
 
 def _kernel_takes(lhs, counts) -> bool:
     """Whether the kernel multiplies factors of this type for so many experts; XLA does otherwise."""
-    is_hopper = _lib.compute_capability() in (None, HOPPER)
+    is_hopper = _lib.compute_capability() in (None, HOPPER) and _lib.is_built_for("90a")
     return is_hopper and lhs.dtype != jnp.float32 and 1 <= counts.shape[0] <= MOST_EXPERTS
 
 
