@@ -15,6 +15,7 @@ from jax import lax
 from te_jax import _lib
 from te_jax._amax import amax
 from te_jax._op import Op
+from te_jax._types import align
 from te_jax.ops.activation import activation_bwd, activation_fwd, check_same_dtype, kind_of
 from te_jax.ops.permute import ALIGNMENT, Groups
 from te_jax.ops.quantize import (
@@ -65,7 +66,8 @@ def sum_of_experts(part, tiles, experts: jax.Array, shape: tuple[int, ...]) -> j
         expert, *tile = tile
         return sums.at[expert].add(part(*tile), mode="drop"), None
 
-    return lax.scan(add, jnp.zeros(shape, jnp.float32), (experts, *tiles))[0]
+    start, *_ = align(jnp.zeros(shape, jnp.float32), experts, *tiles)  # the type that `add` gives back
+    return lax.scan(add, start, (experts, *tiles))[0]
 
 
 def _in_tiles(x):
