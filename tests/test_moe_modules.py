@@ -317,7 +317,9 @@ def test_nnx_is_linen(rng):
         close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max())
         jax.tree.map(close, collections_of(got[1])["params"], dparams)
         new = te_flax.update_expert_bias({**new, "expert_bias": variables["expert_bias"]}, new, 0.25)
+        model(x)  # its losses are no variables for Linen
         moved = te_nnx.to_linen(model)
+        assert set(moved) == {"params", "fp8_metas", "expert_bias"}
         states.assert_equal(moved["expert_bias"], new["expert_bias"])
         jax.tree.map(close, moved["fp8_metas"], new["fp8_metas"])
         assert np.abs(model.expert_bias.get_value()).max() == 0.25

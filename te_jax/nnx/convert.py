@@ -9,7 +9,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from te_jax import fp8
 from te_jax.fp8_metas import convert_fp8_metas
-from te_jax.nnx._layer import Fp8State, collection_of
+from te_jax.nnx._layer import Fp8State, Loss, collection_of
 from te_jax.recipe import Recipe
 
 AnyModule = TypeVar("AnyModule", bound=nnx.Module)
@@ -37,18 +37,19 @@ def with_collections(state: nnx.State, collections: Mapping) -> nnx.State:
 def to_linen(module: nnx.Module) -> dict[str, Any]:
     """The variables of an NNX module for `apply` of the Linen module of the same structure.
 
-    Returns {"params": ..., "fp8_metas": ..., "cache": ...} without empty collections: every `nnx.Param`, `Fp8State` and
-    `nnx.Cache` of any nnx.Module, under the path of its attributes. A stack of layers made by `nnx.vmap` has the form
-    of a stack that `nn.scan` makes with variable_axes 0.
+    Returns {"params": ..., "fp8_metas": ..., "expert_bias": ..., "cache": ...} without empty collections: every
+    `nnx.Param`, `Fp8State`, `ExpertBias` and `nnx.Cache` of any nnx.Module, under the path of its attributes. A stack
+    of layers made by `nnx.vmap` has the form of a stack that `nn.scan` makes with variable_axes 0. Losses of routers
+    that nobody took (`Loss`) are left out: `apply` would add to them.
     """
-    return collections_of(nnx.state(module))
+    return collections_of(nnx.state(module, nnx.Not(Loss)))
 
 
 def from_linen(variables: Mapping[str, Any], module: AnyModule) -> AnyModule:
     """`module`, which gets the variables of a Linen module of the same structure in place.
 
-    variables: {"params": ..., "fp8_metas": ..., "cache": ...} as `init` returns them, in boxes or not. The module keeps
-               its variables of a collection that is absent.
+    variables: {"params": ..., "fp8_metas": ..., "expert_bias": ..., "cache": ...} as `init` returns them, in boxes or
+               not. The module keeps its variables of a collection that is absent.
 
     Histories of FP8 state may have another length, as `te_jax.convert_fp8_metas` may return them. Raises ValueError,
     naming the first leaf, for leaves that only one of the two has, and for other shapes or dtypes.
