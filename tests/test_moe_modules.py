@@ -1,5 +1,6 @@
 """MoEBlock and TransformerLayer with experts, in Linen and NNX: training, state, meshes."""
 
+import warnings
 from functools import partial
 
 import jax
@@ -326,6 +327,19 @@ def test_nnx_is_linen(rng):
         with pytest.warns(UserWarning, match="leaves losses of routers in the model, balancing_loss"):
             te_nnx.value_and_grad(lambda model, x: jnp.mean(model(x)), wrt=nnx.LoRAParam)(model, x)
     assert not nnx.state(model, te_nnx.Loss)
+
+
+def test_plain_gradients_are_told():
+    """Without FP8 state too: `nnx.value_and_grad` leaves the bias as it is, ours moves it."""
+    model = te_nnx.MoEBlock(8, E, K, 8, use_expert_bias=True, rngs=nnx.Rngs(0))
+    trace = lambda grad: nnx.eval_shape(lambda model, x: grad(model, x)[0], model, jnp.ones((1, 2, 8)))
+    loss = lambda model, x: jnp.sum(model(x))
+    with pytest.warns(UserWarning, match="MoEBlock: .* not of the biases of experts, .* te_jax.nnx.value_and_grad"):
+        trace(nnx.value_and_grad(loss))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trace(te_nnx.value_and_grad(loss))
+        trace(lambda model, x: nnx.value_and_grad(lambda x: loss(model, x))(x))
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------------

@@ -311,33 +311,37 @@ def _variable(collection: str, name: str, value) -> nnx.Variable:
 
 
 def warn_of_plain_gradients(name: str, variables: dict):
-    """Warns of parameters that are differentiated, as by `nnx.value_and_grad`, without FP8 state or beside it."""
-    if recipe_with_state() is None:
-        return
-    states = [x for (collection, *_), x in variables.items() if collection == FP8_COLLECTION]
-    parameters = jax.tree.leaves([x for (collection, *_), x in variables.items() if collection == "params"])
-    floating = [x for x in parameters if jnp.issubdtype(x.dtype, jnp.floating)]
-    if not states or any(map(is_amaxes, states)):  # No state, or one that te_jax's value_and_grad moves.
+    """Warns of parameters that are differentiated, as by `nnx.value_and_grad`, without FP8 state or beside it, or
+    without biases of experts."""
+    of = lambda held: [x for (collection, *_), x in variables.items() if collection == held]
+    states, biases = of(FP8_COLLECTION) if recipe_with_state() else [], of(BIAS_COLLECTION)
+    floating = [x for x in jax.tree.leaves(of("params")) if jnp.issubdtype(x.dtype, jnp.floating)]
+    if not (states or biases) or any(map(is_amaxes, states)):  # None, or state that te_jax's value_and_grad moves.
         return
     if any(isinstance(x, jax.core.Tracer) for x in floating):
-        _watch(name, floating, states)  # Its result is not used, so it computes nothing.
+        _watch(name, floating, states, biases)  # Its result is not used, so it computes nothing.
 
 
 @partial(jax.jit, static_argnums=0, inline=True)  # `jax.shard_map` has no rule for symbolic zeros.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _watch(name, parameters, states):
+def _watch(name, parameters, states, biases):
     return jnp.zeros(())
 
 
-def _watch_fwd(name, parameters, states):
-    moving, states_too = (any(x.perturbed for x in tree) for tree in (parameters, states))
-    if not moving:
+def _watch_fwd(name, parameters, states, biases):
+    moving, states_too, biases_too = (any(x.perturbed for x in tree) for tree in (parameters, states, biases))
+    if not moving or (biases_too and not states):
         return jnp.zeros(()), None
     if states_too:
         text = (
             "gradients of the FP8 state are taken beside those of parameters. They are its next values, which an "
             "nnx.Optimizer(wrt=nnx.Variable) would take for gradients; use te_jax.nnx.value_and_grad, which writes "
             "them into the module, and nnx.Optimizer(wrt=nnx.Param)."
+        )
+    elif not states:
+        text = (
+            "gradients of parameters are taken, but not of the biases of experts, which so stay as they are; use "
+            "te_jax.nnx.value_and_grad, which moves them, in the place of nnx.value_and_grad, unless they are to stay."
         )
     else:
         text = (
@@ -349,7 +353,7 @@ def _watch_fwd(name, parameters, states):
     return jnp.zeros(()), None
 
 
-_watch.__wrapped__.defvjp(_watch_fwd, lambda name, _, g: (None, None), symbolic_zeros=True)
+_watch.__wrapped__.defvjp(_watch_fwd, lambda name, _, g: (None, None, None), symbolic_zeros=True)
 
 
 def _intercept(replaced: dict):

@@ -34,7 +34,7 @@ def value_and_grad(
     layer called twice, by shared weights, in the steps of an `nnx.scan` or over microbatches, combine by their largest
     amax. A call outside of autocast, or of a model without FP8 state, changes no state. Put microbatches into `f`:
     under `optax.MultiSteps` the state would move with each microbatch, not with the parameters. A plain
-    `nnx.value_and_grad` treats FP8 state as a constant, and a warning says so.
+    `nnx.value_and_grad` treats FP8 state and biases of experts as constants, and a warning says so.
 
     The function that it returns is compiled as by `nnx.jit`: build it once, or call it within `nnx.jit`. Arguments that
     are bool, str, None or functions are static.
