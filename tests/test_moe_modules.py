@@ -421,6 +421,15 @@ def test_bad_fields(name):
         jax.eval_shape(make().init, jax.random.key(0), X)
 
 
+def test_parameters_without_axes():
+    """Of shared experts, whose axes follow from those of the experts, neither."""
+    without = dict.fromkeys(("gate_axes", "kernel_axes_1", "kernel_axes_2", "bias_axes_1", "bias_axes_2"), ())
+    block = te_flax.MoEBlock(E, K, F, num_shared_experts=1, use_bias=True, **without)
+    params = nn.meta.unbox(jax.eval_shape(block.init, jax.random.key(0), X)["params"])
+    assert params["shared_experts"]["wi_kernel"].shape == (H, 2, F)
+    assert params["shared_experts"]["wi_bias"].shape == (2, F)
+
+
 def test_bias_is_where_it_belongs(monkeypatch):
     """No optimizer sees it; without the collection, or with a parameter of that name, a call is refused."""
     variables = nn.meta.unbox(jax.eval_shape(BLOCK.init, jax.random.key(0), X))

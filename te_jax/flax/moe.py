@@ -237,12 +237,13 @@ class MoEBlock(Module):
             self.sow(LOSSES, name, coefficient * loss, init_fn=lambda: 0.0, reduce_fn=jnp.add)
 
     def _shared(self) -> LayerNormMLP:
+        slotted = lambda axes: (*axes[1:-1], None, axes[-1]) if axes else ()
         own = dict(
             intermediate_dim=self.num_shared_experts * self.intermediate_dim,
             enable_layernorm=False,
-            kernel_axes_1=(self.kernel_axes_1[1], None, self.kernel_axes_1[2]),
+            kernel_axes_1=slotted(self.kernel_axes_1),
             kernel_axes_2=self.kernel_axes_2[1:],
-            bias_axes_1=(None, *self.bias_axes_1[1:]),
+            bias_axes_1=slotted(self.bias_axes_1),
             bias_axes_2=self.bias_axes_2[1:],
         )
         return LayerNormMLP(**shared_fields(self, LayerNormMLP) | own, name="shared_experts")
