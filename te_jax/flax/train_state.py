@@ -354,6 +354,7 @@ def fp8_masked(tx: optax.GradientTransformation) -> optax.GradientTransformation
         variables = optax.apply_updates(variables, updates)
         new_fp8 = te_jax.update_fp8_metas({"fp8_metas": grads["fp8_metas"]})
         variables = te_jax.update_collections(new_fp8, variables)
+        variables = te_jax.flax.update_expert_bias(variables, grads, rate)  # where there are experts with a bias
 
     `TrainState` needs no such wrapper: only parameters go through its optimizer.
     """
