@@ -242,6 +242,13 @@ def test_capacity_norm_bias_and_residual(rng):
     np.testing.assert_array_equal(aux.dropped, np.maximum(np.asarray(aux.counts) - 9, 0))
 
 
+def test_capacity_is_of_the_decimal_number():
+    """1.1 * 100 / 10 is 11, and in floats 11.000000000000002: an expert that gets all of 100 tokens drops 89."""
+    run = jax.jit(partial(moe, options=MoEOptions(RouterOptions(1), ("relu",), capacity_factor=1.1)))
+    _, aux = run(jnp.ones((100, 1)), jnp.zeros((1, 10)), jnp.ones((10, 1, 1)), jnp.ones((10, 1, 1)))
+    assert aux.dropped.sum() == 100 - 11
+
+
 def test_losses(rng):
     """Those of `te_jax.ops.router`, of the logits; the balancing loss of the choice without the bias."""
     x, gate, wi, wo, *_ = operands(rng)

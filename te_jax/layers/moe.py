@@ -3,6 +3,7 @@ given."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 from math import ceil
 from typing import NamedTuple
@@ -224,7 +225,8 @@ def _routing(h, gate_kernel, expert_bias, options: MoEOptions) -> tuple[Routing,
     experts, dropped = routing.experts, jnp.zeros_like(routing.counts)
     if options.capacity_factor is not None:
         num_experts = logits.shape[-1]
-        capacity = max(1, ceil(options.capacity_factor * experts.size / num_experts))
+        factor = Fraction(str(float(options.capacity_factor)))  # as it is written: 1.1 * 100 / 10 is above 11 in floats
+        capacity = max(1, ceil(factor * experts.size / num_experts))
         groups = group(experts, num_experts)
         of_expert = lambda a: as_rank(a, experts.ndim + 1)
         is_expert = experts[..., None] == of_expert(jnp.arange(num_experts, dtype=experts.dtype))
