@@ -154,8 +154,9 @@ class Model(nn.Module):
             shape = (biases.num_attention_heads, biases.num_buckets)
             table = parameter(self, "relpos_bias", biases.embedding_init, biases.embedding_axes, shape)
         args = (encoded, described(lengths), described(encoded_lengths), positions, table)
-        block = nn.remat(Block, prevent_cse=not self.scan, policy=self.remat_policy) if self.remat else Block
-        if self.scan and not c.pattern:
+        scanned = self.scan and not c.pattern  # a loop of XLA's keeps the second computation apart by itself
+        block = nn.remat(Block, prevent_cse=not scanned, policy=self.remat_policy) if self.remat else Block
+        if scanned:
             axes = dict.fromkeys(_STACKED, 0)
             layers = nn.scan(
                 block,
