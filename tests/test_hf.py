@@ -4,6 +4,7 @@ import functools
 import json
 import pathlib
 import shutil
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -140,6 +141,8 @@ def test_refused(name, tmp_path, monkeypatch):
     monkeypatch.setattr(files.Checkpoint, "read", None)
     with pytest.raises(ValueError, match=words):
         hf.load(folder)
+    with pytest.raises(TypeError, match="params_dtype is no argument; pass dtype"):
+        hf.load(folder, params_dtype=jnp.bfloat16)
 
 
 def test_refused_files_and_parameters(tmp_path):
@@ -166,3 +169,32 @@ def test_refused_files_and_parameters(tmp_path):
     nobodys = model.clone(config=ModelConfig(8, 1, 8))
     with pytest.raises(ValueError, match="there is no family ''; there are llama"):
         hf.save(tmp_path / "none", nobodys, variables)
+
+
+@pytest.mark.parametrize("name", ["llama3", "mixtral", "gemma2"])
+def test_what_config_json_has_no_word_for(name, tmp_path):
+    """Nothing is written of a model that would be read as another one."""
+    model, variables = hf.load(FIXTURES / name)
+    _, params = hf.load(FIXTURES / name, scan=False)
+    c = model.config
+    changed = {
+        "rotary_pos_emb_group_method='consecutive'": c.with_layer(rotary_pos_emb_group_method="consecutive"),
+        "self_attn_mask_type=": c.with_layer(self_attn_mask_type="no_mask"),
+        "embedding_scale=3": replace(c, embedding_scale=3),
+        "layer 1 has layernorm_epsilon=0.5": replace(
+            c, pattern=(*(c.pattern or ({},))[:1], dict(layernorm_epsilon=0.5))
+        ),
+    }
+    if name == "llama3":
+        changed["mlp_activations=.*gelu.* would say .*silu"] = c.with_layer(mlp_activations=("gelu", "linear"))
+        changed["layer 0 has window_size=.3, 0."] = c.with_layer(window_size=(3, 0))
+    if name == "mixtral":
+        changed["score_function='sigmoid'"] = c.with_layer(moe={**c.layer["moe"], "score_function": "sigmoid"})
+    if name == "gemma2":
+        changed["layer 0 of a gemma2 has a window_size"] = replace(c, pattern=())
+    for words, config in changed.items():
+        apart = model.clone(config=config, scan=False)
+        with pytest.raises(ValueError, match=words):
+            hf.save(tmp_path / "no", apart, params)
+    assert not (tmp_path / "no").exists()
+    hf.save(tmp_path / "yes", model.clone(config=c.with_layer(self_attn_mask_type="padding_causal")), variables)
