@@ -111,6 +111,24 @@ def test_copies_and_left_out_prefixes(tmp_path):
         hf.load(tmp_path / "old")
 
 
+OLD_BERT = (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta"))
+UNREAD = {
+    "bert": [f"{name}.{end}" for name in ("bert.pooler.dense", "cls.seq_relationship") for end in ("weight", "bias")],
+    "t5": ["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"],
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_published_encoders(name, tmp_path):
+    """Checkpoints as they were published: with tensors of other tasks, and names of their time."""
+    shutil.copytree(FIXTURES / name, tmp_path / "old")
+    held = load_file(FIXTURES / name / files.ONE) | {more: np.ones((2, 2), np.float32) for more in UNREAD[name]}
+    for now, once in OLD_BERT:
+        held = {each.replace(now, once): a for each, a in held.items()}
+    save_file(held, tmp_path / "old" / files.ONE)
+    jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path / "old")[1], hf.load(FIXTURES / name)[1])
+
+
 Q = "model.layers.1.self_attn.q_proj.weight"
 WRONG = {  # what becomes of the tensors, or of config.json, and what is said
     "missing": (lambda held: held.pop(Q), {}, rf"lacks tensors of a qwen2 .*{Q}"),

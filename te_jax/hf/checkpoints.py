@@ -122,11 +122,15 @@ def _check_tensors(plan: _Plan, held: Mapping[str, files.Stored], folder: Path):
 
 
 def _renamed(checkpoint: files.Checkpoint, family: Family):
-    """The tensors with the family's prefix, which some checkpoints leave out: {name: its name in the file}."""
-    names = checkpoint.tensors
+    """The tensors by the names of today, with the family's prefix, which some checkpoints leave out: {name: its name
+    in the file}."""
+    names = {}
+    for name in checkpoint.tensors:
+        end = next((end for end in family.older if name.endswith(end[0])), None)
+        names[name if end is None else name.removesuffix(end[0]) + end[1]] = name
     if not family.prefix or any(name.startswith(family.prefix) for name in names):
-        return {name: name for name in names}
-    return {name if name in family.tied else family.prefix + name: name for name in names}
+        return names
+    return {name if name in family.tied else family.prefix + name: file for name, file in names.items()}
 
 
 # -- load -------------------------------------------------------------------------------------------------------
