@@ -271,6 +271,7 @@ def test_a_text_ends(tokens):
     free = run(variables, tokens, -1)
     stopped = run(variables, tokens, free[0, 2])
     np.testing.assert_array_equal(stopped[0], [*free[0, :3], free[0, 2], free[0, 2]])
+    np.testing.assert_array_equal(jit(lambda v, t: generate(model, v, t, 1))(variables, tokens), free[:, :1])
     with pytest.raises(ValueError, match="key is None"):
         generate(model, variables, tokens, 5, sampling=Sampling())
     learned, variables = CausalLM(tiny("gpt2")), None
