@@ -7,6 +7,8 @@ Hugging Face's form. See examples/README.md; `--help` lists the options.
 """
 
 import argparse
+import itertools
+import json
 import pathlib
 import sys
 import time
@@ -125,6 +127,12 @@ def generate(model: GPT, variables, recipe, prompts: list[bytes], count: int, ch
     return tokens, was_read - began, time.perf_counter() - was_read
 
 
+def ends_of(folder: pathlib.Path) -> list[int]:
+    """The words that end a text, by config.json."""
+    found = json.loads((folder / "config.json").read_text()).get("eos_token_id")
+    return found if isinstance(found, list) else [] if found is None else [found]
+
+
 def generate_hf(args: argparse.Namespace, sampling: Sampling) -> int:
     """Continues the prompts with a checkpoint of Hugging Face's form."""
     config.need("tokenizers", "safetensors")
@@ -133,6 +141,10 @@ def generate_hf(args: argparse.Namespace, sampling: Sampling) -> int:
     from te_jax import hf
 
     folder = pathlib.Path(args.hf)
+    family = hf.FAMILIES[hf.read_config(folder).family]
+    if family.model is not models.CausalLM:
+        raise ValueError(f"{folder} is a {family.architecture}, which continues no text: give one of a causal model")
+    ends = ends_of(folder)
     model, variables = hf.load(folder)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     texts = [tokenizer.encode(prompt).ids for prompt in args.prompt]
@@ -141,14 +153,16 @@ def generate_hf(args: argparse.Namespace, sampling: Sampling) -> int:
         raise ValueError("a prompt is empty: give at least one word")
     padded = np.stack([np.pad(text, (0, lengths.max() - len(text))) for text in texts]).astype(np.int32)
     key = None if args.greedy else jax.random.key(args.seed)
-    options = dict(lengths=lengths, sampling=sampling, key=key)
+    # Of several ends one stops the row; where another comes first, the row is cut there.
+    options = dict(lengths=lengths, sampling=sampling, key=key, stop_at=ends[0] if ends else None)
     run = jax.jit(lambda variables: models.generate(model, variables, padded, args.tokens, **options))
     run = run.lower(variables).compile()
     began = time.perf_counter()
     words = np.asarray(run(variables))
     seconds = time.perf_counter() - began
     for prompt, row in zip(args.prompt, words):
-        print(f"=== {prompt!r}", prompt + tokenizer.decode(row.tolist()), sep="\n")
+        kept = itertools.takewhile(lambda word: word not in ends, row.tolist())
+        print(f"=== {prompt!r}", prompt + tokenizer.decode(list(kept)), sep="\n")
     print(
         f"=== {model.params_dtype.name}: {words.size} tokens in {seconds:.2f} s, {words.size / seconds:,.0f} tokens/s"
     )

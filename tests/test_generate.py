@@ -3,7 +3,9 @@
 import contextlib
 import importlib.machinery
 import io
+import json
 import pathlib
+import shutil
 import sys
 import types
 
@@ -124,11 +126,15 @@ def test_senseless_arguments(arguments, capsys):
     assert f"{arguments[0]} is {arguments[1]}" in capsys.readouterr().err.replace("0.0", "0")
 
 
-def test_a_checkpoint_of_another_house(monkeypatch, capsys):
-    """--hf: greedy words of a fixture of test_hf.py, behind prompts of two lengths, by a stand-in for `tokenizers`."""
+def test_a_checkpoint_of_another_house(monkeypatch, capsys, tmp_path):
+    """--hf: greedy words of a fixture of test_hf.py, behind prompts of two lengths, by a stand-in for `tokenizers`. One
+    row ends with its first word, the second of the two that end texts."""
     pytest.importorskip("safetensors")
-    folder = pathlib.Path(__file__).parent / "hf_fixtures" / "llama3"
+    fixtures, folder = pathlib.Path(__file__).parent / "hf_fixtures", tmp_path / "llama3"
+    shutil.copytree(fixtures / "llama3", folder)
     due = np.load(folder / "expected.npz")
+    there = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(there | dict(eos_token_id=[0, int(due["words"][1][0])])))
 
     class Tokenizer:
         @staticmethod
@@ -142,13 +148,15 @@ def test_a_checkpoint_of_another_house(monkeypatch, capsys):
     stub = types.ModuleType("tokenizers")
     stub.__spec__, stub.Tokenizer = importlib.machinery.ModuleSpec("tokenizers", None), Tokenizer
     monkeypatch.setitem(sys.modules, "tokenizers", stub)
-    texts = [" ".join(map(str, row)) for row in (due["tokens"][0], due["tokens"][1][:4])]
+    texts = [" ".join(map(str, row)) for row in (due["tokens"][0], due["tokens"][1][:4], due["tokens"][1])]
     prompts = [f"--prompt={text}" for text in texts]
     with jax.default_matmul_precision("highest"):
         assert generate.main([f"--hf={folder}", "--greedy", "--tokens=8", *prompts]) == 0
-    first, text, _, other, speed = capsys.readouterr().out.splitlines()
+    first, text, _, other, _, ended, speed = capsys.readouterr().out.splitlines()
     assert first == f"=== {texts[0]!r}" and text == " ".join([texts[0], *map(str, due["words"][0][:8])])
-    assert other.startswith(f"{texts[1]} ") and len(other.split()) == 12
-    assert speed.startswith("=== float32: 16 tokens in")
+    assert other.startswith(f"{texts[1]} ") and len(other.split()) == 12 and ended == texts[2]
+    assert speed.startswith("=== float32: 24 tokens in")
+    assert generate.main([f"--hf={fixtures / 'bert'}"]) == 2
+    assert "is a BertForMaskedLM, which continues no text" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         generate.main(["--hf=somewhere", "--no-cache"])

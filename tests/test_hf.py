@@ -4,6 +4,7 @@ import functools
 import json
 import pathlib
 import shutil
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -110,6 +111,24 @@ def test_copies_and_left_out_prefixes(tmp_path):
         hf.load(tmp_path / "old")
 
 
+OLD_BERT = (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta"))
+UNREAD = {
+    "bert": [f"{name}.{end}" for name in ("bert.pooler.dense", "cls.seq_relationship") for end in ("weight", "bias")],
+    "t5": ["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"],
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_published_encoders(name, tmp_path):
+    """Checkpoints as they were published: with tensors of other tasks, and names of their time."""
+    shutil.copytree(FIXTURES / name, tmp_path / "old")
+    held = load_file(FIXTURES / name / files.ONE) | {more: np.ones((2, 2), np.float32) for more in UNREAD[name]}
+    for now, once in OLD_BERT:
+        held = {each.replace(now, once): a for each, a in held.items()}
+    save_file(held, tmp_path / "old" / files.ONE)
+    jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path / "old")[1], hf.load(FIXTURES / name)[1])
+
+
 Q = "model.layers.1.self_attn.q_proj.weight"
 WRONG = {  # what becomes of the tensors, or of config.json, and what is said
     "missing": (lambda held: held.pop(Q), {}, rf"lacks tensors of a qwen2 .*{Q}"),
@@ -140,6 +159,8 @@ def test_refused(name, tmp_path, monkeypatch):
     monkeypatch.setattr(files.Checkpoint, "read", None)
     with pytest.raises(ValueError, match=words):
         hf.load(folder)
+    with pytest.raises(TypeError, match="params_dtype is no argument; pass dtype"):
+        hf.load(folder, params_dtype=jnp.bfloat16)
 
 
 def test_refused_files_and_parameters(tmp_path):
@@ -166,3 +187,32 @@ def test_refused_files_and_parameters(tmp_path):
     nobodys = model.clone(config=ModelConfig(8, 1, 8))
     with pytest.raises(ValueError, match="there is no family ''; there are llama"):
         hf.save(tmp_path / "none", nobodys, variables)
+
+
+@pytest.mark.parametrize("name", ["llama3", "mixtral", "gemma2"])
+def test_what_config_json_has_no_word_for(name, tmp_path):
+    """Nothing is written of a model that would be read as another one."""
+    model, variables = hf.load(FIXTURES / name)
+    _, params = hf.load(FIXTURES / name, scan=False)
+    c = model.config
+    changed = {
+        "rotary_pos_emb_group_method='consecutive'": c.with_layer(rotary_pos_emb_group_method="consecutive"),
+        "self_attn_mask_type=": c.with_layer(self_attn_mask_type="no_mask"),
+        "embedding_scale=3": replace(c, embedding_scale=3),
+        "layer 1 has layernorm_epsilon=0.5": replace(
+            c, pattern=(*(c.pattern or ({},))[:1], dict(layernorm_epsilon=0.5))
+        ),
+    }
+    if name == "llama3":
+        changed["mlp_activations=.*gelu.* would say .*silu"] = c.with_layer(mlp_activations=("gelu", "linear"))
+        changed["layer 0 has window_size=.3, 0."] = c.with_layer(window_size=(3, 0))
+    if name == "mixtral":
+        changed["score_function='sigmoid'"] = c.with_layer(moe={**c.layer["moe"], "score_function": "sigmoid"})
+    if name == "gemma2":
+        changed["layer 0 of a gemma2 has a window_size"] = replace(c, pattern=())
+    for words, config in changed.items():
+        apart = model.clone(config=config, scan=False)
+        with pytest.raises(ValueError, match=words):
+            hf.save(tmp_path / "no", apart, params)
+    assert not (tmp_path / "no").exists()
+    hf.save(tmp_path / "yes", model.clone(config=c.with_layer(self_attn_mask_type="padding_causal")), variables)

@@ -22,6 +22,7 @@ from te_jax.models import (
     generate,
     published,
 )
+from te_jax.ops.attention import SequenceDescriptor
 
 V, L, B, S = 37, 2, 2, 7
 KEY = jax.random.key(0)
@@ -86,6 +87,32 @@ def test_scanned_layers_are_the_others(tokens):
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=2.0**-16 * np.abs(b).max())
     jax.tree.map(close, of_remat, grads)
     jax.tree.map(close, of_flat["params"], unstacked(grads["params"]))
+
+
+@pytest.mark.parametrize("name, cls", [("gpt2", CausalLM), ("bert-base", EncoderLM)])
+def test_packed_rows_and_explicit_meshes(name, cls, tokens):
+    """Two texts in a row are what each is alone, learned positions too. A loss with parameters split by their types is
+    that of one device."""
+    model, variables = made(cls, replace(tiny(name), vocab_size=40, num_layers=1), tokens)
+    packed = SequenceDescriptor.from_seqlens_and_offsets(jnp.array([[3, 4]] * B), jnp.array([[0, 3]] * B))
+
+    def run(variables, tokens, packed):
+        apart = [model.apply(variables, part) for part in (tokens[:, :3], tokens[:, 3:])]
+        return model.apply(variables, tokens, lengths=packed), jnp.concatenate(apart, 1), step(variables, tokens)
+
+    step = jax.value_and_grad(lambda v, tokens: model.apply(v, tokens, tokens))
+    z, apart, want = jit(run)(variables, tokens, packed)
+    np.testing.assert_allclose(z, apart, atol=2.0**-18 * np.abs(z).max())
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+    resource = te.MeshResource(fsdp_resource="fsdp", tp_resource="tp")
+    boxed = jax.eval_shape(model.init, KEY, tokens)
+    with jax.set_mesh(mesh), te.sharding.global_shard_guard(resource):
+        rules = te.sharding.extend_logical_axis_rules(())
+        shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, rules)
+        rows = jax.device_put(tokens, jax.NamedSharding(mesh, P("fsdp")))
+        got = jit(step)(jax.device_put(variables, shardings), rows)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=2.0**-16 * np.abs(b).max())
 
 
 def test_experts(tokens):
@@ -244,6 +271,7 @@ def test_a_text_ends(tokens):
     free = run(variables, tokens, -1)
     stopped = run(variables, tokens, free[0, 2])
     np.testing.assert_array_equal(stopped[0], [*free[0, :3], free[0, 2], free[0, 2]])
+    np.testing.assert_array_equal(jit(lambda v, t: generate(model, v, t, 1))(variables, tokens), free[:, :1])
     with pytest.raises(ValueError, match="key is None"):
         generate(model, variables, tokens, 5, sampling=Sampling())
     learned, variables = CausalLM(tiny("gpt2")), None

@@ -20,6 +20,7 @@ from te_jax.hf import files
 from te_jax.hf.families import FAMILIES
 from te_jax.hf.family import Family
 from te_jax.hf.rules import TensorRule
+from te_jax.hf.words import check_words
 from te_jax.models import ModelConfig
 from te_jax.models.stack import Model
 
@@ -121,11 +122,15 @@ def _check_tensors(plan: _Plan, held: Mapping[str, files.Stored], folder: Path):
 
 
 def _renamed(checkpoint: files.Checkpoint, family: Family):
-    """The tensors with the family's prefix, which some checkpoints leave out: {name: its name in the file}."""
-    names = checkpoint.tensors
+    """The tensors by the names of today, with the family's prefix, which some checkpoints leave out: {name: its name
+    in the file}."""
+    names = {}
+    for name in checkpoint.tensors:
+        end = next((end for end in family.older if name.endswith(end[0])), None)
+        names[name if end is None else name.removesuffix(end[0]) + end[1]] = name
     if not family.prefix or any(name.startswith(family.prefix) for name in names):
-        return {name: name for name in names}
-    return {name if name in family.tied else family.prefix + name: name for name in names}
+        return names
+    return {name if name in family.tied else family.prefix + name: file for name, file in names.items()}
 
 
 # -- load -------------------------------------------------------------------------------------------------------
@@ -153,11 +158,15 @@ def load(
 
     Raises FileNotFoundError for files that are not there; ValueError, naming the tensor, for one that is missing,
     too many or of another shape or type than the family has, for a copy of a tied embedding that differs from it, and
-    for a config.json that te_jax has no model of.
+    for a config.json that te_jax has no model of; TypeError for the field params_dtype.
     """
     check("te_jax.hf.load", "dtype", dtype, NONE | FLOATING)
     check("te_jax.hf.load", "compute_dtype", compute_dtype, NONE | FLOATING)
     check("te_jax.hf.load", "scan", scan, BOOL)
+    if "params_dtype" in fields:
+        raise TypeError(
+            "te_jax.hf.load: params_dtype is no argument; pass dtype for parameters, compute_dtype for activations."
+        )
     folder = Path(folder)
     config = read_config(folder)
     family = family_of(config.family)
@@ -250,13 +259,19 @@ def save(folder: str | Path, model: Model, variables: Mapping[str, Any], *, max_
     max_file_bytes: larger checkpoints become several files with an index.
 
     Raises ValueError for a model of no family (`ModelConfig.family`), for parameters of other names or shapes than the
-    model has, and for a parameter that the family has none of and that is not 0; FileExistsError where the folder has
-    a checkpoint.
+    model has, for a parameter that the family has none of and that is not 0, and, naming it, for what config.json has
+    no word for; FileExistsError where the folder has a checkpoint.
     """
     check("te_jax.hf.save", "max_file_bytes", max_file_bytes, integer(1))
     folder, plan = Path(folder), _plan_of(model)
     params = flatten_dict(nn.meta.unbox(variables["params"]), sep="/")
     _check_parameters(plan, params)
+    dtype = params["embedding"].dtype.name
+    architecture = dict(
+        model_type=plan.family.name, architectures=[plan.family.architecture], torch_dtype=dtype, dtype=dtype
+    )
+    written = plan.family.write(model.config) | architecture
+    check_words(plan.family.name, model.config, plan.family.read(written))
     for there in (folder / files.ONE, folder / files.INDEX):
         if there.exists():
             raise FileExistsError(f"te_jax.hf.save: there is {there}; give another folder.")
@@ -266,11 +281,6 @@ def save(folder: str | Path, model: Model, variables: Mapping[str, Any], *, max_
         for name, shape in zip(step.theirs, plan.expected(step)):
             sizes[name] = math.prod(shape) * params[step.ours[0]].dtype.itemsize
     files.write(folder, sizes, _tensors(plan, params), max_file_bytes)
-    dtype = params["embedding"].dtype.name
-    architecture = dict(
-        model_type=plan.family.name, architectures=[plan.family.architecture], torch_dtype=dtype, dtype=dtype
-    )
-    written = plan.family.write(model.config) | architecture
     (folder / "config.json").write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
 
 

@@ -156,12 +156,14 @@ def _read_gemma2(config):
 
 
 def _write_gemma2(c):
-    written = _write_llama(c)
+    written, window = _write_llama(c), c.fields_of_layer(0).get("window_size")
+    if window is None:
+        raise ValueError("te_jax.hf: layer 0 of a gemma2 has a window_size, and the model has none there.")
     return written | dict(
         hidden_act="gelu_pytorch_tanh",
         hidden_activation="gelu_pytorch_tanh",
         query_pre_attn_scalar=written["head_dim"],
-        sliding_window=c.pattern[0]["window_size"][0] + 1,
+        sliding_window=window[0] + 1,
         layer_types=_types_of_gemma2(c.num_layers),
         attn_logit_softcapping=c.layer["attn_logit_softcap"],
         final_logit_softcapping=c.logit_softcap,

@@ -135,7 +135,14 @@ def _t5_rules(c):
     return made
 
 
-_OF_BERT = ("position_ids", "cls.predictions.decoder.bias")
+# Copies, and what reads whole texts: whether one follows another.
+_OF_BERT = (
+    *("position_ids", "cls.predictions.decoder.bias"),
+    *(f"{name}.{end}" for name in ("bert.pooler.dense", "cls.seq_relationship") for end in ("weight", "bias")),
+)
+_OLDER = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))
+# Of the decoder's reading of the encoder, which has no relative positions.
+_OF_T5 = (".EncDecAttention.relative_attention_bias.weight",)
 _COPIES = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 ENCODERS = (
     Family(
@@ -147,6 +154,7 @@ ENCODERS = (
         _bert_rules,
         _OF_BERT,
         tied=("cls.predictions.decoder.weight",),
+        older=_OLDER,
     ),
-    Family("t5", "T5ForConditionalGeneration", EncoderDecoder, _read_t5, _write_t5, _t5_rules, tied=_COPIES),
+    Family("t5", "T5ForConditionalGeneration", EncoderDecoder, _read_t5, _write_t5, _t5_rules, _OF_T5, tied=_COPIES),
 )

@@ -24,6 +24,7 @@ class Family(NamedTuple):
     unread:  endings of tensors that hold nothing of the model: masks, frequencies.
     prefix:  of tensors' names, which some checkpoints leave out.
     tied:    names of copies of the embedding, which a checkpoint may have.
+    older:   what endings of tensors' names were called once: (once, now).
     """
 
     name: str
@@ -35,6 +36,7 @@ class Family(NamedTuple):
     unread: tuple[str, ...] = ()
     prefix: str = ""
     tied: tuple[str, ...] = ("lm_head.weight",)
+    older: tuple[tuple[str, str], ...] = ()
 
 
 def refuse(family: str, key: str, value, way_out: str):

@@ -53,7 +53,7 @@ class CausalLM(Model):
         if labels is not None and at is not None:
             raise ValueError("CausalLM: at is given beside labels; leave one of them out.")
         embedding = self._table("embedding", c.vocab_size, split_rows=True)
-        x = self._embed(embedding, tokens, positions)
+        x = self._embed(embedding, tokens, positions, lengths=lengths)
         call = dict(deterministic=deterministic, decode=decode, max_decode_length=max_decode_length)
         x = self._layers(x, c.fields_of_layer, lengths=lengths, positions=positions, **call)
         return self._head(x if at is None else rows_at(x, at), labels, embedding, reduction)

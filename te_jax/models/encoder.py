@@ -40,7 +40,7 @@ class EncoderLM(Model):
         """
         c = self.config
         embedding = self._table("embedding", c.vocab_size, split_rows=True)
-        x = self._embed(embedding, tokens, None, token_types)
+        x = self._embed(embedding, tokens, None, token_types, lengths)
         x = self._layers(x, c.fields_of_layer, lengths=lengths, deterministic=deterministic)
         if not c.head_transform:
             return x if hidden else self._head(x, labels, embedding, reduction)

@@ -79,16 +79,20 @@ def write_tokens(
 
     def step(carry, i):
         (logits, cache), over = carry
-        token = choose(None if key is None else jax.random.fold_in(key, i), logits)
-        if stop_at is not None:
-            token = jnp.where(over, stop_at, token)
-            over = over | (token == stop_at)
+        token = _next(choose, key, i, logits, over, stop_at)
+        over = over if stop_at is None else over | (token == stop_at)
         positions = (lengths + i)[:, None]
         options = dict(positions=positions, decode=True, at=jnp.zeros_like(token), mutable=["cache"])
         return (model.apply({**variables, **cache}, token[:, None], **options, **context), over), token
 
     (state, _), tokens = jax.lax.scan(step, (state, jnp.zeros(lengths.shape, bool)), jnp.arange(count))
     return tokens.T, state
+
+
+def _next(choose, key, i, logits, over, stop_at):
+    """Word i of each row; of rows bool[b] that are over, `stop_at`."""
+    token = choose(None if key is None else jax.random.fold_in(key, i), logits)
+    return token if stop_at is None else jnp.where(over, stop_at, token)
 
 
 def generate(
@@ -129,5 +133,9 @@ def generate(
     lengths = jnp.full((b,), s, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
     context = {} if encoded is None else dict(encoded=encoded, input_lengths=input_lengths)
     state = read_prompts(model, variables, prompts, lengths, s + count, **context)
-    options = dict(count=count, choose=sampling.choose, stop_at=stop_at, **context)
-    return write_tokens(model, variables, state, lengths, key, **options)[0]
+    options = dict(count=count - 1, choose=sampling.choose, stop_at=stop_at, **context)
+    words, (logits, _) = write_tokens(model, variables, state, lengths, key, **options)
+    over = None if stop_at is None else jnp.any(words == stop_at, 1)
+    # The model need not read the last word.
+    last = _next(sampling.choose, key, count - 1, logits, over, stop_at)
+    return jnp.concatenate([words, last[:, None]], 1)

@@ -109,20 +109,22 @@ class Model(nn.Module):
         axes = (W_TP_AXES if split_rows else W_NO_SHARD_AXES, W_FSDP_AXES)
         return parameter(self, name, _TABLE_INIT, axes, (rows, self.config.hidden_size))
 
-    def _embed(self, embedding, tokens, positions=None, token_types=None) -> jax.Array:
-        """tokens int[b, s] -> [b, s, H] of `dtype`."""
+    def _embed(self, embedding, tokens, positions=None, token_types=None, lengths=None) -> jax.Array:
+        """tokens int[b, s] -> [b, s, H] of `dtype`. lengths: of the model; texts that share a row begin at 0 each."""
         c = self.config
         x = self._rows(embedding, tokens)
         if c.embedding_scale != 1.0:
             x = x * jnp.asarray(c.embedding_scale, self.dtype).astype(x.dtype)
         if c.max_positions is not None:
             learned = self._table("positions", c.max_positions)
+            if positions is None and isinstance(lengths, SequenceDescriptor) and not lengths.starts_at_zero:
+                (_, positions), _ = lengths.tokens(tokens.shape[1], tokens.shape[1])
             if positions is None and tokens.shape[1] > c.max_positions:
                 raise ValueError(
                     f"{type(self).__name__}: {tokens.shape[1]} tokens, but max_positions is {c.max_positions}; pass "
                     "fewer, or positions."
                 )
-            x = x + (learned[: tokens.shape[1]] if positions is None else _look_up(learned, positions))
+            x = x + (_whole(learned)[: tokens.shape[1]] if positions is None else _look_up(learned, positions))
         if c.token_types:
             kinds = jnp.zeros_like(tokens) if token_types is None else token_types
             x = x + _look_up(self._table("token_types", c.token_types), kinds)
@@ -134,7 +136,7 @@ class Model(nn.Module):
             return _look_up(embedding, tokens)
         # In f32 at the highest precision it is exact: one row times 1, plus zeros.
         one_hot = jax.nn.one_hot(tokens, embedding.shape[0])
-        return jnp.matmul(one_hot, embedding, precision=jax.lax.Precision.HIGHEST)
+        return jnp.matmul(one_hot, _whole(embedding), precision=jax.lax.Precision.HIGHEST)
 
     def _norm(self, name: str, x):
         return te_flax.LayerNorm(**self.config.norm_fields(), **self.dtypes, name=name)(x)
@@ -154,8 +156,9 @@ class Model(nn.Module):
             shape = (biases.num_attention_heads, biases.num_buckets)
             table = parameter(self, "relpos_bias", biases.embedding_init, biases.embedding_axes, shape)
         args = (encoded, described(lengths), described(encoded_lengths), positions, table)
-        block = nn.remat(Block, prevent_cse=not self.scan, policy=self.remat_policy) if self.remat else Block
-        if self.scan and not c.pattern:
+        scanned = self.scan and not c.pattern  # a loop of XLA's keeps the second computation apart by itself
+        block = nn.remat(Block, prevent_cse=not scanned, policy=self.remat_policy) if self.remat else Block
+        if scanned:
             axes = dict.fromkeys(_STACKED, 0)
             layers = nn.scan(
                 block,
@@ -178,9 +181,14 @@ class Model(nn.Module):
         x = x if c.output_scale == 1.0 else x * jnp.asarray(c.output_scale, x.dtype)
         if bias is not None:  # one more channel, which is 1
             x = jnp.concatenate([x, jnp.ones_like(x[..., :1])], -1)
-            kernel = jnp.concatenate([kernel, bias[:, None].astype(kernel.dtype)], -1)
+            kernel = jnp.concatenate([_whole(kernel), _whole(bias)[:, None].astype(kernel.dtype)], -1)
         head = te_flax.LMHead(c.vocab_size, logit_softcap=c.logit_softcap, **self.dtypes, name="lm_head")
         return head(x, labels, kernel=kernel, reduction=reduction)
+
+
+def _whole(a):
+    """The array, on a mesh of Explicit axes gathered on each device."""
+    return jax.sharding.reshard(a, PartitionSpec(*[None] * a.ndim)) if on_explicit_mesh(jax.typeof(a)) else a
 
 
 def _look_up(table, indices):
@@ -188,8 +196,7 @@ def _look_up(table, indices):
     if not on_explicit_mesh(jax.typeof(table)):
         return table[indices]
     spec = explicit_spec(jax.typeof(indices))
-    rows = jax.sharding.reshard(table, PartitionSpec(None, None))
-    return rows.at[indices].get(out_sharding=PartitionSpec(*(spec or [None] * indices.ndim), None))
+    return _whole(table).at[indices].get(out_sharding=PartitionSpec(*(spec or [None] * indices.ndim), None))
 
 
 def rows_at(x, at):
