@@ -37,16 +37,16 @@ def tiny(name, **layer) -> ModelConfig:
     return published(name, **changes).with_layer(**own | layer)
 
 
-def filled(variables):
-    """Parameters that tell layers apart: the initial ones, and noise."""
-    leaves, tree = jax.tree.flatten(nn.unbox(variables))
-    keys = jax.random.split(KEY, len(leaves))
-    return jax.tree.unflatten(tree, [p + 0.2 * jax.random.normal(k, p.shape, p.dtype) for k, p in zip(keys, leaves)])
-
-
 def made(cls, config, *args, **options):
+    """The model, and parameters that tell layers apart: noise, around 1 where they scale. Nothing is compiled."""
     model = cls(config, dtype=jnp.float32)
-    return model, filled(jit(functools.partial(model.init, **options))(KEY, *args))
+    shapes = nn.unbox(jax.eval_shape(functools.partial(model.init, **options), KEY, *args))
+    noise = np.random.default_rng(0)
+
+    def fill(path, leaf):
+        return jnp.asarray(0.3 * noise.normal(size=leaf.shape) + (path[-1].key == "scale"), leaf.dtype)
+
+    return model, jax.tree_util.tree_map_with_path(fill, shapes)
 
 
 @pytest.fixture
@@ -127,12 +127,13 @@ def test_experts(tokens):
             y, sown = model.apply(variables, tokens, tokens, deterministic=False, mutable=["losses", "intermediates"])
             return y + sum(map(jnp.sum, jax.tree.leaves(sown["losses"]))), (y, sown)
 
-        return jax.value_and_grad(loss, has_aux=True)(variables), model.apply(variables, tokens, tokens)
+        return jax.value_and_grad(loss, has_aux=True)(variables)
 
-    both = jit(lambda v, flat, t: (run(model.clone(remat=True), v, t), run(model.clone(scan=False), flat, t)))
-    (((total, (y, sown)), grads), plain), (((of_apart, (_, sown_apart)), grads_apart), _) = both(
-        variables, flat, tokens
-    )
+    def both(variables, flat, tokens):
+        plain = model.apply(variables, tokens, tokens)
+        return run(model.clone(remat=True), variables, tokens), run(model.clone(scan=False), flat, tokens), plain
+
+    ((total, (y, sown)), grads), ((of_apart, (_, sown_apart)), grads_apart), plain = jit(both)(variables, flat, tokens)
     of_layers = sown["losses"]["layers"]["TransformerLayer_0"]["moe"]
     assert {name: term.shape for name, term in of_layers.items()} == {"balancing_loss": (L,), "z_loss": (L,)}
     (counts,) = sown["intermediates"]["layers"]["TransformerLayer_0"]["moe"]["tokens_per_expert"]
@@ -169,30 +170,23 @@ def test_latent_attention_turns_by_positions(tokens):
 
 @pytest.mark.parametrize("name", ["mistral-7b", "deepseek-v3"])
 def test_greedy_words_are_those_without_a_cache(name, tokens):
-    """Of prompts of two lengths, with RoPE, a window, latents and experts; test_hf.py has others, of one length."""
+    """One pass over whole texts says each of their words. Of prompts of two lengths, with RoPE, a window, latents and
+    experts; test_hf.py has others, of one length."""
     config = tiny(name, **({"window_size": (3, 0)} if name == "mistral-7b" else {}))
     config = with_latents(name) if name == "deepseek-v3" else config
     model, variables = made(CausalLM, config, tokens)
     lengths, count = jnp.array([S, 4]), 6
 
-    def slow(variables, tokens):
-        text = jnp.pad(tokens, ((0, 0), (0, count)))
-        rows = jnp.arange(B)
-
-        def step(text, i):
-            z = model.apply(variables, text, at=lengths + i - 1)
-            token = jnp.argmax(z, -1)
-            return text.at[rows, lengths + i].set(token), (token, z)
-
-        return jax.lax.scan(step, text, jnp.arange(count))[1]
-
     def run(variables, tokens):
-        return generate(model, variables, tokens, count, lengths=lengths), slow(variables, tokens)
+        words = generate(model, variables, tokens, count, lengths=lengths)
+        rows, behind = jnp.arange(B)[:, None], lengths[:, None] + jnp.arange(count)
+        text = jnp.pad(tokens, ((0, 0), (0, count))).at[rows, behind].set(words)
+        return words, model.apply(variables, text)[rows, behind - 1]
 
-    got, (want, z) = jit(run)(variables, tokens)
+    got, z = jit(run)(variables, tokens)
     first, second = -jnp.sort(-z, -1)[..., 0], -jnp.sort(-z, -1)[..., 1]
     assert jnp.min(first - second) > 1e-4, "no ties"
-    np.testing.assert_array_equal(got, want.T)
+    np.testing.assert_array_equal(got, jnp.argmax(z, -1))
 
 
 def test_encoder_decoder(tokens):
@@ -230,14 +224,14 @@ def test_encoder(tokens):
         z, hidden = (model.apply(variables, tokens, lengths=lengths, hidden=h) for h in (False, True))
         return z, hidden, model.apply(variables, tokens, labels, lengths=lengths)
 
-    z, hidden, loss = jit(run)(variables, tokens)
+    run = jit(run)
+    z, hidden, loss = run(variables, tokens)
     assert hidden.shape == (B, S, 16)
-    np.testing.assert_array_equal(jit(run)(variables, tokens.at[1, 3:].add(1) % V)[2], loss)
+    np.testing.assert_array_equal(run(variables, tokens.at[1, 3:].add(1) % V)[2], loss)
     each = jax.nn.logsumexp(z, -1) - jnp.take_along_axis(z, tokens[..., None], -1)[..., 0]
     np.testing.assert_allclose(loss, jnp.sum(jnp.where(labels >= 0, each, 0)) / jnp.sum(lengths), rtol=2.0**-18)
-    assert (
-        variables["params"]["head_bias"].shape == (V,) and model.init(KEY, tokens, hidden=True)["params"]["head_bias"]
-    )
+    of_hidden = jax.eval_shape(functools.partial(model.init, hidden=True), KEY, tokens)["params"]
+    assert variables["params"]["head_bias"].shape == nn.unbox(of_hidden["head_bias"]).shape == (V,)
 
 
 def test_sampling(rng):
