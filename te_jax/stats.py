@@ -196,7 +196,7 @@ class ExpertStats(NamedTuple):
     underflow: Annotated[jax.Array, "probes: likewise"]
 
 
-def expert_stats(sown: Mapping, stats: Mapping[str, TensorStats] | None = None) -> dict[str, ExpertStats]:
+def expert_stats(sown: Mapping[str, Any], stats: Mapping[str, TensorStats] | None = None) -> dict[str, ExpertStats]:
     """How the tokens of a call spread over experts, by the path of each `MoEBlock`, such as "layers/moe" ("" of one
     that is the model).
 

@@ -17,6 +17,7 @@ from te_jax.flax.cache import KVCache
 from te_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral
 from te_jax.flax.mha import attend_heads, input_of
 from te_jax.layers import QuantizedKernel, layernorm
+from te_jax.ops.attention import SequenceDescriptor
 from te_jax.ops.attention.reference import scores
 from te_jax.ops.rope import Scaling
 from te_jax.sharding import (
@@ -102,7 +103,7 @@ class MultiHeadLatentAttention(Module):
         self,
         inputs_q: jax.Array,
         inputs_kv: jax.Array | None = None,
-        mask=None,
+        mask: jax.Array | SequenceDescriptor | None = None,
         bias: jax.Array | None = None,
         *,
         decode: bool = False,

@@ -1,7 +1,7 @@
 """MoEBlock: a mixture of experts, whose router sends each token to some of them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,9 @@ from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrai
 BIAS_COLLECTION, LOSSES = "expert_bias", "losses"
 
 
-def update_expert_bias(collections: Mapping, grads: Mapping, rate) -> dict:
+def update_expert_bias(
+    collections: Mapping[str, Any], grads: Mapping[str, Any], rate: float | jax.Array
+) -> dict[str, Any]:
     """`collections` with the next biases of experts, where it has the collection `expert_bias`.
 
     grads: the gradients with respect to it, which are the counts of tokens that each expert got, added up over uses,
@@ -104,7 +106,7 @@ class MoEBlock(Module):
     num_experts_per_tok: int = 2
     intermediate_dim: int = 2048
     activations: Sequence[str | Callable] = ("silu", "linear")
-    activation_params: Mapping | None = None
+    activation_params: Mapping[str, Any] | None = None
     score_function: str = "softmax"
     use_pre_softmax: bool = False
     normalize_weights: bool | None = None
@@ -145,7 +147,9 @@ class MoEBlock(Module):
         rules = (activations_take_their_params, tokens_find_experts, sequences_are_rows)
 
     @nn.compact
-    def __call__(self, inputs: jax.Array, deterministic: bool = False, *, residual: bool | jax.Array = False):
+    def __call__(
+        self, inputs: jax.Array, deterministic: bool = False, *, residual: bool | jax.Array = False
+    ) -> jax.Array:
         """inputs [..., H] -> [..., H] of the same dtype.
 
         deterministic: True: no losses are sown.

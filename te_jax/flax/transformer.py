@@ -178,7 +178,7 @@ class TransformerLayer(Module):
     qk_rope_head_dim: int | None = None
     v_head_dim: int | None = None
     mscale: float = 1.0
-    moe: Mapping | None = None
+    moe: Mapping[str, Any] | None = None
 
     any_width = False  # a subclass may set it: inputs of any width, and hidden_size gives the width of a head alone
     if not TYPE_CHECKING:  # as `Module` says

@@ -139,11 +139,11 @@ def _renamed(checkpoint: files.Checkpoint, family: Family):
 def load(
     folder: str | Path,
     *,
-    dtype=None,
-    compute_dtype=None,
+    dtype: Any = None,
+    compute_dtype: Any = None,
     scan: bool = True,
     shardings: Mapping[str, Any] | None = None,
-    **fields,
+    **fields: Any,
 ) -> tuple[Model, dict[str, Any]]:
     """(model, {"params": ...}) of a checkpoint: config.json and model.safetensors, or files with an index.
 

@@ -1,7 +1,7 @@
 """`linear_cross_entropy`: its arguments, and how devices split it. What is computed stands in cross_entropy.py."""
 
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ def linear_cross_entropy(
     vocab_axis: str | tuple[str, ...] | None = None,
     token_spec: PartitionSpec | None = None,
     chunk_tokens: int | None = None,
-    accumulate_dtype=None,
+    accumulate_dtype: Any = None,
     name: str = "te_jax.layers.linear_cross_entropy",
 ) -> jax.Array:
     """The cross entropy of labels under logits x . kernel, which are in memory for a few thousand tokens at a time.

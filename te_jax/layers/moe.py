@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from te_jax.ops.gemm_grouped import gemm_grouped
 from te_jax.ops.permute import combine, group, permute
 from te_jax.ops.quantize import FLOAT, MX_BLOCK
 from te_jax.ops.router import RouterOptions, Routing, load_balancing_loss, route, z_loss
+from te_jax.recipe import Recipe
 from te_jax.sharding import stage_axes
 
 _ROUTER_OPTIONS = Kind("a RouterOptions", lambda value: isinstance(value, RouterOptions))
@@ -54,7 +55,7 @@ class MoEOptions(KnownFields):
 
     router: RouterOptions
     activations: Sequence[str] = ("silu", "linear")
-    activation_params: Mapping | None = field(default=None, hash=False)
+    activation_params: Mapping[str, Any] | None = field(default=None, hash=False)
     capacity_factor: float | None = None
     per_sequence_loss: bool = False
 
@@ -81,22 +82,22 @@ class MoEAux(NamedTuple):
 
 
 def moe(
-    x,
-    gate_kernel,
+    x: jax.Array,
+    gate_kernel: jax.Array,
     wi: ExpertKernel,
     wo: ExpertKernel,
-    wi_bias=None,
-    wo_bias=None,
+    wi_bias: jax.Array | tuple[jax.Array, ...] | None = None,
+    wo_bias: jax.Array | None = None,
     *,
     options: MoEOptions,
-    expert_bias=None,
-    gamma=None,
-    beta=None,
-    norm="layernorm",
-    zero_centered_gamma=False,
-    epsilon=1e-6,
+    expert_bias: jax.Array | None = None,
+    gamma: jax.Array | None = None,
+    beta: jax.Array | None = None,
+    norm: str = "layernorm",
+    zero_centered_gamma: bool = False,
+    epsilon: float = 1e-6,
     residual: bool | jax.Array = False,
-    recipe=None,
+    recipe: Recipe | None = None,
     metas: tuple[fp8.DenseMetas, fp8.DenseMetas] | None = None,
     checkpoint: str | None = None,
     middle_name: str | None = None,

@@ -4,6 +4,7 @@ import jax
 from flax import linen as nn
 
 from te_jax.models.stack import Model, rows_at
+from te_jax.ops.attention import SequenceDescriptor
 
 
 class CausalLM(Model):
@@ -27,7 +28,7 @@ class CausalLM(Model):
         tokens: jax.Array,
         labels: jax.Array | None = None,
         *,
-        lengths=None,
+        lengths: jax.Array | SequenceDescriptor | None = None,
         positions: jax.Array | None = None,
         at: jax.Array | None = None,
         deterministic: bool = True,

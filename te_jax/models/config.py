@@ -79,7 +79,7 @@ class ModelConfig(KnownFields):
         object.__setattr__(self, "layer", FrozenDict(self.layer))
         object.__setattr__(self, "pattern", tuple(map(FrozenDict, self.pattern)))
 
-    def with_layer(self, **fields) -> "ModelConfig":
+    def with_layer(self, **fields: Any) -> "ModelConfig":
         """This config with other fields of its layers."""
         return replace(self, layer={**self.layer, **fields})
 

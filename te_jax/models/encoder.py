@@ -1,5 +1,7 @@
 """EncoderLM: an encoder that predicts hidden words, as BERT; EncoderDecoder: from one text to another, as T5."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -26,7 +28,7 @@ class EncoderLM(Model):
         labels: jax.Array | None = None,
         *,
         token_types: jax.Array | None = None,
-        lengths=None,
+        lengths: jax.Array | SequenceDescriptor | None = None,
         deterministic: bool = True,
         hidden: bool = False,
         reduction: str = "mean",
@@ -59,7 +61,7 @@ class _Part(Model):
     decoder: bool = False
 
     @nn.compact
-    def __call__(self, x, **call):
+    def __call__(self, x: jax.Array, **call: Any) -> jax.Array:
         c = self.config
         own = dict(layer_type="decoder", self_attn_mask_type="causal") if self.decoder else {}
         count = (c.num_decoder_layers or c.num_layers) if self.decoder else c.num_layers

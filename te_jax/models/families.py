@@ -298,7 +298,7 @@ PUBLISHED = {  # the beginning of a size's name -> its family
 }
 
 
-def published(name: str, **changes) -> ModelConfig:
+def published(name: str, **changes: Any) -> ModelConfig:
     """The config of a published model, one of `SIZES`: published("llama3-8b", num_layers=2).
 
     changes: fields of `ModelConfig`. Raises ValueError for an unknown name.

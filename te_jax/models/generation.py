@@ -1,5 +1,6 @@
 """Words one after the other, with a KV cache."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ class Sampling(KnownFields):
         check("Sampling", "top_k", self.top_k, NONE | integer(1))
         check("Sampling", "top_p", self.top_p, NONE | number(above=0, most=1))
 
-    def choose(self, key, logits: jax.Array) -> jax.Array:
+    def choose(self, key: jax.Array | None, logits: jax.Array) -> jax.Array:
         """A word for each row of logits f32[b, V]: i32[b]. key: of `jax.random`; None if greedy."""
         if self.temperature == 0:
             return jnp.argmax(logits, -1).astype(jnp.int32)
@@ -56,7 +57,7 @@ GREEDY = Sampling(temperature=0)
 
 
 def read_prompts(
-    model: CausalLM | EncoderDecoder, variables, prompts: jax.Array, lengths: jax.Array, slots: int, **context
+    model: CausalLM | EncoderDecoder, variables: Any, prompts: jax.Array, lengths: jax.Array, slots: int, **context: Any
 ) -> tuple[jax.Array, Any]:
     """(logits f32[b, V] of the word behind each prompt, the cache).
 
@@ -69,8 +70,17 @@ def read_prompts(
 
 
 def write_tokens(
-    model: CausalLM | EncoderDecoder, variables, state, lengths, key, *, count: int, choose, stop_at=None, **context
-):
+    model: CausalLM | EncoderDecoder,
+    variables: Any,
+    state: Any,
+    lengths: jax.Array,
+    key: jax.Array | None,
+    *,
+    count: int,
+    choose: Callable[..., jax.Array],
+    stop_at: int | None = None,
+    **context: Any,
+) -> tuple[jax.Array, Any]:
     """(i32[b, count], state): the words that follow, from the result of `read_prompts`; the state goes on from there.
 
     choose: (key, logits f32[b, V]) -> i32[b]. key: of `jax.random`, or None where `choose` wants none. stop_at: a word
@@ -97,13 +107,13 @@ def _next(choose, key, i, logits, over, stop_at):
 
 def generate(
     model: CausalLM | EncoderDecoder,
-    variables,
+    variables: Any,
     prompts: jax.Array,
     count: int,
     *,
     lengths: jax.Array | None = None,
     sampling: Sampling = GREEDY,
-    key=None,
+    key: jax.Array | None = None,
     stop_at: int | None = None,
     encoded: jax.Array | None = None,
     input_lengths: jax.Array | None = None,

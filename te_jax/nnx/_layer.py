@@ -37,12 +37,12 @@ class Fp8State(nnx.Variable[Any]):
     """
 
 
-class ExpertBias(nnx.Variable):
+class ExpertBias(nnx.Variable[Any]):
     """The bias f32[E] of a router, by which it chooses among experts. It is no `nnx.Param`: `te_jax.nnx.value_and_grad`
     moves it, by the tokens that each expert got."""
 
 
-class Loss(nnx.Intermediate):
+class Loss(nnx.Intermediate[Any]):
     """A loss of a router, f32[], times its coefficient: the sum over the calls since it was taken by `nnx.pop`."""
 
 

@@ -214,7 +214,7 @@ class MoEBlock(Layer):
         num_experts_per_tok: int = 2,
         intermediate_dim: int = 2048,
         activations: Sequence[str | Callable] = ...,
-        activation_params: Mapping | None = None,
+        activation_params: Mapping[str, Any] | None = None,
         score_function: str = "softmax",
         use_pre_softmax: bool = False,
         normalize_weights: bool | None = None,
@@ -260,7 +260,7 @@ class MoEBlock(Layer):
         *,
         residual: bool | jax.Array = False,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
-    ) -> Any: ...
+    ) -> jax.Array: ...
 
 class LMHead(Layer):
     def __init__(
@@ -453,7 +453,7 @@ class MultiHeadLatentAttention(Layer):
         self,
         inputs_q: jax.Array,
         inputs_kv: jax.Array | None = None,
-        mask: Any = None,
+        mask: jax.Array | SequenceDescriptor | None = None,
         bias: jax.Array | None = None,
         *,
         decode: bool = False,
@@ -559,7 +559,7 @@ class TransformerLayer(Layer):
         qk_rope_head_dim: int | None = None,
         v_head_dim: int | None = None,
         mscale: float = 1.0,
-        moe: Mapping | None = None,
+        moe: Mapping[str, Any] | None = None,
         *,
         encoded_features: int | None = None,
         rngs: nnx.Rngs,
