@@ -17,7 +17,7 @@ _OF_LAYERS = (
 )
 _OF_ROTARY = ("windows", "group_method", "dim", "scaling")
 _OF_QK_NORMS = ("qk_norm_eps", "qk_norm_before_rope")
-_OF_EXPERTS = (
+_OF_MOE = (
     *("num_experts", "capacity_factor", "use_expert_bias", "activations", "activation_params"),
     *("layernorm_type", "epsilon", "zero_centered_gamma"),
 )
@@ -55,7 +55,7 @@ def _function_of(fields: dict[str, Any]) -> dict[str, Any]:
         return found
     experts = MoEBlock(**layer.moe, parent=None)
     router = router_of(experts)
-    found |= {f"moe: {name}": getattr(experts, name) for name in _OF_EXPERTS}
+    found |= {f"moe: {name}": getattr(experts, name) for name in _OF_MOE}
     found |= {
         f"moe: {name}": getattr(router, name) for name in ("topk", "score_function", "normalizes", "scores_first")
     }

@@ -124,7 +124,7 @@ class Model(nn.Module):
                     f"{type(self).__name__}: {tokens.shape[1]} tokens, but max_positions is {c.max_positions}; pass "
                     "fewer, or positions."
                 )
-            x = x + (_whole(learned)[: tokens.shape[1]] if positions is None else _look_up(learned, positions))
+            x = x + (_gathered(learned)[: tokens.shape[1]] if positions is None else _look_up(learned, positions))
         if c.token_types:
             kinds = jnp.zeros_like(tokens) if token_types is None else token_types
             x = x + _look_up(self._table("token_types", c.token_types), kinds)
@@ -136,7 +136,7 @@ class Model(nn.Module):
             return _look_up(embedding, tokens)
         # In f32 at the highest precision it is exact: one row times 1, plus zeros.
         one_hot = jax.nn.one_hot(tokens, embedding.shape[0])
-        return jnp.matmul(one_hot, _whole(embedding), precision=jax.lax.Precision.HIGHEST)
+        return jnp.matmul(one_hot, _gathered(embedding), precision=jax.lax.Precision.HIGHEST)
 
     def _norm(self, name: str, x):
         return te_flax.LayerNorm(**self.config.norm_fields(), **self.dtypes, name=name)(x)
@@ -181,12 +181,12 @@ class Model(nn.Module):
         x = x if c.output_scale == 1.0 else x * jnp.asarray(c.output_scale, x.dtype)
         if bias is not None:  # one more channel, which is 1
             x = jnp.concatenate([x, jnp.ones_like(x[..., :1])], -1)
-            kernel = jnp.concatenate([_whole(kernel), _whole(bias)[:, None].astype(kernel.dtype)], -1)
+            kernel = jnp.concatenate([_gathered(kernel), _gathered(bias)[:, None].astype(kernel.dtype)], -1)
         head = te_flax.LMHead(c.vocab_size, logit_softcap=c.logit_softcap, **self.dtypes, name="lm_head")
         return head(x, labels, kernel=kernel, reduction=reduction)
 
 
-def _whole(a):
+def _gathered(a):
     """The array, on a mesh of Explicit axes gathered on each device."""
     return jax.sharding.reshard(a, PartitionSpec(*[None] * a.ndim)) if on_explicit_mesh(jax.typeof(a)) else a
 
@@ -196,7 +196,7 @@ def _look_up(table, indices):
     if not on_explicit_mesh(jax.typeof(table)):
         return table[indices]
     spec = explicit_spec(jax.typeof(indices))
-    return _whole(table).at[indices].get(out_sharding=PartitionSpec(*(spec or [None] * indices.ndim), None))
+    return _gathered(table).at[indices].get(out_sharding=PartitionSpec(*(spec or [None] * indices.ndim), None))
 
 
 def rows_at(x, at):
