@@ -105,7 +105,7 @@ class MoEBlock(Module):
     num_experts: int = 8
     num_experts_per_tok: int = 2
     intermediate_dim: int = 2048
-    activations: Sequence[str | Callable] = ("silu", "linear")
+    activations: Sequence[str | Callable[..., Any]] = ("silu", "linear")
     activation_params: Mapping[str, Any] | None = None
     score_function: str = "softmax"
     use_pre_softmax: bool = False

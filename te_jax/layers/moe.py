@@ -59,7 +59,7 @@ class MoEOptions(KnownFields):
     capacity_factor: float | None = None
     per_sequence_loss: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         name = type(self).__name__
         for what, kind in (
             ("router", _ROUTER_OPTIONS),

@@ -70,7 +70,7 @@ class ModelConfig(KnownFields):
     output_scale: float = 1.0
     logit_softcap: float | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, kind in _KINDS_OF_CONFIG.items():
             check("ModelConfig", name, getattr(self, name), kind)
         for fields in (self.layer, *self.pattern):

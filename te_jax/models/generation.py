@@ -28,7 +28,7 @@ class Sampling(KnownFields):
     top_k: int | None = None
     top_p: float | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check("Sampling", "temperature", self.temperature, number(least=0))
         check("Sampling", "top_k", self.top_k, NONE | integer(1))
         check("Sampling", "top_p", self.top_p, NONE | number(above=0, most=1))

@@ -100,7 +100,7 @@ class Model(nn.Module):
     embed_by_product: bool = False
 
     @property
-    def dtypes(self) -> dict:
+    def dtypes(self) -> dict[str, Any]:
         return dict(dtype=self.dtype, params_dtype=self.params_dtype)
 
     transpose_batch_sequence = False

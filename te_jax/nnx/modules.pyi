@@ -213,7 +213,7 @@ class MoEBlock(Layer):
         num_experts: int = 8,
         num_experts_per_tok: int = 2,
         intermediate_dim: int = 2048,
-        activations: Sequence[str | Callable] = ...,
+        activations: Sequence[str | Callable[..., Any]] = ...,
         activation_params: Mapping[str, Any] | None = None,
         score_function: str = "softmax",
         use_pre_softmax: bool = False,
