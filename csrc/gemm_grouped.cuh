@@ -53,7 +53,7 @@ struct BlockScales {
   float rows[2], halves[2];
 };
 
-// Those of a tile's steps, one after the other.
+// Reads the scales of blocks of a tile's steps, one step after the other.
 template <Sums kSums>
 struct ScaleReader {
   const float *rows = nullptr, *halves = nullptr;

@@ -15,9 +15,9 @@ namespace te {
 Status LaunchQuantize(cudaStream_t stream, Arg x, Arg scale, Ret data, Ret data_t, Ret amax, Ret dbias,
                       int64_t split);
 
-// The same for each of experts. x [e..., m..., n...], whose first `stack` axes are e, and the next `split` m;
-// scale? f32 [e...] -> data? [e..., m..., n...], data_t? [e..., n..., m...], amax? f32 [ceil(m / 256), ceil(n
-// / 64), e...].
+// FP8 with one scale for each expert. x [e..., m..., n...], whose first `stack` axes are e, and the next
+// `split` m; scale? f32 [e...] -> data? [e..., m..., n...], data_t? [e..., n..., m...], amax? f32 [ceil(m /
+// 256), ceil(n / 64), e...].
 Status LaunchQuantizeStacked(cudaStream_t stream, Arg x, Arg scale, Ret data, Ret data_t, Ret amax,
                              int64_t stack, int64_t split);
 

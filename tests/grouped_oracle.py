@@ -168,6 +168,14 @@ def spoiled(x, rng, tokens):
     return x
 
 
+def scales_of(rng, form, experts, blocks):
+    """The inverse scales of both operands. blocks: the shapes of those of blocks."""
+    shapes = {"one": ((), ()), "experts": ((experts,),) * 2, "mixed": ((), (experts,)), "blocks": blocks}
+    if not form:
+        return None, None
+    return tuple(rng.uniform(0.5, 2, shape).astype(np.float32) for shape in shapes[form])
+
+
 @np.errstate(over="ignore")
 def near(got, want, bound, dtype, about=""):
     """`got`, rounded once to `dtype`, is within `bound` of `want`; NaN and inf are where they should be."""

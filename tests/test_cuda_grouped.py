@@ -61,13 +61,6 @@ def sum_error(dtype, k: int, fast: bool) -> float:
     return 2.0**-13 * (8 + (k / 32 if fast else 4))
 
 
-def scales_of(rng, form, experts, blocks):
-    shapes = {"one": ((), ()), "experts": ((experts,),) * 2, "mixed": ((), (experts,)), "blocks": blocks}
-    if not form:
-        return None, None
-    return tuple(rng.uniform(0.5, 2, shape).astype(np.float32) for shape in shapes[form])
-
-
 def each_expert(scales, form, experts):
     """f64[E]: what the products of each expert are multiplied by."""
     one = 1.0 if form in ("", "blocks") else wide(scales[0]) * wide(scales[1])
@@ -90,7 +83,7 @@ def test_rows(case, rng):
         lhs = oracle.poisoned(rng.standard_normal((rows, k)), ~real).astype(left)
         rhs = rng.standard_normal((experts, n, k)).astype(np.float32).astype(right)
         bias = rng.standard_normal((experts, n)).astype(np.float32).astype(out) if has_bias else None
-        scales = scales_of(rng, form, experts, ((-(-k // 128), rows), (experts, -(-n // 128), -(-k // 128))))
+        scales = oracle.scales_of(rng, form, experts, ((-(-k // 128), rows), (experts, -(-n // 128), -(-k // 128))))
         if form == "blocks":
             l64 = wide(lhs) * oracle.blocks(scales[0], 0, k).T
             r64 = wide(rhs) * oracle.blocks(oracle.blocks(scales[1], 1, n), 2, k)
@@ -123,7 +116,7 @@ def test_wgrads(case, rng):
             for size, dtype in ((n, left), (k, right))
         ]
         c = rng.standard_normal((experts, n, k)).astype(np.float32).astype(out) if has_c else None
-        scales = scales_of(rng, form, experts, ((rows // 128, n), (rows // 128, k)))
+        scales = oracle.scales_of(rng, form, experts, ((rows // 128, n), (rows // 128, k)))
         values = [np.where(real, wide(a), 0) for a in operands]
         if form == "blocks":
             values = [a * oracle.blocks(s, 0, rows).T for a, s in zip(values, scales)]

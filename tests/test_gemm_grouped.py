@@ -45,14 +45,6 @@ WGRADS = [
 wide = partial(np.asarray, dtype=np.float64)
 
 
-def scales_of(rng, form, experts, blocks):
-    """The inverse scales of both operands. blocks: the shapes of those of blocks."""
-    shapes = {"one": ((), ()), "experts": ((experts,),) * 2, "mixed": ((), (experts,)), "blocks": blocks}
-    if not form:
-        return None, None
-    return tuple(rng.uniform(0.5, 2, shape).astype(np.float32) for shape in shapes[form])
-
-
 def times(values, scale):
     """Operand [E, ...] with a scale for each expert, or one."""
     return values if scale is None else values * scale.reshape(-1, *[1] * (values.ndim - 1))
@@ -72,7 +64,7 @@ def test_rows(case, rng, plain_jax):
         rhs = rng.standard_normal((experts, n, k)).astype(np.float32).astype(right)
         bias = rng.standard_normal((experts, n)).astype(np.float32).astype(out) if has_bias else None
         blocks = (-(-k // 128), rows), (experts, -(-n // 128), -(-k // 128))
-        scales = scales_of(rng, form, experts, blocks)
+        scales = oracle.scales_of(rng, form, experts, blocks)
         if form == "blocks":
             scales = oracle.poisoned(scales[0], ~real, 1), scales[1]
             l64 = wide(lhs) * oracle.blocks(scales[0], 0, k).T
@@ -101,7 +93,7 @@ def test_wgrads(case, rng, plain_jax):
         for x, dtype in ((of_rows, left), (rng.standard_normal((k, rows)), right)):
             operands.append(oracle.poisoned(np.where(real, x, 0), tail, 1).astype(dtype))
         c = rng.standard_normal((experts, n, k)).astype(np.float32).astype(out) if has_c else None
-        scales = scales_of(rng, form, experts, ((rows // 128, n), (rows // 128, k)))
+        scales = oracle.scales_of(rng, form, experts, ((rows // 128, n), (rows // 128, k)))
         values, each = [*map(wide, operands)], 1
         if form == "blocks":
             values = [a * oracle.blocks(s, 0, rows).T for a, s in zip(values, scales)]
