@@ -4,7 +4,7 @@ import argparse
 import pathlib
 import sys
 
-from . import hlo, layers, memory, overlap, report, run, step_trace, tables, timing, turns
+from . import decode, hlo, layers, memory, overlap, report, run, step_trace, tables, timing, turns
 
 _MODELS = tuple(model.name for model in layers.gpt_and_llama(tiny=True))
 # Of each option: its type or its choices, and its help. `file` is an argument.
@@ -12,7 +12,7 @@ _OPTIONS = {
     "file": (pathlib.Path, "an earlier JSON, of rows or of `trace`"),
     "out": (pathlib.Path, "JSON, rewritten after each row; beside it the roofline of rows, .png"),
     "text": (pathlib.Path, "the module's text"),
-    "folder": (pathlib.Path, "keep the profiler's files here"),
+    "folder": (pathlib.Path, "of files that are read, or kept"),
     "compare": (pathlib.Path, "an earlier JSON: each row's time against its own"),
     "only": (str, 'regular expression: of rows, by "case | implementation", or of candidates'),
     "repeat": (int, "of each measurement"),
@@ -66,6 +66,11 @@ COMMANDS = {
         memory.main,
         dict(out=None, layers=16, hidden=4096, tokens=2048, measure=None),
         "memory of inference with parameters in bf16 and in FP8",
+    ),
+    "decode": (
+        decode.main,
+        dict(out=None, tiny=0, folder=None, measure=None),
+        "a checkpoint of 8B parameters: loading, memory and words per second, beside transformers",
     ),
     "show": (_show, dict(file=None, compare=None), "show an earlier JSON, measure nothing"),
     "tables": (tables.main, dict(check=0), "write the measured tables of the documents"),

@@ -22,7 +22,7 @@ _FAMILIES = [
     (ROUTING, r"te::.*(te_router|te_group_|te_combine|Gather)", r"te_(router|permute|combine|group$)"),
     ("activation backward", r"te::.*(Gradient|ActivationBwd)", r"te_activation_.*bwd"),
     ("activation forward", r"te::.*Activation", r"te_activation_.*fwd"),
-    ("quantize", r"te::.*Quantize", r"te_quantize"),
+    ("quantize", r"te::.*(Quantize|te_quantize)", r"te_quantize"),
     ("rope", r"te::.*Rope", r"te_rope"),
     ("scale update", r"te::.*Scale", r"te_scale_update"),
     ("grouped GEMM", r"te_gemm_grouped", r"te_gemm_grouped"),

@@ -152,16 +152,21 @@ def _activation(model: Experts) -> Iterator[Case]:
 
 
 def _stacked(model: Experts) -> Iterator[Case]:
-    def build(impl, shape):
-        in_blocks = impl == "te_jax fp8 block"
-        attrs = dict(stack=1, lead=0) if in_blocks else dict(stack=1, split=1)
+    """The two weights of a gated activation are two arrays, which lie side by side in the results."""
+
+    def build(impl, shape, slots):
+        of_stack = dict(stack=1, slots=slots - 1)
+        attrs = dict(of_stack, lead=0) if impl == "te_jax fp8 block" else dict(of_stack, split=1)
         ops = grouped.quantize_stacked, grouped.quantize_stacked_block
         run = _quantizing(*ops, impl, FP8_RESULTS, _SQUARES, E4M3, **attrs)
-        fn = lambda weight, scale: run((weight,), scale)
-        return compiled(fn, [(normal(1, (model.experts, *shape)), jnp.full(model.experts, 64.0))])
+        fn = lambda weights, scale: run((*weights, None)[:2], scale)
+        weights = tuple(normal(1 + s, (model.experts, *shape)) for s in range(slots))
+        return compiled(fn, [(weights, jnp.full(model.experts, 64.0))])
 
-    for weight, shape in model.weights.items():
+    for weight, (inputs, features) in model.weights.items():
+        slots = 2 if weight == "wi" else 1
         for impl in IMPLS:
-            name = f"quantize {weight} {model.experts}x{shape[0]}x{shape[1]}, both layouts"
-            moved = 4 * model.experts * shape[0] * shape[1]
-            yield _case(model, name, impl, partial(build, impl, shape), moved)
+            name = f"quantize {weight} {model.experts}x{inputs}x{features}, both layouts"
+            shape = inputs, features // slots
+            moved = 4 * model.experts * inputs * features
+            yield _case(model, name, impl, partial(build, impl, shape, slots), moved)

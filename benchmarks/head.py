@@ -17,7 +17,6 @@ from .cases import Case
 from .layers import RECIPES
 from .timing import Call, compiled, normal
 
-_CALLS = 10  # a step takes some 100 ms
 _SCALE = 64.0  # of x and kernel in FP8: standard normal data times this fits
 _ROWS = 2048  # tokens of a chunk by hand
 
@@ -79,7 +78,8 @@ def build(head: Head, impl: str) -> Call:
 
 
 def _case(head: Head, impl: str) -> Case:
-    more = dict(suite="head", tokens=head.tokens, calls=_CALLS, fp8_flops=head.flops if "fp8" in impl else 0.0)
+    more = dict(suite="head", tokens=head.tokens, fp8_flops=head.flops if "fp8" in impl else 0.0)
+    more["beside"] = tuple(PLAIN) if impl in TE else ()
     return Case(head.name, impl, build=lambda: build(head, impl), flops=head.flops, **more)
 
 

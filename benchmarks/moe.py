@@ -7,7 +7,7 @@ steps after the timing; the product that makes the logits is not in it.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,7 @@ def build(model: experts.Experts, impl: str) -> Call:
     return _ragged(model) if impl == RAGGED else _te_jax(model, impl)
 
 
+@lru_cache(maxsize=1)  # the contenders of a case share them
 def parameters(model: experts.Experts) -> dict[str, jax.Array]:
     """bf16, of a size that keeps each tensor's variance."""
     e, h, f = model.experts, model.hidden, model.ffn
@@ -64,6 +65,7 @@ def parameters(model: experts.Experts) -> dict[str, jax.Array]:
     }
 
 
+@lru_cache(maxsize=1)
 def _data(model: experts.Experts):
     """x, and the gradient of y."""
     return normal(6, (model.tokens, model.hidden)), normal(7, (model.tokens, model.hidden))

@@ -16,7 +16,6 @@ from te_jax.ops.gemm import tune_all
 
 from . import (
     ceilings,
-    head,
     kernels,
     layers,
     machine,
@@ -35,7 +34,6 @@ SUITES = {
     "ops": (ops.cases, "single ops"),
     "layers": (layers.cases, "transformer layers, their parts, a small model"),
     "all": (lambda tiny: [*ops.cases(tiny), *layers.cases(tiny)], "ops and layers"),
-    "head": (head.cases, "the head of a language model with its loss"),
     "scaling": (layers.scaling_cases, "GPT layers over tokens and width"),
     "microbatches": (microbatches.cases, "steps of four microbatches: what is done in each, and what once"),
     "remat": (remat.cases, "a stack of Llama layers under jax.checkpoint, by policy"),

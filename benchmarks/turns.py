@@ -12,15 +12,17 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import ceil
 
-from . import grouped, grouped_ops, kernels, machine, moe, report, run, timing
+from . import grouped, grouped_ops, head, kernels, machine, moe, report, run, timing
 from .cases import Case
 
 COPY = 4.24e12  # bytes/s that an H200's memory moves at best, in a copy
 _ROUNDS = 4  # that count
 _TRACED = 3  # steps
+_COMPILED_AT_ONCE = 8
 _SECONDS, _QUICK_SECONDS = 1.2, 0.1  # of a contender, in all of these
 
 SUITES = {
@@ -29,6 +31,7 @@ SUITES = {
         "experts' grouped products and the ops around them, in turns with torch, ragged_dot and dense products",
     ),
     "moe": (moe.cases, "layers of experts in bf16 and FP8, in turns with ragged_dot"),
+    "head": (head.cases, "the head of a language model with its loss, in turns with plain JAX"),
 }
 
 
@@ -49,7 +52,7 @@ class Contender:
             self.ms_of = lambda calls: self.case.measure(calls, 1)[0]
             return
         call = self.case.build()
-        self.row |= {key: getattr(call, key) for key in ("trace_s", "compile_s", "peak_bytes", "io_bytes")}
+        self.row |= {key: getattr(call, key) for key in ("peak_bytes", "io_bytes")}
         self.call, self.ms_of = call, lambda calls: timing.queued(call, calls, repeat=1)[0]
 
     def turn(self, seconds: float, meter: machine.Meter, counts: bool):
@@ -92,8 +95,10 @@ class Contender:
 def measure(cases: list[Case], seconds: float, meter: machine.Meter) -> list[dict]:
     """The rows of cases of one name, each for `seconds` in all of `_ROUNDS` rounds, after one that does not count."""
     contenders = [Contender(case) for case in cases]
-    for contender in contenders:
-        contender.attempt(contender.prepare)
+    prepare = lambda contender: contender.attempt(contender.prepare)
+    prepare(contenders[0])  # alone: what all share is made once
+    with ThreadPoolExecutor(_COMPILED_AT_ONCE) as pool:
+        list(pool.map(prepare, contenders[1:]))
     for number in range(_ROUNDS + 1):
         for contender in contenders:
             contender.attempt(contender.turn, seconds / _ROUNDS, meter, number > 0)

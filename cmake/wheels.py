@@ -75,7 +75,17 @@ def check(python: str, wheel: Path) -> str:
     return f"{wheel.name}: {megabytes:.1f} MB"
 
 
+def expect_pip(python: str) -> None:
+    """Raises SystemExit unless `python` is a Python with pip: now, and not once the kernels are compiled."""
+    try:
+        said(python, "-m", "pip", "--version")
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"te_jax: {python} does not run pip: {error}\nName others: make wheel PYTHONS=...") from None
+
+
 def main(out: str, *pythons: str) -> None:
+    for python in pythons:
+        expect_pip(python)
     FOLDER.mkdir(parents=True, exist_ok=True)
     Path(out).mkdir(parents=True, exist_ok=True)
     os.environ |= {"TE_JAX_BUILD_CUDA": "1", "TE_JAX_CUDA_ARCHS": os.environ.get("TE_JAX_CUDA_ARCHS") or "all"}

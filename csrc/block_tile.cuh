@@ -302,6 +302,7 @@ __device__ __forceinline__ void WriteBlocks(const Vec<T, 8> (&x)[kBlockRows], co
 //   Load<kVectors>(row, column, columns) -> Raw: 8 columns from `column` on, of which `columns` are inside;
 //             row: of m and p; column: of n and q, or of q with kSlots of n; zeros outside give values of
 //             zero
+//   ReadSlots, LoadSlot<kVectors>(slot, column, columns) -> Raw in place of Load where it Gathers
 //   Results(Raw, Vec<Type, 8> (&)[kSlots])
 //   Await(row0, rows) if there: called once by all threads, behind the first Loads and before any Results
 //   Skips(row0) if there: whether nobody reads the tile's rows, of which row0 is the first
@@ -320,6 +321,8 @@ __device__ __forceinline__ void WriteBlockTile(const Source& source, const Block
   at.row = of_band.quotient * a.p + row, at.column = slot * a.q + column;
   at.rows = InGroups<Source> ? kBlock : min(a.p - row, kBlock), at.columns = min(a.q - column, kBlock);
   at.r = threadIdx.x / kBlockGroups * kBlockRows, at.c = threadIdx.x % kBlockGroups * 8;
+  [[maybe_unused]] int slots[kBlockRows];
+  if constexpr (Gathers<Source>) source.ReadSlots(at.row + at.r, at.rows - at.r, slots);
   if constexpr (requires { source.Skips(at.row); }) {
     if (source.Skips(at.row)) return;
   }
@@ -332,7 +335,10 @@ __device__ __forceinline__ void WriteBlockTile(const Source& source, const Block
 
   const auto load = [&](int k) {
     const int inside = at.r + k < end ? at.columns - at.c : 0;
-    return source.template Load<kVectors>(at.row + at.r + k, at.column + at.c, inside);
+    if constexpr (Gathers<Source>)
+      return source.template LoadSlot<kVectors>(slots[k], at.column + at.c, inside);
+    else
+      return source.template Load<kVectors>(at.row + at.r + k, at.column + at.c, inside);
   };
   typename Source::Raw raw[kInFlight];
 #pragma unroll
@@ -376,22 +382,22 @@ struct BlockArrays {
 };
 
 // The arguments for values of rows [m..., p] (`rows`) and columns [n..., q], once the results are as
-// expected.
+// expected, those of experts [e...] one after the other.
 inline Status GetBlockArgs(const char* op, const Axes& rows, const Axes& n_axes, int64_t q,
                            const BlockArrays& b, bool power_2, double epsilon, BlockArgs* out,
-                           bool square = false) {
+                           bool square = false, const Axes& e = {}) {
   const Axes m_axes = rows.Without(1), columns = n_axes + Axes{q};
   const int64_t m = m_axes.count(), p = rows.last(), ps = CeilDiv(p, kBlock), n = n_axes.count(),
                 qs = CeilDiv(q, kBlock);
-  TE_CHECK(m * p <= UINT32_MAX && n * q <= UINT32_MAX && m * ps * n * qs <= INT32_MAX,
-           "%s: [%ld, %ld, %ld, %ld] is too large", op, long(m), long(p), long(n), long(q));
+  TE_CHECK(m * p <= UINT32_MAX && n * q <= UINT32_MAX && e.count() * m * ps * n * qs <= INT32_MAX,
+           "%s: [%ld, %ld, %ld, %ld] is too large", op, long(e.count() * m), long(p), long(n), long(q));
   const Axes row_blocks = m_axes + Axes{ps}, column_blocks = n_axes + Axes{qs};
   const Axes inv = square ? row_blocks + column_blocks : column_blocks + rows;
   const Axes inv_t = square ? column_blocks + row_blocks : row_blocks + columns;
-  TE_TRY(Expect(op, {{"data", b.data, kFp8, rows + columns, kOptional},
-                     {"data_t", b.data_t, Fp8Like(b.data), columns + rows, kOptional},
-                     {b.inv_name, b.inv, F32, inv, kOptional},
-                     {b.inv_t_name, b.inv_t, F32, inv_t, kOptional},
+  TE_TRY(Expect(op, {{"data", b.data, kFp8, e + rows + columns, kOptional},
+                     {"data_t", b.data_t, Fp8Like(b.data), e + columns + rows, kOptional},
+                     {b.inv_name, b.inv, F32, e + inv, kOptional},
+                     {b.inv_t_name, b.inv_t, F32, e + inv_t, kOptional},
                      {"dbias", b.dbias, F32, Axes{BlockParts(rows)} + columns, kOptional}}));
   BlockArgs a{};
   a.m = m, a.p = p, a.n = n, a.q = q, a.ps = ps, a.qs = qs;
@@ -409,10 +415,10 @@ inline Status GetBlockArgs(const char* op, const Axes& rows, const Axes& n_axes,
 // aligned: the rows of the sources; the results are looked at here.
 template <typename Source>
 Status LaunchBlocks(cudaStream_t stream, const BlockKernel<Source> (&kernels)[2], const Source& source,
-                    const BlockArgs& a, bool aligned) {
+                    const BlockArgs& a, bool aligned, unsigned experts = 1) {
   const unsigned strips = a.n / Source::kSlots * a.qs;
   const auto kernel = kernels[aligned && Aligned(a.data) && a.q % 8 == 0];
-  kernel<<<a.m * a.ps * strips, kBlockThreads, 0, stream>>>(source, a, Divisor(strips));
+  kernel<<<experts * a.m * a.ps * strips, kBlockThreads, 0, stream>>>(source, a, Divisor(strips));
   TE_LAUNCHED();
 }
 

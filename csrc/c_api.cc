@@ -30,6 +30,7 @@ Status Quantize(Call& call, const te_jax_quantize_args& a) {
 }
 
 Status QuantizeBlock(Call& call, const te_jax_quantize_block_args& a) {
+  call.NeedsHopper();
   const Tensor x = TE_ARRAY(x);
   const Axes rows = Axes(x).First(a.lead + 1), columns = Axes(x).From(a.lead + 1);
   call.Expect("epsilon", a.epsilon, 0);
@@ -68,6 +69,7 @@ Status ActivationBwd(Call& call, const te_jax_activation_bwd_args& a) {
 }
 
 Status ActivationBlockFwd(Call& call, const te_jax_activation_block_fwd_args& a) {
+  call.NeedsHopper();
   ExpectActivation(call, a);
   call.Expect("epsilon", a.epsilon, 0);
   return call.Launch(LaunchActivationBlockFwd, TE_ARRAY(x), TE_MAYBE(data), TE_MAYBE(data_t),
@@ -76,6 +78,7 @@ Status ActivationBlockFwd(Call& call, const te_jax_activation_block_fwd_args& a)
 }
 
 Status ActivationBlockBwd(Call& call, const te_jax_activation_block_bwd_args& a) {
+  call.NeedsHopper();
   const Tensor x = TE_ARRAY(x);
   ExpectActivation(call, a);
   call.Expect("epsilon", a.epsilon, 0);
@@ -99,6 +102,7 @@ Status NormFwd(Call& call, const te_jax_norm_fwd_args& a) {
 }
 
 Status NormBlockFwd(Call& call, const te_jax_norm_block_fwd_args& a) {
+  call.NeedsHopper();
   const Tensor x = TE_ARRAY(x);
   call.Expect("eps", a.eps, 0, true);
   call.Expect("epsilon", a.epsilon, 0);
@@ -127,6 +131,7 @@ Status Gemm(Call& call, const te_jax_gemm_args& a) {
 constexpr int64_t kOuter = 0;  // axes of k without blocks: there is one axis
 
 Status GemmBlock(Call& call, const te_jax_gemm_block_args& a) {
+  call.NeedsHopper();
   return call.Launch(LaunchGemmBlock, TE_MATRIX(lhs, kRequired), TE_MATRIX(rhs, kRequired),
                      TE_ARRAY(lhs_scale_inv), TE_MAYBE(rhs_scale_inv), TE_MAYBE(rhs_block_inv),
                      TE_MAYBE(bias), TE_MATRIX(c, kOptional), TE_MATRIX(out, kRequired),

@@ -36,6 +36,9 @@ class Call {
   // Bytes of the workspace for the launcher itself.
   Tensor Workspace(int64_t bytes) { return Reserve(U8, {bytes}); }
 
+  // Kernels of the op are Hopper's alone.
+  void NeedsHopper() { needs_hopper_ = true; }
+
   // An error unless it is a finite number, `least` or more, or above it.
   void Expect(const char* name, double value, double least, bool above = false);
 
@@ -72,6 +75,7 @@ class Call {
   Status Check(const char* name, const te_jax_array& a, int64_t alignment) const;
   Tensor Reserve(Type type, const Axes& axes);
   Status Ready() const;
+  Status ExpectWorkspace() const;
   Status Finish() const;
   void Fail(Status status) {
     if (!status_.failure()) status_ = std::move(status);
@@ -82,6 +86,7 @@ class Call {
   cudaStream_t stream_;
   char* workspace_;
   int64_t workspace_bytes_, bytes_ = 0;
+  bool needs_hopper_ = false;
   Status status_;
   std::vector<Ending> endings_;
   std::deque<std::vector<int64_t>> sizes_;  // of the arrays in the workspace

@@ -1,6 +1,7 @@
 #include <cmath>
 
 #include "c_api.h"
+#include "device.h"
 
 namespace te::c_api {
 namespace {
@@ -78,6 +79,11 @@ void Call::Expect(const char* name, double value, double least, bool above) {
 
 Status Call::Ready() const {
   TE_TRY(status_);
+  TE_TRY(ExpectWorkspace());
+  return needs_hopper_ && ask_ != Ask::kBytes ? ExpectHopper(op_) : Status{};
+}
+
+Status Call::ExpectWorkspace() const {
   if (ask_ == Ask::kBytes || bytes_ == 0) return {};
   TE_CHECK(workspace_bytes_ >= bytes_, "%s: workspace_bytes is %ld; te_jax_%s_workspace says %ld", op_,
            long(workspace_bytes_), op_ + sizeof("te_") - 1, long(bytes_));

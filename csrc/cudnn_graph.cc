@@ -39,8 +39,8 @@ std::atomic<int64_t> builds = 0;
 
 // Kept with the plan's failure, so that the user knows the way out.
 Status NoPlan(const GraphRecipe& recipe, const std::string& reason) {
-  return {Status::kUnimplemented,
-          recipe.text + ": cuDNN: " + reason + "; implementation=\"xla\" does not need cuDNN."};
+  return {Status::kUnimplemented, recipe.text + ": cuDNN on compute capability " + Capability() + ": " +
+                                      reason + "; implementation=\"xla\" does not need cuDNN."};
 }
 Status Failure(const std::string& message) { return {Status::kInternal, message}; }
 

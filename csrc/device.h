@@ -1,9 +1,12 @@
-// What a question from Python may ask of the devices without touching them.
+// What is asked of the devices without touching them.
 #pragma once
 
-#include <cuda_runtime.h>
+#include "status.h"
 
 namespace te {
+
+// Unimplemented, naming the op, unless the current device is a Hopper.
+Status ExpectHopper(const char* op);
 
 // Whether this process uses the device. To open a context on another takes it hundreds of MB.
 inline bool HasContext(int device) {

@@ -67,7 +67,10 @@ struct ScaleReader {
     if constexpr (kSums == Sums::kSquares) {
       const int along = Parts(p.k, kBlock), squares = Parts(p.columns, kBlock);
       const int square = min(tile.right_row / kBlock, squares - 1);
-      halves = p.right_blocks + (int64_t{tile.expert} * squares + square) * along;
+      // All lanes read the same, which goes to uniform registers, and these are waited for as soon as they
+      // are asked for: that took 15 % of a product. So the place depends on the lane, by `row >> 31`, which
+      // is 0.
+      halves = p.right_blocks + (int64_t{tile.expert} * squares + square) * along + (row >> 31);
       right = square + 1 < squares ? along : 0;
     }
   }
@@ -93,7 +96,7 @@ struct Consumer {
   const Problem& p;
   Shared& s;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // alike in all lanes, as the compiler can see
-  const int lane = threadIdx.x % 32;
+  const int lane = Kept(threadIdx.x % 32);
   Ring ring;
 
   // The row of the tile of a thread's first row of two; the other one is 8 below.

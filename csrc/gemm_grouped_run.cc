@@ -1,6 +1,7 @@
 // From a grouped product to its kernel: the tensor maps by which it reads.
 #include <cudaTypedefs.h>
 
+#include "device.h"
 #include "gemm_grouped.h"
 
 namespace te::grouped {
@@ -39,25 +40,15 @@ Status MakeMap(CUtensorMap* map, Type type, const void* data, int64_t k, int64_t
                                     long(count), long(rows), long(k), int(result))};
 }
 
-// An error unless this GPU, and this build, have the instructions of the kernel.
-Status ExpectHopper() {
-#ifndef TE_HAS_90A
-  return {Status::kUnimplemented,
-          "te_gemm_grouped: te_jax was built without 90a-real; build it with TE_JAX_CUDA_ARCHS=90a-real"};
-#endif
-  int device, major, minor;
-  TE_CUDA(cudaGetDevice(&device));
-  TE_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  TE_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-  if (major == 9 && minor == 0) return {};
-  return {Status::kUnimplemented,
-          Format("te_gemm_grouped: needs compute capability 9.0 (Hopper), this GPU has %d.%d", major, minor)};
-}
-
 }  // namespace
 
 Status Run(cudaStream_t stream, const Problem& problem) {
-  TE_TRY(ExpectHopper());
+  const char* op = problem.wgrad ? "te_gemm_grouped_wgrad" : "te_gemm_grouped";
+  TE_TRY(ExpectHopper(op));
+#ifndef TE_HAS_90A
+  return {Status::kUnimplemented,
+          Format("%s: te_jax was built without 90a-real; build it with TE_JAX_CUDA_ARCHS=90a-real", op)};
+#endif
   KernelArgs args{};
   args.p = problem;
   // Boxes are half of a tile: each CTA of a cluster brings one half of what both read.

@@ -75,11 +75,17 @@ cudaDataType_t CudaType(Type type) {
   }
 }
 
-#define TE_LT(expr)                                                                        \
-  do {                                                                                     \
-    if (cublasStatus_t s_ = (expr); s_ != CUBLAS_STATUS_SUCCESS)                           \
-      return Status{Status::kInternal,                                                     \
-                    Format("te_gemm: %s: status %d, %s", #expr, int(s_), StatusName(s_))}; \
+// What a call of cuBLASLt that failed ends as.
+Status LtFailure(cublasStatus_t status, const char* call) {
+  const std::string text = Format("te_gemm: %s: status %d, %s", call, int(status), StatusName(status));
+  if (status != CUBLAS_STATUS_ARCH_MISMATCH && status != CUBLAS_STATUS_NOT_SUPPORTED)
+    return {Status::kInternal, text};
+  return {Status::kUnimplemented, text + "; this GPU has compute capability " + Capability()};
+}
+
+#define TE_LT(expr)                                                                           \
+  do {                                                                                        \
+    if (cublasStatus_t s_ = (expr); s_ != CUBLAS_STATUS_SUCCESS) return LtFailure(s_, #expr); \
   } while (0)
 
 // The host-side descriptors of one call (made in 0.1 us): they hold the scale and bias pointers, which change
@@ -270,8 +276,7 @@ Status Matmul(cudaStream_t stream, cublasLtHandle_t handle, const GemmKey& key, 
       handle, descriptors.matmul, &one, operands.rhs, descriptors.a, operands.lhs, descriptors.b, &beta, c,
       descriptors.d, operands.out, descriptors.d, &algo, operands.workspace, key.workspace, stream);
   if (status == CUBLAS_STATUS_SUCCESS) return {};
-  return {Status::kInternal,
-          Format("te_gemm: %s: status %d, %s", Describe(key).c_str(), int(status), StatusName(status))};
+  return LtFailure(status, Describe(key).c_str());
 }
 
 Status Candidates(cublasLtHandle_t handle, const GemmKey& key, Algos* algos) {
@@ -279,9 +284,11 @@ Status Candidates(cublasLtHandle_t handle, const GemmKey& key, Algos* algos) {
   TE_TRY(descriptors.Make(key, {}));
   const cublasStatus_t status = Heuristic(handle, descriptors, key.workspace, algos);
   if (algos->empty())
-    return {Status::kUnimplemented,
-            Format("te_gemm: cuBLASLt has no algorithm for %s on this GPU (status %d, %s)",
-                   Describe(key).c_str(), int(status), StatusName(status))};
+    return {
+        Status::kUnimplemented,
+        Format(
+            "te_gemm: cuBLASLt has no algorithm for %s on this GPU, of compute capability %s (status %d, %s)",
+            Describe(key).c_str(), Capability().c_str(), int(status), StatusName(status))};
   return key.tune ? AddRelatives(handle, key, descriptors, algos) : Status{};
 }
 

@@ -60,6 +60,11 @@ struct GroupSource : Of {
 template <typename Source>
 concept InGroups = requires { Source::groups; };
 
+// Whether the rows of a source are those that slots name. A thread reads the slots of all its rows before it
+// waits for anything, so that the rows come one latency later.
+template <typename Source>
+concept Gathers = requires(const Source& source, int* out) { source.ReadSlots(int64_t{}, 4, out); };
+
 // Partial results of each band of 128 rows: amax f32 [bands, strips], dbias f32 [bands, columns].
 struct GroupParts {
   Tensor amax, dbias;

@@ -5,8 +5,10 @@
 namespace te {
 
 TE_HANDLER(te_quantize, LaunchQuantize, "split");
-TE_HANDLER(te_quantize_stacked, LaunchQuantizeStacked, "stack", "split");
+TE_HANDLER(te_quantize_stacked, LaunchQuantizeStacked, "stack", "slots", "split");
 TE_HANDLER(te_quantize_block, LaunchQuantizeBlock, "lead", "square", "power_2", "epsilon");
+TE_HANDLER(te_quantize_stacked_block, LaunchQuantizeStackedBlock, "stack", "slots", "lead", "power_2",
+           "epsilon");
 TE_HANDLER(te_activation_fwd, LaunchActivationFwd, "kind", "limit", "alpha", "glu_linear_offset");
 TE_HANDLER(te_activation_bwd, LaunchActivationBwd, "kind", "limit", "alpha", "glu_linear_offset");
 TE_HANDLER(te_activation_block_fwd, LaunchActivationBlockFwd, "kind", "limit", "alpha", "glu_linear_offset",

@@ -16,10 +16,10 @@ Status LaunchQuantize(cudaStream_t stream, Arg x, Arg scale, Ret data, Ret data_
                       int64_t split);
 
 // FP8 with one scale for each expert. x [e..., m..., n...], whose first `stack` axes are e, and the next
-// `split` m; scale? f32 [e...] -> data? [e..., m..., n...], data_t? [e..., n..., m...], amax? f32 [ceil(m /
-// 256), ceil(n / 64), e...].
-Status LaunchQuantizeStacked(cudaStream_t stream, Arg x, Arg scale, Ret data, Ret data_t, Ret amax,
-                             int64_t stack, int64_t split);
+// `split` m; y? as x; a: an axis of 2 with y (slots is 1), else none (0); scale? f32 [e...] -> data? [e...,
+// m..., a, n...], data_t? [e..., a, n..., m...], amax? f32 [ceil(m / 256), ceil(n / 64), e...].
+Status LaunchQuantizeStacked(cudaStream_t stream, Arg x, Arg y, Arg scale, Ret data, Ret data_t, Ret amax,
+                             int64_t stack, int64_t slots, int64_t split);
 
 // FP8 with a scale for each block of 128. x [m..., p, n..., q], where m are the first `lead` axes -> data? as
 // x, data_t? [n..., q, m..., p]; of blocks 1 x 128 scale_inv? f32 [n..., q/128, m..., p], scale_inv_t? f32
@@ -28,6 +28,14 @@ Status LaunchQuantizeStacked(cudaStream_t stream, Arg x, Arg scale, Ret data, Re
 Status LaunchQuantizeBlock(cudaStream_t stream, Arg x, Ret data, Ret data_t, Ret scale_inv, Ret scale_inv_t,
                            Ret block_inv, Ret block_inv_t, Ret dbias, int64_t lead, bool square, bool power_2,
                            double epsilon);
+
+// FP8 with a scale for each block of 128 x 128 of each expert. x [e..., m..., p, n..., q], whose first
+// `stack` axes are e, and the next `lead` m; y? and a as above -> data? [e..., m..., p, a, n..., q], data_t?
+// [e..., a, n..., q, m..., p], block_inv? f32 [e..., m..., p/128, a, n..., q/128], block_inv_t? f32 [e..., a,
+// n..., q/128, m..., p/128].
+Status LaunchQuantizeStackedBlock(cudaStream_t stream, Arg x, Arg y, Ret data, Ret data_t, Ret block_inv,
+                                  Ret block_inv_t, int64_t stack, int64_t slots, int64_t lead, bool power_2,
+                                  double epsilon);
 
 // The activation of the MLP, of a slots (1 or 2), and its gradient, to FP8 with one scale. x [m..., a, f],
 // scale? f32 [] -> y? [m..., f], data? [m..., f], data_t? [f, m...], amax? f32 [ceil(m / 256), ceil(f / 64)].

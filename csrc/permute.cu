@@ -132,11 +132,6 @@ struct GatherSource : GatheredRows<T> {
   static constexpr int kSlots = 1, kCtas = sizeof(T) == 2 ? 4 : 3, kWindow = 4;
   static constexpr bool kSums = false;
 
-  template <bool kVectors, bool kAgain = false>
-  __device__ __forceinline__ Raw Load(int64_t row, int64_t column, int columns) const {
-    return this->template LoadSlot<kVectors>(row, column, columns);
-  }
-
   __device__ __forceinline__ void Values(const Raw& raw, float (&f)[1][8]) const {
 #pragma unroll
     for (int j = 0; j < 8; ++j) f[0][j] = raw.x[j] * raw.weight;

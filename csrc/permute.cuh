@@ -33,11 +33,21 @@ struct GatheredRows {
   // Whether no group reaches row `row0` or one behind it: nobody reads what is there.
   __device__ __forceinline__ bool Skips(int64_t row0) const { return row0 >= *end; }
 
-  // 8 columns of a row of the buffer, from `column` on, of which `columns` are inside.
+  // The slots of 4 rows of the buffer, of which `rows` are inside; row is a multiple of 4.
+  __device__ __forceinline__ void ReadSlots(int64_t row, int rows, int* out) const {
+    if (rows >= 4) {
+      const int4 four = *reinterpret_cast<const int4*>(slots + row);
+      out[0] = four.x, out[1] = four.y, out[2] = four.z, out[3] = four.w;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[i] = i < rows ? slots[row + i] : -1;
+    }
+  }
+
+  // 8 columns of the row of a slot, from `column` on, of which `columns` are inside.
   template <bool kVectors>
-  __device__ __forceinline__ Raw LoadSlot(int64_t row, int64_t column, int columns) const {
-    const int slot = columns > 0 ? slots[row] : -1;
-    if (slot < 0) return {};
+  __device__ __forceinline__ Raw LoadSlot(int slot, int64_t column, int columns) const {
+    if (slot < 0 || columns <= 0) return {};
     return {LoadRow<kVectors, true>(x + topk.Of(slot).quotient * n + column, columns),
             weights ? weights[slot] : 1.f};
   }
@@ -51,6 +61,7 @@ inline Status ExpectGather(const char* op, Arg x, Arg slots, Arg offsets, Arg we
            "%s: topk is %ld, slots%s, offsets%s; pass a positive topk, less than 2^31 slots and an offset or "
            "more.",
            op, long(topk), slots.shape().c_str(), offsets.shape().c_str());
+  TE_CHECK(Aligned(Data<int>(slots)), "%s: slots is not aligned to 16 bytes", op);
   return Expect(op, {{"x", x, kFloats, Axes(x)},
                      {"slots", slots, S32, Axes(slots)},
                      {"offsets", offsets, S32, Axes(offsets)},

@@ -15,11 +15,6 @@ struct BlockGatherSource : GatheredRows<T> {
   using Raw = typename GatheredRows<T>::Raw;
   static constexpr int kSlots = 1, kCtas = sizeof(T) == 2 ? 2 : 1, kInFlight = kBlockRows;
 
-  template <bool kVectors>
-  __device__ __forceinline__ Raw Load(unsigned row, unsigned column, int inside) const {
-    return this->template LoadSlot<kVectors>(row, column, inside);
-  }
-
   __device__ __forceinline__ void Results(const Raw& raw, Vec<T, 8> (&x)[1]) const {
     float f[8];
 #pragma unroll

@@ -105,10 +105,12 @@ __device__ __forceinline__ float2 LoadShared8(uint32_t address) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
   return v;
 }
-__device__ __forceinline__ void StoreShared(uint32_t address, float a, float b) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
-}
 
+// x in a register: else a loop reads where it comes from anew in each step.
+__device__ __forceinline__ int Kept(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 // ---- products of a warpgroup ----
 
 // The types of the factors, of the left one first.

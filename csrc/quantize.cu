@@ -7,14 +7,14 @@
 namespace te {
 namespace {
 
-template <typename T, bool kWithSums = true>
+template <typename T>
 struct QuantizeSource {
   using Type = T;
   struct Raw {
     Vec<T, 8> x;
   };
   static constexpr int kSlots = 1, kCtas = sizeof(T) == 2 ? 4 : 3, kWindow = sizeof(T) == 2 ? 8 : 4;
-  static constexpr bool kSums = kWithSums;
+  static constexpr bool kSums = true;
   const T* x;  // [m, n]
   int64_t n;
 
@@ -31,10 +31,36 @@ struct QuantizeSource {
 
 TE_TILE_KERNELS(te_quantize);
 
-// Of experts, in turns: each has as many tiles.
-template <typename Source>
-struct Stacked : Source {
-  using T = typename Source::Type;
+// Weights of experts, of which each has as many tiles; of kA arrays side by side.
+template <typename T, int kA>
+struct StackedSource {
+  using Type = T;
+  struct Raw {
+    Vec<T, 8> x[kA];
+  };
+  static constexpr int kSlots = kA,
+                       kCtas = kA == 2          ? 2
+                               : sizeof(T) == 2 ? 4
+                                                : 3,
+                       kWindow = 16 / int(sizeof(T)) / kA;
+  static constexpr bool kSums = false;
+  const T* x[kA];  // [e, m, n]
+  int64_t n;
+
+  template <bool kVectors, bool kAgain = false>
+  __device__ __forceinline__ Raw Load(int64_t row, int64_t column, int columns) const {
+    Raw raw;
+#pragma unroll
+    for (int s = 0; s < kA; ++s) raw.x[s] = LoadRow<kVectors, kAgain>(x[s] + row * n + column, columns);
+    return raw;
+  }
+
+  __device__ __forceinline__ void Values(const Raw& raw, float (&f)[kA][8]) const {
+#pragma unroll
+    for (int s = 0; s < kA; ++s)
+#pragma unroll
+      for (int j = 0; j < 8; ++j) f[s][j] = raw.x[s][j];
+  }
 
   template <typename Write>
   __device__ __forceinline__ void Of(const TileResults<T>& all, unsigned index, Write write) const {
@@ -42,10 +68,13 @@ struct Stacked : Source {
     const int64_t first = expert * (all.m * all.n);
     TileResults<T> a = all;
     if (a.scale) a.scale += expert;
-    if (a.data) a.data += first;
-    if (a.data_t) a.data_t += first;
+    if (a.data) a.data += first * kA;
+    if (a.data_t) a.data_t += first * kA;
     if (a.amax) a.amax += expert;
-    write(Source{this->x + first, this->n}, a, index % tiles);
+    StackedSource one = *this;
+#pragma unroll
+    for (int s = 0; s < kA; ++s) one.x[s] += first;
+    write(one, a, index % tiles);
   }
 };
 
@@ -85,22 +114,26 @@ Status LaunchQuantize(cudaStream_t stream, Arg x, Arg scale, Ret data, Ret data_
   });
 }
 
-Status LaunchQuantizeStacked(cudaStream_t stream, Arg x, Arg scale, Ret data, Ret data_t, Ret amax,
-                             int64_t stack, int64_t split) {
+Status LaunchQuantizeStacked(cudaStream_t stream, Arg x, Arg y, Arg scale, Ret data, Ret data_t, Ret amax,
+                             int64_t stack, int64_t slots, int64_t split) {
   const char* op = "te_quantize_stacked";
   const Axes all(x), e = all.First(stack), one = all.From(stack), m = one.First(split), n = one.From(split);
-  TE_CHECK(stack >= 0 && split >= 0 && stack + split <= all.rank(),
+  TE_CHECK(stack >= 0 && split >= 0 && stack <= all.rank() && split <= all.rank() - stack,
            "%s: stack is %ld, split %ld; pass numbers of axes of x%s", op, long(stack), long(split),
            x.shape().c_str());
+  TE_CHECK(slots == 0 || slots == 1, "%s: slots is %ld; pass 1 with y, else 0", op, long(slots));
   const TileArrays arrays{scale, nullptr, kNone, data, data_t, amax, kNone};
-  TE_TRY(Expect(op, {{"x", x, kFloats, all}}));
-  TE_TRY(ExpectTiles(op, x, m, n, 1, arrays, e));
+  TE_TRY(Expect(op, {{"x", x, kFloats, all}, {"y", y, x.type, all, slots ? kRequired : kAbsent}}));
+  TE_TRY(ExpectTiles(op, x, m, slots ? Axes{2} + n : n, slots + 1, arrays, e));
   if (!Present(x)) return {};
   return DispatchFloat(x.type, [&]<typename T>() -> Status {
-    using Source = Stacked<QuantizeSource<T, false>>;
-    const Source source{{Data<T>(x), n.count()}};
-    return LaunchTiles(op, stream, te_quantize_stacked_kernels<Source>, source, Aligned(source.x), m.count(),
-                       n.count(), arrays, e.count());
+    const auto launch = [&]<typename Source>(const Source& source) {
+      const bool aligned = Aligned(source.x[0]) && Aligned(source.x[Source::kSlots - 1]);
+      return LaunchTiles(op, stream, te_quantize_stacked_kernels<Source>, source, aligned, m.count(),
+                         n.count(), arrays, e.count());
+    };
+    if (slots) return launch(StackedSource<T, 2>{{Data<T>(x), Data<T>(y)}, n.count()});
+    return launch(StackedSource<T, 1>{{Data<T>(x)}, n.count()});
   });
 }
 

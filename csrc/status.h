@@ -5,6 +5,7 @@
 
 #include <cstdarg>
 #include <cstdio>
+#include <cstring>
 #include <string>
 
 namespace te {
@@ -27,6 +28,29 @@ __attribute__((format(printf, 1, 2))) inline std::string Format(const char* form
   return text;
 }
 
+// The compute capability of the current device, as in 9.0; "unknown" where CUDA does not say.
+inline std::string Capability() {
+  int device = 0, major = 0, minor = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return "unknown";
+  }
+  return Format("%d.%d", major, minor);
+}
+
+// What a call of the CUDA runtime that failed ends as.
+inline Status CudaFailure(cudaError_t error, const char* file, int line, const char* call) {
+  (void)cudaGetLastError();                     // said here: the next launch of this thread is not to blame
+  const char* slash = std::strrchr(file, '/');  // the folders are those of the machine that compiled it
+  const std::string text =
+      Format("%s:%d: %s: %s", slash ? slash + 1 : file, line, call, cudaGetErrorString(error));
+  if (error != cudaErrorNoKernelImageForDevice) return {Status::kInternal, text};
+  return {Status::kUnimplemented,
+          text + "; te_jax was built without code of this kernel for compute capability " + Capability()};
+}
+
 }  // namespace te
 
 // Returns InvalidArgument from the launcher:
@@ -42,14 +66,10 @@ __attribute__((format(printf, 1, 2))) inline std::string Format(const char* form
     if (::te::Status s_ = (expr); s_.failure()) return s_; \
   } while (0)
 
-// Returns Internal if a CUDA runtime call fails.
+// Returns Internal if a CUDA runtime call fails; Unimplemented if it is for want of code for this GPU.
 #define TE_CUDA(expr)                                                                                        \
   do {                                                                                                       \
-    if (cudaError_t e_ = (expr); e_ != cudaSuccess) {                                                        \
-      (void)cudaGetLastError(); /* said here: the next launch of this thread is not to blame */              \
-      return ::te::Status{::te::Status::kInternal,                                                           \
-                          ::te::Format("%s:%d: %s: %s", __FILE__, __LINE__, #expr, cudaGetErrorString(e_))}; \
-    }                                                                                                        \
+    if (cudaError_t e_ = (expr); e_ != cudaSuccess) return ::te::CudaFailure(e_, __FILE__, __LINE__, #expr); \
   } while (0)
 
 // Ends a launcher: returns success, or the error of its last kernel launch and where it happened.

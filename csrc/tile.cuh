@@ -206,6 +206,33 @@ __device__ __forceinline__ bool LeavesOut(const Source& source, const TileResult
   return false;
 }
 
+// Of a source that gathers: the slots of a thread's rows, whose first one is r.
+template <typename Source>
+__device__ __forceinline__ void ReadSlots(const Source& source, const TilePlace& at, int r,
+                                          int (&slots)[kThreadRows]) {
+  if constexpr (Gathers<Source>) {
+#pragma unroll
+    for (int k = 0; k < kThreadRows; k += 4) {
+      const int row = k / 4 * kBandRows + r;
+      source.ReadSlots(at.row0 + row, at.rows - row, slots + k);
+    }
+  }
+}
+
+// 8 columns, from c on, of a thread's k-th row.
+template <bool kVectors, typename Source, typename Bands>
+__device__ __forceinline__ typename Source::Raw LoadRowOf(const Source& source, const TilePlace& at,
+                                                          const Bands& bands, const int (&slots)[kThreadRows],
+                                                          int k, int r, int c) {
+  if constexpr (Gathers<Source>) {
+    return source.template LoadSlot<kVectors>(slots[k], at.column0 + c, at.columns - c);
+  } else {
+    const int row = k / 4 * kBandRows + r + k % 4,
+              end = InGroups<Source> ? min(bands.ends[k / 4], at.rows) : at.rows;
+    return source.template Load<kVectors>(at.row0 + row, at.column0 + c, row < end ? at.columns - c : 0);
+  }
+}
+
 // Source:
 //   Type      of x and of the wide result
 //   Raw       what is read for 8 neighbours of a row
@@ -216,6 +243,7 @@ __device__ __forceinline__ bool LeavesOut(const Source& source, const TileResult
 //   Values(Raw, float (&)[kSlots][8])
 //   Load<kVectors, kAgain>(row, column, columns) -> Raw: 8 columns from `column` on, of which `columns` are
 //             inside; kAgain as in LoadRow, where the amax may be all that is wanted
+//   ReadSlots, LoadSlot<kVectors>(slot, column, columns) -> Raw in place of Load where it Gathers
 //   Await(row0, rows) if there: called once by all threads, behind the first Loads and before any Values
 //   Skips(row0) if there: whether nobody reads the tile's rows, of which row0 is the first; its amax is 0
 //   groups if there, GroupRows: the rows are in groups; Values(Load of 0 columns) are then 0
@@ -230,15 +258,13 @@ __device__ __forceinline__ void WriteTile(const Source& source, const TileResult
   __shared__ unsigned amax_of_warps[kOfBands][kMostWarps];
   const TilePlace at = PlaceOf(a, index);
   const int c = threadIdx.x % kGroups * 8, r = threadIdx.x / kGroups * 4;  // of the thread in the first band
+  [[maybe_unused]] int slots[kThreadRows];
+  ReadSlots(source, at, r, slots);
   if (LeavesOut(source, a, at.row0, index)) return;
   const auto bands = BandsAt(source, at.row0, a.scale);
   if (bands.unused) return;
 
-  const auto load = [&](int k) {  // the thread's k-th row
-    const int row = k / 4 * kBandRows + r + k % 4,
-              end = InGroups<Source> ? min(bands.ends[k / 4], at.rows) : at.rows;
-    return source.template Load<kVectors>(at.row0 + row, at.column0 + c, row < end ? at.columns - c : 0);
-  };
+  const auto load = [&](int k) { return LoadRowOf<kVectors>(source, at, bands, slots, k, r, c); };
   typename Source::Raw window[kWindow];
 #pragma unroll
   for (int k = 0; k < kWindow; ++k) window[k] = load(k);
@@ -297,15 +323,24 @@ __device__ __forceinline__ void WriteAmax(const Source& source, const TileResult
   const int64_t row0 = index / a.strips * int64_t{kTileRows};
   const int64_t column = index % a.strips * int64_t{kTileColumns} + threadIdx.x % kGroups * 8;
   const int rows = min(a.m - row0, int64_t{kTileRows}), columns = min(a.n - column, int64_t{8});
+  const auto row_of = [](int k) { return int(threadIdx.x) / kGroups + k * kRowsAtOnce; };  // of the tile
+  [[maybe_unused]] int slots[kTileRows / kRowsAtOnce];
+  if constexpr (Gathers<Source>)
+#pragma unroll
+    for (int k = 0; k < kTileRows / kRowsAtOnce; ++k)
+      slots[k] = row_of(k) < rows ? source.slots[row0 + row_of(k)] : -1;
   if (LeavesOut(source, a, row0, index)) return;
   const auto bands = BandsAt(source, row0, nullptr);
   if (bands.unused) return;
 
-  const auto row_of = [](int k) { return int(threadIdx.x) / kGroups + k * kRowsAtOnce; };  // of the tile
   const auto load = [&](int k) {
-    const int row = row_of(k),
-              end = InGroups<Source> ? min(bands.ends[k * kRowsAtOnce / kGroupRows], rows) : rows;
-    return source.template Load<kVectors, true>(row0 + row, column, row < end ? columns : 0);
+    if constexpr (Gathers<Source>) {
+      return source.template LoadSlot<kVectors>(slots[k], column, columns);
+    } else {
+      const int row = row_of(k),
+                end = InGroups<Source> ? min(bands.ends[k * kRowsAtOnce / kGroupRows], rows) : rows;
+      return source.template Load<kVectors, true>(row0 + row, column, row < end ? columns : 0);
+    }
   };
   typename Source::Raw window[kWindow];
 #pragma unroll

@@ -135,15 +135,18 @@ def ends_of(folder: pathlib.Path) -> list[int]:
 
 def generate_hf(args: argparse.Namespace, sampling: Sampling) -> int:
     """Continues the prompts with a checkpoint of Hugging Face's form."""
-    config.need("tokenizers", "safetensors")
-    import tokenizers
-
+    config.need("safetensors")
     from te_jax import hf
 
     folder = pathlib.Path(args.hf)
     family = hf.FAMILIES[hf.read_config(folder).family]
     if family.model is not models.CausalLM:
         raise ValueError(f"{folder} is a {family.architecture}, which continues no text: give one of a causal model")
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{folder} has no tokenizer.json: put that of the model there")
+    config.need("tokenizers")
+    import tokenizers
+
     ends = ends_of(folder)
     model, variables = hf.load(folder)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -5,6 +5,8 @@ import json
 import pathlib
 import platform
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -27,7 +29,7 @@ def driver_version() -> str | None:
     return match[0] if match else None
 
 
-def devices() -> dict:
+def devices() -> dict[str, Any]:
     """The devices of jax's default backend: platform, count, and the kind and compute capability of the first."""
     try:
         found = jax.devices()
@@ -38,7 +40,7 @@ def devices() -> dict:
     return {"platform": found[0].platform, "count": len(found), "kind": kind, "capability": capability}
 
 
-def feature(reason: str, how: str) -> dict:
+def feature(reason: str, how: str) -> dict[str, Any]:
     """The report on one feature. reason: Why it is not available, "" if it is. how: What serves it."""
     return {"available": not reason, "detail": reason or how}
 
@@ -52,7 +54,7 @@ def capability_reason(what: str, capability: str | None, minimum: tuple[int, int
     return f"{what} needs compute capability {needed} or newer, this GPU has {capability}: {way_out}"
 
 
-def features(device: dict, cuda: bool, status: _lib.Status, driver: str | None) -> dict:
+def features(device: dict[str, Any], cuda: bool, status: _lib.Status, driver: str | None) -> dict[str, Any]:
     """{recipe or "fused attention": its `feature`} on this device; cuda: whether jax has a CUDA device."""
     if not cuda:
         install = "pip install -U 'jax[cuda13]'" if driver else "needs an NVIDIA GPU and jax[cuda13]"
@@ -73,7 +75,7 @@ def features(device: dict, cuda: bool, status: _lib.Status, driver: str | None) 
     }
 
 
-def report() -> dict:
+def report() -> dict[str, Any]:
     """All that the command says, as `--json` prints it."""
     device, driver, status = devices(), driver_version(), _lib.status()
     cuda = _lib.has_cuda_device()
@@ -100,7 +102,7 @@ def report() -> dict:
     }
 
 
-def rows(found: dict):
+def rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The lines of the report as (label, text)."""
     device, extension = found["device"], found["extension"]
     for name, version in found["versions"].items():

@@ -34,7 +34,7 @@ class Kind:
     is_in: Callable[[Any], bool] = lambda value: True
     hint: Callable[[Any], str] = lambda value: ""
 
-    def accepts(self, value) -> bool:
+    def accepts(self, value: Any) -> bool:
         """Whether `value` is of this kind."""
         return bool(self.is_type(value) and self.is_in(value))
 
@@ -48,7 +48,7 @@ class Kind:
         )
 
 
-def check(where: str, name: str, value, kind: Kind) -> None:
+def check(where: str, name: str, value: Any, kind: Kind) -> None:
     """Raises TypeError or ValueError, "{where}: {name} is {value!r}; pass {kind}.", unless `value` is of `kind`."""
     if kind.accepts(value):
         return

@@ -6,7 +6,9 @@ psum or pmax, and the explicit-sharding types. This is the one file that knows j
 which mesh axes split a call.
 """
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,31 +63,49 @@ class Op:
                 off CUDA alone where `cuda` is given, which then makes no use of `call`.
     """
 
+    name: str
+    rule: Rule
+    dtypes: Callable[..., Sequence[Any]]
+    reference: Callable[..., Sequence[Any]]
+    replicated: frozenset[str]
+    combine: Mapping[str, str]
+    once: frozenset[str]
+    rank_attrs: Mapping[str, str]  # `ranks` of the constructor
+    sizes: Mapping[str, Callable[..., int]]
+    partials: Mapping[str, Callable[..., tuple[Any, ...]]]
+    workspace: Callable[..., Any] | None
+    fenced: frozenset[str]
+    apart: frozenset[str]
+    layout: Callable[..., Sequence[int]] | None
+    cuda: Callable[..., Sequence[Any]] | None
+    composed: bool
+    primitive: Primitive
+
     def __init__(
         self,
-        name,
-        rule,
+        name: str,
+        rule: str,
         *,
-        dtypes,
-        reference,
-        replicated="",
-        combine=None,
-        once=(),
-        apart="",
-        ranks=None,
-        sizes=None,
-        fenced="",
-        partials=None,
-        workspace=None,
-        layout=None,
-        cuda=None,
-        composed=False,
-    ):
+        dtypes: Callable[..., Sequence[Any]],
+        reference: Callable[..., Sequence[Any]],
+        replicated: str = "",
+        combine: Mapping[str, str] | None = None,
+        once: Iterable[str] = (),
+        apart: str = "",
+        ranks: Mapping[str, str] | None = None,
+        sizes: Mapping[str, Callable[..., int]] | None = None,
+        fenced: str = "",
+        partials: Mapping[str, Callable[..., tuple[Any, ...]]] | None = None,
+        workspace: Callable[..., Any] | None = None,
+        layout: Callable[..., Sequence[int]] | None = None,
+        cuda: Callable[..., Sequence[Any]] | None = None,
+        composed: bool = False,
+    ) -> None:
         self.name, self.rule, self.dtypes, self.reference = name, Rule.parse(rule), dtypes, reference
         self.replicated, self.combine, self.once = frozenset(replicated.split()), combine or {}, frozenset(once)
         self.rank_attrs, self.sizes = ranks or {}, sizes or {}
         self.partials, self.workspace = partials or {}, workspace
-        self.fenced = frozenset(fenced.split()) if _FENCES else ()
+        self.fenced = frozenset(fenced.split() if _FENCES else ())
         self.apart, self.layout, self.cuda, self.composed = frozenset(apart.split()), layout, cuda, composed
         self._check_declaration()
         self.primitive = Primitive(name)
@@ -107,7 +127,13 @@ class Op:
                     f"(combine={{'{out.name}': 'sum'}}) or list them in `replicated`."
                 )
 
-    def __call__(self, *args, outputs=None, out_specs=None, **attrs):
+    def __call__(
+        self,
+        *args: jax.Array | None,
+        outputs: Sequence[str] | None = None,
+        out_specs: Iterable[PartitionSpec | None] | None = None,
+        **attrs: Any,
+    ) -> tuple[jax.Array, ...]:
         """Operands by position (None where absent) -> the tuple of the results named in `outputs` (default: all).
 
         out_specs: on an Explicit mesh, a PartitionSpec for each of them, which the op follows as far as it can without
@@ -117,7 +143,9 @@ class Op:
         params = self._params(args, outputs, attrs | wanted)
         return self._mappable_call(_key(params))(*(a for a in args if a is not None))
 
-    def on_shard(self, *args, outputs=None, **attrs):
+    def on_shard(
+        self, *args: jax.Array | None, outputs: Sequence[str] | None = None, **attrs: Any
+    ) -> Sequence[jax.Array]:
         """The results of a call on operands of one device, inside the reference of a composed op."""
         return self._bind(self._params(args, outputs, attrs), [a for a in args if a is not None])
 

@@ -16,6 +16,7 @@ From this one line follow the checks, the result shapes, the vmap rule and the s
 """
 
 import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -94,13 +95,13 @@ class Rule:
         same = lambda o: replace(o, axes=named[o.like].axes, broadcast=named[o.like].broadcast) if o.like else o
         return cls(inputs, tuple(map(same, outputs)))
 
-    def select(self, inputs, outputs) -> "Rule":
+    def select(self, inputs: Collection[str], outputs: Collection[str]) -> "Rule":
         """The rule of a call with just these operands and results (by name)."""
         return Rule(
             tuple(o for o in self.inputs if o.name in inputs), tuple(o for o in self.outputs if o.name in outputs)
         )
 
-    def mapped(self, levels) -> "Rule":
+    def mapped(self, levels: Sequence[Collection[str]]) -> "Rule":
         """The rule of a call for each entry of mapped axes, which come first: `levels` names the operands that have
         each, the outermost first; all results have all. The axes are `#0`, `#1`, ..."""
 
@@ -123,7 +124,7 @@ class Rule:
         """Names of the axis groups, in order of appearance."""
         return tuple(dict.fromkeys(a for o in self.operands for a in o.axes if is_group(a)))
 
-    def ranks(self, op: str, ndims, known) -> dict[str, int]:
+    def ranks(self, op: str, ndims: Iterable[int], known: Mapping[str, int]) -> dict[str, int]:
         """Solves every group for its number of axes, from the operands' ranks and the `known` groups.
 
         Raises ValueError where an operand has too few or too many axes.
@@ -147,7 +148,7 @@ class Rule:
             pending = later
         return ranks
 
-    def broadcast(self, shapes, ranks) -> "Rule":
+    def broadcast(self, shapes: Iterable[Sequence[int]], ranks: Mapping[str, int]) -> "Rule":
         """The rule of a call with operands of these shapes, which says where they are broadcast: `Operand.ones`."""
 
         def ones(operand, shape):
@@ -159,12 +160,19 @@ class Rule:
         of = lambda o, name: replace(o, ones=found.get(name, o.ones))
         return Rule(tuple(of(o, o.name) for o in self.inputs), tuple(of(o, o.like) for o in self.outputs))
 
-    def expand(self, operand: Operand, ranks) -> tuple[Axis, ...]:
+    def expand(self, operand: Operand, ranks: Mapping[str, int]) -> tuple[Axis, ...]:
         """The axes of `operand`, one entry per array axis: `m...` becomes `m...0 m...1`, or `m...0~` if that is 1."""
         axes = (a for axis in operand.axes for a in _array_axes(axis, ranks))
         return tuple(f"{factors_of(a)[0]}~" if factors_of(a)[0] in operand.ones else a for a in axes)
 
-    def sizes(self, op: str, shapes, ranks, filled: bool = False, known=None) -> dict[str, int]:
+    def sizes(
+        self,
+        op: str,
+        shapes: Iterable[Sequence[int]],
+        ranks: Mapping[str, int],
+        filled: bool = False,
+        known: Mapping[str, int] | None = None,
+    ) -> dict[str, int]:
         """Solves every axis name for its size. Raises ValueError naming both operands on a clash.
 
         filled: axes in blocks may have more entries, with which the lowering filled them up for its kernel.
@@ -207,11 +215,11 @@ class Rule:
                 raise ValueError(f"{op}: {where}, but {operand} has {size}; pass a scale for each block.")
         return sizes
 
-    def shape(self, operand: Operand, ranks, sizes) -> tuple[int, ...]:
+    def shape(self, operand: Operand, ranks: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape of `operand` under solved ranks and sizes."""
         return tuple(_entries(a, sizes) for a in self.expand(operand, ranks))
 
-    def leading(self, operand: Operand, ranks) -> tuple[str, ...]:
+    def leading(self, operand: Operand, ranks: Mapping[str, int]) -> tuple[str, ...]:
         """One factor per array axis; a split axis counts as its outer factor (the one that can be sharded)."""
         return tuple(factors_of(a)[0] for a in self.expand(operand, ranks))
 
@@ -221,17 +229,19 @@ class Rule:
         axes = (a for o in self.operands for a in o.axes if isinstance(a, str))
         return {factor: size for factor, size in map(block_of, axes) if size > 1}
 
-    def pieces(self, sizes) -> dict[str, int]:
+    def pieces(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Into how many parts a mesh may split each factor: of whole blocks, and none where the last block is cut."""
         whole = {f: sizes[f] // size if sizes[f] % size == 0 else 1 for f, size in self.blocks.items()}
         return {**sizes, **whole}
 
-    def matches(self, names, ranks) -> frozenset[str]:
+    def matches(self, names: Collection[str], ranks: Mapping[str, int]) -> frozenset[str]:
         """The factors that `names` (axes or groups of the rule) stand for."""
         found = {f for o in self.operands for a in self.expand(o, ranks) for f in factors_of(a)}
         return frozenset(f for f in found if f in names or ("..." in f and group_of(f) in names))
 
-    def shardy(self, ranks, sizes, replicated) -> tuple[str, dict[str, int], tuple[str, ...]]:
+    def shardy(
+        self, ranks: Mapping[str, int], sizes: Mapping[str, int], replicated: Collection[str]
+    ) -> tuple[str, dict[str, int], tuple[str, ...]]:
         """The rule as Shardy reads it; by Shardy's names, the sizes of the factors only found inside split axes, and
         the factors that stay on one device, in order of appearance: those of `replicated`, and what `pieces` leaves
         whole.

@@ -57,11 +57,16 @@ class Header:
     def __init__(self, include: str):
         text = _COMMENT.sub("", (Path(include) / "te_jax.h").read_text())
         numbers = {name: int(number) for name, number in _NUMBER.findall(text)}
-        self.version, self.max_rank = numbers["API_VERSION"], numbers["MAX_RANK"]
-        self.types = {name: int(number) for name, number in _NUMBER.findall(_TYPE_NAMES.search(text)[1]) if int(number)}
+        self.version: int = numbers["API_VERSION"]
+        self.max_rank: int = numbers["MAX_RANK"]
+        self.types: dict[str, int] = {
+            name: int(number) for name, number in _NUMBER.findall(_TYPE_NAMES.search(text)[1]) if int(number)
+        }
         structs = self._structs(text, numbers)
-        self.array = structs.pop("te_jax_array")
-        self.ops = {name[len("te_jax_") : -len("_args")]: struct for name, struct in structs.items()}
+        self.array: type[ctypes.Structure] = structs.pop("te_jax_array")
+        self.ops: dict[str, type[ctypes.Structure]] = {
+            name[len("te_jax_") : -len("_args")]: struct for name, struct in structs.items()
+        }
 
     @staticmethod
     def _structs(text: str, numbers: dict[str, int]) -> dict[str, type[ctypes.Structure]]:
@@ -83,7 +88,8 @@ class Library:
     def __init__(self, library: str, include: str):
         """library: the path of the library. include: the folder of its `te_jax.h`. Raises RuntimeError if their
         versions differ."""
-        self.path, self._header = library, Header(include)
+        self.path: str = library
+        self._header = Header(include)
         self._library = ctypes.CDLL(library)
         self._library.te_jax_error.restype = ctypes.c_char_p
         if (built := self._library.te_jax_api_version()) != self._header.version:

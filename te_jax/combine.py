@@ -19,6 +19,7 @@ from jax import lax
 from te_jax._amax import amax as amax_of
 from te_jax._amax_type import ARRAYS, errors_of_amaxes, from_amaxes, is_amaxes, movable, to_amaxes
 from te_jax._check import FUNCTION, Kind, check
+from te_jax._types import custom_vjp
 from te_jax.fp8 import STATE_COLLECTIONS
 from te_jax.fp8_metas import (
     check_collections,
@@ -57,8 +58,8 @@ def _receive_bwd(recipe, direction, state, cotangents):
 _receive.defvjp(_receive_fwd, _receive_bwd)
 
 
-@jax.custom_vjp
-def reach(value, states):
+@custom_vjp()
+def reach(value: Any, states: Any) -> Any:
     """`value`. Its backward pass reaches all of `states`: the gradient of state that no module read would be 0."""
     return value
 

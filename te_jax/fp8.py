@@ -12,6 +12,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from typing import Any, NamedTuple
@@ -22,13 +23,14 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType
+from jax.typing import DTypeLike
 
 from te_jax import sharding
 from te_jax._amax import amax as amax_of
 from te_jax._amax import amax_across
 from te_jax._check import BOOL, NONE, Kind, check, one_of
 from te_jax._scope import Scope
-from te_jax._types import varying
+from te_jax._types import custom_vjp, varying
 from te_jax.ops.scaling import next_state
 from te_jax.ops.source import PerExpert
 from te_jax.recipe import DelayedScaling, Recipe
@@ -101,7 +103,7 @@ def autocast(
     return _Autocast((recipe or DelayedScaling()) if enabled else _OFF, mesh_resource, collection)
 
 
-def without_recipe(mesh_resource=None):
+def without_recipe(mesh_resource: MeshResource | None = None) -> AbstractContextManager[Any]:
     """As `autocast`, with no recipe in force inside. Unlike `autocast(False)` it leaves alone those that modules have
     of their own."""
     return _Autocast(_CLEARED, mesh_resource, None)
@@ -143,7 +145,7 @@ class _Autocast(contextlib.ContextDecorator):
         return super().__call__(f)
 
 
-def check_recipe(what: str, recipe):
+def check_recipe(what: str, recipe: Any) -> None:
     """Raises TypeError, naming `what`, unless `recipe` is a recipe instance."""
     if not isinstance(recipe, Recipe):
         is_class = isinstance(recipe, type)
@@ -151,7 +153,7 @@ def check_recipe(what: str, recipe):
         raise TypeError(f"{what}: recipe is {recipe!r}; {hint}.")
 
 
-def check_metas(what: str, argument: str, metas, recipe: Recipe, way_out: str):
+def check_metas(what: str, argument: str, metas: Any, recipe: Recipe, way_out: str) -> None:
     """Raises ValueError, naming `what`, unless its `argument` is given just where `recipe` has state."""
     if recipe.has_state == (metas is not None):
         return
@@ -184,7 +186,7 @@ def current_recipe() -> Recipe | None:
     return None if is_off_by_request() else _recipe.value
 
 
-def in_collection(collection: str):
+def in_collection(collection: str) -> AbstractContextManager[Any]:
     """A context manager that puts FP8 state into `collection`, whatever an autocast around it says."""
     return _collection(collection)
 
@@ -256,7 +258,7 @@ def direction_of(tensor: str) -> str:
     return "bwd" if tensor.startswith("grad") or tensor in ("do", "dq", "dk", "dv", "dp") else "fwd"
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@custom_vjp(2, 3)
 def observe(
     scale: jax.Array, amax_history: jax.Array, recipe: DelayedScaling, direction: str, probe: jax.Array | None = None
 ) -> TensorMeta:
@@ -333,7 +335,7 @@ def observation(
     amax: jax.Array,
     scale: jax.Array,
     wide: Callable[[], jax.Array],
-    dtype,
+    dtype: DTypeLike,
     experts: PerExpert | None = None,
 ) -> jax.Array:
     """The amax (f32[]) of a tensor that a layer quantized to `dtype` with `scale`; of a probed one f32[4]: its amax,

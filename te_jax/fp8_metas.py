@@ -5,7 +5,7 @@ of Flax's own modules), or both. `states_in` finds it.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -46,7 +46,7 @@ def recipe_with_state() -> DelayedScaling | None:
     return recipe if recipe is not None and recipe.has_state else None
 
 
-def states_in(collections) -> list[str]:
+def states_in(collections: Any) -> list[str]:
     """The names of the collections of FP8 state among `collections`.
 
     `_overwrite_with_gradient` is none where it is that of Flax's own FP8 products, whose leaves have names of their
@@ -66,7 +66,7 @@ def states_in(collections) -> list[str]:
     return [name for name in names if name != OVERWRITE_COLLECTION]
 
 
-def map_states(f, collections, *others):
+def map_states(f: Callable[..., Any], collections: Any, *others: Any) -> Any:
     """`collections`, with `map_tensors` of each of its collections of FP8 state. others: have the same ones."""
     new = {
         name: map_tensors(f, collections[name], *(o[name] for o in others), path=name)
@@ -80,7 +80,9 @@ def update_collections(new: Any, original: Any) -> Any:
     return type(original)({**original, **new})
 
 
-def map_tensors(f, metas: Mapping, *others: Mapping, path: str = FP8_COLLECTION):
+def map_tensors(
+    f: Callable[..., Any], metas: Mapping[str, Any], *others: Mapping[str, Any], path: str = FP8_COLLECTION
+) -> Any:
     """`metas` with new state for each tensor.
 
     f: (path of the tensor, its leaves, its leaves in each of `others`) -> its new leaves. The leaves are (scale,
@@ -184,7 +186,7 @@ def _warn_of_fresh_starts(metas, untouched: jax.Array, recipe):
             )
 
 
-def check_collections(what: str, collections, name: str = "collections"):
+def check_collections(what: str, collections: Any, name: str = "collections") -> None:
     """Raises TypeError, naming `what`, unless `collections` is a dict or FrozenDict; as `check_state` for the FP8
     state in it."""
     check(what, name, collections, _COLLECTIONS)
@@ -198,7 +200,7 @@ _COLLECTIONS = Kind(
 )
 
 
-def check_state(what: str, node, path: str = FP8_COLLECTION):
+def check_state(what: str, node: Any, path: str = FP8_COLLECTION) -> None:
     """Raises ValueError or TypeError, naming `what` and the path, unless `node` is FP8 state."""
     if not isinstance(node, Mapping):
         raise TypeError(f"{what}: {path} is {type(node).__name__}; pass the dict of FP8 state that `init` returns.")
@@ -238,8 +240,13 @@ def _may_be_state(dtype) -> bool:
 
 
 def check_same_state(
-    what: str, name: str, metas: Mapping, other: str, expected: Mapping, collection: str = FP8_COLLECTION
-):
+    what: str,
+    name: str,
+    metas: Mapping[str, Any],
+    other: str,
+    expected: Mapping[str, Any],
+    collection: str = FP8_COLLECTION,
+) -> None:
     """Raises ValueError, naming `what` and a leaf, unless `metas` and `expected` have the same leaves and shapes."""
     got, want = ({path: jnp.shape(leaf) for path, leaf in _by_path(tree).items()} for tree in (metas, expected))
     for path in sorted({*got, *want}):
@@ -304,7 +311,7 @@ def _repair(metas, previous, recipe):
     return metas, jnp.asarray([untouched[name] for name in _tensors_of(metas)])
 
 
-def map_joined(f, metas: Mapping, *others: Mapping):
+def map_joined(f: Callable[..., Any], metas: Mapping[str, Any], *others: Mapping[str, Any]) -> Any:
     """`metas` with new state for each tensor, from one computation for all of one length and direction.
 
     f: (direction, (scales f32[n, 1], histories f32[n, L]), the same of each of `others`) -> (new scales, new
@@ -344,7 +351,7 @@ def _replicate(x):
     return jax.sharding.reshard(x, PartitionSpec()) if on_explicit_mesh(jax.typeof(x)) else x
 
 
-def check_history_length(what: str, length: int, recipe: DelayedScaling | None):
+def check_history_length(what: str, length: int, recipe: DelayedScaling | None) -> None:
     """Raises ValueError, which begins with `what`, if a stored history of `length` does not fit `recipe` (None: all
     fit)."""
     if recipe is not None and length != recipe.amax_history_len:

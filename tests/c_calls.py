@@ -104,15 +104,15 @@ def _wrong_arrays(array, is_optional: bool, any_size) -> Iterator[tuple[str, obj
     yield "without a type", _changed(array, type=0)
 
 
+_FAR = (1 << 63) - 1, -1 << 63  # what nothing may be added to, or taken from
 _WRONG_NUMBERS = {
     "eps": (0.0, -1.0, math.nan, math.inf),
-    "epsilon": (-1.0, math.nan),
-    "limit": (math.nan,),
-    "kind": (-1, 6),
-    "split": (-1, 9),
-    "lead": (-1, 9),
-    "contract": (-1, 9),
+    "epsilon": (-1.0, math.nan, math.inf),
+    **dict.fromkeys(("limit", "alpha", "glu_linear_offset"), (math.nan, math.inf, -math.inf)),
+    "kind": (-1, 6, *_FAR),
+    **dict.fromkeys(("split", "lead", "contract"), (-1, 9, *_FAR)),
 }
+FLAGS = {"square", "power_2", "rms", "zero_centered", "fast_accum", "tune"}  # of which any number is right
 
 
 def wrong(lib: Library, op: str, args: dict, memory: Memory) -> Iterator[tuple[str, dict]]:
@@ -144,14 +144,16 @@ def refusal(lib: Library, op: str, args: dict, workspace: int, size: int = 1 << 
     return "succeeded"
 
 
-def survey(lib: Library, case) -> tuple[int, list[str]]:
-    """Makes all wrong calls of a case -> how many, and what came of those that were not refused."""
+def survey(lib: Library, case) -> tuple[list[str], list[str]]:
+    """Makes all wrong calls of a case -> the field of each that is wrong, and what came of those not refused."""
     call, memory = recorded(case), Memory.new()
     op, args = arguments(lib, call, memory)
     start, found = memory(""), []
     for what, given in wrong(lib, op, args, memory):
         found.append((what, refusal(lib, op, given, start)))
     if needed := lib.workspace(op, **args):
-        places = dict(small=(start, needed - 1), null=(0, needed), misaligned=(start + 16, needed))
+        places = dict(
+            small=(start, needed - 1), negative=(start, -1), null=(0, needed), misaligned=(start + 16, needed)
+        )
         found += ((f"workspace {what}", refusal(lib, op, args, *place)) for what, place in places.items())
-    return len(found), [f"{case}: {what}: {error}" for what, error in found if error]
+    return [what.split()[0] for what, _ in found], [f"{case}: {what}: {error}" for what, error in found if error]

@@ -48,6 +48,10 @@ def pytest_addoption(parser):
     parser.addoption("--host-kernels", metavar="LIBRARY", help=text)
 
 
+# Begin first: one that began last would keep one worker busy while the other has nothing left.
+_LONGEST = ("test_kernels_on_the_cpu", "test_python_blocks_run")
+
+
 def pytest_collection_modifyitems(config, items):
     if library := config.getoption("--host-kernels"):
         from host_cuda import library as host
@@ -57,10 +61,22 @@ def pytest_collection_modifyitems(config, items):
 
         host.install(library)
         return
+    items.sort(key=lambda item: getattr(item, "originalname", "") not in _LONGEST)
+    if importlib.util.find_spec("te_jax._cuda") is None:
+        _skip_sources(config, items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and (reason := _no_gpu()):
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _skip_sources(config, items):
+    """Where the CUDA extension was not asked for, its sources are compiled by the tests of named files alone."""
+    named = {os.path.basename(arg.partition("::")[0]) for arg in config.args}
+    skip = pytest.mark.skip(reason="compiles the CUDA sources for the CPU: make test CUDA=1, or name the file")
+    for item in items:
+        if item.get_closest_marker("sources") and item.path.name not in named:
+            item.add_marker(skip)
 
 
 def fp8_sum_error() -> float:

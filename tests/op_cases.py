@@ -209,12 +209,20 @@ CASES = [
         (E4M3, E5M2, i32, i32, None, None, f32, f32, None), _grouped, None, {"n...": 1, "k...": 1},
     ),
     Case(
-        "quantize_stacked", "te_quantize_stacked", {"e...0": 8, "m...0": 8, "n...0": 8}, (bf16, f32),
-        dict(stack=1, split=1, dtype=E4M3), None, {"e...": 1, "m...": 1, "n...": 1},
+        "quantize_stacked", "te_quantize_stacked", {"e...0": 8, "m...0": 8, "n...0": 8}, (bf16, None, f32),
+        dict(stack=1, slots=0, split=1, dtype=E4M3), None, {"e...": 1, "m...": 1, "n...": 1},
     ),
     Case(
-        "quantize_stacked_block", "te_quantize_stacked_block", {"e...0": 4, "m": 512, "n": 512}, (bf16,),
-        dict(_law, stack=1, lead=0), None, {"e...": 1, "m...": 0, "n...": 0},
+        "quantize_stacked_pair", "te_quantize_stacked", {"e...0": 8, "m...0": 8, "n...0": 8}, (f32, f32, f32),
+        dict(stack=1, slots=1, split=1, dtype=E5M2), None, {"e...": 1, "m...": 1, "n...": 1},
+    ),
+    Case(
+        "quantize_stacked_block", "te_quantize_stacked_block", {"e...0": 4, "m": 512, "n": 512}, (bf16, None),
+        dict(_law, stack=1, slots=0, lead=0), None, {"e...": 1, "m...": 0, "n...": 0},
+    ),
+    Case(
+        "quantize_stacked_block_pair", "te_quantize_stacked_block", {"e...0": 4, "m": 512, "n": 512}, (bf16, bf16),
+        dict(_law, stack=1, slots=1, lead=0), None, {"e...": 1, "m...": 0, "n...": 0},
     ),
     Case(
         "swiglu_grouped", "te_activation_grouped_fwd", _groups_sizes, (f32, i32, i32, f32, f32),

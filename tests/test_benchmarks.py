@@ -178,7 +178,6 @@ def test_without_a_gpu_full_sizes_are_refused(capsys):
     [
         ("layers", r"small model.*te_jax fp8$"),
         ("scaling", "h256, 16 .*te_jax fp8"),
-        ("head", "tied .*te_jax fp8$"),
         ("microbatches", "te_jax fp8, .*fused"),
         ("remat", "te_jax fp8, remat saves GEMMs, attention$"),
         ("meshes", f"tp={jax.device_count()} .*te_jax bf16"),

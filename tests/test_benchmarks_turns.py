@@ -66,6 +66,14 @@ def test_choices(model):
     assert most == pytest.approx(odds[0] / odds.sum(), abs=5 * (0.25 / 20000) ** 0.5)  # five standard deviations
 
 
+def test_head(tmp_path, capsys):
+    out = tmp_path / "head.json"
+    only = r"96 fwd.*(te_jax fp8|f32 logits)$"
+    assert main(["head", "--tiny", "--quick", "--only", only, "--out", str(out)]) == 0
+    ours, whole = json.loads(out.read_text())["rows"]
+    assert ours["beside"] == {"jax f32 logits": pytest.approx(ours["ms"] / whole["ms"])} and ours["us_per_token"] > 0
+
+
 def test_grouped(tmp_path, capsys):
     out = tmp_path / "grouped.json"
     only = (

@@ -142,6 +142,19 @@ def test_make_compiles_nothing_without_a_gpu_unless_asked(tmp_path):
     assert ".installed-pure" in make("test", "GPU=90a-real", "CUDA=0", folder=tmp_path)
 
 
+def test_wheels_are_not_begun_for_a_python_that_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [str(ROOT / "cmake"), *sys.path])
+    wheels = load_module(ROOT / "cmake" / "wheels.py")
+    monkeypatch.setattr(wheels, "FOLDER", tmp_path / "wheels")
+    monkeypatch.setattr(wheels, "tools", lambda python: pytest.fail("begun"))
+    broken = tmp_path / "python3.12"  # such as a shim without a version behind it
+    broken.write_text("#!/bin/sh\nexit 127\n")
+    broken.chmod(0o755)
+    for python in (str(broken), str(tmp_path / "none")):
+        with pytest.raises(SystemExit, match=f"{python} does not run pip.*\\n.*PYTHONS="):
+            wheels.main(str(tmp_path / "dist"), sys.executable, python)
+
+
 def test_unknown_build_mode(locate, monkeypatch):
     monkeypatch.setenv("TE_JAX_BUILD_CUDA", "yes")
     with pytest.raises(SystemExit, match="TE_JAX_BUILD_CUDA is 'yes'"):

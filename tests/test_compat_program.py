@@ -146,7 +146,7 @@ te.attention.AttnMaskType.CAUSAL_MASK.is_causal()
 def test_what_needs_an_edit_is_listed():
     found = findings(CHECKED)
     words = {
-        5: "fused_attn with a SequenceDescriptor", 6: "no layer of experts", 8: "use num_attention_heads",
+        5: "fused_attn with a SequenceDescriptor", 6: "its own layer of experts", 8: "use num_attention_heads",
         9: "nothing of that name", 10: "use DotProductAttention", 11: "did you mean 'hidden_size'?",
         12: "fp8_format is", 13: "out of te_jax's scope", 14: "te_jax has no score_mod", 15: "no argument 'precision'",
         16: "no function in te_jax.compat",

@@ -15,6 +15,7 @@ from te_jax.ops.activation import (
     attributes,
 )
 from te_jax.ops.gemm import gemm
+from te_jax.ops.grouped import quantize_stacked_block
 from te_jax.ops.norm import norm_block_fwd, norm_fwd
 from te_jax.ops.quantize import quantize_block
 
@@ -58,6 +59,46 @@ def test_quantize_block(shape, dtype, square, fp8, law, rng):
 def test_quantize_block_chosen(outputs, rng):
     attrs = dict(lead=1, dtype=E4M3, square="block" in outputs[-1], power_2=False, epsilon=0.0)
     check(odd_values(rng, (3, 130, 264), bf16), outputs, **attrs)
+
+
+# Stacked weights, how many axes are experts and how many lead; whether two lie side by side; the types of x and of the
+# results.
+STACKS = [
+    ((3, 199, 1001), 1, 0, 0, bf16, E4M3),
+    ((1, 2, 130, 3, 136), 1, 1, 1, f16, E5M2),
+    ((2, 3, 272, 264), 2, 0, 1, f32, E4M3),
+    ((3, 128, 12), 1, 0, 1, bf16, E5M2),
+    ((3, 131, 264), 1, 0, 0, f32, E5M2),
+    ((130, 140), 0, 0, 0, bf16, E4M3),
+    ((0, 256, 128), 1, 0, 1, bf16, E4M3),
+    ((3, 0, 64), 1, 0, 0, f32, E4M3),
+]
+STACKED_OUT = OUT[:2] + OUT[4:6]
+
+
+def spoiled_stack(rng, shape, dtype):
+    """With a NaN as the first number of the last expert, an inf as its last one, and blocks of zeros."""
+    x = odd_values(rng, shape, dtype)
+    if not x.size:
+        return x
+    flat = x.reshape(-1, shape[-2] * shape[-1])
+    flat = flat.at[0, : flat.shape[1] // 2].set(0).at[-1, 0].set(jnp.nan).at[-1, -1].set(-jnp.inf)
+    return flat.reshape(shape)
+
+
+@pytest.mark.parametrize("case", STACKS, ids=str)
+def test_quantize_stacked_block(case, rng):
+    """Bit for bit as plain JAX on the CPU, all results and each layout alone."""
+    shape, stack, lead, slots, dtype, fp8 = case
+    operands = spoiled_stack(rng, shape, dtype), odd_values(rng, shape, dtype) * 4 if slots else None
+    on_cpu, power_2 = jax.device_put(operands, jax.devices("cpu")[0]), fp8 == E4M3
+    attrs = dict(stack=stack, slots=slots, lead=lead, dtype=fp8, power_2=power_2, epsilon=0.0 if power_2 else 9.0)
+    want = dict(zip(STACKED_OUT, jax.jit(lambda x, y: quantize_stacked_block.reference(x, y, **attrs))(*on_cpu)))
+    of_layouts = STACKED_OUT, STACKED_OUT[::2], STACKED_OUT[1::2]
+    run = jax.jit(lambda x, y: [quantize_stacked_block(x, y, outputs=names, **attrs) for names in of_layouts])
+    for names, got in zip(of_layouts, run(*operands), strict=True):
+        for name, g in zip(names, got, strict=True):
+            bits_equal(g, want[name])
 
 
 # A slot and two, both families of functions; test_cuda_ops.py has all.

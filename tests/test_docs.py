@@ -63,7 +63,7 @@ DONE = {
 }
 # What goes on from what; the others stand alone.
 TOGETHER = ("README.md", "docs/getting_started.md", "docs/ops.md", "docs/guide.md")
-TUTORIALS = tuple(f"docs/tutorials/{name}.md" for name in ("gpt", "health", "lora"))
+TUTORIALS = tuple(f"docs/tutorials/{name}.md" for name in ("gpt", "health", "moe", "lora"))
 ALONE = [(name,) for name in DOCUMENTS if name not in (*TOGETHER, *TUTORIALS) and any(blocks(name, "python"))]
 
 

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from c_calls import ALIGNED, CASES, INCLUDE, OPS, arguments, workspace_bytes
+from c_calls import ALIGNED, CASES, FLAGS, INCLUDE, OPS, arguments, workspace_bytes
 from c_calls import survey as survey_of_c
 from ffi_calls import TARGETS, outcomes, recorded, survey
 from host_cuda import library
 
 from te_jax import _lib, c_api
 
+pytestmark = pytest.mark.sources
 HERE = Path(__file__).parent
 
 
@@ -62,9 +63,12 @@ def lib(host_library) -> c_api.Library:
 def test_wrong_calls_of_c_are_refused(lib):
     """Null, wrong type, rank, size, alignment, number, and workspace, in each array of each op."""
     assert lib.ops == OPS and {case.op for case in CASES} == {f"te_{op}" for op in OPS}
-    counts, accepted = zip(*(survey_of_c(lib, case) for case in CASES))
+    fields, accepted = zip(*(survey_of_c(lib, case) for case in CASES))
     assert not any(accepted), "\n".join(sum(accepted, []))
-    assert sum(counts) > 2000
+    assert sum(map(len, fields)) > 2000
+    for op in OPS:
+        wrong = {name for case, names in zip(CASES, fields) for name in names if case.op == f"te_{op}"}
+        assert wrong >= lib.fields(op).keys() - FLAGS, op
 
 
 def test_right_calls_of_c_get_as_far_as_their_launch(lib):
@@ -75,6 +79,50 @@ def test_right_calls_of_c_get_as_far_as_their_launch(lib):
         assert needed == workspace_bytes(call)  # of jax's partial results: so the results are the same
         with pytest.raises(Exception, match="launched|no GPU"):
             lib.call(op, None, ALIGNED, needed, **args)
+
+
+def test_ops_of_hopper_say_so_on_another_gpu(lib):
+    """The status that te_jax.h names, and in its words the op and what the GPU is; other ops pass as before."""
+    capability = ctypes.c_int.in_dll(ctypes.CDLL(lib.path), "te_host_capability")
+    try:
+        for case in CASES:
+            op, args = arguments(lib, recorded(case), lambda name: ALIGNED)
+            capability.value = 90
+            needed = lib.workspace(op, **args)
+            for capability.value in (80, 103, 120):
+                assert lib.workspace(op, **args) == needed  # asks no GPU
+                needs_hopper = "block" in op or op.startswith("gemm_grouped")
+                says = f"te_{op}: needs compute capability 9.0 .*has {capability.value / 10}$" if needs_hopper else ""
+                with pytest.raises(NotImplementedError if needs_hopper else Exception, match=says or "launched|no GPU"):
+                    lib.call(op, None, ALIGNED, needed, **args)
+    finally:
+        capability.value = 90
+
+
+def test_a_kernel_without_code_for_the_gpu_is_not_implemented(lib, tmp_path):
+    """No failure of CUDA: the caller may take another way."""
+    (tmp_path / "main.cc").write_text("""
+#include "status.h"
+extern "C" const char* cudaGetErrorString(cudaError_t) { return "as CUDA says it"; }
+extern "C" cudaError_t cudaGetLastError() { return cudaSuccess; }
+extern "C" cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+extern "C" cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  return *value = attribute == cudaDevAttrComputeCapabilityMajor ? 7 : 5, cudaSuccess;
+}
+te::Status Launch(cudaError_t error) { TE_CUDA(error); return {}; }
+int main() {
+  for (cudaError_t error : {cudaErrorNoKernelImageForDevice, cudaErrorMemoryAllocation, cudaSuccess}) {
+    const te::Status status = Launch(error);
+    std::printf("%d %s\\n", status.code, status.message.c_str());
+  }
+}
+""")
+    include = ["-I", str(HERE.parent / "csrc"), "-isystem", library.cuda_include()]
+    subprocess.run(["g++", "-std=c++20", *include, str(tmp_path / "main.cc"), "-o", "main"], cwd=tmp_path, check=True)
+    lines = subprocess.run([tmp_path / "main"], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines[0].startswith("12 main.cc:")
+    assert lines[0].endswith("without code of this kernel for compute capability 7.5")
+    assert lines[1].startswith("13 main.cc:") and lines[1].endswith("as CUDA says it") and lines[2] == "0 "
 
 
 def test_null_arguments_and_bad_paths_of_c_are_refused(lib, tmp_path):

@@ -123,22 +123,28 @@ def test_activation_in_blocks(case, rng):
 
 
 def test_stacked_weights(rng):
-    """The results of te_quantize and te_quantize_block for each expert by itself; one launch's worth of a call."""
+    """The results of te_quantize and te_quantize_block for each expert by itself; one launch's worth of a call. Two
+    arrays are those of one in which they lie side by side."""
     for experts, dtype, kind, shape in ((1, f32, E4M3, (2, 131, 140)), (3, bf16, E4M3, (3, 112, 72)),
                                         (8, f16, E5M2, (2, 131, 140))):  # fmt: skip
         x = np.array(rng.standard_normal((experts, *shape)), np.float32).astype(dtype)
         x[0, 0, 0, 0], scale = np.nan, rng.uniform(1, 100, experts).astype(np.float32)
         of_tensor, law = dict(split=2, dtype=kind), dict(lead=1, dtype=kind, power_2=True, epsilon=0.0)
-        got = quantize_stacked(x, scale, stack=1, **of_tensor)
+        of_one, of_two = dict(stack=1, slots=0), dict(stack=1, slots=1)
         names = ("data", "data_t", "block_inv", "block_inv_t")
-        in_blocks = quantize_stacked_block(x, stack=1, **law)
-        for e in range(experts):
-            one = quantize(x[e], scale[e], outputs=("data", "data_t", "amax"), **of_tensor)
-            block = quantize_block(x[e], outputs=names, square=True, **law)
-            for a, b in zip((*got, *in_blocks), (*one, *block), strict=True):
-                np.testing.assert_array_equal(np.asarray(a[e], np.float32), np.asarray(b, np.float32))
-        np.testing.assert_array_equal(np.isnan(got[2]), np.arange(experts) == 0)
-        np.testing.assert_array_equal(quantize_stacked(x, None, stack=1, outputs=("amax",), **of_tensor)[0], got[2])
+        y = (x[:, ::-1] * np.arange(1, experts + 1)[:, None, None, None]).astype(dtype)
+        for beside, slots in ((None, of_one), (y, of_two)):
+            both = x if beside is None else np.stack([x, y], 3)
+            got = quantize_stacked(x, beside, scale, **slots, **of_tensor)
+            in_blocks = quantize_stacked_block(x, beside, **slots, **law)
+            for e in range(experts):
+                one = quantize(both[e], scale[e], outputs=("data", "data_t", "amax"), **of_tensor)
+                block = quantize_block(both[e], outputs=names, square=True, **law)
+                for a, b in zip((*got, *in_blocks), (*one, *block), strict=True):
+                    np.testing.assert_array_equal(np.asarray(a[e], np.float32), np.asarray(b, np.float32))
+            np.testing.assert_array_equal(np.isnan(got[2]), np.arange(experts) == 0)
+            alone = quantize_stacked(x, beside, None, outputs=("amax",), **slots, **of_tensor)
+            np.testing.assert_array_equal(alone[0], got[2])
 
 
 def test_no_rows():
@@ -184,3 +190,16 @@ def test_bad_input(name):
     with pytest.raises(error, match=words) as raised:
         jax.jit(lambda: op(*operands, **attrs)).lower()
     assert str(raised.value).startswith("te_activation")
+
+
+@pytest.mark.parametrize("op", [quantize_stacked, quantize_stacked_block], ids=lambda op: op.name)
+def test_bad_pairs(op):
+    """A second array of another type or shape, and one that `slots` does not tell of."""
+    one, law = np.ones((2, 8, 8), np.float32), dict(stack=1, dtype=E4M3)
+    law |= dict(lead=0, power_2=True, epsilon=0.0) if "block" in op.name else dict(split=1)
+    scale = () if "block" in op.name else (np.ones(2, np.float32),)
+    for y, slots, error, words in ((one, 0, ValueError, "slots is 0"), (None, 1, ValueError, "slots is 1"),
+                                   (one.astype(bf16), 1, TypeError, "y is bfloat16"),
+                                   (one[:1], 1, ValueError, "axis `e...0` is 1 in y")):  # fmt: skip
+        with pytest.raises(error, match=f"{op.name}: .*{words}"):
+            jax.jit(lambda y=y, slots=slots: op(one, y, *scale, slots=slots, **law)).lower()

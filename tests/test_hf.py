@@ -2,7 +2,6 @@
 
 import functools
 import json
-import pathlib
 import shutil
 from dataclasses import replace
 
@@ -10,24 +9,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hf_folders import FIXTURES, tensors
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from te_jax import hf
 from te_jax.hf import files
-from te_jax.models import ModelConfig, generate
+from te_jax.models import ModelConfig, generate, published
+from te_jax.ops.rope import LinearScaling
 
 pytest.importorskip("safetensors")
 from safetensors.numpy import load_file, save_file
 
-FIXTURES = pathlib.Path(__file__).parent / "hf_fixtures"
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/expected.npz"))
 OPTIONS = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
 jit = functools.partial(jax.jit, compiler_options=OPTIONS)
 
 
-def tensors(folder) -> dict[str, np.ndarray]:
-    return {name: a for path in sorted(folder.glob("*.safetensors")) for name, a in load_file(path).items()}
+@functools.cache
+def loaded(name):
+    """The model and variables of a fixture, for all tests that only read them."""
+    return hf.load(FIXTURES / name)
 
 
 def ours(model, variables, due):
@@ -48,7 +50,7 @@ def ours(model, variables, due):
 def test_transformers(name, tmp_path):
     """Logits in f32 within 1e-5 of the largest, all greedy words; and saved again, the same bytes and config."""
     due = dict(np.load(FIXTURES / name / "expected.npz"))
-    model, variables = hf.load(FIXTURES / name)
+    model, variables = loaded(name)
     logits, words = jit(functools.partial(ours, model))(variables, due)
     known = np.arange(11) < due["lengths"][:, None] if model.config.family == "bert" else ...
     np.testing.assert_allclose(logits[known], due["logits"][known], rtol=0, atol=1e-5 * np.abs(due["logits"]).max())
@@ -90,7 +92,7 @@ def test_bf16_in_several_files_unscanned(tmp_path):
 def test_onto_a_mesh():
     """Each parameter where it is to be, as on one device."""
     mesh = jax.make_mesh((2, 2), ("fsdp", "tp"))
-    _, want = hf.load(FIXTURES / "llama3")
+    _, want = loaded("llama3")
     spec = lambda a: P(*[None] * (a.ndim - 2), "fsdp", "tp") if a.ndim > 1 and a.shape[-2] % 2 == 0 else P()
     shardings = jax.tree.map(lambda a: NamedSharding(mesh, spec(a)), want)
     _, got = hf.load(FIXTURES / "llama3", shardings=shardings)
@@ -105,7 +107,7 @@ def test_copies_and_left_out_prefixes(tmp_path):
     old |= {"h.0.attn.bias": np.ones((1, 1, 4, 4), np.float32), "lm_head.weight": held["transformer.wte.weight"]}
     shutil.copytree(FIXTURES / "gpt2", tmp_path / "old")
     save_file(old, tmp_path / "old" / files.ONE)
-    jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path / "old")[1], hf.load(FIXTURES / "gpt2")[1])
+    jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path / "old")[1], loaded("gpt2")[1])
     save_file(old | {"lm_head.weight": 2 * old["lm_head.weight"]}, tmp_path / "old" / files.ONE)
     with pytest.raises(ValueError, match="lm_head.weight unlike transformer.wte.weight, but its config.json ties them"):
         hf.load(tmp_path / "old")
@@ -126,7 +128,7 @@ def test_published_encoders(name, tmp_path):
     for now, once in OLD_BERT:
         held = {each.replace(now, once): a for each, a in held.items()}
     save_file(held, tmp_path / "old" / files.ONE)
-    jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path / "old")[1], hf.load(FIXTURES / name)[1])
+    jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path / "old")[1], loaded(name)[1])
 
 
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -163,6 +165,40 @@ def test_refused(name, tmp_path, monkeypatch):
         hf.load(folder, params_dtype=jnp.bfloat16)
 
 
+ROPE = dict(rope_type="yarn", factor=8.0, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=16)
+OF_DEEPSEEK = {
+    "mscale=0.707; te_jax reads that of mscale_all_dim, 1.0": dict(rope_parameters=ROPE | dict(mscale=0.707)),
+    "mscale_all_dim=0.0; without it": dict(rope_parameters=ROPE | dict(mscale=0.0, mscale_all_dim=0.0)),
+    "rms_norm_eps=1e-05; te_jax reads 1e-06 alone": dict(rms_norm_eps=1e-5),
+    "rope_type='linear'; te_jax reads default and yarn": dict(rope_parameters=dict(rope_type="linear", factor=2.0)),
+    "truncate=False; te_jax reads True alone": dict(rope_parameters=ROPE | dict(truncate=False)),
+    "num_experts_per_tok=2; a group is chosen by its 2 best": dict(num_experts_per_tok=2),
+    "scoring_func='softmax'; te_jax reads 'sigmoid' alone": dict(scoring_func="softmax"),
+    "topk_method='greedy'; te_jax reads 'noaux_tc' alone": dict(topk_method="greedy"),
+    "lacks tensors of a deepseek_v3.*model.layers.1.mlp.down_proj": dict(first_k_dense_replace=2),
+    "lacks tensors of a deepseek_v3.*layers.1.mlp.experts.8.*and 1 more": dict(n_routed_experts=9, n_group=3),
+    r"q_b_proj.weight of shape \[48, 24\]; a deepseek_v3 has \[64, 24\]": dict(qk_nope_head_dim=12),
+    "has tensors that are none of a deepseek_v3.*: model.layers.3.eh_proj.weight": dict(num_nextn_predict_layers=0),
+}
+
+
+@pytest.mark.parametrize("words", OF_DEEPSEEK)
+def test_refused_of_deepseek(words, tmp_path, monkeypatch):
+    """Layers that predict further words are read past where config.json counts them, and there alone."""
+    folder = tmp_path / "wrong"
+    shutil.copytree(FIXTURES / "deepseek-v3", folder)
+    held = load_file(folder / files.ONE) | {"model.layers.3.eh_proj.weight": np.ones((2, 2), np.float32)}
+    save_file(held, folder / files.ONE)
+    there = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(there | OF_DEEPSEEK[words]))
+    monkeypatch.setattr(files.Checkpoint, "read", None)
+    with pytest.raises(ValueError, match=words):
+        hf.load(folder)
+    (folder / "config.json").write_text(json.dumps(there))
+    with pytest.raises(TypeError, match="NoneType"):  # nothing is refused
+        hf.load(folder)
+
+
 def test_refused_files_and_parameters(tmp_path):
     folder = tmp_path / "some"
     shutil.copytree(FIXTURES / "llama2", folder)
@@ -175,7 +211,7 @@ def test_refused_files_and_parameters(tmp_path):
     (folder / files.INDEX).write_text(json.dumps(index))
     with pytest.raises(ValueError, match="names nothing, which no file has"):
         hf.load(folder)
-    model, variables = hf.load(FIXTURES / "qwen2")
+    model, variables = loaded("qwen2")
     biased = jax.tree.map(lambda a: a, variables)
     mlp = biased["params"]["layers"]["TransformerLayer_0"]["mlp"]
     mlp["wo_bias"] = mlp["wo_bias"] + 1
@@ -192,11 +228,10 @@ def test_refused_files_and_parameters(tmp_path):
 @pytest.mark.parametrize("name", ["llama3", "mixtral", "gemma2"])
 def test_what_config_json_has_no_word_for(name, tmp_path):
     """Nothing is written of a model that would be read as another one."""
-    model, variables = hf.load(FIXTURES / name)
+    model, variables = loaded(name)
     _, params = hf.load(FIXTURES / name, scan=False)
     c = model.config
     changed = {
-        "rotary_pos_emb_group_method='consecutive'": c.with_layer(rotary_pos_emb_group_method="consecutive"),
         "self_attn_mask_type=": c.with_layer(self_attn_mask_type="no_mask"),
         "embedding_scale=3": replace(c, embedding_scale=3),
         "layer 1 has layernorm_epsilon=0.5": replace(
@@ -216,3 +251,57 @@ def test_what_config_json_has_no_word_for(name, tmp_path):
             hf.save(tmp_path / "no", apart, params)
     assert not (tmp_path / "no").exists()
     hf.save(tmp_path / "yes", model.clone(config=c.with_layer(self_attn_mask_type="padding_causal")), variables)
+
+
+def test_published_deepseek(tmp_path):
+    """What the config.json that was published says of the model, in the words of its time."""
+    words = dict(beta_fast=32, beta_slow=1, factor=40, mscale=1.0, mscale_all_dim=1.0, type="yarn")
+    said = dict(
+        model_type="deepseek_v3",
+        vocab_size=129280,
+        hidden_size=7168,
+        intermediate_size=18432,
+        moe_intermediate_size=2048,
+        num_hidden_layers=61,
+        first_k_dense_replace=3,
+        num_attention_heads=128,
+        num_key_value_heads=128,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        n_routed_experts=256,
+        num_experts_per_tok=8,
+        n_shared_experts=1,
+        n_group=8,
+        topk_group=4,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+        hidden_act="silu",
+        rms_norm_eps=1e-06,
+        rope_theta=10000,
+        rope_scaling=words | dict(original_max_position_embeddings=4096),
+        num_nextn_predict_layers=1,
+    )
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    config = published("deepseek-v3")
+    assert hf.read_config(tmp_path) == config and hf.read_config(tmp_path).family == config.family
+
+
+def test_what_a_deepseek_has_no_word_for(tmp_path):
+    model, variables = hf.load(FIXTURES / "deepseek-v3")
+    c = model.config
+    for words, config in {
+        "has no pattern of layers; pass ModelConfig.first=": replace(c, pattern=({},)),
+        "layer 0 has window_size=.3, 0.": replace(c, first=({**c.first[0], "window_size": (3, 0)},)),
+        "moe: score_function='softmax'": c.with_layer(moe={**c.layer["moe"], "score_function": "softmax"}),
+        "rotary_pos_emb_scaling is LinearScaling": c.with_layer(rotary_pos_emb_scaling=LinearScaling(2.0)),
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            hf.save(tmp_path / "no", model.clone(config=config), variables)
+    with pytest.raises(ValueError, match="do not both have .*expert_bias/layers.*/expert_bias"):
+        hf.save(tmp_path / "no", model, {"params": variables["params"]})
+    assert not (tmp_path / "no").exists()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from host_cuda import library
 
+pytestmark = pytest.mark.sources
 f32, bf16, f16, E4M3, E5M2 = jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2
 wide = lambda x: np.asarray(x, np.float64)
 FACTORS = {(E4M3, E4M3): 0, (E4M3, E5M2): 1, (E5M2, E4M3): 2, (bf16, bf16): 3, (f16, f16): 4}

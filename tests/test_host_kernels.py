@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from host_cuda import library
 
+pytestmark = pytest.mark.sources
 ROOT = Path(__file__).resolve().parents[1]
 _NAMES = "cuda_ops cuda_block recipe_block cuda_rope permute grouped router cuda_c_api"
 FILES = [str(ROOT / "tests" / f"test_{name}.py") for name in _NAMES.split()]

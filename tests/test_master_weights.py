@@ -19,7 +19,8 @@ from states import assert_equal, data, restored, saved
 
 import te_jax as te
 import te_jax.flax as te_flax
-from te_jax.layers import QuantizedKernel, dense, layernorm_mlp, quantize_kernel
+from te_jax.layers import QuantizedKernel, dense, layernorm_mlp, quantize_experts, quantize_kernel
+from te_jax.layers.parameters import requantize
 from te_jax.recipe import DelayedScaling, FixedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 
 CURRENT, BLOCK, MX = Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling()
@@ -130,6 +131,28 @@ def test_is_training_in_f32(recipe, tx, rng):
         assert_equal(masters(narrow), wide.params)
         made = jax.jit(lambda v: te_flax.fp8_params(NET, v, x[0], gradients=recipe is MX))({"params": wide.params})
     assert_equal(narrow.params, made["params"])
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, BLOCK, FixedScaling(), MX], ids=["current", "block", "fixed", "mxfp8"])
+def test_stacks_are_quantized_at_once(recipe, rng):
+    """Kernels of experts, and of experts of layers: by one call for all, not by a loop; each as if it were alone."""
+    values = rng.standard_normal((2, 3, 40, 2, 24)) * np.exp2(np.arange(3))[:, None, None, None]
+    experts = jnp.asarray(values, jnp.float32)
+    alone = jax.jit(lambda a: quantize_kernel(a, recipe=recipe).tensor._replace(amax=None))
+    want = [[alone(experts[i, j]) for j in range(3)] for i in range(2)]
+    want = jax.tree.map(lambda *a: jnp.stack(a).reshape(2, 3, *a[0].shape), *want[0], *want[1])
+    old = QuantizedKernel(want, 1, 2, jnp.dtype(jnp.float32))
+    fresh = lambda old, array: requantize(old, array, recipe, "it")
+    for pick in (lambda a: a), (lambda a: a[0]):
+        args = jax.tree.map(pick, (old, experts))
+        assert_equal(jax.jit(fresh)(*args), args[0])
+        program = str(jax.make_jaxpr(fresh)(*args))
+        assert "te_quantize" in program and "scan[" not in program and "while[" not in program
+    slots = tuple(experts[0, :, :, a] for a in range(2))
+    of_experts = jax.jit(lambda slots: quantize_experts(slots, recipe=recipe).tensor._replace(amax=None))
+    assert_equal(of_experts(slots), args[0].tensor)
+    joins = re.search(r"= (stack|concatenate)\b", str(jax.make_jaxpr(of_experts)(slots)))
+    assert bool(joins) == (recipe is MX)  # else there is no array of both in their own type
 
 
 PRECISIONS = list(product((False, True), repeat=3))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax.traverse_util import unflatten_dict
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -22,6 +23,7 @@ from te_jax.models import (
     generate,
     published,
 )
+from te_jax.models.stack import place_of_layer
 from te_jax.ops.attention import SequenceDescriptor
 
 V, L, B, S = 37, 2, 2, 7
@@ -37,9 +39,9 @@ def tiny(name, **layer) -> ModelConfig:
     return published(name, **changes).with_layer(**own | layer)
 
 
-def made(cls, config, *args, **options):
+def made(cls, config, *args, scan=True, **options):
     """The model, and parameters that tell layers apart: noise, around 1 where they scale. Nothing is compiled."""
-    model = cls(config, dtype=jnp.float32)
+    model = cls(config, dtype=jnp.float32, scan=scan)
     shapes = nn.unbox(jax.eval_shape(functools.partial(model.init, **options), KEY, *args))
     noise = np.random.default_rng(0)
 
@@ -62,22 +64,38 @@ def unstacked(params):
     return params | {f"layer_{i}": one(i) for i in range(L)}
 
 
+def patterned(config) -> ModelConfig:
+    return replace(config, pattern=({}, {}))
+
+
+def in_rounds(params, model, count):
+    """Parameters of a model that is not scanned in the form of one that is."""
+    params, stacks = dict(params), {}
+    for i in range(count):
+        path, index = place_of_layer(model.config, i, count, model.scan)
+        if index is not None:
+            stacks.setdefault(path, []).append(params.pop(f"layer_{i}"))
+    made = {path: jax.tree.map(lambda *each: jnp.stack(each), *layers) for path, layers in stacks.items()}
+    return params | unflatten_dict(made, sep="/")
+
+
 def test_scanned_layers_are_the_others(tokens):
-    """Logits, the loss of labels, remat; and a pattern, which scans nothing."""
+    """Logits, the loss of labels, remat; and rounds of a pattern, of which there is one."""
     config = tiny("llama3-8b")
     model, variables = made(CausalLM, config, tokens)
     flat = {"params": unstacked(variables["params"])}
+    of_round = {"params": in_rounds(flat["params"], CausalLM(patterned(config)), L)}
 
     def run(variables, flat, tokens):
         apart = CausalLM(config, dtype=jnp.float32, scan=False)
-        patterned = CausalLM(config.__class__(**vars(config) | dict(pattern=({}, {}))), dtype=jnp.float32)
+        rounds = CausalLM(patterned(config), dtype=jnp.float32)
         z = model.apply(variables, tokens)
         loss = lambda m, v: m.apply(v, tokens, tokens)
         remat = CausalLM(config, dtype=jnp.float32, remat=True)
         grads = [
             jax.grad(functools.partial(loss, m))(v) for m, v in ((model, variables), (remat, variables), (apart, flat))
         ]
-        return z, apart.apply(flat, tokens), patterned.apply(flat, tokens), loss(model, variables), grads
+        return z, apart.apply(flat, tokens), rounds.apply(of_round, tokens), loss(model, variables), grads
 
     z, *others, loss, (grads, of_remat, of_flat) = jit(run)(variables, flat, tokens)
     for other in others:
@@ -87,6 +105,38 @@ def test_scanned_layers_are_the_others(tokens):
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=2.0**-16 * np.abs(b).max())
     jax.tree.map(close, of_remat, grads)
     jax.tree.map(close, of_flat["params"], unstacked(grads["params"]))
+
+
+def test_scanned_rounds_are_the_layers(tokens):
+    """Windows and bases of RoPE by layer, one layer before the rounds and one behind them; with a cache and remat."""
+    window, base = dict(window_size=(2, 0)), dict(rotary_pos_emb_windows=(1, 100))
+    count = 6  # wide; two rounds of a window and another base; a window
+    config = replace(tiny("llama3-8b"), num_layers=count, first=(dict(mlp_hidden_size=20),), pattern=(window, base))
+    assert [config.fields_of_layer(i).get("window_size") for i in range(-1, count)] == [
+        (2, 0),
+        None,
+        *[(2, 0), None] * 2,
+        (2, 0),
+    ]
+    apart, variables = made(CausalLM, config, tokens, scan=False)
+    model = apart.clone(scan=True, remat=True)
+    shapes = jax.eval_shape(lambda: nn.unbox(model.init(KEY, tokens)))["params"]
+    assert {name for name in shapes if name.startswith("layer")} == {"layer_0", "layers", "layer_5"}
+    assert set(shapes["layers"]) == {"layer_0", "layer_1"}
+    rounds = {"params": in_rounds(variables["params"], model, count)}
+    assert jax.tree.map(jnp.shape, rounds["params"]) == jax.tree.map(jnp.shape, shapes)
+
+    def run(variables, rounds):
+        loss = lambda model, v: model.apply(v, tokens, tokens)
+        got = [jax.value_and_grad(functools.partial(loss, m))(v) for m, v in ((apart, variables), (model, rounds))]
+        words = generate(model, rounds, tokens, 3)
+        return got, words, apart.apply(variables, jnp.concatenate([tokens, words], 1))[:, S - 1 : -1]
+
+    (want, got), words, z = jit(run)(variables, rounds)
+    np.testing.assert_allclose(got[0], want[0], rtol=2.0**-20)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=2.0**-16 * np.abs(b).max())
+    jax.tree.map(close, got[1]["params"], in_rounds(want[1]["params"], model, count))
+    np.testing.assert_array_equal(words, jnp.argmax(z, -1))
 
 
 @pytest.mark.parametrize("name, cls", [("gpt2", CausalLM), ("bert-base", EncoderLM)])

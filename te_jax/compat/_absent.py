@@ -5,12 +5,14 @@ use of it, says why. `python -m te_jax.compat check` reads the same table.
 """
 
 import sys
+from collections.abc import Callable
 from dis import opmap
 from types import FrameType
+from typing import NoReturn
 
 _QUANTIZED = "te_jax quantizes inside of its layers: give `quantizer_set` to dense, layernorm_dense or layernorm_mlp"
 INTERNAL = "it is an internal op of the incumbent: use the functions of `.dense`, `.layernorm` and `.attention`"
-_MOE = "te_jax has no layer of experts yet: compose te_jax.ops.router, te_jax.ops.permute and te_jax.ops.gemm_grouped"
+_MOE = "te_jax has its own layer of experts: te_jax.layers.moe, te_jax.flax.MoEBlock, TransformerLayer(moe=...)"
 _MESH = "use `jax.lax` and the axes of the MeshResource directly"
 _SCORE = "te_jax has no score_mod: cuDNN's callbacks have no plain-JAX form. Give a bias or a mask"
 
@@ -110,6 +112,9 @@ ABSENT: dict[str, dict[str, str]] = {
 }
 
 
+GetAttr = Callable[[str], NoReturn]  # `__getattr__` of a module that has nothing more
+
+
 def why_absent(path: str) -> str:
     """Why te_jax.compat does not serve the dotted `path` of the incumbent; "" if the table does not have it."""
     module, _, name = path.rpartition(".")
@@ -122,12 +127,12 @@ def _imports(frame: FrameType) -> bool:
     return frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
 
 
-def absent(module: str):
+def absent(module: str) -> GetAttr:
     """`__getattr__` of the incumbent's `module`. It raises AttributeError, so that `hasattr` says no, with the reason
     for a name of the table; to `from module import name` it raises ImportError then, for that statement drops the text
     of an AttributeError."""
 
-    def __getattr__(name):
+    def __getattr__(name: str) -> NoReturn:
         if text := why_absent(f"{module}.{name}"):
             text = f"{module}.{name} is not in te_jax.compat; {text}."
             if _imports(sys._getframe(1)):

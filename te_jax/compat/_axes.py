@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from flax import linen as nn
@@ -9,7 +11,7 @@ from flax import linen as nn
 from te_jax import sharding
 
 
-def _under_rules(f):
+def _under_rules(f: Callable[..., Any]) -> Callable[..., Any]:
     """f, called where the MeshResource in force stands in for Flax's logical axis rules if there are none."""
 
     @functools.wraps(f)
@@ -23,5 +25,7 @@ def _under_rules(f):
     return call
 
 
-with_sharding_constraint_by_logical_axes = _under_rules(sharding.with_sharding_constraint_by_logical_axes)
-resolve_logical_axes = _under_rules(sharding.resolve_logical_axes)
+with_sharding_constraint_by_logical_axes: Callable[..., Any] = _under_rules(
+    sharding.with_sharding_constraint_by_logical_axes
+)
+resolve_logical_axes: Callable[..., Any] = _under_rules(sharding.resolve_logical_axes)

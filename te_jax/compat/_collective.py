@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from te_jax.compat.transformer_engine_jax import JAXX_Collective_Op
 
@@ -46,8 +47,8 @@ class CollectiveOpSet:
         return CollectiveOpSet(forward_collective_op, _UNDOES[forward_collective_op])
 
 
-noop_collective_op_set = CollectiveOpSet.create(CollectiveOp.NONE)
+noop_collective_op_set: CollectiveOpSet = CollectiveOpSet.create(CollectiveOp.NONE)
 
 
-def collective_gemm_bootstrap(*args, **kwargs) -> None:
+def collective_gemm_bootstrap(*args: Any, **kwargs: Any) -> None:
     """Does nothing: te_jax has no communicators of its own to make."""

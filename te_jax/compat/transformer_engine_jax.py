@@ -8,37 +8,106 @@ from enum import Enum
 import jax
 
 from te_jax import _lib
-from te_jax.compat._absent import absent
+from te_jax.compat._absent import GetAttr, absent
 
-__getattr__ = absent("transformer_engine_jax")
-
-
-def _enum(name: str, members: str) -> type[Enum]:
-    return Enum(name, members, start=0, module=__name__)
+__getattr__: GetAttr = absent("transformer_engine_jax")
 
 
-DType = _enum(
-    "DType",
-    "kByte kInt16 kInt32 kInt64 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat8E8M0 kFloat4E2M1",
-)
-NVTE_Bias_Type = _enum("NVTE_Bias_Type", "NVTE_NO_BIAS NVTE_PRE_SCALE_BIAS NVTE_POST_SCALE_BIAS")
-NVTE_Mask_Type = _enum(
-    "NVTE_Mask_Type",
-    "NVTE_NO_MASK NVTE_PADDING_MASK NVTE_CAUSAL_MASK NVTE_PADDING_CAUSAL_MASK NVTE_CAUSAL_BOTTOM_RIGHT_MASK "
-    "NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK",
-)
-NVTE_Softmax_Type = _enum("NVTE_Softmax_Type", "NVTE_VANILLA_SOFTMAX NVTE_OFF_BY_ONE_SOFTMAX NVTE_LEARNABLE_SOFTMAX")
-NVTE_QKV_Format = _enum("NVTE_QKV_Format", "NVTE_SBHD NVTE_BSHD NVTE_THD")
-NVTE_QKV_Layout = _enum(
-    "NVTE_QKV_Layout", "NVTE_BS3HD NVTE_BSHD_BS2HD NVTE_BSHD_BSHD_BSHD NVTE_T3HD NVTE_THD_T2HD NVTE_THD_THD_THD"
-)
-NVTE_Fused_Attn_Backend = _enum("NVTE_Fused_Attn_Backend", "NVTE_No_Backend NVTE_F16_arbitrary_seqlen NVTE_FP8")
-JAXX_Scaling_Mode = _enum(
-    "JAXX_Scaling_Mode",
-    "NO_SCALING DELAYED_TENSOR_SCALING MXFP8_1D_SCALING CURRENT_TENSOR_SCALING NVFP4_1D_SCALING NVFP4_2D_SCALING",
-)
-JAXX_Quantize_Layout = _enum("JAXX_Quantize_Layout", "ROWWISE COLWISE ROWWISE_COLWISE")
-JAXX_Collective_Op = _enum("JAXX_Collective_Op", "NONE ALL_GATHER REDUCE_SCATTER")
+class DType(Enum):
+    """Element types."""
+
+    kByte = 0
+    kInt16 = 1
+    kInt32 = 2
+    kInt64 = 3
+    kFloat32 = 4
+    kFloat16 = 5
+    kBFloat16 = 6
+    kFloat8E4M3 = 7
+    kFloat8E5M2 = 8
+    kFloat8E8M0 = 9
+    kFloat4E2M1 = 10
+
+
+class NVTE_Bias_Type(Enum):
+    """What is added to logits, and where."""
+
+    NVTE_NO_BIAS = 0
+    NVTE_PRE_SCALE_BIAS = 1
+    NVTE_POST_SCALE_BIAS = 2
+
+
+class NVTE_Mask_Type(Enum):
+    """Which keys a query sees."""
+
+    NVTE_NO_MASK = 0
+    NVTE_PADDING_MASK = 1
+    NVTE_CAUSAL_MASK = 2
+    NVTE_PADDING_CAUSAL_MASK = 3
+    NVTE_CAUSAL_BOTTOM_RIGHT_MASK = 4
+    NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK = 5
+
+
+class NVTE_Softmax_Type(Enum):
+    """What joins the sum of a softmax."""
+
+    NVTE_VANILLA_SOFTMAX = 0
+    NVTE_OFF_BY_ONE_SOFTMAX = 1
+    NVTE_LEARNABLE_SOFTMAX = 2
+
+
+class NVTE_QKV_Format(Enum):
+    """The order of an array's axes."""
+
+    NVTE_SBHD = 0
+    NVTE_BSHD = 1
+    NVTE_THD = 2
+
+
+class NVTE_QKV_Layout(Enum):
+    """Which arrays hold queries, keys and values."""
+
+    NVTE_BS3HD = 0
+    NVTE_BSHD_BS2HD = 1
+    NVTE_BSHD_BSHD_BSHD = 2
+    NVTE_T3HD = 3
+    NVTE_THD_T2HD = 4
+    NVTE_THD_THD_THD = 5
+
+
+class NVTE_Fused_Attn_Backend(Enum):
+    """What computes attention."""
+
+    NVTE_No_Backend = 0
+    NVTE_F16_arbitrary_seqlen = 1
+    NVTE_FP8 = 2
+
+
+class JAXX_Scaling_Mode(Enum):
+    """What shares a scale."""
+
+    NO_SCALING = 0
+    DELAYED_TENSOR_SCALING = 1
+    MXFP8_1D_SCALING = 2
+    CURRENT_TENSOR_SCALING = 3
+    NVFP4_1D_SCALING = 4
+    NVFP4_2D_SCALING = 5
+
+
+class JAXX_Quantize_Layout(Enum):
+    """Which FP8 copies of a tensor there are."""
+
+    ROWWISE = 0
+    COLWISE = 1
+    ROWWISE_COLWISE = 2
+
+
+class JAXX_Collective_Op(Enum):
+    """What a GEMM would do beside multiplying."""
+
+    NONE = 0
+    ALL_GATHER = 1
+    REDUCE_SCATTER = 2
 
 
 def get_cudnn_version() -> int:

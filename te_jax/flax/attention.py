@@ -32,7 +32,7 @@ class _SoftmaxOffset(nn.Module):
         return self.param("softmax_offset", init, (1, self.num_attention_heads, 1, 1), jnp.float32)
 
 
-def mask_of_rows(module: nn.Module, mask, rows: int):
+def mask_of_rows(module: nn.Module, mask: Any, rows: int) -> Any:
     """`mask`, an array or a SequenceDescriptor, unless `module` is initializing and the mask is one of another number
     of rows than the inputs: then None, for shapes alone count, and inputs of one row may stand for a batch."""
     if not module.is_initializing() or mask is None:

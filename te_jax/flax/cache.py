@@ -1,5 +1,7 @@
 """The KV cache of self-attention: keys and values of past tokens, in Flax's collection `cache`."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -37,7 +39,14 @@ class KVCache:
     positions: jax.Array  # i32[b, s], the positions of the call's tokens
     fresh: bool  # whether this call makes the cache: then there are no keys but its own
 
-    def __init__(self, module: nn.Module, inputs: jax.Array, mask, max_decode_length: int | None, names=KEYS_VALUES):
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: jax.Array,
+        mask: Any,
+        max_decode_length: int | None,
+        names: tuple[str, ...] = KEYS_VALUES,
+    ) -> None:
         """inputs: [b, s, H] ([s, b, H] with transpose_batch_sequence). mask: the mask that the call got; a
         `SequenceDescriptor` says the lengths of the rows. names: of the variables of keys and values.
 
@@ -106,7 +115,7 @@ class KVCache:
         ids = self._fits.astype(jnp.int32), self._written.astype(jnp.int32)
         return SequenceDescriptor.from_segment_ids_and_pos(ids, (self.positions, slots))
 
-    def fields(self) -> dict:
+    def fields(self) -> dict[str, Any]:
         """The fields of attention that read otherwise on the cache. It is not cut along an axis; and positions count
         from the row's first token, so that the top left and the bottom right are the same."""
         whole = dict(context_parallel_axis=None, context_parallel_causal_load_balanced=False)
@@ -124,7 +133,7 @@ class KVCache:
         """Whether lengths say what a query sees: all keys, or keys up to its own position, counted from the end."""
         return self._band.right == 0 or self._band.is_open
 
-    def columns(self, name: str, x):
+    def columns(self, name: str, x: Any) -> Any:
         """A mask or bias, whose last axis is the T slots (or 1), cut to the keys that attention reads."""
         if x is None or not getattr(x, "ndim", 0):
             return x
@@ -224,7 +233,7 @@ class KVCache:
         return constrain(out, activation_axes(self._module, BATCH_AXES, SEQLEN_AXES, HEAD_AXES, HIDDEN_AXES))
 
 
-def extent(module: nn.Module, child: str, s: int, max_decode_length: int | None):
+def extent(module: nn.Module, child: str, s: int, max_decode_length: int | None) -> tuple[int, Any]:
     """-> T, and the next position of each row, i32[b], or 0 for all rows, of the cache that self-attention `child` of
     `module` has, or is about to make for s tokens."""
     held = module.get_variable(COLLECTION, child) if module.has_variable(COLLECTION, child) else {}

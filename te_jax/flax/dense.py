@@ -221,7 +221,7 @@ class LayerNormDenseGeneral(Module):
 _KERNELS = {"": "kernel", "_0": "wi_kernel", "_1": "wo_kernel"}  # by the postfix of their FP8 state
 
 
-def operand(module: nn.Module, kernel, postfix: str = "", contract: int = 1) -> tuple[Any, dict]:
+def operand(module: nn.Module, kernel: jax.Array, postfix: str = "", contract: int = 1) -> tuple[Any, dict[str, Any]]:
     """The kernel of one GEMM of `module` as the layers take it, and what else they want to know: recipe, FP8 state,
     names."""
     check_current_mesh_resource()
@@ -236,8 +236,18 @@ def operand(module: nn.Module, kernel, postfix: str = "", contract: int = 1) -> 
 
 
 def norm_dense(
-    module, inputs, kernel, norm, bias, *, want_norm, axes: Axes | None, postfix: str = "", also=(), return_input=False
-):
+    module: nn.Module,
+    inputs: jax.Array,
+    kernel: jax.Array,
+    norm: tuple[jax.Array, jax.Array | None] | None,
+    bias: jax.Array | None,
+    *,
+    want_norm: bool,
+    axes: Axes | None,
+    postfix: str = "",
+    also: Sequence[Projection] = (),
+    return_input: bool = False,
+) -> tuple[Any, jax.Array | None, jax.Array | None]:
     """(y, norm output or None, inputs or None): the first GEMM of `module`, after the norm if `norm` = (gamma, beta).
 
     want_norm, return_input: whether the second and third result are there, bools: unused, they would get gradients of
@@ -264,7 +274,7 @@ def norm_dense(
     return y, (constrain(normed, axes) if want_norm else None), through[0] if through else None
 
 
-def norm_options(module) -> dict:
+def norm_options(module: nn.Module) -> dict[str, Any]:
     """The fields of a norm, as the layers take them."""
     kind = norm_type(module.layernorm_type)
     return dict(norm=kind, zero_centered_gamma=module.zero_centered_gamma, epsilon=module.epsilon)

@@ -1,6 +1,6 @@
 """Kernels in FP8, quantized once: beside the parameters (collection `fp8_kernels`), or in their place."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ class _Order(NamedTuple):
 _order = jax.make_user_context(None)
 
 
-def kernel_operand(module: nn.Module, name: str, kernel, contract: int, metas: DenseMetas | None):
+def kernel_operand(module: nn.Module, name: str, kernel: jax.Array, contract: int, metas: DenseMetas | None) -> Any:
     """What a layer is to multiply by for parameter `name` of `module`: the parameter, with its entry in the collection
     where there is one.
 
@@ -63,7 +63,9 @@ def kernel_operand(module: nn.Module, name: str, kernel, contract: int, metas: D
     return (entry or QuantizedKernel.unquantized(kernel, contract)).with_accumulator(onto)
 
 
-def expert_operand(module: nn.Module, names: tuple[str, ...], kernels, metas: DenseMetas | None):
+def expert_operand(
+    module: nn.Module, names: tuple[str, ...], kernels: Sequence[jax.Array], metas: DenseMetas | None
+) -> Any:
     """`kernel_operand` for the parameters `names` [E, K, N] of `module`, which one activation reads, as
     `te_jax.layers.moe` takes them.
 

@@ -1,6 +1,6 @@
 """MultiHeadAttention: projections, rotary positions, attention, output projection."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -200,7 +200,15 @@ class MultiHeadAttention(Module):
         return project_output(self, context, inputs_q, through), normed
 
 
-def attend_heads(module: nn.Module, arrays, mask, bias, deterministic, cache: KVCache | None, **own) -> jax.Array:
+def attend_heads(
+    module: nn.Module,
+    arrays: Sequence[jax.Array],
+    mask: Any,
+    bias: jax.Array | None,
+    deterministic: bool,
+    cache: KVCache | None,
+    **own: Any,
+) -> jax.Array:
     """DotProductAttention of (q, k, v), (q, kv) or (qkv,), with the fields of `module` and `own` -> [b, s, h, e].
 
     cache: when decoding, the cache whose slots keys and values are.
@@ -220,7 +228,7 @@ def attend_heads(module: nn.Module, arrays, mask, bias, deterministic, cache: KV
     return cache.spoil_lost(context) if cache else context
 
 
-def input_of(module: nn.Module, name: str, x) -> jax.Array:
+def input_of(module: nn.Module, name: str, x: Any) -> jax.Array:
     """The input `name`, [batch, sequence, width], in the dtype of the computation."""
     x = floating(module, name, x)
     if x.ndim != 3:

@@ -49,7 +49,7 @@ def update_expert_bias(
     return {**collections, BIAS_COLLECTION: jax.tree.map(law, collections[BIAS_COLLECTION], grads[BIAS_COLLECTION])}
 
 
-def router_of(module) -> RouterOptions:
+def router_of(module: nn.Module) -> RouterOptions:
     """The options of the router that the fields say."""
     return RouterOptions(
         module.num_experts_per_tok,
@@ -62,12 +62,12 @@ def router_of(module) -> RouterOptions:
     )
 
 
-def tokens_find_experts(module) -> str | None:
+def tokens_find_experts(module: nn.Module) -> str | None:
     """`num_groups` divides `num_experts`; a token chooses `num_experts_per_tok` of them, of `group_topk` groups."""
     router_of(module).check_experts(module.num_experts)
 
 
-def sequences_are_rows(module) -> str | None:
+def sequences_are_rows(module: nn.Module) -> str | None:
     """`per_sequence_loss` needs arrays [batch, sequence, ...]."""
     if module.per_sequence_loss and module.transpose_batch_sequence:
         return "per_sequence_loss and transpose_batch_sequence are both True; set one of them"

@@ -1,7 +1,7 @@
 """What the families of checkpoints share: their kind, checks of config.json, RoPE, tables."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from te_jax.hf import rules
 from te_jax.hf.rules import TensorRule
@@ -25,6 +25,7 @@ class Family(NamedTuple):
     prefix:  of tensors' names, which some checkpoints leave out.
     tied:    names of copies of the embedding, which a checkpoint may have.
     older:   what endings of tensors' names were called once: (once, now).
+    spare:   config.json -> beginnings of the names of tensors that belong to another model of the same files.
     """
 
     name: str
@@ -37,21 +38,22 @@ class Family(NamedTuple):
     prefix: str = ""
     tied: tuple[str, ...] = ("lm_head.weight",)
     older: tuple[tuple[str, str], ...] = ()
+    spare: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda config: ()
 
 
-def refuse(family: str, key: str, value, way_out: str):
+def refuse(family: str, key: str, value: Any, way_out: str) -> NoReturn:
     """Raises ValueError for a value of config.json that te_jax has no model of."""
     raise ValueError(f"te_jax.hf: config.json of a {family} has {key}={value!r}; {way_out}.")
 
 
-def need(family: str, config: Mapping[str, Any], **values):
+def need(family: str, config: Mapping[str, Any], **values: Any) -> None:
     """Raises ValueError for values of config.json, where they are there, other than these."""
     for key, value in values.items():
         if config.get(key, value) != value:
             refuse(family, key, config[key], f"te_jax reads {value!r} alone")
 
 
-def size_of(config: Mapping[str, Any], **more) -> Size:
+def size_of(config: Mapping[str, Any], **more: Any) -> Size:
     heads = config["num_attention_heads"]
     groups, width = config.get("num_key_value_heads") or heads, config.get("head_dim")
     width = None if width is None or width * heads == config["hidden_size"] else width

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The words of the format for dtypes that numpy, or ml_dtypes beside it, has.
 DTYPES = {"F32": jnp.float32, "BF16": jnp.bfloat16, "F16": jnp.float16}
+FP8 = "F8_E4M3"  # of weights that have scales in tensors of their own
 
 
 def _library():
@@ -65,13 +66,25 @@ class Checkpoint:
 
     def read(self, name: str) -> np.ndarray:
         """The tensor, copied into memory."""
-        return self._handle(self.tensors[name].path).get_tensor(name)
+        stored = self.tensors[name]
+        if stored.dtype == FP8:  # numpy has no such type, and the package asks it
+            return _read_bytes(stored.path, name).view(jnp.float8_e4m3fn).reshape(stored.shape)
+        return self._handle(stored.path).get_tensor(name)
 
     def __enter__(self) -> "Checkpoint":
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: Any) -> None:
         self._open.clear()
+
+
+def _read_bytes(path: Path, name: str) -> np.ndarray:
+    """The bytes of a tensor, u8[n]: a file is the size of its header (u64), the header (JSON), the tensors."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        first, last = json.loads(file.read(size))[name]["data_offsets"]
+        file.seek(8 + size + first)
+        return np.frombuffer(file.read(last - first), np.uint8)
 
 
 def write(folder: Path, sizes: Mapping[str, int], tensors: Iterator[tuple[str, np.ndarray]], most: int) -> None:

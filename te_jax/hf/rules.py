@@ -1,7 +1,7 @@
 """Which tensors of a checkpoint become which parameters, said once for both directions."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -19,12 +19,16 @@ class TensorRule(NamedTuple):
     ours:   paths of parameters, "a/b", behind `stack` if there is one.
     theirs: names of tensors; with a stack, `{i}` in them is the layer.
     stack:  the path of layers: "layers", "encoder/layers"; None for what is outside of them.
+    layers: those that the rule holds for; None: all.
+    collection: of variables, that the paths are in.
     """
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     form: Recast
     stack: str | None = None
+    layers: range | None = None
+    collection: str = "params"
 
 
 SAME = Recast(lambda a: (a,), lambda a: (a,))
@@ -35,6 +39,8 @@ BESIDE = Recast(
 )
 # Kernels of experts [out, in]: [E, in, out].
 STACKED = Recast(lambda *parts: (jnp.stack([a.T for a in parts]),), lambda a: tuple(each.T for each in a))
+# The forms whose tensors are weights of linear layers, or of experts: in FP8 their scales take the same way.
+OF_LINEARS = (TURNED, BESIDE, STACKED)
 # One tensor [..., n out] cut in n: [..., n, out].
 CUT_IN_3 = Recast(lambda a: (a.reshape(*a.shape[:-1], 3, -1),), lambda a: (a.reshape(*a.shape[:-2], -1),))
 ONE_OF_1 = Recast(lambda a: (a[..., None, :],), lambda a: (a[..., 0, :],))
@@ -42,20 +48,29 @@ ONE_OF_1 = Recast(lambda a: (a[..., None, :],), lambda a: (a[..., 0, :],))
 ZEROS = Recast(lambda: (), lambda a: ())
 
 
-def dense_rules(path: str, name: str, bias: bool, stack=None) -> list[TensorRule]:
+def dense_rules(path: str, name: str, bias: bool, stack: Any = None) -> list[TensorRule]:
     """`path`/{kernel, bias} of a torch Linear."""
     made = [TensorRule((f"{path}/kernel",), (f"{name}.weight",), TURNED, stack)]
     return made + ([TensorRule((f"{path}/bias",), (f"{name}.bias",), SAME, stack)] if bias else [])
 
 
-def norm_rules(path: str, name: str, bias: bool, stack=None) -> list[TensorRule]:
+def norm_rules(path: str, name: str, bias: bool, stack: Any = None) -> list[TensorRule]:
     """`path`/{scale, ln_bias} of a norm."""
     made = [TensorRule((f"{path}/scale",), (f"{name}.weight",), SAME, stack)]
     return made + ([TensorRule((f"{path}/ln_bias",), (f"{name}.bias",), SAME, stack)] if bias else [])
 
 
 def attention_rules(
-    path: str, q: str, k: str, v: str, out: str, *, fused: bool, bias=False, out_bias=None, stack=None
+    path: str,
+    q: str,
+    k: str,
+    v: str,
+    out: str,
+    *,
+    fused: bool,
+    bias: bool = False,
+    out_bias: bool | None = None,
+    stack: Any = None,
 ) -> list[TensorRule]:
     """The projections of a self-attention, of four torch Linears. fused: queries, keys and values are one parameter.
     out_bias: None is as `bias`."""
@@ -74,7 +89,7 @@ def attention_rules(
     return made + ([zero_rule(f"{path}/out/bias", stack)] if bias and out_bias is False else [])
 
 
-def mlp_rules(path: str, wi: tuple[str, ...], wo: str, bias: bool, stack=None) -> list[TensorRule]:
+def mlp_rules(path: str, wi: tuple[str, ...], wo: str, bias: bool, stack: Any = None) -> list[TensorRule]:
     """`path`/{wi, wo}_{kernel, bias} of torch Linears; several wi are those of a gated activation."""
     made = [
         TensorRule((f"{path}/wi_kernel",), _with_end(wi, "weight"), BESIDE, stack),
@@ -86,14 +101,14 @@ def mlp_rules(path: str, wi: tuple[str, ...], wo: str, bias: bool, stack=None) -
     return made
 
 
-def expert_rules(path: str, router: str, experts: dict[str, tuple[str, ...]], stack=None) -> list[TensorRule]:
+def expert_rules(path: str, router: str, experts: dict[str, tuple[str, ...]], stack: Any = None) -> list[TensorRule]:
     """`path`/{gate_kernel, wi_0, wi_1, wo} of torch Linears. experts: {parameter: the names, one for each expert}."""
     made = [TensorRule((f"{path}/gate_kernel",), (f"{router}.weight",), TURNED, stack)]
     each = ((name, _with_end(sources, "weight")) for name, sources in experts.items())
     return made + [TensorRule((f"{path}/{name}",), sources, STACKED, stack) for name, sources in each]
 
 
-def zero_rule(path: str, stack=None) -> TensorRule:
+def zero_rule(path: str, stack: Any = None) -> TensorRule:
     """A parameter that is 0."""
     return TensorRule((path,), (), ZEROS, stack)
 

@@ -16,6 +16,7 @@ _OF_LAYERS = (
     *("parallel_attention_mlp", "parallel_shared_layernorm", "enable_rotary_pos_emb", "qk_norm_type"),
 )
 _OF_ROTARY = ("windows", "group_method", "dim", "scaling")
+_OF_LATENTS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mscale")
 _OF_QK_NORMS = ("qk_norm_eps", "qk_norm_before_rope")
 _OF_MOE = (
     *("num_experts", "capacity_factor", "use_expert_bias", "activations", "activation_params"),
@@ -45,7 +46,9 @@ def _function_of(fields: dict[str, Any]) -> dict[str, Any]:
     """What these fields of a layer say of its function; what nothing reads is left out."""
     layer = TransformerLayer(**fields, parent=None)
     names = [*_OF_LAYERS]
-    names += [f"rotary_pos_emb_{name}" for name in _OF_ROTARY] if layer.enable_rotary_pos_emb else []
+    latent = layer.kv_lora_rank is not None
+    names += [f"rotary_pos_emb_{name}" for name in _OF_ROTARY] if layer.enable_rotary_pos_emb or latent else []
+    names += _OF_LATENTS if latent else []
     names += _OF_QK_NORMS if layer.qk_norm_type else []
     found = {name: getattr(layer, name) for name in names}
     mask = mask_type(layer.self_attn_mask_type)

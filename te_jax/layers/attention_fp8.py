@@ -1,5 +1,6 @@
 """softmax(scale * q k^T) v in FP8, with a delayed scale for every tensor that is stored."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -64,7 +65,9 @@ class _Saved(NamedTuple):
     metas: AttentionMetas
 
 
-def attend_by_recipe(operands, options: AttentionOptions, recipe: Recipe | None, metas: AttentionMetas | None):
+def attend_by_recipe(
+    operands: Sequence[jax.Array], options: AttentionOptions, recipe: Recipe | None, metas: AttentionMetas | None
+) -> Any:
     """Attention of (q, k, v), (q, kv) or (qkv,), by the plan that `resolve` makes: in FP8 where the caller has FP8
     state and FP8 attention serves the call. Another call of such a caller warns, once for each reason.
 

@@ -1,6 +1,6 @@
 """What is static of one dense layer in FP8."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import ShapedArray
@@ -40,7 +40,17 @@ class Config(NamedTuple):
 
     @classmethod
     def of(
-        cls, x, weight, bias, contract, recipe, *, checkpoint=None, residual=None, out=None, grad_spec=None
+        cls,
+        x: Any,
+        weight: Any,
+        bias: Any,
+        contract: int,
+        recipe: Recipe | None,
+        *,
+        checkpoint: str | None = None,
+        residual: Any = None,
+        out: Any = None,
+        grad_spec: PartitionSpec | None = None,
     ) -> "Config":
         """The config of a layer with these operands. out: a type of y's shape, whose sharding y takes where it can.
         grad_spec: of the gradient under Auto axes; on an Explicit mesh the types say it."""

@@ -8,16 +8,18 @@ afterwards: the backward pass computes the logits again, and there are four.
 A chunk has all words of its tokens, for the gradient of a logit needs the sum over all of them. Chunks of words would
 need no sum of dW over chunks, but a fourth product. A chunk of T tokens takes 4 T V bytes of f32 logits and 2 T V of
 their gradient in 16 bits. With 1 GiB of logits (2048 tokens of 128k words) a product has enough rows. The sum of dW,
-which each chunk reads and writes, is 1 GB of traffic each way beside products of 2 TFLOP. That sum is in bf16 if the
-kernel is: in f32 it would be 4 H V bytes more, a third of all that is needed at N = 16k, H = 4k, V = 128k.
+which each chunk reads and writes, is 1 GB of traffic each way beside products of 2 TFLOP. In FP8 the copies of the
+kernel take memory, too, and chunks are half as long. The sum of dW is in bf16 if the kernel is: in f32 it would be
+4 H V bytes more, a third of all that is needed at N = 16k, H = 4k, V = 128k.
 
 Where devices split the words, each has maxima, sums of exponentials and labels' logits of its own: a few numbers per
 token cross.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +32,7 @@ from te_jax.layers import head_gemms
 from te_jax.layers.head_gemms import Amaxes, Head
 from te_jax.layers.vjp import has_gradient, instantiate, jit_layer
 
-_LOGITS_BYTES = 1 << 30  # of one chunk
+_LOGITS_BYTES, _LOGITS_BYTES_FP8 = 1 << 30, 1 << 29  # of one chunk; in FP8 the kernel's copies take memory, too
 _LEAST_TOKENS, _ROWS = 1024, 128  # of a chunk, whatever the words take; what its tokens are a multiple of
 
 
@@ -59,14 +61,15 @@ class Plan(NamedTuple):
 
     loss: LossOptions
     head: Head
-    chunk: int | None  # tokens of a chunk; None: by _LOGITS_BYTES
+    chunk: int | None  # tokens of a chunk; None: by the bytes of its logits
     accumulate: jnp.dtype  # of the sum of dW over chunks
     word_axes: tuple[str, ...]  # the manual mesh axes that split the words
     eager: bool  # the gradients are computed in the forward pass
 
     def tokens_of_chunk(self, tokens: int, words: int) -> int:
         """T, for `tokens` in all. Several chunks are of about the same size."""
-        by_bytes = max(_LOGITS_BYTES // (4 * words) // _ROWS * _ROWS, _LEAST_TOKENS)
+        logits = _LOGITS_BYTES_FP8 if self.head.recipe else _LOGITS_BYTES
+        by_bytes = max(logits // (4 * words) // _ROWS * _ROWS, _LEAST_TOKENS)
         chunk = by_bytes if self.chunk is None else self.chunk
         if tokens <= chunk:
             return tokens
@@ -259,4 +262,4 @@ def _bwd(plan, residuals, cotangent):
 
 
 _cross_entropy.defvjp(_fwd, _bwd, symbolic_zeros=True)
-cross_entropy = jit_layer(_cross_entropy, 2)
+cross_entropy: Callable[..., Any] = jit_layer(_cross_entropy, 2)

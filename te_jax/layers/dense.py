@@ -1,8 +1,10 @@
 """y = x . kernel + bias, in FP8 where a recipe is given."""
 
+from typing import Any
+
 import jax
 from jax.sharding import PartitionSpec
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from te_jax import fp8
 from te_jax._arrays import as_jax
@@ -75,14 +77,14 @@ def _type(x):
     return None if x is None else jax.typeof(x)
 
 
-def check_residual(name, residual, shape, dtype):
+def check_residual(name: str, residual: jax.Array | None, shape: tuple[int, ...], dtype: DTypeLike) -> None:
     """Raises ValueError, naming the layer, for a residual that is not of the output's shape and type."""
     check(name, "residual", residual, NONE | ARRAY)
     if residual is not None and (residual.shape != shape or residual.dtype != dtype):
         raise ValueError(f"{name}: residual is {residual.dtype}{residual.shape}, but the output {dtype}{shape}.")
 
 
-def check_recipe_and_metas(name, recipe, metas):
+def check_recipe_and_metas(name: str, recipe: Any, metas: Any) -> None:
     """Raises TypeError or ValueError, naming the layer, unless `metas` are the state that `recipe` has. Warns of state
     without a recipe."""
     check(name, "metas", metas, METAS)
@@ -93,7 +95,7 @@ def check_recipe_and_metas(name, recipe, metas):
         warn_once(name, "metas are given, but recipe is None, so nothing is in FP8; pass both, or none.")
 
 
-def check_dense(name, x, kernel, bias, contract, recipe, metas):
+def check_dense(name: str, x: Any, kernel: Any, bias: Any, contract: int, recipe: Any, metas: Any) -> None:
     """Raises ValueError or TypeError, naming the layer, for operands that make no dense layer."""
     for what, a in (("x", x), ("kernel", kernel), ("bias", bias)):
         if a is not None or what != "bias":

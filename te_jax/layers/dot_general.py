@@ -15,7 +15,7 @@ from te_jax.recipe import Recipe
 from te_jax.sharding import place_output
 
 
-def why_not_fp8(lhs, rhs, dimension_numbers) -> str | None:
+def why_not_fp8(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any) -> str | None:
     """Why this product is none that `dense` computes, None if it is one."""
     (contracted, _), (batch, _) = dimension_numbers
     if len(batch):

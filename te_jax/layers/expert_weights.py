@@ -7,6 +7,7 @@ for all of them. Kernels that were quantized one by one have scales of their own
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +59,7 @@ def quantize_experts(
     return QuantizedKernel(made._replace(wide=None), 1, 1 + slots, wide[0].dtype)
 
 
-def check_kernels(name: str, argument: str, wide: Sequence[jax.Array]):
+def check_kernels(name: str, argument: str, wide: Sequence[jax.Array]) -> None:
     """Raises ValueError or TypeError, naming the layer, unless they are arrays [E, K, N] of one shape and type."""
     for a in wide:
         check(name, argument, a, FLOAT)
@@ -105,16 +106,18 @@ def any_gradient(parts: Parts) -> bool:
     return any([has_gradient(Fp8Tensor(wide=a, onto=onto)) for pairs in each for a, onto in pairs])
 
 
-def quantize_part(part: Fp8Tensor, meta, uses: Uses, config: Config, slots: bool) -> Fp8Tensor:
+def quantize_part(part: Fp8Tensor, meta: fp8.TensorMeta | None, uses: Uses, config: Config, slots: bool) -> Fp8Tensor:
     """A part as its GEMMs read it: data [E, K, A, N], data_t [E, A, N, K]; without the axis A unless `slots`."""
-    array = jnp.stack(part.wide, 2) if slots else part.wide[0]
+    pair = slots and len(part.wide) == 2
+    array = lambda: jnp.stack(part.wide, 2) if slots else part.wide[0]
     if part.data is None and part.data_t is None:
-        return quantize_stacked(array, meta, uses, config)._replace(onto=part.onto)
+        weight, beside = part.wide if pair else (array(), None)
+        return quantize_stacked(weight, meta, uses, config, beside=beside)._replace(onto=part.onto)
     q = part._replace(wide=None, amax=None, onto=None)
     one_slot = slots and (part.data_t if part.data is None else part.data).ndim == 3
     q = jax.vmap(lambda each: each.read(uses, 1))(q)
     q = _with_slot(q) if one_slot else q
-    return q._replace(wide=array if uses.wide else None, amax=part.amax, onto=part.onto)
+    return q._replace(wide=array() if uses.wide else None, amax=part.amax, onto=part.onto)
 
 
 def _with_slot(q: Fp8Tensor) -> Fp8Tensor:
@@ -131,7 +134,7 @@ def _with_slot(q: Fp8Tensor) -> Fp8Tensor:
     return q._replace(data=insert(q.data, 2), data_t=insert(q.data_t, 1), **inverses)
 
 
-def slots_at(q: Fp8Tensor, at) -> Fp8Tensor:
+def slots_at(q: Fp8Tensor, at: Any) -> Fp8Tensor:
     """Of rows [R, A, N] as GEMMs read them those of slot `at`, [R, N], or of a slice of slots."""
     pick = lambda a, *where: a if a is None or a.ndim < 2 else a[where]
     every = slice(None)
@@ -144,7 +147,7 @@ def slots_at(q: Fp8Tensor, at) -> Fp8Tensor:
     )
 
 
-def amax_of_parts(parts: Parts):
+def amax_of_parts(parts: Parts) -> jax.Array | None:
     """The amax of all parts, None where none is known."""
     known = [part.amax for part in parts if part.amax is not None]
     return reduce(jnp.maximum, known) if known else None

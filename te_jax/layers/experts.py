@@ -5,8 +5,9 @@ x and the gradient of y have one scale each. The weights, the activation and its
 where the recipe scales whole tensors: its FP8 state has an axis of experts then.
 """
 
+from collections.abc import Callable
 from functools import partial, reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ class ExpertStatic(NamedTuple):
     wi: Config
     wo: Config
     slots: tuple[int, ...]  # how many of A each part of wi has
-    act: tuple  # (name, value) pairs of `activation.attributes`
+    act: tuple[Any, ...]  # (name, value) pairs of `activation.attributes`
     middle_name: str | None  # of the activation's input, for `jax.checkpoint` policies
 
     def spans(self) -> list[slice]:
@@ -59,7 +60,7 @@ class ExpertStatic(NamedTuple):
         return [slice(end - count, end) for end, count in zip(ends, self.slots)]
 
 
-def rows_source(x, groups: Groups, weights=None) -> Source:
+def rows_source(x: jax.Array, groups: Groups, weights: jax.Array | None = None) -> Source:
     """x [*B, H] in the buffer of groups, times the weights [*B, k] of its rows. A probe counts each token once, or with
     weights once for each of its experts, and neither the rows that pad groups nor the tail."""
 
@@ -72,7 +73,7 @@ def rows_source(x, groups: Groups, weights=None) -> Source:
     return permute_source(x, groups, weights)._replace(elements=tokens)
 
 
-def rows_of_tokens(rows, groups: Groups):
+def rows_of_tokens(rows: jax.Array, groups: Groups) -> jax.Array:
     """[*B, ...]: the sum of a token's rows of [R, ...]; 0 where it has none."""
     return combine_op(rows, groups.rows, None)[0]
 
@@ -184,4 +185,4 @@ def _differentiate_part(saved: Saved, part: Fp8Tensor, grads, groups, config: Co
 
 
 _experts.defvjp(_experts_fwd, _experts_bwd, symbolic_zeros=True)
-run_experts = jit_layer(_experts, 2)
+run_experts: Callable[..., Any] = jit_layer(_experts, 2)

@@ -1,5 +1,7 @@
 """The three GEMMs of a dense layer, grouped ones too, of tensors as `tensor.Fp8Tensor` holds them."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -22,7 +24,9 @@ def _options(which: int, config: Config) -> dict:
     return dict(square=square, fast_accum=not recipe.split_accumulator[which])
 
 
-def fprop(x: Fp8Tensor, w: Fp8Tensor, bias, config: Config, residual=None) -> jax.Array:
+def fprop(
+    x: Fp8Tensor, w: Fp8Tensor, bias: jax.Array | None, config: Config, residual: jax.Array | None = None
+) -> jax.Array:
     """x [*B, *C], w [*C, *F] -> [*B, *F], plus bias [*F] and residual [*B, *F]."""
     contract, dtype = config.contract, config.x.dtype
     if config.recipe.override_linear_precision[_FPROP]:
@@ -36,13 +40,13 @@ def fprop(x: Fp8Tensor, w: Fp8Tensor, bias, config: Config, residual=None) -> ja
     return y if config.spec is None else jax.sharding.reshard(y, config.spec)
 
 
-def plain_sum(y, bias, residual) -> jax.Array:
+def plain_sum(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
     """y [*B, *F] with bias [*F] and residual [*B, *F], where they are given."""
     y = y if bias is None else y + as_rank(bias.astype(y.dtype), y.ndim)
     return y if residual is None else y + residual.astype(y.dtype)
 
 
-def dgrad(terms, onto=None) -> jax.Array:
+def dgrad(terms: Sequence[tuple[Fp8Tensor, Fp8Tensor, Config]], onto: jax.Array | None = None) -> jax.Array:
     """The sum of dy w^T over terms (dy [*B, *F], w [*C, *F], config) of one x -> dx [*B, *C], plus `onto` of its shape
     and type: what reaches x by another way."""
     config = terms[0][2]
@@ -53,7 +57,7 @@ def dgrad(terms, onto=None) -> jax.Array:
     return gemm_sum(pairs, onto, **options, **_options(_DGRAD, config))
 
 
-def wgrad(x: Fp8Tensor, dy: Fp8Tensor, config: Config, onto=None) -> jax.Array:
+def wgrad(x: Fp8Tensor, dy: Fp8Tensor, config: Config, onto: jax.Array | None = None) -> jax.Array:
     """x [*B, *C] and dy [*B, *F] -> dw [*C, *F], of the weight's type, or f32 plus `onto`."""
     dtype, lead = config.weight.dtype if onto is None else onto.dtype, config.lead
     if config.recipe.override_linear_precision[_WGRAD]:
@@ -69,7 +73,7 @@ def wgrad(x: Fp8Tensor, dy: Fp8Tensor, config: Config, onto=None) -> jax.Array:
 # -- of experts: rows of groups, and stacked weights ----------------------------------------------------------
 
 
-def grouped_fprop(x: Fp8Tensor, w: Fp8Tensor, bias, groups: Groups, config: Config) -> jax.Array:
+def grouped_fprop(x: Fp8Tensor, w: Fp8Tensor, bias: jax.Array | None, groups: Groups, config: Config) -> jax.Array:
     """x [R, K], w [E, K, *N], bias [E, *N] -> [R, *N], 0 in the rows that pad a group."""
     dtype, high, options = _grouped(_FPROP, config)
     (lhs, lhs_inv), (rhs, rhs_inv) = x.rows, w.columns
@@ -88,7 +92,9 @@ def grouped_dgrad(dy: Fp8Tensor, w: Fp8Tensor, groups: Groups, config: Config) -
     return gemm_grouped(lhs, rhs, groups.offsets, groups.counts, lhs_inv, rhs_inv, **options)
 
 
-def grouped_wgrad(x: Fp8Tensor, dy: Fp8Tensor, groups: Groups, config: Config, onto=None) -> jax.Array:
+def grouped_wgrad(
+    x: Fp8Tensor, dy: Fp8Tensor, groups: Groups, config: Config, onto: jax.Array | None = None
+) -> jax.Array:
     """x [R, K], dy [R, N], both with zeros in the rows that pad a group -> dw [E, K, N] of the weight's type, or f32
     plus `onto`."""
     _, high, options = _grouped(_WGRAD, config)

@@ -7,7 +7,7 @@ wgrad   dW = x^T dz    added onto a sum over chunks        -> as W lies
 FP8 tensors of a kernel [V, H] are those of [H, V] with their two layouts swapped, so neither is transposed in memory.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,9 @@ class Amaxes(NamedTuple):
         return fp8.DenseMetas(*(fp8.cotangent(m, a, head.recipe, head.stage_axes) for m, a in zip(metas, self)))
 
 
-def read_kernel(kernel: jax.Array, meta, head: Head, train: bool, wgrad: bool) -> jax.Array | Fp8Tensor:
+def read_kernel(
+    kernel: jax.Array, meta: fp8.TensorMeta | None, head: Head, train: bool, wgrad: bool
+) -> jax.Array | Fp8Tensor:
     """The kernel as the products of all chunks read it: in x's type, or in FP8 as a tensor [H, V]."""
     if head.recipe is None:
         return kernel.astype(head.x.dtype)
@@ -72,7 +74,9 @@ def read_kernel(kernel: jax.Array, meta, head: Head, train: bool, wgrad: bool) -
     return q._replace(data=q.data_t, data_t=q.data, wide=wide, scale_inv=of_data, scale_inv_t=of_data_t)
 
 
-def read_tokens(x: jax.Array, meta, head: Head, train: bool, wgrad: bool) -> jax.Array | Fp8Tensor:
+def read_tokens(
+    x: jax.Array, meta: fp8.TensorMeta | None, head: Head, train: bool, wgrad: bool
+) -> jax.Array | Fp8Tensor:
     """x [T, H] as its products read it."""
     if head.recipe is None:
         return x
@@ -81,7 +85,7 @@ def read_tokens(x: jax.Array, meta, head: Head, train: bool, wgrad: bool) -> jax
     return quantize_tensor(x, 1, role, config)[0]
 
 
-def logits(x, words, head: Head, tokens: int) -> jax.Array:
+def logits(x: Any, words: Any, head: Head, tokens: int) -> jax.Array:
     """f32 [T, V], of what `read_tokens` and `read_kernel` give. They are never rounded to x's type."""
     if head.recipe is None:
         return dot(x, (1,), words, (head.hidden_axis,), jnp.float32)
@@ -89,7 +93,9 @@ def logits(x, words, head: Head, tokens: int) -> jax.Array:
     return gemms.fprop(x, words, None, config._replace(x=config.x.update(dtype=jnp.dtype(jnp.float32))))
 
 
-def gradients(x, words, dz: jax.Array, total, meta, head: Head, dgrad: bool):
+def gradients(
+    x: Any, words: Any, dz: jax.Array, total: jax.Array | None, meta: fp8.TensorMeta | None, head: Head, dgrad: bool
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
     """(dx, total with this chunk's dW, the amax of dz) from the gradient dz [T, V] of the logits, in x's type.
 
     total: the sum of dW over the chunks before, or None without wgrad. dgrad: whether dx is wanted; None if not.

@@ -84,7 +84,8 @@ def linear_cross_entropy(
                 tokens and words, and sums of exponentials cross. Without, XLA partitions the loop over chunks, which is
                 right, but adds the kernel's gradient up over devices in each chunk. On Explicit axes the types of x
                 and kernel say all of this.
-    chunk_tokens: tokens of a chunk, of each device. None: as many as make 1 GiB of f32 logits, at least 1024.
+    chunk_tokens: tokens of a chunk, of each device. None: as many as make 1 GiB of f32 logits, in FP8 half of that; at
+                least 1024.
     accumulate_dtype: dtype in which chunks add up the gradient of the kernel. None: bf16 for a bf16 kernel, which each
                 chunk rounds once, else f32. f32 takes 4 H V more bytes then.
     name:       what errors call this function.

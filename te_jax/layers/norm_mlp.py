@@ -41,7 +41,7 @@ from te_jax.sharding import constrain_to_spec
 METAS_OF_TWO = NONE | tuple_of(METAS, 2)  # of wi and of wo
 
 
-def split_residual(residual: bool | jax.Array):
+def split_residual(residual: bool | jax.Array) -> tuple[bool, jax.Array | None]:
     """Whether the residual is the layer's own input, and the array that it is otherwise, or None."""
     added = None if isinstance(residual, bool) else residual
     return added is None and residual, added

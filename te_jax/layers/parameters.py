@@ -4,7 +4,9 @@ A tree of parameters holds a QuantizedKernel in the place of an array; boxes of 
 be around its data. Its array, where one stands for it, is in a box with the names in the array's order.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,22 +16,24 @@ from te_jax.layers.weight import GradientSlot, QuantizedKernel, check_quantized,
 from te_jax.recipe import Recipe
 
 
-def second(_, other, *more):
+def second(_: Any, other: Any, *more: Any) -> Any:
     """For `map_kernels`: what the second tree has there."""
     return other
 
 
-def is_kernel(leaf) -> bool:
+def is_kernel(leaf: Any) -> bool:
     """Whether it is a QuantizedKernel, for `is_leaf`."""
     return isinstance(leaf, QuantizedKernel)
 
 
-def has_kernels(params) -> bool:
+def has_kernels(params: Any) -> bool:
     """Whether a tree holds a QuantizedKernel."""
     return any(map(is_kernel, jax.tree.leaves(params, is_leaf=is_kernel)))
 
 
-def map_kernels(of_kernels, params, *rest, of_others=lambda leaf, *more: leaf):
+def map_kernels(
+    of_kernels: Callable[..., Any], params: Any, *rest: Any, of_others: Callable[..., Any] = lambda leaf, *more: leaf
+) -> Any:
     """`jax.tree.map` over trees of parameters, by one function at QuantizedKernels of the first and by another at
     arrays, or the boxes around them."""
     at = lambda leaf, *more: (of_kernels if is_kernel(leaf) else of_others)(leaf, *more)
@@ -40,12 +44,12 @@ def _is_box(leaf) -> bool:
     return hasattr(leaf, "names") and hasattr(leaf, "unbox")  # Flax takes a second to import
 
 
-def unbox(tree):
+def unbox(tree: Any) -> Any:
     """`tree` without boxes of logical axes."""
     return jax.tree.map(lambda leaf: leaf.unbox(False) if _is_box(leaf) else leaf, tree, is_leaf=_is_box)
 
 
-def box_array(q: QuantizedKernel, array: jax.Array):
+def box_array(q: QuantizedKernel, array: jax.Array) -> Any:
     """`array` [..., *C, *F], in a box like the one around the data of `q`, if there is one."""
     box = q.tensor.data if q.tensor.data_t is None else q.tensor.data_t
     if not _is_box(box):
@@ -54,22 +58,22 @@ def box_array(q: QuantizedKernel, array: jax.Array):
     return box.replace(value=array, names=names)
 
 
-def dequantize_boxed(q: QuantizedKernel):
+def dequantize_boxed(q: QuantizedKernel) -> Any:
     """Its values in f32, [..., *C, *F]."""
     return box_array(q, replace(unbox(q), dtype=jnp.dtype(jnp.float32)).dequantize())
 
 
-def with_arrays(params, arrays):
+def with_arrays(params: Any, arrays: Any) -> Any:
     """`params` with what `arrays` has in the place of each QuantizedKernel."""
     return map_kernels(second, params, arrays)
 
 
-def gradient_slots(params):
+def gradient_slots(params: Any) -> Any:
     """`params` with zeros [..., *C, *F] of its dtype in the place of each QuantizedKernel: the form of the gradient."""
     return map_kernels(lambda q: box_array(q, jnp.zeros_like(unbox(q).dequantize())), params)
 
 
-def with_slots(params, arrays):
+def with_slots(params: Any, arrays: Any) -> Any:
     """`arrays`, as `gradient_slots` makes them, with the QuantizedKernels of `params` in their places again.
 
     Gradients of these kernels go to the arrays that stood there, whose values nothing reads.
@@ -77,19 +81,15 @@ def with_slots(params, arrays):
     return map_kernels(lambda q, array: q.with_wide(GradientSlot(array)), params, arrays, of_others=second)
 
 
-def requantize(q: QuantizedKernel, array, recipe: Recipe, what: str) -> QuantizedKernel:
+def requantize(q: QuantizedKernel, array: Any, recipe: Recipe, what: str) -> QuantizedKernel:
     """`array` [..., *C, *F] in the place of `q`: with its layouts, dtype and boxes, quantized as `recipe`, which is one
     of `Recipe.for_parameters`, quantizes a kernel.
 
     Raises ValueError, naming `what`, if `recipe` is of another form than `q`.
     """
-
-    def one(q, array):
-        if q.ndim > q.contract + q.features:
-            return jax.vmap(one)(q, array)
-        check_quantized(what, q, q.shape, q.contract, recipe)
-        use = Uses(q.tensor.data is not None, q.tensor.data_t is not None, False)
-        return replace(q, tensor=quantize_alone(array, None, use, recipe, q.contract))
-
-    new = one(unbox(q), unbox(array))
-    return jax.tree.map(lambda old, new: old.replace(value=new) if _is_box(old) else new, q, new, is_leaf=_is_box)
+    plain = unbox(q)
+    check_quantized(what, plain, plain.shape, plain.contract, recipe)
+    uses = Uses(plain.tensor.data is not None, plain.tensor.data_t is not None, False)
+    made = quantize_alone(unbox(array), None, uses, recipe, plain.contract, plain.stack)
+    put = lambda old, new: old.replace(value=new) if _is_box(old) else new
+    return jax.tree.map(put, q, replace(plain, tensor=made), is_leaf=_is_box)

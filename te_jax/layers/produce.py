@@ -34,7 +34,9 @@ class Role(NamedTuple):
     shards_of: ShapedArray
 
 
-def produce(source: Source, role: Role, config: Config, others: tuple[str, ...] = ()) -> tuple[Fp8Tensor, dict]:
+def produce(
+    source: Source, role: Role, config: Config, others: tuple[str, ...] = ()
+) -> tuple[Fp8Tensor, dict[str, jax.Array]]:
     """The tensor of `source` as its GEMMs read it, and the results of its op by name, `others` among them."""
     recipe, uses = config.recipe, role.uses
     granularity = recipe.granularity
@@ -61,7 +63,7 @@ def produce(source: Source, role: Role, config: Config, others: tuple[str, ...] 
 
 
 def quantize_tensor(
-    x, split: int, role: Role, config: Config, with_dbias=False, square=False
+    x: jax.Array, split: int, role: Role, config: Config, with_dbias: bool = False, square: bool = False
 ) -> tuple[Fp8Tensor, jax.Array | None]:
     """x [*m, *n], with `split` axes in m, as its GEMMs read it, and its column sums f32[*n] if asked for. square:
     its blocks of 128 are 128 x 128."""
@@ -72,7 +74,9 @@ def quantize_tensor(
     return q._replace(wide=x if role.uses.wide else None), got.get("dbias")
 
 
-def quantize_weight(weight, meta, uses: Uses, config: Config) -> Fp8Tensor:
+def quantize_weight(
+    weight: jax.Array | Fp8Tensor, meta: fp8.TensorMeta | None, uses: Uses, config: Config
+) -> Fp8Tensor:
     """weight [*C, *F] as its GEMMs read it; an Fp8Tensor was quantized before, if it has data."""
     if isinstance(weight, Fp8Tensor):
         if weight.data is not None or weight.data_t is not None:
@@ -84,19 +88,35 @@ def quantize_weight(weight, meta, uses: Uses, config: Config) -> Fp8Tensor:
     return tag(q, KERNEL, config, leave=("data_t", "scale_inv_t", "wide", "onto"))
 
 
-def quantize_stacked(weight, meta, uses: Uses, config: Config) -> Fp8Tensor:
-    """weight [E, K, N] as its grouped GEMMs read it: quantized for each expert, by a scale of its own where the recipe
-    scales by the amax."""
-    role, source, q = Role("kernel", meta, uses, config.weight), stacked_source(weight), Fp8Tensor()
+def quantize_stacked(
+    weight: jax.Array,
+    meta: fp8.TensorMeta | None,
+    uses: Uses,
+    config: Config,
+    stack: int = 1,
+    beside: jax.Array | None = None,
+) -> Fp8Tensor:
+    """weight [*E, *C, *F], with `stack` axes in E, as GEMMs read each: the weights of experts, or those of layers. Each
+    entry of E has blocks, or one scale, of its own. beside: an array alike, as of a gated activation; the tensor is
+    then [*E, *C, 2, *F], and no array of its own type and both's size is made unless a GEMM reads it."""
+    role, q = Role("kernel", meta, uses, config.weight), Fp8Tensor()
+    source = stacked_source(weight, beside, stack, config.contract)
     if uses.layouts and source.offers(config.recipe.granularity, ()):
         q, _ = produce(source, role._replace(uses=uses._replace(wide=False)), config)
     elif uses.layouts:
-        q = jax.vmap(lambda each: quantize_tensor(each, 1, role, config)[0])(weight)
-    q = q._replace(wide=weight if uses.wide else None)
+        one = lambda each: quantize_tensor(each, config.contract, role, config)[0]
+        for _ in range(stack):
+            one = jax.vmap(one)
+        q = one(source.elements())
+    if q.scale_inv is not None and not q.scale_inv.ndim:  # a scale for all, such as a recipe's constant
+        q = q._replace(scale_inv=jnp.broadcast_to(q.scale_inv, source.scales))
+    q = q._replace(wide=source.elements() if uses.wide else None)
     return tag(q, KERNEL, config, leave=("data_t", "scale_inv_t", "wide"))
 
 
-def quantize_grad(dy, meta, config: Config, wgrad: bool) -> tuple[Fp8Tensor, jax.Array | None]:
+def quantize_grad(
+    dy: jax.Array, meta: fp8.TensorMeta | None, config: Config, wgrad: bool
+) -> tuple[Fp8Tensor, jax.Array | None]:
     """dy [*B, *F] -> the tensor as the backward GEMMs read it, and the gradient of the bias, if there is one.
 
     Both GEMMs read all of dy where y was left scattered. With the same scales in both layouts one layout crosses

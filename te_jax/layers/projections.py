@@ -1,7 +1,8 @@
 """FP8 GEMMs of weights that read one tensor, or its norm, under one custom_vjp: `dense` and `layernorm_dense`."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.custom_derivatives import SymbolicZero
@@ -44,7 +45,7 @@ class Static(NamedTuple):
     with_input: bool = False
 
 
-def multiply(operands: Operands, static: Static, train: bool, wgrads):
+def multiply(operands: Operands, static: Static, train: bool, wgrads: Sequence[bool]) -> tuple[Any, ...]:
     """The results, and for the backward pass x or its norm in FP8, the weights, and the norm's statistics.
 
     wgrads: whether the weight of each projection has a gradient.
@@ -98,4 +99,4 @@ def _project_bwd(static, residuals, cotangents):
 
 
 _project.defvjp(_project_fwd, _project_bwd, symbolic_zeros=True)
-project = jit_layer(_project, 1)
+project: Callable[..., Any] = jit_layer(_project, 1)

@@ -97,6 +97,6 @@ class Fp8Tensor(NamedTuple):
         return got._replace(**{name: None for name, is_read in use._asdict().items() if not is_read})
 
 
-def wide_of(weight):
+def wide_of(weight: jax.Array | Fp8Tensor) -> jax.Array:
     """The array of a layer's weight: itself, or the unquantized one of an Fp8Tensor."""
     return weight.wide if isinstance(weight, Fp8Tensor) else weight

@@ -4,7 +4,8 @@ Where the weight is not differentiated (a frozen one, as beside LoRA), there is 
 for it: autodiff says so by `symbolic_zeros` of the custom_vjps.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from te_jax.layers.tensor import Accumulator, Fp8Tensor, wide_of
 from te_jax.layers.weight import Projection
 
 
-def jit_layer(layer, static: int):
+def jit_layer(layer: Any, static: int) -> Callable[..., Any]:
     """A custom_vjp with symbolic zeros, under jit: without jit `jax.shard_map` has no rule for one.
 
     static: index of the static argument.
@@ -30,7 +31,7 @@ def jit_layer(layer, static: int):
     return jax.jit(layer, static_argnums=static, inline=True)
 
 
-def has_gradient(weight) -> bool:
+def has_gradient(weight: Any) -> bool:
     """Whether a layer's weight, as its custom_vjp gets it, is differentiated.
 
     Raises ValueError if its array is, but not the accumulator that the gradient would go to.
@@ -46,7 +47,7 @@ def has_gradient(weight) -> bool:
     return weight.onto.grad.perturbed
 
 
-def instantiate(cotangent):
+def instantiate(cotangent: Any) -> jax.Array:
     """The cotangent as an array of zeros where autodiff passes a `SymbolicZero`, else as it is."""
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
@@ -113,7 +114,7 @@ def _once_vmap(size, batched, total, before):
     return _once(total, before), batched[0]
 
 
-def accumulated(total, onto: Accumulator) -> Accumulator:
+def accumulated(total: jax.Array | None, onto: Accumulator) -> Accumulator:
     """The cotangent of `onto`, where a wgrad GEMM made `total` of it."""
     return Accumulator(_once(like(total, onto.grad), onto.grad), onto.uses * 0 + 1)
 
@@ -124,7 +125,7 @@ def differentiate_metas(saved: Saved, grad: Fp8Tensor, config: Config) -> DenseM
     return DenseMetas(*(cotangent(m, amax, config.recipe, config.stage_axes) for m, amax in pairs))
 
 
-def differentiate_weight(saved: Saved, grad: Fp8Tensor, dbias, config: Config) -> Projection:
+def differentiate_weight(saved: Saved, grad: Fp8Tensor, dbias: jax.Array | None, config: Config) -> Projection:
     """The cotangents of weight [*C, *F], bias and FP8 state.
 
     grad, dbias: the gradients of y [*B, *F] and of the bias, as `quantize_grad` returns them.

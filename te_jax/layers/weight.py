@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 from te_jax import fp8
 from te_jax._check import BOOL, check, integer
 from te_jax.layers.config import Config
-from te_jax.layers.produce import quantize_weight
+from te_jax.layers.produce import quantize_stacked, quantize_weight
 from te_jax.layers.tensor import Accumulator, Fp8Tensor, LayerUses, Uses
 from te_jax.ops.quantize import FLOAT, block_of_weight, dequantize_weight, transpose
 from te_jax.recipe import Recipe
@@ -115,7 +115,7 @@ def _with_gradient(values, slot):
 _with_gradient.defvjp(lambda values, slot: (values, None), lambda _, g: (None, g))
 
 
-def swap_groups(axes: tuple, first: int, second: int) -> tuple:
+def swap_groups(axes: tuple[Any, ...], first: int, second: int) -> tuple[Any, ...]:
     """`axes`, one entry for each axis of an array [..., *first, *second], in the order [..., *second, *first]. first,
     second: how many axes each group has."""
     lead = len(axes) - first - second
@@ -151,13 +151,20 @@ def quantize_kernel(
     return QuantizedKernel(made, contract, kernel.ndim - contract, kernel.dtype)
 
 
-def quantize_alone(weight: jax.Array, meta, uses: Uses, recipe: Recipe, contract: int) -> Fp8Tensor:
-    """The tensor of a QuantizedKernel, outside of a layer, in the layouts that `uses` says."""
+def quantize_alone(
+    weight: jax.Array, meta: fp8.TensorMeta | None, uses: Uses, recipe: Recipe, contract: int, stack: int = 0
+) -> Fp8Tensor:
+    """The tensor of a QuantizedKernel, outside of a layer, in the layouts that `uses` says. stack: the axes of `weight`
+    in front, of kernels that are quantized each by itself."""
     config = Config(recipe, contract, None, jax.typeof(weight), stage_axes=stage_axes())
+    if stack:
+        return quantize_stacked(weight, meta, uses, config, stack)
     return quantize_weight(weight, meta, uses, config)
 
 
-def check_quantized(what: str, q: QuantizedKernel, shape, contract: int, recipe: Recipe, way_out: str = _WAY_OUT):
+def check_quantized(
+    what: str, q: QuantizedKernel, shape: tuple[int, ...], contract: int, recipe: Recipe, way_out: str = _WAY_OUT
+) -> None:
     """Raises ValueError, naming `what`, unless `q` is a kernel of this shape as `recipe` reads it."""
     form = lambda dtype, shape, contract, blocks: (
         f"{jnp.dtype(dtype).name}{list(shape)} with {f'scales of blocks of {blocks}' if blocks else 'one scale'}, "
@@ -174,7 +181,7 @@ def check_quantized(what: str, q: QuantizedKernel, shape, contract: int, recipe:
         raise ValueError(f"{what} is {have}, but {type(recipe).__name__} needs {need}; {way_out}.")
 
 
-def resolve_weight(name: str, kernel, contract: int, recipe: Recipe | None):
+def resolve_weight(name: str, kernel: Any, contract: int, recipe: Recipe | None) -> Any:
     """A layer's weight, which may be a QuantizedKernel: the array, or an Fp8Tensor that has `wide`.
 
     Raises ValueError, naming the layer, for one of another form than the recipe reads, and where what it has in FP8 is

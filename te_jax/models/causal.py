@@ -11,9 +11,9 @@ class CausalLM(Model):
     """A causal language model: embeddings, layers, a norm and the head.
 
     Parameters: `embedding` [V, H]; `positions` [max_positions, H] where they are learned; `layers/TransformerLayer_0`
-    with a leading axis of layers, or `layer_0/TransformerLayer_0`, ... ; `final_norm`; `head` [V, H], unless it is
-    the embedding. The FP8 state of the loss is that of `lm_head`, the path that a recipe's `exclude` keeps out of FP8;
-    `init` makes it where it gets labels.
+    with a leading axis of layers, or `layer_0/TransformerLayer_0`, ... (`Model.scan`); `final_norm`; `head` [V, H],
+    unless it is the embedding. The FP8 state of the loss is that of `lm_head`, the path that a recipe's `exclude` keeps
+    out of FP8; `init` makes it where it gets labels.
 
     What layers with experts (the field `moe`) sow has a leading axis of layers too. Their losses are no part of what
     the model returns (`te_jax.flax.MoEBlock`):

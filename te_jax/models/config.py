@@ -15,6 +15,7 @@ _KINDS_OF_CONFIG = {
     "hidden_size": integer(1),
     "layer": _LAYER_FIELDS,
     "pattern": tuple_of(_LAYER_FIELDS),
+    "first": tuple_of(_LAYER_FIELDS),
     "family": STRING,
     "num_decoder_layers": NONE | integer(1),
     "max_positions": NONE | integer(1),
@@ -36,8 +37,8 @@ class ModelConfig(KnownFields):
 
     vocab_size, num_layers, hidden_size: V; the layers, of an encoder-decoder those of the encoder; H.
     layer:           fields of each layer beside hidden_size, such as dict(num_attention_heads=8, mlp_hidden_size=512).
-    pattern:         what differs between layers: layer i has pattern[i % len(pattern)] on top of `layer`. Such layers
-                     are not scanned.
+    pattern:         what differs between layers, on top of `layer`, again and again: a window in every other one, say.
+    first:           what differs in the first layers, one entry for each; the pattern begins behind them.
     family:          whose checkpoints `te_jax.hf` reads and writes: "llama", "gpt2", ...; "" is none.
     num_decoder_layers: of an encoder-decoder; None: as many as the encoder's.
     max_positions:   the number of learned positions; None: there are none.
@@ -69,23 +70,29 @@ class ModelConfig(KnownFields):
     tie_embeddings: bool = True
     output_scale: float = 1.0
     logit_softcap: float | None = None
+    first: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         for name, kind in _KINDS_OF_CONFIG.items():
             check("ModelConfig", name, getattr(self, name), kind)
-        for fields in (self.layer, *self.pattern):
+        for fields in (self.layer, *self.pattern, *self.first):
             if "hidden_size" in fields:
                 raise ValueError("ModelConfig: layer has hidden_size, which is a field of its own; leave it out there.")
         object.__setattr__(self, "layer", FrozenDict(self.layer))
-        object.__setattr__(self, "pattern", tuple(map(FrozenDict, self.pattern)))
+        for name in ("pattern", "first"):
+            object.__setattr__(self, name, tuple(map(FrozenDict, getattr(self, name))))
 
     def with_layer(self, **fields: Any) -> "ModelConfig":
         """This config with other fields of its layers."""
         return replace(self, layer={**self.layer, **fields})
 
     def fields_of_layer(self, index: int) -> dict[str, Any]:
-        """All fields of layer `index`."""
-        own = self.pattern[index % len(self.pattern)] if self.pattern else {}
+        """All fields of layer `index`; negative ones count from the end of num_layers."""
+        behind = index % self.num_layers - len(self.first) if index < 0 else index - len(self.first)
+        if behind < 0:
+            own = self.first[behind]
+        else:
+            own = self.pattern[behind % len(self.pattern)] if self.pattern else {}
         return {"hidden_size": self.hidden_size, **self.layer, **own}
 
     def norm_fields(self) -> dict[str, Any]:

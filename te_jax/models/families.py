@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from te_jax.ops.rope import Llama3Scaling, YarnScaling
 
 # "gelu" is the tanh form, which GPT-2 and T5 1.1 have. BERT and Falcon have the exact one. No kernel quantizes a
 # function of the user's as it computes: under FP8 it is plain JAX between the GEMMs.
-exact_gelu = functools.partial(jax.nn.gelu, approximate=False)
+exact_gelu: Callable[..., jax.Array] = functools.partial(jax.nn.gelu, approximate=False)
 
 
 class Latents(NamedTuple):
@@ -46,7 +47,7 @@ class Size:
     vocab: int = 32000
     tied: bool = True
 
-    def layer(self, **fields) -> dict[str, Any]:
+    def layer(self, **fields: Any) -> dict[str, Any]:
         """Fields of a `TransformerLayer` of this size."""
         return dict(
             mlp_hidden_size=self.ffn,
@@ -57,12 +58,12 @@ class Size:
             **fields,
         )
 
-    def moe(self, **more) -> dict[str, Any]:
+    def moe(self, **more: Any) -> dict[str, Any]:
         """The layer's field of that name, with these fields of `MoEBlock`; {} without experts."""
         sizes = dict(num_experts=self.experts, num_experts_per_tok=self.topk)
         return dict(moe=sizes | more) if self.experts else {}
 
-    def model(self, layer: dict[str, Any], **fields) -> ModelConfig:
+    def model(self, layer: dict[str, Any], **fields: Any) -> ModelConfig:
         """A model of such layers."""
         sizes = dict(vocab_size=self.vocab, num_layers=self.layers, hidden_size=self.hidden)
         return ModelConfig(**sizes | dict(tie_embeddings=self.tied) | fields, layer=layer)
@@ -245,16 +246,14 @@ def gemma2(size: Size, window: int = 4096, query_scalar: float = 256.0) -> Model
 
 def deepseek_v3(size: Size) -> ModelConfig:
     """DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437: multi-head latent attention, and experts that are chosen by
-    sigmoids with a bias, in 4 of 8 groups, beside one that all tokens meet; the first layers have an MLP. Where there
-    are such layers, none is scanned.
+    sigmoids with a bias, in 4 of 8 groups, beside one that all tokens meet; the first layers have an MLP.
 
     RoPE turns neighbouring channels, and is stretched from 4096 positions to 163840. The bias is in the collection
     `expert_bias` (`te_jax.flax.update_expert_bias`).
     """
     grouped = dict(num_groups=8, group_topk=4, scaling_factor=2.5, num_shared_experts=1)
     first = dict(moe=None, mlp_hidden_size=size.dense_ffn)
-    pattern = (first,) * size.dense + ({},) * (size.layers - size.dense) if size.dense else ()
-    return replace(llama(size), family="", pattern=pattern).with_layer(
+    return replace(llama(size), family="deepseek_v3", first=(first,) * size.dense).with_layer(
         layernorm_epsilon=1e-6,
         enable_rotary_pos_emb=False,  # which is that of other attentions
         rotary_pos_emb_group_method="consecutive",
@@ -282,7 +281,7 @@ def falcon(size: Size) -> ModelConfig:
     return size.model(layer, family="falcon")
 
 
-PUBLISHED = {  # the beginning of a size's name -> its family
+PUBLISHED: dict[str, Callable[..., ModelConfig]] = {  # the beginning of a size's name -> its family
     "gpt2": gpt2,
     "bert": bert,
     "t5": t5,

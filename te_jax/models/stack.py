@@ -1,7 +1,8 @@
 """What the models are made of: embeddings, a stack of layers, scanned or not, and the norm behind it."""
 
+import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,15 @@ class Block(nn.Module):
     max_decode_length: int | None = None
 
     @nn.compact
-    def __call__(self, x, encoded, mask, encoded_mask, positions, table):
+    def __call__(
+        self,
+        x: jax.Array,
+        encoded: jax.Array | None,
+        mask: Any,
+        encoded_mask: Any,
+        positions: jax.Array | None,
+        table: jax.Array | None,
+    ) -> tuple[jax.Array, None]:
         fields = dict(self.fields)
         if table is not None:
             fields["relative_embedding"] = _biases_of(table)
@@ -59,6 +68,36 @@ class Block(nn.Module):
         return x, None
 
 
+class Period(nn.Module):
+    """The layers of one round of a pattern, `layer_0`, `layer_1`, ..., in the shape that `nn.scan` wants."""
+
+    block: type[Block]  # or what `nn.remat` makes of it
+    fields: tuple[Mapping[str, Any], ...]  # of the layers
+    call: Mapping[str, Any]  # the other fields of each Block
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *args: Any) -> tuple[jax.Array, None]:
+        for index, fields in enumerate(self.fields):
+            x, _ = self.block(fields, **self.call, name=f"layer_{index}")(x, *args)
+        return x, None
+
+
+class Place(NamedTuple):
+    """Where a layer of a stack is."""
+
+    path: str  # of its parameters
+    index: int | None  # along their leading axis; None: they have none
+
+
+def place_of_layer(config: ModelConfig, index: int, count: int, scan: bool) -> Place:
+    """The place of layer `index` of a stack of `count`. With `scan` whole rounds of the pattern behind the first layers
+    are in `layers`; what no round takes, and without it all, is `layer_0`, `layer_1`, ..."""
+    period, behind = len(config.pattern) or 1, index - len(config.first)
+    if not scan or behind < 0 or behind >= (count - len(config.first)) // period * period:
+        return Place(f"layer_{index}", None)
+    return Place("layers" if period == 1 else f"layers/layer_{behind % period}", behind // period)
+
+
 def _biases_of(table):
     """A function as `TransformerLayer.relative_embedding` wants one, of a table [h, buckets] that layers share."""
     module = te_flax.RelativePositionBiases(
@@ -71,7 +110,7 @@ def _biases_of(table):
     return biases
 
 
-def described(lengths) -> SequenceDescriptor | None:
+def described(lengths: Any) -> SequenceDescriptor | None:
     """The mask of rows of which `lengths` i32[b] tokens are no padding; a SequenceDescriptor as it is."""
     if lengths is None or isinstance(lengths, SequenceDescriptor):
         return lengths
@@ -85,7 +124,9 @@ class Model(nn.Module):
     dtype:        of activations.
     params_dtype: of parameters.
     scan:         one layer is traced and compiled, whatever their number, and parameters, FP8 state and caches have a
-                  leading axis of layers, in `layers`; else `layer_0`, `layer_1`, ... have their own.
+                  leading axis of layers, in `layers`; of layers with a pattern one round of it, with one of rounds, in
+                  `layers/layer_0`, `layers/layer_1`, ... The config's first layers, those behind the last whole round,
+                  and without scan all, are `layer_0`, `layer_1`, ..., each with its own.
     remat:        each layer keeps its input alone, or what `remat_policy` names, for the backward pass.
     embed_by_product: embeddings are products with one-hot rows instead of a look-up. The gradient of a look-up is a
                   scatter, whose sums have no fixed order on a GPU; a product costs as much as a head.
@@ -156,23 +197,35 @@ class Model(nn.Module):
             shape = (biases.num_attention_heads, biases.num_buckets)
             table = parameter(self, "relpos_bias", biases.embedding_init, biases.embedding_axes, shape)
         args = (encoded, described(lengths), described(encoded_lengths), positions, table)
-        scanned = self.scan and not c.pattern  # a loop of XLA's keeps the second computation apart by itself
-        block = nn.remat(Block, prevent_cse=not scanned, policy=self.remat_policy) if self.remat else Block
-        if scanned:
-            axes = dict.fromkeys(_STACKED, 0)
-            layers = nn.scan(
-                block,
-                variable_axes=axes,
-                split_rngs={"params": True, "dropout": True},
-                in_axes=nn.broadcast,
-                length=count,
-                metadata_params={nn.PARTITION_NAME: None},
-            )
-            x, _ = layers(of(0), **call, name="layers")(x, *args)
-        else:
-            for index in range(count):
-                x, _ = block(of(index), **call, name=f"layer_{index}")(x, *args)
+        places = [place_of_layer(c, index, count, self.scan) for index in range(count)]
+        scanned = [index for index, place in enumerate(places) if place.index is not None]
+        for index, place in enumerate(places):
+            if place.index is None:
+                x, _ = self._block()(of(index), **call, name=f"layer_{index}")(x, *args)
+            elif index == scanned[0]:
+                x = self._scanned([of(i) for i in scanned], call, x, args)
         return self._norm("final_norm", x) if c.final_norm else x
+
+    def _block(self, in_loop: bool = False):
+        # A loop of XLA's keeps the second computation apart by itself.
+        return nn.remat(Block, prevent_cse=not in_loop, policy=self.remat_policy) if self.remat else Block
+
+    def _scanned(self, fields, call, x, args):
+        """x through a loop over layers of these fields, whole rounds of the pattern."""
+        block, period = self._block(in_loop=True), len(self.config.pattern) or 1
+        scan = functools.partial(
+            nn.scan,
+            variable_axes=dict.fromkeys(_STACKED, 0),
+            split_rngs={"params": True, "dropout": True},
+            in_axes=nn.broadcast,
+            length=len(fields) // period,
+            metadata_params={nn.PARTITION_NAME: None},
+        )
+        if period == 1:
+            layers = scan(block)(fields[0], **call, name="layers")
+        else:
+            layers = scan(Period)(block, tuple(fields[:period]), call, name="layers")
+        return layers(x, *args)[0]
 
     def _head(self, x, labels, embedding, reduction: str, bias=None):
         """Logits f32 of hidden states x [..., H], or the loss of labels. bias: [V], of the logits."""
@@ -199,6 +252,6 @@ def _look_up(table, indices):
     return _gathered(table).at[indices].get(out_sharding=PartitionSpec(*(spec or [None] * indices.ndim), None))
 
 
-def rows_at(x, at):
+def rows_at(x: jax.Array, at: jax.Array) -> jax.Array:
     """x [b, s, H], at int[b] -> [b, H], the rows of these tokens."""
     return jnp.take_along_axis(x, at[:, None, None], axis=1)[:, 0]

@@ -15,7 +15,7 @@ from te_jax.recipe import Recipe
 AnyModule = TypeVar("AnyModule", bound=nnx.Module)
 
 
-def collections_of(state: nnx.State) -> dict[str, Any]:
+def collections_of(state: "nnx.State[Any, Any]") -> dict[str, Any]:
     """The variables of `state` in Linen's form, {collection: {name: ... array}}.
 
     Variables that belong to no collection of `te_jax.flax` are left out. Indices, as of an nnx.List, become strings.
@@ -24,7 +24,7 @@ def collections_of(state: nnx.State) -> dict[str, Any]:
     return unflatten_dict({(of, *map(str, path)): variable.get_value() for of, path, variable in found if of})
 
 
-def with_collections(state: nnx.State, collections: Mapping) -> nnx.State:
+def with_collections(state: "nnx.State[Any, Any]", collections: Mapping[str, Any]) -> "nnx.State[Any, Any]":
     """The variables of `state` that are in `collections`, with the values there: the inverse of `collections_of`."""
     values, new = flatten_dict(collections), []
     for path, variable in nnx.to_flat_state(state):

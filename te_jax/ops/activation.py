@@ -5,6 +5,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +108,7 @@ ACTIVATIONS = Kind(
 _FINITE = Kind("a finite number", lambda value: True, number().accepts)
 
 
-def slots(names: Sequence[str | Callable]) -> tuple[str | Callable, ...]:
+def slots(names: Sequence[str | Callable[..., Any]]) -> tuple[str | Callable[..., Any], ...]:
     """The activation of each slot of the A axis.
 
     As named, in lower case; but reversed if the first is "linear" or "clamped_linear", so that ("linear",
@@ -120,7 +121,9 @@ def slots(names: Sequence[str | Callable]) -> tuple[str | Callable, ...]:
     return lower[::-1] if lower[0] in ("linear", "clamped_linear") else lower
 
 
-def check_params(where: str, argument: str, names: Sequence[str | Callable], params: Mapping | None) -> None:
+def check_params(
+    where: str, argument: str, names: Sequence[str | Callable[..., Any]], params: Mapping[str, Any] | None
+) -> None:
     """Raises ValueError or TypeError, naming `where` and its `argument`, for parameters that these activations lack."""
     clamped = any(isinstance(name, str) and name.lower().startswith("clamped_") for name in names)
     known = tuple(CLAMPED_DEFAULTS) if clamped else ()
@@ -136,7 +139,9 @@ def _parameters(names: Sequence[str | Callable], params: Mapping | None) -> dict
     return {**CLAMPED_DEFAULTS, **(params or {})}
 
 
-def activation(x: jax.Array, names: Sequence[str | Callable], params: Mapping | None = None) -> jax.Array:
+def activation(
+    x: jax.Array, names: Sequence[str | Callable[..., Any]], params: Mapping[str, Any] | None = None
+) -> jax.Array:
     """The product over a of names[a](x[..., a, :]).
 
     x:      [..., A, F] of a floating dtype, A = len(names)
@@ -189,7 +194,7 @@ _FUSED = {
 }
 
 
-def is_fused(names: Sequence[str | Callable]) -> bool:
+def is_fused(names: Sequence[str | Callable[..., Any]]) -> bool:
     """Whether `te_activation_fwd` and `te_activation_bwd` offer these activations, else there is `activation` alone.
 
     Raises as `slots` does.
@@ -197,7 +202,7 @@ def is_fused(names: Sequence[str | Callable]) -> bool:
     return slots(names) in _FUSED
 
 
-def attributes(names: Sequence[str | Callable], params: Mapping | None = None) -> dict:
+def attributes(names: Sequence[str | Callable[..., Any]], params: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The attributes `names`, `limit`, `alpha` and `glu_linear_offset` of the two ops, as `activation` reads its
     arguments. Raises ValueError where the ops do not offer `names`, else as `activation`."""
     order = slots(names)
@@ -232,7 +237,7 @@ def _bwd_reference(dy, x, scale, *, names, dtype, **params):
     return dx.astype(x.dtype), data, data_t, amax(dx), dbias
 
 
-def check_same_dtype(op, dy, x):
+def check_same_dtype(op: str, dy: jax.Array, x: jax.Array) -> None:
     if dy != x:
         raise TypeError(f"{op}: dy is {dy}, x is {x}; cast one to the other.")
 
@@ -242,7 +247,7 @@ def _bwd_dtypes(dy, x, scale, *, dtype, **_):
     return x, fp8_type("te_activation_bwd", dtype), dtype, jnp.float32, jnp.float32
 
 
-def kind_of(x, names: tuple) -> int:
+def kind_of(x: jax.Array, names: tuple[str, ...]) -> int:
     """The number that the kernels know `names` by. Raises ValueError unless x [..., a, f] has a slot for each."""
     _check_slots(x, names)
     return _FUSED[names]
@@ -257,7 +262,7 @@ def _tiles(x):
     return tiles(math.prod(x[:-2]), x[-1])
 
 
-activation_fwd = Op(
+activation_fwd: Op = Op(
     "te_activation_fwd",
     "x: m... a f, scale?: -> y?: m... f, data?: m... f, data_t?: f m..., amax?:",
     replicated="a",
@@ -279,7 +284,7 @@ Attributes as `attributes` makes them, and dtype: the FP8 type, a jnp.dtype. The
 exact.
 """
 
-activation_bwd = Op(
+activation_bwd: Op = Op(
     "te_activation_bwd",
     "dy: m... f, x: m... a f, scale?: -> dx?: m... a f, data?: m... a f, data_t?: a f m..., amax?:, dbias?: a f",
     replicated="a",
@@ -325,7 +330,7 @@ def _block_cuda(op, call, *operands, names, **attrs):
     return call(*operands, kind=kind_of(operands[-1], names), **attrs)
 
 
-activation_block_fwd = Op(
+activation_block_fwd: Op = Op(
     "te_activation_block_fwd",
     "x: m... m a f -> data?: m... m f, data_t?: f m... m, scale_inv?: f/128 m... m, scale_inv_t?: m... m/128 f",
     replicated="a",
@@ -340,7 +345,7 @@ Attributes as `te_jax.ops.activation.attributes` makes them; dtype, power_2, eps
 te_quantize_block.
 """
 
-activation_block_bwd = Op(
+activation_block_bwd: Op = Op(
     "te_activation_block_bwd",
     "dy: m... m f, x: m... m a f -> data?: m... m a f, data_t?: a f m... m, scale_inv?: a f/128 m... m, "
     "scale_inv_t?: m... m/128 a f, dbias?: a f",
@@ -361,13 +366,13 @@ dbias  f32[a, f]: the sum over *m and m of dx in x's type, for the bias gradient
 # -- by a recipe's granularity --------------------------------------------------------------------------------
 
 
-def activation_source(x, attrs: dict) -> Source:
+def activation_source(x: jax.Array, attrs: dict[str, Any]) -> Source:
     """act(x) [*m, f] of x [*m, a, f]. attrs: as `attributes` returns them."""
     ops = {0: (activation_fwd, attrs), BLOCK: (activation_block_fwd, attrs)}
     return Source(ops, (x,), x.ndim - 2, "y")
 
 
-def activation_grad_source(dy, x, attrs: dict) -> Source:
+def activation_grad_source(dy: jax.Array, x: jax.Array, attrs: dict[str, Any]) -> Source:
     """The gradient [*m, a, f] of x from dy [*m, f], the gradient of act(x). attrs: as `attributes` returns them."""
     ops = {0: (activation_bwd, attrs), BLOCK: (activation_block_bwd, attrs)}
     return Source(ops, (dy, x), x.ndim - 2, "dx")

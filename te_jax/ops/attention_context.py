@@ -1,6 +1,6 @@
 """Context-parallel attention: dot_product_attention of sequences that are cut along a mesh axis."""
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 
@@ -23,7 +23,7 @@ def context_parallel_attention(
     batch_axis: Axes = None,
     head_axis: Axes = None,
     **options: Unpack[AttentionKeywords],
-):
+) -> Any:
     """`dot_product_attention` with the sequence cut along a mesh axis: each device has s / cp queries, and t / cp keys.
 
     q [b..., s, h, d], k [b..., t, g, d], v [b..., t, g, e] of one floating dtype: whole arrays, which a mesh in force

@@ -6,13 +6,16 @@ each block of 32 (te_gemm_mx), through XLA from Blackwell on. `gemm` is all of t
 Which of cuBLASLt's algorithms run, and how others are asked for, is in gemm_tuning.py.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from te_jax._arrays import as_jax, as_rank
 from te_jax._check import ARRAY, BOOL, NONE, Kind, check, integer, is_dtype
@@ -29,7 +32,7 @@ OUT_DTYPE = NONE | Kind("float32, bfloat16 or float16", is_dtype, lambda dtype: 
 WORKSPACE = 32 << 20  # bytes; what NVIDIA recommends for Hopper's cuBLASLt kernels
 
 
-def check_factors(op: str, lhs, rhs, scales: int):
+def check_factors(op: str, lhs: jax.Array, rhs: jax.Array, scales: int) -> None:
     """Raises TypeError, naming `op`, for operands of types that tensor cores do not multiply, or with `scales` inverse
     scales in all, which are not 2 of FP8 operands and 0 of others."""
     is_fp8 = [any(d == f for f in FP8) for d in (lhs, rhs)]
@@ -52,7 +55,7 @@ def _dtypes(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, out_dt
     return result_dtypes("te_gemm", c, out_dtype)
 
 
-def result_dtypes(op: str, c, out_dtype):
+def result_dtypes(op: str, c: jax.Array | None, out_dtype: DTypeLike) -> tuple[Any]:
     """The types of the results of a product. Raises TypeError, naming `op`, for a sum `c` of another."""
     if c is not None and c != out_dtype:
         raise TypeError(f"{op}: c is {c}, but out is {out_dtype}; pass c in the type of out, or set out_dtype.")
@@ -67,14 +70,14 @@ def _reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, out
     return (add_epilogue(out, bias, c, out_dtype),)
 
 
-def dot_last(left, right, contract):
+def dot_last(left: jax.Array, right: jax.Array, contract: int) -> jax.Array:
     """f32 left @ right^T over the last `contract` axes of both."""
     axes = [tuple(range(a.ndim - contract, a.ndim)) for a in (left, right)]
     highest = dict(precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     return lax.dot_general(left, right, (axes, ((), ())), **highest)
 
 
-def add_epilogue(out, bias, c, out_dtype):
+def add_epilogue(out: jax.Array, bias: jax.Array | None, c: jax.Array | None, out_dtype: DTypeLike) -> jax.Array:
     """out f32 [*m, *n] with bias [*n] and c [*m, *n], where they are given, in one rounding."""
     if bias is not None:
         bias = bias.astype(out_dtype).astype(jnp.float32)  # as in the epilogue, bias comes in the result's type
@@ -111,7 +114,7 @@ def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, ou
     return (out.astype(out_dtype).reshape(*m_axes, *n_axes),)
 
 
-gemm_op = Op(
+gemm_op: Op = Op(
     "te_gemm",
     "lhs: m... k..., rhs: n... k..., lhs_scale_inv?:, rhs_scale_inv?:, bias?: n..., c?: m... n... -> out: m... n...",
     combine={"out": "sum"},
@@ -189,7 +192,7 @@ def _block_cuda(
     return (out if after is None else out + as_rank(after, out.ndim),)
 
 
-gemm_block_op = Op(
+gemm_block_op: Op = Op(
     "te_gemm_block",
     "lhs: m... k... k, rhs: n... n k... k, lhs_scale_inv: k... k/128 m..., rhs_scale_inv?: k... k/128 n... n, "
     "rhs_block_inv?: n... n/128 k... k/128, bias?: n... n, c?: m... n... n -> out: m... n... n",
@@ -235,7 +238,7 @@ def _mx_cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, outer, ou
     return (out if plain else add_epilogue(out, bias, c, out_dtype),)
 
 
-gemm_mx_op = Op(
+gemm_mx_op: Op = Op(
     "te_gemm_mx",
     "lhs: m... k... k, rhs: n... k... k, lhs_scale_inv: k... k/32 m..., rhs_scale_inv: k... k/32 n..., "
     "bias?: n..., c?: m... n... -> out: m... n...",
@@ -278,7 +281,7 @@ def _sum_on_shard(*operands, lead, out_dtype, fast_accum, tune, precision):
     return (out,)
 
 
-gemm_sum_op = Op(
+gemm_sum_op: Op = Op(
     "te_gemm_sum",
     "".join(
         f"lhs{i}{may}: m... k{i}..., rhs{i}{may}: n... k{i}..., lhs{i}_scale_inv?:, rhs{i}_scale_inv?:, "
@@ -296,7 +299,15 @@ gemm_sum_op = Op(
 
 
 def gemm_sum(
-    terms, c=None, *, lead: int, out_dtype, square=False, fast_accum: bool = False, tune: bool = False, out_spec=None
+    terms: Sequence[tuple[Any, ...]],
+    c: jax.Array | None = None,
+    *,
+    lead: int,
+    out_dtype: DTypeLike,
+    square: bool = False,
+    fast_accum: bool = False,
+    tune: bool = False,
+    out_spec: PartitionSpec | None = None,
 ) -> jax.Array:
     """The sum of lhs @ rhs^T over terms (lhs [*m, *k], rhs [*n, *k], lhs_scale_inv, rhs_scale_inv), plus c [*m, *n].
 
@@ -329,15 +340,15 @@ def gemm_sum(
 
 
 def gemm(
-    lhs,
-    rhs,
-    lhs_scale_inv=None,
-    rhs_scale_inv=None,
-    bias=None,
-    c=None,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    lhs_scale_inv: jax.Array | None = None,
+    rhs_scale_inv: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    c: jax.Array | None = None,
     *,
     contract: int = 1,
-    out_dtype=None,
+    out_dtype: DTypeLike | None = None,
     square: bool = False,
     fast_accum: bool = False,
     tune: bool = False,
@@ -409,7 +420,15 @@ def _gemm_of_blocks(operands, contract: int, square: bool, specs, attrs) -> jax.
     return gemm_block_op(lhs, rhs, *scales, bias, c, out_specs=specs, outer=outer, **attrs)[0]
 
 
-def dot(lhs, lhs_axes, rhs, rhs_axes, out_dtype, precision=None, out_spec: PartitionSpec | None = None) -> jax.Array:
+def dot(
+    lhs: jax.Array,
+    lhs_axes: Sequence[int],
+    rhs: jax.Array,
+    rhs_axes: Sequence[int],
+    out_dtype: DTypeLike,
+    precision: Any = None,
+    out_spec: PartitionSpec | None = None,
+) -> jax.Array:
     """XLA's own product over the given axes, in lhs's type, of `out_dtype`.
 
     out_spec: on an Explicit mesh the result's sharding. Operands go in as they lie: so the backward pass keeps shards

@@ -8,6 +8,7 @@ from math import prod
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from te_jax import _lib
 from te_jax._arrays import as_jax
@@ -136,7 +137,7 @@ def _wgrad_cuda(call, lhs, rhs, offsets, counts, *others, out_dtype, in_place=Fa
     return (out[..., :k].reshape(experts, *n_axes, *k_axes),)
 
 
-gemm_grouped_op = Op(
+gemm_grouped_op: Op = Op(
     _ROWS_OP,
     "lhs: r k... k, rhs: e n... n k... k, offsets: o, counts: e, lhs_scale_inv?: ~e, rhs_scale_inv?: ~e, "
     "lhs_row_inv?: k... k/128 r, rhs_block_inv?: e n... n/128 k... k/128, bias?: e n... n -> out: r n... n",
@@ -149,7 +150,7 @@ gemm_grouped_op = Op(
     cuda=_rows_cuda,
 )
 
-gemm_grouped_wgrad_op = Op(
+gemm_grouped_wgrad_op: Op = Op(
     _WGRAD_OP,
     "lhs: n... r, rhs: k... r, offsets: o, counts: e, lhs_scale_inv?: ~e, rhs_scale_inv?: ~e, "
     "lhs_row_inv?: r/128 n..., rhs_row_inv?: r/128 k..., c?: e n... k... -> out: e n... k...",
@@ -161,16 +162,16 @@ gemm_grouped_wgrad_op = Op(
 
 
 def gemm_grouped(
-    lhs,
-    rhs,
-    offsets,
-    counts,
-    lhs_scale_inv=None,
-    rhs_scale_inv=None,
-    bias=None,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    offsets: jax.Array,
+    counts: jax.Array,
+    lhs_scale_inv: jax.Array | None = None,
+    rhs_scale_inv: jax.Array | None = None,
+    bias: jax.Array | None = None,
     *,
     contract: int = 1,
-    out_dtype=None,
+    out_dtype: DTypeLike | None = None,
     fast_accum: bool = False,
 ) -> jax.Array:
     """Rows times the transposed weight of their expert, accumulated in f32:
@@ -206,15 +207,15 @@ def gemm_grouped(
 
 
 def gemm_grouped_wgrad(
-    lhs,
-    rhs,
-    offsets,
-    counts,
-    lhs_scale_inv=None,
-    rhs_scale_inv=None,
-    c=None,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    offsets: jax.Array,
+    counts: jax.Array,
+    lhs_scale_inv: jax.Array | None = None,
+    rhs_scale_inv: jax.Array | None = None,
+    c: jax.Array | None = None,
     *,
-    out_dtype=None,
+    out_dtype: DTypeLike | None = None,
     fast_accum: bool = False,
     in_place: bool = False,
 ) -> jax.Array:

@@ -5,8 +5,10 @@ The rows that pad a group, and those of the tail, may hold anything: they enter 
 kernel leaves the tail of a result as it was.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from te_jax.ops.quantize import (
     BLOCK,
     HOPPER,
     fp8_type,
+    on_hopper,
     quantize,
     quantize_block,
     rows_reference,
@@ -55,7 +58,9 @@ def tokens_alone(x: jax.Array, is_token: jax.Array, axis: int = 0) -> jax.Array:
     return jnp.where(jnp.expand_dims(is_token, [i for i in range(x.ndim) if i != axis]), x, jnp.zeros((), x.dtype))
 
 
-def sum_of_experts(part, tiles, experts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def sum_of_experts(
+    part: Callable[..., jax.Array], tiles: Sequence[jax.Array], experts: jax.Array, shape: tuple[int, ...]
+) -> jax.Array:
     """f32[shape], for each of shape[0] experts the sum of part(*tile) over its tiles, in their order.
 
     part: what a tile adds, f32[shape[1:]]. tiles: arrays with the tiles in front. experts: i32, of each tile; what is
@@ -97,13 +102,27 @@ def _of_stack(reference, stack: int):
     return reference if stack == 0 else jax.vmap(_of_stack(reference, stack - 1))
 
 
-def _stacked_reference(x, scale, *, stack, **attrs):
-    return _of_stack(lambda x, scale: quantize.reference(x, scale, **attrs)[:3], stack)(x, scale)
+def _side_by_side(x, y, axis: int):
+    return x if y is None else jnp.stack((x, y), axis)
 
 
-def _stacked_block_reference(x, *, stack, **attrs):
-    data, data_t, _, _, *inverses, _ = _of_stack(lambda x: quantize_block.reference(x, square=True, **attrs), stack)(x)
+def _stacked_reference(x, y, scale, *, stack, slots, split, **attrs):
+    one = lambda x, scale: quantize.reference(x, scale, split=split, **attrs)[:3]
+    return _of_stack(one, stack)(_side_by_side(x, y, stack + split), scale)
+
+
+def _stacked_block_reference(x, y, *, stack, slots, lead, **attrs):
+    one = lambda x: quantize_block.reference(x, lead=lead, square=True, **attrs)
+    data, data_t, _, _, *inverses, _ = _of_stack(one, stack)(_side_by_side(x, y, stack + lead + 1))
     return data, data_t, *inverses
+
+
+def _stacked_types(op: str, x, y, *_, slots, dtype, **attrs):
+    if slots != (y is not None):
+        raise ValueError(f"{op}: slots is {slots}; pass 1 with a second array y, 0 without.")
+    if y is not None and y != x:
+        raise TypeError(f"{op}: x is {x}, y is {y}; cast one to the other.")
+    return fp8_type(op, dtype), dtype, jnp.float32, jnp.float32
 
 
 def _stacked_tiles(x, *_, stack, split, **attrs):
@@ -111,50 +130,69 @@ def _stacked_tiles(x, *_, stack, split, **attrs):
     return tiles(prod(x[stack : stack + split]), prod(x[stack + split :]))
 
 
-quantize_stacked = Op(
+_SLOTS = {"a...0": lambda **_: 2}
+
+quantize_stacked: Op = Op(
     "te_quantize_stacked",
-    "x: e... m... n..., scale?: e... -> data?: e... m... n..., data_t?: e... n... m..., amax?: e...",
+    "x: e... m... n..., y?: e... m... n..., scale?: e... "
+    "-> data?: e... m... a... n..., data_t?: e... a... n... m..., amax?: e...",
+    replicated="a...",
     combine={"amax": "max"},
-    ranks={"e...": "stack", "m...": "split"},
-    dtypes=lambda x, scale, *, dtype, **_: (fp8_type("te_quantize_stacked", dtype), dtype, jnp.float32),
+    ranks={"e...": "stack", "a...": "slots", "m...": "split"},
+    sizes=_SLOTS,
+    dtypes=lambda *operands, **attrs: _stacked_types("te_quantize_stacked", *operands, **attrs)[:3],
     partials={"amax": _stacked_tiles},
     reference=_stacked_reference,
 )
-"""te_quantize of the weights of experts, each with a scale of its own: x f32|bf16|f16 [*e, *m, *n], scale f32[*e] (with
-FP8 results) -> results in this order, as chosen by `outputs`:
+"""te_quantize of the weights of experts, each with a scale of its own: x f32|bf16|f16 [*e, *m, *n], y another array of
+its shape and type that lies beside it in the results, scale f32[*e] (with FP8 results) -> results in this order, as
+chosen by `outputs`:
 
-data   FP8 [*e, *m, *n]: saturate(x * scale of the expert), from f32 math
-data_t FP8 [*e, *n, *m]: the transpose of each expert's
-amax   f32[*e]: max |x| of each expert; NaN or inf where it has one
+data   FP8 [*e, *m, *a, *n]: saturate(x * scale of the expert), from f32 math
+data_t FP8 [*e, *a, *n, *m]: the transpose of each expert's
+amax   f32[*e]: max |x|, of y too, of each expert; NaN or inf where it has one
 
-stack: number of axes in e, 1 of stacked weights. split: number of axes in m. dtype: the FP8 type, a jnp.dtype.
+stack: number of axes in e, 1 of stacked weights. slots: number of axes in a: one of 2 with y, none (0) without. split:
+number of axes in m. dtype: the FP8 type, a jnp.dtype. Raises ValueError for other `slots`, TypeError for a y of another
+type.
 """
 
-quantize_stacked_block = Op(
+quantize_stacked_block: Op = Op(
     "te_quantize_stacked_block",
-    "x: e... m... m n... n -> data?: e... m... m n... n, data_t?: e... n... n m... m, "
-    "block_inv?: e... m... m/128 n... n/128, block_inv_t?: e... n... n/128 m... m/128",
-    ranks={"e...": "stack", "m...": "lead"},
-    dtypes=lambda x, *, dtype, **_: (fp8_type("te_quantize_stacked_block", dtype), dtype, *(jnp.float32,) * 2),
+    "x: e... m... m n... n, y?: e... m... m n... n "
+    "-> data?: e... m... m a... n... n, data_t?: e... a... n... n m... m, "
+    "block_inv?: e... m... m/128 a... n... n/128, block_inv_t?: e... a... n... n/128 m... m/128",
+    replicated="a...",
+    ranks={"e...": "stack", "a...": "slots", "m...": "lead"},
+    sizes=_SLOTS,
+    dtypes=lambda *operands, **attrs: _stacked_types("te_quantize_stacked_block", *operands, **attrs),
     reference=_stacked_block_reference,
-    composed=True,
+    cuda=on_hopper("te_quantize_stacked_block"),
 )
-"""te_quantize_block of the weights of experts, in blocks of 128 x 128: x f32|bf16|f16 [*e, *m, m, *n, n] -> the results
-of that name for each expert, with *e in front.
+"""te_quantize_block of the weights of experts, in blocks of 128 x 128: x f32|bf16|f16 [*e, *m, m, *n, n], and y beside
+it as in te_quantize_stacked -> the results of that name for each expert, with *e in front.
 
-stack: number of axes in e. lead: number of axes in *m. dtype, power_2, epsilon: those of te_quantize_block.
+stack: number of axes in e. slots: as of te_quantize_stacked. lead: number of axes in *m. dtype, power_2, epsilon: those
+of te_quantize_block. Raises as te_quantize_stacked; on CUDA, RuntimeError while it is lowered for a GPU that is not of
+compute capability 9.0.
 """
 
 
-def stacked_source(weight: jax.Array) -> Source:
-    """weight [E, K, *N], with a scale, or blocks, of its own for each expert; no MXFP8."""
-    ops = {0: (quantize_stacked, dict(stack=1, split=1)), BLOCK: (quantize_stacked_block, dict(stack=1, lead=0))}
+def stacked_source(weight: jax.Array, beside: jax.Array | None = None, stack: int = 1, split: int = 1) -> Source:
+    """weight [*E, *C, *F], with `stack` axes in E and `split` in C, with a scale, or blocks, of its own for each entry
+    of E, such as an expert; no MXFP8. beside: an array alike; the tensor is then [*E, *C, 2, *F]."""
+    of_stack, slots = dict(stack=stack, slots=int(beside is not None)), 1 if beside is None else 2
+    ops = {
+        0: (quantize_stacked, dict(of_stack, split=split)),
+        BLOCK: (quantize_stacked_block, dict(of_stack, lead=split - 1)),
+    }
     experts = PerExpert(
-        lambda of_expert: jnp.expand_dims(of_expert, tuple(range(1, weight.ndim))),
-        lambda x: jnp.sum(x, tuple(range(1, x.ndim))),
-        jnp.full(weight.shape[:1], float(max(prod(weight.shape[1:]), 1))),
+        lambda of_expert: jnp.expand_dims(of_expert, tuple(range(stack, weight.ndim + slots - 1))),
+        lambda x: jnp.sum(x, tuple(range(stack, x.ndim))),
+        jnp.full(weight.shape[:stack], float(max(slots * prod(weight.shape[stack:]), 1))),
     )
-    return Source(ops, (weight,), 1, scales=weight.shape[:1], experts=experts)
+    elements = lambda: _side_by_side(weight, beside, stack + split)
+    return Source(ops, (weight, beside), split, scales=weight.shape[:stack], elements=elements, experts=experts)
 
 
 # -- activations ----------------------------------------------------------------------------------------------
@@ -240,14 +278,14 @@ def _grouped_workspace(*operands, outputs, **_):
     return 4 * (rows // ALIGNMENT) * of_band
 
 
-def check_groups(op: str, offsets, counts):
+def check_groups(op: str, offsets: jax.Array, counts: jax.Array) -> None:
     """Raises TypeError, naming `op`, unless both types are int32."""
     for name, dtype in (("offsets", offsets), ("counts", counts)):
         if dtype != jnp.int32:
             raise TypeError(f"{op}: {name} is {dtype}; pass int32.")
 
 
-activation_grouped_fwd = Op(
+activation_grouped_fwd: Op = Op(
     "te_activation_grouped_fwd",
     "x: r a f, offsets: o, counts: e, bias?: e a f, scale?: ~e -> y?: r f, data?: r f, data_t?: f r, amax?: e",
     replicated="r a o e",
@@ -268,7 +306,7 @@ All are 0 in rows that pad a group; on CUDA the tail is what the memory held. At
 call with a bias is XLA's, for no layer has one.
 """
 
-activation_grouped_bwd = Op(
+activation_grouped_bwd: Op = Op(
     "te_activation_grouped_bwd",
     "dy: r f, x: r a f, offsets: o, counts: e, bias?: e a f, scale?: ~e "
     "-> dx?: r a f, data?: r a f, data_t?: a f r, amax?: e, dbias?: e a f",
@@ -289,7 +327,7 @@ dbias  f32[E, a, f]: the sum of the f32 dx over the rows of each expert, for the
 dx, data and data_t are 0 in rows that pad a group, and in the tail as of te_activation_grouped_fwd.
 """
 
-activation_grouped_block_fwd = Op(
+activation_grouped_block_fwd: Op = Op(
     "te_activation_grouped_block_fwd",
     "x: r a f, offsets: o, counts: e, bias?: e a f "
     "-> data?: r f, data_t?: f r, scale_inv?: f/128 r, scale_inv_t?: r/128 f",
@@ -304,7 +342,7 @@ data_t, scale_inv and scale_inv_t of y [R, f], as chosen by `outputs`. A block h
 Attributes: those of te_activation_block_fwd.
 """
 
-activation_grouped_block_bwd = Op(
+activation_grouped_block_bwd: Op = Op(
     "te_activation_grouped_block_bwd",
     "dy: r f, x: r a f, offsets: o, counts: e, bias?: e a f "
     "-> data?: r a f, data_t?: a f r, scale_inv?: a f/128 r, scale_inv_t?: r/128 a f, dbias?: e a f",
@@ -321,14 +359,14 @@ dbias  f32[E, a, f]: the sum over the rows of each expert of dx in x's type, for
 """
 
 
-def grouped_activation_source(x, groups: Groups, attrs: dict) -> Source:
+def grouped_activation_source(x: jax.Array, groups: Groups, attrs: dict[str, Any]) -> Source:
     """act(x) [R, f] of x [R, a, f], with a scale of its own for each expert. attrs: of `activation.attributes`."""
     ops = {0: (activation_grouped_fwd, attrs), BLOCK: (activation_grouped_block_fwd, attrs)}
     operands = x, groups.offsets, groups.counts, None
     return Source(ops, operands, 1, "y", groups.counts.shape, experts=_experts_of_rows(groups, x.shape[2:]))
 
 
-def grouped_activation_grad_source(dy, x, groups: Groups, attrs: dict) -> Source:
+def grouped_activation_grad_source(dy: jax.Array, x: jax.Array, groups: Groups, attrs: dict[str, Any]) -> Source:
     """The gradient [R, a, f] of x from dy [R, f], the gradient of act(x), with a scale of its own for each expert."""
     ops = {0: (activation_grouped_bwd, attrs), BLOCK: (activation_grouped_block_bwd, attrs)}
     operands = dy, x, groups.offsets, groups.counts, None

@@ -3,7 +3,7 @@ https://arxiv.org/abs/1910.07467), forward, backward, and straight to FP8 in bot
 
 from functools import partial
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def _amax_places(x):
     return chunks, max(strips, 64)
 
 
-def statistics_workspace(x, *args, **attrs):
+def statistics_workspace(x: Any, *args: Any, **attrs: Any) -> int:
     """Bytes: mean and rstd of a row, as CTAs hand them to others (csrc/norm_tiles.cuh)."""
     return 8 * prod(x.shape[:-1])
 
@@ -53,7 +53,7 @@ def _workspace(*args, outputs, **attrs):
     return statistics_workspace(*args) if "data_t" in outputs else 0
 
 
-norm_fwd = Op(
+norm_fwd: Op = Op(
     "te_norm_fwd",
     "x: ... h, gamma: h, beta?: h, scale?: -> y?: ... h, data?: ... h, data_t?: h ..., mean?: ..., rstd: ..., amax?:",
     replicated="h",
@@ -80,7 +80,7 @@ def _block_reference(x, gamma, beta, *, dtype, power_2, epsilon, **attrs):
     return *rows_reference(y, y.ndim - 2, dtype, power_2, epsilon)[:4], mean, rstd
 
 
-norm_block_fwd = Op(
+norm_block_fwd: Op = Op(
     "te_norm_block_fwd",
     "x: m... m h, gamma: h, beta?: h -> data?: m... m h, data_t?: h m... m, scale_inv?: h/128 m... m, "
     "scale_inv_t?: m... m/128 h, mean?: m... m, rstd: m... m",
@@ -121,7 +121,7 @@ class Norm(NamedTuple):
         return dict(rms=self.rms, zero_centered=self.zero_centered)
 
 
-def norm_source(x, gamma, beta, norm: Norm) -> Source:
+def norm_source(x: jax.Array, gamma: jax.Array, beta: jax.Array | None, norm: Norm) -> Source:
     """norm(x) [..., h]."""
     attrs = norm._asdict()
     return Source({0: (norm_fwd, attrs), BLOCK: (norm_block_fwd, attrs)}, (x, gamma, beta), x.ndim - 1, "y")
@@ -144,7 +144,7 @@ def _row_groups(dy, *args, **attrs):
     return (max_dim(1, min_dim(parts(prod(dy[:-1]), _ROWS_PER_CTA), _MOST_CTAS)),)
 
 
-norm_bwd = Op(
+norm_bwd: Op = Op(
     "te_norm_bwd",
     "dy: ... h, x: ... h, mean?: ..., rstd: ..., gamma: h, dres?: ... h -> dx: ... h, dgamma: h, dbeta?: h",
     replicated="h",
@@ -160,7 +160,9 @@ before its one rounding.
 """
 
 
-def check_norm(op: str, x, gamma, beta, kind: str, epsilon: float, zero_centered: bool):
+def check_norm(
+    op: str, x: jax.Array, gamma: jax.Array, beta: jax.Array | None, kind: str, epsilon: float, zero_centered: bool
+) -> None:
     """Raises ValueError or TypeError, naming `op`, where the arguments make no norm."""
     check(op, "norm", kind, one_of(*KINDS))
     check(op, "epsilon", epsilon, number(above=0))
@@ -172,7 +174,16 @@ def check_norm(op: str, x, gamma, beta, kind: str, epsilon: float, zero_centered
             check(op, name, a, FLOAT)
 
 
-def norm(x, gamma, beta=None, *, kind="layernorm", zero_centered=False, eps=1e-6, name="te_norm_fwd") -> jax.Array:
+def norm(
+    x: jax.Array,
+    gamma: jax.Array,
+    beta: jax.Array | None = None,
+    *,
+    kind: str = "layernorm",
+    zero_centered: bool = False,
+    eps: float = 1e-6,
+    name: str = "te_norm_fwd",
+) -> jax.Array:
     """LayerNorm or RMSNorm over the last axis, statistics in f32.
 
     x [..., h], gamma [h], beta [h] or None -> [..., h] of x's type. zero_centered: gamma + 1 is applied.
@@ -195,7 +206,18 @@ def _norm_fwd(x, gamma, beta, norm):
     return got["y"], (x, got.get("mean"), got["rstd"], gamma, beta)
 
 
-def norm_backward(dy, x, mean, rstd, gamma, beta, *, rms, zero_centered, dres=None):
+def norm_backward(
+    dy: jax.Array,
+    x: jax.Array,
+    mean: jax.Array | None,
+    rstd: jax.Array,
+    gamma: jax.Array,
+    beta: jax.Array | None,
+    *,
+    rms: bool,
+    zero_centered: bool,
+    dres: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns dx, dgamma and dbeta (None without beta), of the types of x, gamma and beta.
 
     dres [..., h]: the gradient of x by another way, a residual connection; dx is the sum of both, rounded once.
@@ -209,7 +231,16 @@ def norm_backward(dy, x, mean, rstd, gamma, beta, *, rms, zero_centered, dres=No
 _norm.defvjp(_norm_fwd, lambda norm, residuals, dy: norm_backward(dy, *residuals, **norm.of_backward))
 
 
-def norm_and_input(x, gamma, beta=None, *, kind="layernorm", zero_centered=False, eps=1e-6, name="te_norm_fwd"):
+def norm_and_input(
+    x: jax.Array,
+    gamma: jax.Array,
+    beta: jax.Array | None = None,
+    *,
+    kind: str = "layernorm",
+    zero_centered: bool = False,
+    eps: float = 1e-6,
+    name: str = "te_norm_fwd",
+) -> tuple[jax.Array, jax.Array]:
     """(`norm`, x itself) for a residual connection: what comes back through x is added in the backward kernel."""
     x, gamma, beta = as_jax(x, gamma, beta)
     check_norm(name, x, gamma, beta, kind, eps, zero_centered)

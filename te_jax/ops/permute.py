@@ -224,7 +224,7 @@ def _tiles(x, slots, *_, **attrs):
     return tiles(slots[0], x[-1])
 
 
-group_op = Op(
+group_op: Op = Op(
     "te_group",
     "experts: m... k -> offsets: f, counts: e, rows: m... k, slots: r",
     replicated="m... k f e r",
@@ -241,7 +241,7 @@ group_op = Op(
 )
 """`group` of i32 experts; buffer: R. All of it stays on one device: a pair's row depends on all pairs."""
 
-permute_op = Op(
+permute_op: Op = Op(
     "te_permute",
     "x: m... h, slots: r, offsets: f, weights?: m... k, scale?: -> rows?: r h, data?: r h, data_t?: h r, amax?:",
     replicated="m... k f r",
@@ -262,7 +262,7 @@ Rows that pad a group are 0, and the tail is undefined (on a CPU 0); neither ent
 The rows of the buffer are of tokens from anywhere, so devices share h alone.
 """
 
-permute_block_op = Op(
+permute_block_op: Op = Op(
     "te_permute_block",
     "x: m... h, slots: r, offsets: f, weights?: m... k -> data?: r h, data_t?: h r, scale_inv?: h/128 r, "
     "scale_inv_t?: r/128 h",
@@ -277,7 +277,7 @@ data_t FP8, scale_inv f32 [ceil(h / 128), r], scale_inv_t f32 [r / 128, h], as c
 No block has rows of two groups. power_2, epsilon: see `scale_of_amax`; the others as of `te_permute`.
 """
 
-combine_op = Op(
+combine_op: Op = Op(
     "te_combine",
     "rows: r h, positions: m... k, weights?: m... k -> y: m... h",
     replicated="r k",
@@ -288,7 +288,7 @@ combine_op = Op(
 """rows f32|bf16|f16 [r, h], positions i32[*m, k] (`Groups.rows`), weights f32[*m, k] -> y [*m, h] of the type of rows:
 `combine`; without weights the sum of a token's rows."""
 
-combine_bwd_op = Op(
+combine_bwd_op: Op = Op(
     "te_combine_bwd",
     "dy: m... h, rows: r h, positions: m... k -> dweights: m... k",
     replicated="r k",

@@ -4,12 +4,15 @@ te_quantize has one scale for the tensor, te_quantize_block one for each block o
 of 32; `array_source` offers all of them, to be chosen by a recipe's granularity.
 """
 
+from collections.abc import Callable
 from functools import partial
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from te_jax import _lib
 from te_jax._amax import amax
@@ -29,13 +32,13 @@ FP8_TYPE = Kind(
 _TILE_ROWS, _TILE_COLUMNS = 256, 64  # csrc/tile.cuh
 
 
-def fp8_type(op: str, dtype):
+def fp8_type(op: str, dtype: DTypeLike) -> Any:
     """`dtype`, the FP8 type that the op `op` is to write. Raises TypeError or ValueError for another."""
     check(op, "dtype", dtype, FP8_TYPE)
     return dtype
 
 
-def saturate(x, dtype):
+def saturate(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """f32 -> FP8, clipped to the finite range; NaN stays NaN.
 
     E4M3 has no inf, and a cast without the clip gives NaN from 464 on (https://arxiv.org/abs/2209.05433, section 3.1).
@@ -44,19 +47,19 @@ def saturate(x, dtype):
     return jnp.clip(x, -fp8_max, fp8_max).astype(dtype)
 
 
-def parts(size, of):
+def parts(size: Any, of: int) -> Any:
     """How many parts of `of` elements, of which the last may be cut, `size` makes; int, or symbolic in `jax.export`.
     In this form jax knows that they are enough, and one at least."""
     return -(-size // of)
 
 
-def fill(x, axis, multiple):
+def fill(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     """x with zeros behind it along `axis`, up to a multiple of `multiple`."""
     more = parts(x.shape[axis], multiple) * multiple - x.shape[axis]
     return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)]) if more else x
 
 
-def transpose(x, split):
+def transpose(x: jax.Array, split: int) -> jax.Array:
     """[*m, *n] -> [*n, *m], with `split` axes in m."""
     return jnp.transpose(x, (*range(split, x.ndim), *range(split)))
 
@@ -68,7 +71,7 @@ def _reference(x, scale, *, split, dtype):
     return data, data_t, amax(x), jnp.sum(x, tuple(range(split)))
 
 
-def tiles(m, n):
+def tiles(m: Any, n: Any) -> tuple[Any, Any]:
     """Rows and columns of tiles: one partial amax for each, one partial column sum for each row of them."""
     return parts(m, _TILE_ROWS), parts(n, _TILE_COLUMNS)
 
@@ -77,7 +80,7 @@ def _tiles(x, *args, split, **attrs):
     return tiles(prod(x[:split]), prod(x[split:]))
 
 
-quantize = Op(
+quantize: Op = Op(
     "te_quantize",
     "x: m... n..., scale?: -> data?: m... n..., data_t?: n... m..., amax?:, dbias?: n...",
     combine={"amax": "max", "dbias": "sum"},
@@ -114,13 +117,13 @@ def unusable(block: int, capability: str) -> str:
     return ""
 
 
-def check_block_gpu(op: str, block: int = BLOCK):
+def check_block_gpu(op: str, block: int = BLOCK) -> None:
     """Raises RuntimeError, naming `op`, where the GPU has no products of such blocks: csrc/*_block.cu need not be
     compiled for it."""
     _lib.check_gpu(op, partial(unusable, block))
 
 
-def on_hopper(op: str):
+def on_hopper(op: str) -> Callable[..., Any]:
     """The `cuda` of an Op of this name that is one custom call."""
 
     def run(call, *operands, **attrs):
@@ -130,7 +133,7 @@ def on_hopper(op: str):
     return run
 
 
-def spread(values, axis, size, block=BLOCK):
+def spread(values: jax.Array, axis: int, size: int, block: int = BLOCK) -> jax.Array:
     """The value of each block along `axis` for each of its elements, `size` in all."""
     shape = list(values.shape)
     shape[axis : axis + 1] = [shape[axis], block]
@@ -145,7 +148,9 @@ def _amaxes(x, axis, block=BLOCK):
     return amax(x.reshape(*x.shape[:axis], blocks, block, *x.shape[axis + 1 :]), (axis + 1,))
 
 
-def quantize_rows(x, lead, dtype, block, law):
+def quantize_rows(
+    x: jax.Array, lead: int, dtype: DTypeLike, block: int, law: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """data, data_t, scale_inv and scale_inv_t of x f32 [*m, m, *n, n] in blocks of 1 x `block`.
 
     law: the amaxes of blocks -> their scales, and the inverses as they are stored.
@@ -178,7 +183,7 @@ def _block_reference(x, *, lead, dtype, square, power_2, epsilon):
     return *quantize_rows(x, lead, dtype, BLOCK, with_inverse), None, None, dbias
 
 
-def rows_reference(x, lead, dtype, power_2, epsilon):
+def rows_reference(x: jax.Array, lead: int, dtype: DTypeLike, power_2: bool, epsilon: float) -> tuple[Any, ...]:
     """data, data_t, scale_inv, scale_inv_t and dbias, in blocks of 1 x 128."""
     results = _block_reference(x, lead=lead, dtype=dtype, square=False, power_2=power_2, epsilon=epsilon)
     return *results[:4], results[-1]
@@ -189,7 +194,7 @@ def _row_tiles(x, *, lead, **attrs):
     return (prod(x[:lead]) * parts(x[lead], BLOCK),)
 
 
-quantize_block = Op(
+quantize_block: Op = Op(
     "te_quantize_block",
     "x: m... m n... n -> data?: m... m n... n, data_t?: n... n m... m, scale_inv?: n... n/128 m... m, "
     "scale_inv_t?: m... m/128 n... n, block_inv?: m... m/128 n... n/128, block_inv_t?: n... n/128 m... m/128, "
@@ -230,7 +235,7 @@ def _mx_reference(x, *, lead, dtype):
     return *quantize_rows(x, lead, dtype, MX_BLOCK, law), jnp.sum(x, tuple(range(lead + 1)))
 
 
-quantize_mx = Op(
+quantize_mx: Op = Op(
     "te_quantize_mx",
     "x: m... m n... n -> data?: m... m n... n, data_t?: n... n m... m, scale_inv?: n... n/32 m... m, "
     "scale_inv_t?: m... m/32 n... n, dbias?: n... n",
@@ -292,7 +297,7 @@ def dequantize_weight(data: jax.Array, scale_inv: jax.Array, split: int) -> jax.
     return data.astype(jnp.float32) * scale_inv
 
 
-def dequantize_rows(a, scale_inv, contract, block):
+def dequantize_rows(a: jax.Array, scale_inv: jax.Array, contract: int, block: int) -> jax.Array:
     """f32: a [*rows, *k] times scale_inv [*k', *rows] of its blocks of 1 x `block`. contract: axes in k."""
     of_rows = transpose(scale_inv.astype(jnp.float32), contract)
     return a.astype(jnp.float32) * spread(of_rows, a.ndim - 1, a.shape[-1], block)

@@ -4,6 +4,7 @@ import abc
 import math
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ class Scaling(KnownFields, abc.ABC):
             raise ValueError(f"{name}: factor is {self.factor}; pass how many times more positions, at least 1.")
 
     @abc.abstractmethod
-    def scale_frequencies(self, inv_freq: np.ndarray) -> np.ndarray:
+    def scale_frequencies(self, inv_freq: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """f64[r/2], the highest first -> f64[r/2]."""
 
 
@@ -49,7 +50,7 @@ class Scaling(KnownFields, abc.ABC):
 class LinearScaling(Scaling):
     """Position interpolation (Chen et al. 2023, https://arxiv.org/abs/2306.15595): all positions / factor."""
 
-    def scale_frequencies(self, inv_freq):
+    def scale_frequencies(self, inv_freq: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return inv_freq / self.factor
 
 
@@ -59,7 +60,7 @@ class NTKScaling(Scaling):
     windows[0], becomes base * factor**(r / (r - 2)), r = rotary_dim. The lowest frequency falls by factor, the highest
     stays."""
 
-    def scale_frequencies(self, inv_freq):
+    def scale_frequencies(self, inv_freq: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return inv_freq * self.factor ** -np.linspace(0, 1, inv_freq.size)
 
 
@@ -84,7 +85,7 @@ class Llama3Scaling(Scaling):
                 "the second must be the larger."
             )
 
-    def scale_frequencies(self, inv_freq):
+    def scale_frequencies(self, inv_freq: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         turns = self.original_max_position * inv_freq / (2 * np.pi)
         kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
         return inv_freq * (kept + (1 - kept) / self.factor)
@@ -104,7 +105,7 @@ class YarnScaling(Scaling):
     beta_slow: float = 1.0
     original_max_position: int = 4096
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.beta_slow >= self.beta_fast:
             raise ValueError(
@@ -116,7 +117,7 @@ class YarnScaling(Scaling):
         """0.1 ln(factor) + 1, by which queries and keys are to be scaled (section 3.4)."""
         return 0.1 * math.log(self.factor) + 1
 
-    def scale_frequencies(self, inv_freq):
+    def scale_frequencies(self, inv_freq: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         turns, ratio = self.original_max_position * inv_freq[0] / (2 * np.pi), inv_freq[0] / inv_freq[1]
         pair = lambda times: math.log(turns / times) / math.log(ratio)
         first, last = (
@@ -158,7 +159,7 @@ def _cuda(call, x, positions, inv_freq, **attrs):
     return call(x, positions, inv_freq, **attrs)
 
 
-rope_op = Op(
+rope_op: Op = Op(
     "te_rope",
     "x: b... s n h d, positions: b... s, inv_freq: r -> y: b... s n h d",
     replicated="n d r",
@@ -240,7 +241,7 @@ def _check(x, positions, windows, group_method, turned, rotary_dim, scaling):
         check_positions("rope", positions, x.shape[:2], _POSITIONS)
 
 
-def check_positions(caller: str, positions, rows: tuple[int, ...], kind: Kind = INTEGERS):
+def check_positions(caller: str, positions: Any, rows: tuple[int, ...], kind: Kind = INTEGERS) -> None:
     """Raises TypeError for positions not of `kind`, ValueError for others than [b, s] or [s] of b, s = `rows`."""
     check(caller, "positions", positions, kind)
     if positions.shape not in (rows, rows[1:], (1, *rows[1:])):
@@ -250,7 +251,7 @@ def check_positions(caller: str, positions, rows: tuple[int, ...], kind: Kind = 
         )
 
 
-def check_rotary(caller: str, d: int, dim, scaling, prefix: str = ""):
+def check_rotary(caller: str, d: int, dim: Any, scaling: Any, prefix: str = "") -> None:
     """The rotary width and the scaling that heads of d channels get; prefix: of their names in the caller.
 
     Raises ValueError for a width that is not an even int of 2 to d, or too small for the scaling; TypeError for another

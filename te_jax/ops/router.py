@@ -202,7 +202,7 @@ def _parts(logits, *_, **attrs):
     return (min(max(1, -(-prod(logits[:-1]) // 16)), 1024),)
 
 
-router_fwd = Op(
+router_fwd: Op = Op(
     "te_router_fwd",
     "logits: m... e, expert_bias?: e -> weights: m... k, experts: m... k, counts: e",
     replicated="e k",
@@ -216,7 +216,7 @@ router_fwd = Op(
 )
 """`route` of f32 logits; the attributes are the fields of `RouterOptions`."""
 
-router_bwd = Op(
+router_bwd: Op = Op(
     "te_router_bwd",
     "dweights: m... k, logits: m... e, experts: m... k -> dlogits: m... e",
     replicated="e k",
@@ -249,7 +249,9 @@ _route.defvjp(_route_fwd, _route_bwd)
 # ---- even loads ------------------------------------------------------------------------------------
 
 
-def load_balancing_loss(logits: jax.Array, experts: jax.Array, options: RouterOptions, *, per_sequence: bool = False):
+def load_balancing_loss(
+    logits: jax.Array, experts: jax.Array, options: RouterOptions, *, per_sequence: bool = False
+) -> jax.Array:
     """f32[]: E / (T k) * sum over experts of (pairs of a token and a choice) * (mean score), 1 for even loads.
 
     The loss of Fedus et al. 2021 (https://arxiv.org/abs/2101.03961, section 2.2) for k choices. The scores are the

@@ -1,5 +1,8 @@
 """One step of delayed scaling as one kernel: a layer's step has a dozen, and XLA would take four kernels for each."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -18,7 +21,7 @@ def _reference(scale, amax_history, amax, *, fp8_max, interval, margin, newest):
     return new_scale[..., 0], new_history
 
 
-def each_tensor(recipe, fp8_max: float, axes: int):
+def each_tensor(recipe: Any, fp8_max: float, axes: int) -> Callable[..., Any]:
     """The recipe's law over `axes` leading axes of tensors."""
     law = lambda *state: recipe.new_state(*state, fp8_max)
     for _ in range(axes):
@@ -26,7 +29,7 @@ def each_tensor(recipe, fp8_max: float, axes: int):
     return law
 
 
-scale_update = Op(
+scale_update: Op = Op(
     "te_scale_update",
     "scale: b..., amax_history: b... l, amax: b... -> new_scale: b..., new_history: b... l",
     replicated="l",
@@ -40,7 +43,9 @@ newest: amax_compute_algo is "most_recent", else "max".
 """
 
 
-def next_state(recipe: DelayedScaling, scale, amax_history, amax, direction: str):
+def next_state(
+    recipe: DelayedScaling, scale: jax.Array, amax_history: jax.Array, amax: jax.Array, direction: str
+) -> tuple[jax.Array, jax.Array]:
     """`recipe.new_state` of tensors with any leading axes: scale f32[..., 1], amax_history f32[..., L], amax f32[...].
 
     direction: "fwd" or "bwd".

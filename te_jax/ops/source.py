@@ -1,10 +1,11 @@
 """What a tensor is quantized from: the ops that compute it, and what they are called with."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from te_jax._op import Op
 from te_jax.recipe._granularity import TENSOR, Granularity
@@ -27,7 +28,9 @@ class Source(NamedTuple):
     scale has it as its last operand `scale`, and `amax` among its results.
     """
 
-    ops: dict[int, tuple[Op, dict]]  # the op, and its attributes beside the law of a block, by `Granularity.block`
+    ops: dict[
+        int, tuple[Op, dict[str, Any]]
+    ]  # the op, and its attributes beside the law of a block, by `Granularity.block`
     operands: tuple[jax.Array | None, ...]  # of each of the ops, but for the scale
     split: int  # axes in m
     wide: str | None = None  # the result of the op of one scale that is the tensor itself; None: the operand is
@@ -35,7 +38,7 @@ class Source(NamedTuple):
     elements: Callable[[], jax.Array] | None = None  # -> the tensor's elements, where the result has others beside them
     experts: PerExpert | None = None  # whose the elements are, where `scales` is [E]
 
-    def offers(self, granularity: Granularity, names) -> bool:
+    def offers(self, granularity: Granularity, names: Sequence[str]) -> bool:
         """Whether there is an op of this granularity that has the results `names`."""
         op, _ = self.ops.get(granularity.block, (None, None))
         return op is not None and {o.name for o in op.rule.outputs}.issuperset(names)
@@ -44,7 +47,13 @@ class Source(NamedTuple):
         """Whether the op of this granularity is given a scale, else it finds the scales itself."""
         return any(o.name == "scale" for o in self.ops[granularity.block][0].rule.inputs)
 
-    def run(self, names, dtype, granularity: Granularity = TENSOR, scale=None) -> dict[str, jax.Array]:
+    def run(
+        self,
+        names: Sequence[str],
+        dtype: DTypeLike | None,
+        granularity: Granularity = TENSOR,
+        scale: jax.Array | None = None,
+    ) -> dict[str, jax.Array]:
         """The results `names` of the op of this granularity, with the inverse scales of each layout among them.
 
         dtype: the FP8 type. scale: f32[] or of the shape `scales`, with FP8 results of an op that takes one.
@@ -59,7 +68,7 @@ class Source(NamedTuple):
         results = op(*operands, outputs=outputs, dtype=dtype, **attrs, **dict(granularity.law))
         return {name.replace("block_inv", "scale_inv"): a for name, a in zip(outputs, results, strict=True)}
 
-    def exact(self, dtype) -> jax.Array:
+    def exact(self, dtype: DTypeLike) -> jax.Array:
         """The tensor in f32, before any rounding; its elements in another order, where there are `elements`."""
         if self.elements is not None:
             return self.elements().astype(jnp.float32)

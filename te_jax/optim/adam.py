@@ -208,7 +208,7 @@ def _check_updates(where, updates, state):
     jax.tree_util.tree_map_with_path(one, updates, state.mu)
 
 
-def check_no_fp8_state(where: str, params):
+def check_no_fp8_state(where: str, params: Any) -> None:
     """Raises ValueError, naming `where`, for a collection of FP8 state among `params`: no optimizer may update it."""
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_kernel)
     names = (getattr(key, "key", None) for path, _ in leaves for key in path)

@@ -143,7 +143,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
     return jax.tree_util.tree_map_with_path(apply, params, updates, is_leaf=is_kernel)
 
 
-def check_masters(what: str, params, opt_state):
+def check_masters(what: str, params: Any, opt_state: Any) -> None:
     """Raises ValueError, naming `what`, for parameters in FP8 without masters in the optimizer's state, and for a
     transformation behind `master_weights`."""
     if not has_kernels(params):

@@ -4,6 +4,7 @@ import functools
 import math
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -14,7 +15,7 @@ from te_jax.sharding.logical_axes import head_axes, resolve_logical_axes
 from te_jax.sharding.resource import auto_mesh
 
 
-def entries(aval) -> tuple[tuple[str, ...], ...]:
+def entries(aval: Any) -> tuple[tuple[str, ...], ...]:
     """The mesh axes that split each axis of an array of type `aval`."""
     spec = (*aval.sharding.spec, *[None] * (aval.ndim - len(aval.sharding.spec)))
     return tuple(map(mesh_axes, spec))
@@ -25,7 +26,7 @@ def spec_of(axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in axes))
 
 
-def explicit_spec(aval) -> PartitionSpec | None:
+def explicit_spec(aval: Any) -> PartitionSpec | None:
     """The sharding that the type `aval` shows; None off Explicit meshes."""
     return spec_of(entries(aval)) if on_explicit_mesh(aval) else None
 
@@ -47,7 +48,7 @@ def place_axis(x: jax.Array, axis: int, names: tuple[str, ...]) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
 
-def place_output(y: jax.Array, sharding) -> jax.Array:
+def place_output(y: jax.Array, sharding: Any) -> jax.Array:
     """y sharded as an argument `out_sharding` says, a PartitionSpec or NamedSharding, on a mesh of any axis types."""
     place = jax.sharding.reshard if on_explicit_mesh(jax.typeof(y)) else jax.lax.with_sharding_constraint
     return place(y, sharding)

@@ -166,7 +166,9 @@ def resolve_logical_axes(
     return spec
 
 
-def gathered_axes(shard: Sequence[str | None] | None, whole: Sequence[str | None] | None):
+def gathered_axes(
+    shard: Sequence[str | None] | None, whole: Sequence[str | None] | None
+) -> tuple[str | None, ...] | None:
     """`whole` where `gathered_spec` is not None, else None."""
     return None if gathered_spec(shard, whole) is None else tuple(whole)
 

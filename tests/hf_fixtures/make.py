@@ -36,6 +36,34 @@ _LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=16,
 )
+_DEEPSEEK = dict(
+    num_hidden_layers=3,
+    num_key_value_heads=4,
+    first_k_dense_replace=1,
+    moe_intermediate_size=20,
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
+    n_routed_experts=8,
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+    n_shared_experts=2,
+    routed_scaling_factor=2.5,
+    norm_topk_prob=True,
+    rope_parameters=dict(
+        rope_theta=10_000.0,
+        rope_type="yarn",
+        factor=8.0,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        original_max_position_embeddings=16,
+    ),
+)
 _FALCON = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, bos_token_id=None)
 _FALCON |= dict(eos_token_id=None, ffn_hidden_size=48)
 _T5 = dict(vocab_size=VOCAB, d_model=32, d_kv=12, d_ff=40, num_layers=2, num_heads=4, eos_token_id=None, pad_token_id=0)
@@ -58,6 +86,7 @@ MODELS = {
     "gemma2": lambda: hf.Gemma2ForCausalLM(
         hf.Gemma2Config(**_LLAMA, head_dim=12, query_pre_attn_scalar=12, sliding_window=5, attn_implementation="eager")
     ),
+    "deepseek-v3": lambda: hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**_LLAMA | _DEEPSEEK)),
     "gpt2": lambda: hf.GPT2LMHeadModel(
         hf.GPT2Config(
             vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None
@@ -93,6 +122,9 @@ def randomize(model):
         is_norm = p.ndim == 1 and name.endswith("weight")
         table = "relative_attention_bias" in name or "embed" in name or name.endswith(("shared.weight", "wte.weight"))
         p.data = torch.randn(p.shape, generator=drawn) * (1.0 if table else spread) + float(is_norm)
+    for name, p in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            p.data = torch.randn(p.shape, generator=drawn) * 0.1
 
 
 def texts(rows: int, length: int, seed: int):

@@ -40,6 +40,14 @@ _TAIL = """
 #include <cstring>
 extern "C" const char* te_host_name(size_t i) { return i < te::Registry().size() ? te::Registry()[i].name : nullptr; }
 extern "C" void* te_host_handler(size_t i) { return reinterpret_cast<void*>(te::Registry()[i].execute); }
+extern "C" int te_host_capability = 90;  // ten times that of the GPU that there seems to be
+extern "C" cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+extern "C" cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  const bool major = attribute == cudaDevAttrComputeCapabilityMajor;
+  if (!major && attribute != cudaDevAttrComputeCapabilityMinor) return cudaErrorNoDevice;
+  return *value = major ? te_host_capability / 10 : te_host_capability % 10, cudaSuccess;
+}
+extern "C" cudaError_t cudaDriverGetVersion(int*) { return cudaErrorNoDevice; }
 extern "C" cudaError_t cudaGetLastError() { return cudaSuccess; }
 extern "C" const char* cudaGetErrorString(cudaError_t) { return "no GPU"; }
 extern "C" cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
@@ -54,12 +62,14 @@ LAUNCHED = ("gemm_empty.cu",)
 HANDLERS = (
     *(f"{name}.cu" for name in SOURCES),
     *("norm_fwd.cu", "norm_fwd_t.cu", "norm_bwd.cu", "norm_block.cu", "gemm_empty.cu", "gemm.cc"),
-    *("gemm_grouped.cc", "attention.cc", "attention_fp8.cc"),
+    *("gemm_grouped.cc", "gemm_grouped_run.cc", "attention.cc", "attention_fp8.cc"),
 )
 # The C interface, whose launchers are those of the sources beside it.
-C_API = ("c_api.cc", "c_api_call.cc", "dl.cc", "finish.cu")
+C_API = ("c_api.cc", "c_api_call.cc", "device.cc", "dl.cc", "finish.cu")
 _LAUNCHED = '::te::Status{::te::Status::kUnimplemented, "launched"}'
 _NO_GPU = f"""
+#include <cudaTypedefs.h>
+
 #include "gemm.h"
 #include "gemm_grouped.h"
 namespace te {{
@@ -67,10 +77,16 @@ Status FindGemm(cudaStream_t, const GemmKey&, GemmChoice*) {{ return {_LAUNCHED}
 Status Matmul(cudaStream_t, cublasLtHandle_t, const GemmKey&, const Algo&, const GemmOperands&) {{
   return {_LAUNCHED};
 }}
-Status grouped::Run(cudaStream_t, const Problem&) {{ return {_LAUNCHED}; }}
+Status grouped::RunFast(cudaStream_t, const KernelArgs&) {{ return {_LAUNCHED}; }}
+Status grouped::RunSplit(cudaStream_t, const KernelArgs&) {{ return {_LAUNCHED}; }}
+Status grouped::RunBlocks(cudaStream_t, const KernelArgs&) {{ return {_LAUNCHED}; }}
 }}  // namespace te
-extern "C" cudaError_t cudaGetDevice(int*) {{ return cudaErrorNoDevice; }}
-extern "C" cudaError_t cudaDeviceGetAttribute(int*, cudaDeviceAttr, int) {{ return cudaErrorNoDevice; }}
+static const PFN_cuTensorMapEncodeTiled_v12000 encode = [](auto...) {{ return CUDA_SUCCESS; }};
+extern "C" cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** found, unsigned, unsigned long long,
+                                                        cudaDriverEntryPointQueryResult* result) {{
+  *result = cudaDriverEntryPointSuccess;
+  return *found = reinterpret_cast<void*>(encode), cudaSuccess;
+}}
 extern "C" cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {{ return cudaErrorNoDevice; }}
 """
 
@@ -138,7 +154,8 @@ def build_handlers(folder: Path, cuda_include: str) -> Path:
     """The same of all handlers, without kernels: a call that a handler does not refuse ends as UNIMPLEMENTED, or as
     INTERNAL for want of a device."""
     parts = {"tail": _TAIL + _NO_GPU, "no_cudnn": _NO_CUDNN}
-    return _compile(folder, cuda_include, (*HANDLERS, *C_API), parts, "-O0", "-fpermissive", launches=False)
+    flags = "-O0", "-fpermissive", "-DTE_HAS_90A"
+    return _compile(folder, cuda_include, (*HANDLERS, *C_API), parts, *flags, launches=False)
 
 
 def _compile(folder: Path, cuda_include: str, sources, parts: dict, *flags: str, launches: bool = True) -> Path:

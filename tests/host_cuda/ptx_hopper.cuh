@@ -36,6 +36,8 @@ void GiveRegisters() {}
 template <int kRegisters>
 void TakeRegisters() {}
 
+inline int Kept(int x) { return x; }
+
 inline void PrefetchMap(const void*) {}
 inline void CopyBoxTo(unsigned ranks, uint32_t to, const void* map, uint32_t barrier, int x, int y, int z) {
   const HostMap m = *static_cast<const HostMap*>(map);
@@ -76,7 +78,6 @@ void ToShared(uint32_t address, const T& value) {
 }
 inline uint4 LoadShared16(uint32_t address) { return FromShared<uint4>(address); }
 inline float2 LoadShared8(uint32_t address) { return FromShared<float2>(address); }
-inline void StoreShared(uint32_t address, float a, float b) { ToShared(address, float2{a, b}); }
 inline void StoreMatrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   const uint32_t words[] = {a, b, c, d};
   const int lane = threadIdx.x % 32;

@@ -1,5 +1,6 @@
 """Scaled dot-product attention: cuDNN (FlashAttention, https://arxiv.org/abs/2205.14135) or plain JAX."""
 
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import jax
@@ -116,7 +117,7 @@ def _attend_joined(function, name, operands, interleaved, options):
 # ---- one device, or arrays that the compiler shards ----------------------------------------------
 
 
-def execute(choice: AttentionChoice, operands, options: AttentionOptions):
+def execute(choice: AttentionChoice, operands: Sequence[jax.Array], options: AttentionOptions) -> Any:
     """What `choice`, which is not "fp8", returns for (q, k, v), (q, kv) or (qkv,): out, or a tuple of out and what else
     is asked for."""
     if choice.implementation == "context_parallel":

@@ -1,6 +1,7 @@
 """Attention over a sequence that a mesh axis cuts: what is refused, what each device needs, and its run."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from te_jax.ops.attention.op import cudnn_refuses, gpu_refuses
 from te_jax.ops.attention.options import AttentionOptions
 
 
-def context_refuses(q, k, v, options: AttentionOptions) -> str:
+def context_refuses(q: Any, k: Any, v: Any, options: AttentionOptions) -> str:
     """Why `attend_cut` does not serve q, k, v (arrays, or their types); "" if it does."""
     for name, value in (
         ("bias", options.bias),
@@ -57,7 +58,7 @@ def _sizes_refuse(q, k, options: AttentionOptions) -> str:
     return ""
 
 
-def attend_cut(q, k, v, options: AttentionOptions):
+def attend_cut(q: jax.Array, k: jax.Array, v: jax.Array, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
     """-> out [b..., s, h, e], lse f32[b..., h, s] of a call that `context_refuses` does not refuse."""
     rows, spec = _plan(q, k, options)
     sink = options.offset(q)

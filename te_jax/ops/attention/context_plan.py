@@ -5,7 +5,7 @@ the chunks r and 2 cp - 1 - r of 2 cp: under a causal mask each device then has 
 et al. 2024, https://arxiv.org/abs/2407.21783, section 3.3.2).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from te_jax.ops.attention.mask import Band
 
@@ -40,7 +40,7 @@ class Layout(NamedTuple):
         """The (queries, keys) of a chunk."""
         return self.s // (self.cp * self.chunks), self.t // (self.cp * self.chunks)
 
-    def held(self, device):
+    def held(self, device: Any) -> tuple[Any, ...]:
         """The numbers of a device's chunks in the sequence; `device` may be traced."""
         return (device, 2 * self.cp - 1 - device) if self.balanced else (device,)
 

@@ -7,13 +7,13 @@ https://arxiv.org/abs/2407.21783, section 3.3.2).
 
 from enum import Enum
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from te_jax._types import align, like, on_explicit_mesh
+from te_jax._types import align, custom_vjp, like, on_explicit_mesh
 from te_jax.checkpoint_policies import ATTENTION, named
 from te_jax.ops.attention.context_plan import OPEN, Call, Layout, Plan
 from te_jax.ops.attention.form import form_of
@@ -226,8 +226,10 @@ def _distribute(dx, spec: Spec):
     return jnp.sum(lax.all_to_all(parts, spec.cut.axis, at, at), at)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def context_attention(q, k, v, sink, rows, spec: Spec):
+@custom_vjp(5)
+def context_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, sink: jax.Array | None, rows: Any, spec: Spec
+) -> tuple[jax.Array, jax.Array]:
     """-> out, lse (not differentiable) of this device's queries [b..., s/cp, h, d], where `spec.cut.axis` is manual.
 
     k, v: the part of this device. sink: as in `vjp.attention`. rows: the whole rows, on each device, as

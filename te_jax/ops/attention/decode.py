@@ -1,7 +1,10 @@
 """Attention of one query per row, as in decoding, in the shape that keeps a GPU busy."""
 
+from collections.abc import Callable
 from math import prod
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from te_jax.ops.attention.reference import merged
@@ -26,7 +29,9 @@ def is_one_query(queries: int, segments: int, *, sees_all: bool, adds: bool) -> 
     return queries == 1 and segments <= 1 and sees_all and not adds
 
 
-def one_query(run, q, k, v, segments):
+def one_query(
+    run: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     """`attention_fwd` of q [b..., 1, (g r), d] without mask, bias and dropout -> out, lse.
 
     segments: i32[b..., 1, 4] or None. run(q, k, v, segments): the same for several queries, with one batch axis.

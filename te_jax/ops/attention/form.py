@@ -1,7 +1,7 @@
 """A call of `dot_product_attention` in the terms of the attention ops."""
 
 from math import frexp
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,12 @@ class Attrs(NamedTuple):
     has_dbias: bool
     interleaved: bool = False  # of arrays that hold several of q, k, v
 
-    def forward(self) -> dict:
+    def forward(self) -> dict[str, Any]:
         """The attributes of the forward op."""
         others = ("deterministic", "has_dbias")
         return {name: value for name, value in self._asdict().items() if name not in others}
 
-    def backward(self) -> dict:
+    def backward(self) -> dict[str, Any]:
         """The attributes of the backward op."""
         return self.forward() | dict(deterministic=self.deterministic)
 
@@ -43,7 +43,7 @@ class Form(NamedTuple):
     attrs: Attrs
 
 
-def form_of(options: AttentionOptions, q, k) -> Form:
+def form_of(options: AttentionOptions, q: Any, k: Any) -> Form:
     """What the ops are asked for. A mask, and what cuDNN cannot combine, becomes a bias, with a number for "hidden"."""
     s, t = q.shape[-3], k.shape[-3]
     band, described, rest = _mask_of(options, s, t)
@@ -62,14 +62,14 @@ def form_of(options: AttentionOptions, q, k) -> Form:
     return Form(bias, segments, attrs)
 
 
-def only_band(options: AttentionOptions, q, k) -> bool:
+def only_band(options: AttentionOptions, q: Any, k: Any) -> bool:
     """Whether attributes alone say which keys are hidden: `form_of` gives neither bias nor segments."""
     s, t = q.shape[-3], k.shape[-3]
     band, described, rest = _mask_of(options, s, t)
     return not options.has_bias and described is None and rest.is_open and not _wants_lengths(band, s, t, False)
 
 
-def decodes(options: AttentionOptions, q, k) -> bool:
+def decodes(options: AttentionOptions, q: Any, k: Any) -> bool:
     """Whether what `form_of` asks for is lowered as `decode.one_query`."""
     s, t = q.shape[-3], k.shape[-3]
     band, described, rest = _mask_of(options, s, t)

@@ -1,7 +1,7 @@
 """Attention on FP8 operands: cuDNN on CUDA, plain JAX that emulates it elsewhere."""
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,12 +58,22 @@ class BackwardScales(NamedTuple):
     dv: jax.Array
 
 
-def forward_scales(q, k, v, out) -> jax.Array:
+def forward_scales(q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array) -> jax.Array:
     """f32[6], the operand `scales` of `attention_fp8_fwd`, from the scale of each tensor."""
     return _pack(ForwardScales(1 / q, 1 / k, 1 / v, S_SCALE, 1 / S_SCALE, out))
 
 
-def backward_scales(q, k, v, out, dout, dp, dq, dk, dv) -> jax.Array:
+def backward_scales(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    dout: jax.Array,
+    dp: jax.Array,
+    dq: jax.Array,
+    dk: jax.Array,
+    dv: jax.Array,
+) -> jax.Array:
     """f32[12], the operand `scales` of `attention_fp8_bwd`, from the scale of each tensor."""
     inverse = (1 / q, 1 / k, 1 / v, S_SCALE, 1 / S_SCALE, 1 / out, 1 / dout)
     return _pack(BackwardScales(*inverse, dp, 1 / dp, dq, dk, dv))
@@ -128,7 +138,7 @@ def _bwd_reference(dout, q, k, v, out, lse, scales, *, causal, scale):
 # ---- the ops -------------------------------------------------------------------------------------
 
 
-def cudnn_refuses_fp8(q, k, backward: bool = False) -> str:
+def cudnn_refuses_fp8(q: Any, k: Any, backward: bool = False) -> str:
     """Why cuDNN has no FP8 attention for these operands, on a GPU that has some; "" if it has."""
     (s, _, d), t = q.shape[-3:], k.shape[-3]
     if 0 in (*q.shape, *k.shape):
@@ -153,7 +163,7 @@ def gpu_refuses_fp8() -> str:
     return f"the GPU has compute capability {capability}; cuDNN's FP8 attention needs 9.0 (Hopper) or 10.x (Blackwell)"
 
 
-def fp8_refuses(q, k, v, options: AttentionOptions) -> str:
+def fp8_refuses(q: Any, k: Any, v: Any, options: AttentionOptions) -> str:
     """Why FP8 attention does not serve this call; "" if it does."""
     s, t = q.shape[-3], k.shape[-3]
     mask = options.mask
@@ -208,7 +218,7 @@ def _bwd_cuda(call, dout, q, k, v, out, lse, scales, **attrs):
     return [*(grad.reshape(x.shape) for grad, x in zip(results, (q, k, v))), *results[3:]]
 
 
-attention_fp8_fwd = Op(
+attention_fp8_fwd: Op = Op(
     "te_attention_fp8_fwd",
     "q: b... s (g r) d, k: b... t g d, v: b... t g d, scales: n -> out: b... s (g r) d, lse: b... (g r) s, amax:",
     replicated="s t d r n",
@@ -229,7 +239,7 @@ The probabilities that meet v are E4M3 too. They are rounded relative to the lar
 one up to that block of keys), and divided by the sum of the unrounded ones.
 """
 
-attention_fp8_bwd = Op(
+attention_fp8_bwd: Op = Op(
     "te_attention_fp8_bwd",
     "dout: b... s (g r) d, q: b... s (g r) d, k: b... t g d, v: b... t g d, out: b... s (g r) d, lse: b... (g r) s, "
     "scales: n -> dq: b... s (g r) d, dk: b... t g d, dv: b... t g d, dq_amax:, dk_amax:, dv_amax:, dp_amax:",

@@ -16,7 +16,7 @@ STRATEGIES = ("default", "all_gather", "ring")
 Axes = str | tuple[str, ...] | None
 
 
-def undivided_groups(q, g: int):
+def undivided_groups(q: jax.Array, g: int) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """-> q, its heads gathered if an Explicit mesh cuts through groups, and what shards out as q was."""
     spec, mesh = jax.typeof(q).sharding.spec, jax.typeof(q).sharding.mesh
     if g % prod(mesh.shape[name] for name in mesh_axes(spec[-2])) == 0:
@@ -25,7 +25,7 @@ def undivided_groups(q, g: int):
     return gathered, lambda out: jax.sharding.reshard(out, PartitionSpec(*spec[:-1], None))
 
 
-def whole_rows(x):
+def whole_rows(x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """-> x [b..., tokens, heads, d], on an Explicit mesh with the tokens on every device, for types would split logits
     and sums by them; and what shards out as x was."""
     spec = jax.typeof(x).sharding.spec

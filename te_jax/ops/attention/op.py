@@ -2,6 +2,7 @@
 
 from functools import cache
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from te_jax.ops.attention.decode import is_one_query, one_query
 # ---- what cuDNN takes ----------------------------------------------------------------------------
 
 
-def cudnn_refuses(q, k, v) -> str:
+def cudnn_refuses(q: Any, k: Any, v: Any) -> str:
     """Why cuDNN does not take these operands, on any GPU; "" if it does."""
     d, (t, _, e) = q.shape[-1], v.shape[-3:]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -31,7 +32,7 @@ def cudnn_refuses(q, k, v) -> str:
     return ""
 
 
-def cudnn_refuses_backward(q) -> str:
+def cudnn_refuses_backward(q: Any) -> str:
     """Why the gradients are plain JAX's though cuDNN takes the operands; "" if they are not. Dropout, whose mask both
     passes draw, is then as well."""
     return "q has 1 position; its gradients are plain JAX" if q.shape[-3] == 1 else ""
@@ -63,7 +64,7 @@ def gpu_refuses(d: int, e: int, *, only_band: bool, has_bias: bool, deterministi
     return ""
 
 
-def parts_of(*operands):
+def parts_of(*operands: Any) -> tuple[Any, ...]:
     """The types of q, k, v in (q, k, v), (q, kv) or (qkv,)."""
     if len(operands) == 3:
         return operands
@@ -96,7 +97,7 @@ def _workspace(q, k, v, kv, qkv, bias, segments, *rest, outputs, deterministic=F
     return slack + whole + (2 * b * h * (s + 128) * (t + 128) if deterministic or dbias else 0)
 
 
-def flat(x, axes):
+def flat(x: Any, axes: int) -> Any:
     """The axes before the last `axes` as one; None stays."""
     return None if x is None else x.reshape(prod(x.shape[: x.ndim - axes]), *x.shape[x.ndim - axes :])
 
@@ -150,7 +151,7 @@ def _lse_if_drawn_here(lse, drawn):
     return jnp.where(jnp.all(drawn == _numbered(seed, drawn.shape[:-1])), lse, jnp.nan)
 
 
-def present(*operands):
+def present(*operands: Any) -> tuple[Any, ...]:
     """The operands that a call has."""
     return tuple(x for x in operands if x is not None)
 
@@ -220,7 +221,7 @@ _EXTRAS = "bias?: ~b... ~(g r) s t, segments?: b... n f"
 _OF_QUERIES, _LSE, _WORDS = "b... s (g r) e", "b... (g r) s", "b... (g r) w"
 _REPLICATED = "s t c d e r w n f"
 
-attention_fwd = Op(
+attention_fwd: Op = Op(
     "te_attention_fwd",
     f"{_ARRAYS}, {_EXTRAS}, rng?: {_WORDS} -> out: {_OF_QUERIES}, lse: {_LSE}, drawn?: {_WORDS}",
     replicated=_REPLICATED,
@@ -248,7 +249,7 @@ out: of q's type. lse: f32, natural log of the sum of exp(logits) over the keys 
 drawn: with rng: what the backward pass draws the same mask from. The mask depends on the sharding where cuDNN draws it.
 """
 
-attention_bwd = Op(
+attention_bwd: Op = Op(
     "te_attention_bwd",
     f"dout: {_OF_QUERIES}, {_ARRAYS}, {_EXTRAS}, out: {_OF_QUERIES}, lse: {_LSE}, drawn?: {_WORDS} -> "
     "dq?: =q, dk?: =k, dv?: =v, dkv?: =kv, dqkv?: =qkv, dbias?: =bias",

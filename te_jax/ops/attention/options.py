@@ -160,8 +160,8 @@ class AttentionOptions:
 
 
 def check_options(
-    function: Callable, q, k, v, given: Mapping, *, op: str = "", cut: Cut | None = None, interleaved=False,
-    needs_rng=True, warns=False,
+    function: Callable[..., Any], q: Any, k: Any, v: Any, given: Mapping[str, Any], *, op: str = "",
+    cut: Cut | None = None, interleaved: bool = False, needs_rng: bool = True, warns: bool = False,
 ) -> AttentionOptions:  # fmt: skip
     """The options that a call of `function`, which `takes_options`, was given for q, k, v (arrays, or their types).
 
@@ -248,7 +248,7 @@ def _check_broadcast(op, name, x, shape, kind, *dtypes):
         raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, which does not broadcast; pass {want}.")
 
 
-def sort_masks(op: str, mask, described) -> tuple[jax.Array | None, SequenceDescriptor | None]:
+def sort_masks(op: str, mask: Any, described: Any) -> tuple[jax.Array | None, SequenceDescriptor | None]:
     """(the array, the descriptor) of the arguments `mask` and `sequence_descriptor`, each of which may be either.
 
     Raises ValueError, naming `op`, for two of a kind; TypeError for an array of one axis in place of a descriptor.
@@ -354,7 +354,7 @@ def _dropout_rate(op, rate, rng, needs_rng) -> float:
     return float(rate)
 
 
-def warn_of_padding(op: str, kind: str, mask, described: SequenceDescriptor | None) -> None:
+def warn_of_padding(op: str, kind: str, mask: Any, described: SequenceDescriptor | None) -> None:
     """Warns, once, where a padding type has nothing that tells what is padding."""
     if mask_type(kind).padding and mask is None and described is None:
         warn_once(

@@ -1,6 +1,8 @@
 """The meaning of the attention ops, in plain JAX."""
 
+from collections.abc import Sequence
 from functools import partial, reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ HIDES = HIDDEN / 2
 """The bound below which a logit is taken for hidden."""
 
 
-def wide(x):
+def wide(x: jax.Array) -> Any:
     """f32, or f64 for f64: the type of logits, softmax and sums."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
@@ -43,29 +45,29 @@ def _group(x, g):
     return x.reshape(*x.shape[:-2], g, x.shape[-2] // g, x.shape[-1])
 
 
-def group_heads(x, g):
+def group_heads(x: jax.Array, g: int) -> jax.Array:
     """[b..., (g r), s, t] -> [b..., g, r, s, t]."""
     return x.reshape(*x.shape[:-3], g, x.shape[-3] // g, *x.shape[-2:])
 
 
-def scores(q, k):
+def scores(q: jax.Array, k: jax.Array) -> jax.Array:
     """q k^T per head: [b..., s, (g r), d], [b..., t, g, d] -> f32[b..., (g r), s, t]."""
     grouped = _einsum("...sgrd,...tgd->...grst", _group(q, k.shape[-2]), k)
     return grouped.reshape(*q.shape[:-3], q.shape[-2], *grouped.shape[-2:])
 
 
-def mix(probs, v):
+def mix(probs: jax.Array, v: jax.Array) -> jax.Array:
     """probs v per head: [b..., (g r), s, t], [b..., t, g, e] -> f32[b..., s, (g r), e]."""
     grouped = _einsum("...grst,...tge->...sgre", group_heads(probs, v.shape[-2]), v)
     return grouped.reshape(*v.shape[:-3], probs.shape[-2], probs.shape[-3], v.shape[-1])
 
 
-def finite_top(top):
+def finite_top(top: jax.Array) -> jax.Array:
     """The maximum that a softmax subtracts; 0 where a row sees no key: exp(-inf - top) is 0, not NaN."""
     return lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
 
 
-def merged(parts):
+def merged(parts: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
     """(out [..., s, h, e], lse [..., h, s]) of several sets of keys -> out, lse f32 of all (Rabe, Staats 2021,
     https://arxiv.org/abs/2112.05682); out of the first one's type."""
     if len(parts) == 1:
@@ -79,7 +81,7 @@ def merged(parts):
     return out.astype(outs[0].dtype), top + jnp.log(total)
 
 
-def kept(row, rate, s, t):
+def kept(row: jax.Array, rate: float, s: int, t: int) -> jax.Array:
     """bool[s, t], True with probability 1 - rate, from the first words of u32[w]."""
     return jax.random.bernoulli(jax.random.wrap_key_data(row[:2], impl="threefry2x32"), 1 - rate, (s, t))
 
@@ -92,7 +94,19 @@ def _dropped(words, rate, s, t):
     return drawn.reshape(*words.shape[:-1], s, t) / jnp.float32(1 - rate)
 
 
-def attend(q, k, v, *, bias=None, hidden=None, factor=None, offset=None, scale, pre_scale=False, softcap=None):
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    hidden: jax.Array | None = None,
+    factor: jax.Array | None = None,
+    offset: jax.Array | None = None,
+    scale: float,
+    pre_scale: bool = False,
+    softcap: float | None = None,
+) -> tuple[jax.Array, ...]:
     """softmax(scale * q k^T + bias) v per head, in plain JAX: what the attention ops mean, and what users get off CUDA.
 
     q [b..., s, h, d], k [b..., t, g, d], v [b..., t, g, e]. Logits, softmax and sums are in f32 (f64 for f64); the
@@ -152,14 +166,16 @@ def _hidden(s, t, segments, *, left, right, bottom_right):
     return Mask(band, segments).hides(s, t)
 
 
-def split_joined(*operands):
+def split_joined(*operands: Any) -> tuple[Any, ...]:
     """q, k, v of (q, k, v), of (q, kv [b..., t, 2, g, d]) or of (qkv [b..., s, 3, h, d],)."""
     *apart, joined = operands
     missing = 3 - len(apart)
     return operands if missing == 1 else (*apart, *(joined[..., i, :, :] for i in range(missing)))
 
 
-def forward(*operands, dropout_rate, scale, seq_major, interleaved, **band):
+def forward(
+    *operands: Any, dropout_rate: float, scale: float, seq_major: bool, interleaved: bool, **band: Any
+) -> tuple[Any, ...]:
     """-> out, lse, drawn of the forward op."""
     del seq_major, interleaved  # of memory alone
     *arrays, bias, segments, rng = operands
@@ -172,7 +188,16 @@ def forward(*operands, dropout_rate, scale, seq_major, interleaved, **band):
     return out.astype(q.dtype), lse.astype(jnp.float32), rng
 
 
-def backward(dout, *operands, dropout_rate, scale, seq_major, interleaved, deterministic, **band):
+def backward(
+    dout: jax.Array,
+    *operands: Any,
+    dropout_rate: float,
+    scale: float,
+    seq_major: bool,
+    interleaved: bool,
+    deterministic: bool,
+    **band: Any,
+) -> list[Any]:
     """-> the gradients of what attends, as it lies, and of the bias (None where there is none)."""
     del seq_major, interleaved, deterministic  # of memory alone; XLA's sums have a fixed order
     *arrays, bias, segments, out, lse, drawn = operands
@@ -193,6 +218,6 @@ def backward(dout, *operands, dropout_rate, scale, seq_major, interleaved, deter
     return [*(None if x is None else whole(grad, x) for grad, x in zip(of_arrays, arrays, strict=True)), dbias]
 
 
-def sum_to(x, shape):
+def sum_to(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     """`x` summed over the axes that are 1 in `shape`."""
     return jnp.sum(x, [i for i, (got, want) in enumerate(zip(x.shape, shape)) if got != want], keepdims=True)

@@ -1,6 +1,6 @@
 """Which implementation a call of attention takes: the one place where that is decided."""
 
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 from jax.typing import ArrayLike
 
@@ -33,7 +33,7 @@ class AttentionChoice(NamedTuple):
         return "; ".join([self.implementation + " (a step of decoding)" * self.decodes, *refused])
 
 
-def resolve(q, k, v, options: AttentionOptions, *, recipe: Recipe | None = None) -> AttentionChoice:
+def resolve(q: Any, k: Any, v: Any, options: AttentionOptions, *, recipe: Recipe | None = None) -> AttentionChoice:
     """The implementation that serves q, k, v (arrays, or their types) with `options`.
 
     recipe: the recipe of a caller that attends in FP8 where it can; None for no FP8.

@@ -1,20 +1,29 @@
 """The attention ops under one vjp: the bias's shape, what joins the softmax, names for checkpoint policies."""
 
-from functools import partial
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from te_jax._arrays import as_rank
-from te_jax._types import like
+from te_jax._types import custom_vjp, like
 from te_jax.checkpoint_policies import ATTENTION, named
 from te_jax.ops.attention.form import Attrs, Form
 from te_jax.ops.attention.op import attention_bwd, attention_fwd, parts_of
 from te_jax.ops.attention.reference import HIDES, sum_to, wide
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def attention(operands, bias, sink, segments, rng, attrs: Attrs, name: str | None):
+@custom_vjp(5, 6)
+def attention(
+    operands: Sequence[jax.Array],
+    bias: jax.Array | None,
+    sink: jax.Array | None,
+    segments: jax.Array | None,
+    rng: jax.Array | None,
+    attrs: Attrs,
+    name: str | None,
+) -> tuple[jax.Array, jax.Array]:
     """-> out, lse (not differentiable) of the forward op, in the terms of `Form`.
 
     operands: (q, k, v), (q, kv) or (qkv,).
@@ -56,18 +65,18 @@ def _attention_bwd(attrs, name, residuals, cotangents):
 attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def attention_fwd_of(operands, form: Form):
+def attention_fwd_of(operands: Sequence[jax.Array], form: Form) -> tuple[jax.Array, jax.Array]:
     """-> out, lse of `attention`, without a derivative."""
     return _attention_fwd(operands, form.bias, None, form.segments, None, form.attrs, None)[0]
 
 
-def attention_bwd_of(operands, form: Form, dout, out, lse):
+def attention_bwd_of(operands: Sequence[jax.Array], form: Form, dout: jax.Array, out: jax.Array, lse: jax.Array) -> Any:
     """-> the gradients of operands (q, k, v). out, lse: of all keys that the queries see, also of others than k."""
     residuals = (operands, form.bias, None, form.segments, out, lse, None)
     return _attention_bwd(form.attrs, None, residuals, (dout, None))[0]
 
 
-def with_sink(out, lse, sink):
+def with_sink(out: jax.Array, lse: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """out and lse where a logit of each head, `sink`, joins the softmax."""
     if sink is None:
         return out, lse
@@ -82,7 +91,7 @@ def _of_rows(x):
     return jnp.swapaxes(x, -1, -2)[..., None]
 
 
-def gradient_of_sink(sink, out, lse, dout):
+def gradient_of_sink(sink: jax.Array | None, out: jax.Array, lse: jax.Array, dout: jax.Array) -> jax.Array | None:
     """The probability of the sink, times what the output would lose to it; None without one."""
     if sink is None:
         return None

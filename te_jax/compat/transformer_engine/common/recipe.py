@@ -1,14 +1,15 @@
 """`transformer_engine.common.recipe`: recipes with the arguments of the incumbent, which are te_jax's recipes."""
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from te_jax import recipe as _recipe
 from te_jax._check import check_names, warn_once
-from te_jax.compat._absent import absent
+from te_jax.compat._absent import GetAttr, absent
 from te_jax.recipe import Format as Format
 from te_jax.recipe import Recipe as Recipe
 
-__getattr__ = absent("transformer_engine.common.recipe")
+__getattr__: GetAttr = absent("transformer_engine.common.recipe")
 
 
 @dataclass(frozen=True)
@@ -107,14 +108,14 @@ class DelayedScaling(_Kinds, _recipe.DelayedScaling):
         margin: float = 0,
         fp8_format: Format = Format.HYBRID,
         amax_history_len: int = 1024,
-        amax_compute_algo="max",
-        scaling_factor_compute_algo=None,
+        amax_compute_algo: Any = "max",
+        scaling_factor_compute_algo: Any = None,
         reduce_amax: bool = True,
         fp8_dpa: bool = False,
         fp8_mha: bool = False,
         backward_override: str | None = None,
-        **others,
-    ):
+        **others: Any,
+    ) -> None:
         _allow("DelayedScaling", "backward_override", backward_override, None, _NO_OVERRIDE)
         _check_fields(DelayedScaling, others)
         super().__init__(
@@ -146,8 +147,8 @@ class Float8CurrentScaling(_Gemms, _recipe.Float8CurrentScaling):
         fp8_dpa: bool = False,
         fp8_mha: bool = False,
         backward_override: str | None = None,
-        **others,
-    ):
+        **others: Any,
+    ) -> None:
         _ignore("Float8CurrentScaling", others, ("margin", "amax_history_len", "amax_compute_algo"))
         _allow("Float8CurrentScaling", "backward_override", backward_override, None, _NO_OVERRIDE)
         _check_fields(Float8CurrentScaling, others)
@@ -179,8 +180,8 @@ class Float8BlockScaling(_Gemms, _recipe.Float8BlockScaling):
         fp8_dpa: bool = False,
         fp8_mha: bool = False,
         backward_override: str | None = None,
-        **others,
-    ):
+        **others: Any,
+    ) -> None:
         where = "Float8BlockScaling"
         _allow(where, "backward_override", backward_override, None, _NO_OVERRIDE)
         for name, value, allowed in (
@@ -210,8 +211,8 @@ class MXFP8BlockScaling(_Kinds, _recipe.MXFP8BlockScaling):
         fp8_mha: bool = False,
         backward_override: str | None = None,
         enable_2d_quantization: bool = False,
-        **others,
-    ):
+        **others: Any,
+    ) -> None:
         where = "MXFP8BlockScaling"
         _allow(where, "margin", margin, 0, "scales are powers of 2 of each block's amax; leave it 0")
         _allow(where, "enable_2d_quantization", enable_2d_quantization, False, "blocks are 1 x 32; leave it False")
@@ -225,7 +226,7 @@ class NotServed(_Kinds, Recipe):
 
     way_out = ""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise ValueError(f"{type(self).__name__}: te_jax has no such recipe; {self.way_out}.")
 
 

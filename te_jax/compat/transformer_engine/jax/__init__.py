@@ -1,6 +1,6 @@
 """`transformer_engine.jax`."""
 
-from te_jax.compat._absent import absent
+from te_jax.compat._absent import GetAttr, absent
 from te_jax.compat.transformer_engine.jax import activation as activation
 from te_jax.compat.transformer_engine.jax import attention as attention
 from te_jax.compat.transformer_engine.jax import checkpoint_policies as checkpoint_policies
@@ -25,4 +25,4 @@ from te_jax.fp8 import get_delayed_scaling as get_delayed_scaling
 from te_jax.fp8_metas import update_fp8_metas as update_fp8_metas
 from te_jax.sharding import ShardingResource as ShardingResource
 
-__getattr__ = absent("transformer_engine.jax")
+__getattr__: GetAttr = absent("transformer_engine.jax")

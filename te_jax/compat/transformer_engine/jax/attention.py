@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from te_jax import sharding
 from te_jax._check import warn_once
-from te_jax.compat._absent import absent
+from te_jax.compat._absent import GetAttr, absent
 from te_jax.compat.transformer_engine.jax.flax.transformer import DotProductAttention
 from te_jax.compat.transformer_engine_jax import (
     NVTE_Bias_Type,
@@ -23,7 +25,7 @@ from te_jax.compat.transformer_engine_jax import (
 from te_jax.ops.attention import MASK_TYPES, explain_attention
 from te_jax.ops.attention import SequenceDescriptor as SequenceDescriptor
 
-__getattr__ = absent("transformer_engine.jax.attention")
+__getattr__: GetAttr = absent("transformer_engine.jax.attention")
 
 
 class AttnBiasType(Enum):
@@ -192,10 +194,10 @@ def fused_attn(
     context_checkpoint_name: str = "context",
     softmax_offset: jax.Array | None = None,
     stripe_size: int | None = None,
-    score_mod=None,
-    score_mod_bprop=None,
-    score_mod_tensors=None,
-    score_mod_bprop_tensors=None,
+    score_mod: Any = None,
+    score_mod_bprop: Any = None,
+    score_mod_tensors: Any = None,
+    score_mod_bprop_tensors: Any = None,
     *,
     mask: jax.Array | None = None,
 ) -> jax.Array:
@@ -334,7 +336,7 @@ class FusedAttnHelper:
         return True
 
 
-def is_fused_attn_kernel_available(*args, **kwargs) -> bool:
+def is_fused_attn_kernel_available(*args: Any, **kwargs: Any) -> bool:
     """Whether te_jax takes cuDNN for attention with the fields of `FusedAttnHelper`, where there is a GPU."""
     return FusedAttnHelper(*args, **kwargs).is_fused_attn_kernel_available()
 
@@ -342,7 +344,9 @@ def is_fused_attn_kernel_available(*args, **kwargs) -> bool:
 # -- orders and masks --------------------------------------------------------------------------------------------
 
 
-def reorder_causal_load_balancing(tensor, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size=None):
+def reorder_causal_load_balancing(
+    tensor: jax.Array, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size: int | None = None
+) -> jax.Array:
     """`tensor` with its axis `seq_dim` in the order that balances causal attention over cp_size devices.
 
     stripe_size: of ReorderStrategy.Striped, how many tokens lie together; None is 1.
@@ -355,8 +359,8 @@ def reorder_causal_load_balancing(tensor, strategy: ReorderStrategy, cp_size: in
 
 
 def inverse_reorder_causal_load_balancing(
-    tensor, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size=None
-):
+    tensor: jax.Array, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size: int | None = None
+) -> jax.Array:
     """The inverse of `reorder_causal_load_balancing`."""
     name = "inverse_reorder_causal_load_balancing"
     if _check_strategy(name, strategy, stripe_size) is ReorderStrategy.Striped:
@@ -384,7 +388,7 @@ def _exchange(x, axis: int, shape: tuple[int, int, int]):
     return xp.swapaxes(parts, axis, axis + 1).reshape(x.shape)
 
 
-def run_length_fill(segment_ids) -> jax.Array:
+def run_length_fill(segment_ids: jax.Array) -> jax.Array:
     """i32 of the shape of segment_ids [..., s]: how many tokens the run has that a token is in; 0 where the id is 0."""
     ids = jnp.asarray(segment_ids)
     index, last = jnp.arange(ids.shape[-1]), ids.ndim - 1
@@ -397,7 +401,12 @@ def run_length_fill(segment_ids) -> jax.Array:
 
 
 def make_swa_mask(
-    segment_pos_q, segment_pos_kv, window_size=None, dtype=jnp.float32, segment_ids_q=None, segment_ids_kv=None
+    segment_pos_q: jax.Array,
+    segment_pos_kv: jax.Array,
+    window_size: tuple[int, int] | None = None,
+    dtype: DTypeLike = jnp.float32,
+    segment_ids_q: jax.Array | None = None,
+    segment_ids_kv: jax.Array | None = None,
 ) -> jax.Array:
     """[b, 1, s, t] of `dtype`: 1 where the window (left, right) around a query's position shows a key, else 0.
 

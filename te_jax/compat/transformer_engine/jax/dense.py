@@ -1,18 +1,20 @@
 """`transformer_engine.jax.dense`: te_jax.layers.dense with the arguments of the incumbent."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from te_jax import layers
 from te_jax._check import warn_once
-from te_jax.compat._absent import absent
+from te_jax.compat._absent import GetAttr, absent
 from te_jax.compat._axes import with_sharding_constraint_by_logical_axes as constrain
 from te_jax.compat._collective import CollectiveOpSet, noop_collective_op_set
 from te_jax.compat.transformer_engine.jax.quantize.quantizer import QuantizerSet, noop_quantizer_set
 
-__getattr__ = absent("transformer_engine.jax.dense")
+__getattr__: GetAttr = absent("transformer_engine.jax.dense")
 
 
 def dense(
@@ -50,8 +52,8 @@ def grouped_dense(
     group_sizes: jax.Array,
     contracting_dims: tuple[Sequence[int], Sequence[int]] = ((1,), (1,)),
     bias: jax.Array | None = None,
-    precision=jax.lax.Precision.DEFAULT,
-    preferred_element_type=None,
+    precision: Any = jax.lax.Precision.DEFAULT,
+    preferred_element_type: DTypeLike | None = None,
     group_offset: jax.Array | None = None,
     quantizer_set: QuantizerSet = noop_quantizer_set,
     kernel_fsdp_info: tuple[str | None, int] = (None, -1),

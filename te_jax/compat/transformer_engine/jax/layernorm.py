@@ -1,12 +1,14 @@
 """`transformer_engine.jax.layernorm`."""
 
+from typing import Any
+
 import jax
 
 from te_jax import layers
-from te_jax.compat._absent import absent
+from te_jax.compat._absent import GetAttr, absent
 from te_jax.flax._fields import norm_type as canonicalize_norm_type
 
-__getattr__ = absent("transformer_engine.jax.layernorm")
+__getattr__: GetAttr = absent("transformer_engine.jax.layernorm")
 
 
 def layernorm(
@@ -16,7 +18,7 @@ def layernorm(
     norm_type: str,
     zero_centered_gamma: bool = False,
     epsilon: float = 1e-6,
-    quantizer=None,
+    quantizer: Any = None,
 ) -> jax.Array:
     """`te_jax.layers.layernorm`. Raises ValueError for a quantizer: `layernorm_dense` has the norm and its quantization
     in one kernel."""

@@ -3,12 +3,12 @@
 import jax
 
 from te_jax import layers
-from te_jax.compat._absent import absent
+from te_jax.compat._absent import GetAttr, absent
 from te_jax.compat._axes import with_sharding_constraint_by_logical_axes as constrain
 from te_jax.compat.transformer_engine.jax.layernorm import canonicalize_norm_type
 from te_jax.compat.transformer_engine.jax.quantize.quantizer import QuantizerSet, noop_quantizer_set
 
-__getattr__ = absent("transformer_engine.jax.layernorm_dense")
+__getattr__: GetAttr = absent("transformer_engine.jax.layernorm_dense")
 
 
 def layernorm_dense(

@@ -1,12 +1,13 @@
 """`transformer_engine.jax.layernorm_mlp`."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
 from te_jax import layers
 from te_jax.checkpoint_policies import named
-from te_jax.compat._absent import absent
+from te_jax.compat._absent import GetAttr, absent
 from te_jax.compat._axes import resolve_logical_axes
 from te_jax.compat._axes import with_sharding_constraint_by_logical_axes as constrain
 from te_jax.compat._collective import CollectiveOpSet, noop_collective_op_set
@@ -14,7 +15,7 @@ from te_jax.compat.transformer_engine.jax.dense import check_collective
 from te_jax.compat.transformer_engine.jax.layernorm import canonicalize_norm_type
 from te_jax.compat.transformer_engine.jax.quantize.quantizer import QuantizerSet, noop_quantizer_set
 
-__getattr__ = absent("transformer_engine.jax.layernorm_mlp")
+__getattr__: GetAttr = absent("transformer_engine.jax.layernorm_mlp")
 
 
 def layernorm_mlp(
@@ -34,8 +35,8 @@ def layernorm_mlp(
     kernel_2_axes: tuple[str, ...] | None = None,
     ffn1_ckpt_name: str = "ffn1",
     ffn2_ckpt_name: str = "ffn2",
-    activation_type: Sequence[str | Callable] = ("gelu",),
-    activation_params: dict | None = None,
+    activation_type: Sequence[str | Callable[..., Any]] = ("gelu",),
+    activation_params: dict[str, Any] | None = None,
     collective_op_sets: Sequence[CollectiveOpSet] = (noop_collective_op_set,) * 2,
     quantizer_sets: Sequence[QuantizerSet] = (noop_quantizer_set,) * 2,
 ) -> jax.Array:

@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from te_jax.compat._absent import absent
+from te_jax.compat._absent import GetAttr, absent
 from te_jax.ops.permute import ALIGNMENT, Groups, combine, group, permute
 
-__getattr__ = absent("transformer_engine.jax.permutation")
+__getattr__: GetAttr = absent("transformer_engine.jax.permutation")
 
 
 def token_dispatch(

@@ -5,10 +5,10 @@ from enum import Enum
 import jax
 import jax.numpy as jnp
 
-from te_jax.compat._absent import absent
+from te_jax.compat._absent import GetAttr, absent
 from te_jax.ops.router import RouterOptions, route
 
-__getattr__ = absent("transformer_engine.jax.router")
+__getattr__: GetAttr = absent("transformer_engine.jax.router")
 
 
 class ScoreFunction(Enum):

@@ -1,11 +1,12 @@
 """`transformer_engine.jax.sharding`."""
 
 import math
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from te_jax.compat._absent import absent
+from te_jax.compat._absent import GetAttr, absent
 from te_jax.compat._axes import (
     with_sharding_constraint_by_logical_axes as with_sharding_constraint_by_logical_axes,
 )
@@ -25,7 +26,7 @@ from te_jax.sharding import MeshResource as MeshResource
 from te_jax.sharding import current_mesh_resource, logical_axis_map
 from te_jax.sharding import global_shard_guard as global_shard_guard
 
-__getattr__ = absent("transformer_engine.jax.sharding")
+__getattr__: GetAttr = absent("transformer_engine.jax.sharding")
 
 
 def global_mesh_resource() -> MeshResource:
@@ -44,7 +45,7 @@ def is_mesh_available() -> bool:
     return not jax.sharding.get_abstract_mesh().empty
 
 
-def get_sharding_map_logic_axis_to_mesh_axis() -> dict:
+def get_sharding_map_logic_axis_to_mesh_axis() -> dict[str, Any]:
     """Logical axis name -> mesh axis, by the MeshResource in force; {} without a mesh, and where all its axes are
     Manual."""
     mesh = jax.sharding.get_abstract_mesh()

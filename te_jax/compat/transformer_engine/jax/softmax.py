@@ -1,5 +1,5 @@
 """`transformer_engine.jax.softmax`: none of it is served, and each name says why."""
 
-from te_jax.compat._absent import absent
+from te_jax.compat._absent import GetAttr, absent
 
-__getattr__ = absent("transformer_engine.jax.softmax")
+__getattr__: GetAttr = absent("transformer_engine.jax.softmax")

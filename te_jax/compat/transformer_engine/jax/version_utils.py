@@ -1,8 +1,8 @@
 """`transformer_engine.jax.version_utils`: what te_jax has no use for is not supported."""
 
-from te_jax.compat._absent import absent
+from te_jax.compat._absent import GetAttr, absent
 
-__getattr__ = absent("transformer_engine.jax.version_utils")
+__getattr__: GetAttr = absent("transformer_engine.jax.version_utils")
 
 TRITON_EXTENSION_MIN_JAX_VERSION = "0.8.0"
 

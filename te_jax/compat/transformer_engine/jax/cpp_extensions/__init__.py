@@ -1,6 +1,6 @@
 """`transformer_engine.jax.cpp_extensions`: the few names of it that programs use."""
 
-from te_jax.compat._absent import absent
+from te_jax.compat._absent import GetAttr, absent
 from te_jax.compat.transformer_engine.jax.cpp_extensions.attention import FusedAttnHelper as FusedAttnHelper
 from te_jax.compat.transformer_engine.jax.cpp_extensions.gemm import CollectiveOp as CollectiveOp
 from te_jax.compat.transformer_engine.jax.cpp_extensions.gemm import CollectiveOpSet as CollectiveOpSet
@@ -17,4 +17,4 @@ from te_jax.compat.transformer_engine.jax.cpp_extensions.misc import (
 )
 from te_jax.compat.transformer_engine.jax.cpp_extensions.misc import get_xla_flag as get_xla_flag
 
-__getattr__ = absent("transformer_engine.jax.cpp_extensions")
+__getattr__: GetAttr = absent("transformer_engine.jax.cpp_extensions")

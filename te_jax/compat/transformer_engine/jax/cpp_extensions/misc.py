@@ -1,13 +1,15 @@
 """`transformer_engine.jax.cpp_extensions.misc`."""
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
 from te_jax.compat import transformer_engine_jax
-from te_jax.compat._absent import absent
+from te_jax.compat._absent import GetAttr, absent
 
-__getattr__ = absent("transformer_engine.jax.cpp_extensions")
+__getattr__: GetAttr = absent("transformer_engine.jax.cpp_extensions")
 
 
 def get_cudnn_version() -> tuple[int, int, int]:
@@ -16,7 +18,7 @@ def get_cudnn_version() -> tuple[int, int, int]:
     return version // 10000, version % 10000 // 100, version % 100
 
 
-def get_xla_flag(flag: str, default=None, cast=str):
+def get_xla_flag(flag: str, default: Any = None, cast: Callable[[str], Any] = str) -> Any:
     """The value of `flag` in the environment variable XLA_FLAGS, after `cast`; True for one without a value; `default`
     where it is not there."""
     for each in os.environ.get("XLA_FLAGS", "").split():

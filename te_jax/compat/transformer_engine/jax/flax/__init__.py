@@ -1,6 +1,6 @@
 """`transformer_engine.jax.flax`."""
 
-from te_jax.compat._absent import absent
+from te_jax.compat._absent import GetAttr, absent
 from te_jax.compat.transformer_engine.jax.flax import module as module
 from te_jax.compat.transformer_engine.jax.flax import transformer as transformer
 from te_jax.compat.transformer_engine.jax.flax.module import DenseGeneral as DenseGeneral
@@ -19,4 +19,4 @@ from te_jax.compat.transformer_engine.jax.flax.transformer import TransformerLay
 from te_jax.compat.transformer_engine.jax.flax.transformer import TransformerLayerType as TransformerLayerType
 from te_jax.compat.transformer_engine.jax.flax.transformer import extend_logical_axis_rules as extend_logical_axis_rules
 
-__getattr__ = absent("transformer_engine.jax.flax")
+__getattr__: GetAttr = absent("transformer_engine.jax.flax")

@@ -2,12 +2,14 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 
 from te_jax._check import FUNCTION, check
-from te_jax.compat._absent import absent
+from te_jax.compat._absent import GetAttr, absent
 from te_jax.compat.transformer_engine.jax.dense import grouped_dense
 from te_jax.compat.transformer_engine.jax.quantize.quantizer import QuantizerSet
 from te_jax.flax import DenseGeneral as DenseGeneral
@@ -18,13 +20,13 @@ from te_jax.flax import dot_general as _dot_general
 from te_jax.flax.dot_general import make_dot_general_cls as make_dot_general_cls
 from te_jax.recipe import Recipe
 
-__getattr__ = absent("transformer_engine.jax.flax.module")
+__getattr__: GetAttr = absent("transformer_engine.jax.flax.module")
 
 
 class TransformerEngineBase(_dot_general.QuantizingModule):
     """The base of modules that call functions of `.dense` with quantizers of their own."""
 
-    def generate_quantizer_set(self, *args, **kwargs) -> QuantizerSet:
+    def generate_quantizer_set(self, *args: Any, **kwargs: Any) -> QuantizerSet:
         """As `te_jax.flax.dot_general.QuantizingModule.generate_quantizer_set`, whose arguments it takes; a pytree."""
         return QuantizerSet(**super().generate_quantizer_set(*args, **kwargs)._asdict())
 
@@ -49,7 +51,9 @@ def wrap_function_in_te_state_module(
     )
 
 
-def make_grouped_dense_cls(quantization_recipe: Recipe | None, quantization_checkpoint_name: str | None = None):
+def make_grouped_dense_cls(
+    quantization_recipe: Recipe | None, quantization_checkpoint_name: str | None = None
+) -> type[nn.Module]:
     """A module, not a class, which is called as `(x, kernel, group_sizes, **options)` and gives their `grouped_dense`.
 
     quantization_recipe: None: that of the autocast in force. Any recipe is served; one with state has a scale for all

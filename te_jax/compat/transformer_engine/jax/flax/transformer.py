@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 
 import te_jax.flax as te_flax
-from te_jax.compat._absent import absent
+from te_jax.compat._absent import GetAttr, absent
 from te_jax.flax import RelativePositionBiases as RelativePositionBiases
 from te_jax.flax import TransformerLayerType as TransformerLayerType
 from te_jax.flax import extend_logical_axis_rules as extend_logical_axis_rules
@@ -15,10 +17,10 @@ from te_jax.flax._context import Context
 from te_jax.flax._fields import LORA_SCOPES, is_decoder
 from te_jax.ops.rope import rope
 
-__getattr__ = absent("transformer_engine.jax.flax.transformer")
+__getattr__: GetAttr = absent("transformer_engine.jax.flax.transformer")
 
 
-def balanced_rows_have_one_segment(module) -> str | None:
+def balanced_rows_have_one_segment(module: nn.Module) -> str | None:
     """A balanced sequence of several segments per row is in stripes in the incumbent, which te_jax has not."""
     if not module.qkv_layout.lower().startswith("t") or not module.context_parallel_causal_load_balanced:
         return None
@@ -33,7 +35,7 @@ def balanced_rows_have_one_segment(module) -> str | None:
 class DotProductAttention(te_flax.DotProductAttention):
     """`te_jax.flax.DotProductAttention`, which refuses a sequence in stripes."""
 
-    rules = (*te_flax.DotProductAttention.rules, balanced_rows_have_one_segment)
+    rules: ClassVar[tuple[Any, ...]] = (*te_flax.DotProductAttention.rules, balanced_rows_have_one_segment)
 
 
 class MultiHeadAttention(te_flax.MultiHeadAttention):
@@ -62,8 +64,8 @@ class TransformerLayer(te_flax.TransformerLayer):
         if self.relative_embedding is False:
             self.enable_relative_embedding = False
         if is_decoder(self):
-            self.cross_window_size = self.cross_window_size or self.window_size
-            self.cross_rotary_pos_emb = self.cross_rotary_pos_emb or self.enable_rotary_pos_emb
+            self.cross_window_size: tuple[int, int] | None = self.cross_window_size or self.window_size
+            self.cross_rotary_pos_emb: bool = self.cross_rotary_pos_emb or self.enable_rotary_pos_emb
         super().__post_init__()
 
 

@@ -1,6 +1,6 @@
 """`transformer_engine.jax.quantize`: names of all its modules."""
 
-from te_jax.compat._absent import absent
+from te_jax.compat._absent import GetAttr, absent
 from te_jax.compat.transformer_engine.jax.quantize.device_utils import (
     get_device_compute_capability as get_device_compute_capability,
 )
@@ -39,4 +39,4 @@ from te_jax.compat.transformer_engine.jax.sharding import (
     with_sharding_constraint_by_logical_axes as with_sharding_constraint_by_logical_axes,
 )
 
-__getattr__ = absent("transformer_engine.jax.quantize")
+__getattr__: GetAttr = absent("transformer_engine.jax.quantize")

@@ -1,7 +1,9 @@
 """`transformer_engine.jax.quantize.helper`: which recipe is in force, what it says, what this machine can do."""
 
 import functools
+from contextlib import AbstractContextManager
 from enum import Enum
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import te_jax
 from te_jax import fp8
 from te_jax.__main__ import report
 from te_jax._check import warn_once
-from te_jax.compat._absent import absent
+from te_jax.compat._absent import GetAttr, absent
 from te_jax.compat.transformer_engine.common import recipe as recipes
 from te_jax.compat.transformer_engine.jax.quantize.quantizer import AmaxComputeAlgo
 from te_jax.compat.transformer_engine.jax.quantize.scaling_modes import ScalingMode, mode_of, recipe_class
@@ -20,7 +22,7 @@ from te_jax.fp8 import FP8_COLLECTION
 from te_jax.fp8_metas import update_collections as update_collections
 from te_jax.recipe import Format, Recipe
 
-__getattr__ = absent("transformer_engine.jax.quantize")
+__getattr__: GetAttr = absent("transformer_engine.jax.quantize")
 
 NVTE_FP8_COLLECTION_NAME = FP8_COLLECTION
 
@@ -33,7 +35,9 @@ class TensorSource(Enum):
     DGRAD = 2
 
 
-def autocast(enabled: bool = False, recipe: Recipe | None = None, mesh_resource=None):
+def autocast(
+    enabled: bool = False, recipe: Recipe | None = None, mesh_resource: MeshResource | None = None
+) -> AbstractContextManager[Any]:
     """`te_jax.autocast`, which is off unless it is switched on. recipe: None is the incumbent's `DelayedScaling()`.
 
     Off means that no recipe is in force for all, not even an outer one; those that a module or a quantizer set has of
@@ -56,7 +60,9 @@ def _warn_without_mesh(resource: MeshResource | None) -> None:
         )
 
 
-def fp8_autocast(enabled: bool = False, fp8_recipe: Recipe | None = None, mesh_resource=None):
+def fp8_autocast(
+    enabled: bool = False, fp8_recipe: Recipe | None = None, mesh_resource: MeshResource | None = None
+) -> AbstractContextManager[Any]:
     """The first name of `autocast`."""
     return autocast(enabled, fp8_recipe, mesh_resource)
 

@@ -6,17 +6,19 @@ The incumbent's quantizers quantize arrays. Those here tell what they would do, 
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from te_jax import fp8
-from te_jax.compat._absent import absent
+from te_jax.compat._absent import GetAttr, absent
 from te_jax.compat.transformer_engine.jax.quantize.scaling_modes import ScalingMode, mode_of, recipe_class
 from te_jax.recipe import Recipe
 from te_jax.recipe.delayed import HISTORY
 
-__getattr__ = absent("transformer_engine.jax.quantize")
+__getattr__: GetAttr = absent("transformer_engine.jax.quantize")
 
 
 class AmaxComputeAlgo(Enum):
@@ -101,7 +103,7 @@ class QuantizerSet:
         return self._of("grad")
 
 
-noop_quantizer_set = QuantizerSet()
+noop_quantizer_set: QuantizerSet = QuantizerSet()
 
 
 class QuantizerFactory:
@@ -111,13 +113,13 @@ class QuantizerFactory:
     def create_set(
         n_quantizer_sets: int = 1,
         scaling_mode: ScalingMode | None = None,
-        fwd_dtype=None,
-        bwd_dtype=None,
+        fwd_dtype: DTypeLike | None = None,
+        bwd_dtype: DTypeLike | None = None,
         is_2x2x: bool | None = None,
         n_groups: int | None = None,
         checkpoint_name: str | None = None,
         fp8_recipe: Recipe | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> QuantizerSet | tuple[QuantizerSet, ...]:
         """A set, or a tuple of them, of `fp8_recipe`, of the recipe of `scaling_mode`, or of the one in force.
 

@@ -3,11 +3,11 @@
 from enum import Enum
 
 from te_jax import recipe
-from te_jax.compat._absent import absent
+from te_jax.compat._absent import GetAttr, absent
 from te_jax.compat.transformer_engine_jax import JAXX_Quantize_Layout, JAXX_Scaling_Mode
 from te_jax.recipe import Recipe
 
-__getattr__ = absent("transformer_engine.jax.quantize")
+__getattr__: GetAttr = absent("transformer_engine.jax.quantize")
 
 
 class ScalingMode(Enum):

@@ -1,0 +1,110 @@
+"""A checkpoint of Llama 3 8B's shape with random weights: how long te_jax.hf takes to load it, in bf16 and straight
+into parameters in FP8, the memory that takes, and words per second behind prompts, beside Hugging Face's transformers.
+
+The checkpoint is written first, by te_jax.hf. Each way then has a process of its own, whose memory holds nothing else.
+All draw the likeliest word. The first call, which compiles, is timed apart.
+"""
+
+import json
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+import te_jax as te
+from te_jax import hf, models
+from te_jax.models import families
+
+from . import machine, report
+from .process import in_own_process
+
+OURS = {"te_jax bf16": None, "te_jax fp8 current": te.recipe.Float8CurrentScaling()}
+THEIRS = "transformers bf16"
+BATCHES, PROMPT, WORDS = (1, 16), 128, 128
+_TIMED = 2  # calls
+_TINY = families.Size(64, 96, 4, 2, groups=2, vocab=160, tied=False)
+
+
+def write(folder: pathlib.Path, tiny: bool) -> dict:
+    """A checkpoint with random weights in bf16, and how long that took."""
+    began = time.perf_counter()
+    config = families.llama3(_TINY) if tiny else models.published("llama3-8b")
+    model, words = models.CausalLM(config, params_dtype=jnp.bfloat16), jnp.zeros((1, 8), jnp.int32)
+    hf.save(folder, model, jax.jit(lambda key: nn.meta.unbox(model.init(key, words)))(jax.random.key(0)))
+    return dict(written_s=time.perf_counter() - began)
+
+
+def prompts(batch: int, words: int) -> np.ndarray:
+    return np.random.default_rng(batch).integers(0, words, (batch, PROMPT), dtype=np.int32)
+
+
+def measure(way: str, folder: pathlib.Path) -> dict:
+    began = time.perf_counter()
+    load = _transformers if way == THEIRS else _te_jax
+    generate, memory, words = load(folder, way)
+    row = dict(way=way, load_s=time.perf_counter() - began, loaded_bytes=memory())
+    for batch in BATCHES:
+        tokens, times = prompts(batch, words), []
+        for _ in range(_TIMED + 1):
+            start = time.perf_counter()
+            made = generate(tokens)
+            times.append(time.perf_counter() - start)
+        if made.shape != (batch, WORDS):
+            raise ValueError(f"{way}: {made.shape} words, not {(batch, WORDS)}")
+        row |= {f"first_s_b{batch}": times[0], f"words_per_s_b{batch}": batch * WORDS / min(times[1:])}
+    return row | dict(peak_bytes=memory())
+
+
+def _te_jax(folder, way: str) -> tuple[Callable, Callable, int]:
+    """What writes words, what tells the most memory so far, the vocabulary."""
+    recipe = OURS[way]
+    model, variables = hf.load(folder, fp8=recipe)
+    jax.block_until_ready(variables)
+    write_words = jax.jit(lambda variables, tokens: models.generate(model, variables, tokens, WORDS))
+
+    def generate(tokens):
+        with te.autocast(recipe is not None, recipe):
+            return np.asarray(write_words(variables, tokens))
+
+    memory = lambda: (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return generate, memory, model.config.vocab_size
+
+
+def _transformers(folder, way: str) -> tuple[Callable, Callable, int]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    place = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(place)
+
+    def generate(tokens):
+        tokens = torch.as_tensor(tokens, dtype=torch.int64, device=place)
+        options = dict(max_new_tokens=WORDS, min_new_tokens=WORDS, do_sample=False, pad_token_id=0)
+        return model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)[:, PROMPT:].cpu().numpy()
+
+    memory = lambda: torch.cuda.max_memory_allocated() if place == "cuda" else None
+    return generate, memory, model.config.vocab_size
+
+
+def main(args) -> int:
+    if args.measure:
+        found = write(args.folder, args.tiny) if args.measure == "write" else measure(args.measure, args.folder)
+        print(json.dumps(found))
+        return 0
+    result = {"machine": machine.describe(), "rows": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = pathlib.Path(scratch) / "checkpoint"
+        written = in_own_process("decode", folder=folder, tiny=args.tiny, measure="write")
+        print(written, flush=True)
+        if "error" in written:
+            return 1
+        for way in (*OURS, THEIRS):
+            result["rows"].append(in_own_process("decode", folder=folder, measure=way))
+            print(result["rows"][-1], flush=True)
+            report.write(result, args.out)
+    return any("error" in row for row in result["rows"][: len(OURS)])  # that a peer fails is a result

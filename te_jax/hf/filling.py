@@ -1,0 +1,145 @@
+"""Parameters filled in place, a layer's part at a time, from tensors of a checkpoint."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from te_jax.hf import files
+from te_jax.hf.plan import Conversion
+from te_jax.hf.rules import Recast
+from te_jax.hf.scales import Scaled, spec_of_part, take_parts
+from te_jax.layers import QuantizedKernel, quantize_experts, quantize_kernel
+from te_jax.layers.parameters import is_kernel
+from te_jax.layers.tensor import Fp8Tensor
+from te_jax.recipe import Recipe
+
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+
+
+def as_bits(a: jax.Array) -> jax.Array:
+    """The bits of an array: moved as floats, a NaN of 16 bits may become another one on its way."""
+    return jax.lax.bitcast_convert_type(a, _UNSIGNED[a.dtype.itemsize])
+
+
+def types_of(plan: Conversion, held: Mapping[str, files.Stored], dtype: Any) -> dict[str, Any]:
+    """The dtype of each variable by path: `dtype`, or that of its tensors, of which those in FP8 count as bf16. All
+    but parameters are f32."""
+    word = {name: "BF16" if stored.dtype == files.FP8 else stored.dtype for name, stored in held.items()}
+    types = {path: dtype if path.startswith("params/") else jnp.float32 for path in plan.shapes}
+    for step in plan.steps:
+        stored = {word[name] for name in step.theirs}
+        for path in step.ours:
+            types[path] = types[path] or _common(stored)
+    default = _common(set(word.values()) & files.DTYPES.keys())
+    return {path: kind or default for path, kind in types.items()}
+
+
+def _common(dtypes):
+    """The one dtype of these words of the format, or the widest; None without any."""
+    return jnp.result_type(*(files.DTYPES[name] for name in dtypes)) if dtypes else None
+
+
+def filled(
+    plan: Conversion,
+    forms: Mapping[str, Any],
+    read: Callable[[str], Any],
+    shardings: Mapping[str, Any],
+    recipe: Recipe | None,
+    gradients: bool,
+) -> dict[str, Any]:
+    """The variables by path.
+
+    forms:     of each variable: a ShapeDtypeStruct, or a QuantizedKernel of such.
+    read:      name -> a tensor, or a `Scaled` one.
+    shardings: by path; may lack some, or all.
+    recipe, gradients: by which kernels are quantized, as of `te_jax.flax.fp8_params`.
+    """
+    made, fill = {}, {}
+    for path, form in forms.items():
+        made[path] = _by_part(partial(_zeros, shardings.get(path)), form)
+    for step in plan.steps:
+        if not step.theirs:
+            continue
+        before = tuple(made[path] for path in step.ours)
+        places = jax.tree.map(lambda a: a.sharding, before)
+        key = step.rule, step.index is None, jax.tree.structure(before), tuple(jax.tree.leaves(places))
+        if key not in fill:
+            put = partial(_put_in_place, step.rule.form, step.index is not None, recipe, gradients)
+            # Arrays that nobody placed stay free to move: else a step compiles twice, beside ones that are.
+            fill[key] = jax.jit(put, donate_argnums=0, out_shardings=places if shardings else None)
+        made |= zip(step.ours, fill[key](before, step.index or 0, *(read(name) for name in step.theirs)))
+    return {path: _by_part(partial(_as_asked, shardings.get(path)), a) for path, a in made.items()}
+
+
+def _by_part(function, variable):
+    """function(kernel or None, name of the part, array) for a variable, or each part of a kernel."""
+    if not is_kernel(variable):
+        return function(None, "", variable)
+    parts = [a if a is None else function(variable, name, a) for name, a in variable.tensor._asdict().items()]
+    return replace(variable, tensor=Fp8Tensor(*parts))
+
+
+def _sharding_of(sharding, kernel: QuantizedKernel | None, name: str):
+    """The sharding of a part of a kernel that lies as `sharding` says of an array in its place."""
+    if kernel is None or not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec_of_part(kernel, name, tuple(sharding.spec))))
+
+
+def _zeros(sharding, kernel, name: str, like):
+    return jnp.zeros(like.shape, like.dtype, device=_without_types(_sharding_of(sharding, kernel, name)))
+
+
+def _as_asked(sharding, kernel, name: str, a):
+    return a if sharding is None else jax.device_put(a, _sharding_of(sharding, kernel, name))
+
+
+def _without_types(sharding):
+    """The same places on a mesh of Auto axes: an update in place has no rule for Explicit ones."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    mesh = sharding.mesh
+    return NamedSharding(
+        Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim), sharding.spec
+    )
+
+
+def _put_in_place(form: Recast, stacked: bool, recipe, gradients: bool, before, index, *parts):
+    likes = [jax.tree.map(lambda a: a[0], old) if stacked else old for old in before]
+    made = _made(form, likes, recipe, gradients, parts)
+
+    def put(old, new):
+        new = new if new.dtype == _UNSIGNED[old.dtype.itemsize] else as_bits(new)
+        new = jax.lax.dynamic_update_index_in_dim(as_bits(old), new, index, 0) if stacked else new
+        return jax.lax.bitcast_convert_type(new, old.dtype)
+
+    return jax.tree.map(put, before, made)
+
+
+def _made(form: Recast, likes, recipe, gradients: bool, parts) -> tuple:
+    """Variables like `likes`, of tensors of a checkpoint; what is not computed here comes as its bits."""
+    if is_kernel(likes[0]) and all(isinstance(part, Scaled) for part in parts):
+        taken = take_parts(form, parts, likes[0])
+        if taken is not None:
+            return (taken,)
+    dtype = likes[0].dtype
+    wide = [part.dequantize(dtype) if isinstance(part, Scaled) else part.astype(dtype) for part in parts]
+    made = form.ours(*map(as_bits, wide))
+    return tuple(
+        _quantize_like(like, jax.lax.bitcast_convert_type(a, dtype), recipe, gradients) if is_kernel(like) else a
+        for a, like in zip(made, likes, strict=True)
+    )
+
+
+def _quantize_like(like: QuantizedKernel, kernel, recipe: Recipe, gradients: bool) -> QuantizedKernel:
+    options = dict(recipe=recipe.for_parameters(), gradients=gradients, name="te_jax.hf.load")
+    if like.stack:
+        q = quantize_experts(kernel, **options)
+    else:
+        q = quantize_kernel(kernel, contract=like.contract, **options)
+    return replace(q, tensor=q.tensor._replace(amax=None))  # nobody will ask

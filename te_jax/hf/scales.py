@@ -1,0 +1,173 @@
+"""Weights in FP8 as checkpoints have them: with scales of blocks of 128 x 128, or one for a tensor."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from te_jax.hf.rules import OF_LINEARS, Recast
+from te_jax.layers import QuantizedKernel
+from te_jax.layers.weight import swap_groups
+from te_jax.ops.quantize import BLOCK, block_of_weight, dequantize_weight, transpose
+
+# The leaf of the state by which the input of a parameter's product is scaled.
+_INPUTS = {"kernel": "x", "wi_kernel": "x_0", "wi_0": "x_0", "wi_1": "x_0", "wo_kernel": "x_1", "wo": "x_1"}
+
+
+class Scheme(NamedTuple):
+    """How a checkpoint scales its weights in FP8.
+
+    block: 128: `weight_scale_inv` f32 [ceil(out / 128), ceil(in / 128)] beside `weight` [out, in]
+           (https://github.com/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md); 0: `weight_scale` f32 [] and, where
+           activations have static scales, `input_scale` f32 [], as inference servers read them. Values are
+           weight * scale in either.
+    """
+
+    block: int
+
+    def scale_of(self, name: str) -> str:
+        """The name of the scale of weight `name`."""
+        return f"{name}_scale_inv" if self.block else f"{name}_scale"
+
+    def unread_of(self, name: str) -> str:
+        """The name of the scale of the inputs of weight `name`."""
+        return f"{name.removesuffix('weight')}input_scale"
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the scale of a weight of this shape."""
+        return tuple(-(-size // self.block) for size in shape) if self.block else ()
+
+
+class Scaled(NamedTuple):
+    """A weight in FP8 [out, in] and its scale."""
+
+    data: Any
+    scale_inv: Any  # f32, of `Scheme.scale_shape`
+
+    def dequantize(self, dtype: Any) -> jax.Array:
+        """The values: products in f32, rounded once."""
+        return dequantize_weight(self.data, self.scale_inv, 1).astype(dtype)
+
+
+def read_scheme(found: Mapping[str, Any]) -> Scheme | None:
+    """The scheme of a config.json; None without weights in FP8. Raises ValueError for one that te_jax does not read."""
+    said = found.get("quantization_config")
+    if said is None:
+        return None
+    blocks = said.get("weight_block_size")
+    for key, value, may in (
+        ("quant_method", said.get("quant_method"), ("fp8",)),
+        ("fmt", said.get("fmt", "e4m3"), ("e4m3",)),
+        ("weight_block_size", blocks, (None, [BLOCK, BLOCK])),
+    ):
+        if value not in may:
+            raise ValueError(
+                f"te_jax.hf: quantization_config of config.json has {key}={value!r}; te_jax reads "
+                f"{' or '.join(map(repr, may))}."
+            )
+    return Scheme(0 if blocks is None else BLOCK)
+
+
+def scheme_of(kernels: Mapping[str, QuantizedKernel]) -> Scheme | None:
+    """The scheme by which parameters in FP8, by path, can be written; None without any. Raises ValueError, naming one,
+    for those that no checkpoint has and where two differ."""
+    schemes = {}
+    for path, q in kernels.items():
+        data, scale_inv = q.tensor.held
+        block = block_of_weight(scale_inv, q.stack)
+        if data.dtype != jnp.float8_e4m3fn or block not in (0, BLOCK):
+            raise ValueError(
+                f"te_jax.hf.save: {path} is {data.dtype.name} with scales of blocks of {block}; checkpoints have "
+                f"float8_e4m3fn with one scale, or of blocks of {BLOCK}: pass te_jax.flax.dequantize_params of it."
+            )
+        schemes[Scheme(block)] = path
+    if len(schemes) > 1:
+        raise ValueError(
+            f"te_jax.hf.save: {' and '.join(schemes.values())} have scales of different forms; use one recipe."
+        )
+    return next(iter(schemes), None)
+
+
+def write_scheme(scheme: Scheme, static: bool, wide: Iterable[str]) -> dict[str, Any]:
+    """`quantization_config` of a config.json. static: activations have scales too. wide: names of weights of linear
+    layers that are not in FP8."""
+    apart = ["lm_head", *sorted(name.removesuffix(".weight") for name in wide)]
+    said = dict(quant_method="fp8", fmt="e4m3", activation_scheme="static" if static else "dynamic")
+    # The words of transformers and of vLLM for the same.
+    said |= dict(modules_to_not_convert=apart, ignored_layers=apart)
+    return said | (dict(weight_block_size=[scheme.block] * 2) if scheme.block else {})
+
+
+def held_rows(q: QuantizedKernel) -> tuple[jax.Array, jax.Array]:
+    """FP8 [*C, *F], and the inverse scales, of a kernel with scales of blocks or one, without axes in front."""
+    data, scale_inv = q.tensor.held
+    if q.tensor.data is None:
+        back = lambda a: transpose(a, q.features) if a.ndim else a
+        data, scale_inv = back(data), back(scale_inv)
+    return data, scale_inv
+
+
+def stored_parts(form: Recast, q: QuantizedKernel) -> list[Scaled]:
+    """A kernel, or the bits of its parts, as tensors of a checkpoint. form: one of `OF_LINEARS`."""
+    experts = q.stack == 1
+    data, scale_inv = (jax.vmap(held_rows) if experts else held_rows)(q)
+    weights = form.theirs(data)
+    if scale_inv.ndim > q.stack:
+        scales = form.theirs(scale_inv)
+    else:
+        scales = list(scale_inv) if experts else [scale_inv] * len(weights)
+    return [Scaled(a, s) for a, s in zip(weights, scales, strict=True)]
+
+
+def take_parts(form: Recast, parts: Iterable[Scaled], like: QuantizedKernel) -> QuantizedKernel | None:
+    """The kernel whose data, as bits, and scales are those of the checkpoint, in the layouts of `like`, which has no
+    axis of layers; None where the scales are of another form."""
+    scales = [part.scale_inv for part in parts]
+    if form not in OF_LINEARS or scales[0].ndim != 2 or block_of_weight(like.tensor.held[1], like.stack) != BLOCK:
+        return None
+    if like.tensor.held[0].dtype != jnp.float8_e4m3fn:
+        return None
+    (data,) = form.ours(*(jax.lax.bitcast_convert_type(part.data, jnp.uint8) for part in parts))
+    (scale_inv,) = form.ours(*scales)
+    turn = lambda a: transpose(a, like.contract)
+    turn = jax.vmap(turn) if like.stack else turn
+    made = {"data": data, "data_t": turn(data), "scale_inv": scale_inv, "scale_inv_t": turn(scale_inv)}
+    made = {name: a for name, a in made.items() if getattr(like.tensor, name) is not None}
+    return like_with(like, made)
+
+
+def like_with(q: QuantizedKernel, parts: Mapping[str, Any]) -> QuantizedKernel:
+    """`q` with these parts of its tensor in the place of its own."""
+    return QuantizedKernel(q.tensor._replace(**parts), q.contract, q.features, q.dtype)
+
+
+def spec_of_part(q: QuantizedKernel, name: str, spec: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The axes of a mesh over which a part of a kernel lies, of those of an array [..., *C, *F] in its place: scales
+    lie on each device."""
+    whole = (*spec, *[None] * (q.ndim - len(spec)))
+    return {"data": whole, "data_t": swap_groups(whole, q.contract, q.features)}.get(name, ())
+
+
+def input_scale(state: Mapping[str, Any], path: str, index: int | None, count: int) -> list[np.ndarray]:
+    """f32[] for each of `count` tensors that parameter `path` becomes, 1 / the scale of their inputs. state: the
+    collection `fp8_metas` by path.
+
+    Raises ValueError for a parameter without such state, and for inputs that were never seen.
+    """
+    where, _, leaf = path.removeprefix("params/").rpartition("/")
+    name = f"{where}/{_INPUTS[leaf]}"
+    if f"{name}_scale" not in state:
+        raise ValueError(
+            f"te_jax.hf.save: fp8_metas lacks {name}_scale, for the input_scale of {path}; pass variables with the "
+            "whole collection, or without it for activations that are scaled as they come."
+        )
+    pick = lambda end: np.asarray(state[name + end] if index is None else state[name + end][index], np.float32)
+    if not np.all(np.max(pick("_amax_history"), -1) > 0):
+        raise ValueError(
+            f"te_jax.hf.save: fp8_metas has never seen the inputs of {path}; run the model first, or pass variables "
+            "without fp8_metas."
+        )
+    each = np.broadcast_to((1 / pick("_scale")).reshape(-1), (count,))
+    return [np.asarray(value, np.float32) for value in each]

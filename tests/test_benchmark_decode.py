@@ -1,0 +1,16 @@
+"""The benchmark of decoding runs, at a tiny size. Speed is not tested here."""
+
+import pytest
+
+pytest.importorskip("safetensors")
+
+from benchmarks import decode
+
+
+def test_decoding_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "PROMPT", 8), monkeypatch.setattr(decode, "WORDS", 4)
+    monkeypatch.setattr(decode, "BATCHES", (2,))
+    assert decode.write(tmp_path / "llama", tiny=True)["written_s"] > 0
+    for way in decode.OURS:
+        row = decode.measure(way, tmp_path / "llama")
+        assert row["way"] == way and row["words_per_s_b2"] > 0 and row["first_s_b2"] > 0
