@@ -18,6 +18,11 @@ inline Tensor TensorOf(const ffi::AnyBuffer& b) {
 }
 inline Arg Parameter(ffi::AnyBuffer& b) { return {TensorOf(b)}; }
 inline Ret Parameter(ffi::Result<ffi::AnyBuffer>& b) { return {TensorOf(*b)}; }
+inline Rets Parameter(ffi::RemainingRets& rets) {
+  Rets all;
+  for (size_t i = 0; i < rets.size(); ++i) all.push_back({TensorOf(**rets.get<ffi::AnyBuffer>(i))});
+  return all;
+}
 template <typename T>
 T Parameter(T& other) {
   return other;
@@ -43,6 +48,8 @@ auto* Bind(auto&& binding, const char* const* names, auto run) {
     return Bind<kStage, Rest...>(std::move(binding).template Arg<ffi::AnyBuffer>(), names, run);
   else if constexpr (std::is_same_v<P, Ret>)
     return Bind<kStage, Rest...>(std::move(binding).template Ret<ffi::AnyBuffer>(), names, run);
+  else if constexpr (std::is_same_v<P, Rets>)
+    return Bind<kStage, Rest...>(std::move(binding).RemainingRets(), names, run);
   else
     return Bind<kStage, Rest...>(std::move(binding).template Attr<P>(*names), names + 1, run);
 }

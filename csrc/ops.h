@@ -82,10 +82,12 @@ Status LaunchNormBwd(cudaStream_t stream, Arg dy, Arg x, Arg mean, Arg rstd, Arg
 Status LaunchRope(cudaStream_t stream, Arg x, Arg positions, Arg inv_freq, Ret y, bool consecutive,
                   bool inverse, int64_t turned);
 
-// One step of delayed scaling. scale f32 [b...], amax_history f32 [b..., l], amax f32 [b...] -> new_scale
-// [b...], new_history [b..., l].
-Status LaunchScaleUpdate(cudaStream_t stream, Arg scale, Arg amax_history, Arg amax, Ret new_scale,
-                         Ret new_history, double fp8_max, int64_t interval, double margin, bool newest);
+// One step of delayed scaling of n tensors, at most kMostStates. scales f32 [n, b...], histories f32 [n,
+// b..., l], amaxes? f32 [n, b...] (absent: the states stay as they are), fp8_max? f32 [n] -> of each tensor
+// new_scale [b...] and new_history [b..., l]; behind those of the last one results are absent.
+constexpr int kMostStates = 32;
+Status LaunchScaleUpdate(cudaStream_t stream, Arg scales, Arg histories, Arg amaxes, Arg fp8_max,
+                         Rets results, int64_t interval, double margin, bool newest);
 
 // lhs [m..., k...], rhs [n..., k...], of whose axes the last `contract` are k; lhs_scale_inv?, rhs_scale_inv?
 // f32 [], bias? [n...], c? [m..., n...] -> out [m..., n...], and a workspace u8 of any size.

@@ -1,5 +1,6 @@
-// te_scale_update: one step of delayed scaling for tensors of one recipe. In XLA it takes four kernels a
-// tensor (a maximum, a division, two selections), and a step of a transformer layer updates a dozen.
+// te_scale_update: one step of delayed scaling for tensors of one recipe, each into arrays of its own. In XLA
+// it takes four kernels a tensor (a maximum, a division, two selections), and one more for each array that is
+// cut out of a larger one; a step of a transformer layer updates a dozen tensors.
 
 #include <cmath>
 
@@ -12,23 +13,31 @@ namespace {
 
 constexpr int kThreads = 256;
 
-struct ScaleUpdateArgs {
-  const float* scale;    // [b]
-  const float* history;  // [b, l]; slot l - 1 is the newest, slot 0 minus the steps since the scale changed
-  const float* amax;     // [b]
-  float* new_scale;      // [b]
-  float* new_history;    // [b, l]
-  int64_t l;
-  float fp8_max, margin_factor;  // 2^margin
-  int interval;
-  bool newest;  // the scale follows this step's amax alone, not the largest of the history
+struct State {
+  float* scale;    // [b]
+  float* history;  // [b, l]
 };
 
-__global__ void __launch_bounds__(kThreads) te_scale_update(const ScaleUpdateArgs a) {
+struct ScaleUpdateArgs {
+  const float* scales;  // [n, b]
+  const float*
+      histories;        // [n, b, l]; slot l - 1 is the newest, slot 0 minus the steps since the scale changed
+  const float* amaxes;  // [n, b], nullptr: the states stay as they are
+  const float* fp8_max;  // [n]
+  int64_t b, l;
+  float margin_factor;  // 2^margin
+  int interval;
+  bool newest;  // the scale follows this step's amax alone, not the largest of the history
+  State results[kMostStates];
+};
+
+__global__ void __launch_bounds__(kThreads) te_scale_update(const __grid_constant__ ScaleUpdateArgs a) {
   __shared__ float tops[kThreads / 32];
-  const float* history = a.history + blockIdx.x * a.l;
-  float* new_history = a.new_history + blockIdx.x * a.l;
-  const float amax = a.amax[blockIdx.x], scale = a.scale[blockIdx.x], since = -history[0];
+  const int64_t tensor = blockIdx.x / a.b, row = blockIdx.x - tensor * a.b;
+  const float* history = a.histories + blockIdx.x * a.l;
+  float* new_history = a.results[tensor].history + row * a.l;
+  const float amax = a.amaxes ? a.amaxes[blockIdx.x] : 0.f;
+  const float scale = a.scales[blockIdx.x], since = -history[0];
   const bool recorded = amax > 0.f && amax < INFINITY;
 
   float top = amax;
@@ -61,29 +70,45 @@ __global__ void __launch_bounds__(kThreads) te_scale_update(const ScaleUpdateArg
   for (int w = 1; w < kThreads / 32; ++w) top = MaxNan(top, tops[w]);
 
   const float seen = a.newest ? amax : top;
-  const float wanted = a.fp8_max / seen / a.margin_factor;
+  const float wanted = (recorded ? a.fp8_max[tensor] : 0.f) / seen / a.margin_factor;
   const bool changes = recorded && since == 0.f && seen > 0.f && seen < INFINITY && wanted == wanted;
-  a.new_scale[blockIdx.x] = changes ? fminf(fmaxf(wanted, 1.17549435e-38f), 3.40282347e38f) : scale;
+  a.results[tensor].scale[row] = changes ? fminf(fmaxf(wanted, 1.17549435e-38f), 3.40282347e38f) : scale;
 }
 
 }  // namespace
 
-Status LaunchScaleUpdate(cudaStream_t stream, Arg scale, Arg history, Arg amax, Ret new_scale,
-                         Ret new_history, double fp8_max, int64_t interval, double margin, bool newest) {
+Status LaunchScaleUpdate(cudaStream_t stream, Arg scales, Arg histories, Arg amaxes, Arg fp8_max,
+                         Rets results, int64_t interval, double margin, bool newest) {
   const char* op = "te_scale_update";
-  const Axes b(amax);
-  const int64_t l = std::max<int64_t>(Axes(history).last(), 1);
-  TE_TRY(Expect(op, {{"amax", amax, F32, b},
-                     {"scale", scale, F32, b},
-                     {"amax_history", history, F32, b + Axes{l}},
-                     {"new_scale", new_scale, F32, b},
-                     {"new_history", new_history, F32, b + Axes{l}}}));
+  TE_TRY(ExpectRank(op, "scales", scales, 1));
+  const Axes all(scales), b = all.From(1);
+  const int64_t n = all[0], l = std::max<int64_t>(Axes(histories).last(), 1);
+  TE_TRY(Expect(op, {{"scales", scales, F32, all},
+                     {"histories", histories, F32, all + Axes{l}},
+                     {"amaxes", amaxes, F32, all, kOptional},
+                     {"fp8_max", fp8_max, F32, {n}, RequiredIf(Present(amaxes))}}));
+  TE_CHECK(n <= kMostStates && results.size() == 2 * kMostStates,
+           "%s: scales is %s beside %ld results; pass up to %d tensors, and two results for each of %d", op,
+           scales.shape().c_str(), long(results.size()), kMostStates, kMostStates);
   TE_CHECK(interval >= 1 && interval <= (1 << 24), "%s: interval is %ld; pass 1 to 2^24", op, long(interval));
-  if (b.count() == 0) return {};
-  const ScaleUpdateArgs args(Data<float>(scale), Data<float>(history), Data<float>(amax),
-                             Data<float>(new_scale), Data<float>(new_history), l, float(fp8_max),
-                             float(std::exp2(margin)), int(interval), newest);
-  te_scale_update<<<unsigned(b.count()), kThreads, 0, stream>>>(args);
+  ScaleUpdateArgs args{Data<float>(scales),
+                       Data<float>(histories),
+                       Data<float>(amaxes),
+                       Data<float>(fp8_max),
+                       b.count(),
+                       l,
+                       float(std::exp2(margin)),
+                       int(interval),
+                       newest,
+                       {}};
+  for (int i = 0; i < kMostStates; ++i) {
+    const Need need = i < n ? kRequired : kAbsent;
+    TE_TRY(Expect(op, {{"new_scale", results[2 * i], F32, b, need},
+                       {"new_history", results[2 * i + 1], F32, b + Axes{l}, need}}));
+    args.results[i] = {Data<float>(results[2 * i]), Data<float>(results[2 * i + 1])};
+  }
+  if (all.count() == 0) return {};
+  te_scale_update<<<unsigned(all.count()), kThreads, 0, stream>>>(args);
   TE_LAUNCHED();
 }
 

@@ -6,6 +6,7 @@
 #include <initializer_list>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "status.h"
 
@@ -63,6 +64,7 @@ struct Tensor {
 // The operands and results of a launcher: handler.h tells them apart by these types.
 struct Arg : Tensor {};
 struct Ret : Tensor {};
+using Rets = std::vector<Ret>;  // all results behind those before it
 
 inline constexpr int64_t kNoElements = 0;
 inline constexpr Tensor kNone{nullptr, F32, &kNoElements, 1};  // where a launcher has no such array

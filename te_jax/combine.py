@@ -32,30 +32,27 @@ from te_jax.fp8_metas import (
     update_collections,
 )
 from te_jax.layers.parameters import gradient_slots, has_kernels, with_slots
-from te_jax.ops.scaling import next_state
+from te_jax.ops.scaling import next_states
 from te_jax.recipe.delayed import HISTORY
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _receive(scale, amax_history, recipe, direction, probe=None):
-    """The state of a tensor as its modules receive it: the scale, and history and probe in the type of amaxes.
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _receive(states, recipe, directions):
+    """The states of tensors as their modules receive them: the scale, and history and probe in the type of amaxes.
 
-    scale: f32[..., 1]. amax_history: f32[..., L]. probe: f32[..., 4] or None, which is left out of the result.
+    states: for each tensor (scale f32[..., 1], amax_history f32[..., L]), and its probe f32[..., 4] or none.
     """
-    return scale, to_amaxes(amax_history), *(() if probe is None else (to_amaxes(probe),))
+    return tuple((scale, *map(to_amaxes, others)) for scale, *others in states)
 
 
-def _receive_fwd(scale, amax_history, recipe, direction, probe):
-    return _receive(scale, amax_history, recipe, direction, probe), (scale, amax_history)
+def _receive_bwd(recipe, directions, states, cotangents):
+    seen = [[from_amaxes(g) for g in of_tensor[1:]] for of_tensor in cotangents]
+    amaxes = [amax_of(history, (history.ndim - 1,)) for history, *_ in seen]  # 0 if nothing used the state.
+    new = next_states(recipe, [state[:2] for state in states], amaxes, directions)
+    return (tuple((*state, *probe) for state, (_, *probe) in zip(new, seen)),)
 
 
-def _receive_bwd(recipe, direction, state, cotangents):
-    seen = [from_amaxes(g) for g in cotangents[1:]]
-    amax = amax_of(seen[0], (seen[0].ndim - 1,))  # 0 if nothing used the state.
-    return *next_state(recipe, *state, amax, direction), *(seen[1:] or [None])
-
-
-_receive.defvjp(_receive_fwd, _receive_bwd)
+_receive.defvjp(lambda states, *static: (_receive(states, *static), states), _receive_bwd)
 
 
 @custom_vjp()
@@ -93,11 +90,13 @@ def combine_by_max(collections: Any) -> Any:
     if recipe is None:
         return collections
 
-    def receive(path, state):
+    states = {}
+    map_states(lambda path, state: states.update({path: state}) or state, collections)
+    for path, state in states.items():
         check_history_length(path + HISTORY, state[1].shape[-1], recipe)
-        return _receive(*state[:2], recipe, direction_at(path), *state[2:])
-
-    return map_states(receive, collections)
+    received = _receive(tuple(states.values()), recipe, tuple(map(direction_at, states)))
+    of_path = dict(zip(states, received))
+    return map_states(lambda path, _: of_path[path], collections)
 
 
 def max_fp8_metas(before: Any, microbatches: Any) -> Any:

@@ -284,7 +284,7 @@ def _observe_bwd(recipe, direction, state, cotangent):
     if jax.dtypes.issubdtype(history.dtype, jax.dtypes.extended):
         amaxes = jnp.broadcast_to(amax[..., None], history.shape)
         return jnp.zeros_like(scale), lax.convert_element_type(amaxes, history.dtype), dprobe
-    return *next_state(recipe, scale, history, amax, direction), dprobe
+    return *next_state(recipe, (scale, history), amax, direction), dprobe
 
 
 observe.defvjp(_observe_fwd, _observe_bwd)

@@ -28,6 +28,7 @@ from te_jax.fp8 import (
     current_recipe,
     direction_of,
 )
+from te_jax.ops.scaling import apart
 from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.recipe.delayed import HISTORY, SCALE
 
@@ -307,7 +308,10 @@ def _repair(metas, previous, recipe):
         leaves |= _parted(leaves, names, *fixed)
         ends = np.cumsum(sizes)
         untouched |= {n: ~jnp.all(reached[end - size : end]) for n, size, end in zip(names, sizes, ends)}
-    metas = jax.tree.unflatten(jax.tree.structure(metas), leaves.values())
+    names = _tensors_of(metas)
+    for name, state in zip(names, apart([tuple(leaves[name + end] for end in (SCALE, HISTORY)) for name in names])):
+        leaves |= {name + end: a for end, a in zip((SCALE, HISTORY), state)}
+    metas = jax.tree.unflatten(jax.tree.structure(metas), map(like, leaves.values(), jax.tree.leaves(metas)))
     return metas, jnp.asarray([untouched[name] for name in _tensors_of(metas)])
 
 
@@ -325,7 +329,7 @@ def map_joined(f: Callable[..., Any], metas: Mapping[str, Any], *others: Mapping
     for (_, direction), names in groups.items():
         new = f(direction, _joined(leaves, names), *(_joined(tree, names) for tree in more))
         leaves |= _parted(leaves, names, *new)
-    return jax.tree.unflatten(jax.tree.structure(metas), leaves.values())
+    return jax.tree.unflatten(jax.tree.structure(metas), map(like, leaves.values(), jax.tree.leaves(metas)))
 
 
 def _joined(leaves: dict, names: list[str]) -> tuple[jax.Array, jax.Array]:
@@ -335,13 +339,12 @@ def _joined(leaves: dict, names: list[str]) -> tuple[jax.Array, jax.Array]:
 
 
 def _parted(leaves: dict, names: list[str], scales: jax.Array, histories: jax.Array) -> dict:
-    """{path: leaf}, in the shapes and shardings of `leaves`, of states that `_joined` joined."""
+    """{path: leaf}, in the shapes of `leaves`, of states that `_joined` joined."""
     parts, at = {}, 0
     for name in names:
         size = leaves[name + SCALE].size
         for end, values in ((SCALE, scales), (HISTORY, histories)):
-            old = leaves[name + end]
-            parts[name + end] = like(values[at : at + size].reshape(old.shape), old)
+            parts[name + end] = values[at : at + size].reshape(leaves[name + end].shape)
         at += size
     return parts
 

@@ -52,7 +52,7 @@ class Case:
         """Fresh random operands; None where absent. lse and the like are made consistent by `prepare`."""
         args, is_grouped = [], any(o.name == "counts" for o in self.declared.rule.inputs)
         for operand, shape, dtype in zip(self.declared.rule.inputs, self.shapes(), self.dtypes, strict=True):
-            is_scale = "scale" in operand.name or operand.name.endswith("_inv")
+            is_scale = "scale" in operand.name or operand.name == "fp8_max" or operand.name.endswith("_inv")
             values = rng.uniform(0.5, 2.0, shape) if is_scale else rng.standard_normal(shape)
             if is_grouped and operand.name == "offsets":  # of groups of 128 rows, with a tail behind them
                 args.append(128 * np.arange(shape[0], dtype=np.int32))
@@ -140,8 +140,12 @@ CASES = [
     Case("combine_plain", "te_combine", _permuted, (bf16, i32, None), {}, None, {"m...": 1}),
     Case("combine_bwd", "te_combine_bwd", _permuted, (f32, f32, i32), {}, None, {"m...": 1}),
     Case(
-        "scale_update", "te_scale_update", {"b...0": 8, "l": 16}, (f32, f32, f32),
-        dict(fp8_max=448.0, interval=1, margin=1.0, newest=False), None, {"b...": 1},
+        "scale_update", "te_scale_update", {"n": 3, "b...0": 8, "l": 16}, (f32, f32, f32, f32),
+        dict(interval=1, margin=1.0, newest=False), scaling.results_of(3), {"b...": 1},
+    ),
+    Case(
+        "states_apart", "te_scale_update", {"n": 2, "b...0": 8, "l": 16}, (f32, f32, None, None),
+        dict(interval=1, margin=0.0, newest=False), scaling.results_of(2), {"b...": 1},
     ),
     Case("quantize", "te_quantize", _groups("m", "n"), (bf16, f32), dict(split=2, dtype=E4M3)),
     Case(

@@ -11,6 +11,7 @@ from flax import linen as nn
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from shared_uses import CASES, L, N, Once, several_applies
+from states import state_of
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -185,3 +186,25 @@ def test_a_state_in_aux_is_as_it_is_stored():
         (_, aux), _ = grad({**params, "fp8_metas": metas}, inputs()[0])
         jax.tree.map(np.testing.assert_array_equal, aux["fp8_metas"], metas)
         grad({**params, **te.update_fp8_metas(aux)}, inputs()[0])
+
+
+def test_the_states_of_a_model_are_one_kernel():
+    """The law for all tensors, and what `update_fp8_metas` and `TrainState` make of them: one launch each, and one more
+    for each 32 tensors."""
+    recipe, x = DelayedScaling(amax_history_len=4), jnp.ones((16, 16))
+
+    def calls(layers):
+        model = nn.Sequential([te_flax.DenseGeneral(16, name=f"dense_{i}") for i in range(layers)])
+        state = jax.eval_shape(lambda: state_of(model, recipe, x))
+
+        def step(state, x):
+            with te.autocast(True, recipe):
+                loss = lambda params, fp8: jnp.sum(model.apply({"params": params, **fp8}, x))
+                _, grads = te.value_and_grad(loss, argnums=(0, 1))(state.params, state.fp8)
+                return grads[1], state.apply_gradients(grads=grads)
+
+        lowered = jax.jit(step).trace(state, x).lower(lowering_platforms=("cuda",))
+        return lowered.as_text().count("custom_call @te_scale_update(")
+
+    assert calls(2) == 2  # 6 tensors
+    assert calls(11) == 4  # 33 tensors

@@ -393,18 +393,23 @@ def test_rows_without_variance():
 
 @pytest.mark.parametrize("interval,newest", [(1, False), (1, True), (3, False)])
 @pytest.mark.parametrize("length", [1, 2, 5, 1024])
-@pytest.mark.parametrize("margin,ulps", [(1.0, 0), (1.5, 1)])
-def test_scale_update(length, interval, newest, margin, ulps, rng):
+@pytest.mark.parametrize("margin,ulps,tensors", [(1.0, 0, 3), (1.5, 1, 32)])
+def test_scale_update(length, interval, newest, margin, ulps, tensors, rng):
     """Comparisons and two divisions: bit for bit, but that XLA multiplies by the inverse of a constant, here 2**1.5.
     The reference on the CPU: on a GPU, XLA's division of f32 is off by up to 2 ulp."""
-    amaxes = [0.0, 1e-37, 1e-30, 0.37, 3.0, 1e30, np.inf, np.nan]
-    amax = jnp.asarray(np.float32(amaxes))
-    history = np.abs(rng.standard_normal((len(amaxes), length))).astype(np.float32)
-    history[:, 0] = -rng.integers(0, interval, len(amaxes))
-    scale = jnp.asarray(rng.uniform(1, 9, len(amaxes)), jnp.float32)
-    attrs = dict(fp8_max=448.0, interval=interval, margin=margin, newest=newest)
-    got = jax.jit(lambda *a: scaling.scale_update(*a, **attrs))(scale, jnp.asarray(history), amax)
-    state = jax.device_put((scale, jnp.asarray(history), amax), jax.devices("cpu")[0])
-    want = jax.jit(lambda *a: scaling._reference(*a, **attrs))(*state)
-    np.testing.assert_array_max_ulp(got[0], want[0], ulps)
-    np.testing.assert_array_equal(got[1], want[1])
+    amaxes = np.float32([0.0, 1e-37, 1e-30, 0.37, 3.0, 1e30, np.inf, np.nan])
+    shape = tensors, len(amaxes)
+    histories = np.abs(rng.standard_normal((*shape, length))).astype(np.float32)
+    histories[..., 0] = -rng.integers(0, interval, shape)
+    scales, fp8_max = np.float32(rng.uniform(1, 9, shape)), np.float32(rng.choice([448, 57344], tensors))
+    state = *map(jnp.asarray, (scales, histories, np.tile(amaxes, (tensors, 1)))), jnp.asarray(fp8_max)
+    attrs = dict(interval=interval, margin=margin, newest=newest)
+    update = jax.jit(lambda *a: scaling.scale_update(*a, outputs=scaling.results_of(tensors), **attrs))
+    got = update(*state)
+    state = jax.device_put(state, jax.devices("cpu")[0])
+    want = jax.jit(lambda *a: scaling._reference(*a, **attrs)[: 2 * tensors])(*state)
+    for at in range(0, 2 * tensors, 2):
+        np.testing.assert_array_max_ulp(got[at], want[at], ulps)
+        np.testing.assert_array_equal(got[at + 1], want[at + 1])
+    for at, kept in enumerate(jax.jit(update)(*state[:2], None, None)):
+        np.testing.assert_array_equal(kept, (scales, histories)[at % 2][at // 2])

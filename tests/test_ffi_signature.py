@@ -10,6 +10,7 @@ from ffi_calls import KERNELS, for_cudnn
 from op_cases import CASES, E5M2
 
 from te_jax import _lib
+from te_jax._op import ops
 from te_jax.ops import attention
 
 CSRC = Path(__file__).parents[1] / "csrc"
@@ -30,8 +31,9 @@ def declared_handlers():
             text = match[1]
             name, launcher = (part.strip() for part in text.split(",")[:2])
             types, names = launchers[launcher], re.findall(r'"(\w+)"', text)
-            counts = types.count("Arg"), types.count("Ret")
-            handlers[name] = (*counts, dict(zip(names, types[sum(counts) :], strict=True)))
+            attributes = [kind for kind in types if kind not in ("Arg", "Ret", "Rets")]
+            results = len(ops[name].rule.outputs) if "Rets" in types else types.count("Ret")
+            handlers[name] = (types.count("Arg"), results, dict(zip(names, attributes, strict=True)))
     return handlers
 
 

@@ -15,7 +15,7 @@ from te_jax.ops.attention import dot_product_attention
 from te_jax.ops.attention.fp8 import attention_fp8_bwd, attention_fp8_fwd, backward_scales, forward_scales
 from te_jax.ops.norm import norm_fwd
 from te_jax.ops.quantize import quantize, quantize_block
-from te_jax.ops.scaling import scale_update
+from te_jax.ops.scaling import results_of, scale_update
 from te_jax.recipe import DelayedScaling
 from te_jax.stats import TensorStats, fp8_stats_table
 
@@ -76,8 +76,9 @@ def test_a_nan_reaches_every_amax():
 def test_a_nan_in_a_history_keeps_the_scale():
     """As in csrc/scaling.cu."""
     histories = jnp.ones((ROWS, 1024)).at[:, 0].set(0).at[3, 700].set(jnp.nan)
-    update = partial(scale_update, fp8_max=448.0, interval=1, margin=0.0, newest=False)
-    scales, _ = jax.jit(update)(jnp.full(ROWS, 3.0), histories, jnp.full(ROWS, 2.0))
+    update = partial(scale_update, outputs=results_of(1), interval=1, margin=0.0, newest=False)
+    state = jnp.full((1, ROWS), 3.0), histories[None], jnp.full((1, ROWS), 2.0), jnp.full(1, 448.0)
+    scales, _ = jax.jit(update)(*state)
     np.testing.assert_array_equal(scales, np.where(np.arange(ROWS) == 3, 3, 224))
 
 
