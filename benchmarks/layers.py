@@ -276,8 +276,9 @@ class Trainee:
         return y[0] if isinstance(y, tuple) else y
 
     def step(self, params, state, x, dy, key):
-        """y, dparams, the new FP8 state, dx."""
-        y, vjp = jax.vjp(lambda *args: self.forward(*args, key), params, state, x)
+        """y, dparams, the new FP8 state, dx. te_jax's state is received as `te_jax.value_and_grad` does it."""
+        receive = te.combine_by_max if self.is_te else lambda state: state
+        y, vjp = jax.vjp(lambda params, state, x: self.forward(params, receive(state), x, key), params, state, x)
         return y, *vjp(dy)
 
     def train_inputs(self, state) -> tuple:
