@@ -4,7 +4,7 @@ import argparse
 import pathlib
 import sys
 
-from . import decode, hlo, layers, memory, overlap, report, run, step_trace, tables, timing, turns
+from . import decode, hlo, layers, memory, overlap, report, run, step_trace, tables, timing, trees, turns
 
 _MODELS = tuple(model.name for model in layers.gpt_and_llama(tiny=True))
 # Of each option: its type or its choices, and its help. `file` is an argument.
@@ -71,6 +71,11 @@ COMMANDS = {
         decode.main,
         dict(out=None, tiny=0, folder=None, measure=None),
         "a checkpoint of 8B parameters: loading, memory and words per second, beside transformers",
+    ),
+    "trees": (
+        trees.main,
+        dict(folder=None, only=None, out=None, tiny=0),
+        "another tree of te_jax, in --folder, beside this one: the bits of a layer's step, and its time",
     ),
     "show": (_show, dict(file=None, compare=None), "show an earlier JSON, measure nothing"),
     "tables": (tables.main, dict(check=0), "write the measured tables of the documents"),
