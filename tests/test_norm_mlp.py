@@ -259,15 +259,18 @@ def test_several_projections_of_one_norm(with_ln_out, override, rng):
         states = want[1][6]
 
 
-def test_no_gradient_of_zeros_where_nothing_is_added():
-    """Without a residual the norm's backward kernel gets none: an unused result would send it zeros."""
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize("recipe", [None, RECIPE], ids=["bf16", "fp8"])
+def test_the_norms_gradient_takes_that_of_the_residual(recipe, residual):
+    """In its kernel. Without a residual it gets none: an unused result would send it zeros."""
     layer, x = te_flax.LayerNormDenseGeneral(features=F), jnp.ones((4, H), jnp.bfloat16)
-    with te.autocast(True, RECIPE):
+    with te.autocast(recipe is not None, recipe):
         variables = jax.eval_shape(layer.init, jax.random.key(0), x)
-        run = lambda v, x: jax.vjp(lambda v, x: layer.apply(v, x)[0], v, x)[1](jnp.ones((4, F), x.dtype))
+        results = lambda v, x: [a for a in layer.apply(v, x, return_input=residual) if a is not None]
+        run = lambda v, x: jax.grad(lambda v, x: sum(map(jnp.sum, results(v, x))).astype(jnp.float32), (0, 1))(v, x)
         text = str(jax.make_jaxpr(run)(variables, x))
     (inputs,) = {line.split("inputs=")[1].split(")")[0] for line in text.split("te_norm_bwd[")[1:]}
-    assert "rstd" in inputs and "dres" not in inputs
+    assert "rstd" in inputs and ("dres" in inputs) == residual
 
 
 def test_inputs_that_are_not_placed_yet(rng, on_host):

@@ -88,9 +88,11 @@ def layernorm_dense(
     for p in projections:
         check_dense(name, x, wide_of(p.kernel), p.bias, 1, recipe, p.metas)
     if recipe is None:
-        ln_out = layernorm(
-            x, gamma, beta, norm=norm, zero_centered_gamma=zero_centered_gamma, epsilon=epsilon, name=name
-        )
+        of_norm = dict(kind=norm, zero_centered=zero_centered_gamma, eps=epsilon, name=name)
+        if return_input:
+            ln_out, x = norm_op.norm_and_input(x, gamma, beta, **of_norm)
+        else:
+            ln_out = norm_op.norm(x, gamma, beta, **of_norm)
         each = _dense_of_one_sum if also else _dense_each
         y = each(*align(ln_out, *(w for p in projections for w in (p.kernel, p.bias))))
     else:
