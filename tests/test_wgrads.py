@@ -2,6 +2,7 @@
 
 import re
 
+import collectives
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -178,3 +179,22 @@ def test_a_loss_that_leaves_the_collection_out(rng):
             state.accumulate_gradients(loss, x, wgrads=wgrads["wgrads"])
         with pytest.raises(ValueError, match="wgrads holds dense/kernel, which the state's params lack"):
             state.replace(params={"other": jnp.ones(2)}).accumulate_gradients(loss, x, wgrads=wgrads)
+
+
+@pytest.mark.parametrize("name,dtype", [("f32", jnp.float32), ("bf16", jnp.bfloat16)])
+def test_gradients_cross_devices_in_the_type_of_what_the_layers_read(name, dtype):
+    """Those of f32 parameters in bf16, where the loss casts them first; what else crosses is amaxes, as integers."""
+    mesh = jax.make_mesh((4,), ("dp",), axis_types=(AxisType.Auto,))
+    place = lambda spec, a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
+    x = place(P("dp"), jax.ShapeDtypeStruct((8, WIDTH), jnp.bfloat16))
+    model = te_flax.LayerNormDenseGeneral(WIDTH, dtype=jnp.bfloat16)
+
+    def loss(params, x):
+        params = jax.tree.map(lambda p: p.astype(dtype), params)
+        return jnp.mean(model.apply({"params": params}, x)[0].astype(jnp.float32))
+
+    with te.autocast(True, CURRENT, te.MeshResource(dp_resource="dp")):
+        variables = nn.meta.unbox(jax.eval_shape(model.init, jax.random.key(0), x))
+        params = jax.tree.map(lambda a: place(P(), a), variables["params"])
+        _, found = collectives.compiled(jax.jit(jax.grad(loss)), params, x, mesh=mesh)
+    assert {c.dtype for c in found if c.bytes >= WIDTH * 2} == {name}
