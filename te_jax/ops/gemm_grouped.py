@@ -1,9 +1,10 @@
 """Grouped GEMM: the rows of groups (`te_jax.ops.permute.Groups`) times the weight of their expert, and wgrad, a product
 for each expert that sums over its rows. Where groups begin and how long they are is known on the device alone.
 
-Each comes in two ops. Tensor cores take FP8 factors with the contracted axis innermost, and so does te_gemm_grouped*.
-Wider ones they read in either order, and te_gemm_grouped_wide* takes them as jax has them: kernels [E, k, n], rows
-[R, k]. So products of wide factors and their gradients transpose nothing.
+Each comes in two ops. Tensor cores take FP8 factors with the contracted axis innermost, and so do te_gemm_grouped and
+te_gemm_grouped_wgrad. Wider ones they read in either order, and te_gemm_grouped_wide and te_gemm_grouped_wide_wgrad
+take them as jax has them: kernels [E, k, n], rows [R, k]. So products of wide factors and their gradients transpose
+nothing.
 """
 
 from functools import partial
