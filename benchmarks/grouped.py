@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax.ops.gemm import gemm
-from te_jax.ops.gemm_grouped import gemm_grouped, gemm_grouped_wgrad
+from te_jax.ops.gemm_grouped import gemm_grouped, gemm_grouped_wgrad, gemm_grouped_wide_wgrad
 from te_jax.ops.grouped import expert_of_row, tokens_alone
 from te_jax.ops.quantize import BLOCK
 
@@ -48,7 +48,8 @@ def _blocks(size: int) -> int:
 @dataclass(frozen=True)
 class Product:
     """One product of a training step. fprop and dgrad: rows [R, k] times weights [E, n, k]; wgrad: [n, R] times [k, R]
-    -> [E, n, k], where n is the inputs of the layer and k its features, for lhs is x and rhs the gradient of y."""
+    -> [E, n, k], where n is the inputs of the layer and k its features, for lhs is x and rhs the gradient of y. In bf16
+    te_jax reads kernels and rows as they lie: weights are [E, k, n] in fprop, rows [R, n] and [R, k] in wgrad."""
 
     model: Experts
     weight: str
@@ -107,11 +108,15 @@ class Product:
         return expert_of_row(of.offsets, of.counts, self.model.rows)[1]
 
     def _operand(self, seed, of_rows, size, dtype):
-        """Rows [R, size], of wgrad [size, R], with zeros in those that pad; or stacked weights [E, n, k]."""
+        """Rows [R, size], of wgrad [size, R], with zeros in those that pad; or stacked weights [E, n, k]; or as bf16
+        ones lie."""
+        is_wide = dtype == BF16
         if not of_rows:
-            return normal(seed, (self.model.experts, self.n, self.k), dtype)
-        shape = (size, self.model.rows) if self.contracted else (self.model.rows, size)
-        return jax.jit(tokens_alone, static_argnums=2)(normal(seed, shape, dtype), self._is_token, int(self.contracted))
+            axes = (self.k, self.n) if is_wide and self.kind == "fprop" else (self.n, self.k)
+            return normal(seed, (self.model.experts, *axes), dtype)
+        last = self.contracted and not is_wide
+        shape = (size, self.model.rows) if last else (self.model.rows, size)
+        return jax.jit(tokens_alone, static_argnums=2)(normal(seed, shape, dtype), self._is_token, int(last))
 
     def _scales(self, form):
         """The inverse scales of lhs and rhs: of all x and all gradients one, of weights one for each expert."""
@@ -131,7 +136,11 @@ class Product:
         lhs = self._operand(1, True, self.n if self.contracted else self.k, left)
         rhs = self._operand(2, self.contracted, self.k, right)
         of = groups(self.model)
-        product = partial(gemm_grouped_wgrad if self.contracted else gemm_grouped, fast_accum=form == "fp8 fast")
+        fast, k_first = form == "fp8 fast", form == "bf16" and self.kind == "fprop"
+        product = partial(gemm_grouped, k_first=k_first, fast_accum=fast)
+        if self.contracted:
+            wide = form == "bf16"
+            product = gemm_grouped_wide_wgrad if wide else partial(gemm_grouped_wgrad, fast_accum=fast)
         return compiled(product, [(lhs, rhs, of.offsets, of.counts, *self._scales(form))])
 
     def _k_major(self, rows: int, weights: tuple[int, ...], form: str) -> list[jax.Array]:

@@ -116,7 +116,7 @@ RACES='(test_quantize and 63 and bfloat16 and e4m3) or (test_activation and 257 
   (test_quantize_block_chosen and data_t) or (test_activation_block_chosen and dbias and data_t) or
   (test_norm_block_chosen and data_t)'
 SMALL_GEMM='test_gemm_fp8 and 333 and bfloat16'
-SMALL_GROUPED='test_rows and 144 or test_wgrads and 130'
+SMALL_GROUPED='test_rows and 144 or test_wgrads and 130 or test_rows_of_weights and 1300'
 # The ops of experts run where jax runs, so their tests have no marker.
 EXPERTS='tests/test_router.py tests/test_permute.py'
 SMALL_EXPERTS='(test_route and (8-2 or 128-8)) or test_many_experts or test_against_loops or test_group_alone or

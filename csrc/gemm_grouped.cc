@@ -1,5 +1,7 @@
 // te_gemm_grouped: out[r, n] = lhs[r, k] @ rhs[expert of r, n, k]^T, times inverse scales, plus bias.
 // te_gemm_grouped_wgrad: out[e, n, k] = the sum over the rows r of expert e of lhs[n, r] rhs[k, r], plus c.
+// te_gemm_grouped_wide, te_gemm_grouped_wide_wgrad: the same of factors that lie across k: out[r, n] =
+// lhs[r, k] @ rhs[expert of r, k, n] plus bias, out[e, k, n] = the sum of lhs[r, k] rhs[r, n], plus c.
 #include "gemm_grouped.h"
 
 #include "ops.h"
@@ -7,15 +9,16 @@
 namespace te {
 namespace {
 
-using grouped::Problem, grouped::Sums;
+using grouped::Layout, grouped::Problem, grouped::Sums;
 
 constexpr int64_t kMost = (int64_t{1} << 31) - 1;  // what the kernel counts in ints
 
-// The arrays of both ops but the scales of blocks.
+// The arrays of an op but the scales of blocks.
 struct Call {
   const char* op;
   Tensor lhs, rhs, offsets, counts, lhs_scale_inv, rhs_scale_inv, bias, c, out;
   bool in_blocks;
+  Layout layout = Layout::kAlong;
 };
 
 // One for all experts, or one for each.
@@ -33,7 +36,7 @@ Status MakeProblem(const Call& call, const Axes& rhs, const Axes& out, bool fast
   const Types rhs_types = !fp8 ? Types(left) : left == F8E5M2 ? Types(F8E4M3FN) : kFp8;
   const Need scale = !fp8 || call.in_blocks ? kAbsent : kRequired;
   TE_TRY(Expect(call.op,
-                {{"lhs", call.lhs, kHalves | kFp8, Axes(call.lhs)},
+                {{"lhs", call.lhs, call.layout == Layout::kAlong ? kHalves | kFp8 : kHalves, Axes(call.lhs)},
                  {"rhs", call.rhs, rhs_types, rhs},
                  {"offsets", call.offsets, S32, {experts + 1}},
                  {"counts", call.counts, S32, {experts}},
@@ -44,7 +47,7 @@ Status MakeProblem(const Call& call, const Axes& rhs, const Axes& out, bool fast
                  {"out", call.out, kFloats, out}}));
   problem->experts = int(experts), problem->lhs = left, problem->rhs = call.rhs.type,
   problem->result = result;
-  problem->sums = fp8 && !fast_accum ? Sums::kSplit : Sums::kFast;
+  problem->sums = fp8 && !fast_accum ? Sums::kSplit : Sums::kFast, problem->layout = call.layout;
   problem->left = call.lhs.data, problem->right = call.rhs.data, problem->out = call.out.data;
   problem->offsets = Data<int>(call.offsets), problem->counts = Data<int>(call.counts);
   problem->left_inv = Data<float>(call.lhs_scale_inv), problem->right_inv = Data<float>(call.rhs_scale_inv);
@@ -59,10 +62,12 @@ Status Run(cudaStream_t stream, const Call& call, int64_t rows, int64_t columns,
   const int64_t buffer = problem->wgrad ? k : rows;
   TE_CHECK(buffer % 128 == 0, "%s: lhs is %s; pass a buffer of a multiple of 128 rows.", call.op,
            call.lhs.shape().c_str());
-  TE_CHECK(columns % 8 == 0 && k * Width(call.lhs.type) % 16 == 0,
-           "%s: lhs is %s%s, rhs %s; pass contracted axes of a multiple of 16 bytes, and 8 columns or a "
-           "multiple of them.",
-           call.op, Name(call.lhs.type).c_str(), call.lhs.shape().c_str(), call.rhs.shape().c_str());
+  const bool left_across = problem->layout == Layout::kBothAcross;
+  TE_CHECK(
+      columns % 8 == 0 && (left_across ? rows : k) * Width(call.lhs.type) % 16 == 0,
+      "%s: lhs is %s%s, rhs %s; pass an innermost axis of lhs of a multiple of 16 bytes, and 8 columns or "
+      "a multiple of them.",
+      call.op, Name(call.lhs.type).c_str(), call.lhs.shape().c_str(), call.rhs.shape().c_str());
   const int64_t tiles = CeilDiv(rows, 128) * CeilDiv(columns, 256) * (problem->wgrad ? problem->experts : 1);
   TE_CHECK(rows <= kMost && columns <= kMost && k <= kMost && tiles <= kMost,
            "%s: lhs is %s, rhs %s; pass less than 2^31 rows, columns and tiles.", call.op,
@@ -76,7 +81,7 @@ Status Run(cudaStream_t stream, const Call& call, int64_t rows, int64_t columns,
   if (!Present(call.out)) return {};
   if (k == 0 && problem->wgrad && !Present(call.c)) return Zero(stream, {call.out});  // no rows, no sums
   TE_CHECK(k > 0, "%s: lhs is %s; pass an axis to contract.", call.op, call.lhs.shape().c_str());
-  return grouped::Run(stream, *problem);
+  return grouped::Run(stream, call.op, *problem);
 }
 
 }  // namespace
@@ -121,6 +126,31 @@ Status LaunchGemmGroupedWgrad(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets
   if (in_blocks) problem.sums = Sums::kRows;
   problem.left_blocks = Data<float>(lhs_row_inv), problem.right_blocks = Data<float>(rhs_row_inv);
   return Run(stream, call, rows, columns, buffer, {lhs_row_inv, rhs_row_inv}, &problem);
+}
+
+Status LaunchGemmGroupedWide(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts, Arg bias,
+                             Ret out) {
+  const char* op = "te_gemm_grouped_wide";
+  TE_TRY(ExpectRank(op, "lhs", lhs, 2, true));
+  TE_TRY(ExpectRank(op, "rhs", rhs, 3, true));
+  const int64_t rows = lhs.sizes[0], k = lhs.sizes[1], columns = rhs.sizes[2], experts = Axes(counts)[0];
+  const Call call{op, lhs, rhs, offsets, counts, kNone, kNone, bias, kNone, out, false, Layout::kRightAcross};
+  Problem problem{};
+  TE_TRY(MakeProblem(call, {experts, k, columns}, {rows, columns}, true, &problem));
+  return Run(stream, call, rows, columns, k, {}, &problem);
+}
+
+Status LaunchGemmGroupedWideWgrad(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts, Arg c,
+                                  Ret out) {
+  const char* op = "te_gemm_grouped_wide_wgrad";
+  TE_TRY(ExpectRank(op, "lhs", lhs, 2, true));
+  TE_TRY(ExpectRank(op, "rhs", rhs, 2, true));
+  const int64_t buffer = lhs.sizes[0], rows = lhs.sizes[1], columns = rhs.sizes[1], experts = Axes(counts)[0];
+  const Call call{op, lhs, rhs, offsets, counts, kNone, kNone, kNone, c, out, false, Layout::kBothAcross};
+  Problem problem{};
+  problem.wgrad = true;
+  TE_TRY(MakeProblem(call, {buffer, columns}, {experts, rows, columns}, true, &problem));
+  return Run(stream, call, rows, columns, buffer, {}, &problem);
 }
 
 }  // namespace te

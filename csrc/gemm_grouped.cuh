@@ -1,18 +1,51 @@
-// The kernel of te_gemm_grouped and te_gemm_grouped_wgrad. A CTA stays for the whole call and computes tiles
-// of 128 x 256, by gemm_grouped_scheduler.cuh. One thread copies tiles of 128 bytes of k by tensor maps
-// (TMA), four stages ahead, those that the CTAs of its cluster share into all of them at once. Two warpgroups
-// multiply 64 rows each.
+// The kernel of te_gemm_grouped*. A CTA stays for the whole call and computes tiles of 128 x 256, by
+// gemm_grouped_scheduler.cuh. One thread copies tiles of 128 bytes of k by tensor maps (TMA), four stages
+// ahead, those that the CTAs of its cluster share into all of them at once. Two warpgroups multiply 64 rows
+// each.
 #pragma once
 
 #include "gemm_grouped_tiles.cuh"
 #include "gemm_grouped_write.cuh"
+#include "ptx.cuh"
 
 namespace te::grouped {
 
+// Of factors that lie so.
+template <Layout kLayout>
+constexpr bool kLeftAcross = kLayout == Layout::kBothAcross;
+template <Layout kLayout>
+constexpr bool kRightAcross = kLayout != Layout::kAlong;
+
+// Copies kRows rows of a factor, half of a tile, to the CTA or to all of its cluster.
+template <bool kAcross, int kRows, typename P>
+__device__ __forceinline__ void CopyHalf(bool to_all, uint32_t to, const CUtensorMap* map, uint32_t full,
+                                         int k, int row, int z) {
+  constexpr unsigned kAll = (1u << P::kCluster) - 1;
+  constexpr int kBoxRows = kAcross ? 64 : kRows;
+#pragma unroll
+  for (int i = 0; i < kRows; i += kBoxRows, to += kBoxBytes) {
+    const int x = kAcross ? row + i : k, y = kAcross ? k : row + i;
+    to_all ? CopyBoxTo(kAll, to, map, full, x, y, z) : CopyBox(to, map, full, x, y, z);
+  }
+}
+
+// Copies a tile of kRows rows of a factor. shared: with the other CTAs of the cluster, each of which copies
+// one half.
+template <bool kAcross, int kRows, typename P>
+__device__ __forceinline__ void CopyTile(bool shared, int rank, uint32_t to, const CUtensorMap* map,
+                                         uint32_t full, int k, int row, int z) {
+  constexpr unsigned kHalf = kRows / 2 * kRowBytes;
+  if (P::kCluster == 2 && shared) {
+    CopyHalf<kAcross, kRows / 2, P>(true, to + rank * kHalf, map, full, k, row + rank * kRows / 2, z);
+  } else {
+    CopyHalf<kAcross, kRows / 2, P>(false, to, map, full, k, row, z);
+    CopyHalf<kAcross, kRows / 2, P>(false, to + kHalf, map, full, k, row + kRows / 2, z);
+  }
+}
+
 // One thread: copies what the CTA's tiles are made of.
-template <Sums kSums, typename P, int kStep>
+template <Sums kSums, Layout kLayout, typename P, int kStep>
 __device__ __forceinline__ void Produce(const KernelArgs& args, Shared& s) {
-  constexpr unsigned kAll = (1u << P::kCluster) - 1, kHalfLeft = kLeftBytes / 2, kHalfRight = kRightBytes / 2;
   const Problem& p = args.p;
   const int rank = RankOf<P>();
   Walk<P, kStep> walk(p, s);
@@ -22,24 +55,13 @@ __device__ __forceinline__ void Produce(const KernelArgs& args, Shared& s) {
     const int right_z = p.wgrad ? 0 : tile.expert;
     for (int step = 0; step < tile.steps; ++step, ring.Advance()) {
       const uint32_t full = AddressOf(&s.full[ring.stage]), left = AddressOf(s.stages[ring.stage]);
-      const uint32_t right = left + kLeftBytes;
       const int k = tile.k + step * kStep;
       WaitBarrier(AddressOf(&s.empty[ring.stage]), ring.parity ^ 1);
       ArriveExpecting(full, kStageBytes + unsigned(scales * sizeof(float)));
-      if (P::kCluster == 2 && !tile.stacked) {
-        CopyBoxTo(kAll, left + rank * kHalfLeft, &args.left, full, k, tile.left_row + rank * kTileRows / 2,
-                  0);
-      } else {
-        CopyBox(left, &args.left, full, k, tile.left_row, 0);
-        CopyBox(left + kHalfLeft, &args.left, full, k, tile.left_row + kTileRows / 2, 0);
-      }
-      if (P::kCluster == 2 && tile.stacked) {
-        CopyBoxTo(kAll, right + rank * kHalfRight, &args.right, full, k,
-                  tile.right_row + rank * kTileColumns / 2, right_z);
-      } else {
-        CopyBox(right, &args.right, full, k, tile.right_row, right_z);
-        CopyBox(right + kHalfRight, &args.right, full, k, tile.right_row + kTileColumns / 2, right_z);
-      }
+      CopyTile<kLeftAcross<kLayout>, kTileRows, P>(!tile.stacked, rank, left, &args.left, full, k,
+                                                   tile.left_row, 0);
+      CopyTile<kRightAcross<kLayout>, kTileColumns, P>(tile.stacked, rank, left + kLeftBytes, &args.right,
+                                                       full, k, tile.right_row, right_z);
       if (scales > 0)
         CopyBytes(AddressOf(s.scales[ring.stage]),
                   p.right_blocks + int64_t{k / kBlock} * p.columns + tile.right_row,
@@ -89,9 +111,10 @@ struct ScaleReader {
 };
 
 // A warp's part in the products: 16 rows of a tile.
-template <Factors kFactors, Sums kSums, typename P>
+template <Factors kFactors, Sums kSums, Layout kLayout, typename P>
 struct Consumer {
   static constexpr int kStep = kRowBytes / (kFactors == Factors::kBF16 || kFactors == Factors::kF16 ? 2 : 1);
+  static constexpr bool kLeft = kLeftAcross<kLayout>, kRight = kRightAcross<kLayout>;
 
   const Problem& p;
   Shared& s;
@@ -107,23 +130,41 @@ struct Consumer {
     if (lane < P::kCluster) ArriveAt(AddressOf(&s.empty[stage]), lane);
   }
   __device__ __forceinline__ uint64_t Left(int stage) const {
-    return TileDescriptor(AddressOf(s.stages[stage]) + warp / 4 * (kLeftBytes / 2));
+    return TileDescriptor<kLeft>(AddressOf(s.stages[stage]) + warp / 4 * kBoxBytes);
   }
   __device__ __forceinline__ uint64_t Right(int stage) const {
-    return TileDescriptor(AddressOf(s.stages[stage]) + kLeftBytes);
+    return TileDescriptor<kRight>(AddressOf(s.stages[stage]) + kLeftBytes);
+  }
+
+  // Where k are rows of both tiles: writes zeros over those of a stage that are no tokens', which may hold
+  // anything. Its first `tokens` are.
+  __device__ __forceinline__ void ClearPadding(int tokens, int stage) const {
+    const uint32_t chunk = AddressOf(s.stages[stage]) + lane % 8 * 16;
+    for (int row = tokens + warp * 4 + lane / 8; row < kStep; row += kWarps * 4)
+      for (unsigned box = 0; box < kStageBytes; box += kBoxBytes)
+        StoreShared(chunk + box + row * kRowBytes, 0.f, 0.f, 0.f, 0.f);
+    FenceAsync();
+    NamedBarrier(1, kConsumers);
   }
 
   // sums: the products of a tile, added in the tensor cores. `meanwhile` is called while the last ones run.
   template <typename F>
   __device__ __forceinline__ void MultiplyFast(const Tile& tile, float (&sums)[128], F meanwhile) {
-    int before = 0;
+    int before = 0, tokens = 0;  // of the steps that are left, where k are rows
+    if constexpr (kLeft) tokens = GroupOf(p, s, tile.expert).tokens;
     for (int step = 0; step < tile.steps; ++step) {
       const int stage = ring.stage;
       WaitBarrier(AddressOf(&s.full[stage]), ring.parity);
+      if constexpr (kLeft) {
+        if (tokens < kStep) ClearPadding(tokens, stage);  // in the last step, in all threads
+        tokens -= kStep;
+      }
       const uint64_t left = Left(stage), right = Right(stage);
       BeginProducts();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) MultiplyTiles<kFactors>(sums, left + 2 * i, right + 2 * i, step | i);
+      for (int i = 0; i < 4; ++i)
+        MultiplyTiles<kFactors, kLeft, kRight>(sums, left + i * kNextProduct<kLeft>,
+                                               right + i * kNextProduct<kRight>, step | i);
       CommitProducts();
       WaitForProducts<1>();
       if (step > 0) Release(before);
@@ -214,7 +255,7 @@ struct Consumer {
   }
 };
 
-template <Factors kFactors, Sums kSums, typename P>
+template <Factors kFactors, Sums kSums, Layout kLayout, typename P>
 __global__ void __launch_bounds__(kThreads, 1) te_gemm_grouped(const __grid_constant__ KernelArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -232,11 +273,11 @@ __global__ void __launch_bounds__(kThreads, 1) te_gemm_grouped(const __grid_cons
   SyncCluster();
   if (threadIdx.x >= kConsumers) {
     GiveRegisters<40>();
-    constexpr int kStep = Consumer<kFactors, kSums, P>::kStep;
-    if (threadIdx.x == kConsumers) Produce<kSums, P, kStep>(args, s);
+    constexpr int kStep = Consumer<kFactors, kSums, kLayout, P>::kStep;
+    if (threadIdx.x == kConsumers) Produce<kSums, kLayout, P, kStep>(args, s);
   } else {
     TakeRegisters<232>();
-    Consumer<kFactors, kSums, P>{args.p, s}.Run();
+    Consumer<kFactors, kSums, kLayout, P>{args.p, s}.Run();
   }
   SyncCluster();  // no CTA leaves before the others' last arrivals at its barriers
 #else
@@ -244,9 +285,9 @@ __global__ void __launch_bounds__(kThreads, 1) te_gemm_grouped(const __grid_cons
 #endif
 }
 
-template <Factors kFactors, Sums kSums, typename P = Plan<>>
+template <Factors kFactors, Sums kSums, Layout kLayout = Layout::kAlong, typename P = Plan<>>
 Status Launch(cudaStream_t stream, const KernelArgs& args) {
-  const auto kernel = te_gemm_grouped<kFactors, kSums, P>;
+  const auto kernel = te_gemm_grouped<kFactors, kSums, kLayout, P>;
   static_assert(sizeof(Shared) <= 227 * 1024);
   TE_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)));
   int device, multiprocessors;

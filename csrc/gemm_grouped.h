@@ -1,4 +1,4 @@
-// What the files of te_gemm_grouped and te_gemm_grouped_wgrad share: the call as kernels take it.
+// What the files of te_gemm_grouped* share: the call as kernels take it.
 #pragma once
 
 #include <cuda.h>
@@ -11,6 +11,10 @@ namespace te::grouped {
 // the scales of blocks, of 1 x 128 by 128 x 128 or of 1 x 128 by 1 x 128.
 enum class Sums { kFast, kSplit, kSquares, kRows };
 
+// What lies next to each other in a factor: k in both; columns in the right factor; rows in the left one,
+// too. Numbers of 16 bits alone lie across k.
+enum class Layout { kAlong, kRightAcross, kBothAcross };
+
 // A product of matrices for each expert. out: [R, columns], of which an expert has the rows of its group; or
 // with `wgrad` [E, rows, columns], where the group's rows are what is summed over.
 struct Problem {
@@ -20,7 +24,9 @@ struct Problem {
   int k;     // what is contracted: of each row, or with `wgrad` R
   Type lhs, rhs, result;
   Sums sums;
-  const void *left, *right;  // [R, k] and [E, columns, k], or [rows, R] and [columns, R]
+  Layout layout;
+  const void *left, *right;  // [R, k] and [E, columns, k] or [E, k, columns]; or with `wgrad` [rows, R] and
+                             // [columns, R], or [R, rows] and [R, columns]
   const int *offsets, *counts;
   const float *left_inv, *right_inv;  // of one scale or one for each expert; nullptr: none
   bool left_each, right_each;         // one for each expert
@@ -31,16 +37,19 @@ struct Problem {
   void* out;
 };
 
-// Enqueues the kernel. What it asks of sizes is checked by the launchers in gemm_grouped.cc.
-Status Run(cudaStream_t stream, const Problem& problem);
+// Enqueues the kernel, for the op of this name. What it asks of sizes is checked by the launchers in
+// gemm_grouped.cc.
+Status Run(cudaStream_t stream, const char* op, const Problem& problem);
 
 struct KernelArgs {
   Problem p;
   CUtensorMap left, right;
 };
 
-// The parts of Run that are compiled apart: sums in the tensor cores, in registers, with scales of blocks.
+// The parts of Run that are compiled apart: sums in the tensor cores, of factors across k too, in registers,
+// with scales of blocks.
 Status RunFast(cudaStream_t stream, const KernelArgs& args);
+Status RunWide(cudaStream_t stream, const KernelArgs& args);
 Status RunSplit(cudaStream_t stream, const KernelArgs& args);
 Status RunBlocks(cudaStream_t stream, const KernelArgs& args);
 

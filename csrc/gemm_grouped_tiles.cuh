@@ -17,11 +17,24 @@ struct Plan {
 
 constexpr int kWarps = 8, kConsumers = 32 * kWarps, kThreads = kConsumers + 128;
 constexpr int kStages = 4;
-constexpr unsigned kRowBytes = 128;  // of a tile, along k
+constexpr unsigned kRowBytes = 128;  // of a box, which tensor maps bring with the swizzle of 128 bytes
+constexpr unsigned kBoxBytes =
+    64 * kRowBytes;  // of 64 rows: half of the left tile, or 64 numbers across 64 k
 constexpr unsigned kLeftBytes = kTileRows * kRowBytes, kRightBytes = kTileColumns * kRowBytes;
 constexpr unsigned kStageBytes = kLeftBytes + kRightBytes;
 constexpr unsigned kPieceBytes = 16 * 128;  // that a warp writes at a time: 16 rows
 constexpr int kBlock = 128;                 // of scales
+
+// Where products find a tile, or its part from some k on, `bytes` behind a multiple of 1024. Along k it has
+// rows of 128 bytes of k. Across k it has boxes, of which a row is one k. 8 rows are 1024 bytes in both.
+template <bool kAcross>
+TE_ANYWHERE uint64_t TileDescriptor(uint32_t address) {
+  constexpr uint64_t kSwizzled = 1, kEightRows = 1024, kNextBox = kAcross ? kBoxBytes : 0;
+  return kSwizzled << 62 | kEightRows >> 4 << 32 | kNextBox >> 4 << 16 | (address & 0x3ffff) >> 4;
+}
+// From the descriptor of some k to that of the next 32 bytes of k, or the next 16 rows across it.
+template <bool kAcross>
+constexpr uint64_t kNextProduct = (kAcross ? 16 * kRowBytes : 32) >> 4;
 
 struct Shared {
   alignas(1024) uint8_t stages[kStages][kStageBytes];
@@ -129,7 +142,7 @@ class Walk {
     tile->right_row = found.ColumnOf(rank) * kTileColumns;
     if (p_.wgrad) {
       tile->left_row = row;
-      tile->k = group.first, tile->steps = Parts(group.tokens, kBlock) * (kBlock / kStep);
+      tile->k = group.first, tile->steps = Parts(group.tokens, kStep);
     } else {
       tile->left_row = group.first + row;
       // Of all CTAs alike: they copy for each other.

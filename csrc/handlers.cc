@@ -38,6 +38,8 @@ TE_HANDLER(te_combine, LaunchCombine);
 TE_HANDLER(te_combine_bwd, LaunchCombineBwd);
 TE_HANDLER(te_gemm_grouped, LaunchGemmGrouped, "outer", "fast_accum");
 TE_HANDLER(te_gemm_grouped_wgrad, LaunchGemmGroupedWgrad, "fast_accum");
+TE_HANDLER(te_gemm_grouped_wide, LaunchGemmGroupedWide);
+TE_HANDLER(te_gemm_grouped_wide_wgrad, LaunchGemmGroupedWideWgrad);
 TE_HANDLER(te_scale_update, LaunchScaleUpdate, "interval", "margin", "newest");
 TE_HANDLER_INIT(te_gemm, LaunchGemm, "contract", "fast_accum", "tune");
 TE_HANDLER_INIT(te_gemm_block, LaunchGemmBlock, "outer", "tune");

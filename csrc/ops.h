@@ -215,5 +215,15 @@ Status LaunchGemmGroupedWgrad(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets
                               Arg lhs_scale_inv, Arg rhs_scale_inv, Arg lhs_row_inv, Arg rhs_row_inv, Arg c,
                               Ret out, bool fast_accum);
 
+// The two of bf16 or f16 that lie across k. lhs [r, k], rhs [e, k, n]; bias? [e, n] -> out [r, n], as above.
+// k and n are multiples of 8.
+Status LaunchGemmGroupedWide(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts, Arg bias,
+                             Ret out);
+
+// lhs [r, k], rhs [r, n], which may have anything in rows that pad a group; c? [e, k, n], which out may be ->
+// out [e, k, n]. k and n are multiples of 8.
+Status LaunchGemmGroupedWideWgrad(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts, Arg c,
+                                  Ret out);
+
 }  // namespace te
 #pragma GCC visibility pop

@@ -33,7 +33,7 @@ __device__ __forceinline__ void ArriveExpecting(uint32_t barrier, unsigned bytes
 }
 // One arrival at the barrier that lies at this address in CTA `rank` of the cluster. Without
 // `.release.cluster`, which becomes a MEMBAR.ALL.GPU in every step: what was read before has been waited for,
-// and nothing was written.
+// and nothing was written but what products behind a FenceAsync have read.
 __device__ __forceinline__ void ArriveAt(uint32_t barrier, unsigned rank) {
   asm volatile(
       "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
@@ -93,6 +93,9 @@ __device__ __forceinline__ void CopyBytes(uint32_t to, const void* from, unsigne
 
 // ---- shared memory ----
 
+// Copies and products that follow see what this thread wrote into its CTA's shared memory.
+__device__ __forceinline__ void FenceAsync() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // Four 8 x 8 matrices of 16-bit numbers from their registers; lane l has the address of row l % 8 of l / 8.
 __device__ __forceinline__ void StoreMatrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c,
                                               uint32_t d) {
@@ -116,11 +119,6 @@ __device__ __forceinline__ int Kept(int x) {
 // The types of the factors, of the left one first.
 enum class Factors { kE4M3, kE4M3E5M2, kE5M2E4M3, kBF16, kF16 };
 
-// Rows of 128 bytes of a tile, as a tensor map with the swizzle of 128 bytes brings them; 8 rows are 1024.
-__device__ __forceinline__ uint64_t TileDescriptor(uint32_t address) {
-  return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 16 | (address & 0x3ffff) >> 4;
-}
-
 // Between registers that were written and the first product that adds to them; behind the last product of a
 // batch; until no more than kPending batches are under way.
 __device__ __forceinline__ void BeginProducts() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -139,8 +137,9 @@ __device__ __forceinline__ void Settle(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// d = A [64, 32 bytes] times B [N, 32 bytes] transposed, plus d where `adds`. d holds of rows lane / 4 and +
-// 8 of each warp's 16 the columns 8 j + lane % 4 * 2 and + 1: d[4 j], d[4 j + 1]; d[4 j + 2], d[4 j + 3].
+// d = A [64, k] times B [N, k] transposed, plus d where `adds`; k is 32 bytes. d holds of rows lane / 4 and +
+// 8 of each warp's 16 the columns 8 j + lane % 4 * 2 and + 1: d[4 j], d[4 j + 1]; d[4 j + 2], d[4 j + 3]. a,
+// b: descriptors of tiles; numbers of 16 bits lie along k or across it.
 #define TE_D8(i)                                                                              \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -160,8 +159,8 @@ __device__ __forceinline__ void Settle(float (&d)[kCount]) {
       ", %128, %129, adds, 1, 1" more ";\n}"                                                             \
       : TE_D8(0), TE_D8(8), TE_D8(16), TE_D8(24), TE_D8(32), TE_D8(40), TE_D8(48), TE_D8(56), TE_D8(64), \
         TE_D8(72), TE_D8(80), TE_D8(88), TE_D8(96), TE_D8(104), TE_D8(112), TE_D8(120)                   \
-      : "l"(a), "l"(b), "r"(adds))
-#define TE_WGMMA_N128(form, more)                                                            \
+      : "l"(a), "l"(b), "r"(adds), "n"(int(kLeftAcross)), "n"(int(kRightAcross)))
+#define TE_WGMMA_N128(form)                                                                  \
   asm volatile(                                                                              \
       "{\n.reg .pred adds;\nsetp.ne.b32 adds, %66, 0;\n"                                     \
       "wgmma.mma_async.sync.aligned.m64n128" form                                            \
@@ -170,29 +169,33 @@ __device__ __forceinline__ void Settle(float (&d)[kCount]) {
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "     \
       "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "     \
       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"      \
-      ", %64, %65, adds, 1, 1" more ";\n}"                                                   \
+      ", %64, %65, adds, 1, 1;\n}"                                                           \
       : TE_D8(0), TE_D8(8), TE_D8(16), TE_D8(24), TE_D8(32), TE_D8(40), TE_D8(48), TE_D8(56) \
       : "l"(a), "l"(b), "r"(adds))
-#define TE_WGMMA(multiply)                           \
-  if constexpr (kFactors == Factors::kE4M3)          \
-    multiply("k32.f32.e4m3.e4m3", "");               \
-  else if constexpr (kFactors == Factors::kE4M3E5M2) \
-    multiply("k32.f32.e4m3.e5m2", "");               \
-  else if constexpr (kFactors == Factors::kE5M2E4M3) \
-    multiply("k32.f32.e5m2.e4m3", "");               \
-  else if constexpr (kFactors == Factors::kBF16)     \
-    multiply("k16.f32.bf16.bf16", ", 0, 0");         \
-  else                                               \
-    multiply("k16.f32.f16.f16", ", 0, 0")
-template <Factors kFactors>
+template <Factors kFactors, bool kLeftAcross, bool kRightAcross>
 __device__ __forceinline__ void MultiplyTiles(float (&d)[128], uint64_t a, uint64_t b, int adds) {
-  TE_WGMMA(TE_WGMMA_N256);
+  if constexpr (kFactors == Factors::kE4M3)
+    TE_WGMMA_N256("k32.f32.e4m3.e4m3", "");
+  else if constexpr (kFactors == Factors::kE4M3E5M2)
+    TE_WGMMA_N256("k32.f32.e4m3.e5m2", "");
+  else if constexpr (kFactors == Factors::kE5M2E4M3)
+    TE_WGMMA_N256("k32.f32.e5m2.e4m3", "");
+  else if constexpr (kFactors == Factors::kBF16)
+    TE_WGMMA_N256("k16.f32.bf16.bf16", ", %131, %132");
+  else
+    TE_WGMMA_N256("k16.f32.f16.f16", ", %131, %132");
 }
+// Of FP8 alone.
 template <Factors kFactors>
 __device__ __forceinline__ void MultiplyTiles(float (&d)[64], uint64_t a, uint64_t b, int adds) {
-  TE_WGMMA(TE_WGMMA_N128);
+  static_assert(kFactors != Factors::kBF16 && kFactors != Factors::kF16);
+  if constexpr (kFactors == Factors::kE4M3)
+    TE_WGMMA_N128("k32.f32.e4m3.e4m3");
+  else if constexpr (kFactors == Factors::kE4M3E5M2)
+    TE_WGMMA_N128("k32.f32.e4m3.e5m2");
+  else
+    TE_WGMMA_N128("k32.f32.e5m2.e4m3");
 }
-#undef TE_WGMMA
 #undef TE_WGMMA_N128
 #undef TE_WGMMA_N256
 #undef TE_D8

@@ -213,6 +213,15 @@ CASES = [
         (E4M3, E5M2, i32, i32, None, None, f32, f32, None), _grouped, None, {"n...": 1, "k...": 1},
     ),
     Case(
+        "gemm_grouped_wide", "te_gemm_grouped_wide", {**_groups_sizes, "k...0": 8, "n...0": 8},
+        (bf16, bf16, i32, i32, f32), dict(out_dtype=jnp.dtype(f32)), None, {"k...": 1, "n...": 1},
+    ),
+    Case(
+        "gemm_grouped_wide_wgrad", "te_gemm_grouped_wide_wgrad",
+        {**_groups_sizes, "k...0": 8, "n...0": 4, "n...1": 4}, (bf16, bf16, i32, i32, f32),
+        dict(out_dtype=jnp.dtype(f32)), None, {"k...": 1},
+    ),
+    Case(
         "quantize_stacked", "te_quantize_stacked", {"e...0": 8, "m...0": 8, "n...0": 8}, (bf16, None, f32),
         dict(stack=1, slots=0, split=1, dtype=E4M3), None, {"e...": 1, "m...": 1, "n...": 1},
     ),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from te_jax.ops.gemm_grouped import gemm_grouped, gemm_grouped_wgrad
+from te_jax.ops.gemm_grouped import gemm_grouped, gemm_grouped_wgrad, gemm_grouped_wide_wgrad
 from te_jax.ops.permute import buffer_rows
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +46,17 @@ WGRADS = [
     (128, 2000, 256, 256, E4M3, E4M3, bf16, "experts", False, True),
     (3, 300, 250, 137, E4M3, E4M3, f32, "one", False, True),  # what XLA fills up
     (3, 301, 24, 40, f32, f32, f32, "", False, True),  # XLA's
+]
+# E, tokens, K, N, type of the operands and of the result; bias or c
+WIDE = [
+    (1, 700, 512, 1024, bf16, bf16, True),
+    (3, 1300, 520, 400, bf16, f32, False),
+    (8, 3000, 264, 1544, f16, f32, True),
+    (8, 1500, 72, 776, f16, f16, False),
+    (128, 2000, 256, 128, bf16, f32, True),
+    (3, 300, 37, 19, bf16, f32, True),  # what XLA fills up
+    (3, 301, 24, 40, f32, f32, True),  # XLA's
+    (1024, 400, 16, 32, bf16, bf16, True),
 ]
 
 
@@ -130,6 +141,51 @@ def test_wgrads(case, rng):
         assert same_bits(got, run(*operands, offsets, counts, *scales, c)), name
         if has_c:
             assert same_bits(got, onto(*operands, offsets, counts, *scales, jnp.array(c))), name
+
+
+@pytest.mark.parametrize("case", WIDE, ids=str)
+def test_rows_of_weights_as_they_lie(case, rng):
+    """NaN in the rows that pad a group and in the tail; the result has zeros in the former."""
+    experts, tokens, k, n, dtype, out, has_bias = case
+    rows = buffer_rows(tokens, experts)
+    run = jax.jit(partial(gemm_grouped, k_first=True, out_dtype=out))
+    for name, counts in oracle.loads(rng, experts, tokens).items():
+        offsets = oracle.groups_of(counts)
+        real, end = oracle.is_token(rows, offsets, counts), offsets[-1]
+        lhs = oracle.poisoned(rng.standard_normal((rows, k)), ~real).astype(dtype)
+        rhs = rng.standard_normal((experts, k, n)).astype(np.float32).astype(dtype)
+        bias = rng.standard_normal((experts, n)).astype(np.float32).astype(out) if has_bias else None
+        l64, r64 = np.where(real[:, None], wide(lhs), 0), wide(rhs).swapaxes(1, 2)
+        want, _ = oracle.products(l64, r64, offsets, counts, None if bias is None else wide(bias))
+        size, _ = oracle.products(np.abs(l64), np.abs(r64), offsets, counts)
+        got = run(lhs, rhs, offsets, counts, bias=bias)
+        oracle.near(got[:end], want[:end], (size * sum_error(dtype, k, False) + 1e-6)[:end], out, name)
+        assert not np.asarray(got[:end])[~real[:end]].any(), name
+        assert same_bits(got[:end], run(lhs, rhs, offsets, counts, bias=bias)[:end]), name
+
+
+@pytest.mark.parametrize("case", WIDE, ids=str)
+def test_wgrads_of_rows_as_they_lie(case, rng):
+    """NaN in both buffers where no token is."""
+    experts, tokens, k, n, dtype, out, has_c = case
+    rows = buffer_rows(tokens, experts)
+    run = jax.jit(partial(gemm_grouped_wide_wgrad, out_dtype=out))
+    onto = jax.jit(partial(gemm_grouped_wide_wgrad, out_dtype=out, in_place=True), donate_argnums=4)
+    for name, counts in oracle.loads(rng, experts, tokens).items():
+        offsets = oracle.groups_of(counts)
+        real = oracle.is_token(rows, offsets, counts)
+        both = [oracle.poisoned(rng.standard_normal((rows, size)), ~real).astype(dtype) for size in (k, n)]
+        c = rng.standard_normal((experts, k, n)).astype(np.float32).astype(out) if has_c else None
+        values = [np.where(real, wide(a).T, 0) for a in both]
+        want, size = (oracle.wgrads(*v, offsets, counts)[0] for v in (values, [*map(np.abs, values)]))
+        bound = size * sum_error(dtype, rows, False) + 1e-6
+        if has_c:
+            want, bound = want + wide(c), bound + 2.0**-22 * np.abs(wide(c))
+        got = run(*both, offsets, counts, c)
+        oracle.near(got, want, bound, out, name)
+        assert same_bits(got, run(*both, offsets, counts, c)), name
+        if has_c:
+            assert same_bits(got, onto(*both, offsets, counts, jnp.array(c))), name
 
 
 def test_in_a_cuda_graph(rng):

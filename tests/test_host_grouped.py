@@ -3,6 +3,7 @@ in any order that the kernel allows (host_cuda/cluster.h)."""
 
 import shutil
 import subprocess
+from functools import partial
 
 import grouped_oracle as oracle
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ FACTORS = {(E4M3, E4M3): 0, (E4M3, E5M2): 1, (E5M2, E4M3): 2, (bf16, bf16): 3, (
 RESULTS = {f16: 10, f32: 11, bf16: 16}  # the numbers of csrc/tensor.h
 # sums (csrc/gemm_grouped.h), left, right, result, bias or c, CTAs of a cluster
 FAST, SPLIT, SQUARES, ROWS = range(4)
+ALONG, RIGHT_ACROSS, BOTH_ACROSS = range(3)  # k, of csrc/gemm_grouped.h, too
 PRODUCTS = [
     (FAST, E4M3, E4M3, bf16, True, 2),
     (FAST, E4M3, E4M3, f32, False, 1),
@@ -79,13 +81,28 @@ def test_every_tile_once(scheduler, rng):
         np.testing.assert_array_equal(np.sort(share), np.arange(len(tiles) // span), str(case))
 
 
-def call(kernel, case, wgrad, sizes, left, right, offsets, counts, scales, extra, in_place=False):
+# Type of the factors, of the result, bias or c, CTAs of a cluster
+WIDE = [(bf16, bf16, True, 2), (f16, f32, False, 2), (bf16, f32, True, 1), (f16, bf16, False, 1)]
+
+
+def call(kernel, case, wgrad, sizes, left, right, offsets, counts, scales, extra, in_place=False, layout=ALONG):
     """The result of one call. extra: bias, or c of a wgrad, or None."""
     sums, left_type, right_type, out, _, ctas = case
     rows, columns, k = sizes
     one_scale, blocks = (scales, (None, None)) if sums in (FAST, SPLIT) else ((None, None), scales)
     each = [scale is not None and scale.size > 1 for scale in one_scale]
-    numbers = [sums, FACTORS[left_type, right_type], wgrad, len(counts), *sizes, RESULTS[out], *each, ctas, in_place]
+    numbers = [
+        sums,
+        FACTORS[left_type, right_type],
+        wgrad,
+        len(counts),
+        *sizes,
+        RESULTS[out],
+        *each,
+        ctas,
+        in_place,
+        layout,
+    ]
     result = np.full((len(counts), rows, columns) if wgrad else (rows, columns), np.nan, out)
     bias, c = (None, extra) if wgrad else (extra, None)
     if in_place:
@@ -161,3 +178,48 @@ def test_wgrads(kernel, case, rng):
     if has_c:
         again = call(kernel, case, True, sizes, *operands, offsets, counts, scales, c, in_place=True)
         assert again.tobytes() == got.tobytes()
+
+
+@pytest.mark.parametrize("case", WIDE, ids=str)
+def test_products_across(kernel, case, rng):
+    """Weights [E, k, n]. NaN lies behind each group's tokens."""
+    dtype, out, has_bias, ctas = case
+    counts, offsets, rows, real = groups(rng)
+    experts, n, k = len(counts), 8 * int(rng.integers(1, 70)), 8 * int(rng.integers(1, 40))
+    lhs = oracle.poisoned(rng.standard_normal((rows, k)), ~real).astype(dtype)
+    rhs = rng.standard_normal((experts, k, n)).astype(np.float32).astype(dtype)
+    bias = rng.standard_normal((experts, n)).astype(np.float32).astype(out) if has_bias else None
+    l64, r64 = np.where(real[:, None], wide(lhs), 0), wide(rhs).swapaxes(1, 2)
+    want, bound = oracle.products(l64, r64, offsets, counts, None if bias is None else wide(bias))
+    form, sizes = (FAST, dtype, dtype, out, has_bias, ctas), (rows, n, k)
+    got = call(kernel, form, False, sizes, lhs, rhs, offsets, counts, (None, None), bias, layout=RIGHT_ACROSS)
+    end = offsets[-1]
+    oracle.near(got[:end], want[:end], bound[:end], out, str((counts, n, k)))
+    assert np.isnan(wide(got[end:])).all()  # the tail is as it was
+
+
+@pytest.mark.parametrize("draw", range(2))
+@pytest.mark.parametrize("case", WIDE, ids=str)
+def test_wgrads_across(kernel, case, draw, rng):
+    """Of rows as they lie. NaN, as any of it would show, lies where no token is, in stages that tokens end in, and in
+    stages without any. With `draw` groups end at stages' ends, too."""
+    dtype, out, has_c, ctas = case
+    rng = np.random.default_rng(rng.integers(2**32) + draw)
+    counts, offsets, rows, real = groups(rng)
+    if draw:
+        counts = counts // 64 * 64 + (np.arange(len(counts)) % 3 == 1)
+        offsets = oracle.groups_of(counts)
+        rows = int(offsets[-1]) + 128
+        real = oracle.is_token(rows, offsets, counts)
+    experts, k, n = len(counts), 8 * int(rng.integers(1, 50)), 8 * int(rng.integers(1, 70))
+    both = [oracle.poisoned(rng.standard_normal((rows, size)), ~real).astype(dtype) for size in (k, n)]
+    c = rng.standard_normal((experts, k, n)).astype(np.float32).astype(out) if has_c else None
+    want, bound = oracle.wgrads(*(np.where(real, wide(a).T, 0) for a in both), offsets, counts)
+    if has_c:
+        want, bound = want + wide(c), bound + oracle.SPARE * oracle.U * np.abs(wide(c))
+    form, sizes = (FAST, dtype, dtype, out, has_c, ctas), (k, n, rows)
+    run = partial(call, kernel, form, True, sizes, *both, offsets, counts, (None, None), c, layout=BOTH_ACROSS)
+    got = run()
+    oracle.near(got, want, bound, out, str((counts, k, n)))
+    if has_c:
+        assert run(in_place=True).tobytes() == got.tobytes()

@@ -18,7 +18,7 @@ from te_jax._op import Op
 from te_jax.layers import MoEOptions, QuantizedKernel, layernorm, moe, quantize_experts
 from te_jax.layers.tensor import Accumulator, Fp8Tensor
 from te_jax.layers.weight import GradientSlot
-from te_jax.ops.gemm_grouped import gemm_grouped_op
+from te_jax.ops.gemm_grouped import gemm_grouped_op, gemm_grouped_wide_op
 from te_jax.ops.grouped import (
     activation_grouped_block_bwd,
     activation_grouped_block_fwd,
@@ -279,7 +279,7 @@ def test_losses(rng):
 POISONED = {
     permute_op: "rows data data_t",
     permute_block_op: "data data_t scale_inv scale_inv_t",
-    gemm_grouped_op: "out",
+    **dict.fromkeys((gemm_grouped_op, gemm_grouped_wide_op), "out"),
     **dict.fromkeys((activation_grouped_fwd, activation_grouped_bwd), "y dx data data_t"),
     **dict.fromkeys((activation_grouped_block_fwd, activation_grouped_block_bwd), "data data_t scale_inv scale_inv_t"),
 }
@@ -306,19 +306,20 @@ def poison(monkeypatch):
     monkeypatch.setattr(Op, "_reference_of", reference_of)
 
 
-@pytest.mark.parametrize("rule", (recipe.DelayedScaling(), recipe.Float8BlockScaling()))
+@pytest.mark.parametrize("rule", (None, recipe.DelayedScaling(), recipe.Float8BlockScaling()))
 def test_tails_are_not_read(rng, monkeypatch, rule, plain_jax):
     """Nor by probes, whose numbers are of each expert's tokens alone."""
     options = MoEOptions(RouterOptions(K, "sigmoid", normalize=False), RELU)
     x, _, *weights = operands(rng, signs)
     x[:, 0] = 1
     args, dy = (x, gates(rng)["one is idle"], *weights), signs(rng, T, H)
+    has_state = rule is not None and rule.has_state
     scales = jax.tree.map(lambda s: np.full(E if isinstance(s, str) else (), 1, np.float32), SCALES)
     scales[1][0][:] = 2.0**4, 2.0**-11, 1, 1
     tokens = jax.tree.map(lambda s: np.zeros((*s.shape, 4), np.float32), scales)
 
     def layer(tokens, *args):
-        metas = oracle.metas_of(scales, tokens) if rule.has_state else None
+        metas = oracle.metas_of(scales, tokens) if has_state else None
         return moe(*args, options=options, recipe=rule, metas=metas)[0]
 
     def run():
@@ -328,7 +329,7 @@ def test_tails_are_not_read(rng, monkeypatch, rule, plain_jax):
     poison(monkeypatch)
     assert np.isnan(jax.jit(lambda x: permute(x, group(jnp.zeros((T, 1), jnp.int32), E)))(x)).any()
     equal(run(), want)
-    if rule.has_state:
+    if has_state:
         check_activation_probe(want[1][0][1][0], scales[1][0], args, options)
 
 

@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 
 from te_jax._arrays import as_rank
 from te_jax.checkpoint_policies import GEMM, named
 from te_jax.layers.config import Config
 from te_jax.layers.tensor import Fp8Tensor
 from te_jax.ops.gemm import dot, gemm, gemm_sum
-from te_jax.ops.gemm_grouped import gemm_grouped, gemm_grouped_wgrad
+from te_jax.ops.gemm_grouped import gemm_grouped, gemm_grouped_wgrad, gemm_grouped_wide_wgrad
 from te_jax.ops.permute import Groups
 from te_jax.sharding import explicit_spec
 
@@ -76,10 +75,11 @@ def wgrad(x: Fp8Tensor, dy: Fp8Tensor, config: Config, onto: jax.Array | None = 
 def grouped_fprop(x: Fp8Tensor, w: Fp8Tensor, bias: jax.Array | None, groups: Groups, config: Config) -> jax.Array:
     """x [R, K], w [E, K, *N], bias [E, *N] -> [R, *N], 0 in the rows that pad a group."""
     dtype, high, options = _grouped(_FPROP, config)
-    (lhs, lhs_inv), (rhs, rhs_inv) = x.rows, w.columns
+    of_groups, options = (groups.offsets, groups.counts), dict(out_dtype=dtype, **options)
     if high:
-        lhs, rhs, lhs_inv, rhs_inv = x.wide, jnp.moveaxis(w.wide, 1, -1).astype(dtype), None, None
-    return gemm_grouped(lhs, rhs, groups.offsets, groups.counts, lhs_inv, rhs_inv, bias, out_dtype=dtype, **options)
+        return gemm_grouped(x.wide, w.wide.astype(dtype), *of_groups, bias=bias, k_first=True, **options)
+    (lhs, lhs_inv), (rhs, rhs_inv) = x.rows, w.columns
+    return gemm_grouped(lhs, rhs, *of_groups, lhs_inv, rhs_inv, bias, **options)
 
 
 def grouped_dgrad(dy: Fp8Tensor, w: Fp8Tensor, groups: Groups, config: Config) -> jax.Array:
@@ -98,12 +98,12 @@ def grouped_wgrad(
     """x [R, K], dy [R, N], both with zeros in the rows that pad a group -> dw [E, K, N] of the weight's type, or f32
     plus `onto`."""
     _, high, options = _grouped(_WGRAD, config)
-    (lhs, lhs_inv), (rhs, rhs_inv) = x.columns, dy.columns
-    if high:
-        lhs, rhs, lhs_inv, rhs_inv = x.wide.T, dy.wide.T, None, None
     of_groups, dtype = (groups.offsets, groups.counts), config.weight.dtype if onto is None else onto.dtype
-    options |= dict(c=onto, in_place=onto is not None, out_dtype=dtype)
-    return gemm_grouped_wgrad(lhs, rhs, *of_groups, lhs_inv, rhs_inv, **options)
+    onto = dict(c=onto, in_place=onto is not None, out_dtype=dtype)
+    if high:
+        return gemm_grouped_wide_wgrad(x.wide, dy.wide, *of_groups, **onto)
+    (lhs, lhs_inv), (rhs, rhs_inv) = x.columns, dy.columns
+    return gemm_grouped_wgrad(lhs, rhs, *of_groups, lhs_inv, rhs_inv, **onto, **options)
 
 
 def _grouped(which: int, config: Config):

@@ -71,8 +71,8 @@ def grouped_dense(
     experts = jnp.sum(ends[None] <= jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], 1)  # as in `expert_of_tile`
     groups = group(experts[:, None], group_sizes.shape[0])
     if recipe is None:
-        weight = jnp.swapaxes(kernel, 1, 2).astype(x.dtype)
-        out = gemm_grouped(permute(x, groups), weight, groups.offsets, groups.counts, bias=bias)
+        of_groups = groups.offsets, groups.counts
+        out = gemm_grouped(permute(x, groups), kernel.astype(x.dtype), *of_groups, bias=bias, k_first=True)
         return combine(out, groups, jnp.ones(groups.rows.shape, jnp.float32))
     if recipe.granularity.block == MX_BLOCK:
         text = "no faster than bf16; recipe.Float8BlockScaling() multiplies in FP8"

@@ -264,13 +264,17 @@ def _bias_of_slots(wi_bias):
 def _in_type_of_x(h, weights, wi, wo, routing, options: MoEOptions, middle_name):
     """The MLPs in h's type: jax differentiates grouped products. Behind the last group nothing is added up."""
     groups = _groups(routing)
-    of_groups = groups.offsets, groups.counts
-    kernel = jnp.moveaxis(jnp.stack(wide_of_parts(wi[0]), 2), 1, -1).astype(h.dtype)
-    z = gemm_grouped(permute(h, groups), kernel, *of_groups, bias=_bias_of_slots(wi[1]))
-    a = act_op.activation(named(z, middle_name), options.activations, options.activation_params)
-    (kernel,) = wide_of_parts(wo[0])
-    rows = gemm_grouped(a, jnp.swapaxes(kernel, 1, 2).astype(h.dtype), *of_groups, bias=wo[1])
-    return combine(rows, groups, weights)
+
+    def product(rows, kernel, bias):
+        kernel = kernel.astype(h.dtype)
+        return gemm_grouped(rows, kernel, groups.offsets, groups.counts, bias=bias, k_first=True)
+
+    kernels, rows = wide_of_parts(wi[0]), permute(h, groups)
+    # One product for each slot: to lay the kernels side by side would be a copy of them in each pass.
+    slots = [product(rows, *each) for each in zip(kernels, wi[1] or (None,) * len(kernels))]
+    slots = [named(z, middle_name) for z in slots]
+    a = act_op.activation_of_slots(slots, options.activations, options.activation_params)
+    return combine(product(a, *wide_of_parts(wo[0]), wo[1]), groups, weights)
 
 
 def _in_fp8(h, weights, wi, wo, routing, options: MoEOptions, recipe, metas, checkpoint, middle_name):

@@ -162,16 +162,35 @@ def activation(
             f"{x.shape}, but {len(order)} activations are named: {tuple(map(str, names))}."
         )
 
+    return _activated(_each_slot, x, order, values)
+
+
+def activation_of_slots(
+    xs: Sequence[jax.Array], names: Sequence[str | Callable[..., Any]], params: Mapping[str, Any] | None = None
+) -> jax.Array:
+    """`activation` of A slots that are arrays of their own, [..., F] of one floating dtype each."""
+    order = slots(names)
+    return _activated(lambda xs: xs, tuple(xs), order, _parameters(order, params))
+
+
+def _activated(split, x, order, values):
+    """The product over the arrays that split(x) is a list of, computed in f32."""
+
     def product(x):
-        return _product(x.astype(jnp.float32), order, values).astype(x.dtype)
+        xs = split(x)
+        return _product([a.astype(jnp.float32) for a in xs], order, values).astype(xs[0].dtype)
 
     # Without it autodiff would keep float32 copies of x for the backward pass.
     return jax.checkpoint(product, prevent_cse=False)(x)
 
 
-def _product(x, order, values):
-    """f32 [..., A, F] -> f32 [..., F]"""
-    return reduce(operator.mul, [_apply(name, x[..., a, :], values) for a, name in enumerate(order)])
+def _each_slot(x):
+    return [x[..., a, :] for a in range(x.shape[-2])]
+
+
+def _product(xs, order, values):
+    """f32, of each slot [..., F] -> f32 [..., F]"""
+    return reduce(operator.mul, [_apply(name, x, values) for x, name in zip(xs, order, strict=True)])
 
 
 def _apply(name: str | Callable, x: jax.Array, values: dict[str, float]) -> jax.Array:
@@ -221,7 +240,7 @@ def _check_slots(x, names):
 
 def _fwd_reference(x, scale, *, names, dtype, **params):
     _check_slots(x, names)
-    y = _product(x.astype(jnp.float32), names, params)
+    y = _product(_each_slot(x.astype(jnp.float32)), names, params)
     data = None if scale is None else saturate(y * scale, dtype)
     data_t = None if scale is None else jnp.moveaxis(data, -1, 0)
     return y.astype(x.dtype), data, data_t, amax(y)
@@ -229,7 +248,7 @@ def _fwd_reference(x, scale, *, names, dtype, **params):
 
 def _bwd_reference(dy, x, scale, *, names, dtype, **params):
     _check_slots(x, names)
-    _, vjp = jax.vjp(lambda x: _product(x, names, params), x.astype(jnp.float32))
+    _, vjp = jax.vjp(lambda x: _product(_each_slot(x), names, params), x.astype(jnp.float32))
     (dx,) = vjp(dy.astype(jnp.float32))
     dbias = jnp.sum(dx, tuple(range(x.ndim - 2)))
     data = None if scale is None else saturate(dx * scale, dtype)

@@ -1,5 +1,10 @@
 """Grouped GEMM: the rows of groups (`te_jax.ops.permute.Groups`) times the weight of their expert, and wgrad, a product
 for each expert that sums over its rows. Where groups begin and how long they are is known on the device alone.
+
+Each comes in two ops. Tensor cores take FP8 factors with the contracted axis innermost, and so do te_gemm_grouped and
+te_gemm_grouped_wgrad. Wider ones they read in either order, and te_gemm_grouped_wide and te_gemm_grouped_wide_wgrad
+take them as jax has them: kernels [E, k, n], rows [R, k]. So products of wide factors and their gradients transpose
+nothing.
 """
 
 from functools import partial
@@ -16,15 +21,17 @@ from te_jax._check import ARRAY, BOOL, INTEGERS, check, integer
 from te_jax._op import Op
 from te_jax._types import align, like
 from te_jax.checkpoint_policies import GEMM, named
-from te_jax.ops.gemm import FP8, OUT_DTYPE, add_epilogue, check_factors, dot_last, result_dtypes
-from te_jax.ops.grouped import check_groups, expert_of_row, expert_of_tile, sum_of_experts, tokens_alone
+from te_jax.ops.gemm import FP8, OUT_DTYPE, add_epilogue, check_factors, dot, dot_last, result_dtypes
+from te_jax.ops.grouped import check_groups, expert_of_row, expert_of_tile, in_tiles, sum_of_experts, tokens_alone
 from te_jax.ops.permute import ALIGNMENT
-from te_jax.ops.quantize import BLOCK, HOPPER, MX_BLOCK, dequantize_rows, dequantize_weight, fill
+from te_jax.ops.quantize import BLOCK, FLOATS, HOPPER, MX_BLOCK, dequantize_rows, dequantize_weight, fill
 from te_jax.ops.router import MOST_EXPERTS
 
 _TMA_BYTES = 16  # of rows of an array that the kernel reads, a multiple
 _OUT_COLUMNS = 8  # of the kernel's results, a multiple
 _ROWS_OP, _WGRAD_OP = "te_gemm_grouped", "te_gemm_grouped_wgrad"
+_WIDE_OP, _WIDE_WGRAD_OP = "te_gemm_grouped_wide", "te_gemm_grouped_wide_wgrad"
+_NO_SCALES = (None,) * 4
 
 
 def _grouped_dtypes(op: str, *operands, out_dtype, **_):
@@ -48,25 +55,31 @@ def _widened(a):
     return a.astype(jnp.float32) if a.dtype in FP8 else a
 
 
+def _each_tile(product, lhs, offsets, counts):
+    """product(rows, expert) of each 128 rows of lhs and their expert, 0 where no token is. One tile after the other: an
+    array of all products, or of the weights of all tiles, might not fit."""
+    rows = lhs.shape[0]
+    experts = jnp.minimum(expert_of_tile(offsets, rows), counts.shape[0] - 1)
+    _, is_token = expert_of_row(offsets, counts, rows)
+    tile = lambda operands: tokens_alone(product(*operands[:2]), operands[2])
+    out = lax.map(tile, (in_tiles(lhs), experts, in_tiles(is_token)))
+    return out.reshape(rows, *out.shape[2:])
+
+
 def _rows_reference(
     lhs, rhs, offsets, counts, lhs_scale_inv, rhs_scale_inv, lhs_row_inv, rhs_block_inv, bias, *, outer, out_dtype, **_
 ):
-    """One tile of rows after the other: an array of all products, or of the weights of all tiles, might not fit."""
-    contract, inverse, rows = outer + 1, _inverse(lhs_scale_inv, rhs_scale_inv, counts), lhs.shape[0]
+    contract, inverse = outer + 1, _inverse(lhs_scale_inv, rhs_scale_inv, counts)
     left = _widened(lhs) if lhs_row_inv is None else dequantize_rows(lhs, lhs_row_inv, contract, BLOCK)
 
-    def tile(operands):
-        left, expert = operands
+    def product(left, expert):
         weight = _widened(rhs[expert])
         if rhs_block_inv is not None:
             weight = dequantize_weight(weight, rhs_block_inv[expert], weight.ndim - contract)
         out = dot_last(left, weight, contract) * inverse[expert]
         return add_epilogue(out, None if bias is None else bias[expert], None, out_dtype)
 
-    experts = jnp.minimum(expert_of_tile(offsets, rows), counts.shape[0] - 1)
-    out = lax.map(tile, (left.reshape(rows // ALIGNMENT, ALIGNMENT, *left.shape[1:]), experts))
-    _, is_token = expert_of_row(offsets, counts, rows)
-    return (tokens_alone(out.reshape(rows, *out.shape[2:]), is_token),)
+    return (_each_tile(product, left, offsets, counts),)
 
 
 def _wgrad_reference(
@@ -85,6 +98,47 @@ def _wgrad_reference(
     out = sum_of_experts(lambda left, right: dot_last(left, right, 1), both, expert_of_tile(offsets, rows), shape)
     inverse = _inverse(lhs_scale_inv, rhs_scale_inv, counts)
     return (add_epilogue(out * jnp.expand_dims(inverse, tuple(range(1, out.ndim))), None, c, out_dtype),)
+
+
+def _wide_dtypes(lhs, rhs, offsets, counts, bias, *, out_dtype):
+    _check_wide(_WIDE_OP, lhs, rhs, offsets, counts)
+    return result_dtypes(_WIDE_OP, None, out_dtype)
+
+
+def _wide_wgrad_dtypes(lhs, rhs, offsets, counts, c, *, out_dtype, **_):
+    _check_wide(_WIDE_WGRAD_OP, lhs, rhs, offsets, counts)
+    return result_dtypes(_WIDE_WGRAD_OP, c, out_dtype)
+
+
+def _check_wide(op: str, lhs, rhs, offsets, counts):
+    if lhs != rhs or all(lhs != f for f in FLOATS):
+        raise TypeError(f"{op}: lhs is {lhs}, rhs is {rhs}; pass two of one type among f32, bf16, f16.")
+    check_groups(op, offsets, counts)
+
+
+def _wide_reference(lhs, rhs, offsets, counts, bias, *, out_dtype):
+    contract = lhs.ndim - 1
+
+    def product(left, expert):
+        out = dot(left, range(1, 1 + contract), rhs[expert], range(contract), jnp.float32, lax.Precision.HIGHEST)
+        return add_epilogue(out, None if bias is None else bias[expert], None, out_dtype)
+
+    return (_each_tile(product, lhs, offsets, counts),)
+
+
+def _wide_wgrad_reference(lhs, rhs, offsets, counts, c, *, out_dtype, **_):
+    (rows, *k_axes), n_axes = lhs.shape, rhs.shape[1:]
+    _, is_token = expert_of_row(offsets, counts, rows)
+
+    def product(is_token, *both):
+        left, right = (tokens_alone(a, is_token) for a in both)
+        return dot(left, (0,), right, (0,), jnp.float32, lax.Precision.HIGHEST)
+
+    # Flat: programs that XLA does not optimize for a CPU have no product of 16-bit arrays of three axes.
+    k, n = prod(k_axes), prod(n_axes)
+    tiles = map(in_tiles, (is_token, lhs.reshape(rows, k), rhs.reshape(rows, n)))
+    out = sum_of_experts(product, tuple(tiles), expert_of_tile(offsets, rows), (*counts.shape, k, n))
+    return (add_epilogue(out.reshape(*counts.shape, *k_axes, *n_axes), None, c, out_dtype),)
 
 
 def _kernel_takes(lhs, counts) -> bool:
@@ -137,6 +191,38 @@ def _wgrad_cuda(call, lhs, rhs, offsets, counts, *others, out_dtype, in_place=Fa
     return (out[..., :k].reshape(experts, *n_axes, *k_axes),)
 
 
+def _wide_cuda(call, lhs, rhs, offsets, counts, bias, *, out_dtype):
+    """As `_rows_cuda`."""
+    rows, experts, n_axes = lhs.shape[0], counts.shape[0], rhs.shape[lhs.ndim :]
+    if not _kernel_takes(lhs, counts) or 0 in (*lhs.shape, *n_axes):
+        return _wide_reference(lhs, rhs, offsets, counts, bias, out_dtype=out_dtype)
+    n, k = prod(n_axes), prod(lhs.shape[1:])
+    lhs, rhs = _eights(lhs.reshape(rows, k), 1), _eights(rhs.reshape(experts, k, n), 1, 2)
+    bias = None if bias is None else _eights(bias.astype(out_dtype).reshape(experts, n), 1)
+    (out,) = call(lhs, rhs, offsets, counts, bias, out_dtype=out_dtype)
+    return (out[:, :n].reshape(rows, *n_axes),)
+
+
+def _wide_wgrad_cuda(call, lhs, rhs, offsets, counts, c, *, out_dtype, in_place=False):
+    """As `_wgrad_cuda`; n is filled up, too."""
+    experts, rows, k_axes, n_axes = counts.shape[0], lhs.shape[0], lhs.shape[1:], rhs.shape[1:]
+    if not _kernel_takes(lhs, counts) or 0 in (*lhs.shape, *n_axes):
+        return _wide_wgrad_reference(lhs, rhs, offsets, counts, c, out_dtype=out_dtype)
+    k, n = prod(k_axes), prod(n_axes)
+    lhs, rhs = _eights(lhs.reshape(rows, k), 1), _eights(rhs.reshape(rows, n), 1)
+    c = None if c is None else _eights(c.reshape(experts, k, n), 1, 2)
+    in_place = {"c": "out"} if in_place and c is not None else None
+    (out,) = call(lhs, rhs, offsets, counts, c, out_dtype=out_dtype, in_place=in_place)
+    return (out[:, :k, :n].reshape(experts, *k_axes, *n_axes),)
+
+
+def _eights(a, *axes: int):
+    """`a` with zeros behind these axes, up to a multiple of 8: 16 bytes of a factor, and columns of a result."""
+    for axis in axes:
+        a = fill(a, axis, _OUT_COLUMNS)
+    return a
+
+
 gemm_grouped_op: Op = Op(
     _ROWS_OP,
     "lhs: r k... k, rhs: e n... n k... k, offsets: o, counts: e, lhs_scale_inv?: ~e, rhs_scale_inv?: ~e, "
@@ -161,6 +247,27 @@ gemm_grouped_wgrad_op: Op = Op(
 )
 
 
+gemm_grouped_wide_op: Op = Op(
+    _WIDE_OP,
+    "lhs: r k..., rhs: e k... n..., offsets: o, counts: e, bias?: e n... -> out: r n...",
+    replicated="r e o",
+    combine={"out": "sum"},
+    once=("bias",),
+    dtypes=_wide_dtypes,
+    reference=_wide_reference,
+    cuda=_wide_cuda,
+)
+
+gemm_grouped_wide_wgrad_op: Op = Op(
+    _WIDE_WGRAD_OP,
+    "lhs: r k..., rhs: r n..., offsets: o, counts: e, c?: e k... n... -> out: e k... n...",
+    replicated="r e o",
+    dtypes=_wide_wgrad_dtypes,
+    reference=_wide_wgrad_reference,
+    cuda=_wide_wgrad_cuda,
+)
+
+
 def gemm_grouped(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -171,14 +278,16 @@ def gemm_grouped(
     bias: jax.Array | None = None,
     *,
     contract: int = 1,
+    k_first: bool = False,
     out_dtype: DTypeLike | None = None,
     fast_accum: bool = False,
 ) -> jax.Array:
-    """Rows times the transposed weight of their expert, accumulated in f32:
+    """Rows times the weight of their expert, accumulated in f32:
     out[r, *n] = sum_k lhs[r, *k] rhs[expert of r, *n, *k].
 
     lhs:         [R, *k], R a multiple of 128. rhs: [E, *n, *k]. FP8 both (not both E5M2), or both f32, bf16 or f16. The
                  last `contract` axes are k.
+    k_first:     rhs is [E, *k, *n], as jax has kernels; k are the `contract` axes behind E then. For f32, bf16 and f16.
     offsets:     i32[E + 1], multiples of 128: the group of expert e is lhs[offsets[e] : offsets[e + 1]].
     counts:      i32[E]: how many rows of its group, the first ones, are tokens'. The result has zeros in the rows that
                  pad a group, whatever lhs has there. The tail, behind the last group, is read by nobody.
@@ -190,20 +299,28 @@ def gemm_grouped(
     out_dtype:   f32, bf16 or f16; default bf16 for FP8 operands, else theirs.
     fast_accum:  as in `gemm`.
 
-    Differentiable by lhs, rhs and bias unless the operands are FP8. Raises ValueError for sizes, TypeError for types
-    that do not match.
+    Differentiable by lhs, rhs and bias unless the operands are FP8; no operand is transposed for it, and what dout has
+    in the rows that pad a group enters no gradient. Raises ValueError for sizes, TypeError for types that do not match.
     """
     lhs, rhs, offsets, counts, bias = as_jax(lhs, rhs, offsets, counts, bias)
     _check_arrays(_ROWS_OP, lhs, rhs, offsets, counts, 0)
     check(_ROWS_OP, "contract", contract, integer(1))
+    check(_ROWS_OP, "k_first", k_first, BOOL)
     attrs = dict(outer=contract - 1, **_attributes(_ROWS_OP, lhs, out_dtype, fast_accum))
     if lhs.dtype in FP8 or lhs_scale_inv is not None or rhs_scale_inv is not None:
+        if k_first:
+            raise TypeError(
+                f"{_ROWS_OP}: k_first is True, but lhs is {lhs.dtype}, or has a scale; FP8 is multiplied with k last "
+                "alone: pass rhs [E, *n, *k]."
+            )
         if _in_mx(lhs_scale_inv, rhs_scale_inv):
             rhs = jax.vmap(lambda each, scale_inv: _from_mx(each, scale_inv, contract))(rhs, rhs_scale_inv)
             lhs, lhs_scale_inv, rhs_scale_inv = _from_mx(lhs, lhs_scale_inv, contract), None, None
         scales = _forms(lhs_scale_inv, rhs_scale_inv)
         return named(gemm_grouped_op(lhs, rhs, offsets, counts, *scales, bias, **attrs)[0], GEMM)
-    return named(_gemm_grouped(*align(lhs, rhs, bias, offsets, counts), tuple(attrs.items())), GEMM)
+    if k_first and contract != lhs.ndim - 1:
+        raise ValueError(f"{_ROWS_OP}: contract is {contract}, but lhs has the shape {lhs.shape}; pass {lhs.ndim - 1}.")
+    return named(_gemm_grouped(*align(lhs, rhs, bias, offsets, counts), k_first, tuple(attrs.items())), GEMM)
 
 
 def gemm_grouped_wgrad(
@@ -243,6 +360,33 @@ def gemm_grouped_wgrad(
         lhs_scale_inv = rhs_scale_inv = None
     scales = _forms(lhs_scale_inv, rhs_scale_inv)
     return named(gemm_grouped_wgrad_op(lhs, rhs, offsets, counts, *scales, c, **attrs)[0], GEMM)
+
+
+def gemm_grouped_wide_wgrad(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    offsets: jax.Array,
+    counts: jax.Array,
+    c: jax.Array | None = None,
+    *,
+    out_dtype: DTypeLike | None = None,
+    in_place: bool = False,
+) -> jax.Array:
+    """The product of each expert's rows of two buffers as they lie, accumulated in f32:
+    out[e, *k, *n] = sum over the tokens r of expert e of lhs[r, *k] rhs[r, *n].
+
+    lhs:         [R, *k], rhs: [R, *n], both f32, bf16 or f16. What they have in the rows that pad a group, NaN too,
+                 enters no sum.
+    offsets, counts: as of `gemm_grouped`. c, out_dtype, in_place: as of `gemm_grouped_wgrad`, with [E, *k, *n].
+
+    An expert without tokens has zeros, or c. Not differentiable. Raises as `gemm_grouped` does.
+    """
+    lhs, rhs, offsets, counts, c = as_jax(lhs, rhs, offsets, counts, c)
+    _check_arrays(_WIDE_WGRAD_OP, lhs, rhs, offsets, counts, 0)
+    check(_WIDE_WGRAD_OP, "out_dtype", out_dtype, OUT_DTYPE)
+    check(_WIDE_WGRAD_OP, "in_place", in_place, BOOL)
+    attrs = dict(out_dtype=jnp.dtype(out_dtype or lhs.dtype)) | (dict(in_place=True) if in_place else {})
+    return named(gemm_grouped_wide_wgrad_op(lhs, rhs, offsets, counts, c, **attrs)[0], GEMM)
 
 
 def _check_arrays(op: str, lhs, rhs, offsets, counts, of_rows: int):
@@ -286,26 +430,32 @@ def _from_mx(a, scale_inv, contract: int):
     return dequantize_rows(a, scale_inv, contract, MX_BLOCK).astype(jnp.bfloat16)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _gemm_grouped(lhs, rhs, bias, offsets, counts, attrs):
-    return gemm_grouped_op(lhs, rhs, offsets, counts, *(None,) * 4, bias, **dict(attrs))[0]
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _gemm_grouped(lhs, rhs, bias, offsets, counts, k_first, attrs):
+    attrs = dict(attrs)
+    if k_first:
+        return gemm_grouped_wide_op(lhs, rhs, offsets, counts, bias, out_dtype=attrs["out_dtype"])[0]
+    return gemm_grouped_op(lhs, rhs, offsets, counts, *_NO_SCALES, bias, **attrs)[0]
 
 
-def _gemm_grouped_bwd(attrs, residuals, dout):
+def _gemm_grouped_bwd(k_first, attrs, residuals, dout):
+    """dlhs reads rhs as it lies, by the op of the other order, and drhs both buffers."""
     lhs, rhs, bias, offsets, counts = residuals
-    contract, n = dict(attrs)["outer"] + 1, dout.ndim - 1
-    _, is_token = expert_of_row(offsets, counts, lhs.shape[0])
-    columns = lambda x: jnp.moveaxis(tokens_alone(x, is_token), 0, -1)
-    exact = dict(out_dtype=jnp.dtype(jnp.float32), fast_accum=False)
-    of_groups, dout = (offsets, counts, *(None,) * 4), dout.astype(lhs.dtype)
-    of_inputs = jnp.transpose(rhs, (0, *range(n + 1, n + 1 + contract), *range(1, n + 1)))
-    (dlhs,) = gemm_grouped_op(dout, of_inputs, *of_groups, None, outer=n - 1, **exact)
-    (drhs,) = gemm_grouped_wgrad_op(columns(dout), columns(lhs), *of_groups, None, **exact)
-    if bias is None:
-        return like(dlhs, lhs), like(drhs, rhs), None, None, None
-    ones = jnp.ones((1, lhs.shape[0]), dout.dtype)
-    (dbias,) = gemm_grouped_wgrad_op(columns(dout), ones, *of_groups, None, **exact)
-    return like(dlhs, lhs), like(drhs, rhs), like(jnp.squeeze(dbias, -1), bias), None, None
+    dout, of_groups = dout.astype(lhs.dtype), (offsets, counts)
+
+    def wgrad(left, right, primal):
+        return like(gemm_grouped_wide_wgrad_op(left, right, *of_groups, None, out_dtype=primal.dtype)[0], primal)
+
+    if k_first:
+        options = dict(outer=dout.ndim - 2, out_dtype=lhs.dtype, fast_accum=False)
+        (dlhs,) = gemm_grouped_op(dout, rhs, *of_groups, *_NO_SCALES, None, **options)
+    else:
+        (dlhs,) = gemm_grouped_wide_op(dout, rhs, *of_groups, None, out_dtype=lhs.dtype)
+    drhs = wgrad(lhs, dout, rhs) if k_first else wgrad(dout, lhs, rhs)
+    # A product with ones reads dout once, and not the rows that pad a group.
+    ones = jnp.ones(lhs.shape[:1], dout.dtype)
+    dbias = None if bias is None else wgrad(ones, dout, bias)
+    return like(dlhs, lhs), drhs, dbias, None, None
 
 
 _gemm_grouped.defvjp(lambda *args: (_gemm_grouped(*args), args[:5]), _gemm_grouped_bwd)

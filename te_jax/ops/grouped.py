@@ -75,14 +75,14 @@ def sum_of_experts(
     return lax.scan(add, start, (experts, *tiles))[0]
 
 
-def _in_tiles(x):
+def in_tiles(x: jax.Array) -> jax.Array:
     """[R, ...] -> [R / 128, 128, ...]"""
     return x.reshape(x.shape[0] // ALIGNMENT, ALIGNMENT, *x.shape[1:])
 
 
 def _amax_of_experts(x, offsets, counts):
     """f32[E] of x f32 [R, ...], 0 without tokens. x has zeros where there are none."""
-    tiles = _in_tiles(x)
+    tiles = in_tiles(x)
     bits = lax.bitcast_convert_type(amax(tiles, tuple(range(1, tiles.ndim))), jnp.uint32)
     largest = jnp.zeros(counts.shape, jnp.uint32).at[expert_of_tile(offsets, x.shape[0])].max(bits, mode="drop")
     return lax.bitcast_convert_type(largest, jnp.float32)
@@ -91,7 +91,7 @@ def _amax_of_experts(x, offsets, counts):
 def dbias_of_experts(dx: jax.Array, offsets: jax.Array, counts: jax.Array) -> jax.Array:
     """f32[E, ...]: the sum over each expert's rows of dx f32 [R, ...], which has zeros in the rows that pad a group."""
     experts = expert_of_tile(offsets, dx.shape[0])
-    return sum_of_experts(lambda tile: jnp.sum(tile, 0), (_in_tiles(dx),), experts, (*counts.shape, *dx.shape[1:]))
+    return sum_of_experts(lambda tile: jnp.sum(tile, 0), (in_tiles(dx),), experts, (*counts.shape, *dx.shape[1:]))
 
 
 # -- stacked weights ------------------------------------------------------------------------------------------

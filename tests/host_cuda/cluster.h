@@ -1,7 +1,8 @@
 // Clusters of CTAs on the CPU, for kernels that copy and multiply asynchronously: the threads of one cluster
-// are fibers that take turns in random order. A copy happens some time after it was asked for, a product no
-// sooner than it is waited for, and shared memory is NaN before: what a kernel forgets to wait for shows as a
-// wrong result. Addresses of shared memory count from its begin in the CTA of who runs.
+// are fibers that take turns in random order. A copy happens some time after it was asked for, a product at
+// once or no sooner than it is waited for, what is stored for products no sooner than it is fenced, and
+// shared memory is NaN before: what a kernel forgets to wait for shows as a wrong result. Addresses of shared
+// memory count from its begin in the CTA of who runs.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -79,6 +80,7 @@ struct Thread {
   int cta, index;
   bool done = false;
   uint32_t shown = 0;                        // to the other lanes
+  std::vector<Action> stores;                // that copies and products do not see yet
   std::vector<Action> open;                  // products that are not committed
   std::vector<std::vector<Action>> batches;  // those that are
 };
@@ -88,6 +90,7 @@ struct Cta {
   std::map<uint32_t, Barrier> barriers;  // by address
   Meeting all;
   std::vector<Meeting> warps;
+  std::map<unsigned, Meeting> named;  // NamedBarrier's
 
   uint8_t* shared() {
     return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(memory.data()) + 1023) / 1024 * 1024);

@@ -22,13 +22,13 @@ void* ReadArray(size_t* bytes = nullptr) {
   return data;
 }
 
-template <Factors kFactors, Sums kSums>
+template <Factors kFactors, Sums kSums, Layout kLayout = Layout::kAlong>
 bool RunIf(const KernelArgs& args, int cluster, Factors factors) {
-  if (factors != kFactors || args.p.sums != kSums) return false;
+  if (factors != kFactors || args.p.sums != kSums || args.p.layout != kLayout) return false;
   const auto launch = [&]<typename P>() {
     constexpr int kCtas = 4;
     cluster::Launch(kCtas, P::kCluster, kThreads, sizeof(Shared),
-                    [&] { te_gemm_grouped<kFactors, kSums, P>(args); });
+                    [&] { te_gemm_grouped<kFactors, kSums, kLayout, P>(args); });
   };
   cluster == 2 ? launch.template operator()<Plan<2>>() : launch.template operator()<Plan<1>>();
   return true;
@@ -37,12 +37,12 @@ bool RunIf(const KernelArgs& args, int cluster, Factors factors) {
 }  // namespace
 
 int main() {
-  int32_t n[12];  // as below
+  int32_t n[13];  // as below
   Read(n, sizeof(n));
   KernelArgs args{};
   Problem& p = args.p;
   p.sums = Sums(n[0]), p.wgrad = n[2], p.experts = n[3], p.rows = n[4], p.columns = n[5], p.k = n[6];
-  p.result = Type(n[7]), p.left_each = n[8], p.right_each = n[9];
+  p.result = Type(n[7]), p.left_each = n[8], p.right_each = n[9], p.layout = Layout(n[12]);
   const Factors factors = Factors(n[1]);
   const int width = factors == Factors::kBF16 || factors == Factors::kF16 ? 2 : 1;
   p.left = ReadArray(), p.right = ReadArray();
@@ -53,14 +53,21 @@ int main() {
   size_t bytes;
   p.out = ReadArray(&bytes);  // filled with what shows that nothing was written
   if (n[11]) p.c = p.out;     // added to in place
-  const HostMap left{static_cast<const uint8_t*>(p.left), p.k, p.rows, 1, 64, width};
-  const HostMap right{
-      static_cast<const uint8_t*>(p.right), p.k, p.columns, p.wgrad ? 1 : p.experts, 128, width};
+  const auto of_left = static_cast<const uint8_t*>(p.left), of_right = static_cast<const uint8_t*>(p.right);
+  const int count = p.wgrad ? 1 : p.experts;
+  const HostMap left = p.layout == Layout::kBothAcross ? HostMap{of_left, p.rows, p.k, 1, 64, width}
+                                                       : HostMap{of_left, p.k, p.rows, 1, 64, width};
+  const HostMap right = p.layout == Layout::kAlong ? HostMap{of_right, p.k, p.columns, count, 128, width}
+                                                   : HostMap{of_right, p.columns, p.k, count, 64, width};
   static_assert(sizeof(HostMap) <= sizeof(CUtensorMap));
   std::memcpy(&args.left, &left, sizeof(left)), std::memcpy(&args.right, &right, sizeof(right));
   if (!(RunIf<Factors::kE4M3, Sums::kFast>(args, n[10], factors) ||
         RunIf<Factors::kBF16, Sums::kFast>(args, n[10], factors) ||
         RunIf<Factors::kF16, Sums::kFast>(args, n[10], factors) ||
+        RunIf<Factors::kBF16, Sums::kFast, Layout::kRightAcross>(args, n[10], factors) ||
+        RunIf<Factors::kF16, Sums::kFast, Layout::kRightAcross>(args, n[10], factors) ||
+        RunIf<Factors::kBF16, Sums::kFast, Layout::kBothAcross>(args, n[10], factors) ||
+        RunIf<Factors::kF16, Sums::kFast, Layout::kBothAcross>(args, n[10], factors) ||
         RunIf<Factors::kE5M2E4M3, Sums::kSplit>(args, n[10], factors) ||
         RunIf<Factors::kE4M3, Sums::kSquares>(args, n[10], factors) ||
         RunIf<Factors::kE4M3E5M2, Sums::kRows>(args, n[10], factors)))

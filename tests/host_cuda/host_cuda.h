@@ -179,6 +179,9 @@ To Bits(From from) {
 }  // namespace host_cuda
 
 inline void __syncthreads() { host_cuda::Cta::Get().Sync(); }
+namespace te {
+inline void NamedBarrier(unsigned, unsigned) {}  // rows of a CTA have no more than a warp here
+}  // namespace te
 inline void __syncwarp(unsigned = ~0u) { host_cuda::Cta::Get().SyncWarp(); }
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int mask) {

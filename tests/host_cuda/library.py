@@ -78,6 +78,7 @@ Status Matmul(cudaStream_t, cublasLtHandle_t, const GemmKey&, const Algo&, const
   return {_LAUNCHED};
 }}
 Status grouped::RunFast(cudaStream_t, const KernelArgs&) {{ return {_LAUNCHED}; }}
+Status grouped::RunWide(cudaStream_t, const KernelArgs&) {{ return {_LAUNCHED}; }}
 Status grouped::RunSplit(cudaStream_t, const KernelArgs&) {{ return {_LAUNCHED}; }}
 Status grouped::RunBlocks(cudaStream_t, const KernelArgs&) {{ return {_LAUNCHED}; }}
 }}  // namespace te

@@ -9,8 +9,7 @@ inline float Reciprocal(float x) { return 1.f / x; }
 inline float MaxNan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
 inline float MinNan(float a, float b) { return a != a || b != b ? NAN : a < b ? a : b; }
 
-inline void NamedBarrier(unsigned, unsigned) {}
-
+void NamedBarrier(unsigned index, unsigned threads);
 uint4 LoadShared16(uint32_t address);
 void StoreShared(uint32_t address, float a, float b, float c, float d);
 void Prefetch16(uint32_t address, const uint4* p, bool inside);

@@ -5,10 +5,10 @@ namespace te {
 
 enum class Factors { kE4M3, kE4M3E5M2, kE5M2E4M3, kBF16, kF16 };
 
-// What a CUtensorMap stands for.
+// What a CUtensorMap stands for: matrices [count, rows, inner], in boxes of 128 bytes of `box` rows.
 struct HostMap {
   const uint8_t* data;
-  int64_t k, rows, count;
+  int64_t inner, rows, count;
   int box, width;
 };
 
@@ -41,13 +41,14 @@ inline int Kept(int x) { return x; }
 inline void PrefetchMap(const void*) {}
 inline void CopyBoxTo(unsigned ranks, uint32_t to, const void* map, uint32_t barrier, int x, int y, int z) {
   const HostMap m = *static_cast<const HostMap*>(map);
+  if (to % 1024) cluster::Fail("a tile is not aligned to 1024 bytes");
   cluster::copies.push_back([=] {
     for (int cta = 0; ranks >> cta; ++cta) {
       if (!(ranks >> cta & 1)) continue;
       for (int at = 0; at < m.box * 128; ++at) {
         const int64_t column = x + at % 128 / m.width, row = y + at / 128;
-        const bool inside = column < m.k && row < m.rows && z < m.count;
-        const int64_t element = inside ? (z * m.rows + row) * m.k + column : 0;
+        const bool inside = column < m.inner && row < m.rows && z < m.count;
+        const int64_t element = inside ? (z * m.rows + row) * m.inner + column : 0;
         *Shared8(cta, Swizzled(to + at)) = inside ? m.data[element * m.width + at % m.width] : 0;
       }
       BarrierOf(cta, barrier).Bring(m.box * 128);
@@ -84,40 +85,64 @@ inline void StoreMatrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, 
   for (int i = 0; i < 4; ++i) ToShared(cluster::Exchange(address, 8 * i + lane / 4) + lane % 4 * 4, words[i]);
 }
 
-inline uint64_t TileDescriptor(uint32_t address) {
-  if (address % 1024) cluster::Fail("a tile is not aligned to 1024 bytes");
-  return address >> 4;
+inline void StoreShared(uint32_t address, float a, float b, float c, float d) {
+  const auto store = [=] { ToShared(address, float4{a, b, c, d}); };
+  cluster::self->stores.push_back(store);
+}
+inline void FenceAsync() {
+  for (const cluster::Action& store : std::exchange(cluster::self->stores, {})) store();
+}
+inline void NamedBarrier(unsigned index, unsigned threads) {
+  cluster::Meeting& meeting = cluster::Mine().named[index];
+  meeting.members = int(threads);
+  cluster::Meet(meeting);
+}
+
+// The thread's part in all batches but the last `pending`.
+inline void Multiply(int pending) {
+  auto& batches = cluster::self->batches;
+  for (; int(batches.size()) > pending; batches.erase(batches.begin()))
+    for (const cluster::Action& multiply : batches.front()) multiply();
 }
 inline void BeginProducts() {}
-inline void CommitProducts() { cluster::self->batches.push_back(std::exchange(cluster::self->open, {})); }
+inline void CommitProducts() {
+  cluster::self->batches.push_back(std::exchange(cluster::self->open, {}));
+  if (cluster::random() % 2) Multiply(0);
+}
 template <int kPending>
 void WaitForProducts() {
-  auto& batches = cluster::self->batches;
-  for (; int(batches.size()) > kPending; batches.erase(batches.begin()))
-    for (const cluster::Action& multiply : batches.front()) multiply();
+  Multiply(kPending);
   __syncwarp();  // the lanes wait together
 }
 template <int kCount>
 void Settle(float (&)[kCount]) {}
 
-// A number of a row of a tile, of kBF16, kF16 or FP8.
-template <typename T>
-float NumberAt(int cta, uint64_t tile, int row, int column) {
+// A number of a factor, of kBF16, kF16 or FP8, where the descriptor of its tile says: with the swizzle of 128
+// bytes, along k 8 rows each `stride` bytes; across k 64 rows each `leading` bytes, 8 k each `stride` bytes.
+template <typename T, bool kAcross>
+float NumberAt(int cta, uint64_t tile, int row, int k) {
+  const auto field = [&](int bit) { return uint32_t(tile >> bit & 0x3fff) << 4; };
+  const uint32_t first = field(0), leading = field(16), stride = field(32);
+  if (tile >> 46 != 1 << 16) cluster::Fail("a descriptor is not of the swizzle of 128 bytes");
+  const uint32_t at = kAcross ? row / 64 * leading + k / 8 * stride + k % 8 * 128 + row % 64 * sizeof(T)
+                              : row / 8 * stride + row % 8 * 128 + k * sizeof(T);
   T number;
-  std::memcpy(&number, Shared8(cta, Swizzled(tile * 16 + row * 128 + column * sizeof(T))), sizeof(T));
+  std::memcpy(&number, Shared8(cta, Swizzled(first + at)), sizeof(T));
   return float(number);
 }
 
-template <typename Left, typename Right, int kCount>
+template <typename Left, typename Right, bool kLeftAcross, bool kRightAcross, int kCount>
 void Multiply(float (&d)[kCount], uint64_t a, uint64_t b, int adds) {
   const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, first = threadIdx.x % 4 * 2;
   cluster::self->open.push_back([=, sums = d, cta = cluster::self->cta] {
     constexpr int kColumns = 32 / sizeof(Left);
     float left[2][kColumns], right[kColumns];
     for (int i = 0; i < 2 * kColumns; ++i)
-      left[i / kColumns][i % kColumns] = NumberAt<Left>(cta, a, row + i / kColumns * 8, i % kColumns);
+      left[i / kColumns][i % kColumns] =
+          NumberAt<Left, kLeftAcross>(cta, a, row + i / kColumns * 8, i % kColumns);
     for (int j = 0; j < kCount / 2; ++j) {  // of a pair of columns one, in both rows
-      for (int i = 0; i < kColumns; ++i) right[i] = NumberAt<Right>(cta, b, j / 2 * 8 + first + j % 2, i);
+      for (int i = 0; i < kColumns; ++i)
+        right[i] = NumberAt<Right, kRightAcross>(cta, b, j / 2 * 8 + first + j % 2, i);
       for (int lower = 0; lower < 2; ++lower) {
         float sum = 0;
         for (int i = 0; i < kColumns; ++i) sum += left[lower][i] * right[i];
@@ -128,13 +153,18 @@ void Multiply(float (&d)[kCount], uint64_t a, uint64_t b, int adds) {
   });
 }
 
-template <Factors kFactors, int kCount>
+template <Factors kFactors, bool kLeftAcross = false, bool kRightAcross = false, int kCount>
 void MultiplyTiles(float (&d)[kCount], uint64_t a, uint64_t b, int adds) {
-  if constexpr (kFactors == Factors::kE4M3) Multiply<__nv_fp8_e4m3, __nv_fp8_e4m3>(d, a, b, adds);
-  if constexpr (kFactors == Factors::kE4M3E5M2) Multiply<__nv_fp8_e4m3, __nv_fp8_e5m2>(d, a, b, adds);
-  if constexpr (kFactors == Factors::kE5M2E4M3) Multiply<__nv_fp8_e5m2, __nv_fp8_e4m3>(d, a, b, adds);
-  if constexpr (kFactors == Factors::kBF16) Multiply<__nv_bfloat16, __nv_bfloat16>(d, a, b, adds);
-  if constexpr (kFactors == Factors::kF16) Multiply<__half, __half>(d, a, b, adds);
+  using E4M3 = __nv_fp8_e4m3;
+  using E5M2 = __nv_fp8_e5m2;
+  const auto multiply = [&]<typename Left, typename Right>() {
+    Multiply<Left, Right, kLeftAcross, kRightAcross>(d, a, b, adds);
+  };
+  if constexpr (kFactors == Factors::kE4M3) multiply.template operator()<E4M3, E4M3>();
+  if constexpr (kFactors == Factors::kE4M3E5M2) multiply.template operator()<E4M3, E5M2>();
+  if constexpr (kFactors == Factors::kE5M2E4M3) multiply.template operator()<E5M2, E4M3>();
+  if constexpr (kFactors == Factors::kBF16) multiply.template operator()<__nv_bfloat16, __nv_bfloat16>();
+  if constexpr (kFactors == Factors::kF16) multiply.template operator()<__half, __half>();
 }
 
 }  // namespace te
