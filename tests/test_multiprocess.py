@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -26,7 +27,9 @@ RUN = [*RUN.split(), "--checkpoint-every", "3", "--data", str(ROOT / "examples" 
 # Each process runs train_gpt.py, then says which rows of a batch of 8 it reads on meshes of other shapes, and which
 # part of a sequence of 32 its first device has where all divide it.
 PROGRAM = """
+import faulthandler
 import sys
+faulthandler.dump_traceback_later(350)  # where each thread is, if it hangs
 import numpy as np
 import train_gpt
 code = train_gpt.main(sys.argv[1:])
@@ -60,7 +63,12 @@ def two_processes(out, *arguments) -> list[subprocess.CompletedProcess]:
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     started = [subprocess.Popen(command, env=environment, **pipes) for command in commands]
     try:
-        said = [process.communicate(timeout=400) for process in started]
+        with ThreadPoolExecutor() as readers:  # of both at once: a process waits while its pipe is full
+            said = list(readers.map(lambda process: process.communicate(timeout=400), started))
+    except subprocess.TimeoutExpired:
+        for process in started:
+            process.kill()
+        pytest.fail("hung:\n" + "\n".join(process.communicate()[1] for process in started))
     finally:
         for process in started:
             process.kill()
