@@ -25,6 +25,7 @@ from .process import in_own_process
 
 OURS = {"te_jax bf16": None, "te_jax fp8 current": te.recipe.Float8CurrentScaling()}
 THEIRS = "transformers bf16"
+CASE = "Llama 3 8B: load and generate"
 BATCHES, PROMPT, WORDS = (1, 16), 128, 128
 _TIMED = 2  # calls
 _TINY = families.Size(64, 96, 4, 2, groups=2, vocab=160, tied=False)
@@ -47,7 +48,7 @@ def measure(way: str, folder: pathlib.Path) -> dict:
     began = time.perf_counter()
     load = _transformers if way == THEIRS else _te_jax
     generate, memory, words = load(folder, way)
-    row = dict(way=way, load_s=time.perf_counter() - began, loaded_bytes=memory())
+    row = dict(case=CASE, impl=way, load_s=time.perf_counter() - began, loaded_bytes=memory())
     for batch in BATCHES:
         tokens, times = prompts(batch, words), []
         for _ in range(_TIMED + 1):

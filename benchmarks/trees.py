@@ -26,8 +26,9 @@ class Tree:
 
     def __init__(self, folder: Path, tiny: bool):
         paths = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-        # Else XLA times its own GEMMs anew in each process, and may choose others.
-        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
+        # Timing its own GEMMs anew in each process, XLA may choose others; untimed, cuBLASLt's are the fast ones.
+        own = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {own}".strip()
         environment = os.environ | dict(PYTHONPATH=paths, XLA_FLAGS=flags, XLA_PYTHON_CLIENT_PREALLOCATE="false")
         command = [sys.executable, "-P", str(_WORKER), *["--tiny"] * tiny]
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)

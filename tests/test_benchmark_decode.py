@@ -13,4 +13,4 @@ def test_decoding_a_checkpoint(tmp_path, monkeypatch):
     assert decode.write(tmp_path / "llama", tiny=True)["written_s"] > 0
     for way in decode.OURS:
         row = decode.measure(way, tmp_path / "llama")
-        assert row["way"] == way and row["words_per_s_b2"] > 0 and row["first_s_b2"] > 0
+        assert row["impl"] == way and row["words_per_s_b2"] > 0 and row["first_s_b2"] > 0
