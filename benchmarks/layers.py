@@ -285,7 +285,7 @@ class Trainee:
         return self.params, state, self.x, self.dy, self.key
 
     def compile(self, **options) -> Call:
-        """The training pass, on fresh FP8 state. options: XLA's compiler options."""
+        """The training pass, on fresh FP8 state. options: of `timing.compiled`."""
         with self._scope():
             return compiled(self.step, [self.train_inputs(self.fresh)], **options)
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import ceil
 
-from . import grouped, grouped_ops, head, kernels, machine, moe, report, run, timing
+from . import grouped, grouped_ops, head, kernels, machine, moe, report, run, small, timing
 from .cases import Case
 
 COPY = 4.24e12  # bytes/s that an H200's memory moves at best, in a copy
@@ -31,6 +31,7 @@ SUITES = {
         "experts' grouped products and the ops around them, in turns with torch, ragged_dot and dense products",
     ),
     "moe": (moe.cases, "layers of experts in bf16 and FP8, in turns with ragged_dot"),
+    "small": (small.cases, "steps of small layers, in turns with Flax"),
     "head": (head.cases, "the head of a language model with its loss, in turns with plain JAX"),
 }
 

@@ -129,6 +129,7 @@ Status Gemm(Call& call, const te_jax_gemm_args& a) {
 }
 
 constexpr int64_t kOuter = 0;  // axes of k without blocks: there is one axis
+constexpr int64_t kSlots = 0;  // axes of buffers side by side, and which of them: there is one buffer
 
 Status GemmBlock(Call& call, const te_jax_gemm_block_args& a) {
   call.NeedsHopper();
@@ -147,7 +148,8 @@ Status GemmGrouped(Call& call, const te_jax_gemm_grouped_args& a) {
 Status GemmGroupedWgrad(Call& call, const te_jax_gemm_grouped_wgrad_args& a) {
   return call.Launch(LaunchGemmGroupedWgrad, TE_ARRAY(lhs), TE_ARRAY(rhs), TE_ARRAY(offsets),
                      TE_ARRAY(counts), TE_MAYBE(lhs_scale_inv), TE_MAYBE(rhs_scale_inv),
-                     TE_MAYBE(lhs_row_inv), TE_MAYBE(rhs_row_inv), TE_MAYBE(c), TE_ARRAY(out), a.fast_accum);
+                     TE_MAYBE(lhs_row_inv), TE_MAYBE(rhs_row_inv), TE_MAYBE(c), TE_ARRAY(out), a.fast_accum,
+                     kSlots, kSlots);
 }
 
 // ---- what is visible ----

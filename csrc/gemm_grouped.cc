@@ -110,16 +110,22 @@ Status LaunchGemmGrouped(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg
 
 Status LaunchGemmGroupedWgrad(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts,
                               Arg lhs_scale_inv, Arg rhs_scale_inv, Arg lhs_row_inv, Arg rhs_row_inv, Arg c,
-                              Ret out, bool fast_accum) {
+                              Ret out, bool fast_accum, int64_t slots, int64_t slot) {
   const char* op = "te_gemm_grouped_wgrad";
   TE_TRY(ExpectRank(op, "lhs", lhs, 2, true));
-  TE_TRY(ExpectRank(op, "rhs", rhs, 2, true));
-  const int64_t rows = lhs.sizes[0], buffer = lhs.sizes[1], columns = rhs.sizes[0], experts = Axes(counts)[0];
+  TE_CHECK(slots == 0 || slots == 1, "%s: slots is %ld; pass 0 or 1 axis.", op, long(slots));
+  TE_TRY(ExpectRank(op, "rhs", rhs, 2 + int(slots), true));
+  const int64_t rows = lhs.sizes[0], buffer = lhs.sizes[1], columns = rhs.sizes[slots],
+                experts = Axes(counts)[0], count = slots ? rhs.sizes[0] : 1;
+  TE_CHECK(slot >= 0 && slot < count, "%s: slot is %ld, but rhs is %s; pass the index of a buffer.", op,
+           long(slot), rhs.shape().c_str());
+  const Axes of_rhs = slots ? Axes{count, columns, buffer} : Axes{columns, buffer};
   const bool in_blocks = Present(lhs_row_inv) || Present(rhs_row_inv);
   const Call call{op, lhs, rhs, offsets, counts, lhs_scale_inv, rhs_scale_inv, kNone, c, out, in_blocks};
   Problem problem{};
   problem.wgrad = true;
-  TE_TRY(MakeProblem(call, {columns, buffer}, {experts, rows, columns}, fast_accum, &problem));
+  TE_TRY(MakeProblem(call, of_rhs, {experts, rows, columns}, fast_accum, &problem));
+  problem.right = static_cast<const char*>(problem.right) + slot * columns * buffer * Width(rhs.type);
   const Need blocks = !in_blocks || !kFp8.Have(lhs.type) ? kAbsent : kRequired;
   TE_TRY(Expect(op, {{"lhs_row_inv", lhs_row_inv, F32, {buffer / 128, rows}, blocks},
                      {"rhs_row_inv", rhs_row_inv, F32, {buffer / 128, columns}, blocks}}));

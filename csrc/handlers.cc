@@ -37,7 +37,7 @@ TE_HANDLER(te_permute_block, LaunchPermuteBlock, "topk", "power_2", "epsilon");
 TE_HANDLER(te_combine, LaunchCombine);
 TE_HANDLER(te_combine_bwd, LaunchCombineBwd);
 TE_HANDLER(te_gemm_grouped, LaunchGemmGrouped, "outer", "fast_accum");
-TE_HANDLER(te_gemm_grouped_wgrad, LaunchGemmGroupedWgrad, "fast_accum");
+TE_HANDLER(te_gemm_grouped_wgrad, LaunchGemmGroupedWgrad, "fast_accum", "slots", "slot");
 TE_HANDLER(te_gemm_grouped_wide, LaunchGemmGroupedWide);
 TE_HANDLER(te_gemm_grouped_wide_wgrad, LaunchGemmGroupedWideWgrad);
 TE_HANDLER(te_scale_update, LaunchScaleUpdate, "interval", "margin", "newest");

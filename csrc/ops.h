@@ -210,10 +210,10 @@ Status LaunchGemmGrouped(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg
 
 // The products that sum over each group. lhs [n, r], rhs [k, r], zeros in rows that pad a group; scales as
 // above, or lhs_row_inv? f32 [r/128, n], rhs_row_inv? f32 [r/128, k]; c? [e, n, k], which out may be -> out
-// [e, n, k]. k is a multiple of 8.
+// [e, n, k]. k is a multiple of 8. With slots (0 or 1 axes) rhs is [a, k, r], of which the slot is read.
 Status LaunchGemmGroupedWgrad(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts,
                               Arg lhs_scale_inv, Arg rhs_scale_inv, Arg lhs_row_inv, Arg rhs_row_inv, Arg c,
-                              Ret out, bool fast_accum);
+                              Ret out, bool fast_accum, int64_t slots, int64_t slot);
 
 // The two of bf16 or f16 that lie across k. lhs [r, k], rhs [e, k, n]; bias? [e, n] -> out [r, n], as above.
 // k and n are multiples of 8.

@@ -117,7 +117,7 @@ def test_wgrads(case, rng):
     experts, tokens, n, k, left, right, out, form, fast, has_c = case
     rows = buffer_rows(tokens, experts)
     options = dict(out_dtype=out, fast_accum=fast)
-    run = jax.jit(partial(gemm_grouped_wgrad, **options))
+    run = jax.jit(partial(gemm_grouped_wgrad, **options), static_argnames="slot")
     onto = jax.jit(partial(gemm_grouped_wgrad, **options, in_place=True), donate_argnums=6)
     for name, counts in oracle.loads(rng, experts, tokens).items():
         offsets = oracle.groups_of(counts)
@@ -141,6 +141,9 @@ def test_wgrads(case, rng):
         assert same_bits(got, run(*operands, offsets, counts, *scales, c)), name
         if has_c:
             assert same_bits(got, onto(*operands, offsets, counts, *scales, jnp.array(c))), name
+        beside = np.stack([np.full_like(operands[1], 1), operands[1]])  # another buffer in front
+        scales = [s if form != "blocks" or not i else np.stack([s, s], 1) for i, s in enumerate(scales)]
+        assert same_bits(got, run(operands[0], beside, offsets, counts, *scales, c, slot=1)), name
 
 
 @pytest.mark.parametrize("case", WIDE, ids=str)

@@ -106,6 +106,28 @@ def test_wgrads(case, rng, plain_jax):
         oracle.near(run(*operands, offsets, counts, *scales, c), want, bound, out, name)
 
 
+@pytest.mark.parametrize("form", ["each", "blocks", "mx"])
+def test_wgrad_of_a_slot(form, rng):
+    """One of several buffers side by side is what it is alone."""
+    counts = np.array([100, 3], np.int32)
+    offsets, rows, features = oracle.groups_of(counts), 384, (N, 3, 5)
+    lhs, rhs = (rng.standard_normal((*shape, rows)).astype(E4M3) for shape in (features[:1], (2, *features[1:])))
+    if form == "each":
+        scales = [rng.uniform(0.5, 2, 2).astype(np.float32) for _ in range(2)]
+    elif form == "blocks":
+        scales = [rng.uniform(0.5, 2, shape).astype(np.float32) for shape in ((3, N), (3, 2, 3, 5))]
+    else:
+        draw = lambda *shape: (2.0 ** rng.integers(-3, 3, shape)).astype(jnp.float8_e8m0fnu)
+        scales = [draw(12, N), draw(12, 2, 3, 5)]
+    run = jax.jit(partial(gemm_grouped_wgrad, out_dtype=jnp.float32), static_argnames="slot")
+    for slot in range(2):
+        got = run(lhs, rhs, offsets, counts, *scales, slot=slot)
+        one = scales[1] if form == "each" else scales[1][:, slot]
+        np.testing.assert_array_equal(got, run(lhs, rhs[slot], offsets, counts, scales[0], one))
+    with pytest.raises(ValueError, match=r"slot is 2, but rhs has the shape \(2, 3, 5, 384\)"):
+        run(lhs, rhs, offsets, counts, *scales, slot=2)
+
+
 def test_several_axes(rng):
     """Axes of n and k by themselves are those of one axis each."""
     counts = np.array([100, 3], np.int32)

@@ -131,7 +131,7 @@ def _experts_bwd(static: ExpertStatic, residuals, dy):
     grad, dbias = _quantize_rows_grad(dy, weights, second, groups, static.wo)
     (w1,) = second.weight
     da = grouped_dgrad(grad, w1, groups, static.wo)
-    dwo = _differentiate(second, [grad], dbias, groups, static.wo, [slice(1)])
+    dwo = _differentiate(second, grad, dbias, groups, static.wo, [[None]])
     if not static.wo.on_mesh:  # what dwo is made of is free before the largest tensors of the layer are there
         da, dkernel = lax.optimization_barrier((da, dwo.kernel))
         dwo = dwo._replace(kernel=dkernel)
@@ -139,8 +139,8 @@ def _experts_bwd(static: ExpertStatic, residuals, dy):
     spans = static.spans()
     each = [grouped_dgrad(slots_at(grad, s), w, groups, static.wi) for w, s in zip(first.weight, spans)]
     dx = like(rows_of_tokens(reduce(jnp.add, each), groups), static.wi.x)
-    of_slots = [slots_at(grad, a) for a in range(spans[-1].stop)]
-    dwi = _differentiate(first, of_slots, dbias, groups, static.wi, spans)
+    of_parts = [range(span.start, span.stop) for span in spans]
+    dwi = _differentiate(first, grad, dbias, groups, static.wi, of_parts)
     return ExpertOperands(dx, dweights, dwi, dwo), None
 
 
@@ -166,21 +166,23 @@ def _quantize_middle_grad(da, z, saved: Saved, groups, static: ExpertStatic):
     return grad, like(got["dbias"], config.bias) if has_bias else None
 
 
-def _differentiate(saved: Saved, grads, dbias, groups, config: Config, spans) -> Projection:
-    """The cotangents of the parts of a weight, of its bias and of its FP8 state. grads: of each slot."""
+def _differentiate(saved: Saved, grad: Fp8Tensor, dbias, groups, config: Config, of_parts) -> Projection:
+    """The cotangents of the parts of a weight, of its bias and of its FP8 state. of_parts: the slots of grad that are
+    each part's; [None] without an axis of slots."""
     whole = Fp8Tensor(amax=amax_of_parts(saved.weight))
-    dmetas = differentiate_metas(saved._replace(weight=whole), grads[0], config)
-    each = zip(saved.weight, (grads[span] for span in spans))
-    kernel = tuple(_differentiate_part(saved, part, of_part, groups, config) for part, of_part in each)
+    dmetas = differentiate_metas(saved._replace(weight=whole), grad, config)
+    each = zip(saved.weight, of_parts)
+    kernel = tuple(_differentiate_part(saved, part, grad, slots, groups, config) for part, slots in each)
     return Projection(kernel, dbias, dmetas)
 
 
-def _differentiate_part(saved: Saved, part: Fp8Tensor, grads, groups, config: Config) -> Fp8Tensor | None:
+def _differentiate_part(saved: Saved, part: Fp8Tensor, grad, slots, groups, config: Config) -> Fp8Tensor | None:
     if not saved.wgrad:
         return None
+    wgrad = lambda slot, onto=None: grouped_wgrad(saved.x, grad, groups, config, onto, slot)
     if part.onto is None:
-        return Fp8Tensor(wide=tuple(like(grouped_wgrad(saved.x, g, groups, config), config.weight) for g in grads))
-    sums = (grouped_wgrad(saved.x, g, groups, config, onto.grad) for g, onto in zip(grads, part.onto))
+        return Fp8Tensor(wide=tuple(like(wgrad(slot), config.weight) for slot in slots))
+    sums = (wgrad(slot, onto.grad) for slot, onto in zip(slots, part.onto))
     return Fp8Tensor(onto=tuple(map(accumulated, sums, part.onto)))
 
 

@@ -93,17 +93,22 @@ def grouped_dgrad(dy: Fp8Tensor, w: Fp8Tensor, groups: Groups, config: Config) -
 
 
 def grouped_wgrad(
-    x: Fp8Tensor, dy: Fp8Tensor, groups: Groups, config: Config, onto: jax.Array | None = None
+    x: Fp8Tensor,
+    dy: Fp8Tensor,
+    groups: Groups,
+    config: Config,
+    onto: jax.Array | None = None,
+    slot: int | None = None,
 ) -> jax.Array:
-    """x [R, K], dy [R, N], both with zeros in the rows that pad a group -> dw [E, K, N] of the weight's type, or f32
-    plus `onto`."""
+    """x [R, K], dy [R, N] or the slot of [R, A, N], both with zeros in the rows that pad a group -> dw [E, K, N] of the
+    weight's type, or f32 plus `onto`."""
     _, high, options = _grouped(_WGRAD, config)
     of_groups, dtype = (groups.offsets, groups.counts), config.weight.dtype if onto is None else onto.dtype
     onto = dict(c=onto, in_place=onto is not None, out_dtype=dtype)
     if high:
-        return gemm_grouped_wide_wgrad(x.wide, dy.wide, *of_groups, **onto)
+        return gemm_grouped_wide_wgrad(x.wide, dy.wide if slot is None else dy.wide[:, slot], *of_groups, **onto)
     (lhs, lhs_inv), (rhs, rhs_inv) = x.columns, dy.columns
-    return gemm_grouped_wgrad(lhs, rhs, *of_groups, lhs_inv, rhs_inv, **onto, **options)
+    return gemm_grouped_wgrad(lhs, rhs, *of_groups, lhs_inv, rhs_inv, slot=slot, **onto, **options)
 
 
 def _grouped(which: int, config: Config):

@@ -83,9 +83,9 @@ def _rows_reference(
 
 
 def _wgrad_reference(
-    lhs, rhs, offsets, counts, lhs_scale_inv, rhs_scale_inv, lhs_row_inv, rhs_row_inv, c, *, out_dtype, **_
+    lhs, rhs, offsets, counts, lhs_scale_inv, rhs_scale_inv, lhs_row_inv, rhs_row_inv, c, *, out_dtype, slots, slot, **_
 ):
-    rows = lhs.shape[-1]
+    rows, rhs = lhs.shape[-1], rhs[slot] if slots else rhs
     _, is_token = expert_of_row(offsets, counts, rows)
 
     def tiles(a, inverse):  # [..., R] -> [R / 128, ..., 128]
@@ -174,19 +174,20 @@ def _rows_cuda(call, lhs, rhs, offsets, counts, *others, outer, out_dtype, **att
     return (out[:, :n].reshape(rows, *filled)[..., : n_axes[-1]],)
 
 
-def _wgrad_cuda(call, lhs, rhs, offsets, counts, *others, out_dtype, in_place=False, **attrs):
+def _wgrad_cuda(call, lhs, rhs, offsets, counts, *others, out_dtype, slots, slot, in_place=False, **attrs):
     """As `_rows_cuda`; k is filled up. A sum that is no multiple of that is not added to in place."""
-    n_axes, k_axes, rows = lhs.shape[:-1], rhs.shape[:-1], lhs.shape[-1]
+    n_axes, k_axes, rows = lhs.shape[:-1], rhs.shape[slots:-1], lhs.shape[-1]
     if not _kernel_takes(lhs, counts) or 0 in (*lhs.shape, *k_axes):
-        return _wgrad_reference(lhs, rhs, offsets, counts, *others, out_dtype=out_dtype, **attrs)
+        attrs |= dict(out_dtype=out_dtype, slots=slots, slot=slot)
+        return _wgrad_reference(lhs, rhs, offsets, counts, *others, **attrs)
     *one_scale, lhs_inv, rhs_inv, c = others
     experts, n, k = counts.shape[0], prod(n_axes), prod(k_axes)
-    lhs, rhs = lhs.reshape(n, rows), fill(rhs.reshape(k, rows), 0, _OUT_COLUMNS)
+    lhs, rhs = lhs.reshape(n, rows), fill(rhs.reshape(*rhs.shape[:slots], k, rows), slots, _OUT_COLUMNS)
     if lhs_inv is not None:
         lhs_inv, rhs_inv = lhs_inv.reshape(-1, n), fill(rhs_inv.reshape(-1, k), 1, _OUT_COLUMNS)
     c = None if c is None else fill(c.reshape(experts, n, k), 2, _OUT_COLUMNS)
     in_place = {"c": "out"} if in_place and c is not None else None
-    options = dict(out_dtype=out_dtype, in_place=in_place, **attrs)
+    options = dict(out_dtype=out_dtype, in_place=in_place, slots=slots, slot=slot, **attrs)
     (out,) = call(lhs, rhs, offsets, counts, *one_scale, lhs_inv, rhs_inv, c, **options)
     return (out[..., :k].reshape(experts, *n_axes, *k_axes),)
 
@@ -238,9 +239,10 @@ gemm_grouped_op: Op = Op(
 
 gemm_grouped_wgrad_op: Op = Op(
     _WGRAD_OP,
-    "lhs: n... r, rhs: k... r, offsets: o, counts: e, lhs_scale_inv?: ~e, rhs_scale_inv?: ~e, "
+    "lhs: n... r, rhs: a... k... r, offsets: o, counts: e, lhs_scale_inv?: ~e, rhs_scale_inv?: ~e, "
     "lhs_row_inv?: r/128 n..., rhs_row_inv?: r/128 k..., c?: e n... k... -> out: e n... k...",
-    replicated="r e o",
+    replicated="r e o a...",
+    ranks={"a...": "slots"},
     dtypes=partial(_grouped_dtypes, _WGRAD_OP),
     reference=_wgrad_reference,
     cuda=_wgrad_cuda,
@@ -332,6 +334,7 @@ def gemm_grouped_wgrad(
     rhs_scale_inv: jax.Array | None = None,
     c: jax.Array | None = None,
     *,
+    slot: int | None = None,
     out_dtype: DTypeLike | None = None,
     fast_accum: bool = False,
     in_place: bool = False,
@@ -345,6 +348,8 @@ def gemm_grouped_wgrad(
     *_scale_inv: with FP8 operands, what they are multiplied by: of both f32[] or f32[E]; or of blocks of 128 rows,
                  [R / 128, *n] and [R / 128, *k], `scale_inv_t` of te_quantize_block; or of MXFP8's blocks of 32 rows,
                  [R / 32, *n] and [R / 32, *k].
+    slot:        rhs and its scales of blocks hold several buffers, [a, *k, R] and [R / 128, a, *k], of which this is
+                 the index of the one that is read. FP8 is read where it lies.
     c:           [E, *n, *k] of out_dtype, added in f32 before the one rounding: a sum over microbatches.
     out_dtype:   f32, bf16 or f16; default bf16 for FP8 operands, else theirs.
     fast_accum, in_place: as in `gemm`.
@@ -355,7 +360,13 @@ def gemm_grouped_wgrad(
     _check_arrays(_WGRAD_OP, lhs, rhs, offsets, counts, -1)
     check(_WGRAD_OP, "in_place", in_place, BOOL)
     attrs = _attributes(_WGRAD_OP, lhs, out_dtype, fast_accum) | (dict(in_place=True) if in_place else {})
+    if slot is not None:
+        _check_slot(slot, rhs)
+        if rhs_scale_inv is not None and rhs_scale_inv.ndim > 1:
+            rhs_scale_inv = rhs_scale_inv[:, slot]
+    attrs |= dict(slots=int(slot is not None), slot=slot or 0)
     if _in_mx(lhs_scale_inv, rhs_scale_inv):
+        rhs, attrs = rhs if slot is None else rhs[slot], attrs | dict(slots=0, slot=0)
         lhs, rhs = _from_mx(lhs, lhs_scale_inv, 1), _from_mx(rhs, rhs_scale_inv, 1)
         lhs_scale_inv = rhs_scale_inv = None
     scales = _forms(lhs_scale_inv, rhs_scale_inv)
@@ -387,6 +398,14 @@ def gemm_grouped_wide_wgrad(
     check(_WIDE_WGRAD_OP, "in_place", in_place, BOOL)
     attrs = dict(out_dtype=jnp.dtype(out_dtype or lhs.dtype)) | (dict(in_place=True) if in_place else {})
     return named(gemm_grouped_wide_wgrad_op(lhs, rhs, offsets, counts, c, **attrs)[0], GEMM)
+
+
+def _check_slot(slot, rhs):
+    check(_WGRAD_OP, "slot", slot, integer(0))
+    if rhs.ndim < 3 or slot >= rhs.shape[0]:
+        raise ValueError(
+            f"{_WGRAD_OP}: slot is {slot}, but rhs has the shape {rhs.shape}; pass [a, *k, R] of more slots."
+        )
 
 
 def _check_arrays(op: str, lhs, rhs, offsets, counts, of_rows: int):
