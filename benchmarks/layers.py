@@ -252,7 +252,8 @@ class Trainee:
     def _data(self):
         return normal(1, self.model.shape), normal(2, self.model.out_shape)
 
-    def _scope(self):
+    def scope(self):
+        """What a step is traced in."""
         return te.autocast(enabled=True, recipe=self.recipe) if self.recipe else contextlib.nullcontext()
 
     def boxed_init(self, key, x):
@@ -267,7 +268,7 @@ class Trainee:
         return jax.tree.unflatten(tree, noisy), variables
 
     def _init(self):
-        with self._scope():
+        with self.scope():
             return jax.jit(self.init)(jax.random.key(0), self.x)
 
     def forward(self, params, state, x, key):
@@ -286,7 +287,7 @@ class Trainee:
 
     def compile(self, **options) -> Call:
         """The training pass, on fresh FP8 state. options: of `timing.compiled`."""
-        with self._scope():
+        with self.scope():
             return compiled(self.step, [self.train_inputs(self.fresh)], **options)
 
     def compile_for_profiler(self) -> Call:
@@ -297,7 +298,7 @@ class Trainee:
 
     def lower_for_cuda(self) -> jax.stages.Lowered:
         """The training pass, on any machine."""
-        with self._scope():
+        with self.scope():
             return jax.jit(self.step).trace(*self.train_inputs(self.fresh)).lower(lowering_platforms=("cuda",))
 
     def saved_bytes(self) -> int:
@@ -307,7 +308,7 @@ class Trainee:
         def forward(params, state, x, key):
             return jax.vjp(lambda *args: self.forward(*args, key), params, state, x)[1]
 
-        with self._scope():
+        with self.scope():
             jaxpr = jax.make_jaxpr(forward)(self.params, self.fresh, self.x, self.key).jaxpr
         kept = {v for v in jaxpr.outvars if not isinstance(v, Literal)} - set(jaxpr.invars)
         return sum(prod(v.aval.shape) * v.aval.dtype.itemsize for v in kept)
@@ -328,7 +329,7 @@ class Trainee:
         if backward:
             saved = self.saved_bytes() if isinstance(self.model, Layer) else None
             return self.train_call._replace(inputs=[self.train_inputs(state)], saved_bytes=saved)
-        with self._scope():
+        with self.scope():
             return compiled(self.forward, [(self.params, state, self.x, self.key)])
 
 

@@ -56,7 +56,7 @@ class Trainee(layers.Trainee):
         super().__post_init__()
 
     @contextmanager
-    def _scope(self):
+    def scope(self):
         with ExitStack() as stack:
             stack.enter_context(jax.set_mesh(self.mesh))
             stack.enter_context(te.autocast(bool(self.recipe), self.recipe, self.role.resource))
@@ -82,7 +82,7 @@ class Trainee(layers.Trainee):
     def _init(self):
         self.x, self.dy = map(self._placed, (self.x, self.dy))
         key = jax.random.key(0)
-        with self._scope():
+        with self.scope():
             boxed = jax.eval_shape(self.boxed_init, key, self.x)
             specs = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed["params"]), self.mesh)
             if not self.is_te:

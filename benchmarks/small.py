@@ -1,5 +1,6 @@
-"""Cases of small layers, where launches and the host count: a training step each, whose FP8 state is donated to the
-next, as a training loop does it. `profile` of a row is a trace of some steps after the timing: kernels and launches.
+"""Cases of small layers, where launches and the host count: steps of SGD by `jax.jit` that get the parameters and the
+FP8 state which the step before left, donated, as a training loop does it. `profile` of a row is a trace of some steps
+after the timing: kernels and launches.
 """
 
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 
 from .cases import Case
 from .layers import Layer, Model, Stack, Trainee, case
@@ -14,7 +16,7 @@ from .timing import Call, on_gpu
 
 BF16 = "te_jax bf16"
 IMPLS = (BF16, "te_jax fp8", "te_jax fp8 current", "te_jax fp8 block", "flax bf16", "flax fp8 direct")
-_STATE = 1  # its place among the arguments of a step; among its results it is the third
+_RATE = 1e-6  # of learning: small, so that the data stays what it was
 
 
 def models(tiny: bool) -> list[Model]:
@@ -27,18 +29,24 @@ def models(tiny: bool) -> list[Model]:
 
 
 def build(model: Model, impl: str) -> Call:
-    """Steps whose FP8 state is that which the one before them left."""
+    """Steps, each with what the one before it left."""
     trainee = Trainee(model, impl)
-    options = {"xla_enable_command_buffers_during_profiling": True} if on_gpu() else {}
-    call = trainee.compile(donate=(_STATE,), **options)
-    params, state, *others = call.inputs[0]
-    held = [jax.tree.map(lambda a: a.copy(), state)]
+    params, state, *others = trainee.train_inputs(trainee.fresh)
+
+    def train(params, state, *others):
+        with trainee.scope():
+            y, dparams, state, _ = trainee.step(params, state, *others)
+        return jax.tree.map(lambda p, dp: p - (_RATE * dp).astype(p.dtype), params, dparams), state, jnp.mean(y)
+
+    options = {"xla_enable_command_buffers_during_profiling": True} if on_gpu() else None
+    step = jax.jit(train, donate_argnums=(0, 1), compiler_options=options)  # its calls cost less than a compiled one's
+    held = list(jax.tree.map(jnp.copy, (params, state)))
 
     def run():
-        y, dparams, held[0], dx = call.run(params, held[0], *others)
-        return y, dparams, held[0], dx
+        held[0], held[1], y = step(*held, *others)
+        return y
 
-    return call._replace(run=run, inputs=[()])
+    return Call(run, [()])
 
 
 def cases(tiny: bool) -> Iterator[Case]:

@@ -143,7 +143,7 @@ class Trainee(meshes.Trainee):
 
     def training(self) -> Call:
         """Steps on the same batch, each from where the last one ended. To be called once: it uses the parameters up."""
-        with self._scope():
+        with self.scope():
             create = jax.jit(self._create, out_shardings=self.state_shardings, donate_argnums=0)
             state = create(self.params, self.fresh)
             call = compiled(self.train_step, [(state, self.x, self.dy)], donate=(0,))

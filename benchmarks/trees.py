@@ -68,9 +68,10 @@ def main(args) -> int:
         if re.search(args.only or "", f"{model} {recipe}"):
             rows.append(compare(trees, model, recipe, 2 if args.tiny else _CALLS))
             show(rows[-1])
+            report.write({"rows": rows}, args.out)  # a run that is cut short leaves what it has
     for tree in trees:
         tree.close()
-    report.write({"machine": machine.describe(), "rows": rows}, args.out)
+    report.write({"machine": machine.describe(), "rows": rows}, args.out)  # last: it takes memory of the GPU
     return 0
 
 
