@@ -206,13 +206,18 @@ CASES = [
     ),
     Case(
         "gemm_grouped_wgrad", "te_gemm_grouped_wgrad", {**_groups_sizes, "n...0": 4, "n...1": 4, "k...0": 8},
-        (E4M3, E4M3, i32, i32, f32, f32, None, None, f32), dict(_grouped, slots=0, slot=0), None, {"k...": 1},
+        (E4M3, E4M3, i32, i32, f32, f32, None, None, f32), dict(_grouped, slots=0, slot=0), None,
+        {"a...": 0, "k...": 1},
     ),
     Case(
-        "gemm_grouped_wgrad_block", "te_gemm_grouped_wgrad",
-        {**_groups_sizes, "r": 512, "n...0": 8, "k...0": 8, "a...0": 2},
-        (E4M3, E5M2, i32, i32, None, None, f32, f32, None), dict(_grouped, slots=1, slot=1), None,
-        {"n...": 1, "k...": 1},
+        "gemm_grouped_wgrad_block", "te_gemm_grouped_wgrad", {**_groups_sizes, "r": 512, "n...0": 8, "k...0": 8},
+        (E4M3, E5M2, i32, i32, None, None, f32, f32, None), dict(_grouped, slots=0, slot=0), None,
+        {"n...": 1, "a...": 0, "k...": 1},
+    ),
+    Case(
+        "gemm_grouped_wgrad_slot", "te_gemm_grouped_wgrad", {**_groups_sizes, "n...0": 8, "a...0": 2, "k...0": 8},
+        (E4M3, E5M2, i32, i32, f32, f32, None, None, None), dict(_grouped, slots=1, slot=1), None,
+        {"n...": 1, "a...": 1, "k...": 1},
     ),
     Case(
         "gemm_grouped_wide", "te_gemm_grouped_wide", {**_groups_sizes, "k...0": 8, "n...0": 8},
