@@ -64,7 +64,7 @@ def measure(way: str, folder: pathlib.Path) -> dict:
 def _te_jax(folder, way: str) -> tuple[Callable, Callable, int]:
     """What writes words, what tells the most memory so far, the vocabulary."""
     recipe = OURS[way]
-    model, variables = hf.load(folder, fp8=recipe)
+    model, variables = hf.load(folder, fp8=recipe, scan=False)
     jax.block_until_ready(variables)
     write_words = jax.jit(lambda variables, tokens: models.generate(model, variables, tokens, WORDS))
 

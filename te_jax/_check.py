@@ -9,7 +9,7 @@ import enum
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -57,11 +57,21 @@ def check(where: str, name: str, value: Any, kind: Kind) -> None:
     raise error(f"{where}: {name} is {show(value)}; pass {kind.text}{f' ({hint})' if hint else ''}.")
 
 
+_LONGEST = 300  # characters of a value in an error
+
+
 def show(value) -> str:
-    """`value` as errors show it: an array by its dtype and shape."""
+    """`value` as errors show it: an array by its dtype and shape, and no more than a line."""
+    text = _text(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _text(value):
     if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
-        inner = ", ".join(map(show, value))
+        inner = ", ".join(map(_text, value))
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_text(each)}" for key, each in value.items()) + "}"
     return f"{value.dtype}{list(value.shape)}" if ARRAY.is_type(value) and value.shape else repr(value)
 
 

@@ -22,6 +22,7 @@ from te_jax.models import (
     Sampling,
     generate,
     published,
+    unscan,
 )
 from te_jax.models.stack import place_of_layer
 from te_jax.ops.attention import SequenceDescriptor
@@ -56,14 +57,6 @@ def tokens(rng):
     return jnp.asarray(rng.integers(0, V, (B, S)))
 
 
-def unstacked(params):
-    """Parameters of a scanned model in the form of one that is not."""
-    params = dict(params)
-    layers = params.pop("layers")
-    one = lambda i: jax.tree.map(lambda a: a[i], layers)
-    return params | {f"layer_{i}": one(i) for i in range(L)}
-
-
 def patterned(config) -> ModelConfig:
     return replace(config, pattern=({}, {}))
 
@@ -83,11 +76,10 @@ def test_scanned_layers_are_the_others(tokens):
     """Logits, the loss of labels, remat; and rounds of a pattern, of which there is one."""
     config = tiny("llama3-8b")
     model, variables = made(CausalLM, config, tokens)
-    flat = {"params": unstacked(variables["params"])}
+    apart, flat = unscan(model, variables)
     of_round = {"params": in_rounds(flat["params"], CausalLM(patterned(config)), L)}
 
     def run(variables, flat, tokens):
-        apart = CausalLM(config, dtype=jnp.float32, scan=False)
         rounds = CausalLM(patterned(config), dtype=jnp.float32)
         z = model.apply(variables, tokens)
         loss = lambda m, v: m.apply(v, tokens, tokens)
@@ -104,7 +96,7 @@ def test_scanned_layers_are_the_others(tokens):
     np.testing.assert_allclose(loss, np.mean(jax.nn.logsumexp(z, -1) - picked), rtol=2.0**-20)
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=2.0**-16 * np.abs(b).max())
     jax.tree.map(close, of_remat, grads)
-    jax.tree.map(close, of_flat["params"], unstacked(grads["params"]))
+    jax.tree.map(close, of_flat, unscan(model, grads)[1])
 
 
 def test_scanned_rounds_are_the_layers(tokens):
@@ -125,6 +117,9 @@ def test_scanned_rounds_are_the_layers(tokens):
     assert set(shapes["layers"]) == {"layer_0", "layer_1"}
     rounds = {"params": in_rounds(variables["params"], model, count)}
     assert jax.tree.map(jnp.shape, rounds["params"]) == jax.tree.map(jnp.shape, shapes)
+    back, parted = unscan(model, rounds)
+    assert not back.scan and back.remat
+    jax.tree.map(np.testing.assert_array_equal, parted, variables)
 
     def run(variables, rounds):
         loss = lambda model, v: model.apply(v, tokens, tokens)
@@ -137,6 +132,30 @@ def test_scanned_rounds_are_the_layers(tokens):
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=2.0**-16 * np.abs(b).max())
     jax.tree.map(close, got[1]["params"], in_rounds(want[1]["params"], model, count))
     np.testing.assert_array_equal(words, jnp.argmax(z, -1))
+
+
+@pytest.mark.parametrize("name, cls", [("llama3-8b", CausalLM), ("t5-v1.1-small", EncoderDecoder)])
+def test_unscan(name, cls, tokens):
+    """Variables have the names, boxes and shapes that the model without scan makes, and kernels in FP8 their bits."""
+    model, inputs = cls(tiny(name)), {} if cls is CausalLM else dict(inputs=tokens)
+    apart, _ = unscan(model, {})
+    assert apart == model.clone(scan=False) and unscan(apart, {"params": {}}) == (apart, {"params": {}})
+
+    def made_by(model):
+        with te.autocast(recipe=te.recipe.DelayedScaling(amax_history_len=2)):
+            return model.init(KEY, tokens, tokens, **inputs)
+
+    got, want = jax.eval_shape(lambda: (unscan(model, made_by(model))[1], made_by(apart)))
+    assert set(want) == {"params", "fp8_metas"} and got == want
+    model, variables = made(cls, tiny(name), tokens, **inputs)
+    for recipe in (te.recipe.Float8CurrentScaling(), te.recipe.Float8BlockScaling()):
+        with te.autocast(recipe=recipe):
+            narrow = te.flax.fp8_params(model, variables, tokens, **inputs)
+            want = te.flax.fp8_params(apart, unscan(model, variables)[1], tokens, **inputs)
+        jax.tree.map(np.testing.assert_array_equal, unscan(model, narrow)[1], want)
+    said = r"unscan: model is \{'params': .{200,300}\.\.\.; pass a model of te_jax.models"
+    with pytest.raises(TypeError, match=said):
+        unscan(variables, model)
 
 
 @pytest.mark.parametrize("name, cls", [("gpt2", CausalLM), ("bert-base", EncoderLM)])
@@ -170,7 +189,7 @@ def test_experts(tokens):
     moe = dict(num_experts=4, num_experts_per_tok=2, aux_loss_coeff=0.1, z_loss_coeff=0.01, use_expert_bias=True)
     config = tiny("mixtral-8x7b", moe=moe)
     model, variables = made(CausalLM, config, tokens)
-    flat = {name: unstacked(collection) for name, collection in variables.items()}
+    _, flat = unscan(model, variables)
 
     def run(model, variables, tokens):
         def loss(variables):
@@ -194,8 +213,8 @@ def test_experts(tokens):
     # As above: sums in another order.
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=2.0**-16 * np.abs(b).max())
     close(of_apart, total)
-    jax.tree.map(close, grads_apart, {name: unstacked(collection) for name, collection in grads.items()})
-    jax.tree.map(close, sown_apart["losses"], unstacked(sown["losses"]))
+    jax.tree.map(close, grads_apart, unscan(model, grads)[1])
+    jax.tree.map(close, sown_apart["losses"], unscan(model, sown)[1]["losses"])
 
 
 def with_latents(name="deepseek-v3") -> ModelConfig:

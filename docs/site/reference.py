@@ -33,7 +33,7 @@ PAGES = (
         "Whole language models of these layers. [Whole models](../howto/whole-models.md) has a program.",
         (
             *("ModelConfig", "published", "CausalLM", "EncoderLM", "EncoderDecoder"),
-            *("Sampling", "generate", "read_prompts", "write_tokens"),
+            *("Sampling", "generate", "read_prompts", "write_tokens", "unscan"),
         ),
     ),
     Page("te_jax.hf", "te_jax.hf", "Checkpoints of Hugging Face's form, in and out.", ("load", "read_config", "save")),

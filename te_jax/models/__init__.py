@@ -11,3 +11,4 @@ from te_jax.models.generation import Sampling as Sampling
 from te_jax.models.generation import generate as generate
 from te_jax.models.generation import read_prompts as read_prompts
 from te_jax.models.generation import write_tokens as write_tokens
+from te_jax.models.stack import unscan as unscan

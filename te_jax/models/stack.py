@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec
 
 import te_jax.flax as te_flax
+from te_jax._check import Kind, check
 from te_jax._types import on_explicit_mesh
 from te_jax.flax._common import parameter
 from te_jax.flax.kernels import KERNEL_COLLECTION
@@ -96,6 +98,39 @@ def place_of_layer(config: ModelConfig, index: int, count: int, scan: bool) -> P
     if not scan or behind < 0 or behind >= (count - len(config.first)) // period * period:
         return Place(f"layer_{index}", None)
     return Place("layers" if period == 1 else f"layers/layer_{behind % period}", behind // period)
+
+
+def unscan(model: "Model", variables: Mapping[str, Any]) -> tuple["Model", dict[str, Any]]:
+    """(model, variables) with `scan=False`: what stacks hold of each layer is in arrays of its own, `layer_0`, ...
+
+    variables: of the model, boxed or not: parameters, kernels in FP8 among them, FP8 state, a cache. The arrays are
+               copies; `te_jax.hf.load(folder, scan=False)` has no stacks from the start.
+
+    So a model writes words faster (`generate`): a loop over layers copies the weights of each out of their stack, for
+    every word, and reads and writes them thus three times. A model without scan comes back as it is.
+
+    Raises TypeError for what is no model of `te_jax.models`.
+    """
+    check("te_jax.models.unscan", "model", model, _MODEL)
+    if not model.scan:
+        return model, dict(variables)
+    first, period, flat = len(model.config.first), len(model.config.pattern) or 1, {}
+    for path, leaf in flatten_dict(variables).items():
+        if "layers" not in path:
+            flat[path] = leaf
+            continue
+        at = path.index("layers")
+        place, inner = (0, path[at + 1 :]) if period == 1 else (int(path[at + 1].split("_")[-1]), path[at + 2 :])
+        for i in range(jax.tree.leaves(leaf)[0].shape[0]):
+            flat[*path[:at], f"layer_{first + i * period + place}", *inner] = _of_layer(leaf, i)
+    return model.clone(scan=False), unflatten_dict(flat)
+
+
+def _of_layer(leaf, index: int):
+    """Entry `index` of a stacked variable: of an array, of each array of a kernel in FP8, of what a box holds."""
+    if not isinstance(leaf, nn.meta.AxisMetadata):
+        return jax.tree.map(lambda a: a[index], leaf)
+    return leaf.replace_boxed(_of_layer(leaf.unbox(), index)).remove_axis(0, {nn.PARTITION_NAME: None})
 
 
 def _biases_of(table):
@@ -237,6 +272,9 @@ class Model(nn.Module):
             kernel = jnp.concatenate([_gathered(kernel), _gathered(bias)[:, None].astype(kernel.dtype)], -1)
         head = te_flax.LMHead(c.vocab_size, logit_softcap=c.logit_softcap, **self.dtypes, name="lm_head")
         return head(x, labels, kernel=kernel, reduction=reduction)
+
+
+_MODEL = Kind("a model of te_jax.models", lambda model: isinstance(model, Model))
 
 
 def _gathered(a):
