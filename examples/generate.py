@@ -148,7 +148,7 @@ def generate_hf(args: argparse.Namespace, sampling: Sampling) -> int:
     import tokenizers
 
     ends = ends_of(folder)
-    model, variables = hf.load(folder, scan=False)  # a loop over layers would copy their weights for every word
+    model, variables = hf.load(folder, scan=False)  # words come faster from layers in no loop
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     texts = [tokenizer.encode(prompt).ids for prompt in args.prompt]
     lengths = np.array([len(text) for text in texts], np.int32)
