@@ -70,7 +70,7 @@ COMMANDS = {
     "decode": (
         decode.main,
         dict(out=None, tiny=0, folder=None, measure=None),
-        "a checkpoint of 8B parameters: loading, memory and words per second, beside transformers",
+        "a checkpoint of 8B parameters: loading, memory and tokens per second, beside transformers",
     ),
     "trees": (
         trees.main,

@@ -1,8 +1,8 @@
 """A checkpoint of Llama 3 8B's shape with random weights: how long te_jax.hf takes to load it, in bf16 and straight
-into parameters in FP8, the memory that takes, and words per second behind prompts, beside Hugging Face's transformers.
+into parameters in FP8, the memory that takes, and tokens per second behind prompts, beside Hugging Face's transformers.
 
 The checkpoint is written first, by te_jax.hf. Each way then has a process of its own, whose memory holds nothing else.
-All draw the likeliest word. The first call, which compiles, is timed apart.
+All draw the likeliest token. The first call, which compiles, is timed apart.
 """
 
 import json
@@ -26,7 +26,7 @@ from .process import in_own_process
 OURS = {"te_jax bf16": None, "te_jax fp8 current": te.recipe.Float8CurrentScaling()}
 THEIRS = "transformers bf16"
 CASE = "Llama 3 8B: load and generate"
-BATCHES, PROMPT, WORDS = (1, 16), 128, 128
+BATCHES, PROMPT, TOKENS = (1, 16), 128, 128
 _TIMED = 2  # calls
 _TINY = families.Size(64, 96, 4, 2, groups=2, vocab=160, tied=False)
 
@@ -35,42 +35,42 @@ def write(folder: pathlib.Path, tiny: bool) -> dict:
     """A checkpoint with random weights in bf16, and how long that took."""
     began = time.perf_counter()
     config = families.llama3(_TINY) if tiny else models.published("llama3-8b")
-    model, words = models.CausalLM(config, params_dtype=jnp.bfloat16), jnp.zeros((1, 8), jnp.int32)
-    hf.save(folder, model, jax.jit(lambda key: nn.meta.unbox(model.init(key, words)))(jax.random.key(0)))
+    model, prompt = models.CausalLM(config, params_dtype=jnp.bfloat16), jnp.zeros((1, 8), jnp.int32)
+    hf.save(folder, model, jax.jit(lambda key: nn.meta.unbox(model.init(key, prompt)))(jax.random.key(0)))
     return dict(written_s=time.perf_counter() - began)
 
 
-def prompts(batch: int, words: int) -> np.ndarray:
-    return np.random.default_rng(batch).integers(0, words, (batch, PROMPT), dtype=np.int32)
+def prompts(batch: int, vocabulary: int) -> np.ndarray:
+    return np.random.default_rng(batch).integers(0, vocabulary, (batch, PROMPT), dtype=np.int32)
 
 
 def measure(way: str, folder: pathlib.Path) -> dict:
     began = time.perf_counter()
     load = _transformers if way == THEIRS else _te_jax
-    generate, memory, words = load(folder, way)
+    generate, memory, vocabulary = load(folder, way)
     row = dict(case=CASE, impl=way, load_s=time.perf_counter() - began, loaded_bytes=memory())
     for batch in BATCHES:
-        tokens, times = prompts(batch, words), []
+        tokens, times = prompts(batch, vocabulary), []
         for _ in range(_TIMED + 1):
             start = time.perf_counter()
             made = generate(tokens)
             times.append(time.perf_counter() - start)
-        if made.shape != (batch, WORDS):
-            raise ValueError(f"{way}: {made.shape} words, not {(batch, WORDS)}")
-        row |= {f"first_s_b{batch}": times[0], f"words_per_s_b{batch}": batch * WORDS / min(times[1:])}
+        if made.shape != (batch, TOKENS):
+            raise ValueError(f"{way}: {made.shape} tokens, not {(batch, TOKENS)}")
+        row |= {f"first_s_b{batch}": times[0], f"tokens_per_s_b{batch}": batch * TOKENS / min(times[1:])}
     return row | dict(peak_bytes=memory())
 
 
 def _te_jax(folder, way: str) -> tuple[Callable, Callable, int]:
-    """What writes words, what tells the most memory so far, the vocabulary."""
+    """What generates tokens, what tells the most memory so far, the vocabulary."""
     recipe = OURS[way]
     model, variables = hf.load(folder, fp8=recipe, scan=False)
     jax.block_until_ready(variables)
-    write_words = jax.jit(lambda variables, tokens: models.generate(model, variables, tokens, WORDS))
+    write = jax.jit(lambda variables, tokens: models.generate(model, variables, tokens, TOKENS))
 
     def generate(tokens):
         with te.autocast(recipe is not None, recipe):
-            return np.asarray(write_words(variables, tokens))
+            return np.asarray(write(variables, tokens))
 
     memory = lambda: (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return generate, memory, model.config.vocab_size
@@ -85,7 +85,7 @@ def _transformers(folder, way: str) -> tuple[Callable, Callable, int]:
 
     def generate(tokens):
         tokens = torch.as_tensor(tokens, dtype=torch.int64, device=place)
-        options = dict(max_new_tokens=WORDS, min_new_tokens=WORDS, do_sample=False, pad_token_id=0)
+        options = dict(max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
         return model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)[:, PROMPT:].cpu().numpy()
 
     memory = lambda: torch.cuda.max_memory_allocated() if place == "cuda" else None

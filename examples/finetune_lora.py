@@ -43,7 +43,7 @@ ADAPTERS, MODEL = "adapters.safetensors", "model"  # what is written
 
 
 def stand_in(folder: pathlib.Path) -> pathlib.Path:
-    """The folder, with a small Llama of random weights, whose words are bytes; written if it has no checkpoint."""
+    """The folder, with a small Llama of random weights, whose tokens are bytes; written if it has no checkpoint."""
     if not (folder / "config.json").is_file():
         size = families.Size(hidden=128, ffn=256, heads=4, groups=2, layers=2, vocab=256)
         model = models.CausalLM(families.llama3(size), params_dtype=jnp.bfloat16)
@@ -62,9 +62,9 @@ def config_of(folder: pathlib.Path) -> models.ModelConfig:
 
 
 def words_of(text: np.ndarray, folder: pathlib.Path, vocabulary: int) -> np.ndarray:
-    """The words i32[n] of a text u8[bytes], by the folder's tokenizer.json; its bytes where there is none.
+    """The tokens i32[n] of a text u8[bytes], by the folder's tokenizer.json; its bytes where there is none.
 
-    Raises ValueError for words that the model has not.
+    Raises ValueError for tokens that the model does not have.
     """
     file = folder / TOKENIZER
     if file.is_file():
@@ -74,21 +74,22 @@ def words_of(text: np.ndarray, folder: pathlib.Path, vocabulary: int) -> np.ndar
         lines = text.tobytes().decode(errors="replace").splitlines(keepends=True)
         pieces = ["".join(lines[i : i + LINES]) for i in range(0, len(lines), LINES)]
         encoded = tokenizers.Tokenizer.from_file(str(file)).encode_batch(pieces, add_special_tokens=False)
-        words = np.concatenate([np.array(piece.ids, np.int32) for piece in encoded])
+        tokens = np.concatenate([np.array(piece.ids, np.int32) for piece in encoded])
     else:
-        words = text.astype(np.int32)
-    if words.size and words.max() >= vocabulary:
+        tokens = text.astype(np.int32)
+    if tokens.size and tokens.max() >= vocabulary:
         raise ValueError(
-            f"{folder} has {vocabulary} words, the text has number {words.max()}: give the tokenizer.json of the model"
+            f"{folder} has a vocabulary of {vocabulary}, the text has token {tokens.max()}: give the model's "
+            "tokenizer.json"
         )
-    return words
+    return tokens
 
 
 def corpus_of(files: list[str] | None, folder: pathlib.Path, vocabulary: int, length: int) -> data.Corpus:
-    """The text in words, its end held out."""
+    """The text in tokens, its end held out."""
     found = data.load(files)
     if not (folder / TOKENIZER).is_file():
-        print(f"warning: {folder} has no {TOKENIZER}: words are bytes, which only a model of bytes knows")
+        print(f"warning: {folder} has no {TOKENIZER}: tokens are bytes, which only a model of bytes knows")
     train, held_out = (words_of(part, folder, vocabulary) for part in (found.train, found.held_out))
     corpus = found._replace(train=train, held_out=held_out)
     data.check_length(corpus, length)
@@ -149,7 +150,7 @@ def prepare(args: argparse.Namespace, folder: pathlib.Path, recipe: Recipe | Non
 
 
 def loss_fn(model: models.CausalLM, params, fp8, frozen, windows):
-    """The mean loss of words i32[b, s + 1] that follow each other, f32[]."""
+    """The mean loss of tokens i32[b, s + 1] that follow each other, f32[]."""
     variables = {"params": te_flax.join_lora(params, frozen), **fp8}
     return model.apply(variables, windows[:, :-1], windows[:, 1:])
 
@@ -262,7 +263,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--recipe", help="scales of FP8 [default: current]", choices=RECIPES, default="current")
     add("--steps", help="[default: 200]", type=int, default=200)
     add("--batch-size", help="texts of a step [default: 8]", type=int, default=8)
-    add("--seq-len", help="words of a text [default: 512; without --hf 64]", type=int)
+    add("--seq-len", help="tokens of a text [default: 512; without --hf 64]", type=int)
     add("--eval-batches", help="of held-out text, before and after [default: 8]", type=int, default=8)
     add("--lr", help="peak learning rate [default: 2e-4; --full 2e-5; without --hf 1e-2]", type=float)
     add("--remat", help="layers keep their inputs alone for the backward pass: less memory", action="store_true")
@@ -296,7 +297,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"the checkpoint is {args.hf}, a small Llama of random weights: give a trained one with --hf")
     folder = pathlib.Path(args.hf)
     corpus = corpus_of(args.data, folder, config_of(folder).vocab_size, args.seq_len)
-    print(f"{corpus.source}; {len(corpus.train):,} words to train on", flush=True)
+    print(f"{corpus.source}; {len(corpus.train):,} tokens to train on", flush=True)
     fp8 = {} if args.bf16 else {f"FP8 ({args.recipe})": RECIPES[args.recipe]}
     runs = {}
     for name, recipe in {**fp8, **({"bf16": None} if args.bf16 or args.compare else {})}.items():

@@ -128,7 +128,7 @@ def generate(model: GPT, variables, recipe, prompts: list[bytes], count: int, ch
 
 
 def ends_of(folder: pathlib.Path) -> list[int]:
-    """The words that end a text, by config.json."""
+    """The tokens that end a text, by config.json."""
     found = json.loads((folder / "config.json").read_text()).get("eos_token_id")
     return found if isinstance(found, list) else [] if found is None else [found]
 
@@ -148,12 +148,12 @@ def generate_hf(args: argparse.Namespace, sampling: Sampling) -> int:
     import tokenizers
 
     ends = ends_of(folder)
-    model, variables = hf.load(folder, scan=False)  # words come faster from layers in no loop
+    model, variables = hf.load(folder, scan=False)  # faster: see te_jax.models.unscan
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     texts = [tokenizer.encode(prompt).ids for prompt in args.prompt]
     lengths = np.array([len(text) for text in texts], np.int32)
     if not lengths.all():
-        raise ValueError("a prompt is empty: give at least one word")
+        raise ValueError("a prompt is empty: give at least one token")
     padded = np.stack([np.pad(text, (0, lengths.max() - len(text))) for text in texts]).astype(np.int32)
     key = None if args.greedy else jax.random.key(args.seed)
     # Of several ends one stops the row; where another comes first, the row is cut there.
@@ -161,13 +161,13 @@ def generate_hf(args: argparse.Namespace, sampling: Sampling) -> int:
     run = jax.jit(lambda variables: models.generate(model, variables, padded, args.tokens, **options))
     run = run.lower(variables).compile()
     began = time.perf_counter()
-    words = np.asarray(run(variables))
+    tokens = np.asarray(run(variables))
     seconds = time.perf_counter() - began
-    for prompt, row in zip(args.prompt, words):
-        kept = itertools.takewhile(lambda word: word not in ends, row.tolist())
+    for prompt, row in zip(args.prompt, tokens):
+        kept = itertools.takewhile(lambda token: token not in ends, row.tolist())
         print(f"=== {prompt!r}", prompt + tokenizer.decode(list(kept)), sep="\n")
     print(
-        f"=== {model.params_dtype.name}: {words.size} tokens in {seconds:.2f} s, {words.size / seconds:,.0f} tokens/s"
+        f"=== {model.params_dtype.name}: {tokens.size} tokens in {seconds:.2f} s, {tokens.size / seconds:,.0f} tokens/s"
     )
     return 0
 

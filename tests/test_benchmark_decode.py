@@ -8,9 +8,9 @@ from benchmarks import decode
 
 
 def test_decoding_a_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(decode, "PROMPT", 8), monkeypatch.setattr(decode, "WORDS", 4)
+    monkeypatch.setattr(decode, "PROMPT", 8), monkeypatch.setattr(decode, "TOKENS", 4)
     monkeypatch.setattr(decode, "BATCHES", (2,))
     assert decode.write(tmp_path / "llama", tiny=True)["written_s"] > 0
     for way in decode.OURS:
         row = decode.measure(way, tmp_path / "llama")
-        assert row["impl"] == way and row["words_per_s_b2"] > 0 and row["first_s_b2"] > 0
+        assert row["impl"] == way and row["tokens_per_s_b2"] > 0 and row["first_s_b2"] > 0

@@ -165,4 +165,4 @@ def test_check_is_a_command(tmp_path, monkeypatch, capsys):
     assert status.value.code == 1 and f"{path}:5: " in capsys.readouterr().out
     path.write_text("import transformer_engine.jax as te\nte.flax.TransformerLayer(hidden_size=8)\n")
     command()
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == f"{path}: nothing needs an edit\n"

@@ -209,7 +209,7 @@ def test_transformations(rng):
 
 
 def test_edges(rng):
-    """No tokens, all ignored, one word, labels that are no words, NaN and inf in x."""
+    """No tokens, all ignored, a vocabulary of one, labels beyond it, NaN and inf in x."""
     x, kernel, labels, cotangent = drawn(rng)
     run = jax.jit(partial(ours, chunk_tokens=4, reduction="none"))
     mean = jax.jit(partial(ours, chunk_tokens=4))
@@ -240,7 +240,7 @@ BAD = {  # operands, keywords, error, words
     "x int": ((ONE[0].astype(int), *ONE[1:]), {}, TypeError, "x is int32"),
     "another H": ((ONE[0][..., 1:], *ONE[1:]), {}, ValueError, r"x has the shape \(2, 3, 7\), kernel \(8, 5\)"),
     "words first": (ONE, dict(words_first=True), ValueError, r"kernel \[V, H\]"),
-    "no words": ((ONE[0], ONE[1][:, :0], ONE[2]), {}, ValueError, "at least one word"),
+    "no vocabulary": ((ONE[0], ONE[1][:, :0], ONE[2]), {}, ValueError, "a vocabulary of at least one entry"),
     "labels float": ((*ONE[:2], ONE[2].astype(float)), {}, TypeError, "labels is float32"),
     "labels of other tokens": ((*ONE[:2], ONE[2][:, 1:]), {}, ValueError, r"labels has the shape \(2, 2\)"),
     "quantized": ((ONE[0], QuantizedKernel.unquantized(ONE[1], 1), ONE[2]), {}, TypeError, "is a QuantizedKernel"),

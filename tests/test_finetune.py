@@ -130,14 +130,14 @@ def test_words_are_those_of_the_tokenizer(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").touch()
     due = [len(line) for line in text.splitlines()]
     np.testing.assert_array_equal(finetune_lora.words_of(as_bytes, tmp_path, 50), due)
-    with pytest.raises(ValueError, match="has 49 words, the text has number 49: give the tokenizer.json"):
+    with pytest.raises(ValueError, match="has a vocabulary of 49, the text has token 49: give the model"):
         finetune_lora.words_of(as_bytes, tmp_path, 49)
 
 
 def test_what_does_not_start(tmp_path, capsys):
     run = lambda *arguments: finetune_lora.main([*SMALL, f"--out={tmp_path}", *arguments])
     assert run(f"--hf={FIXTURES / 'bert'}") == 2 and "is a BertForMaskedLM: give a causal" in capsys.readouterr().err
-    assert run(f"--hf={FIXTURES / 'llama3'}") == 2 and "has 83 words, the text has" in capsys.readouterr().err
+    assert run(f"--hf={FIXTURES / 'llama3'}") == 2 and "has a vocabulary of 83, the text has" in capsys.readouterr().err
     assert run("--hf=nowhere") == 2 and "nowhere/config.json" in capsys.readouterr().err
     for arguments in (["--full", "--join"], ["--bf16", "--compare"], ["--check-gap=1"], ["--rank=0"]):
         with pytest.raises(SystemExit) as stopped:

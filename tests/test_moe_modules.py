@@ -1,5 +1,6 @@
 """MoEBlock and TransformerLayer with experts, in Linen and NNX: training, state, meshes."""
 
+import contextlib
 import warnings
 from functools import partial
 
@@ -301,6 +302,16 @@ def test_mesh_and_shard_map(rng):
         states.assert_equal(got[1]["expert_bias"]["expert_bias"], counts)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=2.0**-19 * np.abs(b).max(initial=1e-20))
+
+
+def test_experts_are_not_divided(rng):
+    """Who asks for it hears so; an axis of one device asks for nothing."""
+    model, x = te_flax.MoEBlock(E, K, F), states.data(rng, B, S, H)
+    for devices in (1, 2):
+        mesh = jax.make_mesh((devices,), ("ep",), axis_types=(AxisType.Auto,))
+        with jax.set_mesh(mesh), te.sharding.global_shard_guard(te.MeshResource(ep_resource="ep")):
+            with contextlib.nullcontext() if devices == 1 else pytest.raises(ValueError, match="ep_resource is 'ep'"):
+                jax.eval_shape(model.init, jax.random.key(0), x)
 
 
 # -- NNX -------------------------------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def test_power_of_2_is_exact_where_a_logarithm_is_not():
 SCALES = "x_scale", "kernel_scale", "grad_scale"
 OF_ALL = [
     (ValueError, "fp8_format is .*E5M2 has too few bits", dict(fp8_format=Format.E5M2)),
-    (TypeError, "pass a recipe.Format", dict(fp8_format="HYBRID")),
+    (TypeError, "pass te_jax.recipe.Format.HYBRID or", dict(fp8_format="HYBRID")),
     (ValueError, "override_linear_precision is", dict(override_linear_precision=(True,))),
     (ValueError, "override_linear_precision is True", dict(override_linear_precision=True)),
     *((ValueError, "exclude is .*pass a tuple of patterns", dict(exclude=e)) for e in ("mlp", ("",), (1,), 3, None)),

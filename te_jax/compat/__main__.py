@@ -23,10 +23,13 @@ def list_edits(paths: list[str]) -> bool:
     """Prints what in the programs needs an edit, "path:line: text" each; returns whether nothing does."""
     from te_jax.compat._program import findings  # It imports all of te_jax.compat.
 
-    found = [(path, *finding) for path in paths for finding in findings(pathlib.Path(path).read_text(), path)]
-    for path, line, text in found:
-        print(f"{path}:{line}: {text}")
-    return not found
+    found = {path: findings(pathlib.Path(path).read_text(), path) for path in paths}
+    for path, edits in found.items():
+        for line, text in edits:
+            print(f"{path}:{line}: {text}")
+        if not edits:
+            print(f"{path}: nothing needs an edit")
+    return not any(found.values())
 
 
 def command() -> None:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from flax.errors import InvalidRngError
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -194,6 +195,15 @@ def residual_axes(module: nn.Module) -> tuple[str | None, ...]:
     return activation_axes(module, BATCH_AXES, sequence, HIDDEN_AXES)
 
 
+def dropout_key(module: nn.Module, stream: str) -> jax.Array:
+    """A key of the random stream `stream`. Raises Flax's InvalidRngError, naming the module, where nobody gave one."""
+    if not (module.has_rng(stream) or module.has_rng("params")):  # Flax takes that of "params" instead
+        raise InvalidRngError(
+            f"{describe(module)}: dropout needs a key; pass rngs={{{stream!r}: key}} to apply, or deterministic=True."
+        )
+    return module.make_rng(stream)
+
+
 class Dropout(nn.Dropout):
     """`flax.linen.Dropout` on any mesh: Flax's mask has no sharding on Explicit meshes, and inside `shard_map` all
     shards would draw the same one."""
@@ -201,9 +211,11 @@ class Dropout(nn.Dropout):
     def __call__(self, inputs: jax.Array, deterministic: bool) -> jax.Array:
         """inputs [...] -> the same shape, type and sharding."""
         shards, explicit = varying(inputs), on_explicit_mesh(jax.typeof(inputs))
-        if deterministic or not 0 < self.rate < 1 or not (shards or explicit):
+        if deterministic or not 0 < self.rate < 1:
             return super().__call__(inputs, deterministic)
-        key, kept = self.make_rng(self.rng_collection), 1.0 - self.rate
+        key, kept = dropout_key(self, self.rng_collection), 1.0 - self.rate
+        if not (shards or explicit):
+            return super().__call__(inputs, deterministic, rng=key)
         for name in sorted(shards - varying(key)):
             key = jax.random.fold_in(key, lax.axis_index(name))
         shared = [axis % inputs.ndim for axis in self.broadcast_dims]

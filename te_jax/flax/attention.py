@@ -9,7 +9,7 @@ import numpy as np
 from flax import linen as nn
 
 from te_jax._check import FLOATING, NONE, plain
-from te_jax.flax._common import floating
+from te_jax.flax._common import dropout_key, floating
 from te_jax.flax._context import Context
 from te_jax.flax._fields import Module, check_call, groups_divide_heads, groups_of
 from te_jax.flax._state import attention_metas, describe, recipe_of
@@ -180,7 +180,7 @@ class DotProductAttention(Module):
             logit_softcap=self.attn_logit_softcap,
             window_size=self.window_size,
             dropout_rate=self.attention_dropout if drops else 0.0,
-            dropout_rng=self.make_rng(self.dropout_rng_name) if drops else None,
+            dropout_rng=dropout_key(self, self.dropout_rng_name) if drops else None,
             sequence_descriptor=sequence_descriptor,
             return_max_logit=self.return_max_logit,
             deterministic=self.deterministic_gradients,

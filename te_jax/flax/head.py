@@ -29,10 +29,10 @@ class LMHead(Module):
     """The head of a language model: logits x . kernel^T, or with labels their cross entropy, whose logits are in memory
     for a few thousand tokens at a time; the loss is in FP8 under `te_jax.autocast`.
 
-    features:        V, the number of words.
+    features:        V, the size of the vocabulary.
     label_smoothing, z_loss, logit_softcap, ignore_index: as in `te_jax.layers.linear_cross_entropy`; the cap is on the
                      logits of both.
-    kernel_axes:     logical axes of the kernel; the mesh axis of the first splits the words.
+    kernel_axes:     logical axes of the kernel; the mesh axis of the first splits the vocabulary.
     dtype:           of the parameters.
     params_dtype:    of the parameters, if not None; then inputs are cast to `dtype`.
 
@@ -104,13 +104,13 @@ class LMHead(Module):
         return z if self.logit_softcap is None else self.logit_softcap * jnp.tanh(z / self.logit_softcap)
 
     def _places(self, inputs) -> dict:
-        """How devices split tokens and words, where logical axis rules say it."""
+        """How devices split tokens and the vocabulary, where logical axis rules say it."""
         tokens = (BATCH_AXES, SEQLEN_AXES, *[None] * inputs.ndim)[: inputs.ndim - 1]
         spec = resolve_logical_axes(activation_axes(self, *tokens) if len(tokens) > 1 else tokens)
-        words = resolve_logical_axes(self.kernel_axes or None)
-        if spec is None or words is None:
+        vocab = resolve_logical_axes(self.kernel_axes or None)
+        if spec is None or vocab is None:
             return {}
         split = {axis for entry in spec for axis in mesh_axes(entry)}
         return dict(
-            token_spec=spec, vocab_axis=tuple(axis for axis in mesh_axes(words[0]) if axis not in split) or None
+            token_spec=spec, vocab_axis=tuple(axis for axis in mesh_axes(vocab[0]) if axis not in split) or None
         )

@@ -19,7 +19,7 @@ from te_jax.layers.moe import MoEOptions, moe
 from te_jax.layers.norm_mlp import split_residual
 from te_jax.ops.norm import norm_and_input
 from te_jax.ops.router import RouterOptions, updated_expert_bias
-from te_jax.sharding import check_current_mesh_resource
+from te_jax.sharding import check_current_mesh_resource, check_no_expert_parallelism
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
 BIAS_COLLECTION, LOSSES = "expert_bias", "losses"
@@ -180,6 +180,7 @@ class MoEBlock(Module):
 
     def _experts(self, h, gate, wi, wo, residual, of_norm):
         check_current_mesh_resource()
+        check_no_expert_parallelism(describe(self))
         metas = expert_metas(self, self.num_experts)
         names = tuple(f"wi_{i}" for i in range(len(wi[0])))
         wi_kernel = expert_operand(self, names, wi[0], metas and metas[0])

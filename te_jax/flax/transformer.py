@@ -273,7 +273,10 @@ class TransformerLayer(Module):
         if not decoder:
             for name, value in (("encoded", encoded), ("encoder_decoder_mask", encoder_decoder_mask)):
                 if value is not None:
-                    raise ValueError(f'{describe(self)}: {name} is given, but layer_type is "encoder"; use "decoder".')
+                    raise ValueError(
+                        f'{describe(self)}: {name} is given, but layer_type is "encoder"; use "decoder", or pass a '
+                        "mask of self-attention by its name: attention_mask=..."
+                    )
         held = self.get_variable("params", "mlp") if self.has_variable("params", "mlp") else {}
         if self.parallel_shared_layernorm and "scale" in held:
             raise ValueError(

@@ -194,7 +194,7 @@ def _rules(c: ModelConfig) -> list[TensorRule]:
 
 
 def _spare(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Layers that predict further words stand behind those of the model."""
+    """Layers that predict further tokens stand behind those of the model."""
     first, count = config["num_hidden_layers"], config.get("num_nextn_predict_layers") or 0
     return tuple(f"model.layers.{i}." for i in range(first, first + count))
 

@@ -1,19 +1,19 @@
 """The head of a language model and its loss in one: logits are there for a chunk of tokens at a time, never all.
 
-The three products are 2 N H V FLOPs each, for N tokens of width H and V words. A mean or sum has one number as its
-cotangent, so the forward pass computes the gradients too, while a chunk's logits are there: three products in all.
-Losses of single tokens each have a cotangent of their own, by which the gradient of the kernel cannot be multiplied
-afterwards: the backward pass computes the logits again, and there are four.
+The three products are 2 N H V FLOPs each, for N tokens of width H and a vocabulary of V. A mean or sum has one number
+as its cotangent, so the forward pass computes the gradients too, while a chunk's logits are there: three products in
+all. Losses of single tokens each have a cotangent of their own, by which the gradient of the kernel cannot be
+multiplied afterwards: the backward pass computes the logits again, and there are four.
 
-A chunk has all words of its tokens, for the gradient of a logit needs the sum over all of them. Chunks of words would
-need no sum of dW over chunks, but a fourth product. A chunk of T tokens takes 4 T V bytes of f32 logits and 2 T V of
-their gradient in 16 bits. With 1 GiB of logits (2048 tokens of 128k words) a product has enough rows. The sum of dW,
-which each chunk reads and writes, is 1 GB of traffic each way beside products of 2 TFLOP. In FP8 the copies of the
-kernel take memory, too, and chunks are half as long. The sum of dW is in bf16 if the kernel is: in f32 it would be
-4 H V bytes more, a third of all that is needed at N = 16k, H = 4k, V = 128k.
+A chunk has the whole vocabulary for its tokens: the gradient of a logit needs the sum over all logits of its token.
+Chunks of the vocabulary would need no sum of dW over chunks, but a fourth product. A chunk of T tokens takes 4 T V
+bytes of f32 logits and 2 T V of their gradient in 16 bits. With 1 GiB of logits (2048 tokens, V = 128k) a product has
+enough rows. The sum of dW, which each chunk reads and writes, is 1 GB of traffic each way beside products of 2 TFLOP.
+In FP8 the copies of the kernel take memory, too, and chunks are half as long. The sum of dW is in bf16 if the kernel
+is: in f32 it would be 4 H V bytes more, a third of all that is needed at N = 16k, H = 4k, V = 128k.
 
-Where devices split the words, each has maxima, sums of exponentials and labels' logits of its own: a few numbers per
-token cross.
+Where devices split the vocabulary, each has maxima, sums of exponentials and labels' logits of its own: a few numbers
+per token cross.
 """
 
 from collections.abc import Callable
@@ -33,14 +33,14 @@ from te_jax.layers.head_gemms import Amaxes, Head
 from te_jax.layers.vjp import has_gradient, instantiate, jit_layer
 
 _LOGITS_BYTES, _LOGITS_BYTES_FP8 = 1 << 30, 1 << 29  # of one chunk; in FP8 the kernel's copies take memory, too
-_LEAST_TOKENS, _ROWS = 1024, 128  # of a chunk, whatever the words take; what its tokens are a multiple of
+_LEAST_TOKENS, _ROWS = 1024, 128  # of a chunk, however large the vocabulary; what its tokens are a multiple of
 
 
 @dataclass(frozen=True)
 class LossOptions:
     """What is made of the logits of a token.
 
-    label_smoothing: e: the target is (1 - e) times the label plus e / V of each word.
+    label_smoothing: e: the target is (1 - e) times the label plus e / V of each entry of the vocabulary.
     z_loss:          c: adds c times the square of the logarithm of the sum of exponentials.
     logit_softcap:   c: logits z become c tanh(z / c); None leaves them.
     ignore_index:    the label of tokens without loss; None: there is none.
@@ -63,13 +63,13 @@ class Plan(NamedTuple):
     head: Head
     chunk: int | None  # tokens of a chunk; None: by the bytes of its logits
     accumulate: jnp.dtype  # of the sum of dW over chunks
-    word_axes: tuple[str, ...]  # the manual mesh axes that split the words
+    vocab_axes: tuple[str, ...]  # the manual mesh axes that split the vocabulary
     eager: bool  # the gradients are computed in the forward pass
 
-    def tokens_of_chunk(self, tokens: int, words: int) -> int:
+    def tokens_of_chunk(self, tokens: int, vocabulary: int) -> int:
         """T, for `tokens` in all. Several chunks are of about the same size."""
         logits = _LOGITS_BYTES_FP8 if self.head.recipe else _LOGITS_BYTES
-        by_bytes = max(logits // (4 * words) // _ROWS * _ROWS, _LEAST_TOKENS)
+        by_bytes = max(logits // (4 * vocabulary) // _ROWS * _ROWS, _LEAST_TOKENS)
         chunk = by_bytes if self.chunk is None else self.chunk
         if tokens <= chunk:
             return tokens
@@ -89,19 +89,19 @@ class HeadOperands(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Of the logits of each token, over all words of all devices; f32 [T] each."""
+    """Of the logits of each token, over the vocabulary of all devices; f32 [T] each."""
 
     lse: jax.Array  # the logarithm of the sum of exponentials
-    label: jax.Array  # the logit of the label, 0 where that is no word
+    label: jax.Array  # the logit of the label, 0 where that is no entry of this device
     total: jax.Array | None  # the sum, for label smoothing
 
 
 def _label_places(labels, z, plan: Plan):
-    """i32[T], the places of the labels among the words of this device, and how many words all devices have."""
-    words = z.shape[1]
-    if not plan.word_axes:
-        return labels, words
-    return labels - lax.axis_index(plan.word_axes) * words, words * lax.axis_size(plan.word_axes)
+    """i32[T], the places of the labels in this device's part of the vocabulary, and the size of the whole."""
+    vocabulary = z.shape[1]
+    if not plan.vocab_axes:
+        return labels, vocabulary
+    return labels - lax.axis_index(plan.vocab_axes) * vocabulary, vocabulary * lax.axis_size(plan.vocab_axes)
 
 
 def _is_label(z, places):
@@ -109,9 +109,9 @@ def _is_label(z, places):
 
 
 def _sums(z, places, plan: Plan) -> _Sums:
-    across = lambda a: lax.psum(a, plan.word_axes) if plan.word_axes else a
+    across = lambda a: lax.psum(a, plan.vocab_axes) if plan.vocab_axes else a
     largest = jnp.max(z, 1)
-    largest = lax.pmax(largest, plan.word_axes) if plan.word_axes else largest
+    largest = lax.pmax(largest, plan.vocab_axes) if plan.vocab_axes else largest
     largest = jnp.where(jnp.isfinite(largest), largest, 0)  # a NaN comes back by the sum
     exponentials = across(jnp.sum(jnp.exp(z - largest[:, None]), 1))
     label = across(jnp.sum(jnp.where(_is_label(z, places), z, 0), 1))
@@ -124,30 +124,30 @@ def _capped(z, cap: float | None):
 
 
 def _losses(z, labels, plan: Plan):
-    """f32 [T], and what its gradient needs: (sums, places, the number of words). z: capped logits f32 [T, V]."""
-    loss, (places, words) = plan.loss, _label_places(labels, z, plan)
+    """f32 [T], and what its gradient needs: (sums, places, the size of the vocabulary). z: capped logits f32 [T, V]."""
+    loss, (places, vocabulary) = plan.loss, _label_places(labels, z, plan)
     sums = _sums(z, places, plan)
     smooth = loss.label_smoothing
     each = sums.lse - (1 - smooth) * sums.label
     if smooth:
-        each = each - smooth / words * sums.total
+        each = each - smooth / vocabulary * sums.total
     if loss.z_loss:
         each = each + loss.z_loss * sums.lse**2
-    each = jnp.where((labels >= 0) & (labels < words), each, jnp.nan)
-    return jnp.where(loss.counts(labels), each, 0), (sums, places, words)
+    each = jnp.where((labels >= 0) & (labels < vocabulary), each, jnp.nan)
+    return jnp.where(loss.counts(labels), each, 0), (sums, places, vocabulary)
 
 
 def _gradient(z, weights, labels, of_losses, plan: Plan):
     """The gradient [T, V], in x's type, of the sum of weights f32[T] times losses by the logits before the cap."""
-    loss, (sums, places, words) = plan.loss, of_losses
-    weights = jnp.where((labels >= 0) & (labels < words), weights, jnp.nan)
+    loss, (sums, places, vocabulary) = plan.loss, of_losses
+    weights = jnp.where((labels >= 0) & (labels < vocabulary), weights, jnp.nan)
     smooth, scale = loss.label_smoothing, weights
     if loss.z_loss:
         scale = weights * (1 + 2 * loss.z_loss * sums.lse)
     dz = jnp.exp(z - sums.lse[:, None]) * scale[:, None]
     dz = dz - jnp.where(_is_label(z, places), ((1 - smooth) * weights)[:, None], 0)
     if smooth:
-        dz = dz - (smooth / words * weights)[:, None]
+        dz = dz - (smooth / vocabulary * weights)[:, None]
     if loss.logit_softcap is not None:
         dz = dz * (1 - (z / loss.logit_softcap) ** 2)
     return jnp.where(loss.counts(labels)[:, None], dz, 0).astype(plan.head.x.dtype)
@@ -172,20 +172,20 @@ def _from_chunks(a, tokens: int):
 
 def _each_chunk(operands: HeadOperands, labels, weights, plan: Plan):
     """x, labels and weights of each chunk. Tokens that fill up the last one have no loss, whatever their label."""
-    count, words = operands.x.shape[0], operands.kernel.shape[1 - plan.head.hidden_axis]
-    tokens = plan.tokens_of_chunk(count, words)
+    count, vocabulary = operands.x.shape[0], operands.kernel.shape[1 - plan.head.hidden_axis]
+    tokens = plan.tokens_of_chunk(count, vocabulary)
     return _in_chunks(operands.x, tokens, 0), _in_chunks(labels, tokens, 0), _in_chunks(weights, tokens, 0)
 
 
 def _losses_alone(operands: HeadOperands, labels, plan: Plan) -> jax.Array:
     """The losses f32 [N]."""
     head, (x, kernel, metas) = plan.head, operands
-    words = head_gemms.read_kernel(kernel, metas.kernel, head, train=False, wgrad=False)
+    weight = head_gemms.read_kernel(kernel, metas.kernel, head, train=False, wgrad=False)
 
     def one(chunk):
         tokens, labels = chunk
         q = head_gemms.read_tokens(tokens, metas.x, head, train=False, wgrad=False)
-        z = _capped(head_gemms.logits(q, words, head, tokens.shape[0]), plan.loss.logit_softcap)
+        z = _capped(head_gemms.logits(q, weight, head, tokens.shape[0]), plan.loss.logit_softcap)
         return _losses(z, labels, plan)[0]
 
     return _from_chunks(lax.map(one, _each_chunk(operands, labels, labels, plan)[:2]), x.shape[0])
@@ -202,15 +202,15 @@ class _Gradients(NamedTuple):
 def _both_ways(operands: HeadOperands, labels, weights, plan: Plan, dgrad: bool, wgrad: bool):
     """The losses f32 [N], and the gradients of their sum, each times its weight f32 [N]."""
     head, (x, kernel, metas) = plan.head, operands
-    words = head_gemms.read_kernel(kernel, metas.kernel, head, train=True, wgrad=wgrad)
+    weight = head_gemms.read_kernel(kernel, metas.kernel, head, train=True, wgrad=wgrad)
 
     def one(total, chunk):
         tokens, labels, weights = chunk
         q = head_gemms.read_tokens(tokens, metas.x, head, train=True, wgrad=wgrad)
-        z = _capped(head_gemms.logits(q, words, head, tokens.shape[0]), plan.loss.logit_softcap)
+        z = _capped(head_gemms.logits(q, weight, head, tokens.shape[0]), plan.loss.logit_softcap)
         losses, of_losses = _losses(z, labels, plan)
         dz = _gradient(z, weights, labels, of_losses, plan)
-        dx, total, seen = head_gemms.gradients(q, words, dz, total, metas.grad, head, dgrad)
+        dx, total, seen = head_gemms.gradients(q, weight, dz, total, metas.grad, head, dgrad)
         return total, (losses, dx, getattr(q, "amax", None), seen)
 
     start = jnp.zeros(kernel.shape if wgrad else (0,), plan.accumulate)
@@ -218,7 +218,7 @@ def _both_ways(operands: HeadOperands, labels, weights, plan: Plan, dgrad: bool,
     total, (losses, dx, *seen) = lax.scan(one, start, _each_chunk(operands, labels, weights, plan))
     losses, nothing = _from_chunks(losses, x.shape[0]), jnp.zeros((0,))
     dx = _from_chunks(dx, x.shape[0]) if dgrad else nothing
-    amaxes = Amaxes(head_gemms.largest(seen[0]), getattr(words, "amax", None), head_gemms.largest(seen[1]))
+    amaxes = Amaxes(head_gemms.largest(seen[0]), getattr(weight, "amax", None), head_gemms.largest(seen[1]))
     return losses, _Gradients(dx, total if wgrad else nothing, amaxes)
 
 

@@ -1,4 +1,4 @@
-"""The three GEMMs between hidden states and words, of a chunk of tokens at a time, in FP8 where a recipe is given.
+"""The three GEMMs between hidden states and logits, of a chunk of tokens at a time, in FP8 where a recipe is given.
 
 logits  z  = x W       x [T, H], W [H, V] or its transpose -> f32 [T, V]
 dgrad   dx = dz W^T    dz [T, V]                           -> [T, H] of x's type
@@ -85,16 +85,16 @@ def read_tokens(
     return quantize_tensor(x, 1, role, config)[0]
 
 
-def logits(x: Any, words: Any, head: Head, tokens: int) -> jax.Array:
+def logits(x: Any, weight: Any, head: Head, tokens: int) -> jax.Array:
     """f32 [T, V], of what `read_tokens` and `read_kernel` give. They are never rounded to x's type."""
     if head.recipe is None:
-        return dot(x, (1,), words, (head.hidden_axis,), jnp.float32)
+        return dot(x, (1,), weight, (head.hidden_axis,), jnp.float32)
     config = head.config(tokens)
-    return gemms.fprop(x, words, None, config._replace(x=config.x.update(dtype=jnp.dtype(jnp.float32))))
+    return gemms.fprop(x, weight, None, config._replace(x=config.x.update(dtype=jnp.dtype(jnp.float32))))
 
 
 def gradients(
-    x: Any, words: Any, dz: jax.Array, total: jax.Array | None, meta: fp8.TensorMeta | None, head: Head, dgrad: bool
+    x: Any, weight: Any, dz: jax.Array, total: jax.Array | None, meta: fp8.TensorMeta | None, head: Head, dgrad: bool
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
     """(dx, total with this chunk's dW, the amax of dz) from the gradient dz [T, V] of the logits, in x's type.
 
@@ -103,7 +103,7 @@ def gradients(
     wgrad, dx = total is not None, None
     if head.recipe is None:
         if dgrad:
-            dx = dot(dz, (1,), words, (1 - head.hidden_axis,), head.x.dtype)
+            dx = dot(dz, (1,), weight, (1 - head.hidden_axis,), head.x.dtype)
         if wgrad:
             left, right = (dz, x) if head.words_first else (x, dz)
             total = total + dot(left, (0,), right, (0,), total.dtype)
@@ -111,7 +111,7 @@ def gradients(
     config = head.config(dz.shape[0])
     grad, _ = quantize_grad(dz, meta, config, wgrad)
     if dgrad:
-        dx = gemms.dgrad([(grad, words, config)])
+        dx = gemms.dgrad([(grad, weight, config)])
     if wgrad:
         left, right = (grad, x) if head.words_first else (x, grad)
         total = gemms.wgrad(left, right, config, total)

@@ -69,8 +69,9 @@ def linear_cross_entropy(
     x:          f32, bf16 or f16 [*B, H].
     kernel:     f32, bf16 or f16 [H, V], or [V, H] (an embedding) with words_first. Quantized from its own type; without
                 a recipe cast to x's.
-    labels:     integers [*B]. A label that is neither a word nor ignore_index makes its loss and gradients NaN.
-    label_smoothing: the share of the target that all words have in equal parts (https://arxiv.org/abs/1512.00567).
+    labels:     integers [*B]. A label that is neither in the vocabulary nor ignore_index makes its loss and gradients
+                NaN.
+    label_smoothing: the share of the target that is spread over the vocabulary (https://arxiv.org/abs/1512.00567).
     z_loss:     the factor of lse**2, which keeps the logits from drifting (https://arxiv.org/abs/2204.02311).
     logit_softcap: c: logits become c tanh(z / c) (https://arxiv.org/abs/2408.00118).
     ignore_index: the label of tokens whose loss and gradient are 0; None: there is none.
@@ -78,12 +79,12 @@ def linear_cross_entropy(
     recipe:     None for products in x's type (f32 logits either way), else a recipe, and then `metas`.
                 A recipe that scales by the amax of this step has one for each chunk of x and of the logits' gradient.
     metas:      `fp8.DenseMetas`, as of `dense`. The gradient of the logits is scaled as that of the sum of losses is.
-    vocab_axis: the mesh axis or axes that split the words of `kernel`: inside `jax.shard_map`, where kernel is the
+    vocab_axis: the mesh axis or axes that split the vocabulary of `kernel`: inside `jax.shard_map`, where kernel is the
                 device's own part, and on a mesh of Auto axes.
     token_spec: on a mesh of Auto axes, how devices split `labels`. With this or vocab_axis each device computes its own
-                tokens and words, and sums of exponentials cross. Without, XLA partitions the loop over chunks, which is
-                right, but adds the kernel's gradient up over devices in each chunk. On Explicit axes the types of x
-                and kernel say all of this.
+                tokens and part of the vocabulary, and sums of exponentials cross. Without, XLA partitions the loop
+                over chunks, which is right, but adds the kernel's gradient up over devices in each chunk. On Explicit
+                axes the types of x and kernel say all of this.
     chunk_tokens: tokens of a chunk, of each device. None: as many as make 1 GiB of f32 logits, in FP8 half of that; at
                 least 1024.
     accumulate_dtype: dtype in which chunks add up the gradient of the kernel. None: bf16 for a bf16 kernel, which each
@@ -122,7 +123,7 @@ def _check_head_arrays(name: str, x, kernel, labels, words_first: bool):
     for what, a, kind in (("x", x, FLOAT), ("kernel", kernel, FLOAT), ("labels", labels, INTEGERS)):
         check(name, what, a, kind)
     form = "[V, H]" if words_first else "[H, V]"
-    shapes = f"pass x [*B, H], kernel {form} with at least one word, and labels [*B]"
+    shapes = f"pass x [*B, H], kernel {form} with a vocabulary of at least one entry, and labels [*B]"
     if x.ndim < 1 or kernel.ndim != 2 or x.shape[-1:] != kernel.shape[words_first:][:1] or 0 in kernel.shape:
         raise ValueError(f"{name}: x has the shape {x.shape}, kernel {kernel.shape}; {shapes}.")
     if labels.shape != x.shape[:-1]:
@@ -136,7 +137,7 @@ class _Split(NamedTuple):
     """How devices split a call."""
 
     tokens: tuple[tuple[str, ...], ...] = ()  # the mesh axes of each axis of labels
-    words: tuple[str, ...] = ()
+    vocab: tuple[str, ...] = ()
     shards: frozenset[str] = frozenset()  # the mesh axes that a `jax.shard_map` here makes manual
 
     @property
@@ -145,11 +146,11 @@ class _Split(NamedTuple):
 
 
 def _of_device(x, kernel, labels, metas, options: tuple, reduction: str, split: _Split):
-    """The result for the tokens and words of one device; sums are those of all devices that split.tokens names."""
+    """The result for one device's tokens and its part of the vocabulary; sums are over the devices of split.tokens."""
     loss, recipe, words_first, chunk, dtype = options
     shape, x, labels = labels.shape, x.reshape(-1, x.shape[-1]), labels.reshape(-1)
     head = Head(recipe, words_first, jax.typeof(x), jax.typeof(kernel), stage_axes())
-    plan = Plan(loss, head, chunk, dtype, split.words, reduction != "none")
+    plan = Plan(loss, head, chunk, dtype, split.vocab, reduction != "none")
     counted = jnp.sum(loss.counts(labels).astype(jnp.float32))
     out = cross_entropy(HeadOperands(*align(x, kernel), metas), align(labels, x)[0], plan)
     if reduction == "none":
@@ -163,57 +164,57 @@ def _of_device(x, kernel, labels, metas, options: tuple, reduction: str, split: 
 
 
 def _split_of_call(name: str, x, kernel, words_first: bool, vocab_axis, token_spec) -> _Split:
-    explicit, words = on_explicit_mesh(jax.typeof(x)), mesh_axes(vocab_axis)
+    explicit, vocab = on_explicit_mesh(jax.typeof(x)), mesh_axes(vocab_axis)
     mesh = jax.typeof(x).sharding.mesh if explicit else jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types))
-    _check_mesh_axes(name, kinds, words, token_spec)
-    given = words or token_spec is not None
+    _check_mesh_axes(name, kinds, vocab, token_spec)
+    given = vocab or token_spec is not None
     if explicit:
         if given:
             raise ValueError(
                 f"{name}: vocab_axis or token_spec is given, but on Explicit mesh axes the types of x and kernel say "
                 "how devices split them; leave both out, and reshard x or kernel instead."
             )
-        *tokens, words = map(mesh_axes, dense_spec(jax.typeof(x), jax.typeof(kernel.T if words_first else kernel), 1))
-        return _Split(tuple(tokens), words, splittable_axes(mesh))
-    if any(kinds[axis] == AxisType.Manual for axis in words):
-        _check_manual(name, kernel, words, token_spec)
-        return _Split(words=words)
+        *tokens, vocab = map(mesh_axes, dense_spec(jax.typeof(x), jax.typeof(kernel.T if words_first else kernel), 1))
+        return _Split(tuple(tokens), vocab, splittable_axes(mesh))
+    if any(kinds[axis] == AxisType.Manual for axis in vocab):
+        _check_manual(name, kernel, vocab, token_spec)
+        return _Split(vocab=vocab)
     if not given:
         return _Split()
     auto = frozenset(axis for axis, kind in kinds.items() if kind == AxisType.Auto)
     spec = (*(token_spec or ()), *[None] * x.ndim)[: x.ndim - 1]
     tokens = tuple(_dividing(name, mesh, mesh_axes(entry), "tokens", size) for entry, size in zip(spec, x.shape))
-    words = _dividing(name, mesh, words, "words", kernel.shape[0 if words_first else 1])
-    return _Split(tokens, words, auto)
+    vocab = _dividing(name, mesh, vocab, "the vocabulary", kernel.shape[0 if words_first else 1])
+    return _Split(tokens, vocab, auto)
 
 
-def _check_mesh_axes(name: str, kinds: dict, words: tuple[str, ...], token_spec):
-    """Raises ValueError for mesh axes that are not there, and for one that splits tokens and words."""
+def _check_mesh_axes(name: str, kinds: dict, vocab: tuple[str, ...], token_spec):
+    """Raises ValueError for mesh axes that are not there, and for one that splits tokens and the vocabulary."""
     tokens = [axis for entry in token_spec or () for axis in mesh_axes(entry)]
-    for what, axes in (("vocab_axis", words), ("token_spec", tokens)):
+    for what, axes in (("vocab_axis", vocab), ("token_spec", tokens)):
         for axis in set(axes) - kinds.keys():
             have = f"the mesh in force has {tuple(kinds)}" if kinds else "no mesh is in force (`jax.set_mesh`)"
             raise ValueError(
                 f"{name}: {what} names the mesh axis {axis!r}, but {have}; name one that is there, or None."
             )
-    if both := set(words) & set(tokens):
+    if both := set(vocab) & set(tokens):
         raise ValueError(
             f"{name}: vocab_axis and token_spec both name {sorted(both)}; leave them out of token_spec where the axis "
             "serves tensor parallelism, else out of vocab_axis."
         )
 
 
-def _check_manual(name: str, kernel, words: tuple[str, ...], token_spec):
-    """Raises ValueError unless `kernel` differs along `words`, as inside `jax.shard_map(check_vma=True)`."""
+def _check_manual(name: str, kernel, vocab: tuple[str, ...], token_spec):
+    """Raises ValueError unless `kernel` differs along `vocab`, as inside `jax.shard_map(check_vma=True)`."""
     if token_spec is not None:
         raise ValueError(f"{name}: token_spec is given inside jax.shard_map; leave it out: x is the device's own part.")
-    if any(axis not in varying(lax.axis_index(axis)) for axis in words):
-        raise ValueError(f"{name}: vocab_axis needs jax.shard_map(check_vma=True), here over {words}; leave it True.")
-    if missing := set(words) - varying(kernel):
+    if any(axis not in varying(lax.axis_index(axis)) for axis in vocab):
+        raise ValueError(f"{name}: vocab_axis needs jax.shard_map(check_vma=True), here over {vocab}; leave it True.")
+    if missing := set(vocab) - varying(kernel):
         raise ValueError(
-            f"{name}: vocab_axis is {words}, but kernel is the same along {sorted(missing)}; pass its part of the "
-            "words (in_specs), or leave vocab_axis out."
+            f"{name}: vocab_axis is {vocab}, but kernel is the same along {sorted(missing)}; pass its part of the "
+            "vocabulary (in_specs), or leave vocab_axis out."
         )
 
 
@@ -230,10 +231,10 @@ def _dividing(name: str, mesh, axes: tuple[str, ...], what: str, size: int) -> t
 
 
 def _on_shards(run, x, kernel, labels, metas, words_first: bool, reduction: str, split: _Split):
-    """`run` on each device's own tokens and words."""
+    """`run` on each device's own tokens and part of the vocabulary."""
     tokens = spec_of(split.tokens)
     of_x = spec_of((*split.tokens, ()))
-    of_kernel = spec_of((split.words, ()) if words_first else ((), split.words))
+    of_kernel = spec_of((split.vocab, ()) if words_first else ((), split.vocab))
     if on_explicit_mesh(jax.typeof(x)):
         x, kernel, labels = (
             jax.sharding.reshard(a, spec) for a, spec in ((x, of_x), (kernel, of_kernel), (labels, tokens))

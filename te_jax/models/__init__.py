@@ -1,4 +1,4 @@
-"""Whole language models of te_jax's layers, as Flax (Linen) modules, and texts that they write."""
+"""Whole language models of te_jax's layers, as Flax (Linen) modules, and text generation with them."""
 
 from te_jax.models.causal import CausalLM as CausalLM
 from te_jax.models.config import ModelConfig as ModelConfig

@@ -1,4 +1,4 @@
-"""CausalLM: a decoder that predicts the next word of one text."""
+"""CausalLM: a decoder that predicts the next token of one text."""
 
 import jax
 from flax import linen as nn
@@ -36,7 +36,7 @@ class CausalLM(Model):
         max_decode_length: int | None = None,
         reduction: str = "mean",
     ) -> jax.Array:
-        """tokens int[b, s] -> logits f32[b, s, V]; with labels int[b, s], the words that follow, their loss f32[] (or
+        """tokens int[b, s] -> logits f32[b, s, V]; with labels int[b, s], the tokens that follow, their loss f32[] (or
         f32[b, s] with the reduction "none"), for which whole logits are never in memory.
 
         lengths:       int[b], how many tokens of each row are no padding, or a `SequenceDescriptor`, as of packed rows.

@@ -1,4 +1,4 @@
-"""EncoderLM: an encoder that predicts hidden words, as BERT; EncoderDecoder: from one text to another, as T5."""
+"""EncoderLM: an encoder that predicts masked tokens, as BERT; EncoderDecoder: from one text to another, as T5."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from te_jax.sharding import W_FSDP_AXES, W_TP_AXES
 
 
 class EncoderLM(Model):
-    """An encoder with a head that predicts words (Devlin et al. 2018, https://arxiv.org/abs/1810.04805).
+    """An encoder with a head that predicts tokens (Devlin et al. 2018, https://arxiv.org/abs/1810.04805).
 
     Parameters as of `CausalLM`; `token_types` [token_types, H]; `embedding_norm`; with head_transform
     `head_dense/{kernel, bias}`, `head_norm` and `head_bias` [V].

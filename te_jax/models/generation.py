@@ -1,4 +1,4 @@
-"""Words one after the other, with a KV cache."""
+"""Text generation, token by token, with a KV cache."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from te_jax.models.encoder import EncoderDecoder
 
 @dataclass(frozen=True)
 class Sampling(KnownFields):
-    """How the next word is chosen.
+    """How the next token is chosen.
 
-    temperature: divides the logits; 0 takes the likeliest word, whatever the other fields say.
-    top_k:       among the k likeliest words, and those as likely as the last of them; None: all.
-    top_p:       among the likeliest words whose probabilities, after temperature and top_k, add up to p, the word that
+    temperature: divides the logits; 0 takes the likeliest token, whatever the other fields say.
+    top_k:       among the k likeliest tokens, and those as likely as the last of them; None: all.
+    top_p:       among the likeliest tokens whose probabilities, after temperature and top_k, add up to p, the one that
                  reaches it included (https://arxiv.org/abs/1904.09751); None: all.
 
     Raises TypeError and ValueError for fields out of range.
@@ -34,7 +34,7 @@ class Sampling(KnownFields):
         check("Sampling", "top_p", self.top_p, NONE | number(above=0, most=1))
 
     def choose(self, key: jax.Array | None, logits: jax.Array) -> jax.Array:
-        """A word for each row of logits f32[b, V]: i32[b]. key: of `jax.random`; None if greedy."""
+        """A token for each row of logits f32[b, V]: i32[b]. key: of `jax.random`; None if greedy."""
         if self.temperature == 0:
             return jnp.argmax(logits, -1).astype(jnp.int32)
         logits = logits / self.temperature
@@ -48,7 +48,7 @@ class Sampling(KnownFields):
     def _nucleus(self, logits):
         ordered = -jnp.sort(-logits, axis=-1)
         shares = jax.nn.softmax(ordered, -1)
-        kept = jnp.cumsum(shares, -1) - shares < self.top_p  # what stands before a word does not reach p
+        kept = jnp.cumsum(shares, -1) - shares < self.top_p  # the likelier tokens alone do not reach p
         least = jnp.min(jnp.where(kept, ordered, jnp.inf), -1, keepdims=True)
         return jnp.where(logits < least, -jnp.inf, logits)
 
@@ -59,7 +59,7 @@ GREEDY = Sampling(temperature=0)
 def read_prompts(
     model: CausalLM | EncoderDecoder, variables: Any, prompts: jax.Array, lengths: jax.Array, slots: int, **context: Any
 ) -> tuple[jax.Array, Any]:
-    """(logits f32[b, V] of the word behind each prompt, the cache).
+    """(logits f32[b, V] of the token behind each prompt, the cache).
 
     prompts: int[b, s], padded on the right. lengths: int[b]. slots: of the cache, for prompts and what follows them.
     context: more arguments of the model's call.
@@ -81,9 +81,9 @@ def write_tokens(
     stop_at: int | None = None,
     **context: Any,
 ) -> tuple[jax.Array, Any]:
-    """(i32[b, count], state): the words that follow, from the result of `read_prompts`; the state goes on from there.
+    """(i32[b, count], state): the tokens that follow, from the result of `read_prompts`; the state goes on from there.
 
-    choose: (key, logits f32[b, V]) -> i32[b]. key: of `jax.random`, or None where `choose` wants none. stop_at: a word
+    choose: (key, logits f32[b, V]) -> i32[b]. key: of `jax.random`, or None where `choose` wants none. stop_at: a token
     behind which a row has nothing but it; None: there is none. context: as of `read_prompts`.
     """
 
@@ -100,7 +100,7 @@ def write_tokens(
 
 
 def _next(choose, key, i, logits, over, stop_at):
-    """Word i of each row; of rows bool[b] that are over, `stop_at`."""
+    """Token i of each row; of rows bool[b] that are over, `stop_at`."""
     token = choose(None if key is None else jax.random.fold_in(key, i), logits)
     return token if stop_at is None else jnp.where(over, stop_at, token)
 
@@ -118,13 +118,13 @@ def generate(
     encoded: jax.Array | None = None,
     input_lengths: jax.Array | None = None,
 ) -> jax.Array:
-    """`count` words behind each prompt: i32[b, count]. Call it under `jax.jit`, and in the autocast of the model, which
-    is faster without scan: see `te_jax.models.unscan`.
+    """`count` tokens behind each prompt: i32[b, count]. Call it under `jax.jit`, and in the autocast of the model. A
+    model without scan is faster: see `te_jax.models.unscan`.
 
     prompts:  int[b, s], padded on the right.
     lengths:  int[b], at least 1 each; None: the prompts have no padding.
     sampling: greedy, or what `key` of `jax.random` draws from.
-    stop_at:  the word that ends a text; behind it there is nothing but it.
+    stop_at:  the token that ends a text; behind it there is nothing but it.
     encoded, input_lengths: of an `EncoderDecoder`, whose prompts are what its decoder begins with.
 
     Raises TypeError for prompts that are no integers, ValueError for a sampling that wants a key and gets none and
@@ -134,7 +134,7 @@ def generate(
     check(name, "prompts", prompts, INTEGERS)
     check(name, "count", count, integer(1))
     if key is None and sampling.temperature:
-        raise ValueError(f"{name}: key is None, but {sampling} draws words; pass jax.random.key(seed), or GREEDY.")
+        raise ValueError(f"{name}: key is None, but {sampling} draws tokens; pass jax.random.key(seed), or GREEDY.")
     b, s = prompts.shape
     limit = model.config.max_positions
     if limit is not None and s + count > limit:
@@ -145,8 +145,8 @@ def generate(
     context = {} if encoded is None else dict(encoded=encoded, input_lengths=input_lengths)
     state = read_prompts(model, variables, prompts, lengths, s + count, **context)
     options = dict(count=count - 1, choose=sampling.choose, stop_at=stop_at, **context)
-    words, (logits, _) = write_tokens(model, variables, state, lengths, key, **options)
-    over = None if stop_at is None else jnp.any(words == stop_at, 1)
-    # The model need not read the last word.
+    tokens, (logits, _) = write_tokens(model, variables, state, lengths, key, **options)
+    over = None if stop_at is None else jnp.any(tokens == stop_at, 1)
+    # The model need not read the last token.
     last = _next(sampling.choose, key, count - 1, logits, over, stop_at)
-    return jnp.concatenate([words, last[:, None]], 1)
+    return jnp.concatenate([tokens, last[:, None]], 1)

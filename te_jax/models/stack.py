@@ -106,8 +106,8 @@ def unscan(model: "Model", variables: Mapping[str, Any]) -> tuple["Model", dict[
     variables: of the model, boxed or not: parameters, kernels in FP8 among them, FP8 state, a cache. The arrays are
                copies; `te_jax.hf.load(folder, scan=False)` has no stacks from the start.
 
-    So a model writes words faster (`generate`): in a loop over layers XLA copies the weights of each, if they have 16
-    bits, out of their stack for every word, and runs the kernels of each layer apart. A model without scan comes back
+    So a model generates faster: in a loop over layers XLA copies the weights of each, if they have 16
+    bits, out of their stack for every token, and runs the kernels of each layer apart. A model without scan comes back
     as it is.
 
     Raises TypeError for what is no model of `te_jax.models`.

@@ -101,7 +101,12 @@ class Recipe(KnownFields):
 
     def _check_shared(self):
         """Of `__post_init__`: the fields that all recipes have."""
-        self._need(isinstance(self.fp8_format, Format), "fp8_format", "pass a recipe.Format", TypeError)
+        self._need(
+            isinstance(self.fp8_format, Format),
+            "fp8_format",
+            "pass te_jax.recipe.Format.HYBRID or te_jax.recipe.Format.E4M3",
+            TypeError,
+        )
         text = "E5M2 has too few bits for the forward pass: use Format.HYBRID or Format.E4M3"
         self._need(self.fp8_format is not Format.E5M2, "fp8_format", text)
         for field in ("override_linear_precision", "split_accumulator"):

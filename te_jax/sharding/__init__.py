@@ -41,6 +41,7 @@ from te_jax.sharding.resource import ShardingResource as ShardingResource
 from te_jax.sharding.resource import check_current_mesh_resource as check_current_mesh_resource
 from te_jax.sharding.resource import check_cuts_sequence_alone as check_cuts_sequence_alone
 from te_jax.sharding.resource import check_mesh_resource as check_mesh_resource
+from te_jax.sharding.resource import check_no_expert_parallelism as check_no_expert_parallelism
 from te_jax.sharding.resource import current_mesh_resource as current_mesh_resource
 from te_jax.sharding.resource import global_shard_guard as global_shard_guard
 from te_jax.sharding.resource import stage_axes as stage_axes

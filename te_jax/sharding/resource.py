@@ -22,7 +22,8 @@ class MeshResource(KnownFields):
     tpsp_resource: Tensor and sequence parallelism: splits what tp splits, and the sequence outside the GEMMs (beside
                    cp, if both are there). Only one of tp and tpsp may have more than one device.
     fsdp_resource: Fully sharded data parallelism: splits the batch (beside dp, if both are there) and the weights.
-    pp_resource, cp_resource, ep_resource: Pipeline, context (the sequence in attention) and expert parallelism.
+    pp_resource, cp_resource: Pipeline and context parallelism (the sequence in attention).
+    ep_resource:   Expert parallelism, which te_jax does not have: with several devices MoEBlock refuses it.
 
     Raises TypeError for a field that is no string, ValueError for an axis that two fields name.
     """
@@ -136,3 +137,13 @@ def check_current_mesh_resource() -> None:
     """Checks the MeshResource in force (`check_mesh_resource`), since its mesh may have been set after it."""
     if (resource := current_mesh_resource()) is not None:
         check_mesh_resource(resource)
+
+
+def check_no_expert_parallelism(where: str) -> None:
+    """Raises ValueError, naming `where`, for an `ep_resource` of several devices in the MeshResource in force."""
+    resource = current_mesh_resource()
+    if resource is not None and mesh_sizes().get(resource.ep_resource, 1) > 1:
+        raise ValueError(
+            f"{where}: ep_resource is {resource.ep_resource!r}, but te_jax does not divide experts among devices; "
+            "leave it None, and divide tokens by dp_resource or fsdp_resource."
+        )
