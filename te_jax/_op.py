@@ -224,8 +224,7 @@ class Op:
         return [r for o, r in zip(self.rule.outputs, results, strict=True) if o.name in outputs]
 
     def _custom_call(self, *args, outputs, in_place=None, **attrs):
-        """The FFI call itself: absent names have no element, partials are finished. in_place: {operand: result}, of
-        results that are chosen."""
+        """The FFI call itself: absent names have no element, partials are finished. in_place: {operand: result}."""
         inputs = tuple(o.name for o, a in zip(self.rule.inputs, args) if a is not None)
         given = [a for a in args if a is not None]
         shapes, dtypes = [a.shape for a in given], [a.dtype for a in given]
@@ -241,7 +240,7 @@ class Op:
             raw["workspace"] = jax.ShapeDtypeStruct((size,), jnp.uint8)
         operands = {o.name: jnp.zeros((0,), jnp.float32) if a is None else a for o, a in zip(self.rule.inputs, args)}
         layouts = self._layouts(operands, raw, attrs)
-        aliases = {list(operands).index(o): list(raw).index(r) for o, r in (in_place or {}).items() if r in results}
+        aliases = {list(operands).index(o): list(raw).index(r) for o, r in (in_place or {}).items()}
         # The handler reads types off its operands and results.
         attrs = {name: value for name, value in attrs.items() if not isinstance(value, jnp.dtype)}
         call = jax.ffi.ffi_call(self.name, tuple(raw.values()), input_output_aliases=aliases, **layouts)

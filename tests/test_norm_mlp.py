@@ -1,7 +1,6 @@
 """layernorm_mlp against its three layers one after the other, and residual connections inside of kernels."""
 
 import itertools
-import re
 from functools import partial
 
 import jax
@@ -17,7 +16,7 @@ import te_jax as te
 import te_jax.flax as te_flax
 from te_jax.layers import Projection, dense, layernorm_dense, layernorm_mlp
 from te_jax.ops.activation import activation
-from te_jax.recipe import DelayedScaling, Float8CurrentScaling
+from te_jax.recipe import DelayedScaling
 
 RECIPE = DelayedScaling(amax_history_len=4)
 ACTIVATIONS = [("gelu",), ("silu", "linear"), ("squared_relu",), ("clamped_silu", "clamped_linear")]
@@ -110,11 +109,9 @@ def test_precision_of_each_gemm(override, rng):
     jax.tree.map(close, run(fused), run(composed))
 
 
-@pytest.mark.parametrize("names", [("gelu",), ("silu", "linear")], ids="-".join)
-def test_without_a_recipe(names, rng):
-    """In f32 it is the layers one by one, bit for bit. In bf16 it rounds no more often than they do, so its errors are
-    no larger, but for chance: the norms of n roundings differ by a part of 1 / sqrt(n)."""
-    x, gamma, _, wi, wo, bi, bo = operands(rng, len(names), "rmsnorm")
+def test_without_a_recipe(rng):
+    x, gamma, _, wi, wo, bi, bo = operands(rng, 2, "rmsnorm", dtype=jnp.bfloat16)
+    names = ("silu", "linear")
 
     def whole(x, gamma, wi, wo, bi, bo):
         return layernorm_mlp(x, gamma, None, wi, wo, bi, bo, activations=names, norm="rmsnorm", residual=True)
@@ -123,31 +120,14 @@ def test_without_a_recipe(names, rng):
         z, _ = layernorm_dense(x, wi, gamma, None, bi, norm="rmsnorm")
         return dense(activation(z, names), wo, bo) + x
 
+    args = x, gamma, wi, wo, bi, bo
+
     @partial(jax.jit, static_argnums=0)
-    def run(layer, dy, *args):
+    def run(layer, *args):
         y, vjp = jax.vjp(layer, *args)
-        return jax.tree.leaves((y, vjp(dy.astype(y.dtype))))
+        return y, vjp(y)
 
-    narrow = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (rng.standard_normal(x.shape), x, gamma, wi, wo, bi, bo))
-    wide = jax.tree.map(lambda a: a.astype(jnp.float32), narrow)
-    exact = run(whole, *wide)
-    jax.tree.map(np.testing.assert_array_equal, exact, run(by_layers, *wide))
-    error = lambda a, want: np.linalg.norm(np.asarray(a, np.float32) - want)
-    for got, layers, want in zip(run(whole, *narrow), run(by_layers, *narrow), exact, strict=True):
-        assert error(got, want) <= (1 + 5 / np.sqrt(want.size)) * error(layers, want)
-
-
-@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["bf16", "fp8"])
-def test_the_gradient_lies_where_the_input_did(recipe, rng):
-    """On CUDA, where it is not in FP8."""
-    x, gamma, _, *others = operands(rng, 2, "rmsnorm", dtype=jnp.bfloat16)
-    options = dict(activations=("silu", "linear"), norm="rmsnorm", recipe=recipe)
-    grads = jax.jit(jax.grad(lambda x: jnp.sum(layernorm_mlp(x, gamma, None, *others, **options))))
-    text = grads.trace(x).lower(lowering_platforms=("cuda",)).as_text()
-    *amax, call = re.findall(r"custom_call @te_activation_bwd\(.*", text)
-    assert len(amax) == (recipe is not None)
-    alias = "output_operand_alias<output_tuple_indices = [0], operand_index = 1"
-    assert (alias in call) == (recipe is None) and not any(alias in each for each in amax)
+    jax.tree.map(np.testing.assert_array_equal, run(whole, *args), run(by_layers, *args))
 
 
 def test_bf16_is_no_worse_than_the_layers_one_by_one(rng):

@@ -22,7 +22,7 @@ from te_jax.flax._common import (
     stack_kernels,
 )
 from te_jax.flax._fields import Module, activations_take_their_params, check_call, last_axis_alone
-from te_jax.flax._state import describe
+from te_jax.flax._state import describe, recipe_of
 from te_jax.flax.dense import norm_dense, norm_options, operand, trailing_axes
 from te_jax.flax.norm import norm_parameters
 from te_jax.layers import dense, layernorm_mlp
@@ -121,7 +121,7 @@ class LayerNormMLP(Module):
         bias, wo = wo[1], (wo[0], None if self.return_bias else wo[1], wo[2])
         drop = self.intermediate_dropout_rate > 0 and not deterministic
         plain = drop or wi[2] is not None or self.return_layernorm_output or norm is None
-        if not plain and is_fused(self.activations):
+        if recipe_of(self) is not None and not plain and is_fused(self.activations):
             y = self._fused(inputs, norm, wi, wo, residual)
             out = checkpoint_name(constrain(y, self.layernorm_input_axes), self.ffn2_ckpt_name), None
         else:
@@ -129,8 +129,7 @@ class LayerNormMLP(Module):
         return (*out, bias) if self.return_bias else out
 
     def _fused(self, inputs, norm, wi, wo, residual):
-        """Everything under one vjp: the activation and its gradient are computed by one kernel each, which also adds up
-        the gradient of the bias, and under a recipe quantizes."""
+        """Everything under one vjp: the activation and its gradient are quantized where they are computed."""
         (wi_kernel, first), (wo_kernel, second) = operand(self, wi[0], "_0"), operand(self, wo[0], "_1")
         middle = (*inputs.shape[:-1], self.intermediate_dim)
         return layernorm_mlp(
@@ -148,7 +147,7 @@ class LayerNormMLP(Module):
         )
 
     def _composed(self, inputs, norm, wi, wo, deterministic, residual):
-        """Layer by layer: with what comes between the kernels, and with activations that have no kernel."""
+        """Layer by layer: without FP8, and with what comes between the kernels."""
         adapt = wi[2] is not None
         options = dict(want_norm=adapt or self.return_layernorm_output, axes=self.dot_1_input_axes, postfix="_0")
         own, added = split_residual(residual)

@@ -35,10 +35,9 @@ from te_jax.layers.vjp import (
 from te_jax.layers.weight import Projection, QuantizedKernel, resolve_weight
 from te_jax.ops import activation as act_op
 from te_jax.ops import norm as norm_op
-from te_jax.recipe import FixedScaling, Recipe
+from te_jax.recipe import Recipe
 from te_jax.sharding import constrain_to_spec
 
-_NO_FP8 = FixedScaling(override_linear_precision=(True, True, True))  # every GEMM reads the unquantized tensors
 METAS_OF_TWO = NONE | tuple_of(METAS, 2)  # of wi and of wo
 
 
@@ -78,17 +77,17 @@ def layernorm_mlp(
     activations, activation_params: as in `te_jax.ops.activation.activation`.
     residual:    True: x is added to y, forward and backward inside of kernels. An array of y's shape and type is added
                  in the GEMM, before it rounds.
-    recipe:      None for GEMMs in x's type, else a recipe, and if it has state `metas` of wi and of wo. The norm's
+    recipe:      None for plain JAX in x's type, else a recipe, and if it has state `metas` of wi and of wo. The norm's
                  output, the activation and the gradient of its input are quantized from f32, without being written in
                  x's type; under a recipe of block scales they are rounded to it first.
     checkpoint:  name of the quantized tensors that are kept for the backward pass, for `jax.checkpoint` policies.
     middle_name: name of the activation's input, for the same policies.
-    middle_spec: under Auto mesh axes, the sharding [*B, F] that the activation's input is constrained to, and the
-                 gradient of its output; its output, where `is_fused` does not know the activations.
+    middle_spec: under Auto mesh axes, the sharding [*B, F] that the activation's output is constrained to; under FP8
+                 its input is, and the gradient of its output.
     grad_spec:   as in `dense`, for the second GEMM.
 
-    Returns y of x's type. Raises ValueError for sizes that do not match and, with a recipe, for activations that
-    `is_fused` does not know, TypeError for operands that are not float.
+    Returns y of x's type. Raises ValueError for sizes that do not match and activations that `is_fused` does not
+    know, TypeError for operands that are not float.
     """
     x, gamma, beta, wi, wo, wi_bias, wo_bias, residual = as_jax(x, gamma, beta, wi, wo, wi_bias, wo_bias, residual)
     norm_op.check_norm(name, x, gamma, beta, norm, epsilon, zero_centered_gamma)
@@ -107,13 +106,12 @@ def layernorm_mlp(
     check_dense(name, middle_type, wide_of(wo), wo_bias, 1, recipe, metas and metas[1])
     through, added = split_residual(residual)
     check_residual(name, x if through else added, (*x.shape[:-1], *wide_of(wo).shape[1:]), x.dtype)
-    if recipe is None and not act_op.is_fused(activations):
+    if recipe is None:
         options = dict(norm=norm, zero_centered_gamma=zero_centered_gamma, epsilon=epsilon)
         z, _ = layernorm_dense(x, wi, gamma, beta, wi_bias, name=name, **options)
         z = named(z, middle_name)
         a = constrain_to_spec(act_op.activation(z, activations, activation_params), middle_spec)
         return dense(a, wo, wo_bias, x if through else added, out=x if added is None else None, name=name)
-    recipe = recipe or _NO_FP8
     first = Config.of(x, wi, wi_bias, 1, recipe, checkpoint=checkpoint)
     if first.spec is not None:  # an Explicit mesh
         middle_type = _typed(middle_type, jax.typeof(x), (*first.spec[:-2], first.spec[-1]))
@@ -198,9 +196,7 @@ def _norm_mlp_bwd(static: _Static, residuals, dy):
     grad, dbias = quantize_grad(dy, second.metas.grad, static.wo, second.wgrad)
     da = constrain_to_spec(dgrad([(grad, second.weight, static.wo)]), static.middle_spec)
     dwo = differentiate_weight(second, grad, dbias, static.wo)
-    # What dwo is made of is free before the largest tensors of the layer are there; an unquantized gradient of z lies
-    # where z did.
-    if not static.wo.on_mesh and static.wo.recipe != _NO_FP8:
+    if not static.wo.on_mesh:  # what dwo is made of is free before the largest tensors of the layer are there
         da, dkernel = lax.optimization_barrier((da, dwo.kernel))
         dwo = dwo._replace(kernel=dkernel)
     grad, dbias = _quantize_activation_grad(da, z, first, static)

@@ -57,13 +57,12 @@ def instantiate(cotangent: Any) -> jax.Array:
 
 
 def tag_for_wgrad(x: Fp8Tensor, config: Config) -> Fp8Tensor:
-    """What wgrad may read of x, for `save_for_backward`, named for `jax.checkpoint` policies; without FP8 nothing is.
+    """What wgrad may read of x, for `save_for_backward`, named for `jax.checkpoint` policies.
 
     Call it once for all layers that read x: each name makes one more array that a policy may keep.
     """
     x = x._replace(data=None, scale_inv=None, scale_inv_t=x.columns[1])
-    without_fp8 = all(config.recipe.override_linear_precision)
-    return tag(x, QUANTIZED, config, leave=("onto", "wide") if without_fp8 else ("onto",))
+    return tag(x, QUANTIZED, config, leave=("onto",))
 
 
 class Saved(NamedTuple):

@@ -272,13 +272,8 @@ def kind_of(x: jax.Array, names: tuple[str, ...]) -> int:
     return _FUSED[names]
 
 
-def _cuda(call, x, scale, *, names, **attrs):
-    return call(x, scale, kind=kind_of(x, names), **attrs)
-
-
-def _cuda_in_place(call, dy, x, scale, *, names, **attrs):
-    """The gradient lies where x did: a thread of the kernel reads the elements that it then writes, and no others."""
-    return call(dy, x, scale, kind=kind_of(x, names), in_place={"x": "dx"}, **attrs)
+def _cuda(call, *operands, names, **attrs):
+    return call(*operands, kind=kind_of(operands[-2], names), **attrs)  # x stands before scale
 
 
 def _tiles(x):
@@ -316,7 +311,7 @@ activation_bwd: Op = Op(
     dtypes=_bwd_dtypes,
     partials={"amax": lambda dy, x, *args, **attrs: _tiles(x), "dbias": lambda dy, x, *args, **attrs: _tiles(x)[:1]},
     reference=_bwd_reference,
-    cuda=_cuda_in_place,
+    cuda=_cuda,
 )
 """The backward pass of te_activation_fwd: dy [*m, f] of x's type, x, scale f32[] (with FP8 results) -> as chosen:
 
