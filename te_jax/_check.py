@@ -62,7 +62,7 @@ _LONGEST = 300  # characters of a value in an error
 
 def show(value) -> str:
     """`value` as errors show it: an array by its dtype and shape, and no more than a line."""
-    text = _text(value)
+    text = " ".join(_text(value).splitlines())
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 

@@ -145,8 +145,17 @@ def test_unscan(name, cls, tokens):
         with te.autocast(recipe=te.recipe.DelayedScaling(amax_history_len=2)):
             return model.init(KEY, tokens, tokens, **inputs)
 
-    got, want = jax.eval_shape(lambda: (unscan(model, made_by(model))[1], made_by(apart)))
+    def narrowed(model, variables):
+        with te.autocast(recipe=te.recipe.Float8CurrentScaling()):
+            return te.flax.fp8_params(model, variables, tokens, **inputs)
+
+    def boxed():
+        scanned, each = made_by(model), made_by(apart)
+        return (unscan(model, scanned)[1], each), (unscan(model, narrowed(model, scanned))[1], narrowed(apart, each))
+
+    (got, want), (got_narrow, want_narrow) = jax.eval_shape(boxed)
     assert set(want) == {"params", "fp8_metas"} and got == want
+    assert jax.tree.structure(got_narrow) == jax.tree.structure(want_narrow) and got_narrow == want_narrow
     model, variables = made(cls, tiny(name), tokens, **inputs)
     for recipe in (te.recipe.Float8CurrentScaling(), te.recipe.Float8BlockScaling()):
         with te.autocast(recipe=recipe):
@@ -156,6 +165,11 @@ def test_unscan(name, cls, tokens):
     said = r"unscan: model is \{'params': .{200,300}\.\.\.; pass a model of te_jax.models"
     with pytest.raises(TypeError, match=said):
         unscan(variables, model)
+    with pytest.raises(TypeError, match="variables is None; pass the variables of the model"):
+        unscan(model, None)
+    other = model.clone(config=replace(model.config, num_layers=L + 1, num_decoder_layers=None))
+    with pytest.raises(ValueError, match=f"is a stack of {L}, but the model has {L + 1} there"):
+        unscan(other, variables)
 
 
 @pytest.mark.parametrize("name, cls", [("gpt2", CausalLM), ("bert-base", EncoderLM)])

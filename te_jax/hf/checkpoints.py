@@ -126,7 +126,8 @@ def _shardings_by_path(shardings) -> dict[str, Any]:
 def _read_part(read, held, scheme: Scheme | None, name: str):
     if held[name].dtype != files.FP8:
         return read(name)
-    return Scaled(read(name), read(scheme.scale_of(name)).reshape(scheme.scale_shape(held[name].shape)))
+    scale = read(scheme.scale_of(name)).astype(np.float32)  # some have scales of 16 bits
+    return Scaled(read(name), scale.reshape(scheme.scale_shape(held[name].shape)))
 
 
 def _forms_in_fp8(model: Model, forms, recipe: Recipe, gradients: bool) -> dict[str, Any]:

@@ -72,7 +72,8 @@ def filled(
             put = partial(_put_in_place, step.rule.form, step.index is not None, recipe, gradients)
             # Arrays that nobody placed stay free to move: else a step compiles twice, beside ones that are.
             fill[key] = jax.jit(put, donate_argnums=0, out_shardings=places if shardings else None)
-        made |= zip(step.ours, fill[key](before, step.index or 0, *(read(name) for name in step.theirs)))
+        after = fill[key](before, step.index or 0, *(read(name) for name in step.theirs))
+        made |= zip(step.ours, jax.block_until_ready(after))  # else tensors of several steps would be on the device
     return {path: _by_part(partial(_as_asked, shardings.get(path)), a) for path, a in made.items()}
 
 

@@ -118,7 +118,7 @@ def check_tensors(
         say("has tensors that are none of", extra)
     if in_fp8 and scheme is None:
         raise ValueError(f"{where} has {in_fp8[0]} of type {files.FP8}, but its config.json no quantization_config.")
-    types = dict.fromkeys(due, tuple(files.DTYPES)) | dict.fromkeys(scales, ("F32",))
+    types = dict.fromkeys(due, tuple(files.DTYPES)) | dict.fromkeys(scales, tuple(files.DTYPES))
     types |= {name: (*files.DTYPES, files.FP8) for name in in_fp8 if len(due[name]) == 2}
     for name, shape in (due | scales).items():
         one = name in scales and shape == ()  # which may be written as [1]

@@ -26,6 +26,7 @@ class Config(NamedTuple):
     spec: PartitionSpec | None = None  # of y, on an Explicit mesh
     grad_spec: PartitionSpec | None = None  # of the gradient of y where its GEMMs read it, if y lies otherwise
     stored: bool = False  # the weight is an Fp8Tensor: its `wide` alone has a gradient
+    precision: Any = None  # `jax.default_matmul_precision` of the call, for GEMMs out of FP8 in the backward pass
     on_mesh: bool = False  # one of several devices is in force (`jax.set_mesh`): there may be sums over them
 
     @property
@@ -66,5 +67,6 @@ class Config(NamedTuple):
             spec,
             grad_spec if whole == spec else whole,
             isinstance(weight, Fp8Tensor),
+            jax.config.jax_default_matmul_precision,
             jax.sharding.get_abstract_mesh().size > 1,
         )

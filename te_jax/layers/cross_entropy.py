@@ -253,7 +253,8 @@ def _bwd(plan, residuals, cotangent):
         scaled = lambda a: cotangent * a.astype(jnp.float32)
     else:
         operands, labels, flags = residuals
-        _, gradients = _both_ways(operands, labels, cotangent, plan, *(bool(flag.size) for flag in flags))
+        with jax.default_matmul_precision(head.precision):
+            _, gradients = _both_ways(operands, labels, cotangent, plan, *(bool(flag.size) for flag in flags))
         metas, scaled = operands.metas, lambda a: a
     dx, dkernel, amaxes = gradients
     dx = like(scaled(dx), head.x) if dx.size else None

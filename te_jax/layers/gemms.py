@@ -53,14 +53,16 @@ def dgrad(terms: Sequence[tuple[Fp8Tensor, Fp8Tensor, Config]], onto: jax.Array 
     narrow = lambda dy, w: (dy.data, w.data, dy.scale_inv, w.scale_inv)
     pairs = [(dy.wide, w.wide, None, None) if high else narrow(dy, w) for dy, w, _ in terms]
     options = dict(lead=config.lead, out_dtype=config.x.dtype, out_spec=explicit_spec(config.x))
-    return gemm_sum(pairs, onto, **options, **_options(_DGRAD, config))
+    with jax.default_matmul_precision(config.precision):
+        return gemm_sum(pairs, onto, **options, **_options(_DGRAD, config))
 
 
 def wgrad(x: Fp8Tensor, dy: Fp8Tensor, config: Config, onto: jax.Array | None = None) -> jax.Array:
     """x [*B, *C] and dy [*B, *F] -> dw [*C, *F], of the weight's type, or f32 plus `onto`."""
     dtype, lead = config.weight.dtype if onto is None else onto.dtype, config.lead
     if config.recipe.override_linear_precision[_WGRAD]:
-        product = dot(x.wide, range(lead), dy.wide, range(lead), dtype, out_spec=explicit_spec(config.weight))
+        with jax.default_matmul_precision(config.precision):
+            product = dot(x.wide, range(lead), dy.wide, range(lead), dtype, out_spec=explicit_spec(config.weight))
         return product if onto is None else onto + product
     (lhs, lhs_inv), (rhs, rhs_inv) = x.columns, dy.columns
     if not lead:  # A single vector, as inside of `jax.vmap`: its outer product contracts an axis of one entry.

@@ -31,11 +31,12 @@ class Head(NamedTuple):
     x: ShapedArray  # the types of the operands from before `align`, x [N, H]
     kernel: ShapedArray
     stage_axes: frozenset[str]
+    precision: Any  # `jax.default_matmul_precision` of the call, for the backward pass
 
     def config(self, tokens: int) -> Config:
         """Of a chunk of `tokens` tokens."""
         x = self.x.update(shape=(tokens, self.x.shape[1]))
-        return Config(self.recipe, 1, x, self.kernel, stage_axes=self.stage_axes)
+        return Config(self.recipe, 1, x, self.kernel, stage_axes=self.stage_axes, precision=self.precision)
 
     @property
     def hidden_axis(self) -> int:

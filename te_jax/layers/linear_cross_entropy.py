@@ -149,7 +149,8 @@ def _of_device(x, kernel, labels, metas, options: tuple, reduction: str, split: 
     """The result for one device's tokens and its part of the vocabulary; sums are over the devices of split.tokens."""
     loss, recipe, words_first, chunk, dtype = options
     shape, x, labels = labels.shape, x.reshape(-1, x.shape[-1]), labels.reshape(-1)
-    head = Head(recipe, words_first, jax.typeof(x), jax.typeof(kernel), stage_axes())
+    of_call = stage_axes(), jax.config.jax_default_matmul_precision
+    head = Head(recipe, words_first, jax.typeof(x), jax.typeof(kernel), *of_call)
     plan = Plan(loss, head, chunk, dtype, split.vocab, reduction != "none")
     counted = jnp.sum(loss.counts(labels).astype(jnp.float32))
     out = cross_entropy(HeadOperands(*align(x, kernel), metas), align(labels, x)[0], plan)

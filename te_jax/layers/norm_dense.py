@@ -93,7 +93,8 @@ def layernorm_dense(
             ln_out, x = norm_op.norm_and_input(x, gamma, beta, **of_norm)
         else:
             ln_out = norm_op.norm(x, gamma, beta, **of_norm)
-        each = _dense_of_one_sum if also else _dense_each
+        precision = jax.config.jax_default_matmul_precision
+        each = partial(_dense_of_one_sum, precision) if also else _dense_each
         y = each(*align(ln_out, *(w for p in projections for w in (p.kernel, p.bias))))
     else:
         configs = tuple(Config.of(x, p.kernel, p.bias, 1, recipe, checkpoint=checkpoint) for p in projections)
@@ -111,17 +112,24 @@ def _dense_each(x, *weights):
     return tuple(dense(x, *w) for w in zip(weights[::2], weights[1::2]))
 
 
-# What autodiff gives, but x's gradient crosses devices as one sum: XLA would sum over devices what each layer adds.
-_dense_of_one_sum = jax.custom_vjp(_dense_each)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dense_of_one_sum(precision, *args):
+    """What autodiff gives, but x's gradient crosses devices as one sum: XLA would sum over devices what each layer
+    adds.
+
+    precision: `jax.default_matmul_precision` of the call, which is over when the backward pass is traced.
+    """
+    return _dense_each(*args)
 
 
-def _dense_bwd(residuals, dy):
+def _dense_bwd(precision, residuals, dy):
     x, *weights = residuals
-    _, weight_grads = jax.vjp(partial(_dense_each, x), *weights)
     terms = [(d, kernel, None, None) for d, kernel in zip(dy, weights[::2])]
     terms.reverse()  # autodiff's order: the same bits
-    dx = gemm_sum(terms, lead=x.ndim - 1, out_dtype=x.dtype, out_spec=explicit_spec(jax.typeof(x)))
-    return like(dx, x), *weight_grads(dy)
+    with jax.default_matmul_precision(precision):
+        _, weight_grads = jax.vjp(partial(_dense_each, x), *weights)
+        dx = gemm_sum(terms, lead=x.ndim - 1, out_dtype=x.dtype, out_spec=explicit_spec(jax.typeof(x)))
+        return like(dx, x), *weight_grads(dy)
 
 
-_dense_of_one_sum.defvjp(lambda *args: (_dense_each(*args), args), _dense_bwd)
+_dense_of_one_sum.defvjp(lambda precision, *args: (_dense_each(*args), args), _dense_bwd)

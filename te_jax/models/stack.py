@@ -110,28 +110,41 @@ def unscan(model: "Model", variables: Mapping[str, Any]) -> tuple["Model", dict[
     bits, out of their stack for every token, and runs the kernels of each layer apart. A model without scan comes back
     as it is.
 
-    Raises TypeError for what is no model of `te_jax.models`.
+    Raises TypeError for what is no model of `te_jax.models` and for variables that are no mapping, ValueError for
+    stacks of another number of layers than the model has.
     """
-    check("te_jax.models.unscan", "model", model, _MODEL)
+    name, config = "te_jax.models.unscan", model.config if isinstance(model, Model) else None
+    check(name, "model", model, _MODEL)
+    check(name, "variables", variables, _VARIABLES)
     if not model.scan:
         return model, dict(variables)
-    first, period, flat = len(model.config.first), len(model.config.pattern) or 1, {}
+    first, period, flat = len(config.first), len(config.pattern) or 1, {}
     for path, leaf in flatten_dict(variables).items():
         if "layers" not in path:
             flat[path] = leaf
             continue
         at = path.index("layers")
+        count = (config.num_decoder_layers if "decoder" in path[:at] else None) or config.num_layers
+        rounds, held = (count - first) // period, jax.tree.leaves(leaf)[0].shape[0]
+        if held != rounds:
+            raise ValueError(
+                f"{name}: {'/'.join(path)} is a stack of {held}, but the model has {rounds} there; pass its variables."
+            )
         place, inner = (0, path[at + 1 :]) if period == 1 else (int(path[at + 1].split("_")[-1]), path[at + 2 :])
-        for i in range(jax.tree.leaves(leaf)[0].shape[0]):
+        for i in range(rounds):
             flat[*path[:at], f"layer_{first + i * period + place}", *inner] = _of_layer(leaf, i)
     return model.clone(scan=False), unflatten_dict(flat)
 
 
-def _of_layer(leaf, index: int):
-    """Entry `index` of a stacked variable: of an array, of each array of a kernel in FP8, of what a box holds."""
-    if not isinstance(leaf, nn.meta.AxisMetadata):
-        return jax.tree.map(lambda a: a[index], leaf)
-    return leaf.replace_boxed(_of_layer(leaf.unbox(), index)).remove_axis(0, {nn.PARTITION_NAME: None})
+def _of_layer(variable, index: int):
+    """Entry `index` of a stacked variable: of an array or a box with one, or of each of those in a kernel in FP8."""
+
+    def one(a):
+        if not isinstance(a, nn.meta.AxisMetadata):
+            return a[index]
+        return a.replace_boxed(jax.tree.map(one, a.unbox())).remove_axis(0, {nn.PARTITION_NAME: None})
+
+    return jax.tree.map(one, variable, is_leaf=lambda a: isinstance(a, nn.meta.AxisMetadata))
 
 
 def _biases_of(table):
@@ -275,6 +288,7 @@ class Model(nn.Module):
         return head(x, labels, kernel=kernel, reduction=reduction)
 
 
+_VARIABLES = Kind("the variables of the model, a dict of collections", lambda value: isinstance(value, Mapping))
 _MODEL = Kind("a model of te_jax.models", lambda model: isinstance(model, Model))
 
 
