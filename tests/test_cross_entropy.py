@@ -344,7 +344,10 @@ def test_odd_splits(rng, recwarn):
             got = jax.jit(partial(run, vocab_axis="tp", token_spec=P("dp")))()
             np.testing.assert_allclose(got, run(), rtol=2.0**-20)
             texts = " ".join(str(w.message) for w in recwarn)
-            assert "3 tokens, which the 2 devices" in texts and "33 words, which the 2 devices" in texts
+            assert (
+                "3 tokens, which the 2 devices" in texts
+                and "33 entries of the vocabulary, which the 2 devices" in texts
+            )
             with pytest.raises(ValueError, match="both name"):
                 run(vocab_axis="tp", token_spec=P("tp"))
             with pytest.raises(ValueError, match="token_spec names the mesh axis 'cp'"):

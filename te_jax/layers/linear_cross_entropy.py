@@ -186,7 +186,7 @@ def _split_of_call(name: str, x, kernel, words_first: bool, vocab_axis, token_sp
     auto = frozenset(axis for axis, kind in kinds.items() if kind == AxisType.Auto)
     spec = (*(token_spec or ()), *[None] * x.ndim)[: x.ndim - 1]
     tokens = tuple(_dividing(name, mesh, mesh_axes(entry), "tokens", size) for entry, size in zip(spec, x.shape))
-    vocab = _dividing(name, mesh, vocab, "the vocabulary", kernel.shape[0 if words_first else 1])
+    vocab = _dividing(name, mesh, vocab, "entries of the vocabulary", kernel.shape[0 if words_first else 1])
     return _Split(tokens, vocab, auto)
 
 
