@@ -116,8 +116,9 @@ struct Consumer {
   static constexpr int kStep = kRowBytes / (kFactors == Factors::kBF16 || kFactors == Factors::kF16 ? 2 : 1);
   static constexpr bool kLeft = kLeftAcross<kLayout>, kRight = kRightAcross<kLayout>;
 
-  const Problem& p;
+  const KernelArgs& args;
   Shared& s;
+  const Problem& p = args.p;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // alike in all lanes, as the compiler can see
   const int lane = Kept(threadIdx.x % 32);
   Ring ring;
@@ -235,7 +236,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void Run() {
-    const Writer writer{p, s, warp, lane};
+    const Writer writer{args, s, warp, lane};
     Walk<P, kStep> walk(p, s);
     Tile tile, next;
     for (bool more = walk.Next(&tile); more; tile = next) {
@@ -252,6 +253,7 @@ struct Consumer {
       writer.Write(tile, scale, sums);
       if (kSums != Sums::kFast) more = walk.Next(&next);
     }
+    writer.Finish();
   }
 };
 
@@ -277,7 +279,7 @@ __global__ void __launch_bounds__(kThreads, 1) te_gemm_grouped(const __grid_cons
     if (threadIdx.x == kConsumers) Produce<kSums, kLayout, P, kStep>(args, s);
   } else {
     TakeRegisters<232>();
-    Consumer<kFactors, kSums, kLayout, P>{args.p, s}.Run();
+    Consumer<kFactors, kSums, kLayout, P>{args, s}.Run();
   }
   SyncCluster();  // no CTA leaves before the others' last arrivals at its barriers
 #else

@@ -41,9 +41,11 @@ struct Problem {
 // gemm_grouped.cc.
 Status Run(cudaStream_t stream, const char* op, const Problem& problem);
 
+constexpr int kPieceRows = 16;  // that a warp writes
+
 struct KernelArgs {
   Problem p;
-  CUtensorMap left, right;
+  CUtensorMap left, right, out;  // out: of a result of 16 bits, in boxes of 64 columns of kPieceRows rows
 };
 
 // The parts of Run that are compiled apart: sums in the tensor cores, of factors across k too, in registers,

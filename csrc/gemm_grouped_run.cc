@@ -57,6 +57,8 @@ Status Run(cudaStream_t stream, const char* op, const Problem& p) {
                                          : MakeMap(&args.left, p.lhs, p.left, p.k, p.rows, 1, 64));
   TE_TRY(p.layout == Layout::kAlong ? MakeMap(&args.right, p.rhs, p.right, p.k, p.columns, count, 128)
                                     : MakeMap(&args.right, p.rhs, p.right, p.columns, p.k, count, 64));
+  if (p.result != F32)
+    TE_TRY(MakeMap(&args.out, p.result, p.out, p.columns, p.rows, p.wgrad ? p.experts : 1, kPieceRows));
   if (p.layout != Layout::kAlong) return RunWide(stream, args);
   if (p.sums == Sums::kFast) return RunFast(stream, args);
   return p.sums == Sums::kSplit ? RunSplit(stream, args) : RunBlocks(stream, args);

@@ -22,8 +22,8 @@ constexpr unsigned kBoxBytes =
     64 * kRowBytes;  // of 64 rows: half of the left tile, or 64 numbers across 64 k
 constexpr unsigned kLeftBytes = kTileRows * kRowBytes, kRightBytes = kTileColumns * kRowBytes;
 constexpr unsigned kStageBytes = kLeftBytes + kRightBytes;
-constexpr unsigned kPieceBytes = 16 * 128;  // that a warp writes at a time: 16 rows
-constexpr int kBlock = 128;                 // of scales
+constexpr unsigned kPieceBytes = kPieceRows * kRowBytes;  // that a warp writes at a time
+constexpr int kBlock = 128;                               // of scales
 
 // Where products find a tile, or its part from some k on, `bytes` behind a multiple of 1024. Along k it has
 // rows of 128 bytes of k. Across k it has boxes, of which a row is one k. 8 rows are 1024 bytes in both.
@@ -38,7 +38,7 @@ constexpr uint64_t kNextProduct = (kAcross ? 16 * kRowBytes : 32) >> 4;
 
 struct Shared {
   alignas(1024) uint8_t stages[kStages][kStageBytes];
-  uint8_t pieces[kWarps][kPieceBytes];
+  alignas(1024) uint8_t pieces[kWarps][kPieceBytes];
   float scales[kStages][kTileColumns];  // of the right factor's blocks
   uint64_t full[kStages], empty[kStages];
   int offsets[kMostExperts + 1], counts[kMostExperts];

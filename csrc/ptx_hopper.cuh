@@ -91,6 +91,22 @@ __device__ __forceinline__ void CopyBytes(uint32_t to, const void* from, unsigne
       : "memory");
 }
 
+// ---- copies out of shared memory ----
+
+// The box of a tensor map at (x, y, z), laid out as CopyBox brings it; what lies beyond the tensor is not
+// written. What threads wrote into it is seen behind a FenceAsync of theirs.
+__device__ __forceinline__ void StoreBox(const void* map, uint32_t from, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+               "r"(from), "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
+__device__ __forceinline__ void CommitStores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until what this thread stores has been read from shared memory; until it has been written, too.
+__device__ __forceinline__ void WaitForReads() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void WaitForStores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 // ---- shared memory ----
 
 // Copies and products that follow see what this thread wrote into its CTA's shared memory.

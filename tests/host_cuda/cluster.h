@@ -79,9 +79,11 @@ struct Thread {
   std::unique_ptr<char[]> stack;
   int cta, index;
   bool done = false;
-  uint32_t shown = 0;                        // to the other lanes
-  std::vector<Action> stores;                // that copies and products do not see yet
-  std::vector<Action> open;                  // products that are not committed
+  int unread = 0, outgoing = 0;  // copies out of shared memory that have not read it, or not written
+  bool fenced = true;            // behind what it wrote there for those copies
+  uint32_t shown = 0;            // to the other lanes
+  std::vector<Action> stores;    // that copies and products do not see yet
+  std::vector<Action> open;      // products that are not committed
   std::vector<std::vector<Action>> batches;  // those that are
 };
 
@@ -129,6 +131,7 @@ inline uint32_t Exchange(uint32_t shown, int from) {
 
 inline void Start() {
   kernel();
+  if (self->outgoing) Fail("a thread leaves while what it stores is under way");
   self->done = true;
   Pause();
 }

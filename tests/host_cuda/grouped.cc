@@ -53,13 +53,16 @@ int main() {
   size_t bytes;
   p.out = ReadArray(&bytes);  // filled with what shows that nothing was written
   if (n[11]) p.c = p.out;     // added to in place
-  const auto of_left = static_cast<const uint8_t*>(p.left), of_right = static_cast<const uint8_t*>(p.right);
+  const auto writable = [](const void* data) { return static_cast<uint8_t*>(const_cast<void*>(data)); };
+  uint8_t *const of_left = writable(p.left), *const of_right = writable(p.right);
   const int count = p.wgrad ? 1 : p.experts;
   const HostMap left = p.layout == Layout::kBothAcross ? HostMap{of_left, p.rows, p.k, 1, 64, width}
                                                        : HostMap{of_left, p.k, p.rows, 1, 64, width};
   const HostMap right = p.layout == Layout::kAlong ? HostMap{of_right, p.k, p.columns, count, 128, width}
                                                    : HostMap{of_right, p.columns, p.k, count, 64, width};
+  const HostMap out{writable(p.out), p.columns, p.rows, p.wgrad ? p.experts : 1, kPieceRows, 2};
   static_assert(sizeof(HostMap) <= sizeof(CUtensorMap));
+  std::memcpy(&args.out, &out, sizeof(out));
   std::memcpy(&args.left, &left, sizeof(left)), std::memcpy(&args.right, &right, sizeof(right));
   if (!(RunIf<Factors::kE4M3, Sums::kFast>(args, n[10], factors) ||
         RunIf<Factors::kBF16, Sums::kFast>(args, n[10], factors) ||

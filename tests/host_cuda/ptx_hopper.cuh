@@ -7,7 +7,7 @@ enum class Factors { kE4M3, kE4M3E5M2, kE5M2E4M3, kBF16, kF16 };
 
 // What a CUtensorMap stands for: matrices [count, rows, inner], in boxes of 128 bytes of `box` rows.
 struct HostMap {
-  const uint8_t* data;
+  uint8_t* data;
   int64_t inner, rows, count;
   int box, width;
 };
@@ -67,6 +67,36 @@ inline void CopyBytes(uint32_t to, const void* from, unsigned bytes, uint32_t ba
   });
 }
 
+inline void StoreBox(const void* map, uint32_t from, int x, int y, int z) {
+  const HostMap m = *static_cast<const HostMap*>(map);
+  if (from % 1024) cluster::Fail("a piece is not aligned to 1024 bytes");
+  cluster::Thread* const thread = cluster::self;
+  for (const auto& t : cluster::threads)
+    if (t->cta == thread->cta && t->index / 32 == thread->index / 32 && !t->fenced)
+      cluster::Fail("a piece is stored that a lane wrote without a fence behind it");
+  ++thread->unread, ++thread->outgoing;
+  cluster::copies.push_back([=] {
+    std::vector<uint8_t> box(m.box * 128);
+    for (int at = 0; at < m.box * 128; ++at) box[at] = *Shared8(thread->cta, Swizzled(from + at));
+    --thread->unread;
+    cluster::copies.push_back([=] {
+      for (int at = 0; at < m.box * 128; ++at) {
+        const int64_t column = x + at % 128 / m.width, row = y + at / 128;
+        if (column < m.inner && row < m.rows && z < m.count)
+          m.data[((z * m.rows + row) * m.inner + column) * m.width + at % m.width] = box[at];
+      }
+      --thread->outgoing;
+    });
+  });
+}
+inline void CommitStores() {}
+inline void WaitForReads() {
+  while (cluster::self->unread) cluster::Pause();
+}
+inline void WaitForStores() {
+  while (cluster::self->outgoing) cluster::Pause();
+}
+
 template <typename T>
 T FromShared(uint32_t address) {
   T value;
@@ -82,6 +112,7 @@ inline float2 LoadShared8(uint32_t address) { return FromShared<float2>(address)
 inline void StoreMatrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   const uint32_t words[] = {a, b, c, d};
   const int lane = threadIdx.x % 32;
+  cluster::self->fenced = false;
   for (int i = 0; i < 4; ++i) ToShared(cluster::Exchange(address, 8 * i + lane / 4) + lane % 4 * 4, words[i]);
 }
 
@@ -90,6 +121,7 @@ inline void StoreShared(uint32_t address, float a, float b, float c, float d) {
   cluster::self->stores.push_back(store);
 }
 inline void FenceAsync() {
+  cluster::self->fenced = true;
   for (const cluster::Action& store : std::exchange(cluster::self->stores, {})) store();
 }
 inline void NamedBarrier(unsigned index, unsigned threads) {
