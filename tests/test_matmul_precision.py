@@ -17,6 +17,7 @@ RECIPES = {
     "wgrad out of FP8": Float8CurrentScaling(override_linear_precision=(False, False, True)),
 }
 X = jnp.ones((2, 4, 32))
+pytestmark = pytest.mark.usefixtures("plain_jax")  # where products in FP8 are jax's, too
 
 
 def others(loss, *args) -> list[str]:

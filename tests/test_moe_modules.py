@@ -84,7 +84,8 @@ def test_state_of_each_expert_follows_the_law(rng, tmp_path):
         largest = lambda *kernels: np.max([np.abs(kernel).max((1, 2)) for kernel in kernels], 0)
         np.testing.assert_array_equal(amaxes["kernel_0"], largest(params["wi_0"], params["wi_1"]))
         np.testing.assert_array_equal(amaxes["kernel_1"], largest(params["wo"]))
-        want = jax.device_get(by_law(before, amaxes))
+        with jax.default_device(jax.devices("cpu")[0]):  # XLA's division on a GPU is not rounded right
+            want = jax.device_get(by_law(before, amaxes))
         for name, amax in amaxes.items():
             states.assert_equal((metas[f"{name}_scale"], metas[f"{name}_amax_history"]), want[name])
             idle = name in ("x_1", "grad_0")
@@ -262,7 +263,7 @@ def test_layer_is_attention_and_block(rng):
 # -- meshes ----------------------------------------------------------------------------------------------------------
 
 
-def test_mesh_and_shard_map(rng):
+def test_mesh_and_shard_map(rng, on_host):
     """Tokens on dp, F on tp; within shard_map over dp, where each device routes its own tokens. Counts are of all."""
     axes = dict(gate_axes=(None, None), kernel_axes_1=(None, None, "tp"), kernel_axes_2=(None, "tp", None))
     axes |= dict(bias_axes_1=(None, "tp"), bias_axes_2=(None, None))
