@@ -15,14 +15,20 @@ def measure(tiny: bool = False) -> dict[str, dict[str, float]]:
     sustained: over a second of calls, at the clock that the power limit leaves. brief: the best of some bursts of 10.
     copy is the better of a device-to-device memcpy and a kernel; fp8 accumulates fast.
     """
-    n, size = (64, 64) if tiny else (16384, 8192)
-    x = [(normal(seed, (n, n)),) for seed in range(2)]  # 512 MB each: ten times the L2 cache
-    copies = [_rates(compiled(fn, x), 2 * 2 * n * n, tiny) for fn in (jnp.copy, lambda x: x + 1)]
+    size = 64 if tiny else 8192
     products = {"fp8": fp8_gemm(size, size, size, fast_accum=True), "bf16": bf16_gemm(size, size, size)}
     return {
-        "copy": {kind: max(each[kind] for each in copies) for kind in copies[0]},
+        "copy": copy(tiny),
         **{name: _rates(call, 2 * size**3, tiny) for name, call in products.items()},
     }
+
+
+def copy(tiny: bool = False) -> dict[str, float]:
+    """Of `measure`."""
+    n = 64 if tiny else 16384
+    x = [(normal(seed, (n, n)),) for seed in range(2)]  # 512 MB each: ten times the L2 cache
+    copies = [_rates(compiled(fn, x), 2 * 2 * n * n, tiny) for fn in (jnp.copy, lambda x: x + 1)]
+    return {kind: max(each[kind] for each in copies) for kind in copies[0]}
 
 
 def _rates(call: Call, amount: float, tiny: bool) -> dict[str, float]:

@@ -92,7 +92,8 @@ def _host_launches(data):
     for plane in data.planes:
         if plane.name.startswith("/host"):
             events = (event for line in plane.lines for event in line.events)
-            calls.update(event.name for event in events if _CUDA_CALL.match(event.name))
+            names = (event.name.partition(" (CudaGraph:")[0] for event in events)  # each graph has a number
+            calls.update(name for name in names if _CUDA_CALL.match(name))
     count = lambda pattern: sum(number for name, number in calls.items() if pattern.match(name))
     return count(_GRAPH_LAUNCH), count(_KERNEL_LAUNCH), calls
 

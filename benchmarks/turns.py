@@ -2,8 +2,8 @@
 clock that the GPU's power limit leaves; with the mean power and clock of each.
 
 Time is wall time of jitted calls issued back to back. All results are returned, data is random. `of bound` is the least
-time of a row over its own: the larger of its bytes at 4.24 TB/s and of the time that the row it names as its bound has
-in the same turns. What fails is a row with its error.
+time of a row over its own: the larger of its bytes at the rate of a copy (`copy_tbs`) and of the time that the row it
+names as its bound has in the same turns. What fails is a row with its error.
 """
 
 import itertools
@@ -16,10 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import ceil
 
-from . import grouped, grouped_ops, head, kernels, machine, moe, report, run, small, timing
+from . import ceilings, grouped, grouped_ops, head, kernels, machine, moe, report, run, small, timing
 from .cases import Case
 
-COPY = 4.24e12  # bytes/s that an H200's memory moves at best, in a copy
 _ROUNDS = 4  # that count
 _TRACED = 3  # steps
 _COMPILED_AT_ONCE = 8
@@ -93,8 +92,9 @@ class Contender:
         return row | {"tflops": tflops, "tbs": tbs} | tokens | self.draw.row() | case.figures(ms)
 
 
-def measure(cases: list[Case], seconds: float, meter: machine.Meter) -> list[dict]:
-    """The rows of cases of one name, each for `seconds` in all of `_ROUNDS` rounds, after one that does not count."""
+def measure(cases: list[Case], seconds: float, meter: machine.Meter, copy_tbs: float) -> list[dict]:
+    """The rows of cases of one name, each for `seconds` in all of `_ROUNDS` rounds, after one that does not count.
+    copy_tbs: TB/s that the memory moves at best."""
     contenders = [Contender(case) for case in cases]
     prepare = lambda contender: contender.attempt(contender.prepare)
     prepare(contenders[0])  # alone: what all share is made once
@@ -105,16 +105,16 @@ def measure(cases: list[Case], seconds: float, meter: machine.Meter) -> list[dic
             contender.attempt(contender.turn, seconds / _ROUNDS, meter, number > 0)
     for contender in contenders:
         contender.attempt(contender.trace)
-    return _compared(cases, [contender.result() for contender in contenders])
+    return _compared(cases, [contender.result() for contender in contenders], copy_tbs)
 
 
-def _compared(cases: list[Case], rows: list[dict]) -> list[dict]:
+def _compared(cases: list[Case], rows: list[dict], copy_tbs: float) -> list[dict]:
     """The rows, each with its least time and with its time over those beside it. A row whose bound failed has none."""
     ms = {row["impl"]: row.get("ms") for row in rows}
     for case, row in zip(cases, rows, strict=True):
         products = ms.get(case.bound, 0.0)
         if "ms" in row and products is not None and case.bytes and case.bound != case.impl:
-            row["bound_ms"] = max(case.bytes / COPY * 1e3, products)
+            row["bound_ms"] = max(case.bytes / copy_tbs / 1e9, products)
             row["of_bound"] = row["bound_ms"] / row["ms"]
         if "ms" in row and (others := [impl for impl in case.beside if ms.get(impl)]):
             row["beside"] = {impl: row["ms"] / ms[impl] for impl in others}
@@ -137,9 +137,10 @@ def measure_all(groups: list[list[Case]], args) -> dict:
     result = {"machine": machine.describe(), "timing": f"in turns, {seconds} s each", "rows": []}
     say = lambda text: print(text, file=sys.stderr, flush=True)
     say(machine.line(result["machine"]))
+    result["copy_tbs"] = copy_tbs = ceilings.copy(args.tiny)["brief"]
     began, meter = time.perf_counter(), machine.Meter()
     for number, group in enumerate(groups, 1):
-        rows = measure(group, seconds, meter)
+        rows = measure(group, seconds, meter, copy_tbs)
         result["rows"] += rows
         for row in rows:
             ms, bound = row.get("ms"), row.get("of_bound")

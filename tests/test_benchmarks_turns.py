@@ -105,8 +105,8 @@ def test_turns_and_bounds():
     order = []
     fast = Case("a", "dense", measure=counted(1.0, order, "dense"), flops=1e9, bytes=1e6, bound="dense")
     slow = Case("a", "te_jax", measure=counted(2.0, order, "te_jax"), flops=1e9, bytes=1e6, bound="dense")
-    moves = Case("a", "copies", measure=counted(4.0, order, "copies"), bytes=turns.COPY * 3e-3, bound="dense")
-    rows = {row["impl"]: row for row in turns.measure([fast, slow, moves], 0.4, NO_METER)}
+    moves = Case("a", "copies", measure=counted(4.0, order, "copies"), bytes=2e12 * 3e-3, bound="dense")
+    rows = {row["impl"]: row for row in turns.measure([fast, slow, moves], 0.4, NO_METER, copy_tbs=2.0)}
     assert [name for name, _ in order[6:]] == ["dense", "te_jax", "copies"] * 4
     assert dict(order[6:]) == {"dense": 100, "te_jax": 50, "copies": 25}  # 0.1 s a turn
     assert rows["te_jax"]["of_bound"] == 0.5 and rows["copies"]["of_bound"] == pytest.approx(0.75)
