@@ -24,7 +24,7 @@ def measure(tiny: bool = False) -> dict[str, dict[str, float]]:
 
 
 def copy(tiny: bool = False) -> dict[str, float]:
-    """Of `measure`."""
+    """The TB/s of a copy, as `measure` has them."""
     n = 64 if tiny else 16384
     x = [(normal(seed, (n, n)),) for seed in range(2)]  # 512 MB each: ten times the L2 cache
     copies = [_rates(compiled(fn, x), 2 * 2 * n * n, tiny) for fn in (jnp.copy, lambda x: x + 1)]

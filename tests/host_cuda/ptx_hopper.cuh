@@ -10,6 +10,13 @@ struct HostMap {
   uint8_t* data;
   int64_t inner, rows, count;
   int box, width;
+
+  // Byte `at` of the box at (x, y, z), rows of 128; nullptr beyond the tensor.
+  uint8_t* At(int x, int y, int z, int at) const {
+    const int64_t column = x + at % 128 / width, row = y + at / 128;
+    const bool inside = column < inner && row < rows && z < count;
+    return inside ? data + ((z * rows + row) * inner + column) * width + at % width : nullptr;
+  }
 };
 
 inline cluster::Barrier& BarrierOf(int cta, uint32_t address) { return cluster::ctas[cta].barriers[address]; }
@@ -46,10 +53,8 @@ inline void CopyBoxTo(unsigned ranks, uint32_t to, const void* map, uint32_t bar
     for (int cta = 0; ranks >> cta; ++cta) {
       if (!(ranks >> cta & 1)) continue;
       for (int at = 0; at < m.box * 128; ++at) {
-        const int64_t column = x + at % 128 / m.width, row = y + at / 128;
-        const bool inside = column < m.inner && row < m.rows && z < m.count;
-        const int64_t element = inside ? (z * m.rows + row) * m.inner + column : 0;
-        *Shared8(cta, Swizzled(to + at)) = inside ? m.data[element * m.width + at % m.width] : 0;
+        const uint8_t* byte = m.At(x, y, z, at);
+        *Shared8(cta, Swizzled(to + at)) = byte ? *byte : 0;
       }
       BarrierOf(cta, barrier).Bring(m.box * 128);
     }
@@ -80,11 +85,8 @@ inline void StoreBox(const void* map, uint32_t from, int x, int y, int z) {
     for (int at = 0; at < m.box * 128; ++at) box[at] = *Shared8(thread->cta, Swizzled(from + at));
     --thread->unread;
     cluster::copies.push_back([=] {
-      for (int at = 0; at < m.box * 128; ++at) {
-        const int64_t column = x + at % 128 / m.width, row = y + at / 128;
-        if (column < m.inner && row < m.rows && z < m.count)
-          m.data[((z * m.rows + row) * m.inner + column) * m.width + at % m.width] = box[at];
-      }
+      for (int at = 0; at < m.box * 128; ++at)
+        if (uint8_t* byte = m.At(x, y, z, at)) *byte = box[at];
       --thread->outgoing;
     });
   });
