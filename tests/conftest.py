@@ -87,11 +87,13 @@ def fp8_sum_error() -> float:
 
 @pytest.fixture(autouse=True)
 def mesh_of_enough_devices(monkeypatch):
-    """A mesh that is larger than the default backend (one GPU) is made of the 8 host devices."""
+    """A mesh that is larger than the default backend (one GPU) is made of the 8 host devices, and so is one of a test
+    `on_host`."""
     make_mesh = jax.make_mesh
 
     def of_enough(shape, *args, **kwargs):
-        if math.prod(shape) > jax.device_count():
+        default = jax.config.jax_default_device
+        if math.prod(shape) > jax.device_count() or (default is not None and default.platform == "cpu"):
             kwargs.setdefault("devices", jax.devices("cpu")[: math.prod(shape)])
         return make_mesh(shape, *args, **kwargs)
 

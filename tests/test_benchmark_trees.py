@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
+import te_jax
 from benchmarks import trees
 
-ROOT = Path(__file__).parents[1]
+INSTALLED = Path(te_jax.__file__).parents[1]
 
 
 def test_a_tree_beside_itself(capsys):
-    tree = trees.Tree(ROOT, tiny=True)
+    tree = trees.Tree(INSTALLED, tiny=True)
     row = trees.compare([tree, tree], "gpt", "delayed", calls=1)
     assert row["differing"] == row["unsteady"] == [] and row["ms"] > 0
     assert row["leaves"] == 1 + 12 + 24 + 1  # the loss, parameters, FP8 state, x

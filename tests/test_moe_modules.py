@@ -32,6 +32,8 @@ FIELDS = dict(num_experts=E, num_experts_per_tok=K, intermediate_dim=F, use_expe
 FIELDS |= dict(aux_loss_coeff=0.01, z_loss_coeff=1e-3)
 BLOCK = te_flax.MoEBlock(**FIELDS)
 IDLE = 1  # an expert whose bias keeps all tokens away
+# XLA's division on a GPU is not rounded right: a scale is off by an ulp, and the power of two beneath may be near.
+LAW_BOUND = 2.0**-22 if jax.default_backend() == "gpu" else 0
 
 
 def loss_of(model, params, others, x):
@@ -84,10 +86,11 @@ def test_state_of_each_expert_follows_the_law(rng, tmp_path):
         largest = lambda *kernels: np.max([np.abs(kernel).max((1, 2)) for kernel in kernels], 0)
         np.testing.assert_array_equal(amaxes["kernel_0"], largest(params["wi_0"], params["wi_1"]))
         np.testing.assert_array_equal(amaxes["kernel_1"], largest(params["wo"]))
-        with jax.default_device(jax.devices("cpu")[0]):  # XLA's division on a GPU is not rounded right
+        with jax.default_device(jax.devices("cpu")[0]):
             want = jax.device_get(by_law(before, amaxes))
         for name, amax in amaxes.items():
-            states.assert_equal((metas[f"{name}_scale"], metas[f"{name}_amax_history"]), want[name])
+            np.testing.assert_allclose(metas[f"{name}_scale"], want[name][0], rtol=LAW_BOUND)
+            states.assert_equal(metas[f"{name}_amax_history"], want[name][1])
             idle = name in ("x_1", "grad_0")
             assert not idle or (metas[f"{name}_scale"][IDLE] == 1 and not metas[f"{name}_amax_history"][IDLE].any())
             assert np.all(np.delete(amax, IDLE) > 0 if idle else amax > 0)

@@ -104,6 +104,21 @@ def call(case, args):
     return fn
 
 
+def without_tail(case, args, fn):
+    """fn, a function of the present operands, with zeros in what a GPU leaves undefined: rows behind the last group."""
+    names = [o.name for o, a in zip(case.declared.rule.inputs, args) if a is not None]
+    if "counts" not in names:
+        return fn
+
+    def masked(*given):
+        is_tail = jnp.arange(case.sizes["r"]) >= given[names.index("offsets")][-1]
+        along = lambda out: out.shape.index(is_tail.size) if is_tail.size in out.shape else None
+        mask = lambda out, axis: jnp.where(jnp.moveaxis(jnp.expand_dims(is_tail, range(1, out.ndim)), 0, axis), 0, out)
+        return [out if along(out) is None else mask(out, along(out)).astype(out.dtype) for out in fn(*given)]
+
+    return masked
+
+
 def joined(variants):
     """{name: (function, operands)} -> {name: results}, of one program: many small ones take far longer to compile."""
     return jax.jit(joined_fn(variants))({name: operands for name, (_, operands) in variants.items()})
@@ -185,7 +200,7 @@ def test_vmap(case: Case, rng):
     """Each operand mapped over its first axis, its last axis, or not at all: equal to a loop over examples."""
     case = case.small()
     args = case.args(rng)
-    fn = jax.jit(call(case, args))
+    fn = jax.jit(without_tail(case, args, call(case, args)))
     examples = [[np.asarray(a) for a in case.args(rng) if a is not None] for _ in range(3)]
     patterns = mapped_axes(len(examples[0]))
     stack = lambda axes: [xs[0] if ax is None else np.stack(xs, ax) for ax, xs in zip(axes, zip(*examples))]
@@ -201,7 +216,7 @@ def test_eager_jit_scan_remat(case: Case, rng):
     case = case.small()
     args = case.args(rng)
     _, _, given = solve(case, args)
-    fn = call(case, args)
+    fn = without_tail(case, args, call(case, args))
     want = fn(*given)
     last = lambda *given: [s[1] for s in lax.scan(lambda c, _: (c, fn(*given)), 0, None, length=2)[1]]
     variants = {"jit": fn, "scan": last, "remat": jax.checkpoint(fn)}
