@@ -360,6 +360,30 @@ def cases(tiny: bool) -> Iterator[Case]:
             yield case(model, impl, backward=True)
 
 
+def energy_models(tiny: bool) -> list[Model]:
+    """The GPT and the Llama layer and the MLP of `models`, and layers of other published sizes."""
+    gpt, llama = gpt_and_llama(tiny)
+    mlps = [model for model in models(tiny) if isinstance(model, Mlp)]
+    if tiny:
+        return [gpt, llama, *mlps]
+    return [
+        gpt,
+        llama,
+        *mlps,
+        Layer("llama layer h5120 b2 s4096", 2, 4096, 5120, 13824, 40, 40, llama=True),
+        Layer("llama layer h2048 b3 s1536", 3, 1536, 2048, 5632, 32, 4, llama=True),
+        Layer("gpt layer h3072 b3 s1000", 3, 1000, 3072, 12288, 24, 24),
+    ]
+
+
+def energy_cases(tiny: bool) -> Iterator[Case]:
+    for model in energy_models(tiny):
+        for impl in IMPLS:
+            if "fixed" not in impl:
+                beside = tuple(other for other in ("te_jax bf16", *FLAX_DOTS) if other != impl)
+                yield case(model, impl, backward=True, suite="energy", beside=beside)
+
+
 SCALING_IMPLS = ("te_jax bf16", "te_jax fp8")
 _SEQ = 1024  # the same for all, so that a token costs the same attention in each
 _CALLS = 10  # of steps that take 20 ms and more

@@ -77,6 +77,7 @@ _COLUMNS = [
     ("routing", "routing", "{routing:.1%}".format_map),
     ("MHz", "sm_clock", "{sm_clock:.0f}".format_map),
     ("W", "power", "{power:.0f}".format_map),
+    ("J", "joules", "{joules:.3g}".format_map),
     ("us/token", "us_per_token", "{us_per_token:.3f}".format_map),
     ("tokens/s", "tokens_per_s", "{tokens_per_s:.0f}".format_map),
     ("a GPU", "tokens_per_s_per_gpu", "{tokens_per_s_per_gpu:.0f}".format_map),

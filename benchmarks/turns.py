@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import ceil
 
-from . import ceilings, grouped, grouped_ops, head, kernels, machine, moe, report, run, small, timing
+from . import ceilings, grouped, grouped_ops, head, kernels, layers, machine, moe, report, run, small, timing
 from .cases import Case
 
 _ROUNDS = 4  # that count
@@ -31,6 +31,7 @@ SUITES = {
     ),
     "moe": (moe.cases, "layers of experts in bf16 and FP8, in turns with ragged_dot"),
     "small": (small.cases, "steps of small layers, in turns with Flax"),
+    "energy": (layers.energy_cases, "whole layers forward and backward, in turns with Flax: joules of a step"),
     "head": (head.cases, "the head of a language model with its loss, in turns with plain JAX"),
 }
 
@@ -89,7 +90,9 @@ class Contender:
         tflops, tbs = case.rates(ms)
         row = self.row | {"ms": ms, "min_ms": min(times), "all_ms": times, "flops": case.flops, "bytes": case.bytes}
         tokens = {"us_per_token": ms * 1e3 / case.tokens} if case.tokens else {}
-        return row | {"tflops": tflops, "tbs": tbs} | tokens | self.draw.row() | case.figures(ms)
+        draw = self.draw.row()
+        joules = {"joules": draw["power"] * ms / 1e3} if "power" in draw else {}
+        return row | {"tflops": tflops, "tbs": tbs} | tokens | draw | joules | case.figures(ms)
 
 
 def measure(cases: list[Case], seconds: float, meter: machine.Meter, copy_tbs: float) -> list[dict]:
@@ -137,8 +140,11 @@ def measure_all(groups: list[list[Case]], args) -> dict:
     result = {"machine": machine.describe(), "timing": f"in turns, {seconds} s each", "rows": []}
     say = lambda text: print(text, file=sys.stderr, flush=True)
     say(machine.line(result["machine"]))
-    result["copy_tbs"] = copy_tbs = ceilings.copy(args.tiny)["brief"]
-    began, meter = time.perf_counter(), machine.Meter()
+    began, meter, draw = time.perf_counter(), machine.Meter(), machine.Draw()
+    copies = ceilings.copy(args.tiny, lambda: meter.onto(draw))
+    result["copy_tbs"] = copy_tbs = copies["brief"]
+    if "power" in draw.row():
+        result["copy_joules_per_gb"] = draw.row()["power"] / copies["sustained"] / 1e3
     for number, group in enumerate(groups, 1):
         rows = measure(group, seconds, meter, copy_tbs)
         result["rows"] += rows
