@@ -33,7 +33,7 @@ _OPTIONS = {
     "measure": (str, argparse.SUPPRESS),  # one of those that get processes of their own, in this process
 }
 _ROWS = dict(out=None, only=None, compare=None, repeat=3, calls=timing.CALLS, profile=0, tune=0, tiny=0, list=0)
-_TURNS = dict(out=None, only=None, quick=0, tiny=0, list=0)
+_TURNS = dict(out=None, only=None, quick=0, tune=0, tiny=0, list=0)
 _LAYER = dict(out=None, text=None, model=_MODELS[0], tiny=0)
 
 

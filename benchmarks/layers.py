@@ -30,9 +30,11 @@ RECIPES = {
     "te_jax fp8 current": te_recipe.Float8CurrentScaling(),
     "te_jax fp8 block": te_recipe.Float8BlockScaling(),
     "te_jax fp8 fixed": te_recipe.FixedScaling(),
+    "te_jax fp8 fast, attention too": te_recipe.DelayedScaling(split_accumulator=FAST, fp8_dpa=True),
 }
+WITH_ATTENTION = "te_jax fp8 fast, attention too"  # of transformer layers alone
 FLAX_DOTS = {"flax bf16": None, "flax fp8 direct": nn.fp8_ops.Fp8DirectDotGeneralOp}
-IMPLS = (*RECIPES, *FLAX_DOTS)
+IMPLS = (*(impl for impl in RECIPES if impl != WITH_ATTENTION), *FLAX_DOTS)
 
 
 class Model:
@@ -378,7 +380,7 @@ def energy_models(tiny: bool) -> list[Model]:
 
 def energy_cases(tiny: bool) -> Iterator[Case]:
     for model in energy_models(tiny):
-        for impl in IMPLS:
+        for impl in (*IMPLS, *[WITH_ATTENTION] * isinstance(model, Layer)):
             if "fixed" not in impl:
                 beside = tuple(other for other in ("te_jax bf16", *FLAX_DOTS) if other != impl)
                 yield case(model, impl, backward=True, suite="energy", beside=beside)

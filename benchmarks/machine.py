@@ -136,19 +136,31 @@ class Meter:
         self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._gpu, ctypes.byref(millijoules))
         return millijoules.value / 1e3
 
-    def _sample(self, draw: Draw, end: threading.Event):
+    def _clock(self) -> int | None:
         clock = ctypes.c_uint()
+        failed = self._nvml.nvmlDeviceGetClockInfo(self._gpu, self._SM_CLOCK, ctypes.byref(clock))
+        return None if failed else clock.value
+
+    def _sample(self, draw: Draw, end: threading.Event):
+        """The counter moves by some tenths of a second: what counts is from its first move to its last one."""
+        seen, moves = self._joules(), []
         while not end.wait(self._EVERY_S):
-            if not self._nvml.nvmlDeviceGetClockInfo(self._gpu, self._SM_CLOCK, ctypes.byref(clock)):
-                draw.clocks.append(clock.value)
+            if (clock := self._clock()) is not None:
+                draw.clocks.append(clock)
+            if (joules := self._joules()) != seen:
+                seen = joules
+                moves.append((time.perf_counter(), joules))
+        if len(moves) > 1:
+            draw.seconds += moves[-1][0] - moves[0][0]
+            draw.joules += moves[-1][1] - moves[0][1]
 
     @contextlib.contextmanager
     def onto(self, draw: Draw):
-        """Adds what the GPU draws within the block to `draw`."""
+        """Adds what the GPU draws within the block, of three tenths of a second and more, to `draw`."""
         if self._nvml is None:
             yield
             return
-        end, before, began = threading.Event(), self._joules(), time.perf_counter()
+        end = threading.Event()
         sampler = threading.Thread(target=self._sample, args=(draw, end))
         sampler.start()
         try:
@@ -156,5 +168,3 @@ class Meter:
         finally:
             end.set()
             sampler.join()
-            draw.joules += self._joules() - before
-            draw.seconds += time.perf_counter() - began

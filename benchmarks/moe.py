@@ -21,13 +21,13 @@ from te_jax.recipe import Recipe
 
 from . import account, experts
 from .cases import Case
-from .layers import RECIPES
+from .layers import RECIPES, WITH_ATTENTION
 from .timing import Call, compiled, normal, on_gpu
 
 BF16, RAGGED = "te_jax bf16", "ragged_dot bf16"
 ONCE, FP8_WEIGHTS = ", weights once", ", FP8 weights"
 IMPLS = (
-    *(name for name in RECIPES if "fixed" not in name),
+    *(name for name in RECIPES if name not in ("te_jax fp8 fixed", WITH_ATTENTION)),
     *(f"te_jax fp8{kind}{ONCE}" for kind in (" fast", " current", " block")),
     f"te_jax fp8 current{FP8_WEIGHTS}",
     RAGGED,

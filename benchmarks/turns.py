@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import ceil
 
+from te_jax.ops.gemm import tune_all
+
 from . import ceilings, grouped, grouped_ops, head, kernels, layers, machine, moe, report, run, small, timing
 from .cases import Case
 
@@ -160,6 +162,8 @@ def main(args) -> int:
     groups = chosen(SUITES[args.command][0](args.tiny), args.only)
     if (status := run.refuses(list(itertools.chain(*groups)), args)) is not None:
         return status
+    if args.tune and timing.on_gpu():
+        tune_all()
     result = measure_all(groups, args)
     run.show(result, args.out, None)
     ours = [row for row in result["rows"] if row["impl"].startswith("te_jax")]

@@ -307,6 +307,7 @@ __device__ __forceinline__ void WriteBlocks(const Vec<T, 8> (&x)[kBlockRows], co
 //   Await(row0, rows) if there: called once by all threads, behind the first Loads and before any Results
 //   Skips(row0) if there: whether nobody reads the tile's rows, of which row0 is the first
 //   groups if there, GroupRows: the rows are in groups, m is 1, and p a multiple of 128
+//   order if there, as of TileOf
 // band: a row of tiles; strip: of its tiles with kSlots results each. kVectors: q % 8 == 0, and rows of the
 // sources and of data are aligned.
 template <bool kVectors, bool kSquare, typename Source>
@@ -368,7 +369,7 @@ using BlockKernel = void (*)(const Source, const BlockArgs, const Divisor);
   __global__ void __launch_bounds__(kBlockThreads, Source::kCtas)                  \
       name(const Source source, const BlockArgs a, const Divisor by_strips) {      \
     __shared__ BlockShared shared;                                                 \
-    const Split at = by_strips.Of(blockIdx.x);                                     \
+    const Split at = by_strips.Of(TileOf(source, blockIdx.x));                     \
     WriteBlockTile<kVectors, kSquare>(source, a, at.quotient, at.rest, shared);    \
   }                                                                                \
   template <typename Source, bool kSquare = false>                                 \

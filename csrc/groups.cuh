@@ -65,6 +65,15 @@ concept InGroups = requires { Source::groups; };
 template <typename Source>
 concept Gathers = requires(const Source& source, int* out) { source.ReadSlots(int64_t{}, 4, out); };
 
+// The number of a CTA's tile: its own, or what a source with an `order` says.
+template <typename Source>
+__device__ __forceinline__ unsigned TileOf(const Source& source, unsigned cta) {
+  if constexpr (requires { source.order; })
+    return source.order.TileOf(cta);
+  else
+    return cta;
+}
+
 // Partial results of each band of 128 rows: amax f32 [bands, strips], dbias f32 [bands, columns].
 struct GroupParts {
   Tensor amax, dbias;

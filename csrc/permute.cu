@@ -245,7 +245,8 @@ Status LaunchPermute(cudaStream_t stream, Arg x, Arg slots, Arg offsets, Arg wei
   TE_TRY(ExpectTiles(op, x, {m}, {n}, 1, arrays));
   if (m == 0 || n == 0) return {};
   return DispatchFloat(x.type, [&]<typename T>() {
-    const GatherSource<T> source{GatheredRows<T>::Of(x, slots, offsets, weights, topk)};
+    const GatherSource<T> source{
+        GatheredRows<T>::Of(x, slots, offsets, weights, topk, kTileRows, kTileColumns)};
     return LaunchTiles(op, stream, te_permute_kernels<GatherSource<T>>, source, Aligned(source.x), m, n,
                        arrays);
   });

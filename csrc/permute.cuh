@@ -3,8 +3,8 @@
 #pragma once
 
 #include "check.h"
-#include "divisor.cuh"
 #include "fp8.cuh"
+#include "gather_order.cuh"
 
 namespace te {
 
@@ -23,11 +23,15 @@ struct GatheredRows {
   const int* end;        // of the last group
   int64_t n;
   Divisor topk;
+  GatherOrder order;
 
-  // Of a call that is as ExpectGather says.
-  static GatheredRows Of(Arg x, Arg slots, Arg offsets, Arg weights, int64_t topk) {
+  // Of a call that is as ExpectGather says, of a row and more, in tiles of rows x columns.
+  static GatheredRows Of(Arg x, Arg slots, Arg offsets, Arg weights, int64_t topk, int rows, int columns) {
     const int* end = Data<int>(offsets) + Axes(offsets).last() - 1;
-    return {Data<T>(x), Data<int>(slots), Data<float>(weights), end, Axes(x).last(), Divisor(unsigned(topk))};
+    const int64_t n = Axes(x).last(), tokens = Axes(x).Without(1).count();
+    const GatherOrder order(tokens, columns * int64_t{sizeof(T)}, CeilDiv(slots.count(), rows),
+                            CeilDiv(n, columns), topk);
+    return {Data<T>(x), Data<int>(slots), Data<float>(weights), end, n, Divisor(unsigned(topk)), order};
   }
 
   // Whether no group reaches row `row0` or one behind it: nobody reads what is there.

@@ -38,7 +38,7 @@ Status LaunchPermuteBlock(cudaStream_t stream, Arg x, Arg slots, Arg offsets, Ar
   if (m == 0 || n == 0) return {};
   return DispatchFloat(x.type, [&]<typename T>() -> Status {
     using Source = BlockGatherSource<T>;
-    const Source source{GatheredRows<T>::Of(x, slots, offsets, weights, topk)};
+    const Source source{GatheredRows<T>::Of(x, slots, offsets, weights, topk, kBlock, kBlock)};
     return LaunchBlocks(stream, te_permute_block_kernels<Source>, source, a, Aligned(source.x));
   });
 }

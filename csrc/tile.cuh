@@ -247,6 +247,7 @@ __device__ __forceinline__ typename Source::Raw LoadRowOf(const Source& source, 
 //   Await(row0, rows) if there: called once by all threads, behind the first Loads and before any Values
 //   Skips(row0) if there: whether nobody reads the tile's rows, of which row0 is the first; its amax is 0
 //   groups if there, GroupRows: the rows are in groups; Values(Load of 0 columns) are then 0
+//   order if there, as of TileOf
 // index: of the tile, strip by strip, chunk by chunk. kVectors: n % 8 == 0, and all rows are aligned.
 template <bool kVectors, typename Source>
 __device__ __forceinline__ void WriteTile(const Source& source, const TileResults<typename Source::Type>& a,
@@ -371,12 +372,12 @@ using TileKernel = void (*)(const Source, const TileResults<typename Source::Typ
   template <typename Source, bool kVectors>                                          \
   __global__ void __launch_bounds__(kTileThreads, Source::kCtas)                     \
       name(const Source source, const TileResults<typename Source::Type> a) {        \
-    WriteTile<kVectors>(source, a, blockIdx.x);                                      \
+    WriteTile<kVectors>(source, a, TileOf(source, blockIdx.x));                      \
   }                                                                                  \
   template <typename Source, bool kVectors>                                          \
   __global__ void __launch_bounds__(kTileThreads, 4)                                 \
       name##_amax(const Source source, const TileResults<typename Source::Type> a) { \
-    WriteAmax<kVectors>(source, a, gridDim.x - 1 - blockIdx.x);                      \
+    WriteAmax<kVectors>(source, a, TileOf(source, gridDim.x - 1 - blockIdx.x));      \
   }                                                                                  \
   template <typename Source>                                                         \
   constexpr TileKernel<Source> name##_kernels[2][2] = {                              \

@@ -64,6 +64,27 @@ def kernel(tmp_path_factory):
     return compiled(tmp_path_factory.mktemp("kernel"), "grouped")
 
 
+def test_gathered_tiles_come_once_and_by_pieces(tmp_path, rng):
+    """Of x that L2 does not hold: all chunks of some strips, then of the next; of other x, and of rows read once, chunk
+    by chunk."""
+    random = [[rng.integers(1, 2**16), 128, rng.integers(1, 40), rng.integers(1, 70), 8] for _ in range(100)]
+    cases = [*random, [8192, 128, 9, 64, 2], [2**20, 256, 5, 7, 8], [0, 128, 3, 5, 8], [8192, 128, 9, 64, 1]]
+    text = "\n".join(" ".join(map(str, case)) for case in cases)
+    program = compiled(tmp_path, "order")
+    lines = subprocess.run([program], input=text, capture_output=True, text=True, check=True).stdout.splitlines()
+    tiles = [np.array(line.split(), int) for line in lines]
+    for (_, _, chunks, strips, _), each in zip(cases, tiles, strict=True):
+        np.testing.assert_array_equal(np.sort(each), np.arange(chunks * strips))
+    whole = np.arange(9 * 64).reshape(9, 64)
+    in_l2 = 8  # strips of 8192 x 128 bytes in 8 MB
+    pieces = [whole[:, first : first + in_l2].ravel() for first in range(0, 64, in_l2)]
+    np.testing.assert_array_equal(tiles[100], np.concatenate(pieces))
+    pairs = [np.arange(35).reshape(5, 7)[:, first : first + 2].ravel() for first in range(0, 7, 2)]
+    np.testing.assert_array_equal(tiles[101], np.concatenate(pairs))
+    for case in (102, 103):
+        np.testing.assert_array_equal(tiles[case], np.arange(tiles[case].size))
+
+
 def test_every_tile_once(scheduler, rng):
     random = [[rng.integers(0, 40), rng.integers(1, 70), 2, 8, rng.integers(1, 70)] for _ in range(300)]
     cases = [*random, [0, 5, 2, 8, 3], [1, 1, 2, 8, 66], [7, 9, 1, 8, 132], [3, 17, 2, 4, 66], [2**14, 3, 2, 8, 66]]
