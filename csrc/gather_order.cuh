@@ -14,7 +14,7 @@ class GatherOrder {
  public:
   // piece: bytes of x in a strip. Mixtral's x at 8192 tokens is 67 MB, L2 has 50, half of it near an SM.
   GatherOrder(int64_t tokens, int64_t piece, int64_t chunks, int64_t strips, int64_t topk) : strips_(strips) {
-    constexpr int64_t kInL2 = 8 << 20, kLeast = 512;  // bytes; on an H200 4 and 12 MB are 1 to 25 % slower
+    constexpr int64_t kInL2 = 8 << 20, kLeast = 512;  // bytes; 4 MB took Mixtral 25 % longer, 12 Qwen3 5 %
     const int64_t fit = std::max(kInL2 / std::max(tokens * piece, int64_t{1}), (kLeast + piece - 1) / piece);
     width_ = unsigned(topk == 1 ? strips : std::min(strips, fit));
     by_piece_ = Divisor(unsigned(std::min(chunks * width_, int64_t{1} << 31)));  // more are refused later
