@@ -156,7 +156,8 @@ class Meter:
 
     @contextlib.contextmanager
     def onto(self, draw: Draw):
-        """Adds what the GPU draws within the block, of three tenths of a second and more, to `draw`."""
+        """Adds to `draw` what the GPU draws within the block, from the first to the last update of the driver's
+        counter: nothing where the block has fewer than two."""
         if self._nvml is None:
             yield
             return

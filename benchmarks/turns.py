@@ -25,6 +25,7 @@ _ROUNDS = 4  # that count
 _TRACED = 3  # steps
 _COMPILED_AT_ONCE = 8
 _SECONDS, _QUICK_SECONDS = 1.2, 0.1  # of a contender, in all of these
+_ENERGY_SECONDS = 4.8  # the driver counts joules by tenths of a second
 
 SUITES = {
     "grouped": (
@@ -97,13 +98,15 @@ class Contender:
         return row | {"tflops": tflops, "tbs": tbs} | tokens | draw | joules | case.figures(ms)
 
 
-def measure(cases: list[Case], seconds: float, meter: machine.Meter, copy_tbs: float) -> list[dict]:
+def measure(
+    cases: list[Case], seconds: float, meter: machine.Meter, copy_tbs: float, at_once: int = _COMPILED_AT_ONCE
+) -> list[dict]:
     """The rows of cases of one name, each for `seconds` in all of `_ROUNDS` rounds, after one that does not count.
-    copy_tbs: TB/s that the memory moves at best."""
+    copy_tbs: TB/s that the memory moves at best. at_once: contenders that are compiled at once."""
     contenders = [Contender(case) for case in cases]
     prepare = lambda contender: contender.attempt(contender.prepare)
     prepare(contenders[0])  # alone: what all share is made once
-    with ThreadPoolExecutor(_COMPILED_AT_ONCE) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         list(pool.map(prepare, contenders[1:]))
     for number in range(_ROUNDS + 1):
         for contender in contenders:
@@ -138,17 +141,18 @@ def chosen(cases: Iterable[Case], only: str | None) -> list[list[Case]]:
 
 
 def measure_all(groups: list[list[Case]], args) -> dict:
-    seconds = _QUICK_SECONDS if args.quick else _SECONDS
+    seconds = _QUICK_SECONDS if args.quick else _ENERGY_SECONDS if args.command == "energy" else _SECONDS
+    at_once = 1 if args.tune else _COMPILED_AT_ONCE  # algorithms are timed where nothing else runs
     result = {"machine": machine.describe(), "timing": f"in turns, {seconds} s each", "rows": []}
     say = lambda text: print(text, file=sys.stderr, flush=True)
     say(machine.line(result["machine"]))
     began, meter, draw = time.perf_counter(), machine.Meter(), machine.Draw()
     copies = ceilings.copy(args.tiny, lambda: meter.onto(draw))
-    result["copy_tbs"] = copy_tbs = copies["brief"]
+    result["copy_tbs"] = copy_tbs = max(copies.values())
     if "power" in draw.row():
         result["copy_joules_per_gb"] = draw.row()["power"] / copies["sustained"] / 1e3
     for number, group in enumerate(groups, 1):
-        rows = measure(group, seconds, meter, copy_tbs)
+        rows = measure(group, seconds, meter, copy_tbs, at_once)
         result["rows"] += rows
         for row in rows:
             ms, bound = row.get("ms"), row.get("of_bound")

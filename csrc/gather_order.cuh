@@ -12,14 +12,16 @@ namespace te {
 // that lie far apart.
 class GatherOrder {
  public:
-  // piece: bytes of x in a strip. Mixtral's x at 8192 tokens is 67 MB, L2 has 50, half of it near an SM.
-  GatherOrder(int64_t tokens, int64_t piece, int64_t chunks, int64_t strips, int64_t topk) : strips_(strips) {
+  // piece: bytes of a row of x in a strip. Mixtral's x at 8192 tokens is 67 MB, L2 has 50, half of it near
+  // an SM. More tiles than an unsigned counts are refused later.
+  GatherOrder(int64_t tokens, int64_t piece, int64_t chunks, int64_t strips, int64_t topk)
+      : strips_(unsigned(std::min(strips, kMost))) {
     constexpr int64_t kInL2 = 8 << 20, kLeast = 512;  // bytes; 4 MB took Mixtral 25 % longer, 12 Qwen3 5 %
     const int64_t fit = std::max(kInL2 / std::max(tokens * piece, int64_t{1}), (kLeast + piece - 1) / piece);
-    width_ = unsigned(topk == 1 ? strips : std::min(strips, fit));
-    by_piece_ = Divisor(unsigned(std::min(chunks * width_, int64_t{1} << 31)));  // more are refused later
+    width_ = topk == 1 ? strips_ : unsigned(std::min(int64_t{strips_}, fit));
+    by_piece_ = Divisor(unsigned(std::min(chunks * width_, kMost)));
     by_width_ = Divisor(width_);
-    by_last_ = Divisor(strips % width_ ? strips % width_ : width_);
+    by_last_ = Divisor(strips_ % width_ ? strips_ % width_ : width_);
   }
 
   // The number of a CTA's tile, strip by strip, chunk by chunk.
@@ -31,6 +33,7 @@ class GatherOrder {
   }
 
  private:
+  static constexpr int64_t kMost = int64_t{1} << 31;  // of a Divisor
   unsigned strips_, width_;
   Divisor by_piece_, by_width_, by_last_;
 };

@@ -173,9 +173,10 @@ def test_torch_in_a_process_of_its_own(tmp_path, monkeypatch):
 
 
 class FakeNvml:
-    """GPU 3 draws 500 W at 1400 MHz. Its counter moves every 40 ms."""
+    """GPU 3 draws 500 W at 1400 MHz. Its counter moves every 0.1 s."""
 
-    began = time.perf_counter()
+    def __init__(self):
+        self.began = time.perf_counter()
 
     def nvmlInit_v2(self):
         return 0
@@ -184,7 +185,7 @@ class FakeNvml:
         return 0 if index == 3 else 2
 
     def nvmlDeviceGetTotalEnergyConsumption(self, gpu, result):
-        result._obj.value = int((time.perf_counter() - self.began) // 0.04) * 20_000
+        result._obj.value = int((time.perf_counter() - self.began) // 0.1) * 50_000
 
     def nvmlDeviceGetClockInfo(self, gpu, kind, result):
         result._obj.value = 1400
@@ -195,10 +196,8 @@ def test_meter(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
     monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeNvml())
     meter, draw = machine.Meter(), machine.Draw()
-    for seconds in (0.31, 0.27):  # between two moves of the counter
-        with meter.onto(draw):
-            time.sleep(seconds)
-    # A move is seen at most 10 ms late, of some 240; on a busy machine later.
+    with meter.onto(draw):
+        time.sleep(0.38)  # 3 moves, 0.2 s from the first to the last; by the whole block it would be 395 W
     assert draw.row() == {"power": pytest.approx(500, rel=0.2), "sm_clock": 1400}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     draw = machine.Draw()

@@ -32,7 +32,7 @@ FIELDS = dict(num_experts=E, num_experts_per_tok=K, intermediate_dim=F, use_expe
 FIELDS |= dict(aux_loss_coeff=0.01, z_loss_coeff=1e-3)
 BLOCK = te_flax.MoEBlock(**FIELDS)
 IDLE = 1  # an expert whose bias keeps all tokens away
-# XLA's division on a GPU is not rounded right: a scale is off by an ulp, and the power of two beneath may be near.
+# XLA's division on a GPU is not rounded right: a scale, its quotient, may be off by two ulps.
 LAW_BOUND = 2.0**-22 if jax.default_backend() == "gpu" else 0
 
 
