@@ -21,7 +21,7 @@
 # SCALING_ARGS            of `python -m benchmarks scaling`
 # TRACE_ARGS              of `python -m benchmarks trace`, which runs once for the GPT and once for the Llama layer
 # HLO_ARGS                of `python -m benchmarks hlo`
-# SANITIZE_TIMEOUT        seconds for each of the seven sanitizer runs [default: 300]
+# SANITIZE_TIMEOUT        seconds for each of the eight sanitizer runs [default: 300]
 # TRAIN_ARGS              of examples/train_gpt.py [default: --preset medium --compare --check-gap 0.01 --no-checkpoint]
 set -uo pipefail
 
@@ -117,10 +117,13 @@ RACES='(test_quantize and 63 and bfloat16 and e4m3) or (test_activation and 257 
   (test_norm_block_chosen and data_t)'
 SMALL_GEMM='test_gemm_fp8 and 333 and bfloat16'
 SMALL_GROUPED='test_rows and 144 or test_wgrads and 130 or test_rows_of_weights and 1300'
-# The ops of experts run where jax runs, so their tests have no marker.
+# Not products whose scales a bulk copy brings, for racecheck does not follow the barrier that tells of its end.
+RACES_GROUPED='test_rows and 144'
+# The ops of experts run where jax runs, so their tests have no marker. Not all of them: compute-sanitizer 13.0 itself has
+# ended in a segmentation fault after some twenty tests of a process.
 EXPERTS='tests/test_router.py tests/test_permute.py'
-SMALL_EXPERTS='(test_route and (8-2 or 128-8)) or test_many_experts or test_against_loops or test_group_alone or
-  test_blocks_against_loops'
+SMALL_EXPERTS='test_many_experts or (test_against_loops and 8-2-37-24) or test_group_alone or
+  (test_blocks_against_loops and bfloat16)'
 RACES_EXPERTS='128-8-sigmoid-groups or 8-2-37-24-bfloat16 or (test_group_alone and 1024) or True-200-bfloat16'
 SMALL_ATTENTION='test_cudnn and bfloat16 and (odd or gqa)'
 
@@ -158,6 +161,7 @@ sanitize_all() {
   aside sanitize memcheck "" "$EXPERTS" "$SMALL_EXPERTS"
   aside sanitize racecheck _ZN2te "$OURS" "$RACES"
   aside sanitize racecheck _ZN2te "$EXPERTS" "$RACES_EXPERTS"
+  aside sanitize racecheck _ZN2te tests/test_cuda_grouped.py "$RACES_GROUPED"
   for run in "${!runs[@]}"; do
     wait "${runs[run]}" || status=1
     cat "$SCRATCH/sanitize.$run"
