@@ -23,6 +23,7 @@ from .timing import Call, compiled, normal, on_gpu
 
 _SETTLE = 4  # steps; the scales of delayed scaling stand still on repeated data after the second
 FAST = (False, False, False)  # fast accumulation in fprop, dgrad and wgrad
+WITH_ATTENTION = "te_jax fp8 fast, attention too"  # of transformer layers alone
 RECIPES = {
     "te_jax bf16": None,
     "te_jax fp8": te_recipe.DelayedScaling(),  # split accumulation in dgrad and wgrad
@@ -30,9 +31,8 @@ RECIPES = {
     "te_jax fp8 current": te_recipe.Float8CurrentScaling(),
     "te_jax fp8 block": te_recipe.Float8BlockScaling(),
     "te_jax fp8 fixed": te_recipe.FixedScaling(),
-    "te_jax fp8 fast, attention too": te_recipe.DelayedScaling(split_accumulator=FAST, fp8_dpa=True),
+    WITH_ATTENTION: te_recipe.DelayedScaling(split_accumulator=FAST, fp8_dpa=True),
 }
-WITH_ATTENTION = "te_jax fp8 fast, attention too"  # of transformer layers alone
 FLAX_DOTS = {"flax bf16": None, "flax fp8 direct": nn.fp8_ops.Fp8DirectDotGeneralOp}
 IMPLS = (*(impl for impl in RECIPES if impl != WITH_ATTENTION), *FLAX_DOTS)
 

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 import states
+from conftest import division_error
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
@@ -32,8 +33,6 @@ FIELDS = dict(num_experts=E, num_experts_per_tok=K, intermediate_dim=F, use_expe
 FIELDS |= dict(aux_loss_coeff=0.01, z_loss_coeff=1e-3)
 BLOCK = te_flax.MoEBlock(**FIELDS)
 IDLE = 1  # an expert whose bias keeps all tokens away
-# XLA's division on a GPU is not rounded right: a scale, its quotient, may be off by two ulps.
-LAW_BOUND = 2.0**-22 if jax.default_backend() == "gpu" else 0
 
 
 def loss_of(model, params, others, x):
@@ -89,7 +88,7 @@ def test_state_of_each_expert_follows_the_law(rng, tmp_path):
         with jax.default_device(jax.devices("cpu")[0]):
             want = jax.device_get(by_law(before, amaxes))
         for name, amax in amaxes.items():
-            np.testing.assert_allclose(metas[f"{name}_scale"], want[name][0], rtol=LAW_BOUND)
+            np.testing.assert_allclose(metas[f"{name}_scale"], want[name][0], rtol=division_error())
             states.assert_equal(metas[f"{name}_amax_history"], want[name][1])
             idle = name in ("x_1", "grad_0")
             assert not idle or (metas[f"{name}_scale"][IDLE] == 1 and not metas[f"{name}_amax_history"][IDLE].any())

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import division_error
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -68,11 +69,9 @@ def test_numbers_are_those_of_linen(rule):
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(of_nnx), grads)
     after = te_nnx.to_linen(model).get("fp8_metas", {})
     after = {name: {"DotGeneral_0": node["dot_general"]} for name, node in after.items()}
-    # Two programs: XLA's division on a GPU, whose quotient a scale is, is off by an ulp in one or the other.
-    on_gpu = jax.default_backend() == "gpu"
     for (path, a), b in zip(jax.tree.leaves_with_path(after), jax.tree.leaves(state), strict=True):
         is_scale = jax.tree_util.keystr(path).endswith("scale']")
-        np.testing.assert_allclose(a, b, rtol=2.0**-22 if on_gpu and is_scale else 0)
+        np.testing.assert_allclose(a, b, rtol=division_error() if is_scale else 0)
 
 
 def test_state_moves_or_says_so():

@@ -104,18 +104,18 @@ def call(case, args):
     return fn
 
 
-def without_tail(case, args, fn):
-    """fn, a function of the present operands, with zeros in what a GPU leaves undefined: rows behind the last group.
-    On a CPU they are zeros."""
+def call_without_tail(case, args):
+    """As `call`, with zeros in what a GPU leaves undefined: rows behind the last group. On a CPU they are zeros."""
+    fn = call(case, args)
     names = [o.name for o, a in zip(case.declared.rule.inputs, args) if a is not None]
     if "counts" not in names or jax.default_backend() == "cpu":
         return fn
 
     def masked(*given):
-        is_tail = jnp.arange(case.sizes["r"]) >= given[names.index("offsets")][-1]
-        along = lambda out: out.shape.index(is_tail.size) if is_tail.size in out.shape else None
-        mask = lambda out, axis: jnp.where(jnp.moveaxis(jnp.expand_dims(is_tail, range(1, out.ndim)), 0, axis), 0, out)
-        return [out if along(out) is None else mask(out, along(out)).astype(out.dtype) for out in fn(*given)]
+        is_row = jnp.arange(case.sizes["r"]) < given[names.index("offsets")][-1]
+        along = lambda out: [is_row.size if n == is_row.size else 1 for n in out.shape]
+        clear = lambda out: jnp.where(is_row.reshape(along(out)), out, jnp.zeros_like(out))
+        return [clear(out) if is_row.size in out.shape else out for out in fn(*given)]
 
     return masked
 
@@ -201,7 +201,7 @@ def test_vmap(case: Case, rng):
     """Each operand mapped over its first axis, its last axis, or not at all: equal to a loop over examples."""
     case = case.small()
     args = case.args(rng)
-    fn = jax.jit(without_tail(case, args, call(case, args)))
+    fn = jax.jit(call_without_tail(case, args))
     examples = [[np.asarray(a) for a in case.args(rng) if a is not None] for _ in range(3)]
     patterns = mapped_axes(len(examples[0]))
     stack = lambda axes: [xs[0] if ax is None else np.stack(xs, ax) for ax, xs in zip(axes, zip(*examples))]
@@ -217,7 +217,7 @@ def test_eager_jit_scan_remat(case: Case, rng):
     case = case.small()
     args = case.args(rng)
     _, _, given = solve(case, args)
-    fn = without_tail(case, args, call(case, args))
+    fn = call_without_tail(case, args)
     want = fn(*given)
     last = lambda *given: [s[1] for s in lax.scan(lambda c, _: (c, fn(*given)), 0, None, length=2)[1]]
     variants = {"jit": fn, "scan": last, "remat": jax.checkpoint(fn)}
