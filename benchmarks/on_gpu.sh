@@ -21,7 +21,7 @@
 # SCALING_ARGS            of `python -m benchmarks scaling`
 # TRACE_ARGS              of `python -m benchmarks trace`, which runs once for the GPT and once for the Llama layer
 # HLO_ARGS                of `python -m benchmarks hlo`
-# SANITIZE_TIMEOUT        seconds for each of the eight sanitizer runs [default: 300]
+# SANITIZE_TIMEOUT        seconds for each of the ten sanitizer runs [default: 300]
 # TRAIN_ARGS              of examples/train_gpt.py [default: --preset medium --compare --check-gap 0.01 --no-checkpoint]
 set -uo pipefail
 
@@ -127,6 +127,10 @@ SMALL_EXPERTS='test_many_experts or (test_against_loops and 8-2-37-24) or test_g
 RACES_EXPERTS='128-8-sigmoid-groups or 8-2-37-24-bfloat16 or (test_group_alone and 1024) or True-200-bfloat16'
 SMALL_ATTENTION='test_cudnn and bfloat16 and (odd or gqa)'
 
+# The kernel that writes over what it reads, and products of what it writes.
+PAIRED='test_gradient_of_an_activation and not 500'
+SMALL_PAIRED="($PAIRED) or (test_products and (37-128 or 136-128))"
+
 # sanitize TOOL KERNELS FILES SELECTION: KERNELS is a part of their mangled names, or empty for all.
 sanitize() {
   local options=(--tool "$1" --error-exitcode 99 --target-processes all --report-api-errors no)
@@ -162,6 +166,8 @@ sanitize_all() {
   aside sanitize racecheck _ZN2te "$OURS" "$RACES"
   aside sanitize racecheck _ZN2te "$EXPERTS" "$RACES_EXPERTS"
   aside sanitize racecheck _ZN2te tests/test_cuda_grouped.py "$RACES_GROUPED"
+  aside sanitize memcheck "" tests/test_paired.py "$SMALL_PAIRED"
+  aside sanitize racecheck _ZN2te tests/test_paired.py "$PAIRED"
   for run in "${!runs[@]}"; do
     wait "${runs[run]}" || status=1
     cat "$SCRATCH/sanitize.$run"

@@ -5,6 +5,7 @@ positions, a vocabulary of 32768 whose embedding is also the head. Rows have 204
 parallelism 2, since plain Flax keeps whole activations there; for context parallelism it is one row of 32768. In all
 implementations parameters and AdamW's moments are f32, activations, embedding and head bf16; FP8 are the products of
 layers. No layer is computed again in the backward pass (no remat); plain Flax keeps most for it, some 70 GB on one GPU.
+Rows of "bf16 gradients" cast the parameters at the top of the loss, so that gradients cross devices in bf16.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from . import flax_layer, gpt, layers, meshes
 from .cases import Case
 from .timing import Call, compiled
 
+CAST = ", bf16 gradients"
 _SETTLE = 5  # steps before those that are measured: by then scales follow their amaxes
 
 
@@ -107,8 +109,8 @@ class Trainee(meshes.Trainee):
     """A Gpt by one implementation. Its x are tokens, its dy the tokens behind them."""
 
     def __init__(self, model: Gpt, impl: str):
-        self.optimizer = gpt.steps.make_optimizer(lr=1e-4, warmup=10, steps=10_000)
-        super().__init__(model, impl, model.role, model.gpus)
+        self.optimizer, self.casts = gpt.steps.make_optimizer(lr=1e-4, warmup=10, steps=10_000), impl.endswith(CAST)
+        super().__init__(model, impl.removesuffix(CAST), model.role, model.gpus)
 
     def _data(self):
         layer = self.model.stack.layer
@@ -135,6 +137,8 @@ class Trainee(meshes.Trainee):
 
     def train_step(self, state: te_flax.TrainState, tokens, targets):
         def loss(params, fp8):
+            if self.casts:
+                params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
             return cross_entropy(self.forward(params, fp8, tokens, self.key), targets)
 
         value, grads = jax.value_and_grad(loss, argnums=(0, 1))(state.params, state.fp8)
@@ -178,8 +182,10 @@ def cases(tiny: bool) -> Iterator[Case]:
     """Rates are those of one GPU."""
     kind = jax.devices()[0].device_kind
     placed_models = ((model, model.role, model.gpus) for model in models(tiny, jax.device_count()))
-    for model, _, gpus, impl in meshes.trainees(placed_models):
-        fp8 = "fp8" in impl
+    casts = lambda model, impl: "fp8" in impl and model.role in (meshes.DP, meshes.FSDP)
+    rows = ((row, more) for row in meshes.trainees(placed_models) for more in ("", *[CAST] * casts(row[0], row[-1])))
+    for (model, _, gpus, impl), more in rows:
+        fp8, impl = "fp8" in impl, impl + more
         yield Case(
             model.name,
             impl,

@@ -1,5 +1,7 @@
 // te_gemm_grouped: out[r, n] = lhs[r, k] @ rhs[expert of r, n, k]^T, times inverse scales, plus bias.
 // te_gemm_grouped_wgrad: out[e, n, k] = the sum over the rows r of expert e of lhs[n, r] rhs[k, r], plus c.
+// te_gemm_grouped_paired, te_gemm_grouped_paired_wgrad: the same of a gradient in both layouts in one array,
+// the left factor of the first and the right one of the second.
 // te_gemm_grouped_wide, te_gemm_grouped_wide_wgrad: the same of factors that lie across k: out[r, n] =
 // lhs[r, k] @ rhs[expert of r, k, n] plus bias, out[e, k, n] = the sum of lhs[r, k] rhs[r, n], plus c.
 #include "gemm_grouped.h"
@@ -20,6 +22,21 @@ struct Call {
   bool in_blocks;
   Layout layout = Layout::kAlong;
 };
+
+// FP8 of both layouts in one array of 16 bits [r, slots, f/128, 128] -> the array as one of FP8 that begins
+// with the first of `used` slots from `slot` on, and the bytes of its lines.
+Status GetPaired(const char* op, const char* name, const Tensor& a, int64_t slot, int64_t used, bool e5m2,
+                 Tensor* fp8, int64_t* line) {
+  TE_TRY(ExpectRank(op, name, a, 4, true));
+  TE_TRY(Expect(op, {{name, a, kHalves, Axes(a).First(3) + Axes{128}}}));
+  TE_CHECK(Aligned(Data<void>(a)), "%s: %s must be aligned to 16 bytes", op, name);
+  TE_CHECK(slot >= 0 && slot <= a.sizes[1] - used, "%s: slot is %ld, but %s is %s; pass the index of a slot.",
+           op, long(slot), name, a.shape().c_str());
+  const int64_t bytes = a.sizes[2] * 256;  // of a slot's line
+  *fp8 = {static_cast<char*>(a.data) + slot * bytes, e5m2 ? F8E5M2 : F8E4M3FN, a.sizes, a.rank};
+  *line = a.sizes[1] * bytes;
+  return {};
+}
 
 // One for all experts, or one for each.
 Axes ScaleAxes(const Tensor& scale, int64_t experts) {
@@ -132,6 +149,39 @@ Status LaunchGemmGroupedWgrad(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets
   if (in_blocks) problem.sums = Sums::kRows;
   problem.left_blocks = Data<float>(lhs_row_inv), problem.right_blocks = Data<float>(rhs_row_inv);
   return Run(stream, call, rows, columns, buffer, {lhs_row_inv, rhs_row_inv}, &problem);
+}
+
+Status LaunchGemmGroupedPaired(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts,
+                               Arg lhs_scale_inv, Arg rhs_scale_inv, Ret out, bool e5m2, bool fast_accum,
+                               int64_t slot) {
+  const char* op = "te_gemm_grouped_paired";
+  TE_TRY(ExpectRank(op, "rhs", rhs, 4, true));
+  const int64_t columns = rhs.sizes[1], slots = rhs.sizes[2], features = rhs.sizes[3],
+                experts = Axes(counts)[0];
+  Tensor left;
+  Problem problem{};
+  TE_TRY(GetPaired(op, "lhs", lhs, slot, slots, e5m2, &left, &problem.line));
+  const int64_t rows = lhs.sizes[0];
+  const Call call{op, left, rhs, offsets, counts, lhs_scale_inv, rhs_scale_inv, kNone, kNone, out, false};
+  const Axes of_rhs{experts, columns, slots, lhs.sizes[2] * 128};
+  TE_TRY(MakeProblem(call, of_rhs, {rows, columns}, fast_accum, &problem));
+  return Run(stream, call, rows, columns, slots * features, {}, &problem);
+}
+
+Status LaunchGemmGroupedPairedWgrad(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts,
+                                    Arg lhs_scale_inv, Arg rhs_scale_inv, Arg c, Ret out, bool e5m2,
+                                    bool fast_accum, int64_t slot) {
+  const char* op = "te_gemm_grouped_paired_wgrad";
+  TE_TRY(ExpectRank(op, "lhs", lhs, 2, true));
+  Tensor right;
+  Problem problem{};
+  problem.wgrad = true;
+  TE_TRY(GetPaired(op, "rhs", rhs, slot, 1, e5m2, &right, &problem.line));
+  const int64_t rows = lhs.sizes[0], buffer = lhs.sizes[1], squares = rhs.sizes[2], experts = Axes(counts)[0];
+  const Call call{op, lhs, right, offsets, counts, lhs_scale_inv, rhs_scale_inv, kNone, c, out, false};
+  const Axes of_rhs{buffer, rhs.sizes[1], squares, 128};
+  TE_TRY(MakeProblem(call, of_rhs, {experts, rows, squares, 128}, fast_accum, &problem));
+  return Run(stream, call, rows, squares * 128, buffer, {}, &problem);
 }
 
 Status LaunchGemmGroupedWide(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts, Arg bias,

@@ -43,11 +43,27 @@ __device__ __forceinline__ void CopyTile(bool shared, int rank, uint32_t to, con
   }
 }
 
+// Copies a tile of kRows lines of squares, as CopyTile does: from a line of a square on, the second half from
+// the one that lies `lines` and `squares` further.
+template <int kRows, typename P>
+__device__ __forceinline__ void CopySquares(bool shared, int rank, uint32_t to, const CUtensorMap* map,
+                                            uint32_t full, int square, int line, int squares, int lines) {
+  constexpr unsigned kAll = (1u << P::kCluster) - 1, kHalf = kRows / 2 * kRowBytes;
+  if (P::kCluster == 2 && shared) {
+    CopyBoxTo(kAll, to + rank * kHalf, map, full, 0, square + rank * squares, line + rank * lines);
+  } else {
+    CopyBox(to, map, full, 0, square, line);
+    CopyBox(to + kHalf, map, full, 0, square + squares, line + lines);
+  }
+}
+
 // One thread: copies what the CTA's tiles are made of.
 template <Sums kSums, Layout kLayout, typename P, int kStep>
 __device__ __forceinline__ void Produce(const KernelArgs& args, Shared& s) {
   const Problem& p = args.p;
   const int rank = RankOf<P>();
+  const bool left_squares = kLayout == Layout::kAlong && p.line && !p.wgrad;
+  const bool right_squares = kLayout == Layout::kAlong && p.line && p.wgrad;
   Walk<P, kStep> walk(p, s);
   Ring ring;
   for (Tile tile; walk.Next(&tile);) {
@@ -58,10 +74,18 @@ __device__ __forceinline__ void Produce(const KernelArgs& args, Shared& s) {
       const int k = tile.k + step * kStep;
       WaitBarrier(AddressOf(&s.empty[ring.stage]), ring.parity ^ 1);
       ArriveExpecting(full, kStageBytes + unsigned(scales * sizeof(float)));
-      CopyTile<kLeftAcross<kLayout>, kTileRows, P>(!tile.stacked, rank, left, &args.left, full, k,
-                                                   tile.left_row, 0);
-      CopyTile<kRightAcross<kLayout>, kTileColumns, P>(tile.stacked, rank, left + kLeftBytes, &args.right,
-                                                       full, k, tile.right_row, right_z);
+      if (left_squares)
+        CopySquares<kTileRows, P>(!tile.stacked, rank, left, &args.left, full, k / kBlock, tile.left_row, 0,
+                                  kTileRows / 2);
+      else
+        CopyTile<kLeftAcross<kLayout>, kTileRows, P>(!tile.stacked, rank, left, &args.left, full, k,
+                                                     tile.left_row, 0);
+      if (right_squares)
+        CopySquares<kTileColumns, P>(tile.stacked, rank, left + kLeftBytes, &args.right, full,
+                                     tile.right_row / kBlock, k, 1, 0);
+      else
+        CopyTile<kRightAcross<kLayout>, kTileColumns, P>(tile.stacked, rank, left + kLeftBytes, &args.right,
+                                                         full, k, tile.right_row, right_z);
       if (scales > 0)
         CopyBytes(AddressOf(s.scales[ring.stage]),
                   p.right_blocks + int64_t{k / kBlock} * p.columns + tile.right_row,

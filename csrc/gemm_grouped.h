@@ -27,6 +27,8 @@ struct Problem {
   Layout layout;
   const void *left, *right;  // [R, k] and [E, columns, k] or [E, k, columns]; or with `wgrad` [rows, R] and
                              // [columns, R], or [R, rows] and [R, columns]
+  int64_t line;  // bytes from a line of squares to the next where FP8 lies in both layouts in one array (see
+                 // activation_grouped_paired.cu), from `left` on or with `wgrad` from `right` on; 0: nowhere
   const int *offsets, *counts;
   const float *left_inv, *right_inv;  // of one scale or one for each expert; nullptr: none
   bool left_each, right_each;         // one for each expert

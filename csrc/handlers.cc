@@ -23,6 +23,8 @@ TE_HANDLER(te_activation_grouped_block_fwd, LaunchActivationGroupedBlockFwd, "ki
            "glu_linear_offset", "power_2", "epsilon");
 TE_HANDLER(te_activation_grouped_block_bwd, LaunchActivationGroupedBlockBwd, "kind", "limit", "alpha",
            "glu_linear_offset", "power_2", "epsilon");
+TE_HANDLER(te_activation_grouped_paired_bwd, LaunchActivationGroupedPairedBwd, "kind", "limit", "alpha",
+           "glu_linear_offset", "e5m2");
 TE_HANDLER(te_norm_fwd, LaunchNormFwd, "eps", "rms", "zero_centered");
 TE_HANDLER(te_norm_block_fwd, LaunchNormBlockFwd, "eps", "rms", "zero_centered", "power_2", "epsilon");
 TE_HANDLER(te_norm_bwd, LaunchNormBwd, "rms", "zero_centered");
@@ -38,6 +40,8 @@ TE_HANDLER(te_combine, LaunchCombine);
 TE_HANDLER(te_combine_bwd, LaunchCombineBwd);
 TE_HANDLER(te_gemm_grouped, LaunchGemmGrouped, "outer", "fast_accum");
 TE_HANDLER(te_gemm_grouped_wgrad, LaunchGemmGroupedWgrad, "fast_accum", "slots", "slot");
+TE_HANDLER(te_gemm_grouped_paired, LaunchGemmGroupedPaired, "e5m2", "fast_accum", "slot");
+TE_HANDLER(te_gemm_grouped_paired_wgrad, LaunchGemmGroupedPairedWgrad, "e5m2", "fast_accum", "slot");
 TE_HANDLER(te_gemm_grouped_wide, LaunchGemmGroupedWide);
 TE_HANDLER(te_gemm_grouped_wide_wgrad, LaunchGemmGroupedWideWgrad);
 TE_HANDLER(te_scale_update, LaunchScaleUpdate, "interval", "margin", "newest");

@@ -199,6 +199,13 @@ Status LaunchActivationGroupedBlockBwd(cudaStream_t stream, Arg dy, Arg x, Arg o
                                        Ret workspace, int64_t kind, double limit, double alpha,
                                        double glu_linear_offset, bool power_2, double epsilon);
 
+// The gradient of LaunchActivationGroupedBwd, of x bf16 or f16 [r, a, f/128, 128] without a bias, with a
+// scale: its data and data_t in one array, by squares of 128 x 128 (te_jax/ops/paired.py) -> paired as x,
+// which it may be; amax? f32 [e]; workspace u8: f32 [r/128, f/128] with amax. e5m2: else E4M3.
+Status LaunchActivationGroupedPairedBwd(cudaStream_t stream, Arg dy, Arg x, Arg offsets, Arg counts,
+                                        Arg scale, Ret paired, Ret amax, Ret workspace, int64_t kind,
+                                        double limit, double alpha, double glu_linear_offset, bool e5m2);
+
 // Products of groups of rows with a scale for a tensor, an expert or a block of 128. offsets i32 [e + 1],
 // counts i32 [e]: groups as of LaunchGroup. lhs [r, k], rhs [e, n, k]; lhs_scale_inv?, rhs_scale_inv? f32 [e]
 // or [1]; or lhs_row_inv? f32 [k/128, r], rhs_block_inv? f32 [e, n/128, k/128]; bias? [e, n] -> out [r, n],
@@ -214,6 +221,16 @@ Status LaunchGemmGrouped(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg
 Status LaunchGemmGroupedWgrad(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts,
                               Arg lhs_scale_inv, Arg rhs_scale_inv, Arg lhs_row_inv, Arg rhs_row_inv, Arg c,
                               Ret out, bool fast_accum, int64_t slots, int64_t slot);
+
+// The two of a gradient in both layouts in one array [r, a, f/128, 128]. lhs, rhs f8 [e, n, b, f] -> out
+// [r, n], of the b slots from `slot` on; lhs f8 [n, r], rhs, c? [e, n, f/128, 128], which out may be -> out
+// as c, of the slot. e5m2: the type in the array, else E4M3.
+Status LaunchGemmGroupedPaired(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts,
+                               Arg lhs_scale_inv, Arg rhs_scale_inv, Ret out, bool e5m2, bool fast_accum,
+                               int64_t slot);
+Status LaunchGemmGroupedPairedWgrad(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts,
+                                    Arg lhs_scale_inv, Arg rhs_scale_inv, Arg c, Ret out, bool e5m2,
+                                    bool fast_accum, int64_t slot);
 
 // The two of bf16 or f16 that lie across k. lhs [r, k], rhs [e, k, n]; bias? [e, n] -> out [r, n], as above.
 // k and n are multiples of 8.

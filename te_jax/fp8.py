@@ -253,6 +253,11 @@ class AttentionMetas(NamedTuple):
     dp: TensorMeta  # the gradient of q k^T
 
 
+def type_of(tensor: str, recipe: Recipe) -> DTypeLike:
+    """The FP8 type of a tensor of a layer: a field of `DenseMetas`."""
+    return recipe.fp8_format.dtype(direction_of(tensor))
+
+
 def direction_of(tensor: str) -> str:
     """Activations and weights are "fwd", gradients "bwd": they have an FP8 type of their own."""
     return "bwd" if tensor.startswith("grad") or tensor in ("do", "dq", "dk", "dv", "dp") else "fwd"

@@ -121,9 +121,9 @@ ANY_SIZE = {("te_rope", "inv_freq", 0), ("te_norm_bwd", "dgamma", 0), *((t, "seg
              ("te_permute", "offsets", 0), ("te_permute_block", "offsets", 0), ("te_combine", "rows", 0),
              ("te_combine_bwd", "rows", 0),
              # One scale, or one for each expert.
-             *((t, name, 0) for t in ("te_gemm_grouped", "te_gemm_grouped_wgrad")
+             *((t, name, 0) for t in TARGETS if t.startswith("te_gemm_grouped") and "wide" not in t
                for name in ("lhs_scale_inv", "rhs_scale_inv")),
-             *((f"te_activation_grouped_{way}", "scale", 0) for way in ("fwd", "bwd"))}  # fmt: skip
+             *((f"te_activation_grouped_{way}", "scale", 0) for way in ("fwd", "bwd", "paired_bwd"))}  # fmt: skip
 
 
 def _wrong(call: Call, name: str, like) -> Iterator[tuple[str, tuple, Any]]:

@@ -15,6 +15,7 @@ from te_jax.ops import (  # noqa: F401  (declares the ops)
     gemm_grouped,
     grouped,
     norm,
+    paired,
     permute,
     quantize,
     rope,
@@ -62,6 +63,9 @@ class Case:
                 args.append(rng.integers(0, 2**32, shape, np.uint32))
             elif operand.name == "offsets":  # of groups that take up all rows
                 args.append(np.full(shape, 2**20, np.int32))
+            elif len(shape) == 4 and dtype == bf16 and self.op.startswith("te_gemm_grouped_paired"):
+                data = values.reshape(*shape[:2], -1)
+                args.append(paired.pair(jnp.asarray(data, self.attrs["dtype"]), dtype))
             elif self.op == "te_router_bwd" and dtype == i32:  # the experts of a token, each another one
                 args.append(np.argsort(rng.random((*shape[:-1], self.sizes["e"])))[..., : shape[-1]].astype(np.int32))
             elif dtype == i32:  # a segment: its first query, its queries, its first key, its keys
@@ -110,6 +114,7 @@ _rows = ("data", "data_t", "scale_inv", "scale_inv_t", "dbias")
 _of_rows = {"m...": 1, "n...": 0}
 _products = dict(out_dtype=jnp.dtype(f32), tune=False)
 _groups_sizes = {"r": 384, "e": 2, "o": 3, "a": 2, "f": 8}
+_pairs = {"r": 256, "e": 2, "o": 3, "a": 2, "p": 128}
 _group_in_blocks = {"r": 128, "e": 1, "o": 2, "a": 1, "f": 512}
 _grouped = dict(out_dtype=jnp.dtype(f32), fast_accum=False)
 
@@ -220,6 +225,14 @@ CASES = [
         {"n...": 1, "a...": 1, "k...": 1},
     ),
     Case(
+        "gemm_grouped_paired", "te_gemm_grouped_paired", {**_pairs, "k": 512, "n": 8, "b": 1},
+        (bf16, E4M3, i32, i32, f32, f32), dict(_grouped, dtype=E5M2, slot=1), None, {}, {"lhs_scale_inv": ("e",)},
+    ),
+    Case(
+        "gemm_grouped_paired_wgrad", "te_gemm_grouped_paired_wgrad", {**_pairs, "s": 4, "n": 8},
+        (E4M3, bf16, i32, i32, f32, f32, f32), dict(_grouped, dtype=E5M2, slot=1), None, {}, {"lhs_scale_inv": ("e",)},
+    ),
+    Case(
         "gemm_grouped_wide", "te_gemm_grouped_wide", {**_groups_sizes, "k...0": 8, "n...0": 8},
         (bf16, bf16, i32, i32, f32), dict(out_dtype=jnp.dtype(f32)), None, {"k...": 1, "n...": 1},
     ),
@@ -255,6 +268,10 @@ CASES = [
     Case(
         "swiglu_grouped_bwd", "te_activation_grouped_bwd", _groups_sizes, (f32, f32, i32, i32, None, f32),
         dict(_swiglu, dtype=E5M2),
+    ),
+    Case(
+        "swiglu_grouped_paired_bwd", "te_activation_grouped_paired_bwd", {**_pairs, "f": 512},
+        (bf16, bf16, i32, i32, f32), dict(_swiglu, dtype=E5M2),
     ),
     Case(
         "relu_grouped_block", "te_activation_grouped_block_fwd", _group_in_blocks, (bf16, i32, i32, None),

@@ -47,6 +47,8 @@ def test_rows():
     cases = list(training.cases(tiny=False))
     assert len({case.label for case in cases}) == len(cases)
     impls = lambda place: {case.impl for case in cases if f" {place} step" in case.name}
+    cast = {impl + training.CAST for impl in meshes.IMPLS if "fp8" in impl}
+    assert impls(f"dp={COUNT}") == impls("fsdp=1") == set(meshes.IMPLS) | cast
     assert impls(f"tp={COUNT}") == set(meshes.IMPLS) == impls(f"cp={COUNT}") | {"flax bf16"}
 
 
@@ -66,7 +68,7 @@ def test_figures():
 def test_row(tmp_path, capsys, monkeypatch):
     found = {"sustained": 1.0, "brief": 1.0}
     monkeypatch.setattr(ceilings, "measure", lambda tiny: dict.fromkeys(("copy", "fp8", "bf16"), found))
-    only = rf" dp={COUNT} step \| te_jax fp8 fast"
+    only = rf" dp={COUNT} step \| te_jax fp8 fast$"
     out = tmp_path / "results.json"
     args = ["training", "--tiny", "--calls", "1", "--repeat", "1", "--only", only, "--out", str(out)]
     assert main(args) == 0

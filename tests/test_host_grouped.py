@@ -106,8 +106,8 @@ def test_every_tile_once(scheduler, rng):
 WIDE = [(bf16, bf16, True, 2), (f16, f32, False, 2), (bf16, f32, True, 1), (f16, bf16, False, 1)]
 
 
-def call(kernel, case, wgrad, sizes, left, right, offsets, counts, scales, extra, in_place=False, layout=ALONG):
-    """The result of one call. extra: bias, or c of a wgrad, or None."""
+def call(kernel, case, wgrad, sizes, left, right, offsets, counts, scales, extra, in_place=False, layout=ALONG, line=0):
+    """The result of one call. extra: bias, or c of a wgrad, or None. line: of a factor in both layouts."""
     sums, left_type, right_type, out, _, ctas = case
     rows, columns, k = sizes
     one_scale, blocks = (scales, (None, None)) if sums in (FAST, SPLIT) else ((None, None), scales)
@@ -123,6 +123,7 @@ def call(kernel, case, wgrad, sizes, left, right, offsets, counts, scales, extra
         ctas,
         in_place,
         layout,
+        line,
     ]
     result = np.full((len(counts), rows, columns) if wgrad else (rows, columns), np.nan, out)
     bias, c = (None, extra) if wgrad else (extra, None)
@@ -199,6 +200,46 @@ def test_wgrads(kernel, case, rng):
     if has_c:
         again = call(kernel, case, True, sizes, *operands, offsets, counts, scales, c, in_place=True)
         assert again.tobytes() == got.tobytes()
+
+
+def paired(data):
+    """FP8 [R, k] in both layouts in one array, as bytes [R, 2 k] (te_jax/ops/paired.py)."""
+    rows, k = data.shape
+    squares = data.view(np.uint8).reshape(rows // 128, 128, k // 128, 128)
+    return np.stack([squares, squares.swapaxes(1, 3)], 3).reshape(rows, 2 * k)
+
+
+@pytest.mark.parametrize("case", [PRODUCTS[0], PRODUCTS[1], PRODUCTS[4]], ids=str)
+def test_products_of_a_pair(kernel, case, rng):
+    """Bit for bit those of the left factor in an array of its own."""
+    _, left, right, out, has_bias, _ = case
+    counts, offsets, rows, real = groups(rng)
+    experts, n, k = len(counts), 8 * int(rng.integers(1, 70)), 128 * int(rng.integers(1, 4))
+    lhs = oracle.poisoned(rng.standard_normal((rows, k)), ~real).astype(left)
+    rhs = rng.standard_normal((experts, n, k)).astype(np.float32).astype(right)
+    bias = rng.standard_normal((experts, n)).astype(np.float32).astype(out) if has_bias else None
+    others = offsets, counts, scales_of(rng, case[0], experts, None, True), bias
+    want = call(kernel, case, False, (rows, n, k), lhs, rhs, *others)
+    got = call(kernel, case, False, (rows, n, k), paired(lhs), rhs, *others, line=2 * k)
+    assert got.tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("case", [WGRADS[0], WGRADS[2]], ids=str)
+def test_wgrads_of_a_pair(kernel, case, rng):
+    """Bit for bit those of the right factor in an array of its own."""
+    _, left, right, out, has_c, _ = case
+    counts, offsets, rows, real = groups(rng)
+    experts, n, k = len(counts), int(rng.integers(1, 400)), 128 * int(rng.integers(1, 4))
+    tail = np.arange(rows) >= offsets[-1]
+    lhs, rhs = (
+        oracle.poisoned(np.where(real, rng.standard_normal((size, rows)), 0), tail, 1).astype(dtype)
+        for size, dtype in ((n, left), (k, right))
+    )
+    c = rng.standard_normal((experts, n, k)).astype(np.float32).astype(out) if has_c else None
+    others = offsets, counts, scales_of(rng, case[0], experts, None, True), c
+    want = call(kernel, case, True, (n, k, rows), lhs, rhs, *others)
+    got = call(kernel, case, True, (n, k, rows), lhs, paired(np.ascontiguousarray(rhs.T)), *others, line=2 * k)
+    assert got.tobytes() == want.tobytes()
 
 
 @pytest.mark.parametrize("case", WIDE, ids=str)

@@ -135,7 +135,8 @@ def _with_slot(q: Fp8Tensor) -> Fp8Tensor:
 
 
 def slots_at(q: Fp8Tensor, at: Any) -> Fp8Tensor:
-    """Of rows [R, A, N] as GEMMs read them those of slot `at`, [R, N], or of a slice of slots."""
+    """Of rows [R, A, N] as GEMMs read them those of slot `at`, [R, N], or of a slice of slots. `paired` stays whole:
+    its products are told the slot."""
     pick = lambda a, *where: a if a is None or a.ndim < 2 else a[where]
     every = slice(None)
     return q._replace(

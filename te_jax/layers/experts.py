@@ -31,7 +31,8 @@ from te_jax.layers.vjp import (
     tag_for_wgrad,
 )
 from te_jax.layers.weight import Projection
-from te_jax.ops.grouped import dbias_of_experts, grouped_activation_grad_source, grouped_activation_source
+from te_jax.ops.grouped import dbias_of_experts, grouped_activation_source
+from te_jax.ops.paired import is_pairable, paired_activation_grad_source
 from te_jax.ops.permute import Groups, combine_bwd_op, combine_op, permute_source
 from te_jax.ops.source import Source
 
@@ -88,10 +89,13 @@ def _forward(operands: ExpertOperands, groups, static: ExpertStatic, train: bool
     bias = lambda span: None if wi.bias is None else wi.bias[:, span]
     each = [grouped_fprop(q0, w, bias(span), groups, static.wi) for w, span in zip(parts, static.spans())]
     z = named(each[0] if len(each) == 1 else jnp.concatenate(each, 1), static.middle_name)
+    (second,) = wo.kernel
+    if not static.wo.on_mesh:  # what z is made of alone is free before the second weights in FP8 are there
+        second = second._replace(wide=lax.optimization_barrier((z, second.wide))[1])
     uses = LayerUses.of(static.wo.recipe, train, wgrads[1])
     role = Role("x", wo.metas.x, uses.x, jax.typeof(z))
     q1, _ = produce(grouped_activation_source(z, groups, dict(static.act)), role, static.wo)
-    w1 = quantize_part(*wo.kernel, wo.metas.kernel, uses.weight, static.wo, False)
+    w1 = quantize_part(second, wo.metas.kernel, uses.weight, static.wo, False)
     rows = grouped_fprop(q1, w1, wo.bias, groups, static.wo)
     return combine_op(rows, groups.rows, weights)[0], (q0, parts), (q1, (w1,)), z, rows
 
@@ -127,6 +131,8 @@ def _save(q: Fp8Tensor, parts: Parts, metas, config: Config, wgrad: bool) -> Sav
 def _experts_bwd(static: ExpertStatic, residuals, dy):
     (first, second), z, rows, weights, groups = residuals
     dy = instantiate(dy)
+    if not static.wo.on_mesh:  # no gradient beside the forward pass, where dy is known before y
+        dy, z, rows = lax.optimization_barrier((dy, z, rows))
     dweights = like(combine_bwd_op(dy, rows, groups.rows)[0], weights) if rows.size else None
     grad, dbias = _quantize_rows_grad(dy, weights, second, groups, static.wo)
     (w1,) = second.weight
@@ -137,7 +143,7 @@ def _experts_bwd(static: ExpertStatic, residuals, dy):
         dwo = dwo._replace(kernel=dkernel)
     grad, dbias = _quantize_middle_grad(da, z, first, groups, static)
     spans = static.spans()
-    each = [grouped_dgrad(slots_at(grad, s), w, groups, static.wi) for w, s in zip(first.weight, spans)]
+    each = [grouped_dgrad(slots_at(grad, s), w, groups, static.wi, s.start) for w, s in zip(first.weight, spans)]
     dx = like(rows_of_tokens(reduce(jnp.add, each), groups), static.wi.x)
     of_parts = [range(span.start, span.stop) for span in spans]
     dwi = _differentiate(first, grad, dbias, groups, static.wi, of_parts)
@@ -157,11 +163,15 @@ def _quantize_rows_grad(dy, weights, saved: Saved, groups, config: Config):
 
 def _quantize_middle_grad(da, z, saved: Saved, groups, static: ExpertStatic):
     """The gradient of the activation's input z [R, A, F] from that of its output, as the GEMMs read it, and of the
-    bias."""
+    bias. Where one array can hold both layouts they take the place of z, which is as many bytes: no larger tensor is
+    alive at a time."""
     config = static.wi
     uses, has_bias = LayerUses.of(config.recipe, train=True, wgrad=saved.wgrad).grad, config.bias is not None
+    in_both = uses.data and uses.data_t and not uses.wide and not config.recipe.granularity.block
+    in_one = in_both and not has_bias and not config.on_mesh and is_pairable(z, groups.counts)
+    uses = uses._replace(paired=in_one)
     role = Role("grad", saved.metas.grad, uses, jax.typeof(z))
-    source = grouped_activation_grad_source(da, z, groups, dict(static.act))
+    source = paired_activation_grad_source(da, z, groups, dict(static.act))
     grad, got = produce(source, role, config, ("dbias",) if has_bias else ())
     return grad, like(got["dbias"], config.bias) if has_bias else None
 

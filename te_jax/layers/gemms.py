@@ -4,12 +4,14 @@ from collections.abc import Sequence
 
 import jax
 
+from te_jax import fp8
 from te_jax._arrays import as_rank
 from te_jax.checkpoint_policies import GEMM, named
 from te_jax.layers.config import Config
 from te_jax.layers.tensor import Fp8Tensor
 from te_jax.ops.gemm import dot, gemm, gemm_sum
 from te_jax.ops.gemm_grouped import gemm_grouped, gemm_grouped_wgrad, gemm_grouped_wide_wgrad
+from te_jax.ops.paired import gemm_grouped_paired, gemm_grouped_paired_wgrad
 from te_jax.ops.permute import Groups
 from te_jax.sharding import explicit_spec
 
@@ -84,9 +86,14 @@ def grouped_fprop(x: Fp8Tensor, w: Fp8Tensor, bias: jax.Array | None, groups: Gr
     return gemm_grouped(lhs, rhs, *of_groups, lhs_inv, rhs_inv, bias, **options)
 
 
-def grouped_dgrad(dy: Fp8Tensor, w: Fp8Tensor, groups: Groups, config: Config) -> jax.Array:
-    """dy [R, *N], w [E, K, *N] -> dx [R, K], 0 in the rows that pad a group."""
+def grouped_dgrad(dy: Fp8Tensor, w: Fp8Tensor, groups: Groups, config: Config, slot: int = 0) -> jax.Array:
+    """dy [R, *N], w [E, K, *N] -> dx [R, K], 0 in the rows that pad a group. Where dy is paired, N are its slots from
+    `slot` on."""
     dtype, high, options = _grouped(_DGRAD, config)
+    if dy.paired is not None:
+        options |= dict(dtype=fp8.type_of("grad", config.recipe), slot=slot, out_dtype=dtype)
+        scales = dy.scale_inv, w.scale_inv
+        return gemm_grouped_paired(dy.paired, w.data, groups.offsets, groups.counts, *scales, **options)
     (lhs, lhs_inv), (rhs, rhs_inv) = dy.rows, w.rows
     if high:
         lhs, rhs, lhs_inv, rhs_inv = dy.wide, w.wide.astype(dtype), None, None
@@ -110,6 +117,9 @@ def grouped_wgrad(
     if high:
         return gemm_grouped_wide_wgrad(x.wide, dy.wide if slot is None else dy.wide[:, slot], *of_groups, **onto)
     (lhs, lhs_inv), (rhs, rhs_inv) = x.columns, dy.columns
+    if dy.paired is not None:
+        options |= dict(dtype=fp8.type_of("grad", config.recipe), slot=slot)
+        return gemm_grouped_paired_wgrad(lhs, dy.paired, *of_groups, lhs_inv, rhs_inv, **onto, **options)
     return gemm_grouped_wgrad(lhs, rhs, *of_groups, lhs_inv, rhs_inv, slot=slot, **onto, **options)
 
 

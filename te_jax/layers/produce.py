@@ -40,7 +40,7 @@ def produce(
     """The tensor of `source` as its GEMMs read it, and the results of its op by name, `others` among them."""
     recipe, uses = config.recipe, role.uses
     granularity = recipe.granularity
-    dtype = recipe.fp8_format.dtype(fp8.direction_of(role.name))
+    dtype = fp8.type_of(role.name, recipe)
     beside = (*others, source.wide) if uses.wide and source.wide else others
     if not (uses.layouts and source.offers(granularity, beside)):
         got = source.run((*others, source.wide), dtype)

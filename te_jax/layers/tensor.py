@@ -22,10 +22,13 @@ class Uses(NamedTuple):
     data: bool
     data_t: bool
     wide: bool
+    paired: bool = False  # both layouts from one array (`ops.paired`)
 
     @property
     def layouts(self) -> tuple[str, ...]:
         """The names of the FP8 layouts that are read."""
+        if self.paired:
+            return ("paired",)
         return tuple(name for name in ("data", "data_t") if getattr(self, name))
 
 
@@ -66,6 +69,7 @@ class Fp8Tensor(NamedTuple):
     scale_inv_t: jax.Array | None = None  # of each block of data_t; None with one scale for both
     amax: jax.Array | None = None  # f32[], or f32[4] of a probed tensor (`fp8.observation`); None without state
     onto: Accumulator | None = None  # of a weight
+    paired: jax.Array | None = None  # in the place of data and data_t both, in one array (`ops.paired`)
 
     @property
     def rows(self) -> tuple[jax.Array, jax.Array]:

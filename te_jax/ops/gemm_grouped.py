@@ -28,7 +28,7 @@ from te_jax.ops.quantize import BLOCK, FLOATS, HOPPER, MX_BLOCK, dequantize_rows
 from te_jax.ops.router import MOST_EXPERTS
 
 _TMA_BYTES = 16  # of rows of an array that the kernel reads, a multiple
-_OUT_COLUMNS = 8  # of the kernel's results, a multiple
+OUT_COLUMNS = 8  # of the kernel's results, a multiple
 _ROWS_OP, _WGRAD_OP = "te_gemm_grouped", "te_gemm_grouped_wgrad"
 _WIDE_OP, _WIDE_WGRAD_OP = "te_gemm_grouped_wide", "te_gemm_grouped_wide_wgrad"
 _NO_SCALES = (None,) * 4
@@ -141,7 +141,7 @@ def _wide_wgrad_reference(lhs, rhs, offsets, counts, c, *, out_dtype, **_):
     return (add_epilogue(out.reshape(*counts.shape, *k_axes, *n_axes), None, c, out_dtype),)
 
 
-def _kernel_takes(lhs, counts) -> bool:
+def kernel_takes(lhs, counts) -> bool:
     """Whether the kernel multiplies factors of this type for so many experts; XLA does otherwise."""
     is_hopper = _lib.compute_capability() in (None, HOPPER) and _lib.is_built_for("90a")
     return is_hopper and lhs.dtype != jnp.float32 and 1 <= counts.shape[0] <= MOST_EXPERTS
@@ -156,7 +156,7 @@ def _rows_cuda(call, lhs, rhs, offsets, counts, *others, outer, out_dtype, **att
     """Flattens to two axes. Sizes that the kernel does not take are filled up with zeros: a copy."""
     contract = outer + 1
     rows, n_axes = lhs.shape[0], rhs.shape[1 : rhs.ndim - contract]
-    if not _kernel_takes(lhs, counts) or 0 in (*lhs.shape, *n_axes):
+    if not kernel_takes(lhs, counts) or 0 in (*lhs.shape, *n_axes):
         return _rows_reference(lhs, rhs, offsets, counts, *others, outer=outer, out_dtype=out_dtype, **attrs)
     *one_scale, row_inv, block_inv, bias = others
     bias = None if bias is None else bias.astype(out_dtype)
@@ -168,7 +168,7 @@ def _rows_cuda(call, lhs, rhs, offsets, counts, *others, outer, out_dtype, **att
     filled = rhs.shape[1 : rhs.ndim - contract]
     n = prod(filled)
     lhs, rhs = _bytes_aligned(lhs.reshape(rows, -1), 1), _bytes_aligned(rhs.reshape(counts.shape[0], n, -1), 2)
-    rhs, bias = fill(rhs, 1, _OUT_COLUMNS), None if bias is None else fill(bias.reshape(-1, n), 1, _OUT_COLUMNS)
+    rhs, bias = fill(rhs, 1, OUT_COLUMNS), None if bias is None else fill(bias.reshape(-1, n), 1, OUT_COLUMNS)
     options = dict(outer=0, out_dtype=out_dtype, **attrs)
     (out,) = call(lhs, rhs, offsets, counts, *one_scale, row_inv, block_inv, bias, **options)
     return (out[:, :n].reshape(rows, *filled)[..., : n_axes[-1]],)
@@ -177,15 +177,15 @@ def _rows_cuda(call, lhs, rhs, offsets, counts, *others, outer, out_dtype, **att
 def _wgrad_cuda(call, lhs, rhs, offsets, counts, *others, out_dtype, slots, slot, in_place=False, **attrs):
     """As `_rows_cuda`; k is filled up. A sum that is no multiple of that is not added to in place."""
     n_axes, k_axes, rows = lhs.shape[:-1], rhs.shape[slots:-1], lhs.shape[-1]
-    if not _kernel_takes(lhs, counts) or 0 in (*lhs.shape, *k_axes):
+    if not kernel_takes(lhs, counts) or 0 in (*lhs.shape, *k_axes):
         attrs |= dict(out_dtype=out_dtype, slots=slots, slot=slot)
         return _wgrad_reference(lhs, rhs, offsets, counts, *others, **attrs)
     *one_scale, lhs_inv, rhs_inv, c = others
     experts, n, k = counts.shape[0], prod(n_axes), prod(k_axes)
-    lhs, rhs = lhs.reshape(n, rows), fill(rhs.reshape(*rhs.shape[:slots], k, rows), slots, _OUT_COLUMNS)
+    lhs, rhs = lhs.reshape(n, rows), fill(rhs.reshape(*rhs.shape[:slots], k, rows), slots, OUT_COLUMNS)
     if lhs_inv is not None:
-        lhs_inv, rhs_inv = lhs_inv.reshape(-1, n), fill(rhs_inv.reshape(-1, k), 1, _OUT_COLUMNS)
-    c = None if c is None else fill(c.reshape(experts, n, k), 2, _OUT_COLUMNS)
+        lhs_inv, rhs_inv = lhs_inv.reshape(-1, n), fill(rhs_inv.reshape(-1, k), 1, OUT_COLUMNS)
+    c = None if c is None else fill(c.reshape(experts, n, k), 2, OUT_COLUMNS)
     in_place = {"c": "out"} if in_place and c is not None else None
     options = dict(out_dtype=out_dtype, in_place=in_place, slots=slots, slot=slot, **attrs)
     (out,) = call(lhs, rhs, offsets, counts, *one_scale, lhs_inv, rhs_inv, c, **options)
@@ -195,7 +195,7 @@ def _wgrad_cuda(call, lhs, rhs, offsets, counts, *others, out_dtype, slots, slot
 def _wide_cuda(call, lhs, rhs, offsets, counts, bias, *, out_dtype):
     """As `_rows_cuda`."""
     rows, experts, n_axes = lhs.shape[0], counts.shape[0], rhs.shape[lhs.ndim :]
-    if not _kernel_takes(lhs, counts) or 0 in (*lhs.shape, *n_axes):
+    if not kernel_takes(lhs, counts) or 0 in (*lhs.shape, *n_axes):
         return _wide_reference(lhs, rhs, offsets, counts, bias, out_dtype=out_dtype)
     n, k = prod(n_axes), prod(lhs.shape[1:])
     lhs, rhs = _eights(lhs.reshape(rows, k), 1), _eights(rhs.reshape(experts, k, n), 1, 2)
@@ -207,7 +207,7 @@ def _wide_cuda(call, lhs, rhs, offsets, counts, bias, *, out_dtype):
 def _wide_wgrad_cuda(call, lhs, rhs, offsets, counts, c, *, out_dtype, in_place=False):
     """As `_wgrad_cuda`; n is filled up, too."""
     experts, rows, k_axes, n_axes = counts.shape[0], lhs.shape[0], lhs.shape[1:], rhs.shape[1:]
-    if not _kernel_takes(lhs, counts) or 0 in (*lhs.shape, *n_axes):
+    if not kernel_takes(lhs, counts) or 0 in (*lhs.shape, *n_axes):
         return _wide_wgrad_reference(lhs, rhs, offsets, counts, c, out_dtype=out_dtype)
     k, n = prod(k_axes), prod(n_axes)
     lhs, rhs = _eights(lhs.reshape(rows, k), 1), _eights(rhs.reshape(rows, n), 1)
@@ -220,7 +220,7 @@ def _wide_wgrad_cuda(call, lhs, rhs, offsets, counts, c, *, out_dtype, in_place=
 def _eights(a, *axes: int):
     """`a` with zeros behind these axes, up to a multiple of 8: 16 bytes of a factor, and columns of a result."""
     for axis in axes:
-        a = fill(a, axis, _OUT_COLUMNS)
+        a = fill(a, axis, OUT_COLUMNS)
     return a
 
 
@@ -305,10 +305,10 @@ def gemm_grouped(
     in the rows that pad a group enters no gradient. Raises ValueError for sizes, TypeError for types that do not match.
     """
     lhs, rhs, offsets, counts, bias = as_jax(lhs, rhs, offsets, counts, bias)
-    _check_arrays(_ROWS_OP, lhs, rhs, offsets, counts, 0)
+    check_arrays(_ROWS_OP, lhs, rhs, offsets, counts, 0)
     check(_ROWS_OP, "contract", contract, integer(1))
     check(_ROWS_OP, "k_first", k_first, BOOL)
-    attrs = dict(outer=contract - 1, **_attributes(_ROWS_OP, lhs, out_dtype, fast_accum))
+    attrs = dict(outer=contract - 1, **product_options(_ROWS_OP, lhs, out_dtype, fast_accum))
     if lhs.dtype in FP8 or lhs_scale_inv is not None or rhs_scale_inv is not None:
         if k_first:
             raise TypeError(
@@ -357,9 +357,9 @@ def gemm_grouped_wgrad(
     An expert without tokens has zeros, or c. Not differentiable. Raises as `gemm_grouped` does.
     """
     lhs, rhs, offsets, counts, c = as_jax(lhs, rhs, offsets, counts, c)
-    _check_arrays(_WGRAD_OP, lhs, rhs, offsets, counts, -1)
+    check_arrays(_WGRAD_OP, lhs, rhs, offsets, counts, -1)
     check(_WGRAD_OP, "in_place", in_place, BOOL)
-    attrs = _attributes(_WGRAD_OP, lhs, out_dtype, fast_accum) | (dict(in_place=True) if in_place else {})
+    attrs = product_options(_WGRAD_OP, lhs, out_dtype, fast_accum) | (dict(in_place=True) if in_place else {})
     if slot is not None:
         _check_slot(slot, rhs)
         if rhs_scale_inv is not None and rhs_scale_inv.ndim > 1:
@@ -393,7 +393,7 @@ def gemm_grouped_wide_wgrad(
     An expert without tokens has zeros, or c. Not differentiable. Raises as `gemm_grouped` does.
     """
     lhs, rhs, offsets, counts, c = as_jax(lhs, rhs, offsets, counts, c)
-    _check_arrays(_WIDE_WGRAD_OP, lhs, rhs, offsets, counts, 0)
+    check_arrays(_WIDE_WGRAD_OP, lhs, rhs, offsets, counts, 0)
     check(_WIDE_WGRAD_OP, "out_dtype", out_dtype, OUT_DTYPE)
     check(_WIDE_WGRAD_OP, "in_place", in_place, BOOL)
     attrs = dict(out_dtype=jnp.dtype(out_dtype or lhs.dtype)) | (dict(in_place=True) if in_place else {})
@@ -408,7 +408,7 @@ def _check_slot(slot, rhs):
         )
 
 
-def _check_arrays(op: str, lhs, rhs, offsets, counts, of_rows: int):
+def check_arrays(op: str, lhs, rhs, offsets, counts, of_rows: int):
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         check(op, name, x, ARRAY)
         if x.ndim < 2:
@@ -424,7 +424,7 @@ def _check_arrays(op: str, lhs, rhs, offsets, counts, of_rows: int):
         raise ValueError(f"{op}: lhs has {lhs.shape[of_rows]} rows; pass a buffer of a multiple of {ALIGNMENT}.")
 
 
-def _attributes(op: str, lhs, out_dtype, fast_accum) -> dict:
+def product_options(op: str, lhs, out_dtype, fast_accum) -> dict:
     check(op, "out_dtype", out_dtype, OUT_DTYPE)
     check(op, "fast_accum", fast_accum, BOOL)
     return dict(

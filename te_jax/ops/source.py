@@ -37,6 +37,7 @@ class Source(NamedTuple):
     scales: tuple[int, ...] = ()  # the shape of the scale that the op takes: [E] of the weights of experts
     elements: Callable[[], jax.Array] | None = None  # -> the tensor's elements, where the result has others beside them
     experts: PerExpert | None = None  # whose the elements are, where `scales` is [E]
+    paired: "Source | None" = None  # whose op of one scale has both layouts in one array, the result `paired`
 
     def offers(self, granularity: Granularity, names: Sequence[str]) -> bool:
         """Whether there is an op of this granularity that has the results `names`."""
@@ -58,6 +59,8 @@ class Source(NamedTuple):
 
         dtype: the FP8 type. scale: f32[] or of the shape `scales`, with FP8 results of an op that takes one.
         """
+        if self.paired is not None and "paired" in names:
+            return self.paired.run(names, dtype, granularity, scale)
         op, attrs = self.ops[granularity.block]
         square = attrs.get("square", all(o.name != "scale_inv" for o in op.rule.outputs))
         inverse = "block_inv" if square else "scale_inv"

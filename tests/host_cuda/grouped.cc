@@ -37,12 +37,12 @@ bool RunIf(const KernelArgs& args, int cluster, Factors factors) {
 }  // namespace
 
 int main() {
-  int32_t n[13];  // as below
+  int32_t n[14];  // as below
   Read(n, sizeof(n));
   KernelArgs args{};
   Problem& p = args.p;
   p.sums = Sums(n[0]), p.wgrad = n[2], p.experts = n[3], p.rows = n[4], p.columns = n[5], p.k = n[6];
-  p.result = Type(n[7]), p.left_each = n[8], p.right_each = n[9], p.layout = Layout(n[12]);
+  p.result = Type(n[7]), p.left_each = n[8], p.right_each = n[9], p.layout = Layout(n[12]), p.line = n[13];
   const Factors factors = Factors(n[1]);
   const int width = factors == Factors::kBF16 || factors == Factors::kF16 ? 2 : 1;
   p.left = ReadArray(), p.right = ReadArray();
@@ -56,10 +56,12 @@ int main() {
   const auto writable = [](const void* data) { return static_cast<uint8_t*>(const_cast<void*>(data)); };
   uint8_t *const of_left = writable(p.left), *const of_right = writable(p.right);
   const int count = p.wgrad ? 1 : p.experts;
-  const HostMap left = p.layout == Layout::kBothAcross ? HostMap{of_left, p.rows, p.k, 1, 64, width}
-                                                       : HostMap{of_left, p.k, p.rows, 1, 64, width};
-  const HostMap right = p.layout == Layout::kAlong ? HostMap{of_right, p.k, p.columns, count, 128, width}
-                                                   : HostMap{of_right, p.columns, p.k, count, 64, width};
+  HostMap left = p.layout == Layout::kBothAcross ? HostMap{of_left, p.rows, p.k, 1, 64, width}
+                                                 : HostMap{of_left, p.k, p.rows, 1, 64, width};
+  HostMap right = p.layout == Layout::kAlong ? HostMap{of_right, p.k, p.columns, count, 128, width}
+                                             : HostMap{of_right, p.columns, p.k, count, 64, width};
+  if (p.line && p.wgrad) right = {of_right + 128, 128, p.columns / 128, p.k, 128, 1, p.line};
+  if (p.line && !p.wgrad) left = {of_left, 128, p.k / 128, p.rows, 64, 1, p.line};
   const HostMap out{writable(p.out), p.columns, p.rows, p.wgrad ? p.experts : 1, kPieceRows, 2};
   static_assert(sizeof(HostMap) <= sizeof(CUtensorMap));
   std::memcpy(&args.out, &out, sizeof(out));

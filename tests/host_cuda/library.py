@@ -23,6 +23,7 @@ SOURCES = (
     "activation_block",
     "activation_grouped",
     "activation_grouped_block",
+    "activation_grouped_paired",
     "groups",
     "permute",
     "permute_block",

@@ -5,17 +5,22 @@ namespace te {
 
 enum class Factors { kE4M3, kE4M3E5M2, kE5M2E4M3, kBF16, kF16 };
 
-// What a CUtensorMap stands for: matrices [count, rows, inner], in boxes of 128 bytes of `box` rows.
+// What a CUtensorMap stands for: matrices [count, rows, inner], in boxes of 128 bytes of `box` rows; or with
+// `line`, bytes, one layout in squares: [count, rows, 128], a row each 256 bytes and a matrix each `line`, in
+// boxes of 128 bytes of `box` matrices.
 struct HostMap {
   uint8_t* data;
   int64_t inner, rows, count;
   int box, width;
+  int64_t line = 0;
 
   // Byte `at` of the box at (x, y, z), rows of 128; nullptr beyond the tensor.
   uint8_t* At(int x, int y, int z, int at) const {
-    const int64_t column = x + at % 128 / width, row = y + at / 128;
-    const bool inside = column < inner && row < rows && z < count;
-    return inside ? data + ((z * rows + row) * inner + column) * width + at % width : nullptr;
+    const int64_t column = x + at % 128 / width, row = line ? y : y + at / 128,
+                  matrix = line ? z + at / 128 : z;
+    const bool inside = column < inner && row < rows && matrix < count;
+    const int64_t of_row = line ? 256 : inner * width, of_matrix = line ? line : rows * of_row;
+    return inside ? data + matrix * of_matrix + row * of_row + column * width + at % width : nullptr;
   }
 };
 
