@@ -114,6 +114,8 @@ def recorded(case: Case) -> Call:
     return call
 
 
+# Operands whose bytes are FP8 of both layouts: of any type of 16 bits.
+_PAIRS = {("te_gemm_grouped_paired", "lhs"), ("te_gemm_grouped_paired_wgrad", "rhs")}
 # What a handler may take otherwise than the case has it: operands of another type, axes of another size.
 _ANY_FLOAT = {"x", "gamma", "beta"}
 ANY_SIZE = {("te_rope", "inv_freq", 0), ("te_norm_bwd", "dgamma", 0), *((t, "segments", 1) for t in TARGETS),
@@ -134,7 +136,8 @@ def _wrong(call: Call, name: str, like) -> Iterator[tuple[str, tuple, Any]]:
         return
     yield "type", shape, jnp.int8
     is_gemm = target.startswith("te_gemm")
-    if name not in _ANY_FLOAT and not (is_gemm and name == "out") and dtype != jnp.float16:
+    any_half = name in _ANY_FLOAT or (target, name) in _PAIRS or (is_gemm and name == "out")
+    if not any_half and dtype != jnp.float16:
         yield "width", shape, jnp.float16
     yield "rank", (1, *shape), dtype
     if name == "workspace" and (is_gemm or "attention" in target):  # what a plan needs, and a plan may need little

@@ -151,6 +151,7 @@ def test_initializing_reads_shapes_alone(qkv, monkeypatch):
     assert jax.eval_shape(lambda *a: layer.apply(*a, attention_mask=ids), variables, x).shape == x.shape
     cut = core(context_parallel_axis="context", context_parallel_causal_load_balanced=True, attn_mask_type="causal")
     assert cut.init(KEY, *row) == {}
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="context_parallel_axis is 'context', but the mesh in force is none"):
         cut.apply({}, *qkv)
     monkeypatch.setattr(jax, "device_count", lambda: 1)  # Then no axis has more devices.

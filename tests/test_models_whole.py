@@ -356,7 +356,7 @@ def test_a_text_ends(tokens):
         generate(learned, variables, tokens, 1020)
 
 
-def test_fp8_and_mesh(tokens):
+def test_fp8_and_mesh(tokens, on_host):
     """A step of a scanned model on a mesh, FP8 state of layers and head included, is that of one device."""
     recipe = te.recipe.DelayedScaling(amax_history_len=2)
     config = tiny("llama3-8b", num_gqa_groups=4).with_layer()
