@@ -9,6 +9,7 @@ nothing.
 
 from functools import partial
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -141,7 +142,7 @@ def _wide_wgrad_reference(lhs, rhs, offsets, counts, c, *, out_dtype, **_):
     return (add_epilogue(out.reshape(*counts.shape, *k_axes, *n_axes), None, c, out_dtype),)
 
 
-def kernel_takes(lhs, counts) -> bool:
+def kernel_takes(lhs: jax.Array, counts: jax.Array) -> bool:
     """Whether the kernel multiplies factors of this type for so many experts; XLA does otherwise."""
     is_hopper = _lib.compute_capability() in (None, HOPPER) and _lib.is_built_for("90a")
     return is_hopper and lhs.dtype != jnp.float32 and 1 <= counts.shape[0] <= MOST_EXPERTS
@@ -408,7 +409,8 @@ def _check_slot(slot, rhs):
         )
 
 
-def check_arrays(op: str, lhs, rhs, offsets, counts, of_rows: int):
+def check_arrays(op: str, lhs: jax.Array, rhs: jax.Array, offsets: jax.Array, counts: jax.Array, of_rows: int) -> None:
+    """Raises ValueError or TypeError, naming `op`, for arrays of no grouped product. of_rows: lhs's axis of rows."""
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         check(op, name, x, ARRAY)
         if x.ndim < 2:
@@ -424,7 +426,8 @@ def check_arrays(op: str, lhs, rhs, offsets, counts, of_rows: int):
         raise ValueError(f"{op}: lhs has {lhs.shape[of_rows]} rows; pass a buffer of a multiple of {ALIGNMENT}.")
 
 
-def product_options(op: str, lhs, out_dtype, fast_accum) -> dict:
+def product_options(op: str, lhs: jax.Array, out_dtype: DTypeLike | None, fast_accum: bool) -> dict[str, Any]:
+    """Attributes of a product, checked. Raises ValueError or TypeError, naming `op`."""
     check(op, "out_dtype", out_dtype, OUT_DTYPE)
     check(op, "fast_accum", fast_accum, BOOL)
     return dict(
