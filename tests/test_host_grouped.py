@@ -152,14 +152,23 @@ def scales_of(rng, sums, experts, blocks, has_scale):
     return [rng.uniform(0.5, 2, shape).astype(np.float32) for shape in shapes] if has_scale else [None, None]
 
 
-@pytest.mark.parametrize("case", PRODUCTS, ids=str)
-def test_products(kernel, case, rng):
-    sums, left, right, out, has_bias, _ = case
-    counts, offsets, rows, real = groups(rng)
-    experts, n, k = len(counts), 8 * int(rng.integers(1, 70)), 16 * int(rng.integers(1, 22))
-    lhs = oracle.poisoned(rng.standard_normal((rows, k)), ~real).astype(left)
+def factors(rng, case, real, experts, k):
+    """lhs [R, k] with NaN where no token is, rhs [E, n, k] of some n, bias [E, n] or None."""
+    _, left, right, out, has_bias, _ = case
+    n = 8 * int(rng.integers(1, 70))
+    lhs = oracle.poisoned(rng.standard_normal((len(real), k)), ~real).astype(left)
     rhs = rng.standard_normal((experts, n, k)).astype(np.float32).astype(right)
     bias = rng.standard_normal((experts, n)).astype(np.float32).astype(out) if has_bias else None
+    return lhs, rhs, bias
+
+
+@pytest.mark.parametrize("case", PRODUCTS, ids=str)
+def test_products(kernel, case, rng):
+    sums, left, _, out, *_ = case
+    counts, offsets, rows, real = groups(rng)
+    k = 16 * int(rng.integers(1, 22))
+    lhs, rhs, bias = factors(rng, case, real, len(counts), k)
+    experts, n, _ = rhs.shape
     blocks = (-(-k // 128), rows), (experts, -(-n // 128), -(-k // 128))
     scales = scales_of(rng, sums, experts, blocks, left not in (bf16, f16))
     l64, r64 = np.where(real[:, None], wide(lhs), 0), wide(rhs)
@@ -212,12 +221,10 @@ def paired(data):
 @pytest.mark.parametrize("case", [PRODUCTS[0], PRODUCTS[1], PRODUCTS[4]], ids=str)
 def test_products_of_a_pair(kernel, case, rng):
     """Bit for bit those of the left factor in an array of its own."""
-    _, left, right, out, has_bias, _ = case
     counts, offsets, rows, real = groups(rng)
-    experts, n, k = len(counts), 8 * int(rng.integers(1, 70)), 128 * int(rng.integers(1, 4))
-    lhs = oracle.poisoned(rng.standard_normal((rows, k)), ~real).astype(left)
-    rhs = rng.standard_normal((experts, n, k)).astype(np.float32).astype(right)
-    bias = rng.standard_normal((experts, n)).astype(np.float32).astype(out) if has_bias else None
+    k = 128 * int(rng.integers(1, 4))
+    lhs, rhs, bias = factors(rng, case, real, len(counts), k)
+    experts, n, _ = rhs.shape
     others = offsets, counts, scales_of(rng, case[0], experts, None, True), bias
     want = call(kernel, case, False, (rows, n, k), lhs, rhs, *others)
     got = call(kernel, case, False, (rows, n, k), paired(lhs), rhs, *others, line=2 * k)

@@ -35,14 +35,14 @@ from te_jax.ops.source import Source
 
 _PAIRED_BWD_OP = "te_activation_grouped_paired_bwd"
 _PAIRED_OP, _PAIRED_WGRAD_OP = "te_gemm_grouped_paired", "te_gemm_grouped_paired_wgrad"
-_HALVES = jnp.bfloat16, jnp.float16
+_HALVES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
 
 
 def is_pairable(x: jax.Array, counts: jax.Array) -> bool:
     """Whether x [R, a, f], of counts.size experts, is as many bytes as FP8 in both layouts, and whole squares that
     kernels take."""
     sizes = x.shape[0], x.shape[-1]
-    return x.dtype.itemsize == 2 and not any(size % BLOCK for size in sizes) and counts.size <= MOST_EXPERTS
+    return x.dtype in _HALVES and not any(size % BLOCK for size in sizes) and counts.size <= MOST_EXPERTS
 
 
 def in_squares(x: jax.Array) -> jax.Array:
@@ -87,8 +87,13 @@ def columns_of(paired: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 def _check_paired(op: str, name: str, dtype):
     """Raises TypeError, naming `op`, unless dtype has 16 bits."""
-    if all(dtype != each for each in _HALVES):
+    if dtype not in _HALVES:
         raise TypeError(f"{op}: {name} is {dtype}; pass bf16 or f16, whose bytes are FP8 of both layouts.")
+
+
+def _types_of_bytes(dtype) -> dict[str, Any]:
+    """The FP8 type for the reference, and for a handler, which cannot read it off the array."""
+    return dict(dtype=dtype, e5m2=dtype == jnp.float8_e5m2)
 
 
 # -- the gradient of an activation ------------------------------------------------------------------------------------
@@ -122,8 +127,8 @@ def _paired_bwd_cuda(call, dy, x, offsets, counts, scale, *, names, dtype, **att
     flat = _flat(dy, x)
     if not 1 <= counts.shape[0] <= MOST_EXPERTS or 0 in x.shape:
         return _paired_bwd_reference(dy, x, offsets, counts, scale, names=names, dtype=dtype, **attrs)
-    options = dict(kind=kind_of(flat, names), dtype=dtype, e5m2=dtype == jnp.float8_e5m2, in_place={"x": "paired"})
-    return call(dy, x, offsets, counts, scale, **options, **attrs)
+    options = dict(attrs, kind=kind_of(flat, names), in_place={"x": "paired"}, **_types_of_bytes(dtype))
+    return call(dy, x, offsets, counts, scale, **options)
 
 
 def _paired_bwd_workspace(dy, x, *_, outputs, **attrs):
@@ -153,12 +158,14 @@ dtype: the FP8 type; the other attributes are those of te_activation_grouped_bwd
 
 
 def paired_activation_grad_source(dy: jax.Array, x: jax.Array, groups: Groups, attrs: dict[str, Any]) -> Source:
-    """That of `grouped_activation_grad_source`, which also offers both layouts in one array where x `is_pairable`."""
+    """The gradient that `grouped_activation_grad_source` describes, also in both layouts in one array where x
+    `is_pairable`."""
     source = grouped_activation_grad_source(dy, x, groups, attrs)
     if not is_pairable(x, groups.counts):
         return source
     operands = dy, in_squares(x), groups.offsets, groups.counts
-    return source._replace(paired=Source({0: (activation_grouped_paired_bwd, attrs)}, operands, 1, None, source.scales))
+    in_one = Source({0: (activation_grouped_paired_bwd, attrs)}, operands, source.split, scales=source.scales)
+    return source._replace(paired=in_one)
 
 
 # -- grouped products -------------------------------------------------------------------------------------------------
@@ -196,8 +203,7 @@ def _paired_cuda(call, lhs, rhs, offsets, counts, *scales, dtype, **attrs):
     n = rhs.shape[1]
     if not kernel_takes(lhs, counts) or 0 in (*lhs.shape, n):
         return _paired_reference(lhs, rhs, offsets, counts, *scales, dtype=dtype, **attrs)
-    options = dict(attrs, dtype=dtype, e5m2=dtype == jnp.float8_e5m2)
-    (out,) = call(lhs, fill(rhs, 1, OUT_COLUMNS), offsets, counts, *scales, **options)
+    (out,) = call(lhs, fill(rhs, 1, OUT_COLUMNS), offsets, counts, *scales, **attrs, **_types_of_bytes(dtype))
     return (out[:, :n],)
 
 
@@ -205,8 +211,7 @@ def _paired_wgrad_cuda(call, lhs, rhs, offsets, counts, *others, dtype, in_place
     if not kernel_takes(rhs, counts) or 0 in (*lhs.shape, *rhs.shape):
         return _paired_wgrad_reference(lhs, rhs, offsets, counts, *others, dtype=dtype, **attrs)
     in_place = {"c": "out"} if in_place and others[-1] is not None else None
-    options = dict(attrs, dtype=dtype, e5m2=dtype == jnp.float8_e5m2)
-    return call(lhs, rhs, offsets, counts, *others, in_place=in_place, **options)
+    return call(lhs, rhs, offsets, counts, *others, in_place=in_place, **attrs, **_types_of_bytes(dtype))
 
 
 gemm_grouped_paired_op: Op = Op(
