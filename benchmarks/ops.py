@@ -293,7 +293,7 @@ def _norm_to_fp8(kind, shape, reference, backward):
     law = dict(rms=rms, zero_centered=False)
 
     def forward(x, weights, scale):
-        operands = (x, weights[0], None if rms else weights[1], scale)
+        operands = (x, weights[0], None if rms else weights[1], None, None, scale)
         outputs = ("data", "data_t", *(() if rms else ("mean",)), "rstd", "amax")
         return named(norm_op.norm_fwd, reference, *operands, outputs=outputs, eps=1e-6, dtype=E4M3, **law)
 

@@ -15,7 +15,15 @@ from .layers import Layer, Model, Stack, Trainee, case
 from .timing import Call, on_gpu
 
 BF16 = "te_jax bf16"
-IMPLS = (BF16, "te_jax fp8", "te_jax fp8 current", "te_jax fp8 block", "flax bf16", "flax fp8 direct")
+IMPLS = (
+    BF16,
+    "te_jax fp8",
+    "te_jax fp8 fast",
+    "te_jax fp8 current",
+    "te_jax fp8 block",
+    "flax bf16",
+    "flax fp8 direct",
+)
 _RATE = 1e-6  # of learning: small, so that the data stays what it was
 
 
@@ -24,8 +32,11 @@ def models(tiny: bool) -> list[Model]:
         layer = Layer("gpt layer h64 b2 s16", 2, 16, 64, 128, 4, 4)
         return [layer, Stack("2 gpt layers h64 b2 s16", 2, replace(layer, name=""))]
     sizes = [(2, 512, 1024), (8, 512, 1024), (8, 512, 512), (1, 128, 4096)]  # batch, sequence, hidden size
-    layers = [Layer(f"gpt layer h{h} b{b} s{s}", b, s, h, 4 * h, h // 64, h // 64) for b, s, h in sizes]
-    return [*layers, *(Stack(f"8 {layer.name.replace('layer', 'layers')}", 8, layer) for layer in layers[:2])]
+    from_which_on = [(1, tokens, h) for h in (512, 1024, 2048, 4096) for tokens in (256, 512, 1024, 2048)]
+    named = lambda b, s, h: Layer(f"gpt layer h{h} b{b} s{s}", b, s, h, 4 * h, h // 64, h // 64)
+    layers = [named(*size) for size in (*sizes, *from_which_on)]
+    stacks = [Stack(f"8 {layer.name.replace('layer', 'layers')}", 8, layer) for layer in layers[:2]]
+    return [*layers, *stacks, *(replace(stack, name=f"{stack.name}, unrolled", unroll=8) for stack in stacks)]
 
 
 def build(model: Model, impl: str) -> Call:

@@ -95,10 +95,12 @@ Status NormFwd(Call& call, const te_jax_norm_fwd_args& a) {
   const Tensor x = TE_ARRAY(x), data_t = TE_MAYBE(data_t);
   const int64_t rows = Axes(x).Without(1).count(), h = Axes(x).last();
   call.Expect("eps", a.eps, 0, true);
-  return call.Launch(LaunchNormFwd, x, TE_ARRAY(gamma), TE_MAYBE(beta), TE_MAYBE(scale), TE_MAYBE(y),
-                     TE_MAYBE(data), data_t, TE_MAYBE(mean), TE_ARRAY(rstd),
+  const Tensor known_rstd = TE_MAYBE(known_rstd);
+  const bool hands_over = Present(data_t) && !Present(known_rstd);
+  return call.Launch(LaunchNormFwd, x, TE_ARRAY(gamma), TE_MAYBE(beta), TE_MAYBE(known_mean), known_rstd,
+                     TE_MAYBE(scale), TE_MAYBE(y), TE_MAYBE(data), data_t, TE_MAYBE(mean), TE_MAYBE(rstd),
                      TE_MAX(amax, (Axes{CeilDiv(rows, kTileRows), AmaxStrips(h)})),
-                     call.Workspace(Present(data_t) ? StatisticsBytes(x) : 0), a.eps, a.rms, a.zero_centered);
+                     call.Workspace(hands_over ? StatisticsBytes(x) : 0), a.eps, a.rms, a.zero_centered);
 }
 
 Status NormBlockFwd(Call& call, const te_jax_norm_block_fwd_args& a) {

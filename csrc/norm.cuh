@@ -109,15 +109,17 @@ __device__ __forceinline__ void LoadGamma(const Weights& gamma, bool zero_center
 }
 
 struct NormFwdArgs {
-  const void* x;        // [rows, h]
-  Weights gamma, beta;  // [h]
-  const float* scale;   // [] or nullptr
-  void* y;              // [rows, h] of x's type, or nullptr
-  uint8_t* data;        // [rows, h] or nullptr
-  uint8_t* data_t;      // [h, rows] or nullptr
-  float* mean;          // [rows] or nullptr
-  float* rstd;          // [rows]
-  float* amax;          // [AmaxPlaces], any maxima of some of y whose maximum is that of y
+  const void* x;            // [rows, h]
+  Weights gamma, beta;      // [h]
+  const float* scale;       // [] or nullptr
+  void* y;                  // [rows, h] of x's type, or nullptr
+  uint8_t* data;            // [rows, h] or nullptr
+  uint8_t* data_t;          // [h, rows] or nullptr
+  const float* known_mean;  // [rows], nullptr for RMSNorm; read where known_rstd is there
+  const float* known_rstd;  // [rows], or nullptr: the statistics are to be computed
+  float* mean;              // [rows] or nullptr
+  float* rstd;              // [rows] or nullptr
+  float* amax;              // [AmaxPlaces], any maxima of some of y whose maximum is that of y
   int64_t rows, h;
   float eps;
   bool rms, zero_centered;
@@ -128,6 +130,17 @@ struct NormFwdArgs {
            Aligned(beta.data);
   }
 };
+
+// mean and rstd of a row that the caller has.
+__device__ __forceinline__ float2 KnownStats(const NormFwdArgs& a, int64_t row) {
+  return make_float2(a.known_mean ? a.known_mean[row] : 0.f, a.known_rstd[row]);
+}
+
+// mean and rstd of a row, as far as they are results; by one thread.
+__device__ __forceinline__ void WriteStats(const NormFwdArgs& a, int64_t row, float mean, float rstd) {
+  if (a.mean) a.mean[row] = mean;
+  if (a.rstd) a.rstd[row] = rstd;
+}
 
 // gamma and beta of N neighbours.
 template <int N>
@@ -200,20 +213,26 @@ __device__ __forceinline__ void StoreRow(const NormFwdArgs& a, float (&y)[N], fl
 // else the arguments have is to be filled in.
 struct NormArrays {
   Tensor x, gamma, beta, mean, rstd;
+  Tensor known_mean = kNone, known_rstd = kNone;
 };
 
-inline Status ExpectNorm(const char* op, const NormArrays& b, bool rms) {
+// rstd: whether it is needed where the statistics are not known. Where they are they are no results.
+inline Status ExpectNorm(const char* op, const NormArrays& b, bool rms, Need rstd) {
   const Axes all(b.x), rows = all.Without(1), h{all.last()};
+  const bool known = Present(b.known_rstd);
   return Expect(op, {{"x", b.x, kFloats, rows + h},
                      {"gamma", b.gamma, kFloats, h},
                      {"beta", b.beta, kFloats, h, AbsentIf(rms)},
-                     {"mean", b.mean, F32, rows, AbsentIf(rms)},
-                     {"rstd", b.rstd, F32, rows}});
+                     {"known_rstd", b.known_rstd, F32, rows, kOptional},
+                     {"known_mean", b.known_mean, F32, rows, known && !rms ? kRequired : kAbsent},
+                     {"mean", b.mean, F32, rows, AbsentIf(rms || known)},
+                     {"rstd", b.rstd, F32, rows, known ? kAbsent : rstd}});
 }
 
 inline NormFwdArgs NormFwdArgsOf(const NormArrays& b, double eps, bool rms, bool zero_centered) {
   NormFwdArgs out{};
   out.x = Data<void>(b.x), out.gamma = WeightsOf(b.gamma), out.beta = WeightsOf(b.beta);
+  out.known_mean = Data<float>(b.known_mean), out.known_rstd = Data<float>(b.known_rstd);
   out.mean = Data<float>(b.mean), out.rstd = Data<float>(b.rstd);
   out.rows = Axes(b.x).Without(1).count(), out.h = Axes(b.x).last();
   out.eps = float(eps), out.rms = rms, out.zero_centered = zero_centered;

@@ -24,7 +24,7 @@ struct BlockNormSource : NormSource<T, kBlock> {
 
   template <bool>
   __device__ __forceinline__ Raw Load(unsigned row, unsigned column, int inside) const {
-    const T* p = this->x + (uint64_t{row} * unsigned(this->h) + column);
+    const T* p = this->x + (uint64_t{row} * unsigned(this->a.h) + column);
     return {LoadRow<kVectors>(p, inside), int(row - row0)};
   }
 
@@ -40,7 +40,7 @@ struct BlockNormSource : NormSource<T, kBlock> {
 
 template <typename T, bool kVectors>
 __global__ void __launch_bounds__(kBlockThreads, kCtas)
-    te_norm_block_fwd(const NormFwdArgs a, const BlockArgs results, const Tiles tiles) {
+    te_norm_block_fwd(const __grid_constant__ NormFwdArgs a, const BlockArgs results, const Tiles tiles) {
   __shared__ float2 stats[kBlock];
   __shared__ BlockShared shared;
   const auto task = tiles.TaskOf(blockIdx.x);
@@ -49,12 +49,12 @@ __global__ void __launch_bounds__(kBlockThreads, kCtas)
   const int rows = min(results.p - row, kBlock);
   if (task.stats) {
     const int part = task.part * Tiles::kStatsRows + WarpIndex();
-    if (part < rows) StoreStats<kVectors, T>(a, tiles.known, row0 + part);
+    if (part < rows) StoreStats<kVectors, T>(a, tiles.found, row0 + part);
     return;
   }
   const int64_t column = int64_t{task.part} * kBlock + threadIdx.x % kBlockGroups * 8;
   const BlockNormSource<T, kVectors> source{
-      {static_cast<const T*>(a.x), a.h, tiles.known, stats, AffineOf<kVectors>(a, column)},
+      {a, static_cast<const T*>(a.x), tiles.found, stats, AffineOf<kVectors>(a, column)},
       row0,
       rows,
       a.h - column};
@@ -69,7 +69,7 @@ Status LaunchNormBlockFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Ret d
   const char* op = "te_norm_block_fwd";
   const NormArrays arrays{x, gamma, beta, mean, rstd};
   TE_TRY(ExpectRank(op, "x", x, 2));
-  TE_TRY(ExpectNorm(op, arrays, rms));
+  TE_TRY(ExpectNorm(op, arrays, rms, kRequired));
   const Axes rows = Axes(x).Without(1);
   TE_TRY(Expect(op, {{"workspace", workspace, U8, {8 * rows.count()}}}));
   BlockArgs results;

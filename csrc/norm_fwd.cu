@@ -123,11 +123,9 @@ __global__ void __launch_bounds__(kVecs > 4 ? kMostThreads : kThreads, 1)
     Vec<T, 8> x[kVecs];
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) x[k] = LoadShared<T, 8>(now + k * stride * sizeof(T));
-    const auto [mean, rstd] = RowStats(a, x, h - c, stride, inv_h, scratch, turn);
-    if (threadIdx.x == 0) {
-      if (a.mean) a.mean[row] = mean;
-      a.rstd[row] = rstd;
-    }
+    const auto [mean, rstd] =
+        a.known_rstd ? KnownStats(a, row) : RowStats(a, x, h - c, stride, inv_h, scratch, turn);
+    if (threadIdx.x == 0) WriteStats(a, row, mean, rstd);
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       const int column = c + k * stride;
@@ -147,6 +145,30 @@ __global__ void __launch_bounds__(kVecs > 4 ? kMostThreads : kThreads, 1)
   if (!std::is_void_v<Q>) StoreAmax(a, amax);
 }
 
+// The same of a row in memory, read twice (LayerNorm) or once (RMSNorm).
+template <typename T, int N>
+__device__ float2 LongRowStats(const NormFwdArgs& a, const T* x, int64_t stride, float inv_h,
+                               float2 (*scratch)[kMostWarps], int& turn) {
+  float mean = 0.f, sum = 0.f;
+  if (!a.rms) {
+    for (int64_t c = threadIdx.x * N; c < a.h; c += stride) {
+      const Vec<T, N> v = Load<N>(x + c);
+#pragma unroll
+      for (int i = 0; i < N; ++i) sum += v[i];
+    }
+    mean = RowSum(sum, scratch[turn ^= 1]) * inv_h, sum = 0.f;
+  }
+  for (int64_t c = threadIdx.x * N; c < a.h; c += stride) {
+    const Vec<T, N> v = Load<N>(x + c);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float centered = v[i] - mean;
+      sum += centered * centered;
+    }
+  }
+  return make_float2(mean, rsqrtf(RowSum(sum, scratch[turn ^= 1]) * inv_h + a.eps));
+}
+
 // Rows too long for registers (N = 8), or of a length that is no multiple of 8 (N = 1): kAmaxRows rows for a
 // CTA, one after the other, read three times (LayerNorm) or twice (RMSNorm), after the first time from L1 or
 // L2.
@@ -160,28 +182,9 @@ __global__ void __launch_bounds__(kMostThreads) te_norm_fwd_long_rows(const Norm
   int turn = 0;
   for (int64_t row = first_row; row < end; ++row) {
     const T* x = static_cast<const T*>(a.x) + row * a.h;
-    float mean = 0.f, sum = 0.f;
-    if (!a.rms) {
-      for (int64_t c = threadIdx.x * N; c < a.h; c += stride) {
-        const Vec<T, N> v = Load<N>(x + c);
-#pragma unroll
-        for (int i = 0; i < N; ++i) sum += v[i];
-      }
-      mean = RowSum(sum, scratch[turn ^= 1]) * inv_h, sum = 0.f;
-    }
-    for (int64_t c = threadIdx.x * N; c < a.h; c += stride) {
-      const Vec<T, N> v = Load<N>(x + c);
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        const float centered = v[i] - mean;
-        sum += centered * centered;
-      }
-    }
-    const float rstd = rsqrtf(RowSum(sum, scratch[turn ^= 1]) * inv_h + a.eps);
-    if (threadIdx.x == 0) {
-      if (a.mean) a.mean[row] = mean;
-      a.rstd[row] = rstd;
-    }
+    const auto [mean, rstd] =
+        a.known_rstd ? KnownStats(a, row) : LongRowStats<T, N>(a, x, stride, inv_h, scratch, turn);
+    if (threadIdx.x == 0) WriteStats(a, row, mean, rstd);
     for (int64_t c = threadIdx.x * N; c < a.h; c += stride) {
       float y[N];
       const Vec<T, N> v = Load<N>(x + c);
@@ -241,20 +244,22 @@ Status LaunchRows(cudaStream_t stream, const NormFwdArgs& a) {
 
 }  // namespace
 
-Status LaunchNormFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Arg scale, Ret y, Ret data, Ret data_t,
-                     Ret mean, Ret rstd, Ret amax, Ret workspace, double eps, bool rms, bool zero_centered) {
+Status LaunchNormFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Arg known_mean, Arg known_rstd,
+                     Arg scale, Ret y, Ret data, Ret data_t, Ret mean, Ret rstd, Ret amax, Ret workspace,
+                     double eps, bool rms, bool zero_centered) {
   const char* op = "te_norm_fwd";
-  const NormArrays arrays{x, gamma, beta, mean, rstd};
+  const NormArrays arrays{x, gamma, beta, mean, rstd, known_mean, known_rstd};
   TE_TRY(ExpectRank(op, "x", x, 1));
-  TE_TRY(ExpectNorm(op, arrays, rms));
+  TE_TRY(ExpectNorm(op, arrays, rms, kOptional));
   const Axes all(x), rows = all.Without(1), h{all.last()};
+  const bool hands_over = Present(data_t) && !Present(known_rstd);
   const Axes places{CeilDiv(rows.count(), kTileRows), AmaxStrips(all.last())};
   TE_TRY(Expect(op, {{"scale", scale, F32, {}, RequiredIf(Present(data) || Present(data_t))},
                      {"y", y, x.type, all, kOptional},
                      {"data", data, kFp8, all, kOptional},
                      {"data_t", data_t, Fp8Like(data), h + rows, kOptional},
                      {"amax", amax, F32, places, kOptional},
-                     {"workspace", workspace, U8, {8 * rows.count()}, RequiredIf(Present(data_t))}}));
+                     {"workspace", workspace, U8, {8 * rows.count()}, RequiredIf(hands_over)}}));
   if (!Present(x)) {  // the partial amax is there nevertheless
     TE_TRY(Zero(stream, {amax}));
     return Fill(stream, 0xff, {mean, rstd});  // rows without columns have undefined statistics

@@ -20,24 +20,25 @@ struct TileSource : NormSource<T, kTileRows> {
 
   template <bool kVectors>
   __device__ __forceinline__ Raw Load(int64_t row, int64_t column, int columns) const {
-    return {LoadRow<kVectors>(this->x + row * this->h + column, columns), int(row - row0)};
+    return {LoadRow<kVectors>(this->x + row * this->a.h + column, columns), int(row - row0)};
   }
 };
 
 template <typename T, bool kVectors>
 __global__ void __launch_bounds__(kTileThreads, kCtas)
-    te_norm_fwd_tiles(const NormFwdArgs a, const TileResults<T> results, const Tiles tiles) {
+    te_norm_fwd_tiles(const __grid_constant__ NormFwdArgs a, const TileResults<T> results,
+                      const Tiles tiles) {
   __shared__ float2 stats[kTileRows];
   const auto task = tiles.TaskOf(blockIdx.x);
   const int64_t row0 = int64_t{task.chunk} * kTileRows;
   if (task.stats) {
     const int64_t row = row0 + task.part * Tiles::kStatsRows + WarpIndex();
-    if (row < a.rows) StoreStats<kVectors, T>(a, tiles.known, row);
+    if (row < a.rows) StoreStats<kVectors, T>(a, tiles.found, row);
     return;
   }
   const int64_t column = int64_t{task.part} * kTileColumns + threadIdx.x % kGroups * 8;
   const TileSource<T> source{
-      {static_cast<const T*>(a.x), a.h, tiles.known, stats, AffineOf<kVectors>(a, column)}, row0};
+      {a, static_cast<const T*>(a.x), tiles.found, stats, AffineOf<kVectors>(a, column)}, row0};
   const unsigned count = tiles.chunks * tiles.strips, tile = task.chunk * tiles.strips + task.part;
   WriteTile<kVectors>(source, results, tile);
   if (results.amax && threadIdx.x == 0)

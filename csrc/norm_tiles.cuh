@@ -1,7 +1,8 @@
 // The two kinds of CTAs of norms whose results have columns: te_norm_fwd with data_t, te_norm_block_fwd. A
 // column needs many rows at a time and a row's statistics need all of its columns, more than a multiprocessor
 // holds. So one kernel does two things: CTAs of the first kind compute statistics of rows, those of the
-// second normalize tiles that the first have read shortly before and that are still in L2.
+// second normalize tiles that the first have read shortly before and that are still in L2. Where the caller
+// has the statistics there are none of the first kind.
 #pragma once
 
 #include <algorithm>
@@ -25,9 +26,9 @@ struct NormTiles {
   unsigned chunks, strips;
   unsigned ahead;              // chunks of statistics that come first
   Divisor by_strips, by_both;  // both: the CTAs of a chunk
-  uint64_t* known;             // [rows]: mean and rstd, kUnknown until they are
+  uint64_t* found;  // [rows]: mean and rstd, kUnknown until then; nullptr where the caller has them
 
-  unsigned ctas() const { return chunks * (kStatsOfChunk + strips); }
+  unsigned ctas() const { return chunks * ((found ? kStatsOfChunk : 0) + strips); }
 
   // What a CTA does. First comes what is `ahead`, then with the tiles of each chunk the statistics of the
   // chunk that is so far ahead of it. Whoever waits for statistics waits for CTAs of lower index, which wait
@@ -38,6 +39,10 @@ struct NormTiles {
   };
 
   __device__ __forceinline__ Task TaskOf(unsigned index) const {
+    if (!found) {
+      const auto [chunk, part] = by_strips.Of(index);
+      return {false, chunk, part};
+    }
     const unsigned head = ahead * kStatsOfChunk, both = kStatsOfChunk + strips;
     if (index < head) return {true, index / kStatsOfChunk, index % kStatsOfChunk};
     index -= head;
@@ -50,7 +55,7 @@ struct NormTiles {
     return {false, chunk, part - kStatsOfChunk};
   }
 
-  // All rows' statistics are unknown then. workspace: `known`.
+  // All rows' statistics are unknown then, unless the caller has them. workspace: `found`.
   static Status Of(const char* op, cudaStream_t stream, const NormFwdArgs& args, int64_t chunks,
                    int64_t strips, const Tensor& workspace, NormTiles* out) {
     TE_CHECK(chunks * (kStatsOfChunk + strips) <= INT32_MAX && args.h <= INT32_MAX,
@@ -60,7 +65,9 @@ struct NormTiles {
     const int64_t both = kStatsOfChunk + strips,
                   ahead = std::min(chunks, (kCtas * gpu.sms + both - 1) / both);
     *out = {unsigned(chunks),          unsigned(strips),        unsigned(ahead),
-            Divisor(unsigned(strips)), Divisor(unsigned(both)), Data<uint64_t>(workspace)};
+            Divisor(unsigned(strips)), Divisor(unsigned(both)), nullptr};
+    if (args.known_rstd) return {};
+    out->found = Data<uint64_t>(workspace);
     return Fill(stream, 0xff, {workspace});
   }
 };
@@ -125,12 +132,11 @@ __device__ float2 WarpStats(const T* row, int h, float eps, bool rms) {
 
 // A row's statistics to where they are wanted, by a warp.
 template <bool kVectors, typename T>
-__device__ __forceinline__ void StoreStats(const NormFwdArgs& a, uint64_t* known, int64_t row) {
-  const float2 found = WarpStats<kVectors>(static_cast<const T*>(a.x) + row * a.h, a.h, a.eps, a.rms);
+__device__ __forceinline__ void StoreStats(const NormFwdArgs& a, uint64_t* found, int64_t row) {
+  const float2 stats = WarpStats<kVectors>(static_cast<const T*>(a.x) + row * a.h, a.h, a.eps, a.rms);
   if (Lane() > 0) return;
-  __stcg(known + row, __builtin_bit_cast(uint64_t, found));  // at once: there is nothing to wait for
-  a.rstd[row] = found.y;
-  if (a.mean) a.mean[row] = found.x;
+  __stcg(found + row, __builtin_bit_cast(uint64_t, stats));  // at once: there is nothing to wait for
+  WriteStats(a, row, stats.x, stats.y);
 }
 
 // gamma and beta of 8 columns, zeros beyond h.
@@ -159,21 +165,23 @@ struct NormSource {
     int row;  // of the tile
   };
   static constexpr int kSlots = 1;
-  const T* x;  // [rows, h]
-  int64_t h;
-  const uint64_t* known;  // of NormTiles
+  const NormFwdArgs& a;
+  const T* x;             // a.x
+  const uint64_t* found;  // of NormTiles
   float2* stats;          // [kRows], shared: of the rows of the tile, zeros beyond x
   Affine<8> affine;
 
+  __device__ __forceinline__ float2 StatsOf(int64_t row) const {
+    if (!found) return KnownStats(a, row);
+    uint64_t bits;
+    while ((bits = static_cast<const volatile uint64_t*>(found)[row]) == kUnknown) __nanosleep(20);
+    return __builtin_bit_cast(float2, bits);
+  }
+
   // By all threads, behind their first loads: the statistics of the tile's `rows` rows from row0 on.
   __device__ __forceinline__ void Await(int64_t row0, int rows) const {
-    for (int row = threadIdx.x; row < kRows; row += blockDim.x) {
-      uint64_t found = 0;
-      if (row < rows)
-        while ((found = static_cast<const volatile uint64_t*>(known)[row0 + row]) == kUnknown)
-          __nanosleep(20);
-      stats[row] = __builtin_bit_cast(float2, found);
-    }
+    for (int row = threadIdx.x; row < kRows; row += blockDim.x)
+      stats[row] = row < rows ? StatsOf(row0 + row) : float2{};
     __syncthreads();
   }
 

@@ -60,11 +60,13 @@ Status LaunchActivationBlockBwd(cudaStream_t stream, Arg dy, Arg x, Ret data, Re
                                 Ret scale_inv_t, Ret dbias, int64_t kind, double limit, double alpha,
                                 double glu_linear_offset, bool power_2, double epsilon);
 
-// LayerNorm and RMSNorm of the last axis. x [..., h], gamma [h], beta? [h], scale? f32 [] -> y? [..., h],
-// data? [..., h], data_t? [h, ...], mean? f32 [...], rstd f32 [...], amax? f32 [ceil(rows / 256), max(64,
-// ceil(h / 64))]; workspace u8 [8 * rows] where data_t is there.
-Status LaunchNormFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Arg scale, Ret y, Ret data, Ret data_t,
-                     Ret mean, Ret rstd, Ret amax, Ret workspace, double eps, bool rms, bool zero_centered);
+// LayerNorm and RMSNorm of the last axis. x [..., h], gamma [h], beta? [h], known_mean?, known_rstd? f32
+// [...] (the statistics, which are no results then), scale? f32 [] -> y? [..., h], data? [..., h], data_t?
+// [h, ...], mean? f32 [...], rstd? f32 [...], amax? f32 [ceil(rows / 256), max(64, ceil(h / 64))]; workspace
+// u8 [8 * rows] where data_t is there and the statistics are not known.
+Status LaunchNormFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Arg known_mean, Arg known_rstd,
+                     Arg scale, Ret y, Ret data, Ret data_t, Ret mean, Ret rstd, Ret amax, Ret workspace,
+                     double eps, bool rms, bool zero_centered);
 
 // The norms to FP8 with a scale for each block of 128. x [m..., h], m of one axis or more -> data? [m..., h],
 // data_t? [h, m...], scale_inv? f32 [h/128, m...], scale_inv_t? f32 [m.../128, h], mean?, rstd, workspace.

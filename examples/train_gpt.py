@@ -36,6 +36,7 @@ def fp8_recipe(args) -> te_recipe.Recipe:
         fp8_format=te_recipe.Format.HYBRID,  # E4M3 forward, E5M2 for gradients
         amax_history_len=args.amax_history_len,
         amax_compute_algo="max",
+        fp8_dpa=args.recipe == "attention",
     )
 
 

@@ -282,15 +282,19 @@ CASES = [
         dict(_relu, **_law),
     ),
     Case(
-        "layernorm_fp8", "te_norm_fwd", _norm_sizes, (f32, f32, f32, f32),
+        "layernorm_fp8", "te_norm_fwd", _norm_sizes, (f32, f32, f32, None, None, f32),
         dict(eps=1e-6, rms=False, zero_centered=True, dtype=E4M3),
     ),
     Case(
-        "rmsnorm", "te_norm_fwd", _norm_sizes, (f32, f32, None, None),
+        "rmsnorm", "te_norm_fwd", _norm_sizes, (f32, f32, *(None,) * 4),
         dict(eps=1e-6, rms=True, zero_centered=False, dtype=E4M3), ("y", "rstd"),
     ),
     Case(
-        "layernorm_amax", "te_norm_fwd", _norm_sizes, (f32, f32, f32, None),
+        "layernorm_known", "te_norm_fwd", _norm_sizes, (f32,) * 6,
+        dict(eps=1e-6, rms=False, zero_centered=False, dtype=E4M3), ("data", "data_t", "amax"),
+    ),
+    Case(
+        "layernorm_amax", "te_norm_fwd", _norm_sizes, (f32, f32, f32, None, None, None),
         dict(eps=1e-6, rms=False, zero_centered=False, dtype=E4M3), ("rstd", "amax"),
     ),
     Case("layernorm_bwd", "te_norm_bwd", _norm_sizes, (f32,) * 6, dict(rms=False, zero_centered=True)),

@@ -160,7 +160,7 @@ def test_norm_block(rms, dtype, shape, rng):
     law = dict(power_2=rms, epsilon=0.0 if rms else 0.5)
 
     def in_turn(*operands):
-        y, _, *stats = norm_fwd(*operands, jnp.ones(()), outputs=("y", "data_t", *mean, "rstd"), **attrs)
+        y, _, *stats = norm_fwd(*operands, None, None, jnp.ones(()), outputs=("y", "data_t", *mean, "rstd"), **attrs)
         of = dict(lead=y.ndim - 2, dtype=E4M3, square=False)
         return *quantize_block(y, outputs=OUT[:4], **of, **law), *stats
 

@@ -293,8 +293,8 @@ def test_norm_fwd(shape, dtype, rms, zero_centered, rng):
     x, gamma, beta = norm_case(shape, dtype, rms, rng)
     outputs = ("y", "data", "data_t", *(() if rms else ("mean",)), "rstd", "amax")
     attrs = dict(eps=1e-5, rms=rms, zero_centered=zero_centered, dtype=E4M3)
-    scale = jnp.float32(40.0)
-    got = dict(zip(outputs, jax.jit(lambda *a: norm_fwd(*a, outputs=outputs, **attrs))(x, gamma, beta, scale)))
+    scale, weighted = jnp.float32(40.0), (x, gamma, beta, None, None)
+    got = dict(zip(outputs, jax.jit(lambda *a: norm_fwd(*a, outputs=outputs, **attrs))(*weighted, scale)))
     xhat, size, rstd, g, y = norm64(x, gamma, beta, rms, zero_centered, 1e-5)
     terms = np.abs(size * g) + (0 if rms else np.abs(np.asarray(beta, np.float64)))
     terms = terms if dtype == f32 else np.abs(xhat * g) + (0 if rms else np.abs(np.asarray(beta, np.float64)))
@@ -306,13 +306,41 @@ def test_norm_fwd(shape, dtype, rms, zero_centered, rng):
     step = np.maximum(np.abs(q) * 2.0**-3, 2.0**-9)  # a half step of E4M3, and f32 noise around the boundary
     assert (np.abs(q - np.clip(y * 40.0, -448, 448)) <= 0.51 * step + 1e-4 * terms * 40).all()
     bits_equal(got["data_t"], np.asarray(got["data"]).T)
-    unseen = jax.jit(lambda *a: norm_fwd(*a, outputs=("data", "data_t", "rstd"), **attrs))(x, gamma, beta, scale)
+    unseen = jax.jit(lambda *a: norm_fwd(*a, outputs=("data", "data_t", "rstd"), **attrs))(*weighted, scale)
     bits_equal(unseen[0], got["data"])
     bits_equal(unseen[1], got["data_t"])
-    alone = jax.jit(lambda *a: norm_fwd(*a, outputs=("rstd", "amax"), **attrs))(x, gamma, beta, None)
+    alone = jax.jit(lambda *a: norm_fwd(*a, outputs=("rstd", "amax"), **attrs))(*weighted, None)
     assert float(alone[1]) == pytest.approx(np.abs(y).max(), rel=2e-6)
-    plain = jax.jit(lambda *a: norm_fwd(*a, outputs=("y", "rstd"), **attrs))(x, gamma, beta, None)
+    plain = jax.jit(lambda *a: norm_fwd(*a, outputs=("y", "rstd"), **attrs))(*weighted, None)
     within_ulp(plain[0], y, terms, dtype, 1.0 if dtype != f32 else 12.0)
+
+
+@pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [bf16, f16, f32], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("rms", [False, True], ids=["layernorm", "rmsnorm"])
+def test_norm_of_known_statistics(shape, dtype, rms, rng):
+    """Not those of x, so that a kernel which computes its own is seen; both kernels, with data_t and without it."""
+    x, gamma, beta = norm_case(shape, dtype, rms, rng)
+    mean = None if rms else jnp.asarray(rng.standard_normal(shape[0]), f32)
+    rstd, scale = jnp.asarray(rng.uniform(0.2, 3.0, shape[0]), f32), jnp.float32(40.0)
+    attrs = dict(eps=1e-5, rms=rms, zero_centered=False, dtype=E4M3)
+    terms = lambda a: np.asarray(a, np.float64)
+    sizes = np.abs(terms(x)) + (0 if rms else np.abs(terms(mean))[:, None])
+    y = (terms(x) - (0 if rms else terms(mean)[:, None])) * terms(rstd)[:, None] * terms(gamma)
+    sizes = sizes * terms(rstd)[:, None] * np.abs(terms(gamma)) + (0 if rms else np.abs(terms(beta)))
+    y = y + (0 if rms else terms(beta))
+    for outputs in (("y", "data", "data_t", "amax"), ("y", "data"), ("amax",)):
+        run = jax.jit(lambda *a: norm_fwd(*a, outputs=outputs, **attrs))  # noqa: B023
+        got = dict(zip(outputs, run(x, gamma, beta, mean, rstd, scale if "data" in outputs else None)))
+        if "y" in got:  # of f32: one rounding of a difference, two of products, one of a sum
+            within_ulp(got["y"], y, sizes, dtype, 1.0 if dtype != f32 else 4.0)
+            q = np.asarray(got["data"], np.float64)
+            step = np.maximum(np.abs(q) * 2.0**-3, 2.0**-9)
+            assert (np.abs(q - np.clip(y * 40.0, -448, 448)) <= 0.51 * step + 1e-4 * sizes * 40).all()
+        if "data_t" in got:
+            bits_equal(got["data_t"], np.asarray(got["data"]).T)
+        if "amax" in got:
+            assert float(got["amax"]) == pytest.approx(np.abs(y).max(), rel=2e-6)
 
 
 @pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
@@ -347,7 +375,7 @@ def test_norm_weights_of_16_bits(shape, dtype, rng):
     x, *weights = norm_case(shape, bf16, False, rng)
     dy, weights = x[::-1], [w.astype(dtype) for w in weights]
     attrs = dict(eps=1e-5, rms=False, zero_centered=True, dtype=E4M3)
-    fwd = jax.jit(lambda *w: norm_fwd(x, *w, jnp.float32(9.0), **attrs))
+    fwd = jax.jit(lambda *w: norm_fwd(x, *w, None, None, jnp.float32(9.0), **attrs))
     bwd = jax.jit(lambda stats, g: norm_bwd(dy, x, *stats, g, None, rms=False, zero_centered=True)[0])
     for got, want in zip(fwd(*weights), fwd(*(w.astype(f32) for w in weights))):
         bits_equal(got, want)
@@ -361,7 +389,7 @@ def test_norm_not_finite(bad, h, rng):
     """A row with an inf or a NaN is NaN, and so is amax; other rows are as without it."""
     x, gamma, beta = norm_case((40, h), f32, False, rng)
     attrs = dict(eps=1e-5, rms=False, zero_centered=False, dtype=E4M3)
-    run = jax.jit(lambda x: norm_fwd(x, gamma, beta, jnp.float32(9.0), **attrs))
+    run = jax.jit(lambda x: norm_fwd(x, gamma, beta, None, None, jnp.float32(9.0), **attrs))
     good, got = run(x), run(x.at[17, h // 2].set(bad))
     others = np.arange(40) != 17
     assert np.isnan(np.asarray(got[0])[17]).all() and np.isnan(got[-1])
@@ -375,7 +403,7 @@ def test_norm_empty():
         x, weights = jnp.ones(shape, bf16), (jnp.ones(shape[1]), jnp.ones(shape[1]))
         attrs = dict(eps=1e-5, rms=False, zero_centered=False)
         y, data, data_t, mean, rstd, amax = jax.jit(
-            lambda x: norm_fwd(x, *weights, jnp.float32(1), dtype=E4M3, **attrs)  # noqa: B023
+            lambda x: norm_fwd(x, *weights, None, None, jnp.float32(1), dtype=E4M3, **attrs)  # noqa: B023
         )(x)
         assert y.shape == data.shape == shape and float(amax) == 0.0 and np.isnan(rstd).all()
         kind = dict(rms=False, zero_centered=False)
@@ -386,8 +414,8 @@ def test_norm_empty():
 def test_rows_without_variance():
     """A constant row has xhat 0, also where its mean is large: no cancellation."""
     x = jnp.full((64, 4096), 1000.0, f32)
-    y = jax.jit(lambda x: norm_fwd(x, jnp.ones(4096), jnp.zeros(4096), None, outputs=("y", "rstd"), eps=1e-6, rms=False,
-                                   zero_centered=False, dtype=E4M3))(x)[0]  # fmt: skip
+    operands, attrs = (jnp.ones(4096), jnp.zeros(4096), *[None] * 3), dict(eps=1e-6, rms=False, zero_centered=False)
+    y = jax.jit(lambda x: norm_fwd(x, *operands, outputs=("y", "rstd"), dtype=E4M3, **attrs))(x)[0]
     np.testing.assert_array_equal(y, 0.0)  # 4096 * 1000 is exact in f32, and so is the mean
 
 

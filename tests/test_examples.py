@@ -308,7 +308,7 @@ def test_smooth_is_centred():
 def test_plot_of_several_results(tmp_path, capsys):
     """One colour for a recipe, whatever else is drawn; the gaps of thinned curves."""
     paths = []
-    for place, recipe_name in enumerate(["bf16", "delayed", "current", "block", "fixed", "mxfp8"]):
+    for place, recipe_name in enumerate(["bf16", "delayed", "attention", "current", "block", "fixed", "mxfp8"]):
         precision = "bf16" if recipe_name == "bf16" else "fp8"
         run = {"losses": [[4 * n, 2.0 + 0.01 * place] for n in range(1, 51)], "held_out": []}
         args = {"recipe": recipe_name, "preset": "tiny", "seed": 0}
@@ -316,7 +316,7 @@ def test_plot_of_several_results(tmp_path, capsys):
         paths[-1].write_text(json.dumps({"args": args, "device": {"kind": "cpu"}, "runs": {precision: run}}))
     figure = plot.draw(*plot.read(paths))
     assert labels(figure.axes[0]) == list(colours.OF)
-    gaps = ["delayed: +0.0100", "current: +0.0200", "block: +0.0300", "fixed: +0.0400", "mxfp8: +0.0500"]
+    gaps = [f"{name}: +0.0{place}00" for place, name in enumerate(list(colours.OF)[1:], 1)]
     assert labels(figure.axes[1]) == [f"{gap} over the last 20 steps" for gap in gaps]
     assert len(set(colours.OF.values()) | {colours.NO_RECIPE, colours.OTHERS}) == len(colours.OF) + 2
     assert plot_runs.main([str(paths[0]), str(paths[1]), "--out", str(tmp_path / "x.png")]) == 0

@@ -86,7 +86,7 @@ def test_norm_backward_adds_the_residual_gradient(dtype, rng):
     @jax.jit
     def run(x, dy, dres, gamma, beta):
         of_norm = dict(outputs=("y", "mean", "rstd"), eps=1e-6, dtype=jnp.dtype(jnp.float8_e4m3fn))
-        _, *stats = norm_fwd(x, gamma, beta, None, **of_norm, **kind)
+        _, *stats = norm_fwd(x, gamma, beta, None, None, None, **of_norm, **kind)
         got = norm_backward(dy, x, *stats, gamma, beta, dres=dres, **kind)
         return got, norm_backward(wide(dy), wide(x), *stats, gamma, beta, **kind)
 

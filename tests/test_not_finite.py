@@ -37,7 +37,7 @@ def amaxes(x):
     """All amaxes that come of x f32[ROWS, COLUMNS]."""
     one, gelu = jnp.float32(1), attributes(("gelu",))
     ones, amax = jnp.ones(x.shape[-1:]), ("amax",)
-    norm = lambda *args, rms: norm_fwd(*args, None, rms=rms, **of_norm)[1]
+    norm = lambda *args, rms: norm_fwd(*args, None, None, None, rms=rms, **of_norm)[1]
     of_norm = dict(outputs=("rstd", "amax"), dtype=E4M3, eps=1e-6, zero_centered=False)
     q = x.reshape(1, ROWS * COLUMNS // 1024, 8, 128).astype(E4M3)
     of_q = dict(causal=False, scale=0.1)

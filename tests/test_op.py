@@ -402,8 +402,8 @@ def test_outputs_are_checked():
     for outputs in (("dta", "amax"), ("amax", "data")):
         with pytest.raises(ValueError, match=r"te_quantize: outputs is .*choose from data\[m\.\.\. n\.\.\.\]"):
             ops["te_quantize"](*args, outputs=outputs, split=1, dtype=jnp.dtype("float8_e5m2"))
-    with pytest.raises(ValueError, match=r"te_norm_fwd: outputs is \('y',\).*; rstd may not be left out"):
-        ops["te_norm_fwd"](jnp.ones((2, 4)), jnp.ones(4), None, None, outputs=("y",), eps=0.0, rms=True)
+    with pytest.raises(ValueError, match=r"te_norm_block_fwd: outputs is \('data',\).*; rstd may not be left out"):
+        ops["te_norm_block_fwd"](jnp.ones((2, 4)), jnp.ones(4), None, outputs=("data",), eps=0.0, rms=True)
 
 
 def test_attributes_of_another_type_lower_anew():
@@ -411,7 +411,7 @@ def test_attributes_of_another_type_lower_anew():
     attrs = dict(outputs=("y", "rstd"), rms=True, zero_centered=False, dtype=jnp.dtype("float8_e5m2"))
 
     def text(eps):
-        fn = jax.jit(lambda x: ops["te_norm_fwd"](x, jnp.ones(8), None, None, eps=eps, **attrs))
+        fn = jax.jit(lambda x: ops["te_norm_fwd"](x, jnp.ones(8), *[None] * 4, eps=eps, **attrs))
         return fn.trace(jnp.ones((2, 8))).lower(lowering_platforms=("cuda",)).as_text()
 
     assert "eps = 1 : i64" in text(1) and "eps = 1.000000e+00 : f64" in text(1.0)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from jax import lax
+from jax.extend.core import jaxprs_in_params
 from layer_cases import close, data, fresh_state, observed, qdq, reference_norm
 from recipe_cases import near, own, results
 
@@ -159,6 +160,31 @@ def test_an_outlier_after_small_batches_does_not_saturate(rng):
     error = lambda y: float(jnp.linalg.norm(y - exact) / jnp.linalg.norm(exact))
     assert error(dense(1000 * x, w, recipe=delayed, metas=observed(state, delayed))) > 0.9
     assert error(dense(1000 * x, w, recipe=RECIPE)) < 2.0**-4  # that of rounding to E4M3
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_statistics_of_a_norm_are_computed_once(norm):
+    """The call that measures finds them; the one that quantizes and the backward pass read them."""
+    x, kernel, gamma, beta = (jnp.ones(shape, jnp.bfloat16) for shape in ((4, 16), (16, 8), 16, 16))
+
+    def loss(x, kernel):
+        beta_of = beta if norm == "layernorm" else None
+        return jnp.sum(layernorm_dense(x, kernel, gamma, beta_of, norm=norm, recipe=RECIPE)[0])
+
+    calls = []
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "te_norm_fwd":
+                calls.append((eqn.params["inputs"], eqn.params["outputs"]))
+            for inner in jaxprs_in_params(eqn.params):
+                walk(inner)
+
+    walk(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, kernel).jaxpr)
+    of_norm = ("mean", "rstd") if norm == "layernorm" else ("rstd",)
+    (_, measured), (given, quantized) = calls
+    assert measured == (*of_norm, "amax") and quantized == ("data", "data_t")
+    assert set(given) >= {f"known_{name}" for name in of_norm}
 
 
 # -- transforms ----------------------------------------------------------------------------------------------

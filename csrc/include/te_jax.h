@@ -33,7 +33,7 @@ extern "C" {
 #define TE_JAX_PUBLIC
 #endif
 
-#define TE_JAX_API_VERSION 1
+#define TE_JAX_API_VERSION 2
 #define TE_JAX_MAX_RANK 8
 
 typedef enum te_jax_status {
@@ -168,11 +168,13 @@ typedef struct te_jax_activation_block_bwd_args {
 } te_jax_activation_block_bwd_args;
 TE_JAX_OP(activation_block_bwd);
 
-/* LayerNorm, or with `rms` RMSNorm, over the last axis. x [..., h], gamma [h], beta? [h], scale? f32 [] -> y?
-   [..., h] of x's type; data? [..., h], data_t? [h, ...]: y * scale in FP8; mean? f32 [...], rstd f32 [...]:
-   1 / sqrt(var + eps); amax? f32 []: max |y|. zero_centered: gamma + 1 is applied. */
+/* LayerNorm, or with `rms` RMSNorm, over the last axis. x [..., h], gamma [h], beta? [h], known_mean?,
+   known_rstd? f32 [...]: mean (not of RMSNorm) and rstd as an earlier call found them, which are no results
+   then; scale? f32 [] -> y? [..., h] of x's type; data? [..., h], data_t? [h, ...]: y * scale in FP8; mean?
+   f32 [...], rstd? f32 [...]: 1 / sqrt(var + eps); amax? f32 []: max |y|. zero_centered: gamma + 1 is
+   applied. */
 typedef struct te_jax_norm_fwd_args {
-  te_jax_array x, gamma, beta, scale;
+  te_jax_array x, gamma, beta, known_mean, known_rstd, scale;
   te_jax_array y, data, data_t, mean, rstd, amax;
   double eps;
   int32_t rms, zero_centered;

@@ -4,6 +4,7 @@ BF16 = "bf16"
 OF = {
     BF16: "tab:blue",
     "delayed": "tab:orange",
+    "attention": "tab:red",
     "current": "tab:green",
     "block": "tab:purple",
     "fixed": "tab:brown",

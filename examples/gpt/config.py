@@ -148,8 +148,9 @@ def _add_training(p: argparse.ArgumentParser) -> None:
     """What is trained, on what."""
     _add(p, "--preset", "model size [default: medium on a GPU, tiny without]", choices=PRESETS)
     _add(p, "--precision", "of the GEMMs [default: fp8]", choices=("fp8", "bf16"), default="fp8")
-    _add(p, "--recipe", "scales of FP8 tensors: from past steps or their own amax, fixed, of blocks [default: delayed]",
-        choices=("delayed", "current", "fixed", "block", "mxfp8"), default="delayed")  # fmt: skip
+    _add(p, "--recipe", "scales of FP8 tensors: from past steps, with attention in FP8 too or without, from their own "
+        "amax, fixed, of blocks [default: delayed]",
+        choices=("delayed", "attention", "current", "fixed", "block", "mxfp8"), default="delayed")  # fmt: skip
     _add(p, "--api", "Flax modules of the model: Linen, or NNX, which trains on one device, without dropout "
         "[default: linen]", choices=("linen", "nnx"), default="linen")  # fmt: skip
     _add(p, "--optimizer", "AdamW, or te_jax's with moments of 3 bytes a parameter instead of 8 [default: adamw]",
@@ -305,8 +306,8 @@ def _complete_report(p: argparse.ArgumentParser, args: argparse.Namespace) -> No
         return
     if args.precision != "fp8" and not args.compare:
         p.error(f"--fp8-report is of an FP8 run, but --precision is {args.precision}: leave one of them out")
-    if args.recipe != "delayed":
-        p.error(f"--fp8-report needs --recipe delayed: {args.recipe} scaling keeps no state")
+    if args.recipe not in ("delayed", "attention"):
+        p.error(f"--fp8-report needs --recipe delayed or attention: {args.recipe} scaling keeps no state")
     if args.fp8_report_every is None:
         args.fp8_report_every = max(1, args.steps // 50)
     if args.fp8_report_every < 1:

@@ -45,13 +45,19 @@ def produce(
     if not (uses.layouts and source.offers(granularity, beside)):
         got = source.run((*others, source.wide), dtype)
         return quantize_tensor(got[source.wide], source.split, role, config)[0], got
-    scale = None
-    if source.takes_scale(granularity):
-        measure = lambda: source.run(("amax",), dtype)["amax"]
+    scale, known = None, {}
+
+    def measure():
+        kept = [name for name in others if source.takes(f"known_{name}", granularity)]
+        known.update(source.run(("amax", *kept), dtype))
+        return known.pop("amax")
+
+    if source.takes("scale", granularity):
         shards = varying(role.shards_of) - config.stage_axes
         scale = fp8.scale_of(role.meta, measure, recipe, role.name, shards)
     statistics = ("amax",) if recipe.has_state else ()
-    got = source.run((*beside, *uses.layouts, *statistics), dtype, granularity, scale)
+    names = [name for name in (*beside, *uses.layouts, *statistics) if name not in known]
+    got = known | source.run(names, dtype, granularity, scale, known)
     if "amax" in got:
         one_state = bool(source.scales) and role.meta.scale.ndim == 0  # of all experts
         amax, experts = (amax_of(got["amax"]), None) if one_state else (got["amax"], source.experts)

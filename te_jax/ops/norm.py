@@ -26,11 +26,12 @@ def _factor(gamma, zero_centered, ndim):
     return as_rank(gamma.astype(jnp.float32) + (1.0 if zero_centered else 0.0), ndim)
 
 
-def _fwd_reference(x, gamma, beta, scale, *, eps, rms, zero_centered, dtype):
+def _fwd_reference(x, gamma, beta, mean, rstd, scale, *, eps, rms, zero_centered, dtype):
     x32, g = x.astype(jnp.float32), _factor(gamma, zero_centered, x.ndim)
-    mean = jnp.zeros(x.shape[:-1]) if rms else jnp.mean(x32, -1)
+    if mean is None:
+        mean = jnp.zeros(x.shape[:-1]) if rms else jnp.mean(x32, -1)
     centered = x32 - mean[..., None]
-    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(centered), -1) + eps)
+    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(centered), -1) + eps) if rstd is None else rstd
     y = centered * rstd[..., None] * g
     y = y if beta is None else y + as_rank(beta.astype(jnp.float32), y.ndim)
     data = None if scale is None else saturate(y * scale, dtype)
@@ -49,34 +50,37 @@ def statistics_workspace(x: Any, *args: Any, **attrs: Any) -> int:
     return 8 * prod(x.shape[:-1])
 
 
-def _workspace(*args, outputs, **attrs):
-    return statistics_workspace(*args) if "data_t" in outputs else 0
+def _workspace(x, gamma, beta, mean, rstd, *args, outputs, **attrs):
+    return statistics_workspace(x) if "data_t" in outputs and rstd is None else 0
 
 
 norm_fwd: Op = Op(
     "te_norm_fwd",
-    "x: ... h, gamma: h, beta?: h, scale?: -> y?: ... h, data?: ... h, data_t?: h ..., mean?: ..., rstd: ..., amax?:",
+    "x: ... h, gamma: h, beta?: h, known_mean?: ..., known_rstd?: ..., scale?: -> y?: ... h, data?: ... h, "
+    "data_t?: h ..., mean?: ..., rstd?: ..., amax?:",
     replicated="h",
     combine={"amax": "max"},
     fenced="y",
-    dtypes=lambda x, gamma, beta, scale, *, dtype, **_: (x, fp8_type("te_norm_fwd", dtype), dtype, *(jnp.float32,) * 3),
+    dtypes=lambda x, *args, dtype, **_: (x, fp8_type("te_norm_fwd", dtype), dtype, *(jnp.float32,) * 3),
     partials={"amax": lambda x, *args, **attrs: _amax_places(x)},
     workspace=_workspace,
     reference=_fwd_reference,
 )
-"""x f32|bf16|f16 [..., h], gamma and beta f32|bf16|f16 [h], scale f32[] (with FP8 results) -> as chosen by `outputs`:
+"""x f32|bf16|f16 [..., h], gamma and beta f32|bf16|f16 [h], known_mean (LayerNorm) and known_rstd f32 [...], scale
+f32[] (with FP8 results) -> as chosen by `outputs`:
 
 y      [..., h] of x's type: (x - mean) * rstd * gamma + beta
 data   FP8 [..., h], data_t FP8 [h, ...]: the f32 y, times scale, saturated
 mean   f32[...] (LayerNorm), rstd f32[...]: 1 / sqrt(var + eps)
 amax   f32[]: max |y|
 
-eps: float. rms: RMSNorm. zero_centered: gamma + 1 is applied. dtype: the FP8 type, a jnp.dtype.
+known_mean and known_rstd are the mean and rstd of an earlier call, which this one then reads and has not among its
+results. eps: float. rms: RMSNorm. zero_centered: gamma + 1 is applied. dtype: the FP8 type, a jnp.dtype.
 """
 
 
 def _block_reference(x, gamma, beta, *, dtype, power_2, epsilon, **attrs):
-    y, _, _, mean, rstd, _ = norm_fwd.reference(x, gamma, beta, None, dtype=dtype, **attrs)
+    y, _, _, mean, rstd, _ = norm_fwd.reference(x, gamma, beta, None, None, None, dtype=dtype, **attrs)
     return *rows_reference(y, y.ndim - 2, dtype, power_2, epsilon)[:4], mean, rstd
 
 

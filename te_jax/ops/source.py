@@ -1,6 +1,7 @@
 """What a tensor is quantized from: the ops that compute it, and what they are called with."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -25,13 +26,14 @@ class Source(NamedTuple):
 
     An op that writes it in FP8 has results `data` and `data_t` in this order of axes and transposed. One of scales of
     blocks has their inverses too (`scale_inv`, or `block_inv` of square blocks, and each with `_t`); one of a single
-    scale has it as its last operand `scale`, and `amax` among its results.
+    scale has it as its last operand `scale`, and `amax` among its results. A result that it need not compute again has
+    an operand, too: `known_` and its name.
     """
 
     ops: dict[
         int, tuple[Op, dict[str, Any]]
     ]  # the op, and its attributes beside the law of a block, by `Granularity.block`
-    operands: tuple[jax.Array | None, ...]  # of each of the ops, but for the scale
+    operands: tuple[jax.Array | None, ...]  # the first ones of each of the ops; others go by name
     split: int  # axes in m
     wide: str | None = None  # the result of the op of one scale that is the tensor itself; None: the operand is
     scales: tuple[int, ...] = ()  # the shape of the scale that the op takes: [E] of the weights of experts
@@ -44,9 +46,9 @@ class Source(NamedTuple):
         op, _ = self.ops.get(granularity.block, (None, None))
         return op is not None and {o.name for o in op.rule.outputs}.issuperset(names)
 
-    def takes_scale(self, granularity: Granularity) -> bool:
-        """Whether the op of this granularity is given a scale, else it finds the scales itself."""
-        return any(o.name == "scale" for o in self.ops[granularity.block][0].rule.inputs)
+    def takes(self, name: str, granularity: Granularity) -> bool:
+        """Whether the op of this granularity has an operand of this name. Without `scale` it finds scales itself."""
+        return any(o.name == name for o in self.ops[granularity.block][0].rule.inputs)
 
     def run(
         self,
@@ -54,10 +56,12 @@ class Source(NamedTuple):
         dtype: DTypeLike | None,
         granularity: Granularity = TENSOR,
         scale: jax.Array | None = None,
+        known: Mapping[str, jax.Array] = MappingProxyType({}),
     ) -> dict[str, jax.Array]:
         """The results `names` of the op of this granularity, with the inverse scales of each layout among them.
 
-        dtype: the FP8 type. scale: f32[] or of the shape `scales`, with FP8 results of an op that takes one.
+        dtype: the FP8 type. scale: f32[] or of the shape `scales`, with FP8 results of an op that takes one. known:
+        results of an earlier run, by name, that this one reads.
         """
         if self.paired is not None and "paired" in names:
             return self.paired.run(names, dtype, granularity, scale)
@@ -67,7 +71,8 @@ class Source(NamedTuple):
         scale = None if scale is None else jnp.broadcast_to(scale, self.scales)
         wanted = {*names, *(name.replace("data", inverse) for name in names)}
         outputs = tuple(o.name for o in op.rule.outputs if o.name in wanted or not o.optional)
-        operands = (*self.operands, scale) if self.takes_scale(granularity) else self.operands
+        by_name = {"scale": scale, **{f"known_{name}": a for name, a in known.items()}}
+        operands = (*self.operands, *(by_name.get(o.name) for o in op.rule.inputs[len(self.operands) :]))
         results = op(*operands, outputs=outputs, dtype=dtype, **attrs, **dict(granularity.law))
         return {name.replace("block_inv", "scale_inv"): a for name, a in zip(outputs, results, strict=True)}
 
