@@ -125,6 +125,16 @@ def plain_jax():
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def small_layers_are_no_news():
+    """On a GPU nearly every layer of the tests is too small for FP8 to pay."""
+    from te_jax._check import told
+    from te_jax.layers.vjp import TOO_SMALL
+
+    if jax.default_backend() == "gpu":
+        told.add(TOO_SMALL)
+
+
 @pytest.fixture(autouse=True)
 def refused_on_host(request):
     """Runs tests of MXFP8 and of block scaling, as their names say it, on a CPU device where the GPU has none."""

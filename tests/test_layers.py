@@ -1,6 +1,7 @@
 """Functional layers against the same mathematics written out: quantize, multiply, dequantize; and under transforms."""
 
 import itertools
+import warnings
 from functools import cache, partial
 
 import jax
@@ -326,3 +327,23 @@ def test_formats(fp8_format, rng):
 def test_refused(error, text, call):
     with pytest.raises(error, match=text):
         call(lambda *shape: jnp.ones(shape))
+
+
+def test_training_that_is_too_small_for_fp8_is_told(monkeypatch):
+    monkeypatch.setattr("te_jax._check.told", set())
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    loss = lambda x, w: jnp.sum(dense(x, w, recipe=te.recipe.Float8CurrentScaling()))
+    trace = lambda rows, wrt: jax.eval_shape(jax.grad(loss, wrt), like(rows, 32), like(32, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trace(2**16, (0, 1))  # large enough
+        trace(7, 0)  # a frozen kernel
+        jax.eval_shape(loss, like(7, 32), like(32, 8))
+    with pytest.warns(
+        UserWarning, match=r"x is bfloat16\[7,32\]: a layer with less than 2\*\*21 elements .*leave FP8 off"
+    ):
+        trace(7, (0, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trace(9, (0, 1))  # once

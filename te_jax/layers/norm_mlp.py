@@ -27,6 +27,7 @@ from te_jax.layers.vjp import (
     Saved,
     differentiate_weight,
     has_gradient,
+    heed_size,
     instantiate,
     jit_layer,
     save_for_backward,
@@ -182,6 +183,8 @@ def _norm_mlp(operands, static):
 def _norm_mlp_fwd(operands, static):
     wgrads = has_gradient(operands.wi.kernel), has_gradient(operands.wo.kernel)
     x, gamma, beta, wi, wo, _ = operands = values_of(operands)
+    if any(wgrads):
+        heed_size(static.wi)
     y, *pairs, z, stats = _mlp_forward(operands, static, train=True, wgrads=wgrads)
     each = zip(pairs, (wi, wo), (static.wi, static.wo), wgrads)
     saved = [

@@ -13,6 +13,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
+from te_jax._check import warn_once
 from te_jax._types import like, varying
 from te_jax.checkpoint_policies import QUANTIZED
 from te_jax.fp8 import DenseMetas, cotangent
@@ -21,6 +22,12 @@ from te_jax.layers.gemms import wgrad as wgrad_gemm
 from te_jax.layers.produce import tag
 from te_jax.layers.tensor import Accumulator, Fp8Tensor, wide_of
 from te_jax.layers.weight import Projection
+
+_PAYS_FROM = 2**21  # elements of x: GPT layers of widths 512 to 4096, on H100 and H200
+TOO_SMALL = (
+    "a layer with less than 2**21 elements (tokens times features) in a pass takes longer to train in FP8 than in "
+    "bf16; give it more tokens at once, or leave FP8 off."
+)
 
 
 def jit_layer(layer: Any, static: int) -> Callable[..., Any]:
@@ -45,6 +52,15 @@ def has_gradient(weight: Any) -> bool:
             "would go to; differentiate with respect to the collection, or leave it out."
         )
     return weight.onto.grad.perturbed
+
+
+def heed_size(config: Config) -> None:
+    """Warns, once, where a layer trains on a GPU with so little data that FP8 does not pay: its GEMMs gain less than
+    it takes to quantize the kernel and to start more kernels (docs/performance.md, Small layers)."""
+    size = config.x.size  # a dimension may be a symbol of `jax.export`
+    if config.stored or jax.default_backend() != "gpu" or not isinstance(size, int) or size >= _PAYS_FROM:
+        return
+    warn_once(f"te_jax.layers: x is {config.x.str_short()}", TOO_SMALL)
 
 
 def instantiate(cotangent: Any) -> jax.Array:
