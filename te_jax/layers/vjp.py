@@ -24,7 +24,7 @@ from te_jax.layers.tensor import Accumulator, Fp8Tensor, wide_of
 from te_jax.layers.weight import Projection
 
 _PAYS_FROM = 2**21  # elements of x: GPT layers of widths 512 to 4096, on H100 and H200
-TOO_SMALL = (
+_TOO_SMALL = (
     "a layer with less than 2**21 elements (tokens times features) in a pass takes longer to train in FP8 than in "
     "bf16; give it more tokens at once, or leave FP8 off."
 )
@@ -60,7 +60,7 @@ def heed_size(config: Config) -> None:
     size = config.x.size  # a dimension may be a symbol of `jax.export`
     if config.stored or jax.default_backend() != "gpu" or not isinstance(size, int) or size >= _PAYS_FROM:
         return
-    warn_once(f"te_jax.layers: x is {config.x.str_short()}", TOO_SMALL)
+    warn_once(f"te_jax.layers: x is {config.x.str_short()}", _TOO_SMALL)
 
 
 def instantiate(cotangent: Any) -> jax.Array:
