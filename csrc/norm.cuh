@@ -223,7 +223,7 @@ inline Status ExpectNorm(const char* op, const NormArrays& b, bool rms, Need rst
   return Expect(op, {{"x", b.x, kFloats, rows + h},
                      {"gamma", b.gamma, kFloats, h},
                      {"beta", b.beta, kFloats, h, AbsentIf(rms)},
-                     {"known_rstd", b.known_rstd, F32, rows, kOptional},
+                     {"known_rstd", b.known_rstd, F32, rows, RequiredIf(Present(b.known_mean))},
                      {"known_mean", b.known_mean, F32, rows, known && !rms ? kRequired : kAbsent},
                      {"mean", b.mean, F32, rows, AbsentIf(rms || known)},
                      {"rstd", b.rstd, F32, rows, known ? kAbsent : rstd}});

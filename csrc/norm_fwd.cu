@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kVecs > 4 ? kMostThreads : kThreads, 1)
   if (!std::is_void_v<Q>) StoreAmax(a, amax);
 }
 
-// The same of a row in memory, read twice (LayerNorm) or once (RMSNorm).
+// RowStats of a row in memory, read twice (LayerNorm) or once (RMSNorm).
 template <typename T, int N>
 __device__ float2 LongRowStats(const NormFwdArgs& a, const T* x, int64_t stride, float inv_h,
                                float2 (*scratch)[kMostWarps], int& turn) {
@@ -171,7 +171,7 @@ __device__ float2 LongRowStats(const NormFwdArgs& a, const T* x, int64_t stride,
 
 // Rows too long for registers (N = 8), or of a length that is no multiple of 8 (N = 1): kAmaxRows rows for a
 // CTA, one after the other, read three times (LayerNorm) or twice (RMSNorm), after the first time from L1 or
-// L2.
+// L2; once where the statistics are known.
 template <typename T, typename Q, int N>
 __global__ void __launch_bounds__(kMostThreads) te_norm_fwd_long_rows(const NormFwdArgs a) {
   __shared__ float2 scratch[2][kMostWarps];

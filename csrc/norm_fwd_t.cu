@@ -1,5 +1,5 @@
 // te_norm_fwd with data_t: tiles of 256 rows x 64 columns (tile.cuh). Bytes per element of bf16: 2 read from
-// memory, 2 more from L2, 2 written (data, data_t), and 2 more for y.
+// memory, 2 more from L2 (none where the statistics are known), 2 written (data, data_t), and 2 more for y.
 
 #include "norm_tiles.cuh"
 #include "tile.cuh"

@@ -57,7 +57,7 @@ def status() -> Status:
         try:
             module = _import()
         except RuntimeError as error:
-            return Status(_is_built(), False, str(error), attention=str(error))
+            return Status(is_built(), False, str(error), attention=str(error))
         versions = module.versions()
         reason = _unusable(versions) or _without_kernels(_architectures(versions), compute_capability())
         return Status(
@@ -100,7 +100,7 @@ def compute_capability() -> str | None:
 @functools.cache
 def is_built_for(arch: str) -> bool:
     """Whether the extension has machine code for an architecture, such as "90a"; also where there is no extension."""
-    return not _is_built() or f"{arch}-real" in status().architectures
+    return not is_built() or f"{arch}-real" in status().architectures
 
 
 def check_gpu(op: str, unusable: Callable[[str], str]):
@@ -113,13 +113,14 @@ def check_gpu(op: str, unusable: Callable[[str], str]):
         raise RuntimeError(f"{op}: {reason}.")
 
 
-def _is_built() -> bool:
+def is_built() -> bool:
+    """Whether te_jax was installed with its CUDA extension."""
     return importlib.util.find_spec("te_jax._cuda") is not None
 
 
 @functools.cache
 def _import() -> ModuleType:
-    if not _is_built():
+    if not is_built():
         raise RuntimeError(f"te_jax was installed without its CUDA extension. {REBUILD}")
     try:
         module = importlib.import_module("te_jax._cuda")

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from layer_cases import TENSORS, close, data, emulated, fresh_state, observed, reference_norm, with_gradients
 
 import te_jax as te
-from te_jax.layers import dense, layernorm, layernorm_dense, vjp
+from te_jax.layers import dense, layernorm, layernorm_dense, layernorm_mlp, vjp
 from te_jax.ops.norm import norm_backward, norm_fwd
 from te_jax.recipe import DelayedScaling, Format
 
@@ -333,19 +333,26 @@ def test_refused(error, text, call):
 def test_training_that_is_too_small_for_fp8_is_told(monkeypatch):
     monkeypatch.setattr("te_jax._check.told", set())
     monkeypatch.setattr("te_jax.layers.vjp._PAYS_FROM", PAYS_FROM)
+    monkeypatch.setattr("te_jax._lib.is_built", lambda: True)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    loss = lambda x, w: jnp.sum(dense(x, w, recipe=te.recipe.Float8CurrentScaling()))
-    trace = lambda rows, wrt: jax.eval_shape(jax.grad(loss, wrt), like(rows, 32), like(32, 8))
+    current = te.recipe.Float8CurrentScaling()
+
+    def trace(rows, wrt=(0, 1, 2), recipe=current):
+        loss = lambda x, wi, wo: jnp.sum(layernorm_mlp(x, jnp.ones(32), None, wi, wo, recipe=recipe, norm="rmsnorm"))
+        jax.eval_shape(jax.grad(loss, wrt) if wrt else loss, like(rows, 32), like(32, 1, 8), like(8, 32))
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trace(2**16, (0, 1))  # large enough
-        trace(7, 0)  # a frozen kernel
-        jax.eval_shape(loss, like(7, 32), like(32, 8))
-    with pytest.warns(
-        UserWarning, match=r"x is bfloat16\[7,32\]: a layer with less than 2\*\*21 elements .*leave FP8 off"
-    ):
-        trace(7, (0, 1))
+        trace(2**16)  # large enough
+        trace(0)
+        trace(7, 0)  # frozen kernels
+        trace(7, ())
+        trace(7, recipe=te.recipe.Float8CurrentScaling(override_linear_precision=(True, True, True)))
+        with jax.default_device(jax.devices("cpu")[0]):
+            trace(7)
+    with pytest.warns(UserWarning, match=r"x is bfloat16\[7,32\]: a layer with less than 2\*\*21 elements .*FP8 off"):
+        trace(7)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trace(9, (0, 1))  # once
+        trace(9)  # once

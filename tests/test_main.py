@@ -37,7 +37,7 @@ def extension(monkeypatch):
         registrations=lambda: {"te_norm_fwd": {"execute": object()}},
         set_library_path=lambda soname, path: None,
     )
-    monkeypatch.setattr(_lib, "_is_built", lambda: True)
+    monkeypatch.setattr(_lib, "is_built", lambda: True)
     monkeypatch.setattr(_lib.importlib, "import_module", lambda name: module)
     monkeypatch.setattr(_lib, "jax_cuda_plugin", lambda: (13, "0.10.2"))
     monkeypatch.setattr(_lib, "compute_capability", lambda: "9.0")
@@ -83,7 +83,7 @@ def test_load_when_usable(extension):
 
 
 def test_not_built(extension, monkeypatch):
-    monkeypatch.setattr(_lib, "_is_built", lambda: False)
+    monkeypatch.setattr(_lib, "is_built", lambda: False)
     with pytest.raises(RuntimeError, match="installed without its CUDA extension.*TE_JAX_BUILD_CUDA=1"):
         _lib.load()
     assert not _lib.status().built and _lib.status().attention

@@ -406,6 +406,14 @@ def test_outputs_are_checked():
         ops["te_norm_block_fwd"](jnp.ones((2, 4)), jnp.ones(4), None, outputs=("data",), eps=0.0, rms=True)
 
 
+@pytest.mark.parametrize("rms, mean, rstd", [(False, 1, 0), (False, 0, 1), (True, 1, 1), (True, 1, 0)])
+def test_known_statistics_are_complete(rms, mean, rstd):
+    known = [jnp.ones(2) if given else None for given in (mean, rstd)]
+    attrs = dict(outputs=("y",), eps=1e-6, rms=rms, zero_centered=False, dtype=jnp.dtype(jnp.float8_e4m3fn))
+    with pytest.raises(ValueError, match="known_mean and known_rstd go together"):
+        ops["te_norm_fwd"](jnp.ones((2, 4)), jnp.ones(4), None, *known, None, **attrs)
+
+
 def test_attributes_of_another_type_lower_anew():
     """1, 1.0 and True are equal in Python, and three different attributes of a custom call."""
     attrs = dict(outputs=("y", "rstd"), rms=True, zero_centered=False, dtype=jnp.dtype("float8_e5m2"))

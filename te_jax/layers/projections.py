@@ -17,7 +17,6 @@ from te_jax.layers.tensor import LayerUses
 from te_jax.layers.vjp import (
     differentiate_weight,
     has_gradient,
-    heed_size,
     instantiate,
     jit_layer,
     save_for_backward,
@@ -75,8 +74,6 @@ def _project(operands, static):
 def _project_fwd(operands, static):
     wgrads = [has_gradient(p.kernel) for p in operands.projections]
     x, projections, gamma, beta, _ = operands = values_of(operands)
-    if any(wgrads):
-        heed_size(static.configs[0])
     out, q, weights, stats = multiply(operands, static, train=True, wgrads=wgrads)
     q = tag_for_wgrad(q, static.configs[0])
     each = zip(weights, projections, static.configs, wgrads)

@@ -39,6 +39,15 @@ def _fwd_reference(x, gamma, beta, mean, rstd, scale, *, eps, rms, zero_centered
     return y.astype(x.dtype), data, data_t, mean, rstd, amax(y)
 
 
+def _types(x, gamma, beta, mean, rstd, scale, *, rms, dtype, **_):
+    if (rstd is None and mean is not None) or (rstd is not None and rms != (mean is None)):
+        raise ValueError(
+            "te_norm_fwd: known_mean and known_rstd go together, and RMSNorm has known_rstd alone; pass those that an "
+            "earlier call returned."
+        )
+    return x, fp8_type("te_norm_fwd", dtype), dtype, *(jnp.float32,) * 3
+
+
 def _amax_places(x):
     """csrc/norm.cuh: one for a tile of data_t, and one for four rows at least."""
     chunks, strips = tiles(prod(x[:-1]), x[-1])
@@ -61,7 +70,7 @@ norm_fwd: Op = Op(
     replicated="h",
     combine={"amax": "max"},
     fenced="y",
-    dtypes=lambda x, *args, dtype, **_: (x, fp8_type("te_norm_fwd", dtype), dtype, *(jnp.float32,) * 3),
+    dtypes=_types,
     partials={"amax": lambda x, *args, **attrs: _amax_places(x)},
     workspace=_workspace,
     reference=_fwd_reference,
