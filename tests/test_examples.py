@@ -316,7 +316,8 @@ def test_plot_of_several_results(tmp_path, capsys):
         paths[-1].write_text(json.dumps({"args": args, "device": {"kind": "cpu"}, "runs": {precision: run}}))
     figure = plot.draw(*plot.read(paths))
     assert labels(figure.axes[0]) == list(colours.OF)
-    gaps = [f"{name}: +0.0{place}00" for place, name in enumerate(list(colours.OF)[1:], 1)]
+    gaps = ["delayed: +0.0100", "attention: +0.0200", "current: +0.0300", "block: +0.0400", "fixed: +0.0500"]
+    gaps.append("mxfp8: +0.0600")
     assert labels(figure.axes[1]) == [f"{gap} over the last 20 steps" for gap in gaps]
     assert len(set(colours.OF.values()) | {colours.NO_RECIPE, colours.OTHERS}) == len(colours.OF) + 2
     assert plot_runs.main([str(paths[0]), str(paths[1]), "--out", str(tmp_path / "x.png")]) == 0

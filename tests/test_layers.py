@@ -14,12 +14,12 @@ from jax.sharding import PartitionSpec as P
 from layer_cases import TENSORS, close, data, emulated, fresh_state, observed, reference_norm, with_gradients
 
 import te_jax as te
-from te_jax.layers import dense, layernorm, layernorm_dense, layernorm_mlp, vjp
+from te_jax.layers import dense, layernorm, layernorm_dense, layernorm_mlp, norm_mlp
 from te_jax.ops.norm import norm_backward, norm_fwd
 from te_jax.recipe import DelayedScaling, Format
 
 RECIPE = DelayedScaling(amax_history_len=4)
-PAYS_FROM = vjp._PAYS_FROM  # tests begin without it
+PAYS_FROM = norm_mlp._PAYS_FROM  # tests begin without it
 
 
 OVERRIDES = list(itertools.product([False, True], repeat=3))
@@ -332,7 +332,7 @@ def test_refused(error, text, call):
 
 def test_training_that_is_too_small_for_fp8_is_told(monkeypatch):
     monkeypatch.setattr("te_jax._check.told", set())
-    monkeypatch.setattr("te_jax.layers.vjp._PAYS_FROM", PAYS_FROM)
+    monkeypatch.setattr("te_jax.layers.norm_mlp._PAYS_FROM", PAYS_FROM)
     monkeypatch.setattr("te_jax._lib.is_built", lambda: True)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)

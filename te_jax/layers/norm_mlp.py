@@ -11,9 +11,9 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from te_jax import fp8
+from te_jax import _lib, fp8
 from te_jax._arrays import as_jax
-from te_jax._check import NONE, STRING, check, tuple_of
+from te_jax._check import NONE, STRING, check, tuple_of, warn_once
 from te_jax._types import align, like
 from te_jax.checkpoint_policies import STATISTICS, named
 from te_jax.layers import projections
@@ -27,7 +27,6 @@ from te_jax.layers.vjp import (
     Saved,
     differentiate_weight,
     has_gradient,
-    heed_size,
     instantiate,
     jit_layer,
     save_for_backward,
@@ -40,6 +39,11 @@ from te_jax.recipe import Recipe
 from te_jax.sharding import constrain_to_spec
 
 METAS_OF_TWO = NONE | tuple_of(METAS, 2)  # of wi and of wo
+_PAYS_FROM = 2**21  # elements of x: GPT layers of widths 1024 to 4096 under delayed scaling, on H100 and H200
+_TOO_SMALL = (
+    "a layer with less than 2**21 elements (tokens times features) in a pass takes longer to train in FP8 than in "
+    "bf16; give it more tokens at once, or leave FP8 off."
+)
 
 
 def split_residual(residual: bool | jax.Array) -> tuple[bool, jax.Array | None]:
@@ -180,11 +184,28 @@ def _norm_mlp(operands, static):
     return _mlp_forward(operands, static, train=False, wgrads=(False, False))[0]
 
 
+def _heed_size(config: Config) -> None:
+    """Warns, once, where an MLP trains on a GPU with so little data that FP8 does not pay: its GEMMs gain less than it
+    takes to quantize the kernels and to start more kernels (docs/performance.md, Small layers).
+
+    x has the size that is traced: of all devices of a mesh, of one example under `jax.vmap`. An MLP has its layer's
+    size; single projections and heads may be smaller.
+    """
+    size, device = config.x.size, jax.config.jax_default_device  # a dimension may be a symbol of `jax.export`
+    if not isinstance(size, int) or not 0 < size < _PAYS_FROM:
+        return
+    if config.stored or all(config.recipe.override_linear_precision) or not _lib.is_built():
+        return
+    # Asked last, for it looks for a GPU.
+    if (jax.default_backend() if device is None else getattr(device, "platform", device)) in ("gpu", "cuda"):
+        warn_once(f"te_jax.layers.layernorm_mlp: x is {config.x.str_short()}", _TOO_SMALL)
+
+
 def _norm_mlp_fwd(operands, static):
     wgrads = has_gradient(operands.wi.kernel), has_gradient(operands.wo.kernel)
     x, gamma, beta, wi, wo, _ = operands = values_of(operands)
     if any(wgrads):
-        heed_size(static.wi)
+        _heed_size(static.wi)
     y, *pairs, z, stats = _mlp_forward(operands, static, train=True, wgrads=wgrads)
     each = zip(pairs, (wi, wo), (static.wi, static.wo), wgrads)
     saved = [

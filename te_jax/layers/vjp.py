@@ -13,8 +13,6 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from te_jax import _lib
-from te_jax._check import warn_once
 from te_jax._types import like, varying
 from te_jax.checkpoint_policies import QUANTIZED
 from te_jax.fp8 import DenseMetas, cotangent
@@ -23,12 +21,6 @@ from te_jax.layers.gemms import wgrad as wgrad_gemm
 from te_jax.layers.produce import tag
 from te_jax.layers.tensor import Accumulator, Fp8Tensor, wide_of
 from te_jax.layers.weight import Projection
-
-_PAYS_FROM = 2**21  # elements of x: GPT layers of widths 1024 to 4096 under delayed scaling, on H100 and H200
-_TOO_SMALL = (
-    "a layer with less than 2**21 elements (tokens times features) in a pass takes longer to train in FP8 than in "
-    "bf16; give it more tokens at once, or leave FP8 off."
-)
 
 
 def jit_layer(layer: Any, static: int) -> Callable[..., Any]:
@@ -53,23 +45,6 @@ def has_gradient(weight: Any) -> bool:
             "would go to; differentiate with respect to the collection, or leave it out."
         )
     return weight.onto.grad.perturbed
-
-
-def heed_size(config: Config) -> None:
-    """Warns, once, where an MLP trains on a GPU with so little data that FP8 does not pay: its GEMMs gain less than it
-    takes to quantize the kernels and to start more kernels (docs/performance.md, Small layers).
-
-    x has the size that is traced: of all devices of a mesh, of one example under `jax.vmap`. An MLP has its layer's
-    size; single projections and heads may be smaller.
-    """
-    size, device = config.x.size, jax.config.jax_default_device  # a dimension may be a symbol of `jax.export`
-    if not isinstance(size, int) or not 0 < size < _PAYS_FROM:
-        return
-    if config.stored or all(config.recipe.override_linear_precision) or not _lib.is_built():
-        return
-    # Asked last, for it looks for a GPU.
-    if (jax.default_backend() if device is None else getattr(device, "platform", device)) in ("gpu", "cuda"):
-        warn_once(f"te_jax.layers.layernorm_mlp: x is {config.x.str_short()}", _TOO_SMALL)
 
 
 def instantiate(cotangent: Any) -> jax.Array:
