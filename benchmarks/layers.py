@@ -110,13 +110,14 @@ class Layer(Model):
 
 @dataclass(frozen=True)
 class Stack(Model):
-    """`depth` layers by `nn.scan`: `unroll` of them are compiled, and run `depth` times in all. remat: each is under
-    `nn.remat` with this policy."""
+    """`depth` layers by `nn.scan`: `unroll` of them are compiled, and run `depth` times in all; without `scan`, layers
+    that have parameters of their own. remat: each is under `nn.remat` with this policy."""
 
     name: str
     depth: int
     layer: Layer
     unroll: int = 1
+    scan: bool = True
     remat: bool = False
     policy: Callable | None = None
 
@@ -125,7 +126,7 @@ class Stack(Model):
     weights = property(lambda self: self.depth * self.layer.weights)
 
     def module(self, impl):
-        return _Scanned(self, impl)
+        return _Scanned(self, impl) if self.scan else _Apart(self, impl)
 
     def attention_flops(self, backward):
         return self.depth * self.layer.attention_flops(backward)
@@ -142,6 +143,13 @@ class _Step(nn.Module):
         return self.layer.module(self.impl)(x, deterministic=deterministic), None
 
 
+def _step(stack: Stack):
+    if not stack.remat:
+        return _Step
+    # The flag is a Python bool: the layer asks for it while it is traced.
+    return nn.remat(_Step, policy=stack.policy, prevent_cse=not stack.scan, static_argnums=(2,))
+
+
 class _Scanned(nn.Module):
     stack: Stack
     impl: str
@@ -149,11 +157,9 @@ class _Scanned(nn.Module):
     @nn.compact
     def __call__(self, x, deterministic: bool = True):
         stack = self.stack
-        # The flag is a Python bool: the layer asks for it while it is traced.
-        step = nn.remat(_Step, policy=stack.policy, prevent_cse=False, static_argnums=(2,)) if stack.remat else _Step
         of_each = ("params", FP8_COLLECTION, KERNEL_COLLECTION, nn.fp8_ops.OVERWRITE_WITH_GRADIENT)
         layers = nn.scan(
-            step,
+            _step(stack),
             variable_axes=dict.fromkeys(of_each, 0),
             split_rngs={"params": True, "dropout": True},
             length=stack.depth,
@@ -162,6 +168,17 @@ class _Scanned(nn.Module):
             metadata_params={nn.PARTITION_NAME: None},
         )
         return layers(stack.layer, self.impl, name="layers")(x, deterministic)[0]
+
+
+class _Apart(nn.Module):
+    stack: Stack
+    impl: str
+
+    @nn.compact
+    def __call__(self, x, deterministic: bool = True):
+        for i in range(self.stack.depth):
+            x, _ = _step(self.stack)(self.stack.layer, self.impl, name=f"layer_{i}")(x, deterministic)
+        return x
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,13 @@ def describe() -> dict:
         "packages": {name: found[name] for name in _PACKAGES.split() if name in found},
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", __package__, *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", __package__, *_without_out(sys.argv[1:])]),
     }
+
+
+def _without_out(words: list[str]) -> list[str]:
+    """Words of a command line without where its result goes."""
+    return [word for before, word in zip(["", *words], words) if "--out" not in (before, word)]
 
 
 def line(found: dict) -> str:

@@ -36,7 +36,9 @@ def models(tiny: bool) -> list[Model]:
     named = lambda b, s, h: Layer(f"gpt layer h{h} b{b} s{s}", b, s, h, 4 * h, h // 64, h // 64)
     layers = [named(*size) for size in (*sizes, *from_which_on)]
     stacks = [Stack(f"8 {layer.name.replace('layer', 'layers')}", 8, layer) for layer in layers[:2]]
-    return [*layers, *stacks, *(replace(stack, name=f"{stack.name}, unrolled", unroll=8) for stack in stacks)]
+    forms = {"unrolled": dict(unroll=8), "apart": dict(scan=False)}
+    more = (replace(s, name=f"{s.name}, {form}", **fields) for form, fields in forms.items() for s in stacks)
+    return [*layers, *stacks, *more]
 
 
 def build(model: Model, impl: str) -> Call:

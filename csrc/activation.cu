@@ -3,6 +3,7 @@
 // twice as many results), 2 written; 2 more where the result is wanted in x's type too.
 
 #include "activation.cuh"
+#include "finish.h"
 #include "ops.h"
 #include "tile.cuh"
 
@@ -15,35 +16,43 @@ TE_TILE_KERNELS(te_activation_bwd);
 }  // namespace
 
 Status LaunchActivationFwd(cudaStream_t stream, Arg x, Arg scale, Ret y, Ret data, Ret data_t, Ret amax,
-                           int64_t kind, double limit, double alpha, double glu_linear_offset) {
+                           Ret scale_inv, Ret amax_parts, int64_t kind, double limit, double alpha,
+                           double glu_linear_offset) {
   const char* op = "te_activation_fwd";
   ActivationCall of;
   TE_TRY(GetActivation(op, x, 2, kind, limit, alpha, glu_linear_offset, &of));
-  const TileArrays arrays{scale, "y", y, data, data_t, amax, kNone};
+  const TileArrays arrays{scale, "y", y, data, data_t, amax_parts, kNone, kAmaxParts};
+  const Totals totals{scale, amax, kNone, scale_inv, amax_parts, kNone};
   TE_TRY(ExpectTiles(op, x, of.m, {of.f}, 1, arrays));
-  if (!Present(x)) return {};
-  return DispatchSlots(x.type, of.a, [&]<typename T, int kA>() -> Status {
+  TE_TRY(ExpectTotals(op, x, totals, {}));
+  if (!Present(x)) return Finish(stream, totals);
+  TE_TRY(DispatchSlots(x.type, of.a, [&]<typename T, int kA>() -> Status {
     const ActivationSource<T, kA> source{Data<T>(x), unsigned(of.f), of.act};
     return LaunchTiles(op, stream, te_activation_fwd_kernels<ActivationSource<T, kA>>, source,
                        Aligned(source.x), of.m.count(), of.f, arrays);
-  });
+  }));
+  return Finish(stream, totals);
 }
 
 Status LaunchActivationBwd(cudaStream_t stream, Arg dy, Arg x, Arg scale, Ret dx, Ret data, Ret data_t,
-                           Ret amax, Ret dbias, int64_t kind, double limit, double alpha,
-                           double glu_linear_offset) {
+                           Ret amax, Ret dbias, Ret scale_inv, Ret amax_parts, Ret dbias_parts, int64_t kind,
+                           double limit, double alpha, double glu_linear_offset) {
   const char* op = "te_activation_bwd";
   ActivationCall of;
   TE_TRY(GetActivation(op, x, 2, kind, limit, alpha, glu_linear_offset, &of));
-  const TileArrays arrays{scale, "dx", dx, data, data_t, amax, dbias};
+  const Axes slots{of.a, of.f};
+  const TileArrays arrays{scale, "dx", dx, data, data_t, amax_parts, dbias_parts, kAmaxParts, kDbiasParts};
+  const Totals totals{scale, amax, dbias, scale_inv, amax_parts, dbias_parts};
   TE_TRY(Expect(op, {{"dy", dy, x.type, of.m + Axes{of.f}}}));
-  TE_TRY(ExpectTiles(op, x, of.m, {of.a, of.f}, of.a, arrays));
-  if (!Present(x)) return {};
-  return DispatchSlots(x.type, of.a, [&]<typename T, int kA>() -> Status {
+  TE_TRY(ExpectTiles(op, x, of.m, slots, of.a, arrays));
+  TE_TRY(ExpectTotals(op, x, totals, slots));
+  if (!Present(x)) return Finish(stream, totals);
+  TE_TRY(DispatchSlots(x.type, of.a, [&]<typename T, int kA>() -> Status {
     const GradientSource<T, kA> source{Data<T>(dy), Data<T>(x), unsigned(of.f), of.act};
     return LaunchTiles(op, stream, te_activation_bwd_kernels<GradientSource<T, kA>>, source,
                        Aligned(source.dy) && Aligned(source.x), of.m.count(), of.f, arrays);
-  });
+  }));
+  return Finish(stream, totals);
 }
 
 }  // namespace te

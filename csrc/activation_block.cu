@@ -3,6 +3,7 @@
 // result.
 
 #include "activation_block.cuh"
+#include "finish.h"
 #include "ops.h"
 
 namespace te {
@@ -31,22 +32,25 @@ Status LaunchActivationBlockFwd(cudaStream_t stream, Arg x, Ret data, Ret data_t
 }
 
 Status LaunchActivationBlockBwd(cudaStream_t stream, Arg dy, Arg x, Ret data, Ret data_t, Ret scale_inv,
-                                Ret scale_inv_t, Ret dbias, int64_t kind, double limit, double alpha,
-                                double glu_linear_offset, bool power_2, double epsilon) {
+                                Ret scale_inv_t, Ret dbias, Ret dbias_parts, int64_t kind, double limit,
+                                double alpha, double glu_linear_offset, bool power_2, double epsilon) {
   const char* op = "te_activation_block_bwd";
   ActivationCall of;
   TE_TRY(GetActivation(op, x, 3, kind, limit, alpha, glu_linear_offset, &of));
   TE_TRY(Expect(op, {{"dy", dy, x.type, of.m + Axes{of.f}}}));
   BlockArgs a;
-  const BlockArrays arrays{data, data_t, scale_inv, scale_inv_t, dbias};
+  const BlockArrays arrays{data, data_t, scale_inv, scale_inv_t, dbias_parts};
+  const Totals totals{kNone, kNone, dbias, kNone, kNone, dbias_parts};
   TE_TRY(GetBlockArgs(op, of.m, {of.a}, of.f, arrays, power_2, epsilon, &a));
-  if (!Present(x)) return {};
-  return DispatchSlots(x.type, of.a, [&]<typename T, int kA>() -> Status {
+  TE_TRY(ExpectTotals(op, x, totals, {of.a, of.f}));
+  if (!Present(x)) return Finish(stream, totals);
+  TE_TRY(DispatchSlots(x.type, of.a, [&]<typename T, int kA>() -> Status {
     using Source = Rounded<GradientSource<T, kA>>;
     const Source source{{Data<T>(dy), Data<T>(x), a.q, of.act}};
     return LaunchBlocks(stream, te_activation_block_bwd_kernels<Source>, source, a,
                         Aligned(source.dy) && Aligned(source.x));
-  });
+  }));
+  return Finish(stream, totals);
 }
 
 }  // namespace te

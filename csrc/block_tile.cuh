@@ -12,6 +12,7 @@
 #include <cmath>
 
 #include "divisor.cuh"
+#include "finish.h"
 #include "fp8.cuh"
 #include "groups.cuh"
 #include "parts.h"
@@ -379,7 +380,7 @@ using BlockKernel = void (*)(const Source, const BlockArgs, const Divisor);
 // The results of a call: the scales are those of rows, or of squares. kNone where the op has none.
 struct BlockArrays {
   Tensor data, data_t, inv, inv_t, dbias;
-  const char *inv_name = "scale_inv", *inv_t_name = "scale_inv_t";
+  const char *inv_name = "scale_inv", *inv_t_name = "scale_inv_t";  // dbias: partial sums, dbias_parts
 };
 
 // The arguments for values of rows [m..., p] (`rows`) and columns [n..., q], once the results are as
@@ -399,7 +400,7 @@ inline Status GetBlockArgs(const char* op, const Axes& rows, const Axes& n_axes,
                      {"data_t", b.data_t, Fp8Like(b.data), e + columns + rows, kOptional},
                      {b.inv_name, b.inv, F32, e + inv, kOptional},
                      {b.inv_t_name, b.inv_t, F32, e + inv_t, kOptional},
-                     {"dbias", b.dbias, F32, Axes{BlockParts(rows)} + columns, kOptional}}));
+                     {kDbiasParts, b.dbias, F32, Axes{BlockParts(rows)} + columns, kOptional}}));
   BlockArgs a{};
   a.m = m, a.p = p, a.n = n, a.q = q, a.ps = ps, a.qs = qs;
   a.by_ps = Divisor(std::max(a.ps, 1u)), a.by_qs = Divisor(std::max(a.qs, 1u));

@@ -15,18 +15,18 @@ namespace {
 
 constexpr int64_t kGemmWorkspace = int64_t{32} << 20;  // WORKSPACE of te_jax/ops/gemm.py: so plans are jax's
 
-// The caller's arrays by the names of their fields; amaxes and sums that the launcher leaves in parts.
+// The caller's arrays by the names of their fields, and room for the parts that the launcher makes them of.
 #define TE_ARRAY(name) call.Array(#name, a.name, kRequired)
 #define TE_MAYBE(name) call.Array(#name, a.name, kOptional)
 #define TE_MATRIX(name, need) call.Array(#name, a.name, need, kMatrixAlignment)
-#define TE_MAX(name, parts) call.Partial(#name, a.name, Reduce::kMax, parts, F32, {})
-#define TE_SUM(name, parts, type, axes) call.Partial(#name, a.name, Reduce::kSum, {parts}, type, axes)
+#define TE_PARTS(name, axes) call.Parts(a.name, axes)
 
 Status Quantize(Call& call, const te_jax_quantize_args& a) {
   const Tensor x = TE_ARRAY(x);
   const Axes m = Axes(x).First(a.split), n = Axes(x).From(a.split), parts = TileParts(m.count(), n.count());
-  return call.Launch(LaunchQuantize, x, TE_MAYBE(scale), TE_MAYBE(data), TE_MAYBE(data_t),
-                     TE_MAX(amax, parts), TE_SUM(dbias, parts[0], F32, n), a.split);
+  return call.Launch(LaunchQuantize, x, TE_MAYBE(scale), TE_MAYBE(data), TE_MAYBE(data_t), TE_MAYBE(amax),
+                     TE_MAYBE(dbias), TE_MAYBE(scale_inv), TE_PARTS(amax, parts),
+                     TE_PARTS(dbias, parts.First(1) + n), a.split);
 }
 
 Status QuantizeBlock(Call& call, const te_jax_quantize_block_args& a) {
@@ -35,8 +35,9 @@ Status QuantizeBlock(Call& call, const te_jax_quantize_block_args& a) {
   const Axes rows = Axes(x).First(a.lead + 1), columns = Axes(x).From(a.lead + 1);
   call.Expect("epsilon", a.epsilon, 0);
   return call.Launch(LaunchQuantizeBlock, x, TE_MAYBE(data), TE_MAYBE(data_t), TE_MAYBE(scale_inv),
-                     TE_MAYBE(scale_inv_t), TE_MAYBE(block_inv), TE_MAYBE(block_inv_t),
-                     TE_SUM(dbias, BlockParts(rows), F32, columns), a.lead, a.square, a.power_2, a.epsilon);
+                     TE_MAYBE(scale_inv_t), TE_MAYBE(block_inv), TE_MAYBE(block_inv_t), TE_MAYBE(dbias),
+                     TE_PARTS(dbias, Axes{BlockParts(rows)} + columns), a.lead, a.square, a.power_2,
+                     a.epsilon);
 }
 
 // Of x [m..., a, f].
@@ -56,7 +57,8 @@ Status ActivationFwd(Call& call, const te_jax_activation_fwd_args& a) {
   const Tensor x = TE_ARRAY(x);
   ExpectActivation(call, a);
   return call.Launch(LaunchActivationFwd, x, TE_MAYBE(scale), TE_MAYBE(y), TE_MAYBE(data), TE_MAYBE(data_t),
-                     TE_MAX(amax, SlotParts(x)), a.kind, a.limit, a.alpha, a.glu_linear_offset);
+                     TE_MAYBE(amax), TE_MAYBE(scale_inv), TE_PARTS(amax, SlotParts(x)), a.kind, a.limit,
+                     a.alpha, a.glu_linear_offset);
 }
 
 Status ActivationBwd(Call& call, const te_jax_activation_bwd_args& a) {
@@ -64,8 +66,9 @@ Status ActivationBwd(Call& call, const te_jax_activation_bwd_args& a) {
   const Axes parts = SlotParts(x);
   ExpectActivation(call, a);
   return call.Launch(LaunchActivationBwd, TE_ARRAY(dy), x, TE_MAYBE(scale), TE_MAYBE(dx), TE_MAYBE(data),
-                     TE_MAYBE(data_t), TE_MAX(amax, parts), TE_SUM(dbias, parts[0], F32, Slots(x)), a.kind,
-                     a.limit, a.alpha, a.glu_linear_offset);
+                     TE_MAYBE(data_t), TE_MAYBE(amax), TE_MAYBE(dbias), TE_MAYBE(scale_inv),
+                     TE_PARTS(amax, parts), TE_PARTS(dbias, parts.First(1) + Slots(x)), a.kind, a.limit,
+                     a.alpha, a.glu_linear_offset);
 }
 
 Status ActivationBlockFwd(Call& call, const te_jax_activation_block_fwd_args& a) {
@@ -83,8 +86,8 @@ Status ActivationBlockBwd(Call& call, const te_jax_activation_block_bwd_args& a)
   ExpectActivation(call, a);
   call.Expect("epsilon", a.epsilon, 0);
   return call.Launch(LaunchActivationBlockBwd, TE_ARRAY(dy), x, TE_MAYBE(data), TE_MAYBE(data_t),
-                     TE_MAYBE(scale_inv), TE_MAYBE(scale_inv_t),
-                     TE_SUM(dbias, BlockParts(Rows(x)), F32, Slots(x)), a.kind, a.limit, a.alpha,
+                     TE_MAYBE(scale_inv), TE_MAYBE(scale_inv_t), TE_MAYBE(dbias),
+                     TE_PARTS(dbias, Axes{BlockParts(Rows(x))} + Slots(x)), a.kind, a.limit, a.alpha,
                      a.glu_linear_offset, a.power_2, a.epsilon);
 }
 
@@ -99,8 +102,9 @@ Status NormFwd(Call& call, const te_jax_norm_fwd_args& a) {
   const bool hands_over = Present(data_t) && !Present(known_rstd);
   return call.Launch(LaunchNormFwd, x, TE_ARRAY(gamma), TE_MAYBE(beta), TE_MAYBE(known_mean), known_rstd,
                      TE_MAYBE(scale), TE_MAYBE(y), TE_MAYBE(data), data_t, TE_MAYBE(mean), TE_MAYBE(rstd),
-                     TE_MAX(amax, (Axes{CeilDiv(rows, kTileRows), AmaxStrips(h)})),
-                     call.Workspace(hands_over ? StatisticsBytes(x) : 0), a.eps, a.rms, a.zero_centered);
+                     TE_MAYBE(amax), TE_MAYBE(scale_inv), call.Workspace(hands_over ? StatisticsBytes(x) : 0),
+                     TE_PARTS(amax, (Axes{CeilDiv(rows, kTileRows), AmaxStrips(h)})), a.eps, a.rms,
+                     a.zero_centered);
 }
 
 Status NormBlockFwd(Call& call, const te_jax_norm_block_fwd_args& a) {
@@ -115,12 +119,10 @@ Status NormBlockFwd(Call& call, const te_jax_norm_block_fwd_args& a) {
 
 Status NormBwd(Call& call, const te_jax_norm_bwd_args& a) {
   const Tensor x = TE_ARRAY(x), gamma = TE_ARRAY(gamma);
-  const int64_t parts = NormBwdParts(Axes(x).Without(1).count());
-  const Axes h{Axes(x).last()};
-  TE_ARRAY(dgamma);
+  const Axes parts{NormBwdParts(Axes(x).Without(1).count()), Axes(x).last()};
   return call.Launch(LaunchNormBwd, TE_ARRAY(dy), x, TE_MAYBE(mean), TE_ARRAY(rstd), gamma, TE_MAYBE(dres),
-                     TE_ARRAY(dx), TE_SUM(dgamma, parts, gamma.type, h), TE_SUM(dbeta, parts, gamma.type, h),
-                     a.rms, a.zero_centered);
+                     TE_ARRAY(dx), TE_ARRAY(dgamma), TE_MAYBE(dbeta), TE_PARTS(dgamma, parts),
+                     TE_PARTS(dbeta, parts), a.rms, a.zero_centered);
 }
 
 Status Gemm(Call& call, const te_jax_gemm_args& a) {

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "check.h"
-#include "finish.h"
 #include "include/te_jax.h"
 
 namespace te::c_api {
@@ -28,10 +27,11 @@ class Call {
   // The caller's array. Of a bad one the call fails, with the first that was met.
   Tensor Array(const char* name, const te_jax_array& a, Need need, int64_t alignment = kAlignment);
 
-  // Partial results in the workspace, which are finished after the launch into the caller's array, of this
-  // type and these axes; none where that is absent.
-  Tensor Partial(const char* name, const te_jax_array& a, Reduce reduce, const Axes& parts, Type type,
-                 const Axes& axes);
+  // Room in the workspace for partial results that a launcher finishes into the caller's array; none where
+  // that is absent.
+  Tensor Parts(const te_jax_array& result, const Axes& axes) {
+    return result.type == TE_JAX_NONE ? kNone : Reserve(F32, axes);
+  }
 
   // Bytes of the workspace for the launcher itself.
   Tensor Workspace(int64_t bytes) { return Reserve(U8, {bytes}); }
@@ -46,8 +46,7 @@ class Call {
   Status Launch(Status (*launch)(cudaStream_t, P...), const Given&... given) {
     TE_TRY(Ready());
     if (ask_ == Ask::kBytes) return {};
-    TE_TRY(launch(stream_, As<P>(given)...));
-    return Finish();
+    return launch(stream_, As<P>(given)...);
   }
   template <typename... P, typename... Given>
   Status Launch(Status (*launch)(Stage, cudaStream_t, P...), const Given&... given) {
@@ -59,11 +58,6 @@ class Call {
   int64_t bytes() const { return bytes_; }  // of workspace that the call needs
 
  private:
-  struct Ending {
-    Reduce reduce;
-    Tensor parts, result;
-  };
-
   template <typename P, typename Given>
   static P As(const Given& given) {
     if constexpr (std::is_base_of_v<Tensor, P>)
@@ -76,7 +70,6 @@ class Call {
   Tensor Reserve(Type type, const Axes& axes);
   Status Ready() const;
   Status ExpectWorkspace() const;
-  Status Finish() const;
   void Fail(Status status) {
     if (!status_.failure()) status_ = std::move(status);
   }
@@ -88,7 +81,6 @@ class Call {
   int64_t workspace_bytes_, bytes_ = 0;
   bool needs_hopper_ = false;
   Status status_;
-  std::vector<Ending> endings_;
   std::deque<std::vector<int64_t>> sizes_;  // of the arrays in the workspace
 };
 

@@ -53,16 +53,6 @@ Tensor Call::Array(const char* name, const te_jax_array& a, Need need, int64_t a
   return kNone;
 }
 
-Tensor Call::Partial(const char* name, const te_jax_array& a, Reduce reduce, const Axes& parts, Type type,
-                     const Axes& axes) {
-  const Tensor result = Array(name, a, kOptional);
-  if (a.type == TE_JAX_NONE || status_.failure()) return kNone;
-  Fail(te::Expect(op_, {{name, result, type, axes}}));
-  const Tensor partial = Reserve(F32, parts + axes);
-  endings_.push_back({reduce, partial, result});
-  return partial;
-}
-
 Tensor Call::Reserve(Type type, const Axes& axes) {
   std::vector<int64_t>& sizes = sizes_.emplace_back();
   for (int64_t i = 0; i < axes.rank(); ++i) sizes.push_back(axes[i]);
@@ -92,12 +82,6 @@ Status Call::ExpectWorkspace() const {
   TE_CHECK(reinterpret_cast<uintptr_t>(workspace_) % kWorkspaceAlignment == 0,
            "%s: workspace is %p; align it to %ld bytes", op_, static_cast<void*>(workspace_),
            long(kWorkspaceAlignment));
-  return {};
-}
-
-Status Call::Finish() const {
-  for (const Ending& ending : endings_)
-    TE_TRY(FinishParts(stream_, ending.reduce, ending.parts, ending.result));
   return {};
 }
 

@@ -6,47 +6,124 @@ namespace te {
 namespace {
 
 constexpr int kColumns = 32, kRows = 16;  // of a CTA's threads
-constexpr int kMaxThreads = 1024;
 
-// A thread sums every kRows-th part of its column; these kRows sums are then added in their order.
-template <typename T>
-__global__ void __launch_bounds__(kColumns* kRows)
-    te_finish_sum(const float* parts, T* result, int64_t count, int64_t n) {
-  __shared__ float sums[kRows][kColumns];
-  const int64_t column = int64_t{blockIdx.x} * kColumns + threadIdx.x;
-  float sum = 0.f;
-  for (int64_t i = threadIdx.y; column < n && i < count; i += kRows) sum += parts[i * n + column];
-  sums[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y != 0 || column >= n) return;
-  for (int row = 1; row < kRows; ++row) sum += sums[row][threadIdx.x];
-  result[column] = static_cast<T>(sum);
+struct Parts {
+  const float* parts;  // [count, n]
+  void* result;        // [n], of `type`
+  int64_t count, n;
+  unsigned ctas;
+  Reduce reduce;
+  Type type;
+};
+
+struct FinishArgs {
+  Parts each[kMostEndings];
+  const float* scale;
+  float* scale_inv;  // or nullptr
+};
+
+__device__ void StoreAs(Type type, void* result, int64_t i, float value) {
+  if (type == F32) static_cast<float*>(result)[i] = value;
+  if (type == BF16) static_cast<__nv_bfloat16*>(result)[i] = static_cast<__nv_bfloat16>(value);
+  if (type == F16) static_cast<__half*>(result)[i] = static_cast<__half>(value);
 }
 
-__global__ void __launch_bounds__(kMaxThreads)
-    te_finish_max(const float* parts, float* result, int64_t count) {
+// A thread sums every kRows-th part of its column; these kRows sums are then added in their order.
+__device__ void FinishSums(const Parts& a, unsigned cta) {
+  __shared__ float sums[kRows][kColumns];
+  const int64_t column = int64_t{cta} * kColumns + threadIdx.x;
+  float sum = 0.f;
+  if (column < a.n)
+#pragma unroll 8
+    for (int64_t i = threadIdx.y; i < a.count; i += kRows) sum += a.parts[i * a.n + column];
+  sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || column >= a.n) return;
+  for (int row = 1; row < kRows; ++row) sum += sums[row][threadIdx.x];
+  StoreAs(a.type, a.result, column, sum);
+}
+
+__device__ void FinishMax(const Parts& a) {
   __shared__ unsigned of_warps[kMostWarps];
+  const int first = threadIdx.y * kColumns + threadIdx.x;
   unsigned peak = 0;
-  for (int64_t i = threadIdx.x; i < count; i += kMaxThreads) peak = max(peak, __float_as_uint(parts[i]));
+#pragma unroll 8
+  for (int64_t i = first; i < a.count; i += kColumns * kRows) peak = max(peak, __float_as_uint(a.parts[i]));
   peak = CtaMax(peak, of_warps);
-  if (threadIdx.x == 0) *result = __uint_as_float(peak);
+  if (first == 0) StoreAs(F32, a.result, 0, __uint_as_float(peak));
+}
+
+__global__ void __launch_bounds__(kColumns* kRows) te_finish(const __grid_constant__ FinishArgs a) {
+  AwaitPrevious();
+  if (a.scale_inv && blockIdx.x == 0 && threadIdx.x == 0 && threadIdx.y == 0) *a.scale_inv = 1.f / *a.scale;
+  unsigned cta = blockIdx.x;
+#pragma unroll
+  for (int i = 0; i < kMostEndings; ++i) {
+    const Parts& mine = a.each[i];
+    if (cta < mine.ctas) return mine.reduce == Reduce::kMax ? FinishMax(mine) : FinishSums(mine, cta);
+    cta -= mine.ctas;
+  }
+}
+
+// Where the GPU can, the kernel starts before the one that leaves the parts is over: half of its time is that
+// of a start.
+Status LaunchBehind(cudaStream_t stream, unsigned ctas, const FinishArgs& args) {
+  const dim3 threads(kColumns, kRows);
+  int device = 0, major = 0;
+  TE_CUDA(cudaGetDevice(&device));
+  TE_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  if (major < 9) {
+    te_finish<<<ctas, threads, 0, stream>>>(args);
+    TE_LAUNCHED();
+  }
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = ctas, config.blockDim = threads, config.stream = stream;
+  config.attrs = &early, config.numAttrs = 1;
+  TE_CUDA(cudaLaunchKernelEx(&config, te_finish, args));
+  return {};
 }
 
 }  // namespace
 
-Status FinishParts(cudaStream_t stream, Reduce reduce, const Tensor& parts, const Tensor& result) {
-  const int64_t n = result.count(), count = n > 0 ? parts.count() / n : 0;
-  if (n == 0) return {};
-  if (reduce == Reduce::kMax) {
-    te_finish_max<<<1, kMaxThreads, 0, stream>>>(Data<float>(parts), Data<float>(result), count);
-    TE_LAUNCHED();
+Status FinishParts(cudaStream_t stream, const std::vector<Ending>& endings, const Tensor& scale,
+                   const Tensor& scale_inv) {
+  FinishArgs args{{}, Data<float>(scale), Data<float>(scale_inv)};
+  unsigned ctas = 0;
+  int used = 0;
+  for (const Ending& ending : endings) {
+    const int64_t n = ending.result.count();
+    if (n == 0) continue;
+    const int64_t count = ending.parts.count() / n, strips = CeilDiv(n, kColumns);
+    const unsigned mine = ending.reduce == Reduce::kMax ? 1 : unsigned(strips);
+    args.each[used++] = {Data<float>(ending.parts), ending.result.data, count, n, mine, ending.reduce,
+                         ending.result.type};
+    ctas += mine;
   }
-  return DispatchFloat(result.type, [&]<typename T>() -> Status {
-    const auto kernel = te_finish_sum<T>;
-    kernel<<<unsigned(CeilDiv(n, kColumns)), dim3(kColumns, kRows), 0, stream>>>(Data<float>(parts),
-                                                                                 Data<T>(result), count, n);
-    TE_LAUNCHED();
-  });
+  if (ctas == 0 && args.scale_inv) ctas = 1;
+  if (ctas == 0) return {};
+  return LaunchBehind(stream, ctas, args);
+}
+
+Status ExpectTotals(const char* op, const Tensor& x, const Totals& of, const Axes& n) {
+  TE_TRY(Expect(op, {{"amax", of.amax, F32, {}, kOptional},
+                     {"dbias", of.dbias, F32, n, kOptional},
+                     {"scale_inv", of.scale_inv, F32, {}, AbsentIf(!Present(of.scale))}}));
+  const std::pair<const Tensor&, const Tensor&> all[] = {{of.amax, of.amax_parts},
+                                                         {of.dbias, of.dbias_parts}};
+  for (const auto& [result, parts] : all)
+    TE_CHECK(!Present(x) || Present(result) == Present(parts),
+             "%s: %s is %s, and its parts are %s; pass both or neither", op,
+             &result == &of.amax ? "amax" : "dbias", result.shape().c_str(), parts.shape().c_str());
+  return {};
+}
+
+Status Finish(cudaStream_t stream, const Totals& of) {
+  return FinishParts(stream,
+                     {{Reduce::kMax, of.amax_parts, of.amax}, {Reduce::kSum, of.dbias_parts, of.dbias}},
+                     of.scale, of.scale_inv);
 }
 
 }  // namespace te

@@ -1,15 +1,37 @@
-// What ends a call of the C interface: partial results of launchers, finished on the device.
+// How a call ends whose kernel leaves partial results: all are finished by one launch, which also inverts the
+// scale.
 #pragma once
 
-#include "tensor.h"
+#include "check.h"
 
 namespace te {
 
 enum class Reduce { kMax, kSum };
 
 // result [n...], of any float type, from parts f32 [parts, n...], 0 of no parts: their sum, each column in a
-// fixed order, rounded once to the result's type; or the maximum of their bits, for no part is negative: inf
-// stands above all numbers and NaN above inf.
-Status FinishParts(cudaStream_t stream, Reduce reduce, const Tensor& parts, const Tensor& result);
+// fixed order, rounded once to the result's type; or, of one element, the maximum of their bits, for no part
+// is negative: inf stands above all numbers and NaN above inf. Without a result nothing is done.
+struct Ending {
+  Reduce reduce;
+  Tensor parts, result;
+};
+constexpr int kMostEndings = 2;
+
+// scale_inv f32 []: 1 / scale, where it is there.
+Status FinishParts(cudaStream_t stream, const std::vector<Ending>& endings, const Tensor& scale = kNone,
+                   const Tensor& scale_inv = kNone);
+
+// What a call with one scale has beside the tensor that it makes.
+struct Totals {
+  Tensor scale, amax, dbias, scale_inv, amax_parts, dbias_parts;
+};
+
+constexpr const char *kAmaxParts = "amax_parts", *kDbiasParts = "dbias_parts";
+
+// An error unless amax and dbias, of axes n, have parts exactly where they are there, in a call for x; the
+// parts' axes are looked at elsewhere.
+Status ExpectTotals(const char* op, const Tensor& x, const Totals& of, const Axes& n);
+
+Status Finish(cudaStream_t stream, const Totals& of);
 
 }  // namespace te

@@ -2,12 +2,13 @@
 //   dx = rstd * (dxhat - mean(dxhat) - xhat * mean(dxhat * xhat)), for RMSNorm without the first mean
 //   dgamma = sum over rows of dy * xhat, dbeta = sum over rows of dy
 // dres, the gradient that comes by the residual connection around the norm, is added to dx in f32.
-// dgamma and dbeta leave as partial sums, one per CTA, in a fixed order: no atomics, the same bits every
+// dgamma and dbeta are partial sums first, one per CTA, in a fixed order: no atomics, the same bits every
 // time. Bytes per element of bf16: 4 read (6 with dres), 2 written; a CTA's partial sums add 4 or 8 per
 // column.
 
 #include <algorithm>
 
+#include "finish.h"
 #include "norm.cuh"
 #include "ops.h"
 #include "reduce.cuh"
@@ -172,6 +173,7 @@ struct RowPart {
 template <typename T, int kVecs, bool kRms>
 __global__ void __launch_bounds__(kThreads, 1)
     te_norm_bwd_rows(const NormBwdArgs a, int stages, bool staged) {
+  LetNextStart();
   constexpr bool kKeep = RowPart<T, kVecs>::kKeep;
   extern __shared__ uint4 dynamic[];  // gamma f32 [width]; ring T [blockDim.y, stages, 2 or 3, width]
   __shared__ float2 scratch[2][kMostWarps];
@@ -181,9 +183,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t gamma_at = SharedAddress(dynamic);
   const uint32_t ring =
       gamma_at + (staged ? width * 4 : 0) + threadIdx.y * stages * slot_bytes + c * sizeof(T);
-  const int64_t step = int64_t{gridDim.x} * blockDim.y;
   const RowPart<T, kVecs> part{a, h, c, stride, width, row_bytes, gamma_at, staged};
-  int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+  int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y, step = int64_t{gridDim.x} * blockDim.y;
   for (int s = 0; s < stages; ++s) {
     for (int k = 0; k < kVecs; ++k)
       for (int i = 0; i < int(sizeof(T) / 2) && c + k * stride >= h; ++i) {
@@ -262,6 +263,7 @@ __device__ RowStats LongRowStats(const NormBwdArgs& a, int64_t row, float2 (&scr
 
 template <typename T, bool kRms, int N>
 __global__ void __launch_bounds__(kThreads) te_norm_bwd_long_rows(const NormBwdArgs a) {
+  LetNextStart();
   __shared__ float2 scratch[2][kMostWarps];
   __shared__ RowStats stats[kLongRows];
   float* partial_dgamma = a.dgamma + blockIdx.x * a.h;
@@ -338,29 +340,32 @@ Status LaunchRows(cudaStream_t stream, const NormBwdArgs& a, int64_t ctas) {
 }  // namespace
 
 Status LaunchNormBwd(cudaStream_t stream, Arg dy, Arg x, Arg mean, Arg rstd, Arg gamma, Arg dres, Ret dx,
-                     Ret dgamma, Ret dbeta, bool rms, bool zero_centered) {
+                     Ret dgamma, Ret dbeta, Ret dgamma_parts, Ret dbeta_parts, bool rms, bool zero_centered) {
   const char* op = "te_norm_bwd";
   TE_TRY(ExpectRank(op, "x", x, 1));
-  const Axes all(x), of_rows = all.Without(1), partial{std::max<int64_t>(Axes(dgamma)[0], 1), all.last()};
+  const Axes all(x), of_rows = all.Without(1), h{all.last()};
+  const Axes partial = Axes{std::max<int64_t>(Axes(dgamma_parts)[0], 1)} + h;
   const auto type = x.type;
   TE_TRY(Expect(op, {{"x", x, kFloats, all},
                      {"dy", dy, type, all},
                      {"mean", mean, F32, of_rows, rms ? kAbsent : kRequired},
                      {"rstd", rstd, F32, of_rows},
-                     {"gamma", gamma, kFloats, {all.last()}},
+                     {"gamma", gamma, kFloats, h},
                      {"dres", dres, type, all, kOptional},
                      {"dx", dx, type, all},
-                     {"dgamma", dgamma, F32, partial},
-                     {"dbeta", dbeta, F32, partial, AbsentIf(rms)}}));
-  const int64_t h = all.last(), rows = of_rows.count();
-  if (!Present(x)) return Zero(stream, {dgamma, dbeta});  // the partial sums are there nevertheless
+                     {"dgamma", dgamma, gamma.type, h},
+                     {"dbeta", dbeta, gamma.type, h, AbsentIf(rms)},
+                     {"dgamma_parts", dgamma_parts, F32, partial},
+                     {"dbeta_parts", dbeta_parts, F32, partial, Present(dbeta) ? kRequired : kAbsent}}));
+  if (!Present(x)) return Zero(stream, {dgamma, dbeta});
   const int64_t ctas = partial[0];
   const NormBwdArgs args(Data<void>(dy), Data<void>(x), Data<float>(mean), Data<float>(rstd),
-                         WeightsOf(gamma), Data<void>(dres), Data<void>(dx), Data<float>(dgamma),
-                         Data<float>(dbeta), rows, h, zero_centered);
-  return DispatchFloat(x.type, [&]<typename T>() -> Status {
+                         WeightsOf(gamma), Data<void>(dres), Data<void>(dx), Data<float>(dgamma_parts),
+                         Data<float>(dbeta_parts), of_rows.count(), h[0], zero_centered);
+  TE_TRY(DispatchFloat(x.type, [&]<typename T>() -> Status {
     return rms ? LaunchRows<T, true>(stream, args, ctas) : LaunchRows<T, false>(stream, args, ctas);
-  });
+  }));
+  return FinishParts(stream, {{Reduce::kSum, dgamma_parts, dgamma}, {Reduce::kSum, dbeta_parts, dbeta}});
 }
 
 }  // namespace te

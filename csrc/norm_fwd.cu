@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "finish.h"
 #include "norm.cuh"
 #include "ops.h"
 #include "reduce.cuh"
@@ -85,6 +86,7 @@ __device__ __forceinline__ void StageAffine(const NormFwdArgs& a, uint32_t stage
 template <typename T, typename Q, int kVecs>
 __global__ void __launch_bounds__(kVecs > 4 ? kMostThreads : kThreads, 1)
     te_norm_fwd_rows(const NormFwdArgs a, int stages) {
+  LetNextStart();
   constexpr bool kStaged = kVecs <= kStagedVecs;
   extern __shared__ uint4 dynamic[];  // gamma, beta f32 [width] each; ring T [blockDim.y, stages, width]
   __shared__ float2 scratch[2][kMostWarps];
@@ -174,6 +176,7 @@ __device__ float2 LongRowStats(const NormFwdArgs& a, const T* x, int64_t stride,
 // L2; once where the statistics are known.
 template <typename T, typename Q, int N>
 __global__ void __launch_bounds__(kMostThreads) te_norm_fwd_long_rows(const NormFwdArgs a) {
+  LetNextStart();
   __shared__ float2 scratch[2][kMostWarps];
   const int64_t first_row = int64_t{blockIdx.x} * kAmaxRows, end = min(first_row + kAmaxRows, a.rows);
   const float scale = a.scale ? *a.scale : 1.f, inv_h = 1.f / a.h;
@@ -245,10 +248,11 @@ Status LaunchRows(cudaStream_t stream, const NormFwdArgs& a) {
 }  // namespace
 
 Status LaunchNormFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Arg known_mean, Arg known_rstd,
-                     Arg scale, Ret y, Ret data, Ret data_t, Ret mean, Ret rstd, Ret amax, Ret workspace,
-                     double eps, bool rms, bool zero_centered) {
+                     Arg scale, Ret y, Ret data, Ret data_t, Ret mean, Ret rstd, Ret amax, Ret scale_inv,
+                     Ret workspace, Ret amax_parts, double eps, bool rms, bool zero_centered) {
   const char* op = "te_norm_fwd";
   const NormArrays arrays{x, gamma, beta, mean, rstd, known_mean, known_rstd};
+  const Totals totals{scale, amax, kNone, scale_inv, amax_parts, kNone};
   TE_TRY(ExpectRank(op, "x", x, 1));
   TE_TRY(ExpectNorm(op, arrays, rms, kOptional));
   const Axes all(x), rows = all.Without(1), h{all.last()};
@@ -258,21 +262,24 @@ Status LaunchNormFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Arg known_
                      {"y", y, x.type, all, kOptional},
                      {"data", data, kFp8, all, kOptional},
                      {"data_t", data_t, Fp8Like(data), h + rows, kOptional},
-                     {"amax", amax, F32, places, kOptional},
+                     {kAmaxParts, amax_parts, F32, places, kOptional},
                      {"workspace", workspace, U8, {8 * rows.count()}, RequiredIf(hands_over)}}));
+  TE_TRY(ExpectTotals(op, x, totals, {}));
   if (!Present(x)) {  // the partial amax is there nevertheless
-    TE_TRY(Zero(stream, {amax}));
+    TE_TRY(Zero(stream, {amax_parts}));
+    TE_TRY(Finish(stream, totals));
     return Fill(stream, 0xff, {mean, rstd});  // rows without columns have undefined statistics
   }
   NormFwdArgs args = NormFwdArgsOf(arrays, eps, rms, zero_centered);
   const bool e5m2 = IsE5M2(data, data_t);
-  args.scale = Data<float>(scale), args.y = Data<void>(y), args.amax = Data<float>(amax);
+  args.scale = Data<float>(scale), args.y = Data<void>(y), args.amax = Data<float>(amax_parts);
   args.data = Data<uint8_t>(data), args.data_t = Data<uint8_t>(data_t);
-  if (Present(data_t)) return LaunchNormFwdTransposed(stream, args, x.type, e5m2, workspace);
-  return DispatchFloat(x.type, [&]<typename T>() -> Status {
+  TE_TRY(DispatchFloat(x.type, [&]<typename T>() -> Status {
+    if (Present(data_t)) return LaunchNormFwdTransposed(stream, args, x.type, e5m2, workspace);
     if (!Present(data) && !Present(amax)) return LaunchRows<T, void>(stream, args);
     return e5m2 ? LaunchRows<T, __nv_fp8_e5m2>(stream, args) : LaunchRows<T, __nv_fp8_e4m3>(stream, args);
-  });
+  }));
+  return Finish(stream, totals);
 }
 
 }  // namespace te

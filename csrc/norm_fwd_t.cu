@@ -28,6 +28,7 @@ template <typename T, bool kVectors>
 __global__ void __launch_bounds__(kTileThreads, kCtas)
     te_norm_fwd_tiles(const __grid_constant__ NormFwdArgs a, const TileResults<T> results,
                       const Tiles tiles) {
+  LetNextStart();
   __shared__ float2 stats[kTileRows];
   const auto task = tiles.TaskOf(blockIdx.x);
   const int64_t row0 = int64_t{task.chunk} * kTileRows;

@@ -2,7 +2,8 @@
 // checks every operand and result, then enqueues its kernels on the stream; it neither allocates nor
 // synchronizes. The comments give shapes: arrays are row-major, `m...` is any number of axes, `?` marks an
 // array that may be absent, which then has no elements. Partial results are [parts, ...], to be summed or
-// maximized by the caller.
+// maximized by the caller; where they are called `..._parts` the launcher does so, amax_parts into amax f32
+// [], and beside that scale_inv? f32 [] is 1 / scale.
 #pragma once
 
 #include "tensor.h"
@@ -11,9 +12,10 @@
 namespace te {
 
 // FP8 with one scale. x [m..., n...], whose first `split` axes are m; scale? f32 [] -> data? [m..., n...],
-// data_t? [n..., m...], amax? f32 [ceil(m / 256), ceil(n / 64)], dbias? f32 [ceil(m / 256), n...].
+// data_t? [n..., m...], amax?, dbias? f32 [n...], scale_inv?; amax_parts? f32 [ceil(m / 256), ceil(n / 64)],
+// dbias_parts? f32 [ceil(m / 256), n...].
 Status LaunchQuantize(cudaStream_t stream, Arg x, Arg scale, Ret data, Ret data_t, Ret amax, Ret dbias,
-                      int64_t split);
+                      Ret scale_inv, Ret amax_parts, Ret dbias_parts, int64_t split);
 
 // FP8 with one scale for each expert. x [e..., m..., n...], whose first `stack` axes are e, and the next
 // `split` m; y? as x; a: an axis of 2 with y (slots is 1), else none (0); scale? f32 [e...] -> data? [e...,
@@ -24,10 +26,10 @@ Status LaunchQuantizeStacked(cudaStream_t stream, Arg x, Arg y, Arg scale, Ret d
 // FP8 with a scale for each block of 128. x [m..., p, n..., q], where m are the first `lead` axes -> data? as
 // x, data_t? [n..., q, m..., p]; of blocks 1 x 128 scale_inv? f32 [n..., q/128, m..., p], scale_inv_t? f32
 // [m..., p/128, n..., q]; of blocks 128 x 128 (square) block_inv? f32 [m..., p/128, n..., q/128],
-// block_inv_t? f32 [n..., q/128, m..., p/128]; dbias? f32 [m * p/128, n..., q].
+// block_inv_t? f32 [n..., q/128, m..., p/128]; dbias? f32 [n..., q], dbias_parts? f32 [m * p/128, n..., q].
 Status LaunchQuantizeBlock(cudaStream_t stream, Arg x, Ret data, Ret data_t, Ret scale_inv, Ret scale_inv_t,
-                           Ret block_inv, Ret block_inv_t, Ret dbias, int64_t lead, bool square, bool power_2,
-                           double epsilon);
+                           Ret block_inv, Ret block_inv_t, Ret dbias, Ret dbias_parts, int64_t lead,
+                           bool square, bool power_2, double epsilon);
 
 // FP8 with a scale for each block of 128 x 128 of each expert. x [e..., m..., p, n..., q], whose first
 // `stack` axes are e, and the next `lead` m; y? and a as above -> data? [e..., m..., p, a, n..., q], data_t?
@@ -38,15 +40,17 @@ Status LaunchQuantizeStackedBlock(cudaStream_t stream, Arg x, Arg y, Ret data, R
                                   double epsilon);
 
 // The activation of the MLP, of a slots (1 or 2), and its gradient, to FP8 with one scale. x [m..., a, f],
-// scale? f32 [] -> y? [m..., f], data? [m..., f], data_t? [f, m...], amax? f32 [ceil(m / 256), ceil(f / 64)].
+// scale? f32 [] -> y? [m..., f], data? [m..., f], data_t? [f, m...], amax?, scale_inv?; amax_parts? f32
+// [ceil(m / 256), ceil(f / 64)].
 Status LaunchActivationFwd(cudaStream_t stream, Arg x, Arg scale, Ret y, Ret data, Ret data_t, Ret amax,
-                           int64_t kind, double limit, double alpha, double glu_linear_offset);
-
-// dy [m..., f] and x, scale as above -> dx? [m..., a, f], data? [m..., a, f], data_t? [a, f, m...], amax? as
-// above, dbias? f32 [ceil(m / 256), a, f].
-Status LaunchActivationBwd(cudaStream_t stream, Arg dy, Arg x, Arg scale, Ret dx, Ret data, Ret data_t,
-                           Ret amax, Ret dbias, int64_t kind, double limit, double alpha,
+                           Ret scale_inv, Ret amax_parts, int64_t kind, double limit, double alpha,
                            double glu_linear_offset);
+
+// dy [m..., f] and x, scale as above -> dx? [m..., a, f], data? [m..., a, f], data_t? [a, f, m...], amax?,
+// dbias? f32 [a, f], scale_inv?; amax_parts? as above, dbias_parts? f32 [ceil(m / 256), a, f].
+Status LaunchActivationBwd(cudaStream_t stream, Arg dy, Arg x, Arg scale, Ret dx, Ret data, Ret data_t,
+                           Ret amax, Ret dbias, Ret scale_inv, Ret amax_parts, Ret dbias_parts, int64_t kind,
+                           double limit, double alpha, double glu_linear_offset);
 
 // The two with a scale for each block of 128. x [m..., a, f], m of one axis or more -> data?, data_t? as
 // above, scale_inv? f32 [f/128, m...], scale_inv_t? f32 [m.../128, f]: the last axis of m in blocks.
@@ -55,18 +59,18 @@ Status LaunchActivationBlockFwd(cudaStream_t stream, Arg x, Ret data, Ret data_t
                                 double glu_linear_offset, bool power_2, double epsilon);
 
 // dy [m..., f] and x -> data?, data_t? as above, scale_inv? f32 [a, f/128, m...], scale_inv_t? f32 [m.../128,
-// a, f], dbias? f32 [parts, a, f].
+// a, f], dbias? f32 [a, f], dbias_parts? f32 [parts, a, f].
 Status LaunchActivationBlockBwd(cudaStream_t stream, Arg dy, Arg x, Ret data, Ret data_t, Ret scale_inv,
-                                Ret scale_inv_t, Ret dbias, int64_t kind, double limit, double alpha,
-                                double glu_linear_offset, bool power_2, double epsilon);
+                                Ret scale_inv_t, Ret dbias, Ret dbias_parts, int64_t kind, double limit,
+                                double alpha, double glu_linear_offset, bool power_2, double epsilon);
 
 // LayerNorm and RMSNorm of the last axis. x [..., h], gamma [h], beta? [h], known_mean?, known_rstd? f32
 // [...] (the statistics, which are no results then), scale? f32 [] -> y? [..., h], data? [..., h], data_t?
-// [h, ...], mean? f32 [...], rstd? f32 [...], amax? f32 [ceil(rows / 256), max(64, ceil(h / 64))]; workspace
-// u8 [8 * rows] where data_t is there and the statistics are not known.
+// [h, ...], mean? f32 [...], rstd? f32 [...], amax?, scale_inv?; workspace u8 [8 * rows] where data_t is
+// there and the statistics are not known; amax_parts? f32 [ceil(rows / 256), max(64, ceil(h / 64))].
 Status LaunchNormFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Arg known_mean, Arg known_rstd,
-                     Arg scale, Ret y, Ret data, Ret data_t, Ret mean, Ret rstd, Ret amax, Ret workspace,
-                     double eps, bool rms, bool zero_centered);
+                     Arg scale, Ret y, Ret data, Ret data_t, Ret mean, Ret rstd, Ret amax, Ret scale_inv,
+                     Ret workspace, Ret amax_parts, double eps, bool rms, bool zero_centered);
 
 // The norms to FP8 with a scale for each block of 128. x [m..., h], m of one axis or more -> data? [m..., h],
 // data_t? [h, m...], scale_inv? f32 [h/128, m...], scale_inv_t? f32 [m.../128, h], mean?, rstd, workspace.
@@ -74,10 +78,10 @@ Status LaunchNormBlockFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Ret d
                           Ret scale_inv, Ret scale_inv_t, Ret mean, Ret rstd, Ret workspace, double eps,
                           bool rms, bool zero_centered, bool power_2, double epsilon);
 
-// dy, x, dres? [..., h], mean? and rstd f32 [...], gamma [h] -> dx [..., h], dgamma f32 [parts, h], dbeta?
-// f32 [parts, h], for any number of parts.
+// dy, x, dres? [..., h], mean? and rstd f32 [...], gamma [h] -> dx [..., h], dgamma [h] and dbeta? [h] of
+// gamma's type; dgamma_parts f32 [parts, h], dbeta_parts? f32 [parts, h], for any number of parts.
 Status LaunchNormBwd(cudaStream_t stream, Arg dy, Arg x, Arg mean, Arg rstd, Arg gamma, Arg dres, Ret dx,
-                     Ret dgamma, Ret dbeta, bool rms, bool zero_centered);
+                     Ret dgamma, Ret dbeta, Ret dgamma_parts, Ret dbeta_parts, bool rms, bool zero_centered);
 
 // x [..., s, n, h, d], of whose n slots the first `turned` turn; positions f32 [..., s], inv_freq f32 [r] ->
 // y as x.

@@ -63,6 +63,20 @@ __device__ __forceinline__ void WaitForPrefetch() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// Of a kernel and the next one on the stream, where that is launched so (finish.cu), on Hopper and later: the
+// first lets the next start before it is over, once all its CTAs have said so; the next awaits the end of the
+// first, and what it wrote.
+__device__ __forceinline__ void LetNextStart() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void AwaitPrevious() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // On the tensor cores, with words of two numbers: d += A [16, 16] times B [16, 8].
 #define TE_MMA(type)                                                         \
   asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                 \

@@ -1,6 +1,7 @@
 // Quantize to FP8 in both layouts: one reading of x writes data [m, n], data_t [n, m], the amax and the
 // column sums. Bytes per element: 2 read (bf16) and 2 written.
 
+#include "finish.h"
 #include "ops.h"
 #include "tile.cuh"
 
@@ -98,20 +99,24 @@ constexpr TileKernel<Source> te_quantize_stacked_kernels[2][2] = {
 }  // namespace
 
 Status LaunchQuantize(cudaStream_t stream, Arg x, Arg scale, Ret data, Ret data_t, Ret amax, Ret dbias,
-                      int64_t split) {
+                      Ret scale_inv, Ret amax_parts, Ret dbias_parts, int64_t split) {
   const char* op = "te_quantize";
   const Axes all(x), m = all.First(split), n = all.From(split);
   TE_CHECK(split >= 0 && split <= all.rank(), "%s: split is %ld; pass 0 to %ld, the axes of x", op,
            long(split), long(all.rank()));
-  const TileArrays arrays{scale, nullptr, kNone, data, data_t, amax, dbias};
+  const TileArrays arrays{scale,      nullptr,     kNone,      data,       data_t,
+                          amax_parts, dbias_parts, kAmaxParts, kDbiasParts};
+  const Totals totals{scale, amax, dbias, scale_inv, amax_parts, dbias_parts};
   TE_TRY(Expect(op, {{"x", x, kFloats, all}}));
   TE_TRY(ExpectTiles(op, x, m, n, 1, arrays));
-  if (!Present(x)) return {};
-  return DispatchFloat(x.type, [&]<typename T>() -> Status {
+  TE_TRY(ExpectTotals(op, x, totals, n));
+  if (!Present(x)) return Finish(stream, totals);
+  TE_TRY(DispatchFloat(x.type, [&]<typename T>() -> Status {
     const QuantizeSource<T> source{Data<T>(x), n.count()};
     return LaunchTiles(op, stream, te_quantize_kernels<QuantizeSource<T>>, source, Aligned(source.x),
                        m.count(), n.count(), arrays);
-  });
+  }));
+  return Finish(stream, totals);
 }
 
 Status LaunchQuantizeStacked(cudaStream_t stream, Arg x, Arg y, Arg scale, Ret data, Ret data_t, Ret amax,

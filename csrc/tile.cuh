@@ -372,11 +372,13 @@ using TileKernel = void (*)(const Source, const TileResults<typename Source::Typ
   template <typename Source, bool kVectors>                                          \
   __global__ void __launch_bounds__(kTileThreads, Source::kCtas)                     \
       name(const Source source, const TileResults<typename Source::Type> a) {        \
+    LetNextStart();                                                                  \
     WriteTile<kVectors>(source, a, TileOf(source, blockIdx.x));                      \
   }                                                                                  \
   template <typename Source, bool kVectors>                                          \
   __global__ void __launch_bounds__(kTileThreads, 4)                                 \
       name##_amax(const Source source, const TileResults<typename Source::Type> a) { \
+    LetNextStart();                                                                  \
     WriteAmax<kVectors>(source, a, TileOf(source, gridDim.x - 1 - blockIdx.x));      \
   }                                                                                  \
   template <typename Source>                                                         \
@@ -388,6 +390,7 @@ struct TileArrays {
   Tensor scale;
   const char* wide_name;
   Tensor wide, data, data_t, amax, dbias;
+  const char *amax_name = "amax", *dbias_name = "dbias";  // partial results, whatever an op calls them
 
   bool fp8() const { return Present(data) || Present(data_t); }
 };
@@ -400,8 +403,8 @@ inline Status ExpectTiles(const char* op, const Tensor& x, const Axes& m, const 
                      {b.wide_name, b.wide, x.type, e + m + n, kOptional},
                      {"data", b.data, kFp8, e + m + n, kOptional},
                      {"data_t", b.data_t, Fp8Like(b.data), e + n + m, kOptional},
-                     {"amax", b.amax, F32, parts + e, kOptional},
-                     {"dbias", b.dbias, F32, parts.First(1) + e + n, kOptional}});
+                     {b.amax_name, b.amax, F32, parts + e, kOptional},
+                     {b.dbias_name, b.dbias, F32, parts.First(1) + e + n, kOptional}});
 }
 
 // Runs the op's kernels on m rows and, in each slot, n columns, of each expert. aligned: the source; the

@@ -24,7 +24,7 @@ from te_jax import _lib
 from te_jax._amax import amax, amax_across
 from te_jax._placement import place, spec_of_sharding
 from te_jax._rule import Rule, factors_of, is_group
-from te_jax._types import align, splittable_axes
+from te_jax._types import align, splittable_axes, varying
 
 _NO_MESH = AbstractMesh((), ())
 # In jaxlib 0.11 a kernel whose result `lax.scan` keeps for the backward pass runs again for the result's other readers
@@ -54,6 +54,11 @@ class Op:
     fenced:     results that the forward pass reads, and may keep for the backward pass: see _FENCES.
     partials:   {result: (operand shapes, **attrs) -> leading shape}: the CUDA kernel returns partial results with these
                 leading axes, f32, or i32 of integers; XLA finishes them by `combine`. No atomics, nothing to zero.
+    finishes:   the CUDA call finishes its partial results itself, all by one launch: behind its results, and the
+                workspace, it has an array for the parts of each.
+    aside:      {result: (operand, function)}: results that follow from one operand alone, element by element. The
+                kernel writes them on its way; a call that is mapped, or whose types show devices, leaves them to the
+                function.
     workspace:  (operand shapes and dtypes, outputs=, **attrs) -> bytes of a last uint8 result that the CUDA call alone
                 has; outputs are the names of the chosen results.
     layout:     (name, ndim, **attrs) -> the order in memory of an operand's or result's axes in the CUDA call, the
@@ -73,6 +78,8 @@ class Op:
     rank_attrs: Mapping[str, str]  # `ranks` of the constructor
     sizes: Mapping[str, Callable[..., int]]
     partials: Mapping[str, Callable[..., tuple[Any, ...]]]
+    finishes: bool
+    aside: Mapping[str, tuple[str, Callable[[jax.Array], jax.Array]]]
     workspace: Callable[..., Any] | None
     fenced: frozenset[str]
     apart: frozenset[str]
@@ -96,6 +103,8 @@ class Op:
         sizes: Mapping[str, Callable[..., int]] | None = None,
         fenced: str = "",
         partials: Mapping[str, Callable[..., tuple[Any, ...]]] | None = None,
+        finishes: bool = False,
+        aside: Mapping[str, tuple[str, Callable[[jax.Array], jax.Array]]] | None = None,
         workspace: Callable[..., Any] | None = None,
         layout: Callable[..., Sequence[int]] | None = None,
         cuda: Callable[..., Sequence[Any]] | None = None,
@@ -104,7 +113,7 @@ class Op:
         self.name, self.rule, self.dtypes, self.reference = name, Rule.parse(rule), dtypes, reference
         self.replicated, self.combine, self.once = frozenset(replicated.split()), combine or {}, frozenset(once)
         self.rank_attrs, self.sizes = ranks or {}, sizes or {}
-        self.partials, self.workspace = partials or {}, workspace
+        self.partials, self.workspace, self.finishes, self.aside = partials or {}, workspace, finishes, aside or {}
         self.fenced = frozenset(fenced.split() if _FENCES else ())
         self.apart, self.layout, self.cuda, self.composed = frozenset(apart.split()), layout, cuda, composed
         self._check_declaration()
@@ -121,7 +130,7 @@ class Op:
         factors = lambda o: {f for a in o.axes if a not in o.broadcast for f in factors_of(a)}
         free = set().union(*map(factors, self.rule.inputs)) - self.replicated
         for out in self.rule.outputs:
-            if (lost := free - factors(out)) and out.name not in self.combine:
+            if (lost := free - factors(out)) and out.name not in (*self.combine, *self.aside):
                 raise ValueError(
                     f"{self.name}: {out} drops {sorted(lost)}; say how shards combine "
                     f"(combine={{'{out.name}': 'sum'}}) or list them in `replicated`."
@@ -231,13 +240,16 @@ class Op:
         results = dict(zip(outputs, self._results(shapes, dtypes, inputs, outputs, filled=True, **attrs), strict=True))
         absent = jax.ShapeDtypeStruct((0,), jnp.uint8)
         raw = dict.fromkeys((o.name for o in self.rule.outputs), absent) | results
+        place = "{}_parts" if self.finishes else "{}"
+        parts = dict.fromkeys((place.format(name) for name in self.partials), absent)
         for name in self.partials.keys() & results.keys():
-            parts = self.partials[name](*self._fill(shapes, inputs), **attrs)
+            lead = self.partials[name](*self._fill(shapes, inputs), **attrs)
             dtype = jnp.int32 if jnp.issubdtype(results[name].dtype, jnp.integer) else jnp.float32
-            raw[name] = jax.ShapeDtypeStruct((*parts, *results[name].shape), dtype)
+            parts[place.format(name)] = jax.ShapeDtypeStruct((*lead, *results[name].shape), dtype)
         if self.workspace:
             size = self.workspace(*args, outputs=outputs, **attrs)
             raw["workspace"] = jax.ShapeDtypeStruct((size,), jnp.uint8)
+        raw |= parts
         operands = {o.name: jnp.zeros((0,), jnp.float32) if a is None else a for o, a in zip(self.rule.inputs, args)}
         layouts = self._layouts(operands, raw, attrs)
         aliases = {list(operands).index(o): list(raw).index(r) for o, r in (in_place or {}).items()}
@@ -254,7 +266,7 @@ class Op:
         return dict(input_layouts=order(operands), output_layouts=order(results))
 
     def _finish(self, name, raw, result):
-        if name not in self.partials:
+        if name not in self.partials or self.finishes:
             return lax.optimization_barrier(raw) if name in self.fenced else raw
         lead = tuple(range(raw.ndim - len(result.shape)))
         return _OF_PARTIALS[self.combine[name]](raw, lead).astype(result.dtype)
@@ -283,15 +295,30 @@ class Op:
 
         @mapped.def_vmap
         def map_call(size, batched, *args):
-            rule, ranks, _ = self._solve([a.shape[1:] if b else a.shape for a, b in zip(args, batched)], **params)
-            group = self._absorbing_group(rule, batched)
-            if group is None:
-                outs = self._map(params, batched, args)
-            else:
-                outs = self._absorb(rule, ranks, group, size, params, batched, args)
-            return tuple(outs), (True,) * len(outs)
+            inner, beside = self._without_aside(params, args)
+            is_mapped = {name: batched[params["inputs"].index(self.aside[name][0])] for name in beside}
+            outs = self._map_call(size, batched, args, inner) if inner["outputs"] else ()
+            outs = beside | dict(zip(inner["outputs"], outs, strict=True))
+            return tuple(outs[n] for n in params["outputs"]), tuple(is_mapped.get(n, True) for n in params["outputs"])
 
         return jax.jit(mapped)
+
+    def _map_call(self, size, batched, args, params):
+        """The results of a call of mapped operands, all mapped along axis 0."""
+        rule, ranks, _ = self._solve([a.shape[1:] if b else a.shape for a, b in zip(args, batched)], **params)
+        group = self._absorbing_group(rule, batched)
+        if group is None:
+            return self._map(params, batched, args)
+        return self._absorb(rule, ranks, group, size, params, batched, args)
+
+    def _without_aside(self, params, args):
+        """The parameters of the same call without the results that are aside, and these results by name."""
+        names = params["outputs"]
+        given = dict(zip(params["inputs"], args))
+        beside = {name: self.aside[name][1](given[self.aside[name][0]]) for name in names if name in self.aside}
+        kept = [i for i, name in enumerate(names) if name not in beside]
+        chosen = {key: tuple(params[key][i] for i in kept) for key in ("outputs", "out_specs") if key in params}
+        return {**params, **chosen}, beside
 
     def _absorbing_group(self, rule, batched):
         """The axis group that a mapped axis can join, or None: all mapped operands and all results must have it."""
@@ -399,6 +426,8 @@ class Op:
 
     def _run_shard(self, rule, placement, params, *args):
         """Operands of one device -> results of one device."""
+        typed = any(varying(jax.typeof(a)) for a in args)
+        params, beside = self._without_aside(params, args) if typed else (params, {})
         given = [
             (o, f, a) for i, (o, f, a) in enumerate(zip(rule.inputs, placement.ins, args)) if i not in placement.later
         ]
@@ -407,8 +436,12 @@ class Op:
             params | dict(inputs=tuple(o.name for o, *_ in given)),
             [self._count_once(rule, placement, *each) for each in given],
         )
-        of_each = zip(rule.outputs, placement.outs, placement.scattered, outs)
-        return tuple(self._combine(placement, *each, later) for each in of_each)
+        outs = beside | dict(zip(params["outputs"], outs, strict=True))
+        of_each = zip(rule.outputs, placement.outs, placement.scattered)
+        return tuple(
+            outs[o.name] if o.name in self.aside else self._combine(placement, o, *at, outs[o.name], later)
+            for o, *at in of_each
+        )
 
     def _combine(self, placement, operand, factors, scatter, out, later):
         names = placement.dropped(factors)

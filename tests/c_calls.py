@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from ffi_calls import ANY_SIZE, CALLS, Call, recorded
 
@@ -29,22 +28,17 @@ def is_there(like) -> bool:
 
 
 def results(call: Call) -> dict:
-    """The results of an FFI call that are there, as the C interface has them: without axes of partial results."""
-    op, found = ops[call.target], {}
-    for name, like in call.results.items():
-        if name == "workspace" or not is_there(like):
-            continue
-        if name in op.partials:
-            is_sum = op.combine[name] == "sum"
-            dtype = call.operands["gamma"].dtype if is_sum and "gamma" in call.operands else like.dtype
-            like = jax.ShapeDtypeStruct(like.shape[1:] if is_sum else (), dtype)
-        found[name] = like
-    return found
+    """The results of an FFI call that are there, those that the C interface has in its workspace left out."""
+    return {name: like for name, like in call.results.items() if is_there(like) and name not in _inside(call)}
+
+
+def _inside(call: Call) -> set:
+    return {"workspace", *(f"{name}_parts" for name in ops[call.target].partials)}
 
 
 def workspace_bytes(call: Call) -> int:
     """What the C interface needs for the FFI call's partial results and its workspace."""
-    inside = [like for name, like in call.results.items() if name == "workspace" or name in ops[call.target].partials]
+    inside = [like for name, like in call.results.items() if name in _inside(call)]
     bytes_of = lambda like: math.prod(like.shape) * jnp.dtype(like.dtype).itemsize if is_there(like) else 0
     return sum(-(-bytes_of(like) // ALIGNED) * ALIGNED for like in inside)
 

@@ -144,14 +144,15 @@ def test_fused_ops_mean_activation_and_its_gradient(rng, names):
         y, vjp = jax.vjp(lambda x: activation(x, names), x)
         return y, *vjp(dy)
 
-    (y, data, data_t, amax), backward = jax.tree.map(np.asarray, fused(x, dy))
+    (y, data, data_t, amax, scale_inv), backward = jax.tree.map(np.asarray, fused(x, dy))
     want, want_dx = wanted(x, dy)
     # 1 + tanh(u) keeps half an ulp of 1, times x0 and x1 of some 16 here; compiled as a whole it rounds elsewhere.
     np.testing.assert_allclose(y, want, rtol=1e-6, atol=16 * 16 * 2.0**-22)
     np.testing.assert_array_equal(data, np.clip(y * 3, -448, 448).astype(E4M3))
     np.testing.assert_array_equal(data_t, np.moveaxis(data, -1, 0))
     assert amax == np.max(np.abs(y))
-    dx, data, data_t, amax, dbias = backward
+    dx, data, data_t, amax, dbias, scale_inv_of_dx = backward
+    assert scale_inv == scale_inv_of_dx == np.float32(1) / np.float32(3)
     # The same for 1 - tanh(u)**2, times x0 * u' * x1 * dy.
     np.testing.assert_allclose(dx, want_dx, rtol=1e-5, atol=16 * 100 * 2.0**-21)
     np.testing.assert_array_equal(data, np.clip(dx * 3, -57344, 57344).astype(E5M2))

@@ -60,7 +60,7 @@ def by_c(lib, call, operands):
 
 
 def by_jax(call, operands):
-    """{name: result} of the FFI call, partial results as they are."""
+    """{name: result} of the FFI call, partial results among them."""
     absent = {name: jnp.zeros((0,), jnp.float32) for name in call.operands.keys() - operands.keys()}
     given = [(operands | absent)[name] for name in call.operands]
     run = jax.jit(lambda *operands: call.ffi_call(call.target)(*operands, **call.attrs))
@@ -68,11 +68,9 @@ def by_jax(call, operands):
 
 
 def check(name, got, raw, combine):
-    """Bits, but for a sum of partial sums: each of its terms meets ceil(parts / SHARES) + SHARES additions in f32, and
-    the sum is rounded to its type."""
-    if combine is None:
-        np.testing.assert_array_equal(got.view(np.uint8), raw.view(np.uint8), name)
-    elif combine == "max":
+    """A result of partial results: a maximum in its bits; each term of a sum meets ceil(parts / SHARES) + SHARES
+    additions in f32, and the sum is rounded to its type."""
+    if combine == "max":
         np.testing.assert_array_equal(got.view(np.uint32), raw.view(np.uint32).max(initial=0), name)
     else:
         wide, additions = raw.astype(np.float64), -(-len(raw) // SHARES) + SHARES
@@ -91,9 +89,11 @@ def compare(lib, case, rng, change=lambda operands: operands):
     got, want = by_c(lib, call, operands), by_jax(call, operands)
     if call.target == "te_gemm_grouped":  # behind the last group nothing is written
         got, want = ({name: a[: int(operands["offsets"][-1])] for name, a in each.items()} for each in (got, want))
-    combine = ops[call.target].combine
+    op = ops[call.target]
     for name, result in got.items():
-        check(name, result, want[name], combine[name] if name in ops[call.target].partials else None)
+        np.testing.assert_array_equal(*(np.atleast_1d(a).view(np.uint8) for a in (result, want[name])), name)
+        if name in op.partials:
+            check(name, result, want[f"{name}_parts"], op.combine[name])
 
 
 # More rows of tiles than SHARES, of which the last is cut, and several columns.

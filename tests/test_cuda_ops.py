@@ -14,7 +14,7 @@ from te_jax.ops.quantize import quantize
 pytestmark = pytest.mark.gpu
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
-OUT = ("data", "data_t", "amax", "dbias")
+OUT = ("data", "data_t", "amax", "dbias", "scale_inv")
 
 
 SHAPES = [(1, 1), (1, 1001), (1001, 1), (16, 16), (64, 64), (65, 63), (199, 1001), (1000, 72), (8192, 4096), (7, 65536),
@@ -27,16 +27,23 @@ SHAPES = [(1, 1), (1, 1001), (1001, 1), (16, 16), (64, 64), (65, 63), (199, 1001
 def test_quantize(shape, dtype, fp8, rng):
     x, scale = odd_values(rng, shape, dtype), jnp.float32(rng.uniform(0.1, 300))
     got = jax.jit(lambda *a: quantize(*a, outputs=OUT, split=1, dtype=fp8))(x, scale)
-    data, data_t, amax, dbias = quantize.reference(x, scale, split=1, dtype=fp8)
+    data, data_t, amax, *_ = quantize.reference(x, scale, split=1, dtype=fp8)
     bits_equal(got[0], data)
     bits_equal(got[1], data_t)
     assert float(got[2]) == float(amax)
+    assert np.float32(got[4]) == inverse_of(scale)
     bound = np.abs(np.asarray(x, np.float64)).sum(0) * shape[0] * 2.0**-24  # f32 sums in another order
     exact = np.asarray(x, np.float64).sum(0)
     assert (np.abs(np.asarray(got[3], np.float64) - exact) <= bound + 1e-30).all()
 
 
-@pytest.mark.parametrize("outputs", [("data",), ("data_t", "amax"), OUT[:2], OUT[:3], ("amax",)], ids="-".join)
+def inverse_of(scale) -> np.float32:
+    return np.float32(1) / np.float32(scale)
+
+
+@pytest.mark.parametrize(
+    "outputs", [("data",), ("data_t", "amax"), OUT[:2], OUT[:3], ("amax",), ("data", "scale_inv")], ids="-".join
+)
 @pytest.mark.parametrize("shape", [(199, 1001), (512, 1024)], ids=str)
 def test_quantize_chosen_layouts(outputs, shape, rng):
     x, scale = odd_values(rng, shape, bf16), None if outputs == ("amax",) else jnp.float32(3.0)
@@ -60,7 +67,8 @@ def test_quantize_not_finite(bad, rng):
 
 def test_quantize_empty():
     for shape in ((0, 64), (64, 0)):
-        out = jax.jit(lambda x: quantize(x, jnp.float32(1), outputs=OUT, split=1, dtype=E4M3))(jnp.ones(shape, bf16))
+        out = jax.jit(lambda x: quantize(x, jnp.float32(4), outputs=OUT, split=1, dtype=E4M3))(jnp.ones(shape, bf16))
+        assert float(out[4]) == 0.25
         assert float(out[2]) == 0.0 and out[0].shape == shape and not np.asarray(out[3]).any()
 
 
@@ -145,7 +153,7 @@ def check_activation(names, dy, x, scale, fwd, bwd):
     if names[0] in EXACT:
         want_fwd = activation_fwd.reference(x, scale, dtype=E4M3, **attrs)
         want_bwd = activation_bwd.reference(dy, x, scale, dtype=E5M2, **attrs)
-        values_equal((*fwd, *bwd[:4]), (*want_fwd, *want_bwd[:4]))
+        values_equal((*fwd, *bwd[:4], bwd[5]), (*want_fwd, *want_bwd[:4], want_bwd[5]))
         dx = np.asarray(activation_bwd.reference(dy.astype(f32), x.astype(f32), None, dtype=E5M2, **attrs)[0])
         dx, dx_error = dx.astype(np.float64), np.zeros(dx.shape)
     else:
@@ -154,6 +162,7 @@ def check_activation(names, dy, x, scale, fwd, bwd):
             wide_close(got[0], wide, error, dtype)
             fp8_close(got[1], wide, error, float(scale), fp8)
             assert abs(float(got[3]) - np.abs(wide).max()) <= error.max()
+            assert np.float32(got[-1]) == inverse_of(scale)
         bits_equal(fwd[2], np.asarray(fwd[1]).T)
         bits_equal(bwd[2], np.asarray(bwd[1]).transpose(1, 2, 0))
     bound = (np.abs(dx) * shape[0] * 2.0**-24 + dx_error).sum(0)  # f32 sums in another order
@@ -252,8 +261,9 @@ def test_activation_empty():
     attrs = attributes(("silu", "linear"))
     for shape in ((0, 2, 64), (64, 2, 0)):
         x, dy = jnp.ones(shape, bf16), jnp.ones((shape[0], shape[2]), bf16)
-        fwd = jax.jit(lambda x: activation_fwd(x, jnp.float32(1), dtype=E4M3, **attrs))(x)
-        bwd = jax.jit(lambda dy, x: activation_bwd(dy, x, jnp.float32(1), dtype=E5M2, **attrs))(dy, x)
+        fwd = jax.jit(lambda x: activation_fwd(x, jnp.float32(4), dtype=E4M3, **attrs))(x)
+        bwd = jax.jit(lambda dy, x: activation_bwd(dy, x, jnp.float32(4), dtype=E5M2, **attrs))(dy, x)
+        assert float(fwd[4]) == float(bwd[5]) == 0.25
         assert float(fwd[3]) == float(bwd[3]) == 0.0 and bwd[0].shape == shape and not np.asarray(bwd[4]).any()
 
 
@@ -392,7 +402,7 @@ def test_norm_not_finite(bad, h, rng):
     run = jax.jit(lambda x: norm_fwd(x, gamma, beta, None, None, jnp.float32(9.0), **attrs))
     good, got = run(x), run(x.at[17, h // 2].set(bad))
     others = np.arange(40) != 17
-    assert np.isnan(np.asarray(got[0])[17]).all() and np.isnan(got[-1])
+    assert np.isnan(np.asarray(got[0])[17]).all() and np.isnan(got[5]) and np.float32(got[6]) == inverse_of(9)
     bits_equal(np.asarray(got[0])[others], np.asarray(good[0])[others])
     bits_equal(np.asarray(got[1])[others], np.asarray(good[1])[others])
     bits_equal(got[2], np.asarray(got[1]).T)
@@ -402,10 +412,11 @@ def test_norm_empty():
     for shape in ((0, 64), (64, 0)):
         x, weights = jnp.ones(shape, bf16), (jnp.ones(shape[1]), jnp.ones(shape[1]))
         attrs = dict(eps=1e-5, rms=False, zero_centered=False)
-        y, data, data_t, mean, rstd, amax = jax.jit(
-            lambda x: norm_fwd(x, *weights, None, None, jnp.float32(1), dtype=E4M3, **attrs)  # noqa: B023
+        y, data, data_t, mean, rstd, amax, scale_inv = jax.jit(
+            lambda x: norm_fwd(x, *weights, None, None, jnp.float32(4), dtype=E4M3, **attrs)  # noqa: B023
         )(x)
         assert y.shape == data.shape == shape and float(amax) == 0.0 and np.isnan(rstd).all()
+        assert float(scale_inv) == 0.25
         kind = dict(rms=False, zero_centered=False)
         grads = jax.jit(lambda x: norm_bwd(x, x, mean, rstd, weights[0], None, **kind))(x)  # noqa: B023
         assert grads[0].shape == shape and not np.asarray(grads[1]).any()

@@ -59,7 +59,7 @@ def amaxes(x):
         **dict(zip(("dq", "dk", "dv", "dp"), of_grads)),
         "blocks": jnp.sum(blocks[0].astype(jnp.float32)),
         "over vmap": jnp.sum(per_state(jnp.abs(x.T), jnp.ones(()))),
-        "partial results": ops["te_quantize"]._finish("amax", jnp.abs(x), jax.ShapeDtypeStruct((), jnp.float32)),
+        "partial results": ops["te_quantize_stacked"]._finish("amax", jnp.abs(x), jax.typeof(one)),
         "max logit": dot_product_attention(*[x.reshape(1, 512, 1, 16)] * 3, return_max_logit=True)[1][0],
     }
 

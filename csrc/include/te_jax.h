@@ -33,7 +33,7 @@ extern "C" {
 #define TE_JAX_PUBLIC
 #endif
 
-#define TE_JAX_API_VERSION 2
+#define TE_JAX_API_VERSION 3
 #define TE_JAX_MAX_RANK 8
 
 typedef enum te_jax_status {
@@ -76,10 +76,10 @@ TE_JAX_PUBLIC te_jax_status te_jax_set_library_path(const char* soname, const ch
 
 /* To FP8 with one scale. x [m..., n...], whose first `split` axes are m; scale? f32 [] -> data? [m..., n...],
    data_t? [n..., m...] E4M3 or E5M2: x * scale, saturated; amax? f32 []: max |x|; dbias? f32 [n...]: the sum
-   of x over m. */
+   of x over m; scale_inv? f32 []: 1 / scale, as products take it. */
 typedef struct te_jax_quantize_args {
   te_jax_array x, scale;
-  te_jax_array data, data_t, amax, dbias;
+  te_jax_array data, data_t, amax, dbias, scale_inv;
   int64_t split;
   void* workspace;
   int64_t workspace_bytes;
@@ -117,10 +117,10 @@ enum {
 };
 
 /* x [m..., a, f], of a = 1 or 2 slots; scale? f32 [] -> y? [m..., f] of x's type; data? [m..., f], data_t?
-   [f, m...]: y * scale in FP8; amax? f32 []: max |y|. */
+   [f, m...]: y * scale in FP8; amax? f32 []: max |y|; scale_inv? f32 []: 1 / scale. */
 typedef struct te_jax_activation_fwd_args {
   te_jax_array x, scale;
-  te_jax_array y, data, data_t, amax;
+  te_jax_array y, data, data_t, amax, scale_inv;
   int64_t kind;
   double limit, alpha, glu_linear_offset;
   void* workspace;
@@ -129,10 +129,11 @@ typedef struct te_jax_activation_fwd_args {
 TE_JAX_OP(activation_fwd);
 
 /* Its gradient. dy [m..., f] of x's type, x and scale? as above -> dx? [m..., a, f] of x's type; data?
-   [m..., a, f], data_t? [a, f, m...]; amax? f32 []: max |dx|; dbias? f32 [a, f]: the sum of dx over m. */
+   [m..., a, f], data_t? [a, f, m...]; amax? f32 []: max |dx|; dbias? f32 [a, f]: the sum of dx over m;
+   scale_inv? as above. */
 typedef struct te_jax_activation_bwd_args {
   te_jax_array dy, x, scale;
-  te_jax_array dx, data, data_t, amax, dbias;
+  te_jax_array dx, data, data_t, amax, dbias, scale_inv;
   int64_t kind;
   double limit, alpha, glu_linear_offset;
   void* workspace;
@@ -171,11 +172,11 @@ TE_JAX_OP(activation_block_bwd);
 /* LayerNorm, or with `rms` RMSNorm, over the last axis. x [..., h], gamma [h], beta? [h], known_mean?,
    known_rstd? f32 [...]: mean (not of RMSNorm) and rstd as an earlier call found them, which are no results
    then; scale? f32 [] -> y? [..., h] of x's type; data? [..., h], data_t? [h, ...]: y * scale in FP8; mean?
-   f32 [...], rstd? f32 [...]: 1 / sqrt(var + eps); amax? f32 []: max |y|. zero_centered: gamma + 1 is
-   applied. */
+   f32 [...], rstd? f32 [...]: 1 / sqrt(var + eps); amax? f32 []: max |y|; scale_inv? f32 []: 1 / scale.
+   zero_centered: gamma + 1 is applied. */
 typedef struct te_jax_norm_fwd_args {
   te_jax_array x, gamma, beta, known_mean, known_rstd, scale;
-  te_jax_array y, data, data_t, mean, rstd, amax;
+  te_jax_array y, data, data_t, mean, rstd, amax, scale_inv;
   double eps;
   int32_t rms, zero_centered;
   void* workspace;

@@ -123,19 +123,20 @@ int main(int argc, char** argv) {
   x.Put(Random(kRows * kWidth, 1, 0)), w.Put(Random(2 * kHidden * kWidth, 0.05, 1));
   gamma.Put(std::vector<float>(kWidth, 1.f));
   Array scale_x(TE_JAX_F32, {}), scale_w(TE_JAX_F32, {}), inv_x(TE_JAX_F32, {}), inv_w(TE_JAX_F32, {});
-  scale_x.Put({kScaleX}), scale_w.Put({kScaleW}), inv_x.Put({1 / kScaleX}), inv_w.Put({1 / kScaleW});
+  scale_x.Put({kScaleX}), scale_w.Put({kScaleW});
 
   Array y(TE_JAX_BF16, {kRows, kWidth}), x8(TE_JAX_E4M3, {kRows, kWidth}), amax(TE_JAX_F32, {});
   Array rstd(TE_JAX_F32, {kRows});
   te_jax_norm_fwd_args norm = {};
   norm.x = x, norm.gamma = gamma, norm.scale = scale_x, norm.eps = kEps, norm.rms = 1;
-  norm.y = y, norm.data = x8, norm.rstd = rstd, norm.amax = amax;
+  norm.y = y, norm.data = x8, norm.rstd = rstd, norm.amax = amax, norm.scale_inv = inv_x;
   RUN(norm_fwd, norm);
   CheckNorm(x, y, x8, amax);
 
   Array w8(TE_JAX_E4M3, {2 * kHidden, kWidth});
   te_jax_quantize_args quantize = {};
-  quantize.x = w, quantize.scale = scale_w, quantize.data = w8, quantize.split = 1;
+  quantize.x = w, quantize.scale = scale_w, quantize.data = w8, quantize.scale_inv = inv_w;
+  quantize.split = 1;
   RUN(quantize, quantize);
 
   Array out(TE_JAX_BF16, {kRows, 2 * kHidden});

@@ -56,14 +56,16 @@ def produce(
         shards = varying(role.shards_of) - config.stage_axes
         scale = fp8.scale_of(role.meta, measure, recipe, role.name, shards)
     statistics = ("amax",) if recipe.has_state else ()
+    if statistics and source.offers(granularity, ("amax", "scale_inv")):
+        statistics += ("scale_inv",)  # beside an amax it takes no launch of its own
     names = [name for name in (*beside, *uses.layouts, *statistics) if name not in known]
     got = known | source.run(names, dtype, granularity, scale, known)
     if "amax" in got:
         one_state = bool(source.scales) and role.meta.scale.ndim == 0  # of all experts
         amax, experts = (amax_of(got["amax"]), None) if one_state else (got["amax"], source.experts)
         got["amax"] = fp8.observation(role.meta, amax, scale, lambda: source.exact(dtype), dtype, experts)
-    if scale is not None:
-        got["scale_inv"] = 1.0 / scale
+    if scale is not None and "scale_inv" not in got:
+        got["scale_inv"] = quantize_ops.invert(scale)
     fields = {name: got[name] for name in Fp8Tensor._fields if name in got}
     return Fp8Tensor(**fields, wide=got[source.wide] if uses.wide and source.wide else None), got
 

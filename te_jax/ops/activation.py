@@ -14,7 +14,18 @@ from te_jax._amax import amax
 from te_jax._arrays import as_jax
 from te_jax._check import FLOATS_ARRAY, Kind, check, did_you_mean, number
 from te_jax._op import Op
-from te_jax.ops.quantize import BLOCK, check_block_gpu, fp8_type, parts, rows_reference, saturate, tiles, transpose
+from te_jax.ops.quantize import (
+    BLOCK,
+    INVERSE,
+    check_block_gpu,
+    fp8_type,
+    invert,
+    parts,
+    rows_reference,
+    saturate,
+    tiles,
+    transpose,
+)
 from te_jax.ops.source import Source
 
 # Clamped SwiGLU of gpt-oss (https://arxiv.org/abs/2508.10925): the defaults of its model card.
@@ -243,7 +254,7 @@ def _fwd_reference(x, scale, *, names, dtype, **params):
     y = _product(_each_slot(x.astype(jnp.float32)), names, params)
     data = None if scale is None else saturate(y * scale, dtype)
     data_t = None if scale is None else jnp.moveaxis(data, -1, 0)
-    return y.astype(x.dtype), data, data_t, amax(y)
+    return y.astype(x.dtype), data, data_t, amax(y), None if scale is None else invert(scale)
 
 
 def _bwd_reference(dy, x, scale, *, names, dtype, **params):
@@ -253,7 +264,7 @@ def _bwd_reference(dy, x, scale, *, names, dtype, **params):
     dbias = jnp.sum(dx, tuple(range(x.ndim - 2)))
     data = None if scale is None else saturate(dx * scale, dtype)
     data_t = None if scale is None else transpose(data, x.ndim - 2)
-    return dx.astype(x.dtype), data, data_t, amax(dx), dbias
+    return dx.astype(x.dtype), data, data_t, amax(dx), dbias, None if scale is None else invert(scale)
 
 
 def check_same_dtype(op: str, dy: jax.Array, x: jax.Array) -> None:
@@ -263,7 +274,7 @@ def check_same_dtype(op: str, dy: jax.Array, x: jax.Array) -> None:
 
 def _bwd_dtypes(dy, x, scale, *, dtype, **_):
     check_same_dtype("te_activation_bwd", dy, x)
-    return x, fp8_type("te_activation_bwd", dtype), dtype, jnp.float32, jnp.float32
+    return x, fp8_type("te_activation_bwd", dtype), dtype, *(jnp.float32,) * 3
 
 
 def kind_of(x: jax.Array, names: tuple[str, ...]) -> int:
@@ -283,12 +294,14 @@ def _tiles(x):
 
 activation_fwd: Op = Op(
     "te_activation_fwd",
-    "x: m... a f, scale?: -> y?: m... f, data?: m... f, data_t?: f m..., amax?:",
+    "x: m... a f, scale?: -> y?: m... f, data?: m... f, data_t?: f m..., amax?:, scale_inv?:",
     replicated="a",
     combine={"amax": "max"},
-    fenced="y",
-    dtypes=lambda x, scale, *, dtype, **_: (x, fp8_type("te_activation_fwd", dtype), dtype, jnp.float32),
+    fenced="y scale_inv",
+    dtypes=lambda x, scale, *, dtype, **_: (x, fp8_type("te_activation_fwd", dtype), dtype, *(jnp.float32,) * 2),
     partials={"amax": lambda x, *args, **attrs: _tiles(x)},
+    finishes=True,
+    aside=INVERSE,
     reference=_fwd_reference,
     cuda=_cuda,
 )
@@ -297,6 +310,7 @@ activation_fwd: Op = Op(
 y      [*m, f] of x's type: the product over a of names[a](x[..., a, :]), in f32 until here
 data   FP8 [*m, f], data_t FP8 [f, *m]: the f32 y, times scale, saturated
 amax   f32[]: max |f32 y|
+scale_inv f32[]: 1 / scale
 
 Attributes as `attributes` makes them, and dtype: the FP8 type, a jnp.dtype. The kernel's sigmoid is right to 2**-22
 (tests/test_cuda_ops.py): a byte may differ from the reference's by a step now and then. relu and squared_relu are
@@ -305,11 +319,14 @@ exact.
 
 activation_bwd: Op = Op(
     "te_activation_bwd",
-    "dy: m... f, x: m... a f, scale?: -> dx?: m... a f, data?: m... a f, data_t?: a f m..., amax?:, dbias?: a f",
+    "dy: m... f, x: m... a f, scale?: -> dx?: m... a f, data?: m... a f, data_t?: a f m..., amax?:, dbias?: a f, "
+    "scale_inv?:",
     replicated="a",
     combine={"amax": "max", "dbias": "sum"},
     dtypes=_bwd_dtypes,
     partials={"amax": lambda dy, x, *args, **attrs: _tiles(x), "dbias": lambda dy, x, *args, **attrs: _tiles(x)[:1]},
+    finishes=True,
+    aside=INVERSE,
     reference=_bwd_reference,
     cuda=_cuda,
 )
@@ -319,6 +336,7 @@ dx     [*m, a, f] of x's type: dy times the derivative by x, in f32 until here
 data   FP8 [*m, a, f], data_t FP8 [a, f, *m]: the f32 dx, times scale, saturated
 amax   f32[]: max |f32 dx|
 dbias  f32[a, f]: the sum over m of the f32 dx, for the bias gradient
+scale_inv f32[]: 1 / scale
 """
 
 
@@ -372,6 +390,7 @@ activation_block_bwd: Op = Op(
     combine={"dbias": "sum"},
     dtypes=_block_bwd_dtypes,
     partials={"dbias": lambda dy, x, **attrs: (math.prod(x[:-3]) * parts(x[-3], BLOCK),)},
+    finishes=True,
     reference=_block_bwd_reference,
     cuda=partial(_block_cuda, "te_activation_block_bwd"),
 )

@@ -14,7 +14,18 @@ from te_jax._arrays import as_jax, as_rank
 from te_jax._check import BOOL, check, number, one_of
 from te_jax._op import Op
 from te_jax._types import align, like
-from te_jax.ops.quantize import BLOCK, FLOAT, fp8_type, on_hopper, parts, rows_reference, saturate, tiles
+from te_jax.ops.quantize import (
+    BLOCK,
+    FLOAT,
+    INVERSE,
+    fp8_type,
+    invert,
+    on_hopper,
+    parts,
+    rows_reference,
+    saturate,
+    tiles,
+)
 from te_jax.ops.source import Source
 
 KINDS = ("layernorm", "rmsnorm")
@@ -36,7 +47,7 @@ def _fwd_reference(x, gamma, beta, mean, rstd, scale, *, eps, rms, zero_centered
     y = y if beta is None else y + as_rank(beta.astype(jnp.float32), y.ndim)
     data = None if scale is None else saturate(y * scale, dtype)
     data_t = None if scale is None else jnp.moveaxis(data, -1, 0)
-    return y.astype(x.dtype), data, data_t, mean, rstd, amax(y)
+    return y.astype(x.dtype), data, data_t, mean, rstd, amax(y), None if scale is None else invert(scale)
 
 
 def _types(x, gamma, beta, mean, rstd, scale, *, rms, dtype, **_):
@@ -45,7 +56,7 @@ def _types(x, gamma, beta, mean, rstd, scale, *, rms, dtype, **_):
             "te_norm_fwd: known_mean and known_rstd go together, and RMSNorm has known_rstd alone; pass those that an "
             "earlier call returned."
         )
-    return x, fp8_type("te_norm_fwd", dtype), dtype, *(jnp.float32,) * 3
+    return x, fp8_type("te_norm_fwd", dtype), dtype, *(jnp.float32,) * 4
 
 
 def _amax_places(x):
@@ -66,12 +77,14 @@ def _workspace(x, gamma, beta, mean, rstd, *args, outputs, **attrs):
 norm_fwd: Op = Op(
     "te_norm_fwd",
     "x: ... h, gamma: h, beta?: h, known_mean?: ..., known_rstd?: ..., scale?: -> y?: ... h, data?: ... h, "
-    "data_t?: h ..., mean?: ..., rstd?: ..., amax?:",
+    "data_t?: h ..., mean?: ..., rstd?: ..., amax?:, scale_inv?:",
     replicated="h",
     combine={"amax": "max"},
-    fenced="y",
+    fenced="y scale_inv",
     dtypes=_types,
     partials={"amax": lambda x, *args, **attrs: _amax_places(x)},
+    finishes=True,
+    aside=INVERSE,
     workspace=_workspace,
     reference=_fwd_reference,
 )
@@ -82,6 +95,7 @@ y      [..., h] of x's type: (x - mean) * rstd * gamma + beta
 data   FP8 [..., h], data_t FP8 [h, ...]: the f32 y, times scale, saturated
 mean   f32[...] (LayerNorm), rstd f32[...]: 1 / sqrt(var + eps)
 amax   f32[]: max |y|
+scale_inv f32[]: 1 / scale
 
 known_mean and known_rstd are the mean and rstd of an earlier call, which this one then reads and has not among its
 results. eps: float. rms: RMSNorm. zero_centered: gamma + 1 is applied. dtype: the FP8 type, a jnp.dtype.
@@ -89,7 +103,7 @@ results. eps: float. rms: RMSNorm. zero_centered: gamma + 1 is applied. dtype: t
 
 
 def _block_reference(x, gamma, beta, *, dtype, power_2, epsilon, **attrs):
-    y, _, _, mean, rstd, _ = norm_fwd.reference(x, gamma, beta, None, None, None, dtype=dtype, **attrs)
+    y, _, _, mean, rstd, *_ = norm_fwd.reference(x, gamma, beta, None, None, None, dtype=dtype, **attrs)
     return *rows_reference(y, y.ndim - 2, dtype, power_2, epsilon)[:4], mean, rstd
 
 
@@ -164,6 +178,7 @@ norm_bwd: Op = Op(
     combine={"dgamma": "sum", "dbeta": "sum"},
     dtypes=lambda dy, x, mean, rstd, gamma, dres, **_: (x, gamma, gamma),
     partials={"dgamma": _row_groups, "dbeta": _row_groups},
+    finishes=True,
     reference=_bwd_reference,
 )
 """The backward pass of te_norm_fwd: dx of x's type, dgamma and dbeta of gamma's type, summed in f32 over all rows.

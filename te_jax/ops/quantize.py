@@ -68,7 +68,15 @@ def _reference(x, scale, *, split, dtype):
     x = x.astype(jnp.float32)
     data = None if scale is None else saturate(x * scale, dtype)
     data_t = None if scale is None else transpose(data, split)
-    return data, data_t, amax(x), jnp.sum(x, tuple(range(split)))
+    return data, data_t, amax(x), jnp.sum(x, tuple(range(split))), None if scale is None else invert(scale)
+
+
+def invert(scale: jax.Array) -> jax.Array:
+    """What FP8 of this scale is multiplied by."""
+    return 1.0 / scale
+
+
+INVERSE = {"scale_inv": ("scale", invert)}  # `Op.aside` of ops with one scale
 
 
 def tiles(m: Any, n: Any) -> tuple[Any, Any]:
@@ -82,11 +90,14 @@ def _tiles(x, *args, split, **attrs):
 
 quantize: Op = Op(
     "te_quantize",
-    "x: m... n..., scale?: -> data?: m... n..., data_t?: n... m..., amax?:, dbias?: n...",
+    "x: m... n..., scale?: -> data?: m... n..., data_t?: n... m..., amax?:, dbias?: n..., scale_inv?:",
     combine={"amax": "max", "dbias": "sum"},
     ranks={"m...": "split"},
-    dtypes=lambda x, scale, *, split, dtype: (fp8_type("te_quantize", dtype), dtype, jnp.float32, jnp.float32),
+    fenced="scale_inv",
+    dtypes=lambda x, scale, *, split, dtype: (fp8_type("te_quantize", dtype), dtype, *(jnp.float32,) * 3),
     partials={"amax": _tiles, "dbias": lambda *args, **attrs: _tiles(*args, **attrs)[:1]},
+    finishes=True,
+    aside=INVERSE,
     reference=_reference,
 )
 """x f32|bf16|f16 [*m, *n], scale f32[] (with FP8 results) -> results in this order, as chosen by `outputs`:
@@ -95,6 +106,7 @@ data   FP8 [*m, *n]: saturate(x * scale), from f32 math (via bf16 3 % of the val
 data_t FP8 [*n, *m]: its transpose
 amax   f32 []: max |x|; NaN or inf where x has one
 dbias  f32 [*n]: the sum of x over m, for the bias gradient
+scale_inv f32 []: 1 / scale, which products take
 
 split: number of axes in m. dtype: the FP8 type, a jnp.dtype.
 """
@@ -203,6 +215,7 @@ quantize_block: Op = Op(
     ranks={"m...": "lead"},
     dtypes=lambda x, *, dtype, **_: (fp8_type("te_quantize_block", dtype), dtype, *(jnp.float32,) * 5),
     partials={"dbias": _row_tiles},
+    finishes=True,
     reference=_block_reference,
     cuda=on_hopper("te_quantize_block"),
 )

@@ -26,8 +26,8 @@ class Source(NamedTuple):
 
     An op that writes it in FP8 has results `data` and `data_t` in this order of axes and transposed. One of scales of
     blocks has their inverses too (`scale_inv`, or `block_inv` of square blocks, and each with `_t`); one of a single
-    scale has it as its last operand `scale`, and `amax` among its results. A result that it need not compute again has
-    an operand, too: `known_` and its name.
+    scale has it as its last operand `scale`, and among its results `amax`, and maybe `scale_inv`. A result that it need
+    not compute again has an operand, too: `known_` and its name.
     """
 
     ops: dict[
@@ -58,7 +58,7 @@ class Source(NamedTuple):
         scale: jax.Array | None = None,
         known: Mapping[str, jax.Array] = MappingProxyType({}),
     ) -> dict[str, jax.Array]:
-        """The results `names` of the op of this granularity, with the inverse scales of each layout among them.
+        """The results `names` of the op of this granularity, with the inverse scales of each layout in blocks.
 
         dtype: the FP8 type. scale: f32[] or of the shape `scales`, with FP8 results of an op that takes one. known:
         results of an earlier run, by name, that this one reads.
@@ -69,7 +69,8 @@ class Source(NamedTuple):
         square = attrs.get("square", all(o.name != "scale_inv" for o in op.rule.outputs))
         inverse = "block_inv" if square else "scale_inv"
         scale = None if scale is None else jnp.broadcast_to(scale, self.scales)
-        wanted = {*names, *(name.replace("data", inverse) for name in names)}
+        of_blocks = (name.replace("data", inverse) for name in names) if granularity.block else ()
+        wanted = {*names, *of_blocks}
         outputs = tuple(o.name for o in op.rule.outputs if o.name in wanted or not o.optional)
         by_name = {"scale": scale, **{f"known_{name}": a for name, a in known.items()}}
         operands = (*self.operands, *(by_name.get(o.name) for o in op.rule.inputs[len(self.operands) :]))

@@ -168,6 +168,16 @@ inline void Launch(dim3 grid, dim3 block, size_t shared_bytes, const std::functi
       }
 }
 
+}  // namespace host_cuda
+
+template <typename... P>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...), P... args) {
+  host_cuda::Launch(config->gridDim, config->blockDim, config->dynamicSmemBytes, [&] { kernel(args...); });
+  return cudaSuccess;
+}
+
+namespace host_cuda {
+
 template <typename To, typename From>
 To Bits(From from) {
   static_assert(sizeof(To) == sizeof(From));

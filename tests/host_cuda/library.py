@@ -30,6 +30,7 @@ SOURCES = (
     "rope",
     "router",
     "scaling",
+    "finish",
 )  # no tensor cores, no asynchronous copies
 
 _LAUNCH = re.compile(r"(\w+)<<<(.+?), (.+?), (.+?), stream>>>\((.*?)\);", re.DOTALL)
@@ -66,7 +67,7 @@ HANDLERS = (
     *("gemm_grouped.cc", "gemm_grouped_run.cc", "attention.cc", "attention_fp8.cc"),
 )
 # The C interface, whose launchers are those of the sources beside it.
-C_API = ("c_api.cc", "c_api_call.cc", "device.cc", "dl.cc", "finish.cu")
+C_API = ("c_api.cc", "c_api_call.cc", "device.cc", "dl.cc")
 _LAUNCHED = '::te::Status{::te::Status::kUnimplemented, "launched"}'
 _NO_GPU = f"""
 #include <cudaTypedefs.h>

@@ -9,6 +9,9 @@ inline float Reciprocal(float x) { return 1.f / x; }
 inline float MaxNan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
 inline float MinNan(float a, float b) { return a != a || b != b ? NAN : a < b ? a : b; }
 
+inline void LetNextStart() {}
+inline void AwaitPrevious() {}
+
 void NamedBarrier(unsigned index, unsigned threads);
 uint4 LoadShared16(uint32_t address);
 void StoreShared(uint32_t address, float a, float b, float c, float d);
