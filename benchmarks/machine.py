@@ -42,7 +42,11 @@ def describe() -> dict:
 
 def _without_out(words: list[str]) -> list[str]:
     """Words of a command line without where its result goes."""
-    return [word for before, word in zip(["", *words], words) if "--out" not in (before, word)]
+    return [
+        word
+        for before, word in zip(["", *words], words)
+        if "--out" not in (before, word) and not word.startswith("--out=")
+    ]
 
 
 def line(found: dict) -> str:

@@ -5,6 +5,9 @@
 
 namespace te {
 
+// Whether the current device is a Hopper (9.0).
+Status IsHopper(bool* out);
+
 // Unimplemented, naming the op, unless the current device is a Hopper.
 Status ExpectHopper(const char* op);
 

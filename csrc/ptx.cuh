@@ -63,9 +63,9 @@ __device__ __forceinline__ void WaitForPrefetch() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Of a kernel and the next one on the stream, where that is launched so (finish.cu), on Hopper and later: the
-// first lets the next start before it is over, once all its CTAs have said so; the next awaits the end of the
-// first, and what it wrote.
+// Of a kernel and the next one on the stream, where that is launched so (finish.cu): the first lets the next
+// start before it is over, once all its CTAs have said so; the next awaits the end of the first, and what it
+// wrote. Nothing on GPUs before Hopper.
 __device__ __forceinline__ void LetNextStart() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -53,12 +53,13 @@ class Op:
     sizes:      {axis: (**attrs) -> the size of an axis that no operand has}.
     fenced:     results that the forward pass reads, and may keep for the backward pass: see _FENCES.
     partials:   {result: (operand shapes, **attrs) -> leading shape}: the CUDA kernel returns partial results with these
-                leading axes, f32, or i32 of integers; XLA finishes them by `combine`. No atomics, nothing to zero.
+                leading axes, f32, or i32 of integers, which are finished by `combine`: by XLA, or in the call. No
+                atomics, nothing to zero.
     finishes:   the CUDA call finishes its partial results itself, all by one launch: behind its results, and the
                 workspace, it has an array for the parts of each.
     aside:      {result: (operand, function)}: results that follow from one operand alone, element by element. The
-                kernel writes them on its way; a call that is mapped, or whose types show devices, leaves them to the
-                function.
+                kernel writes them on its way; a call that is mapped, or varies over manual mesh axes, leaves them to
+                the function, so that their types are those of the operand.
     workspace:  (operand shapes and dtypes, outputs=, **attrs) -> bytes of a last uint8 result that the CUDA call alone
                 has; outputs are the names of the chosen results.
     layout:     (name, ndim, **attrs) -> the order in memory of an operand's or result's axes in the CUDA call, the
@@ -166,6 +167,9 @@ class Op:
                 raise ValueError(f"{self.name}: operand {o} is None; pass an array.")
         names = tuple(o.name for o in self.rule.outputs if outputs is None or o.name in outputs)
         lost = [o.name for o in self.rule.outputs if not o.optional and o.name not in names]
+        for name, (operand, _) in self.aside.items():
+            if name in names and operand not in present:
+                raise ValueError(f"{self.name}: outputs has {name}, but operand {operand} is None; pass an array.")
         if lost or (outputs is not None and names != tuple(outputs)):
             known = ", ".join(str(o) for o in self.rule.outputs)
             needs = f"; {', '.join(lost)} may not be left out" if lost else ""
@@ -295,15 +299,13 @@ class Op:
 
         @mapped.def_vmap
         def map_call(size, batched, *args):
-            inner, beside = self._without_aside(params, args)
-            is_mapped = {name: batched[params["inputs"].index(self.aside[name][0])] for name in beside}
-            outs = self._map_call(size, batched, args, inner) if inner["outputs"] else ()
-            outs = beside | dict(zip(inner["outputs"], outs, strict=True))
-            return tuple(outs[n] for n in params["outputs"]), tuple(is_mapped.get(n, True) for n in params["outputs"])
+            outs = self._beside(params, args, partial(self._map_call, size, batched))
+            mapped = dict(zip(params["inputs"], batched))
+            return outs, tuple(name not in self.aside or mapped[self.aside[name][0]] for name in params["outputs"])
 
         return jax.jit(mapped)
 
-    def _map_call(self, size, batched, args, params):
+    def _map_call(self, size, batched, params, args):
         """The results of a call of mapped operands, all mapped along axis 0."""
         rule, ranks, _ = self._solve([a.shape[1:] if b else a.shape for a, b in zip(args, batched)], **params)
         group = self._absorbing_group(rule, batched)
@@ -311,14 +313,15 @@ class Op:
             return self._map(params, batched, args)
         return self._absorb(rule, ranks, group, size, params, batched, args)
 
-    def _without_aside(self, params, args):
-        """The parameters of the same call without the results that are aside, and these results by name."""
-        names = params["outputs"]
-        given = dict(zip(params["inputs"], args))
+    def _beside(self, params, args, run):
+        """All results of a call, of which `run(params, args)` computes those that are not aside."""
+        names, given = params["outputs"], dict(zip(params["inputs"], args))
         beside = {name: self.aside[name][1](given[self.aside[name][0]]) for name in names if name in self.aside}
         kept = [i for i, name in enumerate(names) if name not in beside]
         chosen = {key: tuple(params[key][i] for i in kept) for key in ("outputs", "out_specs") if key in params}
-        return {**params, **chosen}, beside
+        outs = run({**params, **chosen}, args) if kept else ()
+        outs = beside | dict(zip(chosen["outputs"], outs, strict=True))
+        return tuple(outs[name] for name in names)
 
     def _absorbing_group(self, rule, batched):
         """The axis group that a mapped axis can join, or None: all mapped operands and all results must have it."""
@@ -416,6 +419,8 @@ class Op:
     def _bind(self, params, args):
         if params.get("mapped"):
             return self._each(params, args)
+        if not self.aside.keys().isdisjoint(params["outputs"]) and any(varying(jax.typeof(a)) for a in args):
+            return self._beside(params, args, self._bind)
         params = {name: value for name, value in params.items() if name != "mapped"}
         return tuple(self.primitive.bind(*align(*args), **params))
 
@@ -426,8 +431,6 @@ class Op:
 
     def _run_shard(self, rule, placement, params, *args):
         """Operands of one device -> results of one device."""
-        typed = any(varying(jax.typeof(a)) for a in args)
-        params, beside = self._without_aside(params, args) if typed else (params, {})
         given = [
             (o, f, a) for i, (o, f, a) in enumerate(zip(rule.inputs, placement.ins, args)) if i not in placement.later
         ]
@@ -436,15 +439,11 @@ class Op:
             params | dict(inputs=tuple(o.name for o, *_ in given)),
             [self._count_once(rule, placement, *each) for each in given],
         )
-        outs = beside | dict(zip(params["outputs"], outs, strict=True))
-        of_each = zip(rule.outputs, placement.outs, placement.scattered)
-        return tuple(
-            outs[o.name] if o.name in self.aside else self._combine(placement, o, *at, outs[o.name], later)
-            for o, *at in of_each
-        )
+        of_each = zip(rule.outputs, placement.outs, placement.scattered, outs)
+        return tuple(self._combine(placement, *each, later) for each in of_each)
 
     def _combine(self, placement, operand, factors, scatter, out, later):
-        names = placement.dropped(factors)
+        names = () if operand.name in self.aside else placement.dropped(factors)
         for factor, over in scatter.items():  # first, for the rest of the sum then moves less
             out = lax.psum_scatter(out, over, scatter_dimension=factors.index(factor), tiled=True)
             names = tuple(n for n in names if n not in over)

@@ -157,6 +157,10 @@ CASES = [
         "quantize_row", "te_quantize", _groups("m", "n"), (f32, f32), dict(split=1, dtype=E5M2), ("data",),
         {"m...": 1, "n...": 2},
     ),
+    Case(
+        "quantize_inverse", "te_quantize", _groups("m", "n"), (f32, f32), dict(split=1, dtype=E4M3),
+        ("data", "scale_inv"), {"m...": 1, "n...": 2},
+    ),
     Case("quantize_amax", "te_quantize", _groups("m", "n"), (bf16, None), dict(split=2, dtype=E4M3), ("amax",)),
     Case("quantize_block", "te_quantize_block", {"m...0": 4, "m": 512, "n": 512}, (bf16,), _blocks, _rows, _of_rows),
     Case(

@@ -168,8 +168,8 @@ def test_shard_map(case: Case, manual, rng, on_host):
             outs = []
             for o, out in zip(rule.outputs, fn(*local)):
                 dropped = tuple(n for f, n in axis_of.items() if f not in rule.leading(o, ranks))
-                combine = op.combine.get(o.name, "max")  # what is aside is alike on all, but its type varies
-                outs.append(collective[combine](out, dropped) if dropped else out)
+                dropped = () if o.name in op.aside else dropped  # of its operand's type, which no axis splits
+                outs.append(collective[op.combine[o.name]](out, dropped) if dropped else out)
             return tuple(outs)
 
         out_specs = tuple(P(*(axis_of.get(f) for f in rule.leading(o, ranks))) for o in rule.outputs)
@@ -238,7 +238,8 @@ def test_vmap_joins_a_group(case: Case, rng):
     """A mapped axis that the kernel can take as one more of its own axes does not become a loop."""
     args = case.args(rng)
     rule, _, given = solve(case, args)
-    free = [g for g in rule.groups if g not in case.declared.replicated and all(o.has(g) for o in rule.outputs)]
+    results = [o for o in rule.outputs if o.name not in case.declared.aside]
+    free = [g for g in rule.groups if g not in case.declared.replicated and all(o.has(g) for o in results)]
     mapped = [o.has(free[0]) for o in rule.inputs] if free else [True] * len(given)
     axes = [0 if m else None for m in mapped]
     stacked = [np.stack([a, a]) if m else a for a, m in zip(given, mapped)]
@@ -455,3 +456,9 @@ def test_bias_of_a_part_of_the_batch(ones, rng):
     assert np.abs(of_bias - wanted).max() <= (0 if len({0, 1} & set(ones)) != 1 else 4 * 2**-8) * np.abs(wanted).max()
     rows = 1 if {0, 1} <= set(ones) else 6
     assert seen == [(rows, 1 if 2 in ones else 4, 8, 8)] * 2
+
+
+def test_a_result_that_follows_from_an_absent_operand():
+    quantize = ops["te_quantize"]
+    with pytest.raises(ValueError, match="outputs has scale_inv, but operand scale is None"):
+        quantize(jnp.ones((4, 8)), None, outputs=("amax", "scale_inv"), split=1, dtype=jnp.dtype(jnp.float8_e4m3fn))
