@@ -379,8 +379,8 @@ using BlockKernel = void (*)(const Source, const BlockArgs, const Divisor);
 
 // The results of a call: the scales are those of rows, or of squares. kNone where the op has none.
 struct BlockArrays {
-  Tensor data, data_t, inv, inv_t, dbias;
-  const char *inv_name = "scale_inv", *inv_t_name = "scale_inv_t";  // dbias: partial sums, dbias_parts
+  Tensor data, data_t, inv, inv_t, dbias;  // of dbias the partial sums
+  const char *inv_name = "scale_inv", *inv_t_name = "scale_inv_t";
 };
 
 // The arguments for values of rows [m..., p] (`rows`) and columns [n..., q], once the results are as
