@@ -21,7 +21,7 @@ Status LaunchActivationFwd(cudaStream_t stream, Arg x, Arg scale, Ret y, Ret dat
   const char* op = "te_activation_fwd";
   ActivationCall of;
   TE_TRY(GetActivation(op, x, 2, kind, limit, alpha, glu_linear_offset, &of));
-  const TileArrays arrays{scale, "y", y, data, data_t, amax_parts, kNone, kAmaxParts};
+  const TileArrays arrays{scale, "y", y, data, data_t, amax_parts, kNone};
   const Totals totals{scale, amax, kNone, scale_inv, amax_parts, kNone};
   TE_TRY(ExpectTiles(op, x, of.m, {of.f}, 1, arrays));
   TE_TRY(ExpectTotals(op, x, totals, {}));
@@ -41,7 +41,7 @@ Status LaunchActivationBwd(cudaStream_t stream, Arg dy, Arg x, Arg scale, Ret dx
   ActivationCall of;
   TE_TRY(GetActivation(op, x, 2, kind, limit, alpha, glu_linear_offset, &of));
   const Axes slots{of.a, of.f};
-  const TileArrays arrays{scale, "dx", dx, data, data_t, amax_parts, dbias_parts, kAmaxParts, kDbiasParts};
+  const TileArrays arrays{scale, "dx", dx, data, data_t, amax_parts, dbias_parts};
   const Totals totals{scale, amax, dbias, scale_inv, amax_parts, dbias_parts};
   TE_TRY(Expect(op, {{"dy", dy, x.type, of.m + Axes{of.f}}}));
   TE_TRY(ExpectTiles(op, x, of.m, slots, of.a, arrays));

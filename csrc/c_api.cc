@@ -19,14 +19,13 @@ constexpr int64_t kGemmWorkspace = int64_t{32} << 20;  // WORKSPACE of te_jax/op
 #define TE_ARRAY(name) call.Array(#name, a.name, kRequired)
 #define TE_MAYBE(name) call.Array(#name, a.name, kOptional)
 #define TE_MATRIX(name, need) call.Array(#name, a.name, need, kMatrixAlignment)
-#define TE_PARTS(name, axes) call.Parts(a.name, axes)
 
 Status Quantize(Call& call, const te_jax_quantize_args& a) {
   const Tensor x = TE_ARRAY(x);
   const Axes m = Axes(x).First(a.split), n = Axes(x).From(a.split), parts = TileParts(m.count(), n.count());
   return call.Launch(LaunchQuantize, x, TE_MAYBE(scale), TE_MAYBE(data), TE_MAYBE(data_t), TE_MAYBE(amax),
-                     TE_MAYBE(dbias), TE_MAYBE(scale_inv), TE_PARTS(amax, parts),
-                     TE_PARTS(dbias, parts.First(1) + n), a.split);
+                     TE_MAYBE(dbias), TE_MAYBE(scale_inv), call.Parts(a.amax, parts),
+                     call.Parts(a.dbias, parts.First(1) + n), a.split);
 }
 
 Status QuantizeBlock(Call& call, const te_jax_quantize_block_args& a) {
@@ -36,7 +35,7 @@ Status QuantizeBlock(Call& call, const te_jax_quantize_block_args& a) {
   call.Expect("epsilon", a.epsilon, 0);
   return call.Launch(LaunchQuantizeBlock, x, TE_MAYBE(data), TE_MAYBE(data_t), TE_MAYBE(scale_inv),
                      TE_MAYBE(scale_inv_t), TE_MAYBE(block_inv), TE_MAYBE(block_inv_t), TE_MAYBE(dbias),
-                     TE_PARTS(dbias, Axes{BlockParts(rows)} + columns), a.lead, a.square, a.power_2,
+                     call.Parts(a.dbias, Axes{BlockParts(rows)} + columns), a.lead, a.square, a.power_2,
                      a.epsilon);
 }
 
@@ -57,7 +56,7 @@ Status ActivationFwd(Call& call, const te_jax_activation_fwd_args& a) {
   const Tensor x = TE_ARRAY(x);
   ExpectActivation(call, a);
   return call.Launch(LaunchActivationFwd, x, TE_MAYBE(scale), TE_MAYBE(y), TE_MAYBE(data), TE_MAYBE(data_t),
-                     TE_MAYBE(amax), TE_MAYBE(scale_inv), TE_PARTS(amax, SlotParts(x)), a.kind, a.limit,
+                     TE_MAYBE(amax), TE_MAYBE(scale_inv), call.Parts(a.amax, SlotParts(x)), a.kind, a.limit,
                      a.alpha, a.glu_linear_offset);
 }
 
@@ -67,8 +66,8 @@ Status ActivationBwd(Call& call, const te_jax_activation_bwd_args& a) {
   ExpectActivation(call, a);
   return call.Launch(LaunchActivationBwd, TE_ARRAY(dy), x, TE_MAYBE(scale), TE_MAYBE(dx), TE_MAYBE(data),
                      TE_MAYBE(data_t), TE_MAYBE(amax), TE_MAYBE(dbias), TE_MAYBE(scale_inv),
-                     TE_PARTS(amax, parts), TE_PARTS(dbias, parts.First(1) + Slots(x)), a.kind, a.limit,
-                     a.alpha, a.glu_linear_offset);
+                     call.Parts(a.amax, parts), call.Parts(a.dbias, parts.First(1) + Slots(x)), a.kind,
+                     a.limit, a.alpha, a.glu_linear_offset);
 }
 
 Status ActivationBlockFwd(Call& call, const te_jax_activation_block_fwd_args& a) {
@@ -87,7 +86,7 @@ Status ActivationBlockBwd(Call& call, const te_jax_activation_block_bwd_args& a)
   call.Expect("epsilon", a.epsilon, 0);
   return call.Launch(LaunchActivationBlockBwd, TE_ARRAY(dy), x, TE_MAYBE(data), TE_MAYBE(data_t),
                      TE_MAYBE(scale_inv), TE_MAYBE(scale_inv_t), TE_MAYBE(dbias),
-                     TE_PARTS(dbias, Axes{BlockParts(Rows(x))} + Slots(x)), a.kind, a.limit, a.alpha,
+                     call.Parts(a.dbias, Axes{BlockParts(Rows(x))} + Slots(x)), a.kind, a.limit, a.alpha,
                      a.glu_linear_offset, a.power_2, a.epsilon);
 }
 
@@ -103,7 +102,7 @@ Status NormFwd(Call& call, const te_jax_norm_fwd_args& a) {
   return call.Launch(LaunchNormFwd, x, TE_ARRAY(gamma), TE_MAYBE(beta), TE_MAYBE(known_mean), known_rstd,
                      TE_MAYBE(scale), TE_MAYBE(y), TE_MAYBE(data), data_t, TE_MAYBE(mean), TE_MAYBE(rstd),
                      TE_MAYBE(amax), TE_MAYBE(scale_inv), call.Workspace(hands_over ? StatisticsBytes(x) : 0),
-                     TE_PARTS(amax, (Axes{CeilDiv(rows, kTileRows), AmaxStrips(h)})), a.eps, a.rms,
+                     call.Parts(a.amax, (Axes{CeilDiv(rows, kTileRows), AmaxStrips(h)})), a.eps, a.rms,
                      a.zero_centered);
 }
 
@@ -121,8 +120,8 @@ Status NormBwd(Call& call, const te_jax_norm_bwd_args& a) {
   const Tensor x = TE_ARRAY(x), gamma = TE_ARRAY(gamma);
   const Axes parts{NormBwdParts(Axes(x).Without(1).count()), Axes(x).last()};
   return call.Launch(LaunchNormBwd, TE_ARRAY(dy), x, TE_MAYBE(mean), TE_ARRAY(rstd), gamma, TE_MAYBE(dres),
-                     TE_ARRAY(dx), TE_ARRAY(dgamma), TE_MAYBE(dbeta), TE_PARTS(dgamma, parts),
-                     TE_PARTS(dbeta, parts), a.rms, a.zero_centered);
+                     TE_ARRAY(dx), TE_ARRAY(dgamma), TE_MAYBE(dbeta), call.Parts(a.dgamma, parts),
+                     call.Parts(a.dbeta, parts), a.rms, a.zero_centered);
 }
 
 Status Gemm(Call& call, const te_jax_gemm_args& a) {

@@ -6,7 +6,7 @@
 namespace te {
 
 // Whether the current device is a Hopper (9.0).
-Status IsHopper(bool* out);
+bool IsHopper();
 
 // Unimplemented, naming the op, unless the current device is a Hopper.
 Status ExpectHopper(const char* op);

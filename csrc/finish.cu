@@ -9,8 +9,8 @@ namespace {
 constexpr int kColumns = 32, kRows = 16;  // of a CTA's threads
 
 struct Parts {
-  const float* parts;  // [count, n]
-  void* result;        // [n], of `type`
+  const void* parts;  // [count, n], f32, or i32 of an i32 result
+  void* result;       // [n], of `type`
   int64_t count, n;
   unsigned ctas;
   Reduce reduce;
@@ -32,11 +32,12 @@ __device__ void StoreAs(Type type, void* result, int64_t i, float value) {
 // A thread sums every kRows-th part of its column; these kRows sums are then added in their order.
 __device__ void FinishSums(const Parts& a, unsigned cta) {
   __shared__ float sums[kRows][kColumns];
+  const float* parts = static_cast<const float*>(a.parts);
   const int64_t column = int64_t{cta} * kColumns + threadIdx.x;
   float sum = 0.f;
   if (column < a.n)
 #pragma unroll 8
-    for (int64_t i = threadIdx.y; i < a.count; i += kRows) sum += a.parts[i * a.n + column];
+    for (int64_t i = threadIdx.y; i < a.count; i += kRows) sum += parts[i * a.n + column];
   sums[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.y != 0 || column >= a.n) return;
@@ -44,14 +45,25 @@ __device__ void FinishSums(const Parts& a, unsigned cta) {
   StoreAs(a.type, a.result, column, sum);
 }
 
-__device__ void FinishMax(const Parts& a) {
+// A column of counts or of the bits of maxima, which come to the same in any order.
+template <typename Take, typename OfWarp>
+__device__ __forceinline__ void FinishColumn(const Parts& a, unsigned column, Take take, OfWarp of_warp) {
   __shared__ unsigned of_warps[kMostWarps];
+  const unsigned* parts = static_cast<const unsigned*>(a.parts);
   const int first = threadIdx.y * kColumns + threadIdx.x;
-  unsigned peak = 0;
+  unsigned total = 0;
 #pragma unroll 8
-  for (int64_t i = first; i < a.count; i += kColumns * kRows) peak = max(peak, __float_as_uint(a.parts[i]));
-  peak = CtaMax(peak, of_warps);
-  if (first == 0) StoreAs(F32, a.result, 0, __uint_as_float(peak));
+  for (int64_t i = first; i < a.count; i += kColumns * kRows) total = take(total, parts[i * a.n + column]);
+  total = OfCta(total, of_warps, of_warp);
+  if (first == 0) static_cast<unsigned*>(a.result)[column] = total;
+}
+
+__device__ void Finish(const Parts& a, unsigned cta) {
+  const auto larger = [](unsigned total, unsigned part) { return max(total, part); };
+  const auto sum = [](unsigned total, unsigned part) { return total + part; };
+  if (a.reduce == Reduce::kMax) return FinishColumn(a, cta, larger, WarpMax);
+  if (a.type == S32) return FinishColumn(a, cta, sum, WarpCount);
+  FinishSums(a, cta);
 }
 
 __global__ void __launch_bounds__(kColumns* kRows) te_finish(const __grid_constant__ FinishArgs a) {
@@ -61,7 +73,7 @@ __global__ void __launch_bounds__(kColumns* kRows) te_finish(const __grid_consta
 #pragma unroll
   for (int i = 0; i < kMostEndings; ++i) {
     const Parts& mine = a.each[i];
-    if (cta < mine.ctas) return mine.reduce == Reduce::kMax ? FinishMax(mine) : FinishSums(mine, cta);
+    if (cta < mine.ctas) return Finish(mine, cta);
     cta -= mine.ctas;
   }
 }
@@ -72,7 +84,7 @@ Status LaunchBehind(cudaStream_t stream, unsigned ctas, const FinishArgs& args) 
   const dim3 threads(kColumns, kRows);
   bool early = false;
 #ifdef TE_HAS_90A
-  TE_TRY(IsHopper(&early));
+  early = IsHopper();
 #endif
   if (!early) {
     te_finish<<<ctas, threads, 0, stream>>>(args);
@@ -98,10 +110,11 @@ Status FinishParts(cudaStream_t stream, const std::vector<Ending>& endings, cons
   for (const Ending& ending : endings) {
     const int64_t n = ending.result.count();
     if (n == 0) continue;
-    const int64_t count = ending.parts.count() / n, strips = CeilDiv(n, kColumns);
-    const unsigned mine = ending.reduce == Reduce::kMax ? 1 : unsigned(strips);
-    args.each[used++] = {Data<float>(ending.parts), ending.result.data, count, n, mine, ending.reduce,
-                         ending.result.type};
+    const int64_t count = ending.parts.count() / n;
+    const bool any_order = ending.reduce == Reduce::kMax || ending.result.type == S32;
+    const unsigned mine = unsigned(any_order ? n : CeilDiv(n, kColumns));
+    args.each[used++] = {ending.parts.data, ending.result.data, count, n, mine,
+                         ending.reduce,     ending.result.type};
     ctas += mine;
   }
   if (ctas == 0 && args.scale_inv) ctas = 1;
@@ -109,8 +122,8 @@ Status FinishParts(cudaStream_t stream, const std::vector<Ending>& endings, cons
   return LaunchBehind(stream, ctas, args);
 }
 
-Status ExpectTotals(const char* op, const Tensor& x, const Totals& of, const Axes& n) {
-  TE_TRY(Expect(op, {{"amax", of.amax, F32, {}, kOptional},
+Status ExpectTotals(const char* op, const Tensor& x, const Totals& of, const Axes& n, const Axes& e) {
+  TE_TRY(Expect(op, {{"amax", of.amax, F32, e, kOptional},
                      {"dbias", of.dbias, F32, n, kOptional},
                      {"scale_inv", of.scale_inv, F32, {}, AbsentIf(!Present(of.scale))}}));
   const std::pair<const Tensor&, const Tensor&> all[] = {{of.amax, of.amax_parts},

@@ -8,9 +8,9 @@ namespace te {
 
 enum class Reduce { kMax, kSum };
 
-// result [n...], of any float type, from parts f32 [parts, n...], 0 of no parts: their sum, each column in a
-// fixed order, rounded once to the result's type; or, of one element, the maximum of their bits, for no part
-// is negative: inf stands above all numbers and NaN above inf. Without a result nothing is done.
+// result [n...] from parts [parts, n...], 0 of no parts: the sums of each column in a fixed order, of f32 in
+// any float type, rounded once, or of i32; or the maxima, in f32, of their bits, for no part is negative: inf
+// stands above all numbers and NaN above inf. Without a result nothing is done.
 struct Ending {
   Reduce reduce;
   Tensor parts, result;
@@ -28,9 +28,9 @@ struct Totals {
 
 constexpr const char *kAmaxParts = "amax_parts", *kDbiasParts = "dbias_parts";
 
-// An error unless amax and dbias, of axes n, have parts exactly where they are there, in a call for x; the
-// parts' axes are looked at elsewhere.
-Status ExpectTotals(const char* op, const Tensor& x, const Totals& of, const Axes& n);
+// An error unless amax, of axes e, and dbias, of axes n, have parts exactly where they are there, in a call
+// for x; the parts' axes are looked at elsewhere.
+Status ExpectTotals(const char* op, const Tensor& x, const Totals& of, const Axes& n, const Axes& e = {});
 
 Status Finish(cudaStream_t stream, const Totals& of);
 

@@ -273,11 +273,12 @@ Status LaunchNormFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Arg known_
   const bool e5m2 = IsE5M2(data, data_t);
   args.scale = Data<float>(scale), args.y = Data<void>(y), args.amax = Data<float>(amax_parts);
   args.data = Data<uint8_t>(data), args.data_t = Data<uint8_t>(data_t);
-  TE_TRY(DispatchFloat(x.type, [&]<typename T>() -> Status {
-    if (Present(data_t)) return LaunchNormFwdTransposed(stream, args, x.type, e5m2, workspace);
+  const auto launch_rows = [&]<typename T>() {
     if (!Present(data) && !Present(amax)) return LaunchRows<T, void>(stream, args);
     return e5m2 ? LaunchRows<T, __nv_fp8_e5m2>(stream, args) : LaunchRows<T, __nv_fp8_e4m3>(stream, args);
-  }));
+  };
+  TE_TRY(Present(data_t) ? LaunchNormFwdTransposed(stream, args, x.type, e5m2, workspace)
+                         : DispatchFloat(x.type, launch_rows));
   return Finish(stream, totals);
 }
 

@@ -1,9 +1,9 @@
 // The launchers of all ops, for whoever calls them: handlers.cc for XLA, c_api.cc for C programs. A launcher
 // checks every operand and result, then enqueues its kernels on the stream; it neither allocates nor
 // synchronizes. The comments give shapes: arrays are row-major, `m...` is any number of axes, `?` marks an
-// array that may be absent, which then has no elements. Partial results are [parts, ...], to be summed or
-// maximized by the caller; where they are called `..._parts` the launcher does so, amax_parts into amax f32
-// [], and beside that scale_inv? f32 [] is 1 / scale.
+// array that may be absent, which then has no elements. `..._parts` [parts, ...] is room for the partial
+// results of a kernel, of which the launcher makes the result, such as amax f32 [] of amax_parts; scale_inv?
+// f32 [] is 1 / scale.
 #pragma once
 
 #include "tensor.h"
@@ -19,9 +19,10 @@ Status LaunchQuantize(cudaStream_t stream, Arg x, Arg scale, Ret data, Ret data_
 
 // FP8 with one scale for each expert. x [e..., m..., n...], whose first `stack` axes are e, and the next
 // `split` m; y? as x; a: an axis of 2 with y (slots is 1), else none (0); scale? f32 [e...] -> data? [e...,
-// m..., a, n...], data_t? [e..., a, n..., m...], amax? f32 [ceil(m / 256), ceil(n / 64), e...].
+// m..., a, n...], data_t? [e..., a, n..., m...], amax? f32 [e...]; amax_parts? f32 [ceil(m / 256), ceil(n /
+// 64), e...].
 Status LaunchQuantizeStacked(cudaStream_t stream, Arg x, Arg y, Arg scale, Ret data, Ret data_t, Ret amax,
-                             int64_t stack, int64_t slots, int64_t split);
+                             Ret amax_parts, int64_t stack, int64_t slots, int64_t split);
 
 // FP8 with a scale for each block of 128. x [m..., p, n..., q], where m are the first `lead` axes -> data? as
 // x, data_t? [n..., q, m..., p]; of blocks 1 x 128 scale_inv? f32 [n..., q/128, m..., p], scale_inv_t? f32
@@ -156,10 +157,10 @@ Status LaunchActivationGroupedBwd(cudaStream_t stream, Arg dy, Arg x, Arg offset
                                   int64_t kind, double limit, double alpha, double glu_linear_offset);
 
 // The experts of each token. logits f32 [m..., e], expert_bias? f32 [e] -> weights f32 [m..., topk], experts
-// i32 [m..., topk], counts i32 [parts, e], parts = min(1024, max(1, ceil(m / 16))).
+// i32 [m..., topk], counts i32 [e]; counts_parts i32 [min(1024, max(1, ceil(m / 16))), e].
 Status LaunchRouterFwd(cudaStream_t stream, Arg logits, Arg expert_bias, Ret weights, Ret experts, Ret counts,
-                       int64_t topk, bool sigmoid, bool scores_first, bool normalizes, double scaling_factor,
-                       int64_t num_groups, int64_t group_topk);
+                       Ret counts_parts, int64_t topk, bool sigmoid, bool scores_first, bool normalizes,
+                       double scaling_factor, int64_t num_groups, int64_t group_topk);
 
 // dweights f32 [m..., topk], logits f32 [m..., e], experts i32 [m..., topk] -> dlogits f32 [m..., e].
 Status LaunchRouterBwd(cudaStream_t stream, Arg dweights, Arg logits, Arg experts, Ret dlogits, int64_t topk,
@@ -176,9 +177,9 @@ Status LaunchGroup(cudaStream_t stream, Arg experts, Ret offsets, Ret counts, Re
 
 // Rows of x in the order of the buffer, times their weights; zeros where a row pads, and nothing behind the
 // last group. x [m..., h], slots i32 [r], offsets i32 [e + 1], weights? f32 [m..., topk], scale? f32 [] ->
-// rows? [r, h], data? [r, h], data_t? [h, r], amax? f32 [ceil(r / 256), ceil(h / 64)].
+// rows? [r, h], data? [r, h], data_t? [h, r], amax?; amax_parts? f32 [ceil(r / 256), ceil(h / 64)].
 Status LaunchPermute(cudaStream_t stream, Arg x, Arg slots, Arg offsets, Arg weights, Arg scale, Ret rows,
-                     Ret data, Ret data_t, Ret amax, int64_t topk);
+                     Ret data, Ret data_t, Ret amax, Ret amax_parts, int64_t topk);
 
 // Rows as of LaunchPermute, rounded to x's type and then quantized with a scale for each block of 128 ->
 // data? [r, h], data_t? [h, r], scale_inv? f32 [h/128, r], scale_inv_t? f32 [r/128, h].

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "finish.h"
 #include "ops.h"
 #include "permute.cuh"
 #include "tile.cuh"
@@ -237,19 +238,22 @@ Status LaunchGroup(cudaStream_t stream, Arg experts, Ret offsets, Ret counts, Re
 }
 
 Status LaunchPermute(cudaStream_t stream, Arg x, Arg slots, Arg offsets, Arg weights, Arg scale, Ret rows,
-                     Ret data, Ret data_t, Ret amax, int64_t topk) {
+                     Ret data, Ret data_t, Ret amax, Ret amax_parts, int64_t topk) {
   const char* op = "te_permute";
   TE_TRY(ExpectGather(op, x, slots, offsets, weights, topk));
   const int64_t m = slots.count(), n = Axes(x).last();
-  const TileArrays arrays{scale, "rows", rows, data, data_t, amax, kNone};
+  const TileArrays arrays{scale, "rows", rows, data, data_t, amax_parts, kNone};
+  const Totals totals{kNone, amax, kNone, kNone, amax_parts, kNone};
   TE_TRY(ExpectTiles(op, x, {m}, {n}, 1, arrays));
-  if (m == 0 || n == 0) return {};
-  return DispatchFloat(x.type, [&]<typename T>() {
+  TE_TRY(ExpectTotals(op, x, totals, {}));
+  if (m == 0 || n == 0) return Finish(stream, totals);
+  TE_TRY(DispatchFloat(x.type, [&]<typename T>() {
     const GatherSource<T> source{
         GatheredRows<T>::Of(x, slots, offsets, weights, topk, kTileRows, kTileColumns)};
     return LaunchTiles(op, stream, te_permute_kernels<GatherSource<T>>, source, Aligned(source.x), m, n,
                        arrays);
-  });
+  }));
+  return Finish(stream, totals);
 }
 
 Status LaunchCombine(cudaStream_t stream, Arg rows, Arg positions, Arg weights, Ret y) {

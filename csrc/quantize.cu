@@ -82,12 +82,14 @@ struct StackedSource {
 template <typename Source, bool kVectors>
 __global__ void __launch_bounds__(kTileThreads, Source::kCtas)
     te_quantize_stacked(const Source source, const TileResults<typename Source::Type> all) {
+  LetNextStart();
   source.Of(all, blockIdx.x,
             [](const auto& one, const auto& a, unsigned index) { WriteTile<kVectors>(one, a, index); });
 }
 template <typename Source, bool kVectors>
 __global__ void __launch_bounds__(kTileThreads, 4)
     te_quantize_stacked_amax(const Source source, const TileResults<typename Source::Type> all) {
+  LetNextStart();
   source.Of(all, gridDim.x - 1 - blockIdx.x,
             [](const auto& one, const auto& a, unsigned index) { WriteAmax<kVectors>(one, a, index); });
 }
@@ -104,8 +106,7 @@ Status LaunchQuantize(cudaStream_t stream, Arg x, Arg scale, Ret data, Ret data_
   const Axes all(x), m = all.First(split), n = all.From(split);
   TE_CHECK(split >= 0 && split <= all.rank(), "%s: split is %ld; pass 0 to %ld, the axes of x", op,
            long(split), long(all.rank()));
-  const TileArrays arrays{scale,      nullptr,     kNone,      data,       data_t,
-                          amax_parts, dbias_parts, kAmaxParts, kDbiasParts};
+  const TileArrays arrays{scale, nullptr, kNone, data, data_t, amax_parts, dbias_parts};
   const Totals totals{scale, amax, dbias, scale_inv, amax_parts, dbias_parts};
   TE_TRY(Expect(op, {{"x", x, kFloats, all}}));
   TE_TRY(ExpectTiles(op, x, m, n, 1, arrays));
@@ -120,18 +121,20 @@ Status LaunchQuantize(cudaStream_t stream, Arg x, Arg scale, Ret data, Ret data_
 }
 
 Status LaunchQuantizeStacked(cudaStream_t stream, Arg x, Arg y, Arg scale, Ret data, Ret data_t, Ret amax,
-                             int64_t stack, int64_t slots, int64_t split) {
+                             Ret amax_parts, int64_t stack, int64_t slots, int64_t split) {
   const char* op = "te_quantize_stacked";
   const Axes all(x), e = all.First(stack), one = all.From(stack), m = one.First(split), n = one.From(split);
   TE_CHECK(stack >= 0 && split >= 0 && stack <= all.rank() && split <= all.rank() - stack,
            "%s: stack is %ld, split %ld; pass numbers of axes of x%s", op, long(stack), long(split),
            x.shape().c_str());
   TE_CHECK(slots == 0 || slots == 1, "%s: slots is %ld; pass 1 with y, else 0", op, long(slots));
-  const TileArrays arrays{scale, nullptr, kNone, data, data_t, amax, kNone};
+  const TileArrays arrays{scale, nullptr, kNone, data, data_t, amax_parts, kNone};
+  const Totals totals{kNone, amax, kNone, kNone, amax_parts, kNone};
   TE_TRY(Expect(op, {{"x", x, kFloats, all}, {"y", y, x.type, all, slots ? kRequired : kAbsent}}));
   TE_TRY(ExpectTiles(op, x, m, slots ? Axes{2} + n : n, slots + 1, arrays, e));
-  if (!Present(x)) return {};
-  return DispatchFloat(x.type, [&]<typename T>() -> Status {
+  TE_TRY(ExpectTotals(op, x, totals, {}, e));
+  if (!Present(x)) return Finish(stream, totals);
+  TE_TRY(DispatchFloat(x.type, [&]<typename T>() -> Status {
     const auto launch = [&]<typename Source>(const Source& source) {
       const bool aligned = Aligned(source.x[0]) && Aligned(source.x[Source::kSlots - 1]);
       return LaunchTiles(op, stream, te_quantize_stacked_kernels<Source>, source, aligned, m.count(),
@@ -139,7 +142,8 @@ Status LaunchQuantizeStacked(cudaStream_t stream, Arg x, Arg y, Arg scale, Ret d
     };
     if (slots) return launch(StackedSource<T, 2>{{Data<T>(x), Data<T>(y)}, n.count()});
     return launch(StackedSource<T, 1>{{Data<T>(x)}, n.count()});
-  });
+  }));
+  return Finish(stream, totals);
 }
 
 }  // namespace te

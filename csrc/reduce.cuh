@@ -19,6 +19,7 @@ __device__ __forceinline__ float WarpSum(float v) {
 }
 
 __device__ __forceinline__ unsigned WarpMax(unsigned v) { return __reduce_max_sync(~0u, v); }
+__device__ __forceinline__ unsigned WarpCount(unsigned v) { return __reduce_add_sync(~0u, v); }
 
 // A barrier of the blockDim.x threads that share a threadIdx.y: the rows of a CTA do not wait for each other.
 // Of the 16 barriers of a CTA, 0 is __syncthreads': at most 15 rows of more than a warp each.
@@ -61,13 +62,19 @@ __device__ __forceinline__ float RowSum(float v, float2* scratch) {
   return v;
 }
 
-// The maximum over the CTA, in its first warp. scratch[kMostWarps] must not be in use.
-__device__ __forceinline__ unsigned CtaMax(unsigned v, unsigned* scratch) {
-  v = WarpMax(v);
+// What of_warp makes of a warp's values, and 0 of zeros, over the CTA; in its first warp. scratch[kMostWarps]
+// must not be in use.
+template <typename OfWarp>
+__device__ __forceinline__ unsigned OfCta(unsigned v, unsigned* scratch, OfWarp of_warp) {
+  v = of_warp(v);
   if (Lane() == 0) scratch[WarpIndex()] = v;
   __syncthreads();
   const int warps = blockDim.x * blockDim.y / 32;
-  return WarpIndex() == 0 ? WarpMax(Lane() < warps ? scratch[Lane()] : 0) : 0;
+  return WarpIndex() == 0 ? of_warp(Lane() < warps ? scratch[Lane()] : 0) : 0;
+}
+
+__device__ __forceinline__ unsigned CtaMax(unsigned v, unsigned* scratch) {
+  return OfCta(v, scratch, WarpMax);
 }
 
 }  // namespace te

@@ -6,7 +6,7 @@
 #include <cfloat>
 #include <cmath>
 
-#include "check.h"
+#include "finish.h"
 #include "ops.h"
 #include "reduce.cuh"
 
@@ -25,7 +25,7 @@ struct RouterArgs {
   const int* chosen;      // [tokens, topk], of the backward pass
   float* weights;         // [tokens, topk]
   int* experts;           // [tokens, topk]
-  int* counts;            // [gridDim.x, num_experts]: a CTA's part of them
+  int* counts_parts;      // [gridDim.x, num_experts], one of each CTA
   float* dlogits;         // [tokens, experts]
   int64_t tokens;
   int num_experts, topk, num_groups, group_topk;  // group_topk = num_groups: all groups
@@ -111,6 +111,7 @@ __device__ __forceinline__ void ChooseExperts(const RouterArgs& a, unsigned* key
 // A warp has in shared memory: scores[experts], choice[experts], and picked[topk], chosen[topk], where the
 // sums of groups lie before. Behind the warps' words lie the CTA's counts[experts].
 __global__ void __launch_bounds__(kThreads) te_router_fwd(const RouterArgs a) {
+  LetNextStart();
   extern __shared__ float words[];
   const int E = a.num_experts, k = a.topk;
   float* scores = words + WarpIndex() * a.warp_words;
@@ -159,7 +160,7 @@ __global__ void __launch_bounds__(kThreads) te_router_fwd(const RouterArgs a) {
     __syncwarp();
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < E; i += kThreads) a.counts[int64_t(blockIdx.x) * E + i] = counts[i];
+  for (int i = threadIdx.x; i < E; i += kThreads) a.counts_parts[int64_t(blockIdx.x) * E + i] = counts[i];
 }
 
 // The gradient of logits: of w = scaling_factor * p / sum(p), and of p, the scores of the chosen ones.
@@ -243,8 +244,8 @@ int64_t Parts(int64_t tokens) {
 }  // namespace
 
 Status LaunchRouterFwd(cudaStream_t stream, Arg logits, Arg expert_bias, Ret weights, Ret experts, Ret counts,
-                       int64_t topk, bool sigmoid, bool scores_first, bool normalizes, double scaling_factor,
-                       int64_t num_groups, int64_t group_topk) {
+                       Ret counts_parts, int64_t topk, bool sigmoid, bool scores_first, bool normalizes,
+                       double scaling_factor, int64_t num_groups, int64_t group_topk) {
   const char* op = "te_router_fwd";
   RouterArgs args;
   TE_TRY(MakeArgs(op, logits, topk, sigmoid, scores_first, normalizes, scaling_factor, num_groups, group_topk,
@@ -255,18 +256,20 @@ Status LaunchRouterFwd(cudaStream_t stream, Arg logits, Arg expert_bias, Ret wei
                      {"expert_bias", expert_bias, F32, {args.num_experts}, kOptional},
                      {"weights", weights, F32, tokens + Axes{topk}},
                      {"experts", experts, S32, tokens + Axes{topk}},
-                     {"counts", counts, S32, {parts, args.num_experts}}}));
+                     {"counts", counts, S32, {args.num_experts}},
+                     {"counts_parts", counts_parts, S32, {parts, args.num_experts}}}));
   args.bias = Data<float>(expert_bias);
   args.weights = Data<float>(weights);
   args.experts = Data<int>(experts);
-  args.counts = Data<int>(counts);
+  args.counts_parts = Data<int>(counts_parts);
   args.warp_words = 2 * args.num_experts + std::max(2 * args.topk, args.num_groups);
   const size_t shared = sizeof(float) * (kWarps * args.warp_words + args.num_experts);
   if (shared > kShared)
     TE_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(te_router_fwd),
                                  cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
   te_router_fwd<<<unsigned(parts), kThreads, shared, stream>>>(args);
-  TE_LAUNCHED();
+  TE_CUDA(cudaGetLastError());
+  return FinishParts(stream, {{Reduce::kSum, counts_parts, counts}});
 }
 
 Status LaunchRouterBwd(cudaStream_t stream, Arg dweights, Arg logits, Arg experts, Ret dlogits, int64_t topk,

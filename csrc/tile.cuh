@@ -8,6 +8,7 @@
 // or by cp.async) 2 to 7 %.
 #pragma once
 
+#include "finish.h"
 #include "fp8.cuh"
 #include "groups.cuh"
 #include "parts.h"
@@ -389,8 +390,7 @@ using TileKernel = void (*)(const Source, const TileResults<typename Source::Typ
 struct TileArrays {
   Tensor scale;
   const char* wide_name;
-  Tensor wide, data, data_t, amax, dbias;
-  const char *amax_name = "amax", *dbias_name = "dbias";  // partial results, whatever an op calls them
+  Tensor wide, data, data_t, amax_parts, dbias_parts;
 
   bool fp8() const { return Present(data) || Present(data_t); }
 };
@@ -403,8 +403,8 @@ inline Status ExpectTiles(const char* op, const Tensor& x, const Axes& m, const 
                      {b.wide_name, b.wide, x.type, e + m + n, kOptional},
                      {"data", b.data, kFp8, e + m + n, kOptional},
                      {"data_t", b.data_t, Fp8Like(b.data), e + n + m, kOptional},
-                     {b.amax_name, b.amax, F32, parts + e, kOptional},
-                     {b.dbias_name, b.dbias, F32, parts.First(1) + e + n, kOptional}});
+                     {kAmaxParts, b.amax_parts, F32, parts + e, kOptional},
+                     {kDbiasParts, b.dbias_parts, F32, parts.First(1) + e + n, kOptional}});
 }
 
 // Runs the op's kernels on m rows and, in each slot, n columns, of each expert. aligned: the source; the
@@ -415,7 +415,7 @@ Status LaunchTiles(const char* op, cudaStream_t stream, const TileKernel<Source>
                    int64_t experts = 1) {
   using T = typename Source::Type;
   const TileResults<T> a(b.fp8() ? Data<float>(b.scale) : nullptr, Data<T>(b.wide), Data<uint8_t>(b.data),
-                         Data<uint8_t>(b.data_t), Data<float>(b.amax), Data<float>(b.dbias), m, n,
+                         Data<uint8_t>(b.data_t), Data<float>(b.amax_parts), Data<float>(b.dbias_parts), m, n,
                          unsigned(CeilDiv(m, kTileRows)), unsigned(CeilDiv(n, kTileColumns)),
                          IsE5M2(b.data, b.data_t), experts);
   TE_CHECK(int64_t{a.chunks} * a.strips * experts <= INT32_MAX, "%s: x has too many elements", op);

@@ -21,7 +21,7 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, ManualAxisType, NamedSharding, PartitionSpec
 
 from te_jax import _lib
-from te_jax._amax import amax, amax_across
+from te_jax._amax import amax_across
 from te_jax._placement import place, spec_of_sharding
 from te_jax._rule import Rule, factors_of, is_group
 from te_jax._types import align, splittable_axes, varying
@@ -31,7 +31,6 @@ _NO_MESH = AbstractMesh((), ())
 # (https://github.com/openxla/xla/pull/45799); not so behind a barrier.
 _FENCES = (0, 11) <= jax.__version_info__ < (0, 12)
 # The maxima are amaxes, never negative.
-_OF_PARTIALS = {"sum": jnp.sum, "max": amax}
 _ACROSS_DEVICES = {"sum": lax.psum, "max": amax_across}
 
 ops: dict[str, "Op"] = {}  # every declared op by name: what the generated tests walk over
@@ -52,11 +51,10 @@ class Op:
     ranks:      {group: attr}: the attribute that holds the group's number of axes.
     sizes:      {axis: (**attrs) -> the size of an axis that no operand has}.
     fenced:     results that the forward pass reads, and may keep for the backward pass: see _FENCES.
-    partials:   {result: (operand shapes, **attrs) -> leading shape}: the CUDA kernel returns partial results with these
-                leading axes, f32, or i32 of integers, which are finished by `combine`: by XLA, or in the call. No
+    partials:   {result: (operand shapes, **attrs) -> leading shape}: the CUDA kernel leaves partial results with these
+                leading axes, f32, or i32 of integers, and a second one of the same call makes the results of them, as
+                `combine` says. Behind its results, and the workspace, the call has an array for the parts of each. No
                 atomics, nothing to zero.
-    finishes:   the CUDA call finishes its partial results itself, all by one launch: behind its results, and the
-                workspace, it has an array for the parts of each.
     aside:      {result: (operand, function)}: results that follow from one operand alone, element by element. The
                 kernel writes them on its way; a call that is mapped, or varies over manual mesh axes, leaves them to
                 the function, so that their types are those of the operand.
@@ -79,7 +77,6 @@ class Op:
     rank_attrs: Mapping[str, str]  # `ranks` of the constructor
     sizes: Mapping[str, Callable[..., int]]
     partials: Mapping[str, Callable[..., tuple[Any, ...]]]
-    finishes: bool
     aside: Mapping[str, tuple[str, Callable[[jax.Array], jax.Array]]]
     workspace: Callable[..., Any] | None
     fenced: frozenset[str]
@@ -104,7 +101,6 @@ class Op:
         sizes: Mapping[str, Callable[..., int]] | None = None,
         fenced: str = "",
         partials: Mapping[str, Callable[..., tuple[Any, ...]]] | None = None,
-        finishes: bool = False,
         aside: Mapping[str, tuple[str, Callable[[jax.Array], jax.Array]]] | None = None,
         workspace: Callable[..., Any] | None = None,
         layout: Callable[..., Sequence[int]] | None = None,
@@ -114,7 +110,7 @@ class Op:
         self.name, self.rule, self.dtypes, self.reference = name, Rule.parse(rule), dtypes, reference
         self.replicated, self.combine, self.once = frozenset(replicated.split()), combine or {}, frozenset(once)
         self.rank_attrs, self.sizes = ranks or {}, sizes or {}
-        self.partials, self.workspace, self.finishes, self.aside = partials or {}, workspace, finishes, aside or {}
+        self.partials, self.workspace, self.aside = partials or {}, workspace, aside or {}
         self.fenced = frozenset(fenced.split() if _FENCES else ())
         self.apart, self.layout, self.cuda, self.composed = frozenset(apart.split()), layout, cuda, composed
         self._check_declaration()
@@ -237,19 +233,18 @@ class Op:
         return [r for o, r in zip(self.rule.outputs, results, strict=True) if o.name in outputs]
 
     def _custom_call(self, *args, outputs, in_place=None, **attrs):
-        """The FFI call itself: absent names have no element, partials are finished. in_place: {operand: result}."""
+        """The FFI call itself: absent names have no element. in_place: {operand: result}."""
         inputs = tuple(o.name for o, a in zip(self.rule.inputs, args) if a is not None)
         given = [a for a in args if a is not None]
         shapes, dtypes = [a.shape for a in given], [a.dtype for a in given]
         results = dict(zip(outputs, self._results(shapes, dtypes, inputs, outputs, filled=True, **attrs), strict=True))
         absent = jax.ShapeDtypeStruct((0,), jnp.uint8)
         raw = dict.fromkeys((o.name for o in self.rule.outputs), absent) | results
-        place = "{}_parts" if self.finishes else "{}"
-        parts = dict.fromkeys((place.format(name) for name in self.partials), absent)
+        parts = dict.fromkeys((f"{name}_parts" for name in self.partials), absent)
         for name in self.partials.keys() & results.keys():
             lead = self.partials[name](*self._fill(shapes, inputs), **attrs)
             dtype = jnp.int32 if jnp.issubdtype(results[name].dtype, jnp.integer) else jnp.float32
-            parts[place.format(name)] = jax.ShapeDtypeStruct((*lead, *results[name].shape), dtype)
+            parts[f"{name}_parts"] = jax.ShapeDtypeStruct((*lead, *results[name].shape), dtype)
         if self.workspace:
             size = self.workspace(*args, outputs=outputs, **attrs)
             raw["workspace"] = jax.ShapeDtypeStruct((size,), jnp.uint8)
@@ -261,19 +256,13 @@ class Op:
         attrs = {name: value for name, value in attrs.items() if not isinstance(value, jnp.dtype)}
         call = jax.ffi.ffi_call(self.name, tuple(raw.values()), input_output_aliases=aliases, **layouts)
         got = dict(zip(raw, call(*operands.values(), **attrs), strict=True))
-        return [self._finish(name, got[name], result) for name, result in results.items()]
+        return [lax.optimization_barrier(got[name]) if name in self.fenced else got[name] for name in results]
 
     def _layouts(self, operands, results, attrs):
         if not self.layout:
             return {}
         order = lambda arrays: [self.layout(name, x.ndim, **attrs) for name, x in arrays.items()]
         return dict(input_layouts=order(operands), output_layouts=order(results))
-
-    def _finish(self, name, raw, result):
-        if name not in self.partials or self.finishes:
-            return lax.optimization_barrier(raw) if name in self.fenced else raw
-        lead = tuple(range(raw.ndim - len(result.shape)))
-        return _OF_PARTIALS[self.combine[name]](raw, lead).astype(result.dtype)
 
     def _lower(self, run, ctx, *operands, **params):
         plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]

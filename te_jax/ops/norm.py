@@ -83,7 +83,6 @@ norm_fwd: Op = Op(
     fenced="y scale_inv",
     dtypes=_types,
     partials={"amax": lambda x, *args, **attrs: _amax_places(x)},
-    finishes=True,
     aside=INVERSE,
     workspace=_workspace,
     reference=_fwd_reference,
@@ -178,7 +177,6 @@ norm_bwd: Op = Op(
     combine={"dgamma": "sum", "dbeta": "sum"},
     dtypes=lambda dy, x, mean, rstd, gamma, dres, **_: (x, gamma, gamma),
     partials={"dgamma": _row_groups, "dbeta": _row_groups},
-    finishes=True,
     reference=_bwd_reference,
 )
 """The backward pass of te_norm_fwd: dx of x's type, dgamma and dbeta of gamma's type, summed in f32 over all rows.

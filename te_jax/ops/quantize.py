@@ -96,7 +96,6 @@ quantize: Op = Op(
     fenced="scale_inv",
     dtypes=lambda x, scale, *, split, dtype: (fp8_type("te_quantize", dtype), dtype, *(jnp.float32,) * 3),
     partials={"amax": _tiles, "dbias": lambda *args, **attrs: _tiles(*args, **attrs)[:1]},
-    finishes=True,
     aside=INVERSE,
     reference=_reference,
 )
@@ -215,7 +214,6 @@ quantize_block: Op = Op(
     ranks={"m...": "lead"},
     dtypes=lambda x, *, dtype, **_: (fp8_type("te_quantize_block", dtype), dtype, *(jnp.float32,) * 5),
     partials={"dbias": _row_tiles},
-    finishes=True,
     reference=_block_reference,
     cuda=on_hopper("te_quantize_block"),
 )

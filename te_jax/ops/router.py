@@ -198,7 +198,7 @@ def _cuda(reference, call, *operands, **options):
 
 
 def _parts(logits, *_, **attrs):
-    """How many parts of the counts the kernel returns."""
+    """How many parts of the counts there are."""
     return (min(max(1, -(-prod(logits[:-1]) // 16)), 1024),)
 
 
@@ -207,7 +207,7 @@ router_fwd: Op = Op(
     "logits: m... e, expert_bias?: e -> weights: m... k, experts: m... k, counts: e",
     replicated="e k",
     combine={"counts": "sum"},
-    fenced="weights experts",
+    fenced="weights experts counts",
     sizes={"k": lambda topk, **_: topk},
     dtypes=lambda *_, **options: (jnp.float32, jnp.int32, jnp.int32),
     partials={"counts": _parts},

@@ -206,6 +206,10 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   for (int mask = 16; mask > 0; mask /= 2) value = std::max(value, __shfl_xor_sync(~0u, value, mask));
   return value;
 }
+inline unsigned __reduce_add_sync(unsigned, unsigned value) {
+  for (int mask = 16; mask > 0; mask /= 2) value += __shfl_xor_sync(~0u, value, mask);
+  return value;
+}
 inline unsigned __match_any_sync(unsigned, int value) {
   unsigned peers = 0;
   for (int other = 0; other < 32; ++other)
