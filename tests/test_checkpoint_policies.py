@@ -14,12 +14,12 @@ import pytest
 from flax import linen as nn
 from jax.extend.core import Literal
 from jax.sharding import AxisType, PartitionSpec
+from jaxprs import equations
 
 import te_jax as te
 import te_jax.flax as te_flax
 from te_jax import checkpoint_policies as policies
 from te_jax import recipe
-from te_jax._op import ops
 from te_jax.checkpoint_policies import ATTENTION, GEMM, KERNEL, NAMES, QUANTIZED
 
 RECIPES = {
@@ -60,24 +60,6 @@ def loss_of(module):
 def case(module, x=X):
     """The loss, and variables that a trace takes."""
     return loss_of(module), jax.eval_shape(lambda: nn.meta.unbox(module.init(jax.random.key(0), x)))
-
-
-def _inner(value):
-    if hasattr(value, "eqns"):
-        yield value
-    elif hasattr(value, "jaxpr"):
-        yield from _inner(value.jaxpr)
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _inner(each)
-
-
-def equations(jaxpr):
-    """All equations, of inner jaxprs too, but those inside of te_jax's ops."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in [] if eqn.primitive.name in ops else _inner(list(eqn.params.values())):
-            yield from equations(inner)
 
 
 # What a policy may spare, of the names of the primitives.

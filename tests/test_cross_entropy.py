@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from jaxprs import equations
 
 from te_jax import fp8, recipe
 from te_jax.layers import QuantizedKernel, dense, linear_cross_entropy
@@ -165,15 +166,7 @@ def test_amaxes_of_all_chunks(rng):
 
 def largest(f, *args):
     """The most elements of an array in the jaxpr of f, those inside of loops too."""
-
-    def sizes(jaxpr):
-        for eqn in jaxpr.eqns:
-            yield from (v.aval.size for v in eqn.outvars)
-            for inner in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")):
-                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    yield from sizes(getattr(inner, "jaxpr", inner))
-
-    return max(sizes(jax.make_jaxpr(f)(*args).jaxpr))
+    return max(v.aval.size for eqn in equations(jax.make_jaxpr(f)(*args).jaxpr) for v in eqn.outvars)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax_reference import data
+from jaxprs import equations
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -203,14 +204,8 @@ class Model(nn.Module):
 
 def products(jaxpr) -> set:
     """The shapes of all GEMMs' results in `jaxpr` and those within it, without axes of 1."""
-    found = set()
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("te_gemm", "te_gemm_sum", "dot_general"):
-            found.add(tuple(n for n in eqn.outvars[0].aval.shape if n > 1))
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
-            inner = getattr(inner, "jaxpr", inner)
-            found |= products(inner) if hasattr(inner, "eqns") else set()
-    return found
+    gemms = (e for e in equations(jaxpr) if e.primitive.name in ("te_gemm", "te_gemm_sum", "dot_general"))
+    return {tuple(n for n in eqn.outvars[0].aval.shape if n > 1) for eqn in gemms}
 
 
 @pytest.mark.parametrize(

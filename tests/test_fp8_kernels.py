@@ -8,6 +8,7 @@ from flax import linen as nn
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxprs import equations
 from states import assert_equal, data, state_of
 
 import te_jax as te
@@ -38,14 +39,9 @@ class Net(nn.Module):
         return te_flax.DenseGeneral(10, name="head")(layers(name="layers")(x, None)[0])
 
 
-def calls(jaxpr, name, found=0):
+def calls(jaxpr, name):
     """How often a primitive of that name stands in a jaxpr, or in one within."""
-    for eqn in jaxpr.eqns:
-        found += name in eqn.primitive.name
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
-            if hasattr(inner := getattr(inner, "jaxpr", inner), "eqns"):
-                found += calls(inner, name)
-    return found
+    return sum(name in eqn.primitive.name for eqn in equations(jaxpr))
 
 
 @pytest.mark.parametrize("recipe", [DELAYED, BLOCK], ids=["delayed", "block"])

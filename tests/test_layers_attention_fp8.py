@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxprs import equations
 
 from te_jax import checkpoint_policies, fp8
 from te_jax.fp8 import AttentionMetas
@@ -249,15 +250,7 @@ def test_refused_operands():
 
 def count(jaxpr, op) -> int:
     """Calls of `op`."""
-
-    def of_equation(eqn):
-        if eqn.params.get("name") == op:
-            return 1
-        inner = [x for p in eqn.params.values() for x in (p if isinstance(p, tuple) else (p,))]
-        jaxprs = [getattr(x, "jaxpr", x) for x in inner]
-        return sum(count(x, op) for x in jaxprs if hasattr(x, "eqns"))
-
-    return sum(map(of_equation, jaxpr.eqns))
+    return sum(eqn.primitive.name == op for eqn in equations(jaxpr))
 
 
 def test_remat_runs_the_kernel_once(rng):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from jax import lax
-from jax.extend.core import jaxprs_in_params
+from jaxprs import equations
 from layer_cases import close, data, fresh_state, observed, qdq, reference_norm
 from recipe_cases import near, own, results
 
@@ -171,16 +171,8 @@ def test_statistics_of_a_norm_are_computed_once(norm):
         beta_of = beta if norm == "layernorm" else None
         return jnp.sum(layernorm_dense(x, kernel, gamma, beta_of, norm=norm, recipe=RECIPE)[0])
 
-    calls = []
-
-    def walk(jaxpr):
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "te_norm_fwd":
-                calls.append((eqn.params["inputs"], eqn.params["outputs"]))
-            for inner in jaxprs_in_params(eqn.params):
-                walk(inner)
-
-    walk(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, kernel).jaxpr)
+    of_norms = equations(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, kernel).jaxpr)
+    calls = [(e.params["inputs"], e.params["outputs"]) for e in of_norms if e.primitive.name == "te_norm_fwd"]
     of_norm = ("mean", "rstd") if norm == "layernorm" else ("rstd",)
     (_, measured), (given, quantized) = calls
     assert measured == (*of_norm, "amax") and quantized == ("data", "data_t")
