@@ -24,7 +24,7 @@ Status LaunchActivationFwd(cudaStream_t stream, Arg x, Arg scale, Ret y, Ret dat
   const TileArrays arrays{scale, "y", y, data, data_t, amax_parts, kNone};
   const Totals totals{scale, amax, kNone, scale_inv, amax_parts, kNone};
   TE_TRY(ExpectTiles(op, x, of.m, {of.f}, 1, arrays));
-  TE_TRY(ExpectTotals(op, x, totals, {}));
+  TE_TRY(ExpectTotals(op, Present(x), totals, {}));
   if (!Present(x)) return Finish(stream, totals);
   TE_TRY(DispatchSlots(x.type, of.a, [&]<typename T, int kA>() -> Status {
     const ActivationSource<T, kA> source{Data<T>(x), unsigned(of.f), of.act};
@@ -45,7 +45,7 @@ Status LaunchActivationBwd(cudaStream_t stream, Arg dy, Arg x, Arg scale, Ret dx
   const Totals totals{scale, amax, dbias, scale_inv, amax_parts, dbias_parts};
   TE_TRY(Expect(op, {{"dy", dy, x.type, of.m + Axes{of.f}}}));
   TE_TRY(ExpectTiles(op, x, of.m, slots, of.a, arrays));
-  TE_TRY(ExpectTotals(op, x, totals, slots));
+  TE_TRY(ExpectTotals(op, Present(x), totals, slots));
   if (!Present(x)) return Finish(stream, totals);
   TE_TRY(DispatchSlots(x.type, of.a, [&]<typename T, int kA>() -> Status {
     const GradientSource<T, kA> source{Data<T>(dy), Data<T>(x), unsigned(of.f), of.act};

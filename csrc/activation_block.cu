@@ -42,7 +42,7 @@ Status LaunchActivationBlockBwd(cudaStream_t stream, Arg dy, Arg x, Ret data, Re
   const BlockArrays arrays{data, data_t, scale_inv, scale_inv_t, dbias_parts};
   const Totals totals{kNone, kNone, dbias, kNone, kNone, dbias_parts};
   TE_TRY(GetBlockArgs(op, of.m, {of.a}, of.f, arrays, power_2, epsilon, &a));
-  TE_TRY(ExpectTotals(op, x, totals, {of.a, of.f}));
+  TE_TRY(ExpectTotals(op, Present(x), totals, {of.a, of.f}));
   if (!Present(x)) return Finish(stream, totals);
   TE_TRY(DispatchSlots(x.type, of.a, [&]<typename T, int kA>() -> Status {
     using Source = Rounded<GradientSource<T, kA>>;

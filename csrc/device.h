@@ -5,7 +5,7 @@
 
 namespace te {
 
-// Whether the current device is a Hopper (9.0).
+// Whether the current device is a Hopper (9.0); false where CUDA does not say.
 bool IsHopper();
 
 // Unimplemented, naming the op, unless the current device is a Hopper.

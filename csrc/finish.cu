@@ -58,11 +58,11 @@ __device__ __forceinline__ void FinishColumn(const Parts& a, unsigned column, Ta
   if (first == 0) static_cast<unsigned*>(a.result)[column] = total;
 }
 
-__device__ void Finish(const Parts& a, unsigned cta) {
+__device__ void FinishOne(const Parts& a, unsigned cta) {
   const auto larger = [](unsigned total, unsigned part) { return max(total, part); };
   const auto sum = [](unsigned total, unsigned part) { return total + part; };
   if (a.reduce == Reduce::kMax) return FinishColumn(a, cta, larger, WarpMax);
-  if (a.type == S32) return FinishColumn(a, cta, sum, WarpCount);
+  if (a.type == S32) return FinishColumn(a, cta, sum, WarpSumOfInts);
   FinishSums(a, cta);
 }
 
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kColumns* kRows) te_finish(const __grid_consta
 #pragma unroll
   for (int i = 0; i < kMostEndings; ++i) {
     const Parts& mine = a.each[i];
-    if (cta < mine.ctas) return Finish(mine, cta);
+    if (cta < mine.ctas) return FinishOne(mine, cta);
     cta -= mine.ctas;
   }
 }
@@ -122,14 +122,14 @@ Status FinishParts(cudaStream_t stream, const std::vector<Ending>& endings, cons
   return LaunchBehind(stream, ctas, args);
 }
 
-Status ExpectTotals(const char* op, const Tensor& x, const Totals& of, const Axes& n, const Axes& e) {
+Status ExpectTotals(const char* op, bool has_parts, const Totals& of, const Axes& n, const Axes& e) {
   TE_TRY(Expect(op, {{"amax", of.amax, F32, e, kOptional},
                      {"dbias", of.dbias, F32, n, kOptional},
                      {"scale_inv", of.scale_inv, F32, {}, AbsentIf(!Present(of.scale))}}));
   const std::pair<const Tensor&, const Tensor&> all[] = {{of.amax, of.amax_parts},
                                                          {of.dbias, of.dbias_parts}};
   for (const auto& [result, parts] : all)
-    TE_CHECK(!Present(x) || Present(result) == Present(parts),
+    TE_CHECK(!has_parts || Present(result) == Present(parts),
              "%s: %s is %s, and its parts are %s; pass both or neither", op,
              &result == &of.amax ? "amax" : "dbias", result.shape().c_str(), parts.shape().c_str());
   return {};

@@ -21,16 +21,16 @@ constexpr int kMostEndings = 2;
 Status FinishParts(cudaStream_t stream, const std::vector<Ending>& endings, const Tensor& scale = kNone,
                    const Tensor& scale_inv = kNone);
 
-// What a call with one scale has beside the tensor that it makes.
+// What a call has beside the tensor that it makes: for all of it, or the amax for each expert.
 struct Totals {
   Tensor scale, amax, dbias, scale_inv, amax_parts, dbias_parts;
 };
 
 constexpr const char *kAmaxParts = "amax_parts", *kDbiasParts = "dbias_parts";
 
-// An error unless amax, of axes e, and dbias, of axes n, have parts exactly where they are there, in a call
-// for x; the parts' axes are looked at elsewhere.
-Status ExpectTotals(const char* op, const Tensor& x, const Totals& of, const Axes& n, const Axes& e = {});
+// An error unless amax, of axes e, and dbias, of axes n, have parts exactly where they are there, if results
+// have any (has_parts); the parts' axes are looked at elsewhere.
+Status ExpectTotals(const char* op, bool has_parts, const Totals& of, const Axes& n, const Axes& e = {});
 
 Status Finish(cudaStream_t stream, const Totals& of);
 

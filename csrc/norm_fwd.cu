@@ -264,7 +264,7 @@ Status LaunchNormFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Arg known_
                      {"data_t", data_t, Fp8Like(data), h + rows, kOptional},
                      {kAmaxParts, amax_parts, F32, places, kOptional},
                      {"workspace", workspace, U8, {8 * rows.count()}, RequiredIf(hands_over)}}));
-  TE_TRY(ExpectTotals(op, x, totals, {}));
+  TE_TRY(ExpectTotals(op, Present(x), totals, {}));
   if (!Present(x)) {  // the partial amax is there nevertheless, and has nothing in it
     TE_TRY(Finish(stream, {scale, amax, kNone, scale_inv, kNone, kNone}));
     return Fill(stream, 0xff, {mean, rstd});  // rows without columns have undefined statistics

@@ -245,8 +245,9 @@ Status LaunchPermute(cudaStream_t stream, Arg x, Arg slots, Arg offsets, Arg wei
   const TileArrays arrays{scale, "rows", rows, data, data_t, amax_parts, kNone};
   const Totals totals{kNone, amax, kNone, kNone, amax_parts, kNone};
   TE_TRY(ExpectTiles(op, x, {m}, {n}, 1, arrays));
-  TE_TRY(ExpectTotals(op, x, totals, {}));
-  if (m == 0 || n == 0) return Finish(stream, totals);
+  const bool has_tiles = m > 0 && n > 0;
+  TE_TRY(ExpectTotals(op, has_tiles, totals, {}));
+  if (!has_tiles) return Finish(stream, totals);
   TE_TRY(DispatchFloat(x.type, [&]<typename T>() {
     const GatherSource<T> source{
         GatheredRows<T>::Of(x, slots, offsets, weights, topk, kTileRows, kTileColumns)};

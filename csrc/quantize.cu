@@ -110,7 +110,7 @@ Status LaunchQuantize(cudaStream_t stream, Arg x, Arg scale, Ret data, Ret data_
   const Totals totals{scale, amax, dbias, scale_inv, amax_parts, dbias_parts};
   TE_TRY(Expect(op, {{"x", x, kFloats, all}}));
   TE_TRY(ExpectTiles(op, x, m, n, 1, arrays));
-  TE_TRY(ExpectTotals(op, x, totals, n));
+  TE_TRY(ExpectTotals(op, Present(x), totals, n));
   if (!Present(x)) return Finish(stream, totals);
   TE_TRY(DispatchFloat(x.type, [&]<typename T>() -> Status {
     const QuantizeSource<T> source{Data<T>(x), n.count()};
@@ -132,7 +132,7 @@ Status LaunchQuantizeStacked(cudaStream_t stream, Arg x, Arg y, Arg scale, Ret d
   const Totals totals{kNone, amax, kNone, kNone, amax_parts, kNone};
   TE_TRY(Expect(op, {{"x", x, kFloats, all}, {"y", y, x.type, all, slots ? kRequired : kAbsent}}));
   TE_TRY(ExpectTiles(op, x, m, slots ? Axes{2} + n : n, slots + 1, arrays, e));
-  TE_TRY(ExpectTotals(op, x, totals, {}, e));
+  TE_TRY(ExpectTotals(op, Present(x), totals, {}, e));
   if (!Present(x)) return Finish(stream, totals);
   TE_TRY(DispatchFloat(x.type, [&]<typename T>() -> Status {
     const auto launch = [&]<typename Source>(const Source& source) {

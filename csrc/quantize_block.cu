@@ -79,7 +79,7 @@ Status LaunchQuantizeBlock(cudaStream_t stream, Arg x, Ret data, Ret data_t, Ret
                      {others.inv_t_name, others.inv_t, F32, {}, kAbsent}}));
   BlockArgs a;
   TE_TRY(GetBlockArgs(op, rows, columns.Without(1), columns.last(), arrays, power_2, epsilon, &a, square));
-  TE_TRY(ExpectTotals(op, x, totals, columns));
+  TE_TRY(ExpectTotals(op, Present(x), totals, columns));
   if (!Present(x)) return Finish(stream, totals);
   TE_TRY(DispatchFloat(x.type, [&]<typename T>() -> Status {
     using Source = BlockQuantizeSource<T>;

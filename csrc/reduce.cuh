@@ -19,7 +19,7 @@ __device__ __forceinline__ float WarpSum(float v) {
 }
 
 __device__ __forceinline__ unsigned WarpMax(unsigned v) { return __reduce_max_sync(~0u, v); }
-__device__ __forceinline__ unsigned WarpCount(unsigned v) { return __reduce_add_sync(~0u, v); }
+__device__ __forceinline__ unsigned WarpSumOfInts(unsigned v) { return __reduce_add_sync(~0u, v); }
 
 // A barrier of the blockDim.x threads that share a threadIdx.y: the rows of a CTA do not wait for each other.
 // Of the 16 barriers of a CTA, 0 is __syncthreads': at most 15 rows of more than a warp each.

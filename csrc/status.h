@@ -28,21 +28,22 @@ __attribute__((format(printf, 1, 2))) inline std::string Format(const char* form
   return text;
 }
 
-// The compute capability of the current device, as 90 of 9.0; 0 where CUDA does not say.
-inline int CapabilityNumber() {
+// The compute capability of the current device, 90 of 9.0.
+inline cudaError_t GetCapability(int* number) {
   int device = 0, major = 0, minor = 0;
-  if (cudaGetDevice(&device) == cudaSuccess &&
-      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess)
-    return major * 10 + minor;
-  (void)cudaGetLastError();
-  return 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (!error) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (!error) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  *number = major * 10 + minor;
+  return error;
 }
 
-// As in 9.0.
+// As in 9.0; "unknown" where CUDA does not say.
 inline std::string Capability() {
-  const int number = CapabilityNumber();
-  return number ? Format("%d.%d", number / 10, number % 10) : "unknown";
+  int number = 0;
+  if (GetCapability(&number) == cudaSuccess) return Format("%d.%d", number / 10, number % 10);
+  (void)cudaGetLastError();
+  return "unknown";
 }
 
 // What a call of the CUDA runtime that failed ends as.

@@ -58,7 +58,7 @@ class Op:
     aside:      {result: (operand, function)}: results that follow from one operand alone, element by element. The
                 kernel writes them on its way; a call that is mapped, or varies over manual mesh axes, leaves them to
                 the function, so that their types are those of the operand.
-    workspace:  (operand shapes and dtypes, outputs=, **attrs) -> bytes of a last uint8 result that the CUDA call alone
+    workspace:  (operand shapes and dtypes, outputs=, **attrs) -> bytes of a uint8 result that the CUDA call alone
                 has; outputs are the names of the chosen results.
     layout:     (name, ndim, **attrs) -> the order in memory of an operand's or result's axes in the CUDA call, the
                 outermost first. Without it all are row-major.

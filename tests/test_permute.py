@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from te_jax.layers.config import Config
 from te_jax.layers.produce import Role, produce
 from te_jax.layers.tensor import Uses
-from te_jax.ops.permute import Groups, buffer_rows, combine, group, permute, permute_source
+from te_jax.ops.permute import Groups, buffer_rows, combine, group, permute, permute_op, permute_source
 from te_jax.ops.quantize import dequantize_rows
 from te_jax.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 
@@ -172,6 +172,13 @@ def test_shapes(shape, rng):
     np.testing.assert_allclose(dweights, np.broadcast_to(2 * np.sum(x**2, -1)[..., None], shape), rtol=2.0**-20)
     got = permute_source(x, groups).run(("data_t", "amax"), E4M3, scale=jnp.float32(1))
     np.testing.assert_array_equal(got["amax"], np.abs(x).max(initial=0))
+
+
+def test_a_buffer_without_rows():
+    """Tokens, but no row for them: nothing is written, and the amax is 0."""
+    slots, offsets, scale = jnp.zeros(0, jnp.int32), jnp.zeros(5, jnp.int32), jnp.float32(2)
+    data, amax = permute_op(jnp.ones((3, 8)), slots, offsets, None, scale, outputs=("data", "amax"), topk=2, dtype=E4M3)
+    assert data.shape == (0, 8) and float(amax) == 0
 
 
 def test_a_scale_is_exact_on_the_wide_rows(rng):
