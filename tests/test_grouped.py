@@ -147,6 +147,18 @@ def test_stacked_weights(rng):
             np.testing.assert_array_equal(alone[0], got[2])
 
 
+def test_stacked_amaxes():
+    """Of more tiles than te_finish has threads, the largest element in the last of them."""
+    x = np.tile(np.linspace(-1, 1, 33000, dtype=np.float32), (3, 1, 1))
+    x[:, 0, -1] = 2, np.inf, np.nan
+    of_three, of_none = (
+        quantize_stacked(a, None, None, outputs=("amax",), stack=1, slots=0, split=1, dtype=E4M3)[0]
+        for a in (x, x[:, :0])
+    )
+    np.testing.assert_array_equal(of_three, [2, np.inf, np.nan])
+    np.testing.assert_array_equal(of_none, np.zeros(3))
+
+
 def test_no_rows():
     """T = 0: a buffer without rows."""
     offsets, counts, scale = np.zeros(4, np.int32), np.zeros(3, np.int32), np.ones(3, np.float32)

@@ -17,7 +17,7 @@ FILES = [str(ROOT / "tests" / f"test_{name}.py") for name in _NAMES.split()]
 SELECTION = (
     "(c_api and not (gemm or norm or rms or block or gelu)) or not c_api and "
     "(amax_alone or quantize or stacked or activation or rope or scale_update or permute or "
-    "(router and (8-2 or experts))) and not (8192 or 65536 or 12288 or large) "
+    "(router and (8-2 or experts or counts[17]))) and not (8192 or 65536 or 12288 or large) "
     "and not ((amax_alone or test_activation and (-float16 or -float32)) "
     "and not ([gelu-bfloat16 or [gelu-float or [quantize- or silu-linear))"
 )

@@ -174,11 +174,13 @@ def test_shapes(shape, rng):
     np.testing.assert_array_equal(got["amax"], np.abs(x).max(initial=0))
 
 
-def test_a_buffer_without_rows():
-    """Tokens, but no row for them: nothing is written, and the amax is 0."""
-    slots, offsets, scale = jnp.zeros(0, jnp.int32), jnp.zeros(5, jnp.int32), jnp.float32(2)
-    data, amax = permute_op(jnp.ones((3, 8)), slots, offsets, None, scale, outputs=("data", "amax"), topk=2, dtype=E4M3)
-    assert data.shape == (0, 8) and float(amax) == 0
+@pytest.mark.parametrize("tokens, rows", [(3, 0), (0, 128)])
+def test_without_rows_or_tokens(tokens, rows):
+    """No row for tokens, or no tokens for rows: nothing is written, and the amax is 0."""
+    slots, offsets, scale = jnp.full(rows, -1, jnp.int32), jnp.zeros(5, jnp.int32), jnp.float32(2)
+    x, attrs = jnp.ones((tokens, 8)), dict(outputs=("data", "amax"), topk=2, dtype=E4M3)
+    data, amax = permute_op(x, slots, offsets, None, scale, **attrs)
+    assert data.shape == (rows, 8) and float(amax) == 0
 
 
 def test_a_scale_is_exact_on_the_wide_rows(rng):

@@ -154,6 +154,14 @@ def test_many_experts(experts, rng):
         np.testing.assert_allclose(got, want, rtol=2.0**-14, atol=2.0**-18)
 
 
+@pytest.mark.parametrize("tokens", [17, 8209, 16401])
+def test_counts(tokens, rng):
+    """Of two parts, of more than a CTA has threads, and of as many as there are at most (`csrc/router.cu`)."""
+    logits = jnp.asarray(rng.standard_normal((tokens, 5)), jnp.float32)
+    routing = jax.jit(route, static_argnums=1)(logits, RouterOptions(2))
+    np.testing.assert_array_equal(routing.counts, np.bincount(np.ravel(routing.experts), minlength=5))
+
+
 @pytest.mark.parametrize("shape, per_sequence", [((0, 8), False), ((3, 0, 8), True), ((0, 3, 8), True)])
 def test_no_tokens(shape, per_sequence):
     """Losses are 0."""
