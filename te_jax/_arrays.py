@@ -14,6 +14,13 @@ def as_jax(*args):
     return tuple(jnp.asarray(a) if stands_for(a) else a for a in args)
 
 
+def known_values(array) -> np.ndarray | None:
+    """An array of integers as i64 of numpy, or None: of a tracer, or of parts of other processes, nothing is known."""
+    if isinstance(array, jax.core.Tracer) or not isinstance(array, np.ndarray | jax.Array):
+        return None
+    return np.asarray(array).astype(np.int64) if getattr(array, "is_fully_addressable", True) else None
+
+
 def as_rank(x: jax.Array, ndim: int) -> jax.Array:
     """x with `ndim` axes, the new ones of size 1 in front: needed under jax_numpy_rank_promotion="raise"."""
     return jnp.expand_dims(x, tuple(range(ndim - x.ndim)))

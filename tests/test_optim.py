@@ -205,6 +205,19 @@ def test_bad_gradients_spoil_their_own_element_alone():
     np.testing.assert_allclose(np.asarray(update[0])[~bad], 1, atol=0.07)  # mu was rounded once: 2**-4
 
 
+def test_updates_are_finite_where_those_of_optax_are():
+    """Pairs of gradients from denormal ones to inf among usual ones: in one block, and each in a row of its own."""
+    sizes = [0.0, 1e-45, 1e-38, 1e-30, 1e-19, 1.0, 1e15, 1.8e19, 1.84e19, 2e19, 1e30, 3.4e38, np.inf, np.nan]
+    pairs = np.stack(np.meshgrid(sizes, [*sizes, *(-s for s in sizes)]), -1).reshape(-1, 2).astype(np.float32)
+    ones = np.ones(len(pairs), np.float32)
+    steps = np.stack([ones, pairs[:, 0], ones, pairs[:, 1], ones, *[pairs[:, 1]] * 3, ones])
+    grads = {"block": jnp.asarray(steps[:, None]), "rows": jnp.asarray(steps[..., None])}
+    for block in grads.values():
+        due, got = (run(tx(B1, B2), block) for tx in (optax.scale_by_adam, te.optim.scale_by_adam_fp8))
+        np.testing.assert_array_equal(np.isfinite(got), np.isfinite(due))
+        assert np.isfinite(due).any() and not np.isfinite(due).all()
+
+
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_first_step_is_that_of_optax(rng, nesterov, dtype):

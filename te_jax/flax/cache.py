@@ -12,7 +12,7 @@ from te_jax.flax._common import activation_axes
 from te_jax.flax._context import Context
 from te_jax.flax._state import describe
 from te_jax.ops.attention import Mask, SequenceDescriptor
-from te_jax.ops.attention.mask import Band
+from te_jax.ops.attention.mask import Band, warn_of_lengths
 from te_jax.ops.attention.reference import split_joined
 from te_jax.sharding import BATCH_AXES, HEAD_AXES, HIDDEN_AXES, SEQLEN_AXES
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
@@ -217,6 +217,7 @@ class KVCache:
                 f"{describe(self._module)}: the SequenceDescriptor has {kind}; with decode=True a row is one sequence "
                 f"with its padding on the right: pass SequenceDescriptor.from_seqlens(i32[{b}])."
             )
+        warn_of_lengths(describe(self._module), "mask.seqlens", lengths, self._s)
         return jnp.clip(lengths, 0, self._s).astype(jnp.int32)
 
     def _write(self, cached: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from te_jax._arrays import known_values
 from te_jax._check import INTEGERS, NONE, KnownFields, check, integer, number
 from te_jax.models.causal import CausalLM
 from te_jax.models.encoder import EncoderDecoder
@@ -122,13 +123,13 @@ def generate(
     model without scan is faster: see `te_jax.models.unscan`.
 
     prompts:  int[b, s], padded on the right.
-    lengths:  int[b], at least 1 each; None: the prompts have no padding.
+    lengths:  int[b], from 1 to s; None: the prompts have no padding.
     sampling: greedy, or what `key` of `jax.random` draws from.
     stop_at:  the token that ends a text; behind it there is nothing but it.
     encoded, input_lengths: of an `EncoderDecoder`, whose prompts are what its decoder begins with.
 
-    Raises TypeError for prompts that are no integers, ValueError for a sampling that wants a key and gets none and
-    for more tokens than there are learned positions.
+    Raises TypeError for prompts that are no integers, ValueError for a sampling that wants a key and gets none, for
+    more tokens than there are learned positions, and for lengths that are known and out of range.
     """
     name = "te_jax.models.generate"
     check(name, "prompts", prompts, INTEGERS)
@@ -141,6 +142,8 @@ def generate(
         raise ValueError(
             f"{name}: {s} + {count} tokens, but there are {limit} learned positions; pass a smaller count."
         )
+    if (known := known_values(lengths)) is not None and ((known < 1) | (known > s)).any():
+        raise ValueError(f"{name}: lengths are {known.tolist()}, of prompts of {s} tokens; pass lengths from 1 to {s}.")
     lengths = jnp.full((b,), s, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
     context = {} if encoded is None else dict(encoded=encoded, input_lengths=input_lengths)
     state = read_prompts(model, variables, prompts, lengths, s + count, **context)

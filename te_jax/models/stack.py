@@ -169,6 +169,8 @@ def described(lengths: Any) -> SequenceDescriptor | None:
 class Model(nn.Module):
     """What the models share.
 
+    A token, position or token type that a table has no row for gives NaN, as in Flax's `nn.Embed`; -1 is the last row.
+
     config:       the architecture.
     dtype:        of activations.
     params_dtype: of parameters.
@@ -200,9 +202,10 @@ class Model(nn.Module):
         return parameter(self, name, _TABLE_INIT, axes, (rows, self.config.hidden_size))
 
     def _embed(self, embedding, tokens, positions=None, token_types=None, lengths=None) -> jax.Array:
-        """tokens int[b, s] -> [b, s, H] of `dtype`. lengths: of the model; texts that share a row begin at 0 each."""
+        """tokens int[b, s] -> [b, s, H] of `dtype`, NaN for a token, position or type that the tables lack. lengths: of
+        the model; texts that share a row begin at 0 each."""
         c = self.config
-        x = self._rows(embedding, tokens)
+        x = _by_product(embedding, tokens) if self.embed_by_product else _look_up(embedding, tokens)
         if c.embedding_scale != 1.0:
             x = x * jnp.asarray(c.embedding_scale, self.dtype).astype(x.dtype)
         if c.max_positions is not None:
@@ -220,13 +223,6 @@ class Model(nn.Module):
             x = x + _look_up(self._table("token_types", c.token_types), kinds)
         x = constrain(x.astype(self.dtype), (BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES))
         return self._norm("embedding_norm", x) if c.embedding_norm else x
-
-    def _rows(self, embedding, tokens):
-        if not self.embed_by_product:
-            return _look_up(embedding, tokens)
-        # In f32 at the highest precision it is exact: one row times 1, plus zeros.
-        one_hot = jax.nn.one_hot(tokens, embedding.shape[0])
-        return jnp.matmul(one_hot, _gathered(embedding), precision=jax.lax.Precision.HIGHEST)
 
     def _norm(self, name: str, x):
         return te_flax.LayerNorm(**self.config.norm_fields(), **self.dtypes, name=name)(x)
@@ -298,13 +294,25 @@ def _gathered(a):
 
 
 def _look_up(table, indices):
-    """table [n, H], indices int[...] -> [..., H]."""
+    """table [n, H], indices int[...] -> [..., H]: as `jnp.take`, which `nn.Embed` uses, -1 is the last row, and an
+    index that no row has gives NaN, which has no gradient."""
     if not on_explicit_mesh(jax.typeof(table)):
-        return table[indices]
+        return jnp.take(table, indices, axis=0)
     spec = explicit_spec(jax.typeof(indices))
-    return _gathered(table).at[indices].get(out_sharding=PartitionSpec(*(spec or [None] * indices.ndim), None))
+    sharding = PartitionSpec(*(spec or [None] * indices.ndim), None)
+    return _gathered(table).at[indices].get(mode="fill", out_sharding=sharding)
+
+
+def _by_product(table, indices):
+    """`_look_up` as a product, which is exact in f32 at the highest precision: one row times 1, plus zeros."""
+    count = table.shape[0]
+    if jnp.iinfo(indices.dtype).bits < 32:  # They might not hold `count`.
+        indices = indices.astype(jnp.int32)
+    places = jnp.where(indices < 0, indices + count, indices)
+    rows = jnp.matmul(jax.nn.one_hot(places, count), _gathered(table), precision=jax.lax.Precision.HIGHEST)
+    return jnp.where(((places >= 0) & (places < count))[..., None], rows, jnp.nan)
 
 
 def rows_at(x: jax.Array, at: jax.Array) -> jax.Array:
-    """x [b, s, H], at int[b] -> [b, H], the rows of these tokens."""
+    """x [b, s, H], at int[b] -> [b, H], the rows of these tokens, NaN where there is none."""
     return jnp.take_along_axis(x, at[:, None, None], axis=1)[:, 0]

@@ -36,6 +36,7 @@ _ADAMW = "te_jax.optim.adamw_fp8"
 _BLOCK = 128  # Elements of the last axis that share a scale.
 _UNITS = 16.0  # mu is stored in units of root / 16, which reach 448 / 16 = 28 roots; b1, b2 = 0.9, 0.999 need 7.3.
 _ROOTS = 448 / _UNITS
+_LARGEST = float(jnp.finfo(jnp.float32).max)
 _ODD = 2654435769  # 2**32 over the golden ratio: its powers give neighbours along each axis distant numbers.
 
 USE_MASTERS = "put te_jax.optim.master_weights around the whole optimizer, optax.MultiSteps included"
@@ -93,7 +94,8 @@ def scale_by_adam_fp8(
     the scales too where the devices divide their number (`state_sharding`). Only maxima of blocks cross devices, where
     shards of the last axis cut blocks.
 
-    A gradient that is inf or NaN, or whose square is inf, spoils the moments of its own element alone, as in optax.
+    A gradient that is inf or NaN makes its own element NaN, and one whose square is inf in f32 (from 1.9e19 on) stops
+    that element for good, as in optax; no other element sees it.
 
     Raises TypeError for parameters and gradients that are not floating, and for arguments of another type; ValueError
     for arguments out of range (b2 has to be above b1**2, which bounds the quotient of the moments), for parameters in
@@ -281,8 +283,10 @@ def _blocks(x):
 
 def _moments(mu, root_nu, exponent):
     """(mu, nu) in f32 [..., blocks, elements] from the stored values."""
-    root = _blocks(root_nu).astype(jnp.float32) * _power_of_2(exponent)
-    return _blocks(mu).astype(jnp.float32) / _UNITS * root, root**2
+    root, ratio = _blocks(root_nu).astype(jnp.float32) * _power_of_2(exponent), _blocks(mu).astype(jnp.float32) / _UNITS
+    is_inf = jnp.isinf(root)  # Then the quotient of a finite mu is 0, and that of inf is NaN, which stays.
+    nu = jnp.where(is_inf, root, jnp.minimum(root**2, _LARGEST))  # Rounded up, the largest root's square would be inf.
+    return jnp.where(is_inf, ratio, ratio * root), nu
 
 
 def _store_moment(mu, root, count, shape):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from te_jax._arrays import as_rank
+from te_jax._arrays import as_rank, known_values
 from te_jax._check import plain, warn_once
 
 
@@ -108,7 +108,8 @@ def either(*masks: jax.Array | None) -> jax.Array | None:
 class SequenceDescriptor:
     """The segments of each row of a batch: a token attends within its segment, and padding sees nothing.
 
-    The `from_` functions make one. It is a pytree; every field is None or a pair (of queries, of keys).
+    The `from_` functions make one. It is a pytree; every field is None or a pair (of queries, of keys). Lengths below 0
+    count as 0, and what lies outside of a row is cut off. Where the values are known, a warning tells of both.
     """
 
     seqlens: tuple[jax.Array, jax.Array] | None = None  # i32[b] (one segment) or i32[b, n], tokens
@@ -119,7 +120,7 @@ class SequenceDescriptor:
     @classmethod
     def from_seqlens(cls, seqlens: Any) -> "SequenceDescriptor":
         """One segment per row, then padding. seqlens: i32[b], or a pair of them (queries, keys)."""
-        return cls(seqlens=_pair("seqlens", seqlens))
+        return cls(seqlens=_pair("seqlens", seqlens, least=0, below="it counts as 0: pass lengths from 0"))
 
     @classmethod
     def from_seqlens_and_offsets(cls, seqlens: Any, seq_offsets: Any) -> "SequenceDescriptor":
@@ -127,7 +128,8 @@ class SequenceDescriptor:
 
         seqlens: i32[b, n], seq_offsets: i32[b, n + 1] (i32[b, n] will do), or pairs of them; -1 where unused.
         """
-        lens, offsets = _pair("seqlens", seqlens), _pair("seq_offsets", seq_offsets)
+        unused = dict(least=-1, below="its segment counts as unused: pass -1 for that")
+        lens, offsets = _pair("seqlens", seqlens, **unused), _pair("seq_offsets", seq_offsets, **unused)
         for length, offset in zip(lens, offsets):
             if length.ndim < 1 or offset.ndim != length.ndim or offset.shape[-1] - length.shape[-1] not in (0, 1):
                 raise ValueError(
@@ -142,7 +144,7 @@ class SequenceDescriptor:
 
         segment_pos: the same shapes; None counts from the start of each run of equal ids.
         """
-        ids = _pair("segment_ids", segment_ids)
+        ids = _pair("segment_ids", segment_ids, least=0, below="it counts as a segment: pass 0 for padding")
         pos = tuple(map(_positions, ids)) if segment_pos is None else _pair("segment_pos", segment_pos)
         for i, p in zip(ids, pos):
             if i.shape != p.shape:
@@ -223,7 +225,8 @@ class SequenceDescriptor:
                     f"{(*want, 'n') if packed else want}; pass a pair where queries and keys differ."
                 )
             if self.segment_ids is None:
-                _warn_of_lengths(op, f"sequence_descriptor.seqlens of the {name}", array, size)
+                starts = self.seq_offsets[name == "keys"] if packed else None
+                warn_of_lengths(op, f"sequence_descriptor.seqlens of the {name}", array, size, starts)
 
     def hides(self, band: Band, s: int, t: int) -> jax.Array:
         """bool[b, s, t], True for keys of other segments, for padding, and outside of `band`.
@@ -325,23 +328,33 @@ class Mask:
         return None if band is None or (band.left is not None and has_bias and s > t) else band
 
 
-def _warn_of_lengths(op: str, what: str, lengths, size: int):
-    """Warns, once, of lengths beyond the row, if their values are known."""
-    if isinstance(lengths, jax.core.Tracer) or not isinstance(lengths, np.ndarray | jax.Array) or not lengths.size:
+def warn_of_lengths(op: str, what: str, lengths: Any, size: int, starts: Any = None) -> None:
+    """Warns, once, where values are known, of segments beyond a row of `size` tokens. starts: of segments, else 0."""
+    lengths, starts = known_values(lengths), 0 if starts is None else known_values(starts)
+    if lengths is None or starts is None or not isinstance(size, int):
         return
-    if not isinstance(size, int) or not getattr(lengths, "is_fully_addressable", True):
-        return
-    if (most := int(np.max(np.asarray(lengths)))) > size:
+    if (most := int(lengths.max(initial=0))) > size:
         warn_once(op, f"{what} has {most}, but a row has {size} tokens; it counts as {size}: pass lengths up to that.")
+        return
+    starts = starts if isinstance(starts, int) else starts[..., : lengths.shape[-1]]
+    ends = np.where((starts >= 0) & (lengths > 0), starts + lengths, 0)
+    if (end := int(ends.max(initial=0))) > size:
+        warn_once(
+            op, f"{what} has a segment up to token {end}, but a row has {size}, where it ends: pass those inside."
+        )
 
 
-def _pair(name: str, value) -> tuple[jax.Array, jax.Array]:
+def _pair(name: str, value, least: int | None = None, below: str = "") -> tuple[jax.Array, jax.Array]:
+    """(of queries, of keys). `below` says what becomes of known values under `least`, and the way out."""
     pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
     if len(pair) != 2:
         raise ValueError(f"SequenceDescriptor: {name} has {len(pair)} parts; pass one array, or (queries, keys).")
     for array in pair:
         if not hasattr(array, "dtype") or not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(f"SequenceDescriptor: {name} must be an integer array, got {array!r}.")
+        known = None if least is None else known_values(array)
+        if known is not None and (lowest := int(known.min(initial=least))) < least:
+            warn_once("SequenceDescriptor", f"{name} has {lowest}; {below}.")
     return pair
 
 
