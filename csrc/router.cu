@@ -16,7 +16,10 @@ namespace {
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kTokensOfAWarp = 4, kMostParts = 1024;  // a part is a CTA's
 constexpr size_t kShared = 48 << 10;                  // bytes that a CTA has unasked
-constexpr float kLeastSum = 1e-20f;                   // what the weights of a token are divided by at least
+// What the weights of a token are divided by at least; the sum below which both are taken times e^46, for the
+// derivative divides by the sum's square.
+constexpr float kLeastSum = 1e-20f, kSmallSum = 1e-10f, kLarger = 46.f;
+constexpr float kLeastLargerSum = 0.94961194f;  // 1e-20 e^46
 
 struct RouterArgs {
   const float* logits;    // [tokens, experts]
@@ -47,8 +50,12 @@ __device__ __forceinline__ float WarpMaximum(float v) {
 }
 
 // exp(values - their maximum) over its sum, of a warp's values[n] in shared memory. NaN where the maximum is
-// not finite.
-__device__ __forceinline__ void Softmax(float* values, int n) {
+// not finite. Returns what the logarithms of the results are below the values.
+struct Below {
+  float top, log_sum;
+  __device__ __forceinline__ float Log(float value) const { return value - top - log_sum; }
+};
+__device__ __forceinline__ Below Softmax(float* values, int n) {
   float top = -INFINITY, sum = 0.f;
   for (int i = Lane(); i < n; i += 32) top = fmaxf(top, values[i]);
   top = WarpMaximum(top);
@@ -56,6 +63,27 @@ __device__ __forceinline__ void Softmax(float* values, int n) {
   sum = WarpSum(sum);
   for (int i = Lane(); i < n; i += 32) values[i] /= sum;
   __syncwarp();
+  return {top, logf(sum)};
+}
+
+// The chosen scores of a token, and what they are divided by, both perhaps times e^46. A sigmoid that small
+// is e^logit.
+struct Picked {
+  float sum, least;
+  bool is_larger;
+};
+__device__ __forceinline__ Picked PickScores(const RouterArgs& a, const float* logits, const float* scores,
+                                             Below below, const int* chosen, float* picked) {
+  float sum = 0.f;
+  for (int n = Lane(); n < a.topk; n += 32) picked[n] = scores[chosen[n]];
+  __syncwarp();
+  if (!a.scores_first) Softmax(picked, a.topk);
+  for (int n = Lane(); n < a.topk; n += 32) sum += picked[n];
+  sum = WarpSum(sum);
+  if (!a.normalizes || !a.scores_first || !(sum < kSmallSum)) return {sum, kLeastSum, false};
+  sum = 0.f;
+  for (int n = Lane(); n < a.topk; n += 32) sum += picked[n] = expf(below.Log(logits[chosen[n]]) + kLarger);
+  return {WarpSum(sum), kLeastLargerSum, true};
 }
 
 // Hides the groups that are not among a token's best: those with the largest sums of their `width` largest
@@ -132,7 +160,8 @@ __global__ void __launch_bounds__(kThreads) te_router_fwd(const RouterArgs a) {
     }
     has_nan = WarpMax(has_nan);
     __syncwarp();
-    if (a.scores_first && !a.sigmoid) Softmax(scores, E);
+    Below below{};
+    if (a.scores_first && !a.sigmoid) below = Softmax(scores, E);
     for (int i = Lane(); i < E; i += 32) {
       const float c = a.bias ? scores[i] + a.bias[i] : scores[i];
       choice[i] = c != c || c == -INFINITY ? -FLT_MAX : c == 0.f ? 0.f : c;  // HideGroups has -INFINITY
@@ -144,13 +173,8 @@ __global__ void __launch_bounds__(kThreads) te_router_fwd(const RouterArgs a) {
     __syncwarp();
     ChooseExperts(a, keys, chosen);
 
-    for (int n = Lane(); n < k; n += 32) picked[n] = scores[chosen[n]];
-    __syncwarp();
-    if (!a.scores_first) Softmax(picked, k);
-    float sum = 0.f;
-    for (int n = Lane(); n < k; n += 32) sum += picked[n];
-    sum = a.normalizes ? WarpSum(sum) : 1.f;
-    if (a.normalizes) sum = sum != sum ? sum : fmaxf(sum, kLeastSum);  // fmaxf drops a NaN
+    const Picked of = PickScores(a, logits, scores, below, chosen, picked);
+    const float sum = !a.normalizes ? 1.f : of.sum < of.least ? of.least : of.sum;  // which may be a NaN
     for (int n = Lane(); n < k; n += 32) {
       const float weight = a.scaling_factor * (picked[n] / sum);
       a.weights[token * k + n] = has_nan ? NAN : weight;
@@ -178,23 +202,17 @@ __global__ void __launch_bounds__(kThreads) te_router_bwd(const RouterArgs a) {
       scores[i] = a.sigmoid ? 1.f / (1.f + expf(-logits[i])) : logits[i];
     }
     __syncwarp();
-    if (a.scores_first && !a.sigmoid) Softmax(scores, E);
-    for (int n = Lane(); n < k; n += 32) picked[n] = scores[chosen[n]];
-    __syncwarp();
-    if (!a.scores_first) Softmax(picked, k);
+    Below below{};
+    if (a.scores_first && !a.sigmoid) below = Softmax(scores, E);
+    const Picked of = PickScores(a, logits, scores, below, chosen, picked);
 
-    float sum = 0.f, dot = 0.f;  // of p, of p and the gradient of w
-    for (int n = Lane(); n < k; n += 32) {
-      sum += picked[n];
-      dot += picked[n] * dweights[n];
-    }
-    sum = WarpSum(sum);
+    float dot = 0.f;  // of p and the gradient of w
+    for (int n = Lane(); n < k; n += 32) dot += picked[n] * dweights[n];
     dot = WarpSum(dot);
-    const bool tiny = sum < kLeastSum;
     const auto dpicked = [&](int n) {
       if (!a.normalizes) return a.scaling_factor * dweights[n];
-      if (tiny) return a.scaling_factor * dweights[n] / kLeastSum;
-      return a.scaling_factor * ((dweights[n] - dot / sum) / sum);
+      if (of.sum < of.least) return a.scaling_factor * dweights[n] / of.least;
+      return a.scaling_factor * ((dweights[n] - dot / of.sum) / of.sum);
     };
     float onto = 0.f;  // sum of p and the gradient of p, which a softmax takes off
     for (int n = Lane(); n < k; n += 32) onto += picked[n] * dpicked(n);
@@ -204,7 +222,8 @@ __global__ void __launch_bounds__(kThreads) te_router_bwd(const RouterArgs a) {
     __syncwarp();
     for (int n = Lane(); n < k; n += 32) {
       const float p = picked[n], d = dpicked(n);
-      dlogits[chosen[n]] = a.sigmoid ? p * (1.f - p) * d : p * (d - onto);
+      const float score = of.is_larger ? scores[chosen[n]] : p;
+      dlogits[chosen[n]] = a.sigmoid ? p * (1.f - score) * d : p * d - score * onto;
     }
     __syncwarp();
   }

@@ -10,14 +10,14 @@ from host_cuda import library
 
 pytestmark = pytest.mark.sources
 ROOT = Path(__file__).resolve().parents[1]
-_NAMES = "cuda_ops cuda_block recipe_block cuda_rope permute grouped paired router cuda_c_api"
+_NAMES = "cuda_ops cuda_block recipe_block cuda_rope permute grouped paired router router_extremes cuda_c_api"
 FILES = [str(ROOT / "tests" / f"test_{name}.py") for name in _NAMES.split()]
 # Large sizes show what a GPU does at speed; here they would only take long. A kernel of activations is compiled for a
 # dtype and one or two slots, the function is an argument: with bf16 all are run, else one of each number of slots.
 SELECTION = (
     "(c_api and not (gemm or norm or rms or block or gelu)) or not c_api and "
     "(amax_alone or quantize or stacked or activation or rope or scale_update or permute or "
-    "(router and (8-2 or experts or counts[17]))) and not (8192 or 65536 or 12288 or large) "
+    "(router and (8-2 or experts or counts[17] or extreme_logits[))) and not (8192 or 65536 or 12288 or large) "
     "and not ((amax_alone or test_activation and (-float16 or -float32)) "
     "and not ([gelu-bfloat16 or [gelu-float or [quantize- or silu-linear))"
 )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from math import prod
+from math import exp, log, prod
 from typing import NamedTuple
 
 import jax
@@ -132,12 +132,35 @@ def _scores(logits, options: RouterOptions):
     return jax.nn.softmax(logits, -1) if options.score_function == "softmax" else jax.nn.sigmoid(logits)
 
 
+def _logs(logits, options: RouterOptions):
+    """The logarithms of small scores: of a sigmoid below 1e-10 it is the logit, in f32."""
+    return jax.nn.log_softmax(logits, -1) if options.score_function == "softmax" else logits
+
+
+_LEAST_SUM, _SMALL_SUM, _LARGER = 1e-20, 1e-10, 46.0  # csrc/router.cu
+
+
+def _over_sum(scores, logs):
+    """scores [..., n] over their sum, or over 1e-20 where that is less. logs: the logarithms of small scores.
+
+    A derivative divides by the sum's square, which for a sum of 1e-20 is 0 in f32. So scores with a small sum are taken
+    times e**46, and 1e-20 with them. They come from their logarithms: e**-100 has no f32, and over 1e-20 it has one.
+    """
+    is_small = jnp.sum(scores, -1, keepdims=True) < _SMALL_SUM
+    larger = jnp.exp(jnp.minimum(logs, log(_SMALL_SUM)) + _LARGER)  # finite where it is not read, too
+    scores = jnp.where(is_small, larger, scores)
+    least = jnp.where(is_small, _LEAST_SUM * exp(_LARGER), _LEAST_SUM)
+    return scores / jnp.maximum(jnp.sum(scores, -1, keepdims=True), least)
+
+
 def _weigh(logits, experts, options: RouterOptions):
     """f32[m..., k]: the weights of the chosen experts, differentiable in the logits f32[m..., e]."""
-    picked = jnp.take_along_axis(_scores(logits, options), experts, -1)
-    weights = picked if options.scores_first else jax.nn.softmax(picked, -1)
-    if options.normalizes:
-        weights = weights / jnp.maximum(jnp.sum(weights, -1, keepdims=True), 1e-20)
+    picked = lambda each: jnp.take_along_axis(each, experts, -1)
+    weights = picked(_scores(logits, options))
+    if not options.scores_first:
+        weights = jax.nn.softmax(weights, -1)  # which add up to 1
+    elif options.normalizes:
+        weights = _over_sum(weights, picked(_logs(logits, options)))
     return options.scaling_factor * weights
 
 
@@ -279,8 +302,7 @@ def load_balancing_loss(
     if options.score_function == "softmax":
         scores = jax.nn.softmax(logits, -1)
     else:
-        scores = jax.nn.sigmoid(logits)
-        scores = scores / jnp.maximum(jnp.sum(scores, -1, keepdims=True), 1e-20)
+        scores = _over_sum(jax.nn.sigmoid(logits), logits)
     tokens = (logits.ndim - 2,) if per_sequence else tuple(range(logits.ndim - 1))
     chosen = jnp.sum(jax.nn.one_hot(experts, num_experts, dtype=jnp.float32), -2)
     each = jnp.sum(_mean(chosen, tokens) * _mean(scores, tokens), -1)
