@@ -2,6 +2,7 @@
 // and te_activation_block_* share.
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 
 #include "fp8.cuh"
@@ -63,7 +64,7 @@ struct Activation {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const float f = MaxNan(x0[j], 0.f);
-        y[j] = (squared ? f * f : f) * gate[j];
+        y[j] = squared ? f * (f * gate[j]) : f * gate[j];  // a square may be inf where this is not
       }
     } else {
 #pragma unroll
@@ -71,7 +72,15 @@ struct Activation {
     }
   }
 
-  // In the order of the reference, so that what is not finite is where it is there.
+  // dy times f times gate: of a product of the last two that is inf the larger one first, for dy is small.
+  static __device__ __forceinline__ float Product(float dy, float f, float gate) {
+    const float product = f * gate;
+    if (fabsf(product) <= FLT_MAX) return dy * product;
+    return fabsf(gate) > f ? dy * gate * f : dy * f * gate;
+  }
+
+  // In the order of the reference, so that what is not finite is where it is there: dy times the other slot
+  // may be inf where the slope is 0.
   template <typename T, int kA>
   __device__ __forceinline__ void Backward(const Vec<T, 8>& dy, const Vec<T, 8> (&x)[kA],
                                            float (&dx)[kA][8]) const {
@@ -80,16 +89,16 @@ struct Activation {
     if (relu) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const float f = MaxNan(x0[j], 0.f), g = dy[j] * gate[j], half = g * f;
-        dx[0][j] = x0[j] > 0.f ? (squared ? half + half : g) : 0.f;  // 0 also where g is not finite
-        if (kA == 2) dx[kA - 1][j] = dy[j] * (squared ? f * f : f);
+        const float f = MaxNan(x0[j], 0.f), half = squared ? Product(dy[j], f, gate[j]) : 0.f;
+        dx[0][j] =
+            x0[j] > 0.f ? (squared ? half + half : dy[j] * gate[j]) : 0.f;  // 0 also where these are inf
+        if (kA == 2) dx[kA - 1][j] = squared ? f * (f * dy[j]) : f * dy[j];
       }
     } else {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const float s = Sigmoid(x0[j]), g = dy[j] * gate[j];
-        const float slope = x0[j] * fmaf(-s, s, s);  // finite where x0 is: times g it need not be
-        dx[0][j] = g * fmaf(slope, fmaf(d1, Square(x0[j]), d0), s);
+        const float s = Sigmoid(x0[j]), slope = x0[j] * fmaf(-s, s, s);  // finite where x0 is
+        dx[0][j] = dy[j] * (gate[j] * fmaf(slope, fmaf(d1, Square(x0[j]), d0), s));
         if (kA == 2) dx[kA - 1][j] = dy[j] * (x0[j] * s);
       }
     }

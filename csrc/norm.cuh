@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <cfloat>
 
 #include "fp8.cuh"
 #include "parts.h"
@@ -130,6 +131,16 @@ struct NormFwdArgs {
            Aligned(beta.data);
   }
 };
+
+// (mean(squares) + eps)^-1/2, squares(factor) being the mean of (factor (x - mean))^2. Numbers from 2^64 on
+// have no square in f32: of those it is taken times 2^-128, where eps counts for nothing. All threads of the
+// row take the same way.
+template <typename Squares>
+__device__ __forceinline__ float Rstd(float eps, Squares&& squares) {
+  const float variance = squares(1.f);
+  if (variance <= FLT_MAX) return rsqrtf(variance + eps);
+  return rsqrtf(squares(0x1p-64f)) * 0x1p-64f;  // a NaN stays
+}
 
 // mean and rstd of a row that the caller has.
 __device__ __forceinline__ float2 KnownStats(const NormFwdArgs& a, int64_t row) {

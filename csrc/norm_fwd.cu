@@ -58,15 +58,21 @@ __device__ __forceinline__ float2 RowStats(const NormFwdArgs& a, const Vec<T, 8>
     sum += part;
   }
   if (!a.rms) mean = RowSum(sum, scratch[turn ^= 1]) * inv_h;
-  sum = 0.f;
+  const auto squares = [&](float factor) {
+    float sum = 0.f;
 #pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
-    float part = 0.f;
+    for (int k = 0; k < kVecs; ++k) {
+      float part = 0.f;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) part += (x[k][i] - mean) * (x[k][i] - mean);
-    sum += k * stride < columns ? part : 0.f;
-  }
-  return make_float2(mean, rsqrtf(RowSum(sum, scratch[turn ^= 1]) * inv_h + a.eps));
+      for (int i = 0; i < 8; ++i) {
+        const float centered = (x[k][i] - mean) * factor;
+        part += centered * centered;
+      }
+      sum += k * stride < columns ? part : 0.f;
+    }
+    return RowSum(sum, scratch[turn ^= 1]) * inv_h;
+  };
+  return make_float2(mean, Rstd(a.eps, squares));
 }
 
 // gamma and beta, by all threads, to `staged`, where StagedAffine finds them; zeros from h to `width`.
@@ -158,17 +164,21 @@ __device__ float2 LongRowStats(const NormFwdArgs& a, const T* x, int64_t stride,
 #pragma unroll
       for (int i = 0; i < N; ++i) sum += v[i];
     }
-    mean = RowSum(sum, scratch[turn ^= 1]) * inv_h, sum = 0.f;
+    mean = RowSum(sum, scratch[turn ^= 1]) * inv_h;
   }
-  for (int64_t c = threadIdx.x * N; c < a.h; c += stride) {
-    const Vec<T, N> v = Load<N>(x + c);
+  const auto squares = [&](float factor) {
+    float sum = 0.f;
+    for (int64_t c = threadIdx.x * N; c < a.h; c += stride) {
+      const Vec<T, N> v = Load<N>(x + c);
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const float centered = v[i] - mean;
-      sum += centered * centered;
+      for (int i = 0; i < N; ++i) {
+        const float centered = (v[i] - mean) * factor;
+        sum += centered * centered;
+      }
     }
-  }
-  return make_float2(mean, rsqrtf(RowSum(sum, scratch[turn ^= 1]) * inv_h + a.eps));
+    return RowSum(sum, scratch[turn ^= 1]) * inv_h;
+  };
+  return make_float2(mean, Rstd(a.eps, squares));
 }
 
 // Rows too long for registers (N = 8), or of a length that is no multiple of 8 (N = 1): kAmaxRows rows for a

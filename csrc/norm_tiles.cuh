@@ -114,20 +114,23 @@ __device__ float2 WarpStats(const T* row, int h, float eps, bool rms) {
     });
     mean = WarpSum(sum) * inv_h;
   }
-  squares = 0.f;
-  ForRow<kVectors>(row, h, [&](const Vec<T, 8>(&x)[kStatsVecs], int columns) {
+  const auto mean_square = [&](float factor) {
+    float squares = 0.f;
+    ForRow<kVectors>(row, h, [&](const Vec<T, 8>(&x)[kStatsVecs], int columns) {
 #pragma unroll
-    for (int k = 0; k < kStatsVecs; ++k) {
-      float part = 0.f;
+      for (int k = 0; k < kStatsVecs; ++k) {
+        float part = 0.f;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float centered = x[k][i] - mean;
-        if (k * 32 * 8 + i < columns) part += centered * centered;
+        for (int i = 0; i < 8; ++i) {
+          const float centered = (x[k][i] - mean) * factor;
+          if (k * 32 * 8 + i < columns) part += centered * centered;
+        }
+        squares += part;
       }
-      squares += part;
-    }
-  });
-  return make_float2(mean, rsqrtf(WarpSum(squares) * inv_h + eps));
+    });
+    return WarpSum(squares) * inv_h;
+  };
+  return make_float2(mean, Rstd(eps, mean_square));
 }
 
 // A row's statistics to where they are wanted, by a warp.

@@ -1,6 +1,8 @@
 // Sums of a row on the tensor cores: what the forward kernels of norms count in.
 #pragma once
 
+#include <cfloat>
+
 #include "fp8.cuh"
 #include "reduce.cuh"
 
@@ -33,12 +35,12 @@ class TensorSums {
 };
 
 // mean (0 for RMSNorm) and rstd from the two sums of a row. False where the mean is as large as what varies
-// around it, so that their difference cancels, and where there is an inf or NaN.
+// around it, so that their difference cancels, and where there is an inf, a NaN, or no square in f32.
 __device__ __forceinline__ bool StatsOfSums(float sum, float squares, float inv_h, float eps, bool rms,
                                             float2* stats) {
   const float mean = rms ? 0.f : sum * inv_h;
   *stats = make_float2(mean, rsqrtf((squares - mean * sum) * inv_h + eps));
-  return rms || mean * sum < 0.5f * squares;
+  return squares <= FLT_MAX && (rms || mean * sum < 0.5f * squares);
 }
 
 }  // namespace te

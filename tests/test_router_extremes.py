@@ -12,6 +12,7 @@ import router_oracle as oracle
 from te_jax.ops.router import RouterOptions, Routing, load_balancing_loss, route, z_loss
 
 TOP = float(np.finfo("f4").max)
+HALF = TOP / 4
 NUMBERS = [0.0, 1e-45, 1e-30, 5.0, 20.0, 23.0, 45.0, 46.1, 50.0, 88.0, 100.0, 140.0, 1e4, 1e30, TOP]
 KINDS = {
     "after": {},
@@ -97,3 +98,28 @@ def test_extreme_logits_of_z_loss(rng):
     assert np.isinf(loss) and not (off := wrong(grad, want, atol)).any(), rows[off.any(-1)]
     small = logits[np.abs(logits).max(-1) < 2.0**63]
     np.testing.assert_allclose(z_loss(small), np.mean(lse[np.abs(rows).max(-1) < 2.0**63] ** 2), rtol=2.0**-18)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_on_a_gpu_are_the_cpus(kind, rng):
+    """Of tokens with the same experts: a rounding may choose another of two equal ones."""
+    options, logits = RouterOptions(K, **KINDS[kind]), extreme_logits(rng)
+    dweights = rng.standard_normal((len(logits), K)).astype(np.float32)
+
+    def run(logits):
+        routing, transpose = jax.vjp(lambda logits: route(logits, options), logits)
+        zeros = lambda x: np.zeros(x.shape, jax.dtypes.float0)
+        (dlogits,) = transpose(Routing(dweights, zeros(routing.experts), zeros(routing.counts)))
+        balance = jax.grad(load_balancing_loss)(logits, jnp.zeros_like(routing.experts), options)
+        return routing.experts, routing.weights, dlogits, balance, jax.grad(z_loss)(jnp.clip(logits, -HALF, HALF))
+
+    on = lambda backend: jax.device_get(jax.jit(run)(jax.device_put(logits, jax.devices(backend)[0])))
+    (experts, weights, *grads), (same, *wants) = on("gpu"), on("cpu")
+    alike = (experts == same).all(-1)
+    assert alike.mean() > 0.8
+    for got, want in zip((weights, *grads), wants):
+        atol = 2.0**-17 * np.abs(want).max(-1, keepdims=True)
+        if want is wants[1]:  # as above
+            atol = 2.0**-17 * np.abs(wants[0]).max(-1, keepdims=True) * np.abs(dweights).max(-1, keepdims=True)
+        assert np.isfinite(got).all() and not wrong(got, want.astype(np.float64), atol)[alike].any()

@@ -73,6 +73,8 @@ _ACTIVATIONS = {
     "clamped_linear": lambda x, p: jnp.clip(x, -p["limit"], p["limit"]) + p["glu_linear_offset"],
 }
 
+_SMOOTH = _ACTIVATIONS.keys() - {"relu", "squared_relu"}  # The derivative of relu selects, and is no factor of 0.
+
 # What `jax.nn` offers on top, by its own name; functions of one array.
 _FROM_JAX_NN = (
     "celu elu hard_sigmoid hard_silu hard_swish hard_tanh leaky_relu log_sigmoid log_softmax mish relu6 selu "
@@ -201,7 +203,46 @@ def _each_slot(x):
 
 def _product(xs, order, values):
     """f32, of each slot [..., F] -> f32 [..., F]"""
+    if order == ("squared_relu", "linear"):
+        return _squared_gated(*xs)
+    if len(xs) == 2 and all(isinstance(name, str) and name in _SMOOTH for name in order):
+        return _gated(*xs, order, tuple(values.items()))
     return reduce(operator.mul, [_apply(name, x, values) for x, name in zip(xs, order, strict=True)])
+
+
+# The products of two slots have derivatives of their own, in the order of csrc/activation.cuh: what autodiff multiplies
+# first may be inf in f32 where the whole product is not, and inf times a slope of 0 is NaN.
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _gated(x, gate, order, values):
+    y, z = (_apply(name, each, dict(values)) for name, each in zip(order, (x, gate)))
+    return y * z
+
+
+@_gated.defjvp
+def _gated_jvp(order, values, primals, tangents):
+    of_slot = lambda name, x: jax.jvp(lambda x: _apply(name, x, dict(values)), (x,), (jnp.ones_like(x),))
+    (y, y_slope), (z, z_slope) = (of_slot(name, x) for name, x in zip(order, primals))
+    return y * z, tangents[0] * (y_slope * z) + tangents[1] * (y * z_slope)
+
+
+@jax.custom_jvp
+def _squared_gated(x, gate):
+    f = jax.nn.relu(x)
+    return f * (f * gate)
+
+
+@_squared_gated.defjvp
+def _squared_gated_jvp(primals, tangents):
+    (x, gate), (dx, dgate) = primals, tangents
+    f, product = jax.nn.relu(x), jax.nn.relu(x) * gate
+    is_first = jnp.abs(product) <= jnp.finfo(product.dtype).max  # else the larger factor is: the tangent is small
+    gate_larger = jnp.abs(gate) > f
+    factor = jnp.where(is_first, product, jnp.where(gate_larger, gate, f))
+    other = jnp.where(is_first, 1.0, jnp.where(gate_larger, f, gate))
+    half = jnp.where(x > 0, dx, 0) * factor * other
+    return f * product, half + half + f * (f * dgate)
 
 
 def _apply(name: str | Callable, x: jax.Array, values: dict[str, float]) -> jax.Array:

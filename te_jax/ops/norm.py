@@ -37,12 +37,24 @@ def _factor(gamma, zero_centered, ndim):
     return as_rank(gamma.astype(jnp.float32) + (1.0 if zero_centered else 0.0), ndim)
 
 
+_FAR = 2.0**64  # Squares of larger numbers have no f32: csrc/norm.cuh.
+
+
+def _rstd(centered, eps):
+    """1 / sqrt(mean(centered**2) + eps) over the last axis. Where a square is inf in f32, centered is taken over 2**64,
+    and eps counts for nothing."""
+    mean_square = lambda x: jnp.mean(jnp.square(x), -1)
+    var = mean_square(centered)
+    far = jax.lax.rsqrt(mean_square(centered / _FAR)) / _FAR
+    return jnp.where(jnp.isinf(var), far, jax.lax.rsqrt(var + eps))
+
+
 def _fwd_reference(x, gamma, beta, mean, rstd, scale, *, eps, rms, zero_centered, dtype):
     x32, g = x.astype(jnp.float32), _factor(gamma, zero_centered, x.ndim)
     if mean is None:
         mean = jnp.zeros(x.shape[:-1]) if rms else jnp.mean(x32, -1)
     centered = x32 - mean[..., None]
-    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(centered), -1) + eps) if rstd is None else rstd
+    rstd = _rstd(centered, eps) if rstd is None else rstd
     y = centered * rstd[..., None] * g
     y = y if beta is None else y + as_rank(beta.astype(jnp.float32), y.ndim)
     data = None if scale is None else saturate(y * scale, dtype)
