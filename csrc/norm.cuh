@@ -132,14 +132,16 @@ struct NormFwdArgs {
   }
 };
 
-// (mean(squares) + eps)^-1/2, squares(factor) being the mean of (factor (x - mean))^2. Numbers from 2^64 on
-// have no square in f32: of those it is taken times 2^-128, where eps counts for nothing. All threads of the
-// row take the same way.
-template <typename Squares>
-__device__ __forceinline__ float Rstd(float eps, Squares&& squares) {
-  const float variance = squares(1.f);
-  if (variance <= FLT_MAX) return rsqrtf(variance + eps);
-  return rsqrtf(squares(0x1p-64f)) * 0x1p-64f;  // a NaN stays
+// (variance + eps)^-1/2, where mean_square(factor) is the mean of (factor (x - mean))^2. Numbers from 2^64 on
+// have no square in f32: of those a second round takes them times 2^-64, where eps counts for nothing. All
+// threads of the row take the same way. It is one loop, for two copies of its body would not fit in
+// registers.
+template <typename MeanSquare>
+__device__ __forceinline__ float Rstd(float eps, MeanSquare&& mean_square) {
+  float factor = 1.f, variance;
+#pragma unroll 1
+  while (!((variance = mean_square(factor)) <= FLT_MAX) && factor == 1.f) factor = 0x1p-64f;
+  return rsqrtf(variance + (factor == 1.f ? eps : 0.f)) * factor;
 }
 
 // mean and rstd of a row that the caller has.

@@ -58,21 +58,21 @@ __device__ __forceinline__ float2 RowStats(const NormFwdArgs& a, const Vec<T, 8>
     sum += part;
   }
   if (!a.rms) mean = RowSum(sum, scratch[turn ^= 1]) * inv_h;
-  const auto squares = [&](float factor) {
+  const auto mean_square = [&](float factor) {
     float sum = 0.f;
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       float part = 0.f;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const float centered = (x[k][i] - mean) * factor;
+        const float centered = fmaf(x[k][i], factor, -mean * factor);
         part += centered * centered;
       }
       sum += k * stride < columns ? part : 0.f;
     }
     return RowSum(sum, scratch[turn ^= 1]) * inv_h;
   };
-  return make_float2(mean, Rstd(a.eps, squares));
+  return make_float2(mean, Rstd(a.eps, mean_square));
 }
 
 // gamma and beta, by all threads, to `staged`, where StagedAffine finds them; zeros from h to `width`.
@@ -166,19 +166,19 @@ __device__ float2 LongRowStats(const NormFwdArgs& a, const T* x, int64_t stride,
     }
     mean = RowSum(sum, scratch[turn ^= 1]) * inv_h;
   }
-  const auto squares = [&](float factor) {
+  const auto mean_square = [&](float factor) {
     float sum = 0.f;
     for (int64_t c = threadIdx.x * N; c < a.h; c += stride) {
       const Vec<T, N> v = Load<N>(x + c);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const float centered = (v[i] - mean) * factor;
+        const float centered = fmaf(v[i], factor, -mean * factor);
         sum += centered * centered;
       }
     }
     return RowSum(sum, scratch[turn ^= 1]) * inv_h;
   };
-  return make_float2(mean, Rstd(a.eps, squares));
+  return make_float2(mean, Rstd(a.eps, mean_square));
 }
 
 // Rows too long for registers (N = 8), or of a length that is no multiple of 8 (N = 1): kAmaxRows rows for a

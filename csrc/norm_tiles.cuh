@@ -122,7 +122,7 @@ __device__ float2 WarpStats(const T* row, int h, float eps, bool rms) {
         float part = 0.f;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          const float centered = (x[k][i] - mean) * factor;
+          const float centered = fmaf(x[k][i], factor, -mean * factor);
           if (k * 32 * 8 + i < columns) part += centered * centered;
         }
         squares += part;

@@ -67,7 +67,7 @@ def _apply(eqn, args, inner):
     if id(eqn) in inner:
         return run(inner[id(eqn)], args)
     if name == "scan":
-        return _scan(params, args, run)
+        return _scan(eqn, args, run)
     if name == "cond":
         return lax.switch(args[0], [lambda *a, b=b: run(b, a) for b in params["branches"]], *args[1:])
     if name in ("reduce_precision", "optimization_barrier"):
@@ -88,8 +88,11 @@ def _apply(eqn, args, inner):
     return out if eqn.primitive.multiple_results else [out]
 
 
-def _scan(params, args, run):
-    consts, carry = params["num_consts"], params["num_carry"]
+def _scan(eqn, args, run):
+    params, body_of = eqn.params, eqn.params["jaxpr"].jaxpr
+    apart = lambda outer, inner: sum(a.aval.ndim != b.aval.ndim for a, b in zip(outer, inner, strict=True))
+    carry = len(eqn.outvars) - apart(eqn.outvars, body_of.outvars)  # what is stacked has one more axis outside
+    consts = len(args) - apart(eqn.invars, body_of.invars) - carry
 
     def body(c, x):
         outs = run(params["jaxpr"], [*args[:consts], *c, *x])
