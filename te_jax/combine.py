@@ -6,6 +6,7 @@ in one `apply` (`fp8.fork`), but not where the uses meet outside of modules: one
 recipe to the top of the differentiated function. The cotangents below it are amaxes, of a type whose sum is the max.
 """
 
+import itertools
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from jax import lax
 from te_jax._amax import amax as amax_of
 from te_jax._amax_type import ARRAYS, errors_of_amaxes, from_amaxes, is_amaxes, movable, to_amaxes
 from te_jax._check import FUNCTION, Kind, check
+from te_jax._misplaced import is_bare, warn_of_impossible, with_name
 from te_jax._types import custom_vjp
 from te_jax.fp8 import STATE_COLLECTIONS
 from te_jax.fp8_metas import (
@@ -73,7 +75,7 @@ reach.defvjp(lambda value, states: (value, states), lambda states, g: (g, jax.tr
 def combine_by_max(collections: Any) -> Any:
     """`collections` with its FP8 state in a form whose uses combine by max under autodiff.
 
-    collections: Variables with or without `fp8_metas`, a dict or FrozenDict.
+    collections: Variables with or without `fp8_metas`, a dict or FrozenDict; or FP8 state itself.
 
     Call it in the first line of a function to be differentiated, under the autocast of its modules. Outside of autocast
     and under a recipe without state `collections` is returned as it is. The cotangent is the new state. For a state
@@ -85,10 +87,11 @@ def combine_by_max(collections: Any) -> Any:
     Raises ValueError for a history of another length than the recipe has, ValueError or TypeError for malformed FP8
     state.
     """
+    collections, unnamed = with_name(collections)
     check_collections("combine_by_max", collections)
     recipe = recipe_with_state()
     if recipe is None:
-        return collections
+        return unnamed(collections)
 
     states = {}
     map_states(lambda path, state: states.update({path: state}) or state, collections)
@@ -96,7 +99,7 @@ def combine_by_max(collections: Any) -> Any:
         check_history_length(path + HISTORY, state[1].shape[-1], recipe)
     received = _receive(tuple(states.values()), recipe, tuple(map(direction_at, states)))
     of_path = dict(zip(states, received))
-    return map_states(lambda path, _: of_path[path], collections)
+    return unnamed(map_states(lambda path, _: of_path[path], collections))
 
 
 def max_fp8_metas(before: Any, microbatches: Any) -> Any:
@@ -104,7 +107,8 @@ def max_fp8_metas(before: Any, microbatches: Any) -> Any:
 
     Each tensor has the state after the microbatch with its largest amax.
 
-    before:       The collection `fp8_metas` (in a dict or FrozenDict) that every microbatch started from.
+    before:       The collection `fp8_metas` (by its name in a dict or FrozenDict, or itself) that every microbatch
+                  started from.
     microbatches: The k gradients with respect to it, stacked along a new first axis, as `lax.scan` and `jax.vmap`
                   return them: leaves f32[k, ..., 1] and f32[k, ..., L]. Other collections pass through.
 
@@ -116,10 +120,11 @@ def max_fp8_metas(before: Any, microbatches: Any) -> Any:
     malformed FP8 state.
     """
     what = "max_fp8_metas"
+    (before, _), (microbatches, unnamed) = with_name(before), with_name(microbatches)
     check_collections(what, before, "before")
     check_collections(what, microbatches, "microbatches")
     if not states_in(before):
-        return microbatches
+        return unnamed(microbatches)
     for name in states_in(before):
         got, want = (jax.tree.structure(tree.get(name)) for tree in (microbatches, before))
         if got != want:
@@ -128,7 +133,7 @@ def max_fp8_metas(before: Any, microbatches: Any) -> Any:
             )
         one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), microbatches[name])
         check_same_state(what, "one of the microbatches (along the first axis)", one, "before", before[name], name)
-    return map_states(_largest, microbatches, before)
+    return unnamed(map_states(_largest, microbatches, before))
 
 
 def _largest(path, new, old):
@@ -185,7 +190,7 @@ def value_and_grad(
         ]
         _warn_of_unread(args, is_read)
         value, *aux = out if has_aux else (out,)
-        value = reach(value, [s[name] for s in states for name in states_in(s)])
+        value = reach(value, [whole[name] for whole, _ in map(with_name, states) for name in states_in(whole)])
         return (value, *map(_as_stored, aux)) if has_aux else value
 
     def run(*args, **kwargs):
@@ -207,7 +212,7 @@ def _compile(f, differentiated: tuple[int, ...], name: str):
 
     differentiated: Their positions. name: Of the function, for errors.
     """
-    seen = set()  # Static arguments.
+    seen, calls = set(), itertools.count(1)  # Static arguments; calls so far.
 
     @partial(jax.jit, static_argnums=(1, 2))
     def run(arrays, static, treedef):
@@ -216,6 +221,8 @@ def _compile(f, differentiated: tuple[int, ...], name: str):
         return f(*args, **kwargs)
 
     def call(*args, **kwargs):
+        if (n := next(calls)) & (n - 1) == 0:  # Calls 1, 2, 4, 8, ...: looking waits for the step before.
+            warn_of_impossible("value_and_grad", [with_name(arg)[0] for arg in args])
         traced = {i % len(args) for i in differentiated if -len(args) <= i < len(args)}
         marks = [jax.tree.map(lambda _, i=i: i in traced, a) for i, a in enumerate(args)]
         marks = jax.tree.leaves((marks, jax.tree.map(lambda _: False, kwargs)))
@@ -260,8 +267,9 @@ def _warn_of_many(name: str, static):
 
 def _keep_unread(collections):
     """`collections`, where the gradient of state that no module reads is the state: for no recipe with state."""
+    collections, unnamed = with_name(collections)
     kept = _keep({name: collections[name] for name in states_in(collections)})
-    return update_collections(kept, collections)
+    return unnamed(update_collections(kept, collections))
 
 
 @jax.custom_vjp
@@ -289,7 +297,7 @@ def _warn_of_unread(args, is_read: list[bool]):
     for (path, array), used in zip(arrays, is_read):
         if is_amaxes(array) and not used:
             keys = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
-            at = next(i for i, key in enumerate(keys) if key in STATE_COLLECTIONS)
+            at = next((i for i, key in enumerate(keys) if key in STATE_COLLECTIONS), 1)  # Behind the argument's index.
             names.append("/".join(keys[at:]).removesuffix(HISTORY))
     if names:
         more = f" and {len(names) - 1} more" if names[1:] else ""
@@ -309,7 +317,7 @@ def _with(args, others):
 
 
 def _has_state(node):
-    return isinstance(node, Mapping) and bool(states_in(node))
+    return isinstance(node, Mapping) and (bool(states_in(node)) or is_bare(node))
 
 
 def _as_stored(aux):

@@ -14,7 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from te_jax import _old_state
 from te_jax._check import Kind, check, did_you_mean
+from te_jax._misplaced import (
+    LEAF_NAMES,
+    check_no_stray,
+    is_known,
+    is_possible,
+    tell_of_impossible,
+    warn_of_impossible,
+    with_name,
+)
 from te_jax._types import like, on_explicit_mesh
 from te_jax.fp8 import (
     ENDINGS,
@@ -22,8 +32,6 @@ from te_jax.fp8 import (
     OVERWRITE_COLLECTION,
     PROBE,
     STATE_COLLECTIONS,
-    AttentionMetas,
-    DenseMetas,
     check_recipe,
     current_recipe,
     direction_of,
@@ -33,7 +41,6 @@ from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.recipe.delayed import HISTORY, SCALE
 
 _CONVERTER = "te_jax.convert_fp8_metas"  # Errors about stored state name it.
-_TENSORS = (*DenseMetas._fields, *AttentionMetas._fields)
 
 
 def direction_at(path: str) -> str:
@@ -108,7 +115,8 @@ def update_fp8_metas(collections: Any, previous: Any = None) -> Any:
     """Checks and repairs the FP8 state among `collections`; all other collections pass through.
 
     collections: Gradients with respect to the non-parameter collections, or the collections themselves; a dict or
-                 FrozenDict. Without FP8 state it is returned as it is.
+                 FrozenDict. Without FP8 state it is returned as it is. FP8 state itself, without the name of its
+                 collection, is served too, and the result has none either.
     previous:    The collections before the step. Tensors that no module read in the step, whose gradient is 0, keep the
                  state that they have there.
 
@@ -129,6 +137,7 @@ def update_fp8_metas(collections: Any, previous: Any = None) -> Any:
     float32.
     """
     what = "update_fp8_metas"
+    (collections, unnamed), (previous, _) = with_name(collections), with_name(previous)
     check_collections(what, collections)
     names = states_in(collections)
     if previous is not None:
@@ -137,11 +146,14 @@ def update_fp8_metas(collections: Any, previous: Any = None) -> Any:
             has, lacks = ("collections", "previous") if name in names else ("previous", "collections")
             raise ValueError(f"{what}: {has} has {name!r}, but {lacks} has none; pass those of one model.")
     for name in names:
-        metas, untouched = _next_state(what, collections[name], None if previous is None else previous[name], name)
+        before = None if previous is None else previous[name]
+        metas, untouched, impossible = _next_state(what, collections[name], before, name)
         if previous is None:
             _warn_of_fresh_starts(metas, untouched, current_recipe())
+            if is_known(impossible) and np.any(impossible):
+                tell_of_impossible(f"{what}: {name}/{_tensors_of(metas)[int(np.argmax(impossible))]}")
         collections = update_collections({name: metas}, collections)
-    return collections
+    return unnamed(collections)
 
 
 def _next_state(what: str, metas, before, collection: str):
@@ -156,8 +168,8 @@ def _next_state(what: str, metas, before, collection: str):
     if before is not None:
         check_same_state(what, "collections", metas, "previous", before, collection)
         with warnings.catch_warnings(action="ignore"):  # The second call warns of the same leaf.
-            before = _complete(what, before, recipe, collection, scale=-1.0)
-    metas = _complete(what, metas, recipe, collection, scale=-1.0)  # `_repair` makes a scale of the history.
+            before = _complete(what, before, recipe, collection, scale=-jnp.inf)
+    metas = _complete(what, metas, recipe, collection, scale=-jnp.inf)  # `_repair` makes a scale of the history.
     return _repair(metas, before, recipe)
 
 
@@ -188,14 +200,15 @@ def _warn_of_fresh_starts(metas, untouched: jax.Array, recipe):
 
 
 def check_collections(what: str, collections: Any, name: str = "collections") -> None:
-    """Raises TypeError, naming `what`, unless `collections` is a dict or FrozenDict; as `check_state` for the FP8
-    state in it."""
-    check(what, name, collections, _COLLECTIONS)
+    """Raises TypeError, naming `what`, unless `collections` is a dict or FrozenDict; ValueError for FP8 state in it
+    that is not in a collection at the top; as `check_state` for the FP8 state in it."""
+    check(what, name, collections, _BY_NAME)
+    check_no_stray(what, name, collections)
     for state in states_in(collections):
         check_state(what, collections[state], state)
 
 
-_COLLECTIONS = Kind(
+_BY_NAME = Kind(
     f'a dict or FrozenDict of collections by name, such as {{"{FP8_COLLECTION}": ...}}',
     lambda value: isinstance(value, Mapping),
 )
@@ -211,7 +224,8 @@ def check_state(what: str, node: Any, path: str = FP8_COLLECTION) -> None:
             check_state(what, leaf, at)
             continue
         if not ends:
-            hint = did_you_mean(name, (tensor + end for tensor in _TENSORS for end in ENDINGS))
+            hint = did_you_mean(name, LEAF_NAMES)
+            hint = f"{_CONVERTER}(collections, recipe) reads this older name" if _old_state.is_old(name) else hint
             raise ValueError(
                 f"{what}: {at} is no leaf of FP8 state, which are named {{tensor}}{SCALE} and {{tensor}}{HISTORY}; "
                 f"pass the collection as `init` returns it{f' ({hint})' if hint else ''}."
@@ -286,17 +300,20 @@ def _by_path(tree) -> dict:
 
 @partial(jax.jit, static_argnums=2)
 def _repair(metas, previous, recipe):
-    """`metas` in range, where untouched tensors have the state of `previous`; and which tensors are untouched, bool[n].
+    """`metas` in range, where untouched tensors have the state of `previous`; which tensors are untouched, bool[n], and
+    which have an amax or a scale, but for -inf, that no step leaves behind, bool[n].
 
     A tensor is untouched where its scale and history are 0, the gradient of state that no module read.
     """
-    leaves, before, untouched, by_length = _by_path(metas), _by_path(previous), {}, {}
+    leaves, before, untouched, impossible, by_length = _by_path(metas), _by_path(previous), {}, {}, {}
     for name in _tensors_of(metas):
         length = leaves[name + HISTORY].shape[-1]
         check_history_length(f"update_fp8_metas: {name + HISTORY}", length, recipe)
         by_length.setdefault(length, []).append(name)
     for names in by_length.values():
         scales, histories = _joined(leaves, names)
+        wrong_scale = ~is_possible(SCALE, scales[:, 0]) & ~jnp.isneginf(scales[:, 0])
+        wrong = wrong_scale | jnp.any(~is_possible(HISTORY, histories), 1)
         reached = (scales != 0) | jnp.any(histories != 0, 1, keepdims=True)
         if before:
             scales, histories = (jnp.where(reached, *of) for of in zip((scales, histories), _joined(before, names)))
@@ -308,11 +325,12 @@ def _repair(metas, previous, recipe):
         leaves |= _parted(leaves, names, *fixed)
         ends = np.cumsum(sizes)
         untouched |= {n: ~jnp.all(reached[end - size : end]) for n, size, end in zip(names, sizes, ends)}
+        impossible |= {n: jnp.any(wrong[end - size : end]) for n, size, end in zip(names, sizes, ends)}
     names = _tensors_of(metas)
     for name, state in zip(names, apart([tuple(leaves[name + end] for end in (SCALE, HISTORY)) for name in names])):
         leaves |= {name + end: a for end, a in zip((SCALE, HISTORY), state)}
     metas = jax.tree.unflatten(jax.tree.structure(metas), map(like, leaves.values(), jax.tree.leaves(metas)))
-    return metas, jnp.asarray([untouched[name] for name in _tensors_of(metas)])
+    return metas, *(jnp.asarray([of[name] for name in _tensors_of(metas)]) for of in (untouched, impossible))
 
 
 def map_joined(f: Callable[..., Any], metas: Mapping[str, Any], *others: Mapping[str, Any]) -> Any:
@@ -368,21 +386,41 @@ def check_history_length(what: str, length: int, recipe: DelayedScaling | None) 
 def convert_fp8_metas(collections: Any, recipe: Recipe) -> Any:
     """`collections` with its FP8 state converted to `recipe`, or without FP8 state for a recipe that has none.
 
-    collections: As in `update_fp8_metas`.
+    collections: As in `update_fp8_metas`. State of TransformerEngine before 2.3 is read too: `amax_{i,w,g}_0`,
+                 `scale_{i,w,g}_0`, ..., or a collection `fp8_meta_collection`. It becomes `fp8_metas`.
 
     Histories get the recipe's length and keep the newest amaxes. Scales become what the recipe makes of these amaxes,
     and stay as they are where none is recorded. A leaf without its sibling is completed, with a warning.
 
     Raises TypeError if `recipe` is not a recipe instance, ValueError or TypeError for malformed FP8 state.
     """
-    check_recipe("convert_fp8_metas", recipe)
-    check_collections("convert_fp8_metas", collections)
+    what = "convert_fp8_metas"
+    check_recipe(what, recipe)
+    collections, unnamed = with_name(collections)
+    check(what, "collections", collections, _BY_NAME)
+    collections = _with_names_of_today(what, collections)
+    check_collections(what, collections)
+    warn_of_impossible(what, collections)
     names = states_in(collections)
     if not recipe.has_state:
-        return type(collections)({name: value for name, value in collections.items() if name not in names})
+        return unnamed(type(collections)({name: value for name, value in collections.items() if name not in names}))
 
     def convert(path, state):
         return recipe.adopt_state(*state[:2], recipe.fp8_format.max(direction_at(path)))
 
-    whole = {name: _complete("convert_fp8_metas", collections[name], recipe, name, scale=1.0) for name in names}
-    return map_states(convert, update_collections(whole, collections)) if names else collections
+    whole = {name: _complete(what, collections[name], recipe, name, scale=1.0) for name in names}
+    return unnamed(map_states(convert, update_collections(whole, collections)) if names else collections)
+
+
+def _with_names_of_today(what: str, collections):
+    """`collections`, whose FP8 state has the names of today (`_old_state`)."""
+    old = _old_state.COLLECTION
+    if old in collections:
+        if FP8_COLLECTION in collections:
+            raise ValueError(f"{what}: collections have both {old!r} and {FP8_COLLECTION!r}; pass one of them.")
+        others = {FP8_COLLECTION if name == old else name: value for name, value in collections.items()}
+        collections = type(collections)(others)
+    names = states_in(collections)
+    return update_collections(
+        {name: _old_state.names_of_today(what, collections[name], name) for name in names}, collections
+    )

@@ -10,6 +10,7 @@ import numpy as np
 
 from te_jax import fp8
 from te_jax._check import check, one_of
+from te_jax._misplaced import check_no_stray, warn_of_impossible, with_name
 from te_jax.fp8 import FP8_COLLECTION
 from te_jax.fp8_metas import check_state, direction_at, map_states, states_in
 from te_jax.recipe import DelayedScaling, Recipe
@@ -41,7 +42,8 @@ def fp8_probes(collections: Any) -> Any:
         _, grads = te_jax.value_and_grad(loss_fn, argnums=1)(params, te_jax.fp8_probes(state.fp8))
         stats = te_jax.fp8_stats(grads)
 
-    collections: Variables or FP8 state, a dict or FrozenDict with `fp8_metas`. Probes in it are set to 0.
+    collections: Variables or FP8 state, a dict or FrozenDict with `fp8_metas`; or that collection itself. Probes in it
+                 are set to 0.
 
     Results, gradients and FP8 state are the same with probes. To count, the layers read each tensor once more: leave
     probes out of steps whose numbers nobody looks at. Several uses of one state, microbatches under
@@ -50,20 +52,23 @@ def fp8_probes(collections: Any) -> Any:
 
     Raises ValueError without `fp8_metas`, as under recipes without state, and for malformed FP8 state.
     """
+    collections, unnamed = with_name(collections)
+    check_no_stray("fp8_probes", "collections", collections)
     _states_of("fp8_probes", collections)
 
     def add_probe(path, state):
         scale, history, *_ = state
         return scale, history, jnp.broadcast_to(jnp.zeros_like(scale), (*scale.shape[:-1], 4))
 
-    return map_states(add_probe, collections)
+    return unnamed(map_states(add_probe, collections))
 
 
 def fp8_stats(state_or_grads: Any, recipe: Recipe | None = None) -> dict[str, TensorStats]:
     """How well each tensor fits into FP8, by its path in `fp8_metas`, such as "layers/mlp/x_0".
 
-    state_or_grads: Collections with `fp8_metas` (a dict or FrozenDict), gradients with respect to them (which are the
-                    next state) or a tuple of gradients that holds them, or a training state with an attribute `fp8`.
+    state_or_grads: Collections with `fp8_metas` (a dict or FrozenDict) or that collection itself, gradients with
+                    respect to them (which are the next state) or a tuple of gradients that holds them, or a training
+                    state with an attribute `fp8`.
     recipe:         The recipe whose formats the tensors have. None: the recipe in force, or `DelayedScaling()` outside
                     of autocast.
 
@@ -81,13 +86,14 @@ def fp8_stats(state_or_grads: Any, recipe: Recipe | None = None) -> dict[str, Te
 
 def _states_of(what: str, tree) -> dict[str, Mapping]:
     """{collection: FP8 state} of `tree`. Raises ValueError, naming `what`, unless there is one state."""
-    kind, tree = type(tree).__name__, getattr(tree, "fp8", tree)
+    kind, (tree, _) = type(tree).__name__, with_name(getattr(tree, "fp8", tree))
     holds = lambda node: isinstance(node, Mapping) and bool(states_in(node))
     found = [node for node in jax.tree.leaves(tree, is_leaf=holds) if holds(node)]
     if len(found) == 1:
         states = {name: found[0][name] for name in states_in(found[0])}
         for name, metas in states.items():
             check_state(what, metas, name)
+        warn_of_impossible(what, states)
         return states
     if found:
         raise ValueError(f"{what}: this {kind} holds {len(found)} collections {FP8_COLLECTION!r}; pass one of them.")

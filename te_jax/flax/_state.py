@@ -1,7 +1,6 @@
 """The FP8 state of a module: its variables in a collection, `fp8_metas` unless the module or the autocast says another,
 are created, checked and handed out here."""
 
-import re
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -14,8 +13,9 @@ from flax import linen as nn
 from flax.core import tracers, unfreeze
 from flax.traverse_util import flatten_dict
 
-from te_jax import fp8
+from te_jax import _old_state, fp8
 from te_jax._check import did_you_mean
+from te_jax._misplaced import LEAF_NAMES, is_leaf_name, warn_of_impossible
 from te_jax.fp8 import AttentionMetas, DenseMetas, TensorMeta, state_collection
 from te_jax.fp8_metas import check_history_length
 from te_jax.recipe import DelayedScaling, Recipe
@@ -28,8 +28,6 @@ from te_jax.recipe.delayed import HISTORY, SCALE
 _LEFT = "_fp8_left"
 _warned: weakref.WeakSet = weakref.WeakSet()  # Root scopes for which a warning about state was given.
 
-_POSTFIX = re.compile(r"_\d+(?=_)")  # Tensors of a module with several GEMMs have such a postfix.
-
 # te_jax.nnx sets a function to call instead of `_warn_of_missing`, which raises.
 on_missing_state: ContextVar = ContextVar("on_missing_state", default=None)
 
@@ -38,6 +36,20 @@ def describe(module: nn.Module) -> str:
     """The module's class and path, for error messages."""
     path = "/".join(module.path) if module.scope is not None else ""
     return type(module).__name__ + (f" `{path}`" if path else "")
+
+
+def is_lifted(module: nn.Module) -> bool:
+    """Whether a transform of Flax's is around the module: its variables come through it."""
+    return module.scope.root.path_text != "/"
+
+
+def not_passed_on(collection: str) -> str:
+    """The end of an error about a variable that a transform around its module keeps from being made."""
+    return (
+        "cannot be made: a transform around the module does not pass the collection on; give `nn.scan` or `nn.vmap` "
+        f"variable_axes={{{collection!r}: 0}}, or the place that params have there, and name it in `mutable` if you "
+        "pass that."
+    )
 
 
 def recipe_of(module: nn.Module, *below: str, own: Recipe | None = None) -> Recipe | None:
@@ -75,10 +87,12 @@ def dense_metas(
     `te_jax.value_and_grad` or `te_jax.combine_by_max` is used.
 
     Missing variables are created where the collection is mutable; else the call starts from fresh constants. A warning
-    says so, except in `init`. Another warns of state that is there while no autocast is in force.
+    says so, except in `init`. Another warns of state that is there while no autocast is in force, and one of values
+    that no step leaves behind, outside of jax's transforms, where they are known.
 
     Raises ValueError for a stored history of another length than the recipe has, for other wrong shapes, for leaves of
-    unknown names, and for two recipes in one pass; TypeError for leaves that are not float32.
+    unknown names, for two recipes in one pass, and in `init` where `nn.scan` or another transform around the module
+    does not pass the collection on; TypeError for leaves that are not float32.
     """
     recipe, collection = recipe_of(module, own=own), collection or state_collection()
     if own is None:
@@ -119,10 +133,10 @@ def attention_metas(module: nn.Module) -> AttentionMetas | None:
 
 def _check_names(module: nn.Module, collection: str):
     """Raises ValueError for a leaf that no module has: a mistyped name, or state of another library."""
-    known = [tensor + end for tensor in (*DenseMetas._fields, *AttentionMetas._fields) for end in fp8.ENDINGS]
     for name, leaf in module.variables.get(collection, {}).items():
-        if not isinstance(leaf, Mapping) and _POSTFIX.sub("", name) not in known:
-            hint = did_you_mean(name, known)
+        if not isinstance(leaf, Mapping) and not is_leaf_name(name):
+            old = "te_jax.convert_fp8_metas(collections, recipe) reads this older name"
+            hint = old if _old_state.is_old(name) else did_you_mean(name, LEAF_NAMES)
             raise ValueError(
                 f"{describe(module)}: {collection} has a leaf {name!r}, which no module reads; rename or drop it"
                 f"{f' ({hint})' if hint else ''}."
@@ -145,11 +159,13 @@ def _tensor_meta(module: nn.Module, tensor: str, recipe: DelayedScaling, collect
             )
         meta = before[2]
     else:  # The tensor is new in this trace: tracers of an inner trace must not leave it.
+        leaves = {
+            tensor + end: _leaf(module, tensor + end, np.broadcast_to(fresh, lead + fresh.shape), recipe, collection)
+            for end, fresh in recipe.fresh_state().items()
+        }
+        warn_of_impossible(describe(module), {collection: leaves})
         meta = fp8.observe(
-            *(
-                _leaf(module, tensor + end, np.broadcast_to(fresh, lead + fresh.shape), recipe, collection)
-                for end, fresh in recipe.fresh_state().items()
-            ),
+            *leaves.values(),
             recipe,
             fp8.direction_of(tensor),
             module.get_variable(collection, tensor + fp8.PROBE),
@@ -164,7 +180,10 @@ def _leaf(module: nn.Module, name: str, fresh: np.ndarray, recipe: DelayedScalin
     in front; `fresh` where it lacks."""
     mutable = module.is_mutable_collection(collection)
     if not module.has_variable(collection, name):
-        if not module.is_initializing():
+        if module.is_initializing():
+            if not mutable and is_lifted(module):
+                raise ValueError(f"{describe(module)}: {collection} leaf {name} {not_passed_on(collection)}")
+        else:
             (on_missing_state.get() or _warn_of_missing)(module, name, mutable, collection)
         if not mutable:
             return jnp.asarray(fresh)
@@ -216,6 +235,11 @@ def _warn_of_missing(module: nn.Module, name: str, mutable: bool, collection: st
             f"autocast, or apply once with mutable=[{collection!r}] and keep the collection that comes "
             "back"
         )
+        if is_lifted(module):
+            then += (
+                "; where the state is there, a transform around the module does not pass it on: give `nn.scan` or "
+                f"`nn.vmap` variable_axes={{{collection!r}: 0}}, or the place that params have there"
+            )
     _warn_once(module, f"{collection} lacks {name}{_similar_state(module, collection)}: {then}.")
 
 

@@ -10,7 +10,8 @@ from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from te_jax._check import ARRAY, BOOL, check
-from te_jax.flax._state import describe, recipe_of
+from te_jax._misplaced import warn_of_impossible
+from te_jax.flax._state import describe, not_passed_on, recipe_of
 from te_jax.fp8 import DenseMetas, current_recipe
 from te_jax.layers import QuantizedKernel, quantize_experts, quantize_kernel
 from te_jax.layers.parameters import map_kernels
@@ -133,11 +134,7 @@ def _put_entry(module: nn.Module, collection: str, name: str, entry):
     Raises ValueError where a transform keeps it from there.
     """
     if not module.is_mutable_collection(collection):
-        raise ValueError(
-            f"{describe(module)}: {collection} entry {name} cannot be made: a transform around the module does not "
-            f"pass the collection on; give `nn.scan` or `nn.vmap` variable_axes={{{collection!r}: 0}}, as it has for "
-            "params."
-        )
+        raise ValueError(f"{describe(module)}: {collection} entry {name} {not_passed_on(collection)}")
     if entry is not None and not (isinstance(entry, QuantizedKernel) and entry.empty):
         module.put_variable(collection, name, entry)
 
@@ -191,6 +188,7 @@ def _check_variables(what: str, variables):
 
 def _collect_kernels(what: str, order: _Order, model, variables, args, kwargs) -> dict[str, Any]:
     _check_variables(what, variables)
+    warn_of_impossible(what, variables)
     collection = order.collection
     others = {name: jax.lax.stop_gradient(v) for name, v in variables.items() if name != collection}
 

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from te_jax._misplaced import keys_of
 from te_jax.flax._common import Axes, Initializer, floating, in_compute_dtype, kernel_initializer, parameter
 from te_jax.flax._fields import Module, activations_take_their_params, check_call, norm_type, shared_fields, warn_unused
-from te_jax.flax._state import describe, expert_metas, recipe_of
+from te_jax.flax._state import describe, expert_metas, is_lifted, not_passed_on, recipe_of
 from te_jax.flax.dense import norm_options
 from te_jax.flax.kernels import expert_operand
 from te_jax.flax.mlp import LayerNormMLP
@@ -34,9 +35,14 @@ def update_expert_bias(
            microbatches and devices, or their mean.
     rate:  the step of the law (`te_jax.ops.router.updated_expert_bias`), a number or f32[].
 
-    Raises ValueError where `grads` lack the collection.
+    Raises ValueError where `grads` lack the collection, and for biases outside of it.
     """
     if BIAS_COLLECTION not in collections:
+        if any(keys_of(path)[-1:] == ("expert_bias",) for path, _ in jax.tree.leaves_with_path(collections)):
+            raise ValueError(
+                "update_expert_bias: collections has biases of experts, but no collection of them at the top; pass "
+                f"{{{BIAS_COLLECTION!r}: ...}} as `init` returns it, of one model."
+            )
         return dict(collections)
     if BIAS_COLLECTION not in grads:
         raise ValueError(
@@ -210,11 +216,15 @@ class MoEBlock(Module):
             )
         if not self.use_expert_bias:
             return None
-        if not self.has_variable(BIAS_COLLECTION, "expert_bias") and not self.is_initializing():
-            raise ValueError(
-                f"{describe(self)}: use_expert_bias is True, but the collection {BIAS_COLLECTION!r} lacks expert_bias; "
-                "pass the collection that `init` returns beside params."
-            )
+        if not self.has_variable(BIAS_COLLECTION, "expert_bias"):
+            if not self.is_initializing():
+                raise ValueError(
+                    f"{describe(self)}: use_expert_bias is True, but the collection {BIAS_COLLECTION!r} lacks "
+                    "expert_bias; pass the collection that `init` returns beside params, and on through a stack of "
+                    f"layers: variable_axes={{{BIAS_COLLECTION!r}: 0}} of `nn.scan`."
+                )
+            if not self.is_mutable_collection(BIAS_COLLECTION) and is_lifted(self):
+                raise ValueError(f"{describe(self)}: expert_bias {not_passed_on(BIAS_COLLECTION)}")
         bias = self.variable(BIAS_COLLECTION, "expert_bias", lambda: jnp.zeros(self.num_experts)).value
         if bias.shape != (self.num_experts,):
             raise ValueError(

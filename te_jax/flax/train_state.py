@@ -12,10 +12,11 @@ from flax.training import train_state
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 
-from te_jax._check import Kind, check
+from te_jax._check import ARRAY, Kind, check
+from te_jax._misplaced import check_no_stray, keys_of, stray_state, warn_of_impossible
 from te_jax.combine import max_fp8_metas, value_and_grad
 from te_jax.flax._common import join_trees, split_tree
-from te_jax.flax.kernels import WGRAD_COLLECTION
+from te_jax.flax.kernels import KERNEL_COLLECTION, WGRAD_COLLECTION
 from te_jax.flax.moe import BIAS_COLLECTION, update_expert_bias
 from te_jax.fp8 import FP8_COLLECTION, STATE_COLLECTIONS
 from te_jax.fp8_metas import (
@@ -54,6 +55,9 @@ class TrainState(train_state.TrainState):
 
     The biases of experts (`MoEBlock`), the collection `expert_bias`, are in `fp8` too, with FP8 and without: its
     gradient moves them as well.
+
+    Raises ValueError, also in `replace`, for names in `fp8` or `collections` that would hide `params` or `fp8` from a
+    loss.
     """
 
     # {"fp8_metas": scales and amax histories, f32}, or in "_overwrite_with_gradient"; {} without FP8. And
@@ -62,6 +66,21 @@ class TrainState(train_state.TrainState):
     # Under optax.MultiSteps, `fp8` as microbatches so far would leave it, and their counts of tokens; else {}.
     fp8_microbatch: Mapping[str, Any]
     collections: Mapping[str, Any]  # Other collections by name, such as batch_stats.
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.fp8, Mapping) and isinstance(self.collections, Mapping)):
+            return  # jax rebuilds states around any objects.
+        if unknown := set(self.fp8) - {*states_in(self.fp8), BIAS_COLLECTION}:
+            raise ValueError(
+                f"TrainState: fp8 has {sorted(unknown)}; pass {{}}, or {{{FP8_COLLECTION!r}: ...}} as `init` returns "
+                "it."
+            )
+        shadows = {name: _WITH_FP8 for name in (*states_in(self.collections), BIAS_COLLECTION)} | _NO_COLLECTIONS
+        if held := next((name for name in shadows if name in self.collections), None):
+            raise ValueError(
+                f"TrainState: collections holds {held!r}, which would be read instead of what is trained; "
+                f"{shadows[held]}."
+            )
 
     @classmethod
     def create(
@@ -82,11 +101,14 @@ class TrainState(train_state.TrainState):
         kwargs:      Fields of a subclass.
 
         Raises ValueError if `tx` holds more than one `optax.MultiSteps`, for parameters in FP8 unless `tx` is
-        `te_jax.optim.master_weights`, and for FP8 state among `params`; TypeError for collections that are no dict.
+        `te_jax.optim.master_weights`, for FP8 state among `params` or outside of its collection, and for `params` among
+        `collections`; TypeError for collections that are no dict and for a `tx` that is no optimizer.
         """
         _check_params(params)
         fp8, others = {}, {}
+        check("TrainState.create", "tx", tx, _OPTIMIZER)
         check("TrainState.create", "collections", collections, _OTHER_COLLECTIONS)
+        check_no_stray("TrainState.create", "collections", collections or {})
         for name, collection in (collections or {}).items():
             (fp8 if name in (*states_in(collections), BIAS_COLLECTION) else others)[name] = collection
         start = params if masters is None else beside(params, masters)
@@ -104,14 +126,10 @@ class TrainState(train_state.TrainState):
 
         Biases of experts stay, unless `fp8` has others. The amaxes of earlier microbatches of an unfinished step
         (`optax.MultiSteps`) are dropped. Raises ValueError for other keys, ValueError or TypeError for malformed FP8
-        state.
+        state. Warns of FP8 state that no step leaves behind.
         """
         check_collections("TrainState.with_fp8", fp8, "fp8")
-        if unknown := set(fp8) - {*states_in(fp8), BIAS_COLLECTION}:
-            raise ValueError(
-                f"TrainState.with_fp8: fp8 has {sorted(unknown)}; pass {{}}, or {{{FP8_COLLECTION!r}: ...}} as `init` "
-                "returns it."
-            )
+        warn_of_impossible("TrainState.with_fp8", fp8)
         fp8 = self._biases | dict(fp8)
         several = _multi_steps(self.opt_state) is not None
         # A copy, since donation takes each buffer once.
@@ -222,8 +240,10 @@ class TrainState(train_state.TrainState):
         experts the counts of all tokens.
 
         The activations of one microbatch are in memory at a time. Call it inside a jitted step, since each call traces
-        `loss_fn` anew. Raises ValueError for wgrads of other parameters.
+        `loss_fn` anew. Raises ValueError for wgrads of other parameters, and for microbatches that are none; TypeError
+        for those that are no arrays.
         """
+        check("TrainState.accumulate_gradients", "microbatches", microbatches, _MICROBATCHES)
         wgrads = {} if wgrads is None else dict(wgrads)
         self._check_wgrads(wgrads)
         fused, params = {}, self.params
@@ -275,18 +295,44 @@ def _of_microbatches(before, fp8):
 
 
 _OTHER_COLLECTIONS = Kind("a dict of collections by name", lambda value: value is None or isinstance(value, Mapping))
+_OPTIMIZER = Kind(
+    "an optax.GradientTransformation",
+    lambda tx: not isinstance(tx, type) and all(callable(getattr(tx, name, None)) for name in ("init", "update")),
+    hint=lambda tx: "call it first, as in optax.adam(1e-3)" if callable(tx) else "",
+)
+
+
+def _are_stacked(microbatches) -> bool:
+    leading = {leaf.shape[:1] for leaf in jax.tree.leaves(microbatches)}
+    return len(leading) == 1 and leading.isdisjoint({(), (0,)})
+
+
+_MICROBATCHES = Kind(
+    "a tree of arrays [k, ...] with one k of at least 1",
+    lambda microbatches: all(map(ARRAY.is_type, jax.tree.leaves(microbatches))),
+    _are_stacked,
+)
+# What no TrainState has among its collections, with the way out.
+_WITH_FP8 = "pass it to create or with_fp8, and leave it out here"
+_NO_COLLECTIONS = {
+    "params": 'leave it out, as in collections, params = flax.core.pop(variables, "params")',
+    KERNEL_COLLECTION: "it holds copies of the parameters of one step: make it within each step",
+    WGRAD_COLLECTION: "it holds sums of one step: pass it to accumulate_gradients",
+}
 
 
 def _check_params(params):
     """Raises ValueError if FP8 state is among the parameters: an optimizer would treat it as weights."""
-    for path, _ in jax.tree.leaves_with_path(params):
-        names = [getattr(key, "key", getattr(key, "name", None)) for key in path]
-        if FP8_COLLECTION in names:
-            where = "/".join(map(str, names[: names.index(FP8_COLLECTION) + 1]))
-            raise ValueError(
-                f"TrainState.create: params holds FP8 state ({where}), which tx would change as weights; pass "
-                f'params=variables["params"], and all else that `init` returned as collections={{...}}.'
-            )
+    held = stray_state(params)
+    for path in (keys_of(path) for path, _ in jax.tree.leaves_with_path(params)):
+        # Of Flax's own products, whose state a step replaces, that is right at the top.
+        names = [at for at, key in enumerate(path) if key == FP8_COLLECTION or (at and key == OVERWRITE_WITH_GRADIENT)]
+        held += [path[: at + 1] for at in names]
+    if held:
+        raise ValueError(
+            f"TrainState.create: params holds FP8 state ({'/'.join(held[0])}), which tx would change as weights; pass "
+            f'params=variables["params"], and all else that `init` returned as collections={{...}}.'
+        )
 
 
 def _nan_unless_used_once(total, uses):
@@ -347,8 +393,9 @@ def _multi_steps(opt_state) -> optax.MultiStepsState | None:
 def fp8_masked(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """`tx` for trees that hold FP8 state beside parameters, as {"params": ..., "fp8_metas": ...}.
 
-    Leaves below a key `fp8_metas`, `_overwrite_with_gradient` or `expert_bias` stay out of norms, moments and decay,
-    and their updates are 0: the next FP8 state is its gradient, not a sum with it. A step is
+    Leaves below a key `fp8_metas`, `_overwrite_with_gradient` or `expert_bias`, and FP8 state below any other, stay out
+    of norms, moments and decay, and their updates are 0: the next FP8 state is its gradient, not a sum with it. A step
+    is
 
         updates, opt_state = tx.update(grads, opt_state, variables)
         variables = optax.apply_updates(variables, updates)
@@ -356,12 +403,15 @@ def fp8_masked(tx: optax.GradientTransformation) -> optax.GradientTransformation
         variables = te_jax.update_collections(new_fp8, variables)
         variables = te_jax.flax.update_expert_bias(variables, grads, rate)  # where there are experts with a bias
 
-    `TrainState` needs no such wrapper: only parameters go through its optimizer.
+    `TrainState` needs no such wrapper: only parameters go through its optimizer. Raises TypeError for a `tx` that is no
+    optimizer.
     """
+    check("fp8_masked", "tx", tx, _OPTIMIZER)
 
     def labels(tree):
-        keys = lambda path: jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        in_fp8 = lambda path: not {*STATE_COLLECTIONS, BIAS_COLLECTION}.isdisjoint(keys(path))
+        strays = {*stray_state(tree)}
+        kept = {*STATE_COLLECTIONS, BIAS_COLLECTION}
+        in_fp8 = lambda path: not kept.isdisjoint(keys_of(path)) or keys_of(path) in strays
         return jax.tree_util.tree_map_with_path(lambda path, _: "fp8" if in_fp8(path) else "other", tree)
 
     return optax.partition({"fp8": optax.set_to_zero(), "other": tx}, labels)

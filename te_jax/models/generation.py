@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from te_jax._arrays import known_values
 from te_jax._check import INTEGERS, NONE, KnownFields, check, integer, number
+from te_jax.flax.cache import COLLECTION
 from te_jax.models.causal import CausalLM
 from te_jax.models.encoder import EncoderDecoder
 
@@ -64,7 +65,14 @@ def read_prompts(
 
     prompts: int[b, s], padded on the right. lengths: int[b]. slots: of the cache, for prompts and what follows them.
     context: more arguments of the model's call.
+
+    Raises ValueError for a cache among `variables`: the prompts would be read as if they came behind its tokens.
     """
+    if COLLECTION in variables:
+        raise ValueError(
+            f"te_jax.models: variables hold {COLLECTION!r}, with tokens that would count as read before the prompts; "
+            "leave it out: this call makes one."
+        )
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
     options = dict(lengths=lengths, positions=positions, at=lengths - 1, decode=True, max_decode_length=slots)
     return model.apply(variables, prompts, **options, **context, mutable=["cache"])

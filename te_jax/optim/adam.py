@@ -26,6 +26,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from te_jax._check import ARRAY, BOOL, FUNCTION, Kind, check, number
+from te_jax._misplaced import stray_state
 from te_jax._placement import mesh_axes
 from te_jax._types import on_explicit_mesh
 from te_jax.fp8 import STATE_COLLECTIONS
@@ -211,12 +212,14 @@ def _check_updates(where, updates, state):
 
 
 def check_no_fp8_state(where: str, params: Any) -> None:
-    """Raises ValueError, naming `where`, for a collection of FP8 state among `params`: no optimizer may update it."""
+    """Raises ValueError, naming `where`, for FP8 state among `params`: no optimizer may update it."""
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_kernel)
     names = (getattr(key, "key", None) for path, _ in leaves for key in path)
-    if held := next((name for name in names if name in STATE_COLLECTIONS), None):
+    held = [f"the collection {name}" for name in names if name in STATE_COLLECTIONS]
+    held += [f"FP8 state at {'/'.join(path)}" for path in stray_state(params)]
+    if held:
         raise ValueError(
-            f"{where}: params holds the collection {held}, whose next value is its gradient, no update; pass "
+            f"{where}: params holds {held[0]}, whose next value is its gradient, no update; pass "
             "params alone, as te_jax.flax.TrainState does, or wrap the optimizer by te_jax.flax.fp8_masked."
         )
 
