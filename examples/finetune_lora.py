@@ -26,6 +26,7 @@ from flax.linen import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
 from gpt import data
 from gpt.config import need
+from gpt.numbers import SEED, number, whole
 from tasks.loop import RECIPES
 
 import te_jax as te
@@ -256,23 +257,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--full", help="train all weights, in f32, instead of adapters", action="store_true")
     add("--fp8-params", help="frozen weights are in FP8, not in bf16 (of the FP8 run)", action="store_true")
     add("--join", help="write a checkpoint of weights and adapters, too", action="store_true")
-    add("--rank", help="of adapters [default: 16]", type=int, default=16)
-    add("--alpha", help="adapters count alpha / rank times [default: once]", type=float)
+    add("--rank", help="of adapters [default: 16]", default=16, **whole(most=100_000))
+    add("--alpha", help="adapters count alpha / rank times [default: once]", **number(above=0))
     add("--compare", help="train in bf16 too, from the same adapters on the same batches", action="store_true")
     add("--bf16", help="train in bf16 alone", action="store_true")
     add("--recipe", help="scales of FP8 [default: current]", choices=RECIPES, default="current")
-    add("--steps", help="[default: 200]", type=int, default=200)
-    add("--batch-size", help="texts of a step [default: 8]", type=int, default=8)
-    add("--seq-len", help="tokens of a text [default: 512; without --hf 64]", type=int)
-    add("--eval-batches", help="of held-out text, before and after [default: 8]", type=int, default=8)
-    add("--lr", help="peak learning rate [default: 2e-4; --full 2e-5; without --hf 1e-2]", type=float)
+    add("--steps", help="[default: 200]", default=200, **whole())
+    add("--batch-size", help="texts of a step [default: 8]", default=8, **whole())
+    add("--seq-len", help="tokens of a text [default: 512; without --hf 64]", **whole())
+    add("--eval-batches", help="of held-out text, before and after [default: 8]", default=8, **whole())
+    add(
+        "--lr", help="peak learning rate [default: 2e-4; --full 2e-5; without --hf 1e-2]", **number(above=0, below=1000)
+    )
     add("--remat", help="layers keep their inputs alone for the backward pass: less memory", action="store_true")
-    add("--seed", help="of adapters and batches [default: 0]", type=int, default=0)
-    add("--check-gap", help="exit with 1 where held-out losses differ by more, in nats", type=float)
+    add("--seed", help="of adapters and batches [default: 0]", default=0, **SEED)
+    add("--check-gap", help="exit with 1 where held-out losses differ by more, in nats", **number(least=0))
     args = p.parse_args(argv)
-    for name in ("steps", "batch_size", "seq_len", "eval_batches", "rank"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            p.error(f"--{name.replace('_', '-')} is {value}: give 1 or more")
     if args.full and (args.fp8_params or args.join):
         p.error("--full has no frozen weights and no adapters: leave out --fp8-params and --join")
     if args.bf16 and (args.compare or args.fp8_params):

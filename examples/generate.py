@@ -9,6 +9,7 @@ Hugging Face's form. See examples/README.md; `--help` lists the options.
 import argparse
 import itertools
 import json
+import os
 import pathlib
 import sys
 import time
@@ -21,6 +22,7 @@ import numpy as np
 import optax
 from gpt import checkpoint, config, steps
 from gpt.model import GPT, VOCAB
+from gpt.numbers import SEED, number, whole
 from train_gpt import fp8_recipe
 
 from te_jax import models
@@ -178,31 +180,32 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--checkpoint", help="of train_gpt.py [default: runs/gpt/fp8, else runs/gpt/bf16]", metavar="DIR")
     add("--hf", help="a checkpoint of Hugging Face's form instead, with its tokenizer.json", metavar="DIR")
     add("--prompt", help="text to continue; repeat it for a batch", action="append", metavar="TEXT")
-    add("--tokens", help="bytes to add to each prompt [default: 100]", type=int, default=100, metavar="N")
-    add("--temperature", help="divides the logits [default: 0.8]", type=float, default=0.8, metavar="T")
-    add("--top-k", help="sample among the k likeliest bytes; 0: all [default: 40]", type=int, default=40, metavar="K")
+    add("--tokens", help="bytes to add to each prompt [default: 100]", default=100, metavar="N", **whole())
+    add("--temperature", help="divides the logits [default: 0.8]", default=0.8, metavar="T", **number(above=0))
+    add("--top-k", help="sample among the k likeliest bytes; 0: all [default: 40]", default=40, metavar="K", **whole(0))
     add("--greedy", help="take the likeliest byte", action="store_true")
-    add("--seed", help="of sampling [default: 0]", type=int, default=0)
+    add("--seed", help="of sampling [default: 0]", default=0, **SEED)
     add("--bf16", help="run a model that was trained in FP8 in bf16", action="store_true")
     add("--no-cache", help="read the whole text for every byte, to compare", action="store_true")
     args = p.parse_args(argv)
-    if args.tokens < 1:
-        p.error(f"--tokens is {args.tokens}: give 1 or more")
-    if not args.temperature > 0:
-        p.error(f"--temperature is {args.temperature}: give more than 0, or --greedy")
-    if args.top_k < 0 or (args.top_k > VOCAB and not args.hf):
+    if args.top_k > VOCAB and not args.hf:
         p.error(f"--top-k is {args.top_k}: give 0 to {VOCAB}")
     if args.hf and (args.checkpoint or args.bf16 or args.no_cache):
         p.error("--hf takes neither --checkpoint nor --bf16 nor --no-cache: leave them out")
     if args.checkpoint is None:
         args.checkpoint = next((d for d in ("runs/gpt/fp8", "runs/gpt/bf16") if pathlib.Path(d).is_dir()), "runs/gpt")
     args.prompt = args.prompt or ["def ", "class Parser:\n"]
+    for prompt in args.prompt:
+        try:
+            prompt.encode() if args.hf else os.fsencode(prompt)
+        except UnicodeEncodeError:
+            p.error(f"--prompt {prompt!r} is no text in UTF-8, which --hf reads: give one that is")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    prompts = [prompt.encode() for prompt in args.prompt]
+    prompts = [os.fsencode(prompt) for prompt in args.prompt]  # bytes, which need be no text
     sampling = sampler(args.greedy, args.temperature, args.top_k)
     choose = sampling.choose
     try:
@@ -216,7 +219,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"generate: {error}", file=sys.stderr)
         return 2
     for prompt, row in zip(prompts, tokens):
-        print(f"=== {prompt.decode()!r}", (prompt + row.tobytes()).decode(errors="replace"), sep="\n")
+        print(f"=== {prompt.decode(errors='replace')!r}", (prompt + row.tobytes()).decode(errors="replace"), sep="\n")
     read = "" if args.no_cache else f"; prompts read in {reading * 1e3:.1f} ms"
     print(
         f"=== {'bf16' if recipe is None else 'fp8'}, {'no cache' if args.no_cache else 'cache'}: "

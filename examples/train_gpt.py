@@ -11,10 +11,12 @@ import contextlib
 import pathlib
 import sys
 import time
+from collections.abc import Callable
 
 import jax
 from gpt import checkpoint, cluster, config, data, flops, health, load, mesh, nnx_steps, plot, report, rundir, steps
 from gpt.progress import Progress
+from gpt.stopping import Stop, Stopped, listening
 
 from te_jax import recipe as te_recipe
 
@@ -68,7 +70,7 @@ class Training:
     """One run from its start, or from its last checkpoint, to --steps or --stop-at."""
 
     def __init__(self, args, precision: str, corpus: data.Corpus, devices: jax.sharding.Mesh | None, checkpoints):
-        """checkpoints: `checkpoint.Checkpoints`, or None to save nothing."""
+        """checkpoints: `checkpoint.Checkpoints` to go on from; None to begin anew."""
         self.args, self.precision, self.checkpoints = args, precision, checkpoints
         self.recipe = recipe = fp8_recipe(args) if precision == "fp8" else None
         self.api = api = nnx_steps if args.api == "nnx" else steps
@@ -80,7 +82,7 @@ class Training:
         self.parameters = sum(p.size for p in jax.tree.leaves(self.state.params))
         key = config.resume_key(args, corpus.sha256)
         self.run = {"key": key, "losses": [], "held_out": [], "fp8_report": [], "load": load.fresh()}
-        if checkpoints and args.resume and (found := checkpoints.restore(api.saved(self.state), self.run["key"])):
+        if checkpoints and (found := checkpoints.restore(api.saved(self.state), self.run["key"])):
             self.state, self.run = api.resumed(self.state, found[0]), self.run | found[1]
         self.run["precision"] = precision  # the checkpoint may be of a run in the other one
 
@@ -97,8 +99,8 @@ class Training:
         self.progress = new_progress(args, precision, self.start, devices)
         self.pending = collections.deque()
 
-    def steps(self) -> None:
-        """Trains to the end."""
+    def steps(self, stop: Stop) -> int:
+        """Trains to the end, and returns 0; or the signal that ended it before, after a checkpoint if it writes any."""
         args = self.args
         eval_loss = self.api.make_eval_loss(self.model, self.recipe)
         for step in range(self.start + 1, self.stop + 1):
@@ -115,14 +117,20 @@ class Training:
             save = self.checkpoints and ((every and step % every == 0) or step == self.stop)
             pause = evaluate or save or step == self.stop
             self.read_losses(0 if pause else LATE)
+            if signal := step < self.stop and stop.agreed(step, pause):
+                self.read_losses(0)
+                save = self.checkpoints
             if evaluate:
                 found = held_out_loss(eval_loss, self.state, self.eval_data)
                 self.run["held_out"].append([step, found])
                 self.progress.note(f"{self.precision}: held-out loss {found:.4f} at step {step}")
             if save:
                 self.checkpoints.save(self.api.saved(self.state), self.run)
+            if signal:
+                return signal
             if pause:
                 self.progress.pause()
+        return 0
 
     def read_losses(self, left: int) -> None:
         """Waits for the losses of all steps that were issued but the last `left`."""
@@ -141,11 +149,19 @@ class Training:
             self.monitor.close()
 
 
-def train(args, precision: str, corpus: data.Corpus, out: pathlib.Path, devices: jax.sharding.Mesh | None) -> dict:
-    """What `Training` does; see `summary`."""
-    saving = contextlib.nullcontext() if args.no_checkpoint else checkpoint.opened(out / precision)
-    with saving as checkpoints, contextlib.closing(Training(args, precision, corpus, devices, checkpoints)) as training:
-        training.steps()
+def train(args, precision: str, corpus: data.Corpus, out: pathlib.Path, devices, begin: Callable[[], None]) -> dict:
+    """What `Training` does; see `summary`. begin: called once all that may fail before the first step is done, before
+    anything is written. Raises `Stopped` where a signal ended it."""
+    with contextlib.ExitStack() as held:
+        saving = lambda: None if args.no_checkpoint else held.enter_context(checkpoint.opened(out / precision))
+        earlier = saving() if args.resume else None
+        training = held.enter_context(contextlib.closing(Training(args, precision, corpus, devices, earlier)))
+        begin()
+        training.checkpoints = earlier or saving()
+        with listening() as stop:
+            signal = training.steps(stop)
+    if signal:
+        raise Stopped(signal)
     if training.monitor:
         report_health(args, training.run["fp8_report"])
     speed = {"parameters": training.parameters, "compile_s": training.compile_seconds}
@@ -190,26 +206,37 @@ class CutShort(Exception):
 def run(args, out: pathlib.Path) -> int:
     """All that is asked for, on all devices; the exit code. Raises what stops it."""
     with contextlib.ExitStack() as held, cluster.only_first_prints():
+        precisions = ("fp8", "bf16") if args.compare else (args.precision,)
         with cluster.all_or_none():
             devices = mesh.make(args)
             mesh.check(args)
+            if args.resume:
+                rundir.check_resumable(out, precisions)
+            health.check(args)
             corpus = data.load(args.data)
             data.check_length(corpus, args.seq_len)
-            precisions = ("fp8", "bf16") if args.compare else (args.precision,)
             key = config.resume_key(args, corpus.sha256)
             path = args.against and pathlib.Path(args.against)
             earlier = report.read(path, key, precisions, last_step(args)) if path else {}
             if cluster.is_first():
                 held.enter_context(rundir.locked(out))
-                if not args.resume:
-                    rundir.keep_earlier(out)
         kind = jax.devices()[0].device_kind + (f", mesh {mesh.described(args.mesh)}" if devices else "")
         print(f"device: {kind}; preset: {args.preset}; text: {corpus.source}", flush=True)
+        begun = []
+
+        def begin() -> None:
+            if not (begun or args.resume) and cluster.is_first():
+                rundir.keep_earlier(out)
+            cluster.wait_for_all(f"{out} is free, {len(begun)}")
+            begun.append(True)
+
         try:
             with mesh.scope(devices, args.sequence_parallel):
-                runs = {precision: train(args, precision, corpus, out, devices) for precision in precisions}
+                runs = {precision: train(args, precision, corpus, out, devices, begin) for precision in precisions}
             return reported(args, out, key, corpus, kind, runs, earlier)
         except OSError as error:
+            if not begun:
+                raise
             raise CutShort(error) from error
 
 
@@ -217,14 +244,14 @@ def reported(args, out: pathlib.Path, key: dict, corpus: data.Corpus, kind: str,
     """Writes and prints what the runs came to; the exit code."""
     gap = report.gap(runs["fp8"]["losses"], runs["bf16"]["losses"]) if args.compare else None
     distances = {name: report.distance(runs[name]["losses"], curve) for name, curve in earlier.items()}
-    settings = {**vars(args), **key}
-    settings.pop("model")
+    settings = {name: value for name, value in {**vars(args), **key}.items() if name not in ("model", "given")}
     if cluster.is_first():
         report.write(out / "results.json", settings, corpus.source, runs, gap, distances)
         plot.save(out / "loss.png", plot.curves(runs, args.recipe), f"byte-level GPT, {args.preset}, {kind}")
         if args.model.experts and load.save(out / load.PNG, runs, f"loads of experts, {args.preset}, {kind}"):
             print(f"wrote {out / load.PNG}")
     print(*report.lines(runs, gap, distances), f"wrote {out / 'loss.png'} and {out / 'results.json'}", sep="\n")
+    print(*whats_next(args, out), sep="\n")
     if args.check_gap is not None and not report.within(gap, args.check_gap):
         print(f"train_gpt: the mean gap exceeds {args.check_gap}", file=sys.stderr)
         return 1
@@ -235,20 +262,34 @@ def reported(args, out: pathlib.Path, key: dict, corpus: data.Corpus, kind: str,
     return 0
 
 
+def whats_next(args, out: pathlib.Path) -> list[str]:
+    """What there is to do with a run that came to its end, or to --stop-at: commands, each with what it does."""
+    if args.no_checkpoint:
+        return []
+    first = "bf16" if args.precision == "bf16" and not args.compare else "fp8"
+    written = ["--checkpoint", str(out / first), "--prompt", "def main("]
+    lines = [f"to continue a text with it: {rundir.command([], *written, program='generate.py')}"]
+    if last_step(args) < args.steps:
+        lines.append(f"to go on to step {args.steps}: {rundir.command(args.given, '--resume', without='--stop-at')}")
+    return lines
+
+
 def main(argv: list[str] | None = None) -> int:
     """The exit code: 0; 1 where a check failed or something cut training short; 2 where it could not begin; 130 after
-    Ctrl-C."""
+    Ctrl-C, 143 after SIGTERM."""
     args = config.parser().parse_args(argv)
+    args.given = list(sys.argv[1:] if argv is None else argv)
     out = pathlib.Path(args.out)
     try:
         config.need("tqdm", "matplotlib")
         cluster.start(args)
         args = config.complete(args, default_preset="medium" if jax.default_backend() == "gpu" else "tiny")
         return run(args, out)
-    except (CutShort, KeyboardInterrupt) as error:
-        stopped = isinstance(error, KeyboardInterrupt)
-        what, code = ("stopped by Ctrl-C", 130) if stopped else (error, 1)
-        print(f"train_gpt: {what}; {rundir.way_on(out, not args.no_checkpoint)}", file=sys.stderr)
+    except (CutShort, Stopped, KeyboardInterrupt) as error:
+        code = {CutShort: 1, KeyboardInterrupt: 130}.get(type(error)) or 128 + error.number
+        what = "stopped by Ctrl-C" if isinstance(error, KeyboardInterrupt) else error
+        again = rundir.command(args.given, "--resume")
+        print(f"train_gpt: {what}; {rundir.way_on(out, not args.no_checkpoint, again)}", file=sys.stderr)
         return code
     except FloatingPointError as error:
         print(f"train_gpt: {error}", file=sys.stderr)

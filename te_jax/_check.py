@@ -4,7 +4,6 @@ check("LayerNorm `norm`", "epsilon", epsilon, number(above=0))
 # ValueError: LayerNorm `norm`: epsilon is -1.0; pass a number above 0.
 """
 
-import difflib
 import enum
 import inspect
 import math
@@ -17,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
+
+from te_jax._names import asked, closest, meant
 
 
 @dataclass(frozen=True)
@@ -72,21 +73,40 @@ def _text(value):
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {_text(each)}" for key, each in value.items()) + "}"
-    return f"{value.dtype}{list(value.shape)}" if ARRAY.is_type(value) and value.shape else repr(value)
+    is_array = ARRAY.is_type(value) and (value.shape or isinstance(value, jax.core.Tracer))
+    text = f"{value.dtype}{list(value.shape)}" if is_array else repr(value)
+    return text if "\n" not in text else f"<{type(value).__name__}>"  # A module of several lines.
 
 
-def check_names(where: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raises TypeError for a keyword in `given` that is not `known`, with a close known one if there is one."""
-    known = tuple(known)
+def check_names(
+    where: str,
+    given: Iterable[str],
+    known: Iterable[str],
+    *,
+    refused: Iterable[str] = (),
+    elsewhere: Iterable[str] = (),
+    other: str = "",
+) -> None:
+    """Raises TypeError for a keyword in `given` that is not `known`, with the known one that is meant if there is one.
+
+    refused: Known names that take None alone, which so are no way out. elsewhere: Names that `other` takes, such as the
+             module's call.
+    """
+    known, refused, elsewhere = tuple(known), set(refused), set(elsewhere)
     for name in given:
         if name not in known:
-            hint = did_you_mean(name, known) or f"it takes {', '.join(known)}."
+            ways = [each for each in known if each not in refused]
+            hint = f"{other} takes it: pass it there." if name in elsewhere else meant(name, ways)
+            hint = hint or f"it takes {', '.join(ways)}."
             raise TypeError(f"{where}: got an unexpected keyword argument {name!r}; {hint}")
 
 
-def bind(where: str, signature: inspect.Signature, args: tuple, kwargs: dict) -> inspect.BoundArguments:
-    """`signature.bind(*args, **kwargs)`, whose TypeErrors name `where`, as `check_names` does for unknown keywords."""
-    check_names(where, kwargs, signature.parameters)
+def bind(where: str, signature: inspect.Signature, args: tuple, kwargs: dict, **names: Any) -> inspect.BoundArguments:
+    """`signature.bind(*args, **kwargs)`, whose TypeErrors name `where`, as `check_names` does for unknown keywords.
+
+    names: As of `check_names`.
+    """
+    check_names(where, kwargs, signature.parameters, **names)
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -104,12 +124,8 @@ def warn_once(where: str, text: str) -> None:
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """ "did you mean 'x'?" where a known name is close to `name`, or to the name of an enum's member, else ""."""
-    name = name.name if isinstance(name, enum.Enum) else name
-    lower, given = {each.lower(): each for each in known}, str(name).lower()
-    close = difflib.get_close_matches(given, lower, n=1, cutoff=0.6)
-    close = close or [each for each in lower if len(given) > 2 and each.startswith(given)]  # A prefix of one.
-    return f"did you mean {lower[close[0]]!r}?" if close else ""
+    """ "did you mean 'x'?" where a known name is `name` but for typos, or the name of an enum's member, else ""."""
+    return asked(closest(name.name if isinstance(name, enum.Enum) else str(name), known, unfinished=True))
 
 
 class KnownFields:
@@ -121,8 +137,14 @@ class KnownFields:
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         owner = next(each for each in cls.__mro__ if "__init__" in vars(each))
         if "__dataclass_params__" in vars(owner) and owner.__dataclass_params__.init:
-            check_names(cls.__name__, kwargs, (f.name for f in cls.__dataclass_fields__.values() if f.init))
+            names = [f.name for f in cls.__dataclass_fields__.values() if f.init]
+            check_names(cls.__name__, kwargs, names, **cls._names())
         return super().__new__(cls)
+
+    @classmethod
+    def _names(cls) -> dict[str, Any]:
+        """The keywords of `check_names` for the constructor."""
+        return {}
 
 
 def plain(name: str) -> str:

@@ -19,7 +19,7 @@ from jax import lax
 
 from te_jax._amax import amax as amax_of
 from te_jax._amax_type import ARRAYS, errors_of_amaxes, from_amaxes, is_amaxes, movable, to_amaxes
-from te_jax._check import FUNCTION, Kind, check
+from te_jax._check import BOOL, FUNCTION, Kind, check, integer, show, tuple_of
 from te_jax._misplaced import is_bare, warn_of_impossible, with_name
 from te_jax._types import custom_vjp
 from te_jax.fp8 import STATE_COLLECTIONS
@@ -175,16 +175,22 @@ def value_and_grad(
     are not differentiated, arrays, floats and complex numbers are traced, so another value does not compile again. All
     others (bool, int, str, ...) are static and must be hashable: an int may be a size or a count of steps.
 
-    Raises TypeError where `fun` computes with FP8 state. Warns of state that nothing in `fun` reads under autocast.
+    Raises TypeError where `fun` computes with FP8 state or returns no floating scalar, or with has_aux no pair of one
+    and more, and for argnums that are no ints; ValueError for places at which a call has no argument. Warns of state
+    that nothing in `fun` reads under autocast.
     """
     check("value_and_grad", "fun", fun, FUNCTION)
+    check("value_and_grad", "argnums", argnums, ARGNUMS)
+    check("value_and_grad", "has_aux", has_aux, BOOL)
     differentiated = tuple(argnums) if isinstance(argnums, Sequence) else (operator.index(argnums),)
+    name = getattr(fun, "__name__", repr(fun))
 
     def of_states(*args, **kwargs):
         args, receive = list(args), _keep_unread if recipe_with_state() is None else combine_by_max
         for i in differentiated:
             args[i] = jax.tree.map(lambda a: receive(a) if _has_state(a) else a, args[i], is_leaf=_has_state)
         out, is_read = movable(fun)(*args, **kwargs)
+        check_result("value_and_grad", name, out, has_aux)
         states = [
             leaf for i in differentiated for leaf in jax.tree.leaves(args[i], is_leaf=_has_state) if _has_state(leaf)
         ]
@@ -194,7 +200,8 @@ def value_and_grad(
         return (value, *map(_as_stored, aux)) if has_aux else value
 
     def run(*args, **kwargs):
-        in_range = [i for i in differentiated if -len(args) <= i < len(args)]
+        check_places("value_and_grad", name, differentiated, len(args))
+        in_range = differentiated
         narrow = {i: args[i] for i in in_range if has_kernels(args[i])}
 
         def of_slots(*args, **kwargs):
@@ -204,7 +211,37 @@ def value_and_grad(
         with errors_of_amaxes("value_and_grad", "slice, index, stack, reshape or select it outside of jax.custom_vjp"):
             return jax.value_and_grad(of_slots, argnums, has_aux)(*args, **kwargs)
 
-    return wraps(fun)(_compile(run, differentiated, getattr(fun, "__name__", repr(fun))))
+    return wraps(fun)(_compile(run, differentiated, name))
+
+
+ARGNUMS = integer() | Kind(
+    "a tuple of different ints, the places of arguments",
+    lambda value: tuple_of(integer()).is_type(value),
+    lambda value: 0 < len(value) == len(set(value)) and tuple_of(integer()).accepts(value),
+)
+
+
+def check_places(where: str, name: str, places: Sequence[int], count: int) -> None:
+    """Raises ValueError unless `name`, a function that is called with `count` arguments by place, has all `places`."""
+    for at in places:
+        if not -count <= at < count:
+            raise ValueError(
+                f"{where}: argnums has {at}, but {name} was called with {count} arguments by place; pass what is "
+                "differentiated by place, not by name."
+            )
+
+
+def check_result(where: str, name: str, out: Any, has_aux: bool) -> None:
+    """Raises TypeError unless `out`, what the function `name` returned, is a loss f[], or with has_aux (loss, aux)."""
+    if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
+        raise TypeError(
+            f"{where}: has_aux is True, but {name} returns {show(out)}; return (loss, aux), or leave has_aux out."
+        )
+    loss = out[0] if has_aux else out
+    is_real = isinstance(loss, float) or (isinstance(loss, ARRAYS) and jnp.issubdtype(loss.dtype, jnp.floating))
+    if not is_real or jnp.ndim(loss):
+        aux = " (has_aux=True takes a pair (loss, aux))" if isinstance(out, tuple | list) and not has_aux else ""
+        raise TypeError(f"{where}: the loss of {name} is {show(loss)}; return a floating scalar{aux}.")
 
 
 def _compile(f, differentiated: tuple[int, ...], name: str):

@@ -310,12 +310,12 @@ PARAMETERS = [
     (TRANSFORMER, dict(mlp_kernel_init=3), T, "mlp_kernel_init is 3"),
     (BIASES, dict(embedding_init=None), T, "embedding_init is None"),
     (DENSE, dict(kernel_axes="embed"), T, "kernel_axes is 'embed'; pass a tuple"),
-    (DENSE, dict(kernel_axes=("embed", "mlp", "more")), V, "parameter kernel: its logical axes are .*each axis"),
+    (DENSE, dict(kernel_axes=("embed", "mlp", "more")), V, "kernel_axes is .*the parameter kernel has .*each axis"),
     (DENSE, dict(kernel_axes=(0, 1)), V, r"kernel_axes is \(0, 1\)"),
     (DENSE, dict(kernel_axes=["embed", None]), None, ""),
     (DENSE, dict(input_axes="batch"), T, "input_axes is 'batch'"),
     (NORM, dict(scale_axes=None), T, "scale_axes is None"),
-    (MLP, dict(kernel_axes_1=("embed", "mlp")), V, "parameter wi_kernel: its logical axes"),
+    (MLP, dict(kernel_axes_1=("embed", "mlp")), V, "kernel_axes_1 is .*the parameter wi_kernel has"),
     (MLP, dict(kernel_axes_2=1), T, "kernel_axes_2 is 1"),
 ]
 

@@ -22,6 +22,7 @@ from te_jax.recipe import DelayedScaling
 
 def test_explain_says_which_and_why():
     struct = lambda s, heads, dtype=jnp.bfloat16, d=64: jax.ShapeDtypeStruct((2, s, heads, d), dtype)
+    explain = partial(explain_attention, platform="cuda")
     q, k = struct(128, 8), struct(128, 2)
     described = SequenceDescriptor.from_seqlens(jnp.zeros(2, jnp.int32))
     for kwargs in (
@@ -34,34 +35,51 @@ def test_explain_says_which_and_why():
         dict(sequence_descriptor=described, attn_mask_type="padding_causal"),
         dict(softmax_type="off-by-one", return_lse=True),
     ):
-        choice = explain_attention(q, k, k, **kwargs)
+        choice = explain(q, k, k, **kwargs)
         assert choice.implementation == "cudnn" and "xla" in choice.refused, kwargs
-    choice = explain_attention(q, k, k, return_max_logit=True)
+    choice = explain(q, k, k, return_max_logit=True)
     assert choice.implementation == "xla" and "max_logit" in choice.refused["cudnn"] and "max_logit" in str(choice)
     with pytest.raises(ValueError, match="max_logit.*'xla'"):
-        explain_attention(q, k, k, implementation="cudnn", return_max_logit=True)
+        explain(q, k, k, implementation="cudnn", return_max_logit=True)
     for reason, kwargs in {
         "float32": dict(dtype=jnp.float32),
         "is 264": dict(d=264),
         "is 60": dict(d=60),
     }.items():
         q, k = struct(128, 8, **kwargs), struct(128, 2, **kwargs)
-        assert reason in explain_attention(q, k, k).refused["cudnn"]
+        assert reason in explain(q, k, k).refused["cudnn"]
     q, k = struct(64, 8), struct(128, 2)
-    assert "k has 1" in explain_attention(q, struct(1, 2), struct(1, 2)).refused["cudnn"]
-    assert explain_attention(struct(1, 8), k, k).implementation == "cudnn"
-    assert "q has 1" in explain_attention(struct(1, 8), k, k, dropout_rate=0.1).refused["cudnn"]
+    assert "k has 1" in explain(q, struct(1, 2), struct(1, 2)).refused["cudnn"]
+    assert explain(struct(1, 8), k, k).implementation == "cudnn"
+    assert "q has 1" in explain(struct(1, 8), k, k, dropout_rate=0.1).refused["cudnn"]
+
+
+def test_explain_speaks_for_this_machine():
+    """Without a GPU the op of cuDNN is plain JAX, with its logits in memory, whether it was asked for or not."""
+    q = jax.ShapeDtypeStruct((2, 128, 8, 64), jnp.bfloat16)
+    for kwargs in ({}, dict(implementation="cudnn"), dict(platform="cpu"), dict(recipe=DelayedScaling())):
+        if jax.default_backend() == "gpu" and "platform" not in kwargs:
+            assert explain_attention(q, q, q, **kwargs).implementation == "cudnn"
+            continue
+        choice = explain_attention(q, q, q, **kwargs)
+        assert choice.implementation == "xla" and {*choice.refused} == {"cudnn"} and not choice.decodes
+        why = "platform is 'cpu'" if "platform" in kwargs else "this process has no NVIDIA GPU"
+        assert str(choice) == f"xla; not cudnn: {why}; on a GPU it serves this call (platform='cuda')"
+    wide = jax.ShapeDtypeStruct(q.shape, jnp.float32)
+    assert "float32" in explain_attention(wide, wide, wide).refused["cudnn"], "it would serve on no machine"
+    with pytest.raises(ValueError, match="explain_attention: platform is 'gpu'; pass None or one of 'cuda', 'cpu'"):
+        explain_attention(q, q, q, platform="gpu")
 
 
 def test_explain_speaks_for_fp8():
     q, k = (jax.ShapeDtypeStruct((2, 128, heads, 64), jnp.bfloat16) for heads in (8, 2))
     fp8 = DelayedScaling(fp8_dpa=True)
     assert explain_attention(q, k, k, recipe=fp8, attn_mask_type="causal").implementation == "fp8"
-    assert explain_attention(q, k, k, recipe=DelayedScaling()).implementation == "cudnn"
+    assert explain_attention(q, k, k, recipe=DelayedScaling(), platform="cuda").implementation == "cudnn"
     with autocast(recipe=fp8):
         assert explain_attention(q, k, k).implementation == "fp8"
         for kwargs in (dict(dropout_rate=0.1), dict(implementation="xla"), dict(window_size=(3, 0))):
-            choice, (name,) = explain_attention(q, k, k, **kwargs), kwargs
+            choice, (name,) = explain_attention(q, k, k, platform="cuda", **kwargs), kwargs
             assert choice.implementation == kwargs.get("implementation", "cudnn")
             assert name in choice.refused["fp8"]
     with pytest.raises(TypeError, match="explain_attention: recipe is .*an instance"):
@@ -74,7 +92,7 @@ def test_explain_speaks_for_cut_sequences():
         choice = explain_attention(q, k, k, axis="cp", attn_mask_type="causal", recipe=DelayedScaling(fp8_dpa=True))
         assert choice.implementation == "context_parallel" and {*choice.refused} == {"fp8", "cudnn", "xla"}
         assert all("'cp' cuts the sequence" in reason for reason in choice.refused.values())
-        assert explain_attention(q, k, k, axis="one").implementation == "cudnn"
+        assert explain_attention(q, k, k, axis="one", platform="cuda").implementation == "cudnn"
         with pytest.raises(ValueError, match="^context_parallel_attention: bias is of shape.*Leave bias out"):
             explain_attention(q, k, k, axis="cp", bias=jnp.zeros((128, 128)))
         with pytest.raises(ValueError, match="^context_parallel_attention: strategy is 'rong'"):
@@ -294,9 +312,10 @@ def test_explain_says_what_is_lowered_as_decoding():
         (False, dict(alibi_slopes=jnp.ones(4))),
     ):
         q, k, v, _ = operands((2, 1, 256, 4, 2, 64, 32), jnp.bfloat16)
-        assert explain_attention(q, k, v, **kwargs).decodes == is_step, kwargs
+        assert explain_attention(q, k, v, platform="cuda", **kwargs).decodes == is_step, kwargs
         assert ("(tensor<2x2x2x64xbf16>, " in _call(1, 256, **kwargs)) == is_step, kwargs  # r queries, g heads
-    assert "step of decoding" in str(explain_attention(q, k, v)) and "step" not in str(explain_attention(k, k, v))
+    explained = [str(explain_attention(x, k, v, platform="cuda")) for x in (q, k)]
+    assert "step of decoding" in explained[0] and "step" not in explained[1]
 
 
 @pytest.mark.parametrize("t", [256, 320])

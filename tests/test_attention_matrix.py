@@ -93,7 +93,8 @@ def _check(got, want):
 
 def _choice(case, problem):
     *operands, _ = problem.operands
-    return explain_attention(*operands, **problem.differentiated, **problem.arrays, **problem.options)
+    arrays = {**problem.differentiated, **problem.arrays}
+    return explain_attention(*operands, platform="cuda", **arrays, **problem.options)
 
 
 # ---- the design ----------------------------------------------------------------------------------

@@ -213,7 +213,7 @@ def check_report(out, scalars) -> list[dict]:
 def test_tensorboard_needs_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ValueError, match="--tensorboard needs tensorboardX: pip install tensorboardX"):
-        health.tensorboard("runs")
+        health.writer()
 
 
 def test_resume_needs_the_same_arguments_and_a_new_run_keeps_the_earlier(tmp_path, capsys):
@@ -288,14 +288,14 @@ def test_plot_draws_both_curves_and_the_gap():
     }
     figure = plot.draw(plot.curves(runs, "current"), "title")
     kinds = ["each step", "centred mean of 5 steps", "held-out text"]
-    assert labels(figure.axes[0]) == [f"{name}, {kind}" for name in ("current", "bf16") for kind in kinds]
-    assert labels(figure.axes[1]) == ["each step", "current: +0.2500 over the last 20 steps"]
+    assert labels(figure.axes[0]) == [f"{name}, {kind}" for name in ("FP8 (current)", "bf16") for kind in kinds]
+    assert labels(figure.axes[1]) == ["each step", "FP8 (current): +0.2500 over the last 20 steps"]
     for line in figure.axes[0].lines:
-        assert line.get_color() == colours.OF[line.get_label().split(",")[0]]
+        assert line.get_color() == colours.OF["bf16" if line.get_label().startswith("bf16") else "current"]
     # Smoothed, what is straight stays where it is, to both ends.
     np.testing.assert_allclose(figure.axes[0].lines[4].get_ydata(), losses, rtol=1e-12)
     short = plot.draw(plot.curves({"fp8": {"losses": [3.0, 2.0], "held_out": []}}, "delayed"), "title")
-    assert labels(short.axes[0]) == ["delayed, each step"] and len(short.axes) == 1
+    assert labels(short.axes[0]) == ["FP8 (delayed), each step"] and len(short.axes) == 1
 
 
 def test_smooth_is_centred():
@@ -315,10 +315,10 @@ def test_plot_of_several_results(tmp_path, capsys):
         paths.append(tmp_path / f"{recipe_name}.json")
         paths[-1].write_text(json.dumps({"args": args, "device": {"kind": "cpu"}, "runs": {precision: run}}))
     figure = plot.draw(*plot.read(paths))
-    assert labels(figure.axes[0]) == list(colours.OF)
+    assert labels(figure.axes[0]) == ["bf16", *(f"FP8 ({name})" for name in colours.OF if name != "bf16")]
     gaps = ["delayed: +0.0100", "attention: +0.0200", "current: +0.0300", "block: +0.0400", "fixed: +0.0500"]
     gaps.append("mxfp8: +0.0600")
-    assert labels(figure.axes[1]) == [f"{gap} over the last 20 steps" for gap in gaps]
+    assert labels(figure.axes[1]) == [f"FP8 ({gap.replace(':', '):')} over the last 20 steps" for gap in gaps]
     assert len(set(colours.OF.values()) | {colours.NO_RECIPE, colours.OTHERS}) == len(colours.OF) + 2
     assert plot_runs.main([str(paths[0]), str(paths[1]), "--out", str(tmp_path / "x.png")]) == 0
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

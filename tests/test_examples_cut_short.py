@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import pytest
 from example_runs import EXAMPLES, SMALL, TEXT, compiled_once, train  # noqa: F401
 
 import train_gpt  # isort: skip
-from gpt import checkpoint, config, progress, rundir, steps  # isort: skip
+from gpt import checkpoint, config, progress, rundir, steps, stopping  # isort: skip
 
 FAST = ["--eval-every", "0"]
 
@@ -115,7 +116,7 @@ def test_a_text_of_equal_length_is_another_text(finished, tmp_path, capsys):
 
 def test_one_run_at_a_time(tmp_path, capsys):
     with rundir.locked(tmp_path):
-        assert train_gpt.main([*SMALL, "--out", str(tmp_path), "--resume"]) == 2
+        assert train_gpt.main([*SMALL, "--out", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert f"another run writes to {tmp_path} (process {os.getpid()} on " in error and "another --out" in error
     with rundir.locked(tmp_path):
@@ -142,7 +143,7 @@ def read_only(directory):
 
 def test_a_read_only_directory(tmp_path, capsys):
     with read_only(tmp_path):
-        assert train_gpt.main([*SMALL, "--out", str(tmp_path), "--resume"]) == 2
+        assert train_gpt.main([*SMALL, "--out", str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
 
 
@@ -172,21 +173,90 @@ def test_a_checkpoint_that_cannot_be_made_ends_the_run(finished, tmp_path, capsy
     assert not any(thread.is_alive() for thread in waiting)
 
 
-def test_ctrl_c(finished, tmp_path, capsys, monkeypatch):
-    out = tmp_path / "run"
+def test_signals_save_a_checkpoint(finished, tmp_path, capsys, monkeypatch):
+    """Ctrl-C, then SIGTERM in the run that goes on from there: the losses at the end are those of a run in one."""
+    out, before = tmp_path / "run", [signal.getsignal(number) for number in stopping.SIGNALS]
     shutil.copytree(finished, out)
     shutil.rmtree(out / "fp8" / "12")
-    issued = []
+    issues = progress.Progress.issues
+    for number, step, name in ((signal.SIGINT, 9, "Ctrl-C"), (signal.SIGTERM, 10, "SIGTERM")):
 
-    def interrupted(self):
-        issued.append(self)
-        if len(issued) == 3:
-            raise KeyboardInterrupt
+        def signalled(self, number=number):
+            os.kill(os.getpid(), number)
+            issues(self)
 
-    monkeypatch.setattr(progress.Progress, "issues", interrupted)
-    assert train_gpt.main([*SMALL, *FAST, "--out", str(out), "--resume"]) == 130
-    error = capsys.readouterr().err
-    assert f"stopped by Ctrl-C; the last checkpoint is {out / 'fp8' / '8'}: the same command with --resume" in error
+        monkeypatch.setattr(progress.Progress, "issues", signalled)
+        arguments = [*SMALL, *FAST, "--out", str(out), "--checkpoint-every", "0", "--resume"]
+        assert train_gpt.main(arguments) == 128 + number
+        error = capsys.readouterr().err
+        assert f"stopped by {name}; the last checkpoint is {out / 'fp8' / str(step)}: the same command with" in error
+        assert error.rstrip().endswith(f"--out {out} --checkpoint-every 0 --resume")
+        assert [signal.getsignal(number) for number in stopping.SIGNALS] == before
+    monkeypatch.setattr(progress.Progress, "issues", issues)
+    code, results, said = train(out, *FAST, "--resume")
+    assert code == 0 and "steps 10 to 12" in said
+    whole = json.loads((finished / "results.json").read_text())
+    assert results["runs"]["fp8"]["losses"] == whole["runs"]["fp8"]["losses"]
+    assert said.splitlines()[-1].endswith(f"generate.py --checkpoint {out / 'fp8'} --prompt 'def main('")
+
+
+def test_a_second_signal_ends_at_once(capfd):
+    with stopping.listening() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.agreed(1, False) == signal.SIGTERM
+        assert all(signal.getsignal(number) is signal.SIG_DFL for number in stopping.SIGNALS)
+    assert "a second signal ends it at once" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is not signal.SIG_DFL
+
+
+def test_processes_agree_on_the_step(monkeypatch):
+    """One that heard nothing stops with the others, which asked it: after the same step, and not after each."""
+    asked = []
+    monkeypatch.setattr(stopping.cluster, "several", lambda: True)
+    monkeypatch.setattr(stopping.cluster, "largest", lambda number: asked.append(number) or signal.SIGTERM)
+    stop = stopping.Stop()
+    assert not any(stop.agreed(step, False) for step in range(1, stopping.EVERY)) and not asked
+    assert stop.agreed(stopping.EVERY, False) == stop.agreed(3, True) == signal.SIGTERM and asked == [0, 0]
+
+
+def test_a_run_that_cannot_begin_displaces_nothing(finished, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    content = sorted(out.rglob("*"))
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    report = ["--fp8-report", "--tensorboard", str(tmp_path / "board")]
+    assert train_gpt.main([*SMALL, *FAST, "--out", str(out), *report]) == 2
+    assert "--tensorboard needs tensorboardX: pip install tensorboardX" in capsys.readouterr().err
+
+    def no_memory(*arguments):
+        raise ValueError("the step does not compile")
+
+    monkeypatch.setattr(steps, "compiled_step", no_memory)
+    assert train_gpt.main([*SMALL, *FAST, "--out", str(out)]) == 2
+    assert "train_gpt: the step does not compile" in capsys.readouterr().err
+    assert sorted(out.rglob("*")) == content
+
+
+def test_resume_without_a_checkpoint(finished, tmp_path, capsys):
+    out = tmp_path / "none"
+    assert train_gpt.main([*SMALL, "--out", str(out), "--resume"]) == 2
+    assert f"--resume: there is no checkpoint in {out / 'fp8'} (none in {out})" in capsys.readouterr().err
+    assert not out.exists()
+    assert train_gpt.main([*SMALL, "--out", str(finished), "--resume", "--precision", "bf16"]) == 2
+    assert f"only one of --precision fp8 in {finished}): leave --resume out, or" in capsys.readouterr().err
+
+
+def test_whats_next(tmp_path):
+    given = [*SMALL, "--stop-at", "5", "--out", str(tmp_path)]
+    args = config.parse(given, "tiny")
+    args.given = given
+    go_on = train_gpt.whats_next(args, tmp_path)[-1]
+    assert go_on.startswith("to go on to step 12: python ") and go_on.endswith(f"--out {tmp_path} --resume")
+    assert "--stop-at" not in go_on and args.checkpoint_every == 10
+    assert config.parse(["--steps", "1000"], "tiny").checkpoint_every == 100
+    assert rundir.command(["--stop-at=5", "--resume"], "--resume", without="--stop-at").endswith(
+        "train_gpt.py --resume"
+    )
 
 
 def test_way_on(tmp_path):

@@ -35,7 +35,7 @@ def test_a_token_meets_its_own_experts():
         (["--top-k", "2"], "--top-k and --balance are of experts: give --moe N"),
         (["--balance", "bias"], "--top-k and --balance are of experts: give --moe N"),
         (["--moe", "2", "--top-k", "3"], "--top-k is 3 of 2 experts"),
-        (["--moe", "0"], "--top-k is 2 of 0 experts"),
+        (["--moe", "0"], "--moe is 0: give a whole number from 1 to 10000"),
         (["--moe", "4", "--api", "nnx"], "--api nnx is for models without experts"),
         (["--preset", "moe-tiny", "--mesh", "dp=1"], "--mesh is for models without experts"),
     ],

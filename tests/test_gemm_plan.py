@@ -129,6 +129,40 @@ def test_a_damaged_file_is_named_and_not_taken(change, problem, monkeypatch, tmp
         load_tuning(tmp_path / "nowhere")
 
 
+def test_any_wrong_value_of_any_field_is_an_error_with_its_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(_lib, "load", Extension)
+    save_tuning(tmp_path / "t")
+    good = (tmp_path / "t").read_bytes()
+    saved, absent = json.loads(good), object()
+    values = [absent, None, True, -1, 1e999, float("nan"), 10**400, "1", "\ud800", [], {"a": 1}]
+    lines = {
+        (name, index): json.dumps({k: v for k, v in {**saved, name: value}.items() if v is not absent}).encode()
+        for name in saved
+        for index, value in enumerate(values)
+        # What a device, a GEMM or another version may be called is free; a number is a time.
+        if not (name in ("device", "gemm", "algo") and isinstance(value, str))
+        and not (name == "cublaslt" and type(value) is int)
+    }
+    lines |= {
+        "bytes": b"\xff\xfe",
+        "list": b"[]",
+        "nested": b"[" * 100_000,
+        "empty": b"",
+        "UTF-16": "{}".encode("utf-16"),
+    }
+    wrong = {}
+    for what, line in lines.items():
+        (tmp_path / "t").write_bytes(good + line + b"\n")
+        try:
+            wrong[what] = f"taken: {load_tuning(tmp_path / 't')}"
+        except Exception as error:
+            if not (type(error) is ValueError and f"load_tuning: {tmp_path / 't'}, line 2 is not of" in str(error)):
+                wrong[what] = repr(error)[:200]
+    assert not wrong, wrong
+    (tmp_path / "t").write_bytes(good.replace(b"0.5", b"1"))
+    assert load_tuning(tmp_path / "t") == 1, "JSON has one kind of number"
+
+
 @pytest.mark.gpu
 def test_an_edited_algorithm_is_not_taken(tmp_path):
     """One whose partial sums are rounded to the type of the result: cuBLASLt would run it."""

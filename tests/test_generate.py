@@ -119,6 +119,17 @@ def test_errors(trained, arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_prompt_of_any_bytes(trained, capsys):
+    """Python has a byte of a command line that is no UTF-8 as a lone surrogate. To this model it is a byte."""
+    options = [f"--checkpoint={trained}", "--greedy", "--tokens=3", "--prompt=caf\udce9 "]
+    assert generate.main(options) == 0
+    first, text, _ = capsys.readouterr().out.splitlines()
+    assert first == "=== 'caf\ufffd '" and text.startswith("caf\ufffd ")
+    with pytest.raises(SystemExit):
+        generate.main(["--hf=somewhere", "--prompt=caf\udce9"])
+    assert r"--prompt 'caf\udce9' is no text in UTF-8" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [["--tokens", "0"], ["--temperature", "0"], ["--top-k", "300"]])
 def test_senseless_arguments(arguments, capsys):
     with pytest.raises(SystemExit):

@@ -207,25 +207,13 @@ def test_flax_keeps_its_own_products_among_collections():
     assert not state.fp8 and set(state.collections) == {"_overwrite_with_gradient"}
 
 
-# -- an optimizer, microbatches -----------------------------------------------------------------------------------
-
-
-def accumulate(microbatches):
-    loss = lambda params, fp8, x: jnp.sum(params["w"]) * jnp.mean(x)
-    return jax.eval_shape(lambda s: s.accumulate_gradients(loss, microbatches), create())
+# -- an optimizer -------------------------------------------------------------------------------------------------
 
 
 NO_OPTIMIZER = "tx is .*; pass an optax.GradientTransformation"
 CALL_IT = NO_OPTIMIZER + r" \(call it first, as in optax.adam\(1e-3\)\)"
 TX = {"None": (None, NO_OPTIMIZER), "0.1": (0.1, NO_OPTIMIZER)} | {
     tx.__name__: (tx, CALL_IT) for tx in (optax.adam, optax.MultiSteps)
-}
-MICROBATCHES = {
-    "a scalar": (jnp.ones(()), ValueError),
-    "none": ({}, ValueError),
-    "of length 0": (X[:0], ValueError),
-    "of two lengths": ((X, X[:2]), ValueError),
-    "floats": ([1.0, 2.0], TypeError),
 }
 TRAIN = [
     *(Probe(f"tx={name}", lambda tx=tx: create(tx=tx), TypeError, how) for name, (tx, how) in TX.items()),
@@ -234,11 +222,6 @@ TRAIN = [
         for name, (tx, how) in TX.items()
     ),
     Probe("tx=MultiSteps(...)", lambda: create(tx=optax.MultiSteps(optax.sgd(0.1), 2))),
-    Probe("microbatches", lambda: accumulate(X)),
-    *(
-        Probe(f"microbatches {name}", lambda value=value: accumulate(value), error, "microbatches is .*; pass a tree")
-        for name, (value, error) in MICROBATCHES.items()
-    ),
 ]
 
 

@@ -216,7 +216,8 @@ def test_on_a_mesh(kind):
 def test_who_serves_deepseek_v3():
     """cuDNN the heads of 192 and 128 channels; latents as they are plain JAX, for calls of few tokens."""
     heads = lambda d, dtype=jnp.bfloat16: jax.ShapeDtypeStruct((1, 64, 128, d), dtype)
-    assert te.explain_attention(heads(192), heads(192), heads(128), attn_mask_type="causal").implementation == "cudnn"
+    options = dict(attn_mask_type="causal", platform="cuda")
+    assert te.explain_attention(heads(192), heads(192), heads(128), **options).implementation == "cudnn"
     assert "d, of q and k, is 512" in te.explain_attention(heads(512), heads(512), heads(512)).refused["cudnn"]
     widths = dict(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     absorbs = mla(**widths).bind({})._absorbs

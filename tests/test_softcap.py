@@ -52,7 +52,7 @@ def test_against_plain_jax(kind):
 
 def test_who_serves():
     q = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
-    assert explain_attention(q, q, q).implementation == "cudnn"
+    assert explain_attention(q, q, q, platform="cuda").implementation == "cudnn"
     choice = explain_attention(q, q, q, logit_softcap=50.0)
     assert choice.implementation == "xla" and "logit_softcap is 50.0" in choice.refused["cudnn"]
     with pytest.raises(ValueError, match="logit_softcap is 50.0; cuDNN's op does not have it; pass None or 'xla'"):

@@ -1,7 +1,8 @@
 """Save and restore a run with orbax."""
 
 import contextlib
-import copy
+import hashlib
+import json
 import logging
 import pathlib
 import sys
@@ -16,7 +17,8 @@ from . import cluster, config
 from .steps import TrainState
 
 # What orbax logs with a traceback, it raises as well; and what it raises is said below in a line.
-logging.getLogger("absl").addFilter(lambda record: not record.exc_info)
+for _logger in ("absl", "asyncio"):
+    logging.getLogger(_logger).addFilter(lambda record: not record.exc_info)
 
 
 def _said_already(kind, error, trace, say=sys.excepthook) -> None:
@@ -33,7 +35,8 @@ DAMAGED = "damaged-"  # before the step in the name of a checkpoint that was mov
 class Checkpoints:
     """The last two checkpoints of one run. One holds three items: `state` (parameters, optimizer, step, rng),
     `fp8` (absent in bf16) and `run`, a JSON dict that the caller chooses and that must have a `key`: two runs
-    with different keys are not the same run. To it are added `has_fp8`, and `sums` with a checksum of each array.
+    with different keys are not the same run. To it are added the `step`, `has_fp8`, `sums` with a checksum of each
+    array, and `sha256` of all of the dict: what a run goes on from is covered by one of them.
     """
 
     def __init__(self, directory: pathlib.Path):
@@ -54,8 +57,8 @@ class Checkpoints:
         Raises OSError where this checkpoint, or the one before, cannot be written.
         """
         arrays = {"state": _without_fp8(state)} | ({"fp8": state.fp8} if state.fp8 else {})
-        run = copy.deepcopy(run)  # orbax reads it later, and by then the caller may have added losses
-        run |= {"has_fp8": bool(state.fp8), "sums": checksums(arrays)}
+        run = run | {"step": int(state.step), "has_fp8": bool(state.fp8), "sums": checksums(arrays)}
+        run = sealed(run)  # a copy: orbax reads it later, and by then the caller may have added losses
         items = {name: ocp.args.StandardSave(tree) for name, tree in arrays.items()}
         with self._writing():
             written = self.manager.save(int(state.step), args=ocp.args.Composite(**items, run=ocp.args.JsonSave(run)))
@@ -137,9 +140,28 @@ def saved_steps(directory: pathlib.Path) -> list[int]:
     return sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal())
 
 
+SEAL = "sha256"  # of the other entries of `run`
+
+
+def sealed(run: dict) -> dict:
+    """A copy of `run` in JSON's types, with its checksum, whatever checksum it has."""
+    text = json.dumps({name: value for name, value in run.items() if name != SEAL}, sort_keys=True)
+    return json.loads(text) | {SEAL: hashlib.sha256(text.encode()).hexdigest()}
+
+
 def read_run(path: pathlib.Path) -> dict:
-    """`run` of the checkpoint `path`."""
-    return ocp.JsonCheckpointHandler().restore(path / "run", args=ocp.args.JsonRestore())
+    """`run` of the checkpoint `path`. ValueError where it is not as it was saved, or has no checksum."""
+    run = ocp.JsonCheckpointHandler().restore(path / "run", args=ocp.args.JsonRestore())
+    if not isinstance(run, dict) or SEAL not in run:
+        raise ValueError(
+            f"its record has no {SEAL}, as where an earlier version of the program wrote it: go on with that version, "
+            "or train anew"
+        )
+    if sealed(run)[SEAL] != run[SEAL]:
+        raise ValueError("its record of the run is not as it was saved")
+    if str(run["step"]) != path.name:
+        raise ValueError(f"its record is of step {run['step']}")
+    return run
 
 
 def newest(directory: pathlib.Path, read: Callable) -> tuple[dict, dict, list[int]] | None:
@@ -158,7 +180,7 @@ def newest(directory: pathlib.Path, read: Callable) -> tuple[dict, dict, list[in
         # A process that could not read its part must not be alone in going back.
         if not cluster.all_agree(why is None):
             damaged[step] = why or "another process could not read it"
-        elif wrong := _differing_sums(items, run.get("sums", {})):
+        elif wrong := _differing_sums(items, run["sums"]):
             damaged[step] = f"{len(wrong)} arrays are not as they were saved, the first is {wrong[0]}"
         else:
             for bad, why in damaged.items():
@@ -212,8 +234,8 @@ def _sums(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def _differing_sums(items: dict, saved: dict[str, int]) -> list[str]:
-    """Names of arrays whose checksum is not the one in `saved`; those that it lacks are not known."""
-    return [name for name, n in (checksums(items) if saved else {}).items() if saved.get(name, n) != n]
+    """Names of arrays whose checksum is not in `saved`."""
+    return [name for name, n in checksums(items).items() if saved.get(name) != n]
 
 
 def brief(error: BaseException) -> str:

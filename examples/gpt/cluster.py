@@ -58,13 +58,23 @@ def only_first_prints() -> Iterator[None]:
 
 def wait_for_all(what: str) -> None:
     """Returns once all processes have called it with the same `what`."""
-    if jax.process_count() > 1:
+    if several():
         multihost_utils.sync_global_devices(what)
 
 
 def all_agree(fine: bool) -> bool:
     """Whether `fine` is true in all processes, each of which calls this."""
-    return fine if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(fine)).all())
+    return bool(largest(int(not fine)) == 0)
+
+
+def several() -> bool:
+    """Whether this is one of several processes."""
+    return jax.process_count() > 1
+
+
+def largest(number: int) -> int:
+    """The largest `number` of all processes, each of which calls this."""
+    return int(multihost_utils.process_allgather(np.array(number, np.int32)).max()) if several() else number
 
 
 @contextlib.contextmanager

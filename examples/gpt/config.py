@@ -4,6 +4,8 @@ import argparse
 import dataclasses
 import importlib.util
 
+from .numbers import SEED, number, whole
+
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
@@ -166,21 +168,22 @@ def _add_training(p: argparse.ArgumentParser) -> None:
         default="runs/gpt",
         metavar="DIR",
     )
-    _add(p, "--seed", "of parameters, batches and dropout [default: 0]", type=int, default=0)
+    _add(p, "--seed", "of parameters, batches and dropout [default: 0]", default=0, **SEED)
 
 
 def _add_run(p: argparse.ArgumentParser) -> None:
     """Where a run begins and ends, what it saves, and what it is compared with."""
-    _add(p, "--resume", "continue from the last checkpoint in --out, if any", action="store_true")
-    _add(p, "--checkpoint-every", "steps; 0: at the end alone", type=int, default=0, metavar="N")
+    _add(p, "--resume", "continue from the last checkpoint in --out", action="store_true")
+    _add(p, "--checkpoint-every", "steps; 0: at the end alone (or after Ctrl-C and SIGTERM) [default: a tenth of "
+        "--steps, at least 10]", metavar="N", **whole(0))  # fmt: skip
     _add(p, "--no-checkpoint", "save none (one holds 12 bytes a parameter)", action="store_true")
-    _add(p, "--stop-at", "save and leave here, to --resume later", type=int, metavar="STEP")
+    _add(p, "--stop-at", "save and leave here, to --resume later", metavar="STEP", **whole())
     _add(p, "--check-gap", "exit 1 if the mean gap (FP8 - bf16) over the last tenth of the steps exceeds X nats "
-        "(needs --compare)", type=float, metavar="X")  # fmt: skip
+        "(needs --compare)", metavar="X", **number(least=0))  # fmt: skip
     _add(p, "--against", "results.json of an earlier run, as on another --mesh: how far the losses are from its own",
         metavar="FILE")  # fmt: skip
     _add(p, "--check-against", "exit 1 if their means over 20 steps differ by more than X nats (needs --against)",
-        type=float, metavar="X")  # fmt: skip
+        metavar="X", **number(least=0))  # fmt: skip
 
 
 def _add_report(p: argparse.ArgumentParser) -> None:
@@ -188,7 +191,7 @@ def _add_report(p: argparse.ArgumentParser) -> None:
     _add(p, "--fp8-report", "how well the FP8 tensors of each layer fit, over the steps: a table, fp8_report.json and "
         "fp8_report.png in DIR [default: in --out]", nargs="?", const="", metavar="DIR")  # fmt: skip
     _add(p, "--fp8-report-every", "steps from one look to the next, each of which repeats the passes of a step "
-        "[default: a fiftieth of --steps]", type=int, metavar="N")  # fmt: skip
+        "[default: a fiftieth of --steps]", metavar="N", **whole())  # fmt: skip
     _add(p, "--tensorboard", "the numbers of --fp8-report as scalars for TensorBoard, too (needs tensorboardX)",
         metavar="DIR")  # fmt: skip
 
@@ -198,7 +201,7 @@ def _add_step(p: argparse.ArgumentParser) -> None:
     _add(p, "--deterministic", "the same bits in every run on GPUs of one model: attention's gradients and XLA's own "
         "choices too, for 1.4 %% of the time with the preset medium", action="store_true")  # fmt: skip
     _add(p, "--remat", "recompute each layer in the backward pass", action="store_true")
-    _add(p, "--dropout", "rate on the residual branches [default: 0]", type=float, default=0.0)
+    _add(p, "--dropout", "rate on the residual branches [default: 0]", default=0.0, **number(least=0, below=1))
 
 
 def _add_devices(p: argparse.ArgumentParser) -> None:
@@ -207,30 +210,30 @@ def _add_devices(p: argparse.ArgumentParser) -> None:
     _add(many, "--mesh", f"what how many devices divide: {divided} [default: one device]", type=mesh_sizes,
         metavar="dp=2,fsdp=2,tp=2")  # fmt: skip
     _add(many, "--sequence-parallel", "tp divides the sequence too, outside of the GEMMs", action="store_true")
-    _add(many, "--cp", "N devices divide the sequence: cp=N of --mesh [default: 1]", type=int, metavar="N")
+    _add(many, "--cp", "N devices divide the sequence: cp=N of --mesh [default: 1]", metavar="N", **whole())
     _add(many, "--cp-strategy", "keys and values are collected, or go around [default: all_gather]",
         choices=("all_gather", "ring"))  # fmt: skip
-    _add(many, "--devices", "of each process; on a CPU alone, which has 1 else", type=int, metavar="N")
+    _add(many, "--devices", "of each process; on a CPU alone, which has 1 else", metavar="N", **whole(most=1024))
     _add(many, "--coordinator", "address of process 0; auto: from Slurm or Open MPI", metavar="HOST:PORT")
-    _add(many, "--processes", "started in all, each with its --process-id", type=int, metavar="N")
-    _add(many, "--process-id", "0 to N - 1; process 0 prints and writes", type=int, metavar="I")
+    _add(many, "--processes", "started in all, each with its --process-id", metavar="N", **whole())
+    _add(many, "--process-id", "0 to N - 1; process 0 prints and writes", metavar="I", **whole(0))
 
 
 def _add_overrides(p: argparse.ArgumentParser) -> None:
     override = p.add_argument_group("overrides of the preset")
-    _add(override, "--layers", "of the transformer", type=int)
-    _add(override, "--moe", "N experts in the place of each MLP, all of its width", type=int, metavar="N")
-    _add(override, "--top-k", "experts of a token [default: the preset's, or 2]", type=int, metavar="K")
+    _add(override, "--layers", "of the transformer", **whole(most=10_000))
+    _add(override, "--moe", "N experts in the place of each MLP, all of its width", metavar="N", **whole(most=10_000))
+    _add(override, "--top-k", "experts of a token [default: the preset's, or 2]", metavar="K", **whole())
     _add(override, "--balance", "the loads of experts are kept even by a term of the loss, or by a bias of the choice "
         "that moves a little in each step [default: loss]", choices=("loss", "bias"))  # fmt: skip
-    _add(override, "--batch-size", "sequences per step", type=int)
-    _add(override, "--seq-len", "bytes per sequence", type=int)
-    _add(override, "--steps", "to train for; the schedule ends there", type=int)
-    _add(override, "--lr", "peak learning rate", type=float)
-    _add(override, "--warmup", "steps of linear warm-up", type=int)
-    _add(override, "--eval-every", "held-out loss every N steps; 0: never", type=int, metavar="N")
-    _add(override, "--eval-batches", "held-out batches", type=int, metavar="N")
-    _add(override, "--amax-history-len", "steps that an FP8 scale looks back", type=int, metavar="N")
+    _add(override, "--batch-size", "sequences per step", **whole())
+    _add(override, "--seq-len", "bytes per sequence", **whole())
+    _add(override, "--steps", "to train for; the schedule ends there", **whole())
+    _add(override, "--lr", "peak learning rate", **number(above=0, below=1000))
+    _add(override, "--warmup", "steps of linear warm-up", **whole(0))
+    _add(override, "--eval-every", "held-out loss every N steps; 0: never", metavar="N", **whole(0))
+    _add(override, "--eval-batches", "held-out batches", metavar="N", **whole(0))
+    _add(override, "--amax-history-len", "steps that an FP8 scale looks back", metavar="N", **whole())
 
 
 def parse(argv: list[str] | None, default_preset: str) -> argparse.Namespace:
@@ -250,19 +253,14 @@ def complete(args: argparse.Namespace, default_preset: str) -> argparse.Namespac
     args.model = dataclasses.replace(preset.model, layers=args.layers or preset.model.layers, experts=experts)
     args.warmup = min(args.warmup, args.steps // 2)  # a short run still reaches its peak
 
-    for field in ("batch_size", "seq_len", "steps", "amax_history_len"):
-        if getattr(args, field) < 1:
-            p.error(f"--{field.replace('_', '-')} is {getattr(args, field)}: give 1 or more")
+    if args.checkpoint_every is None:
+        args.checkpoint_every = max(10, args.steps // 10)
     if args.check_gap is not None and not args.compare:
         p.error("--check-gap needs --compare: a gap is between two runs")
     if args.check_against is not None and args.against is None:
         p.error("--check-against needs --against: the curve of an earlier run")
     if args.no_checkpoint and (args.resume or args.stop_at is not None):
         p.error("--no-checkpoint contradicts --resume and --stop-at: they live of checkpoints")
-    if args.devices is not None and args.devices < 1:
-        p.error(f"--devices is {args.devices}: give 1 or more")
-    if args.cp is not None and args.cp < 1:
-        p.error(f"--cp is {args.cp}: give 1 or more")
     in_mesh = (args.mesh or {}).get("cp")
     if None not in (args.cp, in_mesh) and args.cp != in_mesh:
         p.error(f"--cp is {args.cp}, but --mesh has cp={in_mesh}: give one of the two")
@@ -310,8 +308,6 @@ def _complete_report(p: argparse.ArgumentParser, args: argparse.Namespace) -> No
         p.error(f"--fp8-report needs --recipe delayed or attention: {args.recipe} scaling keeps no state")
     if args.fp8_report_every is None:
         args.fp8_report_every = max(1, args.steps // 50)
-    if args.fp8_report_every < 1:
-        p.error(f"--fp8-report-every is {args.fp8_report_every}: give 1 or more")
     args.fp8_report = args.fp8_report or args.out
 
 

@@ -20,15 +20,14 @@ MEANINGS = {name: kind.__metadata__[0] for name, kind in get_type_hints(TensorSt
 class Health:
     """Looks at the tensors of a step every --fp8-report-every steps, from the first on, and at the last one.
 
-    A look is the step's forward and backward pass once more, with probes, before the step itself. Raises ValueError for
-    --tensorboard without tensorboardX.
+    A look is the step's forward and backward pass once more, with probes, before the step itself.
     """
 
     def __init__(self, args, recipe, shardings):
         # NNX's checkpoints hold what Linen's do, and Linen computes the same with it.
         self.stats = steps.make_fp8_stats(steps.make_model(args), recipe, shardings)
         self.every, self.last = args.fp8_report_every, args.steps
-        self.board = tensorboard(args.tensorboard) if args.tensorboard and cluster.is_first() else None
+        self.board = writer()(args.tensorboard) if args.tensorboard and cluster.is_first() else None
 
     def due(self, step: int) -> bool:
         return (step - 1) % self.every == 0 or step == self.last
@@ -59,13 +58,21 @@ def monitor(args, recipe, shardings) -> Health | None:
     return None if recipe is None or args.fp8_report is None else Health(args, recipe, shardings)
 
 
-def tensorboard(directory: str):
-    """A writer of scalars. Raises ValueError where tensorboardX is not installed."""
+def check(args) -> None:
+    """Raises ValueError for --tensorboard without tensorboardX, OSError for a directory that cannot be made."""
+    if args.tensorboard:
+        writer()
+    for directory in filter(None, (args.fp8_report, args.tensorboard)):
+        pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
+
+
+def writer() -> type:
+    """The class of what writes scalars for TensorBoard."""
     try:
         from tensorboardX import SummaryWriter
     except ImportError as error:
         raise ValueError("--tensorboard needs tensorboardX: pip install tensorboardX, or leave it out") from error
-    return SummaryWriter(directory)
+    return SummaryWriter
 
 
 def _plain(value) -> float | None:

@@ -18,6 +18,11 @@ class Curve(NamedTuple):
     held_out: list  # [[step, loss], ...]
 
     @property
+    def label(self) -> str:
+        """What a legend calls it."""
+        return self.name if self.name == colours.BF16 else f"FP8 ({self.name})"
+
+    @property
     def each(self) -> int:
         """Steps of a point."""
         return round(self.steps[-1] / len(self.steps))
@@ -92,7 +97,7 @@ def _losses(panel, found: list[Curve], title: str) -> None:
     few = len(found) <= 2
     for place, curve in enumerate(found):
         colour, base = colours.OF[curve.name], curve.name == colours.BF16
-        faint, line, dots = (f"{curve.name}, {what}" if few else None for what in _meanings(curve).values())
+        faint, line, dots = (f"{curve.label}, {what}" if few else None for what in _meanings(curve).values())
         # Curves nearly coincide: those in FP8 are dashed and on top, several of them in turns, so that all show.
         dashes = "-" if base else "--" if few else (4 * place, (4, 4 * (len(found) - 2)))
         style = {"color": colour, "zorder": 2 if base else 3}
@@ -104,7 +109,7 @@ def _losses(panel, found: list[Curve], title: str) -> None:
             dotted = {"marker": "o", "markersize": 5, "fillstyle": "none", "linestyle": ":", "linewidth": 1}
             panel.plot(*np.transpose(curve.held_out), **style, **dotted, label=dots)
         if not few:
-            panel.plot([], [], color=colour, label=curve.name)
+            panel.plot([], [], color=colour, label=curve.label)
     panel.set(title=title, ylabel="loss, nats per byte")
     meanings = "\n".join(f"{how}: {what}" for how, what in _meanings(found[0]).items())
     panel.legend(title=None if few else meanings, alignment="left")
@@ -122,7 +127,7 @@ def _gaps(panel, base: Curve, others: list[Curve]) -> None:
         smoothed = smooth(gap, width)
         if len(others) == 1 and width > 1:
             panel.plot(curve.steps, gap, color=colour, alpha=0.3, linewidth=0.8, label=_points(curve))
-        label = f"{curve.name}: {gap[-tenth:].mean():+.4f} over the last {tenth * curve.each} steps"
+        label = f"{curve.label}: {gap[-tenth:].mean():+.4f} over the last {tenth * curve.each} steps"
         panel.plot(curve.steps, smoothed, color=colour, label=label)
         # What chance does in the first steps, and single ones, are no reason to make all else flat.
         reach = max(reach, 1.3 * float(np.quantile(np.abs(gap if len(others) == 1 else smoothed), 0.95)), 1e-3)

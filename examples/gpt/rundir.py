@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from . import checkpoint, health, load
 
 LOCK = "run.lock"
+PRECISIONS = "fp8", "bf16"  # the folders of their checkpoints
 
 
 @contextlib.contextmanager
@@ -44,7 +45,7 @@ def locked(out: pathlib.Path) -> Iterator[None]:
 
 def keep_earlier(out: pathlib.Path) -> None:
     """A new run must not overwrite the checkpoints of another: they move to `earlier-N` beside it."""
-    names = ("fp8", "bf16", "results.json", "loss.png", load.PNG, *health.FILES)
+    names = (*PRECISIONS, "results.json", "loss.png", load.PNG, *health.FILES)
     found = [out / name for name in names if (out / name).exists()]
     if not found:
         return
@@ -55,11 +56,34 @@ def keep_earlier(out: pathlib.Path) -> None:
     print(f"note: {out} held a run; it is in {earlier} now (--resume would have continued it)")
 
 
-def way_on(out: pathlib.Path, checkpoints: bool) -> str:
-    """What is left of a run that was cut short, and how to go on. checkpoints: whether it was to write any."""
+def check_resumable(out: pathlib.Path, precisions: tuple[str, ...]) -> None:
+    """ValueError where no run of `precisions` has left a checkpoint in `out`."""
+    if not any(checkpoint.saved_steps(out / name) for name in precisions):
+        others = [name for name in PRECISIONS if checkpoint.saved_steps(out / name)]
+        found = f"only one of --precision {others[0]}" if others else "none"
+        raise ValueError(
+            f"--resume: there is no checkpoint in {out / precisions[0]} ({found} in {out}): leave --resume out, or "
+            "give the --out of the run that is to go on"
+        )
+
+
+def way_on(out: pathlib.Path, checkpoints: bool, command: str = "") -> str:
+    """What is left of a run that was cut short, and how to go on. checkpoints: whether it was to write any. command:
+    the one that goes on from there."""
     if not checkpoints:
         return "nothing is saved, since --no-checkpoint is given"
-    last = [out / name / str(steps[-1]) for name in ("fp8", "bf16") if (steps := checkpoint.saved_steps(out / name))]
+    last = [out / name / str(steps[-1]) for name in PRECISIONS if (steps := checkpoint.saved_steps(out / name))]
     if not last:
         return f"there is no checkpoint in {out} (--checkpoint-every N writes them on the way)"
-    return f"the last checkpoint is {' and '.join(map(str, last))}: the same command with --resume goes on from there"
+    way = f"the last checkpoint is {' and '.join(map(str, last))}: the same command with --resume goes on from there"
+    return way + (f":\n  {command}" if command else "")
+
+
+def command(given: list[str], *more: str, program: str = "train_gpt.py", without: str = "") -> str:
+    """The command line of a `program` of this folder with the arguments `given`, but for the option `without` and its
+    value, and what they lack of `more`."""
+    given, place = list(given), next((i for i, part in enumerate(given) if without and part.startswith(without)), None)
+    if place is not None:
+        del given[place : place + (1 if "=" in given[place] else 2)]
+    path = os.path.relpath(pathlib.Path(__file__).parents[1] / program)
+    return shlex.join(["python", path, *given, *(part for part in more if part not in given)])

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import optax
 from flax import linen as nn
+from gpt.numbers import SEED, number, whole
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -94,16 +95,15 @@ def main(make: Callable[[], Task], argv: list[str] | None, description: str) -> 
     p.add_argument("--compare", action="store_true", help="train in bf16 too, from the same seed on the same batches")
     p.add_argument("--bf16", action="store_true", help="train in bf16 alone")
     p.add_argument("--recipe", choices=RECIPES, default="delayed", help="scales of FP8 [default: delayed]")
-    p.add_argument("--steps", type=int, help="[default: the task's]")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument(
-        "--check-gap", type=float, help="exit with 1 where held-out losses differ by more than this, in nats"
-    )
+    p.add_argument("--steps", help="[default: the task's]", **whole())
+    p.add_argument("--seed", default=0, **SEED)
+    help = "exit with 1 where held-out losses differ by more than this, in nats"
+    p.add_argument("--check-gap", help=help, **number(least=0))
     args = p.parse_args(argv)
     if args.check_gap is not None and not args.compare:
         p.error("--check-gap needs --compare")
-    if args.steps is not None and args.steps < 1:
-        p.error("--steps must be at least 1")
+    if args.bf16 and args.compare:
+        p.error("--bf16 has no FP8 to compare with: leave out one of the two")
     task = make()
     fp8 = {} if args.bf16 else {f"FP8 ({args.recipe})": RECIPES[args.recipe]}
     runs = {}

@@ -8,7 +8,7 @@ import warnings
 from types import ModuleType
 from typing import Any
 
-from te_jax._check import did_you_mean
+from te_jax._names import meant
 from te_jax.compat._absent import INTERNAL, why_absent
 from te_jax.compat._install import HOME, NAMES
 from te_jax.flax._fields import Module, kinds_of
@@ -162,7 +162,7 @@ class _Program(ast.NodeVisitor):
         fields, kinds = {field.name for field in dataclasses.fields(cls)}, dict(kinds_of(cls))
         for name, value in given.items():
             if name not in fields:
-                hint = did_you_mean(name, fields)
+                hint = meant(name, [field for field in fields if not isinstance(kinds.get(field), Refused)])
                 self._say(value, f"{cls.__name__} has no field {name!r}{f' ({hint})' if hint else ''}; leave it out.")
             elif isinstance(kinds.get(name), Refused) and not _is_none(value):
                 text = kinds[name].error.format(name=name, value=ast.unparse(value))

@@ -17,6 +17,7 @@ from te_jax._arrays import as_jax
 from te_jax._check import show
 from te_jax._types import on_explicit_mesh, varying
 from te_jax.checkpoint_policies import GEMM, named
+from te_jax.flax._calls import field_names
 from te_jax.flax._fields import LORA_SCOPES
 from te_jax.flax._state import describe
 from te_jax.layers import QuantizedKernel
@@ -56,8 +57,9 @@ def parameter(
 
     given: An array or QuantizedKernel that the caller uses instead of a parameter, which is then not created.
 
-    Raises ValueError if the parameter or `given` has another shape, as where inputs are wider than at `init`, and if
-    the module holds the parameter beside `given`; TypeError if `given` is not floating.
+    Raises ValueError if the parameter or `given` has another shape, as where inputs are wider than at `init`, if the
+    module holds the parameter beside `given`, and for another number of logical axes; TypeError if `given` is not
+    floating.
     """
     holds = module.has_variable("params", name)
     if given is not None:
@@ -83,7 +85,22 @@ def parameter(
             return held
     dtype = module.dtype if module.params_dtype is None else module.params_dtype
     where = f"{describe(module)}: parameter {name}"
+    if axes and len(axes) != len(shape) and not holds:
+        field = next((field for field in field_names(type(module)) if getattr(module, field) is axes), "axes")
+        raise _wrong_axes(module, field, axes, f"the parameter {name} has shape {tuple(shape)}")
     return module.param(name, _init_in_box(where, init, tuple(axes)), tuple(shape), dtype)
+
+
+def check_input_axes(module: nn.Module, ndim: int, *fields: str) -> None:
+    """Raises ValueError for a field of logical axes, other than its default, that has not one for each of `ndim`."""
+    for field in fields:
+        axes = getattr(module, field)
+        if axes is not None and axes != getattr(type(module), field) and len(axes) != ndim:
+            raise _wrong_axes(module, field, axes, f"inputs have {ndim} axes")
+
+
+def _wrong_axes(module, field: str, axes: Axes, but: str) -> ValueError:
+    return ValueError(f"{describe(module)}: {field} is {axes!r}, but {but}; give a name, or None, for each axis.")
 
 
 class Box(nn.LogicallyPartitioned):

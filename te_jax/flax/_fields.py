@@ -24,7 +24,6 @@ from te_jax._check import (
     RATE,
     STRING,
     Kind,
-    KnownFields,
     check,
     integer,
     number,
@@ -34,6 +33,7 @@ from te_jax._check import (
     warn_once,
 )
 from te_jax.flax import _refused
+from te_jax.flax._calls import KnownArguments
 from te_jax.flax._refused import Refused
 from te_jax.flax._state import describe
 from te_jax.fp8 import COLLECTION
@@ -229,7 +229,7 @@ def warn_unused(module: nn.Module, text: str) -> None:
 Rule = Callable[["Module"], str | None]  # -> what is wrong with the fields; nothing: None, "" or False
 
 
-class Module(KnownFields, nn.Module):
+class Module(KnownArguments):
     """A Flax module whose fields are checked when it gets its scope and so its path: a submodule where it is made, any
     other by `init` and `apply`.
 

@@ -43,3 +43,9 @@ OLDER = {
     "apply_residual_connection_post_layernorm": _older("return_layernorm_output"),
     "fuse_qkv": _older("fuse_qkv_params"),
 }
+
+
+def names(cls: type) -> frozenset[str]:
+    """The names that a module's constructor or its call takes only to refuse them."""
+    own = [name for name, kind in getattr(cls, "own_kinds", {}).items() if isinstance(kind, Refused)]
+    return frozenset((*FIELDS, *CALL, *own))

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from te_jax.flax._common import (
     Axes,
     Initializer,
+    check_input_axes,
     floating,
     in_compute_dtype,
     kernel_initializer,
@@ -105,6 +106,7 @@ class DenseGeneral(Module):
         check_call(self, operands=operands)
         inputs = in_compute_dtype(self, floating(self, "inputs", inputs))
         features, contract = as_tuple(self.features), trailing_axes(self, inputs.ndim)
+        check_input_axes(self, inputs.ndim, "input_axes")
         inputs = constrain(inputs, self.input_axes or None)
         contracted = inputs.shape[inputs.ndim - contract :]
         init = kernel_initializer(self.kernel_init, contract)
@@ -196,6 +198,7 @@ class LayerNormDenseGeneral(Module):
         inputs = in_compute_dtype(self, floating(self, "inputs", inputs))
         trailing_axes(self, inputs.ndim)  # raises unless `axis` is the last
         features = as_tuple(self.features)
+        check_input_axes(self, inputs.ndim, "layernorm_input_axes", "dot_input_axes")
         inputs = constrain(inputs, self.layernorm_input_axes)
         width = inputs.shape[-1]
         norm = norm_parameters(self, width, self.ln_bias_init, self.ln_bias_axes) if self.enable_layernorm else None

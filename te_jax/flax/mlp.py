@@ -13,6 +13,7 @@ from te_jax.flax._common import (
     Axes,
     Dropout,
     Initializer,
+    check_input_axes,
     floating,
     in_compute_dtype,
     kernel_initializer,
@@ -116,6 +117,7 @@ class LayerNormMLP(Module):
         check_call(self, inputs=inputs, deterministic=deterministic, residual=residual)
         inputs = in_compute_dtype(self, floating(self, "inputs", inputs))
         trailing_axes(self, inputs.ndim)  # raises unless `axis` is the last
+        check_input_axes(self, inputs.ndim, "layernorm_input_axes", "dot_1_input_axes", "dot_2_input_axes")
         inputs = constrain(inputs, self.layernorm_input_axes)
         norm, wi, wo = self._parameters(inputs.shape[-1], wi_kernel, wo_kernel)
         bias, wo = wo[1], (wo[0], None if self.return_bias else wo[1], wo[2])

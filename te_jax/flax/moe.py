@@ -9,7 +9,15 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 from te_jax._misplaced import keys_of
-from te_jax.flax._common import Axes, Initializer, floating, in_compute_dtype, kernel_initializer, parameter
+from te_jax.flax._common import (
+    Axes,
+    Initializer,
+    check_input_axes,
+    floating,
+    in_compute_dtype,
+    kernel_initializer,
+    parameter,
+)
 from te_jax.flax._fields import Module, activations_take_their_params, check_call, norm_type, shared_fields, warn_unused
 from te_jax.flax._state import describe, expert_metas, is_lifted, not_passed_on, recipe_of
 from te_jax.flax.dense import norm_options
@@ -165,7 +173,9 @@ class MoEBlock(Module):
         parameter `expert_bias`, as others have it.
         """
         check_call(self, inputs=inputs, deterministic=deterministic, residual=residual)
-        inputs = constrain(in_compute_dtype(self, floating(self, "inputs", inputs)), self.layernorm_input_axes)
+        inputs = in_compute_dtype(self, floating(self, "inputs", inputs))
+        check_input_axes(self, inputs.ndim, "layernorm_input_axes")
+        inputs = constrain(inputs, self.layernorm_input_axes)
         norm, gate, wi, wo = self._parameters(inputs.shape[-1])
         h, of_norm = inputs, {}
         if norm is not None and self.num_shared_experts:

@@ -1,7 +1,7 @@
 """A training state that holds FP8 state, and optimizers that leave FP8 state alone."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from flax.training import train_state
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 
-from te_jax._check import ARRAY, Kind, check
+from te_jax._check import FUNCTION, Kind, check, show
 from te_jax._misplaced import check_no_stray, keys_of, stray_state, warn_of_impossible
 from te_jax.combine import max_fp8_metas, value_and_grad
 from te_jax.flax._common import join_trees, split_tree
@@ -240,17 +240,19 @@ class TrainState(train_state.TrainState):
         experts the counts of all tokens.
 
         The activations of one microbatch are in memory at a time. Call it inside a jitted step, since each call traces
-        `loss_fn` anew. Raises ValueError for wgrads of other parameters, and for microbatches that are none; TypeError
-        for those that are no arrays.
+        `loss_fn` anew. Raises ValueError for wgrads of other parameters, and for microbatches that are none: scalars,
+        or arrays of different first axes or of an empty one.
         """
-        check("TrainState.accumulate_gradients", "microbatches", microbatches, _MICROBATCHES)
+        check("TrainState.accumulate_gradients", "loss_fn", loss_fn, FUNCTION)
+        _check_microbatches(microbatches)
         wgrads = {} if wgrads is None else dict(wgrads)
         self._check_wgrads(wgrads)
         fused, params = {}, self.params
         if wgrads:
             fused, params = split_tree(params, flatten_dict(wgrads[WGRAD_COLLECTION]).__contains__)
         whole = lambda fused, others: join_trees(fused, others) if fused else others  # Without wgrads any tree will do.
-        run = value_and_grad(lambda params, *others: loss_fn(whole(fused, params), *others), argnums=(0, 1))
+        of_whole = lambda params, *others: loss_fn(whole(fused, params), *others)
+        run = value_and_grad(wraps(loss_fn)(of_whole), argnums=(0, 1))
 
         def body(total, microbatch):
             total, wgrads = total
@@ -285,6 +287,23 @@ class TrainState(train_state.TrainState):
             )
 
 
+def _check_microbatches(microbatches: Any):
+    """Raises ValueError unless all arrays of a tree have one first axis, which is not empty."""
+    where = "TrainState.accumulate_gradients: microbatches"
+    way_out = "pass arrays [k, ...] of k microbatches, such as x.reshape(k, -1, *x.shape[1:])"
+    leaves = jax.tree_util.tree_leaves_with_path(microbatches)
+    if not leaves:
+        raise ValueError(f"{where} is {show(microbatches)}, without an array; {way_out}.")
+    (first, one), *_ = leaves
+    for path, leaf in leaves:
+        shape, name = jnp.shape(leaf), jax.tree_util.keystr(path)
+        if shape[:1] in ((), (0,)):
+            raise ValueError(f"{where}{name} has shape {shape}; {way_out}.")
+        if shape[0] != jnp.shape(one)[0]:
+            there = f"{where}{name} has shape {shape}, microbatches{jax.tree_util.keystr(first)} {jnp.shape(one)}"
+            raise ValueError(f"{there}; {way_out}.")
+
+
 def _of_microbatches(before, fp8):
     """`fp8`, the gradients of k microbatches stacked in front, as one: the FP8 state of the largest amaxes, and the sum
     of the tokens of experts."""
@@ -301,17 +320,6 @@ _OPTIMIZER = Kind(
     hint=lambda tx: "call it first, as in optax.adam(1e-3)" if callable(tx) else "",
 )
 
-
-def _are_stacked(microbatches) -> bool:
-    leading = {leaf.shape[:1] for leaf in jax.tree.leaves(microbatches)}
-    return len(leading) == 1 and leading.isdisjoint({(), (0,)})
-
-
-_MICROBATCHES = Kind(
-    "a tree of arrays [k, ...] with one k of at least 1",
-    lambda microbatches: all(map(ARRAY.is_type, jax.tree.leaves(microbatches))),
-    _are_stacked,
-)
 # What no TrainState has among its collections, with the way out.
 _WITH_FP8 = "pass it to create or with_fp8, and leave it out here"
 _NO_COLLECTIONS = {

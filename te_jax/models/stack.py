@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 import te_jax.flax as te_flax
 from te_jax._check import Kind, check
 from te_jax._types import on_explicit_mesh
+from te_jax.flax._calls import KnownArguments
 from te_jax.flax._common import parameter
 from te_jax.flax.kernels import KERNEL_COLLECTION
 from te_jax.flax.moe import BIAS_COLLECTION, LOSSES
@@ -166,7 +167,7 @@ def described(lengths: Any) -> SequenceDescriptor | None:
     return SequenceDescriptor.from_seqlens(lengths)
 
 
-class Model(nn.Module):
+class Model(KnownArguments):
     """What the models share.
 
     A token, position or token type that a table has no row for gives NaN, as in Flax's `nn.Embed`; -1 is the last row.

@@ -21,6 +21,7 @@ from jax import ShapeDtypeStruct
 
 from te_jax._amax_type import is_amaxes
 from te_jax._check import Kind, bind, check
+from te_jax.flax._calls import call_signature, field_names, names_of_call, names_of_constructor
 from te_jax.flax._fields import SIZES, check_fields
 from te_jax.flax._state import describe, on_missing_state
 from te_jax.flax.cache import COLLECTION as CACHE
@@ -102,9 +103,10 @@ class Layer(nnx.Module):
     def __init__(self, *args: Any, rngs: nnx.Rngs | None = None, **kwargs: Any) -> None:
         part = args[0] if args and isinstance(args[0], nn.Module) else None  # Its parent sets its variables.
         if part is None:
-            bound = bind(type(self).__name__, signature_of(type(self)), args, {"rngs": rngs, **kwargs})
+            names = names_of_constructor(self.linen_type)
+            bound = bind(type(self).__name__, signature_of(type(self)), args, {"rngs": rngs, **kwargs}, **names)
             bound.apply_defaults()
-            fields = {name: bound.arguments.pop(name) for name in _fields(self.linen_type)}
+            fields = {name: bound.arguments.pop(name) for name in field_names(self.linen_type)}
             for name, value in fields.items():
                 if isinstance(value, nnx.Module):
                     raise TypeError(
@@ -113,7 +115,7 @@ class Layer(nnx.Module):
                     )
         self.linen: nn.Module = self.linen_type(**fields, parent=None) if part is None else part
         self.parts: tuple[tuple[str, nn.Module], ...] = ()  # Pairs (name, Linen module) of the submodules.
-        if "deterministic" in _call(type(self.linen)).parameters:
+        if "deterministic" in call_signature(type(self.linen)).parameters:
             self.deterministic: bool = False
         self.rngs: Any = nnx.data(None)
         if part is not None:
@@ -174,7 +176,8 @@ class Layer(nnx.Module):
         Raises what the Linen module raises; ValueError where dropout has no key, and where the recipe in force needs
         FP8 state that the module lacks.
         """
-        call = bind(type(self).__name__, _call(type(self.linen)), args, kwargs)
+        linen_type = type(self.linen)
+        call = bind(type(self).__name__, call_signature(linen_type), args, kwargs, **names_of_call(linen_type))
         if hasattr(self, "deterministic") and call.arguments.get("deterministic") is None:
             call.arguments["deterministic"] = self.deterministic
         variables, replaced = self._gather()
@@ -202,12 +205,12 @@ class Layer(nnx.Module):
 
     def __getattr__(self, name: str) -> Any:
         linen = vars(self).get("linen")
-        if linen is None or name not in _fields(type(linen)):
+        if linen is None or name not in field_names(type(linen)):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(linen, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "linen" in vars(self) and name in _fields(type(self.linen)) and not isinstance(value, nnx.Module):
+        if "linen" in vars(self) and name in field_names(type(self.linen)) and not isinstance(value, nnx.Module):
             raise AttributeError(
                 f"{type(self).__name__}: {name} is a field, fixed when the module is made; make another module, and "
                 "take over the weights with nnx.update(new, nnx.state(old))."
@@ -231,13 +234,13 @@ class Layer(nnx.Module):
     @property
     def _drops(self) -> bool:
         """Whether some dropout rate is above 0."""
-        values = (getattr(self.linen, name) for name in _fields(type(self.linen)) if "drop" in name)
+        values = (getattr(self.linen, name) for name in field_names(type(self.linen)) if "drop" in name)
         return any(isinstance(value, int | float) and value > 0 for value in values)
 
     @property
     def _stream(self) -> str:
         """The name of the stream of keys for dropout."""
-        fields = [name for name in _fields(type(self.linen)) if name.endswith("rng_name")]
+        fields = [name for name in field_names(type(self.linen)) if name.endswith("rng_name")]
         return getattr(self.linen, fields[0])
 
     def _keys(self, rngs) -> dict[str, jax.Array]:
@@ -261,24 +264,13 @@ _layers: dict[type[nn.Module], type[Layer]] = {}  # {Linen class: the class for 
 
 
 @cache
-def _fields(linen_type: type[nn.Module]) -> tuple[str, ...]:
-    return tuple(f.name for f in dataclasses.fields(linen_type) if f.name not in ("parent", "name"))
-
-
-@cache
-def _call(linen_type: type[nn.Module]) -> inspect.Signature:
-    signature = inspect.signature(linen_type.__call__)
-    return signature.replace(parameters=list(signature.parameters.values())[1:])  # Without self.
-
-
-@cache
 def signature_of(cls: type[Layer]) -> inspect.Signature:
     """The signature of the constructor: parameters of `inputs`, fields of the Linen module, rngs."""
     parameter = inspect.Parameter
     sizes = list(inspect.signature(cls.inputs).parameters.values())[1:]  # Without the Linen module.
     fields = []
     for f in dataclasses.fields(cls.linen_type):
-        if f.name in _fields(cls.linen_type):
+        if f.name in field_names(cls.linen_type):
             default = cls.defaults.get(f.name, f.default)
             default = parameter.empty if default is dataclasses.MISSING else default
             fields.append(parameter(f.name, parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=f.type))

@@ -6,6 +6,7 @@ import jax
 from flax import nnx
 
 from te_jax._check import check_names
+from te_jax.flax._calls import names_of_constructor
 from te_jax.nnx._layer import signature_of
 
 _OWN = "this module has its own product"
@@ -27,7 +28,8 @@ def fields_from_nnx(cls: type, kwargs: dict) -> dict:
     """`kwargs` of the constructor of `cls` with the names that `te_jax.flax.DenseGeneral` has for them. Raises
     ValueError for what it does not do, TypeError for unknown names and for one argument by two names."""
     kwargs, where = dict(kwargs), cls.__name__
-    check_names(where, kwargs, (*signature_of(cls).parameters, *_ARGUMENTS))
+    names = names_of_constructor(cls.linen_type)
+    check_names(where, kwargs, (*signature_of(cls).parameters, *_ARGUMENTS), **names)
     for name, (defaults, way_out) in _OF_FLAX.items():
         value = kwargs.pop(name, None)
         if not any(value is default or value == default for default in defaults):

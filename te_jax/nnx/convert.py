@@ -8,6 +8,8 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from te_jax import fp8
+from te_jax._check import Kind, check
+from te_jax.fp8 import check_recipe
 from te_jax.fp8_metas import convert_fp8_metas
 from te_jax.nnx._layer import Fp8State, Loss, collection_of
 from te_jax.recipe import Recipe
@@ -34,6 +36,15 @@ def with_collections(state: "nnx.State[Any, Any]", collections: Mapping[str, Any
     return nnx.from_flat_state(new)
 
 
+_NNX_MODULE = Kind("an nnx.Module", lambda value: isinstance(value, nnx.Pytree))
+_LINEN_VARIABLES = Kind(
+    'collections of variables, {"params": ...}, as `init` of a Linen module returns them',
+    lambda value: isinstance(value, Mapping),
+    lambda value: all(isinstance(collection, Mapping) for collection in value.values()),
+    lambda value: "the module of te_jax.nnx comes second" * isinstance(value, nnx.Pytree),
+)
+
+
 def to_linen(module: nnx.Module) -> dict[str, Any]:
     """The variables of an NNX module for `apply` of the Linen module of the same structure.
 
@@ -42,6 +53,7 @@ def to_linen(module: nnx.Module) -> dict[str, Any]:
     of layers made by `nnx.vmap` has the form of a stack that `nn.scan` makes with variable_axes 0. Losses of routers
     that nobody took (`Loss`) are left out: `apply` would add to them.
     """
+    check("to_linen", "module", module, _NNX_MODULE)
     return collections_of(nnx.state(module, nnx.Not(Loss)))
 
 
@@ -52,8 +64,11 @@ def from_linen(variables: Mapping[str, Any], module: AnyModule) -> AnyModule:
                not. The module keeps its variables of a collection that is absent.
 
     Histories of FP8 state may have another length, as `te_jax.convert_fp8_metas` may return them. Raises ValueError,
-    naming the first leaf, for leaves that only one of the two has, and for other shapes or dtypes.
+    naming the first leaf, for leaves that only one of the two has, and for other shapes or dtypes; TypeError or
+    ValueError for variables that are no collections, and for another module than one of NNX.
     """
+    check("from_linen", "variables", variables, _LINEN_VARIABLES)
+    check("from_linen", "module", module, _NNX_MODULE)
     state, variables = nnx.state(module), nn.meta.unbox(variables)
     new, held = flatten_dict(dict(variables)), flatten_dict(collections_of(state))
     for key in sorted(set(new) | {key for key in held if key[0] in variables}):
@@ -79,8 +94,10 @@ def convert_fp8_state(module: AnyModule, recipe: Recipe) -> AnyModule:
     """`module`, whose FP8 state is converted to `recipe` in place (`te_jax.convert_fp8_metas`), or removed for a recipe
     without state.
 
-    Raises ValueError for a module without FP8 state and a recipe with state.
+    Raises ValueError for a module without FP8 state and a recipe with state, TypeError for what is none of both.
     """
+    check("convert_fp8_state", "module", module, _NNX_MODULE)
+    check_recipe("convert_fp8_state", recipe)
     state = nnx.state(module, Fp8State)
     collections = convert_fp8_metas(collections_of(state), recipe)
     if not state and recipe.has_state:

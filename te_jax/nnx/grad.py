@@ -1,19 +1,34 @@
 """Gradients of parameters, together with the step of the FP8 state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from typing import Any
 
+from flax import linen as nn
 from flax import nnx
 
 from te_jax._amax_type import errors_of_amaxes
-from te_jax._check import FUNCTION, check, integer, number, warn_once
-from te_jax.combine import combine_by_max, reach
+from te_jax._check import BOOL, FUNCTION, Kind, check, integer, number, warn_once
+from te_jax.combine import check_places, check_result, combine_by_max, reach
 from te_jax.flax.moe import update_expert_bias
 from te_jax.fp8 import FP8_COLLECTION, OVERWRITE_COLLECTION, current_recipe
 from te_jax.fp8_metas import update_fp8_metas
 from te_jax.nnx._layer import ExpertBias, Fp8State, Loss
 from te_jax.nnx.convert import collections_of, with_collections
+
+_DIFFERENTIABLE = Kind(
+    "an nnx.Module (nnx.Dict and nnx.List hold several), or its nnx.State",
+    lambda value: isinstance(value, nnx.Pytree | nnx.State),
+    hint=lambda value: "of a module of Flax Linen te_jax.value_and_grad takes gradients" if _is_linen(value) else "",
+)
+_FILTER = Kind(
+    "a filter of variables, such as nnx.Param",
+    lambda value: callable(value) or value is None or isinstance(value, str | bool | type(...) | list | tuple),
+)
+
+
+def _is_linen(value) -> bool:
+    return isinstance(value, nn.Module) or (isinstance(value, Mapping) and "params" in value)
 
 
 def value_and_grad(
@@ -43,11 +58,15 @@ def value_and_grad(
     as by `a[i]`: jax has no gradient of that. `te_jax.value_and_grad` has.
 
     Warns where `f` leaves losses of routers (`Loss`) in the model, which are then in no loss, and drops them. Raises
-    TypeError for such slices; ValueError for a `wrt` that selects FP8 state, for a model with FP8 state under a
-    recipe without state, and for histories of another length than the recipe has.
+    TypeError for such slices, for a model that is no nnx.Module and for an `f` that returns no floating scalar, or with
+    has_aux no pair of one and more; ValueError for a `wrt` that selects nothing or FP8 state, for a model with FP8
+    state under a recipe without state, and for histories of another length than the recipe has.
     """
     check("te_jax.nnx.value_and_grad", "f", f, FUNCTION)
     check("te_jax.nnx.value_and_grad", "argnums", argnums, integer())
+    check("te_jax.nnx.value_and_grad", "has_aux", has_aux, BOOL)
+    check("te_jax.nnx.value_and_grad", "wrt", wrt, _FILTER)
+    name = getattr(f, "__name__", repr(f))
     check("te_jax.nnx.value_and_grad", "expert_bias_rate", expert_bias_rate, number(least=0))
 
     @partial(nnx.jit, static_argnums=(0, 1))
@@ -56,19 +75,8 @@ def value_and_grad(
         for at, value in static:
             args[at] = value
         recipe, model = current_recipe(), args[model_at]
+        _check_selection(model, wrt)
         nnx.pop(model, Loss)  # of calls before this one
-        if nnx.state(model, nnx.All(wrt, Fp8State)):
-            raise ValueError(
-                f"te_jax.nnx.value_and_grad: wrt is {wrt!r}, which takes FP8 state for parameters; pass wrt=nnx.Param "
-                "here and to nnx.Optimizer: FP8 state moves beside them."
-            )
-        if nnx.state(model, lambda _, variable: type(variable).__name__ == OVERWRITE_COLLECTION):
-            warn_once(
-                "te_jax.nnx.value_and_grad",
-                f"the model has FP8 state of the type {OVERWRITE_COLLECTION}, as of Linen modules in nnx.bridge.ToNNX, "
-                'which stays as it is; make the model under te_jax.autocast(..., collection="fp8_metas"), or take the '
-                "gradient of that state for its next value.",
-            )
         moves = recipe is not None and bool(nnx.state(model, Fp8State))
         if moves and not recipe.has_state:
             raise ValueError(
@@ -78,7 +86,9 @@ def value_and_grad(
 
         def call(*args):
             *args, kwargs = args
-            return _combine_uses(f, args, kwargs, model_at, has_aux) if moves else f(*args, **kwargs)
+            out = _combine_uses(f, args, kwargs, model_at, has_aux, name) if moves else f(*args, **kwargs)
+            check_result("te_jax.nnx.value_and_grad", name, out, has_aux)
+            return out
 
         moved = [kind for kind, is_so in ((Fp8State, moves), (ExpertBias, True)) if is_so]
         differentiated = nnx.DiffState(model_at, nnx.Any(wrt, *moved))
@@ -103,6 +113,8 @@ def value_and_grad(
 
     @wraps(f)
     def value_and_grad_of_f(*args, **kwargs):
+        check_places("te_jax.nnx.value_and_grad", name, (argnums,), len(args))
+        check("te_jax.nnx.value_and_grad", f"argument {argnums} of {name}", args[argnums], _DIFFERENTIABLE)
         static = tuple((at, a) for at, a in enumerate(args) if _is_static(a))
         traced = tuple(None if _is_static(a) else a for a in args)
         return run(static, range(len(args))[argnums], traced, kwargs)
@@ -110,12 +122,33 @@ def value_and_grad(
     return value_and_grad_of_f
 
 
+def _check_selection(model, wrt):
+    """Raises ValueError where `wrt` selects nothing of the model, or its FP8 state; warns of state that stays."""
+    if not nnx.state(model, wrt):
+        raise ValueError(
+            f"te_jax.nnx.value_and_grad: wrt is {wrt!r}, which selects no variable of the model; pass nnx.Param, "
+            "or a filter of what is to be trained."
+        )
+    if nnx.state(model, nnx.All(wrt, Fp8State)):
+        raise ValueError(
+            f"te_jax.nnx.value_and_grad: wrt is {wrt!r}, which takes FP8 state for parameters; pass wrt=nnx.Param "
+            "here and to nnx.Optimizer: FP8 state moves beside them."
+        )
+    if nnx.state(model, lambda _, variable: type(variable).__name__ == OVERWRITE_COLLECTION):
+        warn_once(
+            "te_jax.nnx.value_and_grad",
+            f"the model has FP8 state of the type {OVERWRITE_COLLECTION}, as of Linen modules in nnx.bridge.ToNNX, "
+            'which stays as it is; make the model under te_jax.autocast(..., collection="fp8_metas"), or take the '
+            "gradient of that state for its next value.",
+        )
+
+
 def _is_static(argument) -> bool:
     function = callable(argument) and not isinstance(argument, nnx.Pytree)
     return argument is None or isinstance(argument, bool | str) or function
 
 
-def _combine_uses(f: Callable, args, kwargs, model_at: int, has_aux: bool):
+def _combine_uses(f: Callable, args, kwargs, model_at: int, has_aux: bool, name: str):
     """The result of `f`, in which all uses of the model's FP8 state combine by max (see `te_jax.combine`)."""
     model = args[model_at]
     state = nnx.state(model, Fp8State)
@@ -123,6 +156,7 @@ def _combine_uses(f: Callable, args, kwargs, model_at: int, has_aux: bool):
     nnx.update(model, with_collections(state, amaxes))
     out = f(*args, **kwargs)
     nnx.update(model, state)
+    check_result("te_jax.nnx.value_and_grad", name, out, has_aux)
     value, *aux = out if has_aux else (out,)
     value = reach(value, amaxes[FP8_COLLECTION])
     return (value, *aux) if has_aux else value

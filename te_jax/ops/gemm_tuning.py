@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from te_jax import _lib
-from te_jax._check import BOOL, check
+from te_jax._check import BOOL, check, show
 
 
 def tune_all(on: bool = True) -> None:
@@ -51,15 +51,15 @@ def load_tuning(path: str | os.PathLike[str]) -> int:
     module = _lib.load()
     _lib.has_cuda_device()  # jax takes its devices: the choices are checked on those
     version, taken, chosen = module.versions()["cublaslt"], [], {}
-    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try:
-            saved = _Choice.of(line)
+            saved = _Choice.of(line.decode())
             if saved.cublaslt == version and module.check_gemm_plan(saved.device, saved.gemm, saved.algo):
                 taken.append(saved)
             earlier, algo = chosen.setdefault(saved[:3], (number, saved.algo))
             if algo != saved.algo:
                 raise ValueError(f"line {earlier} chooses otherwise for this GEMM: keep one of them")
-        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        except (ValueError, LookupError, TypeError, ArithmeticError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(
                 f"load_tuning: {path}, line {number} is not of save_tuning ({reason}); nothing was taken: remove the "
@@ -80,10 +80,12 @@ class _Choice(NamedTuple):
     @classmethod
     def of(cls, line: str) -> "_Choice":
         saved = json.loads(line)
-        found = cls(saved["device"], saved["cublaslt"], saved["gemm"], saved["algo"], float(saved["ms"]))
+        found = cls(*(saved[name] for name in cls._fields))
+        if type(found.ms) is int:  # JSON has one kind of number
+            found = found._replace(ms=float(found.ms))
         for name, value in found._asdict().items():
             if type(value) is not cls.__annotations__[name]:
-                raise TypeError(f"{name} is {value!r}")
+                raise TypeError(f"{name} is {show(value)}")
         if not (math.isfinite(found.ms) and found.ms >= 0):
             raise ValueError(f"ms is {found.ms}")
         return found

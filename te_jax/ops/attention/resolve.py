@@ -4,6 +4,8 @@ from typing import Any, NamedTuple, Unpack
 
 from jax.typing import ArrayLike
 
+from te_jax import _lib
+from te_jax._check import NONE, check, one_of
 from te_jax.fp8 import check_recipe, current_recipe
 from te_jax.ops.attention.context import context_refuses
 from te_jax.ops.attention.form import decodes, only_band
@@ -17,7 +19,8 @@ from te_jax.recipe import Recipe
 class AttentionChoice(NamedTuple):
     """The plan of a call: the implementation that it takes, and why not the others.
 
-    implementation: "cudnn" (its ops are plain JAX off CUDA), "xla" (plain JAX), "fp8" or "context_parallel".
+    implementation: "cudnn", "xla" (plain JAX), "fp8" or "context_parallel". The ops of "cudnn" are plain JAX off CUDA:
+                    `resolve` makes one plan for all devices, `explain_attention` says "xla" where there is no GPU.
     refused:        implementation -> the reason.
     decodes:        "cudnn" computes the one query of each row as a step of decoding: the query heads of a group are
                     queries of one head, and long rows are cut into parts where few rows keep the GPU busy. That is in
@@ -84,7 +87,7 @@ def _cudnn_refuses_call(q, k, v, options: AttentionOptions) -> str:
 def explain_attention(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, *, recipe: Recipe | None = None, axis: str | None = None,
     strategy: str = "default", load_balanced: bool = False, batch_axis: Axes = None, head_axis: Axes = None,
-    **options: Unpack[AttentionKeywords],
+    platform: str | None = None, **options: Unpack[AttentionKeywords],
 ) -> AttentionChoice:  # fmt: skip
     """Which implementation attention takes with these arguments, and why not the others.
 
@@ -95,13 +98,22 @@ def explain_attention(
             `dot_product_attention` itself is never in FP8.
     axis, strategy, load_balanced, batch_axis, head_axis: as in `context_parallel_attention`, whose answer it is with an
             axis.
+    platform: "cuda" or "cpu", where the call is to run; None is "cuda" in a process with an NVIDIA GPU, else "cpu".
+            "cuda" asks on any machine what a GPU does; without a GPU here, what a Hopper does.
 
     Raises what the call raises.
     """
+    check("explain_attention", "platform", platform, NONE | one_of("cuda", "cpu"))
     op = "dot_product_attention" if axis is None else "context_parallel_attention"
     cut = None if axis is None else Cut.of(op, axis, strategy, load_balanced, batch_axis, head_axis)
     checked = check_options(explain_attention, q, k, v, options, op=op, cut=cut, needs_rng=False)
     recipe = current_recipe() if recipe is None else recipe
     if recipe is not None:
         check_recipe("explain_attention", recipe)
-    return resolve(q, k, v, checked, recipe=recipe if recipe is not None and recipe.fp8_dpa else None)
+    choice = resolve(q, k, v, checked, recipe=recipe if recipe is not None and recipe.fp8_dpa else None)
+    found = "cuda" if _lib.has_cuda_device() else "cpu"
+    if choice.implementation != "cudnn" or (platform or found) == "cuda":
+        return choice
+    others = {name: reason for name, reason in choice.refused.items() if name != "xla"}
+    where = "platform is 'cpu'" if platform else "this process has no NVIDIA GPU"
+    return AttentionChoice("xla", {"cudnn": f"{where}; on a GPU it serves this call (platform='cuda')", **others})

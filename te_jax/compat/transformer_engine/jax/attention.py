@@ -322,6 +322,7 @@ class FusedAttnHelper:
             softmax_offset=struct((self.q_num_heads,), jnp.float32) if learnable else None,
             window_size=self.window_size,
             dropout_rate=self.dropout_probability if self.is_training else 0.0,
+            platform="cuda",
         )
         return choice.implementation in ("cudnn", "fp8")
 

@@ -1,0 +1,70 @@
+"""Unknown keywords of a module's constructor and of its call: errors that say what is meant, whichever module it is."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from flax import linen as nn
+
+from te_jax._check import KnownFields, check_names
+from te_jax.flax import _refused
+from te_jax.flax._state import describe
+
+
+class KnownArguments(KnownFields, nn.Module):
+    """Base of Flax modules whose constructor and `__call__` raise for unknown keywords as `check_names` does.
+
+    A `__call__` with **keywords is not checked. Signatures stay as they are.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        call = vars(cls).get("__call__")
+        if call is not None and not hasattr(call, "method_handler_wrapped"):  # `nn.remat` wraps one that is checked
+            cls.__call__ = _checked(call)
+        super().__init_subclass__(**kwargs)
+
+    @classmethod
+    def _names(cls) -> dict[str, Any]:
+        return names_of_constructor(cls)
+
+
+def _checked(call: Callable) -> Callable:
+    """`call`, a method of a module, which refuses unknown keywords in the words of `check_names`."""
+    parameters = inspect.signature(call).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return call
+    known = [name for name in parameters][1:]  # Without self.
+
+    @functools.wraps(call)
+    def checked(self, *args, **kwargs):
+        if kwargs.keys() - parameters.keys():
+            check_names(describe(self), kwargs, known, **names_of_call(type(self)))
+        return call(self, *args, **kwargs)
+
+    return checked
+
+
+@functools.cache
+def call_signature(cls: type[nn.Module]) -> inspect.Signature:
+    """The signature of a module's call, without self."""
+    signature = inspect.signature(cls.__call__)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+@functools.cache
+def field_names(cls: type[nn.Module]) -> tuple[str, ...]:
+    """The fields of a module's class, without Flax's own."""
+    return tuple(f.name for f in dataclasses.fields(cls) if f.name not in ("parent", "name"))
+
+
+def names_of_constructor(cls: type[nn.Module]) -> dict[str, Any]:
+    """The keywords of `check_names` for the constructor of a module."""
+    named = [p.name for p in call_signature(cls).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return dict(refused=_refused.names(cls), elsewhere=named, other=f"the call of {cls.__name__}")
+
+
+def names_of_call(cls: type[nn.Module]) -> dict[str, Any]:
+    """The keywords of `check_names` for the call of a module."""
+    return dict(refused=_refused.names(cls), elsewhere=field_names(cls), other=f"the constructor of {cls.__name__}")
