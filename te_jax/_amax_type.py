@@ -18,6 +18,7 @@ from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from te_jax._amax import amax, amax_across
+from te_jax._derivatives import custom_vjp
 from te_jax._types import like, varying
 
 # Operations whose gradients jax has for this type, and functions with a gradient of their own.
@@ -164,7 +165,7 @@ def _move(eqn: core.JaxprEqn, *operands):
         out = eqn.primitive.bind(*operands, **eqn.params)
         return tuple(out) if eqn.primitive.multiple_results else (out,)
 
-    move = jax.custom_vjp(lambda *operands: run(operands))
+    move = custom_vjp(in_fp8=lambda: "te_jax.value_and_grad")(lambda *operands: run(operands))
 
     def bwd(operands, grads):
         values = [lax.convert_element_type(x, jnp.float32) for x, is_so in zip(operands, are) if is_so]

@@ -2,8 +2,8 @@
 
 An `Op` is one jax primitive. On CUDA it lowers to the FFI target of the same name, elsewhere to `reference`. From
 the axis rule follow the shape checks, the result shapes, the vmap rule, the Shardy rule, the per-device call with its
-psum or pmax, and the explicit-sharding types. This is the one file that knows jax's machinery; `_placement.py` says
-which mesh axes split a call.
+psum or pmax, and the explicit-sharding types. Derivatives are those of `reference` (`_derivatives.py`). This is the
+file that knows jax's machinery; `_placement.py` says which mesh axes split a call.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, ManualAxisType, NamedSharding, 
 
 from te_jax import _lib
 from te_jax._amax import amax_across
+from te_jax._derivatives import differentiate_primitive, is_fp8, refuse_fp8, with_derivative_of
 from te_jax._placement import place, spec_of_sharding
 from te_jax._rule import Rule, factors_of, is_group
 from te_jax._types import align, splittable_axes, varying
@@ -118,6 +119,7 @@ class Op:
         self.primitive.multiple_results = True
         self.primitive.def_abstract_eval(self._abstract_eval)
         self.primitive.def_impl(self._evaluate)
+        differentiate_primitive(self.primitive, self._meaning)
         mlir.register_lowering(self.primitive, partial(self._lower, self._traced_reference))
         if cuda or not composed:
             mlir.register_lowering(self.primitive, self._lower_cuda, platform="cuda")
@@ -274,6 +276,19 @@ class Op:
         _lib.require_for_lowering()
         return self._lower(self._run_cuda, ctx, *operands, **params)
 
+    # -- derivatives --------------------------------------------------------------------------------------------
+
+    def _meaning(self, *args, inputs, outputs, mapped=(), out_specs=None, **attrs):
+        """The results of a call in plain JAX, to be differentiated. Raises ValueError in FP8."""
+        types = [a.dtype for a in args]
+        results = self._chosen(self.dtypes(*self._fill(types, inputs), **attrs), outputs)
+        if any(is_fp8(t) for t in (*types, *results)):
+            raise refuse_fp8(self.name)
+        run = partial(self._run_reference, inputs=inputs, outputs=outputs, **attrs)
+        for level in reversed(mapped):
+            run = jax.vmap(run, [0 if name in level else None for name in inputs])
+        return run(*align(*args))
+
     # -- vmap ---------------------------------------------------------------------------------------------------
 
     @cache  # noqa: B019  (ops live as long as the process)
@@ -292,7 +307,7 @@ class Op:
             mapped = dict(zip(params["inputs"], batched))
             return outs, tuple(name not in self.aside or mapped[self.aside[name][0]] for name in params["outputs"])
 
-        return jax.jit(mapped)
+        return jax.jit(with_derivative_of(mapped, partial(self._meaning, **params)))
 
     def _map_call(self, size, batched, params, args):
         """The results of a call of mapped operands, all mapped along axis 0."""

@@ -1,20 +1,9 @@
 """What a value's type shows of devices, and what autodiff and manual meshes want of it."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import TypeVar
-
 import jax
 from jax import lax
 from jax.core import ShapedArray
 from jax.sharding import AxisType, PartitionSpec
-
-_Result = TypeVar("_Result")
-
-
-def custom_vjp(*nondiff_argnums: int) -> Callable[[Callable[..., _Result]], "jax.custom_vjp[_Result]"]:
-    """`jax.custom_vjp` as a decorator behind which type checkers know the result of the function."""
-    return partial(jax.custom_vjp, nondiff_argnums=nondiff_argnums)
 
 
 def align(*args):

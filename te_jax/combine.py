@@ -20,8 +20,8 @@ from jax import lax
 from te_jax._amax import amax as amax_of
 from te_jax._amax_type import ARRAYS, errors_of_amaxes, from_amaxes, is_amaxes, movable, to_amaxes
 from te_jax._check import BOOL, FUNCTION, Kind, check, integer, show, tuple_of
+from te_jax._derivatives import custom_vjp
 from te_jax._misplaced import is_bare, warn_of_impossible, with_name
-from te_jax._types import custom_vjp
 from te_jax.fp8 import STATE_COLLECTIONS
 from te_jax.fp8_metas import (
     check_collections,
@@ -38,7 +38,7 @@ from te_jax.ops.scaling import next_states
 from te_jax.recipe.delayed import HISTORY
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+@custom_vjp(1, 2, in_fp8=lambda *_: "te_jax.value_and_grad")
 def _receive(states, recipe, directions):
     """The states of tensors as their modules receive them: the scale, and history and probe in the type of amaxes.
 
@@ -309,7 +309,7 @@ def _keep_unread(collections):
     return unnamed(update_collections(kept, collections))
 
 
-@jax.custom_vjp
+@custom_vjp()
 def _keep(states):
     return states
 

@@ -5,6 +5,7 @@ one too: logits of attention and the gradients of its probabilities, a norm's ga
 two slots. So no case takes both factors of these to the same end.
 """
 
+import itertools
 from functools import partial
 
 import jax
@@ -17,7 +18,7 @@ from op_cases import CASES, bf16, f32
 from te_jax import layers
 from te_jax.ops.activation import activation
 from te_jax.ops.attention import dot_product_attention
-from te_jax.ops.norm import norm
+from te_jax.ops.norm import norm, norm_fwd
 from te_jax.ops.router import RouterOptions, load_balancing_loss, route, z_loss
 
 HUGE, TINY = 1e30, 1e-30
@@ -166,3 +167,19 @@ def test_layers_and_losses(name, rng):
     """Values and gradients."""
     call, shapes, ends = WHOLE[name]
     assert not sweep(call, [jnp.asarray(rng.standard_normal(shape), f32) for shape in shapes], ends)
+
+
+@pytest.mark.parametrize("width", [20, 24, 640])
+def test_statistics_of_huge_rows(width, rng):
+    """By each kernel that computes them: of rows in registers, of rows of odd length, and ahead of tiles."""
+    base, gamma = rng.standard_normal((5, width)) + 0.5, jnp.ones(width)
+    options = dict(eps=1e-6, zero_centered=False, dtype=jnp.dtype(jnp.float8_e4m3fn))
+    for (dtype, factor), rms in itertools.product([(f32, HUGE), (f32, 3e18), (bf16, HUGE), (bf16, 1.0)], (True, False)):
+        x = jnp.asarray(base * factor, f32).astype(dtype)
+        wide = np.asarray(x.astype(f32), np.float64)
+        centered = wide - (0 if rms else wide.mean(-1, keepdims=True))
+        want = 1 / np.sqrt((centered**2).mean(-1) + 1e-6)
+        for outputs, scale in ((("y", "rstd"), None), (("data", "data_t", "rstd"), jnp.float32(1))):
+            results = norm_fwd(x, gamma, None, None, None, scale, rms=rms, outputs=outputs, **options)
+            # A GPU's rsqrt is right to 2 ulp, and its tensor cores round short sums towards zero.
+            np.testing.assert_allclose(results[-1], want, rtol=2.0**-14)

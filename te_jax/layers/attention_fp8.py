@@ -10,6 +10,7 @@ from jax.core import ShapedArray
 
 from te_jax._arrays import as_jax
 from te_jax._check import NONE, Kind, check, one_of, warn_once
+from te_jax._derivatives import custom_vjp
 from te_jax._types import align, like
 from te_jax.checkpoint_policies import ATTENTION, QUANTIZED, STATISTICS, named
 from te_jax.fp8 import AttentionMetas, TensorMeta, cotangent, observation
@@ -155,7 +156,7 @@ def _dequantize(data, scale, dtype) -> jax.Array:
     return (data.astype(jnp.float32) * (1 / scale)).astype(dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@custom_vjp(4, in_fp8=lambda config: _NAME)
 def _attention(q, k, v, metas, config):
     return _attention_fp8_fwd(q, k, v, metas, config)[0]
 
@@ -206,7 +207,7 @@ def _wide_grads(config, saved: _Saved, dout):
     return attention_bwd_of(wide, form_of(config.options, *wide[:2]), dout, saved.out, saved.lse), (None,) * 5
 
 
-@jax.custom_vjp
+@custom_vjp(in_fp8=lambda: _NAME)
 def _keep_state(out: jax.Array, metas: AttentionMetas) -> jax.Array:
     """out, of an attention that quantized nothing: the new state is the old one. (Metas that no result depends on would
     get a new state of zeros.)"""

@@ -18,7 +18,6 @@ per token cross.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +26,7 @@ from jax import lax
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
 from te_jax import fp8
+from te_jax._derivatives import custom_vjp
 from te_jax._types import align, like
 from te_jax.layers import head_gemms
 from te_jax.layers.head_gemms import Amaxes, Head
@@ -229,7 +229,11 @@ def _result(losses, plan: Plan):
     return jnp.sum(losses) if plan.eager else losses
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _name_in_fp8(plan: Plan) -> str | None:
+    return "te_jax.layers.linear_cross_entropy" if plan.head.recipe else None
+
+
+@custom_vjp(2, in_fp8=_name_in_fp8)
 def _cross_entropy(operands, labels, plan):
     return _result(_losses_alone(operands, labels, plan), plan)
 

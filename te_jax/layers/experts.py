@@ -6,7 +6,7 @@ where the recipe scales whole tensors: its FP8 state has an axis of experts then
 """
 
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
+from te_jax._derivatives import custom_vjp
 from te_jax._types import like
 from te_jax.checkpoint_policies import named
 from te_jax.layers.config import Config
@@ -100,7 +101,7 @@ def _forward(operands: ExpertOperands, groups, static: ExpertStatic, train: bool
     return combine_op(rows, groups.rows, weights)[0], (q0, parts), (q1, (w1,)), z, rows
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
+@custom_vjp(2, in_fp8=lambda static: "te_jax.layers.moe")
 def _experts(operands, groups, static):
     return _forward(operands, groups, static, train=False, wgrads=(False, False))[0]
 

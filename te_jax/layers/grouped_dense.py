@@ -1,6 +1,5 @@
 """A dense layer with a kernel for each group of rows, as of experts; in FP8 where a recipe is given."""
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -11,6 +10,7 @@ from jax.typing import ArrayLike
 from te_jax import fp8
 from te_jax._arrays import as_jax
 from te_jax._check import INTEGERS, NONE, STRING, check, warn_once
+from te_jax._derivatives import custom_vjp
 from te_jax._types import align, like
 from te_jax.layers.config import Config
 from te_jax.layers.dense import check_recipe_and_metas
@@ -122,7 +122,7 @@ def _multiply(operands: _GroupedOperands, groups: Groups, config: Config, train:
     return rows_of_tokens(grouped_fprop(q, w, bias, groups, config), groups), q, w
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
+@custom_vjp(2, in_fp8=lambda config: "te_jax.layers.grouped_dense")
 def _layer(operands, groups, config):
     return _multiply(operands, groups, config, train=False, wgrad=False)[0]
 

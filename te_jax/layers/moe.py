@@ -16,6 +16,7 @@ from jax.core import ShapedArray
 from te_jax import fp8
 from te_jax._arrays import as_jax, as_rank
 from te_jax._check import BOOL, NONE, STRING, Kind, KnownFields, check, number, warn_once
+from te_jax._derivatives import custom_vjp
 from te_jax._types import align, like
 from te_jax.checkpoint_policies import GEMM, STATISTICS, named
 from te_jax.layers._specs import dense_spec
@@ -238,7 +239,7 @@ def _routing(h, gate_kernel, expert_bias, options: MoEOptions) -> tuple[Routing,
     return routing._replace(experts=experts), MoEAux(balancing, z_loss(logits), routing.counts, dropped)
 
 
-@jax.custom_vjp
+@custom_vjp()
 def _with_counts(y, expert_bias, counts):
     """y, whose backward pass has the counts of the experts for the cotangent of their bias."""
     return y

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 from te_jax import fp8
 from te_jax._arrays import as_jax
 from te_jax._check import BOOL, NONE, STRING, Kind, check, tuple_of
+from te_jax._derivatives import custom_vjp
 from te_jax._types import align, like
 from te_jax.layers.config import Config
 from te_jax.layers.dense import check_dense, dense
@@ -112,7 +113,7 @@ def _dense_each(x, *weights):
     return tuple(dense(x, *w) for w in zip(weights[::2], weights[1::2]))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@custom_vjp(0)
 def _dense_of_one_sum(precision, *args):
     """What autodiff gives, but x's gradient crosses devices as one sum: XLA would sum over devices what each layer
     adds.

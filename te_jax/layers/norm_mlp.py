@@ -1,7 +1,6 @@
 """y = act(norm(x) . wi + bi) . wo + bo: the activation is computed where its input and output are quantized."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +13,7 @@ from jax.typing import ArrayLike
 from te_jax import _lib, fp8
 from te_jax._arrays import as_jax
 from te_jax._check import NONE, STRING, check, tuple_of, warn_once
+from te_jax._derivatives import custom_vjp
 from te_jax._types import align, like
 from te_jax.checkpoint_policies import STATISTICS, named
 from te_jax.layers import projections
@@ -179,7 +179,7 @@ def _mlp_forward(operands: _Operands, static: _Static, train: bool, wgrads):
     return y, (q0, w0), (q1, w1), z, stats
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
+@custom_vjp(1, in_fp8=lambda static: "te_jax.layers.layernorm_mlp")
 def _norm_mlp(operands, static):
     return _mlp_forward(operands, static, train=False, wgrads=(False, False))[0]
 

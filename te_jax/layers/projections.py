@@ -1,13 +1,13 @@
 """FP8 GEMMs of weights that read one tensor, or its norm, under one custom_vjp: `dense` and `layernorm_dense`."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 from jax.custom_derivatives import SymbolicZero
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
+from te_jax._derivatives import custom_vjp
 from te_jax._types import like
 from te_jax.checkpoint_policies import STATISTICS, named
 from te_jax.layers.config import Config
@@ -66,7 +66,11 @@ def multiply(operands: Operands, static: Static, train: bool, wgrads: Sequence[b
     return results, q, weights, (got.get("mean"), got.get("rstd"))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _name_of_layer(static: Static) -> str:
+    return "te_jax.layers.dense" if static.norm is None else "te_jax.layers.layernorm_dense"
+
+
+@custom_vjp(1, in_fp8=_name_of_layer)
 def _project(operands, static):
     return multiply(operands, static, train=False, wgrads=())[0]
 

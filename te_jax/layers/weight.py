@@ -11,6 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from te_jax import fp8
 from te_jax._check import BOOL, check, integer
+from te_jax._derivatives import custom_vjp
 from te_jax.layers.config import Config
 from te_jax.layers.produce import quantize_stacked, quantize_weight
 from te_jax.layers.tensor import Accumulator, Fp8Tensor, LayerUses, Uses
@@ -106,7 +107,7 @@ class Projection(NamedTuple):
     metas: fp8.DenseMetas | None  # under a recipe with state
 
 
-@jax.custom_vjp
+@custom_vjp()
 def _with_gradient(values, slot):
     """`values`, whose gradient goes to `slot`, an array of their type."""
     return values

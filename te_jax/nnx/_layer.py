@@ -21,6 +21,7 @@ from jax import ShapeDtypeStruct
 
 from te_jax._amax_type import is_amaxes
 from te_jax._check import Kind, bind, check
+from te_jax._derivatives import custom_vjp
 from te_jax.flax._calls import call_signature, field_names, names_of_call, names_of_constructor
 from te_jax.flax._fields import SIZES, check_fields
 from te_jax.flax._state import describe, on_missing_state
@@ -315,7 +316,7 @@ def warn_of_plain_gradients(name: str, variables: dict):
 
 
 @partial(jax.jit, static_argnums=0, inline=True)  # `jax.shard_map` has no rule for symbolic zeros.
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@custom_vjp(0)
 def _watch(name, parameters, states, biases):
     return jnp.zeros(())
 

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from te_jax._arrays import as_jax, as_rank
 from te_jax._check import ARRAY, BOOL, NONE, Kind, check, integer, is_dtype
+from te_jax._derivatives import custom_vjp
 from te_jax._op import Op
 from te_jax._types import align, like, on_explicit_mesh
 from te_jax.checkpoint_policies import GEMM, named
@@ -439,7 +440,7 @@ def dot(
     return lax.dot_general(lhs, rhs.astype(lhs.dtype), dimensions, out_sharding=out_spec, **types)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@custom_vjp(4)
 def _gemm(lhs, rhs, bias, c, attrs):
     return gemm_op(lhs, rhs, None, None, bias, c, **dict(attrs))[0]
 

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from te_jax import _lib
 from te_jax._arrays import as_jax
 from te_jax._check import ARRAY, BOOL, INTEGERS, check, integer
+from te_jax._derivatives import custom_vjp
 from te_jax._op import Op
 from te_jax._types import align, like
 from te_jax.checkpoint_policies import GEMM, named
@@ -452,7 +453,7 @@ def _from_mx(a, scale_inv, contract: int):
     return dequantize_rows(a, scale_inv, contract, MX_BLOCK).astype(jnp.bfloat16)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+@custom_vjp(5, 6)
 def _gemm_grouped(lhs, rhs, bias, offsets, counts, k_first, attrs):
     attrs = dict(attrs)
     if k_first:

@@ -1,7 +1,6 @@
 """LayerNorm (Ba et al. 2016, https://arxiv.org/abs/1607.06450) and RMSNorm (Zhang & Sennrich 2019,
 https://arxiv.org/abs/1910.07467), forward, backward, and straight to FP8 in both layouts."""
 
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from jax.core import max_dim, min_dim
 from te_jax._amax import amax
 from te_jax._arrays import as_jax, as_rank
 from te_jax._check import BOOL, check, number, one_of
+from te_jax._derivatives import custom_vjp
 from te_jax._op import Op
 from te_jax._types import align, like
 from te_jax.ops.quantize import (
@@ -234,7 +234,7 @@ def norm(
     return _norm(*align(x, gamma, beta), Norm.of(kind, zero_centered, eps))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
+@custom_vjp(3)
 def _norm(x, gamma, beta, norm):
     return _norm_fwd(x, gamma, beta, norm)[0]
 
@@ -285,7 +285,7 @@ def norm_and_input(
     return _norm_and_input(*align(x, gamma, beta), Norm.of(kind, zero_centered, eps))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
+@custom_vjp(3)
 def _norm_and_input(x, gamma, beta, norm):
     return _norm_fwd(x, gamma, beta, norm)[0], x
 

@@ -7,7 +7,6 @@ to 128: they are zeros. What lies behind the last group, the tail, is computed a
 are what the memory held.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from te_jax._amax import amax
 from te_jax._arrays import as_jax
 from te_jax._check import FLOATS_ARRAY, INTEGERS, check, integer
+from te_jax._derivatives import custom_vjp
 from te_jax._op import Op
 from te_jax._types import align, like
 from te_jax.ops.quantize import BLOCK, FLOAT, fp8_type, on_hopper, parts, rows_reference, saturate, tiles
@@ -304,7 +304,7 @@ def _permuted(x, groups: Groups, weights=None):
     return permute_op(x, groups.slots, groups.offsets, weights, None, outputs=("rows",), **attrs)[0]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
+@custom_vjp(2)
 def _permute(x, groups, aval):
     return _permuted(x, groups)
 
@@ -321,7 +321,7 @@ def _permute_bwd(aval, groups, drows):
 _permute.defvjp(_permute_fwd, _permute_bwd)
 
 
-@jax.custom_vjp
+@custom_vjp()
 def _combine(rows, groups, weights):
     return combine_op(rows, groups.rows, weights)[0]
 

@@ -3,7 +3,6 @@
 import abc
 import math
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ import numpy as np
 
 from te_jax._arrays import as_jax, as_rank
 from te_jax._check import FLOATS_ARRAY, INTEGERS, Kind, KnownFields, array_of, check, integer, number, one_of, tuple_of
+from te_jax._derivatives import custom_vjp
 from te_jax._op import Op
 from te_jax._types import align
 from te_jax.ops.quantize import FLOATS
@@ -211,7 +211,7 @@ def rope(
     return _rope(*align(slots, positions, inv_freq), attrs).reshape(x.shape)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
+@custom_vjp(3)
 def _rope(x, positions, inv_freq, attrs):
     return rope_op(x, positions, inv_freq, inverse=False, **dict(attrs))[0]
 

@@ -11,6 +11,7 @@ from jax import lax
 
 from te_jax._arrays import as_jax, as_rank
 from te_jax._check import BOOL, FLOATS_ARRAY, INTEGERS, NONE, KnownFields, check, integer, number, one_of
+from te_jax._derivatives import custom_vjp
 from te_jax._op import Op
 from te_jax._types import align, like
 
@@ -250,7 +251,7 @@ router_bwd: Op = Op(
 """The gradient of the logits of `router_fwd` from the gradient of the weights."""
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
+@custom_vjp(2)
 def _route(logits, expert_bias, options: RouterOptions):
     return _route_fwd(logits, expert_bias, options)[0]
 

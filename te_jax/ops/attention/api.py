@@ -5,6 +5,7 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from te_jax._arrays import as_jax
 from te_jax._check import ARRAY, BOOL, check, warn_once
@@ -171,4 +172,5 @@ def _attend_xla(q, k, v, options: AttentionOptions):
         q, k, v, bias=bias, hidden=hidden, factor=factor, offset=offset, scale=options.scale,
         pre_scale=options.pre_scale, softcap=options.logit_softcap,
     )  # fmt: skip
-    return named(restore(restore_rows(out)), ATTENTION, options.context_checkpoint_name), lse, max_logit
+    out = named(restore(restore_rows(out)), ATTENTION, options.context_checkpoint_name)
+    return out, lax.stop_gradient(lse), max_logit

@@ -1,7 +1,7 @@
 """The meaning of the attention ops, in plain JAX."""
 
 from collections.abc import Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from te_jax._arrays import as_rank
+from te_jax._derivatives import custom_vjp
 from te_jax.ops.attention.mask import Band, Mask, SequenceDescriptor
 
 HIDDEN = -(2.0**100)
@@ -22,7 +23,7 @@ def wide(x: jax.Array) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@custom_vjp(0)
 def _einsum(spec, x, y):
     """einsum of two arrays of one type, in f32. Rounds the cotangent to that type: tensor cores take one."""
     return jnp.einsum(spec, x, y, preferred_element_type=wide(x), precision=lax.Precision.HIGHEST)
@@ -121,7 +122,7 @@ def attend(
 
     Returns out [b..., s, h, e] of q's dtype, lse [b..., h, s], the logarithm of each query's sum of exponentials, -inf
     if the query sees no key, and max_logit [h], the largest logit of each head. A query that sees no key has out 0.
-    Differentiable in q, k, v, bias and offset; lse and max_logit are not.
+    Differentiable in q, k, v, bias and offset; max_logit is not.
     """
     logits = _logits(q, k, bias, hidden, scale=scale, pre_scale=pre_scale, softcap=softcap)
     top = jnp.max(logits, -1, keepdims=True, initial=-jnp.inf)
@@ -140,8 +141,8 @@ def attend(
         probs = jnp.where(hidden, 0, probs)
     if factor is not None:
         probs = jnp.where(factor == 0, 0, probs * factor)
-    lse = (top + jnp.log(total))[..., 0]
-    return mix(probs.astype(v.dtype), v).astype(q.dtype), *map(lax.stop_gradient, (lse, max_logit))
+    lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(jnp.where(total == 0, 1, total)))[..., 0]  # never log(0)
+    return mix(probs.astype(v.dtype), v).astype(q.dtype), lse, lax.stop_gradient(max_logit)
 
 
 def _logits(q, k, bias, hidden, *, scale, pre_scale=False, softcap=None):
@@ -205,7 +206,7 @@ def backward(
     (s, *_), (t, g, _) = parted[0].shape[-3:], parted[1].shape[-3:]
     dout, q, k, v, out = (x.astype(wide(x)) for x in (dout, *parted, out))
     logits = _logits(q, k, bias, _hidden(s, t, segments, **band), scale=scale)
-    probs = jnp.exp(logits - finite_top(lse)[..., None])
+    probs = jnp.exp(logits - jnp.where(lse == -jnp.inf, 0, lse)[..., None])  # as `finite_top`, but of a derivative
     factor = 1.0 if drawn is None else _dropped(drawn, dropout_rate, s, t)
     delta = jnp.swapaxes(jnp.sum(dout * out, -1), -1, -2)  # [b..., h, s]: the sum of probs * dprobs over t
     dlogits = probs * (factor * scores(dout, v) - delta[..., None])
