@@ -1,5 +1,7 @@
 """TransformerEngine's names over te_jax: each adapter computes what te_jax does."""
 
+from functools import partial
+
 import flax
 import jax
 import jax.numpy as jnp
@@ -35,6 +37,7 @@ from te_jax.compat.transformer_engine.jax.flax.transformer import (
 )
 from te_jax.compat.transformer_engine.jax.quantize import QuantizerFactory, ScalingMode
 from te_jax.ops.attention import MASK_TYPES
+from te_jax.ops.permute import buffer_rows
 from te_jax.ops.rope import rope
 
 # -- attention ---------------------------------------------------------------------------------------------------
@@ -378,23 +381,69 @@ def test_tokens_go_to_their_experts_and_back(rng, align_size):
     assert (padding is None) == (align_size is None) and not rows[begin:].any()
     back = te.permutation.token_combine(rows, row_id_map, probs, padding)
     np.testing.assert_allclose(back, x.reshape(6, 8) * probs.sum(-1, keepdims=True), rtol=1e-6)
-    back = te.permutation.token_combine(rows, row_id_map, None, padding)
-    np.testing.assert_allclose(back, x.reshape(6, 8) * chosen.sum(-1, keepdims=True), rtol=1e-6)
+    many = jax.jit(dispatch)(x, jnp.ones((2, 3, 4), int))[0]
+    assert jnp.isnan(many).any()  # 24 pairs, of which 9 get a row: of the tokens, none gets all of its rows
 
-    def there_and_back(x):
-        rows, _, row_id_map, padding, _ = dispatch(x, jnp.asarray(chosen).reshape(2, 3, 4))
-        return jnp.sum(te.permutation.token_combine(rows, row_id_map, probs, padding))
 
-    dx = jax.grad(there_and_back)(x).reshape(6, 8)
-    np.testing.assert_allclose(dx, np.broadcast_to(probs.sum(-1, keepdims=True), (6, 8)), rtol=1e-6)
-    many = dispatch(x, jnp.ones((2, 3, 4)))[0]
-    assert jnp.isnan(many).any()  # A token may have ceil(9 / 6) experts here, and each has four.
+MAPS = {  # experts of each of four tokens
+    "even": [{0, 1}, {1, 2}, {0, 2}, {0, 1}],
+    "one token without": [{0, 1}, {1, 2}, {0, 2}, set()],
+    "two tokens without": [{0, 1}, {1, 2}, set(), set()],
+    "one to three": [{0, 1, 2}, {1}, {0, 2}, {1}],
+    "one expert": [{1}, set(), {1}, {1}],
+    "none": [set()] * 4,
+    "all": [{0, 1, 2}] * 4,
+}
+
+
+@pytest.mark.parametrize("align_size", [None, 16])
+def test_tokens_have_different_numbers_of_experts(rng, align_size):
+    """Values and gradients against loops over pairs, of maps that are traced."""
+
+    @partial(jax.jit, static_argnums=3)
+    def run(x, chosen, probs, most, of_rows, of_probs, of_tokens):
+        def loss(x, probs):
+            rows, weights, row_id_map, padding, _ = te.permutation.token_dispatch(x, chosen, most, probs, align_size)
+            weighed = te.permutation.token_combine(rows, row_id_map, probs, padding)
+            plain = te.permutation.token_combine(rows * weights[:, None], row_id_map, None, padding)
+            used = jnp.sum(rows * of_rows[: rows.shape[0]]) + jnp.sum(weights * of_probs[: rows.shape[0]])
+            return used + jnp.sum((weighed + plain) * of_tokens), (rows, weights, weighed, plain)
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(x, probs)
+
+    for name, experts_of in MAPS.items():
+        pairs = [(e, t) for e in range(3) for t in range(4) if e in experts_of[t]]
+        chosen = np.array([[e in of_token for e in range(3)] for of_token in experts_of])
+        x, of_tokens = rng.standard_normal((2, 4, 8)).astype(np.float32)
+        of_rows, of_probs = rng.standard_normal((512, 8)).astype(np.float32), rng.standard_normal(512).astype("f")
+        probs = np.where(chosen, rng.random((4, 3)), 0).astype(np.float32)
+        most = max(len(pairs), 8)
+        (_, (rows, weights, *sums)), (dx, dprobs) = run(x, chosen, probs, most, of_rows, of_probs, of_tokens)
+        # Groups of fewer than 128 tokens: with align_size one begins 128 rows behind the last.
+        held = sorted({e for e, _ in pairs})
+        first = {e: [e for e, _ in pairs].index(e) for e in held}
+        want, want_weights = np.zeros(rows.shape, np.float32), np.zeros(len(rows), np.float32)
+        want_sums, want_dx, want_dprobs = (np.zeros(a.shape, np.float32) for a in (x, x, probs))
+        for n, (e, t) in enumerate(pairs):
+            row = n if align_size is None else 128 * held.index(e) + n - first[e]
+            want[row], want_weights[row] = x[t], probs[t, e]
+            want_sums[t] += probs[t, e] * x[t]
+            want_dx[t] += of_rows[row] + 2 * probs[t, e] * of_tokens[t]
+            want_dprobs[t, e] = of_probs[row] + 2 * np.sum(of_tokens[t] * x[t])
+        assert len(rows) == (most if align_size is None else buffer_rows(most, 3)), name
+        np.testing.assert_array_equal(rows, want, name)
+        np.testing.assert_array_equal(weights, want_weights, name)
+        each = (*sums, dx, dprobs), (want_sums, want_sums, want_dx, want_dprobs)
+        for got, wanted in zip(*each):  # f32 sums of up to 8 products and 3 pairs, in another order
+            np.testing.assert_allclose(got, wanted, rtol=2.0**-18, atol=2.0**-18, err_msg=name)
 
 
 @pytest.mark.parametrize("tokens", [4, 0])
 def test_more_rows_than_tokens_have_experts(tokens, rng):
     x, chosen = jnp.asarray(rng.standard_normal((tokens, 8)), jnp.float32), jnp.ones((tokens, 1))
-    rows, probs, row_id_map, padding, _ = te.permutation.token_dispatch(x, chosen, 10, chosen)
+    rows, probs, row_id_map, padding, _ = jax.jit(te.permutation.token_dispatch, static_argnums=2)(
+        x, chosen, 10, chosen
+    )
     np.testing.assert_array_equal(rows, jnp.pad(x, ((0, 10 - tokens), (0, 0))))
     np.testing.assert_array_equal(probs, np.arange(10) < tokens)
     np.testing.assert_array_equal(te.permutation.token_combine(rows, row_id_map, None, padding), x)

@@ -11,11 +11,11 @@ from flax import linen as nn
 from flax.errors import InvalidRngError
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from te_jax._arrays import as_jax
 from te_jax._check import show
-from te_jax._types import on_explicit_mesh, varying
+from te_jax._types import like, on_explicit_mesh, varying
 from te_jax.checkpoint_policies import GEMM, named
 from te_jax.flax._calls import field_names
 from te_jax.flax._fields import LORA_SCOPES
@@ -104,10 +104,17 @@ def _wrong_axes(module, field: str, axes: Axes, but: str) -> ValueError:
 
 
 class Box(nn.LogicallyPartitioned):
-    """A `LogicallyPartitioned` parameter, whose axes of layers may be unnamed.
+    """A `LogicallyPartitioned` parameter, whose axes of layers may be unnamed, and whose names constrain nothing on a
+    mesh of Explicit axes, where the array's type says how it is sharded.
 
-    Flax's box raises under an `nn.scan` or `nn.vmap` without `metadata_params`; here the new axis has the name None.
+    Flax's box raises under an `nn.scan` or `nn.vmap` without `metadata_params`, where here the new axis has the name
+    None, and on such a mesh under logical axis rules.
     """
+
+    def unbox(self, apply_constraint: bool = True) -> jax.Array:
+        """The array; apply_constraint: as in Flax, but on a mesh of Explicit axes."""
+        explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+        return super().unbox(apply_constraint and not explicit)
 
     def __eq__(self, other):
         same = isinstance(other, nn.LogicallyPartitioned)
@@ -245,10 +252,11 @@ class Dropout(nn.Dropout):
         return jnp.where(mask, inputs / kept, jnp.zeros_like(inputs))
 
 
-def lora(module: nn.Module, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    """x.A.B * (alpha / r): low-rank adaptation (Hu et al. 2021, https://arxiv.org/abs/2106.09685).
+def add_lora(module: nn.Module, y: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    """y + x.A.B * (alpha / r): low-rank adaptation (Hu et al. 2021, https://arxiv.org/abs/2106.09685).
 
-    x [..., *C], a [*C, *G, r], b [*G, r, f] -> [..., *G, f] in x.dtype. The factor is 1 if alpha is None.
+    y [..., *G, f], x [..., *C], a [*C, *G, r], b [*G, r, f] -> [..., *G, f] of y's type and sharding. The factor is 1
+    if alpha is None.
     """
     group, rank = b.shape[:-2], b.shape[-2]
     contracted = a.ndim - len(group) - 1
@@ -258,13 +266,13 @@ def lora(module: nn.Module, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Arr
     up = named(jnp.einsum("...gr,grf->...gf", down, b.astype(x.dtype).reshape(-1, *b.shape[-2:])), GEMM)
     alpha = module.low_rank_adaptation_alpha
     factor = 1.0 if alpha is None else alpha / rank
-    return (up * factor).reshape(*x.shape[: x.ndim - contracted], *group, b.shape[-1]).astype(x.dtype)
+    return y + like((up * factor).reshape(y.shape), y)
 
 
 def lora_parameters(
     module: nn.Module, init: Initializer, contracted: Sequence[int], features: Sequence[int], prefix=""
 ):
-    """The parameters (A, B) of `lora`: `init` draws A, B starts at 0."""
+    """The parameters (A, B) of `add_lora`: `init` draws A, B starts at 0."""
     rank = module.low_rank_adaptation_dim
     a_shape, b_shape = (*contracted, *features[:-1], rank), (*features[:-1], rank, features[-1])
     draw = lambda *args: nn.meta.unbox(init(*args))  # A box of `init` has names for another shape.

@@ -11,11 +11,11 @@ from jax.typing import ArrayLike
 from te_jax.flax._common import (
     Axes,
     Initializer,
+    add_lora,
     check_input_axes,
     floating,
     in_compute_dtype,
     kernel_initializer,
-    lora,
     lora_parameters,
     parameter,
 )
@@ -123,7 +123,7 @@ class DenseGeneral(Module):
         grad_spec = resolve_logical_axes(grad_axes)
         y = dense(inputs, kernel, added, residual, contract=contract, out=out, grad_spec=grad_spec, **call)
         if self.enable_low_rank_adaptation:
-            y = y + lora(self, inputs, *lora_parameters(self, init, contracted, features))
+            y = add_lora(self, y, inputs, *lora_parameters(self, init, contracted, features))
         return (y, bias) if self.return_bias else y
 
 
@@ -212,7 +212,7 @@ class LayerNormDenseGeneral(Module):
         y, normed, through = norm_dense(self, inputs, kernel, norm, added, **options)
         first, *rest = y if also else (y,)
         if adapt:
-            first = first + lora(self, normed, *adapt)
+            first = add_lora(self, first, normed, *adapt)
         if self.depth_scaling is not None:
             first = first / self.depth_scaling
             bias = bias if bias is None else bias / self.depth_scaling

@@ -13,11 +13,11 @@ from te_jax.flax._common import (
     Axes,
     Dropout,
     Initializer,
+    add_lora,
     check_input_axes,
     floating,
     in_compute_dtype,
     kernel_initializer,
-    lora,
     lora_parameters,
     parameter,
     stack_kernels,
@@ -155,7 +155,7 @@ class LayerNormMLP(Module):
         own, added = split_residual(residual)
         z, normed, through = norm_dense(self, inputs, wi[0], norm, wi[1], return_input=own, **options)
         if adapt:
-            z = z + lora(self, normed, *wi[2])
+            z = add_lora(self, z, normed, *wi[2])
         z = checkpoint_name(z, self.ffn1_ckpt_name)
         z = activation(z, self.activations, self.activation_params)
         if self.intermediate_dropout_rate > 0:
@@ -167,7 +167,7 @@ class LayerNormMLP(Module):
         kernel, call = operand(self, wo[0], "_1")
         y = dense(z, kernel, wo[1], through if own else added, out=inputs, grad_spec=self._grad_spec(inputs), **call)
         if adapt:
-            y = y + lora(self, z, *wo[2])
+            y = add_lora(self, y, z, *wo[2])
         y = checkpoint_name(constrain(y, self.layernorm_input_axes), self.ffn2_ckpt_name)
         return y, (normed if self.return_layernorm_output else None)
 

@@ -16,8 +16,9 @@ from te_jax.sharding import current_mesh_resource, entries, spec_of
 def dense_spec(x, kernel, contract: int, out=None) -> PartitionSpec | None:
     """The sharding of x[*B, *C] . kernel[*C, *F] from their types; None off Explicit meshes.
 
-    out: a type of the product's shape, or None. Where the sum runs over mesh axes that split C, it is left scattered as
-         `out` is.
+    out: a type of the product's shape, or None: the stream of tokens that the product belongs to. It is sharded as that
+         is: a sum over mesh axes that split C is left scattered, features that the kernel splits otherwise are
+         gathered. Only an axis of B that `out` leaves whole stays split as x splits it.
     """
     if not on_explicit_mesh(x):
         return None
@@ -26,15 +27,14 @@ def dense_spec(x, kernel, contract: int, out=None) -> PartitionSpec | None:
     in_features = set().union(*features)
     for i, names in enumerate(lead):
         lead[i] = tuple(n for n in names if n not in in_features or _shards_data(n, i))
+    if out is not None and out.shape == (*x.shape[:batch], *kernel.shape[contract:]):
+        wanted = entries(out)
+        taken = set().union(*wanted)
+        free = [tuple(n for n in names if n not in taken) for names in lead]
+        return spec_of([*map(lambda want, names: want or names, wanted[:batch], free), *wanted[batch:]])
     in_lead = set().union(*lead)
     features = [tuple(n for n in names if n not in in_lead) for names in features]
-    product = [*lead, *features]
-    if out is not None and out.ndim == len(product):
-        summed = set().union(*xs[batch:]) - set().union(*product)
-        for i, names in enumerate(entries(out)):
-            if names and not product[i] and set(names) <= summed:
-                product[i] = names
-    return spec_of(product)
+    return spec_of([*lead, *features])
 
 
 def _shards_data(name: str, axis: int) -> bool:

@@ -53,7 +53,7 @@ class Config(NamedTuple):
         out: Any = None,
         grad_spec: PartitionSpec | None = None,
     ) -> "Config":
-        """The config of a layer with these operands. out: a type of y's shape, whose sharding y takes where it can.
+        """The config of a layer with these operands. out: a type of y's shape, whose sharding y takes.
         grad_spec: of the gradient under Auto axes; on an Explicit mesh the types say it."""
         typeof = lambda a: a if a is None or isinstance(a, ShapedArray) else jax.typeof(a)
         x, array, bias, residual = types = [typeof(a) for a in (x, wide_of(weight), bias, residual)]

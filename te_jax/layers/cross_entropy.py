@@ -71,6 +71,8 @@ class Plan(NamedTuple):
         logits = _LOGITS_BYTES_FP8 if self.head.recipe else _LOGITS_BYTES
         by_bytes = max(logits // (4 * vocabulary) // _ROWS * _ROWS, _LEAST_TOKENS)
         chunk = by_bytes if self.chunk is None else self.chunk
+        if not isinstance(tokens, int):  # a symbol of `jax.export`: any number of chunks
+            return max(chunk, 1)
         if tokens <= chunk:
             return tokens
         even = -(-tokens // -(-tokens // chunk))

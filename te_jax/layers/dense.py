@@ -46,8 +46,7 @@ def dense(
     metas:      `fp8.DenseMetas`; their cotangent is the amax of x, kernel and the gradient of y in this step. None
                 under a recipe without state.
     checkpoint: name under which the quantized residuals are tagged for `jax.checkpoint` policies.
-    out:        an array of y's shape. On an Explicit mesh a sum over shards of C stays scattered as this is, or as the
-                residual is without it.
+    out:        an array of y's shape. On an Explicit mesh y is sharded as this is, or as the residual is without it.
     grad_spec:  under Auto mesh axes, the sharding [*B, *F] that the FP8 gradient of y is gathered to, once for both
                 GEMMs that read it, where y lies otherwise outside, as under sequence parallelism.
     name:       what errors call this layer.

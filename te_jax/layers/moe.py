@@ -5,13 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
-from math import ceil
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import ShapedArray
+from jax.core import ShapedArray, max_dim
 
 from te_jax import fp8
 from te_jax._arrays import as_jax, as_rank
@@ -31,7 +30,7 @@ from te_jax.ops import norm as norm_op
 from te_jax.ops.gemm import dot
 from te_jax.ops.gemm_grouped import gemm_grouped
 from te_jax.ops.permute import combine, group, permute
-from te_jax.ops.quantize import FLOAT, MX_BLOCK
+from te_jax.ops.quantize import FLOAT, MX_BLOCK, parts
 from te_jax.ops.router import RouterOptions, Routing, load_balancing_loss, route, z_loss
 from te_jax.recipe import Recipe
 from te_jax.sharding import stage_axes
@@ -132,8 +131,8 @@ def moe(
     jax differentiates them: the router reads h in x's type, so h is written and kept in any case. Routing is named
     STATISTICS, so that a policy does not run it again.
 
-    On a mesh the buffer of rows is whole on every device but for F and H: shard the tokens by `jax.shard_map`, where
-    counts and losses are of each device's own tokens. Raises ValueError for sizes, and under a recipe for activations
+    On a mesh the buffer of rows is whole on every device but for F and H, and on an Explicit one y is sharded as x:
+    shard the tokens by `jax.shard_map`, where counts and losses are of each device's own tokens. Raises ValueError for sizes, and under a recipe for activations
     that `is_fused` does not know; TypeError for types that do not match.
     """
     x, gate_kernel, gamma, beta, expert_bias, residual = as_jax(x, gate_kernel, gamma, beta, expert_bias, residual)
@@ -161,6 +160,7 @@ def moe(
         y = _in_type_of_x(*operands, routing, options, middle_name)
     else:
         y = _in_fp8(*operands, routing, options, recipe, metas, checkpoint, middle_name)
+    y = like(y, h)  # tokens keep their place: rows are split as wo is
     y = y if expert_bias is None else _with_counts(*align(y, expert_bias, aux.counts))
     added = x if through else added
     return y if added is None else y + added, aux
@@ -228,7 +228,7 @@ def _routing(h, gate_kernel, expert_bias, options: MoEOptions) -> tuple[Routing,
     if options.capacity_factor is not None:
         num_experts = logits.shape[-1]
         factor = Fraction(str(float(options.capacity_factor)))  # as it is written: 1.1 * 100 / 10 is above 11 in floats
-        capacity = max(1, ceil(factor * experts.size / num_experts))
+        capacity = max_dim(1, parts(factor.numerator * experts.size, factor.denominator * num_experts))
         groups = group(experts, num_experts)
         of_expert = lambda a: as_rank(a, experts.ndim + 1)
         is_expert = experts[..., None] == of_expert(jnp.arange(num_experts, dtype=experts.dtype))

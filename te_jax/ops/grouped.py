@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from te_jax import _lib
 from te_jax._amax import amax
@@ -34,6 +35,7 @@ from te_jax.ops.quantize import (
 )
 from te_jax.ops.router import MOST_EXPERTS
 from te_jax.ops.source import PerExpert, Source
+from te_jax.sharding import explicit_spec
 
 # -- rows of groups -------------------------------------------------------------------------------------------
 
@@ -59,19 +61,27 @@ def tokens_alone(x: jax.Array, is_token: jax.Array, axis: int = 0) -> jax.Array:
 
 
 def sum_of_experts(
-    part: Callable[..., jax.Array], tiles: Sequence[jax.Array], experts: jax.Array, shape: tuple[int, ...]
+    part: Callable[..., jax.Array],
+    tiles: Sequence[jax.Array],
+    experts: jax.Array,
+    shape: tuple[int, ...],
+    spec: PartitionSpec | None = None,
 ) -> jax.Array:
     """f32[shape], for each of shape[0] experts the sum of part(*tile) over its tiles, in their order.
 
     part: what a tile adds, f32[shape[1:]]. tiles: arrays with the tiles in front. experts: i32, of each tile; what is
-    not below shape[0] is left out.
+    not below shape[0] is left out. spec: of the result, on an Explicit mesh.
     """
 
     def add(sums, tile):
         expert, *tile = tile
-        return sums.at[expert].add(part(*tile), mode="drop"), None
+        at = jnp.minimum(expert, shape[0] - 1)  # not a scatter, which Explicit axes refuse
+        total = lax.dynamic_index_in_dim(sums, at, 0, False) + part(*tile)
+        total = jnp.where(expert < shape[0], total, lax.dynamic_index_in_dim(sums, at, 0, False))
+        return lax.dynamic_update_index_in_dim(sums, total, at, 0), None
 
     start, *_ = align(jnp.zeros(shape, jnp.float32), experts, *tiles)  # the type that `add` gives back
+    start = start if spec is None else jax.sharding.reshard(start, spec)
     return lax.scan(add, start, (experts, *tiles))[0]
 
 
@@ -90,8 +100,9 @@ def _amax_of_experts(x, offsets, counts):
 
 def dbias_of_experts(dx: jax.Array, offsets: jax.Array, counts: jax.Array) -> jax.Array:
     """f32[E, ...]: the sum over each expert's rows of dx f32 [R, ...], which has zeros in the rows that pad a group."""
-    experts = expert_of_tile(offsets, dx.shape[0])
-    return sum_of_experts(lambda tile: jnp.sum(tile, 0), (in_tiles(dx),), experts, (*counts.shape, *dx.shape[1:]))
+    experts, spec = expert_of_tile(offsets, dx.shape[0]), explicit_spec(jax.typeof(dx))
+    shape = (*counts.shape, *dx.shape[1:])
+    return sum_of_experts(lambda tile: jnp.sum(tile, 0), (in_tiles(dx),), experts, shape, spec)
 
 
 # -- stacked weights ------------------------------------------------------------------------------------------

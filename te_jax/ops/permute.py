@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import max_dim, min_dim
 
 from te_jax._amax import amax
 from te_jax._arrays import as_jax
@@ -44,7 +45,7 @@ class Groups(NamedTuple):
 
 def buffer_rows(pairs: int, num_experts: int) -> int:
     """R: enough rows for `pairs` pairs of a token and an expert, however they spread over the experts."""
-    return parts(pairs + (ALIGNMENT - 1) * min(num_experts, pairs), ALIGNMENT) * ALIGNMENT
+    return parts(pairs + (ALIGNMENT - 1) * min_dim(num_experts, pairs), ALIGNMENT) * ALIGNMENT
 
 
 def group(experts: jax.Array, num_experts: int) -> Groups:
@@ -62,7 +63,7 @@ def group(experts: jax.Array, num_experts: int) -> Groups:
     if experts.ndim < 1 or experts.shape[-1] < 1:
         raise ValueError(f"{_PERMUTE}: experts has shape {experts.shape}; pass [..., T, k] with k of 1 or more.")
     buffer = buffer_rows(experts.size, num_experts)
-    if buffer >= 2**31:
+    if isinstance(buffer, int) and buffer >= 2**31:  # a symbol of `jax.export` is checked where the kernel is called
         raise ValueError(f"{_PERMUTE}: experts has shape {experts.shape}; pass fewer than 2**31 - {ALIGNMENT} E pairs.")
     return Groups(*group_op(experts.astype(jnp.int32), num_experts=num_experts, buffer=buffer))
 
@@ -211,13 +212,13 @@ def _combine_bwd_reference(dy, rows, positions):
 
 
 def _group_cuda(call, experts, *, num_experts, buffer):
-    if num_experts > MOST_EXPERTS:
+    if num_experts > MOST_EXPERTS or not isinstance(buffer, int):
         return _group_reference(experts, num_experts=num_experts, buffer=buffer)
     return call(experts, num_experts=num_experts, buffer=buffer)
 
 
 def _group_workspace(experts, *, num_experts, **_):
-    return 4 * num_experts * max(1, parts(experts.size, _CHUNK))
+    return 4 * num_experts * max_dim(1, parts(experts.size, _CHUNK))
 
 
 def _tiles(x, slots, *_, **attrs):
@@ -239,7 +240,8 @@ group_op: Op = Op(
     reference=_group_reference,
     cuda=_group_cuda,
 )
-"""`group` of i32 experts; buffer: R. All of it stays on one device: a pair's row depends on all pairs."""
+"""`group` of i32 experts; buffer: R. All of it stays on one device: a pair's row depends on all pairs. Of a symbolic
+buffer (`jax.export`), which is no attribute of a kernel, the call is XLA's."""
 
 permute_op: Op = Op(
     "te_permute",

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import max_dim, min_dim
 
 from te_jax._arrays import as_jax, as_rank
 from te_jax._check import BOOL, FLOATS_ARRAY, INTEGERS, NONE, KnownFields, check, integer, number, one_of
@@ -223,7 +224,7 @@ def _cuda(reference, call, *operands, **options):
 
 def _parts(logits, *_, **attrs):
     """How many parts of the counts there are."""
-    return (min(max(1, -(-prod(logits[:-1]) // 16)), 1024),)
+    return (min_dim(max_dim(1, -(-prod(logits[:-1]) // 16)), 1024),)
 
 
 router_fwd: Op = Op(
@@ -312,7 +313,7 @@ def load_balancing_loss(
 
 def _mean(x, axes):
     """The mean over `axes`, 0 of no elements."""
-    return jnp.sum(x, axes) / max(1, prod(x.shape[axis] for axis in axes))
+    return jnp.sum(x, axes) / max_dim(1, prod(x.shape[axis] for axis in axes))
 
 
 def z_loss(logits: jax.Array) -> jax.Array:

@@ -127,7 +127,8 @@ def execute(choice: AttentionChoice, operands: Sequence[jax.Array], options: Att
         out, lse, max_logit = *_attend_cudnn(operands, options), None
     else:
         q, k, v = split_joined(*operands)
-        if q.shape[-3] * k.shape[-3] > _LONG**2 and options.implementation is None:
+        logits = q.shape[-3] * k.shape[-3]  # a symbol under `jax.export` may be of any size
+        if isinstance(logits, int) and logits > _LONG**2 and options.implementation is None:
             text = f"plain JAX keeps s x t logits of more than {_LONG} x {_LONG} in memory, because"
             warn_once(options.name, f"{text} {choice.refused['cudnn']}.")
         out, lse, max_logit = _attend_xla(q, k, v, options)

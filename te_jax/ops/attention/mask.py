@@ -76,12 +76,11 @@ class Band(NamedTuple):
         return t - s if self.bottom_right else 0
 
     def trimmed(self, s: int, t: int) -> "Band":
-        """This band for s queries and t keys, with a side open if it hides no key."""
-        left, right, shift = self.left, self.right, self.shift(s, t)
-        if left is not None and left >= s - 1 + shift:  # the last query still sees key 0
-            left = None
-        if right is not None and right >= t - 1 - shift:  # the first query still sees the last key
-            right = None
+        """This band for s queries and t keys, with a side open if it is known to hide no key: not of symbolic sizes."""
+        shift = self.shift(s, t)
+        reaches = lambda size, last: size is not None and isinstance(last, int) and size >= last
+        left = None if reaches(self.left, s - 1 + shift) else self.left  # the last query still sees key 0
+        right = None if reaches(self.right, t - 1 - shift) else self.right  # the first query still sees the last key
         return self._replace(left=left, right=right)
 
     def hides(self, distance: jax.Array) -> jax.Array | None:

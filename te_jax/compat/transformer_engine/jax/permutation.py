@@ -18,38 +18,42 @@ def token_dispatch(
 ) -> tuple[jax.Array, jax.Array | None, Groups, jax.Array | None, jax.Array]:
     """The tokens of each expert, one expert behind the other.
 
-    inp:            floating [..., H], T tokens. routing_map: [..., E], not 0 where a token goes to an expert.
-    num_out_tokens: M, the rows of the result without padding. A token may have up to ceil(M / T) experts; one that has
-                    more becomes NaN. The rows past M are left out.
+    inp:            floating [..., H], T tokens. routing_map: [..., E], not 0 where a token goes to an expert. Tokens
+                    may have different numbers of experts, or none, as a capacity leaves them.
+    num_out_tokens: M, the rows of the result without padding: as many as routing_map has entries that are not 0, or
+                    more. The rows past those are zeros. Where it has more than M, the last of them get no row, and
+                    the tokens that they belong to become NaN.
     probs:          floating [..., E], permuted too.
     align_size:     None, or a divisor of 128: then the tokens of each expert begin at a multiple of 128, with zeros
                     between them.
 
-    Returns the rows [M, H], or [R, H] with align_size, R of `te_jax.ops.permute.buffer_rows`; their probs or None; the
-    Groups, which `token_combine` takes as its row_id_map; with align_size, how many rows of padding each expert has in
-    front of it; and the rows of each expert, the padding among them.
-    Raises ValueError for another num_out_tokens or align_size, and what `group` raises.
+    Returns the rows [M, H], or [R, H] with align_size, R being `te_jax.ops.permute.buffer_rows(M, E)`; their probs or
+    None; the Groups of T tokens and E choices each, which `token_combine` takes as its row_id_map; with align_size, how
+    many rows of padding each expert has in front of it; and the rows of each expert, the padding among them.
+    Differentiable by inp and probs.
+    Raises ValueError for another num_out_tokens or align_size, 2**31 entries of routing_map or more, and what `group`
+    raises.
     """
-    experts_of = routing_map.reshape(-1, routing_map.shape[-1]) != 0
-    tokens, num_experts = experts_of.shape
+    is_pair = routing_map.reshape(-1, routing_map.shape[-1]) != 0
+    tokens, num_experts = is_pair.shape
     if num_out_tokens < 1:
         raise ValueError(f"token_dispatch: num_out_tokens is {num_out_tokens}; pass the rows of the result.")
     if align_size is not None and (align_size < 1 or ALIGNMENT % align_size):
         raise ValueError(f"token_dispatch: align_size is {align_size}; pass a divisor of {ALIGNMENT}.")
-    most = min(num_experts, -(-num_out_tokens // max(tokens, 1)))
-    order = jnp.argsort(~experts_of, axis=-1, stable=True)[:, :most]
-    experts = jnp.where(jnp.take_along_axis(experts_of, order, -1), order, -1)
-    groups = group(experts, num_experts)
-    is_served = jnp.sum(experts_of, -1, keepdims=True) <= most
-    rows = permute(jnp.where(is_served, inp.reshape(tokens, inp.shape[-1]), jnp.nan).astype(inp.dtype), groups)
+    if is_pair.size >= 2**31:
+        raise ValueError(f"token_dispatch: routing_map has shape {routing_map.shape}; pass less than 2**31 entries.")
+    groups = _groups_of_map(is_pair, num_out_tokens)
+    has_rows = jnp.all(is_pair == (groups.rows >= 0), -1, keepdims=True)
+    rows = permute(jnp.where(has_rows, inp.reshape(tokens, inp.shape[-1]), jnp.nan).astype(inp.dtype), groups)
     rows = _without_tail(rows, groups)
-    if probs is not None:
-        pairs = jnp.take_along_axis(probs.reshape(experts_of.shape), order, -1).reshape(-1)
-        probs = jnp.where(groups.slots < 0, 0, pairs[jnp.maximum(groups.slots, 0)])
+    if probs is not None and is_pair.size == 0:
+        probs = jnp.zeros(groups.slots.shape, probs.dtype)
+    elif probs is not None:
+        probs = jnp.where(groups.slots < 0, 0, probs.reshape(-1)[jnp.maximum(groups.slots, 0)])
     if align_size is not None:
-        return rows, probs, groups, groups.offsets[:-1] - _tight_offsets(groups), jnp.diff(groups.offsets)
-    at = _places(groups)[:num_out_tokens]
-    at = jnp.pad(at, (0, num_out_tokens - at.size), constant_values=rows.shape[0])  # more rows than pairs: zeros
+        tight = jnp.cumsum(groups.counts) - groups.counts  # the first row of each expert if none were padding
+        return rows, probs, groups, groups.offsets[:-1] - tight, jnp.diff(groups.offsets)
+    at = _places(groups, num_out_tokens)
     take = lambda x: jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1))[at]
     return take(rows), None if probs is None else take(probs), groups, None, groups.counts
 
@@ -66,15 +70,24 @@ def token_combine(
     """
     groups = row_id_map
     if pad_offsets is None:
-        at = _places(groups)[: inp.shape[0]]
-        inp = jnp.zeros((groups.slots.shape[0], inp.shape[-1]), inp.dtype).at[at].set(inp[: at.size], mode="drop")
-    inp = _without_tail(inp, groups)
+        at = _places(groups, inp.shape[0])
+        inp = jnp.zeros((groups.slots.shape[0], inp.shape[-1]), inp.dtype).at[at].set(inp, mode="drop")
     if merging_probs is None:
-        return combine(inp, groups, jnp.ones(groups.rows.shape, jnp.float32))
-    expert = jnp.searchsorted(groups.offsets, groups.rows, side="right") - 1
-    expert = jnp.clip(expert, 0, groups.counts.shape[0] - 1)
-    probs = merging_probs.reshape(groups.rows.shape[0], merging_probs.shape[-1])
-    return combine(inp, groups, jnp.take_along_axis(probs, expert, -1))
+        merging_probs = jnp.ones(groups.rows.shape, jnp.float32)
+    return combine(_without_tail(inp, groups), groups, merging_probs.reshape(groups.rows.shape))
+
+
+def _groups_of_map(is_pair: jax.Array, most: int) -> Groups:
+    """The Groups of T tokens, each with E choices, of which is_pair bool[T, E] says the ones that are made: choice j is
+    expert j. They are sorted as a list of `most` pairs, so that the buffer has no rows for those that are not made."""
+    tokens, num_experts = is_pair.shape
+    experts, of_tokens = jnp.nonzero(is_pair.T, size=most, fill_value=(num_experts, 0))
+    listed = group(experts[:, None], num_experts)
+    pairs = (of_tokens * num_experts + experts).astype(jnp.int32)
+    at = jnp.where(experts < num_experts, pairs, is_pair.size)
+    rows = jnp.full(is_pair.size, -1, jnp.int32).at[at].set(listed.rows[:, 0], mode="drop")
+    slots = jnp.where(listed.slots < 0, -1, pairs[jnp.maximum(listed.slots, 0)])
+    return listed._replace(rows=rows.reshape(is_pair.shape), slots=slots)
 
 
 def _without_tail(rows: jax.Array, groups: Groups) -> jax.Array:
@@ -82,12 +95,6 @@ def _without_tail(rows: jax.Array, groups: Groups) -> jax.Array:
     return jnp.where((jnp.arange(rows.shape[0]) < groups.offsets[-1])[:, None], rows, 0)
 
 
-def _tight_offsets(groups: Groups) -> jax.Array:
-    """i32[E]: the first row of each expert if none were padding."""
-    return jnp.cumsum(groups.counts) - groups.counts
-
-
-def _places(groups: Groups) -> jax.Array:
-    """i32[T k]: the rows of all pairs in ascending order; past the last pair, what is no row."""
-    rows = groups.rows.reshape(-1)
-    return jnp.sort(jnp.where(rows < 0, groups.slots.shape[0], rows))
+def _places(groups: Groups, count: int) -> jax.Array:
+    """[count]: the rows of all pairs in ascending order; past the last pair R, which is no row."""
+    return jnp.nonzero(groups.slots >= 0, size=count, fill_value=groups.slots.shape[0])[0]
