@@ -63,7 +63,10 @@ _LONGEST = 300  # characters of a value in an error
 
 def show(value) -> str:
     """`value` as errors show it: an array by its dtype and shape, and no more than a line."""
-    text = " ".join(_text(value).splitlines())
+    try:
+        text = " ".join(_text(value).splitlines())
+    except RecursionError:
+        text = f"a {type(value).__name__} of too many {type(value).__name__}s in each other"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
@@ -160,6 +163,13 @@ def _is_number(value) -> bool:
     return _is_int(value) or isinstance(value, float | np.floating)
 
 
+def _is_finite(value) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int that no float holds
+        return False
+
+
 def _dtype(value) -> np.dtype | None:
     try:
         return None if value is None else jnp.dtype(value)
@@ -197,7 +207,7 @@ def number(
 
     def is_in(value):
         return (
-            math.isfinite(value)
+            _is_finite(value)
             and (least is None or value >= least)
             and (above is None or value > above)
             and (below is None or value < below)

@@ -9,11 +9,13 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 from jax import export
 from op_cases import CASES
 
 import te_jax as te
 import te_jax.flax as te_flax
+import te_jax.nnx as te_nnx
 from te_jax import _lib, layers, optim
 from te_jax import recipe as recipes
 from te_jax._op import ops
@@ -115,6 +117,75 @@ def test_symbolic_batch(name, platform, ranks_said, for_any_gpu):
         jax.tree.map(
             partial(np.testing.assert_allclose, rtol=1e-6), exported.call(variables, data), run(variables, data)
         )
+
+
+EXPERTS = dict(num_experts=4, intermediate_dim=64)
+STREAMS = {  # of [b, s, h], where both are symbols
+    "experts": te_flax.MoEBlock(**EXPERTS),
+    "experts of everything": te_flax.MoEBlock(
+        **EXPERTS,
+        **dict(enable_layernorm=True, use_bias=True, num_shared_experts=1, capacity_factor=1.1, use_expert_bias=True),
+        **dict(score_function="sigmoid", num_groups=2, group_topk=1, aux_loss_coeff=0.1, z_loss_coeff=0.1),
+    ),
+    "losses of sequences": te_flax.MoEBlock(**EXPERTS, per_sequence_loss=True, aux_loss_coeff=0.1),
+    "layer": te_flax.TransformerLayer(
+        **OF_LAYER, moe=EXPERTS, self_attn_mask_type="causal", window_size=(3, 0), enable_rotary_pos_emb=True
+    ),
+    "latent": te_flax.MultiHeadLatentAttention(
+        num_attention_heads=4, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8
+    ),
+    "lora": te_flax.LayerNormMLP(64, enable_low_rank_adaptation=True),
+}
+HEAD = te_flax.LMHead(24)
+
+
+def of_streams(recipe):
+    """(variables, x, labels) -> the sum of all outputs and losses, and its gradients by the first two; variables."""
+
+    def loss(variables, x, labels):
+        with te.autocast(recipe is not None, recipe):
+            run = lambda name, m: m.apply(variables[name], x, mutable=["losses"])
+            outs = [run(name, module) for name, module in STREAMS.items()]
+            outs += [HEAD.apply(variables["head"], x, labels, reduction=kind) for kind in ("mean", "none")]
+        return sum(jnp.mean(out) for out in jax.tree.leaves(outs))
+
+    def init(x):
+        variables = {name: m.init(jax.random.key(0), x) for name, m in STREAMS.items()}
+        return variables | {"head": HEAD.init(jax.random.key(0), x, jnp.ones(x.shape[:2], int))}
+
+    with te.autocast(recipe is not None, recipe):
+        variables = nn.meta.unbox(jax.eval_shape(init, jnp.ones((2, S, H))))
+    return jax.jit(jax.value_and_grad(loss, (0, 1))), variables
+
+
+@pytest.mark.parametrize("name", ["bf16", "delayed"])
+def test_symbolic_batch_and_sequence(name, for_any_gpu):
+    """Experts with and without a capacity, windows, latent attention, a head's loss, for both platforms at once."""
+    (b, s), (run, variables) = export.symbolic_shape("b, s"), of_streams(RECIPES[name])
+    checks = [export.DisabledSafetyCheck.custom_call(op) for op in (*ops, "__op$block_scaled_dot")]
+    types = [jax.ShapeDtypeStruct((b, s, *more), dtype) for more, dtype in (((H,), jnp.float32), ((), jnp.int32))]
+    export.export(run, platforms=["cpu", "cuda"], disabled_checks=checks)(variables, *types)
+
+
+def test_numbers_of_symbolic_sizes():
+    module, (b, s) = STREAMS["experts of everything"], export.symbolic_shape("b, s")
+    x = jax.random.normal(jax.random.key(0), (3, 5, H))
+    run = jax.jit(lambda v, x: module.apply(v, x, True))
+    variables = nn.meta.unbox(jax.jit(module.init)(jax.random.key(0), x))
+    exported = export.export(run, platforms=[jax.default_backend()])(
+        variables, jax.ShapeDtypeStruct((b, s, H), jnp.float32)
+    )
+    # The same operations on the same numbers; XLA may fuse them otherwise: sums of 2**7 numbers in another order.
+    np.testing.assert_allclose(exported.call(variables, x), run(variables, x), rtol=2.0**-16, atol=2.0**-16)
+
+
+def test_symbolic_sizes_of_nnx():
+    (b, s) = export.symbolic_shape("b, s")
+    for make in (lambda rngs: te_nnx.MoEBlock(H, **EXPERTS, rngs=rngs), lambda rngs: te_nnx.LMHead(H, 24, rngs=rngs)):
+        graph, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))  # noqa: B023
+        run = jax.jit(lambda state, x: nnx.merge(graph, state)(x))  # noqa: B023
+        exported = export.export(run, platforms=["cpu"])(state, jax.ShapeDtypeStruct((b, s, H), jnp.float32))
+        assert exported.out_avals[0].shape[:2] == (b, s)
 
 
 # -- numpy arrays -----------------------------------------------------------------------------------------------------

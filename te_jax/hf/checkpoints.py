@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,32 +16,63 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 import te_jax.flax as te_flax
 from te_jax import fp8 as fp8_state
-from te_jax._check import BOOL, FLOATING, NONE, check, integer
+from te_jax._check import ARRAY, BOOL, FLOATING, NONE, STRING, Kind, check, integer
 from te_jax.hf import files
+from te_jax.hf.carried import carry
 from te_jax.hf.family import Family
 from te_jax.hf.filling import as_bits, filled, types_of
-from te_jax.hf.plan import COLLECTIONS, SHOWN, Conversion, check_tensors, family_of, initial_call, plan_of, renamed
+from te_jax.hf.plan import (
+    COLLECTIONS,
+    SHOWN,
+    Conversion,
+    check_due,
+    check_sizes,
+    check_tensors,
+    family_of,
+    initial_call,
+    plan_of,
+    renamed,
+)
 from te_jax.hf.rules import OF_LINEARS
 from te_jax.hf.scales import Scaled, Scheme, input_scale, read_scheme, scheme_of, stored_parts, write_scheme
 from te_jax.hf.words import check_words
 from te_jax.layers.parameters import is_kernel
 from te_jax.models import ModelConfig
-from te_jax.models.stack import Model
+from te_jax.models.config import Origin
+from te_jax.models.stack import MODEL, VARIABLES, Model
 from te_jax.recipe import Recipe
+
+_FOLDER = Kind("the path of a folder", lambda value: isinstance(value, str | os.PathLike))
+_SHARDINGS = Kind("a tree of shardings like the parameters", lambda value: isinstance(value, Mapping))
+_SHARDING = Kind("a jax.sharding.Sharding", lambda value: isinstance(value, jax.sharding.Sharding))
+_PARAMETER = Kind(
+    "an array of float32, bfloat16 or float16",
+    ARRAY.is_type,
+    lambda a: a.dtype in [jnp.dtype(each) for each in files.DTYPES.values()],
+)
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """The `ModelConfig` of a folder's config.json. Raises ValueError for what te_jax has no model of."""
-    return _config_of(_read_json(Path(folder)))
+    """The `ModelConfig` of a folder's config.json.
+
+    Raises FileNotFoundError where there is none, and ValueError, naming the file, for one that is no JSON; ValueError
+    or TypeError, naming the word, for what te_jax has no model of.
+    """
+    check("te_jax.hf.read_config", "folder", folder, _FOLDER)
+    return _config_of(Path(folder))[0]
 
 
-def _read_json(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "config.json").read_text())
-
-
-def _config_of(found: Mapping[str, Any]) -> ModelConfig:
-    config = family_of(found.get("model_type", "")).read(found)
-    return replace(config, family=found["model_type"])
+def _config_of(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """config.json as te_jax and as the file says it."""
+    path = folder / files.CONFIG
+    found = files.read_json(path)
+    check(f"te_jax.hf: {path}", "model_type", found.get("model_type"), STRING)
+    config = family_of(found["model_type"]).read(found)
+    try:
+        origin = Origin(str(folder.absolute()), json.dumps(found))
+    except RecursionError:
+        raise ValueError(f"te_jax.hf: {path} has too many values in each other.") from None
+    return replace(config, origin=origin), found
 
 
 # -- load -------------------------------------------------------------------------------------------------------
@@ -79,12 +111,19 @@ def load(
     fp8_gradients: `gradients` of `te_jax.flax.fp8_params`.
     fields:        other fields of the model, such as remat.
 
-    Raises FileNotFoundError for files that are not there; ValueError, naming the tensor, for one that is missing,
-    too many or of another shape or type than the family has, scales among them, for a copy of a tied embedding that
-    differs from it, and for a config.json that te_jax has no model of; TypeError for the field params_dtype and for an
-    fp8 that is no recipe.
+    What te_jax does not use of config.json, and the folder, are kept in `model.config.origin`, by which `save` writes
+    them again.
+
+    A T5's head is the embedding unless the files have another one, whatever its config.json says, as in transformers.
+
+    Raises FileNotFoundError for files that are not there; ValueError, naming the file, for one that can not be read,
+    for an index that leads out of the folder, and for sizes in config.json that no tensor has; ValueError, naming the
+    tensor, for one that is missing, too many or of another shape or type than the family has, scales among them, and
+    for a copy of a tied tensor that differs from it; ValueError, naming the word, for a config.json that te_jax has no
+    model of; TypeError for the field params_dtype, for an fp8 that is no recipe, and for shardings that are none.
     """
     name = "te_jax.hf.load"
+    check(name, "folder", folder, _FOLDER)
     check(name, "dtype", dtype, NONE | FLOATING)
     check(name, "compute_dtype", compute_dtype, NONE | FLOATING)
     check(name, "scan", scan, BOOL)
@@ -96,17 +135,22 @@ def load(
             f"{name}: params_dtype is no argument; pass dtype for parameters, compute_dtype for activations."
         )
     folder = Path(folder)
-    found = _read_json(folder)
-    config, scheme = _config_of(found), read_scheme(found)
-    family = family_of(config.family)
-    model = family.model(config, scan=scan, **fields)
-    plan = plan_of(model)
+    config, found = _config_of(folder)
+    scheme, family = read_scheme(found, folder), family_of(config.family)
     with files.Checkpoint(folder) as checkpoint:
-        names = renamed(checkpoint, family)
+        check_sizes(config, found, checkpoint.tensors, folder)
+        names = renamed(checkpoint, family, folder)
         held = {name: checkpoint.tensors[file] for name, file in names.items()}
-        check_tensors(plan, found, scheme, held, folder)
         read = lambda name: checkpoint.read(names[name])
-        _check_tied(family, plan, held, read, folder)
+        if family.ties_by_files and _has_a_head(family, held, read):
+            config = replace(config, tie_embeddings=False)
+        if any(map(family.spare(found), held)):
+            config = replace(config, origin=config.origin.saying(**family.without_spare))
+        model = family.model(config, scan=scan, **fields)
+        check_due(model, found, scheme, held, folder)
+        plan = plan_of(model)
+        check_tensors(plan, scheme, held, folder)
+        _check_tied(plan, held, read, folder)
         types = types_of(plan, held, dtype)
         forms = {path: jax.ShapeDtypeStruct(shape, types[path]) for path, shape in plan.shapes.items()}
         forms = forms if fp8 is None else _forms_in_fp8(model, forms, fp8, fp8_gradients)
@@ -118,7 +162,10 @@ def load(
 
 
 def _shardings_by_path(shardings) -> dict[str, Any]:
+    check("te_jax.hf.load", "shardings", shardings, NONE | _SHARDINGS)
     flat = {} if shardings is None else flatten_dict(nn.meta.unbox(shardings), sep="/")
+    for path, sharding in flat.items():
+        check("te_jax.hf.load", f"shardings, at {path},", sharding, NONE | _SHARDING)
     known = tuple(f"{name}/" for name in COLLECTIONS)
     return {path if path.startswith(known) else f"params/{path}": sharding for path, sharding in flat.items()}
 
@@ -143,13 +190,29 @@ def _forms_in_fp8(model: Model, forms, recipe: Recipe, gradients: bool) -> dict[
     return {path: made[path] for path in forms}
 
 
-def _check_tied(family: Family, plan: Conversion, held, read, folder: Path):
-    """Raises ValueError for a copy of the embedding that is none."""
+def _has_a_head(family: Family, held, read) -> bool:
+    """Whether the head in the files, if there is one, is no copy of the embedding."""
+    head = "lm_head.weight"
+    of = [held[name] for name in (head, family.tied[head]) if name in held and held[name].dtype in files.DTYPES]
+    return len(of) == 2 and of[0].shape == of[1].shape and not _same_bits(read(head), read(family.tied[head]))
+
+
+def _check_tied(plan: Conversion, held, read, folder: Path):
+    """Raises ValueError for a copy that is none."""
     due = {name for step in plan.steps for name in step.theirs}
-    source = next(step.theirs[0] for step in plan.steps if step.ours == ("params/embedding",))
-    for name in family.tied:
-        if name in held and name not in due and not np.array_equal(read(name), read(source)):
+    for name, source in plan.family.tied.items():
+        if name in held and name not in due and not _same_bits(read(name), read(source)):
             raise ValueError(f"te_jax.hf: {folder} has {name} unlike {source}, but its config.json ties them.")
+
+
+def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two tensors have the same bits, or, of two types, the same once they are widened. A NaN is as any other
+    one: what a type makes of a narrower one's is its own."""
+    bits = lambda each: each.view(f"u{each.itemsize}")
+    if a.dtype == b.dtype and np.array_equal(bits(a), bits(b)):
+        return True
+    a, b = (each.astype(np.float32) for each in (a, b))
+    return bool(np.all((bits(a) == bits(b)) | (np.isnan(a) & np.isnan(b))))
 
 
 # -- save -------------------------------------------------------------------------------------------------------
@@ -157,6 +220,14 @@ def _check_tied(family: Family, plan: Conversion, held, read, folder: Path):
 
 def save(folder: str | Path, model: Model, variables: Mapping[str, Any], *, max_file_bytes: int = 5 * 10**9) -> None:
     """Writes a checkpoint that `load`, and Hugging Face's transformers, read: config.json and safetensors.
+
+    Of a model that `load` read (`ModelConfig.origin`), the config.json has all words of the one that was read. Those
+    that te_jax reads are the model's where it was changed, and the weights' dtype, architectures and
+    quantization_config are those of what is written. The files of its tokenizer and of generation are copied from the
+    folder that was read, but not over files that are there: those whose names begin with tokenizer, tokenization,
+    vocab, merges, special_tokens, added_tokens, spiece, sentencepiece, tekken or chat_template, those that end in
+    .model or .tiktoken, generation_config.json, and what additional_chat_templates has. Where that folder is gone, a
+    warning says so.
 
     variables: {"params": ...}, boxed or not, and `expert_bias` where the model has that; each tensor in its variable's
                dtype, bit for bit. Parameters in FP8 (`te_jax.flax.fp8_params`) stay in FP8, bit for bit: with scales of
@@ -166,10 +237,15 @@ def save(folder: str | Path, model: Model, variables: Mapping[str, Any], *, max_
 
     Raises ValueError for a model of no family (`ModelConfig.family`), for parameters of other names or shapes than the
     model has, for a parameter that the family has none of and that is not 0, for one in FP8 that is no weight of a
-    linear layer or that has scales of another form, for inputs that `fp8_metas` has never seen, and, naming it, for
-    what config.json has no word for; FileExistsError where the folder has a checkpoint.
+    linear layer or that has scales of another form, for inputs that `fp8_metas` has never seen, naming it, for what
+    config.json has no word for, and, naming the file, for one that can not be written; FileExistsError where the folder
+    has a checkpoint; TypeError for what is no model of te_jax.models, and for parameters that are no arrays.
     """
-    check("te_jax.hf.save", "max_file_bytes", max_file_bytes, integer(1))
+    name = "te_jax.hf.save"
+    check(name, "folder", folder, _FOLDER)
+    check(name, "model", model, MODEL)
+    check(name, "variables", variables, VARIABLES)
+    check(name, "max_file_bytes", max_file_bytes, integer(1))
     folder, plan = Path(folder), plan_of(model)
     held = nn.meta.unbox({name: variables[name] for name in COLLECTIONS if name in variables})
     params = flatten_dict(held, sep="/")
@@ -182,6 +258,7 @@ def save(folder: str | Path, model: Model, variables: Mapping[str, Any], *, max_
         model_type=plan.family.name, architectures=[plan.family.architecture], torch_dtype=dtype, dtype=dtype
     )
     written = plan.family.write(model.config) | architecture
+    written.pop("quantization_config", None)  # of the files that it was read from
     check_words(plan.family.name, model.config, plan.family.read(written))
     inputs = {}
     if scheme is not None:
@@ -192,10 +269,10 @@ def save(folder: str | Path, model: Model, variables: Mapping[str, Any], *, max_
     for there in (folder / files.ONE, folder / files.INDEX):
         if there.exists():
             raise FileExistsError(f"te_jax.hf.save: there is {there}; give another folder.")
-    folder.mkdir(parents=True, exist_ok=True)
     sizes = dict(_sizes(plan, params, scheme, inputs))
     files.write(folder, sizes, _tensors(plan, params, scheme, inputs), max_file_bytes)
-    (folder / "config.json").write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+    carry(model.config.origin, folder)
+    files.write_json(folder / files.CONFIG, written)
 
 
 def _check_parameters(plan: Conversion, params: Mapping[str, Any]):
@@ -203,6 +280,8 @@ def _check_parameters(plan: Conversion, params: Mapping[str, Any]):
     if odd := sorted(params.keys() ^ plan.shapes.keys()):
         raise ValueError(f"te_jax.hf.save: the model, a {family}, and the variables do not both have {odd[:SHOWN]}.")
     for path, shape in plan.shapes.items():
+        if not is_kernel(params[path]):
+            check("te_jax.hf.save", path, params[path], _PARAMETER)
         if params[path].shape != shape:
             raise ValueError(
                 f"te_jax.hf.save: {path} has shape {params[path].shape}; the model, a {family}, has {shape}."

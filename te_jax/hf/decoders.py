@@ -1,95 +1,83 @@
-"""Decoders: Llama, Mistral, Mixtral, Qwen 2 and 3, Gemma 2, GPT-2, Falcon."""
+"""Decoders: Llama, Mistral, Mixtral, Qwen 2 and 3, Gemma 2."""
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import jax.numpy as jnp
-
+from te_jax._check import BOOL, NONE, STRING, number
 from te_jax.hf import rules
-from te_jax.hf.family import LAYER, Family, joins_qkv, need, read_rotary, refuse, size_of, tables, write_rotary
-from te_jax.hf.rules import Recast, TensorRule
+from te_jax.hf.family import (
+    ALL_SEE_ALL,
+    DECODER,
+    DROPOUT_OR_NULL,
+    GROUPS,
+    LAYER,
+    LAYER_TYPES,
+    NO_WINDOW,
+    ROPE_TABLES,
+    Family,
+    at_most,
+    divides,
+    dropout,
+    epsilon,
+    even_width,
+    head_dim,
+    head_of,
+    joins_qkv,
+    tables,
+    types_of_layers,
+    width_of,
+    window,
+)
+from te_jax.hf.rotary import rotary
+from te_jax.hf.rules import TensorRule
+from te_jax.hf.words import LIST_OF_NAMES, SIZE, Check, Said, Word, fixed, unused, words_of
 from te_jax.models import CausalLM, ModelConfig, families
 from te_jax.models.families import Size
+
+_ONE = Size(1, 1, 1, 1, groups=1)  # each size is a word's
+_WITH_EXPERTS = replace(_ONE, experts=1, topk=1)
 
 # -- Llama, Mistral, Qwen ---------------------------------------------------------------------------------------
 
 
-def _read_llama(config):
-    family = config["model_type"]
-    need(family, config, hidden_act="silu", mlp_bias=False, attention_bias=False)
-    model = families.llama(size_of(config), epsilon=config.get("rms_norm_eps", 1e-6)).with_layer(
-        **read_rotary(family, config, 10_000)
-    )
-    return replace(model, family=family)
-
-
-def _read_mistral(config):
-    model, window = _read_llama(config), config.get("sliding_window")
-    return model if window is None else model.with_layer(window_size=(window - 1, 0))
-
-
-def _read_qwen2(config):
-    if config.get("use_sliding_window"):
-        refuse("qwen2", "use_sliding_window", True, "te_jax reads checkpoints without windows")
-    return _read_llama(config).with_layer(use_bias=True)
-
-
-def _write_llama(c: ModelConfig) -> dict[str, Any]:
-    layer = c.layer
-    heads = layer["num_attention_heads"]
-    return dict(
-        hidden_size=c.hidden_size,
-        intermediate_size=layer["mlp_hidden_size"],
-        num_hidden_layers=c.num_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=layer.get("num_gqa_groups") or heads,
-        head_dim=layer.get("kv_channels") or c.hidden_size // heads,
-        vocab_size=c.vocab_size,
-        rms_norm_eps=layer["layernorm_epsilon"],
-        hidden_act="silu",
-        tie_word_embeddings=c.tie_embeddings,
-        **write_rotary(layer),
-    )
-
-
-def _write_mistral(c):
-    window = c.layer.get("window_size")
-    return _write_llama(c) | dict(sliding_window=None if window is None else window[0] + 1)
-
-
-def _read_qwen3(config):
-    if config.get("use_sliding_window"):
-        refuse(config["model_type"], "use_sliding_window", True, "te_jax reads checkpoints without windows")
-    epsilon = config.get("rms_norm_eps", 1e-6)
-    return _read_llama(config).with_layer(qk_norm_type="rmsnorm", qk_norm_before_rope=True, qk_norm_eps=epsilon)
-
-
-def _read_mixtral(config):
-    experts = dict(num_experts=config["num_local_experts"], num_experts_per_tok=config["num_experts_per_tok"])
-    return _read_mistral(config).with_layer(moe=experts)
-
-
-def _read_qwen3_moe(config):
-    need("qwen3_moe", config, decoder_sparse_step=1, mlp_only_layers=[])
-    experts = dict(num_experts=config.get("num_local_experts") or config["num_experts"])
-    experts["num_experts_per_tok"] = config["num_experts_per_tok"]
-    if not config.get("norm_topk_prob", False):
-        experts |= dict(use_pre_softmax=True, normalize_weights=False)
-    return _read_qwen3(config | dict(intermediate_size=config["moe_intermediate_size"])).with_layer(moe=experts)
-
-
-def _write_experts(c):
-    moe = c.layer["moe"]
-    used = dict(num_local_experts=moe["num_experts"], num_experts_per_tok=moe["num_experts_per_tok"])
-    if c.family == "mixtral":
-        return _write_mistral(c) | used
-    wide = dict(moe_intermediate_size=c.layer["mlp_hidden_size"], decoder_sparse_step=1, mlp_only_layers=[])
-    return (
-        _write_llama(c)
-        | used
-        | wide
-        | dict(num_experts=moe["num_experts"], norm_topk_prob=not moe.get("use_pre_softmax", False))
-    )
+_LLAMA = (
+    *DECODER,
+    GROUPS,
+    head_dim(),
+    epsilon("rms_norm_eps"),
+    dropout("attention_dropout", "attention_dropout"),
+    fixed("hidden_act", "silu"),
+    LAYER_TYPES,
+    rotary(),
+)
+_OF_LLAMA = (divides("num_key_value_heads", "num_attention_heads"), even_width)
+_NO_BIAS = fixed("attention_bias", False)
+_ALL_ALIKE = types_of_layers(
+    lambda said, i: "full_attention" if said["sliding_window"] is None else "sliding_attention"
+)
+_UNUSED_WINDOW = (fixed("use_sliding_window", False), unused("sliding_window", NONE | SIZE, 4096))
+_TYPES_OF_QWEN = replace(LAYER_TYPES, theirs=lambda c: ["full_attention"] * c.num_layers)
+_QK_NORMS = (epsilon("rms_norm_eps", "qk_norm_eps"), _NO_BIAS)
+_CHOSEN = Word("num_experts_per_tok", SIZE, to=("layer/moe/num_experts_per_tok",))
+_OF_MIXTRAL_EXPERTS = (Word("num_local_experts", SIZE, also=("num_experts",), to=("layer/moe/num_experts",)), _CHOSEN)
+_QWEN_EXPERTS = (
+    Word("num_experts", SIZE, also=("num_local_experts",), to=("layer/moe/num_experts",)),
+    _CHOSEN,
+    Word("moe_intermediate_size", SIZE, 768, to=("layer/mlp_hidden_size",)),
+    unused("intermediate_size", SIZE),  # of layers without experts
+    Word(
+        "norm_topk_prob",
+        BOOL,
+        False,
+        to=("layer/moe/use_pre_softmax", "layer/moe/normalize_weights"),
+        ours=lambda said: (None, None) if said["norm_topk_prob"] else (True, False),
+        theirs=lambda c: not c.layer["moe"].get("use_pre_softmax", False),
+    ),
+    fixed("decoder_sparse_step", 1),
+    fixed("mlp_only_layers", [], None, default=None),
+)
 
 
 def _feed_forward_rules(c: ModelConfig, norm: str) -> list[TensorRule]:
@@ -136,38 +124,47 @@ def _llama_rules(c: ModelConfig, norm: str = "post_attention_layernorm") -> list
 # -- Gemma 2 ----------------------------------------------------------------------------------------------------
 
 
-def _types_of_gemma2(layers: int) -> list[str]:
-    return [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
+def _type_of_gemma2(i: int) -> str:
+    return ("sliding_attention", "full_attention")[i % 2]
 
 
-def _read_gemma2(config):
-    need("gemma2", config, hidden_activation="gelu_pytorch_tanh", attention_bias=False)
-    need(
-        "gemma2",
-        config,
-        layer_types=[f"{('sliding', 'full')[i % 2]}_attention" for i in range(config["num_hidden_layers"])],
-    )
-    size = size_of({"tie_word_embeddings": True, **config})
-    model = families.gemma2(size, window=config["sliding_window"], query_scalar=config["query_pre_attn_scalar"])
-    caps = config["attn_logit_softcapping"], config["final_logit_softcapping"]
-    epsilon, rotary = config.get("rms_norm_eps", 1e-6), read_rotary("gemma2", config, 10_000)
-    model = model.with_layer(attn_logit_softcap=caps[0], layernorm_epsilon=epsilon, **rotary)
-    return replace(model, logit_softcap=caps[1])
+def _window_of_gemma2(c: ModelConfig) -> int | None:
+    size = c.fields_of_layer(0).get("window_size")
+    return None if size is None else size[0] + 1
 
 
-def _write_gemma2(c):
-    written, window = _write_llama(c), c.fields_of_layer(0).get("window_size")
-    if window is None:
-        raise ValueError("te_jax.hf: layer 0 of a gemma2 has a window_size, and the model has none there.")
-    return written | dict(
-        hidden_act="gelu_pytorch_tanh",
-        hidden_activation="gelu_pytorch_tanh",
-        query_pre_attn_scalar=written["head_dim"],
-        sliding_window=window[0] + 1,
-        layer_types=_types_of_gemma2(c.num_layers),
-        attn_logit_softcapping=c.layer["attn_logit_softcap"],
-        final_logit_softcapping=c.logit_softcap,
-    )
+def _scalar_is_width(said: Said) -> tuple[str, str] | None:
+    if said["query_pre_attn_scalar"] != said["head_dim"]:
+        return "query_pre_attn_scalar", f"te_jax reads head_dim, {said['head_dim']}"
+    return None
+
+
+_GEMMA2 = (
+    unused("hidden_act", NONE | STRING),
+    head_dim(may_be=SIZE),
+    replace(GROUPS, kind=SIZE),
+    DROPOUT_OR_NULL,
+    Word(
+        "hidden_size",
+        SIZE,
+        to=("hidden_size", "embedding_scale"),
+        ours=lambda s: (s["hidden_size"], math.sqrt(s["hidden_size"])),
+    ),
+    Word("query_pre_attn_scalar", number(above=0), theirs=width_of),
+    Word(
+        "sliding_window",
+        SIZE,
+        to=("pattern/0/window_size",),
+        ours=lambda said: ((said["sliding_window"] - 1, 0),),
+        theirs=_window_of_gemma2,
+    ),
+    Word("layer_types", NONE | LIST_OF_NAMES, None, theirs=lambda c: [*map(_type_of_gemma2, range(c.num_layers))]),
+    Word("attn_logit_softcapping", NONE | number(above=0), to=("layer/attn_logit_softcap",)),
+    Word("final_logit_softcapping", NONE | number(above=0), to=("logit_softcap",)),
+    fixed("hidden_activation", "gelu_pytorch_tanh"),
+    _NO_BIAS,
+    fixed("use_bidirectional_attention", False, None, default=None),
+)
 
 
 def _gemma2_rules(c):
@@ -179,158 +176,105 @@ def _gemma2_rules(c):
     return made
 
 
-# -- GPT-2 ------------------------------------------------------------------------------------------------------
-
-
-def _read_gpt2(config):
-    need(
-        "gpt2",
-        config,
-        activation_function="gelu_new",
-        scale_attn_weights=True,
-        scale_attn_by_inverse_layer_idx=False,
-        add_cross_attention=False,
-    )
-    width = config["n_embd"]
-    ffn = config.get("n_inner") or 4 * width
-    tied = bool(config.get("tie_word_embeddings", True))
-    size = Size(width, ffn, config["n_head"], config["n_layer"], vocab=config["vocab_size"], tied=tied)
-    model = families.gpt2(size, positions=config["n_positions"])
-    dropout = dict(hidden_dropout=config.get("resid_pdrop", 0.1), attention_dropout=config.get("attn_pdrop", 0.1))
-    return model.with_layer(layernorm_epsilon=config.get("layer_norm_epsilon", 1e-5), **dropout)
-
-
-def _write_gpt2(c):
-    return dict(
-        n_embd=c.hidden_size,
-        n_inner=c.layer["mlp_hidden_size"],
-        n_head=c.layer["num_attention_heads"],
-        n_layer=c.num_layers,
-        n_positions=c.max_positions,
-        vocab_size=c.vocab_size,
-        layer_norm_epsilon=c.layer["layernorm_epsilon"],
-        resid_pdrop=c.layer["hidden_dropout"],
-        attn_pdrop=c.layer["attention_dropout"],
-        activation_function="gelu_new",
-        tie_word_embeddings=c.tie_embeddings,
+def _of_llama(
+    name: str,
+    architecture: str,
+    base: ModelConfig,
+    *words: Word,
+    checks: tuple[Check, ...] = (ALL_SEE_ALL,),
+    tensors: Callable[[ModelConfig], list[TensorRule]] = _llama_rules,
+    **defaults: Any,
+) -> Family:
+    """A family with the words of a Llama, and these. defaults: of transformers' class, where not all of these have
+    them."""
+    shared = dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=None)
+    shared |= dict(head_dim=None, rms_norm_eps=1e-6, attention_dropout=0.0, tie_word_embeddings=False)
+    said = words_of(*_LLAMA, *words, **shared | defaults)
+    return Family(
+        name,
+        architecture,
+        CausalLM,
+        base,
+        said,
+        (*_OF_LLAMA, *checks),
+        tensors,
+        unread=ROPE_TABLES,
+        tied=head_of("model.embed_tokens"),
     )
 
 
-def _gpt2_rules(c):
-    """Its products are x W, so kernels lie as ours do."""
-    stack, layer, ours = "layers", "transformer.h.{i}", LAYER
-    one = lambda path, name, form: TensorRule((f"{ours}/{path}",), (f"{layer}.{name}",), form, stack)
-    return [
-        *tables(c, "transformer.wte.weight"),
-        TensorRule(("positions",), ("transformer.wpe.weight",), rules.SAME),
-        *rules.norm_rules("final_norm", "transformer.ln_f", True),
-        *rules.norm_rules(f"{ours}/attention/qkv", f"{layer}.ln_1", True, stack),
-        *rules.norm_rules(f"{ours}/mlp", f"{layer}.ln_2", True, stack),
-        one("attention/qkv/kernel", "attn.c_attn.weight", rules.CUT_IN_3),
-        one("attention/qkv/bias", "attn.c_attn.bias", rules.CUT_IN_3),
-        one("attention/out/kernel", "attn.c_proj.weight", rules.SAME),
-        one("attention/out/bias", "attn.c_proj.bias", rules.SAME),
-        one("mlp/wi_kernel", "mlp.c_fc.weight", rules.ONE_OF_1),
-        one("mlp/wi_bias", "mlp.c_fc.bias", rules.ONE_OF_1),
-        one("mlp/wo_kernel", "mlp.c_proj.weight", rules.SAME),
-        one("mlp/wo_bias", "mlp.c_proj.bias", rules.SAME),
-    ]
-
-
-# -- Falcon -----------------------------------------------------------------------------------------------------
-
-
-def _read_falcon(config):
-    need("falcon", config, alibi=False, bias=False, parallel_attn=True, activation="gelu")
-    new, heads = config.get("new_decoder_architecture", False), config["num_attention_heads"]
-    if not new and not config.get("multi_query", True):
-        refuse("falcon", "multi_query", False, "te_jax reads True, or the new decoder architecture")
-    groups = (config.get("num_kv_heads") or heads) if new else 1
-    one_norm = not new or config.get("num_ln_in_parallel_attn") == 1
-    width = config["hidden_size"]
-    ffn, layers = config.get("ffn_hidden_size") or 4 * width, config["num_hidden_layers"]
-    tied = bool(config.get("tie_word_embeddings", True))
-    size = Size(width, ffn, heads, layers, groups=groups, one_norm=one_norm, vocab=config["vocab_size"], tied=tied)
-    epsilon = config.get("layer_norm_epsilon", 1e-5)
-    return families.falcon(size).with_layer(layernorm_epsilon=epsilon, **read_rotary("falcon", config, 10_000))
-
-
-def _write_falcon(c):
-    one_norm, groups = c.layer["parallel_shared_layernorm"], c.layer["num_gqa_groups"]
-    new = not one_norm or groups != 1
-    return dict(
-        hidden_size=c.hidden_size,
-        ffn_hidden_size=c.layer["mlp_hidden_size"],
-        num_attention_heads=c.layer["num_attention_heads"],
-        num_kv_heads=groups,
-        num_hidden_layers=c.num_layers,
-        vocab_size=c.vocab_size,
-        layer_norm_epsilon=c.layer["layernorm_epsilon"],
-        new_decoder_architecture=new,
-        num_ln_in_parallel_attn=(1 if one_norm else 2) if new else None,
-        multi_query=True,
-        parallel_attn=True,
-        alibi=False,
-        bias=False,
-        activation="gelu",
-        tie_word_embeddings=c.tie_embeddings,
-        **write_rotary(c.layer),
-    )
-
-
-def _of_groups(c: ModelConfig) -> Recast:
-    """Rows of one tensor [g (n + 2) d, H]: of each group n heads of queries, one of keys, one of values."""
-    groups = c.layer["num_gqa_groups"]
-    width = c.layer.get("kv_channels") or c.hidden_size // c.layer["num_attention_heads"]
-
-    def ours(a):
-        each = a.reshape(groups, -1, width, a.shape[-1])
-        flat = lambda part: part.reshape(-1, a.shape[-1]).T
-        kv = jnp.stack([flat(each[:, -2]), flat(each[:, -1])], -2)
-        return (flat(each[:, :-2]), *((kv,)))
-
-    def theirs(query, kv):
-        by_group = lambda part: part.T.reshape(groups, -1, width, part.shape[0])
-        parts = [by_group(query), by_group(kv[:, 0]), by_group(kv[:, 1])]
-        return (jnp.concatenate(parts, 1).reshape(-1, query.shape[0]),)
-
-    return Recast(ours, theirs)
-
-
-def _falcon_rules(c):
-    stack, layer, ours = "layers", "transformer.h.{i}", LAYER
-    one_norm, joined = c.layer["parallel_shared_layernorm"], f"{layer}.self_attention.query_key_value.weight"
-    if joins_qkv(c):
-        raise ValueError("te_jax.hf: a falcon has fewer heads of keys and values than of queries.")
-    kernels = tuple(f"{ours}/attention/{name}/kernel" for name in ("query", "kv"))
-    first = "input_layernorm" if one_norm else "ln_attn"
-    made = [
-        *tables(c, "transformer.word_embeddings.weight"),
-        *rules.norm_rules("final_norm", "transformer.ln_f", True),
-        *rules.norm_rules(f"{ours}/attention/query", f"{layer}.{first}", True, stack),
-        TensorRule(kernels, (joined,), _of_groups(c), stack),
-        *rules.dense_rules(f"{ours}/attention/out", f"{layer}.self_attention.dense", False, stack),
-        *rules.mlp_rules(f"{ours}/mlp", (f"{layer}.mlp.dense_h_to_4h",), f"{layer}.mlp.dense_4h_to_h", False, stack),
-    ]
-    return made if one_norm else made + rules.norm_rules(f"{ours}/mlp", f"{layer}.ln_mlp", True, stack)
-
-
-_ROPE_TABLES = (".rotary_emb.inv_freq",)
-_MASKS = (".attn.bias", ".attn.masked_bias")
-
-
-def _of_llama(name: str, architecture: str, read, write=_write_llama, tensors=_llama_rules) -> Family:
-    return Family(name, architecture, CausalLM, read, write, tensors, unread=_ROPE_TABLES)
-
-
+_OF_MISTRAL = dict(vocab_size=32000, intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072)
+_OF_QWEN = dict(vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, max_position_embeddings=32768)
 DECODERS = (
-    _of_llama("llama", "LlamaForCausalLM", _read_llama),
-    _of_llama("mistral", "MistralForCausalLM", _read_mistral, _write_mistral),
-    _of_llama("qwen2", "Qwen2ForCausalLM", _read_qwen2),
-    _of_llama("qwen3", "Qwen3ForCausalLM", _read_qwen3),
-    _of_llama("mixtral", "MixtralForCausalLM", _read_mixtral, _write_experts),
-    _of_llama("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3_moe, _write_experts),
-    _of_llama("gemma2", "Gemma2ForCausalLM", _read_gemma2, _write_gemma2, _gemma2_rules),
-    Family("gpt2", "GPT2LMHeadModel", CausalLM, _read_gpt2, _write_gpt2, _gpt2_rules, _MASKS, "transformer."),
-    Family("falcon", "FalconForCausalLM", CausalLM, _read_falcon, _write_falcon, _falcon_rules, _ROPE_TABLES),
+    _of_llama(
+        "llama",
+        "LlamaForCausalLM",
+        families.llama(_ONE),
+        *(DROPOUT_OR_NULL, _NO_BIAS, NO_WINDOW, fixed("mlp_bias", False)),
+        vocab_size=32000,
+        intermediate_size=11008,
+        max_position_embeddings=2048,
+    ),
+    _of_llama(
+        "mistral",
+        "MistralForCausalLM",
+        families.mistral(_ONE, window=None),
+        window(),
+        checks=(_ALL_ALIKE,),
+        sliding_window=4096,
+        **_OF_MISTRAL,
+    ),
+    _of_llama("qwen2", "Qwen2ForCausalLM", families.qwen2(_ONE), *_UNUSED_WINDOW, _TYPES_OF_QWEN, **_OF_QWEN),
+    _of_llama(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        families.qwen3(_ONE),
+        *(*_UNUSED_WINDOW, *_QK_NORMS, _TYPES_OF_QWEN, head_dim(may_be=SIZE)),
+        head_dim=128,
+        **_OF_QWEN,
+    ),
+    _of_llama(
+        "mixtral",
+        "MixtralForCausalLM",
+        families.mixtral(_WITH_EXPERTS),
+        *(window(), *_OF_MIXTRAL_EXPERTS, fixed("router_jitter_noise", 0.0)),
+        checks=(_ALL_ALIKE, at_most("num_experts_per_tok", "num_local_experts")),
+        sliding_window=None,
+        rms_norm_eps=1e-5,
+        rope_parameters=1_000_000.0,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        **_OF_MISTRAL,
+    ),
+    _of_llama(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        families.qwen3(_WITH_EXPERTS),
+        *(*_UNUSED_WINDOW, *_QK_NORMS, *_QWEN_EXPERTS),
+        checks=(ALL_SEE_ALL, at_most("num_experts_per_tok", "num_experts")),
+        num_experts=128,
+        num_experts_per_tok=8,
+        **_OF_QWEN | dict(hidden_size=2048, num_hidden_layers=24, num_key_value_heads=4, intermediate_size=6144),
+    ),
+    _of_llama(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        families.gemma2(replace(_ONE, head_dim=1), query_scalar=1.0),
+        *_GEMMA2,
+        checks=(_scalar_is_width, types_of_layers(lambda said, i: _type_of_gemma2(i))),
+        tensors=_gemma2_rules,
+        vocab_size=256000,
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=26,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        query_pre_attn_scalar=256,
+        sliding_window=4096,
+        attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0,
+    ),
 )

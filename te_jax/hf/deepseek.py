@@ -1,144 +1,178 @@
 """DeepSeek-V3: latent attention, dense layers first, then experts."""
 
-import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from te_jax._check import BOOL, NONE, Kind, integer, number
 from te_jax.hf import rules
-from te_jax.hf.family import LAYER, Family, need, refuse, tables
+from te_jax.hf.family import (
+    ALL_SEE_ALL,
+    DECODER,
+    DROPOUT_OR_NULL,
+    LAYER,
+    LAYER_TYPES,
+    NO_WINDOW,
+    ROPE_TABLES,
+    Family,
+    at_most,
+    divides,
+    head_of,
+    heads_of,
+    tables,
+)
+from te_jax.hf.rotary import rotary
 from te_jax.hf.rules import TensorRule
+from te_jax.hf.words import ABSENT, SIZE, Check, Said, Word, fixed, only, unused, words_of
 from te_jax.models import CausalLM, ModelConfig, families
 from te_jax.models.families import Latents, Size
-from te_jax.ops.rope import YarnScaling
-
-_FAMILY = "deepseek_v3"
-_YARN = dict(factor="factor", beta_fast="beta_fast", beta_slow="beta_slow")  # our field -> its word
-_LENGTH = "original_max_position_embeddings"
 
 
-def _read(config: Mapping[str, Any]) -> ModelConfig:
-    need(
-        _FAMILY,
-        config,
-        hidden_act="silu",
-        attention_bias=False,
-        scoring_func="sigmoid",
-        topk_method="noaux_tc",
-        moe_layer_freq=1,
-        rms_norm_eps=1e-6,  # the norms of latents have it whatever the word says, ours have that of the layer
-    )
-    layers = config["num_hidden_layers"]
-    dense = min(config.get("first_k_dense_replace", 0), layers)
-    size = Size(
-        config["hidden_size"],
-        config["moe_intermediate_size"],
-        config["num_attention_heads"],
-        layers,
-        experts=config["n_routed_experts"],
-        topk=config["num_experts_per_tok"],
-        dense=dense,
-        dense_ffn=config["intermediate_size"],
-        latents=Latents(**{name: config[name] for name in Latents._fields}),
-        vocab=config["vocab_size"],
-        tied=bool(config.get("tie_word_embeddings", False)),
-    )
-    grouped = dict(
-        num_groups=config["n_group"],
-        group_topk=config["topk_group"],
-        scaling_factor=float(config["routed_scaling_factor"]),
-        num_shared_experts=config.get("n_shared_experts") or 0,
-    )
-    normalizes = bool(config.get("norm_topk_prob", True))
-    if normalizes != (size.topk > 1):  # what the field's None means
-        grouped["normalize_weights"] = normalizes
-    if config["n_group"] != config["topk_group"] and size.topk // config["topk_group"] != 2:
-        refuse(
-            _FAMILY,
-            "num_experts_per_tok",
-            size.topk,
-            f"a group is chosen by its 2 best experts, so te_jax reads 2 x topk_group={config['topk_group']} alone",
-        )
-    model = families.deepseek_v3(size)
-    return model.with_layer(
-        moe={**model.layer["moe"], **grouped},
-        layernorm_epsilon=1e-6,
-        rotary_pos_emb_group_method="consecutive" if config.get("rope_interleave", True) else "alternate",
-        **_read_rotary(config),
-    )
+def _turning(said: Said) -> int:
+    """qk_rope_head_dim"""
+    return said["qk_rope_head_dim"]
 
 
-def _read_rotary(config) -> dict[str, Any]:
-    """Fields of RoPE. Its two mscales have to be one, and not 0: else rotary channels alone would be scaled."""
-    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = found.get("rope_type", found.get("type", "default"))
-    fields = dict(rotary_pos_emb_windows=(1, float(found.get("rope_theta", config.get("rope_theta", 10_000)))))
-    if kind == "default":
-        return fields | dict(rotary_pos_emb_scaling=None, mscale=1.0)
-    if kind != "yarn":
-        refuse(_FAMILY, "rope_type", kind, "te_jax reads default and yarn")
-    of_logits, of_channels = found.get("mscale_all_dim", 0), found.get("mscale", 1)
-    if of_logits != of_channels or found.get("attention_factor") is not None:
-        refuse(_FAMILY, "mscale", of_channels, f"te_jax reads that of mscale_all_dim, {of_logits!r}, alone")
-    if found.get("truncate", True) is not True:
-        refuse(_FAMILY, "truncate", found["truncate"], "te_jax reads True alone")
-    said = {ours: float(found[name]) for ours, name in _YARN.items() if name in found}
-    scaling = YarnScaling(**said, original_max_position=found[_LENGTH])
-    if scaling.factor > 1 and not of_logits:
-        refuse(_FAMILY, "mscale_all_dim", of_logits, "without it transformers scales rotary channels alone")
-    mscale = 0.1 * of_logits * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
-    return fields | dict(rotary_pos_emb_scaling=scaling, mscale=mscale)
+def _all_channels(said: Said) -> int:
+    """qk_nope_head_dim + qk_rope_head_dim"""
+    return said["qk_nope_head_dim"] + said["qk_rope_head_dim"]
 
 
-def _write_rotary(layer) -> dict[str, Any]:
-    scaling, said = layer["rotary_pos_emb_scaling"], dict(rope_theta=layer["rotary_pos_emb_windows"][1])
-    if scaling is None:
-        return said | dict(rope_parameters=said | dict(rope_type="default"), rope_scaling=None)
-    if not isinstance(scaling, YarnScaling):
-        raise ValueError(f"te_jax.hf: rotary_pos_emb_scaling is {scaling}, which a {_FAMILY} has no word for.")
-    # Of 12 digits, so that what was read is written again.
-    of_logits = round((layer["mscale"] - 1) / (0.1 * math.log(scaling.factor)), 12) if scaling.factor > 1 else 1.0
-    old = {name: getattr(scaling, ours) for ours, name in _YARN.items()}
-    old |= {_LENGTH: scaling.original_max_position, "mscale": of_logits, "mscale_all_dim": of_logits}
-    return said | dict(
-        rope_parameters=said | old | dict(rope_type="yarn"),
-        rope_scaling=old | dict(type="yarn", rope_type="yarn"),
-    )
+def _first(said: Said) -> tuple[Any]:
+    dense = min(said["first_k_dense_replace"], said["num_hidden_layers"])
+    return (({"moe": None, "mlp_hidden_size": said["intermediate_size"]},) * dense,)
 
 
-def _write(c: ModelConfig) -> dict[str, Any]:
-    layer, moe = c.layer, c.layer["moe"]
+def _count_of_first(c: ModelConfig) -> int:
     if c.pattern:
-        raise ValueError(f"te_jax.hf: a {_FAMILY} has no pattern of layers; pass ModelConfig(first=...).")
-    topk, groups = moe["num_experts_per_tok"], moe.get("num_groups", 1)
-    normalizes = moe.get("normalize_weights")
-    return dict(
-        hidden_size=c.hidden_size,
-        intermediate_size=c.first[0]["mlp_hidden_size"] if c.first else layer["mlp_hidden_size"],
-        moe_intermediate_size=layer["mlp_hidden_size"],
-        num_hidden_layers=c.num_layers,
-        first_k_dense_replace=min(len(c.first), c.num_layers),
-        num_attention_heads=layer["num_attention_heads"],
-        num_key_value_heads=layer["num_attention_heads"],
-        **{name: layer[name] for name in Latents._fields},
-        n_routed_experts=moe["num_experts"],
-        num_experts_per_tok=topk,
-        n_shared_experts=moe.get("num_shared_experts", 0),
-        n_group=groups,
-        topk_group=moe.get("group_topk") or groups,
-        routed_scaling_factor=moe.get("scaling_factor", 1.0),
-        norm_topk_prob=topk > 1 if normalizes is None else normalizes,
-        scoring_func="sigmoid",
-        topk_method="noaux_tc",
-        moe_layer_freq=1,
-        num_nextn_predict_layers=0,
-        vocab_size=c.vocab_size,
-        rms_norm_eps=layer["layernorm_epsilon"],
-        hidden_act="silu",
-        attention_bias=False,
-        rope_interleave=layer["rotary_pos_emb_group_method"] == "consecutive",
-        tie_word_embeddings=c.tie_embeddings,
-        **_write_rotary(layer),
-    )
+        raise ValueError("te_jax.hf: a deepseek_v3 has no pattern of layers; pass ModelConfig(first=...).")
+    return min(len(c.first), c.num_layers)
+
+
+def _normalizes(said: Said) -> tuple[bool | None]:
+    """None where it is what the field's None means."""
+    normalizes = bool(said["norm_topk_prob"])
+    return (None if normalizes == (said["num_experts_per_tok"] > 1) else normalizes,)
+
+
+def _normalizes_again(c: ModelConfig) -> bool:
+    moe = c.layer["moe"]
+    given = moe.get("normalize_weights")
+    return moe["num_experts_per_tok"] > 1 if given is None else given
+
+
+def _expert_word(
+    name: str,
+    field: str,
+    default: Any,
+    unset: Callable[[ModelConfig], Any] = lambda c: None,
+    kind: Kind = SIZE,
+    **more: Any,
+) -> Word:
+    """A word that becomes a field of experts; unset: what that is where it is not given."""
+    theirs = lambda c: unset(c) if c.layer["moe"].get(field) is None else c.layer["moe"][field]
+    return Word(name, kind, default, to=(f"layer/moe/{field}",), theirs=theirs, **more)
+
+
+_LAYERS = 61
+_NEXT = unused("num_mtp_layers", integer(0, 1000), 1, also=("num_nextn_predict_layers",))
+_OF_DEEPSEEK = words_of(
+    *DECODER,
+    Word("intermediate_size", SIZE, 18432, theirs=lambda c: c.first[0]["mlp_hidden_size"] if c.first else ABSENT),
+    Word("moe_intermediate_size", SIZE, 2048, to=("layer/mlp_hidden_size",)),
+    Word("first_k_dense_replace", integer(0, 10_000), 3, to=("first",), ours=_first, theirs=_count_of_first),
+    Word("num_key_value_heads", NONE | SIZE, 128, null=heads_of, theirs=lambda c: c.layer["num_attention_heads"]),
+    *(
+        Word(name, NONE | SIZE if name == "q_lora_rank" else SIZE, default, to=(f"layer/{name}",))
+        for name, default in Latents()._asdict().items()
+    ),
+    Word("head_dim", SIZE, _turning, theirs=lambda c: c.layer["qk_rope_head_dim"]),
+    Word(
+        "qk_head_dim", SIZE, _all_channels, theirs=lambda c: c.layer["qk_nope_head_dim"] + c.layer["qk_rope_head_dim"]
+    ),
+    _expert_word("n_routed_experts", "num_experts", 256, also=("num_local_experts",)),
+    _expert_word("num_experts_per_tok", "num_experts_per_tok", 8),
+    _expert_word(
+        "n_shared_experts", "num_shared_experts", 1, lambda c: 0, NONE | integer(0, 1000), null=lambda said: 0
+    ),
+    _expert_word("n_group", "num_groups", 8, lambda c: 1),
+    _expert_word("topk_group", "group_topk", 4, lambda c: c.layer["moe"].get("num_groups", 1)),
+    _expert_word("routed_scaling_factor", "scaling_factor", 2.5, lambda c: 1.0, number(above=0)),
+    Word(
+        "norm_topk_prob",
+        NONE | BOOL,
+        True,
+        null=lambda said: False,
+        to=("layer/moe/normalize_weights",),
+        ours=_normalizes,
+        theirs=_normalizes_again,
+    ),
+    # The norms of latents have it whatever the word says, and te_jax gives them the epsilon of the layer.
+    Word("rms_norm_eps", only(1e-6), 1e-6, to=("layer/layernorm_epsilon",)),
+    DROPOUT_OR_NULL,
+    Word(
+        "rope_interleave",
+        NONE | BOOL,
+        True,
+        null=lambda said: False,
+        to=("layer/rotary_pos_emb_group_method",),
+        ours=lambda said: ("consecutive" if said["rope_interleave"] else "alternate",),
+        theirs=lambda c: c.layer["rotary_pos_emb_group_method"] == "consecutive",
+    ),
+    fixed("hidden_act", "silu"),
+    fixed("attention_bias", False),
+    # Words of the code that the model was published with.
+    fixed("scoring_func", "sigmoid"),
+    fixed("topk_method", "noaux_tc"),
+    fixed("moe_layer_freq", 1),
+    _NEXT,
+    LAYER_TYPES,
+    NO_WINDOW,
+    rotary("layer/mscale", types=("default", "yarn")),
+    vocab_size=129280,
+    hidden_size=7168,
+    num_hidden_layers=_LAYERS,
+    num_attention_heads=128,
+    max_position_embeddings=4096,
+    tie_word_embeddings=False,
+    attention_dropout=0.0,
+)
+
+
+def _equal(name: str, due: Callable[[Said], int]) -> Check:
+    return lambda said: (name, f"pass {due.__doc__}, {due(said)}") if said[name] != due(said) else None
+
+
+def _groups_fit(said: Said) -> tuple[str, str] | None:
+    """A group is chosen by its two best experts."""
+    topk, groups, chosen = said["num_experts_per_tok"], said["n_group"], said["topk_group"]
+    if groups != chosen and topk // chosen != 2:
+        return (
+            "num_experts_per_tok",
+            f"a group is chosen by its 2 best experts, so te_jax reads 2 x topk_group={chosen}",
+        )
+    if topk > chosen * (said["n_routed_experts"] // groups):
+        return "num_experts_per_tok", f"topk_group={chosen} groups do not have so many experts"
+    return None
+
+
+def _enough_channels(said: Said) -> tuple[str, str] | None:
+    least = 4 if said["rope_parameters"]["rope_type"] == "yarn" else 2
+    if said["qk_rope_head_dim"] % 2 or said["qk_rope_head_dim"] < least:
+        return "qk_rope_head_dim", f"RoPE turns pairs of channels: pass an even number of at least {least}"
+    return None
+
+
+_CHECKS = (
+    _equal("num_key_value_heads", heads_of),
+    _equal("head_dim", _turning),
+    _equal("qk_head_dim", _all_channels),
+    divides("n_group", "n_routed_experts"),
+    at_most("topk_group", "n_group"),
+    _groups_fit,
+    _enough_channels,
+    ALL_SEE_ALL,
+)
 
 
 def _attention_rules(c: ModelConfig) -> list[TensorRule]:
@@ -193,12 +227,24 @@ def _rules(c: ModelConfig) -> list[TensorRule]:
     ]
 
 
-def _spare(config: Mapping[str, Any]) -> tuple[str, ...]:
+def _spare(found: Mapping[str, Any]) -> Callable[[str], bool]:
     """Layers that predict further tokens stand behind those of the model."""
-    first, count = config["num_hidden_layers"], config.get("num_nextn_predict_layers") or 0
-    return tuple(f"model.layers.{i}." for i in range(first, first + count))
+    first = found.get("num_hidden_layers", _LAYERS)
+    further = range(first, first + _NEXT.value("te_jax.hf", Said(found)))
+    layer = lambda name: re.match(r"model\.layers\.(\d{1,9})\.", name)
+    return lambda name: (of := layer(name)) is not None and int(of[1]) in further
 
 
 DEEPSEEK_V3 = Family(
-    _FAMILY, "DeepseekV3ForCausalLM", CausalLM, _read, _write, _rules, (".rotary_emb.inv_freq",), spare=_spare
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    CausalLM,
+    families.deepseek_v3(Size(1, 1, 1, 1, experts=1, topk=1, latents=Latents())),
+    _OF_DEEPSEEK,
+    _CHECKS,
+    _rules,
+    ROPE_TABLES,
+    tied=head_of("model.embed_tokens"),
+    spare=_spare,
+    without_spare={"num_nextn_predict_layers": 0},
 )

@@ -3,5 +3,6 @@
 from te_jax.hf.decoders import DECODERS
 from te_jax.hf.deepseek import DEEPSEEK_V3
 from te_jax.hf.encoders import ENCODERS
+from te_jax.hf.gpt import GPTS
 
-FAMILIES = {family.name: family for family in (*DECODERS, DEEPSEEK_V3, *ENCODERS)}
+FAMILIES = {family.name: family for family in (*DECODERS, *GPTS, DEEPSEEK_V3, *ENCODERS)}

@@ -1,33 +1,65 @@
 """What is where: each parameter of a model beside the tensors of a checkpoint that it is made of."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.traverse_util import flatten_dict
 
-from te_jax._check import did_you_mean
+from te_jax._check import did_you_mean, show
 from te_jax.flax.moe import BIAS_COLLECTION
 from te_jax.hf import files
 from te_jax.hf.families import FAMILIES
 from te_jax.hf.family import Family
 from te_jax.hf.rules import TensorRule
 from te_jax.hf.scales import Scheme
+from te_jax.models import ModelConfig
+from te_jax.models.families import Latents
 from te_jax.models.stack import Model, place_of_layer
 
 COLLECTIONS = ("params", BIAS_COLLECTION)  # of variables that checkpoints hold
 SHOWN = 5  # names in an error
+_COUNTED = 1000  # names that are missing; further ones are not looked for
+_CHEAP_SIZE, _CHEAP_COUNT = 2**20, 2**10  # what tracing, and naming tensors, takes little time and memory for
+# Sizes of a config that are dimensions of tensors, or factors of such.
+_SIZES_OF_MODELS = ("vocab_size", "hidden_size", "max_positions", "token_types")
+_SIZES_OF_LAYERS = ("num_attention_heads", "num_gqa_groups", "kv_channels", "mlp_hidden_size", *Latents._fields)
 
 
 def family_of(name: str) -> Family:
     """Raises ValueError for a family that te_jax has no model of."""
     if name not in FAMILIES:
-        hint = did_you_mean(name, FAMILIES) if name else ""
-        raise ValueError(f"te_jax.hf: there is no family {name!r}; {hint or 'there are'} {', '.join(FAMILIES)}.")
+        hint = did_you_mean(name[:100], FAMILIES) if name else ""
+        raise ValueError(f"te_jax.hf: there is no family {show(name)}; {hint or 'there are'} {', '.join(FAMILIES)}.")
     return FAMILIES[name]
+
+
+def check_sizes(config: ModelConfig, found: Mapping[str, Any], held: Mapping[str, files.Stored], folder: Path) -> None:
+    """Raises ValueError for a size that would cost much and that no tensor has: tracing a model, which has to come
+    before shapes can be compared, makes tables of some sizes, and experts have names each.
+
+    found: config.json.
+    """
+    largest = max((size for each in held.values() if 0 not in each.shape for size in each.shape), default=0)
+
+    def compare(name: str, value: Any, cheap: int, most: int, what: str):
+        if not isinstance(value, int) or value <= max(cheap, most):
+            return
+        word = next((word for word, said in found.items() if type(said) is int and said == value), name)
+        raise ValueError(f"te_jax.hf: {folder / files.CONFIG} has {word}={value}, but {folder} has {what} {most}.")
+
+    for fields in (config.layer, *config.pattern, *config.first):
+        sizes = {name: getattr(config, name) for name in _SIZES_OF_MODELS} | {
+            name: fields.get(name) for name in _SIZES_OF_LAYERS
+        }
+        for name, value in sizes.items():
+            compare(name, value, _CHEAP_SIZE, largest, "no tensor with a dimension above")
+        for name, value in (fields.get("moe") or {}).items():  # each expert has tensors of its own
+            compare(name, value, _CHEAP_COUNT, len(held), "no more tensors than")
 
 
 class Step(NamedTuple):
@@ -70,13 +102,12 @@ def variable_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     return {"/".join(path): leaf.shape for path, leaf in found.items() if path[0] in COLLECTIONS}
 
 
-def plan_of(model: Model) -> Conversion:
-    """Raises ValueError for a model that is none of its family."""
+def steps_of(model: Model) -> Iterator[Step]:
+    """The steps of a conversion, layer by layer, without shapes."""
     config = model.config
-    family, shapes, steps = family_of(config.family), variable_shapes(model), []
-    for rule in family.rules(config):
+    for rule in family_of(config.family).rules(config):
         if rule.stack is None:
-            steps.append(Step(rule, None, tuple(f"{rule.collection}/{path}" for path in rule.ours), rule.theirs))
+            yield Step(rule, None, tuple(f"{rule.collection}/{path}" for path in rule.ours), rule.theirs)
             continue
         of_decoder = config.num_decoder_layers if rule.stack.startswith("decoder") else None
         count = of_decoder or config.num_layers
@@ -84,59 +115,89 @@ def plan_of(model: Model) -> Conversion:
             path, index = place_of_layer(config, i, count, model.scan)
             path = f"{rule.collection}/{rule.stack.removesuffix('layers')}{path}"
             ours = tuple(f"{path}/{name}" for name in rule.ours)
-            steps.append(Step(rule, index, ours, tuple(name.format(i=i) for name in rule.theirs)))
+            yield Step(rule, index, ours, tuple(name.format(i=i) for name in rule.theirs))
+
+
+def plan_of(model: Model) -> Conversion:
+    """Raises ValueError for a model that is none of its family."""
+    family, steps, shapes = family_of(model.config.family), tuple(steps_of(model)), variable_shapes(model)
     made = {path for step in steps for path in step.ours}
     if made != shapes.keys():
         odd = sorted(made ^ shapes.keys())
         raise ValueError(f"te_jax.hf: a {family.name} has no tensors for {odd}; the config is none of this family.")
-    return Conversion(family, tuple(steps), shapes)
+    return Conversion(family, steps, shapes)
 
 
-def check_tensors(
-    plan: Conversion, found: Mapping[str, Any], scheme: Scheme | None, held: Mapping[str, files.Stored], folder: Path
+def _say(folder: Path, family: str, what: str, names, more: int = 0) -> NoReturn:
+    names = sorted(names)
+    hidden = len(names) - SHOWN
+    end = f", and {'more than ' if more else ''}{hidden} more" if hidden > 0 else ""
+    first = ", ".join(map(files.shown, names[:SHOWN]))
+    raise ValueError(f"te_jax.hf: {folder} {what} a {family} of its config.json: {first}{end}.")
+
+
+def check_due(
+    model: Model, found: Mapping[str, Any], scheme: Scheme | None, held: Mapping[str, files.Stored], folder: Path
 ) -> None:
-    """Raises ValueError, before anything is read, for a tensor that is missing, extra or of another shape or type.
+    """Raises ValueError, before the model is traced, for a tensor that is missing or one too many.
 
     found: config.json. scheme: how its weights in FP8 are scaled. held: the tensors by the names of today.
     """
+    family = family_of(model.config.family)
+    in_fp8 = lambda name: scheme is not None and name in held and held[name].dtype == files.FP8
+    known = set()
+
+    def missing():
+        for name in (name for step in steps_of(model) for name in step.theirs):
+            known.add(name)
+            yield name
+            if in_fp8(name):
+                known.update((scheme.scale_of(name), *(() if scheme.block else (scheme.unread_of(name),))))
+                yield scheme.scale_of(name)
+
+    if lost := {*islice((name for name in missing() if name not in held), _COUNTED + 1)}:
+        _say(folder, family.name, "lacks tensors of", lost, more=len(lost) > _COUNTED)
+    is_spare = family.spare(found)
+    known.update(family.tied)
+    if extra := [n for n in held if n not in known and not n.endswith(family.unread or ("\0",)) and not is_spare(n)]:
+        _say(folder, family.name, "has tensors that are none of", extra)
+
+
+def check_tensors(plan: Conversion, scheme: Scheme | None, held: Mapping[str, files.Stored], folder: Path) -> None:
+    """Raises ValueError, before anything is read, for a tensor of another shape or type. Arguments are as of
+    `check_due`."""
     due = {name: shape for step in plan.steps for name, shape in zip(step.theirs, plan.expected(step))}
     where, family = f"te_jax.hf: {folder}", plan.family
-
-    def say(what: str, names):
-        names = sorted(names)
-        more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        raise ValueError(f"{where} {what} a {family.name} of its config.json: {', '.join(names[:SHOWN])}{more}.")
-
-    in_fp8 = [name for name in due if name in held and held[name].dtype == files.FP8]
-    scales = {} if scheme is None else {scheme.scale_of(name): scheme.scale_shape(due[name]) for name in in_fp8}
-    if missing := (due.keys() | scales.keys()) - held.keys():
-        say("lacks tensors of", missing)
-    of_inputs = [] if scheme is None or scheme.block else [scheme.unread_of(name) for name in in_fp8]
-    known = {*due, *family.tied, *scales, *of_inputs}
-    spare = lambda name: name.endswith(family.unread or ("\0",)) or name.startswith(family.spare(found) or ("\0",))
-    if extra := [name for name in held if name not in known and not spare(name)]:
-        say("has tensors that are none of", extra)
+    in_fp8 = [name for name in due if held[name].dtype == files.FP8]
     if in_fp8 and scheme is None:
         raise ValueError(f"{where} has {in_fp8[0]} of type {files.FP8}, but its config.json no quantization_config.")
-    types = dict.fromkeys(due, tuple(files.DTYPES)) | dict.fromkeys(scales, tuple(files.DTYPES))
+    scales = {} if scheme is None else {scheme.scale_of(name): scheme.scale_shape(due[name]) for name in in_fp8}
+    copies = {name: due[source] for name, source in family.tied.items() if name in held and name not in due}
+    types = dict.fromkeys((*due, *scales, *copies), tuple(files.DTYPES))
     types |= {name: (*files.DTYPES, files.FP8) for name in in_fp8 if len(due[name]) == 2}
-    for name, shape in (due | scales).items():
+    for name, shape in (due | scales | copies).items():
         one = name in scales and shape == ()  # which may be written as [1]
         if held[name].shape != shape and not (one and held[name].shape == (1,)):
             raise ValueError(
-                f"{where} has {name} of shape {list(held[name].shape)}; a {family.name} has {list(shape)}."
+                f"{where} has {name} of shape {show([*held[name].shape])}; a {family.name} has {list(shape)}."
             )
         if held[name].dtype not in types[name]:
             raise ValueError(f"{where} has {name} of type {held[name].dtype}; te_jax reads {', '.join(types[name])}.")
 
 
-def renamed(checkpoint: files.Checkpoint, family: Family) -> dict[str, str]:
+def renamed(checkpoint: files.Checkpoint, family: Family, folder: Path) -> dict[str, str]:
     """The tensors by the names of today, with the family's prefix, which some checkpoints leave out: {name: its name
-    in the file}."""
-    names = {}
+    in the file}. Raises ValueError where two tensors have one name of today."""
+    today = {}
     for name in checkpoint.tensors:
         end = next((end for end in family.older if name.endswith(end[0])), None)
-        names[name if end is None else name.removesuffix(end[0]) + end[1]] = name
-    if not family.prefix or any(name.startswith(family.prefix) for name in names):
-        return names
-    return {name if name in family.tied else family.prefix + name: file for name, file in names.items()}
+        today[name] = name if end is None else name.removesuffix(end[0]) + end[1]
+    if family.prefix and not any(name.startswith(family.prefix) for name in today.values()):
+        today = {file: name if name in family.tied else family.prefix + name for file, name in today.items()}
+    names: dict[str, str] = {}
+    for file, name in today.items():
+        if names.setdefault(name, file) != file:
+            raise ValueError(
+                f"te_jax.hf: {folder} has {files.shown(names[name])} and {files.shown(file)}, names of one tensor."
+            )
+    return names

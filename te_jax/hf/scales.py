@@ -1,12 +1,14 @@
 """Weights in FP8 as checkpoints have them: with scales of blocks of 128 x 128, or one for a tensor."""
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from te_jax._check import show
 from te_jax.hf.rules import OF_LINEARS, Recast
 from te_jax.layers import QuantizedKernel
 from te_jax.layers.weight import swap_groups
@@ -51,22 +53,23 @@ class Scaled(NamedTuple):
         return dequantize_weight(self.data, self.scale_inv, 1).astype(dtype)
 
 
-def read_scheme(found: Mapping[str, Any]) -> Scheme | None:
+def read_scheme(found: Mapping[str, Any], folder: Path) -> Scheme | None:
     """The scheme of a config.json; None without weights in FP8. Raises ValueError for one that te_jax does not read."""
     said = found.get("quantization_config")
     if said is None:
         return None
+    where = f"te_jax.hf: quantization_config of {folder / 'config.json'}"
+    if not isinstance(said, Mapping):
+        raise ValueError(f"{where} is {show(said)}; an object in braces is due.")
     blocks = said.get("weight_block_size")
     for key, value, may in (
         ("quant_method", said.get("quant_method"), ("fp8",)),
         ("fmt", said.get("fmt", "e4m3"), ("e4m3",)),
         ("weight_block_size", blocks, (None, [BLOCK, BLOCK])),
+        ("activation_scheme", said.get("activation_scheme", "dynamic"), ("dynamic", "static")),
     ):
         if value not in may:
-            raise ValueError(
-                f"te_jax.hf: quantization_config of config.json has {key}={value!r}; te_jax reads "
-                f"{' or '.join(map(repr, may))}."
-            )
+            raise ValueError(f"{where} has {key}={show(value)}; te_jax reads {' or '.join(map(repr, may))}.")
     return Scheme(0 if blocks is None else BLOCK)
 
 

@@ -132,8 +132,10 @@ def moe(
     STATISTICS, so that a policy does not run it again.
 
     On a mesh the buffer of rows is whole on every device but for F and H, and on an Explicit one y is sharded as x:
-    shard the tokens by `jax.shard_map`, where counts and losses are of each device's own tokens. Raises ValueError for sizes, and under a recipe for activations
-    that `is_fused` does not know; TypeError for types that do not match.
+    shard the tokens by `jax.shard_map`, where counts and losses are of each device's own tokens.
+
+    Raises ValueError for sizes, and under a recipe for activations that `is_fused` does not know; TypeError for types
+    that do not match.
     """
     x, gate_kernel, gamma, beta, expert_bias, residual = as_jax(x, gate_kernel, gamma, beta, expert_bias, residual)
     wi, wo = resolve_experts(name, "wi", wi, recipe), resolve_experts(name, "wo", wo, recipe)

@@ -1,5 +1,6 @@
 """What a model is made of, as one frozen value."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,8 +28,29 @@ _KINDS_OF_CONFIG = {
     "tie_embeddings": BOOL,
     "output_scale": number(above=0),
     "logit_softcap": NONE | number(above=0),
+    "origin": NONE | Kind("what te_jax.hf.load made", lambda value: isinstance(value, Origin)),
 }
 _EMPTY: FrozenDict = FrozenDict()
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a model was read from: `te_jax.hf.save` writes again what te_jax does not use of it.
+
+    folder: Its absolute path.
+    words:  The text of its config.json.
+    """
+
+    folder: str
+    words: str
+
+    def found(self) -> dict[str, Any]:
+        """Its config.json, anew."""
+        return json.loads(self.words)
+
+    def saying(self, **words: Any) -> "Origin":
+        """This one with other words."""
+        return Origin(self.folder, json.dumps(self.found() | words))
 
 
 @dataclass(frozen=True)
@@ -50,6 +72,7 @@ class ModelConfig(KnownFields):
     tie_embeddings:  the embedding is the kernel of the head too.
     output_scale:    the factor of hidden states before the head.
     logit_softcap:   c: logits z become c tanh(z / c).
+    origin:          the checkpoint that the model was read from, as `te_jax.hf.load` sets it. It is not compared.
 
     Hashable. Raises TypeError and ValueError for fields that are not of their kind.
     """
@@ -71,6 +94,7 @@ class ModelConfig(KnownFields):
     output_scale: float = 1.0
     logit_softcap: float | None = None
     first: tuple[Mapping[str, Any], ...] = ()
+    origin: Origin | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, kind in _KINDS_OF_CONFIG.items():

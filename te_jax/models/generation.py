@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from te_jax._arrays import known_values
-from te_jax._check import INTEGERS, NONE, KnownFields, check, integer, number
+from te_jax._check import INTEGERS, NONE, Kind, KnownFields, check, integer, number
 from te_jax.flax.cache import COLLECTION
 from te_jax.models.causal import CausalLM
 from te_jax.models.encoder import EncoderDecoder
+from te_jax.models.stack import VARIABLES, Model
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,16 @@ class Sampling(KnownFields):
 
 
 GREEDY = Sampling(temperature=0)
+_WRITER = Kind("a CausalLM or an EncoderDecoder", lambda model: isinstance(model, CausalLM | EncoderDecoder))
 
 
 def read_prompts(
-    model: CausalLM | EncoderDecoder, variables: Any, prompts: jax.Array, lengths: jax.Array, slots: int, **context: Any
+    model: Model, variables: Any, prompts: jax.Array, lengths: jax.Array, slots: int, **context: Any
 ) -> tuple[jax.Array, Any]:
     """(logits f32[b, V] of the token behind each prompt, the cache).
 
-    prompts: int[b, s], padded on the right. lengths: int[b]. slots: of the cache, for prompts and what follows them.
-    context: more arguments of the model's call.
+    model: a `CausalLM` or an `EncoderDecoder`. prompts: int[b, s], padded on the right. lengths: int[b]. slots: of the
+    cache, for prompts and what follows them. context: more arguments of the model's call.
 
     Raises ValueError for a cache among `variables`: the prompts would be read as if they came behind its tokens.
     """
@@ -79,7 +81,7 @@ def read_prompts(
 
 
 def write_tokens(
-    model: CausalLM | EncoderDecoder,
+    model: Model,
     variables: Any,
     state: Any,
     lengths: jax.Array,
@@ -115,7 +117,7 @@ def _next(choose, key, i, logits, over, stop_at):
 
 
 def generate(
-    model: CausalLM | EncoderDecoder,
+    model: Model,
     variables: Any,
     prompts: jax.Array,
     count: int,
@@ -130,16 +132,19 @@ def generate(
     """`count` tokens behind each prompt: i32[b, count]. Call it under `jax.jit`, and in the autocast of the model. A
     model without scan is faster: see `te_jax.models.unscan`.
 
+    model:    a `CausalLM` or an `EncoderDecoder`.
     prompts:  int[b, s], padded on the right.
     lengths:  int[b], from 1 to s; None: the prompts have no padding.
     sampling: greedy, or what `key` of `jax.random` draws from.
     stop_at:  the token that ends a text; behind it there is nothing but it.
     encoded, input_lengths: of an `EncoderDecoder`, whose prompts are what its decoder begins with.
 
-    Raises TypeError for prompts that are no integers, ValueError for a sampling that wants a key and gets none, for
-    more tokens than there are learned positions, and for lengths that are known and out of range.
+    Raises TypeError for another model and for prompts that are no integers, ValueError for a sampling that wants a key
+    and gets none, for more tokens than there are learned positions, and for lengths that are known and out of range.
     """
     name = "te_jax.models.generate"
+    check(name, "model", model, _WRITER)
+    check(name, "variables", variables, VARIABLES)
     check(name, "prompts", prompts, INTEGERS)
     check(name, "count", count, integer(1))
     if key is None and sampling.temperature:

@@ -115,8 +115,8 @@ def unscan(model: "Model", variables: Mapping[str, Any]) -> tuple["Model", dict[
     stacks of another number of layers than the model has.
     """
     name, config = "te_jax.models.unscan", model.config if isinstance(model, Model) else None
-    check(name, "model", model, _MODEL)
-    check(name, "variables", variables, _VARIABLES)
+    check(name, "model", model, MODEL)
+    check(name, "variables", variables, VARIABLES)
     if not model.scan:
         return model, dict(variables)
     first, period, flat = len(config.first), len(config.pattern) or 1, {}
@@ -285,8 +285,8 @@ class Model(KnownArguments):
         return head(x, labels, kernel=kernel, reduction=reduction)
 
 
-_VARIABLES = Kind("the variables of the model, a dict of collections", lambda value: isinstance(value, Mapping))
-_MODEL = Kind("a model of te_jax.models", lambda model: isinstance(model, Model))
+VARIABLES = Kind("the variables of the model, a dict of collections", lambda value: isinstance(value, Mapping))
+MODEL = Kind("a model of te_jax.models", lambda model: isinstance(model, Model))
 
 
 def _gathered(a):

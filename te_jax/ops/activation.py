@@ -206,7 +206,7 @@ def _product(xs, order, values):
     if order == ("squared_relu", "linear"):
         return _squared_gated(*xs)
     if len(xs) == 2 and all(isinstance(name, str) and name in _SMOOTH for name in order):
-        return _gated(*xs, order, tuple(values.items()))
+        return _gated_product(*xs, order, tuple(values.items()))
     return reduce(operator.mul, [_apply(name, x, values) for x, name in zip(xs, order, strict=True)])
 
 
@@ -215,13 +215,13 @@ def _product(xs, order, values):
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def _gated(x, gate, order, values):
+def _gated_product(x, gate, order, values):
     y, z = (_apply(name, each, dict(values)) for name, each in zip(order, (x, gate)))
     return y * z
 
 
-@_gated.defjvp
-def _gated_jvp(order, values, primals, tangents):
+@_gated_product.defjvp
+def _gated_product_jvp(order, values, primals, tangents):
     of_slot = lambda name, x: jax.jvp(lambda x: _apply(name, x, dict(values)), (x,), (jnp.ones_like(x),))
     (y, y_slope), (z, z_slope) = (of_slot(name, x) for name, x in zip(order, primals))
     return y * z, tangents[0] * (y_slope * z) + tangents[1] * (y * z_slope)

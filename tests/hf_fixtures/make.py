@@ -68,6 +68,8 @@ _FALCON = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attent
 _FALCON |= dict(eos_token_id=None, ffn_hidden_size=48)
 _T5 = dict(vocab_size=VOCAB, d_model=32, d_kv=12, d_ff=40, num_layers=2, num_heads=4, eos_token_id=None, pad_token_id=0)
 _T5 |= dict(decoder_start_token_id=0)
+_BERT = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=40)
+_BERT |= dict(max_position_embeddings=64)
 
 MODELS = {
     "llama2": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_LLAMA | dict(num_key_value_heads=4, head_dim=12))),
@@ -96,15 +98,10 @@ MODELS = {
     "falcon-40b": lambda: hf.FalconForCausalLM(
         hf.FalconConfig(**_FALCON, num_kv_heads=2, new_decoder_architecture=True)
     ),
-    "bert": lambda: hf.BertForMaskedLM(
-        hf.BertConfig(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=40,
-            max_position_embeddings=64,
-        )
+    "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**_BERT)),
+    # The head has a kernel and a bias of its own, and one more bias that no logits have.
+    "bert-untied": lambda: hf.BertForMaskedLM(
+        hf.BertConfig(**_BERT | dict(num_hidden_layers=1, tie_word_embeddings=False))
     ),
     "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**_T5, feed_forward_proj="relu")),
     "t5-v1.1": lambda: hf.T5ForConditionalGeneration(
@@ -135,7 +132,7 @@ def expected(name: str, model) -> dict:
     tokens, lengths = texts(2, 11, 1), torch.tensor([11, 6])
     mask = (torch.arange(11) < lengths[:, None]).long()
     out = dict(tokens=tokens, lengths=lengths)
-    if name == "bert":
+    if name.startswith("bert"):
         types = (torch.arange(11) > 4).long().expand(2, 11)
         logits = model(tokens, attention_mask=mask, token_type_ids=types).logits
         return out | dict(types=types, logits=logits)

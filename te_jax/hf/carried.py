@@ -1,0 +1,36 @@
+"""Files of a checkpoint that hold nothing of the model, and belong to it: the tokenizer's and generation's."""
+
+import shutil
+import warnings
+from pathlib import Path
+
+from te_jax.models.config import Origin
+
+# What transformers writes for a tokenizer, its chat templates and generation, and vocabularies by what they are.
+_PATTERNS = (
+    *("tokenizer*", "tokenization*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "spiece*"),
+    *("sentencepiece*", "tekken*", "*.model", "*.tiktoken", "chat_template*", "additional_chat_templates/*"),
+    "generation_config.json",
+)
+
+
+def carry(origin: Origin | None, to: Path) -> None:
+    """Copies the files of `_PATTERNS` that are there from the folder of `origin`, and none over one that is there.
+
+    Warns where that folder is gone.
+    """
+    if origin is None:
+        return
+    folder = Path(origin.folder)
+    if not folder.is_dir():
+        warnings.warn(
+            f"te_jax.hf.save: {folder}, which the model was read from, is gone; the files of its tokenizer and of "
+            f"generation are not in {to}: put them there.",
+            stacklevel=3,
+        )
+        return
+    for path in sorted({path for name in _PATTERNS for path in folder.glob(name) if path.is_file()}):
+        there = to / path.relative_to(folder)
+        if not there.exists():
+            there.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, there)

@@ -1,0 +1,117 @@
+"""te_jax.hf: which file and tensor is read, and what is no argument."""
+
+import functools
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+from hf_folders import CLASSES, FIXTURES, Accepted, load_nothing, outcome, pack, trace_once, unpack
+
+from te_jax import hf
+from te_jax.hf import files
+from te_jax.models import EncoderLM, generate
+
+pytest.importorskip("safetensors")
+
+
+def of_llama3(tmp_path, **changed):
+    """The final norm of what is loaded."""
+    folder = tmp_path / "m"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(FIXTURES / "llama3", folder)
+    held = {**unpack(folder / files.ONE), **changed}
+    return folder, held
+
+
+def test_the_index_names_the_file_of_a_tensor(tmp_path):
+    """Whatever other files have of that name; a folder may be made of links, as the hub's cache is."""
+    norm, embedding = "model.norm.weight", "model.embed_tokens.weight"
+    folder, held = of_llama3(tmp_path)
+    other = held[norm].of("F32", *held[norm].shape)
+    first = {name: a for name, a in held.items() if name != embedding}
+    parts = {"a.safetensors": first, "sub/z.safetensors": {embedding: held[embedding], norm: other}}
+    (folder / files.ONE).unlink()
+    (tmp_path / "blobs").mkdir()
+    (folder / "sub").mkdir()
+    for file, part in parts.items():
+        blob = tmp_path / "blobs" / file.replace("/", "-")
+        blob.write_bytes(pack(part))
+        (folder / file).symlink_to(os.path.relpath(blob, (folder / file).parent))
+    index = dict.fromkeys(first, "a.safetensors") | {embedding: "sub/z.safetensors"}
+    (folder / files.INDEX).write_text(json.dumps(dict(weight_map=index)))
+    with files.Checkpoint(folder) as checkpoint:
+        assert {name: checkpoint.read(name).tobytes() for name in held} == {name: a.data for name, a in held.items()}
+    (folder / files.ONE).write_bytes(pack({norm: other}))  # which comes first, as in transformers
+    with files.Checkpoint(folder) as checkpoint:
+        assert checkpoint.tensors.keys() == {norm} and not checkpoint.read(norm).any()
+
+
+def test_a_copy_may_have_any_bits(monkeypatch, tmp_path):
+    """A NaN is as another one, and a copy may be of a narrower type that holds the same."""
+    load_nothing(monkeypatch)
+    head, source = "lm_head.weight", "model.embed_tokens.weight"
+    folder, held = of_llama3(tmp_path)
+    a = np.frombuffer(held[source].data, np.float32).astype(np.float16).astype(np.float32)
+    a[:3] = np.nan, -0.0, np.inf
+    wide, narrow = (
+        held[source]._replace(dtype=d, data=a.astype(t).tobytes()) for d, t in (("F32", "f4"), ("F16", "f2"))
+    )
+    for copy in (wide, narrow):
+        (folder / files.ONE).write_bytes(pack(held | {source: wide, head: copy}))
+        with pytest.raises(Accepted):
+            hf.load(folder)
+
+
+def test_the_head_of_a_t5_is_in_its_files(tmp_path):
+    """As transformers has it, whose config.json says that all are tied."""
+    folder = tmp_path / "t5"
+    shutil.copytree(FIXTURES / "t5-v1.1", folder)
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
+    held = unpack(folder / files.ONE)
+    shared = held["shared.weight"]
+    for data, tied in ((shared.data, True), (shared.data[::-1], False)):
+        (folder / files.ONE).write_bytes(pack(held | {"lm_head.weight": shared._replace(data=data)}))
+        model, variables = hf.load(folder)
+        assert model.config.tie_embeddings == tied and ("head" in variables["params"]) != tied
+    assert variables["params"]["head"].tobytes() == shared.data[::-1]
+    hf.save(tmp_path / "again", model, variables)
+    assert unpack(tmp_path / "again" / files.ONE)["lm_head.weight"].data == shared.data[::-1]
+
+
+def test_what_is_no_argument(monkeypatch, tmp_path):
+    trace_once(monkeypatch)
+    model, variables = hf.load(FIXTURES / "bert-untied")
+    flat = {"/".join(path): leaf for path, leaf in flatten_dict(variables["params"]).items()}
+    one = lambda leaf: {"params": unflatten_dict({**flat, "head_bias": leaf}, sep="/")}
+    (tmp_path / "file").write_text("")
+    wrong = {
+        "folder is None": (hf.load, None),
+        "folder is 3": (hf.read_config, 3),
+        "shardings is ": (functools.partial(hf.load, shardings=[1]), FIXTURES / "bert"),
+        "shardings, at embedding, is 'x'": (
+            functools.partial(hf.load, shardings={"embedding": "x"}),
+            FIXTURES / "bert",
+        ),
+        "save: folder is None": (hf.save, None, model, variables),
+        "save: model is None": (hf.save, tmp_path / "no", None, variables),
+        "save: variables is None": (hf.save, tmp_path / "no", model, None),
+        "do not both have": (hf.save, tmp_path / "no", model, {}),
+        "params/head_bias is 3": (hf.save, tmp_path / "no", model, one(3)),
+        "params/head_bias is int32": (hf.save, tmp_path / "no", model, one(flat["head_bias"].astype(int))),
+        "params/head_bias has shape": (hf.save, tmp_path / "no", model, one(flat["head_bias"][1:])),
+        f"{tmp_path}/file can not be made": (hf.save, tmp_path / "file", model, variables),
+        f"{tmp_path}/file/x can not be made": (hf.save, tmp_path / "file" / "x", model, variables),
+    }
+    for says, call in wrong.items():
+        error = outcome(*call)
+        assert type(error) in CLASSES and says in str(error), (says, error)
+    assert not (tmp_path / "no").exists()
+
+
+def test_only_models_that_write_generate():
+    model = EncoderLM(hf.read_config(FIXTURES / "bert"))
+    with pytest.raises(TypeError, match="model is EncoderLM.*pass a CausalLM or an EncoderDecoder"):
+        generate(model, {}, np.ones((1, 2), int), 2)
