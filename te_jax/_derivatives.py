@@ -29,12 +29,12 @@ _FIRST_ORDER = (
 )
 
 
-def is_fp8(dtype: Any) -> bool:
+def _is_fp8(dtype: Any) -> bool:
     """Whether an op of this type, of data or of their scales, is one in FP8."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1
 
 
-def refuse_fp8(name: str) -> ValueError:
+def _refuse_fp8(name: str) -> ValueError:
     """The error where `name` is differentiated in FP8 by another mode than reverse mode, or twice."""
     return ValueError(f"{name}: {_FIRST_ORDER}")
 
@@ -122,9 +122,9 @@ def _instantiated(ct):
 
 
 def with_derivative_of(
-    function: Callable[..., Sequence[jax.Array]], meaning: Callable[..., Sequence[jax.Array]]
+    function: Callable[..., Sequence[jax.Array]], meaning: Callable[..., Sequence[jax.Array]], name: str
 ) -> Callable[..., Sequence[jax.Array]]:
-    """`function`, whose derivatives are those of `meaning`, the same function of arrays in plain JAX."""
+    """`function`, called `name`, whose derivatives are those of `meaning`, the same function of arrays in plain JAX."""
     call = jax.custom_jvp(function)
 
     def rule(primals, tangents):
@@ -132,7 +132,7 @@ def with_derivative_of(
         plain = lambda *args: tuple(meaning(*args))
         if outs and on_explicit_mesh(jax.typeof(outs[0])):  # jax finds no shardings in the middle of a meaning
             plain = jax.sharding.auto_axes(plain, out_sharding=tuple(jax.typeof(o).sharding for o in outs))
-        return outs, type(outs)(_tangents_of(plain, primals, tangents))
+        return outs, type(outs)(_tangents_of_op(name, plain, outs, primals, tangents))
 
     call.defjvp(rule, symbolic_zeros=True)
     return call
@@ -143,10 +143,25 @@ def differentiate_primitive(primitive: Primitive, meaning: Callable[..., Sequenc
 
     def rule(primals, tangents, **params):
         outs = primitive.bind(*primals, **params)
-        touts = _tangents_of(partial(meaning, **params), primals, tangents)
+        touts = _tangents_of_op(primitive.name, partial(meaning, **params), outs, primals, tangents)
         return outs, [ad.Zero(t.aval) if isinstance(t, SymbolicZero) else t for t in touts]
 
     ad.primitive_jvps[primitive] = rule
+
+
+def _tangents_of_op(name, meaning, outs, primals, tangents) -> list:
+    """In FP8 they are an equation that raises ValueError where anybody asks for its results: nobody may."""
+    if not any(_is_fp8(a.dtype) for a in (*primals, *outs)):
+        return _tangents_of(meaning, primals, tangents)
+    zeros = [zero_from_primal(o, symbolic_zeros=True) for o in outs]
+    types = tuple(z.aval for z in zeros if z.aval.dtype != float0)
+    moving = [t for t in tangents if not isinstance(t, ad.Zero | SymbolicZero)]
+
+    def refuse(*_):
+        raise _refuse_fp8(name)
+
+    got = iter(_tangents.bind(*moving, count=0, pull=refuse, types=types, fp8=name))
+    return [z if z.aval.dtype == float0 else next(got) for z in zeros]
 
 
 # -- the equation ---------------------------------------------------------------------------------------------
@@ -155,7 +170,7 @@ def differentiate_primitive(primitive: Primitive, meaning: Callable[..., Sequenc
 def _evaluate(*args, count, pull, types, fp8):
     """The transpose of the backward pass, applied to the tangents."""
     if fp8:
-        raise refuse_fp8(fp8)
+        raise _refuse_fp8(fp8)
     residuals, tangents = args[:count], args[count:]
 
     def back(cotangents):

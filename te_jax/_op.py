@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, ManualAxisType, NamedSharding, 
 
 from te_jax import _lib
 from te_jax._amax import amax_across
-from te_jax._derivatives import differentiate_primitive, is_fp8, refuse_fp8, with_derivative_of
+from te_jax._derivatives import differentiate_primitive, with_derivative_of
 from te_jax._placement import place, spec_of_sharding
 from te_jax._rule import Rule, factors_of, is_group
 from te_jax._types import align, splittable_axes, varying
@@ -279,11 +279,7 @@ class Op:
     # -- derivatives --------------------------------------------------------------------------------------------
 
     def _meaning(self, *args, inputs, outputs, mapped=(), out_specs=None, **attrs):
-        """The results of a call in plain JAX, to be differentiated. Raises ValueError in FP8."""
-        types = [a.dtype for a in args]
-        results = self._chosen(self.dtypes(*self._fill(types, inputs), **attrs), outputs)
-        if any(is_fp8(t) for t in (*types, *results)):
-            raise refuse_fp8(self.name)
+        """The results of a call in plain JAX, to be differentiated."""
         run = partial(self._run_reference, inputs=inputs, outputs=outputs, **attrs)
         for level in reversed(mapped):
             run = jax.vmap(run, [0 if name in level else None for name in inputs])
@@ -307,7 +303,7 @@ class Op:
             mapped = dict(zip(params["inputs"], batched))
             return outs, tuple(name not in self.aside or mapped[self.aside[name][0]] for name in params["outputs"])
 
-        return jax.jit(with_derivative_of(mapped, partial(self._meaning, **params)))
+        return jax.jit(with_derivative_of(mapped, partial(self._meaning, **params), self.name))
 
     def _map_call(self, size, batched, params, args):
         """The results of a call of mapped operands, all mapped along axis 0."""

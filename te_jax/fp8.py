@@ -396,7 +396,8 @@ def cotangent(
         amax = amax_across(amax, tuple(sorted(reduced)))
     lacks = tuple(sorted(varying(meta.amax) - varying(amax)))
     amax = lax.pcast(amax, lacks, to="varying") if lacks else amax
-    return TensorMeta(jnp.zeros_like(meta.scale), _per_state(amax, meta.amax))
+    amax, token = lax.stop_gradient((amax, meta.amax))  # state: jax cannot differentiate what maps as `_per_state` does
+    return TensorMeta(jnp.zeros_like(meta.scale), _per_state(amax, token))
 
 
 def _check_vma():
