@@ -23,7 +23,7 @@ CXX_SOURCES := $(wildcard csrc/*.* csrc/*/*.*)
 # What an installation is made of; the stamp names what was built.
 INSTALLED := $(VENV)/.installed-$(if $(BUILD),$(subst $() ,+,$(strip $(ARCHS))),pure)
 SOURCES := pyproject.toml $(wildcard build_backend/*.py) \
-  $(if $(BUILD),CMakeLists.txt te_jax/_archs.py $(wildcard cmake/*.*) $(CXX_SOURCES) $(shell find third_party -type f))
+  $(if $(BUILD),CMakeLists.txt te_jax/core/archs.py $(wildcard cmake/*.*) $(CXX_SOURCES) $(shell find third_party -type f))
 export TE_JAX_BUILD_CUDA := $(MODE)
 
 .PHONY: help train test bench tables docs wheel lint types format clean

@@ -6,10 +6,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from te_jax.fp8 import AttentionMetas, TensorMeta
 from te_jax.layers import attention_fp8
 from te_jax.ops.attention import SequenceDescriptor, dot_product_attention
 from te_jax.recipe import DelayedScaling
+from te_jax.state.fp8 import AttentionMetas, TensorMeta
 
 from .cases import Case
 from .timing import Call, compiled, normal, on_gpu, passes

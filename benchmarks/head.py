@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from te_jax import fp8
 from te_jax.layers import linear_cross_entropy
+from te_jax.state import fp8
 
 from .cases import Case
 from .layers import RECIPES

@@ -15,7 +15,7 @@ import te_jax as te
 import te_jax.flax as te_flax
 from te_jax import recipe as te_recipe
 from te_jax.flax.kernels import KERNEL_COLLECTION
-from te_jax.fp8 import FP8_COLLECTION
+from te_jax.state.fp8 import FP8_COLLECTION
 
 from . import attention, flax_layer
 from .cases import Case

@@ -17,22 +17,22 @@ from dataclasses import dataclass, field
 import jax
 
 import te_jax
-from te_jax import _lib
+from te_jax.core import extension
 
 _PACKAGES = "jax jaxlib flax jax-cuda13-plugin nvidia-cublas nvidia-cudnn-cu13 nvidia-cuda-runtime torch"
 _LIBRARIES = ("cuda", "cublaslt", "cudnn")
 
 
 def describe() -> dict:
-    device, status = jax.devices()[0], _lib.status()
-    extension = {"extension": status.loads} | {key: getattr(status, key) for key in ("reason", *_LIBRARIES)}
+    device, status = jax.devices()[0], extension.status()
+    installed = {"extension": status.loads} | {key: getattr(status, key) for key in ("reason", *_LIBRARIES)}
     found = {each.name: each.version for each in importlib.metadata.distributions()}
     return {
         "device": device.device_kind,
         "devices": jax.device_count(),
         "compute_capability": getattr(device, "compute_capability", None),
         "driver": _driver(),
-        "te_jax": {"version": te_jax.__version__, **extension},
+        "te_jax": {"version": te_jax.__version__, **installed},
         "packages": {name: found[name] for name in _PACKAGES.split() if name in found},
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

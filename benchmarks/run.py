@@ -11,7 +11,8 @@ import sys
 import time
 import traceback
 
-from te_jax import _lib
+import te_jax
+from te_jax.core import extension
 from te_jax.ops.gemm import tune_all
 
 from . import (
@@ -126,8 +127,9 @@ def refuses(found: list[Case], args) -> int | None:
     if not args.tiny and not timing.on_gpu():
         print("no GPU here; --tiny tries the program without one, --list shows the rows", file=sys.stderr)
         return 2
-    if timing.on_gpu() and not _lib.status().loads:
-        print(f"{_lib.status().reason}\nte_jax comes from {pathlib.Path(_lib.__file__).parent}.", file=sys.stderr)
+    if timing.on_gpu() and not extension.status().loads:
+        where = pathlib.Path(te_jax.__file__).parent
+        print(f"{extension.status().reason}\nte_jax comes from {where}.", file=sys.stderr)
         return 2
     return None
 

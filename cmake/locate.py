@@ -26,7 +26,7 @@ HEADERS = {
     "CUDNN_FRONTEND_INCLUDE": ("cudnn_frontend.h", ["include"], "nvidia-cudnn-frontend==1.18.0"),
 }
 
-_spec = importlib.util.spec_from_file_location("_archs", Path(__file__).parent.parent / "te_jax" / "_archs.py")
+_spec = importlib.util.spec_from_file_location("archs", Path(__file__).parent.parent / "te_jax/core/archs.py")
 archs = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(archs)
 

@@ -19,7 +19,7 @@ namespace {
 
 namespace fe = cudnn_frontend;
 
-constexpr size_t kOldestCudnn = 91501;  // as te_jax/_lib.py has it, with the reason
+constexpr size_t kOldestCudnn = 91501;  // as te_jax/core/extension.py has it, with the reason
 
 struct Plan {
   std::shared_ptr<fe::graph::Graph> graph;

@@ -3,26 +3,26 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from te_jax import _versions
 from te_jax import c_api as c_api
 from te_jax import checkpoint_policies as checkpoint_policies
 from te_jax import recipe as recipe
 from te_jax.c_api import get_cmake_dir as get_cmake_dir
 from te_jax.c_api import get_include as get_include
 from te_jax.c_api import get_library as get_library
-from te_jax.combine import combine_by_max as combine_by_max
-from te_jax.combine import max_fp8_metas as max_fp8_metas
-from te_jax.combine import value_and_grad as value_and_grad
-from te_jax.fp8 import FP8_COLLECTION as FP8_COLLECTION
-from te_jax.fp8 import autocast as autocast
-from te_jax.fp8 import fp8_autocast as fp8_autocast
-from te_jax.fp8 import get_delayed_scaling as get_delayed_scaling
-from te_jax.fp8_metas import convert_fp8_metas as convert_fp8_metas
-from te_jax.fp8_metas import update_collections as update_collections
-from te_jax.fp8_metas import update_fp8_metas as update_fp8_metas
+from te_jax.core import versions
+from te_jax.gradients import combine_by_max as combine_by_max
+from te_jax.gradients import max_fp8_metas as max_fp8_metas
+from te_jax.gradients import value_and_grad as value_and_grad
 from te_jax.ops.attention import explain_attention as explain_attention
 from te_jax.sharding import MeshResource as MeshResource
 from te_jax.sharding import ShardingResource as ShardingResource
+from te_jax.state.fp8 import FP8_COLLECTION as FP8_COLLECTION
+from te_jax.state.fp8 import autocast as autocast
+from te_jax.state.fp8 import fp8_autocast as fp8_autocast
+from te_jax.state.fp8 import get_delayed_scaling as get_delayed_scaling
+from te_jax.state.metas import convert_fp8_metas as convert_fp8_metas
+from te_jax.state.metas import update_collections as update_collections
+from te_jax.state.metas import update_fp8_metas as update_fp8_metas
 from te_jax.stats import expert_heat_map as expert_heat_map
 from te_jax.stats import expert_stats as expert_stats
 from te_jax.stats import expert_stats_table as expert_stats_table
@@ -44,6 +44,6 @@ def __getattr__(name: str) -> Any:
 
 
 NVTE_FP8_COLLECTION_NAME = FP8_COLLECTION  # the name that users of TransformerEngine know
-__version__ = _versions.installed_version("te_jax") or "0.0.0"  # run from a source tree that is not installed
+__version__ = versions.installed_version("te_jax") or "0.0.0"  # run from a source tree that is not installed
 
-_versions.warn_if_untested()
+versions.warn_if_untested()

@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 
-from te_jax import _lib, _versions
+from te_jax.core import extension as te_extension
+from te_jax.core import versions as te_versions
 from te_jax.ops.quantize import BLOCK, MX_BLOCK, unusable
 
 FP8_CAPABILITY = (8, 9)  # Ada has the first tensor cores with FP8.
@@ -54,7 +55,7 @@ def capability_reason(what: str, capability: str | None, minimum: tuple[int, int
     return f"{what} needs compute capability {needed} or newer, this GPU has {capability}: {way_out}"
 
 
-def features(device: dict[str, Any], cuda: bool, status: _lib.Status, driver: str | None) -> dict[str, Any]:
+def features(device: dict[str, Any], cuda: bool, status: te_extension.Status, driver: str | None) -> dict[str, Any]:
     """{recipe or "fused attention": its `feature`} on this device; cuda: whether jax has a CUDA device."""
     if not cuda:
         install = "pip install -U 'jax[cuda13]'" if driver else "needs an NVIDIA GPU and jax[cuda13]"
@@ -77,10 +78,10 @@ def features(device: dict[str, Any], cuda: bool, status: _lib.Status, driver: st
 
 def report() -> dict[str, Any]:
     """All that the command says, as `--json` prints it."""
-    device, driver, status = devices(), driver_version(), _lib.status()
-    cuda = _lib.has_cuda_device()
-    plugin = _lib.jax_cuda_plugin()
-    versions = {name: _versions.installed_version(name) or "not installed" for name in PACKAGES}
+    device, driver, status = devices(), driver_version(), te_extension.status()
+    cuda = te_extension.has_cuda_device()
+    plugin = te_extension.jax_cuda_plugin()
+    versions = {name: te_versions.installed_version(name) or "not installed" for name in PACKAGES}
     versions["CUDA plugin"] = f"{plugin[1]} (CUDA {plugin[0]})" if plugin else "not installed"
     versions["python"] = platform.python_version()
     return {
@@ -93,10 +94,10 @@ def report() -> dict[str, Any]:
             "loads": status.loads,
             "reason": status.reason,
             "architectures": status.architectures,
-            "cuda": status.cuda and _lib.cuda_text(status.cuda),
-            "driver_cuda": status.driver and _lib.cuda_text(status.driver),
-            "cublaslt": status.cublaslt and _lib.library_text(status.cublaslt),
-            "cudnn": status.cudnn and _lib.library_text(status.cudnn),
+            "cuda": status.cuda and te_extension.cuda_text(status.cuda),
+            "driver_cuda": status.driver and te_extension.cuda_text(status.driver),
+            "cublaslt": status.cublaslt and te_extension.library_text(status.cublaslt),
+            "cudnn": status.cudnn and te_extension.library_text(status.cudnn),
         },
         "features": features(device, cuda, status, driver),
     }
@@ -106,7 +107,7 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The lines of the report as (label, text)."""
     device, extension = found["device"], found["extension"]
     for name, version in found["versions"].items():
-        reason = _versions.reason_untested(name, version)
+        reason = te_versions.reason_untested(name, version)
         yield name, f"{version} ({reason})" if reason else version
     if device["count"]:
         capability = f", compute capability {device['capability']}" if device["capability"] else ""

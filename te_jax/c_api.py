@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from te_jax import _lib
+from te_jax.core import extension
 
 _C_TYPES = {"void*": ctypes.c_void_p, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "double": ctypes.c_double}
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
@@ -47,7 +47,9 @@ def _installed(name: str) -> Path:
     spec = importlib.util.find_spec("te_jax._cuda")
     path = Path(spec.origin).parent / name if spec and spec.origin else None
     if path is None or not path.is_file():
-        raise RuntimeError(f"te_jax was installed without its CUDA extension, to which {name} belongs. {_lib.REBUILD}")
+        raise RuntimeError(
+            f"te_jax was installed without its CUDA extension, to which {name} belongs. {extension.REBUILD}"
+        )
     return path
 
 
@@ -159,7 +161,7 @@ def load_library() -> Library:
     """The library that te_jax was installed with, which takes cuBLASLt from NVIDIA's wheels where they are installed.
     Raises RuntimeError if te_jax was installed without its CUDA extension."""
     library = Library(get_library(), get_include())
-    path = dict(_lib.library_paths()).get("libcublasLt.so.13")
+    path = dict(extension.library_paths()).get("libcublasLt.so.13")
     if path:
         try:
             library.set_library_path("libcublasLt.so.13", path)

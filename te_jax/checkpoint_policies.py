@@ -29,7 +29,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from te_jax._check import did_you_mean
+from te_jax.core.check import did_you_mean
 
 _MODULE = "te_jax.checkpoint_policies"
 _PREFIX = "te_"

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from te_jax import fp8
-from te_jax._check import check, one_of
-from te_jax._misplaced import check_no_stray, warn_of_impossible, with_name
-from te_jax.fp8 import FP8_COLLECTION
-from te_jax.fp8_metas import check_state, direction_at, map_states, states_in
+from te_jax.core.check import check, one_of
 from te_jax.recipe import DelayedScaling, Recipe
+from te_jax.state import fp8
+from te_jax.state.fp8 import FP8_COLLECTION
+from te_jax.state.metas import check_state, direction_at, map_states, states_in
+from te_jax.state.misplaced import check_no_stray, warn_of_impossible, with_name
 
 
 class TensorStats(NamedTuple):

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from ffi_calls import ANY_SIZE, CALLS, Call, recorded
 
-from te_jax._op import ops
 from te_jax.c_api import Library
+from te_jax.core.op import ops
 
 TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2",
          "int32": "I32"}  # fmt: skip

@@ -207,8 +207,8 @@ def survey(target: str, name: str, outcomes=lambda calls, name: [outcome(call, n
 
 
 if __name__ == "__main__":
-    from te_jax import _lib
+    from te_jax.core import extension
 
-    _lib.require_for_lowering()
+    extension.require_for_lowering()
     for each in sys.argv[1:]:
         print(json.dumps(survey(each, each)), flush=True)

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxprs_in_params
 
-from te_jax._op import ops
+from te_jax.core.op import ops
 
 _WIDE = (jnp.float32, jnp.bfloat16, jnp.float16)
 

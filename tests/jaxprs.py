@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
-from te_jax._op import ops
+from te_jax.core.op import ops
 
 
 def equations(jaxpr) -> Iterator[JaxprEqn]:

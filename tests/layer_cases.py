@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from conftest import fp8_sum_error
 
-from te_jax import fp8
+from te_jax.state import fp8
 
 TENSORS = ("x", "kernel", "grad")
 

@@ -4,10 +4,10 @@ expert's."""
 import jax
 import jax.numpy as jnp
 
-from te_jax import fp8
 from te_jax.layers import dense
 from te_jax.ops.activation import activation
 from te_jax.ops.router import route
+from te_jax.state import fp8
 
 
 def shapes(experts, width, hidden, slots=2):

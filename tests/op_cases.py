@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from te_jax._op import Op, ops
+from te_jax.core.op import Op, ops
 from te_jax.ops import (  # noqa: F401  (declares the ops)
     activation,
     attention,

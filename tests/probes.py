@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from te_jax import _check
+from te_jax.core import check
 
 
 class Probe(NamedTuple):
@@ -25,7 +25,7 @@ class Probe(NamedTuple):
 
 def ended(probe: Probe) -> str:
     """How `probe` ends otherwise than it should; "" if it ends so."""
-    _check.told.clear()  # each probe hears its own
+    check.told.clear()  # each probe hears its own
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:

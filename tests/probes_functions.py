@@ -8,7 +8,6 @@ from probes import Probe
 
 import te_jax as te
 from te_jax import recipe as recipes
-from te_jax.fp8 import AttentionMetas, DenseMetas, TensorMeta
 from te_jax.layers import (
     Projection,
     attention_fp8,
@@ -40,6 +39,7 @@ from te_jax.sharding import (
     reorder_causal_load_balancing,
     with_sharding_constraint_by_logical_axes,
 )
+from te_jax.state.fp8 import AttentionMetas, DenseMetas, TensorMeta
 
 T, V, W = TypeError, ValueError, UserWarning
 O = jnp.ones  # noqa: E741

@@ -14,8 +14,9 @@ from probes import Probe
 import te_jax as te
 import te_jax.flax as te_flax
 import te_jax.nnx as te_nnx
-from te_jax import fp8, sharding
+from te_jax import sharding
 from te_jax.recipe import DelayedScaling, Float8CurrentScaling
+from te_jax.state import fp8
 
 RECIPE, CURRENT = DelayedScaling(amax_history_len=4), Float8CurrentScaling()
 MODULE, X = te_flax.DenseGeneral(8), np.ones((2, 16), np.float32)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from attention_oracle import OPEN, operands
 
-from te_jax import _check, autocast
+from te_jax import autocast
+from te_jax.core import check
 from te_jax.ops import attention
 from te_jax.ops.attention import Mask, SequenceDescriptor, dot_product_attention, explain_attention
 from te_jax.ops.attention.mask import Band
@@ -150,14 +151,14 @@ def test_what_cudnn_is_told_hides_the_same(described, has_bias, drops):
 def test_long_plain_attention_warns_once_with_the_reason():
     struct = jax.ShapeDtypeStruct((1, 4104, 1, 8), jnp.float32)
     trace = lambda **kwargs: jax.eval_shape(lambda x: dot_product_attention(x, x, x, **kwargs), struct)
-    _check.told.clear()
+    check.told.clear()
     with pytest.warns(UserWarning, match="4096.*float32"):
         trace()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trace()
         trace(implementation="xla")  # asked for
-        _check.told.clear()
+        check.told.clear()
         jax.eval_shape(lambda x: dot_product_attention(x[:, :1], x, x), struct)  # one token on a long cache
 
 

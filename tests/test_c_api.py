@@ -13,7 +13,7 @@ from ffi_calls import recorded
 
 import te_jax
 from te_jax import c_api
-from te_jax._op import ops
+from te_jax.core.op import ops
 
 
 def test_fields_have_the_names_of_jax():

@@ -11,8 +11,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 
-from te_jax import fp8, recipe
+from te_jax import recipe
 from te_jax.layers import QuantizedKernel, dense, linear_cross_entropy
+from te_jax.state import fp8
 
 B, S, H, V = 3, 7, 10, 33  # 21 tokens in chunks of 4
 ALL = dict(label_smoothing=0.1, z_loss=1e-2, logit_softcap=3.0)

@@ -11,8 +11,9 @@ import pytest
 from c_calls import ALIGNED, CASES, INCLUDE, arguments, results, workspace_bytes
 from ffi_calls import recorded
 
-from te_jax import _lib, c_api
-from te_jax._op import ops
+from te_jax import c_api
+from te_jax.core import extension
+from te_jax.core.op import ops
 
 pytestmark = pytest.mark.gpu
 SHARES = 16  # csrc/finish.cu: threads that share a column of partial sums
@@ -22,7 +23,7 @@ SHARES = 16  # csrc/finish.cu: threads that share a column of partial sums
 def lib(request) -> c_api.Library:
     if host := request.config.getoption("--host-kernels"):
         return c_api.Library(host, str(INCLUDE))
-    _lib.require_for_lowering()
+    extension.require_for_lowering()
     return c_api.load_library()
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from te_jax import _op
+from te_jax.core import op
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOLDERS = ".", "examples", "docs", "docs/tutorials", "docs/api"
@@ -71,7 +71,7 @@ ALONE = [(name,) for name in DOCUMENTS if name not in (*TOGETHER, *TUTORIALS) an
 def test_python_blocks_run(documents, monkeypatch, request):
     if documents in ALONE:  # they are of several devices
         request.getfixturevalue("on_host")
-    monkeypatch.setattr(_op, "ops", dict(_op.ops))  # "How to add an op" of docs/ops.md adds one
+    monkeypatch.setattr(op, "ops", dict(op.ops))  # "How to add an op" of docs/ops.md adds one
     names = {"__name__": "__main__"}
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # a program that we print is no reason for a warning

@@ -21,7 +21,8 @@ from states import data
 
 import te_jax as te
 import te_jax.flax as te_flax
-from te_jax import _check, layers, recipe
+from te_jax import layers, recipe
+from te_jax.core import check
 
 KEY, RNG = jax.random.key(0), np.random.default_rng(0)
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
@@ -331,7 +332,7 @@ def test_which_recipe_counts():
 def test_products_that_are_not_in_fp8_say_so_once():
     x = data(RNG, 2, 4, 16)
     batched = nn.DenseGeneral(8, batch_dims=(0,), dot_general_cls=CLS)
-    _check.told.clear()
+    check.told.clear()
     with pytest.warns(UserWarning, match="a product is not in FP8: it has batch axes") as said:
         variables = batched.init(KEY, x)
         batched.apply(variables, x)

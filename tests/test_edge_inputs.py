@@ -16,9 +16,10 @@ from op_cases import CASES
 import te_jax as te
 import te_jax.flax as te_flax
 import te_jax.nnx as te_nnx
-from te_jax import _lib, layers, optim
+from te_jax import layers, optim
 from te_jax import recipe as recipes
-from te_jax._op import ops
+from te_jax.core import extension
+from te_jax.core.op import ops
 from te_jax.ops.activation import activation
 from te_jax.ops.attention import SequenceDescriptor, dot_product_attention
 from te_jax.ops.attention_bias import alibi_bias, alibi_slopes
@@ -83,7 +84,7 @@ def everything(recipe, which=tuple(MODULES)):
 @pytest.fixture
 def for_any_gpu(monkeypatch):
     """Lowering for CUDA asks for no GPU that is here, which may be too old for a recipe."""
-    monkeypatch.setattr(_lib, "compute_capability", lambda: None)
+    monkeypatch.setattr(extension, "compute_capability", lambda: None)
 
 
 @pytest.fixture

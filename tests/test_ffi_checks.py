@@ -16,7 +16,8 @@ from c_calls import survey as survey_of_c
 from ffi_calls import TARGETS, outcomes, recorded, survey
 from host_cuda import library
 
-from te_jax import _lib, c_api
+from te_jax import c_api
+from te_jax.core import extension
 
 pytestmark = pytest.mark.sources
 HERE = Path(__file__).parent
@@ -185,7 +186,7 @@ def test_a_gemm_of_no_products_is_bias_plus_c(case, on_cpu, rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", NO_PRODUCTS, ids=str)
 def test_a_gemm_of_no_products_is_bias_plus_c_on_the_gpu(case, rng):
-    _lib.require_for_lowering()
+    extension.require_for_lowering()
     check_no_products("", *case, rng)
 
 

@@ -9,8 +9,8 @@ import pytest
 from ffi_calls import KERNELS, for_cudnn
 from op_cases import CASES, E5M2
 
-from te_jax import _lib
-from te_jax._op import ops
+from te_jax.core import extension
+from te_jax.core.op import ops
 from te_jax.ops import attention
 
 CSRC = Path(__file__).parents[1] / "csrc"
@@ -79,7 +79,7 @@ def test_every_handler_has_an_op():
 @pytest.mark.parametrize("case", [case for case in CASES if case.declared.composed], ids=str)
 def test_a_composed_op_calls_the_kernels_of_others(case, rng, monkeypatch):
     """A GEMM kernel for each FP8 term of a sum, added by its epilogue; other products, and MXFP8 ones, are XLA's."""
-    monkeypatch.setattr(_lib, "has_cuda_device", lambda: False)  # a GPU here may be too old for MXFP8
+    monkeypatch.setattr(extension, "has_cuda_device", lambda: False)  # a GPU here may be too old for MXFP8
     calls, terms = cuda_calls(case, rng), sum(d == E5M2 for d in case.dtypes)
     kernels = ["te_gemm"] * terms if case.op == "te_gemm_sum" else []
     assert [re.search(r"@(\w+)", call)[1] for call in calls] == kernels

@@ -11,9 +11,10 @@ from flax import linen as nn
 
 import te_jax as te
 import te_jax.flax as te_flax
-from te_jax import _check, recipe
-from te_jax.fp8 import AttentionMetas
+from te_jax import recipe
+from te_jax.core import check
 from te_jax.ops.attention import SequenceDescriptor
+from te_jax.state.fp8 import AttentionMetas
 
 KEY = jax.random.key(0)
 L = 4
@@ -29,7 +30,7 @@ bf16 = jnp.bfloat16
 def fp8():
     with te.fp8_autocast(True, RECIPE), warnings.catch_warnings():
         warnings.simplefilter("error")
-        _check.told.clear()
+        check.told.clear()
         yield
 
 

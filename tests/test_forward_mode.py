@@ -14,7 +14,7 @@ from layer_cases import data, reference_norm
 import te_jax as te
 import te_jax.flax as te_flax
 from te_jax import layers, recipe
-from te_jax._derivatives import custom_vjp
+from te_jax.core.derivatives import custom_vjp
 from te_jax.ops.attention import SequenceDescriptor, dot_product_attention
 from te_jax.ops.gemm import gemm
 from te_jax.ops.rope import rope

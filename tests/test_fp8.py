@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import te_jax as te
-from te_jax import fp8
 from te_jax.recipe import DelayedScaling, FixedScaling, Format
+from te_jax.state import fp8
 
 RECIPE = DelayedScaling(amax_history_len=4)
 

@@ -13,9 +13,9 @@ from states import assert_equal, data, state_of
 
 import te_jax as te
 import te_jax.flax as te_flax
-from te_jax import fp8
 from te_jax.layers import Projection, dense, layernorm_dense, layernorm_mlp, quantize_kernel
 from te_jax.recipe import DelayedScaling, FixedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
+from te_jax.state import fp8
 
 DELAYED, CURRENT, BLOCK = DelayedScaling(amax_history_len=3), Float8CurrentScaling(), Float8BlockScaling()
 WIDTH, K = 24, 4  # features, microbatches

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from te_jax import _lib
+from te_jax.core import extension
 from te_jax.ops.gemm import gemm, load_tuning, save_tuning, tune_all
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
@@ -77,28 +77,28 @@ class Extension:
 
 
 def test_a_file_holds_what_was_tuned(monkeypatch, tmp_path):
-    monkeypatch.setattr(_lib, "load", Extension)
+    monkeypatch.setattr(extension, "load", Extension)
     assert save_tuning(tmp_path / "t") == 1
     line = json.loads((tmp_path / "t").read_text())
     assert line == dict(device="NVIDIA H200, 132 SMs", cublaslt=130100, gemm="m8", algo="0a" * 64, ms=0.5)
 
 
 def test_other_devices_and_versions_are_left_out(monkeypatch, tmp_path):
-    monkeypatch.setattr(_lib, "load", Extension)
+    monkeypatch.setattr(extension, "load", Extension)
     save_tuning(tmp_path / "t")
     text = (tmp_path / "t").read_text()
     (tmp_path / "t").write_text(text + text.replace("H200", "B200"))
     assert load_tuning(tmp_path / "t") == 1
-    monkeypatch.setattr(_lib, "load", lambda: Extension(130200))
+    monkeypatch.setattr(extension, "load", lambda: Extension(130200))
     assert load_tuning(tmp_path / "t") == 0
 
 
 def test_all_gemms_are_tuned_if_asked(monkeypatch):
-    extension = Extension()
-    monkeypatch.setattr(_lib, "load", lambda: extension)
+    stand_in = Extension()
+    monkeypatch.setattr(extension, "load", lambda: stand_in)
     for on in (True, False):
         tune_all(on)
-        assert extension.tuning is on
+        assert stand_in.tuning is on
     with pytest.raises(TypeError, match="tune_all: on is 'gpt.jsonl'; pass True or False"):
         tune_all("gpt.jsonl")
 
@@ -118,19 +118,19 @@ def test_all_gemms_are_tuned_if_asked(monkeypatch):
     ids=["key", "algo", "cut", "list", "precision", "two choices", "version", "ms"],
 )
 def test_a_damaged_file_is_named_and_not_taken(change, problem, monkeypatch, tmp_path):
-    extension = Extension()
-    monkeypatch.setattr(_lib, "load", lambda: extension)
+    stand_in = Extension()
+    monkeypatch.setattr(extension, "load", lambda: stand_in)
     save_tuning(tmp_path / "t")
     (tmp_path / "t").write_text("".join([line := (tmp_path / "t").read_text(), change(line)]))
     with pytest.raises(ValueError, match=rf"load_tuning: .*/t, line 2 is not of save_tuning \({problem}"):
         load_tuning(tmp_path / "t")
-    assert not extension.loaded
+    assert not stand_in.loaded
     with pytest.raises(FileNotFoundError, match="nowhere"):
         load_tuning(tmp_path / "nowhere")
 
 
 def test_any_wrong_value_of_any_field_is_an_error_with_its_line(monkeypatch, tmp_path):
-    monkeypatch.setattr(_lib, "load", Extension)
+    monkeypatch.setattr(extension, "load", Extension)
     save_tuning(tmp_path / "t")
     good = (tmp_path / "t").read_bytes()
     saved, absent = json.loads(good), object()
@@ -173,7 +173,7 @@ def test_an_edited_algorithm_is_not_taken(tmp_path):
     lines = (tmp_path / "t").read_text().splitlines()
     saved = json.loads(next(line for line in lines if "m512 n512 k4096" in line))
     algo = ctypes.create_string_buffer(bytes.fromhex(saved["algo"]), 64)
-    _lib.load().versions()  # opens cuBLASLt
+    extension.load().versions()  # opens cuBLASLt
     set_attribute = ctypes.CDLL("libcublasLt.so.13").cublasLtMatmulAlgoConfigSetAttribute
     for which in (2, 3):  # in how many parts k is cut: 4; the reduction scheme: 4, in the type of the result
         assert set_attribute(algo, which, ctypes.byref(ctypes.c_uint32(4)), ctypes.c_size_t(4)) == 0
@@ -188,13 +188,13 @@ def test_an_edited_algorithm_is_not_taken(tmp_path):
 @pytest.mark.parametrize("changed", ["m512 n512 k4096 f32 x f32 -> f16", "m0 n512 k4096", "a product"])
 def test_a_gemm_that_is_none_is_not_taken(changed):
     with pytest.raises(RuntimeError, match="names no product"):
-        _lib.load().check_gemm_plan("no device", changed, "00" * 64)
+        extension.load().check_gemm_plan("no device", changed, "00" * 64)
 
 
 _PROCESS = """
 import sys, json, hashlib
 import jax, jax.numpy as jnp
-from te_jax import _lib
+from te_jax.core import extension
 from te_jax.ops.gemm import gemm, load_tuning, save_tuning
 path, loads = sys.argv[1], sys.argv[2] == "load"
 taken = load_tuning(path) if loads else None
@@ -205,7 +205,7 @@ for m, n, k, fast in [(512, 1024, 4096, True), (1000, 512, 8192, False), (256, 2
     out = run(operand(0, (m, k)), operand(1, (n, k)))
     bits.append(hashlib.sha256(jax.device_get(out).tobytes()).hexdigest())
 saved = None if loads else save_tuning(path)
-plans = [(p["key"], p["algo"], p["algos"]) for p in _lib.load().gemm_plans() if p["tuned"]]
+plans = [(p["key"], p["algo"], p["algos"]) for p in extension.load().gemm_plans() if p["tuned"]]
 print(json.dumps(dict(taken=taken, saved=saved, bits=bits, plans=plans)))
 """
 
@@ -230,7 +230,7 @@ def test_a_gemm_is_timed_if_it_first_runs_while_all_are_tuned():
     def plan(n):
         x = jnp.ones((n, 208), E4M3)
         jax.block_until_ready(jax.jit(lambda x: gemm(x, x, jnp.float32(1), jnp.float32(1)))(x))
-        return next(p for p in _lib.load().gemm_plans() if p["key"].startswith(f"m{n} n{n} k208 "))
+        return next(p for p in extension.load().gemm_plans() if p["key"].startswith(f"m{n} n{n} k208 "))
 
     before = plan(304)
     assert not before["tuned"] and before["chosen"] == 0

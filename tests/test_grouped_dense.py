@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from te_jax import fp8, recipe
+from te_jax import recipe
 from te_jax.layers import QuantizedKernel, dense, grouped_dense
+from te_jax.state import fp8
 
 T, E, K, N = 141, 3, 150, 40  # blocks of 128 are cut
 SCALES = dict(x=2.0**3, kernel=3.0, grad=2.0**5)
@@ -209,6 +210,6 @@ def test_bad_input(name):
 
 
 def test_mx_warns(monkeypatch):
-    monkeypatch.setattr("te_jax._check.told", set())
+    monkeypatch.setattr("te_jax.core.check.told", set())
     with pytest.warns(UserWarning, match="grouped products are of bf16"):
         jax.eval_shape(lambda: grouped_dense(*ONE, recipe=recipe.MXFP8BlockScaling()))

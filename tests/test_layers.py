@@ -331,9 +331,9 @@ def test_refused(error, text, call):
 
 
 def test_training_that_is_too_small_for_fp8_is_told(monkeypatch):
-    monkeypatch.setattr("te_jax._check.told", set())
+    monkeypatch.setattr("te_jax.core.check.told", set())
     monkeypatch.setattr("te_jax.layers.norm_mlp._PAYS_FROM", PAYS_FROM)
-    monkeypatch.setattr("te_jax._lib.is_built", lambda: True)
+    monkeypatch.setattr("te_jax.core.extension.is_built", lambda: True)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     current = te.recipe.Float8CurrentScaling()

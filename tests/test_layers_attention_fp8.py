@@ -11,12 +11,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 
-from te_jax import checkpoint_policies, fp8
-from te_jax.fp8 import AttentionMetas
+from te_jax import checkpoint_policies
 from te_jax.layers import attention_fp8
 from te_jax.ops.attention import explain_attention
 from te_jax.ops.attention.fp8 import backward_scales, forward_scales
 from te_jax.recipe import DelayedScaling, Format
+from te_jax.state import fp8
+from te_jax.state.fp8 import AttentionMetas
 
 L = 4
 RECIPE = DelayedScaling(amax_history_len=L, fp8_dpa=True)

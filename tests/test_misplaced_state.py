@@ -18,7 +18,8 @@ from probes import Probe, ended
 
 import te_jax as te
 import te_jax.flax as te_flax
-from te_jax import _check, models
+from te_jax import models
+from te_jax.core import check
 from te_jax.recipe import DelayedScaling, Float8CurrentScaling
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -273,7 +274,7 @@ def test_what_no_step_leaves_behind_is_told():
     wrong, ways = [], ("te_jax.flax.TrainState", 'collection="_overwrite_with_gradient"', "te_jax.flax.fp8_masked")
     cases = [*itertools.product(LOOKS.items(), IMPOSSIBLE | POSSIBLE), *itertools.product(LOOKS_SLOWLY.items(), SLOWLY)]
     for (name, call), what in cases:
-        _check.told.clear()
+        check.told.clear()
         collections = {"fp8_metas": metas(**(IMPOSSIBLE | POSSIBLE)[what])}
         said = under_recipe(heard, call, collections)
         right = len(said) == 1 and all(way in said[0] for way in ways) if what in IMPOSSIBLE else not said
@@ -292,7 +293,7 @@ def test_flax_state_over_all_variables():
             params = train_state.TrainState.create(**options).apply_gradients(grads=grads).params
             return params, heard(MODEL.apply, params, X), heard(MODEL.apply, params, X)
 
-    _check.told.clear()
+    check.told.clear()
     for ways in (("_overwrite_with_gradient",), (None, te_flax.fp8_masked)):
         assert trained(*ways)[1:] == ([], [])
     params, first, second = trained(None)
@@ -304,6 +305,6 @@ def test_value_and_grad_looks_at_calls_1_2_4_8():
     grad, looked = te.value_and_grad(lambda c: 2.0), []
     bad = {"fp8_metas": metas(kernel_scale=-jnp.ones(1))}
     for call in range(1, 17):
-        _check.told.clear()
+        check.told.clear()
         looked += [call] if under_recipe(heard, grad, bad) else []
     assert looked == [1, 2, 4, 8, 16]

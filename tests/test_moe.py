@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from te_jax import recipe
-from te_jax._op import Op
+from te_jax.core.op import Op
 from te_jax.layers import MoEOptions, QuantizedKernel, layernorm, moe, quantize_experts
 from te_jax.layers.tensor import Accumulator, Fp8Tensor
 from te_jax.layers.weight import GradientSlot

@@ -20,12 +20,13 @@ from jax.sharding import PartitionSpec as P
 import te_jax as te
 import te_jax.flax as te_flax
 import te_jax.nnx as te_nnx
-from te_jax import fp8, recipe
+from te_jax import recipe
 from te_jax.checkpoint_policies import GEMM, KERNEL, QUANTIZED, save
 from te_jax.layers import MoEOptions, quantize_experts
 from te_jax.nnx.convert import collections_of
 from te_jax.ops.router import RouterOptions, updated_expert_bias
 from te_jax.optim import master_weights
+from te_jax.state import fp8
 
 B, S, H, F, E, K = 2, 12, 32, 48, 4, 2
 RECIPE = recipe.DelayedScaling(amax_history_len=3)
@@ -477,7 +478,7 @@ def test_bias_is_where_it_belongs(monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*z_loss is asked for")
 def test_lost_losses_are_told(monkeypatch):
     """A call that trains, without the collection; the counts are for whoever asks."""
-    monkeypatch.setattr("te_jax._check.told", set())
+    monkeypatch.setattr("te_jax.core.check.told", set())
     variables = jax.eval_shape(BLOCK.init, jax.random.key(0), X)
     jax.eval_shape(lambda v: BLOCK.apply(v, X, deterministic=True), variables)
     with pytest.warns(UserWarning, match="balancing_loss is asked for, but the collection 'losses' is not mutable"):

@@ -17,8 +17,8 @@ import te_jax as te
 import te_jax.flax as te_flax
 import te_jax.nnx as te_nnx
 from te_jax import models
-from te_jax._check import check_names
-from te_jax._names import CALLED, OPPOSITE
+from te_jax.core.check import check_names
+from te_jax.core.names import CALLED, OPPOSITE
 from te_jax.flax import _refused
 from te_jax.flax._calls import KnownArguments, call_signature, field_names, names_of_call, names_of_constructor
 from te_jax.recipe import DelayedScaling, Float8CurrentScaling

@@ -16,7 +16,8 @@ from states import data
 import te_jax as te
 import te_jax.flax as te_flax
 import te_jax.nnx as te_nnx
-from te_jax import _check, recipe
+from te_jax import recipe
+from te_jax.core import check
 
 RNG = np.random.default_rng(0)
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
@@ -144,7 +145,7 @@ def test_a_linen_module_in_the_bridge():
     (history,) = (leaf for path, leaf in jax.tree.leaves_with_path(nnx.state(model)) if "x_amax" in str(path))
     assert history[-1] == jnp.max(jnp.abs(x))
     grad = te_nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))
-    _check.told.clear()
+    check.told.clear()
     with pytest.warns(UserWarning, match="FP8 state of the type _overwrite_with_gradient.* stays as it is; make"):
         grad(model)
     with te.autocast(recipe=DELAYED, collection="fp8_metas"):

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from te_jax import fp8
 from te_jax.layers import attention_fp8
 from te_jax.ops.activation import activation, activation_bwd, activation_fwd, attributes
 from te_jax.ops.attention import dot_product_attention
@@ -17,6 +16,7 @@ from te_jax.ops.norm import norm_fwd
 from te_jax.ops.quantize import quantize, quantize_block
 from te_jax.ops.scaling import results_of, scale_update
 from te_jax.recipe import DelayedScaling
+from te_jax.state import fp8
 from te_jax.stats import TensorStats, fp8_stats_table
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)

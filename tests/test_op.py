@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from op_cases import CASES, E4M3, Case
 
-from te_jax._op import Op, ops
+from te_jax.core.op import Op, ops
 from te_jax.ops.attention import op as attention_op
 from te_jax.ops.attention import reference as attention_reference
 from te_jax.ops.gemm import gemm, gemm_sum

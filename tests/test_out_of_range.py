@@ -9,7 +9,8 @@ import pytest
 from flax import linen as nn
 
 import te_jax.flax as te_flax
-from te_jax import _check, models
+from te_jax import models
+from te_jax.core import check
 from te_jax.models.stack import Model, rows_at
 from te_jax.ops.attention import SequenceDescriptor, dot_product_attention
 
@@ -116,7 +117,7 @@ def test_lengths_out_of_range_are_told(case, monkeypatch):
     """Where their values are known, which they are in a program that has them as constants."""
     fields, words = LENGTHS[case]
     for call in [attend, in_model, *[decode] * (set(fields) == {"seqlens"})]:
-        monkeypatch.setattr(_check, "told", set())
+        monkeypatch.setattr(check, "told", set())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             jax.eval_shape(lambda call=call: call(descriptor(**fields)))

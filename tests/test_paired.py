@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from te_jax import checkpoint_policies as policies
-from te_jax import fp8, recipe
-from te_jax.layers import MoEOptions, QuantizedKernel, experts, moe, quantize_experts
+from te_jax import recipe
+from te_jax.layers import MoEOptions, QuantizedKernel, moe, quantize_experts
+from te_jax.layers.experts import mlp as layer_of_experts
 from te_jax.layers.tensor import Accumulator, Fp8Tensor
 from te_jax.layers.weight import GradientSlot
 from te_jax.ops.activation import attributes
@@ -29,6 +30,7 @@ from te_jax.ops.paired import (
 )
 from te_jax.ops.permute import buffer_rows
 from te_jax.ops.router import RouterOptions
+from te_jax.state import fp8
 
 bf16, f16, f32, E4M3, E5M2 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2
 raw = lambda a: np.asarray(a).reshape(-1).view(np.uint8)
@@ -192,9 +194,9 @@ def in_fp8(rule, wi, wo):
 
 def keep_two_arrays(monkeypatch):
     """In layers that are traced from here on: by a function of their own, for jax keeps the traces of the other."""
-    monkeypatch.setattr(experts, "is_pairable", lambda *_: False)
-    layer = jax.jit(lambda *args: experts._experts(*args), static_argnums=2, inline=True)
-    monkeypatch.setattr(sys.modules["te_jax.layers.moe"], "run_experts", layer)
+    monkeypatch.setattr(layer_of_experts, "is_pairable", lambda *_: False)
+    layer = jax.jit(lambda *args: layer_of_experts._experts(*args), static_argnums=2, inline=True)
+    monkeypatch.setattr(sys.modules["te_jax.layers.experts.block"], "run_experts", layer)
 
 
 RULES = {

@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from te_jax._placement import place, spec_of_sharding
-from te_jax._rule import Rule
+from te_jax.core.placement import place, spec_of_sharding
+from te_jax.core.rule import Rule
 
 MESH = {"a": 4, "b": 2}
 GEMM = SimpleNamespace(replicated=frozenset(), combine={"out": "sum"}, once=frozenset({"c"}), apart=frozenset())

@@ -11,7 +11,7 @@ import pytest
 from layer_cases import data
 from recipe_cases import near, results, uneven
 
-from te_jax import _lib
+from te_jax.core import extension
 from te_jax.layers import Projection, dense, layernorm, layernorm_dense
 from te_jax.ops.gemm import gemm, gemm_block_op
 from te_jax.ops.quantize import quantize_block
@@ -149,7 +149,7 @@ def test_gemm_refuses(monkeypatch):
     with pytest.raises(ValueError, match="te_gemm_block: contract is 0"):
         gemm(x, x, one, one, square=False, contract=0)
     blackwell = type("Device", (), dict(compute_capability="10.0"))
-    monkeypatch.setattr(_lib, "has_cuda_device", lambda: True)
+    monkeypatch.setattr(extension, "has_cuda_device", lambda: True)
     monkeypatch.setattr(jax, "devices", lambda *args: [blackwell])
     operands = x, x, one, one, None, None, None
     with pytest.raises(

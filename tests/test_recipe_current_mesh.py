@@ -16,7 +16,7 @@ from recipe_cases import near, results
 
 import te_jax as te
 import te_jax.flax as te_flax
-from te_jax._types import varying
+from te_jax.core.types import varying
 from te_jax.layers import dense, layernorm_mlp
 from te_jax.recipe import Float8CurrentScaling
 

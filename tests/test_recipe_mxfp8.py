@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from recipe_cases import uneven
 
-from te_jax import _lib
+from te_jax.core import extension
 from te_jax.layers import dense
 from te_jax.ops.gemm import gemm, gemm_mx_op
 from te_jax.ops.quantize import quantize_mx
@@ -133,7 +133,7 @@ def test_gemm_on_cuda(sizes, rng, monkeypatch):
         *operands, bias, c = operands
         want = want - np.asarray(bias, np.float64) - np.asarray(c, np.float64)
         operands += [None, None]
-    monkeypatch.setattr(_lib, "has_cuda_device", lambda: False)  # a GPU here may be too old
+    monkeypatch.setattr(extension, "has_cuda_device", lambda: False)  # a GPU here may be too old
     run = jax.jit(lambda *operands: gemm(*operands, contract=len(sizes[2])))
     text = run.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @__op$block_scaled_dot") == (0 not in sum(sizes, ()))
@@ -162,8 +162,8 @@ def test_gpus_before_blackwell_are_refused(capability, monkeypatch):
     """While a layer is lowered, with the way out."""
     device = type("Device", (), dict(compute_capability=capability))
     devices = jax.devices
-    monkeypatch.setattr(_lib, "has_cuda_device", lambda: True)
-    monkeypatch.setattr(_lib, "require_for_lowering", lambda: None)
+    monkeypatch.setattr(extension, "has_cuda_device", lambda: True)
+    monkeypatch.setattr(extension, "require_for_lowering", lambda: None)
     monkeypatch.setattr(jax, "devices", lambda *args: [device] if args == ("cuda",) else devices(*args))
     x, w = jnp.ones((4, 40)), jnp.ones((40, 8))
     lower = lambda: jax.jit(lambda *a: dense(*a, recipe=RECIPE)).trace(x, w).lower(lowering_platforms=("cuda",))
@@ -177,7 +177,7 @@ def test_gpus_before_blackwell_are_refused(capability, monkeypatch):
 
 def test_each_shard_lowers_to_xlas_product(monkeypatch):
     """2 devices share the contracted axis, 4 the rows."""
-    monkeypatch.setattr(_lib, "has_cuda_device", lambda: False)
+    monkeypatch.setattr(extension, "has_cuda_device", lambda: False)
     mesh = jax.make_mesh((4, 2), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         x, w = jnp.ones((128, 128), out_sharding=P("dp", "tp")), jnp.ones((128, 48), out_sharding=P("tp"))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from te_jax._rule import Operand, Rule
+from te_jax.core.rule import Operand, Rule
 
 BIASED = "q: b... s (g r), k: b... t g, bias?: ~b... ~(g r) s t -> lse: b... (g r) s, dbias?: =bias"
 Q, K = (2, 3, 5, 8), (2, 3, 7, 4)

@@ -13,8 +13,9 @@ from flax import linen as nn
 
 import te_jax as te
 import te_jax.flax as te_flax
-from te_jax import fp8, sharding
+from te_jax import sharding
 from te_jax.recipe import DelayedScaling, Float8CurrentScaling
+from te_jax.state import fp8
 
 RECIPE, OTHER = DelayedScaling(amax_history_len=4), Float8CurrentScaling()
 OUT = "around the call itself.*never around an `await` or a `yield`"

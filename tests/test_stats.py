@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 import te_jax as te
 import te_jax.flax as te_flax
-from te_jax import fp8
-from te_jax.layers.attention_fp8 import attention_fp8
+from te_jax.layers.fp8_attention import attention_fp8
 from te_jax.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
+from te_jax.state import fp8
 from te_jax.stats import TensorStats
 
 L = 4

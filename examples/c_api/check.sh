@@ -9,6 +9,6 @@ cd "$build"  # where no source tree is in the way of what is installed
 cmake -S "$here" -B . -Dte_jax_DIR="$("$python" -c 'import te_jax; print(te_jax.get_cmake_dir())')"
 cmake --build .
 # cuBLASLt of NVIDIA's wheels, if they are there.
-cublas=$("$python" -c 'from te_jax import _lib; print(dict(_lib.library_paths()).get("libcublasLt.so.13", ""))')
+cublas=$("$python" -c 'from te_jax.core import extension; print(dict(extension.library_paths()).get("libcublasLt.so.13", ""))')
 ./te_jax_example ${cublas:+"$cublas"}
 "$python" "$here/with_torch.py"

@@ -8,9 +8,9 @@ import warnings
 from types import ModuleType
 from typing import Any
 
-from te_jax._names import meant
 from te_jax.compat._absent import INTERNAL, why_absent
 from te_jax.compat._install import HOME, NAMES
+from te_jax.core.names import meant
 from te_jax.flax._fields import Module, kinds_of
 from te_jax.flax._refused import Refused
 from te_jax.recipe import Recipe

@@ -7,8 +7,8 @@ from enum import Enum
 
 import jax
 
-from te_jax import _lib
 from te_jax.compat._absent import GetAttr, absent
+from te_jax.core import extension
 
 __getattr__: GetAttr = absent("transformer_engine_jax")
 
@@ -116,7 +116,7 @@ def get_cudnn_version() -> int:
     Programs ask for it to know what attention can do. Where there is no cuDNN it is the oldest one that te_jax takes,
     for its plain JAX computes all that this one does.
     """
-    return _lib.status().cudnn or _lib.CUDNN_MINIMUM
+    return extension.status().cudnn or extension.CUDNN_MINIMUM
 
 
 def get_device_compute_capability(gpu_id: int = 0) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from flax import linen as nn
 
-from te_jax._check import KnownFields, check_names
+from te_jax.core.check import KnownFields, check_names
 from te_jax.flax import _refused
 from te_jax.flax._state import describe
 

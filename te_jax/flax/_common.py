@@ -13,10 +13,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from te_jax._arrays import as_jax
-from te_jax._check import show
-from te_jax._types import like, on_explicit_mesh, varying
 from te_jax.checkpoint_policies import GEMM, named
+from te_jax.core.arrays import as_jax
+from te_jax.core.check import show
+from te_jax.core.types import like, on_explicit_mesh, varying
 from te_jax.flax._calls import field_names
 from te_jax.flax._fields import LORA_SCOPES
 from te_jax.flax._state import describe

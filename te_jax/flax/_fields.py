@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from flax import linen as nn
 
-from te_jax._check import (
+from te_jax.core.check import (
     ARRAY,
     BOOL,
     FLOATING,
@@ -36,12 +36,12 @@ from te_jax.flax import _refused
 from te_jax.flax._calls import KnownArguments
 from te_jax.flax._refused import Refused
 from te_jax.flax._state import describe
-from te_jax.fp8 import COLLECTION
 from te_jax.ops.activation import ACTIVATIONS, check_params
 from te_jax.ops.attention.options import BIAS_TYPE, DESCRIPTOR, MASK_ARRAY, MASK_TYPE, SOFTCAP, SOFTMAX_TYPE, WINDOW
 from te_jax.ops.rope import METHOD, WINDOWS, Scaling, check_rotary
 from te_jax.ops.router import SCORE_FUNCTIONS
 from te_jax.recipe import Recipe
+from te_jax.state.fp8 import COLLECTION
 
 LAYOUTS = ("bs3hd", "bshd_bs2hd", "bshd_bshd_bshd", "t3hd", "thd_t2hd", "thd_thd_thd")
 STRATEGIES = {"DEFAULT": "default", "ALL_GATHER": "all_gather", "ALLGATHER": "all_gather", "RING": "ring"}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from te_jax._types import on_explicit_mesh
+from te_jax.core.types import on_explicit_mesh
 from te_jax.flax._common import (
     Initializer,
     activation_axes,

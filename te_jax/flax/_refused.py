@@ -6,7 +6,7 @@ The names stay fields and call arguments, which keeps the order of the others. W
 
 from dataclasses import dataclass
 
-from te_jax._check import Kind
+from te_jax.core.check import Kind
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from flax import linen as nn
 from flax.core import tracers, unfreeze
 from flax.traverse_util import flatten_dict
 
-from te_jax import _old_state, fp8
-from te_jax._check import did_you_mean
-from te_jax._misplaced import LEAF_NAMES, is_leaf_name, warn_of_impossible
-from te_jax.fp8 import AttentionMetas, DenseMetas, TensorMeta, state_collection
-from te_jax.fp8_metas import check_history_length
+from te_jax.core.check import did_you_mean
 from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.recipe._exclude import excludes
 from te_jax.recipe.delayed import HISTORY, SCALE
+from te_jax.state import fp8, older
+from te_jax.state.fp8 import AttentionMetas, DenseMetas, TensorMeta, state_collection
+from te_jax.state.metas import check_history_length
+from te_jax.state.misplaced import LEAF_NAMES, is_leaf_name, warn_of_impossible
 
 # Attribute of a bound module, {tensor: (recipe, trace, meta)}: the other branch of the fork of each state that the
 # module used in this pass. Each `apply` and each lifted transform binds modules of its own, so the tracers are gone
@@ -136,7 +136,7 @@ def _check_names(module: nn.Module, collection: str):
     for name, leaf in module.variables.get(collection, {}).items():
         if not isinstance(leaf, Mapping) and not is_leaf_name(name):
             old = "te_jax.convert_fp8_metas(collections, recipe) reads this older name"
-            hint = old if _old_state.is_old(name) else did_you_mean(name, LEAF_NAMES)
+            hint = old if older.is_old(name) else did_you_mean(name, LEAF_NAMES)
             raise ValueError(
                 f"{describe(module)}: {collection} has a leaf {name!r}, which no module reads; rename or drop it"
                 f"{f' ({hint})' if hint else ''}."

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from te_jax._check import FLOATING, NONE, plain
+from te_jax.core.check import FLOATING, NONE, plain
 from te_jax.flax._common import dropout_key, floating
 from te_jax.flax._context import Context
 from te_jax.flax._fields import Module, check_call, groups_divide_heads, groups_of
 from te_jax.flax._state import attention_metas, describe, recipe_of
-from te_jax.layers.attention_fp8 import attend_by_recipe
+from te_jax.layers.fp8_attention import attend_by_recipe
 from te_jax.ops.attention import SequenceDescriptor, dot_product_attention
 from te_jax.ops.attention.op import parts_of
 from te_jax.ops.attention.options import check_options, sort_masks, warn_of_padding

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import PartitionSpec
 
-from te_jax._types import align, on_explicit_mesh
+from te_jax.core.types import align, on_explicit_mesh
 from te_jax.flax._common import activation_axes
 from te_jax.flax._context import Context
 from te_jax.flax._state import describe

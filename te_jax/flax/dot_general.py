@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import jax
 from flax import linen as nn
 
-from te_jax._check import FUNCTION, NONE, STRING, check, warn_once
+from te_jax.core.check import FUNCTION, NONE, STRING, check, warn_once
 from te_jax.flax._fields import Module
 from te_jax.flax._state import dense_metas, describe, recipe_of
-from te_jax.fp8 import OVERWRITE_COLLECTION, DenseMetas, check_recipe, state_collection
-from te_jax.layers.dot_general import dot_general, why_not_fp8
+from te_jax.layers.contraction import dot_general, why_not_fp8
 from te_jax.recipe import Recipe
 from te_jax.sharding import check_current_mesh_resource
+from te_jax.state.fp8 import OVERWRITE_COLLECTION, DenseMetas, check_recipe, state_collection
 
 
 class QuantizerSet(NamedTuple):

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from te_jax._arrays import as_jax
-from te_jax._check import integer
-from te_jax._placement import mesh_axes
+from te_jax.core.arrays import as_jax
+from te_jax.core.check import integer
+from te_jax.core.placement import mesh_axes
 from te_jax.flax._common import Axes, Initializer, activation_axes, floating, in_compute_dtype, parameter
 from te_jax.flax._fields import Module, check_call
 from te_jax.flax._state import dense_metas, describe, recipe_of

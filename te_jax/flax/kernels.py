@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from te_jax._check import ARRAY, BOOL, check
-from te_jax._misplaced import warn_of_impossible
+from te_jax.core.check import ARRAY, BOOL, check
 from te_jax.flax._state import describe, not_passed_on, recipe_of
-from te_jax.fp8 import DenseMetas, current_recipe
 from te_jax.layers import QuantizedKernel, quantize_experts, quantize_kernel
 from te_jax.layers.parameters import map_kernels
 from te_jax.layers.tensor import Accumulator, Fp8Tensor
 from te_jax.layers.weight import check_quantized, swap_groups
+from te_jax.state.fp8 import DenseMetas, current_recipe
+from te_jax.state.misplaced import warn_of_impossible
 
 KERNEL_COLLECTION, WGRAD_COLLECTION = "fp8_kernels", "wgrads"
 _NO_KERNELS_HINT = "make the collection anew under this recipe, by te_jax.flax.fp8_kernels, or leave it out"

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from te_jax._check import check, integer, tuple_of
+from te_jax.core.check import check, integer, tuple_of
 from te_jax.flax._common import (
     Axes,
     Dropout,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from te_jax._arrays import as_rank
+from te_jax.core.arrays import as_rank
 from te_jax.flax._common import Axes, Initializer, in_compute_dtype, parameter
 from te_jax.flax._fields import Module, check_call
 from te_jax.flax._state import describe

@@ -12,14 +12,16 @@ from flax.training import train_state
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 
-from te_jax._check import FUNCTION, Kind, check, show
-from te_jax._misplaced import check_no_stray, keys_of, stray_state, warn_of_impossible
-from te_jax.combine import max_fp8_metas, value_and_grad
+from te_jax.core.check import FUNCTION, Kind, check, show
 from te_jax.flax._common import join_trees, split_tree
 from te_jax.flax.kernels import KERNEL_COLLECTION, WGRAD_COLLECTION
 from te_jax.flax.moe import BIAS_COLLECTION, update_expert_bias
-from te_jax.fp8 import FP8_COLLECTION, STATE_COLLECTIONS
-from te_jax.fp8_metas import (
+from te_jax.gradients import max_fp8_metas, value_and_grad
+from te_jax.layers.parameters import gradient_slots
+from te_jax.optim import apply_updates, beside
+from te_jax.optim.master import check_masters
+from te_jax.state.fp8 import FP8_COLLECTION, STATE_COLLECTIONS
+from te_jax.state.metas import (
     check_collections,
     check_same_state,
     map_joined,
@@ -27,9 +29,7 @@ from te_jax.fp8_metas import (
     states_in,
     update_fp8_metas,
 )
-from te_jax.layers.parameters import gradient_slots
-from te_jax.optim import apply_updates, beside
-from te_jax.optim.master import check_masters
+from te_jax.state.misplaced import check_no_stray, keys_of, stray_state, warn_of_impossible
 
 
 class TrainState(train_state.TrainState):

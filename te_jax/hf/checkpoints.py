@@ -15,8 +15,7 @@ from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import te_jax.flax as te_flax
-from te_jax import fp8 as fp8_state
-from te_jax._check import ARRAY, BOOL, FLOATING, NONE, STRING, Kind, check, integer
+from te_jax.core.check import ARRAY, BOOL, FLOATING, NONE, STRING, Kind, check, integer
 from te_jax.hf import files
 from te_jax.hf.carried import carry
 from te_jax.hf.family import Family
@@ -41,6 +40,7 @@ from te_jax.models import ModelConfig
 from te_jax.models.config import Origin
 from te_jax.models.stack import MODEL, VARIABLES, Model
 from te_jax.recipe import Recipe
+from te_jax.state import fp8 as fp8_state
 
 _FOLDER = Kind("the path of a folder", lambda value: isinstance(value, str | os.PathLike))
 _SHARDINGS = Kind("a tree of shardings like the parameters", lambda value: isinstance(value, Mapping))

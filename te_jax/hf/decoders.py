@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from te_jax._check import BOOL, NONE, STRING, number
+from te_jax.core.check import BOOL, NONE, STRING, number
 from te_jax.hf import rules
 from te_jax.hf.family import (
     ALL_SEE_ALL,

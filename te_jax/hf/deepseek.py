@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from te_jax._check import BOOL, NONE, Kind, integer, number
+from te_jax.core.check import BOOL, NONE, Kind, integer, number
 from te_jax.hf import rules
 from te_jax.hf.family import (
     ALL_SEE_ALL,

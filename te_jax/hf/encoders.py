@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from te_jax._check import BOOL, NONE, STRING, one_of
+from te_jax.core.check import BOOL, NONE, STRING, one_of
 from te_jax.hf import rules
 from te_jax.hf.family import DECODER, ELSEWHERE, LAYER, STRAYS, Family, divides, dropout, epsilon, head_dim, tables
 from te_jax.hf.rules import Recast, TensorRule

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from te_jax._check import BOOL, NONE, RATE, Kind, number
+from te_jax.core.check import BOOL, NONE, RATE, Kind, number
 from te_jax.hf import rules, words
 from te_jax.hf.rules import TensorRule
 from te_jax.hf.words import ABSENT, LAYERS, LIST_OF_NAMES, SIZE, Check, Said, Word, stray, unused

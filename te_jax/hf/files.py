@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from te_jax._check import show
+from te_jax.core.check import show
 
 CONFIG, ONE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 # The words of the format for dtypes that numpy, or ml_dtypes beside it, has.

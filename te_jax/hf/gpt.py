@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from te_jax._check import BOOL, NONE, RATE
+from te_jax.core.check import BOOL, NONE, RATE
 from te_jax.hf import rules
 from te_jax.hf.family import (
     ALL_SEE_ALL,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.traverse_util import flatten_dict
 
-from te_jax._check import did_you_mean, show
+from te_jax.core.check import did_you_mean, show
 from te_jax.flax.moe import BIAS_COLLECTION
 from te_jax.hf import files
 from te_jax.hf.families import FAMILIES

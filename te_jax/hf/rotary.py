@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from te_jax._check import NONE, check, integer, number, one_of, show
+from te_jax.core.check import NONE, check, integer, number, one_of, show
 from te_jax.hf.words import ABSENT, TABLE, Said, Word, only, refuse
 from te_jax.models import ModelConfig
 from te_jax.ops.rope import LinearScaling, Llama3Scaling, Scaling, YarnScaling

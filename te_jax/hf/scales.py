@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from te_jax._check import show
+from te_jax.core.check import show
 from te_jax.hf.rules import OF_LINEARS, Recast
 from te_jax.layers import QuantizedKernel
 from te_jax.layers.weight import swap_groups

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from te_jax._check import BOOL, NONE, STRING, Kind, check, integer, number, show
+from te_jax.core.check import BOOL, NONE, STRING, Kind, check, integer, number, show
 from te_jax.flax.moe import MoEBlock, router_of
 from te_jax.flax.transformer import TransformerLayer
 from te_jax.models import ModelConfig

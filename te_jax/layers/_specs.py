@@ -9,7 +9,7 @@ which serves arrays [s, b, ...] too.
 
 from jax.sharding import PartitionSpec
 
-from te_jax._types import on_explicit_mesh
+from te_jax.core.types import on_explicit_mesh
 from te_jax.sharding import current_mesh_resource, entries, spec_of
 
 

@@ -6,13 +6,12 @@ from functools import partial
 import jax
 from jax.typing import ArrayLike
 
-from te_jax import fp8
-from te_jax._arrays import as_jax
-from te_jax._check import BOOL, NONE, STRING, Kind, check, tuple_of
-from te_jax._derivatives import custom_vjp
-from te_jax._types import align, like
+from te_jax.core.arrays import as_jax
+from te_jax.core.check import BOOL, NONE, STRING, Kind, check, tuple_of
+from te_jax.core.derivatives import custom_vjp
+from te_jax.core.types import align, like
 from te_jax.layers.config import Config
-from te_jax.layers.dense import check_dense, dense
+from te_jax.layers.linear import check_dense, dense
 from te_jax.layers.projections import Operands, Static, project
 from te_jax.layers.tensor import wide_of
 from te_jax.layers.weight import Projection, resolve_weight
@@ -20,6 +19,7 @@ from te_jax.ops import norm as norm_op
 from te_jax.ops.gemm import gemm_sum
 from te_jax.recipe import Recipe
 from te_jax.sharding import explicit_spec
+from te_jax.state import fp8
 
 
 def layernorm(

@@ -10,16 +10,16 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from te_jax import _lib, fp8
-from te_jax._arrays import as_jax
-from te_jax._check import NONE, STRING, check, tuple_of, warn_once
-from te_jax._derivatives import custom_vjp
-from te_jax._types import align, like
 from te_jax.checkpoint_policies import STATISTICS, named
+from te_jax.core import extension
+from te_jax.core.arrays import as_jax
+from te_jax.core.check import NONE, STRING, check, tuple_of, warn_once
+from te_jax.core.derivatives import custom_vjp
+from te_jax.core.types import align, like
 from te_jax.layers import projections
 from te_jax.layers.config import Config
-from te_jax.layers.dense import METAS, check_dense, check_residual, dense
 from te_jax.layers.gemms import dgrad, fprop
+from te_jax.layers.linear import METAS, check_dense, check_residual, dense
 from te_jax.layers.norm_dense import layernorm_dense
 from te_jax.layers.produce import Role, produce, quantize_grad, quantize_weight
 from te_jax.layers.tensor import LayerUses, wide_of
@@ -37,6 +37,7 @@ from te_jax.ops import activation as act_op
 from te_jax.ops import norm as norm_op
 from te_jax.recipe import Recipe
 from te_jax.sharding import constrain_to_spec
+from te_jax.state import fp8
 
 METAS_OF_TWO = NONE | tuple_of(METAS, 2)  # of wi and of wo
 _PAYS_FROM = 2**21  # elements of x: GPT layers of widths 1024 to 4096 under delayed scaling, on H100 and H200
@@ -194,7 +195,7 @@ def _heed_size(config: Config) -> None:
     size, device = config.x.size, jax.config.jax_default_device  # a dimension may be a symbol of `jax.export`
     if not isinstance(size, int) or not 0 < size < _PAYS_FROM:
         return
-    if config.stored or all(config.recipe.override_linear_precision) or not _lib.is_built():
+    if config.stored or all(config.recipe.override_linear_precision) or not extension.is_built():
         return
     # Asked last, for it looks for a GPU.
     if (jax.default_backend() if device is None else getattr(device, "platform", device)) in ("gpu", "cuda"):

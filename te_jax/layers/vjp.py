@@ -13,14 +13,14 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from te_jax._types import like, varying
 from te_jax.checkpoint_policies import QUANTIZED
-from te_jax.fp8 import DenseMetas, cotangent
+from te_jax.core.types import like, varying
 from te_jax.layers.config import Config
 from te_jax.layers.gemms import wgrad as wgrad_gemm
 from te_jax.layers.produce import tag
 from te_jax.layers.tensor import Accumulator, Fp8Tensor, wide_of
 from te_jax.layers.weight import Projection
+from te_jax.state.fp8 import DenseMetas, cotangent
 
 
 def jit_layer(layer: Any, static: int) -> Callable[..., Any]:

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from te_jax import fp8
-from te_jax._check import BOOL, check, integer
-from te_jax._derivatives import custom_vjp
+from te_jax.core.check import BOOL, check, integer
+from te_jax.core.derivatives import custom_vjp
 from te_jax.layers.config import Config
 from te_jax.layers.produce import quantize_stacked, quantize_weight
 from te_jax.layers.tensor import Accumulator, Fp8Tensor, LayerUses, Uses
 from te_jax.ops.quantize import FLOAT, block_of_weight, dequantize_weight, transpose
 from te_jax.recipe import Recipe
 from te_jax.sharding import stage_axes
+from te_jax.state import fp8
 
 _WAY_OUT = (
     "quantize the kernel again under the recipe in force, by te_jax.layers.quantize_kernel or te_jax.flax.fp8_params"

@@ -7,7 +7,7 @@ from typing import Any
 
 from flax.core import FrozenDict
 
-from te_jax._check import BOOL, NONE, STRING, Kind, KnownFields, check, integer, number, tuple_of
+from te_jax.core.check import BOOL, NONE, STRING, Kind, KnownFields, check, integer, number, tuple_of
 
 _LAYER_FIELDS = Kind("a dict of fields of te_jax.flax.TransformerLayer", lambda value: isinstance(value, Mapping))
 _KINDS_OF_CONFIG = {

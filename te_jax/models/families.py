@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from te_jax._check import did_you_mean
+from te_jax.core.check import did_you_mean
 from te_jax.models.config import ModelConfig
 from te_jax.ops.rope import Llama3Scaling, YarnScaling
 

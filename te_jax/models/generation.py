@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from te_jax._arrays import known_values
-from te_jax._check import INTEGERS, NONE, Kind, KnownFields, check, integer, number
+from te_jax.core.arrays import known_values
+from te_jax.core.check import INTEGERS, NONE, Kind, KnownFields, check, integer, number
 from te_jax.flax.cache import COLLECTION
 from te_jax.models.causal import CausalLM
 from te_jax.models.encoder import EncoderDecoder

@@ -11,17 +11,17 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec
 
 import te_jax.flax as te_flax
-from te_jax._check import Kind, check
-from te_jax._types import on_explicit_mesh
+from te_jax.core.check import Kind, check
+from te_jax.core.types import on_explicit_mesh
 from te_jax.flax._calls import KnownArguments
 from te_jax.flax._common import parameter
 from te_jax.flax.kernels import KERNEL_COLLECTION
 from te_jax.flax.moe import BIAS_COLLECTION, LOSSES
-from te_jax.fp8 import FP8_COLLECTION
 from te_jax.models.config import ModelConfig
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.sharding import BATCH_AXES, HIDDEN_AXES, SEQLEN_AXES, W_FSDP_AXES, W_NO_SHARD_AXES, W_TP_AXES, explicit_spec
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
+from te_jax.state.fp8 import FP8_COLLECTION
 
 # What each layer has of its own. The last three are of experts: the bias of the choice, terms of the loss, the loads.
 _STACKED = (

@@ -19,16 +19,16 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import ShapeDtypeStruct
 
-from te_jax._amax_type import is_amaxes
-from te_jax._check import Kind, bind, check
-from te_jax._derivatives import custom_vjp
+from te_jax.core.check import Kind, bind, check
+from te_jax.core.derivatives import custom_vjp
 from te_jax.flax._calls import call_signature, field_names, names_of_call, names_of_constructor
 from te_jax.flax._fields import SIZES, check_fields
 from te_jax.flax._state import describe, on_missing_state
 from te_jax.flax.cache import COLLECTION as CACHE
 from te_jax.flax.moe import BIAS_COLLECTION, LOSSES
-from te_jax.fp8 import FP8_COLLECTION, current_recipe, in_collection
-from te_jax.fp8_metas import recipe_with_state
+from te_jax.state.amax_type import is_amaxes
+from te_jax.state.fp8 import FP8_COLLECTION, current_recipe, in_collection
+from te_jax.state.metas import recipe_with_state
 
 
 class Fp8State(nnx.Variable[Any]):

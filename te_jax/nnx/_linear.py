@@ -5,7 +5,7 @@ import inspect
 import jax
 from flax import nnx
 
-from te_jax._check import check_names
+from te_jax.core.check import check_names
 from te_jax.flax._calls import names_of_constructor
 from te_jax.nnx._layer import signature_of
 

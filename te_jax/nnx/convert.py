@@ -7,12 +7,12 @@ from flax import linen as nn
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from te_jax import fp8
-from te_jax._check import Kind, check
-from te_jax.fp8 import check_recipe
-from te_jax.fp8_metas import convert_fp8_metas
+from te_jax.core.check import Kind, check
 from te_jax.nnx._layer import Fp8State, Loss, collection_of
 from te_jax.recipe import Recipe
+from te_jax.state import fp8
+from te_jax.state.fp8 import check_recipe
+from te_jax.state.metas import convert_fp8_metas
 
 AnyModule = TypeVar("AnyModule", bound=nnx.Module)
 

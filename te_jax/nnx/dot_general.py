@@ -9,9 +9,9 @@ from flax import nnx
 from jax import ShapeDtypeStruct
 
 import te_jax.flax as te_flax
-from te_jax.fp8 import FP8_COLLECTION, current_recipe, is_switched_off
 from te_jax.nnx._layer import Layer, warn_of_plain_gradients
 from te_jax.recipe import Recipe
+from te_jax.state.fp8 import FP8_COLLECTION, current_recipe, is_switched_off
 
 _WIDTH = 128  # of the operands that the state is made with; it has the same leaves for all
 

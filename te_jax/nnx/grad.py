@@ -7,14 +7,14 @@ from typing import Any
 from flax import linen as nn
 from flax import nnx
 
-from te_jax._amax_type import errors_of_amaxes
-from te_jax._check import BOOL, FUNCTION, Kind, check, integer, number, warn_once
-from te_jax.combine import check_places, check_result, combine_by_max, reach
+from te_jax.core.check import BOOL, FUNCTION, Kind, check, integer, number, warn_once
 from te_jax.flax.moe import update_expert_bias
-from te_jax.fp8 import FP8_COLLECTION, OVERWRITE_COLLECTION, current_recipe
-from te_jax.fp8_metas import update_fp8_metas
+from te_jax.gradients import check_places, check_result, combine_by_max, reach
 from te_jax.nnx._layer import ExpertBias, Fp8State, Loss
 from te_jax.nnx.convert import collections_of, with_collections
+from te_jax.state.amax_type import errors_of_amaxes
+from te_jax.state.fp8 import FP8_COLLECTION, OVERWRITE_COLLECTION, current_recipe
+from te_jax.state.metas import update_fp8_metas
 
 _DIFFERENTIABLE = Kind(
     "an nnx.Module (nnx.Dict and nnx.List hold several), or its nnx.State",

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from te_jax._amax import amax
-from te_jax._arrays import as_jax
-from te_jax._check import FLOATS_ARRAY, Kind, check, did_you_mean, number
-from te_jax._op import Op
+from te_jax.core.amax import amax
+from te_jax.core.arrays import as_jax
+from te_jax.core.check import FLOATS_ARRAY, Kind, check, did_you_mean, number
+from te_jax.core.op import Op
 from te_jax.ops.quantize import (
     BLOCK,
     INVERSE,

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from te_jax._arrays import as_rank
-from te_jax._check import check, integer
+from te_jax.core.arrays import as_rank
+from te_jax.core.check import check, integer
 
 
 def alibi_slopes(num_heads: int) -> jax.Array:

@@ -4,7 +4,7 @@ from typing import Any, Unpack
 
 import jax
 
-from te_jax._arrays import as_jax
+from te_jax.core.arrays import as_jax
 from te_jax.ops.attention.api import execute
 from te_jax.ops.attention.mesh import Axes, Cut
 from te_jax.ops.attention.options import AttentionKeywords, check_options, takes_options

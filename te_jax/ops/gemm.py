@@ -17,12 +17,12 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from te_jax._arrays import as_jax, as_rank
-from te_jax._check import ARRAY, BOOL, NONE, Kind, check, integer, is_dtype
-from te_jax._derivatives import custom_vjp
-from te_jax._op import Op
-from te_jax._types import align, like, on_explicit_mesh
 from te_jax.checkpoint_policies import GEMM, named
+from te_jax.core.arrays import as_jax, as_rank
+from te_jax.core.check import ARRAY, BOOL, NONE, Kind, check, integer, is_dtype
+from te_jax.core.derivatives import custom_vjp
+from te_jax.core.op import Op
+from te_jax.core.types import align, like, on_explicit_mesh
 from te_jax.ops.gemm_tuning import load_tuning, save_tuning, tune_all  # noqa: F401  (beside what they tune)
 from te_jax.ops.quantize import BLOCK, FLOATS, MX_BLOCK, check_block_gpu, dequantize_rows, dequantize_weight, fill
 

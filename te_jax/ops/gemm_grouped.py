@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from te_jax import _lib
-from te_jax._arrays import as_jax
-from te_jax._check import ARRAY, BOOL, INTEGERS, check, integer
-from te_jax._derivatives import custom_vjp
-from te_jax._op import Op
-from te_jax._types import align, like
 from te_jax.checkpoint_policies import GEMM, named
+from te_jax.core import extension
+from te_jax.core.arrays import as_jax
+from te_jax.core.check import ARRAY, BOOL, INTEGERS, check, integer
+from te_jax.core.derivatives import custom_vjp
+from te_jax.core.op import Op
+from te_jax.core.types import align, like
 from te_jax.ops.gemm import FP8, OUT_DTYPE, add_epilogue, check_factors, dot, dot_last, result_dtypes
 from te_jax.ops.grouped import check_groups, expert_of_row, expert_of_tile, in_tiles, sum_of_experts, tokens_alone
 from te_jax.ops.permute import ALIGNMENT
@@ -145,7 +145,7 @@ def _wide_wgrad_reference(lhs, rhs, offsets, counts, c, *, out_dtype, **_):
 
 def kernel_takes(lhs: jax.Array, counts: jax.Array) -> bool:
     """Whether the kernel multiplies factors of this type for so many experts; XLA does otherwise."""
-    is_hopper = _lib.compute_capability() in (None, HOPPER) and _lib.is_built_for("90a")
+    is_hopper = extension.compute_capability() in (None, HOPPER) and extension.is_built_for("90a")
     return is_hopper and lhs.dtype != jnp.float32 and 1 <= counts.shape[0] <= MOST_EXPERTS
 
 

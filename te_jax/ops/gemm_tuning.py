@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from te_jax import _lib
-from te_jax._check import BOOL, check, show
+from te_jax.core import extension
+from te_jax.core.check import BOOL, check, show
 
 
 def tune_all(on: bool = True) -> None:
@@ -18,7 +18,7 @@ def tune_all(on: bool = True) -> None:
     `load_tuning`. on: False ends it. Raises RuntimeError where the CUDA extension cannot be used.
     """
     check("tune_all", "on", on, BOOL)
-    _lib.load().tune_all_gemms(bool(on))
+    extension.load().tune_all_gemms(bool(on))
 
 
 def save_tuning(path: str | os.PathLike[str]) -> int:
@@ -28,7 +28,7 @@ def save_tuning(path: str | os.PathLike[str]) -> int:
     JSON, one GEMM a line: device kind, cuBLASLt version, what the GEMM is, the algorithm, its ms. Files of several
     kinds of devices may be joined.
     """
-    module = _lib.load()
+    module = extension.load()
     version = module.versions()["cublaslt"]
     chosen = {(p["device"], p["key"]): p for p in module.gemm_plans() if p["tuned"]}
     lines = [
@@ -48,8 +48,8 @@ def load_tuning(path: str | os.PathLike[str]) -> int:
     if one is not of `save_tuning`: if its algorithm is none that the tuner would try on this device (others may add up
     in fewer bits), or if two lines choose otherwise for one GEMM. Then none is taken.
     """
-    module = _lib.load()
-    _lib.has_cuda_device()  # jax takes its devices: the choices are checked on those
+    module = extension.load()
+    extension.has_cuda_device()  # jax takes its devices: the choices are checked on those
     version, taken, chosen = module.versions()["cublaslt"], [], {}
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try:

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from te_jax import _lib
-from te_jax._amax import amax
-from te_jax._op import Op
-from te_jax._types import align
+from te_jax.core import extension
+from te_jax.core.amax import amax
+from te_jax.core.op import Op
+from te_jax.core.types import align
 from te_jax.ops.activation import activation_bwd, activation_fwd, check_same_dtype, kind_of
 from te_jax.ops.permute import ALIGNMENT, Groups
 from te_jax.ops.quantize import (
@@ -276,7 +276,7 @@ def _grouped_cuda(reference, at, call, *operands, names, **attrs):
 
 def _grouped_block_cuda(reference, at, call, *operands, **attrs):
     """As `_grouped_cuda`; the kernel is Hopper's."""
-    if _lib.compute_capability() not in (None, HOPPER):
+    if extension.compute_capability() not in (None, HOPPER):
         return reference(*operands, **attrs)
     return _grouped_cuda(reference, at, call, *operands, **attrs)
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.core import max_dim, min_dim
 
-from te_jax._amax import amax
-from te_jax._arrays import as_jax, as_rank
-from te_jax._check import BOOL, check, number, one_of
-from te_jax._derivatives import custom_vjp
-from te_jax._op import Op
-from te_jax._types import align, like
+from te_jax.core.amax import amax
+from te_jax.core.arrays import as_jax, as_rank
+from te_jax.core.check import BOOL, check, number, one_of
+from te_jax.core.derivatives import custom_vjp
+from te_jax.core.op import Op
+from te_jax.core.types import align, like
 from te_jax.ops.quantize import (
     BLOCK,
     FLOAT,

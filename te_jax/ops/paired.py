@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from te_jax._check import check, integer
-from te_jax._op import Op
 from te_jax.checkpoint_policies import GEMM, named
+from te_jax.core.check import check, integer
+from te_jax.core.op import Op
 from te_jax.ops.activation import check_same_dtype, kind_of
 from te_jax.ops.gemm import check_factors, result_dtypes
 from te_jax.ops.gemm_grouped import (

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.core import max_dim, min_dim
 
-from te_jax._amax import amax
-from te_jax._arrays import as_jax
-from te_jax._check import FLOATS_ARRAY, INTEGERS, check, integer
-from te_jax._derivatives import custom_vjp
-from te_jax._op import Op
-from te_jax._types import align, like
+from te_jax.core.amax import amax
+from te_jax.core.arrays import as_jax
+from te_jax.core.check import FLOATS_ARRAY, INTEGERS, check, integer
+from te_jax.core.derivatives import custom_vjp
+from te_jax.core.op import Op
+from te_jax.core.types import align, like
 from te_jax.ops.quantize import BLOCK, FLOAT, fp8_type, on_hopper, parts, rows_reference, saturate, tiles
 from te_jax.ops.router import MOST_EXPERTS
 from te_jax.ops.source import Source

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from te_jax import _lib
-from te_jax._amax import amax
-from te_jax._check import Kind, array_of, check, is_dtype
-from te_jax._op import Op
+from te_jax.core import extension
+from te_jax.core.amax import amax
+from te_jax.core.check import Kind, array_of, check, is_dtype
+from te_jax.core.op import Op
 from te_jax.ops.source import Source
 from te_jax.recipe._base import scale_of_amax
 from te_jax.recipe.mxfp8 import scale_inv_of_amax
@@ -131,7 +131,7 @@ def unusable(block: int, capability: str) -> str:
 def check_block_gpu(op: str, block: int = BLOCK) -> None:
     """Raises RuntimeError, naming `op`, where the GPU has no products of such blocks: csrc/*_block.cu need not be
     compiled for it."""
-    _lib.check_gpu(op, partial(unusable, block))
+    extension.check_gpu(op, partial(unusable, block))
 
 
 def on_hopper(op: str) -> Callable[..., Any]:

@@ -9,11 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from te_jax._arrays import as_jax, as_rank
-from te_jax._check import FLOATS_ARRAY, INTEGERS, Kind, KnownFields, array_of, check, integer, number, one_of, tuple_of
-from te_jax._derivatives import custom_vjp
-from te_jax._op import Op
-from te_jax._types import align
+from te_jax.core.arrays import as_jax, as_rank
+from te_jax.core.check import (
+    FLOATS_ARRAY,
+    INTEGERS,
+    Kind,
+    KnownFields,
+    array_of,
+    check,
+    integer,
+    number,
+    one_of,
+    tuple_of,
+)
+from te_jax.core.derivatives import custom_vjp
+from te_jax.core.op import Op
+from te_jax.core.types import align
 from te_jax.ops.quantize import FLOATS
 
 GROUP_METHODS = ("consecutive", "alternate")

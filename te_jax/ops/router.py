@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import max_dim, min_dim
 
-from te_jax._arrays import as_jax, as_rank
-from te_jax._check import BOOL, FLOATS_ARRAY, INTEGERS, NONE, KnownFields, check, integer, number, one_of
-from te_jax._derivatives import custom_vjp
-from te_jax._op import Op
-from te_jax._types import align, like
+from te_jax.core.arrays import as_jax, as_rank
+from te_jax.core.check import BOOL, FLOATS_ARRAY, INTEGERS, NONE, KnownFields, check, integer, number, one_of
+from te_jax.core.derivatives import custom_vjp
+from te_jax.core.op import Op
+from te_jax.core.types import align, like
 
 _ROUTER = "te_jax.ops.router"
 SCORE_FUNCTIONS = ("softmax", "sigmoid")

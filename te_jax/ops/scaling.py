@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from te_jax._op import Op
+from te_jax.core.op import Op
 from te_jax.recipe import DelayedScaling
 
 MOST_STATES = 32  # of a call: kMostStates in csrc/ops.h

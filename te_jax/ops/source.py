@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from te_jax._op import Op
+from te_jax.core.op import Op
 from te_jax.recipe._granularity import TENSOR, Granularity
 
 

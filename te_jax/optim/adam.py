@@ -25,13 +25,13 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from te_jax._check import ARRAY, BOOL, FUNCTION, Kind, check, number
-from te_jax._misplaced import stray_state
-from te_jax._placement import mesh_axes
-from te_jax._types import on_explicit_mesh
-from te_jax.fp8 import STATE_COLLECTIONS
+from te_jax.core.check import ARRAY, BOOL, FUNCTION, Kind, check, number
+from te_jax.core.placement import mesh_axes
+from te_jax.core.types import on_explicit_mesh
 from te_jax.layers.parameters import is_kernel
 from te_jax.sharding import entries
+from te_jax.state.fp8 import STATE_COLLECTIONS
+from te_jax.state.misplaced import stray_state
 
 _ADAMW = "te_jax.optim.adamw_fp8"
 _BLOCK = 128  # Elements of the last axis that share a scale.

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from te_jax._check import ARRAY
-from te_jax.fp8 import current_recipe
+from te_jax.core.check import ARRAY
 from te_jax.layers import QuantizedKernel
 from te_jax.layers.parameters import (
     box_array,
@@ -22,6 +21,7 @@ from te_jax.layers.parameters import (
     with_arrays,
 )
 from te_jax.optim.adam import USE_MASTERS, check_no_fp8_state
+from te_jax.state.fp8 import current_recipe
 
 _THIS = "te_jax.optim.master_weights"
 

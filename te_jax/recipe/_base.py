@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from te_jax._check import KnownFields
+from te_jax.core.check import KnownFields
 from te_jax.recipe._granularity import TENSOR, Granularity
 
 

@@ -2,7 +2,7 @@
 
 from fnmatch import fnmatchcase
 
-from te_jax._check import did_you_mean, warn_once
+from te_jax.core.check import did_you_mean, warn_once
 
 _asked: dict[tuple[str, ...], set[str]] = {}  # exclude -> the paths that it was asked about, in this process
 _searched: dict[tuple[str, ...], int] = {}  # exclude -> how many paths there were when strays were looked for

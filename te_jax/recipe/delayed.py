@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from te_jax._amax import amax as largest
+from te_jax.core.amax import amax as largest
 from te_jax.recipe._base import Format, Recipe, bound_scale
 from te_jax.recipe.current import Float8CurrentScaling
 

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from te_jax._placement import mesh_axes
-from te_jax._types import on_explicit_mesh
+from te_jax.core.placement import mesh_axes
+from te_jax.core.types import on_explicit_mesh
 from te_jax.sharding.logical_axes import head_axes, resolve_logical_axes
 from te_jax.sharding.resource import auto_mesh
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from te_jax._check import ARRAY, Kind, check, integer
+from te_jax.core.check import ARRAY, Kind, check, integer
 
 
 def reorder_causal_load_balancing(x: ArrayLike, cp_size: int, axis: int = 1) -> jax.Array:

@@ -6,8 +6,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from te_jax._check import Kind, check
-from te_jax._placement import mesh_axes
+from te_jax.core.check import Kind, check
+from te_jax.core.placement import mesh_axes
 from te_jax.sharding.resource import MeshResource, auto_mesh, check_mesh_resource, current_mesh_resource, mesh_sizes
 
 # Logical axes of activations.

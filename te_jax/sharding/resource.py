@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from te_jax._check import NONE, STRING, Kind, KnownFields, check
-from te_jax._scope import Scope
+from te_jax.core.check import NONE, STRING, Kind, KnownFields, check
+from te_jax.core.scope import Scope
 
 _AXIS = Kind("the name of a mesh axis, or None", (NONE | STRING).is_type, lambda axis: axis != "")
 

@@ -209,7 +209,7 @@ def targets(library: Path) -> dict[str, object]:
 
 def install(library: Path) -> list[str]:
     """Registers the kernels with jax's CPU and lowers their ops to them there -> the ops' names."""
-    from te_jax._op import ops
+    from te_jax.core.op import ops
 
     found = targets(library)
     for name, handler in found.items():

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from te_jax._arrays import as_jax
-from te_jax._check import ARRAY, BOOL, check, warn_once
-from te_jax._types import align
 from te_jax.checkpoint_policies import ATTENTION, named
+from te_jax.core.arrays import as_jax
+from te_jax.core.check import ARRAY, BOOL, check, warn_once
+from te_jax.core.types import align
 from te_jax.ops.attention.context import attend_cut
 from te_jax.ops.attention.form import form_of
 from te_jax.ops.attention.mesh import own_key, undivided_groups, whole_rows

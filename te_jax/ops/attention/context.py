@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from te_jax._types import align
+from te_jax.core.types import align
 from te_jax.ops.attention.context_plan import Layout
 from te_jax.ops.attention.context_run import Rows, Spec, context_attention
 from te_jax.ops.attention.mask import SequenceDescriptor

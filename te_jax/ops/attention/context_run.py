@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from te_jax._derivatives import custom_vjp
-from te_jax._types import align, like, on_explicit_mesh
 from te_jax.checkpoint_policies import ATTENTION, named
+from te_jax.core.derivatives import custom_vjp
+from te_jax.core.types import align, like, on_explicit_mesh
 from te_jax.ops.attention.context_plan import OPEN, Call, Layout, Plan
 from te_jax.ops.attention.form import form_of
 from te_jax.ops.attention.mask import Band, Mask, SequenceDescriptor

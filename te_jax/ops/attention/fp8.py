@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from te_jax import _lib
-from te_jax._amax import amax
-from te_jax._op import Op
+from te_jax.core import extension
+from te_jax.core.amax import amax
+from te_jax.core.op import Op
 from te_jax.ops.attention.mask import Band, Mask
 from te_jax.ops.attention.op import flat
 from te_jax.ops.attention.options import AttentionOptions
@@ -157,7 +157,7 @@ def cudnn_refuses_fp8(q: Any, k: Any, backward: bool = False) -> str:
 @cache
 def gpu_refuses_fp8() -> str:
     """Why this process's GPU has no FP8 attention; "" if it has, or if there is no GPU."""
-    capability = _lib.compute_capability()
+    capability = extension.compute_capability()
     if capability is None or capability.split(".")[0] in ("9", "10"):
         return ""
     return f"the GPU has compute capability {capability}; cuDNN's FP8 attention needs 9.0 (Hopper) or 10.x (Blackwell)"
@@ -194,7 +194,7 @@ def _workspace(kind, q, k, dtype, *, outputs, causal, scale) -> int:
     """The bytes of scratch memory, by cuDNN's plan where there is a GPU; else (cross-lowering) an upper bound."""
     del outputs  # the kernel always has all of them
     (b, s, h, d), (t, g) = q.shape, k.shape[1:3]
-    module = _lib.require_for_lowering()
+    module = extension.require_for_lowering()
     if module:
         return module.attention_fp8_workspace(kind, dtype == E5M2, b, s, t, h, g, d, causal, scale)
     slack = 16 << 20

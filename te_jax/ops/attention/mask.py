@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from te_jax._arrays import as_rank, known_values
-from te_jax._check import plain, warn_once
+from te_jax.core.arrays import as_rank, known_values
+from te_jax.core.check import plain, warn_once
 
 
 class MaskType(NamedTuple):

@@ -8,9 +8,9 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from te_jax._check import BOOL, check
-from te_jax._placement import mesh_axes
-from te_jax._types import on_explicit_mesh, splittable_axes, varying
+from te_jax.core.check import BOOL, check
+from te_jax.core.placement import mesh_axes
+from te_jax.core.types import on_explicit_mesh, splittable_axes, varying
 
 STRATEGIES = ("default", "all_gather", "ring")
 Axes = str | tuple[str, ...] | None

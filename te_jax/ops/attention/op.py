@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from te_jax import _lib
-from te_jax._op import Op
+from te_jax.core import extension
+from te_jax.core.op import Op
 from te_jax.ops.attention import reference
 from te_jax.ops.attention.decode import is_one_query, one_query
 
@@ -44,7 +44,7 @@ def gpu_refuses(d: int, e: int, *, only_band: bool, has_bias: bool, deterministi
 
     only_band: attributes alone say which keys are hidden: no mask, no lengths, no bias.
     """
-    capability = _lib.compute_capability()
+    capability = extension.compute_capability()
     if capability is None:
         return ""
     major = int(capability.split(".")[0])
@@ -59,7 +59,7 @@ def gpu_refuses(d: int, e: int, *, only_band: bool, has_bias: bool, deterministi
         return f"{found}; cuDNN takes head dims over 128, here {max(d, e)}, on 9.0 (Hopper)"
     if major == 10 and has_bias:
         return f"{found}; cuDNN has no gradient of a bias beside lengths there"
-    if major == 10 and deterministic and (drops or _lib.status().cudnn < 91800):
+    if major == 10 and deterministic and (drops or extension.status().cudnn < 91800):
         return f"{found}; cuDNN has no deterministic gradients there before 9.18, nor later with dropout"
     return ""
 
@@ -82,7 +82,7 @@ def _workspace(q, k, v, kv, qkv, bias, segments, *rest, outputs, deterministic=F
     q, _, v = parts_of(*operands)
     (b, s, h, d), (t, g, e) = q.shape, v.shape[1:]
     is_forward, dbias = "out" in outputs, "dbias" in outputs
-    module = _lib.require_for_lowering()
+    module = extension.require_for_lowering()
     if module:
         return module.attention_workspace(
             "fwd" if is_forward else "bwd", "bf16" if q.dtype == jnp.bfloat16 else "f16", b, s, t, h, g, d, e,

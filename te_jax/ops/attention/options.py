@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from te_jax._check import (
+from te_jax.core.check import (
     ARRAY,
     BOOL,
     NONE,

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from te_jax._arrays import as_rank
-from te_jax._derivatives import custom_vjp
+from te_jax.core.arrays import as_rank
+from te_jax.core.derivatives import custom_vjp
 from te_jax.ops.attention.mask import Band, Mask, SequenceDescriptor
 
 HIDDEN = -(2.0**100)

@@ -4,9 +4,8 @@ from typing import Any, NamedTuple, Unpack
 
 from jax.typing import ArrayLike
 
-from te_jax import _lib
-from te_jax._check import NONE, check, one_of
-from te_jax.fp8 import check_recipe, current_recipe
+from te_jax.core import extension
+from te_jax.core.check import NONE, check, one_of
 from te_jax.ops.attention.context import context_refuses
 from te_jax.ops.attention.form import decodes, only_band
 from te_jax.ops.attention.fp8 import fp8_refuses
@@ -14,6 +13,7 @@ from te_jax.ops.attention.mesh import Axes, Cut
 from te_jax.ops.attention.op import cudnn_refuses, cudnn_refuses_backward, gpu_refuses
 from te_jax.ops.attention.options import AttentionKeywords, AttentionOptions, check_options, takes_options
 from te_jax.recipe import Recipe
+from te_jax.state.fp8 import check_recipe, current_recipe
 
 
 class AttentionChoice(NamedTuple):
@@ -111,7 +111,7 @@ def explain_attention(
     if recipe is not None:
         check_recipe("explain_attention", recipe)
     choice = resolve(q, k, v, checked, recipe=recipe if recipe is not None and recipe.fp8_dpa else None)
-    found = "cuda" if _lib.has_cuda_device() else "cpu"
+    found = "cuda" if extension.has_cuda_device() else "cpu"
     if choice.implementation != "cudnn" or (platform or found) == "cuda":
         return choice
     others = {name: reason for name, reason in choice.refused.items() if name != "xla"}

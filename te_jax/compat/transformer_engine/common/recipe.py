@@ -4,8 +4,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from te_jax import recipe as _recipe
-from te_jax._check import check_names, warn_once
 from te_jax.compat._absent import GetAttr, absent
+from te_jax.core.check import check_names, warn_once
 from te_jax.recipe import Format as Format
 from te_jax.recipe import Recipe as Recipe
 

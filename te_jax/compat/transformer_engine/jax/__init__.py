@@ -21,8 +21,8 @@ from te_jax.compat.transformer_engine.jax.quantize import autocast as autocast
 from te_jax.compat.transformer_engine.jax.quantize import fp8_autocast as fp8_autocast
 from te_jax.compat.transformer_engine.jax.quantize import update_collections as update_collections
 from te_jax.compat.transformer_engine.jax.sharding import MeshResource as MeshResource
-from te_jax.fp8 import get_delayed_scaling as get_delayed_scaling
-from te_jax.fp8_metas import update_fp8_metas as update_fp8_metas
 from te_jax.sharding import ShardingResource as ShardingResource
+from te_jax.state.fp8 import get_delayed_scaling as get_delayed_scaling
+from te_jax.state.metas import update_fp8_metas as update_fp8_metas
 
 __getattr__: GetAttr = absent("transformer_engine.jax")

@@ -11,7 +11,6 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from te_jax import sharding
-from te_jax._check import warn_once
 from te_jax.compat._absent import GetAttr, absent
 from te_jax.compat.transformer_engine.jax.flax.transformer import DotProductAttention
 from te_jax.compat.transformer_engine_jax import (
@@ -22,6 +21,7 @@ from te_jax.compat.transformer_engine_jax import (
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
 )
+from te_jax.core.check import warn_once
 from te_jax.ops.attention import MASK_TYPES, explain_attention
 from te_jax.ops.attention import SequenceDescriptor as SequenceDescriptor
 

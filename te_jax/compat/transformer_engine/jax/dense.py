@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from te_jax import layers
-from te_jax._check import warn_once
 from te_jax.compat._absent import GetAttr, absent
 from te_jax.compat._axes import with_sharding_constraint_by_logical_axes as constrain
 from te_jax.compat._collective import CollectiveOpSet, noop_collective_op_set
 from te_jax.compat.transformer_engine.jax.quantize.quantizer import QuantizerSet, noop_quantizer_set
+from te_jax.core.check import warn_once
 
 __getattr__: GetAttr = absent("transformer_engine.jax.dense")
 

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from te_jax._check import FUNCTION, check
 from te_jax.compat._absent import GetAttr, absent
 from te_jax.compat.transformer_engine.jax.dense import grouped_dense
 from te_jax.compat.transformer_engine.jax.quantize.quantizer import QuantizerSet
+from te_jax.core.check import FUNCTION, check
 from te_jax.flax import DenseGeneral as DenseGeneral
 from te_jax.flax import LayerNorm as LayerNorm
 from te_jax.flax import LayerNormDenseGeneral as LayerNormDenseGeneral

@@ -9,18 +9,18 @@ import jax
 import jax.numpy as jnp
 
 import te_jax
-from te_jax import fp8
 from te_jax.__main__ import report
-from te_jax._check import warn_once
 from te_jax.compat._absent import GetAttr, absent
 from te_jax.compat.transformer_engine.common import recipe as recipes
 from te_jax.compat.transformer_engine.jax.quantize.quantizer import AmaxComputeAlgo
 from te_jax.compat.transformer_engine.jax.quantize.scaling_modes import ScalingMode, mode_of, recipe_class
 from te_jax.compat.transformer_engine.jax.sharding import MeshResource, is_mesh_available
 from te_jax.compat.transformer_engine_jax import DType as DType
-from te_jax.fp8 import FP8_COLLECTION
-from te_jax.fp8_metas import update_collections as update_collections
+from te_jax.core.check import warn_once
 from te_jax.recipe import Format, Recipe
+from te_jax.state import fp8
+from te_jax.state.fp8 import FP8_COLLECTION
+from te_jax.state.metas import update_collections as update_collections
 
 __getattr__: GetAttr = absent("transformer_engine.jax.quantize")
 

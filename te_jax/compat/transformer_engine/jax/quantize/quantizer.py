@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from te_jax import fp8
 from te_jax.compat._absent import GetAttr, absent
 from te_jax.compat.transformer_engine.jax.quantize.scaling_modes import ScalingMode, mode_of, recipe_class
 from te_jax.recipe import Recipe
 from te_jax.recipe.delayed import HISTORY
+from te_jax.state import fp8
 
 __getattr__: GetAttr = absent("transformer_engine.jax.quantize")
 

@@ -68,7 +68,7 @@ def mode_of(recipe: Recipe | None) -> ScalingMode:
             return mode
     name = type(recipe).__name__
     raise ValueError(
-        f"{name} has no ScalingMode in TransformerEngine's JAX interface; ask te_jax.fp8.current_recipe()."
+        f"{name} has no ScalingMode in TransformerEngine's JAX interface; ask te_jax.state.fp8.current_recipe()."
     )
 
 

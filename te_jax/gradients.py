@@ -17,13 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from te_jax._amax import amax as amax_of
-from te_jax._amax_type import ARRAYS, errors_of_amaxes, from_amaxes, is_amaxes, movable, to_amaxes
-from te_jax._check import BOOL, FUNCTION, Kind, check, integer, show, tuple_of
-from te_jax._derivatives import custom_vjp
-from te_jax._misplaced import is_bare, warn_of_impossible, with_name
-from te_jax.fp8 import STATE_COLLECTIONS
-from te_jax.fp8_metas import (
+from te_jax.core.amax import amax as amax_of
+from te_jax.core.check import BOOL, FUNCTION, Kind, check, integer, show, tuple_of
+from te_jax.core.derivatives import custom_vjp
+from te_jax.layers.parameters import gradient_slots, has_kernels, with_slots
+from te_jax.ops.scaling import next_states
+from te_jax.recipe.delayed import HISTORY
+from te_jax.state.amax_type import ARRAYS, errors_of_amaxes, from_amaxes, is_amaxes, movable, to_amaxes
+from te_jax.state.fp8 import STATE_COLLECTIONS
+from te_jax.state.metas import (
     check_collections,
     check_history_length,
     check_same_state,
@@ -33,9 +35,7 @@ from te_jax.fp8_metas import (
     states_in,
     update_collections,
 )
-from te_jax.layers.parameters import gradient_slots, has_kernels, with_slots
-from te_jax.ops.scaling import next_states
-from te_jax.recipe.delayed import HISTORY
+from te_jax.state.misplaced import is_bare, warn_of_impossible, with_name
 
 
 @custom_vjp(1, 2, in_fp8=lambda *_: "te_jax.value_and_grad")

@@ -20,7 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from te_jax._types import on_explicit_mesh
+from te_jax.core.types import on_explicit_mesh
 
 _Result = TypeVar("_Result")
 _FIRST_ORDER = (

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import jax
 
-from te_jax import _archs
+from te_jax.core import archs
 
 CUDA_MAJOR = 13  # The extension is built for it and looks up lib*.so.13.
 # 9.15.1. In earlier versions gradients of attention can be NaN (9.12,
@@ -209,11 +209,11 @@ def _without_kernels(architectures: tuple[str, ...], capability: str | None) -> 
     if capability is None:
         return ""
     gpu = tuple(map(int, capability.split(".")))
-    if any(_archs.serves(arch, gpu) for arch in architectures):
+    if any(archs.serves(arch, gpu) for arch in architectures):
         return ""
     way_out = "Install te_jax again on this machine, or with TE_JAX_CUDA_ARCHS=all."
-    if _archs.best(gpu) is None:
-        way_out = f"te_jax has kernels for {', '.join(_archs.ALL)} alone: JAX_PLATFORMS=cpu runs plain JAX."
+    if archs.best(gpu) is None:
+        way_out = f"te_jax has kernels for {', '.join(archs.ALL)} alone: JAX_PLATFORMS=cpu runs plain JAX."
     built = ", ".join(architectures)
     return (
         f"te_jax: the CUDA extension is built for {built}, but this GPU has compute capability {capability}. {way_out}"

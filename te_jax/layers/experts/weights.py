@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from te_jax import fp8
-from te_jax._arrays import as_jax
-from te_jax._check import BOOL, check
+from te_jax.core.arrays import as_jax
+from te_jax.core.check import BOOL, check
 from te_jax.layers.config import Config
 from te_jax.layers.produce import quantize_stacked
 from te_jax.layers.tensor import Fp8Tensor, LayerUses, Uses
@@ -24,6 +23,7 @@ from te_jax.layers.weight import QuantizedKernel, resolve_weight
 from te_jax.ops.quantize import FLOAT
 from te_jax.recipe import Recipe
 from te_jax.sharding import stage_axes
+from te_jax.state import fp8
 
 Parts = tuple[Fp8Tensor, ...]
 ExpertKernel = jax.Array | QuantizedKernel | Sequence[jax.Array | QuantizedKernel]

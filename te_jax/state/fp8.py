@@ -26,12 +26,12 @@ from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
 from te_jax import sharding
-from te_jax._amax import amax as amax_of
-from te_jax._amax import amax_across
-from te_jax._check import BOOL, NONE, Kind, check, one_of
-from te_jax._derivatives import custom_vjp
-from te_jax._scope import Scope
-from te_jax._types import varying
+from te_jax.core.amax import amax as amax_of
+from te_jax.core.amax import amax_across
+from te_jax.core.check import BOOL, NONE, Kind, check, one_of
+from te_jax.core.derivatives import custom_vjp
+from te_jax.core.scope import Scope
+from te_jax.core.types import varying
 from te_jax.ops.scaling import next_state
 from te_jax.ops.source import PerExpert
 from te_jax.recipe import DelayedScaling, Recipe
@@ -214,7 +214,9 @@ def get_delayed_scaling() -> DelayedScaling:
     """
     recipe = current_recipe() or DelayedScaling()
     if not isinstance(recipe, DelayedScaling):
-        raise ValueError(f"get_delayed_scaling: the recipe in force is {recipe}; te_jax.fp8.current_recipe returns it.")
+        raise ValueError(
+            f"get_delayed_scaling: the recipe in force is {recipe}; te_jax.state.fp8.current_recipe returns it."
+        )
     return recipe
 
 
@@ -264,7 +266,7 @@ def direction_of(tensor: str) -> str:
     return "bwd" if tensor.startswith("grad") or tensor in ("do", "dq", "dk", "dv", "dp") else "fwd"
 
 
-@custom_vjp(2, 3, in_fp8=lambda *_: "te_jax.fp8.observe")
+@custom_vjp(2, 3, in_fp8=lambda *_: "te_jax.state.fp8.observe")
 def observe(
     scale: jax.Array, amax_history: jax.Array, recipe: DelayedScaling, direction: str, probe: jax.Array | None = None
 ) -> TensorMeta:
@@ -297,7 +299,7 @@ observe.defvjp(_observe_fwd, _observe_bwd)
 
 
 @partial(jax.jit, inline=True)  # outside of it `jax.shard_map` has no rule for symbolic zeros
-@custom_vjp(in_fp8=lambda: "te_jax.fp8.fork")
+@custom_vjp(in_fp8=lambda: "te_jax.state.fp8.fork")
 def fork(meta: TensorMeta) -> tuple[TensorMeta, TensorMeta]:
     """Two uses of one state, as where a module is applied twice: their amaxes combine by max, not by autodiff's sum."""
     return meta, meta

@@ -15,7 +15,7 @@ from math import prod
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from te_jax._rule import group_of
+from te_jax.core.rule import group_of
 
 
 @dataclass(frozen=True)

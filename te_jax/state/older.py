@@ -16,8 +16,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from te_jax.fp8 import DenseMetas
 from te_jax.recipe.delayed import HISTORY, SCALE
+from te_jax.state.fp8 import DenseMetas
 
 COLLECTION = "fp8_meta_collection"
 _STACKED_ROWS = {"fp8_meta_amax": HISTORY, "fp8_meta_scale": SCALE}  # what has a row for each tensor

@@ -25,12 +25,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
-from te_jax import fp8
-from te_jax._derivatives import custom_vjp
-from te_jax._types import align, like
-from te_jax.layers import head_gemms
-from te_jax.layers.head_gemms import Amaxes, Head
+from te_jax.core.derivatives import custom_vjp
+from te_jax.core.types import align, like
+from te_jax.layers.loss import head_gemms
+from te_jax.layers.loss.head_gemms import Amaxes, Head
 from te_jax.layers.vjp import has_gradient, instantiate, jit_layer
+from te_jax.state import fp8
 
 _LOGITS_BYTES, _LOGITS_BYTES_FP8 = 1 << 30, 1 << 29  # of one chunk; in FP8 the kernel's copies take memory, too
 _LEAST_TOKENS, _ROWS = 1024, 128  # of a chunk, however large the vocabulary; what its tokens are a multiple of

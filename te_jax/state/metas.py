@@ -14,19 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from te_jax import _old_state
-from te_jax._check import Kind, check, did_you_mean
-from te_jax._misplaced import (
-    LEAF_NAMES,
-    check_no_stray,
-    is_known,
-    is_possible,
-    tell_of_impossible,
-    warn_of_impossible,
-    with_name,
-)
-from te_jax._types import like, on_explicit_mesh
-from te_jax.fp8 import (
+from te_jax.core.check import Kind, check, did_you_mean
+from te_jax.core.types import like, on_explicit_mesh
+from te_jax.ops.scaling import apart
+from te_jax.recipe import DelayedScaling, Recipe
+from te_jax.recipe.delayed import HISTORY, SCALE
+from te_jax.state import older
+from te_jax.state.fp8 import (
     ENDINGS,
     FP8_COLLECTION,
     OVERWRITE_COLLECTION,
@@ -36,9 +30,15 @@ from te_jax.fp8 import (
     current_recipe,
     direction_of,
 )
-from te_jax.ops.scaling import apart
-from te_jax.recipe import DelayedScaling, Recipe
-from te_jax.recipe.delayed import HISTORY, SCALE
+from te_jax.state.misplaced import (
+    LEAF_NAMES,
+    check_no_stray,
+    is_known,
+    is_possible,
+    tell_of_impossible,
+    warn_of_impossible,
+    with_name,
+)
 
 _CONVERTER = "te_jax.convert_fp8_metas"  # Errors about stored state name it.
 
@@ -225,7 +225,7 @@ def check_state(what: str, node: Any, path: str = FP8_COLLECTION) -> None:
             continue
         if not ends:
             hint = did_you_mean(name, LEAF_NAMES)
-            hint = f"{_CONVERTER}(collections, recipe) reads this older name" if _old_state.is_old(name) else hint
+            hint = f"{_CONVERTER}(collections, recipe) reads this older name" if older.is_old(name) else hint
             raise ValueError(
                 f"{what}: {at} is no leaf of FP8 state, which are named {{tensor}}{SCALE} and {{tensor}}{HISTORY}; "
                 f"pass the collection as `init` returns it{f' ({hint})' if hint else ''}."
@@ -414,7 +414,7 @@ def convert_fp8_metas(collections: Any, recipe: Recipe) -> Any:
 
 def _with_names_of_today(what: str, collections):
     """`collections`, whose FP8 state has the names of today (`_old_state`)."""
-    old = _old_state.COLLECTION
+    old = older.COLLECTION
     if old in collections:
         if FP8_COLLECTION in collections:
             raise ValueError(f"{what}: collections have both {old!r} and {FP8_COLLECTION!r}; pass one of them.")
@@ -422,5 +422,5 @@ def _with_names_of_today(what: str, collections):
         collections = type(collections)(others)
     names = states_in(collections)
     return update_collections(
-        {name: _old_state.names_of_today(what, collections[name], name) for name in names}, collections
+        {name: older.names_of_today(what, collections[name], name) for name in names}, collections
     )

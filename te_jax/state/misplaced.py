@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from te_jax import _old_state
-from te_jax._check import told, warn_once
-from te_jax.fp8 import (
+from te_jax.core.check import told, warn_once
+from te_jax.recipe.delayed import HISTORY, SCALE
+from te_jax.state import older
+from te_jax.state.fp8 import (
     ENDINGS,
     FP8_COLLECTION,
     OVERWRITE_COLLECTION,
@@ -17,10 +18,9 @@ from te_jax.fp8 import (
     AttentionMetas,
     DenseMetas,
 )
-from te_jax.recipe.delayed import HISTORY, SCALE
 
 LEAF_NAMES = tuple(tensor + end for of in (DenseMetas, AttentionMetas) for tensor in of._fields for end in ENDINGS)
-_HOMES = {*STATE_COLLECTIONS, _old_state.COLLECTION}
+_HOMES = {*STATE_COLLECTIONS, older.COLLECTION}
 
 
 def is_leaf_name(name: str) -> bool:
@@ -38,7 +38,7 @@ def stray_state(tree: Any) -> list[tuple[str, ...]]:
     own FP8 products is none."""
     paths = [keys_of(path) for path, _ in jax.tree.leaves_with_path(tree)]
     paths = {path for path in paths if path and _HOMES.isdisjoint(path)}
-    found = {path for path in paths if _old_state.is_old(path[-1])}
+    found = {path for path in paths if older.is_old(path[-1])}
     for *node, name in paths:
         pair = {(*node, name), (*node, name.removesuffix(HISTORY) + SCALE)}
         of_flax = (*node, "input_scale") in paths
@@ -52,7 +52,7 @@ def is_bare(tree: Any) -> bool:
     if not isinstance(tree, Mapping) or not stray_state(tree):
         return False
     names = [keys_of(path)[-1] for path, _ in jax.tree.leaves_with_path(tree)]
-    return all(name.endswith((*ENDINGS, _old_state.INVERSE)) or _old_state.is_old(name) for name in names)
+    return all(name.endswith((*ENDINGS, older.INVERSE)) or older.is_old(name) for name in names)
 
 
 def with_name(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -68,7 +68,7 @@ def with_name(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
 def check_no_stray(what: str, name: str, collections: Any) -> None:
     """Raises ValueError, naming `what` and the argument `name`, for FP8 state in `collections` where nothing would find
     it: below no name of a collection, or below one that is not at the top."""
-    strays, old = stray_state(collections), _old_state.COLLECTION
+    strays, old = stray_state(collections), older.COLLECTION
     for path, _ in jax.tree.leaves_with_path(collections):
         keys = keys_of(path)
         strays += [keys] if not _HOMES.isdisjoint(keys[1:]) else []

@@ -7,15 +7,14 @@ import jax.numpy as jnp
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 from jax.typing import ArrayLike
 
-from te_jax import fp8
-from te_jax._arrays import as_jax
-from te_jax._check import INTEGERS, NONE, STRING, check, warn_once
-from te_jax._derivatives import custom_vjp
-from te_jax._types import align, like
+from te_jax.core.arrays import as_jax
+from te_jax.core.check import INTEGERS, NONE, STRING, check, warn_once
+from te_jax.core.derivatives import custom_vjp
+from te_jax.core.types import align, like
 from te_jax.layers.config import Config
-from te_jax.layers.dense import check_recipe_and_metas
-from te_jax.layers.experts import rows_of_tokens, rows_source
+from te_jax.layers.experts.mlp import rows_of_tokens, rows_source
 from te_jax.layers.gemms import grouped_dgrad, grouped_fprop, grouped_wgrad
+from te_jax.layers.linear import check_recipe_and_metas
 from te_jax.layers.produce import Role, produce, quantize_stacked
 from te_jax.layers.tensor import LayerUses
 from te_jax.layers.vjp import (
@@ -33,6 +32,7 @@ from te_jax.ops.permute import Groups, combine, group, permute
 from te_jax.ops.quantize import FLOAT, MX_BLOCK
 from te_jax.recipe import Recipe
 from te_jax.sharding import stage_axes
+from te_jax.state import fp8
 
 
 def grouped_dense(

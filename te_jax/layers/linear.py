@@ -6,11 +6,10 @@ import jax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from te_jax import fp8
-from te_jax._arrays import as_jax
-from te_jax._check import ARRAY, NONE, STRING, Kind, check, integer, warn_once
-from te_jax._types import align
 from te_jax.checkpoint_policies import GEMM, named
+from te_jax.core.arrays import as_jax
+from te_jax.core.check import ARRAY, NONE, STRING, Kind, check, integer, warn_once
+from te_jax.core.types import align
 from te_jax.layers._specs import dense_spec
 from te_jax.layers.config import Config
 from te_jax.layers.gemms import plain_sum
@@ -20,6 +19,7 @@ from te_jax.layers.weight import Projection, QuantizedKernel, resolve_weight
 from te_jax.ops.gemm import dot
 from te_jax.ops.quantize import FLOAT
 from te_jax.recipe import Recipe
+from te_jax.state import fp8
 
 
 def dense(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 
-from te_jax._names import asked, closest, meant
+from te_jax.core.names import asked, closest, meant
 
 
 @dataclass(frozen=True)

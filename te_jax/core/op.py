@@ -2,8 +2,8 @@
 
 An `Op` is one jax primitive. On CUDA it lowers to the FFI target of the same name, elsewhere to `reference`. From
 the axis rule follow the shape checks, the result shapes, the vmap rule, the Shardy rule, the per-device call with its
-psum or pmax, and the explicit-sharding types. Derivatives are those of `reference` (`_derivatives.py`). This is the
-file that knows jax's machinery; `_placement.py` says which mesh axes split a call.
+psum or pmax, and the explicit-sharding types. Derivatives are those of `reference` (`core/derivatives.py`). This is the
+file that knows jax's machinery; `core/placement.py` says which mesh axes split a call.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,12 +20,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, ManualAxisType, NamedSharding, PartitionSpec
 
-from te_jax import _lib
-from te_jax._amax import amax_across
-from te_jax._derivatives import differentiate_primitive, with_derivative_of
-from te_jax._placement import place, spec_of_sharding
-from te_jax._rule import Rule, factors_of, is_group
-from te_jax._types import align, splittable_axes, varying
+from te_jax.core import extension
+from te_jax.core.amax import amax_across
+from te_jax.core.derivatives import differentiate_primitive, with_derivative_of
+from te_jax.core.placement import place, spec_of_sharding
+from te_jax.core.rule import Rule, factors_of, is_group
+from te_jax.core.types import align, splittable_axes, varying
 
 _NO_MESH = AbstractMesh((), ())
 # In jaxlib 0.11 a kernel whose result `lax.scan` keeps for the backward pass runs again for the result's other readers
@@ -41,7 +41,7 @@ class Op:
     """A kernel as one jax primitive.
 
     name:       jax primitive, FFI target, HLO op and profiler name in one.
-    rule:       the axes, see `_rule.py`.
+    rule:       the axes, see `core/rule.py`.
     dtypes:     (operand dtypes (None if absent), **attrs) -> the dtypes of all results.
     reference:  plain jax, (operands (None if absent), **attrs) -> all results: the meaning, and the lowering off CUDA.
     replicated: axes that stay on one device. Space-separated names; a group is named like `m...`.
@@ -273,7 +273,7 @@ class Op:
             return lower(ctx.replace(avals_in=plain), *operands)
 
     def _lower_cuda(self, ctx, *operands, **params):
-        _lib.require_for_lowering()
+        extension.require_for_lowering()
         return self._lower(self._run_cuda, ctx, *operands, **params)
 
     # -- derivatives --------------------------------------------------------------------------------------------

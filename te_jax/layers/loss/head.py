@@ -8,19 +8,32 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from te_jax import fp8
-from te_jax._arrays import as_jax
-from te_jax._check import BOOL, FLOATING, INTEGERS, NONE, RATE, STRING, Kind, check, integer, number, one_of, warn_once
-from te_jax._placement import mesh_axes
-from te_jax._types import align, on_explicit_mesh, splittable_axes, varying
+from te_jax.core.arrays import as_jax
+from te_jax.core.check import (
+    BOOL,
+    FLOATING,
+    INTEGERS,
+    NONE,
+    RATE,
+    STRING,
+    Kind,
+    check,
+    integer,
+    number,
+    one_of,
+    warn_once,
+)
+from te_jax.core.placement import mesh_axes
+from te_jax.core.types import align, on_explicit_mesh, splittable_axes, varying
 from te_jax.layers._specs import dense_spec
-from te_jax.layers.cross_entropy import HeadOperands, LossOptions, Plan, cross_entropy
-from te_jax.layers.dense import check_recipe_and_metas
-from te_jax.layers.head_gemms import Head
+from te_jax.layers.linear import check_recipe_and_metas
+from te_jax.layers.loss.cross_entropy import HeadOperands, LossOptions, Plan, cross_entropy
+from te_jax.layers.loss.head_gemms import Head
 from te_jax.layers.weight import QuantizedKernel
 from te_jax.ops.quantize import FLOAT
 from te_jax.recipe import Recipe
 from te_jax.sharding import spec_of, stage_axes
+from te_jax.state import fp8
 
 _MESH_AXES = Kind(
     "None, the name of a mesh axis, or a tuple of names",

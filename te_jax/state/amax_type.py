@@ -17,9 +17,9 @@ from jax import ShapeDtypeStruct, lax
 from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from te_jax._amax import amax, amax_across
-from te_jax._derivatives import custom_vjp
-from te_jax._types import like, varying
+from te_jax.core.amax import amax, amax_across
+from te_jax.core.derivatives import custom_vjp
+from te_jax.core.types import like, varying
 
 # Operations whose gradients jax has for this type, and functions with a gradient of their own.
 _OF_JAX = {

@@ -12,17 +12,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray, max_dim
 
-from te_jax import fp8
-from te_jax._arrays import as_jax, as_rank
-from te_jax._check import BOOL, NONE, STRING, Kind, KnownFields, check, number, warn_once
-from te_jax._derivatives import custom_vjp
-from te_jax._types import align, like
 from te_jax.checkpoint_policies import GEMM, STATISTICS, named
+from te_jax.core.arrays import as_jax, as_rank
+from te_jax.core.check import BOOL, NONE, STRING, Kind, KnownFields, check, number, warn_once
+from te_jax.core.derivatives import custom_vjp
+from te_jax.core.types import align, like
 from te_jax.layers._specs import dense_spec
 from te_jax.layers.config import Config
-from te_jax.layers.dense import check_recipe_and_metas, check_residual
-from te_jax.layers.expert_weights import ExpertKernel, resolve_experts, wide_of_parts
-from te_jax.layers.experts import ExpertOperands, ExpertStatic, run_experts
+from te_jax.layers.experts.mlp import ExpertOperands, ExpertStatic, run_experts
+from te_jax.layers.experts.weights import ExpertKernel, resolve_experts, wide_of_parts
+from te_jax.layers.linear import check_recipe_and_metas, check_residual
 from te_jax.layers.norm_mlp import METAS_OF_TWO, split_residual
 from te_jax.layers.weight import Projection
 from te_jax.ops import activation as act_op
@@ -34,6 +33,7 @@ from te_jax.ops.quantize import FLOAT, MX_BLOCK, parts
 from te_jax.ops.router import RouterOptions, Routing, load_balancing_loss, route, z_loss
 from te_jax.recipe import Recipe
 from te_jax.sharding import stage_axes
+from te_jax.state import fp8
 
 _ROUTER_OPTIONS = Kind("a RouterOptions", lambda value: isinstance(value, RouterOptions))
 

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from te_jax import fp8
-from te_jax._arrays import as_jax
-from te_jax.layers.dense import dense
+from te_jax.core.arrays import as_jax
+from te_jax.layers.linear import dense
 from te_jax.ops.quantize import FLOAT
 from te_jax.recipe import Recipe
 from te_jax.sharding import place_output
+from te_jax.state import fp8
 
 
 def why_not_fp8(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any) -> str | None:

@@ -1,0 +1,1 @@
+"""What ops are made of: the one place that knows jax's machinery, the library, and the checks of arguments."""

@@ -1,0 +1,1 @@
+"""Layers of experts, over rows of groups."""

@@ -1,0 +1,1 @@
+"""The head and its loss."""
