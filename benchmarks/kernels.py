@@ -16,7 +16,7 @@ from .timing import Call
 _GRAPH_LAUNCH = re.compile(r"^cu(da)?GraphLaunch")
 _KERNEL_LAUNCH = re.compile(r"^cu(da)?Launch(Cooperative)?Kernel")
 _CUDA_CALL = re.compile(r"^cu(da)?[A-Z]")
-_EARLY = re.compile(r"\bte_finish\b")  # csrc/finish.cu
+_EARLY = re.compile(r"\bte_finish\b")  # csrc/base/finish.cu
 COPIES = re.compile(r"^(mem(cpy|set)|cuMem(cpy|set))", re.IGNORECASE)
 
 

@@ -178,7 +178,7 @@ def test_ffi_headers_are_those_of_the_oldest_jaxlib():
 
 def declared_handlers():
     """{name: has an initialize stage} as the sources declare them."""
-    sources = [*ROOT.glob("csrc/*.cu"), *ROOT.glob("csrc/*.cc")]
+    sources = [*ROOT.glob("csrc/*/*.cu"), *ROOT.glob("csrc/*/*.cc")]
     found = [match for source in sources for match in HANDLER.findall(source.read_text())]
     assert len({name for _, name in found}) == len(found), "two handlers of one name"
     return {name: bool(init) for init, name in found}

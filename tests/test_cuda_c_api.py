@@ -16,7 +16,7 @@ from te_jax.core import extension
 from te_jax.core.op import ops
 
 pytestmark = pytest.mark.gpu
-SHARES = 16  # csrc/finish.cu: threads that share a column of partial sums
+SHARES = 16  # csrc/base/finish.cu: threads that share a column of partial sums
 
 
 @pytest.fixture(scope="module")

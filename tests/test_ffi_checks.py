@@ -103,7 +103,7 @@ def test_ops_of_hopper_say_so_on_another_gpu(lib):
 def test_a_kernel_without_code_for_the_gpu_is_not_implemented(lib, tmp_path):
     """No failure of CUDA: the caller may take another way."""
     (tmp_path / "main.cc").write_text("""
-#include "status.h"
+#include "base/status.h"
 extern "C" const char* cudaGetErrorString(cudaError_t) { return "as CUDA says it"; }
 extern "C" cudaError_t cudaGetLastError() { return cudaSuccess; }
 extern "C" cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }

@@ -19,14 +19,14 @@ MLIR_TYPE = {"int64_t": "i64", "double": "f64", "bool": "i1"}
 
 def declared_handlers():
     """name -> (number of operands, number of results, {attribute: type}): the TE_HANDLER lines in csrc/, which name the
-    attributes, and the parameters of their launchers in csrc/*.h."""
+    attributes, and the parameters of their launchers in csrc/*/*.h."""
     launchers = {}
-    for path in CSRC.glob("*.h"):
+    for path in CSRC.glob("*/*.h"):
         for name, parameters in re.findall(r"^Status (Launch\w+)\((.*?)\);$", path.read_text(), re.S | re.M):
             types = [parameter.split()[0] for parameter in parameters.split(",")]
             launchers[name] = [kind for kind in types if kind not in ("Stage", "cudaStream_t")]
     handlers = {}
-    for path in CSRC.glob("*.cc"):
+    for path in CSRC.glob("*/*.cc"):
         for match in re.finditer(r"^TE_HANDLER(?:_INIT)?\((.*?)\);$", path.read_text(), re.S | re.M):
             text = match[1]
             name, launcher = (part.strip() for part in text.split(",")[:2])

@@ -15,10 +15,10 @@ pytestmark = pytest.mark.sources
 f32, bf16, f16, E4M3, E5M2 = jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2
 wide = lambda x: np.asarray(x, np.float64)
 FACTORS = {(E4M3, E4M3): 0, (E4M3, E5M2): 1, (E5M2, E4M3): 2, (bf16, bf16): 3, (f16, f16): 4}
-RESULTS = {f16: 10, f32: 11, bf16: 16}  # the numbers of csrc/tensor.h
-# sums (csrc/gemm_grouped.h), left, right, result, bias or c, CTAs of a cluster
+RESULTS = {f16: 10, f32: 11, bf16: 16}  # the numbers of csrc/base/tensor.h
+# sums (csrc/gemm/gemm_grouped.h), left, right, result, bias or c, CTAs of a cluster
 FAST, SPLIT, SQUARES, ROWS = range(4)
-ALONG, RIGHT_ACROSS, BOTH_ACROSS = range(3)  # k, of csrc/gemm_grouped.h, too
+ALONG, RIGHT_ACROSS, BOTH_ACROSS = range(3)  # k, of csrc/gemm/gemm_grouped.h, too
 PRODUCTS = [
     (FAST, E4M3, E4M3, bf16, True, 2),
     (FAST, E4M3, E4M3, f32, False, 1),
@@ -43,9 +43,9 @@ def compiled(folder, name: str):
     include = library.cuda_include()
     if not include:
         pytest.skip("needs g++ and the CUDA headers")
-    for source in (*library.ROOT.glob("csrc/*.*h"), *library.ROOT.glob("tests/host_cuda/*.*")):
-        shutil.copy(source, folder)
-    kernel = folder / "gemm_grouped.cuh"
+    for tree in (library.CSRC, library.HERE):
+        shutil.copytree(tree, folder, dirs_exist_ok=True)
+    kernel = folder / "gemm/gemm_grouped.cuh"
     shared = "extern __shared__ __align__(1024) uint8_t shared[];"
     assert shared in kernel.read_text()
     kernel.write_text(kernel.read_text().replace(shared, "uint8_t* shared = ::cluster::Mine().shared();"))

@@ -74,7 +74,7 @@ def test_a_nan_reaches_every_amax():
 
 
 def test_a_nan_in_a_history_keeps_the_scale():
-    """As in csrc/scaling.cu."""
+    """As in csrc/quantize/scaling.cu."""
     histories = jnp.ones((ROWS, 1024)).at[:, 0].set(0).at[3, 700].set(jnp.nan)
     update = partial(scale_update, outputs=results_of(1), interval=1, margin=0.0, newest=False)
     state = jnp.full((1, ROWS), 3.0), histories[None], jnp.full((1, ROWS), 2.0), jnp.full(1, 448.0)

@@ -156,7 +156,7 @@ def test_many_experts(experts, rng):
 
 @pytest.mark.parametrize("tokens", [17, 8209, 16401])
 def test_counts(tokens, rng):
-    """Of two parts, of more than a CTA has threads, and of as many as there are at most (`csrc/router.cu`)."""
+    """Of two parts, of more than a CTA has threads, and of as many as there are at most (`csrc/experts/router.cu`)."""
     logits = jnp.asarray(rng.standard_normal((tokens, 5)), jnp.float32)
     routing = jax.jit(route, static_argnums=1)(logits, RouterOptions(2))
     np.testing.assert_array_equal(routing.counts, np.bincount(np.ravel(routing.experts), minlength=5))

@@ -34,7 +34,7 @@ CLAMPED_DEFAULTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _sigmoid_gated(x, c0, c1=0.0):
-    """x * sigmoid(c0 x + c1 x**3). It has a derivative of its own, as in csrc/activation.cuh: autodiff would multiply 0
+    """x * sigmoid(c0 x + c1 x**3). It has a derivative of its own, as in csrc/activation/activation.cuh: autodiff would multiply 0
     by inf where x is large."""
     return x * _sigmoid(x, c0, c1)
 
@@ -210,7 +210,7 @@ def _product(xs, order, values):
     return reduce(operator.mul, [_apply(name, x, values) for x, name in zip(xs, order, strict=True)])
 
 
-# The products of two slots have derivatives of their own, in the order of csrc/activation.cuh: what autodiff multiplies
+# The products of two slots have derivatives of their own, in the order of csrc/activation/activation.cuh: what autodiff multiplies
 # first may be inf in f32 where the whole product is not, and inf times a slope of 0 is NaN.
 
 
@@ -255,7 +255,7 @@ def _apply(name: str | Callable, x: jax.Array, values: dict[str, float]) -> jax.
 
 # -- straight to FP8 ------------------------------------------------------------------------------------------
 
-# The kernels of csrc/activation.cu: of slot 0; slot 1, where there is one, is linear (clamped_linear behind
+# The kernels of csrc/activation/activation.cu: of slot 0; slot 1, where there is one, is linear (clamped_linear behind
 # clamped_silu).
 _KINDS = ("gelu", "silu", "relu", "quick_gelu", "squared_relu", "clamped_silu")
 _FUSED = {

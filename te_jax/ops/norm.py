@@ -29,7 +29,7 @@ from te_jax.ops.quantize import (
 from te_jax.ops.source import Source
 
 KINDS = ("layernorm", "rmsnorm")
-_ROWS_PER_CTA, _MOST_CTAS = 8, 132  # csrc/norm_bwd.cu: one CTA on each multiprocessor of an H200, with a partial sum
+_ROWS_PER_CTA, _MOST_CTAS = 8, 132  # csrc/norm/norm_bwd.cu: one CTA on each multiprocessor of an H200, with a partial sum
 
 
 def _factor(gamma, zero_centered, ndim):
@@ -37,7 +37,7 @@ def _factor(gamma, zero_centered, ndim):
     return as_rank(gamma.astype(jnp.float32) + (1.0 if zero_centered else 0.0), ndim)
 
 
-_FAR = 2.0**64  # Squares of larger numbers have no f32: csrc/norm.cuh.
+_FAR = 2.0**64  # Squares of larger numbers have no f32: csrc/norm/norm.cuh.
 
 
 def _rstd(centered, eps):
@@ -72,13 +72,13 @@ def _types(x, gamma, beta, mean, rstd, scale, *, rms, dtype, **_):
 
 
 def _amax_places(x):
-    """csrc/norm.cuh: one for a tile of data_t, and one for four rows at least."""
+    """csrc/norm/norm.cuh: one for a tile of data_t, and one for four rows at least."""
     chunks, strips = tiles(prod(x[:-1]), x[-1])
     return chunks, max(strips, 64)
 
 
 def statistics_workspace(x: Any, *args: Any, **attrs: Any) -> int:
-    """Bytes: mean and rstd of a row, as CTAs hand them to others (csrc/norm_tiles.cuh)."""
+    """Bytes: mean and rstd of a row, as CTAs hand them to others (csrc/norm/norm_tiles.cuh)."""
     return 8 * prod(x.shape[:-1])
 
 

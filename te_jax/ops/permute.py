@@ -24,7 +24,7 @@ from te_jax.ops.router import MOST_EXPERTS
 from te_jax.ops.source import Source
 
 _PERMUTE = "te_jax.ops.permute"
-ALIGNMENT = 128  # of the first rows of groups; csrc/permute.cu has it too
+ALIGNMENT = 128  # of the first rows of groups; csrc/experts/permute.cu has it too
 _CHUNK = 2048  # pairs of a CTA of te_group
 
 

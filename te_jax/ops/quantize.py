@@ -29,7 +29,7 @@ FLOAT = array_of(*FLOATS, text="an array of float32, bfloat16 or float16")
 FP8_TYPE = Kind(
     "float8_e4m3fn or float8_e5m2", is_dtype, lambda value: jnp.dtype(value) in (jnp.float8_e4m3fn, jnp.float8_e5m2)
 )
-_TILE_ROWS, _TILE_COLUMNS = 256, 64  # csrc/tile.cuh
+_TILE_ROWS, _TILE_COLUMNS = 256, 64  # csrc/quantize/tile.cuh
 
 
 def fp8_type(op: str, dtype: DTypeLike) -> Any:

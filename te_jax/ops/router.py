@@ -139,7 +139,7 @@ def _logs(logits, options: RouterOptions):
     return jax.nn.log_softmax(logits, -1) if options.score_function == "softmax" else logits
 
 
-_LEAST_SUM, _SMALL_SUM, _LARGER = 1e-20, 1e-10, 46.0  # csrc/router.cu
+_LEAST_SUM, _SMALL_SUM, _LARGER = 1e-20, 1e-10, 46.0  # csrc/experts/router.cu
 
 
 def _over_sum(scores, logs):
@@ -203,7 +203,7 @@ def _backward_reference(dweights, logits, experts, **options):
 
 # ---- the ops -------------------------------------------------------------------------------------
 
-MOST_EXPERTS = 1024  # of the kernels of routers and of te_group: csrc/ops.h
+MOST_EXPERTS = 1024  # of the kernels of routers and of te_group: csrc/base/ops.h
 
 
 def _cuda(reference, call, *operands, **options):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from te_jax.core.op import Op
 from te_jax.recipe import DelayedScaling
 
-MOST_STATES = 32  # of a call: kMostStates in csrc/ops.h
+MOST_STATES = 32  # of a call: kMostStates in csrc/base/ops.h
 State = tuple[jax.Array, jax.Array]  # the scale f32[..., 1] and the history f32[..., L] of a tensor
 
 

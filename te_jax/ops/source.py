@@ -21,7 +21,7 @@ class PerExpert(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A tensor [*m, *n] that is quantized where it is read or computed; on the host what a `Source` of csrc/tile.cuh is
+    """A tensor [*m, *n] that is quantized where it is read or computed; on the host what a `Source` of csrc/quantize/tile.cuh is
     in a kernel.
 
     An op that writes it in FP8 has results `data` and `data_t` in this order of axes and transposed. One of scales of

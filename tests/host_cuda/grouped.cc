@@ -2,7 +2,7 @@
 // its numbers and arrays, to the standard output the result.
 #include "cluster.h"
 //
-#include "gemm_grouped.cuh"
+#include "gemm/gemm_grouped.cuh"
 
 namespace {
 

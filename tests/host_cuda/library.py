@@ -15,7 +15,9 @@ from pathlib import Path
 import jax
 from jax.interpreters import mlir
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+CSRC = ROOT / "csrc"
 SOURCES = (
     "quantize",
     "quantize_block",
@@ -38,7 +40,7 @@ _LAUNCH = re.compile(r"(\w+)<<<(.+?), (.+?), (.+?), stream>>>\((.*?)\);", re.DOT
 _KERNEL = re.compile(r"(__global__ void[^{;]*?\)) \{ *\\?\n.*?(?:\n\}\n|\n  \} +(\\)\n)", re.DOTALL)
 _DYNAMIC_SHARED = re.compile(r"extern __shared__ (\w+) (\w+)\[\];")
 _TAIL = """
-#include "registry.h"
+#include "base/registry.h"
 #include <cstring>
 extern "C" const char* te_host_name(size_t i) { return i < te::Registry().size() ? te::Registry()[i].name : nullptr; }
 extern "C" void* te_host_handler(size_t i) { return reinterpret_cast<void*>(te::Registry()[i].execute); }
@@ -72,8 +74,8 @@ _LAUNCHED = '::te::Status{::te::Status::kUnimplemented, "launched"}'
 _NO_GPU = f"""
 #include <cudaTypedefs.h>
 
-#include "gemm.h"
-#include "gemm_grouped.h"
+#include "gemm/gemm.h"
+#include "gemm/gemm_grouped.h"
 namespace te {{
 Status FindGemm(cudaStream_t, const GemmKey&, GemmChoice*) {{ return {_LAUNCHED}; }}
 Status Matmul(cudaStream_t, cublasLtHandle_t, const GemmKey&, const Algo&, const GemmOperands&) {{
@@ -94,8 +96,8 @@ extern "C" cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int)
 """
 
 _NO_CUDNN = """
-#include "attention_fp8_plan.h"
-#include "attention_segments.h"
+#include "attention/attention_fp8_plan.h"
+#include "attention/attention_segments.h"
 namespace te {
 GraphRecipe AttentionRecipe(const AttentionKey&) { return {}; }
 GraphRecipe Fp8AttentionRecipe(const Fp8Attention&) { return {}; }
@@ -133,11 +135,17 @@ def _of_launchers_in(sources: str, handlers: str) -> str:
 
 def _absent_launchers(sources: str) -> str:
     """Those that the sources lack, as functions that say so: the C interface names all."""
-    text = (ROOT / "csrc/ops.h").read_text()
+    text = _source("ops.h")
     declared = re.findall(r"^Status (Launch\w+)(\(.*?\));$", text, re.MULTILINE | re.DOTALL)
     absent = [name + of for name, of in declared if not re.search(rf"^Status {name}\(", sources, re.MULTILINE)]
     bodies = "\n".join(f"Status {each} {{ return {_LAUNCHED}; }}" for each in absent)
-    return f'#include "ops.h"\nnamespace te {{\n{bodies}\n}}\n'
+    return f'#include "base/ops.h"\nnamespace te {{\n{bodies}\n}}\n'
+
+
+def _source(name: str) -> str:
+    """The text of the file of csrc that is called so."""
+    [path] = CSRC.rglob(name)
+    return path.read_text()
 
 
 def cuda_include() -> str:
@@ -162,16 +170,14 @@ def build_handlers(folder: Path, cuda_include: str) -> Path:
 
 
 def _compile(folder: Path, cuda_include: str, sources, parts: dict, *flags: str, launches: bool = True) -> Path:
-    here = Path(__file__).parent
-    (folder / "include").mkdir()
-    for path in (*ROOT.glob("csrc/*.*"), *ROOT.glob("csrc/include/*.*")):
-        if path.suffix in (".h", ".cuh"):
-            (folder / path.relative_to(ROOT / "csrc")).write_text(as_cpp(path.read_text(), launches))
-    for path in here.glob("*.*h"):
-        (folder / path.name).write_text(path.read_text())
+    for path in CSRC.glob("*/*.*h"):
+        (folder / path.parent.name).mkdir(exist_ok=True)
+        (folder / path.relative_to(CSRC)).write_text(as_cpp(path.read_text(), launches))
+    for path in HERE.rglob("*.*h"):  # PTX as C++, in place of csrc
+        (folder / path.relative_to(HERE)).write_text(path.read_text())
     run = lambda name: launches or name in LAUNCHED
-    units = {Path(name).stem: as_cpp((ROOT / "csrc" / name).read_text(), run(name)) for name in sources}
-    text, handlers = "\n".join(units.values()), (ROOT / "csrc/handlers.cc").read_text()
+    units = {Path(name).stem: as_cpp(_source(name), run(name)) for name in sources}
+    text, handlers = "\n".join(units.values()), _source("handlers.cc")
     units |= parts | {"handlers": _of_launchers_in(text, handlers), "absent": _absent_launchers(text)}
     for name, part in units.items():
         (folder / f"{name}.cc").write_text('#include "head.h"\n' + part)

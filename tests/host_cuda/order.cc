@@ -2,7 +2,7 @@
 // the tiles in the order of CTAs.
 #include <cstdio>
 
-#include "gather_order.cuh"
+#include "experts/gather_order.cuh"
 
 int main() {
   long tokens, piece, chunks, strips, topk;

@@ -3,7 +3,7 @@
 // items of each worker in turn.
 #include <cstdio>
 
-#include "gemm_grouped_scheduler.cuh"
+#include "gemm/gemm_grouped_scheduler.cuh"
 
 int main() {
   int rows, columns, span, band, workers;

@@ -1,0 +1,80 @@
+// Sums and maxima over a warp, over the threads of one row, over a CTA. No atomics: the order, so the result,
+// is fixed.
+#pragma once
+
+#include "base/ptx.cuh"
+
+namespace te {
+
+constexpr int kMostWarps = 32;  // in a CTA
+
+// Index of the thread's warp in a CTA whose blockDim.x is a multiple of 32, and of the thread in its warp.
+__device__ __forceinline__ int WarpIndex() { return (threadIdx.y * blockDim.x + threadIdx.x) / 32; }
+__device__ __forceinline__ int Lane() { return threadIdx.x % 32; }
+
+__device__ __forceinline__ float WarpSum(float v) {
+#pragma unroll
+  for (int other = 16; other > 0; other /= 2) v += __shfl_xor_sync(~0u, v, other);
+  return v;
+}
+
+__device__ __forceinline__ unsigned WarpMax(unsigned v) { return __reduce_max_sync(~0u, v); }
+__device__ __forceinline__ unsigned WarpSumOfInts(unsigned v) { return __reduce_add_sync(~0u, v); }
+
+// A barrier of the blockDim.x threads that share a threadIdx.y: the rows of a CTA do not wait for each other.
+// Of the 16 barriers of a CTA, 0 is __syncthreads': at most 15 rows of more than a warp each.
+__device__ __forceinline__ void RowBarrier() {
+  if (blockDim.x == 32) return __syncwarp();
+  NamedBarrier(threadIdx.y + 1, blockDim.x);
+}
+
+// Sums of two values over the blockDim.x threads (a multiple of 32, at most 512) that share a threadIdx.y;
+// all of these take part. Calls in sequence alternate between two scratch[kMostWarps]: one barrier each is
+// then enough, because whoever writes a scratch again has met all its readers at the barrier of the call
+// between. One half of a warp sums a, the other b: that takes half the shuffles.
+__device__ __forceinline__ float2 RowSum(float a, float b, float2* scratch) {
+  const int half = Lane() / 16, warps = blockDim.x / 32;
+  const auto sum_half = [](float v) {
+#pragma unroll
+    for (int other = 8; other > 0; other /= 2) v += __shfl_xor_sync(~0u, v, other);
+    return v;
+  };
+  float v = sum_half((half ? b : a) + __shfl_xor_sync(~0u, half ? a : b, 16));
+  if (warps > 1) {
+    if (Lane() % 16 == 0) (half ? scratch[WarpIndex()].y : scratch[WarpIndex()].x) = v;
+    RowBarrier();
+    const float2* mine = scratch + threadIdx.y * warps + Lane() % 16;
+    v = sum_half(Lane() % 16 < warps ? (half ? mine->y : mine->x) : 0.f);
+  }
+  return make_float2(__shfl_sync(~0u, v, 0), __shfl_sync(~0u, v, 16));
+}
+
+__device__ __forceinline__ float RowSum(float v, float2* scratch) {
+  v = WarpSum(v);
+  const int warps = blockDim.x / 32;
+  if (warps == 1) return v;
+  if (Lane() == 0) scratch[WarpIndex()].x = v;
+  RowBarrier();
+  const int lane = Lane() % 16;
+  v = lane < warps ? scratch[threadIdx.y * warps + lane].x : 0.f;
+#pragma unroll
+  for (int other = 8; other > 0; other /= 2) v += __shfl_xor_sync(~0u, v, other);
+  return v;
+}
+
+// What of_warp makes of a warp's values, and 0 of zeros, over the CTA; in its first warp. scratch[kMostWarps]
+// must not be in use.
+template <typename OfWarp>
+__device__ __forceinline__ unsigned OfCta(unsigned v, unsigned* scratch, OfWarp of_warp) {
+  v = of_warp(v);
+  if (Lane() == 0) scratch[WarpIndex()] = v;
+  __syncthreads();
+  const int warps = blockDim.x * blockDim.y / 32;
+  return WarpIndex() == 0 ? of_warp(Lane() < warps ? scratch[Lane()] : 0) : 0;
+}
+
+__device__ __forceinline__ unsigned CtaMax(unsigned v, unsigned* scratch) {
+  return OfCta(v, scratch, WarpMax);
+}
+
+}  // namespace te

@@ -1,0 +1,142 @@
+// The gradient of the MLP's activation over rows in groups, as FP8 of both layouts in the place of x, which
+// is as many bytes. Bytes per element of x: 2 read and 2 written, and those of dy.
+//
+// A CTA has a square of 128 x 128 of each slot: it has read all of x there before it writes. Line i of a
+// square has the FP8 of its row i, then those of its column i (te_jax/ops/paired.py).
+
+#include "activation/activation.cuh"
+#include "base/ops.h"
+#include "experts/groups.cuh"
+
+namespace te {
+namespace {
+
+constexpr int kSquare = kGroupRows;
+constexpr int kThreads = 256;
+constexpr int kPassRows = 64, kPasses = kSquare / kPassRows;  // of a square's rows, 4 neighbours a thread
+constexpr int kWords = kSquare / 4;                           // of 4 FP8, of a line's half
+
+struct SquareResults {
+  const float* scale;  // f32 [experts] or [1]
+  uint8_t* paired;     // [m, slots, n], numbers of 2 bytes
+  float* amax;         // [m / kSquare, strips] or nullptr
+  int64_t n;
+  unsigned strips;  // squares of a slot's columns
+  bool e5m2;
+};
+
+// The columns of a square, of kWords words. The xor moves words by fours: the 8 groups of 8 columns and the 4
+// words that a warp writes at once lie in all banks, and 16 bytes stay in one piece.
+__device__ __forceinline__ int SquareWord(int column, int word) {
+  return column * kWords + (word ^ (column / 8 * 4) % kWords);
+}
+
+// 4 rows of 8 columns, of which each has a word for the columns 0..3 and one for 4..7 -> the columns.
+__device__ __forceinline__ void StoreColumnsOf(const uint2 (&rows)[4], uint32_t* square, int column,
+                                               int word) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t q[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) q[i] = half ? rows[i].y : rows[i].x;
+    Transpose4x4(q[0], q[1], q[2], q[3]);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) square[SquareWord(column + half * 4 + j, word)] = q[j];
+  }
+}
+
+template <typename Source>
+__global__ void __launch_bounds__(kThreads, Source::kCtas)
+    te_activation_grouped_paired_bwd(const Source source, const SquareResults a) {
+  constexpr int kSlots = Source::kSlots, kWindow = Source::kWindow, kRows = 4 * kPasses;
+  alignas(16) __shared__ uint32_t columns[kSlots][kSquare * kWords];
+  __shared__ unsigned amax_of_warps[kMostWarps];
+  const int64_t row0 = int64_t{blockIdx.x / a.strips} * kSquare;
+  const unsigned strip = blockIdx.x % a.strips;
+  const auto bands = source.groups.At(row0, a.scale);
+  if (bands.unused) return;
+  // A warp has 64 columns of 16 rows.
+  const int warp = WarpIndex(), lane = Lane();
+  const int c = (warp % 2 * 8 + lane % 8) * 8, r = (warp / 2 * 4 + lane / 8) * 4;  // in the first pass
+  const auto row_of = [=](int k) { return k / 4 * kPassRows + r + k % 4; };
+  const auto load = [&](int k) {
+    return source.template Load<true>(row0 + row_of(k), strip * kSquare + c,
+                                      row_of(k) < bands.ends[0] ? 8 : 0);
+  };
+  typename Source::Raw window[kWindow];
+#pragma unroll
+  for (int k = 0; k < kWindow; ++k) window[k] = load(k);
+  float amax = 0.f;
+  uint2 q[kSlots][kPasses][4];
+#pragma unroll
+  for (int k = 0; k < kRows; ++k) {
+    const float factor = row_of(k) < bands.ends[0] ? bands.scales[0] : 0.f;  // for it may not be finite
+    float f[kSlots][8];
+    source.Values(window[k % kWindow], f);
+    if (k + kWindow < kRows) window[k % kWindow] = load(k + kWindow);
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) amax = MaxNan(amax, fabsf(f[s][j])), f[s][j] *= factor;
+      uint2(&rows)[4] = q[s][k / 4];
+      Quantize8(f[s], a.e5m2, rows[k % 4].x, rows[k % 4].y);
+      if (k % 4 == 3) StoreColumnsOf(rows, columns[s], c, row_of(k) / 4);
+    }
+  }
+  const unsigned peak = CtaMax(__float_as_uint(amax), amax_of_warps);  // its barrier: all is read, all stored
+  if (a.amax && threadIdx.x == 0) a.amax[blockIdx.x] = __uint_as_float(peak);
+#pragma unroll
+  for (int s = 0; s < kSlots; ++s) {
+    const int64_t line = 2 * a.n * kSlots;  // bytes
+    uint8_t* const square = a.paired + row0 * line + 2 * (s * a.n + int64_t{strip} * kSquare);
+#pragma unroll
+    for (int k = 0; k < kRows; ++k)
+      __stcs(reinterpret_cast<uint2*>(square + row_of(k) * line + c), q[s][k / 4][k % 4]);
+#pragma unroll
+    for (int i = threadIdx.x; i < kSquare * kWords / 4; i += kThreads) {
+      const int column = i / (kWords / 4), word = i % (kWords / 4) * 4;
+      __stcs(reinterpret_cast<uint4*>(square + column * line + kSquare + word * 4),
+             *reinterpret_cast<const uint4*>(&columns[s][SquareWord(column, word)]));
+    }
+  }
+}
+
+}  // namespace
+
+Status LaunchActivationGroupedPairedBwd(cudaStream_t stream, Arg dy, Arg x, Arg offsets, Arg counts,
+                                        Arg scale, Ret paired, Ret amax, Ret workspace, int64_t kind,
+                                        double limit, double alpha, double glu_linear_offset, bool e5m2) {
+  const char* op = "te_activation_grouped_paired_bwd";
+  ActivationCall of;
+  TE_TRY(ExpectRank(op, "x", x, 4, true));
+  TE_TRY(Expect(op, {{"x", x, kHalves, Axes(x).First(3) + Axes{kSquare}}}));
+  const int64_t sizes[] = {x.sizes[0], x.sizes[1], x.sizes[2] * kSquare};
+  TE_TRY(GetActivation(op, {x.data, x.type, sizes, 3}, 3, kind, limit, alpha, glu_linear_offset, &of));
+  const int64_t m = of.m.count(), strips = x.sizes[2], squares = m / kSquare * strips;
+  GroupRows groups;
+  TE_TRY(ExpectGroups(op, offsets, counts, scale, true, m, &groups));
+  TE_CHECK(squares <= INT32_MAX, "%s: x has too many elements", op);
+  TE_TRY(Expect(op, {{"dy", dy, x.type, of.m + Axes{of.f}},
+                     {"paired", paired, x.type, Axes(x)},
+                     {"amax", amax, F32, {groups.experts}, kOptional},
+                     {"workspace", workspace, U8, {Present(amax) ? squares * 4 : 0}}}));
+  for (const Tensor& a : {Tensor(dy), Tensor(x), Tensor(paired)})
+    TE_CHECK(Aligned(Data<void>(a)), "%s: arrays must be aligned to 16 bytes", op);
+  if (squares == 0) return Zero(stream, {amax});
+  float* const parts = Data<float>(workspace);
+  const SquareResults results{Data<float>(scale), Data<uint8_t>(paired), parts, of.f, unsigned(strips), e5m2};
+  const auto launch = [&]<typename T, int kA>() -> Status {
+    using Source = GroupSource<GradientSource<T, kA>>;
+    const Source source{{Data<T>(dy), Data<T>(x), unsigned(of.f), of.act}, groups};
+    te_activation_grouped_paired_bwd<<<unsigned(squares), kThreads, 0, stream>>>(source, results);
+    TE_LAUNCHED();
+  };
+  const auto of_slots = [&]<typename T>() {
+    return of.a == 1 ? launch.template operator()<T, 1>() : launch.template operator()<T, 2>();
+  };
+  TE_TRY(x.type == BF16 ? of_slots.template operator()<__nv_bfloat16>()
+                        : of_slots.template operator()<__half>());
+  return FinishGroups(stream, groups, m, {{parts, F32, &squares, 1}, kNone}, amax, kNone);
+}
+
+}  // namespace te

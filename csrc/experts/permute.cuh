@@ -1,0 +1,75 @@
+// What te_permute and te_permute_block read: rows of x by the slots of a buffer, whose groups, the runs of
+// rows of one expert, begin at multiples of 128.
+#pragma once
+
+#include "base/check.h"
+#include "base/fp8.cuh"
+#include "experts/gather_order.cuh"
+
+namespace te {
+
+constexpr int64_t kMostRows = (int64_t{1} << 31) - 1;  // of a buffer: their numbers are ints
+
+// Rows of x, each with a weight; zeros where a row of the buffer pads a group.
+template <typename T>
+struct GatheredRows {
+  struct Raw {
+    Vec<T, 8> x;
+    float weight;
+  };
+  const T* x;            // [tokens, n]
+  const int* slots;      // [m]: token * topk + choice, below 0 where a row pads
+  const float* weights;  // [tokens, topk] or nullptr
+  const int* end;        // of the last group
+  int64_t n;
+  Divisor topk;
+  GatherOrder order;
+
+  // Of a call that is as ExpectGather says, of a row and more, in tiles of rows x columns.
+  static GatheredRows Of(Arg x, Arg slots, Arg offsets, Arg weights, int64_t topk, int rows, int columns) {
+    const int* end = Data<int>(offsets) + Axes(offsets).last() - 1;
+    const int64_t n = Axes(x).last(), tokens = Axes(x).Without(1).count();
+    const GatherOrder order(tokens, columns * int64_t{sizeof(T)}, CeilDiv(slots.count(), rows),
+                            CeilDiv(n, columns), topk);
+    return {Data<T>(x), Data<int>(slots), Data<float>(weights), end, n, Divisor(unsigned(topk)), order};
+  }
+
+  // Whether no group reaches row `row0` or one behind it: nobody reads what is there.
+  __device__ __forceinline__ bool Skips(int64_t row0) const { return row0 >= *end; }
+
+  // The slots of 4 rows of the buffer, of which `rows` are inside; row is a multiple of 4.
+  __device__ __forceinline__ void ReadSlots(int64_t row, int rows, int* out) const {
+    if (rows >= 4) {
+      const int4 four = *reinterpret_cast<const int4*>(slots + row);
+      out[0] = four.x, out[1] = four.y, out[2] = four.z, out[3] = four.w;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[i] = i < rows ? slots[row + i] : -1;
+    }
+  }
+
+  // 8 columns of the row of a slot, from `column` on, of which `columns` are inside.
+  template <bool kVectors>
+  __device__ __forceinline__ Raw LoadSlot(int slot, int64_t column, int columns) const {
+    if (slot < 0 || columns <= 0) return {};
+    return {LoadRow<kVectors, true>(x + topk.Of(slot).quotient * n + column, columns),
+            weights ? weights[slot] : 1.f};
+  }
+};
+
+inline Status ExpectGather(const char* op, Arg x, Arg slots, Arg offsets, Arg weights, int64_t topk) {
+  TE_TRY(ExpectRank(op, "x", x, 1));
+  TE_TRY(ExpectRank(op, "slots", slots, 1, true));
+  TE_TRY(ExpectRank(op, "offsets", offsets, 1, true));
+  TE_CHECK(topk >= 1 && topk <= kMostRows && slots.count() <= kMostRows && Present(offsets),
+           "%s: topk is %ld, slots%s, offsets%s; pass a positive topk, less than 2^31 slots and an offset or "
+           "more.",
+           op, long(topk), slots.shape().c_str(), offsets.shape().c_str());
+  TE_CHECK(Aligned(Data<int>(slots)), "%s: slots is not aligned to 16 bytes", op);
+  return Expect(op, {{"x", x, kFloats, Axes(x)},
+                     {"slots", slots, S32, Axes(slots)},
+                     {"offsets", offsets, S32, Axes(offsets)},
+                     {"weights", weights, F32, Axes(x).Without(1) + Axes{topk}, kOptional}});
+}
+
+}  // namespace te

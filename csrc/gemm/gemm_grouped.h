@@ -1,0 +1,60 @@
+// What the files of te_gemm_grouped* share: the call as kernels take it.
+#pragma once
+
+#include <cuda.h>
+
+#include "base/check.h"
+
+namespace te::grouped {
+
+// How products are added: all in the tensor cores' accumulators; in f32 registers every 128 of k; so, times
+// the scales of blocks, of 1 x 128 by 128 x 128 or of 1 x 128 by 1 x 128.
+enum class Sums { kFast, kSplit, kSquares, kRows };
+
+// What lies next to each other in a factor: k in both; columns in the right factor; rows in the left one,
+// too. Numbers of 16 bits alone lie across k.
+enum class Layout { kAlong, kRightAcross, kBothAcross };
+
+// A product of matrices for each expert. out: [R, columns], of which an expert has the rows of its group; or
+// with `wgrad` [E, rows, columns], where the group's rows are what is summed over.
+struct Problem {
+  bool wgrad;
+  int experts, columns;
+  int rows;  // of the result, R or of an expert's product
+  int k;     // what is contracted: of each row, or with `wgrad` R
+  Type lhs, rhs, result;
+  Sums sums;
+  Layout layout;
+  const void *left, *right;  // [R, k] and [E, columns, k] or [E, k, columns]; or with `wgrad` [rows, R] and
+                             // [columns, R], or [R, rows] and [R, columns]
+  int64_t line;  // bytes from a line of squares to the next where FP8 lies in both layouts in one array (see
+                 // activation_grouped_paired.cu), from `left` on or with `wgrad` from `right` on; 0: nowhere
+  const int *offsets, *counts;
+  const float *left_inv, *right_inv;  // of one scale or one for each expert; nullptr: none
+  bool left_each, right_each;         // one for each expert
+  const float *left_blocks,
+      *right_blocks;  // of blocks: [k/128, rows]; [E, columns/128, k/128] or [k/128, columns]
+  const void* bias;   // [E, columns] of the result's type, or nullptr
+  const void* c;      // as out, or nullptr
+  void* out;
+};
+
+// Enqueues the kernel, for the op of this name. What it asks of sizes is checked by the launchers in
+// gemm_grouped.cc.
+Status Run(cudaStream_t stream, const char* op, const Problem& problem);
+
+constexpr int kPieceRows = 16;  // that a warp writes
+
+struct KernelArgs {
+  Problem p;
+  CUtensorMap left, right, out;  // out: of a result of 16 bits, in boxes of 64 columns of kPieceRows rows
+};
+
+// The parts of Run that are compiled apart: sums in the tensor cores, of factors across k too, in registers,
+// with scales of blocks.
+Status RunFast(cudaStream_t stream, const KernelArgs& args);
+Status RunWide(cudaStream_t stream, const KernelArgs& args);
+Status RunSplit(cudaStream_t stream, const KernelArgs& args);
+Status RunBlocks(cudaStream_t stream, const KernelArgs& args);
+
+}  // namespace te::grouped

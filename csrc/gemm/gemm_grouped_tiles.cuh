@@ -1,0 +1,170 @@
+// What a CTA of a grouped product has in shared memory, and the tiles that it computes.
+#pragma once
+
+#include "base/ops.h"
+#include "base/ptx_hopper.cuh"
+#include "gemm/gemm_grouped.h"
+#include "gemm/gemm_grouped_scheduler.cuh"
+
+namespace te::grouped {
+
+// On an H200 copies for both CTAs of a cluster make 1 to 3 %, and bands of 4 to 16 columns are as fast.
+template <int kClusterCtas = 2, int kBandColumns = 8>
+struct Plan {
+  static constexpr int kCluster = kClusterCtas;  // CTAs that share copies: 1 or 2
+  static constexpr int kBand = kBandColumns;     // of tiles, see Items
+};
+
+constexpr int kWarps = 8, kConsumers = 32 * kWarps, kThreads = kConsumers + 128;
+constexpr int kStages = 4;
+constexpr unsigned kRowBytes = 128;  // of a box, which tensor maps bring with the swizzle of 128 bytes
+constexpr unsigned kBoxBytes =
+    64 * kRowBytes;  // of 64 rows: half of the left tile, or 64 numbers across 64 k
+constexpr unsigned kLeftBytes = kTileRows * kRowBytes, kRightBytes = kTileColumns * kRowBytes;
+constexpr unsigned kStageBytes = kLeftBytes + kRightBytes;
+constexpr unsigned kPieceBytes = kPieceRows * kRowBytes;  // that a warp writes at a time
+constexpr int kBlock = 128;                               // of scales
+
+// Where products find a tile, or its part from some k on, `bytes` behind a multiple of 1024. Along k it has
+// rows of 128 bytes of k. Across k it has boxes, of which a row is one k. 8 rows are 1024 bytes in both.
+template <bool kAcross>
+TE_ANYWHERE uint64_t TileDescriptor(uint32_t address) {
+  constexpr uint64_t kSwizzled = 1, kEightRows = 1024, kNextBox = kAcross ? kBoxBytes : 0;
+  return kSwizzled << 62 | kEightRows >> 4 << 32 | kNextBox >> 4 << 16 | (address & 0x3ffff) >> 4;
+}
+// From the descriptor of some k to that of the next 32 bytes of k, or the next 16 rows across it.
+template <bool kAcross>
+constexpr uint64_t kNextProduct = (kAcross ? 16 * kRowBytes : 32) >> 4;
+
+struct Shared {
+  alignas(1024) uint8_t stages[kStages][kStageBytes];
+  alignas(1024) uint8_t pieces[kWarps][kPieceBytes];
+  float scales[kStages][kTileColumns];  // of the right factor's blocks
+  uint64_t full[kStages], empty[kStages];
+  int offsets[kMostExperts + 1], counts[kMostExperts];
+  int first[kMostExperts + 1];   // items before each expert in `order`, and all
+  uint16_t order[kMostExperts];  // the experts, those with the longest sums first in wgrad
+};
+
+__device__ __forceinline__ uint32_t AddressOf(const void* shared) {
+  return uint32_t(__cvta_generic_to_shared(shared));
+}
+
+__device__ __forceinline__ Group GroupOf(const Problem& p, const Shared& s, int expert) {
+  return GroupOf(s.offsets[expert], s.offsets[expert + 1], s.counts[expert], p.wgrad ? p.k : p.rows);
+}
+
+template <typename P>
+__device__ __forceinline__ Items ItemsOf(const Problem& p, const Group& group) {
+  const bool nothing = p.wgrad && group.tokens == 0 && p.c == p.out;
+  const int rows = nothing ? 0 : Parts(p.wgrad ? p.rows : group.rows, kTileRows);
+  return {rows, Parts(p.columns, kTileColumns), P::kCluster, P::kBand};
+}
+
+// All threads of the CTA fill in the tables of `s`.
+template <typename P>
+__device__ __forceinline__ void MakeTables(const Problem& p, Shared& s) {
+  for (int e = threadIdx.x; e <= p.experts; e += kThreads) {
+    s.offsets[e] = p.offsets[e];
+    if (e < p.experts) s.counts[e] = p.counts[e];
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < p.experts; e += kThreads) {
+    int before = p.wgrad ? 0 : e;
+    const int mine = GroupOf(p, s, e).tokens;
+    for (int other = 0; p.wgrad && other < p.experts; ++other) {
+      const int theirs = GroupOf(p, s, other).tokens;
+      before += theirs > mine || (theirs == mine && other < e);
+    }
+    s.order[before] = uint16_t(e);
+  }
+  __syncthreads();
+  const int lane = threadIdx.x % 32;
+  int sum = 0;
+  for (int at = lane; threadIdx.x < 32 && at - lane < p.experts; at += 32) {
+    int items = at < p.experts ? ItemsOf<P>(p, GroupOf(p, s, s.order[at])).Count() : 0;
+    const int own = items;
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int before = __shfl_up_sync(~0u, items, distance);
+      items += lane >= distance ? before : 0;
+    }
+    if (at < p.experts) s.first[at] = sum + items - own;
+    sum += __shfl_sync(~0u, items, 31);
+  }
+  if (threadIdx.x == 0) s.first[p.experts] = sum;
+}
+
+// A CTA's tile, with its place in the factors: coordinates of tensor maps.
+struct Tile {
+  int expert;
+  bool stacked;             // of the cluster's item
+  int left_row, right_row;  // of the first element
+  int k, steps;             // where the sum begins, and over how many stages
+};
+
+// Where a tile goes: its first row in the result, how many rows of it the result has, and how many of these
+// are not zeros.
+struct Place {
+  int64_t row;
+  int rows, tokens;
+};
+__device__ __forceinline__ Place PlaceOf(const Problem& p, const Shared& s, const Tile& tile) {
+  if (p.wgrad) {
+    const int rows = p.rows - tile.left_row;
+    return {int64_t{tile.expert} * p.rows + tile.left_row, rows, rows};
+  }
+  const Group group = GroupOf(p, s, tile.expert);
+  const int before = tile.left_row - group.first;
+  return {tile.left_row, group.rows - before, group.tokens - before};
+}
+
+// Of a CTA in its cluster.
+template <typename P>
+__device__ __forceinline__ int RankOf() {
+  return P::kCluster > 1 ? ClusterRank() : 0;
+}
+
+// The tiles of a CTA, one after the other.
+template <typename P, int kStep>
+class Walk {
+ public:
+  __device__ __forceinline__ Walk(const Problem& p, const Shared& s) : p_(p), s_(s) {}
+
+  __device__ __forceinline__ bool Next(Tile* tile) {
+    const int item = ItemOf(round_++, blockIdx.x / P::kCluster, gridDim.x / P::kCluster);
+    if (item >= s_.first[p_.experts]) return false;
+    while (item >= s_.first[at_ + 1]) ++at_;
+    const int expert = s_.order[at_];
+    const Group group = GroupOf(p_, s_, expert);
+    const Item found = ItemsOf<P>(p_, group).At(item - s_.first[at_]);
+    const int rank = RankOf<P>(), row = found.RowOf(rank) * kTileRows;
+    tile->expert = expert, tile->stacked = found.stacked;
+    tile->right_row = found.ColumnOf(rank) * kTileColumns;
+    if (p_.wgrad) {
+      tile->left_row = row;
+      tile->k = group.first, tile->steps = Parts(group.tokens, kStep);
+    } else {
+      tile->left_row = group.first + row;
+      // Of all CTAs alike: they copy for each other.
+      tile->k = 0, tile->steps = found.row * kTileRows < group.tokens ? Parts(p_.k, kStep) : 0;
+    }
+    return true;
+  }
+
+ private:
+  const Problem& p_;
+  const Shared& s_;
+  int round_ = 0, at_ = 0;
+};
+
+// A stage of the ring, and how often the ring was passed.
+struct Ring {
+  int stage = 0;
+  unsigned parity = 0;
+  __device__ __forceinline__ void Advance() {
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+    parity ^= stage == 0;
+  }
+};
+
+}  // namespace te::grouped

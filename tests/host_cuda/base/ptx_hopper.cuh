@@ -1,0 +1,209 @@
+// In place of csrc/base/ptx_hopper.cuh: the same functions in C++, for cluster.h.
+#pragma once
+
+namespace te {
+
+enum class Factors { kE4M3, kE4M3E5M2, kE5M2E4M3, kBF16, kF16 };
+
+// What a CUtensorMap stands for: matrices [count, rows, inner], in boxes of 128 bytes of `box` rows; or with
+// `line`, bytes, one layout in squares: [count, rows, 128], a row each 256 bytes and a matrix each `line`, in
+// boxes of 128 bytes of `box` matrices.
+struct HostMap {
+  uint8_t* data;
+  int64_t inner, rows, count;
+  int box, width;
+  int64_t line = 0;
+
+  // Byte `at` of the box at (x, y, z), rows of 128; nullptr beyond the tensor.
+  uint8_t* At(int x, int y, int z, int at) const {
+    const int64_t column = x + at % 128 / width, row = line ? y : y + at / 128,
+                  matrix = line ? z + at / 128 : z;
+    const bool inside = column < inner && row < rows && matrix < count;
+    const int64_t of_row = line ? 256 : inner * width, of_matrix = line ? line : rows * of_row;
+    return inside ? data + matrix * of_matrix + row * of_row + column * width + at % width : nullptr;
+  }
+};
+
+inline cluster::Barrier& BarrierOf(int cta, uint32_t address) { return cluster::ctas[cta].barriers[address]; }
+inline uint8_t* Shared8(int cta, uint32_t address) { return cluster::ctas[cta].shared() + address; }
+inline uint32_t Swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
+
+inline void InitBarrier(uint32_t barrier, unsigned arrivals) {
+  BarrierOf(cluster::self->cta, barrier) = {int(arrivals), int(arrivals)};
+}
+inline void FenceBarrierInit() {}
+inline void WaitBarrier(uint32_t barrier, unsigned parity) {
+  while ((BarrierOf(cluster::self->cta, barrier).phases & 1) == parity) cluster::Pause();
+}
+inline void ArriveExpecting(uint32_t barrier, unsigned bytes) {
+  cluster::Barrier& mine = BarrierOf(cluster::self->cta, barrier);
+  mine.bytes += bytes;
+  mine.Arrive();
+}
+inline void ArriveAt(uint32_t barrier, unsigned rank) { BarrierOf(rank, barrier).Arrive(); }
+inline unsigned ClusterRank() { return cluster::self->cta; }
+inline void SyncCluster() { cluster::Meet(cluster::everyone); }
+template <int kRegisters>
+void GiveRegisters() {}
+template <int kRegisters>
+void TakeRegisters() {}
+
+inline int Kept(int x) { return x; }
+
+inline void PrefetchMap(const void*) {}
+inline void CopyBoxTo(unsigned ranks, uint32_t to, const void* map, uint32_t barrier, int x, int y, int z) {
+  const HostMap m = *static_cast<const HostMap*>(map);
+  if (to % 1024) cluster::Fail("a tile is not aligned to 1024 bytes");
+  cluster::copies.push_back([=] {
+    for (int cta = 0; ranks >> cta; ++cta) {
+      if (!(ranks >> cta & 1)) continue;
+      for (int at = 0; at < m.box * 128; ++at) {
+        const uint8_t* byte = m.At(x, y, z, at);
+        *Shared8(cta, Swizzled(to + at)) = byte ? *byte : 0;
+      }
+      BarrierOf(cta, barrier).Bring(m.box * 128);
+    }
+  });
+}
+inline void CopyBox(uint32_t to, const void* map, uint32_t barrier, int x, int y, int z) {
+  CopyBoxTo(1u << cluster::self->cta, to, map, barrier, x, y, z);
+}
+inline void CopyBytes(uint32_t to, const void* from, unsigned bytes, uint32_t barrier) {
+  if ((to | bytes | reinterpret_cast<uintptr_t>(from)) % 16)
+    cluster::Fail("a copy is not aligned to 16 bytes");
+  cluster::copies.push_back([=, cta = cluster::self->cta] {
+    std::memcpy(Shared8(cta, to), from, bytes);
+    BarrierOf(cta, barrier).Bring(bytes);
+  });
+}
+
+inline void StoreBox(const void* map, uint32_t from, int x, int y, int z) {
+  const HostMap m = *static_cast<const HostMap*>(map);
+  if (from % 1024) cluster::Fail("a piece is not aligned to 1024 bytes");
+  cluster::Thread* const thread = cluster::self;
+  for (const auto& t : cluster::threads)
+    if (t->cta == thread->cta && t->index / 32 == thread->index / 32 && !t->fenced)
+      cluster::Fail("a piece is stored that a lane wrote without a fence behind it");
+  ++thread->unread, ++thread->outgoing;
+  cluster::copies.push_back([=] {
+    std::vector<uint8_t> box(m.box * 128);
+    for (int at = 0; at < m.box * 128; ++at) box[at] = *Shared8(thread->cta, Swizzled(from + at));
+    --thread->unread;
+    cluster::copies.push_back([=] {
+      for (int at = 0; at < m.box * 128; ++at)
+        if (uint8_t* byte = m.At(x, y, z, at)) *byte = box[at];
+      --thread->outgoing;
+    });
+  });
+}
+inline void CommitStores() {}
+inline void WaitForReads() {
+  while (cluster::self->unread) cluster::Pause();
+}
+inline void WaitForStores() {
+  while (cluster::self->outgoing) cluster::Pause();
+}
+
+template <typename T>
+T FromShared(uint32_t address) {
+  T value;
+  std::memcpy(&value, Shared8(cluster::self->cta, address), sizeof(T));
+  return value;
+}
+template <typename T>
+void ToShared(uint32_t address, const T& value) {
+  std::memcpy(Shared8(cluster::self->cta, address), &value, sizeof(T));
+}
+inline uint4 LoadShared16(uint32_t address) { return FromShared<uint4>(address); }
+inline float2 LoadShared8(uint32_t address) { return FromShared<float2>(address); }
+inline void StoreMatrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  const uint32_t words[] = {a, b, c, d};
+  const int lane = threadIdx.x % 32;
+  cluster::self->fenced = false;
+  for (int i = 0; i < 4; ++i) ToShared(cluster::Exchange(address, 8 * i + lane / 4) + lane % 4 * 4, words[i]);
+}
+
+inline void StoreShared(uint32_t address, float a, float b, float c, float d) {
+  const auto store = [=] { ToShared(address, float4{a, b, c, d}); };
+  cluster::self->stores.push_back(store);
+}
+inline void FenceAsync() {
+  cluster::self->fenced = true;
+  for (const cluster::Action& store : std::exchange(cluster::self->stores, {})) store();
+}
+inline void NamedBarrier(unsigned index, unsigned threads) {
+  cluster::Meeting& meeting = cluster::Mine().named[index];
+  meeting.members = int(threads);
+  cluster::Meet(meeting);
+}
+
+// The thread's part in all batches but the last `pending`.
+inline void Multiply(int pending) {
+  auto& batches = cluster::self->batches;
+  for (; int(batches.size()) > pending; batches.erase(batches.begin()))
+    for (const cluster::Action& multiply : batches.front()) multiply();
+}
+inline void BeginProducts() {}
+inline void CommitProducts() {
+  cluster::self->batches.push_back(std::exchange(cluster::self->open, {}));
+  if (cluster::random() % 2) Multiply(0);
+}
+template <int kPending>
+void WaitForProducts() {
+  Multiply(kPending);
+  __syncwarp();  // the lanes wait together
+}
+template <int kCount>
+void Settle(float (&)[kCount]) {}
+
+// A number of a factor, of kBF16, kF16 or FP8, where the descriptor of its tile says: with the swizzle of 128
+// bytes, along k 8 rows each `stride` bytes; across k 64 rows each `leading` bytes, 8 k each `stride` bytes.
+template <typename T, bool kAcross>
+float NumberAt(int cta, uint64_t tile, int row, int k) {
+  const auto field = [&](int bit) { return uint32_t(tile >> bit & 0x3fff) << 4; };
+  const uint32_t first = field(0), leading = field(16), stride = field(32);
+  if (tile >> 46 != 1 << 16) cluster::Fail("a descriptor is not of the swizzle of 128 bytes");
+  const uint32_t at = kAcross ? row / 64 * leading + k / 8 * stride + k % 8 * 128 + row % 64 * sizeof(T)
+                              : row / 8 * stride + row % 8 * 128 + k * sizeof(T);
+  T number;
+  std::memcpy(&number, Shared8(cta, Swizzled(first + at)), sizeof(T));
+  return float(number);
+}
+
+template <typename Left, typename Right, bool kLeftAcross, bool kRightAcross, int kCount>
+void Multiply(float (&d)[kCount], uint64_t a, uint64_t b, int adds) {
+  const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, first = threadIdx.x % 4 * 2;
+  cluster::self->open.push_back([=, sums = d, cta = cluster::self->cta] {
+    constexpr int kColumns = 32 / sizeof(Left);
+    float left[2][kColumns], right[kColumns];
+    for (int i = 0; i < 2 * kColumns; ++i)
+      left[i / kColumns][i % kColumns] =
+          NumberAt<Left, kLeftAcross>(cta, a, row + i / kColumns * 8, i % kColumns);
+    for (int j = 0; j < kCount / 2; ++j) {  // of a pair of columns one, in both rows
+      for (int i = 0; i < kColumns; ++i)
+        right[i] = NumberAt<Right, kRightAcross>(cta, b, j / 2 * 8 + first + j % 2, i);
+      for (int lower = 0; lower < 2; ++lower) {
+        float sum = 0;
+        for (int i = 0; i < kColumns; ++i) sum += left[lower][i] * right[i];
+        float& to = sums[j / 2 * 4 + lower * 2 + j % 2];
+        to = adds ? to + sum : sum;
+      }
+    }
+  });
+}
+
+template <Factors kFactors, bool kLeftAcross = false, bool kRightAcross = false, int kCount>
+void MultiplyTiles(float (&d)[kCount], uint64_t a, uint64_t b, int adds) {
+  using E4M3 = __nv_fp8_e4m3;
+  using E5M2 = __nv_fp8_e5m2;
+  const auto multiply = [&]<typename Left, typename Right>() {
+    Multiply<Left, Right, kLeftAcross, kRightAcross>(d, a, b, adds);
+  };
+  if constexpr (kFactors == Factors::kE4M3) multiply.template operator()<E4M3, E4M3>();
+  if constexpr (kFactors == Factors::kE4M3E5M2) multiply.template operator()<E4M3, E5M2>();
+  if constexpr (kFactors == Factors::kE5M2E4M3) multiply.template operator()<E5M2, E4M3>();
+  if constexpr (kFactors == Factors::kBF16) multiply.template operator()<__nv_bfloat16, __nv_bfloat16>();
+  if constexpr (kFactors == Factors::kF16) multiply.template operator()<__half, __half>();
+}
+
+}  // namespace te
