@@ -99,7 +99,7 @@ tests() {
     --junitxml "$OUT_DIR/tests.xml"
 }
 
-OURS='tests/test_cuda_ops.py tests/test_cuda_block.py tests/test_cuda_rope.py'
+OURS='tests/ops/test_cuda_ops.py tests/ops/test_cuda_block.py tests/ops/test_cuda_rope.py'
 # Odd sizes of each op, in few types: the sanitizers are slow.
 SMALL_OURS='(test_quantize and 199) or test_quantize_not_finite or (block and chosen) or
   (test_norm and 199 and (bfloat16 or float32)) or (test_norm and (257 or 4097) and bfloat16) or
@@ -121,7 +121,7 @@ SMALL_GROUPED='test_rows and 144 or test_wgrads and 130 or test_rows_of_weights 
 RACES_GROUPED='test_rows and 144'
 # The ops of experts run where jax runs, so their tests have no marker. Not all of them: compute-sanitizer 13.0 itself has
 # ended in a segmentation fault after some twenty tests of a process.
-EXPERTS='tests/test_router.py tests/test_permute.py'
+EXPERTS='tests/ops/test_router.py tests/ops/test_permute.py'
 SMALL_EXPERTS='test_many_experts or (test_against_loops and 8-2-37-24) or test_group_alone or
   (test_blocks_against_loops and bfloat16)'
 RACES_EXPERTS='128-8-sigmoid-groups or 8-2-37-24-bfloat16 or (test_group_alone and 1024) or True-200-bfloat16'
@@ -159,15 +159,15 @@ sanitize_all() {
     number=$((number + 1))
   }
   aside sanitize memcheck "" "$OURS" "$SMALL_OURS"
-  aside sanitize memcheck "" tests/test_cuda_ops.py "$SMALL_GEMM"
-  aside sanitize memcheck "" tests/test_cuda_grouped.py "$SMALL_GROUPED"
-  aside sanitize memcheck "" tests/test_attention_cudnn.py "$SMALL_ATTENTION"
+  aside sanitize memcheck "" tests/ops/test_cuda_ops.py "$SMALL_GEMM"
+  aside sanitize memcheck "" tests/ops/test_cuda_grouped.py "$SMALL_GROUPED"
+  aside sanitize memcheck "" tests/ops/test_attention_cudnn.py "$SMALL_ATTENTION"
   aside sanitize memcheck "" "$EXPERTS" "$SMALL_EXPERTS"
   aside sanitize racecheck _ZN2te "$OURS" "$RACES"
   aside sanitize racecheck _ZN2te "$EXPERTS" "$RACES_EXPERTS"
-  aside sanitize racecheck _ZN2te tests/test_cuda_grouped.py "$RACES_GROUPED"
-  aside sanitize memcheck "" tests/test_paired.py "$SMALL_PAIRED"
-  aside sanitize racecheck _ZN2te tests/test_paired.py "$PAIRED"
+  aside sanitize racecheck _ZN2te tests/ops/test_cuda_grouped.py "$RACES_GROUPED"
+  aside sanitize memcheck "" tests/layers/test_paired.py "$SMALL_PAIRED"
+  aside sanitize racecheck _ZN2te tests/layers/test_paired.py "$PAIRED"
   for run in "${!runs[@]}"; do
     wait "${runs[run]}" || status=1
     cat "$SCRATCH/sanitize.$run"

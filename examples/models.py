@@ -4,7 +4,7 @@
     python examples/models.py                           # one of each: its parameters, and a step at a tiny size
     python examples/models.py llama3-70b mixtral-8x7b --fp8
 
-`tests/test_models.py` compares each block with the published architecture in plain Flax, and shows how published
+`tests/models/test_models.py` compares each block with the published architecture in plain Flax, and shows how published
 weights are named here. Weights start as the layer draws them, which is not how the papers do.
 """
 

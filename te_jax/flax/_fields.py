@@ -1,5 +1,5 @@
 """What the fields and call arguments of the modules may be, each declared once: for Linen and NNX, for errors, and for
-the table in docs/fields.md, which tests/field_table.py writes.
+the table in docs/fields.md, which tests/support/field_table.py writes.
 
 A name means the same in every module, so `FIELDS` has it once, and a module hands it on by name (`shared_fields`). What
 fields need beside each other are the rules of a class. Names that are there only to be refused are in `_refused.py`.

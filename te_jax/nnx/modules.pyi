@@ -1,4 +1,4 @@
-"""Written by tests/nnx_stubs.py."""
+"""Written by tests/support/nnx_stubs.py."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -34,8 +34,8 @@ CLAMPED_DEFAULTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _sigmoid_gated(x, c0, c1=0.0):
-    """x * sigmoid(c0 x + c1 x**3). It has a derivative of its own, as in csrc/activation/activation.cuh: autodiff would multiply 0
-    by inf where x is large."""
+    """x * sigmoid(c0 x + c1 x**3). It has a derivative of its own, as in csrc/activation/activation.cuh: autodiff would
+    multiply 0 by inf where x is large."""
     return x * _sigmoid(x, c0, c1)
 
 
@@ -210,8 +210,8 @@ def _product(xs, order, values):
     return reduce(operator.mul, [_apply(name, x, values) for x, name in zip(xs, order, strict=True)])
 
 
-# The products of two slots have derivatives of their own, in the order of csrc/activation/activation.cuh: what autodiff multiplies
-# first may be inf in f32 where the whole product is not, and inf times a slope of 0 is NaN.
+# The products of two slots have derivatives of their own, in the order of csrc/activation/activation.cuh: what autodiff
+# multiplies first may be inf in f32 where the whole product is not, and inf times a slope of 0 is NaN.
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2, 3))
@@ -353,7 +353,7 @@ amax   f32[]: max |f32 y|
 scale_inv f32[]: 1 / scale
 
 Attributes as `attributes` makes them, and dtype: the FP8 type, a jnp.dtype. The kernel's sigmoid is right to 2**-22
-(tests/test_cuda_ops.py): a byte may differ from the reference's by a step now and then. relu and squared_relu are
+(tests/ops/test_cuda_ops.py): a byte may differ from the reference's by a step now and then. relu and squared_relu are
 exact.
 """
 

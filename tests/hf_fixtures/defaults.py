@@ -3,7 +3,7 @@
     pip install torch transformers
     python tests/hf_fixtures/defaults.py
 
-What transformers' configuration classes say of the words of config.json, for tests/test_hf_words.py, by family:
+What transformers' configuration classes say of the words of config.json, for tests/models/test_hf_words.py, by family:
 
 words:   {word: [types that it may have, default]}, without those that every class has (`every`).
 every:   the same of the words of every class.
