@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 
-from te_jax.core import extension as te_extension
-from te_jax.core import versions as te_versions
+from te_jax.core import extension, versions
 from te_jax.ops.quantize import BLOCK, MX_BLOCK, unusable
 
 FP8_CAPABILITY = (8, 9)  # Ada has the first tensor cores with FP8.
@@ -55,7 +54,7 @@ def capability_reason(what: str, capability: str | None, minimum: tuple[int, int
     return f"{what} needs compute capability {needed} or newer, this GPU has {capability}: {way_out}"
 
 
-def features(device: dict[str, Any], cuda: bool, status: te_extension.Status, driver: str | None) -> dict[str, Any]:
+def features(device: dict[str, Any], cuda: bool, status: extension.Status, driver: str | None) -> dict[str, Any]:
     """{recipe or "fused attention": its `feature`} on this device; cuda: whether jax has a CUDA device."""
     if not cuda:
         install = "pip install -U 'jax[cuda13]'" if driver else "needs an NVIDIA GPU and jax[cuda13]"
@@ -78,14 +77,14 @@ def features(device: dict[str, Any], cuda: bool, status: te_extension.Status, dr
 
 def report() -> dict[str, Any]:
     """All that the command says, as `--json` prints it."""
-    device, driver, status = devices(), driver_version(), te_extension.status()
-    cuda = te_extension.has_cuda_device()
-    plugin = te_extension.jax_cuda_plugin()
-    versions = {name: te_versions.installed_version(name) or "not installed" for name in PACKAGES}
-    versions["CUDA plugin"] = f"{plugin[1]} (CUDA {plugin[0]})" if plugin else "not installed"
-    versions["python"] = platform.python_version()
+    device, driver, status = devices(), driver_version(), extension.status()
+    cuda = extension.has_cuda_device()
+    plugin = extension.jax_cuda_plugin()
+    packages = {name: versions.installed_version(name) or "not installed" for name in PACKAGES}
+    packages["CUDA plugin"] = f"{plugin[1]} (CUDA {plugin[0]})" if plugin else "not installed"
+    packages["python"] = platform.python_version()
     return {
-        "versions": versions,
+        "versions": packages,
         "device": device,
         "driver": driver,
         "lowering": "CUDA kernels" if cuda else "plain JAX",
@@ -94,10 +93,10 @@ def report() -> dict[str, Any]:
             "loads": status.loads,
             "reason": status.reason,
             "architectures": status.architectures,
-            "cuda": status.cuda and te_extension.cuda_text(status.cuda),
-            "driver_cuda": status.driver and te_extension.cuda_text(status.driver),
-            "cublaslt": status.cublaslt and te_extension.library_text(status.cublaslt),
-            "cudnn": status.cudnn and te_extension.library_text(status.cudnn),
+            "cuda": status.cuda and extension.cuda_text(status.cuda),
+            "driver_cuda": status.driver and extension.cuda_text(status.driver),
+            "cublaslt": status.cublaslt and extension.library_text(status.cublaslt),
+            "cudnn": status.cudnn and extension.library_text(status.cudnn),
         },
         "features": features(device, cuda, status, driver),
     }
@@ -105,28 +104,28 @@ def report() -> dict[str, Any]:
 
 def rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The lines of the report as (label, text)."""
-    device, extension = found["device"], found["extension"]
+    device, library = found["device"], found["extension"]
     for name, version in found["versions"].items():
-        reason = te_versions.reason_untested(name, version)
+        reason = versions.reason_untested(name, version)
         yield name, f"{version} ({reason})" if reason else version
     if device["count"]:
         capability = f", compute capability {device['capability']}" if device["capability"] else ""
         yield "device", f"{device['count']} x {device['kind']} ({device['platform']}{capability})"
     else:
         yield "device", f"none: {device['error']}"
-    driver_cuda = f", CUDA up to {extension['driver_cuda']}" if extension["driver_cuda"] else ""
+    driver_cuda = f", CUDA up to {library['driver_cuda']}" if library["driver_cuda"] else ""
     yield "NVIDIA driver", f"{found['driver']}{driver_cuda}" if found["driver"] else "none"
     yield "lowering", f"ops lower to {found['lowering']}"
-    architectures = ", ".join(extension["architectures"])
+    architectures = ", ".join(library["architectures"])
     built = (
-        f"built for CUDA {extension['cuda']} ({architectures})" if extension["cuda"] else "built" * extension["built"]
+        f"built for CUDA {library['cuda']} ({architectures})" if library["cuda"] else "built" * library["built"]
     )
-    loads = "loads" if extension["loads"] else "does not load"
+    loads = "loads" if library["loads"] else "does not load"
     yield "extension", f"{built}, {loads}" if built else "not built"
-    if extension["reason"]:
-        yield "", extension["reason"]
-    yield "cuBLASLt", extension["cublaslt"] or "not found"
-    yield "cuDNN", extension["cudnn"] or "not found"
+    if library["reason"]:
+        yield "", library["reason"]
+    yield "cuBLASLt", library["cublaslt"] or "not found"
+    yield "cuDNN", library["cudnn"] or "not found"
     yield "", ""
     for name, item in found["features"].items():
         yield name, f"{'yes' if item['available'] else 'no '}  {item['detail']}"

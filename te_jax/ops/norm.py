@@ -29,10 +29,8 @@ from te_jax.ops.quantize import (
 from te_jax.ops.source import Source
 
 KINDS = ("layernorm", "rmsnorm")
-_ROWS_PER_CTA, _MOST_CTAS = (
-    8,
-    132,
-)  # csrc/norm/norm_bwd.cu: one CTA on each multiprocessor of an H200, with a partial sum
+# csrc/norm/norm_bwd.cu: one CTA on each multiprocessor of an H200, with a partial sum.
+_ROWS_PER_CTA, _MOST_CTAS = 8, 132
 
 
 def _factor(gamma, zero_centered, ndim):

@@ -21,8 +21,8 @@ class PerExpert(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A tensor [*m, *n] that is quantized where it is read or computed; on the host what a `Source` of csrc/quantize/tile.cuh
-    is in a kernel.
+    """A tensor [*m, *n] that is quantized where it is read or computed; on the host what a `Source` of
+    csrc/quantize/tile.cuh is in a kernel.
 
     An op that writes it in FP8 has results `data` and `data_t` in this order of axes and transposed. One of scales of
     blocks has their inverses too (`scale_inv`, or `block_inv` of square blocks, and each with `_t`); one of a single

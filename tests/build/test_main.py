@@ -13,8 +13,7 @@ import jax
 import pytest
 
 from te_jax import __main__ as main
-from te_jax.core import extension
-from te_jax.core import versions as te_versions
+from te_jax.core import extension, versions
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 VERSIONS = {"architectures": "80-real,90a-real", "cudart": 13000, "driver": 13000, "cublaslt": 130100, "cudnn": 91900}
@@ -60,7 +59,7 @@ def test_report_on_cpu():
 
 def test_report_as_json():
     found = json.loads(run("-m", "te_jax", "--json"))
-    assert found["versions"]["jaxlib"] == te_versions.installed_version("jaxlib")
+    assert found["versions"]["jaxlib"] == versions.installed_version("jaxlib")
     assert found["device"]["platform"] == "cpu"
     assert not found["features"]["fused attention"]["available"]
 
@@ -141,14 +140,14 @@ def test_an_extension_without_kernels_for_this_gpu(stand_in, monkeypatch, capabi
 
 
 @pytest.mark.parametrize(
-    ("versions", "reason"),
+    ("found", "reason"),
     [
         ({"cudnn": 90400}, r"cuDNN is 9\.4\.0, fused attention needs 9\.15\.1"),
         ({"cudnn": None, "cudnn_error": "cannot load libcudnn.so.9"}, "cannot load libcudnn"),
     ],
 )
-def test_without_a_new_cudnn_only_attention_is_missing(stand_in, versions, reason):
-    stand_in.versions |= versions
+def test_without_a_new_cudnn_only_attention_is_missing(stand_in, found, reason):
+    stand_in.versions |= found
     assert extension.load() is stand_in.module
     assert re.search(reason, extension.status().attention)
 
@@ -205,7 +204,7 @@ print(*(str(each.message) for each in caught if str(each.message).startswith("te
 
 
 def test_a_version_beyond_the_newest_tested_is_told_once():
-    newest = te_versions.NEWEST_TESTED["flax"]
+    newest = versions.NEWEST_TESTED["flax"]
     told = run("-c", TOLD, "99.0").splitlines()
     assert len(told) == 1
     assert told[0].startswith(f"te_jax: flax is 99.0, newer than {newest}, ") and f"flax=={newest}" in told[0]
@@ -219,12 +218,12 @@ def test_a_version_beyond_the_newest_tested_is_told_once():
      ("jaxlib", "99", False)],
 )  # fmt: skip
 def test_which_versions_are_beyond(package, version, beyond):
-    assert bool(te_versions.reason_untested(package, version)) == beyond
+    assert bool(versions.reason_untested(package, version)) == beyond
 
 
 def test_supported_versions_are_said_alike():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     oldest = dict(found.groups() for text in project["dependencies"] if (found := re.match(r"(\w+)>=([\d.]+)$", text)))
     said = (ROOT / "README.md").read_text()
-    for package, newest in te_versions.NEWEST_TESTED.items():
+    for package, newest in versions.NEWEST_TESTED.items():
         assert f"{package.replace('flax', 'Flax')} {oldest[package]} to {newest}" in said

@@ -151,6 +151,42 @@ def test_a_cycle_is_seen():
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c", "b"]]
 
 
+# Floors of te_jax, the lowest first: a module imports of its own and of lower ones. Files of the root count by name.
+FLOORS = (
+    {"core"},
+    {"recipe"},
+    {"sharding"},
+    {"checkpoint_policies"},
+    {"ops", "state"},  # The law of a scale is an op, and what is attended by FP8 attention is asked of state.
+    {"layers"},
+    {"gradients", "stats"},
+    {"optim"},
+    {"flax"},
+    {"nnx", "models"},
+    {"hf"},
+)
+MOST_LOOSE_FILES = 8
+
+
+def test_no_arrow_up():
+    """Among the folders of te_jax, by imports at module level."""
+    height = {name: i for i, names in enumerate(FLOORS) for name in names}
+    up = {}
+    for path in files("te_jax"):
+        own = module_of(path).split(".")[1:2]
+        for name in imported(path, parsed(path).body) if own and own[0] in height else ():
+            other = name.split(".")[1:2] if name.startswith("te_jax.") else []
+            if height.get("".join(other), -1) > height[own[0]]:
+                up[f"{name_of(path)} imports {name}"] = f"{other[0]} is above {own[0]}"
+    check(up)
+
+
+def test_few_loose_files():
+    loose = [path.name for path in (ROOT / "te_jax").glob("*.py")]
+    assert len(loose) <= MOST_LOOSE_FILES, sorted(loose)
+    assert not [*(ROOT / "csrc").glob("*.*")] and [*(ROOT / "tests").glob("*.py")] == [ROOT / "tests/conftest.py"]
+
+
 def test_a_test_file_imports_no_other():
     each = {path: imported(path, ast.walk(parsed(path))) for path in files("tests")}
     others = {path: sorted(name for name in names if name.startswith("test_")) for path, names in each.items()}
