@@ -19,7 +19,7 @@ WORKERS := $(if $(GPU),,-n 2 --dist worksteal)
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-CXX_SOURCES := $(wildcard csrc/*.* csrc/*/*.*)
+CXX_SOURCES := $(wildcard csrc/*/*.*)
 # What an installation is made of; the stamp names what was built.
 INSTALLED := $(VENV)/.installed-$(if $(BUILD),$(subst $() ,+,$(strip $(ARCHS))),pure)
 SOURCES := pyproject.toml $(wildcard build_backend/*.py) \

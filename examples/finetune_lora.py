@@ -12,7 +12,6 @@ See examples/README.md; `--help` lists the options.
 import argparse
 import dataclasses
 import pathlib
-import shutil
 import sys
 import time
 from functools import partial
@@ -223,7 +222,7 @@ def with_adapters(weights: dict, lora: dict, factor: float) -> dict:
 
 
 def save_model(to: pathlib.Path, args: argparse.Namespace, folder: pathlib.Path, tuning: Tuning) -> None:
-    """A checkpoint of the tuned weights in bf16, with the tokenizer of the first."""
+    """A checkpoint of the tuned weights in bf16, with the tokenizer of the one that was tuned."""
     dtype, params = jnp.bfloat16, tuning.state.params
     if args.full:
         model, weights = tuning.model, jax.tree.map(lambda a: a.astype(dtype), params)
@@ -232,8 +231,6 @@ def save_model(to: pathlib.Path, args: argparse.Namespace, folder: pathlib.Path,
         model, weights, others = load(args, folder, dtype=dtype)
         weights = with_adapters(weights, params, 1.0 if args.alpha is None else args.alpha / args.rank)
     hf.save(to, model, {"params": weights, **others})
-    for file in folder.glob("tokenizer*"):
-        shutil.copy(file, to)
 
 
 def save(out: pathlib.Path, args: argparse.Namespace, folder: pathlib.Path, tuning: Tuning) -> None:

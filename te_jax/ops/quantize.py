@@ -129,7 +129,7 @@ def unusable(block: int, capability: str) -> str:
 
 
 def check_block_gpu(op: str, block: int = BLOCK) -> None:
-    """Raises RuntimeError, naming `op`, where the GPU has no products of such blocks: csrc/*_block.cu need not be
+    """Raises RuntimeError, naming `op`, where the GPU has no products of such blocks: csrc/*/*_block.cu need not be
     compiled for it."""
     extension.check_gpu(op, partial(unusable, block))
 
