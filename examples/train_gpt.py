@@ -149,17 +149,19 @@ class Training:
             self.monitor.close()
 
 
-def train(args, precision: str, corpus: data.Corpus, out: pathlib.Path, devices, begin: Callable[[], None]) -> dict:
+def train(
+    args, precision: str, corpus: data.Corpus, out: pathlib.Path, devices, begin: Callable[[], None], stop: Stop
+) -> dict:
     """What `Training` does; see `summary`. begin: called once all that may fail before the first step is done, before
-    anything is written. Raises `Stopped` where a signal ended it."""
+    anything is written. stop: hears signals from then on. Raises `Stopped` where a signal ended it, or came before."""
+    stop.check()
     with contextlib.ExitStack() as held:
         saving = lambda: None if args.no_checkpoint else held.enter_context(checkpoint.opened(out / precision))
         earlier = saving() if args.resume else None
         training = held.enter_context(contextlib.closing(Training(args, precision, corpus, devices, earlier)))
         begin()
         training.checkpoints = earlier or saving()
-        with listening() as stop:
-            signal = training.steps(stop)
+        signal = training.steps(stop)
     if signal:
         raise Stopped(signal)
     if training.monitor:
@@ -222,17 +224,21 @@ def run(args, out: pathlib.Path) -> int:
                 held.enter_context(rundir.locked(out))
         kind = jax.devices()[0].device_kind + (f", mesh {mesh.described(args.mesh)}" if devices else "")
         print(f"device: {kind}; preset: {args.preset}; text: {corpus.source}", flush=True)
-        begun = []
+        begun, stop, hearing = [], Stop(), contextlib.ExitStack()
 
         def begin() -> None:
+            if not begun:  # What is written from now on ends whole, that of a last step too.
+                hearing.enter_context(listening(stop))
             if not (begun or args.resume) and cluster.is_first():
                 rundir.keep_earlier(out)
             cluster.wait_for_all(f"{out} is free, {len(begun)}")
             begun.append(True)
 
         try:
-            with mesh.scope(devices, args.sequence_parallel):
-                runs = {precision: train(args, precision, corpus, out, devices, begin) for precision in precisions}
+            with mesh.scope(devices, args.sequence_parallel), hearing:
+                runs = {
+                    precision: train(args, precision, corpus, out, devices, begin, stop) for precision in precisions
+                }
             return reported(args, out, key, corpus, kind, runs, earlier)
         except OSError as error:
             if not begun:

@@ -16,6 +16,7 @@ from te_jax.gradients import value_and_grad as value_and_grad
 from te_jax.ops.attention import explain_attention as explain_attention
 from te_jax.sharding import MeshResource as MeshResource
 from te_jax.sharding import ShardingResource as ShardingResource
+from te_jax.state import fp8 as fp8
 from te_jax.state.fp8 import FP8_COLLECTION as FP8_COLLECTION
 from te_jax.state.fp8 import autocast as autocast
 from te_jax.state.fp8 import fp8_autocast as fp8_autocast

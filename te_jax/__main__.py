@@ -117,9 +117,7 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "NVIDIA driver", f"{found['driver']}{driver_cuda}" if found["driver"] else "none"
     yield "lowering", f"ops lower to {found['lowering']}"
     architectures = ", ".join(library["architectures"])
-    built = (
-        f"built for CUDA {library['cuda']} ({architectures})" if library["cuda"] else "built" * library["built"]
-    )
+    built = f"built for CUDA {library['cuda']} ({architectures})" if library["cuda"] else "built" * library["built"]
     loads = "loads" if library["loads"] else "does not load"
     yield "extension", f"{built}, {loads}" if built else "not built"
     if library["reason"]:

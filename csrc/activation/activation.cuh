@@ -97,8 +97,10 @@ struct Activation {
     } else {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const float s = Sigmoid(x0[j]), slope = x0[j] * fmaf(-s, s, s);  // finite where x0 is
-        dx[0][j] = dy[j] * (gate[j] * fmaf(slope, fmaf(d1, Square(x0[j]), d0), s));
+        const float s = Sigmoid(x0[j]), slope = x0[j] * fmaf(-s, s, s);        // finite where x0 is
+        const float derivative = fmaf(slope, fmaf(d1, Square(x0[j]), d0), s);  // at most 1.13
+        const float product = gate[j] * derivative;
+        dx[0][j] = fabsf(product) <= FLT_MAX ? dy[j] * product : dy[j] * gate[j] * derivative;
         if (kA == 2) dx[kA - 1][j] = dy[j] * (x0[j] * s);
       }
     }

@@ -133,14 +133,15 @@ struct NormFwdArgs {
 };
 
 // (variance + eps)^-1/2, where mean_square(factor) is the mean of (factor (x - mean))^2. Numbers from 2^64 on
-// have no square in f32: of those a second round takes them times 2^-64, where eps counts for nothing. All
+// have no square in f32: a second round takes them times 2^-96, so that a sum of squares fits too, and eps
+// counts for nothing. All
 // threads of the row take the same way. It is one loop, for two copies of its body would not fit in
 // registers.
 template <typename MeanSquare>
 __device__ __forceinline__ float Rstd(float eps, MeanSquare&& mean_square) {
   float factor = 1.f, variance;
 #pragma unroll 1
-  while (!((variance = mean_square(factor)) <= FLT_MAX) && factor == 1.f) factor = 0x1p-64f;
+  while (!((variance = mean_square(factor)) <= FLT_MAX) && factor == 1.f) factor = 0x1p-96f;
   return rsqrtf(variance + (factor == 1.f ? eps : 0.f)) * factor;
 }
 

@@ -135,6 +135,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
+        allow_abbrev=False,  # `rundir.command` tells options by their whole names.
         description="Train a byte-level GPT in FP8, and with --compare in bf16 beside it.",
     )
     for add_some in (_add_training, _add_run, _add_report, _add_step, _add_devices, _add_overrides):

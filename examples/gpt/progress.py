@@ -1,5 +1,6 @@
 """The progress bar, and the step times behind its figures."""
 
+import contextlib
 import math
 import os
 import statistics
@@ -40,8 +41,9 @@ class Progress:
         if self.last is not None:
             self.seconds.append(now - self.last)
         self.last = now
-        self.bar.set_postfix_str(f"loss {loss:.3f}" + "".join(f", {part}" for part in self.rates(WINDOW)), False)
-        self.bar.update()
+        with contextlib.suppress(BrokenPipeError):  # Who read the bar is gone; losses are kept all the same.
+            self.bar.set_postfix_str(f"loss {loss:.3f}" + "".join(f", {part}" for part in self.rates(WINDOW)), False)
+            self.bar.update()
         if not math.isfinite(loss):
             self.bar.close()
             raise FloatingPointError(f"the loss is {loss} at step {self.bar.n}: try a smaller --lr")

@@ -32,9 +32,10 @@ class Stop:
     def note(self, number: int, frame) -> None:
         """The handler. Written by `os.write`, since a signal may come in the midst of a print."""
         self.number = number
-        os.write(2, NOTE)
         for each in SIGNALS:
             signal.signal(each, signal.SIG_DFL)
+        with contextlib.suppress(OSError):  # Ctrl-C ends a `tee` behind this process, too.
+            os.write(2, NOTE)
 
     def agreed(self, step: int, now: bool) -> int:
         """The signal by which all processes stop after this step, 0 for none. Each calls it after each step.
@@ -45,17 +46,21 @@ class Stop:
             return self.number
         return cluster.largest(self.number) if now or step % EVERY == 0 else 0
 
+    def check(self) -> None:
+        """Raises `Stopped` if a signal came: what is next need not begin. All processes call it."""
+        if number := cluster.largest(self.number) if cluster.several() else self.number:
+            raise Stopped(number)
+
 
 @contextlib.contextmanager
-def listening() -> Iterator[Stop]:
-    """A `Stop` that hears signals within the block, where this is the main thread."""
-    stop = Stop()
+def listening(stop: Stop) -> Iterator[None]:
+    """`stop` hears signals within the block, where this is the main thread."""
     if threading.current_thread() is not threading.main_thread():
-        yield stop
+        yield
         return
     before = {number: signal.signal(number, stop.note) for number in SIGNALS}
     try:
-        yield stop
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

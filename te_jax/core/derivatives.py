@@ -55,9 +55,9 @@ class CustomVjp(Generic[_Result]):
         self._static, self._in_fp8 = static, in_fp8
         self._call = jax.custom_jvp(function, nondiff_argnums=static)
 
-    def __call__(self, *args: Any) -> _Result:
+    def __call__(self, *args: Any, **kwargs: Any) -> _Result:
         """The function of these arguments."""
-        return self._call(*args)
+        return self._call(*args, **kwargs)
 
     def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any], symbolic_zeros: bool = False) -> None:
         """As `jax.custom_vjp.defvjp`."""

@@ -12,12 +12,12 @@ from collections.abc import Iterable
 _HERE = {  # name here: its names elsewhere. Of a name that stands in several lines the first one that is known counts.
     # sizes
     "num_gqa_groups": "num_kv_heads num_key_value_heads num_kv_groups n_kv_heads n_head_kv kv_heads num_query_groups",
-    "num_attention_heads": "num_heads n_heads n_head nhead heads num_q_heads num_query_heads",
-    "hidden_size": "d_model hidden_dim embed_dim n_embd emb_dim model_dim embedding_dim embedding_size",
+    "num_attention_heads": "num_heads num_head n_heads n_head nhead heads num_q_heads num_query_heads",
+    "hidden_size": "d_model hidden hidden_units embed_dim n_embd emb_dim model_dim embedding_dim embedding_size",
     "kv_channels": "head_dim head_size d_head d_kv head_width size_per_head",
     "head_dim": "kv_channels head_size d_head d_kv head_width size_per_head",
-    "mlp_hidden_size": "intermediate_size ffn_hidden_size d_ff mlp_dim ffn_dim n_inner ffn_size hidden_features "
-    "intermediate_dim mlp_hidden_dim dim_feedforward",
+    "mlp_hidden_size": "mlp_hidden mlp_size intermediate_size ffn_hidden_size d_ff mlp_dim ffn_dim n_inner "
+    "ffn_size hidden_features intermediate_dim mlp_hidden_dim dim_feedforward",
     "intermediate_dim": "intermediate_size ffn_hidden_size d_ff mlp_dim ffn_dim n_inner ffn_size hidden_features "
     "mlp_hidden_size mlp_hidden_dim dim_feedforward moe_intermediate_size",
     "features": "out_features output_size output_dim units out_dim num_classes",
@@ -26,6 +26,7 @@ _HERE = {  # name here: its names elsewhere. Of a name that stands in several li
     "max_distance": "relative_attention_max_distance",
     "max_positions": "max_position_embeddings n_positions max_len max_seq_len",
     # norms
+    "zero_centered_gamma": "zero_centered zero_centered_scale",
     "layernorm_epsilon": "eps epsilon norm_eps rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon",
     "epsilon": "eps norm_eps rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_epsilon",
     "layernorm_type": "norm norm_type normalization normalization_type",
@@ -39,27 +40,30 @@ _HERE = {  # name here: its names elsewhere. Of a name that stands in several li
     "attention_dropout": "dropout dropout_rate attn_dropout attn_pdrop attention_probs_dropout_prob",
     "intermediate_dropout_rate": "dropout dropout_rate intermediate_dropout",
     "intermediate_dropout": "intermediate_dropout_rate activation_dropout",
-    "dropout_rate": "dropout dropout_p attention_dropout attn_dropout dropout_probability",
+    "dropout_rate": "dropout dropout_prob dropout_p attention_dropout attn_dropout dropout_probability",
     "drop_path": "drop_path_rate stochastic_depth",
     # attention
-    "self_attn_mask_type": "self_attn_mask attn_mask_type mask_type causal is_causal",
-    "attn_mask_type": "self_attn_mask_type mask_type causal is_causal",
+    "self_attn_mask_type": "self_attention_mask_type self_attn_mask attn_mask_type mask_type causal is_causal",
+    "attn_mask_type": "self_attn_mask self_attn_mask_type mask_type causal is_causal",
     "self_attn_bias_type": "attn_bias_type",
     "attn_bias_type": "self_attn_bias_type",
-    "window_size": "sliding_window local_window_size attention_window sliding_window_size",
+    "window_size": "window sliding_window local_window_size attention_window sliding_window_size",
     "attn_logit_softcap": "attn_logit_softcapping logits_soft_cap attn_logits_soft_cap softcap softcapping",
     "logit_softcap": "final_logit_softcapping logits_soft_cap softcap softcapping",
     "scale_factor": "scale softmax_scale scaling_factor attn_scale",
     "scale": "softmax_scale scale_factor scaling_factor attn_scale sm_scale",
     "fuse_qkv_params": "fuse_qkv fused_qkv",
-    "enable_rotary_pos_emb": "use_rope rope use_rotary apply_rope rotary",
+    "transpose_batch_sequence": "transpose_batch",
+    "scale_attn_logits": "scale_logits",
+    "score_mod": "score_mode",
+    "enable_rotary_pos_emb": "enable_rope use_rope rope use_rotary apply_rope rotary",
     "rotary_pos_emb_windows": "rope_theta rotary_base rotary_emb_base rope_base rope_max_timescale",
     "rotary_pos_emb_scaling": "rope_scaling rope_parameters",
     "rotary_pos_emb_dim": "rotary_dim rotary_ndims",
     "enable_sequence_parallel": "sequence_parallel",
     "deterministic_gradients": "deterministic_attention",
     # experts
-    "num_experts": "num_local_experts n_routed_experts n_experts num_routed_experts moe_num_experts",
+    "num_experts": "experts num_local_experts n_routed_experts n_experts num_routed_experts moe_num_experts",
     "num_experts_per_tok": "top_k topk num_experts_per_token experts_per_token num_selected_experts moe_topk",
     "capacity_factor": "capacity moe_capacity_factor",
     "num_shared_experts": "n_shared_experts",
@@ -79,7 +83,7 @@ _HERE = {  # name here: its names elsewhere. Of a name that stands in several li
     "low_rank_adaptation_dim": "lora_rank lora_r lora_dim rank",
     "low_rank_adaptation_alpha": "lora_alpha",
     "tie_embeddings": "tie_word_embeddings",
-    "vocab_size": "num_embeddings padded_vocab_size",
+    "vocab_size": "vocab vocabulary_size num_embeddings padded_vocab_size",
     # calls
     "attention_mask": "mask attn_mask padding_mask self_attention_mask sequence_descriptor",
     "mask": "attention_mask attn_mask padding_mask",
@@ -121,6 +125,7 @@ for _here, _elsewhere in _HERE.items():
 
 UNLIKE = {"layer_types"}  # names elsewhere that look like one here, and mean something else
 OPPOSITE = {name: "deterministic" for name in ("train", "training", "is_training", "is_train")}
+_HIDING = {"attention_mask", "mask", "encoder_decoder_mask"}  # in Flax and in Hugging Face True where a key is seen
 
 
 def meant(name: str, known: Iterable[str]) -> str:
@@ -130,6 +135,8 @@ def meant(name: str, known: Iterable[str]) -> str:
     if OPPOSITE.get(lower) in known:
         return f"did you mean {OPPOSITE[lower]!r}, which is True where {name} is False?"
     known_as = [here for here in CALLED.get(lower, ()) if here in known][:1]
+    if _HIDING.intersection(known_as):
+        return f"did you mean {known_as[0]!r}, which is True where a key is hidden?"
     return asked(known_as or ([] if lower in UNLIKE else closest(name, known)), most=1)
 
 

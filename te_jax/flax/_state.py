@@ -27,6 +27,7 @@ from te_jax.state.misplaced import LEAF_NAMES, is_leaf_name, warn_of_impossible
 # when the pass ends. Scopes cannot be the keys: Flax gives a module a new one after each call.
 _LEFT = "_fp8_left"
 _warned: weakref.WeakSet = weakref.WeakSet()  # Root scopes for which a warning about state was given.
+_looked: weakref.WeakSet = weakref.WeakSet()  # roots whose FP8 state was looked at
 
 # te_jax.nnx sets a function to call instead of `_warn_of_missing`, which raises.
 on_missing_state: ContextVar = ContextVar("on_missing_state", default=None)
@@ -159,13 +160,12 @@ def _tensor_meta(module: nn.Module, tensor: str, recipe: DelayedScaling, collect
             )
         meta = before[2]
     else:  # The tensor is new in this trace: tracers of an inner trace must not leave it.
-        leaves = {
-            tensor + end: _leaf(module, tensor + end, np.broadcast_to(fresh, lead + fresh.shape), recipe, collection)
-            for end, fresh in recipe.fresh_state().items()
-        }
-        warn_of_impossible(describe(module), {collection: leaves})
+        _look_once(module)
         meta = fp8.observe(
-            *leaves.values(),
+            *(
+                _leaf(module, tensor + end, np.broadcast_to(fresh, lead + fresh.shape), recipe, collection)
+                for end, fresh in recipe.fresh_state().items()
+            ),
             recipe,
             fp8.direction_of(tensor),
             module.get_variable(collection, tensor + fp8.PROBE),
@@ -221,6 +221,14 @@ def _warn_once(module: nn.Module, text: str):
     if module.scope.root not in _warned:
         _warned.add(module.scope.root)
         warnings.warn(f"{describe(module)}: {text}", stacklevel=3)
+
+
+def _look_once(module: nn.Module):
+    """Warns of FP8 state that no step leaves behind, once for all modules of an `apply`: it waits for the values."""
+    root = module.scope.root
+    if root not in _looked:
+        _looked.add(root)
+        warn_of_impossible(describe(module), root.variables())
 
 
 def _warn_of_missing(module: nn.Module, name: str, mutable: bool, collection: str):

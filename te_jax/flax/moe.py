@@ -46,7 +46,8 @@ def update_expert_bias(
     Raises ValueError where `grads` lack the collection, and for biases outside of it.
     """
     if BIAS_COLLECTION not in collections:
-        if any(keys_of(path)[-1:] == ("expert_bias",) for path, _ in jax.tree.leaves_with_path(collections)):
+        paths = [keys_of(path) for path, _ in jax.tree.leaves_with_path(collections)]
+        if any(path[-1:] == ("expert_bias",) and path[0] != "params" for path in paths):
             raise ValueError(
                 "update_expert_bias: collections has biases of experts, but no collection of them at the top; pass "
                 f"{{{BIAS_COLLECTION!r}: ...}} as `init` returns it, of one model."

@@ -4,6 +4,7 @@ import shutil
 import warnings
 from pathlib import Path
 
+from te_jax.hf.files import errors_named
 from te_jax.models.config import Origin
 
 # What transformers writes for a tokenizer, its chat templates and generation, and vocabularies by what they are.
@@ -17,7 +18,7 @@ _PATTERNS = (
 def carry(origin: Origin | None, to: Path) -> None:
     """Copies the files of `_PATTERNS` that are there from the folder of `origin`, and none over one that is there.
 
-    Warns where that folder is gone.
+    Warns where that folder is gone. Raises ValueError, naming it, for a file that cannot be written.
     """
     if origin is None:
         return
@@ -32,5 +33,6 @@ def carry(origin: Origin | None, to: Path) -> None:
     for path in sorted({path for name in _PATTERNS for path in folder.glob(name) if path.is_file()}):
         there = to / path.relative_to(folder)
         if not there.exists():
-            there.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, there)
+            with errors_named(there, "written"):
+                there.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, there)

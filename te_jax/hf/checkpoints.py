@@ -258,7 +258,8 @@ def save(folder: str | Path, model: Model, variables: Mapping[str, Any], *, max_
         model_type=plan.family.name, architectures=[plan.family.architecture], torch_dtype=dtype, dtype=dtype
     )
     written = plan.family.write(model.config) | architecture
-    written.pop("quantization_config", None)  # of the files that it was read from
+    for word in ("quantization_config", "auto_map"):  # of the files that it was read from: their types, their code
+        written.pop(word, None)
     check_words(plan.family.name, model.config, plan.family.read(written))
     inputs = {}
     if scheme is not None:
@@ -271,8 +272,8 @@ def save(folder: str | Path, model: Model, variables: Mapping[str, Any], *, max_
             raise FileExistsError(f"te_jax.hf.save: there is {there}; give another folder.")
     sizes = dict(_sizes(plan, params, scheme, inputs))
     files.write(folder, sizes, _tensors(plan, params, scheme, inputs), max_file_bytes)
-    carry(model.config.origin, folder)
     files.write_json(folder / files.CONFIG, written)
+    carry(model.config.origin, folder)
 
 
 def _check_parameters(plan: Conversion, params: Mapping[str, Any]):

@@ -32,7 +32,7 @@ def _library():
 
 
 @contextmanager
-def _with_name(path: Path, done: str = "read") -> Iterator[None]:
+def errors_named(path: Path, done: str = "read") -> Iterator[None]:
     """Errors of the system and of safetensors as ones that name the file."""
     try:
         yield
@@ -49,7 +49,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not os.path.isfile(path):
         raise FileNotFoundError(f"te_jax.hf: there is no file {path}.")
     most = _MOST_BYTES[path.name]
-    with _with_name(path), path.open("rb") as file:
+    with errors_named(path), path.open("rb") as file:
         said = file.read(most + 1)
     if len(said) > most:
         raise ValueError(f"te_jax.hf: {path} has more than {most} bytes, which no {path.name} has.")
@@ -104,17 +104,15 @@ class Checkpoint:
         for name, path in weights.items():
             due.setdefault(path, set()).add(name)
         for path, names in due.items():
-            lost, besides = self._add(folder, path, names)
-            if lost:
+            if lost := self._add(folder, path, names):
                 raise ValueError(
                     f"te_jax.hf: {folder / INDEX} names {shown(lost[0])}, which no file has where it says, in "
                     f"{path.name} ({len(lost)} in all)."
                 )
-            if more := [name for name in besides if name not in weights]:
-                raise ValueError(f"te_jax.hf: {path} has {shown(more[0])}, which {INDEX} lacks ({len(more)} in all).")
 
-    def _add(self, folder: Path, path: Path, due: set[str] | None = None) -> tuple[list[str], list[str]]:
-        """Takes up the tensors `due` of a file, or all. (those that it lacks, those that it has besides)."""
+    def _add(self, folder: Path, path: Path, due: set[str] | None = None) -> list[str]:
+        """Takes up the tensors `due` of a file, or all. Returns those that it lacks. What a file has and the index does
+        not name is no tensor of the checkpoint."""
         if not os.path.isfile(path):
             raise FileNotFoundError(f"te_jax.hf: there is no {path}; {folder} is no whole checkpoint.")
         held = self._handle(path)
@@ -122,11 +120,11 @@ class Checkpoint:
         for name in names if due is None else names & due:
             part = held.get_slice(name)
             self.tensors[name] = Stored(path, tuple(part.get_shape()), part.get_dtype())
-        return ([], []) if due is None else (sorted(due - names), sorted(names - due))
+        return [] if due is None else sorted(due - names)
 
     def _handle(self, path: Path):
         if path not in self._open:
-            with _with_name(path), path.open("rb") as file:
+            with errors_named(path), path.open("rb") as file:
                 if file.read(len(_LFS)) == _LFS:
                     raise ValueError(
                         f"te_jax.hf: {path} is a pointer of Git LFS; fetch what it points at: git lfs pull."
@@ -137,7 +135,7 @@ class Checkpoint:
     def read(self, name: str) -> np.ndarray:
         """The tensor, copied into memory."""
         stored = self.tensors[name]
-        with _with_name(stored.path):
+        with errors_named(stored.path):
             if stored.dtype == FP8:  # numpy has no such type, and the package asks it
                 return self._read_bytes(stored.path, name).view(jnp.float8_e4m3fn).reshape(stored.shape)
             return self._handle(stored.path).get_tensor(name)
@@ -196,11 +194,11 @@ def write(folder: Path, sizes: Mapping[str, int], tensors: Iterator[tuple[str, n
         if len(groups) == 1
         else [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
     )
-    with _with_name(folder, "made"):
+    with errors_named(folder, "made"):
         folder.mkdir(parents=True, exist_ok=True)
     for file, group in zip(names, groups):
         held = dict(next(tensors) for _ in group)
-        with _with_name(folder / file, "written"):
+        with errors_named(folder / file, "written"):
             library.numpy.save_file({name: held[name] for name in group}, folder / file, metadata={"format": "pt"})
     if len(groups) > 1:
         weights = {name: file for file, group in zip(names, groups) for name in group}
@@ -209,7 +207,7 @@ def write(folder: Path, sizes: Mapping[str, int], tensors: Iterator[tuple[str, n
 
 def write_json(path: Path, said: Mapping[str, Any]) -> None:
     """An object as config.json, or as an index."""
-    with _with_name(path, "written"):
+    with errors_named(path, "written"):
         path.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

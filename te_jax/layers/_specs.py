@@ -13,12 +13,14 @@ from te_jax.core.types import on_explicit_mesh
 from te_jax.sharding import current_mesh_resource, entries, spec_of
 
 
-def dense_spec(x, kernel, contract: int, out=None) -> PartitionSpec | None:
+def dense_spec(x, kernel, contract: int, out=None, residual=None) -> PartitionSpec | None:
     """The sharding of x[*B, *C] . kernel[*C, *F] from their types; None off Explicit meshes.
 
-    out: a type of the product's shape, or None: the stream of tokens that the product belongs to. It is sharded as that
-         is: a sum over mesh axes that split C is left scattered, features that the kernel splits otherwise are
-         gathered. Only an axis of B that `out` leaves whole stays split as x splits it.
+    out:      a type of the product's shape, or None: the stream of tokens that the product belongs to. It is sharded as
+              that is: a sum over mesh axes that split C is left scattered, features that the kernel splits otherwise
+              are gathered. Only an axis of B that `out` leaves whole stays split as x splits it.
+    residual: where `out` is None, a type of what is added to the product, or None. The product is split as that is, and
+              where it is whole, as x and the kernel split it.
     """
     if not on_explicit_mesh(x):
         return None
@@ -27,14 +29,18 @@ def dense_spec(x, kernel, contract: int, out=None) -> PartitionSpec | None:
     in_features = set().union(*features)
     for i, names in enumerate(lead):
         lead[i] = tuple(n for n in names if n not in in_features or _shards_data(n, i))
-    if out is not None and out.shape == (*x.shape[:batch], *kernel.shape[contract:]):
-        wanted = entries(out)
-        taken = set().union(*wanted)
-        free = [tuple(n for n in names if n not in taken) for names in lead]
-        return spec_of([*map(lambda want, names: want or names, wanted[:batch], free), *wanted[batch:]])
-    in_lead = set().union(*lead)
-    features = [tuple(n for n in names if n not in in_lead) for names in features]
-    return spec_of([*lead, *features])
+    stream = residual if out is None else out
+    if stream is not None and stream.shape == (*x.shape[:batch], *kernel.shape[contract:]):
+        wanted = entries(stream)
+    else:
+        wanted = [()] * (batch + len(features))
+    taken = set().union(*wanted)
+    lead = [want or tuple(n for n in names if n not in taken) for want, names in zip(wanted, lead)]
+    taken = taken.union(*lead)
+    features = [tuple(n for n in names if n not in taken) for names in features]
+    if out is None:
+        return spec_of([*lead, *(want or names for want, names in zip(wanted[batch:], features))])
+    return spec_of([*lead, *wanted[batch:]])
 
 
 def _shards_data(name: str, axis: int) -> bool:

@@ -57,7 +57,7 @@ class Config(NamedTuple):
         grad_spec: of the gradient under Auto axes; on an Explicit mesh the types say it."""
         typeof = lambda a: a if a is None or isinstance(a, ShapedArray) else jax.typeof(a)
         x, array, bias, residual = types = [typeof(a) for a in (x, wide_of(weight), bias, residual)]
-        spec, whole = dense_spec(x, array, contract, out or residual), dense_spec(x, array, contract)
+        spec, whole = dense_spec(x, array, contract, out, residual), dense_spec(x, array, contract)
         return cls(
             recipe,
             contract,

@@ -59,7 +59,7 @@ def dense(
     check_dense(name, x, wide_of(weight), bias, contract, recipe, metas)
     check_residual(name, residual, (*x.shape[: x.ndim - contract], *wide_of(weight).shape[contract:]), x.dtype)
     if recipe is None:
-        spec = dense_spec(jax.typeof(x), jax.typeof(weight), contract, _type(residual if out is None else out))
+        spec = dense_spec(jax.typeof(x), jax.typeof(weight), contract, _type(out), _type(residual))
         y = dot(x, range(x.ndim - contract, x.ndim), weight, range(contract), x.dtype, out_spec=spec)
         return plain_sum(named(y, GEMM), bias, residual)
     others = dict(checkpoint=checkpoint, residual=residual, out=_type(out), grad_spec=grad_spec)

@@ -117,11 +117,11 @@ def layernorm_mlp(
         z, _ = layernorm_dense(x, wi, gamma, beta, wi_bias, name=name, **options)
         z = named(z, middle_name)
         a = constrain_to_spec(act_op.activation(z, activations, activation_params), middle_spec)
-        return dense(a, wo, wo_bias, x if through else added, out=x, name=name)
+        return dense(a, wo, wo_bias, x if through else added, out=x if added is None else added, name=name)
     first = Config.of(x, wi, wi_bias, 1, recipe, checkpoint=checkpoint)
     if first.spec is not None:  # an Explicit mesh
         middle_type = _typed(middle_type, jax.typeof(x), (*first.spec[:-2], first.spec[-1]))
-    others = dict(residual=added, out=jax.typeof(x), grad_spec=grad_spec)
+    others = dict(residual=added, out=jax.typeof(x if added is None else added), grad_spec=grad_spec)
     second = Config.of(middle_type, wo, wo_bias, 1, recipe, checkpoint=checkpoint, **others)
     act = tuple(act_op.attributes(activations, activation_params).items())
     norm = norm_op.Norm.of(norm, zero_centered_gamma, epsilon)

@@ -68,9 +68,9 @@ def read_prompts(
     model: a `CausalLM` or an `EncoderDecoder`. prompts: int[b, s], padded on the right. lengths: int[b]. slots: of the
     cache, for prompts and what follows them. context: more arguments of the model's call.
 
-    Raises ValueError for a cache among `variables`: the prompts would be read as if they came behind its tokens.
+    Raises ValueError for a cache with tokens among `variables`: the prompts would be read as if they came behind those.
     """
-    if COLLECTION in variables:
+    if _has_tokens(variables.get(COLLECTION, {})):
         raise ValueError(
             f"te_jax.models: variables hold {COLLECTION!r}, with tokens that would count as read before the prompts; "
             "leave it out: this call makes one."
@@ -78,6 +78,13 @@ def read_prompts(
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
     options = dict(lengths=lengths, positions=positions, at=lengths - 1, decode=True, max_decode_length=slots)
     return model.apply(variables, prompts, **options, **context, mutable=["cache"])
+
+
+def _has_tokens(cache) -> bool:
+    """Whether it is known that tokens were written to a cache."""
+    leaves = jax.tree.leaves_with_path(cache)
+    counts = [known_values(leaf) for path, leaf in leaves if jax.tree_util.keystr(path).endswith("['cache_index']")]
+    return any(count is not None and count.any() for count in counts)
 
 
 def write_tokens(

@@ -224,7 +224,15 @@ def _gated_product(x, gate, order, values):
 def _gated_product_jvp(order, values, primals, tangents):
     of_slot = lambda name, x: jax.jvp(lambda x: _apply(name, x, dict(values)), (x,), (jnp.ones_like(x),))
     (y, y_slope), (z, z_slope) = (of_slot(name, x) for name, x in zip(order, primals))
-    return y * z, tangents[0] * (y_slope * z) + tangents[1] * (y * z_slope)
+    factor, other = _in_order(y_slope, z)
+    return y * z, tangents[0] * factor * other + tangents[1] * (y * z_slope)
+
+
+def _in_order(a, b):
+    """Two factors to multiply by, one after the other: the product a b and 1, or b and a where that is inf."""
+    product = a * b
+    fits = jnp.abs(product) <= jnp.finfo(product.dtype).max
+    return jnp.where(fits, product, b), jnp.where(fits, 1.0, a)
 
 
 @jax.custom_jvp
@@ -236,13 +244,10 @@ def _squared_gated(x, gate):
 @_squared_gated.defjvp
 def _squared_gated_jvp(primals, tangents):
     (x, gate), (dx, dgate) = primals, tangents
-    f, product = jax.nn.relu(x), jax.nn.relu(x) * gate
-    is_first = jnp.abs(product) <= jnp.finfo(product.dtype).max  # else the larger factor is: the tangent is small
-    gate_larger = jnp.abs(gate) > f
-    factor = jnp.where(is_first, product, jnp.where(gate_larger, gate, f))
-    other = jnp.where(is_first, 1.0, jnp.where(gate_larger, f, gate))
+    f, gate_larger = jax.nn.relu(x), jnp.abs(gate) > jax.nn.relu(x)
+    factor, other = _in_order(jnp.where(gate_larger, f, gate), jnp.where(gate_larger, gate, f))  # The larger one first.
     half = jnp.where(x > 0, dx, 0) * factor * other
-    return f * product, half + half + f * (f * dgate)
+    return f * (f * gate), half + half + f * (f * dgate)
 
 
 def _apply(name: str | Callable, x: jax.Array, values: dict[str, float]) -> jax.Array:

@@ -38,16 +38,16 @@ def _factor(gamma, zero_centered, ndim):
     return as_rank(gamma.astype(jnp.float32) + (1.0 if zero_centered else 0.0), ndim)
 
 
-_FAR = 2.0**64  # Squares of larger numbers have no f32: csrc/norm/norm.cuh.
+_FAR = 2.0**-96  # The factor of numbers whose squares have no f32: csrc/norm/norm.cuh.
 
 
 def _rstd(centered, eps):
-    """1 / sqrt(mean(centered**2) + eps) over the last axis. Where a square is inf in f32, centered is taken over 2**64,
-    and eps counts for nothing."""
+    """1 / sqrt(mean(centered**2) + eps) over the last axis. Where a square is inf in f32, centered is taken times
+    2**-96, and eps counts for nothing."""
     mean_square = lambda x: jnp.mean(jnp.square(x), -1)
-    var = mean_square(centered)
-    far = jax.lax.rsqrt(mean_square(centered / _FAR)) / _FAR
-    return jnp.where(jnp.isinf(var), far, jax.lax.rsqrt(var + eps))
+    is_far = jnp.isinf(mean_square(centered))
+    factor = jnp.where(is_far, _FAR, 1.0)  # Chosen first: the branch that is not taken would have NaN for a derivative.
+    return jax.lax.rsqrt(mean_square(centered * factor[..., None]) + jnp.where(is_far, 0.0, eps)) * factor
 
 
 def _fwd_reference(x, gamma, beta, mean, rstd, scale, *, eps, rms, zero_centered, dtype):

@@ -214,9 +214,7 @@ def get_delayed_scaling() -> DelayedScaling:
     """
     recipe = current_recipe() or DelayedScaling()
     if not isinstance(recipe, DelayedScaling):
-        raise ValueError(
-            f"get_delayed_scaling: the recipe in force is {recipe}; te_jax.state.fp8.current_recipe returns it."
-        )
+        raise ValueError(f"get_delayed_scaling: the recipe in force is {recipe}; te_jax.fp8.current_recipe returns it.")
     return recipe
 
 

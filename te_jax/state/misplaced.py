@@ -1,5 +1,6 @@
 """FP8 state that is not where, or not what, it should be: outside of its collection, or changed by an optimizer."""
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,8 +30,9 @@ def is_leaf_name(name: str) -> bool:
 
 
 def keys_of(path: tuple) -> tuple[str, ...]:
-    """The keys of a path of jax's."""
-    return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+    """The keys of a path of jax's; one that is a path itself, "a/b", counts as its parts."""
+    keys = (str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+    return tuple(itertools.chain(*(key.split("/") for key in keys)))
 
 
 def stray_state(tree: Any) -> list[tuple[str, ...]]:
@@ -38,7 +40,7 @@ def stray_state(tree: Any) -> list[tuple[str, ...]]:
     own FP8 products is none."""
     paths = [keys_of(path) for path, _ in jax.tree.leaves_with_path(tree)]
     paths = {path for path in paths if path and _HOMES.isdisjoint(path)}
-    found = {path for path in paths if older.is_old(path[-1])}
+    found = {path for path in paths if older.has_pair(path, paths)}
     for *node, name in paths:
         pair = {(*node, name), (*node, name.removesuffix(HISTORY) + SCALE)}
         of_flax = (*node, "input_scale") in paths

@@ -11,7 +11,7 @@ one is a step old.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,6 +30,18 @@ INVERSE = "_scale_inv"  # how a leaf ends that is 1 over a scale
 def is_old(name: Any) -> bool:
     """Whether a leaf of FP8 state has a name of those versions."""
     return name in _STACKED_ROWS or name in _REDUNDANT or bool(_LEAF.fullmatch(str(name)))
+
+
+def has_pair(path: tuple[str, ...], paths: Set[tuple[str, ...]]) -> bool:
+    """Whether a leaf has a name of those versions, and the leaf that belongs to it is among `paths`: a parameter may
+    have one of these names, too."""
+    *node, name = path
+    if match := _LEAF.fullmatch(name):
+        kind, *tensor = match.groups()
+        due = ["_".join(("scale" if kind == "amax" else "amax", *tensor))]
+    else:
+        due = [*_STACKED_ROWS] if is_old(name) else []
+    return bool(due) and all((*node, each) in paths for each in due)
 
 
 def names_of_today(what: str, node: Any, path: str) -> Any:

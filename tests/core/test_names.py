@@ -198,7 +198,7 @@ def test_calls_say_what_is_meant(cls):
         elif "deterministic" in known and given.startswith("determ"):
             assert "did you mean 'deterministic'?" in said
         elif "mask" in given and {"mask", "attention_mask"} & set(known):
-            assert re.search("did you mean '(attention_)?mask'", said)
+            assert re.search("did you mean '(attention_)?mask', which is True where a key is hidden", said)
         else:
             assert "did you mean '" in said or "it takes " in said
         assert not {name for name in _refused.names(cls) if f"{name}," in said or f"'{name}'" in said}

@@ -200,13 +200,23 @@ def test_signals_save_a_checkpoint(finished, tmp_path, capsys, monkeypatch):
     assert said.splitlines()[-1].endswith(f"generate.py --checkpoint {out / 'fp8'} --prompt 'def main('")
 
 
-def test_a_second_signal_ends_at_once(capfd):
-    with stopping.listening() as stop:
+@pytest.mark.parametrize("is_heard", [True, False], ids=["heard", "stderr is a broken pipe"])
+def test_a_second_signal_ends_at_once(is_heard, capfd, monkeypatch):
+    def write(fd, text, write=os.write):
+        if not is_heard:
+            raise BrokenPipeError
+        return write(fd, text)
+
+    monkeypatch.setattr(os, "write", write)
+    with stopping.listening(stop := stopping.Stop()):
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.agreed(1, False) == signal.SIGTERM
         assert all(signal.getsignal(number) is signal.SIG_DFL for number in stopping.SIGNALS)
-    assert "a second signal ends it at once" in capfd.readouterr().err
+    monkeypatch.undo()
+    assert ("a second signal ends it at once" in capfd.readouterr().err) == is_heard
     assert signal.getsignal(signal.SIGINT) is not signal.SIG_DFL
+    with pytest.raises(stopping.Stopped, match="SIGTERM"):
+        stop.check()  # the run behind this one does not begin
 
 
 def test_processes_agree_on_the_step(monkeypatch):

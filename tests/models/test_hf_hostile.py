@@ -166,7 +166,7 @@ def of_index() -> Iterator[Case]:
     for name, file in weights.items():
         other = "model-00001-of-00003.safetensors" if file == SHARD else SHARD
         yield case(f"names {name}, which no file has where it says, in {other}", **{name: other})
-        yield case(f"{file} has {name}, which", **{name: "left out"})
+        yield case(f"lacks tensors of a llama of its config.json: {name}.", **{name: "left out"})
     for name in ("more", "", "a\nb", "\0"):
         yield case("which no file has", **{name: SHARD})
 

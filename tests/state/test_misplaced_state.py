@@ -4,7 +4,6 @@ optimizer changed: each is served, refused by name, or told."""
 import itertools
 import warnings
 from functools import partial
-from types import SimpleNamespace
 
 import flax
 import jax
@@ -191,7 +190,8 @@ def test_collections_that_would_shadow():
             probes.append(Probe(f"{name}, {held}", call, ValueError, f"TrainState: fp8 has .*{held}.*; pass {{}}"))
     for name, call in TAKES_COLLECTIONS.items():
         probes.append(Probe(f"{name}, batch_stats", lambda call=call: call({"batch_stats": PARAMS, "cache": {}})))
-    model, cached = SimpleNamespace(config=SimpleNamespace(max_positions=None)), {"params": {}, "cache": {}}
+    model = models.CausalLM(models.ModelConfig(8, 1, 8, dict(num_attention_heads=1, mlp_hidden_size=8)))
+    cached = {"params": {}, "cache": {"layer": {"cache_index": jnp.int32(3)}}}
     prompts, refused = jnp.ones((1, 2), jnp.int32), (ValueError, "variables hold 'cache'.*leave it out")
     probes += [
         Probe("generate", lambda: models.generate(model, cached, prompts, 2), *refused),

@@ -74,7 +74,18 @@ def of_axes(cls, sizes, field, parameter, names):
     on = SWITCHED_ON.get(field, {})
     but = "inputs have 2 axes" if parameter is None else f"the parameter {parameter} has shape"
     words = rf"{cls.__name__}: {field} is .*, but {but}.*; give a name, or None, for each axis"
-    return Probe(f"{cls.__name__} {field} of {len(names)}", axes(cls, *sizes, **on, **{field: names}), V, words)
+    run = axes(cls, *sizes, **on, **{field: names})
+    return Probe(f"{cls.__name__} {field} of {len(names)}", run if parameter else in_mesh(run), V, words)
+
+
+def in_mesh(run):
+    """`run` under a mesh, where axes of inputs say something."""
+
+    def under_mesh():
+        with jax.set_mesh(jax.make_mesh((2,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))):
+            return run()
+
+    return under_mesh
 
 
 LONE, WRONG_PLACE = "has_aux is True, but .* returns float32.*return .loss, aux", "called with 2 arguments by place"

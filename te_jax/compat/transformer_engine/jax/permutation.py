@@ -67,6 +67,9 @@ def token_combine(
     """Each token's sum of its rows, times `merging_probs` [..., E] where they are given: [T, H].
 
     inp, row_id_map, pad_offsets: as `token_dispatch` returns them, the first after the experts.
+
+    Each token's sum looks at E choices, since tokens may have different numbers of experts;
+    `te_jax.ops.permute.combine` of the Groups that `te_jax.ops.permute.group` makes looks at k only.
     """
     groups = row_id_map
     if pad_offsets is None:
@@ -81,7 +84,8 @@ def _groups_of_map(is_pair: jax.Array, most: int) -> Groups:
     """The Groups of T tokens, each with E choices, of which is_pair bool[T, E] says the ones that are made: choice j is
     expert j. They are sorted as a list of `most` pairs, so that the buffer has no rows for those that are not made."""
     tokens, num_experts = is_pair.shape
-    experts, of_tokens = jnp.nonzero(is_pair.T, size=most, fill_value=(num_experts, 0))
+    one_at_least = is_pair.T if tokens else jnp.zeros((num_experts, 1), bool)  # `nonzero` of no element fills with 0
+    experts, of_tokens = jnp.nonzero(one_at_least, size=most, fill_value=(num_experts, 0))
     listed = group(experts[:, None], num_experts)
     pairs = (of_tokens * num_experts + experts).astype(jnp.int32)
     at = jnp.where(experts < num_experts, pairs, is_pair.size)
