@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 
+import jax
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -15,6 +16,7 @@ from te_jax.hf import files
 from te_jax.models import EncoderLM, generate
 
 pytest.importorskip("safetensors")
+from safetensors.numpy import load_file, save_file
 
 
 def of_llama3(tmp_path, **changed):

@@ -351,7 +351,7 @@ def test_a_text_ends(tokens):
     np.testing.assert_array_equal(jit(lambda v, t: generate(model, v, t, 1))(variables, tokens), free[:, :1])
     with pytest.raises(ValueError, match="key is None"):
         generate(model, variables, tokens, 5, sampling=Sampling())
-    learned, variables = CausalLM(tiny("gpt2")), None
+    learned = CausalLM(tiny("gpt2"))
     with pytest.raises(ValueError, match="there are 1024 learned positions"):
         generate(learned, variables, tokens, 1020)
 

@@ -9,6 +9,7 @@ import json
 import pathlib
 import re
 
+from te_jax.flax._calls import call_signature
 from te_jax.nnx import _layer, modules
 
 STUB = pathlib.Path(modules.__file__).with_suffix(".pyi")
@@ -72,7 +73,7 @@ def _parameters(parameters) -> str:
 
 def _call(cls: type) -> list[inspect.Parameter]:
     """The parameters of a module's call: the Linen module's, and those that the NNX one adds."""
-    linen = list(_layer._call(cls.linen_type).parameters.values())
+    linen = list(call_signature(cls.linen_type).parameters.values())
     own = [p for p in inspect.signature(cls.__call__).parameters.values() if p.kind is p.KEYWORD_ONLY]
     own += [p for p in inspect.signature(cls.__call__).parameters.values() if p.name in ("rngs", "out_sharding")]
     added = {p.name: p.replace(kind=p.KEYWORD_ONLY) for p in own}
