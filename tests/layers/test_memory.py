@@ -72,11 +72,11 @@ def test_experts_begin_nothing_early(platform):
     assert "optimization_barrier" not in moe_program(platform, on_mesh=True)
 
 
-# Mixtral's step in bf16 has taken 6.90 GB since the derivative of a gated activation is one product, and 7.26 before. In
-# FP8 it takes 7.62 GB now as then.
+# Mixtral's step in bf16 has taken 6.90 GB since the derivative of a gated activation is one product, and 7.26 before.
+# In FP8 it takes 7.62 GB, as before.
 MISSED = pytest.mark.xfail(strict=True, reason="1.104 times that in bf16, of which the peak has become less")
 MODELS = [
-    pytest.param(m, id=m.label, marks=[MISSED] if "Mixtral" in m.label else [])
+    pytest.param(m, id=m.label, marks=[MISSED] if m.label == "Mixtral 8x7B 8192 tokens, balanced" else [])
     for m in experts.models(tiny=False)
     if not m.skewed
 ]
