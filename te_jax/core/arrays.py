@@ -1,11 +1,13 @@
 """Conversions of array arguments to jax arrays and to a rank."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 
-def as_jax(*args):
+def as_jax(*args: Any) -> Any:
     """`args` with numpy arrays and scalars, and objects that stand for an array (`nnx.Param`), as jax arrays.
 
     float64 becomes float32 where jax_enable_x64 is off. Other arguments are returned as they are.
@@ -14,7 +16,7 @@ def as_jax(*args):
     return tuple(jnp.asarray(a) if stands_for(a) else a for a in args)
 
 
-def known_values(array) -> np.ndarray | None:
+def known_values(array: Any) -> np.ndarray | None:
     """An array of integers as i64 of numpy, or None: of a tracer, or of parts of other processes, nothing is known."""
     if isinstance(array, jax.core.Tracer) or not isinstance(array, np.ndarray | jax.Array):
         return None

@@ -61,7 +61,7 @@ def check(where: str, name: str, value: Any, kind: Kind) -> None:
 _LONGEST = 300  # characters of a value in an error
 
 
-def show(value) -> str:
+def show(value: Any) -> str:
     """`value` as errors show it: an array by its dtype and shape, and no more than a line."""
     try:
         text = " ".join(_text(value).splitlines())
@@ -104,7 +104,9 @@ def check_names(
             raise TypeError(f"{where}: got an unexpected keyword argument {name!r}; {hint}")
 
 
-def bind(where: str, signature: inspect.Signature, args: tuple, kwargs: dict, **names: Any) -> inspect.BoundArguments:
+def bind(
+    where: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any], **names: Any
+) -> inspect.BoundArguments:
     """`signature.bind(*args, **kwargs)`, whose TypeErrors name `where`, as `check_names` does for unknown keywords.
 
     names: As of `check_names`.
@@ -182,7 +184,7 @@ def _meant_dtype(name: str) -> str:
     return did_you_mean(short.get(name.lower(), name), ("bfloat16", "float16", "float32", "float64"))
 
 
-def is_dtype(value) -> bool:
+def is_dtype(value: Any) -> bool:
     """Whether `value` is a dtype, or the name or class of one."""
     return _dtype(value) is not None
 
@@ -250,7 +252,7 @@ _ARRAY_TYPES = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | Shap
 ARRAY = Kind("an array", lambda value: isinstance(value, _ARRAY_TYPES))
 
 
-def array_of(*dtypes, text: str) -> Kind:
+def array_of(*dtypes: Any, text: str) -> Kind:
     """Arrays whose dtype is one of `dtypes`, each a dtype or a class of dtypes."""
     is_one = lambda value: any(jnp.issubdtype(value.dtype, dtype) for dtype in dtypes)
     return Kind(text, lambda value: ARRAY.is_type(value) and is_one(value))

@@ -103,7 +103,7 @@ def is_built_for(arch: str) -> bool:
     return not is_built() or f"{arch}-real" in status().architectures
 
 
-def check_gpu(op: str, unusable: Callable[[str], str]):
+def check_gpu(op: str, unusable: Callable[[str], str]) -> None:
     """Raises RuntimeError, naming `op`, if `unusable` gives a reason against this GPU's compute capability.
 
     unusable: compute capability -> the reason why `op` cannot run there, "" if it can.

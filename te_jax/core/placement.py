@@ -11,6 +11,7 @@ Nothing here is traced.
 
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -48,13 +49,13 @@ class Placement:
     def _spec(self, factors, more):
         return PartitionSpec(*(more.get(f, self.axes.get(f)) for f in factors))
 
-    def dropped(self, factors) -> tuple[str, ...]:
+    def dropped(self, factors: Any) -> tuple[str, ...]:
         """The mesh axes that split the call but not these factors; in one order, by which XLA packs collectives."""
         kept = {n for f in factors for n in self.axes.get(f, ())}
         return tuple(sorted({n for names in self.axes.values() for n in names} - kept))
 
 
-def place(op, rule, ranks, sizes, devices, in_specs, out_specs) -> Placement:
+def place(op: Any, rule: Any, ranks: Any, sizes: Any, devices: Any, in_specs: Any, out_specs: Any) -> Placement:
     """The placement of a call of `op` (an Op, or what has its fields `replicated`, `combine`, `once` and `apart`).
 
     rule, ranks, sizes: of this call. devices: {mesh axis: its devices}. in_specs, out_specs: what is known of operands
@@ -110,12 +111,12 @@ def _in_all(ins, placed, factors) -> dict:
     return {f: names[0] for f, names in alike.items() if names[0] and all(n == names[0] for n in names)}
 
 
-def mesh_axes(entry) -> tuple[str, ...]:
+def mesh_axes(entry: Any) -> tuple[str, ...]:
     """One entry of a PartitionSpec as a tuple of mesh axes."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
-def spec_of_sharding(mesh, info) -> PartitionSpec:
+def spec_of_sharding(mesh: Any, info: Any) -> PartitionSpec:
     """How the mesh axes split an operand or result; an axis of it that they split in another way is as if unsplit.
 
     The compiler may split an axis of a size that its shards do not divide. So the sharding is asked about an array

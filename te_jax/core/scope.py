@@ -29,7 +29,7 @@ class Scope:
     default: The value outside of all blocks.
     """
 
-    def __init__(self, name: str, default=None):
+    def __init__(self, name: str, default: Any = None) -> None:
         self._name = name
         self._user_context = jax.make_user_context(default)
         self._of_thread = threading.local()  # .block: the innermost block that this thread has entered.

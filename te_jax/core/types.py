@@ -1,12 +1,14 @@
 """What a value's type shows of devices, and what autodiff and manual meshes want of it."""
 
+from typing import Any
+
 import jax
 from jax import lax
 from jax.core import ShapedArray
 from jax.sharding import AxisType, PartitionSpec
 
 
-def align(*args):
+def align(*args: Any) -> Any:
     """Makes all operands vary over the same manual mesh axes, so that cotangents are summed over them.
 
     Call it before a `custom_vjp`: the transpose of `pcast` is the psum that replicated parameters need. An operand may
@@ -21,7 +23,7 @@ def align(*args):
     return jax.tree.map(cast, list(args))
 
 
-def like(cotangent, primal):
+def like(cotangent: Any, primal: Any) -> Any:
     """`cotangent` as autodiff wants it for `primal` (an array or its type): in its dtype, and on an Explicit mesh in
     its sharding."""
     primal = primal if isinstance(primal, ShapedArray) else jax.typeof(primal)
@@ -29,12 +31,12 @@ def like(cotangent, primal):
     return jax.sharding.reshard(cotangent, primal.sharding.spec) if on_explicit_mesh(primal) else cotangent
 
 
-def on_explicit_mesh(aval) -> bool:
+def on_explicit_mesh(aval: Any) -> bool:
     """Whether the type `aval` shows shardings, which its users must then match."""
     return AxisType.Explicit in aval.sharding.mesh.axis_types
 
 
-def splittable_axes(mesh) -> frozenset[str]:
+def splittable_axes(mesh: Any) -> frozenset[str]:
     """The Explicit axes of `mesh` that `jax.shard_map` can split here: not those that a `jax.vmap` around maps over."""
     explicit = frozenset(n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit)
     if not explicit:
@@ -48,6 +50,6 @@ def splittable_axes(mesh) -> frozenset[str]:
     return explicit & set(free)
 
 
-def varying(x) -> frozenset[str]:
+def varying(x: Any) -> frozenset[str]:
     """The manual mesh axes over which `x`, an array or the type of one, varies inside `shard_map`."""
     return (x if isinstance(x, ShapedArray) else jax.typeof(x)).manual_axis_type.varying

@@ -9,6 +9,7 @@ meshes.
 import contextlib
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ _TO_VARYING = {"pcast", "pvary"}
 ARRAYS = jax.Array | np.ndarray | np.generic
 
 
-def amax_type():
+def amax_type() -> Any:
     """The dtype of amaxes."""
     from flax.linen.fp8_ops import fm32  # Imported here, since Flax takes a second to import.
 
@@ -50,7 +51,7 @@ def from_amaxes(x: jax.Array) -> jax.Array:
     return jnp.maximum(lax.convert_element_type(x, jnp.float32), 0.0)
 
 
-def is_amaxes(x) -> bool:
+def is_amaxes(x: Any) -> bool:
     """Whether x, an array or the type of one, has the type of amaxes."""
     return getattr(x, "dtype", None) == amax_type()
 

@@ -29,7 +29,7 @@ def is_leaf_name(name: str) -> bool:
     return re.sub(r"_\d+(?=_)", "", name) in LEAF_NAMES
 
 
-def keys_of(path: tuple) -> tuple[str, ...]:
+def keys_of(path: tuple[Any, ...]) -> tuple[str, ...]:
     """The keys of a path of jax's; one that is a path itself, "a/b", counts as its parts."""
     keys = (str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
     return tuple(itertools.chain(*(key.split("/") for key in keys)))
