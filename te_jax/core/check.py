@@ -92,7 +92,7 @@ def check_names(
 ) -> None:
     """Raises TypeError for a keyword in `given` that is not `known`, with the known one that is meant if there is one.
 
-    refused: Known names that take None alone, which so are no way out. elsewhere: Names that `other` takes, such as the
+    refused: Known names that take only None: no hint offers them. elsewhere: Names that `other` takes, such as the
              module's call.
     """
     known, refused, elsewhere = tuple(known), set(refused), set(elsewhere)

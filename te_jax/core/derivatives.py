@@ -1,6 +1,6 @@
 """Functions with a backward pass of their own, in every mode of differentiation.
 
-`jax.custom_vjp` serves reverse mode alone. Here the tangents of such a function are one linear equation, `te_tangents`,
+`jax.custom_vjp` serves only reverse mode. Here the tangents of such a function are one linear equation, `te_tangents`,
 of the residuals that its forward pass keeps. Where reverse mode transposes the equation, it is the backward pass.
 Where it is evaluated, as by `jax.jvp`, it is the transpose of the backward pass, which jax finds: ops have the
 derivatives of their meaning in plain JAX. So forward mode needs no second formula, and runs no kernel.
@@ -30,7 +30,7 @@ _FIRST_ORDER = (
 
 
 def _is_fp8(dtype: Any) -> bool:
-    """Whether an op of this type, of data or of their scales, is one in FP8."""
+    """Whether an op with data or scales of this type computes in FP8: it is a float of one byte."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1
 
 
@@ -150,7 +150,7 @@ def differentiate_primitive(primitive: Primitive, meaning: Callable[..., Sequenc
 
 
 def _tangents_of_op(name, meaning, outs, primals, tangents) -> list:
-    """In FP8 they are an equation that raises ValueError where anybody asks for its results: nobody may."""
+    """In FP8 they are an equation that raises ValueError when it is evaluated or transposed."""
     if not any(_is_fp8(a.dtype) for a in (*primals, *outs)):
         return _tangents_of(meaning, primals, tangents)
     zeros = [zero_from_primal(o, symbolic_zeros=True) for o in outs]

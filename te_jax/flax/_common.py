@@ -115,7 +115,7 @@ class Box(nn.LogicallyPartitioned):
     """
 
     def unbox(self, apply_constraint: bool = True) -> jax.Array:
-        """The array; apply_constraint: as in Flax, but on a mesh of Explicit axes."""
+        """The array; apply_constraint: as in Flax, except on a mesh of Explicit axes, where it is ignored."""
         explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
         return super().unbox(apply_constraint and not explicit)
 

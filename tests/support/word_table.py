@@ -23,8 +23,8 @@ te_jax.hf: config.json of a mistral: sliding_window is 0; pass None or a positiv
 ```
 
 Words that become no field are checked, so that the model is the one that transformers has. All others are kept:
-`hf.save` writes them again as `hf.load` found them, and copies a tokenizer's and generation's files. So it does with
-each word below that says of the model what it was read to say.
+`hf.save` writes them again as `hf.load` found them, and copies a tokenizer's and generation's files. A word
+below is kept as it was, too, unless the model was changed.
 
 This file is made of the declarations in `te_jax/hf`, which tests/support/word_table.py writes down.
 """
