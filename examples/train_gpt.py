@@ -227,7 +227,7 @@ def run(args, out: pathlib.Path) -> int:
         begun, stop, hearing = [], Stop(), contextlib.ExitStack()
 
         def begin() -> None:
-            if not begun:  # What is written from now on ends whole, that of a last step too.
+            if not begun:  # What is written from now on, also after the last step, is written to its end.
                 hearing.enter_context(listening(stop))
             if not (begun or args.resume) and cluster.is_first():
                 rundir.keep_earlier(out)

@@ -175,7 +175,7 @@ def _add_training(p: argparse.ArgumentParser) -> None:
 def _add_run(p: argparse.ArgumentParser) -> None:
     """Where a run begins and ends, what it saves, and what it is compared with."""
     _add(p, "--resume", "continue from the last checkpoint in --out", action="store_true")
-    _add(p, "--checkpoint-every", "steps; 0: at the end alone (or after Ctrl-C and SIGTERM) [default: a tenth of "
+    _add(p, "--checkpoint-every", "steps; 0: only at the end (or after Ctrl-C and SIGTERM) [default: a tenth of "
         "--steps, at least 10]", metavar="N", **whole(0))  # fmt: skip
     _add(p, "--no-checkpoint", "save none (one holds 12 bytes a parameter)", action="store_true")
     _add(p, "--stop-at", "save and leave here, to --resume later", metavar="STEP", **whole())

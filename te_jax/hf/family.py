@@ -187,7 +187,7 @@ ALL_SEE_ALL = types_of_layers(lambda said, i: "full_attention")
 
 def joins_qkv(c: ModelConfig) -> bool:
     """Whether queries, keys and values are one parameter."""
-    return (c.layer.get("num_gqa_groups") or c.layer["num_attention_heads"]) == c.layer["num_attention_heads"]
+    return number_of_groups(c) == c.layer["num_attention_heads"]
 
 
 def tables(c: ModelConfig, embedding: str, head: str = "lm_head.weight") -> list[TensorRule]:

@@ -1,5 +1,7 @@
 """Decoders of other names than Llama's: GPT-2, Falcon."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 
 from te_jax.core.check import BOOL, NONE, RATE
@@ -36,9 +38,11 @@ from te_jax.models.families import Size
 # -- GPT-2 ------------------------------------------------------------------------------------------------------
 
 
-def _four_widths(said: Said) -> int:
-    """4 n_embd"""
-    return 4 * said["n_embd"]
+def _four_times(name: str) -> Callable[[Said], int]:
+    """The width of an MLP that a family's config.json need not say: four times this word."""
+    of = lambda said: 4 * said[name]
+    of.__doc__ = f"4 {name}"  # what the documents show
+    return of
 
 
 _GPT2 = (
@@ -47,7 +51,7 @@ _GPT2 = (
     Word("n_embd", SIZE, also=("hidden_size",), to=("hidden_size",)),
     Word("n_layer", LAYERS, also=("num_hidden_layers",), to=("num_layers",)),
     Word("n_head", SIZE, also=("num_attention_heads",), to=("layer/num_attention_heads",)),
-    Word("n_inner", NONE | SIZE, null=_four_widths, to=("layer/mlp_hidden_size",)),
+    Word("n_inner", NONE | SIZE, null=_four_times("n_embd"), to=("layer/mlp_hidden_size",)),
     epsilon("layer_norm_epsilon"),
     dropout("resid_pdrop", "hidden_dropout"),
     dropout("attn_pdrop", "attention_dropout"),
@@ -93,15 +97,10 @@ def _norms(said: Said) -> int | None:
     return 2 if said["new_decoder_architecture"] else None
 
 
-def _feed_forward(said: Said) -> int:
-    """4 hidden_size"""
-    return 4 * said["hidden_size"]
-
-
 _FALCON = (
     *(word for word in DECODER if word.name != "intermediate_size"),
     Word("hidden_size", SIZE, also=("n_embed",), to=("hidden_size",)),
-    Word("ffn_hidden_size", NONE | SIZE, null=_feed_forward, to=("layer/mlp_hidden_size",)),
+    Word("ffn_hidden_size", NONE | SIZE, null=_four_times("hidden_size"), to=("layer/mlp_hidden_size",)),
     Word("new_decoder_architecture", NONE | BOOL, False, theirs=_is_new),
     Word("multi_query", NONE | BOOL, True, theirs=lambda c: True),
     Word(

@@ -51,7 +51,7 @@ class Word:
     kind:    What it may be.
     default: What it is where config.json lacks it, as in that class: a value, or a function of what was said before,
              whose docstring the documents show. ABSENT: nothing is to be known of it.
-    null:    The same where it is null; None: null is a value.
+    null:    What a null stands for, as a function of what was said before; None: null is a value.
     also:    Other names of it. Where several are there the last of these is the one that transformers takes.
     to:      The fields of `ModelConfig` that it becomes, as paths: "num_layers", "layer/moe/num_experts".
     ours:    What these fields are, one value for each; None: its value. What is None is no field where the family's
