@@ -109,10 +109,29 @@ def test_gradients(dtype, k_first, rng, plain_jax):
 # -- what layers hold beside products -------------------------------------------------------------------------
 
 T, H, F, E, CHOICES = 256, 64, 128, 4, 2
-COPIES = re.compile(r"stablehlo\.(transpose|select|concatenate|while)\b.* tensor<(.*)>")
+COPIES = ("stablehlo.transpose", "stablehlo.concatenate", "stablehlo.while")
 # Rows of groups or their transpose, in both layers; stacked weights.
 ROWS = "|".join(str(buffer_rows(tokens, E)) for tokens in (T, CHOICES * T))
-LARGE = re.compile(rf"(.*x)?({ROWS})x|{E}x\d+x\d+x")
+LARGE = re.compile(rf"tensor<((.*x)?({ROWS})x|{E}x\d+x\d+x)")
+
+
+def operations(block):
+    for op in block.operations:
+        yield op.operation
+        for region in op.operation.regions:
+            for inner in region:
+                yield from operations(inner)
+
+
+def masks_rows(select, calls) -> bool:
+    """Whether a `select` reads one predicate for each row; the derivatives of activations select by elements."""
+    predicate = select.operands[0]
+    if hasattr(predicate.owner, "operations"):  # an argument of a function, which its callers know
+        name = predicate.owner.owner.attributes["sym_name"].value
+        made = [call.operands[predicate.arg_number].owner for call in calls if name in str(call.attributes["callee"])]
+    else:
+        made = [predicate.owner]
+    return any(not hasattr(op, "name") or op.name == "stablehlo.broadcast_in_dim" for op in made)
 
 
 def copies(layer, *shapes):
@@ -122,10 +141,30 @@ def copies(layer, *shapes):
         y, vjp = jax.vjp(layer, *args)
         return vjp(y)
 
-    text = jax.jit(both).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @te_gemm_grouped") >= 3
-    found = [match for line in text.splitlines() if (match := COPIES.search(line))]
-    return [match[0] for match in found if LARGE.match(match[2])]
+    lowered = jax.jit(both).trace(*shapes).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @te_gemm_grouped") >= 3
+    module = lowered.compiler_ir("stablehlo")
+    found = list(operations(module.body))
+    calls = [op for op in found if op.name == "func.call"]
+    copying = [op for op in found if op.name in COPIES or op.name == "stablehlo.select" and masks_rows(op, calls)]
+    return [str(op) for op in copying if LARGE.search(" ".join(str(result.type) for result in op.results))]
+
+
+def test_masks_of_rows_are_found_and_selects_of_elements_are_none():
+    """`masks_rows` by a mask made in place, one that a function is handed, and a select by elements."""
+    mask = lambda x, each: jax.jit(lambda keep, x: jnp.where(keep, x, 0))(
+        jnp.broadcast_to(each[:, None] > 0, x.shape), x
+    )
+    for select, expected in (
+        (lambda x, each: jnp.where(each[:, None] > 0, x, 0), True),
+        (mask, True),
+        (lambda x, each: jnp.where(x * each[:, None] > 0, x, 0), False),
+    ):
+        lowered = jax.jit(select).lower(jnp.ones((8, 4)), jnp.ones(8))
+        found = list(operations(lowered.compiler_ir("stablehlo").body))
+        calls = [op for op in found if op.name == "func.call"]
+        selects = [op for op in found if op.name == "stablehlo.select"]
+        assert selects and all(masks_rows(op, calls) == expected for op in selects), lowered.as_text()
 
 
 def of_type(dtype, shapes):
