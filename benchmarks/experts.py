@@ -6,7 +6,7 @@ from functools import cache, cached_property
 import jax
 import numpy as np
 
-from te_jax.ops.permute import Groups, buffer_rows, group
+from te_jax.ops.experts.permute import Groups, buffer_rows, group
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from te_jax.ops.gemm import gemm
-from te_jax.ops.gemm_grouped import gemm_grouped, gemm_grouped_wgrad, gemm_grouped_wide_wgrad
-from te_jax.ops.grouped import expert_of_row, tokens_alone
-from te_jax.ops.quantize import BLOCK
+from te_jax.ops.experts.rows import expert_of_row, tokens_alone
+from te_jax.ops.gemm.dense import gemm
+from te_jax.ops.gemm.grouped import gemm_grouped, gemm_grouped_wgrad, gemm_grouped_wide_wgrad
+from te_jax.ops.quantize.array import BLOCK
 
 from . import torch_gemm
 from .cases import Case

@@ -8,7 +8,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from te_jax.ops import activation, grouped, permute, router
+from te_jax.ops.experts import permute, router
+from te_jax.ops.experts import rows as grouped
+from te_jax.ops.quantize import activation
 
 from .cases import Case
 from .experts import Experts, groups, models

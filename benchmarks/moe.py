@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from te_jax.layers import MoEOptions, quantize_experts
 from te_jax.layers import moe as experts_layer
 from te_jax.layers.weight import GradientSlot
-from te_jax.ops.router import RouterOptions
+from te_jax.ops.experts.router import RouterOptions
 from te_jax.recipe import Recipe
 from te_jax.state import fp8
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import PartitionSpec
 
-from te_jax.ops import activation as activation_op
-from te_jax.ops import norm as norm_op
-from te_jax.ops.gemm import gemm
-from te_jax.ops.norm import norm_block_fwd
-from te_jax.ops.quantize import quantize, quantize_block
+from te_jax.ops.gemm.dense import gemm
+from te_jax.ops.quantize import activation as activation_op
+from te_jax.ops.quantize import norm as norm_op
+from te_jax.ops.quantize.array import quantize, quantize_block
+from te_jax.ops.quantize.norm import norm_block_fwd
 from te_jax.ops.rope import rope
 
 from . import attention, torch_gemm

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from te_jax.core import extension, versions
-from te_jax.ops.quantize import BLOCK, MX_BLOCK, unusable
+from te_jax.ops.quantize.array import BLOCK, MX_BLOCK, unusable
 
 FP8_CAPABILITY = (8, 9)  # Ada has the first tensor cores with FP8.
 ATTENTION_CAPABILITY = (8, 0)

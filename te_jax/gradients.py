@@ -21,7 +21,7 @@ from te_jax.core.amax import amax as amax_of
 from te_jax.core.check import BOOL, FUNCTION, Kind, check, integer, show, tuple_of
 from te_jax.core.derivatives import custom_vjp
 from te_jax.layers.parameters import gradient_slots, has_kernels, with_slots
-from te_jax.ops.scaling import next_states
+from te_jax.ops.scale_update import next_states
 from te_jax.recipe.delayed import HISTORY
 from te_jax.state.amax_type import ARRAYS, errors_of_amaxes, from_amaxes, is_amaxes, movable, to_amaxes
 from te_jax.state.fp8 import STATE_COLLECTIONS

@@ -61,7 +61,7 @@ PAGES = (
         *("dot_product_attention", "dot_product_attention_kv_packed", "dot_product_attention_packed"),
         *("explain_attention", "AttentionChoice", "AttentionOptions", "SequenceDescriptor"),
     )),  # fmt: skip
-    Page("te_jax.ops.gemm_tuning", "te_jax.ops.gemm", "GEMMs that are timed once: `te_jax.ops.gemm`.", (
+    Page("te_jax.ops.gemm", "te_jax.ops.gemm", "GEMMs that are timed once: `te_jax.ops.gemm`.", (
         *("tune_all", "save_tuning", "load_tuning"),
     )),  # fmt: skip
     Page("te_jax.ops.router", "te_jax.ops.router", "Which expert a token goes to.", ("route",)),

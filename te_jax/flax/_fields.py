@@ -36,10 +36,10 @@ from te_jax.flax import _refused
 from te_jax.flax._calls import KnownArguments
 from te_jax.flax._refused import Refused
 from te_jax.flax._state import describe
-from te_jax.ops.activation import ACTIVATIONS, check_params
 from te_jax.ops.attention.options import BIAS_TYPE, DESCRIPTOR, MASK_ARRAY, MASK_TYPE, SOFTCAP, SOFTMAX_TYPE, WINDOW
+from te_jax.ops.experts.router import SCORE_FUNCTIONS
+from te_jax.ops.quantize.activation import ACTIVATIONS, check_params
 from te_jax.ops.rope import METHOD, WINDOWS, Scaling, check_rotary
-from te_jax.ops.router import SCORE_FUNCTIONS
 from te_jax.recipe import Recipe
 from te_jax.state.fp8 import COLLECTION
 

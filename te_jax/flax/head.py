@@ -14,7 +14,7 @@ from te_jax.flax._fields import Module, check_call
 from te_jax.flax._state import dense_metas, describe, recipe_of
 from te_jax.layers import linear_cross_entropy
 from te_jax.layers._specs import dense_spec
-from te_jax.ops.gemm import dot
+from te_jax.ops.gemm.dense import dot
 from te_jax.sharding import (
     BATCH_AXES,
     SEQLEN_AXES,

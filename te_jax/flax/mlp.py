@@ -28,7 +28,7 @@ from te_jax.flax.dense import norm_dense, norm_options, operand, trailing_axes
 from te_jax.flax.norm import norm_parameters
 from te_jax.layers import dense, layernorm_mlp
 from te_jax.layers.norm_mlp import split_residual
-from te_jax.ops.activation import activation, is_fused
+from te_jax.ops.quantize.activation import activation, is_fused
 from te_jax.sharding import gathered_spec, resolve_logical_axes
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 

@@ -12,7 +12,7 @@ from te_jax.core.check import show
 from te_jax.hf.rules import OF_LINEARS, Recast
 from te_jax.layers import QuantizedKernel
 from te_jax.layers.weight import swap_groups
-from te_jax.ops.quantize import BLOCK, block_of_weight, dequantize_weight, transpose
+from te_jax.ops.quantize.array import BLOCK, block_of_weight, dequantize_weight, transpose
 
 # The leaf of the state by which the input of a parameter's product is scaled.
 _INPUTS = {"kernel": "x", "wi_kernel": "x_0", "wi_0": "x_0", "wi_1": "x_0", "wo_kernel": "x_1", "wo": "x_1"}

@@ -31,7 +31,7 @@ from te_jax.ops.attention.options import AttentionOptions, check_options
 from te_jax.ops.attention.reference import split_joined
 from te_jax.ops.attention.resolve import resolve
 from te_jax.ops.attention.vjp import attention_bwd_of
-from te_jax.ops.quantize import quantize
+from te_jax.ops.quantize.array import quantize
 from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.sharding import stage_axes
 from te_jax.state.fp8 import AttentionMetas, TensorMeta, cotangent, observation

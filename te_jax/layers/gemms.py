@@ -8,10 +8,10 @@ from te_jax.checkpoint_policies import GEMM, named
 from te_jax.core.arrays import as_rank
 from te_jax.layers.config import Config
 from te_jax.layers.tensor import Fp8Tensor
-from te_jax.ops.gemm import dot, gemm, gemm_sum
-from te_jax.ops.gemm_grouped import gemm_grouped, gemm_grouped_wgrad, gemm_grouped_wide_wgrad
-from te_jax.ops.paired import gemm_grouped_paired, gemm_grouped_paired_wgrad
-from te_jax.ops.permute import Groups
+from te_jax.ops.experts.paired import gemm_grouped_paired, gemm_grouped_paired_wgrad
+from te_jax.ops.experts.permute import Groups
+from te_jax.ops.gemm.dense import dot, gemm, gemm_sum
+from te_jax.ops.gemm.grouped import gemm_grouped, gemm_grouped_wgrad, gemm_grouped_wide_wgrad
 from te_jax.sharding import explicit_spec
 from te_jax.state import fp8
 

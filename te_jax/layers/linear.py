@@ -16,8 +16,8 @@ from te_jax.layers.gemms import plain_sum
 from te_jax.layers.projections import Operands, Static, project
 from te_jax.layers.tensor import wide_of
 from te_jax.layers.weight import Projection, QuantizedKernel, resolve_weight
-from te_jax.ops.gemm import dot
-from te_jax.ops.quantize import FLOAT
+from te_jax.ops.gemm.dense import dot
+from te_jax.ops.quantize.array import FLOAT
 from te_jax.recipe import Recipe
 from te_jax.state import fp8
 

@@ -15,8 +15,8 @@ from te_jax.layers.linear import check_dense, dense
 from te_jax.layers.projections import Operands, Static, project
 from te_jax.layers.tensor import wide_of
 from te_jax.layers.weight import Projection, resolve_weight
-from te_jax.ops import norm as norm_op
-from te_jax.ops.gemm import gemm_sum
+from te_jax.ops.gemm.dense import gemm_sum
+from te_jax.ops.quantize import norm as norm_op
 from te_jax.recipe import Recipe
 from te_jax.sharding import explicit_spec
 from te_jax.state import fp8

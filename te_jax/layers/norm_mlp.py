@@ -33,8 +33,8 @@ from te_jax.layers.vjp import (
     tag_for_wgrad,
 )
 from te_jax.layers.weight import Projection, QuantizedKernel, resolve_weight
-from te_jax.ops import activation as act_op
-from te_jax.ops import norm as norm_op
+from te_jax.ops.quantize import activation as act_op
+from te_jax.ops.quantize import norm as norm_op
 from te_jax.recipe import Recipe
 from te_jax.sharding import constrain_to_spec
 from te_jax.state import fp8

@@ -16,8 +16,8 @@ from te_jax.core.amax import amax as amax_of
 from te_jax.core.types import like, varying
 from te_jax.layers.config import Config
 from te_jax.layers.tensor import Fp8Tensor, LayerUses, Uses
-from te_jax.ops import quantize as quantize_ops
-from te_jax.ops.grouped import stacked_source
+from te_jax.ops.experts.rows import stacked_source
+from te_jax.ops.quantize import array as quantize_ops
 from te_jax.ops.source import Source
 from te_jax.sharding import constrain_to_spec
 from te_jax.state import fp8

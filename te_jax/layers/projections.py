@@ -23,7 +23,7 @@ from te_jax.layers.vjp import (
     tag_for_wgrad,
 )
 from te_jax.layers.weight import Projection
-from te_jax.ops import norm as norm_op
+from te_jax.ops.quantize import norm as norm_op
 
 
 class Operands(NamedTuple):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 
-from te_jax.ops.quantize import transpose_weight
+from te_jax.ops.quantize.array import transpose_weight
 from te_jax.recipe import Recipe
 
 
@@ -22,7 +22,7 @@ class Uses(NamedTuple):
     data: bool
     data_t: bool
     wide: bool
-    paired: bool = False  # both layouts from one array (`ops.paired`)
+    paired: bool = False  # both layouts from one array (`ops.experts.paired`)
 
     @property
     def layouts(self) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ class Fp8Tensor(NamedTuple):
     scale_inv_t: jax.Array | None = None  # of each block of data_t; None with one scale for both
     amax: jax.Array | None = None  # f32[], or f32[4] of a probed tensor (`fp8.observation`); None without state
     onto: Accumulator | None = None  # of a weight
-    paired: jax.Array | None = None  # in the place of data and data_t both, in one array (`ops.paired`)
+    paired: jax.Array | None = None  # in the place of data and data_t both, in one array (`ops.experts.paired`)
 
     @property
     def rows(self) -> tuple[jax.Array, jax.Array]:

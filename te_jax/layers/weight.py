@@ -14,7 +14,7 @@ from te_jax.core.derivatives import custom_vjp
 from te_jax.layers.config import Config
 from te_jax.layers.produce import quantize_stacked, quantize_weight
 from te_jax.layers.tensor import Accumulator, Fp8Tensor, LayerUses, Uses
-from te_jax.ops.quantize import FLOAT, block_of_weight, dequantize_weight, transpose
+from te_jax.ops.quantize.array import FLOAT, block_of_weight, dequantize_weight, transpose
 from te_jax.recipe import Recipe
 from te_jax.sharding import stage_axes
 from te_jax.state import fp8

@@ -9,8 +9,8 @@ from flax import linen as nn
 import te_jax.flax as te_flax
 from te_jax.flax._common import parameter
 from te_jax.models.stack import Model, rows_at
-from te_jax.ops.activation import activation
 from te_jax.ops.attention import SequenceDescriptor
+from te_jax.ops.quantize.activation import activation
 from te_jax.sharding import W_FSDP_AXES, W_TP_AXES
 
 

@@ -25,7 +25,7 @@ from te_jax.core.check import (
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.op import Op
 from te_jax.core.types import align
-from te_jax.ops.quantize import FLOATS
+from te_jax.ops.quantize.array import FLOATS
 
 GROUP_METHODS = ("consecutive", "alternate")
 METHOD = one_of(*GROUP_METHODS)

@@ -32,7 +32,7 @@ from te_jax.core.check import BOOL, NONE, Kind, check, one_of
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.scope import Scope
 from te_jax.core.types import varying
-from te_jax.ops.scaling import next_state
+from te_jax.ops.scale_update import next_state
 from te_jax.ops.source import PerExpert
 from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.recipe._exclude import warn_of_strays

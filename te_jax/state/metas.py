@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from te_jax.core.check import Kind, check, did_you_mean
 from te_jax.core.types import like, on_explicit_mesh
-from te_jax.ops.scaling import apart
+from te_jax.ops.scale_update import apart
 from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.recipe.delayed import HISTORY, SCALE
 from te_jax.state import older

@@ -54,7 +54,7 @@ def test_numbers_of_activations_are_those_of_jax():
     text = (INCLUDE / "te_jax.h").read_text()
     kinds = re.findall(r"TE_JAX_(\w+) = (\d)", text[text.index("TE_JAX_GELU") : text.index("activation_fwd_args")])
     assert [(name.lower(), int(number)) for name, number in kinds] == [
-        (name, number) for number, name in enumerate(te_jax.ops.activation._KINDS)
+        (name, number) for number, name in enumerate(te_jax.ops.quantize.activation._KINDS)
     ]
 
 

@@ -17,9 +17,7 @@ from te_jax.layers.experts import mlp as layer_of_experts
 from te_jax.layers.tensor import Accumulator, Fp8Tensor
 from te_jax.layers.weight import GradientSlot
 from te_jax.ops.activation import attributes
-from te_jax.ops.gemm_grouped import gemm_grouped, gemm_grouped_wgrad
-from te_jax.ops.grouped import activation_grouped_bwd
-from te_jax.ops.paired import (
+from te_jax.ops.experts.paired import (
     activation_grouped_paired_bwd,
     columns_of,
     gemm_grouped_paired,
@@ -28,6 +26,8 @@ from te_jax.ops.paired import (
     pair,
     rows_of,
 )
+from te_jax.ops.gemm_grouped import gemm_grouped, gemm_grouped_wgrad
+from te_jax.ops.grouped import activation_grouped_bwd
 from te_jax.ops.permute import buffer_rows
 from te_jax.ops.router import RouterOptions
 from te_jax.state import fp8

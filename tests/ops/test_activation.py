@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import optimized
 
-from te_jax.ops.activation import (
+from te_jax.ops.quantize.activation import (
     _FROM_JAX_NN,
     activation,
     activation_bwd,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cuda_cases import activation_case, bits_equal, odd_values, rel
 
-from te_jax.ops import scaling
+from te_jax.ops import scale_update as scaling
 from te_jax.ops.activation import activation_bwd, activation_fwd, attributes
 from te_jax.ops.norm import norm_bwd, norm_fwd
 from te_jax.ops.quantize import quantize

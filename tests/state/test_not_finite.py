@@ -14,7 +14,7 @@ from te_jax.ops.attention.fp8 import attention_fp8_bwd, attention_fp8_fwd, backw
 from te_jax.ops.grouped import quantize_stacked
 from te_jax.ops.norm import norm_fwd
 from te_jax.ops.quantize import quantize, quantize_block
-from te_jax.ops.scaling import results_of, scale_update
+from te_jax.ops.scale_update import results_of, scale_update
 from te_jax.recipe import DelayedScaling
 from te_jax.state import fp8
 from te_jax.stats import TensorStats, fp8_stats_table

@@ -8,20 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax.core.op import Op, ops
-from te_jax.ops import (  # noqa: F401  (declares the ops)
-    activation,
-    attention,
-    gemm,
-    gemm_grouped,
-    grouped,
-    norm,
-    paired,
-    permute,
-    quantize,
-    rope,
-    router,
-    scaling,
-)
+from te_jax.ops import attention, gemm, gemm_grouped, norm, quantize, rope  # noqa: F401  (declares the ops)
+from te_jax.ops import scale_update as scaling
+from te_jax.ops.experts import paired, permute, router, rows  # noqa: F401
+from te_jax.ops.quantize import activation
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 

@@ -24,13 +24,13 @@ from te_jax.layers.experts.weights import ExpertKernel, resolve_experts, wide_of
 from te_jax.layers.linear import check_recipe_and_metas, check_residual
 from te_jax.layers.norm_mlp import METAS_OF_TWO, split_residual
 from te_jax.layers.weight import Projection
-from te_jax.ops import activation as act_op
-from te_jax.ops import norm as norm_op
-from te_jax.ops.gemm import dot
-from te_jax.ops.gemm_grouped import gemm_grouped
-from te_jax.ops.permute import combine, group, permute
-from te_jax.ops.quantize import FLOAT, MX_BLOCK, parts
-from te_jax.ops.router import RouterOptions, Routing, load_balancing_loss, route, z_loss
+from te_jax.ops.experts.permute import combine, group, permute
+from te_jax.ops.experts.router import RouterOptions, Routing, load_balancing_loss, route, z_loss
+from te_jax.ops.gemm.dense import dot
+from te_jax.ops.gemm.grouped import gemm_grouped
+from te_jax.ops.quantize import activation as act_op
+from te_jax.ops.quantize import norm as norm_op
+from te_jax.ops.quantize.array import FLOAT, MX_BLOCK, parts
 from te_jax.recipe import Recipe
 from te_jax.sharding import stage_axes
 from te_jax.state import fp8

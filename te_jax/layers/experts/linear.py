@@ -26,10 +26,10 @@ from te_jax.layers.vjp import (
     tag_for_wgrad,
 )
 from te_jax.layers.weight import QuantizedKernel
-from te_jax.ops.gemm_grouped import gemm_grouped
-from te_jax.ops.grouped import dbias_of_experts
-from te_jax.ops.permute import Groups, combine, group, permute
-from te_jax.ops.quantize import FLOAT, MX_BLOCK
+from te_jax.ops.experts.permute import Groups, combine, group, permute
+from te_jax.ops.experts.rows import dbias_of_experts
+from te_jax.ops.gemm.grouped import gemm_grouped
+from te_jax.ops.quantize.array import FLOAT, MX_BLOCK
 from te_jax.recipe import Recipe
 from te_jax.sharding import stage_axes
 from te_jax.state import fp8

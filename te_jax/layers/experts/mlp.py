@@ -32,9 +32,9 @@ from te_jax.layers.vjp import (
     tag_for_wgrad,
 )
 from te_jax.layers.weight import Projection
-from te_jax.ops.grouped import dbias_of_experts, grouped_activation_source
-from te_jax.ops.paired import is_pairable, paired_activation_grad_source
-from te_jax.ops.permute import Groups, combine_bwd_op, combine_op, permute_source
+from te_jax.ops.experts.paired import is_pairable, paired_activation_grad_source
+from te_jax.ops.experts.permute import Groups, combine_bwd_op, combine_op, permute_source
+from te_jax.ops.experts.rows import dbias_of_experts, grouped_activation_source
 from te_jax.ops.source import Source
 
 

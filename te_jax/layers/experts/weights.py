@@ -20,7 +20,7 @@ from te_jax.layers.produce import quantize_stacked
 from te_jax.layers.tensor import Fp8Tensor, LayerUses, Uses
 from te_jax.layers.vjp import has_gradient
 from te_jax.layers.weight import QuantizedKernel, resolve_weight
-from te_jax.ops.quantize import FLOAT
+from te_jax.ops.quantize.array import FLOAT
 from te_jax.recipe import Recipe
 from te_jax.sharding import stage_axes
 from te_jax.state import fp8

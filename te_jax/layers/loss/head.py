@@ -30,7 +30,7 @@ from te_jax.layers.linear import check_recipe_and_metas
 from te_jax.layers.loss.cross_entropy import HeadOperands, LossOptions, Plan, cross_entropy
 from te_jax.layers.loss.head_gemms import Head
 from te_jax.layers.weight import QuantizedKernel
-from te_jax.ops.quantize import FLOAT
+from te_jax.ops.quantize.array import FLOAT
 from te_jax.recipe import Recipe
 from te_jax.sharding import spec_of, stage_axes
 from te_jax.state import fp8

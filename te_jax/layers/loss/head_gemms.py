@@ -18,7 +18,7 @@ from te_jax.layers import gemms
 from te_jax.layers.config import Config
 from te_jax.layers.produce import Role, quantize_grad, quantize_tensor, quantize_weight
 from te_jax.layers.tensor import Fp8Tensor, LayerUses, Uses
-from te_jax.ops.gemm import dot
+from te_jax.ops.gemm.dense import dot
 from te_jax.recipe import Recipe
 from te_jax.state import fp8
 

@@ -27,9 +27,9 @@ from te_jax.core.check import (
     tuple_of,
     warn_once,
 )
+from te_jax.ops.attention.bias import alibi_bias
 from te_jax.ops.attention.mask import MASK_TYPES, Band, Mask, SequenceDescriptor, mask_type
 from te_jax.ops.attention.mesh import Cut
-from te_jax.ops.attention_bias import alibi_bias
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias")
 SOFTMAX_TYPES = ("vanilla", "off_by_one", "learnable")  # off-by-one is the same as off_by_one

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from te_jax.compat._absent import GetAttr, absent
-from te_jax.ops.activation import activation as _activation
+from te_jax.ops.quantize.activation import activation as _activation
 
 __getattr__: GetAttr = absent("transformer_engine.jax.activation")
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from te_jax.compat._absent import GetAttr, absent
-from te_jax.ops.permute import ALIGNMENT, Groups, combine, group, permute
+from te_jax.ops.experts.permute import ALIGNMENT, Groups, combine, group, permute
 
 __getattr__: GetAttr = absent("transformer_engine.jax.permutation")
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from te_jax.compat._absent import GetAttr, absent
-from te_jax.ops.router import RouterOptions, route
+from te_jax.ops.experts.router import RouterOptions, route
 
 __getattr__: GetAttr = absent("transformer_engine.jax.router")
 

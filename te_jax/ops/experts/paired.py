@@ -17,9 +17,11 @@ from jax.typing import DTypeLike
 from te_jax.checkpoint_policies import GEMM, named
 from te_jax.core.check import check, integer
 from te_jax.core.op import Op
-from te_jax.ops.activation import check_same_dtype, kind_of
-from te_jax.ops.gemm import check_factors, result_dtypes
-from te_jax.ops.gemm_grouped import (
+from te_jax.ops.experts.permute import Groups
+from te_jax.ops.experts.router import MOST_EXPERTS
+from te_jax.ops.experts.rows import activation_grouped_bwd, check_groups, grouped_activation_grad_source
+from te_jax.ops.gemm.dense import check_factors, result_dtypes
+from te_jax.ops.gemm.grouped import (
     OUT_COLUMNS,
     check_arrays,
     gemm_grouped_op,
@@ -27,10 +29,8 @@ from te_jax.ops.gemm_grouped import (
     kernel_takes,
     product_options,
 )
-from te_jax.ops.grouped import activation_grouped_bwd, check_groups, grouped_activation_grad_source
-from te_jax.ops.permute import Groups
-from te_jax.ops.quantize import BLOCK, fill, fp8_type
-from te_jax.ops.router import MOST_EXPERTS
+from te_jax.ops.quantize.activation import check_same_dtype, kind_of
+from te_jax.ops.quantize.array import BLOCK, fill, fp8_type
 from te_jax.ops.source import Source
 
 _PAIRED_BWD_OP = "te_activation_grouped_paired_bwd"
@@ -48,7 +48,9 @@ def is_pairable(x: jax.Array, counts: jax.Array) -> bool:
 def in_squares(x: jax.Array) -> jax.Array:
     """[..., f] -> [..., f / 128, 128]. Raises ValueError unless f is a multiple of 128."""
     if x.shape[-1] % BLOCK:
-        raise ValueError(f"te_jax.ops.paired: an array has the shape {x.shape}; pass a multiple of {BLOCK} columns.")
+        raise ValueError(
+            f"te_jax.ops.experts.paired: an array has the shape {x.shape}; pass a multiple of {BLOCK} columns."
+        )
     return x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
 
 
@@ -58,7 +60,9 @@ def pair(data: jax.Array, dtype: DTypeLike) -> jax.Array:
     Raises ValueError unless R and f are multiples of 128.
     """
     if data.shape[0] % BLOCK:
-        raise ValueError(f"te_jax.ops.paired: data has the shape {data.shape}; pass a multiple of {BLOCK} rows.")
+        raise ValueError(
+            f"te_jax.ops.experts.paired: data has the shape {data.shape}; pass a multiple of {BLOCK} rows."
+        )
     # Bytes are moved, since XLA:CPU moves FP8 by way of a wider type, where a NaN becomes another one.
     squares = in_squares(lax.bitcast_convert_type(data, jnp.uint8))
     shape = squares.shape

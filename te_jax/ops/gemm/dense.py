@@ -3,7 +3,7 @@
 FP8 operands have one scale each (te_gemm) or one for each block of 128 (te_gemm_block), both through cuBLASLt, or for
 each block of 32 (te_gemm_mx), through XLA from Blackwell on. `gemm` is all of them, by the form of the scales.
 
-Which of cuBLASLt's algorithms run, and how others are asked for, is in gemm_tuning.py.
+Which of cuBLASLt's algorithms run, and how others are asked for, is in tuning.py.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,7 @@ from te_jax.core.check import ARRAY, BOOL, NONE, Kind, check, integer, is_dtype
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.op import Op
 from te_jax.core.types import align, like, on_explicit_mesh
-from te_jax.ops.gemm_tuning import load_tuning, save_tuning, tune_all  # noqa: F401  (beside what they tune)
-from te_jax.ops.quantize import BLOCK, FLOATS, MX_BLOCK, check_block_gpu, dequantize_rows, dequantize_weight, fill
+from te_jax.ops.quantize.array import BLOCK, FLOATS, MX_BLOCK, check_block_gpu, dequantize_rows, dequantize_weight, fill
 
 FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 _MX_SCALE = jnp.dtype(jnp.float8_e8m0fnu)

@@ -1,0 +1,342 @@
+"""Tokens in the order of their experts and back.
+
+`group` finds where each pair of a token and an expert lies in a buffer, `permute` gathers the tokens there, and
+`combine` adds up the rows of each token. The buffer has R rows, a number that is known while tracing. The rows of an
+expert are a run, its group, that starts at a multiple of 128. Behind the real rows of a group lie rows that pad it up
+to 128: they are zeros. What lies behind the last group, the tail, is computed and read by nobody: on CUDA its bytes
+are what the memory held.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import max_dim, min_dim
+
+from te_jax.core.amax import amax
+from te_jax.core.arrays import as_jax
+from te_jax.core.check import FLOATS_ARRAY, INTEGERS, check, integer
+from te_jax.core.derivatives import custom_vjp
+from te_jax.core.op import Op
+from te_jax.core.types import align, like
+from te_jax.ops.experts.router import MOST_EXPERTS
+from te_jax.ops.quantize.array import BLOCK, FLOAT, fp8_type, on_hopper, parts, rows_reference, saturate, tiles
+from te_jax.ops.source import Source
+
+_PERMUTE = "te_jax.ops.permute"
+ALIGNMENT = 128  # of the first rows of groups; csrc/experts/permute.cu has it too
+_CHUNK = 2048  # pairs of a CTA of te_group
+
+
+class Groups(NamedTuple):
+    """Where the pairs of a token and an expert lie in a buffer of R rows; R is `buffer_rows` of the T k pairs.
+
+    offsets: i32[E + 1]. The group of expert e is the rows from offsets[e] to offsets[e + 1], multiples of 128.
+    counts:  i32[E]. Of these, the first counts[e] belong to pairs, in the order of the pairs; the others pad.
+    rows:    i32[..., T, k]. The row of each pair; -1 of a pair whose expert is none of 0 to E - 1.
+    slots:   i32[R]. The pair t * k + j of each row, and -1 where there is none.
+    """
+
+    offsets: jax.Array
+    counts: jax.Array
+    rows: jax.Array
+    slots: jax.Array
+
+
+def buffer_rows(pairs: int, num_experts: int) -> int:
+    """R: enough rows for `pairs` pairs of a token and an expert, however they spread over the experts."""
+    return parts(pairs + (ALIGNMENT - 1) * min_dim(num_experts, pairs), ALIGNMENT) * ALIGNMENT
+
+
+def group(experts: jax.Array, num_experts: int) -> Groups:
+    """Where each pair of a token and an expert lies in the buffer.
+
+    experts:     integers [..., T, k], as `te_jax.ops.router.route` gives them. A pair whose expert is none of 0 to
+                 E - 1 gets no row: `permute` leaves it out, and it adds 0 in `combine`.
+    num_experts: E.
+
+    Raises ValueError or TypeError for arguments that do not fit.
+    """
+    (experts,) = as_jax(experts)
+    check(_PERMUTE, "experts", experts, INTEGERS)
+    check(_PERMUTE, "num_experts", num_experts, integer(1))
+    if experts.ndim < 1 or experts.shape[-1] < 1:
+        raise ValueError(f"{_PERMUTE}: experts has shape {experts.shape}; pass [..., T, k] with k of 1 or more.")
+    buffer = buffer_rows(experts.size, num_experts)
+    if isinstance(buffer, int) and buffer >= 2**31:  # a symbol of `jax.export` is checked where the kernel is called
+        raise ValueError(f"{_PERMUTE}: experts has shape {experts.shape}; pass fewer than 2**31 - {ALIGNMENT} E pairs.")
+    return Groups(*group_op(experts.astype(jnp.int32), num_experts=num_experts, buffer=buffer))
+
+
+def permute(x: jax.Array, groups: Groups) -> jax.Array:
+    """The rows of tokens in the order of their experts, once for each pair: [R, h] of x's type; differentiable in x.
+
+    x:      float32, bfloat16 or float16 [..., T, h]. groups: of `group`, for experts [..., T, k].
+
+    For FP8 there is `permute_source`. Raises ValueError or TypeError for arguments that do not fit.
+    """
+    x, groups = _check_tokens("x", x, groups)
+    x, groups = align(x, groups)
+    return _permute(x, groups, jax.typeof(x))
+
+
+def permute_source(x: jax.Array, groups: Groups, weights: jax.Array | None = None) -> Source:
+    """What `permute` gives, as layers quantize it where the rows are gathered; MXFP8 after they are gathered in x's
+    type. weights: f32[..., T, k], what each pair's row is multiplied by, before it is
+    rounded: the gradient of `combine`'s rows, where x is that of its result."""
+    x, groups = _check_tokens("x", x, groups)
+    if weights is not None:
+        weights = _check_weights(weights, groups)
+    attrs = dict(topk=groups.rows.shape[-1])
+    return Source(
+        {0: (permute_op, attrs), BLOCK: (permute_block_op, attrs)},
+        (x, groups.slots, groups.offsets, weights),
+        1,
+        "rows",
+    )
+
+
+def combine(rows: jax.Array, groups: Groups, weights: jax.Array) -> jax.Array:
+    """Each token's sum of its rows times their weights: [..., T, h] of the type of `rows`; differentiable in both.
+
+    rows:    float32, bfloat16 or float16 [R, h]. groups: of `group`. weights: floating [..., T, k], used in f32.
+
+    The sums are f32, in the order of the k choices. The gradient of `rows` is 0 in the rows that pad a group. Behind
+    the last group it is undefined, as `rows` is there: mask those rows (`row < groups.offsets[-1]`) before an operation
+    whose gradient adds up all rows. Raises ValueError or TypeError for arguments that do not fit.
+    """
+    (rows,) = as_jax(rows)
+    check(_PERMUTE, "rows", rows, FLOAT)
+    _check_groups(groups)
+    if rows.ndim != 2 or rows.shape[0] != groups.slots.shape[0]:
+        raise ValueError(
+            f"{_PERMUTE}: rows has shape {rows.shape}; pass [{groups.slots.shape[0]}, h], a row for each slot."
+        )
+    weights = _check_weights(weights, groups)
+    return _combine(*align(rows, groups, weights))
+
+
+# ---- the arguments -------------------------------------------------------------------------------------------------
+
+
+def _check_groups(groups):
+    if not isinstance(groups, Groups):
+        raise TypeError(
+            f"{_PERMUTE}: groups is {type(groups).__name__}; pass the Groups that te_jax.ops.permute.group gives."
+        )
+
+
+def _check_tokens(name, x, groups):
+    (x,) = as_jax(x)
+    check(_PERMUTE, name, x, FLOAT)
+    _check_groups(groups)
+    if x.ndim < 1 or x.shape[:-1] != groups.rows.shape[:-1]:
+        tokens = ", ".join(map(str, groups.rows.shape[:-1]))
+        raise ValueError(f"{_PERMUTE}: {name} has shape {x.shape}; pass [{tokens}, h], a row for each token of groups.")
+    return x, groups
+
+
+def _check_weights(weights, groups):
+    (weights,) = as_jax(weights)
+    check(_PERMUTE, "weights", weights, FLOATS_ARRAY)
+    if weights.shape != groups.rows.shape:
+        raise ValueError(
+            f"{_PERMUTE}: weights has shape {weights.shape}; pass {groups.rows.shape}, one for each pair of groups."
+        )
+    return weights.astype(jnp.float32)
+
+
+# ---- the meaning, in plain JAX -------------------------------------------------------------------------------------
+
+
+def _group_reference(experts, *, num_experts, buffer):
+    flat = experts.reshape(-1)
+    flat = jnp.where((flat >= 0) & (flat < num_experts), flat, num_experts)
+    counts = jnp.zeros(num_experts, jnp.int32).at[flat].add(1, mode="drop")
+    ends = jnp.cumsum(parts(counts, ALIGNMENT) * ALIGNMENT, dtype=jnp.int32)
+    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    # In the order of experts the n-th pair lies n rows behind the first, and behind the rows that pad before it.
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    padding = jnp.append(offsets[:-1] - (jnp.cumsum(counts, dtype=jnp.int32) - counts), 0)
+    sorted_experts = flat[order]
+    each = jnp.where(sorted_experts < num_experts, jnp.arange(flat.size, dtype=jnp.int32) + padding[sorted_experts], -1)
+    rows = jnp.zeros(flat.size, jnp.int32).at[order].set(each)
+    slots = jnp.full(buffer, -1, jnp.int32).at[jnp.where(each < 0, buffer, each)].set(order, mode="drop")
+    return offsets, counts, rows.reshape(experts.shape), slots
+
+
+def _permute_reference(x, slots, offsets, weights, scale, *, topk, dtype):
+    f32 = _rows_of_slots(x, slots, topk, weights)
+    data = None if scale is None else saturate(f32 * scale, dtype)
+    return f32.astype(x.dtype), data, None if data is None else data.T, amax(f32)
+
+
+def _permute_block_reference(x, slots, offsets, weights, *, topk, dtype, power_2, epsilon):
+    rows = _rows_of_slots(x, slots, topk, weights).astype(x.dtype)
+    return rows_reference(rows.astype(jnp.float32), 0, dtype, power_2, epsilon)[:-1]
+
+
+def _rows_of_slots(x, slots, topk, weights):
+    """f32[r, h]: the token of each slot, times the pair's weight; zeros where there is none."""
+    is_pair = slots >= 0
+    if x.size == 0:
+        return jnp.zeros((slots.size, x.shape[-1]), jnp.float32)
+    pairs = jnp.where(is_pair, slots, 0)
+    rows = x.reshape(-1, x.shape[-1])[pairs // topk].astype(jnp.float32)
+    if weights is not None:
+        rows = rows * weights.reshape(-1)[pairs][:, None]
+    return jnp.where(is_pair[:, None], rows, 0.0)
+
+
+def _rows_of_pairs(rows, positions):
+    """f32[m..., k, h]: the row of each pair; zeros where it has none."""
+    if rows.shape[0] == 0:
+        return jnp.zeros((*positions.shape, rows.shape[1]), jnp.float32)
+    each = rows[jnp.maximum(positions, 0)].astype(jnp.float32)
+    return jnp.where((positions >= 0)[..., None], each, 0.0)
+
+
+def _combine_reference(rows, positions, weights):
+    each = _rows_of_pairs(rows, positions)
+    if weights is not None:
+        each = jnp.where((positions >= 0)[..., None], each * weights[..., None], 0.0)
+    return (jnp.sum(each, -2).astype(rows.dtype),)
+
+
+def _combine_bwd_reference(dy, rows, positions):
+    products = jnp.expand_dims(dy.astype(jnp.float32), -2) * _rows_of_pairs(rows, positions)
+    return (jnp.where(positions >= 0, jnp.sum(products, -1), 0.0),)
+
+
+# ---- the ops -------------------------------------------------------------------------------------------------------
+
+
+def _group_cuda(call, experts, *, num_experts, buffer):
+    if num_experts > MOST_EXPERTS or not isinstance(buffer, int):
+        return _group_reference(experts, num_experts=num_experts, buffer=buffer)
+    return call(experts, num_experts=num_experts, buffer=buffer)
+
+
+def _group_workspace(experts, *, num_experts, **_):
+    return 4 * num_experts * max_dim(1, parts(experts.size, _CHUNK))
+
+
+def _tiles(x, slots, *_, **attrs):
+    return tiles(slots[0], x[-1])
+
+
+group_op: Op = Op(
+    "te_group",
+    "experts: m... k -> offsets: f, counts: e, rows: m... k, slots: r",
+    replicated="m... k f e r",
+    sizes={
+        "f": lambda num_experts, **_: num_experts + 1,
+        "e": lambda num_experts, **_: num_experts,
+        "r": lambda buffer, **_: buffer,
+    },
+    fenced="offsets counts rows slots",
+    dtypes=lambda *_, **attrs: (jnp.int32,) * 4,
+    workspace=_group_workspace,
+    reference=_group_reference,
+    cuda=_group_cuda,
+)
+"""`group` of i32 experts; buffer: R. All of it stays on one device: a pair's row depends on all pairs. Of a symbolic
+buffer (`jax.export`), which is no attribute of a kernel, the call is XLA's."""
+
+permute_op: Op = Op(
+    "te_permute",
+    "x: m... h, slots: r, offsets: f, weights?: m... k, scale?: -> rows?: r h, data?: r h, data_t?: h r, amax?:",
+    replicated="m... k f r",
+    combine={"amax": "max"},
+    fenced="rows",
+    dtypes=lambda x, *_, dtype, **__: (x, fp8_type("te_permute", dtype), dtype, jnp.float32),
+    partials={"amax": _tiles},
+    reference=_permute_reference,
+)
+"""x f32|bf16|f16 [*m, h], slots i32[r] and offsets i32[f] of `Groups`, weights f32[*m, k], scale f32[] (with FP8
+results) -> results in this order, as chosen by `outputs`:
+
+rows   [r, h] of x's type: the row of x of each slot, times the pair's weight, in f32 until here
+data   FP8 [r, h], data_t FP8 [h, r]: the f32 rows, times scale, saturated
+amax   f32[]: max |f32 rows|
+
+Rows that pad a group are 0, and the tail is undefined (on a CPU 0); neither enters amax. topk: k. dtype: the FP8 type.
+The rows of the buffer are of tokens from anywhere, so devices share h alone.
+"""
+
+permute_block_op: Op = Op(
+    "te_permute_block",
+    "x: m... h, slots: r, offsets: f, weights?: m... k -> data?: r h, data_t?: h r, scale_inv?: h/128 r, "
+    "scale_inv_t?: r/128 h",
+    replicated="m... k f r",
+    dtypes=lambda x, *_, dtype, **__: (fp8_type("te_permute_block", dtype), dtype, jnp.float32, jnp.float32),
+    reference=_permute_block_reference,
+    cuda=on_hopper("te_permute_block"),
+)
+"""The rows of `te_permute`, rounded to x's type, as `te_quantize_block` writes them in blocks of 1 x 128: data and
+data_t FP8, scale_inv f32 [ceil(h / 128), r], scale_inv_t f32 [r / 128, h], as chosen by `outputs`.
+
+No block has rows of two groups. power_2, epsilon: see `scale_of_amax`; the others as of `te_permute`.
+"""
+
+combine_op: Op = Op(
+    "te_combine",
+    "rows: r h, positions: m... k, weights?: m... k -> y: m... h",
+    replicated="r k",
+    fenced="y",
+    dtypes=lambda rows, *_, **attrs: (rows,),
+    reference=_combine_reference,
+)
+"""rows f32|bf16|f16 [r, h], positions i32[*m, k] (`Groups.rows`), weights f32[*m, k] -> y [*m, h] of the type of rows:
+`combine`; without weights the sum of a token's rows."""
+
+combine_bwd_op: Op = Op(
+    "te_combine_bwd",
+    "dy: m... h, rows: r h, positions: m... k -> dweights: m... k",
+    replicated="r k",
+    combine={"dweights": "sum"},
+    dtypes=lambda *_, **attrs: (jnp.float32,),
+    reference=_combine_bwd_reference,
+)
+"""dy [*m, h] and rows [r, h] of one type, positions i32[*m, k] -> dweights f32[*m, k]: the gradient of the weights."""
+
+
+def _permuted(x, groups: Groups, weights=None):
+    attrs = dict(topk=groups.rows.shape[-1], dtype=jnp.dtype(jnp.float8_e4m3fn))  # no result has this type
+    return permute_op(x, groups.slots, groups.offsets, weights, None, outputs=("rows",), **attrs)[0]
+
+
+@custom_vjp(2)
+def _permute(x, groups, aval):
+    return _permuted(x, groups)
+
+
+def _permute_fwd(x, groups, aval):
+    return _permuted(x, groups), groups
+
+
+def _permute_bwd(aval, groups, drows):
+    (dx,) = combine_op(drows, groups.rows, None)
+    return like(dx, aval), None
+
+
+_permute.defvjp(_permute_fwd, _permute_bwd)
+
+
+@custom_vjp()
+def _combine(rows, groups, weights):
+    return combine_op(rows, groups.rows, weights)[0]
+
+
+def _combine_fwd(rows, groups, weights):
+    return _combine(rows, groups, weights), (rows, groups, weights)
+
+
+def _combine_bwd(saved, dy):
+    rows, groups, weights = saved
+    drows = _permuted(dy, groups, weights)
+    (dweights,) = combine_bwd_op(dy, rows, groups.rows)
+    return like(drows, rows), None, like(dweights, weights)
+
+
+_combine.defvjp(_combine_fwd, _combine_bwd)

@@ -1,0 +1,484 @@
+"""Grouped GEMM: the rows of groups (`te_jax.ops.permute.Groups`) times the weight of their expert, and wgrad, a product
+for each expert that sums over its rows. Where groups begin and how long they are is known on the device alone.
+
+Each comes in two ops. Tensor cores take FP8 factors with the contracted axis innermost, and so do te_gemm_grouped and
+te_gemm_grouped_wgrad. Wider ones they read in either order, and te_gemm_grouped_wide and te_gemm_grouped_wide_wgrad
+take them as jax has them: kernels [E, k, n], rows [R, k]. So products of wide factors and their gradients transpose
+nothing.
+"""
+
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from te_jax.checkpoint_policies import GEMM, named
+from te_jax.core import extension
+from te_jax.core.arrays import as_jax
+from te_jax.core.check import ARRAY, BOOL, INTEGERS, check, integer
+from te_jax.core.derivatives import custom_vjp
+from te_jax.core.op import Op
+from te_jax.core.types import align, like
+from te_jax.ops.experts.permute import ALIGNMENT
+from te_jax.ops.experts.router import MOST_EXPERTS
+from te_jax.ops.experts.rows import check_groups, expert_of_row, expert_of_tile, in_tiles, sum_of_experts, tokens_alone
+from te_jax.ops.gemm.dense import FP8, OUT_DTYPE, add_epilogue, check_factors, dot, dot_last, result_dtypes
+from te_jax.ops.quantize.array import BLOCK, FLOATS, HOPPER, MX_BLOCK, dequantize_rows, dequantize_weight, fill
+
+_TMA_BYTES = 16  # of rows of an array that the kernel reads, a multiple
+OUT_COLUMNS = 8  # of the kernel's results, a multiple
+_ROWS_OP, _WGRAD_OP = "te_gemm_grouped", "te_gemm_grouped_wgrad"
+_WIDE_OP, _WIDE_WGRAD_OP = "te_gemm_grouped_wide", "te_gemm_grouped_wide_wgrad"
+_NO_SCALES = (None,) * 4
+
+
+def _grouped_dtypes(op: str, *operands, out_dtype, **_):
+    lhs, rhs, offsets, counts, *scales, of_out = operands
+    one_scale, in_blocks = ([scale is not None for scale in pair] for pair in (scales[:2], scales[2:4]))
+    if any(one_scale) and any(in_blocks):
+        raise TypeError(f"{op}: scales of blocks are given for one operand alone; quantize both in blocks of 128.")
+    check_factors(op, lhs, rhs, sum(one_scale + in_blocks))
+    check_groups(op, offsets, counts)
+    return result_dtypes(op, of_out if op == _WGRAD_OP else None, out_dtype)
+
+
+def _inverse(lhs_scale_inv, rhs_scale_inv, counts):
+    """f32[E]: what the products of each expert are multiplied by."""
+    if lhs_scale_inv is None:
+        return jnp.ones(counts.shape, jnp.float32)
+    return jnp.broadcast_to(lhs_scale_inv * rhs_scale_inv, counts.shape)
+
+
+def _widened(a):
+    return a.astype(jnp.float32) if a.dtype in FP8 else a
+
+
+def _each_tile(product, lhs, offsets, counts):
+    """product(rows, expert) of each 128 rows of lhs and their expert, 0 where no token is. One tile after the other: an
+    array of all products, or of the weights of all tiles, might not fit."""
+    rows = lhs.shape[0]
+    experts = jnp.minimum(expert_of_tile(offsets, rows), counts.shape[0] - 1)
+    _, is_token = expert_of_row(offsets, counts, rows)
+    tile = lambda operands: tokens_alone(product(*operands[:2]), operands[2])
+    out = lax.map(tile, (in_tiles(lhs), experts, in_tiles(is_token)))
+    return out.reshape(rows, *out.shape[2:])
+
+
+def _rows_reference(
+    lhs, rhs, offsets, counts, lhs_scale_inv, rhs_scale_inv, lhs_row_inv, rhs_block_inv, bias, *, outer, out_dtype, **_
+):
+    contract, inverse = outer + 1, _inverse(lhs_scale_inv, rhs_scale_inv, counts)
+    left = _widened(lhs) if lhs_row_inv is None else dequantize_rows(lhs, lhs_row_inv, contract, BLOCK)
+
+    def product(left, expert):
+        weight = _widened(rhs[expert])
+        if rhs_block_inv is not None:
+            weight = dequantize_weight(weight, rhs_block_inv[expert], weight.ndim - contract)
+        out = dot_last(left, weight, contract) * inverse[expert]
+        return add_epilogue(out, None if bias is None else bias[expert], None, out_dtype)
+
+    return (_each_tile(product, left, offsets, counts),)
+
+
+def _wgrad_reference(
+    lhs, rhs, offsets, counts, lhs_scale_inv, rhs_scale_inv, lhs_row_inv, rhs_row_inv, c, *, out_dtype, slots, slot, **_
+):
+    rows, rhs = lhs.shape[-1], rhs[slot] if slots else rhs
+    _, is_token = expert_of_row(offsets, counts, rows)
+
+    def tiles(a, inverse):  # [..., R] -> [R / 128, ..., 128]
+        a = _widened(a) if inverse is None else dequantize_rows(a, inverse, 1, BLOCK)
+        a = tokens_alone(a, is_token, a.ndim - 1)
+        return jnp.moveaxis(a.reshape(*a.shape[:-1], rows // ALIGNMENT, ALIGNMENT), -2, 0)
+
+    both = tiles(lhs, lhs_row_inv), tiles(rhs, rhs_row_inv)
+    shape = *counts.shape, *lhs.shape[:-1], *rhs.shape[:-1]
+    out = sum_of_experts(lambda left, right: dot_last(left, right, 1), both, expert_of_tile(offsets, rows), shape)
+    inverse = _inverse(lhs_scale_inv, rhs_scale_inv, counts)
+    return (add_epilogue(out * jnp.expand_dims(inverse, tuple(range(1, out.ndim))), None, c, out_dtype),)
+
+
+def _wide_dtypes(lhs, rhs, offsets, counts, bias, *, out_dtype):
+    _check_wide(_WIDE_OP, lhs, rhs, offsets, counts)
+    return result_dtypes(_WIDE_OP, None, out_dtype)
+
+
+def _wide_wgrad_dtypes(lhs, rhs, offsets, counts, c, *, out_dtype, **_):
+    _check_wide(_WIDE_WGRAD_OP, lhs, rhs, offsets, counts)
+    return result_dtypes(_WIDE_WGRAD_OP, c, out_dtype)
+
+
+def _check_wide(op: str, lhs, rhs, offsets, counts):
+    if lhs != rhs or all(lhs != f for f in FLOATS):
+        raise TypeError(f"{op}: lhs is {lhs}, rhs is {rhs}; pass two of one type among f32, bf16, f16.")
+    check_groups(op, offsets, counts)
+
+
+def _wide_reference(lhs, rhs, offsets, counts, bias, *, out_dtype):
+    contract = lhs.ndim - 1
+
+    def product(left, expert):
+        out = dot(left, range(1, 1 + contract), rhs[expert], range(contract), jnp.float32, lax.Precision.HIGHEST)
+        return add_epilogue(out, None if bias is None else bias[expert], None, out_dtype)
+
+    return (_each_tile(product, lhs, offsets, counts),)
+
+
+def _wide_wgrad_reference(lhs, rhs, offsets, counts, c, *, out_dtype, **_):
+    (rows, *k_axes), n_axes = lhs.shape, rhs.shape[1:]
+    _, is_token = expert_of_row(offsets, counts, rows)
+
+    def product(is_token, *both):
+        left, right = (tokens_alone(a, is_token) for a in both)
+        return dot(left, (0,), right, (0,), jnp.float32, lax.Precision.HIGHEST)
+
+    # Flat: programs that XLA does not optimize for a CPU have no product of 16-bit arrays of three axes.
+    k, n = prod(k_axes), prod(n_axes)
+    tiles = map(in_tiles, (is_token, lhs.reshape(rows, k), rhs.reshape(rows, n)))
+    out = sum_of_experts(product, tuple(tiles), expert_of_tile(offsets, rows), (*counts.shape, k, n))
+    return (add_epilogue(out.reshape(*counts.shape, *k_axes, *n_axes), None, c, out_dtype),)
+
+
+def kernel_takes(lhs: jax.Array, counts: jax.Array) -> bool:
+    """Whether the kernel multiplies factors of this type for so many experts; XLA does otherwise."""
+    is_hopper = extension.compute_capability() in (None, HOPPER) and extension.is_built_for("90a")
+    return is_hopper and lhs.dtype != jnp.float32 and 1 <= counts.shape[0] <= MOST_EXPERTS
+
+
+def _bytes_aligned(a, axis: int):
+    """`a` with zeros behind this axis, up to a multiple of the 16 bytes that a tensor map takes."""
+    return fill(a, axis, _TMA_BYTES // a.dtype.itemsize)
+
+
+def _rows_cuda(call, lhs, rhs, offsets, counts, *others, outer, out_dtype, **attrs):
+    """Flattens to two axes. Sizes that the kernel does not take are filled up with zeros: a copy."""
+    contract = outer + 1
+    rows, n_axes = lhs.shape[0], rhs.shape[1 : rhs.ndim - contract]
+    if not kernel_takes(lhs, counts) or 0 in (*lhs.shape, *n_axes):
+        return _rows_reference(lhs, rhs, offsets, counts, *others, outer=outer, out_dtype=out_dtype, **attrs)
+    *one_scale, row_inv, block_inv, bias = others
+    bias = None if bias is None else bias.astype(out_dtype)
+    if block_inv is not None:  # blocks may be cut at the end of one axis alone
+        lhs, rhs = (fill(a, a.ndim - 1, BLOCK) if outer else a for a in (lhs, rhs))
+        rhs, bias = (a if a is None or len(n_axes) == 1 else fill(a, len(n_axes), BLOCK) for a in (rhs, bias))
+        row_inv = row_inv.reshape(-1, rows)
+        block_inv = block_inv.reshape(counts.shape[0], -1, row_inv.shape[0])
+    filled = rhs.shape[1 : rhs.ndim - contract]
+    n = prod(filled)
+    lhs, rhs = _bytes_aligned(lhs.reshape(rows, -1), 1), _bytes_aligned(rhs.reshape(counts.shape[0], n, -1), 2)
+    rhs, bias = fill(rhs, 1, OUT_COLUMNS), None if bias is None else fill(bias.reshape(-1, n), 1, OUT_COLUMNS)
+    options = dict(outer=0, out_dtype=out_dtype, **attrs)
+    (out,) = call(lhs, rhs, offsets, counts, *one_scale, row_inv, block_inv, bias, **options)
+    return (out[:, :n].reshape(rows, *filled)[..., : n_axes[-1]],)
+
+
+def _wgrad_cuda(call, lhs, rhs, offsets, counts, *others, out_dtype, slots, slot, in_place=False, **attrs):
+    """As `_rows_cuda`; k is filled up. A sum that is no multiple of that is not added to in place."""
+    n_axes, k_axes, rows = lhs.shape[:-1], rhs.shape[slots:-1], lhs.shape[-1]
+    if not kernel_takes(lhs, counts) or 0 in (*lhs.shape, *k_axes):
+        attrs |= dict(out_dtype=out_dtype, slots=slots, slot=slot)
+        return _wgrad_reference(lhs, rhs, offsets, counts, *others, **attrs)
+    *one_scale, lhs_inv, rhs_inv, c = others
+    experts, n, k = counts.shape[0], prod(n_axes), prod(k_axes)
+    lhs, rhs = lhs.reshape(n, rows), fill(rhs.reshape(*rhs.shape[:slots], k, rows), slots, OUT_COLUMNS)
+    if lhs_inv is not None:
+        lhs_inv, rhs_inv = lhs_inv.reshape(-1, n), fill(rhs_inv.reshape(-1, k), 1, OUT_COLUMNS)
+    c = None if c is None else fill(c.reshape(experts, n, k), 2, OUT_COLUMNS)
+    in_place = {"c": "out"} if in_place and c is not None else None
+    options = dict(out_dtype=out_dtype, in_place=in_place, slots=slots, slot=slot, **attrs)
+    (out,) = call(lhs, rhs, offsets, counts, *one_scale, lhs_inv, rhs_inv, c, **options)
+    return (out[..., :k].reshape(experts, *n_axes, *k_axes),)
+
+
+def _wide_cuda(call, lhs, rhs, offsets, counts, bias, *, out_dtype):
+    """As `_rows_cuda`."""
+    rows, experts, n_axes = lhs.shape[0], counts.shape[0], rhs.shape[lhs.ndim :]
+    if not kernel_takes(lhs, counts) or 0 in (*lhs.shape, *n_axes):
+        return _wide_reference(lhs, rhs, offsets, counts, bias, out_dtype=out_dtype)
+    n, k = prod(n_axes), prod(lhs.shape[1:])
+    lhs, rhs = _eights(lhs.reshape(rows, k), 1), _eights(rhs.reshape(experts, k, n), 1, 2)
+    bias = None if bias is None else _eights(bias.astype(out_dtype).reshape(experts, n), 1)
+    (out,) = call(lhs, rhs, offsets, counts, bias, out_dtype=out_dtype)
+    return (out[:, :n].reshape(rows, *n_axes),)
+
+
+def _wide_wgrad_cuda(call, lhs, rhs, offsets, counts, c, *, out_dtype, in_place=False):
+    """As `_wgrad_cuda`; n is filled up, too."""
+    experts, rows, k_axes, n_axes = counts.shape[0], lhs.shape[0], lhs.shape[1:], rhs.shape[1:]
+    if not kernel_takes(lhs, counts) or 0 in (*lhs.shape, *n_axes):
+        return _wide_wgrad_reference(lhs, rhs, offsets, counts, c, out_dtype=out_dtype)
+    k, n = prod(k_axes), prod(n_axes)
+    lhs, rhs = _eights(lhs.reshape(rows, k), 1), _eights(rhs.reshape(rows, n), 1)
+    c = None if c is None else _eights(c.reshape(experts, k, n), 1, 2)
+    in_place = {"c": "out"} if in_place and c is not None else None
+    (out,) = call(lhs, rhs, offsets, counts, c, out_dtype=out_dtype, in_place=in_place)
+    return (out[:, :k, :n].reshape(experts, *k_axes, *n_axes),)
+
+
+def _eights(a, *axes: int):
+    """`a` with zeros behind these axes, up to a multiple of 8: 16 bytes of a factor, and columns of a result."""
+    for axis in axes:
+        a = fill(a, axis, OUT_COLUMNS)
+    return a
+
+
+gemm_grouped_op: Op = Op(
+    _ROWS_OP,
+    "lhs: r k... k, rhs: e n... n k... k, offsets: o, counts: e, lhs_scale_inv?: ~e, rhs_scale_inv?: ~e, "
+    "lhs_row_inv?: k... k/128 r, rhs_block_inv?: e n... n/128 k... k/128, bias?: e n... n -> out: r n... n",
+    replicated="r e o",
+    combine={"out": "sum"},
+    once=("bias",),
+    ranks={"k...": "outer"},
+    dtypes=partial(_grouped_dtypes, _ROWS_OP),
+    reference=_rows_reference,
+    cuda=_rows_cuda,
+)
+
+gemm_grouped_wgrad_op: Op = Op(
+    _WGRAD_OP,
+    "lhs: n... r, rhs: a... k... r, offsets: o, counts: e, lhs_scale_inv?: ~e, rhs_scale_inv?: ~e, "
+    "lhs_row_inv?: r/128 n..., rhs_row_inv?: r/128 k..., c?: e n... k... -> out: e n... k...",
+    replicated="r e o a...",
+    ranks={"a...": "slots"},
+    dtypes=partial(_grouped_dtypes, _WGRAD_OP),
+    reference=_wgrad_reference,
+    cuda=_wgrad_cuda,
+)
+
+
+gemm_grouped_wide_op: Op = Op(
+    _WIDE_OP,
+    "lhs: r k..., rhs: e k... n..., offsets: o, counts: e, bias?: e n... -> out: r n...",
+    replicated="r e o",
+    combine={"out": "sum"},
+    once=("bias",),
+    dtypes=_wide_dtypes,
+    reference=_wide_reference,
+    cuda=_wide_cuda,
+)
+
+gemm_grouped_wide_wgrad_op: Op = Op(
+    _WIDE_WGRAD_OP,
+    "lhs: r k..., rhs: r n..., offsets: o, counts: e, c?: e k... n... -> out: e k... n...",
+    replicated="r e o",
+    dtypes=_wide_wgrad_dtypes,
+    reference=_wide_wgrad_reference,
+    cuda=_wide_wgrad_cuda,
+)
+
+
+def gemm_grouped(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    offsets: jax.Array,
+    counts: jax.Array,
+    lhs_scale_inv: jax.Array | None = None,
+    rhs_scale_inv: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    contract: int = 1,
+    k_first: bool = False,
+    out_dtype: DTypeLike | None = None,
+    fast_accum: bool = False,
+) -> jax.Array:
+    """Rows times the weight of their expert, accumulated in f32:
+    out[r, *n] = sum_k lhs[r, *k] rhs[expert of r, *n, *k].
+
+    lhs:         [R, *k], R a multiple of 128. rhs: [E, *n, *k]. FP8 both (not both E5M2), or both f32, bf16 or f16. The
+                 last `contract` axes are k.
+    k_first:     rhs is [E, *k, *n], as jax has kernels; k are the `contract` axes behind E then. For f32, bf16 and f16.
+    offsets:     i32[E + 1], multiples of 128: the group of expert e is lhs[offsets[e] : offsets[e + 1]].
+    counts:      i32[E]: how many rows of its group, the first ones, are tokens'. The result has zeros in the rows that
+                 pad a group, whatever lhs has there. The tail, behind the last group, is read by nobody.
+    *_scale_inv: with FP8 operands, what they are multiplied by: of both f32[] or f32[E]; or of blocks of 128 along the
+                 last axis of k, which is cut at its end: [*k', R] of lhs, `scale_inv` of te_quantize_block, and
+                 [E, *n', *k'] of rhs, `block_inv` of te_quantize_stacked_block. Or of MXFP8's blocks of 32: [*k', R] of
+                 lhs and [E, *k', *n] of rhs; the operands are then multiplied as bf16, which holds their values.
+    bias:        [E, *n], added to the rows of its expert.
+    out_dtype:   f32, bf16 or f16; default bf16 for FP8 operands, else theirs.
+    fast_accum:  as in `gemm`.
+
+    Differentiable by lhs, rhs and bias unless the operands are FP8; no operand is transposed for it, and what dout has
+    in the rows that pad a group enters no gradient. Raises ValueError for sizes, TypeError for types that do not match.
+    """
+    lhs, rhs, offsets, counts, bias = as_jax(lhs, rhs, offsets, counts, bias)
+    check_arrays(_ROWS_OP, lhs, rhs, offsets, counts, 0)
+    check(_ROWS_OP, "contract", contract, integer(1))
+    check(_ROWS_OP, "k_first", k_first, BOOL)
+    attrs = dict(outer=contract - 1, **product_options(_ROWS_OP, lhs, out_dtype, fast_accum))
+    if lhs.dtype in FP8 or lhs_scale_inv is not None or rhs_scale_inv is not None:
+        if k_first:
+            raise TypeError(
+                f"{_ROWS_OP}: k_first is True, but lhs is {lhs.dtype}, or has a scale; FP8 is multiplied with k last "
+                "alone: pass rhs [E, *n, *k]."
+            )
+        if _in_mx(lhs_scale_inv, rhs_scale_inv):
+            rhs = jax.vmap(lambda each, scale_inv: _from_mx(each, scale_inv, contract))(rhs, rhs_scale_inv)
+            lhs, lhs_scale_inv, rhs_scale_inv = _from_mx(lhs, lhs_scale_inv, contract), None, None
+        scales = _forms(lhs_scale_inv, rhs_scale_inv)
+        return named(gemm_grouped_op(lhs, rhs, offsets, counts, *scales, bias, **attrs)[0], GEMM)
+    if k_first and contract != lhs.ndim - 1:
+        raise ValueError(f"{_ROWS_OP}: contract is {contract}, but lhs has the shape {lhs.shape}; pass {lhs.ndim - 1}.")
+    return named(_gemm_grouped(*align(lhs, rhs, bias, offsets, counts), k_first, tuple(attrs.items())), GEMM)
+
+
+def gemm_grouped_wgrad(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    offsets: jax.Array,
+    counts: jax.Array,
+    lhs_scale_inv: jax.Array | None = None,
+    rhs_scale_inv: jax.Array | None = None,
+    c: jax.Array | None = None,
+    *,
+    slot: int | None = None,
+    out_dtype: DTypeLike | None = None,
+    fast_accum: bool = False,
+    in_place: bool = False,
+) -> jax.Array:
+    """The product of each expert's rows of two transposed buffers, accumulated in f32:
+    out[e, *n, *k] = sum over the tokens r of expert e of lhs[*n, r] rhs[*k, r].
+
+    lhs:         [*n, R], rhs: [*k, R], of the types that `gemm_grouped` takes. Pass zeros in the rows that pad a group,
+                 as all ops of te_jax write them: a kernel multiplies them, though they are no tokens'.
+    offsets, counts: as of `gemm_grouped`.
+    *_scale_inv: with FP8 operands, what they are multiplied by: of both f32[] or f32[E]; or of blocks of 128 rows,
+                 [R / 128, *n] and [R / 128, *k], `scale_inv_t` of te_quantize_block; or of MXFP8's blocks of 32 rows,
+                 [R / 32, *n] and [R / 32, *k].
+    slot:        rhs and its scales of blocks hold several buffers, [a, *k, R] and [R / 128, a, *k], of which this is
+                 the index of the one that is read. FP8 is read where it lies.
+    c:           [E, *n, *k] of out_dtype, added in f32 before the one rounding: a sum over microbatches.
+    out_dtype:   f32, bf16 or f16; default bf16 for FP8 operands, else theirs.
+    fast_accum, in_place: as in `gemm`.
+
+    An expert without tokens has zeros, or c. Not differentiable. Raises as `gemm_grouped` does.
+    """
+    lhs, rhs, offsets, counts, c = as_jax(lhs, rhs, offsets, counts, c)
+    check_arrays(_WGRAD_OP, lhs, rhs, offsets, counts, -1)
+    check(_WGRAD_OP, "in_place", in_place, BOOL)
+    attrs = product_options(_WGRAD_OP, lhs, out_dtype, fast_accum) | (dict(in_place=True) if in_place else {})
+    if slot is not None:
+        _check_slot(slot, rhs)
+        if rhs_scale_inv is not None and rhs_scale_inv.ndim > 1:
+            rhs_scale_inv = rhs_scale_inv[:, slot]
+    attrs |= dict(slots=int(slot is not None), slot=slot or 0)
+    if _in_mx(lhs_scale_inv, rhs_scale_inv):
+        rhs, attrs = rhs if slot is None else rhs[slot], attrs | dict(slots=0, slot=0)
+        lhs, rhs = _from_mx(lhs, lhs_scale_inv, 1), _from_mx(rhs, rhs_scale_inv, 1)
+        lhs_scale_inv = rhs_scale_inv = None
+    scales = _forms(lhs_scale_inv, rhs_scale_inv)
+    return named(gemm_grouped_wgrad_op(lhs, rhs, offsets, counts, *scales, c, **attrs)[0], GEMM)
+
+
+def gemm_grouped_wide_wgrad(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    offsets: jax.Array,
+    counts: jax.Array,
+    c: jax.Array | None = None,
+    *,
+    out_dtype: DTypeLike | None = None,
+    in_place: bool = False,
+) -> jax.Array:
+    """The product of each expert's rows of two buffers as they lie, accumulated in f32:
+    out[e, *k, *n] = sum over the tokens r of expert e of lhs[r, *k] rhs[r, *n].
+
+    lhs:         [R, *k], rhs: [R, *n], both f32, bf16 or f16. What they have in the rows that pad a group, NaN too,
+                 enters no sum.
+    offsets, counts: as of `gemm_grouped`. c, out_dtype, in_place: as of `gemm_grouped_wgrad`, with [E, *k, *n].
+
+    An expert without tokens has zeros, or c. Not differentiable. Raises as `gemm_grouped` does.
+    """
+    lhs, rhs, offsets, counts, c = as_jax(lhs, rhs, offsets, counts, c)
+    check_arrays(_WIDE_WGRAD_OP, lhs, rhs, offsets, counts, 0)
+    check(_WIDE_WGRAD_OP, "out_dtype", out_dtype, OUT_DTYPE)
+    check(_WIDE_WGRAD_OP, "in_place", in_place, BOOL)
+    attrs = dict(out_dtype=jnp.dtype(out_dtype or lhs.dtype)) | (dict(in_place=True) if in_place else {})
+    return named(gemm_grouped_wide_wgrad_op(lhs, rhs, offsets, counts, c, **attrs)[0], GEMM)
+
+
+def _check_slot(slot, rhs):
+    check(_WGRAD_OP, "slot", slot, integer(0))
+    if rhs.ndim < 3 or slot >= rhs.shape[0]:
+        raise ValueError(
+            f"{_WGRAD_OP}: slot is {slot}, but rhs has the shape {rhs.shape}; pass [a, *k, R] of more slots."
+        )
+
+
+def check_arrays(op: str, lhs: jax.Array, rhs: jax.Array, offsets: jax.Array, counts: jax.Array, of_rows: int) -> None:
+    """Raises ValueError or TypeError, naming `op`, for arrays of no grouped product. of_rows: lhs's axis of rows."""
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        check(op, name, x, ARRAY)
+        if x.ndim < 2:
+            raise ValueError(f"{op}: {name} has the shape {x.shape}; pass an array of two axes or more.")
+    for name, x in (("offsets", offsets), ("counts", counts)):
+        check(op, name, x, INTEGERS)
+    if offsets.ndim != 1 or offsets.shape[0] != counts.size + 1:
+        raise ValueError(
+            f"{op}: offsets has the shape {offsets.shape}, counts {counts.shape}; pass the first row of each group "
+            "and the end of the last, i32[E + 1], beside the tokens of each expert, i32[E]."
+        )
+    if lhs.shape[of_rows] % ALIGNMENT:
+        raise ValueError(f"{op}: lhs has {lhs.shape[of_rows]} rows; pass a buffer of a multiple of {ALIGNMENT}.")
+
+
+def product_options(op: str, lhs: jax.Array, out_dtype: DTypeLike | None, fast_accum: bool) -> dict[str, Any]:
+    """Attributes of a product, checked. Raises ValueError or TypeError, naming `op`."""
+    check(op, "out_dtype", out_dtype, OUT_DTYPE)
+    check(op, "fast_accum", fast_accum, BOOL)
+    return dict(
+        out_dtype=jnp.dtype(out_dtype or (jnp.bfloat16 if lhs.dtype in FP8 else lhs.dtype)), fast_accum=bool(fast_accum)
+    )
+
+
+def _forms(lhs_scale_inv, rhs_scale_inv):
+    """The four operands of scales: of one scale or one for each expert, f32[1 or E], then of blocks."""
+    pair = lhs_scale_inv, rhs_scale_inv
+    in_blocks = [scale is not None and jnp.ndim(scale) > 1 for scale in pair]
+    given = lambda scale, is_block: None if scale is None or is_block else jnp.reshape(scale, (-1,))
+    return *map(given, pair, in_blocks), *(scale if is_block else None for scale, is_block in zip(pair, in_blocks))
+
+
+def _in_mx(*scales_inv) -> bool:
+    return all(scale_inv is not None and scale_inv.dtype == jnp.float8_e8m0fnu for scale_inv in scales_inv)
+
+
+def _from_mx(a, scale_inv, contract: int):
+    """bf16: the values of a [*rows, *k] in MXFP8, exact from 2**-126 on. There is no grouped product of such blocks."""
+    return dequantize_rows(a, scale_inv, contract, MX_BLOCK).astype(jnp.bfloat16)
+
+
+@custom_vjp(5, 6)
+def _gemm_grouped(lhs, rhs, bias, offsets, counts, k_first, attrs):
+    attrs = dict(attrs)
+    if k_first:
+        return gemm_grouped_wide_op(lhs, rhs, offsets, counts, bias, out_dtype=attrs["out_dtype"])[0]
+    return gemm_grouped_op(lhs, rhs, offsets, counts, *_NO_SCALES, bias, **attrs)[0]
+
+
+def _gemm_grouped_bwd(k_first, attrs, residuals, dout):
+    """dlhs reads rhs as it lies, by the op of the other order, and drhs both buffers."""
+    lhs, rhs, bias, offsets, counts = residuals
+    dout, of_groups = dout.astype(lhs.dtype), (offsets, counts)
+
+    def wgrad(left, right, primal):
+        return like(gemm_grouped_wide_wgrad_op(left, right, *of_groups, None, out_dtype=primal.dtype)[0], primal)
+
+    if k_first:
+        options = dict(outer=dout.ndim - 2, out_dtype=lhs.dtype, fast_accum=False)
+        (dlhs,) = gemm_grouped_op(dout, rhs, *of_groups, *_NO_SCALES, None, **options)
+    else:
+        (dlhs,) = gemm_grouped_wide_op(dout, rhs, *of_groups, None, out_dtype=lhs.dtype)
+    drhs = wgrad(lhs, dout, rhs) if k_first else wgrad(dout, lhs, rhs)
+    # A product with ones reads dout once, and not the rows that pad a group.
+    ones = jnp.ones(lhs.shape[:1], dout.dtype)
+    dbias = None if bias is None else wgrad(ones, dout, bias)
+    return like(dlhs, lhs), drhs, dbias, None, None
+
+
+_gemm_grouped.defvjp(lambda *args: (_gemm_grouped(*args), args[:5]), _gemm_grouped_bwd)

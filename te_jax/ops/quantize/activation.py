@@ -1,0 +1,459 @@
+"""Activations of the MLP, gated ones among them: in plain JAX, and for the common ones straight to FP8 in both
+layouts, forward and backward."""
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from te_jax.core.amax import amax
+from te_jax.core.arrays import as_jax
+from te_jax.core.check import FLOATS_ARRAY, Kind, check, did_you_mean, number
+from te_jax.core.op import Op
+from te_jax.ops.quantize.array import (
+    BLOCK,
+    INVERSE,
+    check_block_gpu,
+    fp8_type,
+    invert,
+    parts,
+    rows_reference,
+    saturate,
+    tiles,
+    transpose,
+)
+from te_jax.ops.source import Source
+
+# Clamped SwiGLU of gpt-oss (https://arxiv.org/abs/2508.10925): the defaults of its model card.
+CLAMPED_DEFAULTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _sigmoid_gated(x, c0, c1=0.0):
+    """x * sigmoid(c0 x + c1 x**3). It has a derivative of its own, as in csrc/activation/activation.cuh: autodiff would
+    multiply 0 by inf where x is large."""
+    return x * _sigmoid(x, c0, c1)
+
+
+def _sigmoid(x, c0, c1):
+    return jax.nn.sigmoid(x * (c0 + c1 * _square(x)) if c1 else x * c0)
+
+
+def _square(x):
+    return jnp.minimum(x * x, 1e30)  # finite; the sigmoid is 0 or 1 long before
+
+
+@_sigmoid_gated.defjvp
+def _sigmoid_gated_jvp(c0, c1, primals, tangents):
+    (x,), (dx,) = primals, tangents
+    s = _sigmoid(x, c0, c1)
+    inner = c0 + 3 * c1 * _square(x) if c1 else c0
+    return x * s, dx * (s + x * (s * (1 - s)) * inner)
+
+
+def _squared_relu(x):
+    y = jax.nn.relu(x)
+    return y * y  # of a square autodiff makes 2 * y, which is inf half-way to the largest number
+
+
+_GELU = 2 * math.sqrt(2 / math.pi)  # (1 + tanh(u)) / 2 = sigmoid(2 u)
+_ACTIVATIONS = {
+    "gelu": lambda x, p: _sigmoid_gated(x, _GELU, _GELU * 0.044715),
+    "silu": lambda x, p: _sigmoid_gated(x, 1.0),
+    "swish": lambda x, p: _sigmoid_gated(x, 1.0),
+    "relu": lambda x, p: jax.nn.relu(x),
+    "quick_gelu": lambda x, p: _sigmoid_gated(x, 1.702),  # Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415
+    "squared_relu": lambda x, p: _squared_relu(x),  # So et al. 2021, https://arxiv.org/abs/2109.08668
+    "linear": lambda x, p: x,
+    "clamped_silu": lambda x, p: _sigmoid_gated(jnp.minimum(x, p["limit"]), p["alpha"]),
+    "clamped_linear": lambda x, p: jnp.clip(x, -p["limit"], p["limit"]) + p["glu_linear_offset"],
+}
+
+_SMOOTH = _ACTIVATIONS.keys() - {"relu", "squared_relu"}  # The derivative of relu selects, and is no factor of 0.
+
+# What `jax.nn` offers on top, by its own name; functions of one array.
+_FROM_JAX_NN = (
+    "celu elu hard_sigmoid hard_silu hard_swish hard_tanh leaky_relu log_sigmoid log_softmax mish relu6 selu "
+    "sigmoid soft_sign softmax softplus sparse_plus squareplus standardize tanh"
+).split()
+
+
+# Names that others have for a pair of these.
+_PAIRS = {
+    "swiglu": ("silu", "linear"),
+    "geglu": ("gelu", "linear"),
+    "reglu": ("relu", "linear"),
+    "glu": ("sigmoid", "linear"),
+}
+_NAMES = (*_ACTIVATIONS, *_FROM_JAX_NN)
+
+
+def _is_known(name) -> bool:
+    return callable(name) or (isinstance(name, str) and name.lower() in _NAMES)
+
+
+def _meant(names) -> str:
+    """Which of the names is none, and what may have been meant."""
+    for name in (names,) if isinstance(names, str) else names if isinstance(names, Sequence) else ():
+        if not isinstance(name, str) and not callable(name):
+            return f"{name!r} is neither a name nor a function"
+        if isinstance(name, str) and name.lower() in _PAIRS:
+            return f"{name!r} is {_PAIRS[name.lower()]}"
+        if not _is_known(name):
+            return f"{name!r} is not known; {did_you_mean(name, _NAMES) or 'pass one of ' + ', '.join(_NAMES)}"
+    return ""
+
+
+ACTIVATIONS = Kind(
+    'a tuple of names and functions, one for each slot, such as ("gelu",) or ("silu", "linear")',
+    lambda names: (
+        isinstance(names, str)
+        or (isinstance(names, Sequence) and all(isinstance(name, str) or callable(name) for name in names))
+    ),
+    lambda names: not isinstance(names, str) and len(names) > 0 and all(map(_is_known, names)),
+    _meant,
+)
+
+_FINITE = Kind("a finite number", lambda value: True, number().accepts)
+
+
+def slots(names: Sequence[str | Callable[..., Any]]) -> tuple[str | Callable[..., Any], ...]:
+    """The activation of each slot of the A axis.
+
+    As named, in lower case; but reversed if the first is "linear" or "clamped_linear", so that ("linear",
+    "silu") and ("silu", "linear") are one and the same, and so are their weights.
+
+    Raises ValueError for an unknown name, TypeError for what is neither a name nor a function.
+    """
+    check("activation", "names", names, ACTIVATIONS)
+    lower = tuple(name.lower() if isinstance(name, str) else name for name in names)
+    return lower[::-1] if lower[0] in ("linear", "clamped_linear") else lower
+
+
+def check_params(
+    where: str, argument: str, names: Sequence[str | Callable[..., Any]], params: Mapping[str, Any] | None
+) -> None:
+    """Raises ValueError or TypeError, naming `where` and its `argument`, for parameters that these activations lack."""
+    clamped = any(isinstance(name, str) and name.lower().startswith("clamped_") for name in names)
+    known = tuple(CLAMPED_DEFAULTS) if clamped else ()
+    for key, value in (params or {}).items():
+        if key not in known:
+            takes = did_you_mean(key, known) or ", ".join(known) or "none (they belong to clamped_silu, clamped_linear)"
+            raise ValueError(f"{where}: {argument} has {key!r}, but {tuple(map(str, names))} takes {takes}.")
+        check(where, f"{argument}[{key!r}]", value, _FINITE)
+
+
+def _parameters(names: Sequence[str | Callable], params: Mapping | None) -> dict[str, float]:
+    check_params("activation", "params", names, params)
+    return {**CLAMPED_DEFAULTS, **(params or {})}
+
+
+def activation(
+    x: jax.Array, names: Sequence[str | Callable[..., Any]], params: Mapping[str, Any] | None = None
+) -> jax.Array:
+    """The product over a of names[a](x[..., a, :]).
+
+    x:      [..., A, F] of a floating dtype, A = len(names)
+    names:  one per slot, see `slots`; a function maps an array [..., F] to one of the same shape
+    params: `limit`, `alpha`, `glu_linear_offset` of clamped_silu and clamped_linear
+
+    Returns [..., F] of x.dtype; computed in float32. The gradient keeps x alone and computes the rest again; of
+    activations that are not `jax.nn`'s own it is right up to the largest finite x.
+    Raises ValueError for unknown names or params and for a wrong A, TypeError for a dtype that is not
+    floating.
+    """
+    (x,), order = as_jax(x), slots(names)
+    values = _parameters(order, params)
+    check("activation", "x", x, FLOATS_ARRAY)
+    if x.ndim < 2 or x.shape[-2] != len(order):
+        raise ValueError(
+            f"activation: axis A of x[... A, F] is {x.shape[-2] if x.ndim > 1 else 'missing'} in x of shape "
+            f"{x.shape}, but {len(order)} activations are named: {tuple(map(str, names))}."
+        )
+
+    return _activated(_each_slot, x, order, values)
+
+
+def activation_of_slots(
+    xs: Sequence[jax.Array], names: Sequence[str | Callable[..., Any]], params: Mapping[str, Any] | None = None
+) -> jax.Array:
+    """`activation` of A slots that are arrays of their own, [..., F] of one floating dtype each."""
+    order = slots(names)
+    return _activated(lambda xs: xs, tuple(xs), order, _parameters(order, params))
+
+
+def _activated(split, x, order, values):
+    """The product over the arrays that split(x) is a list of, computed in f32."""
+
+    def product(x):
+        xs = split(x)
+        return _product([a.astype(jnp.float32) for a in xs], order, values).astype(xs[0].dtype)
+
+    # Without it autodiff would keep float32 copies of x for the backward pass.
+    return jax.checkpoint(product, prevent_cse=False)(x)
+
+
+def _each_slot(x):
+    return [x[..., a, :] for a in range(x.shape[-2])]
+
+
+def _product(xs, order, values):
+    """f32, of each slot [..., F] -> f32 [..., F]"""
+    if order == ("squared_relu", "linear"):
+        return _squared_gated(*xs)
+    if len(xs) == 2 and all(isinstance(name, str) and name in _SMOOTH for name in order):
+        return _gated_product(*xs, order, tuple(values.items()))
+    return reduce(operator.mul, [_apply(name, x, values) for x, name in zip(xs, order, strict=True)])
+
+
+# The products of two slots have derivatives of their own, in the order of csrc/activation/activation.cuh: what autodiff
+# multiplies first may be inf in f32 where the whole product is not, and inf times a slope of 0 is NaN.
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _gated_product(x, gate, order, values):
+    y, z = (_apply(name, each, dict(values)) for name, each in zip(order, (x, gate)))
+    return y * z
+
+
+@_gated_product.defjvp
+def _gated_product_jvp(order, values, primals, tangents):
+    of_slot = lambda name, x: jax.jvp(lambda x: _apply(name, x, dict(values)), (x,), (jnp.ones_like(x),))
+    (y, y_slope), (z, z_slope) = (of_slot(name, x) for name, x in zip(order, primals))
+    factor, other = _in_order(y_slope, z)
+    return y * z, tangents[0] * factor * other + tangents[1] * (y * z_slope)
+
+
+def _in_order(a, b):
+    """Two factors to multiply by, one after the other: the product a b and 1, or b and a where that is inf."""
+    product = a * b
+    fits = jnp.abs(product) <= jnp.finfo(product.dtype).max
+    return jnp.where(fits, product, b), jnp.where(fits, 1.0, a)
+
+
+@jax.custom_jvp
+def _squared_gated(x, gate):
+    f = jax.nn.relu(x)
+    return f * (f * gate)
+
+
+@_squared_gated.defjvp
+def _squared_gated_jvp(primals, tangents):
+    (x, gate), (dx, dgate) = primals, tangents
+    f, gate_larger = jax.nn.relu(x), jnp.abs(gate) > jax.nn.relu(x)
+    factor, other = _in_order(jnp.where(gate_larger, f, gate), jnp.where(gate_larger, gate, f))  # The larger one first.
+    half = jnp.where(x > 0, dx, 0) * factor * other
+    return f * (f * gate), half + half + f * (f * dgate)
+
+
+def _apply(name: str | Callable, x: jax.Array, values: dict[str, float]) -> jax.Array:
+    if callable(name):
+        return name(x)
+    if name in _ACTIVATIONS:
+        return _ACTIVATIONS[name](x, values)
+    return (jnp.tanh if name == "tanh" else getattr(jax.nn, name))(x)
+
+
+# -- straight to FP8 ------------------------------------------------------------------------------------------
+
+# The kernels of csrc/activation/activation.cu: of slot 0; slot 1, where there is one, is linear (clamped_linear behind
+# clamped_silu).
+_KINDS = ("gelu", "silu", "relu", "quick_gelu", "squared_relu", "clamped_silu")
+_FUSED = {
+    **{(name,): kind for kind, name in enumerate(_KINDS[:-1])},
+    **{(name, "linear"): kind for kind, name in enumerate(_KINDS[:-1])},
+    ("clamped_silu", "clamped_linear"): _KINDS.index("clamped_silu"),
+}
+
+
+def is_fused(names: Sequence[str | Callable[..., Any]]) -> bool:
+    """Whether `te_activation_fwd` and `te_activation_bwd` offer these activations, else there is `activation` alone.
+
+    Raises as `slots` does.
+    """
+    return slots(names) in _FUSED
+
+
+def attributes(names: Sequence[str | Callable[..., Any]], params: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The attributes `names`, `limit`, `alpha` and `glu_linear_offset` of the two ops, as `activation` reads its
+    arguments. Raises ValueError where the ops do not offer `names`, else as `activation`."""
+    order = slots(names)
+    if order not in _FUSED:
+        known = ", ".join(map(str, _FUSED))
+        raise ValueError(f"te_activation: {order} is not fused with quantize; use one of {known}, or `activation`.")
+    return dict(names=order, **{key: float(value) for key, value in _parameters(order, params).items()})
+
+
+def _check_slots(x, names):
+    if x.shape[-2] != len(names):
+        raise ValueError(
+            f"te_activation: axis `a` of x[m... a f] is {x.shape[-2]}, but {len(names)} activations are named: {names}."
+        )
+
+
+def _fwd_reference(x, scale, *, names, dtype, **params):
+    _check_slots(x, names)
+    y = _product(_each_slot(x.astype(jnp.float32)), names, params)
+    data = None if scale is None else saturate(y * scale, dtype)
+    data_t = None if scale is None else jnp.moveaxis(data, -1, 0)
+    return y.astype(x.dtype), data, data_t, amax(y), None if scale is None else invert(scale)
+
+
+def _bwd_reference(dy, x, scale, *, names, dtype, **params):
+    _check_slots(x, names)
+    _, vjp = jax.vjp(lambda x: _product(_each_slot(x), names, params), x.astype(jnp.float32))
+    (dx,) = vjp(dy.astype(jnp.float32))
+    dbias = jnp.sum(dx, tuple(range(x.ndim - 2)))
+    data = None if scale is None else saturate(dx * scale, dtype)
+    data_t = None if scale is None else transpose(data, x.ndim - 2)
+    return dx.astype(x.dtype), data, data_t, amax(dx), dbias, None if scale is None else invert(scale)
+
+
+def check_same_dtype(op: str, dy: jax.Array, x: jax.Array) -> None:
+    if dy != x:
+        raise TypeError(f"{op}: dy is {dy}, x is {x}; cast one to the other.")
+
+
+def _bwd_dtypes(dy, x, scale, *, dtype, **_):
+    check_same_dtype("te_activation_bwd", dy, x)
+    return x, fp8_type("te_activation_bwd", dtype), dtype, *(jnp.float32,) * 3
+
+
+def kind_of(x: jax.Array, names: tuple[str, ...]) -> int:
+    """The number that the kernels know `names` by. Raises ValueError unless x [..., a, f] has a slot for each."""
+    _check_slots(x, names)
+    return _FUSED[names]
+
+
+def _cuda(call, *operands, names, **attrs):
+    return call(*operands, kind=kind_of(operands[-2], names), **attrs)  # x stands before scale
+
+
+def _tiles(x):
+    """Of [*m, a, f]: tiles of a slot."""
+    return tiles(math.prod(x[:-2]), x[-1])
+
+
+activation_fwd: Op = Op(
+    "te_activation_fwd",
+    "x: m... a f, scale?: -> y?: m... f, data?: m... f, data_t?: f m..., amax?:, scale_inv?:",
+    replicated="a",
+    combine={"amax": "max"},
+    fenced="y scale_inv",
+    dtypes=lambda x, scale, *, dtype, **_: (x, fp8_type("te_activation_fwd", dtype), dtype, *(jnp.float32,) * 2),
+    partials={"amax": lambda x, *args, **attrs: _tiles(x)},
+    aside=INVERSE,
+    reference=_fwd_reference,
+    cuda=_cuda,
+)
+"""x f32|bf16|f16 [*m, a, f], scale f32[] (with FP8 results) -> as chosen by `outputs`:
+
+y      [*m, f] of x's type: the product over a of names[a](x[..., a, :]), in f32 until here
+data   FP8 [*m, f], data_t FP8 [f, *m]: the f32 y, times scale, saturated
+amax   f32[]: max |f32 y|
+scale_inv f32[]: 1 / scale
+
+Attributes as `attributes` makes them, and dtype: the FP8 type, a jnp.dtype. The kernel's sigmoid is right to 2**-22
+(tests/ops/test_cuda_ops.py): a byte may differ from the reference's by a step now and then. relu and squared_relu are
+exact.
+"""
+
+activation_bwd: Op = Op(
+    "te_activation_bwd",
+    "dy: m... f, x: m... a f, scale?: -> dx?: m... a f, data?: m... a f, data_t?: a f m..., amax?:, dbias?: a f, "
+    "scale_inv?:",
+    replicated="a",
+    combine={"amax": "max", "dbias": "sum"},
+    dtypes=_bwd_dtypes,
+    partials={"amax": lambda dy, x, *args, **attrs: _tiles(x), "dbias": lambda dy, x, *args, **attrs: _tiles(x)[:1]},
+    aside=INVERSE,
+    reference=_bwd_reference,
+    cuda=_cuda,
+)
+"""The backward pass of te_activation_fwd: dy [*m, f] of x's type, x, scale f32[] (with FP8 results) -> as chosen:
+
+dx     [*m, a, f] of x's type: dy times the derivative by x, in f32 until here
+data   FP8 [*m, a, f], data_t FP8 [a, f, *m]: the f32 dx, times scale, saturated
+amax   f32[]: max |f32 dx|
+dbias  f32[a, f]: the sum over m of the f32 dx, for the bias gradient
+scale_inv f32[]: 1 / scale
+"""
+
+
+# -- with a scale for each block ------------------------------------------------------------------------------
+
+
+def _block_fwd_reference(x, *, dtype, power_2, epsilon, **attrs):
+    y, *_ = activation_fwd.reference(x, None, dtype=dtype, **attrs)
+    return rows_reference(y, y.ndim - 2, dtype, power_2, epsilon)[:4]
+
+
+def _block_bwd_reference(dy, x, *, dtype, power_2, epsilon, **attrs):
+    dx, *_ = activation_bwd.reference(dy, x, None, dtype=dtype, **attrs)
+    return rows_reference(dx, dx.ndim - 3, dtype, power_2, epsilon)
+
+
+def _block_fwd_dtypes(x, *, dtype, **_):
+    return fp8_type("te_activation_block_fwd", dtype), dtype, jnp.float32, jnp.float32
+
+
+def _block_bwd_dtypes(dy, x, *, dtype, **_):
+    check_same_dtype("te_activation_block_bwd", dy, x)
+    return fp8_type("te_activation_block_bwd", dtype), dtype, *(jnp.float32,) * 3
+
+
+def _block_cuda(op, call, *operands, names, **attrs):
+    check_block_gpu(op)
+    return call(*operands, kind=kind_of(operands[-1], names), **attrs)
+
+
+activation_block_fwd: Op = Op(
+    "te_activation_block_fwd",
+    "x: m... m a f -> data?: m... m f, data_t?: f m... m, scale_inv?: f/128 m... m, scale_inv_t?: m... m/128 f",
+    replicated="a",
+    dtypes=_block_fwd_dtypes,
+    reference=_block_fwd_reference,
+    cuda=partial(_block_cuda, "te_activation_block_fwd"),
+)
+"""te_quantize_block, in blocks of 1 x 128, of what te_activation_fwd makes of x f32|bf16|f16 [*m, m, a, f] in x's type,
+which is not written: data, data_t, scale_inv and scale_inv_t of y [*m, m, f], as chosen by `outputs`.
+
+Attributes as `te_jax.ops.activation.attributes` makes them; dtype, power_2, epsilon and RuntimeError of
+te_quantize_block.
+"""
+
+activation_block_bwd: Op = Op(
+    "te_activation_block_bwd",
+    "dy: m... m f, x: m... m a f -> data?: m... m a f, data_t?: a f m... m, scale_inv?: a f/128 m... m, "
+    "scale_inv_t?: m... m/128 a f, dbias?: a f",
+    replicated="a",
+    combine={"dbias": "sum"},
+    dtypes=_block_bwd_dtypes,
+    partials={"dbias": lambda dy, x, **attrs: (math.prod(x[:-3]) * parts(x[-3], BLOCK),)},
+    reference=_block_bwd_reference,
+    cuda=partial(_block_cuda, "te_activation_block_bwd"),
+)
+"""te_quantize_block, in blocks of 1 x 128, of the gradient that te_activation_bwd makes of dy [*m, m, f] and x
+[*m, m, a, f], which is not written: data, data_t, scale_inv and scale_inv_t of dx [*m, m, a, f], and
+
+dbias  f32[a, f]: the sum over *m and m of dx in x's type, for the bias gradient
+"""
+
+
+# -- by a recipe's granularity --------------------------------------------------------------------------------
+
+
+def activation_source(x: jax.Array, attrs: dict[str, Any]) -> Source:
+    """act(x) [*m, f] of x [*m, a, f]. attrs: as `attributes` returns them."""
+    ops = {0: (activation_fwd, attrs), BLOCK: (activation_block_fwd, attrs)}
+    return Source(ops, (x,), x.ndim - 2, "y")
+
+
+def activation_grad_source(dy: jax.Array, x: jax.Array, attrs: dict[str, Any]) -> Source:
+    """The gradient [*m, a, f] of x from dy [*m, f], the gradient of act(x). attrs: as `attributes` returns them."""
+    ops = {0: (activation_bwd, attrs), BLOCK: (activation_block_bwd, attrs)}
+    return Source(ops, (dy, x), x.ndim - 2, "dx")
