@@ -32,7 +32,7 @@ help:
 	@echo "make train ARGS=...   install into $(VENV), train a GPT: ARGS=\"--preset tiny --compare\" (ARGS=--help lists all)"
 	@echo "make test TESTS=...   install into $(VENV), run the tests: TESTS=\"tests/test_norm.py -k odd\""
 	@echo "make bench ARGS=...   install into $(VENV), measure ops and layers on a GPU: SUITE=layers ARGS=\"--only 'gpt layer'\""
-	@echo "make tables           write the documents' tables and plots of figures from docs/results"
+	@echo "make tables           write the documents' tables and plots of figures from results/"
 	@echo "make docs             build the site into build/site, warnings are errors"
 	@echo "make wheel            build wheels for all architectures into dist/: PYTHONS=\"python3.11 python3.12\""
 	@echo "make lint             ruff and clang-format"

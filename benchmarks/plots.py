@@ -1,4 +1,4 @@
-"""The plots of the documents, docs/images/*.svg, drawn from docs/results by `make tables` as the tables are.
+"""The plots of the documents, docs/images/*.svg, drawn from results/ by `make tables` as the tables are.
 
 SVG written here, not by a plotting library: the same figures give the same file under every version, so that a test
 can hold the files to the results, and a plot follows the reader's light or dark screen.
@@ -8,7 +8,7 @@ import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 
-from .tables import ROOT, figure, read
+from .figures import ROOT, figure, read
 
 IMAGES = ROOT / "docs" / "images"
 WIDTH, MARGIN = 600, 16

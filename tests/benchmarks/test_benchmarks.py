@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import account, ceilings, hlo, kernels, layers, machine, memory, ops, report, run, tables, timing
+from benchmarks import account, ceilings, figures, hlo, kernels, layers, machine, memory, ops, report, run, timing
 from benchmarks.__main__ import COMMANDS, main
 from benchmarks.cases import Case, peers
 
 ROOT = pathlib.Path(__file__).parents[2]
 ALL_FULL = [*ops.cases(tiny=False), *layers.cases(tiny=False)]
 SCALING = list(layers.scaling_cases(tiny=False))
-RESULTS = [tables.RESULTS / f"{name}.json" for name in ("h200/remat", "h200/microbatches", "h200x4/meshes")]
+RESULTS = [figures.RESULTS / f"{name}.json" for name in ("h200/remat", "h200/microbatches", "h200x4/meshes")]
 # One of each kind: the others differ in sizes and types.
 ONE_OF_EACH = (
     r"copy|gemm.*te_jax.*fast$|dswiglu.*te_jax|rope.*te_jax|quantize both layouts, dbias.*te_jax|rmsnorm.*bwd \| flax"
@@ -482,10 +482,10 @@ def test_the_documents_have_the_tables_that_their_figures_make():
 
 def test_a_figure_of_no_result_is_refused():
     with pytest.raises(KeyError, match="3 entries are .*gpt layer fwd.bwd . te_jax fp8 current"):
-        tables.figure("h200/layers : gpt layer fwd+bwd | te_jax fp8 current")
+        figures.figure("h200/layers : gpt layer fwd+bwd | te_jax fp8 current")
     with pytest.raises(KeyError, match="0 entries are .*gpt layer . flax"):
-        tables.figure("h200/layers : gpt layer | flax : ms = .1f")
-    assert tables.figure("h200/layers : gpt layer fwd+bwd | te_jax bf16 = .1f * 1e-1") == "1.7"
+        figures.figure("h200/layers : gpt layer | flax : ms = .1f")
+    assert figures.figure("h200/layers : gpt layer fwd+bwd | te_jax bf16 = .1f * 1e-1") == "1.7"
 
 
 def test_every_command_says_what_it_does(capsys):

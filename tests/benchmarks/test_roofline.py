@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib")
 
 @pytest.mark.parametrize("name, run, panels", [("ops", "ops", 1), ("layers", "dropout", 2)])
 def test_a_panel_has_something_to_show_and_a_recipe_its_colour(name, run, panels):
-    result = report.load(ROOT / "docs" / "results" / "h200" / f"{name}.json")
+    result = report.load(ROOT / "results" / "h200" / f"{name}.json")
     result["rows"] = [row for row in result["rows"] if row["run"] == run]
     axes = roofline.figure(result).axes
     assert len(axes) == panels
