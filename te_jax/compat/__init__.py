@@ -14,3 +14,5 @@ differs.
 INTERFACE = "2.20.2"  # The release of TransformerEngine whose names and defaults the package has.
 
 from te_jax.compat._install import install as install  # noqa: E402
+
+__all__ = ["INTERFACE", "install"]

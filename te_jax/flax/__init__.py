@@ -1,5 +1,15 @@
-"""Flax (Linen) modules: parameters, names and FP8 state around the functional layers."""
+"""Flax (Linen) modules: parameters, names and FP8 state around the functional layers.
 
+DenseGeneral, LayerNormDenseGeneral, LayerNormMLP, LayerNorm: Products, with the norm in front of them in one.
+DotProductAttention, MultiHeadAttention, MultiHeadLatentAttention, RelativePositionBiases: Attention.
+TransformerLayer, MoEBlock, LMHead: A layer; its mixture of experts; logits and their loss.
+DotGeneral, make_dot_general_cls, wrap_function_in_te_state_module: FP8 for products of modules that are not of te_jax.
+TrainState, fp8_masked: Training steps.
+fp8_kernels, fp8_params, fp8_model_init, dequantize_params, wgrads: Kernels that are kept in FP8.
+join_lora, lora_mask, split_lora: Adapters of low rank.
+"""
+
+from te_jax.core.public import public_names as _public_names
 from te_jax.flax.attention import DotProductAttention as DotProductAttention
 from te_jax.flax.dense import DenseGeneral as DenseGeneral
 from te_jax.flax.dense import LayerNormDenseGeneral as LayerNormDenseGeneral
@@ -29,3 +39,5 @@ from te_jax.flax.train_state import fp8_masked as fp8_masked
 from te_jax.flax.transformer import TransformerLayer as TransformerLayer
 from te_jax.flax.transformer import TransformerLayerType as TransformerLayerType
 from te_jax.sharding import extend_logical_axis_rules as extend_logical_axis_rules
+
+__all__ = _public_names(globals())

@@ -13,23 +13,16 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from te_jax.checkpoint_policies import GEMM, named
 from te_jax.core.arrays import as_jax
 from te_jax.core.check import show
+from te_jax.core.policies import GEMM, named
 from te_jax.core.types import like, on_explicit_mesh, varying
 from te_jax.flax._calls import field_names
 from te_jax.flax._fields import LORA_SCOPES
 from te_jax.flax._state import describe
 from te_jax.layers import QuantizedKernel
-from te_jax.sharding import (
-    BATCH_AXES,
-    HIDDEN_AXES,
-    SEQLEN_AXES,
-    SEQLEN_CP_AXES,
-    SEQLEN_TP_AXES,
-    current_mesh_resource,
-    explicit_spec,
-)
+from te_jax.sharding import BATCH_AXES, HIDDEN_AXES, SEQLEN_AXES, SEQLEN_CP_AXES, SEQLEN_TP_AXES, current_mesh_resource
+from te_jax.sharding.constraints import explicit_spec
 
 Initializer = Callable[..., Any]  # (key, shape, dtype) -> array
 Axes = tuple[str | None, ...]  # Logical axis names, one for each dimension.

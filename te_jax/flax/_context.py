@@ -16,11 +16,11 @@ from te_jax.sharding import (
     BATCH_AXES,
     HEAD_AXES,
     causal_load_balanced_positions,
-    check_cuts_sequence_alone,
     current_mesh_resource,
     logical_axis_map,
     reorder_causal_load_balancing,
 )
+from te_jax.sharding.resource import check_cuts_sequence_alone
 
 
 class Context(NamedTuple):

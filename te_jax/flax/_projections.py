@@ -31,13 +31,10 @@ from te_jax.sharding import (
     W_JOINED_AXES,
     W_NO_SHARD_AXES,
     W_TP_AXES,
-    entries,
-    gathered_axes,
-    head_axes,
-    place_axis,
-    spec_of,
 )
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
+from te_jax.sharding.constraints import entries, place_axis, spec_of
+from te_jax.sharding.logical_axes import gathered_axes, head_axes
 
 QKV, QUERY_KV, QUERY_KEY_VALUE = ("qkv",), ("query", "kv"), ("query", "key", "value")
 

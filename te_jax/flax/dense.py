@@ -24,8 +24,9 @@ from te_jax.flax._state import dense_metas, describe, recipe_of
 from te_jax.flax.kernels import kernel_operand
 from te_jax.flax.norm import norm_parameters
 from te_jax.layers import Projection, dense, layernorm_dense
-from te_jax.sharding import check_current_mesh_resource, resolve_logical_axes
+from te_jax.sharding import resolve_logical_axes
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
+from te_jax.sharding.resource import check_current_mesh_resource
 
 
 def trailing_axes(module: nn.Module, ndim: int) -> int:

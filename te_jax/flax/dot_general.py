@@ -18,7 +18,7 @@ from te_jax.flax._fields import Module
 from te_jax.flax._state import dense_metas, describe, recipe_of
 from te_jax.layers.contraction import dot_general, why_not_fp8
 from te_jax.recipe import Recipe
-from te_jax.sharding import check_current_mesh_resource
+from te_jax.sharding.resource import check_current_mesh_resource
 from te_jax.state.fp8 import OVERWRITE_COLLECTION, DenseMetas, check_recipe, state_collection
 
 

@@ -15,14 +15,8 @@ from te_jax.flax._state import dense_metas, describe, recipe_of
 from te_jax.layers import linear_cross_entropy
 from te_jax.layers._specs import dense_spec
 from te_jax.ops.gemm.dense import dot
-from te_jax.sharding import (
-    BATCH_AXES,
-    SEQLEN_AXES,
-    W_FSDP_AXES,
-    W_TP_AXES,
-    check_current_mesh_resource,
-    resolve_logical_axes,
-)
+from te_jax.sharding import BATCH_AXES, SEQLEN_AXES, W_FSDP_AXES, W_TP_AXES, resolve_logical_axes
+from te_jax.sharding.resource import check_current_mesh_resource
 
 
 class LMHead(Module):

@@ -29,8 +29,9 @@ from te_jax.flax.norm import norm_parameters
 from te_jax.layers import dense, layernorm_mlp
 from te_jax.layers.norm_mlp import split_residual
 from te_jax.ops.quantize.activation import activation, is_fused
-from te_jax.sharding import gathered_spec, resolve_logical_axes
+from te_jax.sharding import resolve_logical_axes
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
+from te_jax.sharding.logical_axes import gathered_spec
 
 
 class LayerNormMLP(Module):

@@ -27,8 +27,8 @@ from te_jax.layers.experts.block import MoEOptions, moe
 from te_jax.layers.norm_mlp import split_residual
 from te_jax.ops.experts.router import RouterOptions, updated_expert_bias
 from te_jax.ops.quantize.norm import norm_and_input
-from te_jax.sharding import check_current_mesh_resource, check_no_expert_parallelism
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
+from te_jax.sharding.resource import check_current_mesh_resource, check_no_expert_parallelism
 from te_jax.state.misplaced import keys_of
 
 BIAS_COLLECTION, LOSSES = "expert_bias", "losses"

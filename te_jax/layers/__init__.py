@@ -1,11 +1,13 @@
 """Functional layers: ops composed under one custom_vjp, with the FP8 state as an argument."""
 
+from te_jax.core.public import public_names as _public_names
 from te_jax.layers.contraction import dot_general as dot_general
 from te_jax.layers.experts.block import MoEAux as MoEAux
 from te_jax.layers.experts.block import MoEOptions as MoEOptions
 from te_jax.layers.experts.block import moe as moe
 from te_jax.layers.experts.linear import grouped_dense as grouped_dense
 from te_jax.layers.experts.weights import quantize_experts as quantize_experts
+from te_jax.layers.explain import explain_attention as explain_attention
 from te_jax.layers.fp8_attention import attention_fp8 as attention_fp8
 from te_jax.layers.linear import dense as dense
 from te_jax.layers.loss.head import linear_cross_entropy as linear_cross_entropy
@@ -15,3 +17,5 @@ from te_jax.layers.norm_mlp import layernorm_mlp as layernorm_mlp
 from te_jax.layers.weight import Projection as Projection
 from te_jax.layers.weight import QuantizedKernel as QuantizedKernel
 from te_jax.layers.weight import quantize_kernel as quantize_kernel
+
+__all__ = _public_names(globals())

@@ -10,7 +10,8 @@ which serves arrays [s, b, ...] too.
 from jax.sharding import PartitionSpec
 
 from te_jax.core.types import on_explicit_mesh
-from te_jax.sharding import current_mesh_resource, entries, spec_of
+from te_jax.sharding import current_mesh_resource
+from te_jax.sharding.constraints import entries, spec_of
 
 
 def dense_spec(x, kernel, contract: int, out=None, residual=None) -> PartitionSpec | None:

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from te_jax.layers._specs import dense_spec
 from te_jax.layers.tensor import Fp8Tensor, wide_of
 from te_jax.recipe import Recipe
-from te_jax.sharding import stage_axes
+from te_jax.sharding.resource import stage_axes
 
 
 class Config(NamedTuple):

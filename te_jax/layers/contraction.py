@@ -11,7 +11,7 @@ from te_jax.core.arrays import as_jax
 from te_jax.layers.linear import dense
 from te_jax.ops.quantize.array import FLOAT
 from te_jax.recipe import Recipe
-from te_jax.sharding import place_output
+from te_jax.sharding.constraints import place_output
 from te_jax.state import fp8
 
 

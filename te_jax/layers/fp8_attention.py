@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 
-from te_jax.checkpoint_policies import ATTENTION, QUANTIZED, STATISTICS, named
 from te_jax.core.arrays import as_jax
 from te_jax.core.check import NONE, Kind, check, one_of, warn_once
 from te_jax.core.derivatives import custom_vjp
+from te_jax.core.policies import ATTENTION, QUANTIZED, STATISTICS, named
 from te_jax.core.types import align, like
 from te_jax.ops.attention.api import dot_product_attention, execute
 from te_jax.ops.attention.form import form_of
@@ -33,7 +33,7 @@ from te_jax.ops.attention.resolve import resolve
 from te_jax.ops.attention.vjp import attention_bwd_of
 from te_jax.ops.quantize.array import quantize
 from te_jax.recipe import DelayedScaling, Recipe
-from te_jax.sharding import stage_axes
+from te_jax.sharding.resource import stage_axes
 from te_jax.state.fp8 import AttentionMetas, TensorMeta, cotangent, observation
 
 _NAME = "te_jax.layers.attention_fp8"

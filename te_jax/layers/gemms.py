@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 import jax
 
-from te_jax.checkpoint_policies import GEMM, named
 from te_jax.core.arrays import as_rank
+from te_jax.core.policies import GEMM, named
 from te_jax.layers.config import Config
 from te_jax.layers.tensor import Fp8Tensor
 from te_jax.ops.experts.paired import gemm_grouped_paired, gemm_grouped_paired_wgrad
 from te_jax.ops.experts.permute import Groups
 from te_jax.ops.gemm.dense import dot, gemm, gemm_sum
 from te_jax.ops.gemm.grouped import gemm_grouped, gemm_grouped_wgrad, gemm_grouped_wide_wgrad
-from te_jax.sharding import explicit_spec
+from te_jax.sharding.constraints import explicit_spec
 from te_jax.state import fp8
 
 _FPROP, _DGRAD, _WGRAD = range(3)  # places in `override_linear_precision` and `split_accumulator`

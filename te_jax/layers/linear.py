@@ -6,9 +6,9 @@ import jax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from te_jax.checkpoint_policies import GEMM, named
 from te_jax.core.arrays import as_jax
 from te_jax.core.check import ARRAY, NONE, STRING, Kind, check, integer, warn_once
+from te_jax.core.policies import GEMM, named
 from te_jax.core.types import align
 from te_jax.layers._specs import dense_spec
 from te_jax.layers.config import Config

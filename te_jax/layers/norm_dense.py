@@ -18,7 +18,7 @@ from te_jax.layers.weight import Projection, resolve_weight
 from te_jax.ops.gemm.dense import gemm_sum
 from te_jax.ops.quantize import norm as norm_op
 from te_jax.recipe import Recipe
-from te_jax.sharding import explicit_spec
+from te_jax.sharding.constraints import explicit_spec
 from te_jax.state import fp8
 
 

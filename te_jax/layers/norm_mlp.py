@@ -10,11 +10,11 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from te_jax.checkpoint_policies import STATISTICS, named
 from te_jax.core import extension
 from te_jax.core.arrays import as_jax
 from te_jax.core.check import NONE, STRING, check, tuple_of, warn_once
 from te_jax.core.derivatives import custom_vjp
+from te_jax.core.policies import STATISTICS, named
 from te_jax.core.types import align, like
 from te_jax.layers import projections
 from te_jax.layers.config import Config
@@ -36,7 +36,7 @@ from te_jax.layers.weight import Projection, QuantizedKernel, resolve_weight
 from te_jax.ops.quantize import activation as act_op
 from te_jax.ops.quantize import norm as norm_op
 from te_jax.recipe import Recipe
-from te_jax.sharding import constrain_to_spec
+from te_jax.sharding.constraints import constrain_to_spec
 from te_jax.state import fp8
 
 METAS_OF_TWO = NONE | tuple_of(METAS, 2)  # of wi and of wo

@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 
-from te_jax.checkpoint_policies import KERNEL, STATISTICS, named
 from te_jax.core.amax import amax as amax_of
+from te_jax.core.policies import KERNEL, STATISTICS, named
 from te_jax.core.types import like, varying
 from te_jax.layers.config import Config
 from te_jax.layers.tensor import Fp8Tensor, LayerUses, Uses
 from te_jax.ops.experts.rows import stacked_source
 from te_jax.ops.quantize import array as quantize_ops
 from te_jax.ops.source import Source
-from te_jax.sharding import constrain_to_spec
+from te_jax.sharding.constraints import constrain_to_spec
 from te_jax.state import fp8
 
 

@@ -7,8 +7,8 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
-from te_jax.checkpoint_policies import STATISTICS, named
 from te_jax.core.derivatives import custom_vjp
+from te_jax.core.policies import STATISTICS, named
 from te_jax.core.types import like
 from te_jax.layers.config import Config
 from te_jax.layers.gemms import dgrad, fprop

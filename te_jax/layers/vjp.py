@@ -13,7 +13,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from te_jax.checkpoint_policies import QUANTIZED
+from te_jax.core.policies import QUANTIZED
 from te_jax.core.types import like, varying
 from te_jax.layers.config import Config
 from te_jax.layers.gemms import wgrad as wgrad_gemm

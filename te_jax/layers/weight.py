@@ -16,7 +16,7 @@ from te_jax.layers.produce import quantize_stacked, quantize_weight
 from te_jax.layers.tensor import Accumulator, Fp8Tensor, LayerUses, Uses
 from te_jax.ops.quantize.array import FLOAT, block_of_weight, dequantize_weight, transpose
 from te_jax.recipe import Recipe
-from te_jax.sharding import stage_axes
+from te_jax.sharding.resource import stage_axes
 from te_jax.state import fp8
 
 _WAY_OUT = (

@@ -1,5 +1,6 @@
 """Whole language models of te_jax's layers, as Flax (Linen) modules, and text generation with them."""
 
+from te_jax.core.public import public_names as _public_names
 from te_jax.models.causal import CausalLM as CausalLM
 from te_jax.models.config import ModelConfig as ModelConfig
 from te_jax.models.encoder import EncoderDecoder as EncoderDecoder
@@ -12,3 +13,5 @@ from te_jax.models.generation import generate as generate
 from te_jax.models.generation import read_prompts as read_prompts
 from te_jax.models.generation import write_tokens as write_tokens
 from te_jax.models.stack import unscan as unscan
+
+__all__ = _public_names(globals())

@@ -19,8 +19,9 @@ from te_jax.flax.kernels import KERNEL_COLLECTION
 from te_jax.flax.moe import BIAS_COLLECTION, LOSSES
 from te_jax.models.config import ModelConfig
 from te_jax.ops.attention import SequenceDescriptor
-from te_jax.sharding import BATCH_AXES, HIDDEN_AXES, SEQLEN_AXES, W_FSDP_AXES, W_NO_SHARD_AXES, W_TP_AXES, explicit_spec
+from te_jax.sharding import BATCH_AXES, HIDDEN_AXES, SEQLEN_AXES, W_FSDP_AXES, W_NO_SHARD_AXES, W_TP_AXES
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
+from te_jax.sharding.constraints import explicit_spec
 from te_jax.state.fp8 import FP8_COLLECTION
 
 # What each layer has of its own. The last three are of experts: the bias of the choice, terms of the loss, the loads.

@@ -1,5 +1,6 @@
 """Flax NNX modules for the modules of `te_jax.flax`, with variables as attributes and FP8 state as `Fp8State`."""
 
+from te_jax.core.public import public_names as _public_names
 from te_jax.nnx._layer import ExpertBias as ExpertBias
 from te_jax.nnx._layer import Fp8State as Fp8State
 from te_jax.nnx._layer import Layer as Layer
@@ -22,3 +23,5 @@ from te_jax.nnx.modules import MultiHeadLatentAttention as MultiHeadLatentAttent
 from te_jax.nnx.modules import RelativePositionBiases as RelativePositionBiases
 from te_jax.nnx.modules import RMSNorm as RMSNorm
 from te_jax.nnx.modules import TransformerLayer as TransformerLayer
+
+__all__ = _public_names(globals())

@@ -12,7 +12,7 @@ import te_jax.flax as te_flax
 from te_jax.flax._fields import as_tuple
 from te_jax.nnx._layer import Layer, example
 from te_jax.nnx._linear import fields_from_nnx, with_linear_arguments
-from te_jax.sharding import place_output
+from te_jax.sharding.constraints import place_output
 
 
 @with_linear_arguments

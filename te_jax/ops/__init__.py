@@ -1,0 +1,25 @@
+"""What the layers are made of: each op is one primitive of jax, a CUDA kernel on a GPU and plain JAX elsewhere.
+
+te_jax.ops.attention:  Scaled dot-product attention, and which kernel runs it.
+te_jax.ops.gemm:       Products, in FP8 or not, and the choice of their algorithms.
+te_jax.ops.norm:       LayerNorm and RMSNorm.
+te_jax.ops.activation: Activations, gated ones among them.
+te_jax.ops.rope:       Rotary position embeddings.
+te_jax.ops.quantize:   Tensors in FP8.
+te_jax.ops.router, te_jax.ops.permute, te_jax.ops.grouped, te_jax.ops.gemm_grouped: Mixtures of experts.
+"""
+
+import importlib
+from typing import Any
+
+__all__ = (
+    *("activation", "attention", "attention_context", "gemm", "gemm_grouped", "grouped", "norm", "permute", "quantize"),
+    *("rope", "router"),
+)
+
+
+def __getattr__(name: str) -> Any:
+    """The modules, imported at first use."""
+    if name in __all__:
+        return importlib.import_module(f"te_jax.ops.{name}")
+    raise AttributeError(f"module 'te_jax.ops' has no attribute {name!r}")

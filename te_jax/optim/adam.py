@@ -29,7 +29,7 @@ from te_jax.core.check import ARRAY, BOOL, FUNCTION, Kind, check, number
 from te_jax.core.placement import mesh_axes
 from te_jax.core.types import on_explicit_mesh
 from te_jax.layers.parameters import is_kernel
-from te_jax.sharding import entries
+from te_jax.sharding.constraints import entries
 from te_jax.state.fp8 import STATE_COLLECTIONS
 from te_jax.state.misplaced import stray_state
 

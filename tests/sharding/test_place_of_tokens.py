@@ -15,7 +15,7 @@ import te_jax as te
 import te_jax.flax as te_flax
 import te_jax.nnx as te_nnx
 from te_jax.recipe import DelayedScaling
-from te_jax.sharding import entries
+from te_jax.sharding.constraints import entries
 
 B, S, H, F = 4, 8, 32, 64
 RECIPE = DelayedScaling(amax_history_len=2)

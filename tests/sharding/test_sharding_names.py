@@ -164,6 +164,6 @@ def test_constraint_follows_the_rules():
 
 
 def test_stage_axes():
-    assert sharding.stage_axes() == frozenset()
+    assert sharding.resource.stage_axes() == frozenset()
     with global_shard_guard(MeshResource(pp_resource="stage")):
-        assert sharding.stage_axes() == {"stage"}
+        assert sharding.resource.stage_axes() == {"stage"}

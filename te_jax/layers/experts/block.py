@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray, max_dim
 
-from te_jax.checkpoint_policies import GEMM, STATISTICS, named
 from te_jax.core.arrays import as_jax, as_rank
 from te_jax.core.check import BOOL, NONE, STRING, Kind, KnownFields, check, number, warn_once
 from te_jax.core.derivatives import custom_vjp
+from te_jax.core.policies import GEMM, STATISTICS, named
 from te_jax.core.types import align, like
 from te_jax.layers._specs import dense_spec
 from te_jax.layers.config import Config
@@ -32,7 +32,7 @@ from te_jax.ops.quantize import activation as act_op
 from te_jax.ops.quantize import norm as norm_op
 from te_jax.ops.quantize.array import FLOAT, MX_BLOCK, parts
 from te_jax.recipe import Recipe
-from te_jax.sharding import stage_axes
+from te_jax.sharding.resource import stage_axes
 from te_jax.state import fp8
 
 _ROUTER_OPTIONS = Kind("a RouterOptions", lambda value: isinstance(value, RouterOptions))

@@ -31,7 +31,7 @@ from te_jax.ops.experts.rows import dbias_of_experts
 from te_jax.ops.gemm.grouped import gemm_grouped
 from te_jax.ops.quantize.array import FLOAT, MX_BLOCK
 from te_jax.recipe import Recipe
-from te_jax.sharding import stage_axes
+from te_jax.sharding.resource import stage_axes
 from te_jax.state import fp8
 
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
-from te_jax.checkpoint_policies import named
 from te_jax.core.derivatives import custom_vjp
+from te_jax.core.policies import named
 from te_jax.core.types import like
 from te_jax.layers.config import Config
 from te_jax.layers.experts.weights import Parts, amax_of_parts, any_gradient, quantize_part, slots_at

@@ -22,7 +22,7 @@ from te_jax.layers.vjp import has_gradient
 from te_jax.layers.weight import QuantizedKernel, resolve_weight
 from te_jax.ops.quantize.array import FLOAT
 from te_jax.recipe import Recipe
-from te_jax.sharding import stage_axes
+from te_jax.sharding.resource import stage_axes
 from te_jax.state import fp8
 
 Parts = tuple[Fp8Tensor, ...]

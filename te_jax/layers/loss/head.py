@@ -32,7 +32,8 @@ from te_jax.layers.loss.head_gemms import Head
 from te_jax.layers.weight import QuantizedKernel
 from te_jax.ops.quantize.array import FLOAT
 from te_jax.recipe import Recipe
-from te_jax.sharding import spec_of, stage_axes
+from te_jax.sharding.constraints import spec_of
+from te_jax.sharding.resource import stage_axes
 from te_jax.state import fp8
 
 _MESH_AXES = Kind(

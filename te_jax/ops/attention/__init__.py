@@ -1,5 +1,8 @@
 """Scaled dot-product attention: read api, options, resolve, then what was chosen."""
 
+import importlib
+from typing import Any
+
 from te_jax.ops.attention.api import dot_product_attention as dot_product_attention
 from te_jax.ops.attention.api import dot_product_attention_kv_packed as dot_product_attention_kv_packed
 from te_jax.ops.attention.api import dot_product_attention_packed as dot_product_attention_packed
@@ -11,4 +14,10 @@ from te_jax.ops.attention.op import attention_fwd as attention_fwd
 from te_jax.ops.attention.options import AttentionKeywords as AttentionKeywords
 from te_jax.ops.attention.options import AttentionOptions as AttentionOptions
 from te_jax.ops.attention.resolve import AttentionChoice as AttentionChoice
-from te_jax.ops.attention.resolve import explain_attention as explain_attention
+
+
+def __getattr__(name: str) -> Any:
+    """`explain_attention`, which answers for a layer and is one of `te_jax.layers`."""
+    if name == "explain_attention":
+        return importlib.import_module("te_jax.layers").explain_attention
+    raise AttributeError(f"module 'te_jax.ops.attention' has no attribute {name!r}")

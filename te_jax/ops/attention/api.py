@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from te_jax.checkpoint_policies import ATTENTION, named
 from te_jax.core.arrays import as_jax
 from te_jax.core.check import ARRAY, BOOL, check, warn_once
+from te_jax.core.policies import ATTENTION, named
 from te_jax.core.types import align
 from te_jax.ops.attention.context import attend_cut
 from te_jax.ops.attention.form import form_of

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from te_jax.checkpoint_policies import ATTENTION, named
 from te_jax.core.derivatives import custom_vjp
+from te_jax.core.policies import ATTENTION, named
 from te_jax.core.types import align, like, on_explicit_mesh
 from te_jax.ops.attention.context_plan import OPEN, Call, Layout, Plan
 from te_jax.ops.attention.form import form_of

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from te_jax.checkpoint_policies import ATTENTION, named
 from te_jax.core.arrays import as_rank
 from te_jax.core.derivatives import custom_vjp
+from te_jax.core.policies import ATTENTION, named
 from te_jax.core.types import like
 from te_jax.ops.attention.form import Attrs, Form
 from te_jax.ops.attention.op import attention_bwd, attention_fwd, parts_of

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from te_jax.checkpoint_policies import GEMM, named
 from te_jax.core.check import check, integer
 from te_jax.core.op import Op
+from te_jax.core.policies import GEMM, named
 from te_jax.ops.experts.permute import Groups
 from te_jax.ops.experts.router import MOST_EXPERTS
 from te_jax.ops.experts.rows import activation_grouped_bwd, check_groups, grouped_activation_grad_source

@@ -35,7 +35,7 @@ from te_jax.ops.quantize.array import (
     transpose,
 )
 from te_jax.ops.source import PerExpert, Source
-from te_jax.sharding import explicit_spec
+from te_jax.sharding.constraints import explicit_spec
 
 # -- rows of groups -------------------------------------------------------------------------------------------
 

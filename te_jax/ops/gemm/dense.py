@@ -17,11 +17,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from te_jax.checkpoint_policies import GEMM, named
 from te_jax.core.arrays import as_jax, as_rank
 from te_jax.core.check import ARRAY, BOOL, NONE, Kind, check, integer, is_dtype
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.op import Op
+from te_jax.core.policies import GEMM, named
 from te_jax.core.types import align, like, on_explicit_mesh
 from te_jax.ops.quantize.array import BLOCK, FLOATS, MX_BLOCK, check_block_gpu, dequantize_rows, dequantize_weight, fill
 

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from te_jax.checkpoint_policies import GEMM, named
 from te_jax.core import extension
 from te_jax.core.arrays import as_jax
 from te_jax.core.check import ARRAY, BOOL, INTEGERS, check, integer
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.op import Op
+from te_jax.core.policies import GEMM, named
 from te_jax.core.types import align, like
 from te_jax.ops.experts.permute import ALIGNMENT
 from te_jax.ops.experts.router import MOST_EXPERTS

@@ -22,7 +22,8 @@ from te_jax.compat.transformer_engine_jax import (
     NVTE_Softmax_Type,
 )
 from te_jax.core.check import warn_once
-from te_jax.ops.attention import MASK_TYPES, explain_attention
+from te_jax.layers import explain_attention
+from te_jax.ops.attention import MASK_TYPES
 from te_jax.ops.attention import SequenceDescriptor as SequenceDescriptor
 
 __getattr__: GetAttr = absent("transformer_engine.jax.attention")

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 
 from te_jax import layers
-from te_jax.checkpoint_policies import named
 from te_jax.compat._absent import GetAttr, absent
 from te_jax.compat._axes import resolve_logical_axes
 from te_jax.compat._axes import with_sharding_constraint_by_logical_axes as constrain
@@ -14,6 +13,7 @@ from te_jax.compat._collective import CollectiveOpSet, noop_collective_op_set
 from te_jax.compat.transformer_engine.jax.dense import check_collective
 from te_jax.compat.transformer_engine.jax.layernorm import canonicalize_norm_type
 from te_jax.compat.transformer_engine.jax.quantize.quantizer import QuantizerSet, noop_quantizer_set
+from te_jax.core.policies import named
 
 __getattr__: GetAttr = absent("transformer_engine.jax.layernorm_mlp")
 
