@@ -3,7 +3,6 @@
 import functools
 import itertools
 import math
-import random
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +19,13 @@ from te_jax.ops.attention import reference as attention_reference
 from te_jax.ops.gemm import gemm, gemm_sum
 
 AXES = ("a", "b")  # mesh axes of 4 and 2 devices
-MESH = dict(zip(AXES, (4, 2)))
 KINDS = {
     "auto": (AxisType.Auto, AxisType.Auto),
     "explicit": (AxisType.Explicit, AxisType.Explicit),
-    "mixed": (AxisType.Explicit, AxisType.Auto),
 }
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+# What a placement may cost, by `rank`.
+ALLOWED = (set(), {"all-reduce"}, set(COLLECTIVES))
 all_cases = pytest.mark.parametrize("case", CASES, ids=str)
 
 
@@ -74,18 +74,49 @@ def solve(case, args):
     return rule.broadcast([a.shape for a in given], ranks), ranks, given
 
 
-def placements(case, args):
-    """Every factor alone on the first mesh axis, and on each of the two beside another factor, if there is one -> specs
-    of the operands."""
+def factors(case, args, devices):
+    """{factor that so many devices can split: its rank}: 0 where all results have it, 1 where some are sums over it, 2
+    where the op keeps it on one device. In this order."""
     rule, ranks, _ = solve(case, args)
-    factors = list(dict.fromkeys(f for o in rule.operands for f in rule.leading(o, ranks)))
-    factors = [f for f in factors if case.sizes.get(f, 1) % 4 == 0]  # not q, k, v side by side, nor what is broadcast
-    on_second = zip(factors, factors[-1:] + factors[:-1]) if len(factors) > 1 else [(None, f) for f in factors]
-    for chosen in [(None, None), *((f, None) for f in factors), *on_second]:
-        axis_of = {f: axis for f, axis in zip(chosen, AXES) if f is not None}
-        if any(case.sizes[f] % MESH[axis] for f, axis in axis_of.items()):
-            continue  # an axis of 1 or 2 slots cannot be placed on 4 devices
-        yield axis_of, [P(*(axis_of.get(f) for f in rule.leading(o, ranks))) for o in rule.inputs]
+    fixed, outs = rule.matches(case.declared.replicated, ranks), [rule.leading(o, ranks) for o in rule.outputs]
+    rank = lambda f: 2 if f in fixed else int(any(f not in out for out in outs))
+    found = dict.fromkeys(f for o in rule.operands for f in rule.leading(o, ranks))
+    # not q, k, v side by side, nor what is broadcast
+    ranks = {f: rank(f) for f in found if case.sizes.get(f, 1) % devices == 0}
+    return dict(sorted(ranks.items(), key=lambda item: item[1]))
+
+
+def on_both(ranks):
+    """What lies on a first and on a second mesh axis: nothing; each factor on both, beside the one before and the one
+    behind it, and in a placement that costs no more than the factor itself does."""
+    names = list(ranks)
+    pairs = list(zip(names, names[-1:] + names[:-1])) if len(names) != 1 else [(*names, None), (None, *names)]
+    cost = lambda pair: max(ranks[f] for f in pair if f)
+    alone = [(f, None) for f in names if ranks[f] < min(cost(pair) for pair in pairs if f in pair)]
+    return [(None, None), *pairs, *alone]
+
+
+def on_one(ranks):
+    """Each factor on one of two mesh axes, beside another one of its rank. `place` looks at each mesh axis by itself,
+    and asks of its name only which is first: with `on_both` on an Auto mesh, no other one is another path."""
+    of_rank = [[f for f in ranks if ranks[f] == rank] for rank in range(3)]
+    return [pair for names in of_rank for pair in itertools.zip_longest(names[::2], names[1::2])]
+
+
+def specs_of(case, args, axis_of):
+    """The specs of the operands where the factors lie on these mesh axes."""
+    rule, ranks, _ = solve(case, args)
+    return [P(*(axis_of.get(f) for f in rule.leading(o, ranks))) for o in rule.inputs]
+
+
+def two_axes(case, types):
+    """A mesh of 4 and 2 devices; of 2 and 2 for a small case, which has two blocks."""
+    return jax.make_mesh((2, 2) if case.is_small else (4, 2), AXES, axis_types=types)
+
+
+def three_axes(types):
+    """A mesh with two axes that split factors, and a third of another type, which splits nothing."""
+    return jax.make_mesh((2, 2, 2), (*AXES, "rest"), axis_types=types)
 
 
 def put(mesh, arrays, specs):
@@ -117,7 +148,7 @@ def call_without_tail(case, args):
         clear = lambda out: jnp.where(is_row.reshape(along(out)), out, jnp.zeros_like(out))
         return [clear(out) if is_row.size in out.shape else out for out in fn(*given)]
 
-    return masked
+    return jax.jit(masked)
 
 
 def joined(variants):
@@ -132,37 +163,46 @@ def joined_fn(variants):
 
 
 @all_cases
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "mixed"])
 def test_sharded(case: Case, kind, rng, on_host):
+    """The numbers of one device; a factor costs an all-reduce where a result lacks it, and else nothing: no gather."""
+    case = case.small()
     args = case.args(rng)
     want, (_, _, given), fn = case(*args), solve(case, args), call(case, args)
-    mesh = jax.make_mesh((4, 2), AXES, axis_types=KINDS[kind])
-    variants = {}
-    for axis_of, specs in placements(case, args):
-        if kind == "mixed":  # only the Explicit axis may be in types
-            specs = [P(*(n if n == "a" else None for n in s)) for s in specs]
-            if "b" in axis_of.values() or not axis_of:
-                continue
-        variants[str(axis_of)] = fn, put(mesh, given, specs)
+    mixed = (AxisType.Explicit, AxisType.Explicit, AxisType.Auto)
+    mesh = three_axes(mixed) if kind == "mixed" else two_axes(case, KINDS[kind])
+    ranks, of_cost = factors(case, args, mesh.shape["a"]), [{}, {}, {}]
+    ways = {"auto": on_both(ranks), "explicit": [(None, None), *on_one(ranks)], "mixed": on_one(ranks)}
+    for way in ways[kind]:
+        axis_of = {f: axis for f, axis in zip(way, AXES) if f}
+        placed = put(mesh, given, specs_of(case, args, axis_of))
+        of_cost[max(map(ranks.get, axis_of), default=0)][str(axis_of)] = fn, placed
     with jax.set_mesh(mesh):
-        for placement, got in joined(variants).items():
-            close(got, want, placement)
+        for allowed, variants in zip(ALLOWED, of_cost):
+            if variants:
+                run, text = compiled(joined_fn(variants), {name: placed for name, (_, placed) in variants.items()})
+                assert set(counted(text)) <= allowed, {
+                    name: collectives(fn, *placed) for name, (_, placed) in variants.items()
+                }
+                for name, got in run().items():
+                    close(got, want, name)
 
 
 @all_cases
-@pytest.mark.parametrize("manual", [("a", "b"), ("a",)], ids=["all", "part"])
+@pytest.mark.parametrize("manual", ["all", "part"])
 def test_shard_map(case: Case, manual, rng, on_host):
     """Manual axes, check_vma=True: the op sees one shard; the caller combines results that lack a sharded axis."""
+    case = case.small()
     args = case.args(rng)
     want, (rule, ranks, given), fn = case(*args), solve(case, args), call(case, args)
-    mesh = jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Auto,) * 2)
+    auto = (AxisType.Auto,) * 3
+    mesh = two_axes(case, auto[:2]) if manual == "all" else three_axes(auto)
     op = case.declared
-    fixed = rule.matches(op.replicated, ranks)
+    once = any(o.name in op.once for o in rule.inputs)
+    split = {f: r for f, r in factors(case, args, mesh.shape["a"]).items() if r < 2 and not (once and f[0] == "k")}
     collective, variants = {"sum": lax.psum, "max": lax.pmax}, {}
-    for axis_of, specs in placements(case, args):
-        once = any(o.name in op.once for o in rule.inputs) and any(f.startswith("k") for f in axis_of)
-        if fixed & axis_of.keys() or not set(axis_of.values()) <= set(manual) or once:
-            continue
+    for way in [(None, None), *on_one(split)] if manual == "all" else on_one(split):
+        axis_of = {f: axis for f, axis in zip(way, AXES) if f}
 
         def shard(*local, axis_of=axis_of):
             outs = []
@@ -172,8 +212,9 @@ def test_shard_map(case: Case, manual, rng, on_host):
                 outs.append(collective[op.combine[o.name]](out, dropped) if dropped else out)
             return tuple(outs)
 
+        in_specs = tuple(specs_of(case, args, axis_of))
         out_specs = tuple(P(*(axis_of.get(f) for f in rule.leading(o, ranks))) for o in rule.outputs)
-        mapped = jax.shard_map(shard, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, axis_names=set(manual))
+        mapped = jax.shard_map(shard, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(AXES))
         variants[str(axis_of)] = mapped, list(map(np.asarray, given))
     for placement, got in joined(variants).items():
         close(got, want, placement)
@@ -181,20 +222,20 @@ def test_shard_map(case: Case, manual, rng, on_host):
 
 @functools.cache
 def mapped_axes(count):
-    """Over which axis each of `count` operands is mapped, if any. All ways for up to 2 operands; of more, so few that
-    any two are mapped in each way beside each other."""
-    ways = list(itertools.product([None, 0, -1], repeat=count))[1:]
-    if count <= 2:
-        return ways
-    beside = {
-        way: set(itertools.combinations(enumerate(way), 2)) for way in random.Random(0).sample(ways, min(80, len(ways)))
-    }
+    """Over which axis each of `count` operands is mapped, if any: any two operands are mapped and not in each way
+    beside each other, and each is mapped over its first and over its last axis. `jax.custom_batching.custom_vmap` moves
+    mapped axes to the front, so an op sees only which operands have one."""
+    if count == 1:
+        return [(0,), (-1,)]
+    ways = list(itertools.product([True, False], repeat=count))[:-1]
+    beside = {way: set(itertools.combinations(enumerate(way), 2)) for way in ways}
     chosen, left = [], set().union(*beside.values())
-    assert len(left) == 9 * math.comb(count, 2)
+    assert len(left) == 4 * math.comb(count, 2) - (count == 2)  # no way maps neither of two
     while left:
         chosen.append(max(beside, key=lambda way: len(beside[way] & left)))
         left -= beside[chosen[-1]]
-    return chosen
+    axes = [itertools.cycle([0, -1] if i % 2 else [-1, 0]) for i in range(count)]
+    return [tuple(next(axis) if m else None for m, axis in zip(way, axes)) for way in chosen]
 
 
 @all_cases
@@ -202,7 +243,7 @@ def test_vmap(case: Case, rng):
     """Each operand mapped over its first axis, its last axis, or not at all: equal to a loop over examples."""
     case = case.small()
     args = case.args(rng)
-    fn = jax.jit(call_without_tail(case, args))
+    fn = call_without_tail(case, args)
     examples = [[np.asarray(a) for a in case.args(rng) if a is not None] for _ in range(3)]
     patterns = mapped_axes(len(examples[0]))
     stack = lambda axes: [xs[0] if ax is None else np.stack(xs, ax) for ax, xs in zip(axes, zip(*examples))]
@@ -226,7 +267,8 @@ def test_eager_jit_scan_remat(case: Case, rng):
         close(got, want, name)
     with jax.disable_jit():
         close(fn(*given), want, "disable_jit")
-        close([each[0] for each in jax.vmap(fn)(*(a[None] for a in given))], want, "vmap, disable_jit")
+        stacked = jax.device_put([np.asarray(a)[None] for a in given])
+        close([np.asarray(each)[0] for each in jax.vmap(fn)(*stacked)], want, "vmap, disable_jit")
 
 
 def test_every_op_has_a_case():
@@ -265,15 +307,14 @@ def test_vmap_over_a_sharded_axis(case: Case, kind, rng, on_host):
         variants[mapped] = jax.vmap(fn, [0 if m else None for m in mapped]), put(mesh, operands, specs)
     with jax.set_mesh(mesh):
         run, text = compiled(joined_fn(variants), {mapped: operands for mapped, (_, operands) in variants.items()})
-        found = {c for c in COLLECTIVES if f" {c}(" in text or f" {c}-start(" in text}
+        found = set(counted(text))
         assert found <= {"all-reduce"} if split else not found
         outs = run()
-    one = jax.jit(fn)
     for mapped, got in outs.items():
         assert kind == "auto" or all(jax.typeof(each).sharding.spec[0] == "a" for each in got)
         for i in range(8):
             example = [of[i] if m else a for of, a, m in zip(stacked, given, mapped)]
-            close([each[i] for each in map(np.asarray, got)], one(*example), f"{mapped}, example {i}")
+            close([each[i] for each in map(np.asarray, got)], fn(*example), f"{mapped}, example {i}")
 
 
 def test_lost_axis_is_refused():
@@ -286,18 +327,18 @@ def test_missing_operand_is_refused():
         ops["te_gemm"](jnp.ones((2, 2)), None, None, None, None, None, contract=1)
 
 
-COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
-
-
 def compiled(fn, *args):
     """-> the call of `fn` with these operands, its HLO."""
     program = jax.jit(fn).lower(*args).compile()
     return lambda: program(*args), program.as_text()
 
 
-def collectives(fn, *args):
-    _, text = compiled(fn, *args)
+def counted(text):
     return {c: n for c in COLLECTIVES if (n := text.count(f" {c}(") + text.count(f" {c}-start("))}
+
+
+def collectives(fn, *args):
+    return counted(compiled(fn, *args)[1])
 
 
 @pytest.mark.parametrize(
@@ -363,30 +404,6 @@ def test_quantize_collectives(kind, rng, on_host):
         assert collectives(fn, *placed) == {"all-reduce": 1}
         for a, b in zip(jax.jit(fn)(*placed), want, strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
-
-@all_cases
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_shards_are_not_gathered(case: Case, kind, rng, on_host):
-    """An axis that an op can split costs an all-reduce where a result lacks it, and else nothing: no gather."""
-    args = case.args(rng)
-    rule, ranks, given = solve(case, args)
-    mesh = jax.make_mesh((4, 2), AXES, axis_types=KINDS[kind])
-    fixed, fn = rule.matches(case.declared.replicated, ranks), call(case, args)
-    split = {True: {}, False: {}}  # factors that cost an all-reduce, and the others -> operands that they split
-    fixed |= {f for o in rule.inputs for f in rule.leading(o, ranks) if f not in case.sizes}  # what is broadcast
-    for factor in dict.fromkeys(f for o in rule.inputs for f in rule.leading(o, ranks) if f not in fixed):
-        specs = [P(*("a" if f == factor else None for f in rule.leading(o, ranks))) for o in rule.inputs]
-        sums = any(factor not in rule.leading(o, ranks) for o in rule.outputs)
-        split[sums][factor] = put(mesh, given, specs)
-    with jax.set_mesh(mesh):
-        for sums, operands in split.items():  # one program each, which compiles sooner than one of each factor
-            if not operands:
-                continue
-            found = collectives(lambda operands: [fn(*each) for each in operands.values()], operands)
-            assert set(found) <= ({"all-reduce"} if sums else set()), {
-                factor: collectives(fn, *each) for factor, each in operands.items()
-            }
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])

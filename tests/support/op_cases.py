@@ -65,11 +65,15 @@ class Case:
         return jax.device_put(args)
 
     def small(self) -> "Case":
-        """With two blocks for the four that the sharded tests divide: programs that do not optimize take long for so
-        many numbers."""
+        """With two blocks for four: programs that do not optimize take long for so many numbers."""
         if 512 not in self.sizes.values():
             return self
         return replace(self, sizes={f: n // 2 if n in (4, 512) else n for f, n in self.sizes.items()})
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it has no more than two blocks."""
+        return 256 in self.sizes.values()
 
     def __call__(self, *args):
         return self.declared(*args, outputs=self.outputs, **self.attrs)
