@@ -30,33 +30,45 @@ def check(got, x, positions=None, **options):
     assert (error <= bound).all(), (error.max(), np.max(error - bound))
 
 
+def at_once(cases, x, **common):
+    """{name: (positions or None, options)} -> {name: rope(x)}, of one program."""
+    given = {name: at for name, (at, _) in cases.items() if at is not None}
+    run = lambda x, given: {name: rope(x, given.get(name), **common, **each) for name, (_, each) in cases.items()}
+    return jax.jit(run)(x, given)
+
+
 @METHODS
 @pytest.mark.parametrize("rotary_dim", [None, 2, 6, 10])
-@pytest.mark.parametrize("windows", [(1, 10000), (2, 500.0)])
-@pytest.mark.parametrize("positions", [None, "row", "batch", "between", "one batch"])
-def test_rope(rng, method, rotary_dim, windows, positions):
-    x = jnp.asarray(rng.normal(size=(2, 33, 3, 10)), jnp.float32)
-    at = {
+def test_rope(rng, method, rotary_dim):
+    x = rng.normal(size=(2, 33, 3, 10)).astype(np.float32)
+    positions = {
         None: None,
         "row": np.arange(33) + 7,
         "batch": rng.integers(0, 99, (2, 33)),
-        "between": np.float32(rng.uniform(-9, 99, 33)),
+        "between": rng.uniform(-9, 99, 33).astype(np.float32),
         "one batch": np.arange(33)[None] + 1000,
-    }[positions]
-    options = dict(windows=windows, group_method=method, rotary_dim=rotary_dim)
-    run = jax.jit(partial(rope, **options))
-    check(run(x, None if at is None else jnp.asarray(at)), x, at, **options)
+    }
+    common = dict(group_method=method, rotary_dim=rotary_dim)
+    cases = {
+        f"{name}, {windows}": (at, dict(windows=windows))
+        for name, at in positions.items()
+        for windows in ((1, 10000), (2, 500.0))
+    }
+    for name, got in at_once(cases, x, **common).items():
+        at, options = cases[name]
+        check(got, x, at, **common, **options)
 
 
 @METHODS
-@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 @pytest.mark.parametrize("rotary_dim", [None, 64])
-def test_scaling(rng, method, scaling, rotary_dim):
+def test_scaling(rng, method, rotary_dim):
     """To positions that the scalings are for. d is that of Llama 3, so that all parts of its rule have frequencies."""
-    x = jnp.asarray(rng.normal(size=(2, 50, 2, 128)), jnp.float32)
+    x = rng.normal(size=(2, 50, 2, 128)).astype(np.float32)
     at = rng.integers(0, 131072, (2, 50))
-    options = dict(windows=(1, 500000.0), group_method=method, rotary_dim=rotary_dim, scaling=scaling)
-    check(jax.jit(partial(rope, **options))(x, jnp.asarray(at)), x, at, **options)
+    common = dict(windows=(1, 500000.0), group_method=method, rotary_dim=rotary_dim)
+    cases = {str(scaling): (at, dict(scaling=scaling)) for scaling in SCALINGS}
+    for name, got in at_once(cases, x, **common).items():
+        check(got, x, at, **common, **cases[name][1])
 
 
 @pytest.mark.parametrize("scaling", SCALINGS[1:], ids=str)
@@ -72,11 +84,12 @@ def test_what_a_scaling_keeps(scaling):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("rotary_dim", [None, 4])
 def test_type_and_length_are_kept(rng, method, dtype, rotary_dim):
-    x = jnp.asarray(rng.normal(size=(2, 199, 1, 8)), dtype)
+    x = rng.normal(size=(2, 199, 1, 8)).astype(dtype)
     options = dict(group_method=method, rotary_dim=rotary_dim)
-    check(rope(x, **options), x, **options)
-    norms = jnp.linalg.norm(rope(x.astype(jnp.float32), **options), axis=-1)
-    np.testing.assert_allclose(norms, jnp.linalg.norm(x.astype(jnp.float32), axis=-1), rtol=1e-5)
+    y, wide = jax.jit(lambda x: (rope(x, **options), rope(x.astype(jnp.float32), **options)))(x)
+    check(y, x, **options)
+    norms = np.linalg.norm(wide, axis=-1)
+    np.testing.assert_allclose(norms, np.linalg.norm(x.astype(np.float32), axis=-1), rtol=1e-5)
 
 
 @METHODS
@@ -84,7 +97,7 @@ def test_type_and_length_are_kept(rng, method, dtype, rotary_dim):
 @pytest.mark.parametrize("turned", [None, 2])
 def test_gradient_is_the_inverse_rotation(rng, method, rotary_dim, turned):
     shape = (1, 9, 3, 2, 6) if turned else (1, 9, 3, 6)
-    x, dy = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
+    x, dy = (rng.normal(size=shape).astype(np.float32) for _ in range(2))
     options = dict(group_method=method, rotary_dim=rotary_dim, turned=turned, scaling=NTKScaling(4))
     # What autodiff makes of the reference: the same products, summed by another program.
     slots, at = (x if turned else x[:, :, None]), jnp.arange(9.0)[None]
@@ -162,15 +175,20 @@ def test_errors_of_a_scaling(make, text):
 @pytest.mark.parametrize("rotary_dim", [None, 4])
 def test_slots_of_a_joined_projection(rng, method, rotary_dim):
     """The first slots are turned as by themselves, the others are as they were; and their gradients."""
-    x, dy = (jnp.asarray(rng.normal(size=(2, 9, 3, 4, 6)), jnp.float32) for _ in range(2))
-    at = jnp.asarray(rng.integers(0, 99, (2, 9)))
-    turn = partial(rope, positions=at, group_method=method, rotary_dim=rotary_dim)
-    y, vjp = jax.vjp(lambda x: turn(x, turned=2), x)
-    (dx,) = vjp(dy)
+    x, dy = (rng.normal(size=(2, 9, 3, 4, 6)).astype(np.float32) for _ in range(2))
+    at = rng.integers(0, 99, (2, 9))
+    options = dict(group_method=method, rotary_dim=rotary_dim)
+
+    def both(x, dy, at, turned):
+        y, vjp = jax.vjp(lambda x: rope(x, at, turned=turned, **options), x)
+        return y, *vjp(dy)
+
+    run = jax.jit(both, static_argnums=3)
+    y, dx = jax.device_get(run(x, dy, at, 2))
     for slot in range(2):
-        want, want_vjp = jax.vjp(turn, x[:, :, slot])
+        want, want_dx = run(x[:, :, slot], dy[:, :, slot], at, None)
         np.testing.assert_array_equal(y[:, :, slot], want)
-        np.testing.assert_array_equal(dx[:, :, slot], want_vjp(dy[:, :, slot])[0])
+        np.testing.assert_array_equal(dx[:, :, slot], want_dx)
     np.testing.assert_array_equal(y[:, :, 2], x[:, :, 2])
     np.testing.assert_array_equal(dx[:, :, 2], dy[:, :, 2])
     with pytest.raises(ValueError, match="turned is 4"):
