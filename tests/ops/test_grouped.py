@@ -128,26 +128,6 @@ def test_activation_in_blocks(case, rng):
                 oracle.near(*dbias, *oracle.of_experts(want, bound, offsets, counts)[1], f32, name)
 
 
-def stacked_and_each(x, y, scale, kind):
-    """Of x, and of x and y side by side: the results of both ops, those of each expert by itself, the amaxes alone."""
-    of_tensor, law = dict(split=2, dtype=kind), dict(lead=1, dtype=kind, power_2=True, epsilon=0.0)
-    names, found = ("data", "data_t", "block_inv", "block_inv_t"), []
-    for beside, slots in ((None, dict(stack=1, slots=0)), (y, dict(stack=1, slots=1))):
-        both = x if beside is None else jnp.stack([x, y], 3)
-        got = quantize_stacked(x, beside, scale, **slots, **of_tensor)
-        in_blocks = quantize_stacked_block(x, beside, **slots, **law)
-        each = [
-            (
-                *quantize(one, of_one, outputs=("data", "data_t", "amax"), **of_tensor),
-                *quantize_block(one, outputs=names, square=True, **law),
-            )
-            for one, of_one in zip(both, scale)
-        ]
-        (amax,) = quantize_stacked(x, beside, None, outputs=("amax",), **slots, **of_tensor)
-        found.append(((*got, *in_blocks), each, amax))
-    return found
-
-
 def test_stacked_weights(rng):
     """The results of te_quantize and te_quantize_block for each expert by itself; one launch's worth of a call. Two
     arrays are those of one in which they lie side by side."""
@@ -155,13 +135,31 @@ def test_stacked_weights(rng):
                                         (8, f16, E5M2, (2, 131, 140))):  # fmt: skip
         x = np.array(rng.standard_normal((experts, *shape)), np.float32).astype(dtype)
         x[0, 0, 0, 0], scale = np.nan, rng.uniform(1, 100, experts).astype(np.float32)
+        of_tensor, law = dict(split=2, dtype=kind), dict(lead=1, dtype=kind, power_2=True, epsilon=0.0)
         y = (x[:, ::-1] * np.arange(1, experts + 1)[:, None, None, None]).astype(dtype)
-        for got, each, amax in fetching(partial(stacked_and_each, kind=kind))(x, y, scale):
-            for e, one in enumerate(each):
-                for a, b in zip(got, one, strict=True):
+        stacked, alone = (fetching(partial(fn, of_tensor, law)) for fn in (stacked_in_both_ways, alone_in_both_ways))
+        for beside in (None, y):
+            both = x if beside is None else np.stack([x, y], 3)
+            got, amax = stacked(x, beside, scale)
+            for e in range(experts):
+                for a, b in zip(got, alone(both[e], scale[e]), strict=True):
                     np.testing.assert_array_equal(a[e].astype(np.float32), b.astype(np.float32))
             np.testing.assert_array_equal(np.isnan(got[2]), np.arange(experts) == 0)
             np.testing.assert_array_equal(amax, got[2])
+
+
+def stacked_in_both_ways(of_tensor, law, x, beside, scale):
+    """The results of the ops of a tensor and of blocks; the amaxes by themselves."""
+    slots = dict(stack=1, slots=0 if beside is None else 1)
+    (amax,) = quantize_stacked(x, beside, None, outputs=("amax",), **slots, **of_tensor)
+    got = quantize_stacked(x, beside, scale, **slots, **of_tensor)
+    return (*got, *quantize_stacked_block(x, beside, **slots, **law)), amax
+
+
+def alone_in_both_ways(of_tensor, law, x, scale):
+    names = ("data", "data_t", "block_inv", "block_inv_t")
+    got = quantize(x, scale, outputs=("data", "data_t", "amax"), **of_tensor)
+    return *got, *quantize_block(x, outputs=names, square=True, **law)
 
 
 def test_stacked_amaxes():

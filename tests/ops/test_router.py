@@ -28,42 +28,48 @@ def options_of(kind, experts, topk, groups) -> RouterOptions | None:
     return None if groups and not more else RouterOptions(topk, **KINDS[kind], **more)
 
 
-CASES = [
-    pytest.param(experts, options, id=f"{experts}-{topk}-{kind}{groups and '-'}{groups}")
-    for (experts, topk), kind, groups in itertools.product(SIZES, KINDS, GROUPS)
-    if (options := options_of(kind, experts, topk, groups))
-]
-
-
 def logits_of(rng, tokens, experts, dtype):
     """Random logits with ties: a third of the rows in steps of 1/2, one of one value."""
     logits = rng.standard_normal((tokens, experts)) * 2
     logits[: tokens // 3] = np.round(logits[: tokens // 3] * 2) / 2
     logits[tokens // 2] = 0.25
-    return jnp.asarray(logits, dtype)
+    return logits.astype(dtype)
 
 
 def as_rows(logits):
-    return np.asarray(logits.astype(jnp.float32), np.float64).tolist()
+    return logits.astype(np.float64).tolist()
 
 
-@pytest.mark.parametrize("experts, options", CASES)
-def test_route(experts, options, rng):
-    """Odd numbers of tokens, with and without a bias: choices, weights, counts and gradients."""
-    run = jax.jit(lambda *args: routing_and_gradient(*args, options))
-    dtypes = (jnp.float32,) if experts != 8 else (jnp.float32, jnp.bfloat16, jnp.float16)
-    for dtype, scale in itertools.product(dtypes, (0, 1)):
-        logits = logits_of(rng, 13, experts, dtype)
-        bias = jnp.asarray(scale * rng.standard_normal(experts), jnp.float32)
-        dweights = jnp.asarray(rng.standard_normal((13, options.topk)), jnp.float32)
-        routing, dlogits = run(logits, bias, dweights)
-        check_routing(as_rows(logits), np.asarray(bias, np.float64), routing, options)
-        assert dlogits.dtype == dtype
-        # A gradient is rounded to the type of the logits, and is a difference of numbers up to |dweights| < 8.
-        bound = dict(rtol=2.0**-17 + float(jnp.finfo(dtype).eps), atol=8 * options.scaling_factor * 2.0**-21)
-        for row, each, d, got in zip(as_rows(logits), *map(np.asarray, (routing.experts, dweights, dlogits))):
-            want = oracle.gradient(row, each, d.astype(np.float64), options)
-            np.testing.assert_allclose(got.astype(np.float64), want, **bound)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("experts, topk", SIZES)
+def test_route(experts, topk, kind, rng):
+    """Odd numbers of tokens, with and without groups and a bias: choices, weights, counts and gradients."""
+    # The type of the logits is gone before anything is chosen.
+    dtypes = (jnp.float32,) if (experts, topk) != (8, 2) else (jnp.float32, jnp.bfloat16, jnp.float16)
+    cases = {
+        f"{groups} {jnp.dtype(dtype)}": (options, dtype)
+        for groups, dtype in itertools.product(GROUPS, dtypes)
+        if (options := options_of(kind, experts, topk, groups))
+    }
+    run = jax.jit(lambda operands: {name: routing_and_gradient(*operands[name], cases[name][0]) for name in cases})
+    for scale in (0, 1):
+        operands = {
+            name: (
+                logits_of(rng, 13, experts, dtype),
+                (scale * rng.standard_normal(experts)).astype(np.float32),
+                rng.standard_normal((13, topk)).astype(np.float32),
+            )
+            for name, (_, dtype) in cases.items()
+        }
+        for name, (routing, dlogits) in jax.device_get(run(operands)).items():
+            (options, dtype), (logits, bias, dweights) = cases[name], operands[name]
+            check_routing(as_rows(logits), bias.astype(np.float64), routing, options)
+            assert dlogits.dtype == dtype
+            # A gradient is rounded to the type of the logits, and is a difference of numbers up to |dweights| < 8.
+            bound = dict(rtol=2.0**-17 + float(jnp.finfo(dtype).eps), atol=8 * options.scaling_factor * 2.0**-21)
+            for row, each, d, got in zip(as_rows(logits), routing.experts, dweights, dlogits):
+                want = oracle.gradient(row, each, d.astype(np.float64), options)
+                np.testing.assert_allclose(got.astype(np.float64), want, err_msg=name, **bound)
 
 
 def routing_and_gradient(logits, bias, dweights, options):
@@ -94,17 +100,23 @@ def check_choices(rows, bias, chosen, options):
 def test_not_finite(kind, rng):
     """A NaN gives its token NaN weights, valid experts and a NaN in the losses; the other tokens stay as they are."""
     options = RouterOptions(2, **KINDS[kind], num_groups=2, group_topk=1)
-    logits = jnp.asarray(rng.standard_normal((5, 8)), jnp.float32)
-    spoilt = logits.at[1, 3].set(jnp.nan).at[2, 4].set(-jnp.inf).at[3].set(jnp.nan)
-    want, got = route(logits, options), route(spoilt, options)
-    assert np.isnan(got.weights[jnp.array([1, 3])]).all() and np.isfinite(got.weights[2]).all()
-    kept = jnp.array([0, 4])
-    np.testing.assert_array_equal(got.weights[kept], want.weights[kept])
-    np.testing.assert_array_equal(got.experts[kept], want.experts[kept])
-    assert got.counts.sum() == 10 and all(len(set(row)) == 2 for row in np.asarray(got.experts).tolist())
-    assert np.isnan(load_balancing_loss(spoilt, got.experts, options)) and np.isnan(z_loss(spoilt))
-    top = logits.at[0, 5].set(jnp.inf)  # the sigmoid is 1; a softmax has none
-    assert np.isfinite(route(top, options).weights[0]).all() == (kind.startswith("sigmoid"))
+    logits = rng.standard_normal((5, 8)).astype(np.float32)
+    spoilt, top = logits.copy(), logits.copy()
+    spoilt[1, 3], spoilt[2, 4], spoilt[3] = np.nan, -np.inf, np.nan
+    top[0, 5] = np.inf  # the sigmoid is 1; a softmax has none
+
+    @jax.jit
+    def run(logits):
+        routing = route(logits, options)
+        return routing, load_balancing_loss(logits, routing.experts, options), z_loss(logits)
+
+    (want, *_), (got, *losses), (of_top, *_) = (jax.device_get(run(x)) for x in (logits, spoilt, top))
+    assert np.isnan(got.weights[[1, 3]]).all() and np.isfinite(got.weights[2]).all()
+    np.testing.assert_array_equal(got.weights[[0, 4]], want.weights[[0, 4]])
+    np.testing.assert_array_equal(got.experts[[0, 4]], want.experts[[0, 4]])
+    assert got.counts.sum() == 10 and all(len(set(row)) == 2 for row in got.experts.tolist())
+    assert np.isnan(losses).all() and len(losses) == 2
+    assert np.isfinite(of_top.weights[0]).all() == (kind.startswith("sigmoid"))
 
 
 def test_an_expert_of_a_hidden_group_is_never_chosen():
@@ -125,8 +137,8 @@ def test_ties_go_to_the_lower_index():
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8), (8,), (2, 3, 8)])
 def test_shapes(shape, rng):
-    logits = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
-    routing = route(logits, RouterOptions(2))
+    logits = rng.standard_normal(shape).astype(jnp.bfloat16)
+    routing = jax.jit(route, static_argnums=1)(logits, RouterOptions(2))
     assert routing.weights.shape == routing.experts.shape == (*shape[:-1], 2)
     assert routing.counts.tolist() == np.bincount(np.asarray(routing.experts).ravel(), minlength=8).tolist()
 
@@ -144,11 +156,12 @@ def test_all_of_the_most_experts_are_chosen(rng):
 def test_many_experts(experts, rng):
     """As many experts as the kernel takes, and one more."""
     options = RouterOptions(64, use_pre_softmax=True)
-    logits, bias = logits_of(rng, 3, experts, jnp.float32), jnp.zeros(experts)
-    dweights = jnp.asarray(rng.standard_normal((3, 64)), jnp.float32)
-    routing, dlogits = jax.jit(routing_and_gradient, static_argnums=3)(logits, bias, dweights, options)
+    logits, bias = logits_of(rng, 3, experts, jnp.float32), np.zeros(experts, np.float32)
+    dweights = rng.standard_normal((3, 64)).astype(np.float32)
+    run = jax.jit(routing_and_gradient, static_argnums=3)
+    routing, dlogits = jax.device_get(run(logits, bias, dweights, options))
     check_routing(as_rows(logits), np.zeros(experts), routing, options)
-    for row, each, d, got in zip(as_rows(logits), *map(np.asarray, (routing.experts, dweights, dlogits))):
+    for row, each, d, got in zip(as_rows(logits), routing.experts, dweights, dlogits):
         want = oracle.gradient(row, each, d.astype(np.float64), options)
         # A softmax divides by a sum of 2**10 terms.
         np.testing.assert_allclose(got, want, rtol=2.0**-14, atol=2.0**-18)
@@ -179,24 +192,31 @@ def test_no_tokens(shape, per_sequence):
 @pytest.mark.parametrize("kind", ["before", "sigmoid"])
 def test_losses(kind, per_sequence, rng):
     options = RouterOptions(2, **KINDS[kind])
-    logits = jnp.asarray(rng.standard_normal((3, 7, 8)), jnp.float32)
-    experts = np.asarray(route(logits, options).experts)
+    logits = rng.standard_normal((3, 7, 8)).astype(np.float32)
+    direction = rng.standard_normal(logits.shape).astype(np.float32)
+
+    @jax.jit
+    def run(logits, direction):
+        experts = route(logits, options).experts
+        loss = lambda logits: load_balancing_loss(logits, experts, options, per_sequence=per_sequence)
+        even = load_balancing_loss(jnp.zeros((4, 8)), jnp.arange(8).reshape(4, 2), options)
+        moved = loss(logits + step * direction), loss(logits - step * direction)
+        return experts, *jax.value_and_grad(loss)(logits), even, moved, z_loss(logits)
+
+    step = 2.0**-7
+    experts, loss, grad, even, (ahead, behind), of_sums = jax.device_get(run(logits, direction))
     scores = np.array([[oracle.scores(t.tolist(), options) for t in row] for row in np.asarray(logits, np.float64)])
     scores = scores / scores.sum(-1, keepdims=True)
     counts = np.array([[np.bincount(t, minlength=8) for t in row] for row in experts])
     mean = lambda x: x.mean(1) if per_sequence else x.reshape(1, -1, 8).mean(1)
     want = np.mean([8 / 2 * sum(mean(counts)[i] * mean(scores)[i]) for i in range(len(mean(counts)))])
-    loss = jax.jit(lambda logits: load_balancing_loss(logits, experts, options, per_sequence=per_sequence))
-    np.testing.assert_allclose(loss(logits), want, rtol=2.0**-19)
-    even = load_balancing_loss(jnp.zeros((4, 8)), jnp.arange(8).reshape(4, 2), options)
+    np.testing.assert_allclose(loss, want, rtol=2.0**-19)
     np.testing.assert_allclose(even, 1, rtol=2.0**-20)
-    step = 2.0**-7
-    direction = jnp.asarray(rng.standard_normal(logits.shape), jnp.float32)
-    slope = (loss(logits + step * direction) - loss(logits - step * direction)) / (2 * step)
+    slope = (ahead - behind) / (2 * step)
     # The difference of two losses near 1 in f32, over the step, and the third derivative times step**2.
-    np.testing.assert_allclose(np.vdot(jax.jit(jax.grad(loss))(logits), direction), slope, atol=2.0**-14)
+    np.testing.assert_allclose(np.vdot(grad, direction), slope, atol=2.0**-14)
     sums = np.log(np.exp(np.asarray(logits, np.float64)).sum(-1))
-    np.testing.assert_allclose(z_loss(logits), np.mean(sums**2), rtol=2.0**-19)
+    np.testing.assert_allclose(of_sums, np.mean(sums**2), rtol=2.0**-19)
 
 
 def test_expert_bias_follows_the_loads():

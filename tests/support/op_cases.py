@@ -39,6 +39,13 @@ class Case:
         sizes = defaultdict(lambda: 1, self.sizes)  # of what is broadcast, too, and of what is absent
         return [self.declared.rule.shape(o, ranks, sizes) for o in operands]
 
+    def types(self) -> list[jax.ShapeDtypeStruct | None]:
+        """The types of `args`."""
+        return [
+            None if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
+            for shape, dtype in zip(self.shapes(), self.dtypes, strict=True)
+        ]
+
     def args(self, rng: np.random.Generator) -> list:
         """Fresh random operands; None where absent. lse and the like are made consistent by `prepare`."""
         args, is_grouped = [], any(o.name == "counts" for o in self.declared.rule.inputs)
