@@ -28,8 +28,8 @@ ROWS = [
     (8, 301, bf16, bf16, f32, "", True),
     (8, 301, E4M3, E4M3, f32, "blocks", True),
     (1, 129, E4M3, E5M2, bf16, "blocks", False),
-    (128, 37, E4M3, E4M3, bf16, "experts", True),
-    (128, 37, f32, f32, f32, "", False),
+    (128, 19, E4M3, E4M3, bf16, "experts", True),
+    (128, 19, f32, f32, f32, "", False),
 ]
 WGRADS = [
     (1, 129, f32, f32, f32, "", False),
@@ -39,8 +39,8 @@ WGRADS = [
     (8, 301, E5M2, E4M3, bf16, "experts", True),
     (3, 301, E4M3, E4M3, f32, "blocks", False),
     (8, 301, E4M3, E5M2, bf16, "blocks", True),
-    (128, 37, E4M3, E5M2, f32, "mixed", False),
-    (128, 37, bf16, bf16, bf16, "", True),
+    (128, 19, E4M3, E5M2, f32, "mixed", False),
+    (128, 19, bf16, bf16, bf16, "", True),
 ]
 wide = partial(np.asarray, dtype=np.float64)
 
@@ -119,13 +119,18 @@ def test_wgrad_of_a_slot(form, rng):
     else:
         draw = lambda *shape: (2.0 ** rng.integers(-3, 3, shape)).astype(jnp.float8_e8m0fnu)
         scales = [draw(12, N), draw(12, 2, 3, 5)]
-    run = jax.jit(partial(gemm_grouped_wgrad, out_dtype=jnp.float32), static_argnames="slot")
-    for slot in range(2):
-        got = run(lhs, rhs, offsets, counts, *scales, slot=slot)
-        one = scales[1] if form == "each" else scales[1][:, slot]
-        np.testing.assert_array_equal(got, run(lhs, rhs[slot], offsets, counts, scales[0], one))
+    wgrad = partial(gemm_grouped_wgrad, out_dtype=jnp.float32)
+    singly = [(rhs[slot], scales[1] if form == "each" else scales[1][:, slot]) for slot in range(2)]
+
+    @jax.jit
+    def run(lhs, rhs, scales, singly):
+        of_slots = [wgrad(lhs, rhs, offsets, counts, *scales, slot=slot) for slot in range(2)]
+        return of_slots, [wgrad(lhs, one, offsets, counts, scales[0], scale) for one, scale in singly]
+
+    for got, want in zip(*run(lhs, rhs, scales, singly), strict=True):
+        np.testing.assert_array_equal(got, want)
     with pytest.raises(ValueError, match=r"slot is 2, but rhs has the shape \(2, 3, 5, 384\)"):
-        run(lhs, rhs, offsets, counts, *scales, slot=2)
+        wgrad(lhs, rhs, offsets, counts, *scales, slot=2)
 
 
 def test_several_axes(rng):
@@ -135,14 +140,14 @@ def test_several_axes(rng):
     shapes = (384, 2, 6), (2, 3, 5, 2, 6), (2, 3, 5)
     lhs, rhs, bias = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
     x, weight = wide(lhs).reshape(384, 12), wide(rhs).reshape(2, 15, 12)
-    got = gemm_grouped(lhs, rhs, offsets, counts, bias=bias, contract=2)
+    got = jax.jit(partial(gemm_grouped, contract=2))(lhs, rhs, offsets, counts, bias=bias)
     want = oracle.products(x, weight, offsets, counts, wide(bias).reshape(2, 15))
-    oracle.near(got.reshape(384, 15), *want, f32)
+    oracle.near(np.reshape(got, (384, 15)), *want, f32)
     of_rows = np.moveaxis(np.asarray(got), 0, -1)
-    got = gemm_grouped_wgrad(of_rows, np.moveaxis(lhs, 0, -1), offsets, counts)
+    got = jax.jit(gemm_grouped_wgrad)(of_rows, np.moveaxis(lhs, 0, -1), offsets, counts)
     want = oracle.wgrads(wide(of_rows).reshape(15, 384), x.T, offsets, counts)
     assert got.shape == (2, 3, 5, 2, 6)
-    oracle.near(got.reshape(2, 15, 12), *want, f32)
+    oracle.near(np.reshape(got, (2, 15, 12)), *want, f32)
 
 
 def dense_reference(x, kernel, counts, bias):
