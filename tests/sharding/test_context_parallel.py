@@ -24,7 +24,7 @@ from te_jax.sharding import (
 pytestmark = pytest.mark.usefixtures("on_host")
 STRATEGIES = ("ring", "all_gather")
 BOTH = [dict(strategy=strategy) for strategy in STRATEGIES]
-B, S, H, G, D = 2, 32, 4, 2, 16
+B, S, H, G, D = 4, 36, 4, 2, 16
 
 
 def operands(s=S, t=S, g=G, b=B, e=D, h=H, dtype=jnp.float32):
@@ -50,8 +50,13 @@ def wanted(arrays, **kwargs):
     return jax.jit(with_gradients(f))(*arrays)
 
 
-def mesh_of(cp, types, other=2, names=("other", "cp")):
-    return jax.make_mesh((other, cp), names, axis_types=types)
+def mesh_of(cp, types, other=2):
+    return jax.make_mesh((other, cp), ("other", "cp"), axis_types=types)
+
+
+def line_of(cp):
+    """A mesh of the cut sequence only, within which nothing is left to partition: its programs compile soonest."""
+    return jax.make_mesh((cp,), ("cp",), axis_types=(AxisType.Auto,))
 
 
 AUTO, EXPLICIT = (AxisType.Auto,) * 2, (AxisType.Explicit,) * 2
@@ -89,16 +94,20 @@ def wanted_of(case):
     return wanted(operands(), **CASES[case])
 
 
-def check(arrays, mesh, variants, *, case=None, bound=1e-5, **kwargs):
-    """All `variants`, options of `program`, are one program: it compiles sooner than one each."""
-    kwargs |= CASES[case] if case else {}
-    options = {name: x for name, x in kwargs.items() if name not in ("batch_axis", "head_axis")}
-    want = wanted_of(case) if case else wanted(arrays, **options)
+def check(arrays, mesh, variants, *, bound=1e-5, **kwargs):
+    """All `variants`, options of `program` and the case of CASES that they compute, are one program: it compiles sooner
+    than one each."""
+    named = {name: kwargs.pop(name) for name in ("batch_axis", "head_axis") if name in kwargs}
+    cases = [variant.get("case") for variant in variants]
+    wants = [wanted_of(case) if case else wanted(arrays, **kwargs) for case in cases]
+    options = [{name: x for name, x in variant.items() if name != "case"} for variant in variants]
     with jax.set_mesh(mesh):
-        programs = [program(mesh, **variant, **kwargs) for variant in variants]
+        programs = [
+            program(mesh, **of, **named, **(CASES[case] if case else kwargs)) for of, case in zip(options, cases)
+        ]
         placed = [list(map(place, arrays)) for _, place, _ in programs]
         got = jax.jit(lambda placed: [run(*args) for (run, _, _), args in zip(programs, placed)])(placed)
-    for variant, (_, _, back), results in zip(variants, programs, got):
+    for variant, want, (_, _, back), results in zip(variants, wants, programs, got):
         compare(list(map(back, results)), want, bound, variant)
 
 
@@ -116,10 +125,19 @@ def lengths(*lens):
 
 
 PACKED = SequenceDescriptor.from_seqlens_and_offsets(
-    jnp.asarray([[5, 11, 9], [20, 3, 0]], jnp.int32), jnp.asarray([[0, 5, 19, -1], [2, 25, -1, -1]], jnp.int32)
-)  # with gaps and a tail
+    jnp.asarray([[5, 11, 9], [20, 3, 0], [19, -1, -1], [S, -1, -1]], jnp.int32),
+    jnp.asarray([[0, 5, 19, -1], [2, 25, -1, -1], [0, -1, -1, -1], [0, -1, -1, -1]], jnp.int32),
+)  # with gaps and a tail; one segment, and a whole row
 IDS = SequenceDescriptor.from_segment_ids_and_pos(
-    jnp.asarray([[1] * 5 + [2] * 11 + [0] * 3 + [3] * 9 + [0] * 4, [0] * 2 + [1] * 20 + [2] * 10], jnp.int32)
+    jnp.asarray(
+        [
+            [1] * 5 + [2] * 11 + [0] * 3 + [3] * 9 + [0] * 8,
+            [0] * 2 + [1] * 20 + [2] * 14,
+            [1] * 19 + [0] * 17,
+            [1] * S,
+        ],
+        jnp.int32,
+    )
 )
 CASES = {
     "full": {},
@@ -130,9 +148,9 @@ CASES = {
     "window_right": dict(window_size=(-1, 6)),
     "wide_window": dict(window_size=(20, 17)),
     "bottom_right": dict(attn_mask_type="causal_bottom_right"),
-    "lengths": dict(attn_mask_type="padding", sequence_descriptor=lengths(19, 32)),
-    "causal_lengths": dict(attn_mask_type="padding_causal", sequence_descriptor=lengths(7, 25)),
-    "bottom_right_lengths": dict(attn_mask_type="padding_causal_bottom_right", sequence_descriptor=lengths(7, 25)),
+    "bottom_right_lengths": dict(
+        attn_mask_type="padding_causal_bottom_right", sequence_descriptor=lengths(7, 25, 36, 0)
+    ),
     "packed": dict(attn_mask_type="padding", sequence_descriptor=PACKED),
     "causal_packed": dict(attn_mask_type="padding_causal", sequence_descriptor=PACKED),
     "packed_window": dict(attn_mask_type="padding_causal", sequence_descriptor=PACKED, window_size=(4, 0)),
@@ -142,18 +160,36 @@ CASES = {
 }
 
 
-# Each case on 2 devices, one of each kind also, or only, on 4, which take the most time to compile.
-ON_FOUR = {"causal": (True, False), "window": (True,), "causal_packed": (True,), "ids_window": (False,)}
-ON_TWO = {case: [way for way in (True, False) if way not in ON_FOUR.get(case, ())] for case in CASES}
-EACH = [(cp, case, tuple(ways)) for cp, of in ((4, ON_FOUR), (2, ON_TWO)) for case, ways in of.items() if ways]
+# Each case on 2 devices or, of each kind of rows, on 3, where the ring has steps in between. Balanced or not is an
+# option of the plan; `test_each_key_is_seen_once_where_the_band_shows_it` holds that its calls are right for bands of
+# every kind, and cases by tokens (ids, and packed ones in a window) have the same calls, whatever their window is.
+ON_THREE = {"causal": (True, False), "window": (True,), "causal_packed": (True,), "ids_window": (False,)}
+ON_TWO = {
+    "full": (True, False),
+    "causal_window": (True, False),
+    "short_window": (False,),
+    "window": (False,),
+    "window_right": (True,),
+    "wide_window": (False,),
+    "bottom_right": (True,),
+    "bottom_right_lengths": (True,),  # the same program as causal_packed: where segments are the same, corners are
+    "packed": (True, False),
+    "causal_packed": (False,),
+    "packed_window": (True, False),
+    "packed_full_window": (True,),
+    "ids": (True, False),
+}
+assert ON_THREE.keys() | ON_TWO.keys() == CASES.keys()
+EACH = [(cp, case, ways) for cp, of in ((3, ON_THREE), (2, ON_TWO)) for case, ways in of.items()]
 
 
 @pytest.mark.parametrize("cp, case, ways", EACH)
 def test_equals_one_device(cp, case, ways):
-    """2 or 4 devices along the sequence, 2 along the batch; balanced or not."""
-    spec = PartitionSpec("other", "cp")
-    variants = [dict(strategy=strategy, balanced=way, spec=spec) for strategy in STRATEGIES for way in ways]
-    check(operands(), mesh_of(cp, AUTO), variants, case=case)
+    """2 or 3 devices along the sequence, and 2 along the batch for two kinds of rows; balanced or not."""
+    batch = case in ("full", "ids_window")
+    spec = PartitionSpec("other", "cp") if batch else IN_PARTS
+    variants = [dict(strategy=strategy, balanced=way, spec=spec, case=case) for strategy in STRATEGIES for way in ways]
+    check(operands(), mesh_of(cp, AUTO) if batch else line_of(cp), variants)
 
 
 MESHES = {
@@ -166,11 +202,16 @@ MESHES = {
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_meshes(strategy, mesh, case="causal_packed"):
+def test_meshes(strategy, mesh):
+    """Split by batch and by heads; packed segments where the mesh is of that."""
     types, named = MESHES[mesh]
-    specs = PartitionSpec("other", "cp"), PartitionSpec(None, "cp", "other")  # of batch, of heads
-    variants = [dict(strategy=strategy, balanced=True, spec=spec) for spec in specs]
-    check(operands(), mesh_of(2, types), variants, case=case, **named)
+    specs = [PartitionSpec("other", "cp"), PartitionSpec(None, "cp", "other")]  # of batch, of heads
+    packed, plain = reversed(specs) if mesh == "auto_heads" else specs
+    variants = [
+        dict(strategy=strategy, balanced=True, spec=packed, case="causal_packed"),
+        dict(strategy=strategy, balanced=mesh == "explicit", spec=plain, case="causal"),
+    ]
+    check(operands(), mesh_of(2, types), variants, **named)
 
 
 @pytest.mark.parametrize("g", [1, 4])
@@ -197,7 +238,7 @@ def test_groups(strategy, g):
 @pytest.mark.parametrize("types", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 def test_inside_shard_map(types, names, case="causal_packed"):
     """With check_vma=True; the segments are of whole rows there too."""
-    kwargs = dict(CASES[case])
+    kwargs, balanced = dict(CASES[case]), types is AUTO
     described = kwargs.pop("sequence_descriptor", None)
     arrays, mesh = operands(), mesh_of(2, types)
     want = wanted_of(case)
@@ -206,7 +247,7 @@ def test_inside_shard_map(types, names, case="causal_packed"):
 
     def local(strategy, described, *arrays):
         f = partial(
-            context_parallel_attention, axis="cp", strategy=strategy, load_balanced=True, return_lse=True,
+            context_parallel_attention, axis="cp", strategy=strategy, load_balanced=balanced, return_lse=True,
             sequence_descriptor=described, **kwargs,
         )  # fmt: skip
         return with_gradients(f)(*arrays)
@@ -215,13 +256,14 @@ def test_inside_shard_map(types, names, case="causal_packed"):
         lse_spec = PartitionSpec(spec[0], None, "cp")
         specs = dict(in_specs=(rows, *(spec,) * 4), out_specs=(spec, lse_spec, *(spec,) * 3), axis_names=set(names))
         runs = {strategy: jax.shard_map(partial(local, strategy), **specs) for strategy in STRATEGIES}
-        reorder = lambda x: jax.device_put(reorder_causal_load_balancing(np.asarray(x), 2), NamedSharding(mesh, spec))
+        order = partial(reorder_causal_load_balancing, cp_size=2) if balanced else lambda x: x
+        place = lambda x: jax.device_put(order(np.asarray(x)), NamedSharding(mesh, spec))
         described = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec[:1]))), described)
         both = jax.jit(lambda *args: {strategy: run(*args) for strategy, run in runs.items()})
-        got = both(described, *map(reorder, arrays))
+        got = both(described, *map(place, arrays))
     for strategy, results in got.items():
         for i, (a, b) in enumerate(zip(results, want)):
-            a = inverse_reorder_causal_load_balancing(np.asarray(a), 2, 2 if i == 1 else 1)
+            a = inverse_reorder_causal_load_balancing(np.asarray(a), 2, 2 if i == 1 else 1) if balanced else a
             np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5, err_msg=strategy)
 
 
@@ -236,12 +278,12 @@ def test_softmax_types(kind, types, named):
 def test_queries_and_keys_of_other_lengths(case, s, t):
     """With more queries than keys, bottom right, the first ones see none."""
     balanced = [dict(strategy=strategy, balanced=True) for strategy in STRATEGIES]
-    check(operands(s, t), mesh_of(2, AUTO, 1), balanced, attn_mask_type=case)
+    check(operands(s, t), line_of(2), balanced, attn_mask_type=case)
 
 
 def test_lengths_of_queries_and_of_keys():
     described = SequenceDescriptor.from_seqlens((jnp.asarray([9, 32]), jnp.asarray([17, 3])))
-    arrays, mesh = operands(), mesh_of(2, AUTO, 1)
+    arrays, mesh = operands(b=2), line_of(2)
     check(arrays, mesh, BOTH, attn_mask_type="padding", sequence_descriptor=described)
     same = SequenceDescriptor.from_seqlens((jnp.asarray([9, 32]), jnp.asarray([9, 3])))
     options = dict(attn_mask_type="padding_causal", sequence_descriptor=same)
@@ -255,10 +297,10 @@ def test_lengths_of_queries_and_of_keys():
 
 
 def test_bf16():
-    """The op of cuDNN, here its reference. Each of 4 partial results is rounded to bf16: 2**-9 of values up to 4."""
+    """The op of cuDNN, here its reference. Each of 3 partial results is rounded to bf16: 2**-9 of values up to 4."""
     arrays = operands(dtype=jnp.bfloat16)
     variants = [dict(strategy=strategy, balanced=True) for strategy in STRATEGIES]
-    check(arrays, mesh_of(4, AUTO), variants, attn_mask_type="causal", bound=2**-6)
+    check(arrays, line_of(3), variants, attn_mask_type="causal", bound=2**-6)
 
 
 def test_one_device_along_the_axis():
@@ -414,7 +456,7 @@ def test_residuals_are_local(strategy):
 def test_kernels_get_what_is_on_a_device():
     """On CUDA: plain cuDNN calls, without lengths or biases, of local batch and heads, for the causal ring."""
     mesh = mesh_of(4, AUTO)
-    arrays = operands(64, 64, dtype=jnp.bfloat16)
+    arrays = operands(64, 64, b=2, dtype=jnp.bfloat16)
     with jax.set_mesh(mesh):
         run, place, _ = program(
             mesh, PartitionSpec("other", "cp"), True, strategy="ring", batch_axis="other", attn_mask_type="causal"
@@ -438,14 +480,18 @@ def test_kernels_get_what_is_on_a_device():
         (dict(batch_axis="other", head_axis="other"), ValueError, "'other' is both batch_axis and head_axis"),
         (dict(head_axis="tp"), ValueError, "head_axis is 'tp', but the mesh in force has"),
         (dict(s=30), ValueError, "q has 30 positions, which 4 pieces do not divide; .* 'cp' has 4 devices"),
-        (dict(t=20, load_balanced=True), ValueError, "k and v has 20 positions, which 8 pieces .2 for each device"),
+        (
+            dict(s=40, t=20, load_balanced=True),
+            ValueError,
+            "k and v has 20 positions, which 8 pieces .2 for each device",
+        ),
         (dict(b=1, batch_axis="other"), ValueError, "axis `b` is 1, which the 2 devices"),
         (dict(g=1, head_axis="other"), ValueError, "axis `g` is 1, which the 2 devices"),
         (dict(strategy="star"), ValueError, "strategy is 'star'; pass one of default, all_gather, ring"),
         (
             dict(mask=jnp.ones((S, S), bool)),
             ValueError,
-            r"mask is of shape \(32, 32\), .* every attn_mask_type, window",
+            r"mask is of shape \(36, 36\), .* every attn_mask_type, window",
         ),
         (dict(bias=jnp.ones((S, S))), ValueError, "bias is of shape .* it takes every attn_mask_type"),
         (dict(alibi_slopes=jnp.ones(H)), ValueError, "alibi_slopes is of shape"),
@@ -456,7 +502,7 @@ def test_kernels_get_what_is_on_a_device():
         (
             dict(sequence_descriptor=lengths(1, 2, 3)),
             ValueError,
-            r"seqlens of the queries has shape \(3,\), needs \(2,",
+            r"seqlens of the queries has shape \(3,\), needs \(4,",
         ),
         (dict(load_balanced=1), TypeError, "load_balanced is 1"),
         (dict(scale=-1.0), ValueError, "scale is -1.0; pass a positive one"),
