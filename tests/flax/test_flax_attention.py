@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from quick_init import quick_init
 
 import te_jax.flax as te_flax
 from te_jax.ops.attention import SequenceDescriptor
@@ -94,7 +95,7 @@ def test_layouts(layout, transposed):
 def test_learnable_softmax_offset(scope):
     q, k, v = qkv()
     module = core(softmax_type="learnable")
-    fresh = jax.jit(module.init)(KEY, q, k, v)["params"]
+    fresh = quick_init(module.init)(KEY, q, k, v)["params"]
     assert ref.shapes(fresh) == {"_FusedDotProductAttention_0": {"softmax_offset": (1, 4, 1, 1)}}
     box = fresh["_FusedDotProductAttention_0"]["softmax_offset"]
     assert box.names == (None, "nvte_head", None, None) and box.value.dtype == jnp.float32 and not box.value.any()
@@ -260,7 +261,7 @@ def test_mha_fields(fields):
 def test_rope_positions():
     x = data(2, 6, H)
     module = mha(enable_rotary_pos_emb=True, attn_mask_type="padding_causal")
-    variables = jax.jit(module.init)(KEY, x)
+    variables = quick_init(module.init)(KEY, x)
     apply = jax.jit(lambda *args, **kwargs: module.apply(variables, *args, **kwargs)[0])
     # Attention sees differences of positions alone: a shift changes nothing, a stretch does.
     np.testing.assert_allclose(apply(x, positions=jnp.arange(6) + 50), apply(x), rtol=1e-4, atol=1e-5)
@@ -340,7 +341,7 @@ def test_keys_and_scaled_query_init():
 def test_lost_identity_follows_the_parameters():
     x = data(2, 5, H)
     module = mha()
-    variables = jax.jit(module.init)(KEY, x)
+    variables = quick_init(module.init)(KEY, x)
     want = module.apply(variables, x)[0]
     np.testing.assert_array_equal(module.apply(variables, x, x)[0], want)
     lost = jax.jit(lambda v, a, b: module.apply(v, a, b)[0])(variables, x, x)
@@ -351,7 +352,7 @@ def test_lost_identity_follows_the_parameters():
         module.apply(variables, x, data(2, 6, H))
     with pytest.raises(ValueError, match="fuse_qkv_params=False"):
         mha(fuse_qkv_params=False).apply(variables, x)
-    other = jax.jit(mha().init)(KEY, x, data(2, 6, H))
+    other = quick_init(mha().init)(KEY, x, data(2, 6, H))
     with pytest.raises(ValueError, match=r"hold \('query', 'kv'\), but self-attention .* reads \('qkv',\)"):
         module.apply(other, x)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from quick_init import quick_init
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -99,7 +100,7 @@ def test_two_steps(mask, layout, fp8):
         "bshd_bs2hd": (q, jnp.stack([k, v], 2)),
         "transposed": tuple(jnp.swapaxes(x, 0, 1) for x in (q, k, v)),
     }.get(layout, (q, k, v))
-    states, metas = [], jax.jit(model.init)(KEY, *args)["fp8_metas"]
+    states, metas = [], quick_init(model.init)(KEY, *args)["fp8_metas"]
     for _ in range(2):
         metas, out = new_state(model, metas, *args)
         states.append(metas)
@@ -122,7 +123,7 @@ def test_gradients_in_fp8(fp8):
     them from being 0 in E5M2, a step each."""
     model = te_flax.DotProductAttention(128, 1, attn_mask_type="no_mask")
     args = tuple(data(1, 1024, 1, 128, seed=i) for i in range(3))
-    metas = jax.jit(model.init)(KEY, *args)["fp8_metas"]
+    metas = quick_init(model.init)(KEY, *args)["fp8_metas"]
     step = jax.jit(lambda metas: new_state(model, metas, *args)[0])
     for _ in range(3):
         metas = step(metas)
@@ -148,7 +149,7 @@ NOT_SERVED = {
 @cache
 def first_state():
     """That of `attention()` after one step, under RECIPE."""
-    return new_state(attention(), jax.jit(attention().init)(KEY, *qkv())["fp8_metas"], *qkv())[0]
+    return new_state(attention(), quick_init(attention().init)(KEY, *qkv())["fp8_metas"], *qkv())[0]
 
 
 @pytest.mark.parametrize("reason", NOT_SERVED)
@@ -186,7 +187,7 @@ def test_two_uses_combine_by_max(fp8):
             return attend(q, k, v) + attend(3 * q, k, v)
 
     args = qkv()
-    metas, _ = new_state(Twice(), jax.jit(Twice().init)(KEY, *args)["fp8_metas"], *args)
+    metas, _ = new_state(Twice(), quick_init(Twice().init)(KEY, *args)["fp8_metas"], *args)
     assert amaxes(metas[PLACE])["q"] == 3 * float(jnp.abs(args[0]).max())
 
     class Shared(nn.Module):
@@ -197,7 +198,7 @@ def test_two_uses_combine_by_max(fp8):
             return scan(attention(), 0, jnp.array([1, 3, 2], bf16))[1]
 
     model = Shared()
-    variables = jax.jit(model.init)(KEY, *args)
+    variables = quick_init(model.init)(KEY, *args)
     _, grads = jax.jit(te.value_and_grad(lambda variables: mean_square(model.apply(variables, *args))))(variables)
     (metas,) = grads["fp8_metas"].values()
     assert amaxes(metas)["q"] == 3 * float(jnp.abs(args[0]).max())
@@ -231,11 +232,11 @@ def test_scan_and_remat(fp8):
 
         return jax.jit(jax.grad(loss))(variables["fp8_metas"])
 
-    variables = jax.jit(Stack().init)(KEY, x)
+    variables = quick_init(Stack().init)(KEY, x)
     stacked = state_of(Stack(), variables, x)["layer"]["attention"][PLACE]
     assert stacked.keys() == NAMES and stacked["q_amax_history"].shape == (2, L)
     first = jax.tree.map(lambda a: a[0], nn.unbox(variables)["params"]["layer"])
-    alone = state_of(layer(), {**jax.jit(layer().init)(KEY, x), "params": first}, x)["attention"][PLACE]
+    alone = state_of(layer(), {**quick_init(layer().init)(KEY, x), "params": first}, x)["attention"][PLACE]
     for name in NAMES:
         np.testing.assert_allclose(stacked[name][0], alone[name], rtol=2.0**-7)  # bf16 of other fusions
 
@@ -246,7 +247,7 @@ def test_training(fp8):
     model, losses = layer(self_attn_mask_type="no_mask"), {}
 
     def train(steps=30):
-        variables = jax.jit(model.init)(KEY, x)
+        variables = quick_init(model.init)(KEY, x)
         params, others = variables["params"], {"fp8_metas": variables.get("fp8_metas", {})}
 
         def loss(params, others):
@@ -277,7 +278,7 @@ def test_generation(fp8):
     """With a cache attention is not in FP8; the prompt's is."""
     model = te_flax.MultiHeadAttention(D, H, dtype=bf16)
     x = data(2, 8, 32)
-    variables = jax.jit(model.init)(KEY, x)
+    variables = quick_init(model.init)(KEY, x)
     (y, _), cache = model.apply(variables, x, decode=True, max_decode_length=16, mutable=["cache"])
     np.testing.assert_array_equal(y, model.apply(variables, x)[0])
     with pytest.warns(UserWarning, match="cache"):

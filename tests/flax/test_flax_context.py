@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from quick_init import quick_init
 from sharded import KINDS, LAYER_BOUND, check_equal, check_state, gradients, run_on
 
 import te_jax as te
@@ -94,7 +95,7 @@ def test_layer_by_mesh_resource(fields, mask):
     flip = (lambda x: jnp.swapaxes(x, 0, 1)) if fields.get("transpose_batch_sequence") else lambda x: x
     plain = {name: value for name, value in fields.items() if not name.startswith("context_parallel")}
     x, weights = data(B, S, H), data(B, S, H, seed=2)
-    boxed = jax.jit(layer(**plain).init)(KEY, flip(x))["params"]
+    boxed = quick_init(layer(**plain).init)(KEY, flip(x))["params"]
     params = ref.unboxed(boxed)
     y, dparams, dx = jax.jit(loss_and_gradients(layer(**plain), mask))(params, flip(x), flip(weights))
     mesh = jax.make_mesh((2, 2, 2), ("dp", "tp", "cp"), axis_types=(AxisType.Auto,) * 3)
@@ -108,9 +109,9 @@ def test_layer_by_mesh_resource(fields, mask):
             spec = PartitionSpec("dp", "cp")
             spec = PartitionSpec(*reversed(spec)) if "transpose_batch_sequence" in fields else spec
             arrays = [jax.device_put(flip(order(a)), NamedSharding(mesh, spec)) for a in (x, weights)]
-            run = jax.jit(loss_and_gradients(layer(**fields), mask))
+            run = jax.jit(loss_and_gradients(layer(**fields), mask)).lower(placed, *arrays).compile()
             got = run(placed, *arrays)
-            text = run.lower(placed, *arrays).compile().as_text() if "Ring" in str(fields) else ""
+            text = run.as_text() if "Ring" in str(fields) else ""
     close((back(flip(got[0])), got[1], back(flip(got[2]))), (flip(y), dparams, flip(dx)))
     # no activation of the whole sequence: [b/2, S, H] in either order
     assert f"f32[1,{S},{H}]" not in text and f"f32[{S},1,{H}]" not in text
@@ -124,7 +125,7 @@ def test_layer_in_fp8(kind):
     order, x, weights = (lambda x: reorder_causal_load_balancing(x, 2)), data(B, S, H), data(B, S, H, seed=2)
     mesh = jax.make_mesh((2, 2, 2), ("dp", "tp", "cp"), axis_types=(KINDS[kind],) * 3)
     with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
-        others, params = flax.core.pop(jax.jit(layer().init)(KEY, x), "params")
+        others, params = flax.core.pop(quick_init(layer().init)(KEY, x), "params")
         want = jax.jit(gradients(layer()))(nn.meta.unbox(params), others, x, weights)
         spec, arrays = PartitionSpec("dp", "cp"), (order(x), order(weights))
         got, found = run_on(mesh, RESOURCE, layer(**fields), params, others, arrays, spec)
@@ -154,7 +155,7 @@ def test_dp_and_fsdp_divide_the_batch_of_attention():
 def test_cp_and_tpsp_divide_the_sequence_together():
     """Outside of the GEMMs and attention, where they do all the same for each token."""
     x = data(B, S, H)
-    boxed = jax.jit(layer(enable_sequence_parallel=True).init)(KEY, x)["params"]
+    boxed = quick_init(layer(enable_sequence_parallel=True).init)(KEY, x)["params"]
     params = ref.unboxed(boxed)
     mesh = jax.make_mesh((2, 2, 2), ("dp", "tp", "cp"), axis_types=(AxisType.Auto,) * 3)
     with jax.set_mesh(mesh), global_shard_guard(MeshResource("dp", tpsp_resource="tp", cp_resource="cp")):
@@ -174,7 +175,7 @@ def test_attention_inside_shard_map(mask, balanced):
     """RoPE counts on from device to device."""
     kinds = dict(attn_mask_type="causal" if mask is None else "padding_causal")
     x, weights = data(B, S, H), data(B, S, H, seed=2)
-    params = ref.unboxed(jax.jit(mha(**kinds).init)(KEY, x))["params"]
+    params = ref.unboxed(quick_init(mha(**kinds).init)(KEY, x))["params"]
     want = jax.jit(loss_and_gradients(mha(**kinds), mask))(params, x, weights)
     mesh = jax.make_mesh((4,), ("cp",), axis_types=(AxisType.Explicit,))
     module = mha(context_parallel_axis="cp", context_parallel_causal_load_balanced=balanced, **kinds)
@@ -200,7 +201,7 @@ def test_joined_projection_and_positions_of_the_user():
     """bs3hd; positions are of the tokens as they lie."""
     x = data(B, S, H)
     module = mha(context_parallel_axis="cp", context_parallel_causal_load_balanced=True)
-    params = jax.jit(mha().init)(KEY, x)["params"]
+    params = quick_init(mha().init)(KEY, x)["params"]
     at = 3 + 2 * jnp.arange(S)
     want = jax.jit(lambda x: mha().apply({"params": params}, x, positions=at)[0])(x)
     with jax.set_mesh(jax.make_mesh((4,), ("cp",), axis_types=(AxisType.Auto,))):
@@ -214,7 +215,7 @@ def test_fp8_attention_is_told_to_be_wide():
     x = data(B, S, H, dtype=jnp.bfloat16)
     fp8 = recipe.DelayedScaling(fp8_dpa=True)
     with te.autocast(True, fp8):
-        variables = jax.jit(mha(dtype=jnp.bfloat16).init)(KEY, x)
+        variables = quick_init(mha(dtype=jnp.bfloat16).init)(KEY, x)
         module = mha(dtype=jnp.bfloat16, context_parallel_axis="cp")
         with jax.set_mesh(jax.make_mesh((2,), ("cp",), axis_types=(AxisType.Auto,))):
             with pytest.warns(UserWarning, match="not in FP8.*mesh axis 'cp' cuts the sequence"):
@@ -313,9 +314,9 @@ def test_what_an_axis_of_one_device_leaves_as_it_is():
     order = dict(context_parallel_causal_load_balanced=True)
     packed, kinds = data(B, S, H), dict(attn_mask_type="padding_causal")
     with te.autocast(True, recipe.DelayedScaling(fp8_dpa=True)):
-        variables = jax.jit(fp8.init)(KEY, x)
+        variables = quick_init(fp8.init)(KEY, x)
         want = jax.jit(fp8.apply)(variables, x)[0]
-    params = jax.jit(mha(**kinds).init)(KEY, packed)
+    params = quick_init(mha(**kinds).init)(KEY, packed)
     of_segments = lambda **fields: jax.jit(lambda x: mha(**kinds, **fields).apply(params, x, None, SEGMENTS)[0])(packed)
     decode = lambda module: jax.jit(lambda x: module.init_with_output(KEY, x, decode=True)[0][0])
     decoded = lambda **fields: decode(mha(**fields))(tokens)
@@ -334,7 +335,7 @@ def test_fp8_state_on_a_stage_axis_of_one_device(reduce_amax):
     chosen, x = recipe.DelayedScaling(amax_history_len=4, reduce_amax=reduce_amax), data(8, 16)
     module = te_flax.DenseGeneral(features=16)
     with te.autocast(True, chosen):
-        metas, params = flax.core.pop(nn.meta.unbox(jax.jit(module.init)(KEY, x)), "params")
+        metas, params = flax.core.pop(nn.meta.unbox(quick_init(module.init)(KEY, x)), "params")
         loss = lambda metas, x: jnp.sum(module.apply({"params": params, **metas}, x))
         want = jax.jit(jax.grad(loss))(metas, x)
         with jax.set_mesh(jax.make_mesh((1,), ("pp",), axis_types=(AxisType.Auto,))):

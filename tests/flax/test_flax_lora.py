@@ -10,6 +10,7 @@ import pytest
 from flax import linen as nn
 from flax_reference import data
 from jaxprs import equations
+from quick_init import quick_init
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -42,7 +43,7 @@ def test_return_bias(module, fields, bias, fp8):
     x = data(6, 16)
     whole, parted = (module(**fields, use_bias=True, return_bias=parted) for parted in (False, True))
     with te.autocast(fp8, Float8CurrentScaling()):
-        params = ref.filled(jax.jit(whole.init)(KEY, x)["params"])
+        params = ref.filled(quick_init(whole.init)(KEY, x)["params"])
 
         def sums(params):
             *y, returned = parted.apply({"params": params}, x)
@@ -96,7 +97,7 @@ def test_return_bias(module, fields, bias, fp8):
 def test_params_dtype(module, x):
     """Parameters of f32, a computation in bf16, whatever the inputs are: as if they had been cast."""
     more = (data(2, 4, 16),) if x.ndim == 3 else ()
-    params = jax.jit(module.init)(KEY, x, *more)["params"]
+    params = quick_init(module.init)(KEY, x, *more)["params"]
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype("float32")}
     run = jax.jit(lambda *args: first(module.apply({"params": params}, *args)))
     y = run(x, *more)
@@ -126,7 +127,7 @@ def test_tied_embedding(norm):
     """One parameter with one gradient, in FP8 with a state of its own; plain JAX gives the same numbers."""
     tokens = jnp.arange(12).reshape(2, 6)
     model = Tied(norm)
-    variables = jax.jit(model.init)(KEY, tokens)
+    variables = quick_init(model.init)(KEY, tokens)
     assert ref.shapes(variables["params"])["Embed_0"] == {"embedding": (24, 16)}
     assert "kernel" not in variables["params"].get("head", {})
 
@@ -141,7 +142,7 @@ def test_tied_embedding(norm):
     got, want = (jax.jit(jax.grad(loss(f)))(params) for f in (lambda p: model.apply({"params": p}, tokens), due))
     np.testing.assert_allclose(got["Embed_0"]["embedding"], want["Embed_0"]["embedding"], rtol=1e-4, atol=1e-5)
     with te.autocast(True, DelayedScaling(amax_history_len=4)):
-        state = jax.jit(model.init)(KEY, tokens)["fp8_metas"]
+        state = quick_init(model.init)(KEY, tokens)["fp8_metas"]
         assert "kernel_scale" in state["head"]
         fp8 = jax.jit(model.apply)({"params": params, "fp8_metas": state}, tokens)
     # Products of E4M3, 2**-4 off each: of 16 that add up at random.
@@ -215,7 +216,7 @@ def test_frozen_kernels_have_no_gradient_gemm(recipe):
     """With respect to LoRA alone: the gradients and the FP8 state of the whole, but no product of a kernel's shape."""
     x, model = data(TOKENS, WIDTH), Model()
     with te.autocast(recipe is not None, recipe):
-        variables = ref.unboxed(jax.jit(model.init)(KEY, x))
+        variables = ref.unboxed(quick_init(model.init)(KEY, x))
         params, fp8 = ref.filled(variables.pop("params"), spread=0.1), variables
         lora, base = te_flax.split_lora(params)
         assert jax.tree.structure(te_flax.join_lora(lora, base)) == jax.tree.structure(params)
@@ -227,10 +228,9 @@ def test_frozen_kernels_have_no_gradient_gemm(recipe):
 
         whole = jax.value_and_grad(loss, (0, 1))
         alone = jax.value_and_grad(lambda lora, fp8: loss(te_flax.join_lora(lora, base), fp8), (0, 1))
-        jaxprs = [jax.make_jaxpr(f)(p, fp8).jaxpr for f, p in ((whole, params), (alone, lora))]
-        (value, (grads, new)), (value_alone, (grads_alone, new_alone)) = (
-            jax.jit(f)(p, fp8) for f, p in ((whole, params), (alone, lora))
-        )
+        runs = (jax.jit(whole), params), (jax.jit(alone), lora)
+        jaxprs = [f.trace(p, fp8).jaxpr.jaxpr for f, p in runs]
+        (value, (grads, new)), (value_alone, (grads_alone, new_alone)) = (f(p, fp8) for f, p in runs)
     kernels = {(WIDTH, HIDDEN), (HIDDEN, WIDTH)}
     assert kernels <= products(jaxprs[0]) and not kernels & products(jaxprs[1])
     assert {(TOKENS, HIDDEN), (TOKENS, WIDTH)} <= products(jaxprs[1])
@@ -240,7 +240,7 @@ def test_frozen_kernels_have_no_gradient_gemm(recipe):
 
 def test_mask_trains_lora_alone():
     x, model = data(TOKENS, WIDTH), Model()
-    params = jax.jit(model.init)(KEY, x)["params"]  # in their boxes
+    params = quick_init(model.init)(KEY, x)["params"]  # in their boxes
     tx = optax.partition({True: optax.adamw(1e-2), False: optax.set_to_zero()}, te_flax.lora_mask)
     grads = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(model.apply({"params": p}, x)))))(params)
     updates, _ = jax.jit(lambda grads, params: tx.update(grads, tx.init(params), params))(grads, params)
@@ -271,9 +271,9 @@ def test_part_of_the_kernels_of_fused_layers():
     for loss, args in ((mlp, (x, up, down)), (pair, (x, up, other))):
         whole = jax.jit(jax.grad(loss, (0, 1, 2)))(*args)
         for which in (0, 1, 2):
-            alone = jax.grad(loss, which)
-            np.testing.assert_allclose(jax.jit(alone)(*args), whole[which], rtol=1e-5, atol=1e-6)
-            got = products(jax.make_jaxpr(alone)(*args).jaxpr)
+            alone = jax.jit(jax.grad(loss, which))
+            np.testing.assert_allclose(alone(*args), whole[which], rtol=1e-5, atol=1e-6)
+            got = products(alone.trace(*args).jaxpr.jaxpr)
             for i in (1, 2):
                 assert (args[i].shape in got) == (i == which), (loss, which, got)
 
@@ -288,7 +288,7 @@ def test_one_traced_layer_by_several_gradients(recipe, override):
     x, kernel = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 16)), jnp.float32)
     with te.autocast(True, recipe):
         module = te_flax.DenseGeneral(16)
-        variables = jax.jit(module.init)(jax.random.key(0), x)
+        variables = quick_init(module.init)(jax.random.key(0), x)
         variables = jax.tree.map(lambda a: kernel if a.shape == kernel.shape else a, variables)
         state, params = flax.core.pop(nn.meta.unbox(variables), "params")
         once = jax.jit(lambda params, x: module.apply({"params": params, **state}, x))

@@ -12,6 +12,7 @@ import pytest
 from flax import linen as nn
 from flax_reference import data
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from quick_init import quick_init
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -134,7 +135,7 @@ def test_a_rematted_scan_is_its_layers_one_by_one(fields, fp8):
         return x
 
     with te.autocast(fp8, RECIPE):
-        variables = ref.unboxed(jit(scanned.init)(KEY, x))
+        variables = ref.unboxed(quick_init(scanned.init)(KEY, x))
         whole = lambda v, x: (scanned.apply({c: {"layer": leaves} for c, leaves in v.items()}, x) ** 2).mean()
         parts = lambda v, x: (by_hand(v, x) ** 2).mean()
         variables = {collection: leaves["layer"] for collection, leaves in variables.items()}
@@ -151,7 +152,7 @@ def test_fp8(fields):
     dtype = jnp.bfloat16
     module, x = layer(dtype=dtype, **fields), data(B, S, H, dtype=dtype)
     with te.autocast(True, RECIPE):
-        others, params = flax.core.pop(ref.unboxed(jit(module.init)(KEY, x)), "params")
+        others, params = flax.core.pop(ref.unboxed(quick_init(module.init)(KEY, x)), "params")
         projections = ("query", "kv") if "num_gqa_groups" in fields else ("qkv",)
         gemms = [(f"attention/{name}/", "") for name in (*projections, "out")] + [("mlp/", "_0"), ("mlp/", "_1")]
         leaves = [f"{t}{{}}_{leaf}" for t in ("x", "kernel", "grad") for leaf in ("scale", "amax_history")]
@@ -198,7 +199,7 @@ def test_sequence_parallel_on_a_mesh(fields, fp8):
         return (module.apply({"params": params, **others}, x) ** 2).mean()
 
     with te.autocast(fp8, RECIPE):
-        others, params = flax.core.pop(jit(module.init)(KEY, x), "params")
+        others, params = flax.core.pop(quick_init(module.init)(KEY, x), "params")
         run = jax.value_and_grad(loss, argnums=(0, 1, 2))
         want = jit(run)(ref.unboxed(params), others, x)
         mesh = jax.make_mesh((2, 2, 2), ("dp", "fsdp", "tp"), axis_types=(AxisType.Auto,) * 3)

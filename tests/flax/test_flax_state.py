@@ -15,6 +15,7 @@ import pytest
 from conftest import fp8_sum_error
 from flax import linen as nn
 from flax_reference import data
+from quick_init import quick_init
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -107,7 +108,7 @@ def test_the_slots_of_the_mlp(fp8):
 def test_forward_alone_changes_nothing(fp8):
     x = data(8, 16)
     module = te_flax.DenseGeneral(8)
-    variables = jax.jit(module.init)(KEY, x)
+    variables = quick_init(module.init)(KEY, x)
     _, changed = module.apply(variables, x, mutable=["fp8_metas"])
     jax.tree.map(np.testing.assert_array_equal, changed["fp8_metas"], variables["fp8_metas"])
 
@@ -118,9 +119,9 @@ def test_forward_alone_changes_nothing(fp8):
 def test_missing_state_starts_fresh_with_a_note():
     x = data(8, 16)
     module = te_flax.LayerNormMLP(8)
-    bare = jax.jit(module.init)(KEY, x)
+    bare = quick_init(module.init)(KEY, x)
     with te.autocast(True, RECIPE):
-        full = jax.jit(module.init)(KEY, x)
+        full = quick_init(module.init)(KEY, x)
         with pytest.warns(
             UserWarning, match=r"LayerNormMLP: fp8_metas lacks x_0_scale.*mutable=\['fp8_metas'\]"
         ) as notes:
@@ -377,7 +378,7 @@ def test_autocast_is_part_of_the_jit_cache_key():
     x = data(8, 16)
     module = te_flax.DenseGeneral(8, use_bias=False)
     with te.autocast(True, RECIPE):
-        variables = jax.jit(module.init)(KEY, x)
+        variables = quick_init(module.init)(KEY, x)
     f = jax.jit(module.apply)
     plain = f(variables, x)
     with te.autocast(True, RECIPE):

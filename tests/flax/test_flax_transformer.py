@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from quick_init import quick_init
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -149,7 +150,7 @@ def test_defaults_and_order():
 def test_transposed_and_cross_mask():
     x, encoded = inputs("decoder")
     module = layer(layer_type="decoder")
-    variables = jax.jit(module.init)(KEY, x, encoded)
+    variables = quick_init(module.init)(KEY, x, encoded)
     hidden = (np.arange(T) >= np.asarray([T, 3])[:, None])[:, None, None]
     want = reference(ref.f64(x), ref.f64(variables["params"]), ref.f64(encoded), hidden=hidden)
     mask = jnp.broadcast_to(hidden, (B, 1, S, T))
@@ -167,7 +168,7 @@ def test_transposed_and_cross_mask():
 def test_relative_embedding():
     x = data(B, S, H)
     module = layer(enable_relative_embedding=True)
-    variables = jax.jit(module.init)(KEY, x)
+    variables = quick_init(module.init)(KEY, x)
     biases = te_flax.RelativePositionBiases(32, 128, N)
     bias = biases.apply({"params": variables["params"]["relpos_bias"]}, S, S, True)
     want = reference(ref.f64(x), ref.f64(variables["params"]), bias=ref.f64(bias))
@@ -183,7 +184,7 @@ def test_relative_embedding():
 def test_rope_and_window_are_self_attentions_alone():
     args = inputs("decoder")
     plain = layer(layer_type="decoder")
-    variables = jax.jit(plain.init)(KEY, *args)
+    variables = quick_init(plain.init)(KEY, *args)
     for fields, cross in (
         (dict(enable_rotary_pos_emb=True, window_size=(1, 0)), False),
         (dict(cross_rotary_pos_emb=True, cross_window_size=(1, 0)), True),
@@ -206,7 +207,7 @@ def test_rope_and_window_are_self_attentions_alone():
 
 def test_dropout_and_drop_path():
     x = data(8, S, H)
-    variables = jax.jit(layer().init)(KEY, x)
+    variables = quick_init(layer().init)(KEY, x)
     still = layer().apply(variables, x)
     for fields in (dict(hidden_dropout=0.5), dict(attention_dropout=0.5), dict(intermediate_dropout=0.5)):
         module = layer(dropout_rng_name="mine", **fields)
@@ -251,7 +252,7 @@ def test_gradients(kind):
 def test_bf16_keeps_the_type():
     x = data(B, S, H, dtype=jnp.bfloat16)
     module = layer(dtype=jnp.bfloat16)
-    variables = jax.jit(module.init)(KEY, x)
+    variables = quick_init(module.init)(KEY, x)
     assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype(jnp.bfloat16)}
     got = module.apply(variables, x)
     assert got.dtype == jnp.bfloat16
@@ -268,7 +269,7 @@ def test_fp8(kind):
     args = inputs(kind)
     module = layer(layer_type=kind)
     with te.autocast(True, RECIPE):
-        variables = jax.jit(module.init)(KEY, *args)
+        variables = quick_init(module.init)(KEY, *args)
         others, params = flax.core.pop(variables, "params")
         gemms = {
             "encoder": ("attention/qkv attention/out mlp/0 mlp/1"),
@@ -324,7 +325,7 @@ def test_fp8_layers_in_a_rematted_scan():
             return scan(layer(hidden_dropout=0.1, name="layer"), x, None)[0]
 
     with te.autocast(True, RECIPE):
-        variables = jax.jit(Model().init)({"params": KEY, "dropout": KEY}, x)
+        variables = quick_init(Model().init)({"params": KEY, "dropout": KEY}, x)
         others, params = flax.core.pop(variables, "params")
         assert others["fp8_metas"]["layer"]["mlp"]["x_0_scale"].shape == (2, 1)
         assert params["layer"]["mlp"]["wi_kernel"].names == (
@@ -357,7 +358,7 @@ def test_logical_axes_on_a_mesh(fp8):
         return (module.apply({"params": params, **others}, x) ** 2).mean()
 
     with te.autocast(fp8, RECIPE):
-        variables = jax.jit(module.init)(KEY, x)
+        variables = quick_init(module.init)(KEY, x)
         others, params = flax.core.pop(variables, "params")
         want = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, others, x)
         mesh = jax.make_mesh((2, 2, 2), ("dp", "fsdp", "tp"), axis_types=(AxisType.Auto,) * 3)
@@ -393,7 +394,7 @@ def test_data_parallel_without_names(kind):
         return (module.apply({"params": params, **others}, x) ** 2).mean()
 
     with te.autocast(True, RECIPE):
-        others, params = flax.core.pop(jax.jit(module.init)(KEY, x), "params")
+        others, params = flax.core.pop(quick_init(module.init)(KEY, x), "params")
         params = ref.unboxed(params)
         run = jax.value_and_grad(loss, argnums=(0, 1))
         want = jax.jit(run)(params, others, x)
@@ -469,7 +470,7 @@ def test_without_jit(rng):
     )
     x = jnp.asarray(rng.standard_normal((2, 4, 16)), jnp.float32)
     with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
-        variables = nn.meta.unbox(jax.jit(module.init)(jax.random.key(0), x))
+        variables = nn.meta.unbox(quick_init(module.init)(jax.random.key(0), x))
         step = jax.value_and_grad(lambda variables: jnp.sum(jnp.sin(module.apply(variables, x))))
         want = jax.jit(step)(variables)
         with jax.disable_jit():

@@ -16,6 +16,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from quick_init import quick_init
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -169,7 +170,7 @@ def test_scan_and_remat(rng):
     """As layers of their own: their losses, counts, state and gradients."""
     x, scanned = states.data(rng, B, S, H), Stack(True)
     with te.autocast(True, RECIPE):
-        variables = nn.meta.unbox(jax.jit(scanned.init)(jax.random.key(0), x))
+        variables = nn.meta.unbox(quick_init(scanned.init)(jax.random.key(0), x))
         of_layer = lambda i: {name: jax.tree.map(lambda a: a[i], tree["layers"]) for name, tree in variables.items()}
         alone = {name: {"a": of_layer(0)[name], "b": of_layer(1)[name]} for name in variables}
 
@@ -194,8 +195,8 @@ def test_weights_that_live_in_fp8(rng):
     """They follow master copies; LoRA on attention beside them has no gradient of experts."""
     model, x = te_flax.MoEBlock(E, K, F), states.data(rng, B, S, H)
     with te.autocast(True, RECIPE):
-        variables = jax.jit(model.init)(jax.random.key(0), x)
-        stored = te_flax.fp8_params(model, variables, x)
+        variables = quick_init(model.init)(jax.random.key(0), x)
+        stored = jax.jit(lambda variables: te_flax.fp8_params(model, variables, x))(variables)
         params = stored["params"]
         state = te_flax.TrainState.create(
             apply_fn=model.apply,
@@ -208,12 +209,13 @@ def test_weights_that_live_in_fp8(rng):
             loss, grads = te.value_and_grad(partial(loss_of, model), argnums=(0, 1))(state.params, state.fp8, x)
             return state.apply_gradients(grads=grads), loss
 
-        state, first = jax.jit(step)(state)
-        state, second = jax.jit(step)(state)
+        step = jax.jit(step)
+        state, first = step(state)
+        state, second = step(state)
     assert second < first
+    quantized = jax.jit(partial(quantize_experts, recipe=recipe.Float8CurrentScaling(), gradients=False))
     for name in ("wi_0", "wi_1", "wo"):
-        array = nn.meta.unbox(state.opt_state.master[name])
-        want = quantize_experts(array, recipe=recipe.Float8CurrentScaling(), gradients=False)
+        want = quantized(nn.meta.unbox(state.opt_state.master[name]))
         got = nn.meta.unbox(state.params[name])
         states.assert_equal(np.asarray(got.tensor.data_t, np.float32), np.asarray(want.tensor.data_t, np.float32))
         states.assert_equal(got.tensor.scale_inv, want.tensor.scale_inv)
@@ -247,7 +249,7 @@ def test_layer_is_attention_and_block(rng):
     layer = te_flax.TransformerLayer(**LAYER | dict(moe=LAYER["moe"] | shared), use_bias=True)
     attention = te_flax.MultiHeadAttention(head_dim=H // 4, num_attention_heads=4, use_bias=True)
     norm, mlp = te_flax.LayerNorm(), te_flax.LayerNormMLP(2 * F, activations=("silu", "linear"), enable_layernorm=False)
-    params = nn.meta.unbox(jax.jit(layer.init)(jax.random.key(0), x)["params"])
+    params = nn.meta.unbox(quick_init(layer.init)(jax.random.key(0), x)["params"])
     options = MoEOptions(RouterOptions(K, "sigmoid", scaling_factor=2.5))
 
     def composed(params, x):
@@ -274,7 +276,7 @@ def test_mesh_and_shard_map(rng, on_host):
     model, x = te_flax.MoEBlock(E, K, F, use_expert_bias=True, **axes), states.data(rng, 2 * B, S, H)
     w = states.data(rng, 2 * B, S, H)  # the gradient of y, so that it is quantized alike
     with te.autocast(True, RECIPE):
-        variables = jax.jit(model.init)(jax.random.key(0), x)
+        variables = quick_init(model.init)(jax.random.key(0), x)
         specs = nn.get_partition_spec(variables)
         variables = te.fp8_probes(nn.meta.unbox(variables))
         specs["fp8_metas"] = jax.tree.map(lambda _: P(), variables["fp8_metas"])
@@ -335,16 +337,17 @@ def test_nnx_is_linen(rng):
         def loss(model, x):
             return jnp.mean(model(x) ** 2) + sum(jax.tree.leaves(nnx.pop(model, te_nnx.Loss)))
 
-        nnx.jit(lambda model, x: model(x))(model, 5 * x)  # its losses are no part of what follows
+        forward = nnx.jit(lambda model, x: model(x))
+        forward(model, 5 * x)  # its losses are no part of what follows
         assert nnx.state(model, te_nnx.Loss)
-        got = te_nnx.value_and_grad(loss, expert_bias_rate=0.25)(model, x)
+        got = nnx.jit(lambda *a: te_nnx.value_and_grad(loss, expert_bias_rate=0.25)(*a))(model, x)
         run = jax.jit(lambda *a: te.value_and_grad(partial(loss_of, linen), argnums=(0, 1))(*a))
         want, (dparams, new) = run(params, variables, x)
         states.assert_equal(got[0], want)
         close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max())
         jax.tree.map(close, collections_of(got[1])["params"], dparams)
         new = te_flax.update_expert_bias({**new, "expert_bias": variables["expert_bias"]}, new, 0.25)
-        model(x)  # its losses are no variables for Linen
+        forward(model, x)  # its losses are no variables for Linen
         moved = te_nnx.to_linen(model)
         assert set(moved) == {"params", "fp8_metas", "expert_bias"}
         states.assert_equal(moved["expert_bias"], new["expert_bias"])
@@ -352,7 +355,7 @@ def test_nnx_is_linen(rng):
         assert np.abs(model.expert_bias.get_value()).max() == 0.25
         with pytest.warns(UserWarning, match="leaves losses of routers in the model, balancing_loss"):
             gate = nnx.All(nnx.Param, nnx.PathContains("gate_kernel"))
-            te_nnx.value_and_grad(lambda model, x: jnp.mean(model(x)), wrt=gate)(model, x)
+            nnx.jit(lambda *a: te_nnx.value_and_grad(lambda model, x: jnp.mean(model(x)), wrt=gate)(*a))(model, x)
     assert not nnx.state(model, te_nnx.Loss)
 
 
@@ -376,7 +379,7 @@ def test_stats_of_experts(rng):
     """Loads, what was dropped, and saturation of each expert: as table and as data of a heat map."""
     model, x = te_flax.MoEBlock(E, K, F, capacity_factor=0.75), states.data(rng, B, S, H)
     with te.autocast(True, RECIPE):
-        variables = jax.jit(model.init)(jax.random.key(0), x)
+        variables = quick_init(model.init)(jax.random.key(0), x)
         params, metas = variables["params"], variables["fp8_metas"]
         metas["kernel_1_scale"] = jnp.array([[1e5], [1.0], [1.0], [1.0]])
 

@@ -16,6 +16,7 @@ from flax.linen.fp8_ops import Fp8DirectDotGeneralOp
 from flax.training import train_state
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from quick_init import quick_init
 from recipe_cases import near
 from states import data
 
@@ -261,7 +262,7 @@ def test_scan_and_vmap():
     amaxes = newest(step(Scanned(), x))
     assert amaxes.shape == (3,) and amaxes[0] == jnp.max(jnp.abs(x)) and len(set(amaxes.tolist())) == 3
     dense = nn.Dense(8, dot_general_cls=CLS)
-    variables = jax.jit(dense.init)(KEY, x)
+    variables = quick_init(dense.init)(KEY, x)
     loss = lambda variables: jnp.sum(jax.vmap(lambda x: dense.apply(variables, x))(x))
     assert newest(jax.jit(jax.grad(loss))(variables)[OVERWRITE]) == jnp.max(jnp.abs(x))
 
@@ -278,7 +279,7 @@ def test_on_a_mesh(kind):
 
     x, model = data(RNG, 8, 4, 16), Mlp()
     loss = lambda variables, x: jnp.mean(model.apply(variables, x) ** 2)
-    variables = jax.jit(model.init)(KEY, x)
+    variables = quick_init(model.init)(KEY, x)
     want = jax.jit(jax.value_and_grad(loss))(variables, x)
     mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(kind,) * 2)
     with jax.set_mesh(mesh):
@@ -308,7 +309,7 @@ def test_where_a_sharding_is_asked_for():
 def test_which_recipe_counts():
     x = data(RNG, 4, 16)
     dense = nn.Dense(8, dot_general_cls=CLS)
-    variables = jax.jit(dense.init)(KEY, x)
+    variables = quick_init(dense.init)(KEY, x)
     plain = nn.Dense(8).apply({"params": variables["params"]}, x)
     narrow = dense.apply(variables, x)
     assert (narrow != plain).any()
@@ -431,7 +432,7 @@ def test_in_the_training_state_of_flax():
     """Flax's step overwrites the collection with its gradient, as a loop that pops it does."""
     x, model = data(RNG, 8, 16), nn.Dense(8, dot_general_cls=CLS)
     start = train_state.TrainState.create(
-        apply_fn=model.apply, params=jax.jit(model.init)(KEY, x), tx=optax.adamw(1e-2)
+        apply_fn=model.apply, params=quick_init(model.init)(KEY, x), tx=optax.adamw(1e-2)
     )
     grads = jax.jit(jax.grad(lambda variables: jnp.mean(start.apply_fn(variables, x) ** 2)))(start.params)
     after = start.apply_gradients(grads=grads)
@@ -450,7 +451,7 @@ def test_beside_products_of_flax():
             return nn.Dense(8, dot_general_cls=CLS)(nn.Dense(16, dot_general_cls=Fp8DirectDotGeneralOp)(x))
 
     x, model = data(RNG, 4, 16), Both()
-    variables = jax.jit(model.init)(KEY, x)
+    variables = quick_init(model.init)(KEY, x)
     state = jax.jit(jax.grad(lambda v: model.apply(v, x).sum()))(variables)[OVERWRITE]["Dense_0"]
     assert newest(state) > 0
     with te.autocast(recipe=DELAYED), pytest.raises(ValueError, match="holds state of Flax's FP8 products"):

@@ -121,7 +121,7 @@ def test_is_training_in_f32(recipe, tx, rng):
     x = data(rng, 4, 3, 5, WIDTH)
     wide, narrow = both(NET, recipe, tx)
     with te.autocast(True, recipe):
-        grad = te.value_and_grad(loss_of(NET), (0, 1))
+        grad = jax.jit(te.value_and_grad(loss_of(NET), (0, 1)))
         for batch in x:
             want, grads = grad(wide.params, wide.fp8, batch)
             wide = wide.apply_gradients(grads=grads)

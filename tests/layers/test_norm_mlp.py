@@ -11,6 +11,7 @@ from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from layer_cases import data, fresh_state, observed
+from quick_init import quick_init
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -293,7 +294,7 @@ def test_tensor_parallel_keeps_weight_gradients_in_shards():
     with jax.set_mesh(mesh), te.autocast(True, RECIPE, resource):
         rules = te_flax.extend_logical_axis_rules(())
         with nn.logical_axis_rules(rules):
-            variables = jax.jit(layer.init)(jax.random.key(0), x)
+            variables = quick_init(layer.init)(jax.random.key(0), x)
             specs = nn.logical_to_mesh_sharding(nn.get_partition_spec(variables), mesh, rules)
             variables = jax.device_put(nn.meta.unbox(variables), specs)
             x = jax.device_put(x, NamedSharding(mesh, P("dp", "tp")))

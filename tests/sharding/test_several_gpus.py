@@ -11,6 +11,7 @@ import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from quick_init import quick_init
 from sharded import KINDS, LAYER_BOUND, RECIPE, check_equal, gradients, run_on
 
 import te_jax as te
@@ -52,7 +53,7 @@ def on_one_gpu(fp8):
     """(parameters in boxes, state, loss and gradients) of the layer."""
     module, x = layer(None), data(0)
     with te.autocast(fp8, RECIPE):
-        others, params = flax.core.pop(jax.jit(module.init)(jax.random.key(0), x), "params")
+        others, params = flax.core.pop(quick_init(module.init)(jax.random.key(0), x), "params")
         return params, others, jax.jit(gradients(module))(nn.meta.unbox(params), others, x, data(1))
 
 

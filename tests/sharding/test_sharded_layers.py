@@ -13,6 +13,7 @@ import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from quick_init import quick_init
 from sharded import (
     KEY,
     KINDS,
@@ -130,7 +131,7 @@ def test_undivided_sizes(name, fp8, recwarn):
     module, rng = module_of("mlp", sp, dtype=jnp.float32), np.random.default_rng(0)
     arrays = [jnp.asarray(rng.normal(size=(b, s, H)), jnp.float32) for _ in range(2)]
     with te.autocast(fp8, RECIPE):
-        others, params = flax.core.pop(jax.jit(module.init)(KEY, arrays[0]), "params")
+        others, params = flax.core.pop(quick_init(module.init)(KEY, arrays[0]), "params")
         want = jax.jit(gradients(module))(nn.meta.unbox(params), others, *arrays)
         sharding.constraints._warn_undivided.cache_clear()
         got, found = run_on(mesh, te.MeshResource(**roles), module, params, others, arrays, P("dp" if sp else None))
@@ -172,7 +173,7 @@ def test_column_parallel_shards_below_a_block(module):
         return jnp.sum(jnp.sin(y[0] if isinstance(y, tuple) else y))
 
     with te.autocast(True, recipe.Float8BlockScaling()):
-        variables = nn.meta.unbox(jax.jit(module.init)(KEY, x))
+        variables = nn.meta.unbox(quick_init(module.init)(KEY, x))
         step = jax.value_and_grad(loss, (0, 1))
         want = jax.jit(step)(variables, x)
         with jax.set_mesh(mesh):
@@ -199,7 +200,7 @@ def test_explicit_axes_of_one_device(sp):
             return module.apply(variables, x, None, mask)
 
     with te.autocast(True, RECIPE):
-        others, params = flax.core.pop(jax.jit(module.init)(KEY, arrays[0]), "params")
+        others, params = flax.core.pop(quick_init(module.init)(KEY, arrays[0]), "params")
         want = jax.jit(gradients(Masked()))(nn.meta.unbox(params), others, *arrays)
         spec = P(("dp", "fsdp"), ("cp", "tp") if sp else "cp")
         got, found = run_on(mesh, te.MeshResource(**roles), Masked(), params, others, arrays, spec)

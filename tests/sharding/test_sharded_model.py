@@ -13,6 +13,7 @@ import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from quick_init import quick_init
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -87,7 +88,7 @@ def on_one_device(fp8):
     """Parameters in boxes, FP8 state, and everything after two steps."""
     model = GPT(False)
     with te.autocast(fp8, RECIPE):
-        others, boxed = flax.core.pop(jax.jit(model.init)(jax.random.key(0), tokens()[:, :-1]), "params")
+        others, boxed = flax.core.pop(quick_init(model.init)(jax.random.key(0), tokens()[:, :-1]), "params")
         params = nn.meta.unbox(boxed)
         step, state = jax.jit(step_of(model)), (params, OPTIMIZER.init(params), others)
         for _ in range(2):

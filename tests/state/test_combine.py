@@ -1,6 +1,6 @@
 """`te_jax.value_and_grad`: the uses of one FP8 state combine by max wherever autodiff adds up their cotangents."""
 
-from functools import partial
+from functools import cache, partial
 
 import flax
 import jax
@@ -10,6 +10,7 @@ import pytest
 from flax import linen as nn
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from quick_init import quick_init
 from shared_uses import CASES, L, N, Once, several_applies
 from states import state_of
 
@@ -27,7 +28,7 @@ def inputs(seed=0):
 
 def start(module, xs):
     """Variables of `module`, with a state of some history so that a sum would show in every slot."""
-    variables = nn.meta.unbox(jax.jit(module.init)(jax.random.key(0), xs[0] if isinstance(module, Once) else xs))
+    variables = nn.meta.unbox(quick_init(module.init)(jax.random.key(0), xs[0] if isinstance(module, Once) else xs))
     older = jnp.asarray([0.0, 1.0, 0.5, 2.0])
     fill = lambda path, leaf: older if path[-1].key.endswith("_history") else leaf
     variables["fp8_metas"] = jax.tree_util.tree_map_with_path(fill, variables["fp8_metas"])
@@ -49,18 +50,27 @@ def check(metas, params, xs):
     assert_state(metas, "grad", float(N), 57344)
 
 
+def objective(case):
+    return lambda params, metas, xs: CASES[case][1]({**params, "fp8_metas": metas["fp8_metas"]}, xs)
+
+
+@cache
+def by_plain_autodiff(case):
+    """(parameters and state, the loss and its gradients by both) of a case."""
+    with te.autocast(True, RECIPE):
+        params, metas = start(CASES[case][0], inputs())
+        plain = jax.jit(jax.value_and_grad(objective(case), (0, 1)))
+        return (params, metas), plain(params, {"fp8_metas": metas}, inputs())
+
+
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("case", CASES)
 def test_all_uses_combine_by_max(case, jit):
-    module, loss = CASES[case]
     xs = inputs()
+    (params, metas), (want_value, (want_params, summed)) = by_plain_autodiff(case)
     with te.autocast(True, RECIPE):
-        params, metas = start(module, xs)
-        objective = lambda params, metas, xs: loss({**params, "fp8_metas": metas["fp8_metas"]}, xs)
-        grad = te.value_and_grad(objective, argnums=(0, 1))
+        grad = te.value_and_grad(objective(case), argnums=(0, 1))
         value, (dparams, new) = (jax.jit(grad) if jit else grad)(params, {"fp8_metas": metas}, xs)
-        plain = jax.jit(jax.value_and_grad(objective, (0, 1)))
-        want_value, (want_params, summed) = plain(params, {"fp8_metas": metas}, xs)
     check(new["fp8_metas"], params, xs)
     np.testing.assert_allclose(value, want_value, rtol=1e-6)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4), dparams, want_params)
@@ -84,7 +94,7 @@ def test_equals_plain_autodiff_where_nothing_is_used_twice():
     states = []
     for value_and_grad in (jax.value_and_grad, te.value_and_grad):
         with te.autocast(True, RECIPE):
-            state, params = flax.core.pop(nn.meta.unbox(jax.jit(Stack().init)(jax.random.key(0), x)), "params")
+            state, params = flax.core.pop(nn.meta.unbox(quick_init(Stack().init)(jax.random.key(0), x)), "params")
             step = value_and_grad(lambda p, s, x: jnp.sum(Stack().apply({"params": p, **s}, x) ** 2), (0, 1))
             for i in range(3):
                 value, (grads, state) = jax.jit(step)(params, state, (i + 1) * x)

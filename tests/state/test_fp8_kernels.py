@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
+from quick_init import quick_init
 from states import assert_equal, data, state_of
 
 import te_jax as te
@@ -94,7 +95,7 @@ def test_beside_what_a_pass_writes(rng):
     """Statistics that the pass would update do not stand in the way, and only kernels come back."""
     x = data(rng, 3, WIDTH)
     with te.autocast(True, CURRENT):
-        variables = jax.jit(Normed().init)(jax.random.key(0), x)
+        variables = quick_init(Normed().init)(jax.random.key(0), x)
         made = te_flax.fp8_kernels(Normed(), variables, x)
     assert jax.tree.map(jnp.shape, nn.meta.unbox(made["fp8_kernels"]["dense"]["kernel"]).tensor.data) == (WIDTH, 10)
     assert made.keys() == {"fp8_kernels"}

@@ -13,6 +13,7 @@ from flax import linen as nn
 from jax import lax
 from jaxprs import equations
 from layer_cases import close, data, fresh_state, observed, qdq, reference_norm
+from quick_init import quick_init
 from recipe_cases import near, own, results
 
 import te_jax as te
@@ -251,7 +252,7 @@ def test_modules(name, rng, monkeypatch):
     """Without state, and with the numbers of plain JAX; f32, so that nothing but FP8 rounds."""
     module, (x,) = MODULES[name](), data(rng, (2, 8, 16))
     with te.autocast(True, RECIPE):
-        variables = nn.meta.unbox(jax.jit(module.init)(KEY, x))
+        variables = nn.meta.unbox(quick_init(module.init)(KEY, x))
         assert set(variables) == {"params"}
         run = lambda: results(lambda v, x: first(module.apply(v, x)), variables, x)
         got = run()
@@ -263,7 +264,7 @@ def test_a_training_loop_passes_through(rng):
     """The loop of the README: no collection, and `update_fp8_metas` has nothing to do."""
     module, (x,) = MODULES["TransformerLayer"](), data(rng, (2, 8, 16))
     with te.autocast(True, RECIPE):
-        state, params = flax.core.pop(jax.jit(module.init)(KEY, x), "params")
+        state, params = flax.core.pop(quick_init(module.init)(KEY, x), "params")
 
         @jax.jit
         def step(params, state):

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from layer_cases import TENSORS, close, data, emulated, with_gradients
+from quick_init import quick_init
 from recipe_cases import near
 
 import te_jax as te
@@ -70,7 +71,7 @@ def test_modules_are_those_of_delayed_scaling_with_these_scales(rng):
             return jax.jit(jax.value_and_grad(loss, (0, 1)))(params, x)
 
     with te.autocast(True, delayed):
-        state, params = flax.core.pop(nn.meta.unbox(jax.jit(module.init)(KEY, x)), "params")
+        state, params = flax.core.pop(nn.meta.unbox(quick_init(module.init)(KEY, x)), "params")
 
     def filled(path, leaf):
         (tensor,) = [tensor for tensor in TENSORS if path[-1].key.startswith(tensor)]

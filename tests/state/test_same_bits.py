@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from conftest import QUICK
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -58,9 +59,10 @@ print(json.dumps({jax.tree_util.keystr(path): bits(leaf) for path, leaf in leave
 
 
 def test_two_processes_train_to_the_same_bits(tmp_path):
+    quick = "" if jax.default_backend() == "gpu" else QUICK
     environment = os.environ | {
         "PYTHONPATH": str(Path(te.__file__).parents[1]),  # the te_jax that is tested
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {quick} --xla_gpu_deterministic_ops=true",
     }
     start = lambda: subprocess.Popen(
         [sys.executable, "-c", _STEPS], stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment

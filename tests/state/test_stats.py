@@ -14,6 +14,7 @@ import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from quick_init import quick_init
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -141,7 +142,7 @@ def test_guide(capsys):
     (program,) = [program for program in programs if "te.fp8_stats" in program]
     model, x = te_flax.DenseGeneral(4), jnp.ones((2, 4))
     with te.autocast(True, RECIPE):
-        collections, params = flax.core.pop(jax.jit(model.init)(jax.random.key(0), x), "params")
+        collections, params = flax.core.pop(quick_init(model.init)(jax.random.key(0), x), "params")
     state = te_flax.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1), collections=collections)
     loss_fn = lambda params, fp8, x: jnp.sum(model.apply({"params": params, **fp8}, 500 * x))
     exec(program, dict(jax=jax, te=te, recipe=RECIPE, loss_fn=loss_fn, state=state, x=x))
@@ -168,7 +169,7 @@ def test_a_tensor_that_no_gemm_reads_in_fp8(out_of_fp8):
     recipe = DelayedScaling(amax_history_len=3, override_linear_precision=out_of_fp8)
     model, x = te_flax.DenseGeneral(4), jnp.full((2, 4), 3.0)
     with te.autocast(True, recipe):
-        collections, params = flax.core.pop(jax.jit(model.init)(jax.random.key(0), x), "params")
+        collections, params = flax.core.pop(quick_init(model.init)(jax.random.key(0), x), "params")
         loss = lambda fp8: jnp.sum(model.apply({"params": params, **fp8}, x))
         stats = te.fp8_stats(jax.jit(jax.grad(loss))(te.fp8_probes(collections)))
     assert np.isnan(stats["x"].amax) and np.isnan(stats["x"].headroom)
@@ -177,7 +178,7 @@ def test_a_tensor_that_no_gemm_reads_in_fp8(out_of_fp8):
 def test_kernels_of_probed_variables_serve_a_pass_without_probes():
     model, x = te_flax.DenseGeneral(4), jnp.full((2, 4), 3.0)
     with te.autocast(True, RECIPE):
-        collections, params = flax.core.pop(jax.jit(model.init)(jax.random.key(0), x), "params")
+        collections, params = flax.core.pop(quick_init(model.init)(jax.random.key(0), x), "params")
         kernels = te_flax.fp8_kernels(model, {"params": params, **te.fp8_probes(collections)}, x)
         loss = lambda fp8, kernels: jnp.sum(model.apply({"params": params, **fp8, **kernels}, x))
         got, want = jax.jit(lambda fp8: [jax.grad(loss)(fp8, k) for k in (kernels, {})])(collections)
@@ -274,7 +275,7 @@ def test_layers_and_uses(rng):
     """Scanned layers have numbers of their own; of uses that share a state the largest count."""
     x, dy = wide(rng, 5, 16), wide(rng, 2, 5, 16)
     with te.autocast(True, RECIPE):
-        variables = jax.jit(Stack().init)(jax.random.key(0), x)
+        variables = quick_init(Stack().init)(jax.random.key(0), x)
     own, params = flax.core.pop(variables, "params")
     own["fp8_metas"]["dense"]["x_scale"] = jnp.asarray([[1e-3], [30.0], [1e3]])
 

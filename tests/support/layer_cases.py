@@ -50,7 +50,7 @@ def close(got, want, dtype=jnp.float32):
 
 
 def data(rng, *shapes, dtype=jnp.float32):
-    return [jnp.asarray(rng.standard_normal(s), jnp.float32).astype(dtype) for s in shapes]
+    return [jnp.asarray(rng.standard_normal(s).astype(np.float32).astype(dtype)) for s in shapes]
 
 
 def with_gradients(fn, *args, dy):

@@ -1,5 +1,6 @@
 """Probes of the fields and arguments of norms of queries and keys, of latent attention, and of soft caps."""
 
+import jax
 import jax.numpy as jnp
 from probes import Probe
 from probes_modules import CORE, KEY, LATENT, MHA, MLA, TRANSFORMER, B, H, N, S, T, V, X, applied, field_probes, made
@@ -44,11 +45,15 @@ FIELDS = [
 
 
 def continued(kv_up):
-    """A step on a cache, with other parameters of `kv_up`."""
-    module, x = MLA(num_attention_heads=N, **LATENT), jnp.ones((B, S, H))
-    variables = module.init(KEY, x, decode=True)
-    params = {name: leaf for name, leaf in variables["params"].items() if name != "kv_up"} | kv_up
-    return module.apply({**variables, "params": params}, x[:, :1], decode=True, mutable=["cache"])
+    """A step on a cache, with other parameters of `kv_up`; by shapes."""
+    module = MLA(num_attention_heads=N, **LATENT)
+
+    def run(x):
+        variables = module.init(KEY, x, decode=True)
+        params = {name: leaf for name, leaf in variables["params"].items() if name != "kv_up"} | kv_up
+        return module.apply({**variables, "params": params}, x[:, :1], decode=True, mutable=["cache"])
+
+    return jax.eval_shape(run, X)
 
 
 PROBES = [

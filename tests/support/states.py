@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from quick_init import quick_init
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -18,7 +19,7 @@ def data(rng: np.random.Generator, *shape: int) -> jax.Array:
 def state_of(model, recipe, x) -> te_flax.TrainState:
     """Before the first step of gradient descent; parameters are boxed with their logical axes."""
     with te.autocast(True, recipe):
-        others, params = flax.core.pop(jax.jit(model.init)(jax.random.key(0), x), "params")
+        others, params = flax.core.pop(quick_init(model.init)(jax.random.key(0), x), "params")
         return te_flax.TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1), collections=others)
 
 
