@@ -16,7 +16,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from quick_init import quick_init
+from quick_init import quick_init, quick_nnx
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -129,6 +129,7 @@ def test_microbatches(rng):
         moved = step(state, (grads, new))
         for _, of_microbatch in each:
             multi = step(multi, of_microbatch)
+    each, loss, grads, new = jax.device_get((each, loss, grads, new))
     np.testing.assert_allclose(loss, np.mean([value for value, _ in each]), rtol=1e-6)
     mean = jax.tree.map(lambda *g: sum(g) / 2, *(g[0] for _, g in each))
     # Sums of each microbatch in another order, and one rounding instead of two.
@@ -330,7 +331,7 @@ def test_nnx_is_linen(rng):
         fields = LAYER | dict(moe=LAYER["moe"] | dict(use_expert_bias=True))
         layer = nnx.eval_shape(lambda: te_nnx.TransformerLayer(**fields, rngs=nnx.Rngs(0)))
         assert type(layer.moe) is te_nnx.MoEBlock and isinstance(layer.moe.expert_bias, te_nnx.ExpertBias)
-        model, linen = te_nnx.MoEBlock(H, **FIELDS, rngs=nnx.Rngs(0)), BLOCK
+        model, linen = quick_nnx(lambda: te_nnx.MoEBlock(H, **FIELDS, rngs=nnx.Rngs(0))), BLOCK
         variables = te_nnx.to_linen(model)
         params = variables.pop("params")
 
@@ -361,7 +362,7 @@ def test_nnx_is_linen(rng):
 
 def test_plain_gradients_are_told():
     """Without FP8 state too: `nnx.value_and_grad` leaves the bias as it is, ours moves it."""
-    model = te_nnx.MoEBlock(8, E, K, 8, use_expert_bias=True, rngs=nnx.Rngs(0))
+    model = quick_nnx(lambda: te_nnx.MoEBlock(8, E, K, 8, use_expert_bias=True, rngs=nnx.Rngs(0)))
     trace = lambda grad: nnx.eval_shape(lambda model, x: grad(model, x)[0], model, jnp.ones((1, 2, 8)))
     loss = lambda model, x: jnp.sum(model(x))
     with pytest.warns(UserWarning, match="MoEBlock: .* not of the biases of experts, .* te_jax.nnx.value_and_grad"):

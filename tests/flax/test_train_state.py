@@ -96,8 +96,11 @@ def test_other_collections():
         return jnp.mean(y**2), updated
 
     with te.autocast(True, RECIPE):
-        (_, updated), grads = te.value_and_grad(loss, (0, 1), has_aux=True)(state.params, state.fp8, data(8, 16) + 5)
-        new = state.apply_gradients(grads=grads, collections=updated)
+        grad = jax.jit(te.value_and_grad(loss, (0, 1), has_aux=True))
+        (_, updated), grads = grad(state.params, state.fp8, data(8, 16) + 5)
+        new = jax.jit(lambda state, grads, updated: state.apply_gradients(grads=grads, collections=updated))(
+            state, grads, updated
+        )
     assert float(jnp.min(new.variables["batch_stats"]["BatchNorm_0"]["mean"])) > 0.04
     assert newest(new.fp8, layer="DenseGeneral_0") > 0
 

@@ -58,9 +58,9 @@ def ours(x, kernel, labels, cotangent, reduction="mean", words_first=False, **op
 
 def whole(x, kernel, labels, cotangent, reduction="mean", **options):
     with jax.enable_x64(True):
-        x, kernel = (jnp.asarray(a, jnp.float64) for a in (x, kernel))
         f = lambda x, w: reduced(loss_of(x @ w, labels, **options), labels, reduction)
-        return [np.asarray(a) for a in with_gradients(f, x, kernel, jnp.asarray(cotangent), reduction)]
+        run = jax.jit(lambda *args: with_gradients(f, *args, reduction))
+        return list(map(np.asarray, run(np.asarray(x, np.float64), np.asarray(kernel, np.float64), cotangent)))
 
 
 def close(got, want, unit):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from quick_init import quick_nnx
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -66,7 +67,7 @@ def test_variables_and_outputs_are_linens(case):
     cls, sizes, fields, args = CASES[case]
     linen = cls.linen_type(**{**cls.defaults, **fields})
     with te.autocast(True, RECIPE):
-        module = cls(*sizes, **fields, rngs=nnx.Rngs(7))
+        module = quick_nnx(lambda: cls(*sizes, **fields, rngs=nnx.Rngs(7)))
         want = unboxed(jax.eval_shape(lambda key: linen.init(key, *args), jax.random.key(0)))
         variables = te_nnx.to_linen(module)
         assert {c: paths(variables[c]) for c in variables} == {c: paths(want[c]) for c in want}
@@ -94,21 +95,25 @@ def test_cross_attention_and_decoder():
     """Widths of `encoded` that are not the layer's."""
     encoded = jnp.ones((2, 8, 24), jnp.bfloat16)
     fields = dict(head_dim=16, num_attention_heads=2, attn_mask_type="no_mask")
-    attention = te_nnx.MultiHeadAttention(H, **fields, kv_features=24, rngs=nnx.Rngs(0))
+    attention = quick_nnx(lambda: te_nnx.MultiHeadAttention(H, **fields, kv_features=24, rngs=nnx.Rngs(0)))
     assert attention.kv.kernel.shape == (24, 2, 32)
     variables = te_nnx.to_linen(attention)
     assert_same(attention(X, encoded), te_flax.MultiHeadAttention(**fields).apply(variables, X, encoded))
 
-    layer = te_nnx.TransformerLayer(**LAYER, layer_type="decoder", encoded_features=24, rngs=nnx.Rngs(0))
+    layer = quick_nnx(
+        lambda: te_nnx.TransformerLayer(**LAYER, layer_type="decoder", encoded_features=24, rngs=nnx.Rngs(0))
+    )
     want = te_flax.TransformerLayer(**LAYER, layer_type="decoder").apply(te_nnx.to_linen(layer), X, encoded)
     assert_same(layer(X, encoded), want)
-    same = te_nnx.TransformerLayer(**LAYER, layer_type=te_flax.TransformerLayerType.DECODER, rngs=nnx.Rngs(0))
+    same = quick_nnx(
+        lambda: te_nnx.TransformerLayer(**LAYER, layer_type=te_flax.TransformerLayerType.DECODER, rngs=nnx.Rngs(0))
+    )
     assert same.encoder_decoder_attention.kv.kernel.shape == (H, 2, H)
 
 
 def test_attributes():
     with te.autocast(True, RECIPE):
-        layer = te_nnx.TransformerLayer(**LAYER, low_rank_adaptation_scope="mlp", rngs=nnx.Rngs(0))
+        layer = quick_nnx(lambda: te_nnx.TransformerLayer(**LAYER, low_rank_adaptation_scope="mlp", rngs=nnx.Rngs(0)))
     attention = layer.attention
     assert type(attention) is te_nnx.MultiHeadAttention and type(layer.mlp) is te_nnx.LayerNormMLP
     assert type(attention.qkv) is te_nnx.LayerNormDenseGeneral and type(attention.out) is te_nnx.DenseGeneral
@@ -130,13 +135,13 @@ def test_attributes():
 def test_state_of_fp8_attention():
     dpa = te.recipe.DelayedScaling(amax_history_len=3, fp8_dpa=True)
     with te.autocast(True, dpa):
-        layer = te_nnx.MultiHeadAttention(H, 16, 2, rngs=nnx.Rngs(0))
+        layer = quick_nnx(lambda: te_nnx.MultiHeadAttention(H, 16, 2, rngs=nnx.Rngs(0)))
         want = jax.eval_shape(te_flax.MultiHeadAttention(16, 2).init, jax.random.key(0), X)
     assert paths(te_nnx.to_linen(layer)["fp8_metas"]) == paths(want["fp8_metas"])
     assert type(layer.DotProductAttention_0) is te_nnx.DotProductAttention
     with te.autocast(True, RECIPE):
         layer(X)  # it has more than this recipe needs
-        other = te_nnx.MultiHeadAttention(H, 16, 2, rngs=nnx.Rngs(0))
+        other = quick_nnx(lambda: te_nnx.MultiHeadAttention(H, 16, 2, rngs=nnx.Rngs(0)))
     with te.autocast(True, dpa), pytest.raises(ValueError, match="DotProductAttention_0`: .*no FP8 state q_scale"):
         other(X)
 
@@ -156,7 +161,7 @@ def test_layers_of_equal_fields_are_one_to_jit():
 
 def test_split_merge_clone():
     with te.autocast(True, RECIPE):
-        layer = te_nnx.LayerNormMLP(H, 48, rngs=nnx.Rngs(0))
+        layer = quick_nnx(lambda: te_nnx.LayerNormMLP(H, 48, rngs=nnx.Rngs(0)))
         graphdef, params, fp8 = nnx.split(layer, nnx.Param, te_nnx.Fp8State)
         assert len(jax.tree.leaves(fp8)) == 2 * 3 * 2
         want = layer(X)[0]
@@ -175,14 +180,14 @@ def test_replaced_submodule_is_called():
             assert residual is True and deterministic is True
             return x + self.inner(x, deterministic=True), None
 
-    layer = te_nnx.TransformerLayer(**LAYER, rngs=nnx.Rngs(0))
+    layer = quick_nnx(lambda: te_nnx.TransformerLayer(**LAYER, rngs=nnx.Rngs(0)))
     layer.mlp = Double(nnx.Rngs(1))
     after_attention = layer.attention(X, deterministic=True, residual=True)[0]
     assert_same(layer(X, deterministic=True), after_attention + layer.mlp.inner(after_attention, deterministic=True))
     graphdef, state = nnx.split(layer)  # and it stays so
     assert_same(nnx.merge(graphdef, state)(X, deterministic=True), layer(X, deterministic=True))
 
-    relu = te_nnx.TransformerLayer(**LAYER, mlp_activations=("relu",), rngs=nnx.Rngs(0))
+    relu = quick_nnx(lambda: te_nnx.TransformerLayer(**LAYER, mlp_activations=("relu",), rngs=nnx.Rngs(0)))
     want = relu(X)
     layer.mlp, layer.attention = relu.mlp, relu.attention
     assert_same(layer(X), want)
@@ -228,7 +233,7 @@ def test_decoding():
 
 
 def test_converter_refuses_what_does_not_fit():
-    layer = te_nnx.DenseGeneral(H, 8, rngs=nnx.Rngs(0))
+    layer = quick_nnx(lambda: te_nnx.DenseGeneral(H, 8, rngs=nnx.Rngs(0)))
     params = te_nnx.to_linen(layer)["params"]
     with pytest.raises(ValueError, match="variables has params/extra, the module has not"):
         te_nnx.from_linen({"params": {**params, "extra": params["bias"]}}, layer)
@@ -257,7 +262,7 @@ def test_parameters_lie_by_logical_axis_rules(on_host):
     mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     resource = MeshResource(fsdp_resource="fsdp", tp_resource="tp")
     with jax.set_mesh(mesh), global_shard_guard(resource), nn.logical_axis_rules(extend_logical_axis_rules(())):
-        layer = te_nnx.TransformerLayer(**LAYER, rngs=nnx.Rngs(0))
+        layer = quick_nnx(lambda: te_nnx.TransformerLayer(**LAYER, rngs=nnx.Rngs(0)))
         kernel = layer.attention.qkv.kernel
         assert kernel.out_sharding == ("fsdp", None, "tp")
         assert kernel[...].sharding.shard_shape(kernel.shape) == (16, 3, 16)
@@ -270,6 +275,6 @@ def test_parameters_lie_by_logical_axis_rules(on_host):
 
         kernel = stacked(nnx.Rngs(0)).kernel
         assert kernel.out_sharding == (None, "fsdp", "tp") and kernel.shape == (3, H, 16)
-    bare = te_nnx.TransformerLayer(**LAYER, rngs=nnx.Rngs(0))
+    bare = quick_nnx(lambda: te_nnx.TransformerLayer(**LAYER, rngs=nnx.Rngs(0)))
     assert not bare.attention.qkv.kernel.has_metadata("out_sharding")
     assert_same(te_nnx.to_linen(bare), te_nnx.to_linen(layer))

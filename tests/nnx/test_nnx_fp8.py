@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from quick_init import quick_nnx
 from states import restored, saved
 
 import te_jax as te
@@ -29,7 +30,7 @@ X = BATCHES[0]
 def make(cls=None, *sizes, use=DELAYED, seed=0, **fields):
     cls, sizes = (cls, sizes) if cls else (te_nnx.DenseGeneral, (H, H))
     with te.autocast(use is not None, use):
-        return cls(*sizes, **fields, rngs=nnx.Rngs(seed))
+        return quick_nnx(lambda: cls(*sizes, **fields, rngs=nnx.Rngs(seed)), seed)
 
 
 def loss_of(model, x):

@@ -9,7 +9,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from quick_init import quick_init
+from quick_init import quick_init, quick_nnx
 from states import assert_equal, data, restored, saved
 
 import te_jax as te
@@ -192,7 +192,7 @@ def test_nnx(rng):
     """Through the converters, and beside LoRA's own type of parameters."""
     x, wrt = data(rng, 4, WIDTH), nnx.LoRAParam
     with te.autocast(True, CURRENT):
-        model = nnx.jit(lambda: te_nnx.LayerNormMLP(WIDTH, intermediate_dim=40, **LORA, rngs=nnx.Rngs(0)))()
+        model = quick_nnx(lambda: te_nnx.LayerNormMLP(WIDTH, intermediate_dim=40, **LORA, rngs=nnx.Rngs(0)))
         narrow = jax.jit(lambda v: te_flax.fp8_params(model.linen, v, x))(te_nnx.to_linen(model))
         grads = jax.jit(lambda state: te_nnx.value_and_grad(lambda m: jnp.sum(m(x)[0] ** 2), wrt=wrt)(state))
         want = grads(model)

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from layer_cases import TENSORS, close, data, emulated, with_gradients
-from quick_init import quick_init
+from quick_init import quick_init, quick_nnx
 from recipe_cases import near
 
 import te_jax as te
@@ -81,7 +81,8 @@ def test_modules_are_those_of_delayed_scaling_with_these_scales(rng):
     want = results(delayed, state, params)
     jax.tree.map(near, results(fixed, {}, params), want)
     with te.autocast(True, fixed):
-        model = te_nnx.from_linen({"params": params}, te_nnx.TransformerLayer(**LAYER, rngs=nnx.Rngs(0)))
+        model = quick_nnx(lambda: te_nnx.TransformerLayer(**LAYER, rngs=nnx.Rngs(0)))
+        model = te_nnx.from_linen({"params": params}, model)
         assert not nnx.state(model, te_nnx.Fp8State)
         loss, grads = nnx.jit(te_nnx.value_and_grad(lambda model, x: jnp.sum(jnp.sin(model(x)))))(model, x)
     near(loss, want[0])

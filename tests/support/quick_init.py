@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 _ONES = ("scale",)  # gamma, and the scales of FP8 state
 _ZEROS = ("bias", "amax_history", "index", "count", "offset", "lora_b_kernel", "lora_b")
@@ -21,20 +22,29 @@ def quick_init(init, seed=0):
     def run(*args, **kwargs):
         rng = np.random.default_rng(seed)
         shapes = jax.eval_shape(functools.partial(init, **kwargs), *args)
-        return jax.tree.map_with_path(lambda path, leaf: jnp.asarray(_value(path, leaf, rng), leaf.dtype), shapes)
+        return jax.tree.map_with_path(lambda path, leaf: _value(path, leaf, rng), shapes)
 
     return run
 
 
 def _value(path, leaf, rng):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.key(0)
     name = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)][-1]
     has = lambda endings: any(name == end or name.endswith(f"_{end}") for end in endings)
     if has(_ZEROS):
-        return np.zeros(leaf.shape, leaf.dtype)
+        return jnp.asarray(np.zeros(leaf.shape, leaf.dtype))
     if has(_ONES):
-        return np.ones(leaf.shape, leaf.dtype)
+        return jnp.asarray(np.ones(leaf.shape, leaf.dtype))
     if has(_NORMAL):
         deviation = 1 if name.endswith("embedding") else 1 / math.sqrt(max(leaf.shape[:-1], default=1))
-        return (deviation * rng.standard_normal(leaf.shape)).astype(leaf.dtype)
+        return jnp.asarray((deviation * rng.standard_normal(leaf.shape)).astype(leaf.dtype))
     where = jax.tree_util.keystr(path)
     raise KeyError(f"quick_init: how does the leaf {where} begin? Say so in tests/support/quick_init.py")
+
+
+def quick_nnx(make, seed=0):
+    """The NNX module that `make()` constructs, with such values."""
+    rng, model = np.random.default_rng(seed), nnx.eval_shape(make)
+    nnx.update(model, jax.tree.map_with_path(lambda path, leaf: _value(path, leaf, rng), nnx.state(model)))
+    return model
