@@ -3,6 +3,7 @@ lead somewhere. A block whose fence says `python gpu` is compiled alone where th
 
 import argparse
 import contextlib
+import functools
 import io
 import os
 import pathlib
@@ -18,6 +19,7 @@ import warnings
 import jax
 import numpy as np
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 from te_jax.core import op
@@ -63,8 +65,33 @@ DONE = {
 }
 # What goes on from what; the others stand alone.
 TOGETHER = ("README.md", "docs/getting_started.md", "docs/ops.md", "docs/guide.md")
+EAGER = ("README.md", "docs/migration.md")  # whose modules run op by op, as they stand
 TUTORIALS = tuple(f"docs/tutorials/{name}.md" for name in ("gpt", "health", "moe", "lora"))
 ALONE = [(name,) for name in DOCUMENTS if name not in (*TOGETHER, *TUTORIALS) and any(blocks(name, "python"))]
+
+
+def one_program(method):
+    """`init` or `apply` of a module: where nothing is traced, as a jitted function of the arrays. Each op by itself is
+    a program to compile."""
+
+    @functools.cache
+    def compiled(module, tree, static):
+        def call(arrays):
+            args, kwargs = jax.tree.unflatten(tree, [next(arrays) if of is None else of[0] for of in static])
+            return method(module, *args, **kwargs)
+
+        return jax.jit(lambda arrays: call(iter(arrays)))
+
+    @functools.wraps(method)
+    def call(module, *args, **kwargs):
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return method(module, *args, **kwargs)
+        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+        static = tuple(None if isinstance(leaf, jax.Array) else (leaf,) for leaf in leaves)
+        return compiled(module, tree, static)(arrays)
+
+    return call
 
 
 @pytest.mark.parametrize("documents", [TOGETHER, TUTORIALS, *ALONE], ids=" ".join)
@@ -72,10 +99,14 @@ def test_python_blocks_run(documents, monkeypatch, request):
     if documents in ALONE:  # they are of several devices
         request.getfixturevalue("on_host")
     monkeypatch.setattr(op, "ops", dict(op.ops))  # "How to add an op" of docs/ops.md adds one
+    as_it_is = {name: getattr(nn.Module, name) for name in ("init", "apply")}
+    jitted = {name: one_program(method) for name, method in as_it_is.items()}
     names = {"__name__": "__main__"}
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # a program that we print is no reason for a warning
         for document in documents:
+            for name, method in (as_it_is if document in EAGER else jitted).items():
+                monkeypatch.setattr(nn.Module, name, method)
             words, check = DONE.get(document, ("", None))
             for info, line, text in blocks(document, "python"):
                 code = compile("\n" * line + text, str(ROOT / document), "exec")  # tracebacks name the line
