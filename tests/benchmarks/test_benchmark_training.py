@@ -12,6 +12,7 @@ from benchmarks import ceilings, layers, meshes, training
 from benchmarks.__main__ import main
 
 COUNT = jax.device_count()
+PARTS = min(COUNT, 4)  # devices of a mesh that trains: the first and the last have others between them
 FULL = list(training.models(tiny=False, count=8))
 
 
@@ -96,13 +97,13 @@ def test_kernels_of_flax_are_cut_as_megatron_cuts_them():
 
 
 def trained(role: meshes.Role, gpus: int):
-    """A small GPT in bf16: the loss that its 16th step finds, and the state after it."""
+    """A small GPT in bf16: the loss that its 12th step finds, and the state after it."""
     cut = role.name if role in (meshes.TP, meshes.CP) else ""
-    layer = layers.Layer("", 8, 32, 128, 256, 8, 8, cut=cut, param_dtype=jnp.float32)
+    layer = layers.Layer("", 8, 16, 128, 256, 8, 8, cut=cut, param_dtype=jnp.float32)
     call = training.Trainee(training.Gpt(256, layers.Stack("", 2, layer), role, gpus), "te_jax bf16").training()
     before = call.run.state
-    state, loss = call.issue(11)
-    assert int(state.step) == 16 and jax.tree.leaves(before.params)[0].is_deleted()  # its memory is the next one's
+    state, loss = call.issue(7)
+    assert int(state.step) == 12 and jax.tree.leaves(before.params)[0].is_deleted()  # its memory is the next one's
     return float(loss), state
 
 
@@ -116,10 +117,10 @@ def test_a_mesh_trains_as_one_device(role, loss_of_one):
     """Other orders of summation round bf16 otherwise: some 10 roundings of 2^-9 between a token and its logits, whose
     spread is 0.5 at most, in a mean over 256 tokens are 2e-4; four times that, and again as much for the updates that
     led there. By then the loss has fallen by 0.3 from 5.6."""
-    loss, state = trained(role, COUNT)
+    loss, state = trained(role, PARTS)
     assert loss_of_one < 5.3 and loss == pytest.approx(loss_of_one, abs=1.6e-3)
-    if role is meshes.FSDP:  # all but biases, norms and positions is an eighth on each device
+    if role is meshes.FSDP:  # all but biases, norms and positions is an equal part on each device
         arrays = jax.tree.leaves((state.params, state.opt_state))
         of_one = sum(array.addressable_shards[0].data.size for array in arrays)
         small = 3 * (32 * 128 + 2 * (384 + 128 + 256 + 128 + 4 * 128) + 2 * 128) + 3  # three of each, and counts
-        assert of_one <= sum(array.size for array in arrays) / COUNT + small
+        assert of_one <= sum(array.size for array in arrays) / PARTS + small

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from example_runs import EXAMPLES, SMALL, compiled_once, train  # noqa: F401
+from example_runs import EXAMPLES, SMALL, compiled_once, rendered, train, unrendered  # noqa: F401
 
 from te_jax import recipe
 
@@ -128,7 +128,7 @@ def test_quickstart_variants(change):
 # -- training ----------------------------------------------------------------------------------
 
 
-def test_compare_writes_curves_and_checks_the_gap(tmp_path):
+def test_compare_writes_curves_and_checks_the_gap(tmp_path, rendered):  # noqa: F811
     code, results, said = train(tmp_path, "--compare", "--check-gap", "1.0")
     assert code == 0 and "gap (FP8 - bf16)" in said
     fp8, bf16 = (np.array(results["runs"][p]["losses"]) for p in ("fp8", "bf16"))
@@ -147,7 +147,7 @@ def test_compare_writes_curves_and_checks_the_gap(tmp_path):
     assert again["gap_last_tenth"] == results["gap_last_tenth"]
 
 
-def test_resume_is_bit_for_bit(tmp_path, monkeypatch):
+def test_resume_is_bit_for_bit(tmp_path, monkeypatch, rendered):  # noqa: F811
     """From a checkpoint written while training went on; and so are the numbers of --fp8-report."""
     scalars = []
 
@@ -305,7 +305,7 @@ def test_smooth_is_centred():
     np.testing.assert_array_equal(plot.smooth(step, 1), step)
 
 
-def test_plot_of_several_results(tmp_path, capsys):
+def test_plot_of_several_results(tmp_path, capsys, rendered):  # noqa: F811
     """One colour for a recipe, whatever else is drawn; the gaps of thinned curves."""
     paths = []
     for place, recipe_name in enumerate(["bf16", "delayed", "attention", "current", "block", "fixed", "mxfp8"]):

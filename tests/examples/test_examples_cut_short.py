@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from example_runs import EXAMPLES, SMALL, TEXT, compiled_once, train  # noqa: F401
+from example_runs import EXAMPLES, SMALL, TEXT, compiled_once, train, unrendered  # noqa: F401
 
 import train_gpt  # isort: skip
 from gpt import checkpoint, config, progress, rundir, steps, stopping  # isort: skip

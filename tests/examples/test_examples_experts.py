@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from example_runs import compiled_once, train  # noqa: F401
+from example_runs import compiled_once, rendered, train, unrendered  # noqa: F401
 
 import generate  # isort: skip
 from gpt import config, flops, load  # isort: skip
@@ -84,7 +84,7 @@ def check_loads(run: dict):
     assert np.sum(loads["counts"], -1).tolist() == [2 * 4 * 32]  # top k, batch, sequence
 
 
-def test_balanced_by_a_loss(tmp_path):
+def test_balanced_by_a_loss(tmp_path, rendered):  # noqa: F811
     """In FP8 and in bf16."""
     code, results, said = train(tmp_path, *MOE, "--compare", "--no-checkpoint")
     assert code == 0 and said.count("times the mean in a step") == 2
