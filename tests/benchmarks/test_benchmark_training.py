@@ -69,12 +69,13 @@ def test_figures():
 def test_row(tmp_path, capsys, monkeypatch):
     found = {"sustained": 1.0, "brief": 1.0}
     monkeypatch.setattr(ceilings, "measure", lambda tiny: dict.fromkeys(("copy", "fp8", "bf16"), found))
-    only = rf" dp={COUNT} step \| te_jax fp8 fast$"
+    monkeypatch.setattr(jax, "device_count", lambda: PARTS)
+    only = rf" dp={PARTS} step \| te_jax fp8 fast$"
     out = tmp_path / "results.json"
     args = ["training", "--tiny", "--calls", "1", "--repeat", "1", "--only", only, "--out", str(out)]
     assert main(args) == 0
     (row,) = json.loads(out.read_text())["rows"]
-    assert row["tokens_per_s"] == pytest.approx(COUNT * row["tokens_per_s_per_gpu"])
+    assert row["tokens_per_s"] == pytest.approx(PARTS * row["tokens_per_s_per_gpu"])
     assert row["tokens_per_s"] == pytest.approx(1e6 / row["us_per_token"])
     assert "tokens/s" in capsys.readouterr().out
 
@@ -82,7 +83,7 @@ def test_row(tmp_path, capsys, monkeypatch):
 @pytest.mark.skipif(COUNT == 1, reason="one device cuts nothing")
 def test_kernels_of_flax_are_cut_as_megatron_cuts_them():
     """Into the heads and the MLP by columns, out of them by rows: one sum over devices behind each pair."""
-    model = next(model for model in training.models(tiny=True, count=COUNT) if model.role is meshes.TP)
+    model = next(model for model in training.models(tiny=True, count=PARTS) if model.role is meshes.TP)
     trainee = training.Trainee(model, "flax bf16")
     cuts, _ = trainee.shardings
     (layer,) = cuts["_Scanned_0"]["layers"].values()
@@ -99,7 +100,7 @@ def test_kernels_of_flax_are_cut_as_megatron_cuts_them():
 def trained(role: meshes.Role, gpus: int):
     """A small GPT in bf16: the loss that its 12th step finds, and the state after it."""
     cut = role.name if role in (meshes.TP, meshes.CP) else ""
-    layer = layers.Layer("", 8, 16, 128, 256, 8, 8, cut=cut, param_dtype=jnp.float32)
+    layer = layers.Layer("", 8, 32, 128, 256, 8, 8, cut=cut, param_dtype=jnp.float32)
     call = training.Trainee(training.Gpt(256, layers.Stack("", 2, layer), role, gpus), "te_jax bf16").training()
     before = call.run.state
     state, loss = call.issue(7)
@@ -116,9 +117,9 @@ def loss_of_one():
 def test_a_mesh_trains_as_one_device(role, loss_of_one):
     """Other orders of summation round bf16 otherwise: some 10 roundings of 2^-9 between a token and its logits, whose
     spread is 0.5 at most, in a mean over 256 tokens are 2e-4; four times that, and again as much for the updates that
-    led there. By then the loss has fallen by 0.3 from 5.6."""
+    led there. By then the loss has fallen by 0.2 from 5.6."""
     loss, state = trained(role, PARTS)
-    assert loss_of_one < 5.3 and loss == pytest.approx(loss_of_one, abs=1.6e-3)
+    assert loss_of_one < 5.45 and loss == pytest.approx(loss_of_one, abs=1.6e-3)
     if role is meshes.FSDP:  # all but biases, norms and positions is an equal part on each device
         arrays = jax.tree.leaves((state.params, state.opt_state))
         of_one = sum(array.addressable_shards[0].data.size for array in arrays)

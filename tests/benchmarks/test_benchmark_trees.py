@@ -2,13 +2,18 @@
 
 from pathlib import Path
 
+import jax
+from conftest import QUICK
+
 import te_jax
 from benchmarks import trees
 
 INSTALLED = Path(te_jax.__file__).parents[1]
 
 
-def test_a_tree_beside_itself(capsys):
+def test_a_tree_beside_itself(capsys, monkeypatch):
+    if jax.default_backend() == "cpu":
+        monkeypatch.setenv("XLA_FLAGS", QUICK)
     tree = trees.Tree(INSTALLED, tiny=True)
     row = trees.compare([tree, tree], "gpt", "delayed", calls=1)
     assert row["differing"] == row["unsteady"] == [] and row["ms"] > 0

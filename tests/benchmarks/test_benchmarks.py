@@ -114,6 +114,13 @@ def known_ceilings(monkeypatch):
     monkeypatch.setattr(ceilings, "measure", lambda tiny: CEILINGS)
 
 
+@pytest.fixture
+def unrendered(monkeypatch):
+    """Figures are composed as ever, and not rendered: `test_run` looks at a file of one."""
+    if run.roofline.available():
+        monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **how: None)
+
+
 def test_run(tmp_path, capsys):
     out = tmp_path / "new" / "results.json"
     code = main(["all", "--tiny", "--calls", "2", "--repeat", "2", "--only", ONE_OF_EACH, "--out", str(out)])
@@ -139,7 +146,7 @@ def test_run(tmp_path, capsys):
     assert attention[0]["beside"]["jax.nn cudnn"] == pytest.approx(attention[0]["ms"] / attention[1]["ms"])
 
 
-def test_compare_and_load(tmp_path, capsys):
+def test_compare_and_load(tmp_path, capsys, unrendered):
     """Results made by earlier versions of the program load too."""
     for path in RESULTS:
         old = report.load(path)
@@ -183,7 +190,7 @@ def test_without_a_gpu_full_sizes_are_refused(capsys):
         ("meshes", f"tp={jax.device_count()} .*te_jax bf16"),
     ],
 )
-def test_other_suites_run(suite, only, tmp_path, known_ceilings):
+def test_other_suites_run(suite, only, tmp_path, known_ceilings, unrendered):
     out = tmp_path / "results.json"
     args = [suite, "--tiny", "--calls", "1", "--repeat", "1", "--only", only, "--out", str(out)]
     assert main(args) == 0

@@ -159,7 +159,7 @@ def test_resume_is_bit_for_bit(tmp_path, monkeypatch, rendered):  # noqa: F811
         close = staticmethod(lambda: scalars.append("closed"))
 
     monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=SummaryWriter))
-    options = ["--dropout", "0.1", "--eval-every", "0", "--checkpoint-every", "5"]
+    options = ["--eval-every", "0", "--checkpoint-every", "5"]
     options += ["--fp8-report", "--fp8-report-every", "4", "--tensorboard", str(tmp_path / "board")]
     _, whole, _ = train(tmp_path, *options)
     expected = saved_state(tmp_path / "fp8")

@@ -13,7 +13,7 @@ import generate  # isort: skip
 from gpt import config, flops, load  # isort: skip
 from gpt.model import GPT  # isort: skip
 
-MOE = ["--preset", "moe-tiny", "--layers", "1", "--moe", "3", "--eval-every", "0"]
+MOE = ["--preset", "moe-tiny", "--layers", "1", "--moe", "3", "--eval-every", "0", "--dropout", "0"]
 
 
 def test_a_token_meets_its_own_experts():

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import train_gpt  # noqa: E402
 from gpt import checkpoint, steps  # noqa: E402
 
-EVERY, STEPS = 3, 200
+EVERY, STEPS = 3, 90
 RUN = f"--preset tiny --layers 1 --seq-len 16 --batch-size 2 --steps {STEPS} --amax-history-len 4 --eval-every 0"
 RUN = [*RUN.split(), "--dropout", "0.1", "--data", str(ROOT / "examples" / "README.md")]
 
@@ -54,7 +54,7 @@ def saved_steps(directory: pathlib.Path) -> list[int]:
 
 
 def test_a_killed_run_resumes_bit_for_bit(tmp_path, capsys):
-    out, delay = tmp_path / "killed", random.uniform(0, 1.5)
+    out, delay = tmp_path / "killed", random.uniform(0, 0.5)
     print(f"killed {delay:.3f} s after its first checkpoint")
     started = [killed := start(out, "--checkpoint-every", str(EVERY))]
     try:

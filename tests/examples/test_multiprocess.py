@@ -1,5 +1,6 @@
 """train_gpt.py in two processes of four devices each, on the CPU: one run, whose checkpoints go on anywhere."""
 
+import functools
 import json
 import os
 import pathlib
@@ -7,12 +8,14 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 import pytest
 from conftest import QUICK
+from example_runs import unrendered  # noqa: F401
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -50,13 +53,25 @@ sys.exit(code)
 """
 
 
+@functools.cache
+def folder_of_programs() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory()
+
+
 def two_processes(out, *arguments) -> list[subprocess.CompletedProcess]:
-    """`PROGRAM` in processes 0 and 1 of one run, and what they said."""
+    """`PROGRAM` in processes 0 and 1 of one run, and what they said. Runs share their compiled programs."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     path = os.pathsep.join(map(str, (ROOT, ROOT / "examples")))
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK, "PYTHONPATH": path}
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": QUICK,
+        "JAX_COMPILATION_CACHE_DIR": folder_of_programs().name,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "PYTHONPATH": path,
+    }
     common = [*RUN, "--out", str(out), "--devices", "4", "--mesh", "dp=2,fsdp=2,tp=2", *arguments]
     together = ["--coordinator", f"localhost:{port}", "--processes", "2", "--process-id"]
     commands = [[sys.executable, "-c", PROGRAM, *common, *together, str(i)] for i in range(2)]

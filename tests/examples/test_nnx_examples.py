@@ -9,6 +9,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from example_runs import compiled_once, unrendered  # noqa: F401
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))

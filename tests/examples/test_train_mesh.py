@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import QUICK
+from example_runs import unrendered  # noqa: F401
 from flax import linen as nn
 
 from te_jax import recipe, sharding

@@ -20,7 +20,7 @@ from gpt import steps  # noqa: E402
 
 TEXT = str(EXAMPLES / "README.md")
 SMALL = "--preset tiny --layers 1 --seq-len 32 --batch-size 4 --steps 12 --amax-history-len 4 --eval-every 6"
-SMALL = [*SMALL.split(), "--data", TEXT]
+SMALL = [*SMALL.split(), "--data", TEXT, "--dropout", "0.1"]  # in all of them, so that they share programs
 
 
 def made_once(make):
