@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax.ops.experts.rows import expert_of_row, tokens_alone
+from te_jax.ops.formats import ROWS_128
 from te_jax.ops.gemm.dense import gemm
 from te_jax.ops.gemm.grouped import gemm_grouped, gemm_grouped_wgrad, gemm_grouped_wide_wgrad
-from te_jax.ops.quantize.array import BLOCK
 
 from . import torch_gemm
 from .cases import Case
@@ -42,7 +42,7 @@ def _positive(seed: int, shape) -> jax.Array:
 
 
 def _blocks(size: int) -> int:
-    return -(-size // BLOCK)
+    return -(-size // ROWS_128.block)
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Product:
         """A product in FP8, accumulated fast, for each expert that has tokens. Their numbers are known on the host
         here, and each has arrays of its own, so that nothing is copied."""
         counts = [count for count in self.model.counts if count]
-        counts = [_blocks(count) * BLOCK for count in counts] if self.contracted else counts
+        counts = [_blocks(count) * ROWS_128.block for count in counts] if self.contracted else counts
         ends = np.cumsum(counts).tolist()
         of_rows = lambda a, axis: [jax.lax.slice_in_dim(a, b - n, b, axis=axis) for n, b in zip(counts, ends)]
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from te_jax.core import extension, versions
-from te_jax.ops.quantize.array import BLOCK, MX_BLOCK, unusable
+from te_jax.ops.formats import ROWS_32, ROWS_128
 
 FP8_CAPABILITY = (8, 9)  # Ada has the first tensor cores with FP8.
 ATTENTION_CAPABILITY = (8, 0)
@@ -69,8 +69,8 @@ def features(device: dict[str, Any], cuda: bool, status: extension.Status, drive
     )
     kernels = "CUDA kernels and cuBLASLt"
     return dict.fromkeys(SCALES_OF_TENSORS, feature(fp8, kernels)) | {
-        "Float8BlockScaling": feature(status.reason or unusable(BLOCK, capability), kernels),
-        "MXFP8BlockScaling": feature(status.reason or unusable(MX_BLOCK, capability), "XLA and cuDNN, not tested"),
+        "Float8BlockScaling": feature(status.reason or ROWS_128.refuses(capability), kernels),
+        "MXFP8BlockScaling": feature(status.reason or ROWS_32.refuses(capability), "XLA and cuDNN, not tested"),
         "fused attention": feature(attention, "cuDNN, bf16 and f16"),
     }
 

@@ -134,11 +134,11 @@ def small_layers_are_no_news(monkeypatch):
 @pytest.fixture(autouse=True)
 def refused_on_host(request):
     """Runs tests of MXFP8 and of block scaling, as their names say it, on a CPU device where the GPU has none."""
-    from te_jax.ops.quantize import BLOCK, MX_BLOCK, unusable
+    from te_jax.ops.formats import ROWS_32, ROWS_128
 
     capability, name = getattr(jax.devices()[0], "compute_capability", None), request.node.nodeid.lower()
-    blocks = {"mx": MX_BLOCK, "block": BLOCK}
-    refused = capability and any(word in name and unusable(block, str(capability)) for word, block in blocks.items())
+    formats = {"mx": ROWS_32, "block": ROWS_128}
+    refused = capability and any(word in name and form.refuses(str(capability)) for word, form in formats.items())
     with jax.default_device(jax.devices("cpu")[0]) if refused else contextlib.nullcontext():
         yield
 

@@ -12,7 +12,8 @@ from te_jax.core.check import show
 from te_jax.hf.rules import OF_LINEARS, Recast
 from te_jax.layers import QuantizedKernel
 from te_jax.layers.weight import swap_groups
-from te_jax.ops.quantize.array import BLOCK, block_of_weight, dequantize_weight, transpose
+from te_jax.ops.formats import SQUARES_128, transpose
+from te_jax.ops.quantize.array import format_of_weight
 
 # The leaf of the state by which the input of a parameter's product is scaled.
 _INPUTS = {"kernel": "x", "wi_kernel": "x_0", "wi_0": "x_0", "wi_1": "x_0", "wo_kernel": "x_1", "wo": "x_1"}
@@ -50,7 +51,7 @@ class Scaled(NamedTuple):
 
     def dequantize(self, dtype: Any) -> jax.Array:
         """The values: products in f32, rounded once."""
-        return dequantize_weight(self.data, self.scale_inv, 1).astype(dtype)
+        return format_of_weight(self.scale_inv).read(self.data, self.scale_inv, self.data.ndim - 1).astype(dtype)
 
 
 def read_scheme(found: Mapping[str, Any], folder: Path) -> Scheme | None:
@@ -65,12 +66,12 @@ def read_scheme(found: Mapping[str, Any], folder: Path) -> Scheme | None:
     for key, value, may in (
         ("quant_method", said.get("quant_method"), ("fp8",)),
         ("fmt", said.get("fmt", "e4m3"), ("e4m3",)),
-        ("weight_block_size", blocks, (None, [BLOCK, BLOCK])),
+        ("weight_block_size", blocks, (None, [SQUARES_128.block, SQUARES_128.block])),
         ("activation_scheme", said.get("activation_scheme", "dynamic"), ("dynamic", "static")),
     ):
         if value not in may:
             raise ValueError(f"{where} has {key}={show(value)}; te_jax reads {' or '.join(map(repr, may))}.")
-    return Scheme(0 if blocks is None else BLOCK)
+    return Scheme(0 if blocks is None else SQUARES_128.block)
 
 
 def scheme_of(kernels: Mapping[str, QuantizedKernel]) -> Scheme | None:
@@ -79,11 +80,12 @@ def scheme_of(kernels: Mapping[str, QuantizedKernel]) -> Scheme | None:
     schemes = {}
     for path, q in kernels.items():
         data, scale_inv = q.tensor.held
-        block = block_of_weight(scale_inv, q.stack)
-        if data.dtype != jnp.float8_e4m3fn or block not in (0, BLOCK):
+        block = format_of_weight(scale_inv, q.stack).block
+        if data.dtype != jnp.float8_e4m3fn or block not in (0, SQUARES_128.block):
             raise ValueError(
                 f"te_jax.hf.save: {path} is {data.dtype.name} with scales of blocks of {block}; checkpoints have "
-                f"float8_e4m3fn with one scale, or of blocks of {BLOCK}: pass te_jax.flax.dequantize_params of it."
+                f"float8_e4m3fn with one scale, or of blocks of {SQUARES_128.block}: pass "
+                "te_jax.flax.dequantize_params of it."
             )
         schemes[Scheme(block)] = path
     if len(schemes) > 1:
@@ -128,7 +130,8 @@ def take_parts(form: Recast, parts: Iterable[Scaled], like: QuantizedKernel) -> 
     """The kernel whose data, as bits, and scales are those of the checkpoint, in the layouts of `like`, which has no
     axis of layers; None where the scales are of another form."""
     scales = [part.scale_inv for part in parts]
-    if form not in OF_LINEARS or scales[0].ndim != 2 or block_of_weight(like.tensor.held[1], like.stack) != BLOCK:
+    in_squares = format_of_weight(like.tensor.held[1], like.stack) == SQUARES_128
+    if form not in OF_LINEARS or scales[0].ndim != 2 or not in_squares:
         return None
     if like.tensor.held[0].dtype != jnp.float8_e4m3fn:
         return None

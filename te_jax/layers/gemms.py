@@ -10,6 +10,7 @@ from te_jax.layers.config import Config
 from te_jax.layers.tensor import Fp8Tensor
 from te_jax.ops.experts.paired import gemm_grouped_paired, gemm_grouped_paired_wgrad
 from te_jax.ops.experts.permute import Groups
+from te_jax.ops.formats import format_of
 from te_jax.ops.gemm.dense import dot, gemm, gemm_sum
 from te_jax.ops.gemm.grouped import gemm_grouped, gemm_grouped_wgrad, gemm_grouped_wide_wgrad
 from te_jax.sharding.constraints import explicit_spec
@@ -21,7 +22,7 @@ _FPROP, _DGRAD, _WGRAD = range(3)  # places in `override_linear_precision` and `
 def _options(which: int, config: Config) -> dict:
     """What the recipe says of this GEMM; the right operand of fprop and dgrad is the weight."""
     recipe = config.recipe
-    square = recipe.granularity.square and which != _WGRAD
+    square = format_of(recipe, "kernel").square and which != _WGRAD
     return dict(square=square, fast_accum=not recipe.split_accumulator[which])
 
 

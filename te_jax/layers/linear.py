@@ -16,6 +16,7 @@ from te_jax.layers.gemms import plain_sum
 from te_jax.layers.projections import Operands, Static, project
 from te_jax.layers.tensor import wide_of
 from te_jax.layers.weight import Projection, QuantizedKernel, resolve_weight
+from te_jax.ops.formats import format_of
 from te_jax.ops.gemm.dense import dot
 from te_jax.ops.quantize.array import FLOAT
 from te_jax.recipe import Recipe
@@ -113,6 +114,6 @@ def check_dense(name: str, x: Any, kernel: Any, bias: Any, contract: int, recipe
     if recipe is None:
         return
     for what, a, add in (("x", x, "x[None]"), ("kernel", kernel, "kernel[..., None]")):
-        if a.ndim - contract < recipe.granularity.free_axes:
+        if a.ndim - contract < format_of(recipe, "x").free_axes:
             kind = type(recipe).__name__
             raise ValueError(f"{name}: {what} has no axis but those contracted, {kind} needs one more; pass {add}.")

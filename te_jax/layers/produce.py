@@ -1,7 +1,7 @@
 """From a tensor's source to the tensor as GEMMs read it: measure, scale, choose results, run, probe.
 
 A producer says by which ops its tensor comes about, and from what operands (`ops.source.Source`); the recipe says what
-shares a scale (`Recipe.granularity`). An op of that granularity writes FP8 at once. Where there is none, or none that
+shares a scale (`ops.formats.format_of`). An op of that format writes FP8 at once. Where there is none, or none that
 also writes what else is asked for, the tensor is written in its own type and quantized from there.
 """
 
@@ -16,8 +16,9 @@ from te_jax.core.policies import KERNEL, STATISTICS, named
 from te_jax.core.types import like, varying
 from te_jax.layers.config import Config
 from te_jax.layers.tensor import Fp8Tensor, LayerUses, Uses
-from te_jax.ops.experts.rows import stacked_source
-from te_jax.ops.quantize import array as quantize_ops
+from te_jax.ops.formats import format_of, invert, transpose
+from te_jax.ops.quantize.array import array_source
+from te_jax.ops.quantize.stacked import stacked_source
 from te_jax.ops.source import Source
 from te_jax.sharding.constraints import constrain_to_spec
 from te_jax.state import fp8
@@ -39,44 +40,43 @@ def produce(
 ) -> tuple[Fp8Tensor, dict[str, jax.Array]]:
     """The tensor of `source` as its GEMMs read it, and the results of its op by name, `others` among them."""
     recipe, uses = config.recipe, role.uses
-    granularity = recipe.granularity
+    form = format_of(recipe, role.name)
     dtype = fp8.type_of(role.name, recipe)
     beside = (*others, source.wide) if uses.wide and source.wide else others
-    if not (uses.layouts and source.offers(granularity, beside)):
+    if not (uses.layouts and source.offers(form, beside)):
         got = source.run((*others, source.wide), dtype)
         return quantize_tensor(got[source.wide], source.split, role, config)[0], got
     scale, known = None, {}
 
     def measure():
-        kept = [name for name in others if source.takes(f"known_{name}", granularity)]
+        kept = [name for name in others if source.takes(f"known_{name}", form)]
         known.update(source.run(("amax", *kept), dtype))
         return known.pop("amax")
 
-    if source.takes("scale", granularity):
+    if source.takes("scale", form):
         shards = varying(role.shards_of) - config.stage_axes
         scale = fp8.scale_of(role.meta, measure, recipe, role.name, shards)
     statistics = ("amax",) if recipe.has_state else ()
-    if statistics and source.offers(granularity, ("amax", "scale_inv")):
+    if statistics and source.offers(form, ("amax", "scale_inv")):
         statistics += ("scale_inv",)  # beside an amax it takes no launch of its own
     names = [name for name in (*beside, *uses.layouts, *statistics) if name not in known]
-    got = known | source.run(names, dtype, granularity, scale, known)
+    got = known | source.run(names, dtype, form, scale, known, recipe.scale_law)
     if "amax" in got:
         one_state = bool(source.scales) and role.meta.scale.ndim == 0  # of all experts
         amax, experts = (amax_of(got["amax"]), None) if one_state else (got["amax"], source.experts)
         got["amax"] = fp8.observation(role.meta, amax, scale, lambda: source.exact(dtype), dtype, experts)
     if scale is not None and "scale_inv" not in got:
-        got["scale_inv"] = quantize_ops.invert(scale)
+        got["scale_inv"] = invert(scale)
     fields = {name: got[name] for name in Fp8Tensor._fields if name in got}
     return Fp8Tensor(**fields, wide=got[source.wide] if uses.wide and source.wide else None), got
 
 
 def quantize_tensor(
-    x: jax.Array, split: int, role: Role, config: Config, with_dbias: bool = False, square: bool = False
+    x: jax.Array, split: int, role: Role, config: Config, with_dbias: bool = False
 ) -> tuple[Fp8Tensor, jax.Array | None]:
-    """x [*m, *n], with `split` axes in m, as its GEMMs read it, and its column sums f32[*n] if asked for. square:
-    its blocks of 128 are 128 x 128."""
+    """x [*m, *n], with `split` axes in m, as its GEMMs read it, and its column sums f32[*n] if asked for."""
     if role.uses.layouts:
-        q, got = produce(quantize_ops.array_source(x, split, square), role, config, ("dbias",) if with_dbias else ())
+        q, got = produce(array_source(x, split), role, config, ("dbias",) if with_dbias else ())
     else:
         q, got = Fp8Tensor(), dict(dbias=jnp.sum(x.astype(jnp.float32), tuple(range(split)))) if with_dbias else {}
     return q._replace(wide=x if role.uses.wide else None), got.get("dbias")
@@ -90,8 +90,7 @@ def quantize_weight(
         if weight.data is not None or weight.data_t is not None:
             return weight.read(uses, config.contract)
         return quantize_weight(weight.wide, meta, uses, config)._replace(onto=weight.onto)
-    role, square = Role("kernel", meta, uses, config.weight), config.recipe.granularity.square
-    q, _ = quantize_tensor(weight, config.contract, role, config, square=square)
+    q, _ = quantize_tensor(weight, config.contract, Role("kernel", meta, uses, config.weight), config)
     # Not what fprop alone reads, nor the array itself, which is kept anyway.
     return tag(q, KERNEL, config, leave=("data_t", "scale_inv_t", "wide", "onto"))
 
@@ -109,13 +108,8 @@ def quantize_stacked(
     then [*E, *C, 2, *F], and no array of its own type and both's size is made unless a GEMM reads it."""
     role, q = Role("kernel", meta, uses, config.weight), Fp8Tensor()
     source = stacked_source(weight, beside, stack, config.contract)
-    if uses.layouts and source.offers(config.recipe.granularity, ()):
+    if uses.layouts:
         q, _ = produce(source, role._replace(uses=uses._replace(wide=False)), config)
-    elif uses.layouts:
-        one = lambda each: quantize_tensor(each, config.contract, role, config)[0]
-        for _ in range(stack):
-            one = jax.vmap(one)
-        q = one(source.elements())
     if q.scale_inv is not None and not q.scale_inv.ndim:  # a scale for all, such as a recipe's constant
         q = q._replace(scale_inv=jnp.broadcast_to(q.scale_inv, source.scales))
     q = q._replace(wide=source.elements() if uses.wide else None)
@@ -132,7 +126,7 @@ def quantize_grad(
     """
     uses = LayerUses.of(config.recipe, train=True, wgrad=wgrad).grad
     split, has_bias = dy.ndim - config.features, config.bias is not None
-    one_crosses = config.recipe.granularity.shared
+    one_crosses = format_of(config.recipe, "grad").shared
     if uses.layouts and not one_crosses:
         dy = _gather(dy, config)
     late = one_crosses and config.grad_spec is not None and uses.data and uses.data_t
@@ -140,7 +134,7 @@ def quantize_grad(
     grad, dbias = quantize_tensor(dy, split, Role("grad", meta, written, jax.typeof(dy)), config, has_bias)
     if late:
         data = _gather(grad.data, config)
-        grad = grad._replace(data=data, data_t=quantize_ops.transpose(data, split))
+        grad = grad._replace(data=data, data_t=transpose(data, split))
     return grad, like(dbias, config.bias) if has_bias else None
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 
-from te_jax.ops.quantize.array import transpose_weight
+from te_jax.ops.quantize.array import format_of_weight
 from te_jax.recipe import Recipe
 
 
@@ -93,10 +93,10 @@ class Fp8Tensor(NamedTuple):
         """
         got = self
         if use.data and self.data is None:
-            data, scale_inv = transpose_weight(*self.columns, self.data_t.ndim - split)
+            data, scale_inv = format_of_weight(self.columns[1]).transpose(*self.columns, self.data_t.ndim - split)
             got = got._replace(data=data, scale_inv=scale_inv)
         if use.data_t and self.data_t is None:
-            data_t, scale_inv_t = transpose_weight(*self.rows, split)
+            data_t, scale_inv_t = format_of_weight(self.rows[1]).transpose(*self.rows, split)
             got = got._replace(data_t=data_t, scale_inv_t=scale_inv_t)
         return got._replace(**{name: None for name, is_read in use._asdict().items() if not is_read})
 

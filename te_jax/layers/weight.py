@@ -14,7 +14,8 @@ from te_jax.core.derivatives import custom_vjp
 from te_jax.layers.config import Config
 from te_jax.layers.produce import quantize_stacked, quantize_weight
 from te_jax.layers.tensor import Accumulator, Fp8Tensor, LayerUses, Uses
-from te_jax.ops.quantize.array import FLOAT, block_of_weight, dequantize_weight, transpose
+from te_jax.ops.formats import format_of, transpose
+from te_jax.ops.quantize.array import FLOAT, format_of_weight
 from te_jax.recipe import Recipe
 from te_jax.sharding.resource import stage_axes
 from te_jax.state import fp8
@@ -94,8 +95,8 @@ class QuantizedKernel:
             return _with_gradient(lax.stop_gradient(self.with_wide(None).dequantize()), self.tensor.wide.array)
         data, scale_inv = self.tensor.held
         if self.tensor.data is not None:
-            return dequantize_weight(data, scale_inv, self.contract).astype(self.dtype)
-        values = dequantize_weight(data, scale_inv, self.features)
+            return format_of_weight(scale_inv).read(data, scale_inv, self.features).astype(self.dtype)
+        values = format_of_weight(scale_inv).read(data, scale_inv, self.contract)
         return transpose(values, self.features).astype(self.dtype)
 
 
@@ -144,7 +145,7 @@ def quantize_kernel(
     check(name, "kernel", kernel, FLOAT)
     check(name, "contract", contract, integer(1))
     check(name, "gradients", gradients, BOOL)
-    if not 1 <= contract <= kernel.ndim - recipe.granularity.free_axes:
+    if not 1 <= contract <= kernel.ndim - format_of(recipe, "kernel").free_axes:
         raise ValueError(f"{name}: contract is {contract}, but kernel has {kernel.ndim} axes; use fewer.")
     fp8.check_metas(name, "meta", meta, recipe, "pass one")
     uses = LayerUses.of(recipe, train=gradients, wgrad=False).weight
@@ -174,11 +175,11 @@ def check_quantized(
     wants = LayerUses.of(recipe, train=True, wgrad=False).weight.layouts
     if q.empty and not wants:
         return
-    need = form(recipe.fp8_format.dtype("fwd"), shape, contract, recipe.granularity.block)
+    need = form(recipe.fp8_format.dtype("fwd"), shape, contract, format_of(recipe, "kernel").block)
     if q.empty:
         raise ValueError(f"{what} holds nothing in FP8, but {type(recipe).__name__} needs {need}; {way_out}.")
     data, scale = q.tensor.held
-    if (have := form(data.dtype, q.shape, q.contract, block_of_weight(scale, q.stack))) != need:
+    if (have := form(data.dtype, q.shape, q.contract, format_of_weight(scale, q.stack).block)) != need:
         raise ValueError(f"{what} is {have}, but {type(recipe).__name__} needs {need}; {way_out}.")
 
 

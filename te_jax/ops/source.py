@@ -1,4 +1,4 @@
-"""What a tensor is quantized from: the ops that compute it, and what they are called with."""
+"""What a tensor is quantized from: who computes it, and from what."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from te_jax.core.op import Op
-from te_jax.recipe._granularity import TENSOR, Granularity
+from te_jax.ops.formats import TENSOR, ScaleFormat
+from te_jax.ops.producers import Producer
 
 
 class PerExpert(NamedTuple):
@@ -22,66 +22,70 @@ class PerExpert(NamedTuple):
 
 class Source(NamedTuple):
     """A tensor [*m, *n] that is quantized where it is read or computed; on the host what a `Source` of
-    csrc/quantize/tile.cuh is in a kernel.
+    csrc/quantize/tile.cuh is in a kernel."""
 
-    An op that writes it in FP8 has results `data` and `data_t` in this order of axes and transposed. One of scales of
-    blocks has their inverses too (`scale_inv`, or `block_inv` of square blocks, and each with `_t`); one of a single
-    scale has it as its last operand `scale`, and among its results `amax`, and maybe `scale_inv`. A result that it need
-    not compute again has an operand, too: `known_` and its name.
-    """
-
-    ops: dict[
-        int, tuple[Op, dict[str, Any]]
-    ]  # the op, and its attributes beside the law of a block, by `Granularity.block`
+    producer: Producer
+    attrs: dict[str, Any]  # of its op of one scale, but for the FP8 type
     operands: tuple[jax.Array | None, ...]  # the first ones of each of the ops; others go by name
     split: int  # axes in m
-    wide: str | None = None  # the result of the op of one scale that is the tensor itself; None: the operand is
     scales: tuple[int, ...] = ()  # the shape of the scale that the op takes: [E] of the weights of experts
     elements: Callable[[], jax.Array] | None = None  # -> the tensor's elements, where the result has others beside them
     experts: PerExpert | None = None  # whose the elements are, where `scales` is [E]
-    paired: "Source | None" = None  # whose op of one scale has both layouts in one array, the result `paired`
+    # (names, FP8 type, scale) -> results of the op that writes both layouts in one array, the result `paired`
+    paired: Callable[..., dict[str, jax.Array]] | None = None
 
-    def offers(self, granularity: Granularity, names: Sequence[str]) -> bool:
-        """Whether there is an op of this granularity that has the results `names`."""
-        op, _ = self.ops.get(granularity.block, (None, None))
+    @property
+    def wide(self) -> str:
+        """The result of the op of one scale that is the tensor itself; "": the operand is."""
+        return self.producer.tensor
+
+    def offers(self, form: ScaleFormat, names: Sequence[str]) -> bool:
+        """Whether there is an op of this format that has the results `names`."""
+        op = self.producer.op_of(form)
         return op is not None and {o.name for o in op.rule.outputs}.issuperset(names)
 
-    def takes(self, name: str, granularity: Granularity) -> bool:
-        """Whether the op of this granularity has an operand of this name. Without `scale` it finds scales itself."""
-        return any(o.name == name for o in self.ops[granularity.block][0].rule.inputs)
+    def takes(self, name: str, form: ScaleFormat) -> bool:
+        """Whether the op of this format has an operand of this name. Without `scale` it finds scales itself."""
+        op = self.producer.op_of(form)
+        return op is not None and any(o.name == name for o in op.rule.inputs)
 
     def run(
         self,
         names: Sequence[str],
         dtype: DTypeLike | None,
-        granularity: Granularity = TENSOR,
+        form: ScaleFormat = TENSOR,
         scale: jax.Array | None = None,
         known: Mapping[str, jax.Array] = MappingProxyType({}),
+        law: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[str, jax.Array]:
-        """The results `names` of the op of this granularity, with the inverse scales of each layout in blocks.
+        """The results `names` of the op of this format, with the inverse scales of each layout in blocks as `scale_inv`
+        and `scale_inv_t`.
 
         dtype: the FP8 type. scale: f32[] or of the shape `scales`, with FP8 results of an op that takes one. known:
-        results of an earlier run, by name, that this one reads.
+        results of an earlier run, by name, that this one reads. law: the recipe's attributes of a format that finds
+        scales. Raises ValueError where no op of the format is declared.
         """
         if self.paired is not None and "paired" in names:
-            return self.paired.run(names, dtype, granularity, scale)
-        op, attrs = self.ops[granularity.block]
-        square = attrs.get("square", all(o.name != "scale_inv" for o in op.rule.outputs))
-        inverse = "block_inv" if square else "scale_inv"
+            return self.paired(names, dtype, scale)
+        op = self.producer.op_of(form)
+        if op is None:
+            raise ValueError(f"{self.producer.name.format('')}: no op of it writes {form.name}; declare one.")
         scale = None if scale is None else jnp.broadcast_to(scale, self.scales)
-        of_blocks = (name.replace("data", inverse) for name in names) if granularity.block else ()
-        wanted = {*names, *of_blocks}
+        wanted = {*names, *(inverse for layout, inverse in form.inverses.items() if layout in names)}
         outputs = tuple(o.name for o in op.rule.outputs if o.name in wanted or not o.optional)
         by_name = {"scale": scale, **{f"known_{name}": a for name, a in known.items()}}
         operands = (*self.operands, *(by_name.get(o.name) for o in op.rule.inputs[len(self.operands) :]))
-        results = op(*operands, outputs=outputs, dtype=dtype, **attrs, **dict(granularity.law))
-        return {name.replace("block_inv", "scale_inv"): a for name, a in zip(outputs, results, strict=True)}
+        attrs = self.producer.attributes(form, **self.attrs)
+        results = op(*operands, outputs=outputs, dtype=dtype, **attrs, **law)
+        of_rows, of_columns = form.inverses.get("data"), form.inverses.get("data_t")
+        renamed = {of_rows: "scale_inv", of_columns: "scale_inv_t"}
+        return {renamed.get(name, name): a for name, a in zip(outputs, results, strict=True)}
 
     def exact(self, dtype: DTypeLike) -> jax.Array:
         """The tensor in f32, before any rounding; its elements in another order, where there are `elements`."""
         if self.elements is not None:
             return self.elements().astype(jnp.float32)
-        if self.wide is None:
+        if not self.wide:
             return self.operands[0]
         wider = lambda a: a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a
         operands = tuple(a if a is None else wider(a) for a in self.operands)

@@ -10,7 +10,6 @@ import numpy as np
 from jax import lax
 
 from te_jax.core.check import KnownFields
-from te_jax.recipe._granularity import TENSOR, Granularity
 
 
 class _Max(NamedTuple):
@@ -48,9 +47,10 @@ class Recipe(KnownFields):
 
     has_state: ClassVar[bool] = False  # in `fp8_metas`: see `DelayedScaling` for the methods that it takes
     needs_amax: ClassVar[bool] = False  # `scale` wants the tensor's own amax: its source is read once more for it
-    granularity: ClassVar[Granularity] = (
-        TENSOR  # with blocks the op that quantizes finds the scales, and `scale` is not asked
-    )
+    # What shares a scale, in activations and gradients and in weights: names of te_jax.ops.formats. With blocks the op
+    # that quantizes finds the scales, and `scale` is not asked.
+    scale_format: ClassVar[str] = "tensor"
+    weight_scale_format: ClassVar[str] = "tensor"
 
     fp8_format: Format
     override_linear_precision: tuple[bool, bool, bool]
@@ -67,6 +67,11 @@ class Recipe(KnownFields):
         amax: f32[], its own, None unless `needs_amax`.
         """
         raise NotImplementedError(f"{type(self).__name__}.scale")
+
+    @property
+    def scale_law(self) -> dict[str, object]:
+        """The attributes by which an op finds the scales of blocks."""
+        return {}
 
     def for_parameters(self) -> "Recipe":
         """The recipe by which parameters that live in FP8 are quantized."""

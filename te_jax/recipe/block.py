@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from te_jax.recipe._base import Format, Recipe
-from te_jax.recipe._granularity import Granularity
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,8 @@ class Float8BlockScaling(Recipe):
     fp8_mha: bool = False
     exclude: tuple[str, ...] = ()
 
+    scale_format: ClassVar[str] = "rows_128"
+    weight_scale_format: ClassVar[str] = "squares_128"
     reduce_amax: ClassVar[bool] = True  # no block is on two devices
     split_accumulator: ClassVar[tuple[bool, bool, bool]] = (True, True, True)
 
@@ -51,6 +52,6 @@ class Float8BlockScaling(Recipe):
         self._check_no_attention()
 
     @property
-    def granularity(self) -> Granularity:
-        """Blocks of 128, of weights 128 x 128, with the attributes of `te_quantize_block`."""
-        return Granularity(128, True, (("power_2", not self.use_f32_scales), ("epsilon", self.amax_epsilon)))
+    def scale_law(self) -> dict[str, object]:
+        """The attributes of `te_quantize_block`."""
+        return dict(power_2=not self.use_f32_scales, epsilon=self.amax_epsilon)

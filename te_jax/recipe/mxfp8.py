@@ -9,7 +9,6 @@ import numpy as np
 from jax import lax
 
 from te_jax.recipe._base import Format, Recipe
-from te_jax.recipe._granularity import Granularity
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,8 @@ class MXFP8BlockScaling(Recipe):
     fp8_mha: bool = False
     exclude: tuple[str, ...] = ()
 
-    granularity: ClassVar[Granularity] = Granularity(32)
+    scale_format: ClassVar[str] = "rows_32"
+    weight_scale_format: ClassVar[str] = "rows_32"
     reduce_amax: ClassVar[bool] = True  # no block is on two devices
     split_accumulator: ClassVar[tuple[bool, bool, bool]] = (True, True, True)
 

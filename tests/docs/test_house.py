@@ -58,14 +58,9 @@ SHARED_NAMES = {
         "wrap_function_in_te_state_module",
     },
     "the parts of an Op, in each module that declares one": {
-        "_block_cuda",
-        "_block_reference",
         "_bwd_reference",
         "_cuda",
-        "_fwd_reference",
-        "_mx_reference",
         "_reference",
-        "_tiles",
         "_workspace",
     },
 }

@@ -14,6 +14,7 @@ import pytest
 
 from te_jax import recipe
 from te_jax.layers import QuantizedKernel, dense, grouped_dense
+from te_jax.ops.formats import format_of
 from te_jax.state import fp8
 
 T, E, K, N = 141, 3, 150, 40  # blocks of 128 are cut
@@ -38,7 +39,7 @@ def loop(x, kernel, bias, tokens, counts, dy, rule):
     def add(total, expert):
         weight, bias, start, count = expert
         mine, options = (jnp.arange(T) < count)[:, None], dict(recipe=rule)
-        if not rule.granularity.block:
+        if not format_of(rule, "x").block:
             options = dict(recipe=delayed(rule), metas=metas_of(scales_of(x, weight, counts, dy, rule), tokens))
         y = dense(jnp.where(mine, jnp.roll(x, -start, 0), 0), weight, bias, **options)
         return total + jnp.roll(jnp.where(mine, y, 0), start, 0), None

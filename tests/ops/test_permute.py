@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from te_jax.layers.config import Config
 from te_jax.layers.produce import Role, produce
 from te_jax.layers.tensor import Uses
+from te_jax.ops.formats import ROWS_128, format_of
 from te_jax.ops.permute import Groups, buffer_rows, combine, group, permute, permute_op, permute_source
-from te_jax.ops.quantize import dequantize_rows
 from te_jax.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
@@ -220,7 +220,7 @@ def test_blocks_against_loops(width, dtype, weighted, power_2, rng):
     def run(x, weights, experts):
         groups = group(experts, 5)
         source = permute_source(x, groups, weights if weighted else None)
-        return groups, source.run(("data", "data_t"), E4M3, Float8BlockScaling(use_f32_scales=not power_2).granularity)
+        return groups, source.run(("data", "data_t"), E4M3, ROWS_128, law=law)
 
     groups, got = jax.device_get(run(x, weights, experts))
     end, total = int(groups.offsets[-1]), len(groups.slots)
@@ -236,16 +236,16 @@ def test_blocks_against_loops(width, dtype, weighted, power_2, rng):
 
 
 RECIPES = {
-    "current": (Float8CurrentScaling(), 0),
-    "block": (Float8BlockScaling(), 128),
-    "mx": (MXFP8BlockScaling(), 32),
+    "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
+    "mx": MXFP8BlockScaling(),
 }
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_layer_produces_it(name, rng):
-    """`permute_source` under each granularity: both layouts hold the permuted rows within a step of E4M3."""
-    recipe, block = RECIPES[name]
+    """`permute_source` in each format: both layouts hold the permuted rows within a step of E4M3."""
+    recipe = RECIPES[name]
     experts = rng.integers(0, 3, (40, 2)).astype(np.int32)
     x = rng.standard_normal((40, 128)).astype(jnp.bfloat16)
 
@@ -254,9 +254,7 @@ def test_a_layer_produces_it(name, rng):
         groups, of_x = group(experts, 3), jax.typeof(x)
         config = Config(recipe, 1, of_x, of_x)
         q, _ = produce(permute_source(x, groups), Role("x", None, Uses(True, True, False), of_x), config)
-        of = lambda data, inverse: (
-            dequantize_rows(data, inverse, 1, block) if block else data.astype(jnp.float32) * inverse
-        )
+        of = lambda data, inverse: format_of(recipe, "x").read(data, inverse, 1)
         return (
             permute(x, groups),
             groups.slots,

@@ -116,6 +116,8 @@ _of_rows = {"m...": 1, "n...": 0}
 _products = dict(out_dtype=jnp.dtype(f32), tune=False)
 _groups_sizes = {"r": 384, "e": 2, "o": 3, "a": 2, "f": 8}
 _pairs = {"r": 256, "e": 2, "o": 3, "a": 2, "p": 128}
+_mx, _in_mx = dict(dtype=E4M3), {"m...0": 4, "m": 128}
+_group_in_mx = {"r": 128, "e": 1, "o": 2, "a": 1, "f": 128}
 _group_in_blocks = {"r": 128, "e": 1, "o": 2, "a": 1, "f": 512}
 _grouped = dict(out_dtype=jnp.dtype(f32), fast_accum=False)
 
@@ -140,6 +142,10 @@ CASES = [
     Case("permute", "te_permute", _permuted, (bf16, i32, i32, None, f32), dict(topk=2, dtype=E4M3), None, {"m...": 1}),
     Case(
         "permute_block", "te_permute_block", dict(_permuted, h=512, r=128), (bf16, i32, i32, f32), dict(_law, topk=2),
+        None, {"m...": 1},
+    ),
+    Case(
+        "permute_mx", "te_permute_mx", dict(_permuted, h=128, r=64), (bf16, i32, i32, f32), dict(_mx, topk=2),
         None, {"m...": 1},
     ),
     Case("combine", "te_combine", _permuted, (f32, i32, f32), {}, None, {"m...": 1}),
@@ -263,6 +269,10 @@ CASES = [
         dict(_law, stack=1, slots=1, lead=0), None, {"e...": 1, "m...": 0, "n...": 0},
     ),
     Case(
+        "quantize_stacked_mx_pair", "te_quantize_stacked_mx", {"e...0": 4, "m": 128, "n": 128}, (bf16, bf16),
+        dict(_mx, stack=1, slots=1, lead=0), None, {"e...": 1, "m...": 0, "n...": 0},
+    ),
+    Case(
         "swiglu_grouped", "te_activation_grouped_fwd", _groups_sizes, (f32, i32, i32, f32, f32),
         dict(_swiglu, dtype=E4M3),
     ),
@@ -285,6 +295,11 @@ CASES = [
     Case(
         "relu_grouped_bwd_block", "te_activation_grouped_block_bwd", _group_in_blocks, (f32, f32, i32, i32, None),
         dict(_relu, **_law),
+    ),
+    Case("relu_grouped_mx", "te_activation_grouped_mx_fwd", _group_in_mx, (bf16, i32, i32, None), dict(_relu, **_mx)),
+    Case(
+        "relu_grouped_bwd_mx", "te_activation_grouped_mx_bwd", _group_in_mx, (f32, f32, i32, i32, None),
+        dict(_relu, **_mx),
     ),
     Case(
         "layernorm_fp8", "te_norm_fwd", _norm_sizes, (f32, f32, f32, None, None, f32),
@@ -315,6 +330,10 @@ CASES = [
         "rmsnorm_block", "te_norm_block_fwd", {"m": 512, "h": 256}, (f32, bf16, None),
         dict(_law, eps=1e-6, rms=True, zero_centered=False), ("data", "scale_inv", "rstd"), {"m...": 0},
     ),
+    Case(
+        "layernorm_mx", "te_norm_mx_fwd", {**_in_mx, "h": 36}, (f32, bf16, f32),
+        dict(_mx, eps=1e-6, rms=False, zero_centered=True), None, {"m...": 1},
+    ),
     Case("swiglu_fp8", "te_activation_fwd", _mlp_sizes, (f32, f32), dict(_swiglu, dtype=E4M3)),
     Case(
         "gelu", "te_activation_fwd", {**_mlp_sizes, "a": 1}, (f32, None),
@@ -334,6 +353,14 @@ CASES = [
     Case(
         "gelu_bwd_block", "te_activation_block_bwd", {"m": 512, "a": 1, "f": 512}, (f32, f32),
         dict(activation.attributes(("gelu",)), **_law), None, {"m...": 0},
+    ),
+    Case(
+        "swiglu_mx", "te_activation_mx_fwd", {**_in_mx, "a": 2, "f": 128}, (f32,), dict(_swiglu, **_mx),
+        None, {"m...": 1},
+    ),
+    Case(
+        "gelu_bwd_mx", "te_activation_mx_bwd", {"m": 128, "a": 1, "f": 128}, (f32, f32),
+        dict(activation.attributes(("gelu",)), **_mx), None, {"m...": 0},
     ),
     Case(
         "attention_dropout_fwd", "te_attention_fwd", _attention_sizes, (*(f32,) * 3, *_absent, u32), _attention_dropout,

@@ -26,11 +26,12 @@ from te_jax.layers.norm_mlp import METAS_OF_TWO, split_residual
 from te_jax.layers.weight import Projection
 from te_jax.ops.experts.permute import combine, group, permute
 from te_jax.ops.experts.router import RouterOptions, Routing, load_balancing_loss, route, z_loss
+from te_jax.ops.formats import ROWS_32, format_of, parts
 from te_jax.ops.gemm.dense import dot
 from te_jax.ops.gemm.grouped import gemm_grouped
 from te_jax.ops.quantize import activation as act_op
 from te_jax.ops.quantize import norm as norm_op
-from te_jax.ops.quantize.array import FLOAT, MX_BLOCK, parts
+from te_jax.ops.quantize.array import FLOAT
 from te_jax.recipe import Recipe
 from te_jax.sharding.resource import stage_axes
 from te_jax.state import fp8
@@ -208,7 +209,7 @@ def _check_recipe(name, recipe, metas, options):
             f"{name}: options.activations is {options.activations}, whose gradient has no op that quantizes it; pass "
             "activations that te_jax.ops.activation.is_fused knows, or recipe=None."
         )
-    if recipe.granularity.block == MX_BLOCK:
+    if format_of(recipe, "x") is ROWS_32:
         text = "no faster than bf16; recipe.Float8BlockScaling() multiplies in FP8"
         warn_once(name, f"recipe is {type(recipe).__name__}, whose grouped products are of bf16: {text}.")
 

@@ -28,8 +28,9 @@ from te_jax.layers.vjp import (
 from te_jax.layers.weight import QuantizedKernel
 from te_jax.ops.experts.permute import Groups, combine, group, permute
 from te_jax.ops.experts.rows import dbias_of_experts
+from te_jax.ops.formats import ROWS_32, format_of
 from te_jax.ops.gemm.grouped import gemm_grouped
-from te_jax.ops.quantize.array import FLOAT, MX_BLOCK
+from te_jax.ops.quantize.array import FLOAT
 from te_jax.recipe import Recipe
 from te_jax.sharding.resource import stage_axes
 from te_jax.state import fp8
@@ -74,7 +75,7 @@ def grouped_dense(
         of_groups = groups.offsets, groups.counts
         out = gemm_grouped(permute(x, groups), kernel.astype(x.dtype), *of_groups, bias=bias, k_first=True)
         return combine(out, groups, jnp.ones(groups.rows.shape, jnp.float32))
-    if recipe.granularity.block == MX_BLOCK:
+    if format_of(recipe, "x") is ROWS_32:
         text = "no faster than bf16; recipe.Float8BlockScaling() multiplies in FP8"
         warn_once(name, f"recipe is {type(recipe).__name__}, whose grouped products are of bf16: {text}.")
     types = [a if a is None else jax.typeof(a) for a in (x, kernel, bias)]

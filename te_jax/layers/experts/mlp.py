@@ -35,6 +35,7 @@ from te_jax.layers.weight import Projection
 from te_jax.ops.experts.paired import is_pairable, paired_activation_grad_source
 from te_jax.ops.experts.permute import Groups, combine_bwd_op, combine_op, permute_source
 from te_jax.ops.experts.rows import dbias_of_experts, grouped_activation_source
+from te_jax.ops.formats import format_of
 from te_jax.ops.source import Source
 
 
@@ -168,7 +169,7 @@ def _quantize_middle_grad(da, z, saved: Saved, groups, static: ExpertStatic):
     alive at a time."""
     config = static.wi
     uses, has_bias = LayerUses.of(config.recipe, train=True, wgrad=saved.wgrad).grad, config.bias is not None
-    in_both = uses.data and uses.data_t and not uses.wide and not config.recipe.granularity.block
+    in_both = uses.data and uses.data_t and not uses.wide and not format_of(config.recipe, "grad").block
     in_one = in_both and not has_bias and not config.on_mesh and is_pairable(z, groups.counts)
     uses = uses._replace(paired=in_one)
     role = Role("grad", saved.metas.grad, uses, jax.typeof(z))

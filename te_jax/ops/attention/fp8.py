@@ -14,7 +14,7 @@ from te_jax.ops.attention.mask import Band, Mask
 from te_jax.ops.attention.op import flat
 from te_jax.ops.attention.options import AttentionOptions
 from te_jax.ops.attention.reference import finite_top, group_heads, mix, scores
-from te_jax.ops.quantize.array import saturate
+from te_jax.ops.formats import saturate
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 S_SCALE = 256.0

@@ -7,6 +7,7 @@ column i. Groups begin at multiples of 128 rows, so a square is of one expert, a
 tensor cores read along the contracted axis.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,9 +18,10 @@ from jax.typing import DTypeLike
 from te_jax.core.check import check, integer
 from te_jax.core.op import Op
 from te_jax.core.policies import GEMM, named
-from te_jax.ops.experts.permute import Groups
+from te_jax.ops.experts.permute import ALIGNMENT, Groups
 from te_jax.ops.experts.router import MOST_EXPERTS
 from te_jax.ops.experts.rows import activation_grouped_bwd, check_groups, grouped_activation_grad_source
+from te_jax.ops.formats import fill, fp8_type
 from te_jax.ops.gemm.dense import check_factors, result_dtypes
 from te_jax.ops.gemm.grouped import (
     OUT_COLUMNS,
@@ -30,11 +32,11 @@ from te_jax.ops.gemm.grouped import (
     product_options,
 )
 from te_jax.ops.quantize.activation import check_same_dtype, kind_of
-from te_jax.ops.quantize.array import BLOCK, fill, fp8_type
 from te_jax.ops.source import Source
 
 _PAIRED_BWD_OP = "te_activation_grouped_paired_bwd"
 _PAIRED_OP, _PAIRED_WGRAD_OP = "te_gemm_grouped_paired", "te_gemm_grouped_paired_wgrad"
+_SIDE = ALIGNMENT  # of squares: none has rows of two experts
 _HALVES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
 
 
@@ -42,16 +44,16 @@ def is_pairable(x: jax.Array, counts: jax.Array) -> bool:
     """Whether x [R, a, f], of counts.size experts, is as many bytes as FP8 in both layouts, and whole squares that
     kernels take."""
     sizes = x.shape[0], x.shape[-1]
-    return x.dtype in _HALVES and not any(size % BLOCK for size in sizes) and counts.size <= MOST_EXPERTS
+    return x.dtype in _HALVES and not any(size % _SIDE for size in sizes) and counts.size <= MOST_EXPERTS
 
 
 def in_squares(x: jax.Array) -> jax.Array:
     """[..., f] -> [..., f / 128, 128]. Raises ValueError unless f is a multiple of 128."""
-    if x.shape[-1] % BLOCK:
+    if x.shape[-1] % _SIDE:
         raise ValueError(
-            f"te_jax.ops.experts.paired: an array has the shape {x.shape}; pass a multiple of {BLOCK} columns."
+            f"te_jax.ops.experts.paired: an array has the shape {x.shape}; pass a multiple of {_SIDE} columns."
         )
-    return x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // _SIDE, _SIDE)
 
 
 def pair(data: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -59,21 +61,21 @@ def pair(data: jax.Array, dtype: DTypeLike) -> jax.Array:
 
     Raises ValueError unless R and f are multiples of 128.
     """
-    if data.shape[0] % BLOCK:
+    if data.shape[0] % _SIDE:
         raise ValueError(
-            f"te_jax.ops.experts.paired: data has the shape {data.shape}; pass a multiple of {BLOCK} rows."
+            f"te_jax.ops.experts.paired: data has the shape {data.shape}; pass a multiple of {_SIDE} rows."
         )
     # Bytes are moved, since XLA:CPU moves FP8 by way of a wider type, where a NaN becomes another one.
     squares = in_squares(lax.bitcast_convert_type(data, jnp.uint8))
     shape = squares.shape
-    squares = squares.reshape(shape[0] // BLOCK, BLOCK, *shape[1:])
+    squares = squares.reshape(shape[0] // _SIDE, _SIDE, *shape[1:])
     both = jnp.stack((squares, squares.swapaxes(1, 4)), 4)
     return lax.bitcast_convert_type(both.reshape(*shape, 2), dtype)
 
 
 def _halves(paired):
     """The bytes of rows, and of columns, [R, a, f / 128, 128] both."""
-    halves = lax.bitcast_convert_type(paired, jnp.uint8).reshape(*paired.shape[:3], 2, BLOCK)
+    halves = lax.bitcast_convert_type(paired, jnp.uint8).reshape(*paired.shape[:3], 2, _SIDE)
     return halves[:, :, :, 0], halves[:, :, :, 1]
 
 
@@ -85,8 +87,8 @@ def rows_of(paired: jax.Array, dtype: DTypeLike) -> jax.Array:
 def columns_of(paired: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Its transpose [a, f, R]."""
     rows, slots, squares, _ = paired.shape
-    lines = _halves(paired)[1].reshape(rows // BLOCK, BLOCK, slots, squares, BLOCK)
-    return lax.bitcast_convert_type(lines.transpose(2, 3, 1, 0, 4).reshape(slots, squares * BLOCK, rows), dtype)
+    lines = _halves(paired)[1].reshape(rows // _SIDE, _SIDE, slots, squares, _SIDE)
+    return lax.bitcast_convert_type(lines.transpose(2, 3, 1, 0, 4).reshape(slots, squares * _SIDE, rows), dtype)
 
 
 def _check_paired(op: str, name: str, dtype):
@@ -114,11 +116,11 @@ def _paired_bwd_types(dy, x, offsets, counts, *_, dtype, **attrs):
 def _flat(dy, x):
     """x [R, a, f]. Raises ValueError where dy has other columns."""
     rows, slots, squares, size = x.shape
-    if (size, squares * BLOCK) != (BLOCK, dy.shape[-1]):
+    if (size, squares * _SIDE) != (_SIDE, dy.shape[-1]):
         raise ValueError(
-            f"{_PAIRED_BWD_OP}: x has the shape {x.shape}, dy {dy.shape}; pass [R, a, f / {BLOCK}, {BLOCK}] and [R, f]."
+            f"{_PAIRED_BWD_OP}: x has the shape {x.shape}, dy {dy.shape}; pass [R, a, f / {_SIDE}, {_SIDE}] and [R, f]."
         )
-    return x.reshape(rows, slots, squares * BLOCK)
+    return x.reshape(rows, slots, squares * _SIDE)
 
 
 def _paired_bwd_reference(dy, x, offsets, counts, scale, **attrs):
@@ -137,7 +139,7 @@ def _paired_bwd_cuda(call, dy, x, offsets, counts, scale, *, names, dtype, **att
 
 def _paired_bwd_workspace(dy, x, *_, outputs, **attrs):
     """Bytes of an f32 for each square, of all slots."""
-    return 4 * (x.shape[0] // BLOCK) * x.shape[2] if "amax" in outputs else 0
+    return 4 * (x.shape[0] // _SIDE) * x.shape[2] if "amax" in outputs else 0
 
 
 activation_grouped_paired_bwd: Op = Op(
@@ -168,8 +170,15 @@ def paired_activation_grad_source(dy: jax.Array, x: jax.Array, groups: Groups, a
     if not is_pairable(x, groups.counts):
         return source
     operands = dy, in_squares(x), groups.offsets, groups.counts
-    in_one = Source({0: (activation_grouped_paired_bwd, attrs)}, operands, source.split, scales=source.scales)
-    return source._replace(paired=in_one)
+    return source._replace(paired=partial(_in_one, operands, source.scales, attrs))
+
+
+def _in_one(operands, scales, attrs, names, dtype, scale):
+    """The results `names` of the op that writes both layouts in one array."""
+    scale = jnp.broadcast_to(scale, scales)
+    outputs = tuple(o.name for o in activation_grouped_paired_bwd.rule.outputs if o.name in names)
+    results = activation_grouped_paired_bwd(*operands, scale, outputs=outputs, dtype=dtype, **attrs)
+    return dict(zip(outputs, results, strict=True))
 
 
 # -- grouped products -------------------------------------------------------------------------------------------------
@@ -263,7 +272,7 @@ def gemm_grouped_paired(
     scales, attrs = _checked_call(
         _PAIRED_OP, lhs, rhs, 4, offsets, counts, lhs_scale_inv, rhs_scale_inv, out_dtype, fast_accum
     )
-    if rhs.shape[-1] != lhs.shape[2] * BLOCK:
+    if rhs.shape[-1] != lhs.shape[2] * _SIDE:
         raise ValueError(f"{_PAIRED_OP}: lhs has the shape {lhs.shape}, rhs {rhs.shape}; pass as many columns of both.")
     attrs |= _slot(_PAIRED_OP, lhs, rhs.shape[2], slot, dtype)
     return named(gemm_grouped_paired_op(lhs, rhs, offsets, counts, *scales, **attrs)[0], GEMM)
@@ -300,10 +309,10 @@ def gemm_grouped_paired_wgrad(
 def _checked_call(op: str, paired, other, rank, offsets, counts, lhs_scale_inv, rhs_scale_inv, out_dtype, fast_accum):
     """The scales and some attributes of a product of a pair and an array of `rank` axes. Raises ValueError or
     TypeError, naming `op`."""
-    if paired.ndim != 4 or paired.shape[-1] != BLOCK or other.ndim != rank:
+    if paired.ndim != 4 or paired.shape[-1] != _SIDE or other.ndim != rank:
         raise ValueError(
-            f"{op}: the pair has the shape {paired.shape}, the other factor {other.shape}; pass [R, a, k / {BLOCK}, "
-            f"{BLOCK}] and an array of {rank} axes."
+            f"{op}: the pair has the shape {paired.shape}, the other factor {other.shape}; pass [R, a, k / {_SIDE}, "
+            f"{_SIDE}] and an array of {rank} axes."
         )
     check_arrays(op, paired, other, offsets, counts, 0)
     scales = (jnp.reshape(scale, (-1,)) for scale in (lhs_scale_inv, rhs_scale_inv))

@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax.core import max_dim, min_dim
 
-from te_jax.core.amax import amax
 from te_jax.core.arrays import as_jax
 from te_jax.core.check import FLOATS_ARRAY, INTEGERS, check, integer
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.op import Op
 from te_jax.core.types import align, like
 from te_jax.ops.experts.router import MOST_EXPERTS
-from te_jax.ops.quantize.array import BLOCK, FLOAT, fp8_type, on_hopper, parts, rows_reference, saturate, tiles
+from te_jax.ops.formats import ROWS_32, ROWS_128, TENSOR, parts
+from te_jax.ops.producers import Producer, declare, on_its_gpu
+from te_jax.ops.quantize.array import FLOAT
 from te_jax.ops.source import Source
 
 _PERMUTE = "te_jax.ops.permute"
@@ -81,19 +82,12 @@ def permute(x: jax.Array, groups: Groups) -> jax.Array:
 
 
 def permute_source(x: jax.Array, groups: Groups, weights: jax.Array | None = None) -> Source:
-    """What `permute` gives, as layers quantize it where the rows are gathered; MXFP8 after they are gathered in x's
-    type. weights: f32[..., T, k], what each pair's row is multiplied by, before it is
-    rounded: the gradient of `combine`'s rows, where x is that of its result."""
+    """What `permute` gives, as layers quantize it where the rows are gathered. weights: f32[..., T, k], what each
+    pair's row is multiplied by before it is rounded: the gradient of `combine`'s rows, where x is its result's."""
     x, groups = _check_tokens("x", x, groups)
     if weights is not None:
         weights = _check_weights(weights, groups)
-    attrs = dict(topk=groups.rows.shape[-1])
-    return Source(
-        {0: (permute_op, attrs), BLOCK: (permute_block_op, attrs)},
-        (x, groups.slots, groups.offsets, weights),
-        1,
-        "rows",
-    )
+    return Source(PERMUTE, dict(topk=groups.rows.shape[-1]), (x, groups.slots, groups.offsets, weights), 1)
 
 
 def combine(rows: jax.Array, groups: Groups, weights: jax.Array) -> jax.Array:
@@ -165,27 +159,16 @@ def _group_reference(experts, *, num_experts, buffer):
     return offsets, counts, rows.reshape(experts.shape), slots
 
 
-def _permute_reference(x, slots, offsets, weights, scale, *, topk, dtype):
-    f32 = _rows_of_slots(x, slots, topk, weights)
-    data = None if scale is None else saturate(f32 * scale, dtype)
-    return f32.astype(x.dtype), data, None if data is None else data.T, amax(f32)
-
-
-def _permute_block_reference(x, slots, offsets, weights, *, topk, dtype, power_2, epsilon):
-    rows = _rows_of_slots(x, slots, topk, weights).astype(x.dtype)
-    return rows_reference(rows.astype(jnp.float32), 0, dtype, power_2, epsilon)[:-1]
-
-
-def _rows_of_slots(x, slots, topk, weights):
+def _rows_of_slots(x, slots, offsets, weights, *, topk):
     """f32[r, h]: the token of each slot, times the pair's weight; zeros where there is none."""
     is_pair = slots >= 0
     if x.size == 0:
-        return jnp.zeros((slots.size, x.shape[-1]), jnp.float32)
+        return jnp.zeros((slots.size, x.shape[-1]), jnp.float32), {}
     pairs = jnp.where(is_pair, slots, 0)
     rows = x.reshape(-1, x.shape[-1])[pairs // topk].astype(jnp.float32)
     if weights is not None:
         rows = rows * weights.reshape(-1)[pairs][:, None]
-    return jnp.where(is_pair[:, None], rows, 0.0)
+    return jnp.where(is_pair[:, None], rows, 0.0), {}
 
 
 def _rows_of_pairs(rows, positions):
@@ -221,10 +204,6 @@ def _group_workspace(experts, *, num_experts, **_):
     return 4 * num_experts * max_dim(1, parts(experts.size, _CHUNK))
 
 
-def _tiles(x, slots, *_, **attrs):
-    return tiles(slots[0], x[-1])
-
-
 group_op: Op = Op(
     "te_group",
     "experts: m... k -> offsets: f, counts: e, rows: m... k, slots: r",
@@ -243,40 +222,27 @@ group_op: Op = Op(
 """`group` of i32 experts; buffer: R. All of it stays on one device: a pair's row depends on all pairs. Of a symbolic
 buffer (`jax.export`), which is no attribute of a kernel, the call is XLA's."""
 
-permute_op: Op = Op(
-    "te_permute",
-    "x: m... h, slots: r, offsets: f, weights?: m... k, scale?: -> rows?: r h, data?: r h, data_t?: h r, amax?:",
-    replicated="m... k f r",
-    combine={"amax": "max"},
-    fenced="rows",
-    dtypes=lambda x, *_, dtype, **__: (x, fp8_type("te_permute", dtype), dtype, jnp.float32),
-    partials={"amax": _tiles},
-    reference=_permute_reference,
+PERMUTE = Producer(
+    name="te_permute{}",
+    operands="x: m... h, slots: r, offsets: f, weights?: m... k",
+    rows="r",
+    columns="h",
+    value=_rows_of_slots,
+    split=lambda y, **_: (0, 1),
+    tensor="rows",
+    matrix=lambda x, slots, *_, **__: (1, slots[0], x[-1]),
+    op=dict(replicated="m... k f r"),
+    kernels={"": dict(fenced="rows"), "_block": dict(cuda=on_its_gpu)},
 )
+permute_op: Op = declare(PERMUTE, TENSOR)
+permute_block_op: Op = declare(PERMUTE, ROWS_128)
+permute_mx_op: Op = declare(PERMUTE, ROWS_32)
 """x f32|bf16|f16 [*m, h], slots i32[r] and offsets i32[f] of `Groups`, weights f32[*m, k], scale f32[] (with FP8
-results) -> results in this order, as chosen by `outputs`:
+results) -> rows [r, h], the row of x of each slot, times the pair's weight, data, data_t, .. as `te_jax.ops.producers`
+says. No block has rows of two groups.
 
-rows   [r, h] of x's type: the row of x of each slot, times the pair's weight, in f32 until here
-data   FP8 [r, h], data_t FP8 [h, r]: the f32 rows, times scale, saturated
-amax   f32[]: max |f32 rows|
-
-Rows that pad a group are 0, and the tail is undefined (on a CPU 0); neither enters amax. topk: k. dtype: the FP8 type.
-The rows of the buffer are of tokens from anywhere, so devices share h alone.
-"""
-
-permute_block_op: Op = Op(
-    "te_permute_block",
-    "x: m... h, slots: r, offsets: f, weights?: m... k -> data?: r h, data_t?: h r, scale_inv?: h/128 r, "
-    "scale_inv_t?: r/128 h",
-    replicated="m... k f r",
-    dtypes=lambda x, *_, dtype, **__: (fp8_type("te_permute_block", dtype), dtype, jnp.float32, jnp.float32),
-    reference=_permute_block_reference,
-    cuda=on_hopper("te_permute_block"),
-)
-"""The rows of `te_permute`, rounded to x's type, as `te_quantize_block` writes them in blocks of 1 x 128: data and
-data_t FP8, scale_inv f32 [ceil(h / 128), r], scale_inv_t f32 [r / 128, h], as chosen by `outputs`.
-
-No block has rows of two groups. power_2, epsilon: see `scale_of_amax`; the others as of `te_permute`.
+Rows that pad a group are 0, and the tail is undefined (on a CPU 0); neither enters amax. topk: k. The rows of the
+buffer are of tokens from anywhere, so devices share h alone.
 """
 
 combine_op: Op = Op(

@@ -23,10 +23,11 @@ from te_jax.core.derivatives import custom_vjp
 from te_jax.core.op import Op
 from te_jax.core.policies import GEMM, named
 from te_jax.core.types import align, like, on_explicit_mesh
-from te_jax.ops.quantize.array import BLOCK, FLOATS, MX_BLOCK, check_block_gpu, dequantize_rows, dequantize_weight, fill
+from te_jax.ops.formats import ROWS_32, ROWS_128, SQUARES_128, fill
+from te_jax.ops.quantize.array import FLOATS
 
 FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
-_MX_SCALE = jnp.dtype(jnp.float8_e8m0fnu)
+_MX_SCALE = jnp.dtype(ROWS_32.scale_dtype)
 FP8_ALIGNED = 16  # cuBLASLt's FP8 kernels take N and K in multiples of 16 elements
 OUT_DTYPE = NONE | Kind("float32, bfloat16 or float16", is_dtype, lambda dtype: jnp.dtype(dtype) in FLOATS)
 WORKSPACE = 32 << 20  # bytes; what NVIDIA recommends for Hopper's cuBLASLt kernels
@@ -149,11 +150,9 @@ def _outer_axes(op: str, contract: int) -> int:
 
 def _block_reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, rhs_block_inv, bias, c, *, outer, out_dtype, **_):
     contract = outer + 1
-    if rhs_block_inv is None:
-        right = dequantize_rows(rhs, rhs_scale_inv, contract, BLOCK)
-    else:
-        right = dequantize_weight(rhs, rhs_block_inv, rhs.ndim - contract)
-    out = dot_last(dequantize_rows(lhs, lhs_scale_inv, contract, BLOCK), right, contract)
+    of_right = (ROWS_128, rhs_scale_inv) if rhs_block_inv is None else (SQUARES_128, rhs_block_inv)
+    right = of_right[0].read(rhs, of_right[1], contract)
+    out = dot_last(ROWS_128.read(lhs, lhs_scale_inv, contract), right, contract)
     return (add_epilogue(out, bias, c, out_dtype),)
 
 
@@ -162,17 +161,18 @@ def _block_cuda(
 ):
     """Flattens to two axes and fills up with zeros: contracted axes to whole blocks, m to a multiple of 4 and n to one
     of 16, as cuBLASLt wants them; rows in cut blocks of 128 x 128 too, where n has more axes."""
-    check_block_gpu("te_gemm_block")
+    ROWS_128.check_gpu("te_gemm_block")
+    block = ROWS_128.block
     contract, square = outer + 1, rhs_block_inv is not None
     m_axes, n_axes = lhs.shape[: lhs.ndim - contract], rhs.shape[: rhs.ndim - contract]
     m, k = prod(m_axes), prod(lhs.shape[lhs.ndim - contract :])
     bias = None if bias is None else bias.astype(out_dtype)
     if 0 in (m, *n_axes, k):  # nothing to multiply
         return (add_epilogue(jnp.zeros((*m_axes, *n_axes)), bias, c, out_dtype),)
-    n_up = BLOCK if square else FP8_ALIGNED
-    lhs, rhs = fill(lhs, lhs.ndim - 1, BLOCK), fill(fill(rhs, rhs.ndim - 1, BLOCK), len(n_axes) - 1, n_up)
+    n_up = block if square else FP8_ALIGNED
+    lhs, rhs = fill(lhs, lhs.ndim - 1, block), fill(fill(rhs, rhs.ndim - 1, block), len(n_axes) - 1, n_up)
     k_up = prod(lhs.shape[lhs.ndim - contract :])
-    blocks, filled = k_up // BLOCK, rhs.shape[: len(n_axes)]
+    blocks, filled = k_up // block, rhs.shape[: len(n_axes)]
     n = prod(filled)
     columns = lambda a, lead: fill(a, a.ndim - 1, n_up).reshape(*lead, n)
     lhs, rhs = fill(lhs.reshape(m, k_up), 0, 4), rhs.reshape(n, k_up)
@@ -208,17 +208,14 @@ gemm_block_op: Op = Op(
 
 
 def _mx_reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, outer, out_dtype):
-    left, right = (
-        dequantize_rows(lhs, lhs_scale_inv, outer + 1, MX_BLOCK),
-        dequantize_rows(rhs, rhs_scale_inv, outer + 1, MX_BLOCK),
-    )
+    left, right = (ROWS_32.read(*each, outer + 1) for each in ((lhs, lhs_scale_inv), (rhs, rhs_scale_inv)))
     return (add_epilogue(dot_last(left, right, outer + 1), bias, c, out_dtype),)
 
 
 def _mx_cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, outer, out_dtype):
     """XLA's block-scaled product, of two axes and whole blocks. It brings the scales into the order in which tensor
     cores read them. Bias and c are added to an f32 product, so that there is one rounding."""
-    check_block_gpu("te_gemm_mx", MX_BLOCK)
+    ROWS_32.check_gpu("te_gemm_mx")
     contract = outer + 1
     m_axes, n_axes = lhs.shape[: lhs.ndim - contract], rhs.shape[: rhs.ndim - contract]
     m, n = prod(m_axes), prod(n_axes)
@@ -227,7 +224,7 @@ def _mx_cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, outer, ou
         return (add_epilogue(jnp.zeros((*m_axes, *n_axes)), bias, c, out_dtype),)
 
     def operand(a, scale_inv, rows):  # -> [1, rows, k], [1, rows, k / 32]; what fills up rows is cut off again
-        filled = fill(a, a.ndim - 1, MX_BLOCK).reshape(rows, -1)
+        filled = fill(a, a.ndim - 1, ROWS_32.block).reshape(rows, -1)
         scales = scale_inv.reshape(-1, rows).T
         return [fill(x, 0, FP8_ALIGNED)[None] for x in (filled, scales)]
 

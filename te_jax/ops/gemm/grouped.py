@@ -26,8 +26,9 @@ from te_jax.core.types import align, like
 from te_jax.ops.experts.permute import ALIGNMENT
 from te_jax.ops.experts.router import MOST_EXPERTS
 from te_jax.ops.experts.rows import check_groups, expert_of_row, expert_of_tile, in_tiles, sum_of_experts, tokens_alone
+from te_jax.ops.formats import HOPPER, ROWS_32, ROWS_128, SQUARES_128, fill
 from te_jax.ops.gemm.dense import FP8, OUT_DTYPE, add_epilogue, check_factors, dot, dot_last, result_dtypes
-from te_jax.ops.quantize.array import BLOCK, FLOATS, HOPPER, MX_BLOCK, dequantize_rows, dequantize_weight, fill
+from te_jax.ops.quantize.array import FLOATS
 
 _TMA_BYTES = 16  # of rows of an array that the kernel reads, a multiple
 OUT_COLUMNS = 8  # of the kernel's results, a multiple
@@ -72,12 +73,12 @@ def _rows_reference(
     lhs, rhs, offsets, counts, lhs_scale_inv, rhs_scale_inv, lhs_row_inv, rhs_block_inv, bias, *, outer, out_dtype, **_
 ):
     contract, inverse = outer + 1, _inverse(lhs_scale_inv, rhs_scale_inv, counts)
-    left = _widened(lhs) if lhs_row_inv is None else dequantize_rows(lhs, lhs_row_inv, contract, BLOCK)
+    left = _widened(lhs) if lhs_row_inv is None else ROWS_128.read(lhs, lhs_row_inv, contract)
 
     def product(left, expert):
         weight = _widened(rhs[expert])
         if rhs_block_inv is not None:
-            weight = dequantize_weight(weight, rhs_block_inv[expert], weight.ndim - contract)
+            weight = SQUARES_128.read(weight, rhs_block_inv[expert], contract)
         out = dot_last(left, weight, contract) * inverse[expert]
         return add_epilogue(out, None if bias is None else bias[expert], None, out_dtype)
 
@@ -91,7 +92,7 @@ def _wgrad_reference(
     _, is_token = expert_of_row(offsets, counts, rows)
 
     def tiles(a, inverse):  # [..., R] -> [R / 128, ..., 128]
-        a = _widened(a) if inverse is None else dequantize_rows(a, inverse, 1, BLOCK)
+        a = _widened(a) if inverse is None else ROWS_128.read(a, inverse, 1)
         a = tokens_alone(a, is_token, a.ndim - 1)
         return jnp.moveaxis(a.reshape(*a.shape[:-1], rows // ALIGNMENT, ALIGNMENT), -2, 0)
 
@@ -163,8 +164,8 @@ def _rows_cuda(call, lhs, rhs, offsets, counts, *others, outer, out_dtype, **att
     *one_scale, row_inv, block_inv, bias = others
     bias = None if bias is None else bias.astype(out_dtype)
     if block_inv is not None:  # blocks may be cut at the end of one axis alone
-        lhs, rhs = (fill(a, a.ndim - 1, BLOCK) if outer else a for a in (lhs, rhs))
-        rhs, bias = (a if a is None or len(n_axes) == 1 else fill(a, len(n_axes), BLOCK) for a in (rhs, bias))
+        lhs, rhs = (fill(a, a.ndim - 1, ROWS_128.block) if outer else a for a in (lhs, rhs))
+        rhs, bias = (a if a is None or len(n_axes) == 1 else fill(a, len(n_axes), ROWS_128.block) for a in (rhs, bias))
         row_inv = row_inv.reshape(-1, rows)
         block_inv = block_inv.reshape(counts.shape[0], -1, row_inv.shape[0])
     filled = rhs.shape[1 : rhs.ndim - contract]
@@ -445,12 +446,12 @@ def _forms(lhs_scale_inv, rhs_scale_inv):
 
 
 def _in_mx(*scales_inv) -> bool:
-    return all(scale_inv is not None and scale_inv.dtype == jnp.float8_e8m0fnu for scale_inv in scales_inv)
+    return all(scale_inv is not None and scale_inv.dtype == ROWS_32.scale_dtype for scale_inv in scales_inv)
 
 
 def _from_mx(a, scale_inv, contract: int):
     """bf16: the values of a [*rows, *k] in MXFP8, exact from 2**-126 on. There is no grouped product of such blocks."""
-    return dequantize_rows(a, scale_inv, contract, MX_BLOCK).astype(jnp.bfloat16)
+    return ROWS_32.read(a, scale_inv, contract).astype(jnp.bfloat16)
 
 
 @custom_vjp(5, 6)

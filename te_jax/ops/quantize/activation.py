@@ -10,22 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from te_jax.core.amax import amax
 from te_jax.core.arrays import as_jax
 from te_jax.core.check import FLOATS_ARRAY, Kind, check, did_you_mean, number
 from te_jax.core.op import Op
-from te_jax.ops.quantize.array import (
-    BLOCK,
-    INVERSE,
-    check_block_gpu,
-    fp8_type,
-    invert,
-    parts,
-    rows_reference,
-    saturate,
-    tiles,
-    transpose,
-)
+from te_jax.ops.formats import ROWS_32, ROWS_128, TENSOR, ScaleFormat
+from te_jax.ops.producers import Producer, declare
 from te_jax.ops.source import Source
 
 # Clamped SwiGLU of gpt-oss (https://arxiv.org/abs/2508.10925): the defaults of its model card.
@@ -295,32 +284,25 @@ def _check_slots(x, names):
         )
 
 
-def _fwd_reference(x, scale, *, names, dtype, **params):
+def activated(x: jax.Array, *, names: tuple[str, ...], **params: Any) -> tuple[jax.Array, dict[str, Any]]:
+    """`Producer.value` of an activation of x [*m, a, f]."""
     _check_slots(x, names)
-    y = _product(_each_slot(x.astype(jnp.float32)), names, params)
-    data = None if scale is None else saturate(y * scale, dtype)
-    data_t = None if scale is None else jnp.moveaxis(data, -1, 0)
-    return y.astype(x.dtype), data, data_t, amax(y), None if scale is None else invert(scale)
+    return _product(_each_slot(x.astype(jnp.float32)), names, params), {}
 
 
-def _bwd_reference(dy, x, scale, *, names, dtype, **params):
+def activation_gradient(
+    dy: jax.Array, x: jax.Array, *, names: tuple[str, ...], **params: Any
+) -> tuple[jax.Array, dict[str, Any]]:
+    """`Producer.value` of the gradient of x from dy [*m, f]."""
     _check_slots(x, names)
     _, vjp = jax.vjp(lambda x: _product(_each_slot(x), names, params), x.astype(jnp.float32))
-    (dx,) = vjp(dy.astype(jnp.float32))
-    dbias = jnp.sum(dx, tuple(range(x.ndim - 2)))
-    data = None if scale is None else saturate(dx * scale, dtype)
-    data_t = None if scale is None else transpose(data, x.ndim - 2)
-    return dx.astype(x.dtype), data, data_t, amax(dx), dbias, None if scale is None else invert(scale)
+    return vjp(dy.astype(jnp.float32))[0], {}
 
 
-def check_same_dtype(op: str, dy: jax.Array, x: jax.Array) -> None:
+def check_same_dtype(op: str, dy: Any, x: Any, *types: Any, **attrs: Any) -> None:
+    """Raises TypeError, naming `op`, where the types of a gradient and of its operand differ."""
     if dy != x:
         raise TypeError(f"{op}: dy is {dy}, x is {x}; cast one to the other.")
-
-
-def _bwd_dtypes(dy, x, scale, *, dtype, **_):
-    check_same_dtype("te_activation_bwd", dy, x)
-    return x, fp8_type("te_activation_bwd", dtype), dtype, *(jnp.float32,) * 3
 
 
 def kind_of(x: jax.Array, names: tuple[str, ...]) -> int:
@@ -329,131 +311,67 @@ def kind_of(x: jax.Array, names: tuple[str, ...]) -> int:
     return _FUSED[names]
 
 
-def _cuda(call, *operands, names, **attrs):
-    return call(*operands, kind=kind_of(operands[-2], names), **attrs)  # x stands before scale
+def _cuda(op, form: ScaleFormat, reference):
+    """The kernel, which knows activations by a number. Behind x stands the scale, in formats that have one."""
+
+    def run(call, *operands, names, **attrs):
+        if form.block:
+            form.check_gpu(op)
+        return call(*operands, kind=kind_of(operands[-1 if form.block else -2], names), **attrs)
+
+    return run
 
 
-def _tiles(x):
-    """Of [*m, a, f]: tiles of a slot."""
-    return tiles(math.prod(x[:-2]), x[-1])
-
-
-activation_fwd: Op = Op(
-    "te_activation_fwd",
-    "x: m... a f, scale?: -> y?: m... f, data?: m... f, data_t?: f m..., amax?:, scale_inv?:",
-    replicated="a",
-    combine={"amax": "max"},
-    fenced="y scale_inv",
-    dtypes=lambda x, scale, *, dtype, **_: (x, fp8_type("te_activation_fwd", dtype), dtype, *(jnp.float32,) * 2),
-    partials={"amax": lambda x, *args, **attrs: _tiles(x)},
-    aside=INVERSE,
-    reference=_fwd_reference,
-    cuda=_cuda,
+ACTIVATION = Producer(
+    name="te_activation{}_fwd",
+    operands="x: {m} a f",
+    rows="m...",
+    columns="f",
+    value=activated,
+    split=lambda y, **_: (0, y.ndim - 1),
+    tensor="y",
+    inverse=True,
+    matrix=lambda x, *_, **__: (math.prod(x[:-3]), x[-3] if len(x) > 2 else 1, x[-1]),
+    op=dict(replicated="a"),
+    kernels={"": dict(fenced="y scale_inv", cuda=_cuda), "_block": dict(cuda=_cuda)},
 )
-"""x f32|bf16|f16 [*m, a, f], scale f32[] (with FP8 results) -> as chosen by `outputs`:
+activation_fwd: Op = declare(ACTIVATION, TENSOR)
+activation_block_fwd: Op = declare(ACTIVATION, ROWS_128)
+activation_mx_fwd: Op = declare(ACTIVATION, ROWS_32)
+"""x f32|bf16|f16 [*m, a, f], scale f32[] (with FP8 results) -> y [*m, f], the product over a of names[a](x[..., a, :]),
+data, data_t, .. as `te_jax.ops.producers` says.
 
-y      [*m, f] of x's type: the product over a of names[a](x[..., a, :]), in f32 until here
-data   FP8 [*m, f], data_t FP8 [f, *m]: the f32 y, times scale, saturated
-amax   f32[]: max |f32 y|
-scale_inv f32[]: 1 / scale
-
-Attributes as `attributes` makes them, and dtype: the FP8 type, a jnp.dtype. The kernel's sigmoid is right to 2**-22
-(tests/ops/test_cuda_ops.py): a byte may differ from the reference's by a step now and then. relu and squared_relu are
-exact.
+Attributes as `attributes` makes them. The kernel's sigmoid is right to 2**-22 (tests/ops/test_cuda_ops.py): a byte may
+differ from the reference's by a step now and then. relu and squared_relu are exact.
 """
 
-activation_bwd: Op = Op(
-    "te_activation_bwd",
-    "dy: m... f, x: m... a f, scale?: -> dx?: m... a f, data?: m... a f, data_t?: a f m..., amax?:, dbias?: a f, "
-    "scale_inv?:",
-    replicated="a",
-    combine={"amax": "max", "dbias": "sum"},
-    dtypes=_bwd_dtypes,
-    partials={"amax": lambda dy, x, *args, **attrs: _tiles(x), "dbias": lambda dy, x, *args, **attrs: _tiles(x)[:1]},
-    aside=INVERSE,
-    reference=_bwd_reference,
-    cuda=_cuda,
+ACTIVATION_GRAD = Producer(
+    name="te_activation{}_bwd",
+    operands="dy: {m} f, x: {m} a f",
+    rows="m...",
+    columns="a f",
+    value=activation_gradient,
+    split=lambda y, **_: (0, y.ndim - 2),
+    tensor="dx",
+    dbias=True,
+    inverse=True,
+    check=check_same_dtype,
+    matrix=lambda dy, x, *_, **__: (math.prod(x[:-3]), x[-3] if len(x) > 2 else 1, x[-1]),
+    op=dict(replicated="a"),
+    kernels={"": dict(cuda=_cuda), "_block": dict(cuda=_cuda)},
 )
-"""The backward pass of te_activation_fwd: dy [*m, f] of x's type, x, scale f32[] (with FP8 results) -> as chosen:
-
-dx     [*m, a, f] of x's type: dy times the derivative by x, in f32 until here
-data   FP8 [*m, a, f], data_t FP8 [a, f, *m]: the f32 dx, times scale, saturated
-amax   f32[]: max |f32 dx|
-dbias  f32[a, f]: the sum over m of the f32 dx, for the bias gradient
-scale_inv f32[]: 1 / scale
-"""
-
-
-# -- with a scale for each block ------------------------------------------------------------------------------
-
-
-def _block_fwd_reference(x, *, dtype, power_2, epsilon, **attrs):
-    y, *_ = activation_fwd.reference(x, None, dtype=dtype, **attrs)
-    return rows_reference(y, y.ndim - 2, dtype, power_2, epsilon)[:4]
-
-
-def _block_bwd_reference(dy, x, *, dtype, power_2, epsilon, **attrs):
-    dx, *_ = activation_bwd.reference(dy, x, None, dtype=dtype, **attrs)
-    return rows_reference(dx, dx.ndim - 3, dtype, power_2, epsilon)
-
-
-def _block_fwd_dtypes(x, *, dtype, **_):
-    return fp8_type("te_activation_block_fwd", dtype), dtype, jnp.float32, jnp.float32
-
-
-def _block_bwd_dtypes(dy, x, *, dtype, **_):
-    check_same_dtype("te_activation_block_bwd", dy, x)
-    return fp8_type("te_activation_block_bwd", dtype), dtype, *(jnp.float32,) * 3
-
-
-def _block_cuda(op, call, *operands, names, **attrs):
-    check_block_gpu(op)
-    return call(*operands, kind=kind_of(operands[-1], names), **attrs)
-
-
-activation_block_fwd: Op = Op(
-    "te_activation_block_fwd",
-    "x: m... m a f -> data?: m... m f, data_t?: f m... m, scale_inv?: f/128 m... m, scale_inv_t?: m... m/128 f",
-    replicated="a",
-    dtypes=_block_fwd_dtypes,
-    reference=_block_fwd_reference,
-    cuda=partial(_block_cuda, "te_activation_block_fwd"),
-)
-"""te_quantize_block, in blocks of 1 x 128, of what te_activation_fwd makes of x f32|bf16|f16 [*m, m, a, f] in x's type,
-which is not written: data, data_t, scale_inv and scale_inv_t of y [*m, m, f], as chosen by `outputs`.
-
-Attributes as `te_jax.ops.activation.attributes` makes them; dtype, power_2, epsilon and RuntimeError of
-te_quantize_block.
-"""
-
-activation_block_bwd: Op = Op(
-    "te_activation_block_bwd",
-    "dy: m... m f, x: m... m a f -> data?: m... m a f, data_t?: a f m... m, scale_inv?: a f/128 m... m, "
-    "scale_inv_t?: m... m/128 a f, dbias?: a f",
-    replicated="a",
-    combine={"dbias": "sum"},
-    dtypes=_block_bwd_dtypes,
-    partials={"dbias": lambda dy, x, **attrs: (math.prod(x[:-3]) * parts(x[-3], BLOCK),)},
-    reference=_block_bwd_reference,
-    cuda=partial(_block_cuda, "te_activation_block_bwd"),
-)
-"""te_quantize_block, in blocks of 1 x 128, of the gradient that te_activation_bwd makes of dy [*m, m, f] and x
-[*m, m, a, f], which is not written: data, data_t, scale_inv and scale_inv_t of dx [*m, m, a, f], and
-
-dbias  f32[a, f]: the sum over *m and m of dx in x's type, for the bias gradient
-"""
-
-
-# -- by a recipe's granularity --------------------------------------------------------------------------------
+activation_bwd: Op = declare(ACTIVATION_GRAD, TENSOR)
+activation_block_bwd: Op = declare(ACTIVATION_GRAD, ROWS_128)
+activation_mx_bwd: Op = declare(ACTIVATION_GRAD, ROWS_32)
+"""The backward pass of te_activation_fwd: dy [*m, f] of x's type, x, scale f32[] (with FP8 results) -> dx [*m, a, f],
+dy times the derivative by x, data, data_t, .. as `te_jax.ops.producers` says."""
 
 
 def activation_source(x: jax.Array, attrs: dict[str, Any]) -> Source:
     """act(x) [*m, f] of x [*m, a, f]. attrs: as `attributes` returns them."""
-    ops = {0: (activation_fwd, attrs), BLOCK: (activation_block_fwd, attrs)}
-    return Source(ops, (x,), x.ndim - 2, "y")
+    return Source(ACTIVATION, attrs, (x,), x.ndim - 2)
 
 
 def activation_grad_source(dy: jax.Array, x: jax.Array, attrs: dict[str, Any]) -> Source:
     """The gradient [*m, a, f] of x from dy [*m, f], the gradient of act(x). attrs: as `attributes` returns them."""
-    ops = {0: (activation_bwd, attrs), BLOCK: (activation_block_bwd, attrs)}
-    return Source(ops, (dy, x), x.ndim - 2, "dx")
+    return Source(ACTIVATION_GRAD, attrs, (dy, x), x.ndim - 2)

@@ -8,24 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax.core import max_dim, min_dim
 
-from te_jax.core.amax import amax
 from te_jax.core.arrays import as_jax, as_rank
 from te_jax.core.check import BOOL, check, number, one_of
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.op import Op
 from te_jax.core.types import align, like
-from te_jax.ops.quantize.array import (
-    BLOCK,
-    FLOAT,
-    INVERSE,
-    fp8_type,
-    invert,
-    on_hopper,
-    parts,
-    rows_reference,
-    saturate,
-    tiles,
-)
+from te_jax.ops.formats import ROWS_32, ROWS_128, TENSOR, parts
+from te_jax.ops.producers import Producer, declare, on_its_gpu, tiles
+from te_jax.ops.quantize.array import FLOAT
 from te_jax.ops.source import Source
 
 KINDS = ("layernorm", "rmsnorm")
@@ -50,7 +40,7 @@ def _rstd(centered, eps):
     return jax.lax.rsqrt(mean_square(centered * factor[..., None]) + jnp.where(is_far, 0.0, eps)) * factor
 
 
-def _fwd_reference(x, gamma, beta, mean, rstd, scale, *, eps, rms, zero_centered, dtype):
+def _normed(x, gamma, beta, mean=None, rstd=None, *, eps, rms, zero_centered):
     x32, g = x.astype(jnp.float32), _factor(gamma, zero_centered, x.ndim)
     if mean is None:
         mean = jnp.zeros(x.shape[:-1]) if rms else jnp.mean(x32, -1)
@@ -58,21 +48,18 @@ def _fwd_reference(x, gamma, beta, mean, rstd, scale, *, eps, rms, zero_centered
     rstd = _rstd(centered, eps) if rstd is None else rstd
     y = centered * rstd[..., None] * g
     y = y if beta is None else y + as_rank(beta.astype(jnp.float32), y.ndim)
-    data = None if scale is None else saturate(y * scale, dtype)
-    data_t = None if scale is None else jnp.moveaxis(data, -1, 0)
-    return y.astype(x.dtype), data, data_t, mean, rstd, amax(y), None if scale is None else invert(scale)
+    return y, dict(mean=mean, rstd=rstd)
 
 
-def _types(x, gamma, beta, mean, rstd, scale, *, rms, dtype, **_):
+def _check_known(op, x, gamma, beta, mean=None, rstd=None, *_, rms, **attrs):
     if (rstd is None and mean is not None) or (rstd is not None and rms != (mean is None)):
         raise ValueError(
-            "te_norm_fwd: known_mean and known_rstd go together, and RMSNorm has known_rstd alone; pass those that an "
+            f"{op}: known_mean and known_rstd go together, and RMSNorm has known_rstd alone; pass those that an "
             "earlier call returned."
         )
-    return x, fp8_type("te_norm_fwd", dtype), dtype, *(jnp.float32,) * 4
 
 
-def _amax_places(x):
+def _amax_places(x, *args, **attrs):
     """csrc/norm/norm.cuh: one for a tile of data_t, and one for four rows at least."""
     chunks, strips = tiles(prod(x[:-1]), x[-1])
     return chunks, max(strips, 64)
@@ -87,53 +74,35 @@ def _workspace(x, gamma, beta, mean, rstd, *args, outputs, **attrs):
     return statistics_workspace(x) if "data_t" in outputs and rstd is None else 0
 
 
-norm_fwd: Op = Op(
-    "te_norm_fwd",
-    "x: ... h, gamma: h, beta?: h, known_mean?: ..., known_rstd?: ..., scale?: -> y?: ... h, data?: ... h, "
-    "data_t?: h ..., mean?: ..., rstd?: ..., amax?:, scale_inv?:",
-    replicated="h",
-    combine={"amax": "max"},
-    fenced="y scale_inv",
-    dtypes=_types,
-    partials={"amax": lambda x, *args, **attrs: _amax_places(x)},
-    aside=INVERSE,
-    workspace=_workspace,
-    reference=_fwd_reference,
+NORM = Producer(
+    name="te_norm{}_fwd",
+    operands="x: {m} h, gamma: h, beta?: h",
+    rows="...",
+    columns="h",
+    value=_normed,
+    split=lambda y, **_: (0, y.ndim - 1),
+    tensor="y",
+    again="known_mean?: {m}, known_rstd?: {m}",
+    more="mean?: {m}, rstd{may}: {m}",
+    inverse=True,
+    check=_check_known,
+    op=dict(replicated="h"),
+    kernels={
+        "": dict(fenced="y scale_inv", partials={"amax": _amax_places}, workspace=_workspace),
+        "_block": dict(workspace=statistics_workspace, cuda=on_its_gpu),
+    },
 )
+norm_fwd: Op = declare(NORM, TENSOR)
+norm_block_fwd: Op = declare(NORM, ROWS_128)
+norm_mx_fwd: Op = declare(NORM, ROWS_32)
 """x f32|bf16|f16 [..., h], gamma and beta f32|bf16|f16 [h], known_mean (LayerNorm) and known_rstd f32 [...], scale
-f32[] (with FP8 results) -> as chosen by `outputs`:
+f32[] (with FP8 results) -> y [..., h] = (x - mean) * rstd * gamma + beta, data, data_t, .. as `te_jax.ops.producers`
+says, and
 
-y      [..., h] of x's type: (x - mean) * rstd * gamma + beta
-data   FP8 [..., h], data_t FP8 [h, ...]: the f32 y, times scale, saturated
 mean   f32[...] (LayerNorm), rstd f32[...]: 1 / sqrt(var + eps)
-amax   f32[]: max |y|
-scale_inv f32[]: 1 / scale
 
 known_mean and known_rstd are the mean and rstd of an earlier call, which this one then reads and has not among its
-results. eps: float. rms: RMSNorm. zero_centered: gamma + 1 is applied. dtype: the FP8 type, a jnp.dtype.
-"""
-
-
-def _block_reference(x, gamma, beta, *, dtype, power_2, epsilon, **attrs):
-    y, _, _, mean, rstd, *_ = norm_fwd.reference(x, gamma, beta, None, None, None, dtype=dtype, **attrs)
-    return *rows_reference(y, y.ndim - 2, dtype, power_2, epsilon)[:4], mean, rstd
-
-
-norm_block_fwd: Op = Op(
-    "te_norm_block_fwd",
-    "x: m... m h, gamma: h, beta?: h -> data?: m... m h, data_t?: h m... m, scale_inv?: h/128 m... m, "
-    "scale_inv_t?: m... m/128 h, mean?: m... m, rstd: m... m",
-    replicated="h",
-    dtypes=lambda x, gamma, beta, *, dtype, **_: (fp8_type("te_norm_block_fwd", dtype), dtype, *(jnp.float32,) * 4),
-    workspace=statistics_workspace,
-    reference=_block_reference,
-    cuda=on_hopper("te_norm_block_fwd"),
-)
-"""te_quantize_block, in blocks of 1 x 128, of what te_norm_fwd makes of x f32|bf16|f16 [*m, m, h] in x's type, which is
-not written: data, data_t, scale_inv and scale_inv_t of y [*m, m, h], as chosen by `outputs`, and the statistics.
-
-gamma, beta, mean, rstd, eps, rms and zero_centered as in te_norm_fwd; dtype, power_2, epsilon and RuntimeError of
-te_quantize_block.
+results. eps: float. rms: RMSNorm. zero_centered: gamma + 1 is applied.
 """
 
 
@@ -162,8 +131,7 @@ class Norm(NamedTuple):
 
 def norm_source(x: jax.Array, gamma: jax.Array, beta: jax.Array | None, norm: Norm) -> Source:
     """norm(x) [..., h]."""
-    attrs = norm._asdict()
-    return Source({0: (norm_fwd, attrs), BLOCK: (norm_block_fwd, attrs)}, (x, gamma, beta), x.ndim - 1, "y")
+    return Source(NORM, norm._asdict(), (x, gamma, beta), x.ndim - 1)
 
 
 def _bwd_reference(dy, x, mean, rstd, gamma, dres, *, rms, zero_centered):
