@@ -11,6 +11,7 @@ import tokenize
 from functools import cache
 from pathlib import Path
 
+import op_table
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -280,3 +281,10 @@ def test_what_a_package_shows_can_be_imported():
             assert getattr(value, "__module__", "te_jax").startswith("te_jax"), f"{package.__name__}.{name}"
     with pytest.raises(AttributeError, match="'te_jax' has no attribute 'transformer'"):
         te_jax.transformer  # noqa: B018
+
+
+# -- the page of ops -------------------------------------------------------------------------------------------
+
+
+def test_every_op_is_on_the_page():
+    assert op_table.PATH.read_text() == op_table.text(), "run `python tests/support/op_table.py`"
