@@ -39,6 +39,7 @@ from te_jax.layers.parameters import is_kernel
 from te_jax.models import ModelConfig
 from te_jax.models.config import Origin
 from te_jax.models.stack import MODEL, VARIABLES, Model
+from te_jax.ops.formats import TENSOR
 from te_jax.recipe import Recipe
 from te_jax.state import fp8 as fp8_state
 
@@ -174,7 +175,7 @@ def _read_part(read, held, scheme: Scheme | None, name: str):
     if held[name].dtype != files.FP8:
         return read(name)
     scale = read(scheme.scale_of(name)).astype(np.float32)  # some have scales of 16 bits
-    return Scaled(read(name), scale.reshape(scheme.scale_shape(held[name].shape)))
+    return Scaled(read(name), scale.reshape(scheme.scale_shape(held[name].shape)), scheme.format)
 
 
 def _forms_in_fp8(model: Model, forms, recipe: Recipe, gradients: bool) -> dict[str, Any]:
@@ -309,7 +310,7 @@ def _input_scales(plan: Conversion, kernels, state) -> dict[str, np.ndarray]:
     state, made = flatten_dict(state, sep="/"), {}
     for step in plan.steps:
         if step.ours[0] in kernels:
-            names = (Scheme(0).unread_of(name) for name in step.theirs)
+            names = (Scheme(TENSOR).unread_of(name) for name in step.theirs)
             made |= zip(names, input_scale(state, step.ours[0], step.index, len(step.theirs)))
     return made
 

@@ -1,6 +1,8 @@
 """Weights in FP8 as checkpoints have them: with scales of blocks of 128 x 128, or one for a tensor."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +14,7 @@ from te_jax.core.check import show
 from te_jax.hf.rules import OF_LINEARS, Recast
 from te_jax.layers import QuantizedKernel
 from te_jax.layers.weight import swap_groups
-from te_jax.ops.formats import SQUARES_128, transpose
-from te_jax.ops.quantize.array import format_of_weight
+from te_jax.ops.formats import SQUARES_128, TENSOR, ScaleFormat, transpose
 
 # The leaf of the state by which the input of a parameter's product is scaled.
 _INPUTS = {"kernel": "x", "wi_kernel": "x_0", "wi_0": "x_0", "wi_1": "x_0", "wo_kernel": "x_1", "wo": "x_1"}
@@ -22,13 +23,18 @@ _INPUTS = {"kernel": "x", "wi_kernel": "x_0", "wi_0": "x_0", "wi_1": "x_0", "wo_
 class Scheme(NamedTuple):
     """How a checkpoint scales its weights in FP8.
 
-    block: 128: `weight_scale_inv` f32 [ceil(out / 128), ceil(in / 128)] beside `weight` [out, in]
-           (https://github.com/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md); 0: `weight_scale` f32 [] and, where
-           activations have static scales, `input_scale` f32 [], as inference servers read them. Values are
-           weight * scale in either.
+    format: SQUARES_128: `weight_scale_inv` f32 [ceil(out / 128), ceil(in / 128)] next to `weight` [out, in]
+            (https://github.com/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md); TENSOR: `weight_scale` f32 [] and,
+            where activations have static scales, `input_scale` f32 [], as inference servers read them. Values are
+            weight * scale in either.
     """
 
-    block: int
+    format: ScaleFormat
+
+    @property
+    def block(self) -> int:
+        """How many numbers along each axis share a scale; 0: all."""
+        return self.format.block
 
     def scale_of(self, name: str) -> str:
         """The name of the scale of weight `name`."""
@@ -43,15 +49,18 @@ class Scheme(NamedTuple):
         return tuple(-(-size // self.block) for size in shape) if self.block else ()
 
 
-class Scaled(NamedTuple):
+@partial(jax.tree_util.register_dataclass, data_fields=("data", "scale_inv"), meta_fields=("format",))
+@dataclass(frozen=True)
+class Scaled:
     """A weight in FP8 [out, in] and its scale."""
 
     data: Any
     scale_inv: Any  # f32, of `Scheme.scale_shape`
+    format: ScaleFormat
 
     def dequantize(self, dtype: Any) -> jax.Array:
         """The values: products in f32, rounded once."""
-        return format_of_weight(self.scale_inv).read(self.data, self.scale_inv, self.data.ndim - 1).astype(dtype)
+        return self.format.read(self.data, self.scale_inv, self.data.ndim - 1).astype(dtype)
 
 
 def read_scheme(found: Mapping[str, Any], folder: Path) -> Scheme | None:
@@ -71,7 +80,7 @@ def read_scheme(found: Mapping[str, Any], folder: Path) -> Scheme | None:
     ):
         if value not in may:
             raise ValueError(f"{where} has {key}={show(value)}; te_jax reads {' or '.join(map(repr, may))}.")
-    return Scheme(0 if blocks is None else SQUARES_128.block)
+    return Scheme(TENSOR if blocks is None else SQUARES_128)
 
 
 def scheme_of(kernels: Mapping[str, QuantizedKernel]) -> Scheme | None:
@@ -79,15 +88,14 @@ def scheme_of(kernels: Mapping[str, QuantizedKernel]) -> Scheme | None:
     for those that no checkpoint has and where two differ."""
     schemes = {}
     for path, q in kernels.items():
-        data, scale_inv = q.tensor.held
-        block = format_of_weight(scale_inv, q.stack).block
-        if data.dtype != jnp.float8_e4m3fn or block not in (0, SQUARES_128.block):
+        data, _ = q.tensor.held
+        if data.dtype != jnp.float8_e4m3fn or q.format not in (TENSOR, SQUARES_128):
             raise ValueError(
-                f"te_jax.hf.save: {path} is {data.dtype.name} with scales of blocks of {block}; checkpoints have "
-                f"float8_e4m3fn with one scale, or of blocks of {SQUARES_128.block}: pass "
+                f"te_jax.hf.save: {path} is {data.dtype.name} with scales of blocks of {q.format.block}; checkpoints "
+                f"have float8_e4m3fn with one scale, or of blocks of {SQUARES_128.block}: pass "
                 "te_jax.flax.dequantize_params of it."
             )
-        schemes[Scheme(block)] = path
+        schemes[Scheme(q.format)] = path
     if len(schemes) > 1:
         raise ValueError(
             f"te_jax.hf.save: {' and '.join(schemes.values())} have scales of different forms; use one recipe."
@@ -109,8 +117,7 @@ def held_rows(q: QuantizedKernel) -> tuple[jax.Array, jax.Array]:
     """FP8 [*C, *F], and the inverse scales, of a kernel with scales of blocks or one, without axes in front."""
     data, scale_inv = q.tensor.held
     if q.tensor.data is None:
-        back = lambda a: transpose(a, q.features) if a.ndim else a
-        data, scale_inv = back(data), back(scale_inv)
+        data, scale_inv = q.format.transpose(data, scale_inv, q.features)
     return data, scale_inv
 
 
@@ -119,24 +126,22 @@ def stored_parts(form: Recast, q: QuantizedKernel) -> list[Scaled]:
     experts = q.stack == 1
     data, scale_inv = (jax.vmap(held_rows) if experts else held_rows)(q)
     weights = form.theirs(data)
-    if scale_inv.ndim > q.stack:
+    if q.format.block:
         scales = form.theirs(scale_inv)
     else:
         scales = list(scale_inv) if experts else [scale_inv] * len(weights)
-    return [Scaled(a, s) for a, s in zip(weights, scales, strict=True)]
+    return [Scaled(a, s, q.format) for a, s in zip(weights, scales, strict=True)]
 
 
-def take_parts(form: Recast, parts: Iterable[Scaled], like: QuantizedKernel) -> QuantizedKernel | None:
+def take_parts(form: Recast, parts: Sequence[Scaled], like: QuantizedKernel) -> QuantizedKernel | None:
     """The kernel whose data, as bits, and scales are those of the checkpoint, in the layouts of `like`, which has no
     axis of layers; None where the scales are of another form."""
-    scales = [part.scale_inv for part in parts]
-    in_squares = format_of_weight(like.tensor.held[1], like.stack) == SQUARES_128
-    if form not in OF_LINEARS or scales[0].ndim != 2 or not in_squares:
+    if form not in OF_LINEARS or {like.format, *(part.format for part in parts)} != {SQUARES_128}:
         return None
     if like.tensor.held[0].dtype != jnp.float8_e4m3fn:
         return None
     (data,) = form.ours(*(jax.lax.bitcast_convert_type(part.data, jnp.uint8) for part in parts))
-    (scale_inv,) = form.ours(*scales)
+    (scale_inv,) = form.ours(*(part.scale_inv for part in parts))
     turn = lambda a: transpose(a, like.contract)
     turn = jax.vmap(turn) if like.stack else turn
     made = {"data": data, "data_t": turn(data), "scale_inv": scale_inv, "scale_inv_t": turn(scale_inv)}
@@ -146,7 +151,7 @@ def take_parts(form: Recast, parts: Iterable[Scaled], like: QuantizedKernel) -> 
 
 def like_with(q: QuantizedKernel, parts: Mapping[str, Any]) -> QuantizedKernel:
     """`q` with these parts of its tensor in the place of its own."""
-    return QuantizedKernel(q.tensor._replace(**parts), q.contract, q.features, q.dtype)
+    return replace(q, tensor=q.tensor._replace(**parts))
 
 
 def spec_of_part(q: QuantizedKernel, name: str, spec: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -88,7 +88,7 @@ def quantize_weight(
     """weight [*C, *F] as its GEMMs read it; an Fp8Tensor was quantized before, if it has data."""
     if isinstance(weight, Fp8Tensor):
         if weight.data is not None or weight.data_t is not None:
-            return weight.read(uses, config.contract)
+            return weight.read(uses, config.contract, format_of(config.recipe, "kernel"))
         return quantize_weight(weight.wide, meta, uses, config)._replace(onto=weight.onto)
     q, _ = quantize_tensor(weight, config.contract, Role("kernel", meta, uses, config.weight), config)
     # Not what fprop alone reads, nor the array itself, which is kept anyway.

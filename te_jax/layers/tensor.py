@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 
-from te_jax.ops.quantize.array import format_of_weight
+from te_jax.ops.formats import ScaleFormat
 from te_jax.recipe import Recipe
 
 
@@ -86,17 +86,17 @@ class Fp8Tensor(NamedTuple):
         """`rows`, or `columns` where there are no rows."""
         return self.columns if self.data is None else self.rows
 
-    def read(self, use: Uses, split: int) -> "Fp8Tensor":
-        """What GEMMs read of a weight; `split` axes in m. A layout that is missing is transposed from the other.
+    def read(self, use: Uses, split: int, form: ScaleFormat) -> "Fp8Tensor":
+        """What GEMMs read of a weight of this format; `split` axes in m. A missing layout is transposed from the other.
 
         Raises ValueError where that cannot be done.
         """
         got = self
         if use.data and self.data is None:
-            data, scale_inv = format_of_weight(self.columns[1]).transpose(*self.columns, self.data_t.ndim - split)
+            data, scale_inv = form.transpose(*self.columns, self.data_t.ndim - split)
             got = got._replace(data=data, scale_inv=scale_inv)
         if use.data_t and self.data_t is None:
-            data_t, scale_inv_t = format_of_weight(self.rows[1]).transpose(*self.rows, split)
+            data_t, scale_inv_t = form.transpose(*self.rows, split)
             got = got._replace(data_t=data_t, scale_inv_t=scale_inv_t)
         return got._replace(**{name: None for name, is_read in use._asdict().items() if not is_read})
 

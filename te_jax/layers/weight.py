@@ -14,8 +14,8 @@ from te_jax.core.derivatives import custom_vjp
 from te_jax.layers.config import Config
 from te_jax.layers.produce import quantize_stacked, quantize_weight
 from te_jax.layers.tensor import Accumulator, Fp8Tensor, LayerUses, Uses
-from te_jax.ops.formats import format_of, transpose
-from te_jax.ops.quantize.array import FLOAT, format_of_weight
+from te_jax.ops.formats import TENSOR, ScaleFormat, format_of, transpose
+from te_jax.ops.quantize.array import FLOAT
 from te_jax.recipe import Recipe
 from te_jax.sharding.resource import stage_axes
 from te_jax.state import fp8
@@ -31,7 +31,10 @@ class GradientSlot(NamedTuple):
     array: jax.Array  # [*C, *F] of the weight's dtype; nothing reads its values
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("tensor",), meta_fields=("contract", "features", "dtype"))
+_OF_KERNEL = ("contract", "features", "dtype", "format")
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("tensor",), meta_fields=_OF_KERNEL)
 @dataclass(frozen=True)
 class QuantizedKernel:
     """A kernel [*C, *F] as FP8 GEMMs read it, of `quantize_kernel`.
@@ -50,6 +53,7 @@ class QuantizedKernel:
     contract: int  # axes in C
     features: int  # axes in F
     dtype: jnp.dtype  # of the kernel, when it is dequantized
+    format: ScaleFormat = TENSOR  # what shares a scale, and how the scales lie
 
     @property
     def ndim(self) -> int:
@@ -95,8 +99,8 @@ class QuantizedKernel:
             return _with_gradient(lax.stop_gradient(self.with_wide(None).dequantize()), self.tensor.wide.array)
         data, scale_inv = self.tensor.held
         if self.tensor.data is not None:
-            return format_of_weight(scale_inv).read(data, scale_inv, self.features).astype(self.dtype)
-        values = format_of_weight(scale_inv).read(data, scale_inv, self.contract)
+            return self.format.read(data, scale_inv, self.features).astype(self.dtype)
+        values = self.format.read(data, scale_inv, self.contract)
         return transpose(values, self.features).astype(self.dtype)
 
 
@@ -150,7 +154,8 @@ def quantize_kernel(
     fp8.check_metas(name, "meta", meta, recipe, "pass one")
     uses = LayerUses.of(recipe, train=gradients, wgrad=False).weight
     made = quantize_alone(*lax.stop_gradient((kernel, meta)), uses._replace(wide=False), recipe, contract)
-    return QuantizedKernel(made, contract, kernel.ndim - contract, kernel.dtype)
+    features, form = kernel.ndim - contract, format_of(recipe, "kernel")
+    return QuantizedKernel(made, contract, features, kernel.dtype, form)
 
 
 def quantize_alone(
@@ -178,8 +183,8 @@ def check_quantized(
     need = form(recipe.fp8_format.dtype("fwd"), shape, contract, format_of(recipe, "kernel").block)
     if q.empty:
         raise ValueError(f"{what} holds nothing in FP8, but {type(recipe).__name__} needs {need}; {way_out}.")
-    data, scale = q.tensor.held
-    if (have := form(data.dtype, q.shape, q.contract, format_of_weight(scale, q.stack).block)) != need:
+    data, _ = q.tensor.held
+    if (have := form(data.dtype, q.shape, q.contract, q.format.block)) != need:
         raise ValueError(f"{what} is {have}, but {type(recipe).__name__} needs {need}; {way_out}.")
 
 

@@ -93,6 +93,10 @@ def _exponents(amaxes, fp8_max):
 # -- formats --------------------------------------------------------------------------------------------------
 
 
+def _nowhere(capability: str) -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class ScaleFormat:
     """How a tensor [*m, *n] lies in FP8, as data [*m, *n] and its transpose data_t [*n, *m].
@@ -115,7 +119,7 @@ class ScaleFormat:
     law: Callable[..., tuple[jax.Array, jax.Array]] = _floats
     attributes: tuple[str, ...] = ("power_2", "epsilon")
     scale_dtype: Any = jnp.float32
-    refuses: Callable[[str], str] = lambda capability: ""
+    refuses: Callable[[str], str] = _nowhere
 
     @property
     def inverses(self) -> Mapping[str, str]:

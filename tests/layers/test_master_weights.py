@@ -21,6 +21,7 @@ import te_jax as te
 import te_jax.flax as te_flax
 from te_jax.layers import QuantizedKernel, dense, layernorm_mlp, quantize_experts, quantize_kernel
 from te_jax.layers.parameters import requantize
+from te_jax.ops.formats import format_of
 from te_jax.recipe import DelayedScaling, FixedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 
 CURRENT, BLOCK, MX = Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling()
@@ -141,7 +142,7 @@ def test_stacks_are_quantized_at_once(recipe, rng):
     alone = jax.jit(lambda a: quantize_kernel(a, recipe=recipe).tensor._replace(amax=None))
     want = [[alone(experts[i, j]) for j in range(3)] for i in range(2)]
     want = jax.tree.map(lambda *a: jnp.stack(a).reshape(2, 3, *a[0].shape), *want[0], *want[1])
-    old = QuantizedKernel(want, 1, 2, jnp.dtype(jnp.float32))
+    old = QuantizedKernel(want, 1, 2, jnp.dtype(jnp.float32), format_of(recipe, "kernel"))
     fresh = lambda old, array: requantize(old, array, recipe, "it")
     for pick in (lambda a: a), (lambda a: a[0]):
         args = jax.tree.map(pick, (old, experts))

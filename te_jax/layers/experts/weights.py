@@ -20,6 +20,7 @@ from te_jax.layers.produce import quantize_stacked
 from te_jax.layers.tensor import Fp8Tensor, LayerUses, Uses
 from te_jax.layers.vjp import has_gradient
 from te_jax.layers.weight import QuantizedKernel, resolve_weight
+from te_jax.ops.formats import ScaleFormat, format_of
 from te_jax.ops.quantize.array import FLOAT
 from te_jax.recipe import Recipe
 from te_jax.sharding.resource import stage_axes
@@ -56,7 +57,7 @@ def quantize_experts(
     uses = uses if gradients else uses._replace(data=False)
     config = Config(recipe, 1, None, jax.typeof(wide[0]), stage_axes=stage_axes())
     made = quantize_part(Fp8Tensor(wide=lax.stop_gradient(wide)), lax.stop_gradient(meta), uses, config, slots)
-    return QuantizedKernel(made._replace(wide=None), 1, 1 + slots, wide[0].dtype)
+    return QuantizedKernel(made._replace(wide=None), 1, 1 + slots, wide[0].dtype, format_of(recipe, "kernel"))
 
 
 def check_kernels(name: str, argument: str, wide: Sequence[jax.Array]) -> None:
@@ -115,23 +116,21 @@ def quantize_part(part: Fp8Tensor, meta: fp8.TensorMeta | None, uses: Uses, conf
         return quantize_stacked(weight, meta, uses, config, beside=beside)._replace(onto=part.onto)
     q = part._replace(wide=None, amax=None, onto=None)
     one_slot = slots and (part.data_t if part.data is None else part.data).ndim == 3
-    q = jax.vmap(lambda each: each.read(uses, 1))(q)
-    q = _with_slot(q) if one_slot else q
+    form = format_of(config.recipe, "kernel")
+    q = jax.vmap(lambda each: each.read(uses, 1, form))(q)
+    q = _with_slot(q, form) if one_slot else q
     return q._replace(wide=array() if uses.wide else None, amax=part.amax, onto=part.onto)
 
 
-def _with_slot(q: Fp8Tensor) -> Fp8Tensor:
+def _with_slot(q: Fp8Tensor, form: ScaleFormat) -> Fp8Tensor:
     """Of a weight [E, K, N] in FP8 the same with an axis of one slot in front of N."""
-
-    def scales(scale_inv, of_blocks: int, of_mx: int):
-        if scale_inv is None or scale_inv.ndim == 1:
-            return scale_inv
-        return jnp.expand_dims(scale_inv, of_mx if scale_inv.dtype == jnp.float8_e8m0fnu else of_blocks)
-
     insert = lambda a, axis: None if a is None else jnp.expand_dims(a, axis)
-    # Scales of MXFP8's blocks have the contracted axis in front: [E, N / 32, K] and [E, K / 32, N].
-    inverses = dict(scale_inv=scales(q.scale_inv, 2, 1), scale_inv_t=scales(q.scale_inv_t, 1, 2))
-    return q._replace(data=insert(q.data, 2), data_t=insert(q.data_t, 1), **inverses)
+    q = q._replace(data=insert(q.data, 2), data_t=insert(q.data_t, 1))
+    if not form.block:
+        return q
+    # Scales of blocks that are not square have the contracted axis in front: [E, N / block, K] and [E, K / block, N].
+    at, at_t = (2, 1) if form.square else (1, 2)
+    return q._replace(scale_inv=insert(q.scale_inv, at), scale_inv_t=insert(q.scale_inv_t, at_t))
 
 
 def slots_at(q: Fp8Tensor, at: Any) -> Fp8Tensor:

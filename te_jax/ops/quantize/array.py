@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from te_jax.core.check import array_of
 from te_jax.core.op import Op
-from te_jax.ops.formats import ROWS_32, ROWS_128, SQUARES_128, TENSOR, ScaleFormat
+from te_jax.ops.formats import ROWS_32, ROWS_128, SQUARES_128, TENSOR
 from te_jax.ops.producers import Producer, declare, on_its_gpu
 from te_jax.ops.source import Source
 
@@ -45,10 +45,3 @@ split: number of axes in m; with blocks `lead`, one less.
 def array_source(x: jax.Array, split: int) -> Source:
     """x [*m, *n], which is there, with `split` axes in m."""
     return Source(ARRAY, dict(split=split), (x,), split)
-
-
-def format_of_weight(scale_inv: jax.Array, stack: int = 0) -> ScaleFormat:
-    """The format of a weight with these inverse scales. stack: the axes in front of it, as of experts."""
-    if scale_inv.dtype == ROWS_32.scale_dtype:
-        return ROWS_32
-    return SQUARES_128 if scale_inv.ndim > stack else TENSOR
