@@ -71,7 +71,7 @@ def test_variables_and_outputs_are_linens(case):
         want = unboxed(jax.eval_shape(lambda key: linen.init(key, *args), jax.random.key(0)))
         variables = te_nnx.to_linen(module)
         assert {c: paths(variables[c]) for c in variables} == {c: paths(want[c]) for c in want}
-        assert_same(module(*args), linen.apply(variables, *args))
+        assert_same(nnx.jit(lambda module: module(*args))(module), jax.jit(lambda v: linen.apply(v, *args))(variables))
     for collection, kind in (("params", nnx.Param), ("fp8_metas", te_nnx.Fp8State)):
         held = [path for path, _ in nnx.to_flat_state(nnx.state(module, kind))]
         assert {"/".join(path) for path in held} == set(paths(variables.get(collection, {})))
@@ -103,8 +103,8 @@ def test_cross_attention_and_decoder():
     layer = quick_nnx(
         lambda: te_nnx.TransformerLayer(**LAYER, layer_type="decoder", encoded_features=24, rngs=nnx.Rngs(0))
     )
-    want = te_flax.TransformerLayer(**LAYER, layer_type="decoder").apply(te_nnx.to_linen(layer), X, encoded)
-    assert_same(layer(X, encoded), want)
+    want = jax.jit(te_flax.TransformerLayer(**LAYER, layer_type="decoder").apply)(te_nnx.to_linen(layer), X, encoded)
+    assert_same(nnx.jit(lambda layer, *args: layer(*args))(layer, X, encoded), want)
     same = quick_nnx(
         lambda: te_nnx.TransformerLayer(**LAYER, layer_type=te_flax.TransformerLayerType.DECODER, rngs=nnx.Rngs(0))
     )
@@ -215,7 +215,7 @@ def test_dropout_keys():
 def test_decoding():
     """A prompt, then token by token: the cache is the modules' state, under nnx.jit too."""
     fields = dict(**LAYER, enable_rotary_pos_emb=True)
-    layer = te_nnx.TransformerLayer(**fields, rngs=nnx.Rngs(0))
+    layer = quick_nnx(lambda: te_nnx.TransformerLayer(**fields, rngs=nnx.Rngs(0)))
     step = nnx.jit(lambda layer, x: layer(x, decode=True))
     prompt, token = X[:, :6], X[:, 6:7]
     got = [layer(prompt, decode=True, max_decode_length=8), step(layer, token), step(layer, token)]
@@ -262,7 +262,7 @@ def test_parameters_lie_by_logical_axis_rules(on_host):
     mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     resource = MeshResource(fsdp_resource="fsdp", tp_resource="tp")
     with jax.set_mesh(mesh), global_shard_guard(resource), nn.logical_axis_rules(extend_logical_axis_rules(())):
-        layer = quick_nnx(lambda: te_nnx.TransformerLayer(**LAYER, rngs=nnx.Rngs(0)))
+        layer = te_nnx.TransformerLayer(**LAYER, rngs=nnx.Rngs(0))
         kernel = layer.attention.qkv.kernel
         assert kernel.out_sharding == ("fsdp", None, "tp")
         assert kernel[...].sharding.shard_shape(kernel.shape) == (16, 3, 16)
@@ -275,6 +275,6 @@ def test_parameters_lie_by_logical_axis_rules(on_host):
 
         kernel = stacked(nnx.Rngs(0)).kernel
         assert kernel.out_sharding == (None, "fsdp", "tp") and kernel.shape == (3, H, 16)
-    bare = quick_nnx(lambda: te_nnx.TransformerLayer(**LAYER, rngs=nnx.Rngs(0)))
+    bare = te_nnx.TransformerLayer(**LAYER, rngs=nnx.Rngs(0))
     assert not bare.attention.qkv.kernel.has_metadata("out_sharding")
     assert_same(te_nnx.to_linen(bare), te_nnx.to_linen(layer))
