@@ -72,10 +72,7 @@ def test_names_are_unique():
 @pytest.mark.parametrize(
     "label,tflop",
     [
-        (
-            "gpt layer fwd+bwd | te_jax fp8",
-            9.895 + 0.481,
-        ),  # 8192 tokens, 201e6 parameters, 3 GEMMs; attention
+        ("gpt layer fwd+bwd | te_jax fp8", 9.895 + 0.481),  # 8192 tokens, 201e6 parameters, 3 GEMMs; attention
         ("llama layer fwd+bwd | te_jax fp8", 10.720 + 1.924),
         ("attention b4 s4096 h32/32 d128 causal fwd | te_jax", 0.5498),  # 0.92 ms are 597 TFLOP/s
         ("dense 8192x4096x16384 fwd+bwd | te_jax fp8", 3.299),
@@ -110,13 +107,8 @@ def test_the_floor_is_the_slower_of_multiplications_and_traffic():
 
 @pytest.fixture
 def known_ceilings(monkeypatch):
-    """Not measured: test_run does."""
+    """Not measured; figures with them are composed and not rendered. test_run does both."""
     monkeypatch.setattr(ceilings, "measure", lambda tiny: CEILINGS)
-
-
-@pytest.fixture
-def unrendered(monkeypatch):
-    """Figures are composed as ever, and not rendered: `test_run` looks at a file of one."""
     if run.roofline.available():
         monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **how: None)
 
@@ -146,7 +138,7 @@ def test_run(tmp_path, capsys):
     assert attention[0]["beside"]["jax.nn cudnn"] == pytest.approx(attention[0]["ms"] / attention[1]["ms"])
 
 
-def test_compare_and_load(tmp_path, capsys, unrendered):
+def test_compare_and_load(tmp_path, capsys, known_ceilings):
     """Results made by earlier versions of the program load too."""
     for path in RESULTS:
         old = report.load(path)
@@ -190,7 +182,7 @@ def test_without_a_gpu_full_sizes_are_refused(capsys):
         ("meshes", f"tp={jax.device_count()} .*te_jax bf16"),
     ],
 )
-def test_other_suites_run(suite, only, tmp_path, known_ceilings, unrendered):
+def test_other_suites_run(suite, only, tmp_path, known_ceilings):
     out = tmp_path / "results.json"
     args = [suite, "--tiny", "--calls", "1", "--repeat", "1", "--only", only, "--out", str(out)]
     assert main(args) == 0

@@ -211,13 +211,15 @@ def code_lines(path: Path) -> frozenset[int]:
 
 
 def of_python(path: Path):
-    """(name, lines of code) of its functions; their docstrings are not counted."""
+    """(name, lines) of its functions; of long ones the lines of code, without a docstring."""
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if ast.get_docstring(node, clean=False) is not None else None
-            docstring = range(first.lineno, first.end_lineno + 1) if first else ()
-            lines = code_lines(path).intersection(range(node.lineno, node.end_lineno + 1))
-            yield node.name, len(lines.difference(docstring))
+            lines = range(node.lineno, node.end_lineno + 1)
+            if len(lines) > MOST_LINES_OF_A_FUNCTION:  # else they are few enough, whatever is code among them
+                first = node.body[0] if ast.get_docstring(node, clean=False) is not None else None
+                docstring = range(first.lineno, first.end_lineno + 1) if first else ()
+                lines = code_lines(path).intersection(lines).difference(docstring)
+            yield node.name, len(lines)
 
 
 # As clang-format has it: what begins in the first column and ends with the first brace there.
