@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import train_gpt  # noqa: E402
 from gpt import checkpoint, steps  # noqa: E402
 
-EVERY, STEPS = 3, 60
+EVERY, STEPS = 3, 90
 RUN = f"--preset tiny --layers 1 --seq-len 16 --batch-size 2 --steps {STEPS} --amax-history-len 4 --eval-every 0"
 RUN = [*RUN.split(), "--dropout", "0.1", "--data", str(ROOT / "examples" / "README.md")]
 
