@@ -1,4 +1,5 @@
-"""The tables of measured figures in README.md and docs/, and the plots, are written from the files in results/.
+"""The tables of measured figures in README.md, docs/ and results/log.md, and the plots, are written from the files in
+results/.
 
 results/tables.md has each table below a heading of its name and its document. A cell has a place for a figure in double
 braces, in the grammar of `figures`. In the document the table stands between the comments `<!-- table: name -->` and

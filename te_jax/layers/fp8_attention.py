@@ -135,7 +135,7 @@ def _attend_fp8(q, k, v, options: AttentionOptions, recipe, metas, backward: str
 def _fp8_backward(q, k, causal: bool) -> bool:
     """Whether cuDNN's FP8 gradients take less time than its bf16 ones.
 
-    On an H200 with cuDNN 9.19, 64/8 heads of d = 128, ms FP8 / bf16 (2026-11-21, docs/performance.md): full attention
+    On an H200 with cuDNN 9.19, 64/8 heads of d = 128, ms FP8 / bf16 (2026-11-21, results/log.md): full attention
     1.57 / 1.61 at b8 s1024, 8.84 / 10.14 at b1 s8192; causal 2.62 / 1.75 at b4 s2048, 7.69 / 5.48 at b1 s8192.
     """
     return not causal and min(q.shape[-3], k.shape[-3]) >= 1024 and not cudnn_refuses_fp8(q, k, backward=True)

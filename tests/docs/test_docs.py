@@ -25,7 +25,7 @@ from flax import nnx
 from te_jax.core import op
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-FOLDERS = ".", "examples", "docs", "docs/tutorials", "docs/api"
+FOLDERS = ".", "examples", "docs", "docs/tutorials", "docs/api", "results"
 DOCUMENTS = [path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.md"))]
 FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
