@@ -5,8 +5,8 @@
 
 A policy decides for each primitive whether its results are kept for the backward pass. FP8 GEMMs of te_jax are no
 dots, so policies such as `jax.checkpoint_policies.dots_saveable` compute them again. Instead, results that are worth
-keeping have names (`jax.ad_checkpoint.checkpoint_name`), under every recipe and without one, on every mesh, beside the
-names that users give by fields of modules. The policies of this module save by these names:
+keeping have names (`jax.ad_checkpoint.checkpoint_name`), under every recipe and without one, on every mesh, in addition
+to the names that users give by fields of modules. The policies of this module save by these names:
 
 GEMM:       The output of each GEMM of the forward pass, in FP8 or not.
 ATTENTION:  The output of attention, and the other results of its forward kernel that the gradient needs.

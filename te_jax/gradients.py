@@ -81,7 +81,7 @@ def combine_by_max(collections: Any) -> Any:
     and under a recipe without state `collections` is returned as it is. The cotangent is the new state. For a state
     with several uses, by modules, by scan steps or in several `apply`s, it is made from the largest amax of all.
 
-    jax adds up the type of amaxes under `jax.jit` alone, and cannot differentiate every operation that moves its
+    jax adds up the type of amaxes only under `jax.jit`, and cannot differentiate every operation that moves its
     elements, such as `a[i]` of a stacked state. `te_jax.value_and_grad` has neither limit.
 
     Raises ValueError for a history of another length than the recipe has, ValueError or TypeError for malformed FP8
@@ -167,7 +167,7 @@ def value_and_grad(
     arguments and the modules `fun` may move the elements of a state (slices, indices, stacks, loops over layers), but
     not compute with them.
 
-    In place of a QuantizedKernel (`te_jax.flax.fp8_params`) the gradient holds an array [*C, *F] of its dtype: the
+    Instead of a QuantizedKernel (`te_jax.flax.fp8_params`) the gradient holds an array [*C, *F] of its dtype: the
     gradient of the dequantized values, from layers that multiply by it and from `dequantize`. What `fun` computes from
     its leaves in another way, such as a sum of squares of all parameters, has no gradient.
 

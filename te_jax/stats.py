@@ -21,8 +21,8 @@ class TensorStats(NamedTuple):
     each expert of a `MoEBlock`).
 
     NaN stands for a number that is not known. A probe gives amax and scale of the step in which the tensor was
-    quantized: the largest |x|, possibly inf or NaN, and the factor before the cast. The state alone gives the newest
-    recorded amax (NaN without one) and the scale that the next step will use.
+    quantized: the largest |x|, possibly inf or NaN, and the factor before the cast. The state by itself gives the
+    newest recorded amax (NaN without one) and the scale that the next step will use.
     """
 
     amax: Annotated[jax.Array, "largest absolute value, in units of the tensor"]
@@ -35,7 +35,7 @@ class TensorStats(NamedTuple):
 
 
 def fp8_probes(collections: Any) -> Any:
-    """`collections` with a probe beside the FP8 state of each tensor.
+    """`collections` with a probe next to the FP8 state of each tensor.
 
     A probe is a leaf `{tensor}_probe`, f32[..., 4]. Its gradient tells `fp8_stats` how the tensor was quantized.
 
@@ -73,7 +73,7 @@ def fp8_stats(state_or_grads: Any, recipe: Recipe | None = None) -> dict[str, Te
                     of autocast.
 
     `saturation` and `underflow` are known from gradients with respect to `fp8_probes(state)`, else NaN. The tensors
-    inside FP8 attention (o, dq, dk, dv, dp) never leave cuDNN: their probes know the amax alone.
+    inside FP8 attention (o, dq, dk, dv, dp) never leave cuDNN: their probes know only the amax.
 
     The function is pure, and one computation for all tensors. Raises ValueError without `fp8_metas`, as under recipes
     without state, and for several collections `fp8_metas`.
@@ -134,7 +134,7 @@ def _of_tensor(scale, history, probe=None, *, fp8_max: float) -> TensorStats:
 
 
 def _slope(amaxes, recorded, count):
-    """f32[...]: the least-squares slope of log2(amaxes f32[..., n]) over their indices, of recorded amaxes alone."""
+    """f32[...]: the least-squares slope of log2(amaxes f32[..., n]) over their indices, of recorded amaxes only."""
     log = jnp.where(recorded, jnp.log2(jnp.where(recorded, amaxes, 1.0)), 0.0)
     mean = lambda values: jnp.sum(jnp.where(recorded, values, 0.0), -1, keepdims=True) / count[..., None]
     places = jnp.broadcast_to(jnp.arange(amaxes.shape[-1], dtype=jnp.float32), amaxes.shape)
@@ -209,7 +209,7 @@ def expert_stats(sown: Mapping[str, Any], stats: Mapping[str, TensorStats] | Non
         _, sown = model.apply(variables, x, mutable=["losses", "intermediates"])
         print(te_jax.expert_stats_table(te_jax.expert_stats(sown)))
 
-    sown:  What such a call returns beside its result. Several calls of a block are added up.
+    sown:  What such a call returns next to its result. Several calls of a block are added up.
     stats: Of `fp8_stats`, for saturation and underflow of each expert; else these are NaN.
 
     Raises ValueError where nothing was sown.
@@ -226,7 +226,7 @@ def expert_stats(sown: Mapping[str, Any], stats: Mapping[str, TensorStats] | Non
 
 
 def _of_block(block: Mapping, tensors: Sequence[TensorStats | None]) -> ExpertStats:
-    """block: what it sowed. tensors: those of it that have a scale for each expert, None where nothing is known."""
+    """block: what it sowed. tensors: its tensors that have a scale for each expert, None where nothing is known."""
     tokens, dropped = (sum(jnp.asarray(a, jnp.float32) for a in block[name]) for name in (_TOKENS, _DROPPED))
     mean = jnp.mean(tokens, -1, keepdims=True)
     worst = lambda field: _largest_known([getattr(t, field) for t in tensors if t is not None], tokens)

@@ -1,6 +1,6 @@
 """Architectures that the CUDA extension can be built for, and the GPUs that a build serves.
 
-This file uses the standard library alone: the build (cmake/locate.py) reads it before anything is installed.
+This file uses only the standard library: the build (cmake/locate.py) reads it before anything is installed.
 """
 
 import re
@@ -13,7 +13,7 @@ def serves(arch: str, capability: tuple[int, int]) -> bool:
     """Whether code for `arch`, such as "90a-real", runs on a GPU of compute capability `capability`."""
     number, suffix, code = re.fullmatch(r"(\d+)([af]?)-(real|virtual)", arch).groups()
     least = divmod(int(number), 10)
-    if suffix == "a":  # Such code runs on this capability alone.
+    if suffix == "a":  # Such code runs only on this capability.
         return capability == least
     if code == "virtual" and not suffix:
         return capability >= least

@@ -124,7 +124,7 @@ def _instantiated(ct):
 def with_derivative_of(
     function: Callable[..., Sequence[jax.Array]], meaning: Callable[..., Sequence[jax.Array]], name: str
 ) -> Callable[..., Sequence[jax.Array]]:
-    """`function`, called `name`, whose derivatives are those of `meaning`, the same function of arrays in plain JAX."""
+    """`function`, called `name`, with the derivatives of `meaning`, the same function of arrays in plain JAX."""
     call = jax.custom_jvp(function)
 
     def rule(primals, tangents):

@@ -2,7 +2,7 @@
 
 An `Op` is one jax primitive. On CUDA it lowers to the FFI target of the same name, elsewhere to `reference`. From
 the axis rule follow the shape checks, the result shapes, the vmap rule, the Shardy rule, the per-device call with its
-psum or pmax, and the explicit-sharding types. Derivatives are those of `reference` (`core/derivatives.py`). This is the
+psum or pmax, and the explicit-sharding types. Derivatives come from `reference` (`core/derivatives.py`). This is the
 file that knows jax's machinery; `core/placement.py` says which mesh axes split a call.
 """
 
@@ -54,18 +54,18 @@ class Op:
     fenced:     results that the forward pass reads, and may keep for the backward pass: see _FENCES.
     partials:   {result: (operand shapes, **attrs) -> leading shape}: the CUDA kernel leaves partial results with these
                 leading axes, f32, or i32 of integers, and a second one of the same call makes the results of them, as
-                `combine` says. Behind its results, and the workspace, the call has an array for the parts of each. No
-                atomics, nothing to zero.
-    aside:      {result: (operand, function)}: results that follow from one operand alone, element by element. The
-                kernel writes them on its way; a call that is mapped, or varies over manual mesh axes, leaves them to
-                the function, so that their types are those of the operand.
-    workspace:  (operand shapes and dtypes, outputs=, **attrs) -> bytes of a uint8 result that the CUDA call alone
-                has; outputs are the names of the chosen results.
+                `combine` says. Behind its results, and the workspace, the call has an array for the partials of each.
+                No atomics, nothing to zero.
+    aside:      {result: (operand, function)}: results that follow from only one operand, element by element. The kernel
+                writes them on its way; a call that is mapped, or varies over manual mesh axes, leaves them to the
+                function, so that they have the operand's types.
+    workspace:  (operand shapes and dtypes, outputs=, **attrs) -> bytes of a uint8 result that only the CUDA call has;
+                outputs are the names of the chosen results.
     layout:     (name, ndim, **attrs) -> the order in memory of an operand's or result's axes in the CUDA call, the
                 outermost first. Without it all are row-major.
     cuda:       (call, *operands, **attrs) -> all results, or the chosen ones: plain jax around the CUDA call.
     composed:   no kernel of its own: `reference`, of plain jax and other ops' `on_shard`, is the lowering everywhere;
-                off CUDA alone where `cuda` is given, which then makes no use of `call`.
+                only off CUDA where `cuda` is given, which then makes no use of `call`.
     """
 
     name: str
@@ -370,7 +370,7 @@ class Op:
         if AxisType.Explicit in mesh.axis_types:
             specs = [jax.typeof(a).sharding.spec for a in args], wanted
             ins, res, run = self._shards(rule, ranks, sizes, mesh, *specs, params)
-            if not (axes := splittable_axes(mesh)):  # all are mapped: this is for the types alone, of one example
+            if not (axes := splittable_axes(mesh)):  # all are mapped: this is only for the types, of one example
                 return run(*args)
             args = [jax.sharding.reshard(a, s) for a, s in zip(args, ins)]
             return jax.shard_map(run, in_specs=tuple(ins), out_specs=tuple(res), axis_names=axes)(*args)

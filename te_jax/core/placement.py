@@ -4,7 +4,7 @@
     known      lhs P("a", "b"), rhs P(None, "b"); of out nothing is asked
     placement  {m: a, k: b}: lhs P("a", "b"), rhs P(None, "b"), out P("a"), summed over what it dropped, b
     asked      out P("a", "b"): n would go on b, but b splits the sum already. So the operands stay where they lie, and
-               the sum is left scattered along n (a reduce-scatter, in the place of gathered operands)
+               the sum is left scattered along n (a reduce-scatter, instead of gathered operands)
 
 Nothing here is traced.
 """
@@ -96,7 +96,7 @@ def place(op: Any, rule: Any, ranks: Any, sizes: Any, devices: Any, in_specs: An
 
 
 def _later(once, operands, ins, outs, scattered) -> frozenset[int]:
-    """See `Placement`. None, if the sum without them would lack an axis, as one that is mapped for them alone."""
+    """See `Placement`. None, if the sum without them would lack an axis, as one that is mapped only for them."""
     of_sums = [out for left, out in zip(scattered, outs) if left]
     later = frozenset(i for i, o in enumerate(operands) if o.name in once and ins[i] in of_sums)
     summed = {f for i, factors in enumerate(ins) if i not in later for f in factors}

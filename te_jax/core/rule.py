@@ -243,14 +243,14 @@ class Rule:
         self, ranks: Mapping[str, int], sizes: Mapping[str, int], replicated: Collection[str]
     ) -> tuple[str, dict[str, int], tuple[str, ...]]:
         """The rule as Shardy reads it; by Shardy's names, the sizes of the factors only found inside split axes, and
-        the factors that stay on one device, in order of appearance: those of `replicated`, and what `pieces` leaves
-        whole.
+        the factors that stay on one device, in order of appearance: the factors of `replicated`, and what `pieces`
+        leaves whole.
 
         An axis in blocks is split into `k/128` and `k%128`; one left whole has no factor in common with its blocks.
         """
         pieces, inner_sizes = self.pieces(sizes), dict(sizes)
 
-        def part(axis):  # Shardy refuses a factor of size 1 beside others in one axis
+        def part(axis):  # Shardy refuses a factor of size 1 next to others in one axis
             if axis in self.blocks and pieces[axis] > 1:
                 size = self.blocks[axis]
                 inner_sizes[f"{axis}%{size}"] = size

@@ -3,12 +3,12 @@
 Each parameter has two stored values:
 
 - The square root of the second moment in f16, divided by a scale for each block of the last axis. An outlier costs
-  precision in its own block alone (Dettmers et al. 2021, https://arxiv.org/abs/2110.02861, section 2.1). The second
+  precision only in its own block (Dettmers et al. 2021, https://arxiv.org/abs/2110.02861, section 2.1). The second
   moment needs the finer type: g**2 spans twice the exponents of g (Peng et al. 2023, https://arxiv.org/abs/2310.18313,
   section 2.2). The root in f16 has a range of 2**40 in each block.
 - The first moment in E4M3, divided by that root: a scale for each element without further memory. The update is made
   of this quotient, which is bounded by Cauchy and Schwarz: |mu| <= sqrt(nu) (1 - b1) / sqrt((1 - b2) (1 - b1**2 / b2)).
-  So no moment is lost beside a large neighbour, and no root is too small for its moment.
+  So no moment is lost next to a large neighbour, and no root is too small for its moment.
 
 A step changes a moment by a small part of itself, 1 - b1 or 1 - b2, which rounding to nearest would drop below half a
 unit in the last place. So rounding is stochastic: on average a moment decays as it should. The random numbers are a
@@ -287,7 +287,7 @@ def _blocks(x):
 def _moments(mu, root_nu, exponent):
     """(mu, nu) in f32 [..., blocks, elements] from the stored values."""
     root, ratio = _blocks(root_nu).astype(jnp.float32) * _power_of_2(exponent), _blocks(mu).astype(jnp.float32) / _UNITS
-    is_inf = jnp.isinf(root)  # Then the quotient of a finite mu is 0, and that of inf is NaN, which stays.
+    is_inf = jnp.isinf(root)  # Then the quotient of a finite mu is 0, and of inf NaN, which stays.
     nu = jnp.where(is_inf, root, jnp.minimum(root**2, _LARGEST))  # Rounded up, the largest root's square would be inf.
     return jnp.where(is_inf, ratio, ratio * root), nu
 

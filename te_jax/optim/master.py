@@ -45,12 +45,12 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
 
         tx = te_jax.optim.master_weights(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
 
-    It goes around the whole optimizer, `optax.MultiSteps` too. `inner` sees f32 arrays, the masters, in place of these
+    It goes around the whole optimizer, `optax.MultiSteps` too. `inner` sees f32 arrays, the masters, instead of these
     parameters, and f32 gradients, which `te_jax.value_and_grad` returns. Norms, decay, masks and moments are the same
     as for parameters in f32. A step adds the updates of `inner` to the masters and quantizes them by the recipe in
     force. So the next pass reads what it would have quantized from parameters in f32, and no update is too small.
 
-    init:   A master is the array beside the kernel (`beside`), or else the dequantized kernel.
+    init:   A master is the array next to the kernel (`beside`), or else the dequantized kernel.
     update: Call it under the autocast of the loss. Its result is for `te_jax.optim.apply_updates`, which `TrainState`
             calls, not for `optax.apply_updates`.
 
@@ -158,7 +158,7 @@ def check_masters(what: str, params: Any, opt_state: Any) -> None:
 
 
 def beside(params: Any, arrays: Any) -> Any:
-    """`params` with each QuantizedKernel beside its array, from which `init` of `master_weights` makes the master.
+    """`params` with each QuantizedKernel next to its array, from which `init` of `master_weights` makes the master.
 
     arrays: The tree that `te_jax.flax.fp8_params` quantized, of any floating dtypes, in boxes or not.
 

@@ -101,7 +101,7 @@ class Recipe(KnownFields):
         self._need_number("amax_epsilon", 0.0, largest, "pass a finite float32 of at least 0")
 
     def _check_no_attention(self):
-        text = "attention in FP8 has delayed scales alone: leave it False, or use DelayedScaling(fp8_dpa=True)"
+        text = "attention in FP8 has only delayed scales: leave it False, or use DelayedScaling(fp8_dpa=True)"
         self._need(not self.fp8_dpa, "fp8_dpa", text)
 
     def _check_shared(self):

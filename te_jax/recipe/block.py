@@ -17,16 +17,16 @@ class Float8BlockScaling(Recipe):
     with zeros. A block follows the law of `Float8CurrentScaling`: scale = fp8_max / max(amax, amax_epsilon).
 
     A mesh that splits such an axis into shards of whole blocks moves nothing. Else, as where 2 devices share 300
-    features, the tensor is gathered along it before it is quantized: the numbers are those of one device. Inside
+    features, the tensor is gathered along it before it is quantized: the numbers are the same as on one device. Inside
     `shard_map` a shard's blocks are cut at its end.
 
     On CUDA it needs compute capability 9.0 (Hopper): cuBLASLt has these products nowhere else.
 
-    use_f32_scales: scales are any f32; else they are rounded down to a power of 2, so that they change exponents alone.
+    use_f32_scales: scales are any f32; else they are rounded down to a power of 2, so that they change only exponents.
     fp8_format:     Format.E4M3, or Format.HYBRID.
     amax_epsilon:   the least amax that sets a scale, in units of the tensor.
     override_linear_precision, exclude: as in `DelayedScaling`.
-    fp8_dpa, fp8_mha: attention in FP8 has delayed scales alone: must be False.
+    fp8_dpa, fp8_mha: attention in FP8 has only delayed scales: must be False.
 
     Partial sums of 128 products are scaled and added in f32, so there is no faster accumulation to choose.
     Raises ValueError (TypeError for a wrong type) at construction, naming the field, its value and what is allowed.

@@ -17,17 +17,17 @@ class Float8CurrentScaling(Recipe):
     is 0 or not finite. An array over a mesh has one amax, of the whole array.
 
     What it costs over `DelayedScaling`: one more reading of each tensor's source, by a kernel whose one result is the
-    amax, before that which writes FP8. (To have it write the tensor in a wide type too, and to quantize that, moves as
-    many bytes or more, takes room, and rounds twice.) Under `jax.vmap` each example has its own amax, so the GEMMs run
-    one after the other: give arrays more axes instead.
+    amax, before the kernel that writes FP8. (To have it write the tensor unquantized too, and to quantize that, moves
+    as many bytes or more, takes room, and rounds twice.) Under `jax.vmap` each example has its own amax, so the GEMMs
+    run one after the other: give arrays more axes instead.
 
     fp8_format:    Format.HYBRID or Format.E4M3.
-    power_2_scale: scales are rounded down to a power of 2, so that they change exponents alone.
+    power_2_scale: scales are rounded down to a power of 2, so that they change only exponents.
     amax_epsilon:  the least amax that sets a scale, in units of the tensor.
     override_linear_precision, split_accumulator, exclude: as in `DelayedScaling`.
     reduce_amax:   inside `shard_map`, one amax for the shards of a tensor, over the mesh axes it varies over but that
                    of pipeline stages. False: each device scales its shard by its own.
-    fp8_dpa, fp8_mha: attention in FP8 has delayed scales alone: must be False.
+    fp8_dpa, fp8_mha: attention in FP8 has only delayed scales: must be False.
 
     Raises ValueError (TypeError for a wrong type) at construction, naming the field, its value and what is allowed.
     """

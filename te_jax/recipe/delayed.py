@@ -36,7 +36,7 @@ class DelayedScaling(Recipe):
                         amax, and its `fp8_metas` must then vary over that mesh axis. Outside `shard_map` arrays are
                         global, and so is their amax.
     fp8_dpa:            attention in FP8, where `te_jax.flax.DotProductAttention` serves the call so; its state is there
-                        with it alone.
+    only with it.
     fp8_mha:            projections and attention hand over FP8 tensors: not in this version, must be False.
     split_accumulator:  (fprop, dgrad, wgrad): True adds partial sums in full precision, False is the faster mode.
     exclude:            patterns (`fnmatch`) of Flax module paths that stay out of FP8, with all below them, such as

@@ -17,16 +17,16 @@ class FixedScaling(Recipe):
 
     A tensor is multiplied by its scale and cast. Values that then exceed 448 (E4M3) or 57344 (E5M2) saturate, those
     below 2**-10 (E4M3) or 2**-17 (E5M2) become 0, and nothing tells so: where sizes are not known, use
-    `Float8CurrentScaling`. Powers of 2 change exponents alone.
+    `Float8CurrentScaling`. Powers of 2 change only exponents.
 
     x_scale:      of the inputs of GEMMs. 1: after a norm they are of size 1, and outliers up to 448 fit.
     kernel_scale: of weights. 2**6: initial ones, of a standard deviation of some 2**-6, become of size 1; 7 fits.
     grad_scale:   of the gradients of GEMMs' outputs. 2**16: with E5M2 numbers from 2**-30 to 0.875 keep all bits, which
-                  holds those of a mean over 2**6 to 2**20 tokens. It goes with the loss: for a sum over tokens, or a
-                  loss that is scaled, divide it by that factor; with Format.E4M3 the range is 2**-22 to 0.0068.
+                  holds the gradients of a mean over 2**6 to 2**20 tokens. It goes with the loss: for a sum over tokens,
+                  or a loss that is scaled, divide it by that factor; with Format.E4M3 the range is 2**-22 to 0.0068.
     fp8_format:   Format.HYBRID or Format.E4M3.
     override_linear_precision, split_accumulator, exclude: as in `DelayedScaling`.
-    fp8_dpa, fp8_mha: attention in FP8 has delayed scales alone: must be False.
+    fp8_dpa, fp8_mha: attention in FP8 has only delayed scales: must be False.
 
     Raises ValueError (TypeError for a wrong type) at construction, naming the field, its value and what is allowed.
     """

@@ -34,7 +34,7 @@ class MXFP8BlockScaling(Recipe):
 
     fp8_format: Format.E4M3, or Format.HYBRID.
     override_linear_precision, exclude: as in `DelayedScaling`.
-    fp8_dpa, fp8_mha: attention in FP8 has delayed scales alone: must be False.
+    fp8_dpa, fp8_mha: attention in FP8 has only delayed scales: must be False.
 
     Raises ValueError (TypeError for a wrong type) at construction, naming the field, its value and what is allowed.
     """
@@ -62,7 +62,7 @@ def scale_inv_of_amax(amax: jax.Array, fp8_max: float) -> jax.Array:
     """
     bits, top = lax.bitcast_convert_type(amax, jnp.uint32), int(np.float32(fp8_max).view(np.uint32))
     exponent, mantissa = top >> 23, top & 0x7FFFFF
-    up = (bits + (0x7FFFFF - mantissa)) >> 23  # carries where the mantissa is larger than that of fp8_max
+    up = (bits + (0x7FFFFF - mantissa)) >> 23  # carries where the mantissa is larger than fp8_max's
     code = jnp.clip(up.astype(jnp.int32) - exponent + 127, 1, 254)  # XLA flushes smaller floats than 2**-126 on a CPU
     code = jnp.where(bits > 0x7F800000, 255, code)  # NaN
     return lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.float8_e8m0fnu)

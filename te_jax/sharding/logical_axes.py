@@ -33,7 +33,7 @@ def logical_axis_map(resource: MeshResource) -> dict[str, str | tuple[str, ...] 
     """Logical axis name -> mesh axis (None: replicated), for `resource` on the mesh in force.
 
     The batch lies on dp and fsdp together where both have more than one device: fsdp is data parallelism too. The
-    sequence outside the GEMMs lies on cp and tpsp likewise, cp first: a GEMM then gathers it over tpsp alone.
+    sequence outside the GEMMs lies on cp and tpsp likewise, cp first: a GEMM then gathers it only over tpsp.
     Raises ValueError for a resource that does not fit the mesh.
     """
     check_mesh_resource(resource)

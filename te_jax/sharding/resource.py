@@ -19,9 +19,9 @@ class MeshResource(KnownFields):
 
     dp_resource:   Data parallelism: splits the batch.
     tp_resource:   Tensor parallelism: splits heads and the hidden width.
-    tpsp_resource: Tensor and sequence parallelism: splits what tp splits, and the sequence outside the GEMMs (beside
+    tpsp_resource: Tensor and sequence parallelism: splits what tp splits, and the sequence outside the GEMMs (next to
                    cp, if both are there). Only one of tp and tpsp may have more than one device.
-    fsdp_resource: Fully sharded data parallelism: splits the batch (beside dp, if both are there) and the weights.
+    fsdp_resource: Fully sharded data parallelism: splits the batch (next to dp, if both are there) and the weights.
     pp_resource, cp_resource: Pipeline and context parallelism (the sequence in attention).
     ep_resource:   Expert parallelism, which te_jax does not have: with several devices MoEBlock refuses it.
 
@@ -99,7 +99,7 @@ def mesh_sizes() -> dict[str, int]:
 
 
 def auto_mesh() -> AbstractMesh | None:
-    """The mesh in force, if all its axes are Auto: constraints act there alone. Else None."""
+    """The mesh in force, if all its axes are Auto: constraints act only there. Else None."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh if set(mesh.axis_types) == {AxisType.Auto} else None
 

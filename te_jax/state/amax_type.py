@@ -108,7 +108,7 @@ def movable(f: Callable) -> Callable:
 
 
 def _rewrite(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """`jaxpr` with `_move` in place of operations that move amaxes and have no gradient."""
+    """`jaxpr` with `_move` instead of operations that move amaxes and have no gradient."""
     eqns = [_rewrite_eqn(eqn) for eqn in jaxpr.eqns]
     return jaxpr.replace(eqns=eqns) if any(a is not b for a, b in zip(eqns, jaxpr.eqns)) else jaxpr
 

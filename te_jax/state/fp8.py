@@ -4,7 +4,7 @@ A recipe with state (`has_state`) has it in the collection `fp8_metas`, or in th
 leaves `{tensor}_scale` [1] and `{tensor}_amax_history` [L], and where it is probed (`te_jax.fp8_probes`)
 `{tensor}_probe` [4], possibly with leading axes from `nn.scan` or `nn.vmap`. A tensor is x, kernel or grad of a GEMM,
 or one of `AttentionMetas`. The cotangent of the collection is the new state, so `jax.grad` with respect to it is the
-update, and a forward pass alone changes nothing.
+update, and a forward pass by itself changes nothing.
 """
 
 import contextlib
@@ -105,8 +105,8 @@ def autocast(
 
 
 def without_recipe(mesh_resource: MeshResource | None = None) -> AbstractContextManager[Any]:
-    """As `autocast`, with no recipe in force inside. Unlike `autocast(False)` it leaves alone those that modules have
-    of their own."""
+    """As `autocast`, with no recipe in force inside. Unlike `autocast(False)` it leaves recipes that modules have of
+    their own alone."""
     return _Autocast(_CLEARED, mesh_resource, None)
 
 
@@ -348,7 +348,7 @@ def observation(
     the scale, the fraction of its elements that are beyond the largest FP8 value (inf too), and the fraction of those
     that are not 0 which become 0.
 
-    wide:    -> the tensor before that, called for a probe alone.
+    wide:    -> the tensor before that, called only for a probe.
     experts: of a tensor that has an amax and a scale for each expert, f32[E]: the result is then f32[E] or f32[E, 4].
     """
     if meta is None or meta.amax.ndim == meta.scale.ndim:

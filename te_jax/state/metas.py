@@ -57,7 +57,7 @@ def recipe_with_state() -> DelayedScaling | None:
 def states_in(collections: Any) -> list[str]:
     """The names of the collections of FP8 state among `collections`.
 
-    `_overwrite_with_gradient` is none where it is that of Flax's own FP8 products, whose leaves have names of their
+    `_overwrite_with_gradient` is none where it belongs to Flax's own FP8 products, whose leaves have names of their
     own. Raises ValueError where it holds theirs and te_jax's: one law does not fit both.
     """
     names = [name for name in STATE_COLLECTIONS if name in collections]
@@ -336,8 +336,8 @@ def _repair(metas, previous, recipe):
 def map_joined(f: Callable[..., Any], metas: Mapping[str, Any], *others: Mapping[str, Any]) -> Any:
     """`metas` with new state for each tensor, from one computation for all of one length and direction.
 
-    f: (direction, (scales f32[n, 1], histories f32[n, L]), the same of each of `others`) -> (new scales, new
-       histories). A tensor has several rows if it is stacked. A scale or history without the other stays as it is.
+    f: (direction, (scales f32[n, 1], histories f32[n, L]), scales and histories of each of `others`) -> (new scales,
+       new histories). A tensor has several rows if it is stacked. A scale or history without the other stays as it is.
     """
     leaves, *more = map(_by_path, (metas, *others))
     groups = {}
