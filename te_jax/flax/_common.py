@@ -46,12 +46,12 @@ def parameter(
     """The parameter `name` of `module`, of `shape`.
 
     It has the module's `params_dtype`, or `dtype` where that is None, and is created in a box with the logical axes
-    `axes`. A QuantizedKernel that `fp8_params` put in its place is returned as it is.
+    `axes`. A QuantizedKernel that `fp8_params` put there is returned as it is.
 
     given: An array or QuantizedKernel that the caller uses instead of a parameter, which is then not created.
 
     Raises ValueError if the parameter or `given` has another shape, as where inputs are wider than at `init`, if the
-    module holds the parameter beside `given`, and for another number of logical axes; TypeError if `given` is not
+    module holds the parameter as well as `given`, and for another number of logical axes; TypeError if `given` is not
     floating.
     """
     holds = module.has_variable("params", name)
@@ -200,7 +200,7 @@ def in_compute_dtype(module: nn.Module, x: jax.Array) -> jax.Array:
 def activation_axes(module: nn.Module, *names: str | None) -> tuple[str | None, ...]:
     """The logical axes `names` (batch, sequence, ...) in the order of the module's arrays.
 
-    Under a MeshResource with a cp_resource, that splits the sequence where it would be whole: attention alone needs
+    Under a MeshResource with a cp_resource, that splits the sequence where it would be whole: only attention needs
     other shards of it.
     """
     resource = current_mesh_resource()
@@ -217,7 +217,7 @@ def residual_axes(module: nn.Module) -> tuple[str | None, ...]:
 
 def dropout_key(module: nn.Module, stream: str) -> jax.Array:
     """A key of the random stream `stream`. Raises Flax's InvalidRngError, naming the module, where nobody gave one."""
-    if not (module.has_rng(stream) or module.has_rng("params")):  # Flax takes that of "params" instead
+    if not (module.has_rng(stream) or module.has_rng("params")):  # Flax takes the stream "params" instead
         raise InvalidRngError(
             f"{describe(module)}: dropout needs a key; pass rngs={{{stream!r}: key}} to apply, or deterministic=True."
         )

@@ -2,7 +2,7 @@
 the table in docs/fields.md, which tests/support/field_table.py writes.
 
 A name means the same in every module, so `FIELDS` has it once, and a module hands it on by name (`shared_fields`). What
-fields need beside each other are the rules of a class. Names that are there only to be refused are in `_refused.py`.
+fields need of each other are the rules of a class. Names that are there only to be refused are in `_refused.py`.
 """
 
 import dataclasses
@@ -183,7 +183,7 @@ FIELDS: dict[str, Kind] = {
     **_refused.FIELDS,
 }
 
-# The kinds of the sizes that the constructors of NNX take beside the fields, by annotation.
+# The kinds of the sizes that the constructors of NNX take in addition to the fields, by annotation.
 SIZES: dict[object, Kind] = {
     int: _POSITIVE,
     int | None: NONE | _POSITIVE,
@@ -373,7 +373,7 @@ def qk_norm_fields_fit(module) -> str | None:
 
 
 def cross_fields_need_a_decoder(module) -> str | None:
-    """`cross_window_size`, `cross_rotary_pos_emb` and `cross_drop_path` are a decoder's alone; else a warning."""
+    """`cross_window_size`, `cross_rotary_pos_emb` and `cross_drop_path` are only for a decoder; else a warning."""
     for name in ("cross_window_size", "cross_rotary_pos_emb", "cross_drop_path"):
         if getattr(module, name) and not is_decoder(module):
             text = f'{name} is {getattr(module, name)!r}, but layer_type is "encoder", which has no cross-attention'
@@ -412,7 +412,7 @@ def relative_embedding_is_a_bias(module) -> str | None:
 
 
 def parallel_layers_are_encoders(module) -> str | None:
-    """`parallel_attention_mlp` is an encoder's alone, with its norms before attention and MLP, not behind;
+    """`parallel_attention_mlp` is only for an encoder, with its norms before attention and MLP, not behind;
     `parallel_shared_layernorm` needs it."""
     if not module.parallel_attention_mlp:
         return module.parallel_shared_layernorm and (
@@ -436,7 +436,7 @@ def parallel_layers_are_encoders(module) -> str | None:
 
 
 def shared_fields(module: Module, cls: type[Module]) -> dict:
-    """The fields of `module` that mean the same in `cls`: those of one name and one kind."""
+    """The fields of `module` that mean the same in `cls`: fields of one name and one kind."""
     kinds = dict(kinds_of(type(module)))
     return {name: getattr(module, name) for name, kind in kinds_of(cls) if kinds.get(name) is kind}
 

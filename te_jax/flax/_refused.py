@@ -1,6 +1,6 @@
 """Names that the modules take only to refuse them, so that a program written for another version is told what to do.
 
-The names stay fields and call arguments, which keeps the order of the others. What is said of them stands here alone:
+The names stay fields and call arguments, which keeps the order of the others. What is said of them stands only here:
 `_fields.py` refuses any value but None, and docs/fields.md shows `text`.
 """
 
@@ -11,7 +11,7 @@ from te_jax.core.check import Kind
 
 @dataclass(frozen=True)
 class Refused(Kind):
-    """The kind of a name that takes None alone.
+    """The kind of a name that takes only None.
 
     error: what is wrong with another value, a format string of `name` and `value`.
     """

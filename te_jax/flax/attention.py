@@ -34,7 +34,7 @@ class _SoftmaxOffset(nn.Module):
 
 def mask_of_rows(module: nn.Module, mask: Any, rows: int) -> Any:
     """`mask`, an array or a SequenceDescriptor, unless `module` is initializing and the mask is one of another number
-    of rows than the inputs: then None, for shapes alone count, and inputs of one row may stand for a batch."""
+    of rows than the inputs: then None, for only shapes count, and inputs of one row may stand for a batch."""
     if not module.is_initializing() or mask is None:
         return mask
     if isinstance(mask, SequenceDescriptor):
@@ -77,7 +77,7 @@ class DotProductAttention(Module):
     score_mod, score_mod_bprop: not in this version.
     return_max_logit:     also return the largest logit of each head, f32[h].
     deterministic_gradients: the gradients are the same bits in every run, which cuDNN does not promise otherwise.
-    attn_logit_softcap:   c: scaled logits x become c * tanh(x / c), as in Gemma 2; in plain JAX alone, which has the
+    attn_logit_softcap:   c: scaled logits x become c * tanh(x / c), as in Gemma 2; only in plain JAX, which has the
                           s x t logits in memory.
 
     Under a recipe with fp8_dpa=True, a full or causal call in bf16 or f16 that has none of the other options, with a
@@ -154,7 +154,7 @@ class DotProductAttention(Module):
         mask, sequence_descriptor = (mask_of_rows(self, each, rows) for each in (mask, sequence_descriptor))
         if sequence_descriptor is not None and self.max_segments_per_seq > 1:
             sequence_descriptor = sequence_descriptor.of_runs(self.max_segments_per_seq)
-        if not self.is_initializing():  # then shapes alone count
+        if not self.is_initializing():  # then only shapes count
             warn_of_padding(describe(self), self.attn_mask_type, mask, sequence_descriptor)
         metas, context = attention_metas(self), Context.of(self)
         cut = None if context is None else context.cut(self, *types[:2])

@@ -102,7 +102,7 @@ class DenseGeneral(Module):
         operands: nothing is multiplied: returns what `LayerNormDenseGeneral(...)(..., also=...)` takes.
 
         Raises TypeError for inputs that are not floating, ValueError for axes that are not trailing, for a kernel of
-        another shape and for one beside a parameter, and for return_bias with operands.
+        another shape and for one next to a parameter, and for return_bias with operands.
         """
         check_call(self, operands=operands)
         inputs = in_compute_dtype(self, floating(self, "inputs", inputs))

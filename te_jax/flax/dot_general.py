@@ -1,4 +1,4 @@
-"""Products in FP8 inside of any Flax model: modules without parameters in the place of `jax.lax.dot_general`.
+"""Products in FP8 inside of any Flax model: modules without parameters instead of `jax.lax.dot_general`.
 
 Flax's modules take a product of the caller's: `nn.Dense(dot_general_cls=...)`, `nn.DenseGeneral`,
 `nn.MultiHeadDotProductAttention(qkv_dot_general_cls=..., out_dot_general_cls=...)`. A module that is built there has
@@ -48,7 +48,7 @@ class QuantizingModule(Module):
         postfix:             "" or "_0", "_1", ...
         variable_collection: where the state lives; None: in the collection of the autocast in force.
         quantization_checkpoint_name: name of the quantized tensors, for `jax.checkpoint` policies.
-        fp8_recipe:          None: that of the autocast in force. `autocast(False)` switches this one off, too.
+        fp8_recipe:          None: the recipe of the autocast in force. `autocast(False)` switches this one off, too.
         n_groups:            for grouped GEMMs, under recipes without state.
 
         Raises ValueError for another postfix, for n_groups under a recipe with state, and where fp8_recipe and the
@@ -73,8 +73,8 @@ class DotGeneral(QuantizingModule):
     """`jax.lax.dot_general` of an activation and a weight, under a recipe in FP8:
     `nn.Dense(features, dot_general_cls=te_flax.DotGeneral)`.
 
-    recipe:     None: that of the `te_jax.autocast` in force, and no FP8 without one. A recipe of its own counts in and
-                outside of autocasts, but for `autocast(False)`.
+    recipe:     None: the recipe of the `te_jax.autocast` in force, and no FP8 without one. A recipe of its own counts
+                in and outside of autocasts, but for `autocast(False)`.
     collection: "fp8_metas" or "_overwrite_with_gradient", where FP8 state lives. None: as the autocast in force says,
                 else the latter.
     quantization_checkpoint_name: as in `DenseGeneral`.
@@ -114,7 +114,7 @@ class DotGeneral(QuantizingModule):
 def make_dot_general_cls(quantization_recipe: Recipe | None) -> type[DotGeneral]:
     """`DotGeneral` as a class with this recipe: `nn.Dense(features, dot_general_cls=make_dot_general_cls(recipe))`.
 
-    quantization_recipe: None: that of the autocast in force.
+    quantization_recipe: None: the recipe of the autocast in force.
 
     One recipe has one class, so that modules that are built twice are equal. Raises TypeError for no recipe.
     """
@@ -148,7 +148,7 @@ def wrap_function_in_te_state_module(
         y = wrap_function_in_te_state_module(two_products, recipe, "mlp")()(x, a, b)
 
     f:                   generate_quantizer_set(postfix="", n_groups=None) gives a `QuantizerSet`.
-    quantization_recipe: None: that of the autocast in force.
+    quantization_recipe: None: the recipe of the autocast in force.
     name:                the class is `TEWrapper_{name}`; None: the name of f.
     quantization_checkpoint_name: as in `DenseGeneral`.
 

@@ -30,8 +30,8 @@ class LMHead(Module):
     dtype:           of the parameters.
     params_dtype:    of the parameters, if not None; then inputs are cast to `dtype`.
 
-    Parameter: `kernel` [V, H], as that of an embedding. The FP8 state is the loss's: pass labels to `init` too. A
-    recipe whose `exclude` has the module's path leaves the loss out of FP8.
+    Parameter: `kernel` [V, H], as an embedding's. The FP8 state is the loss's: pass labels to `init` too. A recipe
+    whose `exclude` has the module's path leaves the loss out of FP8.
     """
 
     features: int
@@ -65,7 +65,7 @@ class LMHead(Module):
         reduction: "mean" over tokens whose label is not ignore_index, "sum" or "none".
 
         Logits are products of the inputs' type, never in FP8. Raises TypeError for inputs that are not floating,
-        ValueError for a kernel of another shape and for one beside a parameter, and what
+        ValueError for a kernel of another shape and for one next to a parameter, and what
         `te_jax.layers.linear_cross_entropy` raises.
         """
         check_call(self, inputs=inputs)

@@ -1,4 +1,4 @@
-"""Kernels in FP8, quantized once: beside the parameters (collection `fp8_kernels`), or in their place."""
+"""Kernels in FP8, quantized once: next to the parameters (collection `fp8_kernels`), or instead of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -182,7 +182,7 @@ def _check_variables(what: str, variables):
     way_out = 'pass {"params": params} and the other collections of `init`'
     if not isinstance(variables, Mapping):
         raise TypeError(f"{what}: variables is {type(variables).__name__}; {way_out}.")
-    if variables and "params" not in variables:  # none at all: kernels of the caller alone
+    if variables and "params" not in variables:  # none at all: only kernels of the caller
         raise ValueError(f"{what}: variables has {sorted(variables)}, no 'params'; {way_out}.")
 
 
@@ -219,7 +219,7 @@ def fp8_kernels(
     within the jitted step, and inference. Nothing can tell that the parameters are others since: make it anew in every
     step. Without a name in it, as for kernels that the caller passes, a module quantizes as ever.
 
-    args, kwargs: of `model.apply`, such as one microbatch, or rngs; for their shapes alone.
+    args, kwargs: of `model.apply`, such as one microbatch, or rngs; only for their shapes.
     gradients:    False: only the layout that the forward pass reads, for inference. A backward pass transposes it.
 
     Call it under the autocast of the passes, in a jitted function: each call outside of one compiles. Nothing but the
@@ -240,8 +240,8 @@ def wgrads(model: nn.Module, variables: Mapping[str, Any], *args: Any, **kwargs:
     [*C, *F], uses f32[]) of zeros, for `TrainState.accumulate_gradients(..., wgrads=...)`.
 
     Modules that find their entry add the kernel's gradient onto `grad` inside of the wgrad GEMM, in f32: the cotangent
-    of `grad` is the sum, that of `uses` 1, and the kernel has none. This is no sum that autodiff could add up: a kernel
-    may be used once in a pass, and has to reach its module as it is (not scaled or masked by the loss or
+    of `grad` is the sum, the one of `uses` is 1, and the kernel has none. This is no sum that autodiff could add up: a
+    kernel may be used once in a pass, and has to reach its module as it is (not scaled or masked by the loss or
     `nn.map_variables`, whose factor is lost). In a loop of your own check that `uses` comes back as 1.
 
     Arguments and errors are as of `fp8_kernels`; `nn.scan` and `nn.vmap` need `variable_axes={"wgrads": 0}`, never
@@ -255,7 +255,7 @@ def wgrads(model: nn.Module, variables: Mapping[str, Any], *args: Any, **kwargs:
 def fp8_params(
     model: nn.Module, variables: Mapping[str, Any], *args: Any, gradients: bool = False, **kwargs: Any
 ) -> dict[str, Any]:
-    """`variables` with a QuantizedKernel in the place of each kernel that a module multiplies in FP8: half the bytes of
+    """`variables` with a QuantizedKernel instead of each kernel that a module multiplies in FP8: half the bytes of
     bf16.
 
         variables = te_flax.fp8_params(model, {"params": restored, **fp8}, x)
@@ -264,10 +264,10 @@ def fp8_params(
     `te_jax.value_and_grad` (to `jax.grad` they are constants), with `te_jax.optim.master_weights` for their masters.
 
     gradients: True: both layouts are kept, 2 bytes a number. A backward pass under MXFP8, whose other layout cannot be
-               made of the one, needs that, or a recipe without dgrad in FP8. False: fprop's layout alone is kept, and
+               made of the one, needs that, or a recipe without dgrad in FP8. False: only fprop's layout is kept, and
                transposed for dgrad.
 
-    Scales are those of the recipe in force, of the kernel's own amax where that has state, which then stays as it is.
+    Scales follow the recipe in force, from the kernel's own amax where that has state, which then stays as it is.
     Modules whose parameters `nn.map_variables` changes on the way have to be in the recipe's `exclude`. Boxes of
     logical axes stay, around the data in the order of its axes. The rest is as in `fp8_kernels`. Call it under
     `jax.jit` with the initialisation or the restoring of arrays that need not exist in whole; `fp8_model_init` does so.
@@ -305,7 +305,7 @@ def dequantize_params(params: Any) -> Any:
 
 def fp8_model_init(model: nn.Module, rngs: Any, *args: Any, gradients: bool = False, **kwargs: Any) -> dict[str, Any]:
     """`model.init(rngs, *args, **kwargs)` by one compiled program, with kernels as `fp8_params` makes them: in other
-    dtypes they exist within it alone."""
+    dtypes they exist only within it."""
 
     _check_call("te_jax.flax.fp8_model_init", model, gradients)
 

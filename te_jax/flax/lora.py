@@ -1,4 +1,4 @@
-"""Training of low-rank adaptation alone (Hu et al. 2021, https://arxiv.org/abs/2106.09685, section 4.1): the parameters
+"""Training of only low-rank adaptation (Hu et al. 2021, https://arxiv.org/abs/2106.09685, section 4.1): the parameters
 of the modules that have `enable_low_rank_adaptation` are `*lora_a_kernel` and `*lora_b_kernel`, all others stay."""
 
 from collections.abc import Mapping
@@ -17,16 +17,16 @@ _NONE = (
 
 
 def split_lora(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """params -> (those of low-rank adaptation, all others), each a tree without the other's leaves.
+    """params -> (parameters of low-rank adaptation, all others), each a tree without the other's leaves.
 
-    For a loss that is differentiated with respect to the first alone, `join_lora` puts them together in it:
+    For a loss that is differentiated with respect to only the first, `join_lora` puts them together in it:
 
         lora, base = te_flax.split_lora(params)
         loss_fn = lambda lora, fp8: loss(model.apply({"params": te_flax.join_lora(lora, base), **fp8}, x))
         loss, (grads, fp8) = te_jax.value_and_grad(loss_fn, (0, 1))(lora, fp8)
 
     The layers then compute no gradient of the other kernels, and keep nothing for one; an optimizer of `lora` has
-    moments of it alone. Raises ValueError if there is no such parameter, TypeError for what is no mapping.
+    moments only of it. Raises ValueError if there is no such parameter, TypeError for what is no mapping.
     """
     _check_mapping("te_jax.flax.split_lora", "params", params)
     lora, base = split_tree(params, lambda path: path[-1].endswith(_LORA_ENDINGS))
@@ -57,11 +57,11 @@ def join_lora(lora: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any
 
 
 def lora_mask(params: Any) -> Any:
-    """params -> True for those of low-rank adaptation, False for the others, for optax:
+    """params -> True for parameters of low-rank adaptation, False for the others, for optax:
 
         optax.partition({True: optax.adamw(1e-4), False: optax.set_to_zero()}, te_flax.lora_mask)
 
-    (`optax.masked` alone would pass the other gradients on as updates.) `split_lora` saves their computation too.
+    (`optax.masked` by itself would pass the other gradients on as updates.) `split_lora` saves their computation too.
     Raises ValueError if there is no such parameter.
     """
     mask = jax.tree_util.tree_map_with_path(lambda path, _: _name(path).endswith(_LORA_ENDINGS), params)

@@ -37,7 +37,7 @@ class MultiHeadAttention(Module):
     (under `jax.jit` and `nn.remat` two arguments are never the same object: pass None).
 
     head_dim, num_attention_heads, num_gqa_groups: d, h, g (None: h).
-    input_layernorm:       a norm on inputs_q, which keys and values read in self-attention alone.
+    input_layernorm:       a norm on inputs_q, which keys and values read only in self-attention.
     return_layernorm_output: the second result is the norm's output.
     enable_rotary_pos_emb, rotary_pos_emb_windows, rotary_pos_emb_group_method: see `te_jax.ops.rope`.
     rotary_pos_emb_dim:    how many of a head's channels, the first ones, RoPE turns, an even int; None is all of them.
@@ -158,8 +158,8 @@ class MultiHeadAttention(Module):
             return too; with return_layernorm_output it is returned in any case.
 
         decode: self-attention continues the sequences of collection `cache`, which must be mutable: the inputs are the
-            next s >= 1 tokens of each row. Keys are those of the cache and of the inputs, RoPE counts on, and mask
-            types, windows and the columns of `mask` and `bias` (T of them) go by positions in the whole sequence.
+            next s >= 1 tokens of each row. Keys come from the cache and the inputs, RoPE counts on, and mask types,
+            windows and the columns of `mask` and `bias` (T of them) go by positions in the whole sequence.
             A query sees no later token than the call's last. See `te_jax.flax.cache.KVCache` for the variables.
             A call that finds no cache makes it: `init` an empty one of max_decode_length slots (None: s), any other
             call one of max_decode_length slots, and writes its tokens.

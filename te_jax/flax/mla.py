@@ -44,7 +44,7 @@ class MultiHeadLatentAttention(Module):
     num_attention_heads:   h.
     kv_lora_rank, q_lora_rank: r and rq, the widths of the latents; q_lora_rank None: queries without a latent.
     qk_nope_head_dim, qk_rope_head_dim, v_head_dim: nope, rope (even) and e, the channels of a head.
-    mscale:                logits are scaled by mscale**2 / sqrt(d); beside a `YarnScaling`, its `mscale`.
+    mscale:                logits are scaled by mscale**2 / sqrt(d); with a `YarnScaling`, its `mscale`.
     use_bias:              of the projections down and of the last one.
     layernorm_type:        of the norm of the inputs; latents have RMSNorm in any case. layernorm_epsilon and
                            zero_centered_gamma are of all norms.
@@ -115,13 +115,13 @@ class MultiHeadLatentAttention(Module):
     ) -> tuple[jax.Array, jax.Array | None]:
         """inputs_q [b, s, H] -> ([b, s, H], norm output [b, s, H] or None); [s, b, ...] with transpose_batch_sequence.
 
-        The arguments are those of `MultiHeadAttention`; inputs_kv is None or inputs_q, and bias is added to the scaled
+        The arguments are as in `MultiHeadAttention`; inputs_kv is None or inputs_q, and bias is added to the scaled
         logits.
 
         decode: as there; the collection `cache` holds the normed latents `cached_latent` [b, T, 1, r] and
-            `cached_rotary_key` [b, T, 1, rope] in the place of keys and values. A call of few tokens on a cache does
-            not make keys and values of it: queries and outputs go through kv_up's kernel instead. It multiplies that
-            kernel in the inputs' dtype, whatever the recipe.
+            `cached_rotary_key` [b, T, 1, rope] instead of keys and values. A call of few tokens on a cache does not
+            make keys and values of it: queries and outputs go through kv_up's kernel instead. It multiplies that kernel
+            in the inputs' dtype, whatever the recipe.
 
         Raises what `MultiHeadAttention` raises, and ValueError for other inputs_kv.
         """
@@ -243,9 +243,9 @@ class MultiHeadLatentAttention(Module):
         """Whether s queries attend to t latents as they are, as one head of keys, and not to keys and values of them.
 
         What decides is the numbers that a head writes and reads back, in 16 bits. Keys and values are d + e for each of
-        t tokens. Without them queries and outputs are wide, r + rope and r for each of s tokens; and since cuDNN takes
+        t tokens. Without them queries and outputs are large, r + rope and r for each of s tokens; and since cuDNN takes
         no head of r channels, logits are in memory, s * t in f32. With DeepSeek-V3's widths and t = 8192 that is up to
-        s = 150, about where the wide products, too, become more than the projection that they spare.
+        s = 150, about where the large products, too, become more than the projection that they spare.
         """
         r, rope = self.kv_lora_rank, self.qk_rope_head_dim
         return s * (2 * r + rope + 2 * t) <= t * (self.qk_nope_head_dim + rope + self.v_head_dim)

@@ -280,7 +280,7 @@ class MoEBlock(Module):
         experts, hidden, slots = self.num_experts, self.intermediate_dim, range(len(self.activations))
         each = kernel_initializer(self.kernel_init)
 
-        def stacked(key, shape, dtype):  # one draw per expert, so that fan-in is that of one
+        def stacked(key, shape, dtype):  # one draw per expert, so that fan-in is one expert's
             made = jax.vmap(lambda key: each(key, shape[1:], dtype))(jax.random.split(key, shape[0]))
             names = {nn.PARTITION_NAME: self.kernel_axes_1[0] if self.kernel_axes_1 else None}
             return made.add_axis(0, names) if isinstance(made, nn.meta.AxisMetadata) else made

@@ -95,7 +95,7 @@ class TrainState(train_state.TrainState):
     ) -> "TrainState":
         """The state before the first step.
 
-        collections: All that `init` returned beside `params`, by name; FP8 state among them becomes `fp8`.
+        collections: All that `init` returned in addition to `params`, by name; FP8 state among them becomes `fp8`.
         masters:     The parameters that `fp8_params` quantized to `params`: the master copies start from them. None:
                      from the dequantized values of `params`.
         kwargs:      Fields of a subclass.
@@ -119,7 +119,7 @@ class TrainState(train_state.TrainState):
         return state
 
     def with_fp8(self, fp8: Mapping[str, Any]) -> "TrainState":
-        """The state with `fp8` in place of its FP8 state.
+        """The state with `fp8` instead of its FP8 state.
 
         fp8: {} for bf16, {"fp8_metas": ...} of a fresh state for FP8, or `te_jax.convert_fp8_metas(state.fp8, recipe)`
              to go on with another recipe.
@@ -152,7 +152,7 @@ class TrainState(train_state.TrainState):
                  (`te_jax.update_fp8_metas`), and tensors that the backward pass did not reach keep their state. If
                  autodiff added up uses that `te_jax.value_and_grad` would have combined, no scale becomes too large,
                  and sums do not grow from step to step where all uses of a tensor saw an amax, or none did. Without FP8
-                 state the gradient of params alone will do.
+                 state the gradient of params is enough.
         tx_args: Keyword arguments for `tx.update`, such as the `value` of `optax.contrib.reduce_on_plateau`.
         expert_bias_rate: By how much the biases of experts move, a number or f32[] (`te_jax.flax.update_expert_bias`).
         kwargs:  Fields to replace, such as `collections` by the updated ones.
@@ -229,7 +229,7 @@ class TrainState(train_state.TrainState):
         loss_fn:      (params, fp8, microbatch) -> the loss, f32[].
         microbatches: A tree of arrays [k, ...].
         wgrads:       The collection of `te_jax.flax.wgrads`: the gradients of its kernels are added up inside their
-                      GEMMs. `fp8` then holds the collection beside the FP8 state, for `apply`. A kernel gets NaN for
+                      GEMMs. `fp8` then holds the collection next to the FP8 state, for `apply`. A kernel gets NaN for
                       its gradient unless each microbatch uses it exactly once: `loss_fn` must not leave the collection
                       out, nor each device under `shard_map` use the kernel. Under `jax.vmap` it is an error. These
                       kernels are constants of the loss, which has to hand them to their modules unchanged: a term of
@@ -355,7 +355,7 @@ def _nan_unless_used_once(total, uses):
 def _undo_sum(direction, new, old):
     """The next state (scale f32[..., 1], history f32[..., L]) where `new` may be a sum over N uses, added by autodiff.
 
-    One step drops the oldest amax of `old` and appends one: `new` decides the newest amax alone, and a sum of amaxes is
+    One step drops the oldest amax of `old` and appends one: `new` decides only the newest amax, and a sum of amaxes is
     at least each of them. The scale is at most what the recipe in force makes of that. N uses that saw no amax add up
     to N times `old`, which then stays, unless one step has the same result. A history of length 1 cannot be checked,
     and a scale of 0 (no module read the tensor) is passed through.
@@ -399,7 +399,7 @@ def _multi_steps(opt_state) -> optax.MultiStepsState | None:
 
 
 def fp8_masked(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`tx` for trees that hold FP8 state beside parameters, as {"params": ..., "fp8_metas": ...}.
+    """`tx` for trees that hold FP8 state as well as parameters, as {"params": ..., "fp8_metas": ...}.
 
     Leaves below a key `fp8_metas`, `_overwrite_with_gradient` or `expert_bias`, and FP8 state below any other, stay out
     of norms, moments and decay, and their updates are 0: the next FP8 state is its gradient, not a sum with it. A step

@@ -80,7 +80,7 @@ class TransformerLayer(Module):
                         `RelativePositionBiases` is, with q_offset only when decoding.
     drop_path:          the rate at which a sample skips a sub-block (https://arxiv.org/abs/1603.09382).
     cross_drop_path:    this rate for cross-attention; None is drop_path. TransformerEngine's decoders have 0.
-    window_size, enable_rotary_pos_emb: for self-attention alone; cross_window_size and cross_rotary_pos_emb are for
+    window_size, enable_rotary_pos_emb: only for self-attention; cross_window_size and cross_rotary_pos_emb are for
                         cross-attention. A decoder whose weights were trained with both must ask for both.
     scale_attn_logits, scaled_query_init: as in `MultiHeadAttention`.
     kv_channels:        the width of a head; None is hidden_size / num_attention_heads.
@@ -96,8 +96,8 @@ class TransformerLayer(Module):
                         it.
     qk_norm_*:          as in `MultiHeadAttention`, for both attentions.
     attn_logit_softcap: as in `DotProductAttention`, for both attentions.
-    post_norms:         a norm of what each sub-block gives, before dropout and residual, beside the norm before it, as
-                        in Gemma 2 (https://arxiv.org/abs/2408.00118).
+    post_norms:         a norm of what each sub-block gives, before dropout and residual, in addition to the norm before
+                        it, as in Gemma 2 (https://arxiv.org/abs/2408.00118).
     kv_lora_rank, q_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, mscale: given, self-attention is
                         `MultiHeadLatentAttention`, which has RoPE whatever enable_rotary_pos_emb says. Encoders only.
     score_mod, score_mod_bprop: not in this version. Other fields are as in `MultiHeadAttention` and `LayerNormMLP`.
@@ -180,7 +180,7 @@ class TransformerLayer(Module):
     mscale: float = 1.0
     moe: Mapping[str, Any] | None = None
 
-    any_width = False  # a subclass may set it: inputs of any width, and hidden_size gives the width of a head alone
+    any_width = False  # a subclass may set it: inputs of any width, and hidden_size gives only the width of a head
     if not TYPE_CHECKING:  # as `Module` says
         rules = (
             head_width_is_known,

@@ -1,6 +1,6 @@
 """Modules of `te_jax.flax` as NNX modules: variables and submodules are attributes.
 
-The Linen modules alone define parameters and computations. A `Layer` holds a Linen module: `lazy_init` makes the
+Only the Linen modules define parameters and computations. A `Layer` holds a Linen module: `lazy_init` makes the
 variables, which become attributes, and a call hands them to `apply`. So both give the same results, bit for bit.
 """
 
@@ -75,9 +75,9 @@ def example(*features: int) -> ShapeDtypeStruct:
 class Layer(nnx.Module):
     """A module of `te_jax.flax` with its variables.
 
-    The attributes are named as in the collections of the Linen module: parameters (`nnx.Param`; those of low-rank
-    adaptation are `nnx.LoRAParam`), the FP8 state under autocast (`Fp8State`), the cache when decoding (`nnx.Cache`),
-    biases of experts (`ExpertBias`), losses of routers until they are taken (`Loss`) and submodules. Others:
+    The attributes are named as in the collections of the Linen module: parameters (`nnx.Param`; `nnx.LoRAParam` for
+    low-rank adaptation), the FP8 state under autocast (`Fp8State`), the cache when decoding (`nnx.Cache`), biases of
+    experts (`ExpertBias`), losses of routers until they are taken (`Loss`) and submodules. Others:
 
     linen:         The Linen module. Its fields can be read as attributes too.
     deterministic: False. The default of calls.
@@ -168,10 +168,10 @@ class Layer(nnx.Module):
     def __call__(self, *args: Any, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None, **kwargs: Any) -> Any:
         """The result of the Linen module's call with these arguments.
 
-        rngs: The source of dropout's key, in place of the attribute.
+        rngs: The source of dropout's key, instead of the attribute.
 
         `deterministic` is the attribute if it is None or not given. decode=True reads and writes the cache in the
-        module's attributes; see `te_jax.flax.MultiHeadAttention`. A submodule that was replaced is called in place of
+        module's attributes; see `te_jax.flax.MultiHeadAttention`. A submodule that was replaced is called instead of
         the old one, with its arguments.
 
         Raises what the Linen module raises; ValueError where dropout has no key, and where the recipe in force needs
@@ -304,8 +304,8 @@ def _variable(collection: str, name: str, value) -> nnx.Variable:
 
 
 def warn_of_plain_gradients(name: str, variables: dict):
-    """Warns of parameters that are differentiated, as by `nnx.value_and_grad`, without FP8 state or beside it, or
-    without biases of experts."""
+    """Warns of parameters that are differentiated, as by `nnx.value_and_grad`, without FP8 state or together with it,
+    or without biases of experts."""
     of = lambda held: [x for (collection, *_), x in variables.items() if collection == held]
     states, biases = of(FP8_COLLECTION) if recipe_with_state() else [], of(BIAS_COLLECTION)
     floating = [x for x in jax.tree.leaves(of("params")) if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -350,7 +350,7 @@ _watch.__wrapped__.defvjp(_watch_fwd, lambda name, _, g: (None, None, None), sym
 
 
 def _intercept(replaced: dict):
-    """An interceptor that calls the modules of `replaced`, {path: module}, in place of Linen's submodules."""
+    """An interceptor that calls the modules of `replaced`, {path: module}, instead of Linen's submodules."""
     root = None  # The root scope of this `apply`: a replacing module may have an `apply` of its own.
 
     def interceptor(call, args, kwargs, context):

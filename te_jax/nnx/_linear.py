@@ -42,12 +42,12 @@ def fields_from_nnx(cls: type, kwargs: dict) -> dict:
     if kwargs.get("dtype", "given") is None:
         del kwargs["dtype"]
     if kwargs.get("params_dtype") is not None and "dtype" not in kwargs:
-        kwargs["dtype"] = kwargs.pop("params_dtype")  # alone it leaves the computation in the inputs' type
+        kwargs["dtype"] = kwargs.pop("params_dtype")  # by itself it leaves the computation in the inputs' type
     return kwargs
 
 
 def with_linear_arguments(cls: type) -> type:
-    """`cls`, whose constructor's signature shows the arguments of `nnx.Linear` beside its own."""
+    """`cls`, whose constructor's signature shows the arguments of `nnx.Linear` as well as its own."""
     parameter = inspect.Parameter
     more = [parameter(name, parameter.KEYWORD_ONLY, default=None) for name in _ARGUMENTS]
     cls.__signature__ = inspect.Signature([*signature_of(cls).parameters.values(), *more])

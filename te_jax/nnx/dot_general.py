@@ -19,8 +19,8 @@ _WIDTH = 128  # of the operands that the state is made with; it has the same lea
 class DotGeneral(Layer):
     """`te_jax.flax.DotGeneral` for the modules of Flax NNX: `nnx.Linear(..., dot_general=te_nnx.DotGeneral())`.
 
-    recipe: None: that of the `te_jax.autocast` in force. A recipe of its own counts outside of autocasts, too, if it
-            has no state; if it has, the autocast in force must have the same one, as `value_and_grad` asks it.
+    recipe: None: the recipe of the `te_jax.autocast` in force. A recipe of its own counts outside of autocasts, too, if
+            it has no state; if it has, the autocast in force must have the same one, as `value_and_grad` asks it.
     quantization_checkpoint_name: as in `te_jax.flax.DotGeneral`.
 
     FP8 state is made by the constructor, under autocast or of `recipe`, and becomes a part of the module that takes it:
@@ -31,8 +31,8 @@ class DotGeneral(Layer):
             if isinstance(module, nnx.Linear | nnx.LinearGeneral):
                 module.dot_general = nnx.data(te_nnx.DotGeneral())
 
-    `dot_general_cls` of `nnx.LinearGeneral` makes an instance in each call, which forgets its state: use it under
-    recipes without state alone.
+    `dot_general_cls` of `nnx.LinearGeneral` makes an instance in each call, which forgets its state: use it only under
+    recipes without state.
     """
 
     linen_type: type[nn.Module] = te_flax.DotGeneral

@@ -41,7 +41,7 @@ def value_and_grad(
 
     f:       (model, ...) -> loss f32[], or (loss, aux) with has_aux. It may change the state of its modules.
     argnums: The position of the module among the arguments.
-    wrt:     The filter of the variables that get gradients. The returned gradients hold these alone.
+    wrt:     The filter of the variables that get gradients. The returned gradients hold only these.
     expert_bias_rate: By how much each `ExpertBias` moves in a call, by the tokens of all its uses
              (`te_jax.flax.update_expert_bias`).
 

@@ -24,10 +24,10 @@ class DenseGeneral(Layer):
     It takes the arguments of `nnx.Linear` and `nnx.LinearGeneral` too:
 
     out_features:    Another name of `features`.
-    param_dtype:     Of the parameters; `dtype` beside it is that of the computation, to which inputs are cast, and None
-                     computes in the type of the inputs. Without param_dtype, `dtype` is that of the parameters.
+    param_dtype:     Of the parameters; `dtype` next to it is the type of the computation, to which inputs are cast, and
+                     None computes in the type of the inputs. Without param_dtype, `dtype` is the parameters' type.
     kernel_metadata, bias_metadata: Metadata of the variables, such as dict(out_sharding=(None, "tp")).
-    precision, promote_dtype, preferred_element_type, dot_general, dot_general_cls, batch_axis: Their defaults alone;
+    precision, promote_dtype, preferred_element_type, dot_general, dot_general_cls, batch_axis: Only their defaults;
                      others raise ValueError with the way out.
     """
 
@@ -109,7 +109,7 @@ class MoEBlock(Layer):
     """`te_jax.flax.MoEBlock` of inputs [..., in_features].
 
     The losses of a call are attributes `balancing_loss` and `z_loss` (`Loss`), of it or of the submodule that has them;
-    `nnx.pop(model, te_jax.nnx.Loss)` gives and removes those of a model:
+    `nnx.pop(model, te_jax.nnx.Loss)` gives and removes the losses of a model:
 
         y = model(x)
         loss = loss_of(y) + sum(map(jnp.sum, jax.tree.leaves(nnx.pop(model, te_jax.nnx.Loss))))
