@@ -93,15 +93,15 @@ def load(
     """(model, {"params": ...}) of a checkpoint: config.json and model.safetensors, or files with an index. Of a
     DeepSeek-V3 the variables have the collection `expert_bias` too, in f32.
 
-    The families are those of `te_jax.hf.FAMILIES`. All names, shapes and types are checked before anything is read.
-    Then parameters are filled in place, one layer's part at a time, so that beside the model one layer is in memory.
+    The families are in `te_jax.hf.FAMILIES`. All names, shapes and types are checked before anything is read. Then
+    parameters are filled in place, one layer's part at a time, so that next to the model one layer is in memory.
 
     Checkpoints may have weights in FP8 (`quantization_config` with the quant_method "fp8"), with scales of blocks of
     128 x 128 or one each. They are dequantized: weight * scale in f32, rounded to the parameter's dtype. Scales of
     inputs are not read.
 
     dtype:         of parameters; None: as they are stored, bit for bit, and bf16 of what is stored in FP8.
-    compute_dtype: of activations; None: that of the embedding.
+    compute_dtype: of activations; None: the embedding's.
     scan:          as of the model: layers are stacked.
     shardings:     tree of `jax.sharding.Sharding` like the parameters, or like all variables: where each lies. None:
                    on the default device.
@@ -179,7 +179,7 @@ def _read_part(read, held, scheme: Scheme | None, name: str):
 
 
 def _forms_in_fp8(model: Model, forms, recipe: Recipe, gradients: bool) -> dict[str, Any]:
-    """`forms` with a QuantizedKernel of forms in the place of each parameter that is to be in FP8."""
+    """`forms` with a QuantizedKernel of forms instead of each parameter that is to be in FP8."""
 
     def quantized(variables):
         with fp8_state.autocast(True, recipe):
@@ -224,11 +224,11 @@ def save(folder: str | Path, model: Model, variables: Mapping[str, Any], *, max_
 
     Of a model that `load` read (`ModelConfig.origin`), the config.json has all words of the one that was read. Those
     that te_jax reads are the model's where it was changed, and the weights' dtype, architectures and
-    quantization_config are those of what is written. The files of its tokenizer and of generation are copied from the
-    folder that was read, but not over files that are there: those whose names begin with tokenizer, tokenization,
-    vocab, merges, special_tokens, added_tokens, spiece, sentencepiece, tekken or chat_template, those that end in
-    .model or .tiktoken, generation_config.json, and what additional_chat_templates has. Where that folder is gone, a
-    warning says so.
+    quantization_config describe what is written. The files of its tokenizer and of generation are copied from the
+    folder that was read, but not over files that are there: files whose names begin with tokenizer, tokenization,
+    vocab, merges, special_tokens, added_tokens, spiece, sentencepiece, tekken or chat_template, or end in .model or
+    .tiktoken, generation_config.json, and what additional_chat_templates has. Where that folder is gone, a warning says
+    so.
 
     variables: {"params": ...}, boxed or not, and `expert_bias` where the model has that; each tensor in its variable's
                dtype, bit for bit. Parameters in FP8 (`te_jax.flax.fp8_params`) stay in FP8, bit for bit: with scales of

@@ -228,7 +228,7 @@ def _rules(c: ModelConfig) -> list[TensorRule]:
 
 
 def _spare(found: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Layers that predict further tokens stand behind those of the model."""
+    """Layers that predict further tokens stand behind the model's layers."""
     first = found.get("num_hidden_layers", _LAYERS)
     further = range(first, first + _NEXT.value("te_jax.hf", Said(found)))
     layer = lambda name: re.match(r"model\.layers\.(\d{1,9})\.", name)

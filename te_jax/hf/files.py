@@ -13,7 +13,7 @@ import numpy as np
 from te_jax.core.check import show
 
 CONFIG, ONE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-# The words of the format for dtypes that numpy, or ml_dtypes beside it, has.
+# The words of the format for dtypes that numpy, or ml_dtypes with it, has.
 DTYPES = {"F32": jnp.float32, "BF16": jnp.bfloat16, "F16": jnp.float16}
 _LFS = b"version https://git-lfs"
 FP8 = "F8_E4M3"  # of weights that have scales in tensors of their own
@@ -63,7 +63,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > 19:  # those of 2**63; larger ones are no sizes, and too large for a float in the end
+    if len(digits) > 19:  # 2**63 has as many; larger ones are no sizes, and too large for a float in the end
         raise ValueError(f"an integer of {len(digits)} digits, {show(digits[:30])}")
     return int(digits)
 

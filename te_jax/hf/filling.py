@@ -27,7 +27,7 @@ def as_bits(a: jax.Array) -> jax.Array:
 
 
 def types_of(plan: Conversion, held: Mapping[str, files.Stored], dtype: Any) -> dict[str, Any]:
-    """The dtype of each variable by path: `dtype`, or that of its tensors, of which those in FP8 count as bf16. All
+    """The dtype of each variable by path: `dtype`, or its tensors' dtype, where FP8 counts as bf16. All
     but parameters are f32."""
     word = {name: "BF16" if stored.dtype == files.FP8 else stored.dtype for name, stored in held.items()}
     types = {path: dtype if path.startswith("params/") else jnp.float32 for path in plan.shapes}
@@ -70,7 +70,7 @@ def filled(
         key = step.rule, step.index is None, jax.tree.structure(before), tuple(jax.tree.leaves(places))
         if key not in fill:
             put = partial(_put_in_place, step.rule.form, step.index is not None, recipe, gradients)
-            # Arrays that nobody placed stay free to move: else a step compiles twice, beside ones that are.
+            # Arrays that nobody placed stay free to move: else a step compiles twice, next to ones that are.
             fill[key] = jax.jit(put, donate_argnums=0, out_shardings=places if shardings else None)
         after = fill[key](before, step.index or 0, *(read(name) for name in step.theirs))
         made |= zip(step.ours, jax.block_until_ready(after))  # else tensors of several steps would be on the device
@@ -86,7 +86,7 @@ def _by_part(function, variable):
 
 
 def _sharding_of(sharding, kernel: QuantizedKernel | None, name: str):
-    """The sharding of a part of a kernel that lies as `sharding` says of an array in its place."""
+    """The sharding of a part of a kernel that lies as `sharding` says of an array there."""
     if kernel is None or not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(*spec_of_part(kernel, name, tuple(sharding.spec))))

@@ -1,4 +1,4 @@
-"""What is where: each parameter of a model beside the tensors of a checkpoint that it is made of."""
+"""What is where: each parameter of a model, and the tensors of a checkpoint that it is made of."""
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -86,7 +86,7 @@ class Conversion(NamedTuple):
 
 
 def initial_call(model: Model) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Arguments of the model's call, for their shapes alone."""
+    """Arguments of the model's call, only for their shapes."""
     tokens = jnp.zeros((1, 2), jnp.int32)
     return tokens, {"inputs": tokens} if model.config.family == "t5" else {}
 

@@ -90,7 +90,7 @@ def attention_rules(
 
 
 def mlp_rules(path: str, wi: tuple[str, ...], wo: str, bias: bool, stack: Any = None) -> list[TensorRule]:
-    """`path`/{wi, wo}_{kernel, bias} of torch Linears; several wi are those of a gated activation."""
+    """`path`/{wi, wo}_{kernel, bias} of torch Linears; several wi belong to a gated activation."""
     made = [
         TensorRule((f"{path}/wi_kernel",), _with_end(wi, "weight"), BESIDE, stack),
         TensorRule((f"{path}/wo_kernel",), (f"{wo}.weight",), TURNED, stack),

@@ -150,12 +150,12 @@ def take_parts(form: Recast, parts: Sequence[Scaled], like: QuantizedKernel) -> 
 
 
 def like_with(q: QuantizedKernel, parts: Mapping[str, Any]) -> QuantizedKernel:
-    """`q` with these parts of its tensor in the place of its own."""
+    """`q` with these parts of its tensor instead of its own."""
     return replace(q, tensor=q.tensor._replace(**parts))
 
 
 def spec_of_part(q: QuantizedKernel, name: str, spec: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The axes of a mesh over which a part of a kernel lies, of those of an array [..., *C, *F] in its place: scales
+    """The axes of a mesh over which a part of a kernel lies, out of the axes of an array [..., *C, *F] there: scales
     lie on each device."""
     whole = (*spec, *[None] * (q.ndim - len(spec)))
     return {"data": whole, "data_t": swap_groups(whole, q.contract, q.features)}.get(name, ())

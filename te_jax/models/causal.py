@@ -12,7 +12,7 @@ class CausalLM(Model):
 
     Parameters: `embedding` [V, H]; `positions` [max_positions, H] where they are learned; `layers/TransformerLayer_0`
     with a leading axis of layers, or `layer_0/TransformerLayer_0`, ... (`Model.scan`); `final_norm`; `head` [V, H],
-    unless it is the embedding. The FP8 state of the loss is that of `lm_head`, the path that a recipe's `exclude` keeps
+    unless it is the embedding. The FP8 state of the loss belongs to `lm_head`, the path that a recipe's `exclude` keeps
     out of FP8; `init` makes it where it gets labels.
 
     What layers with experts (the field `moe`) sow has a leading axis of layers too. Their losses are no part of what
@@ -41,12 +41,12 @@ class CausalLM(Model):
 
         lengths:       int[b], how many tokens of each row are no padding, or a `SequenceDescriptor`, as of packed rows.
         positions:     int[b, s]; learned positions need them when decoding, where RoPE counts by itself.
-        at:            int[b]: the logits of these tokens of each row alone, f32[b, V].
+        at:            int[b]: the logits of only these tokens of each row, f32[b, V].
         deterministic: False: with dropout, from the random stream "dropout", and experts sow losses into `losses`.
         decode:        tokens continue those in the collection `cache`, which must be mutable.
         max_decode_length: the slots of the cache, for the call that finds none.
 
-        Raises ValueError for decode=True with learned positions and no `positions`, and for `at` beside labels.
+        Raises ValueError for decode=True with learned positions and no `positions`, and for `at` together with labels.
         """
         c = self.config
         if decode and positions is None and c.max_positions is not None:

@@ -57,8 +57,8 @@ class Origin:
 class ModelConfig(KnownFields):
     """The architecture of a language model: sizes, and the fields of its `te_jax.flax.TransformerLayer`s.
 
-    vocab_size, num_layers, hidden_size: V; the layers, of an encoder-decoder those of the encoder; H.
-    layer:           fields of each layer beside hidden_size, such as dict(num_attention_heads=8, mlp_hidden_size=512).
+    vocab_size, num_layers, hidden_size: V; the layers, in an encoder-decoder the encoder's; H.
+    layer:           fields of each layer but hidden_size, such as dict(num_attention_heads=8, mlp_hidden_size=512).
     pattern:         what differs between layers, on top of `layer`, again and again: a window in every other one, say.
     first:           what differs in the first layers, one entry for each; the pattern begins behind them.
     family:          whose checkpoints `te_jax.hf` reads and writes: "llama", "gpt2", ...; "" is none.

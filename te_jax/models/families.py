@@ -39,7 +39,7 @@ class Size:
     head_dim: int | None = None  # None: hidden / heads
     gated: bool = False  # T5 1.1: gelu times linear, where 1.0 has relu
     one_norm: bool = False  # Falcon 7B: attention and MLP share theirs
-    experts: int = 0  # of width ffn, in the place of the MLP; 0: none
+    experts: int = 0  # of width ffn, instead of the MLP; 0: none
     topk: int = 0  # of which a token meets so many
     dense: int = 0  # DeepSeek-V3: the first layers, which have an MLP of width dense_ffn instead
     dense_ffn: int | None = None
@@ -129,7 +129,7 @@ def bert(size: Size, positions: int = 512) -> ModelConfig:
         use_bias=True,
         mlp_activations=(exact_gelu,),
         self_attn_mask_type="padding",
-        # The norm of the MLP is the one behind attention, and what the residual connection takes up; that of attention
+        # The norm of the MLP is the one behind attention, and what the residual connection takes up; attention's norm
         # moves to the end of the block.
         apply_residual_connection_post_layernorm=True,
         output_layernorm=True,
@@ -142,7 +142,7 @@ def bert(size: Size, positions: int = 512) -> ModelConfig:
 
 def t5(size: Size) -> ModelConfig:
     """Raffel et al. 2019, https://arxiv.org/abs/1910.10683. RMSNorm first, no biases, relative positions: in the
-    encoder both ways, in the decoder of the past alone; one table of them for each stack."""
+    encoder both ways, in the decoder only of the past; one table of them for each stack."""
     layer = size.layer(
         layernorm_type="rmsnorm",
         layernorm_epsilon=1e-6,
@@ -194,8 +194,8 @@ def mistral(size: Size, base: float = 10_000, window: int | None = 4096) -> Mode
 
 
 def qwen2(size: Size, base: float = 1_000_000) -> ModelConfig:
-    """Qwen team 2024, https://arxiv.org/abs/2407.10671. `llama` with biases; of those the published models have the
-    queries', keys' and values' alone, and the others are 0."""
+    """Qwen team 2024, https://arxiv.org/abs/2407.10671. `llama` with biases; the published models have only the
+    queries', keys' and values', and the others are 0."""
     return replace(llama(size, base, epsilon=1e-6).with_layer(use_bias=True), family="qwen2")
 
 
@@ -220,7 +220,7 @@ def gemma2(size: Size, window: int = 4096, query_scalar: float = 256.0) -> Model
     its parameter; soft caps of attention's and the model's logits; every other layer, the first among them, sees the
     last `window` tokens.
 
-    query_scalar: attention divides by its root; the layer, by that of the width of a head, which has to be equal.
+    query_scalar: attention divides by its root; the layer, by the root of the width of a head, which has to be equal.
     """
     width = size.head_dim or size.hidden // size.heads
     if query_scalar != width:
@@ -246,7 +246,7 @@ def gemma2(size: Size, window: int = 4096, query_scalar: float = 256.0) -> Model
 
 def deepseek_v3(size: Size) -> ModelConfig:
     """DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437: multi-head latent attention, and experts that are chosen by
-    sigmoids with a bias, in 4 of 8 groups, beside one that all tokens meet; the first layers have an MLP.
+    sigmoids with a bias, in 4 of 8 groups, next to one that all tokens meet; the first layers have an MLP.
 
     RoPE turns neighbouring channels, and is stretched from 4096 positions to 163840. The bias is in the collection
     `expert_bias` (`te_jax.flax.update_expert_bias`).
@@ -255,7 +255,7 @@ def deepseek_v3(size: Size) -> ModelConfig:
     first = dict(moe=None, mlp_hidden_size=size.dense_ffn)
     return replace(llama(size), family="deepseek_v3", first=(first,) * size.dense).with_layer(
         layernorm_epsilon=1e-6,
-        enable_rotary_pos_emb=False,  # which is that of other attentions
+        enable_rotary_pos_emb=False,  # which is for other attentions
         rotary_pos_emb_group_method="consecutive",
         rotary_pos_emb_scaling=YarnScaling(),
         mscale=YarnScaling().mscale,
@@ -265,7 +265,7 @@ def deepseek_v3(size: Size) -> ModelConfig:
 
 def falcon(size: Size) -> ModelConfig:
     """TII 2023, https://arxiv.org/abs/2311.16867. Attention and MLP read the same input: x + attention(norm(x)) +
-    mlp(norm(x)), with one norm in 7B and two in 40B; RoPE, few keys and values, no biases but those of the norms."""
+    mlp(norm(x)), with one norm in 7B and two in 40B; RoPE, few keys and values, no biases but in the norms."""
     layer = size.layer(
         layernorm_epsilon=1e-5,
         mlp_activations=(exact_gelu,),

@@ -51,7 +51,7 @@ class Sampling(KnownFields):
     def _nucleus(self, logits):
         ordered = -jnp.sort(-logits, axis=-1)
         shares = jax.nn.softmax(ordered, -1)
-        kept = jnp.cumsum(shares, -1) - shares < self.top_p  # the likelier tokens alone do not reach p
+        kept = jnp.cumsum(shares, -1) - shares < self.top_p  # the likelier tokens by themselves do not reach p
         least = jnp.min(jnp.where(kept, ordered, jnp.inf), -1, keepdims=True)
         return jnp.where(logits < least, -jnp.inf, logits)
 

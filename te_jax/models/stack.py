@@ -180,7 +180,7 @@ class Model(KnownArguments):
                   leading axis of layers, in `layers`; of layers with a pattern one round of it, with one of rounds, in
                   `layers/layer_0`, `layers/layer_1`, ... The config's first layers, those behind the last whole round,
                   and without scan all, are `layer_0`, `layer_1`, ..., each with its own.
-    remat:        each layer keeps its input alone, or what `remat_policy` names, for the backward pass.
+    remat:        each layer keeps only its input, or what `remat_policy` names, for the backward pass.
     embed_by_product: embeddings are products with one-hot rows instead of a look-up. The gradient of a look-up is a
                   scatter, whose sums have no fixed order on a GPU; a product costs as much as a head.
     """
