@@ -1,4 +1,4 @@
-"""What the incumbent has and te_jax.compat does not serve: each name once, with the reason and the way out.
+"""What TransformerEngine has and te_jax.compat does not serve: each name once, with the reason and the way out.
 
 A module of te_jax.compat has `__getattr__ = absent("transformer_engine. ...")`, so that an import of such a name, or a
 use of it, says why. `python -m te_jax.compat check` reads the same table.
@@ -11,7 +11,7 @@ from types import FrameType
 from typing import NoReturn
 
 _QUANTIZED = "te_jax quantizes inside of its layers: give `quantizer_set` to dense, layernorm_dense or layernorm_mlp"
-INTERNAL = "it is an internal op of the incumbent: use the functions of `.dense`, `.layernorm` and `.attention`"
+INTERNAL = "it is an internal op of TransformerEngine: use the functions of `.dense`, `.layernorm` and `.attention`"
 _MOE = "te_jax has its own layer of experts: te_jax.layers.moe, te_jax.flax.MoEBlock, TransformerLayer(moe=...)"
 _MESH = "use `jax.lax` and the axes of the MeshResource directly"
 _SCORE = "te_jax has no score_mod: cuDNN's callbacks have no plain-JAX form. Give a bias or a mask"
@@ -21,7 +21,7 @@ ABSENT: dict[str, dict[str, str]] = {
         "pytorch": "te_jax serves JAX alone",
     },
     "transformer_engine.common": {
-        "utils": "it is internal to the incumbent",
+        "utils": "it is internal to TransformerEngine",
         "load_framework_extension": "there is no C extension to load",
     },
     "transformer_engine.jax": {
@@ -116,7 +116,7 @@ GetAttr = Callable[[str], NoReturn]  # `__getattr__` of a module that has nothin
 
 
 def why_absent(path: str) -> str:
-    """Why te_jax.compat does not serve the dotted `path` of the incumbent; "" if the table does not have it."""
+    """Why te_jax.compat does not serve the dotted `path` of TransformerEngine; "" if the table does not have it."""
     module, _, name = path.rpartition(".")
     text = ABSENT.get(module, {}).get(name, "")
     return text or (why_absent(module) if module else "")
@@ -128,9 +128,9 @@ def _imports(frame: FrameType) -> bool:
 
 
 def absent(module: str) -> GetAttr:
-    """`__getattr__` of the incumbent's `module`. It raises AttributeError, so that `hasattr` says no, with the reason
-    for a name of the table; to `from module import name` it raises ImportError then, for that statement drops the text
-    of an AttributeError."""
+    """`__getattr__` of TransformerEngine's `module`. It raises AttributeError, so that `hasattr` says no, with the
+    reason for a name of the table; to `from module import name` it raises ImportError then, for that statement drops
+    the text of an AttributeError."""
 
     def __getattr__(name: str) -> NoReturn:
         if text := why_absent(f"{module}.{name}"):

@@ -1,4 +1,5 @@
-"""Constraints by logical axes as the incumbent has them: without Flax's rules, the MeshResource says what they mean."""
+"""Constraints by logical axes as TransformerEngine has them: without Flax's rules, the MeshResource says what they
+mean."""
 
 import contextlib
 import functools

@@ -8,7 +8,7 @@ from te_jax.compat.transformer_engine_jax import JAXX_Collective_Op
 
 
 class CollectiveOp(Enum):
-    """What a GEMM would do beside multiplying."""
+    """What a GEMM would do as well as multiplying."""
 
     NONE = JAXX_Collective_Op.NONE
     ALL_GATHER = JAXX_Collective_Op.ALL_GATHER

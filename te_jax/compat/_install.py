@@ -13,7 +13,7 @@ NAMES = ("transformer_engine", "transformer_engine_jax")
 
 
 class _Alias(importlib.abc.Loader):
-    """Loads te_jax.compat's module in the place of one of another name: one module with two names."""
+    """Loads te_jax.compat's module instead of one of another name: one module with two names."""
 
     def create_module(self, spec):
         module = importlib.import_module(HOME + spec.name)

@@ -27,7 +27,7 @@ def findings(source: str, name: str = "<program>") -> list[Finding]:
 
 
 def served(path: str) -> Any:
-    """The object at the dotted `path` of the incumbent. Raises ImportError or AttributeError, with the reason."""
+    """The object at the dotted `path` of TransformerEngine. Raises ImportError or AttributeError, with the reason."""
     at, *names = path.split(".")
     found = _module(at)
     for name in names:
@@ -48,7 +48,7 @@ def _module(path: str) -> ModuleType:
 
 
 class _Program(ast.NodeVisitor):
-    """Walks a program and collects findings; `names` maps the program's names to dotted paths of the incumbent."""
+    """Walks a program and collects findings; `names` maps the program's names to dotted paths of TransformerEngine."""
 
     def __init__(self):
         self.names: dict[str, str] = {}
@@ -93,7 +93,7 @@ class _Program(ast.NodeVisitor):
             self.visit(each)
 
     def _path(self, node: ast.AST) -> str | None:
-        """The dotted path of the incumbent that an expression means."""
+        """The dotted path of TransformerEngine that an expression means."""
         if isinstance(node, ast.Name):
             return self.names.get(node.id)
         if isinstance(node, ast.Attribute) and (path := self._path(node.value)):
@@ -128,7 +128,7 @@ class _Program(ast.NodeVisitor):
             target = served(path)
         except (ImportError, AttributeError):
             return
-        if isinstance(target, ModuleType):  # `cpp_extensions.gemm` is a function of the incumbent, and a module too.
+        if isinstance(target, ModuleType):  # `cpp_extensions.gemm` is a function of TransformerEngine, and a module.
             self._say(node, f"{path} is no function in te_jax.compat; {INTERNAL}.")
             return
         given = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}

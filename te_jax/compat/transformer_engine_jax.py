@@ -1,4 +1,4 @@
-"""`transformer_engine_jax`, the C extension of the incumbent: its enums, and what it says of the machine.
+"""`transformer_engine_jax`, the C extension of TransformerEngine: its enums, and what it says of the machine.
 
 There is no C extension of that name here. The enums have the names of its members; their numbers mean nothing.
 """
@@ -103,7 +103,7 @@ class JAXX_Quantize_Layout(Enum):
 
 
 class JAXX_Collective_Op(Enum):
-    """What a GEMM would do beside multiplying."""
+    """What a GEMM would do as well as multiplying."""
 
     NONE = 0
     ALL_GATHER = 1

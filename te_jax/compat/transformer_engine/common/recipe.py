@@ -1,4 +1,4 @@
-"""`transformer_engine.common.recipe`: recipes with the arguments of the incumbent, which are te_jax's recipes."""
+"""`transformer_engine.common.recipe`: recipes with the arguments of TransformerEngine, which are te_jax's recipes."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -36,7 +36,7 @@ def _allow(where: str, name: str, value, allowed, way_out: str) -> None:
 
 
 def _ignore(where: str, given: dict, names: tuple[str, ...]) -> None:
-    """Takes `names` out of `given`, with a warning: the incumbent drops them without one."""
+    """Takes `names` out of `given`, with a warning: TransformerEngine drops them without one."""
     for name in names:
         if name in given:
             warn_once(where, f"{name} is {given.pop(name)!r}, which has no meaning in this recipe; leave it out.")
@@ -84,7 +84,7 @@ class _Kinds:
 
 
 class _Gemms(_Kinds):
-    """The parameters of the three GEMMs, by the incumbent's names."""
+    """The parameters of the three GEMMs, by TransformerEngine's names."""
 
     @property
     def fp8_gemm_fprop(self) -> MMParams:
@@ -100,8 +100,8 @@ class _Gemms(_Kinds):
 
 
 class DelayedScaling(_Kinds, _recipe.DelayedScaling):
-    """`te_jax.recipe.DelayedScaling` with the order of arguments of the incumbent: those that te_jax has beside them go
-    by keyword."""
+    """`te_jax.recipe.DelayedScaling` with TransformerEngine's order of arguments: te_jax's further ones go by
+    keyword."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class DelayedScaling(_Kinds, _recipe.DelayedScaling):
 
 
 class Float8CurrentScaling(_Gemms, _recipe.Float8CurrentScaling):
-    """`te_jax.recipe.Float8CurrentScaling` with the arguments of the incumbent.
+    """`te_jax.recipe.Float8CurrentScaling` with the arguments of TransformerEngine.
 
     use_power_2_scales and the parameters of the three GEMMs are honoured.
     """
@@ -164,8 +164,8 @@ class Float8CurrentScaling(_Gemms, _recipe.Float8CurrentScaling):
 
 
 class Float8BlockScaling(_Gemms, _recipe.Float8BlockScaling):
-    """`te_jax.recipe.Float8BlockScaling` with the arguments of the incumbent, which has no such recipe for JAX. Blocks
-    are 1 x 128 of activations and gradients, 128 x 128 of weights."""
+    """`te_jax.recipe.Float8BlockScaling` with the arguments of TransformerEngine, which has no such recipe for JAX.
+    Blocks are 1 x 128 of activations and gradients, 128 x 128 of weights."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class Float8BlockScaling(_Gemms, _recipe.Float8BlockScaling):
 
 
 class MXFP8BlockScaling(_Kinds, _recipe.MXFP8BlockScaling):
-    """`te_jax.recipe.MXFP8BlockScaling` with the arguments of the incumbent."""
+    """`te_jax.recipe.MXFP8BlockScaling` with the arguments of TransformerEngine."""
 
     margin = 0
 
@@ -222,7 +222,7 @@ class MXFP8BlockScaling(_Kinds, _recipe.MXFP8BlockScaling):
 
 
 class NotServed(_Kinds, Recipe):
-    """The base of recipes that are there for `isinstance` alone."""
+    """The base of recipes that are there only for `isinstance`."""
 
     way_out = ""
 
@@ -243,6 +243,6 @@ class CustomRecipe(NotServed):
 
 
 def _check_fields(cls: type[Recipe], given: dict) -> None:
-    """Raises TypeError for a keyword that is neither of the incumbent's nor of te_jax's recipe."""
+    """Raises TypeError for a keyword that is neither of TransformerEngine's nor of te_jax's recipe."""
     own = list(cls.__init__.__annotations__)
     check_names(cls.__name__, given, [field.name for field in fields(cls)] + own)

@@ -1,4 +1,4 @@
-"""`transformer_engine.jax.attention`: the enums of the incumbent, and its functions over te_jax's attention."""
+"""`transformer_engine.jax.attention`: the enums of TransformerEngine, and its functions over te_jax's attention."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -156,7 +156,7 @@ class CPStrategy(Enum):
 class ReorderStrategy(Enum):
     """Which tokens a device of context parallelism gets: two chunks, one from either end, or every n-th stripe.
 
-    te_jax's attention knows the first of them alone, so that `Striped` reorders data that only code of the user's
+    te_jax's attention knows only the first of them, so that `Striped` reorders data that only code of the user's
     own can attend to.
     """
 
@@ -204,9 +204,9 @@ def fused_attn(
 ) -> jax.Array:
     """Attention of `qkv`, (qkv,), (q, kv) or (q, k, v) as `qkv_layout` says, by `te_jax.flax.DotProductAttention`.
 
-    sequence_descriptor: or a mask [b, 1, s, t] in its place, True where a key is masked out. As in the incumbent, a
-        mask counts for the types with padding alone, and a warning says so. There it is exact, with holes and by head.
-    seed: for dropout, which there is with is_training alone: a key, an array of them, of which the first counts, or at
+    sequence_descriptor: or a mask [b, 1, s, t] instead, True where a key is masked out. As in TransformerEngine, a mask
+        counts only for the types with padding, and a warning says so. There it is exact, with holes and by head.
+    seed: for dropout, which there is only with is_training: a key, an array of them, of which the first counts, or at
         least two words of 32 bits.
     softmax_offset: [1, h, 1, 1], of AttnSoftmaxType.LEARNABLE_SOFTMAX.
     context_parallel_causal_load_balanced: tokens are in the order of ReorderStrategy.DualChunkSwap, if an axis cuts
@@ -328,7 +328,7 @@ class FusedAttnHelper:
         return choice.implementation in ("cudnn", "fp8")
 
     def get_fused_attn_backend(self) -> NVTE_Fused_Attn_Backend:
-        """`is_fused_attn_kernel_available` as a member of the incumbent's enum."""
+        """`is_fused_attn_kernel_available` as a member of TransformerEngine's enum."""
         found = self.is_fused_attn_kernel_available()
         return NVTE_Fused_Attn_Backend["NVTE_F16_arbitrary_seqlen" if found else "NVTE_No_Backend"]
 
@@ -353,7 +353,7 @@ def reorder_causal_load_balancing(
 
     stripe_size: of ReorderStrategy.Striped, how many tokens lie together; None is 1.
 
-    Raises ValueError for a size that does not divide the axis, and for stripe_size beside another strategy.
+    Raises ValueError for a size that does not divide the axis, and for stripe_size with another strategy.
     """
     if _check_strategy("reorder_causal_load_balancing", strategy, stripe_size) is ReorderStrategy.Striped:
         return _exchange(tensor, seq_dim, (-1, cp_size, stripe_size or 1))

@@ -1,4 +1,4 @@
-"""`transformer_engine.jax.dense`: te_jax.layers.dense with the arguments of the incumbent."""
+"""`transformer_engine.jax.dense`: te_jax.layers.dense with the arguments of TransformerEngine."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -95,7 +95,7 @@ def _groups_of_map(is_pair: jax.Array, most: int) -> Groups:
 
 
 def _without_tail(rows: jax.Array, groups: Groups) -> jax.Array:
-    """`rows` [R, H] with zeros behind the last group, and the same of their gradient: kernels leave memory as it is."""
+    """`rows` [R, H] with zeros behind the last group, and so their gradient: kernels leave memory as it is."""
     return jnp.where((jnp.arange(rows.shape[0]) < groups.offsets[-1])[:, None], rows, 0)
 
 

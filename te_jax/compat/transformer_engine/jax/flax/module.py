@@ -56,8 +56,8 @@ def make_grouped_dense_cls(
 ) -> type[nn.Module]:
     """A module, not a class, which is called as `(x, kernel, group_sizes, **options)` and gives their `grouped_dense`.
 
-    quantization_recipe: None: that of the autocast in force. Any recipe is served; one with state has a scale for all
-                         groups.
+    quantization_recipe: None: the recipe of the autocast in force. Any recipe is served; one with state has a scale for
+                         all groups.
     """
 
     def ragged_dot(generate_quantizer_set, x, kernel, group_sizes, **kwargs):

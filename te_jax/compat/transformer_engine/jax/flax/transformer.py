@@ -1,4 +1,4 @@
-"""`transformer_engine.jax.flax.transformer`: te_jax's modules with the defaults of the incumbent."""
+"""`transformer_engine.jax.flax.transformer`: te_jax's modules with the defaults of TransformerEngine."""
 
 import math
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ __getattr__: GetAttr = absent("transformer_engine.jax.flax.transformer")
 
 
 def balanced_rows_have_one_segment(module: nn.Module) -> str | None:
-    """A balanced sequence of several segments per row is in stripes in the incumbent, which te_jax has not."""
+    """A balanced sequence of several segments per row is in stripes in TransformerEngine, which te_jax has not."""
     if not module.qkv_layout.lower().startswith("t") or not module.context_parallel_causal_load_balanced:
         return None
     if Context.of(module) is not None:
@@ -46,10 +46,10 @@ class MultiHeadAttention(te_flax.MultiHeadAttention):
 
 
 class TransformerLayer(te_flax.TransformerLayer):
-    """`te_jax.flax.TransformerLayer` as the incumbent has it.
+    """`te_jax.flax.TransformerLayer` as TransformerEngine has it.
 
-    Relative embedding is on, unless relative_embedding is False; logits are those of `MultiHeadAttention`. hidden_size
-    makes the width of a head alone, and the inputs may have another width. In a decoder, cross-attention has the window
+    Relative embedding is on, unless relative_embedding is False; logits are as in `MultiHeadAttention`. hidden_size
+    makes only the width of a head, and the inputs may have another width. In a decoder, cross-attention has the window
     and the rotary positions of self-attention, and no drop path behind it.
     """
 

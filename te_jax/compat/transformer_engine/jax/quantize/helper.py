@@ -38,7 +38,7 @@ class TensorSource(Enum):
 def autocast(
     enabled: bool = False, recipe: Recipe | None = None, mesh_resource: MeshResource | None = None
 ) -> AbstractContextManager[Any]:
-    """`te_jax.autocast`, which is off unless it is switched on. recipe: None is the incumbent's `DelayedScaling()`.
+    """`te_jax.autocast`, which is off unless it is switched on. recipe: None is TransformerEngine's `DelayedScaling()`.
 
     Off means that no recipe is in force for all, not even an outer one; those that a module or a quantizer set has of
     its own count. Without a mesh_resource the outer one stays in force. Warns, once, where a mesh_resource names axes
@@ -151,8 +151,8 @@ def _format2dtypes(fp8_format: Format | None) -> tuple[jnp.dtype, jnp.dtype]:
 
 
 class QuantizeConfig:
-    """What a recipe says, by the incumbent's names of its fields; what only some recipes have is an AttributeError of
-    the others."""
+    """What a recipe says, by TransformerEngine's names of its fields; what only some recipes have is an AttributeError
+    of the others."""
 
     COLLECTION_NAME = FP8_COLLECTION
     INFERENCE_MODE = False
@@ -178,7 +178,7 @@ class QuantizeConfig:
         return self.recipe is not None
 
     def get_scaling_mode(self, tensor_source: TensorSource) -> ScalingMode:
-        """The mode of a tensor, which is that of the recipe."""
+        """The mode of a tensor, which is the recipe's."""
         return mode_of(self.recipe)
 
     def is_supported(self) -> tuple[bool, str]:

@@ -1,6 +1,6 @@
 """`transformer_engine.jax.quantize.quantizer`: what a layer needs to multiply in FP8, in one value.
 
-The incumbent's quantizers quantize arrays. Those here tell what they would do, and layers of te_jax do it.
+TransformerEngine's quantizers quantize arrays. The ones here tell what they would do, and layers of te_jax do it.
 """
 
 from dataclasses import dataclass, fields

@@ -1,4 +1,4 @@
-"""`transformer_engine.jax.quantize.scaling_modes`: what shares a scale, by the incumbent's names."""
+"""`transformer_engine.jax.quantize.scaling_modes`: what shares a scale, by TransformerEngine's names."""
 
 from enum import Enum
 
@@ -11,7 +11,7 @@ __getattr__: GetAttr = absent("transformer_engine.jax.quantize")
 
 
 class ScalingMode(Enum):
-    """One mode for each recipe that the incumbent has for JAX."""
+    """One mode for each recipe that TransformerEngine has for JAX."""
 
     NO_SCALING = JAXX_Scaling_Mode.NO_SCALING
     DELAYED_TENSOR_SCALING = JAXX_Scaling_Mode.DELAYED_TENSOR_SCALING
@@ -40,7 +40,7 @@ class ScalingMode(Enum):
 
     @property
     def is_mxfp8_scaling(self) -> bool:
-        """Whether the blocks are those of the MX formats."""
+        """Whether the blocks are the MX formats'."""
         return self is ScalingMode.MXFP8_1D_SCALING
 
 
@@ -60,7 +60,8 @@ _MODES = {
 
 
 def mode_of(recipe: Recipe | None) -> ScalingMode:
-    """The mode of a recipe, NO_SCALING of None. Raises ValueError for a recipe that the incumbent has no mode for."""
+    """The mode of a recipe, NO_SCALING of None. Raises ValueError for a recipe that TransformerEngine has no mode
+    for."""
     if recipe is None:
         return ScalingMode.NO_SCALING
     for cls, mode in _MODES.items():
