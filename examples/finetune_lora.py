@@ -1,10 +1,10 @@
-"""Fine-tune a checkpoint of Hugging Face's form in FP8: adapters beside frozen weights, or all weights.
+"""Fine-tune a checkpoint of Hugging Face's form in FP8: adapters with frozen weights, or all weights.
 
     python examples/finetune_lora.py --hf Llama-3.1-8B --data my.txt --compare
     python examples/finetune_lora.py --hf Llama-3.1-8B --fp8-params --join     # frozen weights of a byte each
     python examples/finetune_lora.py --hf Llama-3.2-1B --full                  # all weights, f32 masters
 
-Low-rank adaptation (Hu et al. 2021, https://arxiv.org/abs/2106.09685) is that of te_jax's own modules. Without --hf it
+Low-rank adaptation (Hu et al. 2021, https://arxiv.org/abs/2106.09685) comes from te_jax's own modules. Without --hf it
 writes a small Llama of random weights first, which shows that all of it runs, and teaches nothing of precision.
 See examples/README.md; `--help` lists the options.
 """
@@ -193,7 +193,7 @@ def tune(args: argparse.Namespace, corpus: data.Corpus, folder: pathlib.Path, re
 
 
 def save_adapters(file: pathlib.Path, args: argparse.Namespace, tuning: Tuning) -> None:
-    """The adapters alone, f32, by their paths in the tree of parameters; the metadata say what makes the model."""
+    """Only the adapters, f32, by their paths in the tree of parameters; the metadata say what makes the model."""
     from safetensors.numpy import save_file
 
     layer = tuning.model.config.layer
@@ -257,7 +257,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--rank", help="of adapters [default: 16]", default=16, **whole(most=100_000))
     add("--alpha", help="adapters count alpha / rank times [default: once]", **number(above=0))
     add("--compare", help="train in bf16 too, from the same adapters on the same batches", action="store_true")
-    add("--bf16", help="train in bf16 alone", action="store_true")
+    add("--bf16", help="train only in bf16", action="store_true")
     add("--recipe", help="scales of FP8 [default: current]", choices=RECIPES, default="current")
     add("--steps", help="[default: 200]", default=200, **whole())
     add("--batch-size", help="texts of a step [default: 8]", default=8, **whole())
@@ -266,7 +266,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--lr", help="peak learning rate [default: 2e-4; --full 2e-5; without --hf 1e-2]", **number(above=0, below=1000)
     )
-    add("--remat", help="layers keep their inputs alone for the backward pass: less memory", action="store_true")
+    add("--remat", help="layers keep only their inputs for the backward pass: less memory", action="store_true")
     add("--seed", help="of adapters and batches [default: 0]", default=0, **SEED)
     add("--check-gap", help="exit with 1 where held-out losses differ by more, in nats", **number(least=0))
     args = p.parse_args(argv)

@@ -145,7 +145,7 @@ def generate_hf(args: argparse.Namespace, sampling: Sampling) -> int:
     if family.model is not models.CausalLM:
         raise ValueError(f"{folder} is a {family.architecture}, which continues no text: give one of a causal model")
     if not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"{folder} has no tokenizer.json: put that of the model there")
+        raise ValueError(f"{folder} has no tokenizer.json: put the model's there")
     config.need("tokenizers")
     import tokenizers
 

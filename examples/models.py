@@ -1,5 +1,5 @@
 """Blocks of GPT-2, BERT, T5, Llama 3, Falcon, Mixtral, Qwen 3 and DeepSeek-V3: each is a
-`te_jax.flax.TransformerLayer` by its arguments alone.
+`te_jax.flax.TransformerLayer` by its arguments only.
 
     python examples/models.py                           # one of each: its parameters, and a step at a tiny size
     python examples/models.py llama3-70b mixtral-8x7b --fp8
@@ -49,7 +49,7 @@ def t5_encoder_block(size: Size | str = "t5-base", **fields) -> te_flax.Transfor
 
 
 def t5_decoder_block(size: Size | str = "t5-base", **fields) -> te_flax.TransformerLayer:
-    """As `t5_encoder_block`, with relative positions of the past alone; cross-attention to `encoded` has none."""
+    """As `t5_encoder_block`, with relative positions of only the past; cross-attention to `encoded` has none."""
     return _block(families.t5, size, fields, layer_type="decoder", self_attn_mask_type="causal")
 
 
@@ -114,7 +114,7 @@ def arguments(block: te_flax.TransformerLayer, batch: int, length: int) -> dict:
 
 
 def parameter_count(block: te_flax.TransformerLayer) -> int:
-    """Of one block, by shapes alone."""
+    """Of one block, only by shapes."""
     args = arguments(block, 1, 2) | {"deterministic": True}
     shapes = jax.eval_shape(lambda: block.init(jax.random.key(0), **args))["params"]
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))

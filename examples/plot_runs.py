@@ -1,4 +1,4 @@
-"""Draw runs of train_gpt.py from what they wrote, beside each other: losses, and the gap of each to the one in bf16.
+"""Draw runs of train_gpt.py from what they wrote, next to each other: losses, and the gap of each to the one in bf16.
 
     python examples/plot_runs.py runs/gpt/results.json runs/current/results.json --out gaps.png
 
@@ -13,9 +13,9 @@ from gpt import config, plot
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(description="Draw runs of train_gpt.py beside each other: losses, gaps to bf16.")
+    p = argparse.ArgumentParser(description="Draw runs of train_gpt.py next to each other: losses, gaps to bf16.")
     p.add_argument("results", help="results.json of a run, one for each recipe", nargs="+", type=pathlib.Path)
-    p.add_argument("--out", help="[default: loss.png beside the first file]", type=pathlib.Path, metavar="PNG")
+    p.add_argument("--out", help="[default: loss.png next to the first file]", type=pathlib.Path, metavar="PNG")
     args = p.parse_args(argv)
     out = args.out or args.results[0].with_name("loss.png")
     try:

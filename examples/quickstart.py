@@ -2,8 +2,8 @@
 
 Each step prints the loss, which falls, and the scales by which the tensors of the layer's GEMMs are multiplied before
 the cast to FP8. They begin at 1, where the gradient, of numbers around 1e-6, becomes 0: nothing is learned in the first
-step. From the second one on a scale is the largest FP8 number over the largest amax of the steps before: that of x
-stays, for x does, and that of the kernel falls as the kernel grows.
+step. From the second one on a scale is the largest FP8 number over the largest amax of the steps before: x's stays, for
+x does, and the kernel's falls as the kernel grows.
 """
 
 # fmt: off

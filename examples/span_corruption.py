@@ -4,7 +4,7 @@
 
 After Raffel et al., "Exploring the Limits of Transfer Learning" (https://arxiv.org/abs/1910.10683), section 3.1.4: 15 %
 of the tokens in spans of 3; each span becomes a sentinel, and the target is each sentinel with its span. Tokens are
-bytes; the text is the source of Python's library. The blocks are those of T5 in models.py.
+bytes; the text is the source of Python's library. The blocks are T5's in models.py.
 """
 
 import sys

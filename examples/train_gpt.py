@@ -1,4 +1,4 @@
-"""Train a byte-level GPT in FP8 with delayed scaling, and with --compare in bf16 beside it.
+"""Train a byte-level GPT in FP8 with delayed scaling, and with --compare in bf16 as well.
 
     python examples/train_gpt.py --compare
 
@@ -48,7 +48,7 @@ def held_out_loss(eval_loss, state, batches) -> float:
 
 
 def batches(args, corpus: data.Corpus, devices: jax.sharding.Mesh | None):
-    """(step -> its batch, the held-out batches), on `devices`; a process reads its rows alone."""
+    """(step -> its batch, the held-out batches), on `devices`; a process reads only its rows."""
     feed = mesh.Feed(devices, args.batch_size)
 
     def batch(step):
@@ -263,7 +263,7 @@ def reported(args, out: pathlib.Path, key: dict, corpus: data.Corpus, kind: str,
         return 1
     limit = args.check_against
     if limit is not None and not all(found["largest_of_means"] <= limit for found in distances.values()):
-        print(f"train_gpt: the losses are further than {limit} from those of {args.against}", file=sys.stderr)
+        print(f"train_gpt: the losses are further than {limit} from the losses of {args.against}", file=sys.stderr)
         return 1
     return 0
 

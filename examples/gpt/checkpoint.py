@@ -184,7 +184,7 @@ def newest(directory: pathlib.Path, read: Callable) -> tuple[dict, dict, list[in
             damaged[step] = f"{len(wrong)} arrays are not as they were saved, the first is {wrong[0]}"
         else:
             for bad, why in damaged.items():
-                print(f"note: the checkpoint {directory / str(bad)} is damaged ({why}): that of step {step} is taken")
+                print(f"note: the checkpoint {directory / str(bad)} is damaged ({why}): step {step}'s is taken")
             return items, run, list(damaged)
     if damaged:
         reasons = "; ".join(f"{step}: {why}" for step, why in damaged.items())

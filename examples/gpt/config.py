@@ -9,7 +9,7 @@ from .numbers import SEED, number, whole
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """What stands in the place of each layer's MLP: `count` of them, of which a token goes to `top_k`."""
+    """What stands instead of each layer's MLP: `count` of them, of which a token goes to `top_k`."""
 
     count: int
     top_k: int = 2
@@ -136,7 +136,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         allow_abbrev=False,  # `rundir.command` tells options by their whole names.
-        description="Train a byte-level GPT in FP8, and with --compare in bf16 beside it.",
+        description="Train a byte-level GPT in FP8, and with --compare in bf16 as well.",
     )
     for add_some in (_add_training, _add_run, _add_report, _add_step, _add_devices, _add_overrides):
         add_some(p)
@@ -214,7 +214,7 @@ def _add_devices(p: argparse.ArgumentParser) -> None:
     _add(many, "--cp", "N devices divide the sequence: cp=N of --mesh [default: 1]", metavar="N", **whole())
     _add(many, "--cp-strategy", "keys and values are collected, or go around [default: all_gather]",
         choices=("all_gather", "ring"))  # fmt: skip
-    _add(many, "--devices", "of each process; on a CPU alone, which has 1 else", metavar="N", **whole(most=1024))
+    _add(many, "--devices", "of each process; only on a CPU, which has 1 else", metavar="N", **whole(most=1024))
     _add(many, "--coordinator", "address of process 0; auto: from Slurm or Open MPI", metavar="HOST:PORT")
     _add(many, "--processes", "started in all, each with its --process-id", metavar="N", **whole())
     _add(many, "--process-id", "0 to N - 1; process 0 prints and writes", metavar="I", **whole(0))
@@ -223,7 +223,7 @@ def _add_devices(p: argparse.ArgumentParser) -> None:
 def _add_overrides(p: argparse.ArgumentParser) -> None:
     override = p.add_argument_group("overrides of the preset")
     _add(override, "--layers", "of the transformer", **whole(most=10_000))
-    _add(override, "--moe", "N experts in the place of each MLP, all of its width", metavar="N", **whole(most=10_000))
+    _add(override, "--moe", "N experts instead of each MLP, all of its width", metavar="N", **whole(most=10_000))
     _add(override, "--top-k", "experts of a token [default: the preset's, or 2]", metavar="K", **whole())
     _add(override, "--balance", "the loads of experts are kept even by a term of the loss, or by a bias of the choice "
         "that moves a little in each step [default: loss]", choices=("loss", "bias"))  # fmt: skip
@@ -324,7 +324,7 @@ TEXT = "text_sha256"
 
 
 def differing(there: dict, here: dict) -> list[str]:
-    """In words, what of the `resume_key` `here` is other in that of an earlier run, `there`."""
+    """In words, what of the `resume_key` `here` is other in an earlier run's, `there`."""
     known = [name for name in here if name != TEXT or TEXT in there]
     return [f"{k} {there.get(k)} there, {here[k]} now" for k in known if there.get(k) != here[k]]
 

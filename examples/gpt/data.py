@@ -51,8 +51,8 @@ def check_length(corpus: Corpus, seq_len: int) -> None:
 
 
 def batch(data: np.ndarray, batch_size: int, seq_len: int, seed: int, step: int, rows=slice(None)) -> np.ndarray:
-    """u8[batch_size, seq_len + 1]: random windows, or those of `rows` alone. Without state, so that a resumed run sees
-    its own."""
+    """u8[batch_size, seq_len + 1]: random windows, or only the windows of `rows`. Without state, so that a resumed run
+    sees its own."""
     starts = np.random.default_rng((seed, step)).integers(0, len(data) - seq_len, batch_size)[rows]
     return data[starts[:, None] + np.arange(seq_len + 1)]
 

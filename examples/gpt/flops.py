@@ -18,7 +18,7 @@ PEAKS = (
 def per_token(c: Model, seq_len: int) -> float:
     """FLOPs of the model for one token, forward and backward (three times forward).
 
-    Matrix products alone, two per weight; causal attention is counted as the half that is not masked.
+    Only matrix products, two per weight; causal attention is counted as the half that is not masked.
     Recomputation (--remat) is not counted: this is what the model needs, not what the program does.
     """
     kv_width = c.hidden * (c.gqa_groups or c.heads) // c.heads

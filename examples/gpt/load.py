@@ -29,7 +29,7 @@ def add(kept: dict, counts, late: bool) -> None:
 
 def summary(kept: dict) -> dict | None:
     """For results.json: `max_over_mean` of each step; `late`, its mean over the last tenth of the steps;
-    `worst`, that of the layer whose loads, summed over these steps, are the least even. None without experts."""
+    `worst`, the one of the layer whose loads, summed over these steps, are the least even. None without experts."""
     curve = kept["max_over_mean"]
     if not curve:
         return None

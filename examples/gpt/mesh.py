@@ -2,7 +2,7 @@
 
 dp:   data parallel: the batch is divided, parameters are on every device.
 fsdp: fully sharded data parallel: the batch is divided, and so are parameters and the optimizer's moments.
-cp:   context parallel: the sequence is divided. Attention alone needs more of it than a device has; te_jax's does that.
+cp:   context parallel: the sequence is divided. Only attention needs more of it than a device has; te_jax's does that.
 tp:   tensor parallel: heads and the MLP's width are divided; with --sequence-parallel, outside of the GEMMs, the
       sequence too (each part of it, with cp).
 """

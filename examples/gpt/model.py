@@ -34,7 +34,7 @@ def layer_fields(config: Model, dropout: float, deterministic_gradients: bool = 
 
 
 def expert_fields(experts: Experts) -> dict:
-    """The fields of a `MoEBlock` beside those of its layer."""
+    """The fields of a `MoEBlock` in addition to its layer's."""
     sizes = dict(num_experts=experts.count, num_experts_per_tok=experts.top_k)
     if experts.balance == "bias":  # as in DeepSeek-V3, https://arxiv.org/abs/2412.19437
         return sizes | dict(use_expert_bias=True, score_function="sigmoid")
@@ -94,7 +94,7 @@ class GPT(nn.Module):
             context_parallel_strategy=self.cp_strategy,
         )
         layer = layer_fields(self.config, self.dropout, self.deterministic_gradients) | layer
-        # A look-up's gradient has no fixed order on a GPU, and a byte has 256 values alone.
+        # A look-up's gradient has no fixed order on a GPU, and a byte has only 256 values.
         options = dict(remat=self.remat, embed_by_product=True)
         self.lm = CausalLM(architecture(self.config, self.max_len, layer), **options)
         nn.share_scope(self, self.lm)

@@ -120,7 +120,7 @@ def make_eval_loss(model, recipe):
 
 
 def saved(state: Training) -> steps.TrainState:
-    """What a checkpoint holds of a state: parameters and FP8 state as those of `model.GPT`, which generate.py reads."""
+    """What a checkpoint holds of a state: parameters and FP8 state as in `model.GPT`, which generate.py reads."""
     fp8 = {name: _as_scanned(tree) for name, tree in te_nnx.to_linen(state.model).items()}
     moments = jax.tree.leaves(nnx.state(state.optimizer))
     return steps.TrainState(state.step, fp8.pop("params"), moments, fp8, jax.random.PRNGKey(0))

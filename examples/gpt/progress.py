@@ -17,7 +17,7 @@ class Progress:
     """
 
     def __init__(self, name: str, start: int, total: int, tokens: int, flops: float, peak: float | None, shown=True):
-        import tqdm  # for a run alone: --help needs none
+        import tqdm  # only for a run: --help needs none
 
         self.tokens, self.flops, self.peak = tokens, flops, peak
         self.seconds: list[float] = []  # from one step's end, or from its issue to an idle device, to its own end

@@ -63,7 +63,7 @@ def read(path: pathlib.Path, key: dict, precisions: tuple[str, ...], steps: int)
 
 def distance(losses: list[float], earlier: list[list[float]]) -> dict:
     """How far a curve lies from an earlier one (of `thin`), in nats: the largest difference of two points, after which
-    step, and that of two means over `SMOOTHED` points, in which a single batch counts less."""
+    step, and the largest difference of two means over `SMOOTHED` points, in which a single batch counts less."""
     steps, ours = np.transpose(thin(losses))
     differences = np.abs(ours - np.transpose(earlier)[1])
     window = min(SMOOTHED, len(steps))

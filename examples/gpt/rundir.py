@@ -44,7 +44,7 @@ def locked(out: pathlib.Path) -> Iterator[None]:
 
 
 def keep_earlier(out: pathlib.Path) -> None:
-    """A new run must not overwrite the checkpoints of another: they move to `earlier-N` beside it."""
+    """A new run must not overwrite the checkpoints of another: they move to `earlier-N` next to it."""
     names = (*PRECISIONS, "results.json", "loss.png", load.PNG, *health.FILES)
     found = [out / name for name in names if (out / name).exists()]
     if not found:

@@ -101,7 +101,7 @@ def initial(model: GPT, optimizer, recipe, rng, rows: int) -> TrainState:
 
 
 def make_init(model: GPT, optimizer, recipe, shardings: TrainState | None = None):
-    """jitted key -> TrainState. With `shardings` each device computes its own part alone."""
+    """jitted key -> TrainState. With `shardings` each device computes only its own part."""
     rows = 1 if shardings is None else shardings.step.mesh.size  # a multiple of what divides a batch
     return jax.jit(lambda rng: nn.meta.unbox(initial(model, optimizer, recipe, rng, rows)), out_shardings=shardings)
 
@@ -181,8 +181,8 @@ def make_train_step(model: GPT, optimizer, recipe, shardings: TrainState | None 
             value_and_grad = te.value_and_grad if model.fp8_params else jax.value_and_grad
             of_all = value_and_grad(step_loss(model, state, batch), argnums=(0, 1, 2), has_aux=True)
             (_, seen), (grads, fp8, counts) = of_all(state.params, state.fp8, state.experts)
-            # The "gradient" of the FP8 state is its next value: amaxes recorded, scales following. That of the bias of
-            # experts is how many tokens each got.
+            # The "gradient" of the FP8 state is its next value: amaxes recorded, scales following. For the bias of
+            # experts it is how many tokens each got.
             fp8 = te.update_fp8_metas(fp8, previous=state.fp8)
             experts = state.experts
             if experts:

@@ -93,7 +93,7 @@ def main(make: Callable[[], Task], argv: list[str] | None, description: str) -> 
     """Runs the program of a task. Returns its exit code: 1 where --check-gap fails or a loss is not finite."""
     p = argparse.ArgumentParser(description=description.partition("\n\n")[0])
     p.add_argument("--compare", action="store_true", help="train in bf16 too, from the same seed on the same batches")
-    p.add_argument("--bf16", action="store_true", help="train in bf16 alone")
+    p.add_argument("--bf16", action="store_true", help="train only in bf16")
     p.add_argument("--recipe", choices=RECIPES, default="delayed", help="scales of FP8 [default: delayed]")
     p.add_argument("--steps", help="[default: the task's]", **whole())
     p.add_argument("--seed", default=0, **SEED)

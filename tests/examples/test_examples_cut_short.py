@@ -61,7 +61,7 @@ def test_a_damaged_checkpoint_is_put_aside(how, tmp_path, capsys):
     with checkpoint.opened(tmp_path) as checkpoints:
         restored, _ = checkpoints.restore(state(0), run["key"])
         said = capsys.readouterr().out
-        assert f"{tmp_path / '3'} is damaged (" in said and "that of step 2 is taken" in said
+        assert f"{tmp_path / '3'} is damaged (" in said and "step 2's is taken" in said
         jax.tree.map(np.testing.assert_array_equal, restored, state(2))
         assert checkpoint.saved_steps(tmp_path) == [2]
         checkpoints.save(state(3), run)

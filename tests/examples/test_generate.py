@@ -145,7 +145,7 @@ def test_a_checkpoint_of_another_house(monkeypatch, capsys, tmp_path):
     fixtures, folder = pathlib.Path(__file__).parents[1] / "hf_fixtures", tmp_path / "llama3"
     shutil.copytree(fixtures / "llama3", folder)
     assert generate.main([f"--hf={folder}"]) == 2
-    assert "llama3 has no tokenizer.json: put that of the model there" in capsys.readouterr().err
+    assert "llama3 has no tokenizer.json: put the model's there" in capsys.readouterr().err
     (folder / "tokenizer.json").touch()
     due = np.load(folder / "expected.npz")
     there = json.loads((folder / "config.json").read_text())
