@@ -1,4 +1,4 @@
-"""Training of only low-rank adaptation (Hu et al. 2021, https://arxiv.org/abs/2106.09685, section 4.1): the parameters
+"""Training only of low-rank adaptation (Hu et al. 2021, https://arxiv.org/abs/2106.09685, section 4.1): the parameters
 of the modules that have `enable_low_rank_adaptation` are `*lora_a_kernel` and `*lora_b_kernel`, all others stay."""
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _NONE = (
 def split_lora(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """params -> (parameters of low-rank adaptation, all others), each a tree without the other's leaves.
 
-    For a loss that is differentiated with respect to only the first, `join_lora` puts them together in it:
+    For a loss that is differentiated only with respect to the first, `join_lora` puts them together in it:
 
         lora, base = te_flax.split_lora(params)
         loss_fn = lambda lora, fp8: loss(model.apply({"params": te_flax.join_lora(lora, base), **fp8}, x))

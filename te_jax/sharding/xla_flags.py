@@ -2,7 +2,7 @@
 
 # The flags are described at https://docs.jax.dev/en/latest/gpu_performance_tips.html
 _XLA_FLAGS = {
-    # Collectives are started early and awaited late, so that they run next to kernels. Without it most of them wait.
+    # Collectives are started early and awaited late, so that they run while kernels do. Without it most of them wait.
     "xla_gpu_enable_latency_hiding_scheduler": "true",
     # In a loop, such as `nn.scan` over layers, collectives run across steps: while one layer computes, the weights of
     # the next are gathered (FSDP), and the gradients of the last are scattered (FSDP) or summed (data parallelism).
