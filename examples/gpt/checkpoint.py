@@ -63,7 +63,7 @@ class Checkpoints:
         with self._writing():
             written = self.manager.save(int(state.step), args=ocp.args.Composite(**items, run=ocp.args.JsonSave(run)))
             if written is False:
-                raise ValueError(f"orbax declines step {int(state.step)} beside {saved_steps(self.directory)}")
+                raise ValueError(f"orbax declines step {int(state.step)} next to {saved_steps(self.directory)}")
 
     def restore(self, fresh: TrainState, key: dict) -> tuple[TrainState, dict] | None:
         """The (state, run) of the last checkpoint that is whole, or None if there is none. `fresh` gives shapes, dtypes

@@ -18,7 +18,7 @@ _SCORE = "te_jax has no score_mod: cuDNN's callbacks have no plain-JAX form. Giv
 
 ABSENT: dict[str, dict[str, str]] = {
     "transformer_engine": {
-        "pytorch": "te_jax serves JAX alone",
+        "pytorch": "te_jax serves only JAX",
     },
     "transformer_engine.common": {
         "utils": "it is internal to TransformerEngine",

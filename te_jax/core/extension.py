@@ -213,7 +213,7 @@ def _without_kernels(architectures: tuple[str, ...], capability: str | None) -> 
         return ""
     way_out = "Install te_jax again on this machine, or with TE_JAX_CUDA_ARCHS=all."
     if archs.best(gpu) is None:
-        way_out = f"te_jax has kernels for {', '.join(archs.ALL)} alone: JAX_PLATFORMS=cpu runs plain JAX."
+        way_out = f"te_jax has kernels only for {', '.join(archs.ALL)}: JAX_PLATFORMS=cpu runs plain JAX."
     built = ", ".join(architectures)
     return (
         f"te_jax: the CUDA extension is built for {built}, but this GPU has compute capability {capability}. {way_out}"

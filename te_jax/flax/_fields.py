@@ -290,7 +290,7 @@ def widths_are_positive(module) -> str | None:
 def last_axis_alone(module) -> str | None:
     """`axis` is the last one, -1."""
     if len(as_tuple(module.axis)) != 1:
-        return f"axis is {module.axis!r}; this module contracts the last axis alone: leave it -1"
+        return f"axis is {module.axis!r}; this module contracts only the last axis: leave it -1"
 
 
 def groups_divide_heads(module) -> str | None:

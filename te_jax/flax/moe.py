@@ -231,7 +231,7 @@ class MoEBlock(Module):
             if not self.is_initializing():
                 raise ValueError(
                     f"{describe(self)}: use_expert_bias is True, but the collection {BIAS_COLLECTION!r} lacks "
-                    "expert_bias; pass the collection that `init` returns beside params, and on through a stack of "
+                    "expert_bias; pass the collection that `init` returns next to params, and on through a stack of "
                     f"layers: variable_axes={{{BIAS_COLLECTION!r}: 0}} of `nn.scan`."
                 )
             if not self.is_mutable_collection(BIAS_COLLECTION) and is_lifted(self):

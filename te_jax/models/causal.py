@@ -52,7 +52,7 @@ class CausalLM(Model):
         if decode and positions is None and c.max_positions is not None:
             raise ValueError("CausalLM: the positions are learned and decode is True; pass positions int[b, s].")
         if labels is not None and at is not None:
-            raise ValueError("CausalLM: at is given beside labels; leave one of them out.")
+            raise ValueError("CausalLM: at is given together with labels; leave one of them out.")
         embedding = self._table("embedding", c.vocab_size, split_rows=True)
         x = self._embed(embedding, tokens, positions, lengths=lengths)
         call = dict(deterministic=deterministic, decode=decode, max_decode_length=max_decode_length)

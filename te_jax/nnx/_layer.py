@@ -327,20 +327,19 @@ def _watch_fwd(name, parameters, states, biases):
         return jnp.zeros(()), None
     if states_too:
         text = (
-            "gradients of the FP8 state are taken beside those of parameters. They are its next values, which an "
+            "gradients of the FP8 state are taken as well as of parameters. They are its next values, which an "
             "nnx.Optimizer(wrt=nnx.Variable) would take for gradients; use te_jax.nnx.value_and_grad, which writes "
             "them into the module, and nnx.Optimizer(wrt=nnx.Param)."
         )
     elif not states:
         text = (
             "gradients of parameters are taken, but not of the biases of experts, which so stay as they are; use "
-            "te_jax.nnx.value_and_grad, which moves them, in the place of nnx.value_and_grad, unless they are to stay."
+            "te_jax.nnx.value_and_grad, which moves them, instead of nnx.value_and_grad, unless they are to stay."
         )
     else:
         text = (
             "gradients of parameters are taken, but not of the FP8 state, which so stays as it is; use "
-            "te_jax.nnx.value_and_grad, which moves it, in the place of nnx.value_and_grad, unless the scales are to "
-            "stay."
+            "te_jax.nnx.value_and_grad, which moves it, instead of nnx.value_and_grad, unless the scales are to stay."
         )
     warnings.warn(f"{name}: {text}", stacklevel=2)
     return jnp.zeros(()), None

@@ -36,7 +36,7 @@ def fields_from_nnx(cls: type, kwargs: dict) -> dict:
             raise ValueError(f"{where}: {name} is {value!r}; {way_out}.")
     for name, field in _FIELD_NAMES.items():
         if name in kwargs and field in kwargs:
-            raise TypeError(f"{where}: {name} is {kwargs[name]!r} beside {field}, its other name; pass one of them.")
+            raise TypeError(f"{where}: {name} is {kwargs[name]!r} next to {field}, its other name; pass one of them.")
         if name in kwargs:
             kwargs[field] = kwargs.pop(name)
     if kwargs.get("dtype", "given") is None:

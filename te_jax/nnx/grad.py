@@ -132,7 +132,7 @@ def _check_selection(model, wrt):
     if nnx.state(model, nnx.All(wrt, Fp8State)):
         raise ValueError(
             f"te_jax.nnx.value_and_grad: wrt is {wrt!r}, which takes FP8 state for parameters; pass wrt=nnx.Param "
-            "here and to nnx.Optimizer: FP8 state moves beside them."
+            "here and to nnx.Optimizer: FP8 state moves next to them."
         )
     if nnx.state(model, lambda _, variable: type(variable).__name__ == OVERWRITE_COLLECTION):
         warn_once(

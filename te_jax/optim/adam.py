@@ -204,8 +204,8 @@ def _check_updates(where, updates, state):
             raise TypeError(f"{where}: the gradient of {name} is {g.dtype.name}; pass a floating dtype.")
         if g.shape != mu.shape:
             raise ValueError(
-                f"{where}: the gradient of {name} has shape {g.shape}, but its parameter had {mu.shape}; pass that of "
-                "the same parameter, or init again."
+                f"{where}: the gradient of {name} has shape {g.shape}, but its parameter had {mu.shape}; pass the "
+                "gradient of the same parameter, or init again."
             )
 
     jax.tree_util.tree_map_with_path(one, updates, state.mu)
@@ -220,7 +220,7 @@ def check_no_fp8_state(where: str, params: Any) -> None:
     if held:
         raise ValueError(
             f"{where}: params holds {held[0]}, whose next value is its gradient, no update; pass "
-            "params alone, as te_jax.flax.TrainState does, or wrap the optimizer by te_jax.flax.fp8_masked."
+            "only params, as te_jax.flax.TrainState does, or wrap the optimizer by te_jax.flax.fp8_masked."
         )
 
 

@@ -173,7 +173,7 @@ def fp8_autocast(
     of `mesh_resource`. Raises TypeError for both names."""
     if mesh_resource is not None and sharding_resource is not None:
         raise TypeError(
-            f"fp8_autocast: sharding_resource is {sharding_resource!r} beside mesh_resource, whose older name it is; "
+            f"fp8_autocast: sharding_resource is {sharding_resource!r} next to mesh_resource, whose older name it is; "
             "pass one of them."
         )
     return autocast(enabled, fp8_recipe, sharding_resource if mesh_resource is None else mesh_resource)

@@ -68,8 +68,8 @@ def states_in(collections: Any) -> list[str]:
         return names
     if any(name.startswith(("x_", "grad_")) for name in leaves):
         raise ValueError(
-            f"{OVERWRITE_COLLECTION} holds state of Flax's FP8 products ({of_flax[0]}) beside te_jax's; use one kind "
-            "of product in a model, or jax.value_and_grad and an optimizer of the parameters alone."
+            f"{OVERWRITE_COLLECTION} holds state of Flax's FP8 products ({of_flax[0]}) next to te_jax's; use one "
+            "kind of product in a model, or jax.value_and_grad and an optimizer of only the parameters."
         )
     return [name for name in names if name != OVERWRITE_COLLECTION]
 
@@ -144,7 +144,7 @@ def update_fp8_metas(collections: Any, previous: Any = None) -> Any:
         check_collections(what, previous, "previous")
         for name in set(names) ^ set(states_in(previous)):
             has, lacks = ("collections", "previous") if name in names else ("previous", "collections")
-            raise ValueError(f"{what}: {has} has {name!r}, but {lacks} has none; pass those of one model.")
+            raise ValueError(f"{what}: {has} has {name!r}, but {lacks} has none; pass states of one model.")
     for name in names:
         before = None if previous is None else previous[name]
         metas, untouched, impossible = _next_state(what, collections[name], before, name)
@@ -183,7 +183,7 @@ def _warn_of_fresh_starts(metas, untouched: jax.Array, recipe):
         if recipe is None and untouched.size:
             warnings.warn(
                 "update_fp8_metas: it is traced where no recipe is in force, and without previous: state whose "
-                "gradient is 0, as that of modules that ran without te_jax.autocast, would start again, and what it "
+                "gradient is 0, as where modules ran without te_jax.autocast, would start again, and what it "
                 f"had learned be lost. Call it under the te_jax.autocast(True, recipe) of the modules, or {way_out}.",
                 stacklevel=3,
             )
@@ -268,7 +268,7 @@ def check_same_state(
         if got.get(path) != want.get(path):
             of = [f"a leaf of shape {tree[path]}" if path in tree else "none" for tree in (got, want)]
             raise ValueError(
-                f"{what}: at {collection}/{path} {name} has {of[0]}, but {other} {of[1]}; pass those of one model."
+                f"{what}: at {collection}/{path} {name} has {of[0]}, but {other} {of[1]}; pass states of one model."
             )
 
 
@@ -378,7 +378,7 @@ def check_history_length(what: str, length: int, recipe: DelayedScaling | None) 
     if recipe is not None and length != recipe.amax_history_len:
         raise ValueError(
             f"{what} has length {length}, but the recipe in force has amax_history_len={recipe.amax_history_len}; "
-            f"convert the state with {_CONVERTER}(collections, recipe), that of an NNX module with "
+            f"convert the state with {_CONVERTER}(collections, recipe), an NNX module's with "
             f"te_jax.nnx.convert_fp8_state(module, recipe), or use amax_history_len={length}."
         )
 

@@ -126,7 +126,7 @@ def test_missing_cublaslt(stand_in):
             "10.0",
             "built for 80-real, 90a-real, but this GPU has compute capability 10.0. Install .*TE_JAX_CUDA_ARCHS=all",
         ),
-        ("7.5", "but this GPU has compute capability 7.5. te_jax has kernels for 80-real, .* alone: JAX_PLATFORMS=cpu"),
+        ("7.5", "but this GPU has compute capability 7.5. te_jax has kernels only for 80-real, .*: JAX_PLATFORMS=cpu"),
     ],
 )
 def test_an_extension_without_kernels_for_this_gpu(stand_in, monkeypatch, capability, reason):

@@ -187,7 +187,7 @@ def test_fields_in_declaration_order():
             ValueError,
             "low_rank_adaptation_dim is 0",
         ),
-        (te_flax.LayerNormDenseGeneral(4, axis=(-2, -1)), jnp.ones((3, 4)), ValueError, "last axis alone"),
+        (te_flax.LayerNormDenseGeneral(4, axis=(-2, -1)), jnp.ones((3, 4)), ValueError, "only the last axis"),
         (te_flax.LayerNorm(layernorm_type="batchnorm"), jnp.ones((3, 4)), ValueError, "'batchnorm'"),
         (te_flax.LayerNormDenseGeneral(4), jnp.ones((3, 4), bool), TypeError, "inputs is bool"),
         (te_flax.LayerNorm(), jnp.ones((3, 4), jnp.int8), TypeError, "x is int8"),

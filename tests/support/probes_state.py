@@ -107,7 +107,7 @@ AUTOCAST = [
         "fp8_autocast of both names",
         ask_in(True, RECIPE, te.MeshResource(), of=te.fp8_autocast, sharding_resource=te.MeshResource()),
         TypeError,
-        "sharding_resource is .* beside mesh_resource.*pass one",
+        "sharding_resource is .* next to mesh_resource.*pass one",
     ),
     Probe("a decorated function", lambda: te.autocast(recipe=RECIPE)(fp8.current_recipe)() == RECIPE),
     Probe(

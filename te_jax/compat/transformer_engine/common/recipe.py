@@ -239,7 +239,7 @@ class NVFP4BlockScaling(NotServed):
 class CustomRecipe(NotServed):
     """Not served: raises ValueError."""
 
-    way_out = "write a subclass of te_jax.recipe.Recipe in its place, which says the scales of all tensors"
+    way_out = "write a subclass of te_jax.recipe.Recipe instead, which says the scales of all tensors"
 
 
 def _check_fields(cls: type[Recipe], given: dict) -> None:

@@ -374,9 +374,7 @@ def _check_strategy(name: str, strategy, stripe_size) -> ReorderStrategy:
     if not isinstance(strategy, ReorderStrategy):
         raise TypeError(f"{name}: strategy is {strategy!r}; pass a ReorderStrategy.")
     if stripe_size is not None and (strategy is not ReorderStrategy.Striped or stripe_size < 1):
-        raise ValueError(
-            f"{name}: stripe_size is {stripe_size!r}; pass at least 1, with ReorderStrategy.Striped alone."
-        )
+        raise ValueError(f"{name}: stripe_size is {stripe_size!r}; pass at least 1, only with ReorderStrategy.Striped.")
     return strategy
 
 

@@ -51,7 +51,7 @@ def fused_topk_with_score_function(
             "te_jax.ops.router.load_balancing_loss."
         )
     if RoutingMapFormat(routing_map_format) is not RoutingMapFormat.BYTEMAP:
-        raise ValueError(f"{where}: routing_map_format is {routing_map_format!r}; te_jax has BYTEMAP alone.")
+        raise ValueError(f"{where}: routing_map_format is {routing_map_format!r}; te_jax has only BYTEMAP.")
     options = RouterOptions(
         topk=topk,
         score_function=ScoreFunction(score_function).value,

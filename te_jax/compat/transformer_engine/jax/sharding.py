@@ -77,7 +77,7 @@ def get_mesh_axis_size(axis: str | None, mesh: Mesh | AbstractMesh | None = None
     if axis is not None and axis not in mesh.shape:
         way_out = f"the mesh has the axes {tuple(mesh.shape)}"
         if mesh.empty:
-            way_out = "no mesh is in force: enter `jax.set_mesh(mesh)`, for te_jax does not see `with mesh:` alone"
+            way_out = "no mesh is in force: enter `jax.set_mesh(mesh)`, for te_jax does not see `with mesh:` by itself"
         raise ValueError(f"get_mesh_axis_size: axis is {axis!r}; {way_out}.")
     return 1 if axis is None else mesh.shape[axis]
 

@@ -27,7 +27,7 @@ def balanced_rows_have_one_segment(module: nn.Module) -> str | None:
     if Context.of(module) is not None:
         return (
             f"qkv_layout is {module.qkv_layout!r} and context_parallel_causal_load_balanced is True, which means "
-            "ReorderStrategy.Striped in TransformerEngine; te_jax balances by DualChunkSwap alone: reorder by that, "
+            "ReorderStrategy.Striped in TransformerEngine; te_jax balances only by DualChunkSwap: reorder by that, "
             "and use te_jax.flax.DotProductAttention, whose sequence_descriptor is in the order of the sequence"
         )
 

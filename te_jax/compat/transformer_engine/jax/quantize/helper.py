@@ -56,7 +56,7 @@ def _warn_without_mesh(resource: MeshResource | None) -> None:
         warn_once(
             "autocast",
             f"mesh_resource names the mesh axes {', '.join(axes)}, but no mesh is in force, so it places nothing; "
-            "enter `jax.set_mesh(mesh)`, for te_jax does not see `with mesh:` alone.",
+            "enter `jax.set_mesh(mesh)`, for te_jax does not see `with mesh:` by itself.",
         )
 
 
