@@ -2,8 +2,8 @@
 
     python examples/generate.py --prompt "def main(" --prompt "import " --tokens 100
 
-It reads the last checkpoint of --checkpoint, and runs in the precision of training; or, with --hf DIR, a checkpoint of
-Hugging Face's form. See examples/README.md; `--help` lists the options.
+The program reads the last checkpoint of --checkpoint, and runs in the precision of training; or, with --hf DIR, a
+checkpoint of Hugging Face's form. See examples/README.md; `--help` lists the options.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     python examples/train_gpt.py --compare
 
-Without a GPU this trains the `tiny` preset in a few minutes. It writes loss.png, results.json and checkpoints
+Without a GPU this trains the `tiny` preset in a few minutes. A run writes loss.png, results.json and checkpoints
 to --out, with --fp8-report what became of the tensors in FP8. See examples/README.md; `--help` lists the options.
 """
 

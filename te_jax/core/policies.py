@@ -32,7 +32,7 @@ def save(*names: str) -> Callable[..., bool]:
     """A policy that keeps arrays with one of `names`, which are names of `te_jax.checkpoint_policies` or of fields of
     modules, such as `ffn1_ckpt_name`.
 
-    It keeps STATISTICS too. `jax.checkpoint_policies.save_from_both_policies` combines it with other policies.
+    The policy keeps STATISTICS too. `jax.checkpoint_policies.save_from_both_policies` combines it with other policies.
 
     Raises TypeError for a name that is no string; ValueError without names, and for a name that begins with "te_" and
     is not of `te_jax.checkpoint_policies`.
@@ -46,8 +46,8 @@ def offload(*names: str, save: Sequence[str] = ()) -> Callable[..., Any]:
     device.
 
     STATISTICS stay on the device. Offloaded arrays go to pinned memory in the forward pass and come back in the
-    backward pass. That serves large tensors, and gains nothing where the GPU waits for them. jax does not combine such
-    a policy with others.
+    backward pass. Offloading serves large tensors, and gains nothing where the GPU waits for them. jax does not combine
+    such a policy with others.
 
     Raises TypeError and ValueError as `save` does, and ValueError for a name in both.
     """

@@ -45,8 +45,8 @@ def parameter(
 ) -> jax.Array | QuantizedKernel:
     """The parameter `name` of `module`, of `shape`.
 
-    It has the module's `params_dtype`, or `dtype` where that is None, and is created in a box with the logical axes
-    `axes`. A QuantizedKernel that `fp8_params` put there is returned as it is.
+    The parameter has the module's `params_dtype`, or `dtype` where that is None, and is created in a box with the
+    logical axes `axes`. A QuantizedKernel that `fp8_params` put there is returned as it is.
 
     given: An array or QuantizedKernel that the caller uses instead of a parameter, which is then not created.
 
@@ -136,8 +136,8 @@ class Box(nn.LogicallyPartitioned):
 def _init_in_box(where: str, init: Initializer, axes: Axes) -> Initializer:
     """An initializer for the array of `init`, in a box with the logical axes `axes`, or in the box of `init`.
 
-    It raises, naming `where`, TypeError for an array of another shape or no array, ValueError for another number of
-    names than of axes.
+    The initializer raises, naming `where`, TypeError for an array of another shape or no array, ValueError for another
+    number of names than of axes.
     """
 
     def init_in_box(key, shape, dtype):

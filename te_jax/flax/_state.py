@@ -81,8 +81,8 @@ def dense_metas(
     own:        A recipe of the module's own, as in `recipe_of`.
     collection: Where the state lives; None: as the autocast in force says.
 
-    It is the variables `{x,kernel,grad}{postfix}_scale` f32[1] and `..._amax_history` f32[amax_history_len] of the
-    collection. A second call in one pass returns the other branch of a fork, so that two uses combine by the larger
+    The state is the variables `{x,kernel,grad}{postfix}_scale` f32[1] and `..._amax_history` f32[amax_history_len] of
+    the collection. A second call in one pass returns the other branch of a fork, so that two uses combine by the larger
     amax. A fork does not reach through a lifted transform: for a module that two calls of `nn.remat` share, for all
     steps of an `nn.scan` by variable_broadcast and for two `apply`s in one loss autodiff adds the states up, unless
     `te_jax.value_and_grad` or `te_jax.combine_by_max` is used.
@@ -107,8 +107,8 @@ def expert_metas(module: nn.Module, experts: int) -> tuple[DenseMetas, DenseMeta
     """The FP8 state of the two layers of `module`, whose tensors are of experts, as `te_jax.layers.moe` takes it; found
     as `dense_metas` does.
 
-    It is `x_0`, `kernel_0`, `grad_0`, `x_1`, `kernel_1` and `grad_1`, with an axis of experts in front but for `x_0`
-    and `grad_1`.
+    The state is `x_0`, `kernel_0`, `grad_0`, `x_1`, `kernel_1` and `grad_1`, with an axis of experts in front but for
+    `x_0` and `grad_1`.
     """
     recipe, collection = recipe_of(module), state_collection()
     _warn_without_autocast(module, "x_0", collection)
@@ -122,8 +122,8 @@ def expert_metas(module: nn.Module, experts: int) -> tuple[DenseMetas, DenseMeta
 def attention_metas(module: nn.Module) -> AttentionMetas | None:
     """The FP8 state of the attention in `module`, found as `dense_metas` does; None unless the recipe has `fp8_dpa`.
 
-    It is the variables `{q,k,v,o,do,dq,dk,dv,dp}_scale` and `..._amax_history`, also of tensors that the call does not
-    quantize.
+    The state is the variables `{q,k,v,o,do,dq,dk,dv,dp}_scale` and `..._amax_history`, also of tensors that the call
+    does not quantize.
     """
     recipe, collection = recipe_of(module), state_collection()
     _warn_without_autocast(module, AttentionMetas._fields[0], collection)

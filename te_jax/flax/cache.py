@@ -116,8 +116,8 @@ class KVCache:
         return SequenceDescriptor.from_segment_ids_and_pos(ids, (self.positions, slots))
 
     def fields(self) -> dict[str, Any]:
-        """The fields of attention that read otherwise on the cache. It is not cut along an axis; and positions count
-        from the row's first token, so that the top left and the bottom right are the same."""
+        """The fields of attention that read otherwise on the cache. The cache is not cut along an axis; and positions
+        count from the row's first token, so that the top left and the bottom right are the same."""
         whole = dict(context_parallel_axis=None, context_parallel_causal_load_balanced=False)
         if self.fresh or self._band.right != 0:
             return whole

@@ -215,9 +215,9 @@ def fp8_kernels(
         loss_fn = lambda params, fp8, x: loss(model.apply({"params": params, **fp8, **kernels}, x))
 
     Modules that find their entry quantize no kernel; results, gradients and FP8 state are the same bit for bit, and the
-    gradient goes to the parameters. It is for several passes between two changes of the parameters: microbatches,
-    within the jitted step, and inference. Nothing can tell that the parameters are others since: make it anew in every
-    step. Without a name in it, as for kernels that the caller passes, a module quantizes as ever.
+    gradient goes to the parameters. Such kernels are for several passes between two changes of the parameters:
+    microbatches, within the jitted step, and inference. Nothing can tell that the parameters are others since: make
+    them anew in every step. Without an entry, as for kernels that the caller passes, a module quantizes as ever.
 
     args, kwargs: of `model.apply`, such as one microbatch, or rngs; only for their shapes.
     gradients:    False: only the layout that the forward pass reads, for inference. A backward pass transposes it.
@@ -240,8 +240,8 @@ def wgrads(model: nn.Module, variables: Mapping[str, Any], *args: Any, **kwargs:
     [*C, *F], uses f32[]) of zeros, for `TrainState.accumulate_gradients(..., wgrads=...)`.
 
     Modules that find their entry add the kernel's gradient onto `grad` inside of the wgrad GEMM, in f32: the cotangent
-    of `grad` is the sum, the one of `uses` is 1, and the kernel has none. This is no sum that autodiff could add up: a
-    kernel may be used once in a pass, and has to reach its module as it is (not scaled or masked by the loss or
+    of `grad` is the sum, the one of `uses` is 1, and the kernel has none. Autodiff could not add up that sum: a kernel
+    may be used once in a pass, and has to reach its module as it is (not scaled or masked by the loss or
     `nn.map_variables`, whose factor is lost). In a loop of your own check that `uses` comes back as 1.
 
     Arguments and errors are as of `fp8_kernels`; `nn.scan` and `nn.vmap` need `variable_axes={"wgrads": 0}`, never

@@ -120,8 +120,8 @@ class MultiHeadLatentAttention(Module):
 
         decode: as there; the collection `cache` holds the normed latents `cached_latent` [b, T, 1, r] and
             `cached_rotary_key` [b, T, 1, rope] instead of keys and values. A call of few tokens on a cache does not
-            make keys and values of it: queries and outputs go through kv_up's kernel instead. It multiplies that kernel
-            in the inputs' dtype, whatever the recipe.
+            make keys and values of it: queries and outputs go through kv_up's kernel instead, in the inputs' dtype,
+            whatever the recipe.
 
         Raises what `MultiHeadAttention` raises, and ValueError for other inputs_kv.
         """

@@ -105,9 +105,9 @@ class TransformerLayer(Module):
     Parameters: `attention` (encoder), or `self_attention` and `encoder_decoder_attention` (decoder), as
     `MultiHeadAttention` or `MultiHeadLatentAttention`; `mlp` as `LayerNormMLP`, or `moe` as `MoEBlock`;
     `relpos_bias/rel_embedding` or `relative_embedding/...`; `output_layernorm`; with post_norms `post_attention_norm`
-    (or `post_self_attention_norm` and `post_encoder_decoder_attention_norm`) and `post_mlp_norm`. They are in boxes
-    with logical axes, so `nn.scan` and `nn.vmap` over layers want metadata_params={nn.PARTITION_NAME: None}, or a name
-    for the axis of layers.
+    (or `post_self_attention_norm` and `post_encoder_decoder_attention_norm`) and `post_mlp_norm`. All parameters are in
+    boxes with logical axes, so `nn.scan` and `nn.vmap` over layers want metadata_params={nn.PARTITION_NAME: None}, or a
+    name for the axis of layers.
     """
 
     hidden_size: int = 512

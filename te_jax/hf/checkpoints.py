@@ -97,8 +97,8 @@ def load(
     parameters are filled in place, one layer's part at a time, so that next to the model one layer is in memory.
 
     Checkpoints may have weights in FP8 (`quantization_config` with the quant_method "fp8"), with scales of blocks of
-    128 x 128 or one each. They are dequantized: weight * scale in f32, rounded to the parameter's dtype. Scales of
-    inputs are not read.
+    128 x 128 or one each. Such weights are dequantized: weight * scale in f32, rounded to the parameter's dtype. Scales
+    of inputs are not read.
 
     dtype:         of parameters; None: as they are stored, bit for bit, and bf16 of what is stored in FP8.
     compute_dtype: of activations; None: the embedding's.

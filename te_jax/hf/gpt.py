@@ -65,7 +65,7 @@ _GPT2 = (
 
 
 def _gpt2_rules(c):
-    """Its products are x W, so kernels lie as ours do."""
+    """GPT-2's products are x W, so kernels lie as ours do."""
     stack, layer, ours = "layers", "transformer.h.{i}", LAYER
     one = lambda path, name, form: TensorRule((f"{ours}/{path}",), (f"{layer}.{name}",), form, stack)
     return [

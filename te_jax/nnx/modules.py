@@ -21,7 +21,7 @@ class DenseGeneral(Layer):
 
     in_features: The width of the contracted axis, or a tuple of widths for several (`axis`).
 
-    It takes the arguments of `nnx.Linear` and `nnx.LinearGeneral` too:
+    The constructor takes the arguments of `nnx.Linear` and `nnx.LinearGeneral` too:
 
     out_features:    Another name of `features`.
     param_dtype:     Of the parameters; `dtype` next to it is the type of the computation, to which inputs are cast, and

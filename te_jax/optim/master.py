@@ -45,10 +45,11 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
 
         tx = te_jax.optim.master_weights(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
 
-    It goes around the whole optimizer, `optax.MultiSteps` too. `inner` sees f32 arrays, the masters, instead of these
-    parameters, and f32 gradients, which `te_jax.value_and_grad` returns. Norms, decay, masks and moments are the same
-    as for parameters in f32. A step adds the updates of `inner` to the masters and quantizes them by the recipe in
-    force. So the next pass reads what it would have quantized from parameters in f32, and no update is too small.
+    The wrapper goes around the whole optimizer, `optax.MultiSteps` too. `inner` sees f32 arrays, the masters, instead
+    of these parameters, and f32 gradients, which `te_jax.value_and_grad` returns. Norms, decay, masks and moments are
+    the same as for parameters in f32. A step adds the updates of `inner` to the masters and quantizes them by the
+    recipe in force. So the next pass reads what it would have quantized from parameters in f32, and no update is too
+    small.
 
     init:   A master is the array next to the kernel (`beside`), or else the dequantized kernel.
     update: Call it under the autocast of the loss. Its result is for `te_jax.optim.apply_updates`, which `TrainState`

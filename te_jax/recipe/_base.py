@@ -41,7 +41,7 @@ class Recipe(KnownFields):
     """What is asked of a recipe: three facts about it, and pure functions of one tensor's numbers.
 
     A recipe is a frozen dataclass with fields of its own and these: fp8_format, override_linear_precision, reduce_amax,
-    fp8_dpa, fp8_mha, split_accumulator, exclude (see `DelayedScaling`). They are declared in each, for the order in
+    fp8_dpa, fp8_mha, split_accumulator, exclude (see `DelayedScaling`). Each recipe declares them, for the order in
     which a recipe takes its arguments is its own.
     """
 

@@ -25,8 +25,8 @@ class Float8CurrentScaling(Recipe):
     power_2_scale: scales are rounded down to a power of 2, so that they change only exponents.
     amax_epsilon:  the least amax that sets a scale, in units of the tensor.
     override_linear_precision, split_accumulator, exclude: as in `DelayedScaling`.
-    reduce_amax:   inside `shard_map`, one amax for the shards of a tensor, over the mesh axes it varies over but that
-                   of pipeline stages. False: each device scales its shard by its own.
+    reduce_amax:   inside `shard_map`, one amax for the shards of a tensor, over the mesh axes it varies over but the
+                   one of pipeline stages. False: each device scales its shard by its own.
     fp8_dpa, fp8_mha: attention in FP8 has only delayed scales: must be False.
 
     Raises ValueError (TypeError for a wrong type) at construction, naming the field, its value and what is allowed.

@@ -22,8 +22,9 @@ class FixedScaling(Recipe):
     x_scale:      of the inputs of GEMMs. 1: after a norm they are of size 1, and outliers up to 448 fit.
     kernel_scale: of weights. 2**6: initial ones, of a standard deviation of some 2**-6, become of size 1; 7 fits.
     grad_scale:   of the gradients of GEMMs' outputs. 2**16: with E5M2 numbers from 2**-30 to 0.875 keep all bits, which
-                  holds the gradients of a mean over 2**6 to 2**20 tokens. It goes with the loss: for a sum over tokens,
-                  or a loss that is scaled, divide it by that factor; with Format.E4M3 the range is 2**-22 to 0.0068.
+                  holds the gradients of a mean over 2**6 to 2**20 tokens. The scale goes with the loss: for a sum over
+                  tokens, or a loss that is scaled, divide it by that factor; with Format.E4M3 the range is 2**-22 to
+                  0.0068.
     fp8_format:   Format.HYBRID or Format.E4M3.
     override_linear_precision, split_accumulator, exclude: as in `DelayedScaling`.
     fp8_dpa, fp8_mha: attention in FP8 has only delayed scales: must be False.

@@ -21,7 +21,7 @@ class MXFP8BlockScaling(Recipe):
     of type E8M0; so each of their two layouts is quantized from the source, with scales of its own. Blocks run along
     the last of the contracted axes (of the features, the tokens of an example) and are cut at its end.
 
-    The law of a block: scale_inv = 2**ceil(log2(amax / fp8_max)), at least 2**-126. It is rounded up, so that nothing
+    The law of a block: scale_inv = 2**ceil(log2(amax / fp8_max)), at least 2**-126. Rounding goes up, so that nothing
     finite saturates (Mishra et al. 2025, https://arxiv.org/abs/2506.08027, section 3); OCP's conversion rounds down. An
     inf counts as 2**128, and is inf again when it is multiplied by scale_inv. A NaN makes that NaN (0xff), and with it
     the whole block.

@@ -16,7 +16,7 @@ def reorder_causal_load_balancing(x: ArrayLike, cp_size: int, axis: int = 1) -> 
     with one entry per token needs the same order: tokens, targets, loss weights, positions. A `SequenceDescriptor`
     stays as it is.
 
-    x: A jax or numpy array; the result is one of the same kind. It is best reordered before it is sharded.
+    x: A jax or numpy array; the result is one of the same kind. x is best reordered before it is sharded.
 
     Raises ValueError if 2 cp_size does not divide the axis.
     """

@@ -82,9 +82,9 @@ def autocast(
                    default, or "_overwrite_with_gradient", for training loops that take the gradient of that collection
                    for its next value. None keeps the outer one.
 
-    It belongs to the task and the thread that enter it. Enter it around a call, never around an `await` or a `yield`,
-    and in the function that a thread runs, for a thread knows nothing of its starter's. Two tasks that both wait inside
-    of one raise RuntimeError, as do a module traced under another task's and blocks left in another order.
+    An autocast belongs to the task and the thread that enter it. Enter it around a call, never around an `await` or a
+    `yield`, and in the function that a thread runs, for a thread knows nothing of its starter's. Two tasks that both
+    wait inside of one raise RuntimeError, as do a module traced under another task's and blocks left in another order.
 
     Raises TypeError if `enabled` is not a bool or `recipe` not a recipe instance, and as a decorator of coroutines and
     generators; ValueError if a mesh axis of `mesh_resource` is not in the mesh, and for another collection. Warns where

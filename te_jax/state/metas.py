@@ -1,7 +1,7 @@
 """The FP8 state of a model: its form, its repair after a step, its conversion.
 
-It is the collection `fp8_metas`, or `_overwrite_with_gradient` (`te_jax.autocast(collection=...)`, the products inside
-of Flax's own modules), or both. `states_in` finds it.
+The state is the collection `fp8_metas`, or `_overwrite_with_gradient` (`te_jax.autocast(collection=...)`, the products
+inside of Flax's own modules), or both. `states_in` finds it.
 """
 
 import warnings
@@ -387,7 +387,7 @@ def convert_fp8_metas(collections: Any, recipe: Recipe) -> Any:
     """`collections` with its FP8 state converted to `recipe`, or without FP8 state for a recipe that has none.
 
     collections: As in `update_fp8_metas`. State of TransformerEngine before 2.3 is read too: `amax_{i,w,g}_0`,
-                 `scale_{i,w,g}_0`, ..., or a collection `fp8_meta_collection`. It becomes `fp8_metas`.
+                 `scale_{i,w,g}_0`, ..., or a collection `fp8_meta_collection`. All becomes `fp8_metas`.
 
     Histories get the recipe's length and keep the newest amaxes. Scales become what the recipe makes of these amaxes,
     and stay as they are where none is recorded. A leaf without its sibling is completed, with a warning.

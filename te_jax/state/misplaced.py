@@ -110,8 +110,8 @@ def tell_of_impossible(where: str) -> None:
 def warn_of_impossible(what: str, tree: Any) -> None:
     """`tell_of_impossible`, naming `what`, if there is such FP8 state in `tree`.
 
-    It waits until the values are computed. Tracers, which have none, and arrays of which this process holds only a part
-    are passed over.
+    The check waits until the values are computed. Tracers, which have none, and arrays of which this process holds only
+    a part are passed over.
     """
     if _IMPOSSIBLE in told or not any(map(is_known, jax.tree.leaves(tree))):
         return

@@ -82,7 +82,7 @@ def token_combine(
 
 def _groups_of_map(is_pair: jax.Array, most: int) -> Groups:
     """The Groups of T tokens, each with E choices, of which is_pair bool[T, E] says the ones that are made: choice j is
-    expert j. They are sorted as a list of `most` pairs, so that the buffer has no rows for those that are not made."""
+    expert j. The pairs are sorted as a list of `most`, so that the buffer has no rows for choices that are not made."""
     tokens, num_experts = is_pair.shape
     one_at_least = is_pair.T if tokens else jnp.zeros((num_experts, 1), bool)  # `nonzero` of no element fills with 0
     experts, of_tokens = jnp.nonzero(one_at_least, size=most, fill_value=(num_experts, 0))
