@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax.ops.experts.rows import expert_of_row, tokens_alone
-from te_jax.ops.formats import ROWS_128
+from te_jax.ops.formats import ROWS_128, SQUARES_128, TENSOR
 from te_jax.ops.gemm.dense import gemm
 from te_jax.ops.gemm.grouped import gemm_grouped, gemm_grouped_wgrad, gemm_grouped_wide_wgrad
 
@@ -158,7 +158,8 @@ class Product:
             scales = _positive(3, (_blocks(k), m)), _positive(4, right)
         elif form != "bf16":
             scales = _positive(3, ()), _positive(4, ())
-        product = partial(gemm, fast_accum=form == "fp8 fast", square=square)
+        formats = (ROWS_128, SQUARES_128 if square else ROWS_128) if form == "fp8 block" else (TENSOR, TENSOR)
+        product = partial(gemm, fast_accum=form == "fp8 fast", formats=formats)
         return compiled(product, [(*self._k_major(pairs, (), form), *scales)])
 
     def _loop(self) -> Call:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import PartitionSpec
 
+from te_jax.ops.formats import ROWS_128, SQUARES_128
 from te_jax.ops.gemm.dense import gemm
 from te_jax.ops.quantize import activation as activation_op
 from te_jax.ops.quantize import norm as norm_op
@@ -172,7 +173,10 @@ def _gemms(shapes) -> Iterator[Case]:
 def _block_gemm(m, n, k, square):
     """Scales of 1x128 by 128x128 blocks (fprop, dgrad), or 1x128 by 1x128 (wgrad)."""
     scales = jnp.ones((k // 128, m)), jnp.ones((n // 128, k // 128) if square else (k // 128, n))
-    return compiled(partial(gemm, square=square), [(normal(0, (m, k), E4M3), normal(1, (n, k), E4M3), *scales)])
+    return compiled(
+        partial(gemm, formats=(ROWS_128, SQUARES_128 if square else ROWS_128)),
+        [(normal(0, (m, k), E4M3), normal(1, (n, k), E4M3), *scales)],
+    )
 
 
 def _block_gemms(shapes) -> Iterator[Case]:

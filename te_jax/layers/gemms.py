@@ -16,14 +16,15 @@ from te_jax.ops.gemm.grouped import gemm_grouped, gemm_grouped_wgrad, gemm_group
 from te_jax.sharding.constraints import explicit_spec
 from te_jax.state import fp8
 
+_FACTORS = ("x", "kernel"), ("grad", "kernel"), ("x", "grad")  # of fprop, dgrad and wgrad
 _FPROP, _DGRAD, _WGRAD = range(3)  # places in `override_linear_precision` and `split_accumulator`
 
 
 def _options(which: int, config: Config) -> dict:
-    """What the recipe says of this GEMM; the right operand of fprop and dgrad is the weight."""
+    """What the recipe says of this GEMM in FP8."""
     recipe = config.recipe
-    square = format_of(recipe, "kernel").square and which != _WGRAD
-    return dict(square=square, fast_accum=not recipe.split_accumulator[which])
+    left, right = (format_of(recipe, tensor) for tensor in _FACTORS[which])
+    return dict(formats=(left, right), fast_accum=not recipe.split_accumulator[which])
 
 
 def fprop(
@@ -56,8 +57,9 @@ def dgrad(terms: Sequence[tuple[Fp8Tensor, Fp8Tensor, Config]], onto: jax.Array 
     narrow = lambda dy, w: (dy.data, w.data, dy.scale_inv, w.scale_inv)
     pairs = [(dy.wide, w.wide, None, None) if high else narrow(dy, w) for dy, w, _ in terms]
     options = dict(lead=config.lead, out_dtype=config.x.dtype, out_spec=explicit_spec(config.x))
+    options |= {} if high else _options(_DGRAD, config)
     with jax.default_matmul_precision(config.precision):
-        return gemm_sum(pairs, onto, **options, **_options(_DGRAD, config))
+        return gemm_sum(pairs, onto, **options)
 
 
 def wgrad(x: Fp8Tensor, dy: Fp8Tensor, config: Config, onto: jax.Array | None = None) -> jax.Array:

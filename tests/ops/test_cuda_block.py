@@ -14,6 +14,7 @@ from te_jax.ops.activation import (
     activation_fwd,
     attributes,
 )
+from te_jax.ops.formats import ROWS_128, SQUARES_128
 from te_jax.ops.gemm import gemm
 from te_jax.ops.grouped import quantize_stacked_block
 from te_jax.ops.norm import norm_block_fwd, norm_fwd
@@ -187,6 +188,6 @@ def test_gemm_block(mnk, square, types, tune, rng):
     """Of the larger ones some rows: float64 takes long."""
     m, n, k = mnk
     operands, want, size = oracle.gemm_case(((m,), (n,), (k,)), square, types, bf16, rng, rows=min(m, 64))
-    got = jax.jit(lambda *a: gemm(*a, square=square, tune=tune))(*operands)
+    got = jax.jit(lambda *a: gemm(*a, formats=(ROWS_128, SQUARES_128 if square else ROWS_128), tune=tune))(*operands)
     assert got.shape == (m, n)
     oracle.check_gemm(got[: len(want)], want, size, k, bf16)

@@ -13,6 +13,7 @@ from recipe_cases import near, results, uneven
 
 from te_jax.core import extension
 from te_jax.layers import Projection, dense, layernorm, layernorm_dense
+from te_jax.ops.formats import ROWS_128, SQUARES_128
 from te_jax.ops.gemm import gemm, gemm_block_op
 from te_jax.ops.quantize import quantize_block
 from te_jax.recipe import Float8BlockScaling, Float8CurrentScaling, Format
@@ -96,6 +97,10 @@ GEMMS = {  # m, n, k
 }
 
 
+def formats_of(square):
+    return ROWS_128, SQUARES_128 if square else ROWS_128
+
+
 gemm_cases = pytest.mark.parametrize("sizes", GEMMS.values(), ids=GEMMS)
 squares = pytest.mark.parametrize("square", [False, True], ids=["1x128", "128x128"])
 
@@ -105,7 +110,7 @@ squares = pytest.mark.parametrize("square", [False, True], ids=["1x128", "128x12
 @pytest.mark.parametrize("types,out", [((E4M3, E4M3), f32), ((E5M2, E4M3), bf16)], ids=["e4m3-f32", "e5m2-bf16"])
 def test_gemm(sizes, square, types, out, rng):
     operands, want, size = oracle.gemm_case(sizes, square, types, out, rng)
-    options = dict(square=square, contract=len(sizes[2]), out_dtype=out)
+    options = dict(formats=formats_of(square), contract=len(sizes[2]), out_dtype=out)
     got = jax.jit(lambda *a: gemm(*a, **options))(*operands)
     oracle.check_gemm(got, want, size, np.prod(sizes[2]), out)
 
@@ -129,7 +134,7 @@ def test_gemm_fills_up(sizes, square, rng):
     attrs = dict(outer=len(sizes[2]) - 1, out_dtype=jnp.dtype(bf16), tune=False)
     (got,) = jax.jit(functools.partial(gemm_block_op.cuda, call, **attrs))(lhs, rhs, lhs_inv, *scales, bias, c)
     oracle.check_gemm(got, want, size, np.prod(sizes[2]), bf16)
-    run = jax.jit(lambda *operands: gemm(*operands, square=square, contract=len(sizes[2]), tune=False))
+    run = jax.jit(lambda *operands: gemm(*operands, formats=formats_of(square), contract=len(sizes[2]), tune=False))
     text = run.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
     calls = [line for line in text.splitlines() if "custom_call @te_gemm_block" in line]
     rows, blocks = -(-np.prod(sizes[1]) // 128), -(-np.prod(sizes[2]) // 512) * 4
@@ -141,13 +146,13 @@ def test_gemm_fills_up(sizes, square, rng):
 def test_gemm_refuses(monkeypatch):
     x, one = jnp.ones((4, 200), E4M3), jnp.ones((2, 4))
     with pytest.raises(ValueError, match=r"te_gemm_block: axis `k` is 200: 2 blocks of 128, but rhs_scale_inv.* has 1"):
-        gemm(x, x, one, one[:1], square=False)
+        gemm(x, x, one, one[:1], formats=formats_of(False))
     with pytest.raises(TypeError, match="lhs is bfloat16.*pass float8_e4m3fn, or float8_e5m2 for one of them"):
-        gemm(x.astype(bf16), x, one, one, square=False)
+        gemm(x.astype(bf16), x, one, one, formats=formats_of(False))
     with pytest.raises(TypeError, match="te_gemm_block: c is float32, but out is bfloat16"):
-        gemm(x, x, one, one, c=jnp.ones((4, 4)), square=False)
+        gemm(x, x, one, one, c=jnp.ones((4, 4)), formats=formats_of(False))
     with pytest.raises(ValueError, match="te_gemm_block: contract is 0"):
-        gemm(x, x, one, one, square=False, contract=0)
+        gemm(x, x, one, one, formats=formats_of(False), contract=0)
     blackwell = type("Device", (), dict(compute_capability="10.0"))
     monkeypatch.setattr(extension, "has_cuda_device", lambda: True)
     monkeypatch.setattr(jax, "devices", lambda *args: [blackwell])

@@ -12,6 +12,7 @@ from recipe_cases import uneven
 
 from te_jax.core import extension
 from te_jax.layers import dense
+from te_jax.ops.formats import ROWS_32
 from te_jax.ops.gemm import gemm, gemm_mx_op
 from te_jax.ops.quantize import quantize_mx
 from te_jax.recipe import MXFP8BlockScaling
@@ -103,6 +104,7 @@ GEMMS = {  # m, n, k
     "empty": ((2,), (3,), (0,)),
     "no rows": ((0,), (3,), (5,)),
 }
+MX = (ROWS_32, ROWS_32)
 gemm_cases = pytest.mark.parametrize("sizes", GEMMS.values(), ids=GEMMS)
 
 
@@ -110,7 +112,7 @@ gemm_cases = pytest.mark.parametrize("sizes", GEMMS.values(), ids=GEMMS)
 def test_gemm(sizes, rng):
     types, out = ((E4M3, E4M3), f32) if len(sizes[2]) > 1 else ((E5M2, E4M3), bf16)
     operands, want, size = oracle.gemm_case(sizes, False, types, out, rng, block=32)
-    got = jax.jit(lambda *a: gemm(*a, contract=len(sizes[2]), out_dtype=out))(*operands)
+    got = jax.jit(lambda *a: gemm(*a, formats=MX, contract=len(sizes[2]), out_dtype=out))(*operands)
     oracle.check_gemm(got, want, size, np.prod(sizes[2]), out)
 
 
@@ -134,7 +136,7 @@ def test_gemm_on_cuda(sizes, rng, monkeypatch):
         want = want - np.asarray(bias, np.float64) - np.asarray(c, np.float64)
         operands += [None, None]
     monkeypatch.setattr(extension, "has_cuda_device", lambda: False)  # a GPU here may be too old
-    run = jax.jit(lambda *operands: gemm(*operands, contract=len(sizes[2])))
+    run = jax.jit(lambda *operands: gemm(*operands, formats=MX, contract=len(sizes[2])))
     text = run.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @__op$block_scaled_dot") == (0 not in sum(sizes, ()))
     monkeypatch.setattr(jax.nn, "scaled_matmul", as_documented)
@@ -146,15 +148,15 @@ def test_gemm_on_cuda(sizes, rng, monkeypatch):
 def test_gemm_refuses(monkeypatch):
     x, scales = jnp.ones((4, 40), E4M3), jnp.ones((2, 4), jnp.float8_e8m0fnu)
     with pytest.raises(ValueError, match=r"te_gemm_mx: axis `k` is 40: 2 blocks of 32, but rhs_scale_inv.* has 1"):
-        gemm(x, x, scales, scales[:1])
+        gemm(x, x, scales, scales[:1], formats=MX)
     with pytest.raises(TypeError, match="te_gemm_mx: rhs_scale_inv is float32; pass float8_e8m0fnu"):
-        gemm(x, x, scales, jnp.ones((2, 4)))
+        gemm(x, x, scales, jnp.ones((2, 4)), formats=MX)
     with pytest.raises(TypeError, match="te_gemm_mx: lhs is float8_e5m2, rhs is float8_e5m2; pass float8_e4m3fn"):
-        gemm(x.astype(E5M2), x.astype(E5M2), scales, scales)
+        gemm(x.astype(E5M2), x.astype(E5M2), scales, scales, formats=MX)
     with pytest.raises(TypeError, match="te_gemm_mx: c is float32, but out is bfloat16"):
-        gemm(x, x, scales, scales, c=jnp.ones((4, 4)))
+        gemm(x, x, scales, scales, c=jnp.ones((4, 4)), formats=MX)
     with pytest.raises(ValueError, match="te_gemm_mx: contract is 0"):
-        gemm(x, x, scales, scales, contract=0)
+        gemm(x, x, scales, scales, contract=0, formats=MX)
 
 
 @pytest.mark.parametrize("capability", ["8.9", "9.0", "10.0", "12.0"])

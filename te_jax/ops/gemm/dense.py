@@ -1,7 +1,7 @@
 """GEMM, FP8 or not. Both operands are K-major: the layout that FP8 needs on Hopper.
 
 FP8 operands have one scale each (te_gemm) or one for each block of 128 (te_gemm_block), both through cuBLASLt, or for
-each block of 32 (te_gemm_mx), through XLA from Blackwell on. `gemm` is all of them, by the form of the scales.
+each block of 32 (te_gemm_mx), through XLA from Blackwell on. `gemm` is all of them, by the formats of the factors.
 
 Which of cuBLASLt's algorithms run, and how others are asked for, is in tuning.py.
 """
@@ -23,11 +23,10 @@ from te_jax.core.derivatives import custom_vjp
 from te_jax.core.op import Op
 from te_jax.core.policies import GEMM, named
 from te_jax.core.types import align, like, on_explicit_mesh
-from te_jax.ops.formats import ROWS_32, ROWS_128, SQUARES_128, fill
+from te_jax.ops.formats import ROWS_32, ROWS_128, SQUARES_128, TENSOR, ScaleFormat, fill
 from te_jax.ops.quantize.array import FLOATS
 
 FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
-_MX_SCALE = jnp.dtype(ROWS_32.scale_dtype)
 FP8_ALIGNED = 16  # cuBLASLt's FP8 kernels take N and K in multiples of 16 elements
 OUT_DTYPE = NONE | Kind("float32, bfloat16 or float16", is_dtype, lambda dtype: jnp.dtype(dtype) in FLOATS)
 WORKSPACE = 32 << 20  # bytes; what NVIDIA recommends for Hopper's cuBLASLt kernels
@@ -148,14 +147,6 @@ def _outer_axes(op: str, contract: int) -> int:
     return contract - 1
 
 
-def _block_reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, rhs_block_inv, bias, c, *, outer, out_dtype, **_):
-    contract = outer + 1
-    of_right = (ROWS_128, rhs_scale_inv) if rhs_block_inv is None else (SQUARES_128, rhs_block_inv)
-    right = of_right[0].read(rhs, of_right[1], contract)
-    out = dot_last(ROWS_128.read(lhs, lhs_scale_inv, contract), right, contract)
-    return (add_epilogue(out, bias, c, out_dtype),)
-
-
 def _block_cuda(
     call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, rhs_block_inv, bias, c, *, outer, out_dtype, in_place=False, **attrs
 ):
@@ -192,26 +183,6 @@ def _block_cuda(
     return (out if after is None else out + as_rank(after, out.ndim),)
 
 
-gemm_block_op: Op = Op(
-    "te_gemm_block",
-    "lhs: m... k... k, rhs: n... n k... k, lhs_scale_inv: k... k/128 m..., rhs_scale_inv?: k... k/128 n... n, "
-    "rhs_block_inv?: n... n/128 k... k/128, bias?: n... n, c?: m... n... n -> out: m... n... n",
-    combine={"out": "sum"},
-    once=("bias", "c"),
-    ranks={"k...": "outer"},
-    fenced="out",
-    dtypes=partial(_block_dtypes, "te_gemm_block"),
-    reference=_block_reference,
-    workspace=lambda *args, **attrs: WORKSPACE,
-    cuda=_block_cuda,
-)
-
-
-def _mx_reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, outer, out_dtype):
-    left, right = (ROWS_32.read(*each, outer + 1) for each in ((lhs, lhs_scale_inv), (rhs, rhs_scale_inv)))
-    return (add_epilogue(dot_last(left, right, outer + 1), bias, c, out_dtype),)
-
-
 def _mx_cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, outer, out_dtype):
     """XLA's block-scaled product, of two axes and whole blocks. It brings the scales into the order in which tensor
     cores read them. Bias and c are added to an f32 product, so that there is one rounding."""
@@ -235,18 +206,45 @@ def _mx_cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, outer, ou
     return (out if plain else add_epilogue(out, bias, c, out_dtype),)
 
 
-gemm_mx_op: Op = Op(
-    "te_gemm_mx",
-    "lhs: m... k... k, rhs: n... k... k, lhs_scale_inv: k... k/32 m..., rhs_scale_inv: k... k/32 n..., "
-    "bias?: n..., c?: m... n... -> out: m... n...",
-    combine={"out": "sum"},
-    once=("bias", "c"),
-    ranks={"k...": "outer"},
-    dtypes=partial(_block_dtypes, "te_gemm_mx"),
-    reference=_mx_reference,
-    composed=True,
-    cuda=_mx_cuda,
-)
+Formats = tuple[ScaleFormat, ScaleFormat]  # of the left and of the right factor
+_OF_ONE_SCALE: Formats = TENSOR, TENSOR
+_products: dict[Formats, tuple[Op, int]] = {}  # the op, and which of its scales of the right factor is given
+
+
+def _declare_product(left: ScaleFormat, *rights: ScaleFormat, **of_op: Any) -> Op:
+    """The product of a left factor in one format and a right factor in one of several. Blocks lie along k, and in
+    squares along the last axis of n, too."""
+    name, n = f"te_gemm{left.suffix}", "n... n" if any(right.square for right in rights) else "n..."
+    may, blocks = "?" if len(rights) > 1 else "", f"k... k/{left.block}"
+    of_right = [
+        f"rhs_block_inv{may}: n... n/{right.block} {blocks}" if right.square else f"rhs_scale_inv{may}: {blocks} {n}"
+        for right in rights
+    ]
+
+    def reference(lhs, rhs, lhs_scale_inv, *others, outer, out_dtype, **_):
+        *scales, bias, c = others
+        right, scale_inv = next(each for each in zip(rights, scales, strict=True) if each[1] is not None)
+        factors = left.read(lhs, lhs_scale_inv, outer + 1), right.read(rhs, scale_inv, outer + 1)
+        return (add_epilogue(dot_last(*factors, outer + 1), bias, c, out_dtype),)
+
+    op = Op(
+        name,
+        f"lhs: m... k... k, rhs: {n} k... k, lhs_scale_inv: {blocks} m..., {', '.join(of_right)}, bias?: {n}, "
+        f"c?: m... {n} -> out: m... {n}",
+        combine={"out": "sum"},
+        once=("bias", "c"),
+        ranks={"k...": "outer"},
+        dtypes=partial(_block_dtypes, name),
+        reference=reference,
+        **of_op,
+    )
+    _products.update({(left, right): (op, at) for at, right in enumerate(rights)})
+    return op
+
+
+_BY_CUBLASLT = dict(fenced="out", workspace=lambda *args, **attrs: WORKSPACE, cuda=_block_cuda)
+gemm_block_op: Op = _declare_product(ROWS_128, ROWS_128, SQUARES_128, **_BY_CUBLASLT)
+gemm_mx_op: Op = _declare_product(ROWS_32, ROWS_32, composed=True, cuda=_mx_cuda)
 
 
 # -- a sum of products ----------------------------------------------------------------------------------------
@@ -301,7 +299,7 @@ def gemm_sum(
     *,
     lead: int,
     out_dtype: DTypeLike,
-    square: bool = False,
+    formats: Formats = _OF_ONE_SCALE,
     fast_accum: bool = False,
     tune: bool = False,
     out_spec: PartitionSpec | None = None,
@@ -318,8 +316,8 @@ def gemm_sum(
     if not terms:
         raise ValueError("gemm_sum: terms is empty; pass at least one (lhs, rhs, lhs_scale_inv, rhs_scale_inv).")
     terms = [(lhs, rhs if lhs.dtype in FP8 else rhs.astype(lhs.dtype), *scales) for lhs, rhs, *scales in terms]
-    if _in_blocks(terms[0][2]):
-        options = dict(out_dtype=out_dtype, square=square, tune=tune, out_spec=out_spec)
+    if formats != _OF_ONE_SCALE:
+        options = dict(out_dtype=out_dtype, formats=formats, tune=tune, out_spec=out_spec)
         for lhs, rhs, *scales in terms:
             c = gemm(lhs, rhs, *scales, c=c, contract=lhs.ndim - lead, **options)
         return c
@@ -346,7 +344,7 @@ def gemm(
     *,
     contract: int = 1,
     out_dtype: DTypeLike | None = None,
-    square: bool = False,
+    formats: Formats = _OF_ONE_SCALE,
     fast_accum: bool = False,
     tune: bool = False,
     in_place: bool = False,
@@ -359,7 +357,8 @@ def gemm(
     *_scale_inv: with FP8 operands, what they are multiplied by, as `te_jax.ops.quantize` gives it: f32[]; or of each
                  block along the last axis of k, which is cut at its end, [*k', *m] and [*k', *n], where k' is k with
                  its last axis in blocks: f32 of blocks of 128, float8_e8m0fnu of blocks of 32.
-    square:      rhs_scale_inv is of blocks of 128 x 128, [*n', *k']: `block_inv` of te_quantize_block.
+    formats:     of lhs and rhs in FP8, of `te_jax.ops.formats`: with SQUARES_128 rhs_scale_inv is [*n', *k'],
+                 `block_inv` of te_quantize_block.
     bias:        [*n], added in the epilogue.
     c:           [*m, *n] of out_dtype, added in f32 before the one rounding: a sum over microbatches or a residual.
     out_dtype:   f32, bf16 or f16; default bf16 for FP8 operands, else theirs.
@@ -377,17 +376,17 @@ def gemm(
     lhs, rhs, bias, c = as_jax(lhs, rhs, bias, c)
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         check("te_gemm", name, x, ARRAY)
-    for name, flag in (("square", square), ("fast_accum", fast_accum), ("tune", tune), ("in_place", in_place)):
+    for name, flag in (("fast_accum", fast_accum), ("tune", tune), ("in_place", in_place)):
         check("te_gemm", name, flag, BOOL)
     check("te_gemm", "out_dtype", out_dtype, OUT_DTYPE)
-    in_blocks, is_fp8 = _in_blocks(lhs_scale_inv), lhs.dtype in FP8
+    in_blocks, is_fp8 = formats != _OF_ONE_SCALE, lhs.dtype in FP8
     out_dtype = jnp.dtype(out_dtype or (jnp.bfloat16 if is_fp8 or in_blocks else lhs.dtype))
     specs = None if out_spec is None else (out_spec,)
     of_c = dict(in_place=True) if in_place else {}
     if in_blocks:
         operands = lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c
         attrs = dict(out_dtype=out_dtype, tune=bool(tune), **of_c)
-        return named(_gemm_of_blocks(operands, contract, square, specs, attrs), GEMM)
+        return named(_gemm_of_blocks(operands, contract, formats, specs, attrs), GEMM)
     check("te_gemm", "contract", contract, integer(1))
     attrs = dict(contract=contract, out_dtype=out_dtype, fast_accum=bool(fast_accum), tune=bool(tune))
     if is_fp8:
@@ -398,23 +397,22 @@ def gemm(
     return named(_gemm(*align(lhs, rhs, bias, c), tuple(attrs.items())), GEMM)
 
 
-def _in_blocks(scale_inv) -> bool:
-    return scale_inv is not None and jnp.ndim(scale_inv) > 0
-
-
-def _gemm_of_blocks(operands, contract: int, square: bool, specs, attrs) -> jax.Array:
-    """te_gemm_mx or te_gemm_block, by the type of the scales."""
+def _gemm_of_blocks(operands, contract: int, formats: Formats, specs, attrs) -> jax.Array:
+    """The product of factors in these formats."""
     lhs, rhs, *scales, bias, c = operands
-    types = [a.dtype for a in scales if a is not None]
-    if _MX_SCALE in types:
-        for name, dtype in zip(("lhs_scale_inv", "rhs_scale_inv"), types):
-            if dtype != _MX_SCALE:
-                raise TypeError(f"te_gemm_mx: {name} is {dtype}; pass float8_e8m0fnu.")
-        outer = _outer_axes("te_gemm_mx", contract)
-        return gemm_mx_op(*operands, out_specs=specs, outer=outer, out_dtype=attrs["out_dtype"])[0]
-    scales = (scales[0], None, scales[1]) if square else (*scales, None)
-    outer = _outer_axes("te_gemm_block", contract)
-    return gemm_block_op(lhs, rhs, *scales, bias, c, out_specs=specs, outer=outer, **attrs)[0]
+    if formats not in _products:
+        there = "; ".join(f"{left.name} by {right.name}" for left, right in (_OF_ONE_SCALE, *_products))
+        text = " by ".join(each.name for each in formats)
+        raise ValueError(f"te_gemm: formats is {text}, of which there is no product; there are {there}.")
+    op, at = _products[formats]
+    for name, scale_inv, form in zip(("lhs_scale_inv", "rhs_scale_inv"), scales, formats):
+        if scale_inv is not None and scale_inv.dtype != form.scale_dtype:
+            raise TypeError(f"{op.name}: {name} is {scale_inv.dtype}; pass {jnp.dtype(form.scale_dtype).name}.")
+    of_right = [None] * sum(each is op for each, _ in _products.values())
+    of_right[at] = scales[1]
+    attrs = dict(out_dtype=attrs["out_dtype"]) if op.composed else attrs
+    outer = _outer_axes(op.name, contract)
+    return op(lhs, rhs, scales[0], *of_right, bias, c, out_specs=specs, outer=outer, **attrs)[0]
 
 
 def dot(
