@@ -19,6 +19,7 @@ import te_jax.flax as te_flax
 from te_jax import hf
 from te_jax.hf import files
 from te_jax.layers import QuantizedKernel
+from te_jax.ops.formats import ROWS_32, SQUARES_128
 from te_jax.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 
 pytest.importorskip("safetensors")
@@ -302,15 +303,17 @@ def test_refused_parameters(tmp_path):
     model, variables = hf.load(FIXTURES / "gpt2", dtype=BF16, fp8=Float8CurrentScaling())
     out = "layers/TransformerLayer_0/attention/out/kernel"
     scales = {
-        rf"params/{out} is float8_e4m3fn with scales of blocks of 32; checkpoints have": ((2, 1, 32), "float8_e8m0fnu"),
-        rf"{out} and params/layers.* have scales of different forms; use one recipe": ((2, 1, 1), "float32"),
+        rf"params/{out} is float8_e4m3fn with scales of blocks of 32; checkpoints have": ((2, 1, 32), ROWS_32),
+        rf"{out} and params/layers.* have scales of different forms; use one recipe": ((2, 1, 1), SQUARES_128),
         "is in FP8, but the tensors of a gpt2 that it becomes have no scales of their own": None,
     }
-    for words, blocks in scales.items():
+    for words, of_blocks in scales.items():
         params = flatten_dict(variables["params"], sep="/")
-        if blocks is not None:
-            tensor = params[out].tensor._replace(scale_inv=None, scale_inv_t=jnp.ones(*blocks))
-            params = {out: replace(params.pop(out), tensor=tensor), **params}
+        if of_blocks is not None:
+            shape, form = of_blocks
+            inverse = jnp.ones(shape, form.scale_dtype)
+            tensor = params[out].tensor._replace(scale_inv=None, scale_inv_t=inverse)
+            params = {out: replace(params.pop(out), tensor=tensor, format=form), **params}
         with pytest.raises(ValueError, match=words):
             hf.save(tmp_path / "no", model, {"params": unflatten_dict(params, sep="/")})
     with pytest.raises(TypeError, match="te_jax.hf.load: recipe"):
