@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from te_jax.ops.experts import permute, router
 from te_jax.ops.experts import rows as grouped
-from te_jax.ops.quantize import activation
+from te_jax.ops.quantize import activation, quantize_stacked, quantize_stacked_block
 
 from .cases import Case
 from .experts import Experts, groups, models
@@ -159,7 +159,7 @@ def _stacked(model: Experts) -> Iterator[Case]:
     def build(impl, shape, slots):
         of_stack = dict(stack=1, slots=slots - 1)
         attrs = dict(of_stack, lead=0) if impl == "te_jax fp8 block" else dict(of_stack, split=1)
-        ops = grouped.quantize_stacked, grouped.quantize_stacked_block
+        ops = quantize_stacked, quantize_stacked_block
         run = _quantizing(*ops, impl, FP8_RESULTS, _SQUARES, E4M3, **attrs)
         fn = lambda weights, scale: run((*weights, None)[:2], scale)
         weights = tuple(normal(1 + s, (model.experts, *shape)) for s in range(slots))
