@@ -1,5 +1,8 @@
 """dot_product_attention, in all combinations that attention_matrix.py makes, against float64 with derived bounds."""
 
+import functools
+import itertools
+from dataclasses import replace
 from functools import partial
 
 import attention_float64
@@ -21,6 +24,7 @@ _CPU = jax.devices("cpu")[0]
 all_cases = pytest.mark.parametrize("case", CASES, ids=str)
 
 
+@functools.cache
 def _quick():
     """Options under which a CPU program, which runs once, compiles quickest."""
     quick = {"xla_backend_optimization_level": 0}
@@ -71,10 +75,15 @@ def _named(got, joined="none"):
     return named | {{"bias": "dbias", "softmax_offset": "doffset"}[name]: x for name, x in extra.items()}
 
 
-def _run(case, problem, step, implementation):
-    operands, dout = _operands(problem, case.joined)
+def _arguments(case, problem, implementation):
+    """Of `_step`: the arrays, and what is static."""
     options = problem.options | {"implementation": implementation}
-    got = step(operands, dout, problem.differentiated, problem.arrays, tuple(options.items()), case.joined)
+    arrays = *_operands(problem, case.joined), problem.differentiated, problem.arrays
+    return arrays, (tuple(options.items()), case.joined)
+
+
+def _results(case, problem, got):
+    """{name: array}, of the right types, of what `_step` gave."""
     got = _named(got, case.joined)
     types = {
         "lse": np.empty(0, np.float32),
@@ -118,17 +127,63 @@ def test_how_many_cases_cudnn_serves():
 
 # ---- on a CPU ------------------------------------------------------------------------------------
 
-_cpu_step = partial(jax.jit, static_argnums=(4, 5), compiler_options=_quick())(_step)
+TOGETHER = 10  # cases, or a few more, of one program, which takes less time than one of each
 
 
-@all_cases
-def test_on_cpu(case: Case):
+def _same_program(case):
+    return replace(case, rows=case.rows.partition("_")[0])
+
+
+def _programs():
+    """Lists of cases: those of like shapes, which share what was traced and lowered, and all fills of one program."""
+    order = lambda case: [str(getattr(case, name)) for name in ("path", "lengths", "batch", "heads", "dims")]
+    chunk = []
+    for _, same in itertools.groupby(sorted(CASES, key=lambda c: (order(c), str(_same_program(c)))), _same_program):
+        chunk += same
+        if len(chunk) >= TOGETHER:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+def _types(tree):
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, *((np.shape(x), np.result_type(x)) for x in leaves)
+
+
+def _on_cpu(cases, problems):
+    """What `_step` gives for each of the cases. Those that differ in numbers only share a function of the program,
+    which then runs as often as the most of them need."""
+    alike = {}
+    for case, given in zip(cases, problems):
+        arrays, static = _arguments(case, given, None if case.path == "auto" else case.path)
+        alike.setdefault((static, _types(arrays)), []).append((case, arrays))
+    statics = [static for static, _ in alike]
+    run = jax.jit(
+        lambda each: [_step(*arrays, *static) for arrays, static in zip(each, statics, strict=True)],
+        compiler_options=_quick(),
+    )
+    got = {}
+    for turn in range(max(map(len, alike.values()))):
+        turns = [members[min(turn, len(members) - 1)] for members in alike.values()]
+        with jax.default_device(_CPU):
+            results = jax.device_get(run([arrays for _, arrays in turns]))
+        got |= {case: result for (case, _), result in zip(turns, results)}
+    return [got[case] for case in cases]
+
+
+@pytest.mark.parametrize("together", [pytest.param(each, id=str(i)) for i, each in enumerate(_programs())])
+def test_on_cpu(together: list[Case]):
     """Plain JAX, whether as the reference of the cuDNN ops or as the implementation "xla"."""
-    given = problem(case)
-    want = attention_float64.attend(*given.operands, **given.oracle)
-    with jax.default_device(_CPU):
-        got = _run(case, given, _cpu_step, None if case.path == "auto" else case.path)
-    _check(got, want)
+    problems, wrong = [problem(case) for case in together], []
+    for case, given, got in zip(together, problems, _on_cpu(together, problems)):
+        want = attention_float64.attend(*given.operands, **given.oracle)
+        try:
+            _check(_results(case, given, got), want)
+        except AssertionError as error:
+            wrong.append(f"{case}\n{error}")
+    assert not wrong, "\n".join(wrong)
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------
@@ -186,7 +241,8 @@ def test_on_gpu(case: Case):
     if choice.implementation != "cudnn":
         pytest.skip(f"cuDNN does not serve it: {choice.refused['cudnn']}")
     want = attention_float64.attend(*given.operands, **given.oracle)
-    got = _run(case, given, _gpu_step, "cudnn")
+    arrays, static = _arguments(case, given, "cudnn")
+    got = _results(case, given, _gpu_step(*arrays, *static))
     _check(got, want)
     for name, theirs in _peer(case, given).items():
         ours, theirs = (np.linalg.norm(np.asarray(x, np.float64) - want[name].value) for x in (got[name], theirs))
