@@ -32,7 +32,7 @@ def in_float64(fn, *args):
 
     def call(*args):
         with jax.enable_x64(True):
-            up = lambda xs: [_up(np.asarray(x)) for x in xs]
+            up = lambda xs: [x.astype(_widened(x.dtype)) for x in map(np.asarray, xs)]
             return structure.unflatten(jax.device_get(run(up(closed.consts), up(jax.tree.leaves(args)))))
 
     return call
