@@ -1,4 +1,4 @@
-"""Sphinx's configuration. `assemble.py` copies it beside the pages."""
+"""Sphinx's configuration. `assemble.py` copies it next to the pages."""
 
 import os
 import sys
