@@ -33,7 +33,7 @@ This file is made of the declarations in `te_jax/hf`, which tests/support/word_t
 ROPE = """## RoPE
 
 `rope_scaling` counts where it is not empty, else `rope_parameters`. The type is its `rope_type`, else its `type`, else
-"default"; the base its `rope_theta`, else that of config.json, else the family's. `original_max_position_embeddings` of
+"default"; the base its `rope_theta`, else config.json's, else the family's. `original_max_position_embeddings` of
 config.json wins over the dict's, `partial_rotary_factor` is 1.0 in both, and one dict is for all layers.
 """
 
