@@ -158,7 +158,7 @@ def generate_hf(args: argparse.Namespace, sampling: Sampling) -> int:
         raise ValueError("a prompt is empty: give at least one token")
     padded = np.stack([np.pad(text, (0, lengths.max() - len(text))) for text in texts]).astype(np.int32)
     key = None if args.greedy else jax.random.key(args.seed)
-    # Of several ends one stops the row; where another comes first, the row is cut there.
+    # One of several ends stops the row; where another comes first, the row is cut there.
     options = dict(lengths=lengths, sampling=sampling, key=key, stop_at=ends[0] if ends else None)
     run = jax.jit(lambda variables: models.generate(model, variables, padded, args.tokens, **options))
     run = run.lower(variables).compile()

@@ -33,7 +33,7 @@ def _block(family: Callable[[Size], ModelConfig], size: Size | str, fields: dict
 
 
 def gpt2_block(size: Size | str = "gpt2", **fields) -> te_flax.TransformerLayer:
-    """Of `te_jax.models.families.gpt2`, as the others are of the functions of their names."""
+    """A block of `te_jax.models.families.gpt2`; the others are of the functions of their names."""
     return _block(families.gpt2, size, fields)
 
 
@@ -54,27 +54,28 @@ def t5_decoder_block(size: Size | str = "t5-base", **fields) -> te_flax.Transfor
 
 
 def llama3_block(size: Size | str = "llama3-8b", **fields) -> te_flax.TransformerLayer:
-    """Of `te_jax.models.families.llama3`."""
+    """A block of `te_jax.models.families.llama3`."""
     return _block(families.llama3, size, fields)
 
 
 def mixtral_block(size: Size | str = "mixtral-8x7b", **fields) -> te_flax.TransformerLayer:
-    """Of `te_jax.models.families.mixtral`."""
+    """A block of `te_jax.models.families.mixtral`."""
     return _block(families.mixtral, size, fields)
 
 
 def qwen3_block(size: Size | str = "qwen3-30b-a3b", **fields) -> te_flax.TransformerLayer:
-    """Of `te_jax.models.families.qwen3`."""
+    """A block of `te_jax.models.families.qwen3`."""
     return _block(families.qwen3, size, fields)
 
 
 def deepseek_v3_block(size: Size | str = "deepseek-v3", **fields) -> te_flax.TransformerLayer:
-    """Of `te_jax.models.families.deepseek_v3`, with experts. The first three have moe=None, mlp_hidden_size=18432."""
+    """A block of `te_jax.models.families.deepseek_v3`, with experts. The first three have moe=None and
+    mlp_hidden_size=18432."""
     return _block(families.deepseek_v3, size, fields)
 
 
 def falcon_block(size: Size | str = "falcon-7b", **fields) -> te_flax.TransformerLayer:
-    """Of `te_jax.models.families.falcon`."""
+    """A block of `te_jax.models.families.falcon`."""
     return _block(families.falcon, size, fields)
 
 
@@ -114,7 +115,7 @@ def arguments(block: te_flax.TransformerLayer, batch: int, length: int) -> dict:
 
 
 def parameter_count(block: te_flax.TransformerLayer) -> int:
-    """Of one block, only by shapes."""
+    """The number of one block's parameters, only by shapes."""
     args = arguments(block, 1, 2) | {"deterministic": True}
     shapes = jax.eval_shape(lambda: block.init(jax.random.key(0), **args))["params"]
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))

@@ -137,7 +137,7 @@ def max_fp8_metas(before: Any, microbatches: Any) -> Any:
 
 
 def _largest(path, new, old):
-    """The state of the microbatch with the largest amax; of probes the largest numbers.
+    """The state of the microbatch with the largest amax; for probes the largest numbers.
 
     new: (scales f32[k, ..., 1], histories f32[k, ..., L]), and probes f32[k, ..., 4] or none. old: the state before.
     """
@@ -171,7 +171,7 @@ def value_and_grad(
     gradient of the dequantized values, from layers that multiply by it and from `dequantize`. What `fun` computes from
     its leaves in another way, such as a sum of squares of all parameters, has no gradient.
 
-    The function that it returns is compiled as by `jax.jit`: build it once, not in every step. Of the arguments that
+    The function that it returns is compiled as by `jax.jit`: build it once, not in every step. Among the arguments that
     are not differentiated, arrays, floats and complex numbers are traced, so another value does not compile again. All
     others (bool, int, str, ...) are static and must be hashable: an int may be a size or a count of steps.
 
@@ -247,7 +247,7 @@ def check_result(where: str, name: str, out: Any, has_aux: bool) -> None:
 def _compile(f, differentiated: tuple[int, ...], name: str):
     """`jax.jit(f)`, whose static arguments are all that are neither differentiated nor of `_TRACED`.
 
-    differentiated: Their positions. name: Of the function, for errors.
+    differentiated: The positions of these arguments. name: The function's name, for errors.
     """
     seen, calls = set(), itertools.count(1)  # Static arguments; calls so far.
 

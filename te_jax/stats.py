@@ -210,7 +210,7 @@ def expert_stats(sown: Mapping[str, Any], stats: Mapping[str, TensorStats] | Non
         print(te_jax.expert_stats_table(te_jax.expert_stats(sown)))
 
     sown:  What such a call returns next to its result. Several calls of a block are added up.
-    stats: Of `fp8_stats`, for saturation and underflow of each expert; else these are NaN.
+    stats: The result of `fp8_stats`, for saturation and underflow of each expert; else these are NaN.
 
     Raises ValueError where nothing was sown.
     """

@@ -136,7 +136,7 @@ def opened(directory: pathlib.Path) -> Iterator[Checkpoints]:
 
 
 def saved_steps(directory: pathlib.Path) -> list[int]:
-    """Of checkpoints whose writing came to its end: orbax gives one its name then."""
+    """The steps of checkpoints whose writing came to its end: orbax gives one its name then."""
     return sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal())
 
 
@@ -196,7 +196,7 @@ def read_weights(path: pathlib.Path, params, fp8: dict, experts: dict) -> dict:
     """{"state": {"params": ..., "experts": ...}, "fp8": ...} of a checkpoint, which must hold all; the optimizer's
     state is not read.
 
-    Of the arguments shapes and dtypes count (`jax.eval_shape` gives them). {} for fp8 and experts reads none.
+    Only shapes and dtypes of the arguments count (`jax.eval_shape` gives them). {} for fp8 and experts reads none.
     """
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     state = {"params": params} | ({"experts": experts} if experts else {})

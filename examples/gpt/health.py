@@ -34,9 +34,9 @@ class Health:
 
     def look(self, step: int, state: steps.TrainState, batch) -> dict:
         """{"step": step, "tensors": {path: {number: [value of each layer]}}}; None for what is not known or not finite.
-        Of a tensor of experts there is a value of each expert of the first layer, then of the second.
+        A tensor of experts has a value of each expert of the first layer, then of the second.
 
-        state, batch: those that the step starts from.
+        state, batch: what the step starts from.
         """
         found = jax.device_get(self.stats(state, batch))
         tensors = {

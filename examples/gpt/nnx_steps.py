@@ -1,5 +1,5 @@
 """The GPT of `te_jax.nnx` modules, its state, and its train step and held-out loss: what model.py and steps.py have in
-Linen. Of the same weights both give the same losses, bit for bit.
+Linen. With the same weights both give the same losses, bit for bit.
 """
 
 from functools import partial

@@ -29,7 +29,7 @@ class Curve(NamedTuple):
 
 
 def curves(runs: dict[str, dict], recipe: str) -> list[Curve]:
-    """Of runs by precision, each with its whole `losses`, a number for each step."""
+    """The curves of runs by precision, each with its whole `losses`, a number for each step."""
     return [
         Curve(recipe if name == "fp8" else name, np.arange(1, len(run["losses"]) + 1), np.asarray(run["losses"]),
               run["held_out"])
@@ -67,7 +67,7 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def window(points: int) -> int:
-    """Of `smooth`: a fiftieth of a curve, odd."""
+    """The window of `smooth`: a fiftieth of a curve, odd."""
     return max(1, points // 50) | 1
 
 

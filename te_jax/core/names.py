@@ -2,14 +2,14 @@
 with its name here.
 
 A hint must not lead to an argument that means something else. So a name is known (`CALLED`), or it is close to a name
-word by word (`closest`); of what is neither no hint is given.
+word by word (`closest`); a name that is neither gets no hint.
 """
 
 import difflib
 import re
 from collections.abc import Iterable
 
-_HERE = {  # name here: its names elsewhere. Of a name that stands in several lines the first one that is known counts.
+_HERE = {  # name here: its names elsewhere. Of several lines with one name, the first that is known counts.
     # sizes
     "num_gqa_groups": "num_kv_heads num_key_value_heads num_kv_groups n_kv_heads n_head_kv kv_heads num_query_groups",
     "num_attention_heads": "num_heads num_head n_heads n_head nhead heads num_q_heads num_query_heads",

@@ -1,7 +1,7 @@
 """Which mesh axes split which axes of a call: shardings that are known -> shardings of all operands and results.
 
     rule       lhs: m k, rhs: n k -> out: m n, whose shards are added up (combine={"out": "sum"}), on a mesh (a=4, b=2)
-    known      lhs P("a", "b"), rhs P(None, "b"); of out nothing is asked
+    known      lhs P("a", "b"), rhs P(None, "b"); nothing is asked for out
     placement  {m: a, k: b}: lhs P("a", "b"), rhs P(None, "b"), out P("a"), summed over what it dropped, b
     asked      out P("a", "b"): n would go on b, but b splits the sum already. So the operands stay where they lie, and
                the sum is left scattered along n (a reduce-scatter, instead of gathered operands)

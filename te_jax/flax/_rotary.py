@@ -11,8 +11,8 @@ from te_jax.flax._state import describe
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.ops.rope import check_positions, rope
 
-# Of the arrays that are turned, which slots of [b, s, n, h, d], counted from the first; None: the array has no slots.
-# By how many arrays hold q, k and v; the last of them is, or has, the values, which are not turned.
+# The arrays that are turned: which slots of [b, s, n, h, d], counted from the first; None: the array has no slots. By
+# how many arrays hold q, k and v; the last of them is, or has, the values, which are not turned.
 _TURNED = {1: (2,), 2: (None, 1), 3: (None, None)}
 
 

@@ -236,7 +236,7 @@ class TrainState(train_state.TrainState):
                       weight decay, a factor or `lax.stop_gradient` is not in the gradient.
 
         Returns the mean loss f32[] and the gradients for `apply_gradients`: the mean gradients of params, added up in
-        f32, and the FP8 state of the largest amaxes, also over several uses of one module within a loss; of biases of
+        f32, and the FP8 state of the largest amaxes, also over several uses of one module within a loss; for biases of
         experts the counts of all tokens.
 
         The activations of one microbatch are in memory at a time. Call it inside a jitted step, since each call traces
@@ -333,7 +333,7 @@ def _check_params(params):
     """Raises ValueError if FP8 state is among the parameters: an optimizer would treat it as weights."""
     held = stray_state(params)
     for path in (keys_of(path) for path, _ in jax.tree.leaves_with_path(params)):
-        # Of Flax's own products, whose state a step replaces, that is right at the top.
+        # State of Flax's own products, which a step replaces, may stand at the top.
         names = [at for at, key in enumerate(path) if key == FP8_COLLECTION or (at and key == OVERWRITE_WITH_GRADIENT)]
         held += [path[: at + 1] for at in names]
     if held:

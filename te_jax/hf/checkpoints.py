@@ -90,7 +90,7 @@ def load(
     fp8_gradients: bool = False,
     **fields: Any,
 ) -> tuple[Model, dict[str, Any]]:
-    """(model, {"params": ...}) of a checkpoint: config.json and model.safetensors, or files with an index. Of a
+    """(model, {"params": ...}) of a checkpoint: config.json and model.safetensors, or files with an index. For a
     DeepSeek-V3 the variables have the collection `expert_bias` too, in f32.
 
     The families are in `te_jax.hf.FAMILIES`. All names, shapes and types are checked before anything is read. Then
@@ -222,7 +222,7 @@ def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 def save(folder: str | Path, model: Model, variables: Mapping[str, Any], *, max_file_bytes: int = 5 * 10**9) -> None:
     """Writes a checkpoint that `load`, and Hugging Face's transformers, read: config.json and safetensors.
 
-    Of a model that `load` read (`ModelConfig.origin`), the config.json has all words of the one that was read. Those
+    Where `load` read the model (`ModelConfig.origin`), the config.json has all words of the one that was read. Words
     that te_jax reads are the model's where it was changed, and the weights' dtype, architectures and
     quantization_config describe what is written. The files of its tokenizer and of generation are copied from the
     folder that was read, but not over files that are there: files whose names begin with tokenizer, tokenization,

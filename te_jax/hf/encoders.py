@@ -61,7 +61,7 @@ def _bert_rules(c):
     ]
 
 
-# Of two tensors the first is read; as they are written, the second is a copy.
+# The first of two tensors is read; as they are written, the second is a copy.
 _FIRST = Recast(lambda first, second: (first,), lambda a: (a, a))
 
 
@@ -183,7 +183,7 @@ _OF_BERT = (
     *(f"{name}.{end}" for name in ("bert.pooler.dense", "cls.seq_relationship") for end in ("weight", "bias")),
 )
 _OLDER = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))
-# Of the decoder's reading of the encoder, which has no relative positions.
+# In the decoder's reading of the encoder, which has no relative positions.
 _OF_T5 = (".EncDecAttention.relative_attention_bias.weight",)
 _COPIES = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 _TIED_IN_BERT = {

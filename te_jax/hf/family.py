@@ -25,7 +25,7 @@ class Family(NamedTuple):
     rules:   ModelConfig -> the tensors.
     unread:  endings of tensors that hold nothing of the model: masks, frequencies.
     prefix:  of tensors' names, which some checkpoints leave out.
-    tied:    copies that a checkpoint may have: {name: the tensor that it is a copy of}. Of a model that is not tied
+    tied:    copies that a checkpoint may have: {name: the tensor that it is a copy of}. In a model that is not tied
              some are tensors of their own.
     ties_by_files: whether the head is the embedding is not in config.json, but in the files: a head that is no copy.
     older:   what endings of tensors' names were called once: (once, now).

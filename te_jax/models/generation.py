@@ -118,7 +118,7 @@ def write_tokens(
 
 
 def _next(choose, key, i, logits, over, stop_at):
-    """Token i of each row; of rows bool[b] that are over, `stop_at`."""
+    """Token i of each row; for rows that are over (bool[b]), `stop_at`."""
     token = choose(None if key is None else jax.random.fold_in(key, i), logits)
     return token if stop_at is None else jnp.where(over, stop_at, token)
 

@@ -177,7 +177,7 @@ class Model(KnownArguments):
     dtype:        of activations.
     params_dtype: of parameters.
     scan:         one layer is traced and compiled, whatever their number, and parameters, FP8 state and caches have a
-                  leading axis of layers, in `layers`; of layers with a pattern one round of it, with one of rounds, in
+                  leading axis of layers, in `layers`; for layers with a pattern one round of it, with one of rounds, in
                   `layers/layer_0`, `layers/layer_1`, ... The config's first layers, those behind the last whole round,
                   and without scan all, are `layer_0`, `layer_1`, ..., each with its own.
     remat:        each layer keeps only its input, or what `remat_policy` names, for the backward pass.

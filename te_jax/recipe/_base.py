@@ -105,7 +105,7 @@ class Recipe(KnownFields):
         self._need(not self.fp8_dpa, "fp8_dpa", text)
 
     def _check_shared(self):
-        """Of `__post_init__`: the fields that all recipes have."""
+        """Checks in `__post_init__` the fields that all recipes have."""
         self._need(
             isinstance(self.fp8_format, Format),
             "fp8_format",

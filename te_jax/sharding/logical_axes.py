@@ -138,7 +138,7 @@ def resolve_logical_axes(
 ) -> PartitionSpec | None:
     """What Flax's logical axis rules in force make of the logical names `axes`, one name or None per dimension.
 
-    shape: Of the array, which must have as many dimensions; None is not checked.
+    shape: The array's shape, which must have as many dimensions; None is not checked.
 
     Returns None where there is nothing to constrain: for axes None, without rules, and without a mesh of Auto axes
     (under Explicit and Manual axes the type of an array says how it is sharded).

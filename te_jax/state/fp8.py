@@ -344,7 +344,7 @@ def observation(
     dtype: DTypeLike,
     experts: PerExpert | None = None,
 ) -> jax.Array:
-    """The amax (f32[]) of a tensor that a layer quantized to `dtype` with `scale`; of a probed one f32[4]: its amax,
+    """The amax (f32[]) of a tensor that a layer quantized to `dtype` with `scale`; for a probed one f32[4]: its amax,
     the scale, the fraction of its elements that are beyond the largest FP8 value (inf too), and the fraction of those
     that are not 0 which become 0.
 

@@ -174,7 +174,8 @@ def _next_state(what: str, metas, before, collection: str):
 
 
 def _warn_of_fresh_starts(metas, untouched: jax.Array, recipe):
-    """Warns of tensors in `metas` that start again, by `untouched` (bool[n]); of a tracer, where no recipe is in force.
+    """Warns of tensors in `metas` that start again, by `untouched` (bool[n]); for a tracer, where no recipe is in
+    force.
 
     Under a recipe a tracer is passed over: loops that call everything under one autocast are right, and most loops.
     """

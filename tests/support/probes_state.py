@@ -282,7 +282,7 @@ UPDATE = [
         "at fp8_metas/.*one m",
     ),
     Probe(
-        "update, previous without state", lambda: update(state(), {"a": 1}), ValueError, "previous has none; pass states"
+        "update, previous without state", lambda: update(state(), {"a": 1}), ValueError, "has none; pass states"
     ),
     Probe("update, previous a list", lambda: update(state(), [state()]), TypeError, r"previous is \[.*; pass a dict"),
     Probe(

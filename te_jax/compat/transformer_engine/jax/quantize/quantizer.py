@@ -50,12 +50,12 @@ class Quantizer:
 
     @property
     def margin(self) -> float:
-        """Of DelayedScaling."""
+        """Only DelayedScaling has it."""
         return self.recipe.margin
 
     @property
     def amax_compute_algo(self) -> AmaxComputeAlgo:
-        """Of DelayedScaling."""
+        """Only DelayedScaling has it."""
         return AmaxComputeAlgo(self.recipe.amax_compute_algo)
 
     @property
@@ -89,17 +89,17 @@ class QuantizerSet:
 
     @property
     def x(self) -> Quantizer | None:
-        """Of the activations."""
+        """The activations' quantizer."""
         return self._of("x")
 
     @property
     def kernel(self) -> Quantizer | None:
-        """Of the weight."""
+        """The weight's quantizer."""
         return self._of("kernel")
 
     @property
     def dgrad(self) -> Quantizer | None:
-        """Of the gradient of the output."""
+        """The quantizer of the output's gradient."""
         return self._of("grad")
 
 
