@@ -62,7 +62,8 @@ def compare(trees: list[Tree], model: str, recipe: str, calls: int) -> dict:
 def main(args) -> int:
     this = Path(te_jax.__file__).parents[1]
     trees = [Tree(folder.resolve(), args.tiny) for folder in (args.folder, this)]
-    asked = [(model, recipe) for model in ("gpt", "llama") for recipe in ("bf16", "delayed", "current", "block")]
+    recipes = ("bf16", "delayed", "current", "block", "fixed", *(["mxfp8"] if args.tiny else []))  # no Hopper has it
+    asked = [(model, recipe) for model in ("gpt", "llama", "moe") for recipe in recipes]
     rows = []
     for model, recipe in asked:
         if re.search(args.only or "", f"{model} {recipe}"):

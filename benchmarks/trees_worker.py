@@ -25,6 +25,8 @@ RECIPES = {
     "delayed": te.recipe.DelayedScaling(),
     "current": te.recipe.Float8CurrentScaling(),
     "block": te.recipe.Float8BlockScaling(),
+    "fixed": te.recipe.FixedScaling(),
+    "mxfp8": te.recipe.MXFP8BlockScaling(),
 }
 _SETTLE = 3  # steps: the scales of delayed scaling stand still then
 _STATE = "fp8_metas"
@@ -37,6 +39,8 @@ def _draw(name: str, shape, dtype, scale: float = 0.5):
 
 def _module(model: str):
     *_, hidden, ffn, heads = SIZES
+    if model == "moe":
+        return te_flax.MoEBlock(intermediate_dim=ffn // 4, enable_layernorm=True, dtype=jnp.bfloat16)
     of_llama = dict(layernorm_type="rmsnorm", mlp_activations=("silu", "linear"), enable_rotary_pos_emb=True)
     return te_flax.TransformerLayer(
         hidden_size=hidden,
