@@ -281,9 +281,7 @@ UPDATE = [
         ValueError,
         "at fp8_metas/.*one m",
     ),
-    Probe(
-        "update, previous without state", lambda: update(state(), {"a": 1}), ValueError, "has none; pass states"
-    ),
+    Probe("update, previous without state", lambda: update(state(), {"a": 1}), ValueError, "has none; pass states"),
     Probe("update, previous a list", lambda: update(state(), [state()]), TypeError, r"previous is \[.*; pass a dict"),
     Probe(
         "update under a recipe without state",
