@@ -134,8 +134,8 @@ def stored_parts(form: Recast, q: QuantizedKernel) -> list[Scaled]:
 
 
 def take_parts(form: Recast, parts: Sequence[Scaled], like: QuantizedKernel) -> QuantizedKernel | None:
-    """The kernel whose data, as bits, and scales are those of the checkpoint, in the layouts of `like`, which has no
-    axis of layers; None where the scales are of another form."""
+    """The kernel with the checkpoint's data, as bits, and scales, in the layouts of `like`, which has no axis of
+    layers; None where the scales are of another form."""
     if form not in OF_LINEARS or {like.format, *(part.format for part in parts)} != {SQUARES_128}:
         return None
     if like.tensor.held[0].dtype != jnp.float8_e4m3fn:
