@@ -129,6 +129,12 @@ class Product:
             return _positive(3, (_blocks(rows), self.n)), _positive(4, (_blocks(rows), self.k))
         return _positive(3, (_blocks(self.k), rows)), _positive(4, (experts, _blocks(self.n), _blocks(self.k)))
 
+    def _formats(self, form):
+        """The formats of lhs and rhs."""
+        if form != "fp8 block":
+            return TENSOR, TENSOR
+        return ROWS_128, ROWS_128 if self.contracted else SQUARES_128
+
     # -- implementations -----------------------------------------------------------------------------------------
 
     def _te_jax(self, form) -> Call:
@@ -137,10 +143,11 @@ class Product:
         rhs = self._operand(2, self.contracted, self.k, right)
         of = groups(self.model)
         fast, k_first = form == "fp8 fast", form == "bf16" and self.kind == "fprop"
-        product = partial(gemm_grouped, k_first=k_first, fast_accum=fast)
+        formats = self._formats(form)
+        product = partial(gemm_grouped, k_first=k_first, fast_accum=fast, formats=formats)
         if self.contracted:
             wide = form == "bf16"
-            product = gemm_grouped_wide_wgrad if wide else partial(gemm_grouped_wgrad, fast_accum=fast)
+            product = gemm_grouped_wide_wgrad if wide else partial(gemm_grouped_wgrad, fast_accum=fast, formats=formats)
         return compiled(product, [(lhs, rhs, of.offsets, of.counts, *self._scales(form))])
 
     def _k_major(self, rows: int, weights: tuple[int, ...], form: str) -> list[jax.Array]:
@@ -158,8 +165,7 @@ class Product:
             scales = _positive(3, (_blocks(k), m)), _positive(4, right)
         elif form != "bf16":
             scales = _positive(3, ()), _positive(4, ())
-        formats = (ROWS_128, SQUARES_128 if square else ROWS_128) if form == "fp8 block" else (TENSOR, TENSOR)
-        product = partial(gemm, fast_accum=form == "fp8 fast", formats=formats)
+        product = partial(gemm, fast_accum=form == "fp8 fast", formats=self._formats(form))
         return compiled(product, [(*self._k_major(pairs, (), form), *scales)])
 
     def _loop(self) -> Call:

@@ -11,8 +11,9 @@ from te_jax.layers.tensor import Fp8Tensor
 from te_jax.ops.experts.paired import gemm_grouped_paired, gemm_grouped_paired_wgrad
 from te_jax.ops.experts.permute import Groups
 from te_jax.ops.formats import format_of
-from te_jax.ops.gemm.dense import dot, gemm, gemm_sum
-from te_jax.ops.gemm.grouped import gemm_grouped, gemm_grouped_wgrad, gemm_grouped_wide_wgrad
+from te_jax.ops.gemm.dense import Formats, dot, gemm, gemm_sum
+from te_jax.ops.gemm.grouped import GROUPED_IN_FP8, gemm_grouped, gemm_grouped_wgrad, gemm_grouped_wide_wgrad
+from te_jax.recipe import Recipe
 from te_jax.sharding.constraints import explicit_spec
 from te_jax.state import fp8
 
@@ -22,9 +23,12 @@ _FPROP, _DGRAD, _WGRAD = range(3)  # places in `override_linear_precision` and `
 
 def _options(which: int, config: Config) -> dict:
     """What the recipe says of this GEMM in FP8."""
-    recipe = config.recipe
+    return dict(formats=_formats(which, config.recipe), fast_accum=not config.recipe.split_accumulator[which])
+
+
+def _formats(which: int, recipe: Recipe) -> Formats:
     left, right = (format_of(recipe, tensor) for tensor in _FACTORS[which])
-    return dict(formats=(left, right), fast_accum=not recipe.split_accumulator[which])
+    return left, right
 
 
 def fprop(
@@ -94,7 +98,7 @@ def grouped_dgrad(dy: Fp8Tensor, w: Fp8Tensor, groups: Groups, config: Config, s
     `slot` on."""
     dtype, high, options = _grouped(_DGRAD, config)
     if dy.paired is not None:
-        options |= dict(dtype=fp8.type_of("grad", config.recipe), slot=slot, out_dtype=dtype)
+        options = _of_paired(options, config) | dict(slot=slot, out_dtype=dtype)
         scales = dy.scale_inv, w.scale_inv
         return gemm_grouped_paired(dy.paired, w.data, groups.offsets, groups.counts, *scales, **options)
     (lhs, lhs_inv), (rhs, rhs_inv) = dy.rows, w.rows
@@ -121,13 +125,21 @@ def grouped_wgrad(
         return gemm_grouped_wide_wgrad(x.wide, dy.wide if slot is None else dy.wide[:, slot], *of_groups, **onto)
     (lhs, lhs_inv), (rhs, rhs_inv) = x.columns, dy.columns
     if dy.paired is not None:
-        options |= dict(dtype=fp8.type_of("grad", config.recipe), slot=slot)
+        options = _of_paired(options, config) | dict(slot=slot)
         return gemm_grouped_paired_wgrad(lhs, dy.paired, *of_groups, lhs_inv, rhs_inv, **onto, **options)
     return gemm_grouped_wgrad(lhs, rhs, *of_groups, lhs_inv, rhs_inv, slot=slot, **onto, **options)
 
 
+def _of_paired(options, config: Config):
+    return dict(dtype=fp8.type_of("grad", config.recipe), fast_accum=options["fast_accum"])
+
+
 def _grouped(which: int, config: Config):
-    """The type of activations, whether this GEMM reads the unquantized operands, and how it adds up."""
-    recipe = config.recipe
-    options = dict(fast_accum=not recipe.split_accumulator[which])
-    return config.x.dtype, recipe.override_linear_precision[which], options
+    """The type of activations, whether this GEMM reads the unquantized operands, and what the recipe says of it."""
+    options, high = _options(which, config), config.recipe.override_linear_precision[which]
+    return config.x.dtype, high, {name: a for name, a in options.items() if name != "formats" or not high}
+
+
+def are_grouped_in_fp8(recipe: Recipe) -> bool:
+    """Whether the grouped products of this recipe are of FP8."""
+    return all(_formats(which, recipe) in GROUPED_IN_FP8 for which in (_FPROP, _DGRAD, _WGRAD))

@@ -87,7 +87,7 @@ def test_rows(case, rng):
     """NaN in the rows that pad a group and in the tail; the result has zeros in the former."""
     experts, tokens, n, k, left, right, out, form, fast, has_bias = case
     rows = buffer_rows(tokens, experts)
-    run = jax.jit(partial(gemm_grouped, out_dtype=out, fast_accum=fast))
+    run = jax.jit(partial(gemm_grouped, formats=oracle.formats_of(form), out_dtype=out, fast_accum=fast))
     for name, counts in oracle.loads(rng, experts, tokens).items():
         offsets = oracle.groups_of(counts)
         real = oracle.is_token(rows, offsets, counts)
@@ -116,7 +116,7 @@ def test_wgrads(case, rng):
     """NaN in the tail; an expert without tokens has zeros, or the sum so far, also where it is added to in place."""
     experts, tokens, n, k, left, right, out, form, fast, has_c = case
     rows = buffer_rows(tokens, experts)
-    options = dict(out_dtype=out, fast_accum=fast)
+    options = dict(formats=oracle.formats_of(form, True), out_dtype=out, fast_accum=fast)
     run = jax.jit(partial(gemm_grouped_wgrad, **options), static_argnames="slot")
     onto = jax.jit(partial(gemm_grouped_wgrad, **options, in_place=True), donate_argnums=6)
     for name, counts in oracle.loads(rng, experts, tokens).items():

@@ -55,7 +55,8 @@ def test_rows(case, rng, plain_jax):
     """Rows that pad a group and the tail hold NaN; some tokens NaN or inf, which stay in their rows."""
     experts, tokens, left, right, out, form, has_bias = case
     k, n = (150, 140) if form == "blocks" else (K, N)
-    rows, run = buffer_rows(tokens, experts), jax.jit(partial(gemm_grouped, out_dtype=out))
+    options = dict(formats=oracle.formats_of(form), out_dtype=out)
+    rows, run = buffer_rows(tokens, experts), jax.jit(partial(gemm_grouped, **options))
     for name, counts in oracle.loads(rng, experts, tokens).items():
         offsets = oracle.groups_of(counts)
         real = oracle.is_token(rows, offsets, counts)
@@ -84,7 +85,7 @@ def test_wgrads(case, rng, plain_jax):
         N,
         K,
         buffer_rows(tokens, experts),
-        jax.jit(partial(gemm_grouped_wgrad, out_dtype=out, in_place=has_c)),
+        jax.jit(partial(gemm_grouped_wgrad, formats=oracle.formats_of(form, True), out_dtype=out, in_place=has_c)),
     )
     for name, counts in oracle.loads(rng, experts, tokens).items():
         offsets = oracle.groups_of(counts)
@@ -119,7 +120,7 @@ def test_wgrad_of_a_slot(form, rng):
     else:
         draw = lambda *shape: (2.0 ** rng.integers(-3, 3, shape)).astype(jnp.float8_e8m0fnu)
         scales = [draw(12, N), draw(12, 2, 3, 5)]
-    wgrad = partial(gemm_grouped_wgrad, out_dtype=jnp.float32)
+    wgrad = partial(gemm_grouped_wgrad, formats=oracle.formats_of(form, True), out_dtype=jnp.float32)
     singly = [(rhs[slot], scales[1] if form == "each" else scales[1][:, slot]) for slot in range(2)]
 
     @jax.jit
@@ -189,6 +190,7 @@ f = lambda *shape: np.ones(shape, np.float32)
 GROUPS = np.array([0, 128, 128, 256], np.int32), np.array([7, 0, 128], np.int32)
 X, WEIGHT, X_T, DY_T, ONE, COUNTS = f(256, 8), f(3, 5, 8), f(8, 256), f(5, 256), np.float32(1), GROUPS[1]
 FP8 = f8(256, 8), f8(3, 5, 8), *GROUPS
+BLOCKS = oracle.formats_of("blocks")
 rows, wgrad, of_rows = gemm_grouped, gemm_grouped_wgrad, (X, WEIGHT, *GROUPS)
 BAD = {  # function, operands, keywords, error, words
     "another E": (rows, (X, f(4, 5, 8), *GROUPS), {}, ValueError, "axis `e` is 3"),
@@ -203,7 +205,8 @@ BAD = {  # function, operands, keywords, error, words
         rows, (f8(256, 8, dtype=E5M2), f8(3, 5, 8, dtype=E5M2), *GROUPS, ONE, ONE), {}, TypeError, "both float8_e5m2",
     ),
     "no scale": (rows, (*FP8, ONE), {}, TypeError, "both of them"),
-    "blocks of one": (rows, (*FP8, f(1, 256), ONE), {}, TypeError, "both in blocks"),
+    "blocks of one": (rows, (*FP8, f(1, 256), None), dict(formats=BLOCKS), TypeError, "both of them"),
+    "formats": (rows, (*FP8, ONE, ONE), dict(formats=BLOCKS[::-1]), ValueError, "there are tensor by tensor, rows"),
     "scale of another E": (rows, (*FP8, ONE, f(4)), {}, ValueError, "in rhs_scale_inv"),
     "contract": (rows, of_rows, dict(contract=0), ValueError, "contract is 0"),
     "out_dtype": (rows, of_rows, dict(out_dtype=E4M3), ValueError, "out_dtype is"),

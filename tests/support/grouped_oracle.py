@@ -8,6 +8,8 @@ Numerical Algorithms, section 3.1); SPARE more roundings are of scales, bias and
 import jax.numpy as jnp
 import numpy as np
 
+from te_jax.ops.formats import ROWS_32, ROWS_128, SQUARES_128, TENSOR
+
 U = 2.0**-24
 SPARE = 8
 
@@ -177,6 +179,12 @@ def scales_of(rng, form, experts, blocks):
 
 
 @np.errstate(over="ignore")
+def formats_of(form, contracted=False):
+    """The formats of the factors of a product, of two buffers of rows if `contracted`."""
+    blocks = ROWS_128, ROWS_128 if contracted else SQUARES_128
+    return {"blocks": blocks, "mx": (ROWS_32, ROWS_32)}.get(form, (TENSOR, TENSOR))
+
+
 def near(got, want, bound, dtype, about=""):
     """`got`, rounded once to `dtype`, is within `bound` of `want`; NaN and inf are where they should be."""
     info = jnp.finfo(dtype)

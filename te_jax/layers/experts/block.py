@@ -21,12 +21,13 @@ from te_jax.layers._specs import dense_spec
 from te_jax.layers.config import Config
 from te_jax.layers.experts.mlp import ExpertOperands, ExpertStatic, run_experts
 from te_jax.layers.experts.weights import ExpertKernel, resolve_experts, wide_of_parts
+from te_jax.layers.gemms import are_grouped_in_fp8
 from te_jax.layers.linear import check_recipe_and_metas, check_residual
 from te_jax.layers.norm_mlp import METAS_OF_TWO, split_residual
 from te_jax.layers.weight import Projection
 from te_jax.ops.experts.permute import combine, group, permute
 from te_jax.ops.experts.router import RouterOptions, Routing, load_balancing_loss, route, z_loss
-from te_jax.ops.formats import ROWS_32, format_of, parts
+from te_jax.ops.formats import parts
 from te_jax.ops.gemm.dense import dot
 from te_jax.ops.gemm.grouped import gemm_grouped
 from te_jax.ops.quantize import activation as act_op
@@ -209,7 +210,7 @@ def _check_recipe(name, recipe, metas, options):
             f"{name}: options.activations is {options.activations}, whose gradient has no op that quantizes it; pass "
             "activations that te_jax.ops.activation.is_fused knows, or recipe=None."
         )
-    if format_of(recipe, "x") is ROWS_32:
+    if not are_grouped_in_fp8(recipe):
         text = "no faster than bf16; recipe.Float8BlockScaling() multiplies in FP8"
         warn_once(name, f"recipe is {type(recipe).__name__}, whose grouped products are of bf16: {text}.")
 

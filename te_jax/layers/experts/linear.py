@@ -13,7 +13,7 @@ from te_jax.core.derivatives import custom_vjp
 from te_jax.core.types import align, like
 from te_jax.layers.config import Config
 from te_jax.layers.experts.mlp import rows_of_tokens, rows_source
-from te_jax.layers.gemms import grouped_dgrad, grouped_fprop, grouped_wgrad
+from te_jax.layers.gemms import are_grouped_in_fp8, grouped_dgrad, grouped_fprop, grouped_wgrad
 from te_jax.layers.linear import check_recipe_and_metas
 from te_jax.layers.produce import Role, produce, quantize_stacked
 from te_jax.layers.tensor import LayerUses
@@ -28,7 +28,6 @@ from te_jax.layers.vjp import (
 from te_jax.layers.weight import QuantizedKernel
 from te_jax.ops.experts.permute import Groups, combine, group, permute
 from te_jax.ops.experts.rows import dbias_of_experts
-from te_jax.ops.formats import ROWS_32, format_of
 from te_jax.ops.gemm.grouped import gemm_grouped
 from te_jax.ops.quantize.array import FLOAT
 from te_jax.recipe import Recipe
@@ -75,7 +74,7 @@ def grouped_dense(
         of_groups = groups.offsets, groups.counts
         out = gemm_grouped(permute(x, groups), kernel.astype(x.dtype), *of_groups, bias=bias, k_first=True)
         return combine(out, groups, jnp.ones(groups.rows.shape, jnp.float32))
-    if format_of(recipe, "x") is ROWS_32:
+    if not are_grouped_in_fp8(recipe):
         text = "no faster than bf16; recipe.Float8BlockScaling() multiplies in FP8"
         warn_once(name, f"recipe is {type(recipe).__name__}, whose grouped products are of bf16: {text}.")
     types = [a if a is None else jax.typeof(a) for a in (x, kernel, bias)]

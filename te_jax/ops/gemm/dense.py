@@ -29,6 +29,8 @@ from te_jax.ops.quantize.array import FLOATS
 FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 FP8_ALIGNED = 16  # cuBLASLt's FP8 kernels take N and K in multiples of 16 elements
 OUT_DTYPE = NONE | Kind("float32, bfloat16 or float16", is_dtype, lambda dtype: jnp.dtype(dtype) in FLOATS)
+Formats = tuple[ScaleFormat, ScaleFormat]  # of the left and of the right factor
+ONE_SCALE: Formats = TENSOR, TENSOR
 WORKSPACE = 32 << 20  # bytes; what NVIDIA recommends for Hopper's cuBLASLt kernels
 
 
@@ -206,8 +208,6 @@ def _mx_cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, outer, ou
     return (out if plain else add_epilogue(out, bias, c, out_dtype),)
 
 
-Formats = tuple[ScaleFormat, ScaleFormat]  # of the left and of the right factor
-_OF_ONE_SCALE: Formats = TENSOR, TENSOR
 _products: dict[Formats, tuple[Op, int]] = {}  # the op, and which of its scales of the right factor is given
 
 
@@ -299,7 +299,7 @@ def gemm_sum(
     *,
     lead: int,
     out_dtype: DTypeLike,
-    formats: Formats = _OF_ONE_SCALE,
+    formats: Formats = ONE_SCALE,
     fast_accum: bool = False,
     tune: bool = False,
     out_spec: PartitionSpec | None = None,
@@ -316,7 +316,7 @@ def gemm_sum(
     if not terms:
         raise ValueError("gemm_sum: terms is empty; pass at least one (lhs, rhs, lhs_scale_inv, rhs_scale_inv).")
     terms = [(lhs, rhs if lhs.dtype in FP8 else rhs.astype(lhs.dtype), *scales) for lhs, rhs, *scales in terms]
-    if formats != _OF_ONE_SCALE:
+    if formats != ONE_SCALE:
         options = dict(out_dtype=out_dtype, formats=formats, tune=tune, out_spec=out_spec)
         for lhs, rhs, *scales in terms:
             c = gemm(lhs, rhs, *scales, c=c, contract=lhs.ndim - lead, **options)
@@ -344,7 +344,7 @@ def gemm(
     *,
     contract: int = 1,
     out_dtype: DTypeLike | None = None,
-    formats: Formats = _OF_ONE_SCALE,
+    formats: Formats = ONE_SCALE,
     fast_accum: bool = False,
     tune: bool = False,
     in_place: bool = False,
@@ -379,7 +379,7 @@ def gemm(
     for name, flag in (("fast_accum", fast_accum), ("tune", tune), ("in_place", in_place)):
         check("te_gemm", name, flag, BOOL)
     check("te_gemm", "out_dtype", out_dtype, OUT_DTYPE)
-    in_blocks, is_fp8 = formats != _OF_ONE_SCALE, lhs.dtype in FP8
+    in_blocks, is_fp8 = formats != ONE_SCALE, lhs.dtype in FP8
     out_dtype = jnp.dtype(out_dtype or (jnp.bfloat16 if is_fp8 or in_blocks else lhs.dtype))
     specs = None if out_spec is None else (out_spec,)
     of_c = dict(in_place=True) if in_place else {}
@@ -401,9 +401,7 @@ def _gemm_of_blocks(operands, contract: int, formats: Formats, specs, attrs) -> 
     """The product of factors in these formats."""
     lhs, rhs, *scales, bias, c = operands
     if formats not in _products:
-        there = "; ".join(f"{left.name} by {right.name}" for left, right in (_OF_ONE_SCALE, *_products))
-        text = " by ".join(each.name for each in formats)
-        raise ValueError(f"te_gemm: formats is {text}, of which there is no product; there are {there}.")
+        raise no_product("te_gemm", formats, (ONE_SCALE, *_products))
     op, at = _products[formats]
     for name, scale_inv, form in zip(("lhs_scale_inv", "rhs_scale_inv"), scales, formats):
         if scale_inv is not None and scale_inv.dtype != form.scale_dtype:
@@ -413,6 +411,12 @@ def _gemm_of_blocks(operands, contract: int, formats: Formats, specs, attrs) -> 
     attrs = dict(out_dtype=attrs["out_dtype"]) if op.composed else attrs
     outer = _outer_axes(op.name, contract)
     return op(lhs, rhs, scales[0], *of_right, bias, c, out_specs=specs, outer=outer, **attrs)[0]
+
+
+def no_product(op: str, formats: Formats, known: Sequence[Formats]) -> ValueError:
+    """The error for factors in formats of which the op `op` has no product."""
+    text, *there = (" by ".join(form.name for form in each) for each in (formats, *known))
+    return ValueError(f"{op}: formats is {text}, of which there is no product; there are {', '.join(there)}.")
 
 
 def dot(

@@ -27,7 +27,18 @@ from te_jax.ops.experts.permute import ALIGNMENT
 from te_jax.ops.experts.router import MOST_EXPERTS
 from te_jax.ops.experts.rows import check_groups, expert_of_row, expert_of_tile, in_tiles, sum_of_experts, tokens_alone
 from te_jax.ops.formats import HOPPER, ROWS_32, ROWS_128, SQUARES_128, fill
-from te_jax.ops.gemm.dense import FP8, OUT_DTYPE, add_epilogue, check_factors, dot, dot_last, result_dtypes
+from te_jax.ops.gemm.dense import (
+    FP8,
+    ONE_SCALE,
+    OUT_DTYPE,
+    Formats,
+    add_epilogue,
+    check_factors,
+    dot,
+    dot_last,
+    no_product,
+    result_dtypes,
+)
 from te_jax.ops.quantize.array import FLOATS
 
 _TMA_BYTES = 16  # of rows of an array that the kernel reads, a multiple
@@ -35,6 +46,8 @@ OUT_COLUMNS = 8  # of the kernel's results, a multiple
 _ROWS_OP, _WGRAD_OP = "te_gemm_grouped", "te_gemm_grouped_wgrad"
 _WIDE_OP, _WIDE_WGRAD_OP = "te_gemm_grouped_wide", "te_gemm_grouped_wide_wgrad"
 _NO_SCALES = (None,) * 4
+_OF_ROWS, _OF_BUFFERS, _AS_BF16 = (ROWS_128, SQUARES_128), (ROWS_128, ROWS_128), (ROWS_32, ROWS_32)
+GROUPED_IN_FP8 = ONE_SCALE, _OF_ROWS, _OF_BUFFERS  # the formats of factors that are multiplied in FP8
 
 
 def _grouped_dtypes(op: str, *operands, out_dtype, **_):
@@ -283,6 +296,7 @@ def gemm_grouped(
     bias: jax.Array | None = None,
     *,
     contract: int = 1,
+    formats: Formats = ONE_SCALE,
     k_first: bool = False,
     out_dtype: DTypeLike | None = None,
     fast_accum: bool = False,
@@ -296,16 +310,17 @@ def gemm_grouped(
     offsets:     i32[E + 1], multiples of 128: the group of expert e is lhs[offsets[e] : offsets[e + 1]].
     counts:      i32[E]: how many rows of its group, the first ones, are tokens'. The result has zeros in the rows that
                  pad a group, whatever lhs has there. The tail, behind the last group, is read by nobody.
-    *_scale_inv: with FP8 operands, what they are multiplied by: of both f32[] or f32[E]; or of blocks of 128 along the
-                 last axis of k, which is cut at its end: [*k', R] of lhs, `scale_inv` of te_quantize_block, and
-                 [E, *n', *k'] of rhs, `block_inv` of te_quantize_stacked_block. Or of MXFP8's blocks of 32: [*k', R] of
-                 lhs and [E, *k', *n] of rhs; the operands are then multiplied as bf16, which holds their values.
+    *_scale_inv: with FP8 operands, what they are multiplied by: of both f32[] or f32[E]; or of blocks along the last
+                 axis of k, which is cut at its end.
+    formats:     of lhs and rhs in FP8, of `te_jax.ops.formats`: ROWS_128, [*k', R], and SQUARES_128, [E, *n', *k']; or
+                 ROWS_32 both, [*k', R] and [E, *k', *n], which are multiplied as bf16, which holds their values.
     bias:        [E, *n], added to the rows of its expert.
     out_dtype:   f32, bf16 or f16; default bf16 for FP8 operands, else theirs.
     fast_accum:  as in `gemm`.
 
     Differentiable by lhs, rhs and bias unless the operands are FP8; no operand is transposed for it, and what dout has
-    in the rows that pad a group enters no gradient. Raises ValueError for sizes, TypeError for types that do not match.
+    in the rows that pad a group enters no gradient. Raises ValueError for sizes and
+    formats, TypeError for types that do not match.
     """
     lhs, rhs, offsets, counts, bias = as_jax(lhs, rhs, offsets, counts, bias)
     check_arrays(_ROWS_OP, lhs, rhs, offsets, counts, 0)
@@ -318,10 +333,11 @@ def gemm_grouped(
                 f"{_ROWS_OP}: k_first is True, but lhs is {lhs.dtype}, or has a scale; FP8 is multiplied with k last "
                 "alone: pass rhs [E, *n, *k]."
             )
-        if _in_mx(lhs_scale_inv, rhs_scale_inv):
-            rhs = jax.vmap(lambda each, scale_inv: _from_mx(each, scale_inv, contract))(rhs, rhs_scale_inv)
-            lhs, lhs_scale_inv, rhs_scale_inv = _from_mx(lhs, lhs_scale_inv, contract), None, None
-        scales = _forms(lhs_scale_inv, rhs_scale_inv)
+        if formats == _AS_BF16:
+            rhs = jax.vmap(lambda each, scale_inv: _as_bf16(each, scale_inv, contract))(rhs, rhs_scale_inv)
+            lhs, scales = _as_bf16(lhs, lhs_scale_inv, contract), _NO_SCALES
+        else:
+            scales = _operands_of_scales(_ROWS_OP, formats, _OF_ROWS, lhs_scale_inv, rhs_scale_inv)
         return named(gemm_grouped_op(lhs, rhs, offsets, counts, *scales, bias, **attrs)[0], GEMM)
     if k_first and contract != lhs.ndim - 1:
         raise ValueError(f"{_ROWS_OP}: contract is {contract}, but lhs has the shape {lhs.shape}; pass {lhs.ndim - 1}.")
@@ -337,6 +353,7 @@ def gemm_grouped_wgrad(
     rhs_scale_inv: jax.Array | None = None,
     c: jax.Array | None = None,
     *,
+    formats: Formats = ONE_SCALE,
     slot: int | None = None,
     out_dtype: DTypeLike | None = None,
     fast_accum: bool = False,
@@ -348,10 +365,10 @@ def gemm_grouped_wgrad(
     lhs:         [*n, R], rhs: [*k, R], of the types that `gemm_grouped` takes. Pass zeros in the rows that pad a group,
                  as all ops of te_jax write them: a kernel multiplies them, though they are no tokens'.
     offsets, counts: as of `gemm_grouped`.
-    *_scale_inv: with FP8 operands, what they are multiplied by: of both f32[] or f32[E]; or of blocks of 128 rows,
-                 [R / 128, *n] and [R / 128, *k], `scale_inv_t` of te_quantize_block; or of MXFP8's blocks of 32 rows,
-                 [R / 32, *n] and [R / 32, *k].
-    slot:        rhs and its scales of blocks hold several buffers, [a, *k, R] and [R / 128, a, *k], of which this is
+    *_scale_inv: with FP8 operands, what they are multiplied by: of both f32[] or f32[E]; or of blocks of rows, R' of
+                 them, [R', *n] and [R', *k].
+    formats:     of lhs and rhs in FP8: ROWS_128 both, or ROWS_32 as in `gemm_grouped`.
+    slot:        rhs and its scales of blocks hold several buffers, [a, *k, R] and [R', a, *k], of which this is
                  the index of the one that is read. FP8 is read where it lies.
     c:           [E, *n, *k] of out_dtype, added in f32 before the one rounding: a sum over microbatches.
     out_dtype:   f32, bf16 or f16; default bf16 for FP8 operands, else theirs.
@@ -365,14 +382,13 @@ def gemm_grouped_wgrad(
     attrs = product_options(_WGRAD_OP, lhs, out_dtype, fast_accum) | (dict(in_place=True) if in_place else {})
     if slot is not None:
         _check_slot(slot, rhs)
-        if rhs_scale_inv is not None and rhs_scale_inv.ndim > 1:
-            rhs_scale_inv = rhs_scale_inv[:, slot]
+        rhs_scale_inv = rhs_scale_inv[:, slot] if formats[1].block else rhs_scale_inv
     attrs |= dict(slots=int(slot is not None), slot=slot or 0)
-    if _in_mx(lhs_scale_inv, rhs_scale_inv):
+    if formats == _AS_BF16:
         rhs, attrs = rhs if slot is None else rhs[slot], attrs | dict(slots=0, slot=0)
-        lhs, rhs = _from_mx(lhs, lhs_scale_inv, 1), _from_mx(rhs, rhs_scale_inv, 1)
-        lhs_scale_inv = rhs_scale_inv = None
-    scales = _forms(lhs_scale_inv, rhs_scale_inv)
+        lhs, rhs, scales = _as_bf16(lhs, lhs_scale_inv, 1), _as_bf16(rhs, rhs_scale_inv, 1), _NO_SCALES
+    else:
+        scales = _operands_of_scales(_WGRAD_OP, formats, _OF_BUFFERS, lhs_scale_inv, rhs_scale_inv)
     return named(gemm_grouped_wgrad_op(lhs, rhs, offsets, counts, *scales, c, **attrs)[0], GEMM)
 
 
@@ -406,9 +422,7 @@ def gemm_grouped_wide_wgrad(
 def _check_slot(slot, rhs):
     check(_WGRAD_OP, "slot", slot, integer(0))
     if rhs.ndim < 3 or slot >= rhs.shape[0]:
-        raise ValueError(
-            f"{_WGRAD_OP}: slot is {slot}, but rhs has the shape {rhs.shape}; pass [a, *k, R] of more slots."
-        )
+        raise ValueError(f"{_WGRAD_OP}: slot is {slot}, but rhs has the shape {rhs.shape}; pass [a, *k, R] of more.")
 
 
 def check_arrays(op: str, lhs: jax.Array, rhs: jax.Array, offsets: jax.Array, counts: jax.Array, of_rows: int) -> None:
@@ -432,26 +446,26 @@ def product_options(op: str, lhs: jax.Array, out_dtype: DTypeLike | None, fast_a
     """Attributes of a product, checked. Raises ValueError or TypeError, naming `op`."""
     check(op, "out_dtype", out_dtype, OUT_DTYPE)
     check(op, "fast_accum", fast_accum, BOOL)
-    return dict(
-        out_dtype=jnp.dtype(out_dtype or (jnp.bfloat16 if lhs.dtype in FP8 else lhs.dtype)), fast_accum=bool(fast_accum)
-    )
+    out_dtype = jnp.dtype(out_dtype or (jnp.bfloat16 if lhs.dtype in FP8 else lhs.dtype))
+    return dict(out_dtype=out_dtype, fast_accum=bool(fast_accum))
 
 
-def _forms(lhs_scale_inv, rhs_scale_inv):
-    """The four operands of scales: of one scale or one for each expert, f32[1 or E], then of blocks."""
+def _operands_of_scales(op: str, formats: Formats, in_blocks: Formats, lhs_scale_inv, rhs_scale_inv):
+    """The four operands of scales: of one scale or one for each expert, f32[1 or E], then of blocks. Raises ValueError,
+    naming `op`, for formats of which there is no product."""
     pair = lhs_scale_inv, rhs_scale_inv
-    in_blocks = [scale is not None and jnp.ndim(scale) > 1 for scale in pair]
-    given = lambda scale, is_block: None if scale is None or is_block else jnp.reshape(scale, (-1,))
-    return *map(given, pair, in_blocks), *(scale if is_block else None for scale, is_block in zip(pair, in_blocks))
+    if formats == in_blocks:
+        return None, None, *pair
+    if formats != ONE_SCALE:
+        raise no_product(op, formats, (ONE_SCALE, in_blocks, _AS_BF16))
+    return *(None if scale is None else jnp.reshape(scale, (-1,)) for scale in pair), None, None
 
 
-def _in_mx(*scales_inv) -> bool:
-    return all(scale_inv is not None and scale_inv.dtype == ROWS_32.scale_dtype for scale_inv in scales_inv)
-
-
-def _from_mx(a, scale_inv, contract: int):
-    """bf16: the values of a [*rows, *k] in MXFP8, exact from 2**-126 on. There is no grouped product of such blocks."""
-    return ROWS_32.read(a, scale_inv, contract).astype(jnp.bfloat16)
+def _as_bf16(a, scale_inv, contract: int):
+    """bf16: the values of a [*rows, *k] in `_AS_BF16`, exact from 2**-126 on. No product takes such blocks."""
+    if scale_inv is None:
+        raise TypeError(f"te_gemm_grouped: formats is {_AS_BF16[0].name} for both, but a scale is None; pass both.")
+    return _AS_BF16[0].read(a, scale_inv, contract).astype(jnp.bfloat16)
 
 
 @custom_vjp(5, 6)
