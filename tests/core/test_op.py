@@ -261,8 +261,12 @@ def test_eager_jit_scan_remat(case: Case, rng):
     _, _, given = solve(case, args)
     fn = call_without_tail(case, args)
     want = fn(*given)
-    last = lambda *given: [s[1] for s in lax.scan(lambda c, _: (c, fn(*given)), 0, None, length=2)[1]]
-    variants = {"jit": fn, "scan": last, "remat": jax.checkpoint(fn)}
+
+    def steps(*given):
+        step = lambda c, _: (c, jax.checkpoint(fn)(*given))
+        return [results[1] for results in lax.scan(step, 0, None, length=2)[1]]
+
+    variants = {"jit": fn, "scan, remat": steps}
     for name, got in joined({name: (variant, given) for name, variant in variants.items()}).items():
         close(got, want, name)
     with jax.disable_jit():
