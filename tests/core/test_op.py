@@ -87,17 +87,17 @@ def factors(case, args, devices):
 
 
 def on_both(ranks):
-    """What lies on a first and on a second mesh axis: nothing; each factor on both, beside the one before and the one
+    """What lies on a first and on a second mesh axis: nothing; each factor on both, next to the one before and the one
     behind it, and in a placement that costs no more than the factor itself does."""
     names = list(ranks)
     pairs = list(zip(names, names[-1:] + names[:-1])) if len(names) != 1 else [(*names, None), (None, *names)]
     cost = lambda pair: max(ranks[f] for f in pair if f)
-    alone = [(f, None) for f in names if ranks[f] < min(cost(pair) for pair in pairs if f in pair)]
-    return [(None, None), *pairs, *alone]
+    single = [(f, None) for f in names if ranks[f] < min(cost(pair) for pair in pairs if f in pair)]
+    return [(None, None), *pairs, *single]
 
 
 def on_one(ranks):
-    """Each factor on one of two mesh axes, beside another one of its rank. `place` looks at each mesh axis by itself,
+    """Each factor on one of two mesh axes, next to another one of its rank. `place` looks at each mesh axis by itself,
     and asks of its name only which is first: with `on_both` on an Auto mesh, no other one is another path."""
     of_rank = [[f for f in ranks if ranks[f] == rank] for rank in range(3)]
     return [pair for names in of_rank for pair in itertools.zip_longest(names[::2], names[1::2])]
@@ -222,8 +222,8 @@ def test_shard_map(case: Case, manual, rng, on_host):
 
 @functools.cache
 def mapped_axes(count):
-    """Over which axis each of `count` operands is mapped, if any: any two operands are mapped and not in each way
-    beside each other, and each is mapped over its first and over its last axis. `jax.custom_batching.custom_vmap` moves
+    """Over which axis each of `count` operands is mapped, if any: any two operands are mapped or not in each
+    combination, and each is mapped over its first and over its last axis. `jax.custom_batching.custom_vmap` moves
     mapped axes to the front, so an op sees only which operands have one."""
     if count == 1:
         return [(0,), (-1,)]

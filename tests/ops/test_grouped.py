@@ -137,12 +137,12 @@ def test_stacked_weights(rng):
         x[0, 0, 0, 0], scale = np.nan, rng.uniform(1, 100, experts).astype(np.float32)
         of_tensor, law = dict(split=2, dtype=kind), dict(lead=1, dtype=kind, power_2=True, epsilon=0.0)
         y = (x[:, ::-1] * np.arange(1, experts + 1)[:, None, None, None]).astype(dtype)
-        stacked, alone = (fetching(partial(fn, of_tensor, law)) for fn in (stacked_in_both_ways, alone_in_both_ways))
+        stacked, singly = (fetching(partial(fn, of_tensor, law)) for fn in (stacked_in_both_ways, singly_in_both_ways))
         for beside in (None, y):
             both = x if beside is None else np.stack([x, y], 3)
             got, amax = stacked(x, beside, scale)
             for e in range(experts):
-                for a, b in zip(got, alone(both[e], scale[e]), strict=True):
+                for a, b in zip(got, singly(both[e], scale[e]), strict=True):
                     np.testing.assert_array_equal(a[e].astype(np.float32), b.astype(np.float32))
             np.testing.assert_array_equal(np.isnan(got[2]), np.arange(experts) == 0)
             np.testing.assert_array_equal(amax, got[2])
@@ -156,7 +156,7 @@ def stacked_in_both_ways(of_tensor, law, x, beside, scale):
     return (*got, *quantize_stacked_block(x, beside, **slots, **law)), amax
 
 
-def alone_in_both_ways(of_tensor, law, x, scale):
+def singly_in_both_ways(of_tensor, law, x, scale):
     names = ("data", "data_t", "block_inv", "block_inv_t")
     got = quantize(x, scale, outputs=("data", "data_t", "amax"), **of_tensor)
     return *got, *quantize_block(x, outputs=names, square=True, **law)
