@@ -156,27 +156,11 @@ CASES = {
 }
 
 
-# Each case on 2 devices or, of each kind of rows, on 3, where the ring has steps in between. Balanced or not is an
-# option of the plan: test_context_plan.py holds that its calls are right for bands of every kind, and cases by tokens
-# (ids, and packed ones in a window) have the same calls, whatever their window is.
+# Each case on 2 devices, balanced and not; one of each kind of rows also, or only, on 3, where the ring has steps in
+# between.
 ON_THREE = {"causal": (True, False), "window": (True,), "causal_packed": (True,), "ids_window": (False,)}
-ON_TWO = {
-    "full": (True, False),
-    "causal_window": (True, False),
-    "short_window": (False,),
-    "window": (False,),
-    "window_right": (True,),
-    "wide_window": (False,),
-    "bottom_right": (True,),
-    "bottom_right_lengths": (True,),  # the same program as causal_packed: where segments are the same, corners are
-    "packed": (True, False),
-    "causal_packed": (False,),
-    "packed_window": (True, False),
-    "packed_full_window": (True,),
-    "ids": (True, False),
-}
-assert ON_THREE.keys() | ON_TWO.keys() == CASES.keys()
-EACH = [(cp, case, ways) for cp, of in ((3, ON_THREE), (2, ON_TWO)) for case, ways in of.items()]
+ON_TWO = {case: tuple(way for way in (True, False) if way not in ON_THREE.get(case, ())) for case in CASES}
+EACH = [(cp, case, ways) for cp, of in ((3, ON_THREE), (2, ON_TWO)) for case, ways in of.items() if ways]
 
 
 @pytest.mark.parametrize("cp, case, ways", EACH)
