@@ -137,16 +137,21 @@ def call(case, args):
 
 def call_without_tail(case, args):
     """As `call`, with zeros in what a GPU leaves undefined: rows behind the last group. On a CPU they are zeros."""
-    fn = call(case, args)
-    names = [o.name for o, a in zip(case.declared.rule.inputs, args) if a is not None]
+    fn, (rule, ranks, _) = call(case, args), solve(case, args)
+    names = [o.name for o in rule.inputs]
     if "counts" not in names or jax.default_backend() == "cpu":
         return fn
+    axes = [rule.leading(o, ranks) for o in rule.outputs]
+
+    def clear(out, names_of_axes, is_row):
+        for at, (name, size) in enumerate(zip(names_of_axes, out.shape)):
+            if name == "r" and size == is_row.size:  # not blocks of rows
+                return jnp.where(is_row.reshape([size if i == at else 1 for i in range(out.ndim)]), out, 0)
+        return out
 
     def masked(*given):
         is_row = jnp.arange(case.sizes["r"]) < given[names.index("offsets")][-1]
-        along = lambda out: [is_row.size if n == is_row.size else 1 for n in out.shape]
-        clear = lambda out: jnp.where(is_row.reshape(along(out)), out, jnp.zeros_like(out))
-        return [clear(out) if is_row.size in out.shape else out for out in fn(*given)]
+        return [clear(out, of, is_row).astype(out.dtype) for out, of in zip(fn(*given), axes, strict=True)]
 
     return jax.jit(masked)
 
