@@ -18,7 +18,7 @@ enum Kind {
   kSquaredRelu,
   kClampedSilu,
   kKinds
-};  // te_jax/ops/activation.py
+};  // te_jax/ops/quantize/activation.py
 
 // The derivative of min(x, limit): half at the tie, as jax has it.
 __device__ __forceinline__ float BelowLimit(float x, float limit) {

@@ -138,7 +138,7 @@ Status LaunchAttentionFp8Bwd(Stage stage, cudaStream_t stream, Arg dout, Arg q, 
                              Arg lse, Arg scales, Ret dq, Ret dk, Ret dv, Ret dq_amax, Ret dk_amax,
                              Ret dv_amax, Ret dp_amax, Ret workspace, bool causal, double scale);
 
-// Experts that the launchers of routers and of groups take; te_jax/ops/router.py has it too.
+// Experts that the launchers of routers and of groups take; te_jax/ops/experts/router.py has it too.
 inline constexpr int kMostExperts = 1024;
 
 // The activation and its gradient over rows in groups, with a scale for each expert. x [r, a, f], r a
@@ -207,8 +207,8 @@ Status LaunchActivationGroupedBlockBwd(cudaStream_t stream, Arg dy, Arg x, Arg o
                                        double glu_linear_offset, bool power_2, double epsilon);
 
 // The gradient of LaunchActivationGroupedBwd, of x bf16 or f16 [r, a, f/128, 128] without a bias, with a
-// scale: its data and data_t in one array, by squares of 128 x 128 (te_jax/ops/paired.py) -> paired as x,
-// which it may be; amax? f32 [e]; workspace u8: f32 [r/128, f/128] with amax. e5m2: else E4M3.
+// scale: its data and data_t in one array, by squares of 128 x 128 (te_jax/ops/experts/paired.py) -> paired
+// as x, which it may be; amax? f32 [e]; workspace u8: f32 [r/128, f/128] with amax. e5m2: else E4M3.
 Status LaunchActivationGroupedPairedBwd(cudaStream_t stream, Arg dy, Arg x, Arg offsets, Arg counts,
                                         Arg scale, Ret paired, Ret amax, Ret workspace, int64_t kind,
                                         double limit, double alpha, double glu_linear_offset, bool e5m2);

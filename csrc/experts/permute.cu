@@ -14,13 +14,13 @@
 namespace te {
 namespace {
 
-constexpr int kAlignment = 128;  // of groups; te_jax/ops/permute.py has it too
+constexpr int kAlignment = 128;  // of groups; te_jax/ops/experts/permute.py has it too
 
 // ---- te_group ----------------------------------------------------------------------------------------
 
 constexpr int kGroupWarps = 8, kGroupThreads = 32 * kGroupWarps;
 constexpr int kStrip = 256;                   // pairs of a warp
-constexpr int kChunk = kGroupWarps * kStrip;  // pairs of a CTA; te_jax/ops/permute.py has it too
+constexpr int kChunk = kGroupWarps * kStrip;  // pairs of a CTA; te_jax/ops/experts/permute.py has it too
 constexpr int kChunksAtOnce = 16;
 
 struct GroupArgs {

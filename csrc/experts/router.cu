@@ -255,7 +255,7 @@ Status MakeArgs(const char* op, Arg logits, int64_t topk, bool sigmoid, bool sco
   return {};
 }
 
-// te_jax/ops/router.py asks for as many parts of the counts.
+// te_jax/ops/experts/router.py asks for as many parts of the counts.
 int64_t Parts(int64_t tokens) {
   return std::clamp<int64_t>(CeilDiv(tokens, kWarps * kTokensOfAWarp), 1, kMostParts);
 }

@@ -13,7 +13,8 @@
 namespace te::c_api {
 namespace {
 
-constexpr int64_t kGemmWorkspace = int64_t{32} << 20;  // WORKSPACE of te_jax/ops/gemm.py: so plans are jax's
+// WORKSPACE of te_jax/ops/gemm/dense.py: so plans are jax's.
+constexpr int64_t kGemmWorkspace = int64_t{32} << 20;
 
 // The caller's arrays by the names of their fields, and room for the parts that the launcher makes them of.
 #define TE_ARRAY(name) call.Array(#name, a.name, kRequired)

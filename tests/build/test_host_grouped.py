@@ -212,7 +212,7 @@ def test_wgrads(kernel, case, rng):
 
 
 def paired(data):
-    """FP8 [R, k] in both layouts in one array, as bytes [R, 2 k] (te_jax/ops/paired.py)."""
+    """FP8 [R, k] in both layouts in one array, as bytes [R, 2 k] (te_jax/ops/experts/paired.py)."""
     rows, k = data.shape
     squares = data.view(np.uint8).reshape(rows // 128, 128, k // 128, 128)
     return np.stack([squares, squares.swapaxes(1, 3)], 3).reshape(rows, 2 * k)
