@@ -1,4 +1,4 @@
-// How many partial results launchers write; te_jax/ops has it for XLA, tests/build/test_c_api.py compares them.
+// How many partial results launchers write: te_jax/ops has it too, tests/build/test_c_api.py compares them.
 #pragma once
 
 #include "base/check.h"
