@@ -152,7 +152,7 @@ def test_fp8(fields):
     dtype = jnp.bfloat16
     module, x = layer(dtype=dtype, **fields), data(B, S, H, dtype=dtype)
     with te.autocast(True, RECIPE):
-        others, params = flax.core.pop(ref.unboxed(quick_init(module.init)(KEY, x)), "params")
+        others, params = flax.core.pop(ref.unboxed(jit(module.init)(KEY, x)), "params")
         projections = ("query", "kv") if "num_gqa_groups" in fields else ("qkv",)
         gemms = [(f"attention/{name}/", "") for name in (*projections, "out")] + [("mlp/", "_0"), ("mlp/", "_1")]
         leaves = [f"{t}{{}}_{leaf}" for t in ("x", "kernel", "grad") for leaf in ("scale", "amax_history")]
