@@ -58,7 +58,7 @@ def produce(
         scale = fp8.scale_of(role.meta, measure, recipe, role.name, shards)
     statistics = ("amax",) if recipe.has_state else ()
     if statistics and source.offers(form, ("amax", "scale_inv")):
-        statistics += ("scale_inv",)  # beside an amax it takes no launch of its own
+        statistics += ("scale_inv",)  # next to an amax it takes no launch of its own
     names = [name for name in (*beside, *uses.layouts, *statistics) if name not in known]
     got = known | source.run(names, dtype, form, scale, known, recipe.scale_law)
     if "amax" in got:

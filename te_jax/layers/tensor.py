@@ -69,7 +69,7 @@ class Fp8Tensor(NamedTuple):
     scale_inv_t: jax.Array | None = None  # of each block of data_t; None with one scale for both
     amax: jax.Array | None = None  # f32[], or f32[4] of a probed tensor (`fp8.observation`); None without state
     onto: Accumulator | None = None  # of a weight
-    paired: jax.Array | None = None  # in the place of data and data_t both, in one array (`ops.experts.paired`)
+    paired: jax.Array | None = None  # instead of data and data_t, both in one array (`ops.experts.paired`)
 
     @property
     def rows(self) -> tuple[jax.Array, jax.Array]:

@@ -242,7 +242,7 @@ results) -> rows [r, h], the row of x of each slot, times the pair's weight, dat
 says. No block has rows of two groups.
 
 Rows that pad a group are 0, and the tail is undefined (on a CPU 0); neither enters amax. topk: k. The rows of the
-buffer are of tokens from anywhere, so devices share h alone.
+buffer are of tokens from anywhere, so devices share only h.
 """
 
 combine_op: Op = Op(

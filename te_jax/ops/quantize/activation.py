@@ -322,6 +322,11 @@ def _cuda(op, form: ScaleFormat, reference):
     return run
 
 
+def _matrix_of_slots(x: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """`Producer.matrix` of x [*m, a, f]: kernels cut f into tiles, for all slots at once."""
+    return math.prod(x[:-3]), x[-3] if len(x) > 2 else 1, x[-1]
+
+
 ACTIVATION = Producer(
     name="te_activation{}_fwd",
     operands="x: {m} a f",
@@ -331,7 +336,7 @@ ACTIVATION = Producer(
     split=lambda y, **_: (0, y.ndim - 1),
     tensor="y",
     inverse=True,
-    matrix=lambda x, *_, **__: (math.prod(x[:-3]), x[-3] if len(x) > 2 else 1, x[-1]),
+    matrix=lambda x, *_, **__: _matrix_of_slots(x),
     op=dict(replicated="a"),
     kernels={"": dict(fenced="y scale_inv", cuda=_cuda), "_block": dict(cuda=_cuda)},
 )
@@ -356,7 +361,7 @@ ACTIVATION_GRAD = Producer(
     dbias=True,
     inverse=True,
     check=check_same_dtype,
-    matrix=lambda dy, x, *_, **__: (math.prod(x[:-3]), x[-3] if len(x) > 2 else 1, x[-1]),
+    matrix=lambda dy, x, *_, **__: _matrix_of_slots(x),
     op=dict(replicated="a"),
     kernels={"": dict(cuda=_cuda), "_block": dict(cuda=_cuda)},
 )
