@@ -19,7 +19,6 @@ te_jax.compat:       TransformerEngine's module paths.
 te_jax.c_api:        The kernels for programs in C++.
 """
 
-import importlib
 import typing
 
 from te_jax import c_api as c_api
@@ -30,6 +29,7 @@ from te_jax.c_api import get_cmake_dir as get_cmake_dir
 from te_jax.c_api import get_include as get_include
 from te_jax.c_api import get_library as get_library
 from te_jax.core import versions
+from te_jax.core.public import lazy_modules as _lazy_modules
 from te_jax.core.public import public_names as _public_names
 from te_jax.gradients import combine_by_max as combine_by_max
 from te_jax.gradients import max_fp8_metas as max_fp8_metas
@@ -63,14 +63,7 @@ if typing.TYPE_CHECKING:
     from te_jax import optim as optim
 
 _LAZY = ("compat", "flax", "hf", "layers", "models", "nnx", "ops", "optim")
-
-
-def __getattr__(name: str) -> typing.Any:
-    """The other packages, imported at first use: Flax and optax take a second to import."""
-    if name in _LAZY:
-        return importlib.import_module(f"te_jax.{name}")
-    raise AttributeError(f"module 'te_jax' has no attribute {name!r}")
-
+__getattr__ = _lazy_modules("te_jax", _LAZY)  # Flax and optax take a second to import
 
 NVTE_FP8_COLLECTION_NAME = FP8_COLLECTION  # the name that users of TransformerEngine know
 __version__ = versions.installed_version("te_jax") or "0.0.0"  # run from a source tree that is not installed

@@ -9,17 +9,10 @@ te_jax.ops.quantize:   Tensors in FP8.
 te_jax.ops.router, te_jax.ops.permute, te_jax.ops.grouped, te_jax.ops.gemm_grouped: Mixtures of experts.
 """
 
-import importlib
-from typing import Any
+from te_jax.core.public import lazy_modules
 
 __all__ = (
     *("activation", "attention", "attention_context", "gemm", "gemm_grouped", "grouped", "norm", "permute", "quantize"),
     *("rope", "router"),
 )
-
-
-def __getattr__(name: str) -> Any:
-    """The modules, imported at first use."""
-    if name in __all__:
-        return importlib.import_module(f"te_jax.ops.{name}")
-    raise AttributeError(f"module 'te_jax.ops' has no attribute {name!r}")
+__getattr__ = lazy_modules("te_jax.ops", __all__)
