@@ -137,12 +137,16 @@ class ScaleFormat:
         """How many axes that are not contracted a tensor must have: blocks of the transposed layout lie along one."""
         return int(self.block > 0)
 
-    def rule_of_inverses(self, rows: str, columns: str, lead: str = "") -> list[str]:
-        """The rule's text of `inverses` of a tensor [lead, rows, columns], which are in the order of cuBLASLt: in
+    def axes_of_inverse(self, rows: str, columns: str) -> str:
+        """The axes of the inverse scales of [rows, columns], with blocks along columns, in the order of cuBLASLt: in
         1 x block the contracted axis comes first, in block x block last."""
-        m, n = f"{rows}/{self.block}", f"{columns}/{self.block}"
-        axes = (f"{m} {n}", f"{n} {m}") if self.square else (f"{n} {rows}", f"{m} {columns}")
-        return [f"{name}?: {lead} {each}" for name, each in zip(self.inverses.values(), axes)]
+        blocks = f"{columns}/{self.block}"
+        return f"{rows}/{self.block} {blocks}" if self.square else f"{blocks} {rows}"
+
+    def rule_of_inverses(self, rows: str, columns: str, lead: str = "") -> list[str]:
+        """The rule's text of `inverses` of a tensor [lead, rows, columns]."""
+        layouts = (rows, columns), (columns, rows)
+        return [f"{name}?: {lead} {self.axes_of_inverse(*of)}" for name, of in zip(self.inverses.values(), layouts)]
 
     def write(self, y: jax.Array, split: int, dtype: DTypeLike, **law: Any) -> dict[str, jax.Array]:
         """The meaning of ops of blocks: data, data_t and `inverses` of y f32 [*m, *n], with `split` axes in m."""

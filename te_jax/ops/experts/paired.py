@@ -22,13 +22,13 @@ from te_jax.ops.experts.permute import ALIGNMENT, Groups
 from te_jax.ops.experts.router import MOST_EXPERTS
 from te_jax.ops.experts.rows import activation_grouped_bwd, check_groups, grouped_activation_grad_source
 from te_jax.ops.formats import fill, fp8_type
-from te_jax.ops.gemm.dense import check_factors, result_dtypes
+from te_jax.ops.gemm.dense import ONE_SCALE, check_factors
 from te_jax.ops.gemm.grouped import (
     OUT_COLUMNS,
     check_arrays,
+    declare_grouped,
     gemm_grouped_op,
     gemm_grouped_wgrad_op,
-    kernel_takes,
     product_options,
 )
 from te_jax.ops.quantize.activation import check_same_dtype, kind_of
@@ -184,18 +184,11 @@ def _in_one(operands, scales, attrs, names, dtype, scale):
 # -- grouped products -------------------------------------------------------------------------------------------------
 
 
-def _paired_types(lhs, rhs, offsets, counts, *_, dtype, out_dtype, **attrs):
-    _check_paired(_PAIRED_OP, "lhs", lhs)
-    check_factors(_PAIRED_OP, dtype, rhs, 2)
-    check_groups(_PAIRED_OP, offsets, counts)
-    return result_dtypes(_PAIRED_OP, None, out_dtype)
-
-
-def _paired_wgrad_types(lhs, rhs, offsets, counts, lhs_scale_inv, rhs_scale_inv, c, *, dtype, out_dtype, **attrs):
-    _check_paired(_PAIRED_WGRAD_OP, "rhs", rhs)
-    check_factors(_PAIRED_WGRAD_OP, lhs, dtype, 2)
-    check_groups(_PAIRED_WGRAD_OP, offsets, counts)
-    return result_dtypes(_PAIRED_WGRAD_OP, c, out_dtype)
+def _check_pair(side: str, op: str, lhs, rhs, *_, dtype, **__):
+    """The types of a product where the pair is the factor `side`."""
+    factors = dict(lhs=lhs, rhs=rhs)
+    _check_paired(op, side, factors[side])
+    check_factors(op, *(factors | {side: dtype}).values(), 2)
 
 
 def _paired_reference(lhs, rhs, offsets, counts, lhs_scale_inv, rhs_scale_inv, *, dtype, slot, **attrs):
@@ -211,42 +204,27 @@ def _paired_wgrad_reference(lhs, rhs, offsets, counts, lhs_scale_inv, rhs_scale_
     return (in_squares(out),)
 
 
-def _paired_cuda(call, lhs, rhs, offsets, counts, *scales, dtype, **attrs):
-    """The kernel, whose results have a multiple of 8 columns; but of what it does not take the reference."""
-    n = rhs.shape[1]
-    if not kernel_takes(lhs, counts) or 0 in (*lhs.shape, n):
-        return _paired_reference(lhs, rhs, offsets, counts, *scales, dtype=dtype, **attrs)
+def _paired_kernel(call, lhs, rhs, offsets, counts, *scales, dtype, **attrs):
+    """Results have a multiple of 8 columns."""
     (out,) = call(lhs, fill(rhs, 1, OUT_COLUMNS), offsets, counts, *scales, **attrs, **_types_of_bytes(dtype))
-    return (out[:, :n],)
+    return (out[:, : rhs.shape[1]],)
 
 
-def _paired_wgrad_cuda(call, lhs, rhs, offsets, counts, *others, dtype, in_place=False, **attrs):
-    if not kernel_takes(rhs, counts) or 0 in (*lhs.shape, *rhs.shape):
-        return _paired_wgrad_reference(lhs, rhs, offsets, counts, *others, dtype=dtype, **attrs)
-    in_place = {"c": "out"} if in_place and others[-1] is not None else None
-    return call(lhs, rhs, offsets, counts, *others, in_place=in_place, **attrs, **_types_of_bytes(dtype))
+def _paired_wgrad_kernel(call, *operands, dtype, **attrs):
+    return call(*operands, **attrs, **_types_of_bytes(dtype))
 
 
-gemm_grouped_paired_op: Op = Op(
-    _PAIRED_OP,
-    "lhs: r a k/128 p, rhs: e n b k, offsets: o, counts: e, lhs_scale_inv: ~e, rhs_scale_inv: ~e -> out: r n",
-    replicated="r a b e o p",
-    combine={"out": "sum"},
-    dtypes=_paired_types,
-    reference=_paired_reference,
-    cuda=_paired_cuda,
-)
+gemm_grouped_paired_op: Op = declare_grouped(
+    _PAIRED_OP, "r a k/128 p", "e n b k", "r n", _paired_reference, _paired_kernel,
+    (ONE_SCALE,), partial(_check_pair, "lhs"), whole="a b p",
+)  # fmt: skip
 """te_gemm_grouped over slots and columns of a pair lhs [R, a, k / 128, 128], of FP8 type `dtype`: out [R, n] of rhs FP8
 [E, n, b, k], which meets the b slots from `slot` on. Scales f32[E] or [1]; out_dtype and fast_accum as there."""
 
-gemm_grouped_paired_wgrad_op: Op = Op(
-    _PAIRED_WGRAD_OP,
-    "lhs: n r, rhs: r a s p, offsets: o, counts: e, lhs_scale_inv: ~e, rhs_scale_inv: ~e, c?: e n s p -> out: e n s p",
-    replicated="r a e o p",
-    dtypes=_paired_wgrad_types,
-    reference=_paired_wgrad_reference,
-    cuda=_paired_wgrad_cuda,
-)
+gemm_grouped_paired_wgrad_op: Op = declare_grouped(
+    _PAIRED_WGRAD_OP, "n r", "r a s p", "e n s p", _paired_wgrad_reference, _paired_wgrad_kernel,
+    (ONE_SCALE,), partial(_check_pair, "rhs"), whole="a p",
+)  # fmt: skip
 """te_gemm_grouped_wgrad of lhs FP8 [n, R] and a slot of a pair rhs [R, a, s, 128], of FP8 type `dtype`: out
 [E, n, s, 128]. Scales f32[E] or [1]; c, out_dtype, fast_accum and in_place as there."""
 

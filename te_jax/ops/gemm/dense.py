@@ -214,12 +214,10 @@ _products: dict[Formats, tuple[Op, int]] = {}  # the op, and which of its scales
 def _declare_product(left: ScaleFormat, *rights: ScaleFormat, **of_op: Any) -> Op:
     """The product of a left factor in one format and a right factor in one of several. Blocks lie along k, and in
     squares along the last axis of n, too."""
-    name, n = f"te_gemm{left.suffix}", "n... n" if any(right.square for right in rights) else "n..."
-    may, blocks = "?" if len(rights) > 1 else "", f"k... k/{left.block}"
-    of_right = [
-        f"rhs_block_inv{may}: n... n/{right.block} {blocks}" if right.square else f"rhs_scale_inv{may}: {blocks} {n}"
-        for right in rights
-    ]
+    name, k = f"te_gemm{left.suffix}", "k... k"
+    n, may = "n... n" if any(right.square for right in rights) else "n...", "?" if len(rights) > 1 else ""
+    of_left = f"lhs_scale_inv: {left.axes_of_inverse('m...', k)}"
+    of_right = [f"rhs_{right.inverses['data']}{may}: {right.axes_of_inverse(n, k)}" for right in rights]
 
     def reference(lhs, rhs, lhs_scale_inv, *others, outer, out_dtype, **_):
         *scales, bias, c = others
@@ -229,8 +227,7 @@ def _declare_product(left: ScaleFormat, *rights: ScaleFormat, **of_op: Any) -> O
 
     op = Op(
         name,
-        f"lhs: m... k... k, rhs: {n} k... k, lhs_scale_inv: {blocks} m..., {', '.join(of_right)}, bias?: {n}, "
-        f"c?: m... {n} -> out: m... {n}",
+        f"lhs: m... {k}, rhs: {n} {k}, {', '.join([of_left, *of_right])}, bias?: {n}, c?: m... {n} -> out: m... {n}",
         combine={"out": "sum"},
         once=("bias", "c"),
         ranks={"k...": "outer"},

@@ -7,6 +7,7 @@ take them as jax has them: kernels [E, k, n], rows [R, k]. So products of wide f
 nothing.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -50,14 +51,16 @@ _OF_ROWS, _OF_BUFFERS, _AS_BF16 = (ROWS_128, SQUARES_128), (ROWS_128, ROWS_128),
 GROUPED_IN_FP8 = ONE_SCALE, _OF_ROWS, _OF_BUFFERS  # the formats of factors that are multiplied in FP8
 
 
-def _grouped_dtypes(op: str, *operands, out_dtype, **_):
-    lhs, rhs, offsets, counts, *scales, of_out = operands
-    one_scale, in_blocks = ([scale is not None for scale in pair] for pair in (scales[:2], scales[2:4]))
+def _check_scaled(op: str, lhs, rhs, *others, **_):
+    one_scale, in_blocks = ([scale is not None for scale in pair] for pair in (others[:2], others[2:4]))
     if any(one_scale) and any(in_blocks):
         raise TypeError(f"{op}: scales of blocks are given for one operand alone; quantize both in blocks of 128.")
     check_factors(op, lhs, rhs, sum(one_scale + in_blocks))
-    check_groups(op, offsets, counts)
-    return result_dtypes(op, of_out if op == _WGRAD_OP else None, out_dtype)
+
+
+def _check_unquantized(op: str, lhs, rhs, *_, **__):
+    if lhs != rhs or all(lhs != f for f in FLOATS):
+        raise TypeError(f"{op}: lhs is {lhs}, rhs is {rhs}; pass two of one type among f32, bf16, f16.")
 
 
 def _inverse(lhs_scale_inv, rhs_scale_inv, counts):
@@ -116,22 +119,6 @@ def _wgrad_reference(
     return (add_epilogue(out * jnp.expand_dims(inverse, tuple(range(1, out.ndim))), None, c, out_dtype),)
 
 
-def _wide_dtypes(lhs, rhs, offsets, counts, bias, *, out_dtype):
-    _check_wide(_WIDE_OP, lhs, rhs, offsets, counts)
-    return result_dtypes(_WIDE_OP, None, out_dtype)
-
-
-def _wide_wgrad_dtypes(lhs, rhs, offsets, counts, c, *, out_dtype, **_):
-    _check_wide(_WIDE_WGRAD_OP, lhs, rhs, offsets, counts)
-    return result_dtypes(_WIDE_WGRAD_OP, c, out_dtype)
-
-
-def _check_wide(op: str, lhs, rhs, offsets, counts):
-    if lhs != rhs or all(lhs != f for f in FLOATS):
-        raise TypeError(f"{op}: lhs is {lhs}, rhs is {rhs}; pass two of one type among f32, bf16, f16.")
-    check_groups(op, offsets, counts)
-
-
 def _wide_reference(lhs, rhs, offsets, counts, bias, *, out_dtype):
     contract = lhs.ndim - 1
 
@@ -157,7 +144,7 @@ def _wide_wgrad_reference(lhs, rhs, offsets, counts, c, *, out_dtype, **_):
     return (add_epilogue(out.reshape(*counts.shape, *k_axes, *n_axes), None, c, out_dtype),)
 
 
-def kernel_takes(lhs: jax.Array, counts: jax.Array) -> bool:
+def _kernel_takes(lhs: jax.Array, counts: jax.Array) -> bool:
     """Whether the kernel multiplies factors of this type for so many experts; XLA does otherwise."""
     is_hopper = extension.compute_capability() in (None, HOPPER) and extension.is_built_for("90a")
     return is_hopper and lhs.dtype != jnp.float32 and 1 <= counts.shape[0] <= MOST_EXPERTS
@@ -168,12 +155,10 @@ def _bytes_aligned(a, axis: int):
     return fill(a, axis, _TMA_BYTES // a.dtype.itemsize)
 
 
-def _rows_cuda(call, lhs, rhs, offsets, counts, *others, outer, out_dtype, **attrs):
+def _rows_kernel(call, lhs, rhs, offsets, counts, *others, outer, out_dtype, **attrs):
     """Flattens to two axes. Sizes that the kernel does not take are filled up with zeros: a copy."""
     contract = outer + 1
     rows, n_axes = lhs.shape[0], rhs.shape[1 : rhs.ndim - contract]
-    if not kernel_takes(lhs, counts) or 0 in (*lhs.shape, *n_axes):
-        return _rows_reference(lhs, rhs, offsets, counts, *others, outer=outer, out_dtype=out_dtype, **attrs)
     *one_scale, row_inv, block_inv, bias = others
     bias = None if bias is None else bias.astype(out_dtype)
     if block_inv is not None:  # blocks may be cut at the end of one axis alone
@@ -190,29 +175,22 @@ def _rows_cuda(call, lhs, rhs, offsets, counts, *others, outer, out_dtype, **att
     return (out[:, :n].reshape(rows, *filled)[..., : n_axes[-1]],)
 
 
-def _wgrad_cuda(call, lhs, rhs, offsets, counts, *others, out_dtype, slots, slot, in_place=False, **attrs):
-    """As `_rows_cuda`; k is filled up. A sum that is no multiple of that is not added to in place."""
+def _wgrad_kernel(call, lhs, rhs, offsets, counts, *others, slots, **attrs):
+    """As `_rows_kernel`; k is filled up. A sum that is no multiple of that is not added to in place."""
     n_axes, k_axes, rows = lhs.shape[:-1], rhs.shape[slots:-1], lhs.shape[-1]
-    if not kernel_takes(lhs, counts) or 0 in (*lhs.shape, *k_axes):
-        attrs |= dict(out_dtype=out_dtype, slots=slots, slot=slot)
-        return _wgrad_reference(lhs, rhs, offsets, counts, *others, **attrs)
     *one_scale, lhs_inv, rhs_inv, c = others
     experts, n, k = counts.shape[0], prod(n_axes), prod(k_axes)
     lhs, rhs = lhs.reshape(n, rows), fill(rhs.reshape(*rhs.shape[:slots], k, rows), slots, OUT_COLUMNS)
     if lhs_inv is not None:
         lhs_inv, rhs_inv = lhs_inv.reshape(-1, n), fill(rhs_inv.reshape(-1, k), 1, OUT_COLUMNS)
     c = None if c is None else fill(c.reshape(experts, n, k), 2, OUT_COLUMNS)
-    in_place = {"c": "out"} if in_place and c is not None else None
-    options = dict(out_dtype=out_dtype, in_place=in_place, slots=slots, slot=slot, **attrs)
-    (out,) = call(lhs, rhs, offsets, counts, *one_scale, lhs_inv, rhs_inv, c, **options)
+    (out,) = call(lhs, rhs, offsets, counts, *one_scale, lhs_inv, rhs_inv, c, slots=slots, **attrs)
     return (out[..., :k].reshape(experts, *n_axes, *k_axes),)
 
 
-def _wide_cuda(call, lhs, rhs, offsets, counts, bias, *, out_dtype):
-    """As `_rows_cuda`."""
+def _wide_kernel(call, lhs, rhs, offsets, counts, bias, *, out_dtype):
+    """As `_rows_kernel`."""
     rows, experts, n_axes = lhs.shape[0], counts.shape[0], rhs.shape[lhs.ndim :]
-    if not kernel_takes(lhs, counts) or 0 in (*lhs.shape, *n_axes):
-        return _wide_reference(lhs, rhs, offsets, counts, bias, out_dtype=out_dtype)
     n, k = prod(n_axes), prod(lhs.shape[1:])
     lhs, rhs = _eights(lhs.reshape(rows, k), 1), _eights(rhs.reshape(experts, k, n), 1, 2)
     bias = None if bias is None else _eights(bias.astype(out_dtype).reshape(experts, n), 1)
@@ -220,16 +198,13 @@ def _wide_cuda(call, lhs, rhs, offsets, counts, bias, *, out_dtype):
     return (out[:, :n].reshape(rows, *n_axes),)
 
 
-def _wide_wgrad_cuda(call, lhs, rhs, offsets, counts, c, *, out_dtype, in_place=False):
-    """As `_wgrad_cuda`; n is filled up, too."""
+def _wide_wgrad_kernel(call, lhs, rhs, offsets, counts, c, *, out_dtype):
+    """As `_wgrad_kernel`; n is filled up, too."""
     experts, rows, k_axes, n_axes = counts.shape[0], lhs.shape[0], lhs.shape[1:], rhs.shape[1:]
-    if not kernel_takes(lhs, counts) or 0 in (*lhs.shape, *n_axes):
-        return _wide_wgrad_reference(lhs, rhs, offsets, counts, c, out_dtype=out_dtype)
     k, n = prod(k_axes), prod(n_axes)
     lhs, rhs = _eights(lhs.reshape(rows, k), 1), _eights(rhs.reshape(rows, n), 1)
     c = None if c is None else _eights(c.reshape(experts, k, n), 1, 2)
-    in_place = {"c": "out"} if in_place and c is not None else None
-    (out,) = call(lhs, rhs, offsets, counts, c, out_dtype=out_dtype, in_place=in_place)
+    (out,) = call(lhs, rhs, offsets, counts, c, out_dtype=out_dtype)
     return (out[:, :k, :n].reshape(experts, *k_axes, *n_axes),)
 
 
@@ -240,49 +215,59 @@ def _eights(a, *axes: int):
     return a
 
 
-gemm_grouped_op: Op = Op(
-    _ROWS_OP,
-    "lhs: r k... k, rhs: e n... n k... k, offsets: o, counts: e, lhs_scale_inv?: ~e, rhs_scale_inv?: ~e, "
-    "lhs_row_inv?: k... k/128 r, rhs_block_inv?: e n... n/128 k... k/128, bias?: e n... n -> out: r n... n",
-    replicated="r e o",
-    combine={"out": "sum"},
-    once=("bias",),
-    ranks={"k...": "outer"},
-    dtypes=partial(_grouped_dtypes, _ROWS_OP),
-    reference=_rows_reference,
-    cuda=_rows_cuda,
+def declare_grouped(
+    name: str, lhs: str, rhs: str, out: str, reference: Callable[..., Any], kernel: Callable[..., Any],
+    formats: Sequence[Formats] = (), check: Callable[..., None] | None = None, *, slots: str = "", whole: str = "",
+    biased: bool = False, **of_op: Any,
+) -> Op:  # fmt: skip
+    """A product of rows of groups; or, with experts in front of `out`, of the rows of each, to which `c` is added.
+
+    lhs, rhs, out: their axes; of a factor that may be in blocks the contracted ones are behind `|`.
+    reference, kernel: `reference` and `cuda` of the Op; what the kernel does not take the reference serves.
+    formats: of lhs and rhs: none where the factors are unquantized; ONE_SCALE (or one scale for each expert); and a
+             pair of formats of blocks, whose scales are operands of their own.
+    check:   (name, the types of lhs, rhs and what is behind `counts`, **attributes): raises for types that do not fit.
+    slots:   axes in front of rhs that its scales lack. whole: axes that stay on one device, too.
+    biased:  whether each expert may have a bias. of_op: further arguments of the Op.
+    """
+    of_experts, may = out.startswith("e "), "?" if len(formats) > 1 else ""
+    check_types = check or (_check_scaled if formats else _check_unquantized)
+    operands = [f"lhs: {lhs}", f"rhs: {slots} {rhs}", "offsets: o", "counts: e"]
+    operands += [f"{side}_scale_inv{may}: ~e" for side in ("lhs", "rhs") if formats]
+    for side, form, axes in (each for in_blocks in formats[1:] for each in zip(("lhs", "rhs"), in_blocks, (lhs, rhs))):
+        inverse = "block_inv" if form.square else "row_inv"
+        operands.append(f"{side}_{inverse}?: {form.axes_of_inverse(*map(str.strip, axes.split('|')))}")
+    operands += [f"bias?: e {out.removeprefix('r ')}"] * biased + [f"c?: {out}"] * of_experts
+
+    def dtypes(lhs, rhs, offsets, counts, *others, out_dtype, **attrs):
+        check_types(name, lhs, rhs, *others, **attrs)
+        check_groups(name, offsets, counts)
+        return result_dtypes(name, others[-1] if of_experts else None, out_dtype)
+
+    def cuda(call, lhs, rhs, offsets, counts, *others, in_place=False, **attrs):
+        if not _kernel_takes(lhs, counts) or 0 in (*lhs.shape, *rhs.shape):
+            return reference(lhs, rhs, offsets, counts, *others, **attrs)
+        in_place = {"c": "out"} if in_place and others[-1] is not None else None
+        return kernel(partial(call, in_place=in_place), lhs, rhs, offsets, counts, *others, **attrs)
+
+    rule = f"{', '.join(operands)} -> out: {out}".replace("|", "")
+    of_op |= dict(replicated=f"r e o {slots} {whole}", combine={} if of_experts else {"out": "sum"})
+    return Op(name, rule, once=("bias",) * biased, dtypes=dtypes, reference=reference, cuda=cuda, **of_op)
+
+
+gemm_grouped_op: Op = declare_grouped(
+    _ROWS_OP, "r | k... k", "e n... n | k... k", "r n... n", _rows_reference, _rows_kernel, (ONE_SCALE, _OF_ROWS),
+    biased=True, ranks={"k...": "outer"},
+)  # fmt: skip
+gemm_grouped_wgrad_op: Op = declare_grouped(
+    _WGRAD_OP, "n... | r", "k... | r", "e n... k...", _wgrad_reference, _wgrad_kernel, (ONE_SCALE, _OF_BUFFERS),
+    slots="a...", ranks={"a...": "slots"},
+)  # fmt: skip
+gemm_grouped_wide_op: Op = declare_grouped(
+    _WIDE_OP, "r k...", "e k... n...", "r n...", _wide_reference, _wide_kernel, biased=True
 )
-
-gemm_grouped_wgrad_op: Op = Op(
-    _WGRAD_OP,
-    "lhs: n... r, rhs: a... k... r, offsets: o, counts: e, lhs_scale_inv?: ~e, rhs_scale_inv?: ~e, "
-    "lhs_row_inv?: r/128 n..., rhs_row_inv?: r/128 k..., c?: e n... k... -> out: e n... k...",
-    replicated="r e o a...",
-    ranks={"a...": "slots"},
-    dtypes=partial(_grouped_dtypes, _WGRAD_OP),
-    reference=_wgrad_reference,
-    cuda=_wgrad_cuda,
-)
-
-
-gemm_grouped_wide_op: Op = Op(
-    _WIDE_OP,
-    "lhs: r k..., rhs: e k... n..., offsets: o, counts: e, bias?: e n... -> out: r n...",
-    replicated="r e o",
-    combine={"out": "sum"},
-    once=("bias",),
-    dtypes=_wide_dtypes,
-    reference=_wide_reference,
-    cuda=_wide_cuda,
-)
-
-gemm_grouped_wide_wgrad_op: Op = Op(
-    _WIDE_WGRAD_OP,
-    "lhs: r k..., rhs: r n..., offsets: o, counts: e, c?: e k... n... -> out: e k... n...",
-    replicated="r e o",
-    dtypes=_wide_wgrad_dtypes,
-    reference=_wide_wgrad_reference,
-    cuda=_wide_wgrad_cuda,
+gemm_grouped_wide_wgrad_op: Op = declare_grouped(
+    _WIDE_WGRAD_OP, "r k...", "r n...", "e k... n...", _wide_wgrad_reference, _wide_wgrad_kernel
 )
 
 
