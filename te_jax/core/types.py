@@ -15,6 +15,8 @@ def align(*args: Any) -> Any:
     be None, or a tree.
     """
     union = frozenset().union(*map(varying, jax.tree.leaves(args)))
+    if not union:
+        return list(args)
 
     def cast(a):
         lacks = tuple(sorted(union - varying(a)))

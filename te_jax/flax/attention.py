@@ -15,7 +15,7 @@ from te_jax.flax._fields import Module, check_call, groups_divide_heads, groups_
 from te_jax.flax._state import attention_metas, describe, recipe_of
 from te_jax.layers.fp8_attention import attend_by_recipe
 from te_jax.ops.attention import SequenceDescriptor, dot_product_attention
-from te_jax.ops.attention.op import parts_of
+from te_jax.ops.attention.op import operand_types
 from te_jax.ops.attention.options import check_options, sort_masks, warn_of_padding
 from te_jax.sharding import HEAD_AXES
 
@@ -147,7 +147,7 @@ class DotProductAttention(Module):
         check_call(self, deterministic=deterministic)
         check_call(self, score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
         arrays = self._unpack(query, key, value)
-        types = parts_of(*arrays)
+        types = operand_types(*arrays)
         mask, sequence_descriptor = sort_masks(describe(self), mask, sequence_descriptor)
         self._check(*types, sequence_descriptor)
         rows = types[0].shape[0]

@@ -13,7 +13,7 @@ from te_jax.core.check import NONE, Kind, check, one_of, warn_once
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.policies import ATTENTION, QUANTIZED, STATISTICS, named
 from te_jax.core.types import align, like
-from te_jax.ops.attention.api import dot_product_attention, execute
+from te_jax.ops.attention.api import dot_product_attention, run
 from te_jax.ops.attention.form import form_of
 from te_jax.ops.attention.fp8 import (
     LARGEST_SCALE,
@@ -26,10 +26,9 @@ from te_jax.ops.attention.fp8 import (
 )
 from te_jax.ops.attention.mask import Band
 from te_jax.ops.attention.mesh import undivided_groups
-from te_jax.ops.attention.op import parts_of
 from te_jax.ops.attention.options import AttentionOptions, check_options
+from te_jax.ops.attention.plan import plan_of
 from te_jax.ops.attention.reference import split_joined
-from te_jax.ops.attention.resolve import resolve
 from te_jax.ops.attention.vjp import attention_bwd_of
 from te_jax.ops.quantize.array import quantize
 from te_jax.recipe import DelayedScaling, Recipe
@@ -69,20 +68,20 @@ class _Saved(NamedTuple):
 def attend_by_recipe(
     operands: Sequence[jax.Array], options: AttentionOptions, recipe: Recipe | None, metas: AttentionMetas | None
 ) -> Any:
-    """Attention of (q, k, v), (q, kv) or (qkv,), by the plan that `resolve` makes: in FP8 where the caller has FP8
+    """Attention of (q, k, v), (q, kv) or (qkv,), by the plan of `plan_of`: in FP8 where the caller has FP8
     state and FP8 attention serves the call. Another call of such a caller warns, once for each reason.
 
     recipe, metas: as in `attention_fp8`; metas None: never in FP8.
 
     Returns as `dot_product_attention`, and raises what it raises, or `context_parallel_attention`.
     """
-    choice = resolve(*parts_of(*operands), options, recipe=None if metas is None else recipe)
-    if choice.implementation == "fp8":
+    made = plan_of(operands, options, recipe=None if metas is None else recipe)
+    if made.choice.implementation == "fp8":
         return _attend_fp8(*split_joined(*operands), options, recipe, metas)
-    out = execute(choice, operands, options)
+    out = run(made, operands)
     if metas is None:
         return out
-    warn_once(options.name, f"not in FP8, though the recipe has fp8_dpa=True: {choice.refused['fp8']}.")
+    warn_once(options.name, f"not in FP8, though the recipe has fp8_dpa=True: {made.choice.refused['fp8']}.")
     return jax.tree.map(lambda x: _keep_state(x, metas), out)
 
 

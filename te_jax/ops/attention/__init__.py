@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: read api, options, resolve, then what was chosen."""
+"""Scaled dot-product attention: read api, options, plan, then what it says."""
 
 import importlib
 from typing import Any
@@ -13,7 +13,7 @@ from te_jax.ops.attention.op import attention_bwd as attention_bwd
 from te_jax.ops.attention.op import attention_fwd as attention_fwd
 from te_jax.ops.attention.options import AttentionKeywords as AttentionKeywords
 from te_jax.ops.attention.options import AttentionOptions as AttentionOptions
-from te_jax.ops.attention.resolve import AttentionChoice as AttentionChoice
+from te_jax.ops.attention.plan import AttentionChoice as AttentionChoice
 
 
 def __getattr__(name: str) -> Any:

@@ -12,12 +12,12 @@ from te_jax.core.check import ARRAY, BOOL, check, warn_once
 from te_jax.core.policies import ATTENTION, named
 from te_jax.core.types import align
 from te_jax.ops.attention.context import attend_cut
-from te_jax.ops.attention.form import form_of
+from te_jax.ops.attention.form import Form
 from te_jax.ops.attention.mesh import own_key, undivided_groups, whole_rows
-from te_jax.ops.attention.op import parts_of
+from te_jax.ops.attention.op import operand_types
 from te_jax.ops.attention.options import AttentionKeywords, AttentionOptions, check_options, takes_options
+from te_jax.ops.attention.plan import AttentionPlan, plan_of
 from te_jax.ops.attention.reference import attend, split_joined
-from te_jax.ops.attention.resolve import AttentionChoice, resolve
 from te_jax.ops.attention.vjp import attention
 
 _LONG = 4096  # beyond its square the s x t logits in memory deserve a warning
@@ -74,7 +74,7 @@ def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: U
     """
     q, k, v = as_jax(q, k, v)
     checked = check_options(dot_product_attention, q, k, v, options, warns=True)
-    return execute(resolve(q, k, v, checked), (q, k, v), checked)
+    return run(plan_of((q, k, v), checked), (q, k, v))
 
 
 @takes_options()
@@ -110,21 +110,21 @@ def _attend_joined(function, name, operands, interleaved, options):
         wanted = f"heads, {n}, d" if interleaved else f"{n}, heads, d"
         raise ValueError(f"{op}: {name} has shape {tuple(joined.shape)}; pass [b..., tokens, {wanted}].")
     operands = (*apart, jnp.swapaxes(joined, -3, -2) if interleaved else joined)  # only in name: see `Op.layout`
-    q, k, v = parts_of(*operands)
-    checked = check_options(function, q, k, v, options, interleaved=bool(interleaved), warns=True)
-    return execute(resolve(q, k, v, checked), operands, checked)
+    checked = check_options(function, *operand_types(*operands), options, interleaved=bool(interleaved), warns=True)
+    return run(plan_of(operands, checked), operands)
 
 
 # ---- one device, or arrays that the compiler shards ----------------------------------------------
 
 
-def execute(choice: AttentionChoice, operands: Sequence[jax.Array], options: AttentionOptions) -> Any:
-    """What `choice`, which is not "fp8", returns for (q, k, v), (q, kv) or (qkv,): out, or a tuple of out and what else
-    is asked for."""
+def run(plan: AttentionPlan, operands: Sequence[jax.Array]) -> Any:
+    """What a plan, of no "fp8", returns for (q, k, v), (q, kv) or (qkv,): out, or a tuple of out and what else is asked
+    for."""
+    choice, options, form = plan
     if choice.implementation == "context_parallel":
         out, lse, max_logit = *attend_cut(*split_joined(*operands), options), None
     elif choice.implementation == "cudnn":
-        out, lse, max_logit = *_attend_cudnn(operands, options), None
+        out, lse, max_logit = *_attend_cudnn(operands, options, form), None
     else:
         q, k, v = split_joined(*operands)
         logits = q.shape[-3] * k.shape[-3]  # a symbol under `jax.export` may be of any size
@@ -137,19 +137,19 @@ def execute(choice: AttentionChoice, operands: Sequence[jax.Array], options: Att
     return (out, *more) if more else out
 
 
-def _attend_cudnn(operands, options: AttentionOptions):
+def _attend_cudnn(operands, options: AttentionOptions, form: Form):
     """-> out, lse of the ops."""
     restore = lambda out: out
     if len(operands) > 1:
         q, restore = undivided_groups(operands[0], operands[-1].shape[-2])
         operands = (q, *operands[1:])
-    q, k, _ = parts_of(*operands)
-    form, sink = form_of(options, q, k), options.offset(q)
+    q, k, _ = operand_types(*operands)
+    (bias, segments), sink = form.extras(q, k), options.offset(q)
     sink = None if sink is None else sink.reshape(-1)
     words = None
     if options.dropout_rate:  # random bits for every row and head of a query: u32[b..., h, 4]
         words = jax.random.bits(own_key(options.dropout_rng, *operands), (*q.shape[:-3], q.shape[-2], 4), jnp.uint32)
-    *operands, bias, sink, segments, rng = align(*operands, form.bias, sink, form.segments, words)
+    *operands, bias, sink, segments, rng = align(*operands, bias, sink, segments, words)
     name = options.context_checkpoint_name
     out, lse = attention(tuple(operands), bias, sink, segments, rng, form.attrs, name)
     return restore(out), lse

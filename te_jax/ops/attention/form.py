@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from te_jax.ops.attention.decode import is_one_query
-from te_jax.ops.attention.mask import Band
+from te_jax.ops.attention.mask import Band, Mask, SequenceDescriptor
 from te_jax.ops.attention.options import AttentionOptions
 from te_jax.ops.attention.reference import HIDDEN, wide
 
@@ -36,50 +36,61 @@ class Attrs(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The operands beside q, k, v, the sink and the key, and the attributes."""
+    """What a call asks of the attention ops. The types of its arrays decide it; `extras` reads the arrays."""
 
-    bias: jax.Array | None  # [b... or 1, h or 1, s, t]
-    segments: jax.Array | None  # i32[b..., n, 4]; also of full rows where cuDNN wants lengths
+    options: AttentionOptions
     attrs: Attrs
+    described: SequenceDescriptor | None  # whose segments are an operand
+    says_full: bool  # without a descriptor the operand says that rows are full, for cuDNN wants lengths
+    hidden: Mask  # what becomes a bias: a mask, and what cuDNN cannot combine
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the ops get a bias."""
+        return self.options.has_bias or not self.hidden.is_open
+
+    @property
+    def only_band(self) -> bool:
+        """Whether only attributes say which keys are hidden: the ops get neither a bias nor segments."""
+        return not self.has_bias and self.described is None and not self.says_full
+
+    def decodes(self, s: int) -> bool:
+        """Whether the ops for s queries are lowered as `decode.one_query`."""
+        number = 0 if self.described is None else self.described.most_segments
+        adds = self.has_bias or self.attrs.dropout_rate > 0 or self.attrs.seq_major
+        return is_one_query(s, number, sees_all=self.attrs.left == self.attrs.right == -1, adds=adds)
+
+    def extras(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+        """-> the bias [b... or 1, h or 1, s, t] of a type that cuDNN takes, with a large negative number for -inf and
+        "hidden"; the segments i32[b..., n, 4]."""
+        (s, t), options = (q.shape[-3], k.shape[-3]), self.options
+        bias = options.total_bias(s, t)
+        if options.pre_scale:  # in f32, unless a power of two is exact in any type
+            bias = options.scale * (bias if frexp(options.scale)[0] in (0.5, -0.5) else bias.astype(wide(bias)))
+        hidden = self.hidden.hides(s, t)
+        if self.has_bias:
+            bias = jnp.zeros((), q.dtype) if bias is None else bias
+            # f16 has no such number
+            bias = bias.astype(jnp.bfloat16 if bias.dtype == q.dtype == jnp.bfloat16 else jnp.float32)
+            bias = jnp.maximum(bias, jnp.asarray(HIDDEN, bias.dtype))
+            bias = bias if hidden is None else jnp.where(hidden, jnp.asarray(HIDDEN, bias.dtype), bias)
+        segments = None if self.described is None else self.described.segments()
+        if self.says_full:
+            segments = jnp.broadcast_to(jnp.array([0, s, 0, t], jnp.int32), (*q.shape[:-3], 1, 4))
+        return bias, segments
 
 
 def form_of(options: AttentionOptions, q: Any, k: Any) -> Form:
-    """What the ops are asked for. A mask, and what cuDNN cannot combine, becomes a bias, with a number for "hidden"."""
+    """The form of a call of q and k (arrays, or their types)."""
     s, t = q.shape[-3], k.shape[-3]
-    band, described, rest = _mask_of(options, s, t)
-    bias = options.total_bias(s, t)
-    if options.pre_scale:  # in f32, unless a power of two is exact in any type
-        bias = options.scale * (bias if frexp(options.scale)[0] in (0.5, -0.5) else bias.astype(wide(bias)))
-    bias = _bias(bias, rest.hides(s, t), q)
-    segments = None if described is None else described.segments()
-    if described is None and _wants_lengths(band, s, t, bias is not None):
-        segments = jnp.broadcast_to(jnp.array([0, s, 0, t], jnp.int32), (*q.shape[:-3], 1, 4))
+    band, described, hidden = options.mask.split(s, t, has_bias=options.has_bias, drops=options.dropout_rate > 0)
+    says_full = described is None and _wants_lengths(band, s, t, options.has_bias or not hidden.is_open)
     left, right = (-1 if size is None else size for size in band[:2])
     attrs = Attrs(
-        left, right, band.bottom_right, options.seq_major and segments is None, options.scale,
+        left, right, band.bottom_right, options.seq_major and described is None and not says_full, options.scale,
         options.dropout_rate, options.deterministic, options.has_bias, options.interleaved,
     )  # fmt: skip
-    return Form(bias, segments, attrs)
-
-
-def only_band(options: AttentionOptions, q: Any, k: Any) -> bool:
-    """Whether attributes alone say which keys are hidden: `form_of` gives neither bias nor segments."""
-    s, t = q.shape[-3], k.shape[-3]
-    band, described, rest = _mask_of(options, s, t)
-    return not options.has_bias and described is None and rest.is_open and not _wants_lengths(band, s, t, False)
-
-
-def decodes(options: AttentionOptions, q: Any, k: Any) -> bool:
-    """Whether what `form_of` asks for is lowered as `decode.one_query`."""
-    s, t = q.shape[-3], k.shape[-3]
-    band, described, rest = _mask_of(options, s, t)
-    number = 0 if described is None else jax.eval_shape(described.segments).shape[-2]
-    adds = options.has_bias or not rest.is_open or options.dropout_rate > 0 or (options.seq_major and not number)
-    return is_one_query(s, number, sees_all=band.is_open, adds=adds)
-
-
-def _mask_of(options: AttentionOptions, s: int, t: int):
-    return options.mask.split(s, t, has_bias=options.has_bias, drops=options.dropout_rate > 0)
+    return Form(options, attrs, described, says_full, hidden)
 
 
 def _wants_lengths(band: Band, s: int, t: int, has_bias: bool) -> bool:
@@ -90,14 +101,3 @@ def _wants_lengths(band: Band, s: int, t: int, has_bias: bool) -> bool:
     (https://github.com/pytorch/pytorch/issues/196678).
     """
     return (s > t and (band.left is not None or band.bottom_right)) or (has_bias and t % 128 != 0)
-
-
-def _bias(bias, hidden, q) -> jax.Array | None:
-    """Both as one [b... or 1, h or 1, s, t] of a type that cuDNN takes; "hidden" and -inf as a large negative one."""
-    if bias is None and hidden is None:
-        return None
-    if bias is None:
-        bias = jnp.zeros((), q.dtype)
-    bias = bias.astype(jnp.bfloat16 if bias.dtype == q.dtype == jnp.bfloat16 else jnp.float32)  # f16 has no such number
-    bias = jnp.maximum(bias, jnp.asarray(HIDDEN, bias.dtype))
-    return bias if hidden is None else jnp.where(hidden, jnp.asarray(HIDDEN, bias.dtype), bias)

@@ -169,6 +169,12 @@ class SequenceDescriptor:
         """Whether each row is one segment, from its first token on."""
         return self.segment_ids is None and self.seq_offsets is None
 
+    @property
+    def most_segments(self) -> int:
+        """How many segments a row has at most; of lengths."""
+        sizes = (1 if self.seq_offsets is None else x.shape[-1] for x in self.seqlens)
+        return max(1, *sizes)  # without any segment: one that is not there
+
     def segments(self) -> jax.Array:
         """i32[b, n, 4]: each segment's first query, number of queries, first key and number of keys.
 
@@ -178,7 +184,7 @@ class SequenceDescriptor:
         if starts is None:
             lens = tuple(x[..., None] for x in lens)
             starts = tuple(map(jnp.zeros_like, lens))
-        n = max(1, *(x.shape[-1] for x in lens))  # without any segment: one that is not there
+        n = self.most_segments
         fill = lambda x, value: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n - x.shape[-1])], constant_values=value)
         columns = [
             c for start, size in zip(starts, lens) for c in (fill(start[..., : size.shape[-1]], -1), fill(size, 0))

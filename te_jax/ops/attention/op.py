@@ -64,13 +64,19 @@ def gpu_refuses(d: int, e: int, *, only_band: bool, has_bias: bool, deterministi
     return ""
 
 
-def parts_of(*operands: Any) -> tuple[Any, ...]:
-    """The types of q, k, v in (q, k, v), (q, kv) or (qkv,)."""
+def present(*operands: Any) -> tuple[Any, ...]:
+    """The operands that a call has."""
+    return tuple(x for x in operands if x is not None)
+
+
+def operand_types(*operands: Any) -> tuple[Any, ...]:
+    """The types of q, k, v in (q, k, v), (q, kv) or (qkv,); a None is none of them."""
+    operands = tuple(x for x in operands if x is not None)
     if len(operands) == 3:
         return operands
     *apart, joined = operands
-    part = jax.ShapeDtypeStruct((*joined.shape[:-3], *joined.shape[-2:]), joined.dtype)
-    return (*apart, *(part,) * (3 - len(apart)))
+    one = jax.ShapeDtypeStruct((*joined.shape[:-3], *joined.shape[-2:]), joined.dtype)
+    return (*apart, *(one,) * (3 - len(apart)))
 
 
 # ---- the CUDA call -------------------------------------------------------------------------------
@@ -78,15 +84,15 @@ def parts_of(*operands: Any) -> tuple[Any, ...]:
 
 def _workspace(q, k, v, kv, qkv, bias, segments, *rest, outputs, deterministic=False, **attrs) -> int:
     """Bytes, from cuDNN's plan where there is a GPU; else (cross-lowering) from above."""
-    operands = present(q, k, v, kv, qkv)
-    q, _, v = parts_of(*operands)
+    joined = 4 - len(present(q, k, v, kv, qkv))
+    q, _, v = operand_types(q, k, v, kv, qkv)
     (b, s, h, d), (t, g, e) = q.shape, v.shape[1:]
     is_forward, dbias = "out" in outputs, "dbias" in outputs
     module = extension.require_for_lowering()
     if module:
         return module.attention_workspace(
             "fwd" if is_forward else "bwd", "bf16" if q.dtype == jnp.bfloat16 else "f16", b, s, t, h, g, d, e,
-            joined=4 - len(operands), segments=0 if segments is None else segments.shape[1],
+            joined=joined, segments=0 if segments is None else segments.shape[1],
             bias_b=0 if bias is None else bias.shape[0], bias_h=0 if bias is None else bias.shape[1],
             bias_f32=bias is not None and bias.dtype == jnp.float32, dbias=dbias, deterministic=deterministic, **attrs,
         )  # fmt: skip
@@ -151,15 +157,10 @@ def _lse_if_drawn_here(lse, drawn):
     return jnp.where(jnp.all(drawn == _numbered(seed, drawn.shape[:-1])), lse, jnp.nan)
 
 
-def present(*operands: Any) -> tuple[Any, ...]:
-    """The operands that a call has."""
-    return tuple(x for x in operands if x is not None)
-
-
 def _call_forward(call, *operands, **attrs):
     """The lowering of the forward op."""
     *arrays, bias, segments, rng = operands
-    q, k, v = parts_of(*present(*arrays))
+    q, k, v = operand_types(*arrays)
     if cudnn_refuses(q, k, v) or (rng is not None and cudnn_refuses_backward(q)):
         # The op means the same for every type and size.
         return reference.forward(*operands, **attrs)
@@ -192,7 +193,7 @@ def _run(call, *operands, **attrs):
 def _backward(call, dout, *operands, **attrs):
     """The lowering of the backward op."""
     *arrays, bias, segments, out, lse, drawn = operands
-    q, k, v = parts_of(*present(*arrays))
+    q, k, v = operand_types(*arrays)
     if cudnn_refuses(q, k, v) or cudnn_refuses_backward(q):
         return reference.backward(dout, *operands, **attrs)
     batch = q.shape[:-3]

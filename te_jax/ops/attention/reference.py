@@ -1,7 +1,7 @@
 """The meaning of the attention ops, in plain JAX."""
 
 from collections.abc import Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -158,7 +158,8 @@ def _logits(q, k, bias, hidden, *, scale, pre_scale=False, softcap=None):
     return logits if hidden is None else jnp.where(hidden, -jnp.inf, logits)
 
 
-def _hidden(s, t, segments, *, left, right, bottom_right):
+@partial(jax.jit, static_argnums=(0, 1), static_argnames=("left", "right", "bottom_right"), inline=True)
+def _hidden(s, t, segments, *, left, right, bottom_right):  # traced once for both passes
     """bool, broadcastable to [b..., h, s, t]: the keys that the attributes and segments of an op hide; None: none."""
     band = Band(*(None if size < 0 else size for size in (left, right)), bottom_right)
     if segments is not None:

@@ -11,7 +11,7 @@ from te_jax.core.derivatives import custom_vjp
 from te_jax.core.policies import ATTENTION, named
 from te_jax.core.types import like
 from te_jax.ops.attention.form import Attrs, Form
-from te_jax.ops.attention.op import attention_bwd, attention_fwd, parts_of
+from te_jax.ops.attention.op import attention_bwd, attention_fwd, operand_types
 from te_jax.ops.attention.reference import HIDES, sum_to, wide
 
 
@@ -68,12 +68,14 @@ attention.defvjp(_attention_fwd, _attention_bwd)
 
 def attention_fwd_of(operands: Sequence[jax.Array], form: Form) -> tuple[jax.Array, jax.Array]:
     """-> out, lse of `attention`, without a derivative."""
-    return _attention_fwd(operands, form.bias, None, form.segments, None, form.attrs, None)[0]
+    bias, segments = form.extras(*operands[:2])
+    return _attention_fwd(operands, bias, None, segments, None, form.attrs, None)[0]
 
 
 def attention_bwd_of(operands: Sequence[jax.Array], form: Form, dout: jax.Array, out: jax.Array, lse: jax.Array) -> Any:
     """-> the gradients of operands (q, k, v). out, lse: of all keys that the queries see, also of others than k."""
-    residuals = (operands, form.bias, None, form.segments, out, lse, None)
+    bias, segments = form.extras(*operands[:2])
+    residuals = (operands, bias, None, segments, out, lse, None)
     return _attention_bwd(form.attrs, None, residuals, (dout, None))[0]
 
 
@@ -115,6 +117,6 @@ def _whole(bias, operands):
     """The bias [b... or 1, h or 1, s, t]."""
     if bias is None:
         return None
-    q, k, _ = parts_of(*operands)
+    q, k, _ = operand_types(*operands)
     bias = as_rank(bias, len(q.shape))
     return jnp.broadcast_to(bias, (*bias.shape[:-2], q.shape[-3], k.shape[-3]))
