@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from te_jax.layers import MoEOptions, quantize_experts
 from te_jax.layers import moe as experts_layer
-from te_jax.layers.weight import GradientSlot
+from te_jax.layers.weight import GradientTarget
 from te_jax.ops.experts.router import RouterOptions
 from te_jax.recipe import Recipe
 from te_jax.state import fp8
@@ -120,7 +120,7 @@ def _te_jax(model: experts.Experts, impl: str) -> Call:
             if impl.endswith(ONCE):
                 wi, wo = (q.with_wide(wide) for q, wide in zip(quantized, (wi, wo)))
             elif impl.endswith(FP8_WEIGHTS):
-                *wi, wo = (q.with_wide(GradientSlot(slot)) for q, slot in zip(quantized, (*wi, wo)))
+                *wi, wo = (q.with_wide(GradientTarget(slot)) for q, slot in zip(quantized, (*wi, wo)))
             return forward(params, metas, x, wi, wo)
 
         y, vjp = jax.vjp(of, params, metas, x)
@@ -134,7 +134,7 @@ def _te_jax(model: experts.Experts, impl: str) -> Call:
             metas = settled(metas, plain.run(params, metas, x, dy), recipe)
     quantized = _quantized(params, metas, recipe, impl)
     if impl.endswith(FP8_WEIGHTS):
-        return _with_slots(step, params, x, dy, quantized)
+        return _with_targets(step, params, x, dy, quantized)
     return _compiled(step, (params, metas, x, dy, quantized))
 
 
@@ -161,7 +161,7 @@ def _one_layout(q):
     return replace(q, tensor=q.tensor._replace(data=None))
 
 
-def _with_slots(step, params, x, dy, quantized) -> Call:
+def _with_targets(step, params, x, dy, quantized) -> Call:
     """The step without the arrays of the weights: zeros, which nothing reads, stand where their gradients go."""
     wide = {name: (a.shape, a.dtype) for name, a in params.items() if name.startswith("w")}
     others = {name: a for name, a in params.items() if name not in wide}

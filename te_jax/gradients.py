@@ -20,7 +20,7 @@ from jax import lax
 from te_jax.core.amax import amax as amax_of
 from te_jax.core.check import BOOL, FUNCTION, Kind, check, integer, show, tuple_of
 from te_jax.core.derivatives import custom_vjp
-from te_jax.layers.parameters import gradient_slots, has_kernels, with_slots
+from te_jax.layers.parameters import gradient_targets, has_kernels, with_targets
 from te_jax.ops.scale_update import next_states
 from te_jax.recipe.delayed import HISTORY
 from te_jax.state.amax_type import ARRAYS, errors_of_amaxes, from_amaxes, is_amaxes, movable, to_amaxes
@@ -205,9 +205,9 @@ def value_and_grad(
         narrow = {i: args[i] for i in in_range if has_kernels(args[i])}
 
         def of_slots(*args, **kwargs):
-            return of_states(*_with(args, {i: with_slots(params, args[i]) for i, params in narrow.items()}), **kwargs)
+            return of_states(*_with(args, {i: with_targets(params, args[i]) for i, params in narrow.items()}), **kwargs)
 
-        args = _with(args, {i: gradient_slots(params) for i, params in narrow.items()})
+        args = _with(args, {i: gradient_targets(params) for i, params in narrow.items()})
         with errors_of_amaxes("value_and_grad", "slice, index, stack, reshape or select it outside of jax.custom_vjp"):
             return jax.value_and_grad(of_slots, argnums, has_aux)(*args, **kwargs)
 

@@ -14,7 +14,7 @@ from te_jax.flax._state import describe, not_passed_on, recipe_of
 from te_jax.layers import QuantizedKernel, quantize_experts, quantize_kernel
 from te_jax.layers.parameters import map_kernels
 from te_jax.layers.tensor import Accumulator, Fp8Tensor
-from te_jax.layers.weight import check_quantized, swap_groups
+from te_jax.layers.weight import check_quantized, swap_axes
 from te_jax.state.fp8 import DenseMetas, current_recipe
 from te_jax.state.misplaced import warn_of_impossible
 
@@ -287,7 +287,7 @@ def _box(q: QuantizedKernel, kernel):
     """`q` with its data in a box like the one around `kernel`, if there is one."""
     if not isinstance(kernel, nn.Partitioned):
         return q
-    names = swap_groups(kernel.names, q.contract, q.features)
+    names = swap_axes(kernel.names, q.contract, q.features)
     data = {"data_t": kernel.replace(value=q.tensor.data_t, names=names)}
     if q.tensor.data is not None:
         data["data"] = kernel.replace(value=q.tensor.data)

@@ -17,7 +17,7 @@ from te_jax.flax._common import join_trees, split_tree
 from te_jax.flax.kernels import KERNEL_COLLECTION, WGRAD_COLLECTION
 from te_jax.flax.moe import BIAS_COLLECTION, update_expert_bias
 from te_jax.gradients import max_fp8_metas, value_and_grad
-from te_jax.layers.parameters import gradient_slots
+from te_jax.layers.parameters import gradient_targets
 from te_jax.optim import apply_updates, beside
 from te_jax.optim.master import check_masters
 from te_jax.state.fp8 import FP8_COLLECTION, STATE_COLLECTIONS
@@ -201,7 +201,7 @@ class TrainState(train_state.TrainState):
     def _split_gradients(self, grads):
         """(gradient of params, next fp8), the latter in the containers of `self.fp8`. Raises as `apply_gradients`."""
         if not self.fp8 and jax.tree.structure(grads) == jax.tree.structure(
-            jax.eval_shape(gradient_slots, self.params)
+            jax.eval_shape(gradient_targets, self.params)
         ):
             return grads, {}
         if not (isinstance(grads, tuple) and len(grads) == 2 and isinstance(grads[1], Mapping)):
@@ -262,9 +262,9 @@ class TrainState(train_state.TrainState):
             uses = {path: entry.uses for path, entry in flatten_dict(wgrads).items()}
             return (total, wgrads), (loss, fp8, uses)
 
-        like = gradient_slots(self.params)
+        like = gradient_targets(self.params)
         start = jax.tree.map(
-            lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), gradient_slots(params)
+            lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), gradient_targets(params)
         )
         (total, wgrads), (losses, fp8, uses) = lax.scan(body, (start, wgrads), microbatches)
         sums = {path[1:]: _nan_unless_used_once(entry.grad, uses[path]) for path, entry in flatten_dict(wgrads).items()}

@@ -13,7 +13,7 @@ import numpy as np
 from te_jax.core.check import show
 from te_jax.hf.rules import OF_LINEARS, Recast
 from te_jax.layers import QuantizedKernel
-from te_jax.layers.weight import swap_groups
+from te_jax.layers.weight import swap_axes
 from te_jax.ops.formats import SQUARES_128, TENSOR, ScaleFormat, transpose
 
 # The leaf of the state by which the input of a parameter's product is scaled.
@@ -158,7 +158,7 @@ def spec_of_part(q: QuantizedKernel, name: str, spec: tuple[Any, ...]) -> tuple[
     """The axes of a mesh over which a part of a kernel lies, out of the axes of an array [..., *C, *F] there: scales
     lie on each device."""
     whole = (*spec, *[None] * (q.ndim - len(spec)))
-    return {"data": whole, "data_t": swap_groups(whole, q.contract, q.features)}.get(name, ())
+    return {"data": whole, "data_t": swap_axes(whole, q.contract, q.features)}.get(name, ())
 
 
 def input_scale(state: Mapping[str, Any], path: str, index: int | None, count: int) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""What is static of one dense layer in FP8."""
+"""The static facts of one dense layer in FP8."""
 
 from typing import Any, NamedTuple
 
@@ -22,12 +22,12 @@ class Config(NamedTuple):
     bias: ShapedArray | None = None
     residual: ShapedArray | None = None
     checkpoint: str | None = None  # name of the saved tensors, for jax.checkpoint policies
-    stage_axes: frozenset[str] = frozenset()  # over which layers differ, read here: the backward pass is elsewhere
+    stage_axes: frozenset[str] = frozenset()  # over which layers differ; the backward pass is traced elsewhere
     spec: PartitionSpec | None = None  # of y, on an Explicit mesh
     grad_spec: PartitionSpec | None = None  # of the gradient of y where its GEMMs read it, if y lies otherwise
-    stored: bool = False  # the weight is an Fp8Tensor: its `wide` alone has a gradient
-    precision: Any = None  # `jax.default_matmul_precision` of the call, for GEMMs out of FP8 in the backward pass
-    on_mesh: bool = False  # one of several devices is in force (`jax.set_mesh`): there may be sums over them
+    stored: bool = False  # the weight is an Fp8Tensor: only its `wide` has a gradient
+    precision: Any = None  # `jax.default_matmul_precision` of the call, for unquantized GEMMs of the backward pass
+    on_mesh: bool = False  # a mesh of several devices is in force (`jax.set_mesh`): there may be sums over them
 
     @property
     def features(self) -> int:
@@ -53,10 +53,13 @@ class Config(NamedTuple):
         out: Any = None,
         grad_spec: PartitionSpec | None = None,
     ) -> "Config":
-        """The config of a layer with these operands. out: a type of y's shape, whose sharding y takes.
-        grad_spec: of the gradient under Auto axes; on an Explicit mesh the types say it."""
-        typeof = lambda a: a if a is None or isinstance(a, ShapedArray) else jax.typeof(a)
-        x, array, bias, residual = types = [typeof(a) for a in (x, wide_of(weight), bias, residual)]
+        """The config of a layer with these operands.
+
+        out:       a type of y's shape, whose sharding y takes.
+        grad_spec: the sharding of y's gradient under Auto axes; on an Explicit mesh the types say it.
+        """
+        typeof = lambda a: a if isinstance(a, ShapedArray) else jax.typeof(a)
+        x, array, bias, residual = types = jax.tree.map(typeof, (x, wide_of(weight), bias, residual))
         spec, whole = dense_spec(x, array, contract, out, residual), dense_spec(x, array, contract)
         return cls(
             recipe,

@@ -16,7 +16,7 @@ from te_jax.state import fp8
 
 
 def why_not_fp8(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any) -> str | None:
-    """Why this product is none that `dense` computes, None if it is one."""
+    """Why `dense` does not compute this product; None if it does."""
     (contracted, _), (batch, _) = dimension_numbers
     if len(batch):
         return "it has batch axes, as a product of two activations or of a weight for each example"

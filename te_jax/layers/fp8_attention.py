@@ -73,7 +73,7 @@ def attend_by_recipe(
 
     recipe, metas: as in `attention_fp8`; metas None: never in FP8.
 
-    Returns as `dot_product_attention`, and raises what it raises, or `context_parallel_attention`.
+    Returns and raises as `dot_product_attention`, or as `context_parallel_attention`.
     """
     made = plan_of(operands, options, recipe=None if metas is None else recipe)
     if made.choice.implementation == "fp8":
@@ -176,7 +176,7 @@ def _attention_fp8_fwd(q, k, v, metas, config):
 
 
 def _attention_fp8_bwd(config, saved: _Saved, dout):
-    grads, amaxes = (_fp8_grads if config.fp8_backward else _wide_grads)(config, saved, dout)
+    grads, amaxes = (_fp8_grads if config.fp8_backward else _unquantized_grads)(config, saved, dout)
     every = zip(saved.metas, (*saved.amaxes, *amaxes))
     dmetas = (cotangent(meta, amax, config.recipe, config.stage_axes) for meta, amax in every)
     return *(like(grad, x) for grad, x in zip(grads, config.types)), AttentionMetas(*dmetas)
@@ -191,19 +191,20 @@ def _fp8_grads(config, saved: _Saved, dout):
     data, do_amax = _store(dout, saved.metas.do, by.do, dtype)
     scales = backward_scales(by.q, by.k, by.v, by.o, by.do, by.dp, by.dq, by.dk, by.dv)
     *grads, dq, dk, dv, dp = attention_fp8_bwd(data, *saved.operands, saved.out, saved.lse, scales, **config.attrs)
-    wide = (_dequantize(grad, scale, dout.dtype) for grad, scale in zip(grads, (by.dq, by.dk, by.dv)))
-    return wide, (do_amax, dq, dk, dv, dp)
+    grads = (_dequantize(grad, scale, dout.dtype) for grad, scale in zip(grads, (by.dq, by.dk, by.dv)))
+    return grads, (do_amax, dq, dk, dv, dp)
 
 
-def _wide_grads(config, saved: _Saved, dout):
+def _unquantized_grads(config, saved: _Saved, dout):
     """-> (dq, dk, dv) in q's type, and no amaxes: no gradient is quantized.
 
-    They are gradients of the operands that the forward kernel read: with others, exp(logits - lse) would not add up to
-    1, and with a scale that has become too large, which clips them, not even stay finite.
+    They are gradients by the operands that the forward kernel read. By others, exp(logits - lse) would not add up to 1;
+    where a scale has become too large, which clips the operands, it would not even stay finite.
     """
     by = _scales(saved.metas)
-    wide = tuple(_dequantize(x, scale, dout.dtype) for x, scale in zip(saved.operands, by))
-    return attention_bwd_of(wide, form_of(config.options, *wide[:2]), dout, saved.out, saved.lse), (None,) * 5
+    operands = tuple(_dequantize(x, scale, dout.dtype) for x, scale in zip(saved.operands, by))
+    form = form_of(config.options, *operands[:2])
+    return attention_bwd_of(operands, form, dout, saved.out, saved.lse), (None,) * 5
 
 
 @custom_vjp(in_fp8=lambda: _NAME)

@@ -54,12 +54,12 @@ def plain_sum(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) 
 
 
 def dgrad(terms: Sequence[tuple[Fp8Tensor, Fp8Tensor, Config]], onto: jax.Array | None = None) -> jax.Array:
-    """The sum of dy w^T over terms (dy [*B, *F], w [*C, *F], config) of one x -> dx [*B, *C], plus `onto` of its shape
-    and type: what reaches x by another way."""
+    """The sum of dy w^T over terms (dy [*B, *F], w [*C, *F], config) of one x -> dx [*B, *C], plus `onto` of the shape
+    and type of dx: the gradient that reaches x by another way."""
     config = terms[0][2]
     high = config.recipe.override_linear_precision[_DGRAD]
-    narrow = lambda dy, w: (dy.data, w.data, dy.scale_inv, w.scale_inv)
-    pairs = [(dy.wide, w.wide, None, None) if high else narrow(dy, w) for dy, w, _ in terms]
+    in_fp8 = lambda dy, w: (dy.data, w.data, dy.scale_inv, w.scale_inv)
+    pairs = [(dy.wide, w.wide, None, None) if high else in_fp8(dy, w) for dy, w, _ in terms]
     options = dict(lead=config.lead, out_dtype=config.x.dtype, out_spec=explicit_spec(config.x))
     options |= {} if high else _options(_DGRAD, config)
     with jax.default_matmul_precision(config.precision):
@@ -85,7 +85,7 @@ def wgrad(x: Fp8Tensor, dy: Fp8Tensor, config: Config, onto: jax.Array | None = 
 
 def grouped_fprop(x: Fp8Tensor, w: Fp8Tensor, bias: jax.Array | None, groups: Groups, config: Config) -> jax.Array:
     """x [R, K], w [E, K, *N], bias [E, *N] -> [R, *N], 0 in the rows that pad a group."""
-    dtype, high, options = _grouped(_FPROP, config)
+    dtype, high, options = _options_of_grouped(_FPROP, config)
     of_groups, options = (groups.offsets, groups.counts), dict(out_dtype=dtype, **options)
     if high:
         return gemm_grouped(x.wide, w.wide.astype(dtype), *of_groups, bias=bias, k_first=True, **options)
@@ -96,9 +96,9 @@ def grouped_fprop(x: Fp8Tensor, w: Fp8Tensor, bias: jax.Array | None, groups: Gr
 def grouped_dgrad(dy: Fp8Tensor, w: Fp8Tensor, groups: Groups, config: Config, slot: int = 0) -> jax.Array:
     """dy [R, *N], w [E, K, *N] -> dx [R, K], 0 in the rows that pad a group. Where dy is paired, N are its slots from
     `slot` on."""
-    dtype, high, options = _grouped(_DGRAD, config)
+    dtype, high, options = _options_of_grouped(_DGRAD, config)
     if dy.paired is not None:
-        options = _of_paired(options, config) | dict(slot=slot, out_dtype=dtype)
+        options = _options_of_paired(options, config) | dict(slot=slot, out_dtype=dtype)
         scales = dy.scale_inv, w.scale_inv
         return gemm_grouped_paired(dy.paired, w.data, groups.offsets, groups.counts, *scales, **options)
     (lhs, lhs_inv), (rhs, rhs_inv) = dy.rows, w.rows
@@ -118,28 +118,28 @@ def grouped_wgrad(
 ) -> jax.Array:
     """x [R, K], dy [R, N] or the slot of [R, A, N], both with zeros in the rows that pad a group -> dw [E, K, N] of the
     weight's type, or f32 plus `onto`."""
-    _, high, options = _grouped(_WGRAD, config)
+    _, high, options = _options_of_grouped(_WGRAD, config)
     of_groups, dtype = (groups.offsets, groups.counts), config.weight.dtype if onto is None else onto.dtype
     onto = dict(c=onto, in_place=onto is not None, out_dtype=dtype)
     if high:
         return gemm_grouped_wide_wgrad(x.wide, dy.wide if slot is None else dy.wide[:, slot], *of_groups, **onto)
     (lhs, lhs_inv), (rhs, rhs_inv) = x.columns, dy.columns
     if dy.paired is not None:
-        options = _of_paired(options, config) | dict(slot=slot)
+        options = _options_of_paired(options, config) | dict(slot=slot)
         return gemm_grouped_paired_wgrad(lhs, dy.paired, *of_groups, lhs_inv, rhs_inv, **onto, **options)
     return gemm_grouped_wgrad(lhs, rhs, *of_groups, lhs_inv, rhs_inv, slot=slot, **onto, **options)
 
 
-def _of_paired(options, config: Config):
+def _options_of_paired(options, config: Config):
     return dict(dtype=fp8.type_of("grad", config.recipe), fast_accum=options["fast_accum"])
 
 
-def _grouped(which: int, config: Config):
+def _options_of_grouped(which: int, config: Config):
     """The type of activations, whether this GEMM reads the unquantized operands, and what the recipe says of it."""
     options, high = _options(which, config), config.recipe.override_linear_precision[which]
     return config.x.dtype, high, {name: a for name, a in options.items() if name != "formats" or not high}
 
 
 def are_grouped_in_fp8(recipe: Recipe) -> bool:
-    """Whether the grouped products of this recipe are of FP8."""
+    """Whether the grouped products of this recipe multiply FP8."""
     return all(_formats(which, recipe) in GROUPED_IN_FP8 for which in (_FPROP, _DGRAD, _WGRAD))

@@ -12,7 +12,7 @@ from te_jax.core.policies import GEMM, named
 from te_jax.core.types import align
 from te_jax.layers._specs import dense_spec
 from te_jax.layers.config import Config
-from te_jax.layers.gemms import plain_sum
+from te_jax.layers.gemms import are_grouped_in_fp8, plain_sum
 from te_jax.layers.projections import Operands, Static, project
 from te_jax.layers.tensor import wide_of
 from te_jax.layers.weight import Projection, QuantizedKernel, resolve_weight
@@ -47,7 +47,7 @@ def dense(
     metas:      `fp8.DenseMetas`; their cotangent is the amax of x, kernel and the gradient of y in this step. None
                 under a recipe without state.
     checkpoint: name under which the quantized residuals are tagged for `jax.checkpoint` policies.
-    out:        an array of y's shape. On an Explicit mesh y is sharded as this is, or as the residual is without it.
+    out:        an array of y's shape. On an Explicit mesh y is sharded as `out` is; without `out`, as the residual is.
     grad_spec:  under Auto mesh axes, the sharding [*B, *F] that the FP8 gradient of y is gathered to, once for both
                 GEMMs that read it, where y lies otherwise outside, as under sequence parallelism.
     name:       what errors call this layer.
@@ -59,11 +59,12 @@ def dense(
     check(name, "checkpoint", checkpoint, NONE | STRING)
     check_dense(name, x, wide_of(weight), bias, contract, recipe, metas)
     check_residual(name, residual, (*x.shape[: x.ndim - contract], *wide_of(weight).shape[contract:]), x.dtype)
+    out_type = jax.tree.map(jax.typeof, out)
     if recipe is None:
-        spec = dense_spec(jax.typeof(x), jax.typeof(weight), contract, _type(out), _type(residual))
+        spec = dense_spec(jax.typeof(x), jax.typeof(weight), contract, out_type, jax.tree.map(jax.typeof, residual))
         y = dot(x, range(x.ndim - contract, x.ndim), weight, range(contract), x.dtype, out_spec=spec)
         return plain_sum(named(y, GEMM), bias, residual)
-    others = dict(checkpoint=checkpoint, residual=residual, out=_type(out), grad_spec=grad_spec)
+    others = dict(checkpoint=checkpoint, residual=residual, out=out_type, grad_spec=grad_spec)
     config = Config.of(x, weight, bias, contract, recipe, **others)
     x, weight, bias, residual = align(x, weight, bias, residual)
     operands = Operands(x, (Projection(weight, bias, metas or fp8.STATELESS),), residual=residual)
@@ -73,12 +74,8 @@ def dense(
 METAS = NONE | Kind("fp8.DenseMetas", lambda metas: isinstance(metas, fp8.DenseMetas))
 
 
-def _type(x):
-    return None if x is None else jax.typeof(x)
-
-
 def check_residual(name: str, residual: jax.Array | None, shape: tuple[int, ...], dtype: DTypeLike) -> None:
-    """Raises ValueError, naming the layer, for a residual that is not of the output's shape and type."""
+    """Raises ValueError, naming the layer, for a residual that has not the output's shape and type."""
     check(name, "residual", residual, NONE | ARRAY)
     if residual is not None and (residual.shape != shape or residual.dtype != dtype):
         raise ValueError(f"{name}: residual is {residual.dtype}{residual.shape}, but the output {dtype}{shape}.")
@@ -93,6 +90,13 @@ def check_recipe_and_metas(name: str, recipe: Any, metas: Any) -> None:
         fp8.check_metas(name, "metas", metas, recipe, "pass fp8.DenseMetas")
     elif metas is not None:
         warn_once(name, "metas are given, but recipe is None, so nothing is in FP8; pass both, or none.")
+
+
+def warn_of_bf16_products(name: str, recipe: Recipe) -> None:
+    """Warns, once, naming the layer, of a recipe whose grouped products multiply bf16."""
+    if not are_grouped_in_fp8(recipe):
+        text = "no faster than bf16; recipe.Float8BlockScaling() multiplies in FP8"
+        warn_once(name, f"recipe is {type(recipe).__name__}, whose grouped products are of bf16: {text}.")
 
 
 def check_dense(name: str, x: Any, kernel: Any, bias: Any, contract: int, recipe: Any, metas: Any) -> None:

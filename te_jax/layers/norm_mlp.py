@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 from jax.core import ShapedArray
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 from jax.sharding import PartitionSpec
@@ -24,11 +23,12 @@ from te_jax.layers.norm_dense import layernorm_dense
 from te_jax.layers.produce import Role, produce, quantize_grad, quantize_weight
 from te_jax.layers.tensor import LayerUses, wide_of
 from te_jax.layers.vjp import (
-    Saved,
     differentiate_weight,
+    finish_first,
     has_gradient,
     instantiate,
     jit_layer,
+    quantize_activation_grad,
     save_for_backward,
     tag_for_wgrad,
 )
@@ -120,7 +120,7 @@ def layernorm_mlp(
         return dense(a, wo, wo_bias, x if through else added, out=x if added is None else added, name=name)
     first = Config.of(x, wi, wi_bias, 1, recipe, checkpoint=checkpoint)
     if first.spec is not None:  # an Explicit mesh
-        middle_type = _typed(middle_type, jax.typeof(x), (*first.spec[:-2], first.spec[-1]))
+        middle_type = _type_on_mesh(middle_type, jax.typeof(x), (*first.spec[:-2], first.spec[-1]))
     others = dict(residual=added, out=jax.typeof(x if added is None else added), grad_spec=grad_spec)
     second = Config.of(middle_type, wo, wo_bias, 1, recipe, checkpoint=checkpoint, **others)
     act = tuple(act_op.attributes(activations, activation_params).items())
@@ -161,18 +161,18 @@ class _Static(NamedTuple):
         return spec if spec is None else PartitionSpec(*spec[:-1], None, spec[-1])
 
 
-def _typed(aval, beside, spec):
-    """`aval` as an array on the mesh of the type `beside`, of this sharding."""
-    return ShapedArray(aval.shape, aval.dtype, sharding=beside.sharding.update(spec=PartitionSpec(*spec)))
+def _type_on_mesh(aval, on, spec):
+    """`aval` as an array of this sharding on the mesh of the type `on`."""
+    return ShapedArray(aval.shape, aval.dtype, sharding=on.sharding.update(spec=PartitionSpec(*spec)))
 
 
-def _mlp_forward(operands: _Operands, static: _Static, train: bool, wgrads):
+def _mlp_forward(operands: _Operands, static: _Static, train: bool, need_wgrad):
     x, gamma, beta, wi, wo, added = operands
     first = projections.Operands(x, (wi,), gamma, beta), projections.Static((static.wi,), static.norm)
-    ((z,), *_), q0, (w0,), stats = projections.multiply(*first, train, wgrads[:1])
+    ((z,), *_), q0, (w0,), stats = projections.multiply(*first, train, need_wgrad[:1])
     z = named(z, static.middle_name)
     z = constrain_to_spec(z, static.slots_spec)
-    uses = LayerUses.of(static.wo.recipe, train, wgrads[1])
+    uses = LayerUses.of(static.wo.recipe, train, need_wgrad[1])
     role = Role("x", wo.metas.x, uses.x, jax.typeof(z))
     q1, _ = produce(act_op.activation_source(z, dict(static.act)), role, static.wo)
     w1 = quantize_weight(wo.kernel, wo.metas.kernel, uses.weight, static.wo)
@@ -182,67 +182,52 @@ def _mlp_forward(operands: _Operands, static: _Static, train: bool, wgrads):
 
 @custom_vjp(1, in_fp8=lambda static: "te_jax.layers.layernorm_mlp")
 def _norm_mlp(operands, static):
-    return _mlp_forward(operands, static, train=False, wgrads=(False, False))[0]
+    return _mlp_forward(operands, static, train=False, need_wgrad=(False, False))[0]
 
 
 def _heed_size(config: Config) -> None:
-    """Warns, once, where an MLP trains on a GPU with so little data that FP8 does not pay: its GEMMs gain less than it
-    takes to quantize the kernels and to start more kernels (docs/performance.md, Small layers).
+    """Warns, once, where an MLP trains on a GPU with so little data that FP8 does not pay: its GEMMs gain less time
+    than quantizing the weights and starting more kernels takes (docs/performance.md, Small layers).
 
-    x has the size that is traced: of all devices of a mesh, of one example under `jax.vmap`. An MLP has its layer's
-    size; single projections and heads may be smaller.
+    The size of x is as it is traced: of all devices of a mesh, of one example under `jax.vmap`. Only MLPs are judged,
+    since they have the size of their layer; single projections and heads may be smaller.
     """
     size, device = config.x.size, jax.config.jax_default_device  # a dimension may be a symbol of `jax.export`
     if not isinstance(size, int) or not 0 < size < _PAYS_FROM:
         return
     if config.stored or all(config.recipe.override_linear_precision) or not extension.is_built():
         return
-    # Asked last, for it looks for a GPU.
+    # This is asked last, for it looks for a GPU.
     if (jax.default_backend() if device is None else getattr(device, "platform", device)) in ("gpu", "cuda"):
         warn_once(f"te_jax.layers.layernorm_mlp: x is {config.x.str_short()}", _TOO_SMALL)
 
 
 def _norm_mlp_fwd(operands, static):
-    wgrads = has_gradient(operands.wi.kernel), has_gradient(operands.wo.kernel)
+    need_wgrad = has_gradient(operands.wi.kernel), has_gradient(operands.wo.kernel)
     x, gamma, beta, wi, wo, _ = operands = values_of(operands)
-    if any(wgrads):
+    if any(need_wgrad):
         _heed_size(static.wi)
-    y, *pairs, z, stats = _mlp_forward(operands, static, train=True, wgrads=wgrads)
-    each = zip(pairs, (wi, wo), (static.wi, static.wo), wgrads)
-    saved = [
-        save_for_backward(tag_for_wgrad(q, config), w, p.metas, config, wgrad) for (q, w), p, config, wgrad in each
-    ]
+    y, *pairs, z, stats = _mlp_forward(operands, static, train=True, need_wgrad=need_wgrad)
+    each = zip(pairs, (wi, wo), (static.wi, static.wo), need_wgrad)
+    saved = [save_for_backward(tag_for_wgrad(q, config), w, p.metas, config, need) for (q, w), p, config, need in each]
     return y, (saved, z, (x, named(stats, STATISTICS), gamma, beta))
 
 
 def _norm_mlp_bwd(static: _Static, residuals, dy):
     (first, second), z, (x, stats, gamma, beta) = residuals
     dy = instantiate(dy)
-    grad, dbias = quantize_grad(dy, second.metas.grad, static.wo, second.wgrad)
+    grad, dbias = quantize_grad(dy, second.metas.grad, static.wo, second.needs_wgrad)
     da = constrain_to_spec(dgrad([(grad, second.weight, static.wo)]), static.middle_spec)
     dwo = differentiate_weight(second, grad, dbias, static.wo)
-    if not static.wo.on_mesh:  # what dwo is made of is free before the largest tensors of the layer are there
-        da, dkernel = lax.optimization_barrier((da, dwo.kernel))
-        dwo = dwo._replace(kernel=dkernel)
-    grad, dbias = _quantize_activation_grad(da, z, first, static)
+    da, dwo = finish_first(dwo, da, static.wo)
+    source = act_op.activation_grad_source(da, z, dict(static.act))
+    grad, dbias = quantize_activation_grad(source, z, first, static.wi)
     dnorm = like(dgrad([(grad, first.weight, static.wi)]), static.wi.x)
     dwi = differentiate_weight(first, grad, dbias, static.wi)
     dres = dy if static.through else None
     dx, dgamma, dbeta = norm_op.norm_backward(dnorm, x, *stats, gamma, beta, dres=dres, **static.norm.of_backward)
     dadded = None if static.wo.residual is None else like(dy, static.wo.residual)
     return (_Operands(dx, dgamma, dbeta, dwi, dwo, dadded),)
-
-
-def _quantize_activation_grad(da, z, saved: Saved, static: _Static):
-    """The gradient of the activation's input z from that of its output, as the GEMMs read it, and of the bias."""
-    config = static.wi
-    uses = LayerUses.of(config.recipe, train=True, wgrad=saved.wgrad).grad
-    role = Role("grad", saved.metas.grad, uses, jax.typeof(z))
-    source = act_op.activation_grad_source(da, z, dict(static.act))
-    if config.bias is None:
-        return produce(source, role, config)[0], None
-    grad, got = produce(source, role, config, ("dbias",))
-    return grad, like(got["dbias"], config.bias)
 
 
 _norm_mlp.defvjp(_norm_mlp_fwd, _norm_mlp_bwd, symbolic_zeros=True)

@@ -1,8 +1,8 @@
 """From a tensor's source to the tensor as GEMMs read it: measure, scale, choose results, run, probe.
 
-A producer says by which ops its tensor comes about, and from what operands (`ops.source.Source`); the recipe says what
-shares a scale (`ops.formats.format_of`). An op of that format writes FP8 at once. Where there is none, or none that
-also writes what else is asked for, the tensor is written in its own type and quantized from there.
+A source (`ops.source.Source`) says which ops compute its tensor, and from which operands; the recipe says what shares
+a scale (`ops.formats.format_of`). An op of that format writes FP8 at once. Where no op does, or none that also writes
+what else is asked for, the tensor is written in its own type and quantized from there.
 """
 
 from typing import NamedTuple
@@ -25,25 +25,28 @@ from te_jax.state import fp8
 
 
 class Role(NamedTuple):
-    """The part that a tensor plays in a layer."""
+    """What a tensor is in a layer."""
 
     name: str  # a field of `DenseMetas`
     meta: fp8.TensorMeta | None
     uses: Uses
-    # A type that varies over the mesh axes that shard the tensor inside `shard_map`. For an operand it is the type from
-    # before `align`, which makes replicated operands vary.
+    # A type that varies over the mesh axes that shard the tensor inside `shard_map`. For an operand it is the type that
+    # the operand had before `align`, which makes replicated operands vary.
     shards_of: ShapedArray
 
 
 def produce(
     source: Source, role: Role, config: Config, others: tuple[str, ...] = ()
 ) -> tuple[Fp8Tensor, dict[str, jax.Array]]:
-    """The tensor of `source` as its GEMMs read it, and the results of its op by name, `others` among them."""
+    """The tensor of `source` as its GEMMs read it, and the results of its op by name.
+
+    others: names of results that are wanted as well.
+    """
     recipe, uses = config.recipe, role.uses
     form = format_of(recipe, role.name)
     dtype = fp8.type_of(role.name, recipe)
-    beside = (*others, source.wide) if uses.wide and source.wide else others
-    if not (uses.layouts and source.offers(form, beside)):
+    wanted = (*others, source.wide) if uses.wide and source.wide else others
+    if not (uses.layouts and source.offers(form, wanted)):
         got = source.run((*others, source.wide), dtype)
         return quantize_tensor(got[source.wide], source.split, role, config)[0], got
     scale, known = None, {}
@@ -59,7 +62,7 @@ def produce(
     statistics = ("amax",) if recipe.has_state else ()
     if statistics and source.offers(form, ("amax", "scale_inv")):
         statistics += ("scale_inv",)  # next to an amax it takes no launch of its own
-    names = [name for name in (*beside, *uses.layouts, *statistics) if name not in known]
+    names = [name for name in (*wanted, *uses.layouts, *statistics) if name not in known]
     got = known | source.run(names, dtype, form, scale, known, recipe.scale_law)
     if "amax" in got:
         one_state = bool(source.scales) and role.meta.scale.ndim == 0  # of all experts
@@ -85,13 +88,13 @@ def quantize_tensor(
 def quantize_weight(
     weight: jax.Array | Fp8Tensor, meta: fp8.TensorMeta | None, uses: Uses, config: Config
 ) -> Fp8Tensor:
-    """weight [*C, *F] as its GEMMs read it; an Fp8Tensor was quantized before, if it has data."""
+    """weight [*C, *F] as its GEMMs read it. An Fp8Tensor that has data was quantized before."""
     if isinstance(weight, Fp8Tensor):
         if weight.data is not None or weight.data_t is not None:
             return weight.read(uses, config.contract, format_of(config.recipe, "kernel"))
         return quantize_weight(weight.wide, meta, uses, config)._replace(onto=weight.onto)
     q, _ = quantize_tensor(weight, config.contract, Role("kernel", meta, uses, config.weight), config)
-    # Not what fprop alone reads, nor the array itself, which is kept anyway.
+    # What only fprop reads is not named, nor the array itself, which is kept anyway.
     return tag(q, KERNEL, config, leave=("data_t", "scale_inv_t", "wide", "onto"))
 
 
@@ -101,30 +104,34 @@ def quantize_stacked(
     uses: Uses,
     config: Config,
     stack: int = 1,
-    beside: jax.Array | None = None,
+    second: jax.Array | None = None,
 ) -> Fp8Tensor:
-    """weight [*E, *C, *F], with `stack` axes in E, as GEMMs read each: the weights of experts, or those of layers. Each
-    entry of E has blocks, or one scale, of its own. beside: an array alike, as of a gated activation; the tensor is
-    then [*E, *C, 2, *F], and no array of its own type and both's size is made unless a GEMM reads it."""
+    """weight [*E, *C, *F], with `stack` axes in E, as GEMMs read each: the weights of experts, or of layers. Each entry
+    of E has blocks, or one scale, of its own.
+
+    second: an array of the shape and type of `weight`, as a gated activation has. The tensor is then [*E, *C, 2, *F];
+            an unquantized array of that shape is made only where a GEMM reads it.
+    """
     role, q = Role("kernel", meta, uses, config.weight), Fp8Tensor()
-    source = stacked_source(weight, beside, stack, config.contract)
+    source = stacked_source(weight, second, stack, config.contract)
     if uses.layouts:
         q, _ = produce(source, role._replace(uses=uses._replace(wide=False)), config)
-    if q.scale_inv is not None and not q.scale_inv.ndim:  # a scale for all, such as a recipe's constant
+    if q.scale_inv is not None and not q.scale_inv.ndim:  # one scale for all, such as a recipe's constant
         q = q._replace(scale_inv=jnp.broadcast_to(q.scale_inv, source.scales))
     q = q._replace(wide=source.elements() if uses.wide else None)
     return tag(q, KERNEL, config, leave=("data_t", "scale_inv_t", "wide"))
 
 
 def quantize_grad(
-    dy: jax.Array, meta: fp8.TensorMeta | None, config: Config, wgrad: bool
+    dy: jax.Array, meta: fp8.TensorMeta | None, config: Config, needs_wgrad: bool
 ) -> tuple[Fp8Tensor, jax.Array | None]:
     """dy [*B, *F] -> the tensor as the backward GEMMs read it, and the gradient of the bias, if there is one.
 
-    Both GEMMs read all of dy where y was left scattered. With the same scales in both layouts one layout crosses
-    devices once, and is transposed there. Else the layouts differ, and are as many bytes as dy in 16 bits: dy crosses.
+    Both GEMMs read all of dy where y was left scattered. Where both layouts have the same scales, one layout crosses
+    devices once, and is transposed there. Elsewhere the layouts differ, and are as many bytes as dy in 16 bits: dy
+    crosses.
     """
-    uses = LayerUses.of(config.recipe, train=True, wgrad=wgrad).grad
+    uses = LayerUses.of(config.recipe, train=True, wgrad=needs_wgrad).grad
     split, has_bias = dy.ndim - config.features, config.bias is not None
     one_crosses = format_of(config.recipe, "grad").shared
     if uses.layouts and not one_crosses:

@@ -45,14 +45,14 @@ class Static(NamedTuple):
     with_input: bool = False
 
 
-def multiply(operands: Operands, static: Static, train: bool, wgrads: Sequence[bool]) -> tuple[Any, ...]:
+def multiply(operands: Operands, static: Static, train: bool, need_wgrad: Sequence[bool]) -> tuple[Any, ...]:
     """The results, and for the backward pass x or its norm in FP8, the weights, and the norm's statistics.
 
-    wgrads: whether the weight of each projection has a gradient.
+    need_wgrad: whether the weight of each projection has a gradient.
     """
     x, projections, gamma, beta, residual = operands
     config = static.configs[0]
-    uses = LayerUses.of(config.recipe, train, any(wgrads))
+    uses = LayerUses.of(config.recipe, train, any(need_wgrad))
     role = Role("x", projections[0].metas.x, uses.x, config.x)
     if static.norm is None:
         (q, _), got = quantize_tensor(x, config.lead, role, config), {}
@@ -72,16 +72,16 @@ def _name_of_layer(static: Static) -> str:
 
 @custom_vjp(1, in_fp8=_name_of_layer)
 def _project(operands, static):
-    return multiply(operands, static, train=False, wgrads=())[0]
+    return multiply(operands, static, train=False, need_wgrad=())[0]
 
 
 def _project_fwd(operands, static):
-    wgrads = [has_gradient(p.kernel) for p in operands.projections]
+    need_wgrad = [has_gradient(p.kernel) for p in operands.projections]
     x, projections, gamma, beta, _ = operands = values_of(operands)
-    out, q, weights, stats = multiply(operands, static, train=True, wgrads=wgrads)
+    out, q, weights, stats = multiply(operands, static, train=True, need_wgrad=need_wgrad)
     q = tag_for_wgrad(q, static.configs[0])
-    each = zip(weights, projections, static.configs, wgrads)
-    saved = [save_for_backward(q, w, p.metas, config, wgrad) for w, p, config, wgrad in each]
+    each = zip(weights, projections, static.configs, need_wgrad)
+    saved = [save_for_backward(q, w, p.metas, config, needs_wgrad) for w, p, config, needs_wgrad in each]
     return out, (saved, None if static.norm is None else (x, named(stats, STATISTICS), gamma, beta))
 
 
@@ -90,7 +90,7 @@ def _project_bwd(static, residuals, cotangents):
     dy = list(map(instantiate, cotangents[0]))
     dln_out, dx_out = (None if isinstance(d, SymbolicZero) else d for d in cotangents[1:])  # None also if no result
     each = list(zip(saved, static.configs))
-    grads, dbiases = zip(*(quantize_grad(d, s.metas.grad, config, s.wgrad) for d, (s, config) in zip(dy, each)))
+    grads, dbiases = zip(*(quantize_grad(d, s.metas.grad, config, s.needs_wgrad) for d, (s, config) in zip(dy, each)))
     config = static.configs[0]
     dx = like(dgrad([(grad, s.weight, config) for grad, (s, config) in zip(grads, each)], dln_out), config.x)
     dprojections = (differentiate_weight(s, *g, config) for g, (s, config) in zip(zip(grads, dbiases), each))

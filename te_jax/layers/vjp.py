@@ -1,7 +1,7 @@
 """What the custom_vjps of the layers share: which gradients are asked for, what is kept for them, a weight's gradient.
 
-Where the weight is not differentiated (a frozen one, as beside LoRA), there is no wgrad, and nothing is written or kept
-for it: autodiff says so by `symbolic_zeros` of the custom_vjps.
+Where the weight is not differentiated, such as a frozen one with LoRA, no wgrad runs, and nothing is written or kept
+for it. Autodiff says so by the `symbolic_zeros` of the custom_vjps.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,10 @@ from te_jax.core.policies import QUANTIZED
 from te_jax.core.types import like, varying
 from te_jax.layers.config import Config
 from te_jax.layers.gemms import wgrad as wgrad_gemm
-from te_jax.layers.produce import tag
-from te_jax.layers.tensor import Accumulator, Fp8Tensor, wide_of
+from te_jax.layers.produce import Role, produce, tag
+from te_jax.layers.tensor import Accumulator, Fp8Tensor, LayerUses, wide_of
 from te_jax.layers.weight import Projection
+from te_jax.ops.source import Source
 from te_jax.state.fp8 import DenseMetas, cotangent
 
 
@@ -73,19 +74,19 @@ class Saved(NamedTuple):
     metas: DenseMetas
 
     @property
-    def wgrad(self) -> bool:
-        """Whether the weight has a gradient."""
+    def needs_wgrad(self) -> bool:
+        """Whether the weight has a gradient, so that wgrad runs."""
         return (self.x.wide if self.x.data_t is None else self.x.data_t).size > 0
 
 
-def save_for_backward(x: Fp8Tensor, w: Fp8Tensor, metas: DenseMetas, config: Config, wgrad: bool) -> Saved:
+def save_for_backward(x: Fp8Tensor, w: Fp8Tensor, metas: DenseMetas, config: Config, needs_wgrad: bool) -> Saved:
     """What dgrad and wgrad read of x, as `tag_for_wgrad` gives it, and of w.
 
-    Without wgrad there are empty arrays in the place of what it would read, and an amax of 0 where nothing else wanted
-    one: jax remembers one structure of a traced function's residuals, whatever it is differentiated by.
+    Without wgrad there are empty arrays instead of what it would read, and an amax of 0 where nothing else needs one:
+    jax remembers one structure of a traced function's residuals, whatever it is differentiated by.
     """
     fprop_wide, dgrad_wide, wgrad_wide = config.recipe.override_linear_precision
-    for_wgrad = lambda a, read: (a if wgrad else jnp.zeros((0,))) if read else None
+    for_wgrad = lambda a, read: (a if needs_wgrad else jnp.zeros((0,))) if read else None
     observed = config.recipe.has_state and not (fprop_wide and wgrad_wide)
     kept = x._replace(
         data_t=for_wgrad(x.data_t, not wgrad_wide),
@@ -100,7 +101,7 @@ def save_for_backward(x: Fp8Tensor, w: Fp8Tensor, metas: DenseMetas, config: Con
 
 @custom_vmap
 def _once(total, before):
-    """`total`, made of `before`, which examples must not share: autodiff would add it up as often."""
+    """`total`, a sum that began with `before`. Examples must not share `before`: autodiff would add it up as often."""
     return total
 
 
@@ -114,9 +115,32 @@ def _once_vmap(size, batched, total, before):
     return _once(total, before), batched[0]
 
 
-def accumulated(total: jax.Array | None, onto: Accumulator) -> Accumulator:
+def accumulator_cotangent(total: jax.Array | None, onto: Accumulator) -> Accumulator:
     """The cotangent of `onto`, where a wgrad GEMM made `total` of it."""
     return Accumulator(_once(like(total, onto.grad), onto.grad), onto.uses * 0 + 1)
+
+
+def finish_first(gradient: Projection, then: jax.Array, config: Config) -> tuple[jax.Array, Projection]:
+    """(then, gradient), where `then` is there after the kernel's gradient: what that is made of is free before the
+    largest tensors of the layer are made of `then`. On a mesh the compiler is left free."""
+    if config.on_mesh:
+        return then, gradient
+    then, kernel = lax.optimization_barrier((then, gradient.kernel))
+    return then, gradient._replace(kernel=kernel)
+
+
+def quantize_activation_grad(
+    source: Source, z: jax.Array, saved: Saved, config: Config, *, in_one_array: bool = False
+) -> tuple[Fp8Tensor, jax.Array | None]:
+    """The gradient of an activation's input z, which `source` computes, as the GEMMs read it, and the gradient of the
+    bias, if there is one.
+
+    in_one_array: whether one array holds both layouts (`ops.experts.paired`).
+    """
+    uses, has_bias = LayerUses.of(config.recipe, train=True, wgrad=saved.needs_wgrad).grad, config.bias is not None
+    role = Role("grad", saved.metas.grad, uses._replace(paired=in_one_array), jax.typeof(z))
+    grad, got = produce(source, role, config, ("dbias",) if has_bias else ())
+    return grad, like(got["dbias"], config.bias) if has_bias else None
 
 
 def differentiate_metas(saved: Saved, grad: Fp8Tensor, config: Config) -> DenseMetas:
@@ -135,11 +159,11 @@ def differentiate_weight(saved: Saved, grad: Fp8Tensor, dbias: jax.Array | None,
     """
     x, w, _ = saved
     dmetas = differentiate_metas(saved, grad, config)
-    if not saved.wgrad:
+    if not saved.needs_wgrad:
         dweight = None
     elif w.onto is None:
         dweight = like(wgrad_gemm(x, grad, config), config.weight)
     else:
-        onto = accumulated(wgrad_gemm(x, grad, config, w.onto.grad), w.onto)
+        onto = accumulator_cotangent(wgrad_gemm(x, grad, config, w.onto.grad), w.onto)
         return Projection(Fp8Tensor(onto=onto), dbias, dmetas)
     return Projection(Fp8Tensor(wide=dweight) if config.stored else dweight, dbias, dmetas)

@@ -25,8 +25,8 @@ _WAY_OUT = (
 )
 
 
-class GradientSlot(NamedTuple):
-    """Stands in the place of a weight's array: where the gradient of a weight that lives in FP8 goes."""
+class GradientTarget(NamedTuple):
+    """Stands for a weight's array: the gradient of a weight that lives in FP8 goes to it."""
 
     array: jax.Array  # [*C, *F] of the weight's dtype; nothing reads its values
 
@@ -39,12 +39,14 @@ _OF_KERNEL = ("contract", "features", "dtype", "format")
 class QuantizedKernel:
     """A kernel [*C, *F] as FP8 GEMMs read it, of `quantize_kernel`.
 
-    `dense`, `layernorm_dense` and `layernorm_mlp` take it in the place of the kernel. Beside the array that it was made
-    of (`with_wide`) it saves quantizing: results, gradients and FP8 state are those of the array, bit for bit, and
-    that has the gradient. Without, it is all there is of the kernel: its FP8 state stays as it is, and what does not
-    multiply in FP8 reads its dequantized values. `te_jax.value_and_grad` has a gradient of it, an array [*C, *F] of
-    `dtype`, by a `GradientSlot` beside it; for `jax.grad` it is a constant. A layout that a layer reads and that is not
-    there is transposed from the other.
+    `dense`, `layernorm_dense` and `layernorm_mlp` take it instead of the kernel.
+
+    Together with the array that it was made of (`with_wide`) it saves quantizing: results, gradients and FP8 state are
+    the same as with the array, bit for bit, and the array has the gradient. Without the array it is all there is of the
+    kernel: its FP8 state stays as it is, and what does not multiply in FP8 reads its dequantized values. It is a
+    constant to `jax.grad` then; `te_jax.value_and_grad` has a gradient of it, an array [*C, *F] of `dtype`, by a
+    `GradientTarget` instead of the array. A layout that a layer reads and that is not there is transposed from the
+    other.
 
     A pytree; leaves may have more axes in front, as `nn.scan` and `nn.vmap` stack them.
     """
@@ -57,7 +59,7 @@ class QuantizedKernel:
 
     @property
     def ndim(self) -> int:
-        """The number of axes, those of a stack included."""
+        """The number of axes, with the axes of a stack."""
         return len(self.shape)
 
     @property
@@ -65,7 +67,7 @@ class QuantizedKernel:
         """The shape of the kernel, [*C, *F] behind the axes of a stack."""
         if self.tensor.data is not None:
             return self.tensor.data.shape
-        return swap_groups(self.tensor.data_t.shape, self.features, self.contract)
+        return swap_axes(self.tensor.data_t.shape, self.features, self.contract)
 
     @property
     def stack(self) -> int:
@@ -77,9 +79,9 @@ class QuantizedKernel:
         """Whether nothing is in FP8, as under a recipe that takes fprop and dgrad out of it."""
         return self.tensor.data is None and self.tensor.data_t is None
 
-    def with_wide(self, wide: jax.Array | GradientSlot | None) -> "QuantizedKernel":
-        """This kernel beside the array that it was made of (a tuple of arrays, of weights of experts side by side),
-        beside a slot for its gradient, or without either."""
+    def with_wide(self, wide: jax.Array | GradientTarget | None) -> "QuantizedKernel":
+        """This kernel with the array that it was made of (for experts' weights, a tuple of arrays), with a target for
+        its gradient, or without either."""
         return replace(self, tensor=self.tensor._replace(wide=wide))
 
     def with_accumulator(self, onto: Accumulator | None) -> "QuantizedKernel":
@@ -87,15 +89,15 @@ class QuantizedKernel:
         return replace(self, tensor=self.tensor._replace(onto=onto))
 
     @classmethod
-    def unquantized(cls, wide: jax.Array, contract: int) -> "QuantizedKernel":
+    def unquantized(cls, kernel: jax.Array, contract: int) -> "QuantizedKernel":
         """A kernel [*C, *F] that the layer is to quantize after all."""
-        return cls(Fp8Tensor(wide=wide), contract, wide.ndim - contract, wide.dtype)
+        return cls(Fp8Tensor(wide=kernel), contract, kernel.ndim - contract, kernel.dtype)
 
     def dequantize(self) -> jax.Array:
-        """[*C, *F] of `dtype`: data * scale_inv in f32, rounded once. The gradient goes to the slot that is there."""
+        """[*C, *F] of `dtype`: data * scale_inv in f32, rounded once. The gradient goes to the target that is there."""
         if self.stack:
             return jax.vmap(QuantizedKernel.dequantize)(self)
-        if isinstance(self.tensor.wide, GradientSlot):
+        if isinstance(self.tensor.wide, GradientTarget):
             return _with_gradient(lax.stop_gradient(self.with_wide(None).dequantize()), self.tensor.wide.array)
         data, scale_inv = self.tensor.held
         if self.tensor.data is not None:
@@ -113,17 +115,17 @@ class Projection(NamedTuple):
 
 
 @custom_vjp()
-def _with_gradient(values, slot):
-    """`values`, whose gradient goes to `slot`, an array of their type."""
+def _with_gradient(values, target):
+    """`values`, whose gradient goes to `target`, an array of their type."""
     return values
 
 
-_with_gradient.defvjp(lambda values, slot: (values, None), lambda _, g: (None, g))
+_with_gradient.defvjp(lambda values, target: (values, None), lambda _, g: (None, g))
 
 
-def swap_groups(axes: tuple[Any, ...], first: int, second: int) -> tuple[Any, ...]:
+def swap_axes(axes: tuple[Any, ...], first: int, second: int) -> tuple[Any, ...]:
     """`axes`, one entry for each axis of an array [..., *first, *second], in the order [..., *second, *first]. first,
-    second: how many axes each group has."""
+    second: how many axes these are."""
     lead = len(axes) - first - second
     return axes[:lead] + axes[lead + first :] + axes[lead : lead + first]
 
@@ -137,7 +139,7 @@ def quantize_kernel(
     gradients: bool = True,
     name: str = "te_jax.layers.quantize_kernel",
 ) -> QuantizedKernel:
-    """Quantizes kernel [*C, *F] of f32, bf16 or f16 as the layers would; the result holds FP8 alone.
+    """Quantizes kernel [*C, *F] of f32, bf16 or f16 as the layers would; the result holds only FP8.
 
     contract:  axes in C.
     meta:      the kernel's entry in the layer's `metas`, under a recipe with state.
@@ -153,20 +155,26 @@ def quantize_kernel(
         raise ValueError(f"{name}: contract is {contract}, but kernel has {kernel.ndim} axes; use fewer.")
     fp8.check_metas(name, "meta", meta, recipe, "pass one")
     uses = LayerUses.of(recipe, train=gradients, wgrad=False).weight
-    made = quantize_alone(*lax.stop_gradient((kernel, meta)), uses._replace(wide=False), recipe, contract)
+    made = quantize_outside_layer(*lax.stop_gradient((kernel, meta)), uses._replace(wide=False), recipe, contract)
     features, form = kernel.ndim - contract, format_of(recipe, "kernel")
     return QuantizedKernel(made, contract, features, kernel.dtype, form)
 
 
-def quantize_alone(
+def quantize_outside_layer(
     weight: jax.Array, meta: fp8.TensorMeta | None, uses: Uses, recipe: Recipe, contract: int, stack: int = 0
 ) -> Fp8Tensor:
-    """The tensor of a QuantizedKernel, outside of a layer, in the layouts that `uses` says. stack: the axes of `weight`
-    in front, of kernels that are quantized each by itself."""
+    """The tensor of a QuantizedKernel, in the layouts that `uses` says. stack: how many axes of `weight` are in front
+    of C and F; each of the stacked kernels is quantized by itself."""
     config = Config(recipe, contract, None, jax.typeof(weight), stage_axes=stage_axes())
     if stack:
         return quantize_stacked(weight, meta, uses, config, stack)
     return quantize_weight(weight, meta, uses, config)
+
+
+def check_is_array(name: str, kernel: Any) -> None:
+    """Raises TypeError, naming the layer, for a QuantizedKernel, where the layer itself quantizes the kernel."""
+    if isinstance(kernel, QuantizedKernel):
+        raise TypeError(f"{name}: kernel is a QuantizedKernel; pass the array, which is quantized here.")
 
 
 def check_quantized(
@@ -196,26 +204,26 @@ def resolve_weight(name: str, kernel: Any, contract: int, recipe: Recipe | None)
     """
     if not isinstance(kernel, QuantizedKernel):
         return kernel
-    wide, onto = kernel.tensor.wide, kernel.tensor.onto
-    slot, wide = (wide, None) if isinstance(wide, GradientSlot) else (None, wide)
+    array, onto = kernel.tensor.wide, kernel.tensor.onto
+    target, array = (array, None) if isinstance(array, GradientTarget) else (None, array)
     if onto is not None and recipe is None:
         raise ValueError(f"{name}: kernel has an accumulator, but no recipe; leave out the collection wgrads.")
-    amax = None if wide is None else kernel.tensor.amax  # else it is none of this step's
+    amax = None if array is None else kernel.tensor.amax  # without the array it is not this step's
     kernel = replace(kernel, tensor=_constant(kernel.tensor._replace(wide=None, onto=None, amax=amax), name))
-    wide = kernel.with_wide(slot).dequantize() if wide is None else wide
+    array = kernel.with_wide(target).dequantize() if array is None else array
     if recipe is None:
-        return wide
+        return array
     if onto is None or not kernel.empty:
-        check_quantized(f"{name}: kernel", kernel, _shape_of(wide), contract, recipe)
-    return wide if kernel.empty and onto is None else kernel.tensor._replace(wide=wide, onto=onto)
+        check_quantized(f"{name}: kernel", kernel, _shape_of(array), contract, recipe)
+    return array if kernel.empty and onto is None else kernel.tensor._replace(wide=array, onto=onto)
 
 
-def _shape_of(wide) -> tuple[int, ...]:
-    """The shape of a kernel; of a tuple of A arrays [E, K, N], the weights of experts side by side, [E, K, A, N]."""
-    if not isinstance(wide, tuple):
-        return wide.shape
-    experts, inner, outer = wide[0].shape
-    return experts, inner, len(wide), outer
+def _shape_of(kernel) -> tuple[int, ...]:
+    """The shape of a kernel; [E, K, A, N] for a tuple of A arrays [E, K, N], the weights of experts."""
+    if not isinstance(kernel, tuple):
+        return kernel.shape
+    experts, inner, outer = kernel[0].shape
+    return experts, inner, len(kernel), outer
 
 
 @partial(jax.jit, static_argnums=1, inline=True)

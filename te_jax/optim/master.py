@@ -16,7 +16,7 @@ from te_jax.layers.parameters import (
     is_kernel,
     map_kernels,
     requantize,
-    second,
+    take_second,
     unbox,
     with_arrays,
 )
@@ -93,12 +93,12 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
             )
         _check_kernel_gradients(params, updates)
         in_f32 = lambda q, g: jax.tree.map(lambda a: a.astype(jnp.float32), g)
-        grads = map_kernels(in_f32, params, updates, of_others=second)
+        grads = map_kernels(in_f32, params, updates, of_others=take_second)
         by, inner_state = inner.update(grads, state.inner, with_arrays(params, state.master), **extra)
         moved = lambda q, master, u: optax.apply_updates(master, u)
-        master = map_kernels(moved, params, state.master, by, of_others=second)
+        master = map_kernels(moved, params, state.master, by, of_others=take_second)
         made = lambda q, u, master: Requantized(requantize(q, master, recipe.for_parameters(), f"{_THIS}: a parameter"))
-        new = map_kernels(made, params, by, master, of_others=second)
+        new = map_kernels(made, params, by, master, of_others=take_second)
         return new, MasterWeightsState(master, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -17,7 +17,7 @@ from te_jax import recipe
 from te_jax.core.op import Op
 from te_jax.layers import MoEOptions, QuantizedKernel, layernorm, moe, quantize_experts
 from te_jax.layers.tensor import Accumulator, Fp8Tensor
-from te_jax.layers.weight import GradientSlot
+from te_jax.layers.weight import GradientTarget
 from te_jax.ops.gemm_grouped import gemm_grouped_op, gemm_grouped_wide_op
 from te_jax.ops.grouped import (
     activation_grouped_block_bwd,
@@ -197,7 +197,7 @@ def test_quantized_before_is_the_same(rng):
         return layer(fp8_of(wi).with_wide(wi), fp8_of(wo).with_wide(wo))
 
     def stored(wi, wo):
-        slots = lambda a: fp8_of(jax.lax.stop_gradient(a)).with_wide(GradientSlot(a))
+        slots = lambda a: fp8_of(jax.lax.stop_gradient(a)).with_wide(GradientTarget(a))
         return layer(tuple(map(slots, wi)), slots(wo))
 
     def onto(wi, wo, sums):

@@ -15,7 +15,7 @@ from te_jax import recipe
 from te_jax.layers import MoEOptions, QuantizedKernel, moe, quantize_experts
 from te_jax.layers.experts import mlp as layer_of_experts
 from te_jax.layers.tensor import Accumulator, Fp8Tensor
-from te_jax.layers.weight import GradientSlot
+from te_jax.layers.weight import GradientTarget
 from te_jax.ops.activation import attributes
 from te_jax.ops.experts.paired import (
     activation_grouped_paired_bwd,
@@ -186,7 +186,7 @@ def in_fp8(rule, wi, wo):
     made = [replace(q, tensor=q.tensor._replace(data=None)) for q in made]
 
     def weights(wi, wo):
-        *wi, wo = (q.with_wide(GradientSlot(a)) for q, a in zip(made, (*wi, wo)))
+        *wi, wo = (q.with_wide(GradientTarget(a)) for q, a in zip(made, (*wi, wo)))
         return tuple(wi), wo
 
     return weights

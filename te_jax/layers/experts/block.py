@@ -1,5 +1,5 @@
-"""A mixture of experts: a router sends each token to k of E MLPs and adds up what they say, in FP8 where a recipe is
-given."""
+"""A mixture of experts, in FP8 where a recipe is given: a router sends each token to k of E MLPs, and their results
+are added up."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,16 +13,15 @@ from jax import lax
 from jax.core import ShapedArray, max_dim
 
 from te_jax.core.arrays import as_jax, as_rank
-from te_jax.core.check import BOOL, NONE, STRING, Kind, KnownFields, check, number, warn_once
+from te_jax.core.check import BOOL, NONE, STRING, Kind, KnownFields, check, number
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.policies import GEMM, STATISTICS, named
 from te_jax.core.types import align, like
 from te_jax.layers._specs import dense_spec
 from te_jax.layers.config import Config
 from te_jax.layers.experts.mlp import ExpertOperands, ExpertStatic, run_experts
-from te_jax.layers.experts.weights import ExpertKernel, resolve_experts, wide_of_parts
-from te_jax.layers.gemms import are_grouped_in_fp8
-from te_jax.layers.linear import check_recipe_and_metas, check_residual
+from te_jax.layers.experts.weights import ExpertKernel, arrays_of, resolve_experts
+from te_jax.layers.linear import check_recipe_and_metas, check_residual, warn_of_bf16_products
 from te_jax.layers.norm_mlp import METAS_OF_TWO, split_residual
 from te_jax.layers.weight import Projection
 from te_jax.ops.experts.permute import combine, group, permute
@@ -75,12 +74,12 @@ class MoEOptions(KnownFields):
 
 
 class MoEAux(NamedTuple):
-    """What a mixture of experts says beside y. The losses are as of `te_jax.ops.router`, without coefficients."""
+    """What a mixture of experts returns with y. The losses are as of `te_jax.ops.router`, without coefficients."""
 
-    balancing_loss: jax.Array  # f32[]; with an expert_bias of the choice that is made without it
+    balancing_loss: jax.Array  # f32[]; under an expert_bias, of the choice that is made without it
     z_loss: jax.Array  # f32[]
     counts: jax.Array  # i32[E], the pairs of a token and a choice of each expert, dropped ones too
-    dropped: jax.Array  # i32[E], those beyond the expert's capacity
+    dropped: jax.Array  # i32[E], the pairs beyond the expert's capacity
 
 
 def moe(
@@ -116,7 +115,7 @@ def moe(
                  QuantizedKernels [E, H, F] that have scales of their own: each is multiplied by itself.
     wo:          [E, F, H]; likewise.
     wi_bias:     a tuple of arrays [E, F], or an array, as wi. wo_bias: [E, H].
-    expert_bias: f32[E], added to the scores for the choice alone (`route`). It has no gradient: its cotangent is
+    expert_bias: f32[E], added to the scores only for the choice (`route`). It has no gradient: its cotangent is
                  `MoEAux.counts`, which autodiff adds up over microbatches and devices, for `updated_expert_bias`.
     gamma, beta, norm, zero_centered_gamma, epsilon: as of `layernorm`; [H].
     residual:    True: x is added to y. Or an array of y's shape and type.
@@ -125,8 +124,8 @@ def moe(
                  of its input one for each expert. The router is never in FP8. MXFP8 operands are multiplied as bf16,
                  which holds them exactly: a warning says so once.
     metas:       of wi and wo under a recipe with state: `fp8.DenseMetas` whose x (wi), grad (wo) are f32[] and whose
-                 kernel, grad (wi), x, kernel (wo) are f32[E]. An expert without tokens has amax 0, which the law of the
-                 recipe leaves alone, for the activation and its gradient.
+                 kernel, grad (wi), x, kernel (wo) are f32[E]. An expert without tokens has amax 0 of its
+                 activation and of the gradient, by which the law of the recipe changes no state.
     checkpoint, name: as of `dense`. middle_name: of the activation's input, for `jax.checkpoint` policies.
 
     Differentiable by all floating operands. The norm and the router stand before the custom_vjp of the experts, and
@@ -143,7 +142,7 @@ def moe(
     wi, wo = resolve_experts(name, "wi", wi, recipe), resolve_experts(name, "wo", wo, recipe)
     wi_bias = as_jax(*wi_bias) if isinstance(wi_bias, tuple | list) else None if wi_bias is None else as_jax(wi_bias)
     (wo_bias,) = as_jax(wo_bias)
-    _check_of_moe(name, x, gate_kernel, wi, wo, wi_bias, wo_bias, options)
+    _check_mixture(name, x, gate_kernel, wi, wo, wi_bias, wo_bias, options)
     _check_recipe(name, recipe, metas, options)
     for what, text in (("checkpoint", checkpoint), ("middle_name", middle_name)):
         check(name, what, text, NONE | STRING)
@@ -170,10 +169,10 @@ def moe(
     return y if added is None else y + added, aux
 
 
-def _check_of_moe(name, x, gate_kernel, wi, wo, wi_bias, wo_bias, options):
+def _check_mixture(name, x, gate_kernel, wi, wo, wi_bias, wo_bias, options):
     """Raises ValueError or TypeError, naming the layer, for operands that make no mixture of experts."""
     check(name, "options", options, Kind("a MoEOptions", lambda value: isinstance(value, MoEOptions)))
-    first, (second, *more) = wide_of_parts(wi), wide_of_parts(wo)
+    first, (second, *more) = arrays_of(wi), arrays_of(wo)
     check(name, "x", x, FLOAT)
     check(name, "gate_kernel", gate_kernel, FLOAT)
     count = len(options.activations)
@@ -185,16 +184,16 @@ def _check_of_moe(name, x, gate_kernel, wi, wo, wi_bias, wo_bias, options):
         )
     experts, width, hidden = first[0].shape
     if wi_bias is not None and len(wi_bias) != count:
-        raise ValueError(f"{name}: wi_bias is {len(wi_bias)} arrays; pass {count}, one beside each of wi.")
+        raise ValueError(f"{name}: wi_bias is {len(wi_bias)} arrays; pass {count}, one for each of wi.")
     shapes = [("gate_kernel", gate_kernel, (width, experts)), ("wo", second, (experts, hidden, width))]
     shapes += [("wi_bias", bias, (experts, hidden)) for bias in wi_bias or ()]
     shapes += [] if wo_bias is None else [("wo_bias", wo_bias, (experts, width))]
     for what, a, shape in shapes:
         check(name, what, a, FLOAT)
         if a.shape != shape:
-            raise ValueError(f"{name}: {what} has the shape {a.shape}, beside wi {first[0].shape}; pass {shape}.")
+            raise ValueError(f"{name}: {what} has the shape {a.shape}, but wi {first[0].shape}; pass {shape}.")
     if x.ndim < 2 or x.shape[-1] != width:
-        raise ValueError(f"{name}: x has the shape {x.shape}, beside wi {first[0].shape}; pass [..., T, {width}].")
+        raise ValueError(f"{name}: x has the shape {x.shape}, but wi {first[0].shape}; pass [..., T, {width}].")
     options.router.check_experts(experts)
 
 
@@ -210,17 +209,15 @@ def _check_recipe(name, recipe, metas, options):
             f"{name}: options.activations is {options.activations}, whose gradient has no op that quantizes it; pass "
             "activations that te_jax.ops.activation.is_fused knows, or recipe=None."
         )
-    if not are_grouped_in_fp8(recipe):
-        text = "no faster than bf16; recipe.Float8BlockScaling() multiplies in FP8"
-        warn_once(name, f"recipe is {type(recipe).__name__}, whose grouped products are of bf16: {text}.")
+    warn_of_bf16_products(name, recipe)
 
 
 # ---- the router ------------------------------------------------------------------------------------------------------
 
 
 def _routing(h, gate_kernel, expert_bias, options: MoEOptions) -> tuple[Routing, MoEAux]:
-    """The routing without pairs beyond the capacity, whose expert is E; and what there is to say of it."""
-    precision = lax.Precision.HIGHEST if h.dtype == jnp.float32 else None  # not TF32: it decides
+    """The routing, in which pairs beyond the capacity have the expert E, and the MoEAux."""
+    precision = lax.Precision.HIGHEST if h.dtype == jnp.float32 else None  # not TF32, since the logits decide
     h, gate_kernel, expert_bias = align(h, gate_kernel, expert_bias)
     axes = (h.ndim - 1,), gate_kernel, (0,)
     spec = dense_spec(jax.typeof(h), jax.typeof(gate_kernel), 1)
@@ -231,7 +228,7 @@ def _routing(h, gate_kernel, expert_bias, options: MoEOptions) -> tuple[Routing,
     experts, dropped = routing.experts, jnp.zeros_like(routing.counts)
     if options.capacity_factor is not None:
         num_experts = logits.shape[-1]
-        factor = Fraction(str(float(options.capacity_factor)))  # as it is written: 1.1 * 100 / 10 is above 11 in floats
+        factor = Fraction(str(float(options.capacity_factor)))  # exact: in floats 1.1 * 100 / 10 is above 11
         capacity = max_dim(1, parts(factor.numerator * experts.size, factor.denominator * num_experts))
         groups = group(experts, num_experts)
         of_expert = lambda a: as_rank(a, experts.ndim + 1)
@@ -262,10 +259,6 @@ def _groups(routing: Routing):
     return named(group(routing.experts, routing.counts.shape[0]), STATISTICS)
 
 
-def _bias_of_slots(wi_bias):
-    return None if wi_bias is None else jnp.stack(wi_bias, 1)
-
-
 def _in_type_of_x(h, weights, wi, wo, routing, options: MoEOptions, middle_name):
     """The MLPs in h's type: jax differentiates grouped products. Behind the last group nothing is added up."""
     groups = _groups(routing)
@@ -274,19 +267,18 @@ def _in_type_of_x(h, weights, wi, wo, routing, options: MoEOptions, middle_name)
         kernel = kernel.astype(h.dtype)
         return gemm_grouped(rows, kernel, groups.offsets, groups.counts, bias=bias, k_first=True)
 
-    kernels, rows = wide_of_parts(wi[0]), permute(h, groups)
-    # One product for each slot: to lay the kernels side by side would be a copy of them in each pass.
+    kernels, rows = arrays_of(wi[0]), permute(h, groups)
+    # One product for each slot: to stack the kernels would copy them in each pass.
     slots = [product(rows, *each) for each in zip(kernels, wi[1] or (None,) * len(kernels))]
     slots = [named(z, middle_name) for z in slots]
     a = act_op.activation_of_slots(slots, options.activations, options.activation_params)
-    return combine(product(a, *wide_of_parts(wo[0]), wo[1]), groups, weights)
+    return combine(product(a, *arrays_of(wo[0]), wo[1]), groups, weights)
 
 
 def _in_fp8(h, weights, wi, wo, routing, options: MoEOptions, recipe, metas, checkpoint, middle_name):
     groups, (wi, wi_bias), (wo, wo_bias) = _groups(routing), wi, wo
-    wi_bias = _bias_of_slots(wi_bias)
-    rows = groups.slots.shape[0]
-    typeof = lambda a: a if a is None else jax.typeof(a)
+    wi_bias = None if wi_bias is None else jnp.stack(wi_bias, 1)
+    typeof, rows = partial(jax.tree.map, jax.typeof), groups.slots.shape[0]
     middle = ShapedArray((rows, wi[0].wide[0].shape[-1]), h.dtype)
     config = partial(Config, recipe, 1, checkpoint=checkpoint, stage_axes=stage_axes())
     on_mesh = jax.sharding.get_abstract_mesh().size > 1

@@ -8,13 +8,13 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 from jax.typing import ArrayLike
 
 from te_jax.core.arrays import as_jax
-from te_jax.core.check import INTEGERS, NONE, STRING, check, warn_once
+from te_jax.core.check import INTEGERS, NONE, STRING, check
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.types import align, like
 from te_jax.layers.config import Config
-from te_jax.layers.experts.mlp import rows_of_tokens, rows_source
-from te_jax.layers.gemms import are_grouped_in_fp8, grouped_dgrad, grouped_fprop, grouped_wgrad
-from te_jax.layers.linear import check_recipe_and_metas
+from te_jax.layers.experts.mlp import quantize_rows_grad, rows_of_tokens, rows_source
+from te_jax.layers.gemms import grouped_dgrad, grouped_fprop, grouped_wgrad
+from te_jax.layers.linear import check_recipe_and_metas, warn_of_bf16_products
 from te_jax.layers.produce import Role, produce, quantize_stacked
 from te_jax.layers.tensor import LayerUses
 from te_jax.layers.vjp import (
@@ -25,9 +25,8 @@ from te_jax.layers.vjp import (
     save_for_backward,
     tag_for_wgrad,
 )
-from te_jax.layers.weight import QuantizedKernel
+from te_jax.layers.weight import check_is_array
 from te_jax.ops.experts.permute import Groups, combine, group, permute
-from te_jax.ops.experts.rows import dbias_of_experts
 from te_jax.ops.gemm.grouped import gemm_grouped
 from te_jax.ops.quantize.array import FLOAT
 from te_jax.recipe import Recipe
@@ -48,7 +47,7 @@ def grouped_dense(
 ) -> jax.Array:
     """x times the kernel of each row's group, for rows that lie group behind group: [T, N] of x's type.
 
-    x:           f32, bf16 or f16 [T, K]; its first group_sizes[0] rows are those of kernel[0], and so on
+    x:           f32, bf16 or f16 [T, K]; its first group_sizes[0] rows are multiplied by kernel[0], and so on.
     kernel:      f32, bf16 or f16 [E, K, N]. Quantized from its own type; without a recipe cast to x's.
     group_sizes: i32[E]. Rows behind the last group have zeros, as of `jax.lax.ragged_dot`, and enter no amax.
     bias:        [E, N], added to the rows of its group.
@@ -57,8 +56,8 @@ def grouped_dense(
                  each kernel[e] one of its own (inside `jax.shard_map`, of the kernel[e] of all devices). Blocks have
                  rows of one group. MXFP8 operands are multiplied as bf16, which holds them exactly: a warning says
                  once that this is no faster than bf16.
-    metas:       `fp8.DenseMetas`, as of `dense`: one scale for all kernels, whose amax is that of all of them. None
-                 under a recipe without state.
+    metas:       `fp8.DenseMetas`, as of `dense`: one scale for all kernels, by their largest amax. None under a recipe
+                 without state.
     checkpoint, name: as in `dense`.
 
     Differentiable by x, kernel, bias and metas; the gradients of the kernel and bias of an empty group are 0. Raises
@@ -74,10 +73,8 @@ def grouped_dense(
         of_groups = groups.offsets, groups.counts
         out = gemm_grouped(permute(x, groups), kernel.astype(x.dtype), *of_groups, bias=bias, k_first=True)
         return combine(out, groups, jnp.ones(groups.rows.shape, jnp.float32))
-    if not are_grouped_in_fp8(recipe):
-        text = "no faster than bf16; recipe.Float8BlockScaling() multiplies in FP8"
-        warn_once(name, f"recipe is {type(recipe).__name__}, whose grouped products are of bf16: {text}.")
-    types = [a if a is None else jax.typeof(a) for a in (x, kernel, bias)]
+    warn_of_bf16_products(name, recipe)
+    types = jax.tree.map(jax.typeof, (x, kernel, bias))
     config = Config(recipe, 1, *types, checkpoint=checkpoint, stage_axes=stage_axes())
     x, kernel, bias, groups = align(x, kernel, bias, groups)
     return _grouped_dense(_GroupedOperands(x, kernel, bias, metas or fp8.STATELESS), groups, config)
@@ -85,8 +82,7 @@ def grouped_dense(
 
 def _check_rows_of_groups(name, x, kernel, group_sizes, bias, recipe, metas):
     """Raises ValueError or TypeError, naming the layer, for operands that make no grouped dense layer."""
-    if isinstance(kernel, QuantizedKernel):
-        raise TypeError(f"{name}: kernel is a QuantizedKernel; pass the array, which is quantized here.")
+    check_is_array(name, kernel)
     shapes = "pass x[T, K], kernel[E, K, N], group_sizes[E] and bias[E, N]"
     arrays = [("x", x, 2), ("kernel", kernel, 3), ("group_sizes", group_sizes, 1)]
     for what, a, ndim in arrays if bias is None else [*arrays, ("bias", bias, 2)]:
@@ -100,7 +96,7 @@ def _check_rows_of_groups(name, x, kernel, group_sizes, bias, recipe, metas):
         ("bias", bias, (experts, features)),
     ):
         if a is not None and a.shape != shape:
-            raise ValueError(f"{name}: {what} has the shape {a.shape}, beside kernel {kernel.shape}; {shapes}.")
+            raise ValueError(f"{name}: {what} has the shape {a.shape}, but kernel {kernel.shape}; {shapes}.")
     check_recipe_and_metas(name, recipe, metas)
 
 
@@ -113,10 +109,10 @@ class _GroupedOperands(NamedTuple):
     metas: fp8.DenseMetas
 
 
-def _multiply(operands: _GroupedOperands, groups: Groups, config: Config, train: bool, wgrad: bool):
+def _multiply(operands: _GroupedOperands, groups: Groups, config: Config, train: bool, needs_wgrad: bool):
     """The result, and for the backward pass x and the weights in FP8."""
     x, kernel, bias, metas = operands
-    uses = LayerUses.of(config.recipe, train, wgrad)
+    uses = LayerUses.of(config.recipe, train, needs_wgrad)
     q, _ = produce(rows_source(x, groups), Role("x", metas.x, uses.x, config.x), config)
     w = quantize_stacked(kernel, metas.kernel, uses.weight, config)
     return rows_of_tokens(grouped_fprop(q, w, bias, groups, config), groups), q, w
@@ -124,28 +120,21 @@ def _multiply(operands: _GroupedOperands, groups: Groups, config: Config, train:
 
 @custom_vjp(2, in_fp8=lambda config: "te_jax.layers.grouped_dense")
 def _layer(operands, groups, config):
-    return _multiply(operands, groups, config, train=False, wgrad=False)[0]
+    return _multiply(operands, groups, config, train=False, needs_wgrad=False)[0]
 
 
 def _layer_fwd(operands, groups, config):
-    wgrad = has_gradient(operands.kernel)
+    needs_wgrad = has_gradient(operands.kernel)
     operands, groups = values_of((operands, groups))
-    y, q, w = _multiply(operands, groups, config, train=True, wgrad=wgrad)
-    return y, (save_for_backward(tag_for_wgrad(q, config), w, operands.metas, config, wgrad), groups)
+    y, q, w = _multiply(operands, groups, config, train=True, needs_wgrad=needs_wgrad)
+    return y, (save_for_backward(tag_for_wgrad(q, config), w, operands.metas, config, needs_wgrad), groups)
 
 
 def _layer_bwd(config, residuals, dy):
     saved, groups = residuals
-    dy, has_bias = instantiate(dy), config.bias is not None
-    uses = LayerUses.of(config.recipe, train=True, wgrad=saved.wgrad).grad
-    role = Role("grad", saved.metas.grad, uses, jax.typeof(dy))
-    grad, got = produce(rows_source(dy, groups), role, config, ("rows",) if has_bias else ())
+    grad, dbias = quantize_rows_grad(instantiate(dy), None, saved, groups, config)
     dx = like(rows_of_tokens(grouped_dgrad(grad, saved.weight, groups, config), groups), config.x)
-    dweight = like(grouped_wgrad(saved.x, grad, groups, config), config.weight) if saved.wgrad else None
-    dbias = None
-    if has_bias:
-        of_rows = got["rows"].astype(jnp.float32)
-        dbias = like(dbias_of_experts(of_rows, groups.offsets, groups.counts), config.bias)
+    dweight = like(grouped_wgrad(saved.x, grad, groups, config), config.weight) if saved.needs_wgrad else None
     return _GroupedOperands(dx, dweight, dbias, differentiate_metas(saved, grad, config)), None
 
 

@@ -1,5 +1,5 @@
-"""The MLPs of experts in FP8, over tokens whose experts are chosen, under one custom_vjp: rows are gathered where they
-are quantized, the activation and its gradient are quantized where they are computed.
+"""The MLPs of experts in FP8, over tokens whose experts are chosen, under one custom_vjp. Rows are gathered where they
+are quantized; the activation and its gradient are quantized where they are computed.
 
 x and the gradient of y have one scale each. The weights, the activation and its gradient have one for each expert,
 where the recipe scales whole tensors: its FP8 state has an axis of experts then.
@@ -24,10 +24,12 @@ from te_jax.layers.produce import Role, produce
 from te_jax.layers.tensor import Fp8Tensor, LayerUses
 from te_jax.layers.vjp import (
     Saved,
-    accumulated,
+    accumulator_cotangent,
     differentiate_metas,
+    finish_first,
     instantiate,
     jit_layer,
+    quantize_activation_grad,
     save_for_backward,
     tag_for_wgrad,
 )
@@ -81,20 +83,20 @@ def rows_of_tokens(rows: jax.Array, groups: Groups) -> jax.Array:
     return combine_op(rows, groups.rows, None)[0]
 
 
-def _forward(operands: ExpertOperands, groups, static: ExpertStatic, train: bool, wgrads):
-    """y, and for the backward pass: x and the weights of wi, the activation and the weight of wo, the activation's
-    input and the rows of the experts' outputs."""
+def _forward(operands: ExpertOperands, groups, static: ExpertStatic, train: bool, need_wgrad):
+    """y, and for the backward pass (x, wi in FP8), (the activation, wo in FP8), the activation's input, and the rows of
+    the experts' outputs."""
     x, weights, wi, wo = operands
-    uses = LayerUses.of(static.wi.recipe, train, wgrads[0])
+    uses = LayerUses.of(static.wi.recipe, train, need_wgrad[0])
     q0, _ = produce(rows_source(x, groups), Role("x", wi.metas.x, uses.x, static.wi.x), static.wi)
     parts = tuple(quantize_part(part, wi.metas.kernel, uses.weight, static.wi, True) for part in wi.kernel)
     bias = lambda span: None if wi.bias is None else wi.bias[:, span]
     each = [grouped_fprop(q0, w, bias(span), groups, static.wi) for w, span in zip(parts, static.spans())]
     z = named(each[0] if len(each) == 1 else jnp.concatenate(each, 1), static.middle_name)
     (second,) = wo.kernel
-    if not static.wo.on_mesh:  # what z is made of alone is free before the second weights in FP8 are there
+    if not static.wo.on_mesh:  # the second weights in FP8 come after z, when what only z is made of is free
         second = second._replace(wide=lax.optimization_barrier((z, second.wide))[1])
-    uses = LayerUses.of(static.wo.recipe, train, wgrads[1])
+    uses = LayerUses.of(static.wo.recipe, train, need_wgrad[1])
     role = Role("x", wo.metas.x, uses.x, jax.typeof(z))
     q1, _ = produce(grouped_activation_source(z, groups, dict(static.act)), role, static.wo)
     w1 = quantize_part(second, wo.metas.kernel, uses.weight, static.wo, False)
@@ -104,26 +106,26 @@ def _forward(operands: ExpertOperands, groups, static: ExpertStatic, train: bool
 
 @custom_vjp(2, in_fp8=lambda static: "te_jax.layers.moe")
 def _experts(operands, groups, static):
-    return _forward(operands, groups, static, train=False, wgrads=(False, False))[0]
+    return _forward(operands, groups, static, train=False, need_wgrad=(False, False))[0]
 
 
 def _experts_fwd(operands, groups, static):
-    wgrads = any_gradient(operands.wi.kernel), any_gradient(operands.wo.kernel)
+    need_wgrad = any_gradient(operands.wi.kernel), any_gradient(operands.wo.kernel)
     of_weights = operands.weights.perturbed
     operands, groups = values_of((operands, groups))
-    y, *pairs, z, rows = _forward(operands, groups, static, train=True, wgrads=wgrads)
-    each = zip(pairs, (operands.wi, operands.wo), (static.wi, static.wo), wgrads)
-    saved = [_save(*pair, p.metas, config, wgrad) for pair, p, config, wgrad in each]
-    rows = rows if of_weights else rows[:0]  # the router's gradient alone reads them
+    y, *pairs, z, rows = _forward(operands, groups, static, train=True, need_wgrad=need_wgrad)
+    each = zip(pairs, (operands.wi, operands.wo), (static.wi, static.wo), need_wgrad)
+    saved = [_save(*pair, p.metas, config, needs_wgrad) for pair, p, config, needs_wgrad in each]
+    rows = rows if of_weights else rows[:0]  # only the router's gradient reads them
     return y, (saved, z, rows, operands.weights, groups)
 
 
-def _save(q: Fp8Tensor, parts: Parts, metas, config: Config, wgrad: bool) -> Saved:
-    """As `save_for_backward`, with parts in the place of the weight."""
-    x = save_for_backward(tag_for_wgrad(q, config), Fp8Tensor(), metas, config, wgrad)
+def _save(q: Fp8Tensor, parts: Parts, metas, config: Config, needs_wgrad: bool) -> Saved:
+    """As `save_for_backward`, with the parts of a weight instead of the weight."""
+    x = save_for_backward(tag_for_wgrad(q, config), Fp8Tensor(), metas, config, needs_wgrad)
 
     def kept(part):
-        onto = part.onto and tuple(o._replace(grad=o.grad if wgrad else jnp.zeros((0,))) for o in part.onto)
+        onto = part.onto and tuple(o._replace(grad=o.grad if needs_wgrad else jnp.zeros((0,))) for o in part.onto)
         wide = part.wide if config.recipe.override_linear_precision[1] else None
         return part._replace(data_t=None, scale_inv_t=None, wide=wide, onto=onto)
 
@@ -133,17 +135,17 @@ def _save(q: Fp8Tensor, parts: Parts, metas, config: Config, wgrad: bool) -> Sav
 def _experts_bwd(static: ExpertStatic, residuals, dy):
     (first, second), z, rows, weights, groups = residuals
     dy = instantiate(dy)
-    if not static.wo.on_mesh:  # no gradient beside the forward pass, where dy is known before y
+    if not static.wo.on_mesh:  # no gradient during the forward pass, where dy is known before y
         dy, z, rows = lax.optimization_barrier((dy, z, rows))
     dweights = like(combine_bwd_op(dy, rows, groups.rows)[0], weights) if rows.size else None
-    grad, dbias = _quantize_rows_grad(dy, weights, second, groups, static.wo)
+    grad, dbias = quantize_rows_grad(dy, weights, second, groups, static.wo)
     (w1,) = second.weight
     da = grouped_dgrad(grad, w1, groups, static.wo)
     dwo = _differentiate(second, grad, dbias, groups, static.wo, [[None]])
-    if not static.wo.on_mesh:  # what dwo is made of is free before the largest tensors of the layer are there
-        da, dkernel = lax.optimization_barrier((da, dwo.kernel))
-        dwo = dwo._replace(kernel=dkernel)
-    grad, dbias = _quantize_middle_grad(da, z, first, groups, static)
+    da, dwo = finish_first(dwo, da, static.wo)
+    source = paired_activation_grad_source(da, z, groups, dict(static.act))
+    in_one_array = _fit_in_one_array(z, first, groups, static.wi)
+    grad, dbias = quantize_activation_grad(source, z, first, static.wi, in_one_array=in_one_array)
     spans = static.spans()
     each = [grouped_dgrad(slots_at(grad, s), w, groups, static.wi, s.start) for w, s in zip(first.weight, spans)]
     dx = like(rows_of_tokens(reduce(jnp.add, each), groups), static.wi.x)
@@ -152,9 +154,12 @@ def _experts_bwd(static: ExpertStatic, residuals, dy):
     return ExpertOperands(dx, dweights, dwi, dwo), None
 
 
-def _quantize_rows_grad(dy, weights, saved: Saved, groups, config: Config):
-    """The gradient of the rows [R, O] from dy [*B, O], as the GEMMs read it, and of their bias."""
-    uses, has_bias = LayerUses.of(config.recipe, train=True, wgrad=saved.wgrad).grad, config.bias is not None
+def quantize_rows_grad(
+    dy: jax.Array, weights: jax.Array | None, saved: Saved, groups: Groups, config: Config
+) -> tuple[Fp8Tensor, jax.Array | None]:
+    """The gradient of the rows [R, O], from dy [*B, O] and the weights of `rows_source`, as the GEMMs read it, and the
+    gradient of the bias, if there is one."""
+    uses, has_bias = LayerUses.of(config.recipe, train=True, wgrad=saved.needs_wgrad).grad, config.bias is not None
     role = Role("grad", saved.metas.grad, uses, jax.typeof(dy))
     grad, got = produce(rows_source(dy, groups, weights), role, config, ("rows",) if has_bias else ())
     if not has_bias:
@@ -163,24 +168,17 @@ def _quantize_rows_grad(dy, weights, saved: Saved, groups, config: Config):
     return grad, like(dbias, config.bias)
 
 
-def _quantize_middle_grad(da, z, saved: Saved, groups, static: ExpertStatic):
-    """The gradient of the activation's input z [R, A, F] from that of its output, as the GEMMs read it, and of the
-    bias. Where one array can hold both layouts they take the place of z, which is as many bytes: no larger tensor is
-    alive at a time."""
-    config = static.wi
-    uses, has_bias = LayerUses.of(config.recipe, train=True, wgrad=saved.wgrad).grad, config.bias is not None
+def _fit_in_one_array(z, saved: Saved, groups, config: Config) -> bool:
+    """Whether one array holds both layouts of the gradient of z [R, A, F]. It replaces z, which is as many bytes: no
+    larger tensor is alive at a time."""
+    uses = LayerUses.of(config.recipe, train=True, wgrad=saved.needs_wgrad).grad
     in_both = uses.data and uses.data_t and not uses.wide and not format_of(config.recipe, "grad").block
-    in_one = in_both and not has_bias and not config.on_mesh and is_pairable(z, groups.counts)
-    uses = uses._replace(paired=in_one)
-    role = Role("grad", saved.metas.grad, uses, jax.typeof(z))
-    source = paired_activation_grad_source(da, z, groups, dict(static.act))
-    grad, got = produce(source, role, config, ("dbias",) if has_bias else ())
-    return grad, like(got["dbias"], config.bias) if has_bias else None
+    return in_both and config.bias is None and not config.on_mesh and is_pairable(z, groups.counts)
 
 
 def _differentiate(saved: Saved, grad: Fp8Tensor, dbias, groups, config: Config, of_parts) -> Projection:
-    """The cotangents of the parts of a weight, of its bias and of its FP8 state. of_parts: the slots of grad that are
-    each part's; [None] without an axis of slots."""
+    """The cotangents of the parts of a weight, of its bias and of its FP8 state. of_parts: for each part its slots of
+    grad; [None] without an axis of slots."""
     whole = Fp8Tensor(amax=amax_of_parts(saved.weight))
     dmetas = differentiate_metas(saved._replace(weight=whole), grad, config)
     each = zip(saved.weight, of_parts)
@@ -189,13 +187,13 @@ def _differentiate(saved: Saved, grad: Fp8Tensor, dbias, groups, config: Config,
 
 
 def _differentiate_part(saved: Saved, part: Fp8Tensor, grad, slots, groups, config: Config) -> Fp8Tensor | None:
-    if not saved.wgrad:
+    if not saved.needs_wgrad:
         return None
     wgrad = lambda slot, onto=None: grouped_wgrad(saved.x, grad, groups, config, onto, slot)
     if part.onto is None:
         return Fp8Tensor(wide=tuple(like(wgrad(slot), config.weight) for slot in slots))
     sums = (wgrad(slot, onto.grad) for slot, onto in zip(slots, part.onto))
-    return Fp8Tensor(onto=tuple(map(accumulated, sums, part.onto)))
+    return Fp8Tensor(onto=tuple(map(accumulator_cotangent, sums, part.onto)))
 
 
 _experts.defvjp(_experts_fwd, _experts_bwd, symbolic_zeros=True)

@@ -1,8 +1,9 @@
-"""Weights of experts [E, K, N] as grouped GEMMs read them, one or several side by side, quantized here or before.
+"""Weights of experts [E, K, N] as grouped GEMMs read them, one array or one for each slot of an activation, quantized
+here or before.
 
 A layer holds the weights that one activation reads as parts, a tuple of Fp8Tensors. Arrays make one part of all slots,
 which one GEMM multiplies: `wide` has the arrays, the FP8 layouts have an axis of slots, and each expert has one scale
-for all of them. Kernels that were quantized one by one have scales of their own, and so are parts of one slot each.
+for all of them. Kernels that were quantized one by one have scales of their own: each is a part of one slot.
 """
 
 from collections.abc import Sequence
@@ -38,37 +39,37 @@ def quantize_experts(
     gradients: bool = True,
     name: str = "te_jax.layers.quantize_experts",
 ) -> QuantizedKernel:
-    """Quantizes the weights of experts as `moe` would; the result holds FP8 alone, and `moe` takes it in their place.
+    """Quantizes the weights of experts as `moe` would; the result holds only FP8, and `moe` takes it instead of them.
 
-    kernel:    f32, bf16 or f16 [E, K, N], such as wo; or a tuple of A of them, as of gated activations: (wi_0, wi_1).
+    kernel:    f32, bf16 or f16 [E, K, N], such as wo; or a tuple of A such arrays: (wi_0, wi_1) of gated activations.
     meta:      their entry in the layer's `metas`, of f32[E], under a recipe with state.
     gradients: as of `quantize_kernel`.
 
-    Beside the arrays (`with_wide`; a tuple where `kernel` is one) it is a copy in FP8 that saves quantizing. Raises
-    TypeError for a kernel that is not float and for no recipe, ValueError for shapes and a wrong `meta`.
+    Together with the arrays (`with_wide`; a tuple where `kernel` is one) it is a copy in FP8 that saves quantizing.
+    Raises TypeError for a kernel that is not float and for no recipe, ValueError for shapes and a wrong `meta`.
     """
     fp8.check_recipe(name, recipe)
     check(name, "gradients", gradients, BOOL)
     fp8.check_metas(name, "meta", meta, recipe, "pass one")
-    slots = isinstance(kernel, tuple | list)
-    wide = as_jax(*kernel) if slots else as_jax(kernel)
-    check_kernels(name, "kernel", wide)
+    has_slots = isinstance(kernel, tuple | list)
+    arrays = as_jax(*kernel) if has_slots else as_jax(kernel)
+    check_kernels(name, "kernel", arrays)
     uses = LayerUses.of(recipe, train=True, wgrad=False).weight._replace(wide=False)
     uses = uses if gradients else uses._replace(data=False)
-    config = Config(recipe, 1, None, jax.typeof(wide[0]), stage_axes=stage_axes())
-    made = quantize_part(Fp8Tensor(wide=lax.stop_gradient(wide)), lax.stop_gradient(meta), uses, config, slots)
-    return QuantizedKernel(made._replace(wide=None), 1, 1 + slots, wide[0].dtype, format_of(recipe, "kernel"))
+    config = Config(recipe, 1, None, jax.typeof(arrays[0]), stage_axes=stage_axes())
+    made = quantize_part(Fp8Tensor(wide=lax.stop_gradient(arrays)), lax.stop_gradient(meta), uses, config, has_slots)
+    return QuantizedKernel(made._replace(wide=None), 1, 1 + has_slots, arrays[0].dtype, format_of(recipe, "kernel"))
 
 
-def check_kernels(name: str, argument: str, wide: Sequence[jax.Array]) -> None:
+def check_kernels(name: str, argument: str, arrays: Sequence[jax.Array]) -> None:
     """Raises ValueError or TypeError, naming the layer, unless they are arrays [E, K, N] of one shape and type."""
-    for a in wide:
+    for a in arrays:
         check(name, argument, a, FLOAT)
-        if a.ndim != 3 or 0 in a.shape or (a.shape, a.dtype) != (wide[0].shape, wide[0].dtype):
-            have = ", ".join(f"{a.dtype}{list(a.shape)}" for a in wide)
+        if a.ndim != 3 or 0 in a.shape or (a.shape, a.dtype) != (arrays[0].shape, arrays[0].dtype):
+            have = ", ".join(f"{a.dtype}{list(a.shape)}" for a in arrays)
             raise ValueError(f"{name}: {argument} is {have}; pass arrays of three axes [E, K, N], all alike.")
-    if not wide:
-        raise ValueError(f"{name}: {argument} is {wide!r}; pass an array, or a tuple of one for each activation.")
+    if not arrays:
+        raise ValueError(f"{name}: {argument} is {arrays!r}; pass an array, or a tuple of one for each activation.")
 
 
 def resolve_experts(name: str, argument: str, kernel: ExpertKernel, recipe: Recipe | None) -> Parts:
@@ -89,14 +90,14 @@ def resolve_experts(name: str, argument: str, kernel: ExpertKernel, recipe: Reci
 def _part(got, kernel) -> Fp8Tensor:
     """`got`, of `resolve_weight`, in the form of a part."""
     part = got if isinstance(got, Fp8Tensor) else Fp8Tensor(wide=got)
-    wide, in_slots = part.wide, getattr(kernel, "features", 1) == 2
-    if not isinstance(wide, tuple):
-        wide = tuple(wide[:, :, a] for a in range(wide.shape[2])) if in_slots else (wide,)
-    onto = part.onto if part.onto is None or in_slots else (part.onto,)
-    return part._replace(wide=wide, onto=onto)
+    arrays, has_slots = part.wide, getattr(kernel, "features", 1) == 2
+    if not isinstance(arrays, tuple):
+        arrays = tuple(arrays[:, :, a] for a in range(arrays.shape[2])) if has_slots else (arrays,)
+    onto = part.onto if part.onto is None or has_slots else (part.onto,)
+    return part._replace(wide=arrays, onto=onto)
 
 
-def wide_of_parts(parts: Parts) -> tuple[jax.Array, ...]:
+def arrays_of(parts: Parts) -> tuple[jax.Array, ...]:
     """The arrays of all slots."""
     return tuple(a for part in parts for a in part.wide)
 
@@ -107,15 +108,16 @@ def any_gradient(parts: Parts) -> bool:
     return any([has_gradient(Fp8Tensor(wide=a, onto=onto)) for pairs in each for a, onto in pairs])
 
 
-def quantize_part(part: Fp8Tensor, meta: fp8.TensorMeta | None, uses: Uses, config: Config, slots: bool) -> Fp8Tensor:
-    """A part as its GEMMs read it: data [E, K, A, N], data_t [E, A, N, K]; without the axis A unless `slots`."""
-    pair = slots and len(part.wide) == 2
-    array = lambda: jnp.stack(part.wide, 2) if slots else part.wide[0]
+def quantize_part(
+    part: Fp8Tensor, meta: fp8.TensorMeta | None, uses: Uses, config: Config, has_slots: bool
+) -> Fp8Tensor:
+    """A part as its GEMMs read it: data [E, K, A, N], data_t [E, A, N, K]; without the axis A unless `has_slots`."""
+    array = lambda: jnp.stack(part.wide, 2) if has_slots else part.wide[0]
     if part.data is None and part.data_t is None:
-        weight, beside = part.wide if pair else (array(), None)
-        return quantize_stacked(weight, meta, uses, config, beside=beside)._replace(onto=part.onto)
+        weight, second = part.wide if has_slots and len(part.wide) == 2 else (array(), None)
+        return quantize_stacked(weight, meta, uses, config, second=second)._replace(onto=part.onto)
     q = part._replace(wide=None, amax=None, onto=None)
-    one_slot = slots and (part.data_t if part.data is None else part.data).ndim == 3
+    one_slot = has_slots and (part.data_t if part.data is None else part.data).ndim == 3
     form = format_of(config.recipe, "kernel")
     q = jax.vmap(lambda each: each.read(uses, 1, form))(q)
     q = _with_slot(q, form) if one_slot else q
@@ -123,7 +125,7 @@ def quantize_part(part: Fp8Tensor, meta: fp8.TensorMeta | None, uses: Uses, conf
 
 
 def _with_slot(q: Fp8Tensor, form: ScaleFormat) -> Fp8Tensor:
-    """Of a weight [E, K, N] in FP8 the same with an axis of one slot in front of N."""
+    """A weight [E, K, N] in FP8, with an axis of one slot in front of N."""
     insert = lambda a, axis: None if a is None else jnp.expand_dims(a, axis)
     q = q._replace(data=insert(q.data, 2), data_t=insert(q.data_t, 1))
     if not form.block:
@@ -134,8 +136,8 @@ def _with_slot(q: Fp8Tensor, form: ScaleFormat) -> Fp8Tensor:
 
 
 def slots_at(q: Fp8Tensor, at: Any) -> Fp8Tensor:
-    """Of rows [R, A, N] as GEMMs read them those of slot `at`, [R, N], or of a slice of slots. `paired` stays whole:
-    its products are told the slot."""
+    """The rows [R, N] of slot `at`, or of a slice of slots, from rows [R, A, N] as GEMMs read them. `paired` stays
+    whole: its products are told the slot."""
     pick = lambda a, *where: a if a is None or a.ndim < 2 else a[where]
     every = slice(None)
     return q._replace(

@@ -8,7 +8,8 @@ multiplied afterwards: the backward pass computes the logits again, and there ar
 A chunk has the whole vocabulary for its tokens: the gradient of a logit needs the sum over all logits of its token.
 Chunks of the vocabulary would need no sum of dW over chunks, but a fourth product. A chunk of T tokens takes 4 T V
 bytes of f32 logits and 2 T V of their gradient in 16 bits. With 1 GiB of logits (2048 tokens, V = 128k) a product has
-enough rows. The sum of dW, which each chunk reads and writes, is 1 GB of traffic each way beside products of 2 TFLOP.
+enough rows. The sum of dW, which each chunk reads and writes, is 1 GB of traffic each way, compared with products of
+2 TFLOP.
 In FP8 the copies of the kernel take memory, too, and chunks are half as long. The sum of dW is in bf16 if the kernel
 is: in f32 it would be 4 H V bytes more, a third of all that is needed at N = 16k, H = 4k, V = 128k.
 
@@ -38,7 +39,7 @@ _LEAST_TOKENS, _ROWS = 1024, 128  # of a chunk, however large the vocabulary; wh
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What is made of the logits of a token.
+    """The loss of a token, given its logits.
 
     label_smoothing: e: the target is (1 - e) times the label plus e / V of each entry of the vocabulary.
     z_loss:          c: adds c times the square of the logarithm of the sum of exponentials.
@@ -57,7 +58,7 @@ class LossOptions:
 
 
 class Plan(NamedTuple):
-    """What is static of one call."""
+    """The static facts of one call."""
 
     loss: LossOptions
     head: Head
@@ -67,7 +68,7 @@ class Plan(NamedTuple):
     eager: bool  # the gradients are computed in the forward pass
 
     def tokens_of_chunk(self, tokens: int, vocabulary: int) -> int:
-        """T, for `tokens` in all. Several chunks are of about the same size."""
+        """T, where there are `tokens` in all. Several chunks have about the same size."""
         logits = _LOGITS_BYTES_FP8 if self.head.recipe else _LOGITS_BYTES
         by_bytes = max(logits // (4 * vocabulary) // _ROWS * _ROWS, _LEAST_TOKENS)
         chunk = by_bytes if self.chunk is None else self.chunk
@@ -91,7 +92,7 @@ class HeadOperands(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Of the logits of each token, over the vocabulary of all devices; f32 [T] each."""
+    """What the loss needs of each token's logits, over the vocabulary of all devices; f32 [T] each."""
 
     lse: jax.Array  # the logarithm of the sum of exponentials
     label: jax.Array  # the logit of the label, 0 where that is no entry of this device
@@ -121,7 +122,7 @@ def _sums(z, places, plan: Plan) -> _Sums:
     return _Sums(jnp.log(exponentials) + largest, label, total)
 
 
-def _capped(z, cap: float | None):
+def _cap(z, cap: float | None):
     return z if cap is None else cap * jnp.tanh(z / cap)
 
 
@@ -179,49 +180,49 @@ def _each_chunk(operands: HeadOperands, labels, weights, plan: Plan):
     return _in_chunks(operands.x, tokens, 0), _in_chunks(labels, tokens, 0), _in_chunks(weights, tokens, 0)
 
 
-def _losses_alone(operands: HeadOperands, labels, plan: Plan) -> jax.Array:
+def _only_losses(operands: HeadOperands, labels, plan: Plan) -> jax.Array:
     """The losses f32 [N]."""
     head, (x, kernel, metas) = plan.head, operands
-    weight = head_gemms.read_kernel(kernel, metas.kernel, head, train=False, wgrad=False)
+    weight = head_gemms.read_kernel(kernel, metas.kernel, head, train=False, needs_wgrad=False)
 
     def one(chunk):
         tokens, labels = chunk
-        q = head_gemms.read_tokens(tokens, metas.x, head, train=False, wgrad=False)
-        z = _capped(head_gemms.logits(q, weight, head, tokens.shape[0]), plan.loss.logit_softcap)
+        q = head_gemms.read_tokens(tokens, metas.x, head, train=False, needs_wgrad=False)
+        z = _cap(head_gemms.logits(q, weight, head, tokens.shape[0]), plan.loss.logit_softcap)
         return _losses(z, labels, plan)[0]
 
     return _from_chunks(lax.map(one, _each_chunk(operands, labels, labels, plan)[:2]), x.shape[0])
 
 
 class _Gradients(NamedTuple):
-    """Of the sum of weighted losses; arrays without elements in the place of what is not wanted."""
+    """The gradients of the sum of weighted losses; arrays without elements instead of what is not wanted."""
 
     x: jax.Array
     kernel: jax.Array
     amaxes: Amaxes
 
 
-def _both_ways(operands: HeadOperands, labels, weights, plan: Plan, dgrad: bool, wgrad: bool):
+def _losses_and_gradients(operands: HeadOperands, labels, weights, plan: Plan, needs_dgrad: bool, needs_wgrad: bool):
     """The losses f32 [N], and the gradients of their sum, each times its weight f32 [N]."""
     head, (x, kernel, metas) = plan.head, operands
-    weight = head_gemms.read_kernel(kernel, metas.kernel, head, train=True, wgrad=wgrad)
+    weight = head_gemms.read_kernel(kernel, metas.kernel, head, train=True, needs_wgrad=needs_wgrad)
 
     def one(total, chunk):
         tokens, labels, weights = chunk
-        q = head_gemms.read_tokens(tokens, metas.x, head, train=True, wgrad=wgrad)
-        z = _capped(head_gemms.logits(q, weight, head, tokens.shape[0]), plan.loss.logit_softcap)
+        q = head_gemms.read_tokens(tokens, metas.x, head, train=True, needs_wgrad=needs_wgrad)
+        z = _cap(head_gemms.logits(q, weight, head, tokens.shape[0]), plan.loss.logit_softcap)
         losses, of_losses = _losses(z, labels, plan)
         dz = _gradient(z, weights, labels, of_losses, plan)
-        dx, total, seen = head_gemms.gradients(q, weight, dz, total, metas.grad, head, dgrad)
+        dx, total, seen = head_gemms.gradients(q, weight, dz, total, metas.grad, head, needs_dgrad)
         return total, (losses, dx, getattr(q, "amax", None), seen)
 
-    start = jnp.zeros(kernel.shape if wgrad else (0,), plan.accumulate)
-    start = align(start, kernel)[0] if wgrad else None
+    start = jnp.zeros(kernel.shape if needs_wgrad else (0,), plan.accumulate)
+    start = align(start, kernel)[0] if needs_wgrad else None
     total, (losses, dx, *seen) = lax.scan(one, start, _each_chunk(operands, labels, weights, plan))
     losses, nothing = _from_chunks(losses, x.shape[0]), jnp.zeros((0,))
-    dx = _from_chunks(dx, x.shape[0]) if dgrad else nothing
-    amaxes = Amaxes(head_gemms.largest(seen[0]), getattr(weight, "amax", None), head_gemms.largest(seen[1]))
-    return losses, _Gradients(dx, total if wgrad else nothing, amaxes)
+    dx = _from_chunks(dx, x.shape[0]) if needs_dgrad else nothing
+    amaxes = Amaxes(head_gemms.largest_amax(seen[0]), getattr(weight, "amax", None), head_gemms.largest_amax(seen[1]))
+    return losses, _Gradients(dx, total if needs_wgrad else nothing, amaxes)
 
 
 # -- differentiated -------------------------------------------------------------------------------------------
@@ -237,7 +238,7 @@ def _name_in_fp8(plan: Plan) -> str | None:
 
 @custom_vjp(2, in_fp8=_name_in_fp8)
 def _cross_entropy(operands, labels, plan):
-    return _result(_losses_alone(operands, labels, plan), plan)
+    return _result(_only_losses(operands, labels, plan), plan)
 
 
 def _fwd(operands, labels, plan):
@@ -246,9 +247,9 @@ def _fwd(operands, labels, plan):
     operands, labels = values_of((operands, labels))
     if not plan.eager:
         flags = tuple(jnp.zeros((1 if each else 0,)) for each in wanted)
-        return _losses_alone(operands, labels, plan), (operands, labels, flags)
+        return _only_losses(operands, labels, plan), (operands, labels, flags)
     ones = align(jnp.ones(labels.shape, jnp.float32), labels)[0]
-    losses, gradients = _both_ways(operands, labels, ones, plan, *wanted)
+    losses, gradients = _losses_and_gradients(operands, labels, ones, plan, *wanted)
     return _result(losses, plan), (operands.metas, gradients)
 
 
@@ -260,7 +261,8 @@ def _bwd(plan, residuals, cotangent):
     else:
         operands, labels, flags = residuals
         with jax.default_matmul_precision(head.precision):
-            _, gradients = _both_ways(operands, labels, cotangent, plan, *(bool(flag.size) for flag in flags))
+            wanted = (bool(flag.size) for flag in flags)
+            _, gradients = _losses_and_gradients(operands, labels, cotangent, plan, *wanted)
         metas, scaled = operands.metas, lambda a: a
     dx, dkernel, amaxes = gradients
     dx = like(scaled(dx), head.x) if dx.size else None

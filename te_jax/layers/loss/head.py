@@ -29,7 +29,7 @@ from te_jax.layers._specs import dense_spec
 from te_jax.layers.linear import check_recipe_and_metas
 from te_jax.layers.loss.cross_entropy import HeadOperands, LossOptions, Plan, cross_entropy
 from te_jax.layers.loss.head_gemms import Head
-from te_jax.layers.weight import QuantizedKernel
+from te_jax.layers.weight import check_is_array
 from te_jax.ops.quantize.array import FLOAT
 from te_jax.recipe import Recipe
 from te_jax.sharding.constraints import spec_of
@@ -92,7 +92,8 @@ def linear_cross_entropy(
     reduction:  "mean" over the tokens that are not ignored (0 if all are), "sum", or "none": f32 [*B].
     recipe:     None for products in x's type (f32 logits either way), else a recipe, and then `metas`.
                 A recipe that scales by the amax of this step has one for each chunk of x and of the logits' gradient.
-    metas:      `fp8.DenseMetas`, as of `dense`. The gradient of the logits is scaled as that of the sum of losses is.
+    metas:      `fp8.DenseMetas`, as of `dense`. The gradient of the logits is scaled as the gradient of the sum of
+                losses.
     vocab_axis: the mesh axis or axes that split the vocabulary of `kernel`: inside `jax.shard_map`, where kernel is the
                 device's own part, and on a mesh of Auto axes.
     token_spec: on a mesh of Auto axes, how devices split `labels`. With this or vocab_axis each device computes its own
@@ -117,23 +118,19 @@ def linear_cross_entropy(
     _check_head_arrays(name, x, kernel, labels, words_first)
     check_recipe_and_metas(name, recipe, metas)
     loss = LossOptions(float(label_smoothing), float(z_loss), logit_softcap, ignore_index)
-    dtype = (
-        (jnp.bfloat16 if kernel.dtype == jnp.bfloat16 else jnp.float32)
-        if accumulate_dtype is None
-        else accumulate_dtype
-    )
-    split = _split_of_call(name, x, kernel, words_first, vocab_axis, token_spec)
+    of_kernel = jnp.bfloat16 if kernel.dtype == jnp.bfloat16 else jnp.float32
+    dtype = of_kernel if accumulate_dtype is None else accumulate_dtype
+    split = _find_split(name, x, kernel, words_first, vocab_axis, token_spec)
     options = (loss, recipe, words_first, chunk_tokens, jnp.dtype(dtype))
-    run = lambda x, kernel, labels, metas: _of_device(x, kernel, labels, metas, options, reduction, split)
+    run = lambda x, kernel, labels, metas: _run_on_device(x, kernel, labels, metas, options, reduction, split)
     labels, metas = labels.astype(jnp.int32), metas or fp8.STATELESS
     if not split.shards:
         return run(x, kernel, labels, metas)
-    return _on_shards(run, x, kernel, labels, metas, words_first, reduction, split)
+    return _run_on_shards(run, x, kernel, labels, metas, words_first, reduction, split)
 
 
 def _check_head_arrays(name: str, x, kernel, labels, words_first: bool):
-    if isinstance(kernel, QuantizedKernel):
-        raise TypeError(f"{name}: kernel is a QuantizedKernel; pass the array, which is quantized here.")
+    check_is_array(name, kernel)
     for what, a, kind in (("x", x, FLOAT), ("kernel", kernel, FLOAT), ("labels", labels, INTEGERS)):
         check(name, what, a, kind)
     form = "[V, H]" if words_first else "[H, V]"
@@ -141,7 +138,7 @@ def _check_head_arrays(name: str, x, kernel, labels, words_first: bool):
     if x.ndim < 1 or kernel.ndim != 2 or x.shape[-1:] != kernel.shape[words_first:][:1] or 0 in kernel.shape:
         raise ValueError(f"{name}: x has the shape {x.shape}, kernel {kernel.shape}; {shapes}.")
     if labels.shape != x.shape[:-1]:
-        raise ValueError(f"{name}: labels has the shape {labels.shape}, beside x {x.shape}; {shapes}.")
+        raise ValueError(f"{name}: labels has the shape {labels.shape}, but x {x.shape}; {shapes}.")
 
 
 # -- one device -----------------------------------------------------------------------------------------------
@@ -159,7 +156,7 @@ class _Split(NamedTuple):
         return tuple(name for names in self.tokens for name in names)
 
 
-def _of_device(x, kernel, labels, metas, options: tuple, reduction: str, split: _Split):
+def _run_on_device(x, kernel, labels, metas, options: tuple, reduction: str, split: _Split):
     """The result for one device's tokens and its part of the vocabulary; sums are over the devices of split.tokens."""
     loss, recipe, words_first, chunk, dtype = options
     shape, x, labels = labels.shape, x.reshape(-1, x.shape[-1]), labels.reshape(-1)
@@ -178,7 +175,7 @@ def _of_device(x, kernel, labels, metas, options: tuple, reduction: str, split: 
 # -- several devices ------------------------------------------------------------------------------------------
 
 
-def _split_of_call(name: str, x, kernel, words_first: bool, vocab_axis, token_spec) -> _Split:
+def _find_split(name: str, x, kernel, words_first: bool, vocab_axis, token_spec) -> _Split:
     explicit, vocab = on_explicit_mesh(jax.typeof(x)), mesh_axes(vocab_axis)
     mesh = jax.typeof(x).sharding.mesh if explicit else jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types))
@@ -199,8 +196,8 @@ def _split_of_call(name: str, x, kernel, words_first: bool, vocab_axis, token_sp
         return _Split()
     auto = frozenset(axis for axis, kind in kinds.items() if kind == AxisType.Auto)
     spec = (*(token_spec or ()), *[None] * x.ndim)[: x.ndim - 1]
-    tokens = tuple(_dividing(name, mesh, mesh_axes(entry), "tokens", size) for entry, size in zip(spec, x.shape))
-    vocab = _dividing(name, mesh, vocab, "entries of the vocabulary", kernel.shape[0 if words_first else 1])
+    tokens = tuple(_dividing_axes(name, mesh, mesh_axes(entry), "tokens", size) for entry, size in zip(spec, x.shape))
+    vocab = _dividing_axes(name, mesh, vocab, "entries of the vocabulary", kernel.shape[0 if words_first else 1])
     return _Split(tokens, vocab, auto)
 
 
@@ -233,8 +230,8 @@ def _check_manual(name: str, kernel, vocab: tuple[str, ...], token_spec):
         )
 
 
-def _dividing(name: str, mesh, axes: tuple[str, ...], what: str, size: int) -> tuple[str, ...]:
-    """As many of the mesh axes, from the left, as divide `size`; a warning tells of others."""
+def _dividing_axes(name: str, mesh, axes: tuple[str, ...], what: str, size: int) -> tuple[str, ...]:
+    """As many of the mesh axes, from the left, as divide `size`. Warns of others."""
     kept = axes
     while size % prod(mesh.shape[axis] for axis in kept):
         kept = kept[:-1]
@@ -245,7 +242,7 @@ def _dividing(name: str, mesh, axes: tuple[str, ...], what: str, size: int) -> t
     return kept
 
 
-def _on_shards(run, x, kernel, labels, metas, words_first: bool, reduction: str, split: _Split):
+def _run_on_shards(run, x, kernel, labels, metas, words_first: bool, reduction: str, split: _Split):
     """`run` on each device's own tokens and part of the vocabulary."""
     tokens = spec_of(split.tokens)
     of_x = spec_of((*split.tokens, ()))

@@ -4,7 +4,8 @@ logits  z  = x W       x [T, H], W [H, V] or its transpose -> f32 [T, V]
 dgrad   dx = dz W^T    dz [T, V]                           -> [T, H] of x's type
 wgrad   dW = x^T dz    added onto a sum over chunks        -> as W lies
 
-FP8 tensors of a kernel [V, H] are those of [H, V] with their two layouts swapped, so neither is transposed in memory.
+The FP8 tensors of a kernel [V, H] are the tensors of [H, V] with their two layouts swapped: nothing is transposed in
+memory.
 """
 
 from typing import Any, NamedTuple
@@ -17,24 +18,24 @@ from te_jax.core.amax import amax as amax_of
 from te_jax.layers import gemms
 from te_jax.layers.config import Config
 from te_jax.layers.produce import Role, quantize_grad, quantize_tensor, quantize_weight
-from te_jax.layers.tensor import Fp8Tensor, LayerUses, Uses
+from te_jax.layers.tensor import Fp8Tensor, LayerUses
 from te_jax.ops.gemm.dense import dot
 from te_jax.recipe import Recipe
 from te_jax.state import fp8
 
 
 class Head(NamedTuple):
-    """What is static of the products of a head."""
+    """The static facts of the products of a head."""
 
     recipe: Recipe | None
     words_first: bool  # the kernel is [V, H]
-    x: ShapedArray  # the types of the operands from before `align`, x [N, H]
+    x: ShapedArray  # the types that the operands had before `align`, x [N, H]
     kernel: ShapedArray
     stage_axes: frozenset[str]
     precision: Any  # `jax.default_matmul_precision` of the call, for the backward pass
 
     def config(self, tokens: int) -> Config:
-        """Of a chunk of `tokens` tokens."""
+        """The Config of a chunk of `tokens` tokens."""
         x = self.x.update(shape=(tokens, self.x.shape[1]))
         return Config(self.recipe, 1, x, self.kernel, stage_axes=self.stage_axes, precision=self.precision)
 
@@ -45,7 +46,7 @@ class Head(NamedTuple):
 
 
 class Amaxes(NamedTuple):
-    """What a pass over chunks saw of the tensors with FP8 state; None each without."""
+    """The amaxes that a pass over chunks saw of the tensors with FP8 state; None each without state."""
 
     x: jax.Array | None
     kernel: jax.Array | None
@@ -59,30 +60,28 @@ class Amaxes(NamedTuple):
 
 
 def read_kernel(
-    kernel: jax.Array, meta: fp8.TensorMeta | None, head: Head, train: bool, wgrad: bool
+    kernel: jax.Array, meta: fp8.TensorMeta | None, head: Head, train: bool, needs_wgrad: bool
 ) -> jax.Array | Fp8Tensor:
     """The kernel as the products of all chunks read it: in x's type, or in FP8 as a tensor [H, V]."""
     if head.recipe is None:
         return kernel.astype(head.x.dtype)
-    uses = LayerUses.of(head.recipe, train, wgrad).weight
+    uses = LayerUses.of(head.recipe, train, needs_wgrad).weight
     if not head.words_first:
         return quantize_weight(kernel, meta, uses, head.config(0))
-    q = quantize_weight(kernel, meta, Uses(uses.data_t, uses.data, uses.wide), head.config(0))
-    of_data, of_data_t = q.scale_inv, q.scale_inv_t
-    if of_data_t is not None:
-        of_data, of_data_t = of_data_t, of_data
-    wide = None if q.wide is None else q.wide.T
-    return q._replace(data=q.data_t, data_t=q.data, wide=wide, scale_inv=of_data, scale_inv_t=of_data_t)
+    q = quantize_weight(kernel, meta, uses._replace(data=uses.data_t, data_t=uses.data), head.config(0))
+    scales = (q.scale_inv, None) if q.scale_inv_t is None else (q.scale_inv_t, q.scale_inv)
+    unquantized = None if q.wide is None else q.wide.T
+    return q._replace(data=q.data_t, data_t=q.data, wide=unquantized, scale_inv=scales[0], scale_inv_t=scales[1])
 
 
 def read_tokens(
-    x: jax.Array, meta: fp8.TensorMeta | None, head: Head, train: bool, wgrad: bool
+    x: jax.Array, meta: fp8.TensorMeta | None, head: Head, train: bool, needs_wgrad: bool
 ) -> jax.Array | Fp8Tensor:
     """x [T, H] as its products read it."""
     if head.recipe is None:
         return x
     config = head.config(x.shape[0])
-    role = Role("x", meta, LayerUses.of(head.recipe, train, wgrad).x, config.x)
+    role = Role("x", meta, LayerUses.of(head.recipe, train, needs_wgrad).x, config.x)
     return quantize_tensor(x, 1, role, config)[0]
 
 
@@ -101,24 +100,24 @@ def gradients(
 
     total: the sum of dW over the chunks before, or None without wgrad. dgrad: whether dx is wanted; None if not.
     """
-    wgrad, dx = total is not None, None
+    needs_wgrad, dx = total is not None, None
     if head.recipe is None:
         if dgrad:
             dx = dot(dz, (1,), weight, (1 - head.hidden_axis,), head.x.dtype)
-        if wgrad:
+        if needs_wgrad:
             left, right = (dz, x) if head.words_first else (x, dz)
             total = total + dot(left, (0,), right, (0,), total.dtype)
         return dx, total, None
     config = head.config(dz.shape[0])
-    grad, _ = quantize_grad(dz, meta, config, wgrad)
+    grad, _ = quantize_grad(dz, meta, config, needs_wgrad)
     if dgrad:
         dx = gemms.dgrad([(grad, weight, config)])
-    if wgrad:
+    if needs_wgrad:
         left, right = (grad, x) if head.words_first else (x, grad)
         total = gemms.wgrad(left, right, config, total)
     return dx, total, grad.amax
 
 
-def largest(amaxes: jax.Array | None) -> jax.Array | None:
+def largest_amax(amaxes: jax.Array | None) -> jax.Array | None:
     """The largest of the amaxes [c, ...] of c chunks."""
     return None if amaxes is None else amax_of(amaxes, (0,))
