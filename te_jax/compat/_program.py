@@ -26,7 +26,7 @@ def findings(source: str, name: str = "<program>") -> list[Finding]:
     return sorted(set(program.found))
 
 
-def served(path: str) -> Any:
+def find_served(path: str) -> Any:
     """The object at the dotted `path` of TransformerEngine. Raises ImportError or AttributeError, with the reason."""
     at, *names = path.split(".")
     found = _module(at)
@@ -59,7 +59,7 @@ class _Program(ast.NodeVisitor):
 
     def _serves(self, node: ast.AST, path: str) -> bool:
         try:
-            served(path)
+            find_served(path)
         except (ImportError, AttributeError) as error:
             self._say(node, str(error))
             return False
@@ -111,7 +111,7 @@ class _Program(ast.NodeVisitor):
         """Whether all but the last name of `path` are modules and classes: attributes of other values are not looked
         up."""
         try:
-            owner = served(path.rpartition(".")[0])
+            owner = find_served(path.rpartition(".")[0])
         except (ImportError, AttributeError):
             return True
         return isinstance(owner, ModuleType | type)
@@ -125,7 +125,7 @@ class _Program(ast.NodeVisitor):
         if path is None or not self._is_static(path):
             return
         try:
-            target = served(path)
+            target = find_served(path)
         except (ImportError, AttributeError):
             return
         if isinstance(target, ModuleType):  # `cpp_extensions.gemm` is a function of TransformerEngine, and a module.
@@ -152,7 +152,7 @@ class _Program(ast.NodeVisitor):
 
     def _value(self, node: ast.expr) -> Any:
         if path := self._path(node):
-            return served(path)
+            return find_served(path)
         try:
             return ast.literal_eval(node)
         except ValueError:

@@ -22,7 +22,7 @@ class KnownArguments(KnownFields, nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         call = vars(cls).get("__call__")
         if call is not None and not hasattr(call, "method_handler_wrapped"):  # `nn.remat` wraps one that is checked
-            type.__setattr__(cls, "__call__", _checked(call))  # An assignment would be a field to type checkers.
+            type.__setattr__(cls, "__call__", _with_check(call))  # An assignment would be a field to type checkers.
         super().__init_subclass__(**kwargs)
 
     @classmethod
@@ -30,7 +30,7 @@ class KnownArguments(KnownFields, nn.Module):
         return names_of_constructor(cls)
 
 
-def _checked(call: Callable[..., Any]) -> Callable[..., Any]:
+def _with_check(call: Callable[..., Any]) -> Callable[..., Any]:
     """`call`, a method of a module, which refuses unknown keywords in the words of `check_names`."""
     parameters = inspect.signature(call).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -38,12 +38,12 @@ def _checked(call: Callable[..., Any]) -> Callable[..., Any]:
     known = [name for name in parameters][1:]  # Without self.
 
     @functools.wraps(call)
-    def checked(self, *args, **kwargs):
+    def call_checked(self, *args, **kwargs):
         if kwargs.keys() - parameters.keys():
             check_names(describe(self), kwargs, known, **names_of_call(type(self)))
         return call(self, *args, **kwargs)
 
-    return checked
+    return call_checked
 
 
 @functools.cache

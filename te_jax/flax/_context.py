@@ -76,7 +76,7 @@ class Context(NamedTuple):
                 named[argument] = axes
         return Cut.of(describe(module), self.axis, self.strategy, self.load_balanced, **named)
 
-    def positions(self, length: int, side: int, described: SequenceDescriptor | None) -> jax.Array | None:
+    def positions(self, length: int, side: int, descriptor: SequenceDescriptor | None) -> jax.Array | None:
         """The positions, for RoPE, of the `length` tokens that the module has: [length], or [b, length] by the
         descriptor; None: 0, 1, 2, ...
 
@@ -85,8 +85,8 @@ class Context(NamedTuple):
         mesh = jax.sharding.get_abstract_mesh()
         inside = dict(zip(mesh.axis_names, mesh.axis_types))[self.axis] == AxisType.Manual
         whole = length * self.size if inside else length
-        if described is not None:
-            at = described.tokens(whole, whole)[side][1]
+        if descriptor is not None:
+            at = descriptor.tokens(whole, whole)[side][1]
             at = reorder_causal_load_balancing(at, self.size, at.ndim - 1) if self.load_balanced else at
         elif self.load_balanced:
             at = jnp.asarray(causal_load_balanced_positions(whole, self.size))

@@ -119,14 +119,14 @@ def _fields_by_name(module) -> dict[str, dict]:
     """The fields of each projection's module, by its name."""
     wide, narrow = module.num_attention_heads * module.head_dim, groups_of(module) * module.head_dim
     each = kernel_initializer(module.kernel_init, distribution="normal")
-    draw_query = _divided(each, math.sqrt(module.head_dim)) if module.scaled_query_init else each
+    draw_query = _divide_init(each, math.sqrt(module.head_dim)) if module.scaled_query_init else each
     shared = shared_fields(module, DenseGeneral) | dict(enable_low_rank_adaptation=lora_scope(module)[0])
     joined = dict(kernel_axes=(W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES), bias_axes=(W_JOINED_AXES, W_TP_AXES))
     single = dict(kernel_axes=(W_FSDP_AXES, W_TP_AXES), bias_axes=(W_TP_AXES,))
     own = dict(
-        qkv=dict(features=(3, wide), kernel_init=_stacked(draw_query, each, each), **joined),
+        qkv=dict(features=(3, wide), kernel_init=_stack_inits(draw_query, each, each), **joined),
         query=dict(features=wide, kernel_init=draw_query, **single),
-        kv=dict(features=(2, narrow), kernel_init=_stacked(each, each), **joined),
+        kv=dict(features=(2, narrow), kernel_init=_stack_inits(each, each), **joined),
         key=dict(features=narrow, kernel_init=each, **single),
         value=dict(features=narrow, kernel_init=each, **single),
     )
@@ -215,7 +215,7 @@ def spread_over_heads(x, like):
 # -- initial values ---------------------------------------------------------------------------------------------
 
 
-def _stacked(*inits: Initializer) -> Initializer:
+def _stack_inits(*inits: Initializer) -> Initializer:
     """One init for kernels side by side, [in, n, out]: a key each, drawn as (in, out): fan-in is `in`."""
 
     def init(key, shape, dtype):
@@ -226,5 +226,5 @@ def _stacked(*inits: Initializer) -> Initializer:
     return init
 
 
-def _divided(init: Initializer, by: float) -> Initializer:
+def _divide_init(init: Initializer, by: float) -> Initializer:
     return lambda key, shape, dtype: jax.tree.map(lambda x: x / by, init(key, shape, dtype))  # in a box or not

@@ -18,10 +18,10 @@ def normalize_heads(module: nn.Module, arrays: tuple[jax.Array, ...]) -> tuple[j
     if module.qk_norm_type is None:
         return arrays
     query, key, value = split_joined(*arrays)
-    return _normalized(module, "q_norm", query), _normalized(module, "k_norm", key), value
+    return _normalize_over_channels(module, "q_norm", query), _normalize_over_channels(module, "k_norm", key), value
 
 
-def _normalized(module: nn.Module, name: str, x: jax.Array) -> jax.Array:
+def _normalize_over_channels(module: nn.Module, name: str, x: jax.Array) -> jax.Array:
     """x [b, s, heads, d], normalized over d."""
     kind, width = norm_type(module.qk_norm_type), x.shape[-1]
     if kind == "l2normalization":  # x / sqrt(sum x**2 + eps) is RMSNorm's x / sqrt(mean x**2 + eps / d) / sqrt(d)

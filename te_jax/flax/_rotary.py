@@ -11,8 +11,8 @@ from te_jax.flax._state import describe
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.ops.rope import check_positions, rope
 
-# The arrays that are turned: which slots of [b, s, n, h, d], counted from the first; None: the array has no slots. By
-# how many arrays hold q, k and v; the last of them is, or has, the values, which are not turned.
+# {number of arrays that hold q, k and v: for each that is turned how many of the n of its axis [b, s, n, h, d] are, the
+# first ones; None: it has no such axis}. The last array is, or has, the values, which are not turned.
 _TURNED = {1: (2,), 2: (None, 1), 3: (None, None)}
 
 
@@ -32,7 +32,7 @@ def rotate(module: nn.Module, arrays, positions, mask, inputs_q, inputs_kv, deco
     batch_first = (lambda x: jnp.swapaxes(x, 0, 1)) if module.transpose_batch_sequence else (lambda x: x)
     at = _rotary_positions(module, positions, mask, inputs_q, inputs_kv, decode)
     turns = zip(arrays, at, _TURNED[len(arrays)])
-    turned = [batch_first(turn(batch_first(x), where, turned=slots)) for x, where, slots in turns]
+    turned = [batch_first(turn(batch_first(x), where, turned=count)) for x, where, count in turns]
     return *turned, *arrays[len(turned) :]
 
 
@@ -44,12 +44,12 @@ def _rotary_positions(module, positions, mask, inputs_q, inputs_kv, decode: bool
         rows = inputs_q.shape[1::-1] if module.transpose_batch_sequence else inputs_q.shape[:2]
         check_positions(describe(module), positions, rows)
         return positions, positions
-    described = mask if isinstance(mask, SequenceDescriptor) else None
+    descriptor = mask if isinstance(mask, SequenceDescriptor) else None
     sources = (inputs_q, inputs_q if inputs_kv is None else inputs_kv)
     lengths = tuple(x.shape[0 if module.transpose_batch_sequence else 1] for x in sources)
     if (context := None if decode else Context.of(module)) is not None:
-        return tuple(context.positions(length, side, described) for side, length in enumerate(lengths))
-    if described is None:
+        return tuple(context.positions(length, side, descriptor) for side, length in enumerate(lengths))
+    if descriptor is None:
         return None, None
-    (_, at_q), (_, at_kv) = described.tokens(*lengths)
+    (_, at_q), (_, at_kv) = descriptor.tokens(*lengths)
     return at_q, at_kv

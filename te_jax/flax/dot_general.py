@@ -130,7 +130,7 @@ def _dot_general_cls(own: Recipe | None) -> type[DotGeneral]:
 
         recipe: Recipe | None = own
 
-    return _named(TEWrapper, "dot_general")
+    return _with_name(TEWrapper, "dot_general")
 
 
 def wrap_function_in_te_state_module(
@@ -172,9 +172,9 @@ def wrap_function_in_te_state_module(
         def __call__(self, *args, **kwargs):
             return f(self.generate_quantizer_set, *args, **kwargs)
 
-    return _named(TEWrapper, name or f.__name__)
+    return _with_name(TEWrapper, name or f.__name__)
 
 
-def _named(cls: type, name: str) -> type:
+def _with_name(cls: type, name: str) -> type:
     cls.__name__ = cls.__qualname__ = f"TEWrapper_{name}"
     return cls

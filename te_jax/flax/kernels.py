@@ -113,7 +113,8 @@ def _make_entries(module, order: _Order, names, kernels, joint: str, recipe, met
             _put_entry(module, collection, name, replace(q, tensor=q.tensor._replace(amax=None)))
     else:
         kernel = tuple(kernels) if len(names) > 1 else kernels[0]
-        _put_entry(module, collection, joint, quantize_experts(kernel, recipe=recipe, meta=_unprobed(metas), **options))
+        made = quantize_experts(kernel, recipe=recipe, meta=_without_probe(metas), **options)
+        _put_entry(module, collection, joint, made)
 
 
 def _of_experts(kernel, features: int = 1) -> QuantizedKernel:
@@ -152,14 +153,14 @@ def _accumulator(module: nn.Module, name: str, kernel) -> Accumulator | None:
     return onto
 
 
-def _unprobed(metas: DenseMetas | None):
+def _without_probe(metas: DenseMetas | None):
     """The kernel's entry among `metas`, without a probe."""
     return metas and metas.kernel._replace(amax=metas.kernel.scale)
 
 
 def _quantize(order: _Order, kernel, recipe, contract, metas, what) -> QuantizedKernel | None:
     """The entry of a kernel, None if nothing reads it in FP8."""
-    meta = _unprobed(metas)
+    meta = _without_probe(metas)
     if order.as_parameters:
         recipe, meta = recipe.for_parameters(), None
     q = quantize_kernel(kernel, recipe=recipe, contract=contract, meta=meta, gradients=order.gradients, name=what)

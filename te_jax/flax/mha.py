@@ -213,18 +213,18 @@ def attend_heads(
 
     cache: when decoding, the cache whose slots keys and values are.
     """
-    fields, described = shared_fields(module, DotProductAttention), None
+    fields, descriptor = shared_fields(module, DotProductAttention), None
     if isinstance(mask, SequenceDescriptor):
-        mask, described = None, mask
+        mask, descriptor = None, mask
     if cache:
-        described = cache.descriptor()
+        descriptor = cache.descriptor()
         mask, bias = cache.columns("mask", mask), cache.columns("bias", bias)
         fields |= cache.fields()
     arrays = repeat_groups(*arrays)
     fields |= dict(num_gqa_groups=arrays[-1].shape[-2], qkv_layout=_LAYOUTS[len(arrays)], **own)
     core = DotProductAttention(**fields, name="DotProductAttention_0")
     query, key, value = (*arrays, None, None)[:3]
-    context = core(query, key, value, described, bias, mask=mask, deterministic=deterministic)
+    context = core(query, key, value, descriptor, bias, mask=mask, deterministic=deterministic)
     return cache.spoil_lost(context) if cache else context
 
 

@@ -125,13 +125,13 @@ class LayerNormMLP(Module):
         drop = self.intermediate_dropout_rate > 0 and not deterministic
         plain = drop or wi[2] is not None or self.return_layernorm_output or norm is None
         if recipe_of(self) is not None and not plain and is_fused(self.activations):
-            y = self._fused(inputs, norm, wi, wo, residual)
+            y = self._run_in_one(inputs, norm, wi, wo, residual)
             out = checkpoint_name(constrain(y, self.layernorm_input_axes), self.ffn2_ckpt_name), None
         else:
-            out = self._composed(inputs, norm, wi, wo, deterministic, residual)
+            out = self._run_by_layer(inputs, norm, wi, wo, deterministic, residual)
         return (*out, bias) if self.return_bias else out
 
-    def _fused(self, inputs, norm, wi, wo, residual):
+    def _run_in_one(self, inputs, norm, wi, wo, residual):
         """Everything under one vjp: the activation and its gradient are quantized where they are computed."""
         (wi_kernel, first), (wo_kernel, second) = operand(self, wi[0], "_0"), operand(self, wo[0], "_1")
         middle = (*inputs.shape[:-1], self.intermediate_dim)
@@ -149,7 +149,7 @@ class LayerNormMLP(Module):
             **first | dict(metas=(first["metas"], second["metas"])),
         )
 
-    def _composed(self, inputs, norm, wi, wo, deterministic, residual):
+    def _run_by_layer(self, inputs, norm, wi, wo, deterministic, residual):
         """Layer by layer: without FP8, and with what comes between the kernels."""
         adapt = wi[2] is not None
         options = dict(want_norm=adapt or self.return_layernorm_output, axes=self.dot_1_input_axes, postfix="_0")
@@ -178,7 +178,7 @@ class LayerNormMLP(Module):
 
     def _parameters(self, width: int, wi_kernel, wo_kernel):
         """(gamma, beta) or None; (kernel, bias, LoRA) of wi, of wo. The order of creation fixes the keys."""
-        parts, middle = len(self.activations), self.intermediate_dim
+        slots, middle = len(self.activations), self.intermediate_dim
         each = kernel_initializer(self.kernel_init)
 
         def stacked(key, shape, dtype):  # one draw per activation, so that fan-in is H
@@ -189,13 +189,13 @@ class LayerNormMLP(Module):
             return stack_kernels(kernels, 1, self.kernel_axes_1[1] if self.kernel_axes_1 else None)
 
         norm = norm_parameters(self, width, self.ln_bias_init, self.ln_bias_axes) if self.enable_layernorm else None
-        wi_kernel = parameter(self, "wi_kernel", stacked, self.kernel_axes_1, (width, parts, middle), wi_kernel)
+        wi_kernel = parameter(self, "wi_kernel", stacked, self.kernel_axes_1, (width, slots, middle), wi_kernel)
         wo_kernel = parameter(self, "wo_kernel", each, self.kernel_axes_2, (middle, width), wo_kernel)
         wi_bias = wo_bias = wi_lora = wo_lora = None
         if self.use_bias:
-            wi_bias = parameter(self, "wi_bias", self.bias_init, self.bias_axes_1, (parts, middle))
+            wi_bias = parameter(self, "wi_bias", self.bias_init, self.bias_axes_1, (slots, middle))
             wo_bias = parameter(self, "wo_bias", self.bias_init, self.bias_axes_2, (width,))
         if self.enable_low_rank_adaptation:
-            wi_lora = lora_parameters(self, stacked, (width,), (parts, middle), "wi_")
+            wi_lora = lora_parameters(self, stacked, (width,), (slots, middle), "wi_")
             wo_lora = lora_parameters(self, each, (middle,), (width,), "wo_")
         return norm, (wi_kernel, wi_bias, wi_lora), (wo_kernel, wo_bias, wo_lora)

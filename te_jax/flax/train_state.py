@@ -24,7 +24,7 @@ from te_jax.state.fp8 import FP8_COLLECTION, STATE_COLLECTIONS
 from te_jax.state.metas import (
     check_collections,
     check_same_state,
-    map_joined,
+    map_jointly,
     recipe_with_state,
     states_in,
     update_fp8_metas,
@@ -165,7 +165,7 @@ class TrainState(train_state.TrainState):
         """
         grads, fp8 = self._split_gradients(grads)
         if self.fp8:
-            fp8 = update_fp8_metas(map_joined(_undo_sum, fp8, self.fp8), previous=self.fp8)
+            fp8 = update_fp8_metas(map_jointly(_undo_sum, fp8, self.fp8), previous=self.fp8)
         state = self._optimize(grads, tx_args or {}, kwargs)
         before, after = _multi_steps(self.opt_state), _multi_steps(state.opt_state)
         moved = lambda fp8: update_expert_bias({**fp8, **self._biases}, fp8, expert_bias_rate)

@@ -4,7 +4,7 @@ import shutil
 import warnings
 from pathlib import Path
 
-from te_jax.hf.files import errors_named
+from te_jax.hf.files import name_in_errors
 from te_jax.models.config import Origin
 
 # What transformers writes for a tokenizer, its chat templates and generation, and vocabularies by what they are.
@@ -33,6 +33,6 @@ def carry(origin: Origin | None, to: Path) -> None:
     for path in sorted({path for name in _PATTERNS for path in folder.glob(name) if path.is_file()}):
         there = to / path.relative_to(folder)
         if not there.exists():
-            with errors_named(there, "written"):
+            with name_in_errors(there, "written"):
                 there.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, there)

@@ -19,7 +19,7 @@ from te_jax.core.check import ARRAY, BOOL, FLOATING, NONE, STRING, Kind, check, 
 from te_jax.hf import files
 from te_jax.hf.carried import carry
 from te_jax.hf.family import Family
-from te_jax.hf.filling import as_bits, filled, types_of
+from te_jax.hf.filling import as_bits, fill_variables, types_of
 from te_jax.hf.plan import (
     COLLECTIONS,
     SHOWN,
@@ -27,13 +27,13 @@ from te_jax.hf.plan import (
     check_due,
     check_sizes,
     check_tensors,
+    current_names,
     family_of,
     initial_call,
     plan_of,
-    renamed,
 )
 from te_jax.hf.rules import OF_LINEARS
-from te_jax.hf.scales import Scaled, Scheme, input_scale, read_scheme, scheme_of, stored_parts, write_scheme
+from te_jax.hf.scales import Scaled, Scheme, input_scale, read_scheme, scheme_of, tensors_of_kernel, write_scheme
 from te_jax.hf.words import check_words
 from te_jax.layers.parameters import is_kernel
 from te_jax.models import ModelConfig
@@ -125,10 +125,10 @@ def load(
     """
     name = "te_jax.hf.load"
     check(name, "folder", folder, _FOLDER)
-    check(name, "dtype", dtype, NONE | FLOATING)
-    check(name, "compute_dtype", compute_dtype, NONE | FLOATING)
-    check(name, "scan", scan, BOOL)
-    check(name, "fp8_gradients", fp8_gradients, BOOL)
+    for argument, value in (("dtype", dtype), ("compute_dtype", compute_dtype)):
+        check(name, argument, value, NONE | FLOATING)
+    for argument, value in (("scan", scan), ("fp8_gradients", fp8_gradients)):
+        check(name, argument, value, BOOL)
     if fp8 is not None:
         fp8_state.check_recipe(name, fp8)
     if "params_dtype" in fields:
@@ -140,14 +140,10 @@ def load(
     scheme, family = read_scheme(found, folder), family_of(config.family)
     with files.Checkpoint(folder) as checkpoint:
         check_sizes(config, found, checkpoint.tensors, folder)
-        names = renamed(checkpoint, family, folder)
+        names = current_names(checkpoint, family, folder)
         held = {name: checkpoint.tensors[file] for name, file in names.items()}
         read = lambda name: checkpoint.read(names[name])
-        if family.ties_by_files and _has_a_head(family, held, read):
-            config = replace(config, tie_embeddings=False)
-        if any(map(family.spare(found), held)):
-            config = replace(config, origin=config.origin.saying(**family.without_spare))
-        model = family.model(config, scan=scan, **fields)
+        model = family.model(_config_by_files(config, family, found, held, read), scan=scan, **fields)
         check_due(model, found, scheme, held, folder)
         plan = plan_of(model)
         check_tensors(plan, scheme, held, folder)
@@ -155,8 +151,8 @@ def load(
         types = types_of(plan, held, dtype)
         forms = {path: jax.ShapeDtypeStruct(shape, types[path]) for path, shape in plan.shapes.items()}
         forms = forms if fp8 is None else _forms_in_fp8(model, forms, fp8, fp8_gradients)
-        parts = lambda name: _read_part(read, held, scheme, name)
-        made = filled(plan, forms, parts, _shardings_by_path(shardings), fp8, fp8_gradients)
+        read_scaled = lambda name: _read_scaled(read, held, scheme, name)
+        made = fill_variables(plan, forms, read_scaled, _shardings_by_path(shardings), fp8, fp8_gradients)
     embedded = made["params/embedding"].dtype
     model = model.clone(params_dtype=embedded, dtype=compute_dtype or embedded)
     return model, unflatten_dict(made, sep="/")
@@ -171,7 +167,17 @@ def _shardings_by_path(shardings) -> dict[str, Any]:
     return {path if path.startswith(known) else f"params/{path}": sharding for path, sharding in flat.items()}
 
 
-def _read_part(read, held, scheme: Scheme | None, name: str):
+def _config_by_files(config: ModelConfig, family: Family, found, held, read) -> ModelConfig:
+    """`config` with what only the tensors say: whether the head is the embedding, and what was left out."""
+    if family.ties_by_files and _has_a_head(family, held, read):
+        config = replace(config, tie_embeddings=False)
+    if any(map(family.spare(found), held)):
+        config = replace(config, origin=config.origin.with_words(**family.without_spare))
+    return config
+
+
+def _read_scaled(read, held, scheme: Scheme | None, name: str):
+    """The tensor, `Scaled` if it is in FP8."""
     if held[name].dtype != files.FP8:
         return read(name)
     scale = read(scheme.scale_of(name)).astype(np.float32)  # some have scales of 16 bits
@@ -265,9 +271,9 @@ def save(folder: str | Path, model: Model, variables: Mapping[str, Any], *, max_
     inputs = {}
     if scheme is not None:
         inputs = {} if scheme.block else _input_scales(plan, kernels, variables.get("fp8_metas"))
-        wide = (step.theirs for step in plan.steps if step.rule.form in OF_LINEARS and step.ours[0] not in kernels)
-        wide = [name for names in wide for name in names if name.endswith(".weight")]
-        written["quantization_config"] = write_scheme(scheme, bool(inputs), wide)
+        steps = (step for step in plan.steps if step.rule.form in OF_LINEARS and step.ours[0] not in kernels)
+        unquantized = [name for step in steps for name in step.theirs if name.endswith(".weight")]
+        written["quantization_config"] = write_scheme(scheme, bool(inputs), unquantized)
     for there in (folder / files.ONE, folder / files.INDEX):
         if there.exists():
             raise FileExistsError(f"te_jax.hf.save: there is {there}; give another folder.")
@@ -319,7 +325,7 @@ def _sizes(plan: Conversion, params, scheme: Scheme | None, inputs) -> Iterator[
     """The bytes of each tensor, in the order of `_tensors`."""
     for step in plan.steps:
         in_fp8 = is_kernel(params[step.ours[0]])
-        for name, shape in zip(step.theirs, plan.expected(step)):
+        for name, shape in zip(step.theirs, plan.tensor_shapes(step)):
             yield name, math.prod(shape) * (1 if in_fp8 else params[step.ours[0]].dtype.itemsize)
             if in_fp8:
                 yield scheme.scale_of(name), 4 * math.prod(scheme.scale_shape(shape))
@@ -338,8 +344,8 @@ def _tensors(plan: Conversion, params, scheme: Scheme | None, inputs) -> Iterato
             for name, a in zip(step.theirs, step.rule.form.theirs(*bits)):
                 yield name, on_host(a, first.dtype)
             continue
-        for name, part in zip(step.theirs, stored_parts(step.rule.form, *bits)):
-            yield name, on_host(part.data, jnp.float8_e4m3fn)
-            yield scheme.scale_of(name), on_host(part.scale_inv, np.float32)
+        for name, tensor in zip(step.theirs, tensors_of_kernel(step.rule.form, *bits)):
+            yield name, on_host(tensor.data, jnp.float8_e4m3fn)
+            yield scheme.scale_of(name), on_host(tensor.scale_inv, np.float32)
             if inputs:
                 yield scheme.unread_of(name), inputs[scheme.unread_of(name)]

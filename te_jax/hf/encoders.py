@@ -88,7 +88,7 @@ def _tied(said: Said) -> bool:
     return said["tie_word_embeddings"]
 
 
-def _gated(c: ModelConfig) -> bool:
+def _has_gate(c: ModelConfig) -> bool:
     return tuple(c.layer["mlp_activations"]) == ("gelu", "linear")
 
 
@@ -126,10 +126,10 @@ _T5 = (
         "relu",
         to=("layer/mlp_activations",),
         ours=lambda said: (("gelu", "linear") if said["is_gated_act"] else ("relu",),),
-        theirs=lambda c: "gated-gelu" if _gated(c) else "relu",
+        theirs=lambda c: "gated-gelu" if _has_gate(c) else "relu",
     ),
-    Word("dense_act_fn", STRING, _act, theirs=lambda c: "gelu_new" if _gated(c) else "relu"),
-    Word("is_gated_act", BOOL, _is_gated, theirs=_gated),
+    Word("dense_act_fn", STRING, _act, theirs=lambda c: "gelu_new" if _has_gate(c) else "relu"),
+    Word("is_gated_act", BOOL, _is_gated, theirs=_has_gate),
     fixed("relative_attention_num_buckets", 32),
     fixed("relative_attention_max_distance", 128),
     Word("tie_word_embeddings", NONE | BOOL, True, null=lambda said: True, to=("tie_embeddings",)),

@@ -32,8 +32,8 @@ def _library():
 
 
 @contextmanager
-def errors_named(path: Path, done: str = "read") -> Iterator[None]:
-    """Errors of the system and of safetensors as ones that name the file."""
+def name_in_errors(path: Path, done: str = "read") -> Iterator[None]:
+    """Raises errors of the system and of safetensors again, as ones that name the file."""
     try:
         yield
     except (OSError, _library().SafetensorError) as error:
@@ -49,7 +49,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not os.path.isfile(path):
         raise FileNotFoundError(f"te_jax.hf: there is no file {path}.")
     most = _MOST_BYTES[path.name]
-    with errors_named(path), path.open("rb") as file:
+    with name_in_errors(path), path.open("rb") as file:
         said = file.read(most + 1)
     if len(said) > most:
         raise ValueError(f"te_jax.hf: {path} has more than {most} bytes, which no {path.name} has.")
@@ -68,7 +68,7 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-def shown(name: str) -> str:
+def quote(name: str) -> str:
     """The name of a tensor as errors show it: on one line, and not endless."""
     return show(name)[1:-1]
 
@@ -106,7 +106,7 @@ class Checkpoint:
         for path, names in due.items():
             if lost := self._add(folder, path, names):
                 raise ValueError(
-                    f"te_jax.hf: {folder / INDEX} names {shown(lost[0])}, which no file has where it says, in "
+                    f"te_jax.hf: {folder / INDEX} names {quote(lost[0])}, which no file has where it says, in "
                     f"{path.name} ({len(lost)} in all)."
                 )
 
@@ -124,7 +124,7 @@ class Checkpoint:
 
     def _handle(self, path: Path):
         if path not in self._open:
-            with errors_named(path), path.open("rb") as file:
+            with name_in_errors(path), path.open("rb") as file:
                 if file.read(len(_LFS)) == _LFS:
                     raise ValueError(
                         f"te_jax.hf: {path} is a pointer of Git LFS; fetch what it points at: git lfs pull."
@@ -135,7 +135,7 @@ class Checkpoint:
     def read(self, name: str) -> np.ndarray:
         """The tensor, copied into memory."""
         stored = self.tensors[name]
-        with errors_named(stored.path):
+        with name_in_errors(stored.path):
             if stored.dtype == FP8:  # numpy has no such type, and the package asks it
                 return self._read_bytes(stored.path, name).view(jnp.float8_e4m3fn).reshape(stored.shape)
             return self._handle(stored.path).get_tensor(name)
@@ -188,35 +188,33 @@ def write(folder: Path, sizes: Mapping[str, int], tensors: Iterator[tuple[str, n
 
     One file's tensors are in memory at a time. The index comes last: a folder that lacks it has no whole checkpoint.
     """
-    library, groups = _library(), list(_by_file(sizes, most))
-    names = (
-        [ONE]
-        if len(groups) == 1
-        else [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
-    )
-    with errors_named(folder, "made"):
+    library, each = _library(), list(_by_file(sizes, most))
+    count = len(each)
+    files = [ONE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    with name_in_errors(folder, "made"):
         folder.mkdir(parents=True, exist_ok=True)
-    for file, group in zip(names, groups):
-        held = dict(next(tensors) for _ in group)
-        with errors_named(folder / file, "written"):
-            library.numpy.save_file({name: held[name] for name in group}, folder / file, metadata={"format": "pt"})
-    if len(groups) > 1:
-        weights = {name: file for file, group in zip(names, groups) for name in group}
+    for file, names in zip(files, each):
+        held = dict(next(tensors) for _ in names)
+        with name_in_errors(folder / file, "written"):
+            library.numpy.save_file({name: held[name] for name in names}, folder / file, metadata={"format": "pt"})
+    if count > 1:
+        weights = {name: file for file, names in zip(files, each) for name in names}
         write_json(folder / INDEX, dict(metadata=dict(total_size=sum(sizes.values())), weight_map=weights))
 
 
 def write_json(path: Path, said: Mapping[str, Any]) -> None:
     """An object as config.json, or as an index."""
-    with errors_named(path, "written"):
+    with name_in_errors(path, "written"):
         path.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _by_file(sizes: Mapping[str, int], most: int) -> Iterable[list[str]]:
-    group, total = [], 0
+    """The names of each file."""
+    names, total = [], 0
     for name, size in sizes.items():
-        if group and total + size > most:
-            yield group
-            group, total = [], 0
-        group.append(name)
+        if names and total + size > most:
+            yield names
+            names, total = [], 0
+        names.append(name)
         total += size
-    yield group
+    yield names

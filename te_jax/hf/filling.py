@@ -1,4 +1,4 @@
-"""Parameters filled in place, a layer's part at a time, from tensors of a checkpoint."""
+"""Fills parameters in place, one layer of them at a time, from tensors of a checkpoint."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from te_jax.hf import files
 from te_jax.hf.plan import Conversion
 from te_jax.hf.rules import Recast
-from te_jax.hf.scales import Scaled, spec_of_part, take_parts
+from te_jax.hf.scales import Scaled, keep_in_fp8, spec_of_field
 from te_jax.layers import QuantizedKernel, quantize_experts, quantize_kernel
 from te_jax.layers.parameters import is_kernel
 from te_jax.layers.tensor import Fp8Tensor
@@ -44,7 +44,7 @@ def _common(dtypes):
     return jnp.result_type(*(files.DTYPES[name] for name in dtypes)) if dtypes else None
 
 
-def filled(
+def fill_variables(
     plan: Conversion,
     forms: Mapping[str, Any],
     read: Callable[[str], Any],
@@ -54,49 +54,49 @@ def filled(
 ) -> dict[str, Any]:
     """The variables by path.
 
-    forms:     of each variable: a ShapeDtypeStruct, or a QuantizedKernel of such.
+    forms:     {path: ShapeDtypeStruct, or a QuantizedKernel of such}, of all variables.
     read:      name -> a tensor, or a `Scaled` one.
-    shardings: by path; may lack some, or all.
-    recipe, gradients: by which kernels are quantized, as of `te_jax.flax.fp8_params`.
+    shardings: {path: sharding}; may lack some, or all.
+    recipe, gradients: how kernels are quantized, as of `te_jax.flax.fp8_params`.
     """
-    made, fill = {}, {}
+    made, programs = {}, {}
     for path, form in forms.items():
-        made[path] = _by_part(partial(_zeros, shardings.get(path)), form)
+        made[path] = _map_arrays(partial(_zeros, shardings.get(path)), form)
     for step in plan.steps:
         if not step.theirs:
             continue
         before = tuple(made[path] for path in step.ours)
         places = jax.tree.map(lambda a: a.sharding, before)
         key = step.rule, step.index is None, jax.tree.structure(before), tuple(jax.tree.leaves(places))
-        if key not in fill:
+        if key not in programs:
             put = partial(_put_in_place, step.rule.form, step.index is not None, recipe, gradients)
             # Arrays that nobody placed stay free to move: else a step compiles twice, next to ones that are.
-            fill[key] = jax.jit(put, donate_argnums=0, out_shardings=places if shardings else None)
-        after = fill[key](before, step.index or 0, *(read(name) for name in step.theirs))
+            programs[key] = jax.jit(put, donate_argnums=0, out_shardings=places if shardings else None)
+        after = programs[key](before, step.index or 0, *(read(name) for name in step.theirs))
         made |= zip(step.ours, jax.block_until_ready(after))  # else tensors of several steps would be on the device
-    return {path: _by_part(partial(_as_asked, shardings.get(path)), a) for path, a in made.items()}
+    return {path: _map_arrays(partial(_place_as_asked, shardings.get(path)), a) for path, a in made.items()}
 
 
-def _by_part(function, variable):
-    """function(kernel or None, name of the part, array) for a variable, or each part of a kernel."""
+def _map_arrays(function, variable):
+    """`variable` with function(kernel or None, field, array) for its array, or for each array of a kernel."""
     if not is_kernel(variable):
         return function(None, "", variable)
-    parts = [a if a is None else function(variable, name, a) for name, a in variable.tensor._asdict().items()]
-    return replace(variable, tensor=Fp8Tensor(*parts))
+    arrays = [a if a is None else function(variable, field, a) for field, a in variable.tensor._asdict().items()]
+    return replace(variable, tensor=Fp8Tensor(*arrays))
 
 
 def _sharding_of(sharding, kernel: QuantizedKernel | None, name: str):
-    """The sharding of a part of a kernel that lies as `sharding` says of an array there."""
+    """The sharding of a field of a kernel, where `sharding` is of the kernel's array."""
     if kernel is None or not isinstance(sharding, NamedSharding):
         return sharding
-    return NamedSharding(sharding.mesh, PartitionSpec(*spec_of_part(kernel, name, tuple(sharding.spec))))
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec_of_field(kernel, name, tuple(sharding.spec))))
 
 
 def _zeros(sharding, kernel, name: str, like):
     return jnp.zeros(like.shape, like.dtype, device=_without_types(_sharding_of(sharding, kernel, name)))
 
 
-def _as_asked(sharding, kernel, name: str, a):
+def _place_as_asked(sharding, kernel, name: str, a):
     return a if sharding is None else jax.device_put(a, _sharding_of(sharding, kernel, name))
 
 
@@ -110,9 +110,9 @@ def _without_types(sharding):
     )
 
 
-def _put_in_place(form: Recast, stacked: bool, recipe, gradients: bool, before, index, *parts):
+def _put_in_place(form: Recast, stacked: bool, recipe, gradients: bool, before, index, *tensors):
     likes = [jax.tree.map(lambda a: a[0], old) if stacked else old for old in before]
-    made = _made(form, likes, recipe, gradients, parts)
+    made = _make_variables(form, likes, recipe, gradients, tensors)
 
     def put(old, new):
         new = new if new.dtype == _UNSIGNED[old.dtype.itemsize] else as_bits(new)
@@ -122,15 +122,15 @@ def _put_in_place(form: Recast, stacked: bool, recipe, gradients: bool, before, 
     return jax.tree.map(put, before, made)
 
 
-def _made(form: Recast, likes, recipe, gradients: bool, parts) -> tuple:
-    """Variables like `likes`, of tensors of a checkpoint; what is not computed here comes as its bits."""
-    if is_kernel(likes[0]) and all(isinstance(part, Scaled) for part in parts):
-        taken = take_parts(form, parts, likes[0])
-        if taken is not None:
-            return (taken,)
+def _make_variables(form: Recast, likes, recipe, gradients: bool, tensors) -> tuple:
+    """Variables like `likes`, made of tensors of a checkpoint; what is not computed here comes as its bits."""
+    if is_kernel(likes[0]) and all(isinstance(a, Scaled) for a in tensors):
+        kept = keep_in_fp8(form, tensors, likes[0])
+        if kept is not None:
+            return (kept,)
     dtype = likes[0].dtype
-    wide = [part.dequantize(dtype) if isinstance(part, Scaled) else part.astype(dtype) for part in parts]
-    made = form.ours(*map(as_bits, wide))
+    arrays = [a.dequantize(dtype) if isinstance(a, Scaled) else a.astype(dtype) for a in tensors]
+    made = form.ours(*map(as_bits, arrays))
     return tuple(
         _quantize_like(like, jax.lax.bitcast_convert_type(a, dtype), recipe, gradients) if is_kernel(like) else a
         for a, like in zip(made, likes, strict=True)

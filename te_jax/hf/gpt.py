@@ -153,14 +153,14 @@ def _of_groups(c: ModelConfig) -> Recast:
 
     def ours(a):
         each = a.reshape(groups, -1, width, a.shape[-1])
-        flat = lambda part: part.reshape(-1, a.shape[-1]).T
+        flat = lambda heads: heads.reshape(-1, a.shape[-1]).T
         kv = jnp.stack([flat(each[:, -2]), flat(each[:, -1])], -2)
-        return (flat(each[:, :-2]), *((kv,)))
+        return flat(each[:, :-2]), kv
 
     def theirs(query, kv):
-        by_group = lambda part: part.T.reshape(groups, -1, width, part.shape[0])
-        parts = [by_group(query), by_group(kv[:, 0]), by_group(kv[:, 1])]
-        return (jnp.concatenate(parts, 1).reshape(-1, query.shape[0]),)
+        by_group = lambda heads: heads.T.reshape(groups, -1, width, heads.shape[0])
+        each = [by_group(query), by_group(kv[:, 0]), by_group(kv[:, 1])]
+        return (jnp.concatenate(each, 1).reshape(-1, query.shape[0]),)
 
     return Recast(ours, theirs)
 

@@ -78,11 +78,11 @@ class Conversion(NamedTuple):
     steps: tuple[Step, ...]
     shapes: dict[str, tuple[int, ...]]
 
-    def expected(self, step: Step) -> tuple[tuple[int, ...], ...]:
+    def tensor_shapes(self, step: Step) -> tuple[tuple[int, ...], ...]:
         """The shapes of the tensors of a step."""
         lead = 0 if step.index is None else 1
-        parts = [jax.ShapeDtypeStruct(self.shapes[path][lead:], jnp.float32) for path in step.ours]
-        return tuple(a.shape for a in jax.eval_shape(step.rule.form.theirs, *parts))
+        ours = [jax.ShapeDtypeStruct(self.shapes[path][lead:], jnp.float32) for path in step.ours]
+        return tuple(a.shape for a in jax.eval_shape(step.rule.form.theirs, *ours))
 
 
 def initial_call(model: Model) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -132,7 +132,7 @@ def _say(folder: Path, family: str, what: str, names, more: int = 0) -> NoReturn
     names = sorted(names)
     hidden = len(names) - SHOWN
     end = f", and {'more than ' if more else ''}{hidden} more" if hidden > 0 else ""
-    first = ", ".join(map(files.shown, names[:SHOWN]))
+    first = ", ".join(map(files.quote, names[:SHOWN]))
     raise ValueError(f"te_jax.hf: {folder} {what} a {family} of its config.json: {first}{end}.")
 
 
@@ -166,7 +166,7 @@ def check_due(
 def check_tensors(plan: Conversion, scheme: Scheme | None, held: Mapping[str, files.Stored], folder: Path) -> None:
     """Raises ValueError, before anything is read, for a tensor of another shape or type. Arguments are as of
     `check_due`."""
-    due = {name: shape for step in plan.steps for name, shape in zip(step.theirs, plan.expected(step))}
+    due = {name: shape for step in plan.steps for name, shape in zip(step.theirs, plan.tensor_shapes(step))}
     where, family = f"te_jax.hf: {folder}", plan.family
     in_fp8 = [name for name in due if held[name].dtype == files.FP8]
     if in_fp8 and scheme is None:
@@ -185,7 +185,7 @@ def check_tensors(plan: Conversion, scheme: Scheme | None, held: Mapping[str, fi
             raise ValueError(f"{where} has {name} of type {held[name].dtype}; te_jax reads {', '.join(types[name])}.")
 
 
-def renamed(checkpoint: files.Checkpoint, family: Family, folder: Path) -> dict[str, str]:
+def current_names(checkpoint: files.Checkpoint, family: Family, folder: Path) -> dict[str, str]:
     """The tensors by the names of today, with the family's prefix, which some checkpoints leave out: {name: its name
     in the file}. Raises ValueError where two tensors have one name of today."""
     today = {}
@@ -198,6 +198,6 @@ def renamed(checkpoint: files.Checkpoint, family: Family, folder: Path) -> dict[
     for file, name in today.items():
         if names.setdefault(name, file) != file:
             raise ValueError(
-                f"te_jax.hf: {folder} has {files.shown(names[name])} and {files.shown(file)}, names of one tensor."
+                f"te_jax.hf: {folder} has {files.quote(names[name])} and {files.quote(file)}, names of one tensor."
             )
     return names

@@ -18,9 +18,9 @@ class TensorRule(NamedTuple):
 
     ours:   paths of parameters, "a/b", behind `stack` if there is one.
     theirs: names of tensors; with a stack, `{i}` in them is the layer.
-    stack:  the path of layers: "layers", "encoder/layers"; None for what is outside of them.
-    layers: those that the rule holds for; None: all.
-    collection: of variables, that the paths are in.
+    stack:  the path of the layers: "layers", "encoder/layers"; None: the rule is of no layer.
+    layers: the layers that the rule holds for; None: all.
+    collection: the collection of variables that the paths are in.
     """
 
     ours: tuple[str, ...]
@@ -33,15 +33,15 @@ class TensorRule(NamedTuple):
 
 SAME = Recast(lambda a: (a,), lambda a: (a,))
 TURNED = Recast(lambda a: (a.T,), lambda a: (a.T,))
-# Kernels [out, in] side by side: [in, n, out]; biases [out]: [n, out].
-BESIDE = Recast(
-    lambda *parts: (jnp.stack([a.T for a in parts], -2),), lambda a: tuple(a[..., i, :].T for i in range(a.shape[-2]))
+# n kernels [out, in] as [in, n, out]; n biases [out] as [n, out].
+JOINED = Recast(
+    lambda *each: (jnp.stack([a.T for a in each], -2),), lambda a: tuple(a[..., i, :].T for i in range(a.shape[-2]))
 )
-# Kernels of experts [out, in]: [E, in, out].
-STACKED = Recast(lambda *parts: (jnp.stack([a.T for a in parts]),), lambda a: tuple(each.T for each in a))
-# The forms whose tensors are weights of linear layers, or of experts: in FP8 their scales take the same way.
-OF_LINEARS = (TURNED, BESIDE, STACKED)
-# One tensor [..., n out] cut in n: [..., n, out].
+# Kernels of experts [out, in] as [E, in, out].
+STACKED = Recast(lambda *each: (jnp.stack([a.T for a in each]),), lambda a: tuple(expert.T for expert in a))
+# The forms whose tensors are weights of linear layers, or of experts: in FP8 their scales are recast alike.
+OF_LINEARS = (TURNED, JOINED, STACKED)
+# One tensor [..., n out] as [..., n, out].
 CUT_IN_3 = Recast(lambda a: (a.reshape(*a.shape[:-1], 3, -1),), lambda a: (a.reshape(*a.shape[:-2], -1),))
 ONE_OF_1 = Recast(lambda a: (a[..., None, :],), lambda a: (a[..., 0, :],))
 # A parameter that the checkpoint does not have, since it is 0 there.
@@ -74,17 +74,12 @@ def attention_rules(
 ) -> list[TensorRule]:
     """The projections of a self-attention, of four torch Linears. fused: queries, keys and values are one parameter.
     out_bias: None is as `bias`."""
-    parts = {"qkv": (q, k, v)} if fused else {"query": (q,), "kv": (k, v)}
     made = []
-    for name, sources in parts.items():
-        alone = len(sources) == 1
-        made.append(
-            TensorRule((f"{path}/{name}/kernel",), _with_end(sources, "weight"), TURNED if alone else BESIDE, stack)
-        )
+    for name, sources in ({"qkv": (q, k, v)} if fused else {"query": (q,), "kv": (k, v)}).items():
+        kernel, of_bias = (TURNED, SAME) if len(sources) == 1 else (JOINED, JOINED)
+        made.append(TensorRule((f"{path}/{name}/kernel",), _with_end(sources, "weight"), kernel, stack))
         if bias:
-            made.append(
-                TensorRule((f"{path}/{name}/bias",), _with_end(sources, "bias"), SAME if alone else BESIDE, stack)
-            )
+            made.append(TensorRule((f"{path}/{name}/bias",), _with_end(sources, "bias"), of_bias, stack))
     made += dense_rules(f"{path}/out", out, bias if out_bias is None else out_bias, stack)
     return made + ([zero_rule(f"{path}/out/bias", stack)] if bias and out_bias is False else [])
 
@@ -92,11 +87,11 @@ def attention_rules(
 def mlp_rules(path: str, wi: tuple[str, ...], wo: str, bias: bool, stack: Any = None) -> list[TensorRule]:
     """`path`/{wi, wo}_{kernel, bias} of torch Linears; several wi belong to a gated activation."""
     made = [
-        TensorRule((f"{path}/wi_kernel",), _with_end(wi, "weight"), BESIDE, stack),
+        TensorRule((f"{path}/wi_kernel",), _with_end(wi, "weight"), JOINED, stack),
         TensorRule((f"{path}/wo_kernel",), (f"{wo}.weight",), TURNED, stack),
     ]
     if bias:
-        made.append(TensorRule((f"{path}/wi_bias",), _with_end(wi, "bias"), BESIDE, stack))
+        made.append(TensorRule((f"{path}/wi_bias",), _with_end(wi, "bias"), JOINED, stack))
         made.append(TensorRule((f"{path}/wo_bias",), (f"{wo}.bias",), SAME, stack))
     return made
 

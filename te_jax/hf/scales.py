@@ -103,10 +103,10 @@ def scheme_of(kernels: Mapping[str, QuantizedKernel]) -> Scheme | None:
     return next(iter(schemes), None)
 
 
-def write_scheme(scheme: Scheme, static: bool, wide: Iterable[str]) -> dict[str, Any]:
-    """`quantization_config` of a config.json. static: activations have scales too. wide: names of weights of linear
-    layers that are not in FP8."""
-    apart = ["lm_head", *sorted(name.removesuffix(".weight") for name in wide)]
+def write_scheme(scheme: Scheme, static: bool, unquantized: Iterable[str]) -> dict[str, Any]:
+    """`quantization_config` of a config.json. static: activations have scales too. unquantized: names of weights of
+    linear layers that are not in FP8."""
+    apart = ["lm_head", *sorted(name.removesuffix(".weight") for name in unquantized)]
     said = dict(quant_method="fp8", fmt="e4m3", activation_scheme="static" if static else "dynamic")
     # The words of transformers and of vLLM for the same.
     said |= dict(modules_to_not_convert=apart, ignored_layers=apart)
@@ -121,8 +121,8 @@ def held_rows(q: QuantizedKernel) -> tuple[jax.Array, jax.Array]:
     return data, scale_inv
 
 
-def stored_parts(form: Recast, q: QuantizedKernel) -> list[Scaled]:
-    """A kernel, or the bits of its parts, as tensors of a checkpoint. form: one of `OF_LINEARS`."""
+def tensors_of_kernel(form: Recast, q: QuantizedKernel) -> list[Scaled]:
+    """A kernel, or its bits, as tensors of a checkpoint. form: one of `OF_LINEARS`."""
     experts = q.stack == 1
     data, scale_inv = (jax.vmap(held_rows) if experts else held_rows)(q)
     weights = form.theirs(data)
@@ -133,30 +133,25 @@ def stored_parts(form: Recast, q: QuantizedKernel) -> list[Scaled]:
     return [Scaled(a, s, q.format) for a, s in zip(weights, scales, strict=True)]
 
 
-def take_parts(form: Recast, parts: Sequence[Scaled], like: QuantizedKernel) -> QuantizedKernel | None:
+def keep_in_fp8(form: Recast, tensors: Sequence[Scaled], like: QuantizedKernel) -> QuantizedKernel | None:
     """The kernel with the checkpoint's data, as bits, and scales, in the layouts of `like`, which has no axis of
     layers; None where the scales are of another form."""
-    if form not in OF_LINEARS or {like.format, *(part.format for part in parts)} != {SQUARES_128}:
+    if form not in OF_LINEARS or {like.format, *(a.format for a in tensors)} != {SQUARES_128}:
         return None
     if like.tensor.held[0].dtype != jnp.float8_e4m3fn:
         return None
-    (data,) = form.ours(*(jax.lax.bitcast_convert_type(part.data, jnp.uint8) for part in parts))
-    (scale_inv,) = form.ours(*(part.scale_inv for part in parts))
+    (data,) = form.ours(*(jax.lax.bitcast_convert_type(a.data, jnp.uint8) for a in tensors))
+    (scale_inv,) = form.ours(*(a.scale_inv for a in tensors))
     turn = lambda a: transpose(a, like.contract)
     turn = jax.vmap(turn) if like.stack else turn
     made = {"data": data, "data_t": turn(data), "scale_inv": scale_inv, "scale_inv_t": turn(scale_inv)}
     made = {name: a for name, a in made.items() if getattr(like.tensor, name) is not None}
-    return like_with(like, made)
+    return replace(like, tensor=like.tensor._replace(**made))
 
 
-def like_with(q: QuantizedKernel, parts: Mapping[str, Any]) -> QuantizedKernel:
-    """`q` with these parts of its tensor instead of its own."""
-    return replace(q, tensor=q.tensor._replace(**parts))
-
-
-def spec_of_part(q: QuantizedKernel, name: str, spec: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The axes of a mesh over which a part of a kernel lies, out of the axes of an array [..., *C, *F] there: scales
-    lie on each device."""
+def spec_of_field(q: QuantizedKernel, name: str, spec: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The mesh axes of a field of a kernel, given the mesh axes of its array [..., *C, *F]: scales lie on each
+    device."""
     whole = (*spec, *[None] * (q.ndim - len(spec)))
     return {"data": whole, "data_t": swap_axes(whole, q.contract, q.features)}.get(name, ())
 

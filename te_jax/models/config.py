@@ -48,7 +48,7 @@ class Origin:
         """Its config.json, anew."""
         return json.loads(self.words)
 
-    def saying(self, **words: Any) -> "Origin":
+    def with_words(self, **words: Any) -> "Origin":
         """This one with other words."""
         return Origin(self.folder, json.dumps(self.found() | words))
 

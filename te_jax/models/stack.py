@@ -161,7 +161,7 @@ def _biases_of(table):
     return biases
 
 
-def described(lengths: Any) -> SequenceDescriptor | None:
+def mask_of_lengths(lengths: Any) -> SequenceDescriptor | None:
     """The mask of rows of which `lengths` i32[b] tokens are no padding; a SequenceDescriptor as it is."""
     if lengths is None or isinstance(lengths, SequenceDescriptor):
         return lengths
@@ -207,7 +207,7 @@ class Model(KnownArguments):
         """tokens int[b, s] -> [b, s, H] of `dtype`, NaN for a token, position or type that the tables lack. lengths: of
         the model; texts that share a row begin at 0 each."""
         c = self.config
-        x = _by_product(embedding, tokens) if self.embed_by_product else _look_up(embedding, tokens)
+        x = _look_up_by_product(embedding, tokens) if self.embed_by_product else _look_up(embedding, tokens)
         if c.embedding_scale != 1.0:
             x = x * jnp.asarray(c.embedding_scale, self.dtype).astype(x.dtype)
         if c.max_positions is not None:
@@ -219,7 +219,7 @@ class Model(KnownArguments):
                     f"{type(self).__name__}: {tokens.shape[1]} tokens, but max_positions is {c.max_positions}; pass "
                     "fewer, or positions."
                 )
-            x = x + (_gathered(learned)[: tokens.shape[1]] if positions is None else _look_up(learned, positions))
+            x = x + (_gather_whole(learned)[: tokens.shape[1]] if positions is None else _look_up(learned, positions))
         if c.token_types:
             kinds = jnp.zeros_like(tokens) if token_types is None else token_types
             x = x + _look_up(self._table("token_types", c.token_types), kinds)
@@ -243,21 +243,21 @@ class Model(KnownArguments):
             )
             shape = (biases.num_attention_heads, biases.num_buckets)
             table = parameter(self, "relpos_bias", biases.embedding_init, biases.embedding_axes, shape)
-        args = (encoded, described(lengths), described(encoded_lengths), positions, table)
+        args = (encoded, mask_of_lengths(lengths), mask_of_lengths(encoded_lengths), positions, table)
         places = [place_of_layer(c, index, count, self.scan) for index in range(count)]
         scanned = [index for index, place in enumerate(places) if place.index is not None]
         for index, place in enumerate(places):
             if place.index is None:
                 x, _ = self._block()(of(index), **call, name=f"layer_{index}")(x, *args)
             elif index == scanned[0]:
-                x = self._scanned([of(i) for i in scanned], call, x, args)
+                x = self._scan_layers([of(i) for i in scanned], call, x, args)
         return self._norm("final_norm", x) if c.final_norm else x
 
     def _block(self, in_loop: bool = False):
         # A loop of XLA's keeps the second computation apart by itself.
         return nn.remat(Block, prevent_cse=not in_loop, policy=self.remat_policy) if self.remat else Block
 
-    def _scanned(self, fields, call, x, args):
+    def _scan_layers(self, fields, call, x, args):
         """x through a loop over layers of these fields, whole rounds of the pattern."""
         block, period = self._block(in_loop=True), len(self.config.pattern) or 1
         scan = functools.partial(
@@ -281,7 +281,7 @@ class Model(KnownArguments):
         x = x if c.output_scale == 1.0 else x * jnp.asarray(c.output_scale, x.dtype)
         if bias is not None:  # one more channel, which is 1
             x = jnp.concatenate([x, jnp.ones_like(x[..., :1])], -1)
-            kernel = jnp.concatenate([_gathered(kernel), _gathered(bias)[:, None].astype(kernel.dtype)], -1)
+            kernel = jnp.concatenate([_gather_whole(kernel), _gather_whole(bias)[:, None].astype(kernel.dtype)], -1)
         head = te_flax.LMHead(c.vocab_size, logit_softcap=c.logit_softcap, **self.dtypes, name="lm_head")
         return head(x, labels, kernel=kernel, reduction=reduction)
 
@@ -290,7 +290,7 @@ VARIABLES = Kind("the variables of the model, a dict of collections", lambda val
 MODEL = Kind("a model of te_jax.models", lambda model: isinstance(model, Model))
 
 
-def _gathered(a):
+def _gather_whole(a):
     """The array, on a mesh of Explicit axes gathered on each device."""
     return jax.sharding.reshard(a, PartitionSpec(*[None] * a.ndim)) if on_explicit_mesh(jax.typeof(a)) else a
 
@@ -302,16 +302,16 @@ def _look_up(table, indices):
         return jnp.take(table, indices, axis=0)
     spec = explicit_spec(jax.typeof(indices))
     sharding = PartitionSpec(*(spec or [None] * indices.ndim), None)
-    return _gathered(table).at[indices].get(mode="fill", out_sharding=sharding)
+    return _gather_whole(table).at[indices].get(mode="fill", out_sharding=sharding)
 
 
-def _by_product(table, indices):
+def _look_up_by_product(table, indices):
     """`_look_up` as a product, which is exact in f32 at the highest precision: one row times 1, plus zeros."""
     count = table.shape[0]
     if jnp.iinfo(indices.dtype).bits < 32:  # They might not hold `count`.
         indices = indices.astype(jnp.int32)
     places = jnp.where(indices < 0, indices + count, indices)
-    rows = jnp.matmul(jax.nn.one_hot(places, count), _gathered(table), precision=jax.lax.Precision.HIGHEST)
+    rows = jnp.matmul(jax.nn.one_hot(places, count), _gather_whole(table), precision=jax.lax.Precision.HIGHEST)
     return jnp.where(((places >= 0) & (places < count))[..., None], rows, jnp.nan)
 
 

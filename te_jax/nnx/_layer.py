@@ -115,7 +115,7 @@ class Layer(nnx.Module):
                         f"te_jax.flax, and assign the attribute {name} of what comes out."
                     )
         self.linen: nn.Module = self.linen_type(**fields, parent=None) if part is None else part
-        self.parts: tuple[tuple[str, nn.Module], ...] = ()  # Pairs (name, Linen module) of the submodules.
+        self.submodules: tuple[tuple[str, nn.Module], ...] = ()  # Pairs (name, Linen module) of the submodules.
         if "deterministic" in call_signature(type(self.linen)).parameters:
             self.deterministic: bool = False
         self.rngs: Any = nnx.data(None)
@@ -161,7 +161,7 @@ class Layer(nnx.Module):
                 if part not in vars(node):
                     linen = modules[tuple(path[:at])]
                     setattr(node, part, _layers.get(type(linen), Layer)(linen))
-                    node.parts = (*node.parts, (part, linen))
+                    node.submodules = (*node.submodules, (part, linen))
                 node = vars(node)[part]
             setattr(node, name, _variable(collection, name, value))
 
@@ -221,14 +221,14 @@ class Layer(nnx.Module):
     def _gather(self, path: tuple[str, ...] = ()) -> tuple[dict, dict]:
         """{(collection, *path, name): value} of the variables, and {path: module} of the modules that replaced
         submodules. path: The path of this module."""
-        parts, variables, replaced = dict(self.parts), {}, {}
+        submodules, variables, replaced = dict(self.submodules), {}, {}
         for name, value in vars(self).items():
             if isinstance(value, nnx.Variable) and (collection := collection_of(value)):
                 variables[collection, *path, name] = value.get_value()
-            elif name in parts and isinstance(value, Layer) and value.linen == parts[name]:
+            elif name in submodules and isinstance(value, Layer) and value.linen == submodules[name]:
                 below = value._gather((*path, name))
                 variables, replaced = variables | below[0], replaced | below[1]
-            elif name in parts:
+            elif name in submodules:
                 replaced[*path, name] = value
         return variables, replaced
 

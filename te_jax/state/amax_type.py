@@ -198,5 +198,5 @@ def _gradients(eqn, run_with, values, grads):
     of_all = jnp.zeros(ends[-1], jnp.uint32)
     for places, grad in zip(run_with(numbers), grads):
         of_all = of_all.at[jnp.where(places < 0, ends[-1], places)].max(_bits(grad), mode="drop")
-    parts = jnp.split(_of_bits(of_all), ends[:-1])
-    return [like(part.reshape(x.shape), x) for part, x in zip(parts, values)]
+    each = jnp.split(_of_bits(of_all), ends[:-1])
+    return [like(grad.reshape(x.shape), x) for grad, x in zip(each, values)]

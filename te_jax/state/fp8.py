@@ -105,8 +105,8 @@ def autocast(
 
 
 def without_recipe(mesh_resource: MeshResource | None = None) -> AbstractContextManager[Any]:
-    """As `autocast`, with no recipe in force inside. Unlike `autocast(False)` it leaves recipes that modules have of
-    their own alone."""
+    """As `autocast`, with no recipe in force inside. Unlike `autocast(False)` it does not switch off the recipes that
+    modules have of their own."""
     return _Autocast(_CLEARED, mesh_resource, None)
 
 
@@ -340,7 +340,7 @@ def observation(
     meta: TensorMeta | None,
     amax: jax.Array,
     scale: jax.Array,
-    wide: Callable[[], jax.Array],
+    exact: Callable[[], jax.Array],
     dtype: DTypeLike,
     experts: PerExpert | None = None,
 ) -> jax.Array:
@@ -348,12 +348,12 @@ def observation(
     the scale, the fraction of its elements that are beyond the largest FP8 value (inf too), and the fraction of those
     that are not 0 which become 0.
 
-    wide:    -> the tensor before that, called only for a probe.
+    exact:   -> the tensor before it was quantized, called only for a probe.
     experts: of a tensor that has an amax and a scale for each expert, f32[E]: the result is then f32[E] or f32[E, 4].
     """
     if meta is None or meta.amax.ndim == meta.scale.ndim:
         return amax
-    x, limits = wide().astype(jnp.float32), jnp.finfo(dtype)
+    x, limits = exact().astype(jnp.float32), jnp.finfo(dtype)
     spread, total, size = experts or (lambda a: a, jnp.sum, float(max(x.size, 1)))
     scaled = jnp.abs(x * spread(scale))
     count = lambda mask: total(jnp.count_nonzero(mask, axis=-1).astype(jnp.float32))  # integers end at 2**31

@@ -312,18 +312,20 @@ def _repair(metas, previous, recipe):
         check_history_length(f"update_fp8_metas: {name + HISTORY}", length, recipe)
         by_length.setdefault(length, []).append(name)
     for names in by_length.values():
-        scales, histories = _joined(leaves, names)
+        scales, histories = _join_states(leaves, names)
         wrong_scale = ~is_possible(SCALE, scales[:, 0]) & ~jnp.isneginf(scales[:, 0])
         wrong = wrong_scale | jnp.any(~is_possible(HISTORY, histories), 1)
         reached = (scales != 0) | jnp.any(histories != 0, 1, keepdims=True)
         if before:
-            scales, histories = (jnp.where(reached, *of) for of in zip((scales, histories), _joined(before, names)))
+            scales, histories = (
+                jnp.where(reached, *of) for of in zip((scales, histories), _join_states(before, names))
+            )
         sizes = [leaves[n + SCALE].size for n in names]
         are_bwd = [jnp.full(size, direction_at(n) == "bwd") for n, size in zip(names, sizes)]
         in_force = recipe is not None
         law = recipe or DelayedScaling()
         fixed = law.mend_states(scales[:, 0], histories, jnp.concatenate(are_bwd), in_force=in_force)
-        leaves |= _parted(leaves, names, *fixed)
+        leaves |= _split_states(leaves, names, *fixed)
         ends = np.cumsum(sizes)
         untouched |= {n: ~jnp.all(reached[end - size : end]) for n, size, end in zip(names, sizes, ends)}
         impossible |= {n: jnp.any(wrong[end - size : end]) for n, size, end in zip(names, sizes, ends)}
@@ -334,38 +336,38 @@ def _repair(metas, previous, recipe):
     return metas, *(jnp.asarray([of[name] for name in _tensors_of(metas)]) for of in (untouched, impossible))
 
 
-def map_joined(f: Callable[..., Any], metas: Mapping[str, Any], *others: Mapping[str, Any]) -> Any:
+def map_jointly(f: Callable[..., Any], metas: Mapping[str, Any], *others: Mapping[str, Any]) -> Any:
     """`metas` with new state for each tensor, from one computation for all of one length and direction.
 
     f: (direction, (scales f32[n, 1], histories f32[n, L]), scales and histories of each of `others`) -> (new scales,
        new histories). A tensor has several rows if it is stacked. A scale or history without the other stays as it is.
     """
     leaves, *more = map(_by_path, (metas, *others))
-    groups = {}
+    alike = {}
     for name in _tensors_of(metas):
         if (history := leaves.get(name + HISTORY)) is not None:
-            groups.setdefault((history.shape[-1], direction_at(name)), []).append(name)
-    for (_, direction), names in groups.items():
-        new = f(direction, _joined(leaves, names), *(_joined(tree, names) for tree in more))
-        leaves |= _parted(leaves, names, *new)
+            alike.setdefault((history.shape[-1], direction_at(name)), []).append(name)
+    for (_, direction), names in alike.items():
+        new = f(direction, _join_states(leaves, names), *(_join_states(tree, names) for tree in more))
+        leaves |= _split_states(leaves, names, *new)
     return jax.tree.unflatten(jax.tree.structure(metas), map(like, leaves.values(), jax.tree.leaves(metas)))
 
 
-def _joined(leaves: dict, names: list[str]) -> tuple[jax.Array, jax.Array]:
+def _join_states(leaves: dict, names: list[str]) -> tuple[jax.Array, jax.Array]:
     """(scales f32[n, 1], histories f32[n, L]) of the tensors `names` in `leaves`, {path: leaf}, one below the other."""
     rows = lambda x: _replicate(x).reshape(-1, x.shape[-1])
     return tuple(jnp.concatenate([rows(leaves[name + end]) for name in names]) for end in (SCALE, HISTORY))
 
 
-def _parted(leaves: dict, names: list[str], scales: jax.Array, histories: jax.Array) -> dict:
-    """{path: leaf}, in the shapes of `leaves`, of states that `_joined` joined."""
-    parts, at = {}, 0
+def _split_states(leaves: dict, names: list[str], scales: jax.Array, histories: jax.Array) -> dict:
+    """{path: leaf}, in the shapes of `leaves`, of states that `_join_states` joined."""
+    split, at = {}, 0
     for name in names:
         size = leaves[name + SCALE].size
         for end, values in ((SCALE, scales), (HISTORY, histories)):
-            parts[name + end] = values[at : at + size].reshape(leaves[name + end].shape)
+            split[name + end] = values[at : at + size].reshape(leaves[name + end].shape)
         at += size
-    return parts
+    return split
 
 
 def _replicate(x):

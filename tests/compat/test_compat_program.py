@@ -11,7 +11,7 @@ import te_jax.compat
 from te_jax.compat import _install, install
 from te_jax.compat.__main__ import command
 from te_jax.compat._absent import ABSENT
-from te_jax.compat._program import findings, served
+from te_jax.compat._program import find_served, findings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,14 +45,14 @@ SERVED = {
 def test_names_are_served():
     for module, names in SERVED.items():
         for name in names.split():
-            assert served(f"{module}.{name}") is not None
+            assert find_served(f"{module}.{name}") is not None
 
 
 @pytest.mark.parametrize("module", ABSENT)
 def test_absent_names_say_why(module):
     for name, reason in ABSENT[module].items():
         with pytest.raises((ImportError, AttributeError)) as said:
-            served(f"{module}.{name}")
+            find_served(f"{module}.{name}")
         assert f"{module}.{name}" in str(said.value) and reason in str(said.value)
         with pytest.raises(ImportError) as said:
             exec(f"from te_jax.compat.{module} import {name}")

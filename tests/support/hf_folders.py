@@ -85,7 +85,7 @@ def load_nothing(monkeypatch):
     def accepted(*args):
         raise Accepted
 
-    monkeypatch.setattr(checkpoints, "filled", accepted)
+    monkeypatch.setattr(checkpoints, "fill_variables", accepted)
 
 
 def outcome(call: Callable, *args) -> Exception:

@@ -217,7 +217,7 @@ def fused_attn(
     """
     _check_served(score_mod, stripe_size)
     mask = mask if sequence_descriptor is None else sequence_descriptor
-    described, mask = (mask, None) if isinstance(mask, SequenceDescriptor) else (None, mask)
+    descriptor, mask = (mask, None) if isinstance(mask, SequenceDescriptor) else (None, mask)
     if mask is not None and not attn_mask_type.is_padding():
         warn_once("fused_attn", f"a mask of {mask.shape} is given, which {attn_mask_type} ignores; leave it out.")
         mask = None
@@ -242,9 +242,9 @@ def fused_attn(
         softmax_type=softmax_type.te_jax_name,
     )
     variables = {"params": {"_FusedDotProductAttention_0": {"softmax_offset": softmax_offset}}} if learnable else {}
-    described = _first_segments(described, max_segments_per_seq)
+    descriptor = _first_segments(descriptor, max_segments_per_seq)
     return module.apply(
-        variables, *qkv, *(None,) * (3 - len(qkv)), described, bias, mask=mask, deterministic=not is_training,
+        variables, *qkv, *(None,) * (3 - len(qkv)), descriptor, bias, mask=mask, deterministic=not is_training,
         rngs={"dropout": _dropout_key(seed)} if is_training and dropout_probability > 0 and seed is not None else None,
     )  # fmt: skip
 
@@ -273,13 +273,13 @@ def _is_cut(axis: str) -> bool:
     return jax.sharding.get_abstract_mesh().shape.get(axis, 1) > 1
 
 
-def _first_segments(described: SequenceDescriptor | None, most: int) -> SequenceDescriptor | None:
+def _first_segments(descriptor: SequenceDescriptor | None, most: int) -> SequenceDescriptor | None:
     """The descriptor without the columns of lengths and offsets past `most` segments, of which the caller has none."""
-    if described is None or described.seq_offsets is None:
-        return described
+    if descriptor is None or descriptor.seq_offsets is None:
+        return descriptor
     cut = lambda pair, columns: tuple(each[..., :columns] for each in pair)
     return SequenceDescriptor.from_seqlens_and_offsets(
-        cut(described.seqlens, most), cut(described.seq_offsets, most + 1)
+        cut(descriptor.seqlens, most), cut(descriptor.seq_offsets, most + 1)
     )
 
 

@@ -40,7 +40,7 @@ def dense(
     """
     del transpose_batch_sequence
     check_collective("dense", collective_op_set)
-    contract = _contracted(x, kernel, contracting_dims)
+    contract = _count_contracted(x, kernel, contracting_dims)
     x, kernel = constrain(x, input_axes), constrain(kernel, kernel_axes)
     y = layers.dense(x, kernel, bias, contract=contract, **quantizer_set._asdict())
     return constrain(y, output_axes)
@@ -84,7 +84,7 @@ def check_collective(where: str, given: CollectiveOpSet) -> None:
         warn_once(where, f"te_jax has no GEMM with {given.forward} inside; XLA gathers and sums, with the same result.")
 
 
-def _contracted(x, kernel, dims) -> int:
+def _count_contracted(x, kernel, dims) -> int:
     """How many axes are contracted. Raises ValueError unless they are x's last and kernel's first, in order."""
     of_x, of_kernel = (tuple(axis % a.ndim for axis in axes) for a, axes in zip((x, kernel), dims))
     n = len(of_x)
