@@ -1,4 +1,5 @@
-"""Cases of single ops: GEMM, quantize, activations, norms, rope; beside them plain JAX, Flax and torch."""
+"""Cases of single ops. `op_cases` lists those whose peer is XLA, with the op's reference; those with other peers, plain
+JAX, Flax or torch, are here: GEMM, norms, activations with a quantization behind them, rope."""
 
 import time
 from collections.abc import Iterator
@@ -14,11 +15,10 @@ from te_jax.ops.formats import ROWS_128, SQUARES_128
 from te_jax.ops.gemm.dense import gemm
 from te_jax.ops.quantize import activation as activation_op
 from te_jax.ops.quantize import norm as norm_op
-from te_jax.ops.quantize.array import quantize, quantize_block
-from te_jax.ops.quantize.norm import norm_block_fwd
+from te_jax.ops.quantize.array import quantize
 from te_jax.ops.rope import rope
 
-from . import attention, torch_gemm
+from . import attention, op_cases, torch_gemm
 from .cases import Case
 from .timing import compiled, normal, on_gpu, passes, queued, sets
 
@@ -29,7 +29,6 @@ GEMM_MNK = ["8192 8192 8192", "8192 4096 16384", "8192 16384 4096", "8192 12288 
 GEMM_MNK += ["4096 4096 7168", "4096 7168 16384", "4096 4096 4096", "2048 2048 2048", "1024 1024 1024"]
 GEMM_MNK = [tuple(map(int, sizes.split())) for sizes in GEMM_MNK]
 BLOCK_MNK = [(8192, 8192, 8192), (4096, 4096, 7168)]
-ROWS_COLUMNS = [(8192, 4096), (8192, 16384)]
 RESIDUAL_MNK = (8192, 4096, 16384)
 FP8_RESULTS = ("data", "data_t", "amax")
 BLOCKS = dict(power_2=True, epsilon=0.0)  # the law of block scales
@@ -43,7 +42,7 @@ def cases(tiny: bool) -> list[Case]:
     """All cases; `tiny` keeps each kind at a size that a CPU does at once."""
     found = [*_copy(tiny), *_gemms([(32, 48, 64)] if tiny else GEMM_MNK)]
     found += _block_gemms([(32, 128, 256)] if tiny else BLOCK_MNK)
-    found += _quantizes([(32, 64)] if tiny else ROWS_COLUMNS)
+    found += _listed(tiny)
     found += _residual_gemm((32, 48, 64) if tiny else RESIDUAL_MNK)
     found += _activations((32, 64) if tiny else ACTIVATION_SHAPE)
     found += _norms([(16, 64)] if tiny else NORM_SHAPES)
@@ -185,70 +184,50 @@ def _block_gemms(shapes) -> Iterator[Case]:
             yield _gemm_case(*mnk, impl, partial(_block_gemm, *mnk, square))
 
 
-# -- quantize ------------------------------------------------------------------------------------------------
+# -- ops of the list ------------------------------------------------------------------------------------------
 
 
-def _quantize_block(shape, square):
-    kind = "block_inv" if square else "scale_inv"
-    attrs = dict(lead=0, dtype=E4M3, square=square, outputs=("data", "data_t", kind, f"{kind}_t"), **BLOCKS)
-    return compiled(partial(quantize_block, **attrs), sets(lambda seed: (normal(seed, shape),)))
+def _listed(tiny) -> Iterator[Case]:
+    """The cases that tests and benchmarks share, by te_jax and by XLA."""
+    for case in op_cases.CASES:
+        for name, impl, call in case.measured(tiny):
+            for by in (impl, "xla") if impl == "te_jax" else (impl,):
+                yield Case(name, by, partial(_call, call, by == "xla"), bytes=call.bytes())
 
 
-def _quantize(shape, dtype, outputs, reference):
-    fn = partial(named, quantize, reference, outputs=outputs, split=1, dtype=dtype)
-    return compiled(fn, sets(lambda seed: (normal(seed, shape), jnp.float32(64.0))))
+def _call(case: op_cases.Case, reference: bool):
+    def operands(seed):
+        names, types = [operand.name for operand in case.declared.rule.inputs], case.types()
+        draw = lambda i: normal(len(types) * seed + i, types[i].shape, types[i].dtype)
+        draw_scale = lambda i: jnp.full(types[i].shape, 64.0, types[i].dtype)
+        given = lambda i: draw_scale(i) if names[i] == "scale" else draw(i)
+        return tuple(None if types[i] is None else given(i) for i in range(len(types)))
 
-
-def _quantizes(shapes) -> Iterator[Case]:
-    for shape in shapes:
-        for text, dtype, outputs, size in (
-            ("quantize both layouts", E4M3, FP8_RESULTS, 4),
-            ("quantize both layouts, dbias", E5M2, (*FP8_RESULTS, "dbias"), 4),
-            ("amax alone", E4M3, ("amax",), 2),
-        ):
-            for impl in ("te_jax", "xla"):
-                build = partial(_quantize, shape, dtype, outputs, impl == "xla")
-                yield Case(f"{text} {_by(*shape)}", impl, build, bytes=size * prod(shape))
-        for impl, square in (("te_jax, 1x128", False), ("te_jax, 128x128", True)):
-            name = f"quantize both layouts {_by(*shape)}"
-            yield Case(name, impl, partial(_quantize_block, shape, square), bytes=4 * prod(shape))
+    fn = partial(named, case.declared, reference, outputs=case.outputs, **case.attrs)
+    return compiled(fn, sets(operands))
 
 
 # -- activations ---------------------------------------------------------------------------------------------
 
 
-def _activation_operands(names, shape, backward, seed):
-    """dy (backward) and x."""
-    x = normal(2 * seed, (shape[0], len(names), shape[1]))
-    return (normal(2 * seed + 1, shape), x) if backward else (x,)
-
-
-def _activation(names, shape, backward, outputs, fused):
-    """Straight to te_quantize's results. Unfused: plain JAX, and te_quantize behind it."""
-    dtype = E5M2 if backward else E4M3
+def _quantized_after(names, shape, backward, outputs):
+    """The activation or its gradient in plain JAX, and te_quantize behind it."""
 
     def fn(*operands):
         *operands, scale = operands
-        if fused:
-            op = activation_op.activation_bwd if backward else activation_op.activation_fwd
-            return op(*operands, scale, outputs=outputs, dtype=dtype, **activation_op.attributes(names))
         result = lambda x: activation_op.activation(x, names)
         if backward:
             dy, x = operands
-            (wide,) = jax.vjp(result, x)[1](dy)
+            (unquantized,) = jax.vjp(result, x)[1](dy)
         else:
-            wide = result(*operands)
-        return quantize(wide, scale, split=1, dtype=dtype, outputs=outputs)
+            unquantized = result(*operands)
+        return quantize(unquantized, scale, split=1, dtype=E5M2 if backward else E4M3, outputs=outputs)
 
-    return compiled(fn, sets(lambda seed: (*_activation_operands(names, shape, backward, seed), jnp.float32(64.0))))
+    def operands(seed):
+        x = normal(2 * seed, (shape[0], len(names), shape[1]))
+        return *((normal(2 * seed + 1, shape),) if backward else ()), x, jnp.float32(64.0)
 
-
-def _activation_block(names, shape, backward):
-    """The same op with a scale for each block of 1 x 128."""
-    outputs = ("data", "data_t", "scale_inv", "scale_inv_t", *(("dbias",) if backward else ()))
-    op = activation_op.activation_block_bwd if backward else activation_op.activation_block_fwd
-    fn = partial(op, outputs=outputs, dtype=E4M3, **BLOCKS, **activation_op.attributes(names))
-    return compiled(fn, sets(partial(_activation_operands, names, shape, backward)))
+    return compiled(fn, sets(operands))
 
 
 def _activations(shape) -> Iterator[Case]:
@@ -256,16 +235,11 @@ def _activations(shape) -> Iterator[Case]:
         for kind, names in ACTIVATIONS.items():
             slots = len(names)
             # Forward, of each element: x of all slots, both layouts. Backward: dy, x, both layouts of all slots.
-            read = prod(shape) * (2 * slots + 2 * backward)
-            size = read + prod(shape) * 2 * (slots if backward else 1)
+            size = prod(shape) * (2 * slots + 2 * backward + 2 * (slots if backward else 1))
             name = f"{'d' * backward}{kind} to fp8, both layouts{', dbias' * backward} {_by(*shape)}"
             outputs = (*FP8_RESULTS, *(("dbias",) if backward else ()))
-            for impl in ("te_jax", "xla, te_quantize"):
-                build = partial(_activation, names, shape, backward, outputs, impl == "te_jax")
-                yield Case(name, impl, build, bytes=size)
-            amax = partial(_activation, names, shape, backward, ("amax",), True)
-            yield Case(f"{'d' * backward}{kind}, amax alone {_by(*shape)}", "te_jax", amax, bytes=read)
-            yield Case(name, "te_jax, 1x128", partial(_activation_block, names, shape, backward), bytes=size)
+            build = partial(_quantized_after, names, shape, backward, outputs)
+            yield Case(name, "xla, te_quantize", build, bytes=size)
 
 
 # -- norms ---------------------------------------------------------------------------------------------------
@@ -292,35 +266,24 @@ def _norm(kind, shape, impl, backward):
     return passes(forward, sets(inputs), backward)
 
 
-def _norm_to_fp8(kind, shape, reference, backward):
+def _norm_to_fp8(kind, shape, reference):
+    """Forward and backward."""
     rms = kind == "rmsnorm"
     law = dict(rms=rms, zero_centered=False)
 
-    def forward(x, weights, scale):
+    def both(x, weights, scale, dy):
         operands = (x, weights[0], None if rms else weights[1], None, None, scale)
         outputs = ("data", "data_t", *(() if rms else ("mean",)), "rstd", "amax")
-        return named(norm_op.norm_fwd, reference, *operands, outputs=outputs, eps=1e-6, dtype=E4M3, **law)
-
-    def both(x, weights, scale, dy):
-        y = forward(x, weights, scale)
+        y = named(norm_op.norm_fwd, reference, *operands, outputs=outputs, eps=1e-6, dtype=E4M3, **law)
         operands = (dy, x, y.get("mean"), y["rstd"], weights[0], None)
         outputs = ("dx", "dgamma", *(() if rms else ("dbeta",)))
         return y, named(norm_op.norm_bwd, reference, *operands, outputs=outputs, **law)
 
     def inputs(seed):
         x, weights, dy = _norm_operands(kind, shape, 4 * seed)
-        return x, weights, jnp.float32(64.0), *((dy,) if backward else ())
+        return x, weights, jnp.float32(64.0), dy
 
-    return compiled(both if backward else forward, sets(inputs))
-
-
-def _norm_block(kind, shape):
-    """Forward, with a scale for each block of 1 x 128."""
-    rms = kind == "rmsnorm"
-    outputs = ("data", "data_t", "scale_inv", "scale_inv_t", *(() if rms else ("mean",)), "rstd")
-    attrs = dict(outputs=outputs, eps=1e-6, rms=rms, zero_centered=False, dtype=E4M3, **BLOCKS)
-    fn = lambda x, weights: norm_block_fwd(x, weights[0], None if rms else weights[1], **attrs)
-    return compiled(fn, sets(lambda seed: _norm_operands(kind, shape, 4 * seed)[:2]))
+    return compiled(both, sets(inputs))
 
 
 def _norms(shapes) -> Iterator[Case]:
@@ -330,12 +293,9 @@ def _norms(shapes) -> Iterator[Case]:
             for impl in ("te_jax", "flax"):
                 yield Case(f"{name} fwd", impl, partial(_norm, kind, shape, impl, False), bytes=4 * size)
                 yield Case(f"{name} fwd+bwd", impl, partial(_norm, kind, shape, impl, True), bytes=10 * size)
-            fp8_name = f"{kind} to fp8, both layouts {_by(*shape)}"
-            yield Case(fp8_name, "te_jax, 1x128", partial(_norm_block, kind, shape), bytes=4 * size)
             for impl in ("te_jax", "xla"):
                 build = partial(_norm_to_fp8, kind, shape, impl == "xla")
-                yield Case(fp8_name, impl, partial(build, False), bytes=4 * size)
-                yield Case(f"{fp8_name} fwd+bwd", impl, partial(build, True), bytes=10 * size)
+                yield Case(f"{kind} to fp8, both layouts {_by(*shape)} fwd+bwd", impl, build, bytes=10 * size)
 
 
 # -- rope ----------------------------------------------------------------------------------------------------

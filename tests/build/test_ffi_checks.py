@@ -3,6 +3,7 @@ memory."""
 
 import ctypes
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -195,9 +196,10 @@ def test_a_gemm_of_no_products_is_bias_plus_c_on_the_gpu(case, rng):
 def test_wrong_calls_are_refused_on_the_gpu():
     """In a process of its own; if a call ends it, in another from the next target on."""
     left, found, died = list(TARGETS), [], []
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # for benchmarks/op_cases.py
     while left:
         command = [sys.executable, str(ROOT / "tests/support/ffi_calls.py"), *left]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         found += lines
         left = left[len(lines) :]

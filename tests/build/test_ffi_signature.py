@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from ffi_calls import KERNELS, for_cudnn
-from op_cases import CASES, E5M2
+from benchmarks.op_case import E5M2
+from benchmarks.op_cases import CASES
 
 from te_jax.core import extension
 from te_jax.core.op import ops

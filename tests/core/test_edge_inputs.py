@@ -11,11 +11,11 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax import export
-from op_cases import CASES
 
 import te_jax as te
 import te_jax.flax as te_flax
 import te_jax.nnx as te_nnx
+from benchmarks.op_cases import CASES
 from te_jax import layers, optim
 from te_jax import recipe as recipes
 from te_jax.core import extension

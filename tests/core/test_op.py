@@ -11,8 +11,10 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from op_cases import CASES, E4M3, Case
+from op_calls import call, close
 
+from benchmarks.op_case import E4M3, Case
+from benchmarks.op_cases import CASES
 from te_jax.core.op import Op, ops
 from te_jax.ops.attention import op as attention_op
 from te_jax.ops.attention import reference as attention_reference
@@ -43,25 +45,6 @@ def quickly_drawn():
         jax.clear_caches()
         yield
     jax.clear_caches()
-
-
-def close(got, want, which=""):
-    """Equal but for the order of f32 sums: their error grows with the number of terms, at most 1024 here. FP8 results
-    may then fall on the other side of a rounding boundary: one step of the type, 2**-3 (E4M3) or 2**-2 (E5M2), and
-    among its subnormal numbers the smallest of them."""
-    got, want = jax.tree.leaves(got), jax.tree.leaves(want)
-    assert len(got) == len(want)
-    for g, w in zip(got, want):
-        assert g.shape == w.shape and g.dtype == w.dtype
-        if jnp.issubdtype(g.dtype, jnp.integer):
-            np.testing.assert_array_equal(g, w, which)
-            continue
-        info = jnp.finfo(g.dtype)
-        step = info.eps if info.bits < 32 else 1024 * 2.0**-24
-        g, w = np.asarray(g, np.float32), np.asarray(w, np.float32)
-        largest = np.abs(w[np.isfinite(w)]).max(initial=0)
-        atol = float(info.smallest_subnormal) if info.bits == 8 else step * (largest if step < 1e-3 else 1e-6)
-        np.testing.assert_allclose(g, w, rtol=step, atol=atol, err_msg=which)
 
 
 def solve(case, args):
@@ -122,17 +105,6 @@ def three_axes(types):
 def put(mesh, arrays, specs):
     """On the mesh; numpy's, for jax compiles a program to cut each array of its own."""
     return [jax.device_put(np.asarray(a), NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
-
-
-def call(case, args):
-    """The case as a function of its present operands."""
-    present = [a is not None for a in args]
-
-    def fn(*given):
-        given = iter(given)
-        return case(*(next(given) if p else None for p in present))
-
-    return fn
 
 
 def call_without_tail(case, args):

@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import op_cases
 import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec
@@ -13,6 +12,7 @@ from layer_cases import data, reference_norm
 
 import te_jax as te
 import te_jax.flax as te_flax
+from benchmarks import op_cases
 from te_jax import layers, recipe
 from te_jax.core.derivatives import custom_vjp
 from te_jax.ops.attention import SequenceDescriptor, dot_product_attention

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from in_float64 import in_float64
-from op_cases import CASES, bf16, f32
 
+from benchmarks.op_case import bf16, f32
+from benchmarks.op_cases import CASES
 from te_jax import layers
 from te_jax.ops.activation import activation
 from te_jax.ops.attention import dot_product_attention

@@ -3,13 +3,14 @@
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from op_cases import CASES, E4M3
+from op_calls import call, close
 
+from benchmarks.op_case import E4M3
+from benchmarks.op_cases import CASES
 from te_jax.core.op import ops
 from te_jax.ops import producers
 from te_jax.ops.formats import ROWS_32, ScaleFormat
@@ -36,32 +37,16 @@ def cases():
         del producers._declared[key]
 
 
-def call(case, args):
+def named(case, args):
     """The case as a function of its present operands, which it gives too: -> results by name."""
-    present = [a is not None for a in args]
-
-    def fn(*given):
-        given = iter(given)
-        results = case(*(next(given) if p else None for p in present))
-        return dict(zip((o.name for o in case.declared.rule.outputs), results, strict=True))
-
-    return fn, [a for a in args if a is not None]
+    fn, names = call(case, args), [o.name for o in case.declared.rule.outputs]
+    return lambda *given: dict(zip(names, fn(*given), strict=True)), [a for a in args if a is not None]
 
 
 def run_together(calls):
     """{name: (function, operands)} -> {name: results}, of one program."""
     every = jax.jit(lambda operands: {name: fn(*operands[name]) for name, (fn, _) in calls.items()})
     return jax.device_get(every({name: operands for name, (_, operands) in calls.items()}))
-
-
-def close(got, want):
-    """Equal but for the order of f32 sums, of 1024 terms at most, and of what they bring over a boundary of rounding:
-    one step of FP8."""
-    for name, a in want.items():
-        info, b = jnp.finfo(a.dtype), got[name]
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        step = (float(info.eps), float(info.smallest_subnormal)) if info.bits < 32 else (1024 * 2.0**-24,) * 2
-        np.testing.assert_allclose(b.astype(np.float32), a.astype(np.float32), *step, err_msg=name)
 
 
 def attributes_of_value(case):
@@ -74,7 +59,7 @@ def test_both_layouts_hold_the_tensor(cases, rng):
     """Data times scales are what the producer computes, within half a step of E4M3, 2**-4 of a number down to 2**-15 of
     its block's largest, and a rounding to bf16, 2**-8. Scales lie with the blocks of the contracted axis in front."""
     args = {name: case.args(rng) for name, case in cases.items()}
-    got = run_together({name: call(case, args[name]) for name, case in cases.items()})
+    got = run_together({name: named(case, args[name]) for name, case in cases.items()})
     value = lambda name, attrs: lambda *operands: PRODUCERS[name].value(*operands, **attrs)[0]
     tensors = run_together({name: (value(name, attributes_of_value(case)), args[name]) for name, case in cases.items()})
     for name, case in cases.items():
@@ -96,13 +81,13 @@ def test_mapped(cases, rng):
     """Over the first axis of every operand: the results of each example."""
     calls, each = {}, {}
     for name, case in cases.items():
-        examples = [call(case, case.args(rng)) for _ in range(2)]
+        examples = [named(case, case.args(rng)) for _ in range(2)]
         fn, stacked = examples[0][0], [np.stack(a) for a in zip(*(operands for _, operands in examples))]
         calls[name] = jax.vmap(fn), stacked
         each |= {(name, i): (fn, operands) for i, (_, operands) in enumerate(examples)}
     got, want = run_together(calls), run_together({str(key): one for key, one in each.items()})
     for name, i in each:
-        close({result: a[i] for result, a in got[name].items()}, want[str((name, i))])
+        close({result: a[i] for result, a in got[name].items()}, want[str((name, i))], term=1)
 
 
 def test_sharded(cases, rng, on_host):
@@ -111,7 +96,7 @@ def test_sharded(cases, rng, on_host):
     single, calls = {}, {}
     for name, case in cases.items():
         args = case.args(rng)
-        single[name] = fn, given = call(case, args)
+        single[name] = fn, given = named(case, args)
         rule, op = case.declared.rule, case.declared
         rule = rule.select([o.name for o, a in zip(rule.inputs, args) if a is not None], [o.name for o in rule.outputs])
         ranks = rule.ranks(name, [a.ndim for a in given], {g: case.attrs[a] for g, a in op.rank_attrs.items()})
@@ -122,4 +107,4 @@ def test_sharded(cases, rng, on_host):
     want = run_together(single)
     got = run_together({str(key): one for key, one in calls.items()})
     for name, axis in calls:
-        close(got[str((name, axis))], want[name])
+        close(got[str((name, axis))], want[name], term=1)

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from op_cases import CASES, E4M3, E5M2, Case
+
+from benchmarks.op_case import E4M3, E5M2, Case
+from benchmarks.op_cases import CASES
 
 _OF_XLA = ("swiglu_grouped",)  # no kernel takes its bias
 KERNELS = [case for case in CASES if not case.declared.composed and case.name not in _OF_XLA]

@@ -1,99 +1,24 @@
-"""One small call of every op: the case list that the generated tests walk over."""
+"""Calls of every op: the generated tests walk over them, and `python -m benchmarks ops` measures what is `large`.
 
-from collections import defaultdict
-from dataclasses import dataclass, field, replace
+Tests import the list from here, for benchmarks know nothing of the folders of tests.
+"""
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
-from te_jax.core.op import Op, ops
 from te_jax.ops import attention, gemm, gemm_grouped, norm, quantize, rope  # noqa: F401  (declares the ops)
 from te_jax.ops import scale_update as scaling
-from te_jax.ops.experts import paired, permute, router, rows  # noqa: F401
+from te_jax.ops.experts import permute, router, rows  # noqa: F401
 from te_jax.ops.quantize import activation
 
-E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+from .op_case import E4M3, E5M2, Case, Large, bf16, e8m0, f32, i32, u32
 
-
-@dataclass(frozen=True)
-class Case:
-    """A call: sizes of the rule's axes, types of the operands, attributes, chosen results."""
-
-    name: str
-    op: str
-    sizes: dict
-    dtypes: tuple
-    attrs: dict = field(default_factory=dict)
-    outputs: tuple | None = None
-    ranks: dict = field(default_factory=dict)
-    ones: dict = field(default_factory=dict)  # {operand: its factors that are broadcast}
-
-    @property
-    def declared(self) -> Op:
-        return ops[self.op]
-
-    def shapes(self) -> list[tuple[int, ...]]:
-        ranks = {g: self.ranks.get(g, 2) for g in self.declared.rule.groups}
-        operands = [replace(o, ones=frozenset(self.ones.get(o.name, ()))) for o in self.declared.rule.inputs]
-        sizes = defaultdict(lambda: 1, self.sizes)  # of what is broadcast, too, and of what is absent
-        return [self.declared.rule.shape(o, ranks, sizes) for o in operands]
-
-    def types(self) -> list[jax.ShapeDtypeStruct | None]:
-        """The types of `args`."""
-        return [
-            None if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
-            for shape, dtype in zip(self.shapes(), self.dtypes, strict=True)
-        ]
-
-    def args(self, rng: np.random.Generator) -> list:
-        """Fresh random operands; None where absent. lse and the like are made consistent by `prepare`."""
-        args, is_grouped = [], any(o.name == "counts" for o in self.declared.rule.inputs)
-        for operand, shape, dtype in zip(self.declared.rule.inputs, self.shapes(), self.dtypes, strict=True):
-            is_scale = "scale" in operand.name or operand.name == "fp8_max" or operand.name.endswith("_inv")
-            values = rng.uniform(0.5, 2.0, shape) if is_scale else rng.standard_normal(shape)
-            if is_grouped and operand.name == "offsets":  # of groups of 128 rows, with a tail behind them
-                args.append(128 * np.arange(shape[0], dtype=np.int32))
-            elif is_grouped and operand.name == "counts":
-                args.append(rng.integers(0, 129, shape, np.int32))
-            elif dtype == u32:  # random bits
-                args.append(rng.integers(0, 2**32, shape, np.uint32))
-            elif operand.name == "offsets":  # of groups that take up all rows
-                args.append(np.full(shape, 2**20, np.int32))
-            elif len(shape) == 4 and dtype == bf16 and self.op.startswith("te_gemm_grouped_paired"):
-                data = values.reshape(*shape[:2], -1)
-                args.append(paired.pair(jnp.asarray(data, self.attrs["dtype"]), dtype))
-            elif self.op == "te_router_bwd" and dtype == i32:  # the experts of a token, each another one
-                args.append(np.argsort(rng.random((*shape[:-1], self.sizes["e"])))[..., : shape[-1]].astype(np.int32))
-            elif dtype == i32:  # a segment: its first query, its queries, its first key, its keys
-                args.append(rng.integers(0, 6, shape, np.int32))
-            else:
-                args.append(None if dtype is None else np.asarray(values, np.float32).astype(dtype))
-        return jax.device_put(args)
-
-    def small(self) -> "Case":
-        """With two blocks for four: programs that do not optimize take long for so many numbers."""
-        if 512 not in self.sizes.values():
-            return self
-        return replace(self, sizes={f: n // 2 if n in (4, 512) else n for f, n in self.sizes.items()})
-
-    @property
-    def is_small(self) -> bool:
-        """Whether it has no more than two blocks."""
-        return 256 in self.sizes.values()
-
-    def __call__(self, *args):
-        return self.declared(*args, outputs=self.outputs, **self.attrs)
-
-    def __str__(self):
-        return self.name
+_IN_BLOCKS = "te_jax, 1x128"
 
 
 def _groups(*names, first=8, second=8):
     return {f"{n}...{i}": (first, second)[i] for n in names for i in range(2)}
 
 
-f32, bf16, e8m0, u32, i32 = jnp.float32, jnp.bfloat16, jnp.float8_e8m0fnu, jnp.uint32, jnp.int32
 _norm_sizes = {"...0": 8, "...1": 8, "h": 24}
 _permuted = {"m...0": 8, "h": 16, "k": 2, "r": 16, "f": 4}
 _mlp_sizes = {"m...0": 8, "m...1": 8, "a": 2, "f": 24}
@@ -120,6 +45,53 @@ _mx, _in_mx = dict(dtype=E4M3), {"m...0": 4, "m": 128}
 _group_in_mx = {"r": 128, "e": 1, "o": 2, "a": 1, "f": 128}
 _group_in_blocks = {"r": 128, "e": 1, "o": 2, "a": 1, "f": 512}
 _grouped = dict(out_dtype=jnp.dtype(f32), fast_accum=False)
+
+_both = ("data", "data_t", "amax")
+_both_in_blocks = ("data", "data_t", "scale_inv", "scale_inv_t")
+_matrix, _in_rows = {"m...": 1, "n...": 1}, {"m...": 0, "n...": 0}
+_matrices = tuple({"m...0": 8192, "n...0": n} for n in (4096, 16384))
+_blocked_matrices = tuple({"m": 8192, "n": n} for n in (4096, 16384))
+_norm_shapes = ((8192, 4096), (32768, 8192))
+
+
+def _quantize(row, dtype=E4M3, outputs=_both) -> Large:
+    changes = dict(ranks=_matrix, attrs=dict(split=1, dtype=dtype), outputs=outputs)
+    return Large(f"{row} {{m}}x{{n}}", _matrices, changes)
+
+
+def _quantize_block(impl, kind) -> Large:
+    attrs, outputs = dict(lead=0, power_2=True), ("data", "data_t", kind, f"{kind}_t")
+    changes = dict(dtypes=(bf16,), ranks=_in_rows, attrs=attrs, outputs=outputs)
+    return Large("quantize both layouts {m}x{n}", _blocked_matrices, changes, impl)
+
+
+def _activation(kind, d="", amax=False, block=False) -> Large:
+    """d: "d" of the gradient. amax: only this."""
+    names = dict(gelu=("gelu",), swiglu=("silu", "linear"))[kind]
+    attrs = activation.attributes(names) | (dict(power_2=True) if block else {})
+    dtypes = (*((bf16,) if d else ()), bf16, *(() if block else (None if amax else f32,)))
+    both = (*(_both_in_blocks if block else _both), *(("dbias",) if d else ()))
+    changes = dict(sizes={"a": len(names)}, dtypes=dtypes, ranks={"m...": 0 if block else 1}, attrs=attrs)
+    what = ", amax alone" if amax else f" to fp8, both layouts{', dbias' if d else ''}"
+    sizes = ({"m" if block else "m...0": 8192, "f": 16384},)
+    outputs = ("amax",) if amax else both
+    return Large(
+        f"{d}{kind}{what} {{m}}x{{f}}", sizes, changes | dict(outputs=outputs), _IN_BLOCKS if block else "te_jax"
+    )
+
+
+def _norm(kind, block=False) -> Large:
+    """Of x and the weights, all in 16 bits."""
+    rms = kind == "rmsnorm"
+    weights, statistics = (bf16, None if rms else bf16), ("rstd",) if rms else ("mean", "rstd")
+    dtypes = (bf16, *weights, *(() if block else (None, None, f32)))
+    outputs = (*_both_in_blocks, *statistics) if block else ("data", "data_t", *statistics, "amax")
+    attrs = dict(zero_centered=False) | (dict(power_2=True) if block else {})
+    changes = dict(dtypes=dtypes, ranks={"m...": 0} if block else {"...": 1}, attrs=attrs, outputs=outputs)
+    sizes = tuple({"m" if block else "...0": m, "h": h} for m, h in _norm_shapes)
+    row = f"{kind} to fp8, both layouts {'{m}' if block else '{rows}'}x{{h}}"
+    return Large(row, sizes, changes, _IN_BLOCKS if block else "te_jax")
+
 
 CASES = [
     Case(
@@ -159,7 +131,13 @@ CASES = [
         "states_apart", "te_scale_update", {"n": 2, "b...0": 8, "l": 16}, (f32, f32, None, None),
         dict(interval=1, margin=0.0, newest=False), scaling.results_of(2), {"b...": 1},
     ),
-    Case("quantize", "te_quantize", _groups("m", "n"), (bf16, f32), dict(split=2, dtype=E4M3)),
+    Case(
+        "quantize", "te_quantize", _groups("m", "n"), (bf16, f32), dict(split=2, dtype=E4M3),
+        large=(
+            _quantize("quantize both layouts"),
+            _quantize("quantize both layouts, dbias", E5M2, (*_both, "dbias")),
+        ),
+    ),
     Case(
         "quantize_row", "te_quantize", _groups("m", "n"), (f32, f32), dict(split=1, dtype=E5M2), ("data",),
         {"m...": 1, "n...": 2},
@@ -168,12 +146,16 @@ CASES = [
         "quantize_inverse", "te_quantize", _groups("m", "n"), (f32, f32), dict(split=1, dtype=E4M3),
         ("data", "scale_inv"), {"m...": 1, "n...": 2},
     ),
-    Case("quantize_amax", "te_quantize", _groups("m", "n"), (bf16, None), dict(split=2, dtype=E4M3), ("amax",)),
-    Case("quantize_block", "te_quantize_block", {"m...0": 4, "m": 512, "n": 512}, (bf16,), _blocks, _rows, _of_rows),
+    Case("quantize_amax", "te_quantize", _groups("m", "n"), (bf16, None), dict(split=2, dtype=E4M3), ("amax",),
+         large=(_quantize("amax alone", outputs=("amax",)),)),
+    Case(
+        "quantize_block", "te_quantize_block", {"m...0": 4, "m": 512, "n": 512}, (bf16,), _blocks, _rows, _of_rows,
+        large=(_quantize_block(_IN_BLOCKS, "scale_inv"),),
+    ),
     Case(
         "quantize_block_square", "te_quantize_block", {"m": 512, "n...0": 4, "n": 512}, (f32,),
         dict(_blocks, lead=0, square=True, power_2=True), ("data", "data_t", "block_inv", "block_inv_t"),
-        {"m...": 0, "n...": 1},
+        {"m...": 0, "n...": 1}, large=(_quantize_block("te_jax, 128x128", "block_inv"),),
     ),
     Case(
         "gemm_block", "te_gemm_block", {"m...0": 8, "k...0": 4, "k": 512, "n": 8},
@@ -303,11 +285,11 @@ CASES = [
     ),
     Case(
         "layernorm_fp8", "te_norm_fwd", _norm_sizes, (f32, f32, f32, None, None, f32),
-        dict(eps=1e-6, rms=False, zero_centered=True, dtype=E4M3),
+        dict(eps=1e-6, rms=False, zero_centered=True, dtype=E4M3), large=(_norm("layernorm"),),
     ),
     Case(
         "rmsnorm", "te_norm_fwd", _norm_sizes, (f32, f32, *(None,) * 4),
-        dict(eps=1e-6, rms=True, zero_centered=False, dtype=E4M3), ("y", "rstd"),
+        dict(eps=1e-6, rms=True, zero_centered=False, dtype=E4M3), ("y", "rstd"), large=(_norm("rmsnorm"),),
     ),
     Case(
         "layernorm_known", "te_norm_fwd", _norm_sizes, (f32,) * 6,
@@ -324,35 +306,51 @@ CASES = [
     ),
     Case(
         "layernorm_block", "te_norm_block_fwd", {"m...0": 4, "m": 512, "h": 132}, (f32, bf16, f32),
-        dict(_law, eps=1e-6, rms=False, zero_centered=True), None, {"m...": 1},
+        dict(_law, eps=1e-6, rms=False, zero_centered=True), None, {"m...": 1}, large=(_norm("layernorm", block=True),),
     ),
     Case(
         "rmsnorm_block", "te_norm_block_fwd", {"m": 512, "h": 256}, (f32, bf16, None),
         dict(_law, eps=1e-6, rms=True, zero_centered=False), ("data", "scale_inv", "rstd"), {"m...": 0},
+        large=(_norm("rmsnorm", block=True),),
     ),
     Case(
         "layernorm_mx", "te_norm_mx_fwd", {**_in_mx, "h": 36}, (f32, bf16, f32),
         dict(_mx, eps=1e-6, rms=False, zero_centered=True), None, {"m...": 1},
     ),
-    Case("swiglu_fp8", "te_activation_fwd", _mlp_sizes, (f32, f32), dict(_swiglu, dtype=E4M3)),
+    Case(
+        "swiglu_fp8", "te_activation_fwd", _mlp_sizes, (f32, f32), dict(_swiglu, dtype=E4M3),
+        large=(_activation("swiglu"),),
+    ),
     Case(
         "gelu", "te_activation_fwd", {**_mlp_sizes, "a": 1}, (f32, None),
         dict(activation.attributes(("gelu",)), dtype=E4M3), ("y",),
+        large=(_activation("gelu"), _activation("gelu", amax=True)),
     ),
-    Case("swiglu_amax", "te_activation_fwd", _mlp_sizes, (f32, None), dict(_swiglu, dtype=E4M3), ("amax",)),
-    Case("swiglu_bwd_amax", "te_activation_bwd", _mlp_sizes, (f32, f32, None), dict(_swiglu, dtype=E5M2), ("amax",)),
-    Case("swiglu_bwd_fp8", "te_activation_bwd", _mlp_sizes, (f32, f32, f32), dict(_swiglu, dtype=E5M2)),
+    Case(
+        "swiglu_amax", "te_activation_fwd", _mlp_sizes, (f32, None), dict(_swiglu, dtype=E4M3), ("amax",),
+        large=(_activation("swiglu", amax=True),),
+    ),
+    Case(
+        "swiglu_bwd_amax", "te_activation_bwd", _mlp_sizes, (f32, f32, None), dict(_swiglu, dtype=E5M2), ("amax",),
+        large=(_activation("swiglu", "d", amax=True),),
+    ),
+    Case(
+        "swiglu_bwd_fp8", "te_activation_bwd", _mlp_sizes, (f32, f32, f32), dict(_swiglu, dtype=E5M2),
+        large=(_activation("swiglu", "d"),),
+    ),
     Case(
         "relu_bwd", "te_activation_bwd", {**_mlp_sizes, "a": 1}, (f32, f32, None),
-        dict(_relu, dtype=E5M2), ("dx", "dbias"),
+        dict(_relu, dtype=E5M2), ("dx", "dbias"), large=(_activation("gelu", "d"), _activation("gelu", "d", amax=True)),
     ),
     Case(
         "swiglu_block", "te_activation_block_fwd", {"m...0": 4, "m": 512, "a": 2, "f": 512}, (bf16,),
         dict(_swiglu, **_law), None, {"m...": 1},
+        large=tuple(_activation(kind, block=True) for kind in ("swiglu", "gelu")),
     ),
     Case(
         "gelu_bwd_block", "te_activation_block_bwd", {"m": 512, "a": 1, "f": 512}, (f32, f32),
         dict(activation.attributes(("gelu",)), **_law), None, {"m...": 0},
+        large=tuple(_activation(kind, "d", block=True) for kind in ("gelu", "swiglu")),
     ),
     Case(
         "swiglu_mx", "te_activation_mx_fwd", {**_in_mx, "a": 2, "f": 128}, (f32,), dict(_swiglu, **_mx),
