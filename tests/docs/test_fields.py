@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from field_meanings import MEANINGS
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
@@ -15,6 +16,7 @@ import te_jax as te
 import te_jax.flax as te_flax
 import te_jax.nnx as te_nnx
 from te_jax.flax import _fields
+from te_jax.flax._refused import Refused
 from te_jax.flax.dot_general import QuantizingModule
 
 KEY = jax.random.key(0)
@@ -25,6 +27,18 @@ def test_every_field_is_declared_and_in_the_docs():
         undeclared = {f.name for f in field_table.fields_of(cls)} - {name for name, _ in _fields.kinds_of(cls)}
         assert not undeclared, f"{cls.__name__}: {undeclared}; declare them in te_jax/flax/_fields.py"
     assert field_table.PATH.read_text() == field_table.text(), "run `python tests/support/field_table.py`"
+
+
+def test_every_field_has_a_sentence_and_every_sentence_a_field():
+    """In tests/support/field_meanings.py. Only names that are there to be refused need none."""
+    used = set()
+    for cls in field_table.MODULES:
+        for name, kind in _fields.kinds_of(cls):
+            key = next((k for k in (f"{cls.__name__}.{name}", name) if k in MEANINGS), None)
+            assert key, f"{cls.__name__}.{name} has no sentence in tests/support/field_meanings.py"
+            assert bool(MEANINGS[key]) != isinstance(kind, Refused), key
+            used.add(key)
+    assert not MEANINGS.keys() - used, f"no module has {sorted(MEANINGS.keys() - used)}"
 
 
 def test_defaults_are_of_their_kinds():

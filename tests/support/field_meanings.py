@@ -1,0 +1,205 @@
+"""What each field of the modules does, in one sentence: `field_table.py` puts it into docs/fields.md.
+
+A name means the same in every module, so it stands here once. "Module.name" is for a module in which it says more.
+"""
+
+_AXES_OF = "The logical axis names of {}, one for each dimension"
+_INIT_OF = "How {} is initialized"
+
+MEANINGS = {
+    # sizes
+    "features": "The width of the output, or its widths if it has several axes",
+    "LMHead.features": "V, the size of the vocabulary",
+    "hidden_size": "H, the width of the inputs and outputs",
+    "mlp_hidden_size": "F, the width inside of the MLP, or of each expert",
+    "intermediate_dim": "F, the width between the two products",
+    "MoEBlock.intermediate_dim": "F, the width inside of an expert",
+    "head_dim": "d, the channels of a head",
+    "num_attention_heads": "h, the number of query heads",
+    "num_gqa_groups": "g, the number of key and value heads: query heads share them in groups. None is "
+    "`num_attention_heads`",
+    "kv_channels": "The channels of a head. None is `hidden_size / num_attention_heads`",
+    "axis": "The contracted axes of the input: the last ones, in order",
+    "LayerNormDenseGeneral.axis": "The contracted axis, which has to be the last one",
+    "LayerNormMLP.axis": "The contracted axis, which has to be the last one",
+    # dense layers
+    "use_bias": "Adds biases after the products",
+    "return_bias": "Returns the bias as one more result instead of adding it",
+    "kernel_init": _INIT_OF.format("each weight") + ". None is a truncated normal, scaled by fan-in",
+    "MultiHeadAttention.kernel_init": _INIT_OF.format("each weight") + ". None is a normal, scaled by fan-in",
+    "MultiHeadLatentAttention.kernel_init": _INIT_OF.format("each weight") + ". None is a normal, scaled by fan-in",
+    "LMHead.kernel_init": _INIT_OF.format("the weight") + ". The default is a normal of width 0.02",
+    "mha_kernel_init": _INIT_OF.format("each weight of attention") + ". None is a normal, scaled by fan-in",
+    "mlp_kernel_init": _INIT_OF.format("each weight of the MLP or the experts")
+    + ". None is a truncated normal, scaled by fan-in",
+    "kernel_axes": _AXES_OF.format("the weight"),
+    "kernel_axes_1": _AXES_OF.format("the first weight") + ", `wi`",
+    "kernel_axes_2": _AXES_OF.format("the second weight") + ", `wo`",
+    "bias_init": _INIT_OF.format("each bias"),
+    "LayerNorm.bias_init": _INIT_OF.format("`ln_bias`"),
+    "bias_axes": _AXES_OF.format("the bias"),
+    "LayerNorm.bias_axes": _AXES_OF.format("`ln_bias`"),
+    "bias_axes_1": _AXES_OF.format("the first bias"),
+    "bias_axes_2": _AXES_OF.format("the second bias"),
+    "input_axes": "Logical axis names to which the input is constrained",
+    "layernorm_input_axes": "Logical axis names to which the input of the norm is constrained",
+    "dot_input_axes": "Logical axis names to which the input of the product is constrained",
+    "dot_1_input_axes": "Logical axis names to which the input of the first product is constrained",
+    "dot_2_input_axes": "Logical axis names to which the input of the second product is constrained",
+    "depth_scaling": "Divides the output, bias included, by this number",
+    # norms
+    "enable_layernorm": "Puts a norm in front",
+    "input_layernorm": "Puts a norm on the queries' input, which keys and values read in self-attention only",
+    "layernorm_type": "The kind of the norm",
+    "MultiHeadLatentAttention.layernorm_type": "The kind of the norm of the inputs. Latents always have RMSNorm",
+    "epsilon": "The number that the norm adds to the variance (RMSNorm: to the mean square)",
+    "layernorm_epsilon": "The number that norms add to the variance (RMSNorm: to the mean square)",
+    "zero_centered_gamma": "Norms multiply by 1 + `scale` instead of `scale`",
+    "scale_init": _INIT_OF.format("`scale` of the norm") + ". None is ones, or zeros with `zero_centered_gamma`",
+    "scale_axes": _AXES_OF.format("`scale` of the norm"),
+    "ln_bias_init": _INIT_OF.format("`ln_bias` of the norm"),
+    "ln_bias_axes": _AXES_OF.format("`ln_bias` of the norm"),
+    "return_layernorm_output": "The second result is the output of the norm",
+    # activations, dropout
+    "activations": 'The activations, which are multiplied: `("silu", "linear")` is SwiGLU. Each has its own '
+    "slice of the "
+    "first weight",
+    "mlp_activations": "The activations of the MLP or the experts, which are multiplied: "
+    '`("silu", "linear")` is SwiGLU',
+    "activation_params": '`limit`, `alpha` and `glu_linear_offset` of the activations `("clamped_silu", '
+    '"clamped_linear")`',
+    "mlp_activation_params": "`limit`, `alpha` and `glu_linear_offset` of the activations "
+    '`("clamped_silu", "clamped_linear")`',
+    "intermediate_dropout_rate": "The rate of dropout after the activation",
+    "intermediate_dropout_rng_name": "The random stream of this dropout",
+    "intermediate_hidden_dropout_dims": "The axes along which this dropout draws one mask for all",
+    "intermediate_dropout": "The rate of dropout after the activation of the MLP",
+    "intermediate_dropout_dims": "The axes along which dropout after the activation draws one mask for all",
+    "hidden_dropout": "The rate of dropout on the output of attention and of the MLP",
+    "hidden_dropout_dims": "The axes along which this dropout draws one mask for all",
+    "attention_dropout": "The rate of dropout on attention probabilities",
+    "dropout_rng_name": "The random stream of dropout",
+    "drop_path": "The rate at which a row of the batch skips attention or the MLP",
+    "cross_drop_path": "The rate at which a row of the batch skips cross-attention. None is `drop_path`",
+    # attention
+    "attn_mask_type": "Which keys a query sees, together with a mask or descriptor",
+    "self_attn_mask_type": "Which keys a query sees in self-attention, together with a mask or descriptor",
+    "attn_bias_type": "Whether a bias is added before or after the scale. None is after, where a bias is given",
+    "self_attn_bias_type": "Whether relative position biases are added before or after the scale. None is after, where "
+    "there are any",
+    "scale_factor": "Multiplies the logits. None is 1 / sqrt(`head_dim`)",
+    "scale_attn_logits": "Divides the logits by the square root of a head's channels",
+    "scaled_query_init": "Divides the query weight by the square root of a head's channels at initialization",
+    "float32_logits": "Changes nothing: logits are float32 in any case",
+    "float32_attention_logits": "Changes nothing: logits are float32 in any case",
+    "window_size": "(l, r): query i sees the keys i - l .. i + r. None sees all",
+    "TransformerLayer.window_size": "(l, r) of self-attention: query i sees the keys i - l .. i + r. None sees all",
+    "cross_window_size": "(l, r) of cross-attention: query i sees the keys i - l .. i + r. None sees all",
+    "softmax_type": '"off_by_one" adds 1 to the denominator, "learnable" adds the exponential of a parameter of '
+    "each head",
+    "qkv_layout": "Which arrays hold queries, keys and values",
+    "max_segments_per_seq": "The number of segments in a row. Above 1 it promises that each id is one run of tokens, "
+    "which cuDNN takes as lengths, without an s x t mask",
+    "return_max_logit": "Also returns the largest logit of each head",
+    "deterministic_gradients": "Gradients of attention have the same bits in every run",
+    "attn_logit_softcap": "c: scaled logits x become c * tanh(x / c). Plain JAX computes that, with s x t "
+    "logits in memory",
+    "context_checkpoint_name": "The name of the output for `jax.checkpoint` policies",
+    "fuse_qkv_params": "One parameter for queries, keys and values (cross-attention and grouped queries: for keys and "
+    "values). False has three",
+    "enable_sequence_parallel": "Splits the sequence over the devices of tensor parallelism outside of the products",
+    "context_parallel_axis": 'The mesh axis that cuts the sequence. "" is the `cp_resource` of the MeshResource '
+    "in force, "
+    "None is no axis",
+    "context_parallel_strategy": "How keys and values come to a device: all at once, or around a ring",
+    "context_parallel_causal_load_balanced": "Tokens are in the order of "
+    "`te_jax.sharding.reorder_causal_load_balancing`",
+    # positions
+    "enable_rotary_pos_emb": "Rotary position embeddings (RoPE) on queries and keys",
+    "TransformerLayer.enable_rotary_pos_emb": "Rotary position embeddings (RoPE) on queries and keys of self-attention",
+    "cross_rotary_pos_emb": "Rotary position embeddings (RoPE) on queries and keys of cross-attention",
+    "rotary_pos_emb_windows": "RoPE's shortest and longest wavelength, divided by 2 pi: (1, 10000) is the base 10000",
+    "rotary_pos_emb_group_method": 'Which channels RoPE turns as a pair: 2i and 2i + 1 ("consecutive"), or i '
+    'and i + r/2 of r channels ("alternate"), as Hugging Face has them',
+    "rotary_pos_emb_dim": "How many channels of a head, the first ones, RoPE turns: an even number. None is all",
+    "rotary_pos_emb_scaling": "How RoPE's frequencies change for longer contexts",
+    "qk_norm_type": "A norm of queries and keys over the channels of each head",
+    "qk_norm_eps": "The number that this norm adds to the mean square, the variance or the sum of squares",
+    "qk_norm_before_rope": "This norm comes before RoPE, as in Qwen 3 and Gemma 3. False is after, as in Llama 4",
+    "enable_relative_embedding": "Adds T5's relative position biases (32 buckets, distance 128) to the logits of "
+    "self-attention",
+    "relative_embedding": "A module whose biases are added to the logits of self-attention",
+    "num_buckets": "The number of buckets of distances. In bidirectional calls it has to be even, half of them "
+    "for each sign",
+    "max_distance": "The distance from which on all keys share a bucket",
+    "embedding_init": _INIT_OF.format("the table"),
+    "embedding_axes": _AXES_OF.format("the table"),
+    # latent attention
+    "kv_lora_rank": "r, the width of the latent that keys and values come from",
+    "TransformerLayer.kv_lora_rank": "r, the width of the latent that keys and values come from. Given, self-attention "
+    "is a `MultiHeadLatentAttention`",
+    "q_lora_rank": "The width of the latent that queries come from. None: queries without a latent",
+    "qk_nope_head_dim": "The channels of a head's queries and keys that RoPE does not turn",
+    "qk_rope_head_dim": "The channels of a head's queries and keys that RoPE turns; all heads share these of the keys",
+    "v_head_dim": "The channels of a head's values",
+    "mscale": "Multiplies the logits by its square, as models with a `YarnScaling` need",
+    # whole layers
+    "layer_type": "An encoder has self-attention and an MLP; a decoder has cross-attention between them",
+    "apply_residual_connection_post_layernorm": "Residual connections start after the norms",
+    "output_layernorm": "Puts a norm at the end instead of before self-attention",
+    "parallel_attention_mlp": "Attention and MLP read the same input and share one residual connection, as in Falcon",
+    "parallel_shared_layernorm": "The MLP reads the norm of attention, as in GPT-J and Falcon 7B",
+    "post_norms": "A norm also after attention and after the MLP, as in Gemma 2",
+    "moe": "Puts a mixture of experts of these fields, such as `dict(num_experts=8)`, instead of the MLP",
+    # experts
+    "num_experts": "E, the number of experts",
+    "num_experts_per_tok": "k, the experts of a token",
+    "score_function": "How the router makes scores of its logits",
+    "use_pre_softmax": "Takes the softmax over all experts, before the choice. False takes it over the k that "
+    "are chosen",
+    "normalize_weights": "Divides the weights of a token by their sum. None does with sigmoid scores and k > 1",
+    "scaling_factor": "Multiplies the weights of a token at the end",
+    "num_groups": "The number of groups of neighbouring experts, such as those of one node",
+    "group_topk": "How many groups the experts of a token may be in. None is all",
+    "num_shared_experts": "n: all tokens also go to an MLP of width n F",
+    "capacity_factor": "An expert takes at most ceil(capacity_factor T k / E) of T tokens, and the others are "
+    "dropped. None drops no token",
+    "aux_loss_coeff": "The factor of the balancing loss, which goes into the collection `losses`",
+    "z_loss_coeff": "The factor of the router's z loss, which goes into the collection `losses`",
+    "per_sequence_loss": "The balancing loss is a mean over sequences. False is one of all tokens",
+    "use_expert_bias": "Chooses experts with a bias that evens out their loads, in the collection `expert_bias`",
+    "gate_axes": _AXES_OF.format("the router's weight"),
+    # the head
+    "label_smoothing": "The share of the target that is spread over the vocabulary",
+    "z_loss": "The factor of the squared logarithm of the softmax's denominator, which keeps logits from drifting",
+    "logit_softcap": "c: logits z become c * tanh(z / c)",
+    "ignore_index": "The label of tokens that have no loss. None: all have one",
+    # low-rank adaptation
+    "enable_low_rank_adaptation": "Adds a low-rank product to the weight's (LoRA)",
+    "low_rank_adaptation_scope": "Which products get a low-rank product next to them (LoRA)",
+    "low_rank_adaptation_dim": "r, the rank of LoRA",
+    "low_rank_adaptation_alpha": "LoRA's product is multiplied by alpha / r. None is a factor of 1",
+    # FP8
+    "recipe": "The recipe of this product, with or without an autocast. None follows the `te_jax.autocast` in force",
+    "collection": "Where FP8 state lives. None is where the autocast in force says, else `_overwrite_with_gradient`",
+    "quantization_checkpoint_name": "The name of the quantized tensors that are kept for the backward pass, for "
+    "`jax.checkpoint` policies",
+    "ffn1_ckpt_name": "The name of the first product's output for `jax.checkpoint` policies",
+    "ffn2_ckpt_name": "The name of the second product's output for `jax.checkpoint` policies",
+    # arrays
+    "dtype": "The dtype of the parameters, and with `params_dtype` the dtype of computation",
+    "DotProductAttention.dtype": "Has no use: None, or the dtype of the query",
+    "RelativePositionBiases.dtype": "The dtype of the biases, and of the table without `params_dtype`",
+    "params_dtype": "The dtype of the parameters. Inputs are then cast to `dtype`. None: parameters have "
+    "`dtype`, and the inputs' dtype is kept",
+    "RelativePositionBiases.params_dtype": "The dtype of the table. None is `dtype`",
+    "transpose_batch_sequence": "Arrays are [sequence, batch, ...] instead of [batch, sequence, ...]",
+    # refused: the kind says all
+    "score_mod": "",
+    "score_mod_bprop": "",
+    "MultiHeadAttention.num_heads": "",
+    "MultiHeadAttention.dropout_rate": "",
+    "MultiHeadAttention.output_layernorm": "",
+    "MultiHeadAttention.apply_residual_connection_post_layernorm": "",
+    "MultiHeadAttention.fuse_qkv": "",
+}
