@@ -95,10 +95,8 @@ def main(folder: str) -> None:
     known = {document: page for page, (document, _) in found.items() if not page.startswith("howto/")}
     known |= {page: page for page in found if page.startswith("howto/")}
     texts = {page: relinked(page, document, text, known) for page, (document, text) in found.items()}
-    texts |= {f"api/{page.title}.md": reference.page_text(page) for page in reference.PAGES}
+    texts |= reference.pages()
     texts["messages.md"] = messages.page()
-    listed = "\n".join(page.title for page in reference.PAGES)
-    texts["api/index.md"] = f"# API reference\n\nAll public names.\n\n```{{toctree}}\n:maxdepth: 1\n\n{listed}\n```\n"
     for page, text in texts.items():
         (source / page).parent.mkdir(exist_ok=True)
         (source / page).write_text(text)

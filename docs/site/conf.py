@@ -1,6 +1,7 @@
 """Sphinx's configuration. `assemble.py` copies it next to the pages."""
 
 import os
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -24,6 +25,10 @@ exclude_patterns = ["_build"]
 
 myst_heading_anchors = 3
 suppress_warnings = ["myst.header"]
+smartquotes = False
+
+# Pages in which a search finds nearly every word; they stand in the tables of contents.
+NO_SEARCH = "messages", "performance", "design", "config_words", "changelog", "contributing"
 
 pygments_dark_style = "github-dark"
 html_theme = "furo"
@@ -40,7 +45,7 @@ maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 add_module_names = False
 
-_KNOWN = reference.documented()
+_KNOWN = reference.homes()
 
 
 def _docstring(app, what, name, obj, options, lines):
@@ -51,11 +56,30 @@ def _signature(app, what, name, obj, options, signature, returns):
     if what not in ("class", "function", "method"):
         return None
     try:
-        return reference.signature(obj), ""
+        own, _, back = reference.signature(obj).partition(" -> ")
+        return own, back
     except (TypeError, ValueError):
         return None
+
+
+def _no_search(app, env):
+    for page in NO_SEARCH:
+        env.metadata[page]["nosearch"] = True
+
+
+def _break_code(found):
+    """Lets code in a table break behind "." and the like, so that tables are not wider than the page."""
+    pre = re.compile(r'(?<=<span class="pre">)[^<]+')
+    return pre.sub(lambda text: re.sub(r"(?<=[\w)\]])([._/(,=])(?=[\w.*\[(])", r"\1<wbr>", text[0]), found[0])
+
+
+def _page(app, page, template, context, doctree):
+    if "body" in context:
+        context["body"] = re.sub(r"<table.*?</table>", _break_code, context["body"], flags=re.DOTALL)
 
 
 def setup(app):
     app.connect("autodoc-process-docstring", _docstring)
     app.connect("autodoc-process-signature", _signature)
+    app.connect("env-updated", _no_search)
+    app.connect("html-page-context", _page)

@@ -1,23 +1,25 @@
 """te_jax's docstrings as reStructuredText.
 
 They are plain text: paragraphs, code indented by four, lists of `name: what it is` with aligned columns, names in
-single backticks. Nothing in them has to be escaped; that is done here.
+single backticks. Nothing in them has to be escaped; that is done here. `known` has the names that become links, and
+what they lead to.
 """
 
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 _ITEM = re.compile(r"(\*{0,2}[A-Za-z_]\w*(?:, \*{0,2}[A-Za-z_]\w*)*):\s+(?=\S)")
 _CODE = re.compile(r"``([^`]+)``|`([^`]+)`")
 
 
-def _inline(text: str, known: Container[str]) -> str:
+def _inline(text: str, known: Mapping[str, str]) -> str:
     """One paragraph. Names in backticks become code, those that the reference has become links."""
     parts, end = [], 0
     for found in _CODE.finditer(text):
         parts.append(_escape(text[end : found.start()]))
         code = found[1] or found[2]
-        parts.append(f":py:obj:`{code}`" if code in known else f"``{code.strip()}``")
+        parts.append(f":py:obj:`{code} <{known[code]}>`" if code in known else f"``{code.strip()}``")
         end = found.end()
         if text[end : end + 1].isalnum():
             parts.append("\\ ")  # markup ends before space or punctuation
@@ -54,7 +56,7 @@ def _items(block: list[str]) -> list[tuple[str, str]] | None:
     return [(a, b) for a, b in items]
 
 
-def convert(lines: list[str], known: Container[str] = ()) -> list[str]:
+def convert(lines: list[str], known: Mapping[str, str] = MappingProxyType({})) -> list[str]:
     """The lines of a docstring, without common indentation, as lines of reStructuredText."""
     out: list[str] = []
     for block in _blocks(lines):
@@ -74,6 +76,6 @@ def convert(lines: list[str], known: Container[str] = ()) -> list[str]:
     return out
 
 
-def _bullets(block: list[str], known: Container[str]) -> list[str]:
+def _bullets(block: list[str], known: Mapping[str, str]) -> list[str]:
     joined = " ".join(("\n" if line.startswith("- ") else "") + line.strip() for line in block)
     return [f"- {_inline(line.strip()[2:], known)}" for line in joined.split("\n") if line.strip()]

@@ -1,4 +1,8 @@
-"""What the API reference has: pages, the modules on each, and their public names."""
+"""What the API reference has: pages, the modules on each, and their public names.
+
+A page is a table of names with a line for each, examples, and what autodoc makes of the docstrings. Its title, its
+introduction and its examples stand in `api/*.md`.
+"""
 
 import ast
 import dataclasses
@@ -6,70 +10,125 @@ import enum
 import functools
 import importlib
 import inspect
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from types import EllipsisType
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from jax.typing import ArrayLike
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """A page of the reference: `names` of `module`; () for all that its __init__.py exports."""
+    """A page of the reference, `api/{file}.md`: names of `module` in groups, in the order of the page.
 
+    `...` among the names stands for all that the package exports and that no page names.
+    """
+
+    file: str
     module: str
-    title: str
-    text: str
-    names: tuple[str, ...] = ()
+    groups: dict[str, tuple[str | EllipsisType, ...]]
 
 
 PAGES = (
-    Page("te_jax", "te_jax", "Autocast, FP8 state and its gradients, statistics."),
-    Page("te_jax.recipe", "te_jax.recipe", "How tensors get their scales. [Recipes](../recipes.md) compares them."),
-    Page("te_jax.flax", "te_jax.flax", "Modules of Flax Linen, and what goes with them."),
-    Page("te_jax.nnx", "te_jax.nnx", "The same modules for Flax NNX."),
-    Page("te_jax.layers", "te_jax.layers", "The functional layers that the modules call: arrays in, arrays out."),
-    Page(
-        "te_jax.models",
-        "te_jax.models",
-        "Whole language models of these layers. [Whole models](../howto/whole-models.md) has a program.",
-        (
-            *("ModelConfig", "published", "CausalLM", "EncoderLM", "EncoderDecoder"),
-            *("Sampling", "generate", "read_prompts", "write_tokens", "unscan"),
+    Page("te_jax", "te_jax", {
+        "Autocast": ("autocast", "fp8_autocast", "get_delayed_scaling"),
+        "Training steps": (
+            *("value_and_grad", "update_fp8_metas", "update_collections"),
+            *("combine_by_max", "max_fp8_metas"),
         ),
-    ),
-    Page("te_jax.hf", "te_jax.hf", "Checkpoints of Hugging Face's form, in and out.", ("load", "read_config", "save")),
-    Page("te_jax.optim", "te_jax.optim", "Optimizers of optax with FP8 in their state."),
-    Page(
-        "te_jax.sharding",
-        "te_jax.sharding",
-        "Which mesh axis plays which part. [Several devices](../several_devices.md) has programs.",
-        (
-            *("MeshResource", "ShardingResource", "current_mesh_resource", "global_shard_guard"),
+        "FP8 state": ("FP8_COLLECTION", "convert_fp8_metas"),
+        "What happens in a model": (
+            *("fp8_stats", "fp8_stats_table", "fp8_probes", "expert_stats", "expert_stats_table", "expert_heat_map"),
+            *("explain_attention", ...),
+        ),
+        "Devices": ("MeshResource", "ShardingResource"),
+        "For programs in C++": ("get_include", "get_library", "get_cmake_dir"),
+    }),
+    Page("recipe", "te_jax.recipe", {
+        "": ("DelayedScaling", "Float8CurrentScaling", "FixedScaling", "Float8BlockScaling", "MXFP8BlockScaling", ...),
+        "What they share": ("Format", "Recipe"),
+    }),
+    Page("flax-layers", "te_jax.flax", {"": ("TransformerLayer", "TransformerLayerType", ...)}),
+    Page("flax-dense", "te_jax.flax", {"": ("DenseGeneral", "LayerNormDenseGeneral", "LayerNormMLP", "LayerNorm")}),
+    Page("flax-attention", "te_jax.flax", {
+        "": ("MultiHeadAttention", "MultiHeadLatentAttention", "DotProductAttention"),
+    }),
+    Page("flax-experts", "te_jax.flax", {"": ("MoEBlock", "update_expert_bias")}),
+    Page("flax-head", "te_jax.flax", {"": ("LMHead", "RelativePositionBiases")}),
+    Page("flax-products", "te_jax.flax", {
+        "": (
+            *("DotGeneral", "make_dot_general_cls", "wrap_function_in_te_state_module"),
+            *("QuantizerSet", "QuantizingModule"),
+        ),
+    }),
+    Page("flax-state", "te_jax.flax", {"": ("TrainState", "fp8_masked", "extend_logical_axis_rules")}),
+    Page("flax-weights", "te_jax.flax", {
+        "Weights in FP8": ("fp8_params", "fp8_model_init", "dequantize_params"),
+        "Weights quantized once": ("fp8_kernels", "wgrads"),
+        "Low-rank adaptation": ("split_lora", "join_lora", "lora_mask"),
+    }),
+    Page("nnx", "te_jax.nnx", {
+        "Modules": (
+            *("TransformerLayer", "DenseGeneral", "Linear", "LayerNormDenseGeneral", "LayerNormMLP", "LayerNorm"),
+            *("RMSNorm", "MultiHeadAttention", "MultiHeadLatentAttention", "DotProductAttention", "MoEBlock", "LMHead"),
+            *("RelativePositionBiases", "DotGeneral", "Layer", ...),
+        ),
+        "Training steps": ("value_and_grad",),
+        "State": ("Fp8State", "ExpertBias", "Loss", "convert_fp8_state", "from_linen", "to_linen"),
+    }),
+    Page("layers", "te_jax.layers", {
+        "Layers": (
+            *("dense", "layernorm_dense", "layernorm_mlp", "layernorm", "dot_general"),
+            *("linear_cross_entropy", ...),
+        ),
+        "Attention": ("attention_fp8", "explain_attention"),
+        "Experts": ("moe", "MoEOptions", "MoEAux", "grouped_dense"),
+        "Weights in FP8": ("quantize_kernel", "quantize_experts", "QuantizedKernel", "Projection"),
+    }),
+    Page("models", "te_jax.models", {
+        "Models": ("ModelConfig", "published", "CausalLM", "EncoderLM", "EncoderDecoder", "unscan"),
+        "Generating text": ("generate", "Sampling", "read_prompts", "write_tokens"),
+    }),
+    Page("hf", "te_jax.hf", {"": ("load", "save", "read_config", "FAMILIES")}),
+    Page("optim", "te_jax.optim", {
+        "Moments of 3 bytes": ("adamw_fp8", "scale_by_adam_fp8", "AdamFp8State", "state_sharding"),
+        "Masters of weights in FP8": ("master_weights", "beside", "apply_updates", "MasterWeightsState", ...),
+    }),
+    Page("sharding", "te_jax.sharding", {
+        "Which axis plays which part": (
+            *("MeshResource", "ShardingResource", "global_shard_guard", "current_mesh_resource"),
             *("extend_logical_axis_rules", "resolve_logical_axes", "with_sharding_constraint_by_logical_axes"),
-            *("causal_load_balanced_positions", "reorder_causal_load_balancing"),
-            *("inverse_reorder_causal_load_balancing", "recommended_xla_flags"),
         ),
-    ),
-    Page(
-        "te_jax.checkpoint_policies",
-        "te_jax.checkpoint_policies",
-        "What `jax.checkpoint` and `nn.remat` keep. [Recomputation](../howto/recomputation.md) has measurements, and "
-        "the policies that have names of their own: `te_gemms_saveable`, `dots_and_te_gemms_with_no_batch_dims` and "
-        "`checkpoint_dots_and_te_gemms`.",
-        ("save", "offload"),
-    ),
-    Page("te_jax.ops.attention", "te_jax.ops.attention", "Scaled dot-product attention.", (
-        *("dot_product_attention", "dot_product_attention_kv_packed", "dot_product_attention_packed"),
-        *("explain_attention", "AttentionChoice", "AttentionOptions", "SequenceDescriptor"),
-    )),  # fmt: skip
-    Page("te_jax.ops.gemm", "te_jax.ops.gemm", "GEMMs that are timed once: `te_jax.ops.gemm`.", (
-        *("tune_all", "save_tuning", "load_tuning"),
-    )),  # fmt: skip
-    Page("te_jax.ops.router", "te_jax.ops.router", "Which expert a token goes to.", ("route",)),
-    Page("te_jax.ops.permute", "te_jax.ops.permute", "Tokens in the order of their experts, and back.", (
-        *("group", "permute", "combine"),
-    )),  # fmt: skip
-    Page("te_jax.compat", "te_jax.compat", "TransformerEngine's module paths. [Migration](../migration.md) says how."),
+        "Context parallelism": (
+            *("reorder_causal_load_balancing", "inverse_reorder_causal_load_balancing"),
+            "causal_load_balanced_positions",
+        ),
+        "XLA": ("recommended_xla_flags",),
+    }),
+    Page("checkpoint_policies", "te_jax.checkpoint_policies", {"": ("save", "offload")}),
+    Page("ops-attention", "te_jax.ops.attention", {
+        "": (
+            *("dot_product_attention", "dot_product_attention_packed", "dot_product_attention_kv_packed"),
+            *("explain_attention", "AttentionChoice", "AttentionOptions", "SequenceDescriptor"),
+        ),
+    }),
+    Page("ops-rope", "te_jax.ops.rope", {"": ("rope", "LinearScaling", "NTKScaling", "Llama3Scaling", "YarnScaling")}),
+    Page("ops-gemm", "te_jax.ops.gemm", {"": ("tune_all", "save_tuning", "load_tuning")}),
+    Page("ops-router", "te_jax.ops.router", {"": ("route", "RouterOptions")}),
+    Page("ops-permute", "te_jax.ops.permute", {"": ("group", "permute", "combine")}),
+    Page("compat", "te_jax.compat", {"": (...,)}),
 )  # fmt: skip
+
+# What is no function and no class says nothing of itself.
+DATA = {
+    "te_jax.FP8_COLLECTION": "The collection in which Linen modules have their FP8 state: {value}.",
+    "te_jax.hf.FAMILIES": "The families, by the `model_type` of config.json: {value}.",
+}
 
 
 @functools.cache
@@ -86,43 +145,93 @@ def exported(module: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def documented() -> dict[str, object]:
+def groups(page: Page) -> dict[str, tuple[str, ...]]:
+    """The groups of a page with names for `...`."""
+    named = {name for other in PAGES if other.module == page.module for of in other.groups.values() for name in of}
+    module = importlib.import_module(page.module)
+    rest = [name for name in exported(page.module) if name not in named and not inspect.ismodule(getattr(module, name))]
+    spread = lambda names: [each for name in names for each in (rest if name is ... else [name])]
+    return {title: tuple(spread(names)) for title, names in page.groups.items()}
+
+
+def documented() -> dict[str, Any]:
     """{full name: the object} of all that the reference has, without modules."""
     found = {}
     for page in PAGES:
         module = importlib.import_module(page.module)
-        for name in page.names or exported(page.module):
-            value = getattr(module, name)
-            if not inspect.ismodule(value):
-                found[f"{page.module}.{name}"] = value
+        for names in groups(page).values():
+            found |= {f"{page.module}.{name}": getattr(module, name) for name in names}
+    return found
+
+
+@functools.cache
+def homes() -> dict[str, str]:
+    """{full name: the full name under which the reference describes the object}: where it comes from, if that is a
+    package with pages, else the first."""
+    found, known = {}, documented()
+    for name, value in known.items():
+        if not callable(value):
+            found[name] = name
+            continue
+        same = [other for other, of in known.items() if of is value]
+        fits = lambda other, value=value: (
+            len(module) if value.__module__.startswith(module := other.rpartition(".")[0]) else 0
+        )
+        found[name] = max(same, key=fits)
     return found
 
 
 def members(cls: type) -> list[str]:
-    """Methods that a class defines itself and says something of."""
+    """Methods that a class defines itself and says something of. Fields, whose defaults may be functions, are none."""
     said = lambda value: bool(getattr(getattr(value, "__func__", value), "__doc__", None) or "")
     kinds = (staticmethod, classmethod, property)
+    fields = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
     own = {name: value for name, value in vars(cls).items() if inspect.isfunction(value) or isinstance(value, kinds)}
-    wanted = lambda name: name == "__call__" or not name.startswith("_")
-    return [name for name, value in own.items() if wanted(name) and said(value) and "te_jax" in cls.__module__]
+    wanted = lambda name: name == "__call__" or not (name.startswith("_") or name in fields)
+    inherited = lambda value: not getattr(value, "__module__", cls.__module__).startswith("te_jax")
+    return [
+        name
+        for name, value in own.items()
+        if wanted(name) and said(value) and not inherited(value) and cls.__module__.startswith("te_jax")
+    ]
+
+
+# -- signatures --------------------------------------------------------------------------------------------------
 
 
 def signature(value) -> str:
-    """The signature of a function or class, with functions by their names and types as they are written."""
+    """The signature of a function or class, with types, and with functions by their names."""
     if isinstance(value, type) and issubclass(value, enum.Enum):
         return ""
-    own = value.__init__ if dataclasses.is_dataclass(value) and isinstance(value, type) else value
-    parameters = [p for p in inspect.signature(own).parameters.values() if p.name not in ("self", "parent")]
+    is_class = isinstance(value, type)
+    own = value.__init__ if is_class and dataclasses.is_dataclass(value) else value
+    found = inspect.signature(own)
+    hidden = ("self", "cls", "parent") + (("name",) if hasattr(value, "clone") else ())
     parts, star = [], False
-    for p in parameters:
+    for p in found.parameters.values():
+        if p.name in hidden:
+            continue
         if p.kind is p.VAR_POSITIONAL:
             star = True
         if p.kind is p.KEYWORD_ONLY and not star:
             parts.append("*")
             star = True
         mark = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
-        parts.append(mark + p.name + ("" if p.default is p.empty else f"={_default(p.default)}"))
-    return f"({', '.join(parts)})"
+        kind = f": {type_text(p.annotation)}" if p.annotation is not p.empty else ""
+        equals = " = " if kind else "="
+        parts.append(mark + p.name + kind + ("" if p.default is p.empty else f"{equals}{_default(p.default)}"))
+    back = found.return_annotation
+    returns = "" if is_class or back is found.empty else f" -> {type_text(back)}"
+    returns = "" if " _" in returns else returns  # a private class
+    return f"({', '.join(parts)}){returns}"
+
+
+def type_text(annotation: Any) -> str:
+    """A type as a reader writes it: without the modules that its names come from."""
+    if annotation == ArrayLike:
+        return "ArrayLike"
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.sub(r"~|\b[A-Za-z_]\w*(?:\.\w+)*\.(?=\w)", "", text)
 
 
 def _default(value) -> str:
@@ -134,21 +243,71 @@ def _default(value) -> str:
     return text if len(text) < 60 and not text.startswith("<") else str(getattr(value, "name", "..."))
 
 
+# -- pages -------------------------------------------------------------------------------------------------------
+
+
+def summary(name: str, value: Any) -> str:
+    """The first sentence of what a name says of itself."""
+    if not callable(value):
+        values = [value] if isinstance(value, str) else value
+        return DATA[name].format(value=", ".join(f"`{each}`" for each in values))
+    paragraph = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
+    sentence = re.split(r"(?<=[.:])\s+(?=[A-Z`])", paragraph)[0].rstrip(":")
+    return sentence.replace("|", "\\|").replace("*", "\\*") + ("" if sentence.endswith(".") else ".")
+
+
+def source(page: Page) -> Path:
+    return HERE / "api" / f"{page.file}.md"
+
+
+def _table(page: Page) -> Iterator[str]:
+    module, names = importlib.import_module(page.module), groups(page)
+    yield from ("| name | what it is |", "|---|---|")
+    for title, of in names.items():
+        if title and len(names) > 1:
+            yield f"| **{title}** | |"
+        for name in of:
+            full = f"{page.module}.{name}"
+            text = f"{{py:obj}}`{name} <{homes()[full]}>`"
+            yield f"| {text} | {summary(full, getattr(module, name))} |"
+
+
+def _entry(full: str, value: Any) -> list[str]:
+    if not callable(value):
+        return [f".. py:data:: {full}", "", f"    {summary(full, value).replace('`', '``')}"]
+    directive = [f".. auto{'class' if isinstance(value, type) else 'function'}:: {full}"]
+    if isinstance(value, type) and members(value):
+        directive.append(f"    :members: {', '.join(members(value))}")
+    return directive
+
+
 def page_text(page: Page) -> str:
     """The page in MyST, which autodoc fills."""
-    module = importlib.import_module(page.module)
-    lines = [f"# {page.title}", "", page.text, "", f"```{{py:currentmodule}} {page.module}", "```", ""]
-    for name in page.names or exported(page.module):
-        value = getattr(module, name)
-        if inspect.ismodule(value):
-            continue
-        kind = "class" if isinstance(value, type) else "function" if callable(value) else "data"
-        directive = [f".. auto{kind}:: {page.module}.{name}"]
-        if kind == "class" and members(value):
-            directive.append(f"    :members: {', '.join(members(value))}")
-        if kind == "data":
-            directive.append("    :no-value:")
-        if page.module != "te_jax" and name in exported("te_jax"):
-            directive.append("    :no-index:")  # its entry is that of the first page
-        lines += ["```{eval-rst}", *directive, "```", ""]
+    introduction, _, examples = source(page).read_text().partition("\n## ")
+    lines = [introduction.rstrip(), "", f"```{{py:currentmodule}} {page.module}", "```", "", *_table(page), ""]
+    lines += [f"## {examples}".rstrip(), ""] if examples else []
+    known, named = documented(), groups(page)
+    for title, names in named.items():
+        own = [f"{page.module}.{name}" for name in names if homes()[f"{page.module}.{name}"] == f"{page.module}.{name}"]
+        if own:
+            lines += [f"## {title or 'Reference'}", ""]
+        for full in own:
+            lines += ["```{eval-rst}", *_entry(full, known[full]), "```", ""]
     return "\n".join(lines)
+
+
+def title(page: Page) -> str:
+    return source(page).read_text().partition("\n")[0].removeprefix("# ")
+
+
+def pages() -> dict[str, str]:
+    """{page of the site: its text}, the index among them."""
+    found = {f"api/{page.file}.md": page_text(page) for page in PAGES}
+    rows = []
+    for page in PAGES:
+        text = source(page).read_text().split("\n\n")[1]
+        rows.append(f"| [{title(page)}]({page.file}.md) | {' '.join(text.split())} |")
+    listed = "\n".join(page.file for page in PAGES)
+    table = "\n".join(["| page | what is on it |", "|---|---|", *rows])
+    found["api/index.md"] = f"# API reference\n\n{table}\n\n```{{toctree}}\n:hidden:\n\n{listed}\n```\n"
+    return found

@@ -73,8 +73,8 @@ def test_docstrings_become_markup(site):
         "  and two",
         "- three",
     ]
-    assert site["docstrings"].convert(lines, {"te_jax.x"}) == [
-        ":py:obj:`te_jax.x` of \\*args in a\\_ b; ``y``\\ s.",
+    assert site["docstrings"].convert(lines, {"te_jax.x": "te_jax.y"}) == [
+        ":py:obj:`te_jax.x <te_jax.y>` of \\*args in a\\_ b; ``y``\\ s.",
         "",
         "``a, b``",
         "    what goes on",
