@@ -61,14 +61,25 @@ if typing.TYPE_CHECKING:
     from te_jax import nnx as nnx
     from te_jax import ops as ops
     from te_jax import optim as optim
+    from te_jax.explain import explain_fp8 as explain_fp8
 
 _LAZY = ("compat", "flax", "hf", "layers", "models", "nnx", "ops", "optim")
-__getattr__ = _lazy_modules("te_jax", _LAZY)  # Flax and optax take a second to import
+# Flax and optax take a second to import.
+__getattr__ = _lazy_modules("te_jax", _LAZY, {"explain_fp8": "explain"})
 
 NVTE_FP8_COLLECTION_NAME = FP8_COLLECTION  # the name that users of TransformerEngine know
 __version__ = versions.installed_version("te_jax") or "0.0.0"  # run from a source tree that is not installed
 
-__all__ = [*_LAZY, "c_api", "checkpoint_policies", "fp8", "recipe", "sharding", *_public_names(globals())]
+__all__ = [
+    *_LAZY,
+    "explain_fp8",
+    "c_api",
+    "checkpoint_policies",
+    "fp8",
+    "recipe",
+    "sharding",
+    *_public_names(globals()),
+]
 
 
 def __dir__() -> list[str]:

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from te_jax.core.check import check, one_of
+from te_jax.core.check import NONE, Kind, check, one_of
+from te_jax.layers.explain_fp8 import Fp8Explanation
 from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.state import fp8
 from te_jax.state.fp8 import FP8_COLLECTION
@@ -99,7 +100,7 @@ def _states_of(what: str, tree) -> dict[str, Mapping]:
         raise ValueError(f"{what}: this {kind} holds {len(found)} collections {FP8_COLLECTION!r}; pass one of them.")
     raise ValueError(
         f"{what}: this {kind} holds no collection {FP8_COLLECTION!r}; pass the FP8 state of a model under "
-        "DelayedScaling. The other recipes keep none."
+        "DelayedScaling. The other recipes keep none; te_jax.explain_fp8 says under each what is in FP8."
     )
 
 
@@ -157,8 +158,14 @@ _COLUMNS = {
 }
 
 
-def fp8_stats_table(stats: Mapping[str, TensorStats]) -> str:
+_EXPLANATION = Kind("what te_jax.explain_fp8 returns", lambda value: isinstance(value, Fp8Explanation))
+
+
+def fp8_stats_table(stats: Mapping[str, TensorStats], explained: Fp8Explanation | None = None) -> str:
     """The numbers of `fp8_stats` as text, one line for each tensor.
+
+    explained: what `te_jax.explain_fp8` says of the model: more lines then name the products that are not in FP8, which
+               have no numbers, and say why.
 
     A tensor with several layers, or experts, shows the largest amax, saturation, underflow and trend, and the least
     scale, headroom and number of recorded amaxes. "-" stands for a number that is not known, an amax of "nan" for a NaN
@@ -170,7 +177,12 @@ def fp8_stats_table(stats: Mapping[str, TensorStats]) -> str:
         if np.any(np.isnan(tensor.amax) & ~np.isnan(tensor.saturation)):
             cells["amax"] = "nan"
         lines.append([path, str(np.size(tensor.amax)), *cells.values()])
-    return _aligned_lines(lines)
+    check("fp8_stats_table", "explained", explained, NONE | _EXPLANATION)
+    out = [_aligned_lines(lines)]
+    for path in dict.fromkeys(p.path for p in explained.products) if explained else ():
+        reasons = explained.reasons(path).items()
+        out += [f"{path or '.'}: {', '.join(names)} not in FP8: {why}" for why, names in reasons]
+    return "\n".join(out)
 
 
 def _aligned_lines(lines: list[list[str]]) -> str:

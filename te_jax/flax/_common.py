@@ -16,6 +16,7 @@ from jax.sharding import AxisType, PartitionSpec
 from te_jax.core.arrays import as_jax
 from te_jax.core.check import show
 from te_jax.core.policies import GEMM, named
+from te_jax.core.products import product
 from te_jax.core.types import like, on_explicit_mesh, varying
 from te_jax.flax._calls import field_names
 from te_jax.flax._fields import LORA_SCOPES
@@ -248,6 +249,7 @@ class Dropout(nn.Dropout):
         return jnp.where(mask, inputs / kept, jnp.zeros_like(inputs))
 
 
+@product("lora")
 def add_lora(module: nn.Module, y: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     """y + x.A.B * (alpha / r): low-rank adaptation (Hu et al. 2021, https://arxiv.org/abs/2106.09685).
 

@@ -14,8 +14,9 @@ from flax.core import tracers, unfreeze
 from flax.traverse_util import flatten_dict
 
 from te_jax.core.check import did_you_mean
+from te_jax.core.products import NO_RECIPE, note
 from te_jax.recipe import DelayedScaling, Recipe
-from te_jax.recipe._exclude import excludes
+from te_jax.recipe._exclude import excluding
 from te_jax.recipe.delayed import HISTORY, SCALE
 from te_jax.state import fp8, older
 from te_jax.state.fp8 import AttentionMetas, DenseMetas, TensorMeta, state_collection
@@ -68,9 +69,15 @@ def recipe_of(module: nn.Module, *below: str, own: Recipe | None = None) -> Reci
                 "state for all, or leave the module's None."
             )
         recipe = own
-    if recipe is None or not recipe.exclude:
-        return recipe
-    return None if excludes(recipe.exclude, (*module.path, *below)) else recipe
+    if recipe is None:
+        why = "te_jax.autocast(False) is in force" if fp8.is_switched_off() else NO_RECIPE
+    else:
+        pattern = excluding(recipe.exclude, (*module.path, *below)) if recipe.exclude else None
+        why = None if pattern is None else f"the recipe's exclude has {pattern!r}"
+    recipe = recipe if why is None else None
+    if not below:
+        note(why, recipe=recipe)
+    return recipe
 
 
 def dense_metas(

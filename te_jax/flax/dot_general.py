@@ -14,6 +14,7 @@ import jax
 from flax import linen as nn
 
 from te_jax.core.check import FUNCTION, NONE, STRING, check, warn_once
+from te_jax.core.products import note
 from te_jax.flax._fields import Module
 from te_jax.flax._state import dense_metas, describe, recipe_of
 from te_jax.layers.contraction import dot_general, why_not_fp8
@@ -101,6 +102,7 @@ class DotGeneral(QuantizingModule):
         """As `te_jax.layers.dot_general`."""
         call = lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding
         if recipe_of(self, own=self.recipe) is not None and (why := why_not_fp8(*call[:3])):
+            note(why)
             warn_once(describe(self), f"a product is not in FP8: {why}. It runs as jax.lax.dot_general.")
             return dot_general(*call)
         quantizers = self.generate_quantizer_set(

@@ -9,6 +9,7 @@ from flax import linen as nn
 from te_jax.core.arrays import as_jax
 from te_jax.core.check import integer
 from te_jax.core.placement import mesh_axes
+from te_jax.core.products import product
 from te_jax.flax._common import Axes, Initializer, activation_axes, floating, in_compute_dtype, parameter
 from te_jax.flax._fields import Module, check_call
 from te_jax.flax._state import dense_metas, describe, recipe_of
@@ -92,6 +93,7 @@ class LMHead(Module):
             **self._places(inputs),
         )
 
+    @product("logits")
     def _logits(self, inputs, kernel):
         spec = dense_spec(jax.typeof(inputs), jax.typeof(kernel.T), 1)
         z = dot(inputs, (inputs.ndim - 1,), kernel, (1,), jnp.float32, out_spec=spec)

@@ -12,6 +12,8 @@ from te_jax.core.arrays import as_jax
 from te_jax.core.check import NONE, Kind, check, one_of, warn_once
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.policies import ATTENTION, QUANTIZED, STATISTICS, named
+from te_jax.core.products import ATTENTION as OF_ATTENTION
+from te_jax.core.products import note, product
 from te_jax.core.types import align, like
 from te_jax.ops.attention.api import dot_product_attention, run
 from te_jax.ops.attention.form import form_of
@@ -65,6 +67,7 @@ class _Saved(NamedTuple):
     metas: AttentionMetas
 
 
+@product(OF_ATTENTION)
 def attend_by_recipe(
     operands: Sequence[jax.Array], options: AttentionOptions, recipe: Recipe | None, metas: AttentionMetas | None
 ) -> Any:
@@ -80,7 +83,9 @@ def attend_by_recipe(
         return _attend_fp8(*split_joined(*operands), options, recipe, metas)
     out = run(made, operands)
     if metas is None:
+        note(None if recipe is None else "the recipe's fp8_dpa is False")
         return out
+    note(made.choice.refused["fp8"])
     warn_once(options.name, f"not in FP8, though the recipe has fp8_dpa=True: {made.choice.refused['fp8']}.")
     return jax.tree.map(lambda x: _keep_state(x, metas), out)
 
@@ -195,6 +200,7 @@ def _fp8_grads(config, saved: _Saved, dout):
     return grads, (do_amax, dq, dk, dv, dp)
 
 
+@product("attention in 16 bits")
 def _unquantized_grads(config, saved: _Saved, dout):
     """-> (dq, dk, dv) in q's type, and no amaxes: no gradient is quantized.
 

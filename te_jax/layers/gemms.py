@@ -6,6 +6,7 @@ import jax
 
 from te_jax.core.arrays import as_rank
 from te_jax.core.policies import GEMM, named
+from te_jax.core.products import DGRAD, FPROP, WGRAD, product
 from te_jax.layers.config import Config
 from te_jax.layers.tensor import Fp8Tensor
 from te_jax.ops.experts.paired import gemm_grouped_paired, gemm_grouped_paired_wgrad
@@ -31,6 +32,7 @@ def _formats(which: int, recipe: Recipe) -> Formats:
     return left, right
 
 
+@product(FPROP)
 def fprop(
     x: Fp8Tensor, w: Fp8Tensor, bias: jax.Array | None, config: Config, residual: jax.Array | None = None
 ) -> jax.Array:
@@ -53,6 +55,7 @@ def plain_sum(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) 
     return y if residual is None else y + residual.astype(y.dtype)
 
 
+@product(DGRAD)
 def dgrad(terms: Sequence[tuple[Fp8Tensor, Fp8Tensor, Config]], onto: jax.Array | None = None) -> jax.Array:
     """The sum of dy w^T over terms (dy [*B, *F], w [*C, *F], config) of one x -> dx [*B, *C], plus `onto` of the shape
     and type of dx: the gradient that reaches x by another way."""
@@ -66,6 +69,7 @@ def dgrad(terms: Sequence[tuple[Fp8Tensor, Fp8Tensor, Config]], onto: jax.Array 
         return gemm_sum(pairs, onto, **options)
 
 
+@product(WGRAD)
 def wgrad(x: Fp8Tensor, dy: Fp8Tensor, config: Config, onto: jax.Array | None = None) -> jax.Array:
     """x [*B, *C] and dy [*B, *F] -> dw [*C, *F], of the weight's type, or f32 plus `onto`."""
     dtype, lead = config.weight.dtype if onto is None else onto.dtype, config.lead
@@ -83,6 +87,7 @@ def wgrad(x: Fp8Tensor, dy: Fp8Tensor, config: Config, onto: jax.Array | None = 
 # -- of experts: rows of groups, and stacked weights ----------------------------------------------------------
 
 
+@product(FPROP)
 def grouped_fprop(x: Fp8Tensor, w: Fp8Tensor, bias: jax.Array | None, groups: Groups, config: Config) -> jax.Array:
     """x [R, K], w [E, K, *N], bias [E, *N] -> [R, *N], 0 in the rows that pad a group."""
     dtype, high, options = _options_of_grouped(_FPROP, config)
@@ -93,6 +98,7 @@ def grouped_fprop(x: Fp8Tensor, w: Fp8Tensor, bias: jax.Array | None, groups: Gr
     return gemm_grouped(lhs, rhs, *of_groups, lhs_inv, rhs_inv, bias, **options)
 
 
+@product(DGRAD)
 def grouped_dgrad(dy: Fp8Tensor, w: Fp8Tensor, groups: Groups, config: Config, slot: int = 0) -> jax.Array:
     """dy [R, *N], w [E, K, *N] -> dx [R, K], 0 in the rows that pad a group. Where dy is paired, N are its slots from
     `slot` on."""
@@ -108,6 +114,7 @@ def grouped_dgrad(dy: Fp8Tensor, w: Fp8Tensor, groups: Groups, config: Config, s
     return gemm_grouped(lhs, rhs, groups.offsets, groups.counts, lhs_inv, rhs_inv, **options)
 
 
+@product(WGRAD)
 def grouped_wgrad(
     x: Fp8Tensor,
     dy: Fp8Tensor,

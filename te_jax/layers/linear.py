@@ -9,6 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 from te_jax.core.arrays import as_jax
 from te_jax.core.check import ARRAY, NONE, STRING, Kind, check, integer, warn_once
 from te_jax.core.policies import GEMM, named
+from te_jax.core.products import note, note_default
 from te_jax.core.types import align
 from te_jax.layers._specs import dense_spec
 from te_jax.layers.config import Config
@@ -85,6 +86,7 @@ def check_recipe_and_metas(name: str, recipe: Any, metas: Any) -> None:
     """Raises TypeError or ValueError, naming the layer, unless `metas` are the state that `recipe` has. Warns of state
     without a recipe."""
     check(name, "metas", metas, METAS)
+    note_default(recipe)
     if recipe is not None:
         fp8.check_recipe(name, recipe)
         fp8.check_metas(name, "metas", metas, recipe, "pass fp8.DenseMetas")
@@ -95,8 +97,9 @@ def check_recipe_and_metas(name: str, recipe: Any, metas: Any) -> None:
 def warn_of_bf16_products(name: str, recipe: Recipe) -> None:
     """Warns, once, naming the layer, of a recipe whose grouped products multiply bf16."""
     if not are_grouped_in_fp8(recipe):
-        text = "no faster than bf16; recipe.Float8BlockScaling() multiplies in FP8"
-        warn_once(name, f"recipe is {type(recipe).__name__}, whose grouped products are of bf16: {text}.")
+        text = f"recipe is {type(recipe).__name__}, whose grouped products are of bf16"
+        note(f"{text}, which holds its FP8 exactly")
+        warn_once(name, f"{text}: no faster than bf16; recipe.Float8BlockScaling() multiplies in FP8.")
 
 
 def check_dense(name: str, x: Any, kernel: Any, bias: Any, contract: int, recipe: Any, metas: Any) -> None:

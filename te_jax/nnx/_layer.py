@@ -21,6 +21,7 @@ from jax import ShapeDtypeStruct
 
 from te_jax.core.check import Kind, bind, check
 from te_jax.core.derivatives import custom_vjp
+from te_jax.core.products import is_explained
 from te_jax.flax._calls import call_signature, field_names, names_of_call, names_of_constructor
 from te_jax.flax._fields import SIZES, check_fields
 from te_jax.flax._state import describe, on_missing_state
@@ -306,6 +307,8 @@ def _variable(collection: str, name: str, value) -> nnx.Variable:
 def warn_of_plain_gradients(name: str, variables: dict):
     """Warns of parameters that are differentiated, as by `nnx.value_and_grad`, without FP8 state or together with it,
     or without biases of experts."""
+    if is_explained():  # then nothing is trained
+        return
     of = lambda held: [x for (collection, *_), x in variables.items() if collection == held]
     states, biases = of(FP8_COLLECTION) if recipe_with_state() else [], of(BIAS_COLLECTION)
     floating = [x for x in jax.tree.leaves(of("params")) if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -373,7 +376,7 @@ def _errors_of_state():
             f"te_jax.autocast(True, recipe), and take over weights with nnx.update(new, nnx.state(old, nnx.Param))."
         )
 
-    token = on_missing_state.set(refuse)
+    token = on_missing_state.set(on_missing_state.get() or refuse)
     try:
         yield
     finally:

@@ -8,11 +8,11 @@ _asked: dict[tuple[str, ...], set[str]] = {}  # exclude -> the paths that it was
 _searched: dict[tuple[str, ...], int] = {}  # exclude -> how many paths there were when strays were looked for
 
 
-def excludes(patterns: tuple[str, ...], path: tuple[str, ...]) -> bool:
-    """Whether one of the patterns (`fnmatch`) names the module at `path`, or one that it is in."""
+def excluding(patterns: tuple[str, ...], path: tuple[str, ...]) -> str | None:
+    """The first of the patterns (`fnmatch`) that names the module at `path`, or one that it is in; None without."""
     chain = ["/".join(path[: i + 1]) for i in range(len(path))]
     _asked.setdefault(patterns, set()).update(chain)
-    return any(fnmatchcase(each, pattern) for each in chain for pattern in patterns)
+    return next((pattern for each in chain for pattern in patterns if fnmatchcase(each, pattern)), None)
 
 
 def warn_of_strays(patterns: tuple[str, ...]) -> None:

@@ -16,6 +16,7 @@ from te_jax.core.arrays import as_jax, as_rank
 from te_jax.core.check import BOOL, NONE, STRING, Kind, KnownFields, check, number
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.policies import GEMM, STATISTICS, named
+from te_jax.core.products import product
 from te_jax.core.types import align, like
 from te_jax.layers._specs import dense_spec
 from te_jax.layers.config import Config
@@ -221,7 +222,7 @@ def _routing(h, gate_kernel, expert_bias, options: MoEOptions) -> tuple[Routing,
     h, gate_kernel, expert_bias = align(h, gate_kernel, expert_bias)
     axes = (h.ndim - 1,), gate_kernel, (0,)
     spec = dense_spec(jax.typeof(h), jax.typeof(gate_kernel), 1)
-    logits = named(dot(h, *axes, jnp.float32, precision, spec), GEMM)
+    logits = named(product("router")(dot)(h, *axes, jnp.float32, precision, spec), GEMM)
     routing = named(route(logits, options.router, expert_bias=expert_bias), STATISTICS)
     unbiased = routing if expert_bias is None else route(logits, options.router)
     balancing = load_balancing_loss(logits, unbiased.experts, options.router, per_sequence=options.per_sequence_loss)

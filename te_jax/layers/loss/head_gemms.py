@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from te_jax.core.amax import amax as amax_of
+from te_jax.core.products import DGRAD, FPROP, WGRAD, product
 from te_jax.layers import gemms
 from te_jax.layers.config import Config
 from te_jax.layers.produce import Role, quantize_grad, quantize_tensor, quantize_weight
@@ -88,7 +89,7 @@ def read_tokens(
 def logits(x: Any, weight: Any, head: Head, tokens: int) -> jax.Array:
     """f32 [T, V], of what `read_tokens` and `read_kernel` give. They are never rounded to x's type."""
     if head.recipe is None:
-        return dot(x, (1,), weight, (head.hidden_axis,), jnp.float32)
+        return product(FPROP)(dot)(x, (1,), weight, (head.hidden_axis,), jnp.float32)
     config = head.config(tokens)
     return gemms.fprop(x, weight, None, config._replace(x=config.x.update(dtype=jnp.dtype(jnp.float32))))
 
@@ -103,10 +104,10 @@ def gradients(
     needs_wgrad, dx = total is not None, None
     if head.recipe is None:
         if dgrad:
-            dx = dot(dz, (1,), weight, (1 - head.hidden_axis,), head.x.dtype)
+            dx = product(DGRAD)(dot)(dz, (1,), weight, (1 - head.hidden_axis,), head.x.dtype)
         if needs_wgrad:
             left, right = (dz, x) if head.words_first else (x, dz)
-            total = total + dot(left, (0,), right, (0,), total.dtype)
+            total = total + product(WGRAD)(dot)(left, (0,), right, (0,), total.dtype)
         return dx, total, None
     config = head.config(dz.shape[0])
     grad, _ = quantize_grad(dz, meta, config, needs_wgrad)
