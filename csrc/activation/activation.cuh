@@ -167,41 +167,62 @@ struct GradientSource {
   }
 };
 
-// A call: x is [m..., a, f].
-struct ActivationCall {
-  Axes m;
-  int64_t a, f;
-  Activation act;
+struct ActivationOptions {
+  int64_t kind;
+  double limit, alpha, glu_linear_offset;
 };
 
-// rank: the least that x has.
-inline Status GetActivation(const char* op, const Tensor& x, int64_t rank, int64_t kind, double limit,
-                            double alpha, double offset, ActivationCall* out) {
-  TE_TRY(ExpectRank(op, "x", x, rank));
-  const Axes all(x);
-  TE_TRY(Expect(op, {{"x", x, kFloats, all}}));
-  out->m = all.Without(2), out->a = all[all.rank() - 2], out->f = all.last();
-  TE_CHECK(out->a == 1 || out->a == 2,
-           "%s: x is %s; pass an array with an axis of 1 or 2 slots before the last", op, x.shape().c_str());
-  TE_CHECK(out->m.count() * out->a <= UINT32_MAX && out->f <= UINT32_MAX, "%s: x %s is too large", op,
-           x.shape().c_str());
-  TE_CHECK(kind >= 0 && kind < kKinds, "%s: kind is %ld", op, long(kind));
-  TE_CHECK(kind != kClampedSilu || out->a == 2, "%s: clamped_silu is gated", op);
-  const double log2e = 1.4426950408889634, gelu = 2 * std::sqrt(2 / 3.14159265358979323846);
-  const double c0 = kind == kGelu ? gelu : kind == kQuickGelu ? 1.702 : kind == kClampedSilu ? alpha : 1.0;
-  const double c1 = kind == kGelu ? gelu * 0.044715 : 0.0;
-  out->act = Activation(float(-log2e * c0), float(-log2e * c1), float(c0), float(3 * c1),
-                        kind == kRelu || kind == kSquaredRelu, kind == kSquaredRelu, kind == kClampedSilu,
-                        float(limit), float(offset));
-  return {};
-}
+// A call: x is [m..., a, f], and of the gradient dy [m..., f].
+template <bool kBackward>
+struct ActivationCall {
+  const char* op;
+  Tensor x, dy;
+  ActivationOptions options;
+  // By Check:
+  Axes m = {};
+  int64_t a = 0, f = 0;
+  Activation act = {};
 
-// Calls fn.operator()<T, a>().
-template <typename Fn>
-Status DispatchSlots(Type type, int64_t a, Fn&& fn) {
-  return DispatchFloat(type, [&]<typename T>() -> Status {
-    return a == 1 ? fn.template operator()<T, 1>() : fn.template operator()<T, 2>();
-  });
-}
+  bool aligned() const { return Aligned(Data<void>(x)) && Aligned(Data<void>(dy)); }
+  // Of the result.
+  int64_t slots() const { return kBackward ? a : 1; }
+  Axes columns() const { return kBackward ? Axes{a, f} : Axes{f}; }
+
+  // rank: the least that x has, or with `exactly` the only one.
+  Status Check(int64_t rank, bool exactly = false) {
+    TE_TRY(ExpectRank(op, "x", x, rank, exactly));
+    const Axes all(x);
+    m = all.Without(2), a = all[all.rank() - 2], f = all.last();
+    TE_TRY(Expect(op, {{"x", x, kFloats, all}}));
+    if (kBackward) TE_TRY(Expect(op, {{"dy", dy, x.type, m + Axes{f}}}));
+    TE_CHECK(a == 1 || a == 2, "%s: x is %s; pass an array with an axis of 1 or 2 slots before the last", op,
+             x.shape().c_str());
+    TE_CHECK(m.count() * a <= UINT32_MAX && f <= UINT32_MAX, "%s: x %s is too large", op, x.shape().c_str());
+    const auto [kind, limit, alpha, offset] = options;
+    TE_CHECK(kind >= 0 && kind < kKinds, "%s: kind is %ld", op, long(kind));
+    TE_CHECK(kind != kClampedSilu || a == 2, "%s: clamped_silu is gated", op);
+    const double log2e = 1.4426950408889634, gelu = 2 * std::sqrt(2 / 3.14159265358979323846);
+    const double c0 = kind == kGelu ? gelu : kind == kQuickGelu ? 1.702 : kind == kClampedSilu ? alpha : 1.0;
+    const double c1 = kind == kGelu ? gelu * 0.044715 : 0.0;
+    act = Activation(float(-log2e * c0), float(-log2e * c1), float(c0), float(3 * c1),
+                     kind == kRelu || kind == kSquaredRelu, kind == kSquaredRelu, kind == kClampedSilu,
+                     float(limit), float(offset));
+    return {};
+  }
+
+  // run(source), of x's type and slots.
+  template <typename Run>
+  Status Dispatch(Run&& run) const {
+    return DispatchFloat(x.type, [&]<typename T>() -> Status {
+      const auto of_slots = [&]<int kA>() -> Status {
+        if constexpr (kBackward)
+          return run(GradientSource<T, kA>{Data<T>(dy), Data<T>(x), unsigned(f), act});
+        else
+          return run(ActivationSource<T, kA>{Data<T>(x), unsigned(f), act});
+      };
+      return a == 1 ? of_slots.template operator()<1>() : of_slots.template operator()<2>();
+    });
+  }
+};
 
 }  // namespace te

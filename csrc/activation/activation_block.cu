@@ -12,45 +12,37 @@ namespace {
 TE_BLOCK_KERNELS(te_activation_block_fwd);
 TE_BLOCK_KERNELS(te_activation_block_bwd);
 
+template <typename Kernels, bool kBackward>
+Status Launch(cudaStream_t stream, ActivationCall<kBackward> of, const BlockArrays& arrays, bool power_2,
+              double epsilon) {
+  TE_TRY(of.Check(3));
+  BlockArgs a;
+  TE_TRY(GetBlockArgs(of.op, of.m, of.columns().Without(1), of.f, arrays, power_2, epsilon, &a));
+  if (!Present(of.x)) return Finish(stream, arrays.totals);
+  TE_TRY(of.Dispatch([&]<typename Source>(const Source& source) {
+    return LaunchBlocks<Kernels>(stream, Rounded<Source>{source}, a, of.aligned());
+  }));
+  return Finish(stream, arrays.totals);
+}
+
 }  // namespace
 
 Status LaunchActivationBlockFwd(cudaStream_t stream, Arg x, Ret data, Ret data_t, Ret scale_inv,
                                 Ret scale_inv_t, int64_t kind, double limit, double alpha,
                                 double glu_linear_offset, bool power_2, double epsilon) {
-  const char* op = "te_activation_block_fwd";
-  ActivationCall of;
-  TE_TRY(GetActivation(op, x, 3, kind, limit, alpha, glu_linear_offset, &of));
-  BlockArgs a;
-  const BlockArrays arrays{data, data_t, scale_inv, scale_inv_t, kNone};
-  TE_TRY(GetBlockArgs(op, of.m, {}, of.f, arrays, power_2, epsilon, &a));
-  if (!Present(x)) return {};
-  return DispatchSlots(x.type, of.a, [&]<typename T, int kA>() -> Status {
-    using Source = Rounded<ActivationSource<T, kA>>;
-    const Source source{{Data<T>(x), a.q, of.act}};
-    return LaunchBlocks(stream, te_activation_block_fwd_kernels<Source>, source, a, Aligned(source.x));
-  });
+  const ActivationCall<false> of{
+      "te_activation_block_fwd", x, kNone, {kind, limit, alpha, glu_linear_offset}};
+  return Launch<te_activation_block_fwd_kernels>(stream, of, {data, data_t, scale_inv, scale_inv_t}, power_2,
+                                                 epsilon);
 }
 
 Status LaunchActivationBlockBwd(cudaStream_t stream, Arg dy, Arg x, Ret data, Ret data_t, Ret scale_inv,
-                                Ret scale_inv_t, Ret dbias, Ret dbias_parts, int64_t kind, double limit,
+                                Ret scale_inv_t, Ret dbias, Ret dbias_partials, int64_t kind, double limit,
                                 double alpha, double glu_linear_offset, bool power_2, double epsilon) {
-  const char* op = "te_activation_block_bwd";
-  ActivationCall of;
-  TE_TRY(GetActivation(op, x, 3, kind, limit, alpha, glu_linear_offset, &of));
-  TE_TRY(Expect(op, {{"dy", dy, x.type, of.m + Axes{of.f}}}));
-  BlockArgs a;
-  const BlockArrays arrays{data, data_t, scale_inv, scale_inv_t, dbias_parts};
-  const Totals totals{kNone, kNone, dbias, kNone, kNone, dbias_parts};
-  TE_TRY(GetBlockArgs(op, of.m, {of.a}, of.f, arrays, power_2, epsilon, &a));
-  TE_TRY(ExpectTotals(op, Present(x), totals, {of.a, of.f}));
-  if (!Present(x)) return Finish(stream, totals);
-  TE_TRY(DispatchSlots(x.type, of.a, [&]<typename T, int kA>() -> Status {
-    using Source = Rounded<GradientSource<T, kA>>;
-    const Source source{{Data<T>(dy), Data<T>(x), a.q, of.act}};
-    return LaunchBlocks(stream, te_activation_block_bwd_kernels<Source>, source, a,
-                        Aligned(source.dy) && Aligned(source.x));
-  }));
-  return Finish(stream, totals);
+  const ActivationCall<true> of{"te_activation_block_bwd", x, dy, {kind, limit, alpha, glu_linear_offset}};
+  const Totals totals{.dbias = dbias, .dbias_partials = dbias_partials};
+  return Launch<te_activation_block_bwd_kernels>(stream, of, {data, data_t, scale_inv, scale_inv_t, totals},
+                                                 power_2, epsilon);
 }
 
 }  // namespace te

@@ -6,8 +6,8 @@
 
 #include "attention/attention_segments.h"
 #include "base/check.h"
+#include "base/module.h"
 #include "base/ops.h"
-#include "interface/module.h"
 
 namespace te {
 namespace {
@@ -60,13 +60,13 @@ Status SetArrays(Call* call, AttentionTensor first, const char* const (&names)[5
                         {names[2], a.v, call->type, {key.b, key.t, key.g, key.e}, needed(apart)},
                         {names[3], a.kv, call->type, {key.b, key.t, 2, key.g, key.d}, needed(!apart && !qkv)},
                         {names[4], a.qkv, halves, {key.b, key.s, 3, key.h, key.d}, needed(qkv)}}));
-  const auto part = [&](const Tensor& array, int64_t i) -> void* {
+  const auto place = [&](const Tensor& array, int64_t i) -> void* {
     return static_cast<uint16_t*>(array.data) + i * (key.interleaved ? key.d : key.g * key.d);
   };
   const Tensor& joined = qkv ? a.qkv : a.kv;
   call->pointers[first] = qkv ? a.qkv.data : a.q.data;
-  call->pointers[first + 1] = apart ? a.k.data : part(joined, key.joined - 2);
-  call->pointers[first + 2] = apart ? a.v.data : part(joined, key.joined - 1);
+  call->pointers[first + 1] = apart ? a.k.data : place(joined, key.joined - 2);
+  call->pointers[first + 2] = apart ? a.v.data : place(joined, key.joined - 1);
   return {};
 }
 
@@ -119,20 +119,20 @@ Status Describe(Call* call, const Arrays& arrays, const Options& options) {
 // The rows of tokens of what the kernels write: they leave out what is in no segment.
 Status FillOutside(cudaStream_t stream, const Call& call) {
   const AttentionKey& key = call.key;
-  // heads [.., d] of 2 bytes, in an array of `parts`; interleaved heads lie apart
-  const auto halves = [&](AttentionTensor tensor, int64_t heads, int64_t d, bool keys, int64_t parts = 1) {
-    const bool apart = key.interleaved && parts > 1;
-    return TokenRows{call.pointers.at(tensor), parts * heads * d / 2, (apart ? 1 : heads) * d / 2, keys,
-                     apart ? heads : 1,        parts * d / 2};
+  // heads [.., d] of 2 bytes, in an array of `arrays`; interleaved heads lie apart
+  const auto halves = [&](AttentionTensor tensor, int64_t heads, int64_t d, bool keys, int64_t arrays = 1) {
+    const bool apart = key.interleaved && arrays > 1;
+    return TokenRows{call.pointers.at(tensor), arrays * heads * d / 2, (apart ? 1 : heads) * d / 2, keys,
+                     apart ? heads : 1,        arrays * d / 2};
   };
   if (!key.backward)
     return FillOutside(stream, key, call.segments,
                        {halves(kOut, key.h, key.e, false),
                         TokenRows{call.pointers.at(kLse), key.h, key.h, false, 1, 0, kMinusInfinity}});
-  return FillOutside(
-      stream, key, call.segments,
-      {halves(kDQ, key.h, key.d, false, key.parts_of_q()), halves(kDK, key.g, key.d, true, key.parts_of_k()),
-       halves(kDV, key.g, key.e, true, key.parts_of_k())});
+  return FillOutside(stream, key, call.segments,
+                     {halves(kDQ, key.h, key.d, false, key.arrays_of_q()),
+                      halves(kDK, key.g, key.d, true, key.arrays_of_k()),
+                      halves(kDV, key.g, key.e, true, key.arrays_of_k())});
 }
 
 // results: all but the workspace.

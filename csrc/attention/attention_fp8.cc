@@ -3,8 +3,8 @@
 #include <utility>
 
 #include "attention/attention_fp8_plan.h"
+#include "base/module.h"
 #include "base/ops.h"
-#include "interface/module.h"
 
 namespace te {
 namespace {

@@ -41,10 +41,10 @@ struct Layout {
   AttentionTensor at;
 };
 
-// One of the `parts` of [b, s, parts, heads, d] or, interleaved, [b, s, heads, parts, d]; or s before b.
+// One of the `arrays` of [b, s, arrays, heads, d] or, interleaved, [b, s, heads, arrays, d]; or s before b.
 Layout Rows(const AttentionKey& key, int64_t s, int64_t heads, int64_t d, AttentionTensor at,
-            int64_t parts = 1) {
-  const int64_t token = parts * heads * d, of_head = key.interleaved ? parts * d : d;
+            int64_t arrays = 1) {
+  const int64_t token = arrays * heads * d, of_head = key.interleaved ? arrays * d : d;
   const int64_t of_row = key.seq_major ? token : s * token, of_token = key.seq_major ? key.b * token : token;
   return {{key.sequences(), heads, s, d}, {of_row, of_head, of_token, 1}, at};
 }
@@ -53,9 +53,9 @@ struct Layouts {
   Layout q, k, v, out, lse, bias;
 
   explicit Layouts(const AttentionKey& key)
-      : q(Rows(key, key.s, key.h, key.d, kQAt, key.parts_of_q())),
-        k(Rows(key, key.t, key.g, key.d, kKAt, key.parts_of_k())),
-        v(Rows(key, key.t, key.g, key.e, kVAt, key.parts_of_k())),
+      : q(Rows(key, key.s, key.h, key.d, kQAt, key.arrays_of_q())),
+        k(Rows(key, key.t, key.g, key.d, kKAt, key.arrays_of_k())),
+        v(Rows(key, key.t, key.g, key.e, kVAt, key.arrays_of_k())),
         out(Rows(key, key.s, key.h, key.e, kOutAt)),
         lse{{key.sequences(), key.h, key.s, 1},
             {key.h * key.s, key.segments ? 1 : key.s, key.segments ? key.h : 1, 1},

@@ -13,11 +13,11 @@ struct AttentionKey {
   bool bf16 = true;                           // else f16
   int64_t b = 0, s = 0, t = 0, h = 0, g = 0;  // batch, query and key length, query and key heads
   int64_t d = 0, e = 0;                       // head dim of q and k, of v
-  int64_t joined = 1;        // 3: q, k, v are parts of one [b, s, 3, h, d]; 2: k, v of one [b, t, 2, g, d];
-                             // gradients too
-  bool interleaved = false;  // these lie as [b, s, h, 3, d], [b, t, g, 2, d]
-  bool seq_major = false;    // q, k, v, out and their gradients lie as [s, b, heads, d]
-  int64_t segments = 0;      // per row, their places and lengths come with the call; 0: rows are full
+  int64_t joined = 1;             // 3: q, k, v are one array [b, s, 3, h, d]; 2: k, v one [b, t, 2, g, d];
+                                  // gradients too
+  bool interleaved = false;       // these lie as [b, s, h, 3, d], [b, t, g, 2, d]
+  bool seq_major = false;         // q, k, v, out and their gradients lie as [s, b, heads, d]
+  int64_t segments = 0;           // per row, their places and lengths come with the call; 0: rows are full
   int64_t left = -1, right = -1;  // a query sees keys from `left` before it to `right` after it; -1: open
   bool bottom_right = false;  // the last query of a segment is at its last key, else the first at the first
   int64_t bias_b = 0, bias_h = 0;  // bias [bias_b, bias_h, s, t]; 0: none
@@ -28,8 +28,8 @@ struct AttentionKey {
   bool deterministic = false;      // backward
 
   bool empty() const { return b == 0 || s == 0 || t == 0 || h == 0 || d == 0 || e == 0; }
-  int64_t parts_of_q() const { return joined == 3 ? 3 : 1; }
-  int64_t parts_of_k() const { return joined; }
+  int64_t arrays_of_q() const { return joined == 3 ? 3 : 1; }
+  int64_t arrays_of_k() const { return joined; }
   Axes out_axes() const { return {b, s, h, e}; }
   Axes lse_axes() const { return {b, h, s}; }
   Axes bias_axes() const { return {bias_b, bias_h, s, t}; }

@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads) FillOutsideKernel(const Segments a, 
   }
   if (__any_sync(~0u, inside)) return;
   auto* words = static_cast<uint32_t*>(array.data) + token * array.token;
-  for (int64_t part = 0; part < array.count; ++part, words += array.stride)
+  for (int64_t head = 0; head < array.count; ++head, words += array.stride)
     for (int64_t i = threadIdx.x % 32; i < array.words; i += 32) words[i] = array.fill;
 }
 
@@ -106,9 +106,9 @@ Status PutSegments(cudaStream_t stream, const AttentionKey& key, const int32_t* 
   const int64_t count = key.sequences();
   auto* at = static_cast<int64_t*>(scratch);
   auto* lens = reinterpret_cast<int32_t*>(static_cast<char*>(scratch) + Align(8 * 5 * (count + 1)));
-  const Places places{key.parts_of_q() * key.h * key.d,
-                      key.parts_of_k() * key.g * key.d,
-                      key.parts_of_k() * key.g * key.e,
+  const Places places{key.arrays_of_q() * key.h * key.d,
+                      key.arrays_of_k() * key.g * key.d,
+                      key.arrays_of_k() * key.g * key.e,
                       key.h * key.e,
                       key.h,
                       lens,

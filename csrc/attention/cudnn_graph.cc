@@ -12,7 +12,7 @@
 
 #include "base/device.h"
 #include "base/dl.h"
-#include "interface/module.h"
+#include "base/module.h"
 
 namespace te {
 namespace {

@@ -5,7 +5,7 @@
 #include <cudnn.h>
 
 #include "base/dl.h"
-#include "interface/module.h"
+#include "base/module.h"
 
 namespace te {
 

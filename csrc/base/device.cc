@@ -1,6 +1,6 @@
 #include "base/device.h"
 
-#include "interface/module.h"
+#include "base/module.h"
 
 namespace te {
 
@@ -9,15 +9,17 @@ int DriverVersion() {
   return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
 }
 
-bool IsHopper() {
+Status IsHopper(bool* is_hopper) {
   int number = 0;
-  return GetCapability(&number) == cudaSuccess && number == 90;
+  TE_CUDA(GetCapability(&number));
+  *is_hopper = number == 90;
+  return {};
 }
 
 Status ExpectHopper(const char* op) {
-  int number = 0;
-  TE_CUDA(GetCapability(&number));
-  if (number == 90) return {};
+  bool is_hopper = false;
+  TE_TRY(IsHopper(&is_hopper));
+  if (is_hopper) return {};
   return {Status::kUnimplemented,
           Format("%s: needs compute capability 9.0 (Hopper), this GPU has %s", op, Capability().c_str())};
 }

@@ -5,8 +5,8 @@
 
 namespace te {
 
-// Whether the current device is a Hopper (9.0); false where CUDA does not say.
-bool IsHopper();
+// Whether the current device is a Hopper (9.0).
+Status IsHopper(bool* is_hopper);
 
 // Unimplemented, naming the op, unless the current device is a Hopper.
 Status ExpectHopper(const char* op);

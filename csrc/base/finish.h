@@ -1,4 +1,4 @@
-// How a call ends whose kernel leaves partial results: all are finished by one launch, which also inverts the
+// How a call ends whose kernel leaves partials: one launch makes the results of all of them, and inverts the
 // scale.
 #pragma once
 
@@ -6,31 +6,32 @@
 
 namespace te {
 
-enum class Reduce { kMax, kSum };
+// How a result follows from its partials. Maxima are those of the bits of f32, for no partial is negative:
+// inf stands above all numbers and NaN above inf. Sums are of i32, or of f32 in a fixed order, rounded once
+// to the result's type. Only the last depends on the order.
+enum class Reduce { kMaxOfBits, kSumOfInts, kSumOfFloats };
 
-// result [n...] from parts [parts, n...], 0 of no parts: the sums of each column in a fixed order, of f32 in
-// any float type, rounded once, or of i32; or the maxima, in f32, of their bits, for no part is negative: inf
-// stands above all numbers and NaN above inf. Without a result nothing is done.
+// result [n...] of partials [count, n...], 0 where count is 0. Without a result nothing is done.
 struct Ending {
-  Reduce reduce;
-  Tensor parts, result;
+  Reduce reduce = Reduce::kMaxOfBits;
+  Tensor partials = kNone, result = kNone;
 };
-constexpr int kMostEndings = 2;
 
 // scale_inv f32 []: 1 / scale, where it is there.
-Status FinishParts(cudaStream_t stream, const std::vector<Ending>& endings, const Tensor& scale = kNone,
-                   const Tensor& scale_inv = kNone);
+Status FinishPartials(cudaStream_t stream, const Ending& first, const Ending& second = {},
+                      const Tensor& scale = kNone, const Tensor& scale_inv = kNone);
 
-// What a call has beside the tensor that it makes: for all of it, or the amax for each expert.
+// What a call has next to the tensor that it makes, for all of it or, of the amax, for each expert; and the
+// partials that its kernel leaves. kNone where the op has none.
 struct Totals {
-  Tensor scale, amax, dbias, scale_inv, amax_parts, dbias_parts;
+  Tensor scale = kNone, amax = kNone, dbias = kNone, scale_inv = kNone;
+  Tensor amax_partials = kNone, dbias_partials = kNone;
 };
 
-constexpr const char *kAmaxParts = "amax_parts", *kDbiasParts = "dbias_parts";
-
-// An error unless amax, of axes e, and dbias, of axes n, have parts exactly where they are there, if results
-// have any (has_parts); the parts' axes are looked at elsewhere.
-Status ExpectTotals(const char* op, bool has_parts, const Totals& of, const Axes& n, const Axes& e = {});
+// An error unless amax has axes e, dbias axes n and their partials the given axes, where they are there. A
+// result and its partials are there together, unless there is nothing to leave partials of.
+Status ExpectTotals(const char* op, const Totals& of, const Axes& e, const Axes& amax_partials,
+                    const Axes& n = {}, const Axes& dbias_partials = {});
 
 Status Finish(cudaStream_t stream, const Totals& of);
 

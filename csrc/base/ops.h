@@ -1,9 +1,9 @@
 // The launchers of all ops, for whoever calls them: handlers.cc for XLA, c_api.cc for C programs. A launcher
 // checks every operand and result, then enqueues its kernels on the stream; it neither allocates nor
 // synchronizes. The comments give shapes: arrays are row-major, `m...` is any number of axes, `?` marks an
-// array that may be absent, which then has no elements. `..._parts` [parts, ...] is room for the partial
-// results of a kernel, of which the launcher makes the result, such as amax f32 [] of amax_parts; scale_inv?
-// f32 [] is 1 / scale.
+// array that may be absent, which then has no elements. `..._partials` [count, ...] is room for the partials
+// results of a kernel, of which the launcher makes the result, such as amax f32 [] of amax_partials;
+// scale_inv? f32 [] is 1 / scale.
 #pragma once
 
 #include "base/tensor.h"
@@ -12,24 +12,25 @@
 namespace te {
 
 // FP8 with one scale. x [m..., n...], whose first `split` axes are m; scale? f32 [] -> data? [m..., n...],
-// data_t? [n..., m...], amax?, dbias? f32 [n...], scale_inv?; amax_parts? f32 [ceil(m / 256), ceil(n / 64)],
-// dbias_parts? f32 [ceil(m / 256), n...].
+// data_t? [n..., m...], amax?, dbias? f32 [n...], scale_inv?; amax_partials? f32 [ceil(m / 256), ceil(n /
+// 64)], dbias_partials? f32 [ceil(m / 256), n...].
 Status LaunchQuantize(cudaStream_t stream, Arg x, Arg scale, Ret data, Ret data_t, Ret amax, Ret dbias,
-                      Ret scale_inv, Ret amax_parts, Ret dbias_parts, int64_t split);
+                      Ret scale_inv, Ret amax_partials, Ret dbias_partials, int64_t split);
 
 // FP8 with one scale for each expert. x [e..., m..., n...], whose first `stack` axes are e, and the next
 // `split` m; y? as x; a: an axis of 2 with y (slots is 1), else none (0); scale? f32 [e...] -> data? [e...,
-// m..., a, n...], data_t? [e..., a, n..., m...], amax? f32 [e...]; amax_parts? f32 [ceil(m / 256), ceil(n /
-// 64), e...].
+// m..., a, n...], data_t? [e..., a, n..., m...], amax? f32 [e...]; amax_partials? f32 [ceil(m / 256), ceil(n
+// / 64), e...].
 Status LaunchQuantizeStacked(cudaStream_t stream, Arg x, Arg y, Arg scale, Ret data, Ret data_t, Ret amax,
-                             Ret amax_parts, int64_t stack, int64_t slots, int64_t split);
+                             Ret amax_partials, int64_t stack, int64_t slots, int64_t split);
 
 // FP8 with a scale for each block of 128. x [m..., p, n..., q], where m are the first `lead` axes -> data? as
 // x, data_t? [n..., q, m..., p]; of blocks 1 x 128 scale_inv? f32 [n..., q/128, m..., p], scale_inv_t? f32
 // [m..., p/128, n..., q]; of blocks 128 x 128 (square) block_inv? f32 [m..., p/128, n..., q/128],
-// block_inv_t? f32 [n..., q/128, m..., p/128]; dbias? f32 [n..., q], dbias_parts? f32 [m * p/128, n..., q].
+// block_inv_t? f32 [n..., q/128, m..., p/128]; dbias? f32 [n..., q], dbias_partials? f32 [m * p/128, n...,
+// q].
 Status LaunchQuantizeBlock(cudaStream_t stream, Arg x, Ret data, Ret data_t, Ret scale_inv, Ret scale_inv_t,
-                           Ret block_inv, Ret block_inv_t, Ret dbias, Ret dbias_parts, int64_t lead,
+                           Ret block_inv, Ret block_inv_t, Ret dbias, Ret dbias_partials, int64_t lead,
                            bool square, bool power_2, double epsilon);
 
 // FP8 with a scale for each block of 128 x 128 of each expert. x [e..., m..., p, n..., q], whose first
@@ -41,17 +42,17 @@ Status LaunchQuantizeStackedBlock(cudaStream_t stream, Arg x, Arg y, Ret data, R
                                   double epsilon);
 
 // The activation of the MLP, of a slots (1 or 2), and its gradient, to FP8 with one scale. x [m..., a, f],
-// scale? f32 [] -> y? [m..., f], data? [m..., f], data_t? [f, m...], amax?, scale_inv?; amax_parts? f32
+// scale? f32 [] -> y? [m..., f], data? [m..., f], data_t? [f, m...], amax?, scale_inv?; amax_partials? f32
 // [ceil(m / 256), ceil(f / 64)].
 Status LaunchActivationFwd(cudaStream_t stream, Arg x, Arg scale, Ret y, Ret data, Ret data_t, Ret amax,
-                           Ret scale_inv, Ret amax_parts, int64_t kind, double limit, double alpha,
+                           Ret scale_inv, Ret amax_partials, int64_t kind, double limit, double alpha,
                            double glu_linear_offset);
 
 // dy [m..., f] and x, scale as above -> dx? [m..., a, f], data? [m..., a, f], data_t? [a, f, m...], amax?,
-// dbias? f32 [a, f], scale_inv?; amax_parts? as above, dbias_parts? f32 [ceil(m / 256), a, f].
+// dbias? f32 [a, f], scale_inv?; amax_partials? as above, dbias_partials? f32 [ceil(m / 256), a, f].
 Status LaunchActivationBwd(cudaStream_t stream, Arg dy, Arg x, Arg scale, Ret dx, Ret data, Ret data_t,
-                           Ret amax, Ret dbias, Ret scale_inv, Ret amax_parts, Ret dbias_parts, int64_t kind,
-                           double limit, double alpha, double glu_linear_offset);
+                           Ret amax, Ret dbias, Ret scale_inv, Ret amax_partials, Ret dbias_partials,
+                           int64_t kind, double limit, double alpha, double glu_linear_offset);
 
 // The two with a scale for each block of 128. x [m..., a, f], m of one axis or more -> data?, data_t? as
 // above, scale_inv? f32 [f/128, m...], scale_inv_t? f32 [m.../128, f]: the last axis of m in blocks.
@@ -60,18 +61,18 @@ Status LaunchActivationBlockFwd(cudaStream_t stream, Arg x, Ret data, Ret data_t
                                 double glu_linear_offset, bool power_2, double epsilon);
 
 // dy [m..., f] and x -> data?, data_t? as above, scale_inv? f32 [a, f/128, m...], scale_inv_t? f32 [m.../128,
-// a, f], dbias? f32 [a, f], dbias_parts? f32 [parts, a, f].
+// a, f], dbias? f32 [a, f], dbias_partials? f32 [count, a, f].
 Status LaunchActivationBlockBwd(cudaStream_t stream, Arg dy, Arg x, Ret data, Ret data_t, Ret scale_inv,
-                                Ret scale_inv_t, Ret dbias, Ret dbias_parts, int64_t kind, double limit,
+                                Ret scale_inv_t, Ret dbias, Ret dbias_partials, int64_t kind, double limit,
                                 double alpha, double glu_linear_offset, bool power_2, double epsilon);
 
 // LayerNorm and RMSNorm of the last axis. x [..., h], gamma [h], beta? [h], known_mean?, known_rstd? f32
 // [...] (the statistics, which are no results then), scale? f32 [] -> y? [..., h], data? [..., h], data_t?
 // [h, ...], mean? f32 [...], rstd? f32 [...], amax?, scale_inv?; workspace u8 [8 * rows] where data_t is
-// there and the statistics are not known; amax_parts? f32 [ceil(rows / 256), max(64, ceil(h / 64))].
+// there and the statistics are not known; amax_partials? f32 [ceil(rows / 256), max(64, ceil(h / 64))].
 Status LaunchNormFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Arg known_mean, Arg known_rstd,
                      Arg scale, Ret y, Ret data, Ret data_t, Ret mean, Ret rstd, Ret amax, Ret scale_inv,
-                     Ret workspace, Ret amax_parts, double eps, bool rms, bool zero_centered);
+                     Ret workspace, Ret amax_partials, double eps, bool rms, bool zero_centered);
 
 // The norms to FP8 with a scale for each block of 128. x [m..., h], m of one axis or more -> data? [m..., h],
 // data_t? [h, m...], scale_inv? f32 [h/128, m...], scale_inv_t? f32 [m.../128, h], mean?, rstd, workspace.
@@ -80,9 +81,10 @@ Status LaunchNormBlockFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Ret d
                           bool rms, bool zero_centered, bool power_2, double epsilon);
 
 // dy, x, dres? [..., h], mean? and rstd f32 [...], gamma [h] -> dx [..., h], dgamma [h] and dbeta? [h] of
-// gamma's type; dgamma_parts f32 [parts, h], dbeta_parts? f32 [parts, h], for any number of parts.
+// gamma's type; dgamma_partials f32 [count, h], dbeta_partials? f32 [count, h], for any count.
 Status LaunchNormBwd(cudaStream_t stream, Arg dy, Arg x, Arg mean, Arg rstd, Arg gamma, Arg dres, Ret dx,
-                     Ret dgamma, Ret dbeta, Ret dgamma_parts, Ret dbeta_parts, bool rms, bool zero_centered);
+                     Ret dgamma, Ret dbeta, Ret dgamma_partials, Ret dbeta_partials, bool rms,
+                     bool zero_centered);
 
 // x [..., s, n, h, d], of whose n slots the first `turned` turn; positions f32 [..., s], inv_freq f32 [r] ->
 // y as x.
@@ -157,9 +159,9 @@ Status LaunchActivationGroupedBwd(cudaStream_t stream, Arg dy, Arg x, Arg offset
                                   int64_t kind, double limit, double alpha, double glu_linear_offset);
 
 // The experts of each token. logits f32 [m..., e], expert_bias? f32 [e] -> weights f32 [m..., topk], experts
-// i32 [m..., topk], counts i32 [e]; counts_parts i32 [min(1024, max(1, ceil(m / 16))), e].
+// i32 [m..., topk], counts i32 [e]; counts_partials i32 [min(1024, max(1, ceil(m / 16))), e].
 Status LaunchRouterFwd(cudaStream_t stream, Arg logits, Arg expert_bias, Ret weights, Ret experts, Ret counts,
-                       Ret counts_parts, int64_t topk, bool sigmoid, bool scores_first, bool normalizes,
+                       Ret counts_partials, int64_t topk, bool sigmoid, bool scores_first, bool normalizes,
                        double scaling_factor, int64_t num_groups, int64_t group_topk);
 
 // dweights f32 [m..., topk], logits f32 [m..., e], experts i32 [m..., topk] -> dlogits f32 [m..., e].
@@ -177,9 +179,9 @@ Status LaunchGroup(cudaStream_t stream, Arg experts, Ret offsets, Ret counts, Re
 
 // Rows of x in the order of the buffer, times their weights; zeros where a row pads, and nothing behind the
 // last group. x [m..., h], slots i32 [r], offsets i32 [e + 1], weights? f32 [m..., topk], scale? f32 [] ->
-// rows? [r, h], data? [r, h], data_t? [h, r], amax?; amax_parts? f32 [ceil(r / 256), ceil(h / 64)].
+// rows? [r, h], data? [r, h], data_t? [h, r], amax?; amax_partials? f32 [ceil(r / 256), ceil(h / 64)].
 Status LaunchPermute(cudaStream_t stream, Arg x, Arg slots, Arg offsets, Arg weights, Arg scale, Ret rows,
-                     Ret data, Ret data_t, Ret amax, Ret amax_parts, int64_t topk);
+                     Ret data, Ret data_t, Ret amax, Ret amax_partials, int64_t topk);
 
 // Rows as of LaunchPermute, rounded to x's type and then quantized with a scale for each block of 128 ->
 // data? [r, h], data_t? [h, r], scale_inv? f32 [h/128, r], scale_inv_t? f32 [r/128, h].

@@ -29,7 +29,7 @@ __device__ __forceinline__ void RowBarrier() {
 }
 
 // Sums of two values over the blockDim.x threads (a multiple of 32, at most 512) that share a threadIdx.y;
-// all of these take part. Calls in sequence alternate between two scratch[kMostWarps]: one barrier each is
+// all of these call it. Calls in sequence alternate between two scratch[kMostWarps]: one barrier each is
 // then enough, because whoever writes a scratch again has met all its readers at the barrier of the call
 // between. One half of a warp sums a, the other b: that takes half the shuffles.
 __device__ __forceinline__ float2 RowSum(float a, float b, float2* scratch) {

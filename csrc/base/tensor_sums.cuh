@@ -9,7 +9,7 @@
 namespace te {
 
 // Sum, and sum of squares, of numbers of 16 bits, on the tensor cores: products are exact, sums f32. The 8
-// numbers of each lane are taken as its part of a matrix A [16, 16]; which of them stands where is of no
+// numbers of each lane are taken as its share of a matrix A [16, 16]; which of them stands where is of no
 // account, for both sums run over all of A. A times ones has the sums of its rows. The upper 8 rows of A are
 // the words 0 and 2 of each lane, and the same words are, as B [16, 8], their transpose: A times B has their
 // squares on its diagonal. So with the lower 8 rows, words 1 and 3.

@@ -2,8 +2,8 @@
 // each expert. Bytes per element as of activation.cu, of the rows that belong to groups.
 
 #include "activation/activation.cuh"
+#include "base/groups.cuh"
 #include "base/ops.h"
-#include "experts/groups.cuh"
 #include "quantize/tile.cuh"
 
 namespace te {
@@ -12,37 +12,25 @@ namespace {
 TE_TILE_KERNELS(te_activation_grouped_fwd);
 TE_TILE_KERNELS(te_activation_grouped_bwd);
 
-// What the two ops' calls have besides x and dy.
-struct GroupedCall {
-  const char* op;
-  Tensor offsets, counts, bias, scale;
-  const char* wide_name;
-  Tensor wide, data, data_t, amax, dbias, workspace;
-};
-
-// Runs launch(groups, arrays) for results [m, columns], its statistics in the workspace, and then makes those
-// of experts.
-template <typename Launch>
-Status LaunchGrouped(cudaStream_t stream, const ActivationCall& of, Type type, const Axes& columns,
-                     const GroupedCall& b, Launch&& launch) {
+template <typename Kernels, bool kBackward>
+Status Launch(cudaStream_t stream, ActivationCall<kBackward> of, const GroupArrays& b, TileArrays arrays) {
+  TE_TRY(of.Check(3, true));
+  Totals& totals = arrays.totals;
   const int64_t m = of.m.count(), bands = m / kGroupRows;
-  const bool fp8 = Present(b.data) || Present(b.data_t);
   GroupRows groups;
-  TE_TRY(ExpectGroups(b.op, b.offsets, b.counts, b.scale, fp8, m, &groups));
-  const int64_t amaxes = Present(b.amax) ? bands * CeilDiv(of.f, kTileColumns) : 0;
-  const int64_t sums = Present(b.dbias) ? bands * of.a * of.f : 0;
-  TE_TRY(Expect(b.op, {{"bias", b.bias, F32, {}, kAbsent},
-                       {b.wide_name, b.wide, type, of.m + columns, kOptional},
-                       {"data", b.data, kFp8, of.m + columns, kOptional},
-                       {"data_t", b.data_t, Fp8Like(b.data), columns + of.m, kOptional},
-                       {"amax", b.amax, F32, {groups.experts}, kOptional},
-                       {"dbias", b.dbias, F32, {groups.experts, of.a, of.f}, kOptional},
-                       {"workspace", b.workspace, U8, {(amaxes + sums) * 4}}}));
-  if (m == 0 || of.f == 0) return Zero(stream, {b.amax, b.dbias});
+  TE_TRY(ExpectGroups(of.op, b, totals, arrays.fp8(), m, {of.a, of.f}, &groups));
+  const int64_t amaxes = Present(totals.amax) ? bands * CeilDiv(of.f, kTileColumns) : 0;
+  const int64_t sums = Present(totals.dbias) ? bands * of.a * of.f : 0;
+  TE_TRY(ExpectTensors(of.op, of.x, of.m, of.columns(), arrays));
+  TE_TRY(Expect(of.op, {{"workspace", b.workspace, U8, {(amaxes + sums) * 4}}}));
+  if (!Present(of.x)) return Zero(stream, {totals.amax, totals.dbias});
   float* place = Data<float>(b.workspace);
-  const GroupParts parts{{place, F32, &amaxes, 1}, {place + amaxes, F32, &sums, 1}};
-  TE_TRY(launch(groups, TileArrays{b.scale, b.wide_name, b.wide, b.data, b.data_t, parts.amax, parts.dbias}));
-  return FinishGroups(stream, groups, m, parts, b.amax, b.dbias);
+  totals.amax_partials = {place, F32, &amaxes, 1}, totals.dbias_partials = {place + amaxes, F32, &sums, 1};
+  TE_TRY(of.Dispatch([&]<typename Source>(const Source& source) {
+    return LaunchTiles<Kernels>(of.op, stream, GroupSource<Source>{source, groups}, of.aligned(), m, of.f,
+                                arrays);
+  }));
+  return FinishGroups(stream, groups, m, totals);
 }
 
 }  // namespace
@@ -50,40 +38,18 @@ Status LaunchGrouped(cudaStream_t stream, const ActivationCall& of, Type type, c
 Status LaunchActivationGroupedFwd(cudaStream_t stream, Arg x, Arg offsets, Arg counts, Arg bias, Arg scale,
                                   Ret y, Ret data, Ret data_t, Ret amax, Ret workspace, int64_t kind,
                                   double limit, double alpha, double glu_linear_offset) {
-  const char* op = "te_activation_grouped_fwd";
-  ActivationCall of;
-  TE_TRY(ExpectRank(op, "x", x, 3, true));
-  TE_TRY(GetActivation(op, x, 3, kind, limit, alpha, glu_linear_offset, &of));
-  const GroupedCall call{op, offsets, counts, bias, scale, "y", y, data, data_t, amax, kNone, workspace};
-  return LaunchGrouped(stream, of, x.type, {of.f}, call,
-                       [&](const GroupRows& groups, const TileArrays& arrays) {
-                         return DispatchSlots(x.type, of.a, [&]<typename T, int kA>() -> Status {
-                           using Source = GroupSource<ActivationSource<T, kA>>;
-                           const Source source{{Data<T>(x), unsigned(of.f), of.act}, groups};
-                           return LaunchTiles(op, stream, te_activation_grouped_fwd_kernels<Source>, source,
-                                              Aligned(source.x), of.m.count(), of.f, arrays);
-                         });
-                       });
+  const ActivationCall<false> of{
+      "te_activation_grouped_fwd", x, kNone, {kind, limit, alpha, glu_linear_offset}};
+  return Launch<te_activation_grouped_fwd_kernels>(stream, of, {offsets, counts, bias, workspace},
+                                                   {{scale, amax}, data, data_t, "y", y});
 }
 
 Status LaunchActivationGroupedBwd(cudaStream_t stream, Arg dy, Arg x, Arg offsets, Arg counts, Arg bias,
                                   Arg scale, Ret dx, Ret data, Ret data_t, Ret amax, Ret dbias, Ret workspace,
                                   int64_t kind, double limit, double alpha, double glu_linear_offset) {
-  const char* op = "te_activation_grouped_bwd";
-  ActivationCall of;
-  TE_TRY(ExpectRank(op, "x", x, 3, true));
-  TE_TRY(GetActivation(op, x, 3, kind, limit, alpha, glu_linear_offset, &of));
-  TE_TRY(Expect(op, {{"dy", dy, x.type, of.m + Axes{of.f}}}));
-  const GroupedCall call{op, offsets, counts, bias, scale, "dx", dx, data, data_t, amax, dbias, workspace};
-  return LaunchGrouped(
-      stream, of, x.type, {of.a, of.f}, call, [&](const GroupRows& groups, const TileArrays& arrays) {
-        return DispatchSlots(x.type, of.a, [&]<typename T, int kA>() -> Status {
-          using Source = GroupSource<GradientSource<T, kA>>;
-          const Source source{{Data<T>(dy), Data<T>(x), unsigned(of.f), of.act}, groups};
-          return LaunchTiles(op, stream, te_activation_grouped_bwd_kernels<Source>, source,
-                             Aligned(source.dy) && Aligned(source.x), of.m.count(), of.f, arrays);
-        });
-      });
+  const ActivationCall<true> of{"te_activation_grouped_bwd", x, dy, {kind, limit, alpha, glu_linear_offset}};
+  return Launch<te_activation_grouped_bwd_kernels>(stream, of, {offsets, counts, bias, workspace},
+                                                   {{scale, amax, dbias}, data, data_t, "dx", dx});
 }
 
 }  // namespace te

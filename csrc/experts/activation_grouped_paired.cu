@@ -5,8 +5,8 @@
 // square has the FP8 of its row i, then those of its column i (te_jax/ops/experts/paired.py).
 
 #include "activation/activation.cuh"
+#include "base/groups.cuh"
 #include "base/ops.h"
-#include "experts/groups.cuh"
 
 namespace te {
 namespace {
@@ -17,9 +17,9 @@ constexpr int kPassRows = 64, kPasses = kSquare / kPassRows;  // of a square's r
 constexpr int kWords = kSquare / 4;                           // of 4 FP8, of a line's half
 
 struct SquareResults {
-  const float* scale;  // f32 [experts] or [1]
-  uint8_t* paired;     // [m, slots, n], numbers of 2 bytes
-  float* amax;         // [m / kSquare, strips] or nullptr
+  const float* scale;    // f32 [experts] or [1]
+  uint8_t* paired;       // [m, slots, n], numbers of 2 bytes
+  float* amax_partials;  // [m / kSquare, strips] or nullptr
   int64_t n;
   unsigned strips;  // squares of a slot's columns
   bool e5m2;
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, Source::kCtas)
     }
   }
   const unsigned peak = CtaMax(__float_as_uint(amax), amax_of_warps);  // its barrier: all is read, all stored
-  if (a.amax && threadIdx.x == 0) a.amax[blockIdx.x] = __uint_as_float(peak);
+  if (a.amax_partials && threadIdx.x == 0) a.amax_partials[blockIdx.x] = __uint_as_float(peak);
 #pragma unroll
   for (int s = 0; s < kSlots; ++s) {
     const int64_t line = 2 * a.n * kSlots;  // bytes
@@ -107,36 +107,30 @@ Status LaunchActivationGroupedPairedBwd(cudaStream_t stream, Arg dy, Arg x, Arg 
                                         Arg scale, Ret paired, Ret amax, Ret workspace, int64_t kind,
                                         double limit, double alpha, double glu_linear_offset, bool e5m2) {
   const char* op = "te_activation_grouped_paired_bwd";
-  ActivationCall of;
   TE_TRY(ExpectRank(op, "x", x, 4, true));
   TE_TRY(Expect(op, {{"x", x, kHalves, Axes(x).First(3) + Axes{kSquare}}}));
   const int64_t sizes[] = {x.sizes[0], x.sizes[1], x.sizes[2] * kSquare};
-  TE_TRY(GetActivation(op, {x.data, x.type, sizes, 3}, 3, kind, limit, alpha, glu_linear_offset, &of));
+  ActivationCall<true> of{op, {x.data, x.type, sizes, 3}, dy, {kind, limit, alpha, glu_linear_offset}};
+  TE_TRY(of.Check(3));
   const int64_t m = of.m.count(), strips = x.sizes[2], squares = m / kSquare * strips;
+  Totals totals{scale, amax};
   GroupRows groups;
-  TE_TRY(ExpectGroups(op, offsets, counts, scale, true, m, &groups));
+  TE_TRY(ExpectGroups(op, {offsets, counts}, totals, true, m, {}, &groups));
   TE_CHECK(squares <= INT32_MAX, "%s: x has too many elements", op);
-  TE_TRY(Expect(op, {{"dy", dy, x.type, of.m + Axes{of.f}},
-                     {"paired", paired, x.type, Axes(x)},
-                     {"amax", amax, F32, {groups.experts}, kOptional},
+  TE_TRY(Expect(op, {{"paired", paired, x.type, Axes(x)},
                      {"workspace", workspace, U8, {Present(amax) ? squares * 4 : 0}}}));
-  for (const Tensor& a : {Tensor(dy), Tensor(x), Tensor(paired)})
-    TE_CHECK(Aligned(Data<void>(a)), "%s: arrays must be aligned to 16 bytes", op);
+  TE_CHECK(of.aligned() && Aligned(Data<void>(paired)), "%s: arrays must be aligned to 16 bytes", op);
   if (squares == 0) return Zero(stream, {amax});
-  float* const parts = Data<float>(workspace);
-  const SquareResults results{Data<float>(scale), Data<uint8_t>(paired), parts, of.f, unsigned(strips), e5m2};
-  const auto launch = [&]<typename T, int kA>() -> Status {
-    using Source = GroupSource<GradientSource<T, kA>>;
-    const Source source{{Data<T>(dy), Data<T>(x), unsigned(of.f), of.act}, groups};
-    te_activation_grouped_paired_bwd<<<unsigned(squares), kThreads, 0, stream>>>(source, results);
+  totals.amax_partials = {workspace.data, F32, &squares, 1};
+  const SquareResults results{
+      Data<float>(scale), Data<uint8_t>(paired), Data<float>(workspace), of.f, unsigned(strips), e5m2};
+  TE_TRY(of.Dispatch([&]<typename Source>(const Source& source) -> Status {
+    if constexpr (sizeof(typename Source::Type) == 2)  // as x is
+      te_activation_grouped_paired_bwd<<<unsigned(squares), kThreads, 0, stream>>>(
+          GroupSource<Source>{source, groups}, results);
     TE_LAUNCHED();
-  };
-  const auto of_slots = [&]<typename T>() {
-    return of.a == 1 ? launch.template operator()<T, 1>() : launch.template operator()<T, 2>();
-  };
-  TE_TRY(x.type == BF16 ? of_slots.template operator()<__nv_bfloat16>()
-                        : of_slots.template operator()<__half>());
-  return FinishGroups(stream, groups, m, {{parts, F32, &squares, 1}, kNone}, amax, kNone);
+  }));
+  return FinishGroups(stream, groups, m, totals);
 }
 
 }  // namespace te

@@ -149,10 +149,8 @@ template <typename T>
 struct CombineArgs {
   const T* rows;         // [buffer, n]
   const int* positions;  // [tokens, topk]: the row of each choice, below 0 where it has none
-  const float* weights;  // [tokens, topk] or nullptr
-  const T* dy;           // [tokens, n], of the backward pass
-  T* y;                  // [tokens, n]
-  float* dweights;       // [tokens, topk]
+  float* weights;        // [tokens, topk] or nullptr; the gradient is written
+  T* y;                  // [tokens, n]; its gradient is read
   int64_t n;
   int topk;
 };
@@ -174,7 +172,7 @@ __global__ void __launch_bounds__(kCombineThreads) te_combine(const CombineArgs<
 #pragma unroll
       for (int j = 0; j < 8; ++j) sums[j] += weight * row[j];
     }
-    StoreWide<kVectors>(a.y + token * a.n + column, sums, columns);
+    StoreUnquantized<kVectors>(a.y + token * a.n + column, sums, columns);
   }
 }
 
@@ -182,7 +180,7 @@ __global__ void __launch_bounds__(kCombineThreads) te_combine(const CombineArgs<
 template <typename T, bool kVectors>
 __global__ void __launch_bounds__(kCombineThreads) te_combine_bwd(const CombineArgs<T> a) {
   const int64_t token = blockIdx.x;
-  const T* dy = a.dy + token * a.n;
+  const T* dy = a.y + token * a.n;
   for (int choice = WarpIndex(); choice < a.topk; choice += kCombineThreads / 32) {
     const int position = a.positions[token * a.topk + choice];
     const T* row = a.rows + position * a.n;
@@ -195,8 +193,33 @@ __global__ void __launch_bounds__(kCombineThreads) te_combine_bwd(const CombineA
       for (int j = 0; j < 8; ++j) sum += left[j] * right[j];
     }
     sum = WarpSum(sum);
-    if (Lane() == 0) a.dweights[token * a.topk + choice] = sum;
+    if (Lane() == 0) a.weights[token * a.topk + choice] = sum;
   }
+}
+
+// Of the backward pass y and weights are their gradients.
+template <bool kBackward>
+Status Combine(cudaStream_t stream, const char* op, const Tensor& rows, const Tensor& positions,
+               const Tensor& weights, const Tensor& y) {
+  TE_TRY(ExpectRank(op, "rows", rows, 2, true));
+  TE_TRY(ExpectRank(op, "positions", positions, 1));
+  const Axes choices(positions), tokens = choices.Without(1);
+  const int64_t n = Axes(rows).last();
+  TE_TRY(Expect(op, {{"rows", rows, kFloats, Axes(rows)},
+                     {"positions", positions, S32, choices},
+                     {kBackward ? "dweights" : "weights", weights, F32, choices, RequiredIf(kBackward)},
+                     {kBackward ? "dy" : "y", y, rows.type, tokens + Axes{n}}}));
+  if (!Present(y)) return kBackward ? Zero(stream, {weights}) : Status{};
+  return DispatchFloat(rows.type, [&]<typename T>() -> Status {
+    const CombineArgs<T> args{Data<T>(rows),      Data<int>(positions), Data<float>(weights), Data<T>(y), n,
+                              int(choices.last())};
+    const bool vectors = n % 8 == 0 && Aligned(args.rows) && Aligned(args.y);
+    constexpr auto kKernel = kBackward ? te_combine_bwd<T, false> : te_combine<T, false>;
+    constexpr auto kOfVectors = kBackward ? te_combine_bwd<T, true> : te_combine<T, true>;
+    const auto kernel = vectors ? kOfVectors : kKernel;
+    kernel<<<unsigned(tokens.count()), kCombineThreads, 0, stream>>>(args);
+    TE_LAUNCHED();
+  });
 }
 
 }  // namespace
@@ -238,72 +261,27 @@ Status LaunchGroup(cudaStream_t stream, Arg experts, Ret offsets, Ret counts, Re
 }
 
 Status LaunchPermute(cudaStream_t stream, Arg x, Arg slots, Arg offsets, Arg weights, Arg scale, Ret rows,
-                     Ret data, Ret data_t, Ret amax, Ret amax_parts, int64_t topk) {
+                     Ret data, Ret data_t, Ret amax, Ret amax_partials, int64_t topk) {
   const char* op = "te_permute";
   TE_TRY(ExpectGather(op, x, slots, offsets, weights, topk));
   const int64_t m = slots.count(), n = Axes(x).last();
-  const TileArrays arrays{scale, "rows", rows, data, data_t, amax_parts, kNone};
-  const Totals totals{kNone, amax, kNone, kNone, amax_parts, kNone};
+  const TileArrays arrays{{scale, amax, kNone, kNone, amax_partials}, data, data_t, "rows", rows};
   TE_TRY(ExpectTiles(op, x, {m}, {n}, 1, arrays));
-  const bool has_tiles = m > 0 && n > 0;
-  TE_TRY(ExpectTotals(op, has_tiles, totals, {}));
-  if (!has_tiles) return Finish(stream, totals);
+  if (m == 0 || n == 0) return Finish(stream, arrays.totals);
   TE_TRY(DispatchFloat(x.type, [&]<typename T>() {
     const GatherSource<T> source{
         GatheredRows<T>::Of(x, slots, offsets, weights, topk, kTileRows, kTileColumns)};
-    return LaunchTiles(op, stream, te_permute_kernels<GatherSource<T>>, source, Aligned(source.x), m, n,
-                       arrays);
+    return LaunchTiles<te_permute_kernels>(op, stream, source, Aligned(source.x), m, n, arrays);
   }));
-  return Finish(stream, totals);
+  return Finish(stream, arrays.totals);
 }
 
 Status LaunchCombine(cudaStream_t stream, Arg rows, Arg positions, Arg weights, Ret y) {
-  const char* op = "te_combine";
-  TE_TRY(ExpectRank(op, "rows", rows, 2, true));
-  TE_TRY(ExpectRank(op, "positions", positions, 1));
-  const int64_t n = Axes(rows).last();
-  const Axes tokens = Axes(positions).Without(1);
-  TE_TRY(Expect(op, {{"rows", rows, kFloats, Axes(rows)},
-                     {"positions", positions, S32, Axes(positions)},
-                     {"weights", weights, F32, Axes(positions), kOptional},
-                     {"y", y, rows.type, tokens + Axes{n}}}));
-  if (tokens.count() == 0 || n == 0) return {};
-  return DispatchFloat(rows.type, [&]<typename T>() -> Status {
-    const CombineArgs<T> args{Data<T>(rows),
-                              Data<int>(positions),
-                              Data<float>(weights),
-                              nullptr,
-                              Data<T>(y),
-                              nullptr,
-                              n,
-                              int(Axes(positions).last())};
-    const auto kernel =
-        n % 8 == 0 && Aligned(args.rows) && Aligned(args.y) ? te_combine<T, true> : te_combine<T, false>;
-    kernel<<<unsigned(tokens.count()), kCombineThreads, 0, stream>>>(args);
-    TE_LAUNCHED();
-  });
+  return Combine<false>(stream, "te_combine", rows, positions, weights, y);
 }
 
 Status LaunchCombineBwd(cudaStream_t stream, Arg dy, Arg rows, Arg positions, Ret dweights) {
-  const char* op = "te_combine_bwd";
-  TE_TRY(ExpectRank(op, "rows", rows, 2, true));
-  TE_TRY(ExpectRank(op, "positions", positions, 1));
-  const int64_t n = Axes(rows).last();
-  const Axes tokens = Axes(positions).Without(1);
-  TE_TRY(Expect(op, {{"rows", rows, kFloats, Axes(rows)},
-                     {"dy", dy, rows.type, tokens + Axes{n}},
-                     {"positions", positions, S32, Axes(positions)},
-                     {"dweights", dweights, F32, Axes(positions)}}));
-  if (Axes(positions).count() == 0) return {};
-  if (n == 0) return Zero(stream, {dweights});
-  return DispatchFloat(rows.type, [&]<typename T>() -> Status {
-    const CombineArgs<T> args{Data<T>(rows), Data<int>(positions),  nullptr, Data<T>(dy),
-                              nullptr,       Data<float>(dweights), n,       int(Axes(positions).last())};
-    const auto kernel = n % 8 == 0 && Aligned(args.rows) && Aligned(args.dy) ? te_combine_bwd<T, true>
-                                                                             : te_combine_bwd<T, false>;
-    kernel<<<unsigned(tokens.count()), kCombineThreads, 0, stream>>>(args);
-    TE_LAUNCHED();
-  });
+  return Combine<true>(stream, "te_combine_bwd", rows, positions, dweights, dy);
 }
 
 }  // namespace te

@@ -34,12 +34,11 @@ Status LaunchPermuteBlock(cudaStream_t stream, Arg x, Arg slots, Arg offsets, Ar
   TE_TRY(ExpectGather(op, x, slots, offsets, weights, topk));
   const int64_t m = slots.count(), n = Axes(x).last();
   BlockArgs a;
-  TE_TRY(GetBlockArgs(op, {m}, {}, n, {data, data_t, scale_inv, scale_inv_t, kNone}, power_2, epsilon, &a));
+  TE_TRY(GetBlockArgs(op, {m}, {}, n, {data, data_t, scale_inv, scale_inv_t}, power_2, epsilon, &a));
   if (m == 0 || n == 0) return {};
   return DispatchFloat(x.type, [&]<typename T>() -> Status {
-    using Source = BlockGatherSource<T>;
-    const Source source{GatheredRows<T>::Of(x, slots, offsets, weights, topk, kBlock, kBlock)};
-    return LaunchBlocks(stream, te_permute_block_kernels<Source>, source, a, Aligned(source.x));
+    const BlockGatherSource<T> source{GatheredRows<T>::Of(x, slots, offsets, weights, topk, kBlock, kBlock)};
+    return LaunchBlocks<te_permute_block_kernels>(stream, source, a, Aligned(source.x));
   });
 }
 

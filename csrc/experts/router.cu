@@ -14,8 +14,8 @@ namespace te {
 namespace {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
-constexpr int kTokensOfAWarp = 4, kMostParts = 1024;  // a part is a CTA's
-constexpr size_t kShared = 48 << 10;                  // bytes that a CTA has unasked
+constexpr int kTokensOfAWarp = 4, kMostCtas = 1024;
+constexpr size_t kShared = 48 << 10;  // bytes that a CTA has unasked
 // What the weights of a token are divided by at least; the sum below which both are taken times e^46, for the
 // derivative divides by the sum's square.
 constexpr float kLeastSum = 1e-20f, kSmallSum = 1e-10f, kLarger = 46.f;
@@ -28,7 +28,7 @@ struct RouterArgs {
   const int* chosen;      // [tokens, topk], of the backward pass
   float* weights;         // [tokens, topk]
   int* experts;           // [tokens, topk]
-  int* counts_parts;      // [gridDim.x, num_experts], one of each CTA
+  int* counts_partials;   // [gridDim.x, num_experts], one of each CTA
   float* dlogits;         // [tokens, experts]
   int64_t tokens;
   int num_experts, topk, num_groups, group_topk;  // group_topk = num_groups: all groups
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kThreads) te_router_fwd(const RouterArgs a) {
     __syncwarp();
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < E; i += kThreads) a.counts_parts[int64_t(blockIdx.x) * E + i] = counts[i];
+  for (int i = threadIdx.x; i < E; i += kThreads) a.counts_partials[int64_t(blockIdx.x) * E + i] = counts[i];
 }
 
 // The gradient of logits: of w = scaling_factor * p / sum(p), and of p, the scores of the chosen ones.
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(kThreads) te_router_bwd(const RouterArgs a) {
     float onto = 0.f;  // sum of p and the gradient of p, which a softmax takes off
     for (int n = Lane(); n < k; n += 32) onto += picked[n] * dpicked(n);
     onto = a.sigmoid ? 0.f : WarpSum(onto);
-    const bool all = a.scores_first && !a.sigmoid;  // have a part in the softmax
+    const bool all = a.scores_first && !a.sigmoid;  // experts are in the softmax
     for (int i = Lane(); i < E; i += 32) dlogits[i] = all ? -scores[i] * onto : 0.f;
     __syncwarp();
     for (int n = Lane(); n < k; n += 32) {
@@ -255,40 +255,40 @@ Status MakeArgs(const char* op, Arg logits, int64_t topk, bool sigmoid, bool sco
   return {};
 }
 
-// te_jax/ops/experts/router.py asks for as many parts of the counts.
-int64_t Parts(int64_t tokens) {
-  return std::clamp<int64_t>(CeilDiv(tokens, kWarps * kTokensOfAWarp), 1, kMostParts);
+// te_jax/ops/experts/router.py asks for as many partials of the counts.
+int64_t Ctas(int64_t tokens) {
+  return std::clamp<int64_t>(CeilDiv(tokens, kWarps * kTokensOfAWarp), 1, kMostCtas);
 }
 
 }  // namespace
 
 Status LaunchRouterFwd(cudaStream_t stream, Arg logits, Arg expert_bias, Ret weights, Ret experts, Ret counts,
-                       Ret counts_parts, int64_t topk, bool sigmoid, bool scores_first, bool normalizes,
+                       Ret counts_partials, int64_t topk, bool sigmoid, bool scores_first, bool normalizes,
                        double scaling_factor, int64_t num_groups, int64_t group_topk) {
   const char* op = "te_router_fwd";
   RouterArgs args;
   TE_TRY(MakeArgs(op, logits, topk, sigmoid, scores_first, normalizes, scaling_factor, num_groups, group_topk,
                   &args));
   const Axes tokens = Axes(logits).Without(1);
-  const int64_t parts = Parts(args.tokens);
+  const int64_t ctas = Ctas(args.tokens);
   TE_TRY(Expect(op, {{"logits", logits, F32, tokens + Axes{args.num_experts}},
                      {"expert_bias", expert_bias, F32, {args.num_experts}, kOptional},
                      {"weights", weights, F32, tokens + Axes{topk}},
                      {"experts", experts, S32, tokens + Axes{topk}},
                      {"counts", counts, S32, {args.num_experts}},
-                     {"counts_parts", counts_parts, S32, {parts, args.num_experts}}}));
+                     {"counts_partials", counts_partials, S32, {ctas, args.num_experts}}}));
   args.bias = Data<float>(expert_bias);
   args.weights = Data<float>(weights);
   args.experts = Data<int>(experts);
-  args.counts_parts = Data<int>(counts_parts);
+  args.counts_partials = Data<int>(counts_partials);
   args.warp_words = 2 * args.num_experts + std::max(2 * args.topk, args.num_groups);
   const size_t shared = sizeof(float) * (kWarps * args.warp_words + args.num_experts);
   if (shared > kShared)
     TE_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(te_router_fwd),
                                  cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
-  te_router_fwd<<<unsigned(parts), kThreads, shared, stream>>>(args);
+  te_router_fwd<<<unsigned(ctas), kThreads, shared, stream>>>(args);
   TE_CUDA(cudaGetLastError());
-  return FinishParts(stream, {{Reduce::kSum, counts_parts, counts}});
+  return FinishPartials(stream, {Reduce::kSumOfInts, counts_partials, counts});
 }
 
 Status LaunchRouterBwd(cudaStream_t stream, Arg dweights, Arg logits, Arg experts, Ret dlogits, int64_t topk,
@@ -308,7 +308,7 @@ Status LaunchRouterBwd(cudaStream_t stream, Arg dweights, Arg logits, Arg expert
   args.chosen = Data<int>(experts);
   args.dlogits = Data<float>(dlogits);
   const size_t shared = sizeof(float) * kWarps * (args.num_experts + topk);  // at most 32 KB
-  te_router_bwd<<<unsigned(Parts(args.tokens)), kThreads, shared, stream>>>(args);
+  te_router_bwd<<<unsigned(Ctas(args.tokens)), kThreads, shared, stream>>>(args);
   TE_LAUNCHED();
 }
 

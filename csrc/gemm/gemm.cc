@@ -4,8 +4,8 @@
 #include "gemm/gemm.h"
 
 #include "base/dl.h"
+#include "base/module.h"
 #include "base/ops.h"
-#include "interface/module.h"
 
 namespace te {
 

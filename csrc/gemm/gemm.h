@@ -75,8 +75,8 @@ Status Matmul(cudaStream_t stream, cublasLtHandle_t handle, const GemmKey& key, 
 
 // The algorithms that run `key` on the handle's device, the heuristic's first guess in front; more than those
 // of the heuristic where key.tune. Never empty, and the same in every process: they follow from the key, the
-// model of the device and the version of cuBLASLt. Pointers have no part in it (the heuristic takes them for
-// aligned to 256 bytes, its default), and the workspace is of one size (te_jax/ops/gemm/dense.py).
+// model of the device and the version of cuBLASLt. They do not depend on pointers (the heuristic takes them
+// for aligned to 256 bytes, its default), and the workspace is of one size (te_jax/ops/gemm/dense.py).
 Status Candidates(cublasLtHandle_t handle, const GemmKey& key, Algos* algos);
 bool Has(const Algos& algos, const Algo& algo);
 

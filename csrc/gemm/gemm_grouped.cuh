@@ -111,7 +111,7 @@ struct ScaleReader {
     row = min(row, p.rows - 1);
     rows = p.left_blocks + int64_t{tile.k / kBlock} * p.rows + row, lower = row + 8 < p.rows ? 8 : 0;
     if constexpr (kSums == Sums::kSquares) {
-      const int along = Parts(p.k, kBlock), squares = Parts(p.columns, kBlock);
+      const int along = DivideUp(p.k, kBlock), squares = DivideUp(p.columns, kBlock);
       const int square = min(tile.right_row / kBlock, squares - 1);
       // All lanes read the same, which goes to uniform registers, and these are waited for as soon as they
       // are asked for: that took 15 % of a product. So the place depends on the lane, by `row >> 31`, which
@@ -134,7 +134,7 @@ struct ScaleReader {
   }
 };
 
-// A warp's part in the products: 16 rows of a tile.
+// The products of a warp: 16 rows of a tile.
 template <Factors kFactors, Sums kSums, Layout kLayout, typename P>
 struct Consumer {
   static constexpr int kStep = kRowBytes / (kFactors == Factors::kBF16 || kFactors == Factors::kF16 ? 2 : 1);
@@ -202,9 +202,9 @@ struct Consumer {
     if (tile.steps > 0) Release(before);
   }
 
-  // Half of a tile's columns: sums += part, times the scales of this step.
+  // Half of a tile's columns: sums += fresh, the products of one step, times its scales.
   __device__ __forceinline__ void Promote(int half, int stage, const BlockScales& scales,
-                                          const float (&part)[64], float (&sums)[128]) const {
+                                          const float (&fresh)[64], float (&sums)[128]) const {
     const uint32_t columns = AddressOf(&s.scales[stage][half * kTileColumns / 2 + lane % 4 * 2]);
     float factors[2];
     if constexpr (kSums == Sums::kSquares)
@@ -217,11 +217,11 @@ struct Consumer {
       for (int i = 0; i < 4; ++i) {
         float& sum = sums[half * 64 + 4 * j + i];
         if constexpr (kSums == Sums::kSplit)
-          sum += part[4 * j + i];
+          sum += fresh[4 * j + i];
         else if constexpr (kSums == Sums::kSquares)
-          sum += part[4 * j + i] * factors[i / 2];
+          sum += fresh[4 * j + i] * factors[i / 2];
         else
-          sum += part[4 * j + i] * (i % 2 ? column.y : column.x) * scales.rows[i / 2];
+          sum += fresh[4 * j + i] * (i % 2 ? column.y : column.x) * scales.rows[i / 2];
       }
     }
   }
@@ -240,16 +240,16 @@ struct Consumer {
       const uint64_t left = Left(stage), right = Right(stage);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float part[64];
+        float fresh[64];
         BeginProducts();
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          MultiplyTiles<kFactors>(part, left + 2 * i, right + half * (kRightBytes / 2 >> 4) + 2 * i, i);
+          MultiplyTiles<kFactors>(fresh, left + 2 * i, right + half * (kRightBytes / 2 >> 4) + 2 * i, i);
         CommitProducts();
         WaitForProducts<0>();
-        Settle(part);
+        Settle(fresh);
         if (half == 1 && kSums != Sums::kRows) Release(stage);
-        Promote(half, stage, scales, part, sums);
+        Promote(half, stage, scales, fresh, sums);
       }
       if (kSums == Sums::kRows) {  // whose scales lie in the stage
         __syncwarp();

@@ -50,8 +50,8 @@ struct KernelArgs {
   CUtensorMap left, right, out;  // out: of a result of 16 bits, in boxes of 64 columns of kPieceRows rows
 };
 
-// The parts of Run that are compiled apart: sums in the tensor cores, of factors across k too, in registers,
-// with scales of blocks.
+// Run, by what is compiled in files of its own: sums in the tensor cores, of factors across k too, in
+// registers, with scales of blocks.
 Status RunFast(cudaStream_t stream, const KernelArgs& args);
 Status RunWide(cudaStream_t stream, const KernelArgs& args);
 Status RunSplit(cudaStream_t stream, const KernelArgs& args);

@@ -19,7 +19,7 @@ namespace te::grouped {
 constexpr int kTileRows = 128, kTileColumns = 256;
 
 TE_ANYWHERE constexpr int Least(int a, int b) { return a < b ? a : b; }
-TE_ANYWHERE constexpr int Parts(int n, int of) { return n / of + (n % of != 0); }
+TE_ANYWHERE constexpr int DivideUp(int n, int of) { return n / of + (n % of != 0); }
 
 // Of a cluster: the tile of its CTA 0, and where those of the others lie.
 struct Item {
@@ -35,7 +35,9 @@ struct Items {
   int rows, columns;  // tiles of the expert
   int span, band;
 
-  TE_ANYWHERE int InBand(int width) const { return rows / span * width + rows % span * Parts(width, span); }
+  TE_ANYWHERE int InBand(int width) const {
+    return rows / span * width + rows % span * DivideUp(width, span);
+  }
   TE_ANYWHERE int Count() const { return columns / band * InBand(band) + InBand(columns % band); }
   TE_ANYWHERE Item At(int i) const {
     const int full = InBand(band), which = i / full, first = which * band;
@@ -43,7 +45,7 @@ struct Items {
     i -= which * full;
     if (i < stacked) return {i / width * span, first + i % width, true};
     i -= stacked;
-    const int across = Parts(width, span);
+    const int across = DivideUp(width, span);
     return {rows / span * span + i / across, first + i % across * span, false};
   }
 };

@@ -25,8 +25,8 @@ constexpr unsigned kStageBytes = kLeftBytes + kRightBytes;
 constexpr unsigned kPieceBytes = kPieceRows * kRowBytes;  // that a warp writes at a time
 constexpr int kBlock = 128;                               // of scales
 
-// Where products find a tile, or its part from some k on, `bytes` behind a multiple of 1024. Along k it has
-// rows of 128 bytes of k. Across k it has boxes, of which a row is one k. 8 rows are 1024 bytes in both.
+// Where products find a tile, or what of it begins at some k, `bytes` behind a multiple of 1024. Along k it
+// has rows of 128 bytes of k. Across k it has boxes, of which a row is one k. 8 rows are 1024 bytes in both.
 template <bool kAcross>
 TE_ANYWHERE uint64_t TileDescriptor(uint32_t address) {
   constexpr uint64_t kSwizzled = 1, kEightRows = 1024, kNextBox = kAcross ? kBoxBytes : 0;
@@ -57,8 +57,8 @@ __device__ __forceinline__ Group GroupOf(const Problem& p, const Shared& s, int 
 template <typename P>
 __device__ __forceinline__ Items ItemsOf(const Problem& p, const Group& group) {
   const bool nothing = p.wgrad && group.tokens == 0 && p.c == p.out;
-  const int rows = nothing ? 0 : Parts(p.wgrad ? p.rows : group.rows, kTileRows);
-  return {rows, Parts(p.columns, kTileColumns), P::kCluster, P::kBand};
+  const int rows = nothing ? 0 : DivideUp(p.wgrad ? p.rows : group.rows, kTileRows);
+  return {rows, DivideUp(p.columns, kTileColumns), P::kCluster, P::kBand};
 }
 
 // All threads of the CTA fill in the tables of `s`.
@@ -142,11 +142,11 @@ class Walk {
     tile->right_row = found.ColumnOf(rank) * kTileColumns;
     if (p_.wgrad) {
       tile->left_row = row;
-      tile->k = group.first, tile->steps = Parts(group.tokens, kStep);
+      tile->k = group.first, tile->steps = DivideUp(group.tokens, kStep);
     } else {
       tile->left_row = group.first + row;
       // Of all CTAs alike: they copy for each other.
-      tile->k = 0, tile->steps = found.row * kTileRows < group.tokens ? Parts(p_.k, kStep) : 0;
+      tile->k = 0, tile->steps = found.row * kTileRows < group.tokens ? DivideUp(p_.k, kStep) : 0;
     }
     return true;
   }

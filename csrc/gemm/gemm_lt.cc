@@ -3,8 +3,8 @@
 #include <cstring>
 
 #include "base/dl.h"
+#include "base/module.h"
 #include "gemm/gemm.h"
-#include "interface/module.h"
 
 namespace te {
 

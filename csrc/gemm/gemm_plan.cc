@@ -6,8 +6,8 @@
 #include <thread>
 
 #include "base/device.h"
+#include "base/module.h"
 #include "gemm/gemm.h"
-#include "interface/module.h"
 
 namespace te {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "base/dl.h"
 #include "base/ops.h"
-#include "base/parts.h"
+#include "base/partials.h"
 
 namespace te::c_api {
 namespace {
@@ -16,17 +16,18 @@ namespace {
 // WORKSPACE of te_jax/ops/gemm/dense.py: so plans are jax's.
 constexpr int64_t kGemmWorkspace = int64_t{32} << 20;
 
-// The caller's arrays by the names of their fields, and room for the parts that the launcher makes them of.
+// The caller's arrays by the names of their fields, and room for partials.
 #define TE_ARRAY(name) call.Array(#name, a.name, kRequired)
 #define TE_MAYBE(name) call.Array(#name, a.name, kOptional)
 #define TE_MATRIX(name, need) call.Array(#name, a.name, need, kMatrixAlignment)
 
 Status Quantize(Call& call, const te_jax_quantize_args& a) {
   const Tensor x = TE_ARRAY(x);
-  const Axes m = Axes(x).First(a.split), n = Axes(x).From(a.split), parts = TileParts(m.count(), n.count());
+  const Axes m = Axes(x).First(a.split), n = Axes(x).From(a.split),
+             partials = TilePartials(m.count(), n.count());
   return call.Launch(LaunchQuantize, x, TE_MAYBE(scale), TE_MAYBE(data), TE_MAYBE(data_t), TE_MAYBE(amax),
-                     TE_MAYBE(dbias), TE_MAYBE(scale_inv), call.Parts(a.amax, parts),
-                     call.Parts(a.dbias, parts.First(1) + n), a.split);
+                     TE_MAYBE(dbias), TE_MAYBE(scale_inv), call.Partials(a.amax, partials),
+                     call.Partials(a.dbias, partials.First(1) + n), a.split);
 }
 
 Status QuantizeBlock(Call& call, const te_jax_quantize_block_args& a) {
@@ -36,14 +37,14 @@ Status QuantizeBlock(Call& call, const te_jax_quantize_block_args& a) {
   call.Expect("epsilon", a.epsilon, 0);
   return call.Launch(LaunchQuantizeBlock, x, TE_MAYBE(data), TE_MAYBE(data_t), TE_MAYBE(scale_inv),
                      TE_MAYBE(scale_inv_t), TE_MAYBE(block_inv), TE_MAYBE(block_inv_t), TE_MAYBE(dbias),
-                     call.Parts(a.dbias, Axes{BlockParts(rows)} + columns), a.lead, a.square, a.power_2,
+                     call.Partials(a.dbias, Axes{BlockPartials(rows)} + columns), a.lead, a.square, a.power_2,
                      a.epsilon);
 }
 
 // Of x [m..., a, f].
 Axes Rows(const Tensor& x) { return Axes(x).Without(2); }
 Axes Slots(const Tensor& x) { return Axes(x).From(x.rank - 2); }
-Axes SlotParts(const Tensor& x) { return TileParts(Rows(x).count(), Axes(x).last()); }
+Axes SlotPartials(const Tensor& x) { return TilePartials(Rows(x).count(), Axes(x).last()); }
 
 template <typename Args>
 void ExpectActivation(Call& call, const Args& a) {
@@ -57,18 +58,18 @@ Status ActivationFwd(Call& call, const te_jax_activation_fwd_args& a) {
   const Tensor x = TE_ARRAY(x);
   ExpectActivation(call, a);
   return call.Launch(LaunchActivationFwd, x, TE_MAYBE(scale), TE_MAYBE(y), TE_MAYBE(data), TE_MAYBE(data_t),
-                     TE_MAYBE(amax), TE_MAYBE(scale_inv), call.Parts(a.amax, SlotParts(x)), a.kind, a.limit,
-                     a.alpha, a.glu_linear_offset);
+                     TE_MAYBE(amax), TE_MAYBE(scale_inv), call.Partials(a.amax, SlotPartials(x)), a.kind,
+                     a.limit, a.alpha, a.glu_linear_offset);
 }
 
 Status ActivationBwd(Call& call, const te_jax_activation_bwd_args& a) {
   const Tensor x = TE_ARRAY(x);
-  const Axes parts = SlotParts(x);
+  const Axes partials = SlotPartials(x);
   ExpectActivation(call, a);
   return call.Launch(LaunchActivationBwd, TE_ARRAY(dy), x, TE_MAYBE(scale), TE_MAYBE(dx), TE_MAYBE(data),
                      TE_MAYBE(data_t), TE_MAYBE(amax), TE_MAYBE(dbias), TE_MAYBE(scale_inv),
-                     call.Parts(a.amax, parts), call.Parts(a.dbias, parts.First(1) + Slots(x)), a.kind,
-                     a.limit, a.alpha, a.glu_linear_offset);
+                     call.Partials(a.amax, partials), call.Partials(a.dbias, partials.First(1) + Slots(x)),
+                     a.kind, a.limit, a.alpha, a.glu_linear_offset);
 }
 
 Status ActivationBlockFwd(Call& call, const te_jax_activation_block_fwd_args& a) {
@@ -87,8 +88,8 @@ Status ActivationBlockBwd(Call& call, const te_jax_activation_block_bwd_args& a)
   call.Expect("epsilon", a.epsilon, 0);
   return call.Launch(LaunchActivationBlockBwd, TE_ARRAY(dy), x, TE_MAYBE(data), TE_MAYBE(data_t),
                      TE_MAYBE(scale_inv), TE_MAYBE(scale_inv_t), TE_MAYBE(dbias),
-                     call.Parts(a.dbias, Axes{BlockParts(Rows(x))} + Slots(x)), a.kind, a.limit, a.alpha,
-                     a.glu_linear_offset, a.power_2, a.epsilon);
+                     call.Partials(a.dbias, Axes{BlockPartials(Rows(x))} + Slots(x)), a.kind, a.limit,
+                     a.alpha, a.glu_linear_offset, a.power_2, a.epsilon);
 }
 
 // Mean and rstd of a row, as CTAs hand them to others.
@@ -103,7 +104,7 @@ Status NormFwd(Call& call, const te_jax_norm_fwd_args& a) {
   return call.Launch(LaunchNormFwd, x, TE_ARRAY(gamma), TE_MAYBE(beta), TE_MAYBE(known_mean), known_rstd,
                      TE_MAYBE(scale), TE_MAYBE(y), TE_MAYBE(data), data_t, TE_MAYBE(mean), TE_MAYBE(rstd),
                      TE_MAYBE(amax), TE_MAYBE(scale_inv), call.Workspace(hands_over ? StatisticsBytes(x) : 0),
-                     call.Parts(a.amax, (Axes{CeilDiv(rows, kTileRows), AmaxStrips(h)})), a.eps, a.rms,
+                     call.Partials(a.amax, (Axes{CeilDiv(rows, kTileRows), AmaxStrips(h)})), a.eps, a.rms,
                      a.zero_centered);
 }
 
@@ -119,10 +120,10 @@ Status NormBlockFwd(Call& call, const te_jax_norm_block_fwd_args& a) {
 
 Status NormBwd(Call& call, const te_jax_norm_bwd_args& a) {
   const Tensor x = TE_ARRAY(x), gamma = TE_ARRAY(gamma);
-  const Axes parts{NormBwdParts(Axes(x).Without(1).count()), Axes(x).last()};
+  const Axes partials{NormBwdPartials(Axes(x).Without(1).count()), Axes(x).last()};
   return call.Launch(LaunchNormBwd, TE_ARRAY(dy), x, TE_MAYBE(mean), TE_ARRAY(rstd), gamma, TE_MAYBE(dres),
-                     TE_ARRAY(dx), TE_ARRAY(dgamma), TE_MAYBE(dbeta), call.Parts(a.dgamma, parts),
-                     call.Parts(a.dbeta, parts), a.rms, a.zero_centered);
+                     TE_ARRAY(dx), TE_ARRAY(dgamma), TE_MAYBE(dbeta), call.Partials(a.dgamma, partials),
+                     call.Partials(a.dbeta, partials), a.rms, a.zero_centered);
 }
 
 Status Gemm(Call& call, const te_jax_gemm_args& a) {

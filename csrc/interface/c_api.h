@@ -27,9 +27,9 @@ class Call {
   // The caller's array. Of a bad one the call fails, with the first that was met.
   Tensor Array(const char* name, const te_jax_array& a, Need need, int64_t alignment = kAlignment);
 
-  // Room in the workspace for partial results that a launcher finishes into the caller's array; none where
+  // Room in the workspace for partials that a launcher finishes into the caller's array; none where
   // that is absent.
-  Tensor Parts(const te_jax_array& result, const Axes& axes) {
+  Tensor Partials(const te_jax_array& result, const Axes& axes) {
     return result.type == TE_JAX_NONE ? kNone : Reserve(F32, axes);
   }
 

@@ -1,7 +1,7 @@
 // te_jax._cuda, libte_jax.so for Python: hands every registered FFI handler to Python as a capsule, and
 // answers what this machine has. Importing it needs no driver, no GPU and no CUDA library.
 
-#include "interface/module.h"
+#include "base/module.h"
 
 #include <cuda_runtime.h>
 #include <nanobind/nanobind.h>

@@ -5,7 +5,7 @@
 #include <cfloat>
 
 #include "base/fp8.cuh"
-#include "base/parts.h"
+#include "base/partials.h"
 #include "quantize/tile.cuh"
 
 namespace te {
@@ -22,7 +22,7 @@ inline Status CurrentGpu(Gpu* out) {
   return {};
 }
 
-constexpr int kStaticBytes = 3072;  // of shared memory: no kernel has more beside a dynamic part
+constexpr int kStaticBytes = 3072;  // of shared memory: no kernel has more next to dynamic memory
 
 // Lets kKernel have all the shared memory of a CTA. Asks CUDA once per kernel and device; threads that race
 // do the same.
@@ -120,7 +120,7 @@ struct NormFwdArgs {
   const float* known_rstd;  // [rows], or nullptr: the statistics are to be computed
   float* mean;              // [rows] or nullptr
   float* rstd;              // [rows] or nullptr
-  float* amax;              // [AmaxPlaces], any maxima of some of y whose maximum is that of y
+  float* amax_partials;     // [AmaxPlaces], any maxima of some of |y| whose maximum is amax
   int64_t rows, h;
   float eps;
   bool rms, zero_centered;

@@ -48,17 +48,17 @@ __global__ void __launch_bounds__(kBlockThreads, kCtas)
   const unsigned row = band.rest * kBlock, row0 = band.quotient * results.p + row;
   const int rows = min(results.p - row, kBlock);
   if (task.stats) {
-    const int part = task.part * Tiles::kStatsRows + WarpIndex();
-    if (part < rows) StoreStats<kVectors, T>(a, tiles.found, row0 + part);
+    const int of_tile = task.which * Tiles::kStatsRows + WarpIndex();
+    if (of_tile < rows) StoreStats<kVectors, T>(a, tiles.found, row0 + of_tile);
     return;
   }
-  const int64_t column = int64_t{task.part} * kBlock + threadIdx.x % kBlockGroups * 8;
+  const int64_t column = int64_t{task.which} * kBlock + threadIdx.x % kBlockGroups * 8;
   const BlockNormSource<T, kVectors> source{
       {a, static_cast<const T*>(a.x), tiles.found, stats, AffineOf<kVectors>(a, column)},
       row0,
       rows,
       a.h - column};
-  WriteBlockTile<kVectors, false>(source, results, task.chunk, task.part, shared);
+  WriteBlockTile<kVectors, false>(source, results, task.chunk, task.which, shared);
 }
 
 }  // namespace
@@ -73,8 +73,8 @@ Status LaunchNormBlockFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Ret d
   const Axes rows = Axes(x).Without(1);
   TE_TRY(Expect(op, {{"workspace", workspace, U8, {8 * rows.count()}}}));
   BlockArgs results;
-  TE_TRY(GetBlockArgs(op, rows, {}, Axes(x).last(), {data, data_t, scale_inv, scale_inv_t, kNone}, power_2,
-                      epsilon, &results));
+  TE_TRY(GetBlockArgs(op, rows, {}, Axes(x).last(), {data, data_t, scale_inv, scale_inv_t}, power_2, epsilon,
+                      &results));
   if (!Present(x)) return Fill(stream, 0xff, {mean, rstd});  // rows without columns have undefined statistics
   NormFwdArgs args = NormFwdArgsOf(arrays, eps, rms, zero_centered);
   args.data = results.data;

@@ -20,15 +20,15 @@ constexpr int kThreads = 512;  // of a CTA at most: 128 registers each
 constexpr int kStages = 4;     // rows on their way or in work, of those that share a threadIdx.y
 
 struct NormBwdArgs {
-  const void* dy;     // [rows, h]
-  const void* x;      // [rows, h] of dy's type
-  const float* mean;  // [rows] or nullptr (RMSNorm)
-  const float* rstd;  // [rows]
-  Weights gamma;      // [h]
-  const void* dres;   // [rows, h] of dy's type, or nullptr
-  void* dx;           // [rows, h] of dy's type
-  float* dgamma;      // [gridDim.x, h]
-  float* dbeta;       // [gridDim.x, h] or nullptr
+  const void* dy;          // [rows, h]
+  const void* x;           // [rows, h] of dy's type
+  const float* mean;       // [rows] or nullptr (RMSNorm)
+  const float* rstd;       // [rows]
+  Weights gamma;           // [h]
+  const void* dres;        // [rows, h] of dy's type, or nullptr
+  void* dx;                // [rows, h] of dy's type
+  float* dgamma_partials;  // [gridDim.x, h]
+  float* dbeta_partials;   // [gridDim.x, h] or nullptr
   int64_t rows, h;
   bool zero_centered;
 };
@@ -79,10 +79,11 @@ __device__ __forceinline__ void FinishMeans(RowStats& s, float inv_h, float2* sc
   }
 }
 
-// Adds up what the blockDim.y rows in work at once had in `sums`, and writes it to partial [h]. scratch: for
-// each of these rows [kVecs, 8, blockDim.x], `pitch` apart; only who has that row may have used it before.
+// Adds up what the blockDim.y rows in work at once had in `sums`, and writes it to the CTA's row of partials
+// [gridDim.x, h]. scratch: for each of these rows [kVecs, 8, blockDim.x], `pitch` apart; only the threads of
+// that row may have used it before.
 template <int kVecs>
-__device__ void StoreColumnSums(float (&sums)[kVecs][8], float* scratch, int pitch, float* partial, int h) {
+__device__ void StoreColumnSums(float (&sums)[kVecs][8], float* scratch, int pitch, float* partials, int h) {
   const int c = threadIdx.x * 8, stride = blockDim.x * 8;
   if (blockDim.y > 1) {
     RowBarrier();
@@ -101,13 +102,14 @@ __device__ void StoreColumnSums(float (&sums)[kVecs][8], float* scratch, int pit
   }
 #pragma unroll
   for (int k = 0; k < kVecs; ++k)
-    if (threadIdx.y == 0 && c + k * stride < h) Store(partial + c + k * stride, Round<float>(sums[k]));
+    if (threadIdx.y == 0 && c + k * stride < h)
+      Store(partials + int64_t{blockIdx.x} * h + c + k * stride, Round<float>(sums[k]));
 }
 
-// The part that a thread of te_norm_bwd_rows has of its rows: 8 * kVecs columns, `stride` apart, in slots of
+// What a thread of te_norm_bwd_rows has of its rows: 8 * kVecs columns, `stride` apart, in slots of
 // shared memory T [2 or 3, width] (x, dy and, if there, dres), and gamma of these columns.
 template <typename T, int kVecs>
-struct RowPart {
+struct RowShare {
   static constexpr bool kKeep = kVecs < 4;  // registers suffice for gamma
   const NormBwdArgs& a;
   int h, c, stride, width;  // c: of the first column
@@ -174,7 +176,7 @@ template <typename T, int kVecs, bool kRms>
 __global__ void __launch_bounds__(kThreads, 1)
     te_norm_bwd_rows(const NormBwdArgs a, int stages, bool staged) {
   LetNextStart();
-  constexpr bool kKeep = RowPart<T, kVecs>::kKeep;
+  constexpr bool kKeep = RowShare<T, kVecs>::kKeep;
   extern __shared__ uint4 dynamic[];  // gamma f32 [width]; ring T [blockDim.y, stages, 2 or 3, width]
   __shared__ float2 scratch[2][kMostWarps];
   const float inv_h = 1.f / a.h;
@@ -183,7 +185,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t gamma_at = SharedAddress(dynamic);
   const uint32_t ring =
       gamma_at + (staged ? width * 4 : 0) + threadIdx.y * stages * slot_bytes + c * sizeof(T);
-  const RowPart<T, kVecs> part{a, h, c, stride, width, row_bytes, gamma_at, staged};
+  const RowShare<T, kVecs> share{a, h, c, stride, width, row_bytes, gamma_at, staged};
   int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y, step = int64_t{gridDim.x} * blockDim.y;
   for (int s = 0; s < stages; ++s) {
     for (int k = 0; k < kVecs; ++k)
@@ -191,10 +193,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         const uint32_t to = ring + s * slot_bytes + k * stride * sizeof(T) + i * 16;
         StoreShared(to, 0.f, 0.f, 0.f, 0.f), StoreShared(to + row_bytes, 0.f, 0.f, 0.f, 0.f);
       }
-    if (s + 1 < stages) part.Prefetch(row + s * step, ring + s * slot_bytes);
+    if (s + 1 < stages) share.Prefetch(row + s * step, ring + s * slot_bytes);
   }
   float kept_gamma[kKeep ? kVecs : 1][8] = {};
-  part.FetchGamma(kept_gamma);
+  share.FetchGamma(kept_gamma);
 
   float dgamma[kVecs][8] = {}, dbeta[kVecs][8] = {};
   float2 next = StatsOf<kRms>(a, row), after = StatsOf<kRms>(a, row + step);
@@ -202,7 +204,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t ring_end = ring + stages * slot_bytes;
   uint32_t now = ring, last = ring_end - slot_bytes;  // the slots of this row and of the one before
   for (; row < a.rows; row += step) {
-    part.Prefetch(row + (stages - 1) * step, last);
+    share.Prefetch(row + (stages - 1) * step, last);
     RowStats s{next.x, next.y, 0.f, 0.f};
     next = after, after = StatsOf<kRms>(a, row + 2 * step);
     WaitForPrefetch(stages - 1);
@@ -210,7 +212,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       const int kept = kKeep ? k : 0;
-      part.Normalize(now, k, s, kept_gamma[kept], g, xhat[kept], dxhat[kept]);
+      share.Normalize(now, k, s, kept_gamma[kept], g, xhat[kept], dxhat[kept]);
       AddColumns<kRms>(g, xhat[kept], dxhat[kept], s, dgamma[k], dbeta[k]);
     }
     FinishMeans<kRms>(s, inv_h, scratch[turn ^= 1]);
@@ -218,7 +220,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int k = 0; k < kVecs; ++k) {
       const int kept = kKeep ? k : 0;
       float dx[8];
-      if (!kKeep) part.Normalize(now, k, s, kept_gamma[kept], g, xhat[kept], dxhat[kept]);
+      if (!kKeep) share.Normalize(now, k, s, kept_gamma[kept], g, xhat[kept], dxhat[kept]);
 #pragma unroll
       for (int i = 0; i < 8; ++i) dx[i] = InputGradient(dxhat[kept][i], xhat[kept][i], s);
       if (a.dres) AddTo(dx, LoadShared<T, 8>(now + k * stride * sizeof(T) + 2 * row_bytes));
@@ -231,8 +233,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   // The ring, no longer needed, has room for two sums of each row: at least two slots of two rows each.
   float* of_rows = reinterpret_cast<float*>(dynamic);
   const int pitch = stages * slot_bytes / sizeof(float);
-  StoreColumnSums(dgamma, of_rows, pitch, a.dgamma + int64_t{blockIdx.x} * h, h);
-  if (!kRms && a.dbeta) StoreColumnSums(dbeta, of_rows + width, pitch, a.dbeta + int64_t{blockIdx.x} * h, h);
+  StoreColumnSums(dgamma, of_rows, pitch, a.dgamma_partials, h);
+  if (!kRms && a.dbeta_partials) StoreColumnSums(dbeta, of_rows + width, pitch, a.dbeta_partials, h);
 }
 
 // Rows too long for registers (N = 8), or of a length that is no multiple of 8 (N = 1). A CTA takes its rows
@@ -266,8 +268,8 @@ __global__ void __launch_bounds__(kThreads) te_norm_bwd_long_rows(const NormBwdA
   LetNextStart();
   __shared__ float2 scratch[2][kMostWarps];
   __shared__ RowStats stats[kLongRows];
-  float* partial_dgamma = a.dgamma + blockIdx.x * a.h;
-  float* partial_dbeta = kRms || !a.dbeta ? nullptr : a.dbeta + blockIdx.x * a.h;
+  float* partial_dgamma = a.dgamma_partials + blockIdx.x * a.h;
+  float* partial_dbeta = kRms || !a.dbeta_partials ? nullptr : a.dbeta_partials + blockIdx.x * a.h;
   int turn = 0;
   bool first = true;
   for (int64_t row0 = int64_t{blockIdx.x} * kLongRows; row0 < a.rows || first;
@@ -311,7 +313,8 @@ Status LaunchRows(cudaStream_t stream, const NormBwdArgs& a, int64_t ctas) {
   Gpu gpu;
   TE_TRY(CurrentGpu(&gpu));
   const bool vectors = a.h % 8 == 0 && Aligned(a.x) && Aligned(a.dy) && Aligned(a.dx) &&
-                       Aligned(a.gamma.data) && Aligned(a.dres) && Aligned(a.dgamma) && Aligned(a.dbeta);
+                       Aligned(a.gamma.data) && Aligned(a.dres) && Aligned(a.dgamma_partials) &&
+                       Aligned(a.dbeta_partials);
   const int64_t vecs = (a.h + 7) / 8;
   const int vecs_of_thread = vecs <= 32 ? 1 : vecs <= kThreads * 2 ? 2 : 4;
   const int64_t x = (vecs + vecs_of_thread * 32 - 1) / (vecs_of_thread * 32) * 32;  // threads of a row
@@ -340,32 +343,35 @@ Status LaunchRows(cudaStream_t stream, const NormBwdArgs& a, int64_t ctas) {
 }  // namespace
 
 Status LaunchNormBwd(cudaStream_t stream, Arg dy, Arg x, Arg mean, Arg rstd, Arg gamma, Arg dres, Ret dx,
-                     Ret dgamma, Ret dbeta, Ret dgamma_parts, Ret dbeta_parts, bool rms, bool zero_centered) {
+                     Ret dgamma, Ret dbeta, Ret dgamma_partials, Ret dbeta_partials, bool rms,
+                     bool zero_centered) {
   const char* op = "te_norm_bwd";
   TE_TRY(ExpectRank(op, "x", x, 1));
   const Axes all(x), of_rows = all.Without(1), h{all.last()};
-  const Axes partial = Axes{std::max<int64_t>(Axes(dgamma_parts)[0], 1)} + h;
+  const Axes partial = Axes{std::max<int64_t>(Axes(dgamma_partials)[0], 1)} + h;
   const auto type = x.type;
-  TE_TRY(Expect(op, {{"x", x, kFloats, all},
-                     {"dy", dy, type, all},
-                     {"mean", mean, F32, of_rows, rms ? kAbsent : kRequired},
-                     {"rstd", rstd, F32, of_rows},
-                     {"gamma", gamma, kFloats, h},
-                     {"dres", dres, type, all, kOptional},
-                     {"dx", dx, type, all},
-                     {"dgamma", dgamma, gamma.type, h},
-                     {"dbeta", dbeta, gamma.type, h, AbsentIf(rms)},
-                     {"dgamma_parts", dgamma_parts, F32, partial},
-                     {"dbeta_parts", dbeta_parts, F32, partial, Present(dbeta) ? kRequired : kAbsent}}));
+  TE_TRY(
+      Expect(op, {{"x", x, kFloats, all},
+                  {"dy", dy, type, all},
+                  {"mean", mean, F32, of_rows, rms ? kAbsent : kRequired},
+                  {"rstd", rstd, F32, of_rows},
+                  {"gamma", gamma, kFloats, h},
+                  {"dres", dres, type, all, kOptional},
+                  {"dx", dx, type, all},
+                  {"dgamma", dgamma, gamma.type, h},
+                  {"dbeta", dbeta, gamma.type, h, AbsentIf(rms)},
+                  {"dgamma_partials", dgamma_partials, F32, partial},
+                  {"dbeta_partials", dbeta_partials, F32, partial, Present(dbeta) ? kRequired : kAbsent}}));
   if (!Present(x)) return Zero(stream, {dgamma, dbeta});
   const int64_t ctas = partial[0];
   const NormBwdArgs args(Data<void>(dy), Data<void>(x), Data<float>(mean), Data<float>(rstd),
-                         WeightsOf(gamma), Data<void>(dres), Data<void>(dx), Data<float>(dgamma_parts),
-                         Data<float>(dbeta_parts), of_rows.count(), h[0], zero_centered);
+                         WeightsOf(gamma), Data<void>(dres), Data<void>(dx), Data<float>(dgamma_partials),
+                         Data<float>(dbeta_partials), of_rows.count(), h[0], zero_centered);
   TE_TRY(DispatchFloat(x.type, [&]<typename T>() -> Status {
     return rms ? LaunchRows<T, true>(stream, args, ctas) : LaunchRows<T, false>(stream, args, ctas);
   }));
-  return FinishParts(stream, {{Reduce::kSum, dgamma_parts, dgamma}, {Reduce::kSum, dbeta_parts, dbeta}});
+  return FinishPartials(stream, {Reduce::kSumOfFloats, dgamma_partials, dgamma},
+                        {Reduce::kSumOfFloats, dbeta_partials, dbeta});
 }
 
 }  // namespace te

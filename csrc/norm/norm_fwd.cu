@@ -26,9 +26,9 @@ __device__ void StoreAmax(const NormFwdArgs& a, float amax) {
   __shared__ unsigned scratch[kMostWarps];
   const unsigned bits = CtaMax(__float_as_uint(amax), scratch);
   const int64_t places = AmaxPlaces(a.rows, a.h);
-  if (!a.amax || WarpIndex() > 0) return;
+  if (!a.amax_partials || WarpIndex() > 0) return;
   for (int64_t i = blockIdx.x + int64_t{gridDim.x} * Lane(); i < places; i += int64_t{gridDim.x} * 32)
-    a.amax[i] = i == blockIdx.x ? __uint_as_float(bits) : 0.f;
+    a.amax_partials[i] = i == blockIdx.x ? __uint_as_float(bits) : 0.f;
 }
 
 // mean (0 for RMSNorm) and rstd of a row, from kVecs vectors of each of its threads, `stride` columns apart;
@@ -52,23 +52,23 @@ __device__ __forceinline__ float2 RowStats(const NormFwdArgs& a, const Vec<T, 8>
   float mean = 0.f, sum = 0.f;
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
-    float part = 0.f;  // a chain of additions for every vector
+    float some = 0.f;  // a chain of additions for every vector
 #pragma unroll
-    for (int i = 0; i < 8; ++i) part += x[k][i];
-    sum += part;
+    for (int i = 0; i < 8; ++i) some += x[k][i];
+    sum += some;
   }
   if (!a.rms) mean = RowSum(sum, scratch[turn ^= 1]) * inv_h;
   const auto mean_square = [&](float factor) {
     float sum = 0.f;
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      float part = 0.f;
+      float some = 0.f;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const float centered = fmaf(x[k][i], factor, -mean * factor);
-        part += centered * centered;
+        some += centered * centered;
       }
-      sum += k * stride < columns ? part : 0.f;
+      sum += k * stride < columns ? some : 0.f;
     }
     return RowSum(sum, scratch[turn ^= 1]) * inv_h;
   };
@@ -245,7 +245,7 @@ Status LaunchRows(cudaStream_t stream, const NormFwdArgs& a) {
     const int y = std::min({most, of.room / 2, rows_of_sm});  // rows at once; of more than a warp at most 12
     const int stages = std::min(of.room / y, int64_t{kStages});
     int64_t ctas = std::min((a.rows + y - 1) / y, int64_t{gpu.sms});
-    if (a.amax) ctas = std::min(ctas, AmaxPlaces(a.rows, a.h));
+    if (a.amax_partials) ctas = std::min(ctas, AmaxPlaces(a.rows, a.h));
     kKernel<<<ctas, dim3(of.x, y), of.affine_bytes + y * stages * of.row_bytes, stream>>>(a, stages);
     TE_LAUNCHED();
   };
@@ -259,10 +259,10 @@ Status LaunchRows(cudaStream_t stream, const NormFwdArgs& a) {
 
 Status LaunchNormFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Arg known_mean, Arg known_rstd,
                      Arg scale, Ret y, Ret data, Ret data_t, Ret mean, Ret rstd, Ret amax, Ret scale_inv,
-                     Ret workspace, Ret amax_parts, double eps, bool rms, bool zero_centered) {
+                     Ret workspace, Ret amax_partials, double eps, bool rms, bool zero_centered) {
   const char* op = "te_norm_fwd";
   const NormArrays arrays{x, gamma, beta, mean, rstd, known_mean, known_rstd};
-  const Totals totals{scale, amax, kNone, scale_inv, amax_parts, kNone};
+  Totals totals{scale, amax, kNone, scale_inv, amax_partials};
   TE_TRY(ExpectRank(op, "x", x, 1));
   TE_TRY(ExpectNorm(op, arrays, rms, kOptional));
   const Axes all(x), rows = all.Without(1), h{all.last()};
@@ -272,16 +272,16 @@ Status LaunchNormFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Arg known_
                      {"y", y, x.type, all, kOptional},
                      {"data", data, kFp8, all, kOptional},
                      {"data_t", data_t, Fp8Like(data), h + rows, kOptional},
-                     {kAmaxParts, amax_parts, F32, places, kOptional},
                      {"workspace", workspace, U8, {8 * rows.count()}, RequiredIf(hands_over)}}));
-  TE_TRY(ExpectTotals(op, Present(x), totals, {}));
-  if (!Present(x)) {  // the partial amax is there nevertheless, and has nothing in it
-    TE_TRY(Finish(stream, {scale, amax, kNone, scale_inv, kNone, kNone}));
+  TE_TRY(ExpectTotals(op, totals, {}, places));
+  if (!Present(x)) {
+    totals.amax_partials = kNone;  // which may be there nevertheless, and has nothing in it
+    TE_TRY(Finish(stream, totals));
     return Fill(stream, 0xff, {mean, rstd});  // rows without columns have undefined statistics
   }
   NormFwdArgs args = NormFwdArgsOf(arrays, eps, rms, zero_centered);
   const bool e5m2 = IsE5M2(data, data_t);
-  args.scale = Data<float>(scale), args.y = Data<void>(y), args.amax = Data<float>(amax_parts);
+  args.scale = Data<float>(scale), args.y = Data<void>(y), args.amax_partials = Data<float>(amax_partials);
   args.data = Data<uint8_t>(data), args.data_t = Data<uint8_t>(data_t);
   const auto launch_rows = [&]<typename T>() {
     if (!Present(data) && !Present(amax)) return LaunchRows<T, void>(stream, args);

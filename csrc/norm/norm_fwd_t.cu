@@ -33,17 +33,18 @@ __global__ void __launch_bounds__(kTileThreads, kCtas)
   const auto task = tiles.TaskOf(blockIdx.x);
   const int64_t row0 = int64_t{task.chunk} * kTileRows;
   if (task.stats) {
-    const int64_t row = row0 + task.part * Tiles::kStatsRows + WarpIndex();
+    const int64_t row = row0 + task.which * Tiles::kStatsRows + WarpIndex();
     if (row < a.rows) StoreStats<kVectors, T>(a, tiles.found, row);
     return;
   }
-  const int64_t column = int64_t{task.part} * kTileColumns + threadIdx.x % kGroups * 8;
+  const int64_t column = int64_t{task.which} * kTileColumns + threadIdx.x % kGroups * 8;
   const TileSource<T> source{
       {a, static_cast<const T*>(a.x), tiles.found, stats, AffineOf<kVectors>(a, column)}, row0};
-  const unsigned count = tiles.chunks * tiles.strips, tile = task.chunk * tiles.strips + task.part;
+  const unsigned count = tiles.chunks * tiles.strips, tile = task.chunk * tiles.strips + task.which;
   WriteTile<kVectors>(source, results, tile);
-  if (results.amax && threadIdx.x == 0)
-    for (int64_t i = int64_t{tile} + count; i < AmaxPlaces(a.rows, a.h); i += count) results.amax[i] = 0.f;
+  if (results.amax_partials && threadIdx.x == 0)
+    for (int64_t i = int64_t{tile} + count; i < AmaxPlaces(a.rows, a.h); i += count)
+      results.amax_partials[i] = 0.f;
 }
 
 }  // namespace
@@ -56,8 +57,9 @@ Status LaunchNormFwdTransposed(cudaStream_t stream, const NormFwdArgs& args, Typ
   TE_TRY(Tiles::Of("te_norm_fwd", stream, args, (args.rows + kTileRows - 1) / kTileRows,
                    (args.h + kTileColumns - 1) / kTileColumns, workspace, &tiles));
   return DispatchFloat(x_type, [&]<typename T>() -> Status {
-    const TileResults<T> results(args.scale, static_cast<T*>(args.y), args.data, args.data_t, args.amax,
-                                 nullptr, args.rows, args.h, tiles.chunks, tiles.strips, e5m2);
+    const TileResults<T> results(args.scale, static_cast<T*>(args.y), args.data, args.data_t,
+                                 args.amax_partials, nullptr, args.rows, args.h, tiles.chunks, tiles.strips,
+                                 e5m2);
     const auto kernel = vectors ? te_norm_fwd_tiles<T, true> : te_norm_fwd_tiles<T, false>;
     kernel<<<tiles.ctas(), kTileThreads, 0, stream>>>(args, results, tiles);
     TE_LAUNCHED();

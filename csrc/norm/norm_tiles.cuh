@@ -35,13 +35,13 @@ struct NormTiles {
   // for nobody and have started: CTAs start in the order of their indices (as cub::DeviceScan needs it, too).
   struct Task {
     bool stats;
-    unsigned chunk, part;  // part: of the statistics, or the strip
+    unsigned chunk, which;  // of the CTAs for statistics, or the strip
   };
 
   __device__ __forceinline__ Task TaskOf(unsigned index) const {
     if (!found) {
-      const auto [chunk, part] = by_strips.Of(index);
-      return {false, chunk, part};
+      const auto [chunk, which] = by_strips.Of(index);
+      return {false, chunk, which};
     }
     const unsigned head = ahead * kStatsOfChunk, both = kStatsOfChunk + strips;
     if (index < head) return {true, index / kStatsOfChunk, index % kStatsOfChunk};
@@ -50,9 +50,9 @@ struct NormTiles {
       const Split last = by_strips.Of(index - (chunks - ahead) * both);
       return {false, chunks - ahead + last.quotient, last.rest};
     }
-    const auto [chunk, part] = by_both.Of(index);
-    if (part < kStatsOfChunk) return {true, chunk + ahead, part};
-    return {false, chunk, part - kStatsOfChunk};
+    const auto [chunk, which] = by_both.Of(index);
+    if (which < kStatsOfChunk) return {true, chunk + ahead, which};
+    return {false, chunk, which - kStatsOfChunk};
   }
 
   // All rows' statistics are unknown then, unless the caller has them. workspace: `found`.
@@ -72,7 +72,7 @@ struct NormTiles {
   }
 };
 
-// f(vectors of 8, columns inside) for the lane's parts of a row of h, kStatsVecs vectors at a time.
+// f(vectors of 8, columns inside) for what a lane has of a row of h, kStatsVecs vectors at a time.
 template <bool kVectors, typename T, typename F>
 __device__ __forceinline__ void ForRow(const T* row, int h, F&& f) {
   for (int c = Lane() * 8; c - Lane() * 8 < h; c += kStatsVecs * 32 * 8) {  // whole warps
@@ -92,10 +92,10 @@ __device__ float2 WarpStats(const T* row, int h, float eps, bool rms) {
   float sum = 0.f, squares = 0.f;
   if constexpr (sizeof(T) == 2) {
     ForRow<kVectors>(row, h, [&](const Vec<T, 8>(&x)[kStatsVecs], int) {
-      TensorSums<T> part;  // short sums: tensor cores round towards zero
+      TensorSums<T> some;  // short sums: tensor cores round towards zero
 #pragma unroll
-      for (int k = 0; k < kStatsVecs; ++k) part.Add(x[k], rms);
-      sum += part.Sum(), squares += part.Squares();
+      for (int k = 0; k < kStatsVecs; ++k) some.Add(x[k], rms);
+      sum += some.Sum(), squares += some.Squares();
     });
     float2 stats;
     if (StatsOfSums(WarpSum(sum), WarpSum(squares), inv_h, eps, rms, &stats)) return stats;
@@ -106,10 +106,10 @@ __device__ float2 WarpStats(const T* row, int h, float eps, bool rms) {
     ForRow<kVectors>(row, h, [&](const Vec<T, 8>(&x)[kStatsVecs], int) {
 #pragma unroll
       for (int k = 0; k < kStatsVecs; ++k) {
-        float part = 0.f;
+        float some = 0.f;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) part += x[k][i];
-        sum += part;
+        for (int i = 0; i < 8; ++i) some += x[k][i];
+        sum += some;
       }
     });
     mean = WarpSum(sum) * inv_h;
@@ -119,13 +119,13 @@ __device__ float2 WarpStats(const T* row, int h, float eps, bool rms) {
     ForRow<kVectors>(row, h, [&](const Vec<T, 8>(&x)[kStatsVecs], int columns) {
 #pragma unroll
       for (int k = 0; k < kStatsVecs; ++k) {
-        float part = 0.f;
+        float some = 0.f;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const float centered = fmaf(x[k][i], factor, -mean * factor);
-          if (k * 32 * 8 + i < columns) part += centered * centered;
+          if (k * 32 * 8 + i < columns) some += centered * centered;
         }
-        squares += part;
+        squares += some;
       }
     });
     return WarpSum(squares) * inv_h;

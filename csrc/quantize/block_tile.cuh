@@ -14,10 +14,10 @@
 #include "base/divisor.cuh"
 #include "base/finish.h"
 #include "base/fp8.cuh"
-#include "base/parts.h"
+#include "base/groups.cuh"
+#include "base/partials.h"
 #include "base/ptx.cuh"
 #include "base/reduce.cuh"
-#include "experts/groups.cuh"
 
 namespace te {
 
@@ -28,11 +28,11 @@ constexpr int kBlockWords = kBlock / 4 * kBlock;  // of 4 FP8, of a tile
 static_assert(kBlockThreads / kBlockGroups * kBlockRows == kBlock);
 
 struct BlockArgs {
-  uint8_t* data;    // [m, p, n, q] or nullptr
-  uint8_t* data_t;  // [n, q, m, p] or nullptr
-  float* inv;       // of data: [n, qs, m, p], of squares [m, ps, n, qs]; nullptr without data
-  float* inv_t;     // of data_t: [m, ps, n, q], of squares [n, qs, m, ps]; nullptr without data_t
-  float* dbias;     // [m, ps, n, q] partial sums, or nullptr
+  uint8_t* data;          // [m, p, n, q] or nullptr
+  uint8_t* data_t;        // [n, q, m, p] or nullptr
+  float* inv;             // of data: [n, qs, m, p], of squares [m, ps, n, qs]; nullptr without data
+  float* inv_t;           // of data_t: [m, ps, n, q], of squares [n, qs, m, ps]; nullptr without data_t
+  float* dbias_partials;  // [m, ps, n, q] or nullptr
   // ps, qs: blocks along p and q. Of 32 bits, as the rows m p and the columns n q are, so that an address is
   // one multiplication: of 64 bits those and the divisions were a third of all instructions.
   unsigned m, p, n, q, ps, qs;
@@ -87,9 +87,9 @@ __device__ __forceinline__ void StoreBlockRow(uint8_t* p, uint2 q, int columns) 
 }
 
 // Values of the 8 columns that a thread shares with those above and below it, in kN words -> word threadIdx.x
-// / kParts of the tile's, over all of its rows, in each of kParts neighbours.
+// / kSharing of the tile's, over all of its rows, in each of kSharing neighbours.
 template <int kN>
-constexpr int kParts = kBlockThreads / (kBlockGroups * kN);
+constexpr int kSharing = kBlockThreads / (kBlockGroups * kN);
 
 template <int kN, typename Combine>
 __device__ __forceinline__ uint32_t OverColumns(const uint32_t (&mine)[kN], uint32_t* scratch,
@@ -107,13 +107,13 @@ __device__ __forceinline__ uint32_t OverColumns(const uint32_t (&mine)[kN], uint
   }
   *reinterpret_cast<decltype(half)*>(line) = half;
   __syncthreads();
-  const int word = threadIdx.x / kParts<kN>, part = threadIdx.x % kParts<kN>;
-  uint32_t all = scratch[part * kLine + word];
+  const int word = threadIdx.x / kSharing<kN>, first = threadIdx.x % kSharing<kN>;
+  uint32_t all = scratch[first * kLine + word];
 #pragma unroll
-  for (int w = part + kParts<kN>; w < part + kBlockWarps; w += kParts<kN>)
+  for (int w = first + kSharing<kN>; w < first + kBlockWarps; w += kSharing<kN>)
     all = combine(all, scratch[w * kLine + word]);
 #pragma unroll
-  for (int other = kParts<kN> / 2; other > 0; other /= 2)
+  for (int other = kSharing<kN> / 2; other > 0; other /= 2)
     all = combine(all, __shfl_xor_sync(~0u, all, other));
   return all;
 }
@@ -174,9 +174,9 @@ __device__ __forceinline__ void StoreBlockSums(const Vec<T, 8> (&x)[kBlockRows],
   const uint32_t sum = OverColumns(sums, shared.scratch, [](uint32_t u, uint32_t v) {
     return __float_as_uint(__uint_as_float(u) + __uint_as_float(v));
   });
-  const int column = threadIdx.x / kParts<8>;
-  if (threadIdx.x % kParts<8> == 0 && column < at.columns)
-    a.dbias[uint64_t{at.band} * a.columns() + at.column + column] = __uint_as_float(sum);
+  const int column = threadIdx.x / kSharing<8>;
+  if (threadIdx.x % kSharing<8> == 0 && column < at.columns)
+    a.dbias_partials[uint64_t{at.band} * a.columns() + at.column + column] = __uint_as_float(sum);
   __syncthreads();  // scratch is free again
 }
 
@@ -205,7 +205,7 @@ __device__ __forceinline__ void ColumnScales(const Vec<T, 8> (&x)[kBlockRows], c
     scales[0] = shared.column_scales[0];
   } else {
     const uint32_t word = OverColumns(amax, shared.scratch, MaxWord<T>);
-    const int i = threadIdx.x % kParts<kN>, column = threadIdx.x / kParts<kN> * kPerWord + i;
+    const int i = threadIdx.x % kSharing<kN>, column = threadIdx.x / kSharing<kN> * kPerWord + i;
     if (i < kPerWord) {
       const float scale = shared.column_scales[column] = ScaleOfBlock(ValueOf<T>(word, i), a);
       if (a.inv_t && column < at.columns)
@@ -266,7 +266,7 @@ template <bool kVectors, bool kSquare, typename T>
 __device__ __forceinline__ void WriteBlocks(const Vec<T, 8> (&x)[kBlockRows], const BlockPlace& at,
                                             const BlockArgs& a, BlockShared& shared) {
   const int r = at.r, c = at.c;
-  if (a.dbias) StoreBlockSums(x, at, a, shared);
+  if (a.dbias_partials) StoreBlockSums(x, at, a, shared);
   float column_scales[8];
   ColumnScales<kSquare>(x, at, a, shared, column_scales);
   float row_scales[kBlockRows];
@@ -365,21 +365,24 @@ using BlockKernel = void (*)(const Source, const BlockArgs, const Divisor);
 
 // Defines the kernel of an op, whose CTAs have one tile each, under the op's name, for profiles.
 // name_kernels: without vectors and with.
-#define TE_BLOCK_KERNELS(name)                                                     \
-  template <typename Source, bool kSquare, bool kVectors>                          \
-  __global__ void __launch_bounds__(kBlockThreads, Source::kCtas)                  \
-      name(const Source source, const BlockArgs a, const Divisor by_strips) {      \
-    __shared__ BlockShared shared;                                                 \
-    const Split at = by_strips.Of(TileOf(source, blockIdx.x));                     \
-    WriteBlockTile<kVectors, kSquare>(source, a, at.quotient, at.rest, shared);    \
-  }                                                                                \
-  template <typename Source, bool kSquare = false>                                 \
-  constexpr BlockKernel<Source> name##_kernels[2] = {name<Source, kSquare, false>, \
-                                                     name<Source, kSquare, true>}
+#define TE_BLOCK_KERNELS(name)                                                  \
+  template <typename Source, bool kSquare, bool kVectors>                       \
+  __global__ void __launch_bounds__(kBlockThreads, Source::kCtas)               \
+      name(const Source source, const BlockArgs a, const Divisor by_strips) {   \
+    __shared__ BlockShared shared;                                              \
+    const Split at = by_strips.Of(TileOf(source, blockIdx.x));                  \
+    WriteBlockTile<kVectors, kSquare>(source, a, at.quotient, at.rest, shared); \
+  }                                                                             \
+  struct name##_kernels {                                                       \
+    template <typename Source, bool kSquare>                                    \
+    static constexpr BlockKernel<Source> of[2] = {name<Source, kSquare, false>, \
+                                                  name<Source, kSquare, true>}; \
+  }
 
 // The results of a call: the scales are those of rows, or of squares. kNone where the op has none.
 struct BlockArrays {
-  Tensor data, data_t, inv, inv_t, dbias;  // of dbias the partial sums
+  Tensor data, data_t, inv, inv_t;
+  Totals totals = {};
   const char *inv_name = "scale_inv", *inv_t_name = "scale_inv_t";
 };
 
@@ -399,14 +402,14 @@ inline Status GetBlockArgs(const char* op, const Axes& rows, const Axes& n_axes,
   TE_TRY(Expect(op, {{"data", b.data, kFp8, e + rows + columns, kOptional},
                      {"data_t", b.data_t, Fp8Like(b.data), e + columns + rows, kOptional},
                      {b.inv_name, b.inv, F32, e + inv, kOptional},
-                     {b.inv_t_name, b.inv_t, F32, e + inv_t, kOptional},
-                     {kDbiasParts, b.dbias, F32, Axes{BlockParts(rows)} + columns, kOptional}}));
+                     {b.inv_t_name, b.inv_t, F32, e + inv_t, kOptional}}));
+  TE_TRY(ExpectTotals(op, b.totals, {}, {}, columns, Axes{BlockPartials(rows)} + columns));
   BlockArgs a{};
   a.m = m, a.p = p, a.n = n, a.q = q, a.ps = ps, a.qs = qs;
   a.by_ps = Divisor(std::max(a.ps, 1u)), a.by_qs = Divisor(std::max(a.qs, 1u));
   a.data = Data<uint8_t>(b.data), a.data_t = Data<uint8_t>(b.data_t);
   a.inv = Data<float>(b.inv), a.inv_t = Data<float>(b.inv_t);
-  a.dbias = Data<float>(b.dbias);
+  a.dbias_partials = Data<float>(b.totals.dbias_partials);
   a.e5m2 = IsE5M2(b.data, b.data_t);
   a.fp8_max = a.e5m2 ? 57344.f : 448.f, a.power_2 = power_2, a.epsilon = float(epsilon);
   TE_CHECK(Aligned(a.data_t), "%s: data_t is not aligned to 16 bytes", op);
@@ -415,11 +418,11 @@ inline Status GetBlockArgs(const char* op, const Axes& rows, const Axes& n_axes,
 }
 
 // aligned: the rows of the sources; the results are looked at here.
-template <typename Source>
-Status LaunchBlocks(cudaStream_t stream, const BlockKernel<Source> (&kernels)[2], const Source& source,
-                    const BlockArgs& a, bool aligned, unsigned experts = 1) {
+template <typename Kernels, bool kSquare = false, typename Source>
+Status LaunchBlocks(cudaStream_t stream, const Source& source, const BlockArgs& a, bool aligned,
+                    unsigned experts = 1) {
   const unsigned strips = a.n / Source::kSlots * a.qs;
-  const auto kernel = kernels[aligned && Aligned(a.data) && a.q % 8 == 0];
+  const auto kernel = Kernels::template of<Source, kSquare>[aligned && Aligned(a.data) && a.q % 8 == 0];
   kernel<<<experts * a.m * a.ps * strips, kBlockThreads, 0, stream>>>(source, a, Divisor(strips));
   TE_LAUNCHED();
 }

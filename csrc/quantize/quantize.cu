@@ -71,7 +71,7 @@ struct StackedSource {
     if (a.scale) a.scale += expert;
     if (a.data) a.data += first * kA;
     if (a.data_t) a.data_t += first * kA;
-    if (a.amax) a.amax += expert;
+    if (a.amax_partials) a.amax_partials += expert;
     StackedSource one = *this;
 #pragma unroll
     for (int s = 0; s < kA; ++s) one.x[s] += first;
@@ -93,57 +93,55 @@ __global__ void __launch_bounds__(kTileThreads, 4)
   source.Of(all, gridDim.x - 1 - blockIdx.x,
             [](const auto& one, const auto& a, unsigned index) { WriteAmax<kVectors>(one, a, index); });
 }
-template <typename Source>
-constexpr TileKernel<Source> te_quantize_stacked_kernels[2][2] = {
-    {te_quantize_stacked<Source, false>, te_quantize_stacked<Source, true>},
-    {te_quantize_stacked_amax<Source, false>, te_quantize_stacked_amax<Source, true>}};
+struct te_quantize_stacked_kernels {
+  template <typename Source>
+  static constexpr TileKernel<Source> of[2][2] = {
+      {te_quantize_stacked<Source, false>, te_quantize_stacked<Source, true>},
+      {te_quantize_stacked_amax<Source, false>, te_quantize_stacked_amax<Source, true>}};
+};
 
 }  // namespace
 
 Status LaunchQuantize(cudaStream_t stream, Arg x, Arg scale, Ret data, Ret data_t, Ret amax, Ret dbias,
-                      Ret scale_inv, Ret amax_parts, Ret dbias_parts, int64_t split) {
+                      Ret scale_inv, Ret amax_partials, Ret dbias_partials, int64_t split) {
   const char* op = "te_quantize";
   const Axes all(x), m = all.First(split), n = all.From(split);
   TE_CHECK(split >= 0 && split <= all.rank(), "%s: split is %ld; pass 0 to %ld, the axes of x", op,
            long(split), long(all.rank()));
-  const TileArrays arrays{scale, nullptr, kNone, data, data_t, amax_parts, dbias_parts};
-  const Totals totals{scale, amax, dbias, scale_inv, amax_parts, dbias_parts};
+  const TileArrays arrays{{scale, amax, dbias, scale_inv, amax_partials, dbias_partials}, data, data_t};
   TE_TRY(Expect(op, {{"x", x, kFloats, all}}));
   TE_TRY(ExpectTiles(op, x, m, n, 1, arrays));
-  TE_TRY(ExpectTotals(op, Present(x), totals, n));
-  if (!Present(x)) return Finish(stream, totals);
+  if (!Present(x)) return Finish(stream, arrays.totals);
   TE_TRY(DispatchFloat(x.type, [&]<typename T>() -> Status {
     const QuantizeSource<T> source{Data<T>(x), n.count()};
-    return LaunchTiles(op, stream, te_quantize_kernels<QuantizeSource<T>>, source, Aligned(source.x),
-                       m.count(), n.count(), arrays);
+    return LaunchTiles<te_quantize_kernels>(op, stream, source, Aligned(source.x), m.count(), n.count(),
+                                            arrays);
   }));
-  return Finish(stream, totals);
+  return Finish(stream, arrays.totals);
 }
 
 Status LaunchQuantizeStacked(cudaStream_t stream, Arg x, Arg y, Arg scale, Ret data, Ret data_t, Ret amax,
-                             Ret amax_parts, int64_t stack, int64_t slots, int64_t split) {
+                             Ret amax_partials, int64_t stack, int64_t slots, int64_t split) {
   const char* op = "te_quantize_stacked";
   const Axes all(x), e = all.First(stack), one = all.From(stack), m = one.First(split), n = one.From(split);
   TE_CHECK(stack >= 0 && split >= 0 && stack <= all.rank() && split <= all.rank() - stack,
            "%s: stack is %ld, split %ld; pass numbers of axes of x%s", op, long(stack), long(split),
            x.shape().c_str());
   TE_CHECK(slots == 0 || slots == 1, "%s: slots is %ld; pass 1 with y, else 0", op, long(slots));
-  const TileArrays arrays{scale, nullptr, kNone, data, data_t, amax_parts, kNone};
-  const Totals totals{kNone, amax, kNone, kNone, amax_parts, kNone};
+  const TileArrays arrays{{scale, amax, kNone, kNone, amax_partials}, data, data_t};
   TE_TRY(Expect(op, {{"x", x, kFloats, all}, {"y", y, x.type, all, slots ? kRequired : kAbsent}}));
   TE_TRY(ExpectTiles(op, x, m, slots ? Axes{2} + n : n, slots + 1, arrays, e));
-  TE_TRY(ExpectTotals(op, Present(x), totals, {}, e));
-  if (!Present(x)) return Finish(stream, totals);
+  if (!Present(x)) return Finish(stream, arrays.totals);
   TE_TRY(DispatchFloat(x.type, [&]<typename T>() -> Status {
     const auto launch = [&]<typename Source>(const Source& source) {
       const bool aligned = Aligned(source.x[0]) && Aligned(source.x[Source::kSlots - 1]);
-      return LaunchTiles(op, stream, te_quantize_stacked_kernels<Source>, source, aligned, m.count(),
-                         n.count(), arrays, e.count());
+      return LaunchTiles<te_quantize_stacked_kernels>(op, stream, source, aligned, m.count(), n.count(),
+                                                      arrays, e.count());
     };
     if (slots) return launch(StackedSource<T, 2>{{Data<T>(x), Data<T>(y)}, n.count()});
     return launch(StackedSource<T, 1>{{Data<T>(x)}, n.count()});
   }));
-  return Finish(stream, totals);
+  return Finish(stream, arrays.totals);
 }
 
 }  // namespace te

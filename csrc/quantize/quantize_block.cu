@@ -56,37 +56,37 @@ __global__ void __launch_bounds__(kBlockThreads, Source::kCtas)
   one.x = in_y ? source.y + first - source.columns : source.x + first;
   WriteBlockTile<kVectors, true>(one, OfExpert(all, band.quotient), band.rest, at.rest, shared);
 }
-template <typename Source>
-constexpr BlockKernel<Source> te_quantize_stacked_block_kernels[2] = {
-    te_quantize_stacked_block<Source, false>, te_quantize_stacked_block<Source, true>};
+struct te_quantize_stacked_block_kernels {
+  template <typename Source, bool>
+  static constexpr BlockKernel<Source> of[2] = {te_quantize_stacked_block<Source, false>,
+                                                te_quantize_stacked_block<Source, true>};
+};
 
 }  // namespace
 
 Status LaunchQuantizeBlock(cudaStream_t stream, Arg x, Ret data, Ret data_t, Ret scale_inv, Ret scale_inv_t,
-                           Ret block_inv, Ret block_inv_t, Ret dbias, Ret dbias_parts, int64_t lead,
+                           Ret block_inv, Ret block_inv_t, Ret dbias, Ret dbias_partials, int64_t lead,
                            bool square, bool power_2, double epsilon) {
   const char* op = "te_quantize_block";
   const Axes all(x);
   TE_CHECK(lead >= 0 && lead + 2 <= all.rank(), "%s: lead is %ld, x is %s; pass 0 to the axes of x less 2",
            op, long(lead), x.shape().c_str());
   const Axes rows = all.First(lead + 1), columns = all.From(lead + 1);
-  const BlockArrays of_rows{data, data_t, scale_inv, scale_inv_t, dbias_parts};
-  const BlockArrays of_squares{data, data_t, block_inv, block_inv_t, dbias_parts, "block_inv", "block_inv_t"};
-  const Totals totals{kNone, kNone, dbias, kNone, kNone, dbias_parts};
+  const Totals totals{.dbias = dbias, .dbias_partials = dbias_partials};
+  const BlockArrays of_rows{data, data_t, scale_inv, scale_inv_t, totals};
+  const BlockArrays of_squares{data, data_t, block_inv, block_inv_t, totals, "block_inv", "block_inv_t"};
   const BlockArrays &arrays = square ? of_squares : of_rows, &others = square ? of_rows : of_squares;
   TE_TRY(Expect(op, {{"x", x, kFloats, all},
                      {others.inv_name, others.inv, F32, {}, kAbsent},
                      {others.inv_t_name, others.inv_t, F32, {}, kAbsent}}));
   BlockArgs a;
   TE_TRY(GetBlockArgs(op, rows, columns.Without(1), columns.last(), arrays, power_2, epsilon, &a, square));
-  TE_TRY(ExpectTotals(op, Present(x), totals, columns));
   if (!Present(x)) return Finish(stream, totals);
   TE_TRY(DispatchFloat(x.type, [&]<typename T>() -> Status {
-    using Source = BlockQuantizeSource<T>;
-    const Source source{Data<T>(x), a.columns()};
-    const auto& kernels =
-        square ? te_quantize_block_kernels<Source, true> : te_quantize_block_kernels<Source>;
-    return LaunchBlocks(stream, kernels, source, a, Aligned(source.x));
+    const BlockQuantizeSource<T> source{Data<T>(x), a.columns()};
+    const bool aligned = Aligned(source.x);
+    return square ? LaunchBlocks<te_quantize_block_kernels, true>(stream, source, a, aligned)
+                  : LaunchBlocks<te_quantize_block_kernels>(stream, source, a, aligned);
   }));
   return Finish(stream, totals);
 }
@@ -103,15 +103,15 @@ Status LaunchQuantizeStackedBlock(cudaStream_t stream, Arg x, Arg y, Ret data, R
   const Axes rows = one.First(lead + 1), columns = one.From(lead + 1);
   const Axes outer = (slots ? Axes{2} : Axes{}) + columns.Without(1);
   TE_TRY(Expect(op, {{"x", x, kFloats, all}, {"y", y, x.type, all, slots ? kRequired : kAbsent}}));
-  const BlockArrays arrays{data, data_t, block_inv, block_inv_t, kNone, "block_inv", "block_inv_t"};
+  const BlockArrays arrays{data, data_t, block_inv, block_inv_t, {}, "block_inv", "block_inv_t"};
   BlockArgs a;
   TE_TRY(GetBlockArgs(op, rows, outer, columns.last(), arrays, power_2, epsilon, &a, true, e));
   if (!Present(x)) return {};
   return DispatchFloat(x.type, [&]<typename T>() -> Status {
-    using Source = StackedBlockSource<T>;
-    const Source source{{Data<T>(x), unsigned(columns.count())}, Data<T>(y), Divisor(a.m * a.ps)};
-    return LaunchBlocks(stream, te_quantize_stacked_block_kernels<Source>, source, a,
-                        Aligned(source.x) && Aligned(source.y), unsigned(e.count()));
+    const StackedBlockSource<T> source{
+        {Data<T>(x), unsigned(columns.count())}, Data<T>(y), Divisor(a.m * a.ps)};
+    return LaunchBlocks<te_quantize_stacked_block_kernels>(
+        stream, source, a, Aligned(source.x) && Aligned(source.y), unsigned(e.count()));
   });
 }
 

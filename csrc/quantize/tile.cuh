@@ -10,10 +10,10 @@
 
 #include "base/finish.h"
 #include "base/fp8.cuh"
-#include "base/parts.h"
+#include "base/groups.cuh"
+#include "base/partials.h"
 #include "base/ptx.cuh"
 #include "base/reduce.cuh"
-#include "experts/groups.cuh"
 
 namespace te {
 
@@ -27,16 +27,16 @@ constexpr int kWarpSums = kTileThreads / 32 * kTileColumns;
 // What a tile kernel writes. n: columns of a slot; the slots (the A of [m, A, f]) lie side by side.
 template <typename T>
 struct TileResults {
-  const float* scale;  // [], nullptr where no FP8 is wanted; of groups [experts] or [1]
-  T* wide;             // [m, slots, n] or nullptr: the f32 values in the type of x
-  uint8_t* data;       // [m, slots, n] or nullptr
-  uint8_t* data_t;     // [slots, n, m] or nullptr
-  float* amax;         // [chunks, strips] = [ceil(m / kTileRows), ceil(n / kTileColumns)] or nullptr
-  float* dbias;        // [chunks, slots, n] or nullptr; of groups both have bands for chunks
+  const float* scale;     // [], nullptr where no FP8 is wanted; of groups [experts] or [1]
+  T* unquantized;         // [m, slots, n] or nullptr: the f32 values in the type of x
+  uint8_t* data;          // [m, slots, n] or nullptr
+  uint8_t* data_t;        // [slots, n, m] or nullptr
+  float* amax_partials;   // [chunks, strips] = [ceil(m / kTileRows), ceil(n / kTileColumns)] or nullptr
+  float* dbias_partials;  // [chunks, slots, n] or nullptr; of groups both have bands for chunks
   int64_t m, n;
   unsigned chunks, strips;
   bool e5m2;              // data and data_t, else E4M3
-  int64_t amax_step = 1;  // between neighbours of amax
+  int64_t amax_step = 1;  // between neighbours of amax_partials
 };
 
 // The transposed tile: kTileColumns columns of kTileRows / 4 words of 4 rows. The xor spreads the groups of
@@ -58,7 +58,7 @@ __device__ __forceinline__ void StoreTransposed(uint32_t (&q)[2][4], uint32_t* t
 
 // f32 -> T, `columns` of the 8 values.
 template <bool kVectors, typename T>
-__device__ __forceinline__ void StoreWide(T* p, const float (&f)[8], int columns) {
+__device__ __forceinline__ void StoreUnquantized(T* p, const float (&f)[8], int columns) {
   const Vec<T, 8> v = Round<T>(f);
   if constexpr (kVectors) {
     struct alignas(16) {
@@ -171,8 +171,8 @@ __device__ __forceinline__ void StoreAmax(const TileResults<T>& a, unsigned inde
     const unsigned peak = CtaMax(__float_as_uint(amax[b]), amax_of_warps[b]);
     const int64_t band = index / a.strips * int64_t{kOfBands} + b;
     const bool inside = kOfBands == 1 || band * kGroupRows < a.m;
-    if (a.amax && inside && threadIdx.x == 0)
-      a.amax[(kOfBands == 1 ? index : band * a.strips + index % a.strips) * a.amax_step] =
+    if (a.amax_partials && inside && threadIdx.x == 0)
+      a.amax_partials[(kOfBands == 1 ? index : band * a.strips + index % a.strips) * a.amax_step] =
           __uint_as_float(peak);
   }
 }
@@ -188,9 +188,9 @@ __device__ __forceinline__ void StoreTile(const uint32_t* tile, const float* sum
     StoreColumns(tile, a.data_t + (s * a.n + at.column0) * a.m + at.row0, a.m, at.rows, at.columns);
 #pragma unroll
   for (int b = 0; b < kBands<Source>; ++b) {
-    const int64_t part = at.chunk * kBands<Source> + b;
-    if (Source::kSums && a.dbias && (b == 0 || b * kGroupRows < at.rows))
-      StoreColumnSums(sums + b * kWarpSums, a.dbias + (part * Source::kSlots + s) * a.n + at.column0,
+    const int64_t line = at.chunk * kBands<Source> + b;
+    if (Source::kSums && a.dbias_partials && (b == 0 || b * kGroupRows < at.rows))
+      StoreColumnSums(sums + b * kWarpSums, a.dbias_partials + (line * Source::kSlots + s) * a.n + at.column0,
                       at.columns);
   }
 }
@@ -201,7 +201,7 @@ __device__ __forceinline__ bool LeavesOut(const Source& source, const TileResult
                                           int64_t row0, unsigned index) {
   if constexpr (requires { source.Skips(row0); }) {
     if (!source.Skips(row0)) return false;
-    if (a.amax && threadIdx.x == 0) a.amax[index] = 0.f;
+    if (a.amax_partials && threadIdx.x == 0) a.amax_partials[index] = 0.f;
     return true;
   }
   return false;
@@ -288,7 +288,7 @@ __device__ __forceinline__ void WriteTile(const Source& source, const TileResult
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) {
       const int64_t offset = (at.row0 + row) * (a.n * kSlots) + s * a.n + at.column0 + c;
-      if (a.wide && inside) StoreWide<kVectors>(a.wide + offset, f[s], at.columns - c);
+      if (a.unquantized && inside) StoreUnquantized<kVectors>(a.unquantized + offset, f[s], at.columns - c);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         if (kVectors ? inside : row < at.rows && c + j < at.columns) {
@@ -302,7 +302,7 @@ __device__ __forceinline__ void WriteTile(const Source& source, const TileResult
         __stcs(reinterpret_cast<uint2*>(a.data + offset), make_uint2(q[s][0][i], q[s][1][i]));
       if (i < 3) continue;
       StoreTransposed(q[s], tiles[s], c, row / 4);
-      if (!Source::kSums || !a.dbias || (k + 1) % (kThreadRows / kOfBands)) continue;
+      if (!Source::kSums || !a.dbias_partials || (k + 1) % (kThreadRows / kOfBands)) continue;
       WarpColumnSums(sums[s], sums_of_warps[s] + k / 4 % kOfBands * kWarpSums);  // of the band, or of all
 #pragma unroll
       for (int j = 0; j < 8; ++j) sums[s][j] = 0.f;
@@ -368,61 +368,69 @@ template <typename Source>
 using TileKernel = void (*)(const Source, const TileResults<typename Source::Type>);
 
 // Defines the kernels of an op, whose CTAs have one tile each. They have the op's name, for profiles: `name`
-// writes everything, name_amax the amax alone. name_kernels: both, without vectors and with.
-#define TE_TILE_KERNELS(name)                                                        \
-  template <typename Source, bool kVectors>                                          \
-  __global__ void __launch_bounds__(kTileThreads, Source::kCtas)                     \
-      name(const Source source, const TileResults<typename Source::Type> a) {        \
-    LetNextStart();                                                                  \
-    WriteTile<kVectors>(source, a, TileOf(source, blockIdx.x));                      \
-  }                                                                                  \
-  template <typename Source, bool kVectors>                                          \
-  __global__ void __launch_bounds__(kTileThreads, 4)                                 \
-      name##_amax(const Source source, const TileResults<typename Source::Type> a) { \
-    LetNextStart();                                                                  \
-    WriteAmax<kVectors>(source, a, TileOf(source, gridDim.x - 1 - blockIdx.x));      \
-  }                                                                                  \
-  template <typename Source>                                                         \
-  constexpr TileKernel<Source> name##_kernels[2][2] = {                              \
-      {name<Source, false>, name<Source, true>}, {name##_amax<Source, false>, name##_amax<Source, true>}}
+// writes everything, name_amax only the amax. name_kernels: both, without vectors and with.
+#define TE_TILE_KERNELS(name)                                                                                \
+  template <typename Source, bool kVectors>                                                                  \
+  __global__ void __launch_bounds__(kTileThreads, Source::kCtas)                                             \
+      name(const Source source, const TileResults<typename Source::Type> a) {                                \
+    LetNextStart();                                                                                          \
+    WriteTile<kVectors>(source, a, TileOf(source, blockIdx.x));                                              \
+  }                                                                                                          \
+  template <typename Source, bool kVectors>                                                                  \
+  __global__ void __launch_bounds__(kTileThreads, 4)                                                         \
+      name##_amax(const Source source, const TileResults<typename Source::Type> a) {                         \
+    LetNextStart();                                                                                          \
+    WriteAmax<kVectors>(source, a, TileOf(source, gridDim.x - 1 - blockIdx.x));                              \
+  }                                                                                                          \
+  struct name##_kernels {                                                                                    \
+    template <typename Source>                                                                               \
+    static constexpr TileKernel<Source> of[2][2] = {                                                         \
+        {name<Source, false>, name<Source, true>}, {name##_amax<Source, false>, name##_amax<Source, true>}}; \
+  }
 
-// The arrays of a call beside its sources; kNone where the op has none.
+// The arrays of a call next to its sources. kNone where the op has none.
 struct TileArrays {
-  Tensor scale;
-  const char* wide_name;
-  Tensor wide, data, data_t, amax_parts, dbias_parts;
+  Totals totals;
+  Tensor data, data_t;
+  const char* name = nullptr;  // of `unquantized`
+  Tensor unquantized = kNone;
 
   bool fp8() const { return Present(data) || Present(data_t); }
 };
 
-// Rows of axes m, columns of axes n, the slots' among them, all for each of the axes e; wide is of x's type.
+// Rows of axes m, columns of axes n, for each of the axes e; `unquantized` is of x's type.
+inline Status ExpectTensors(const char* op, const Tensor& x, const Axes& m, const Axes& n,
+                            const TileArrays& b, const Axes& e = {}) {
+  return Expect(op, {{b.name, b.unquantized, x.type, e + m + n, kOptional},
+                     {"data", b.data, kFp8, e + m + n, kOptional},
+                     {"data_t", b.data_t, Fp8Like(b.data), e + n + m, kOptional}});
+}
+
+// The same of all arrays: n has the slots' axis.
 inline Status ExpectTiles(const char* op, const Tensor& x, const Axes& m, const Axes& n, int64_t slots,
                           const TileArrays& b, const Axes& e = {}) {
-  const Axes parts = TileParts(m.count(), n.count() / slots);
-  return Expect(op, {{"scale", b.scale, F32, e, RequiredIf(b.fp8())},
-                     {b.wide_name, b.wide, x.type, e + m + n, kOptional},
-                     {"data", b.data, kFp8, e + m + n, kOptional},
-                     {"data_t", b.data_t, Fp8Like(b.data), e + n + m, kOptional},
-                     {kAmaxParts, b.amax_parts, F32, parts + e, kOptional},
-                     {kDbiasParts, b.dbias_parts, F32, parts.First(1) + e + n, kOptional}});
+  const Axes tiles = TilePartials(m.count(), n.count() / slots);
+  TE_TRY(Expect(op, {{"scale", b.totals.scale, F32, e, RequiredIf(b.fp8())}}));
+  TE_TRY(ExpectTensors(op, x, m, n, b, e));
+  return ExpectTotals(op, b.totals, e, tiles + e, n, tiles.First(1) + e + n);
 }
 
 // Runs the op's kernels on m rows and, in each slot, n columns, of each expert. aligned: the source; the
 // results are looked at here.
-template <typename Source>
-Status LaunchTiles(const char* op, cudaStream_t stream, const TileKernel<Source> (&kernels)[2][2],
-                   const Source& source, bool aligned, int64_t m, int64_t n, const TileArrays& b,
-                   int64_t experts = 1) {
+template <typename Kernels, typename Source>
+Status LaunchTiles(const char* op, cudaStream_t stream, const Source& source, bool aligned, int64_t m,
+                   int64_t n, const TileArrays& b, int64_t experts = 1) {
   using T = typename Source::Type;
-  const TileResults<T> a(b.fp8() ? Data<float>(b.scale) : nullptr, Data<T>(b.wide), Data<uint8_t>(b.data),
-                         Data<uint8_t>(b.data_t), Data<float>(b.amax_parts), Data<float>(b.dbias_parts), m, n,
-                         unsigned(CeilDiv(m, kTileRows)), unsigned(CeilDiv(n, kTileColumns)),
-                         IsE5M2(b.data, b.data_t), experts);
+  const Totals& totals = b.totals;
+  const TileResults<T> a(b.fp8() ? Data<float>(totals.scale) : nullptr, Data<T>(b.unquantized),
+                         Data<uint8_t>(b.data), Data<uint8_t>(b.data_t), Data<float>(totals.amax_partials),
+                         Data<float>(totals.dbias_partials), m, n, unsigned(CeilDiv(m, kTileRows)),
+                         unsigned(CeilDiv(n, kTileColumns)), IsE5M2(b.data, b.data_t), experts);
   TE_CHECK(int64_t{a.chunks} * a.strips * experts <= INT32_MAX, "%s: x has too many elements", op);
   TE_CHECK(Aligned(a.data_t), "%s: data_t is not aligned to 16 bytes", op);
-  const bool vectors = aligned && n % 8 == 0 && Aligned(a.wide) && Aligned(a.data);
-  const bool amax_alone = a.amax && !a.wide && !b.fp8() && !a.dbias;
-  const auto kernel = kernels[amax_alone][vectors];
+  const bool vectors = aligned && n % 8 == 0 && Aligned(a.unquantized) && Aligned(a.data);
+  const bool amax_only = a.amax_partials && !a.unquantized && !b.fp8() && !a.dbias_partials;
+  const auto kernel = Kernels::template of<Source>[amax_only][vectors];
   kernel<<<unsigned(a.chunks * a.strips * experts), kTileThreads, 0, stream>>>(source, a);
   TE_LAUNCHED();
 }

@@ -242,15 +242,15 @@ class Op:
         results = dict(zip(outputs, self._results(shapes, dtypes, inputs, outputs, filled=True, **attrs), strict=True))
         absent = jax.ShapeDtypeStruct((0,), jnp.uint8)
         raw = dict.fromkeys((o.name for o in self.rule.outputs), absent) | results
-        parts = dict.fromkeys((f"{name}_parts" for name in self.partials), absent)
+        partials = dict.fromkeys((f"{name}_partials" for name in self.partials), absent)
         for name in self.partials.keys() & results.keys():
             lead = self.partials[name](*self._fill(shapes, inputs), **attrs)
             dtype = jnp.int32 if jnp.issubdtype(results[name].dtype, jnp.integer) else jnp.float32
-            parts[f"{name}_parts"] = jax.ShapeDtypeStruct((*lead, *results[name].shape), dtype)
+            partials[f"{name}_partials"] = jax.ShapeDtypeStruct((*lead, *results[name].shape), dtype)
         if self.workspace:
             size = self.workspace(*args, outputs=outputs, **attrs)
             raw["workspace"] = jax.ShapeDtypeStruct((size,), jnp.uint8)
-        raw |= parts
+        raw |= partials
         operands = {o.name: jnp.zeros((0,), jnp.float32) if a is None else a for o, a in zip(self.rule.inputs, args)}
         layouts = self._layouts(operands, raw, attrs)
         aliases = {list(operands).index(o): list(raw).index(r) for o, r in (in_place or {}).items()}

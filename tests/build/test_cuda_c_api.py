@@ -94,7 +94,7 @@ def compare(lib, case, rng, change=lambda operands: operands):
     for name, result in got.items():
         np.testing.assert_array_equal(*(np.atleast_1d(a).view(np.uint8) for a in (result, want[name])), name)
         if name in op.partials:
-            check(name, result, want[f"{name}_parts"], op.combine[name])
+            check(name, result, want[f"{name}_partials"], op.combine[name])
 
 
 # More rows of tiles than SHARES, of which the last is cut, and several columns.

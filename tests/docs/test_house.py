@@ -177,6 +177,29 @@ def test_no_arrow_up():
     check(up)
 
 
+# Floors of csrc, the lowest first: a file includes of its own folder and of lower floors.
+FLOORS_OF_CSRC = (
+    {"base", "include"},
+    {"quantize"},
+    {"activation", "attention", "gemm", "norm", "rope"},
+    {"experts"},
+    {"interface"},
+)
+
+
+def test_includes_of_csrc():
+    """No arrow up or across, and no circle. What other projects' headers are is not looked at."""
+    height = {name: i for i, names in enumerate(FLOORS_OF_CSRC) for name in names}
+    texts = {path.relative_to(ROOT / "csrc").as_posix(): path.read_text() for path in files("csrc")}
+    includes = {name: re.findall(r'^#include "(.+)"', text, re.MULTILINE) for name, text in texts.items()}
+    edges = {name: {other for other in found if other in texts} for name, found in includes.items()}
+    folder = lambda name: name.partition("/")[0]
+    allowed = lambda own, other: own == other or height[other] < height[own]
+    up = {(a, b) for a, others in edges.items() for b in others if not allowed(folder(a), folder(b))}
+    check({f"{a} includes {b}": f"{folder(b)} is not below {folder(a)}" for a, b in up})
+    check({" -> ".join(cycle): "a circle of includes" for cycle in cycles(edges)})
+
+
 def test_few_loose_files():
     loose = [path.name for path in (ROOT / "te_jax").glob("*.py")]
     assert len(loose) <= MOST_LOOSE_FILES, sorted(loose)

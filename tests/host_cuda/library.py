@@ -36,6 +36,7 @@ SOURCES = (
 )  # no tensor cores, no asynchronous copies
 
 _LAUNCH = re.compile(r"(\w+)<<<(.+?), (.+?), (.+?), stream>>>\((.*?)\);", re.DOTALL)
+_LAUNCH_EX = re.compile(r"TE_CUDA\(cudaLaunchKernelEx\(&(\w+), (\w+), (\w+)\)\);")
 # Their bodies end, as clang-format has them, with the first brace that is not indented; in a macro with the last.
 _KERNEL = re.compile(r"(__global__ void[^{;]*?\)) \{ *\\?\n.*?(?:\n\}\n|\n  \} +(\\)\n)", re.DOTALL)
 _DYNAMIC_SHARED = re.compile(r"extern __shared__ (\w+) (\w+)\[\];")
@@ -122,8 +123,10 @@ def as_cpp(source: str, launches: bool = True) -> str:
     source = source.replace('#include "xla/ffi/api/ffi.h"', '#include "no_stream.h"')
     source = _DYNAMIC_SHARED.sub(r"\1* \2 = static_cast<\1*>(::host_cuda::Cta::Get().shared());", source)
     if launches:
+        source = _LAUNCH_EX.sub(r"\2<<<\1.gridDim, \1.blockDim, \1.dynamicSmemBytes, stream>>>(\3);", source)
         return _LAUNCH.sub(r"::host_cuda::Launch(\2, \3, \4, [&] { \1(\5); });", source)
-    return _LAUNCH.sub(f"return {_LAUNCHED};", _KERNEL.sub(r"\1 {} \2\n", source))
+    launched = f"return {_LAUNCHED};"
+    return _LAUNCH_EX.sub(launched, _LAUNCH.sub(launched, _KERNEL.sub(r"\1 {} \2\n", source)))
 
 
 def _of_launchers_in(sources: str, handlers: str) -> str:

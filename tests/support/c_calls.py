@@ -33,7 +33,7 @@ def results(call: Call) -> dict:
 
 
 def _inside(call: Call) -> set:
-    return {"workspace", *(f"{name}_parts" for name in ops[call.target].partials)}
+    return {"workspace", *(f"{name}_partials" for name in ops[call.target].partials)}
 
 
 def workspace_bytes(call: Call) -> int:

@@ -99,7 +99,7 @@ def recorded(case: Case) -> Call:
     def record(target, results, *, input_output_aliases=None, **options):
         def call(*operands, **attrs):
             types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands]
-            parts = [f"{name}_parts" for name in op.partials]
+            parts = [f"{name}_partials" for name in op.partials]
             space = ["workspace"] if op.workspace else []
             names = [o.name for o in op.rule.inputs], [*(o.name for o in op.rule.outputs), *space, *parts]
             found.append(Call(target, *(dict(zip(n, t)) for n, t in zip(names, (types, results))), attrs, options))
@@ -122,7 +122,7 @@ def recorded(case: Case) -> Call:
 _PAIRS = {("te_gemm_grouped_paired", "lhs"), ("te_gemm_grouped_paired_wgrad", "rhs")}
 # What a handler may take otherwise than the case has it: operands of another type, axes of another size.
 _ANY_FLOAT = {"x", "gamma", "beta"}
-ANY_SIZE = {("te_rope", "inv_freq", 0), ("te_norm_bwd", "dgamma_parts", 0), *((t, "segments", 1) for t in TARGETS),
+ANY_SIZE = {("te_rope", "inv_freq", 0), ("te_norm_bwd", "dgamma_partials", 0), *((t, "segments", 1) for t in TARGETS),
              # Experts, tokens and rows of the buffer are numbers of their own.
              ("te_permute", "offsets", 0), ("te_permute_block", "offsets", 0), ("te_combine", "rows", 0),
              ("te_combine_bwd", "rows", 0),
@@ -138,7 +138,7 @@ def _wrong(call: Call, name: str, like) -> Iterator[tuple[str, tuple, Any]]:
     if like.size == 0 and shape == (0,):
         yield "there", (3, 5, 7), jnp.float32
         return
-    if name.endswith("_parts") or f"{name}_parts" in call.results:
+    if name.endswith("_partials") or f"{name}_partials" in call.results:
         yield "absent", (0,), jnp.uint8
     yield "type", shape, jnp.int8
     is_gemm = target.startswith("te_gemm")

@@ -9,10 +9,12 @@ constexpr int kTileRows = 256, kTileColumns = 64;  // of a tile of tile.cuh, whi
 constexpr int kBlock = 128;
 
 // Partial amaxes of m rows and n columns; the first axis is that of partial sums of columns.
-inline Axes TileParts(int64_t m, int64_t n) { return {CeilDiv(m, kTileRows), CeilDiv(n, kTileColumns)}; }
+inline Axes TilePartials(int64_t m, int64_t n) { return {CeilDiv(m, kTileRows), CeilDiv(n, kTileColumns)}; }
 
 // Partial sums of columns whose rows [m..., p] are in blocks along p.
-inline int64_t BlockParts(const Axes& rows) { return rows.Without(1).count() * CeilDiv(rows.last(), kBlock); }
+inline int64_t BlockPartials(const Axes& rows) {
+  return rows.Without(1).count() * CeilDiv(rows.last(), kBlock);
+}
 
 // Partial amaxes of a norm: of the tiles, or of CTAs with kAmaxRows rows or more; AmaxStrips for each
 // kTileRows rows.
@@ -27,6 +29,6 @@ __host__ __device__ constexpr int64_t AmaxPlaces(int64_t rows, int64_t h) {
 
 // Partial sums of the backward pass of a norm, which takes any number: a CTA for each multiprocessor of an
 // H200.
-inline int64_t NormBwdParts(int64_t rows) { return std::clamp<int64_t>(CeilDiv(rows, 8), 1, 132); }
+inline int64_t NormBwdPartials(int64_t rows) { return std::clamp<int64_t>(CeilDiv(rows, 8), 1, 132); }
 
 }  // namespace te

@@ -1,4 +1,4 @@
-#include "experts/groups.cuh"
+#include "base/groups.cuh"
 
 namespace te {
 namespace {
@@ -14,22 +14,22 @@ __device__ __forceinline__ BandRange BandsOf(const int* offsets, int expert, int
   return {band(offsets[expert]), band(offsets[expert + 1])};
 }
 
-// A CTA for each expert: the partial results of its bands are neighbours.
+// A CTA for each expert: the partials of its bands are neighbours.
 __global__ void __launch_bounds__(kFinishThreads)
-    te_group_amax(const int* offsets, const float* parts, float* amax, int64_t bands, int64_t strips) {
+    te_group_amax(const int* offsets, const float* partials, float* amax, int64_t bands, int64_t strips) {
   __shared__ unsigned of_warps[kMostWarps];
   const BandRange range = BandsOf(offsets, blockIdx.x, bands);
   unsigned peak = 0;
 #pragma unroll 8
   for (int64_t i = range.first * strips + threadIdx.x; i < range.end * strips; i += kFinishThreads)
-    peak = max(peak, __float_as_uint(parts[i]));
+    peak = max(peak, __float_as_uint(partials[i]));
   peak = CtaMax(peak, of_warps);
   if (threadIdx.x == 0) amax[blockIdx.x] = __uint_as_float(peak);
 }
 
 // CTAs of `strips` strips of columns for each expert.
 __global__ void __launch_bounds__(kFinishThreads)
-    te_group_sum(const int* offsets, const float* parts, float* sums, int64_t bands, int64_t columns,
+    te_group_sum(const int* offsets, const float* partials, float* sums, int64_t bands, int64_t columns,
                  unsigned strips) {
   const int expert = blockIdx.x / strips;
   const int64_t column = int64_t{blockIdx.x % strips} * kFinishThreads + threadIdx.x;
@@ -37,41 +37,44 @@ __global__ void __launch_bounds__(kFinishThreads)
   const BandRange range = BandsOf(offsets, expert, bands);
   float sum = 0.f;
 #pragma unroll 8
-  for (int64_t i = range.first; i < range.end; ++i) sum += parts[i * columns + column];
+  for (int64_t i = range.first; i < range.end; ++i) sum += partials[i * columns + column];
   sums[expert * columns + column] = sum;
 }
 
 }  // namespace
 
-Status FinishGroups(cudaStream_t stream, const GroupRows& groups, int64_t rows, const GroupParts& parts,
-                    const Tensor& amax, const Tensor& dbias) {
+Status FinishGroups(cudaStream_t stream, const GroupRows& groups, int64_t rows, const Totals& of) {
   const int64_t bands = rows / kGroupRows;
-  if (Present(amax)) {
+  if (Present(of.amax)) {
     te_group_amax<<<unsigned(groups.experts), kFinishThreads, 0, stream>>>(
-        groups.offsets, Data<float>(parts.amax), Data<float>(amax), bands, parts.amax.count() / bands);
+        groups.offsets, Data<float>(of.amax_partials), Data<float>(of.amax), bands,
+        of.amax_partials.count() / bands);
   }
-  if (Present(dbias)) {
-    const int64_t columns = dbias.count() / groups.experts;
+  if (Present(of.dbias)) {
+    const int64_t columns = of.dbias.count() / groups.experts;
     const unsigned strips = unsigned(CeilDiv(columns, kFinishThreads));
     te_group_sum<<<groups.experts * strips, kFinishThreads, 0, stream>>>(
-        groups.offsets, Data<float>(parts.dbias), Data<float>(dbias), bands, columns, strips);
+        groups.offsets, Data<float>(of.dbias_partials), Data<float>(of.dbias), bands, columns, strips);
   }
   TE_LAUNCHED();
 }
 
-Status ExpectGroups(const char* op, const Tensor& offsets, const Tensor& counts, const Tensor& scale,
-                    bool needs_scale, int64_t rows, GroupRows* groups) {
-  TE_TRY(ExpectRank(op, "counts", counts, 1, true));
-  const int64_t experts = counts.count();
+Status ExpectGroups(const char* op, const GroupArrays& b, const Totals& of, bool needs_scale, int64_t rows,
+                    const Axes& columns, GroupRows* groups) {
+  TE_TRY(ExpectRank(op, "counts", b.counts, 1, true));
+  const int64_t experts = b.counts.count();
   TE_CHECK(experts >= 1 && experts <= kMostExperts, "%s: counts%s; pass those of 1 to %d experts.", op,
-           counts.shape().c_str(), kMostExperts);
+           b.counts.shape().c_str(), kMostExperts);
   TE_CHECK(rows % kGroupRows == 0 && rows <= INT32_MAX,
            "%s: x has %ld rows; pass a multiple of %d below 2^31.", op, long(rows), kGroupRows);
-  const bool one_scale = scale.rank == 1 && scale.count() == 1;
-  TE_TRY(Expect(op, {{"offsets", offsets, S32, {experts + 1}},
-                     {"counts", counts, S32, {experts}},
-                     {"scale", scale, F32, {one_scale ? 1 : experts}, RequiredIf(needs_scale)}}));
-  *groups = {Data<int>(offsets), Data<int>(counts), int(experts), one_scale};
+  const bool one_scale = of.scale.rank == 1 && of.scale.count() == 1;
+  TE_TRY(Expect(op, {{"offsets", b.offsets, S32, {experts + 1}},
+                     {"counts", b.counts, S32, {experts}},
+                     {"bias", b.bias, F32, {}, kAbsent},
+                     {"scale", of.scale, F32, {one_scale ? 1 : experts}, RequiredIf(needs_scale)},
+                     {"amax", of.amax, F32, {experts}, kOptional},
+                     {"dbias", of.dbias, F32, Axes{experts} + columns, kOptional}}));
+  *groups = {Data<int>(b.offsets), Data<int>(b.counts), int(experts), one_scale};
   return {};
 }
 

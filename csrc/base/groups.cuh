@@ -2,8 +2,9 @@
 // bands of 128 rows, each of one expert.
 #pragma once
 
+#include "base/finish.h"
 #include "base/ops.h"
-#include "base/parts.h"
+#include "base/partials.h"
 #include "base/reduce.cuh"
 #include "base/tensor.h"
 
@@ -74,19 +75,19 @@ __device__ __forceinline__ unsigned TileOf(const Source& source, unsigned cta) {
     return cta;
 }
 
-// Partial results of each band of 128 rows: amax f32 [bands, strips], dbias f32 [bands, columns].
-struct GroupParts {
-  Tensor amax, dbias;
+// The results of experts, 0 of those without rows, of the partials of their bands of 128 rows: amax? f32
+// [experts], the maximum of the bits of f32 [bands, strips]; dbias? f32 [experts, columns], the sum of f32
+// [bands, columns] in the order of the bands.
+Status FinishGroups(cudaStream_t stream, const GroupRows& groups, int64_t rows, const Totals& of);
+
+// What a call over groups has next to its rows. bias: absent.
+struct GroupArrays {
+  Tensor offsets, counts, bias = kNone, workspace = kNone;
 };
 
-// The results of experts of their bands' partial results, 0 without rows: amax? f32 [experts], the maximum of
-// bits; dbias? f32 [experts, columns], the sum in the order of the bands.
-Status FinishGroups(cudaStream_t stream, const GroupRows& groups, int64_t rows, const GroupParts& parts,
-                    const Tensor& amax, const Tensor& dbias);
-
-// An error unless offsets i32 [e + 1], counts i32 [e] and scale? f32 [e] or [1] are those of `rows` rows in
-// groups. needs_scale: with FP8 results.
-Status ExpectGroups(const char* op, const Tensor& offsets, const Tensor& counts, const Tensor& scale,
-                    bool needs_scale, int64_t rows, GroupRows* groups);
+// An error unless offsets i32 [e + 1], counts i32 [e], scale? f32 [e] or [1], amax? f32 [e] and dbias? f32
+// [e, columns...] are those of `rows` rows in groups. needs_scale: with FP8 results.
+Status ExpectGroups(const char* op, const GroupArrays& b, const Totals& of, bool needs_scale, int64_t rows,
+                    const Axes& columns, GroupRows* groups);
 
 }  // namespace te
