@@ -79,8 +79,8 @@ struct Activation {
     return fabsf(gate) > f ? dy * gate * f : dy * f * gate;
   }
 
-  // In the order of the reference, so that what is not finite is where it is there: dy times the other slot
-  // may be inf where the slope is 0.
+  // The order is the reference's, so that the same results are not finite: dy times the other slot may be inf
+  // where the slope is 0.
   template <typename T, int kA>
   __device__ __forceinline__ void Backward(const Vec<T, 8>& dy, const Vec<T, 8> (&x)[kA],
                                            float (&dx)[kA][8]) const {
@@ -184,7 +184,7 @@ struct ActivationCall {
   Activation act = {};
 
   bool aligned() const { return Aligned(Data<void>(x)) && Aligned(Data<void>(dy)); }
-  // Of the result.
+  // Slots and axes of the columns of the result.
   int64_t slots() const { return kBackward ? a : 1; }
   Axes columns() const { return kBackward ? Axes{a, f} : Axes{f}; }
 
@@ -210,7 +210,7 @@ struct ActivationCall {
     return {};
   }
 
-  // run(source), of x's type and slots.
+  // Calls run(source) with the source of x's type and slots.
   template <typename Run>
   Status Dispatch(Run&& run) const {
     return DispatchFloat(x.type, [&]<typename T>() -> Status {

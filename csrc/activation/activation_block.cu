@@ -1,6 +1,6 @@
 // The activation of the MLP and its derivative, in x's type, straight to FP8 with a scale for each block of
-// 128, in both layouts (block_tile.cuh). Bytes per element are those of te_activation_* without a wide
-// result.
+// 128, in both layouts (block_tile.cuh). It moves as many bytes per element as te_activation_* without a
+// result in x's type.
 
 #include "activation/activation_block.cuh"
 #include "base/finish.h"

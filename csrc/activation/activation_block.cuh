@@ -10,8 +10,8 @@ namespace te {
 template <typename Source>
 struct Rounded : Source {
   using T = typename Source::Type;
-  // Both slots' gradients stay in registers: room for one row on its way, and of f32 for half as many
-  // threads.
+  // The gradients of both slots stay in registers. There is room for one row on its way, and with f32 for
+  // half as many threads.
   static constexpr int kInFlight = Source::kSlots > 1                  ? 1
                                    : sizeof(typename Source::Raw) > 32 ? 2
                                                                        : kBlockRows;

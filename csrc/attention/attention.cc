@@ -17,7 +17,7 @@ struct Arrays {
   const Tensor &q, &k, &v, &kv, &qkv;
 };
 
-// What both ops have beside: masks, dropout, and the operands for them.
+// What both ops have next to these arrays: masks, dropout, and the operands for them.
 struct Options {
   const Tensor &bias, &segments, &rng;
   int64_t left, right;

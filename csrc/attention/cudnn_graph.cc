@@ -26,7 +26,7 @@ struct Plan {
   int64_t workspace = 0;  // bytes
 };
 
-// A cuDNN handle carries its stream, so each device's is used under a lock (host-side work alone). It is not
+// A cuDNN handle carries its stream, so each device's is used under a lock (only work of the host). It is not
 // thread_local: cudnnCreate allocates, and a new thread's first call may come while its stream is being
 // captured.
 struct Device {
@@ -103,7 +103,7 @@ Status FindPlan(cudaStream_t stream, const GraphRecipe& recipe, Device& device, 
 }
 
 // The device that answers a host query: the current one, or else the first that this process already uses. A
-// process that drives GPU 3 alone must not open a context, and hundreds of MB, on GPU 0.
+// process that drives only GPU 3 must not open a context, and hundreds of MB, on GPU 0.
 int QueryDevice() {
   int current = 0, count = 0;
   if (cudaGetDevice(&current) != cudaSuccess || cudaGetDeviceCount(&count) != cudaSuccess) return current;

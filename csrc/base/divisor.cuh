@@ -12,9 +12,9 @@ struct Split {
   unsigned quotient, rest;
 };
 
-// Of numbers below 2^31 by d in 1 .. 2^31, in a multiplication and a shift: with 2^l >= d > 2^(l-1) and m =
-// floor(2^(31+l) / d) + 1, n m / 2^(31+l) exceeds n / d by at most n 2^-(31+l) < 1 / d. A division takes some
-// 20 instructions.
+// Divides numbers below 2^31 by d in 1 .. 2^31, in a multiplication and a shift: with 2^l >= d > 2^(l-1) and
+// m = floor(2^(31+l) / d) + 1, n m / 2^(31+l) exceeds n / d by at most n 2^-(31+l) < 1 / d. A division takes
+// some 20 instructions.
 class Divisor {
  public:
   Divisor() = default;

@@ -1,6 +1,6 @@
-// CUDA libraries are found at run time: libte_jax.so links none of them and knows no fixed path.
-// Order: already loaded in this process (the JAX CUDA plugin loads those of the nvidia wheels), the path that
-// the caller gave (Python gives the wheels' folders), then plain dlopen (LD_LIBRARY_PATH, ldconfig).
+// CUDA libraries are found at run time: libte_jax.so links none of them and knows no fixed path. Order:
+// already loaded in this process (the JAX CUDA plugin loads the libraries of the nvidia wheels), the path
+// that the caller gave (Python gives the wheels' folders), then plain dlopen (LD_LIBRARY_PATH, ldconfig).
 #pragma once
 
 #include <dlfcn.h>

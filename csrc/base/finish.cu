@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kColumns* kRows) te_finish(const __grid_consta
 }
 
 // On Hopper, with code that awaits the kernel ahead, te_finish starts before that kernel is over, where the
-// kernel lets it: half of te_finish's time is that of a start.
+// kernel lets it: half of te_finish's time goes into its start.
 Status Launch(cudaStream_t stream, unsigned ctas, const FinishArgs& args) {
   bool early = false;
 #ifdef TE_HAS_90A

@@ -6,7 +6,7 @@
 
 namespace te {
 
-// How a result follows from its partials. Maxima are those of the bits of f32, for no partial is negative:
+// How a result follows from its partials. Maxima are taken of the bits of f32, for no partial is negative:
 // inf stands above all numbers and NaN above inf. Sums are of i32, or of f32 in a fixed order, rounded once
 // to the result's type. Only the last depends on the order.
 enum class Reduce { kMaxOfBits, kSumOfInts, kSumOfFloats };

@@ -13,15 +13,15 @@ namespace te {
 constexpr int kGroupRows = kBlock;  // what groups begin at multiples of
 constexpr int kTileBands = kTileRows / kGroupRows;
 
-// Of a tile's rows: those of each band that belong to tokens end before `ends`, counted from the tile's first
-// row; the others are padding. scales: of the bands' experts.
+// The rows of a tile: in each band the rows of tokens end before `ends`, counted from the tile's first row;
+// the others are padding. scales: of the bands' experts.
 struct Bands {
   int ends[kTileBands];
   float scales[kTileBands];
   bool unused;  // no group has rows of the tile: nobody reads them
 };
 
-// What a Source of tiles over groups has beside the rows.
+// What a Source of tiles over groups has next to the rows.
 struct GroupRows {
   const int* offsets;  // [experts + 1]: the first row of each group, and the end of the last
   const int* counts;   // [experts]: rows of tokens, the first of a group

@@ -1,4 +1,4 @@
-// What module.cc shows to Python besides the FFI handlers, and the files of libte_jax.so that define it.
+// What module.cc shows to Python next to the FFI handlers, and the files of libte_jax.so that define it.
 #pragma once
 
 #include <cstdint>
@@ -35,8 +35,8 @@ std::vector<GemmPlan> GemmPlans();
 void TuneAllGemms(bool on);
 
 // gemm_plan.cc: whether a device here is of that kind. Throws std::runtime_error where `key` or `algo` is not
-// as GemmPlan has it, or where the tuner would not choose `algo` for it on that device: what cuBLASLt runs
-// besides may add up in fewer bits.
+// as GemmPlan has it, or where the tuner would not choose `algo` for it on that device: other algorithms of
+// cuBLASLt may add up in fewer bits.
 bool CheckGemmPlan(const std::string& device, const std::string& key, const std::string& algo);
 
 // gemm_plan.cc: the choice, as CheckGemmPlan takes it, that a GEMM of this key takes when it first runs.

@@ -2,7 +2,7 @@
 // checks every operand and result, then enqueues its kernels on the stream; it neither allocates nor
 // synchronizes. The comments give shapes: arrays are row-major, `m...` is any number of axes, `?` marks an
 // array that may be absent, which then has no elements. `..._partials` [count, ...] is room for the partials
-// results of a kernel, of which the launcher makes the result, such as amax f32 [] of amax_partials;
+// that a kernel leaves, of which the launcher makes the result, such as amax f32 [] of amax_partials;
 // scale_inv? f32 [] is 1 / scale.
 #pragma once
 
@@ -93,7 +93,7 @@ Status LaunchRope(cudaStream_t stream, Arg x, Arg positions, Arg inv_freq, Ret y
 
 // One step of delayed scaling of n tensors, at most kMostStates. scales f32 [n, b...], histories f32 [n,
 // b..., l], amaxes? f32 [n, b...] (absent: the states stay as they are), fp8_max? f32 [n] -> of each tensor
-// new_scale [b...] and new_history [b..., l]; behind those of the last one results are absent.
+// new_scale [b...] and new_history [b..., l]; behind the results of the last tensor the others are absent.
 constexpr int kMostStates = 32;
 Status LaunchScaleUpdate(cudaStream_t stream, Arg scales, Arg histories, Arg amaxes, Arg fp8_max,
                          Rets results, int64_t interval, double margin, bool newest);

@@ -1,5 +1,5 @@
-// Instructions that CUDA C++ has no name for. They stand here and in ptx_hopper.cuh alone, so that a build
-// without nvcc (tests/host_cuda) can put its own in their place.
+// Instructions that CUDA C++ has no name for. They stand only here and in ptx_hopper.cuh, so that a build
+// without nvcc (tests/host_cuda) can replace them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -63,9 +63,9 @@ __device__ __forceinline__ void WaitForPrefetch() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Of a kernel and the next one on the stream, where that is launched so (finish.cu): the first lets the next
-// start before it is over, once all its CTAs have said so; the next awaits the end of the first, and what it
-// wrote. Nothing on GPUs before Hopper.
+// A kernel lets the next one on the stream start before it is over, once all its CTAs have said so, where the
+// next one is launched so (finish.cu); the next one awaits the end of the first, and what it wrote. Both do
+// nothing on GPUs before Hopper.
 __device__ __forceinline__ void LetNextStart() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -201,7 +201,7 @@ __device__ __forceinline__ void MultiplyTiles(float (&d)[128], uint64_t a, uint6
   else
     TE_WGMMA_N256("k16.f32.f16.f16", ", %131, %132");
 }
-// Of FP8 alone.
+// Only for FP8.
 template <Factors kFactors>
 __device__ __forceinline__ void MultiplyTiles(float (&d)[64], uint64_t a, uint64_t b, int adds) {
   static_assert(kFactors != Factors::kBF16 && kFactors != Factors::kF16);

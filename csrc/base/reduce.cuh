@@ -12,17 +12,24 @@ constexpr int kMostWarps = 32;  // in a CTA
 __device__ __forceinline__ int WarpIndex() { return (threadIdx.y * blockDim.x + threadIdx.x) / 32; }
 __device__ __forceinline__ int Lane() { return threadIdx.x % 32; }
 
-__device__ __forceinline__ float WarpSum(float v) {
+// What `take` makes of the values of kLanes neighbouring lanes, in each of them.
+template <int kLanes = 32, typename T, typename Take>
+__device__ __forceinline__ T OfLanes(T v, Take take) {
 #pragma unroll
-  for (int other = 16; other > 0; other /= 2) v += __shfl_xor_sync(~0u, v, other);
+  for (int other = kLanes / 2; other > 0; other /= 2) v = take(v, __shfl_xor_sync(~0u, v, other));
   return v;
+}
+
+template <int kLanes = 32>
+__device__ __forceinline__ float WarpSum(float v) {
+  return OfLanes<kLanes>(v, [](float a, float b) { return a + b; });
 }
 
 __device__ __forceinline__ unsigned WarpMax(unsigned v) { return __reduce_max_sync(~0u, v); }
 __device__ __forceinline__ unsigned WarpSumOfInts(unsigned v) { return __reduce_add_sync(~0u, v); }
 
 // A barrier of the blockDim.x threads that share a threadIdx.y: the rows of a CTA do not wait for each other.
-// Of the 16 barriers of a CTA, 0 is __syncthreads': at most 15 rows of more than a warp each.
+// A CTA has 16 barriers, of which 0 is __syncthreads': so it has at most 15 rows of more than a warp each.
 __device__ __forceinline__ void RowBarrier() {
   if (blockDim.x == 32) return __syncwarp();
   NamedBarrier(threadIdx.y + 1, blockDim.x);
@@ -34,17 +41,12 @@ __device__ __forceinline__ void RowBarrier() {
 // between. One half of a warp sums a, the other b: that takes half the shuffles.
 __device__ __forceinline__ float2 RowSum(float a, float b, float2* scratch) {
   const int half = Lane() / 16, warps = blockDim.x / 32;
-  const auto sum_half = [](float v) {
-#pragma unroll
-    for (int other = 8; other > 0; other /= 2) v += __shfl_xor_sync(~0u, v, other);
-    return v;
-  };
-  float v = sum_half((half ? b : a) + __shfl_xor_sync(~0u, half ? a : b, 16));
+  float v = WarpSum<16>((half ? b : a) + __shfl_xor_sync(~0u, half ? a : b, 16));
   if (warps > 1) {
     if (Lane() % 16 == 0) (half ? scratch[WarpIndex()].y : scratch[WarpIndex()].x) = v;
     RowBarrier();
     const float2* mine = scratch + threadIdx.y * warps + Lane() % 16;
-    v = sum_half(Lane() % 16 < warps ? (half ? mine->y : mine->x) : 0.f);
+    v = WarpSum<16>(Lane() % 16 < warps ? (half ? mine->y : mine->x) : 0.f);
   }
   return make_float2(__shfl_sync(~0u, v, 0), __shfl_sync(~0u, v, 16));
 }
@@ -56,10 +58,7 @@ __device__ __forceinline__ float RowSum(float v, float2* scratch) {
   if (Lane() == 0) scratch[WarpIndex()].x = v;
   RowBarrier();
   const int lane = Lane() % 16;
-  v = lane < warps ? scratch[threadIdx.y * warps + lane].x : 0.f;
-#pragma unroll
-  for (int other = 8; other > 0; other /= 2) v += __shfl_xor_sync(~0u, v, other);
-  return v;
+  return WarpSum<16>(lane < warps ? scratch[threadIdx.y * warps + lane].x : 0.f);
 }
 
 // What of_warp makes of a warp's values, and 0 of zeros, over the CTA; in its first warp. scratch[kMostWarps]

@@ -49,7 +49,7 @@ inline std::string Capability() {
 // What a call of the CUDA runtime that failed ends as.
 inline Status CudaFailure(cudaError_t error, const char* file, int line, const char* call) {
   (void)cudaGetLastError();                     // said here: the next launch of this thread is not to blame
-  const char* slash = std::strrchr(file, '/');  // the folders are those of the machine that compiled it
+  const char* slash = std::strrchr(file, '/');  // the folders are of the machine that compiled it
   const std::string text =
       Format("%s:%d: %s: %s", slash ? slash + 1 : file, line, call, cudaGetErrorString(error));
   if (error != cudaErrorNoKernelImageForDevice) return {Status::kInternal, text};

@@ -90,8 +90,8 @@ inline Status Zero(cudaStream_t stream, std::initializer_list<Tensor> arrays) {
   return Fill(stream, 0, arrays);
 }
 
-// Of a launcher that first plans its work: kInitialize, which runs before kExecute and is never captured into
-// a CUDA graph, makes the plan and launches nothing.
+// The stage of a launcher that first plans its work: kInitialize, which runs before kExecute and is never
+// captured into a CUDA graph, makes the plan and launches nothing.
 enum class Stage { kInitialize, kExecute };
 
 }  // namespace te

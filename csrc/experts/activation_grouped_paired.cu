@@ -1,5 +1,5 @@
-// The gradient of the MLP's activation over rows in groups, as FP8 of both layouts in the place of x, which
-// is as many bytes. Bytes per element of x: 2 read and 2 written, and those of dy.
+// The gradient of the MLP's activation over rows in groups, as FP8 of both layouts where x was, which is as
+// many bytes. Bytes per element of x: 2 read and 2 written, and the bytes of dy.
 //
 // A CTA has a square of 128 x 128 of each slot: it has read all of x there before it writes. Line i of a
 // square has the FP8 of its row i, then those of its column i (te_jax/ops/experts/paired.py).
@@ -7,6 +7,7 @@
 #include "activation/activation.cuh"
 #include "base/groups.cuh"
 #include "base/ops.h"
+#include "quantize/transposed.cuh"
 
 namespace te {
 namespace {
@@ -14,7 +15,6 @@ namespace {
 constexpr int kSquare = kGroupRows;
 constexpr int kThreads = 256;
 constexpr int kPassRows = 64, kPasses = kSquare / kPassRows;  // of a square's rows, 4 neighbours a thread
-constexpr int kWords = kSquare / 4;                           // of 4 FP8, of a line's half
 
 struct SquareResults {
   const float* scale;    // f32 [experts] or [1]
@@ -25,31 +25,11 @@ struct SquareResults {
   bool e5m2;
 };
 
-// The columns of a square, of kWords words. The xor moves words by fours: the 8 groups of 8 columns and the 4
-// words that a warp writes at once lie in all banks, and 16 bytes stay in one piece.
-__device__ __forceinline__ int SquareWord(int column, int word) {
-  return column * kWords + (word ^ (column / 8 * 4) % kWords);
-}
-
-// 4 rows of 8 columns, of which each has a word for the columns 0..3 and one for 4..7 -> the columns.
-__device__ __forceinline__ void StoreColumnsOf(const uint2 (&rows)[4], uint32_t* square, int column,
-                                               int word) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint32_t q[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) q[i] = half ? rows[i].y : rows[i].x;
-    Transpose4x4(q[0], q[1], q[2], q[3]);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) square[SquareWord(column + half * 4 + j, word)] = q[j];
-  }
-}
-
 template <typename Source>
 __global__ void __launch_bounds__(kThreads, Source::kCtas)
     te_activation_grouped_paired_bwd(const Source source, const SquareResults a) {
   constexpr int kSlots = Source::kSlots, kWindow = Source::kWindow, kRows = 4 * kPasses;
-  alignas(16) __shared__ uint32_t columns[kSlots][kSquare * kWords];
+  __shared__ Transposed<kSquare, kSquare> columns[kSlots];
   __shared__ unsigned amax_of_warps[kMostWarps];
   const int64_t row0 = int64_t{blockIdx.x / a.strips} * kSquare;
   const unsigned strip = blockIdx.x % a.strips;
@@ -80,7 +60,11 @@ __global__ void __launch_bounds__(kThreads, Source::kCtas)
       for (int j = 0; j < 8; ++j) amax = MaxNan(amax, fabsf(f[s][j])), f[s][j] *= factor;
       uint2(&rows)[4] = q[s][k / 4];
       Quantize8(f[s], a.e5m2, rows[k % 4].x, rows[k % 4].y);
-      if (k % 4 == 3) StoreColumnsOf(rows, columns[s], c, row_of(k) / 4);
+      if (k % 4 < 3) continue;
+      uint32_t words[2][4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[0][i] = rows[i].x, words[1][i] = rows[i].y;
+      columns[s].Store(words, c, row_of(k) / 4);
     }
   }
   const unsigned peak = CtaMax(__float_as_uint(amax), amax_of_warps);  // its barrier: all is read, all stored
@@ -93,10 +77,10 @@ __global__ void __launch_bounds__(kThreads, Source::kCtas)
     for (int k = 0; k < kRows; ++k)
       __stcs(reinterpret_cast<uint2*>(square + row_of(k) * line + c), q[s][k / 4][k % 4]);
 #pragma unroll
-    for (int i = threadIdx.x; i < kSquare * kWords / 4; i += kThreads) {
-      const int column = i / (kWords / 4), word = i % (kWords / 4) * 4;
-      __stcs(reinterpret_cast<uint4*>(square + column * line + kSquare + word * 4),
-             *reinterpret_cast<const uint4*>(&columns[s][SquareWord(column, word)]));
+    for (int i = threadIdx.x; i < kSquare * kSquare / 16; i += kThreads) {
+      const int column = i / (kSquare / 16), row = i % (kSquare / 16) * 16;
+      __stcs(reinterpret_cast<uint4*>(square + column * line + kSquare + row),
+             columns[s].Rows16(column, row));
     }
   }
 }

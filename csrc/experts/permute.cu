@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kCombineThreads) te_combine_bwd(const CombineA
   }
 }
 
-// Of the backward pass y and weights are their gradients.
+// In the backward pass y and weights are their gradients.
 template <bool kBackward>
 Status Combine(cudaStream_t stream, const char* op, const Tensor& rows, const Tensor& positions,
                const Tensor& weights, const Tensor& y) {

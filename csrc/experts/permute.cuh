@@ -25,7 +25,7 @@ struct GatheredRows {
   Divisor topk;
   GatherOrder order;
 
-  // Of a call that is as ExpectGather says, of a row and more, in tiles of rows x columns.
+  // The rows of a call that is as ExpectGather says, which has a row or more, in tiles of rows x columns.
   static GatheredRows Of(Arg x, Arg slots, Arg offsets, Arg weights, int64_t topk, int rows, int columns) {
     const int* end = Data<int>(offsets) + Axes(offsets).last() - 1;
     const int64_t n = Axes(x).last(), tokens = Axes(x).Without(1).count();

@@ -43,12 +43,6 @@ __device__ __forceinline__ unsigned Ordered(float f) {
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-__device__ __forceinline__ float WarpMaximum(float v) {
-#pragma unroll
-  for (int other = 16; other > 0; other /= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, other));
-  return v;
-}
-
 // exp(values - their maximum) over its sum, of a warp's values[n] in shared memory. NaN where the maximum is
 // not finite. Returns what the logarithms of the results are below the values.
 struct Below {
@@ -58,7 +52,7 @@ struct Below {
 __device__ __forceinline__ Below Softmax(float* values, int n) {
   float top = -INFINITY, sum = 0.f;
   for (int i = Lane(); i < n; i += 32) top = fmaxf(top, values[i]);
-  top = WarpMaximum(top);
+  top = OfLanes(top, fmaxf);
   for (int i = Lane(); i < n; i += 32) sum += values[i] = expf(values[i] - top);
   sum = WarpSum(sum);
   for (int i = Lane(); i < n; i += 32) values[i] /= sum;

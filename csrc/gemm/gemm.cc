@@ -78,7 +78,7 @@ Status LaunchGemm(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_sc
   return Run(stage, stream, call, key, lhs_scale_inv, rhs_scale_inv);
 }
 
-// Of matrices. The scales are as gemm_lt.h says.
+// The arrays are matrices. The scales are as gemm.h says.
 Status LaunchGemmBlock(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv,
                        Arg rhs_scale_inv, Arg rhs_block_inv, Arg bias, Arg c, Ret out, Ret workspace,
                        int64_t outer, bool tune) {

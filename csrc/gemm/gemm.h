@@ -53,7 +53,7 @@ bool FindKey(const std::string& text, GemmKey* key);
 struct GemmOperands {
   const void* lhs = nullptr;
   const void* rhs = nullptr;
-  const float* lhs_scale_inv = nullptr;  // device; nullptr: 1, or in blocks to look for algorithms alone
+  const float* lhs_scale_inv = nullptr;  // device; nullptr: 1, or in blocks only to look for algorithms
   const float* rhs_scale_inv = nullptr;
   const void* bias = nullptr;
   const void* c = nullptr;
@@ -109,7 +109,7 @@ Status FindGemm(cudaStream_t stream, const GemmKey& key, GemmChoice* choice);
 
 // ---- gemm_empty.cu: a product of no terms, which cuBLASLt does not take ----
 
-// out [m, n] = bias [n] + c [m, n], each 0 where it is absent, in one rounding. Of the types that te_gemm
+// out [m, n] = bias [n] + c [m, n], each 0 where it is absent, in one rounding. The types are what te_gemm
 // takes; out is not empty, and may be c.
 Status BiasPlusC(cudaStream_t stream, const Tensor& bias, const Tensor& c, const Tensor& out, int64_t n);
 

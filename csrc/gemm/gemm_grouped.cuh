@@ -10,7 +10,7 @@
 
 namespace te::grouped {
 
-// Of factors that lie so.
+// Whether the left and the right factor lie across k.
 template <Layout kLayout>
 constexpr bool kLeftAcross = kLayout == Layout::kBothAcross;
 template <Layout kLayout>
@@ -121,7 +121,7 @@ struct ScaleReader {
     }
   }
 
-  // Of the next step. stride: p.rows.
+  // The scales of the next step. stride: p.rows.
   __device__ __forceinline__ BlockScales Read(int stride) {
     BlockScales scales;
     scales.rows[0] = rows[0], scales.rows[1] = rows[lower];
@@ -161,8 +161,8 @@ struct Consumer {
     return TileDescriptor<kRight>(AddressOf(s.stages[stage]) + kLeftBytes);
   }
 
-  // Where k are rows of both tiles: writes zeros over those of a stage that are no tokens', which may hold
-  // anything. Its first `tokens` are.
+  // Where k are rows of both tiles: writes zeros over the rows of a stage that are no tokens', which may hold
+  // anything. Its first `tokens` rows are tokens'.
   __device__ __forceinline__ void ClearPadding(int tokens, int stage) const {
     const uint32_t chunk = AddressOf(s.stages[stage]) + lane % 8 * 16;
     for (int row = tokens + warp * 4 + lane / 8; row < kStep; row += kWarps * 4)
@@ -307,7 +307,7 @@ __global__ void __launch_bounds__(kThreads, 1) te_gemm_grouped(const __grid_cons
   }
   SyncCluster();  // no CTA leaves before the others' last arrivals at its barriers
 #else
-  __trap();  // compiled for Hopper alone
+  __trap();  // compiled only for Hopper
 #endif
 }
 

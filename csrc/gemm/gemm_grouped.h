@@ -12,7 +12,7 @@ namespace te::grouped {
 enum class Sums { kFast, kSplit, kSquares, kRows };
 
 // What lies next to each other in a factor: k in both; columns in the right factor; rows in the left one,
-// too. Numbers of 16 bits alone lie across k.
+// too. Only numbers of 16 bits lie across k.
 enum class Layout { kAlong, kRightAcross, kBothAcross };
 
 // A product of matrices for each expert. out: [R, columns], of which an expert has the rows of its group; or

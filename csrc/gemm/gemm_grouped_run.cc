@@ -22,7 +22,8 @@ Status FindEncode(PFN_cuTensorMapEncodeTiled_v12000* encode) {
           "te_gemm_grouped: the driver has no cuTensorMapEncodeTiled; it is older than CUDA 12"};
 }
 
-// Of [outer, middle, inner] in boxes of 128 bytes. strides: bytes along the middle axis and the outer one.
+// A map of [outer, middle, inner] in boxes of 128 bytes. strides: bytes along the middle axis and the outer
+// one.
 Status MakeMap(CUtensorMap* map, Type type, const void* data, const cuuint64_t (&sizes)[3],
                const cuuint64_t (&strides)[2], const cuuint32_t (&box)[2], CUtensorMapL2promotion promotion) {
   PFN_cuTensorMapEncodeTiled_v12000 encode;
@@ -38,7 +39,7 @@ Status MakeMap(CUtensorMap* map, Type type, const void* data, const cuuint64_t (
                                     long(sizes[2]), long(sizes[1]), long(sizes[0]), int(result))};
 }
 
-// Of matrices [count, rows, inner], `box` rows at a time.
+// A map of matrices [count, rows, inner], `box` rows at a time.
 Status MakeMap(CUtensorMap* map, Type type, const void* data, int64_t inner, int64_t rows, int64_t count,
                int box) {
   const cuuint64_t row = inner * Width(type);
@@ -46,8 +47,8 @@ Status MakeMap(CUtensorMap* map, Type type, const void* data, int64_t inner, int
                  {cuuint32_t(box), 1}, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
-// Of one layout of FP8 in squares, `squares` of them side by side: [lines, squares, 128], `box` lines of a
-// square at a time. L2 does not fetch the other layout, which lies beside it.
+// A map of one layout of FP8 in squares, `squares` of them side by side: [lines, squares, 128], `box` lines
+// of a square at a time. L2 does not fetch the other layout, which lies next to it.
 Status MakeSquares(CUtensorMap* map, const Problem& p, const void* first, int64_t lines, int64_t squares,
                    int box) {
   return MakeMap(map, F8E4M3FN, first, {128, cuuint64_t(squares), cuuint64_t(lines)},

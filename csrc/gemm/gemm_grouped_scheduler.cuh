@@ -21,7 +21,7 @@ constexpr int kTileRows = 128, kTileColumns = 256;
 TE_ANYWHERE constexpr int Least(int a, int b) { return a < b ? a : b; }
 TE_ANYWHERE constexpr int DivideUp(int n, int of) { return n / of + (n % of != 0); }
 
-// Of a cluster: the tile of its CTA 0, and where those of the others lie.
+// The tile of CTA 0 of a cluster, and where the tiles of the others lie.
 struct Item {
   int row, column;  // in tiles
   bool stacked;     // rank r's is r rows below it, else r columns to its right

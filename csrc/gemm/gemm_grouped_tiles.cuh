@@ -32,7 +32,8 @@ TE_ANYWHERE uint64_t TileDescriptor(uint32_t address) {
   constexpr uint64_t kSwizzled = 1, kEightRows = 1024, kNextBox = kAcross ? kBoxBytes : 0;
   return kSwizzled << 62 | kEightRows >> 4 << 32 | kNextBox >> 4 << 16 | (address & 0x3ffff) >> 4;
 }
-// From the descriptor of some k to that of the next 32 bytes of k, or the next 16 rows across it.
+// From the descriptor of some k to the descriptor of the next 32 bytes of k, or of the next 16 rows across
+// it.
 template <bool kAcross>
 constexpr uint64_t kNextProduct = (kAcross ? 16 * kRowBytes : 32) >> 4;
 
@@ -118,7 +119,7 @@ __device__ __forceinline__ Place PlaceOf(const Problem& p, const Shared& s, cons
   return {tile.left_row, group.rows - before, group.tokens - before};
 }
 
-// Of a CTA in its cluster.
+// The rank of a CTA in its cluster.
 template <typename P>
 __device__ __forceinline__ int RankOf() {
   return P::kCluster > 1 ? ClusterRank() : 0;
@@ -145,7 +146,7 @@ class Walk {
       tile->k = group.first, tile->steps = DivideUp(group.tokens, kStep);
     } else {
       tile->left_row = group.first + row;
-      // Of all CTAs alike: they copy for each other.
+      // All CTAs have as many steps, for they copy for each other.
       tile->k = 0, tile->steps = found.row * kTileRows < group.tokens ? DivideUp(p_.k, kStep) : 0;
     }
     return true;

@@ -147,7 +147,7 @@ Status FindGemm(cudaStream_t stream, const GemmKey& key, GemmChoice* choice) {
   if (capture != cudaStreamCaptureStatusNone)
     return {Status::kInternal,
             "te_gemm: no plan for " + Describe(key) + " while its stream is being captured"};
-  // Outside the lock: one device must not wait for the work queued on another. Of two that finish, the first
+  // Outside the lock: one device must not wait for the work queued on another. Where two finish, the first
   // counts.
   Plan plan;
   TE_TRY(MakePlan(stream, *device, key, &plan));

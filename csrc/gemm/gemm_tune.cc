@@ -9,7 +9,7 @@
 namespace te {
 namespace {
 
-// Memory of this call alone, from the stream's pool: cudaMalloc and cudaFree would wait for the whole device,
+// Memory only of this call, from the stream's pool: cudaMalloc and cudaFree would wait for the whole device,
 // and the operands themselves must not be touched (results may share memory with live values).
 class Scratch {
  public:

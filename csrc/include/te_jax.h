@@ -86,7 +86,7 @@ typedef struct te_jax_quantize_args {
 } te_jax_quantize_args;
 TE_JAX_OP(quantize);
 
-/* To FP8 with a scale for each block of 128, which kernels of ..._block do on Hopper (9.0) alone. x [m..., p,
+/* To FP8 with a scale for each block of 128, which kernels of ..._block do only on Hopper (9.0). x [m..., p,
    n..., q], where m are the first `lead` axes -> data? as x, data_t? [n..., q, m..., p]; of blocks 1 x 128
    scale_inv? f32 [n..., q/128, m..., p], scale_inv_t? f32 [m..., p/128, n..., q]; of blocks 128 x 128
    (square) block_inv? f32 [m..., p/128, n..., q/128], block_inv_t? f32 [n..., q/128, m..., p/128]; dbias? f32

@@ -1,4 +1,4 @@
-// The C interface of include/te_jax.h: each op by its launcher, its partial results, and its workspace.
+// The C interface of include/te_jax.h: each op by its launcher, its partials, and its workspace.
 #include "interface/c_api.h"
 
 #include <unistd.h>
@@ -41,7 +41,7 @@ Status QuantizeBlock(Call& call, const te_jax_quantize_block_args& a) {
                      a.epsilon);
 }
 
-// Of x [m..., a, f].
+// The axes of x [m..., a, f], and of its partials.
 Axes Rows(const Tensor& x) { return Axes(x).Without(2); }
 Axes Slots(const Tensor& x) { return Axes(x).From(x.rank - 2); }
 Axes SlotPartials(const Tensor& x) { return TilePartials(Rows(x).count(), Axes(x).last()); }

@@ -1,5 +1,5 @@
-// A call of the C interface: its arrays become those of a launcher, which checks them; here is checked what a
-// launcher takes for granted.
+// A call of the C interface: its arrays become arrays of a launcher, which checks them. What a launcher takes
+// for granted is checked here.
 #pragma once
 
 #include <deque>
@@ -11,7 +11,7 @@
 
 namespace te::c_api {
 
-enum class Ask { kBytes, kPlan, kRun };  // how much workspace; the plan alone; the call
+enum class Ask { kBytes, kPlan, kRun };  // how much workspace; only the plan; the call
 
 constexpr int64_t kAlignment = 16, kMatrixAlignment = 128, kWorkspaceAlignment = 256;  // bytes
 
@@ -24,7 +24,7 @@ class Call {
         workspace_(static_cast<char*>(workspace)),
         workspace_bytes_(workspace_bytes) {}
 
-  // The caller's array. Of a bad one the call fails, with the first that was met.
+  // The caller's array. A bad array makes the call fail, with the first bad one that was met.
   Tensor Array(const char* name, const te_jax_array& a, Need need, int64_t alignment = kAlignment);
 
   // Room in the workspace for partials that a launcher finishes into the caller's array; none where
@@ -36,7 +36,7 @@ class Call {
   // Bytes of the workspace for the launcher itself.
   Tensor Workspace(int64_t bytes) { return Reserve(U8, {bytes}); }
 
-  // Kernels of the op are Hopper's alone.
+  // Only Hopper has the op's kernels.
   void NeedsHopper() { needs_hopper_ = true; }
 
   // An error unless it is a finite number, `least` or more, or above it.

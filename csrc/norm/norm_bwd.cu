@@ -1,9 +1,9 @@
 // LayerNorm and RMSNorm, backward. With xhat = (x - mean) * rstd and dxhat = dy * gamma:
 //   dx = rstd * (dxhat - mean(dxhat) - xhat * mean(dxhat * xhat)), for RMSNorm without the first mean
 //   dgamma = sum over rows of dy * xhat, dbeta = sum over rows of dy
-// dres, the gradient that comes by the residual connection around the norm, is added to dx in f32.
-// dgamma and dbeta are partial sums first, one per CTA, in a fixed order: no atomics, the same bits every
-// time. Bytes per element of bf16: 4 read (6 with dres), 2 written; a CTA's partial sums add 4 or 8 per
+// dres, the gradient that comes by the residual connection around the norm, is added to dx in f32. dgamma and
+// dbeta are partials first, one for each CTA, which are added in a fixed order: no atomics, the same bits
+// every time. Bytes per element of bf16: 4 read (6 with dres), 2 written; a CTA's partials add 4 or 8 per
 // column.
 
 #include <algorithm>

@@ -242,7 +242,7 @@ Status LaunchRows(cudaStream_t stream, const NormFwdArgs& a) {
     TE_TRY(Prepare<kKernel>(gpu));
     const int64_t rows_of_sm = (a.rows + gpu.sms - 1) / gpu.sms;
     const int64_t most = (of.vecs_of_thread > 4 ? kMostThreads : kThreads) / of.x;
-    const int y = std::min({most, of.room / 2, rows_of_sm});  // rows at once; of more than a warp at most 12
+    const int y = std::min({most, of.room / 2, rows_of_sm});  // rows at once; at most 12 of more than a warp
     const int stages = std::min(of.room / y, int64_t{kStages});
     int64_t ctas = std::min((a.rows + y - 1) / y, int64_t{gpu.sms});
     if (a.amax_partials) ctas = std::min(ctas, AmaxPlaces(a.rows, a.h));

@@ -1,8 +1,8 @@
 // The two kinds of CTAs of norms whose results have columns: te_norm_fwd with data_t, te_norm_block_fwd. A
 // column needs many rows at a time and a row's statistics need all of its columns, more than a multiprocessor
-// holds. So one kernel does two things: CTAs of the first kind compute statistics of rows, those of the
-// second normalize tiles that the first have read shortly before and that are still in L2. Where the caller
-// has the statistics there are none of the first kind.
+// holds. So one kernel does two things: CTAs of the first kind compute statistics of rows; CTAs of the second
+// kind normalize tiles that the first have read shortly before and that are still in L2. Where the caller has
+// the statistics there are none of the first kind.
 #pragma once
 
 #include <algorithm>

@@ -4,8 +4,8 @@
 // data_t, or 128 x 128 in both; the last along an axis may be cut.
 //
 // A CTA has one tile of 128 x 128, so every block is in one CTA. A thread keeps its 4 rows of 8 columns in
-// registers, in the type T of the source, until the amaxes are known: those of rows by shuffles, for a row
-// lies in half a warp, those of columns through shared memory.
+// registers, in the type T of the source, until the amaxes are known: shuffles find the amaxes of rows, for a
+// row lies in half a warp, and shared memory those of columns.
 #pragma once
 
 #include <algorithm>
@@ -18,13 +18,13 @@
 #include "base/partials.h"
 #include "base/ptx.cuh"
 #include "base/reduce.cuh"
+#include "quantize/transposed.cuh"
 
 namespace te {
 
 constexpr int kBlockThreads = 512, kBlockWarps = kBlockThreads / 32;
-constexpr int kBlockGroups = kBlock / 8;          // of 8 columns; 16 threads share a row
-constexpr int kBlockRows = 4;                     // of a thread
-constexpr int kBlockWords = kBlock / 4 * kBlock;  // of 4 FP8, of a tile
+constexpr int kBlockGroups = kBlock / 8;  // of 8 columns; 16 threads share a row
+constexpr int kBlockRows = 4;             // of a thread
 static_assert(kBlockThreads / kBlockGroups * kBlockRows == kBlock);
 
 struct BlockArgs {
@@ -49,31 +49,6 @@ __device__ __forceinline__ float ScaleOfBlock(float amax, const BlockArgs& a) {
   if (!(amax > 0.f && amax < INFINITY)) return 1.f;
   const float scale = fminf(fmaxf(a.fp8_max / fmaxf(amax, a.epsilon), 1.17549435e-38f), 3.40282347e38f);
   return a.power_2 ? __uint_as_float(__float_as_uint(scale) & 0x7f800000u) : scale;
-}
-
-// The transposed tile: columns of kBlock / 4 words of 4 rows. The xor spreads the groups of columns that a
-// warp writes at once over the banks, by twos; it moves words by fours, so 16-byte reads stay in one piece.
-__device__ __forceinline__ int BlockTileWord(int column, int word) {
-  return column * (kBlock / 4) + (word ^ (column / 8 * 4 % (kBlock / 4)));
-}
-
-// tile -> data_t, 128 bytes of a column by 8 threads; byte by byte where columns are not aligned to 16.
-__device__ inline void StoreBlockColumns(const uint32_t* tile, uint8_t* data_t, unsigned stride, int rows,
-                                         int columns, bool vectors) {
-  if (vectors) {
-    for (int i = threadIdx.x; i < kBlockWords / 4; i += kBlockThreads) {
-      const int c = i / (kBlock / 16), r = i % (kBlock / 16) * 16;
-      if (r >= rows || c >= columns) continue;
-      __stcs(reinterpret_cast<uint4*>(data_t + uint64_t{unsigned(c)} * stride + r),
-             *reinterpret_cast<const uint4*>(tile + BlockTileWord(c, r / 4)));
-    }
-    return;
-  }
-  for (int i = threadIdx.x; i < kBlock * kBlock; i += kBlockThreads) {
-    const int c = i / kBlock, r = i % kBlock;
-    if (r < rows && c < columns)
-      data_t[uint64_t{unsigned(c)} * stride + r] = tile[BlockTileWord(c, r / 4)] >> r % 4 * 8;
-  }
 }
 
 // 8 columns of a row of data, of which `columns` are inside.
@@ -112,10 +87,7 @@ __device__ __forceinline__ uint32_t OverColumns(const uint32_t (&mine)[kN], uint
 #pragma unroll
   for (int w = first + kSharing<kN>; w < first + kBlockWarps; w += kSharing<kN>)
     all = combine(all, scratch[w * kLine + word]);
-#pragma unroll
-  for (int other = kSharing<kN> / 2; other > 0; other /= 2)
-    all = combine(all, __shfl_xor_sync(~0u, all, other));
-  return all;
+  return OfLanes<kSharing<kN>>(all, combine);
 }
 
 // A CTA's tile, and the rows and columns of it that a thread has.
@@ -127,7 +99,7 @@ struct BlockPlace {
 };
 
 struct BlockShared {
-  alignas(16) uint32_t tile[kBlockWords];
+  Transposed<kBlock, kBlock> tile;
   alignas(16) uint32_t scratch[kBlockWarps * (kBlock + 4)];
   alignas(16) float column_scales[kBlock];
 };
@@ -180,8 +152,8 @@ __device__ __forceinline__ void StoreBlockSums(const Vec<T, 8> (&x)[kBlockRows],
   __syncthreads();  // scratch is free again
 }
 
-// The scales of the thread's columns, of blocks along the rows, or in [0] that of the square; their inverses
-// are written.
+// Finds the scales of the thread's columns, of blocks along the rows, or in [0] the scale of the square, and
+// writes their inverses.
 template <bool kSquare, typename T>
 __device__ __forceinline__ void ColumnScales(const Vec<T, 8> (&x)[kBlockRows], const BlockPlace& at,
                                              const BlockArgs& a, BlockShared& shared, float (&scales)[8]) {
@@ -260,8 +232,8 @@ __device__ __forceinline__ uint2 QuantizeRow(const Vec<T, 8>& x, const float* sc
   return Quantize8<__nv_fp8_e4m3>(f, q.x, q.y), q;
 }
 
-// All results of one tile, whose elements its threads hold. Of several in turn, each meets barriers between
-// its reads of `shared` and the next one's writes.
+// Writes all results of one tile, whose elements its threads hold. Where there are several tiles in turn,
+// barriers lie between the reads of `shared` of one and the writes of the next.
 template <bool kVectors, bool kSquare, typename T>
 __device__ __forceinline__ void WriteBlocks(const Vec<T, 8> (&x)[kBlockRows], const BlockPlace& at,
                                             const BlockArgs& a, BlockShared& shared) {
@@ -272,26 +244,20 @@ __device__ __forceinline__ void WriteBlocks(const Vec<T, 8> (&x)[kBlockRows], co
   float row_scales[kBlockRows];
   if constexpr (!kSquare) RowScales(x, at, a, row_scales);
   uint8_t* data = a.data + (uint64_t{at.row + r} * a.columns() + at.column + c);
-  uint32_t low[kBlockRows], high[kBlockRows];  // columns 0..3 and 4..7 of a row, then 4 rows of a column
+  uint32_t words[2][kBlockRows];  // columns 0..3 and 4..7 of a row
 #pragma unroll
   for (int k = 0; k < kBlockRows; ++k) {
     uint2 q = QuantizeRow(x[k], kSquare ? column_scales : row_scales + k, 0, a.e5m2);
     if (a.data && r + k < at.rows && c < at.columns)
       StoreBlockRow<kVectors>(data + uint64_t{unsigned(k)} * a.columns(), q, at.columns - c);
     if constexpr (!kSquare) q = QuantizeRow(x[k], column_scales, 1, a.e5m2);
-    low[k] = q.x, high[k] = q.y;
+    words[0][k] = q.x, words[1][k] = q.y;
   }
   if (!a.data_t) return;
-  Transpose4x4(low[0], low[1], low[2], low[3]);
-  Transpose4x4(high[0], high[1], high[2], high[3]);
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    shared.tile[BlockTileWord(c + j, r / 4)] = low[j];
-    shared.tile[BlockTileWord(c + 4 + j, r / 4)] = high[j];
-  }
+  shared.tile.Store(words, c, r / 4);
   __syncthreads();
   uint8_t* data_t = a.data_t + (uint64_t{at.column} * a.rows() + at.row);
-  StoreBlockColumns(shared.tile, data_t, a.rows(), at.rows, at.columns, a.p % 16 == 0);
+  shared.tile.StoreColumns<kBlockThreads>(data_t, a.rows(), at.rows, at.columns, a.p % 16 == 0);
 }
 
 // Source:
@@ -303,7 +269,7 @@ __device__ __forceinline__ void WriteBlocks(const Vec<T, 8> (&x)[kBlockRows], co
 //   Load<kVectors>(row, column, columns) -> Raw: 8 columns from `column` on, of which `columns` are inside;
 //             row: of m and p; column: of n and q, or of q with kSlots of n; zeros outside give values of
 //             zero
-//   ReadSlots, LoadSlot<kVectors>(slot, column, columns) -> Raw in place of Load where it Gathers
+//   ReadSlots, LoadSlot<kVectors>(slot, column, columns) -> Raw instead of Load where it Gathers
 //   Results(Raw, Vec<Type, 8> (&)[kSlots])
 //   Await(row0, rows) if there: called once by all threads, behind the first Loads and before any Results
 //   Skips(row0) if there: whether nobody reads the tile's rows, of which row0 is the first
@@ -379,7 +345,7 @@ using BlockKernel = void (*)(const Source, const BlockArgs, const Divisor);
                                                   name<Source, kSquare, true>}; \
   }
 
-// The results of a call: the scales are those of rows, or of squares. kNone where the op has none.
+// The results of a call, with scales of rows or of squares. kNone where the op has none.
 struct BlockArrays {
   Tensor data, data_t, inv, inv_t;
   Totals totals = {};
@@ -387,7 +353,7 @@ struct BlockArrays {
 };
 
 // The arguments for values of rows [m..., p] (`rows`) and columns [n..., q], once the results are as
-// expected, those of experts [e...] one after the other.
+// expected; the experts [e...] lie one after the other.
 inline Status GetBlockArgs(const char* op, const Axes& rows, const Axes& n_axes, int64_t q,
                            const BlockArrays& b, bool power_2, double epsilon, BlockArgs* out,
                            bool square = false, const Axes& e = {}) {

@@ -32,7 +32,7 @@ struct QuantizeSource {
 
 TE_TILE_KERNELS(te_quantize);
 
-// Weights of experts, of which each has as many tiles; of kA arrays side by side.
+// The weights of experts, each with as many tiles, of kA arrays side by side.
 template <typename T, int kA>
 struct StackedSource {
   using Type = T;

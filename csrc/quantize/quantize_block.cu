@@ -25,15 +25,15 @@ struct BlockQuantizeSource {
 
 TE_BLOCK_KERNELS(te_quantize_block);
 
-// Weights of experts, one after the other: each has as many bands. Of two arrays side by side a strip is of
-// one.
+// The weights of experts lie one after the other, each with as many bands. A strip belongs to one of two
+// arrays side by side.
 template <typename T>
 struct StackedBlockSource : BlockQuantizeSource<T> {
   const T* y;  // as x, or nullptr
   Divisor by_bands;
 };
 
-// The arguments of one expert, of those of the first. Blocks are 128 x 128.
+// The arguments of an expert from those of the first one. Blocks are 128 x 128.
 __device__ __forceinline__ BlockArgs OfExpert(BlockArgs a, unsigned expert) {
   const uint64_t elements = uint64_t{expert} * a.rows() * a.columns(),
                  blocks = uint64_t{expert} * (a.m * a.ps) * (a.n * a.qs);

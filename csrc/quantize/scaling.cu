@@ -27,7 +27,7 @@ struct ScaleUpdateArgs {
   int64_t b, l;
   float margin_factor;  // 2^margin
   int interval;
-  bool newest;  // the scale follows this step's amax alone, not the largest of the history
+  bool newest;  // the scale follows only this step's amax, not the largest of the history
   State results[kMostStates];
 };
 
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads) te_scale_update(const __grid_constan
     const float steps = since + 1.f, interval = float(a.interval);
     new_history[0] = 0.f - (steps - floorf(steps / interval) * interval);  // from 0 up, of any sign
   }
-  for (int other = 16; other > 0; other /= 2) top = MaxNan(top, __shfl_xor_sync(~0u, top, other));
+  top = OfLanes(top, MaxNan);
   if (Lane() == 0) tops[WarpIndex()] = top;
   __syncthreads();
   if (threadIdx.x != 0) return;

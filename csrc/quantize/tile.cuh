@@ -3,9 +3,9 @@
 // here.
 //
 // A CTA has one tile of 256 rows x 64 columns: data_t is written in pieces of 256 bytes, x is read in lines
-// of 128. Measured on an H200 beside it, in [8192, 16384] of bf16: 128 x 128 is 4 % slower, default stores
-// instead of streaming ones 7 %, CTAs that walk through many tiles and fetch the next ahead (into registers
-// or by cp.async) 2 to 7 %.
+// of 128. Measured on an H200 in comparison, in [8192, 16384] of bf16: 128 x 128 is 4 % slower, default
+// stores instead of streaming ones 7 %, CTAs that walk through many tiles and fetch the next ahead (into
+// registers or by cp.async) 2 to 7 %.
 #pragma once
 
 #include "base/finish.h"
@@ -14,15 +14,16 @@
 #include "base/partials.h"
 #include "base/ptx.cuh"
 #include "base/reduce.cuh"
+#include "quantize/transposed.cuh"
 
 namespace te {
 
 constexpr int kTileThreads = 256;
-constexpr int kGroups = kTileColumns / 8;                 // of columns; a thread has 8 of them ...
-constexpr int kBandRows = kTileThreads / kGroups * 4;     // ... and 4 rows of each band
-constexpr int kThreadRows = kTileRows / kBandRows * 4;    // of a thread
-constexpr int kTileWords = kTileRows / 4 * kTileColumns;  // of 4 FP8
+constexpr int kGroups = kTileColumns / 8;               // of columns; a thread has 8 of them ...
+constexpr int kBandRows = kTileThreads / kGroups * 4;   // ... and 4 rows of each band
+constexpr int kThreadRows = kTileRows / kBandRows * 4;  // of a thread
 constexpr int kWarpSums = kTileThreads / 32 * kTileColumns;
+using TransposedTile = Transposed<kTileRows, kTileColumns>;
 
 // What a tile kernel writes. n: columns of a slot; the slots (the A of [m, A, f]) lie side by side.
 template <typename T>
@@ -38,23 +39,6 @@ struct TileResults {
   bool e5m2;              // data and data_t, else E4M3
   int64_t amax_step = 1;  // between neighbours of amax_partials
 };
-
-// The transposed tile: kTileColumns columns of kTileRows / 4 words of 4 rows. The xor spreads the groups of
-// columns that a warp writes at once over all banks; it moves words by fours, so 16-byte reads stay in one
-// piece.
-__device__ __forceinline__ int TileWord(int column, int word) {
-  return column * (kTileRows / 4) + (word ^ (column / 8 * 4));
-}
-
-// 4 rows of 8 columns, of which each has a word for the columns 0..3 and one for 4..7 -> the transposed tile.
-__device__ __forceinline__ void StoreTransposed(uint32_t (&q)[2][4], uint32_t* tile, int column, int word) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    Transpose4x4(q[half][0], q[half][1], q[half][2], q[half][3]);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) tile[TileWord(column + half * 4 + j, word)] = q[half][j];
-  }
-}
 
 // f32 -> T, `columns` of the 8 values.
 template <bool kVectors, typename T>
@@ -74,35 +58,16 @@ __device__ __forceinline__ void StoreUnquantized(T* p, const float (&f)[8], int 
 }
 
 // tile -> data where rows of `stride` bytes are not aligned to 8: lanes write neighbouring bytes.
-__device__ inline void StoreRowBytes(const uint32_t* tile, uint8_t* data, int64_t stride, int rows,
+__device__ inline void StoreRowBytes(const TransposedTile& tile, uint8_t* data, int64_t stride, int rows,
                                      int columns) {
   for (int i = threadIdx.x; i < kTileRows * kTileColumns; i += kTileThreads) {
     const int r = i / kTileColumns, c = i % kTileColumns;
-    if (r < rows && c < columns) data[r * stride + c] = tile[TileWord(c, r / 4)] >> r % 4 * 8;
+    if (r < rows && c < columns) data[r * stride + c] = tile.Byte(r, c);
   }
 }
 
-// tile -> data_t, 256 bytes of a column by 16 threads; byte by byte where columns of m bytes are not aligned
-// to 16.
-__device__ inline void StoreColumns(const uint32_t* tile, uint8_t* data_t, int64_t m, int rows, int columns) {
-  if (m % 16 == 0) {
-#pragma unroll
-    for (int i = threadIdx.x; i < kTileWords / 4; i += kTileThreads) {
-      const int c = i / (kTileRows / 16), r = i % (kTileRows / 16) * 16;
-      if (r >= rows || c >= columns) continue;
-      __stcs(reinterpret_cast<uint4*>(data_t + c * m + r),
-             *reinterpret_cast<const uint4*>(tile + TileWord(c, r / 4)));
-    }
-    return;
-  }
-  for (int i = threadIdx.x; i < kTileRows * kTileColumns; i += kTileThreads) {
-    const int c = i / kTileRows, r = i % kTileRows;
-    if (r < rows && c < columns) data_t[c * m + r] = tile[TileWord(c, r / 4)] >> r % 4 * 8;
-  }
-}
-
-// Sums of a warp's rows: half of the values go to the lane beside in every step, so that a lane ends with 2
-// of its group's 8 columns. scratch: [warps, kTileColumns], to be read behind a barrier.
+// Sums of a warp's rows: half of the values go to another lane in every step, so that a lane ends with 2 of
+// its group's 8 columns. scratch: [warps, kTileColumns], to be read behind a barrier.
 __device__ __forceinline__ void WarpColumnSums(float (&sums)[8], float* scratch) {
   static_assert(kGroups == 8);
   const bool upper = Lane() & 16, odd = Lane() & 8;
@@ -145,7 +110,7 @@ __device__ __forceinline__ TilePlace PlaceOf(const TileResults<T>& a, unsigned i
           int(min(a.n - column0, int64_t{kTileColumns}))};
 }
 
-// Of rows in groups each band of the tile has an expert, so a scale and statistics, of its own.
+// Where rows are in groups, each band of the tile has its own expert, so its own scale and statistics.
 template <typename Source>
 constexpr int kBands = InGroups<Source> ? kTileBands : 1;
 static_assert(kBandRows == kGroupRows);
@@ -179,13 +144,14 @@ __device__ __forceinline__ void StoreAmax(const TileResults<T>& a, unsigned inde
 
 // The tile and the warps' sums of slot `s` -> what WriteTile has not yet written, behind a barrier.
 template <bool kVectors, typename Source>
-__device__ __forceinline__ void StoreTile(const uint32_t* tile, const float* sums, const TilePlace& at, int s,
-                                          const TileResults<typename Source::Type>& a) {
+__device__ __forceinline__ void StoreTile(const TransposedTile& tile, const float* sums, const TilePlace& at,
+                                          int s, const TileResults<typename Source::Type>& a) {
   const int64_t stride = a.n * Source::kSlots;
   if (!kVectors && a.data)
     StoreRowBytes(tile, a.data + at.row0 * stride + s * a.n + at.column0, stride, at.rows, at.columns);
   if (a.data_t)
-    StoreColumns(tile, a.data_t + (s * a.n + at.column0) * a.m + at.row0, a.m, at.rows, at.columns);
+    tile.StoreColumns<kTileThreads>(a.data_t + (s * a.n + at.column0) * a.m + at.row0, a.m, at.rows,
+                                    at.columns, a.m % 16 == 0);
 #pragma unroll
   for (int b = 0; b < kBands<Source>; ++b) {
     const int64_t line = at.chunk * kBands<Source> + b;
@@ -207,7 +173,7 @@ __device__ __forceinline__ bool LeavesOut(const Source& source, const TileResult
   return false;
 }
 
-// Of a source that gathers: the slots of a thread's rows, whose first one is r.
+// Reads the slots of a thread's rows, the first of which is r, where the source gathers.
 template <typename Source>
 __device__ __forceinline__ void ReadSlots(const Source& source, const TilePlace& at, int r,
                                           int (&slots)[kThreadRows]) {
@@ -235,7 +201,7 @@ __device__ __forceinline__ typename Source::Raw LoadRowOf(const Source& source, 
 }
 
 // Source:
-//   Type      of x and of the wide result
+//   Type      of x and of the unquantized result
 //   Raw       what is read for 8 neighbours of a row
 //   kSlots    2 where a row of results is twice as long as one of a strip's sources, else 1
 //   kSums     whether there may be column sums
@@ -243,8 +209,8 @@ __device__ __forceinline__ typename Source::Raw LoadRowOf(const Source& source, 
 //   kWindow   rows that a thread has in flight, a divisor of kThreadRows
 //   Values(Raw, float (&)[kSlots][8])
 //   Load<kVectors, kAgain>(row, column, columns) -> Raw: 8 columns from `column` on, of which `columns` are
-//             inside; kAgain as in LoadRow, where the amax may be all that is wanted
-//   ReadSlots, LoadSlot<kVectors>(slot, column, columns) -> Raw in place of Load where it Gathers
+//             inside; kAgain as in LoadRow, where only the amax may be wanted
+//   ReadSlots, LoadSlot<kVectors>(slot, column, columns) -> Raw instead of Load where it Gathers
 //   Await(row0, rows) if there: called once by all threads, behind the first Loads and before any Values
 //   Skips(row0) if there: whether nobody reads the tile's rows, of which row0 is the first; its amax is 0
 //   groups if there, GroupRows: the rows are in groups; Values(Load of 0 columns) are then 0
@@ -254,7 +220,7 @@ template <bool kVectors, typename Source>
 __device__ __forceinline__ void WriteTile(const Source& source, const TileResults<typename Source::Type>& a,
                                           unsigned index) {
   constexpr int kSlots = Source::kSlots, kWindow = Source::kWindow;
-  alignas(16) __shared__ uint32_t tiles[kSlots][kTileWords];
+  __shared__ TransposedTile tiles[kSlots];
   constexpr int kOfBands = kBands<Source>;
   alignas(8) __shared__ float sums_of_warps[kSlots][Source::kSums ? kOfBands * kWarpSums : 1];
   __shared__ unsigned amax_of_warps[kOfBands][kMostWarps];
@@ -301,7 +267,7 @@ __device__ __forceinline__ void WriteTile(const Source& source, const TileResult
       if (kVectors && a.data && inside)
         __stcs(reinterpret_cast<uint2*>(a.data + offset), make_uint2(q[s][0][i], q[s][1][i]));
       if (i < 3) continue;
-      StoreTransposed(q[s], tiles[s], c, row / 4);
+      tiles[s].Store(q[s], c, row / 4);
       if (!Source::kSums || !a.dbias_partials || (k + 1) % (kThreadRows / kOfBands)) continue;
       WarpColumnSums(sums[s], sums_of_warps[s] + k / 4 % kOfBands * kWarpSums);  // of the band, or of all
 #pragma unroll
@@ -313,9 +279,9 @@ __device__ __forceinline__ void WriteTile(const Source& source, const TileResult
   for (int s = 0; s < kSlots; ++s) StoreTile<kVectors, Source>(tiles[s], sums_of_warps[s], at, s, a);
 }
 
-// The amax alone, of a tile: no data to keep, so there is room for twice as many CTAs. The kernel that then
-// writes FP8 reads the sources again, from the first tile on: here that one is the last, for what was read
-// last is still in L2.
+// Writes only the amax of a tile. There is no data to keep, so there is room for twice as many CTAs. The
+// kernel that then writes FP8 reads the sources again, from the first tile on; here the first tile is the
+// last, for what was read last is still in L2.
 template <bool kVectors, typename Source>
 __device__ __forceinline__ void WriteAmax(const Source& source, const TileResults<typename Source::Type>& a,
                                           unsigned index) {
@@ -398,7 +364,8 @@ struct TileArrays {
   bool fp8() const { return Present(data) || Present(data_t); }
 };
 
-// Rows of axes m, columns of axes n, for each of the axes e; `unquantized` is of x's type.
+// An error unless the tensors have rows of axes m and columns of axes n for each of the axes e; `unquantized`
+// is of x's type.
 inline Status ExpectTensors(const char* op, const Tensor& x, const Axes& m, const Axes& n,
                             const TileArrays& b, const Axes& e = {}) {
   return Expect(op, {{b.name, b.unquantized, x.type, e + m + n, kOptional},
@@ -406,7 +373,7 @@ inline Status ExpectTensors(const char* op, const Tensor& x, const Axes& m, cons
                      {"data_t", b.data_t, Fp8Like(b.data), e + n + m, kOptional}});
 }
 
-// The same of all arrays: n has the slots' axis.
+// Checks all arrays; n has the axis of the slots.
 inline Status ExpectTiles(const char* op, const Tensor& x, const Axes& m, const Axes& n, int64_t slots,
                           const TileArrays& b, const Axes& e = {}) {
   const Axes tiles = TilePartials(m.count(), n.count() / slots);

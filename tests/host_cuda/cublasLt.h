@@ -1,4 +1,4 @@
-// In place of NVIDIA's: the types that handlers name.
+// Stands for NVIDIA's header: the types that handlers name.
 #pragma once
 #include <library_types.h>
 

@@ -238,7 +238,7 @@ inline int atomicAdd(int* p, int value) {  // a fiber runs until it waits
   return std::exchange(*p, *p + value);
 }
 inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
-// Named by kernels that are compiled without their bodies alone.
+// Only kernels that are compiled without their bodies name these.
 inline void __nanosleep(unsigned) {}
 inline size_t __cvta_generic_to_shared(const void*) { return 0; }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selectors) {

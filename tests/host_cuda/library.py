@@ -176,7 +176,7 @@ def _compile(folder: Path, cuda_include: str, sources, parts: dict, *flags: str,
     for path in CSRC.glob("*/*.*h"):
         (folder / path.parent.name).mkdir(exist_ok=True)
         (folder / path.relative_to(CSRC)).write_text(as_cpp(path.read_text(), launches))
-    for path in HERE.rglob("*.*h"):  # PTX as C++, in place of csrc
+    for path in HERE.rglob("*.*h"):  # PTX as C++, instead of that in csrc
         (folder / path.relative_to(HERE)).write_text(path.read_text())
     run = lambda name: launches or name in LAUNCHED
     units = {Path(name).stem: as_cpp(_source(name), run(name)) for name in sources}

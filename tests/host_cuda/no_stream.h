@@ -1,4 +1,4 @@
-// In place of XLA's stream of a call: jax's CPU has none.
+// Stands for XLA's stream of a call: jax's CPU has none.
 #pragma once
 #include <optional>
 

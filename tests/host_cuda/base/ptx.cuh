@@ -1,4 +1,4 @@
-// In place of csrc/base/ptx.cuh: the same functions in C++, and those alone declared that no kernel calls here.
+// Stands for csrc/base/ptx.cuh: the same functions in C++, or only declared where no kernel calls them here.
 #pragma once
 #include <cmath>
 

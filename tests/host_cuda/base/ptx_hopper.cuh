@@ -1,4 +1,4 @@
-// In place of csrc/base/ptx_hopper.cuh: the same functions in C++, for cluster.h.
+// Stands for csrc/base/ptx_hopper.cuh: the same functions in C++, for cluster.h.
 #pragma once
 
 namespace te {
