@@ -63,7 +63,7 @@ Status ExpectGroups(const char* op, const GroupArrays& b, const Totals& of, bool
                     const Axes& columns, GroupRows* groups) {
   TE_TRY(ExpectRank(op, "counts", b.counts, 1, true));
   const int64_t experts = b.counts.count();
-  TE_CHECK(experts >= 1 && experts <= kMostExperts, "%s: counts%s; pass those of 1 to %d experts.", op,
+  TE_CHECK(experts >= 1 && experts <= kMostExperts, "%s: counts%s; pass the counts of 1 to %d experts.", op,
            b.counts.shape().c_str(), kMostExperts);
   TE_CHECK(rows % kGroupRows == 0 && rows <= INT32_MAX,
            "%s: x has %ld rows; pass a multiple of %d below 2^31.", op, long(rows), kGroupRows);

@@ -86,7 +86,7 @@ struct GroupArrays {
 };
 
 // An error unless offsets i32 [e + 1], counts i32 [e], scale? f32 [e] or [1], amax? f32 [e] and dbias? f32
-// [e, columns...] are those of `rows` rows in groups. needs_scale: with FP8 results.
+// [e, columns...] fit `rows` rows in groups. needs_scale: with FP8 results.
 Status ExpectGroups(const char* op, const GroupArrays& b, const Totals& of, bool needs_scale, int64_t rows,
                     const Axes& columns, GroupRows* groups);
 

@@ -2,7 +2,7 @@
 // many bytes. Bytes per element of x: 2 read and 2 written, and the bytes of dy.
 //
 // A CTA has a square of 128 x 128 of each slot: it has read all of x there before it writes. Line i of a
-// square has the FP8 of its row i, then those of its column i (te_jax/ops/experts/paired.py).
+// square has the FP8 of its row i, then the FP8 of its column i (te_jax/ops/experts/paired.py).
 
 #include "activation/activation.cuh"
 #include "base/groups.cuh"

@@ -5,7 +5,7 @@
 //
 // A CTA has one tile of 128 x 128, so every block is in one CTA. A thread keeps its 4 rows of 8 columns in
 // registers, in the type T of the source, until the amaxes are known: shuffles find the amaxes of rows, for a
-// row lies in half a warp, and shared memory those of columns.
+// row lies in half a warp, and shared memory the amaxes of columns.
 #pragma once
 
 #include <algorithm>

@@ -33,7 +33,7 @@ struct StackedBlockSource : BlockQuantizeSource<T> {
   Divisor by_bands;
 };
 
-// The arguments of an expert from those of the first one. Blocks are 128 x 128.
+// The arguments of an expert, from the first expert's. Blocks are 128 x 128.
 __device__ __forceinline__ BlockArgs OfExpert(BlockArgs a, unsigned expert) {
   const uint64_t elements = uint64_t{expert} * a.rows() * a.columns(),
                  blocks = uint64_t{expert} * (a.m * a.ps) * (a.n * a.qs);

@@ -88,7 +88,7 @@ Status LaunchScaleUpdate(cudaStream_t stream, Arg scales, Arg histories, Arg ama
                      {"amaxes", amaxes, F32, all, kOptional},
                      {"fp8_max", fp8_max, F32, {n}, RequiredIf(Present(amaxes))}}));
   TE_CHECK(n <= kMostStates && results.size() == 2 * kMostStates,
-           "%s: scales is %s beside %ld results; pass up to %d tensors, and two results for each of %d", op,
+           "%s: scales is %s, with %ld results; pass up to %d tensors, and two results for each of %d", op,
            scales.shape().c_str(), long(results.size()), kMostStates, kMostStates);
   TE_CHECK(interval >= 1 && interval <= (1 << 24), "%s: interval is %ld; pass 1 to 2^24", op, long(interval));
   ScaleUpdateArgs args{Data<float>(scales),

@@ -13,7 +13,8 @@ struct Transposed {
   alignas(16) uint32_t words[kOfColumn * kColumns];
 
   static __device__ __forceinline__ int Word(int column, int word) {
-    return column * kOfColumn + (word ^ (column / 8 * 4 % kOfColumn));
+    const int moved = kColumns / 2 > kOfColumn ? column / 8 * 4 % kOfColumn : column / 8 * 4;
+    return column * kOfColumn + (word ^ moved);
   }
 
   // 4 rows of 8 columns, of which each has a word for the columns 0..3 and one for 4..7.

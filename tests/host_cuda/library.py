@@ -69,7 +69,7 @@ HANDLERS = (
     *("norm_fwd.cu", "norm_fwd_t.cu", "norm_bwd.cu", "norm_block.cu", "gemm_empty.cu", "gemm.cc"),
     *("gemm_grouped.cc", "gemm_grouped_run.cc", "attention.cc", "attention_fp8.cc"),
 )
-# The C interface, whose launchers are those of the sources beside it.
+# The C interface, with the launchers of the other sources.
 C_API = ("c_api.cc", "c_api_call.cc", "device.cc", "dl.cc")
 _LAUNCHED = '::te::Status{::te::Status::kUnimplemented, "launched"}'
 _NO_GPU = f"""
@@ -130,7 +130,7 @@ def as_cpp(source: str, launches: bool = True) -> str:
 
 
 def _of_launchers_in(sources: str, handlers: str) -> str:
-    """The handlers alone whose launchers are defined in the sources."""
+    """Only the handlers whose launchers are defined in the sources."""
     is_there = lambda line: re.search(rf"^Status {line[1]}\(", sources, re.MULTILINE)
     return re.sub(r"^TE_HANDLER\w*\(\w+, (\w+)[,)].*?;$", lambda line: line[0] if is_there(line) else "", handlers,
                   flags=re.MULTILINE | re.DOTALL)  # fmt: skip

@@ -137,7 +137,7 @@ inline void NamedBarrier(unsigned index, unsigned threads) {
   cluster::Meet(meeting);
 }
 
-// The thread's part in all batches but the last `pending`.
+// What the thread does in all batches but the last `pending`.
 inline void Multiply(int pending) {
   auto& batches = cluster::self->batches;
   for (; int(batches.size()) > pending; batches.erase(batches.begin()))
