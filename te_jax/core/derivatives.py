@@ -68,7 +68,7 @@ class CustomVjp(Generic[_Result]):
             tangents = tree.flatten_up_to(tangents)
             moved = [not isinstance(t, SymbolicZero) for t in tangents]
             given = map(CustomVJPPrimal, leaves, moved) if symbolic_zeros else leaves
-            out, residuals = fwd(*_merged(self._static, fixed, tree.unflatten(given)))
+            out, residuals = fwd(*_merge(self._static, fixed, tree.unflatten(given)))
             outs, out_tree = jax.tree.flatten(out)
             residuals, residual_tree = jax.tree.flatten(residuals)
             zeros = [zero_from_primal(o, symbolic_zeros=True) for o in outs]
@@ -78,7 +78,7 @@ class CustomVjp(Generic[_Result]):
                 given = iter(cotangents)
                 cotangents = [next(given) if is_float else z for z, is_float in zip(zeros, floats)]
                 if not symbolic_zeros:
-                    cotangents = map(_instantiated, cotangents)
+                    cotangents = map(_instantiate, cotangents)
                 grads = bwd(*fixed, residual_tree.unflatten(residuals), out_tree.unflatten(cotangents))
                 return [g for g, m in zip(_spread(grads, tree), moved) if m]
 
@@ -98,7 +98,7 @@ def custom_vjp(
     return lambda function: CustomVjp(function, static, in_fp8)
 
 
-def _merged(static: Sequence[int], fixed, others):
+def _merge(static: Sequence[int], fixed, others):
     """The arguments in their order: `fixed` at the indices `static`."""
     args, others = [None] * (len(fixed) + len(others)), iter(others)
     at = dict(zip(static, fixed))
@@ -110,11 +110,11 @@ def _spread(grads, tree) -> list:
     leaves = []
     whole = tree.unflatten([object()] * tree.num_leaves)
     is_none = lambda x: x is None
-    jax.tree.map(lambda g, part: leaves.extend([g] * len(jax.tree.leaves(part))), tuple(grads), whole, is_leaf=is_none)
+    jax.tree.map(lambda g, of: leaves.extend([g] * len(jax.tree.leaves(of))), tuple(grads), whole, is_leaf=is_none)
     return leaves
 
 
-def _instantiated(ct):
+def _instantiate(ct):
     return ad.instantiate_zeros(ad.Zero(ct.aval)) if isinstance(ct, SymbolicZero) else ct
 
 

@@ -299,7 +299,7 @@ class Op:
 
         @mapped.def_vmap
         def map_call(size, batched, *args):
-            outs = self._beside(params, args, partial(self._map_call, size, batched))
+            outs = self._with_asides(params, args, partial(self._map_call, size, batched))
             mapped = dict(zip(params["inputs"], batched))
             return outs, tuple(name not in self.aside or mapped[self.aside[name][0]] for name in params["outputs"])
 
@@ -313,14 +313,14 @@ class Op:
             return self._map(params, batched, args)
         return self._absorb(rule, ranks, group, size, params, batched, args)
 
-    def _beside(self, params, args, run):
+    def _with_asides(self, params, args, run):
         """All results of a call, of which `run(params, args)` computes those that are not aside."""
         names, given = params["outputs"], dict(zip(params["inputs"], args))
-        beside = {name: self.aside[name][1](given[self.aside[name][0]]) for name in names if name in self.aside}
-        kept = [i for i, name in enumerate(names) if name not in beside]
+        asides = {name: self.aside[name][1](given[self.aside[name][0]]) for name in names if name in self.aside}
+        kept = [i for i, name in enumerate(names) if name not in asides]
         chosen = {key: tuple(params[key][i] for i in kept) for key in ("outputs", "out_specs") if key in params}
         outs = run({**params, **chosen}, args) if kept else ()
-        outs = beside | dict(zip(chosen["outputs"], outs, strict=True))
+        outs = asides | dict(zip(chosen["outputs"], outs, strict=True))
         return tuple(outs[name] for name in names)
 
     def _absorbing_group(self, rule, batched):
@@ -420,7 +420,7 @@ class Op:
         if params.get("mapped"):
             return self._each(params, args)
         if not self.aside.keys().isdisjoint(params["outputs"]) and any(varying(jax.typeof(a)) for a in args):
-            return self._beside(params, args, self._bind)
+            return self._with_asides(params, args, self._bind)
         params = {name: value for name, value in params.items() if name != "mapped"}
         return tuple(self.primitive.bind(*align(*args), **params))
 

@@ -65,8 +65,8 @@ class Operand:
         name, axes = map(str.strip, text.split(":"))
         like = axes.removeprefix("=") if axes.startswith("=") else ""
         words = [] if like else re.findall(r"~?\([^)]*\)|[^\s()]+", axes)
-        parts = [w.lstrip("~") for w in words]
-        out = [tuple(w.strip("()").split()) if w.startswith("(") else w for w in parts]
+        bare = [w.lstrip("~") for w in words]
+        out = [tuple(w.strip("()").split()) if w.startswith("(") else w for w in bare]
         broadcast = frozenset(a for a, w in zip(out, words) if w.startswith("~"))
         return cls(name.rstrip("?"), tuple(out), name.endswith("?"), broadcast, like=like)
 
@@ -230,7 +230,7 @@ class Rule:
         return {factor: size for factor, size in map(block_of, axes) if size > 1}
 
     def pieces(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Into how many parts a mesh may split each factor: of whole blocks, and none where the last block is cut."""
+        """Into how many pieces a mesh may split each factor: of whole blocks, and none where the last block is cut."""
         whole = {f: sizes[f] // size if sizes[f] % size == 0 else 1 for f, size in self.blocks.items()}
         return {**sizes, **whole}
 
@@ -250,7 +250,7 @@ class Rule:
         """
         pieces, inner_sizes = self.pieces(sizes), dict(sizes)
 
-        def part(axis):  # Shardy refuses a factor of size 1 next to others in one axis
+        def as_shardy(axis):  # Shardy refuses a factor of size 1 next to others in one axis
             if axis in self.blocks and pieces[axis] > 1:
                 size = self.blocks[axis]
                 inner_sizes[f"{axis}%{size}"] = size
@@ -258,20 +258,20 @@ class Rule:
             kept = tuple(f for f in axis if sizes[f] != 1) or axis[:1] if isinstance(axis, tuple) else axis
             return kept[0] if isinstance(kept, tuple) and len(kept) == 1 else kept
 
-        axes = [part(a) for o in self.operands for a in self.expand(o, ranks)]
+        axes = [as_shardy(a) for o in self.operands for a in self.expand(o, ranks)]
         names = {f: f"f{i}" for i, f in enumerate(dict.fromkeys(f for a in axes for f in _together(a)))}
 
         def text(operand):
             words = (
                 "(" + " ".join(names[f] for f in a) + ")" if isinstance(a, tuple) else names[a]
-                for a in map(part, self.expand(operand, ranks))
+                for a in map(as_shardy, self.expand(operand, ranks))
             )
             return " ".join(words)
 
         whole = {a for a in axes if isinstance(a, str)}
         cut = {f for f in self.blocks if pieces[f] < 2}
         fixed = self.matches(replicated, ranks) | cut
-        fixed |= {f"{f}{part}{size}" for f, size in self.blocks.items() if f in fixed for part in "/%"}
+        fixed |= {f"{f}{sign}{size}" for f, size in self.blocks.items() if f in fixed for sign in "/%"}
         rule = " -> ".join(", ".join(map(text, side)) for side in (self.inputs, self.outputs))
         inner = {names[f]: inner_sizes[f] for f in names if f not in whole}
         return rule, inner, tuple(names[f] for f in names if f in fixed)

@@ -8,7 +8,7 @@ from te_jax.core import extension
 from te_jax.core.check import NONE, check, one_of
 from te_jax.ops.attention.mesh import Axes, Cut
 from te_jax.ops.attention.options import AttentionKeywords, check_options, takes_options
-from te_jax.ops.attention.plan import AttentionChoice, plan_of
+from te_jax.ops.attention.plan import AttentionChoice, attention_plan
 from te_jax.recipe import Recipe
 from te_jax.state.fp8 import check_recipe, current_recipe
 
@@ -40,7 +40,7 @@ def explain_attention(
     recipe = current_recipe() if recipe is None else recipe
     if recipe is not None:
         check_recipe("explain_attention", recipe)
-    choice = plan_of((q, k, v), checked, recipe=recipe if recipe is not None and recipe.fp8_dpa else None).choice
+    choice = attention_plan((q, k, v), checked, recipe=recipe if recipe is not None and recipe.fp8_dpa else None).choice
     found = "cuda" if extension.has_cuda_device() else "cpu"
     if choice.implementation != "cudnn" or (platform or found) == "cuda":
         return choice

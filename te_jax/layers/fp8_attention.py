@@ -15,7 +15,7 @@ from te_jax.core.policies import ATTENTION, QUANTIZED, STATISTICS, named
 from te_jax.core.products import ATTENTION as OF_ATTENTION
 from te_jax.core.products import note, product
 from te_jax.core.types import align, like
-from te_jax.ops.attention.api import dot_product_attention, run
+from te_jax.ops.attention.api import dot_product_attention, run_attention
 from te_jax.ops.attention.form import form_of
 from te_jax.ops.attention.fp8 import (
     LARGEST_SCALE,
@@ -29,7 +29,7 @@ from te_jax.ops.attention.fp8 import (
 from te_jax.ops.attention.mask import Band
 from te_jax.ops.attention.mesh import undivided_groups
 from te_jax.ops.attention.options import AttentionOptions, check_options
-from te_jax.ops.attention.plan import plan_of
+from te_jax.ops.attention.plan import attention_plan
 from te_jax.ops.attention.reference import split_joined
 from te_jax.ops.attention.vjp import attention_bwd_of
 from te_jax.ops.quantize.array import quantize
@@ -71,17 +71,17 @@ class _Saved(NamedTuple):
 def attend_by_recipe(
     operands: Sequence[jax.Array], options: AttentionOptions, recipe: Recipe | None, metas: AttentionMetas | None
 ) -> Any:
-    """Attention of (q, k, v), (q, kv) or (qkv,), by the plan of `plan_of`: in FP8 where the caller has FP8
+    """Attention of (q, k, v), (q, kv) or (qkv,), by the plan of `attention_plan`: in FP8 where the caller has FP8
     state and FP8 attention serves the call. Another call of such a caller warns, once for each reason.
 
     recipe, metas: as in `attention_fp8`; metas None: never in FP8.
 
     Returns and raises as `dot_product_attention`, or as `context_parallel_attention`.
     """
-    made = plan_of(operands, options, recipe=None if metas is None else recipe)
+    made = attention_plan(operands, options, recipe=None if metas is None else recipe)
     if made.choice.implementation == "fp8":
         return _attend_fp8(*split_joined(*operands), options, recipe, metas)
-    out = run(made, operands)
+    out = run_attention(made, operands)
     if metas is None:
         note(None if recipe is None else "the recipe's fp8_dpa is False")
         return out

@@ -40,15 +40,15 @@ def saturate(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     return jnp.clip(x, -fp8_max, fp8_max).astype(dtype)
 
 
-def parts(size: Any, of: int) -> Any:
-    """How many parts of `of` elements, of which the last may be cut, `size` makes; int, or symbolic in `jax.export`.
-    In this form jax knows that they are enough, and one at least."""
-    return -(-size // of)
+def ceil_div(size: Any, by: int) -> Any:
+    """size / by, rounded up; an int, or symbolic in `jax.export`. In this form jax knows that the quotient is enough,
+    and at least 1."""
+    return -(-size // by)
 
 
 def fill(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     """x with zeros behind it along `axis`, up to a multiple of `multiple`."""
-    more = parts(x.shape[axis], multiple) * multiple - x.shape[axis]
+    more = ceil_div(x.shape[axis], multiple) * multiple - x.shape[axis]
     return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)]) if more else x
 
 
@@ -72,7 +72,7 @@ def spread(values: jax.Array, axis: int, size: int, block: int) -> jax.Array:
 
 def _amaxes(x, axis, block):
     """The largest |x| of each block along `axis`; NaN where there is one."""
-    blocks = parts(x.shape[axis], block)
+    blocks = ceil_div(x.shape[axis], block)
     x = fill(x, axis, block)
     return amax(x.reshape(*x.shape[:axis], blocks, block, *x.shape[axis + 1 :]), (axis + 1,))
 

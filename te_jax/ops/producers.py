@@ -26,14 +26,14 @@ import jax.numpy as jnp
 
 from te_jax.core.amax import amax
 from te_jax.core.op import Op
-from te_jax.ops.formats import ScaleFormat, fp8_type, invert, parts, saturate, transpose
+from te_jax.ops.formats import ScaleFormat, ceil_div, fp8_type, invert, saturate, transpose
 
 _TILE_ROWS, _TILE_COLUMNS = 256, 64  # csrc/quantize/tile.cuh
 
 
 def tiles(m: Any, n: Any) -> tuple[Any, Any]:
     """Rows and columns of tiles: one partial amax for each, one partial column sum for each row of them."""
-    return parts(m, _TILE_ROWS), parts(n, _TILE_COLUMNS)
+    return ceil_div(m, _TILE_ROWS), ceil_div(n, _TILE_COLUMNS)
 
 
 class Owners(NamedTuple):
@@ -194,7 +194,7 @@ def _partials_of(p: Producer, form: ScaleFormat, names: list[str]) -> dict[str, 
 
     def sums(*shapes, **attrs):
         outer, rows, columns = rows_of_tiles(*shapes, **attrs)
-        return (outer * parts(rows, form.block),) if form.block else tiles(outer * rows, columns)[:1]
+        return (outer * ceil_div(rows, form.block),) if form.block else tiles(outer * rows, columns)[:1]
 
     return {name: of for name, of in (("amax", amaxes), ("dbias", sums)) if name in names}
 

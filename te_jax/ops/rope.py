@@ -154,8 +154,8 @@ def _reference(x, positions, inv_freq, *, turned, consecutive, inverse):
     sin = -sin if inverse else sin
     x, slots = x[..., :turned, :, :], x[..., turned:, :, :]
     x, channels = x[..., : 2 * half], x[..., 2 * half :]
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    pairs = wide.reshape(*x.shape[:-1], half, 2) if consecutive else wide.reshape(*x.shape[:-1], 2, half)
+    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    pairs = x32.reshape(*x.shape[:-1], half, 2) if consecutive else x32.reshape(*x.shape[:-1], 2, half)
     axis = -1 if consecutive else -2
     x1, x2 = (jax.lax.index_in_dim(pairs, i, axis, keepdims=False) for i in (0, 1))
     y = jnp.stack([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis).reshape(x.shape).astype(x.dtype)

@@ -29,8 +29,8 @@ class Format(enum.Enum):
 
     def dtype(self, direction: str) -> jnp.dtype:
         """The FP8 type of a tensor: `direction` is "fwd" (activations, weights) or "bwd" (gradients)."""
-        wide = self is Format.E5M2 or (self is Format.HYBRID and direction == "bwd")
-        return jnp.dtype(jnp.float8_e5m2 if wide else jnp.float8_e4m3fn)
+        is_e5m2 = self is Format.E5M2 or (self is Format.HYBRID and direction == "bwd")
+        return jnp.dtype(jnp.float8_e5m2 if is_e5m2 else jnp.float8_e4m3fn)
 
     def max(self, direction: str) -> float:
         """The largest finite value of that type."""

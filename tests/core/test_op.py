@@ -36,12 +36,12 @@ def quickly_drawn():
     """Dropout from one multiplication: an op's rule does not depend on the generator, and Threefry takes XLA a second
     of compilation for each of some hundred programs. Of the whole module: what was traced is forgotten twice."""
 
-    def kept(row, rate, s, t):
+    def draw_kept(row, rate, s, t):
         mixed = (row[0] ^ jnp.arange(s * t, dtype=jnp.uint32)) * jnp.uint32(2654435761)
         return (mixed >> 8).reshape(s, t) >= jnp.uint32(rate * 2**24)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_reference, "kept", kept)
+        patch.setattr(attention_reference, "draw_kept", draw_kept)
         jax.clear_caches()
         yield
     jax.clear_caches()

@@ -71,7 +71,7 @@ def test_kv_errors():
 
 @pytest.mark.parametrize("kind", ["kv", "qkv"])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_parts_go_to_the_kernel_as_they_lie(kind, interleaved):
+def test_joined_arrays_go_to_the_kernel_as_they_lie(kind, interleaved):
     """The call's operand and its gradient have the given array's order in memory: what turns it is undone there."""
     n, attend = (2, dot_product_attention_kv_packed) if kind == "kv" else (3, dot_product_attention_packed)
     q, joined = jnp.ones((2, 8, 4, 16), jnp.bfloat16), jnp.ones((2, 8, n, 4, 16), jnp.bfloat16)

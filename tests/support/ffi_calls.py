@@ -99,9 +99,9 @@ def recorded(case: Case) -> Call:
     def record(target, results, *, input_output_aliases=None, **options):
         def call(*operands, **attrs):
             types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands]
-            parts = [f"{name}_partials" for name in op.partials]
+            partials = [f"{name}_partials" for name in op.partials]
             space = ["workspace"] if op.workspace else []
-            names = [o.name for o in op.rule.inputs], [*(o.name for o in op.rule.outputs), *space, *parts]
+            names = [o.name for o in op.rule.inputs], [*(o.name for o in op.rule.outputs), *space, *partials]
             found.append(Call(target, *(dict(zip(n, t)) for n, t in zip(names, (types, results))), attrs, options))
             return [jnp.zeros(r.shape, r.dtype) for r in results]
 

@@ -27,7 +27,7 @@ from te_jax.layers.norm_mlp import METAS_OF_TWO, split_residual
 from te_jax.layers.weight import Projection
 from te_jax.ops.experts.permute import combine, group, permute
 from te_jax.ops.experts.router import RouterOptions, Routing, load_balancing_loss, route, z_loss
-from te_jax.ops.formats import parts
+from te_jax.ops.formats import ceil_div
 from te_jax.ops.gemm.dense import dot
 from te_jax.ops.gemm.grouped import gemm_grouped
 from te_jax.ops.quantize import activation as act_op
@@ -230,7 +230,7 @@ def _routing(h, gate_kernel, expert_bias, options: MoEOptions) -> tuple[Routing,
     if options.capacity_factor is not None:
         num_experts = logits.shape[-1]
         factor = Fraction(str(float(options.capacity_factor)))  # exact: in floats 1.1 * 100 / 10 is above 11
-        capacity = max_dim(1, parts(factor.numerator * experts.size, factor.denominator * num_experts))
+        capacity = max_dim(1, ceil_div(factor.numerator * experts.size, factor.denominator * num_experts))
         groups = group(experts, num_experts)
         of_expert = lambda a: as_rank(a, experts.ndim + 1)
         is_expert = experts[..., None] == of_expert(jnp.arange(num_experts, dtype=experts.dtype))

@@ -16,7 +16,7 @@ from te_jax.ops.attention.form import Form
 from te_jax.ops.attention.mesh import own_key, undivided_groups, whole_rows
 from te_jax.ops.attention.op import operand_types
 from te_jax.ops.attention.options import AttentionKeywords, AttentionOptions, check_options, takes_options
-from te_jax.ops.attention.plan import AttentionPlan, plan_of
+from te_jax.ops.attention.plan import AttentionPlan, attention_plan
 from te_jax.ops.attention.reference import attend, split_joined
 from te_jax.ops.attention.vjp import attention
 
@@ -74,7 +74,7 @@ def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: U
     """
     q, k, v = as_jax(q, k, v)
     checked = check_options(dot_product_attention, q, k, v, options, warns=True)
-    return run(plan_of((q, k, v), checked), (q, k, v))
+    return run_attention(attention_plan((q, k, v), checked), (q, k, v))
 
 
 @takes_options()
@@ -111,13 +111,13 @@ def _attend_joined(function, name, operands, interleaved, options):
         raise ValueError(f"{op}: {name} has shape {tuple(joined.shape)}; pass [b..., tokens, {wanted}].")
     operands = (*apart, jnp.swapaxes(joined, -3, -2) if interleaved else joined)  # only in name: see `Op.layout`
     checked = check_options(function, *operand_types(*operands), options, interleaved=bool(interleaved), warns=True)
-    return run(plan_of(operands, checked), operands)
+    return run_attention(attention_plan(operands, checked), operands)
 
 
 # ---- one device, or arrays that the compiler shards ----------------------------------------------
 
 
-def run(plan: AttentionPlan, operands: Sequence[jax.Array]) -> Any:
+def run_attention(plan: AttentionPlan, operands: Sequence[jax.Array]) -> Any:
     """What a plan, of no "fp8", returns for (q, k, v), (q, kv) or (qkv,): out, or a tuple of out and what else is asked
     for."""
     choice, options, form = plan

@@ -5,10 +5,10 @@ from typing import Any, Unpack
 import jax
 
 from te_jax.core.arrays import as_jax
-from te_jax.ops.attention.api import run
+from te_jax.ops.attention.api import run_attention
 from te_jax.ops.attention.mesh import Axes, Cut
 from te_jax.ops.attention.options import AttentionKeywords, check_options, takes_options
-from te_jax.ops.attention.plan import plan_of
+from te_jax.ops.attention.plan import attention_plan
 
 
 @takes_options(without=("implementation", "seq_major", "name"))
@@ -58,4 +58,4 @@ def context_parallel_attention(
     op = context_parallel_attention.__name__
     cut = Cut.of(op, axis, strategy, load_balanced, batch_axis, head_axis)
     checked = check_options(context_parallel_attention, q, k, v, options, cut=cut, needs_rng=cut is None, warns=True)
-    return run(plan_of((q, k, v), checked), (q, k, v))
+    return run_attention(attention_plan((q, k, v), checked), (q, k, v))

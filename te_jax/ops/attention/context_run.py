@@ -21,7 +21,7 @@ from te_jax.ops.attention.form import form_of
 from te_jax.ops.attention.mask import Band, Mask, SequenceDescriptor
 from te_jax.ops.attention.mesh import Cut
 from te_jax.ops.attention.options import AttentionOptions
-from te_jax.ops.attention.reference import merged, wide
+from te_jax.ops.attention.reference import merge_keys, sum_type
 from te_jax.ops.attention.vjp import attention_bwd_of, attention_fwd_of, gradient_of_sink, with_sink
 from te_jax.sharding import inverse_reorder_causal_load_balancing, reorder_causal_load_balancing
 
@@ -135,14 +135,14 @@ def _tokens_within(tokens, queries, keys) -> SequenceDescriptor:
     return SequenceDescriptor(segment_ids=(q_ids, k_ids), segment_pos=(q_pos, k_pos))
 
 
-def _cut(x, part):
-    """Positions part[0] .. part[0] + part[1] - 1 of x [b..., s, heads, d]."""
-    return x if part == (0, x.shape[-3]) else lax.slice_in_dim(x, part[0], sum(part), axis=x.ndim - 3)
+def _cut(x, span):
+    """Positions span[0] .. span[0] + span[1] - 1 of x [b..., s, heads, d]."""
+    return x if span == (0, x.shape[-3]) else lax.slice_in_dim(x, span[0], sum(span), axis=x.ndim - 3)
 
 
-def _cut_lse(lse, part):
-    """Positions part[0] .. part[0] + part[1] - 1 of lse [b..., h, s]."""
-    return lse if part == (0, lse.shape[-1]) else lax.slice_in_dim(lse, part[0], sum(part), axis=lse.ndim - 1)
+def _cut_lse(lse, span):
+    """Positions span[0] .. span[0] + span[1] - 1 of lse [b..., h, s]."""
+    return lse if span == (0, lse.shape[-1]) else lax.slice_in_dim(lse, span[0], sum(span), axis=lse.ndim - 1)
 
 
 def _put(x, at, axis, value):
@@ -165,32 +165,32 @@ def _on_device(plans: list[Plan], device, run, *operands):
 def _see_more(plan: Plan, sums, q, k, v, place, rows, *, spec: Spec):
     """(out, lse) of the keys so far, `sums` or None, and of the keys of the plan's calls; out is wider than q."""
     for call in plan:
-        part = _cut(q, call.q), _cut(k, call.k), _cut(v, call.k)
-        form = _form(call, *part[:2], place, rows, spec)
-        new = attention_fwd_of(part, form)
+        operands = _cut(q, call.q), _cut(k, call.k), _cut(v, call.k)
+        form = _form(call, *operands[:2], place, rows, spec)
+        new = attention_fwd_of(operands, form)
         if sums is None:
             if call.q[1] == q.shape[-3]:
-                sums = new[0].astype(wide(q)), new[1]
+                sums = new[0].astype(sum_type(q)), new[1]
                 continue
             sums = _see_nothing(q, v)
         old = _cut(sums[0], call.q), _cut_lse(sums[1], call.q)
-        out, lse = merged([old, new])
+        out, lse = merge_keys([old, new])
         sums = _put(sums[0], call.q[0], -3, out), _put(sums[1], call.q[0], -1, lse)
     return sums
 
 
 def _see_nothing(q, v):
     """(out, lse) of queries that have seen no key."""
-    out = jnp.broadcast_to(jnp.zeros_like(q[..., :1], wide(q)), (*q.shape[:-1], v.shape[-1]))
+    out = jnp.broadcast_to(jnp.zeros_like(q[..., :1], sum_type(q)), (*q.shape[:-1], v.shape[-1]))
     return tuple(align(out, jnp.full_like(jnp.swapaxes(q[..., 0], -1, -2), -jnp.inf, jnp.float32), q))[:2]
 
 
 def _add_grads(plan: Plan, grads, dout, q, k, v, out, lse, place, rows, *, spec: Spec):
     """`grads`, the f32 sums (dq, dk, dv), with the gradients of the plan's calls added."""
     for call in plan:
-        part = _cut(q, call.q), _cut(k, call.k), _cut(v, call.k)
-        form = _form(call, *part[:2], place, rows, spec)
-        new = attention_bwd_of(part, form, _cut(dout, call.q), _cut(out, call.q), _cut_lse(lse, call.q))
+        operands = _cut(q, call.q), _cut(k, call.k), _cut(v, call.k)
+        form = _form(call, *operands[:2], place, rows, spec)
+        new = attention_bwd_of(operands, form, _cut(dout, call.q), _cut(out, call.q), _cut_lse(lse, call.q))
         sides = (call.q, call.k, call.k)
         grads = tuple(
             _put(x, side[0], -3, _cut(x, side) + grad.astype(x.dtype)) for x, side, grad in zip(grads, sides, new)
@@ -223,8 +223,8 @@ def _distribute(dx, spec: Spec):
         return lax.psum_scatter(dx, spec.cut.axis, scatter_dimension=at, tiled=True)
     # jax cannot lower psum_scatter beside Explicit axes (0.10 to 0.12), nor map the shard_map that would hide them
     # (0.12). This moves as many bytes.
-    parts = dx.reshape(*dx.shape[:at], spec.layout.cp, -1, *dx.shape[at + 1 :])
-    return jnp.sum(lax.all_to_all(parts, spec.cut.axis, at, at), at)
+    of_devices = dx.reshape(*dx.shape[:at], spec.layout.cp, -1, *dx.shape[at + 1 :])
+    return jnp.sum(lax.all_to_all(of_devices, spec.cut.axis, at, at), at)
 
 
 @custom_vjp(5)
@@ -262,7 +262,7 @@ def _context_bwd(spec, residuals, cotangents):
     # of the forward pass for the same ones, and keep their results until here.
     dout, k, v = lax.optimization_barrier((dout, k, v))
     keys = (k, v) if spec.cut.ring else tuple(_collect(x, spec) for x in (k, v))
-    dq, *dkeys = align(*(jnp.zeros_like(x, wide(x)) for x in (q, *keys)), q)[:3]
+    dq, *dkeys = align(*(jnp.zeros_like(x, sum_type(x)) for x in (q, *keys)), q)[:3]
     for step, plans in spec.steps():
         keys, dkeys = (_pass_on(x, step - at, spec) for x in (keys, tuple(dkeys)))
         at, run = step, partial(_add_grads, spec=spec)

@@ -7,18 +7,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from te_jax.ops.attention.reference import merged
+from te_jax.ops.attention.reference import merge_keys
 
 _BUSY = 128  # CTAs: about a wave of the GPUs of today; the kernel has one for each row and head of keys
-_LEAST = 512  # keys of a part: below, what a part costs besides is no longer small
+_LEAST = 512  # keys of a piece: below, what a piece costs besides is no longer small
 
 
-def parts_of_row(rows: int, t: int) -> int:
-    """In how many parts to cut the t keys, for `rows` rows times heads of keys: a power of two."""
-    parts = 1
-    while rows * parts < _BUSY and t % (2 * parts) == 0 and t // (2 * parts) >= _LEAST:
-        parts *= 2
-    return parts
+def pieces_of_row(rows: int, t: int) -> int:
+    """In how many pieces to cut the t keys, for `rows` rows times heads of keys: a power of two."""
+    pieces = 1
+    while rows * pieces < _BUSY and t % (2 * pieces) == 0 and t // (2 * pieces) >= _LEAST:
+        pieces *= 2
+    return pieces
 
 
 def is_one_query(queries: int, segments: int, *, sees_all: bool, adds: bool) -> bool:
@@ -37,28 +37,28 @@ def one_query(
     segments: i32[b..., 1, 4] or None. run(q, k, v, segments): the same for several queries, with one batch axis.
 
     The r query heads of a group become r queries of one head, so that its keys are read once; and the keys are cut into
-    parts, each a row of its own, whose results are averaged by their sums of exponentials (Flash-Decoding,
+    pieces, each a row of its own, whose results are averaged by their sums of exponentials (Flash-Decoding,
     https://crfm.stanford.edu/2023/10/12/flashdecoding.html). A query alone becomes two: for a single one of given
     length cuDNN 9.19 gives a wrong lse.
     """
     (*batch, _, h, d), (t, g, e) = q.shape, v.shape[-3:]
     b, r = prod(batch), h // g
-    parts, queries = parts_of_row(b * g, t), max(r, 2)
+    pieces, queries = pieces_of_row(b * g, t), max(r, 2)
     each = jnp.swapaxes(q.reshape(b, g, r, d), 1, 2)[:, None]
-    each = jnp.broadcast_to(each, (b, parts, queries, g, d)).reshape(b * parts, queries, g, d)
-    keys, values = (x.reshape(b * parts, t // parts, g, -1) for x in (k, v))
+    each = jnp.broadcast_to(each, (b, pieces, queries, g, d)).reshape(b * pieces, queries, g, d)
+    keys, values = (x.reshape(b * pieces, t // pieces, g, -1) for x in (k, v))
     if segments is not None:
-        segments = _of_parts(segments.reshape(b, 4), queries, parts, t // parts)
+        segments = _of_pieces(segments.reshape(b, 4), queries, pieces, t // pieces)
     out, lse = run(each, keys, values, segments)
-    out, lse = out[:, :r].reshape(b, parts, r, g, e), lse[:, :, :r].reshape(b, parts, g, r)
-    out, lse = merged([(out[:, part], lse[:, part]) for part in range(parts)])
+    out, lse = out[:, :r].reshape(b, pieces, r, g, e), lse[:, :, :r].reshape(b, pieces, g, r)
+    out, lse = merge_keys([(out[:, piece], lse[:, piece]) for piece in range(pieces)])
     return jnp.swapaxes(out, 1, 2).reshape(q.shape[:-1] + (e,)), lse.reshape(*batch, h, 1)
 
 
-def _of_parts(segments, queries: int, parts: int, width: int):
-    """i32[b, 4] of one query and its keys -> i32[b * parts, 1, 4] of `queries` and the keys that lie in each part."""
+def _of_pieces(segments, queries: int, pieces: int, width: int):
+    """i32[b, 4] of one query and its keys -> i32[b * pieces, 1, 4] of `queries` and the keys that lie in each piece."""
     first_query, count, first, keys = (x[:, None] for x in segments.T)
-    at = width * jnp.arange(parts, dtype=segments.dtype)[None]
+    at = width * jnp.arange(pieces, dtype=segments.dtype)[None]
     begin, end = (jnp.clip(x - at, 0, width) for x in (first, first + keys))
     there = (first_query >= 0) & (count > 0)
     each = jnp.stack(jnp.broadcast_arrays(0, jnp.where(there, queries, 0), begin, end - begin), -1)

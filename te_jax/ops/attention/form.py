@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from te_jax.ops.attention.decode import is_one_query
 from te_jax.ops.attention.mask import Band, Mask, SequenceDescriptor
 from te_jax.ops.attention.options import AttentionOptions
-from te_jax.ops.attention.reference import HIDDEN, wide
+from te_jax.ops.attention.reference import HIDDEN, sum_type
 
 
 class Attrs(NamedTuple):
@@ -66,7 +66,7 @@ class Form(NamedTuple):
         (s, t), options = (q.shape[-3], k.shape[-3]), self.options
         bias = options.total_bias(s, t)
         if options.pre_scale:  # in f32, unless a power of two is exact in any type
-            bias = options.scale * (bias if frexp(options.scale)[0] in (0.5, -0.5) else bias.astype(wide(bias)))
+            bias = options.scale * (bias if frexp(options.scale)[0] in (0.5, -0.5) else bias.astype(sum_type(bias)))
         hidden = self.hidden.hides(s, t)
         if self.has_bias:
             bias = jnp.zeros((), q.dtype) if bias is None else bias

@@ -11,7 +11,7 @@ from te_jax.core import extension
 from te_jax.core.amax import amax
 from te_jax.core.op import Op
 from te_jax.ops.attention.mask import Band, Mask
-from te_jax.ops.attention.op import flat
+from te_jax.ops.attention.op import flatten_batch
 from te_jax.ops.attention.options import AttentionOptions
 from te_jax.ops.attention.reference import finite_top, group_heads, mix, scores
 from te_jax.ops.formats import saturate
@@ -86,7 +86,7 @@ def _pack(scales) -> jax.Array:
 # ---- the meaning, in plain JAX -------------------------------------------------------------------
 
 
-def _wide(*arrays):
+def _in_f32(*arrays):
     return tuple(x.astype(jnp.float32) for x in arrays)
 
 
@@ -104,7 +104,7 @@ def _round(x, scale, dtype):
 
 def _fwd_reference(q, k, v, scales, *, causal, scale):
     by, dtype = ForwardScales(*scales), q.dtype
-    q, k, v = _wide(q, k, v)
+    q, k, v = _in_f32(q, k, v)
     logits = _scaled_logits(q, k, scale * by.q_inv * by.k_inv, causal)
     top = finite_top(jnp.max(logits, -1, keepdims=True, initial=-jnp.inf))
     weights = jnp.exp(logits - top)  # cuDNN rounds the weights, and divides by the sum of the unrounded ones
@@ -122,7 +122,7 @@ def _onto_keys(x, y, g):
 
 def _bwd_reference(dout, q, k, v, out, lse, scales, *, causal, scale):
     by, dtype, forward, g = BackwardScales(*scales), dout.dtype, q.dtype, k.shape[-2]
-    dout, q, k, v, out = _wide(dout, q, k, v, out)
+    dout, q, k, v, out = _in_f32(dout, q, k, v, out)
     probs = jnp.exp(_scaled_logits(q, k, scale * by.q_inv * by.k_inv, causal) - finite_top(lse)[..., None])
     delta = jnp.sum(dout * out, -1) * (by.dout_inv * by.out_inv)  # [b..., s, h]: the sum of probs * dprobs over t
     dprobs = scores(dout, v) * (by.dout_inv * by.v_inv)
@@ -207,14 +207,14 @@ def _workspace(kind, q, k, dtype, *, outputs, causal, scale) -> int:
 def _fwd_cuda(call, q, k, v, scales, **attrs):
     if cudnn_refuses_fp8(q, k) or gpu_refuses_fp8():  # plain JAX serves every size
         return _fwd_reference(q, k, v, scales, **attrs)
-    out, lse, amax = call(*(flat(x, 3) for x in (q, k, v)), scales, **attrs)
+    out, lse, amax = call(*(flatten_batch(x, 3) for x in (q, k, v)), scales, **attrs)
     return [*(x.reshape(*q.shape[:-3], *x.shape[1:]) for x in (out, lse)), amax]
 
 
 def _bwd_cuda(call, dout, q, k, v, out, lse, scales, **attrs):
     if cudnn_refuses_fp8(q, k, backward=True) or gpu_refuses_fp8():
         return _bwd_reference(dout, q, k, v, out, lse, scales, **attrs)
-    results = call(*(flat(x, 3) for x in (dout, q, k, v, out)), flat(lse, 2), scales, **attrs)
+    results = call(*(flatten_batch(x, 3) for x in (dout, q, k, v, out)), flatten_batch(lse, 2), scales, **attrs)
     return [*(grad.reshape(x.shape) for grad, x in zip(results, (q, k, v))), *results[3:]]
 
 

@@ -353,7 +353,7 @@ def _pair(name: str, value, least: int | None = None, below: str = "") -> tuple[
     """(of queries, of keys). `below` says what becomes of known values under `least`, and the way out."""
     pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
     if len(pair) != 2:
-        raise ValueError(f"SequenceDescriptor: {name} has {len(pair)} parts; pass one array, or (queries, keys).")
+        raise ValueError(f"SequenceDescriptor: {name} has {len(pair)} entries; pass one array, or (queries, keys).")
     for array in pair:
         if not hasattr(array, "dtype") or not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(f"SequenceDescriptor: {name} must be an integer array, got {array!r}.")

@@ -72,11 +72,11 @@ class Cut(NamedTuple):
         """
         mesh = jax.sharding.get_abstract_mesh()
         named = {"axis": axis, "batch_axis": batch_axis, "head_axis": head_axis}
-        parts = {role: _names(op, role, value) for role, value in named.items()}
-        if len(parts["axis"]) != 1:
+        by_role = {role: _names(op, role, value) for role, value in named.items()}
+        if len(by_role["axis"]) != 1:
             raise ValueError(f"{op}: axis is {axis!r}; pass the name of one mesh axis.")
         roles: dict[str, str] = {}
-        for role, names in parts.items():
+        for role, names in by_role.items():
             for name in names:
                 if name not in mesh.axis_names:
                     has = f"has the axes {mesh.axis_names}" if mesh.axis_names else "is none; enter jax.set_mesh(mesh)"
@@ -91,9 +91,8 @@ class Cut(NamedTuple):
             raise ValueError(f"{op}: strategy is {strategy!r}; pass one of {', '.join(STRATEGIES)}.")
         check(op, "load_balanced", load_balanced, BOOL)
         split = lambda names: tuple(name for name in names if mesh.shape[name] > 1)
-        cut = cls(
-            axis, strategy == "ring", bool(load_balanced), split(parts["batch_axis"]), split(parts["head_axis"]), mesh
-        )
+        batch, heads = (split(by_role[role]) for role in ("batch_axis", "head_axis"))
+        cut = cls(axis, strategy == "ring", bool(load_balanced), batch, heads, mesh)
         return cut if cut.cp > 1 else None
 
     @property
@@ -108,7 +107,7 @@ class Cut(NamedTuple):
 
     @property
     def is_inside(self) -> bool:
-        """Whether the call is traced for each device along `axis`: arrays are a device's parts."""
+        """Whether the call is traced for each device along `axis`: arrays are what a device has."""
         return self._type(self.axis) == AxisType.Manual
 
     def _type(self, name: str):
@@ -147,7 +146,7 @@ class Cut(NamedTuple):
         *lead, _, heads, _ = explicit
         return lead, heads
 
-    def _parts(self, q, k) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
+    def _split_axes(self, q, k) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
         """The mesh axes, beside `axis` and Manual ones, that shard each batch axis, and the heads."""
         lead, heads = self._sharded(q)
         heads = heads if k.shape[-2] % prod(self.mesh.shape[n] for n in heads) == 0 else ()  # no axis cuts a group
@@ -167,7 +166,7 @@ class Cut(NamedTuple):
             q, restored = undivided_groups(q, k.shape[-2])
             out, lse = function(q, k, v, sink, rows)
             return restored(out), lse
-        lead, heads = self._parts(q, k)
+        lead, heads = self._split_axes(q, k)
         manual = {name for names in (*lead, heads) for name in names} | {self.axis}
         manual |= splittable_axes(self.mesh)
         one = lambda names: names or None

@@ -103,7 +103,7 @@ def _workspace(q, k, v, kv, qkv, bias, segments, *rest, outputs, deterministic=F
     return slack + whole + (2 * b * h * (s + 128) * (t + 128) if deterministic or dbias else 0)
 
 
-def flat(x: Any, axes: int) -> Any:
+def flatten_batch(x: Any, axes: int) -> Any:
     """The axes before the last `axes` as one; None stays."""
     return None if x is None else x.reshape(prod(x.shape[: x.ndim - axes]), *x.shape[x.ndim - axes :])
 
@@ -114,7 +114,7 @@ def _bias_of_rows(bias, batch):
         return None
     lead = bias.shape[:-3]
     whole = batch if any(size > 1 for size in lead) else lead
-    return flat(jnp.broadcast_to(bias, (*whole, *bias.shape[-3:])), 3)
+    return flatten_batch(jnp.broadcast_to(bias, (*whole, *bias.shape[-3:])), 3)
 
 
 _SEQUENCES = ("q", "k", "v", "kv", "qkv", "out", "dout", "dq", "dk", "dv", "dkv", "dqkv")
@@ -168,8 +168,9 @@ def _call_forward(call, *operands, **attrs):
         run = lambda q, k, v, segments: _run(call, q, k, v, None, None, None, segments, None, **attrs)
         return *one_query(run, *present(*arrays), segments), None
     batch, drawn = q.shape[:-3], _drawn_here(rng)
-    each = (None if x is None else flat(x, x.ndim - len(batch)) for x in arrays)
-    out, lse = _run(call, *each, _bias_of_rows(bias, batch), flat(segments, 2), flat(drawn, 2), **attrs)
+    each = (None if x is None else flatten_batch(x, x.ndim - len(batch)) for x in arrays)
+    extras = _bias_of_rows(bias, batch), flatten_batch(segments, 2), flatten_batch(drawn, 2)
+    out, lse = _run(call, *each, *extras, **attrs)
     if segments is not None and lse.shape[-1] == 1:
         # For single queries of given lengths cuDNN 9.19 gives a wrong lse. Where nobody reads it XLA drops all of this.
         lse = reference.forward(*operands, **attrs)[1]
@@ -197,12 +198,12 @@ def _backward(call, dout, *operands, **attrs):
     if cudnn_refuses(q, k, v) or cudnn_refuses_backward(q):
         return reference.backward(dout, *operands, **attrs)
     batch = q.shape[:-3]
-    each = lambda x: None if x is None else flat(x, x.ndim - len(batch))
+    each = lambda x: None if x is None else flatten_batch(x, x.ndim - len(batch))
     lse = each(_lse_if_drawn_here(lse, drawn))
     if segments is not None:
         lse = jnp.swapaxes(lse, 1, 2).reshape(lse.shape)
-    extras = _bias_of_rows(bias, batch), flat(segments, 2)
-    grads = call(each(dout), *map(each, arrays), *extras, each(out), lse, flat(drawn, 2), **attrs)
+    extras = _bias_of_rows(bias, batch), flatten_batch(segments, 2)
+    grads = call(each(dout), *map(each, arrays), *extras, each(out), lse, flatten_batch(drawn, 2), **attrs)
     attended = present(*arrays)
     dbias = [_gradient_of_bias(grad, bias, batch) for grad in grads[len(attended) :]]
     return [*(grad.reshape(x.shape) for grad, x in zip(grads, attended)), *dbias]

@@ -153,10 +153,10 @@ class AttentionOptions:
 
     def offset(self, q: ArrayLike) -> jax.Array | None:
         """The logit that joins the softmax, [h, 1, 1] or [1, 1, 1]; None if nothing does."""
-        wide = jnp.promote_types(q.dtype, jnp.float32)
+        dtype = jnp.promote_types(q.dtype, jnp.float32)
         if self.softmax_type == "learnable":
-            return self.softmax_offset.astype(wide).reshape(-1, 1, 1)
-        return jnp.zeros((1, 1, 1), wide) if self.softmax_type == "off_by_one" else None
+            return self.softmax_offset.astype(dtype).reshape(-1, 1, 1)
+        return jnp.zeros((1, 1, 1), dtype) if self.softmax_type == "off_by_one" else None
 
 
 def check_options(

@@ -15,10 +15,10 @@ class AttentionChoice(NamedTuple):
     """The implementation that a call takes, and why not the others.
 
     implementation: "cudnn", "xla" (plain JAX), "fp8" or "context_parallel". The ops of "cudnn" are plain JAX off CUDA:
-                    `plan_of` makes one for all devices, `explain_attention` says "xla" where there is no GPU.
+                    `attention_plan` makes one for all devices, `explain_attention` says "xla" where there is no GPU.
     refused:        implementation -> the reason.
     decodes:        "cudnn" computes the one query of each row as a step of decoding: the query heads of a group are
-                    queries of one head, and long rows are cut into parts where few rows keep the GPU busy. That is in
+                    queries of one head, and long rows are cut into pieces where few rows keep the GPU busy. That is in
                     the op's CUDA lowering, which knows the rows of a device; k, v joined in one array stay as they lie.
     """
 
@@ -32,14 +32,16 @@ class AttentionChoice(NamedTuple):
 
 
 class AttentionPlan(NamedTuple):
-    """What a call of attention does: `api.run` does it to arrays."""
+    """What a call of attention does: `api.run_attention` does it to arrays."""
 
     choice: AttentionChoice
     options: AttentionOptions
     form: Form | None = None  # of "cudnn"
 
 
-def plan_of(operands: Sequence[Any], options: AttentionOptions, *, recipe: Recipe | None = None) -> AttentionPlan:
+def attention_plan(
+    operands: Sequence[Any], options: AttentionOptions, *, recipe: Recipe | None = None
+) -> AttentionPlan:
     """The plan of a call of (q, k, v), (q, kv) or (qkv,), arrays or their types, with `options`.
 
     recipe: the recipe of a caller that attends in FP8 where it can; None for no FP8.
@@ -76,12 +78,12 @@ def plan_of(operands: Sequence[Any], options: AttentionOptions, *, recipe: Recip
 
 def _cudnn_refuses_call(q, k, v, options: AttentionOptions) -> str:
     """Why no GPU's cuDNN op serves this call; "" if one may."""
-    wide = max(q.shape[-1], v.shape[-1])
+    head_dim = max(q.shape[-1], v.shape[-1])
     for is_asked, what in (
         (options.return_max_logit, "return_max_logit is set; cuDNN's op does not return it"),
         (options.logit_softcap, f"logit_softcap is {options.logit_softcap}; cuDNN's op does not have it"),
         (options.scale <= 0, f"scale is {options.scale}; cuDNN multiplies the -inf of what it has hidden by it"),
-        (options.has_bias and wide > 128, f"head dim is {wide}; cuDNN has a bias's gradient up to 128"),
+        (options.has_bias and head_dim > 128, f"head dim is {head_dim}; cuDNN has a bias's gradient up to 128"),
     ):
         if is_asked:
             return what

@@ -18,7 +18,7 @@ HIDES = HIDDEN / 2
 """The bound below which a logit is taken for hidden."""
 
 
-def wide(x: jax.Array) -> Any:
+def sum_type(x: jax.Array) -> Any:
     """f32, or f64 for f64: the type of logits, softmax and sums."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
@@ -26,7 +26,7 @@ def wide(x: jax.Array) -> Any:
 @custom_vjp(0)
 def _einsum(spec, x, y):
     """einsum of two arrays of one type, in f32. Rounds the cotangent to that type: tensor cores take one."""
-    return jnp.einsum(spec, x, y, preferred_element_type=wide(x), precision=lax.Precision.HIGHEST)
+    return jnp.einsum(spec, x, y, preferred_element_type=sum_type(x), precision=lax.Precision.HIGHEST)
 
 
 def _einsum_bwd(spec, residuals, dout):
@@ -68,12 +68,12 @@ def finite_top(top: jax.Array) -> jax.Array:
     return lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
 
 
-def merged(parts: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+def merge_keys(partials: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
     """(out [..., s, h, e], lse [..., h, s]) of several sets of keys -> out, lse f32 of all (Rabe, Staats 2021,
     https://arxiv.org/abs/2112.05682); out of the first one's type."""
-    if len(parts) == 1:
-        return parts[0]
-    outs, lses = zip(*parts)
+    if len(partials) == 1:
+        return partials[0]
+    outs, lses = zip(*partials)
     top = finite_top(reduce(jnp.maximum, lses))
     weights = [jnp.exp(lse - top) for lse in lses]
     total = sum(weights)
@@ -82,7 +82,7 @@ def merged(parts: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax
     return out.astype(outs[0].dtype), top + jnp.log(total)
 
 
-def kept(row: jax.Array, rate: float, s: int, t: int) -> jax.Array:
+def draw_kept(row: jax.Array, rate: float, s: int, t: int) -> jax.Array:
     """bool[s, t], True with probability 1 - rate, from the first words of u32[w]."""
     return jax.random.bernoulli(jax.random.wrap_key_data(row[:2], impl="threefry2x32"), 1 - rate, (s, t))
 
@@ -91,7 +91,7 @@ def _dropped(words, rate, s, t):
     """What dropout multiplies the probabilities by: f32[b..., h, s, t] drawn from u32[b..., h, 4]; None without."""
     if words is None:
         return None
-    drawn = jax.vmap(lambda row: kept(row, rate, s, t))(words.reshape(-1, words.shape[-1]))
+    drawn = jax.vmap(lambda row: draw_kept(row, rate, s, t))(words.reshape(-1, words.shape[-1]))
     return drawn.reshape(*words.shape[:-1], s, t) / jnp.float32(1 - rate)
 
 
@@ -184,7 +184,7 @@ def forward(
     q, k, v = split_joined(*(x for x in arrays if x is not None))
     s, t = q.shape[-3], k.shape[-3]
     out, lse, _ = attend(
-        *(x.astype(wide(x)) for x in (q, k, v)), bias=bias, hidden=_hidden(s, t, segments, **band),
+        *(x.astype(sum_type(x)) for x in (q, k, v)), bias=bias, hidden=_hidden(s, t, segments, **band),
         factor=_dropped(rng, dropout_rate, s, t), scale=scale,
     )  # fmt: skip
     return out.astype(q.dtype), lse.astype(jnp.float32), rng
@@ -205,7 +205,7 @@ def backward(
     *arrays, bias, segments, out, lse, drawn = operands
     parted = split_joined(*(x for x in arrays if x is not None))
     (s, *_), (t, g, _) = parted[0].shape[-3:], parted[1].shape[-3:]
-    dout, q, k, v, out = (x.astype(wide(x)) for x in (dout, *parted, out))
+    dout, q, k, v, out = (x.astype(sum_type(x)) for x in (dout, *parted, out))
     logits = _logits(q, k, bias, _hidden(s, t, segments, **band), scale=scale)
     probs = jnp.exp(logits - jnp.where(lse == -jnp.inf, 0, lse)[..., None])  # as `finite_top`, but of a derivative
     factor = 1.0 if drawn is None else _dropped(drawn, dropout_rate, s, t)

@@ -12,7 +12,7 @@ from te_jax.core.policies import ATTENTION, named
 from te_jax.core.types import like
 from te_jax.ops.attention.form import Attrs, Form
 from te_jax.ops.attention.op import attention_bwd, attention_fwd, operand_types
-from te_jax.ops.attention.reference import HIDES, sum_to, wide
+from te_jax.ops.attention.reference import HIDES, sum_to, sum_type
 
 
 @custom_vjp(5, 6)
@@ -37,7 +37,7 @@ def attention(
 
 def _attention_fwd(operands, bias, sink, segments, rng, attrs, name):
     outputs = ("out", "lse") if rng is None else ("out", "lse", "drawn")
-    arrays = *_slots(operands), _whole(bias, operands), segments, rng
+    arrays = *_by_name(operands), _whole(bias, operands), segments, rng
     out, lse, *drawn = attention_fwd(*arrays, outputs=outputs, **attrs.forward())
     if bias is not None:  # queries that see no key
         blind = lse < HIDES
@@ -51,7 +51,7 @@ def _attention_bwd(attrs, name, residuals, cotangents):
     operands, bias, sink, segments, out, lse, drawn = residuals
     dout, _ = cotangents
     outputs = (*(f"d{name}" for name in _OPERANDS[len(operands)]), *("dbias",) * attrs.has_dbias)
-    arrays, whole = _slots(operands), _whole(bias, operands)
+    arrays, whole = _by_name(operands), _whole(bias, operands)
     # exp(low - 0) is 0: no gradient comes of queries that see no key.
     seen = lse if bias is None else jnp.where(lse == -jnp.inf, 0, lse)
     grads = attention_bwd(dout, *arrays, whole, segments, out, seen, drawn, outputs=outputs, **attrs.backward())
@@ -98,7 +98,7 @@ def gradient_of_sink(sink: jax.Array | None, out: jax.Array, lse: jax.Array, dou
     """The probability of the sink, times what the output would lose to it; None without one."""
     if sink is None:
         return None
-    dtype = wide(out)
+    dtype = sum_type(out)
     delta = jnp.swapaxes(jnp.sum(dout.astype(dtype) * out.astype(dtype), -1), -1, -2)  # [b..., h, s]
     by_head = -jnp.sum(jnp.exp(as_rank(sink[:, None], lse.ndim) - lse) * delta, (*range(lse.ndim - 2), -1))
     return like(by_head if sink.size == by_head.size else jnp.sum(by_head, keepdims=True), sink)
@@ -107,7 +107,7 @@ def gradient_of_sink(sink: jax.Array | None, out: jax.Array, lse: jax.Array, dou
 _OPERANDS = {3: ("q", "k", "v"), 2: ("q", "kv"), 1: ("qkv",)}
 
 
-def _slots(operands):
+def _by_name(operands):
     """(q, k, v), (q, kv) or (qkv,) -> q, k, v, kv, qkv, None where absent."""
     given = dict(zip(_OPERANDS[len(operands)], operands))
     return [given.get(name) for name in ("q", "k", "v", "kv", "qkv")]

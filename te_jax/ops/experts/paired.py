@@ -65,7 +65,7 @@ def pair(data: jax.Array, dtype: DTypeLike) -> jax.Array:
         raise ValueError(
             f"te_jax.ops.experts.paired: data has the shape {data.shape}; pass a multiple of {_SIDE} rows."
         )
-    # Bytes are moved, since XLA:CPU moves FP8 by way of a wider type, where a NaN becomes another one.
+    # Bytes are moved, since XLA:CPU moves FP8 by way of another type, where a NaN becomes another one.
     squares = in_squares(lax.bitcast_convert_type(data, jnp.uint8))
     shape = squares.shape
     squares = squares.reshape(shape[0] // _SIDE, _SIDE, *shape[1:])

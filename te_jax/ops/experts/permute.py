@@ -19,7 +19,7 @@ from te_jax.core.derivatives import custom_vjp
 from te_jax.core.op import Op
 from te_jax.core.types import align, like
 from te_jax.ops.experts.router import MOST_EXPERTS
-from te_jax.ops.formats import ROWS_32, ROWS_128, TENSOR, parts
+from te_jax.ops.formats import ROWS_32, ROWS_128, TENSOR, ceil_div
 from te_jax.ops.producers import Producer, declare, on_its_gpu
 from te_jax.ops.quantize.array import FLOAT
 from te_jax.ops.source import Source
@@ -46,7 +46,7 @@ class Groups(NamedTuple):
 
 def buffer_rows(pairs: int, num_experts: int) -> int:
     """R: enough rows for `pairs` pairs of a token and an expert, however they spread over the experts."""
-    return parts(pairs + (ALIGNMENT - 1) * min_dim(num_experts, pairs), ALIGNMENT) * ALIGNMENT
+    return ceil_div(pairs + (ALIGNMENT - 1) * min_dim(num_experts, pairs), ALIGNMENT) * ALIGNMENT
 
 
 def group(experts: jax.Array, num_experts: int) -> Groups:
@@ -147,7 +147,7 @@ def _group_reference(experts, *, num_experts, buffer):
     flat = experts.reshape(-1)
     flat = jnp.where((flat >= 0) & (flat < num_experts), flat, num_experts)
     counts = jnp.zeros(num_experts, jnp.int32).at[flat].add(1, mode="drop")
-    ends = jnp.cumsum(parts(counts, ALIGNMENT) * ALIGNMENT, dtype=jnp.int32)
+    ends = jnp.cumsum(ceil_div(counts, ALIGNMENT) * ALIGNMENT, dtype=jnp.int32)
     offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     # In the order of experts the n-th pair lies n rows behind the first, and behind the rows that pad before it.
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
@@ -201,7 +201,7 @@ def _group_cuda(call, experts, *, num_experts, buffer):
 
 
 def _group_workspace(experts, *, num_experts, **_):
-    return 4 * num_experts * max_dim(1, parts(experts.size, _CHUNK))
+    return 4 * num_experts * max_dim(1, ceil_div(experts.size, _CHUNK))
 
 
 group_op: Op = Op(

@@ -222,8 +222,8 @@ def _cuda(reference, call, *operands, **options):
     )
 
 
-def _parts(logits, *_, **attrs):
-    """How many parts of the counts there are."""
+def _partial_counts(logits, *_, **attrs):
+    """How many partial counts there are."""
     return (min_dim(max_dim(1, -(-prod(logits[:-1]) // 16)), 1024),)
 
 
@@ -235,7 +235,7 @@ router_fwd: Op = Op(
     fenced="weights experts counts",
     sizes={"k": lambda topk, **_: topk},
     dtypes=lambda *_, **options: (jnp.float32, jnp.int32, jnp.int32),
-    partials={"counts": _parts},
+    partials={"counts": _partial_counts},
     reference=_forward_reference,
     cuda=partial(_cuda, _forward_reference),
 )

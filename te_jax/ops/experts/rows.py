@@ -22,7 +22,7 @@ from te_jax.ops.experts.permute import ALIGNMENT, Groups
 from te_jax.ops.experts.router import MOST_EXPERTS
 from te_jax.ops.formats import ROWS_32, ROWS_128, TENSOR, ScaleFormat
 from te_jax.ops.producers import Owners, Producer, declare, tiles
-from te_jax.ops.quantize.activation import activated, activation_gradient, check_same_dtype, kind_of
+from te_jax.ops.quantize.activation import activate, activation_gradient, check_same_dtype, kind_of
 from te_jax.ops.source import PerExpert, Source
 from te_jax.sharding.constraints import explicit_spec
 
@@ -50,22 +50,22 @@ def tokens_alone(x: jax.Array, is_token: jax.Array, axis: int = 0) -> jax.Array:
 
 
 def sum_of_experts(
-    part: Callable[..., jax.Array],
+    term: Callable[..., jax.Array],
     tiles: Sequence[jax.Array],
     experts: jax.Array,
     shape: tuple[int, ...],
     spec: PartitionSpec | None = None,
 ) -> jax.Array:
-    """f32[shape], for each of shape[0] experts the sum of part(*tile) over its tiles, in their order.
+    """f32[shape], for each of shape[0] experts the sum of term(*tile) over its tiles, in their order.
 
-    part: what a tile adds, f32[shape[1:]]. tiles: arrays with the tiles in front. experts: i32, of each tile; what is
+    term: what a tile adds, f32[shape[1:]]. tiles: arrays with the tiles in front. experts: i32, of each tile; what is
     not below shape[0] is left out. spec: of the result, on an Explicit mesh.
     """
 
     def add(sums, tile):
         expert, *tile = tile
         at = jnp.minimum(expert, shape[0] - 1)  # not a scatter, which Explicit axes refuse
-        total = lax.dynamic_index_in_dim(sums, at, 0, False) + part(*tile)
+        total = lax.dynamic_index_in_dim(sums, at, 0, False) + term(*tile)
         total = jnp.where(expert < shape[0], total, lax.dynamic_index_in_dim(sums, at, 0, False))
         return lax.dynamic_update_index_in_dim(sums, total, at, 0), None
 
@@ -100,8 +100,8 @@ def dbias_of_experts(dx: jax.Array, offsets: jax.Array, counts: jax.Array) -> ja
 def _biased(x, bias, expert, is_token):
     """f32 x [R, a, f] plus the bias [E, a, f] of each row's expert; zeros where there is no token, which all fused
     activations keep."""
-    wide = x.astype(jnp.float32)
-    return tokens_alone(wide if bias is None else wide + bias.astype(jnp.float32)[expert], is_token)
+    x = x.astype(jnp.float32)
+    return tokens_alone(x if bias is None else x + bias.astype(jnp.float32)[expert], is_token)
 
 
 def _grouped_cuda(op, form: ScaleFormat, reference):
@@ -136,7 +136,7 @@ def check_groups(op: str, offsets: jax.Array, counts: jax.Array) -> None:
 
 
 def _activated_rows(x, offsets, counts, bias, **attrs):
-    return activated(_biased(x, bias, *expert_of_row(offsets, counts, x.shape[0])), **attrs)
+    return activate(_biased(x, bias, *expert_of_row(offsets, counts, x.shape[0])), **attrs)
 
 
 def _gradient_of_rows(dy, x, offsets, counts, bias, **attrs):

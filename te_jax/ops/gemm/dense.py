@@ -65,8 +65,8 @@ def result_dtypes(op: str, c: jax.Array | None, out_dtype: DTypeLike) -> tuple[A
 
 
 def _reference(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, out_dtype, **_):
-    wide = [a.astype(jnp.float32) if a.dtype in FP8 else a for a in (lhs, rhs)]
-    out = dot_last(*wide, contract)
+    factors = [a.astype(jnp.float32) if a.dtype in FP8 else a for a in (lhs, rhs)]
+    out = dot_last(*factors, contract)
     if lhs_scale_inv is not None:
         out = out * (lhs_scale_inv * rhs_scale_inv)
     return (add_epilogue(out, bias, c, out_dtype),)
@@ -202,8 +202,8 @@ def _mx_cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, outer, ou
         return [fill(x, 0, FP8_ALIGNED)[None] for x in (filled, scales)]
 
     (left, left_scales), (right, right_scales) = operand(lhs, lhs_scale_inv, m), operand(rhs, rhs_scale_inv, n)
-    wide = out_dtype if plain else jnp.dtype(jnp.float32)
-    out = jax.nn.scaled_matmul(left, right, left_scales, right_scales, preferred_element_type=wide)
+    dtype = out_dtype if plain else jnp.dtype(jnp.float32)
+    out = jax.nn.scaled_matmul(left, right, left_scales, right_scales, preferred_element_type=dtype)
     out = out[0, :m, :n].reshape(*m_axes, *n_axes)
     return (out if plain else add_epilogue(out, bias, c, out_dtype),)
 

@@ -2,9 +2,9 @@
 for each expert that sums over its rows. Where groups begin and how long they are is known on the device alone.
 
 Each comes in two ops. Tensor cores take FP8 factors with the contracted axis innermost, and so do te_gemm_grouped and
-te_gemm_grouped_wgrad. Wider ones they read in either order, and te_gemm_grouped_wide and te_gemm_grouped_wide_wgrad
-take them as jax has them: kernels [E, k, n], rows [R, k]. So products of wide factors and their gradients transpose
-nothing.
+te_gemm_grouped_wgrad. They read unquantized factors in either order, and te_gemm_grouped_wide and
+te_gemm_grouped_wide_wgrad take those as jax has them: kernels [E, k, n], rows [R, k]. So products of unquantized
+factors, and their gradients, transpose nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ from te_jax.ops.quantize.array import FLOATS
 _TMA_BYTES = 16  # of rows of an array that the kernel reads, a multiple
 OUT_COLUMNS = 8  # of the kernel's results, a multiple
 _ROWS_OP, _WGRAD_OP = "te_gemm_grouped", "te_gemm_grouped_wgrad"
-_WIDE_OP, _WIDE_WGRAD_OP = "te_gemm_grouped_wide", "te_gemm_grouped_wide_wgrad"
+_UNQUANTIZED_OP, _UNQUANTIZED_WGRAD_OP = "te_gemm_grouped_wide", "te_gemm_grouped_wide_wgrad"
 _NO_SCALES = (None,) * 4
 _OF_ROWS, _OF_BUFFERS, _AS_BF16 = (ROWS_128, SQUARES_128), (ROWS_128, ROWS_128), (ROWS_32, ROWS_32)
 GROUPED_IN_FP8 = ONE_SCALE, _OF_ROWS, _OF_BUFFERS  # the formats of factors that are multiplied in FP8
@@ -70,7 +70,7 @@ def _inverse(lhs_scale_inv, rhs_scale_inv, counts):
     return jnp.broadcast_to(lhs_scale_inv * rhs_scale_inv, counts.shape)
 
 
-def _widened(a):
+def _fp8_in_f32(a):
     return a.astype(jnp.float32) if a.dtype in FP8 else a
 
 
@@ -89,10 +89,10 @@ def _rows_reference(
     lhs, rhs, offsets, counts, lhs_scale_inv, rhs_scale_inv, lhs_row_inv, rhs_block_inv, bias, *, outer, out_dtype, **_
 ):
     contract, inverse = outer + 1, _inverse(lhs_scale_inv, rhs_scale_inv, counts)
-    left = _widened(lhs) if lhs_row_inv is None else ROWS_128.read(lhs, lhs_row_inv, contract)
+    left = _fp8_in_f32(lhs) if lhs_row_inv is None else ROWS_128.read(lhs, lhs_row_inv, contract)
 
     def product(left, expert):
-        weight = _widened(rhs[expert])
+        weight = _fp8_in_f32(rhs[expert])
         if rhs_block_inv is not None:
             weight = SQUARES_128.read(weight, rhs_block_inv[expert], contract)
         out = dot_last(left, weight, contract) * inverse[expert]
@@ -108,7 +108,7 @@ def _wgrad_reference(
     _, is_token = expert_of_row(offsets, counts, rows)
 
     def tiles(a, inverse):  # [..., R] -> [R / 128, ..., 128]
-        a = _widened(a) if inverse is None else ROWS_128.read(a, inverse, 1)
+        a = _fp8_in_f32(a) if inverse is None else ROWS_128.read(a, inverse, 1)
         a = tokens_alone(a, is_token, a.ndim - 1)
         return jnp.moveaxis(a.reshape(*a.shape[:-1], rows // ALIGNMENT, ALIGNMENT), -2, 0)
 
@@ -119,7 +119,7 @@ def _wgrad_reference(
     return (add_epilogue(out * jnp.expand_dims(inverse, tuple(range(1, out.ndim))), None, c, out_dtype),)
 
 
-def _wide_reference(lhs, rhs, offsets, counts, bias, *, out_dtype):
+def _unquantized_reference(lhs, rhs, offsets, counts, bias, *, out_dtype):
     contract = lhs.ndim - 1
 
     def product(left, expert):
@@ -129,7 +129,7 @@ def _wide_reference(lhs, rhs, offsets, counts, bias, *, out_dtype):
     return (_each_tile(product, lhs, offsets, counts),)
 
 
-def _wide_wgrad_reference(lhs, rhs, offsets, counts, c, *, out_dtype, **_):
+def _unquantized_wgrad_reference(lhs, rhs, offsets, counts, c, *, out_dtype, **_):
     (rows, *k_axes), n_axes = lhs.shape, rhs.shape[1:]
     _, is_token = expert_of_row(offsets, counts, rows)
 
@@ -188,7 +188,7 @@ def _wgrad_kernel(call, lhs, rhs, offsets, counts, *others, slots, **attrs):
     return (out[..., :k].reshape(experts, *n_axes, *k_axes),)
 
 
-def _wide_kernel(call, lhs, rhs, offsets, counts, bias, *, out_dtype):
+def _unquantized_kernel(call, lhs, rhs, offsets, counts, bias, *, out_dtype):
     """As `_rows_kernel`."""
     rows, experts, n_axes = lhs.shape[0], counts.shape[0], rhs.shape[lhs.ndim :]
     n, k = prod(n_axes), prod(lhs.shape[1:])
@@ -198,7 +198,7 @@ def _wide_kernel(call, lhs, rhs, offsets, counts, bias, *, out_dtype):
     return (out[:, :n].reshape(rows, *n_axes),)
 
 
-def _wide_wgrad_kernel(call, lhs, rhs, offsets, counts, c, *, out_dtype):
+def _unquantized_wgrad_kernel(call, lhs, rhs, offsets, counts, c, *, out_dtype):
     """As `_wgrad_kernel`; n is filled up, too."""
     experts, rows, k_axes, n_axes = counts.shape[0], lhs.shape[0], lhs.shape[1:], rhs.shape[1:]
     k, n = prod(k_axes), prod(n_axes)
@@ -264,10 +264,10 @@ gemm_grouped_wgrad_op: Op = declare_grouped(
     slots="a...", ranks={"a...": "slots"},
 )  # fmt: skip
 gemm_grouped_wide_op: Op = declare_grouped(
-    _WIDE_OP, "r k...", "e k... n...", "r n...", _wide_reference, _wide_kernel, biased=True
+    _UNQUANTIZED_OP, "r k...", "e k... n...", "r n...", _unquantized_reference, _unquantized_kernel, biased=True
 )
 gemm_grouped_wide_wgrad_op: Op = declare_grouped(
-    _WIDE_WGRAD_OP, "r k...", "r n...", "e k... n...", _wide_wgrad_reference, _wide_wgrad_kernel
+    _UNQUANTIZED_WGRAD_OP, "r k...", "r n...", "e k... n...", _unquantized_wgrad_reference, _unquantized_wgrad_kernel
 )
 
 
@@ -397,9 +397,9 @@ def gemm_grouped_wide_wgrad(
     An expert without tokens has zeros, or c. Not differentiable. Raises as `gemm_grouped` does.
     """
     lhs, rhs, offsets, counts, c = as_jax(lhs, rhs, offsets, counts, c)
-    check_arrays(_WIDE_WGRAD_OP, lhs, rhs, offsets, counts, 0)
-    check(_WIDE_WGRAD_OP, "out_dtype", out_dtype, OUT_DTYPE)
-    check(_WIDE_WGRAD_OP, "in_place", in_place, BOOL)
+    check_arrays(_UNQUANTIZED_WGRAD_OP, lhs, rhs, offsets, counts, 0)
+    check(_UNQUANTIZED_WGRAD_OP, "out_dtype", out_dtype, OUT_DTYPE)
+    check(_UNQUANTIZED_WGRAD_OP, "in_place", in_place, BOOL)
     attrs = dict(out_dtype=jnp.dtype(out_dtype or lhs.dtype)) | (dict(in_place=True) if in_place else {})
     return named(gemm_grouped_wide_wgrad_op(lhs, rhs, offsets, counts, c, **attrs)[0], GEMM)
 

@@ -284,7 +284,7 @@ def _check_slots(x, names):
         )
 
 
-def activated(x: jax.Array, *, names: tuple[str, ...], **params: Any) -> tuple[jax.Array, dict[str, Any]]:
+def activate(x: jax.Array, *, names: tuple[str, ...], **params: Any) -> tuple[jax.Array, dict[str, Any]]:
     """`Producer.value` of an activation of x [*m, a, f]."""
     _check_slots(x, names)
     return _product(_each_slot(x.astype(jnp.float32)), names, params), {}
@@ -332,7 +332,7 @@ ACTIVATION = Producer(
     operands="x: {m} a f",
     rows="m...",
     columns="f",
-    value=activated,
+    value=activate,
     split=lambda y, **_: (0, y.ndim - 1),
     tensor="y",
     inverse=True,

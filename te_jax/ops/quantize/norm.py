@@ -13,7 +13,7 @@ from te_jax.core.check import BOOL, check, number, one_of
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.op import Op
 from te_jax.core.types import align, like
-from te_jax.ops.formats import ROWS_32, ROWS_128, TENSOR, parts
+from te_jax.ops.formats import ROWS_32, ROWS_128, TENSOR, ceil_div
 from te_jax.ops.producers import Producer, declare, on_its_gpu, tiles
 from te_jax.ops.quantize.array import FLOAT
 from te_jax.ops.source import Source
@@ -148,7 +148,7 @@ def _bwd_reference(dy, x, mean, rstd, gamma, dres, *, rms, zero_centered):
 
 
 def _row_groups(dy, *args, **attrs):
-    return (max_dim(1, min_dim(parts(prod(dy[:-1]), _ROWS_PER_CTA), _MOST_CTAS)),)
+    return (max_dim(1, min_dim(ceil_div(prod(dy[:-1]), _ROWS_PER_CTA), _MOST_CTAS)),)
 
 
 norm_bwd: Op = Op(
