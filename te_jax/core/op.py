@@ -25,7 +25,7 @@ from te_jax.core.amax import amax_across
 from te_jax.core.derivatives import differentiate_primitive, with_derivative_of
 from te_jax.core.placement import place, spec_of_sharding
 from te_jax.core.rule import Rule, factors_of, is_group
-from te_jax.core.types import align, splittable_axes, varying
+from te_jax.core.types import align, splittable_axes, varying_axes
 
 _NO_MESH = AbstractMesh((), ())
 # In jaxlib 0.11 a kernel whose result `lax.scan` keeps for the backward pass runs again for the result's other readers
@@ -419,7 +419,7 @@ class Op:
     def _bind(self, params, args):
         if params.get("mapped"):
             return self._each(params, args)
-        if not self.aside.keys().isdisjoint(params["outputs"]) and any(varying(jax.typeof(a)) for a in args):
+        if not self.aside.keys().isdisjoint(params["outputs"]) and any(varying_axes(jax.typeof(a)) for a in args):
             return self._with_asides(params, args, self._bind)
         params = {name: value for name, value in params.items() if name != "mapped"}
         return tuple(self.primitive.bind(*align(*args), **params))

@@ -14,12 +14,12 @@ def align(*args: Any) -> Any:
     Call it before a `custom_vjp`: the transpose of `pcast` is the psum that replicated parameters need. An operand may
     be None, or a tree.
     """
-    union = frozenset().union(*map(varying, jax.tree.leaves(args)))
+    union = frozenset().union(*map(varying_axes, jax.tree.leaves(args)))
     if not union:
         return list(args)
 
     def cast(a):
-        lacks = tuple(sorted(union - varying(a)))
+        lacks = tuple(sorted(union - varying_axes(a)))
         return lax.pcast(a, lacks, to="varying") if lacks else a
 
     return jax.tree.map(cast, list(args))
@@ -52,6 +52,6 @@ def splittable_axes(mesh: Any) -> frozenset[str]:
     return explicit & set(free)
 
 
-def varying(x: Any) -> frozenset[str]:
+def varying_axes(x: Any) -> frozenset[str]:
     """The manual mesh axes over which `x`, an array or the type of one, varies inside `shard_map`."""
     return (x if isinstance(x, ShapedArray) else jax.typeof(x)).manual_axis_type.varying

@@ -15,9 +15,9 @@ from jax.sharding import AxisType, PartitionSpec
 
 from te_jax.core.arrays import as_jax
 from te_jax.core.check import show
-from te_jax.core.policies import GEMM, named
+from te_jax.core.policies import GEMM, with_name
 from te_jax.core.products import product
-from te_jax.core.types import like, on_explicit_mesh, varying
+from te_jax.core.types import like, on_explicit_mesh, varying_axes
 from te_jax.flax._calls import field_names
 from te_jax.flax._fields import LORA_SCOPES
 from te_jax.flax._state import describe
@@ -231,13 +231,13 @@ class Dropout(nn.Dropout):
 
     def __call__(self, inputs: jax.Array, deterministic: bool) -> jax.Array:
         """inputs [...] -> the same shape, type and sharding."""
-        shards, explicit = varying(inputs), on_explicit_mesh(jax.typeof(inputs))
+        shards, explicit = varying_axes(inputs), on_explicit_mesh(jax.typeof(inputs))
         if deterministic or not 0 < self.rate < 1:
             return super().__call__(inputs, deterministic)
         key, kept = dropout_key(self, self.rng_collection), 1.0 - self.rate
         if not (shards or explicit):
             return super().__call__(inputs, deterministic, rng=key)
-        for name in sorted(shards - varying(key)):
+        for name in sorted(shards - varying_axes(key)):
             key = jax.random.fold_in(key, lax.axis_index(name))
         shared = [axis % inputs.ndim for axis in self.broadcast_dims]
         one_of = lambda values, one: [one if i in shared else v for i, v in enumerate(values)]
@@ -259,9 +259,9 @@ def add_lora(module: nn.Module, y: jax.Array, x: jax.Array, a: jax.Array, b: jax
     group, rank = b.shape[:-2], b.shape[-2]
     contracted = a.ndim - len(group) - 1
     dims = tuple(range(x.ndim - contracted, x.ndim)), tuple(range(contracted))
-    down = named(lax.dot_general(x, a.astype(x.dtype), (dims, ((), ()))), GEMM)
+    down = with_name(lax.dot_general(x, a.astype(x.dtype), (dims, ((), ()))), GEMM)
     down = down.reshape(*x.shape[: x.ndim - contracted], math.prod(group), rank)
-    up = named(jnp.einsum("...gr,grf->...gf", down, b.astype(x.dtype).reshape(-1, *b.shape[-2:])), GEMM)
+    up = with_name(jnp.einsum("...gr,grf->...gf", down, b.astype(x.dtype).reshape(-1, *b.shape[-2:])), GEMM)
     alpha = module.low_rank_adaptation_alpha
     factor = 1.0 if alpha is None else alpha / rank
     return y + like((up * factor).reshape(y.shape), y)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from te_jax.core.amax import amax as amax_of
-from te_jax.core.policies import KERNEL, STATISTICS, named
-from te_jax.core.types import like, varying
+from te_jax.core.policies import KERNEL, STATISTICS, with_name
+from te_jax.core.types import like, varying_axes
 from te_jax.layers.config import Config
 from te_jax.layers.tensor import Fp8Tensor, LayerUses, Uses
 from te_jax.ops.formats import format_of, invert, transpose
@@ -45,10 +45,10 @@ def produce(
     recipe, uses = config.recipe, role.uses
     form = format_of(recipe, role.name)
     dtype = fp8.type_of(role.name, recipe)
-    wanted = (*others, source.wide) if uses.wide and source.wide else others
+    wanted = (*others, source.unquantized) if uses.wide and source.unquantized else others
     if not (uses.layouts and source.offers(form, wanted)):
-        got = source.run((*others, source.wide), dtype)
-        return quantize_tensor(got[source.wide], source.split, role, config)[0], got
+        got = source.run((*others, source.unquantized), dtype)
+        return quantize_tensor(got[source.unquantized], source.split, role, config)[0], got
     scale, known = None, {}
 
     def measure():
@@ -57,7 +57,7 @@ def produce(
         return known.pop("amax")
 
     if source.takes("scale", form):
-        shards = varying(role.shards_of) - config.stage_axes
+        shards = varying_axes(role.shards_of) - config.stage_axes
         scale = fp8.scale_of(role.meta, measure, recipe, role.name, shards)
     statistics = ("amax",) if recipe.has_state else ()
     if statistics and source.offers(form, ("amax", "scale_inv")):
@@ -71,7 +71,7 @@ def produce(
     if scale is not None and "scale_inv" not in got:
         got["scale_inv"] = invert(scale)
     fields = {name: got[name] for name in Fp8Tensor._fields if name in got}
-    return Fp8Tensor(**fields, wide=got[source.wide] if uses.wide and source.wide else None), got
+    return Fp8Tensor(**fields, wide=got[source.unquantized] if uses.wide and source.unquantized else None), got
 
 
 def quantize_tensor(
@@ -158,6 +158,6 @@ def tag(q: Fp8Tensor, name: str, config: Config, leave: tuple[str, ...] = ()) ->
 
     def one(field, a):
         small = field == "amax" or a is None or not a.ndim
-        return named(a, STATISTICS if small else name, config.checkpoint)
+        return with_name(a, STATISTICS if small else name, config.checkpoint)
 
     return q._replace(**{field: one(field, a) for field, a in q._asdict().items() if field not in leave})

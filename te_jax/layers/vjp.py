@@ -14,7 +14,7 @@ from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from te_jax.core.policies import QUANTIZED
-from te_jax.core.types import like, varying
+from te_jax.core.types import like, varying_axes
 from te_jax.layers.config import Config
 from te_jax.layers.gemms import wgrad as wgrad_gemm
 from te_jax.layers.produce import Role, produce, tag
@@ -53,7 +53,7 @@ def instantiate(cotangent: Any) -> jax.Array:
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
     aval = cotangent.aval
-    zeros, varies = jnp.zeros(aval.shape), tuple(sorted(varying(aval)))
+    zeros, varies = jnp.zeros(aval.shape), tuple(sorted(varying_axes(aval)))
     return like(lax.pcast(zeros, varies, to="varying") if varies else zeros, aval)
 
 

@@ -35,7 +35,7 @@ class Source(NamedTuple):
     paired: Callable[..., dict[str, jax.Array]] | None = None
 
     @property
-    def wide(self) -> str:
+    def unquantized(self) -> str:
         """The result of the op of one scale that is the tensor itself; "": the operand is."""
         return self.producer.tensor
 
@@ -85,8 +85,8 @@ class Source(NamedTuple):
         """The tensor in f32, before any rounding; its elements in another order, where there are `elements`."""
         if self.elements is not None:
             return self.elements().astype(jnp.float32)
-        if not self.wide:
+        if not self.unquantized:
             return self.operands[0]
-        wider = lambda a: a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a
-        operands = tuple(a if a is None else wider(a) for a in self.operands)
-        return self._replace(operands=operands).run((self.wide,), dtype)[self.wide]
+        in_f32 = lambda a: a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a
+        operands = tuple(a if a is None else in_f32(a) for a in self.operands)
+        return self._replace(operands=operands).run((self.unquantized,), dtype)[self.unquantized]

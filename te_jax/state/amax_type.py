@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, use_abstract_me
 
 from te_jax.core.amax import amax, amax_across
 from te_jax.core.derivatives import custom_vjp
-from te_jax.core.types import like, varying
+from te_jax.core.types import like, varying_axes
 
 # Operations whose gradients jax has for this type, and functions with a gradient of their own.
 _OF_JAX = {
@@ -132,7 +132,7 @@ def _trace_call(f, types: list) -> core.JaxprEqn:
     mesh = inner.update_axis_types(dict.fromkeys(manual, AxisType.Auto)) if manual else inner
 
     def body(*values):
-        over = [tuple(sorted(varying(t))) for t in types]
+        over = [tuple(sorted(varying_axes(t))) for t in types]
         f(*(lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(values, over)))
         return ()
 

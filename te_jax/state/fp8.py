@@ -31,7 +31,7 @@ from te_jax.core.amax import amax_across
 from te_jax.core.check import BOOL, NONE, Kind, check, one_of
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.scope import Scope
-from te_jax.core.types import varying
+from te_jax.core.types import varying_axes
 from te_jax.ops.scale_update import next_state
 from te_jax.ops.source import PerExpert
 from te_jax.recipe import DelayedScaling, Recipe
@@ -385,16 +385,16 @@ def cotangent(
         unknown = jnp.full_like(amax, jnp.inf)
         whole = jnp.stack([amax, meta.scale, unknown, unknown], -1)
         amax = jnp.where(amax[..., None] == 0, 0.0, whole)
-    shared = varying(amax) - varying(meta.amax)
+    shared = varying_axes(amax) - varying_axes(meta.amax)
     sizes = jax.sharding.get_abstract_mesh().shape
     if any(sizes[name] > 1 for name in shared) and not recipe.reduce_amax:
         raise ValueError(
             f"DelayedScaling(reduce_amax=False): fp8_metas do not vary over mesh axis {sorted(shared)}, but the "
             "tensor does; pass fp8_metas sharded over that axis, or use reduce_amax=True."
         )
-    if reduced := (varying(amax) - stage_axes if recipe.reduce_amax else shared):
+    if reduced := (varying_axes(amax) - stage_axes if recipe.reduce_amax else shared):
         amax = amax_across(amax, tuple(sorted(reduced)))
-    lacks = tuple(sorted(varying(meta.amax) - varying(amax)))
+    lacks = tuple(sorted(varying_axes(meta.amax) - varying_axes(amax)))
     amax = lax.pcast(amax, lacks, to="varying") if lacks else amax
     amax, token = lax.stop_gradient((amax, meta.amax))  # state: jax cannot differentiate what maps as `_per_state` does
     return TensorMeta(jnp.zeros_like(meta.scale), _per_state(amax, token))
@@ -404,7 +404,7 @@ def _check_vma():
     """Without check_vma nothing tells which values differ between devices: each would train a state of its own."""
     mesh = jax.sharding.get_abstract_mesh()
     manual = [n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Manual]
-    if any(name not in varying(lax.axis_index(name)) for name in manual):
+    if any(name not in varying_axes(lax.axis_index(name)) for name in manual):
         raise ValueError(
             f"FP8 layers need shard_map(check_vma=True), here over mesh axes {manual}; leave it at its default."
         )

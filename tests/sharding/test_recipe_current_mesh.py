@@ -17,7 +17,7 @@ from recipe_cases import near, results
 
 import te_jax as te
 import te_jax.flax as te_flax
-from te_jax.core.types import varying
+from te_jax.core.types import varying_axes
 from te_jax.layers import dense, layernorm_mlp
 from te_jax.recipe import Float8CurrentScaling
 
@@ -107,7 +107,7 @@ def local_scales(recipe, x, w, specs, resource=None):
 
     def scales(x, w):
         both = jnp.stack(inverse_scales(kept(lambda x, w: dense(x, w, recipe=recipe), x, w)))
-        lacks = tuple(sorted({"dp", "tp"} - varying(both)))
+        lacks = tuple(sorted({"dp", "tp"} - varying_axes(both)))
         return (lax.pcast(both, lacks, to="varying") if lacks else both)[None, None]
 
     with jax.set_mesh(mesh), te.autocast(mesh_resource=resource):

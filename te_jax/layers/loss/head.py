@@ -24,7 +24,7 @@ from te_jax.core.check import (
     warn_once,
 )
 from te_jax.core.placement import mesh_axes
-from te_jax.core.types import align, on_explicit_mesh, splittable_axes, varying
+from te_jax.core.types import align, on_explicit_mesh, splittable_axes, varying_axes
 from te_jax.layers._specs import dense_spec
 from te_jax.layers.linear import check_recipe_and_metas
 from te_jax.layers.loss.cross_entropy import HeadOperands, LossOptions, Plan, cross_entropy
@@ -221,9 +221,9 @@ def _check_manual(name: str, kernel, vocab: tuple[str, ...], token_spec):
     """Raises ValueError unless `kernel` differs along `vocab`, as inside `jax.shard_map(check_vma=True)`."""
     if token_spec is not None:
         raise ValueError(f"{name}: token_spec is given inside jax.shard_map; leave it out: x is the device's own part.")
-    if any(axis not in varying(lax.axis_index(axis)) for axis in vocab):
+    if any(axis not in varying_axes(lax.axis_index(axis)) for axis in vocab):
         raise ValueError(f"{name}: vocab_axis needs jax.shard_map(check_vma=True), here over {vocab}; leave it True.")
-    if missing := set(vocab) - varying(kernel):
+    if missing := set(vocab) - varying_axes(kernel):
         raise ValueError(
             f"{name}: vocab_axis is {vocab}, but kernel is the same along {sorted(missing)}; pass its part of the "
             "vocabulary (in_specs), or leave vocab_axis out."

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from te_jax.core.check import BOOL, check
 from te_jax.core.placement import mesh_axes
-from te_jax.core.types import on_explicit_mesh, splittable_axes, varying
+from te_jax.core.types import on_explicit_mesh, splittable_axes, varying_axes
 
 STRATEGIES = ("default", "all_gather", "ring")
 Axes = str | tuple[str, ...] | None
@@ -39,7 +39,7 @@ def whole_rows(x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array
 
 def own_key(key: jax.Array, *arrays: jax.Array) -> jax.Array:
     """`key`, made another one on every device of the manual mesh axes over which the arrays vary and it does not."""
-    for name in sorted(frozenset().union(*map(varying, arrays)) - varying(key)):
+    for name in sorted(frozenset().union(*map(varying_axes, arrays)) - varying_axes(key)):
         key = jax.random.fold_in(key, lax.axis_index(name))
     return key
 
