@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from te_jax.ops.experts.rows import expert_of_row, tokens_alone
+from te_jax.ops.experts.rows import expert_of_row, only_tokens
 from te_jax.ops.formats import ROWS_128, SQUARES_128, TENSOR
 from te_jax.ops.gemm.dense import gemm
 from te_jax.ops.gemm.grouped import gemm_grouped, gemm_grouped_wgrad, gemm_grouped_wide_wgrad
@@ -116,7 +116,7 @@ class Product:
             return normal(seed, (self.model.experts, *axes), dtype)
         last = self.contracted and not is_wide
         shape = (size, self.model.rows) if last else (self.model.rows, size)
-        return jax.jit(tokens_alone, static_argnums=2)(normal(seed, shape, dtype), self._is_token, int(last))
+        return jax.jit(only_tokens, static_argnums=2)(normal(seed, shape, dtype), self._is_token, int(last))
 
     def _scales(self, form):
         """The inverse scales of lhs and rhs: of all x and all gradients one, of weights one for each expert."""

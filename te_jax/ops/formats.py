@@ -20,7 +20,8 @@ from te_jax.recipe.mxfp8 import scale_inv_of_amax
 FP8_TYPE = Kind(
     "float8_e4m3fn or float8_e5m2", is_dtype, lambda value: jnp.dtype(value) in (jnp.float8_e4m3fn, jnp.float8_e5m2)
 )
-HOPPER, _BLACKWELL = "9.0", 10  # the compute capability of products of blocks of 128; the least major of those of 32
+HOPPER = "9.0"  # the compute capability of products of blocks of 128
+_BLACKWELL = 10  # the least major one of products of blocks of 32
 
 # -- arrays and blocks ----------------------------------------------------------------------------------------
 
@@ -185,9 +186,9 @@ class ScaleFormat:
         """
         if not self.shared:
             raise ValueError(
-                f"te_jax.layers: an MXFP8 kernel holds one layout, and its blocks of 1 x {self.block} are not those of "
-                "the other, which a backward pass reads; quantize it with gradients=True, or take dgrad out of FP8: "
-                "override_linear_precision=(False, True, False)."
+                f"te_jax.layers: an MXFP8 kernel holds one layout, and its blocks of 1 x {self.block} are not the "
+                "blocks of the other, which a backward pass reads; quantize it with gradients=True, or take dgrad out "
+                "of FP8: override_linear_precision=(False, True, False)."
             )
         return transpose(data, split), transpose(scale_inv, split) if self.block else scale_inv
 
@@ -201,7 +202,7 @@ def _not_hopper(capability: str) -> str:
     if capability == HOPPER:
         return ""
     return (
-        f"cuBLASLt multiplies with scales of 128-element blocks on compute capability {HOPPER} (Hopper) alone, "
+        f"cuBLASLt multiplies with scales of 128-element blocks only on compute capability {HOPPER} (Hopper), "
         f"this GPU has {capability}: use recipe.Float8CurrentScaling or recipe.DelayedScaling"
     )
 
@@ -211,7 +212,7 @@ def _before_blackwell(capability: str) -> str:
         return ""
     return (
         f"MXFP8 needs compute capability {_BLACKWELL}.0 (Blackwell) or newer, this GPU has {capability}: use "
-        "recipe.Float8BlockScaling (on 9.0 alone), recipe.Float8CurrentScaling or recipe.DelayedScaling"
+        "recipe.Float8BlockScaling (only on 9.0), recipe.Float8CurrentScaling or recipe.DelayedScaling"
     )
 
 

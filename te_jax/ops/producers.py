@@ -98,7 +98,7 @@ class Producer:
         return _declared.get((self.name, form))
 
     def attributes(self, form: ScaleFormat, **attrs: Any) -> dict[str, Any]:
-        """The op's attributes of this format, of those of the op of one scale."""
+        """The op's attributes of this format, from the attributes of the op of one scale."""
         op = self.op_of(form)
         if form.block and "split" in self.ranks.values():
             attrs["lead"] = attrs.pop("split") - 1

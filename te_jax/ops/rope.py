@@ -278,6 +278,6 @@ def check_rotary(caller: str, d: int, dim: Any, scaling: Any, prefix: str = "") 
         )
     if isinstance(scaling, NTKScaling | YarnScaling) and (dim or d) == 2:
         raise ValueError(
-            f"{caller}: {scaling_name} is {scaling}, but one pair alone has no base; turn at least 4 channels of a "
+            f"{caller}: {scaling_name} is {scaling}, but a single pair has no base; turn at least 4 channels of a "
             "head, or pass LinearScaling."
         )

@@ -51,8 +51,8 @@ scale_update: Op = Op(
     reference=_reference,
 )
 """scales f32[n, b...], histories f32[n, b..., L], amaxes f32[n, b...] of this step, fp8_max f32[n], n up to MOST_STATES
--> new_scale0 f32[b...], new_history0 f32[b..., L], and so on to those of tensor n - 1. They are arrays of their own,
-for XLA cuts each slice of a larger one by a kernel, and copies donated state that is read and written by one.
+-> new_scale0 f32[b...], new_history0 f32[b..., L], and so on to tensor n - 1. They are arrays of their own, for XLA
+cuts each slice of a larger one by a kernel, and copies donated state that is read and written by one.
 
 The law of `te_jax.recipe.DelayedScaling.new_state` with its own scale factors. margin: float. interval: int.
 newest: amax_compute_algo is "most_recent", else "max". Without amaxes and fp8_max the states as they are.
@@ -62,7 +62,7 @@ newest: amax_compute_algo is "most_recent", else "max". Without amaxes and fp8_m
 def next_states(
     recipe: DelayedScaling, states: Sequence[State], amaxes: Sequence[jax.Array], directions: Sequence[str]
 ) -> list[State]:
-    """`recipe.new_state` of tensors with any leading axes, those of one type by one kernel.
+    """`recipe.new_state` of tensors with any leading axes; tensors of one type share a kernel.
 
     amaxes: f32[...] of this step. directions: "fwd" or "bwd", which FP8 type a tensor has.
     """

@@ -29,7 +29,7 @@ class Source(NamedTuple):
     operands: tuple[jax.Array | None, ...]  # the first ones of each of the ops; others go by name
     split: int  # axes in m
     scales: tuple[int, ...] = ()  # the shape of the scale that the op takes: [E] of the weights of experts
-    elements: Callable[[], jax.Array] | None = None  # -> the tensor's elements, where the result has others beside them
+    elements: Callable[[], jax.Array] | None = None  # -> the tensor's elements, where the result has other ones, too
     experts: PerExpert | None = None  # whose the elements are, where `scales` is [E]
     # (names, FP8 type, scale) -> results of the op that writes both layouts in one array, the result `paired`
     paired: Callable[..., dict[str, jax.Array]] | None = None

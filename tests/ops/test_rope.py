@@ -142,8 +142,8 @@ def test_jit_and_vmap(rng):
         ((2, 4, 3, 6), {"rotary_dim": 0}, ValueError, "rotary_dim is 0"),
         ((2, 4, 3, 6), {"rotary_dim": 4.0}, ValueError, r"rotary_dim is 4\.0"),
         ((2, 4, 3, 6), {"scaling": 8.0}, TypeError, r"scaling is 8\.0; pass None, LinearScaling"),
-        ((2, 4, 3, 6), {"rotary_dim": 2, "scaling": NTKScaling(2)}, ValueError, "one pair alone has no base"),
-        ((2, 4, 3, 6), {"rotary_dim": 2, "scaling": YarnScaling()}, ValueError, "one pair alone has no base"),
+        ((2, 4, 3, 6), {"rotary_dim": 2, "scaling": NTKScaling(2)}, ValueError, "a single pair has no base"),
+        ((2, 4, 3, 6), {"rotary_dim": 2, "scaling": YarnScaling()}, ValueError, "a single pair has no base"),
         ((2, 4, 3, 6), {"positions": jnp.arange(5)}, ValueError, r"positions has shape \(5,\)"),
     ],
 )

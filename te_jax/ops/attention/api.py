@@ -33,7 +33,7 @@ def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: U
     attn_mask_type: a name of MASK_TYPES, in any case. Causal: query i sees keys 0 .. i; bottom right: 0 .. i + t - s.
     mask:           bool or integer, [s, t], [b..., h, s, t] or [b..., g, h / g, s, t] with 1 where it broadcasts; True,
                     1 hide a key, which must be finite all the same. A SequenceDescriptor is taken here too.
-    window_size:    (l, r): query i sees keys i - l .. i + r (i + t - s in place of i for bottom-right types).
+    window_size:    (l, r): query i sees keys i - l .. i + r (i + t - s instead of i for bottom-right types).
                     A negative side is open.
     sequence_descriptor: lengths or segments of the rows; type and window count within a segment. An array is taken
         here too, as `mask`.
@@ -49,17 +49,17 @@ def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: U
     softmax_offset: [h] or [1, h, 1, 1], compared with the scaled logits; differentiable.
     scale:          float; None is 1 / sqrt(d).
     logit_softcap:  c > 0: scaled logits x become c * tanh(x / c) before a post-scale bias and what hides keys
-                    (Gemma 2, https://arxiv.org/abs/2408.00118, section 2). In plain JAX alone.
+                    (Gemma 2, https://arxiv.org/abs/2408.00118, section 2). Only in plain JAX.
     dropout_rate:   in [0, 1), on the probabilities, from the key `dropout_rng` (typed or raw). One key, one mask, as
                     long as implementation, device, shapes and sharding stay; shards never share one, save along an axis
                     of `vmap` over which the key is not mapped: split the key. Inside `shard_map` with check_vma=False
                     fold the device's index into the key yourself. cuDNN 9.19 gives four queries of a head one mask,
                     and its gradients are NaN where the backward pass is sharded otherwise than the forward pass or is
-                    mapped alone (`jax.jacrev`, a `vmap` of the vjp): implementation="xla" serves those.
+                    mapped without it (`jax.jacrev`, a `vmap` of the vjp): implementation="xla" serves those.
     deterministic:  bitwise repeatable gradients.
     implementation: None: cuDNN where it serves the call (bf16 and f16), else plain JAX, which has the f32 logits
                     [b..., h, s, t] in memory; "cudnn" or "xla" force one. See `explain_attention`. cuDNN takes a
-                    `mask`, segment ids, segments beside a bias, bottom-right bands beside a bias or dropout, and
+                    `mask`, segment ids, segments with a bias, bottom-right bands with a bias or dropout, and
                     the window of a single query as a bias: b * s * t numbers of q's type.
     return_max_logit: also return the largest logit of each head, f32[h], not differentiable.
     return_lse:     also return the logarithm of each query's sum of exponentials, what joins it included,

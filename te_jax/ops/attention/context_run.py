@@ -27,7 +27,7 @@ from te_jax.sharding import inverse_reorder_causal_load_balancing, reorder_causa
 
 
 class Rows(Enum):
-    """What says which tokens of a row belong together, beside the band."""
+    """What says which tokens of a row belong together, next to the band."""
 
     WHOLE = "nothing says it: each row is one segment"
     SEGMENTS = "i32[b..., n, 4]: the segments of the whole row, as the attention ops have them"
@@ -221,8 +221,8 @@ def _distribute(dx, spec: Spec):
     at = dx.ndim - 3
     if not on_explicit_mesh(jax.typeof(dx)):
         return lax.psum_scatter(dx, spec.cut.axis, scatter_dimension=at, tiled=True)
-    # jax cannot lower psum_scatter beside Explicit axes (0.10 to 0.12), nor map the shard_map that would hide them
-    # (0.12). This moves as many bytes.
+    # jax cannot lower psum_scatter where there are Explicit axes (0.10 to 0.12), nor map the shard_map that would hide
+    # them (0.12). This moves as many bytes.
     of_devices = dx.reshape(*dx.shape[:at], spec.layout.cp, -1, *dx.shape[at + 1 :])
     return jnp.sum(lax.all_to_all(of_devices, spec.cut.axis, at, at), at)
 

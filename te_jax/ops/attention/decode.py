@@ -38,7 +38,7 @@ def one_query(
 
     The r query heads of a group become r queries of one head, so that its keys are read once; and the keys are cut into
     pieces, each a row of its own, whose results are averaged by their sums of exponentials (Flash-Decoding,
-    https://crfm.stanford.edu/2023/10/12/flashdecoding.html). A query alone becomes two: for a single one of given
+    https://crfm.stanford.edu/2023/10/12/flashdecoding.html). A single query becomes two: for a single one of given
     length cuDNN 9.19 gives a wrong lse.
     """
     (*batch, _, h, d), (t, g, e) = q.shape, v.shape[-3:]

@@ -151,7 +151,7 @@ class SequenceDescriptor:
         return cls(segment_ids=ids, segment_pos=pos)
 
     def of_runs(self, most: int) -> "SequenceDescriptor":
-        """This descriptor with lengths and offsets in place of segment ids: kernels read them without an s x t mask.
+        """This descriptor with lengths and offsets instead of segment ids: kernels read them without an s x t mask.
 
         It means the same where each id of 1 .. `most` is one run of tokens at consecutive positions. Larger ids count
         as padding.
@@ -305,7 +305,7 @@ class Mask:
     def split(self, s: int, t: int, *, has_bias: bool, drops: bool) -> tuple[Band, SequenceDescriptor | None, "Mask"]:
         """This mask in the terms of cuDNN: (the attributes of the op, its operand `segments`, what becomes a bias).
 
-        has_bias, drops: the call has a bias, or dropout, beside which cuDNN takes fewer masks.
+        has_bias, drops: the call has a bias, or dropout; cuDNN then takes fewer masks.
         """
         array, described = self.array, self.segments
         by_lengths = described is None or (
@@ -315,7 +315,7 @@ class Mask:
         return (Band(), None, self) if band is None else (band, described, Mask(array=array))
 
     def _of_cudnn(self, s: int, t: int, *, has_bias: bool, drops: bool) -> Band | None:
-        """The band as cuDNN takes it beside what else the call has; None if it does not."""
+        """The band as cuDNN takes it with what else the call has; None if it does not."""
         band, plain = self.band, not has_bias and not drops  # its bottom-right bands are for plain calls
         if self.segments is None:
             band = band.trimmed(s, t)

@@ -147,7 +147,7 @@ class Cut(NamedTuple):
         return lead, heads
 
     def _split_axes(self, q, k) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
-        """The mesh axes, beside `axis` and Manual ones, that shard each batch axis, and the heads."""
+        """The mesh axes, other than `axis` and Manual ones, that shard each batch axis, and the heads."""
         lead, heads = self._sharded(q)
         heads = heads if k.shape[-2] % prod(self.mesh.shape[n] for n in heads) == 0 else ()  # no axis cuts a group
         known = {n for names in (*lead, heads) for n in names}

@@ -42,7 +42,7 @@ def cudnn_refuses_backward(q: Any) -> str:
 def gpu_refuses(d: int, e: int, *, only_band: bool, has_bias: bool, deterministic: bool, drops: bool) -> str:
     """Why this process's GPU does not take the rest; "" if it does, or if there is none. d, e: head dims of q, v.
 
-    only_band: attributes alone say which keys are hidden: no mask, no lengths, no bias.
+    only_band: only attributes say which keys are hidden: no mask, no lengths, no bias.
     """
     capability = extension.compute_capability()
     if capability is None:
@@ -58,7 +58,7 @@ def gpu_refuses(d: int, e: int, *, only_band: bool, has_bias: bool, deterministi
     if major != 9 and max(d, e) > 128:
         return f"{found}; cuDNN takes head dims over 128, here {max(d, e)}, on 9.0 (Hopper)"
     if major == 10 and has_bias:
-        return f"{found}; cuDNN has no gradient of a bias beside lengths there"
+        return f"{found}; cuDNN has no gradient of a bias with lengths there"
     if major == 10 and deterministic and (drops or extension.status().cudnn < 91800):
         return f"{found}; cuDNN has no deterministic gradients there before 9.18, nor later with dropout"
     return ""
@@ -150,7 +150,7 @@ def _drawn_here(rng):
 
 def _lse_if_drawn_here(lse, drawn):
     """`lse`, or NaN, and so NaN gradients, where the backward pass does not see the shard that the mask was drawn for:
-    another sharding than forward, or a `vmap` over dout alone. The kernel would draw another mask."""
+    another sharding than forward, or a `vmap` over only dout. The kernel would draw another mask."""
     if drawn is None:
         return lse
     seed = drawn.reshape(-1, drawn.shape[-1])[0, :2]
@@ -237,13 +237,13 @@ attention_fwd: Op = Op(
 """softmax(scale * q k^T + bias, masked) v per head; query head i reads key head i // r.
 
 q, k, v: bf16 or f16 through cuDNN, any floating type elsewhere. scale: float.
-kv: k and v side by side (c = 2), as one projection makes them, in the place of both; qkv: q, k and v (c = 3, r = 1).
+kv: k and v side by side (c = 2), as one projection makes them, instead of both; qkv: q, k and v (c = 3, r = 1).
     They are not copied. interleaved: in the kernel's memory they lie as [b..., t, g, 2, d] and [b..., s, h, 3, d].
 bias: f32 or of q's type.
 left, right: int, a query sees the keys from `left` before its position to `right` after it; -1 is open.
 bottom_right: the last query (of a segment) is at the last key, else the first one is at the first.
-segments: i32[b..., n, 4], the first query of each segment, its queries, its first key, its keys: tokens see their
-    segment alone. One that begins below 0 is not there; none overlap. Absent: each row is one.
+segments: i32[b..., n, 4], the first query of each segment, its queries, its first key, its keys: tokens see only
+    their segment. One that begins below 0 is not there; none overlap. Absent: each row is one.
 seq_major: the kernel's arrays lie as [s, b, heads, d], with one batch axis and without segments; else as they are.
 dropout_rate: of the probabilities, with rng; 0.0 without.
 rng: u32[b..., h, 4], random bits, other ones for every row and head: so shards differ.

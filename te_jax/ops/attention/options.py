@@ -251,7 +251,7 @@ def _check_broadcast(op, name, x, shape, kind, *dtypes):
 def sort_masks(op: str, mask: Any, described: Any) -> tuple[jax.Array | None, SequenceDescriptor | None]:
     """(the array, the descriptor) of the arguments `mask` and `sequence_descriptor`, each of which may be either.
 
-    Raises ValueError, naming `op`, for two of a kind; TypeError for an array of one axis in place of a descriptor.
+    Raises ValueError, naming `op`, for two of a kind; TypeError for an array of one axis instead of a descriptor.
     """
     if MASK_ARRAY.accepts(described) and described.ndim < 2:
         raise TypeError(
@@ -329,7 +329,7 @@ def _softmax_type(op, kind, offset, h) -> str:
     name = plain(kind)
     if (name == "learnable") != (offset is not None):
         given = "None" if offset is None else f"given, of shape {tuple(offset.shape)}"
-        raise ValueError(f"{op}: softmax_type is {kind!r}, but softmax_offset is {given}; 'learnable' alone takes it.")
+        raise ValueError(f"{op}: softmax_type is {kind!r}, but softmax_offset is {given}; only 'learnable' takes it.")
     if offset is None:
         return name
     if not jnp.issubdtype(offset.dtype, jnp.floating):

@@ -179,7 +179,7 @@ def forward(
     *operands: Any, dropout_rate: float, scale: float, seq_major: bool, interleaved: bool, **band: Any
 ) -> tuple[Any, ...]:
     """-> out, lse, drawn of the forward op."""
-    del seq_major, interleaved  # of memory alone
+    del seq_major, interleaved  # they only say how arrays lie in memory
     *arrays, bias, segments, rng = operands
     q, k, v = split_joined(*(x for x in arrays if x is not None))
     s, t = q.shape[-3], k.shape[-3]
@@ -201,7 +201,7 @@ def backward(
     **band: Any,
 ) -> list[Any]:
     """-> the gradients of what attends, as it lies, and of the bias (None where there is none)."""
-    del seq_major, interleaved, deterministic  # of memory alone; XLA's sums have a fixed order
+    del seq_major, interleaved, deterministic  # they only say how arrays lie in memory; XLA's sums have a fixed order
     *arrays, bias, segments, out, lse, drawn = operands
     parted = split_joined(*(x for x in arrays if x is not None))
     (s, *_), (t, g, _) = parted[0].shape[-3:], parted[1].shape[-3:]

@@ -1,8 +1,8 @@
-"""FP8 of both layouts in one array of 16-bit numbers: the gradient of an activation's input [R, a, f] in the place of
-that input, which is as many bytes, and grouped products that read it there. So the largest tensor of a layer of experts
-takes no memory beside the one that it is made of.
+"""FP8 of both layouts in one array of 16-bit numbers: the gradient of an activation's input [R, a, f] takes the
+memory of that input, which is as many bytes, and grouped products read it there. So the largest tensor of a layer of
+experts takes no memory of its own.
 
-A square is 128 rows by 128 columns of a slot. Line i of a square has 256 bytes: the FP8 of its row i, then those of its
+A square is 128 rows by 128 columns of a slot. Line i of a square has 256 bytes: the FP8 of its row i, then of its
 column i. Groups begin at multiples of 128 rows, so a square is of one expert, and a line of either kind is what the
 tensor cores read along the contracted axis.
 """
@@ -159,7 +159,7 @@ paired [R, a, f / 128, 128] of x's type: its data and data_t by `pair`. On CUDA 
        copies where it is read later; the tail is what the memory held
 amax   f32[E]: as there
 
-dtype: the FP8 type; the other attributes are those of te_activation_grouped_bwd. Raises TypeError for other types.
+dtype: the FP8 type; the other attributes are as of te_activation_grouped_bwd. Raises TypeError for other types.
 """
 
 

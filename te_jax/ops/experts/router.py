@@ -32,7 +32,7 @@ class RouterOptions(KnownFields):
     normalize:       divides the weights of a token by their sum, or by 1e-20 where that is less. None: with "sigmoid"
                      and k > 1 (Liu et al. 2024, https://arxiv.org/abs/2412.19437, section 2.1.2).
     scaling_factor:  multiplies the weights at the end.
-    num_groups:      G, neighbouring experts form G groups of equal size (those of one node, say).
+    num_groups:      G, neighbouring experts form G groups of equal size (the experts of one node, say).
     group_topk:      a token's experts are of the `group_topk` groups with the largest sums of their
                      max(1, k // group_topk) largest scores (the same section); None: of all groups.
 
@@ -297,7 +297,7 @@ def load_balancing_loss(
     check(_ROUTER, "experts", experts, INTEGERS)
     if experts.shape != (*logits.shape[:-1], options.topk):
         raise ValueError(
-            f"{_ROUTER}: experts has shape {experts.shape}, logits {logits.shape}; pass those of `route`, "
+            f"{_ROUTER}: experts has shape {experts.shape}, logits {logits.shape}; pass the experts of `route`, "
             f"{(*logits.shape[:-1], options.topk)}."
         )
     num_experts = logits.shape[-1]

@@ -1,7 +1,7 @@
 """What an MLP of experts quantizes between its grouped products: the activation and its gradient over the rows of
 groups (`te_jax.ops.permute.Groups`), each with a scale and an amax for every expert.
 
-The rows that pad a group, and those of the tail, may hold anything: they enter no result but as zeros in their place. A
+The rows that pad a group, and the rows of the tail, may hold anything: every result takes them for zeros. A
 kernel leaves the tail of a result as it was.
 """
 
@@ -44,8 +44,8 @@ def expert_of_row(offsets: jax.Array, counts: jax.Array, rows: int) -> tuple[jax
     return inside, (expert < counts.shape[0]) & (at < counts[inside])
 
 
-def tokens_alone(x: jax.Array, is_token: jax.Array, axis: int = 0) -> jax.Array:
-    """x with zeros in the place of rows that are no tokens. axis: the axis of rows."""
+def only_tokens(x: jax.Array, is_token: jax.Array, axis: int = 0) -> jax.Array:
+    """x with zeros instead of rows that are no tokens. axis: the axis of rows."""
     return jnp.where(jnp.expand_dims(is_token, [i for i in range(x.ndim) if i != axis]), x, jnp.zeros((), x.dtype))
 
 
@@ -101,7 +101,7 @@ def _biased(x, bias, expert, is_token):
     """f32 x [R, a, f] plus the bias [E, a, f] of each row's expert; zeros where there is no token, which all fused
     activations keep."""
     x = x.astype(jnp.float32)
-    return tokens_alone(x if bias is None else x + bias.astype(jnp.float32)[expert], is_token)
+    return only_tokens(x if bias is None else x + bias.astype(jnp.float32)[expert], is_token)
 
 
 def _grouped_cuda(op, form: ScaleFormat, reference):
@@ -141,7 +141,7 @@ def _activated_rows(x, offsets, counts, bias, **attrs):
 
 def _gradient_of_rows(dy, x, offsets, counts, bias, **attrs):
     expert, is_token = expert_of_row(offsets, counts, x.shape[0])
-    return activation_gradient(tokens_alone(dy, is_token), _biased(x, bias, expert, is_token), **attrs)
+    return activation_gradient(only_tokens(dy, is_token), _biased(x, bias, expert, is_token), **attrs)
 
 
 def _owners(x, offsets, counts, *_):
@@ -191,7 +191,7 @@ names[a]((x + bias of the row's expert)[..., a, :]), data, data_t, .. as `te_jax
 amax   f32[E]: max |f32 y| of each expert, 0 without tokens
 
 All are 0 in rows that pad a group; on CUDA the tail is what the memory held. A block holds rows of one expert.
-Attributes: those of te_activation_fwd. A call with a bias is XLA's, for no layer has one.
+The attributes are as of te_activation_fwd. XLA computes a call with a bias, for no layer has one.
 """
 
 GROUPED_ACTIVATION_GRAD = Producer(

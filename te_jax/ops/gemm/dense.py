@@ -390,7 +390,7 @@ def gemm(
         attrs |= of_c
         return with_name(gemm_op(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, out_specs=specs, **attrs)[0], GEMM)
     if lhs_scale_inv is not None or rhs_scale_inv is not None:
-        raise TypeError(f"te_gemm: scales are given, but lhs is {lhs.dtype}; they go with FP8 operands alone.")
+        raise TypeError(f"te_gemm: scales are given, but lhs is {lhs.dtype}; they go only with FP8 operands.")
     return with_name(_gemm(*align(lhs, rhs, bias, c), tuple(attrs.items())), GEMM)
 
 

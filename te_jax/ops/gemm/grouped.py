@@ -1,5 +1,5 @@
 """Grouped GEMM: the rows of groups (`te_jax.ops.permute.Groups`) times the weight of their expert, and wgrad, a product
-for each expert that sums over its rows. Where groups begin and how long they are is known on the device alone.
+for each expert that sums over its rows. Where groups begin and how long they are is known only on the device.
 
 Each comes in two ops. Tensor cores take FP8 factors with the contracted axis innermost, and so do te_gemm_grouped and
 te_gemm_grouped_wgrad. They read unquantized factors in either order, and te_gemm_grouped_wide and
@@ -26,7 +26,7 @@ from te_jax.core.policies import GEMM, with_name
 from te_jax.core.types import align, like
 from te_jax.ops.experts.permute import ALIGNMENT
 from te_jax.ops.experts.router import MOST_EXPERTS
-from te_jax.ops.experts.rows import check_groups, expert_of_row, expert_of_tile, in_tiles, sum_of_experts, tokens_alone
+from te_jax.ops.experts.rows import check_groups, expert_of_row, expert_of_tile, in_tiles, only_tokens, sum_of_experts
 from te_jax.ops.formats import HOPPER, ROWS_32, ROWS_128, SQUARES_128, fill
 from te_jax.ops.gemm.dense import (
     FP8,
@@ -54,7 +54,7 @@ GROUPED_IN_FP8 = ONE_SCALE, _OF_ROWS, _OF_BUFFERS  # the formats of factors that
 def _check_scaled(op: str, lhs, rhs, *others, **_):
     one_scale, in_blocks = ([scale is not None for scale in pair] for pair in (others[:2], others[2:4]))
     if any(one_scale) and any(in_blocks):
-        raise TypeError(f"{op}: scales of blocks are given for one operand alone; quantize both in blocks of 128.")
+        raise TypeError(f"{op}: scales of blocks are given for only one operand; quantize both in blocks of 128.")
     check_factors(op, lhs, rhs, sum(one_scale + in_blocks))
 
 
@@ -80,7 +80,7 @@ def _each_tile(product, lhs, offsets, counts):
     rows = lhs.shape[0]
     experts = jnp.minimum(expert_of_tile(offsets, rows), counts.shape[0] - 1)
     _, is_token = expert_of_row(offsets, counts, rows)
-    tile = lambda operands: tokens_alone(product(*operands[:2]), operands[2])
+    tile = lambda operands: only_tokens(product(*operands[:2]), operands[2])
     out = lax.map(tile, (in_tiles(lhs), experts, in_tiles(is_token)))
     return out.reshape(rows, *out.shape[2:])
 
@@ -109,7 +109,7 @@ def _wgrad_reference(
 
     def tiles(a, inverse):  # [..., R] -> [R / 128, ..., 128]
         a = _fp8_in_f32(a) if inverse is None else ROWS_128.read(a, inverse, 1)
-        a = tokens_alone(a, is_token, a.ndim - 1)
+        a = only_tokens(a, is_token, a.ndim - 1)
         return jnp.moveaxis(a.reshape(*a.shape[:-1], rows // ALIGNMENT, ALIGNMENT), -2, 0)
 
     both = tiles(lhs, lhs_row_inv), tiles(rhs, rhs_row_inv)
@@ -134,7 +134,7 @@ def _unquantized_wgrad_reference(lhs, rhs, offsets, counts, c, *, out_dtype, **_
     _, is_token = expert_of_row(offsets, counts, rows)
 
     def product(is_token, *both):
-        left, right = (tokens_alone(a, is_token) for a in both)
+        left, right = (only_tokens(a, is_token) for a in both)
         return dot(left, (0,), right, (0,), jnp.float32, lax.Precision.HIGHEST)
 
     # Flat: programs that XLA does not optimize for a CPU have no product of 16-bit arrays of three axes.
@@ -161,7 +161,7 @@ def _rows_kernel(call, lhs, rhs, offsets, counts, *others, outer, out_dtype, **a
     rows, n_axes = lhs.shape[0], rhs.shape[1 : rhs.ndim - contract]
     *one_scale, row_inv, block_inv, bias = others
     bias = None if bias is None else bias.astype(out_dtype)
-    if block_inv is not None:  # blocks may be cut at the end of one axis alone
+    if block_inv is not None:  # blocks may be cut at the end of only one axis
         lhs, rhs = (fill(a, a.ndim - 1, ROWS_128.block) if outer else a for a in (lhs, rhs))
         rhs, bias = (a if a is None or len(n_axes) == 1 else fill(a, len(n_axes), ROWS_128.block) for a in (rhs, bias))
         row_inv = row_inv.reshape(-1, rows)
@@ -315,8 +315,8 @@ def gemm_grouped(
     if lhs.dtype in FP8 or lhs_scale_inv is not None or rhs_scale_inv is not None:
         if k_first:
             raise TypeError(
-                f"{_ROWS_OP}: k_first is True, but lhs is {lhs.dtype}, or has a scale; FP8 is multiplied with k last "
-                "alone: pass rhs [E, *n, *k]."
+                f"{_ROWS_OP}: k_first is True, but lhs is {lhs.dtype}, or has a scale; FP8 is multiplied only with "
+                "k last: pass rhs [E, *n, *k]."
             )
         if formats == _AS_BF16:
             rhs = jax.vmap(lambda each, scale_inv: _as_bf16(each, scale_inv, contract))(rhs, rhs_scale_inv)
@@ -421,7 +421,7 @@ def check_arrays(op: str, lhs: jax.Array, rhs: jax.Array, offsets: jax.Array, co
     if offsets.ndim != 1 or offsets.shape[0] != counts.size + 1:
         raise ValueError(
             f"{op}: offsets has the shape {offsets.shape}, counts {counts.shape}; pass the first row of each group "
-            "and the end of the last, i32[E + 1], beside the tokens of each expert, i32[E]."
+            "and the end of the last, i32[E + 1], and the tokens of each expert, i32[E]."
         )
     if lhs.shape[of_rows] % ALIGNMENT:
         raise ValueError(f"{op}: lhs has {lhs.shape[of_rows]} rows; pass a buffer of a multiple of {ALIGNMENT}.")

@@ -150,7 +150,7 @@ def activation(
     names:  one per slot, see `slots`; a function maps an array [..., F] to one of the same shape
     params: `limit`, `alpha`, `glu_linear_offset` of clamped_silu and clamped_linear
 
-    Returns [..., F] of x.dtype; computed in float32. The gradient keeps x alone and computes the rest again; of
+    Returns [..., F] of x.dtype; computed in float32. The gradient keeps only x and computes the rest again; of
     activations that are not `jax.nn`'s own it is right up to the largest finite x.
     Raises ValueError for unknown names or params and for a wrong A, TypeError for a dtype that is not
     floating.
@@ -260,7 +260,7 @@ _FUSED = {
 
 
 def is_fused(names: Sequence[str | Callable[..., Any]]) -> bool:
-    """Whether `te_activation_fwd` and `te_activation_bwd` offer these activations, else there is `activation` alone.
+    """Whether `te_activation_fwd` and `te_activation_bwd` offer these activations, else there is only `activation`.
 
     Raises as `slots` does.
     """

@@ -54,7 +54,7 @@ def _normed(x, gamma, beta, mean=None, rstd=None, *, eps, rms, zero_centered):
 def _check_known(op, x, gamma, beta, mean=None, rstd=None, *_, rms, **attrs):
     if (rstd is None and mean is not None) or (rstd is not None and rms != (mean is None)):
         raise ValueError(
-            f"{op}: known_mean and known_rstd go together, and RMSNorm has known_rstd alone; pass those that an "
+            f"{op}: known_mean and known_rstd go together, and RMSNorm has only known_rstd; pass those that an "
             "earlier call returned."
         )
 

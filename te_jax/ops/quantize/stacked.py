@@ -57,7 +57,7 @@ with blocks `lead`, one less. Raises ValueError for other `slots`, TypeError for
 
 def stacked_source(weight: jax.Array, beside: jax.Array | None = None, stack: int = 1, split: int = 1) -> Source:
     """weight [*E, *C, *F], with `stack` axes in E and `split` in C, with a scale, or blocks, of its own for each entry
-    of E, such as an expert. beside: an array alike; the tensor is then [*E, *C, 2, *F]."""
+    of E, such as an expert. beside: an array of the same shape and type; the tensor is then [*E, *C, 2, *F]."""
     slots = 1 if beside is None else 2
     experts = PerExpert(
         lambda of_expert: jnp.expand_dims(of_expert, tuple(range(stack, weight.ndim + slots - 1))),
