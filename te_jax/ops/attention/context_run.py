@@ -239,7 +239,8 @@ def context_attention(
     return _context_fwd(q, k, v, sink, rows, spec)[0]
 
 
-def _context_fwd(q, k, v, sink, rows, spec):
+@partial(jax.jit, static_argnums=5, inline=True)
+def _context_fwd(q, k, v, sink, rows, spec):  # `Cut.run` is compiled: without the cache autodiff would trace it twice
     device, sums, at = lax.axis_index(spec.cut.axis), None, 0
     keys = (k, v) if spec.cut.ring else tuple(_collect(x, spec) for x in (k, v))
     for step, plans in spec.steps():
