@@ -54,7 +54,7 @@ class Projected(NamedTuple):
 
 
 def projection_names(module: nn.Module, inputs_q, inputs_kv) -> tuple[str, ...]:
-    """The names of the projections: those that the fields ask for, or those that the parameters have.
+    """The names of the projections that the fields ask for, or that the parameters have.
 
     Raises ValueError for parameters of another configuration, naming both.
     """
@@ -117,18 +117,18 @@ def project_normed(module: nn.Module, fields: dict[str, dict], inputs_q, inputs_
 
 def _fields_by_name(module) -> dict[str, dict]:
     """The fields of each projection's module, by its name."""
-    wide, narrow = module.num_attention_heads * module.head_dim, groups_of(module) * module.head_dim
+    of_heads, of_groups = module.num_attention_heads * module.head_dim, groups_of(module) * module.head_dim
     each = kernel_initializer(module.kernel_init, distribution="normal")
     draw_query = _divide_init(each, math.sqrt(module.head_dim)) if module.scaled_query_init else each
     shared = shared_fields(module, DenseGeneral) | dict(enable_low_rank_adaptation=lora_scope(module)[0])
     joined = dict(kernel_axes=(W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES), bias_axes=(W_JOINED_AXES, W_TP_AXES))
     single = dict(kernel_axes=(W_FSDP_AXES, W_TP_AXES), bias_axes=(W_TP_AXES,))
     own = dict(
-        qkv=dict(features=(3, wide), kernel_init=_stack_inits(draw_query, each, each), **joined),
-        query=dict(features=wide, kernel_init=draw_query, **single),
-        kv=dict(features=(2, narrow), kernel_init=_stack_inits(each, each), **joined),
-        key=dict(features=narrow, kernel_init=each, **single),
-        value=dict(features=narrow, kernel_init=each, **single),
+        qkv=dict(features=(3, of_heads), kernel_init=_stack_inits(draw_query, each, each), **joined),
+        query=dict(features=of_heads, kernel_init=draw_query, **single),
+        kv=dict(features=(2, of_groups), kernel_init=_stack_inits(each, each), **joined),
+        key=dict(features=of_groups, kernel_init=each, **single),
+        value=dict(features=of_groups, kernel_init=each, **single),
     )
     return {name: shared | fields for name, fields in own.items()}
 
@@ -216,7 +216,8 @@ def spread_over_heads(x, like):
 
 
 def _stack_inits(*inits: Initializer) -> Initializer:
-    """One init for kernels side by side, [in, n, out]: a key each, drawn as (in, out): fan-in is `in`."""
+    """One initializer of n kernels as [in, n, out]. Each has a key of its own and is drawn as (in, out): fan-in is
+    `in`."""
 
     def init(key, shape, dtype):
         keys = jax.random.split(key, len(inits))

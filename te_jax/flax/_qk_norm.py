@@ -6,10 +6,9 @@ from flax import linen as nn
 
 from te_jax.flax._fields import norm_type
 from te_jax.flax._state import describe
-from te_jax.flax.norm import LayerNorm
+from te_jax.flax.norm import whole_norm
 from te_jax.layers import layernorm
 from te_jax.ops.attention.reference import split_joined
-from te_jax.sharding import W_NO_SHARD_AXES
 
 
 def normalize_heads(module: nn.Module, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -27,13 +26,4 @@ def _normalize_over_channels(module: nn.Module, name: str, x: jax.Array) -> jax.
     if kind == "l2normalization":  # x / sqrt(sum x**2 + eps) is RMSNorm's x / sqrt(mean x**2 + eps / d) / sqrt(d)
         gamma, epsilon = jnp.full(width, width**-0.5, jnp.float32), module.qk_norm_eps / width
         return layernorm(x, gamma, norm="rmsnorm", epsilon=epsilon, name=f"{describe(module)} {name}")
-    return LayerNorm(
-        epsilon=module.qk_norm_eps,
-        layernorm_type=kind,
-        zero_centered_gamma=module.zero_centered_gamma,
-        scale_axes=(W_NO_SHARD_AXES,),
-        bias_axes=(W_NO_SHARD_AXES,),
-        dtype=module.dtype,
-        params_dtype=module.params_dtype,
-        name=name,
-    )(x)
+    return whole_norm(module, name, kind, module.qk_norm_eps)(x)

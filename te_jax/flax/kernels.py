@@ -27,7 +27,7 @@ class _Order(NamedTuple):
 
     collection: str
     gradients: bool = True  # of kernels, whether a backward pass is to read them
-    as_parameters: bool = False  # kernels are to take the place of parameters
+    as_parameters: bool = False  # kernels are to replace parameters
 
 
 # The order in force. It is not enough that the collection is mutable: with `mutable=True`, as for batch statistics, it
@@ -110,7 +110,7 @@ def _make_entries(module, order: _Order, names, kernels, joint: str, recipe, met
     if order.as_parameters:
         for name, kernel in zip(names, kernels):
             q = quantize_experts(kernel, recipe=recipe.for_parameters(), **options)
-            _put_entry(module, collection, name, replace(q, tensor=q.tensor._replace(amax=None)))
+            _put_entry(module, collection, name, q.without_amax())
     else:
         kernel = tuple(kernels) if len(names) > 1 else kernels[0]
         made = quantize_experts(kernel, recipe=recipe, meta=_without_probe(metas), **options)
@@ -164,9 +164,9 @@ def _quantize(order: _Order, kernel, recipe, contract, metas, what) -> Quantized
     if order.as_parameters:
         recipe, meta = recipe.for_parameters(), None
     q = quantize_kernel(kernel, recipe=recipe, contract=contract, meta=meta, gradients=order.gradients, name=what)
-    if order.as_parameters:
-        q = replace(q, tensor=q.tensor._replace(amax=None))  # nobody will ask
-    return None if q.empty else q
+    if q.empty:
+        return None
+    return q.without_amax() if order.as_parameters else q
 
 
 def _check_call(what: str, model, gradients=True):
@@ -275,11 +275,10 @@ def fp8_params(
     """
     what = "te_jax.flax.fp8_params"
     _check_call(what, model, gradients)
-    made = _collect_kernels(what, _Order(KERNEL_COLLECTION, bool(gradients), True), model, variables, args, kwargs)[
-        KERNEL_COLLECTION
-    ]
+    order = _Order(KERNEL_COLLECTION, bool(gradients), as_parameters=True)
+    made = _collect_kernels(what, order, model, variables, args, kwargs)
     params = flatten_dict(variables["params"])
-    for path, q in flatten_dict(made).items():
+    for path, q in flatten_dict(made[KERNEL_COLLECTION]).items():
         params[path] = _box(q, params[path])
     return {**variables, "params": unflatten_dict(params)}
 

@@ -172,10 +172,8 @@ class MultiHeadAttention(Module):
         Raises ValueError for parameters or a cache of another configuration, naming both, and for decode=True without
         a cache or in cross-attention; TypeError for a cache of another dtype.
         """
-        check_call(self, decode=decode, deterministic=deterministic, norm_output=norm_output)
-        check_call(self, max_decode_length=max_decode_length, residual=residual, mask=mask, bias=bias)
-        if max_decode_length is not None and not decode:
-            warn_unused(self, f"max_decode_length is {max_decode_length}, but decode is False: no cache is made")
+        check_call(self, deterministic=deterministic, norm_output=norm_output, residual=residual, mask=mask, bias=bias)
+        check_decode(self, decode, max_decode_length)
         check_call(self, score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
         self_attention = inputs_kv is None or inputs_kv is inputs_q
         inputs_kv = None if self_attention else input_of(self, "inputs_kv", inputs_kv)
@@ -198,6 +196,13 @@ class MultiHeadAttention(Module):
         scale = None if self.scale_attn_logits else 1.0
         context = attend_heads(self, arrays, mask, bias, deterministic, cache, scale_factor=scale)
         return project_output(self, context, inputs_q, through), normed
+
+
+def check_decode(module: nn.Module, decode: bool, max_decode_length: int | None) -> None:
+    """Raises TypeError or ValueError for arguments that are not of their kind; warns of a length without a cache."""
+    check_call(module, decode=decode, max_decode_length=max_decode_length)
+    if max_decode_length is not None and not decode:
+        warn_unused(module, f"max_decode_length is {max_decode_length}, but decode is False: no cache is made")
 
 
 def attend_heads(

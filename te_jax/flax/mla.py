@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from te_jax.flax._common import Initializer, activation_axes, kernel_initializer, lora_scope, residual_axes
-from te_jax.flax._fields import Module, check_call, latent_widths_fit, shared_fields, warn_unused
+from te_jax.flax._fields import Module, check_call, latent_widths_fit, shared_fields
 from te_jax.flax._projections import by_heads, project_normed, project_output, spread_over_heads
 from te_jax.flax._rotary import rotate
 from te_jax.flax._state import describe
 from te_jax.flax.attention import mask_of_rows
 from te_jax.flax.cache import KVCache
 from te_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral
-from te_jax.flax.mha import attend_heads, input_of
+from te_jax.flax.mha import attend_heads, check_decode, input_of
 from te_jax.layers import QuantizedKernel, layernorm
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.ops.attention.reference import scores
@@ -125,10 +125,8 @@ class MultiHeadLatentAttention(Module):
 
         Raises what `MultiHeadAttention` raises, and ValueError for other inputs_kv.
         """
-        check_call(self, decode=decode, deterministic=deterministic, norm_output=norm_output)
-        check_call(self, max_decode_length=max_decode_length, residual=residual, mask=mask, bias=bias)
-        if max_decode_length is not None and not decode:
-            warn_unused(self, f"max_decode_length is {max_decode_length}, but decode is False: no cache is made")
+        check_call(self, deterministic=deterministic, norm_output=norm_output, residual=residual, mask=mask, bias=bias)
+        check_decode(self, decode, max_decode_length)
         if inputs_kv is not None and inputs_kv is not inputs_q:
             raise ValueError(
                 f"{describe(self)}: inputs_kv is given, but latent attention is self-attention; pass None."
@@ -234,9 +232,9 @@ class MultiHeadLatentAttention(Module):
         # The rope channels come as a bias: keys that held both would be one more copy of the cache.
         logits = self._scale * scores(*(jnp.swapaxes(x, 0, 1 - sequence) for x in (query[1], rotary)))
         bias = logits if bias is None else logits + cache.columns("bias", bias)
-        wide = jnp.einsum("...hn,rhn->...hr", query[0], to_key)
+        of_latents = jnp.einsum("...hn,rhn->...hr", query[0], to_key)
         own = dict(head_dim=self.kv_lora_rank, scale_factor=self._scale)
-        context = attend_heads(self, (wide, latent, latent), mask, bias, deterministic, cache, **own)
+        context = attend_heads(self, (of_latents, latent, latent), mask, bias, deterministic, cache, **own)
         return jnp.einsum("...hr,rhe->...he", context, to_value)
 
     def _absorbs(self, s: int, t: int) -> bool:

@@ -8,6 +8,7 @@ from te_jax.flax._common import Axes, Initializer, floating, in_compute_dtype, p
 from te_jax.flax._fields import Module, check_call, norm_type
 from te_jax.flax._state import describe
 from te_jax.layers import layernorm
+from te_jax.sharding import W_NO_SHARD_AXES
 
 
 def norm_parameters(
@@ -19,6 +20,20 @@ def norm_parameters(
     if norm_type(module.layernorm_type) == "rmsnorm":
         return gamma, None
     return gamma, parameter(module, "ln_bias", bias_init, bias_axes, (width,))
+
+
+def whole_norm(module: nn.Module, name: str, kind: str, epsilon: float) -> "LayerNorm":
+    """The submodule `name` of `module`, a norm of this kind whose parameters are whole on every device."""
+    return LayerNorm(
+        epsilon=epsilon,
+        layernorm_type=kind,
+        zero_centered_gamma=module.zero_centered_gamma,
+        scale_axes=(W_NO_SHARD_AXES,),
+        bias_axes=(W_NO_SHARD_AXES,),
+        dtype=module.dtype,
+        params_dtype=module.params_dtype,
+        name=name,
+    )
 
 
 class LayerNorm(Module):

@@ -19,8 +19,8 @@ def _distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
     distance = np.arange(max_distance + 1, dtype=np.float32)
     # The eps keeps log(0) finite and lifts quotients that rounding left just under a bucket's edge.
     log = np.log(distance / np.float32(exact) + np.finfo(np.float32).eps)
-    wide = exact + (log / np.log(max_distance / exact) * (num_buckets - exact)).astype(np.int32)
-    return np.where(distance < exact, distance, np.minimum(wide, num_buckets - 1)).astype(np.int32)
+    rounded = exact + (log / np.log(max_distance / exact) * (num_buckets - exact)).astype(np.int32)
+    return np.where(distance < exact, distance, np.minimum(rounded, num_buckets - 1)).astype(np.int32)
 
 
 class RelativePositionBiases(Module):

@@ -158,7 +158,7 @@ class TrainState(train_state.TrainState):
         kwargs:  Fields to replace, such as `collections` by the updated ones.
 
         Under `optax.MultiSteps` scales, histories and biases of experts change when the parameters do, by the largest
-        amax and the tokens of all microbatches but those that `should_skip_update_fn` rejects.
+        amax and the tokens of all microbatches that `should_skip_update_fn` does not reject.
 
         Raises TypeError for gradients of another form, ValueError for gradients of another FP8 state and for histories
         of another length than the recipe in force has.
@@ -187,8 +187,8 @@ class TrainState(train_state.TrainState):
     def _optimize(self, grads, tx_args, others) -> "TrainState":
         """The state after `tx`, with the fields `others` replaced and `fp8` unchanged.
 
-        The FP8 state that Flax's own modules hold in params does not go through `tx`: its gradient takes its place, as
-        in the step of Flax's `TrainState`.
+        The FP8 state that Flax's own modules hold in params does not go through `tx`: its gradient replaces it, as in
+        the step of Flax's `TrainState`.
         """
         check_masters("TrainState.apply_gradients", self.params, self.opt_state)
         of_flax = isinstance(grads, Mapping) and OVERWRITE_WITH_GRADIENT in grads

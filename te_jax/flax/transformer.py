@@ -41,7 +41,7 @@ from te_jax.flax.mha import MultiHeadAttention
 from te_jax.flax.mla import MultiHeadLatentAttention
 from te_jax.flax.mlp import LayerNormMLP
 from te_jax.flax.moe import MoEBlock
-from te_jax.flax.norm import LayerNorm
+from te_jax.flax.norm import LayerNorm, whole_norm
 from te_jax.flax.relpos import RelativePositionBiases
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.ops.rope import Scaling
@@ -263,10 +263,10 @@ class TransformerLayer(Module):
 
     def _check(self, inputs, encoded, encoder_decoder_mask, decoder: bool):
         if inputs.ndim != 3 or not (self.any_width or inputs.shape[-1] == self.hidden_size):
-            wide = f", or hidden_size={inputs.shape[-1]} and kv_channels={head_width(self)}: the same heads"
+            widths = f", or hidden_size={inputs.shape[-1]} and kv_channels={head_width(self)}: the same heads"
             raise ValueError(
                 f"{describe(self)}: inputs has shape {inputs.shape}, but hidden_size is {self.hidden_size}; "
-                f"pass [batch, sequence, {self.hidden_size}]{wide if inputs.ndim == 3 else ''}."
+                f"pass [batch, sequence, {self.hidden_size}]{widths if inputs.ndim == 3 else ''}."
             )
         if decoder and encoded is None:
             raise ValueError(f"{describe(self)}: a decoder layer needs `encoded`, the encoder's output [b, t, H].")
@@ -338,50 +338,46 @@ class TransformerLayer(Module):
         )
         return MultiHeadAttention(**shared_fields(self, MultiHeadAttention) | own, name=name)
 
-    def _mlp(self) -> LayerNormMLP:
+    def _fields_of_mlp(self) -> dict[str, Any]:
+        """The fields that the MLP and experts have under other names than the layer."""
         shared = self.parallel_shared_layernorm
-        own = dict(
+        return dict(
             intermediate_dim=self.mlp_hidden_size,
             enable_layernorm=not shared,
             epsilon=self.layernorm_epsilon,
             scale_axes=(W_NO_SHARD_AXES,),
             ln_bias_axes=(W_NO_SHARD_AXES,),
             kernel_init=self.mlp_kernel_init,
+            activations=self.mlp_activations,
+            activation_params=self.mlp_activation_params,
+            # A shared norm comes from attention, where its whole sequence was gathered for the first GEMM.
+            layernorm_input_axes=None if shared else residual_axes(self),
+        )
+
+    def _mlp(self) -> LayerNormMLP:
+        own = self._fields_of_mlp() | dict(
             kernel_axes_1=(W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES),
             kernel_axes_2=(W_TP_AXES, W_FSDP_AXES),
             bias_axes_1=(W_JOINED_AXES, W_TP_AXES),
             bias_axes_2=(W_NO_SHARD_AXES,),
             return_layernorm_output=self.apply_residual_connection_post_layernorm,
-            activations=self.mlp_activations,
-            activation_params=self.mlp_activation_params,
             intermediate_dropout_rng_name=self.dropout_rng_name,
             intermediate_dropout_rate=self.intermediate_dropout,
             intermediate_hidden_dropout_dims=self.intermediate_dropout_dims,
             enable_low_rank_adaptation=lora_scope(self)[2],
-            # A shared norm comes from attention, where its whole sequence was gathered for the first GEMM.
-            layernorm_input_axes=None if shared else residual_axes(self),
             dot_1_input_axes=activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES),
             dot_2_input_axes=activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_TP_AXES),
         )
         return LayerNormMLP(**shared_fields(self, LayerNormMLP) | own, name="mlp")
 
     def _moe(self) -> MoEBlock:
-        shared, whole = self.parallel_shared_layernorm, W_NO_SHARD_AXES
-        own = dict(
-            intermediate_dim=self.mlp_hidden_size,
-            enable_layernorm=not shared,
-            epsilon=self.layernorm_epsilon,
-            scale_axes=(whole,),
-            ln_bias_axes=(whole,),
-            kernel_init=self.mlp_kernel_init,
+        whole = W_NO_SHARD_AXES
+        own = self._fields_of_mlp() | dict(
             gate_axes=(whole, None),
             kernel_axes_1=(whole, W_FSDP_AXES, W_TP_AXES),
             kernel_axes_2=(whole, W_TP_AXES, W_FSDP_AXES),
             bias_axes_1=(whole, W_TP_AXES),
             bias_axes_2=(whole, None),
-            activations=self.mlp_activations,
-            activation_params=self.mlp_activation_params,
-            layernorm_input_axes=None if shared else residual_axes(self),
         )
         return MoEBlock(**shared_fields(self, MoEBlock) | own | dict(self.moe), name="moe")
 
@@ -396,16 +392,7 @@ class TransformerLayer(Module):
         return self._norm(f"post_{name}_norm")(x) if self.post_norms else x
 
     def _norm(self, name: str) -> LayerNorm:
-        return LayerNorm(
-            epsilon=self.layernorm_epsilon,
-            layernorm_type=self.layernorm_type,
-            zero_centered_gamma=self.zero_centered_gamma,
-            scale_axes=(W_NO_SHARD_AXES,),
-            bias_axes=(W_NO_SHARD_AXES,),
-            dtype=self.dtype,
-            params_dtype=self.params_dtype,
-            name=name,
-        )
+        return whole_norm(self, name, self.layernorm_type, self.layernorm_epsilon)
 
     def _add(self, x, residual, normed, deterministic: bool, added: bool, drop_path: float | None = None):
         """The end of a sub-block: dropout, drop path, residual.

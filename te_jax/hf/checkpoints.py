@@ -238,8 +238,8 @@ def save(folder: str | Path, model: Model, variables: Mapping[str, Any], *, max_
 
     variables: {"params": ...}, boxed or not, and `expert_bias` where the model has that; each tensor in its variable's
                dtype, bit for bit. Parameters in FP8 (`te_jax.flax.fp8_params`) stay in FP8, bit for bit: with scales of
-               blocks of 128 x 128 as DeepSeek-V3 has them, with one scale as inference servers read them; those have
-               the scales of inputs too where variables have the state of `DelayedScaling`, `fp8_metas`.
+               blocks of 128 x 128 as DeepSeek-V3 has them, with one scale as inference servers read them. The latter
+               have the scales of inputs too where variables have the state of `DelayedScaling`, `fp8_metas`.
     max_file_bytes: larger checkpoints become several files with an index.
 
     Raises ValueError for a model of no family (`ModelConfig.family`), for parameters of other names or shapes than the

@@ -85,20 +85,15 @@ def _feed_forward_rules(c: ModelConfig, norm: str) -> list[TensorRule]:
     layer, ours, stack, moe = "model.layers.{i}", LAYER, "layers", c.layer.get("moe")
     if not moe:
         made = rules.norm_rules(f"{ours}/mlp", f"{layer}.{norm}", False, stack)
-        wi = f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"
-        return made + rules.mlp_rules(f"{ours}/mlp", wi, f"{layer}.mlp.down_proj", False, stack)
+        return made + rules.swiglu_rules(f"{ours}/mlp", f"{layer}.mlp", stack)
     where, names = _NAMES_OF_EXPERTS[c.family]
-    experts = {
-        ours_of: tuple(f"{layer}.{where}.experts.{e}.{name}" for e in range(moe["num_experts"]))
-        for ours_of, name in zip(("wi_0", "wi_1", "wo"), names)
-    }
     made = rules.norm_rules(f"{ours}/moe", f"{layer}.{norm}", False, stack)
-    return made + rules.expert_rules(f"{ours}/moe", f"{layer}.{where}.gate", experts, stack)
+    return made + rules.expert_rules(f"{ours}/moe", f"{layer}.{where}", names, moe["num_experts"], stack)
 
 
 _NAMES_OF_EXPERTS = {  # family -> where they are, and the names of gate, up and down
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
-    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+    "qwen3_moe": ("mlp", rules.SWIGLU),
 }
 
 

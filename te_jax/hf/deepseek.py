@@ -195,28 +195,19 @@ def _attention_rules(c: ModelConfig) -> list[TensorRule]:
     ]
 
 
-def _mlp_rules(path: str, name: str) -> list[TensorRule]:
-    wi = f"{name}.gate_proj", f"{name}.up_proj"
-    return rules.mlp_rules(path, wi, f"{name}.down_proj", False, "layers")
-
-
 def _expert_rules(c: ModelConfig) -> list[TensorRule]:
     ours, name, moe = f"{LAYER}/moe", "model.layers.{i}.mlp", c.layer["moe"]
-    experts = {
-        path: tuple(f"{name}.experts.{e}.{proj}_proj" for e in range(moe["num_experts"]))
-        for path, proj in (("wi_0", "gate"), ("wi_1", "up"), ("wo", "down"))
-    }
-    made = rules.expert_rules(ours, f"{name}.gate", experts, "layers")
-    made += _mlp_rules(f"{ours}/shared_experts", f"{name}.shared_experts") if moe.get("num_shared_experts") else []
+    made = rules.expert_rules(ours, name, rules.SWIGLU, moe["num_experts"], "layers")
+    if moe.get("num_shared_experts"):
+        made += rules.swiglu_rules(f"{ours}/shared_experts", f"{name}.shared_experts", "layers")
     bias = (f"{ours}/expert_bias",), (f"{name}.gate.e_score_correction_bias",)
     return [*made, TensorRule(*bias, rules.SAME, "layers", collection="expert_bias")]
 
 
 def _rules(c: ModelConfig) -> list[TensorRule]:
     dense, norm = min(len(c.first), c.num_layers), "model.layers.{i}.post_attention_layernorm"
-    of_dense = rules.norm_rules(f"{LAYER}/mlp", norm, False, "layers") + _mlp_rules(
-        f"{LAYER}/mlp", "model.layers.{i}.mlp"
-    )
+    of_dense = rules.norm_rules(f"{LAYER}/mlp", norm, False, "layers")
+    of_dense += rules.swiglu_rules(f"{LAYER}/mlp", "model.layers.{i}.mlp", "layers")
     of_experts = rules.norm_rules(f"{LAYER}/moe", norm, False, "layers") + _expert_rules(c)
     return [
         *tables(c, "model.embed_tokens.weight"),

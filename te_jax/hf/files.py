@@ -111,8 +111,8 @@ class Checkpoint:
                 )
 
     def _add(self, folder: Path, path: Path, due: set[str] | None = None) -> list[str]:
-        """Takes up the tensors `due` of a file, or all. Returns those that it lacks. What a file has and the index does
-        not name is no tensor of the checkpoint."""
+        """Takes up the tensors `due` of a file, or all. Returns the ones of `due` that it lacks. What a file has and
+        the index does not name is no tensor of the checkpoint."""
         if not os.path.isfile(path):
             raise FileNotFoundError(f"te_jax.hf: there is no {path}; {folder} is no whole checkpoint.")
         held = self._handle(path)

@@ -140,7 +140,5 @@ def _make_variables(form: Recast, likes, recipe, gradients: bool, tensors) -> tu
 def _quantize_like(like: QuantizedKernel, kernel, recipe: Recipe, gradients: bool) -> QuantizedKernel:
     options = dict(recipe=recipe.for_parameters(), gradients=gradients, name="te_jax.hf.load")
     if like.stack:
-        q = quantize_experts(kernel, **options)
-    else:
-        q = quantize_kernel(kernel, contract=like.contract, **options)
-    return replace(q, tensor=q.tensor._replace(amax=None))  # nobody will ask
+        return quantize_experts(kernel, **options).without_amax()
+    return quantize_kernel(kernel, contract=like.contract, **options).without_amax()

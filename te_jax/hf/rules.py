@@ -46,6 +46,7 @@ CUT_IN_3 = Recast(lambda a: (a.reshape(*a.shape[:-1], 3, -1),), lambda a: (a.res
 ONE_OF_1 = Recast(lambda a: (a[..., None, :],), lambda a: (a[..., 0, :],))
 # A parameter that the checkpoint does not have, since it is 0 there.
 ZEROS = Recast(lambda: (), lambda a: ())
+SWIGLU = ("gate_proj", "up_proj", "down_proj")  # what the Linears of a Llama's MLP are called
 
 
 def dense_rules(path: str, name: str, bias: bool, stack: Any = None) -> list[TensorRule]:
@@ -96,11 +97,20 @@ def mlp_rules(path: str, wi: tuple[str, ...], wo: str, bias: bool, stack: Any = 
     return made
 
 
-def expert_rules(path: str, router: str, experts: dict[str, tuple[str, ...]], stack: Any = None) -> list[TensorRule]:
-    """`path`/{gate_kernel, wi_0, wi_1, wo} of torch Linears. experts: {parameter: the names, one for each expert}."""
-    made = [TensorRule((f"{path}/gate_kernel",), (f"{router}.weight",), TURNED, stack)]
-    each = ((name, _with_end(sources, "weight")) for name, sources in experts.items())
-    return made + [TensorRule((f"{path}/{name}",), sources, STACKED, stack) for name, sources in each]
+def swiglu_rules(path: str, name: str, stack: Any = None) -> list[TensorRule]:
+    """`mlp_rules` of the MLP `name` of a Llama."""
+    gate, up, down = (f"{name}.{each}" for each in SWIGLU)
+    return mlp_rules(path, (gate, up), down, False, stack)
+
+
+def expert_rules(path: str, name: str, names: tuple[str, ...], count: int, stack: Any = None) -> list[TensorRule]:
+    """`path`/{gate_kernel, wi_0, wi_1, wo} of the torch Linears `name`.gate and `name`.experts. names: of gate, up and
+    down of an expert. count: of experts."""
+    made = [TensorRule((f"{path}/gate_kernel",), (f"{name}.gate.weight",), TURNED, stack)]
+    for ours, theirs in zip(("wi_0", "wi_1", "wo"), names):
+        sources = tuple(f"{name}.experts.{e}.{theirs}.weight" for e in range(count))
+        made.append(TensorRule((f"{path}/{ours}",), sources, STACKED, stack))
+    return made
 
 
 def zero_rule(path: str, stack: Any = None) -> TensorRule:

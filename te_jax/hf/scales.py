@@ -85,7 +85,7 @@ def read_scheme(found: Mapping[str, Any], folder: Path) -> Scheme | None:
 
 def scheme_of(kernels: Mapping[str, QuantizedKernel]) -> Scheme | None:
     """The scheme by which parameters in FP8, by path, can be written; None without any. Raises ValueError, naming one,
-    for those that no checkpoint has and where two differ."""
+    for scales that no checkpoint has and where two differ."""
     schemes = {}
     for path, q in kernels.items():
         data, _ = q.tensor.held

@@ -123,4 +123,4 @@ def check_dense(name: str, x: Any, kernel: Any, bias: Any, contract: int, recipe
     for what, a, add in (("x", x, "x[None]"), ("kernel", kernel, "kernel[..., None]")):
         if a.ndim - contract < format_of(recipe, "x").free_axes:
             kind = type(recipe).__name__
-            raise ValueError(f"{name}: {what} has no axis but those contracted, {kind} needs one more; pass {add}.")
+            raise ValueError(f"{name}: {what} has only axes that are contracted, {kind} needs one more; pass {add}.")

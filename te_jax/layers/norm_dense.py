@@ -71,9 +71,9 @@ def layernorm_dense(
     return_layernorm_output: the second result is ln_out, else None.
     return_input: a third result is x itself, for a residual connection: the gradient that comes back through it is
                   added in the norm's backward kernel, not in a pass of its own.
-    also:         more kernels that read ln_out, as those of keys and values where `kernel` is of queries. y is then the
-                  tuple of all products, and under a recipe ln_out is quantized once, with the scale of the first. The
-                  gradient that ln_out gets from all of them crosses devices as one sum.
+    also:         more kernels that read ln_out, such as of keys and values, where `kernel` is of queries. y is then
+                  the tuple of all products, and under a recipe ln_out is quantized once, with the scale of the first.
+                  The gradient that ln_out gets from all of them crosses devices as one sum.
 
     Returns (y, ln_out or None), or (y, ln_out or None, x). Raises ValueError for sizes that do not match, TypeError for
     operands that are not float.

@@ -88,6 +88,10 @@ class QuantizedKernel:
         """This kernel with a gradient that is added onto another one in the wgrad GEMM: see `te_jax.flax.wgrads`."""
         return replace(self, tensor=self.tensor._replace(onto=onto))
 
+    def without_amax(self) -> "QuantizedKernel":
+        """This kernel as a parameter, whose amax nothing reads."""
+        return replace(self, tensor=self.tensor._replace(amax=None))
+
     @classmethod
     def unquantized(cls, kernel: jax.Array, contract: int) -> "QuantizedKernel":
         """A kernel [*C, *F] that the layer is to quantize after all."""

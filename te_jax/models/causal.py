@@ -43,7 +43,7 @@ class CausalLM(Model):
         positions:     int[b, s]; learned positions need them when decoding, where RoPE counts by itself.
         at:            int[b]: the logits of only these tokens of each row, f32[b, V].
         deterministic: False: with dropout, from the random stream "dropout", and experts sow losses into `losses`.
-        decode:        tokens continue those in the collection `cache`, which must be mutable.
+        decode:        tokens continue the texts in the collection `cache`, which must be mutable.
         max_decode_length: the slots of the cache, for the call that finds none.
 
         Raises ValueError for decode=True with learned positions and no `positions`, and for `at` together with labels.

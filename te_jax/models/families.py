@@ -162,8 +162,8 @@ def llama(size: Size, base: float = 10_000, scaling: Llama3Scaling | None = None
     """Touvron et al. 2023, https://arxiv.org/abs/2307.09288. RMSNorm, RoPE, SwiGLU, no biases; large ones have fewer
     keys and values.
 
-    Channel i of a head turns with channel i + d/2, as in Hugging Face's checkpoints; Meta's own turn neighbours: with
-    those, rotary_pos_emb_group_method="consecutive".
+    Channel i of a head turns with channel i + d/2, as in Hugging Face's checkpoints. Meta's own checkpoints turn
+    neighbours, and need rotary_pos_emb_group_method="consecutive".
     """
     layer = size.layer(
         layernorm_type="rmsnorm",
@@ -225,23 +225,11 @@ def gemma2(size: Size, window: int = 4096, query_scalar: float = 256.0) -> Model
     width = size.head_dim or size.hidden // size.heads
     if query_scalar != width:
         raise ValueError(f"gemma2: query_scalar is {query_scalar}, but a head has {width} channels; make both equal.")
-    layer = size.layer(
-        layernorm_type="rmsnorm",
-        layernorm_epsilon=1e-6,
-        zero_centered_gamma=True,
-        post_norms=True,
-        attn_logit_softcap=50.0,
-        mlp_activations=("gelu", "linear"),
-        self_attn_mask_type="causal",
-        enable_rotary_pos_emb=True,
-        rotary_pos_emb_windows=(1, 10_000),
-        rotary_pos_emb_group_method="alternate",
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )
+    norms = dict(zero_centered_gamma=True, post_norms=True)
+    config = llama(size, epsilon=1e-6).with_layer(attn_logit_softcap=50.0, mlp_activations=("gelu", "linear"), **norms)
     pattern = (dict(window_size=(window - 1, 0)), {})
     others = dict(embedding_scale=math.sqrt(size.hidden), logit_softcap=30.0)
-    return size.model(layer, family="gemma2", pattern=pattern, **others)
+    return replace(config, family="gemma2", pattern=pattern, **others)
 
 
 def deepseek_v3(size: Size) -> ModelConfig:

@@ -20,7 +20,7 @@ class Sampling(KnownFields):
     """How the next token is chosen.
 
     temperature: divides the logits; 0 takes the likeliest token, whatever the other fields say.
-    top_k:       among the k likeliest tokens, and those as likely as the last of them; None: all.
+    top_k:       among the k likeliest tokens, and others as likely as the last of them; None: all.
     top_p:       among the likeliest tokens whose probabilities, after temperature and top_k, add up to p, the one that
                  reaches it included (https://arxiv.org/abs/1904.09751); None: all.
 
@@ -68,7 +68,7 @@ def read_prompts(
     model: a `CausalLM` or an `EncoderDecoder`. prompts: int[b, s], padded on the right. lengths: int[b]. slots: of the
     cache, for prompts and what follows them. context: more arguments of the model's call.
 
-    Raises ValueError for a cache with tokens among `variables`: the prompts would be read as if they came behind those.
+    Raises ValueError for a cache with tokens among `variables`: the prompts would be read as if they came behind them.
     """
     if _has_tokens(variables.get(COLLECTION, {})):
         raise ValueError(

@@ -139,7 +139,7 @@ def unscan(model: "Model", variables: Mapping[str, Any]) -> tuple["Model", dict[
 
 
 def _of_layer(variable, index: int):
-    """Entry `index` of a stacked variable: of an array or a box with one, or of each of those in a kernel in FP8."""
+    """Entry `index` of a stacked variable: of an array, of a box with one, or of each array of a kernel in FP8."""
 
     def one(a):
         if not isinstance(a, nn.meta.AxisMetadata):
@@ -178,8 +178,8 @@ class Model(KnownArguments):
     params_dtype: of parameters.
     scan:         one layer is traced and compiled, whatever their number, and parameters, FP8 state and caches have a
                   leading axis of layers, in `layers`; for layers with a pattern one round of it, with one of rounds, in
-                  `layers/layer_0`, `layers/layer_1`, ... The config's first layers, those behind the last whole round,
-                  and without scan all, are `layer_0`, `layer_1`, ..., each with its own.
+                  `layers/layer_0`, `layers/layer_1`, ... The config's first layers, layers behind the last whole round,
+                  and without scan all layers, are `layer_0`, `layer_1`, ..., each with its own.
     remat:        each layer keeps only its input, or what `remat_policy` names, for the backward pass.
     embed_by_product: embeddings are products with one-hot rows instead of a look-up. The gradient of a look-up is a
                   scatter, whose sums have no fixed order on a GPU; a product costs as much as a head.

@@ -134,10 +134,10 @@ class Layer(nnx.Module):
             self.rngs = rngs[self._stream].fork()
 
     @staticmethod
-    def inputs(linen: nn.Module) -> tuple[Any, ...]:
-        """The arguments to initialize `linen` with, arrays as ShapeDtypeStructs. The constructor takes the other
-        parameters of this method."""
-        raise NotImplementedError
+    def inputs(linen: Any, in_features: int) -> Any:
+        """The arguments to initialize `linen` with, arrays as ShapeDtypeStructs: here inputs [..., in_features]. The
+        constructor takes the other parameters of this method."""
+        return (example(in_features),)
 
     def _initialize(self, inputs: tuple, rngs: nnx.Rngs):
         """Sets variables and submodules as attributes, as Linen's `lazy_init` with `inputs` makes them."""

@@ -90,19 +90,11 @@ class LayerNormDenseGeneral(Layer):
 
     linen_type = te_flax.LayerNormDenseGeneral
 
-    @staticmethod
-    def inputs(linen, in_features: int):
-        return (example(in_features),)
-
 
 class LayerNormMLP(Layer):
     """`te_jax.flax.LayerNormMLP` of inputs [..., in_features]."""
 
     linen_type = te_flax.LayerNormMLP
-
-    @staticmethod
-    def inputs(linen, in_features: int):
-        return (example(in_features),)
 
 
 class MoEBlock(Layer):
@@ -118,10 +110,6 @@ class MoEBlock(Layer):
     """
 
     linen_type = te_flax.MoEBlock
-
-    @staticmethod
-    def inputs(linen, in_features: int):
-        return (example(in_features),)
 
 
 class LMHead(Layer):
@@ -165,10 +153,6 @@ class MultiHeadLatentAttention(Layer):
     """`te_jax.flax.MultiHeadLatentAttention` of inputs [b, s, in_features]."""
 
     linen_type = te_flax.MultiHeadLatentAttention
-
-    @staticmethod
-    def inputs(linen, in_features: int):
-        return (example(in_features),)
 
 
 class RelativePositionBiases(Layer):

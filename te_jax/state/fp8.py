@@ -40,7 +40,7 @@ from te_jax.recipe.delayed import HISTORY, SCALE
 from te_jax.sharding.resource import MeshResource
 
 FP8_COLLECTION = "fp8_metas"
-# Where Flax's own FP8 products have their state, and training loops that know them look for it.
+# Flax's own FP8 products have their state here, and training loops that know them look here.
 OVERWRITE_COLLECTION = "_overwrite_with_gradient"
 STATE_COLLECTIONS = FP8_COLLECTION, OVERWRITE_COLLECTION
 PROBE = "_probe"  # how the name of a leaf ends whose cotangent is what `observation` says of the tensor
@@ -345,8 +345,8 @@ def observation(
     experts: PerExpert | None = None,
 ) -> jax.Array:
     """The amax (f32[]) of a tensor that a layer quantized to `dtype` with `scale`; for a probed one f32[4]: its amax,
-    the scale, the fraction of its elements that are beyond the largest FP8 value (inf too), and the fraction of those
-    that are not 0 which become 0.
+    the scale, the fraction of its elements that are beyond the largest FP8 value (inf too), and the fraction of its
+    elements other than 0 that become 0.
 
     exact:   -> the tensor before it was quantized, called only for a probe.
     experts: of a tensor that has an amax and a scale for each expert, f32[E]: the result is then f32[E] or f32[E, 4].
@@ -371,8 +371,8 @@ def cotangent(
     amax: as `observation` returns it; None where the layer quantized nothing. A tensor that never leaves its CUDA
           kernel has f32[] for a probe too, whose fractions are then inf: not known.
 
-    Inside `shard_map` the amax is reduced over all devices but those along `stage_axes`. Raises ValueError where
-    `recipe.reduce_amax` forbids that but the state is shared, and under `shard_map(check_vma=False)`.
+    Inside `shard_map` the amax is reduced over the devices along all mesh axes but `stage_axes`. Raises ValueError
+    where `recipe.reduce_amax` forbids that but the state is shared, and under `shard_map(check_vma=False)`.
     """
     _check_vma()
     if meta is None:

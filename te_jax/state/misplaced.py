@@ -1,4 +1,4 @@
-"""FP8 state that is not where, or not what, it should be: outside of its collection, or changed by an optimizer."""
+"""Finds FP8 state that stands outside of its collection, or that an optimizer has changed."""
 
 import itertools
 import re
@@ -30,7 +30,7 @@ def is_leaf_name(name: str) -> bool:
 
 
 def keys_of(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """The keys of a path of jax's; one that is a path itself, "a/b", counts as its parts."""
+    """The keys of a path of jax's; a key that is a path itself, "a/b", counts as two."""
     keys = (str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
     return tuple(itertools.chain(*(key.split("/") for key in keys)))
 
@@ -58,10 +58,8 @@ def is_bare(tree: Any) -> bool:
 
 
 def with_name(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """`tree`, and a function of what is made of it.
-
-    Where it is FP8 state itself, it becomes {"fp8_metas": tree}, and the function takes that name off again.
-    """
+    """(tree, function). Where `tree` is FP8 state itself, it becomes {"fp8_metas": tree}, and the function, for what is
+    made of that, takes the name off again; elsewhere both change nothing."""
     if not is_bare(tree):
         return tree, lambda made: made
     return type(tree)({FP8_COLLECTION: tree}), lambda made: made.get(FP8_COLLECTION, type(tree)({}))

@@ -3,9 +3,9 @@
 Up to 1.7 it was a collection `fp8_meta_collection`. A module with n GEMMs had `fp8_meta_amax` f32[3n, L],
 `fp8_meta_scale` f32[3n, 1] and, of the same shape, `fp8_meta_scale_inv` and `fp8_max`. Rows 3i, 3i + 1 and 3i + 2 are
 x, kernel and gradient of GEMM i. From 1.8 to 2.2 it was `fp8_metas`, with `amax_{i,w,g}_{gemm}` f32[L] and
-`scale_{i,w,g}_{gemm}` f32[1], also `_0` where a module has one GEMM. A loop over layers put axes in front. Slot 0 of a
-history had the newest amax, slot 1 the oldest. From 1.8 on a scale was computed when it was used next, so that a stored
-one is a step old.
+`scale_{i,w,g}_{gemm}` f32[1], also `_0` where a module has one GEMM. A loop over layers put axes in front. Entry 0 of
+a history had the newest amax, entry 1 the oldest. From 1.8 on a scale was computed when it was used next, so that a
+stored one is a step old.
 
 (https://github.com/NVIDIA/TransformerEngine, transformer_engine/jax/fp8.py)
 """
@@ -28,13 +28,13 @@ INVERSE = "_scale_inv"  # how a leaf ends that is 1 over a scale
 
 
 def is_old(name: Any) -> bool:
-    """Whether a leaf of FP8 state has a name of those versions."""
+    """Whether a leaf of FP8 state has a name of these versions."""
     return name in _STACKED_ROWS or name in _REDUNDANT or bool(_LEAF.fullmatch(str(name)))
 
 
 def has_pair(path: tuple[str, ...], paths: Set[tuple[str, ...]]) -> bool:
-    """Whether a leaf has a name of those versions, and the leaf that belongs to it is among `paths`: a parameter may
-    have one of these names, too."""
+    """Whether a leaf has a name of these versions, and the leaf that belongs to it is among `paths`, since a parameter
+    may have one of these names too."""
     *node, name = path
     if match := _LEAF.fullmatch(name):
         kind, *tensor = match.groups()
@@ -45,10 +45,10 @@ def has_pair(path: tuple[str, ...], paths: Set[tuple[str, ...]]) -> bool:
 
 
 def names_of_today(what: str, node: Any, path: str) -> Any:
-    """`node`, a collection of FP8 state, with the leaves of those versions as they are called today. Others stay, but
-    for inverses of scales, which go.
+    """`node`, a collection of FP8 state, with the names of today for the leaves of these versions. Inverses of scales
+    are left out; other leaves stay.
 
-    A history becomes f32[..., 1 + L]: slot 0 is free, and the newest amax is last. So the law of the step that the
+    A history becomes f32[..., 1 + L]: entry 0 is free, and the newest amax is last. So the law of the step that the
     scale still lacks sees all L amaxes.
 
     Raises ValueError, naming `what` and the path, for another number of rows and for a leaf that is there by two names.

@@ -218,7 +218,7 @@ def test_an_outlier_costs_its_block_alone(rng):
 
 def test_layers_need_an_axis_of_rows():
     x, w = jnp.ones((16,)), jnp.ones((16, 8))
-    with pytest.raises(ValueError, match=r"dense: x has no axis but those contracted.*; pass x\[None\]"):
+    with pytest.raises(ValueError, match=r"dense: x has only axes that are contracted.*; pass x\[None\]"):
         dense(x, w, recipe=RECIPE)
     with pytest.raises(ValueError, match=r"dense: kernel has no axis but.*; pass kernel\[..., None\]"):
         dense(jnp.ones((4, 16)), x, recipe=RECIPE)

@@ -21,7 +21,7 @@ def token_dispatch(
     inp:            floating [..., H], T tokens. routing_map: [..., E], not 0 where a token goes to an expert. Tokens
                     may have different numbers of experts, or none, as a capacity leaves them.
     num_out_tokens: M, the rows of the result without padding: as many as routing_map has entries that are not 0, or
-                    more. The rows past those are zeros. Where it has more than M, the last of them get no row, and
+                    more. Rows past these are zeros. Where it has more than M, the last of them get no row, and
                     the tokens that they belong to become NaN.
     probs:          floating [..., E], permuted too.
     align_size:     None, or a divisor of 128: then the tokens of each expert begin at a multiple of 128, with zeros

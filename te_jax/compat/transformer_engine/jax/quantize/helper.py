@@ -40,9 +40,9 @@ def autocast(
 ) -> AbstractContextManager[Any]:
     """`te_jax.autocast`, which is off unless it is switched on. recipe: None is TransformerEngine's `DelayedScaling()`.
 
-    Off means that no recipe is in force for all, not even an outer one; those that a module or a quantizer set has of
-    its own count. Without a mesh_resource the outer one stays in force. Warns, once, where a mesh_resource names axes
-    and no mesh is in force.
+    Off means that no recipe is in force for all, not even an outer one; the recipes that a module or a quantizer set
+    has of its own count. Without a mesh_resource the outer one stays in force. Warns, once, where a mesh_resource names
+    axes and no mesh is in force.
     """
     _warn_without_mesh(mesh_resource)
     if not enabled:
