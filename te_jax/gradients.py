@@ -204,12 +204,12 @@ def value_and_grad(
         in_range = differentiated
         narrow = {i: args[i] for i in in_range if has_kernels(args[i])}
 
-        def of_slots(*args, **kwargs):
+        def of_targets(*args, **kwargs):
             return of_states(*_with(args, {i: with_targets(params, args[i]) for i, params in narrow.items()}), **kwargs)
 
         args = _with(args, {i: gradient_targets(params) for i, params in narrow.items()})
         with errors_of_amaxes("value_and_grad", "slice, index, stack, reshape or select it outside of jax.custom_vjp"):
-            return jax.value_and_grad(of_slots, argnums, has_aux)(*args, **kwargs)
+            return jax.value_and_grad(of_targets, argnums, has_aux)(*args, **kwargs)
 
     return wraps(fun)(_compile(run, differentiated, name))
 

@@ -100,16 +100,8 @@ def layernorm_mlp(
     check(name, "activations", activations, act_op.ACTIVATIONS)
     act_op.check_params(name, "activation_params", activations, activation_params)
     wi, wo = (resolve_weight(name, kernel, 1, recipe) for kernel in (wi, wo))
-    check(name, "metas", metas, METAS_OF_TWO)
     check(name, "checkpoint", checkpoint, NONE | STRING)
-    check_dense(name, x, wide_of(wi), wi_bias, 1, recipe, metas and metas[0])
-    if wide_of(wi).ndim != 3 or wide_of(wi).shape[1] != len(activations):
-        raise ValueError(
-            f"{name}: wi has shape {wide_of(wi).shape}; pass [h, A, F], with A = {len(activations)} slots for "
-            f"{len(activations)} activations."
-        )
-    middle_type = ShapedArray((*x.shape[:-1], wide_of(wi).shape[-1]), x.dtype)
-    check_dense(name, middle_type, wide_of(wo), wo_bias, 1, recipe, metas and metas[1])
+    middle_type = _check_weights(name, x, (wi, wi_bias), (wo, wo_bias), len(activations), recipe, metas)
     through, added = split_residual(residual)
     check_residual(name, x if through else added, (*x.shape[:-1], *wide_of(wo).shape[1:]), x.dtype)
     if recipe is None:
@@ -130,6 +122,24 @@ def layernorm_mlp(
     x, gamma, beta, wi, wo, wi_bias, wo_bias, added = align(x, gamma, beta, wi, wo, wi_bias, wo_bias, added)
     both = map(Projection, (wi, wo), (wi_bias, wo_bias), metas)
     return _run_norm_mlp(_Operands(x, gamma, beta, *both, added), static)
+
+
+def _check_weights(name: str, x, wi, wo, count: int, recipe, metas) -> ShapedArray:
+    """The type of the activation [*B, F]. wi, wo: (kernel, bias) each.
+
+    Raises ValueError or TypeError, naming the layer, for operands that make no MLP with `count` activations.
+    """
+    (wi, wi_bias), (wo, wo_bias) = wi, wo
+    check(name, "metas", metas, METAS_OF_TWO)
+    shape = wide_of(wi).shape
+    check_dense(name, x, wide_of(wi), wi_bias, 1, recipe, metas and metas[0])
+    if len(shape) != 3 or shape[1] != count:
+        raise ValueError(
+            f"{name}: wi has shape {shape}; pass [h, A, F], with A = {count} slots for {count} activations."
+        )
+    middle = ShapedArray((*x.shape[:-1], shape[-1]), x.dtype)
+    check_dense(name, middle, wide_of(wo), wo_bias, 1, recipe, metas and metas[1])
+    return middle
 
 
 class _Operands(NamedTuple):

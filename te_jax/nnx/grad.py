@@ -16,6 +16,7 @@ from te_jax.state.amax_type import errors_of_amaxes
 from te_jax.state.fp8 import FP8_COLLECTION, OVERWRITE_COLLECTION, current_recipe
 from te_jax.state.metas import update_fp8_metas
 
+_VALUE_AND_GRAD = "te_jax.nnx.value_and_grad"
 _DIFFERENTIABLE = Kind(
     "an nnx.Module (nnx.Dict and nnx.List hold several), or its nnx.State",
     lambda value: isinstance(value, nnx.Pytree | nnx.State),
@@ -62,59 +63,46 @@ def value_and_grad(
     has_aux no pair of one and more; ValueError for a `wrt` that selects nothing or FP8 state, for a model with FP8
     state under a recipe without state, and for histories of another length than the recipe has.
     """
-    check("te_jax.nnx.value_and_grad", "f", f, FUNCTION)
-    check("te_jax.nnx.value_and_grad", "argnums", argnums, integer())
-    check("te_jax.nnx.value_and_grad", "has_aux", has_aux, BOOL)
-    check("te_jax.nnx.value_and_grad", "wrt", wrt, _FILTER)
+    check(_VALUE_AND_GRAD, "f", f, FUNCTION)
+    check(_VALUE_AND_GRAD, "argnums", argnums, integer())
+    check(_VALUE_AND_GRAD, "has_aux", has_aux, BOOL)
+    check(_VALUE_AND_GRAD, "wrt", wrt, _FILTER)
+    check(_VALUE_AND_GRAD, "expert_bias_rate", expert_bias_rate, number(least=0))
     name = getattr(f, "__name__", repr(f))
-    check("te_jax.nnx.value_and_grad", "expert_bias_rate", expert_bias_rate, number(least=0))
 
     @partial(nnx.jit, static_argnums=(0, 1))
     def run(static, model_at, args, kwargs):
         args = list(args)
         for at, value in static:
             args[at] = value
-        recipe, model = current_recipe(), args[model_at]
+        model = args[model_at]
         _check_selection(model, wrt)
         nnx.pop(model, Loss)  # of calls before this one
-        moves = recipe is not None and bool(nnx.state(model, Fp8State))
-        if moves and not recipe.has_state:
-            raise ValueError(
-                f"te_jax.nnx.value_and_grad: the model has FP8 state, but {type(recipe).__name__}, the recipe in "
-                "force, has none; drop it with te_jax.nnx.convert_fp8_state(model, recipe), or use the state's recipe."
-            )
+        moves = _moves_state(model)
 
         def call(*args):
             *args, kwargs = args
             out = _combine_uses(f, args, kwargs, model_at, has_aux, name) if moves else f(*args, **kwargs)
-            check_result("te_jax.nnx.value_and_grad", name, out, has_aux)
+            check_result(_VALUE_AND_GRAD, name, out, has_aux)
             return out
 
         moved = [kind for kind, is_so in ((Fp8State, moves), (ExpertBias, True)) if is_so]
         differentiated = nnx.DiffState(model_at, nnx.Any(wrt, *moved))
-        with errors_of_amaxes("te_jax.nnx.value_and_grad", "map and loop over it by nnx.vmap and nnx.scan"):
+        with errors_of_amaxes(_VALUE_AND_GRAD, "map and loop over it by nnx.vmap and nnx.scan"):
             value, grads = nnx.value_and_grad(call, argnums=differentiated, has_aux=has_aux)(*args, kwargs)
         new, counts, grads = nnx.split_state(grads, Fp8State, ExpertBias, ...)
         if moves:
             nnx.update(model, with_collections(new, update_fp8_metas(collections_of(new))))
         biases = collections_of(nnx.state(model, ExpertBias))
-        nnx.update(
-            model, with_collections(counts, update_expert_bias(biases, collections_of(counts), expert_bias_rate))
-        )
-        if left := nnx.pop(model, Loss):
-            path = "/".join(map(str, nnx.to_flat_state(left)[0][0]))
-            warn_once(
-                "te_jax.nnx.value_and_grad",
-                f"the function leaves losses of routers in the model, {path} and what else nobody took: add the sum of "
-                "nnx.pop(model, te_jax.nnx.Loss) to its loss, as MoEBlock's docstring does, or set the coefficients to "
-                "0.",
-            )
+        biases = update_expert_bias(biases, collections_of(counts), expert_bias_rate)
+        nnx.update(model, with_collections(counts, biases))
+        _drop_losses(model)
         return value, grads
 
     @wraps(f)
     def value_and_grad_of_f(*args, **kwargs):
-        check_places("te_jax.nnx.value_and_grad", name, (argnums,), len(args))
-        check("te_jax.nnx.value_and_grad", f"argument {argnums} of {name}", args[argnums], _DIFFERENTIABLE)
+        check_places(_VALUE_AND_GRAD, name, (argnums,), len(args))
+        check(_VALUE_AND_GRAD, f"argument {argnums} of {name}", args[argnums], _DIFFERENTIABLE)
         static = tuple((at, a) for at, a in enumerate(args) if _is_static(a))
         traced = tuple(None if _is_static(a) else a for a in args)
         return run(static, range(len(args))[argnums], traced, kwargs)
@@ -122,21 +110,44 @@ def value_and_grad(
     return value_and_grad_of_f
 
 
+def _moves_state(model) -> bool:
+    """Whether a call moves FP8 state in the model. Raises ValueError for state under a recipe without."""
+    recipe = current_recipe()
+    moves = recipe is not None and bool(nnx.state(model, Fp8State))
+    if moves and not recipe.has_state:
+        raise ValueError(
+            f"{_VALUE_AND_GRAD}: the model has FP8 state, but {type(recipe).__name__}, the recipe in force, has none; "
+            "drop it with te_jax.nnx.convert_fp8_state(model, recipe), or use the state's recipe."
+        )
+    return moves
+
+
+def _drop_losses(model):
+    """Takes the losses of routers out of the model, with a warning: they are in no loss."""
+    if left := nnx.pop(model, Loss):
+        path = "/".join(map(str, nnx.to_flat_state(left)[0][0]))
+        warn_once(
+            _VALUE_AND_GRAD,
+            f"the function leaves losses of routers in the model, {path} and what else nobody took: add the sum of "
+            "nnx.pop(model, te_jax.nnx.Loss) to its loss, as MoEBlock's docstring does, or set the coefficients to 0.",
+        )
+
+
 def _check_selection(model, wrt):
     """Raises ValueError where `wrt` selects nothing of the model, or its FP8 state; warns of state that stays."""
     if not nnx.state(model, wrt):
         raise ValueError(
-            f"te_jax.nnx.value_and_grad: wrt is {wrt!r}, which selects no variable of the model; pass nnx.Param, "
+            f"{_VALUE_AND_GRAD}: wrt is {wrt!r}, which selects no variable of the model; pass nnx.Param, "
             "or a filter of what is to be trained."
         )
     if nnx.state(model, nnx.All(wrt, Fp8State)):
         raise ValueError(
-            f"te_jax.nnx.value_and_grad: wrt is {wrt!r}, which takes FP8 state for parameters; pass wrt=nnx.Param "
+            f"{_VALUE_AND_GRAD}: wrt is {wrt!r}, which takes FP8 state for parameters; pass wrt=nnx.Param "
             "here and to nnx.Optimizer: FP8 state moves next to them."
         )
     if nnx.state(model, lambda _, variable: type(variable).__name__ == OVERWRITE_COLLECTION):
         warn_once(
-            "te_jax.nnx.value_and_grad",
+            _VALUE_AND_GRAD,
             f"the model has FP8 state of the type {OVERWRITE_COLLECTION}, as of Linen modules in nnx.bridge.ToNNX, "
             'which stays as it is; make the model under te_jax.autocast(..., collection="fp8_metas"), or take the '
             "gradient of that state for its next value.",
@@ -156,7 +167,7 @@ def _combine_uses(f: Callable, args, kwargs, model_at: int, has_aux: bool, name:
     nnx.update(model, with_collections(state, amaxes))
     out = f(*args, **kwargs)
     nnx.update(model, state)
-    check_result("te_jax.nnx.value_and_grad", name, out, has_aux)
+    check_result(_VALUE_AND_GRAD, name, out, has_aux)
     value, *aux = out if has_aux else (out,)
     value = reach(value, amaxes[FP8_COLLECTION])
     return (value, *aux) if has_aux else value
