@@ -35,7 +35,7 @@ from te_jax.state.metas import (
     states_in,
     update_collections,
 )
-from te_jax.state.misplaced import is_bare, warn_of_impossible, with_name
+from te_jax.state.misplaced import is_bare, warn_of_impossible, with_collection_name
 
 
 @custom_vjp(1, 2, in_fp8=lambda *_: "te_jax.value_and_grad")
@@ -87,7 +87,7 @@ def combine_by_max(collections: Any) -> Any:
     Raises ValueError for a history of another length than the recipe has, ValueError or TypeError for malformed FP8
     state.
     """
-    collections, unnamed = with_name(collections)
+    collections, unnamed = with_collection_name(collections)
     check_collections("combine_by_max", collections)
     recipe = recipe_with_state()
     if recipe is None:
@@ -120,7 +120,7 @@ def max_fp8_metas(before: Any, microbatches: Any) -> Any:
     malformed FP8 state.
     """
     what = "max_fp8_metas"
-    (before, _), (microbatches, unnamed) = with_name(before), with_name(microbatches)
+    (before, _), (microbatches, unnamed) = with_collection_name(before), with_collection_name(microbatches)
     check_collections(what, before, "before")
     check_collections(what, microbatches, "microbatches")
     if not states_in(before):
@@ -196,7 +196,9 @@ def value_and_grad(
         ]
         _warn_of_unread(args, is_read)
         value, *aux = out if has_aux else (out,)
-        value = reach(value, [whole[name] for whole, _ in map(with_name, states) for name in states_in(whole)])
+        value = reach(
+            value, [whole[name] for whole, _ in map(with_collection_name, states) for name in states_in(whole)]
+        )
         return (value, *map(_as_stored, aux)) if has_aux else value
 
     def run(*args, **kwargs):
@@ -259,7 +261,7 @@ def _compile(f, differentiated: tuple[int, ...], name: str):
 
     def call(*args, **kwargs):
         if (n := next(calls)) & (n - 1) == 0:  # Calls 1, 2, 4, 8, ...: looking waits for the step before.
-            warn_of_impossible("value_and_grad", [with_name(arg)[0] for arg in args])
+            warn_of_impossible("value_and_grad", [with_collection_name(arg)[0] for arg in args])
         traced = {i % len(args) for i in differentiated if -len(args) <= i < len(args)}
         marks = [jax.tree.map(lambda _, i=i: i in traced, a) for i, a in enumerate(args)]
         marks = jax.tree.leaves((marks, jax.tree.map(lambda _: False, kwargs)))
@@ -304,7 +306,7 @@ def _warn_of_many(name: str, static):
 
 def _keep_unread(collections):
     """`collections`, where the gradient of state that no module reads is the state: for no recipe with state."""
-    collections, unnamed = with_name(collections)
+    collections, unnamed = with_collection_name(collections)
     kept = _keep({name: collections[name] for name in states_in(collections)})
     return unnamed(update_collections(kept, collections))
 

@@ -14,7 +14,7 @@ from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.state import fp8
 from te_jax.state.fp8 import FP8_COLLECTION
 from te_jax.state.metas import check_state, direction_at, map_states, states_in
-from te_jax.state.misplaced import check_no_stray, warn_of_impossible, with_name
+from te_jax.state.misplaced import check_no_stray, warn_of_impossible, with_collection_name
 
 
 class TensorStats(NamedTuple):
@@ -53,7 +53,7 @@ def fp8_probes(collections: Any) -> Any:
 
     Raises ValueError without `fp8_metas`, as under recipes without state, and for malformed FP8 state.
     """
-    collections, unnamed = with_name(collections)
+    collections, unnamed = with_collection_name(collections)
     check_no_stray("fp8_probes", "collections", collections)
     _states_of("fp8_probes", collections)
 
@@ -87,7 +87,7 @@ def fp8_stats(state_or_grads: Any, recipe: Recipe | None = None) -> dict[str, Te
 
 def _states_of(what: str, tree) -> dict[str, Mapping]:
     """{collection: FP8 state} of `tree`. Raises ValueError, naming `what`, unless there is one state."""
-    kind, (tree, _) = type(tree).__name__, with_name(getattr(tree, "fp8", tree))
+    kind, (tree, _) = type(tree).__name__, with_collection_name(getattr(tree, "fp8", tree))
     holds = lambda node: isinstance(node, Mapping) and bool(states_in(node))
     found = [node for node in jax.tree.leaves(tree, is_leaf=holds) if holds(node)]
     if len(found) == 1:

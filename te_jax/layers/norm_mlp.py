@@ -101,7 +101,7 @@ def layernorm_mlp(
     act_op.check_params(name, "activation_params", activations, activation_params)
     wi, wo = (resolve_weight(name, kernel, 1, recipe) for kernel in (wi, wo))
     check(name, "checkpoint", checkpoint, NONE | STRING)
-    middle_type = _check_weights(name, x, (wi, wi_bias), (wo, wo_bias), len(activations), recipe, metas)
+    middle_type = _check_kernels_of_two(name, x, (wi, wi_bias), (wo, wo_bias), len(activations), recipe, metas)
     through, added = split_residual(residual)
     check_residual(name, x if through else added, (*x.shape[:-1], *wide_of(wo).shape[1:]), x.dtype)
     if recipe is None:
@@ -124,7 +124,7 @@ def layernorm_mlp(
     return _run_norm_mlp(_Operands(x, gamma, beta, *both, added), static)
 
 
-def _check_weights(name: str, x, wi, wo, count: int, recipe, metas) -> ShapedArray:
+def _check_kernels_of_two(name: str, x, wi, wo, count: int, recipe, metas) -> ShapedArray:
     """The type of the activation [*B, F]. wi, wo: (kernel, bias) each.
 
     Raises ValueError or TypeError, naming the layer, for operands that make no MLP with `count` activations.

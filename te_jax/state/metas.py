@@ -37,7 +37,7 @@ from te_jax.state.misplaced import (
     is_possible,
     tell_of_impossible,
     warn_of_impossible,
-    with_name,
+    with_collection_name,
 )
 
 _CONVERTER = "te_jax.convert_fp8_metas"  # Errors about stored state name it.
@@ -137,7 +137,7 @@ def update_fp8_metas(collections: Any, previous: Any = None) -> Any:
     float32.
     """
     what = "update_fp8_metas"
-    (collections, unnamed), (previous, _) = with_name(collections), with_name(previous)
+    (collections, unnamed), (previous, _) = with_collection_name(collections), with_collection_name(previous)
     check_collections(what, collections)
     names = states_in(collections)
     if previous is not None:
@@ -399,7 +399,7 @@ def convert_fp8_metas(collections: Any, recipe: Recipe) -> Any:
     """
     what = "convert_fp8_metas"
     check_recipe(what, recipe)
-    collections, unnamed = with_name(collections)
+    collections, unnamed = with_collection_name(collections)
     check(what, "collections", collections, _BY_NAME)
     collections = _with_names_of_today(what, collections)
     check_collections(what, collections)

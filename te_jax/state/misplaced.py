@@ -57,7 +57,7 @@ def is_bare(tree: Any) -> bool:
     return all(name.endswith((*ENDINGS, older.INVERSE)) or older.is_old(name) for name in names)
 
 
-def with_name(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
+def with_collection_name(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
     """(tree, function). Where `tree` is FP8 state itself, it becomes {"fp8_metas": tree}, and the function, for what is
     made of that, takes the name off again; elsewhere both change nothing."""
     if not is_bare(tree):
@@ -113,7 +113,7 @@ def warn_of_impossible(what: str, tree: Any) -> None:
     """
     if _IMPOSSIBLE in told or not any(map(is_known, jax.tree.leaves(tree))):
         return
-    leaves = ((keys_of(path), leaf) for path, leaf in jax.tree.leaves_with_path(with_name(tree)[0]))
+    leaves = ((keys_of(path), leaf) for path, leaf in jax.tree.leaves_with_path(with_collection_name(tree)[0]))
     in_state = lambda path: path[-1:] and path[-1].endswith((SCALE, HISTORY)) and not _HOMES.isdisjoint(path)
     leaves = [(path, leaf) for path, leaf in leaves if in_state(path) and is_known(leaf)]
     for (path, _), values in zip(leaves, jax.device_get([leaf for _, leaf in leaves])):
