@@ -64,23 +64,48 @@ def settled(args, names, norm, recipe=RECIPE):
 def loss(args, states, layer, residual, recipe, names, norm):
     metas = tuple(observed(s, recipe) for s in states)
     y = layer(*args, residual, metas, recipe, names, norm)
-    return jnp.sum(y.astype(jnp.float32) * jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))
+    return jnp.sum(y.astype(jnp.float32) * weights_of(y))
+
+
+def weights_of(y):
+    """f32: what each number of a result counts in the loss."""
+    return jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
 
 
 value_and_grads = jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnums=(2, 3, 4, 5, 6))
 
 
+@partial(jax.jit, static_argnums=(2, 3))
+def composed_both(args, states, names, norm):
+    """{residual: value and gradients} of the layers one by one. The addition of x to the last result is an addition to
+    the gradient of x, so that one pass through the layers serves both."""
+    metas = lambda states: tuple(observed(s, RECIPE) for s in states)
+    layers = lambda args, states: composed(*args, False, metas(states), RECIPE, names, norm)
+    y, vjp = jax.vjp(layers, args, states)
+    weights = weights_of(y)
+    (dx, *others), dstates = vjp(weights)
+    values = {False: jnp.sum(y * weights), True: jnp.sum((y + args[0]) * weights)}
+    return {with_x: (value, ((dx + weights * with_x, *others), dstates)) for with_x, value in values.items()}
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def fused_both(args, states, names, norm):
+    """The same of the fused layer, which adds inside of its kernels."""
+    run = jax.value_and_grad(loss, (0, 1))
+    return {residual: run(args, states, fused, residual, RECIPE, names, norm) for residual in (False, True)}
+
+
 @pytest.mark.parametrize("names", ACTIVATIONS, ids="-".join)
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-@pytest.mark.parametrize("residual", [False, True])
-def test_equals_the_layers_one_by_one(names, norm, residual, rng):
+def test_equals_the_layers_one_by_one(names, norm, rng):
+    """With and without a residual."""
     args = operands(rng, len(names), norm, biases=norm == "layernorm")
-    states = settled(args, names, norm)
-    run = lambda layer: value_and_grads(args, states, layer, residual, RECIPE, names, norm)
-    got, want = run(fused), run(composed)
+    states = fused_both(args, (fresh_state(), fresh_state()), names, norm)[True][1][1]
+    got, want = (run(args, states, names, norm) for run in (fused_both, composed_both))
     exact = names == ("squared_relu",)
-    jax.tree.map(close if exact else close_but_for_steps, got, want)
-    assert all(float(s["grad"][1][-1]) > 0 for s in got[1][1])
+    for residual in (False, True):
+        jax.tree.map(close if exact else close_but_for_steps, got[residual], tuple(want[residual]))
+        assert all(float(s["grad"][1][-1]) > 0 for s in got[residual][1][1])
 
 
 @pytest.mark.parametrize(
