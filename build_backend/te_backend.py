@@ -4,7 +4,11 @@ Where neither a GPU nor nvcc 13 is, or with TE_JAX_BUILD_CUDA=0, te_jax is pure 
 needed then.
 """
 
+import os
+import shlex
+import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 from scikit_build_core import build as _build
@@ -19,7 +23,13 @@ get_requires_for_build_sdist = _build.get_requires_for_build_sdist
 def _settings(config_settings):
     settings = dict(config_settings or {})
     if not locate.builds_extension():
-        settings |= {"wheel.cmake": "false", "wheel.py-api": "py3"}
+        return settings | {"wheel.cmake": "false", "wheel.py-api": "py3"}
+    compiler = os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++"  # as scikit-build-core chooses it
+    if not shutil.which(shlex.split(compiler)[0]):
+        raise SystemExit(
+            f"te_jax: the CUDA extension needs a C++ compiler, and there is no {compiler}; install one (such as the "
+            "package g++) or name it in CXX. TE_JAX_BUILD_CUDA=0 installs te_jax without its CUDA extension."
+        )
     return settings
 
 

@@ -40,7 +40,8 @@ def fp8_probes(collections: Any) -> Any:
 
     A probe is a leaf `{tensor}_probe`, f32[..., 4]. Its gradient tells `fp8_stats` how the tensor was quantized.
 
-        _, grads = te_jax.value_and_grad(loss_fn, argnums=1)(params, te_jax.fp8_probes(state.fp8))
+        probes = te_jax.fp8_probes(state.fp8)
+        _, grads = te_jax.value_and_grad(loss_fn, argnums=1)(params, probes)
         stats = te_jax.fp8_stats(grads)
 
     collections: Variables or FP8 state, a dict or FrozenDict with `fp8_metas`; or that collection itself. Probes in it
@@ -281,9 +282,12 @@ def expert_heat_map(stats: Mapping[str, ExpertStats], field: str = "load") -> tu
 
 
 def expert_stats_table(stats: Mapping[str, ExpertStats]) -> str:
-    """The numbers of `expert_stats` as text, one line for each block: how many layers and experts, the tokens of a
-    layer, the largest and the least load of an expert, and how many experts got no token; the fraction of all tokens
-    that were dropped; the worst saturation and underflow of an expert. "-" stands for a number that is not known."""
+    """The numbers of `expert_stats` as text, one line for each block.
+
+    A line has the numbers of layers and experts, the tokens of a layer, the largest and the least load of an expert,
+    how many experts got no token, the fraction of all tokens that were dropped, and the worst saturation and underflow
+    of an expert. "-" stands for a number that is not known.
+    """
     lines = [
         ["block", "layers", "experts", "tokens", "max load", "min load", "idle", "dropped", "saturation", "underflow"]
     ]

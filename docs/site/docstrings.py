@@ -40,6 +40,25 @@ def _blocks(lines: list[str]) -> Iterator[list[str]]:
             block = []
 
 
+def _is_code(block: list[str]) -> bool:
+    return all(line.startswith("    ") for line in block)
+
+
+def _joined(blocks: Iterator[list[str]]) -> Iterator[list[str]]:
+    """Blocks of code that follow each other are one, with an empty line between them."""
+    held: list[str] = []
+    for block in [*blocks, []]:
+        if held and not (block and _is_code(block)):
+            yield held
+            held = []
+        if not block:
+            return
+        if _is_code(block):
+            held = [*held, "", *block] if held else block
+        else:
+            yield block
+
+
 def _items(block: list[str]) -> list[tuple[str, str]] | None:
     """(names, text) of a block that lists arguments or fields; None if it is another."""
     items: list[list[str]] = []
@@ -59,8 +78,8 @@ def _items(block: list[str]) -> list[tuple[str, str]] | None:
 def convert(lines: list[str], known: Mapping[str, str] = MappingProxyType({})) -> list[str]:
     """The lines of a docstring, without common indentation, as lines of reStructuredText."""
     out: list[str] = []
-    for block in _blocks(lines):
-        if all(line.startswith("    ") for line in block):
+    for block in _joined(_blocks(lines)):
+        if _is_code([line for line in block if line]):
             out += ["::", "", *block, ""]
         elif block[0].startswith("- "):
             out += [*_bullets(block, known), ""]

@@ -53,7 +53,7 @@ PAGES = (
         "": ("DelayedScaling", "Float8CurrentScaling", "FixedScaling", "Float8BlockScaling", "MXFP8BlockScaling", ...),
         "What they share": ("Format", "Recipe"),
     }),
-    Page("flax-layers", "te_jax.flax", {"": ("TransformerLayer", "TransformerLayerType", ...)}),
+    Page("flax-layers", "te_jax.flax", {"": ("TransformerLayer", "TransformerLayerType")}),
     Page("flax-dense", "te_jax.flax", {"": ("DenseGeneral", "LayerNormDenseGeneral", "LayerNormMLP", "LayerNorm")}),
     Page("flax-attention", "te_jax.flax", {
         "": ("MultiHeadAttention", "MultiHeadLatentAttention", "DotProductAttention"),
@@ -70,7 +70,7 @@ PAGES = (
     Page("flax-weights", "te_jax.flax", {
         "Weights in FP8": ("fp8_params", "fp8_model_init", "dequantize_params"),
         "Weights quantized once": ("fp8_kernels", "wgrads"),
-        "Low-rank adaptation": ("split_lora", "join_lora", "lora_mask"),
+        "Low-rank adaptation": ("split_lora", "join_lora", "lora_mask", ...),
     }),
     Page("nnx", "te_jax.nnx", {
         "Modules": (
@@ -166,19 +166,17 @@ def documented() -> dict[str, Any]:
 
 @functools.cache
 def homes() -> dict[str, str]:
-    """{full name: the full name under which the reference describes the object}: where it comes from, if that is a
-    package with pages, else the first."""
-    found, known = {}, documented()
-    for name, value in known.items():
-        if not callable(value):
-            found[name] = name
-            continue
-        same = [other for other, of in known.items() if of is value]
-        fits = lambda other, value=value: (
-            len(module) if value.__module__.startswith(module := other.rpartition(".")[0]) else 0
-        )
-        found[name] = max(same, key=fits)
-    return found
+    """{full name: the full name under which the reference describes the object}: in te_jax where that has it, else in
+    the package that it comes from, else where it is first."""
+    known = documented()
+
+    def home(name: str, value: Any) -> str:
+        same = [other for other, of in known.items() if of is value] if callable(value) else [name]
+        package = lambda other: other.rpartition(".")[0]
+        comes_from = lambda other: value.__module__.startswith(package(other)) * len(package(other))
+        return max(same, key=lambda other: (package(other) == "te_jax", comes_from(other))) if len(same) > 1 else name
+
+    return {name: home(name, value) for name, value in known.items()}
 
 
 def members(cls: type) -> list[str]:
@@ -251,9 +249,15 @@ def summary(name: str, value: Any) -> str:
     if not callable(value):
         values = [value] if isinstance(value, str) else value
         return DATA[name].format(value=", ".join(f"`{each}`" for each in values))
+    home = homes()[name].rpartition(".")[2]
+    if home != name.rpartition(".")[2]:
+        return f"Another name of `{home}`."
     paragraph = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
+    paragraph = re.sub(r" \((?:[^()]|\([^()]*\))*(?:et al\.|https:)(?:[^()]|\([^()]*\))*\)", "", paragraph)
     sentence = re.split(r"(?<=[.:])\s+(?=[A-Z`])", paragraph)[0].rstrip(":")
-    return sentence.replace("|", "\\|").replace("*", "\\*") + ("" if sentence.endswith(".") else ".")
+    parts = sentence.replace("|", "\\|").split("`")  # every other part is code
+    parts[::2] = [part.replace("*", "\\*") for part in parts[::2]]
+    return "`".join(parts) + ("" if sentence.endswith(".") else ".")
 
 
 def source(page: Page) -> Path:

@@ -44,6 +44,7 @@ def trailing_axes(module: nn.Module, ndim: int) -> int:
 class DenseGeneral(Module):
     """y = x . kernel + bias over the trailing axes of x; in FP8 under `te_jax.autocast`.
 
+    kernel_init, bias_init: functions (key, shape, dtype) -> array. kernel_axes, bias_axes: the logical axes of both.
     features:  width(s) of the output.
     use_bias:  True here, unlike in the other modules.
     axis:      the contracted axes of the input, the trailing ones.

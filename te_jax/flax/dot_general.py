@@ -143,8 +143,10 @@ def wrap_function_in_te_state_module(
 ) -> type[QuantizingModule]:
     """A class of Flax modules that call `f(generate_quantizer_set, *args, **kwargs)` and hold the FP8 state for it.
 
+        from te_jax.layers import dense
+
         def two_products(generate_quantizer_set, x, a, b):
-            y = dense(x, a, **generate_quantizer_set("_0")._asdict())  # of te_jax.layers
+            y = dense(x, a, **generate_quantizer_set("_0")._asdict())
             return dense(y, b, **generate_quantizer_set("_1")._asdict())
 
         y = wrap_function_in_te_state_module(two_products, recipe, "mlp")()(x, a, b)

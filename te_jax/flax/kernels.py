@@ -213,7 +213,9 @@ def fp8_kernels(
     """{"fp8_kernels": ...}: the kernels of `variables["params"]`, quantized for calls with the same parameters.
 
         kernels = te_flax.fp8_kernels(model, {"params": params, **fp8}, x)
-        loss_fn = lambda params, fp8, x: loss(model.apply({"params": params, **fp8, **kernels}, x))
+
+        def loss_fn(params, fp8, x):
+            return loss(model.apply({"params": params, **fp8, **kernels}, x))
 
     Modules that find their entry quantize no kernel; results, gradients and FP8 state are the same bit for bit, and the
     gradient goes to the parameters. Such kernels are for several passes between two changes of the parameters:

@@ -17,12 +17,16 @@ _NONE = (
 
 
 def split_lora(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """params -> (parameters of low-rank adaptation, all others), each a tree without the other's leaves.
+    """Two trees: the parameters of low-rank adaptation, and all others.
 
     For a loss that is differentiated only with respect to the first, `join_lora` puts them together in it:
 
         lora, base = te_flax.split_lora(params)
-        loss_fn = lambda lora, fp8: loss(model.apply({"params": te_flax.join_lora(lora, base), **fp8}, x))
+
+        def loss_fn(lora, fp8):
+            params = te_flax.join_lora(lora, base)
+            return loss(model.apply({"params": params, **fp8}, x))
+
         loss, (grads, fp8) = te_jax.value_and_grad(loss_fn, (0, 1))(lora, fp8)
 
     The layers then compute no gradient of the other kernels, and keep nothing for one; an optimizer of `lora` has
@@ -36,7 +40,7 @@ def split_lora(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def join_lora(lora: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """The params of which `split_lora` made the two.
+    """The parameters that `split_lora` split into these two trees.
 
     Raises ValueError for a parameter that both have, or that lies where the other has parameters below; TypeError for
     what is no mapping.
@@ -57,9 +61,10 @@ def join_lora(lora: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any
 
 
 def lora_mask(params: Any) -> Any:
-    """params -> True for parameters of low-rank adaptation, False for the others, for optax:
+    """A tree like `params`: True for parameters of low-rank adaptation, False for the others. For optax:
 
-        optax.partition({True: optax.adamw(1e-4), False: optax.set_to_zero()}, te_flax.lora_mask)
+        transforms = {True: optax.adamw(1e-4), False: optax.set_to_zero()}
+        optax.partition(transforms, te_flax.lora_mask)
 
     (`optax.masked` by itself would pass the other gradients on as updates.) `split_lora` saves their computation too.
     Raises ValueError if there is no such parameter.

@@ -42,7 +42,8 @@ class LayerNorm(Module):
     epsilon:             added to the variance (RMSNorm: to the mean square).
     layernorm_type:      "layernorm" or "rmsnorm".
     zero_centered_gamma: the scale that is applied is 1 + `scale`.
-    scale_init:          None is ones, or zeros with `zero_centered_gamma`.
+    scale_init:          None is ones, or zeros with `zero_centered_gamma`. bias_init is of `ln_bias`.
+    scale_axes, bias_axes: the logical axes of `scale` and `ln_bias`.
     dtype:               of the parameters.
     params_dtype:        of the parameters, if not None; then x is cast to `dtype`, and the result has it.
 

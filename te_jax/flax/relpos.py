@@ -28,6 +28,7 @@ class RelativePositionBiases(Module):
 
     num_buckets:   the number of buckets; at least 4 and even if `bidirectional`, where half of them serve each sign.
     max_distance:  all distances from here on share a bucket; must exceed the number of exact buckets.
+    embedding_init, embedding_axes: the initializer and the logical axes of the table.
     dtype:         the dtype of the table and of the result.
     params_dtype:  the dtype of the table, if not None.
 

@@ -37,15 +37,19 @@ class TrainState(train_state.TrainState):
 
         with te_jax.autocast(True, recipe):
             collections, params = flax.core.pop(model.init(key, x), "params")
-            state = TrainState.create(apply_fn=model.apply, params=params, tx=tx, collections=collections)
+            state = TrainState.create(
+                apply_fn=model.apply, params=params, tx=tx, collections=collections
+            )
 
         @partial(jax.jit, donate_argnums=0)
         def train_step(state, batch):
             def loss_fn(params, fp8):
-                return loss(state.apply_fn({"params": params, **fp8, **state.collections}, batch))
+                variables = {"params": params, **fp8, **state.collections}
+                return loss(state.apply_fn(variables, batch))
 
             with te_jax.autocast(True, recipe):
-                value, grads = te_jax.value_and_grad(loss_fn, argnums=(0, 1))(state.params, state.fp8)
+                step = te_jax.value_and_grad(loss_fn, argnums=(0, 1))
+                value, grads = step(state.params, state.fp8)
                 return state.apply_gradients(grads=grads), value
 
     Only `params` go through `tx`: no clipping, decay or moment sees a scale, and the optimizer's state is the same with
@@ -399,7 +403,7 @@ def _multi_steps(opt_state) -> optax.MultiStepsState | None:
 
 
 def fp8_masked(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`tx` for trees that hold FP8 state as well as parameters, as {"params": ..., "fp8_metas": ...}.
+    """The optimizer `tx` for trees that hold FP8 state as well as parameters, as {"params": ..., "fp8_metas": ...}.
 
     Leaves below a key `fp8_metas`, `_overwrite_with_gradient` or `expert_bias`, and FP8 state below any other, stay out
     of norms, moments and decay, and their updates are 0: the next FP8 state is its gradient, not a sum with it. A step
@@ -409,7 +413,8 @@ def fp8_masked(tx: optax.GradientTransformation) -> optax.GradientTransformation
         variables = optax.apply_updates(variables, updates)
         new_fp8 = te_jax.update_fp8_metas({"fp8_metas": grads["fp8_metas"]})
         variables = te_jax.update_collections(new_fp8, variables)
-        variables = te_jax.flax.update_expert_bias(variables, grads, rate)  # where there are experts with a bias
+        # Where there are experts with a bias
+        variables = te_jax.flax.update_expert_bias(variables, grads, rate)
 
     `TrainState` needs no such wrapper: only parameters go through its optimizer. Raises TypeError for a `tx` that is no
     optimizer.

@@ -70,7 +70,8 @@ class TransformerLayer(Module):
                         one mask.
     dropout_rng_name:   the random stream of all dropout in the layer.
     mha_kernel_init, mlp_kernel_init: None scales by fan-in; attention's is normal, the MLP's truncated normal.
-    apply_residual_connection_post_layernorm: residual connections start behind the norms.
+    mlp_activations, mlp_activation_params: as `activations` and `activation_params` in `LayerNormMLP`.
+    apply_residual_connection_post_layernorm: residual connections start after the norms.
     output_layernorm:   a norm at the end instead of the norm before self-attention.
     layer_type:         `TransformerLayerType` or its string.
     self_attn_mask_type, self_attn_bias_type: the types of self-attention; cross-attention masks by "padding", without a
@@ -84,14 +85,14 @@ class TransformerLayer(Module):
                         cross-attention. A decoder whose weights were trained with both must ask for both.
     scale_attn_logits, scaled_query_init: as in `MultiHeadAttention`.
     kv_channels:        the width of a head; None is hidden_size / num_attention_heads.
-    parallel_attention_mlp: attention and MLP read the same input, and one residual connection takes their sum, behind
-                        one dropout and one drop path. Each has a norm of its own, as in Falcon 40B. Encoders only.
+    parallel_attention_mlp: attention and MLP read the same input, and one residual connection takes their sum, after
+                        one dropout and one drop path. Each has its own norm, as in Falcon 40B. Encoders only.
     parallel_shared_layernorm: the MLP reads the norm of attention and has none, as in Falcon 7B and GPT-J; needs
                         parallel_attention_mlp.
     context_parallel_*: as in `MultiHeadAttention`, for both attentions: with context_parallel_causal_load_balanced
                         `encoded` is in the balanced order too.
     moe:                fields of `MoEBlock` in a dict, such as dict(num_experts=8): experts of width mlp_hidden_size
-                        take the place of the MLP. `nn.scan` wants variable_axes for `losses` and `expert_bias` then.
+                        replace the MLP. `nn.scan` wants variable_axes for `losses` and `expert_bias` then.
     params_dtype:       the dtype of the parameters, if not None; then inputs are cast to `dtype`, and the output has
                         it.
     qk_norm_*:          as in `MultiHeadAttention`, for both attentions.
@@ -100,7 +101,8 @@ class TransformerLayer(Module):
                         it, as in Gemma 2 (https://arxiv.org/abs/2408.00118).
     kv_lora_rank, q_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, mscale: given, self-attention is
                         `MultiHeadLatentAttention`, which has RoPE whatever enable_rotary_pos_emb says. Encoders only.
-    score_mod, score_mod_bprop: not in this version. Other fields are as in `MultiHeadAttention` and `LayerNormMLP`.
+    score_mod, score_mod_bprop: not in this version.
+    Other fields mean what they do in `MultiHeadAttention` and `LayerNormMLP`; docs/fields.md says it of all 69.
 
     Parameters: `attention` (encoder), or `self_attention` and `encoder_decoder_attention` (decoder), as
     `MultiHeadAttention` or `MultiHeadLatentAttention`; `mlp` as `LayerNormMLP`, or `moe` as `MoEBlock`;

@@ -56,7 +56,7 @@ _PARAMETER = Kind(
 def read_config(folder: str | Path) -> ModelConfig:
     """The `ModelConfig` of a folder's config.json.
 
-    Raises FileNotFoundError where there is none, and ValueError, naming the file, for one that is no JSON; ValueError
+    Raises FileNotFoundError where there is none, ValueError, naming the file, for one that is no JSON, and ValueError
     or TypeError, naming the word, for what te_jax has no model of.
     """
     check("te_jax.hf.read_config", "folder", folder, _FOLDER)
@@ -90,8 +90,11 @@ def load(
     fp8_gradients: bool = False,
     **fields: Any,
 ) -> tuple[Model, dict[str, Any]]:
-    """(model, {"params": ...}) of a checkpoint: config.json and model.safetensors, or files with an index. For a
-    DeepSeek-V3 the variables have the collection `expert_bias` too, in f32.
+    """The model and the variables {"params": ...} of a checkpoint in a folder.
+
+    The folder has config.json and model.safetensors, or files with an index. One from the Hub, "org/name", is fetched
+    by `huggingface_hub.snapshot_download("org/name")`, which returns the folder. For a DeepSeek-V3 the variables have
+    the collection `expert_bias` too, in f32.
 
     The families are in `te_jax.hf.FAMILIES`. All names, shapes and types are checked before anything is read. Then
     parameters are filled in place, one layer's part at a time, so that next to the model one layer is in memory.

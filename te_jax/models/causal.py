@@ -18,7 +18,9 @@ class CausalLM(Model):
     What layers with experts (the field `moe`) sow has a leading axis of layers too. Their losses are no part of what
     the model returns (`te_jax.flax.MoEBlock`):
 
-        loss, sown = model.apply(variables, tokens, labels, deterministic=False, mutable=["losses"])
+        loss, sown = model.apply(
+            variables, tokens, labels, deterministic=False, mutable=["losses"]
+        )
         loss = loss + sum(map(jnp.sum, jax.tree.leaves(sown)))
     """
 

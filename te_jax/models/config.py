@@ -60,14 +60,14 @@ class ModelConfig(KnownFields):
     vocab_size, num_layers, hidden_size: V; the layers, in an encoder-decoder the encoder's; H.
     layer:           fields of each layer but hidden_size, such as dict(num_attention_heads=8, mlp_hidden_size=512).
     pattern:         what differs between layers, on top of `layer`, again and again: a window in every other one, say.
-    first:           what differs in the first layers, one entry for each; the pattern begins behind them.
+    first:           what differs in the first layers, one entry for each; the pattern begins after them.
     family:          whose checkpoints `te_jax.hf` reads and writes: "llama", "gpt2", ...; "" is none.
     num_decoder_layers: of an encoder-decoder; None: as many as the encoder's.
     max_positions:   the number of learned positions; None: there are none.
     token_types:     the number of learned token types; 0: there are none.
-    embedding_norm:  a norm behind the embeddings.
+    embedding_norm:  a norm after the embeddings.
     embedding_scale: the factor of embeddings.
-    final_norm:      a norm behind the last layer.
+    final_norm:      a norm after the last layer.
     head_transform:  a dense layer, an activation and a norm before the head, and a bias of the logits, as in BERT.
     tie_embeddings:  the embedding is the kernel of the head too.
     output_scale:    the factor of hidden states before the head.

@@ -63,12 +63,12 @@ _WRITER = Kind("a CausalLM or an EncoderDecoder", lambda model: isinstance(model
 def read_prompts(
     model: Model, variables: Any, prompts: jax.Array, lengths: jax.Array, slots: int, **context: Any
 ) -> tuple[jax.Array, Any]:
-    """(logits f32[b, V] of the token behind each prompt, the cache).
+    """(logits f32[b, V] of the token after each prompt, the cache).
 
     model: a `CausalLM` or an `EncoderDecoder`. prompts: int[b, s], padded on the right. lengths: int[b]. slots: of the
     cache, for prompts and what follows them. context: more arguments of the model's call.
 
-    Raises ValueError for a cache with tokens among `variables`: the prompts would be read as if they came behind them.
+    Raises ValueError for a cache with tokens among `variables`: the prompts would be read as if they came after those.
     """
     if _has_tokens(variables.get(COLLECTION, {})):
         raise ValueError(
@@ -136,14 +136,14 @@ def generate(
     encoded: jax.Array | None = None,
     input_lengths: jax.Array | None = None,
 ) -> jax.Array:
-    """`count` tokens behind each prompt: i32[b, count]. Call it under `jax.jit`, and in the autocast of the model. A
+    """`count` tokens after each prompt: i32[b, count]. Call it under `jax.jit`, and in the autocast of the model. A
     model without scan is faster: see `te_jax.models.unscan`.
 
     model:    a `CausalLM` or an `EncoderDecoder`.
     prompts:  int[b, s], padded on the right.
     lengths:  int[b], from 1 to s; None: the prompts have no padding.
     sampling: greedy, or what `key` of `jax.random` draws from.
-    stop_at:  the token that ends a text; behind it there is nothing but it.
+    stop_at:  the end-of-text token; the rest of the row is filled with it.
     encoded, input_lengths: of an `EncoderDecoder`, whose prompts are what its decoder begins with.
 
     Raises TypeError for another model and for prompts that are no integers, ValueError for a sampling that wants a key

@@ -103,7 +103,7 @@ def place_of_layer(config: ModelConfig, index: int, count: int, scan: bool) -> P
 
 
 def unscan(model: "Model", variables: Mapping[str, Any]) -> tuple["Model", dict[str, Any]]:
-    """(model, variables) with `scan=False`: what stacks hold of each layer is in arrays of its own, `layer_0`, ...
+    """(model, variables) with `scan=False`: each layer of a stack has its own arrays, `layer_0`, ...
 
     variables: of the model, boxed or not: parameters, kernels in FP8 among them, FP8 state, a cache. The arrays are
                copies; `te_jax.hf.load(folder, scan=False)` has no stacks from the start.

@@ -28,7 +28,7 @@ class DenseGeneral(Layer):
                      None computes in the type of the inputs. Without param_dtype, `dtype` is the parameters' type.
     kernel_metadata, bias_metadata: Metadata of the variables, such as dict(out_sharding=(None, "tp")).
     precision, promote_dtype, preferred_element_type, dot_general, dot_general_cls, batch_axis: Only their defaults;
-                     others raise ValueError with the way out.
+                     others raise a ValueError that says what to do instead.
     """
 
     linen_type = te_flax.DenseGeneral
@@ -104,7 +104,8 @@ class MoEBlock(Layer):
     `nnx.pop(model, te_jax.nnx.Loss)` gives and removes the losses of a model:
 
         y = model(x)
-        loss = loss_of(y) + sum(map(jnp.sum, jax.tree.leaves(nnx.pop(model, te_jax.nnx.Loss))))
+        losses = jax.tree.leaves(nnx.pop(model, te_jax.nnx.Loss))
+        loss = loss_of(y) + sum(map(jnp.sum, losses))
 
     `expert_bias` is an `ExpertBias`, which `te_jax.nnx.value_and_grad` moves.
     """
@@ -124,7 +125,7 @@ class LMHead(Layer):
 
 
 class DotProductAttention(Layer):
-    """`te_jax.flax.DotProductAttention`."""
+    """`te_jax.flax.DotProductAttention` of q, k and v. It has no parameters, except with a learnable softmax."""
 
     linen_type = te_flax.DotProductAttention
     init_fields = {"qkv_layout": "bshd_bshd_bshd", "dtype": None}  # The parameters follow from neither.
@@ -156,7 +157,7 @@ class MultiHeadLatentAttention(Layer):
 
 
 class RelativePositionBiases(Layer):
-    """`te_jax.flax.RelativePositionBiases`."""
+    """`te_jax.flax.RelativePositionBiases` of two lengths."""
 
     linen_type = te_flax.RelativePositionBiases
 
@@ -166,7 +167,7 @@ class RelativePositionBiases(Layer):
 
 
 class TransformerLayer(Layer):
-    """`te_jax.flax.TransformerLayer`.
+    """`te_jax.flax.TransformerLayer` of inputs [b, s, hidden_size].
 
     encoded_features: The width of a decoder's argument `encoded`; None is hidden_size.
     """

@@ -245,7 +245,8 @@ def state_sharding(leaf: Any, sharding: Sharding) -> Sharding:
 
     For `jax.jit(out_shardings=...)` map it over the state:
 
-        optax.tree.map_params(tx, te_jax.optim.state_sharding, jax.eval_shape(tx.init, params), shardings_of_params)
+        forms = jax.eval_shape(tx.init, params)
+        optax.tree.map_params(tx, te_jax.optim.state_sharding, forms, shardings)
 
     Raises TypeError for a sharding or a leaf of another type.
     """

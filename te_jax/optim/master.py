@@ -43,7 +43,8 @@ class Requantized(NamedTuple):
 def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """`inner` with a master copy in f32 of each parameter that lives in FP8 (`te_jax.flax.fp8_params`).
 
-        tx = te_jax.optim.master_weights(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
+        inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+        tx = te_jax.optim.master_weights(inner)
 
     The wrapper goes around the whole optimizer, `optax.MultiSteps` too. `inner` sees f32 arrays, the masters, instead
     of these parameters, and f32 gradients, which `te_jax.value_and_grad` returns. Norms, decay, masks and moments are
@@ -146,7 +147,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
 def check_masters(what: str, params: Any, opt_state: Any) -> None:
     """Raises ValueError, naming `what`, for parameters in FP8 without masters in the optimizer's state, and for a
-    transformation behind `master_weights`."""
+    transformation after `master_weights`."""
     if not has_kernels(params):
         return
     if isinstance(opt_state, tuple) and any(isinstance(node, MasterWeightsState) for node in opt_state[:-1]):

@@ -15,7 +15,7 @@ _AXIS = Kind("the name of a mesh axis, or None", (NONE | STRING).is_type, lambda
 
 @dataclass(frozen=True)
 class MeshResource(KnownFields):
-    """The mesh axis behind each kind of parallelism; None where there is none.
+    """Which mesh axis serves each kind of parallelism; None where none does.
 
     dp_resource:   Data parallelism: splits the batch.
     tp_resource:   Tensor parallelism: splits heads and the hidden width.

@@ -84,7 +84,7 @@ def map_states(f: Callable[..., Any], collections: Any, *others: Any) -> Any:
 
 
 def update_collections(new: Any, original: Any) -> Any:
-    """`original` (a dict or FrozenDict; the result is of its type), with the collections in `new` for its own."""
+    """`original` with its collections replaced by those in `new`; a dict or FrozenDict, as `original` is."""
     return type(original)({**original, **new})
 
 
