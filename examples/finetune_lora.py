@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from flax.core import pop
 from flax.linen import meta
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 from gpt import data
 from gpt.config import need
 from gpt.numbers import SEED, number, whole
@@ -204,23 +204,6 @@ def save_adapters(file: pathlib.Path, args: argparse.Namespace, tuning: Tuning) 
     save_file({path: np.ascontiguousarray(a) for path, a in flat.items()}, file, metadata=said)
 
 
-def with_adapters(weights: dict, lora: dict, factor: float) -> dict:
-    """Weights + A B factor, each in its own type. A and B have an axis of layers in front where the weights have it."""
-
-    def joined(kernel, a, b):  # [c, *groups, f], [c, *groups, r], [*groups, r, f]
-        delta = jnp.einsum("c...r,...rf->c...f", a, b, precision="highest")
-        return (kernel.astype(jnp.float32) + factor * delta).astype(kernel.dtype)
-
-    flat, adapters = flatten_dict(weights), flatten_dict(lora)
-    for path, a in adapters.items():
-        if not path[-1].endswith("lora_a_kernel"):
-            continue
-        own, b = path[-1].removesuffix("lora_a_kernel"), path[-1].replace("lora_a", "lora_b")
-        at, join = (*path[:-1], f"{own}kernel"), jax.vmap(joined) if path[0] == "layers" else joined
-        flat[at] = jax.jit(join)(flat[at], a, adapters[*path[:-1], b])
-    return unflatten_dict(flat)
-
-
 def save_model(to: pathlib.Path, args: argparse.Namespace, folder: pathlib.Path, tuning: Tuning) -> None:
     """A checkpoint of the tuned weights in bf16, with the tokenizer of the one that was tuned."""
     dtype, params = jnp.bfloat16, tuning.state.params
@@ -229,7 +212,7 @@ def save_model(to: pathlib.Path, args: argparse.Namespace, folder: pathlib.Path,
         others = {name: tuning.state.fp8[name] for name in tuning.state.fp8 if name == "expert_bias"}
     else:  # onto the weights as they are in the checkpoint, with --fp8-params too
         model, weights, others = load(args, folder, dtype=dtype)
-        weights = with_adapters(weights, params, 1.0 if args.alpha is None else args.alpha / args.rank)
+        weights = te_flax.merge_lora(te_flax.join_lora(params, weights), alpha=args.alpha)
     hf.save(to, model, {"params": weights, **others})
 
 

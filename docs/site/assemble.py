@@ -1,4 +1,5 @@
-"""Puts the site's sources together: the documents as they are, the guide as a page for each how-to, the reference.
+"""Puts the site's sources together: the documents as they are, the reference, all messages, notebooks
+of the tutorials.
 
     python docs/site/assemble.py build/site/source
 
@@ -17,10 +18,13 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT)]
 
 import messages  # noqa: E402
+import notebooks  # noqa: E402
 import reference  # noqa: E402
 
 FENCE = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+FOLDERS = "docs", "docs/tutorials", "docs/howto"
+HOWTOS = "howto/index.md"
 OTHERS = {"examples/README.md": "examples.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 
 
@@ -29,39 +33,32 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
 
 
-def guide() -> tuple[str, dict[str, str]]:
-    """The guide's introduction, and {heading: text} of its sections."""
-    begin, *sections = re.split(r"^## ", (ROOT / "docs" / "guide.md").read_text(), flags=re.MULTILINE)
-    return begin, {text.partition("\n")[0]: text.partition("\n")[2] for text in sections}
-
-
 def pages() -> dict[str, tuple[str, str]]:
     """{page of the site: (document that it is from, its text)}."""
     found = {}
-    for path in sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "tutorials").glob("*.md")]):
+    for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md")):
         document = path.relative_to(ROOT).as_posix()
         found[document.removeprefix("docs/")] = document, path.read_text()
     found |= {page: (document, (ROOT / document).read_text()) for document, page in OTHERS.items()}
-    introduction, sections = guide()
-    names = "\n".join(map(slug, sections))
-    listed = f"\n```{{toctree}}\n:hidden:\n\n{names}\n```\n"
-    found["howto/index.md"] = "docs/guide.md", introduction.replace("# Guide", "# How-tos") + listed
-    for heading, text in sections.items():
-        deeper = re.sub(r"^###", "##", text, flags=re.MULTILINE)
-        found[f"howto/{slug(heading)}.md"] = "docs/guide.md", f"# {heading}\n{deeper}"
-    del found["guide.md"]
+    document, index = found[HOWTOS]
+    listed = "\n".join(re.findall(r"^\| \[[^\]]*\]\(([\w-]+)\.md\)", index, re.MULTILINE))
+    found[HOWTOS] = document, f"{index}\n```{{toctree}}\n:hidden:\n\n{listed}\n```\n"
     return found
+
+
+def home(known: dict[str, str]) -> str:
+    """The first page; parts that it has in common with the README are from there."""
+    sections = re.split(r"^## ", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    parts = {part.partition("\n")[0]: f"## {part.rstrip()}" for part in sections}
+    shared = lambda found: relinked("index.md", "README.md", parts[found[1]], known)
+    return re.sub(r"^<!-- from README.md: (.*) -->$", shared, (HERE / "index.md").read_text(), flags=re.MULTILINE)
 
 
 def target(page: str, document: str, link: str, known: dict[str, str]) -> str | None:
     """Where a link of `document` leads from `page` of the site; None for what the site has not."""
     path, _, anchor = link.partition("#")
     file = os.path.normpath(os.path.join(os.path.dirname(document), path)) if path else document
-    if file == "docs/guide.md":
-        to = f"howto/{anchor}.md" if f"howto/{anchor}.md" in known.values() else "howto/index.md"
-        anchor = ""
-    else:
-        to = known.get(file)
+    to = known.get(file)
     if file == "README.md":
         to, anchor = "index.md", ""
     if file.startswith("docs/images/"):
@@ -83,7 +80,7 @@ def relinked(page: str, document: str, text: str, known: dict[str, str]) -> str:
 
     text = re.sub(r"^<!--.*-->\n", "", LINK.sub(link, text), flags=re.MULTILINE)
     text = re.sub("\0(\\d+)\0", lambda found: kept[int(found[1])], text)
-    return re.sub(r"^( *)```python (cpu|gpu)$", r"\1```python", text, flags=re.MULTILINE)
+    return re.sub(r"^( *)```python \w+$", r"\1```python", text, flags=re.MULTILINE)
 
 
 def main(folder: str) -> None:
@@ -92,11 +89,15 @@ def main(folder: str) -> None:
     shutil.copytree(HERE, source, ignore=shutil.ignore_patterns("*.pyc", "__pycache__"))
     shutil.copytree(ROOT / "docs" / "images", source / "images")
     found = pages()
-    known = {document: page for page, (document, _) in found.items() if not page.startswith("howto/")}
-    known |= {page: page for page in found if page.startswith("howto/")}
+    known = {document: page for page, (document, _) in found.items()}
     texts = {page: relinked(page, document, text, known) for page, (document, text) in found.items()}
+    texts["index.md"] = home(known)
     texts |= reference.pages()
     texts["messages.md"] = messages.page()
+    for page in [page for page in texts if page.startswith("tutorials/")]:
+        file, (title, _, rest) = page.replace(".md", ".ipynb"), texts[page].partition("\n")
+        texts[file] = notebooks.notebook(texts[page])
+        texts[page] = f"{title}\n\n{{download}}`This page as a notebook <{Path(file).name}>`\n{rest}"
     for page, text in texts.items():
         (source / page).parent.mkdir(exist_ok=True)
         (source / page).write_text(text)

@@ -6,7 +6,7 @@ TransformerLayer, MoEBlock, LMHead: A layer; its mixture of experts; logits and 
 DotGeneral, make_dot_general_cls, wrap_function_in_te_state_module: FP8 for products of modules that are not of te_jax.
 TrainState, fp8_masked: Training steps.
 fp8_kernels, fp8_params, fp8_model_init, dequantize_params, wgrads: Kernels that are kept in FP8.
-join_lora, lora_mask, split_lora: Adapters of low rank.
+join_lora, lora_mask, merge_lora, split_lora: Adapters of low rank.
 """
 
 from te_jax.core.public import public_names as _public_names
@@ -26,6 +26,7 @@ from te_jax.flax.kernels import fp8_params as fp8_params
 from te_jax.flax.kernels import wgrads as wgrads
 from te_jax.flax.lora import join_lora as join_lora
 from te_jax.flax.lora import lora_mask as lora_mask
+from te_jax.flax.lora import merge_lora as merge_lora
 from te_jax.flax.lora import split_lora as split_lora
 from te_jax.flax.mha import MultiHeadAttention as MultiHeadAttention
 from te_jax.flax.mla import MultiHeadLatentAttention as MultiHeadLatentAttention

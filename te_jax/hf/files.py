@@ -47,7 +47,8 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises FileNotFoundError where there is no such file, ValueError where it has no object in JSON, or too many bytes.
     """
     if not os.path.isfile(path):
-        raise FileNotFoundError(f"te_jax.hf: there is no file {path}.")
+        wanted = "" if path.parent.is_dir() else "; pass a folder; huggingface_hub.snapshot_download returns one"
+        raise FileNotFoundError(f"te_jax.hf: there is no file {path}{wanted}.")
     most = _MOST_BYTES[path.name]
     with name_in_errors(path), path.open("rb") as file:
         said = file.read(most + 1)

@@ -124,7 +124,9 @@ def plan_of(model: Model) -> Conversion:
     made = {path for step in steps for path in step.ours}
     if made != shapes.keys():
         odd = sorted(made ^ shapes.keys())
-        raise ValueError(f"te_jax.hf: a {family.name} has no tensors for {odd}; the config is none of this family.")
+        adapters = any("lora_a_kernel" in path for path in odd)
+        way_out = "merge adapters by te_jax.flax.merge_lora" if adapters else "the config is none of this family"
+        raise ValueError(f"te_jax.hf: a {family.name} has no tensors for {odd}; {way_out}.")
     return Conversion(family, steps, shapes)
 
 

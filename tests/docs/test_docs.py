@@ -1,9 +1,10 @@
-"""What the documents print runs: Python blocks as they stand and in order, commands as far as their arguments; links
-lead somewhere. A block whose fence says `python gpu` is compiled alone where there is no GPU."""
+"""What the documents print runs: each document's Python blocks in order, in a namespace of their own, and prints what
+the document shows; commands as far as their arguments; links lead somewhere."""
 
 import argparse
 import contextlib
 import functools
+import importlib.util
 import io
 import os
 import pathlib
@@ -12,7 +13,6 @@ import runpy
 import shlex
 import subprocess
 import sys
-import textwrap
 import tomllib
 import warnings
 
@@ -20,36 +20,55 @@ import jax
 import numpy as np
 import pytest
 from flax import linen as nn
-from flax import nnx
+from printed import FENCE, all_blocks, differs, run, said_output
 
 from te_jax.core import op
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-FOLDERS = ".", "examples", "docs", "docs/tutorials", "docs/api", "results"
+FOLDERS = ".", "examples", "docs", "docs/tutorials", "docs/howto", "docs/api", "results"
 DOCUMENTS = [path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.md"))]
-FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+WIDTH = 88  # columns of code that a page of the site shows without a scroll bar
 
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="needs the source tree")
 
 
 def blocks(document, *languages):
-    """(fence info, line number, text) of the document's blocks of these languages."""
-    text = (ROOT / document).read_text()
-    for found in FENCE.finditer(text):
-        info = found[2].split()
-        if info[:1] and info[0] in languages:
-            yield info, text[: found.start()].count("\n") + 1, textwrap.dedent(found[3])
+    """The document's blocks of these languages."""
+    return [block for block in all_blocks((ROOT / document).read_text()) if {*block.info[:1]} & {*languages}]
+
+
+def where_it_runs(block) -> bool:
+    """Whether a block's fence, `python cpu`, `python gpu` or `python PACKAGE`, says that it runs here."""
+    needs = block.info[1:]
+    if needs and needs[0] in ("cpu", "gpu"):
+        return needs == [jax.default_backend()]
+    return all(importlib.util.find_spec(package) for package in needs)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_block_says_its_language(document):
-    for found in FENCE.finditer((ROOT / document).read_text()):
-        assert found[2] in ("python", "python gpu", "python cpu", "sh", "text"), f"{document}: {found[0]}"
+    for block in all_blocks((ROOT / document).read_text()):
+        assert " ".join(block.info[:1]) in ("python", "sh", "text"), f"{document}:{block.line}"
+        assert block.info[1:] == [] or block.info[0] == "python", f"{document}:{block.line}"
 
 
-def check_nnx(names):
-    assert float(names["loss"]) < float(names["first"])
-    assert isinstance(names["nnx_model"], nnx.Module) and float(names["nnx_model"].mlp.x_0_amax_history[-1]) > 0
+def test_pages_fit_the_site():
+    """Code of how-tos, tutorials and the first pages, and what it prints."""
+    first = "README.md", "docs/getting_started.md", "docs/several_devices.md", "docs/site/index.md"
+    pages = [name for name in DOCUMENTS if name.startswith(("docs/howto", "docs/tutorials"))]
+    for name in (*first, *pages):
+        for block in blocks(name, "python"):
+            long = [line for line in block.text.splitlines() if len(line) > WIDTH]
+            assert not long, f"{name}:{block.line}: {long[0]}"
+
+
+def test_pages_say_how_their_blocks_stand():
+    """A page of several programs says whether they are one, or which runs by itself."""
+    for name in DOCUMENTS:
+        if name.startswith(("docs/howto", "docs/tutorials")) and len(blocks(name, "python")) > 1:
+            text = " ".join((ROOT / name).read_text().split())
+            said = re.search(r"locks (of this page )?are one program|This block runs without the one", text)
+            assert said, f"{name} does not say on what its blocks stand"
 
 
 def check_mesh(names):
@@ -59,15 +78,10 @@ def check_mesh(names):
 
 
 # {document: (words of one of its programs, what holds of its names behind it)}
-DONE = {
-    "docs/guide.md": ("from flax import nnx", check_nnx),
-    "docs/several_devices.md": ("out_shardings=nn.logical_to_mesh_sharding", check_mesh),
-}
-# What goes on from what; the others stand alone.
-TOGETHER = ("README.md", "docs/getting_started.md", "docs/ops.md", "docs/guide.md")
+DONE = {"docs/several_devices.md": ("out_shardings=shardings", check_mesh)}
 EAGER = ("README.md", "docs/migration.md")  # whose modules run op by op, as they stand
-TUTORIALS = tuple(f"docs/tutorials/{name}.md" for name in ("gpt", "health", "moe", "lora"))
-ALONE = [(name,) for name in DOCUMENTS if name not in (*TOGETHER, *TUTORIALS) and any(blocks(name, "python"))]
+PROGRAMS = [name for name in DOCUMENTS if blocks(name, "python")]
+SHOWN = ("docs/howto/", "docs/tutorials/", "docs/getting_started.md", "README.md")  # with their outputs
 
 
 def one_program(method):
@@ -94,29 +108,54 @@ def one_program(method):
     return call
 
 
-@pytest.mark.parametrize("documents", [TOGETHER, TUTORIALS, *ALONE], ids=" ".join)
-def test_python_blocks_run(documents, monkeypatch, request):
-    if documents in ALONE:  # they are of several devices
-        request.getfixturevalue("on_host")
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Programs that would run in an interpreter of their own leave nothing behind, and find devices that are there."""
+    update = jax.config.update
+    alike = lambda name, value: None if name == "jax_num_cpu_devices" else update(name, value)
+    monkeypatch.setattr(jax.config, "update", alike)
     monkeypatch.setattr(op, "ops", dict(op.ops))  # "How to add an op" of docs/ops.md adds one
-    as_it_is = {name: getattr(nn.Module, name) for name in ("init", "apply")}
-    jitted = {name: one_program(method) for name, method in as_it_is.items()}
-    names = {"__name__": "__main__"}
+
+
+@pytest.mark.parametrize("document", PROGRAMS)
+def test_python_blocks_run(document, monkeypatch, request, in_this_process):
+    if document not in EAGER:
+        for name in ("init", "apply"):
+            monkeypatch.setattr(nn.Module, name, one_program(getattr(nn.Module, name)))
+    text, names = (ROOT / document).read_text(), {"__name__": "__main__"}
+    if "make_mesh" in text:
+        request.getfixturevalue("on_host")
+    every, (words, check) = all_blocks(text), DONE.get(document, ("", None))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # a program that we print is no reason for a warning
-        for document in documents:
-            for name, method in (as_it_is if document in EAGER else jitted).items():
-                monkeypatch.setattr(nn.Module, name, method)
-            words, check = DONE.get(document, ("", None))
-            for info, line, text in blocks(document, "python"):
-                code = compile("\n" * line + text, str(ROOT / document), "exec")  # tracebacks name the line
-                if info[1:] in ([], [jax.default_backend()]):
-                    exec(code, names)
-                if check and words in text:
-                    check = check(names)
-            assert check is None, f"{document}: no program has {words}"
-    if "loss" in names:
-        assert jax.numpy.isfinite(names["loss"])
+        for i, block in enumerate(every):
+            if block.info[:1] != ["python"] or not where_it_runs(block):
+                continue
+            printed, said = run(block, ROOT / document, names), said_output(text, every, i)
+            if said or (printed and document.startswith(SHOWN)):
+                wrong = differs(said.text if said else "", printed, numbers=jax.default_backend() == "cpu")
+                assert not wrong, f"{document}:{block.line}: {wrong}"
+            if check and words in block.text:
+                check = check(names)
+    assert check is None, f"{document}: no program has {words}"
+
+
+@pytest.mark.parametrize(
+    ("said", "printed", "wrong"),
+    [
+        ("loss 0.50  a", "loss  0.55 a", None),
+        ("loss 0.50", "loss 0.60", "0.50 is 0.60"),
+        ("loss 0.50", "lost 0.50", "it prints"),
+        ("1.0e-04 -0.02", "2.0e-04 0.01", "1.0e-04 is 2.0e-04"),
+        ("step 1.4e+02", "step 151.0", None),
+        ("step 4", "step 5", "4 is 5"),
+        ("nan", "1.0", "nan is 1.0"),
+        ("", "1", "it prints"),
+    ],
+)
+def test_outputs_are_compared(said, printed, wrong):
+    found = differs(said, printed)
+    assert found is None if wrong is None else wrong in found
 
 
 # -- commands ------------------------------------------------------------------------------------------------
@@ -126,7 +165,7 @@ def commands(document):
     """The words of each command in the document: lines of `sh` blocks, and `python ...` and the like in the text."""
     text = (ROOT / document).read_text()
     inline = re.findall(r"`((?:python|make|pip) [^`]+)`", FENCE.sub("", text))
-    lines = [line for *_, block in blocks(document, "sh") for line in block.splitlines()] + inline
+    lines = [line for block in blocks(document, "sh") for line in block.text.splitlines()] + inline
     for line in lines:
         line = line.replace("\\|", "|").strip()  # as a table has it
         words = shlex.split(re.sub(r"\[--.*?\]", "", line).replace("$i", "1"), comments=True)

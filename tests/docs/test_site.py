@@ -4,12 +4,14 @@ That Sphinx takes them without a warning, and pyright the types, `make docs` and
 
 import importlib
 import inspect
+import json
 import re
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from printed import all_blocks
 
 import te_jax
 
@@ -28,7 +30,7 @@ def site():
     """The modules of docs/site, by name."""
     sys.path.insert(0, str(SITE))
     try:
-        names = "assemble", "docstrings", "messages", "reference"
+        names = "assemble", "docstrings", "messages", "notebooks", "reference"
         yield {name: importlib.import_module(name) for name in names}
     finally:
         sys.path.remove(str(SITE))
@@ -97,8 +99,16 @@ def test_docstrings_become_markup(site):
 def test_links_of_the_site_lead_to_its_pages(site, tmp_path):
     site["assemble"].main(tmp_path / "source")
     pages = {path.relative_to(tmp_path / "source").as_posix(): path for path in (tmp_path / "source").rglob("*.md")}
-    sections = re.findall(r"^## (.+)$", (ROOT / "docs" / "guide.md").read_text(), re.MULTILINE)
-    assert sum(page.startswith("howto/") for page in pages) == len(sections) + 1
+    assert {path.stem for path in (tmp_path / "source" / "tutorials").glob("*.ipynb")} == {
+        "gpt",
+        "health",
+        "moe",
+        "lora",
+        "devices",
+    }
+    howtos = {path.stem for path in (ROOT / "docs" / "howto").glob("*.md")} - {"index"}
+    listed = pages["howto/index.md"].read_text().rpartition("```{toctree}")[2].split()
+    assert howtos == set(listed) - {":hidden:", "```"}, "each how-to has a row in the table of docs/howto/index.md"
     for name, path in pages.items():
         text = site["assemble"].FENCE.sub("", path.read_text())
         for *_, link in site["assemble"].LINK.findall(text):
@@ -113,6 +123,29 @@ def test_links_of_the_site_lead_to_its_pages(site, tmp_path):
     assert set(listed) == top - {"index"}, (
         "a page of the site is in no table of contents, or none of its pages is there"
     )
+
+
+def test_tutorials_are_notebooks(site):
+    """Of nbformat 4.5: what its schema asks of each cell; the programs and outputs are those of the page."""
+    names = [path.name for path in (ROOT / "docs" / "tutorials").glob("*.md")]
+    assert len(names) >= 5
+    for name in names:
+        page = (ROOT / "docs" / "tutorials" / name).read_text()
+        made = json.loads(site["notebooks"].notebook(page))
+        assert (made["nbformat"], made["nbformat_minor"]) == (4, 5) and made["metadata"]["kernelspec"][
+            "name"
+        ] == "python3"
+        cells, known = made["cells"], {"cell_type", "id", "metadata", "source"}
+        assert len({cell["id"] for cell in cells}) == len(cells) and cells[0]["cell_type"] == "markdown"
+        for cell in cells:
+            code = {"outputs", "execution_count"} if cell["cell_type"] == "code" else set()
+            assert cell.keys() == known | code and cell["cell_type"] in ("code", "markdown")
+            assert all(isinstance(line, str) for line in cell["source"])
+        programs = ["".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "code"]
+        outputs = ["".join(output["text"]) for cell in cells for output in cell.get("outputs", ())]
+        blocks = all_blocks(page)
+        assert programs == [block.text for block in blocks if block.info == ["python"]], name
+        assert outputs == [block.text for block in blocks if block.info == ["text"]] and outputs, name
 
 
 def test_troubleshooting_explains_texts_that_te_jax_has(site):

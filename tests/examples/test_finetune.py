@@ -43,7 +43,7 @@ def test_joined_weights_are_those_with_adapters(name):
     with jax.default_matmul_precision("highest"):
         due = jax.jit(model.apply)({"params": te_flax.join_lora(lora, weights)}, tokens)
         apply = jax.jit(plain.apply)
-        y = apply({"params": finetune_lora.with_adapters(weights, lora, 6 / 4)}, tokens)
+        y = apply({"params": te_flax.merge_lora(te_flax.join_lora(lora, weights), alpha=6)}, tokens)
         before = apply({"params": weights}, tokens)
     assert jnp.abs(due - before).max() > 0.1 * jnp.abs(before).max(), "the adapters do something"
     np.testing.assert_allclose(y, due, atol=1e-5 * float(jnp.abs(due).max()))
@@ -90,7 +90,7 @@ def test_adapters_are_trained_beside_weights_in_fp8(tmp_path, capsys):
     moved = {name for name in before if (before[name] != after[name]).any()}
     assert moved == {name for name in before if re.search(r"_proj\.weight$", name)}, "kernels, and nothing else"
     model, variables = hf.load(tmp_path / "random_llama")
-    joined = finetune_lora.with_adapters(variables["params"], unflatten_dict(adapters, sep="/"), 1.0)
+    joined = te_flax.merge_lora(te_flax.join_lora(unflatten_dict(adapters, sep="/"), variables["params"]))
     written = flatten_dict(hf.load(tmp_path / "model")[1]["params"])
     for path, a in flatten_dict(joined).items():
         np.testing.assert_array_equal(a, written[path])

@@ -1,4 +1,4 @@
-"""`train_gpt.py --api nnx`, and the NNX program of the guide."""
+"""`train_gpt.py --api nnx`."""
 
 import contextlib
 import io

@@ -1,6 +1,5 @@
 """Training of parameters that live in FP8: their gradients, their masters, and steps that are those of f32."""
 
-import pathlib
 import re
 from functools import cache, partial
 from itertools import product
@@ -382,11 +381,3 @@ def test_refusals(rng):
     want = state_of(HEAD, wide, optax.adamw(1e-2))
     step = jax.jit(lambda state: state.apply_gradients(grads=grads).params)
     assert_equal(step(plain), step(want))
-
-
-def test_guide():
-    guide = pathlib.Path(__file__).parents[2] / "docs" / "guide.md"
-    (program,) = [p for p in re.findall(r"```python\n(.*?)```", guide.read_text(), re.S) if "master_weights" in p]
-    names = dict(jax=jax, te=te, te_flax=te_flax, optax=optax, partial=partial, x=jnp.ones((4, WIDTH)), model=HEAD)
-    exec(program, names := names | dict(loss_fn=loss_of(HEAD)))
-    assert names["train_step"](names["state"], names["x"])[1] < names["loss"]
