@@ -207,8 +207,8 @@ def _add_step(p: argparse.ArgumentParser) -> None:
 
 def _add_devices(p: argparse.ArgumentParser) -> None:
     many = p.add_argument_group("several devices")
-    divided = "dp the batch; fsdp batch, parameters, optimizer; cp the sequence; tp heads and widths"
-    _add(many, "--mesh", f"what how many devices divide: {divided} [default: one device]", type=mesh_sizes,
+    divided = "dp the batch, fsdp the batch, parameters and optimizer, cp the sequence, tp heads and widths"
+    _add(many, "--mesh", f"how many devices split what: {divided} [default: one device]", type=mesh_sizes,
         metavar="dp=2,fsdp=2,tp=2")  # fmt: skip
     _add(many, "--sequence-parallel", "tp divides the sequence too, outside of the GEMMs", action="store_true")
     _add(many, "--cp", "N devices divide the sequence: cp=N of --mesh [default: 1]", metavar="N", **whole())
@@ -261,7 +261,7 @@ def complete(args: argparse.Namespace, default_preset: str) -> argparse.Namespac
     if args.check_against is not None and args.against is None:
         p.error("--check-against needs --against: the curve of an earlier run")
     if args.no_checkpoint and (args.resume or args.stop_at is not None):
-        p.error("--no-checkpoint contradicts --resume and --stop-at: they live of checkpoints")
+        p.error("--no-checkpoint contradicts --resume and --stop-at: both need checkpoints")
     in_mesh = (args.mesh or {}).get("cp")
     if None not in (args.cp, in_mesh) and args.cp != in_mesh:
         p.error(f"--cp is {args.cp}, but --mesh has cp={in_mesh}: give one of the two")
