@@ -152,20 +152,22 @@ class _Linen:
 
 
 def _of_linen(model, variables, call, arrays) -> Traced:
-    rngs = {"params": jax.random.key(0)}  # all other streams fall back on it
+    key = jax.eval_shape(jax.random.key, 0)
     if variables is None:
-        variables = jax.eval_shape(lambda arrays: call(functools.partial(model.init, rngs), arrays), arrays)
+        init = lambda key, arrays: call(functools.partial(model.init, key), arrays)
+        variables = jax.eval_shape(init, key, arrays)
     others = dict(_types(variables))
     params = others.pop("params", {})
     sums = {WGRAD_COLLECTION: others.pop(WGRAD_COLLECTION)} if WGRAD_COLLECTION in others else {}
 
     def function(moving, fixed):
-        (slots, sums, arrays), (params, others) = moving, fixed
+        (slots, sums, arrays), (params, others, key) = moving, fixed
+        rngs = {"params": key}  # all other streams fall back on it
         collections = {"params": with_targets(params, slots), **sums, **others}
         apply = functools.partial(model.apply, collections, rngs=rngs, mutable=DenyList(("params", WGRAD_COLLECTION)))
         return call(apply, arrays)[0]
 
-    return Traced(function, (jax.eval_shape(gradient_targets, params), sums, arrays), (params, others))
+    return Traced(function, (jax.eval_shape(gradient_targets, params), sums, arrays), (params, others, key))
 
 
 # -- NNX ------------------------------------------------------------------------------------------------------
