@@ -31,10 +31,13 @@ from te_jax.c_api import get_library as get_library
 from te_jax.core import versions
 from te_jax.core.public import lazy_modules as _lazy_modules
 from te_jax.core.public import public_names as _public_names
+from te_jax.explain import explain_fp8 as explain_fp8
 from te_jax.gradients import combine_by_max as combine_by_max
 from te_jax.gradients import max_fp8_metas as max_fp8_metas
 from te_jax.gradients import value_and_grad as value_and_grad
 from te_jax.layers import explain_attention as explain_attention
+from te_jax.layers.explain_fp8 import Fp8Explanation as Fp8Explanation
+from te_jax.layers.explain_fp8 import Fp8Product as Fp8Product
 from te_jax.sharding import MeshResource as MeshResource
 from te_jax.sharding import ShardingResource as ShardingResource
 from te_jax.state import fp8 as fp8
@@ -61,25 +64,14 @@ if typing.TYPE_CHECKING:
     from te_jax import nnx as nnx
     from te_jax import ops as ops
     from te_jax import optim as optim
-    from te_jax.explain import explain_fp8 as explain_fp8
 
 _LAZY = ("compat", "flax", "hf", "layers", "models", "nnx", "ops", "optim")
-# Flax and optax take a second to import.
-__getattr__ = _lazy_modules("te_jax", _LAZY, {"explain_fp8": "explain"})
+__getattr__ = _lazy_modules("te_jax", _LAZY)  # Flax and optax take a second to import
 
 NVTE_FP8_COLLECTION_NAME = FP8_COLLECTION  # the name that users of TransformerEngine know
 __version__ = versions.installed_version("te_jax") or "0.0.0"  # run from a source tree that is not installed
 
-__all__ = [
-    *_LAZY,
-    "explain_fp8",
-    "c_api",
-    "checkpoint_policies",
-    "fp8",
-    "recipe",
-    "sharding",
-    *_public_names(globals()),
-]
+__all__ = [*_LAZY, "c_api", "checkpoint_policies", "fp8", "recipe", "sharding", *_public_names(globals())]
 
 
 def __dir__() -> list[str]:

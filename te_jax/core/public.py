@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Collection, Mapping
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
 
 
@@ -11,16 +11,12 @@ def public_names(namespace: Mapping[str, Any]) -> list[str]:
     return sorted(name for name, value in namespace.items() if name[0] != "_" and not isinstance(value, ModuleType))
 
 
-def lazy_modules(
-    package: str, names: Collection[str], functions: Mapping[str, str] = MappingProxyType({})
-) -> Callable[[str], Any]:
-    """The `__getattr__` of a package, which imports its modules `names` at first use. functions: {name: its module}."""
+def lazy_modules(package: str, names: Collection[str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package, which imports its modules `names` at first use."""
 
     def __getattr__(name: str) -> Any:
         if name in names:
             return importlib.import_module(f"{package}.{name}")
-        if name in functions:
-            return getattr(importlib.import_module(f"{package}.{functions[name]}"), name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return __getattr__
