@@ -28,10 +28,11 @@ def explain_fp8(
                with these arguments makes them.
     train:     False: the forward pass only. Else also the gradients by parameters and floating arguments.
 
-    The answer is read off the jaxpr of the call, by the names that modules leave there, so it lists the products of any
-    library, and none that are not made. Bytes kept for the backward pass are those of what `jax.vjp` keeps and the
-    forward pass computes: no parameters or arguments, and before XLA joins or recomputes anything. FP8 state that the
-    model lacks is no error here.
+    The answer is read off the jaxpr of the call, by the names that modules leave there. So it has the products of any
+    library that are te_jax's, or jax's own (`jax.lax.dot_general` and convolutions, not kernels of other libraries),
+    and none that are not made. Bytes kept for the backward pass are those of what `jax.vjp` keeps of the forward pass,
+    each at the module that computes it: no parameters or arguments, and before XLA joins or recomputes anything. FP8
+    state that the model lacks is no error here.
 
     Raises TypeError for another model, no recipe and `variables` of another model than a Linen module, and what the
     call raises.

@@ -26,8 +26,8 @@ _MULTIPLIED = re.compile(r"(lhs|rhs)\d*|q|k|v|kv|qkv")  # the operands that te_j
 class Fp8Product:
     """A product of a model, or several that are alike.
 
-    path:     of the module, as messages and a recipe's `exclude` have it; outside of modules the names of
-              `jax.named_scope`.
+    path:     of the module, in NNX of attributes, else as messages and a recipe's `exclude` have it; outside of modules
+              the names of `jax.named_scope`. Projections that share a norm stand at the first of them.
     product:  "fprop", "dgrad" or "wgrad" of a layer in FP8, or which could be; "attention", "router", "lora", "logits";
               others are "forward". "... grad" and "backward" are what autodiff makes of them, "... again" what
               `jax.checkpoint` computes a second time.
@@ -146,22 +146,24 @@ class Traced(NamedTuple):
 
 def explain_traced(traced: Traced, notes: Notes, recipe: Recipe | None, train: bool) -> Fp8Explanation:
     """What a function multiplies, and with `train` its gradients too. notes: those that are taken of its trace."""
-    leaves, tree = jax.tree.flatten(traced.moving)
-    places = [i for i, a in enumerate(leaves) if _is_float(a)]
+    leaves, tree = jax.tree.flatten((traced.moving, traced.fixed))
+    count = len(jax.tree.leaves(traced.moving))
+    places = [i for i, a in enumerate(leaves[:count]) if _is_float(a)]
 
-    def forward(floats, leaves, fixed):
-        moving = list(leaves)
+    def forward(floats, leaves):
+        leaves = list(leaves)
         for place, value in zip(places, floats):
-            moving[place] = value
-        out = traced.function(jax.tree.unflatten(tree, moving), fixed)
+            leaves[place] = value
+        # Here, for variables of NNX belong to the trace in which they are made.
+        out = traced.function(*jax.tree.unflatten(tree, leaves))
         return [a for a in jax.tree.leaves(out) if _is_float(a)]
 
-    def both(floats, leaves, fixed):
-        out, pull = jax.vjp(lambda floats: forward(floats, leaves, fixed), floats)
+    def both(floats, leaves):
+        out, pull = jax.vjp(lambda floats: forward(floats, leaves), floats)
         return jax.tree.leaves(pull), pull([jnp.ones_like(a) for a in out])
 
-    run, arguments = (both if train else forward), ([leaves[i] for i in places], leaves, traced.fixed)
-    closed, out = jax.make_jaxpr(run, return_shape=True)(*arguments)
+    run = both if train else forward
+    closed, out = jax.make_jaxpr(run, return_shape=True)([leaves[i] for i in places], leaves)
     return _explanation(closed.jaxpr, len(out[0]) if train else 0, notes, recipe)
 
 
@@ -311,4 +313,4 @@ def _why_not(eqn: JaxprEqn, factors: _Factors, origin: Provenance, path: str, no
     return f"{module.kind} leaves it to XLA under every recipe" if module.hook is None else f"no hook; {module.hook}"
 
 
-_WAY_OF_FUNCTIONS = "jax.numpy and jax.lax multiply as they are told, te_jax.layers.dense in FP8"
+_WAY_OF_FUNCTIONS = "a product of jax.numpy or jax.lax, where te_jax.layers.dense would be in FP8"

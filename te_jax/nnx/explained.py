@@ -81,14 +81,14 @@ def _types(tree):
     return jax.eval_shape(lambda tree: tree, tree)
 
 
-def _noted(module: nn.Module | nnx.Module) -> Noted:
-    kind, (way, fields) = type(module), _HOOKS[isinstance(module, nnx.Module)]
+def _noted(kind: type, module: nn.Module | nnx.Module) -> Noted:
+    way, fields = _HOOKS[isinstance(module, nnx.Module)]
     if kind.__module__.startswith("te_jax."):
         return Noted(kind.__name__, None)
     hooks = [f"{name}={way}" for name in fields if hasattr(module, name)]
     if hooks:
         return Noted(kind.__name__, f"give {kind.__name__} {', '.join(hooks)}")
-    return Noted(kind.__name__, f"jax.numpy and jax.lax multiply as they are told, {way} in FP8")
+    return Noted(kind.__name__, f"a product of jax.numpy or jax.lax, where {way} would be in FP8")
 
 
 _HOOKS = (
@@ -117,7 +117,7 @@ class _Linen:
         if root is not self._root and root.path_text == "/":  # else a transform of Flax's is around the module
             self._root, self._base = root, self._notes.path
         try:
-            with at("/".join(filter(None, [self._base, *module.path])), _noted(module)):
+            with at("/".join(filter(None, [self._base, *module.path])), _noted(type(module), module)):
                 return call(*args, **kwargs)
         finally:
             self._root, self._base = outer
@@ -144,8 +144,6 @@ def _of_linen(model, variables, call, arrays) -> Traced:
 
 # -- NNX ------------------------------------------------------------------------------------------------------
 
-_PATH_IN_MODEL = "path_in_the_explained_model"
-
 
 def _of_nnx(model, call, arrays) -> Traced:
     graph, params, others = nnx.split(model, nnx.Param, ...)
@@ -155,19 +153,19 @@ def _of_nnx(model, call, arrays) -> Traced:
         copy = nnx.merge(graph, params, others)
         for path, module in nnx.iter_modules(copy):
             if callable(module):
-                module.__class__ = _located(type(module))
-                setattr(module, _PATH_IN_MODEL, "/".join(map(str, path)))
+                module.__class__ = _located(type(module), "/".join(map(str, path)))
         return call(copy, arrays)
 
     return Traced(function, (_types(params), arrays), _types(others))
 
 
 @functools.cache
-def _located(cls: type[nnx.Module]) -> type[nnx.Module]:
-    """`cls`, whose instances say when they are called."""
+def _located(cls: type[nnx.Module], path: str) -> type[nnx.Module]:
+    """`cls`, whose instances say that they are at `path` when they are called. A class, for it goes through all
+    transforms of NNX, and adds no attribute to the modules."""
 
     def __call__(self, *args, **kwargs):
-        with at(getattr(self, _PATH_IN_MODEL), _noted(self)):
+        with at(path, _noted(cls, self)):
             return cls.__call__(self, *args, **kwargs)
 
     return type(cls)(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})

@@ -187,7 +187,7 @@ TINY = array(4, 8)
 LAYER = te_flax.DenseGeneral(16)
 
 
-PLAIN = "no hook; jax.numpy and jax.lax multiply as they are told, te_jax.{} in FP8"
+PLAIN = "no hook; a product of jax.numpy or jax.lax, where te_jax.{} would be in FP8"
 
 
 class Plain(nn.Module):
@@ -260,17 +260,23 @@ class Model(nnx.Module):
         self.plain = nnx.Linear(8, 8, rngs=rngs)
         self.hooked = nnx.Linear(8, 8, rngs=rngs, dot_general=te_nnx.DotGeneral())
         self.layers = nnx.List([te_nnx.DenseGeneral(8, 16, rngs=rngs)])
+        made = nnx.split_rngs(splits=L)(nnx.vmap(lambda rngs: te_nnx.Linear(16, 16, rngs=rngs)))
+        self.stack = made(rngs)
 
     def __call__(self, x):
-        return self.layers[0](self.hooked(self.plain(x)))
+        x = self.layers[0](self.hooked(nnx.remat(lambda layer, x: layer(x))(self.plain, x)))
+        return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.stack)
 
 
 @pytest.mark.filterwarnings("error")  # of state that is not there, and of gradients without it
 @pytest.mark.parametrize("recipe", [DelayedScaling(), CURRENT])
 def test_nnx(recipe):
-    model = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
+    with te.autocast(recipe=CURRENT):  # without state
+        model = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
     explained = te.explain_fp8(model, TINY, recipe=recipe)
-    assert [p.path for p in explained.products if p.in_fp8] == ["hooked/dot_general"] * 3 + ["layers/0"] * 3
+    assert [(p.path, p.times) for p in explained.products if p.in_fp8] == [
+        (path, times) for path, times in (("hooked/dot_general", 1), ("layers/0", 1), ("stack", L)) for _ in range(3)
+    ]
     assert the_reason(explained, "plain") == "no hook; give Linear dot_general=te_jax.nnx.DotGeneral()"
     assert explained.modules["layers/0"] == "DenseGeneral" and fits(explained)
     linen = te.explain_fp8(LAYER, array(4, 8, dtype=jnp.float32), recipe=recipe)
@@ -317,6 +323,6 @@ def test_arguments():
 
 def test_the_table_of_stats_has_the_others():
     explained = te.explain_fp8(Plain(), TINY, recipe=CURRENT, train=False)
-    assert te.fp8_stats_table({}, explained).splitlines()[-1].startswith(".: forward not in FP8: no hook; jax.numpy")
+    assert te.fp8_stats_table({}, explained).splitlines()[-1].startswith(".: forward not in FP8: no hook; a product")
     with pytest.raises(TypeError, match="fp8_stats_table: explained is 1; pass None or what te_jax.explain_fp8"):
         te.fp8_stats_table({}, 1)
