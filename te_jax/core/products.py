@@ -90,23 +90,22 @@ def at(path: str, module: Noted) -> Iterator[None]:
         notes.path = outer
 
 
-def note(why: str | None = None, **recipe: Any) -> None:
-    """Notes why products of the module that is being traced are not in FP8 (None: nothing), and `recipe=`, its recipe
-    or None."""
-    if (notes := _notes.value) is None:
-        return
-    if recipe:
-        notes.recipes[notes.path] = recipe["recipe"]
-    reasons = notes.why.setdefault(notes.path, [])
-    if why is not None and why not in reasons:
-        reasons.append(why)
+def note(why: str) -> None:
+    """Notes why products of the module that is being traced are not in FP8."""
+    if (notes := _notes.value) is not None:
+        reasons = notes.why.setdefault(notes.path, [])
+        reasons += [] if why in reasons else [why]
 
 
-def note_default(recipe: Any) -> None:
-    """Notes the recipe that a layer is given, where no module has said it."""
+def note_recipe(recipe: Any, why: str | None = None, default: bool = False) -> None:
+    """Notes the recipe of the module that is being traced; None, and then `why`, for no FP8. default: only where no
+    other is noted, as by a layer that no module calls."""
     notes = _notes.value
-    if notes is not None and notes.path not in notes.recipes:
-        note(NO_RECIPE if recipe is None else None, recipe=recipe)
+    if notes is None or (default and notes.path in notes.recipes):
+        return
+    notes.recipes[notes.path] = recipe
+    if recipe is None:
+        note(why or NO_RECIPE)
 
 
 class Provenance(NamedTuple):
@@ -126,6 +125,7 @@ class Provenance(NamedTuple):
     @classmethod
     def of(cls, names: str) -> "Provenance":
         """names: the name stacks of the equation and of those it is in, outermost first."""
-        inner = lambda prefix: re.findall(rf"{prefix}\[([^\]]*)\]", names)[-1:]
-        (path,), (label,) = inner(_NAMED_PATH) or [None], inner(_NAMED_PRODUCT) or [""]
+        *_, path = re.findall(rf"{_NAMED_PATH}\[([^\]]*)\]", names) or [None]
+        *_, within = names.split(f"{_NAMED_PATH}[")
+        *_, label = re.findall(rf"{_NAMED_PRODUCT}\[([^\]]*)\]", within) or [""]
         return cls(path, label, "transpose(" in names, "rematted_computation" in names)

@@ -14,7 +14,7 @@ from flax.core import tracers, unfreeze
 from flax.traverse_util import flatten_dict
 
 from te_jax.core.check import did_you_mean
-from te_jax.core.products import NO_RECIPE, note
+from te_jax.core.products import NO_RECIPE, note_recipe
 from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.recipe._exclude import excluding
 from te_jax.recipe.delayed import HISTORY, SCALE
@@ -76,7 +76,7 @@ def recipe_of(module: nn.Module, *below: str, own: Recipe | None = None) -> Reci
         why = None if pattern is None else f"the recipe's exclude has {pattern!r}"
     recipe = recipe if why is None else None
     if not below:
-        note(why, recipe=recipe)
+        note_recipe(recipe, why)
     return recipe
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Var, jaxprs_in_params
 
 from te_jax.core.op import Op, ops
 from te_jax.core.products import NEVER, OF_LAYER, Noted, Notes, Provenance
@@ -137,18 +137,20 @@ def _bytes(count: int) -> str:
 
 
 class Traced(NamedTuple):
-    """A function, and the types of its two arguments: of the first the floating leaves are differentiated."""
+    """A function, and the types of its two arguments: of the first the floating leaves are differentiated, unless their
+    places are among `frozen`."""
 
     function: Callable[[Any, Any], Any]
     moving: Any
     fixed: Any = ()
+    frozen: frozenset[int] = frozenset()
 
 
 def explain_traced(traced: Traced, notes: Notes, recipe: Recipe | None, train: bool) -> Fp8Explanation:
     """What a function multiplies, and with `train` its gradients too. notes: those that are taken of its trace."""
     leaves, tree = jax.tree.flatten((traced.moving, traced.fixed))
-    count = len(jax.tree.leaves(traced.moving))
-    places = [i for i, a in enumerate(leaves[:count]) if _is_float(a)]
+    moving = enumerate(jax.tree.leaves(traced.moving))
+    places = [i for i, a in moving if _is_float(a) and i not in traced.frozen]
 
     def forward(floats, leaves):
         leaves = list(leaves)
@@ -185,8 +187,9 @@ def _explanation(jaxpr: Jaxpr, residuals: int, notes: Notes, recipe) -> Fp8Expla
     order = {path: i for i, path in enumerate(dict.fromkeys([*notes.modules, *(p.path for p in products)]))}
     products.sort(key=lambda p: order[p.path])
     kept: dict[str, int] = {}
+    makers = _Makers()
     for var in dict.fromkeys(v for v in jaxpr.outvars[:residuals] if isinstance(v, Var)):
-        if (names := _maker(jaxpr, var)) is not None:
+        if (names := makers.names_of(jaxpr, var)) is not None:
             path = _path_of(names, Provenance.of(names))
             kept[path] = kept.get(path, 0) + var.aval.size * var.aval.dtype.itemsize
     modules = {path: module.kind for path, module in notes.modules.items()}
@@ -209,19 +212,24 @@ def _equations(jaxpr: Jaxpr, names: str = "", times: int = 1) -> Iterator[tuple[
                 yield from _equations(inner, within, times * count)
 
 
-def _maker(jaxpr: Jaxpr, var: Var) -> str | None:
-    """The names that the equation stands in which computes `var`; None of an argument."""
-    names = ""
-    while True:
-        eqn = next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
+class _Makers:
+    """Which equation of a jaxpr, or of those within it, computes a variable."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, dict[Var, JaxprEqn]] = {}
+
+    def names_of(self, jaxpr: Jaxpr, var: Var) -> str | None:
+        """The names that it stands in; None where the variable is an argument."""
+        if id(jaxpr) not in self._found:
+            self._found[id(jaxpr)] = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        eqn = self._found[id(jaxpr)].get(var)
         if eqn is None:
-            return names or None
-        names += _stack_of(eqn)
+            return None
         at = eqn.outvars.index(var)
         inside = [inner for inner in jaxprs_in_params(eqn.params) if len(inner.outvars) == len(eqn.outvars)]
-        if not inside or isinstance(inside[0].outvars[at], Literal):
-            return names
-        jaxpr, var = inside[0], inside[0].outvars[at]
+        within = inside[0].outvars[at] if inside else None
+        more = self.names_of(inside[0], within) if isinstance(within, Var) else None
+        return _stack_of(eqn) + (more or "")
 
 
 # -- one product ----------------------------------------------------------------------------------------------
@@ -305,6 +313,8 @@ def _why_not(eqn: JaxprEqn, factors: _Factors, origin: Provenance, path: str, no
         at = OF_LAYER.index(origin.product)
         if recipe.override_linear_precision[at]:
             return f"the recipe's override_linear_precision has True for {origin.product}"
+    if primitive in ops:
+        return f"its operands are {factors.types[0].dtype.name}"
     if primitive != "dot_general":
         return f"te_jax has no {primitive} in FP8"
     if why := why_not_fp8(*factors.types, eqn.params["dimension_numbers"]):

@@ -83,7 +83,8 @@ def attend_by_recipe(
         return _attend_fp8(*split_joined(*operands), options, recipe, metas)
     out = run_attention(made, operands)
     if metas is None:
-        note(None if recipe is None else "the recipe's fp8_dpa is False")
+        if recipe is not None:
+            note("the recipe's fp8_dpa is False")
         return out
     note(made.choice.refused["fp8"])
     warn_once(options.name, f"not in FP8, though the recipe has fp8_dpa=True: {made.choice.refused['fp8']}.")

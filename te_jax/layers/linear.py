@@ -9,7 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 from te_jax.core.arrays import as_jax
 from te_jax.core.check import ARRAY, NONE, STRING, Kind, check, integer, warn_once
 from te_jax.core.policies import GEMM, with_name
-from te_jax.core.products import note, note_default
+from te_jax.core.products import note, note_recipe
 from te_jax.core.types import align
 from te_jax.layers._specs import dense_spec
 from te_jax.layers.config import Config
@@ -86,7 +86,7 @@ def check_recipe_and_metas(name: str, recipe: Any, metas: Any) -> None:
     """Raises TypeError or ValueError, naming the layer, unless `metas` are the state that `recipe` has. Warns of state
     without a recipe."""
     check(name, "metas", metas, METAS)
-    note_default(recipe)
+    note_recipe(recipe, default=True)
     if recipe is not None:
         fp8.check_recipe(name, recipe)
         fp8.check_metas(name, "metas", metas, recipe, "pass fp8.DenseMetas")

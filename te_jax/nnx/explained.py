@@ -10,13 +10,15 @@ from flax import linen as nn
 from flax import nnx
 from flax.core import DenyList
 
-from te_jax.core.check import BOOL, NONE, Kind, check
+from te_jax.core.check import BOOL, NONE, STRING, Kind, check, tuple_of
 from te_jax.core.products import Noted, Notes, at, taking_notes
 from te_jax.flax._state import on_missing_state
 from te_jax.flax.kernels import WGRAD_COLLECTION
 from te_jax.layers.explain_fp8 import Fp8Explanation, Traced, explain_traced
 from te_jax.layers.parameters import gradient_targets, with_targets
+from te_jax.recipe._exclude import naming
 from te_jax.state.fp8 import autocast, check_recipe, current_recipe
+from te_jax.state.misplaced import keys_of
 
 _MODEL = Kind(
     "a module of Flax Linen or NNX, or a function",
@@ -25,10 +27,13 @@ _MODEL = Kind(
 )
 
 
-def explain_model(model: Any, args: Any, kwargs: Any, recipe: Any, variables: Any, train: Any) -> Fp8Explanation:
+def explain_model(
+    model: Any, args: Any, kwargs: Any, recipe: Any, variables: Any, train: Any, frozen: Any
+) -> Fp8Explanation:
     """As `te_jax.explain_fp8`."""
     check("explain_fp8", "model", model, _MODEL)
     check("explain_fp8", "train", train, BOOL)
+    check("explain_fp8", "frozen", frozen, _PATTERNS)
     is_linen = isinstance(model, nn.Module)
     check("explain_fp8", "variables", variables, NONE if not is_linen else _ANYTHING)
     if recipe is not None:
@@ -45,10 +50,12 @@ def explain_model(model: Any, args: Any, kwargs: Any, recipe: Any, variables: An
         elif isinstance(model, nnx.Module):
             traced = _of_nnx(model, call, arrays)
         else:
-            traced = Traced(lambda arrays, _: call(model, arrays), arrays)
+            traced = Traced(lambda moving, _: call(model, moving[1]), ({}, arrays))
+        traced = traced._replace(frozen=_places(traced.moving[0], tuple(frozen)))
         return explain_traced(traced, notes, current_recipe(), bool(train))
 
 
+_PATTERNS = tuple_of(STRING)
 _ANYTHING = Kind("the variables of the model", lambda value: True)
 
 
@@ -60,6 +67,18 @@ def _fresh_state() -> Iterator[None]:
         yield
     finally:
         on_missing_state.reset(token)
+
+
+def _places(params: Any, patterns: tuple[str, ...]) -> frozenset[int]:
+    """The places of the leaves of `params` that the patterns name. Raises ValueError for one that names none."""
+    paths = [keys_of(path) for path, _ in jax.tree.leaves_with_path(params)]
+    for pattern in patterns:
+        if not any(naming((pattern,), path) for path in paths):
+            some = (
+                ", ".join("/".join(path) for path in paths[:8]) or "no parameters: jax.lax.stop_gradient in a function"
+            )
+            raise ValueError(f"explain_fp8: frozen has {pattern!r}, which names no parameter; there are {some}.")
+    return frozenset(i for i, path in enumerate(paths) if naming(patterns, path))
 
 
 def _apart(args: Any, kwargs: Any):

@@ -10,9 +10,17 @@ _searched: dict[tuple[str, ...], int] = {}  # exclude -> how many paths there we
 
 def excluding(patterns: tuple[str, ...], path: tuple[str, ...]) -> str | None:
     """The first of the patterns (`fnmatch`) that names the module at `path`, or one that it is in; None without."""
-    chain = ["/".join(path[: i + 1]) for i in range(len(path))]
-    _asked.setdefault(patterns, set()).update(chain)
-    return next((pattern for each in chain for pattern in patterns if fnmatchcase(each, pattern)), None)
+    _asked.setdefault(patterns, set()).update(_chain(path))
+    return naming(patterns, path)
+
+
+def naming(patterns: tuple[str, ...], path: tuple[str, ...]) -> str | None:
+    """As `excluding`, of other patterns than a recipe's."""
+    return next((pattern for each in _chain(path) for pattern in patterns if fnmatchcase(each, pattern)), None)
+
+
+def _chain(path: tuple[str, ...]) -> list[str]:
+    return ["/".join(path[: i + 1]) for i in range(len(path))]
 
 
 def warn_of_strays(patterns: tuple[str, ...]) -> None:

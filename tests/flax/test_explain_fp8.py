@@ -231,6 +231,17 @@ def test_low_rank():
     }
 
 
+def test_frozen_parameters_have_no_wgrad():
+    explain = functools.partial(te.explain_fp8, LAYER, TINY, recipe=CURRENT)
+    assert [p.product for p in explain(frozen=("kernel",)).products] == ["fprop", "dgrad"]
+    assert explain(frozen=["kernel"]).kept[""] == 8 * 16 + 4, "nothing of x"
+    model = nnx.eval_shape(lambda: nnx.Sequential(*[nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for _ in range(2)]))
+    products = te.explain_fp8(model, TINY, frozen=("layers/0", "*/1/bias")).products
+    assert [len([p for p in products if p.path == path]) for path in ("layers/0", "layers/1")] == [2, 3]
+    with pytest.raises(ValueError, match="frozen has 'lm_head', which names no parameter; there are bias.*, kernel"):
+        explain(frozen=("lm_head",))
+
+
 # -- what is kept ---------------------------------------------------------------------------------------------
 
 
