@@ -25,9 +25,9 @@ __device__ __forceinline__ float BelowLimit(float x, float limit) {
   return x < limit ? 1.f : x == limit ? 0.5f : 0.f;
 }
 
-// The functions of slot 0 are of two families, told apart at run time for 8 elements at once (all threads
-// take the same branch): relu(x) or its square, and x * sigmoid(x * (c0 + c1 * x^2)). Gelu in its tanh form
-// is of the second: (1 + tanh(u)) / 2 = sigmoid(2 * u).
+// The functions of slot 0 make two families, told apart at run time for 8 elements at once (all threads take
+// the same branch): relu(x) or its square, and x * sigmoid(x * (c0 + c1 * x^2)). Gelu in its tanh form is in
+// the second family: (1 + tanh(u)) / 2 = sigmoid(2 * u).
 struct Activation {
   float c0, c1;        // times -log2(e)
   float d0, d1;        // the derivative of the sigmoid's argument: d0 + d1 * x^2
@@ -42,7 +42,7 @@ struct Activation {
     return Reciprocal(1.f + Exp2(x * fmaf(c1, Square(x), c0)));  // 0 and 1 at -inf and inf
   }
 
-  // x as slot 0's function takes it, and what that is multiplied with.
+  // Finds x as slot 0's function takes it, and what the function is multiplied with.
   template <typename T, int kA>
   __device__ __forceinline__ void Inputs(const Vec<T, 8> (&x)[kA], float (&x0)[8], float (&gate)[8]) const {
 #pragma unroll
@@ -72,7 +72,7 @@ struct Activation {
     }
   }
 
-  // dy times f times gate: of a product of the last two that is inf the larger one first, for dy is small.
+  // dy times f times gate. Where f times gate is inf, dy meets the larger one first, for dy is small.
   static __device__ __forceinline__ float Product(float dy, float f, float gate) {
     const float product = f * gate;
     if (fabsf(product) <= FLT_MAX) return dy * product;

@@ -1,5 +1,4 @@
-// How a call ends whose kernel leaves partials: one launch makes the results of all of them, and inverts the
-// scale.
+// How a call ends whose kernel leaves partials: one launch makes all results of them, and inverts the scale.
 #pragma once
 
 #include "base/check.h"

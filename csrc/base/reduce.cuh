@@ -61,8 +61,8 @@ __device__ __forceinline__ float RowSum(float v, float2* scratch) {
   return WarpSum<16>(lane < warps ? scratch[threadIdx.y * warps + lane].x : 0.f);
 }
 
-// What of_warp makes of a warp's values, and 0 of zeros, over the CTA; in its first warp. scratch[kMostWarps]
-// must not be in use.
+// What of_warp makes of the values of a warp, over the CTA; the result is in its first warp. of_warp makes 0
+// of zeros. scratch[kMostWarps] must not be in use.
 template <typename OfWarp>
 __device__ __forceinline__ unsigned OfCta(unsigned v, unsigned* scratch, OfWarp of_warp) {
   v = of_warp(v);

@@ -33,8 +33,8 @@ struct BlockArgs {
   float* inv;             // of data: [n, qs, m, p], of squares [m, ps, n, qs]; nullptr without data
   float* inv_t;           // of data_t: [m, ps, n, q], of squares [n, qs, m, ps]; nullptr without data_t
   float* dbias_partials;  // [m, ps, n, q] or nullptr
-  // ps, qs: blocks along p and q. Of 32 bits, as the rows m p and the columns n q are, so that an address is
-  // one multiplication: of 64 bits those and the divisions were a third of all instructions.
+  // ps, qs: blocks along p and q. All have 32 bits, and so have the rows m p and the columns n q: an address
+  // is then one multiplication. With 64 bits, addresses and divisions were a third of all instructions.
   unsigned m, p, n, q, ps, qs;
   Divisor by_ps, by_qs;
   float fp8_max, epsilon;
@@ -275,8 +275,8 @@ __device__ __forceinline__ void WriteBlocks(const Vec<T, 8> (&x)[kBlockRows], co
 //   Skips(row0) if there: whether nobody reads the tile's rows, of which row0 is the first
 //   groups if there, GroupRows: the rows are in groups, m is 1, and p a multiple of 128
 //   order if there, as of TileOf
-// band: a row of tiles; strip: of its tiles with kSlots results each. kVectors: q % 8 == 0, and rows of the
-// sources and of data are aligned.
+// band: a row of tiles. strip: a column of tiles, with kSlots results in each tile. kVectors: q % 8 == 0, and
+// rows of the sources and of data are aligned.
 template <bool kVectors, bool kSquare, typename Source>
 __device__ __forceinline__ void WriteBlockTile(const Source& source, const BlockArgs& a, unsigned band,
                                                unsigned strip, BlockShared& shared) {
@@ -383,7 +383,7 @@ inline Status GetBlockArgs(const char* op, const Axes& rows, const Axes& n_axes,
   return {};
 }
 
-// aligned: the rows of the sources; the results are looked at here.
+// aligned: whether the rows of the sources are aligned; the results are looked at here.
 template <typename Kernels, bool kSquare = false, typename Source>
 Status LaunchBlocks(cudaStream_t stream, const Source& source, const BlockArgs& a, bool aligned,
                     unsigned experts = 1) {

@@ -215,7 +215,7 @@ __device__ __forceinline__ typename Source::Raw LoadRowOf(const Source& source, 
 //   Skips(row0) if there: whether nobody reads the tile's rows, of which row0 is the first; its amax is 0
 //   groups if there, GroupRows: the rows are in groups; Values(Load of 0 columns) are then 0
 //   order if there, as of TileOf
-// index: of the tile, strip by strip, chunk by chunk. kVectors: n % 8 == 0, and all rows are aligned.
+// index: the tile's number, strip by strip, chunk by chunk. kVectors: n % 8 == 0, and all rows are aligned.
 template <bool kVectors, typename Source>
 __device__ __forceinline__ void WriteTile(const Source& source, const TileResults<typename Source::Type>& a,
                                           unsigned index) {
@@ -382,8 +382,8 @@ inline Status ExpectTiles(const char* op, const Tensor& x, const Axes& m, const 
   return ExpectTotals(op, b.totals, e, tiles + e, n, tiles.First(1) + e + n);
 }
 
-// Runs the op's kernels on m rows and, in each slot, n columns, of each expert. aligned: the source; the
-// results are looked at here.
+// Runs the op's kernels on m rows and, in each slot, n columns of each expert. aligned: whether the sources
+// are aligned; the results are looked at here.
 template <typename Kernels, typename Source>
 Status LaunchTiles(const char* op, cudaStream_t stream, const Source& source, bool aligned, int64_t m,
                    int64_t n, const TileArrays& b, int64_t experts = 1) {
