@@ -220,7 +220,8 @@ TENSOR = ScaleFormat("tensor", attributes=())
 ROWS_128 = ScaleFormat("rows_128", "_block", 128, refuses=_not_hopper)
 SQUARES_128 = ScaleFormat("squares_128", "_block", 128, square=True, refuses=_not_hopper)
 ROWS_32 = ScaleFormat("rows_32", "_mx", 32, False, _exponents, (), jnp.float8_e8m0fnu, _before_blackwell)
-FORMATS = {each.name: each for each in (TENSOR, ROWS_128, SQUARES_128, ROWS_32)}
+IN_USE = (TENSOR, TENSOR), (ROWS_128, SQUARES_128), (ROWS_32, ROWS_32)  # of tensors, and of the weights next to them
+FORMATS = {form.name: form for pair in IN_USE for form in pair}
 
 
 def format_of(recipe: Recipe, tensor: str) -> ScaleFormat:

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from te_jax.core.amax import amax
 from te_jax.core.op import Op
-from te_jax.ops.formats import ScaleFormat, ceil_div, fp8_type, invert, saturate, transpose
+from te_jax.ops.formats import IN_USE, ScaleFormat, ceil_div, fp8_type, invert, saturate, transpose
 
 _TILE_ROWS, _TILE_COLUMNS = 256, 64  # csrc/quantize/tile.cuh
 
@@ -235,6 +235,13 @@ def declare(p: Producer, *forms: ScaleFormat) -> Op:
     PRODUCERS[p.name] = p
     _declared.update({(p.name, each): op for each in forms})
     return op
+
+
+def declare_all(p: Producer, *, tensors: bool = True, weights: bool = False) -> tuple[Op, ...]:
+    """The ops that write a producer's tensor, one for each entry of `IN_USE`: as tensors are written, or weights, or
+    both by one kernel."""
+    chosen = ([form for form, is_written in zip(pair, (tensors, weights)) if is_written] for pair in IN_USE)
+    return tuple(declare(p, *dict.fromkeys(forms)) for forms in chosen)
 
 
 def on_its_gpu(name: str, form: ScaleFormat, reference: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,8 +19,8 @@ from te_jax.core.derivatives import custom_vjp
 from te_jax.core.op import Op
 from te_jax.core.types import align, like
 from te_jax.ops.experts.router import MOST_EXPERTS
-from te_jax.ops.formats import ROWS_32, ROWS_128, TENSOR, ceil_div
-from te_jax.ops.producers import Producer, declare, on_its_gpu
+from te_jax.ops.formats import ceil_div
+from te_jax.ops.producers import Producer, declare_all, on_its_gpu
 from te_jax.ops.quantize.array import FLOAT
 from te_jax.ops.source import Source
 
@@ -234,9 +234,7 @@ PERMUTE = Producer(
     op=dict(replicated="m... k f r"),
     kernels={"": dict(fenced="rows"), "_block": dict(cuda=on_its_gpu)},
 )
-permute_op: Op = declare(PERMUTE, TENSOR)
-permute_block_op: Op = declare(PERMUTE, ROWS_128)
-permute_mx_op: Op = declare(PERMUTE, ROWS_32)
+permute_op, permute_block_op, *_ = declare_all(PERMUTE)
 """x f32|bf16|f16 [*m, h], slots i32[r] and offsets i32[f] of `Groups`, weights f32[*m, k], scale f32[] (with FP8
 results) -> rows [r, h], the row of x of each slot, times the pair's weight, data, data_t, .. as `te_jax.ops.producers`
 says. No block has rows of two groups.

@@ -16,12 +16,11 @@ from jax.sharding import PartitionSpec
 
 from te_jax.core import extension
 from te_jax.core.amax import amax
-from te_jax.core.op import Op
 from te_jax.core.types import align
 from te_jax.ops.experts.permute import ALIGNMENT, Groups
 from te_jax.ops.experts.router import MOST_EXPERTS
-from te_jax.ops.formats import ROWS_32, ROWS_128, TENSOR, ScaleFormat
-from te_jax.ops.producers import Owners, Producer, declare, tiles
+from te_jax.ops.formats import ScaleFormat
+from te_jax.ops.producers import Owners, Producer, declare_all, tiles
 from te_jax.ops.quantize.activation import activate, activation_gradient, check_same_dtype, kind_of
 from te_jax.ops.source import PerExpert, Source
 from te_jax.sharding.constraints import explicit_spec
@@ -181,9 +180,7 @@ GROUPED_ACTIVATION = Producer(
     op=_ON_ONE_DEVICE,
     kernels={"": dict(workspace=_grouped_workspace, cuda=_grouped_cuda), "_block": dict(cuda=_grouped_cuda)},
 )
-activation_grouped_fwd: Op = declare(GROUPED_ACTIVATION, TENSOR)
-activation_grouped_block_fwd: Op = declare(GROUPED_ACTIVATION, ROWS_128)
-activation_grouped_mx_fwd: Op = declare(GROUPED_ACTIVATION, ROWS_32)
+activation_grouped_fwd, activation_grouped_block_fwd, *_ = declare_all(GROUPED_ACTIVATION)
 """te_activation_fwd over the rows of groups: x f32|bf16|f16 [R, a, f], offsets i32[E + 1] and counts i32[E] of
 `Groups`, bias [E, a, f], scale f32[E] or [1] (with FP8 results) -> y [R, f], the product over a of
 names[a]((x + bias of the row's expert)[..., a, :]), data, data_t, .. as `te_jax.ops.producers` says, but with
@@ -209,9 +206,7 @@ GROUPED_ACTIVATION_GRAD = Producer(
     op=_ON_ONE_DEVICE,
     kernels=dict.fromkeys(("", "_block"), dict(workspace=_grouped_workspace, cuda=_grouped_cuda)),
 )
-activation_grouped_bwd: Op = declare(GROUPED_ACTIVATION_GRAD, TENSOR)
-activation_grouped_block_bwd: Op = declare(GROUPED_ACTIVATION_GRAD, ROWS_128)
-activation_grouped_mx_bwd: Op = declare(GROUPED_ACTIVATION_GRAD, ROWS_32)
+activation_grouped_bwd, activation_grouped_block_bwd, *_ = declare_all(GROUPED_ACTIVATION_GRAD)
 """The backward pass of te_activation_grouped_fwd: dy [R, f] of x's type and its operands -> dx [R, a, f], dy times the
 derivative by x, data, data_t, .. as `te_jax.ops.producers` says, but with
 

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 
 from te_jax.core.arrays import as_jax
 from te_jax.core.check import FLOATS_ARRAY, Kind, check, did_you_mean, number
-from te_jax.core.op import Op
-from te_jax.ops.formats import ROWS_32, ROWS_128, TENSOR, ScaleFormat
-from te_jax.ops.producers import Producer, declare
+from te_jax.ops.formats import ScaleFormat
+from te_jax.ops.producers import Producer, declare_all
 from te_jax.ops.source import Source
 
 # Clamped SwiGLU of gpt-oss (https://arxiv.org/abs/2508.10925): the defaults of its model card.
@@ -340,9 +339,7 @@ ACTIVATION = Producer(
     op=dict(replicated="a"),
     kernels={"": dict(fenced="y scale_inv", cuda=_cuda), "_block": dict(cuda=_cuda)},
 )
-activation_fwd: Op = declare(ACTIVATION, TENSOR)
-activation_block_fwd: Op = declare(ACTIVATION, ROWS_128)
-activation_mx_fwd: Op = declare(ACTIVATION, ROWS_32)
+activation_fwd, activation_block_fwd, *_ = declare_all(ACTIVATION)
 """x f32|bf16|f16 [*m, a, f], scale f32[] (with FP8 results) -> y [*m, f], the product over a of names[a](x[..., a, :]),
 data, data_t, .. as `te_jax.ops.producers` says.
 
@@ -365,9 +362,7 @@ ACTIVATION_GRAD = Producer(
     op=dict(replicated="a"),
     kernels={"": dict(cuda=_cuda), "_block": dict(cuda=_cuda)},
 )
-activation_bwd: Op = declare(ACTIVATION_GRAD, TENSOR)
-activation_block_bwd: Op = declare(ACTIVATION_GRAD, ROWS_128)
-activation_mx_bwd: Op = declare(ACTIVATION_GRAD, ROWS_32)
+activation_bwd, activation_block_bwd, *_ = declare_all(ACTIVATION_GRAD)
 """The backward pass of te_activation_fwd: dy [*m, f] of x's type, x, scale f32[] (with FP8 results) -> dx [*m, a, f],
 dy times the derivative by x, data, data_t, .. as `te_jax.ops.producers` says."""
 

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from te_jax.core.check import array_of
-from te_jax.core.op import Op
-from te_jax.ops.formats import ROWS_32, ROWS_128, SQUARES_128, TENSOR
-from te_jax.ops.producers import Producer, declare, on_its_gpu
+from te_jax.ops.producers import Producer, declare_all, on_its_gpu
 from te_jax.ops.source import Source
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -33,9 +31,7 @@ ARRAY = Producer(
     matrix=_matrix,
     kernels={"": dict(fenced="scale_inv"), "_block": dict(cuda=on_its_gpu)},
 )
-quantize: Op = declare(ARRAY, TENSOR)
-quantize_block: Op = declare(ARRAY, ROWS_128, SQUARES_128)
-quantize_mx: Op = declare(ARRAY, ROWS_32)
+quantize, quantize_block, quantize_mx, *_ = declare_all(ARRAY, weights=True)
 """x f32|bf16|f16 [*m, *n], scale f32[] (with FP8 results) -> data, data_t, .. as `te_jax.ops.producers` says.
 
 split: number of axes in m; with blocks `lead`, one less.

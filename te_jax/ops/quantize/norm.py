@@ -13,8 +13,8 @@ from te_jax.core.check import BOOL, check, number, one_of
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.op import Op
 from te_jax.core.types import align, like
-from te_jax.ops.formats import ROWS_32, ROWS_128, TENSOR, ceil_div
-from te_jax.ops.producers import Producer, declare, on_its_gpu, tiles
+from te_jax.ops.formats import ceil_div
+from te_jax.ops.producers import Producer, declare_all, on_its_gpu, tiles
 from te_jax.ops.quantize.array import FLOAT
 from te_jax.ops.source import Source
 
@@ -92,9 +92,7 @@ NORM = Producer(
         "_block": dict(workspace=statistics_workspace, cuda=on_its_gpu),
     },
 )
-norm_fwd: Op = declare(NORM, TENSOR)
-norm_block_fwd: Op = declare(NORM, ROWS_128)
-norm_mx_fwd: Op = declare(NORM, ROWS_32)
+norm_fwd, norm_block_fwd, *_ = declare_all(NORM)
 """x f32|bf16|f16 [..., h], gamma and beta f32|bf16|f16 [h], known_mean (LayerNorm) and known_rstd f32 [...], scale
 f32[] (with FP8 results) -> y [..., h] = (x - mean) * rstd * gamma + beta, data, data_t, .. as `te_jax.ops.producers`
 says, and

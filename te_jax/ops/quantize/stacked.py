@@ -6,9 +6,7 @@ from math import prod
 import jax
 import jax.numpy as jnp
 
-from te_jax.core.op import Op
-from te_jax.ops.formats import ROWS_32, SQUARES_128, TENSOR
-from te_jax.ops.producers import Producer, declare, on_its_gpu
+from te_jax.ops.producers import Producer, declare_all, on_its_gpu
 from te_jax.ops.source import PerExpert, Source
 
 
@@ -43,9 +41,7 @@ STACKED = Producer(
     op=dict(replicated="a...", sizes={"a...0": lambda **_: 2}),
     kernels={"": {}, "_block": dict(cuda=on_its_gpu)},
 )
-quantize_stacked: Op = declare(STACKED, TENSOR)
-quantize_stacked_block: Op = declare(STACKED, SQUARES_128)
-quantize_stacked_mx: Op = declare(STACKED, ROWS_32)
+quantize_stacked, quantize_stacked_block, quantize_stacked_mx, *_ = declare_all(STACKED, tensors=False, weights=True)
 """te_quantize of each entry of a stack: x f32|bf16|f16 [*e, *m, *n], y another array of its shape and type that lies
 beside it in the results, scale f32[*e] (with FP8 results) -> data, data_t, .. as `te_jax.ops.producers` says, with *e
 in front, of the tensor [*m, *a, *n]; amax is f32[*e].
