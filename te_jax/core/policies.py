@@ -21,7 +21,7 @@ STATISTICS = _PREFIX + "statistics"
 NAMES = (GEMM, ATTENTION, QUANTIZED, KERNEL, STATISTICS)
 
 
-def with_name(tree: Any, *names: str | None) -> Any:
+def with_names(tree: Any, *names: str | None) -> Any:
     """`tree`, whose arrays have all of `names` for policies; None among them is skipped."""
     for name in names:
         tree = tree if name is None else checkpoint_name(tree, name)

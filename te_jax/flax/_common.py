@@ -15,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from te_jax.core.arrays import as_jax
 from te_jax.core.check import show
-from te_jax.core.policies import GEMM, with_name
+from te_jax.core.policies import GEMM, with_names
 from te_jax.core.products import product
 from te_jax.core.types import like, on_explicit_mesh, varying_axes
 from te_jax.flax._calls import field_names
@@ -259,9 +259,9 @@ def add_lora(module: nn.Module, y: jax.Array, x: jax.Array, a: jax.Array, b: jax
     group, rank = b.shape[:-2], b.shape[-2]
     contracted = a.ndim - len(group) - 1
     dims = tuple(range(x.ndim - contracted, x.ndim)), tuple(range(contracted))
-    down = with_name(lax.dot_general(x, a.astype(x.dtype), (dims, ((), ()))), GEMM)
+    down = with_names(lax.dot_general(x, a.astype(x.dtype), (dims, ((), ()))), GEMM)
     down = down.reshape(*x.shape[: x.ndim - contracted], math.prod(group), rank)
-    up = with_name(jnp.einsum("...gr,grf->...gf", down, b.astype(x.dtype).reshape(-1, *b.shape[-2:])), GEMM)
+    up = with_names(jnp.einsum("...gr,grf->...gf", down, b.astype(x.dtype).reshape(-1, *b.shape[-2:])), GEMM)
     alpha = module.low_rank_adaptation_alpha
     factor = 1.0 if alpha is None else alpha / rank
     return y + like((up * factor).reshape(y.shape), y)

@@ -11,7 +11,7 @@ from jax.core import ShapedArray
 from te_jax.core.arrays import as_jax
 from te_jax.core.check import NONE, Kind, check, one_of, warn_once
 from te_jax.core.derivatives import custom_vjp
-from te_jax.core.policies import ATTENTION, QUANTIZED, STATISTICS, with_name
+from te_jax.core.policies import ATTENTION, QUANTIZED, STATISTICS, with_names
 from te_jax.core.products import ATTENTION as OF_ATTENTION
 from te_jax.core.products import note, product
 from te_jax.core.types import align, like
@@ -169,14 +169,14 @@ def _attention(q, k, v, metas, config):
 def _attention_fp8_fwd(q, k, v, metas, config):
     by, dtype = _scales(metas), config.recipe.fp8_format.dtype("fwd")
     operands, amaxes = zip(*map(partial(_store, dtype=dtype), (q, k, v), metas, by))
-    operands = with_name(operands, QUANTIZED)
+    operands = with_names(operands, QUANTIZED)
     data, lse, amax = attention_fp8_fwd(*operands, forward_scales(by.q, by.k, by.v, by.o), **config.attrs)
     # cuDNN's amax drops a NaN of the output; the operands' amaxes do not.
     amax = jnp.where(jnp.isnan(sum(each.reshape(-1)[0] for each in amaxes)), jnp.nan, amax)
     data = data if config.fp8_backward else _dequantize(data, by.o, q.dtype)
     # A policy that saves one of these names runs the kernel once.
     name = config.options.context_checkpoint_name
-    saved = with_name((*with_name((data, lse), ATTENTION), with_name((*amaxes, amax), STATISTICS)), name)
+    saved = with_names((*with_names((data, lse), ATTENTION), with_names((*amaxes, amax), STATISTICS)), name)
     out = _dequantize(saved[0], by.o, q.dtype) if config.fp8_backward else saved[0]
     return out, _Saved(operands, *saved, metas)
 

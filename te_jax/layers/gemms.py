@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 
 from te_jax.core.arrays import as_rank
-from te_jax.core.policies import GEMM, with_name
+from te_jax.core.policies import GEMM, with_names
 from te_jax.core.products import DGRAD, FPROP, WGRAD, product
 from te_jax.layers.config import Config
 from te_jax.layers.tensor import Fp8Tensor
@@ -41,7 +41,7 @@ def fprop(
     if config.recipe.override_linear_precision[_FPROP]:
         axes = range(config.lead, config.x.ndim), range(contract)
         y = dot(x.wide, axes[0], w.wide, axes[1], dtype, out_spec=config.spec)
-        return plain_sum(with_name(y, GEMM), bias, residual)
+        return plain_sum(with_names(y, GEMM), bias, residual)
     options = dict(contract=contract, out_dtype=dtype, out_spec=config.spec, **_options(_FPROP, config))
     (lhs, lhs_inv), (rhs, rhs_inv) = x.rows, w.columns
     y = gemm(lhs, rhs, lhs_inv, rhs_inv, bias, residual, **options)

@@ -8,7 +8,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from te_jax.core.arrays import as_jax
 from te_jax.core.check import ARRAY, NONE, STRING, Kind, check, integer, warn_once
-from te_jax.core.policies import GEMM, with_name
+from te_jax.core.policies import GEMM, with_names
 from te_jax.core.products import note, note_recipe
 from te_jax.core.types import align
 from te_jax.layers._specs import dense_spec
@@ -64,7 +64,7 @@ def dense(
     if recipe is None:
         spec = dense_spec(jax.typeof(x), jax.typeof(weight), contract, out_type, jax.tree.map(jax.typeof, residual))
         y = dot(x, range(x.ndim - contract, x.ndim), weight, range(contract), x.dtype, out_spec=spec)
-        return plain_sum(with_name(y, GEMM), bias, residual)
+        return plain_sum(with_names(y, GEMM), bias, residual)
     others = dict(checkpoint=checkpoint, residual=residual, out=out_type, grad_spec=grad_spec)
     config = Config.of(x, weight, bias, contract, recipe, **others)
     x, weight, bias, residual = align(x, weight, bias, residual)

@@ -13,7 +13,7 @@ from te_jax.core import extension
 from te_jax.core.arrays import as_jax
 from te_jax.core.check import NONE, STRING, check, tuple_of, warn_once
 from te_jax.core.derivatives import custom_vjp
-from te_jax.core.policies import STATISTICS, with_name
+from te_jax.core.policies import STATISTICS, with_names
 from te_jax.core.types import align, like
 from te_jax.layers import projections
 from te_jax.layers.config import Config
@@ -107,7 +107,7 @@ def layernorm_mlp(
     if recipe is None:
         options = dict(norm=norm, zero_centered_gamma=zero_centered_gamma, epsilon=epsilon)
         z, _ = layernorm_dense(x, wi, gamma, beta, wi_bias, name=name, **options)
-        z = with_name(z, middle_name)
+        z = with_names(z, middle_name)
         a = constrain_to_spec(act_op.activation(z, activations, activation_params), middle_spec)
         return dense(a, wo, wo_bias, x if through else added, out=x if added is None else added, name=name)
     first = Config.of(x, wi, wi_bias, 1, recipe, checkpoint=checkpoint)
@@ -180,7 +180,7 @@ def _mlp_forward(operands: _Operands, static: _Static, train: bool, need_wgrad):
     x, gamma, beta, wi, wo, added = operands
     first = projections.Operands(x, (wi,), gamma, beta), projections.Static((static.wi,), static.norm)
     ((z,), *_), q0, (w0,), stats = projections.multiply(*first, train, need_wgrad[:1])
-    z = with_name(z, static.middle_name)
+    z = with_names(z, static.middle_name)
     z = constrain_to_spec(z, static.slots_spec)
     uses = LayerUses.of(static.wo.recipe, train, need_wgrad[1])
     role = Role("x", wo.metas.x, uses.x, jax.typeof(z))
@@ -220,7 +220,7 @@ def _norm_mlp_fwd(operands, static):
     y, *pairs, z, stats = _mlp_forward(operands, static, train=True, need_wgrad=need_wgrad)
     each = zip(pairs, (wi, wo), (static.wi, static.wo), need_wgrad)
     saved = [save_for_backward(tag_for_wgrad(q, config), w, p.metas, config, need) for (q, w), p, config, need in each]
-    return y, (saved, z, (x, with_name(stats, STATISTICS), gamma, beta))
+    return y, (saved, z, (x, with_names(stats, STATISTICS), gamma, beta))
 
 
 def _norm_mlp_bwd(static: _Static, residuals, dy):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from te_jax.core.amax import amax as amax_of
-from te_jax.core.policies import KERNEL, STATISTICS, with_name
+from te_jax.core.policies import KERNEL, STATISTICS, with_names
 from te_jax.core.types import like, varying_axes
 from te_jax.layers.config import Config
 from te_jax.layers.tensor import Fp8Tensor, LayerUses, Uses
@@ -158,6 +158,6 @@ def tag(q: Fp8Tensor, name: str, config: Config, leave: tuple[str, ...] = ()) ->
 
     def one(field, a):
         small = field == "amax" or a is None or not a.ndim
-        return with_name(a, STATISTICS if small else name, config.checkpoint)
+        return with_names(a, STATISTICS if small else name, config.checkpoint)
 
     return q._replace(**{field: one(field, a) for field, a in q._asdict().items() if field not in leave})

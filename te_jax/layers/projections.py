@@ -8,7 +8,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
 from te_jax.core.derivatives import custom_vjp
-from te_jax.core.policies import STATISTICS, with_name
+from te_jax.core.policies import STATISTICS, with_names
 from te_jax.core.types import like
 from te_jax.layers.config import Config
 from te_jax.layers.gemms import dgrad, fprop
@@ -82,7 +82,7 @@ def _project_fwd(operands, static):
     q = tag_for_wgrad(q, static.configs[0])
     each = zip(weights, projections, static.configs, need_wgrad)
     saved = [save_for_backward(q, w, p.metas, config, needs_wgrad) for w, p, config, needs_wgrad in each]
-    return out, (saved, None if static.norm is None else (x, with_name(stats, STATISTICS), gamma, beta))
+    return out, (saved, None if static.norm is None else (x, with_names(stats, STATISTICS), gamma, beta))
 
 
 def _project_bwd(static, residuals, cotangents):

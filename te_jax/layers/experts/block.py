@@ -15,7 +15,7 @@ from jax.core import ShapedArray, max_dim
 from te_jax.core.arrays import as_jax, as_rank
 from te_jax.core.check import BOOL, NONE, STRING, Kind, KnownFields, check, number
 from te_jax.core.derivatives import custom_vjp
-from te_jax.core.policies import GEMM, STATISTICS, with_name
+from te_jax.core.policies import GEMM, STATISTICS, with_names
 from te_jax.core.products import product
 from te_jax.core.types import align, like
 from te_jax.layers._specs import dense_spec
@@ -222,8 +222,8 @@ def _routing(h, gate_kernel, expert_bias, options: MoEOptions) -> tuple[Routing,
     h, gate_kernel, expert_bias = align(h, gate_kernel, expert_bias)
     axes = (h.ndim - 1,), gate_kernel, (0,)
     spec = dense_spec(jax.typeof(h), jax.typeof(gate_kernel), 1)
-    logits = with_name(product("router")(dot)(h, *axes, jnp.float32, precision, spec), GEMM)
-    routing = with_name(route(logits, options.router, expert_bias=expert_bias), STATISTICS)
+    logits = with_names(product("router")(dot)(h, *axes, jnp.float32, precision, spec), GEMM)
+    routing = with_names(route(logits, options.router, expert_bias=expert_bias), STATISTICS)
     unbiased = routing if expert_bias is None else route(logits, options.router)
     balancing = load_balancing_loss(logits, unbiased.experts, options.router, per_sequence=options.per_sequence_loss)
     experts, dropped = routing.experts, jnp.zeros_like(routing.counts)
@@ -257,7 +257,7 @@ _with_counts.defvjp(
 
 
 def _groups(routing: Routing):
-    return with_name(group(routing.experts, routing.counts.shape[0]), STATISTICS)
+    return with_names(group(routing.experts, routing.counts.shape[0]), STATISTICS)
 
 
 def _in_type_of_x(h, weights, wi, wo, routing, options: MoEOptions, middle_name):
@@ -271,7 +271,7 @@ def _in_type_of_x(h, weights, wi, wo, routing, options: MoEOptions, middle_name)
     kernels, rows = arrays_of(wi[0]), permute(h, groups)
     # One product for each slot: to stack the kernels would copy them in each pass.
     slots = [product(rows, *each) for each in zip(kernels, wi[1] or (None,) * len(kernels))]
-    slots = [with_name(z, middle_name) for z in slots]
+    slots = [with_names(z, middle_name) for z in slots]
     a = act_op.activation_of_slots(slots, options.activations, options.activation_params)
     return combine(product(a, *arrays_of(wo[0]), wo[1]), groups, weights)
 

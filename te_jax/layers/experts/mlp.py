@@ -15,7 +15,7 @@ from jax import lax
 from jax.custom_derivatives import custom_vjp_primal_tree_values as values_of
 
 from te_jax.core.derivatives import custom_vjp
-from te_jax.core.policies import with_name
+from te_jax.core.policies import with_names
 from te_jax.core.types import like
 from te_jax.layers.config import Config
 from te_jax.layers.experts.weights import Parts, amax_of_parts, any_gradient, quantize_part, slots_at
@@ -92,7 +92,7 @@ def _forward(operands: ExpertOperands, groups, static: ExpertStatic, train: bool
     parts = tuple(quantize_part(part, wi.metas.kernel, uses.weight, static.wi, True) for part in wi.kernel)
     bias = lambda span: None if wi.bias is None else wi.bias[:, span]
     each = [grouped_fprop(q0, w, bias(span), groups, static.wi) for w, span in zip(parts, static.spans())]
-    z = with_name(each[0] if len(each) == 1 else jnp.concatenate(each, 1), static.middle_name)
+    z = with_names(each[0] if len(each) == 1 else jnp.concatenate(each, 1), static.middle_name)
     (second,) = wo.kernel
     if not static.wo.on_mesh:  # the second weights in FP8 come after z, when what only z is made of is free
         second = second._replace(wide=lax.optimization_barrier((z, second.wide))[1])

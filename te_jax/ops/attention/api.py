@@ -9,7 +9,7 @@ from jax import lax
 
 from te_jax.core.arrays import as_jax
 from te_jax.core.check import ARRAY, BOOL, check, warn_once
-from te_jax.core.policies import ATTENTION, with_name
+from te_jax.core.policies import ATTENTION, with_names
 from te_jax.core.types import align
 from te_jax.ops.attention.context import attend_cut
 from te_jax.ops.attention.form import Form
@@ -173,5 +173,5 @@ def _attend_xla(q, k, v, options: AttentionOptions):
         q, k, v, bias=bias, hidden=hidden, factor=factor, offset=offset, scale=options.scale,
         pre_scale=options.pre_scale, softcap=options.logit_softcap,
     )  # fmt: skip
-    out = with_name(restore(restore_rows(out)), ATTENTION, options.context_checkpoint_name)
+    out = with_names(restore(restore_rows(out)), ATTENTION, options.context_checkpoint_name)
     return out, lax.stop_gradient(lse), max_logit

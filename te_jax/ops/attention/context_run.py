@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from te_jax.core.derivatives import custom_vjp
-from te_jax.core.policies import ATTENTION, with_name
+from te_jax.core.policies import ATTENTION, with_names
 from te_jax.core.types import align, like, on_explicit_mesh
 from te_jax.ops.attention.context_plan import OPEN, Call, Layout, Plan
 from te_jax.ops.attention.form import form_of
@@ -251,7 +251,7 @@ def _context_fwd(q, k, v, sink, rows, spec):  # `Cut.run` is compiled: without t
         sums = _on_device(plans, device, run, sums, q, *keys, _place(step, device, spec), rows)
     out, lse = with_sink(*(_see_nothing(q, v) if sums is None else sums), sink)
     out = like(out, jax.typeof(q).update(shape=out.shape))
-    out, lse = with_name((out, lse), ATTENTION, spec.options.context_checkpoint_name)
+    out, lse = with_names((out, lse), ATTENTION, spec.options.context_checkpoint_name)
     return (out, lse), (q, k, v, sink, rows, out, lse)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from te_jax.core.arrays import as_rank
 from te_jax.core.derivatives import custom_vjp
-from te_jax.core.policies import ATTENTION, with_name
+from te_jax.core.policies import ATTENTION, with_names
 from te_jax.core.types import like
 from te_jax.ops.attention.form import Attrs, Form
 from te_jax.ops.attention.op import attention_bwd, attention_fwd, operand_types
@@ -43,7 +43,7 @@ def _attention_fwd(operands, bias, sink, segments, rng, attrs, name):
         blind = lse < HIDES
         out, lse = jnp.where(_of_rows(blind), 0, out), jnp.where(blind, -jnp.inf, lse)
     # A policy that saves one of these names saves all that the backward pass needs of the forward kernel.
-    out, lse, *drawn = with_name([*with_sink(out, lse, sink), *drawn], ATTENTION, name)
+    out, lse, *drawn = with_names([*with_sink(out, lse, sink), *drawn], ATTENTION, name)
     return (out, lse), (operands, bias, sink, segments, out, lse, drawn[0] if drawn else None)
 
 

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from te_jax.core.check import check, integer
 from te_jax.core.op import Op
-from te_jax.core.policies import GEMM, with_name
+from te_jax.core.policies import GEMM, with_names
 from te_jax.ops.experts.permute import ALIGNMENT, Groups
 from te_jax.ops.experts.router import MOST_EXPERTS
 from te_jax.ops.experts.rows import activation_grouped_bwd, check_groups, grouped_activation_grad_source
@@ -253,7 +253,7 @@ def gemm_grouped_paired(
     if rhs.shape[-1] != lhs.shape[2] * _SIDE:
         raise ValueError(f"{_PAIRED_OP}: lhs has the shape {lhs.shape}, rhs {rhs.shape}; pass as many columns of both.")
     attrs |= _slot(_PAIRED_OP, lhs, rhs.shape[2], slot, dtype)
-    return with_name(gemm_grouped_paired_op(lhs, rhs, offsets, counts, *scales, **attrs)[0], GEMM)
+    return with_names(gemm_grouped_paired_op(lhs, rhs, offsets, counts, *scales, **attrs)[0], GEMM)
 
 
 def gemm_grouped_paired_wgrad(
@@ -281,7 +281,7 @@ def gemm_grouped_paired_wgrad(
     attrs |= _slot(_PAIRED_WGRAD_OP, rhs, 1, slot, dtype) | (dict(in_place=True) if in_place else {})
     c = None if c is None else in_squares(c)
     (out,) = gemm_grouped_paired_wgrad_op(lhs, rhs, offsets, counts, *scales, c, **attrs)
-    return with_name(out.reshape(*out.shape[:2], -1), GEMM)
+    return with_names(out.reshape(*out.shape[:2], -1), GEMM)
 
 
 def _checked_call(op: str, paired, other, rank, offsets, counts, lhs_scale_inv, rhs_scale_inv, out_dtype, fast_accum):

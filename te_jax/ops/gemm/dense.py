@@ -21,7 +21,7 @@ from te_jax.core.arrays import as_jax, as_rank
 from te_jax.core.check import ARRAY, BOOL, NONE, Kind, check, integer, is_dtype
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.op import Op
-from te_jax.core.policies import GEMM, with_name
+from te_jax.core.policies import GEMM, with_names
 from te_jax.core.types import align, like, on_explicit_mesh
 from te_jax.ops.formats import ROWS_32, ROWS_128, SQUARES_128, TENSOR, ScaleFormat, fill
 from te_jax.ops.quantize.array import FLOATS
@@ -383,15 +383,15 @@ def gemm(
     if in_blocks:
         operands = lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c
         attrs = dict(out_dtype=out_dtype, tune=bool(tune), **of_c)
-        return with_name(_gemm_of_blocks(operands, contract, formats, specs, attrs), GEMM)
+        return with_names(_gemm_of_blocks(operands, contract, formats, specs, attrs), GEMM)
     check("te_gemm", "contract", contract, integer(1))
     attrs = dict(contract=contract, out_dtype=out_dtype, fast_accum=bool(fast_accum), tune=bool(tune))
     if is_fp8:
         attrs |= of_c
-        return with_name(gemm_op(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, out_specs=specs, **attrs)[0], GEMM)
+        return with_names(gemm_op(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, out_specs=specs, **attrs)[0], GEMM)
     if lhs_scale_inv is not None or rhs_scale_inv is not None:
         raise TypeError(f"te_gemm: scales are given, but lhs is {lhs.dtype}; they go only with FP8 operands.")
-    return with_name(_gemm(*align(lhs, rhs, bias, c), tuple(attrs.items())), GEMM)
+    return with_names(_gemm(*align(lhs, rhs, bias, c), tuple(attrs.items())), GEMM)
 
 
 def _gemm_of_blocks(operands, contract: int, formats: Formats, specs, attrs) -> jax.Array:

@@ -22,7 +22,7 @@ from te_jax.core.arrays import as_jax
 from te_jax.core.check import ARRAY, BOOL, INTEGERS, check, integer
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.op import Op
-from te_jax.core.policies import GEMM, with_name
+from te_jax.core.policies import GEMM, with_names
 from te_jax.core.types import align, like
 from te_jax.ops.experts.permute import ALIGNMENT
 from te_jax.ops.experts.router import MOST_EXPERTS
@@ -323,10 +323,10 @@ def gemm_grouped(
             lhs, scales = _as_bf16(lhs, lhs_scale_inv, contract), _NO_SCALES
         else:
             scales = _operands_of_scales(_ROWS_OP, formats, _OF_ROWS, lhs_scale_inv, rhs_scale_inv)
-        return with_name(gemm_grouped_op(lhs, rhs, offsets, counts, *scales, bias, **attrs)[0], GEMM)
+        return with_names(gemm_grouped_op(lhs, rhs, offsets, counts, *scales, bias, **attrs)[0], GEMM)
     if k_first and contract != lhs.ndim - 1:
         raise ValueError(f"{_ROWS_OP}: contract is {contract}, but lhs has the shape {lhs.shape}; pass {lhs.ndim - 1}.")
-    return with_name(_gemm_grouped(*align(lhs, rhs, bias, offsets, counts), k_first, tuple(attrs.items())), GEMM)
+    return with_names(_gemm_grouped(*align(lhs, rhs, bias, offsets, counts), k_first, tuple(attrs.items())), GEMM)
 
 
 def gemm_grouped_wgrad(
@@ -374,7 +374,7 @@ def gemm_grouped_wgrad(
         lhs, rhs, scales = _as_bf16(lhs, lhs_scale_inv, 1), _as_bf16(rhs, rhs_scale_inv, 1), _NO_SCALES
     else:
         scales = _operands_of_scales(_WGRAD_OP, formats, _OF_BUFFERS, lhs_scale_inv, rhs_scale_inv)
-    return with_name(gemm_grouped_wgrad_op(lhs, rhs, offsets, counts, *scales, c, **attrs)[0], GEMM)
+    return with_names(gemm_grouped_wgrad_op(lhs, rhs, offsets, counts, *scales, c, **attrs)[0], GEMM)
 
 
 def gemm_grouped_wide_wgrad(
@@ -401,7 +401,7 @@ def gemm_grouped_wide_wgrad(
     check(_UNQUANTIZED_WGRAD_OP, "out_dtype", out_dtype, OUT_DTYPE)
     check(_UNQUANTIZED_WGRAD_OP, "in_place", in_place, BOOL)
     attrs = dict(out_dtype=jnp.dtype(out_dtype or lhs.dtype)) | (dict(in_place=True) if in_place else {})
-    return with_name(gemm_grouped_wide_wgrad_op(lhs, rhs, offsets, counts, c, **attrs)[0], GEMM)
+    return with_names(gemm_grouped_wide_wgrad_op(lhs, rhs, offsets, counts, c, **attrs)[0], GEMM)
 
 
 def _check_slot(slot, rhs):

@@ -13,7 +13,7 @@ from te_jax.compat._collective import CollectiveOpSet, noop_collective_op_set
 from te_jax.compat.transformer_engine.jax.dense import check_collective
 from te_jax.compat.transformer_engine.jax.layernorm import canonicalize_norm_type
 from te_jax.compat.transformer_engine.jax.quantize.quantizer import QuantizerSet, noop_quantizer_set
-from te_jax.core.policies import with_name
+from te_jax.core.policies import with_names
 
 __getattr__: GetAttr = absent("transformer_engine.jax.layernorm_mlp")
 
@@ -71,4 +71,4 @@ def layernorm_mlp(
         middle_spec=resolve_logical_axes(dot_2_input_axes),
         **first,
     )
-    return with_name(y, ffn2_ckpt_name)
+    return with_names(y, ffn2_ckpt_name)
