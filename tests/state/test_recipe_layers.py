@@ -1,6 +1,8 @@
 """Laws that layers obey under every recipe without state, and on meshes that cut blocks. Each recipe's numbers against
 an emulation of its own: test_recipe_current.py, test_recipe_fixed.py, test_recipe_block.py, test_recipe_mxfp8.py."""
 
+import functools
+
 import block_oracle as oracle
 import collectives
 import jax
@@ -10,7 +12,7 @@ import pytest
 import sharded
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from layer_cases import close, data
+from layer_cases import close, data, with_gradients
 from recipe_cases import losses_of_steps, near, own, results, uneven
 
 from te_jax.layers import dense, layernorm, layernorm_mlp
@@ -70,14 +72,16 @@ def test_dense(recipe, tokens, features, dtype, rng):
 def test_override(override, recipe, rng):
     recipe = recipe(override_linear_precision=override)
     x, w, dy = data(rng, (130, 24), (24, 10), (130, 10))
-    y, vjp = jax.vjp(lambda *a: dense(*a, recipe=recipe), x, w)
+    y, gradients = with_gradients(lambda *a: dense(*a, recipe=recipe), x, w, dy=dy)
+    operands = x, w, dy = [np.asarray(a) for a in (x, w, dy)]
     gemms = lambda x, w, dy: (x @ w, dy @ w.T, x.T @ dy)
     if isinstance(recipe, Float8CurrentScaling):
-        narrow = gemms(own(x, "fwd", recipe), own(w, "fwd", recipe), own(dy, "bwd", recipe))
+        directions = ("fwd", "fwd", "bwd")
+        narrow = gemms(*(np.asarray(own(a, of, recipe)) for a, of in zip(operands, directions)))
     else:
-        narrow = oracle.dense(*map(np.asarray, (x, w, dy)), 1, recipe)
-    for got, wide, *wants in zip((y, *vjp(dy)), override, gemms(x, w, dy), narrow):
-        close(got, wants[not wide])
+        narrow = oracle.dense(*operands, 1, recipe)
+    for got, high, *wants in zip((y, *gradients), override, gemms(*operands), narrow):
+        close(got, wants[not high])
 
 
 @over(BLOCK, MXFP8)
@@ -125,23 +129,32 @@ CUT = {  # b, s, C, F of x and kernel, and how 4 x 2 devices share them
 }
 
 
+@functools.cache
+def cut_on_one_device(name):
+    """x, w and the weights of y, and the loss with its gradients by x and w; the step, too."""
+    recipe, (b, s, c, f), *_ = CUT[name]
+    rng = np.random.default_rng(0)
+    arrays = [uneven(rng, *shape) for shape in ((b, s, c), (c, f), (b, s, f))]
+    loss = lambda x, w, weight: jnp.sum(dense(x, w, recipe=recipe) * weight)
+    step = jax.value_and_grad(loss, (0, 1))
+    return arrays, jax.jit(step)(*arrays), step
+
+
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("kind", sharded.KINDS)
 @pytest.mark.parametrize("name", CUT)
-def test_cut_blocks_on_a_mesh(name, kind, rng):
+def test_cut_blocks_on_a_mesh(name, kind):
     """The numbers of one device, also where shards would have parts of blocks; the gradient of y lies as y does."""
-    recipe, (b, s, c, f), x_spec, w_spec = CUT[name]
-    x, w, weight = (jnp.asarray(uneven(rng, *shape)) for shape in ((b, s, c), (c, f), (b, s, f)))
-    step = jax.value_and_grad(lambda x, w: jnp.sum(dense(x, w, recipe=recipe) * weight), (0, 1))
-    want = jax.jit(step)(x, w)
+    recipe, _, x_spec, w_spec = CUT[name]
+    (x, w, weight), want, step = cut_on_one_device(name)
     mesh = jax.make_mesh((4, 2), ("dp", "tp"), axis_types=(sharded.KINDS[kind],) * 2)
     with jax.set_mesh(mesh):
-        x, w = (jax.device_put(np.asarray(a), NamedSharding(mesh, spec)) for a, spec in ((x, x_spec), (w, w_spec)))
+        x, w = (jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in ((x, x_spec), (w, w_spec)))
         if kind == "explicit":
             y_spec = jax.eval_shape(lambda x, w: dense(x, w, recipe=recipe), x, w).sharding
-            weight = jax.device_put(np.asarray(weight), NamedSharding(mesh, y_spec.spec))
-        program, found = collectives.compiled(jax.jit(step), x, w, mesh=mesh)
-        got = program(x, w)
+            weight = jax.device_put(weight, NamedSharding(mesh, y_spec.spec))
+        program, found = collectives.compiled(jax.jit(step), x, w, weight, mesh=mesh)
+        got = program(x, w, weight)
     jax.tree.map(close, got, want)
     if name == "block whole":  # row parallel: nothing is gathered
         assert not [kind for kind, *_ in found if kind == "all-gather"], found

@@ -9,6 +9,7 @@ import sys
 import tempfile
 
 import jax
+import orbax_whole  # noqa: F401
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import orbax_whole  # noqa: F401
 from quick_init import quick_init
 
 import te_jax as te
