@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from te_jax.compat._absent import GetAttr, absent
+from te_jax.core.arrays import as_jax
 from te_jax.ops.experts.permute import ALIGNMENT, Groups, combine, group, permute
 
 __getattr__: GetAttr = absent("transformer_engine.jax.permutation")
@@ -34,6 +35,7 @@ def token_dispatch(
     Raises ValueError for another num_out_tokens or align_size, 2**31 entries of routing_map or more, and what `group`
     raises.
     """
+    inp, routing_map, probs = as_jax(inp, routing_map, probs)
     is_pair = routing_map.reshape(-1, routing_map.shape[-1]) != 0
     tokens, num_experts = is_pair.shape
     if num_out_tokens < 1:
