@@ -33,7 +33,7 @@ def explain_model(
     """As `te_jax.explain_fp8`."""
     check("explain_fp8", "model", model, _MODEL)
     check("explain_fp8", "train", train, BOOL)
-    check("explain_fp8", "frozen", frozen, _PATTERNS)
+    check("explain_fp8", "frozen", frozen, _OF_PATHS)
     is_linen = isinstance(model, nn.Module)
     check("explain_fp8", "variables", variables, NONE if not is_linen else _ANYTHING)
     if recipe is not None:
@@ -51,11 +51,11 @@ def explain_model(
             traced = _of_nnx(model, call, arrays)
         else:
             traced = Traced(lambda moving, _: call(model, moving[1]), ({}, arrays))
-        traced = traced._replace(frozen=_places(traced.moving[0], tuple(frozen)))
+        traced = traced._replace(frozen=_frozen_places(traced.moving[0], tuple(frozen)))
         return explain_traced(traced, notes, current_recipe(), bool(train))
 
 
-_PATTERNS = tuple_of(STRING)
+_OF_PATHS = tuple_of(STRING)
 _ANYTHING = Kind("the variables of the model", lambda value: True)
 
 
@@ -69,7 +69,7 @@ def _fresh_state() -> Iterator[None]:
         on_missing_state.reset(token)
 
 
-def _places(params: Any, patterns: tuple[str, ...]) -> frozenset[int]:
+def _frozen_places(params: Any, patterns: tuple[str, ...]) -> frozenset[int]:
     """The places of the leaves of `params` that the patterns name. Raises ValueError for one that names none."""
     paths = [keys_of(path) for path, _ in jax.tree.leaves_with_path(params)]
     for pattern in patterns:
