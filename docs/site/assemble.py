@@ -41,7 +41,7 @@ def pages() -> dict[str, tuple[str, str]]:
         found[document.removeprefix("docs/")] = document, path.read_text()
     found |= {page: (document, (ROOT / document).read_text()) for document, page in OTHERS.items()}
     document, index = found[HOWTOS]
-    listed = "\n".join(re.findall(r"^\| \[[^\]]*\]\(([\w-]+)\.md\)", index, re.MULTILINE))
+    listed = "\n".join(re.findall(r"^\| \[[^\]]*\]\(([\w-]+)\.md\)", index.partition("## Pages")[2], re.MULTILINE))
     found[HOWTOS] = document, f"{index}\n```{{toctree}}\n:hidden:\n\n{listed}\n```\n"
     return found
 

@@ -70,7 +70,7 @@ PAGES = (
     Page("flax-weights", "te_jax.flax", {
         "Weights in FP8": ("fp8_params", "fp8_model_init", "dequantize_params"),
         "Weights quantized once": ("fp8_kernels", "wgrads"),
-        "Low-rank adaptation": ("split_lora", "join_lora", "lora_mask", ...),
+        "Low-rank adaptation": ("split_lora", "join_lora", "merge_lora", "lora_mask", ...),
     }),
     Page("nnx", "te_jax.nnx", {
         "Modules": (
