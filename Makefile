@@ -26,7 +26,7 @@ SOURCES := pyproject.toml $(wildcard build_backend/*.py) \
   $(if $(BUILD),CMakeLists.txt te_jax/core/archs.py $(wildcard cmake/*.*) $(CXX_SOURCES) $(shell find third_party -type f))
 export TE_JAX_BUILD_CUDA := $(MODE)
 
-.PHONY: help train test bench tables docs wheel lint types format clean
+.PHONY: help train test bench tables docs wheel urls lint types format clean
 
 help:
 	@echo "make train ARGS=...   install into $(VENV), train a GPT: ARGS=\"--preset tiny --compare\" (ARGS=--help lists all)"
@@ -35,6 +35,7 @@ help:
 	@echo "make tables           write the documents' tables and plots of figures from results/"
 	@echo "make docs             build the site into build/site, warnings are errors"
 	@echo "make wheel            build wheels for all architectures into dist/: PYTHONS=\"python3.11 python3.12\""
+	@echo "make urls URL=...     write the project's address into pyproject.toml, for wheels and the site"
 	@echo "make lint             ruff and clang-format"
 	@echo "make types            pyright over the public names"
 	@echo "make format           let both rewrite the sources"
@@ -87,6 +88,10 @@ endif
 PYTHONS ?= python3.11 python3.12
 wheel:
 	$(PYTHON) cmake/wheels.py dist $(PYTHONS)
+
+urls:
+	@test -n "$(URL)" || { echo "make urls: give the address, as in make urls URL=https://..."; exit 1; }
+	sed -i -E 's|^(Homepage = ")[^"]*|\1$(URL)|; s|^(Documentation = ")[^"]*|\1$(URL)/docs|; s|^(Issues = ")[^"]*|\1$(URL)/issues|; s|^(Changelog = ")[^"]*|\1$(URL)/changelog|' pyproject.toml
 
 $(VENV)/.lint $(VENV)/.docs $(VENV)/.types: $(VENV)/.%: pyproject.toml | $(BIN)/python
 	$(PIP) install $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$*"])')

@@ -37,7 +37,11 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
 copybutton_exclude = ".linenos, .gp, .go"
-html_theme_options = {"navigation_with_keys": True}
+_urls = {name: url for name, url in _PROJECT["urls"].items() if ".example" not in url}  # not the placeholders
+html_theme_options = {
+    "navigation_with_keys": True,
+    "footer_icons": [{"name": name, "url": url, "html": name, "class": ""} for name, url in _urls.items()],
+}
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"

@@ -25,7 +25,9 @@ def recommended_xla_flags() -> str:
 
     te_jax sets no environment variables itself. Put the flags into XLA_FLAGS before the first use of jax:
 
-        export XLA_FLAGS="$(python -c 'from te_jax import sharding; print(sharding.recommended_xla_flags())')"
+        export XLA_FLAGS="$(python -c '
+        from te_jax import sharding
+        print(sharding.recommended_xla_flags())')"
 
     They turn on the latency-hiding scheduler, the pipelining of collectives in loops and the double buffering of loops,
     and set the sizes up to which collectives are combined. Windowed einsum

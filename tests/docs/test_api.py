@@ -5,17 +5,13 @@ a comment behind it has the value that the comment says.
 """
 
 import ast
-import json
 import re
+import shutil
 import warnings
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-
-from te_jax import hf, models
 
 SITE = Path(__file__).resolve().parents[2] / "docs" / "site"
 PAGES = sorted(path.stem for path in (SITE / "api").glob("*.md"))
@@ -38,23 +34,13 @@ def run(code: str, file: str, names: dict) -> None:
             exec(compile(ast.Module([node], []), file, "exec"), names)
 
 
-def a_checkpoint(folder: Path) -> None:
-    """A small Llama in `folder`, as another program left it."""
-    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
-    model = models.CausalLM(hf.read_config(folder))
-    forms = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((1, 4), jnp.int32))
-    hf.save(folder, model, {"params": jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), forms["params"])})
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_examples_run(page, tmp_path, monkeypatch, capsys):
     text = (SITE / "api" / f"{page}.md").read_text()
     (code,) = BLOCK.findall(text) or ("",)
     monkeypatch.chdir(tmp_path)
     if page == "hf":
-        a_checkpoint(tmp_path / "checkpoint")
+        shutil.copytree(SITE.parents[1] / "tests" / "hf_fixtures" / "llama2", "checkpoint")
     names = {"__name__": "__main__"}
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

@@ -6,6 +6,8 @@ import importlib
 import inspect
 import json
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -184,6 +186,16 @@ def test_stubs_of_nnx_are_those_of_its_modules():
 
 def test_the_package_says_that_it_is_typed():
     assert Path(te_jax.__file__).with_names("py.typed").is_file()
+
+
+def test_urls_of_the_package_have_one_address(tmp_path):
+    """`make urls` sets them all."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    subprocess.run(["make", "-s", "urls", "URL=https://host.test/te_jax"], cwd=tmp_path, check=True)
+    urls = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]["urls"]
+    assert {"Documentation", "Issues"} <= set(urls)
+    assert all(url.startswith("https://host.test/te_jax") for url in urls.values()), urls
 
 
 def test_the_version_is_said_alike():
