@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import os
 import pathlib
 import platform
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -142,4 +144,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # as in `python -m te_jax | head`; Python would complain once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -43,8 +43,8 @@ PAGES = (
         ),
         "FP8 state": ("FP8_COLLECTION", "convert_fp8_metas"),
         "What happens in a model": (
-            *("fp8_stats", "fp8_stats_table", "fp8_probes", "expert_stats", "expert_stats_table", "expert_heat_map"),
-            *("explain_attention", ...),
+            *("explain_fp8", "explain_attention", "fp8_stats", "fp8_stats_table", "fp8_probes"),
+            *("expert_stats", "expert_stats_table", "expert_heat_map", ...),
         ),
         "Devices": ("MeshResource", "ShardingResource"),
         "For programs in C++": ("get_include", "get_library", "get_cmake_dir"),
@@ -285,6 +285,12 @@ def _entry(full: str, value: Any) -> list[str]:
     return directive
 
 
+@functools.cache
+def _modules_with_fields() -> frozenset[str]:
+    """Names of modules that have a table in docs/fields.md."""
+    return frozenset(re.findall(r"^## (\w+)$", (ROOT / "docs" / "fields.md").read_text(), re.MULTILINE))
+
+
 def page_text(page: Page) -> str:
     """The page in MyST, which autodoc fills."""
     introduction, _, examples = source(page).read_text().partition("\n## ")
@@ -296,6 +302,9 @@ def page_text(page: Page) -> str:
         if own:
             lines += [f"## {title or 'Reference'}", ""]
         for full in own:
+            name = full.rpartition(".")[2]
+            if page.module in ("te_jax.flax", "te_jax.nnx") and name in _modules_with_fields():
+                lines += [f"What each field of `{name}` does: [Fields](../fields.md#{name.lower()}).", ""]
             lines += ["```{eval-rst}", *_entry(full, known[full]), "```", ""]
     return "\n".join(lines)
 

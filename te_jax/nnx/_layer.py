@@ -336,13 +336,13 @@ def _watch_fwd(name, parameters, states, biases):
         )
     elif not states:
         text = (
-            "gradients of parameters are taken, but not of the biases of experts, which so stay as they are; use "
-            "te_jax.nnx.value_and_grad, which moves them, instead of nnx.value_and_grad, unless they are to stay."
+            "gradients of parameters are taken, but not of the biases of experts, so they stay as they are; use "
+            "te_jax.nnx.value_and_grad instead of nnx.value_and_grad, or ignore this if they should stay."
         )
     else:
         text = (
-            "gradients of parameters are taken, but not of the FP8 state, which so stays as it is; use "
-            "te_jax.nnx.value_and_grad, which moves it, instead of nnx.value_and_grad, unless the scales are to stay."
+            "gradients of parameters are taken, but not of the FP8 state, so it stays as it is; use "
+            "te_jax.nnx.value_and_grad instead of nnx.value_and_grad, or ignore this if the scales should stay fixed."
         )
     warnings.warn(f"{name}: {text}", stacklevel=2)
     return jnp.zeros(()), None

@@ -74,8 +74,8 @@ def autocast(
 ) -> "_Autocast":
     """A context manager, and decorator of functions: modules and layers called inside run their GEMMs in FP8.
 
-    enabled:       True; or False, which switches FP8 off, also inside of an outer autocast, and is how to mean it where
-                   a model has FP8 state. None: on if there is a recipe, else off.
+    enabled:       True or False. False switches FP8 off, even inside another autocast: use it to run a model that has
+                   FP8 state without FP8 on purpose. None: on if there is a recipe, else off.
     recipe:        a recipe instance; None means `recipe.DelayedScaling()`.
     mesh_resource: a `te_jax.MeshResource`; None keeps the outer one.
     collection:    where the Linen modules have their FP8 state, under recipes that have some: "fp8_metas", their own
