@@ -79,9 +79,9 @@ __device__ __forceinline__ void FinishMeans(RowStats& s, float inv_h, float2* sc
   }
 }
 
-// Adds up what the blockDim.y rows in work at once had in `sums`, and writes it to the CTA's row of partials
-// [gridDim.x, h]. scratch: for each of these rows [kVecs, 8, blockDim.x], `pitch` apart; only the threads of
-// that row may have used it before.
+// Adds up what the blockDim.y rows in work at once had in `sums`, and writes it to `partials` [h]. scratch:
+// for each of these rows [kVecs, 8, blockDim.x], `pitch` apart; only the threads of that row may have used it
+// before.
 template <int kVecs>
 __device__ void StoreColumnSums(float (&sums)[kVecs][8], float* scratch, int pitch, float* partials, int h) {
   const int c = threadIdx.x * 8, stride = blockDim.x * 8;
@@ -102,8 +102,7 @@ __device__ void StoreColumnSums(float (&sums)[kVecs][8], float* scratch, int pit
   }
 #pragma unroll
   for (int k = 0; k < kVecs; ++k)
-    if (threadIdx.y == 0 && c + k * stride < h)
-      Store(partials + int64_t{blockIdx.x} * h + c + k * stride, Round<float>(sums[k]));
+    if (threadIdx.y == 0 && c + k * stride < h) Store(partials + c + k * stride, Round<float>(sums[k]));
 }
 
 // What a thread of te_norm_bwd_rows has of its rows: 8 * kVecs columns, `stride` apart, in slots of
@@ -195,10 +194,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     if (s + 1 < stages) share.Prefetch(row + s * step, ring + s * slot_bytes);
   }
-  float kept_gamma[kKeep ? kVecs : 1][8] = {};
+  float kept_gamma[kKeep ? kVecs : 1][8] = {}, dgamma[kVecs][8] = {}, dbeta[kVecs][8] = {};
   share.FetchGamma(kept_gamma);
 
-  float dgamma[kVecs][8] = {}, dbeta[kVecs][8] = {};
   float2 next = StatsOf<kRms>(a, row), after = StatsOf<kRms>(a, row + step);
   int turn = 0;
   const uint32_t ring_end = ring + stages * slot_bytes;
@@ -233,8 +231,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   // The ring, no longer needed, has room for two sums of each row: at least two slots of two rows each.
   float* of_rows = reinterpret_cast<float*>(dynamic);
   const int pitch = stages * slot_bytes / sizeof(float);
-  StoreColumnSums(dgamma, of_rows, pitch, a.dgamma_partials, h);
-  if (!kRms && a.dbeta_partials) StoreColumnSums(dbeta, of_rows + width, pitch, a.dbeta_partials, h);
+  StoreColumnSums(dgamma, of_rows, pitch, a.dgamma_partials + int64_t{blockIdx.x} * h, h);
+  if (!kRms && a.dbeta_partials)
+    StoreColumnSums(dbeta, of_rows + width, pitch, a.dbeta_partials + int64_t{blockIdx.x} * h, h);
 }
 
 // Rows too long for registers (N = 8), or of a length that is no multiple of 8 (N = 1). A CTA takes its rows
