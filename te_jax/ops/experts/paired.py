@@ -152,14 +152,14 @@ activation_grouped_paired_bwd: Op = Op(
     reference=_paired_bwd_reference,
     cuda=_paired_bwd_cuda,
 )
-"""te_activation_grouped_bwd, whose operands these are but a bias, of R a multiple of 128 and x bf16 or f16
-[R, a, f / 128, 128]:
+"""te_activation_grouped_bwd without a bias, for R a multiple of 128 and x bf16 or f16 [R, a, f / 128, 128] ->
 
-paired [R, a, f / 128, 128] of x's type: its data and data_t by `pair`. On CUDA it takes the place of x, which XLA
-       copies where it is read later; the tail is what the memory held
-amax   f32[E]: as there
+paired [R, a, f / 128, 128] of x's type: data and data_t of te_activation_grouped_bwd by `pair`. On CUDA it takes the
+       memory of x, which XLA copies where it is read later; the tail is what the memory held
+amax   f32[E] of te_activation_grouped_bwd
 
-dtype: the FP8 type; the other attributes are as of te_activation_grouped_bwd. Raises TypeError for other types.
+dtype: the FP8 type. The other attributes are as of te_activation_grouped_bwd. Raises TypeError for other types.
+This is no op of a `Producer`: it has one result of 16 bits instead of two layouts, and takes x in squares.
 """
 
 
@@ -219,14 +219,15 @@ gemm_grouped_paired_op: Op = declare_grouped(
     (ONE_SCALE,), partial(_check_pair, "lhs"), whole="a b p",
 )  # fmt: skip
 """te_gemm_grouped over slots and columns of a pair lhs [R, a, k / 128, 128], of FP8 type `dtype`: out [R, n] of rhs FP8
-[E, n, b, k], which meets the b slots from `slot` on. Scales f32[E] or [1]; out_dtype and fast_accum as there."""
+[E, n, b, k], which meets the b slots from `slot` on. Scales are f32[E] or [1]; out_dtype and fast_accum are as of
+te_gemm_grouped."""
 
 gemm_grouped_paired_wgrad_op: Op = declare_grouped(
     _PAIRED_WGRAD_OP, "n r", "r a s p", "e n s p", _paired_wgrad_reference, _paired_wgrad_kernel,
     (ONE_SCALE,), partial(_check_pair, "rhs"), whole="a p",
 )  # fmt: skip
 """te_gemm_grouped_wgrad of lhs FP8 [n, R] and a slot of a pair rhs [R, a, s, 128], of FP8 type `dtype`: out
-[E, n, s, 128]. Scales f32[E] or [1]; c, out_dtype, fast_accum and in_place as there."""
+[E, n, s, 128]. Scales are f32[E] or [1]; c, out_dtype, fast_accum and in_place are as of te_gemm_grouped_wgrad."""
 
 
 def gemm_grouped_paired(

@@ -219,8 +219,8 @@ group_op: Op = Op(
     reference=_group_reference,
     cuda=_group_cuda,
 )
-"""`group` of i32 experts; buffer: R. All of it stays on one device: a pair's row depends on all pairs. Of a symbolic
-buffer (`jax.export`), which is no attribute of a kernel, the call is XLA's."""
+"""`group` of i32 experts; buffer: R. All of it stays on one device: a pair's row depends on all pairs. XLA
+computes a call with a symbolic buffer (`jax.export`), which is no attribute of a kernel."""
 
 PERMUTE = Producer(
     name="te_permute{}",

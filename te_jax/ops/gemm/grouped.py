@@ -294,7 +294,7 @@ def gemm_grouped(
     k_first:     rhs is [E, *k, *n], as jax has kernels; k are the `contract` axes behind E then. For f32, bf16 and f16.
     offsets:     i32[E + 1], multiples of 128: the group of expert e is lhs[offsets[e] : offsets[e + 1]].
     counts:      i32[E]: how many rows of its group, the first ones, are tokens'. The result has zeros in the rows that
-                 pad a group, whatever lhs has there. The tail, behind the last group, is read by nobody.
+                 pad a group, whatever lhs has there. Nothing reads the tail, behind the last group.
     *_scale_inv: with FP8 operands, what they are multiplied by: of both f32[] or f32[E]; or of blocks along the last
                  axis of k, which is cut at its end.
     formats:     of lhs and rhs in FP8, of `te_jax.ops.formats`: ROWS_128, [*k', R], and SQUARES_128, [E, *n', *k']; or
