@@ -94,10 +94,6 @@ def _exponents(amaxes, fp8_max):
 # -- formats --------------------------------------------------------------------------------------------------
 
 
-def _nowhere(capability: str) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class ScaleFormat:
     """How a tensor [*m, *n] lies in FP8, as data [*m, *n] and its transpose data_t [*n, *m].
@@ -120,7 +116,7 @@ class ScaleFormat:
     law: Callable[..., tuple[jax.Array, jax.Array]] = _floats
     attributes: tuple[str, ...] = ("power_2", "epsilon")
     scale_dtype: Any = jnp.float32
-    refuses: Callable[[str], str] = _nowhere
+    refuses: Callable[[str], str] = lambda capability: ""
 
     @property
     def inverses(self) -> Mapping[str, str]:
