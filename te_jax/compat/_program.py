@@ -135,9 +135,9 @@ class _Program(ast.NodeVisitor):
         if isinstance(target, type) and issubclass(target, Recipe):
             self._check_recipe(node, target, arguments, given)
         elif isinstance(target, type) and issubclass(target, Module):
-            self._check_module(node, target, given)
+            self._check_module(target, given)
         else:
-            self._check_signature(node, target, given)
+            self._check_signature(target, given)
 
     def _check_recipe(self, node: ast.Call, cls: type[Recipe], arguments, given: dict[str, ast.expr]):
         """Makes the recipe, where all of its arguments are literals or members of te_jax's enums."""
@@ -158,7 +158,7 @@ class _Program(ast.NodeVisitor):
         except ValueError:
             raise _Unknown from None
 
-    def _check_module(self, node: ast.Call, cls: type[Module], given: dict[str, ast.expr]):
+    def _check_module(self, cls: type[Module], given: dict[str, ast.expr]):
         fields, kinds = {field.name for field in dataclasses.fields(cls)}, dict(kinds_of(cls))
         for name, value in given.items():
             if name not in fields:
@@ -168,7 +168,7 @@ class _Program(ast.NodeVisitor):
                 text = kinds[name].error.format(name=name, value=ast.unparse(value))
                 self._say(value, f"{cls.__name__}: {text}.")
 
-    def _check_signature(self, node: ast.Call, target, given: dict[str, ast.expr]):
+    def _check_signature(self, target, given: dict[str, ast.expr]):
         try:
             parameters = inspect.signature(target).parameters.values()
         except (TypeError, ValueError):

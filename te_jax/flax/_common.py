@@ -1,4 +1,4 @@
-"""Parts that modules share: parameters in boxes, default initializers, checks, low-rank adaptation."""
+"""What modules share: parameters in boxes, default initializers, checks, low-rank adaptation."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

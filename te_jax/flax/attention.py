@@ -206,9 +206,9 @@ class DotProductAttention(Module):
                 raise ValueError(f"{describe(self)}: {name} must be None with qkv_layout {layout!r}.")
         given = tuple(floating(self, name, x) for name, x, _ in arrays[:separate])
         for x, (name, _, at) in zip(given, arrays):
-            slots = 4 - separate if at == separate else 1  # k, v share the last array
-            shape = "[b, s, heads, d]" if slots == 1 else f"[b, s, {slots}, heads, d]"
-            if x.ndim != (4 if slots == 1 else 5) or (slots > 1 and x.shape[2] != slots):
+            count = 4 - separate if at == separate else 1  # the last array has what is left of q, k and v
+            shape = "[b, s, heads, d]" if count == 1 else f"[b, s, {count}, heads, d]"
+            if x.ndim != (4 if count == 1 else 5) or (count > 1 and x.shape[2] != count):
                 raise ValueError(f"{describe(self)}: {name} has shape {x.shape}; qkv_layout {layout!r} takes {shape}.")
         return tuple(jnp.swapaxes(x, 0, 1) for x in given) if self.transpose_batch_sequence else given
 

@@ -73,8 +73,8 @@ def expert_operand(
     The copy in FP8 of several is one entry, of the name in front of "_": they share a scale. Parameters that live in
     FP8 have scales of their own.
     """
-    recipe, order, slots = recipe_of(module), _order.value, len(names) > 1
-    plain, in_fp8 = tuple(kernels) if slots else kernels[0], [isinstance(k, QuantizedKernel) for k in kernels]
+    recipe, order, has_slots = recipe_of(module), _order.value, len(names) > 1
+    plain, in_fp8 = tuple(kernels) if has_slots else kernels[0], [isinstance(k, QuantizedKernel) for k in kernels]
     if recipe is None or not all(module.has_variable("params", name) for name in names):
         return plain
     joint, what = names[0].partition("_")[0], f"{describe(module)}: {KERNEL_COLLECTION} entry"
@@ -84,18 +84,18 @@ def expert_operand(
     ontos = [_accumulator(module, name, kernel) for name, kernel in zip(names, kernels)]
     if any(in_fp8):
         each = [k if onto is None else _of_experts(k).with_accumulator(onto) for k, onto in zip(kernels, ontos)]
-        return tuple(each) if slots else each[0]
+        return tuple(each) if has_slots else each[0]
     entry = None
     if module.has_variable(KERNEL_COLLECTION, joint):
         entry = nn.meta.unbox(module.get_variable(KERNEL_COLLECTION, joint))
         experts, inner, outer = kernels[0].shape
-        shape = (experts, inner, len(names), outer) if slots else kernels[0].shape
+        shape = (experts, inner, len(names), outer) if has_slots else kernels[0].shape
         check_quantized(f"{what} {joint}", entry, shape, 1, recipe, _NO_KERNELS_HINT)
         entry = entry.with_wide(plain)
     if None in ontos:
         return plain if entry is None else entry
-    onto = tuple(ontos) if slots else ontos[0]
-    return (entry or _of_experts(plain, 1 + slots)).with_accumulator(onto)
+    onto = tuple(ontos) if has_slots else ontos[0]
+    return (entry or _of_experts(plain, 1 + has_slots)).with_accumulator(onto)
 
 
 def _make_entries(module, order: _Order, names, kernels, joint: str, recipe, metas):

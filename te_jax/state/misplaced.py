@@ -95,7 +95,7 @@ _IMPOSSIBLE = (
 
 def is_possible(name: str, values: Any) -> Any:
     """Which numbers of the leaf `name` of FP8 state, or of arrays in its form, a step may leave behind; bool."""
-    if name.endswith(HISTORY):  # Slot 0 holds minus a count.
+    if name.endswith(HISTORY):  # Entry 0 holds minus a count.
         return values[..., 1:] >= 0
     return (values >= 0) & (values < np.inf)  # 0 is the gradient of what no module read.
 
