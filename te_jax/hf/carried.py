@@ -8,7 +8,7 @@ from te_jax.hf.files import name_in_errors
 from te_jax.models.config import Origin
 
 # What transformers writes for a tokenizer, its chat templates and generation, and vocabularies by what they are.
-_PATTERNS = (
+_CARRIED = (
     *("tokenizer*", "tokenization*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "spiece*"),
     *("sentencepiece*", "tekken*", "*.model", "*.tiktoken", "chat_template*", "additional_chat_templates/*"),
     "generation_config.json",
@@ -16,7 +16,7 @@ _PATTERNS = (
 
 
 def carry(origin: Origin | None, to: Path) -> None:
-    """Copies the files of `_PATTERNS` that are there from the folder of `origin`, and none over one that is there.
+    """Copies the files of `_CARRIED` that are there from the folder of `origin`, and none over one that is there.
 
     Warns where that folder is gone. Raises ValueError, naming it, for a file that cannot be written.
     """
@@ -30,7 +30,7 @@ def carry(origin: Origin | None, to: Path) -> None:
             stacklevel=3,
         )
         return
-    for path in sorted({path for name in _PATTERNS for path in folder.glob(name) if path.is_file()}):
+    for path in sorted({path for name in _CARRIED for path in folder.glob(name) if path.is_file()}):
         there = to / path.relative_to(folder)
         if not there.exists():
             with name_in_errors(there, "written"):

@@ -55,7 +55,7 @@ def token_dispatch(
     if align_size is not None:
         tight = jnp.cumsum(groups.counts) - groups.counts  # the first row of each expert if none were padding
         return rows, probs, groups, groups.offsets[:-1] - tight, jnp.diff(groups.offsets)
-    at = _places(groups, num_out_tokens)
+    at = _rows_of_all_pairs(groups, num_out_tokens)
     take = lambda x: jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1))[at]
     return take(rows), None if probs is None else take(probs), groups, None, groups.counts
 
@@ -75,7 +75,7 @@ def token_combine(
     """
     groups = row_id_map
     if pad_offsets is None:
-        at = _places(groups, inp.shape[0])
+        at = _rows_of_all_pairs(groups, inp.shape[0])
         inp = jnp.zeros((groups.slots.shape[0], inp.shape[-1]), inp.dtype).at[at].set(inp, mode="drop")
     if merging_probs is None:
         merging_probs = jnp.ones(groups.rows.shape, jnp.float32)
@@ -101,6 +101,6 @@ def _without_tail(rows: jax.Array, groups: Groups) -> jax.Array:
     return jnp.where((jnp.arange(rows.shape[0]) < groups.offsets[-1])[:, None], rows, 0)
 
 
-def _places(groups: Groups, count: int) -> jax.Array:
+def _rows_of_all_pairs(groups: Groups, count: int) -> jax.Array:
     """[count]: the rows of all pairs in ascending order; past the last pair R, which is no row."""
     return jnp.nonzero(groups.slots >= 0, size=count, fill_value=groups.slots.shape[0])[0]
