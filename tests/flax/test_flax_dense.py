@@ -206,7 +206,7 @@ def test_errors_name_the_path():
 
     with pytest.raises(ValueError, match="DenseGeneral `first`"):
         Model().init(KEY, jnp.ones((3, 4)))
-    params = te_flax.DenseGeneral(4).init(KEY, jnp.ones((3, 4)))
+    params = quick_init(te_flax.DenseGeneral(4).init)(KEY, jnp.ones((3, 4)))
     with pytest.raises((ValueError, flax.errors.ScopeParamShapeError), match="kernel"):
         te_flax.DenseGeneral(4).apply(params, jnp.ones((3, 5)))
 
@@ -216,7 +216,7 @@ def test_other_width_than_initialised(fp8):
     """Not Flax's ScopeParamShapeError, which is no ValueError and names no module."""
     module = te_flax.DenseGeneral(8)
     with te.autocast(fp8):
-        variables = module.init(jax.random.key(0), jnp.ones((4, 32)))
+        variables = quick_init(module.init)(KEY, jnp.ones((4, 32)))
         with pytest.raises(ValueError, match=r"DenseGeneral: parameter kernel has shape \(32, 8\).*need \(12, 8\)"):
             module.apply(variables, jnp.ones((4, 12)))
 
