@@ -71,5 +71,5 @@ class Case:
 @cache
 def peers() -> dict[tuple[str, str], dict]:
     """The published figures: (case name, impl) -> {"figure", "unit", "whose"}."""
-    figures = json.loads(pathlib.Path(__file__).with_names("peers.json").read_text())["figures"]
+    figures = json.loads(pathlib.Path(__file__).with_name("peers.json").read_text())["figures"]
     return {(each.pop("case"), each.pop("impl")): each for each in figures}

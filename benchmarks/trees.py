@@ -18,7 +18,7 @@ from . import machine, report
 
 _TURNS = 6
 _CALLS = 60  # of a layer in a turn
-_WORKER = Path(__file__).resolve().with_names("trees_worker.py")
+_WORKER = Path(__file__).resolve().with_name("trees_worker.py")
 
 
 class Tree:

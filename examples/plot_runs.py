@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("results", help="results.json of a run, one for each recipe", nargs="+", type=pathlib.Path)
     p.add_argument("--out", help="[default: loss.png next to the first file]", type=pathlib.Path, metavar="PNG")
     args = p.parse_args(argv)
-    out = args.out or args.results[0].with_names("loss.png")
+    out = args.out or args.results[0].with_name("loss.png")
     try:
         config.need("matplotlib")
         plot.save(out, *plot.read(args.results))

@@ -108,7 +108,7 @@ def write(path: pathlib.Path, args: dict, text: str, runs: dict[str, dict], gap:
 
 def write_json(path: pathlib.Path, content: dict, **options) -> None:
     """All of it or nothing: on a full disk an earlier file stays as it was."""
-    partial = path.with_names(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(content, **options) + "\n")
     partial.replace(path)
 

@@ -185,7 +185,7 @@ def test_stubs_of_nnx_are_those_of_its_modules():
 
 
 def test_the_package_says_that_it_is_typed():
-    assert Path(te_jax.__file__).with_names("py.typed").is_file()
+    assert Path(te_jax.__file__).with_name("py.typed").is_file()
 
 
 def test_urls_of_the_package_have_one_address(tmp_path):

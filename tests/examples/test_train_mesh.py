@@ -259,7 +259,7 @@ PAGE = ROOT / "docs" / "several_devices.md"
 
 
 def test_documented_commands():
-    pages = PAGE, PAGE.with_names("tutorials") / "devices.md", ROOT / "README.md"
+    pages = PAGE, PAGE.with_name("tutorials") / "devices.md", ROOT / "README.md"
     lines = [line for page in pages for line in page.read_text().splitlines()]
     commands = [line.strip() for line in lines if line.strip().startswith("python examples/train_gpt.py")]
     assert len([command for command in commands if "--mesh" in command]) >= 8
