@@ -11,6 +11,7 @@ import functools
 import importlib
 import inspect
 import re
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from types import EllipsisType
@@ -226,10 +227,15 @@ def signature(value) -> str:
 
 def type_text(annotation: Any) -> str:
     """A type as a reader writes it: without the modules that its names come from."""
-    if annotation == ArrayLike:
-        return "ArrayLike"
+    of_array, parts = typing.get_args(ArrayLike), typing.get_args(annotation)
+    if set(of_array) <= set(parts):
+        return " | ".join(["ArrayLike", *(type_text(part) for part in parts if part not in of_array)])
+    if annotation is type(None):
+        return "None"
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    return re.sub(r"~|\b[A-Za-z_]\w*(?:\.\w+)*\.(?=\w)", "", text)
+    text = re.sub(r"~|\b[A-Za-z_]\w*(?:\.\w+)*\.(?=\w)", "", text)
+    text = text if "Literal" in text else text.replace("'", "")
+    return re.sub(r"\bP\b", "PartitionSpec", text)
 
 
 def _default(value) -> str:

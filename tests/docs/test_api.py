@@ -22,35 +22,43 @@ COLUMNS = 88
 pytestmark = pytest.mark.skipif(not SITE.is_dir(), reason="needs the source tree")
 
 
-def run(code: str, file: str, names: dict) -> None:
-    """Runs statements, and compares expressions with their comments."""
-    lines = code.split("\n")
-    for node in ast.parse(code, file).body:
-        said = re.search(r"  # (.*)$", lines[node.end_lineno - 1])
-        if isinstance(node, ast.Expr) and said:
-            value = eval(compile(ast.Expression(node.value), file, "eval"), names)
-            assert repr(value) == said[1], f"{file}: {ast.unparse(node)} is {value!r}"
-        else:
-            exec(compile(ast.Module([node], []), file, "exec"), names)
+class Compared(ast.NodeTransformer):
+    """Calls `compare` with the value of each expression that has a comment, and the comment."""
+
+    def __init__(self, code: str):
+        self.lines = code.split("\n")
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr:
+        said = re.search(r"  # (.*)$", self.lines[node.end_lineno - 1])
+        if said:
+            node.value = ast.Call(ast.Name("compare", ast.Load()), [node.value, ast.Constant(said[1])], [])
+        return node
+
+
+def run(code: str, file: str) -> None:
+    def compare(value, said):
+        assert repr(value) == said, f"{file}: {value!r} is not {said}"
+
+    tree = ast.fix_missing_locations(Compared(code).visit(ast.parse(code, file)))
+    exec(compile(tree, file, "exec"), {"__name__": "__main__", "compare": compare})
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_examples_run(page, tmp_path, monkeypatch, capsys):
     text = (SITE / "api" / f"{page}.md").read_text()
-    (code,) = BLOCK.findall(text) or ("",)
+    code = "\n".join(BLOCK.findall(text))
     monkeypatch.chdir(tmp_path)
     if page == "hf":
         shutil.copytree(SITE.parents[1] / "tests" / "hf_fixtures" / "llama2", "checkpoint")
-    names = {"__name__": "__main__"}
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         if page in WITH_VALUES:
-            run(code, page, names)
+            run(code, page)
         else:
-            jax.eval_shape(lambda: run(code, page, names))
+            jax.eval_shape(lambda: run(code, page))
     if printed := capsys.readouterr().out:
         shape = lambda text: re.sub(r"[-+]?[\d.]+(e[-+]\d+)?", "#", text).split()
-        assert shape(printed) in [shape(block) for block in re.findall(r"^```text\n(.*?)^```", text, re.M | re.S)]
+        assert shape(printed) == shape("\n".join(re.findall(r"^```text\n(.*?)^```", text, re.M | re.S)))
 
 
 @pytest.mark.parametrize("page", PAGES)
