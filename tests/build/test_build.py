@@ -170,6 +170,16 @@ def test_without_the_extension_the_backend_needs_no_cmake(monkeypatch):
     assert backend.get_requires_for_build_wheel() == []
 
 
+def test_the_backend_asks_for_a_compiler_that_is_not_there(monkeypatch):
+    pytest.importorskip("scikit_build_core")
+    monkeypatch.setenv("TE_JAX_BUILD_CUDA", "1")
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    backend = load_module(ROOT / "build_backend" / "te_backend.py")
+    with pytest.raises(SystemExit, match="there is no no-such-compiler -O2; install one .* TE_JAX_BUILD_CUDA=0"):
+        backend.get_requires_for_build_wheel()
+
+
 def test_ffi_headers_are_those_of_the_oldest_jaxlib():
     # A runtime refuses a handler with a newer minor version of the API than its own.
     header = (ROOT / "third_party/xla_ffi/xla/ffi/api/c_api.h").read_text()
