@@ -47,7 +47,7 @@ MultiHeadAttention `attention`: num_attention_heads=8 does not split into num_gq
 ```
 
 This file is made of the declarations in `te_jax/flax/_fields.py` and the sentences in
-`tests/support/field_meanings.py`, by `python tests/support/field_table.py`.
+`tests/support/field_meanings.py`; `tests/support/field_table.py` writes the page.
 """
 
 
