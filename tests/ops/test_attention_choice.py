@@ -233,7 +233,7 @@ def test_wrong_dtypes():
         dot_product_attention(q, k, k, sequence_descriptor=mixed)
     with pytest.raises(TypeError, match="alibi_slopes is a list"):
         dot_product_attention(q, k, k, alibi_slopes=[1.0] * 4)
-    with pytest.raises(ValueError, match="3 parts"):
+    with pytest.raises(ValueError, match="3 entries"):
         SequenceDescriptor.from_seqlens([jnp.zeros(2, int)] * 3)
 
 
