@@ -19,6 +19,8 @@ COLOURS = {
     "te-bf16": ("#8db9f5", "#28559a"),
     "flax-fp8": ("#d9730d", "#f0883e"),
     "flax-bf16": ("#eebb8d", "#8a5523"),
+    "peer-fp8": ("#57606a", "#afb8c1"),
+    "peer-bf16": ("#b7bec6", "#57606a"),
     "current": ("#1a7f37", "#3fb950"),
     "block": ("#8250df", "#bc8cff"),
     "fixed": ("#bf3989", "#f778ba"),
@@ -104,20 +106,22 @@ def _number(place: str) -> float:
     return float(figure(f"{place} = .6g"))
 
 
-def layers_beside_peers() -> str:
+def layers_next_to_peers() -> str:
     groups = {}
     for name, text in (
         ("gpt layer", "GPT layer, 8192 tokens, hidden size 4096"),
         ("llama layer", "Llama layer, 8192 tokens"),
     ):
-        ms = lambda impl, name=name: [_number(f"h200/layers : {name} fwd+bwd | {impl}")]
+        ms = lambda impl, name=name: [_number(f"h100/peers : {name} fwd+bwd | {impl} : ms")]
         groups[text] = [
-            ("Flax bf16", "flax-bf16", ms("flax bf16; flax")),
-            ("te_jax bf16", "te-bf16", ms("te_jax bf16; recipes")),
-            ("Flax FP8", "flax-fp8", ms("flax fp8 direct; flax")),
-            ("te_jax FP8", "te-fp8", ms("te_jax fp8 fast; flax")),
+            ("Flax bf16", "flax-bf16", ms("flax bf16")),
+            ("TransformerEngine bf16", "peer-bf16", ms("transformer engine bf16")),
+            ("te_jax bf16", "te-bf16", ms("te_jax bf16")),
+            ("TransformerEngine FP8", "peer-fp8", ms("transformer engine fp8 delayed")),
+            ("te_jax FP8, default", "te-fp8", ms("te_jax fp8")),
+            ("te_jax FP8, fast sums", "te-fp8", ms("te_jax fp8 fast")),
         ]
-    return bars("Forward and backward on an H200, shorter is faster", groups)
+    return bars("Forward and backward on one H100, delayed scaling; shorter is faster", groups)
 
 
 def layer_by_recipe() -> str:
@@ -179,7 +183,7 @@ def gaps_of_recipes(mean_of: int = 25) -> str:
 
 
 PLOTS: dict[str, Callable[[], str]] = {
-    "layers": layers_beside_peers,
+    "layers": layers_next_to_peers,
     "recipes": layer_by_recipe,
     "tokens": time_per_token,
     "training": whole_steps,
