@@ -8,7 +8,6 @@ recipe to the top of the differentiated function. The cotangents below it are am
 
 import itertools
 import operator
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from te_jax.core.amax import amax as amax_of
-from te_jax.core.check import BOOL, FUNCTION, Kind, check, integer, show, tuple_of
+from te_jax.core.check import BOOL, FUNCTION, Kind, check, integer, show, tuple_of, warn
 from te_jax.core.derivatives import custom_vjp
 from te_jax.layers.parameters import gradient_targets, has_kernels, with_targets
 from te_jax.ops.scale_update import next_states
@@ -296,11 +295,10 @@ _MANY = 8
 
 def _warn_of_many(name: str, static):
     values = [value for *_, value in static if isinstance(value, int) and not isinstance(value, bool)]
-    warnings.warn(
+    warn(
         f"value_and_grad: {name} was compiled for {_MANY} values of its static arguments"
         f"{f', the last {values[0]}' if values else ''}; pass what changes, such as a step, as an array: "
         "jnp.asarray(step).",
-        stacklevel=3,
     )
 
 
@@ -340,10 +338,9 @@ def _warn_of_unread(args, is_read: list[bool]):
             names.append("/".join(keys[at:]).removesuffix(HISTORY))
     if names:
         more = f" and {len(names) - 1} more" if names[1:] else ""
-        warnings.warn(
+        warn(
             f"value_and_grad: no module reads the FP8 state {names[0]}{more}, so it stays as it is; pass the state "
             "that `init` made of the modules that run, under the same recipe.",
-            stacklevel=2,
         )
 
 

@@ -121,11 +121,22 @@ def bind(
 told: set[str] = set()  # The texts of `warn_once` in this process.
 
 
+_NOT_OF_USERS = {"te_jax", "jax", "flax", "optax", "contextlib", "functools"}
+
+
+def warn(text: str) -> None:
+    """Warns at the line of the user's program that led here."""
+    frame, level = inspect.currentframe(), 1
+    while frame and frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_OF_USERS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
+
+
 def warn_once(where: str, text: str) -> None:
     """Warns "{where}: {text}", once for each text, whichever module comes first."""
     if text not in told:
         told.add(text)
-        warnings.warn(f"{where}: {text}", stacklevel=4)
+        warn(f"{where}: {text}")
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:

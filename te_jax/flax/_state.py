@@ -1,7 +1,6 @@
 """The FP8 state of a module: its variables in a collection, `fp8_metas` unless the module or the autocast says another,
 are created, checked and handed out here."""
 
-import warnings
 import weakref
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -13,7 +12,7 @@ from flax import linen as nn
 from flax.core import tracers, unfreeze
 from flax.traverse_util import flatten_dict
 
-from te_jax.core.check import did_you_mean
+from te_jax.core.check import did_you_mean, warn
 from te_jax.core.products import NO_RECIPE, note_recipe
 from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.recipe._exclude import excluding
@@ -227,7 +226,7 @@ def _warn_once(module: nn.Module, text: str):
     """Warns, naming `module`, unless a module of the same `apply` warned before."""
     if module.scope.root not in _warned:
         _warned.add(module.scope.root)
-        warnings.warn(f"{describe(module)}: {text}", stacklevel=3)
+        warn(f"{describe(module)}: {text}")
 
 
 def _look_once(module: nn.Module):

@@ -1,9 +1,9 @@
 """Files of a checkpoint that hold nothing of the model, and belong to it: the tokenizer's and generation's."""
 
 import shutil
-import warnings
 from pathlib import Path
 
+from te_jax.core.check import warn
 from te_jax.hf.files import name_in_errors
 from te_jax.models.config import Origin
 
@@ -24,10 +24,9 @@ def carry(origin: Origin | None, to: Path) -> None:
         return
     folder = Path(origin.folder)
     if not folder.is_dir():
-        warnings.warn(
+        warn(
             f"te_jax.hf.save: {folder}, which the model was read from, is gone; the files of its tokenizer and of "
             f"generation are not in {to}: put them there.",
-            stacklevel=3,
         )
         return
     for path in sorted({path for name in _CARRIED for path in folder.glob(name) if path.is_file()}):

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import inspect
 import math
-import warnings
 from functools import cache, partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import ShapeDtypeStruct
 
-from te_jax.core.check import Kind, bind, check
+from te_jax.core.check import Kind, bind, check, warn
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.products import is_explained
 from te_jax.flax._calls import call_signature, field_names, names_of_call, names_of_constructor
@@ -344,7 +343,7 @@ def _watch_fwd(name, parameters, states, biases):
             "gradients of parameters are taken, but not of the FP8 state, so it stays as it is; use "
             "te_jax.nnx.value_and_grad instead of nnx.value_and_grad, or ignore this if the scales should stay fixed."
         )
-    warnings.warn(f"{name}: {text}", stacklevel=2)
+    warn(f"{name}: {text}")
     return jnp.zeros(()), None
 
 

@@ -16,7 +16,6 @@ hash of the step count and of the index in the array: runs repeat bit for bit, o
 """
 
 import math
-import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +24,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from te_jax.core.check import ARRAY, BOOL, FUNCTION, Kind, check, number
+from te_jax.core.check import ARRAY, BOOL, FUNCTION, Kind, check, number, warn
 from te_jax.core.placement import mesh_axes
 from te_jax.core.types import on_explicit_mesh
 from te_jax.layers.parameters import is_kernel
@@ -151,10 +150,9 @@ def _check_constants(where, b1, b2, eps, eps_root, nesterov):
         check(where, name, value, kind)
     known = lambda *values: not any(isinstance(value, jax.Array) for value in values)
     if known(eps, eps_root) and eps == eps_root == 0:
-        warnings.warn(
+        warn(
             f"{where}: eps is {eps!r} and eps_root {eps_root!r}, so that an element whose gradients are 0 becomes NaN; "
             "pass eps=1e-8.",
-            stacklevel=4,
         )
     if not known(b1, b2) or b1 == 0:  # With b1 = 0 no first moment is kept.
         return
@@ -165,11 +163,10 @@ def _check_constants(where, b1, b2, eps, eps_root, nesterov):
         )
     bound = (1 - b1) / math.sqrt((1 - b2) * (1 - b1**2 / b2))
     if bound > _ROOTS:
-        warnings.warn(
+        warn(
             f"{where}: b1 is {b1!r} and b2 {b2!r}: after a gradient {_ROOTS:g} times the usual size or more the first "
             f"moment can be {bound:.0f} roots of the second, of which {_ROOTS:g} are kept; pass a larger b1 or a "
             "smaller b2, or use optax.adamw.",
-            stacklevel=4,
         )
 
 

@@ -1,13 +1,12 @@
 """Master copies in f32 of parameters that live in FP8: the optimizer updates them, and FP8 is quantized from them."""
 
-import warnings
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from te_jax.core.check import ARRAY
+from te_jax.core.check import ARRAY, warn
 from te_jax.layers import QuantizedKernel
 from te_jax.layers.parameters import (
     box_array,
@@ -72,10 +71,9 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
     def init(params):
         check_no_fp8_state(_THIS, params)
         if not has_kernels(params):
-            warnings.warn(
+            warn(
                 f"{_THIS}: params holds no kernel in FP8, so there are no masters, and params are updated as they are; "
                 "make them by te_jax.flax.fp8_params, or leave out this wrapper, which is put around once.",
-                stacklevel=2,
             )
         start = lambda q: dequantize_boxed(q) if q.tensor.wide is None else q.tensor.wide
         master = map_kernels(start, params, of_others=lambda _: None)

@@ -2,13 +2,13 @@
 
 import functools
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
+from te_jax.core.check import warn
 from te_jax.core.placement import mesh_axes
 from te_jax.core.types import on_explicit_mesh
 from te_jax.sharding.logical_axes import head_axes, resolve_logical_axes
@@ -97,8 +97,7 @@ def _divide(spec, shape: tuple[int, ...], mesh) -> PartitionSpec:
 
 @functools.cache
 def _warn_undivided(axis: int, size: int, names: tuple[str, ...], devices: int):
-    warnings.warn(
+    warn(
         f"with_sharding_constraint: axis {axis} of an activation is {size}, which the {devices} devices of mesh axes "
         f"{names} do not divide; it is split over fewer of them, or over none. Pad it to a multiple of {devices}.",
-        stacklevel=5,  # The caller of `with_sharding_constraint_by_logical_axes`.
     )

@@ -10,7 +10,6 @@ update, and a forward pass by itself changes nothing.
 import contextlib
 import functools
 import threading
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -28,7 +27,7 @@ from jax.typing import DTypeLike
 from te_jax import sharding
 from te_jax.core.amax import amax as amax_of
 from te_jax.core.amax import amax_across
-from te_jax.core.check import BOOL, NONE, Kind, check, one_of
+from te_jax.core.check import BOOL, NONE, Kind, check, one_of, warn
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.scope import Scope
 from te_jax.core.types import varying_axes
@@ -95,9 +94,8 @@ def autocast(
         check_recipe("autocast", recipe)
     check("autocast", "collection", collection, COLLECTION)
     if all(argument is None for argument in (enabled, recipe, mesh_resource, collection)):
-        warnings.warn(
+        warn(
             "autocast: enabled is None and there is no recipe, so FP8 stays off; pass True, a recipe, or False.",
-            stacklevel=2,
         )
     if enabled is None:
         return _Autocast(recipe, mesh_resource, collection)

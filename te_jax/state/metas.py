@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from te_jax.core.check import Kind, check, did_you_mean
+from te_jax.core.check import Kind, check, did_you_mean, warn
 from te_jax.core.types import like, on_explicit_mesh
 from te_jax.ops.scale_update import apart
 from te_jax.recipe import DelayedScaling, Recipe
@@ -182,21 +182,19 @@ def _warn_of_fresh_starts(metas, untouched: jax.Array, recipe):
     way_out = "pass previous=the collections before the step, to keep what no module reads"
     if isinstance(untouched, jax.core.Tracer):
         if recipe is None and untouched.size:
-            warnings.warn(
+            warn(
                 "update_fp8_metas: it is traced where no recipe is in force, and without previous: state whose "
                 "gradient is 0, as where modules ran without te_jax.autocast, would start again, and what it "
                 f"had learned be lost. Call it under the te_jax.autocast(True, recipe) of the modules, or {way_out}.",
-                stacklevel=3,
             )
     elif untouched.is_fully_replicated:
         names = [name for name, is_so in zip(_tensors_of(metas), jax.device_get(untouched)) if is_so]
         if names:
             more = f" and {len(names) - 1} more" if names[1:] else ""
-            warnings.warn(
+            warn(
                 f"update_fp8_metas: the state of {names[0]}{more} is 0, as the gradient of what no module read under "
                 "autocast: what it had learned is not in it, and it starts again. Run the modules under "
                 f"te_jax.autocast(True, recipe), and {way_out}.",
-                stacklevel=3,
             )
 
 
@@ -283,7 +281,7 @@ def _complete(what, node, recipe, path, scale):
             sibling = name.removesuffix(have) + lack
             if not name.endswith(have) or sibling in node:
                 continue
-            warnings.warn(f"{what}: {path} has no {sibling}; it is restored as fresh state.", stacklevel=3)
+            warn(f"{what}: {path} has no {sibling}; it is restored as fresh state.")
             fresh = (recipe or DelayedScaling()).fresh_state()[lack]
             out[sibling] = jnp.full((*leaf.shape[:-1], *fresh.shape), scale if lack == SCALE else 0.0)
     return type(node)(out)
