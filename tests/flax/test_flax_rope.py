@@ -92,7 +92,7 @@ def test_layer(cross):
         (
             dict(rotary_pos_emb_dim=2, rotary_pos_emb_scaling=NTKScaling(2)),
             ValueError,
-            r"rotary_pos_emb_scaling is NTKScaling\(factor=2\), but one pair",
+            r"rotary_pos_emb_scaling is NTKScaling\(factor=2\), but a single pair",
         ),
         (
             dict(rotary_pos_emb_dim=4, enable_rotary_pos_emb=False),
