@@ -20,7 +20,7 @@ FIELDS = [
     (MLA, dict(v_head_dim=0), V, "v_head_dim is 0"),
     (MLA, dict(q_lora_rank="4"), T, "q_lora_rank is '4'"),
     (MLA, dict(qk_rope_head_dim=3), V, "qk_rope_head_dim is 3, .*pass an even number"),
-    (MLA, dict(qk_rope_head_dim=2, rotary_pos_emb_scaling=NTKScaling(2)), V, "a single pair"),
+    (MLA, dict(qk_rope_head_dim=2, rotary_pos_emb_scaling=NTKScaling(2)), V, "single pair"),
     (MLA, dict(mscale=0), V, "mscale is 0; pass a number above 0"),
     (MLA, dict(num_attention_heads=None), V, "num_attention_heads is None; pass a positive int"),
     (MLA, dict(num_gqa_groups=1), T, "unexpected keyword argument 'num_gqa_groups'"),
