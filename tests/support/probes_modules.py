@@ -149,7 +149,7 @@ NUMBERS = [
     (MHA, dict(rotary_pos_emb_dim=4), V, "RoPE is off; set enable_rotary_pos_emb"),
     (MHA, dict(rotary_pos_emb_scaling=LinearScaling(2)), V, "RoPE is off"),
     (MHA, dict(enable_rotary_pos_emb=True, rotary_pos_emb_scaling=2.0), T, "rotary_pos_emb_scaling is 2.0; .*LinearSc"),
-    (MHA, dict(enable_rotary_pos_emb=True, rotary_pos_emb_dim=2, rotary_pos_emb_scaling=NTKScaling(2)), V, "has no base"),
+    (MHA, dict(enable_rotary_pos_emb=True, rotary_pos_emb_dim=2, rotary_pos_emb_scaling=NTKScaling(2)), V, "no base"),
     (MHA, dict(rotary_pos_emb_windows=(10000, 1)), V, "rotary_pos_emb_windows is .*0 < w0 < w1"),
     (MHA, dict(rotary_pos_emb_windows=10000), T, "rotary_pos_emb_windows is 10000"),
     (MHA, dict(rotary_pos_emb_windows=(0, 10000)), V, "rotary_pos_emb_windows is"),
