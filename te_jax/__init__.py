@@ -20,6 +20,7 @@ te_jax.c_api:        The kernels for programs in C++.
 """
 
 import typing
+from collections.abc import Callable as _Callable
 
 from te_jax import c_api as c_api
 from te_jax import checkpoint_policies as checkpoint_policies
@@ -66,7 +67,7 @@ if typing.TYPE_CHECKING:
     from te_jax import optim as optim
 
 _LAZY = ("compat", "flax", "hf", "layers", "models", "nnx", "ops", "optim")
-__getattr__ = _lazy_modules("te_jax", _LAZY)  # Flax and optax take a second to import
+__getattr__: _Callable[[str], typing.Any] = _lazy_modules("te_jax", _LAZY)  # Flax and optax take a second to import
 
 NVTE_FP8_COLLECTION_NAME = FP8_COLLECTION  # the name that users of TransformerEngine know
 __version__ = versions.installed_version("te_jax") or "0.0.0"  # run from a source tree that is not installed

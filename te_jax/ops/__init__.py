@@ -9,10 +9,13 @@ te_jax.ops.quantize:   Tensors in FP8.
 te_jax.ops.router, te_jax.ops.permute, te_jax.ops.grouped, te_jax.ops.gemm_grouped: Mixtures of experts.
 """
 
+from collections.abc import Callable as _Callable
+from typing import Any as _Any
+
 from te_jax.core.public import lazy_modules
 
 __all__ = (
     *("activation", "attention", "attention_context", "gemm", "gemm_grouped", "grouped", "norm", "permute", "quantize"),
     *("rope", "router"),
 )
-__getattr__ = lazy_modules("te_jax.ops", __all__)
+__getattr__: _Callable[[str], _Any] = lazy_modules("te_jax.ops", __all__)

@@ -234,7 +234,9 @@ PERMUTE = Producer(
     op=dict(replicated="m... k f r"),
     kernels={"": dict(fenced="rows"), "_block": dict(cuda=on_its_gpu)},
 )
-permute_op, permute_block_op, *_ = declare_all(PERMUTE)
+permute_op: Op
+permute_block_op: Op
+permute_op, permute_block_op = declare_all(PERMUTE)[:2]
 """x f32|bf16|f16 [*m, h], slots i32[r] and offsets i32[f] of `Groups`, weights f32[*m, k], scale f32[] (with FP8
 results) -> rows [r, h], the row of x of each slot, times the pair's weight, data, data_t, .. as `te_jax.ops.producers`
 says. No block has rows of two groups.

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from te_jax.core import extension
 from te_jax.core.amax import amax
+from te_jax.core.op import Op
 from te_jax.core.types import align
 from te_jax.ops.experts.permute import ALIGNMENT, Groups
 from te_jax.ops.experts.router import MOST_EXPERTS
@@ -180,7 +181,9 @@ GROUPED_ACTIVATION = Producer(
     op=_ON_ONE_DEVICE,
     kernels={"": dict(workspace=_grouped_workspace, cuda=_grouped_cuda), "_block": dict(cuda=_grouped_cuda)},
 )
-activation_grouped_fwd, activation_grouped_block_fwd, *_ = declare_all(GROUPED_ACTIVATION)
+activation_grouped_fwd: Op
+activation_grouped_block_fwd: Op
+activation_grouped_fwd, activation_grouped_block_fwd = declare_all(GROUPED_ACTIVATION)[:2]
 """te_activation_fwd over the rows of groups: x f32|bf16|f16 [R, a, f], offsets i32[E + 1] and counts i32[E] of
 `Groups`, bias [E, a, f], scale f32[E] or [1] (with FP8 results) -> y [R, f], the product over a of
 names[a]((x + bias of the row's expert)[..., a, :]), data, data_t, .. as `te_jax.ops.producers` says, but with
@@ -206,7 +209,9 @@ GROUPED_ACTIVATION_GRAD = Producer(
     op=_ON_ONE_DEVICE,
     kernels=dict.fromkeys(("", "_block"), dict(workspace=_grouped_workspace, cuda=_grouped_cuda)),
 )
-activation_grouped_bwd, activation_grouped_block_bwd, *_ = declare_all(GROUPED_ACTIVATION_GRAD)
+activation_grouped_bwd: Op
+activation_grouped_block_bwd: Op
+activation_grouped_bwd, activation_grouped_block_bwd = declare_all(GROUPED_ACTIVATION_GRAD)[:2]
 """The backward pass of te_activation_grouped_fwd: dy [R, f] of x's type and its operands -> dx [R, a, f], dy times the
 derivative by x, data, data_t, .. as `te_jax.ops.producers` says, but with
 

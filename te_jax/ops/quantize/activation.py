@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from te_jax.core.arrays import as_jax
 from te_jax.core.check import FLOATS_ARRAY, Kind, check, did_you_mean, number
+from te_jax.core.op import Op
 from te_jax.ops.formats import ScaleFormat
 from te_jax.ops.producers import Producer, declare_all
 from te_jax.ops.source import Source
@@ -339,7 +340,9 @@ ACTIVATION = Producer(
     op=dict(replicated="a"),
     kernels={"": dict(fenced="y scale_inv", cuda=_cuda), "_block": dict(cuda=_cuda)},
 )
-activation_fwd, activation_block_fwd, *_ = declare_all(ACTIVATION)
+activation_fwd: Op
+activation_block_fwd: Op
+activation_fwd, activation_block_fwd = declare_all(ACTIVATION)[:2]
 """x f32|bf16|f16 [*m, a, f], scale f32[] (with FP8 results) -> y [*m, f], the product over a of names[a](x[..., a, :]),
 data, data_t, .. as `te_jax.ops.producers` says.
 
@@ -362,7 +365,9 @@ ACTIVATION_GRAD = Producer(
     op=dict(replicated="a"),
     kernels={"": dict(cuda=_cuda), "_block": dict(cuda=_cuda)},
 )
-activation_bwd, activation_block_bwd, *_ = declare_all(ACTIVATION_GRAD)
+activation_bwd: Op
+activation_block_bwd: Op
+activation_bwd, activation_block_bwd = declare_all(ACTIVATION_GRAD)[:2]
 """The backward pass of te_activation_fwd: dy [*m, f] of x's type, x, scale f32[] (with FP8 results) -> dx [*m, a, f],
 dy times the derivative by x, data, data_t, .. as `te_jax.ops.producers` says."""
 

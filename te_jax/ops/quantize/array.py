@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from te_jax.core.check import array_of
+from te_jax.core.op import Op
 from te_jax.ops.producers import Producer, declare_all, on_its_gpu
 from te_jax.ops.source import Source
 
@@ -31,7 +32,10 @@ ARRAY = Producer(
     matrix=_matrix,
     kernels={"": dict(fenced="scale_inv"), "_block": dict(cuda=on_its_gpu)},
 )
-quantize, quantize_block, quantize_mx, *_ = declare_all(ARRAY, weights=True)
+quantize: Op
+quantize_block: Op
+quantize_mx: Op
+quantize, quantize_block, quantize_mx = declare_all(ARRAY, weights=True)[:3]
 """x f32|bf16|f16 [*m, *n], scale f32[] (with FP8 results) -> data, data_t, .. as `te_jax.ops.producers` says.
 
 split: number of axes in m; with blocks `lead`, one less.

@@ -92,7 +92,9 @@ NORM = Producer(
         "_block": dict(workspace=statistics_workspace, cuda=on_its_gpu),
     },
 )
-norm_fwd, norm_block_fwd, *_ = declare_all(NORM)
+norm_fwd: Op
+norm_block_fwd: Op
+norm_fwd, norm_block_fwd = declare_all(NORM)[:2]
 """x f32|bf16|f16 [..., h], gamma and beta f32|bf16|f16 [h], known_mean (LayerNorm) and known_rstd f32 [...], scale
 f32[] (with FP8 results) -> y [..., h] = (x - mean) * rstd * gamma + beta, data, data_t, .. as `te_jax.ops.producers`
 says, and

@@ -6,6 +6,7 @@ from math import prod
 import jax
 import jax.numpy as jnp
 
+from te_jax.core.op import Op
 from te_jax.ops.producers import Producer, declare_all, on_its_gpu
 from te_jax.ops.source import PerExpert, Source
 
@@ -41,7 +42,10 @@ STACKED = Producer(
     op=dict(replicated="a...", sizes={"a...0": lambda **_: 2}),
     kernels={"": {}, "_block": dict(cuda=on_its_gpu)},
 )
-quantize_stacked, quantize_stacked_block, quantize_stacked_mx, *_ = declare_all(STACKED, tensors=False, weights=True)
+quantize_stacked: Op
+quantize_stacked_block: Op
+quantize_stacked_mx: Op
+quantize_stacked, quantize_stacked_block, quantize_stacked_mx = declare_all(STACKED, tensors=False, weights=True)[:3]
 """te_quantize of each entry of a stack: x f32|bf16|f16 [*e, *m, *n], y another array of its shape and type that lies
 beside it in the results, scale f32[*e] (with FP8 results) -> data, data_t, .. as `te_jax.ops.producers` says, with *e
 in front, of the tensor [*m, *a, *n]; amax is f32[*e].
