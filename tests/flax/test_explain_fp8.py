@@ -279,7 +279,7 @@ class Model(nnx.Module):
         return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.stack)
 
 
-@pytest.mark.filterwarnings("error")  # of state that is not there, and of gradients without it
+@pytest.mark.filterwarnings("error::UserWarning")  # of state that is not there, and of gradients without it
 @pytest.mark.parametrize("recipe", [DelayedScaling(), CURRENT])
 def test_nnx(recipe):
     with te.autocast(recipe=CURRENT):  # without state

@@ -323,7 +323,7 @@ def test_what_an_axis_of_one_device_leaves_as_it_is():
     wants = of_segments(), decoded()
     with jax.set_mesh(one_device_mesh("auto")), global_shard_guard(MeshResource("dp", cp_resource="cp")):
         with te.autocast(True, recipe.DelayedScaling(fp8_dpa=True)), warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.simplefilter("error", UserWarning)
             got = jax.jit(fp8.apply)(variables, x)[0]
         close((of_segments(**order), decoded(**order)), wants)
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))

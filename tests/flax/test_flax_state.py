@@ -135,11 +135,11 @@ def test_missing_state_starts_fresh_with_a_note():
         with pytest.warns(UserWarning, match="lacks grad_1_scale"):
             np.testing.assert_array_equal(module.apply(partial, x)[0], got)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.simplefilter("error", UserWarning)
             module.init(KEY, x)
             module.apply(full, x)
     with warnings.catch_warnings(), te.autocast(False):  # state is carried along unused
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         module.apply(full, x)
 
 

@@ -368,7 +368,7 @@ def test_plain_gradients_are_told():
     with pytest.warns(UserWarning, match="MoEBlock: .* not of the biases of experts, .* te_jax.nnx.value_and_grad"):
         trace(nnx.value_and_grad(loss))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         trace(te_nnx.value_and_grad(loss))
         trace(lambda model, x: nnx.value_and_grad(lambda x: loss(model, x))(x))
 

@@ -343,7 +343,7 @@ def test_training_that_is_too_small_for_fp8_is_told(monkeypatch):
         jax.eval_shape(jax.grad(loss, wrt) if wrt else loss, like(rows, 32), like(32, 1, 8), like(8, 32))
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         trace(2**16)  # large enough
         trace(0)
         trace(7, 0)  # frozen kernels
@@ -354,5 +354,5 @@ def test_training_that_is_too_small_for_fp8_is_told(monkeypatch):
     with pytest.warns(UserWarning, match=r"x is bfloat16\[7,32\]: a layer with less than 2\*\*21 elements .*FP8 off"):
         trace(7)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         trace(9)  # once

@@ -155,7 +155,7 @@ def test_long_plain_attention_warns_once_with_the_reason():
     with pytest.warns(UserWarning, match="4096.*float32"):
         trace()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         trace()
         trace(implementation="xla")  # asked for
         check.told.clear()

@@ -224,7 +224,7 @@ class TestEnabled:
         with block:
             assert fp8.current_recipe() is None and not fp8.is_switched_off()
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.simplefilter("error", UserWarning)
             te.autocast(False), te.autocast(mesh_resource=te.MeshResource())
 
 
@@ -232,7 +232,7 @@ def test_a_warning_as_an_error_leaves_the_block():
     """Of a pattern that names no module."""
     recipe = DelayedScaling(exclude=("lm_hed",))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         with pytest.raises(UserWarning, match="lm_hed"):
             with te.autocast(recipe=recipe):
                 nn.Sequential([te_flax.DenseGeneral(4)]).init(jax.random.key(0), jnp.ones((2, 4)))
