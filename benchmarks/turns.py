@@ -18,7 +18,21 @@ from math import ceil
 
 from te_jax.ops.gemm import tune_all
 
-from . import ceilings, grouped, grouped_ops, head, kernels, layers, machine, moe, report, run, small, timing
+from . import (
+    ceilings,
+    expert_devices,
+    grouped,
+    grouped_ops,
+    head,
+    kernels,
+    layers,
+    machine,
+    moe,
+    report,
+    run,
+    small,
+    timing,
+)
 from .cases import Case
 
 _ROUNDS = 4  # that count
@@ -33,6 +47,7 @@ SUITES = {
         "experts' grouped products and the ops around them, in turns with torch, ragged_dot and dense products",
     ),
     "moe": (moe.cases, "layers of experts in bf16 and FP8, in turns with ragged_dot"),
+    "ep": (expert_devices.cases, "layers of experts that all GPUs share, in turns with one GPU's part"),
     "small": (small.cases, "steps of small layers, in turns with Flax"),
     "energy": (layers.energy_cases, "whole layers forward and backward, in turns with Flax: joules of a step"),
     "head": (head.cases, "the head of a language model with its loss, in turns with plain JAX"),

@@ -36,6 +36,7 @@ from te_jax.flax import _refused
 from te_jax.flax._calls import KnownArguments
 from te_jax.flax._refused import Refused
 from te_jax.flax._state import describe
+from te_jax.layers.experts.devices import EXCHANGE
 from te_jax.ops.attention.options import BIAS_TYPE, DESCRIPTOR, MASK_ARRAY, MASK_TYPE, SOFTCAP, SOFTMAX_TYPE, WINDOW
 from te_jax.ops.experts.router import SCORE_FUNCTIONS
 from te_jax.ops.quantize.activation import ACTIVATIONS, check_params
@@ -115,6 +116,7 @@ FIELDS: dict[str, Kind] = {
     **_each(_POSITIVE, "low_rank_adaptation_dim max_segments_per_seq max_distance"),
     **_each(_POSITIVE, "num_experts num_experts_per_tok num_groups"),
     **_each(NONE | _POSITIVE, "group_topk"),
+    **_each(EXCHANGE, "exchange"),
     **_each(integer(0), "num_shared_experts"),
     **_each(integer(2), "num_buckets"),
     **_each(NONE | _POSITIVE, "num_gqa_groups kv_channels"),

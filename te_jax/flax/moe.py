@@ -24,11 +24,13 @@ from te_jax.flax.kernels import expert_operand
 from te_jax.flax.mlp import LayerNormMLP
 from te_jax.flax.norm import norm_parameters
 from te_jax.layers.experts.block import MoEOptions, moe
+from te_jax.layers.experts.devices import ExpertExchange
 from te_jax.layers.norm_mlp import split_residual
 from te_jax.ops.experts.router import RouterOptions, updated_expert_bias
 from te_jax.ops.quantize.norm import norm_and_input
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
-from te_jax.sharding.resource import check_current_mesh_resource, check_no_expert_parallelism
+from te_jax.sharding.logical_axes import resolve_logical_axes
+from te_jax.sharding.resource import check_current_mesh_resource
 from te_jax.state.misplaced import keys_of
 
 BIAS_COLLECTION, LOSSES = "expert_bias", "losses"
@@ -97,6 +99,9 @@ class MoEBlock(Module):
                        k and the other fields of `te_jax.ops.router.RouterOptions`.
     num_shared_experts: n: besides, all tokens go to an MLP of width n F, the submodule `shared_experts`.
     capacity_factor:   None: no token is dropped. Else as in `te_jax.layers.MoEOptions`.
+    exchange:          a `te_jax.layers.ExpertExchange`: how tokens reach the devices of their experts, where the
+                       `ep_resource` of the MeshResource in force, or the sharding of the parameters on an Explicit
+                       mesh, divides the experts. The logical axis "expert" of the parameters lies on it.
     aux_loss_coeff, z_loss_coeff, per_sequence_loss: the losses of `te_jax.ops.router`, times these, are sown as
                        `balancing_loss` and `z_loss` into the collection `losses`, where they are not 0. A call that is
                        not deterministic warns if that is not mutable, for they would be lost:
@@ -130,6 +135,7 @@ class MoEBlock(Module):
     group_topk: int | None = None
     num_shared_experts: int = 0
     capacity_factor: float | None = None
+    exchange: ExpertExchange = ExpertExchange()
     aux_loss_coeff: float = 0.0
     z_loss_coeff: float = 0.0
     per_sequence_loss: bool = False
@@ -193,11 +199,11 @@ class MoEBlock(Module):
 
     def _options(self) -> MoEOptions:
         params = None if self.activation_params is None else dict(self.activation_params)
-        return MoEOptions(router_of(self), self.activations, params, self.capacity_factor, self.per_sequence_loss)
+        of_call = self.capacity_factor, self.per_sequence_loss, self.exchange
+        return MoEOptions(router_of(self), self.activations, params, *of_call)
 
     def _experts(self, h, gate, wi, wo, residual, of_norm):
         check_current_mesh_resource()
-        check_no_expert_parallelism(describe(self))
         metas = expert_metas(self, self.num_experts)
         names = tuple(f"wi_{i}" for i in range(len(wi[0])))
         wi_kernel = expert_operand(self, names, wi[0], metas and metas[0])
@@ -213,6 +219,7 @@ class MoEBlock(Module):
             metas=metas,
             checkpoint=self.quantization_checkpoint_name,
             middle_name=self.ffn1_ckpt_name,
+            token_spec=resolve_logical_axes(self.layernorm_input_axes, h.shape),
             name=describe(self),
             **of_norm,
         )

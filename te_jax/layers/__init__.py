@@ -5,6 +5,7 @@ from te_jax.layers.contraction import dot_general as dot_general
 from te_jax.layers.experts.block import MoEAux as MoEAux
 from te_jax.layers.experts.block import MoEOptions as MoEOptions
 from te_jax.layers.experts.block import moe as moe
+from te_jax.layers.experts.devices import ExpertExchange as ExpertExchange
 from te_jax.layers.experts.linear import grouped_dense as grouped_dense
 from te_jax.layers.experts.weights import quantize_experts as quantize_experts
 from te_jax.layers.explain import explain_attention as explain_attention

@@ -27,7 +27,12 @@ class Config(NamedTuple):
     grad_spec: PartitionSpec | None = None  # of the gradient of y where its GEMMs read it, if y lies otherwise
     stored: bool = False  # the weight is an Fp8Tensor: only its `wide` has a gradient
     precision: Any = None  # `jax.default_matmul_precision` of the call, for unquantized GEMMs of the backward pass
+    expert_axes: frozenset[str] = frozenset()  # over which experts differ, whose tensors share nothing
     on_mesh: bool = False  # a mesh of several devices is in force (`jax.set_mesh`): there may be sums over them
+
+    def unshared_axes(self, of_experts: bool) -> frozenset[str]:
+        """The mesh axes over which a tensor shares no statistics. of_experts: each expert has its own."""
+        return self.stage_axes | self.expert_axes if of_experts else self.stage_axes
 
     @property
     def features(self) -> int:
@@ -71,5 +76,5 @@ class Config(NamedTuple):
             grad_spec if whole == spec else whole,
             isinstance(weight, Fp8Tensor),
             jax.config.jax_default_matmul_precision,
-            jax.sharding.get_abstract_mesh().size > 1,
+            on_mesh=jax.sharding.get_abstract_mesh().size > 1,
         )

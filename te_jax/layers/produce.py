@@ -57,7 +57,7 @@ def produce(
         return known.pop("amax")
 
     if source.takes("scale", form):
-        shards = varying_axes(role.shards_of) - config.stage_axes
+        shards = varying_axes(role.shards_of) - config.unshared_axes(bool(source.scales))
         scale = fp8.scale_of(role.meta, measure, recipe, role.name, shards)
     statistics = ("amax",) if recipe.has_state else ()
     if statistics and source.offers(form, ("amax", "scale_inv")):

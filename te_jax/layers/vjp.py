@@ -146,7 +146,8 @@ def quantize_activation_grad(
 def differentiate_metas(saved: Saved, grad: Fp8Tensor, config: Config) -> DenseMetas:
     """The cotangent of the FP8 state. grad: the gradient of y."""
     pairs = zip(saved.metas, (saved.x.amax, saved.weight.amax, grad.amax))
-    return DenseMetas(*(cotangent(m, amax, config.recipe, config.stage_axes) for m, amax in pairs))
+    unshared = lambda m: config.unshared_axes(m is not None and m.scale.ndim > 0)
+    return DenseMetas(*(cotangent(m, amax, config.recipe, unshared(m)) for m, amax in pairs))
 
 
 def differentiate_weight(saved: Saved, grad: Fp8Tensor, dbias: jax.Array | None, config: Config) -> Projection:

@@ -223,6 +223,7 @@ class MoEBlock(Layer):
         group_topk: int | None = None,
         num_shared_experts: int = 0,
         capacity_factor: float | None = None,
+        exchange: Any = ...,
         aux_loss_coeff: float = 0.0,
         z_loss_coeff: float = 0.0,
         per_sequence_loss: bool = False,

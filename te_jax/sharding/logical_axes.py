@@ -32,7 +32,7 @@ _RULES = Kind(f"a tuple, each {_RULE_FORM}", lambda rules: isinstance(rules, tup
 def logical_axis_map(resource: MeshResource) -> dict[str, str | tuple[str, ...] | None]:
     """Logical axis name -> mesh axis (None: replicated), for `resource` on the mesh in force.
 
-    The batch lies on dp and fsdp together where both have more than one device: fsdp is data parallelism too. The
+    The batch lies on those of dp, fsdp and ep that have more than one device: they are data parallelism too. The
     sequence outside the GEMMs lies on cp and tpsp likewise, cp first: a GEMM then gathers it only over tpsp.
     Raises ValueError for a resource that does not fit the mesh.
     """
@@ -43,7 +43,7 @@ def logical_axis_map(resource: MeshResource) -> dict[str, str | tuple[str, ...] 
         used = tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
         return used if len(used) > 1 else used[0] if used else alone
 
-    batch = together(resource.dp_resource, resource.fsdp_resource, alone=resource.dp_resource)
+    batch = together(*batch_axes(resource), alone=resource.dp_resource)
     sequence = together(resource.cp_resource, resource.tpsp_resource, alone=resource.tpsp_resource)
     tensor = resource.tpsp_resource if sizes.get(resource.tpsp_resource, 1) > 1 else resource.tp_resource
     return {
@@ -61,7 +61,13 @@ def logical_axis_map(resource: MeshResource) -> dict[str, str | tuple[str, ...] 
         W_JOINED_AXES: None,
         "heads": tensor,  # The table of RelativePositionBiases has this axis and the next.
         "relpos_buckets": None,
-    }
+    } | ({} if resource.ep_resource is None else {"expert": resource.ep_resource})
+
+
+def batch_axes(resource: MeshResource) -> tuple[str, ...]:
+    """The mesh axes that split the batch."""
+    named = resource.dp_resource, resource.fsdp_resource, resource.ep_resource
+    return tuple(dict.fromkeys(axis for axis in named if axis is not None))
 
 
 def extend_logical_axis_rules(rules: Sequence[tuple[Any, ...]]) -> Sequence[tuple[Any, ...]]:

@@ -23,9 +23,10 @@ class MeshResource(KnownFields):
                    cp, if both are there). Only one of tp and tpsp may have more than one device.
     fsdp_resource: Fully sharded data parallelism: splits the batch (next to dp, if both are there) and the weights.
     pp_resource, cp_resource: Pipeline and context parallelism (the sequence in attention).
-    ep_resource:   Expert parallelism, which te_jax does not have: with several devices MoEBlock refuses it.
+    ep_resource:   Expert parallelism: divides the experts of MoEBlock, and splits the batch. It may be the axis of dp
+                   or fsdp.
 
-    Raises TypeError for a field that is no string, ValueError for an axis that two fields name.
+    Raises TypeError for a field that is no string, ValueError for an axis that two other fields name.
     """
 
     dp_resource: str | None = None
@@ -46,6 +47,8 @@ class MeshResource(KnownFields):
         roles = {}
         for field in fields(self):
             axis = getattr(self, field.name)
+            if field.name == "ep_resource" and axis in (None, self.dp_resource, self.fsdp_resource):
+                continue
             if axis is not None and roles.setdefault(axis, field.name) != field.name:
                 raise ValueError(
                     f"MeshResource: {roles[axis]} and {field.name} are both {axis!r}; give each an axis of its own, "
@@ -137,13 +140,3 @@ def check_current_mesh_resource() -> None:
     """Checks the MeshResource in force (`check_mesh_resource`), since its mesh may have been set after it."""
     if (resource := current_mesh_resource()) is not None:
         check_mesh_resource(resource)
-
-
-def check_no_expert_parallelism(where: str) -> None:
-    """Raises ValueError, naming `where`, for an `ep_resource` of several devices in the MeshResource in force."""
-    resource = current_mesh_resource()
-    if resource is not None and mesh_sizes().get(resource.ep_resource, 1) > 1:
-        raise ValueError(
-            f"{where}: ep_resource is {resource.ep_resource!r}, but te_jax does not divide experts among devices; "
-            "leave it None, and divide tokens by dp_resource or fsdp_resource."
-        )

@@ -164,6 +164,7 @@ MEANINGS = {
     "num_shared_experts": "n: all tokens also go to an MLP of width n F",
     "capacity_factor": "An expert takes at most ceil(capacity_factor T k / E) of T tokens, and the others are "
     "dropped. None drops no token",
+    "exchange": "How tokens reach the devices of their experts, a `te_jax.layers.ExpertExchange`",
     "aux_loss_coeff": "The factor of the balancing loss, which goes into the collection `losses`",
     "z_loss_coeff": "The factor of the router's z loss, which goes into the collection `losses`",
     "per_sequence_loss": "The balancing loss is a mean over sequences. False is one of all tokens",

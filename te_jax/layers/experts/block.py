@@ -3,14 +3,13 @@ are added up."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import ShapedArray, max_dim
+from jax.core import max_dim
+from jax.sharding import PartitionSpec
 
 from te_jax.core.arrays import as_jax, as_rank
 from te_jax.core.check import BOOL, NONE, STRING, Kind, KnownFields, check, number
@@ -19,22 +18,24 @@ from te_jax.core.policies import GEMM, STATISTICS, with_names
 from te_jax.core.products import product
 from te_jax.core.types import align, like
 from te_jax.layers._specs import dense_spec
-from te_jax.layers.config import Config
-from te_jax.layers.experts.mlp import ExpertOperands, ExpertStatic, run_experts
+from te_jax.layers.experts.devices import (
+    EXCHANGE,
+    ExpertExchange,
+    ceil_times,
+    devices_inside_shard_map,
+    find_placement,
+)
+from te_jax.layers.experts.run import ExpertInputs, ExpertRun, run_on_devices
 from te_jax.layers.experts.weights import ExpertKernel, arrays_of, resolve_experts
 from te_jax.layers.linear import check_recipe_and_metas, check_residual, warn_of_bf16_products
 from te_jax.layers.norm_mlp import METAS_OF_TWO, split_residual
-from te_jax.layers.weight import Projection
-from te_jax.ops.experts.permute import combine, group, permute
+from te_jax.ops.experts.permute import group
 from te_jax.ops.experts.router import RouterOptions, Routing, load_balancing_loss, route, z_loss
-from te_jax.ops.formats import ceil_div
 from te_jax.ops.gemm.dense import dot
-from te_jax.ops.gemm.grouped import gemm_grouped
 from te_jax.ops.quantize import activation as act_op
 from te_jax.ops.quantize import norm as norm_op
 from te_jax.ops.quantize.array import FLOAT
 from te_jax.recipe import Recipe
-from te_jax.sharding.resource import stage_axes
 from te_jax.state import fp8
 
 _ROUTER_OPTIONS = Kind("a RouterOptions", lambda value: isinstance(value, RouterOptions))
@@ -51,6 +52,7 @@ class MoEOptions(KnownFields):
                        nothing to y.
     per_sequence_loss: the balancing loss is the mean of each sequence's own, x being [..., S, H]; else all tokens of
                        the call are one batch.
+    exchange:          how tokens reach the devices of their experts, where a mesh axis divides the experts.
 
     Raises ValueError (TypeError for a wrong type) that names the field, its value and what is allowed.
     """
@@ -60,6 +62,7 @@ class MoEOptions(KnownFields):
     activation_params: Mapping[str, Any] | None = field(default=None, hash=False)
     capacity_factor: float | None = None
     per_sequence_loss: bool = False
+    exchange: ExpertExchange = ExpertExchange()
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -68,10 +71,16 @@ class MoEOptions(KnownFields):
             ("activations", act_op.ACTIVATIONS),
             ("capacity_factor", NONE | number(above=0)),
             ("per_sequence_loss", BOOL),
+            ("exchange", EXCHANGE),
         ):
             check(name, what, getattr(self, what), kind)
         object.__setattr__(self, "activations", tuple(self.activations))
         act_op.check_params(name, "activation_params", self.activations, self.activation_params)
+
+    @property
+    def drops_nothing(self) -> bool:
+        """Whether each pair of a token and an expert has a row."""
+        return self.capacity_factor is None and self.exchange.block_factor is None
 
 
 class MoEAux(NamedTuple):
@@ -80,7 +89,7 @@ class MoEAux(NamedTuple):
     balancing_loss: jax.Array  # f32[]; under an expert_bias, of the choice that is made without it
     z_loss: jax.Array  # f32[]
     counts: jax.Array  # i32[E], the pairs of a token and a choice of each expert, dropped ones too
-    dropped: jax.Array  # i32[E], the pairs beyond the expert's capacity
+    dropped: jax.Array  # i32[E], the pairs beyond the expert's capacity, and those that found no place in an exchange
 
 
 def moe(
@@ -103,6 +112,7 @@ def moe(
     metas: tuple[fp8.DenseMetas, fp8.DenseMetas] | None = None,
     checkpoint: str | None = None,
     middle_name: str | None = None,
+    token_spec: PartitionSpec | None = None,
     name: str = "te_jax.layers.moe",
 ) -> tuple[jax.Array, MoEAux]:
     """y[*B, H] = sum over the k experts e of a token of weight_e (act(h . wi_e + wi_bias_e) . wo_e + wo_bias_e), where
@@ -133,8 +143,15 @@ def moe(
     jax differentiates them: the router reads h in x's type, so h is written and kept in any case. Routing is named
     STATISTICS, so that a policy does not run it again.
 
-    On a mesh the buffer of rows is whole on every device but for F and H, and on an Explicit one y is sharded as x:
-    shard the tokens by `jax.shard_map`, where counts and losses are of each device's own tokens.
+    On several devices experts are divided by the mesh axes that split E of wi on an Explicit mesh, or by the
+    `ep_resource` of the MeshResource in force (`te_jax.sharding`) on others. Each device then runs its tokens and its
+    experts inside `jax.shard_map`, F split over the axes of tensor parallelism, and tokens go to the devices of their
+    experts as `options.exchange` says, in FP8 under a recipe; y, counts and losses are those of one device. Inside the
+    user's own `jax.shard_map` over ep_resource, wi, wo and biases hold the device's experts; counts and losses are of
+    the device's own tokens there. Without divided experts the buffer of rows is whole on every device but for F and H.
+
+    token_spec:  on Auto mesh axes, how x is split, for divided experts; None: by dp_resource, fsdp_resource and
+                 ep_resource along its first axis.
 
     Raises ValueError for sizes, and under a recipe for activations that `is_fused` does not know; TypeError for types
     that do not match.
@@ -145,6 +162,7 @@ def moe(
     (wo_bias,) = as_jax(wo_bias)
     _check_mixture(name, x, gate_kernel, wi, wo, wi_bias, wo_bias, options)
     _check_recipe(name, recipe, metas, options)
+    placement = _find_placement(name, x, gate_kernel, wi, wo, token_spec)
     for what, text in (("checkpoint", checkpoint), ("middle_name", middle_name)):
         check(name, what, text, NONE | STRING)
     through, added = split_residual(residual)
@@ -159,11 +177,9 @@ def moe(
     elif beta is not None:
         raise ValueError(f"{name}: beta is given without gamma; pass both, or neither.")
     routing, aux = _routing(h, gate_kernel, expert_bias, options)
-    operands = h, routing.weights, (wi, wi_bias), (wo, wo_bias)
-    if recipe is None:
-        y = _in_type_of_x(*operands, routing, options, middle_name)
-    else:
-        y = _in_fp8(*operands, routing, options, recipe, metas, checkpoint, middle_name)
+    run = ExpertRun(options, recipe, checkpoint, middle_name, placement)
+    y, lost = run_on_devices(run, ExpertInputs(h, routing.weights, routing.experts, wi, wi_bias, wo, wo_bias, metas))
+    aux = aux if lost is None else aux._replace(dropped=aux.dropped + lost)
     y = like(y, h)  # tokens keep their place: rows are split as wo is
     y = y if expert_bias is None else _with_counts(*align(y, expert_bias, aux.counts))
     added = x if through else added
@@ -184,9 +200,10 @@ def _check_mixture(name, x, gate_kernel, wi, wo, wi_bias, wo_bias, options):
             "each slot that reads it."
         )
     experts, width, hidden = first[0].shape
+    routed = experts * devices_inside_shard_map()  # gate_kernel has the experts of all devices
     if wi_bias is not None and len(wi_bias) != count:
         raise ValueError(f"{name}: wi_bias is {len(wi_bias)} arrays; pass {count}, one for each of wi.")
-    shapes = [("gate_kernel", gate_kernel, (width, experts)), ("wo", second, (experts, hidden, width))]
+    shapes = [("gate_kernel", gate_kernel, (width, routed)), ("wo", second, (experts, hidden, width))]
     shapes += [("wi_bias", bias, (experts, hidden)) for bias in wi_bias or ()]
     shapes += [] if wo_bias is None else [("wo_bias", wo_bias, (experts, width))]
     for what, a, shape in shapes:
@@ -195,7 +212,7 @@ def _check_mixture(name, x, gate_kernel, wi, wo, wi_bias, wo_bias, options):
             raise ValueError(f"{name}: {what} has the shape {a.shape}, but wi {first[0].shape}; pass {shape}.")
     if x.ndim < 2 or x.shape[-1] != width:
         raise ValueError(f"{name}: x has the shape {x.shape}, but wi {first[0].shape}; pass [..., T, {width}].")
-    options.router.check_experts(experts)
+    options.router.check_experts(routed)
 
 
 def _check_recipe(name, recipe, metas, options):
@@ -229,8 +246,7 @@ def _routing(h, gate_kernel, expert_bias, options: MoEOptions) -> tuple[Routing,
     experts, dropped = routing.experts, jnp.zeros_like(routing.counts)
     if options.capacity_factor is not None:
         num_experts = logits.shape[-1]
-        factor = Fraction(str(float(options.capacity_factor)))  # exact: in floats 1.1 * 100 / 10 is above 11
-        capacity = max_dim(1, ceil_div(factor.numerator * experts.size, factor.denominator * num_experts))
+        capacity = max_dim(1, ceil_times(options.capacity_factor, experts.size, num_experts))
         groups = group(experts, num_experts)
         of_expert = lambda a: as_rank(a, experts.ndim + 1)
         is_expert = experts[..., None] == of_expert(jnp.arange(num_experts, dtype=experts.dtype))
@@ -253,40 +269,12 @@ _with_counts.defvjp(
 )
 
 
-# ---- the experts -----------------------------------------------------------------------------------------------------
-
-
-def _groups(routing: Routing):
-    return with_names(group(routing.experts, routing.counts.shape[0]), STATISTICS)
-
-
-def _in_type_of_x(h, weights, wi, wo, routing, options: MoEOptions, middle_name):
-    """The MLPs in h's type: jax differentiates grouped products. Behind the last group nothing is added up."""
-    groups = _groups(routing)
-
-    def product(rows, kernel, bias):
-        kernel = kernel.astype(h.dtype)
-        return gemm_grouped(rows, kernel, groups.offsets, groups.counts, bias=bias, k_first=True)
-
-    kernels, rows = arrays_of(wi[0]), permute(h, groups)
-    # One product for each slot: to stack the kernels would copy them in each pass.
-    slots = [product(rows, *each) for each in zip(kernels, wi[1] or (None,) * len(kernels))]
-    slots = [with_names(z, middle_name) for z in slots]
-    a = act_op.activation_of_slots(slots, options.activations, options.activation_params)
-    return combine(product(a, *arrays_of(wo[0]), wo[1]), groups, weights)
-
-
-def _in_fp8(h, weights, wi, wo, routing, options: MoEOptions, recipe, metas, checkpoint, middle_name):
-    groups, (wi, wi_bias), (wo, wo_bias) = _groups(routing), wi, wo
-    wi_bias = None if wi_bias is None else jnp.stack(wi_bias, 1)
-    typeof, rows = partial(jax.tree.map, jax.typeof), groups.slots.shape[0]
-    middle = ShapedArray((rows, wi[0].wide[0].shape[-1]), h.dtype)
-    config = partial(Config, recipe, 1, checkpoint=checkpoint, stage_axes=stage_axes())
-    on_mesh = jax.sharding.get_abstract_mesh().size > 1
-    first = config(jax.typeof(h), typeof(wi[0].wide[0]), typeof(wi_bias), on_mesh=on_mesh)
-    second = config(middle, typeof(wo[0].wide[0]), typeof(wo_bias), on_mesh=on_mesh)
-    act = tuple(act_op.attributes(options.activations, options.activation_params).items())
-    static = ExpertStatic(first, second, tuple(len(part.wide) for part in wi), act, middle_name)
-    h, weights, groups, wi, wo, wi_bias, wo_bias = align(h, weights, groups, wi, wo, wi_bias, wo_bias)
-    both = map(Projection, (wi, wo), (wi_bias, wo_bias), (m or fp8.STATELESS for m in metas or (None, None)))
-    return run_experts(ExpertOperands(h, weights, *both), groups, static)
+def _find_placement(name, x, gate_kernel, wi, wo, token_spec):
+    whole_hidden = any(part.data is not None or part.data_t is not None for part in (*wi, *wo))
+    placement = find_placement(name, x, arrays_of(wi)[0], gate_kernel.shape[-1], token_spec, whole_hidden)
+    if placement is not None and any(part.onto is not None for part in (*wi, *wo)):
+        raise ValueError(
+            f"{name}: the collection wgrads has an accumulator for the kernels, but experts are divided among devices, "
+            "whose gradients are added up first; leave the collection out."
+        )
+    return placement

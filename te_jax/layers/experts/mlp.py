@@ -18,7 +18,9 @@ from te_jax.core.derivatives import custom_vjp
 from te_jax.core.policies import with_names
 from te_jax.core.types import like
 from te_jax.layers.config import Config
+from te_jax.layers.experts.exchange import Exchange, Sent, collect, spread
 from te_jax.layers.experts.weights import Parts, amax_of_parts, any_gradient, quantize_part, slots_at
+from te_jax.layers.experts.wire import receive_gradient, receive_rows
 from te_jax.layers.gemms import grouped_dgrad, grouped_fprop, grouped_wgrad
 from te_jax.layers.produce import Role, produce
 from te_jax.layers.tensor import Fp8Tensor, LayerUses
@@ -50,6 +52,13 @@ class ExpertOperands(NamedTuple):
     wo: Projection  # of one part [E, F, O], and a bias [E, O] or None
 
 
+class Routed(NamedTuple):
+    """Where tokens go."""
+
+    groups: Groups  # of the tokens that are here
+    sent: Sent | None = None  # which tokens these are, where devices exchange them
+
+
 class ExpertStatic(NamedTuple):
     """What is static."""
 
@@ -58,6 +67,7 @@ class ExpertStatic(NamedTuple):
     slots: tuple[int, ...]  # how many of A each part of wi has
     act: tuple[Any, ...]  # (name, value) pairs of `activation.attributes`
     middle_name: str | None  # of the activation's input, for `jax.checkpoint` policies
+    exchange: Exchange | None = None  # between devices
 
     def spans(self) -> list[slice]:
         """The slots of each part of wi."""
@@ -83,12 +93,13 @@ def rows_of_tokens(rows: jax.Array, groups: Groups) -> jax.Array:
     return combine_op(rows, groups.rows, None)[0]
 
 
-def _forward(operands: ExpertOperands, groups, static: ExpertStatic, train: bool, need_wgrad):
-    """y, and for the backward pass (x, wi in FP8), (the activation, wo in FP8), the activation's input, and the rows of
-    the experts' outputs."""
-    x, weights, wi, wo = operands
+def _forward(operands: ExpertOperands, routed: Routed, static: ExpertStatic, train: bool, need_wgrad):
+    """y, and for the backward pass (x, wi in FP8), (the activation, wo in FP8), the activation's input, the rows of the
+    experts' outputs, and the weights of the tokens that are here."""
+    (x, weights, wi, wo), groups = operands, routed.groups
     uses = LayerUses.of(static.wi.recipe, train, need_wgrad[0])
-    q0, _ = produce(rows_source(x, groups), Role("x", wi.metas.x, uses.x, static.wi.x), static.wi)
+    q0 = _rows_of_tokens_here(x, routed, Role("x", wi.metas.x, uses.x, static.wi.x), static)
+    weights = weights if routed.sent is None else spread(weights, routed.sent, static.exchange)
     parts = tuple(quantize_part(part, wi.metas.kernel, uses.weight, static.wi, True) for part in wi.kernel)
     bias = lambda span: None if wi.bias is None else wi.bias[:, span]
     each = [grouped_fprop(q0, w, bias(span), groups, static.wi) for w, span in zip(parts, static.spans())]
@@ -101,23 +112,39 @@ def _forward(operands: ExpertOperands, groups, static: ExpertStatic, train: bool
     q1, _ = produce(grouped_activation_source(z, groups, dict(static.act)), role, static.wo)
     w1 = quantize_part(second, wo.metas.kernel, uses.weight, static.wo, False)
     rows = grouped_fprop(q1, w1, wo.bias, groups, static.wo)
-    return combine_op(rows, groups.rows, weights)[0], (q0, parts), (q1, (w1,)), z, rows
+    y = _back(combine_op(rows, groups.rows, weights)[0], routed, static)
+    return y, (q0, parts), (q1, (w1,)), z, rows, weights
+
+
+def _rows_of_tokens_here(x, routed: Routed, role: Role, static: ExpertStatic) -> Fp8Tensor:
+    """The rows of x as GEMMs read them."""
+    if routed.sent is None:
+        return produce(rows_source(x, routed.groups), role, static.wi)[0]
+    if role.uses.wide:  # a GEMM that the recipe takes out of FP8 reads it as it is
+        x = spread(x, routed.sent, static.exchange)
+        return produce(rows_source(x, routed.groups), role, static.wi)[0]
+    return receive_rows(x, routed.groups, routed.sent, role, static.wi, static.exchange)
+
+
+def _back(sums, routed: Routed, static: ExpertStatic):
+    """What was added up for the tokens that are here, for the tokens of this device."""
+    return sums if routed.sent is None else collect(sums, routed.sent, static.exchange)
 
 
 @custom_vjp(2, in_fp8=lambda static: "te_jax.layers.moe")
-def _experts(operands, groups, static):
-    return _forward(operands, groups, static, train=False, need_wgrad=(False, False))[0]
+def _experts(operands, routed, static):
+    return _forward(operands, routed, static, train=False, need_wgrad=(False, False))[0]
 
 
-def _experts_fwd(operands, groups, static):
+def _experts_fwd(operands, routed, static):
     need_wgrad = any_gradient(operands.wi.kernel), any_gradient(operands.wo.kernel)
     of_weights = operands.weights.perturbed
-    operands, groups = values_of((operands, groups))
-    y, *pairs, z, rows = _forward(operands, groups, static, train=True, need_wgrad=need_wgrad)
+    operands, routed = values_of((operands, routed))
+    y, *pairs, z, rows, weights = _forward(operands, routed, static, train=True, need_wgrad=need_wgrad)
     each = zip(pairs, (operands.wi, operands.wo), (static.wi, static.wo), need_wgrad)
     saved = [_save(*pair, p.metas, config, needs_wgrad) for pair, p, config, needs_wgrad in each]
     rows = rows if of_weights else rows[:0]  # only the router's gradient reads them
-    return y, (saved, z, rows, operands.weights, groups)
+    return y, (saved, z, rows, weights, routed)
 
 
 def _save(q: Fp8Tensor, parts: Parts, metas, config: Config, needs_wgrad: bool) -> Saved:
@@ -133,11 +160,14 @@ def _save(q: Fp8Tensor, parts: Parts, metas, config: Config, needs_wgrad: bool) 
 
 
 def _experts_bwd(static: ExpertStatic, residuals, dy):
-    (first, second), z, rows, weights, groups = residuals
-    dy = instantiate(dy)
+    (first, second), z, rows, weights, routed = residuals
+    dy, groups = instantiate(dy), routed.groups
+    dy = dy if routed.sent is None else receive_gradient(dy, routed.sent, static.exchange)
     if not static.wo.on_mesh:  # no gradient during the forward pass, where dy is known before y
         dy, z, rows = lax.optimization_barrier((dy, z, rows))
-    dweights = like(combine_bwd_op(dy, rows, groups.rows)[0], weights) if rows.size else None
+    dweights = None
+    if rows.size:
+        dweights = like(_back(combine_bwd_op(dy, rows.astype(dy.dtype), groups.rows)[0], routed, static), weights)
     grad, dbias = quantize_rows_grad(dy, weights, second, groups, static.wo)
     (w1,) = second.weight
     da = grouped_dgrad(grad, w1, groups, static.wo)
@@ -148,7 +178,7 @@ def _experts_bwd(static: ExpertStatic, residuals, dy):
     grad, dbias = quantize_activation_grad(source, z, first, static.wi, in_one_array=in_one_array)
     spans = static.spans()
     each = [grouped_dgrad(slots_at(grad, s), w, groups, static.wi, s.start) for w, s in zip(first.weight, spans)]
-    dx = like(rows_of_tokens(reduce(jnp.add, each), groups), static.wi.x)
+    dx = like(_back(rows_of_tokens(reduce(jnp.add, each), groups), routed, static), static.wi.x)
     of_parts = [range(span.start, span.stop) for span in spans]
     dwi = _differentiate(first, grad, dbias, groups, static.wi, of_parts)
     return ExpertOperands(dx, dweights, dwi, dwo), None

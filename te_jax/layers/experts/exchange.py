@@ -1,0 +1,199 @@
+"""Tokens on their way to the devices that hold their experts, and what the experts make of them on the way back.
+
+    plan      which of its tokens a device sends where, from the experts that they chose
+    spread    arrays [T, ...] of this device's tokens -> [N, ...] of the tokens that came here
+    collect   [N, ...] -> [T, ...]: for each token the sum of what the devices made of it, in f32, in their order
+
+`collect` is the transpose of `spread`. All runs inside `jax.shard_map`. What is FP8 crosses devices as bytes.
+"""
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from te_jax.core.derivatives import custom_vjp
+from te_jax.core.types import like
+from te_jax.ops.experts.permute import Groups, buffer_rows, combine_op, group_op
+
+
+class Exchange(NamedTuple):
+    """The static facts of an exchange."""
+
+    axes: tuple[str, ...]  # the mesh axes that tokens cross
+    devices: int  # along them
+    expert_axes: tuple[str, ...]  # those whose devices hold different experts, the first ones of `axes`
+    sharing: int  # devices that hold the same experts, each some of their hidden features
+    experts: int  # of a device
+    strategy: str  # a key of STRATEGIES
+    block: int  # tokens that a device sends to each other one at most, where the strategy has blocks
+    pairs: int  # of a token and a choice that a device has rows for at most
+
+
+class Sent(NamedTuple):
+    """Which tokens came here, and from where."""
+
+    experts: jax.Array  # i32[N, k]: this device's expert of each choice; -1 where it is another device's
+    slots: (
+        jax.Array | None
+    )  # i32[devices, C]: the token of this device in each place of its blocks, T where there is none
+    places: (
+        jax.Array | None
+    )  # i32[T, devices]: the place of each token in the block of each device, -1 where there is none
+    dropped: jax.Array  # i32[experts]: the pairs of each expert here that found no place
+
+
+def first_expert(exchange: Exchange) -> jax.Array:
+    """i32[]: the number of this device's first expert."""
+    return lax.axis_index(exchange.expert_axes) * exchange.experts
+
+
+def plan(experts: jax.Array, exchange: Exchange) -> Sent:
+    """The plan for this device's tokens. experts: i32[T, k] among those of all devices; others are nobody's."""
+    sent = _strategy(exchange).plan(experts, exchange)
+    mine = sent.experts - first_expert(exchange)
+    mine = jnp.where((mine >= 0) & (mine < exchange.experts), mine, -1)
+    if exchange.pairs >= mine.size:
+        return sent._replace(experts=mine)
+    has_row = jnp.cumsum((mine >= 0).reshape(-1), dtype=jnp.int32).reshape(mine.shape) <= exchange.pairs
+    lost = _count(jnp.where(has_row, -1, mine), exchange.experts)
+    return sent._replace(experts=jnp.where(has_row, mine, -1), dropped=sent.dropped + lost)
+
+
+def group_sent(sent: Sent, exchange: Exchange) -> Groups:
+    """The rows of the tokens that came here, in the order of this device's experts."""
+    buffer = buffer_rows(min(exchange.pairs, sent.experts.size), exchange.experts)
+    return Groups(*group_op(sent.experts, num_experts=exchange.experts, buffer=buffer))
+
+
+def spread(a: jax.Array, sent: Sent, exchange: Exchange) -> jax.Array:
+    """[T, ...] of this device's tokens -> [N, ...] of the tokens that came here; zeros in empty places."""
+    if a.dtype.itemsize == 1:  # collectives of FP8 would be of another type on some platforms
+        return lax.bitcast_convert_type(_spread(lax.bitcast_convert_type(a, jnp.uint8), sent, exchange), a.dtype)
+    return _spread(a, sent, exchange)
+
+
+def _spread(a, sent, exchange):
+    return _strategy(exchange).spread(a, sent, exchange)
+
+
+def collect(a: jax.Array, sent: Sent, exchange: Exchange) -> jax.Array:
+    """[N, h] -> [T, h] of the same type; 0 where no device made anything of a token."""
+    return _strategy(exchange).collect(a, sent, exchange)
+
+
+@custom_vjp(2)
+def spread_tokens(x: jax.Array, sent: Sent, exchange: Exchange) -> jax.Array:
+    """`spread`, differentiable in x [T, h]."""
+    return spread(x, sent, exchange)
+
+
+def _spread_bwd(exchange, kept, dy):
+    x, sent = kept
+    return like(collect(dy, sent, exchange), x), None
+
+
+spread_tokens.defvjp(lambda x, sent, exchange: (spread(x, sent, exchange), (x[:0], sent)), _spread_bwd)
+
+
+@custom_vjp(2)
+def collect_tokens(rows: jax.Array, sent: Sent, exchange: Exchange) -> jax.Array:
+    """`collect`, differentiable in rows [N, h]."""
+    return collect(rows, sent, exchange)
+
+
+def _collect_bwd(exchange, kept, dy):
+    rows, sent = kept
+    return like(spread(dy, sent, exchange), rows), None
+
+
+collect_tokens.defvjp(lambda rows, sent, exchange: (collect(rows, sent, exchange), (rows[:0], sent)), _collect_bwd)
+
+
+def _count(experts: jax.Array, num_experts: int) -> jax.Array:
+    """i32[num_experts]: how often each is among `experts`, any integers."""
+    return jnp.sum(experts.reshape(-1, 1) == jnp.arange(num_experts, dtype=experts.dtype), 0, dtype=jnp.int32)
+
+
+# -- tokens that are here already ---------------------------------------------------------------------------------
+
+
+def _plan_of_whole(experts, exchange):
+    return Sent(experts, None, None, jnp.zeros_like(first_expert(exchange), shape=exchange.experts))
+
+
+# -- all tokens to all devices --------------------------------------------------------------------------------
+
+
+def _gather(a, sent, exchange):
+    return lax.all_gather(a, exchange.axes, axis=0, tiled=True)
+
+
+def _plan_of_all(experts, exchange):
+    none = jnp.zeros_like(first_expert(exchange), shape=exchange.experts)
+    return Sent(_gather(experts, None, exchange), None, None, none)
+
+
+def _add_shares(a, sent, exchange):
+    """Not a reduce-scatter, which adds up in the type of its operand."""
+    shares = a.reshape(exchange.devices, a.shape[0] // exchange.devices, *a.shape[1:])
+    got = lax.all_to_all(shares, exchange.axes, 0, 0, tiled=True).astype(jnp.float32)
+    return reduce(jnp.add, [got[i] for i in range(exchange.devices)]).astype(a.dtype)
+
+
+# -- blocks of tokens, one for each device --------------------------------------------------------------------
+
+
+def _plan_of_blocks(experts, exchange):
+    """A device gets a token once, however many of its experts the token chose."""
+    tokens, topk = experts.shape
+    owners = jnp.where(experts < 0, -1, experts // exchange.experts)  # behind the last device: nobody's
+    each = jnp.arange(exchange.devices, dtype=experts.dtype) // exchange.sharing
+    wants = jnp.any(owners[:, :, None] == each, 1)  # [T, devices]
+    place = jnp.cumsum(wants, 0, dtype=jnp.int32) - 1
+    has_place = wants & (place < exchange.block)
+    at = jnp.where(has_place, place, exchange.block)
+    number = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[:, None], at.shape)
+    device = jnp.broadcast_to(jnp.arange(exchange.devices, dtype=jnp.int32), at.shape)
+    empty = jnp.zeros_like(at, shape=(exchange.devices, exchange.block)) + tokens
+    slots = empty.at[device, at].set(number, mode="drop")
+    places = jnp.where(has_place, device * exchange.block + place, -1)
+    lost = jnp.any((owners[:, :, None] == each) & (wants & ~has_place)[:, None, :], -1)
+    total = exchange.experts * exchange.devices // exchange.sharing
+    lost = _count(jnp.where(lost, experts, -1), total)
+    lost = lax.psum_scatter(lost, exchange.expert_axes, scatter_dimension=0, tiled=True)
+    others = exchange.axes[len(exchange.expert_axes) :]  # their devices have tokens of their own
+    sent = Sent(experts, slots, places, lax.psum(lost, others) if others else lost)
+    # A choice of an expert of another device than the block's is nobody's there, so only empty places need a value.
+    return sent._replace(experts=_send_blocks(experts, sent, exchange, fill=-1))
+
+
+def _send_blocks(a, sent, exchange, fill=0):
+    blocks = jnp.take(a, sent.slots.reshape(-1), axis=0, mode="fill", fill_value=fill)
+    return lax.all_to_all(blocks, exchange.axes, 0, 0, tiled=True)
+
+
+def _add_blocks(a, sent, exchange):
+    back = lax.all_to_all(a, exchange.axes, 0, 0, tiled=True)
+    return combine_op(back, sent.places, None)[0]
+
+
+class _Strategy(NamedTuple):
+    plan: Callable[[jax.Array, Exchange], Sent]
+    spread: Callable[[Any, Sent, Exchange], Any]
+    collect: Callable[[Any, Sent, Exchange], Any]
+
+
+WHOLE = "whole"
+STRATEGIES = {
+    "all_gather": _Strategy(_plan_of_all, _gather, _add_shares),
+    "all_to_all": _Strategy(_plan_of_blocks, _send_blocks, _add_blocks),
+}
+
+
+def _strategy(exchange: Exchange) -> _Strategy:
+    same = lambda a, sent, exchange: a
+    return _Strategy(_plan_of_whole, same, same) if exchange.strategy == WHOLE else STRATEGIES[exchange.strategy]

@@ -1,0 +1,172 @@
+"""The experts of a mixture over tokens that are routed: on one device, or each device's part of them."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import ShapedArray
+
+from te_jax.core.policies import STATISTICS, with_names
+from te_jax.core.types import align, on_explicit_mesh
+from te_jax.layers.config import Config
+from te_jax.layers.experts.devices import ExpertPlacement, find_exchange
+from te_jax.layers.experts.exchange import Exchange, collect_tokens, group_sent, plan, spread_tokens
+from te_jax.layers.experts.mlp import ExpertOperands, ExpertStatic, Routed, run_experts
+from te_jax.layers.experts.weights import Parts, arrays_of
+from te_jax.layers.weight import Projection
+from te_jax.ops.experts.permute import combine, group, permute
+from te_jax.ops.gemm.grouped import gemm_grouped
+from te_jax.ops.quantize import activation as act_op
+from te_jax.recipe import Recipe
+from te_jax.sharding.constraints import spec_of
+from te_jax.sharding.resource import stage_axes
+from te_jax.state import fp8
+
+
+class ExpertRun(NamedTuple):
+    """What is static."""
+
+    options: Any  # MoEOptions
+    recipe: Recipe | None
+    checkpoint: str | None
+    middle_name: str | None
+    placement: ExpertPlacement | None
+
+
+class ExpertInputs(NamedTuple):
+    """The arrays of a call, or each device's part of them."""
+
+    h: jax.Array  # [*B, H]
+    weights: jax.Array  # f32[*B, k], of the choices
+    experts: jax.Array  # i32[*B, k]
+    wi: Parts
+    wi_bias: tuple[jax.Array, ...] | None
+    wo: Parts
+    wo_bias: jax.Array | None
+    metas: tuple[fp8.DenseMetas, fp8.DenseMetas] | None
+
+
+def run_on_devices(run: ExpertRun, inputs: ExpertInputs) -> tuple[jax.Array, jax.Array | None]:
+    """y [*B, H], and i32[E] of the pairs that found no place; None where devices exchange nothing."""
+    placement = run.placement
+    if placement is None:
+        return _run(run, inputs, None, None), None
+    part = partial(_run_part, run)
+    if not placement.shards:
+        y, lost = part(inputs)
+        return y, lax.all_gather(lost, placement.experts, tiled=True)
+    specs = _specs(inputs, placement)
+    if on_explicit_mesh(jax.typeof(inputs.h)):
+        inputs = jax.tree.map(jax.sharding.reshard, inputs, specs)
+    results = specs.h, spec_of([placement.experts])
+    # Outside of a `shard_map` of the user's, arrays are whole, and so are amaxes.
+    if run.recipe is not None and not run.recipe.reduce_amax:
+        part = partial(_run_part, run._replace(recipe=replace(run.recipe, reduce_amax=True)))
+    return jax.shard_map(part, in_specs=(specs,), out_specs=results, axis_names=placement.shards)(inputs)
+
+
+def _specs(inputs: ExpertInputs, placement: ExpertPlacement) -> ExpertInputs:
+    """How devices share the inputs: a PartitionSpec for each array."""
+    experts, hidden = placement.experts, placement.hidden
+    tokens = lambda a: spec_of([*placement.tokens, ()])
+    by_expert = lambda a: spec_of([experts] if a.ndim else [])
+    first, last = (
+        (lambda a, axis=axis: spec_of([experts, *[hidden if i == axis else () for i in (1, 2)]])) for axis in (2, 1)
+    )
+
+    def parts(each: Parts, of_wide) -> Parts:
+        other = [jax.tree.map(by_expert, part._replace(wide=None)) for part in each]
+        return tuple(o._replace(wide=jax.tree.map(of_wide, part.wide)) for o, part in zip(other, each))
+
+    def state(meta: fp8.TensorMeta) -> fp8.TensorMeta:
+        return fp8.TensorMeta(*[by_expert(meta.scale)] * 2)
+
+    is_meta = lambda a: isinstance(a, fp8.TensorMeta)
+    return ExpertInputs(
+        *map(tokens, inputs[:3]),
+        parts(inputs.wi, first),
+        jax.tree.map(lambda a: spec_of([experts, hidden]), inputs.wi_bias),
+        parts(inputs.wo, last),
+        jax.tree.map(by_expert, inputs.wo_bias),
+        jax.tree.map(state, inputs.metas, is_leaf=is_meta),
+    )
+
+
+def _run_part(run: ExpertRun, inputs: ExpertInputs) -> tuple[jax.Array, jax.Array]:
+    """y of the device's tokens, and i32[E] of its experts' pairs that found no place."""
+    placement, (*lead, width) = run.placement, inputs.h.shape
+    flat = lambda a: a.reshape(-1, a.shape[-1])
+    h, weights, experts = map(flat, inputs[:3])
+    held = arrays_of(inputs.wi)[0].shape[0]
+    exchange = find_exchange(placement, run.options.exchange, h.shape[0], experts.shape[-1], held)
+    sent = with_names(plan(experts, exchange), STATISTICS)
+    if inputs.wo_bias is not None and placement.hidden:  # once, not with each part of F
+        is_first = lax.axis_index(placement.hidden) == 0
+        inputs = inputs._replace(wo_bias=jnp.where(is_first, inputs.wo_bias, 0))
+    y = _run(run, inputs._replace(h=h, weights=weights, experts=experts), exchange, sent)
+    if placement.summed:
+        y = lax.psum(y.astype(jnp.float32), placement.summed).astype(y.dtype)
+    others = tuple(a for a in placement.token_axes if a not in exchange.axes)
+    lost = lax.psum(sent.dropped, others) if others else sent.dropped
+    return y.reshape(*lead, width), lost
+
+
+def _run(run: ExpertRun, inputs: ExpertInputs, exchange: Exchange | None, sent) -> jax.Array:
+    """y of tokens [*B, H]; with an exchange [T, H], of the experts of this device among others."""
+    if exchange is None:
+        groups = group(inputs.experts, arrays_of(inputs.wi)[0].shape[0])
+    else:
+        groups = group_sent(sent, exchange)
+    routed = Routed(with_names(groups, STATISTICS), sent)
+    experts = _in_type_of_x if run.recipe is None else _in_fp8
+    return experts(run, inputs, routed, exchange)
+
+
+def _in_type_of_x(run: ExpertRun, inputs: ExpertInputs, routed: Routed, exchange) -> jax.Array:
+    """The MLPs in h's type: jax differentiates grouped products. Behind the last group nothing is added up."""
+    (groups, sent), options, h, weights = routed, run.options, inputs.h, inputs.weights
+    if exchange is not None:
+        h, weights, sent = align(h, weights, sent)
+        h, weights = (spread_tokens(a, sent, exchange) for a in (h, weights))
+
+    def product(rows, kernel, bias):
+        kernel = kernel.astype(h.dtype)
+        return gemm_grouped(rows, kernel, groups.offsets, groups.counts, bias=bias, k_first=True)
+
+    kernels, rows = arrays_of(inputs.wi), permute(h, groups)
+    # One product for each slot: to stack the kernels would copy them in each pass.
+    slots = [product(rows, *each) for each in zip(kernels, inputs.wi_bias or (None,) * len(kernels))]
+    slots = [with_names(z, run.middle_name) for z in slots]
+    a = act_op.activation_of_slots(slots, options.activations, options.activation_params)
+    y = combine(product(a, *arrays_of(inputs.wo), inputs.wo_bias), groups, weights)
+    return y if exchange is None else collect_tokens(*align(y, sent), exchange)
+
+
+def _in_fp8(run: ExpertRun, inputs: ExpertInputs, routed: Routed, exchange) -> jax.Array:
+    h, weights, _, wi, wi_bias, wo, wo_bias, metas = inputs
+    wi_bias = None if wi_bias is None else jnp.stack(wi_bias, 1)
+    typeof, rows = partial(jax.tree.map, jax.typeof), routed.groups.slots.shape[0]
+    middle = ShapedArray((rows, wi[0].wide[0].shape[-1]), h.dtype)
+    expert_axes = frozenset(exchange.expert_axes if exchange else ())
+    config = partial(Config, run.recipe, 1, checkpoint=run.checkpoint, stage_axes=stage_axes(), expert_axes=expert_axes)
+    on_mesh = jax.sharding.get_abstract_mesh().size > 1
+    first = config(jax.typeof(h), typeof(wi[0].wide[0]), typeof(wi_bias), on_mesh=on_mesh)
+    second = config(middle, typeof(wo[0].wide[0]), typeof(wo_bias), on_mesh=on_mesh)
+    act = tuple(act_op.attributes(run.options.activations, run.options.activation_params).items())
+    slots = tuple(len(part.wide) for part in wi)
+    static = ExpertStatic(first, second, slots, act, run.middle_name, exchange)
+    if exchange is not None and not run.options.drops_nothing:
+        h = jnp.where(_has_row(inputs.experts, routed.sent, exchange)[:, None], h, 0)  # others enter no amax
+    h, weights, routed, wi, wo, wi_bias, wo_bias = align(h, weights, routed, wi, wo, wi_bias, wo_bias)
+    both = map(Projection, (wi, wo), (wi_bias, wo_bias), (m or fp8.STATELESS for m in metas or (None, None)))
+    return run_experts(ExpertOperands(h, weights, *both), routed, static)
+
+
+def _has_row(experts, sent, exchange: Exchange) -> jax.Array:
+    """bool[T]: whether a token may have a row on any device."""
+    total = exchange.experts * exchange.devices // exchange.sharing
+    chosen = jnp.any((experts >= 0) & (experts < total), -1)
+    return chosen if sent.places is None else chosen & jnp.any(sent.places >= 0, -1)
