@@ -34,7 +34,7 @@ help:
 	@echo "make bench ARGS=...   install into $(VENV), measure ops and layers on a GPU: SUITE=layers ARGS=\"--only 'gpt layer'\""
 	@echo "make tables           write the documents' tables and plots of figures from results/"
 	@echo "make docs             build the site into build/site, warnings are errors"
-	@echo "make wheel            build wheels for all architectures into dist/: PYTHONS=\"python3.11 python3.12\""
+	@echo "make wheel            build wheels for all architectures into dist/: PYTHONS=\"python3.11 python3.12\" PLATFORM=aarch64"
 	@echo "make urls URL=...     write the project's address into pyproject.toml, for wheels and the site"
 	@echo "make lint             ruff and clang-format"
 	@echo "make types            pyright over the public names"
@@ -84,10 +84,11 @@ endif
 	@touch $@
 	@$(BIN)/python -m te_jax
 
-# One wheel for each; that of 3.12 serves later versions too.
-PYTHONS ?= python3.11 python3.12
+# One wheel for each; that of 3.12 serves later versions too. PLATFORM=aarch64 needs g++-aarch64-linux-gnu, and only 3.12.
+PLATFORM ?=
+PYTHONS ?= $(if $(PLATFORM),,python3.11) python3.12
 wheel:
-	$(PYTHON) cmake/wheels.py dist $(PYTHONS)
+	$(PYTHON) cmake/wheels.py dist $(PYTHONS) $(if $(PLATFORM),--platform $(PLATFORM))
 
 urls:
 	@test -n "$(URL)" || { echo "make urls: give the address, as in make urls URL=https://..."; exit 1; }

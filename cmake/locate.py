@@ -1,4 +1,4 @@
-"""What to build, and with what: the GPUs here, nvcc 13 and the CUDA headers, of the system or of NVIDIA's wheels.
+"""What to build, and with what: the GPUs here, nvcc and the CUDA headers, of the system or of NVIDIA's wheels.
 
 CMakeLists.txt reads the printed KEY=VALUE lines; the build backend and the Makefile ask for the wheels that
 are missing (`--requires`), the Makefile for the architectures of the GPUs here (`--gpu`). Only the standard
@@ -15,8 +15,6 @@ import sys
 import sysconfig
 from pathlib import Path
 
-CUDA_MAJOR = 13  # the libraries are looked up as lib*.so.13 at run time
-
 # CUDA 13.0 compiles for every architecture of te_jax and runs on every driver of CUDA 13.
 NVCC_WHEELS = [f"nvidia-{part}==13.0.*" for part in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-runtime", "cuda-cccl")]
 # Key: (header, folders in site-packages, wheel). 1.18.0 is the last cudnn-frontend that needs no nvrtc.h.
@@ -25,6 +23,10 @@ HEADERS = {
     "CUDNN_INCLUDE": ("cudnn.h", ["nvidia/cudnn/include"], "nvidia-cudnn-cu13>=9.12,<10"),
     "CUDNN_FRONTEND_INCLUDE": ("cudnn_frontend.h", ["include"], "nvidia-cudnn-frontend==1.18.0"),
 }
+HEADERS_12 = {
+    "CUBLAS_INCLUDE": ("cublasLt.h", ["nvidia/cublas/include"], "nvidia-cublas-cu12>=12.9,<13"),
+    "CUDNN_INCLUDE": ("cudnn.h", ["nvidia/cudnn/include"], "nvidia-cudnn-cu12>=9.12,<10"),
+}
 
 _spec = importlib.util.spec_from_file_location("archs", Path(__file__).parent.parent / "te_jax/core/archs.py")
 archs = importlib.util.module_from_spec(_spec)
@@ -32,16 +34,26 @@ _spec.loader.exec_module(archs)
 
 
 def build_mode() -> str:
-    """TE_JAX_BUILD_CUDA: "1" build the extension, "0" do not, "auto" (default) where a GPU or nvcc 13 is."""
+    """TE_JAX_BUILD_CUDA: "1" build the extension, "0" do not, "auto" (default) where a GPU or nvcc 13 is; "12" build it
+    with CUDA 12.9 instead of 13."""
     mode = os.environ.get("TE_JAX_BUILD_CUDA") or "auto"
-    if mode not in ("auto", "0", "1"):
-        raise SystemExit(f"te_jax: TE_JAX_BUILD_CUDA is {mode!r}; it can be auto, 1 or 0")
+    if mode not in ("auto", "0", "1", "12"):
+        raise SystemExit(f"te_jax: TE_JAX_BUILD_CUDA is {mode!r}; it can be auto, 1 or 0, or 12 for CUDA 12.9")
     return mode
+
+
+def is_cuda(version: tuple[int, int]) -> bool:
+    """Whether to build with this version of nvcc. 12.9 is the first that knows every architecture of te_jax."""
+    return (12, 9) <= version < (13, 0) if build_mode() == "12" else version[0] == 13
+
+
+def headers() -> dict[str, tuple[str, list[str], str]]:
+    return HEADERS | HEADERS_12 if build_mode() == "12" else HEADERS
 
 
 def builds_extension() -> bool:
     mode = build_mode()
-    return mode == "1" or (mode == "auto" and bool(gpu_architectures() or find_nvcc()))
+    return mode in ("1", "12") or (mode == "auto" and bool(gpu_architectures() or find_nvcc()))
 
 
 def architectures() -> list[str]:
@@ -99,7 +111,7 @@ def nvcc_version(nvcc: str) -> tuple[int, int] | None:
 
 
 def find_nvcc() -> str | None:
-    """The first nvcc of CUDA 13: CUDACXX, CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda, the wheels."""
+    """The first nvcc of the CUDA to build with: CUDACXX, CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda, the wheels."""
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     candidates = [
         os.environ.get("CUDACXX"),
@@ -113,7 +125,7 @@ def find_nvcc() -> str | None:
         if all((root / part).is_file() for part in parts):
             candidates.append(str(root / "bin" / "nvcc"))
     for nvcc in candidates:
-        if nvcc and os.path.isfile(nvcc) and (nvcc_version(nvcc) or (0, 0))[0] == CUDA_MAJOR:
+        if nvcc and os.path.isfile(nvcc) and is_cuda(nvcc_version(nvcc) or (0, 0)):
             return nvcc
     return None
 
@@ -140,12 +152,14 @@ def locate() -> dict[str, str]:
     libs = [root / "lib64", root / "lib", *root.glob("targets/*/lib")]
     system = [root / "include", *root.glob("targets/*/include")]
     system += [Path("/usr/include"), *Path("/usr/include").glob("*-linux-gnu")]
+    # Given for another machine than this one (cmake/wheels.py): the toolkit's own would not link.
+    libs = [os.environ["CUDART_LIB"]] if os.environ.get("CUDART_LIB") else libs
     found = {
         "NVCC": nvcc,
         "CUDART_LIB": find_folder("libcudart_static.a", libs),
         "CUDART_INCLUDE": find_folder("cuda_runtime.h", system),
     }
-    for key, (header, folders, _) in HEADERS.items():
+    for key, (header, folders, _) in headers().items():
         given = [os.environ[key]] if os.environ.get(key) else []
         wheels = [site / folder for site in site_folders() for folder in folders]
         found[key] = find_folder(header, [*given, *system, *wheels])
@@ -157,8 +171,13 @@ def requirements() -> list[str]:
     if not builds_extension():
         return []
     found = locate()
+    if not found and build_mode() == "12":
+        raise SystemExit(
+            "te_jax: TE_JAX_BUILD_CUDA is 12, and there is no nvcc 12.9, which NVIDIA's wheels lack; install CUDA "
+            "Toolkit 12.9 and name its folder in CUDA_HOME, or build with CUDA 13: TE_JAX_BUILD_CUDA=1."
+        )
     wheels = [] if found else list(NVCC_WHEELS)
-    return wheels + [wheel for key, (_, _, wheel) in HEADERS.items() if not found.get(key)]
+    return wheels + [wheel for key, (_, _, wheel) in headers().items() if not found.get(key)]
 
 
 if __name__ == "__main__":

@@ -161,10 +161,11 @@ def load_library() -> Library:
     """The library that te_jax was installed with, which takes cuBLASLt from NVIDIA's wheels where they are installed.
     Raises RuntimeError if te_jax was installed without its CUDA extension."""
     library = Library(get_library(), get_include())
-    path = dict(extension.library_paths()).get("libcublasLt.so.13")
-    if path:
+    for soname, path in extension.library_paths():
+        if not soname.startswith("libcublasLt."):
+            continue
         try:
-            library.set_library_path("libcublasLt.so.13", path)
-        except ValueError:  # This process, or jax in it, uses one already.
+            library.set_library_path(soname, path)
+        except ValueError:  # This process, or jax in it, uses one already; or it is another CUDA's.
             pass
     return library

@@ -13,8 +13,8 @@ const dl::Library& Cudnn() {
   static auto* library = [] {
     // cuDNN looks these up by soname when it builds a plan: a wheel's copy must be loaded before. If one is
     // missing, the plan's error says so.
-    dl::Open("libnvrtc.so.13");
-    dl::Open("libcublasLt.so.13");
+    dl::Open(TE_NVRTC);
+    dl::Open(TE_CUBLASLT);
     return new dl::Library(dl::Open("libcudnn.so.9"));
   }();
   return *library;

@@ -44,8 +44,8 @@ Library Open(const std::string& soname) {
   const auto path = by_soname.find(soname);
   if (path != by_soname.end() && try_open(path->second)) return library;
   if (try_open(soname)) return library;
-  library.error =
-      "cannot load " + soname + " (" + reasons + "): install jax[cuda13] or put it on LD_LIBRARY_PATH";
+  library.error = "cannot load " + soname + " (" + reasons +
+                  "): install jax[cuda" TE_CUDA_MAJOR "] or put it on LD_LIBRARY_PATH";
   return library;
 }
 

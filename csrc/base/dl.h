@@ -3,9 +3,19 @@
 // that the caller gave (Python gives the wheels' folders), then plain dlopen (LD_LIBRARY_PATH, ldconfig).
 #pragma once
 
+#include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
 #include <string>
+
+// Of the CUDA that this is compiled with, whose libraries no other one's stand in for.
+#if CUDART_VERSION >= 13000
+#define TE_CUDA_MAJOR "13"
+#else
+#define TE_CUDA_MAJOR "12"
+#endif
+#define TE_CUBLASLT "libcublasLt.so." TE_CUDA_MAJOR
+#define TE_NVRTC "libnvrtc.so." TE_CUDA_MAJOR
 
 namespace te::dl {
 

@@ -16,7 +16,7 @@ int DriverVersion();
 // cudnn_stubs.cc: libcudnn.so.9, opened at first use.
 const dl::Library& Cudnn();
 
-// gemm.cc: libcublasLt.so.13, opened at first use.
+// gemm.cc: cuBLASLt, opened at first use.
 const dl::Library& CublasLt();
 
 // gemm_plan.cc: the plans made so far in this process.

@@ -10,7 +10,7 @@
 namespace te {
 
 const dl::Library& CublasLt() {
-  static auto* library = new dl::Library(dl::Open("libcublasLt.so.13"));
+  static auto* library = new dl::Library(dl::Open(TE_CUBLASLT));
   return *library;
 }
 

@@ -36,7 +36,7 @@ struct Functions {
     error = library.error;
 #define TE_LOOK_UP(name)                          \
   name = library.Symbol<decltype(::name)>(#name); \
-  if (!name && error.empty()) error = "libcublasLt.so.13 lacks " #name;
+  if (!name && error.empty()) error = TE_CUBLASLT " lacks " #name;
     TE_LT_FUNCTIONS(TE_LOOK_UP)
 #undef TE_LOOK_UP
   }

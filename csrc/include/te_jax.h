@@ -66,8 +66,9 @@ TE_JAX_PUBLIC int te_jax_api_version(void);
 /* Why the last call of this thread that failed did so. Valid until the thread's next call. */
 TE_JAX_PUBLIC const char* te_jax_error(void);
 
-/* Where a library is that products need: "libcublasLt.so.13". One that the process has loaded comes first;
-   without a path, the system is asked. An error once the library was looked for. */
+/* Where a library is that products need: "libcublasLt.so.13", or .12 in a build for CUDA 12. One that the
+   process has loaded comes first; without a path, the system is asked. An error once the library was looked
+   for. */
 TE_JAX_PUBLIC te_jax_status te_jax_set_library_path(const char* soname, const char* path);
 
 #define TE_JAX_OP(op)                                                                                  \

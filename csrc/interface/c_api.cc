@@ -225,8 +225,7 @@ te_jax_status te_jax_set_library_path(const char* soname, const char* path) {
   return te::c_api::Report([&]() -> te::Status {
     const char* op = "te_jax_set_library_path";
     TE_CHECK(soname && path, "%s: soname or path is null", op);
-    TE_CHECK(std::string(soname) == "libcublasLt.so.13", "%s: soname is %s; pass libcublasLt.so.13", op,
-             soname);
+    TE_CHECK(std::string(soname) == TE_CUBLASLT, "%s: soname is %s; pass " TE_CUBLASLT, op, soname);
     TE_CHECK(access(path, R_OK) == 0, "%s: %s cannot be read", op, path);
     TE_CHECK(te::dl::SetLibraryPath(soname, path), "%s: %s was looked for before; set its path first", op,
              soname);

@@ -14,16 +14,22 @@ import jax
 
 from te_jax.core import archs
 
-CUDA_MAJOR = 13  # The extension is built for it and looks up lib*.so.13.
+CUDA_MAJOR = 13  # What the extension is built for, unless the build was told to be for 12.
+# {CUDA major: the oldest driver, and the newest CUDA version that it supports}. Drivers before 550 cannot read kernels
+# as the build compresses them.
+_DRIVERS = {12: (550, 12040), 13: (580, 13000)}
 # 9.15.1. In earlier versions gradients of attention can be NaN (9.12,
 # https://github.com/NVIDIA/cudnn-frontend/issues/160), or attention reads out of bounds in CUDA graphs where the key
 # length is no multiple of 128 (cudnn-frontend 1.16, release notes).
 CUDNN_MINIMUM = 91501
 
-# {library: packages of NVIDIA's wheels whose lib/ may hold it}, the newest layout of the wheels first.
+# {library: packages of NVIDIA's wheels whose lib/ may hold it}, the newest layout of the wheels first. The extension
+# asks for those of the CUDA that it is built for.
 _LIBRARY_PACKAGES = {
     "libcublasLt.so.13": ("nvidia.cu13", "nvidia.cublas"),
     "libnvrtc.so.13": ("nvidia.cu13", "nvidia.cuda_nvrtc"),
+    "libcublasLt.so.12": ("nvidia.cublas",),
+    "libnvrtc.so.12": ("nvidia.cuda_nvrtc",),
     "libcudnn.so.9": ("nvidia.cudnn",),
 }
 REBUILD = "Install it again where the GPU is, or with TE_JAX_BUILD_CUDA=1 to build it anywhere."
@@ -190,10 +196,11 @@ def _unusable(versions: dict) -> str:
             f"te_jax: the CUDA extension is built for CUDA {built}, but the installed "
             f"jax-cuda{plugin[0]}-plugin {plugin[1]} is for CUDA {plugin[0]}. Install jax[cuda{built}]."
         )
-    if 0 < versions["driver"] < built * 1000:
+    driver, oldest = _DRIVERS[built]
+    if 0 < versions["driver"] < oldest:
         return (
             f"te_jax: the CUDA extension is built for CUDA {built}, but the NVIDIA driver supports only "
-            f"CUDA {cuda_text(versions['driver'])}. Update the driver (580 or newer for CUDA 13)."
+            f"CUDA {cuda_text(versions['driver'])}. Update the driver ({driver} or newer for CUDA {built})."
         )
     if versions["cublaslt"] is None:
         return f"te_jax: {versions['cublaslt_error']}"
@@ -225,7 +232,8 @@ def _attention_unusable(versions: dict) -> str:
         return f"te_jax: {versions['cudnn_error']}"
     if versions["cudnn"] < CUDNN_MINIMUM:
         found, minimum = library_text(versions["cudnn"]), library_text(CUDNN_MINIMUM)
-        return f"te_jax: cuDNN is {found}, fused attention needs {minimum}: pip install -U nvidia-cudnn-cu13"
+        package = f"nvidia-cudnn-cu{versions['cudart'] // 1000}"
+        return f"te_jax: cuDNN is {found}, fused attention needs {minimum}: pip install -U {package}"
     return ""
 
 

@@ -66,6 +66,20 @@ def test_nvcc_of_another_cuda_major_is_not_taken(locate, monkeypatch, tmp_path, 
     assert locate.find_nvcc() == (nvcc if taken else None)
 
 
+@pytest.mark.parametrize(("release", "taken"), [("12.8", False), ("12.9", True), ("13.0", False)])
+def test_a_build_for_cuda_12_takes_nvcc_and_headers_of_12_9(locate, monkeypatch, tmp_path, release, taken):
+    nvcc = fake_nvcc(tmp_path, release)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("TE_JAX_BUILD_CUDA", "12")
+    assert locate.find_nvcc() == (nvcc if taken else None)
+    if taken:
+        wheels = " ".join(locate.requirements())
+        assert "nvidia-cublas-cu12" in wheels and "nvidia-cudnn-cu12" in wheels and "cu13" not in wheels
+    else:
+        with pytest.raises(SystemExit, match="no nvcc 12.9.*CUDA_HOME.*TE_JAX_BUILD_CUDA=1"):
+            locate.requirements()
+
+
 def test_wheels_are_asked_for_where_nvcc_or_headers_are_missing(locate, monkeypatch, tmp_path):
     monkeypatch.setenv("TE_JAX_BUILD_CUDA", "1")
     assert locate.requirements()[: len(locate.NVCC_WHEELS)] == locate.NVCC_WHEELS
@@ -153,6 +167,25 @@ def test_wheels_are_not_begun_for_a_python_that_is_not_there(monkeypatch, tmp_pa
     for python in (str(broken), str(tmp_path / "none")):
         with pytest.raises(SystemExit, match=f"{python} does not run pip.*\\n.*PYTHONS="):
             wheels.main(str(tmp_path / "dist"), sys.executable, python)
+
+
+def test_wheels_for_another_platform_are_not_begun_without_the_stable_abi(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [str(ROOT / "cmake"), *sys.path])
+    wheels = load_module(ROOT / "cmake" / "wheels.py")
+    monkeypatch.setattr(wheels, "FOLDER", tmp_path / "wheels")
+    monkeypatch.setattr(wheels, "said", lambda *command: str(command[2] != "pip"))
+    with pytest.raises(SystemExit, match="wheels for aarch64 are of the stable ABI, and python3.11 is older than 3.12"):
+        wheels.main(str(tmp_path / "dist"), "python3.11", platform="aarch64")
+
+
+def test_sums_of_wheels_are_what_sha256sum_checks(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [str(ROOT / "cmake"), *sys.path])
+    wheels = load_module(ROOT / "cmake" / "wheels.py")
+    for name in ("b.whl", "a.whl"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "SHA256SUMS").write_text(wheels.sums(tmp_path))
+    checked = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=tmp_path, capture_output=True, text=True)
+    assert checked.stdout.split() == ["a.whl:", "OK", "b.whl:", "OK"]
 
 
 def test_unknown_build_mode(locate, monkeypatch):

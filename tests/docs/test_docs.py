@@ -201,7 +201,7 @@ def check_python(words, monkeypatch):
 def check_make(words, monkeypatch):
     assert words[0] + ":" in re.findall(r"^\w+:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     arguments = dict(word.split("=", 1) for word in words[1:])
-    assert set(arguments) <= {"ARGS", "SUITE", "TESTS", "CUDA", "VENV", "PYTHON"}
+    assert set(arguments) <= {"ARGS", "SUITE", "TESTS", "CUDA", "PLATFORM", "VENV", "PYTHON"}
     if words[0] == "train":
         check_python(["examples/train_gpt.py", *shlex.split(arguments.get("ARGS", ""))], monkeypatch)
 
