@@ -17,7 +17,7 @@ from jax import lax
 
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.types import like
-from te_jax.ops.experts.permute import Groups, buffer_rows, combine_op, group_op
+from te_jax.ops.experts.permute import Groups, buffer_rows, combine_op, group
 
 
 class Exchange(NamedTuple):
@@ -65,8 +65,9 @@ def plan(experts: jax.Array, exchange: Exchange) -> Sent:
 
 def group_sent(sent: Sent, exchange: Exchange) -> Groups:
     """The rows of the tokens that came here, in the order of this device's experts."""
-    buffer = buffer_rows(min(exchange.pairs, sent.experts.size), exchange.experts)
-    return Groups(*group_op(sent.experts, num_experts=exchange.experts, buffer=buffer))
+    groups = group(sent.experts, exchange.experts)
+    used = buffer_rows(min(exchange.pairs, sent.experts.size), exchange.experts)
+    return groups._replace(slots=groups.slots[:used])  # no row lies behind
 
 
 def spread(a: jax.Array, sent: Sent, exchange: Exchange) -> jax.Array:

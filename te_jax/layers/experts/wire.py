@@ -24,7 +24,7 @@ from te_jax.ops.quantize.array import array_source
 from te_jax.recipe import Recipe
 from te_jax.state import fp8
 
-_POWERS_OF_2 = dict(power_2=True, epsilon=0.0)
+_E4M3, _POWERS_OF_2 = jnp.dtype(jnp.float8_e4m3fn), dict(power_2=True, epsilon=0.0)
 
 
 def receive_rows(x: jax.Array, groups: Groups, sent: Sent, role: Role, config: Any, exchange: Exchange) -> Fp8Tensor:
@@ -71,9 +71,9 @@ def dtype_is_half(x: jax.Array) -> bool:
 def _quantize_rows(dy, form: ScaleFormat):
     capability = extension.compute_capability()
     if capability is not None and form.refuses(str(capability)):  # its op is for GPUs that multiply the format
-        got = form.write(dy.astype(jnp.float32), 1, jnp.float8_e4m3fn, **_POWERS_OF_2)
+        got = form.write(dy.astype(jnp.float32), 1, _E4M3, **_POWERS_OF_2)
         return got["data"], got["scale_inv"]
-    got = array_source(dy, 1).run(("data",), jnp.float8_e4m3fn, form, law=_POWERS_OF_2)
+    got = array_source(dy, 1).run(("data",), _E4M3, form, law=_POWERS_OF_2)
     return got["data"], got["scale_inv"]
 
 
