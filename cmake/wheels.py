@@ -66,7 +66,7 @@ def check(python: str, wheel: Path) -> str:
     with zipfile.ZipFile(wheel) as files, tempfile.TemporaryDirectory(dir=FOLDER) as folder:
         grafted = [name for name in files.namelist() if re.search(r"\.libs/.*\.so", name)]
         [extension] = [name for name in files.namelist() if re.fullmatch(r"te_jax/_cuda\..*so", name)]
-        files.extract("te_jax/libte_jax.so", folder)  # which the extension finds beside itself
+        files.extract("te_jax/libte_jax.so", folder)  # which the extension finds next to itself
         run(python, "-c", _LOADS, files.extract(extension, folder))
     if grafted:
         raise SystemExit(f"te_jax: {wheel.name} carries {', '.join(grafted)}: link them statically, or open them late")
