@@ -1,4 +1,4 @@
-"""Benchmarks of te_jax: times beside its peers, memory, launches, and where the time goes."""
+"""Benchmarks of te_jax: times next to its peers, memory, launches, and where the time goes."""
 
 import argparse
 import pathlib
@@ -10,7 +10,7 @@ _MODELS = tuple(model.name for model in layers.gpt_and_llama(tiny=True))
 # Of each option: its type or its choices, and its help. `file` is an argument.
 _OPTIONS = {
     "file": (pathlib.Path, "an earlier JSON, of rows or of `trace`"),
-    "out": (pathlib.Path, "JSON, rewritten after each row; beside it the roofline of rows, .png"),
+    "out": (pathlib.Path, "JSON, rewritten after each row; next to it the roofline of rows, .png"),
     "text": (pathlib.Path, "the module's text"),
     "folder": (pathlib.Path, "of files that are read, or kept"),
     "compare": (pathlib.Path, "an earlier JSON: each row's time against its own"),
@@ -70,12 +70,12 @@ COMMANDS = {
     "decode": (
         decode.main,
         dict(out=None, tiny=0, folder=None, measure=None),
-        "a checkpoint of 8B parameters: loading, memory and tokens per second, beside transformers",
+        "a checkpoint of 8B parameters: loading, memory and tokens per second, next to transformers",
     ),
     "trees": (
         trees.main,
         dict(folder=None, only=None, out=None, tiny=0),
-        "another tree of te_jax, in --folder, beside this one: the bits of a layer's step, and its time",
+        "another tree of te_jax, in --folder, next to this one: the bits of a layer's step, and its time",
     ),
     "show": (_show, dict(file=None, compare=None), "show an earlier JSON, measure nothing"),
     "tables": (tables.main, dict(check=0), "write the measured tables of the documents"),

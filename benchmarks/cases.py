@@ -25,7 +25,7 @@ class Case:
     calls:   issued back to back at most: a long call needs fewer for the same precision.
     figures: ms -> more that the row says.
     bound:   where rows are measured in turns, the implementation of the same case whose time bounds this one's from
-             below, as the traffic does; "" where the traffic alone does.
+             below, as the traffic does; "" where only the traffic does.
     beside:  there, those of the same case whose times this one's is shown over.
     profiled: there, what the row says of the summary of `kernels.profile`; None: it is not traced.
     """

@@ -1,5 +1,5 @@
 """A checkpoint of Llama 3 8B's shape with random weights: how long te_jax.hf takes to load it, in bf16 and straight
-into parameters in FP8, the memory that takes, and tokens per second behind prompts, beside Hugging Face's transformers.
+into parameters in FP8, the memory that takes, and tokens per second after prompts, next to Hugging Face's transformers.
 
 The checkpoint is written first, by te_jax.hf. Each way then has a process of its own, whose memory holds nothing else.
 All draw the likeliest token. The first call, which compiles, is timed apart.

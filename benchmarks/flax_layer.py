@@ -52,7 +52,7 @@ class Layer(nn.Module):
         of, (b, s, hidden) = self.sizes, x.shape
         dim, more = hidden // of.heads, (not of.llama, self.dot, of.param_dtype)
         qkv = dense((of.heads + 2 * of.groups) * dim, *more)(norm(of.llama, of.param_dtype)(x))
-        if of.cut == "tp":  # between groups: a group's heads lie beside its key and value
+        if of.cut == "tp":  # between groups: a group's heads lie next to its key and value
             qkv = qkv.reshape(b, s, of.groups, -1, dim)
             q, k, v = qkv[..., :-2, :].reshape(b, s, of.heads, dim), qkv[..., -2, :], qkv[..., -1, :]
         else:

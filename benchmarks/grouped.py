@@ -1,4 +1,4 @@
-"""Cases of grouped products: fprop, dgrad and wgrad of experts' weights, beside dense products of as many rows, a loop
+"""Cases of grouped products: fprop, dgrad and wgrad of experts' weights, next to dense products of as many rows, a loop
 of dense products over the experts, torch's grouped products and `jax.lax.ragged_dot`.
 
 A row is bounded by the dense product of te_jax with the same operand types, scales, accumulation, N and K, whose rows

@@ -1,6 +1,6 @@
 """Cases of the head of a language model with its loss: te_jax, plain JAX with all logits in f32, and in chunks by hand.
 
-One step is the mean loss and the gradients of hidden states and kernel, both bf16. What te_jax is to keep beside whole
+One step is the mean loss and the gradients of hidden states and kernel, both bf16. What te_jax is to keep next to whole
 logits: a quarter of the peak memory, in bf16 the time, in FP8 0.7 of it.
 """
 

@@ -1,4 +1,4 @@
-"""Cases of whole layers: te_jax in bf16 and FP8, beside plain Flax in bf16 and with Flax's own FP8 dot."""
+"""Cases of whole layers: te_jax in bf16 and FP8, next to plain Flax in bf16 and with Flax's own FP8 dot."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from .timing import Call, compiled, normal, on_gpu
 
 _SETTLE = 4  # steps; the scales of delayed scaling stand still on repeated data after the second
 FAST = (False, False, False)  # fast accumulation in fprop, dgrad and wgrad
-WITH_ATTENTION = "te_jax fp8 fast, attention too"  # of transformer layers alone
+WITH_ATTENTION = "te_jax fp8 fast, attention too"  # of transformer layers only
 RECIPES = {
     "te_jax bf16": None,
     "te_jax fp8": te_recipe.DelayedScaling(),  # split accumulation in dgrad and wgrad

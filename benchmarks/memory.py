@@ -1,4 +1,4 @@
-"""Memory of inference: a stack of Llama layers with parameters in bf16, and in FP8 alone (te_jax.flax.fp8_params).
+"""Memory of inference: a stack of Llama layers with parameters in bf16, and only in FP8 (te_jax.flax.fp8_params).
 
 Each in a process of its own, whose allocator holds nothing else: the parameters after loading, as it counts them, and
 the peak of a forward pass over one row of tokens, as XLA counts it for the compiled program.

@@ -1,5 +1,5 @@
 """Cases of a layer of experts, forward and backward: x + moe(rmsnorm(x)) by te_jax in bf16 and in FP8, with weights
-quantized in the step or before, beside the same layer of `jax.lax.ragged_dot` in bf16.
+quantized in the step or before, next to the same layer of `jax.lax.ragged_dot` in bf16.
 
 `routing` of a row is the share of its kernels' time that the router, permute and combine take, from a trace of some
 steps after the timing; the product that makes the logits is not in it.
@@ -157,7 +157,7 @@ def _quantized(params, metas, recipe, impl: str):
 
 
 def _one_layout(q):
-    """As parameters are: in fprop's layout alone."""
+    """As parameters are: in fprop's layout only."""
     return replace(q, tensor=q.tensor._replace(data=None))
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds te_jax on a machine with an NVIDIA GPU and nvcc 13, installs it beside the source tree, and runs stages:
+# Builds te_jax on a machine with an NVIDIA GPU and nvcc 13, installs it next to the source tree, and runs stages:
 #
 #   benchmarks/on_gpu.sh [tests] [sanitize] [bench] [scaling] [hlo] [trace] [train]     (no stage: all; build always runs)
 #
@@ -149,8 +149,8 @@ sanitize_all() {
   }
   # memcheck watches all kernels: cuDNN's and cuBLASLt's too, which get their workspace from us. racecheck breaks on
   # cuBLASLt's Hopper kernels (an internal error of the sanitizer), so it runs the tests of our own kernels, and watches
-  # these alone.
-  # All at once: one run alone leaves the GPU idle while it compiles.
+  # only these.
+  # All at once: a single run leaves the GPU idle while it compiles.
   local status=0 number=0 run
   local runs=()
   aside() {

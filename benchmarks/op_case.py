@@ -124,7 +124,7 @@ class Case:
         return totals
 
     def bytes(self) -> int:
-        """Of the operands, read once, and of the results, written once."""
+        """The bytes of operands, read once, and of results, written once."""
         results = jax.eval_shape(self, *self.types())
         return sum(prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves((self.types(), results)))
 

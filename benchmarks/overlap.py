@@ -25,7 +25,7 @@ _COLLECTIVE = re.compile("nccl", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Candidate:
-    flags: str = ""  # XLA's, beside the flags of the environment
+    flags: str = ""  # XLA's, in addition to the flags of the environment
     unrolled: bool = False  # the loop over layers
     one: bool = False  # on one GPU
 

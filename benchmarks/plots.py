@@ -56,7 +56,7 @@ def _svg(title: str, height: float, parts: Sequence[str]) -> str:
 
 
 def bars(title: str, groups: Mapping[str, Series], shown: str = "{:.1f} ms") -> str:
-    """Bars to the right, below the name of their group; each has its label and its one value beside it."""
+    """Bars to the right, below the name of their group; each has its label and its one value next to it."""
     most = max(values[0] for rows in groups.values() for *_, values in rows)
     left, y, parts = 196, 50, []
     for name, rows in groups.items():

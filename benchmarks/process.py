@@ -9,7 +9,7 @@ import sys
 def in_own_process(command: str, flags: str = "", timeout_s: float | None = None, **options) -> dict:
     """What `python -m benchmarks <command>` with these options prints last, as JSON; {"error": ...} where it fails.
 
-    flags: XLA's, beside the flags of the environment.
+    flags: XLA's, in addition to the flags of the environment.
     """
     words = []
     for name, value in options.items():

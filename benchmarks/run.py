@@ -1,4 +1,4 @@
-"""Measures the rows of a suite: te_jax's ops, layers or steps beside their peers, after the ceilings of this GPU.
+"""Measures the rows of a suite: te_jax's ops, layers or steps next to their peers, after the ceilings of this GPU.
 
 Prints one table; writes JSON and a roofline. Times are `queued`: the wall time of 30 jitted calls issued back to back,
 over 30; the median of the repeats. All results are returned, data is random normal, FP8 scales are settled first.
@@ -103,7 +103,7 @@ def measure_all(found: list[Case], args) -> dict:
 
 
 def show(result: dict, out: pathlib.Path | None, compare: pathlib.Path | None):
-    """Prints the rows, beside those of an earlier JSON if there is one, and draws the roofline beside `out`."""
+    """Prints the rows, next to those of an earlier JSON if there is one, and draws the roofline next to `out`."""
     rows = result["rows"]
     old = report.load(compare) if compare else None
     mean = report.against(rows, old) if old else None

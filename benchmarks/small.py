@@ -54,7 +54,7 @@ def build(model: Model, impl: str) -> Call:
 
     options = {"xla_enable_command_buffers_during_profiling": True} if on_gpu() else None
     # Its calls cost less than a compiled function's. The mean is donated too: a new array in each step moves what is
-    # allocated beside it, and XLA then records its CUDA graph anew.
+    # allocated next to it, and XLA then records its CUDA graph anew.
     step = jax.jit(train, donate_argnums=(0, 1, 2), compiler_options=options)
     held = list(jax.tree.map(jnp.copy, (params, state))) + [jnp.zeros(())]
 

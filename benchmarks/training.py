@@ -60,7 +60,7 @@ class Gpt:
 
 
 class _Gpt(nn.Module):
-    """tokens i32[b, s] -> logits bf16[b, s, vocab]; beside te_jax's layers or plain Flax's, all is plain JAX."""
+    """tokens i32[b, s] -> logits bf16[b, s, vocab]; outside of te_jax's layers or plain Flax's, all is plain JAX."""
 
     sizes: Gpt
     impl: str
@@ -94,7 +94,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 class Loop:
-    """A compiled step (state, *batch) -> (state, loss) as a function of the batch alone: each takes the state that the
+    """A compiled step (state, *batch) -> (state, loss) as a function of the batch only: each takes the state that the
     last one left, and its memory."""
 
     def __init__(self, step: Callable, state: te_flax.TrainState):

@@ -1,4 +1,4 @@
-"""Another tree of te_jax beside this one: the bits of a layer's training step, and its time.
+"""Another tree of te_jax next to this one: the bits of a layer's training step, and its time.
 
 Each tree runs in a process of its own, from its own folder, and both are timed in turns. A result that differs between
 two runs of one tree, as cuDNN's gradient of queries may, is told apart from one that differs between trees.

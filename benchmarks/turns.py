@@ -120,7 +120,7 @@ def measure(
     copy_tbs: TB/s that the memory moves at best. at_once: contenders that are compiled at once."""
     contenders = [Contender(case) for case in cases]
     prepare = lambda contender: contender.attempt(contender.prepare)
-    prepare(contenders[0])  # alone: what all share is made once
+    prepare(contenders[0])  # by itself: what all share is made once
     with ThreadPoolExecutor(at_once) as pool:
         list(pool.map(prepare, contenders[1:]))
     for number in range(_ROUNDS + 1):
@@ -132,7 +132,7 @@ def measure(
 
 
 def _compared(cases: list[Case], rows: list[dict], copy_tbs: float) -> list[dict]:
-    """The rows, each with its least time and with its time over those beside it. A row whose bound failed has none."""
+    """The rows, each with its least time, and that over the others'. A row whose bound failed has none."""
     ms = {row["impl"]: row.get("ms") for row in rows}
     for case, row in zip(cases, rows, strict=True):
         products = ms.get(case.bound, 0.0)

@@ -88,7 +88,7 @@ def check(python: str, wheel: Path, loads: bool) -> str:
     with zipfile.ZipFile(wheel) as files, tempfile.TemporaryDirectory(dir=FOLDER) as folder:
         grafted = [name for name in files.namelist() if re.search(r"\.libs/.*\.so", name)]
         [extension] = [name for name in files.namelist() if re.fullmatch(r"te_jax/_cuda\..*so", name)]
-        files.extract("te_jax/libte_jax.so", folder)  # which the extension finds beside itself
+        files.extract("te_jax/libte_jax.so", folder)  # which the extension finds next to itself
         extension = files.extract(extension, folder)
         if loads:
             run(python, "-c", _LOADS, extension)

@@ -1,4 +1,4 @@
-"""FP8 with delayed scaling in 40 lines: one dense layer learns what another one does, and its FP8 scales follow.
+"""FP8 with delayed scaling in 40 lines: a dense layer learns to do what another one does, and its FP8 scales follow.
 
 Each step prints the loss, which falls, and the scales by which the tensors of the layer's GEMMs are multiplied before
 the cast to FP8. They begin at 1, where the gradient, of numbers around 1e-6, becomes 0: nothing is learned in the first

@@ -34,7 +34,7 @@ def explain_fp8(
 
     The answer is read off the jaxpr of the call, by the names that modules leave there. So it has the products of any
     library that are te_jax's, or jax's own (`jax.lax.dot_general` and convolutions, not kernels of other libraries),
-    and none that are not made. Bytes kept for the backward pass are those of what `jax.vjp` keeps of the forward pass,
+    and none that are not made. Bytes kept for the backward pass are what `jax.vjp` keeps of the forward pass,
     each at the module that computes it: no parameters or arguments, and before XLA joins or recomputes anything. FP8
     state that the model lacks is no error here.
 

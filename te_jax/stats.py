@@ -1,6 +1,6 @@
 """How well tensors fit into FP8, from their FP8 state and from probes, which count elements of the tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -147,15 +147,20 @@ def _slope(amaxes, recorded, count):
 
 # -- on the host --------------------------------------------------------------------------------------------------
 
+
+def _percent(fraction: float) -> str:
+    return "<0.01%" if 0 < fraction < 5e-5 else f"{fraction:.2%}"
+
+
 # How the table finds the worst of several layers, and how it writes it.
 _COLUMNS = {
-    "amax": (np.max, "{:.3g}"),
-    "scale": (np.min, "{:.3g}"),
-    "headroom": (np.min, "{:+.2f}"),
-    "saturation": (np.max, "{:.1e}"),
-    "underflow": (np.max, "{:.1e}"),
-    "trend": (np.max, "{:+.3f}"),
-    "recorded": (np.min, "{:.0f}"),
+    "amax": (np.max, "{:.3g}".format),
+    "scale": (np.min, "{:.3g}".format),
+    "headroom": (np.min, "{:+z.2f}".format),
+    "saturation": (np.max, _percent),
+    "underflow": (np.max, _percent),
+    "trend": (np.max, "{:+z.3f}".format),
+    "recorded": (np.min, "{:.0f}".format),
 }
 
 
@@ -163,14 +168,15 @@ _EXPLANATION = Kind("what te_jax.explain_fp8 returns", lambda value: isinstance(
 
 
 def fp8_stats_table(stats: Mapping[str, TensorStats], explained: Fp8Explanation | None = None) -> str:
-    """The numbers of `fp8_stats` as text, one line for each tensor.
+    """The numbers of `fp8_stats` as text, one line for each tensor; fractions in percent.
 
     explained: what `te_jax.explain_fp8` says of the model: more lines then name the products that are not in FP8, which
                have no numbers, and say why.
 
-    A tensor with several layers, or experts, shows the largest amax, saturation, underflow and trend, and the least
-    scale, headroom and number of recorded amaxes. "-" stands for a number that is not known, an amax of "nan" for a NaN
-    in a probed tensor.
+    The column `layers` counts the layers, or experts, of a tensor. Several show the largest amax, saturation, underflow
+    and trend, and the least scale, headroom and number of recorded amaxes. "-" stands for a number that is not known,
+    an amax of "nan" for a NaN in a probed tensor. Where the model is one layer its tensors have no path: "grad" is the
+    gradient of its output.
     """
     lines = [["tensor", "layers", *_COLUMNS]]
     for path, tensor in stats.items():
@@ -193,10 +199,10 @@ def _aligned_lines(lines: list[list[str]]) -> str:
     return "\n".join("  ".join(aligned(line)) for line in lines)
 
 
-def _cell(values: Sequence[float] | jax.Array, worst, form: str) -> str:
+def _cell(values: Sequence[float] | jax.Array, worst, form: Callable[[float], str]) -> str:
     values = np.asarray(values)
     known = values[~np.isnan(values)]
-    return form.format(worst(known)) if known.size else "-"
+    return form(worst(known)) if known.size else "-"
 
 
 # -- experts -------------------------------------------------------------------------------------------------------
@@ -274,7 +280,7 @@ def expert_heat_map(stats: Mapping[str, ExpertStats], field: str = "load") -> tu
     for path, block in stats.items():
         values = np.asarray(getattr(block, field), np.float32)
         layers = values.reshape(-1, values.shape[-1])
-        names += [path] if values.ndim == 1 else [f"{path}[{i}]" for i in range(len(layers))]
+        names += [path or "."] if values.ndim == 1 else [f"{path}[{i}]" for i in range(len(layers))]
         rows += list(layers)
     width = max(map(len, rows), default=0)
     padded = [np.pad(row, (0, width - len(row)), constant_values=np.nan) for row in rows]
@@ -282,11 +288,11 @@ def expert_heat_map(stats: Mapping[str, ExpertStats], field: str = "load") -> tu
 
 
 def expert_stats_table(stats: Mapping[str, ExpertStats]) -> str:
-    """The numbers of `expert_stats` as text, one line for each block.
+    """The numbers of `expert_stats` as text, one line for each block; "." is a block that is the model.
 
     A line has the numbers of layers and experts, the tokens of a layer, the largest and the least load of an expert,
-    how many experts got no token, the fraction of all tokens that were dropped, and the worst saturation and underflow
-    of an expert. "-" stands for a number that is not known.
+    how many experts got no token, and in percent the tokens that were dropped and the worst saturation and underflow of
+    an expert. "-" stands for a number that is not known.
     """
     lines = [
         ["block", "layers", "experts", "tokens", "max load", "min load", "idle", "dropped", "saturation", "underflow"]
@@ -297,10 +303,10 @@ def expert_stats_table(stats: Mapping[str, ExpertStats]) -> str:
         layers, total = tokens.size // experts, tokens.sum()
         cells = [
             *(str(layers), str(experts), f"{total / max(layers, 1):.0f}"),
-            *(_cell(load, worst, "{:.3f}") for worst in (np.max, np.min)),
+            *(_cell(load, worst, "{:.3f}".format) for worst in (np.max, np.min)),
             str(np.count_nonzero(tokens == 0)),
-            f"{(dropped * tokens).sum() / max(total, 1):.1e}",
-            *(_cell(a, np.max, "{:.1e}") for a in (saturation, underflow)),
+            _percent((dropped * tokens).sum() / max(total, 1)),
+            *(_cell(a, np.max, _percent) for a in (saturation, underflow)),
         ]
-        lines.append([path or "-", *cells])
+        lines.append([path or ".", *cells])
     return _aligned_lines(lines)

@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _skip_sources(config, items):
-    """Where the CUDA extension was not asked for, its sources are compiled by the tests of named files alone."""
+    """Where the CUDA extension was not asked for, its sources are compiled only by the tests of named files."""
     named = {os.path.basename(arg.partition("::")[0]) for arg in config.args}
     skip = pytest.mark.skip(reason="compiles the CUDA sources for the CPU: make test CUDA=1, or name the file")
     for item in items:

@@ -97,7 +97,7 @@ PAGES = (
     }),
     Page("hf", "te_jax.hf", {"": ("load", "save", "read_config", "FAMILIES")}),
     Page("optim", "te_jax.optim", {
-        "Moments of 3 bytes": ("adamw_fp8", "scale_by_adam_fp8", "AdamFp8State", "state_sharding"),
+        "AdamW with moments in FP8": ("adamw_fp8", "scale_by_adam_fp8", "AdamFp8State", "state_sharding"),
         "Masters of weights in FP8": ("master_weights", "beside", "apply_updates", "MasterWeightsState", ...),
     }),
     Page("sharding", "te_jax.sharding", {

@@ -20,7 +20,7 @@ CUDA_MAJOR = 13  # What the extension is built for, unless the build was told to
 _DRIVERS = {12: (550, 12040), 13: (580, 13000)}
 # 9.15.1. In earlier versions gradients of attention can be NaN (9.12,
 # https://github.com/NVIDIA/cudnn-frontend/issues/160), or attention reads out of bounds in CUDA graphs where the key
-# length is no multiple of 128 (cudnn-frontend 1.16, release notes).
+# length is not a multiple of 128 (cudnn-frontend 1.16, release notes).
 CUDNN_MINIMUM = 91501
 
 # {library: packages of NVIDIA's wheels whose lib/ may hold it}, the newest layout of the wheels first. The extension

@@ -1,9 +1,12 @@
 """What a package shows: its `__all__`, made of what its `__init__.py` imports under a public name, and its modules."""
 
 import importlib
+import sys
 from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
 from typing import Any
+
+from te_jax.core.names import asked, closest
 
 
 def public_names(namespace: Mapping[str, Any]) -> list[str]:
@@ -17,6 +20,8 @@ def lazy_modules(package: str, names: Collection[str]) -> Callable[[str], Any]:
     def __getattr__(name: str) -> Any:
         if name in names:
             return importlib.import_module(f"{package}.{name}")
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        known = vars(sys.modules[package]).get("__all__", names)
+        hint = asked(closest(name, known), most=1)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}{hint and f'; {hint}'}")
 
     return __getattr__

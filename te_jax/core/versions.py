@@ -1,8 +1,9 @@
 """The newest jax and Flax that te_jax is tested with. pyproject.toml has the oldest; .ci/run tests both ends."""
 
 import re
-import warnings
 from importlib import metadata
+
+from te_jax.core.check import warn
 
 NEWEST_TESTED = {"jax": "0.12.0.1", "flax": "0.12.12"}
 
@@ -28,11 +29,10 @@ def warn_if_untested() -> None:
     for package in NEWEST_TESTED:
         version = installed_version(package)
         if reason := reason_untested(package, version):
-            warnings.warn(
+            warn(
                 f"te_jax: {package} is {version}, {reason}; update te_jax, or install {package}=="
                 f"{NEWEST_TESTED[package]} where something fails. To go on without this text call "
-                f"warnings.filterwarnings('ignore', 'te_jax: {package} is') before the import.",
-                stacklevel=3,
+                f"warnings.filterwarnings('ignore', 'te_jax: {package} is') before the import."
             )
 
 

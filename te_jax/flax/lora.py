@@ -63,7 +63,7 @@ def join_lora(lora: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any
 
 
 def merge_lora(params: Mapping[str, Any], *, alpha: float | None = None) -> dict[str, Any]:
-    """params with A.B added to their kernels, and without A and B: those of the model without adapters.
+    """params with A.B added to their kernels, and without A and B: parameters of the model without adapters.
 
     params: what `init` returns, or `join_lora(lora, base)`; of NNX modules `te_jax.nnx.to_linen(model)["params"]`.
             Kernels that `nn.scan` or `nn.vmap` stacked along axis 0 are merged each.

@@ -1,4 +1,4 @@
-"""A training state that holds FP8 state, and optimizers that leave FP8 state alone."""
+"""A training state that holds FP8 state, and optimizers that leave FP8 state as it is."""
 
 from collections.abc import Callable, Mapping
 from functools import partial, wraps

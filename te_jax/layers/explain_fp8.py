@@ -2,6 +2,7 @@
 
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from te_jax.ops.formats import FORMATS, TENSOR
 from te_jax.recipe import Recipe
 
 WIDTH = 100  # columns of the table
+_WHOLE_WORDS = {"break_long_words": False, "break_on_hyphens": False}
 _OF_XLA = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "scaled_matmul")
 _MULTIPLIED = re.compile(r"(lhs|rhs)\d*|q|k|v|kv|qkv")  # the operands that te_jax's products multiply
 
@@ -97,7 +99,8 @@ class Fp8Explanation:
             for cells in lines.get(path, ()):
                 yield "  " + "  ".join(map(str.ljust, cells, widths)).rstrip()
             for why, names in self.reasons(path).items():
-                yield from _wrapped(f"{', '.join(names)} not in FP8: {why}", "    ")
+                text = f"{', '.join(names)} not in FP8: {why}"
+                yield from textwrap.wrap(text, WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 6, **_WHOLE_WORDS)
 
     def _lines(self, shapes: bool) -> dict[str, list[list[str]]]:
         """{path: cells of its lines}, one line for products whose cells are alike."""
@@ -114,16 +117,6 @@ class Fp8Explanation:
 def _width(lines: Mapping[str, list[list[str]]]) -> int:
     every = [cells for of_path in lines.values() for cells in of_path]
     return sum(2 + max(map(len, column)) for column in zip(*every))
-
-
-def _wrapped(text: str, indent: str) -> Iterator[str]:
-    line = indent
-    for word in text.split():
-        if len(line) + 1 + len(word) > WIDTH:
-            yield line.rstrip()
-            line = indent + "  "
-        line += word + " "
-    yield line.rstrip()
 
 
 def _bytes(count: int) -> str:

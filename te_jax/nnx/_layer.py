@@ -34,7 +34,7 @@ from te_jax.state.metas import recipe_with_state
 class Fp8State(nnx.Variable[Any]):
     """A leaf of FP8 state: `{tensor}_scale` f32[1] or `{tensor}_amax_history` f32[L].
 
-    FP8 state is no `nnx.Param`, so `nnx.grad` and `nnx.Optimizer(..., wrt=nnx.Param)` leave it alone.
+    FP8 state is no `nnx.Param`, so `nnx.grad` and `nnx.Optimizer(..., wrt=nnx.Param)` leave it as it is.
     `te_jax.nnx.value_and_grad` updates it.
     """
 

@@ -90,14 +90,8 @@ def value_and_grad(
         differentiated = nnx.DiffState(model_at, nnx.Any(wrt, *moved))
         with errors_of_amaxes(_VALUE_AND_GRAD, "map and loop over it by nnx.vmap and nnx.scan"):
             value, grads = nnx.value_and_grad(call, argnums=differentiated, has_aux=has_aux)(*args, kwargs)
-        new, counts, grads = nnx.split_state(grads, Fp8State, ExpertBias, ...)
-        if moves:
-            nnx.update(model, with_collections(new, update_fp8_metas(collections_of(new))))
-        biases = collections_of(nnx.state(model, ExpertBias))
-        biases = update_expert_bias(biases, collections_of(counts), expert_bias_rate)
-        nnx.update(model, with_collections(counts, biases))
         _drop_losses(model)
-        return value, grads
+        return value, _update_state(model, grads, moves, expert_bias_rate)
 
     @wraps(f)
     def value_and_grad_of_f(*args, **kwargs):
@@ -120,6 +114,18 @@ def _moves_state(model) -> bool:
             "drop it with te_jax.nnx.convert_fp8_state(model, recipe), or use the state's recipe."
         )
     return moves
+
+
+def _update_state(model, grads, moves: bool, expert_bias_rate: float):
+    """Moves the FP8 state of the model, with `moves`, and its biases of experts by their gradients; returns the other
+    gradients."""
+    new, counts, grads = nnx.split_state(grads, Fp8State, ExpertBias, ...)
+    if moves:
+        nnx.update(model, with_collections(new, update_fp8_metas(collections_of(new))))
+    biases = collections_of(nnx.state(model, ExpertBias))
+    biases = update_expert_bias(biases, collections_of(counts), expert_bias_rate)
+    nnx.update(model, with_collections(counts, biases))
+    return grads
 
 
 def _drop_losses(model):

@@ -1,4 +1,4 @@
-"""Two trees of te_jax beside each other: here one process stands for both."""
+"""Two trees of te_jax side by side: here one process stands for both."""
 
 from pathlib import Path
 

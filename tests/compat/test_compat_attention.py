@@ -110,7 +110,7 @@ def test_fused_attention_of_several_segments(qkv):
 
 
 def test_a_mask_without_padding_is_told_of(qkv):
-    """The older call, with its names: the mask counts for the types with padding alone."""
+    """The older call, with its names: the mask counts only for the types with padding."""
     with pytest.warns(UserWarning, match="ignores; leave it out"):
         out = fused_attn(
             qkv=qkv, bias=None, mask=jnp.ones((2, 7, 7)), seed=None, attn_bias_type=AttnBiasType.NO_BIAS,

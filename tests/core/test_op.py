@@ -273,7 +273,7 @@ def test_vmap_joins_a_group(case: Case, rng):
 @all_cases
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_vmap_over_a_sharded_axis(case: Case, kind, rng, on_host):
-    """All operands mapped, or the first alone, beside another axis on the other mesh axis: the numbers of one device,
+    """All operands mapped, or only the first, next to another axis on the other mesh axis: the numbers of one device,
     examples stay where they are, and nothing is gathered."""
     case, mesh = case.small(), jax.make_mesh((4, 2), AXES, axis_types=KINDS[kind])
     args = case.args(rng)
@@ -427,7 +427,7 @@ def test_attributes_of_another_type_lower_anew():
 
 @pytest.mark.parametrize("ones", [(), (0,), (1,), (0, 1), (2,), (0, 1, 2)], ids=str)
 def test_bias_of_a_part_of_the_batch(ones, rng):
-    """The CUDA lowering, with plain JAX in the place of the kernel, which has one batch axis: of 1 or all rows."""
+    """The CUDA lowering, with plain JAX instead of the kernel, which has one batch axis: of 1 or all rows."""
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
     q, k, v, dout = draw(2, 3, 8, 4, 16), draw(2, 3, 8, 2, 16), draw(2, 3, 8, 2, 8), draw(2, 3, 8, 4, 8)
     bias = draw(*(1 if axis in ones else size for axis, size in enumerate((2, 3, 4))), 8, 8)

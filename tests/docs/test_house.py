@@ -118,7 +118,7 @@ def module_of(path: Path) -> str:
 
 def test_no_cycle_of_imports():
     """Among the modules of te_jax, by imports at module level. Whoever imports a name from a package needs all of the
-    package; whoever imports a module of it, the module alone."""
+    package; whoever imports a module of it, only the module."""
     modules, edges = {module_of(path): path for path in files("te_jax")}, {}
     for module, path in modules.items():
         names = imported(path, parsed(path).body)

@@ -1,5 +1,5 @@
 """What corrupts FP8 state in a careless training loop, and the ways that do not. Where it is cheap the careless one
-runs beside: it must fail.
+runs next to it: it must fail.
 
 Elsewhere: a module applied twice, shared by weight tying, by field, inside remat and scan, remat, forward passes
 (test_flax_state.py); `nn.scan` with shared weights, scans in the loss, several `apply`s (test_combine.py);
@@ -173,13 +173,13 @@ def test_evaluation_changes_nothing():
     x = 100 * data(8, 16, seed=1)
     with te.autocast(True, RECIPE):
         _, after = jax.jit(partial(state.apply_fn, mutable=True))(state.variables, x)
-        loss = te.value_and_grad(loss_fn)(state.params, state.fp8, x)[0]  # differentiated by params alone
+        loss = te.value_and_grad(loss_fn)(state.params, state.fp8, x)[0]  # differentiated only by params
     assert_equal({"fp8_metas": after["fp8_metas"]}, state.fp8)
     assert np.isfinite(loss)
 
 
 def test_moving_average_of_parameters():
-    """It averages params alone and runs with the state of the last step; averaged scales and histories are no state."""
+    """It averages only params and runs with the state of the last step; averaged scales and histories are no state."""
     state, step = create(optax.sgd(1e-6)), make_step()
     average, naive = state.params, state.fp8
     for factor in (0.5, 50, 50):

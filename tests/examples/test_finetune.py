@@ -1,4 +1,4 @@
-"""examples/finetune_lora.py: what it trains, what it leaves alone, and what it saves."""
+"""examples/finetune_lora.py: what it trains, what it leaves as it is, and what it saves."""
 
 import importlib.machinery
 import re

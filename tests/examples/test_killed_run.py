@@ -25,7 +25,7 @@ RUN = [*RUN.split(), "--dropout", "0.1", "--data", str(ROOT / "examples" / "READ
 
 
 def start(out: pathlib.Path, *arguments) -> subprocess.Popen:
-    """Runs beside each other share their compiled programs."""
+    """Runs at the same time share their compiled programs."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": QUICK,

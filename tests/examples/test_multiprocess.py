@@ -165,7 +165,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(whole, tmp_path):
 
 
 def test_an_error_in_one_process_ends_both(tmp_path):
-    """Process 0 alone asks for the lock, which is held here."""
+    """Only process 0 asks for the lock, which is held here."""
     with rundir.locked(tmp_path):
         said = two_processes(tmp_path)
     assert [one.returncode for one in said] == [2, 2], said[0].stderr[-3000:] + said[1].stderr[-3000:]

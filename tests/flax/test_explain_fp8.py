@@ -293,7 +293,7 @@ def test_nnx(recipe):
     linen = te.explain_fp8(LAYER, array(4, 8, dtype=jnp.float32), recipe=recipe)
     same = lambda explained, path: [(p.product, p.operands, p.op) for p in at(explained, path)]
     assert same(explained, "layers/0") == same(linen, "")
-    assert type(model.plain) is nnx.Linear, "the model itself is left alone"
+    assert type(model.plain) is nnx.Linear, "the model itself is left as it is"
 
 
 def test_functions_have_the_names_of_scopes():

@@ -264,10 +264,10 @@ def test_rope_positions():
     module = mha(enable_rotary_pos_emb=True, attn_mask_type="padding_causal")
     variables = quick_init(module.init)(KEY, x)
     apply = jax.jit(lambda *args, **kwargs: module.apply(variables, *args, **kwargs)[0])
-    # Attention sees differences of positions alone: a shift changes nothing, a stretch does.
+    # Attention sees only differences of positions: a shift changes nothing, a stretch does.
     np.testing.assert_allclose(apply(x, positions=jnp.arange(6) + 50), apply(x), rtol=1e-4, atol=1e-5)
     assert not np.allclose(apply(x, positions=jnp.arange(6) * 3), apply(x), atol=1e-3)
-    # Two segments in a row give what each gives alone.
+    # Two segments in a row give what each gives by itself.
     packed = apply(x, mask=SequenceDescriptor.from_segment_ids_and_pos(jnp.asarray([[1, 1, 2, 2, 2, 2]] * 2)))
     np.testing.assert_allclose(packed[:, :2], apply(x[:, :2]), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(packed[:, 2:], apply(x[:, 2:]), rtol=1e-4, atol=1e-5)

@@ -459,7 +459,7 @@ def test_errors():
     module, x = mha(), data(B, S, H)
     params = drawn(module, x)
 
-    def call(cache, x, **options):  # traced alone
+    def call(cache, x, **options):  # traced by itself
         options = {"decode": True, "mutable": ["cache"], **options}
         return jax.eval_shape(lambda cache, x: module.apply({**params, **cache}, x, **options), cache, x)
 

@@ -1,4 +1,4 @@
-"""return_bias, params_dtype, kernels of the caller, and training of low-rank adaptation beside frozen FP8 kernels."""
+"""return_bias, params_dtype, kernels of the caller, and training of low-rank adaptation with frozen FP8 kernels."""
 
 import flax
 import flax_reference as ref
@@ -179,7 +179,7 @@ def test_refused_kernels(kernel, error, text):
         DENSE(8, return_bias=True).init(KEY, data(4, 16), operands=True)
 
 
-# -- LoRA beside frozen kernels -----------------------------------------------------------------------------------
+# -- LoRA with frozen kernels -------------------------------------------------------------------------------------
 
 TOKENS, WIDTH, HIDDEN, RANK = 24, 16, 48, 2  # all different: a product is known by its shape
 
@@ -213,7 +213,7 @@ def products(jaxpr) -> set:
     "recipe", [DelayedScaling(amax_history_len=4), Float8CurrentScaling(), None], ids=["delayed", "current", "plain"]
 )
 def test_frozen_kernels_have_no_gradient_gemm(recipe):
-    """With respect to LoRA alone: the gradients and the FP8 state of the whole, but no product of a kernel's shape."""
+    """With respect to only LoRA: the gradients and the FP8 state of the whole, but no product of a kernel's shape."""
     x, model = data(TOKENS, WIDTH), Model()
     with te.autocast(recipe is not None, recipe):
         variables = ref.unboxed(quick_init(model.init)(KEY, x))
@@ -283,7 +283,7 @@ def test_part_of_the_kernels_of_fused_layers():
 )
 @pytest.mark.parametrize("override", [(False,) * 3, (True, False, False), (False, False, True), (True,) * 3])
 def test_one_traced_layer_by_several_gradients(recipe, override):
-    """jax traces a jitted function once, and takes its gradient by x alone and by everything from that one trace."""
+    """jax traces a jitted function once, and takes its gradient by only x and by everything from that one trace."""
     recipe = recipe(override_linear_precision=override)
     x, kernel = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 16)), jnp.float32)
     with te.autocast(True, recipe):

@@ -1,5 +1,5 @@
 """Masks and names as programs for TransformerEngine write them: in either argument, of five axes, in any case, and
-beside dummies of one row while a module is initializing."""
+next to dummies of one row while a module is initializing."""
 
 import enum
 import warnings
@@ -196,7 +196,7 @@ def test_drop_path_behind_cross_attention(rng):
         hidden_size=8, mlp_hidden_size=8, num_attention_heads=2, hidden_dropout=0.0, attention_dropout=0.0,
         layer_type="decoder", **fields,
     )  # fmt: skip
-    # Without the other sub-blocks' outputs a sample is changed by cross-attention alone.
+    # Without the other sub-blocks' outputs a sample is changed only by cross-attention.
     silent = lambda path: path[1] == "mlp" or path[1:3] == ("self_attention", "out")
     fields = (
         {}, dict(drop_path=0.5, cross_drop_path=0.0), dict(drop_path=0.5), dict(cross_drop_path=0.5),

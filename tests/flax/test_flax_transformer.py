@@ -386,7 +386,7 @@ def test_logical_axes_on_a_mesh(fp8):
 
 @pytest.mark.parametrize("kind", ["explicit", "shard_map"])
 def test_data_parallel_without_names(kind):
-    """Shardings of the inputs alone: Explicit axes, and manual ones with their types checked."""
+    """Only the inputs' shardings: Explicit axes, and manual ones with their types checked."""
     x = data(4, S, H)
     module = layer(enable_rotary_pos_emb=True)
 

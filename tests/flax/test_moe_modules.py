@@ -193,7 +193,7 @@ def test_scan_and_remat(rng):
 
 
 def test_weights_that_live_in_fp8(rng):
-    """They follow master copies; LoRA on attention beside them has no gradient of experts."""
+    """They follow master copies; LoRA on attention next to them has no gradient of experts."""
     model, x = te_flax.MoEBlock(E, K, F), states.data(rng, B, S, H)
     with te.autocast(True, RECIPE):
         variables = quick_init(model.init)(jax.random.key(0), x)
@@ -245,7 +245,7 @@ def test_frozen_experts_beside_lora():
 
 
 def test_layer_is_attention_and_block(rng):
-    """Experts in the place of the MLP: their norm, the residual connection, and shared experts besides."""
+    """Experts instead of the MLP: their norm, the residual connection, and shared experts besides."""
     x, shared = states.data(rng, B, S, H), dict(num_shared_experts=2, score_function="sigmoid", scaling_factor=2.5)
     layer = te_flax.TransformerLayer(**LAYER | dict(moe=LAYER["moe"] | shared), use_bias=True)
     attention = te_flax.MultiHeadAttention(head_dim=H // 4, num_attention_heads=4, use_bias=True)
@@ -400,10 +400,10 @@ def test_stats_of_experts(rng):
     assert block.saturation[0] > 0.9 and np.all(block.saturation[1:] == 0)
     assert np.asarray(stats["x_1"].amax).shape == (E,)
     head, line = te.expert_stats_table(found).splitlines()
-    assert head.split()[:4] == ["block", "layers", "experts", "tokens"] and line.split()[1:4] == ["1", "4", "48"]
+    assert head.split()[:4] == ["block", "layers", "experts", "tokens"] and line.split()[:4] == [".", "1", "4", "48"]
     two = jax.tree.map(lambda a: jnp.stack([a, a]), block)
-    names, values = te.expert_heat_map({"a": block, "layers/moe": two}, "tokens")
-    assert names == ["a", "layers/moe[0]", "layers/moe[1]"]
+    names, values = te.expert_heat_map({"": block, "layers/moe": two}, "tokens")
+    assert names == [".", "layers/moe[0]", "layers/moe[1]"]
     np.testing.assert_array_equal(values, np.stack([counts] * 3))
     assert np.all(np.isnan(te.expert_stats(sown)[""].saturation))
     with pytest.raises(ValueError, match="no tokens_per_expert of a MoEBlock in 'intermediates'; pass"):

@@ -66,7 +66,7 @@ def test_is_the_loop_by_hand_and_donates():
     ids=["MultiSteps", "apply_if_finite", "fp8_masked", "plateau"],
 )
 def test_any_optimizer(tx, tx_args):
-    """The optimizer is optax's on params alone, and the FP8 state does not depend on it."""
+    """The optimizer is optax's on only params, and the FP8 state does not depend on it."""
     state, want = create(tx), create(optax.sgd(1e-2))
     with te.autocast(True, RECIPE):
         _, grads = GRADIENTS(state.params, state.fp8, data(8, 16))

@@ -1,4 +1,4 @@
-"""Writes the fixtures beside this file, with transformers and torch, which the tests do not need.
+"""Writes the fixtures next to this file, with transformers and torch, which the tests do not need.
 
     pip install torch transformers safetensors
     python tests/hf_fixtures/make.py

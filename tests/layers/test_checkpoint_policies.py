@@ -197,7 +197,7 @@ def test_each_tensor_is_saved_once(capsys):
         **{"f8_e4m3fn[32,1,64]": 1, "f8_e4m3fn[64,32]": 1, "f32[1,16]": 2},  # kernels, mean and rstd
     }
     attention = te_flax.MultiHeadAttention(16, 2, num_gqa_groups=1, dtype=jnp.bfloat16)  # query and kv of one norm
-    assert saved("delayed", policies.save(QUANTIZED), module=attention)["f8_e4m3fn[32,1,16]"] == 2  # out's x beside
+    assert saved("delayed", policies.save(QUANTIZED), module=attention)["f8_e4m3fn[32,1,16]"] == 2  # out's x too
     kernels = {"f8_e4m3fn[32,1,64]": 0, "f8_e4m3fn[64,32]": 0}
     assert saved("current", policies.save(*NAMES), "kernels") == +Counter(got | kernels)
 
@@ -267,7 +267,7 @@ def test_errors(call, error, text):
 
 
 def test_functions_of_attention_are_named():
-    """Without a module, and by the XLA way, where the output alone is saved."""
+    """Without a module, and by the XLA way, where only the output is saved."""
     from te_jax.ops.attention import dot_product_attention
 
     q = jnp.ones((1, 8, 2, 16), jnp.bfloat16)

@@ -108,7 +108,7 @@ def test_what_a_product_refuses():
 
 
 class Net(nn.Module):
-    """A transformer of one layer, of Flax's modules alone."""
+    """A transformer of one layer, of only Flax's modules."""
 
     dot: type | None = None
 

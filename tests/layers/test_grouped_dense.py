@@ -144,7 +144,7 @@ def test_vmap(rng):
 
 
 def test_nan_stays_in_its_row(rng):
-    """A NaN reaches its row of y and of dx, and the gradients of its expert alone. Behind the groups it is not read."""
+    """A NaN reaches its row of y and of dx, and only its expert's gradients. Behind the groups it is not read."""
     x, kernel, bias = small(rng)
     counts = np.array([3, 0, 3])
     clean = alone(x, kernel, bias, counts)

@@ -135,7 +135,7 @@ def test_is_training_in_f32(recipe, tx, rng):
 
 @pytest.mark.parametrize("recipe", [CURRENT, BLOCK, FixedScaling(), MX], ids=["current", "block", "fixed", "mxfp8"])
 def test_stacks_are_quantized_at_once(recipe, rng):
-    """Kernels of experts, and of experts of layers: by one call for all, not by a loop; each as if it were alone."""
+    """Kernels of experts, and of experts of layers: by one call for all, not by a loop; each as by itself."""
     values = rng.standard_normal((2, 3, 40, 2, 24)) * np.exp2(np.arange(3))[:, None, None, None]
     experts = jnp.asarray(values, jnp.float32)
     alone = jax.jit(lambda a: quantize_kernel(a, recipe=recipe).tensor._replace(amax=None))
@@ -160,7 +160,7 @@ PRECISIONS = list(product((False, True), repeat=3))
 
 @pytest.mark.parametrize("recipe", [CURRENT, BLOCK, MX], ids=["current", "block", "mxfp8"])
 def test_gradients_at_every_precision(recipe, rng):
-    """Those of a kernel that is an array of the dequantized values beside the same FP8: also where GEMMs out of FP8
+    """Those of a kernel that is an array of the dequantized values next to the same FP8: also where GEMMs out of FP8
     read it, and outside of autocast."""
     x, kernel = data(rng, 5, WIDTH), data(rng, WIDTH, 2, 33).at[3].set(0)
     wo, gamma = data(rng, 33, 7), jnp.ones(WIDTH)

@@ -34,7 +34,7 @@ def mlp_program(platform: str, mesh=None) -> str:
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_second_gradient_of_a_kernel_comes_first(platform):
     """Without a mesh the gradient of the activation's input waits for the gradient of wo, which frees its operands.
-    With one that gradient is a sum over devices, which shall cross beside what follows."""
+    With one that gradient is a sum over devices, which shall cross next to what follows."""
     devices = jax.devices("cpu")
     mesh = lambda kind, count: jax.make_mesh((count,), ("a",), axis_types=(kind,), devices=devices[:count])
     both = "tensor<64x32xbf16>, tensor<32x16xbf16>"  # of da and dwo

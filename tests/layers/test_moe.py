@@ -308,7 +308,7 @@ def poison(monkeypatch):
 
 @pytest.mark.parametrize("rule", (None, recipe.DelayedScaling(), recipe.Float8BlockScaling()))
 def test_tails_are_not_read(rng, monkeypatch, rule, plain_jax):
-    """Nor by probes, whose numbers are of each expert's tokens alone."""
+    """Nor by probes, whose numbers are only of each expert's tokens."""
     options = MoEOptions(RouterOptions(K, "sigmoid", normalize=False), RELU)
     x, _, *weights = operands(rng, signs)
     x[:, 0] = 1
@@ -418,7 +418,7 @@ BAD = {  # arguments, error, words
         ValueError,
         "has no op that quantizes it",
     ),
-    "beta alone": (dict(beta=f32(8)), ValueError, "beta is given without gamma"),
+    "beta only": (dict(beta=f32(8)), ValueError, "beta is given without gamma"),
     "residual": (dict(residual=f32(3, 7)), ValueError, "residual is float32"),
     "of another recipe": (
         dict(

@@ -43,7 +43,7 @@ def close(got, want):
 
 
 def close_but_for_steps(got, want):
-    """The fused activation is compiled otherwise than alone, on a GPU it is another kernel: where their f32 noise
+    """The fused activation is compiled otherwise than by itself, on a GPU it is another kernel: where their f32 noise
     crosses a rounding boundary, a byte differs by a step, 2**-3 of its value. Of some 300 bytes a few do, each
     1 / sqrt(300) of the norm."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
@@ -112,7 +112,7 @@ def test_equals_the_layers_one_by_one(names, norm, rng):
     "recipe", [RECIPE, None, DelayedScaling(amax_history_len=4, override_linear_precision=(True,) * 3)], ids=str
 )
 def test_another_residual_than_its_input(recipe, rng):
-    """It is added as an addition outside would, and its gradient is that of the output alone."""
+    """It is added as an addition outside would, and its gradient is only the output's."""
     args, names = operands(rng, 1, "layernorm"), ("gelu",)
     (other,) = data(rng, (3, 5, OUT))
 
@@ -285,7 +285,7 @@ def test_several_projections_of_one_norm(with_ln_out, override, rng):
         states = want[1][6]
 
 
-@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
 @pytest.mark.parametrize("recipe", [None, RECIPE], ids=["bf16", "fp8"])
 def test_the_norms_gradient_takes_that_of_the_residual(recipe, residual):
     """In its kernel. Without a residual it gets none: an unused result would send it zeros."""

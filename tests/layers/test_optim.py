@@ -174,7 +174,7 @@ def test_outlier_rows_do_no_harm(rng):
 
 
 def test_elements_far_below_their_neighbours(rng):
-    """Within a block, elements of gradients 1e-9 times the largest move as they should: E4M3 alone spans 2**18."""
+    """Within a block, elements of gradients 1e-9 times the largest move as they should: E4M3 by itself spans 2**18."""
     grads = rng.normal(size=(50, 4, 128)) + 0.5
     grads[..., 1:] *= 1e-9
     grads = jnp.asarray(grads, jnp.float32)

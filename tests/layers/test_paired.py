@@ -264,7 +264,7 @@ def test_layer_under_transformations(rng, monkeypatch):
 
 
 def test_recomputation_keeps_no_weights(rng):
-    """Where the weights in FP8 are kept, their bf16 arrays, which may be casts of parameters, are not kept beside."""
+    """Where the weights in FP8 are kept, their bf16 arrays, which may be casts of parameters, are not kept too."""
     policy = policies.save(policies.GEMM, policies.QUANTIZED, policies.KERNEL)
     layer = lambda *args: moe(*args, options=OPTIONS, recipe=recipe.Float8CurrentScaling())[0]
     run = lambda *args: jax.vjp(jax.checkpoint(layer, policy=policy), *args)[1]

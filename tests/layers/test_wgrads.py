@@ -62,7 +62,7 @@ def accumulated(state, model, x, fused, cached=False):
 )
 def test_sums_of_the_plain_loop(recipe, rng):
     """The same bits in f32: the reference adds what the GEMM would have returned. With quantized kernels too. XLA's own
-    products have the same bits in both programs on a CPU alone."""
+    products have the same bits in both programs only on a CPU."""
     host = jax.devices("cpu")[0] if recipe.override_linear_precision[2] else None
     with jax.default_device(host), te.autocast(True, recipe):
         model, x = Net(), data(rng, K, 3, 5, WIDTH) * jnp.asarray([1, 5, 2.0])[:, None, None, None]
@@ -77,7 +77,7 @@ def test_sums_of_the_plain_loop(recipe, rng):
 
 
 def test_sums_are_not_rounded(rng):
-    """Beside parameters in bf16 the terms stay f32: the mean is rounded once, in half a unit of 2**-8."""
+    """Next to parameters in bf16 the terms stay f32: the mean is rounded once, in half a unit of 2**-8."""
     model, x = Net(jnp.bfloat16), jnp.asarray(data(rng, K, 3, 5, WIDTH), jnp.bfloat16)
     state = state_of(model, CURRENT, x[0])
 

@@ -197,7 +197,7 @@ OF_DEEPSEEK = {
 
 @pytest.mark.parametrize("words", OF_DEEPSEEK)
 def test_refused_of_deepseek(words, tmp_path, monkeypatch):
-    """Layers that predict further words are read past where config.json counts them, and there alone."""
+    """Layers that predict further words are read past where config.json counts them, and only there."""
     folder = tmp_path / "wrong"
     shutil.copytree(FIXTURES / "deepseek-v3", folder)
     held = load_file(folder / files.ONE) | {"model.layers.3.eh_proj.weight": np.ones((2, 2), np.float32)}

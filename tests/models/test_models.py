@@ -141,7 +141,7 @@ class Case(NamedTuple):
     length: int = 9
     memory: int = 0  # length of the encoder's output, for a decoder
     padded: bool = False
-    state: dict = {}  # variables of ours beside the parameters
+    state: dict = {}  # variables of ours next to the parameters
 
 
 def t5(block, gated=False, **more):
@@ -317,7 +317,7 @@ def test_t5_blocks_share_one_table():
 
 # -- sizes and the program -------------------------------------------------------------------------------------
 
-TOTALS = {  # of the published models, and what they have beside blocks: embeddings, final norms, heads
+TOTALS = {  # of the published models, and what they have besides blocks: embeddings, final norms, heads
     "gpt2": (124_439_808, (50257 + 1024) * 768 + 2 * 768),
     "gpt2-xl": (1_557_611_200, (50257 + 1024) * 1600 + 2 * 1600),
     "bert-base": (109_482_240, (30522 + 512 + 2) * 768 + 2 * 768 + 768 * 769),

@@ -174,8 +174,8 @@ def test_unscan(name, cls, tokens):
 
 @pytest.mark.parametrize("name, cls", [("gpt2", CausalLM), ("bert-base", EncoderLM)])
 def test_packed_rows_and_explicit_meshes(name, cls, tokens):
-    """Two texts in a row are what each is alone, learned positions too. A loss with parameters split by their types is
-    that of one device."""
+    """Two texts in a row are what each is by itself, learned positions too. A loss with parameters split by their types
+    is one device's."""
     model, variables = made(cls, replace(tiny(name), vocab_size=40, num_layers=1), tokens)
     packed = SequenceDescriptor.from_seqlens_and_offsets(jnp.array([[3, 4]] * B), jnp.array([[0, 3]] * B))
 
@@ -199,7 +199,7 @@ def test_packed_rows_and_explicit_meshes(name, cls, tokens):
 
 
 def test_experts(tokens):
-    """Each layer's losses and loads are sown beside the loss of the labels; its bias of the choice is its own."""
+    """Each layer's losses and loads are sown next to the loss of the labels; its bias of the choice is its own."""
     moe = dict(num_experts=4, num_experts_per_tok=2, aux_loss_coeff=0.1, z_loss_coeff=0.01, use_expert_bias=True)
     config = tiny("mixtral-8x7b", moe=moe)
     model, variables = made(CausalLM, config, tokens)

@@ -132,7 +132,7 @@ def layer(**fields):
 
 
 def test_layers_in_bf16_and_fp8_with_lora():
-    """Every recipe leaves the norms in the arrays' type; they have gradients, beside adapted projections too."""
+    """Every recipe leaves the norms in the arrays' type; they have gradients, next to adapted projections too."""
     x, weights = inputs(jnp.bfloat16)
     module = layer(low_rank_adaptation_scope="all", low_rank_adaptation_dim=4, dtype=jnp.bfloat16)
     params = drawn(module, x)

@@ -35,7 +35,7 @@ def paths(tree):
     return {"/".join(key): leaf.shape for key, leaf in flax.traverse_util.flatten_dict(tree).items()}
 
 
-# name -> (NNX class, arguments beside the fields, fields, arguments of a call)
+# name -> (NNX class, arguments besides the fields, fields, arguments of a call)
 CASES = {
     "dense": (te_nnx.DenseGeneral, (H,), dict(features=(3, 16), use_bias=True), (X,)),
     "dense, two axes": (te_nnx.Linear, ((16, H),), dict(features=8, axis=(-2, -1)), (X,)),

@@ -115,7 +115,7 @@ def test_steps_are_linens(use, cls, fields):
 
 
 def test_only_value_and_grad_moves_it():
-    """Calls, gradients of parameters alone and calls outside of autocast do not; an optimizer does not see it."""
+    """Calls, gradients of only parameters and calls outside of autocast do not; an optimizer does not see it."""
     model = make()
     before = fp8_of(model)
     optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
@@ -199,14 +199,14 @@ class Tied(nnx.Module):
 
 @pytest.mark.parametrize("name", uses())
 def test_all_uses_combine_by_the_largest_amax(name):
-    """Three batches, of which the second is the largest: the state as after that one alone."""
+    """Three batches, of which the second is the largest: the state as after only that one."""
     model = make()
     step_of(uses()[name])(model, BATCHES)
     got = fp8_of(model)
     assert float(got["x_amax_history"][-1]) == float(jnp.max(jnp.abs(BATCHES)))
     assert float(got["x_scale"][0]) == np.float32(448) / np.float32(jnp.max(jnp.abs(BATCHES)))
     assert float(got["kernel_amax_history"][-1]) == float(jnp.max(jnp.abs(model.kernel[...])))
-    # Gradients: that of the second batch is the largest; a step of it alone saw as much.
+    # Gradients: that of the second batch is the largest; a step of only that one saw as much.
     alone = make()
     step_of()(alone, BATCHES[1])
     if name != "tied":

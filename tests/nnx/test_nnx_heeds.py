@@ -41,7 +41,7 @@ def test_gradients_that_leave_fp8_state_as_it_is(model):
     assert "DenseGeneral" in text and "te_jax.nnx.value_and_grad" in text
     assert told(lambda: within(te_nnx.value_and_grad(loss_of), model, X)) == []
     assert told(lambda: within(loss_of, model, X)) == []  # no gradient
-    assert told(lambda: within(jax.grad(lambda x: loss_of(model, x)), X)) == []  # of the inputs alone
+    assert told(lambda: within(jax.grad(lambda x: loss_of(model, x)), X)) == []  # of the inputs only
 
 
 def test_an_optimizer_that_takes_fp8_state_for_parameters(model):

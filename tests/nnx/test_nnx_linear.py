@@ -110,7 +110,7 @@ def test_state_moves_or_says_so():
 
 
 def test_layers_in_a_scan():
-    """Each has a state of its own; the collection that an autocast says is Linen's alone."""
+    """Each has a state of its own; the collection that an autocast says is only Linen's."""
     with te.autocast(recipe=DELAYED, collection="_overwrite_with_gradient"):
 
         @nnx.vmap(in_axes=0, out_axes=0)

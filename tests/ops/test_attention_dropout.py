@@ -192,7 +192,7 @@ def test_a_mask_of_other_shards_gives_nan(kernel):
         for grad in grads:
             grad = np.asarray(grad, np.float32)
             assert np.isnan(grad[-1, :, -1]).all()  # the last shard; the first may be where it was
-    # vmap over dout alone: more rows backward than forward
+    # vmap only over dout: more rows backward than forward
     grads = jax.vmap(backward, (0, *(None,) * 6))(jnp.stack([dout] * 3), q, k, v, out, lse, drawn)
     assert all(np.isnan(np.asarray(grad, np.float32)).all() for grad in grads)
 
@@ -209,7 +209,7 @@ def test_vmap_over_keys_and_rows(kernel):
     assert len(np.unique(_check_gradients(got, q, k, v, dout), axis=0)) == B * H
     shared = jax.jit(jax.vmap(one, (0, 0, 0, 0, None)))(q, k, v, dout, keys[0])
     assert len(np.unique(_check_gradients(shared, q, k, v, dout), axis=0)) == B * H
-    # every key counts, not the first alone
+    # every key counts, not only the first
     other = jax.jit(jax.vmap(one))(q, k, v, dout, keys.at[-1].set(jax.random.key(10)))
     assert np.any(masks(other["out"]) != masks(got["out"]))
 

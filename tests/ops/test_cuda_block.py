@@ -89,7 +89,7 @@ def spoiled_stack(rng, shape, dtype):
 
 @pytest.mark.parametrize("case", STACKS, ids=str)
 def test_quantize_stacked_block(case, rng):
-    """Bit for bit as plain JAX on the CPU, all results and each layout alone."""
+    """Bit for bit as plain JAX on the CPU, all results and each layout by itself."""
     shape, stack, lead, slots, dtype, fp8 = case
     operands = spoiled_stack(rng, shape, dtype), odd_values(rng, shape, dtype) * 4 if slots else None
     on_cpu, power_2 = jax.device_put(operands, jax.devices("cpu")[0]), fp8 == E4M3

@@ -92,7 +92,7 @@ def test_gemm_sum(operands, out, rng):
     run = lambda terms, c: gemm_sum([(*term, *scales) for term in terms], c, lead=1, out_dtype=out)
     got = jax.jit(run)(terms, c)
     want = sum((lhs @ rhs.T * factor for lhs, rhs in flat), np.asarray(c, np.float64))
-    # A rounding after each of three products: of bf16 2**-9, of f32 next to nothing beside FP8's 14 bits of a product.
+    # A rounding after each of three products: of bf16 2**-9, of f32 next to nothing: FP8's products have 14 bits.
     size = sum((abs(lhs) @ abs(rhs).T * factor for lhs, rhs in flat), abs(np.asarray(c, np.float64)))
     step = float(jnp.finfo(out).eps) / 2
     error = np.abs(np.asarray(got, np.float64) - want)

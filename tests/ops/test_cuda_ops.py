@@ -85,7 +85,7 @@ SWISH = {
     "quick_gelu": (lambda x: 1.702 * x, lambda x: np.full_like(x, 1.702)),
     "clamped_silu": (lambda x: 1.702 * x, lambda x: np.full_like(x, 1.702)),
 }
-EXACT = ("relu", "squared_relu")  # products alone: equal to the reference bit for bit
+EXACT = ("relu", "squared_relu")  # only products: equal to the reference bit for bit
 ACTIVATIONS = [(n,) for n in ("gelu", "silu", "quick_gelu", *EXACT)]
 ACTIVATIONS += [*((*n, "linear") for n in ACTIVATIONS), ("clamped_silu", "clamped_linear")]
 ACTIVATION_SHAPES = [(1, 1), (1, 1001), (300, 1), (199, 1001), (257, 72), (512, 128)]
@@ -190,7 +190,7 @@ def test_activation_chosen_results(outputs, shape, rng):
 @pytest.mark.parametrize("dtype", [bf16, f32], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("names", [(), *ACTIVATIONS], ids=lambda names: "-".join(names) or "quantize")
 def test_amax_alone(names, dtype, shape, rng):
-    """A kernel of its own: the amax that is there beside data, wherever the largest number or a NaN is."""
+    """A kernel of its own: the amax that is there next to data, wherever the largest number or a NaN is."""
     dy, x, scale = activation_case(names or ("relu",), shape, dtype, rng)
     attrs = dict(attributes(names), dtype=E5M2) if names else dict(split=1, dtype=E4M3)
 

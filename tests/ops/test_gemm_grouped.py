@@ -109,7 +109,7 @@ def test_wgrads(case, rng, plain_jax):
 
 @pytest.mark.parametrize("form", ["each", "blocks", "mx"])
 def test_wgrad_of_a_slot(form, rng):
-    """One of several buffers side by side is what it is alone."""
+    """One of several buffers side by side is what it is by itself."""
     counts = np.array([100, 3], np.int32)
     offsets, rows, features = oracle.groups_of(counts), 384, (N, 3, 5)
     lhs, rhs = (rng.standard_normal((*shape, rows)).astype(E4M3) for shape in (features[:1], (2, *features[1:])))
@@ -177,7 +177,7 @@ def test_grouped_dense(rng):
 
 
 def test_gradients_do_not_mix_experts(rng):
-    """A NaN among the tokens of one expert reaches the gradient of its weight alone."""
+    """A NaN among the tokens of one expert reaches only the gradient of its weight."""
     counts = np.array([5, 6], np.int32)
     x, kernel = rng.standard_normal((11, 4)).astype(np.float32), rng.standard_normal((2, 4, 3)).astype(np.float32)
     x[0, 0] = np.nan

@@ -1,5 +1,5 @@
 """Grouped products of factors as jax has them, and gradients that transpose none, against a float64 oracle by loops
-over experts, whatever lies in the rows that pad groups; and what the lowered layers hold beside products."""
+over experts, whatever lies in the rows that pad groups; and what the lowered layers hold besides products."""
 
 import re
 from functools import partial
@@ -106,7 +106,7 @@ def test_gradients(dtype, k_first, rng, plain_jax):
         oracle.near(dbias, *(np.squeeze(a, 1) for a in ones), dtype, name)
 
 
-# -- what layers hold beside products -------------------------------------------------------------------------
+# -- what layers hold besides products ------------------------------------------------------------------------
 
 T, H, F, E, CHOICES = 256, 64, 128, 4, 2
 COPIES = ("stablehlo.transpose", "stablehlo.concatenate", "stablehlo.while")

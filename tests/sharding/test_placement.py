@@ -38,7 +38,7 @@ def test_shards_that_do_not_divide_an_axis(size):
 
 
 def test_mapped_axes():
-    """Each has a factor of its own, which all results have; a residual that alone is mapped enters the sum once."""
+    """Each has a factor of its own, which all results have; where only a residual is mapped, it enters the sum once."""
     got = placed([P("a", "b"), P()], shapes=((8, 4, 16), (32, 16)), mapped=[("lhs",)])
     assert got.out_specs == [P(("a",), ("b",), None)]
     rule, shapes = "lhs: m k, rhs: n k, c?: m n -> out: m n", ((8, 16), (32, 16), (4, 8, 32))

@@ -122,7 +122,7 @@ def scale_of(shards, axes):
 
 
 def test_all_shards_of_a_tensor_and_nothing_else(rng):
-    """x lies on dp, w on tp: the amax of x crosses dp alone, that of w tp."""
+    """x lies on dp, w on tp: the amax of x crosses only dp, the amax of w only tp."""
     x, w = uneven(rng, 8, 16), uneven(rng, 16, 32)
     got, maxima = local_scales(RECIPE, x, w, (P("dp"), P(None, "tp")))
     np.testing.assert_allclose(got[..., 0], scale_of(x, None), rtol=2.0**-22)

@@ -61,7 +61,7 @@ def on_one_gpu(fp8):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("role", ROLES)
 def test_layer(role, kind, fp8):
-    """Forward and backward; kernels are gathered in FP8 alone; scales are the same on all GPUs."""
+    """Forward and backward; kernels are gathered only in FP8; scales are the same on all GPUs."""
     params, others, want = on_one_gpu(fp8)
     mesh, (resource, spec) = jax.make_mesh((N,), ("all",), axis_types=(KINDS[kind],)), ROLES[role]
     order = functools.partial(reorder_causal_load_balancing, cp_size=N) if role == "cp" else lambda a: a

@@ -202,7 +202,7 @@ def on_stages(kind, specs):
         run = jax.shard_map(pipelined, in_specs=ins, out_specs=P("stage"), axis_names={"stage"})
         return with_gradients(run)
 
-    def step(*args):  # differentiated inside: what is Explicit there alone may not leave as a residual
+    def step(*args):  # differentiated inside: what is Explicit only there may not leave as a residual
         value, grads = with_gradients(pipelined)(*args)
         return jax.lax.psum(value, "stage"), grads
 

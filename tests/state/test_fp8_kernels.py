@@ -135,7 +135,7 @@ def layer_of(kind, recipe, state, quantize):
 @pytest.mark.parametrize(
     "recipe",
     [DELAYED, BLOCK, Float8CurrentScaling(override_linear_precision=(False, True, True))],
-    ids=["delayed", "block", "fprop alone"],
+    ids=["delayed", "block", "fprop only"],
 )
 def test_layers(recipe, rng):
     """The same bits of every layer, also where a layout has to be transposed, and where GEMMs are not in FP8."""

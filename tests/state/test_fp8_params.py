@@ -1,4 +1,4 @@
-"""Parameters that live in FP8: what modules compute with them, their bytes, checkpoints, shardings, and LoRA beside."""
+"""Parameters that live in FP8: what modules compute with them, their bytes, checkpoints, shardings, and LoRA."""
 
 import jax
 import jax.numpy as jnp
@@ -189,7 +189,7 @@ def test_refusals(rng):
 
 
 def test_nnx(rng):
-    """Through the converters, and beside LoRA's own type of parameters."""
+    """Through the converters, and next to LoRA's own type of parameters."""
     x, wrt = data(rng, 4, WIDTH), nnx.LoRAParam
     with te.autocast(True, CURRENT):
         model = quick_nnx(lambda: te_nnx.LayerNormMLP(WIDTH, intermediate_dim=40, **LORA, rngs=nnx.Rngs(0)))

@@ -53,7 +53,7 @@ def assert_same(got, want):
 
 
 def test_autocast_is_absent_where_the_call_is_traced():
-    """`with` around `jax.jit` alone: nothing is traced within."""
+    """`with` only around `jax.jit`: nothing is traced within."""
     params, fp8 = learned()
     with te.autocast(recipe=RECIPE):
         step = jax.jit(jax.grad(loss, argnums=1))

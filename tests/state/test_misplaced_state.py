@@ -26,7 +26,7 @@ PARAMS, X = {"w": jnp.ones(2)}, np.ones((4, 16), np.float32)
 
 
 def metas(scale=3.0, **first):
-    """The FP8 state of a module; first: leaves in the place of its own."""
+    """The FP8 state of a module; first: leaves instead of its own."""
     leaves = {}
     for tensor in ("x", "kernel", "grad"):
         leaves |= {f"{tensor}_scale": jnp.full(1, scale), f"{tensor}_amax_history": jnp.asarray([0.0, 0.0, 8.0, 9.0])}
@@ -96,8 +96,8 @@ REFUSES = SERVES | {
 }
 del REFUSES["value_and_grad"], REFUSES["fp8_stats"]  # These look into any tree.
 MISPLACED = {
-    "beside other collections": {"batch_stats": {"a": X}, "a": metas()},
-    "beside its collection": {"fp8_metas": metas(), "other": {"a": metas()}},
+    "next to other collections": {"batch_stats": {"a": X}, "a": metas()},
+    "next to its collection": {"fp8_metas": metas(), "other": {"a": metas()}},
     "of a model below another name": {"model": {"params": PARAMS, "fp8_metas": metas()}},
     "in the other collection, below another name": {"model": {"_overwrite_with_gradient": metas()}},
 }

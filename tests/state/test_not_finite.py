@@ -152,7 +152,7 @@ def test_activations_at_the_ends(dtype):
         gated = (name, "clamped_linear" if name == "clamped_silu" else "linear")
         y, vjp = jax.vjp(lambda x: activation(x, gated), x)
         (dx,) = vjp(dy)
-        if name == "swish":  # of `activation` alone
+        if name == "swish":  # only of `activation`
             return y, dx, dx
         return y, dx, activation_bwd(dy, x, None, outputs=("dx",), dtype=E5M2, **attributes(gated))[0]
 

@@ -99,7 +99,7 @@ def calls_of(recipe):
 
 def test_no_kernel_is_asked_for_an_amax_that_nobody_reads():
     """None under fixed scales. Under current scaling the one that sets the scale, but not a second one of the kernel
-    that quantizes; under delayed scaling, where it becomes the state, that one alone."""
+    that quantizes; under delayed scaling, where it becomes the state, only that one."""
     recipes = RECIPE, Float8CurrentScaling(), DelayedScaling()
     fixed, current, delayed = (re.findall(r"outputs=(\(.*?\))", calls_of(recipe)) for recipe in recipes)
     with_amax = lambda calls: [call for call in calls if "'amax'" in call]

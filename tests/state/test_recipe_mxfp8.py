@@ -33,7 +33,7 @@ def code(scale_inv):
 
 @pytest.mark.parametrize("top", [448.0, 57344.0])
 def test_law(top, rng):
-    """Of every power of 2 and of `top` times one, with the floats beside them, and of any bits."""
+    """Of every power of 2 and of `top` times one, with the floats next to them, and of any bits."""
     edges = [np.exp2(np.arange(-149, 128.0)), np.clip(top * np.exp2(np.arange(-149, 120.0)), 0, 3.4e38)]
     edges = np.concatenate(edges).astype(np.float32)
     beside = [np.nextafter(edges, np.float32(side)) for side in (0, np.inf)]

@@ -129,9 +129,11 @@ def test_table():
     none = TensorStats(*np.float32([np.nan, 1, np.nan, np.nan, np.nan, np.nan, 0]))
     head, first, second = te.fp8_stats_table({"a/x": two, "b/kernel": none}).splitlines()
     assert head.split() == ["tensor", "layers", *TensorStats._fields]
-    assert first.split() == ["a/x", "2", "3", "2", "-1.00", "5.0e-01", "2.5e-01", "+1.000", "7"]
+    assert first.split() == ["a/x", "2", "3", "2", "-1.00", "50.00%", "25.00%", "+1.000", "7"]
     assert second.split() == ["b/kernel", "1", "-", "1", "-", "-", "-", "-", "0"]
     assert len(head) == len(first) == len(second)
+    few = two._replace(saturation=np.float32([1e-7, 0]), underflow=np.float32([0, 0]))
+    assert te.fp8_stats_table({"x": few}).split()[-5:-2] == ["-1.00", "<0.01%", "0.00%"]
 
 
 # -- of probes ---------------------------------------------------------------------------------
@@ -327,7 +329,7 @@ def test_shards(kind, rng):
 
 
 def test_attention_in_fp8(rng):
-    """Of what the kernel computes and quantizes itself the amax alone is known, of what stays out of FP8 nothing."""
+    """Only the amax is known of what the kernel computes and quantizes itself, nothing of what stays out of FP8."""
     q, k, v, dout = (wide(rng, 1, 16, 2, 16, spread=3).astype(jnp.bfloat16) for _ in range(4))
     recipe = DelayedScaling(amax_history_len=L, fp8_dpa=True)
     names = fp8.AttentionMetas._fields

@@ -184,7 +184,7 @@ class _Logits(NamedTuple):
         worst = abs(scale) * _over_heads(self._worst() @ size, g) + f32 + _over_heads(u * np.abs(each), g)
         worst = worst + u * np.abs(value)
         worst = worst + eta * (worst > 0)
-        # for dq one row's delta errs on all terms alike, for dk each term's errs alone
+        # for dq one row's delta errs on all terms alike, for dk each term's errs by itself
         rows = (self.rows_rms @ x) ** 2 if g is None else self.rows_rms**2 @ x**2
         square = scale**2 * _over_heads(self.own**2 @ x**2 + rows, g) + _over_heads((u * each) ** 2, g)
         return Bounded(value, SLACK * worst, NORM * np.sqrt(np.sum(square + (u * value + eta) ** 2 + f32**2)))

@@ -356,7 +356,7 @@ def _operands(case: Case, seen: np.ndarray, dtype, rng):
 
 
 def _bias(shape, seen, infinite, rng) -> np.ndarray:
-    """Sixteenths, which every type holds; large or -inf where it is for hidden keys alone."""
+    """Sixteenths, which every type holds; large or -inf where it is only for hidden keys."""
     bias = rng.integers(-32, 33, shape) / 16
     lined = (1,) * (4 - len(shape)) + tuple(shape)
     axes = tuple(i for i, size in enumerate(lined) if size == 1)

@@ -116,7 +116,7 @@ def wrong(lib: Library, op: str, args: dict, memory: Memory) -> Iterator[tuple[s
     optional = {o.name: o.optional for o in (*rule.inputs, *rule.outputs)}
     is_bound = (
         sum(name in optional and array.rank > 0 for name, array in args.items()) > 1
-    )  # x has any size beside amax
+    )  # x has any size next to amax
     for name in lib.fields(op):
         if name in _WRONG_NUMBERS:
             yield from ((f"{name} {value}", args | {name: value}) for value in _WRONG_NUMBERS[name])

@@ -12,7 +12,7 @@ class Probe(NamedTuple):
     """One mistake or edge input.
 
     name:    what is probed.
-    call:    makes it, in a few ms: shapes alone where they do (`jax.eval_shape`).
+    call:    makes it, in a few ms: only shapes where they do (`jax.eval_shape`).
     outcome: the class of the error or the warning that it ends with; None: it works, and returns something true.
     words:   a regex in the message: what it names, and the way out.
     """

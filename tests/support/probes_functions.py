@@ -55,7 +55,7 @@ def shaped(f, *args, **kwargs):
 
 
 def probes(f, *args, rows):
-    """rows: (name, what to pass instead or beside: by place or by name, outcome, words)."""
+    """rows: (name, what to pass instead or in addition: by place or by name, outcome, words)."""
     for name, instead, outcome, words in rows:
         by_place = [instead.get(at, arg) for at, arg in enumerate(args)]
         by_name = {key: value for key, value in instead.items() if isinstance(key, str)}
@@ -91,7 +91,7 @@ DENSE = probes(
         ("residual of another type", {"residual": O((4, 3), jnp.bfloat16)}, V, "residual is bfloat16"),
         ("residual True", {"residual": True}, T, "residual is True; pass"),
         ("checkpoint 3", {"checkpoint": 3, "recipe": CURRENT}, T, "checkpoint is 3; pass None or a string"),
-        ("a row alone under blocks", {0: O(8), "recipe": BLOCK}, V, r"pass x\[None\]"),
+        ("a single row under blocks", {0: O(8), "recipe": BLOCK}, V, r"pass x\[None\]"),
         ("empty batch", {0: O((0, 8))}, None, ""),
         ("bf16 kernel of f32 x", {1: O((8, 3), jnp.bfloat16)}, None, ""),
         ("current", {"recipe": CURRENT}, None, ""),
@@ -230,7 +230,7 @@ ATTENTION = probes(
         ("bias of bools", {"bias": O((4, 4), bool)}, T, "bias is bool; pass a floating"),
         ("bias of three axes", {"bias": O((2, 4, 4))}, V, r"pass \[s, t\] or"),
         ("descriptor an array", {"sequence_descriptor": O(2, int)}, T, "pass a SequenceDescriptor, or use `mask`"),
-        ("padding alone", {"attn_mask_type": "padding"}, W, "neither mask nor sequence_descriptor says"),
+        ("padding only", {"attn_mask_type": "padding"}, W, "neither mask nor sequence_descriptor says"),
         ("lengths beyond", {"sequence_descriptor": SequenceDescriptor.from_seqlens(jnp.array([4, 7]))}, W,
          "seqlens of the queries has 7, but a row has 4"),
         ("lengths", {"sequence_descriptor": SequenceDescriptor.from_seqlens(np.array([4, 0]))}, None, ""),
@@ -242,7 +242,7 @@ JOINED = [
           V, r"qkv has shape .*3, heads"),
     Probe("packed: interleaved 1", shaped(dot_product_attention_packed, O((2, 4, 3, 2, 8)), interleaved=1), T,
           "interleaved is 1; pass True or False"),
-    Probe("packed: padding alone", shaped(dot_product_attention_packed, O((2, 4, 3, 2, 8)), attn_mask_type="padding"),
+    Probe("packed: padding only", shaped(dot_product_attention_packed, O((2, 4, 3, 2, 8)), attn_mask_type="padding"),
           W, "dot_product_attention_packed: .*neither"),
     Probe("packed: typo", shaped(dot_product_attention_packed, O((2, 4, 3, 2, 8)), attn_mask="causal"), T, "attn_mask"),
     Probe("packed", shaped(dot_product_attention_packed, O((2, 4, 3, 2, 8)))),
@@ -421,7 +421,7 @@ MESHES = [
           r"dp_resource='data'.*no mesh is; enter `jax.set_mesh\(mesh\)`"),
     Probe("rules under `with Mesh`", older_idiom, V, r"enter `jax.set_mesh\(mesh\)`"),
     Probe("rules, empty resource", under(MeshResource(), lambda: extend_logical_axis_rules(RULES) is RULES)),
-    Probe("rules alone", lambda: extend_logical_axis_rules(RULES) is RULES),
+    Probe("rules only", lambda: extend_logical_axis_rules(RULES) is RULES),
     Probe("rules without a resource", under(None, lambda: extend_logical_axis_rules(()), mesh),
           V, "but no MeshResource"),
     Probe("rules", under(MeshResource("data", "model"), lambda: extend_logical_axis_rules(()), mesh)),

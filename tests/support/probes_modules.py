@@ -459,7 +459,7 @@ CALLS = [
     Probe("nnx.with_partitioning",
           lambda: made(MLP, dict(kernel_init=nnx.with_partitioning(nn.initializers.normal(), ("in", "out")))), T,
           "parameter wi_kernel: its initializer gave VariableMetadata.*nn.with_partitioning"),
-    Probe("box beside LoRA", lambda: boxes(made(DENSE, dict(kernel_init=BOXED, enable_low_rank_adaptation=True)))
+    Probe("box next to LoRA", lambda: boxes(made(DENSE, dict(kernel_init=BOXED, enable_low_rank_adaptation=True)))
           ["lora_a_kernel"] == (None, None)),
 ]  # fmt: skip
 

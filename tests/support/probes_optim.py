@@ -124,7 +124,7 @@ ARGUMENTS = [
     _adamw("eps negative", dict(eps=-1e-8), ValueError, where + "eps is -1e-08; pass a number at least 0"),
     _adamw("eps text", dict(eps="1e-8"), TypeError, where + "eps is '1e-8'; pass a number"),
     _adamw("eps zero", dict(eps=0.0), UserWarning, where + "eps is 0.0 and eps_root .* NaN; pass eps=1e-8"),
-    _adamw("eps zero beside eps_root", dict(eps=0.0, eps_root=1e-8)),
+    _adamw("eps zero next to eps_root", dict(eps=0.0, eps_root=1e-8)),
     _adamw("eps_root negative", dict(eps_root=-1e-8), ValueError, where + "eps_root is -1e-08; pass a number"),
     _adamw("weight_decay negative", dict(weight_decay=-0.1), ValueError, where + "weight_decay is -0.1; pass a number"),
     _adamw("weight_decay text", dict(weight_decay="0.1"), TypeError, where + "weight_decay is '0.1'; pass a number"),

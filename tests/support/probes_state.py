@@ -115,8 +115,8 @@ AUTOCAST = [
     ),
     Probe("two tasks wait inside of autocasts", lambda: in_tasks(waits, waits), RuntimeError, AROUND),
     Probe("two tasks wait inside of guards", lambda: in_tasks(*[lambda: waits(guard)] * 2), RuntimeError, AROUND),
-    Probe("a task asks beside one that waits", lambda: in_tasks(waits, asks), RuntimeError, AROUND),
-    Probe("a task applies beside one that waits", lambda: in_tasks(waits, applies), RuntimeError, AROUND),
+    Probe("a task asks next to one that waits", lambda: in_tasks(waits, asks), RuntimeError, AROUND),
+    Probe("a task applies next to one that waits", lambda: in_tasks(waits, applies), RuntimeError, AROUND),
     Probe("tasks that wait outside of it", lambda: in_tasks(asks, asks)),
     Probe("generators left out of order", generators_out_of_order, RuntimeError, AROUND),
 ]
@@ -131,7 +131,7 @@ def variables(recipe=RECIPE):
 
 
 def state(of=None, drop=(), length=4, **leaves) -> dict:
-    """FP8 state of MODULE; leaves by name instead of its own, or beside them."""
+    """FP8 state of MODULE; leaves by name instead of its own, or next to them."""
     own = {f"{t}_scale": jnp.ones(1) for t in TENSORS} | {f"{t}_amax_history": jnp.ones(length) for t in TENSORS}
     metas = {name: leaf for name, leaf in (own | leaves).items() if name not in drop}
     return {"fp8_metas": metas if of is None else {of: metas}}
@@ -148,7 +148,7 @@ def applied(collections, recipe=None, module=MODULE):
 
 
 def traced(f, *args, recipe=RECIPE):
-    """Types alone: nothing is compiled."""
+    """Types only: nothing is compiled."""
     with te.autocast(recipe=recipe):
         return jax.eval_shape(f, *args) or True
 
@@ -455,12 +455,12 @@ TRAIN = [
     Probe(
         "create, bf16 state", lambda: train(collections=state(x_scale=BF16)), TypeError, "x_scale is bfloat16.*float32"
     ),
-    Probe("with_fp8 of metas alone", lambda: train().with_fp8(state()["fp8_metas"]), ValueError, "with_fp8: fp8 has"),
+    Probe("with_fp8 of metas only", lambda: train().with_fp8(state()["fp8_metas"]), ValueError, "with_fp8: fp8 has"),
     Probe("with_fp8(None)", lambda: train().with_fp8(None), TypeError, "with_fp8: fp8 is None; pass a dict"),
     Probe("apply_gradients", stepped),
     Probe("apply_gradients of zeros", lambda: stepped({"fp8_metas": ZERO})),
     Probe(
-        "apply_gradients of params alone",
+        "apply_gradients of params only",
         lambda: stepped(grads={"w": jnp.ones(1)}),
         TypeError,
         "pass what value_and_grad",

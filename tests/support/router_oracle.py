@@ -1,4 +1,4 @@
-"""A router in float64, token by token: written apart from te_jax.ops.router, with sorts in the place of top_k."""
+"""A router in float64, token by token: written apart from te_jax.ops.router, with sorts instead of top_k."""
 
 import math
 

@@ -125,7 +125,7 @@ def minimum(what, name, fp8: bool, size: int) -> dict:
     Of an all-gather and a reduce-scatter the larger side counts. Per block with the column-parallel kernel [H, n1] and
     the row-parallel [n2, H], for the T tokens of a data-parallel rank:
 
-    dp    one all-reduce of each kernel's gradient (a shard of it, beside fsdp and tp)
+    dp    one all-reduce of each kernel's gradient (a shard of it, next to fsdp and tp)
     fsdp  an all-gather of each kernel forward, one backward, of FP8; a reduce-scatter of its gradient
     tp    an all-reduce of [T, H] forward, one backward
     sp    reduce-scatters in their place; all-gathers of x forward, of x and of the output's gradient backward, of FP8

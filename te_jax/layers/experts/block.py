@@ -167,15 +167,8 @@ def moe(
         check(name, what, text, NONE | STRING)
     through, added = split_residual(residual)
     check_residual(name, x if through else added, x.shape, x.dtype)
-    h = x
-    if gamma is not None:
-        of_norm = dict(kind=norm, zero_centered=zero_centered_gamma, eps=epsilon, name=name)
-        if through:
-            h, x = norm_op.norm_and_input(x, gamma, beta, **of_norm)
-        else:
-            h = norm_op.norm(x, gamma, beta, **of_norm)
-    elif beta is not None:
-        raise ValueError(f"{name}: beta is given without gamma; pass both, or neither.")
+    of_norm = dict(kind=norm, zero_centered=zero_centered_gamma, eps=epsilon, name=name)
+    h, x = _norm_first(x, gamma, beta, through, of_norm)
     routing, aux = _routing(h, gate_kernel, expert_bias, options)
     run = ExpertRun(options, recipe, checkpoint, middle_name, placement)
     y, lost = run_on_devices(run, ExpertInputs(h, routing.weights, routing.experts, wi, wi_bias, wo, wo_bias, metas))
@@ -184,6 +177,17 @@ def moe(
     y = y if expert_bias is None else _with_counts(*align(y, expert_bias, aux.counts))
     added = x if through else added
     return y if added is None else y + added, aux
+
+
+def _norm_first(x, gamma, beta, through: bool, of_norm: dict[str, Any]):
+    """(norm(x), x), without gamma (x, x). through: x's gradient joins the norm's, in its kernel."""
+    if gamma is None and beta is not None:
+        raise ValueError(f"{of_norm['name']}: beta is given without gamma; pass both, or neither.")
+    if gamma is None:
+        return x, x
+    return (
+        norm_op.norm_and_input(x, gamma, beta, **of_norm) if through else (norm_op.norm(x, gamma, beta, **of_norm), x)
+    )
 
 
 def _check_mixture(name, x, gate_kernel, wi, wo, wi_bias, wo_bias, options):

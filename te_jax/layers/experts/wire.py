@@ -49,7 +49,7 @@ def _receive_blocks(data, q, own_type, groups, sent, role, recipe: Recipe, excha
         take = lambda a, axis: jnp.take(a, token, axis=axis, mode="fill", fill_value=0)
         got |= dict(data=take(data, 0), scale_inv=take(scale_inv, 1))
     if role.uses.data_t:
-        exact = own_type if recipe.scale_law.get("power_2", True) and own_type != jnp.float16 else jnp.float32
+        exact = _exact_type(own_type) if recipe.scale_law.get("power_2", True) else jnp.float32
         source = permute_source(form.read(data, scale_inv, 1).astype(exact), groups)
         columns = source.run(("data_t",), dtype, form, law=recipe.scale_law)
         got |= dict(data_t=columns["data_t"], scale_inv_t=columns["scale_inv_t"])
@@ -60,12 +60,12 @@ def receive_gradient(dy: jax.Array, sent: Sent, exchange: Exchange) -> jax.Array
     """dy [T, H] of all devices, [N, H] of its type, or f32 where that may not hold the numbers that crossed."""
     data, scale_inv = _quantize_rows(dy, ROWS_128)
     data, scale_inv = spread(data, sent, exchange), _spread_scales(scale_inv, sent, exchange)
-    return ROWS_128.read(data, scale_inv, 1).astype(jnp.float32 if dtype_is_half(dy) else dy.dtype)
+    return ROWS_128.read(data, scale_inv, 1).astype(_exact_type(dy.dtype))
 
 
-def dtype_is_half(x: jax.Array) -> bool:
-    """Whether x is f16, whose range is less than that of FP8 times a scale."""
-    return x.dtype == jnp.float16
+def _exact_type(dtype: Any) -> Any:
+    """`dtype`, f32 instead of f16, whose range is less than of FP8 numbers times a scale."""
+    return jnp.float32 if dtype == jnp.float16 else dtype
 
 
 def _quantize_rows(dy, form: ScaleFormat):

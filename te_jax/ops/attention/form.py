@@ -96,7 +96,7 @@ def form_of(options: AttentionOptions, q: Any, k: Any) -> Form:
 def _wants_lengths(band: Band, s: int, t: int, has_bias: bool) -> bool:
     """Whether cuDNN needs to be told that rows are full.
 
-    For queries that see no key. And with a bias, where t is no multiple of 128: the gradients of 9.19 take the rest
+    For queries that see no key. And with a bias, where t is not a multiple of 128: the gradients of 9.19 take the rest
     of the last tile for keys with logit 0, and give NaN for queries whose lse is below -88
     (https://github.com/pytorch/pytorch/issues/196678).
     """

@@ -176,7 +176,7 @@ def _rows_kernel(call, lhs, rhs, offsets, counts, *others, outer, out_dtype, **a
 
 
 def _wgrad_kernel(call, lhs, rhs, offsets, counts, *others, slots, **attrs):
-    """As `_rows_kernel`; k is filled up. A sum that is no multiple of that is not added to in place."""
+    """As `_rows_kernel`; k is filled up. A sum that is not a multiple of that is not added to in place."""
     n_axes, k_axes, rows = lhs.shape[:-1], rhs.shape[slots:-1], lhs.shape[-1]
     *one_scale, lhs_inv, rhs_inv, c = others
     experts, n, k = counts.shape[0], prod(n_axes), prod(k_axes)

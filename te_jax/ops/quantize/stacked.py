@@ -47,7 +47,7 @@ quantize_stacked_block: Op
 quantize_stacked_mx: Op
 quantize_stacked, quantize_stacked_block, quantize_stacked_mx = declare_all(STACKED, tensors=False, weights=True)[:3]
 """te_quantize of each entry of a stack: x f32|bf16|f16 [*e, *m, *n], y another array of its shape and type that lies
-beside it in the results, scale f32[*e] (with FP8 results) -> data, data_t, .. as `te_jax.ops.producers` says, with *e
+next to it in the results, scale f32[*e] (with FP8 results) -> data, data_t, .. as `te_jax.ops.producers` says, with *e
 in front, of the tensor [*m, *a, *n]; amax is f32[*e].
 
 stack: number of axes in e. slots: number of axes in a: one of 2 with y, none (0) without. split: number of axes in m;
