@@ -163,7 +163,7 @@ _EXPLANATION = Kind("what te_jax.explain_fp8 returns", lambda value: isinstance(
 
 
 def fp8_stats_table(stats: Mapping[str, TensorStats], explained: Fp8Explanation | None = None) -> str:
-    """The numbers of `fp8_stats` as text, one line for each tensor.
+    """The numbers of `fp8_stats` as text, one line for each tensor, below a line for its module.
 
     explained: what `te_jax.explain_fp8` says of the model: more lines then name the products that are not in FP8, which
                have no numbers, and say why.
@@ -187,10 +187,16 @@ def fp8_stats_table(stats: Mapping[str, TensorStats], explained: Fp8Explanation 
 
 
 def _aligned_lines(lines: list[list[str]]) -> str:
-    """Lines of cells as text, the first column to the left."""
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    aligned = lambda line: [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:]))]
-    return "\n".join("  ".join(aligned(line)) for line in lines)
+    """Lines of cells as text. The first cells are a heading and paths: a module has a line, and its rows stand below."""
+    paths = [line[0].rpartition("/") for line in lines]
+    names = [f" {name}" if module else name for module, _, name in paths]
+    widths = [max(map(len, column)) for column in zip(*([name, *line[1:]] for name, line in zip(names, lines)))]
+    out, above = [], ""
+    for (module, _, _), name, line in zip(paths, names, lines):
+        if module != above:
+            out, above = [*out, module or "."], module
+        out.append("  ".join([name.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:]))]))
+    return "\n".join(out)
 
 
 def _cell(values: Sequence[float] | jax.Array, worst, form: str) -> str:
@@ -282,7 +288,7 @@ def expert_heat_map(stats: Mapping[str, ExpertStats], field: str = "load") -> tu
 
 
 def expert_stats_table(stats: Mapping[str, ExpertStats]) -> str:
-    """The numbers of `expert_stats` as text, one line for each block.
+    """The numbers of `expert_stats` as text, one line for each block, below a line for the module that it is part of.
 
     A line has the numbers of layers and experts, the tokens of a layer, the largest and the least load of an expert,
     how many experts got no token, the fraction of all tokens that were dropped, and the worst saturation and underflow
