@@ -187,7 +187,7 @@ def fp8_stats_table(stats: Mapping[str, TensorStats], explained: Fp8Explanation 
 
 
 def _aligned_lines(lines: list[list[str]]) -> str:
-    """Lines of cells as text. The first cells are a heading and paths: a module has a line, and its rows stand below."""
+    """Lines of cells as text. First cells are a heading, then paths: a module has a line, and its rows stand below."""
     paths = [line[0].rpartition("/") for line in lines]
     names = [f" {name}" if module else name for module, _, name in paths]
     widths = [max(map(len, column)) for column in zip(*([name, *line[1:]] for name, line in zip(names, lines)))]
