@@ -168,7 +168,7 @@ _EXPLANATION = Kind("what te_jax.explain_fp8 returns", lambda value: isinstance(
 
 
 def fp8_stats_table(stats: Mapping[str, TensorStats], explained: Fp8Explanation | None = None) -> str:
-    """The numbers of `fp8_stats` as text, one line for each tensor; fractions in percent.
+    """The numbers of `fp8_stats` as text, one line for each tensor, below a line for its module; fractions in percent.
 
     explained: what `te_jax.explain_fp8` says of the model: more lines then name the products that are not in FP8, which
                have no numbers, and say why.
@@ -193,10 +193,16 @@ def fp8_stats_table(stats: Mapping[str, TensorStats], explained: Fp8Explanation 
 
 
 def _aligned_lines(lines: list[list[str]]) -> str:
-    """Lines of cells as text, the first column to the left."""
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    aligned = lambda line: [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:]))]
-    return "\n".join("  ".join(aligned(line)) for line in lines)
+    """Lines of cells as text. First cells are a heading, then paths: a module has a line, and its rows stand below."""
+    paths = [line[0].rpartition("/") for line in lines]
+    names = [f" {name}" if module else name for module, _, name in paths]
+    widths = [max(map(len, column)) for column in zip(*([name, *line[1:]] for name, line in zip(names, lines)))]
+    out, above = [], ""
+    for (module, _, _), name, line in zip(paths, names, lines):
+        if module != above:
+            out, above = [*out, module or "."], module
+        out.append("  ".join([name.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:]))]))
+    return "\n".join(out)
 
 
 def _cell(values: Sequence[float] | jax.Array, worst, form: Callable[[float], str]) -> str:
@@ -288,7 +294,8 @@ def expert_heat_map(stats: Mapping[str, ExpertStats], field: str = "load") -> tu
 
 
 def expert_stats_table(stats: Mapping[str, ExpertStats]) -> str:
-    """The numbers of `expert_stats` as text, one line for each block; "." is a block that is the model.
+    """The numbers of `expert_stats` as text, one line for each block, below a line for the module that it is part of;
+    "." is a block that is the model.
 
     A line has the numbers of layers and experts, the tokens of a layer, the largest and the least load of an expert,
     how many experts got no token, and in percent the tokens that were dropped and the worst saturation and underflow of

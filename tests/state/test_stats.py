@@ -127,11 +127,14 @@ def test_table():
         *(np.float32(pair) for pair in ([1, 3], [2, 4], [-1, 5], [0, 0.5], [0.25, np.nan], [1, -2], [7, 8]))
     )
     none = TensorStats(*np.float32([np.nan, 1, np.nan, np.nan, np.nan, np.nan, 0]))
-    head, first, second = te.fp8_stats_table({"a/x": two, "b/kernel": none}).splitlines()
+    head, a, first, b, second = te.fp8_stats_table({"a/x": two, "b/kernel": none}).splitlines()
+    assert (a, b) == ("a", "b")
     assert head.split() == ["tensor", "layers", *TensorStats._fields]
-    assert first.split() == ["a/x", "2", "3", "2", "-1.00", "50.00%", "25.00%", "+1.000", "7"]
-    assert second.split() == ["b/kernel", "1", "-", "1", "-", "-", "-", "-", "0"]
-    assert len(head) == len(first) == len(second)
+    assert first.split() == ["x", "2", "3", "2", "-1.00", "50.00%", "25.00%", "+1.000", "7"]
+    assert second.split() == ["kernel", "1", "-", "1", "-", "-", "-", "-", "0"]
+    assert len(head) == len(first) == len(second) <= 88
+    below = te.fp8_stats_table({"a/x": none, "a/y": none, "x": none}).splitlines()[2:]
+    assert [line.split()[0] for line in below] == ["x", "y", ".", "x"]
     few = two._replace(saturation=np.float32([1e-7, 0]), underflow=np.float32([0, 0]))
     assert te.fp8_stats_table({"x": few}).split()[-5:-2] == ["-1.00", "<0.01%", "0.00%"]
 
