@@ -88,7 +88,7 @@ PAGES = (
             *("linear_cross_entropy", ...),
         ),
         "Attention": ("attention_fp8", "explain_attention"),
-        "Experts": ("moe", "MoEOptions", "MoEAux", "grouped_dense"),
+        "Experts": ("moe", "MoEOptions", "ExpertExchange", "MoEAux", "grouped_dense"),
         "Weights in FP8": ("quantize_kernel", "quantize_experts", "QuantizedKernel", "Projection"),
     }),
     Page("models", "te_jax.models", {

@@ -13,8 +13,6 @@ import states
 from conftest import division_error
 from flax import linen as nn
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from quick_init import quick_init, quick_nnx
 
 import te_jax as te
@@ -263,78 +261,6 @@ def test_layer_is_attention_and_block(rng):
     layered = lambda params, x: layer.apply({"params": params}, x, deterministic=True)
     got, want = jax.jit(lambda *a: [f(*a) for f in (layered, composed)])(params, x)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
-
-
-# -- meshes ----------------------------------------------------------------------------------------------------------
-
-
-def test_mesh_and_shard_map(rng, on_host):
-    """Tokens on dp, F on tp; within shard_map over dp, where each device routes its own tokens. Counts are of all."""
-    axes = dict(gate_axes=(None, None), kernel_axes_1=(None, None, "tp"), kernel_axes_2=(None, "tp", None))
-    axes |= dict(bias_axes_1=(None, "tp"), bias_axes_2=(None, None))
-    axes |= dict(use_bias=True, capacity_factor=4.0)  # which no expert reaches, on any device
-    model, x = te_flax.MoEBlock(E, K, F, use_expert_bias=True, **axes), states.data(rng, 2 * B, S, H)
-    w = states.data(rng, 2 * B, S, H)  # the gradient of y, so that it is quantized alike
-    with te.autocast(True, RECIPE):
-        variables = quick_init(model.init)(jax.random.key(0), x)
-        specs = nn.get_partition_spec(variables)
-        variables = te.fp8_probes(nn.meta.unbox(variables))
-        specs["fp8_metas"] = jax.tree.map(lambda _: P(), variables["fp8_metas"])
-
-        def loss(variables, x, w):
-            return jnp.sum(model.apply(variables, x) * w)
-
-        def mapped(variables, x, w):
-            run = lambda *args: jax.lax.psum(loss(*args), "dp")
-            return jax.shard_map(run, in_specs=(P(), P("dp"), P("dp")), out_specs=P(), axis_names={"dp"})(
-                variables, x, w
-            )
-
-        grad = lambda f: jax.jit(lambda *a: te.value_and_grad(f)(*a))
-        want = grad(loss)(variables, x, w)
-        results = []
-        for f, kind in ((loss, AxisType.Auto), (mapped, AxisType.Auto), (loss, AxisType.Explicit)):
-            mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(kind,) * 2)
-            with jax.set_mesh(mesh):
-                place = lambda a, spec, mesh=mesh: jax.device_put(a, NamedSharding(mesh, spec))
-                placed = jax.tree.map(place, variables, specs), place(x, P("dp")), place(w, P("dp"))
-                results.append(jax.device_get(grad(f)(*placed)))
-    # Of probes amax and scale: within shard_map their fractions are the largest of any device's own tokens.
-    told = lambda path, a: a[..., :2] if "_probe" in jax.tree_util.keystr(path) else a
-    want, *results = (jax.tree.map_with_path(told, got) for got in (want, *results))
-    counts = want[1]["expert_bias"]["expert_bias"]
-    assert counts.sum() == x.size // H * K
-    for got in results:
-        states.assert_equal(got[1]["expert_bias"]["expert_bias"], counts)
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=2.0**-19 * np.abs(b).max(initial=1e-20))
-
-
-def test_experts_are_divided(rng):
-    """Experts on dp, by the logical axis "expert" of their parameters: two steps of training, remat in between, have
-    the losses, counts, biases and state of one device."""
-    model, x = te_flax.MoEBlock(**FIELDS, layernorm_input_axes=("nvte_batch", None, None)), states.data(rng, 4, S, H)
-    start = states.state_of(model, RECIPE, x)
-    model = te_flax.MoEBlock(**FIELDS)
-
-    def steps(state):
-        state = jax.tree.map(jnp.copy, nn.meta.unbox(state))  # which the steps donate
-        for rate in (0.1, 0.2):
-            state = train_step(model, state, x, rate)
-        return jax.device_get((state.params, state.fp8))
-
-    want = steps(start)
-    mesh = jax.make_mesh((4,), ("dp",), axis_types=(AxisType.Auto,))
-    resource = te.MeshResource(dp_resource="dp", ep_resource="dp")
-    with jax.set_mesh(mesh), te.sharding.global_shard_guard(resource):
-        with nn.logical_axis_rules(te.sharding.extend_logical_axis_rules((("embed", None), ("mlp", None)))):
-            shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(start), mesh)
-            assert shardings.params["wo"].spec[0] == "dp"
-            got = steps(jax.device_put(start, shardings))
-    # The gradient is rounded on its way: by 2**-4 of a number, and its amax with it.
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2.0**-4, atol=2.0**-4 * np.abs(b).max())
-    states.assert_equal(got[1]["expert_bias"], want[1]["expert_bias"])
 
 
 # -- NNX -------------------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """Tokens on their way to the devices that hold their experts, and what the experts make of them on the way back.
 
     plan      which of its tokens a device sends where, from the experts that they chose
-    spread    arrays [T, ...] of this device's tokens -> [N, ...] of the tokens that came here
+    dispatch    arrays [T, ...] of this device's tokens -> [N, ...] of the tokens that came here
     collect   [N, ...] -> [T, ...]: for each token the sum of what the devices made of it, in f32, in their order
 
-`collect` is the transpose of `spread`. All runs inside `jax.shard_map`. What is FP8 crosses devices as bytes.
+`collect` is the transpose of `dispatch`. All runs inside `jax.shard_map`. What is FP8 crosses devices as bytes.
 """
 
 from collections.abc import Callable
@@ -70,15 +70,17 @@ def group_sent(sent: Sent, exchange: Exchange) -> Groups:
     return groups._replace(slots=groups.slots[:used])  # no row lies behind
 
 
-def spread(a: jax.Array, sent: Sent, exchange: Exchange) -> jax.Array:
+def dispatch(a: jax.Array, sent: Sent, exchange: Exchange) -> jax.Array:
     """[T, ...] of this device's tokens -> [N, ...] of the tokens that came here; zeros in empty places."""
     if a.dtype.itemsize == 1:  # collectives of FP8 would be of another type on some platforms
-        return lax.bitcast_convert_type(_spread(lax.bitcast_convert_type(a, jnp.uint8), sent, exchange), a.dtype)
-    return _spread(a, sent, exchange)
+        return lax.bitcast_convert_type(
+            _dispatch_as_is(lax.bitcast_convert_type(a, jnp.uint8), sent, exchange), a.dtype
+        )
+    return _dispatch_as_is(a, sent, exchange)
 
 
-def _spread(a, sent, exchange):
-    return _strategy(exchange).spread(a, sent, exchange)
+def _dispatch_as_is(a, sent, exchange):
+    return _strategy(exchange).dispatch(a, sent, exchange)
 
 
 def collect(a: jax.Array, sent: Sent, exchange: Exchange) -> jax.Array:
@@ -87,17 +89,17 @@ def collect(a: jax.Array, sent: Sent, exchange: Exchange) -> jax.Array:
 
 
 @custom_vjp(2)
-def spread_tokens(x: jax.Array, sent: Sent, exchange: Exchange) -> jax.Array:
-    """`spread`, differentiable in x [T, h]."""
-    return spread(x, sent, exchange)
+def dispatch_tokens(x: jax.Array, sent: Sent, exchange: Exchange) -> jax.Array:
+    """`dispatch`, differentiable in x [T, h]."""
+    return dispatch(x, sent, exchange)
 
 
-def _spread_bwd(exchange, kept, dy):
+def _dispatch_bwd(exchange, kept, dy):
     x, sent = kept
     return like(collect(dy, sent, exchange), x), None
 
 
-spread_tokens.defvjp(lambda x, sent, exchange: (spread(x, sent, exchange), (x[:0], sent)), _spread_bwd)
+dispatch_tokens.defvjp(lambda x, sent, exchange: (dispatch(x, sent, exchange), (x[:0], sent)), _dispatch_bwd)
 
 
 @custom_vjp(2)
@@ -108,7 +110,7 @@ def collect_tokens(rows: jax.Array, sent: Sent, exchange: Exchange) -> jax.Array
 
 def _collect_bwd(exchange, kept, dy):
     rows, sent = kept
-    return like(spread(dy, sent, exchange), rows), None
+    return like(dispatch(dy, sent, exchange), rows), None
 
 
 collect_tokens.defvjp(lambda rows, sent, exchange: (collect(rows, sent, exchange), (rows[:0], sent)), _collect_bwd)
@@ -129,13 +131,13 @@ def _plan_of_whole(experts, exchange):
 # -- all tokens to all devices --------------------------------------------------------------------------------
 
 
-def _gather(a, sent, exchange):
+def _gather_tokens(a, sent, exchange):
     return lax.all_gather(a, exchange.axes, axis=0, tiled=True)
 
 
 def _plan_of_all(experts, exchange):
     none = jnp.zeros_like(first_expert(exchange), shape=exchange.experts)
-    return Sent(_gather(experts, None, exchange), None, None, none)
+    return Sent(_gather_tokens(experts, None, exchange), None, None, none)
 
 
 def _add_shares(a, sent, exchange):
@@ -184,13 +186,13 @@ def _add_blocks(a, sent, exchange):
 
 class _Strategy(NamedTuple):
     plan: Callable[[jax.Array, Exchange], Sent]
-    spread: Callable[[Any, Sent, Exchange], Any]
+    dispatch: Callable[[Any, Sent, Exchange], Any]
     collect: Callable[[Any, Sent, Exchange], Any]
 
 
 WHOLE = "whole"
 STRATEGIES = {
-    "all_gather": _Strategy(_plan_of_all, _gather, _add_shares),
+    "all_gather": _Strategy(_plan_of_all, _gather_tokens, _add_shares),
     "all_to_all": _Strategy(_plan_of_blocks, _send_blocks, _add_blocks),
 }
 

@@ -18,7 +18,7 @@ from te_jax.core.derivatives import custom_vjp
 from te_jax.core.policies import with_names
 from te_jax.core.types import like
 from te_jax.layers.config import Config
-from te_jax.layers.experts.exchange import Exchange, Sent, collect, spread
+from te_jax.layers.experts.exchange import Exchange, Sent, collect, dispatch
 from te_jax.layers.experts.weights import Parts, amax_of_parts, any_gradient, quantize_part, slots_at
 from te_jax.layers.experts.wire import receive_gradient, receive_rows
 from te_jax.layers.gemms import grouped_dgrad, grouped_fprop, grouped_wgrad
@@ -99,7 +99,7 @@ def _forward(operands: ExpertOperands, routed: Routed, static: ExpertStatic, tra
     (x, weights, wi, wo), groups = operands, routed.groups
     uses = LayerUses.of(static.wi.recipe, train, need_wgrad[0])
     q0 = _rows_of_tokens_here(x, routed, Role("x", wi.metas.x, uses.x, static.wi.x), static)
-    weights = weights if routed.sent is None else spread(weights, routed.sent, static.exchange)
+    weights = weights if routed.sent is None else dispatch(weights, routed.sent, static.exchange)
     parts = tuple(quantize_part(part, wi.metas.kernel, uses.weight, static.wi, True) for part in wi.kernel)
     bias = lambda span: None if wi.bias is None else wi.bias[:, span]
     each = [grouped_fprop(q0, w, bias(span), groups, static.wi) for w, span in zip(parts, static.spans())]
@@ -121,7 +121,7 @@ def _rows_of_tokens_here(x, routed: Routed, role: Role, static: ExpertStatic) ->
     if routed.sent is None:
         return produce(rows_source(x, routed.groups), role, static.wi)[0]
     if role.uses.wide:  # a GEMM that the recipe takes out of FP8 reads it as it is
-        x = spread(x, routed.sent, static.exchange)
+        x = dispatch(x, routed.sent, static.exchange)
         return produce(rows_source(x, routed.groups), role, static.wi)[0]
     return receive_rows(x, routed.groups, routed.sent, role, static.wi, static.exchange)
 

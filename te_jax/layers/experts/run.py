@@ -13,7 +13,7 @@ from te_jax.core.policies import STATISTICS, with_names
 from te_jax.core.types import align, on_explicit_mesh
 from te_jax.layers.config import Config
 from te_jax.layers.experts.devices import ExpertPlacement, find_exchange
-from te_jax.layers.experts.exchange import Exchange, collect_tokens, group_sent, plan, spread_tokens
+from te_jax.layers.experts.exchange import Exchange, collect_tokens, dispatch_tokens, group_sent, plan
 from te_jax.layers.experts.mlp import ExpertOperands, ExpertStatic, Routed, run_experts
 from te_jax.layers.experts.weights import Parts, arrays_of
 from te_jax.layers.weight import Projection
@@ -53,7 +53,7 @@ def run_on_devices(run: ExpertRun, inputs: ExpertInputs) -> tuple[jax.Array, jax
     """y [*B, H], and i32[E] of the pairs that found no place; None where devices exchange nothing."""
     placement = run.placement
     if placement is None:
-        return _run(run, inputs, None, None), None
+        return _run_experts_on(run, inputs, None, None), None
     part = partial(_run_part, run)
     if not placement.shards:
         y, lost = part(inputs)
@@ -106,7 +106,7 @@ def _run_part(run: ExpertRun, inputs: ExpertInputs) -> tuple[jax.Array, jax.Arra
     if inputs.wo_bias is not None and placement.hidden:  # once, not with each part of F
         is_first = lax.axis_index(placement.hidden) == 0
         inputs = inputs._replace(wo_bias=jnp.where(is_first, inputs.wo_bias, 0))
-    y = _run(run, inputs._replace(h=h, weights=weights, experts=experts), exchange, sent)
+    y = _run_experts_on(run, inputs._replace(h=h, weights=weights, experts=experts), exchange, sent)
     if placement.summed:
         y = lax.psum(y.astype(jnp.float32), placement.summed).astype(y.dtype)
     others = tuple(a for a in placement.token_axes if a not in exchange.axes)
@@ -114,7 +114,7 @@ def _run_part(run: ExpertRun, inputs: ExpertInputs) -> tuple[jax.Array, jax.Arra
     return y.reshape(*lead, width), lost
 
 
-def _run(run: ExpertRun, inputs: ExpertInputs, exchange: Exchange | None, sent) -> jax.Array:
+def _run_experts_on(run: ExpertRun, inputs: ExpertInputs, exchange: Exchange | None, sent) -> jax.Array:
     """y of tokens [*B, H]; with an exchange [T, H], of the experts of this device among others."""
     if exchange is None:
         groups = group(inputs.experts, arrays_of(inputs.wi)[0].shape[0])
@@ -130,7 +130,7 @@ def _in_type_of_x(run: ExpertRun, inputs: ExpertInputs, routed: Routed, exchange
     (groups, sent), options, h, weights = routed, run.options, inputs.h, inputs.weights
     if exchange is not None:
         h, weights, sent = align(h, weights, sent)
-        h, weights = (spread_tokens(a, sent, exchange) for a in (h, weights))
+        h, weights = (dispatch_tokens(a, sent, exchange) for a in (h, weights))
 
     def product(rows, kernel, bias):
         kernel = kernel.astype(h.dtype)

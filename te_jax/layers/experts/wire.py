@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from te_jax.core import extension
-from te_jax.layers.experts.exchange import Exchange, Sent, spread
+from te_jax.layers.experts.exchange import Exchange, Sent, dispatch
 from te_jax.layers.produce import Role, produce
 from te_jax.layers.tensor import Fp8Tensor
 from te_jax.ops.experts.permute import Groups, permute_source
@@ -32,7 +32,7 @@ def receive_rows(x: jax.Array, groups: Groups, sent: Sent, role: Role, config: A
     form, dtype = format_of(config.recipe, role.name), fp8.type_of(role.name, config.recipe)
     sends = role._replace(uses=role.uses._replace(data=True, data_t=False, wide=False))
     q, _ = produce(array_source(x, 1), sends, config)
-    data = spread(q.data, sent, exchange)
+    data = dispatch(q.data, sent, exchange)
     if form.block:
         return _receive_blocks(data, q, x.dtype, groups, sent, role, config.recipe, exchange)
     source = permute_source(data.astype(jnp.bfloat16), groups)  # which holds the numbers exactly
@@ -42,7 +42,7 @@ def receive_rows(x: jax.Array, groups: Groups, sent: Sent, role: Role, config: A
 
 def _receive_blocks(data, q, own_type, groups, sent, role, recipe: Recipe, exchange: Exchange) -> Fp8Tensor:
     form, dtype = format_of(recipe, role.name), data.dtype
-    scale_inv = _spread_scales(q.scale_inv, sent, exchange)
+    scale_inv = _dispatch_scales(q.scale_inv, sent, exchange)
     got = {}
     if role.uses.data:
         token = jnp.where(groups.slots < 0, data.shape[0], groups.slots // groups.rows.shape[-1])
@@ -59,7 +59,7 @@ def _receive_blocks(data, q, own_type, groups, sent, role, recipe: Recipe, excha
 def receive_gradient(dy: jax.Array, sent: Sent, exchange: Exchange) -> jax.Array:
     """dy [T, H] of all devices, [N, H] of its type, or f32 where that may not hold the numbers that crossed."""
     data, scale_inv = _quantize_rows(dy, ROWS_128)
-    data, scale_inv = spread(data, sent, exchange), _spread_scales(scale_inv, sent, exchange)
+    data, scale_inv = dispatch(data, sent, exchange), _dispatch_scales(scale_inv, sent, exchange)
     return ROWS_128.read(data, scale_inv, 1).astype(_exact_type(dy.dtype))
 
 
@@ -77,6 +77,6 @@ def _quantize_rows(dy, form: ScaleFormat):
     return got["data"], got["scale_inv"]
 
 
-def _spread_scales(scale_inv, sent, exchange):
+def _dispatch_scales(scale_inv, sent, exchange):
     """Inverse scales [blocks, T] of rows."""
-    return spread(scale_inv.T, sent, exchange).T
+    return dispatch(scale_inv.T, sent, exchange).T

@@ -1,0 +1,102 @@
+"""MoEBlock on meshes: tokens, hidden features and experts divided among devices, against one device."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import states
+from flax import linen as nn
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from quick_init import quick_init
+
+import te_jax as te
+import te_jax.flax as te_flax
+from te_jax import recipe
+
+B, S, H, F, E, K = 2, 12, 32, 48, 4, 2
+RECIPE = recipe.DelayedScaling(amax_history_len=3)
+FIELDS = dict(num_experts=E, num_experts_per_tok=K, intermediate_dim=F, use_expert_bias=True)
+
+
+def loss_of(model, params, others, x):
+    y, sown = model.apply({"params": params, **others}, x, mutable=["losses"])
+    return jnp.mean(y**2) + sum(map(jnp.sum, jax.tree.leaves(sown)))
+
+
+@partial(jax.jit, static_argnums=0)
+def train_step(model, state, x, rate):
+    with te.autocast(True, RECIPE):
+        of = partial(loss_of, model)
+        _, grads = te.value_and_grad(lambda *a: of(*a, x), argnums=(0, 1))(state.params, state.fp8)
+        return state.apply_gradients(grads=grads, expert_bias_rate=rate)
+
+
+def test_mesh_and_shard_map(rng, on_host):
+    """Tokens on dp, F on tp; within shard_map over dp, where each device routes its own tokens. Counts are of all."""
+    axes = dict(gate_axes=(None, None), kernel_axes_1=(None, None, "tp"), kernel_axes_2=(None, "tp", None))
+    axes |= dict(bias_axes_1=(None, "tp"), bias_axes_2=(None, None))
+    axes |= dict(use_bias=True, capacity_factor=4.0)  # which no expert reaches, on any device
+    model, x = te_flax.MoEBlock(E, K, F, use_expert_bias=True, **axes), states.data(rng, 2 * B, S, H)
+    w = states.data(rng, 2 * B, S, H)  # the gradient of y, so that it is quantized alike
+    with te.autocast(True, RECIPE):
+        variables = quick_init(model.init)(jax.random.key(0), x)
+        specs = nn.get_partition_spec(variables)
+        variables = te.fp8_probes(nn.meta.unbox(variables))
+        specs["fp8_metas"] = jax.tree.map(lambda _: P(), variables["fp8_metas"])
+
+        def loss(variables, x, w):
+            return jnp.sum(model.apply(variables, x) * w)
+
+        def mapped(variables, x, w):
+            run = lambda *args: jax.lax.psum(loss(*args), "dp")
+            return jax.shard_map(run, in_specs=(P(), P("dp"), P("dp")), out_specs=P(), axis_names={"dp"})(
+                variables, x, w
+            )
+
+        grad = lambda f: jax.jit(lambda *a: te.value_and_grad(f)(*a))
+        want = grad(loss)(variables, x, w)
+        results = []
+        for f, kind in ((loss, AxisType.Auto), (mapped, AxisType.Auto), (loss, AxisType.Explicit)):
+            mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(kind,) * 2)
+            with jax.set_mesh(mesh):
+                place = lambda a, spec, mesh=mesh: jax.device_put(a, NamedSharding(mesh, spec))
+                placed = jax.tree.map(place, variables, specs), place(x, P("dp")), place(w, P("dp"))
+                results.append(jax.device_get(grad(f)(*placed)))
+    # Of probes amax and scale: within shard_map their fractions are the largest of any device's own tokens.
+    told = lambda path, a: a[..., :2] if "_probe" in jax.tree_util.keystr(path) else a
+    want, *results = (jax.tree.map_with_path(told, got) for got in (want, *results))
+    counts = want[1]["expert_bias"]["expert_bias"]
+    assert counts.sum() == x.size // H * K
+    for got in results:
+        states.assert_equal(got[1]["expert_bias"]["expert_bias"], counts)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=2.0**-19 * np.abs(b).max(initial=1e-20))
+
+
+def test_experts_are_divided(rng):
+    """Experts on dp, by the logical axis "expert" of their parameters: after two steps of training parameters, biases
+    and FP8 state are those of one device."""
+    fields = FIELDS | dict(aux_loss_coeff=0.01, layernorm_input_axes=("nvte_batch", None, None))
+    model, x = te_flax.MoEBlock(**fields), states.data(rng, 4, S, H)
+    start = states.state_of(model, RECIPE, x)
+
+    def steps(state):
+        state = nn.meta.unbox(state)
+        for rate in (0.1, 0.2):
+            state = train_step(model, state, x, rate)
+        return jax.device_get((state.params, state.fp8))
+
+    want = steps(start)
+    mesh = jax.make_mesh((4,), ("dp",), axis_types=(AxisType.Auto,))
+    resource = te.MeshResource(dp_resource="dp", ep_resource="dp")
+    with jax.set_mesh(mesh), te.sharding.global_shard_guard(resource):
+        with nn.logical_axis_rules(te.sharding.extend_logical_axis_rules((("embed", None), ("mlp", None)))):
+            shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(start), mesh)
+            assert shardings.params["wo"].spec[0] == "dp"
+            got = steps(jax.device_put(start, shardings))
+    # The gradient is rounded on its way: by 2**-4 of a number, and its amax with it.
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2.0**-4, atol=2.0**-4 * np.abs(b).max())
+    states.assert_equal(got[1]["expert_bias"], want[1]["expert_bias"])
