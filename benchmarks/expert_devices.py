@@ -59,13 +59,14 @@ def cases(tiny: bool) -> Iterator[Case]:
             beside = tuple(other for other in (BF16, row.impl + ONE_GPU) if other != row.impl + row.exchange)
             name = f"{model.name}, {model.tokens} tokens a GPU, {devices} GPUs: layer of experts fwd+bwd"
             more = dict(fp8_flops=flops if "fp8" in row.impl else 0, suite="ep", tokens=model.tokens, beside=beside)
+            more["profiled"] = moe.routing
             yield Case(name, row.impl + row.exchange, partial(build, row), flops, **more)
 
 
 def _takes(row: Divided, how: str) -> bool:
-    """The ways are compared in bf16 and by one recipe; of a GPU's part there is one for each."""
+    """The ways are compared in bf16 and by one recipe."""
     if how == ONE_GPU:
-        return row.impl in (BF16, "te_jax fp8 current")
+        return True
     return row.impl == "te_jax fp8 current" or (row.impl == BF16 and "rows" not in how)
 
 

@@ -42,7 +42,7 @@ def cases(tiny: bool) -> Iterator[Case]:
         pairs = 3 * 2 * 3 * model.pairs * model.hidden * model.ffn
         gate = 3 * 2 * model.tokens * model.hidden * model.experts
         for impl in IMPLS:
-            more = dict(fp8_flops=pairs if "fp8" in impl else 0, suite="moe", tokens=model.tokens, profiled=_routing)
+            more = dict(fp8_flops=pairs if "fp8" in impl else 0, suite="moe", tokens=model.tokens, profiled=routing)
             more["beside"] = tuple(other for other in (BF16, RAGGED) if other != impl and impl != RAGGED)
             name = f"{model.name} {model.tokens} tokens: layer of experts fwd+bwd"
             yield Case(name, impl, partial(build, model, impl), pairs + gate, **more)
@@ -77,7 +77,7 @@ def _compiled(step, inputs) -> Call:
     return compiled(step, [inputs], **options)
 
 
-def _routing(profile: dict) -> dict:
+def routing(profile: dict) -> dict:
     """What a row says of its trace."""
     own = sum(kernel["ms"] for kernel in profile["top"] if account.family(kernel["name"]) == account.ROUTING)
     return {"profile": profile} | ({"routing": own / profile["kernel_ms"]} if profile["kernel_ms"] else {})

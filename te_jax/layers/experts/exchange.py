@@ -37,12 +37,9 @@ class Sent(NamedTuple):
     """Which tokens came here, and from where."""
 
     experts: jax.Array  # i32[N, k]: this device's expert of each choice; -1 where it is another device's
-    slots: (
-        jax.Array | None
-    )  # i32[devices, C]: the token of this device in each place of its blocks, T where there is none
-    places: (
-        jax.Array | None
-    )  # i32[T, devices]: the place of each token in the block of each device, -1 where there is none
+    # Of blocks, each with a place for C tokens, else None:
+    slots: jax.Array | None  # i32[devices, C]: this device's token in each place, T where there is none
+    places: jax.Array | None  # i32[T, devices]: the place of each token among all; -1 where there is none
     dropped: jax.Array  # i32[experts]: the pairs of each expert here that found no place
 
 
@@ -73,9 +70,8 @@ def group_sent(sent: Sent, exchange: Exchange) -> Groups:
 def dispatch(a: jax.Array, sent: Sent, exchange: Exchange) -> jax.Array:
     """[T, ...] of this device's tokens -> [N, ...] of the tokens that came here; zeros in empty places."""
     if a.dtype.itemsize == 1:  # collectives of FP8 would be of another type on some platforms
-        return lax.bitcast_convert_type(
-            _dispatch_as_is(lax.bitcast_convert_type(a, jnp.uint8), sent, exchange), a.dtype
-        )
+        as_bytes = _dispatch_as_is(lax.bitcast_convert_type(a, jnp.uint8), sent, exchange)
+        return lax.bitcast_convert_type(as_bytes, a.dtype)
     return _dispatch_as_is(a, sent, exchange)
 
 
