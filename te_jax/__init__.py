@@ -37,6 +37,7 @@ from te_jax.gradients import combine_by_max as combine_by_max
 from te_jax.gradients import max_fp8_metas as max_fp8_metas
 from te_jax.gradients import value_and_grad as value_and_grad
 from te_jax.layers import explain_attention as explain_attention
+from te_jax.layers import explain_moe as explain_moe
 from te_jax.layers.explain_fp8 import Fp8Explanation as Fp8Explanation
 from te_jax.layers.explain_fp8 import Fp8Product as Fp8Product
 from te_jax.sharding import MeshResource as MeshResource

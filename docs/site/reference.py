@@ -44,7 +44,7 @@ PAGES = (
         ),
         "FP8 state": ("FP8_COLLECTION", "convert_fp8_metas"),
         "What happens in a model": (
-            *("explain_fp8", "explain_attention", "fp8_stats", "fp8_stats_table", "fp8_probes"),
+            *("explain_fp8", "explain_attention", "explain_moe", "fp8_stats", "fp8_stats_table", "fp8_probes"),
             *("expert_stats", "expert_stats_table", "expert_heat_map", ...),
         ),
         "Devices": ("MeshResource", "ShardingResource"),
@@ -88,7 +88,7 @@ PAGES = (
             *("linear_cross_entropy", ...),
         ),
         "Attention": ("attention_fp8", "explain_attention"),
-        "Experts": ("moe", "MoEOptions", "ExpertExchange", "MoEAux", "grouped_dense"),
+        "Experts": ("moe", "MoEOptions", "ExpertExchange", "MoEAux", "explain_moe", "MoEExplanation", "grouped_dense"),
         "Weights in FP8": ("quantize_kernel", "quantize_experts", "QuantizedKernel", "Projection"),
     }),
     Page("models", "te_jax.models", {

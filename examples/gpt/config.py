@@ -115,7 +115,7 @@ PRESETS = {
 
 BIAS_TRAVEL = 4.0  # the most that a bias of experts can move in a run
 
-MESH_AXES = ("dp", "fsdp", "cp", "tp")  # the devices of the last ones are the closest
+MESH_AXES = ("dp", "fsdp", "ep", "cp", "tp")  # the devices of the last ones are the closest
 
 PRESET_FIELDS = [f.name for f in dataclasses.fields(Preset) if f.name != "model"]
 
@@ -207,7 +207,8 @@ def _add_step(p: argparse.ArgumentParser) -> None:
 
 def _add_devices(p: argparse.ArgumentParser) -> None:
     many = p.add_argument_group("several devices")
-    divided = "dp the batch, fsdp the batch, parameters and optimizer, cp the sequence, tp heads and widths"
+    divided = "dp the batch, fsdp the batch, parameters and optimizer, ep the batch and experts, cp the sequence, "
+    divided += "tp heads and widths"
     _add(many, "--mesh", f"how many devices split what: {divided} [default: one device]", type=mesh_sizes,
         metavar="dp=2,fsdp=2,tp=2")  # fmt: skip
     _add(many, "--sequence-parallel", "tp divides the sequence too, outside of the GEMMs", action="store_true")
@@ -274,6 +275,10 @@ def complete(args: argparse.Namespace, default_preset: str) -> argparse.Namespac
         p.error("--api nnx has neither --mesh nor --dropout: leave them out, or give --api linen")
     if args.fp8_params and (args.api == "nnx" or (args.precision == "bf16" and not args.compare)):
         p.error("--fp8-params is for --api linen and --precision fp8: leave it out, or give these")
+    if (args.mesh or {}).get("ep", 1) > 1 and args.model.experts is None:
+        p.error(
+            f"ep={args.mesh['ep']} of --mesh divides experts, and the model has none: give --moe N, or leave ep out"
+        )
     if args.sequence_parallel and args.mesh is None:
         p.error("--sequence-parallel needs --mesh with tp=2 or more")
     _complete_report(p, args)
@@ -290,9 +295,10 @@ def _experts(p: argparse.ArgumentParser, args: argparse.Namespace, preset: Exper
     experts = dataclasses.replace(preset or Experts(0), **given)
     if not 1 <= experts.top_k <= experts.count:
         p.error(f"--top-k is {experts.top_k} of {experts.count} experts (--moe): give 1 to {experts.count}")
-    for flag, wrong in (("--api nnx", args.api == "nnx"), ("--mesh", args.mesh is not None)):
-        if wrong:
-            p.error(f"{flag} is for models without experts here: leave one of the two out")
+    if args.api == "nnx":
+        p.error("--api nnx is for models without experts here: leave one of the two out")
+    if args.mesh is not None and args.mesh.get("ep", 1) == 1:
+        p.error("--mesh has no ep, which divides experts: give ep=2 or more")
     # A score is between 0 and 1. DeepSeek-V3 moves the bias by 0.001 in many more steps than are trained here.
     return dataclasses.replace(experts, bias_rate=BIAS_TRAVEL / args.steps if experts.balance == "bias" else 0.0)
 

@@ -2,6 +2,7 @@
 
 dp:   data parallel: the batch is divided, parameters are on every device.
 fsdp: fully sharded data parallel: the batch is divided, and so are parameters and the optimizer's moments.
+ep:   expert parallel: the batch is divided, and the experts of each layer; tokens are sent to their experts.
 cp:   context parallel: the sequence is divided. Only attention needs more of it than a device has; te_jax's does that.
 tp:   tensor parallel: heads and the MLP's width are divided; with --sequence-parallel, outside of the GEMMs, the
       sequence too (each part of it, with cp).
@@ -21,11 +22,11 @@ from te_jax.sharding import extend_logical_axis_rules, global_shard_guard, reord
 
 from .config import MESH_AXES
 
-ROWS = ("dp", "fsdp")  # what divides the batch
+ROWS = ("dp", "fsdp", "ep")  # what divides the batch
 
 
 def make(args) -> Mesh | None:
-    """The mesh of --mesh over all devices of all processes, axes that it leaves out of size 1 (cp: not there); None
+    """The mesh of --mesh over all devices of all processes, axes that it leaves out of size 1 (cp, ep: not there); None
     without --mesh.
 
     Raises ValueError if it does not take all devices, or several processes run without it.
@@ -35,7 +36,7 @@ def make(args) -> Mesh | None:
         if processes > 1:
             raise ValueError(f"{processes} processes, but no --mesh: give one over all {found} devices: fsdp={found}")
         return None
-    axes = tuple(axis for axis in MESH_AXES if axis != "cp" or args.cp > 1)
+    axes = tuple(axis for axis in MESH_AXES if axis not in ("cp", "ep") or args.mesh.get(axis, 1) > 1)
     sizes = tuple(args.mesh.get(axis, 1) for axis in axes)
     if math.prod(sizes) != found:
         raise ValueError(
@@ -58,11 +59,12 @@ def check(args) -> None:
         return
     model = args.model
     keys = (model.gqa_groups or model.heads) * model.hidden // model.heads
-    fsdp, tp = args.mesh.get("fsdp", 1), args.mesh.get("tp", 1)
-    rows, cp = args.mesh.get("dp", 1) * fsdp, args.cp
+    fsdp, tp, ep = (args.mesh.get(axis, 1) for axis in ("fsdp", "tp", "ep"))
+    rows, cp = args.mesh.get("dp", 1) * fsdp * ep, args.cp
     of_sequence = ("cp x " if cp > 1 else "") + "tp with --sequence-parallel"
     for what, size, by, parts in (
-        ("--batch-size is", args.batch_size, "dp x fsdp", rows),
+        ("--batch-size is", args.batch_size, "dp x fsdp" + (" x ep" if ep > 1 else ""), rows),
+        ("--moe is", model.experts.count if model.experts else ep, "ep", ep),
         (f"preset {args.preset} has a hidden size of", model.hidden, "fsdp", fsdp),
         (f"preset {args.preset} has attention heads:", model.heads, "tp", tp),
         (f"preset {args.preset} has keys of a width of", keys, "tp", tp),  # heads that tp does not divide are copied
@@ -89,8 +91,9 @@ def scope(mesh: Mesh | None, sequence_parallel: bool = False) -> Iterator[None]:
         return
     # tpsp is tp with the sequence divided outside of the GEMMs.
     tensor = "tpsp_resource" if sequence_parallel else "tp_resource"
-    cp = "cp" if "cp" in mesh.axis_names else None
-    resource = te.MeshResource(dp_resource="dp", fsdp_resource="fsdp", cp_resource=cp, **{tensor: "tp"})
+    cp, ep = (axis if axis in mesh.axis_names else None for axis in ("cp", "ep"))
+    of_batch = dict(dp_resource="dp", fsdp_resource="fsdp", ep_resource=ep)
+    resource = te.MeshResource(**of_batch, cp_resource=cp, **{tensor: "tp"})
     with jax.set_mesh(mesh), global_shard_guard(resource):
         with nn.logical_axis_rules(extend_logical_axis_rules(())):
             yield
@@ -111,9 +114,10 @@ class Feed:
 
     def __init__(self, mesh: Mesh | None, batch_size: int):
         self.mesh, self.cp = mesh, 1 if mesh is None else mesh.shape.get("cp", 1)
+        self.by = () if mesh is None else tuple(axis for axis in ROWS if axis in mesh.axis_names)
         self.batch_size, self.rows = batch_size, np.arange(batch_size)
         if mesh is not None:
-            mine = NamedSharding(mesh, PartitionSpec(ROWS)).addressable_devices_indices_map((batch_size,)).values()
+            mine = NamedSharding(mesh, PartitionSpec(self.by)).addressable_devices_indices_map((batch_size,)).values()
             self.rows = np.unique(np.concatenate([self.rows[index] for index in mine]))
 
     def __call__(self, windows: np.ndarray):
@@ -121,9 +125,11 @@ class Feed:
         if self.mesh is None:
             return windows
         if self.cp == 1:
-            return self._placed(windows, PartitionSpec(ROWS))
+            return self._placed(windows, PartitionSpec(self.by))
         pair = windows[:, :-1], windows[:, 1:]
-        return tuple(self._placed(reorder_causal_load_balancing(x, self.cp), PartitionSpec(ROWS, "cp")) for x in pair)
+        return tuple(
+            self._placed(reorder_causal_load_balancing(x, self.cp), PartitionSpec(self.by, "cp")) for x in pair
+        )
 
     def _placed(self, rows: np.ndarray, spec: PartitionSpec) -> jax.Array:
         shape = (self.batch_size, *rows.shape[1:])  # of whole sequences: each device takes its part of them

@@ -376,10 +376,10 @@ class TransformerLayer(Module):
         whole = W_NO_SHARD_AXES
         own = self._fields_of_mlp() | dict(
             gate_axes=(whole, None),
-            kernel_axes_1=(whole, W_FSDP_AXES, W_TP_AXES),
-            kernel_axes_2=(whole, W_TP_AXES, W_FSDP_AXES),
-            bias_axes_1=(whole, W_TP_AXES),
-            bias_axes_2=(whole, None),
+            kernel_axes_1=("expert", W_FSDP_AXES, W_TP_AXES),
+            kernel_axes_2=("expert", W_TP_AXES, W_FSDP_AXES),
+            bias_axes_1=("expert", W_TP_AXES),
+            bias_axes_2=("expert", None),
         )
         return MoEBlock(**shared_fields(self, MoEBlock) | own | dict(self.moe), name="moe")
 

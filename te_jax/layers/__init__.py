@@ -6,6 +6,8 @@ from te_jax.layers.experts.block import MoEAux as MoEAux
 from te_jax.layers.experts.block import MoEOptions as MoEOptions
 from te_jax.layers.experts.block import moe as moe
 from te_jax.layers.experts.devices import ExpertExchange as ExpertExchange
+from te_jax.layers.experts.explain import MoEExplanation as MoEExplanation
+from te_jax.layers.experts.explain import explain_moe as explain_moe
 from te_jax.layers.experts.linear import grouped_dense as grouped_dense
 from te_jax.layers.experts.weights import quantize_experts as quantize_experts
 from te_jax.layers.explain import explain_attention as explain_attention

@@ -249,4 +249,4 @@ def test_moe(tmp_path, capsys):
 def test_routing_is_a_share_of_the_kernels():
     names = ["te::te_router_fwd()", "void te::TileKernel<te::GatherSource<float>>()", "te::te_gemm_grouped()", "nvjet"]
     top = [{"name": name, "ms": ms} for name, ms in zip(names, (1.0, 2.0, 4.0, 3.0))]
-    assert moe._routing({"kernel_ms": 10.0, "top": top})["routing"] == pytest.approx(0.3)
+    assert moe.routing({"kernel_ms": 10.0, "top": top})["routing"] == pytest.approx(0.3)

@@ -37,7 +37,8 @@ def test_a_token_meets_its_own_experts():
         (["--moe", "2", "--top-k", "3"], "--top-k is 3 of 2 experts"),
         (["--moe", "0"], "--moe is 0: give a whole number from 1 to 10000"),
         (["--moe", "4", "--api", "nnx"], "--api nnx is for models without experts"),
-        (["--preset", "moe-tiny", "--mesh", "dp=1"], "--mesh is for models without experts"),
+        (["--preset", "moe-tiny", "--mesh", "dp=1"], "--mesh has no ep, which divides experts"),
+        (["--preset", "tiny", "--mesh", "ep=2"], "ep=2 of --mesh divides experts, and the model has none"),
     ],
 )
 def test_senseless_arguments_of_experts(arguments, message, capsys):

@@ -84,6 +84,18 @@ def test_losses_are_those_of_one_device(arguments, one_device, one_device_path, 
     assert got["device"]["count"] == 8 and got["args"]["mesh"] == config.parse(arguments, "tiny").mesh
 
 
+@needs_8
+def test_experts_that_devices_divide(tmp_path):
+    """Parameters, optimizer and FP8 state of experts on ep, and their kernels on fsdp too; losses and loads of one
+    device."""
+    experts = ["--moe", "8", "--top-k", "2", "--precision", "fp8"]
+    one = train(tmp_path / "one", *experts)
+    got = train(tmp_path / "ep", *experts, "--mesh", "dp=2,fsdp=2,ep=2")
+    compare(got, one)
+    ours, theirs = (each["runs"]["fp8"]["load"]["max_over_mean"] for each in (got, one))
+    np.testing.assert_allclose(ours[0], theirs[0])  # of the first step; later a token may choose otherwise
+
+
 def compare(got, one_device):
     for precision, run in got["runs"].items():
         for curve in ("losses", "held_out"):

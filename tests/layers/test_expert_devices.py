@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import te_jax as te
 from te_jax import recipe
 from te_jax.layers import ExpertExchange, MoEOptions, moe
 from te_jax.ops.formats import ROWS_128
@@ -186,7 +187,10 @@ def test_collectives(rng):
     put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
     with global_shard_guard(MeshResource(ep_resource="ep")):
         args = put(x, P("ep")), jax.tree.map(put, w, spec_of_weights()), metas(), put(dy, P("ep"))
-        _, found = collectives.compiled(partial(layer, how=recipe.DelayedScaling()), *args, mesh=mesh)
+        how = recipe.DelayedScaling()
+        _, found = collectives.compiled(partial(layer, how=how), *args, mesh=mesh)
+        with jax.set_mesh(mesh):
+            said = te.explain_moe(x, *args[1][:3], options=MoEOptions(RouterOptions(K)), recipe=how)
     moved = sorted((c.kind, c.dtype, c.bytes) for c in found if c.kind in ("all-gather", "all-to-all"))
     all_ = 4 * T
     assert moved == sorted([
@@ -196,6 +200,10 @@ def test_collectives(rng):
         ("all-to-all", "bf16", all_ * H * 2), ("all-to-all", "bf16", all_ * H * 2),  # y, dx
         ("all-to-all", "f32", all_ * K * 4),  # the gradient of the weights
     ])  # fmt: skip
+    assert (said.strategy, said.experts, said.tokens, said.received) == ("all_gather", 2, T, all_)
+    received = sum(size for _, _, size in moved) * 3 // 4  # the rest is the device's own
+    assert sum(said.forward.values()) + sum(said.backward.values()) == received
+    assert "forward pass receives tokens 2304 B, choices" in str(said)
 
 
 def test_places_that_lack(rng):

@@ -83,6 +83,9 @@ class MoEOptions(KnownFields):
         return self.capacity_factor is None and self.exchange.block_factor is None
 
 
+OPTIONS = Kind("a MoEOptions", lambda value: isinstance(value, MoEOptions))
+
+
 class MoEAux(NamedTuple):
     """What a mixture of experts returns with y. The losses are as of `te_jax.ops.router`, without coefficients."""
 
@@ -192,7 +195,7 @@ def _norm_first(x, gamma, beta, through: bool, of_norm: dict[str, Any]):
 
 def _check_mixture(name, x, gate_kernel, wi, wo, wi_bias, wo_bias, options):
     """Raises ValueError or TypeError, naming the layer, for operands that make no mixture of experts."""
-    check(name, "options", options, Kind("a MoEOptions", lambda value: isinstance(value, MoEOptions)))
+    check(name, "options", options, OPTIONS)
     first, (second, *more) = arrays_of(wi), arrays_of(wo)
     check(name, "x", x, FLOAT)
     check(name, "gate_kernel", gate_kernel, FLOAT)

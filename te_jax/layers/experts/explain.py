@@ -1,0 +1,137 @@
+"""How devices share a mixture of experts, and what crosses between them, asked before the call is made."""
+
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from te_jax.core.check import check
+from te_jax.layers.experts.block import OPTIONS, MoEOptions
+from te_jax.layers.experts.devices import ExpertExchange, ExpertPlacement, find_exchange, find_placement
+from te_jax.layers.experts.exchange import WHOLE, Exchange
+from te_jax.ops.experts.permute import buffer_rows
+from te_jax.ops.formats import ROWS_128, ScaleFormat, ceil_div, format_of
+from te_jax.recipe import Recipe
+from te_jax.state.fp8 import check_recipe, current_recipe
+
+
+class MoEExplanation(NamedTuple):
+    """How devices share a mixture of experts. `str` of it is text.
+
+    Bytes are those that a device receives from others in one call.
+    """
+
+    strategy: str  # "all_gather", "all_to_all"; "whole": tokens are where their experts are; "none": no divided experts
+    why: str
+    expert_axes: tuple[str, ...]  # the mesh axes that divide experts
+    token_axes: tuple[str, ...]  # and tokens
+    hidden_axes: tuple[str, ...]  # and F
+    experts: int  # of a device
+    tokens: int  # of a device
+    received: int  # tokens that a device has room for, its own among them
+    rows: int  # of the buffer of a device's experts
+    forward: dict[str, int]  # what crosses in the forward pass -> its bytes
+    backward: dict[str, int]
+
+    def __str__(self) -> str:
+        split = lambda axes: f" ({' x '.join(axes)})" if axes else ""
+        lines = [
+            f"strategy {self.strategy}: {self.why}",
+            f"{self.experts} experts a device{split(self.expert_axes)}, {self.tokens} tokens{split(self.token_axes)}, "
+            f"F {'split' if self.hidden_axes else 'whole'}{split(self.hidden_axes)}",
+            f"room for {self.received} tokens, {self.rows} rows",
+        ]
+        for name, crossing in (("forward", self.forward), ("backward", self.backward)):
+            each = ", ".join(f"{what} {_size(size)}" for what, size in crossing.items())
+            lines.append(f"{name} pass receives {each or 'nothing'}")
+        return "\n".join(lines)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count} B"
+
+
+def explain_moe(
+    x: Any,
+    gate_kernel: Any,
+    wi: Any,
+    wo: Any,
+    *,
+    options: MoEOptions,
+    recipe: Recipe | None = None,
+    token_spec: PartitionSpec | None = None,
+) -> MoEExplanation:
+    """How devices share `te_jax.layers.moe` with these arguments on the mesh in force, and what crosses between them.
+
+    x, gate_kernel, wi, wo, options, token_spec: as in `moe`, without quantized kernels; arrays may be
+            `jax.ShapeDtypeStruct`s.
+    recipe: the recipe of the call; None is the one in force (`te_jax.autocast`).
+
+    Raises ValueError, TypeError for options, and for experts that the devices don't divide.
+    """
+    check("explain_moe", "options", options, OPTIONS)
+    recipe = current_recipe() if recipe is None else recipe
+    if recipe is not None:
+        check_recipe("explain_moe", recipe)
+    found = []
+
+    def look(x, wi):
+        placement = find_placement("explain_moe", x, wi, gate_kernel.shape[-1], token_spec, False)
+        found.append((x.shape, x.dtype, placement))
+
+    jax.eval_shape(look, x, wi[0] if isinstance(wi, tuple | list) else wi)
+    (*lead, width), dtype, placement = found[0]
+    tokens, topk, num_experts = prod(lead), options.router.topk, gate_kernel.shape[-1]
+    if placement is None:
+        rows = buffer_rows(tokens * topk, num_experts)
+        why = "no mesh axis divides the experts (ep_resource, or the sharding of wi on an Explicit mesh)"
+        return MoEExplanation("none", why, (), (), (), num_experts, tokens, tokens, rows, {}, {})
+    if placement.shards:
+        tokens //= placement.devices(placement.token_axes)
+    experts = num_experts // placement.devices(placement.experts)
+    exchange = find_exchange(placement, options.exchange, tokens, topk, experts)
+    received = exchange.devices * (exchange.block if exchange.strategy == "all_to_all" else tokens)
+    bytes_ = _crossing(exchange, received, width, topk, dtype, recipe)
+    rows = buffer_rows(min(exchange.pairs, received * topk), experts)
+    axes = placement.experts, placement.token_axes, placement.hidden
+    why = _why(placement, exchange, options.exchange, tokens)
+    return MoEExplanation(exchange.strategy, why, *axes, experts, tokens, received, rows, *bytes_)
+
+
+def _why(placement: ExpertPlacement, exchange: Exchange, options: ExpertExchange, tokens: int) -> str:
+    if exchange.strategy == WHOLE:
+        return "devices of different experts have the same tokens" if tokens else "there are no tokens"
+    if options.strategy != "auto":
+        return "options.exchange asks for it"
+    if exchange.strategy == "all_gather" and options.block_factor is None:
+        return "no token may be dropped, so that a block would have room for all tokens, too"
+    if exchange.strategy == "all_gather":
+        return f"block_factor is {options.block_factor}, for which a block has room for all tokens, too"
+    return f"block_factor is {options.block_factor}: a block has room for {exchange.block} of {tokens} tokens"
+
+
+def _crossing(exchange: Exchange, received: int, width: int, topk: int, dtype: DTypeLike, recipe: Recipe | None):
+    """What crosses in each pass -> bytes."""
+    if exchange.strategy == WHOLE:
+        return {}, {}
+    others = received * (exchange.devices - 1) // exchange.devices
+    unquantized = width * dtype.itemsize
+    in_fp8 = recipe is not None and not any(recipe.override_linear_precision[::2])
+    form = format_of(recipe, "x") if in_fp8 else None
+    forward = {"tokens": width + _bytes_of_scales(form, width) if in_fp8 else unquantized}
+    forward |= {"choices": 8 * topk, "sums": unquantized}
+    backward = {
+        "gradients": unquantized if recipe is None else width + _bytes_of_scales(ROWS_128, width),
+        "sums": unquantized,
+    }
+    backward |= {"gradients of weights": 4 * topk}
+    of_all = lambda each: {what: others * size for what, size in each.items()}
+    return of_all(forward), of_all(backward)
+
+
+def _bytes_of_scales(form: ScaleFormat, width: int) -> int:
+    """The bytes of a row's inverse scales."""
+    return ceil_div(width, form.block) * jnp.dtype(form.scale_dtype).itemsize if form.block else 0
