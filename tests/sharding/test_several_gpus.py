@@ -16,9 +16,14 @@ from sharded import KINDS, LAYER_BOUND, RECIPE, check_equal, gradients, run_on
 
 import te_jax as te
 import te_jax.flax as te_flax
+from te_jax.layers import ExpertExchange, MoEOptions, moe
 from te_jax.ops.attention import SequenceDescriptor, dot_product_attention
 from te_jax.ops.attention_context import context_parallel_attention
+from te_jax.ops.formats import ROWS_128
+from te_jax.ops.router import RouterOptions
+from te_jax.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_jax.sharding import inverse_reorder_causal_load_balancing, reorder_causal_load_balancing
+from te_jax.state import fp8
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,24 +54,24 @@ def data(seed, *shape):
 
 
 @functools.cache
-def on_one_gpu(fp8):
+def on_one_gpu(in_fp8):
     """(parameters in boxes, state, loss and gradients) of the layer."""
     module, x = layer(None), data(0)
-    with te.autocast(fp8, RECIPE):
+    with te.autocast(in_fp8, RECIPE):
         others, params = flax.core.pop(quick_init(module.init)(jax.random.key(0), x), "params")
         return params, others, jax.jit(gradients(module))(nn.meta.unbox(params), others, x, data(1))
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("in_fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("role", ROLES)
-def test_layer(role, kind, fp8):
+def test_layer(role, kind, in_fp8):
     """Forward and backward; kernels are gathered only in FP8; scales are the same on all GPUs."""
-    params, others, want = on_one_gpu(fp8)
+    params, others, want = on_one_gpu(in_fp8)
     mesh, (resource, spec) = jax.make_mesh((N,), ("all",), axis_types=(KINDS[kind],)), ROLES[role]
     order = functools.partial(reorder_causal_load_balancing, cp_size=N) if role == "cp" else lambda a: a
     arrays = [order(data(seed)) for seed in (0, 1)]
-    with te.autocast(fp8, RECIPE):
+    with te.autocast(in_fp8, RECIPE):
         (loss, (dparams, state, dx)), found = run_on(mesh, resource, layer(role), params, others, arrays, spec)
     dx = inverse_reorder_causal_load_balancing(np.asarray(dx), N) if role == "cp" else dx
     check_equal((loss, dparams, dx), (want[0], want[1][0], want[1][2]), LAYER_BOUND[jnp.bfloat16])
@@ -74,8 +79,45 @@ def test_layer(role, kind, fp8):
         for shard in leaf.addressable_shards:
             np.testing.assert_array_equal(shard.data, leaf.addressable_shards[0].data)
     gathered = {c.dtype for c in found if c.kind == "all-gather" and c.bytes > 2**16}
-    if fp8 and role != "cp":
+    if in_fp8 and role != "cp":
         assert gathered <= {"f8e4m3fn", "f8e5m2"}, collectives.table(found)
+
+
+@pytest.mark.parametrize("exchange", [ExpertExchange(), ExpertExchange("all_to_all", block_factor=100.0)], ids=str)
+@pytest.mark.parametrize("how", [None, DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling()], ids=repr)
+def test_experts(how, exchange):
+    """Experts on all GPUs. Sums are rounded to bf16 on the way back, where one GPU adds up in f32: 2**-8 of the largest
+    of two terms. Gradients cross in E4M3: one GPU gets them rounded so."""
+    experts, topk, hidden, f = 4 * N, 2, 512, 1024
+    x, dy, gate = data(2, B, S, hidden), data(3, B, S, hidden), data(4, hidden, experts).astype(jnp.float32)
+    wi, wo = [data(i, experts, hidden, f) * 0.05 for i in (5, 6)], data(7, experts, f, hidden) * 0.05
+    one = lambda *lead: fp8.TensorMeta(jnp.full(lead, 16.0), jnp.zeros(lead))
+    metas = fp8.DenseMetas(one(), one(experts), one(experts)), fp8.DenseMetas(one(experts), one(experts), one())
+    options = MoEOptions(RouterOptions(topk), exchange=exchange)
+
+    def run(x, wi, wo, metas, dy):
+        stateful = how is not None and how.has_state
+        layer = lambda x, wi, wo: moe(
+            x, gate, tuple(wi), wo, options=options, recipe=how, metas=metas if stateful else None
+        )
+        y, vjp, aux = jax.vjp(layer, x, wi, wo, has_aux=True)
+        return y, aux.counts, aux.dropped, vjp(dy)
+
+    rounded = ROWS_128.write(dy.astype(jnp.float32), 2, jnp.float8_e4m3fn, power_2=True, epsilon=0.0)
+    arrives = dy if how is None else ROWS_128.read(rounded["data"], rounded["scale_inv"], 1).astype(dy.dtype)
+    want = jax.jit(run)(x, wi, wo, metas, arrives)
+    mesh = jax.make_mesh((N,), ("ep",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh), te.sharding.global_shard_guard(te.MeshResource(ep_resource="ep")):
+        place = lambda a: jax.device_put(a, NamedSharding(mesh, P("ep") if a.ndim else P()))
+        got = jax.jit(run)(*jax.tree.map(place, (x, wi, wo, metas, dy)))
+    np.testing.assert_array_equal(got[1], want[1])
+    assert not np.any(got[2])
+    bound = 2.0**-4 if isinstance(how, Float8BlockScaling) else 2.0**-7  # of wgrad, whose columns are rounded twice
+    for a, b, most in zip(
+        jax.tree.leaves((got[0], got[3])), jax.tree.leaves((want[0], want[3])), [2.0**-7] * 2 + [bound] * 3
+    ):
+        a, b = (np.asarray(v, np.float32) for v in (a, b))
+        assert np.max(np.abs(a - b)) <= most * np.max(np.abs(b))
 
 
 LENGTHS = SequenceDescriptor.from_seqlens(jnp.asarray([1111, 2048], jnp.int32))

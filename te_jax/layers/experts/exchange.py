@@ -1,8 +1,8 @@
 """Tokens on their way to the devices that hold their experts, and what the experts make of them on the way back.
 
-    plan      which of its tokens a device sends where, from the experts that they chose
+    plan        which of its tokens a device sends where, from the experts that they chose
     dispatch    arrays [T, ...] of this device's tokens -> [N, ...] of the tokens that came here
-    collect   [N, ...] -> [T, ...]: for each token the sum of what the devices made of it, in f32, in their order
+    collect     [N, ...] -> [T, ...]: for each token the sum of what the devices made of it, in f32, in their order
 
 `collect` is the transpose of `dispatch`. All runs inside `jax.shard_map`. What is FP8 crosses devices as bytes.
 """
