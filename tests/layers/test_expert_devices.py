@@ -243,6 +243,16 @@ def test_experts_that_devices_do_not_divide(rng):
             jax.eval_shape(partial(layer, how=None), *args)
 
 
+def test_inside_shard_map_over_other_axes(rng):
+    mesh = jax.make_mesh((2, 4), ("pp", "ep"), axis_types=(AxisType.Auto,) * 2)
+    args = normal(rng, B, S, H), weights(rng), metas(), normal(rng, B, S, H)
+    run = lambda *args: layer(*args, how=None)[0]
+    with jax.set_mesh(mesh), global_shard_guard(MeshResource(pp_resource="pp", ep_resource="ep")):
+        mapped = jax.shard_map(run, in_specs=P(), out_specs=P(), axis_names={"pp"})
+        with pytest.raises(ValueError, match="make all axes manual there, and pass each device its own experts"):
+            jax.eval_shape(mapped, *args)
+
+
 @pytest.mark.parametrize(
     "fields,text",
     [
