@@ -165,7 +165,8 @@ def commands(document):
     """The words of each command in the document: lines of `sh` blocks, and `python ...` and the like in the text."""
     text = (ROOT / document).read_text()
     inline = re.findall(r"`((?:python|make|pip) [^`]+)`", FENCE.sub("", text))
-    lines = [line for block in blocks(document, "sh") for line in block.text.splitlines()] + inline
+    texts = [block.text.replace("\\\n", " ") for block in blocks(document, "sh")]  # a line may go on
+    lines = [line for text in texts for line in text.splitlines()] + inline
     for line in lines:
         line = line.replace("\\|", "|").strip()  # as a table has it
         words = shlex.split(re.sub(r"\[--.*?\]", "", line).replace("$i", "1"), comments=True)
