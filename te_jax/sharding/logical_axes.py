@@ -32,7 +32,7 @@ _RULES = Kind(f"a tuple, each {_RULE_FORM}", lambda rules: isinstance(rules, tup
 def logical_axis_map(resource: MeshResource) -> dict[str, str | tuple[str, ...] | None]:
     """Logical axis name -> mesh axis (None: replicated), for `resource` on the mesh in force.
 
-    The batch lies on those of dp, fsdp and ep that have more than one device: they are data parallelism too. The
+    The batch lies on dp, fsdp and ep, as far as they have more than one device: all are data parallelism. The
     sequence outside the GEMMs lies on cp and tpsp likewise, cp first: a GEMM then gathers it only over tpsp.
     Raises ValueError for a resource that does not fit the mesh.
     """

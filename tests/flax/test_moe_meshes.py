@@ -77,7 +77,7 @@ def test_mesh_and_shard_map(rng, on_host):
 
 def test_experts_are_divided(rng):
     """Experts on dp, by the logical axis "expert" of their parameters: after two steps of training parameters, biases
-    and FP8 state are those of one device."""
+    and FP8 state are as on one device."""
     fields = FIELDS | dict(aux_loss_coeff=0.01, layernorm_input_axes=("nvte_batch", None, None))
     model, x = te_flax.MoEBlock(**fields), states.data(rng, 4, S, H)
     start = states.state_of(model, RECIPE, x)

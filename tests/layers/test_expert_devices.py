@@ -1,4 +1,4 @@
-"""Experts that devices divide: the numbers are those of one device, and tokens cross in 8 bits.
+"""Experts that devices divide: the numbers are as on one device, and tokens cross in 8 bits.
 
 In f32 sums have another order: 1e-5 of the largest number, of at most 200 terms of its size. In FP8 the forward pass
 multiplies the same bits. The gradient crosses as te_jax.layers.experts.wire says, so one device must get the same from
@@ -133,7 +133,7 @@ RECIPES = {
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_fp8(name, rng):
-    """With one scale for a tensor all is that of one device, given the gradient as it arrives. In blocks wgrad's
+    """With one scale for a tensor all is as on one device, given the gradient as it arrives. In blocks wgrad's
     columns of x are rounded twice: by 2**-4 of a number of x."""
     x, w, dy = normal(rng, B, S, H), weights(rng), normal(rng, B, S, H)
     want = jax.jit(partial(layer, how=RECIPES[name]))(x, w, metas(), rounded(dy))

@@ -149,7 +149,7 @@ def moe(
     On several devices experts are divided by the mesh axes that split E of wi on an Explicit mesh, or by the
     `ep_resource` of the MeshResource in force (`te_jax.sharding`) on others. Each device then runs its tokens and its
     experts inside `jax.shard_map`, F split over the axes of tensor parallelism, and tokens go to the devices of their
-    experts as `options.exchange` says, in FP8 under a recipe; y, counts and losses are those of one device. Inside the
+    experts as `options.exchange` says, in FP8 under a recipe; y, counts and losses are as on one device. Inside the
     user's own `jax.shard_map` over ep_resource, wi, wo and biases hold the device's experts; counts and losses are of
     the device's own tokens there. Without divided experts the buffer of rows is whole on every device but for F and H.
 

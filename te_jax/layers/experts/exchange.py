@@ -49,7 +49,7 @@ def first_expert(exchange: Exchange) -> jax.Array:
 
 
 def plan(experts: jax.Array, exchange: Exchange) -> Sent:
-    """The plan for this device's tokens. experts: i32[T, k] among those of all devices; others are nobody's."""
+    """The plan for this device's tokens. experts: i32[T, k] of all devices; other numbers are nobody's."""
     sent = _strategy(exchange).plan(experts, exchange)
     mine = sent.experts - first_expert(exchange)
     mine = jnp.where((mine >= 0) & (mine < exchange.experts), mine, -1)
