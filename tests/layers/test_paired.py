@@ -196,7 +196,7 @@ def keep_two_arrays(monkeypatch):
     """In layers that are traced from here on: by a function of their own, for jax keeps the traces of the other."""
     monkeypatch.setattr(layer_of_experts, "is_pairable", lambda *_: False)
     layer = jax.jit(lambda *args: layer_of_experts._experts(*args), static_argnums=2, inline=True)
-    monkeypatch.setattr(sys.modules["te_jax.layers.experts.block"], "run_experts", layer)
+    monkeypatch.setattr(sys.modules["te_jax.layers.experts.run"], "run_experts", layer)
 
 
 RULES = {
