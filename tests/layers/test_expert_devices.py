@@ -46,9 +46,9 @@ def metas():
     return first, fp8.DenseMetas(of(16.0, E), of(64.0, E), of(64.0))
 
 
-def layer(x, weights, metas, dy, *, how, exchange=DEFAULT, **more):
+def layer(x, weights, metas, dy, *, how, exchange=DEFAULT, capacity_factor=None, **more):
     """y, what the layer says, and all cotangents."""
-    options = MoEOptions(RouterOptions(K), exchange=exchange)
+    options = MoEOptions(RouterOptions(K), exchange=exchange, capacity_factor=capacity_factor)
     stateful = how is not None and how.has_state
 
     def run(x, weights, metas):
@@ -144,6 +144,16 @@ def test_fp8(name, rng):
     (y, aux, (dx, (_, *of_experts), dmetas)), (y1, aux1, (dx1, (_, *of_experts1), dmetas1)) = got, want
     close((y, aux, dx, of_experts[1], dmetas), (y1, aux1, dx1, of_experts1[1], dmetas1))
     close(of_experts[0], of_experts1[0], 2.0**-4 if name == "block" else 1e-5)
+
+
+def test_capacity_of_tokens_that_are_whole(rng):
+    """A token without a row enters no amax, and each that has one on some device enters all."""
+    x, w = normal(rng, 3, 5, H).at[..., 0].set(1.0), weights(rng, SKEWED)
+    options = dict(how=recipe.Float8CurrentScaling(), capacity_factor=0.5)
+    dy = rounded(normal(rng, 3, 5, H))
+    want = jax.jit(partial(layer, **options))(x, w, metas(), dy)
+    got = on_mesh(dict(ep=4), AxisType.Auto, dict(ep_resource="ep"), x, w, dy, tokens=(), **options)
+    close(got[:2], want[:2])
 
 
 def test_sequence_and_features_on_one_axis(rng):

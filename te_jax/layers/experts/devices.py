@@ -222,7 +222,7 @@ def find_exchange(
     pairs = received * min(topk, experts)
     if options.rows_factor is not None:
         pairs = min(pairs, max(1, ceil_times(options.rows_factor, mean * devices, owners)))
-    return Exchange(axes, devices, placement.experts, sharing, experts, strategy, block, pairs)
+    return Exchange(axes, devices, placement.experts, sharing, experts, experts * owners, strategy, block, pairs)
 
 
 def ceil_times(factor: float, count: int, by: int) -> int:

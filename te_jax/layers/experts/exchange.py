@@ -28,6 +28,7 @@ class Exchange(NamedTuple):
     expert_axes: tuple[str, ...]  # those whose devices hold different experts, the first ones of `axes`
     sharing: int  # devices that hold the same experts, each some of their hidden features
     experts: int  # of a device
+    all_experts: int  # of all devices
     strategy: str  # a key of STRATEGIES
     block: int  # tokens that a device sends to each other one at most, where the strategy has blocks
     pairs: int  # of a token and a choice that a device has rows for at most
@@ -161,8 +162,7 @@ def _plan_of_blocks(experts, exchange):
     slots = empty.at[device, at].set(number, mode="drop")
     places = jnp.where(has_place, device * exchange.block + place, -1)
     lost = jnp.any((owners[:, :, None] == each) & (wants & ~has_place)[:, None, :], -1)
-    total = exchange.experts * exchange.devices // exchange.sharing
-    lost = _count(jnp.where(lost, experts, -1), total)
+    lost = _count(jnp.where(lost, experts, -1), exchange.all_experts)
     lost = lax.psum_scatter(lost, exchange.expert_axes, scatter_dimension=0, tiled=True)
     others = exchange.axes[len(exchange.expert_axes) :]  # their devices have tokens of their own
     sent = Sent(experts, slots, places, lax.psum(lost, others) if others else lost)

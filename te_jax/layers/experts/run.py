@@ -167,6 +167,6 @@ def _in_fp8(run: ExpertRun, inputs: ExpertInputs, routed: Routed, exchange) -> j
 
 def _has_row(experts, sent, exchange: Exchange) -> jax.Array:
     """bool[T]: whether a token may have a row on any device."""
-    total = exchange.experts * exchange.devices // exchange.sharing
-    chosen = jnp.any((experts >= 0) & (experts < total), -1)
-    return chosen if sent.places is None else chosen & jnp.any(sent.places >= 0, -1)
+    if sent.places is not None:
+        return jnp.any(sent.places >= 0, -1)
+    return jnp.any((experts >= 0) & (experts < exchange.all_experts), -1)
