@@ -215,11 +215,10 @@ def find_exchange(
     if options.block_factor is not None:
         block = min(tokens, ceil_times(options.block_factor, mean, owners))
     if not axes or tokens == 0:
-        strategy, devices = WHOLE, 1
+        strategy, devices, block = WHOLE, 1, tokens
     elif strategy == "auto":
         strategy = "all_gather" if block >= tokens else "all_to_all"
-    received = devices * (block if strategy == "all_to_all" else tokens)
-    pairs = received * min(topk, experts)
+    pairs = devices * block * min(topk, experts)
     if options.rows_factor is not None:
         pairs = min(pairs, max(1, ceil_times(options.rows_factor, mean * devices, owners)))
     return Exchange(axes, devices, placement.experts, sharing, experts, experts * owners, strategy, block, pairs)

@@ -30,8 +30,18 @@ class Exchange(NamedTuple):
     experts: int  # of a device
     all_experts: int  # of all devices
     strategy: str  # a key of STRATEGIES
-    block: int  # tokens that a device sends to each other one at most, where the strategy has blocks
+    block: int  # tokens that a device sends to each other one at most
     pairs: int  # of a token and a choice that a device has rows for at most
+
+    @property
+    def received(self) -> int:
+        """Tokens that a device has room for, its own among them."""
+        return self.devices * self.block
+
+    @property
+    def rows(self) -> int:
+        """Of the buffer of a device's experts."""
+        return buffer_rows(self.pairs, self.experts)
 
 
 class Sent(NamedTuple):
@@ -42,6 +52,9 @@ class Sent(NamedTuple):
     slots: jax.Array | None  # i32[devices, C]: this device's token in each place, T where there is none
     places: jax.Array | None  # i32[T, devices]: the place of each token among all; -1 where there is none
     dropped: jax.Array  # i32[experts]: the pairs of each expert here that found no place
+
+
+_Way = Callable[[jax.Array, Sent, Exchange], jax.Array]
 
 
 def first_expert(exchange: Exchange) -> jax.Array:
@@ -64,8 +77,7 @@ def plan(experts: jax.Array, exchange: Exchange) -> Sent:
 def group_sent(sent: Sent, exchange: Exchange) -> Groups:
     """The rows of the tokens that came here, in the order of this device's experts."""
     groups = group(sent.experts, exchange.experts)
-    used = buffer_rows(min(exchange.pairs, sent.experts.size), exchange.experts)
-    return groups._replace(slots=groups.slots[:used])  # no row lies behind
+    return groups._replace(slots=groups.slots[: exchange.rows])  # no row lies behind
 
 
 def dispatch(a: jax.Array, sent: Sent, exchange: Exchange) -> jax.Array:
@@ -85,32 +97,22 @@ def collect(a: jax.Array, sent: Sent, exchange: Exchange) -> jax.Array:
     return _strategy(exchange).collect(a, sent, exchange)
 
 
-@custom_vjp(2)
-def dispatch_tokens(x: jax.Array, sent: Sent, exchange: Exchange) -> jax.Array:
-    """`dispatch`, differentiable in x [T, h]."""
-    return dispatch(x, sent, exchange)
+def _with_transpose(
+    function: Callable[..., jax.Array], transpose: Callable[..., jax.Array]
+) -> Callable[..., jax.Array]:
+    """`function` of (a, sent, exchange), differentiable in a."""
+    run = custom_vjp(2)(function)
+
+    def bwd(exchange, kept, dy):
+        a, sent = kept
+        return like(transpose(dy, sent, exchange), a), None
+
+    run.defvjp(lambda a, sent, exchange: (function(a, sent, exchange), (a[:0], sent)), bwd)
+    return run
 
 
-def _dispatch_bwd(exchange, kept, dy):
-    x, sent = kept
-    return like(collect(dy, sent, exchange), x), None
-
-
-dispatch_tokens.defvjp(lambda x, sent, exchange: (dispatch(x, sent, exchange), (x[:0], sent)), _dispatch_bwd)
-
-
-@custom_vjp(2)
-def collect_tokens(rows: jax.Array, sent: Sent, exchange: Exchange) -> jax.Array:
-    """`collect`, differentiable in rows [N, h]."""
-    return collect(rows, sent, exchange)
-
-
-def _collect_bwd(exchange, kept, dy):
-    rows, sent = kept
-    return like(dispatch(dy, sent, exchange), rows), None
-
-
-collect_tokens.defvjp(lambda rows, sent, exchange: (collect(rows, sent, exchange), (rows[:0], sent)), _collect_bwd)
+dispatch_tokens: _Way = _with_transpose(dispatch, collect)  # `dispatch`, and `collect`, as jax differentiates them
+collect_tokens: _Way = _with_transpose(collect, dispatch)
 
 
 def _count(experts: jax.Array, num_experts: int) -> jax.Array:
@@ -133,8 +135,7 @@ def _gather_tokens(a, sent, exchange):
 
 
 def _plan_of_all(experts, exchange):
-    none = jnp.zeros_like(first_expert(exchange), shape=exchange.experts)
-    return Sent(_gather_tokens(experts, None, exchange), None, None, none)
+    return _plan_of_whole(_gather_tokens(experts, None, exchange), exchange)
 
 
 def _add_shares(a, sent, exchange):

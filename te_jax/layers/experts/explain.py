@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from te_jax.core.check import check
 from te_jax.layers.experts.block import OPTIONS, MoEOptions
-from te_jax.layers.experts.devices import ExpertExchange, ExpertPlacement, find_exchange, find_placement
+from te_jax.layers.experts.devices import ExpertExchange, find_exchange, find_placement
 from te_jax.layers.experts.exchange import WHOLE, Exchange
 from te_jax.ops.experts.permute import buffer_rows
 from te_jax.ops.formats import ROWS_128, ScaleFormat, ceil_div, format_of
@@ -93,15 +93,13 @@ def explain_moe(
         tokens //= placement.devices(placement.token_axes)
     experts = num_experts // placement.devices(placement.experts)
     exchange = find_exchange(placement, options.exchange, tokens, topk, experts)
-    received = exchange.devices * (exchange.block if exchange.strategy == "all_to_all" else tokens)
-    bytes_ = _crossing(exchange, received, width, topk, dtype, recipe)
-    rows = buffer_rows(min(exchange.pairs, received * topk), experts)
+    crossing = _crossing(exchange, width, topk, dtype, recipe)
     axes = placement.experts, placement.token_axes, placement.hidden
-    why = _why(placement, exchange, options.exchange, tokens)
-    return MoEExplanation(exchange.strategy, why, *axes, experts, tokens, received, rows, *bytes_)
+    sizes = experts, tokens, exchange.received, exchange.rows
+    return MoEExplanation(exchange.strategy, _why(exchange, options.exchange, tokens), *axes, *sizes, *crossing)
 
 
-def _why(placement: ExpertPlacement, exchange: Exchange, options: ExpertExchange, tokens: int) -> str:
+def _why(exchange: Exchange, options: ExpertExchange, tokens: int) -> str:
     if exchange.strategy == WHOLE:
         return "devices of different experts have the same tokens" if tokens else "there are no tokens"
     if options.strategy != "auto":
@@ -113,11 +111,11 @@ def _why(placement: ExpertPlacement, exchange: Exchange, options: ExpertExchange
     return f"block_factor is {options.block_factor}: a block has room for {exchange.block} of {tokens} tokens"
 
 
-def _crossing(exchange: Exchange, received: int, width: int, topk: int, dtype: DTypeLike, recipe: Recipe | None):
+def _crossing(exchange: Exchange, width: int, topk: int, dtype: DTypeLike, recipe: Recipe | None):
     """What crosses in each pass -> bytes."""
     if exchange.strategy == WHOLE:
         return {}, {}
-    others = received * (exchange.devices - 1) // exchange.devices
+    others = exchange.block * (exchange.devices - 1)
     unquantized = width * dtype.itemsize
     in_fp8 = recipe is not None and not any(recipe.override_linear_precision[::2])
     form = format_of(recipe, "x") if in_fp8 else None

@@ -72,8 +72,8 @@ def _quantize_rows(dy, form: ScaleFormat):
     capability = extension.compute_capability()
     if capability is not None and form.refuses(str(capability)):  # its op is for GPUs that multiply the format
         got = form.write(dy.astype(jnp.float32), 1, _E4M3, **_POWERS_OF_2)
-        return got["data"], got["scale_inv"]
-    got = array_source(dy, 1).run(("data",), _E4M3, form, law=_POWERS_OF_2)
+    else:
+        got = array_source(dy, 1).run(("data",), _E4M3, form, law=_POWERS_OF_2)
     return got["data"], got["scale_inv"]
 
 
